@@ -140,8 +140,8 @@ def _loop(
   count = jax.tree.leaves(rows)[0].shape[0]
   if not count:
     return function(weights, *rows)
-  # Padding makes more rows than a tile has: if all trips read the same rows, XLA
-  # hoists the body out of the loop, and fuses it with operations around it.
+  # Pad to more rows than a tile has: if all trips read the same rows, XLA moves
+  # the body out of the loop, and fuses it with the operations around it.
   padding = max(tile + 1 - count, 0)
   if padding:
     rows = jax.tree.map(lambda x: _pad(x, padding), rows)

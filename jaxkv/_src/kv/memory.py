@@ -12,8 +12,8 @@ import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.cache.config import CacheConfig
 
-# The formats, each with the integer dtype in which a CPU stores its bits. XLA for
-# a CPU would convert a whole pool of bfloat16 or float8 to update one number.
+# The formats. A CPU stores the bits of some in an integer dtype: XLA for a CPU
+# would convert a whole pool of bfloat16 or float8 to update one number.
 _BITS = {
   "float32": None,
   "bfloat16": "uint16",

@@ -6,14 +6,15 @@
 | `append_quantized` | 8-bit keys and values, and a scale for each token |
 | `append_pages` | one pool, such as that of latent vectors |
 
-All write token t to page `page_ids[t]` at offset `offsets[t]`, in place if the
-pools are donated or carried by a loop (on a CPU: see `formats`). They drop a
-token whose page id, with or without `page_offset`, or offset is out of range.
-If two tokens have the same page and offset, either may win.
+All write token t to page `page_ids[t] + page_offset` at offset `offsets[t]`.
+Writes are in place if the pools are donated or carried by a loop, except on a
+CPU for the formats that `formats` names. A token is dropped if its offset is
+out of range, or its page id, with or without `page_offset`. If two tokens have
+the same page and offset, it is undefined which of them is kept.
 
-`append_kv` and `append_pages` round floats to the pool's format, and store
-values that have the pool's dtype unchanged; `quantize` returns such values. An
-int8 pool does not take floats without a scale.
+`append_kv` and `append_pages` round floats to the pool's format. They store
+values of the pool's dtype, such as those from `quantize`, unchanged. An int8
+pool takes no floats without a scale.
 """
 
 import chex
@@ -49,8 +50,8 @@ def append_kv(
     page_ids: int32[T]; an id out of range drops its token.
     offsets: int32[T], 0..S-1.
     page_offset: int32[], added to every page id.
-    k_scale: float32[K]; divides `k_new`, which must then be floats. Pass the
-      same scale to `AttentionOptions`. 8-bit formats saturate.
+    k_scale: float32[K], by which `k_new` is divided; it must then be floats.
+      Pass the same scale to `AttentionOptions`. 8-bit formats saturate.
     v_scale: float32[K], the same for `v_new`.
 
   Returns:
@@ -100,8 +101,9 @@ def append_quantized(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
   """Writes new tokens into 8-bit pools, and their scales into pools of scales.
 
-  The scale of a token and head maps its largest element to the largest number
-  of the format, so nothing saturates. A NaN or an infinity makes it NaN.
+  Each token and head gets a scale that maps its largest element to the largest
+  number of the format, so nothing saturates. If an element is NaN or infinite,
+  the scale is NaN.
 
   Args:
     k_pages: [N, K, S, D], 8-bit.
@@ -176,7 +178,7 @@ def append_pages(
     ValueError: an argument has a shape or value that is not supported.
 
   Examples:
-    Latent vectors in 8 bits; their scales are a pool of vectors of size 1.
+    For latent vectors in 8 bits, the scales are a pool of vectors of size 1:
 
     >>> import jax.numpy as jnp
     >>> pages = jnp.zeros((2, 1, 4, 2), jnp.int8)
@@ -214,8 +216,8 @@ def _target_pages(
   total, page_size = pages.shape[0], pages.shape[2]
   chex.assert_equal_shape([page_ids, offsets])
   targets = page_ids + jnp.asarray(page_offset, jnp.int32)
-  # An id is also checked without the offset: -1 would become a page of the
-  # layer before. A negative index would wrap, even with mode="drop".
+  # An id is also checked without the offset, which would turn -1 into a page of
+  # the layer before. A negative index would wrap, even with mode="drop".
   fits = (page_ids >= 0) & (page_ids < total) & (targets >= 0)
   fits &= (offsets >= 0) & (offsets < page_size)
   return jnp.where(fits, targets, total)
@@ -232,15 +234,16 @@ def _put(pages, new, targets, offsets) -> jax.Array:
 
 def _put_all_heads(pages, new, targets, offsets) -> jax.Array:
   """Scatters all heads of a token with one index."""
-  # The head axis has no index: a pool sharded by heads needs no collective.
+  # Without an index for the head axis, a pool that is sharded by heads needs no
+  # collective.
   return pages.at[targets, :, offsets].set(new, mode="drop")
 
 
 def _put_by_head(pages, new, targets, offsets) -> jax.Array:
   """Scatters each head of a token with its own index, for a TPU."""
-  # A scatter window over heads would be strided in memory, and XLA for a TPU
-  # would transpose the whole pool around a loop. If the compiler splits heads
-  # over only some axes of a mesh, it gathers the heads of the new tokens.
+  # A window over all heads would be strided in memory, so XLA for a TPU would
+  # transpose the whole pool around a loop. The price: if the compiler splits
+  # heads over only some axes of a mesh, it gathers the new tokens' heads.
   heads = jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
   index = targets[:, None], heads, offsets[:, None]
   return pages.at[index].set(new, mode="drop")
@@ -265,7 +268,7 @@ def _to_storage(
       "`quantize` it first, which returns its scales; for keys and values use"
       " append_quantized, or append_kv with k_scale and v_scale"
     )
-    # Rounded to integers without a scale, small numbers would all become 0.
+    # Without a scale, rounding to integers would turn small numbers into 0.
     expected = "int8 for an int8 pool"
     check.refuse(TypeError, f"{prefix}new", expected, new.dtype, hint)
   return store(new, pages.dtype)
@@ -283,7 +286,7 @@ def _check_scale(
 
 def _check_floats(name: str, new: jax.Array) -> None:
   """Raises `TypeError` unless new tokens are floats."""
-  # `_check_new` has refused all other dtypes but the pool's.
+  # `_check_new` has accepted floats and the pool's dtype only.
   if not jnp.issubdtype(new.dtype, jnp.floating):
     hint = "elements of the pool cannot be scaled"
     check.refuse(TypeError, name, "floats", new.dtype, hint)

@@ -36,9 +36,9 @@ def refuse(
   Args:
     error: `TypeError` or `ValueError`.
     name: the argument.
-    expected: the values that are allowed.
+    expected: a text that says which values are allowed.
     value: the argument's value.
-    hint: the remedy, if it is not obvious.
+    hint: what the caller can do, if it is not obvious.
   """
   tail = f"; {hint}." if hint else "."
   raise error(f"`{name}` must be {expected}, got {describe(value)}{tail}")
@@ -130,7 +130,7 @@ def real(name: str, values: jax.Array) -> None:
 
 
 def same_devices(name: str, array: jax.Array, **arrays: Any) -> None:
-  """Accepts arrays on the devices of the first one, or uncommitted arrays."""
+  """Accepts arrays on the devices of `array`, and uncommitted arrays."""
   expected = devices_of(array)
   for argument, value in arrays.items():
     devices = devices_of(value)
@@ -154,7 +154,7 @@ def architectures() -> frozenset[int]:
 
 def devices_of(array) -> set[Any] | None:
   """Returns the devices that an array is committed to, if any."""
-  # The placement of a tracer is unknown until lowering, where jax checks it.
+  # The devices of a tracer are unknown until lowering, where jax checks them.
   if isinstance(array, core.Tracer) or not isinstance(array, jax.Array):
     return None
   return array.devices() if array.committed else None
@@ -193,7 +193,7 @@ def integers(name: str, values: jax.Array) -> None:
 
 
 def max_query_len(value: int | None, rows: int) -> int:
-  """Returns the maximum length of a run, at least 1; `rows` for None."""
+  """Returns the maximum number of queries of a sequence; `rows` for None."""
   if value is None:
     return max(rows, 1)
   count("max_query_len", value)

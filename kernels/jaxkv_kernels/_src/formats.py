@@ -12,7 +12,7 @@ and only the elements that a call reads or writes are reinterpreted.
 | uint8 | float8_e4m3fn bits |
 | int8 | integers from -127 to 127, times a scale |
 
-float8_e5m2 has no integer form: on a CPU a write costs a pass over its pool.
+float8_e5m2 has no integer form, so on a CPU each write rewrites its whole pool.
 """
 
 import jax
@@ -43,10 +43,11 @@ def logical_dtype(pool_dtype) -> np.dtype:
   """Returns the number format of a pool's elements.
 
   Args:
-    pool_dtype: dtype of a page pool.
+    pool_dtype: float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8,
+      uint16 (bits of bfloat16) or uint8 (bits of float8_e4m3fn).
 
   Returns:
-    The dtype of loaded elements.
+    The dtype of the numbers that `load` returns.
 
   Raises:
     TypeError: a pool cannot have this dtype.
@@ -70,8 +71,8 @@ def scaled_dtype(name: str, pool_dtype) -> np.dtype:
 def load(stored: jax.Array) -> jax.Array:
   """Converts elements of a pool to numbers, without scales.
 
-  Call it on elements gathered from a pool, not on the pool: on a CPU it would
-  copy all of it.
+  Call it on elements gathered from a pool. On a whole pool, a CPU would copy
+  all of it.
   """
   check.is_array("stored", stored)
   dtype = _LOGICAL_DTYPE[check.pool_dtype("stored", stored.dtype)]
@@ -103,9 +104,9 @@ def store(values: jax.Array, pool_dtype) -> jax.Array:
 def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
   """Quantizes vectors to 8 bits, with one scale for each.
 
-  A scale maps the largest element of its vector (the last axis) to the largest
-  number of the format. The result times the scale approximates the vector. A
-  vector of zeros has scale 1, one with a NaN or an infinity has scale NaN.
+  A vector is the last axis. Its scale maps its largest element to the largest
+  number of the format, so the result times the scale approximates the vector. A
+  vector of zeros has scale 1; a vector with a NaN or an infinity has scale NaN.
   Elements below about 1e-36 lose digits.
 
   Args:
@@ -131,7 +132,7 @@ def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
   dtype = scaled_dtype("pool_dtype", pool_dtype)
   values = jnp.asarray(values, jnp.float32)
   largest = jnp.max(jnp.abs(values), axis=-1)
-  # A subnormal scale would be flushed to 0, and 0 / 0 would be stored.
+  # At least normal: a subnormal scale would be flushed to 0, and 0 / 0 stored.
   min_normal = jnp.finfo(jnp.float32).tiny
   scale = jnp.maximum(largest / _LARGEST[dtype], min_normal)
   scale = jnp.where(largest > 0, scale, jnp.float32(1))

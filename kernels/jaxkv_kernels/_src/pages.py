@@ -14,9 +14,9 @@ def copy_pages(
   """Copies page `src[r]` over page `dst[r]`, in every layer.
 
   Reads all sources before it writes any destination. Works in place if the pool
-  is donated or carried by a loop. Skips pairs with an id out of range. Costs
-  nothing if it skips all pairs, except under `vmap`, where it always has its
-  full cost. If destinations are equal, any pair may win.
+  is donated or carried by a loop. Skips pairs with an id out of range. If it
+  skips all pairs it costs nothing, except under `vmap`, where it always has its
+  full cost. If destinations are equal, it is undefined which pair is kept.
 
   Args:
     pages: [L * N, K, S, D].
@@ -54,7 +54,7 @@ def copy_pages(
 
   def copy_layer(layer: jax.Array, pool: jax.Array) -> jax.Array:
     first = layer * per_layer
-    # Clipped, not filled: the scatter drops the pages of pairs that do not fit.
+    # Clipping suffices: the scatter drops the pages of pairs that do not fit.
     content = pool.at[src + first].get(mode="clip")
     return pool.at[jnp.where(fits, dst + first, total)].set(
       content, mode="drop"
@@ -79,7 +79,7 @@ def gather_pages(
     page_offset: int32[], added to every page id.
 
   Returns:
-    [B, M * S, K, D]. Elements past a sequence's length are arbitrary.
+    [B, M * S, K, D]; elements past the length of a sequence are arbitrary.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -94,8 +94,8 @@ def gather_pages(
   pages = jnp.asarray(pages)
   total, kv_heads, _, dim = pages.shape
   ids = page_table + jnp.asarray(page_offset, jnp.int32)
-  # An id is also checked without the offset: -1 would become a page of the
-  # layer before. Page N reads as zeros; a negative index would wrap.
+  # An id is also checked without the offset, which would turn -1 into a page of
+  # the layer before. Page N reads as zeros; a negative index would wrap.
   fits = (page_table >= 0) & (page_table < total) & (ids >= 0)
   tiles = load(
     pages.at[jnp.where(fits, ids, total)].get(mode="fill", fill_value=0)

@@ -30,16 +30,16 @@ Letters in all of these modules:
 | letter | size of |
 |---|---|
 | B | sequences: rows of the page table |
-| T | queries: of a row in a rectangle, of the call if they are packed |
+| T | queries of a row in a rectangle; queries of the call if they are packed |
 | H, K | query heads, key-value heads |
-| D, Dv | elements of a key, of a value |
+| D, Dv | elements of a key, elements of a value |
 | N | pages of a pool, including those of all layers that share it |
 | S | tokens of a page |
 | M | pages of a row of the page table |
 | A | tokens of a block of keys, the unit of an online softmax step |
-| J | blocks of keys: of a row of the page table, or of a tree |
+| J | blocks of keys in a row of the page table, or in a tree |
 | Z | tiles of queries of all sequences |
-| Y | rows of a tile that share a K/V head: H / K for each query, padded |
+| Y | rows of a tile that share a K/V head: H / K for each query, then padding |
 | U | units of work: pieces of contexts |
 | O | results of units of work |
 | F | stages of a ring buffer |

@@ -34,34 +34,34 @@ def paged_decode(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes attention of one query for each sequence over its pages.
 
-  The query belongs to the last token of its sequence, whose key and value are
-  already in the pool. Logits, softmax and sums are float32. Unused pages,
-  offsets past a sequence's length and pages behind its window may hold
-  anything, including NaN, and so may their scales. Page ids are clamped to the
-  pool, so unused table entries may be any number; a used entry out of range
-  reads another page. Tokens past the table's M * S do not exist; windows and
+  The query belongs to the last token of its sequence. Write that token's key
+  and value first. Logits, softmax and sums are float32. Unused pages, offsets
+  past a sequence's length and pages behind its window can hold anything,
+  including NaN, and so can their scales. Page ids are clamped to the pool. So
+  an unused table entry can be any number, but a used entry out of range reads
+  the wrong page. A sequence has no keys past position M * S - 1; windows and
   ALiBi still count from the query's position.
 
   Args:
-    q: [B, H, D], float32, bfloat16 or float16.
-    k_pages: [N, K, S, D], in one of the formats of `formats`. H is a multiple
-      of K; query head h reads K/V head h // (H // K).
+    q: [B, H, D], float32, bfloat16 or float16; H heads of D elements.
+    k_pages: [N, K, S, D], N pages of S tokens, in a dtype that `logical_dtype`
+      lists. H is a multiple of K; query head h reads K/V head h // (H // K).
     v_pages: [N, K, S, Dv], same dtype.
-    page_table: int32[B, M], page ids in sequence order.
-    lengths: int32[B], tokens of each sequence, the query's own included.
-    options: all but `tree_mask`.
-    page_offset: int32[], added to every page id: layer * pages per layer if
-      layers share one pool.
-    plan: from `plan_decode`, once for all layers; for backends that use it. A
-      plan for other lengths also gives correct results.
+    page_table: int32[B, M], each sequence's page ids in the order of tokens.
+    lengths: int32[B], tokens of each sequence, including the query's token.
+    options: all options but `tree_mask`.
+    page_offset: int32[], added to every page id. If layers share one pool, pass
+      layer * pages per layer.
+    plan: from `plan_decode`, made once for all layers. Backends that take no
+      plans ignore it. A plan for other lengths also gives correct results.
     backend: "auto", or one of `BACKENDS`.
-    interpret: True, or an interpreter's parameters, to run a Pallas backend,
-      named with `backend`, in its interpreter.
+    interpret: True, or an interpreter's parameters, to interpret the Pallas
+      backend that `backend` names.
 
   Returns:
-    [B, H, Dv] in q's dtype, and float32[B, H], their log-sum-exps (natural
-    log, sink included). A sequence of length 0 gives zeros and -inf (its sink,
-    with sinks).
+    [B, H, Dv] in q's dtype, and float32[B, H], log-sum-exps (natural log, with
+    the sinks). A sequence of length 0 gives zeros and its sink, or -inf without
+    sinks.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -119,33 +119,33 @@ def paged_attention_padded(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes causal attention of a rectangle of queries.
 
-  Row b holds `counts[b]` queries, at positions `starts[b]`, `starts[b] + 1`
-  ...; their keys and values are already in the pool. The columns after them
-  are padding. Otherwise like `paged_decode`, which is the case T = 1.
+  The first `counts[b]` columns of row b are queries, at positions `starts[b]`,
+  `starts[b] + 1` ...; write their keys and values first. The other columns are
+  padding. Otherwise like `paged_decode`, which is the case T = 1.
 
   With a tree mask the queries of a row are the nodes of a tree of drafted
   tokens, parents before children, at consecutive positions. Windows and ALiBi
-  still count positions, not the depth in the tree. Only a node that no query of
-  its sequence sees may hold NaN.
+  still count positions, not the depth in the tree. The key and value of a node
+  must not be NaN, unless no query of its sequence sees the node.
 
   Args:
     q: [B, T, H, D], float32, bfloat16 or float16.
     k_pages: [N, K, S, D], as for `paged_decode`.
     v_pages: [N, K, S, Dv], same dtype.
-    page_table: int32[B, M], page ids in sequence order.
+    page_table: int32[B, M], each sequence's page ids in the order of tokens.
     starts: int32[B], position of row b's first query.
     counts: int32[B], queries in row b, 0..T; 0 for an idle row.
-    options: the tree mask is bool[B, T, X].
+    options: all options; the tree mask is bool[B, T, X].
     page_offset: as for `paged_decode`.
-    query_tile: static; the number of columns to compute at a time, so that the
-      shapes of a query's products depend on B, but not on T. None: all columns
-      at once. Not supported with a tree mask.
+    query_tile: static; the number of columns to compute at a time. The shapes
+      of products, and so their rounding, then do not depend on T. None: all
+      columns at once. Not supported with a tree mask.
     backend: "auto", or one of `BACKENDS`.
     interpret: as for `paged_decode`.
 
   Returns:
-    [B, T, H, Dv] in q's dtype, and float32[B, T, H], their log-sum-exps.
-    Padding gives zeros and -inf.
+    [B, T, H, Dv] in q's dtype, and float32[B, T, H], log-sum-exps. Padding
+    gives zeros and -inf.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -186,30 +186,30 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes causal attention of packed queries: prompts, chunks, tokens.
 
-  Rows `cu_q_lens[b]:cu_q_lens[b + 1]` of q are the last of the `kv_lens[b]`
-  tokens of sequence b. Tiles of at most 32 queries divide them, so the work
-  grows with T and B, not with B times the longest run. Otherwise like
-  `paged_attention_padded`.
+  Rows `cu_q_lens[b]:cu_q_lens[b + 1]` of q are the queries of sequence b: the
+  last of its `kv_lens[b]` tokens. They are cut into tiles of at most 32
+  queries, so the work grows with T and B, not with B times the most queries of
+  a sequence. Otherwise like `paged_attention_padded`.
 
   Args:
     q: [T, H, D], float32, bfloat16 or float16.
     k_pages: [N, K, S, D], as for `paged_decode`.
     v_pages: [N, K, S, Dv], same dtype.
-    page_table: int32[B, M], page ids in sequence order.
-    kv_lens: int32[B], tokens of each sequence, its queries included.
+    page_table: int32[B, M], each sequence's page ids in the order of tokens.
+    kv_lens: int32[B], tokens of each sequence, including its queries.
     cu_q_lens: int32[B + 1], ascending from 0.
-    max_query_len: the maximum number of queries of one sequence, T if None; a
-      query past it gives zeros and -inf. Pass 1 if all sequences decode.
-    options: the tree mask is bool[T, X]: row t of q sees the key of the j-th
-      query of its sequence only if `tree_mask[t, j]`. Rows outside of trees are
-      all True.
+    max_query_len: the maximum number of queries of one sequence, T if None. Any
+      further queries give zeros and -inf. Pass 1 if all sequences decode.
+    options: all options; the tree mask is bool[T, X]: row t of q sees the key
+      of the j-th query of its sequence only if `tree_mask[t, j]`. A query that
+      is not in a tree needs a row of True.
     page_offset: as for `paged_decode`.
     backend: "auto", or one of `BACKENDS`.
     interpret: as for `paged_decode`.
 
   Returns:
-    [T, H, Dv] in q's dtype, and float32[T, H], their log-sum-exps. Rows
-    from `cu_q_lens[-1]` on give zeros and -inf.
+    [T, H, Dv] in q's dtype, and float32[T, H], log-sum-exps. Rows from
+    `cu_q_lens[-1]` on give zeros and -inf.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.

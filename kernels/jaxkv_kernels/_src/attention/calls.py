@@ -2,11 +2,11 @@
 
 | argument | meaning |
 |---|---|
-| `operation` | the public function, for the log and error messages |
+| `operation` | the name of the public function, for the log and for errors |
 | `backend` | "auto", or one of `BACKENDS` |
-| `q` | queries, checked |
-| `pools` | of keys and of values, checked against the queries |
-| `options` | from `check_options` |
+| `q` | queries, already checked |
+| `pools` | pools of keys and of values, already checked |
+| `options` | the result of `check_options` |
 
 This module checks all other arguments of the public functions. Outputs have the
 dtype of q, log-sum-exps are float32.
@@ -54,7 +54,7 @@ def decode_call(
   lengths: jax.Array,
   options: CallOptions,
 ) -> AttentionCall:
-  """Returns the call of a decode step, without columns: q is [B, H, D]."""
+  """Returns the `AttentionCall` of a decode step, whose q is [B, H, D]."""
   return AttentionCall(
     q=q,
     k_pages=pools[0],
@@ -167,9 +167,9 @@ def _attend_rectangle(
   if size is None:
     return module.attend(call)
   columns = call.q.shape[1]
-  # Code that is compiled once, for [B, query_tile] queries, computes each tile.
-  # At least two tiles: XLA would hoist parts of a single one out of its loop,
-  # and fuse them with the operations around it.
+  # The same compiled code computes every tile of [B, query_tile] queries. There
+  # are at least two tiles, because XLA would hoist parts of a single one out of
+  # the loop, and fuse them with the operations around it.
   num_tiles = max(-(-columns // size), 2)
   padding = num_tiles * size - columns
   q = jnp.pad(call.q, ((0, 0), (0, padding), (0, 0), (0, 0)))
@@ -207,7 +207,7 @@ def _attend_by_tile(
     jnp.zeros_like(q, jnp.float32, shape=(*shape, call.value_dim)),
     jnp.zeros_like(q, jnp.float32, shape=shape) - jnp.inf,
   )
-  # Tiles past the longest row are not computed. As their number is not a
-  # constant, XLA cannot unroll the loop.
+  # Tiles past the longest row are not computed. XLA cannot unroll this loop,
+  # because its number of trips is not a constant.
   tiles = (jnp.max(counts) + query_tile - 1) // query_tile
   return lax.fori_loop(jnp.zeros_like(tiles), tiles, attend_tile, results)

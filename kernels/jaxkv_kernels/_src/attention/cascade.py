@@ -41,24 +41,24 @@ def cascade_decode(
   """Computes `paged_decode`, but reads pages that rows share once.
 
   Results differ from those of `paged_decode` in rounding only. If the backend
-  does not serve the query heads of a whole cluster at once, the cluster is
-  halved until it does, and each part reads the prefix once.
+  does not serve the query heads of a whole cluster at once, clusters are halved
+  until it does, and each part of a cluster reads the prefix once.
 
   Args:
     q: [B, H, D], float32, bfloat16 or float16.
     k_pages: [N, K, S, D], as for `paged_decode`.
     v_pages: [N, K, S, Dv], same dtype.
-    shared: from `plan_shared_prefix`, for the tables and lengths that the B
-      rows have in this call; if they may have changed, first call
+    shared: from `plan_shared_prefix`, for the page tables and lengths of the B
+      rows in this call. If these may have changed since, first call
       `SharedPrefix.refreshed`.
-    options: all but `window`, as rows of different lengths would see different
-      parts of a prefix, and `tree_mask`.
+    options: all options but `tree_mask` and `window`. With a window, rows of
+      different lengths would see different parts of a prefix.
     page_offset: as for `paged_decode`.
     backend: "auto", or one of `BACKENDS`.
     interpret: as for `paged_decode`.
 
   Returns:
-    [B, H, Dv] in q's dtype, and float32[B, H], their log-sum-exps.
+    [B, H, Dv] in q's dtype, and float32[B, H], log-sum-exps.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -84,7 +84,8 @@ def cascade_decode(
     pairs = zip(suffix, prefix, strict=True)
     return merge_states(*(jnp.stack(pair) for pair in pairs))
 
-  # On other platforms a branch costs more than an empty pass and a merge.
+  # A CPU skips the pass over prefixes if nothing is shared. On other platforms
+  # a branch costs more than an empty pass and a merge.
   if choose.platform(q, k_pages) == "cpu":
     out, lse = lax.cond(
       jnp.any(shared.tokens > 0), merge_prefix, lambda suffix: suffix, suffix
@@ -126,7 +127,7 @@ def _parts(
     return module.unsupported(platform, prefix_call) is None
 
   rows = size
-  # Ends at one row, which has the heads of q: the backend serves those.
+  # The loop ends at one row: it has the H heads of q, which the backend serves.
   while rows > 1 and not is_served(rows):
     rows = -(-rows // 2)
   parts = -(-size // rows)
@@ -135,7 +136,7 @@ def _parts(
   padding = ((0, 0), (0, parts * rows - size))
   members = jnp.pad(shared.members, padding, constant_values=batch)
   members = members.reshape(clusters * parts, rows)
-  # A part without rows must not read the prefix.
+  # A part without rows gets 0 tokens, so that it does not read the prefix.
   has_rows = jnp.any(members < batch, axis=1)
   return shared._replace(
     members=members,
@@ -154,13 +155,14 @@ def _prefix_states(
 
   def to_heads(rows):
     """Returns [clusters, size, H, ...] as [clusters, size * H, ...]."""
-    # K/V head first, then row: query head h reads K/V head h // (H // K).
+    # The axis of K/V heads must come before that of rows, because query head h
+    # reads K/V head h // (H // K).
     shape = rows.shape[3:]
     rows = rows.reshape(clusters, size, kv_heads, -1, *shape).swapaxes(1, 2)
     return rows.reshape(clusters, size * heads, *shape)
 
   def to_rows(states, fill_value):
-    """Returns [clusters, size * H, ...] as [B, H, ...], filled elsewhere."""
+    """Returns [clusters, size * H, ...] as [B, H, ...]."""
     chex.assert_equal_shape_prefix([states, queries], 2)
     shape = states.shape[2:]
     states = states.reshape(clusters, kv_heads, size, -1, *shape).swapaxes(1, 2)
@@ -171,7 +173,7 @@ def _prefix_states(
   slopes = row_slopes = call.options.alibi_slopes
   if slopes is not None:
     slopes = jnp.tile(slopes.reshape(kv_heads, 1, -1), (1, size, 1)).ravel()
-  # The pass over each row's remaining pages includes the sinks.
+  # Sinks must count once: the pass over each row's remaining pages adds them.
   options = dataclasses.replace(call.options, sinks=None, alibi_slopes=slopes)
   queries = to_heads(call.q.at[shared.members].get(mode="fill", fill_value=0))
   chex.assert_shape(queries, (clusters, size * heads, dim))
@@ -183,7 +185,8 @@ def _prefix_states(
   out, lse = to_rows(out, 0), to_rows(lse, -jnp.inf)
   if row_slopes is not None:
     # The pass computed ALiBi for queries at the end of the prefix. The rest of
-    # the distance adds one number to all logits of a row.
+    # the distance adds one number to all logits of a row, which changes only
+    # the log-sum-exp.
     distance = shared.own_tokens.astype(jnp.float32)[:, None]
     lse = lse - row_slopes[None] * distance
   return out, lse

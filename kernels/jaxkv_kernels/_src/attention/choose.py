@@ -6,13 +6,13 @@
 | tpu | mosaic_tpu, xla |
 | any other | xla |
 
-The platform is that of the first of these that exists: the device to which the
-arrays are committed, the device of the abstract mesh in use, jax's default
+The platform is taken from the first of these that exists: the device to which
+the arrays are committed, the device of the abstract mesh in use, jax's default
 device, the default backend. Tracing cannot know where `jit` will place a
 computation. So code that is compiled ahead of time for another platform, or
-placed on another device, must name its backend, which implies the platform. A
-call that a named backend does not serve is an error; it never goes to another
-backend. Outside of a trace, a backend for another platform is also an error.
+placed on another device, must name its backend, which implies the platform. If
+a named backend does not serve a call, the call fails; no other backend is
+tried. Outside of a trace, a backend for another platform is also an error.
 """
 
 import functools
@@ -32,7 +32,8 @@ from jaxkv_kernels._src.attention.options import AttentionCall
 _logger = logging.getLogger(__name__)
 
 # Platforms of each backend; None for all. A named backend implies the first of
-# its platforms. Backends are imported on first use, as Pallas imports slowly.
+# its platforms. These are names of modules, which `_load` imports on first use,
+# because Pallas imports slowly.
 _PLATFORMS: dict[str, tuple[str, ...] | None] = {
   "mosaic_gpu": ("cuda",),
   "mosaic_tpu": ("tpu",),
@@ -40,7 +41,7 @@ _PLATFORMS: dict[str, tuple[str, ...] | None] = {
   "xla": None,
 }
 _ORDER = {
-  # mosaic_gpu must be named until it has been checked and timed on a Hopper.
+  # mosaic_gpu is left out until it has been checked and timed on a Hopper.
   "cuda": ("triton", "xla"),
   "tpu": ("mosaic_tpu", "xla"),
 }
@@ -54,7 +55,7 @@ class Backend(Protocol):
   Both functions run while tracing. A backend that takes plans also has
   `parallel_units(k_pages)`, the number of pieces of work that it processes at
   once, over all K/V heads. A backend that cuts columns into tiles itself has
-  `TAKES_QUERY_TILES = True` and reads `query_tile`.
+  `TAKES_QUERY_TILES = True` and reads `call.query_tile`.
   """
 
   def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
@@ -70,10 +71,10 @@ class Backend(Protocol):
 
     Args:
       platform: the target of compilation: "cpu", "cuda", "tpu" ...
-      call: only its static values, such as `soft_cap`, shapes and dtypes.
+      call: only static values, such as `soft_cap`, shapes and dtypes, are read.
 
     Returns:
-      "`name` must be X, got Y" without a period, or None.
+      "`name` must be X, got Y" without a period; None if it serves the call.
     """
     ...
 
@@ -84,7 +85,7 @@ def choose_backend(
   """Chooses the backend of a call.
 
   Args:
-    operation: the public function, for the log.
+    operation: the name of the public function, for the log.
     backend: one of `BACKENDS`.
     call: as for `Backend.unsupported`.
 
@@ -122,15 +123,16 @@ def choose_backend(
 
 
 def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
-  """Returns the number of workers of a backend, for `plan_decode`.
+  """Returns the argument `workers` of `plan_decode` for a backend.
 
   Args:
     k_pages: [N, K, S, D]; only shape and dtype are used.
-    backend: the `backend` of `paged_decode`. "auto": the first backend of this
-      platform that takes plans; other backends ignore plans.
+    backend: the backend that you pass to `paged_decode`. For "auto" this is the
+      first backend of the platform that takes plans; others ignore plans.
 
   Returns:
-    The number; None if the backend takes no plans.
+    The number of pieces that the backend works on at once, for each K/V head;
+    None if it takes no plans.
 
   Raises:
     TypeError: `k_pages` has a dtype that is not supported.
@@ -234,8 +236,8 @@ def _wrong_platform(backend: str, *arrays: Any) -> str | None:
   if platforms is None or current in platforms:
     return None
   # A traced function may be compiled for another platform than that of its
-  # arrays, even if all of them are constants. In a trace, operations on
-  # constants are traced too.
+  # arrays, even if all of them are constants. `jnp.zeros` returns a tracer if
+  # a trace is active.
   is_traced = any(isinstance(array, core.Tracer) for array in arrays)
   if is_traced or isinstance(jnp.zeros(()), core.Tracer):
     return None

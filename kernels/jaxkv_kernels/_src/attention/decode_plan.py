@@ -1,6 +1,6 @@
 """Cuts decode work into equal pieces, for kernels that give each core a piece.
 
-A plan determines the cuts of contexts, never the keys that a row sees.
+A plan decides where contexts are cut, never which keys a row sees.
 """
 
 import functools
@@ -17,23 +17,23 @@ _NO_END = np.iinfo(np.int32).max
 
 
 class DecodePlan(NamedTuple):
-  """Pieces of the rows' contexts, in row order. Made by `plan_decode`.
+  """U units of work: pieces of B rows' contexts. Made by `plan_decode`.
 
-  Unit i has the keys `first[i] <= position < end[i]` of row `row[i]`. The units
-  of row b are `begins[b] <= i < begins[b + 1]`. A row has at least one unit.
-  Its units ascend from token 0, and the last has no end, so they hold each
-  token once for any length and window. With other lengths than those of
-  `plan_decode`, units are less even, and results are still correct. Units from
-  `begins[B]` on are idle: row 0, no tokens.
+  Unit i has the keys `first[i] <= position < end[i]` of row `row[i]`. Row b has
+  the units `begins[b] <= i < begins[b + 1]`, at least one. Its first unit
+  begins at token 0, and its last unit has no end. So its units hold each token
+  once, for any length and window: for other lengths than those of `plan_decode`
+  units are less even, but results are correct. Units from `begins[B]` on are
+  idle; they have row 0 and no tokens.
 
-  U, the number of units, is static. A unit begins at a multiple of `block`, an
-  argument of `plan_decode`.
+  U is static. A unit begins at a multiple of `block`, an argument of
+  `plan_decode`.
 
   Attributes:
-    row: row of each unit.
-    first: first position of each unit.
-    end: one past its last position.
-    begins: the first unit of each row.
+    row: the row of each unit.
+    first: the first position of each unit.
+    end: one past the last position of each unit.
+    begins: the first unit of each row, then the first idle unit.
     tokens: the maximum number of tokens in a unit, for the lengths and the
       window of `plan_decode`.
   """
@@ -63,12 +63,11 @@ def plan_decode(
   Args:
     lengths: int32[B], tokens of each sequence, as for `paged_decode`.
     workers: the number of pieces to aim at: cores that work at once, divided by
-      K if a core works on one K/V head.
-    block: tokens; pieces begin at multiples of it. A multiple of the page
-      size lets a kernel read whole pages.
-    window: the window of the layers that use this plan, or None; the plan does
-      not count tokens behind it. For layers with another window the pieces are
-      less even.
+      K, the number of K/V heads, if a core works on one head.
+    block: pieces begin at multiples of this number of tokens. If it is a
+      multiple of the page size, a kernel can read whole pages.
+    window: the window of the layers that use this plan, or None; tokens behind
+      it are not counted. In layers with another window pieces are less even.
 
   Returns:
     The plan.
@@ -112,14 +111,14 @@ def _plan(
   pieces = jnp.maximum((blocks + share - 1) // share, 1)
   ends = jnp.cumsum(pieces, dtype=jnp.int32)
   begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
-  # Always enough: rounding up wastes less than one piece for each row.
+  # B + workers units are enough: rounding up adds less than one to each row.
   unit = jnp.arange(batch + workers, dtype=jnp.int32)
   row = row_of(ends, unit)
   is_used = row < batch
   row = jnp.where(is_used, row, 0)
   begin = num_skipped[row] + (unit - begins[row]) * share
-  # The outer units of a row are open, so that a plan for other lengths or
-  # another window still covers every token.
+  # The first unit of a row begins at 0 and the last has no end, so that a plan
+  # covers every token also for other lengths or another window.
   is_first, is_last = unit == begins[row], unit == begins[row + 1] - 1
   end = jnp.where(is_last, _NO_END, (begin + share) * block)
   return DecodePlan(

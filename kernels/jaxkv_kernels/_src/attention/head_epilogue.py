@@ -1,6 +1,7 @@
 """Applies options that act on a whole head, outside of a kernel.
 
-The kernel then needs one factor for each head, and computes a plain softmax.
+The kernel itself then needs only one factor for each head, and computes a plain
+softmax.
 """
 
 import chex
@@ -14,7 +15,8 @@ def factors(options: CallOptions, heads: int, kv_heads: int) -> jax.Array:
   """Returns the factor of each query head's logits, before the soft cap.
 
   Args:
-    options: of the call; a `k_scale` for each head is part of the factor.
+    options: options of the call. Their `scale` is part of the factor, and also
+      `k_scale` if it has one number for each head.
     heads: H.
     kv_heads: K.
 
@@ -36,7 +38,7 @@ def finish(
     out: float32[*X, H, Dv], normalised, 0 for queries that see no key.
     lse: float32[*X, H], -inf for queries that see no key.
     is_query: bool[*X], False for padding.
-    options: of the call.
+    options: options of the call.
 
   Returns:
     (float32[*X, H, Dv], float32[*X, H]).
@@ -51,7 +53,7 @@ def finish(
   sinks = options.sinks.astype(jnp.float32)
   sinks = sinks.reshape(*(1,) * (lse.ndim - 1), -1)
   total = jnp.logaddexp(lse, sinks)
-  # -inf - -inf is NaN: a sink of -inf leaves a row without keys unchanged.
+  # For a row without keys and a sink of -inf, -inf - -inf would be NaN.
   share = jnp.exp(lse - jnp.where(total == -jnp.inf, jnp.float32(0), total))
   out = out * share[..., None]
   return out, jnp.where(is_query[..., None], total, -jnp.inf)

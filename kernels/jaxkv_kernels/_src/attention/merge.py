@@ -9,12 +9,13 @@ from jaxkv_kernels._src import check
 def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Merges attention over X disjoint parts of the keys.
 
-  Merges may be in any order and in steps. The output of a part without keys (a
-  log-sum-exp of -inf) may be anything. Only one part may include a sink.
+  Parts can be merged in any order, and in several calls. A part without keys
+  has a log-sum-exp of -inf; its output can be anything. At most one part can
+  include the sinks, which must count once.
 
   Args:
     out: [X, ..., H, Dv], a float dtype.
-    lse: float32[X, ..., H], natural-log log-sum-exps of the outputs.
+    lse: float32[X, ..., H], log-sum-exps (natural log) of the parts' logits.
 
   Returns:
     ([..., H, Dv] in out's dtype, float32[..., H]), attention over all keys;
@@ -48,7 +49,7 @@ def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
   weights = jnp.exp(lse - jnp.where(has_no_key, jnp.float32(0), top)[None])
   total = jnp.sum(weights, axis=0)
   share = weights / jnp.where(has_no_key, jnp.float32(1), total)[None]
-  # 0 * NaN is NaN: a share of zero does not keep an output out.
+  # 0 * NaN is NaN, so a share of zero would not exclude an output.
   parts = jnp.where(
     share[..., None] > 0, out.astype(jnp.float32), jnp.float32(0)
   )

@@ -35,29 +35,29 @@ def mla_decode(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes attention of one query for each sequence over latent vectors.
 
-  A token's vector is its compressed latent followed by its rotated key part,
-  such as 512 + 64 elements; the latent is both key and value. All heads read
-  the same vector. Queries must be absorbed: multiplied by the up-projection of
-  the keys, with their rotated part appended. Apply the up-projection of the
-  values to the output. Write vectors with `append_pages`; apply `quantize`
-  first for 8-bit pools, as the example of `append_pages` shows.
+  A token's vector is its compressed latent followed by the rotated part of its
+  key, such as 512 + 64 elements. The whole vector is the key, and the latent is
+  the value. All heads read the same vector. Queries must be absorbed: the part
+  without rotation, times the up-projection of the keys, followed by the rotated
+  part. Apply the up-projection of the values to the output. Write vectors with
+  `append_pages`, whose example shows how to `quantize` them for 8-bit pools.
 
   Args:
-    q: [B, H, D], float32, bfloat16 or float16.
-    pages: [N, 1, S, D], in one of the formats of `formats`.
-    page_table: int32[B, M], page ids in sequence order.
-    lengths: int32[B], tokens of each sequence, the query's own included.
-    value_dim: Dv, the leading elements of a vector that are its value: 512.
+    q: [B, H, D], float32, bfloat16 or float16; H heads of D elements.
+    pages: [N, 1, S, D], N pages of S tokens, in a dtype of `logical_dtype`.
+    page_table: int32[B, M], each sequence's page ids in the order of tokens.
+    lengths: int32[B], tokens of each sequence, including the query's token.
+    value_dim: Dv, the number of leading elements that are the value, as 512.
     options: `scale` is required: the scale of the heads before absorption, such
-      as 1 / sqrt(128 + 64). `k_scale` scales the latents, float32[1] or
-      float32[N, 1, S]. The only other options are `soft_cap` and `window`.
+      as 1 / sqrt(128 + 64). `k_scale` scales the vectors, float32[1] or
+      float32[N, 1, S]. `soft_cap` and `window` are also supported.
     page_offset: int32[], added to every page id.
-    backend: "auto", or one of `BACKENDS`; `triton` and `xla` serve it.
+    backend: "auto", or one of `BACKENDS`; only `triton` and `xla` serve it.
     interpret: as for `paged_decode`.
 
   Returns:
-    [B, H, Dv] in q's dtype, and float32[B, H], their log-sum-exps (natural
-    log, sink included). A sequence of length 0 gives zeros and -inf.
+    [B, H, Dv] in q's dtype, and float32[B, H], log-sum-exps (natural log). A
+    sequence of length 0 gives zeros and -inf.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -108,20 +108,20 @@ def mla_attention_padded(
 
   Args:
     q: [B, T, H, D], float32, bfloat16 or float16.
-    pages: [N, 1, S, D], in one of the formats of `formats`.
-    page_table: int32[B, M], page ids in sequence order.
+    pages: [N, 1, S, D], as for `mla_decode`.
+    page_table: int32[B, M], each sequence's page ids in the order of tokens.
     starts: int32[B], position of row b's first query.
     counts: int32[B], queries in row b, 0..T; 0 for an idle row.
     value_dim: Dv, as for `mla_decode`.
-    options: as for `mla_decode`, and `tree_mask`, bool[B, T, X].
+    options: those of `mla_decode`, and `tree_mask`, bool[B, T, X].
     page_offset: int32[], added to every page id.
     query_tile: as for `paged_attention_padded`.
     backend: as for `mla_decode`.
     interpret: as for `paged_decode`.
 
   Returns:
-    [B, T, H, Dv] in q's dtype, and float32[B, T, H], their log-sum-exps.
-    Padding gives zeros and -inf.
+    [B, T, H, Dv] in q's dtype, and float32[B, T, H], log-sum-exps. Padding
+    gives zeros and -inf.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -178,20 +178,20 @@ def mla_attention(
 
   Args:
     q: [T, H, D], float32, bfloat16 or float16.
-    pages: [N, 1, S, D], in one of the formats of `formats`.
-    page_table: int32[B, M], page ids in sequence order.
-    kv_lens: int32[B], tokens of each sequence, its queries included.
+    pages: [N, 1, S, D], as for `mla_decode`.
+    page_table: int32[B, M], each sequence's page ids in the order of tokens.
+    kv_lens: int32[B], tokens of each sequence, including its queries.
     cu_q_lens: int32[B + 1], ascending from 0.
     value_dim: Dv, as for `mla_decode`.
-    options: as for `mla_decode`, and `tree_mask`, bool[T, X].
+    options: those of `mla_decode`, and `tree_mask`, bool[T, X].
     max_query_len: as for `paged_attention`.
     page_offset: int32[], added to every page id.
     backend: as for `mla_decode`.
     interpret: as for `paged_decode`.
 
   Returns:
-    [T, H, Dv] in q's dtype, and float32[T, H], their log-sum-exps. Rows
-    from `cu_q_lens[-1]` on give zeros and -inf.
+    [T, H, Dv] in q's dtype, and float32[T, H], log-sum-exps. Rows from
+    `cu_q_lens[-1]` on give zeros and -inf.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -232,13 +232,13 @@ def _check(
     expected = f"at most {dim}, the elements of a vector"
     check.refuse(ValueError, "value_dim", expected, value_dim)
   options = as_options(options)
-  # No default: 1 / sqrt(D) of a latent vector is not the scale of the heads.
+  # Required, because 1 / sqrt(D) for a latent vector is not the heads' scale.
   check.scalar("options.scale", options.scale, np.floating)
   check.same_devices("q", q, pages=pages)
   options.refuse("k_scale scales keys and values", "v_scale")
   reason = "attention over latents does not support it"
   options.refuse(reason, "sinks", "alibi_slopes")
-  # The pool is both keys and values, and so is its scale.
+  # The pool holds both keys and values, so its scale is that of both.
   return check_options(
     dataclasses.replace(options, v_scale=options.k_scale),
     q,

@@ -1,7 +1,8 @@
 """The online softmax of one block of keys, in base 2, for kernels.
 
 Implements FlashAttention (Dao et al. 2022, algorithm 1) on arrays in registers,
-in plain `jax.numpy`, so that tests need no kernel. Y rows see A keys.
+in plain `jax.numpy`, so that tests need no kernel. A block has Y rows of
+queries and A keys.
 """
 
 import math
@@ -11,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# The largest logit of a row that has seen no key: below all logits, but finite,
-# as -inf - -inf would be NaN.
+# The largest logit so far, of a row that has seen no key: below all logits, but
+# finite, because -inf - -inf would be NaN.
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 # GPUs have an instruction for 2 ** x, so logits are in base 2.
@@ -59,12 +60,12 @@ def absorb(
   Args:
     logits: float32[Y, A].
     mask: bool[Y, A], True for keys that a row sees.
-    top: float32[Y], largest logit so far, never -inf.
-    total: float32[Y], sum of 2 ** (logit - top).
+    top: float32[Y], each row's largest logit so far, never -inf.
+    total: float32[Y], each row's sum of 2 ** (logit - top).
 
   Returns:
     (top, total, shrink, weights): the new top and total; float32[Y], a factor
-    for earlier sums; float32[Y, A], 2 ** (logit - top).
+    for sums over earlier blocks; float32[Y, A], 2 ** (logit - top).
   """
   chex.assert_equal_shape([logits, mask])
   chex.assert_equal_shape([top, total])
@@ -95,8 +96,8 @@ def normalise(total: jax.Array, weighted: jax.Array) -> jax.Array:
 def log_sum_exp(top: jax.Array, total: jax.Array) -> jax.Array:
   """Returns natural log-sum-exps, elementwise; -inf if `total` is 0.
 
-  A large `top` absorbs digits of the sum. To merge parts of a row, use `top`
-  and `total` instead.
+  If `top` is large, the result loses digits of `total`. So merge parts of a row
+  by `top` and `total` instead.
   """
   has_no_key = total == 0
   argument = jnp.where(has_no_key, 1.0, total)

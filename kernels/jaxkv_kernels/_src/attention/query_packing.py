@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 # The maximum number of queries of a tile. A tile reads its sequence's whole
-# context, so large tiles read less often. A single decode token occupies a
-# whole tile, so small tiles waste less.
+# context, so larger tiles read it less often. A decoding sequence takes a whole
+# tile for one query, so smaller tiles waste less.
 TILE = 32
 
 
@@ -17,11 +17,11 @@ class QueryTiles(NamedTuple):
 
   Attributes:
     sequences: the sequence of each tile.
-    starts: absolute position of the tile's first query.
-    counts: the number of queries of a tile.
-    run_starts: absolute position of the first query of the tile's sequence.
-    source: row of the packed array for each column of a tile; T for padding.
-    flat: tile * size + column of each packed row; Z * size for padding.
+    starts: the position of each tile's first query in its sequence.
+    counts: the number of queries of each tile.
+    run_starts: the position of the first query of each tile's sequence.
+    source: for each column of a tile, the row in the packed array; T if padded.
+    flat: for each packed row, tile * size + column; Z * size for padding.
   """
 
   sequences: jax.Array  # int32[Z]
@@ -49,16 +49,16 @@ class QueryTiles(NamedTuple):
 
 
 def row_of(ends: jax.Array, items: jax.Array) -> jax.Array:
-  """Returns the row of each item, if rows have consecutive items.
+  """Returns the row to which each item belongs; rows have consecutive items.
 
   Args:
     ends: int32[B], one past each row's last item, ascending.
-    items: int32[X].
+    items: int32[X], indices of items.
 
   Returns:
     int32[X]; B for an item past all rows.
   """
-  # Unrolled into one kernel; a loop would take several for each bit of B.
+  # Unrolled, it is one kernel; a loop would start several for each bit of B.
   row = jnp.searchsorted(ends, items, side="right", method="scan_unrolled")
   return row.astype(jnp.int32)
 
@@ -74,10 +74,10 @@ def tile_queries(
   """Cuts runs of packed queries into tiles.
 
   Args:
-    kv_lens: int32[B].
-    cu_q_lens: int32[B + 1], where the runs begin and end.
-    rows: T.
-    max_query_len: the maximum length of a run; its further queries are dropped.
+    kv_lens: int32[B], tokens of each sequence, including its queries.
+    cu_q_lens: int32[B + 1]; `cu_q_lens[b]:cu_q_lens[b + 1]` is the run of b.
+    rows: T, the number of packed rows.
+    max_query_len: the maximum length of a run; further queries are dropped.
     size: the maximum number of queries of a tile.
 
   Returns:
@@ -85,7 +85,7 @@ def tile_queries(
   """
   batch = kv_lens.shape[0]
   size = min(size, max_query_len, max(rows, 1))
-  # Always enough, since every sequence wastes less than one tile.
+  # Enough tiles, since every sequence leaves less than one tile empty.
   num = -(-rows // size) + batch - 1
   num = max(1, min(num, batch * -(-max_query_len // size), rows))
   runs = jnp.maximum(cu_q_lens[1:] - cu_q_lens[:-1], 0)
@@ -96,7 +96,7 @@ def tile_queries(
   index = jnp.arange(num, dtype=jnp.int32)
   sequence = row_of(ends, index)
   is_used = sequence < batch
-  # Unused tiles read the last sequence: index B would be out of range.
+  # Unused tiles get the last sequence, because index B would be out of range.
   sequence = jnp.minimum(sequence, batch - 1)
   first = (index - begins[sequence]) * size
   count = jnp.where(is_used, jnp.clip(lengths[sequence] - first, 0, size), 0)
@@ -106,7 +106,7 @@ def tile_queries(
   row = jnp.arange(rows, dtype=jnp.int32)
   run = row_of(cu_q_lens[1:], row)
   offset = row - cu_q_lens[jnp.minimum(run, batch - 1)]
-  # A run's tiles are consecutive, so its offsets are also those in its tiles.
+  # A run's tiles are consecutive, so an offset in the run is one in its tiles.
   flat = begins[jnp.minimum(run, batch - 1)] * size + offset
   run_start = kv_lens[sequence] - runs[sequence]
   has_tile = (run < batch) & (offset >= 0) & (offset < max_query_len)

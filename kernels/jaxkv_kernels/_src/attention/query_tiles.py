@@ -1,7 +1,7 @@
 """Cuts rectangles of queries into tiles of rows, and finds their keys.
 
-A row is one query head of one query. One product multiplies the Y rows of a
-tile that share a K/V head with its keys.
+A row is one query head of one query. The Y rows of a tile that share a K/V head
+are multiplied with the keys of that head in one product.
 """
 
 from typing import Any
@@ -18,13 +18,13 @@ class Tiles(NamedTuple):
   """Queries in tiles, and the range of keys that they see.
 
   Attributes:
-    q: row t * H / K + h of a tile is query t and the h-th query head of the K/V
-      head; padding follows.
-    reach: each row's first key, one past its last key, and its position; zeros
-      for padding.
-    first: first key that any row of the tile sees.
-    end: one past the last key, 0 if no row sees a key.
-    position: position of the tile's first query.
+    q: the rows of Z tiles. For each K/V head, row t * H / K + h of a tile is
+      query t with the h-th query head of that K/V head; padding follows.
+    reach: the positions of each row's first key, one past its last key, and its
+      query; zeros for padding.
+    first: the first key that any row of each tile sees.
+    end: one past the last key of each tile, 0 if no row sees a key.
+    position: the position of each tile's first query.
   """
 
   q: jax.Array  # [Z, K, Y, D]
@@ -38,9 +38,9 @@ class Reach(NamedTuple):
   """The keys that each query sees, at positions first <= p < end.
 
   Attributes:
-    first: 0 for padding.
-    end: 0 for padding.
-    position: of the query itself.
+    first: the first key; 0 for padding.
+    end: one past the last key; 0 for padding.
+    position: the position of the query itself.
   """
 
   first: jax.Array  # int32[B, T]
@@ -55,8 +55,9 @@ def span(
 
   Args:
     position: int32[...], -1 for a query without keys; may exceed the capacity.
-    capacity: tokens that a row of the page table holds; no others exist.
-    window: as in `CallOptions`; it ends at the position, even past the table.
+    capacity: M * S, tokens that a row of the page table holds. There are no
+      keys past it, but a window still ends at the query's position.
+    window: as in `CallOptions`.
   """
   end = jnp.clip(position + 1, 0, capacity)
   if window is None:
@@ -78,8 +79,8 @@ def tile(call: AttentionCall, *, size: int, multiple: int) -> Tiles:
 
   Args:
     call: the rectangle and its pages.
-    size: queries of a tile.
-    multiple: Y is rounded up to a multiple of it.
+    size: the number of queries of a tile.
+    multiple: Y, the rows of a tile, is rounded up to a multiple of this number.
   """
   columns, heads, dim = call.q.shape[1:]
   kv_heads = call.k_pages.shape[1]
@@ -100,7 +101,7 @@ def tile(call: AttentionCall, *, size: int, multiple: int) -> Tiles:
   return Tiles(
     q=jnp.pad(q, ((0, 0), (0, 0), (0, row_padding), (0, 0))),
     reach=jnp.pad(rows, ((0, 0), (0, row_padding), (0, 0))),
-    # Padding has first 0 and end 0: it must not lower the tile's first key.
+    # Padding has first 0, which must not become the first key of the tile.
     first=jnp.min(jnp.where(end > 0, first, last[:, None]), axis=1),
     end=last,
     position=position,
@@ -113,26 +114,26 @@ def trees(
   """Cuts a tree mask into tiles of Y `rows` and blocks of A `tokens`.
 
   Args:
-    options: of a call with a tree mask.
+    options: options of a call with a tree mask.
     per_kv_head: H / K.
-    size: queries of a tile.
+    size: the number of queries of a tile.
     rows: Y.
     tokens: A.
 
   Returns:
     (int8[Z, J, Y, A], 0 for a key that a row does not see; int32[B], the first
-    of the J blocks of a sequence's tree).
+    of the J blocks of keys that each sequence's tree overlaps).
   """
   mask, starts = options.tree_mask, options.tree_starts
   assert mask is not None and starts is not None
   columns, nodes = mask.shape[1:]
-  # One more block than the nodes fill: a tree may begin inside a block.
+  # One more block than the nodes fill, because a tree can begin inside a block.
   num = -(-nodes // tokens) + 1
   first = jnp.maximum(starts, 0) // tokens
   key = jnp.arange(num * tokens, dtype=jnp.int32)[None]
   key = first[:, None] * tokens + key
   node = (key - starts[:, None])[:, None]
-  # Keys outside of the tree are all True: other masks decide about them.
+  # True for keys outside of the tree, about which other masks decide.
   tiles = jnp.take_along_axis(mask, jnp.clip(node, 0, nodes - 1), axis=2)
   tiles = tiles | (node < 0) | (node >= nodes)
   tiles = jnp.pad(tiles, ((0, 0), (0, -columns % size), (0, 0)))

@@ -1,15 +1,15 @@
 """The reference for paged attention, in float64 NumPy.
 
-Slow and obvious on purpose: one sequence, one head and one query at a time. It
-does not check arguments. Tests compare every backend with it.
+It is slow but easy to check: it computes one sequence, one head and one query
+at a time. It does not check arguments. Tests compare every backend with it.
 
 A query at absolute position p sees the keys at positions 0..p, or with
 `window=w` at positions p-w+1..p. `soft_cap=c` turns a logit x into
 `c * tanh(x / c)`; then `alibi_slopes` add, for each head, slope * (j - p) to
 the logit of the key at position j. `sinks` adds, for each head, a logit to the
-softmax's denominator only. A query that sees no key gives zeros, and a
-log-sum-exp of -inf (or of its sink). Tokens past the M * S of a page table's
-row do not exist; windows still count from the query's position.
+softmax's denominator only. A query that sees no key gives zeros, and its sink
+as log-sum-exp, or -inf without sinks. A sequence has no keys past position
+M * S - 1; windows still count from the query's position.
 """
 
 import ml_dtypes
@@ -49,7 +49,7 @@ def paged_attention_padded(
     starts: int[B], absolute position of row b's first query.
     counts: int[B], queries in row b; the columns after them are padding.
     page_offset: int, added to every page id.
-    scale: float, 1 / sqrt(D) if None.
+    scale: float; 1 / sqrt(D) if None.
     soft_cap: float or None.
     window: int or None.
     sinks: float[H] or None.
@@ -125,7 +125,7 @@ def paged_attention(
 
   Takes the arguments of `api.paged_attention`, with the options of
   `paged_attention_padded`; `tree_mask` is bool[T, X]. Returns (float64[T, H,
-  Dv], float64[T, H]), zeros and -inf after the last query.
+  Dv], float64[T, H]); rows after the last query are zeros and -inf.
   """
   q = np.asarray(q)
   out = np.zeros((*q.shape[:2], v_pages.shape[-1]))

@@ -21,8 +21,8 @@ from jaxkv_kernels._src.attention.query_packing import row_of
 from jaxkv_kernels._src.formats import logical_dtype
 
 # Bytes of K and V that sharing must save in one layer's call to pay for the
-# second pass and the merge. Measured on a CPU; for others, the bytes that a GPU
-# copies in 10 us at 4 TB/s.
+# second pass and the merge. For a CPU this was measured. For other platforms it
+# is what a GPU copies in 10 us at 4 TB/s.
 _LEAST_SAVING = {"cpu": 2**20, "other": 40 * 2**20}
 
 
@@ -32,12 +32,12 @@ class SharedPrefix(NamedTuple):
   Made by `plan_shared_prefix`. Rows in no cluster share nothing.
 
   Attributes:
-    members: the rows of each cluster, then B.
-    tokens: the number of tokens that a cluster shares, in whole pages; 0 if
-      sharing does not pay.
-    prefix_table: the pages of the cluster's first row.
-    own_tokens: tokens of each row after the shared ones.
-    own_table: the pages of those tokens.
+    members: the rows of each cluster; entries past the last row are B.
+    tokens: the number of tokens that the rows of each cluster share, in whole
+      pages; 0 if sharing does not pay.
+    prefix_table: the page ids of each cluster's first row.
+    own_tokens: the number of tokens of each row after its shared tokens.
+    own_table: the page ids of those tokens.
   """
 
   members: jax.Array  # int32[clusters, size]
@@ -52,13 +52,13 @@ class SharedPrefix(NamedTuple):
     """Returns the clusters without rows that no longer belong to them.
 
     A row stays in its cluster if its table still begins with the cluster's
-    pages, its last token is behind them, and its table holds all its tokens.
-    Other rows are decoded separately, over their whole tables.
+    pages, its last token is not in these pages, and its table holds all its
+    tokens. Other rows are decoded separately, over their whole tables.
 
     Args:
       page_table: int32[B, M], as wide as that of `plan_shared_prefix`.
-      lengths: int32[B].
-      page_size: S.
+      lengths: int32[B], tokens of each row, including the query's token.
+      page_size: S, tokens of a page.
     """
     batch, columns = page_table.shape
     chex.assert_shape(self.own_table, (batch, columns))
@@ -95,25 +95,26 @@ def plan_shared_prefix(
   """Finds the pages that rows share, and decides if reading them once pays.
 
   Call it once a step and pass the result to `cascade_decode` in every layer. A
-  cluster shares the first pages that all its rows have in common, except pages
-  that are not full without the row's last token. Rows of length 0, or of more
-  tokens than the table holds, are in no cluster. Rows in no cluster, and those
-  past `cluster_size`, are decoded separately, which is slower but correct. If
-  sharing saves fewer bytes than it costs, no cluster shares anything. If tables
-  of this size can never save enough, the result is None: use `paged_decode`.
+  cluster is a set of rows that share their first pages: all pages that they
+  have in common and that would be full without a row's last token. Rows of
+  length 0, or of more tokens than the table holds, are in no cluster. They are
+  decoded separately, and so are rows of a cluster past its first
+  `cluster_size`, which is slower but correct. If sharing saves fewer bytes than
+  it costs, no cluster shares anything. If tables of this size can never save
+  enough, the result is None: use `paged_decode`.
 
   Args:
-    page_table: int32[B, M], page ids in sequence order.
-    lengths: int32[B], tokens of each sequence, the query's own included.
+    page_table: int32[B, M], each sequence's page ids in the order of tokens.
+    lengths: int32[B], tokens of each sequence, including the query's token.
     k_pages: [N, K, S, D]; only shape and dtype are used.
     v_pages: [N, K, S, Dv]; only shape and dtype are used.
     num_clusters: the maximum number of clusters. The work over prefixes grows
-      with `num_clusters * cluster_size`, so keep that near B.
+      with `num_clusters * cluster_size`, so keep that product near B.
     cluster_size: the maximum number of rows of a cluster.
     clusters: int32[B], the cluster of each row, 0 to `num_clusters - 1`; any
       other number puts a row in no cluster. None: rows that begin with the same
       page form clusters of at most `cluster_size`.
-    backend: the `backend` of `cascade_decode`.
+    backend: the backend that you pass to `cascade_decode`.
 
   Returns:
     The clusters, or None.
@@ -161,7 +162,7 @@ def plan_shared_prefix(
   lockstep = name == "xla"
   token = k_pages.shape[1] * (k_pages.shape[3] + v_pages.shape[3]) * itemsize
   min_saving = -(-_LEAST_SAVING[platform] // token)
-  # The number of rows whose reads sharing can save at most.
+  # The maximum number of rows whose reads sharing can save.
   if lockstep:
     rows = batch - num_clusters
   else:
@@ -185,7 +186,7 @@ def _backend_name(backend: str, k_pages: jax.Array, v_pages: jax.Array) -> str:
   if backend != "auto":
     return backend
   dtype = logical_dtype(k_pages.dtype)
-  # The caller has no queries yet; this shape fits the pools.
+  # The caller has no queries yet, so these have a shape that fits the pools.
   query: Any = jax.ShapeDtypeStruct(
     (1, k_pages.shape[1], k_pages.shape[3]),
     dtype if dtype.itemsize > 1 else jnp.bfloat16,
@@ -230,9 +231,9 @@ def _find(
   is_member = members < batch
   prefix_table = tables[:, 0]
   matches = (tables == prefix_table[:, None]) | ~is_member[:, :, None]
-  # The product is 0 from the first page on in which rows differ.
+  # The product is 0 for the first page in which rows differ, and later ones.
   common = jnp.cumprod(jnp.all(matches, axis=1), axis=1, dtype=jnp.int32)
-  # The page of a row's last token is not shared: no row's suffix is empty.
+  # The page of a row's last token is not shared, so no row's suffix is empty.
   full_pages = lengths.at[members].get(mode="fill", fill_value=0) - 1
   full_pages = jnp.where(is_member, full_pages // page_size, columns)
   pages = jnp.minimum(
@@ -256,24 +257,24 @@ def _find(
 def _cluster_by_first_page(
   first: jax.Array, is_active: jax.Array, max_rows: int
 ) -> jax.Array:
-  """Returns int32[B], clusters of 2 .. `max_rows` rows with one first page.
+  """Returns int32[B], the cluster of each row, or B for a row in no cluster.
 
-  Clusters are in the order of their first pages, then of their rows; B means no
-  cluster.
+  The 2 .. `max_rows` rows of a cluster have the same first page. Clusters are
+  in the order of their first pages, then of their rows.
   """
   batch = first.shape[0]
   position = jnp.arange(batch, dtype=jnp.int32)
-  # Sorted by page, rows with the same page become runs; idle rows come last.
+  # Sorting by page makes runs of rows with the same page; idle rows come last.
   order = jnp.lexsort((first, ~is_active)).astype(jnp.int32)
   page = first[order]
   begins = jnp.concatenate([jnp.ones((1,), bool), page[1:] != page[:-1]])
-  # The position in a run; each `max_rows`-th row begins another cluster.
+  # `rank` is the position in a run. Each `max_rows`-th row begins a cluster.
   rank = position - lax.cummax(jnp.where(begins, position, 0))
   begins = (begins | (rank % max_rows == 0)) & is_active[order]
   run = jnp.cumsum(begins, dtype=jnp.int32) - 1
   run = jnp.where(is_active[order], run, batch)
   size = jnp.zeros((batch,), jnp.int32).at[run].add(1, mode="drop")
-  # Rows without a partner need no cluster: only larger runs get a number.
+  # A row without a partner shares nothing, so only larger runs get a number.
   number = jnp.cumsum(size > 1, dtype=jnp.int32) - 1
   number = jnp.where(size > 1, number, batch)
   number = number.at[run].get(mode="fill", fill_value=batch)
@@ -286,7 +287,7 @@ def _members(
   num_clusters: int,
   cluster_size: int,
 ) -> jax.Array:
-  """Returns int32[clusters, size], the rows of each cluster, then B."""
+  """Returns int32[clusters, size], each cluster's rows, padded with B."""
   batch = clusters.shape[0]
   fits = (clusters >= 0) & (clusters < num_clusters) & is_active
   cluster = jnp.where(fits, clusters, num_clusters)

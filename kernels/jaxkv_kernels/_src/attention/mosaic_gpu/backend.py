@@ -1,12 +1,12 @@
 """Paged attention for Hopper GPUs: work lists and merges around the kernel.
 
-The kernel computes attention over pieces of a tile's keys, its units of work.
-`merge_pieces` weights their results by the sums of their softmaxes. Without a
-plan the pieces depend only on a row's length, so a row's result does not depend
-on other rows.
+A unit of work is a piece of the keys that a tile sees. The kernel computes
+attention over each piece. `merge_pieces` merges the results, weighted by the
+sums of their softmaxes. Without a plan the pieces of a row depend only on its
+length, so its result does not depend on other rows.
 
-Compiled for an H200, not run on one. A CPU interprets all of it with race
-detection, with plain products in place of tensor core products.
+Tests compile it for an H200 but do not run it on one. A CPU interprets it with
+race detection, and with plain products instead of tensor core products.
 """
 
 import math
@@ -31,16 +31,19 @@ from jaxkv_kernels._src.attention.triton.merge import merge_pieces
 
 # sm_90, Hopper: only these GPUs have the instruction `wgmma`.
 _ARCHITECTURE = 90
-# Multiprocessors of an H100 or H200 SXM. Others work too, less evenly.
+# Multiprocessors of an H100 or H200 SXM, one for each block of threads. Other
+# GPUs are loaded less evenly.
 _BLOCKS = 132
-# The same in an interpreter: enough for streams to take turns.
+# The same in an interpreter: enough that several streams share the units.
 _INTERPRETED_BLOCKS = 2
-# Units for each stream if contexts fill their tables: enough for even work.
+# Units for each stream if contexts fill their tables. With fewer, work would be
+# uneven.
 _UNITS_PER_STREAM = 4
-# Tokens of a piece: a shorter piece spends more on its output than it saves.
+# The minimum number of tokens of a piece, in all and for each query row. The
+# output of a shorter piece costs more time than the piece saves.
 _MIN_TOKENS = 128
 _MIN_TOKENS_PER_ROW = 16
-# Shared memory of a block of threads, without that of barriers and sums.
+# Bytes of shared memory of a block of threads, less those of barriers and sums.
 _SHARED = 227 * 2**10 - 2 * 2**10
 _MAX_STAGES = 4
 _NO_WINDOW = 2**30
@@ -96,7 +99,7 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   )
   out = query_tiles.untile(out, call, size)
   lse = query_tiles.untile(lse[..., None], call, size)[..., 0]
-  # Rows of padding hold arbitrary numbers, as a product always has 64 rows.
+  # Padding holds arbitrary numbers, because a product always computes 64 rows.
   is_query = call.is_query
   out = jnp.where(is_query[..., None, None], out, jnp.float32(0))
   lse = jnp.where(is_query[..., None], lse, -jnp.inf)
@@ -129,11 +132,12 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
     f" got {size}": size not in (8, 16, 32) and size % TOKENS != 0,
     "`k_pages` and `v_pages` must have equal head sizes of 64, 128, 192 or 256,"
     f" got {dims}": dims[0] != dims[1] or dims[0] not in (64, 128, 192, 256),
-    # Sums of more columns leave too few registers for widening: some spill.
+    # With larger heads the sums leave too few registers for widening.
     f"`k_pages` must have a head size of 64 or 128 for 8 bits, got {dims[0]}": (
       pool not in _FLOATS and dims[0] not in (64, 128)
     ),
-    # Eight copies of scales beside those of pages take too many registers.
+    # Eight copies of scales for a block, beside those of pages, take too many
+    # registers.
     f"`k_pages` must have pages of 16, 32 or a multiple of {TOKENS} tokens"
     f" with scales of tokens, got {size}": (
       size == 8 and bool(_token_scales(options))
@@ -145,7 +149,7 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
 
 
 def parallel_units(k_pages: jax.Array) -> int:
-  """Returns the number of units that a GPU works on at once."""
+  """Returns the number of units of work that a GPU processes at once."""
   return _BLOCKS * streams(k_pages.shape[3])
 
 
@@ -164,7 +168,7 @@ def _static(
     k_stages=k_stages,
     v_stages=v_stages,
     blocks=_INTERPRETED_BLOCKS if options.interpret else _BLOCKS,
-    # The rows of one query see the same keys.
+    # All rows of a tile with one query see the same keys.
     causal=size > 1,
     soft_cap=options.soft_cap,
     alibi=options.alibi_slopes is not None,
@@ -174,14 +178,14 @@ def _static(
 
 
 def streams(dim: int) -> int:
-  """Returns the streams of a block of threads, within its registers."""
+  """Returns how many streams a block of threads has registers for."""
   return 2 if dim <= 128 else 1
 
 
 def stages(
   dim: int, itemsize: int = 2, scaled: int | None = None
 ) -> tuple[int, int]:
-  """Returns F for the rings of keys and of values, within shared memory.
+  """Returns F, stages that fit in shared memory, for keys and for values.
 
   Args:
     dim: D.
@@ -191,10 +195,10 @@ def stages(
   room = _SHARED // streams(dim) - ROWS * (dim * 2 + RESULT * 4)
   block = TOKENS * dim * itemsize
   if itemsize == 1:
-    # One block of keys and one of values, widened to 16-bit numbers.
+    # Memory for a block of keys and one of values, widened to 16-bit numbers.
     room -= 2 * TOKENS * dim * 2
   if scaled is not None:
-    # The factors of a block, with an alignment of 1,024 bytes.
+    # Memory for the factors of both, each aligned to 1,024 bytes.
     room -= 2 * 1024
     block += math.prod(scales_of_block(scaled)) * 4
   room //= block
@@ -211,16 +215,16 @@ def work_list(
   """Cuts the keys that each tile sees into units of work.
 
   Args:
-    tiles: of all sequences.
-    tree_first: int32[B], block in which a sequence's tree begins.
+    tiles: the tiles of all sequences.
+    tree_first: int32[B], the block in which each sequence's tree begins.
     capacity: tokens that a row of the page table holds.
-    static: of the kernel.
-    options: of the call.
+    static: sizes of the kernel.
+    options: options of the call.
 
   Returns:
-    (int32[U, 8], `Unit`s; int32[Z + 1], the first unit of each tile; the
-    maximum number of results of a tile, or None if results are packed). Units
-    after those of the last tile are idle.
+    (int32[U, 8], `Unit`s; int32[Z + 1], the first unit of each tile, then the
+    first idle unit; the maximum number of results of a tile, or None if the
+    results of tiles follow each other without gaps).
   """
   num = tiles.q.shape[0]
   per_row = num // tree_first.shape[0]
@@ -239,7 +243,7 @@ def work_list(
     index = jnp.arange(num * max_pieces, dtype=jnp.int32)
     tile = jnp.minimum(row_of(ends, index), num - 1)
     piece = index - begins[tile]
-    # Idle units begin past their tile's end, and become empty below.
+    # An idle unit begins past its tile's end; below it becomes empty.
     first = (begin[tile] + piece * share[tile]) * TOKENS
     end = first + share[tile] * TOKENS
     result = tile * max_pieces + piece
@@ -250,7 +254,7 @@ def work_list(
   unit = Unit(
     sequence=sequence,
     tile=tile,
-    # A piece of a plan may lie behind the window or past the table.
+    # A piece of a plan can lie behind the window or past the table: no tokens.
     first=jnp.where(first < end, first, 0),
     end=jnp.where(first < end, end, 0),
     position=tiles.position[tile],
@@ -264,15 +268,15 @@ def work_list(
 def cuts(
   tiles: query_tiles.Tiles, capacity: int, static: GpuStatic
 ) -> tuple[int, int]:
-  """Returns the limits of cuts without a plan.
+  """Returns the limits of pieces for a call without a plan.
 
   Args:
-    tiles: of all sequences.
-    capacity: tokens of a context.
-    static: of the kernel.
+    tiles: the tiles of all sequences.
+    capacity: tokens that a row of the page table holds.
+    static: sizes of the kernel.
 
   Returns:
-    (the minimum blocks of a piece, the maximum pieces of a context).
+    (the minimum number of blocks of a piece, the maximum pieces of a tile).
   """
   # From shapes alone, so that a tile's pieces depend only on the keys it sees.
   contexts, rows = tiles.q.shape[0] * static.kv_heads, tiles.q.shape[2]
@@ -291,12 +295,12 @@ def _trees(
   per_kv_head: int,
   size: int,
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-  """Returns the masks of trees.
+  """Returns the masks of trees as inputs of the kernel.
 
   Returns:
-    ({"trees": int8[Z, J, 64, A], tree mask of each row; "shown": int32[Z, J,
-    A], 1 for keys that any row sees by its tree, its position and its window},
-    or {} without trees; int32[B], the block in which each tree begins).
+    ({"trees": int8[Z, J, 64, A], the tree mask of each row; "shown": int32[Z,
+    J, A], 1 for keys that any row of a tile sees, after all masks}, or {}
+    without trees; int32[B], the block in which each tree begins).
   """
   if options.tree_mask is None:
     return {}, jnp.zeros((batch,), jnp.int32)
@@ -321,7 +325,8 @@ def _token_scales(options: CallOptions) -> dict[str, jax.Array]:
     for name, scale in scales.items()
     if scale is not None and scale.ndim == 3
   }
-  # Before jax 0.11 a copy of a short row also reads the rows after it.
+  # Before jax 0.11 a copy of a short row also reads the row after it, so there
+  # must be one.
   return {
     name: jnp.pad(scale, ((0, max(0, 2 - len(scale))), (0, 0)))
     for name, scale in rows.items()
@@ -331,7 +336,7 @@ def _token_scales(options: CallOptions) -> dict[str, jax.Array]:
 def _slopes(
   options: CallOptions, kv_heads: int, size: int
 ) -> dict[str, jax.Array]:
-  """Returns ALiBi slopes of a tile's rows, float32[K, 64], if any."""
+  """Returns the ALiBi slopes of a tile's rows, float32[K, 64], if any."""
   if options.alibi_slopes is None:
     return {}
   slopes = options.alibi_slopes.astype(jnp.float32).reshape(kv_heads, -1)

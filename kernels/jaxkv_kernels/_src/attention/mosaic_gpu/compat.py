@@ -1,7 +1,7 @@
 """Hides differences between releases of Pallas' Mosaic GPU, from jax 0.10 on.
 
-Its interpreter does not support layouts in jax 0.10, nor products of registers
-in any release. With `interpreted`, these functions avoid both.
+The interpreter of jax 0.10 does not support layouts. No release's interpreter
+supports products of registers. With `interpreted`, these functions avoid both.
 """
 
 import inspect
@@ -16,18 +16,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 MATRIX = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
-# For 8-bit numbers, read four at a time.
+# The layout for 8-bit numbers, which are read four at a time.
 UPCAST = plgpu.Layout.WGMMA_UPCAST_2X
 
 _load: Any = plgpu.load
-# Before jax 0.11 it requires an index beside the ref; 0.11 deprecates that.
+# Before jax 0.11 `load` requires an index after the ref; 0.11 deprecates that.
 _index = inspect.signature(_load).parameters.get("idx")
 _INDEXED = _index is not None and _index.default is inspect.Parameter.empty
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
   """Returns shared memory for an operand of a product, tiled and swizzled."""
-  # Tensor cores read operands in this layout only.
+  # Tensor cores can read operands in this layout only.
   size = jnp.dtype(dtype).itemsize
   width = swizzle(shape[-1] * size)
   tile = plgpu.TilingTransform((8, width // size))
@@ -43,8 +43,8 @@ def swizzle(row: int) -> int:
 
 def min_rows(tokens: int, interpreted: bool) -> int:
   """Returns the minimum number of rows float32[tokens] of one copy."""
-  # Before jax 0.11 a copy has at least 128 bytes. Rows after the first are not
-  # used; past an array's end they read as zeros, except in the interpreter.
+  # Before jax 0.11 a copy has at least 128 bytes; only its first row is used.
+  # Rows past an array's end read as zeros, but the interpreter refuses them.
   return max(1, 32 // tokens) if _INDEXED and not interpreted else 1
 
 
@@ -83,7 +83,7 @@ def products(left: Any, right: Any, *, interpreted: bool) -> jax.Array:
   """Returns the products of two refs in shared memory, [X, D] and [A, D]."""
   if interpreted:
     return _dot(left[...], right[...].T)
-  # A method since jax 0.11, a function before.
+  # Transposing is a method since jax 0.11, a function before.
   transposed = (
     plgpu.transpose_ref(right, (1, 0)) if _INDEXED else right.transpose((1, 0))
   )
@@ -112,7 +112,7 @@ def add_product(
 
 def _dot(left, right):
   """Returns a plain product, for the interpreter."""
-  # Its reads must finish before a copy may overwrite the memory. Tensor cores
-  # ensure that themselves.
+  # The reads of the product must finish before a copy overwrites the memory.
+  # Tensor cores ensure that themselves.
   plgpu.commit_smem()
   return jnp.dot(left, right, preferred_element_type=jnp.float32)

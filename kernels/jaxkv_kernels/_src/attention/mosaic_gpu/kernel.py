@@ -1,10 +1,11 @@
 """The Hopper kernel of paged attention, in Pallas' Mosaic GPU dialect.
 
-A block of threads has streams, each a pair of warpgroups: one copies pages
-into a ring in shared memory, one multiplies. Streams take units of work in
-turn. A copying warpgroup runs ahead of its partner by up to the length of the
-ring, also into the next unit. The arithmetic follows FlashAttention 3 (Shah et
-al. 2024), without its overlap of two products, as memory bounds decoding.
+A block of threads has one or two streams. A stream is a pair of warpgroups: one
+copies pages into a ring in shared memory, the other multiplies. Units of work
+are dealt to streams in turn. The copying warpgroup runs ahead of its partner by
+up to the length of the ring, also into the next unit. The arithmetic follows
+FlashAttention 3 (Shah et al. 2024), but does not overlap two products, because
+decoding is bound by memory.
 """
 
 import functools
@@ -46,14 +47,14 @@ def call(
 
   Args:
     static: sizes.
-    arrays: the inputs of `Refs` by name; those of its sides are `k_pages`,
-      `v_pages` and, if tokens have scales, `k_scale` and `v_scale`.
+    arrays: the inputs in `Refs`, by name. Those of its two `Side`s are
+      `k_pages`, `v_pages` and, if tokens have scales, `k_scale` and `v_scale`.
     interpret: as in `CallOptions`.
 
   Returns:
-    (float32[O * K, Y, Dv], normalised, and float32[O * K, 2, 64], `top` and
-    `total` of `online_softmax`). A unit's result is at its index `result`;
-    other indices are not written.
+    (float32[O * K, Y, Dv], normalised outputs, and float32[O * K, 2, 64], `top`
+    and `total` of `online_softmax`). Results are at the indices
+    `Unit.result`; other indices are not written.
   """
   q = arrays["q"]
   num = arrays["units"].shape[0] * static.kv_heads
@@ -102,7 +103,7 @@ def _with_scratch(static: GpuStatic, dtype, fields: dict[str, Any]) -> None:
     _memory(static, static.v_stages, dtype, **sides[1]),
     strict=True,
   )
-  # The order determines addresses, and affects how registers are assigned.
+  # Keep this order: it determines addresses and affects register assignment.
   pl.run_scoped(
     scoped,
     compat.tiled((streams, ROWS, dim), dtype),
@@ -121,7 +122,7 @@ def _memory(static: GpuStatic, stages: int, dtype, *, pages, scale) -> tuple:
   """Returns shared memory of a `Side`: (ring, full, free, others by name)."""
   streams, dim = static.streams, pages.shape[-1]
   num_stages = streams * stages
-  # A stage is full after one copy for each page, and one for its scales.
+  # A stage is full after one copy for each page, and one for the page's scales.
   num_copies = static.pages * (1 if scale is None else 2)
   memory: dict[str, Any] = {}
   if pages.dtype != dtype:
@@ -143,8 +144,8 @@ def _kernel(static: GpuStatic, refs: Refs) -> None:
   warpgroup = lax.axis_index("warpgroup")
   multiplies = warpgroup < static.streams
   stream = remainder(warpgroup, static.streams)
-  # Two streams need the registers of the warpgroups that copy; a single stream
-  # has enough by default.
+  # With two streams, warpgroups that multiply take registers from those that
+  # copy. A single stream has enough by default.
   is_crowded = static.streams == 2
 
   @pl.when(multiplies)
@@ -167,7 +168,8 @@ def _kernel(static: GpuStatic, refs: Refs) -> None:
 def _each_unit(static: GpuStatic, refs: Refs, stream, work) -> jax.Array:
   """Calls `work(stream, head, unit, used)` for each unit of a stream.
 
-  `used` is the number of blocks in earlier units. Returns that of all units.
+  `used` is the number of blocks in the stream's earlier units. Returns the
+  number of blocks in all its units.
   """
   # Both warpgroups of a stream count the same blocks, so they agree on stages.
   first = lax.axis_index("block") * static.streams + stream
@@ -187,7 +189,7 @@ def _each_unit(static: GpuStatic, refs: Refs, stream, work) -> jax.Array:
 
 
 def _await_all(side: Side, stream, num_copied) -> None:
-  """Waits until the last blocks are used."""
+  """Waits until the multiplying warpgroup has freed the last blocks."""
   # A kernel must not end before each arrival at a barrier has been awaited.
   stages = side.ring.shape[1]
   for stage in range(stages):
@@ -205,8 +207,8 @@ def _copy(static: GpuStatic, refs: Refs, stream, head, unit, used) -> None:
 
   def body(block, _):
     base = (first_block(unit) + block) * TOKENS
-    # Read before the wait, to hide the latency. Past the end the last page is
-    # copied again, as a barrier counts a fixed number of copies.
+    # Page ids are read before the wait, to hide the latency. Past the unit's end
+    # the last page is copied again: a barrier counts a fixed number of copies.
     ids = [
       refs.table[unit.sequence, jnp.minimum(quotient(base, size) + i, last)]
       for i in pieces
@@ -216,7 +218,7 @@ def _copy(static: GpuStatic, refs: Refs, stream, head, unit, used) -> None:
     for side in (refs.k, refs.v):
       stage, barrier = stage_of(side.ring, stream, index)
 
-      # The ring is empty at first: nothing to await.
+      # Stages are free at first, so the first copies need not wait.
       @pl.when(index >= side.ring.shape[1])
       def _(free=side.free, barrier=barrier):
         plgpu.barrier_wait(free.at[barrier])
@@ -263,7 +265,7 @@ def _multiply(static: GpuStatic, refs: Refs, stream, head, unit, used) -> None:
     products = compat.products(
       refs.queries.at[stream], keys, interpreted=interpreted
     )
-    # The next block of keys may be copied while values are multiplied.
+    # From here on the next block of keys can be copied into this stage.
     _release(refs.k, stream, used + block)
     products = quantized.scaled(products, factors)
     mask, distance = _visible(static, unit, base)
@@ -280,7 +282,7 @@ def _multiply(static: GpuStatic, refs: Refs, stream, head, unit, used) -> None:
     weights, largest = quantized.scaled_weights(
       weights, mask, factors, refs.q.dtype
     )
-    # Earlier sums take the row's divisor too, so that one product adds to them.
+    # Earlier sums are divided too, so that the product can be added to them.
     if largest is not None:
       weighted /= lax.broadcast_in_dim(largest, weighted.shape, [0])
     _clear_unused(static, refs, unit, base, values)
@@ -302,7 +304,7 @@ def _multiply(static: GpuStatic, refs: Refs, stream, head, unit, used) -> None:
 
 
 def _block(static: GpuStatic, side: Side, stream, used):
-  """Waits for a block; returns it in the queries' format, and its scales."""
+  """Waits for a block; returns it in the queries' format, with its scales."""
   stage, barrier = stage_of(side.ring, stream, used)
   plgpu.barrier_wait(side.full.at[barrier])
   block, factors = quantized.unpack(static, side, stream, stage)
@@ -335,7 +337,7 @@ def _visible(static: GpuStatic, unit: Unit, base):
 
 
 def _in_tree(static: GpuStatic, masks, unit: Unit, base, layout):
-  """Returns the tree mask of a block, int32, not 0 outside of the tree."""
+  """Returns a block's tree mask, int32, which is not 0 outside of the tree."""
   blocks = masks.shape[1]
   index = quotient(base, TOKENS) - unit.tree
   outside = jnp.where((index < 0) | (index >= blocks), 1, 0)
@@ -351,8 +353,9 @@ def _clear_unused(
   static: GpuStatic, refs: Refs, unit: Unit, base, values
 ) -> None:
   """Writes zeros over the values of a block that no row of the unit sees."""
-  # 0 * NaN is NaN: a weight of zero does not keep a value out. Integers have no
-  # NaN. Only the outer blocks of a unit, and those of a tree, have such values.
+  # 0 * NaN is NaN, so a weight of zero would not exclude a value. Integers have
+  # no NaN. Only the first and last blocks of a unit, and blocks of a tree, have
+  # values that no row sees.
   if jnp.issubdtype(refs.v.pages.dtype, jnp.integer):
     return
   has_unused = (base < unit.first) | (base + TOKENS > unit.end)
@@ -383,7 +386,7 @@ def _write(refs: Refs, stream, index, top, total, weighted) -> None:
   rows, value_dim = refs.out.shape[1:]
   refs.sums[stream, 0] = top
   refs.sums[stream, 1] = total
-  # Some columns at a time, as the ring needs most of the shared memory.
+  # `RESULT` columns at a time, as the rings take most of the shared memory.
   for start in range(0, value_dim, RESULT):
     refs.result[stream] = out[:, start : start + RESULT]
     plgpu.commit_smem()

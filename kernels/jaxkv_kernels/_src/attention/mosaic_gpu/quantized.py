@@ -1,9 +1,9 @@
 """Blocks of 8-bit numbers in the Hopper kernel.
 
-Copies move the 8-bit pages, half the bytes. Registers widen a block to the
-format of the queries, in which every 8-bit number is exact; then its stage of
-the ring is free. Scales of tokens are copied with the pages, and multiply
-logits and weights in float32.
+Pages are copied as 8-bit numbers, half the bytes. A block is then widened in
+registers to the format of the queries, in which every 8-bit number is exact,
+and its stage of the ring becomes free. Scales of tokens are copied with the
+pages, and multiply logits and weights in float32.
 """
 
 from typing import Any
@@ -21,8 +21,8 @@ from jaxkv_kernels._src.attention.mosaic_gpu.work import TOKENS
 from jaxkv_kernels._src.attention.mosaic_gpu.work import GpuStatic
 from jaxkv_kernels._src.attention.mosaic_gpu.work import Side
 
-# A divisor's lower bound, so that a row of zeros does not divide by zero. Far
-# below any share of a row's largest value that float16 can represent.
+# The lower bound of a row's divisor, so that a row of zeros is not divided by
+# zero. It is far below any fraction of the largest value that float16 can hold.
 _MIN_DIVISOR = 2.0**-60
 
 
@@ -31,13 +31,13 @@ def unpack(
 ) -> tuple[Any, jax.Array | None]:
   """Returns a block [A, D] in 16-bit numbers, and float32[A] scales, if any.
 
-  Afterwards the stage of an 8-bit block and its scales are free.
+  Afterwards the stage of an 8-bit block, and that of its scales, can be freed.
   """
-  # All threads synchronise between two blocks of one side, so the memory that
-  # is written here is no longer in use.
+  # All threads synchronise between two blocks of keys, and of values, so the
+  # memory that is written here is no longer in use.
   narrow = side.ring.at[stream, stage]
   if side.scales is not None and side.wide is None:
-    # With 16-bit pages there is no other synchronisation.
+    # With 16-bit pages, only this call makes threads synchronise.
     plgpu.commit_smem()
   if side.scales is not None:
     rows = min(static.page_size, TOKENS)
@@ -63,8 +63,8 @@ def _widen(static: GpuStatic, narrow: Any, wide: Any) -> None:
   """Converts a block [A, D] to the format of `wide` [A, D]."""
   block = compat.load(narrow, UPCAST, interpreted=static.interpreted)
   if jnp.issubdtype(block.dtype, jnp.floating):
-    # The hardware converts 8-bit floats to float16 only, which then becomes
-    # float32.
+    # The hardware converts 8-bit floats only to float16, which is converted to
+    # float32 here.
     block = block.astype(jnp.float32)
   wide[...] = block.astype(wide.dtype)
 
@@ -83,20 +83,21 @@ def scaled_weights(
 
   Args:
     weights: float32[Y, A].
-    mask: bool[Y, A], True for keys that a row sees; other scales may be NaN.
-    factors: float32[A], or None.
-    dtype: format of the product with values, bfloat16 or float16.
+    mask: bool[Y, A], True for keys that a row sees; other scales can be NaN.
+    factors: float32[A], the scales of values; or None.
+    dtype: the format of the product with values, bfloat16 or float16.
 
   Returns:
-    (float32[Y, A], float32[Y] by which to multiply its rows, or None).
+    (float32[Y, A] weights; float32[Y], a divisor of each row by which to
+    multiply the product, or None).
   """
   if factors is None:
     return weights, None
   weights = jnp.where(mask, scaled(weights, factors), 0.0)
   if dtype != jnp.float16:
     return weights, None
-  # A weight times a scale may be outside the range of float16: divide by the
-  # largest of its row.
+  # A weight times a scale can be outside the range of float16, so rows are
+  # divided by their largest number.
   largest = jnp.maximum(jnp.max(weights, axis=1), jnp.max(-weights, axis=1))
   largest = jnp.maximum(largest, _MIN_DIVISOR)
   return weights / lax.broadcast_in_dim(largest, weights.shape, [0]), largest

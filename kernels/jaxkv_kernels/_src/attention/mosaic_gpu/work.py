@@ -1,7 +1,7 @@
 """Units of work, sizes and references of the Hopper kernel.
 
-See `attention` for the letters. Here Y is a multiple of 8 up to 64, and F
-differs between the rings of keys and of values.
+The docstring of the package `attention` defines the letters. Here Y is a
+multiple of 8 up to 64, and F differs between the rings of keys and of values.
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ import jax
 import numpy as np
 from jax import lax
 
-# Rows of a product on the tensor cores. A smaller tile leaves the other rows
-# undefined, as no row's result depends on another row.
+# Rows of a product on the tensor cores. The rows past those of a tile are
+# undefined, which is harmless: no row's result depends on another row.
 ROWS = 64
 # A, tokens of a block.
 TOKENS = 64
-# Columns of a result that pass through shared memory at a time.
+# Columns of a result that are copied through shared memory at a time.
 RESULT = 32
 
 
@@ -25,14 +25,14 @@ class Unit(NamedTuple):
   """A unit of work: a piece of the keys of a tile. One row of int32[U, 8].
 
   Attributes:
-    sequence: row of the page table.
-    tile: tile of queries.
-    first: first token.
-    end: one past the last token.
-    position: position of the tile's first query.
+    sequence: the row of the page table.
+    tile: the tile of queries.
+    first: the position of the first token of the piece.
+    end: one past the last token of the piece.
+    position: the position of the tile's first query.
     window: as in `CallOptions`; larger than any context if there is none.
-    tree: block in which the sequence's tree begins.
-    result: index of the unit's result, 0..O-1.
+    tree: the block in which the sequence's tree begins.
+    result: the index of the unit's result, 0..O-1.
   """
 
   sequence: Any
@@ -53,13 +53,13 @@ class GpuStatic:
     kv_heads: K.
     per_kv_head: H / K.
     page_size: S.
-    streams: streams of one block of threads.
-    k_stages: F, for keys.
-    v_stages: F, for values.
-    blocks: blocks of threads, one for each multiprocessor.
+    streams: the number of streams of a block of threads, see `kernel`.
+    k_stages: F, the number of stages of a ring, for keys.
+    v_stages: F for values.
+    blocks: the number of blocks of threads, one for each multiprocessor.
     causal: True if rows of a tile see different keys.
     soft_cap: as in `CallOptions`.
-    alibi: True if logits have a bias.
+    alibi: True if the call has ALiBi slopes.
     tree: True if the call has a tree mask.
     interpreted: True in the interpreter.
   """
@@ -79,7 +79,7 @@ class GpuStatic:
 
   @property
   def pages(self) -> int:
-    """Pages, or parts of one, that make up a block of tokens."""
+    """The number of pages, or parts of pages, in a block of tokens."""
     return scales_of_block(self.page_size)[0]
 
 
@@ -91,12 +91,12 @@ class Side(NamedTuple):
   scale: Any  # float32[N * K, S], of tokens; or None
   # Scratch, in shared memory
   ring: Any  # [streams, F, A, D], in the pages' format
-  # Barriers, one for each stage of all rings
+  # Barriers, one for each stage of the rings of all streams
   full: Any  # [streams * F]
   free: Any  # [streams * F]
-  # Scratch for 8-bit pages, else None
+  # Scratch for 8-bit pages, or None
   wide: Any = None  # [streams, A, D], in the queries' format
-  # Scratch for scales of tokens, else None; copies are aligned to 128 bytes
+  # Scratch for scales of tokens, or None; copies are aligned to 128 bytes
   scales: Any = None  # float32[streams, F, *scales_of_block(S)]
   factors: Any = None  # float32[streams, A]
 
@@ -106,7 +106,7 @@ class Refs(NamedTuple):
 
   # Input, in device memory
   units: Any  # int32[U, 8]
-  begins: Any  # int32[Z + 1], of each tile's units; from the last on are idle
+  begins: Any  # int32[Z + 1], each tile's first unit, then the first idle one
   table: Any  # int32[B, M], clamped to the pool
   factor: Any  # float32[K]
   q: Any  # [Z * K, Y, D]
@@ -129,19 +129,19 @@ class Refs(NamedTuple):
 
 def scales_of_block(page_size: int) -> tuple[int, int, int]:
   """Returns the shape of a block's scales: pages, rows of each, tokens."""
-  # A copy to shared memory begins at a multiple of 128 bytes, so a short page
-  # has several rows, of which only the first is used.
+  # A copy to shared memory must begin at a multiple of 128 bytes. So each short
+  # page has several rows, of which only the first is used.
   tokens = min(page_size, TOKENS)
   return TOKENS // tokens, max(1, 32 // tokens), tokens
 
 
 def quotient(number: Any, divisor: int) -> jax.Array:
-  """Returns the quotient of a non-negative int32; int32 in 64-bit mode too."""
+  """Divides a non-negative int32; the result is int32 in 64-bit mode too."""
   return lax.div(number, np.int32(divisor))
 
 
 def remainder(number: Any, divisor: int) -> jax.Array:
-  """Returns the remainder of a non-negative int32, as `quotient`."""
+  """Returns the remainder of the division in `quotient`."""
   return lax.rem(number, np.int32(divisor))
 
 
@@ -158,7 +158,10 @@ def num_blocks(unit: Unit) -> jax.Array:
 def stage_of(
   ring: Any, stream: jax.Array, used: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the stage of a stream's block `used`: in its ring, in all rings."""
+  """Returns the stage of a stream's block number `used`, and its barrier.
+
+  The stage is an index in the stream's ring, the barrier one in all rings.
+  """
   stages = ring.shape[1]
   stage = remainder(used, stages)
   return stage, stream * stages + stage

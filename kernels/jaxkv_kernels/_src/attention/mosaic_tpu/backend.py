@@ -1,6 +1,6 @@
 """Paged attention for TPUs: tiles of queries around the kernel.
 
-Interpreted on a CPU and compiled for v5e, v6e and v7x; not timed.
+Tests interpret it on a CPU and compile it for v5e, v6e and v7x. Not timed yet.
 """
 
 import jax
@@ -15,14 +15,14 @@ from jaxkv_kernels._src.attention.mosaic_tpu.kernel import TpuStatic
 from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import CallOptions
 
-# Query rows of a tile: the matrix unit takes 128 at once. A multiple of 16 is
-# whole sublanes, also for pairs of 16-bit rows.
+# Query rows of a tile: the matrix unit takes 128 at once. A multiple of 16 rows
+# fills whole sublanes, also if a sublane holds two 16-bit rows.
 _ROWS, _MULTIPLE = 128, 16
-# Lanes of a vector register: a column of one number for each row occupies all.
+# Lanes of a vector register. An array [Y, 1] takes the memory of [Y, 128].
 _LANES = 128
 # Tokens of a block, if its pages fit in memory.
 _TOKENS = 256
-# Bytes of the ring, of the 64 MiB of the smallest memory (v7x).
+# The maximum number of bytes of the ring. The smallest memory has 64 MiB (v7x).
 _RING_BYTES = 24 * 2**20
 
 _FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
@@ -47,10 +47,10 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
     soft_cap=options.soft_cap,
     dtype=_compute_dtype(call.q, k_pages),
   )
-  # Clipped, as the kernel copies pages without a check of their ids.
+  # Page ids are clipped here, because the kernel copies pages unchecked.
   table = jnp.clip(call.page_table + options.page_offset, 0, num_pages - 1)
   inputs = {
-    # Twice: a grid step also copies the first pages of the next step.
+    # Passed twice, because a grid step also copies the next step's first pages.
     "table": table[:, None],
     "next_table": table[:, None],
     "q": tiles.q,
@@ -131,11 +131,11 @@ def _token_scales(
 ) -> dict[str, jax.Array]:
   """Returns scales of tokens, as float32[B, J, K, A] for J blocks of a row.
 
-  They have 8 * K bytes for each token that the table can hold, which with long
-  tables for a small pool is more than the pool.
+  They have 8 * K bytes for each token that the page table can hold. If the
+  table is long and the pool is small, that is more than the pool.
   """
-  # Gathered outside of the kernel, whose copies cannot write into part of a row
-  # of 128 numbers.
+  # Gathered outside of the kernel, because its copies cannot write into part of
+  # a row of 128 numbers.
   result = {}
   for name in ("k_scale", "v_scale"):
     scale = getattr(options, name)
@@ -144,7 +144,7 @@ def _token_scales(
     padding = -table.shape[1] % static.pages
     ids = jnp.pad(table, ((0, 0), (0, padding)))
     batch, kv_heads = ids.shape[0], scale.shape[1]
-    # Gather long rows: XLA would first copy all short ones to a new layout.
+    # Gather long rows, as XLA would first copy a pool of short ones.
     tokens = scale.reshape(scale.shape[0], -1)[ids]
     tokens = tokens.reshape(batch, -1, kv_heads, static.page_size)
     tokens = tokens.swapaxes(1, 2)  # [B, K, M, S]
@@ -163,7 +163,7 @@ def _queries(call: AttentionCall) -> int:
 
 
 def _memory(size: int, call: AttentionCall) -> int:
-  """Returns the bytes that tiles of `size` queries take, at most."""
+  """Returns the maximum number of bytes that tiles of `size` queries take."""
   q, k_pages, v_pages = call.q, call.k_pages, call.v_pages
   kv_heads, page_size, dim = k_pages.shape[1:]
   value_dim = v_pages.shape[3]
@@ -171,8 +171,9 @@ def _memory(size: int, call: AttentionCall) -> int:
   tokens = pages * page_size
   ring = BUFFERS * pages * _page_bytes(k_pages, v_pages)
   values = kv_heads * tokens * value_dim * 4
-  # Inputs and outputs of a grid step are double-buffered. For each row: query,
-  # output; log-sum-exp, factor and slope; top and total; logits and weights.
+  # The bytes of a row: query and output; log-sum-exp, factor and slope; top and
+  # total; logits and weights. Inputs and outputs of a grid step count twice,
+  # because they are double-buffered.
   row = 2 * (dim * q.dtype.itemsize + value_dim * 4)
   row += (2 * 3 + 2) * _LANES * 4 + 2 * tokens * 4
   tree = 0
@@ -194,15 +195,15 @@ def _page_bytes(k_pages: jax.Array, v_pages: jax.Array) -> int:
 
 def _pages_per_block(k_pages: jax.Array, v_pages: jax.Array) -> int:
   """Returns the pages of a block: `_TOKENS` tokens, if they fit in memory."""
-  # A block takes memory in each stage of the ring, and its values in float32.
+  # A block takes memory in each stage of the ring, and for its float32 values.
   values = 4 * v_pages.size // v_pages.shape[0]
   fit = _RING_BYTES // (BUFFERS * _page_bytes(k_pages, v_pages) + values)
   return max(1, min(_TOKENS // k_pages.shape[2], fit))
 
 
 def _compute_dtype(q: jax.Array, k_pages: jax.Array) -> jnp.dtype:
-  """Returns the format of products: bfloat16, or float32 if any input is."""
+  """Returns the format of products: float32 if q or pages have it."""
   if jnp.dtype(jnp.float32) in (q.dtype, k_pages.dtype):
     return jnp.dtype(jnp.float32)
-  # bfloat16 holds every 8-bit number exactly.
+  # For 8-bit pages too: bfloat16 holds every 8-bit number exactly.
   return jnp.dtype(jnp.bfloat16)

@@ -1,14 +1,14 @@
 """The TPU kernel of paged attention, in Pallas' Mosaic dialect.
 
 One grid step serves one tile of queries: it loops over the blocks of pages that
-the tile sees. Copies bring pages into a ring of buffers, one copy per page for
-all heads. The last blocks of a step fetch the first blocks of the next step, so
-the ring drains only at the end of the grid. The online softmax is that of
-FlashAttention (Dao et al. 2022, algorithm 1) in float32.
+the tile sees. Pages are copied into a ring of buffers, with one copy per page
+for all heads. While a step works on its last blocks, it fetches the first
+blocks of the next step, so the ring is empty only at the end of the grid. The
+online softmax is that of FlashAttention (Dao et al. 2022, algorithm 1).
 
-The kernel uses only features that the TPU interpreter runs (no `ref.reshape` or
-`ref.bitcast`), so that a CPU can check numbers and races. See `attention` for
-the letters.
+The kernel uses only features that the TPU interpreter supports (no
+`ref.reshape` or `ref.bitcast`), so a CPU can check numbers and races. The
+docstring of the package `attention` defines the letters.
 """
 
 import dataclasses
@@ -26,13 +26,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxkv_kernels._src.attention import query_tiles
 from jaxkv_kernels._src.attention.online_softmax import LOWEST
 
-# F, stages of the ring. With two, a copy of one block overlaps the use of the
-# other. A third hides the latency of short blocks.
+# F, stages of the ring. With two stages, one block is copied while another is
+# used. A third hides the latency of short blocks.
 BUFFERS = 3
-# Bytes that the compiler may use, of the 64 MiB of the smallest memory (v7x).
+# Bytes that the compiler can use. The smallest memory has 64 MiB (v7x).
 MEMORY_BYTES = 48 * 2**20
 
-# For block indices. In 64-bit mode a Python 0 would be int64, which TPUs lack.
+# The 0 of block indices. In 64-bit mode a Python 0 would be int64, which TPUs
+# lack.
 _ZERO = np.int32(0)
 
 _POOLS = ("k_pages", "v_pages")
@@ -44,8 +45,8 @@ class TpuStatic:
   """Sizes and choices of one kernel.
 
   Attributes:
-    tiles: tiles of one sequence.
-    pages: pages of a block.
+    tiles: the number of tiles of one sequence.
+    pages: the number of pages of a block.
     page_size: S.
     soft_cap: as in `CallOptions`.
     dtype: the format that the matrix unit multiplies.
@@ -74,14 +75,14 @@ def call(
 
   Args:
     static: sizes.
-    firsts: int32[Z], first token that a tile sees.
+    firsts: int32[Z], the first token that each tile sees.
     ends: int32[Z], one past the last token, 0 if the tile sees none.
-    inputs: those of `_in_specs`; scales of tokens, slopes and a tree are
+    inputs: arrays by name, see `_in_specs`; scales, slopes and trees are
       optional.
     interpret: as in `CallOptions`.
 
   Returns:
-    (float32[Z, K, Y, Dv], float32[Z, K, Y, 1] natural log-sum-exp).
+    (float32[Z, K, Y, Dv], float32[Z, K, Y, 1] natural log-sum-exps).
   """
   num, kv_heads, rows, _ = inputs["q"].shape
   shape = num, kv_heads, rows, inputs["v_pages"].shape[-1]
@@ -113,7 +114,7 @@ def _in_specs(
 ) -> dict[str, Any]:
   """Returns the block of each input that a grid step sees."""
   num, columns = inputs["q"].shape[0], inputs["table"].shape[2]
-  # Left in HBM: the kernel copies the pages that it needs.
+  # These inputs stay in HBM; the kernel itself copies the pages that it needs.
   in_place = pl.BlockSpec(memory_space=pl.ANY)
 
   def table(step: int) -> pl.BlockSpec:
@@ -162,7 +163,7 @@ def _whole(shape: tuple[int, ...], memory: Any = pltpu.VMEM) -> pl.BlockSpec:
 
 
 def _scratch(static: TpuStatic, inputs: dict[str, jax.Array]) -> dict[str, Any]:
-  """Returns scratch memory; a ring has the name of its input."""
+  """Returns the scratch memory; the ring of an input has the input's name."""
   kv_heads, rows = inputs["q"].shape[1:3]
   block = BUFFERS, kv_heads, static.tokens
   scratch: dict[str, Any] = {
@@ -211,7 +212,7 @@ def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
   def _():
     scratch["ring"][0] = 0
 
-  # The stage of this step's first block, where the previous step ended.
+  # The stage of this step's first block, after those of the previous step.
   ring = scratch["ring"][0]
 
   def stage(block):
@@ -220,7 +221,8 @@ def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
   def fetch(blocks: _Step, block, slot) -> None:
     _copies(static, blocks, block, slot, inputs, scratch, lambda c: c.start())
 
-  # The previous step fetched the other blocks, one for each of its blocks.
+  # The ring holds `BUFFERS` blocks. After each of its last blocks, the previous
+  # step fetched one block of this step; this loop fetches the other ones.
   @pl.loop(0, jnp.clip(BUFFERS - previous_step.num, 0, step.num))
   def _(block):
     fetch(step, block, stage(block))
@@ -234,7 +236,7 @@ def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
     slot = stage(block)
     _copies(static, step, block, slot, inputs, scratch, lambda c: c.wait())
     _absorb(static, step.row, step.first + block, slot, inputs, out, scratch)
-    # The stage is free: fill it with a block of this step, or of the next one.
+    # The stage is free now, so fill it with a block of this or the next step.
     next_block = block + BUFFERS
 
     @pl.when(next_block < step.num)
@@ -281,7 +283,7 @@ def _copies(
   size = static.page_size
 
   # Pages that the tile does not see are not copied. Their part of the stage
-  # keeps old numbers, which the masks hide.
+  # keeps old numbers, which the masks exclude.
   @pl.loop(
     jnp.maximum(base, step.first_page),
     jnp.minimum(base + static.pages, step.end_page),
@@ -323,7 +325,7 @@ def _absorb(static: TpuStatic, row, block, slot, inputs, out, scratch) -> None:
     logits = logits + inputs["slopes"][...] * distance[None]
   logits = jnp.where(mask, logits, -jnp.inf)
   old_top = scratch["top"][...]
-  # Finite: a block in which a row sees no key changes no bit of that row.
+  # Finite, so that a block in which a row sees no key changes no bit of the row.
   top = jnp.maximum(old_top, jnp.max(logits, axis=2, keepdims=True))
   shrink = jnp.exp(old_top - top)
   weights = jnp.exp(logits - top)
@@ -348,7 +350,8 @@ def _in_tree(block, tree):
 
 def _hidden(mask):
   """Returns bool[1, A, 1], True for tokens that no row of `mask` sees."""
-  # A product with ones moves the A lanes to sublanes, as values need them.
+  # The A tokens are lanes here, but sublanes of the values. A product with ones
+  # moves them.
   ones = jnp.ones((mask.shape[0], 128), jnp.float32)
   mask = mask.astype(jnp.int32).astype(jnp.float32)
   rows = lax.dot_general(
@@ -363,7 +366,7 @@ def _hidden(mask):
 def _values(base, first, end, ref, is_hidden):
   """Returns a block's values, with zeros for those that no row sees."""
   values = ref[...]
-  # 0 * NaN is NaN: a weight of zero does not keep a value out. int8 has no NaN.
+  # 0 * NaN is NaN, so a weight of zero would not exclude it. int8 has no NaN.
   if values.dtype == jnp.int8:
     return values
   position = base + lax.broadcasted_iota(jnp.int32, values.shape, 1)
@@ -374,7 +377,7 @@ def _values(base, first, end, ref, is_hidden):
 
 
 def _dot(static: TpuStatic, left, right, contracted: int):
-  """Returns [K, Y, X] times [K, A, X], or [K, Y, A] times [K, A, X]."""
+  """Contracts the last axis of [K, Y, ...] with an axis of [K, A, X]."""
   is_float32 = static.dtype == jnp.float32
   return lax.dot_general(
     _convert(left, static.dtype),

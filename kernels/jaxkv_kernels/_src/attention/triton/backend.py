@@ -1,9 +1,9 @@
 """Paged attention in Pallas-Triton, for NVIDIA GPUs from sm_80.
 
-A program takes up to 64 of the query rows that share a K/V head, as one tile
-for the tensor cores, and a part of their keys. It reads each key and value
-once, token by token through the page table, so it supports any page size. With
-too few programs, or too much work for one of them, the keys of a row are split.
+A program takes up to 64 query rows that share a K/V head, as one tile for the
+tensor cores, and a part of their keys. It reads each key and value once, token
+by token through the page table, so it supports any page size. If there are too
+few programs, or one has too much work, the keys of a row are split into parts.
 Each part is normalised in float32; `_merge` weights it by its softmax's sum.
 """
 
@@ -25,24 +25,25 @@ from jaxkv_kernels._src.attention.triton.kernel import attention_kernel
 from jaxkv_kernels._src.attention.triton.kernel import power_of_two
 from jaxkv_kernels._src.formats import logical_dtype
 
-# Query rows of a program: a tensor core multiplies at least 16; the sums of 64
-# still fit in registers.
+# Query rows of a program: a tensor core multiplies at least 16, and the sums of
+# at most 64 fit in registers.
 _MIN_ROWS, _MAX_ROWS = 16, 64
-# Bytes of K, and of V, in a block: three stages of both leave room for two
-# programs in a core's 227 KB.
+# Bytes of K, and of V, in a block. Two programs with three stages of both then
+# fit in the 227 KB of a core.
 _BLOCK_BYTES = 16 * 1024
 _MAX_BLOCK = 128
 # Programs to aim at: two on each of an H100's or H200's 132 cores.
 _PROGRAMS = 264
 _MAX_SPLITS = 64
-# Tokens of a program. A longer row is split, so that all programs end together.
-# With fewer than the minimum, starting a program takes longer than its work.
+# Tokens of a program. A row with more is split, so that all programs end at
+# about the same time. With fewer, starting a program would take longer than its
+# work.
 _MAX_TOKENS, _MIN_TOKENS = 4096, 1024
-# Bytes that the parts may take if there are enough programs without a split. A
-# part is a float32 copy of the output.
+# The maximum number of bytes of all parts, if there are enough programs without
+# a split. A part is a float32 copy of the output.
 _PART_BYTES = 64 * 2**20
 _LARGEST_HEAD = 256
-# The maximum size of a latent vector's value, and of the elements behind it.
+# The maximum sizes of a latent vector's value and of the elements after it.
 _LARGEST_VALUE, _LARGEST_BEHIND = 512, 64
 
 
@@ -78,7 +79,7 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
       query_tiles.float32((*shape, sizes.value_dim), inputs),
       query_tiles.float32((2, *shape), inputs),
     ),
-    # Twice the sums get twice the threads, so that no register spills.
+    # Programs with more sums get twice the threads, so that no register spills.
     num_warps=4 if has_few_sums else 8,
     num_stages=3,
     interpret=options.interpret,
@@ -107,7 +108,7 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
 
 
 def _too_large(call: AttentionCall) -> str | None:
-  """Returns which vectors or pools are too large, if any."""
+  """Returns a reason that names vectors or pools that are too large, if any."""
   latent = call.options.value_dim
   if latent is not None:
     suffix = call.q.shape[-1] - latent
@@ -146,7 +147,8 @@ def _sizes(call: AttentionCall) -> Sizes:
   batch, columns, heads, dim = call.q.shape
   latent, value_dim = call.options.value_dim, call.value_dim
   capacity, pool_dtype = call.capacity, call.k_pages.dtype
-  # Vectors are padded to a power of two: 512 + 64 take less than 1,024.
+  # Sizes are padded to powers of two, so 576 elements would take 1,024. Latents
+  # are read in two parts, 512 and 64.
   cuts = (0, dim) if latent in (None, dim) else (0, latent, dim)
   parts = tuple((a, b - a) for a, b in itertools.pairwise(cuts))
   pages, kv_heads, page_size, _ = call.k_pages.shape
@@ -160,7 +162,7 @@ def _sizes(call: AttentionCall) -> Sizes:
   programs = batch * kv_heads * tiles
   has_idle_cores = programs < _PROGRAMS
   part_bytes = batch * columns * heads * value_dim * 4
-  # Splits for even work, beside those that fill the cores.
+  # Splits that make the work even, in case enough programs fill the cores.
   extra_splits = min(-(-capacity // _MAX_TOKENS), _PART_BYTES // part_bytes)
   splits = max(-(-_PROGRAMS // programs), extra_splits)
   splits = min(splits, _MAX_SPLITS, -(-capacity // block))
@@ -185,7 +187,7 @@ def _sizes(call: AttentionCall) -> Sizes:
 
 def _max_rows(dtype: np.dtype, latent: int | None) -> int:
   """Returns the maximum number of query rows of a program."""
-  # float32 is multiplied outside the tensor cores, which takes more registers.
+  # Products of float32 use no tensor cores, and so take more registers.
   if dtype.itemsize > 2:
     return _MIN_ROWS
   return _MAX_ROWS if latent is None else _MAX_ROWS // 2
@@ -196,9 +198,9 @@ def _block(
 ) -> int:
   """Returns the number of tokens of a step."""
   if latent:
-    # A latent vector takes the space of a key and of a value.
+    # A latent vector can take the space of a key and a value, as it is both.
     return max(2 * _BLOCK_BYTES // (size * dtype.itemsize), 16)
-  # 8-bit numbers are widened in registers; many rows leave few for that.
+  # 8-bit numbers are widened in registers, of which many rows leave few.
   has_few_rows = rows == _MIN_ROWS
   width = max(pool_dtype.itemsize, dtype.itemsize // (2 if has_few_rows else 1))
   limit = _MAX_BLOCK if has_few_rows else _MAX_BLOCK // 2
@@ -208,8 +210,8 @@ def _block(
 def _compute_dtype(query_dtype, pool_dtype) -> np.dtype:
   """Returns the format of the products with keys and values."""
   query_dtype, pool_dtype = np.dtype(query_dtype), np.dtype(pool_dtype)
-  # 8-bit numbers are exact in all wider formats. Two different wider formats
-  # have only float32 in common.
+  # All wider formats hold 8-bit numbers exactly. If queries and pages have two
+  # different wider formats, only float32 holds the numbers of both.
   if pool_dtype.itemsize == 1 or pool_dtype == query_dtype:
     return query_dtype
   return np.dtype(np.float32)
@@ -225,16 +227,17 @@ def _merge(
 
   Args:
     parts: float32[splits, B, T, H, Dv], normalised.
-    totals: float32[2, splits, B, T, H], top and total of each part.
+    totals: float32[2, splits, B, T, H], `top` and `total` of each part, see
+      `online_softmax.absorb`.
     sinks: float32[H], or None.
-    is_query: bool[B, T, 1], False for padding, which has no sink.
+    is_query: bool[B, T, 1], False for padding, whose log-sum-exp is -inf.
 
   Returns:
     (float32[B, T, H, Dv], float32[B, T, H]).
   """
   chex.assert_shape(totals, (2, *parts.shape[:-1]))
   tops, sums = totals
-  # `top` and `total` lose fewer digits than a log-sum-exp of each part.
+  # Merging by `top` and `total` loses fewer digits than by log-sum-exps.
   top = jnp.max(tops, axis=0)
   if sinks is not None:
     sinks = (sinks * online_softmax.LOG2_E)[None, None]

@@ -1,7 +1,7 @@
 """The one place that calls Pallas-Triton, which jax deprecated in 0.11.
 
-Until jax removes it, it serves pages and GPUs that Mosaic GPU does not, and a
-CPU interprets it quickly.
+Until jax removes Pallas-Triton, it serves pages and GPUs that Mosaic GPU does
+not, and a CPU interprets it quickly.
 """
 
 import warnings
@@ -12,8 +12,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-# The warning appears when a user's program lowers a kernel, and they cannot act
-# on it.
+# The warning appears when a program lowers a kernel; its user cannot act on it.
 warnings.filterwarnings(
   "ignore",
   message="The Pallas Triton backend is deprecated",
@@ -36,12 +35,12 @@ def call(
 
   Args:
     kernel: (inputs, *outputs) -> None, on references to arrays.
-    inputs: a tree of arrays, passed to the kernel unchanged.
-    name: for profiles.
-    grid: programs along each axis.
-    out_shape: types of the outputs.
+    inputs: a tree of whole arrays; the kernel gets references to them.
+    name: the kernel's name in profiles.
+    grid: the number of programs along each axis.
+    out_shape: shapes and dtypes of the outputs.
     num_warps: warps of 32 threads in a program.
-    num_stages: steps of a loop whose loads are in flight.
+    num_stages: the number of a loop's steps whose loads are in flight.
     interpret: true to run in Pallas's interpreter.
   """
   return pl.pallas_call(

@@ -1,7 +1,7 @@
 """The kernel of the backend `triton`: a tile of queries, a part of its keys.
 
-Pallas-Triton requires sizes that are powers of two, so masks exclude elements
-that do not exist. Pallas's interpreter runs the kernel unchanged.
+Pallas-Triton requires sizes that are powers of two, so arrays are padded and
+masks exclude the padding. Pallas's interpreter runs the kernel unchanged.
 """
 
 import dataclasses
@@ -29,17 +29,18 @@ class Sizes:
     columns: T, queries of a row.
     heads: H.
     kv_heads: K.
-    key_parts: (begin, size) of the parts of a query or key. One part of D; for
-      latent attention two, of which the first is the value.
+    key_parts: (begin, size) of each part of a query or key. There is one part,
+      of size D; a latent has two, and the first of them is the value.
     value_dim: Dv.
     pages: N.
     page_size: S.
     capacity: M * S, tokens of a row of the page table.
     rows: Y, query rows of a program, a power of two.
-    tiles: programs that share the T * H / K query rows of a K/V head.
+    tiles: programs among which the T * H / K query rows of a K/V head are
+      divided.
     block: A, tokens of a step, a power of two.
-    splits: programs that share a row's keys.
-    min_blocks: blocks of a program, unless fewer remain.
+    splits: programs among which the keys of a query row are divided.
+    min_blocks: the minimum number of blocks of a program, unless fewer remain.
     dtype: the format that the tensor cores multiply.
   """
 
@@ -88,9 +89,10 @@ def attention_kernel(
       float32[H], k_scale and v_scale float32[K] or float32[N, K, S], tree
       int8[B, T, X], tree_starts int32[B].
     out_ref: float32[splits, B, T, H, Dv].
-    totals_ref: float32[2, splits, B, T, H], top and total of `online_softmax`.
+    totals_ref: float32[2, splits, B, T, H], `top` and `total` of each row, see
+      `online_softmax.absorb`.
     sizes: static sizes.
-    soft_cap: or None.
+    soft_cap: as in `CallOptions`.
   """
   rows = _rows(refs, sizes)
   first_block, end_block = _blocks(rows, sizes)
@@ -113,7 +115,7 @@ def attention_kernel(
       jnp.zeros((sizes.rows, value_dim), jnp.float32),
     ),
   )
-  # A program without keys writes total 0, which the merge gives no weight.
+  # A program without keys writes total 0, so that the merge ignores its part.
   target = (pl.program_id(1), *rows.index)
   for index, sums in enumerate((top, total)):
     plt.store(totals_ref.at[(index, *target)], sums, mask=rows.exists)
@@ -123,18 +125,18 @@ def attention_kernel(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rows:
-  """The query rows of a program, each a query and a head of one K/V head.
+  """The Y query rows of a program. Each is one query head of one query.
 
   Attributes:
-    batch: row of the batch.
-    kv_head: K/V head.
-    column: column of the row's query.
-    head: query head of the row.
+    batch: the sequence of all rows.
+    kv_head: the K/V head of all rows.
+    column: the column of each row's query.
+    head: the query head of each row.
     exists: False for padding.
-    position: absolute position of the query.
-    first: first key that the row sees.
-    end: one past the last key, 0 for padding.
-    reach: first key that any row sees, and one past the last.
+    position: the position of each row's query in the sequence.
+    first: the first key that each row sees.
+    end: one past the last key that each row sees, 0 for padding.
+    reach: the first key that any row sees, and one past the last.
   """
 
   batch: jax.Array  # int32[]
@@ -155,7 +157,8 @@ class _Rows:
 
 def _rows(refs, sizes: Sizes) -> _Rows:
   """Returns the rows of this program."""
-  # Tiles of a row vary fastest, so that an L2 cache serves their common keys.
+  # The tile varies fastest: tiles of a sequence run together, and the L2 cache
+  # serves their common keys.
   program = pl.program_id(0)
   head_index = _divide(program, sizes.tiles)
   tile = program - head_index * sizes.tiles
@@ -172,7 +175,7 @@ def _rows(refs, sizes: Sizes) -> _Rows:
   def span(column):
     return query_tiles.span(start + column, sizes.capacity, window)
 
-  # Queries ascend in a tile: its first and last one bound the keys of all.
+  # Queries of a tile ascend, so its first and last query bound all its keys.
   lowest = _divide(tile * sizes.rows, sizes.per_kv_head)
   highest = _divide((tile + 1) * sizes.rows - 1, sizes.per_kv_head)
   highest = jnp.minimum(highest, count - 1)
@@ -221,14 +224,15 @@ def _step(refs, rows: _Rows, q, index, carry, sizes: Sizes, soft_cap):
   )
   if refs["tree"] is not None:
     mask &= _allowed(refs, rows, position)
-    # A node that no query sees may hold NaN.
+    # A node that no query sees can hold NaN, so its value is not read.
     is_read &= jnp.max(mask.astype(jnp.int32), axis=0) > 0
   logits = jnp.where(mask, logits, -jnp.inf)
   highest = jnp.maximum(top, jnp.max(logits, axis=1))
   shrink = jnp.exp2(top - highest)
   weights = jnp.exp2(logits - highest[:, None])
   total = total * shrink + jnp.sum(weights, axis=1)
-  # Unread values are zeros: a weight of zero does not keep NaN out.
+  # Unread values are zeros, because a weight of zero would not exclude NaN. A
+  # latent's value is its first part.
   values = keys[0]
   if refs["v"] is not None:
     values = load(_read(refs["v"], place, is_read, 0, sizes.value_dim))
@@ -250,8 +254,8 @@ def _logits(sizes: Sizes, q, keys):
 
 def _weighted(weights, values, sizes: Sizes, has_scales: bool):
   """Returns the weighted sums of a block's values: float32[Y, Dv]."""
-  # A weight times a scale may be outside the range of float16: divide weights
-  # by the largest of their row, and multiply sums by it.
+  # A weight times a scale can be outside the range of float16. So weights are
+  # divided by the largest of their row, and sums are multiplied by it.
   largest = None
   if has_scales and sizes.dtype == np.dtype(np.float16):
     largest = jnp.max(jnp.abs(weights), axis=1)
@@ -270,13 +274,13 @@ def _locate(refs, rows: _Rows, position, is_read, sizes: Sizes):
   """Returns page, head and offset of each token of a block."""
   column = _divide(position, sizes.page_size)
   page = plt.load(refs["table"].at[rows.batch, column], mask=is_read, other=0)
-  # A used entry may be out of range by mistake: it must not leave the pool.
+  # Even if a used entry is out of range, the read must stay inside the pool.
   page = jnp.clip(page + refs["page_offset"][0], 0, sizes.pages - 1)
   return page, rows.kv_head, position - column * sizes.page_size
 
 
 def _read(ref, index, mask, begin: int, dim: int):
-  """Reads vectors, padded with zeros to a power of two; zeros if masked."""
+  """Reads vectors, with zeros for padding and where `mask` is False."""
   index, mask = _with_columns(index, mask, begin, dim)
   return plt.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
 
@@ -297,7 +301,7 @@ def _with_columns(index, mask, begin: int, dim: int):
 
 
 def _scale(ref, index, mask):
-  """Returns the scale of each token of a block, 0 if masked."""
+  """Returns the scale of each token of a block, 0 where `mask` is False."""
   if ref.ndim == 1:
     return jnp.where(mask, ref[index[1]], 0.0)
   return plt.load(ref.at[index], mask=mask, other=0.0)
@@ -323,7 +327,7 @@ def _allowed(refs, rows: _Rows, position):
   shows = plt.load(
     refs["tree"].at[rows.batch, rows.column[:, None], node],
     mask=mask,
-    # Keys outside of the tree are left to the other masks.
+    # Other masks decide about keys outside of the tree.
     other=jnp.int8(1),
   )
   return shows != 0

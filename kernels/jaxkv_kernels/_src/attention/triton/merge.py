@@ -1,7 +1,7 @@
 """Merges the results of units of work, as one small Pallas-Triton kernel.
 
-XLA would need a loop for a number of pieces that only the run time knows, with
-at least one kernel for each step. Here a program merges one row of queries, and
+Only the run time knows the number of pieces, so XLA would need a loop, with at
+least one kernel for each step. Here each program merges one query row, and
 reads only the pieces that exist.
 """
 
@@ -35,16 +35,17 @@ def merge_pieces(
 ) -> tuple[jax.Array, jax.Array]:
   """Merges the results of pieces into results of tiles.
 
-  A tile's pieces are merged in their order, by the sums of their softmaxes. A
-  NaN in a piece stays in its tile.
+  A tile's pieces are merged in their order, weighted by the sums of their
+  softmaxes. A NaN in a piece does not affect other tiles.
 
   Args:
-    out: float32[O, K, >=Y, Dv]; unwritten results may be anything.
+    out: float32[O, K, >=Y, Dv], results of pieces; unwritten ones can be
+      anything.
     totals: float32[O, K, 2, >=Y], `top` and `total` of `online_softmax`.
-    begins: int32[Z + 1], the first piece of each tile.
-    max_pieces: the maximum number of pieces of a tile; tile z then has the
-      first of the O = Z * max_pieces results from `z * max_pieces` on. None:
-      it has the results `begins[z] <= o < begins[z + 1]`.
+    begins: int32[Z + 1]; tile z has `begins[z + 1] - begins[z]` pieces.
+    max_pieces: the maximum number of pieces of a tile. The results of tile z
+      then begin at index `z * max_pieces`, and O is Z * max_pieces. None: they
+      begin at index `begins[z]`.
     rows: Y.
     interpret: true to run in Pallas's interpreter.
 
@@ -54,8 +55,8 @@ def merge_pieces(
   """
   chex.assert_shape(totals, (*out.shape[:2], 2, None))
   tiles, (kv_heads, _, dim) = begins.size - 1, out.shape[1:]
-  # One piece for each tile needs no kernel. Results of absent pieces are not
-  # written, and may be NaN.
+  # With at most one piece for each tile no kernel is needed. The result of an
+  # absent piece is unwritten memory, which may hold NaN.
   if max_pieces == 1:
     has_piece = (begins[1:] > begins[:-1])[:, None, None]
     top, total = totals[:, :, 0, :rows], totals[:, :, 1, :rows]
@@ -106,7 +107,7 @@ def _kernel(refs, out_ref, lse_ref, *, max_pieces: int | None) -> None:
     higher = jnp.maximum(top, jnp.max(tops))
     shrink = jnp.exp2(top - higher)
     weights = shares * jnp.exp2(tops - higher)
-    # Absent pieces have weight 0, but 0 * NaN is NaN: they are not read.
+    # Absent pieces have weight 0, but 0 * NaN is NaN, so they are not read.
     pieces = plt.load(
       pieces_ref.at[piece[:, None], head, row, column[None]],
       mask=(weights != 0)[:, None] & inside[None],

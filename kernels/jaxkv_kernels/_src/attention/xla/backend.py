@@ -4,13 +4,13 @@ All sequences advance in lockstep over blocks of a fixed number of tokens, with
 the online softmax of FlashAttention (Dao et al. 2022, algorithm 1) in float32.
 It runs on any device that XLA supports.
 
-Unused memory may hold NaN (see `api`). A mask on the logits, after the product
-of queries and keys, keeps it out. Values that no query of the sequence sees are
-replaced before the product with weights.
+Unused memory can hold NaN (see `api`). The logits of unused keys are masked
+after the product with queries. Values that no query of the sequence sees become
+zeros before the product with weights.
 
 By default all T columns are computed together. With `query_tile`, fixed-size
-tiles make results independent of T. All tiles read a block before the loop
-gathers the next one; arrays have a leading axis for the tiles.
+tiles make results independent of T. Arrays then have a leading axis of tiles,
+and all tiles read a block before the loop gathers the next one.
 """
 
 import functools
@@ -28,9 +28,9 @@ from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.formats import load
 
-# Tokens per block. Fixed, so that results do not depend on the page size as
-# long as it divides this. 64 is within 5 % of the best on every shape timed: a
-# block of keys stays in a core's cache, a gather of the whole table does not.
+# Tokens per block. It is fixed, so that all page sizes that divide it give the
+# same results. 64 is within 5 % of the best for every shape timed: a block of
+# keys stays in a core's cache, a gather of the whole table does not.
 BLOCK_TOKENS = 64
 
 TAKES_QUERY_TILES = True
@@ -43,7 +43,7 @@ class _Carry(NamedTuple):
   """Online softmax of the Y query rows of each K/V head.
 
   Attributes:
-    top: largest logit so far.
+    top: the largest logit of each row so far.
     total: sum of exp(logit - top).
     weighted: sum of exp(logit - top) * value.
   """
@@ -54,12 +54,12 @@ class _Carry(NamedTuple):
 
 
 class _Block(NamedTuple):
-  """A tokens of every sequence.
+  """One block of A tokens of every sequence.
 
   Attributes:
-    positions: of the tokens, the same in all sequences.
-    keys: without their scales.
-    values: without their scales; zeros for tokens that no query sees.
+    positions: positions of the tokens, which are the same in all sequences.
+    keys: keys, not yet multiplied by `k_scale`.
+    values: values, not yet multiplied; zeros for tokens that no query sees.
     k_scale: factors of the keys, or None.
     v_scale: factors of the values, or None.
   """
@@ -75,9 +75,9 @@ class _Columns(NamedTuple):
   """T queries of each sequence.
 
   Attributes:
-    scaled: the Y = T * H / K rows of each K/V head, times the scale.
-    positions: of the queries.
-    mask: True for tokens of a block that a query sees.
+    scaled: queries times the scale: for each K/V head Y = T * H / K rows.
+    positions: positions of the queries.
+    mask: True for the tokens of the current block that a query sees.
   """
 
   scaled: jax.Array  # float32[B, K, Y, D]
@@ -95,7 +95,7 @@ class _Attended(NamedTuple):
 def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   """Computes attention of a rectangle; see `choose.Backend`.
 
-  With a `query_tile`, T must be a multiple of it, and at least two tiles.
+  With a `query_tile`, T must be a multiple of it, with at least two tiles.
   """
   options, page_table = call.options, call.page_table
   batch, columns, heads, dim = call.q.shape
@@ -137,7 +137,7 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   carry = _init_carry(queries.shape[:-1], value_dim, inputs)
   carry = lax.fori_loop(first_block, end_block, step, carry)
   is_query = split(call.is_query)
-  # The result of tiles that are not computed, as no row has queries there.
+  # Tiles in which no row has a query are not computed, and keep these values.
   init = _Attended(
     out=jnp.zeros_like(carry.total, shape=(*is_query.shape, heads, value_dim)),
     lse=jnp.zeros_like(carry.total, shape=(*is_query.shape, heads)) - jnp.inf,
@@ -179,10 +179,11 @@ def _apply_by_tile(
   """Applies `function(rows, out)` to the first tiles, one at a time.
 
   Args:
-    end: int32[], the number of tiles; not a constant, as XLA might unroll the
-      loop. There must be at least two, or XLA would hoist parts of the body.
+    end: int32[], the number of tiles to compute. It must not be a constant, as
+      XLA might unroll the loop.
     function: takes the rows and the output of a tile; returns its new output.
-    rows: leaves [J, ...].
+    rows: leaves [J, ...], J the number of all tiles. It must be at least 2, or
+      XLA would hoist parts of the loop's body.
     out: leaves [J, ...].
   """
 
@@ -214,8 +215,8 @@ def _arrays(options: CallOptions) -> tuple[jax.Array | None, ...]:
 
 def _init_carry(shape: tuple[int, ...], value_dim: int, inputs) -> _Carry:
   """Returns the carry before the first block, for rows [..., B, K, Y]."""
-  # Under `shard_map` a loop's carry must vary from the start over all mesh axes
-  # that it varies over later. A zero computed from all inputs does.
+  # Under `shard_map` a loop's initial carry must vary over all mesh axes over
+  # which it varies later. A zero that is computed from all inputs does.
   zero = sum(
     jnp.zeros_like(array, jnp.float32, shape=())
     for array in jax.tree.leaves(inputs)
@@ -242,7 +243,8 @@ def _gather(
   """Gathers pages `ids` int32[B, X], in range; `is_used` is bool[B, A]."""
   options, page_size = call.options, call.k_pages.shape[2]
   keys = _read(call.k_pages, ids)
-  # A slice of the gathered latents: a second gather would read them again.
+  # Values are a slice of the gathered latents; a second gather would read them
+  # again.
   if options.value_dim is not None:
     values = keys[..., : options.value_dim]
   else:
@@ -254,7 +256,7 @@ def _gather(
   return _Block(
     positions=positions,
     keys=keys,
-    # 0 * NaN is NaN: a weight of zero does not keep a value out.
+    # 0 * NaN is NaN, so a weight of zero would not exclude a value.
     values=jnp.where(is_used[..., None], values, jnp.float32(0)),
     k_scale=_read_scale(options.k_scale, ids, page_size),
     v_scale=v_scale,
@@ -263,7 +265,7 @@ def _gather(
 
 def _read(pages: jax.Array, ids: jax.Array) -> jax.Array:
   """Gathers pages `ids` int32[B, X], in range: float32[B, K, X * S, D]."""
-  # [B, K, X, S, D]: the gather itself puts heads before pages, without a copy.
+  # The gather itself puts heads before pages, [B, K, X, S, D], without a copy.
   tiles = lax.gather(
     pages,
     ids[..., None],
@@ -274,7 +276,8 @@ def _read(pages: jax.Array, ids: jax.Array) -> jax.Array:
     mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
   )
   batch, kv_heads, num, size, dim = tiles.shape
-  # Converted after the gather: XLA for a CPU would convert the whole pool.
+  # Converted after the gather: before it, XLA for a CPU would convert the whole
+  # pool.
   tiles = tiles.reshape(batch, kv_heads, num * size, dim)
   return load(tiles).astype(jnp.float32)
 
@@ -315,8 +318,8 @@ def _absorb(
     logits = logits + slopes * distance.astype(jnp.float32)[:, None, :, None]
   logits = jnp.where(mask[:, None, :, None], logits, -jnp.inf)
   logits = logits.reshape(batch, kv_heads, rows, -1)
-  # `top` is finite: a block in which a row sees no key changes no bit of that
-  # row, so a row's result does not depend on the lengths of other rows.
+  # `top` is finite, so a block in which a row sees no key changes no bit of the
+  # row, and a row's result does not depend on the lengths of other rows.
   top = jnp.maximum(carry.top, jnp.max(logits, axis=-1))
   shrink = jnp.exp(carry.top - top)
   weights = jnp.exp(logits - top[..., None])
@@ -353,7 +356,7 @@ def _mask(
 def _finish(
   sinks: jax.Array | None, sums: tuple[_Carry, jax.Array], out: _Attended
 ) -> _Attended:
-  """Divides sums by weights, with the sinks; -inf for padding."""
+  """Adds sinks, and divides the sums of values by those of weights."""
   carry, is_query = sums
   columns = is_query.shape[1]
   batch, kv_heads, rows, value_dim = carry.weighted.shape
