@@ -37,11 +37,10 @@ layers should call `refresh_shared` once before the loop, as
 `jaxkv.models.forward` does. Otherwise `attend` checks in every layer which rows
 still share pages: compiled for an H200 with `triton`, a layer then starts 25
 kernels instead of 17. If sharing would save too little, `attend` reads all
-pages of each row. Take 4 prompts of 1,024 tokens, 8 samples of each prompt and
-128 more tokens in each sample. Sharing then makes two CPU cores 2.2 times as
-fast, with 8 K/V heads of 64 elements and 4 query heads for each. With 2 K/V
-heads and 7 query heads for each, arithmetic costs more than reads, so the
-factor is 1.7 to 1.9.
+pages of each row. For 4 prompts of 1,024 tokens, with 8 samples of each and 128
+more tokens in each sample, sharing makes two CPU cores 2.2 times as fast (8 K/V
+heads of 64 elements, 4 query heads for each). With 2 K/V heads and 7 query
+heads for each, arithmetic costs more than reads: 1.7 to 1.9 times.
 
 Mixed steps. A `PackedView` has the tokens of many sequences in one row: one
 token of each decoding sequence, then chunks of prompts. `write` and `attend`

@@ -144,8 +144,7 @@ def _read(
     attention = kernels.mla_attention_padded
   call = call | {"query_tile": _tile(rows, q)}
   options, offset = call["options"], call["page_offset"]
-  # `loop` traces all leaves of `weights`, so Python numbers, which must stay
-  # static, are taken out here and put back in `attend_rows`.
+  # Python numbers must stay static, so they must not be leaves of `weights`.
   numbers = options.numbers()
   options = dataclasses.replace(options, **dict.fromkeys(numbers))
 

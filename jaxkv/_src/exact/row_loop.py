@@ -53,9 +53,8 @@ def with_gradient(
   """Computes `function(*arguments)`, with the gradient of another function.
 
   Args:
-    function: computes the result; it must not close over arrays.
-    surrogate: gives the gradient: equal to `function` up to rounding, and
-      differentiable; it must not close over arrays.
+    function: computes the result. Neither function must close over arrays.
+    surrogate: differentiated instead; equal to `function` up to rounding.
     *arguments: pytrees of arrays.
   """
   del surrogate
@@ -198,6 +197,5 @@ def _opaque(number: int, tree: Any) -> Array:
       break
   else:
     raise TypeError("`tree` must have an array of numbers.")
-  # The condition is always true, as the sign bit is masked, but XLA does not
-  # prove that.
+  # Always true, because the sign bit is masked, but XLA does not prove that.
   return jnp.where(bits & jnp.int32(2**31 - 1) >= 0, number, 0)

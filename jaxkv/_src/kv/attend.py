@@ -64,19 +64,17 @@ def attend(
     view: the rows and their new tokens; for a `PackedView`, B is 1. Backends
       that take plans use `view.plan`.
     layer: int32[], 0..L-1.
-    q: [B, T, H, D], queries of H heads in T columns of B rows. H is a multiple
-      of K, the number of K/V heads.
+    q: [B, T, H, D], H heads in T columns; H is a multiple of K, the K/V heads.
     options: all options but `k_scale` and `v_scale`, because `kv` has its own
       scales. Latents require `scale`, and take neither `sinks` nor
       `alibi_slopes`. `tree_mask` is bool[B, T, X], for trees of drafted tokens:
       column t of row b sees column j <= t only if `tree_mask[b, t, j]`.
     causal: False to attend to the tokens of an encoder; not supported with
       `window`, `alibi_slopes`, `tree_mask` or latents.
-    exact: True to compute each query with bits that do not depend on the other
-      queries of the call. Decode steps, chunks and whole sequences then give
-      equal results, at a higher cost. The page size must divide 64; with `xla`
-      all such sizes give equal results. `view.shared` and `view.plan` are not
-      used. Not supported with `causal=False` or `tree_mask`.
+    exact: True for bits that do not depend on the other queries of the call, so
+      that decode steps, chunks and whole sequences agree, at a higher cost. The
+      page size must divide 64; with `xla` all such sizes agree. `view.shared`
+      and `view.plan` are not used; not supported: `causal=False`, `tree_mask`.
     backend: one of `jaxkv.kernels.BACKENDS`.
     head_sharding: the sharding of the heads of the pages, over one mesh axis,
       such as `NamedSharding(mesh, P("model"))`. Each device then calls the
@@ -312,12 +310,10 @@ def _attend_single(
   lengths = decode_lengths(rows)
   if kv.v is None:
     out, lse = kernels.mla_decode(q, kv.k, rows.page_table, lengths, **call)
-  # With a window, rows of different lengths see different parts of a prefix, so
-  # each row is read separately.
+  # Not in a window: rows of different lengths see different parts of a prefix.
   elif rows.shared is not None and call["options"].window is None:
     shared = rows.shared
-    # Rows may have changed since `share`, so check them, unless
-    # `refresh_shared` has done so.
+    # Rows may have changed since `share`; those of a FreshView are checked.
     if not isinstance(view, FreshView):
       shared = shared.refreshed(
         rows.page_table, lengths, page_size=kv.page_size

@@ -64,8 +64,7 @@ def attend_rectangle(
   # A piece without queries gets length 0, so that it reads nothing.
   has_query = first < rows.counts[:, None]
   lengths = jnp.where(has_query, rows.starts[:, None], 0).reshape(-1)
-  # The axis of K/V heads must come before that of columns, because query head h
-  # reads K/V head h // (H // K).
+  # K/V heads go before columns: query head h reads K/V head h // (H // K).
   queries = q.reshape(batch * pieces, size, groups, heads // groups, dim)
   queries = queries.swapaxes(1, 2).reshape(batch * pieces, size * heads, dim)
   options: kernels.AttentionOptions = call["options"]

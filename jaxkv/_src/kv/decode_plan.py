@@ -21,10 +21,9 @@ def plan_decode(
   """Cuts a decode step's work into equal pieces, once for all layers.
 
   Call it once a decode step, before the layers. Without a plan a backend cuts
-  each row separately, in every layer, and long rows get longer pieces. With a
-  plan, the results of `attend` differ in rounding only, but the rounding of a
-  row depends on the other rows. `attend` ignores the plan if the call has
-  several columns or reads `shared` pages.
+  each row separately, in every layer, and long rows get longer pieces. A plan
+  changes only the rounding of a row, which then depends on the other rows.
+  `attend` ignores the plan in calls with several columns or `shared` pages.
 
   Args:
     kv: the pages; only their shape is used.
@@ -34,8 +33,7 @@ def plan_decode(
     backend: the `backend` that you pass to `attend`.
 
   Returns:
-    The view with `plan`, which is None for latents, and if the backend takes no
-    plans.
+    The view with `plan`: None for latents, or if the backend takes no plans.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.

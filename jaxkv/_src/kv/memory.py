@@ -40,11 +40,9 @@ class KVPages:
     k: keys, in the storage dtype.
     v: values, in the storage dtype; None for latents.
     num_layers: L.
-    dtype: the number format of keys and values, such as "bfloat16". On a CPU
-      the storage dtype differs: uint16 for the bits of bfloat16, uint8 for
-      those of float8_e4m3fn.
-    k_scale: for 8-bit formats only: a factor of the keys for each token and
-      head.
+    dtype: the number format of keys and values, such as "bfloat16". A CPU
+      stores bfloat16 as its bits in uint16, and float8_e4m3fn in uint8.
+    k_scale: for 8-bit formats only: a factor of keys for each token and head.
     v_scale: the same for values.
     value_dim: Dv, the number of leading elements of a latent that are its
       value; None for separate keys and values.
@@ -206,8 +204,7 @@ def gather(
   Args:
     kv: the pages.
     layer: int32[], 0..L-1.
-    page_table: int32[B, M], the page ids of B sequences; an id out of range
-      reads as a page of zeros.
+    page_table: int32[B, M]; an id out of range reads as a page of zeros.
 
   Returns:
     (keys, values), each [B, M * S, K, D] in the format `kv.dtype`, or for 8-bit
@@ -329,8 +326,7 @@ class Layered(Protocol):
 def check_layer(kv: Layered, layer: jax.Array | int) -> None:
   """Raises unless `layer` is an integer; a Python integer must be in range.
 
-  The value of an array is not checked. If it is out of range, writes are
-  dropped and reads are meaningless.
+  With an array out of range, writes are dropped and reads are meaningless.
   """
   arguments.check_integer("layer", layer)
   if not isinstance(layer, jax.Array) and not 0 <= layer < kv.num_layers:

@@ -70,8 +70,7 @@ def copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
 @functools.partial(jax.jit, inline=True)
 def _copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
   pools = tuple(_copy_in_pool(pool, src, dst) for pool in pools_of(kv))
-  # The type of a loop's carry must not change: a pool stays a pool, a tuple a
-  # tuple.
+  # The memory can be a loop's carry, so a pool must stay a pool.
   memory: object = pools if isinstance(kv, tuple) else pools[0]
   return memory  # pyright: ignore[reportReturnType]
 

@@ -45,8 +45,7 @@ def share(
     backend: the `backend` that you pass to `attend`.
 
   Returns:
-    The view with `shared`, which is None for latents, and if tables of this
-    size can never save enough.
+    The view with `shared`: None for latents, or if sharing can never pay.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -69,8 +68,7 @@ def share(
     >>> view.shared.tokens  # three pages, read once for both
     Array([768], dtype=int32)
   """
-  # The view is checked without its old clusters: they may be for another page
-  # table, and are replaced below.
+  # Checked without the old clusters, which may be for another page table.
   check_view(dataclasses.replace(view, shared=None))
   # `cascade_decode` has no form for latents.
   if kv.v is None:

@@ -70,15 +70,13 @@ class PackedView:
   b of `decode`. Columns from B on are the new tokens of `prefill`, one row
   after another: `prefill.counts[p]` for row p, then padding. So the cost of a
   step grows with its number of tokens, not with the length of its longest row.
-  Tokens of `decode` use the decode kernel, which costs less than a chunk of one
-  token.
+  Tokens of `decode` use the decode kernel, which is cheaper than chunks of one.
 
   A sequence can have tokens in both parts, in any order, because `write` stores
   all of them before `attend` reads.
 
   Attributes:
-    decode: B rows with at most one new token each. It can have `shared` and
-      `plan`.
+    decode: B rows with at most one new token each; can have a `plan`, `shared`.
     prefill: P rows; None if C is 0.
   """
 

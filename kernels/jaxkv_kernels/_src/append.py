@@ -102,8 +102,7 @@ def append_quantized(
   """Writes new tokens into 8-bit pools, and their scales into pools of scales.
 
   Each token and head gets a scale that maps its largest element to the largest
-  number of the format, so nothing saturates. If an element is NaN or infinite,
-  the scale is NaN.
+  number of the format, so nothing saturates. A NaN or infinity gives scale NaN.
 
   Args:
     k_pages: [N, K, S, D], 8-bit.
@@ -234,8 +233,7 @@ def _put(pages, new, targets, offsets) -> jax.Array:
 
 def _put_all_heads(pages, new, targets, offsets) -> jax.Array:
   """Scatters all heads of a token with one index."""
-  # Without an index for the head axis, a pool that is sharded by heads needs no
-  # collective.
+  # The head axis has no index, so a pool sharded by heads needs no collective.
   return pages.at[targets, :, offsets].set(new, mode="drop")
 
 

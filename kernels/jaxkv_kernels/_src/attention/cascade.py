@@ -84,8 +84,7 @@ def cascade_decode(
     pairs = zip(suffix, prefix, strict=True)
     return merge_states(*(jnp.stack(pair) for pair in pairs))
 
-  # A CPU skips the pass over prefixes if nothing is shared. On other platforms
-  # a branch costs more than an empty pass and a merge.
+  # On other platforms a branch costs more than an empty pass and a merge.
   if choose.platform(q, k_pages) == "cpu":
     out, lse = lax.cond(
       jnp.any(shared.tokens > 0), merge_prefix, lambda suffix: suffix, suffix
@@ -155,8 +154,7 @@ def _prefix_states(
 
   def to_heads(rows):
     """Returns [clusters, size, H, ...] as [clusters, size * H, ...]."""
-    # The axis of K/V heads must come before that of rows, because query head h
-    # reads K/V head h // (H // K).
+    # K/V heads go before rows: query head h reads K/V head h // (H // K).
     shape = rows.shape[3:]
     rows = rows.reshape(clusters, size, kv_heads, -1, *shape).swapaxes(1, 2)
     return rows.reshape(clusters, size * heads, *shape)
@@ -185,8 +183,7 @@ def _prefix_states(
   out, lse = to_rows(out, 0), to_rows(lse, -jnp.inf)
   if row_slopes is not None:
     # The pass computed ALiBi for queries at the end of the prefix. The rest of
-    # the distance adds one number to all logits of a row, which changes only
-    # the log-sum-exp.
+    # the distance adds one number to all logits of a row: only `lse` changes.
     distance = shared.own_tokens.astype(jnp.float32)[:, None]
     lse = lse - row_slopes[None] * distance
   return out, lse

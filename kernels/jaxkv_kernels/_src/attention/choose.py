@@ -32,8 +32,7 @@ from jaxkv_kernels._src.attention.options import AttentionCall
 _logger = logging.getLogger(__name__)
 
 # Platforms of each backend; None for all. A named backend implies the first of
-# its platforms. These are names of modules, which `_load` imports on first use,
-# because Pallas imports slowly.
+# them. `_load` imports a backend on first use, because Pallas imports slowly.
 _PLATFORMS: dict[str, tuple[str, ...] | None] = {
   "mosaic_gpu": ("cuda",),
   "mosaic_tpu": ("tpu",),
@@ -131,8 +130,7 @@ def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
       first backend of the platform that takes plans; others ignore plans.
 
   Returns:
-    The number of pieces that the backend works on at once, for each K/V head;
-    None if it takes no plans.
+    The pieces processed at once for each K/V head; None if it takes no plans.
 
   Raises:
     TypeError: `k_pages` has a dtype that is not supported.

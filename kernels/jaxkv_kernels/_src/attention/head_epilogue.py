@@ -1,7 +1,6 @@
 """Applies options that act on a whole head, outside of a kernel.
 
-The kernel itself then needs only one factor for each head, and computes a plain
-softmax.
+The kernel itself then needs one factor for each head and a plain softmax.
 """
 
 import chex
@@ -15,8 +14,7 @@ def factors(options: CallOptions, heads: int, kv_heads: int) -> jax.Array:
   """Returns the factor of each query head's logits, before the soft cap.
 
   Args:
-    options: options of the call. Their `scale` is part of the factor, and also
-      `k_scale` if it has one number for each head.
+    options: options of the call; a `k_scale` for each head is in the factor.
     heads: H.
     kv_heads: K.
 

@@ -9,9 +9,8 @@ from jaxkv_kernels._src import check
 def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Merges attention over X disjoint parts of the keys.
 
-  Parts can be merged in any order, and in several calls. A part without keys
-  has a log-sum-exp of -inf; its output can be anything. At most one part can
-  include the sinks, which must count once.
+  Parts can be merged in any order, and in several calls. A part without keys (a
+  log-sum-exp of -inf) can have any output. Only one part can include the sinks.
 
   Args:
     out: [X, ..., H, Dv], a float dtype.

@@ -1,8 +1,7 @@
 """The online softmax of one block of keys, in base 2, for kernels.
 
 Implements FlashAttention (Dao et al. 2022, algorithm 1) on arrays in registers,
-in plain `jax.numpy`, so that tests need no kernel. A block has Y rows of
-queries and A keys.
+in plain `jax.numpy`, so that tests need no kernel. Y query rows see A keys.
 """
 
 import math

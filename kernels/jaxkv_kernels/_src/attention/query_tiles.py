@@ -55,9 +55,8 @@ def span(
 
   Args:
     position: int32[...], -1 for a query without keys; may exceed the capacity.
-    capacity: M * S, tokens that a row of the page table holds. There are no
-      keys past it, but a window still ends at the query's position.
-    window: as in `CallOptions`.
+    capacity: M * S, tokens of a row of the page table; no key is past it.
+    window: as in `CallOptions`; it ends at the position, even past the table.
   """
   end = jnp.clip(position + 1, 0, capacity)
   if window is None:

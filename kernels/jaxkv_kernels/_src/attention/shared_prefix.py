@@ -1,7 +1,6 @@
 """Finds the rows that begin with the same pages.
 
-It runs once a step, on page tables and lengths alone; `cascade` uses the
-result.
+This runs once a step, on page tables and lengths; `cascade` uses the result.
 """
 
 import functools

@@ -31,16 +31,13 @@ from jaxkv_kernels._src.attention.triton.merge import merge_pieces
 
 # sm_90, Hopper: only these GPUs have the instruction `wgmma`.
 _ARCHITECTURE = 90
-# Multiprocessors of an H100 or H200 SXM, one for each block of threads. Other
-# GPUs are loaded less evenly.
+# Multiprocessors of an H100 or H200 SXM. Other GPUs get less even work.
 _BLOCKS = 132
 # The same in an interpreter: enough that several streams share the units.
 _INTERPRETED_BLOCKS = 2
-# Units for each stream if contexts fill their tables. With fewer, work would be
-# uneven.
+# Units for each stream if contexts fill their tables. Fewer would be uneven.
 _UNITS_PER_STREAM = 4
-# The minimum number of tokens of a piece, in all and for each query row. The
-# output of a shorter piece costs more time than the piece saves.
+# Minimum tokens of a piece, in all and for each row, to be worth its output.
 _MIN_TOKENS = 128
 _MIN_TOKENS_PER_ROW = 16
 # Bytes of shared memory of a block of threads, less those of barriers and sums.
@@ -136,8 +133,7 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
     f"`k_pages` must have a head size of 64 or 128 for 8 bits, got {dims[0]}": (
       pool not in _FLOATS and dims[0] not in (64, 128)
     ),
-    # Eight copies of scales for a block, beside those of pages, take too many
-    # registers.
+    # Eight copies of scales beside eight of pages take too many registers.
     f"`k_pages` must have pages of 16, 32 or a multiple of {TOKENS} tokens"
     f" with scales of tokens, got {size}": (
       size == 8 and bool(_token_scales(options))
@@ -325,8 +321,7 @@ def _token_scales(options: CallOptions) -> dict[str, jax.Array]:
     for name, scale in scales.items()
     if scale is not None and scale.ndim == 3
   }
-  # Before jax 0.11 a copy of a short row also reads the row after it, so there
-  # must be one.
+  # Before jax 0.11 a copy of a short row also reads the next, which must exist.
   return {
     name: jnp.pad(scale, ((0, max(0, 2 - len(scale))), (0, 0)))
     for name, scale in rows.items()

@@ -168,8 +168,7 @@ def _kernel(static: GpuStatic, refs: Refs) -> None:
 def _each_unit(static: GpuStatic, refs: Refs, stream, work) -> jax.Array:
   """Calls `work(stream, head, unit, used)` for each unit of a stream.
 
-  `used` is the number of blocks in the stream's earlier units. Returns the
-  number of blocks in all its units.
+  `used` is the number of blocks in earlier units. Returns the blocks of all.
   """
   # Both warpgroups of a stream count the same blocks, so they agree on stages.
   first = lax.axis_index("block") * static.streams + stream
@@ -207,7 +206,7 @@ def _copy(static: GpuStatic, refs: Refs, stream, head, unit, used) -> None:
 
   def body(block, _):
     base = (first_block(unit) + block) * TOKENS
-    # Page ids are read before the wait, to hide the latency. Past the unit's end
+    # Page ids are read before the wait, to hide the latency. Past a unit's end
     # the last page is copied again: a barrier counts a fixed number of copies.
     ids = [
       refs.table[unit.sequence, jnp.minimum(quotient(base, size) + i, last)]
@@ -354,8 +353,7 @@ def _clear_unused(
 ) -> None:
   """Writes zeros over the values of a block that no row of the unit sees."""
   # 0 * NaN is NaN, so a weight of zero would not exclude a value. Integers have
-  # no NaN. Only the first and last blocks of a unit, and blocks of a tree, have
-  # values that no row sees.
+  # no NaN. Only outer blocks of a unit, and those of a tree, have such values.
   if jnp.issubdtype(refs.v.pages.dtype, jnp.integer):
     return
   has_unused = (base < unit.first) | (base + TOKENS > unit.end)

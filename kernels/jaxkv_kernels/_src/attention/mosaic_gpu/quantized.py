@@ -88,8 +88,7 @@ def scaled_weights(
     dtype: the format of the product with values, bfloat16 or float16.
 
   Returns:
-    (float32[Y, A] weights; float32[Y], a divisor of each row by which to
-    multiply the product, or None).
+    (weights float32[Y, A]; float32[Y], by which to multiply sums; or None).
   """
   if factors is None:
     return weights, None

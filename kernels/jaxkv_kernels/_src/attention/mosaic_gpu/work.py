@@ -158,10 +158,7 @@ def num_blocks(unit: Unit) -> jax.Array:
 def stage_of(
   ring: Any, stream: jax.Array, used: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the stage of a stream's block number `used`, and its barrier.
-
-  The stage is an index in the stream's ring, the barrier one in all rings.
-  """
+  """Returns the stage of block `used`: its index in the ring, in all rings."""
   stages = ring.shape[1]
   stage = remainder(used, stages)
   return stage, stream * stages + stage

@@ -171,9 +171,8 @@ def _memory(size: int, call: AttentionCall) -> int:
   tokens = pages * page_size
   ring = BUFFERS * pages * _page_bytes(k_pages, v_pages)
   values = kv_heads * tokens * value_dim * 4
-  # The bytes of a row: query and output; log-sum-exp, factor and slope; top and
-  # total; logits and weights. Inputs and outputs of a grid step count twice,
-  # because they are double-buffered.
+  # For each row: query, output; log-sum-exp, factor and slope; top and total;
+  # logits and weights. Double-buffered inputs and outputs count twice.
   row = 2 * (dim * q.dtype.itemsize + value_dim * 4)
   row += (2 * 3 + 2) * _LANES * 4 + 2 * tokens * 4
   tree = 0

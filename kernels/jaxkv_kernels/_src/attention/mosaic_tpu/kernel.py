@@ -32,8 +32,7 @@ BUFFERS = 3
 # Bytes that the compiler can use. The smallest memory has 64 MiB (v7x).
 MEMORY_BYTES = 48 * 2**20
 
-# The 0 of block indices. In 64-bit mode a Python 0 would be int64, which TPUs
-# lack.
+# For block indices: in 64-bit mode a Python 0 is an int64, which TPUs lack.
 _ZERO = np.int32(0)
 
 _POOLS = ("k_pages", "v_pages")
@@ -325,7 +324,7 @@ def _absorb(static: TpuStatic, row, block, slot, inputs, out, scratch) -> None:
     logits = logits + inputs["slopes"][...] * distance[None]
   logits = jnp.where(mask, logits, -jnp.inf)
   old_top = scratch["top"][...]
-  # Finite, so that a block in which a row sees no key changes no bit of the row.
+  # Finite: a block in which a row sees no key must not change a bit of the row.
   top = jnp.maximum(old_top, jnp.max(logits, axis=2, keepdims=True))
   shrink = jnp.exp(old_top - top)
   weights = jnp.exp(logits - top)
@@ -350,8 +349,7 @@ def _in_tree(block, tree):
 
 def _hidden(mask):
   """Returns bool[1, A, 1], True for tokens that no row of `mask` sees."""
-  # The A tokens are lanes here, but sublanes of the values. A product with ones
-  # moves them.
+  # A product with ones moves the A tokens from lanes to sublanes, as in values.
   ones = jnp.ones((mask.shape[0], 128), jnp.float32)
   mask = mask.astype(jnp.int32).astype(jnp.float32)
   rows = lax.dot_general(

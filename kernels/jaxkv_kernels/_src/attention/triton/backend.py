@@ -35,9 +35,8 @@ _MAX_BLOCK = 128
 # Programs to aim at: two on each of an H100's or H200's 132 cores.
 _PROGRAMS = 264
 _MAX_SPLITS = 64
-# Tokens of a program. A row with more is split, so that all programs end at
-# about the same time. With fewer, starting a program would take longer than its
-# work.
+# Tokens of a program. A longer row is split, so that all programs end together.
+# With fewer than the minimum, starting a program takes longer than its work.
 _MAX_TOKENS, _MIN_TOKENS = 4096, 1024
 # The maximum number of bytes of all parts, if there are enough programs without
 # a split. A part is a float32 copy of the output.
@@ -147,8 +146,7 @@ def _sizes(call: AttentionCall) -> Sizes:
   batch, columns, heads, dim = call.q.shape
   latent, value_dim = call.options.value_dim, call.value_dim
   capacity, pool_dtype = call.capacity, call.k_pages.dtype
-  # Sizes are padded to powers of two, so 576 elements would take 1,024. Latents
-  # are read in two parts, 512 and 64.
+  # In one part, 512 + 64 elements would be padded to a power of two: 1,024.
   cuts = (0, dim) if latent in (None, dim) else (0, latent, dim)
   parts = tuple((a, b - a) for a, b in itertools.pairwise(cuts))
   pages, kv_heads, page_size, _ = call.k_pages.shape
@@ -227,8 +225,7 @@ def _merge(
 
   Args:
     parts: float32[splits, B, T, H, Dv], normalised.
-    totals: float32[2, splits, B, T, H], `top` and `total` of each part, see
-      `online_softmax.absorb`.
+    totals: float32[2, splits, B, T, H], `top` and `total` of `online_softmax`.
     sinks: float32[H], or None.
     is_query: bool[B, T, 1], False for padding, whose log-sum-exp is -inf.
 

@@ -36,10 +36,9 @@ class Sizes:
     page_size: S.
     capacity: M * S, tokens of a row of the page table.
     rows: Y, query rows of a program, a power of two.
-    tiles: programs among which the T * H / K query rows of a K/V head are
-      divided.
+    tiles: programs that divide the T * H / K query rows of a K/V head.
     block: A, tokens of a step, a power of two.
-    splits: programs among which the keys of a query row are divided.
+    splits: programs that divide the keys of a query row.
     min_blocks: the minimum number of blocks of a program, unless fewer remain.
     dtype: the format that the tensor cores multiply.
   """
@@ -89,8 +88,7 @@ def attention_kernel(
       float32[H], k_scale and v_scale float32[K] or float32[N, K, S], tree
       int8[B, T, X], tree_starts int32[B].
     out_ref: float32[splits, B, T, H, Dv].
-    totals_ref: float32[2, splits, B, T, H], `top` and `total` of each row, see
-      `online_softmax.absorb`.
+    totals_ref: float32[2, splits, B, T, H], top and total of `online_softmax`.
     sizes: static sizes.
     soft_cap: as in `CallOptions`.
   """
@@ -157,8 +155,7 @@ class _Rows:
 
 def _rows(refs, sizes: Sizes) -> _Rows:
   """Returns the rows of this program."""
-  # The tile varies fastest: tiles of a sequence run together, and the L2 cache
-  # serves their common keys.
+  # Tiles of a row vary fastest, so that an L2 cache serves their common keys.
   program = pl.program_id(0)
   head_index = _divide(program, sizes.tiles)
   tile = program - head_index * sizes.tiles
@@ -231,8 +228,7 @@ def _step(refs, rows: _Rows, q, index, carry, sizes: Sizes, soft_cap):
   shrink = jnp.exp2(top - highest)
   weights = jnp.exp2(logits - highest[:, None])
   total = total * shrink + jnp.sum(weights, axis=1)
-  # Unread values are zeros, because a weight of zero would not exclude NaN. A
-  # latent's value is its first part.
+  # Unread values are zeros, because 0 * NaN is NaN.
   values = keys[0]
   if refs["v"] is not None:
     values = load(_read(refs["v"], place, is_read, 0, sizes.value_dim))

@@ -39,8 +39,7 @@ def merge_pieces(
   softmaxes. A NaN in a piece does not affect other tiles.
 
   Args:
-    out: float32[O, K, >=Y, Dv], results of pieces; unwritten ones can be
-      anything.
+    out: float32[O, K, >=Y, Dv], results; unwritten ones can be anything.
     totals: float32[O, K, 2, >=Y], `top` and `total` of `online_softmax`.
     begins: int32[Z + 1]; tile z has `begins[z + 1] - begins[z]` pieces.
     max_pieces: the maximum number of pieces of a tile. The results of tile z

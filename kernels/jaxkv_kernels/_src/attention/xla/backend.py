@@ -182,8 +182,7 @@ def _apply_by_tile(
     end: int32[], the number of tiles to compute. It must not be a constant, as
       XLA might unroll the loop.
     function: takes the rows and the output of a tile; returns its new output.
-    rows: leaves [J, ...], J the number of all tiles. It must be at least 2, or
-      XLA would hoist parts of the loop's body.
+    rows: leaves [J, ...]. With J = 1, XLA would hoist parts of the loop's body.
     out: leaves [J, ...].
   """
 
@@ -243,8 +242,7 @@ def _gather(
   """Gathers pages `ids` int32[B, X], in range; `is_used` is bool[B, A]."""
   options, page_size = call.options, call.k_pages.shape[2]
   keys = _read(call.k_pages, ids)
-  # Values are a slice of the gathered latents; a second gather would read them
-  # again.
+  # A slice of the gathered latents, as a second gather would read them again.
   if options.value_dim is not None:
     values = keys[..., : options.value_dim]
   else:
@@ -276,8 +274,7 @@ def _read(pages: jax.Array, ids: jax.Array) -> jax.Array:
     mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
   )
   batch, kv_heads, num, size, dim = tiles.shape
-  # Converted after the gather: before it, XLA for a CPU would convert the whole
-  # pool.
+  # Converted after the gather, or XLA for a CPU would convert the whole pool.
   tiles = tiles.reshape(batch, kv_heads, num * size, dim)
   return load(tiles).astype(jnp.float32)
 
