@@ -53,7 +53,7 @@ def with_gradient(
   """Computes `function(*arguments)`, with the gradient of another function.
 
   Args:
-    function: computes the result. Neither function must close over arrays.
+    function: computes the result. Both functions must not close over arrays.
     surrogate: differentiated instead; equal to `function` up to rounding.
     *arguments: pytrees of arrays.
   """

@@ -73,8 +73,8 @@ def attend(
       `window`, `alibi_slopes`, `tree_mask` or latents.
     exact: True for bits that do not depend on the other queries of the call, so
       that decode steps, chunks and whole sequences agree, at a higher cost. The
-      page size must divide 64; with `xla` all such sizes agree. `view.shared`
-      and `view.plan` are not used; not supported: `causal=False`, `tree_mask`.
+      page size must divide 64; with `xla` all such sizes agree. Does not use
+      `view.shared` and `view.plan`; refuses `causal=False` and `tree_mask`.
     backend: one of `jaxkv.kernels.BACKENDS`.
     head_sharding: the sharding of the heads of the pages, over one mesh axis,
       such as `NamedSharding(mesh, P("model"))`. Each device then calls the

@@ -76,7 +76,7 @@ class PackedView:
   all of them before `attend` reads.
 
   Attributes:
-    decode: B rows with at most one new token each; can have a `plan`, `shared`.
+    decode: B rows of at most one new token each; can have `shared` and `plan`.
     prefill: P rows; None if C is 0.
   """
 

@@ -22,7 +22,7 @@ from jaxkv_kernels._src.attention.mosaic_gpu.work import GpuStatic
 from jaxkv_kernels._src.attention.mosaic_gpu.work import Side
 
 # The lower bound of a row's divisor, so that a row of zeros is not divided by
-# zero. It is far below any fraction of the largest value that float16 can hold.
+# zero. In float16 no fraction of a row's largest value is nearly as small.
 _MIN_DIVISOR = 2.0**-60
 
 
