@@ -16,8 +16,8 @@ from jaxkv._src.kv.recurrent_pages import copy_states
 
 Pool = KVPages | StatePages | ExpertIdPages
 Pools = Pool | tuple[Pool, ...]
-"""The memory of a cache: one pool, or several with the same page ids. Each
-layer group uses the pool of its kind."""
+"""The memory of a cache: one pool, or several in which page ids are the same.
+Each layer group uses the pool of its kind."""
 
 Memory = TypeVar("Memory", bound=Pools)
 

@@ -60,8 +60,8 @@ def paged_decode(
 
   Returns:
     [B, H, Dv] in q's dtype, and float32[B, H], log-sum-exps (natural log, with
-    the sinks). A sequence of length 0 gives zeros, and the sinks as log-sum-exps
-    or -inf without sinks.
+    the sinks). A sequence of length 0 gives zeros; its log-sum-exps are the
+    sinks, or -inf without sinks.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.

@@ -117,7 +117,7 @@ def _in_specs(
   in_place = pl.BlockSpec(memory_space=pl.ANY)
 
   def table(step: int) -> pl.BlockSpec:
-    """Returns the row of the page table for the grid step `step` ahead."""
+    """Returns the spec of the page ids for a grid step, `step` steps ahead."""
     return pl.BlockSpec(
       (1, 1, columns),
       lambda z, *_: (
