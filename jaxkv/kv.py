@@ -18,7 +18,7 @@ part of the cache state that one call on the pages needs.
 | `init_states` | makes empty states of recurrent layers, one for each page |
 | `read_state`, `write_state` | read and write states of recurrent layers |
 | `init_expert_ids` | makes empty pages of expert ids |
-| `write_expert_ids`, `read_expert_ids` | write and read the expert ids of tokens |
+| `write_expert_ids`, `read_expert_ids` | write and read expert ids |
 | `check` | checks that the memory has the pages of a cache |
 
 All functions are pure and donate nothing. Writes are in place if you donate the
@@ -83,7 +83,7 @@ reads the state before its new tokens and writes the state after them:
 Sequences that reuse a full page start from its state. So a call should end at
 the end of a page; `write_state` explains how to write past it.
 
-Expert ids. `init_expert_ids` makes `ExpertIdPages`, which hold a few small integers
+Expert ids. `init_expert_ids` makes `ExpertIdPages`, which hold small integers
 for each token, such as the experts that it used. A sequence that reuses a
 cached page also reuses its expert ids. `jaxkv.models.init_kv(experts=True)`
 makes such pages for a model.
