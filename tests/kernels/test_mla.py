@@ -115,6 +115,22 @@ class TestDecode:
     )
     np.testing.assert_array_equal(together[1], alone[1])
 
+  @pytest.mark.parametrize("runner", backends())
+  def test_a_node_that_no_query_sees_can_hold_nan(self, runner):
+    rng = np.random.default_rng(4)
+    pages = jnp.asarray(rng.standard_normal((4, 1, 8, 32)), jnp.float32)
+    q = jnp.asarray(rng.standard_normal((1, 3, 4, 32)), jnp.float32)
+    # The keys of the three queries are at positions 2 .. 4 of page 2.
+    row = (jnp.asarray([[2, 1]]), jnp.asarray([2]), jnp.asarray([3]))
+    mask = jnp.asarray([[[1, 0, 0], [0, 0, 0], [1, 0, 1]]], bool)
+    options = {"value_dim": 16, "scale": 0.1, "tree_mask": mask}
+    outputs = [
+      runner("mla_attention_padded", q, pool, *row, **options)
+      for pool in (pages, pages.at[2, 0, 3].set(jnp.nan))
+    ]
+    for finite, poisoned in zip(*outputs, strict=True):
+      np.testing.assert_array_equal(poisoned, finite)
+
   def test_latents_written_in_8_bits(self):
     """With scales, as in the example of `append_pages`."""
     rng = np.random.default_rng(3)

@@ -232,6 +232,9 @@ def _step(refs, rows: _Rows, q, index, carry, sizes: Sizes, soft_cap):
   values = keys[0]
   if refs["v"] is not None:
     values = load(_read(refs["v"], place, is_read, 0, sizes.value_dim))
+  elif refs["tree"] is not None:
+    # The keys of latents were loaded before the mask was known.
+    values = jnp.where(is_read[:, None], values, 0)
   if refs["v_scale"] is not None:
     weights *= _scale(refs["v_scale"], place, is_read)[None]
   update = _weighted(weights, values, sizes, refs["v_scale"] is not None)
