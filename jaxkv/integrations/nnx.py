@@ -1,8 +1,9 @@
-"""Runs decoders of `flax.nnx` on the paged memory without changing their code.
+"""Runs `flax.nnx` decoders with a jaxkv cache, without changing their code.
 
-`paged_module` replaces the attention of a decoder by a function: it computes
-queries, keys and values, calls `memory.attend`, and projects the output. The
-decoder then runs in `jaxkv.rollout.generate`. For the Qwen3 of tunix:
+`paged_module` replaces the attention of a decoder by a function that you write.
+The function computes queries, keys and values, calls `memory.attend`, and
+projects the output; `memory` is the layer's access to the cache. The decoder
+then runs in `jaxkv.rollout.generate`. For the Qwen3 of tunix:
 
   def attention(layer, memory, x, positions, *_, **__):
     rotated = functools.partial(apply_rope, head_dim=layer.head_dim)
@@ -34,12 +35,12 @@ decoder then runs in `jaxkv.rollout.generate`. For the Qwen3 of tunix:
 | feature of the decoder             | support                                 |
 |------------------------------------|-----------------------------------------|
 | grouped-query attention            | yes, with one K and D for all layers    |
-| sliding windows, hybrids           | `windows`; a group for each kind        |
+| sliding windows, hybrids           | `windows`; a group for each window      |
 | soft caps, sinks, a query scale    | arguments of `attend`                   |
-| a large vocabulary                 | `memory.pick` before the output layer   |
+| logits of the needed rows alone    | `memory.pick` before the output layer   |
 | LoRA as variables of the module    | yes; they are in `params`               |
-| different parameters for each row  | `memory.rows.user`, see `rollout.init`  |
-| `nnx.remat` around the attention   | replace the rematerialized method too   |
+| data of each row, as an adapter id | `memory.rows.user`, see `rollout.init`  |
+| `nnx.remat` around the attention   | list the wrapped method in `methods` too|
 | `nnx.scan` over layers             | no: layers must be traced one by one    |
 | different K or D per layer, MLA    | no                                      |
 | encoders, images, bidirectional    | no                                      |

@@ -1,13 +1,14 @@
 """`python -m jaxkv grpo`: trains a model by GRPO in one compiled program.
 
-A small model with random weights learns to repeat its prompt. A round draws
-answers, rewards them and updates the weights, in one jitted program that owns
-weights and cache. With `--numerics exact`, the first update computes the same
+A small model with random weights learns to repeat its prompt. One jitted
+program draws answers, rewards them and updates the weights; weights and cache
+are donated to it. With `--numerics exact`, the first update computes the same
 log-probs, bit for bit, as the rollout; with `fast` they differ by rounding.
 
-A right token has reward 1, so the reward of an answer is its share of right
-tokens, about 1 / `VOCABULARY` before training. The notebook
-`08_grpo_in_one_program` explains the same program.
+An answer token is correct if it equals the prompt token at its position. The
+reward of an answer is its fraction of correct tokens, about 1 / `VOCABULARY`
+before training. The notebook `08_grpo_in_one_program` explains the same
+program.
 """
 
 import argparse
@@ -41,7 +42,7 @@ INNER_STEPS = 4
 
 _OPTIMIZER = optax.adam(2e-3)
 _FINAL_ROUNDS = 10
-"""The final reward is the mean over at most this number of last rounds."""
+"""The final reward is the mean over the last rounds, at most this many."""
 
 
 class Carry(NamedTuple):
@@ -184,7 +185,7 @@ def grpo_round(
     num_samples=SAMPLES,
     max_new_tokens=TOKENS,
     prefill_chunk=32,
-    # All sequences enter in the first step, so the loop has no idle slots.
+    # These limits let every sequence get a slot in the first step.
     admissions=PROMPTS * SAMPLES,
     window=PROMPTS * SAMPLES,
     max_overtaken=PROMPTS * SAMPLES,
@@ -199,7 +200,8 @@ def grpo_round(
     prompt_columns=TOKENS,
     completion_columns=TOKENS,
   )
-  # A token's advantage compares the samples' tokens at the same position.
+  # Rewards are normalized by position: over the tokens that the samples of a
+  # prompt have there.
   is_right = jnp.swapaxes(drawn.completions == drawn.prompts[:, None], 1, 2)
   advantages = rl.group_normalized(is_right.ravel(), num_samples=SAMPLES)
   advantages = jnp.swapaxes(advantages.reshape(is_right.shape), 1, 2)
@@ -243,7 +245,7 @@ def grpo_round(
 
 
 def _summary(figures: RoundFigures) -> dict[str, Any]:
-  """Returns figures of all rounds, and sums over them."""
+  """Returns the reward of each round, and totals over all rounds."""
   counters = figures.counters
   return {
     "rewards": figures.reward.astype(float).tolist(),
@@ -251,8 +253,8 @@ def _summary(figures: RoundFigures) -> dict[str, Any]:
     "reward_after": float(np.mean(figures.reward[-_FINAL_ROUNDS:])),
     "largest_mismatch": float(np.max(figures.mismatch)),
     "prefilled_tokens": int(np.sum(counters.prefilled)),
-    # The last token of a prompt gives the logits of the first answer token. It
-    # counts as a generated row, not as prefill.
+    # The last token of a prompt gives the logits of the first answer token, so
+    # the counters have it in `generated` and not in `prefilled`.
     "prompt_tokens": len(figures.reward) * PROMPTS * (TOKENS - 1),
     "generated_tokens": int(np.sum(counters.generated)),
     "computed_rows": int(np.sum(counters.rows)),

@@ -4,7 +4,7 @@ import dataclasses
 
 
 class Grammar:
-  """A set of byte strings: one of the classes below.
+  """A set of byte strings. The subclasses below are its forms.
 
   Examples:
     >>> from jaxkv.rollout import json_schema, regex
@@ -22,7 +22,7 @@ class Grammar:
 
 @dataclasses.dataclass(frozen=True)
 class ByteSet(Grammar):
-  """A single byte of a set.
+  """The strings of one byte that is in a set.
 
   Attributes:
     mask: bit b is set if byte b is in the set.

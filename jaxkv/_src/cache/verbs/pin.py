@@ -29,8 +29,8 @@ class Pinned(Outcome):
   Attributes:
     code: a `Status` for each sequence.  # int32[R]
     num_cached_tokens: tokens of the pinned prefix.  # int32[R]
-    pages: the pinned page of each column, or NO_PAGE. Pass it to `unpin`.
-      # int32[R, G, P]
+    pages: the pinned pages of each sequence and group, in order, and NO_PAGE
+      after them. Pass this array to `unpin`.  # int32[R, G, P]
   """
 
   num_cached_tokens: Array
@@ -86,13 +86,14 @@ def pin(
 ) -> tuple[CacheState, Pinned]:
   """Pins the cached prefixes of sequences, so that they cannot be evicted.
 
-  Combines `match` and `touch`. To keep a system prompt, pin it after the first
-  sequence that contains it was committed.
+  Combines `match` and `touch`. To keep a system prompt cached, commit a
+  sequence that begins with it, then pin it.
 
   Args:
     state: the cache.
     tokens: int32[R, T], padded at the end.
-    lengths: int32[R], 1 .. T; at most `length - 1` tokens are pinned.
+    lengths: int32[R], 1 .. T; as in `match`, at most `length - 1` tokens are
+      pinned. To pin a prompt of whole pages, append any token.
     salts: uint32[R, 4], see `salt`; None for no salt.
     mask: bool[R], the rows to process; None for all.
 
@@ -134,8 +135,9 @@ def unpin(
 ) -> tuple[CacheState, Outcome]:
   """Removes one pin from each given page.
 
-  The last page along the last axis is released first, as in `free`, so a prefix
-  stays longer than its tail. The other axes are processed in order.
+  The last page along the last axis is released first, as in `free`, so the
+  start of a prefix is evicted after its end. The other axes are processed in
+  order.
 
   Args:
     state: the cache.
@@ -164,8 +166,9 @@ def unpin(
   code = _first_code(state, flat_pages, (earlier >= pins, Status.NOT_PINNED))
   served = code == Status.OK
   # If a call removes several pins of a page, only the last removal can free it.
-  # The earlier ones only decrement the counts here. The last ones go through
-  # `shrink`, which queues freed pages in the order of release.
+  # `pin_count` is decremented here for all removals, and `ref_count` for all
+  # but the last. `shrink` does the rest: it queues freed pages in release
+  # order.
   is_last = served & ((later == 0) | (earlier == pins - 1))
   pool = dataclasses.replace(
     state.pool,
@@ -204,7 +207,7 @@ def evict(
 
   Returns:
     The cache, and per page OK, SKIPPED (masked out, or NO_PAGE), BAD_PAGE or
-    NOT_CACHED (also for a repeated page).
+    NOT_CACHED (not cached, or already named earlier in this call).
 
   Examples:
     >>> import jaxkv
@@ -222,8 +225,9 @@ def evict(
   is_repeated = indexing.num_earlier(flat_pages) > 0
   is_missing = ~page_pool.is_cached(state.pool, flat_pages) | is_repeated
   code = _first_code(state, flat_pages, (is_missing, Status.NOT_CACHED))
-  # `num_free` depends on all reads of the index by earlier verbs. With this
-  # dependency XLA updates the index in place: otherwise it would copy it.
+  # Earlier verbs of a step read the index before they return `num_free`. A
+  # write that depends on `num_free` follows these reads, so XLA updates the
+  # index in place. Without the dependency XLA would copy the index.
   place = loops.read_before(state.pool.queue.num_free, flat_pages)
   pool, _ = page_pool.unpublish(state.pool, place, code == Status.OK)
   return _result(state, pool, code, pages)
@@ -248,7 +252,7 @@ def _first_code(
 
 
 def _repeats(flat_pages: Array, columns: int) -> tuple[Array, Array]:
-  """Counts releases of the same page before and after each: int32[X] both."""
+  """Counts earlier and later releases of each page: int32[X], int32[X]."""
   # Rows of `columns` pages are released in order, each from its end.
 
   def reverse_rows(values: Array) -> Array:

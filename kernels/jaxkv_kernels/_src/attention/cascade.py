@@ -1,11 +1,12 @@
 """Decodes rows that begin with the same pages, and reads those pages once.
 
-Samples of one prompt share its pages. One pass computes attention over the
-shared pages for all rows of a cluster: it treats their queries as heads of one
-sequence, and reads each key and value once. Another pass computes attention
-over the remaining pages of each row. Log-sum-exps merge the two (cascade
-inference; Ye et al. 2024, and Juravsky et al. 2024, section 3). `shared_prefix`
-finds the clusters.
+Samples of one prompt share its pages. A cluster is a set of rows that begin
+with the same pages; `shared_prefix` finds the clusters. One pass computes
+attention over the shared pages for all rows of a cluster. It treats their
+queries as heads of one sequence, and reads each key and value once. Another
+pass computes attention over the remaining pages of each row. Log-sum-exps merge
+the two (cascade inference; Ye et al. 2024, and Juravsky et al. 2024, section
+3).
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ def cascade_decode(
   backend: str = "auto",
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes `paged_decode`, but reads pages that rows share once.
+  """Computes the same as `paged_decode`, but reads each shared page only once.
 
   Results differ from those of `paged_decode` in rounding only. If the backend
   does not serve the query heads of a whole cluster at once, clusters are halved
@@ -84,7 +85,7 @@ def cascade_decode(
     pairs = zip(suffix, prefix, strict=True)
     return merge_states(*(jnp.stack(pair) for pair in pairs))
 
-  # On other platforms a branch costs more than an empty pass and a merge.
+  # Only on a CPU is a branch cheaper than an empty pass and a merge.
   if choose.platform(q, k_pages) == "cpu":
     out, lse = lax.cond(
       jnp.any(shared.tokens > 0), merge_prefix, lambda suffix: suffix, suffix
@@ -126,7 +127,7 @@ def _parts(
     return module.unsupported(platform, prefix_call) is None
 
   rows = size
-  # The loop ends at one row: it has the H heads of q, which the backend serves.
+  # At one row the loop ends: `choose_backend` has accepted the H heads of q.
   while rows > 1 and not is_served(rows):
     rows = -(-rows // 2)
   parts = -(-size // rows)
@@ -154,7 +155,8 @@ def _prefix_states(
 
   def to_heads(rows):
     """Returns [clusters, size, H, ...] as [clusters, size * H, ...]."""
-    # K/V heads go before rows: query head h reads K/V head h // (H // K).
+    # The merged axis is ordered by K/V head, then by row, because backends let
+    # its head h read K/V head h // (size * H // K).
     shape = rows.shape[3:]
     rows = rows.reshape(clusters, size, kv_heads, -1, *shape).swapaxes(1, 2)
     return rows.reshape(clusters, size * heads, *shape)
@@ -182,8 +184,9 @@ def _prefix_states(
   out, lse = calls.decode_with(module, prefixes)
   out, lse = to_rows(out, 0), to_rows(lse, -jnp.inf)
   if row_slopes is not None:
-    # The pass computed ALiBi for queries at the end of the prefix. The rest of
-    # the distance adds one number to all logits of a row: only `lse` changes.
+    # The pass computed ALiBi for queries at the end of the prefix. Each query
+    # is `own_tokens` further on, which adds the same number to all its logits
+    # over the prefix, so only `lse` changes.
     distance = shared.own_tokens.astype(jnp.float32)[:, None]
     lse = lse - row_slopes[None] * distance
   return out, lse
