@@ -12,7 +12,7 @@ from jaxkv import __main__ as command_line
 
 
 def _run(redirection=""):
-  """Runs the command in a new process: the choice of a backend is logged once."""
+  """Runs the command in a new process, because a choice is logged once."""
   command = f"{sys.executable} -m jaxkv doctor {redirection}"
   return subprocess.run(
     ["bash", "-o", "pipefail", "-c", command],
