@@ -68,7 +68,7 @@ def _cache(config: models.Decoder, rows: int, tokens: int) -> tuple[Any, Any]:
 
 def _view(table: jax.Array, starts: jax.Array, count: int) -> jaxkv.kv.View:
   return jaxkv.kv.View(
-    page_table=table, starts=starts, counts=jnp.full_like(starts, count)
+    page_table=table, starts=starts, num_tokens=jnp.full_like(starts, count)
   )
 
 

@@ -48,10 +48,10 @@ def random_tokens(rng, shape) -> Array:
 
 def fill_slots(state, tokens, lengths):
   """Fills the first slots with new sequences of these lengths."""
-  counts = np.zeros(state.config.num_slots, np.int32)
-  counts[: len(lengths)] = lengths
-  state, allocated = jaxkv.allocate(state, jnp.asarray(counts))
-  state, committed = jaxkv.commit(state, tokens, jnp.asarray(counts))
+  num_tokens = np.zeros(state.config.num_slots, np.int32)
+  num_tokens[: len(lengths)] = lengths
+  state, allocated = jaxkv.allocate(state, jnp.asarray(num_tokens))
+  state, committed = jaxkv.commit(state, tokens, jnp.asarray(num_tokens))
   assert allocated.ok.all() and committed.ok.all()
   return state
 

@@ -68,7 +68,7 @@ Encoders. A layer group of kind `CrossAttention` holds the tokens of an encoder.
 Write them once. Then each query of the decoder sees all of them:
 
   view = jaxkv.view(
-    state, group=1, counts=counts, num_encoder_tokens=lengths
+    state, group=1, num_tokens=num_tokens, num_encoder_tokens=lengths
   )
   out = jaxkv.kv.attend(kv, view, layer, q, causal=False)
 
@@ -77,7 +77,7 @@ Recurrent layers. `init_states` makes `StatePages` for layer groups of kind
 reads the state before its new tokens and writes the state after them:
 
   before = jaxkv.kv.read_state(states, view, layer)
-  out, after = recurrence(before, x, counts=view.counts)
+  out, after = recurrence(before, x, num_tokens=view.num_tokens)
   states = jaxkv.kv.write_state(states, view, layer, after)
 
 Sequences that reuse a full page start from its state. So a call should end at
@@ -85,8 +85,8 @@ the end of a page; `write_state` explains how to write past it.
 
 Expert ids. `init_expert_ids` makes `ExpertIdPages`, which hold small integers
 for each token, such as the experts that it used. A sequence that reuses a
-cached page also reuses its expert ids. `jaxkv.models.init_kv(experts=True)`
-makes such pages for a model.
+cached page also reuses its expert ids. With `record_experts=True`,
+`jaxkv.models.init_kv` makes such pages for a model.
 
 Several pools. If layer groups need memory of different shapes, the memory of a
 cache is a tuple of pools, such as `(kv, states)`. Page ids are the same in all

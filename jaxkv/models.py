@@ -27,21 +27,21 @@ decoder with five local layers for each global layer:
 One step, of a chunk of a prompt or of decoding:
 
   cache, _ = jaxkv.recycle(cache)  # frees pages outside all windows
-  cache, out = jaxkv.allocate(cache, counts)
+  cache, out = jaxkv.allocate(cache, num_tokens)
   views = tuple(
-    jaxkv.view(cache, group=group, counts=counts)
+    jaxkv.view(cache, group=group, num_tokens=num_tokens)
     for group in range(len(cache.config.groups))
   )
   logits, kv = forward(params, tokens, positions, kv, views, config=config)
-  cache, _ = jaxkv.commit(cache, tokens, counts)
+  cache, _ = jaxkv.commit(cache, tokens, num_tokens)
 
 Exact numerics: with `dataclasses.replace(config, numerics="exact")` a token has
 bit-identical logits and log-probs in `forward` and in a trainer, so that a
 policy's ratio is exactly 1 before the first update. See `Decoder`.
 
-Routing replay: with `init_kv(experts=True)` pages also record the experts of
-each token, including tokens of cached prefixes. A trainer uses the same experts
-with `forward_uncached(experts=)`.
+Routing replay: with `init_kv(record_experts=True)` pages also record the
+experts of each token, including tokens of cached prefixes. A trainer uses the
+same experts with `forward_uncached(experts=)`.
 
 For training on samples, `grouped_log_probs` computes the log-probs of all
 samples. Each prompt is computed only once, forward and backward:

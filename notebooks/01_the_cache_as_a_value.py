@@ -55,18 +55,18 @@ alice = [*PREAMBLE, 1, 2, 3, 4, 5, 6]
 
 
 def padded(rows):
-  """Tokens of some slots, given as {slot: tokens}, as (tokens, counts)."""
-  tokens, counts = np.zeros((4, 32), np.int32), np.zeros(4, np.int32)
+  """Tokens of some slots, given as {slot: tokens}, as (tokens, num_tokens)."""
+  tokens, num_tokens = np.zeros((4, 32), np.int32), np.zeros(4, np.int32)
   for slot, row in rows.items():
-    tokens[slot, : len(row)], counts[slot] = row, len(row)
-  return tokens, counts
+    tokens[slot, : len(row)], num_tokens[slot] = row, len(row)
+  return tokens, num_tokens
 
 
 def write(state, rows):
   """Appends tokens to slots, given as {slot: tokens}."""
-  tokens, counts = padded(rows)
-  state, allocated = jaxkv.allocate(state, counts)
-  state, committed = jaxkv.commit(state, tokens, counts)
+  tokens, num_tokens = padded(rows)
+  state, allocated = jaxkv.allocate(state, num_tokens)
+  state, committed = jaxkv.commit(state, tokens, num_tokens)
   assert allocated.ok.all() and committed.ok.all()
   return state
 
@@ -101,8 +101,8 @@ bob = [*PREAMBLE, 11, 12, 13, 14, 15, 16, 17]
 
 def enter(state, slot, prompt):
   """Puts a prompt into an empty slot; (state, tokens found)."""
-  tokens, counts = padded({0: prompt})
-  state, admitted = jaxkv.admit(state, [slot], tokens[:1], counts[:1])
+  tokens, num_tokens = padded({0: prompt})
+  state, admitted = jaxkv.admit(state, [slot], tokens[:1], num_tokens[:1])
   assert admitted.ok.all()
   found = int(admitted.num_cached_tokens[0])
   return write(state, {slot: prompt[found:]}), found
@@ -200,8 +200,10 @@ jaxkv.show(back, title="Alice is back")
 
 # %%
 def found_of(state, prompt):
-  tokens, counts = padded({0: prompt})
-  return int(jaxkv.match(state, tokens[:1], counts[:1]).num_cached_tokens[0])
+  tokens, num_tokens = padded({0: prompt})
+  return int(
+    jaxkv.match(state, tokens[:1], num_tokens[:1]).num_cached_tokens[0]
+  )
 
 
 crowded, left = done, [found_of(done, alice)]

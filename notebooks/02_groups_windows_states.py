@@ -112,7 +112,7 @@ kv = jaxkv.kv.init(config, num_layers=1, num_kv_heads=2, head_dim=8)
 state, _ = jaxkv.allocate(jaxkv.init(config), [3, 3])
 x = jnp.ones((2, 3, 2, 8), jnp.bfloat16)
 for group in range(config.num_groups):
-  view = jaxkv.view(state, group=group, counts=[3, 3])
+  view = jaxkv.view(state, group=group, num_tokens=[3, 3])
   kv = jaxkv.kv.write(kv, view, 0, x, x)
   assert jaxkv.kv.attend(kv, view, 0, x).shape == x.shape
 
@@ -184,7 +184,7 @@ state, out = jaxkv.allocate(
 )
 assert out.ok.all()
 assert state.num_pages.tolist() == [[1, 3], [1, 2]]
-view = jaxkv.view(state, group=1, counts=[1, 1], num_encoder_tokens=[10, 6])
+view = jaxkv.view(state, group=1, num_tokens=[1, 1], num_encoder_tokens=[10, 6])
 out = jaxkv.kv.attend(kv, view, 0, x[:, :1], causal=False)
 assert out.shape == (2, 1, 2, 8)
 

@@ -115,7 +115,7 @@ full, window = manager.get_page_ids("second")
 view = jaxkv.kv.View(
   page_table=jnp.asarray([full], jnp.int32),
   starts=jnp.asarray([found], jnp.int32),
-  counts=jnp.asarray([3], jnp.int32),
+  num_tokens=jnp.asarray([3], jnp.int32),
 )
 kv = jaxkv.kv.init(manager.config, num_layers=1, num_kv_heads=2, head_dim=8)
 x = jnp.ones((1, 3, 2, 8), jnp.bfloat16)

@@ -18,9 +18,9 @@ _CONFIG = jaxkv.CacheConfig(
 def state():
   """Slot 0 has 6 tokens; slot 1 had 9, and two of its pages stay cached."""
   tokens = jnp.arange(27, dtype=jnp.int32).reshape(3, 9)
-  counts = jnp.asarray([6, 9, 0], jnp.int32)
-  state, _ = jaxkv.allocate(jaxkv.init(_CONFIG), counts)
-  state, _ = jaxkv.commit(state, tokens, counts)
+  num_tokens = jnp.asarray([6, 9, 0], jnp.int32)
+  state, _ = jaxkv.allocate(jaxkv.init(_CONFIG), num_tokens)
+  state, _ = jaxkv.commit(state, tokens, num_tokens)
   return jaxkv.free(state, slots=[1])[0]
 
 

@@ -26,9 +26,9 @@ def _ints(*numbers):
 def state():
   """Slots 0 and 2 share page 1, slot 1 is empty, pages 2 and 3 are cached."""
   tokens = jnp.arange(27, dtype=jnp.int32).reshape(3, 9)
-  counts = _ints(6, 9, 0)
-  state, _ = jaxkv.allocate(jaxkv.init(_CONFIG), counts)
-  state, _ = jaxkv.commit(state, tokens, counts)
+  num_tokens = _ints(6, 9, 0)
+  state, _ = jaxkv.allocate(jaxkv.init(_CONFIG), num_tokens)
+  state, _ = jaxkv.commit(state, tokens, num_tokens)
   state, _ = jaxkv.free(state, slots=[1])
   return jaxkv.fork(state, _ints(0), _ints(2))[0]
 

@@ -17,7 +17,7 @@ def test_no_rows_at_all_is_refused(name):
     "admit": {"slots": none, "tokens": none[None], "lengths": none},
     "commit": {
       "tokens": jnp.zeros((3, 0), jnp.int32),
-      "counts": ints(0, 0, 0),
+      "num_tokens": ints(0, 0, 0),
     },
     "fork": {"src": none, "dst": none},
     "free": {"slots": none},
@@ -27,7 +27,7 @@ def test_no_rows_at_all_is_refused(name):
 
 
 @pytest.mark.parametrize(
-  "counts",
+  "num_tokens",
   [
     [1, 0, 2],
     (1, 0, 2),
@@ -37,8 +37,8 @@ def test_no_rows_at_all_is_refused(name):
     [jnp.int32(1), 0, 2],
   ],
 )
-def test_whole_numbers_are_cast(counts):
-  state, out = jaxkv.allocate(tiny(), counts)
+def test_whole_numbers_are_cast(num_tokens):
+  state, out = jaxkv.allocate(tiny(), num_tokens)
   assert out.num_new_pages.tolist() == [1, 0, 1]
   assert state.num_pages.dtype == jnp.int32
 
@@ -51,7 +51,7 @@ def test_lists_of_traced_numbers_are_cast():
 
 
 @pytest.mark.parametrize(
-  ("counts", "error", "message"),
+  ("num_tokens", "error", "message"),
   [
     ([1.0, 0, 2], TypeError, "`num_tokens` must hold integers, got float64"),
     (jnp.ones(3), TypeError, "`num_tokens` must hold integers, got float32"),
@@ -62,9 +62,9 @@ def test_lists_of_traced_numbers_are_cast():
     ([1, 2], ValueError, r"shape \[3\], one for each slot, got \[2\]"),
   ],
 )
-def test_other_values_are_named(counts, error, message):
+def test_other_values_are_named(num_tokens, error, message):
   with pytest.raises(error, match=message):
-    jaxkv.allocate(tiny(), counts)
+    jaxkv.allocate(tiny(), num_tokens)
 
 
 def test_wide_integers_are_not_cut_in_a_trace():

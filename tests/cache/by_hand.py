@@ -26,10 +26,10 @@ def tiny(*groups, **options) -> jaxkv.CacheState:
 
 def write(state: jaxkv.CacheState, slot: int, *tokens) -> jaxkv.CacheState:
   """Allocates pages for tokens in a slot, and commits them."""
-  counts = [0] * SLOTS
-  counts[slot] = len(tokens)
-  state, room = jaxkv.allocate(state, ints(*counts))
-  state, done = jaxkv.commit(state, rows({slot: tokens}), ints(*counts))
+  num_tokens = [0] * SLOTS
+  num_tokens[slot] = len(tokens)
+  state, room = jaxkv.allocate(state, ints(*num_tokens))
+  state, done = jaxkv.commit(state, rows({slot: tokens}), ints(*num_tokens))
   assert bool(room.ok[slot]) and bool(done.ok[slot])
   return state
 
@@ -133,8 +133,8 @@ def life(state, tokens, lengths):
   slots = ints(0)
   state, out = jaxkv.admit(state, slots, tokens, lengths)
   rows = jnp.concatenate([tokens, tokens])
-  counts = jnp.concatenate([lengths, lengths & 0])
-  state, _ = jaxkv.commit(state, rows, counts)
+  num_tokens = jnp.concatenate([lengths, lengths & 0])
+  state, _ = jaxkv.commit(state, rows, num_tokens)
   state, _ = jaxkv.fork(state, slots, ints(1))
   state, cut = jaxkv.truncate(state, state.length - 1)
   state, held = jaxkv.pin(state, tokens, lengths)

@@ -18,8 +18,8 @@ from tests.model_of_the_cache.verbs import Oracle
 ARGUMENTS = {
   "allocate": ("num_tokens",),
   "allocate_slots": ("num_tokens", "slots", "mask", "num_encoder_tokens"),
-  "commit": ("tokens", "counts"),
-  "commit_slots": ("tokens", "counts", "slots", "mask"),
+  "commit": ("tokens", "num_tokens"),
+  "commit_slots": ("tokens", "num_tokens", "slots", "mask"),
   "match": ("tokens", "lengths", "salts", "mask"),
   "admit": (
     *("slots", "tokens", "lengths", "salts", "mask"),

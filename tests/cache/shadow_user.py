@@ -219,10 +219,10 @@ class User:
     codes = enumerate(out.code.tolist())
     return [(row, slots[row]) for row, code in codes if code == Status.OK]
 
-  def _after_commit(self, out, tokens, counts, slots=None, mask=None):
+  def _after_commit(self, out, tokens, num_tokens, slots=None, mask=None):
     del mask
     for row, slot in self._rows(out, slots):
-      written, new = self.slots[slot], tokens[row][: counts[row]]
+      written, new = self.slots[slot], tokens[row][: num_tokens[row]]
       written.names += self._continued(written, new)
       written.tokens += new
       if new:
@@ -309,7 +309,7 @@ class User:
     epoch = written.epoch if merges else self.epoch
     return self.names.continued(before, tokens, epoch)
 
-  def _compute(self, tokens, counts, slots=None, mask=None):
+  def _compute(self, tokens, num_tokens, slots=None, mask=None):
     """Writes the tokens to be committed that have room."""
     slots, done = range(len(self.slots)) if slots is None else slots, set()
     for row, slot in enumerate(slots):
@@ -318,9 +318,9 @@ class User:
         done.add(slot)
         written = self.slots[slot]
         room = self.room(slot) - len(written.tokens)
-        new = tokens[row][: max(0, min(counts[row], room))]
+        new = tokens[row][: max(0, min(num_tokens[row], room))]
         # A state is written in place, so not before the tokens are known.
-        final = len(new) == counts[row]
+        final = len(new) == num_tokens[row]
         self._write(slot, self._continued(written, new), states=final)
 
   def _write(self, slot: int, names: list[int], states: bool = True):
@@ -455,7 +455,7 @@ class User:
     view = jaxkv.view(
       self.state,
       group=group,
-      counts=ones,
+      num_tokens=ones,
       num_encoder_tokens=ones if holds_encoder else None,
     )
     starts = ones if holds_encoder else self.memory.length

@@ -252,7 +252,6 @@ class TestEveryChange:
     """Masked out, or zero of it: bit by bit the same state."""
     state, args = example(verb)
     idle = {
-      "counts": jnp.zeros_like,
       "num_tokens": jnp.zeros_like,
       "mask": jnp.zeros_like,
       "pages": lambda x: jnp.full_like(x, SETUP.config.no_page),

@@ -128,9 +128,9 @@ def test_a_decoder_sees_all_of_the_encoder():
   kv = dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
   table = state.page_table[:1, 1]
   ten = ints(10)
-  view = jaxkv.kv.View(page_table=table, starts=ten * 0, counts=ten)
+  view = jaxkv.kv.View(page_table=table, starts=ten * 0, num_tokens=ten)
   kv = jaxkv.kv.write(kv, view, 0, jnp.asarray(k)[None], jnp.asarray(v)[None])
-  view = jaxkv.kv.View(page_table=table, starts=ten - 1, counts=ten * 0 + 1)
+  view = jaxkv.kv.View(page_table=table, starts=ten - 1, num_tokens=ten * 0 + 1)
   out = jaxkv.kv.attend(kv, view, 0, jnp.asarray(q)[None, :1])
   logits = np.einsum("hd,thd->ht", q[0], k) / np.sqrt(8)
   weights = np.exp(logits - logits.max(axis=1, keepdims=True))

@@ -288,10 +288,10 @@ class TestCollision:
   def cache(self):
     """A cache that holds 1 2 3 4."""
     state = jaxkv.init(self.cfg)
-    counts = jnp.asarray([4, 0, 0], jnp.int32)
+    num_tokens = jnp.asarray([4, 0, 0], jnp.int32)
     tokens = jnp.tile(jnp.asarray([[1, 2, 3, 4]], jnp.int32), (3, 1))
-    state, _ = jaxkv.allocate(state, counts)
-    state, out = jaxkv.commit(state, tokens, counts)
+    state, _ = jaxkv.allocate(state, num_tokens)
+    state, out = jaxkv.commit(state, tokens, num_tokens)
     assert out.num_published_pages.tolist() == [2, 0, 0]
     return state
 
@@ -320,10 +320,10 @@ class TestCollision:
     monkeypatch.setattr(hashing, "page_digests", constant)
     cfg = dataclasses.replace(self.cfg, merge_duplicates=True, number=98)
     state = jaxkv.init(cfg)
-    counts = jnp.full((3,), 2, jnp.int32)
+    num_tokens = jnp.full((3,), 2, jnp.int32)
     tokens = jnp.asarray([[1, 2], [1, 3], [1, 2]], jnp.int32)
-    state, _ = jaxkv.allocate(state, counts)
-    state, _ = jaxkv.commit(state, tokens, counts)
+    state, _ = jaxkv.allocate(state, num_tokens)
+    state, _ = jaxkv.commit(state, tokens, num_tokens)
     jaxkv.check(state)
     table = state.page_table[:, 0, 0].tolist()
     assert table[0] == table[2] != table[1]

@@ -65,13 +65,13 @@ CONFIG = jaxkv.CacheConfig(
 TOKENS = jnp.asarray([[1, 2, 3, 4, 5, 6]] * 2, jnp.int32)
 
 
-def committed(counts, state=None):
+def committed(num_tokens, state=None):
   """A cache in which slots hold so many of TOKENS."""
   state = jaxkv.init(CONFIG) if state is None else state
-  counts = jnp.asarray(counts, jnp.int32)
-  state, out = jaxkv.allocate(state, counts)
+  num_tokens = jnp.asarray(num_tokens, jnp.int32)
+  state, out = jaxkv.allocate(state, num_tokens)
   assert out.ok.all()
-  return jaxkv.commit(state, TOKENS, counts)[0]
+  return jaxkv.commit(state, TOKENS, num_tokens)[0]
 
 
 class TestStored:

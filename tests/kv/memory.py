@@ -31,12 +31,12 @@ def poisoned(dtype="float32"):
   return dataclasses.replace(kv, k=jnp.asarray(nan), v=jnp.asarray(nan) + 0)
 
 
-def view(table, starts, counts):
+def view(table, starts, num_tokens):
   """Makes a view from lists."""
   return memory.View(
     page_table=jnp.asarray(table, jnp.int32),
     starts=jnp.asarray(starts, jnp.int32),
-    counts=jnp.asarray(counts, jnp.int32),
+    num_tokens=jnp.asarray(num_tokens, jnp.int32),
   )
 
 

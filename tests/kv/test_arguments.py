@@ -87,8 +87,11 @@ USES = {
     ({"page_table": ID}, r"`view.page_table` must be .* got int32\[1\]"),
     ({"starts": [0]}, "`view.starts` must be an array, got list"),
     ({"starts": 0}, "`view.starts` must be an array, got int"),
-    ({"counts": [1]}, "`view.counts` must be an array, got list"),
-    ({"counts": jnp.ones(1)}, "`view.counts` must be int32, got float32"),
+    ({"num_tokens": [1]}, "`view.num_tokens` must be an array, got list"),
+    (
+      {"num_tokens": jnp.ones(1)},
+      "`view.num_tokens` must be int32, got float32",
+    ),
   ],
 )
 def test_views_with_bad_fields(use, fields, message):

@@ -51,16 +51,16 @@ def test_queries_of_a_row_see_all(columns):
   """23 queries of 4 heads for each K/V head are cut into two pieces."""
   k, v, kv = _filled(poisoned())
   q = draw(2, 4, columns, HEADS, DIM)
-  counts = np.array([3, 0, 2, 23]).clip(max=columns)
+  num_tokens = np.array([3, 0, 2, 23]).clip(max=columns)
   out, lse = memory.attend_with_lse(
     kv,
-    view(_TABLE, _LENGTHS, counts),
+    view(_TABLE, _LENGTHS, num_tokens),
     1,
     q,
     options=_OPTIONS,
     causal=False,
   )
-  for row, (length, count) in enumerate(zip(_LENGTHS, counts, strict=True)):
+  for row, (length, count) in enumerate(zip(_LENGTHS, num_tokens, strict=True)):
     wanted = _expected(q[row, :count], k[row], v[row], length, _OPTIONS)
     # Float32 sums of at most 32 terms of order 1.
     np.testing.assert_allclose(out[row, :count], wanted[0], atol=1e-5)
@@ -173,45 +173,45 @@ def test_a_decode_loop():
   embed, seen = draw(5, 11, 2, DIM), draw(6, 3, 10, 2, DIM)
   lengths = jnp.array([10, 10, 6], jnp.int32)
 
-  def view_of(state, group, counts):
+  def view_of(state, group, num_tokens):
     encoder = lengths if group else None
     return jaxkv.view(
-      state, group=group, counts=counts, num_encoder_tokens=encoder
+      state, group=group, num_tokens=num_tokens, num_encoder_tokens=encoder
     )
 
-  def step(carry, token, counts):
+  def step(carry, token, num_tokens):
     state, kv = carry
-    state, _ = jaxkv.allocate(state, counts)
-    own, x = view_of(state, 0, counts), embed[token][:, None]
+    state, _ = jaxkv.allocate(state, num_tokens)
+    own, x = view_of(state, 0, num_tokens), embed[token][:, None]
     kv = memory.write(kv, own, 0, x, x)
     x = x + memory.attend(kv, own, 0, x)
-    x = x + memory.attend(kv, view_of(state, 1, counts), 0, x, causal=False)
-    state, _ = jaxkv.commit(state, token[:, None], counts)
+    x = x + memory.attend(kv, view_of(state, 1, num_tokens), 0, x, causal=False)
+    state, _ = jaxkv.commit(state, token[:, None], num_tokens)
     return (state, kv), x[:, 0]
 
   @jax.jit
-  def decode(state, kv, tokens, counts):
+  def decode(state, kv, tokens, num_tokens):
     carry = (state, kv)
-    one = functools.partial(step, counts=counts)
+    one = functools.partial(step, num_tokens=num_tokens)
     return jax.lax.scan(one, carry, tokens)
 
-  counts = jnp.array([1, 0, 1], jnp.int32)
+  num_tokens = jnp.array([1, 0, 1], jnp.int32)
   state, out = jaxkv.allocate(
-    jaxkv.init(config), counts, num_encoder_tokens=lengths * counts
+    jaxkv.init(config), num_tokens, num_encoder_tokens=lengths * num_tokens
   )
   assert out.ok.all()
   whole = memory.View(
     page_table=state.page_table[:, 1],
     starts=jnp.zeros_like(lengths),
-    counts=lengths * counts,
+    num_tokens=lengths * num_tokens,
   )
   kv = memory.write(kv, whole, 0, seen, seen)
   tokens = jax.random.randint(jax.random.key(0), (9, 3), 0, 11)
-  (state, kv), first = decode(state, kv, tokens[:3], counts)
+  (state, kv), first = decode(state, kv, tokens[:3], num_tokens)
   state, out = jaxkv.fork(state, [0], [1])
   kv = memory.copy(kv, *out.copies)
   assert state.page_table[1, 1].tolist() == state.page_table[0, 1].tolist()
-  (state, kv), rest = decode(state, kv, tokens[3:], jnp.ones_like(counts))
+  (state, kv), rest = decode(state, kv, tokens[3:], jnp.ones_like(num_tokens))
   jaxkv.check(state)
   found = np.concatenate([first, rest])
   for slot, source in enumerate((0, 0, 2)):

@@ -40,7 +40,7 @@ def step():
   view = memory.View(
     page_table=jnp.asarray(tables, jnp.int32),
     starts=jnp.asarray([120, 10, 0, 70], jnp.int32),
-    counts=jnp.asarray([1, 0, 1, 1], jnp.int32),
+    num_tokens=jnp.asarray([1, 0, 1, 1], jnp.int32),
   )
   return kv, view, draw(3, 4, 1, HEADS, DIM, dtype="bfloat16")
 
@@ -58,11 +58,13 @@ class TestPlan:
     reason="interpreted on a CPU; before jax 0.11 that takes a minute",
   )
   @pytest.mark.parametrize(
-    ("starts", "counts"),
+    ("starts", "num_tokens"),
     [([120, 10, 0, 70], [1, 0, 1, 1]), ([5, 40, 127, 71], [1, 1, 1, 0])],
     ids=["its own", "later"],
   )
-  def test_attention_through_a_plan(self, step, monkeypatch, starts, counts):
+  def test_attention_through_a_plan(
+    self, step, monkeypatch, starts, num_tokens
+  ):
     """A plan of these rows, or of the rows of an earlier step."""
     kv, view, q = step
     pieces = memory.plan_decode(kv, view, backend="mosaic_gpu").plan
@@ -70,7 +72,7 @@ class TestPlan:
     view = dataclasses.replace(
       view,
       starts=jnp.asarray(starts, jnp.int32),
-      counts=jnp.asarray(counts, jnp.int32),
+      num_tokens=jnp.asarray(num_tokens, jnp.int32),
     )
     wanted = memory.attend_with_lse(kv, view, 1, q, backend="xla")
     given = []
@@ -157,7 +159,7 @@ class TestPlan:
     planned = memory.plan_decode(kv, view, backend="mosaic_gpu")
     fewer = {
       name: getattr(view, name)[:3]
-      for name in ("page_table", "starts", "counts")
+      for name in ("page_table", "starts", "num_tokens")
     }
     with pytest.raises(ValueError, match="`plan` must be for the 3 rows"):
       memory.attend(kv, dataclasses.replace(planned, **fewer), 1, q[:3])

@@ -34,7 +34,7 @@ def _pages(page_size=16):
   table = np.random.default_rng(0).permutation(_ROWS * columns) + 1
   table = jnp.asarray(table.reshape(_ROWS, columns), jnp.int32)
   zeros = jnp.zeros((_ROWS,), jnp.int32)
-  whole = paged.View(page_table=table, starts=zeros, counts=zeros + _TOKENS)
+  whole = paged.View(page_table=table, starts=zeros, num_tokens=zeros + _TOKENS)
   k = _numbers(_ROWS, _TOKENS, _KV_HEADS, _DIM)
   return paged.write(kv, whole, 0, k, k[::-1]), table
 
@@ -48,11 +48,11 @@ def _attend(**options):
   return as_users.jit(functools.partial(paged.attend, exact=True, **options))
 
 
-def _read(kv, table, starts, counts, q):
+def _read(kv, table, starts, num_tokens, q):
   view = paged.View(
     page_table=table,
     starts=jnp.asarray(starts, jnp.int32),
-    counts=jnp.asarray(counts, jnp.int32),
+    num_tokens=jnp.asarray(num_tokens, jnp.int32),
   )
   return np.asarray(_attend()(kv, view, 0, q))
 
@@ -66,7 +66,7 @@ def whole():
 def test_is_what_others_are_up_to_rounding(whole):
   kv, table = _pages()
   zeros = jnp.zeros((_ROWS,), jnp.int32)
-  view = paged.View(page_table=table, starts=zeros, counts=zeros + _TOKENS)
+  view = paged.View(page_table=table, starts=zeros, num_tokens=zeros + _TOKENS)
   wanted = paged.attend(kv, view, 0, _queries())
   np.testing.assert_allclose(whole, wanted, atol=1e-5)
 
@@ -93,8 +93,8 @@ def test_a_row_alone_is_the_same(whole):
 def test_a_packed_call_is_the_same(whole, columns):
   kv, table = _pages()
   starts = jnp.asarray([3, 69, 40], jnp.int32)
-  counts = jnp.asarray([1, 1, 0], jnp.int32)
-  decode = paged.View(page_table=table, starts=starts, counts=counts)
+  num_tokens = jnp.asarray([1, 1, 0], jnp.int32)
+  decode = paged.View(page_table=table, starts=starts, num_tokens=num_tokens)
   q = _queries()[jnp.arange(3), starts][None]
   wanted = [whole[0, 3], whole[1, 69], np.zeros_like(whole[0, 0])]
   prefill = None
@@ -103,7 +103,9 @@ def test_a_packed_call_is_the_same(whole, columns):
       jnp.asarray([50, 0], jnp.int32),
       jnp.asarray([5, 3], jnp.int32),
     )
-    prefill = paged.View(page_table=table[1:][::-1], starts=first, counts=many)
+    prefill = paged.View(
+      page_table=table[1:][::-1], starts=first, num_tokens=many
+    )
     more = jnp.concatenate([_queries()[2, 50:55], _queries()[1, :4]])
     q = jnp.concatenate([q, more[None]], axis=1)
     wanted += [*whole[2, 50:55], *whole[1, :3], np.zeros_like(whole[0, 0])]
@@ -117,7 +119,7 @@ class TestArguments:
 
   def _call(self, kv, table, **options):
     zeros = jnp.zeros((_ROWS,), jnp.int32)
-    view = paged.View(page_table=table, starts=zeros, counts=zeros + 1)
+    view = paged.View(page_table=table, starts=zeros, num_tokens=zeros + 1)
     q = _queries()[:, :1]
     return paged.attend(kv, view, 0, q, exact=True, **options)
 

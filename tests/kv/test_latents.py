@@ -62,7 +62,7 @@ def expected(kv, where, q, **options):
     np.asarray(q),
     pages,
     pages[..., :VALUE],
-    *map(np.asarray, (where.page_table, where.starts, where.counts)),
+    *map(np.asarray, (where.page_table, where.starts, where.num_tokens)),
     page_offset=2 * PAGES,
     scale=SCALE,
     k_scale=scale,

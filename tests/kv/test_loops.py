@@ -41,7 +41,7 @@ class TestDecodeLoop:
   def test_equals_full_attention(self, dtype, chunk):
     length = 15  # over three page edges
     table = [[5, 9, 2, 11], [7, 1, 3, 4]]
-    counts = [15, 9]  # the second row idles after its ninth token
+    num_tokens = [15, 9]  # the second row idles after its ninth token
     q, k, v = (
       draw(seed, 2, length, heads, DIM, dtype=dtype)
       for seed, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))
@@ -53,7 +53,7 @@ class TestDecodeLoop:
         where = view(
           table,
           jnp.full((2,), start, jnp.int32),
-          jnp.clip(jnp.asarray(counts, jnp.int32) - start, 0, chunk),
+          jnp.clip(jnp.asarray(num_tokens, jnp.int32) - start, 0, chunk),
         )
         part = [lax.dynamic_slice_in_dim(x, start, chunk, 1) for x in (q, k, v)]
         kv = memory.write(kv, where, 1, *part[1:])
@@ -64,7 +64,7 @@ class TestDecodeLoop:
     _, out = loop(poisoned(dtype))
     out = out.swapaxes(0, 1).reshape(2, length, HEADS, DIM)
     bits = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
-    for row, count in enumerate(counts):
+    for row, count in enumerate(num_tokens):
       np.testing.assert_array_equal(out[row, count:], 0)
       wanted, lse = reference.paged_attention_padded(
         bits[0][row : row + 1, :count],

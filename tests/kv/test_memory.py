@@ -161,7 +161,10 @@ class TestWrite:
     [
       ({"page_table": jnp.ones((1, 1))}, "`view.page_table` must be int32"),
       ({"starts": jnp.ones(2, jnp.int32)}, "`view.starts` must be"),
-      ({"counts": jnp.ones(1, jnp.int16)}, "`view.counts` .* got int16"),
+      (
+        {"num_tokens": jnp.ones(1, jnp.int16)},
+        "`view.num_tokens` .* got int16",
+      ),
     ],
   )
   def test_bad_views(self, changes, message):
@@ -186,7 +189,7 @@ class TestAttend:
       np.asarray(kv.v),
       np.asarray(table),
       np.asarray(where.starts),
-      np.asarray(where.counts),
+      np.asarray(where.num_tokens),
       page_offset=2 * PAGES,
     )
     out, lse = attend(kv, where, jnp.int32(2), q)

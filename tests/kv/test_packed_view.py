@@ -30,20 +30,20 @@ def filled():
     dtype=jnp.float32,
   )
   kv = dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
-  before = rows(starts=[0] * 4, counts=STARTS)
+  before = rows(starts=[0] * 4, num_tokens=STARTS)
   for layer in range(2):
     k, v = (normal(layer * 2 + i, 4, 6, KV_HEADS, DIM) for i in range(2))
     kv = kv_memory.write(kv, before, layer, k, v)
   return kv
 
 
-def rows(starts, counts, of=(0, 1, 2, 3)):
+def rows(starts, num_tokens, of=(0, 1, 2, 3)):
   """A view of some of the four sequences."""
   table = jnp.arange(1, 21, dtype=jnp.int32).reshape(4, 5)
   return kv_memory.View(
     page_table=table[jnp.asarray(of)],
     starts=jnp.asarray(starts, jnp.int32),
-    counts=jnp.asarray(counts, jnp.int32),
+    num_tokens=jnp.asarray(num_tokens, jnp.int32),
   )
 
 

@@ -62,7 +62,7 @@ class TestUse:
     q = draw(2, 3, 5, HEADS, DIM)
     wanted = reference.paged_attention_padded(
       *map(np.asarray, (q, kv.k, kv.v)),
-      *map(np.asarray, (where.page_table, where.starts, where.counts)),
+      *map(np.asarray, (where.page_table, where.starts, where.num_tokens)),
       page_offset=2 * PAGES,
       k_scale=np.asarray(kv.k_scale),
       v_scale=np.asarray(kv.v_scale),

@@ -109,7 +109,7 @@ class TestReadAndWrite:
         wanted[PAGES + page] = new[name][row]
       np.testing.assert_array_equal(array, wanted.view(array.dtype))
     # After 8, 3 and 9 tokens; another layer has none.
-    after = dataclasses.replace(where, starts=where.starts + where.counts)
+    after = dataclasses.replace(where, starts=where.starts + where.num_tokens)
     found = memory.read_state(out, after, 1)
     jax.tree.map(np.testing.assert_array_equal, found, new)
     for array in memory.read_state(out, after, 0).values():

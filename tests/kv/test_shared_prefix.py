@@ -45,7 +45,7 @@ def forked():
   )
   kv = jax.tree.map(lambda x: jnp.full_like(x, np.nan), kv)
   view = memory.View(
-    page_table=state.page_table[:, 0], starts=state.length, counts=lengths
+    page_table=state.page_table[:, 0], starts=state.length, num_tokens=lengths
   )
   k, v = (draw(seed, 6, PROMPT, KV_HEADS, DIM) for seed in (0, 1))
   kv = memory.write(kv, view, 1, k, v)
@@ -65,7 +65,7 @@ def next_tokens(state, kv, steps):
     state, room = jaxkv.allocate(state, ones)
     assert room.ok.all()
     view = memory.View(
-      page_table=state.page_table[:, 0], starts=state.length, counts=ones
+      page_table=state.page_table[:, 0], starts=state.length, num_tokens=ones
     )
     k, v = (draw(2 * step + s, 6, 1, KV_HEADS, DIM) for s in (4, 5))
     kv = memory.write(kv, view, 1, k, v)
@@ -100,20 +100,20 @@ class TestShare:
 
   def test_idle_rows_give_nothing(self, always, forked):
     view, kv = next_tokens(*forked, 1)
-    counts = jnp.asarray([1, 0, 1, 0, 0, 1], jnp.int32)
-    view = dataclasses.replace(view, counts=counts)
+    num_tokens = jnp.asarray([1, 0, 1, 0, 0, 1], jnp.int32)
+    view = dataclasses.replace(view, num_tokens=num_tokens)
     shared = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
     q = draw(9, 6, 1, HEADS, DIM)
     options = call_of(sinks=draw(10, HEADS))
     wanted = memory.attend_with_lse(kv, view, 1, q, **options)
     out, lse = memory.attend_with_lse(kv, shared, 1, q, **options)
     np.testing.assert_allclose(out, wanted[0], atol=1e-6)
-    np.testing.assert_array_equal(lse[counts == 0], -np.inf)
+    np.testing.assert_array_equal(lse[num_tokens == 0], -np.inf)
 
   def test_idle_rows_are_in_no_cluster(self, always, forked):
     view, kv = next_tokens(*forked, 1)
-    counts = jnp.asarray([1, 0, 1, 1, 1, 0], jnp.int32)
-    view = dataclasses.replace(view, counts=counts)
+    num_tokens = jnp.asarray([1, 0, 1, 1, 1, 0], jnp.int32)
+    view = dataclasses.replace(view, num_tokens=num_tokens)
     shared = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
     members = np.sort(shared.shared.members, axis=0)
     np.testing.assert_array_equal(members, [[0, 2, 6], [3, 4, 6]])
@@ -162,7 +162,7 @@ class TestShare:
       "later": {"starts": view.starts},
       # To a position inside the shared pages; row 1 to their end.
       "earlier": {"starts": jnp.where(some, 20, at.starts).at[1].set(63)},
-      "idle": {"counts": jnp.where(some, 0, at.counts)},
+      "idle": {"num_tokens": jnp.where(some, 0, at.num_tokens)},
       "other": {
         "page_table": jnp.where(some[:, None], view.page_table[::-1], 63)
         .at[0]
@@ -170,7 +170,7 @@ class TestShare:
       },
     }[change]
     if change == "other":  # page 63 belongs to nobody and holds NaN
-      changes["counts"] = at.counts.at[jnp.array([2, 3])].set(0)
+      changes["num_tokens"] = at.num_tokens.at[jnp.array([2, 3])].set(0)
     moved = dataclasses.replace(at, **changes)
     q = draw(9, 6, 1, HEADS, DIM)
     slopes = jnp.asarray([0.5, 0.25, 0.1, 0.05])
@@ -181,7 +181,7 @@ class TestShare:
     out, lse = memory.attend_with_lse(kv, moved, 1, q, **options)
     np.testing.assert_allclose(out, wanted[0], atol=1e-6)
     np.testing.assert_allclose(lse, wanted[1], atol=1e-5)
-    np.testing.assert_array_equal(out[moved.counts == 0], 0)
+    np.testing.assert_array_equal(out[moved.num_tokens == 0], 0)
 
   @pytest.mark.slow
   def test_a_plan_for_tables_of_another_width(self, always, forked):
@@ -253,7 +253,7 @@ class TestRefreshShared:
         rows = memory.refresh_shared(kv, view) if checked else view
         out = memory.attend(kv, rows, 1, q)
         view = dataclasses.replace(
-          view, counts=view.counts.at[0].set(0), starts=view.starts - 1
+          view, num_tokens=view.num_tokens.at[0].set(0), starts=view.starts - 1
         )
         return view, out
 
@@ -269,7 +269,9 @@ class TestRefreshShared:
   def test_rows_that_left(self, shared):
     view, kv = shared
     some = jnp.asarray([True, False, False, True, True, True])
-    moved = dataclasses.replace(view, counts=jnp.where(some, 0, view.counts))
+    moved = dataclasses.replace(
+      view, num_tokens=jnp.where(some, 0, view.num_tokens)
+    )
     fresh = memory.refresh_shared(kv, moved)
     found = fresh.view.shared
     np.testing.assert_array_equal(found.tokens, [PROMPT // 8 * 8, 0])
@@ -331,10 +333,12 @@ class TestTree:
   def test_a_branch_equals_its_own_sequence(self, forked):
     """Two drafts in one call give what each gives alone."""
     state, kv = forked
-    counts = jnp.asarray([4, 0, 0, 0, 0, 0], jnp.int32)
-    state, _ = jaxkv.allocate(state, counts)
+    num_tokens = jnp.asarray([4, 0, 0, 0, 0, 0], jnp.int32)
+    state, _ = jaxkv.allocate(state, num_tokens)
     view = memory.View(
-      page_table=state.page_table[:, 0], starts=state.length, counts=counts
+      page_table=state.page_table[:, 0],
+      starts=state.length,
+      num_tokens=num_tokens,
     )
     k, v = (draw(seed, 6, 4, KV_HEADS, DIM) for seed in (4, 5))
     q = draw(6, 6, 4, HEADS, DIM)
@@ -349,7 +353,7 @@ class TestTree:
         tree_mask=jnp.broadcast_to(mask, (6, 4, 4))
       ),
     )
-    short = dataclasses.replace(view, counts=jnp.minimum(counts, 2))
+    short = dataclasses.replace(view, num_tokens=jnp.minimum(num_tokens, 2))
     for branch in (slice(0, 2), slice(2, 4)):
       alone = memory.attend_with_lse(
         memory.write(kv, short, 1, k[:, branch], v[:, branch]),

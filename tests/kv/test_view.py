@@ -21,10 +21,10 @@ CONFIG = jaxkv.CacheConfig(
 @pytest.fixture(scope="module")
 def state():
   """Slots with 5, 0 and 2 tokens."""
-  counts = jnp.asarray([5, 0, 2], jnp.int32)
+  num_tokens = jnp.asarray([5, 0, 2], jnp.int32)
   tokens = jnp.ones((3, 5), jnp.int32)
-  state, _ = jaxkv.allocate(jaxkv.init(CONFIG), counts)
-  return jaxkv.commit(state, tokens, counts)[0]
+  state, _ = jaxkv.allocate(jaxkv.init(CONFIG), num_tokens)
+  return jaxkv.commit(state, tokens, num_tokens)[0]
 
 
 def own_pages(state, group, slot):
@@ -36,22 +36,22 @@ def own_pages(state, group, slot):
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_rows_are_the_slots_of_a_group(state, group):
-  rows = view(state, group=group, counts=[1, 0, 3])
+  rows = view(state, group=group, num_tokens=[1, 0, 3])
   assert isinstance(rows, View)
   assert rows.page_table.shape == (3, 4)
   for slot in range(3):
     pages = own_pages(state, group, slot)
     np.testing.assert_array_equal(rows.page_table[slot], pages)
   np.testing.assert_array_equal(rows.starts, [5, 0, 2])
-  np.testing.assert_array_equal(rows.counts, [1, 0, 3])
+  np.testing.assert_array_equal(rows.num_tokens, [1, 0, 3])
   assert rows.shared is None
   assert rows.plan is None
 
 
 def test_groups_have_pages_of_their_own(state):
-  tables = [view(state, group=g, counts=[0] * 3).page_table for g in (0, 1)]
+  tables = [view(state, group=g, num_tokens=[0] * 3).page_table for g in (0, 1)]
   assert (tables[0][0] != tables[1][0]).any()
-  default = view(state, counts=[0] * 3)
+  default = view(state, num_tokens=[0] * 3)
   np.testing.assert_array_equal(default.page_table, tables[0])
 
 
@@ -66,17 +66,17 @@ def test_an_encoder_has_its_own_lengths():
   )
   state = jaxkv.init(sizes)
   state, _ = jaxkv.allocate(state, [1, 2], num_encoder_tokens=[7, 3])
-  rows = view(state, group=1, counts=[1, 2], num_encoder_tokens=[7, 3])
+  rows = view(state, group=1, num_tokens=[1, 2], num_encoder_tokens=[7, 3])
   np.testing.assert_array_equal(rows.page_table, state.page_table[:, 1])
   np.testing.assert_array_equal(rows.starts, [7, 3])
-  np.testing.assert_array_equal(rows.counts, [1, 2])
+  np.testing.assert_array_equal(rows.num_tokens, [1, 2])
   for group, lengths in ((0, [7, 3]), (1, None), (1, [7])):
     with pytest.raises(ValueError, match="`num_encoder_tokens` must"):
-      view(state, group=group, counts=[0, 0], num_encoder_tokens=lengths)
+      view(state, group=group, num_tokens=[0, 0], num_encoder_tokens=lengths)
 
 
 @pytest.mark.parametrize(
-  "counts",
+  "num_tokens",
   [
     [1, 0, 3],
     (1, 0, 3),
@@ -86,43 +86,47 @@ def test_an_encoder_has_its_own_lengths():
     [np.int16(1), jnp.int32(0), 3],
   ],
 )
-def test_any_integers_are_counts(state, counts):
-  rows = view(state, counts=counts)
-  assert isinstance(rows.counts, jax.Array)
-  assert rows.counts.dtype == jnp.int32
-  np.testing.assert_array_equal(rows.counts, [1, 0, 3])
+def test_any_integers_are_cast(state, num_tokens):
+  rows = view(state, num_tokens=num_tokens)
+  assert isinstance(rows.num_tokens, jax.Array)
+  assert rows.num_tokens.dtype == jnp.int32
+  np.testing.assert_array_equal(rows.num_tokens, [1, 0, 3])
 
 
 def test_in_a_trace(state):
-  """The counts may be traced, also one by one."""
+  """The numbers may be traced, also one by one."""
 
   @jax.jit
-  def run(state, counts):
-    listed = view(state, counts=[counts[0], 0, counts[2]])
-    return view(state, counts=counts), listed
+  def run(state, num_tokens):
+    listed = view(state, num_tokens=[num_tokens[0], 0, num_tokens[2]])
+    return view(state, num_tokens=num_tokens), listed
 
-  counts = jnp.asarray([1, 0, 3], jnp.int32)
-  for rows in run(state, counts):
+  num_tokens = jnp.asarray([1, 0, 3], jnp.int32)
+  for rows in run(state, num_tokens):
     jax.tree.map(
-      np.testing.assert_array_equal, rows, view(state, counts=counts)
+      np.testing.assert_array_equal, rows, view(state, num_tokens=num_tokens)
     )
 
 
 @pytest.mark.parametrize(
-  ("counts", "error", "message"),
+  ("num_tokens", "error", "message"),
   [
-    ([1.0, 0.0, 3.0], TypeError, "`counts` must hold integers, got float64"),
-    (jnp.ones(3), TypeError, "`counts` must hold integers, got float32"),
+    (
+      [1.0, 0.0, 3.0],
+      TypeError,
+      "`num_tokens` must hold integers, got float64",
+    ),
+    (jnp.ones(3), TypeError, "`num_tokens` must hold integers, got float32"),
     ([True, False, True], TypeError, "must hold integers, got bool"),
-    (None, TypeError, "`counts` must hold integers, got object"),
+    (None, TypeError, "`num_tokens` must hold integers, got object"),
     ([1, 2], ValueError, r"shape \[3\], one for each slot, got \[2\]"),
-    (3, ValueError, r"`counts` must have the shape \[3\], .* got \[\]"),
-    ([1, 2**40, 3], ValueError, "`counts` must fit int32"),
+    (3, ValueError, r"`num_tokens` must have the shape \[3\], .* got \[\]"),
+    ([1, 2**40, 3], ValueError, "`num_tokens` must fit int32"),
   ],
 )
-def test_bad_counts(state, counts, error, message):
+def test_bad_numbers_of_tokens(state, num_tokens, error, message):
   with pytest.raises(error, match=message):
-    view(state, counts=counts)
+    view(state, num_tokens=num_tokens)
 
 
 @pytest.mark.parametrize(
@@ -136,19 +140,19 @@ def test_bad_counts(state, counts, error, message):
 )
 def test_bad_groups(state, group, error, message):
   with pytest.raises(error, match=message):
-    view(state, group=group, counts=[1, 0, 0])
+    view(state, group=group, num_tokens=[1, 0, 0])
 
 
 def test_bad_states(state):
   with pytest.raises(TypeError, match="CacheState"):
-    view(CONFIG, counts=[1, 0, 0])
+    view(CONFIG, num_tokens=[1, 0, 0])
   stack = jax.tree.map(lambda x: jnp.stack([x, x]), state)
   with pytest.raises(ValueError, match="stack"):
-    view(stack, counts=[1, 0, 0])
+    view(stack, num_tokens=[1, 0, 0])
 
 
 def test_under_vmap(state):
   stack = jax.tree.map(lambda x: jnp.stack([x, x]), state)
-  rows = jax.vmap(lambda state: view(state, counts=[1, 0, 3]))(stack)
+  rows = jax.vmap(lambda state: view(state, num_tokens=[1, 0, 3]))(stack)
   assert rows.page_table.shape == (2, 3, 4)
-  assert rows.counts.shape == (2, 3)
+  assert rows.num_tokens.shape == (2, 3)

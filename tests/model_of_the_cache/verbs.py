@@ -196,16 +196,16 @@ class Growing(Slots):
     sequence.pages = self._fill(tables, columns)
     return Status.OK, need
 
-  def commit(self, tokens, counts):
+  def commit(self, tokens, num_tokens):
     """Makes tokens final and publishes the pages that became full."""
-    return self.commit_slots(tokens, counts, range(self.config.num_slots))
+    return self.commit_slots(tokens, num_tokens, range(self.config.num_slots))
 
-  def commit_slots(self, tokens, counts, slots, mask=None):
+  def commit_slots(self, tokens, num_tokens, slots, mask=None):
     """`jaxkv.commit` with slot numbers."""
     done = [
       (code, 0) if code else self._commit(slot, row, count)
       for slot, row, count, code in zip(
-        slots, tokens, counts, self._named_slots(slots, mask), strict=True
+        slots, tokens, num_tokens, self._named_slots(slots, mask), strict=True
       )
     ]
     codes = self._note([code for code, _ in done])

@@ -95,16 +95,16 @@ def in_chunks(config, params, tokens, chunk, page_size=16, kv_dtype=None):
   kv, parts = models.init_kv(config, cache.config, dtype=kv_dtype), []
   step = as_users.jit(functools.partial(models.forward, config=config))
   for start in range(0, columns, chunk):
-    counts = jnp.full((rows,), min(chunk, columns - start), jnp.int32)
+    num_tokens = jnp.full((rows,), min(chunk, columns - start), jnp.int32)
     part = tokens[:, start : start + chunk]
     part = jnp.pad(part, ((0, 0), (0, chunk - part.shape[1])))
     cache, _ = jaxkv.recycle(cache)
-    cache, outcome = jaxkv.allocate(cache, counts)
+    cache, outcome = jaxkv.allocate(cache, num_tokens)
     assert outcome.ok.all()
-    views = _views(cache, counts)
+    views = _views(cache, num_tokens)
     positions = cache.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
     logits, kv = step(params, part, positions, kv, views)
-    cache, _ = jaxkv.commit(cache, part, counts)
+    cache, _ = jaxkv.commit(cache, part, num_tokens)
     parts.append(logits[:, : columns - start])
   return np.concatenate(parts, axis=1)
 
@@ -112,11 +112,13 @@ def in_chunks(config, params, tokens, chunk, page_size=16, kv_dtype=None):
 def lowered(config, params, rows, columns):
   """Lowers `forward` of [rows, columns] tokens, without compiling it."""
   cache = _cache(config, rows, 64, 16)
-  counts = jnp.full((rows,), columns, jnp.int32)
+  num_tokens = jnp.full((rows,), columns, jnp.int32)
   tokens = jnp.zeros((rows, columns), jnp.int32)
   call = functools.partial(models.forward, config=config)
   kv = models.init_kv(config, cache.config)
-  return jax.jit(call).lower(params, tokens, tokens, kv, _views(cache, counts))
+  return jax.jit(call).lower(
+    params, tokens, tokens, kv, _views(cache, num_tokens)
+  )
 
 
 def _cache(config, rows, columns, page_size):
@@ -132,8 +134,8 @@ def _cache(config, rows, columns, page_size):
   )
 
 
-def _views(cache, counts):
+def _views(cache, num_tokens):
   return tuple(
-    jaxkv.view(cache, group=group, counts=counts)
+    jaxkv.view(cache, group=group, num_tokens=num_tokens)
     for group in range(len(cache.config.groups))
   )

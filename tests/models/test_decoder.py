@@ -92,9 +92,13 @@ class _Paged:
     self.params = params
     self.kv, self.table = _pages(config, num_rows, max_len, page_size)
 
-  def __call__(self, tokens, starts, counts, **keywords):
-    starts, counts = (jnp.asarray(x, jnp.int32) for x in (starts, counts))
-    view = paged.View(page_table=self.table, starts=starts, counts=counts)
+  def __call__(self, tokens, starts, num_tokens, **keywords):
+    starts, num_tokens = (
+      jnp.asarray(x, jnp.int32) for x in (starts, num_tokens)
+    )
+    view = paged.View(
+      page_table=self.table, starts=starts, num_tokens=num_tokens
+    )
     tokens = jnp.asarray(tokens)
     positions = _positions(starts, tokens.shape[1])
     logits, self.kv = self.run(
@@ -116,14 +120,14 @@ def _chunked(step: Any, tokens: np.ndarray, lengths: Any, chunk: int) -> Any:
     prefilling = np.any(starts < lengths)
     width = chunk if prefilling else 1
     ends = lengths if prefilling else np.full(num_rows, total)
-    counts = np.clip(ends - starts, 0, width)
+    num_tokens = np.clip(ends - starts, 0, width)
     piece = np.zeros((num_rows, width), np.int32)
-    for row, count in enumerate(counts):
+    for row, count in enumerate(num_tokens):
       piece[row, :count] = tokens[row, starts[row] : starts[row] + count]
-    logits = step(piece, starts, counts)
-    for row, count in enumerate(counts):
+    logits = step(piece, starts, num_tokens)
+    for row, count in enumerate(num_tokens):
       found[row, starts[row] : starts[row] + count] = logits[row, :count]
-    starts = starts + counts
+    starts = starts + num_tokens
   return found
 
 
@@ -185,10 +189,10 @@ class TestDecoder:
   def test_logits_only_where_wanted(self):
     config = _config()
     params, tokens = _params(config), _tokens(3, 6)
-    counts = [6, 3, 0]
+    num_tokens = [6, 3, 0]
     steps = [_Paged(params, config, 3, 24) for _ in range(3)]
     all_, last, none = (
-      step(tokens, [0] * 3, counts, logits=wanted)
+      step(tokens, [0] * 3, num_tokens, logits=wanted)
       for step, wanted in zip(steps, ("all", "last", "none"), strict=True)
     )
     assert last.shape == (3, 1, _VOCAB)
@@ -196,7 +200,7 @@ class TestDecoder:
     _assert_close(last[0, 0], all_[0, 5])
     _assert_close(last[1, 0], all_[1, 2])
     # The same keys and values are kept, whichever logits are asked for.
-    after = [step(tokens[:, :1], counts, [1] * 3) for step in steps]
+    after = [step(tokens[:, :1], num_tokens, [1] * 3) for step in steps]
     _assert_close(after[1], after[0])
     _assert_close(after[2], after[0])
 
@@ -212,12 +216,12 @@ class TestDecoder:
   def test_padding_may_be_anything(self):
     config = _config()
     params, tokens = _params(config), _tokens(3, 6)
-    counts = [2, 6, 4]
-    padded = np.where(np.arange(6) < np.array(counts)[:, None], tokens, -1)
+    num_tokens = [2, 6, 4]
+    padded = np.where(np.arange(6) < np.array(num_tokens)[:, None], tokens, -1)
     runs = [_Paged(params, config, 3, 24) for _ in range(2)]
     for run, given in zip(runs, (tokens, padded), strict=True):
-      run(given.astype(np.int32), [0] * 3, counts)
-    first, second = (run(tokens[:, :1], counts, [1] * 3) for run in runs)
+      run(given.astype(np.int32), [0] * 3, num_tokens)
+    first, second = (run(tokens[:, :1], num_tokens, [1] * 3) for run in runs)
     np.testing.assert_array_equal(first, second)
 
   def test_a_loop_updates_the_memory_in_place(self):
@@ -230,7 +234,7 @@ class TestDecoder:
         memory, tokens, starts = carry
         ones = jnp.ones((3,), jnp.int32)
         positions = starts[:, None]
-        view = paged.View(page_table=table, starts=starts, counts=ones)
+        view = paged.View(page_table=table, starts=starts, num_tokens=ones)
         logits, memory = models.forward(
           params, tokens, positions, memory, view, config=config
         )
@@ -332,7 +336,7 @@ class TestConfig:
       models.forward_uncached(params, **call, config=config)
     kv, table = _pages(config, 1, 4, 4)
     one = jnp.ones(1, jnp.int32)
-    view = paged.View(page_table=table, starts=one - 1, counts=one)
+    view = paged.View(page_table=table, starts=one - 1, num_tokens=one)
     with pytest.raises(TypeError, match=f"^`{name}` must be"):
       models.forward(params, **call, kv=kv, view=view, config=config)
 

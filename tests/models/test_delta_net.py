@@ -24,11 +24,11 @@ def _inputs(columns, seed=0):
   return q, k, v, decay, beta
 
 
-def _loop(q, k, v, decay, beta, state, counts):
+def _loop(q, k, v, decay, beta, state, num_tokens):
   """Token after token, in float64."""
   state, out = state.astype(np.float64), np.zeros(v.shape)
   times = v.shape[2] // k.shape[2]
-  for row, count in enumerate(counts):
+  for row, count in enumerate(num_tokens):
     for t in range(count):
       for head in range(v.shape[2]):
         key, query = k[row, t, head // times], q[row, t, head // times]
@@ -53,12 +53,12 @@ class TestRule:
   def test_equals_the_loop(self, columns, chunk):
     inputs = _inputs(columns)
     state = _drawn(9, _ROWS, _HEADS, _KEY, _VALUE)
-    counts = np.asarray([columns, columns // 2, 0], np.int32)
-    wanted, end = _loop(*inputs, state, counts)
+    num_tokens = np.asarray([columns, columns // 2, 0], np.int32)
+    wanted, end = _loop(*inputs, state, num_tokens)
     # Whatever is behind a row's tokens changes nothing.
     for array in inputs:
-      array[1, counts[1] :] = 7
-    out, after = _rule(*_as_float32(*inputs, state), counts, chunk=chunk)
+      array[1, num_tokens[1] :] = 7
+    out, after = _rule(*_as_float32(*inputs, state), num_tokens, chunk=chunk)
     np.testing.assert_allclose(out, wanted, atol=5e-6)
     np.testing.assert_allclose(after, end, atol=5e-6)
     np.testing.assert_array_equal(after[2], state[2].astype(np.float32))
@@ -70,8 +70,8 @@ class TestRule:
     outs = []
     for begin, stop in ((0, 5), (5, 6), (6, 12)):
       part = [array[:, begin:stop] for array in inputs]
-      counts = jnp.full(_ROWS, stop - begin, jnp.int32)
-      out, state = _rule(*part, state, counts)
+      num_tokens = jnp.full(_ROWS, stop - begin, jnp.int32)
+      out, state = _rule(*part, state, num_tokens)
       outs.append(out)
     np.testing.assert_allclose(jnp.concatenate(outs, 1), wanted, atol=2e-6)
     np.testing.assert_allclose(state, end, atol=2e-6)
@@ -81,9 +81,9 @@ class TestRule:
     q, k, v, decay, beta = _inputs(40)
     inputs = (q, k, v, decay * 60, beta)
     state = _drawn(9, _ROWS, _HEADS, _KEY, _VALUE)
-    counts = np.full(_ROWS, 40, np.int32)
-    wanted, end = _loop(*inputs, state, counts)
-    out, after = _rule(*_as_float32(*inputs, state), counts)
+    num_tokens = np.full(_ROWS, 40, np.int32)
+    wanted, end = _loop(*inputs, state, num_tokens)
+    out, after = _rule(*_as_float32(*inputs, state), num_tokens)
     np.testing.assert_allclose(out, wanted, atol=5e-6)
     np.testing.assert_allclose(after, end, atol=5e-6)
 
@@ -96,10 +96,10 @@ class TestRule:
   def test_gradients(self):
     inputs = _as_float32(*_inputs(5))
     state = jnp.asarray(_drawn(9, _ROWS, _HEADS, _KEY, _VALUE), jnp.float32)
-    counts = jnp.asarray([5, 3, 0], jnp.int32)
+    num_tokens = jnp.asarray([5, 3, 0], jnp.int32)
 
     def outputs(*arrays):
-      return delta_net.gated_delta_rule(*arrays, counts, chunk=3)
+      return delta_net.gated_delta_rule(*arrays, num_tokens, chunk=3)
 
     check_grads(
       outputs, (*inputs, state), order=1, modes=["rev"], atol=2e-2, rtol=2e-2
@@ -108,12 +108,12 @@ class TestRule:
   def test_bad_sizes(self):
     inputs = _as_float32(*_inputs(2))
     state = jnp.zeros((_ROWS, _HEADS, _KEY, _VALUE))
-    counts = jnp.zeros(_ROWS, jnp.int32)
+    num_tokens = jnp.zeros(_ROWS, jnp.int32)
     with pytest.raises(ValueError, match="`chunk` must be at least 1, got 0"):
-      delta_net.gated_delta_rule(*inputs, state, counts, chunk=0)
+      delta_net.gated_delta_rule(*inputs, state, num_tokens, chunk=0)
     inputs[2] = inputs[2][:, :, :3]
     with pytest.raises(ValueError, match="`v` must have a multiple of the 2"):
-      delta_net.gated_delta_rule(*inputs, state, counts)
+      delta_net.gated_delta_rule(*inputs, state, num_tokens)
 
 
 class TestConvolution:
@@ -122,11 +122,11 @@ class TestConvolution:
   def test_equals_the_loop(self, columns, width):
     x, weight = _drawn(0, _ROWS, columns, 5), _drawn(1, 5, width)
     state = _drawn(2, _ROWS, 5, width - 1)
-    counts = np.asarray([columns, columns // 2, 0], np.int32)
+    num_tokens = np.asarray([columns, columns // 2, 0], np.int32)
     out, after = jax.jit(delta_net.causal_conv)(
-      *_as_float32(x, weight, state), counts
+      *_as_float32(x, weight, state), num_tokens
     )
-    for row, count in enumerate(counts):
+    for row, count in enumerate(num_tokens):
       inputs = np.concatenate([state[row].T, x[row, :count]])
       for t in range(count):
         wanted = (inputs[t : t + width] * weight.T).sum(axis=0)
@@ -135,11 +135,11 @@ class TestConvolution:
       np.testing.assert_allclose(after[row], wanted, atol=1e-7)
 
   def test_packed_tokens(self):
-    packed, counts = _drawn(0, 9, 2), jnp.asarray([3, 0, 4], jnp.int32)
-    rows = delta_net.to_rows(jnp.float32(packed), counts, 4)
+    packed, num_tokens = _drawn(0, 9, 2), jnp.asarray([3, 0, 4], jnp.int32)
+    rows = delta_net.to_rows(jnp.float32(packed), num_tokens, 4)
     np.testing.assert_array_equal(rows[0, :3], packed[:3].astype(np.float32))
     np.testing.assert_array_equal(rows[2], packed[3:7].astype(np.float32))
-    back = delta_net.to_columns(rows, counts, 9)
+    back = delta_net.to_columns(rows, num_tokens, 9)
     np.testing.assert_array_equal(back[:7], packed[:7].astype(np.float32))
     np.testing.assert_array_equal(back[7:], 0)
 

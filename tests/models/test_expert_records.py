@@ -110,7 +110,7 @@ def _in_pages(
   """Logits [B, T, V] and experts [B, T, J, k] of prompts in two chunks."""
   config, (tokens, positions) = _decoder(name), _inputs()
   sizes, columns = _sizes(config), 4
-  kv = models.init_kv(config, sizes, experts=True)
+  kv = models.init_kv(config, sizes, record_experts=True)
   pages = np.random.default_rng(4).permutation(np.arange(1, sizes.num_pages))
   pages = pages[: _ROWS * sizes.num_groups * columns].astype(np.int32)
   tables = jnp.asarray(pages.reshape(sizes.num_groups, _ROWS, columns))
@@ -118,9 +118,9 @@ def _in_pages(
   for start in (0, width):
     part = (slice(None), np.arange(start, start + width) % _TOKENS)
     starts = jnp.full((_ROWS,), start, jnp.int32)
-    counts = jnp.minimum(width, _TOKENS - starts)
+    num_tokens = jnp.minimum(width, _TOKENS - starts)
     views = tuple(
-      paged.View(page_table=table, starts=starts, counts=counts)
+      paged.View(page_table=table, starts=starts, num_tokens=num_tokens)
       for table in tables
     )
     now, kv = models.forward(
@@ -280,7 +280,7 @@ class TestArguments:
     config = models.Decoder(vocab_size=_VOCAB, embed_dim=16, layers=(_DENSE,))
     sizes = _sizes(config)
     with pytest.raises(ValueError, match=r"`decoder` must .* no such layer"):
-      models.init_kv(config, sizes, experts=True)
+      models.init_kv(config, sizes, record_experts=True)
     with pytest.raises(ValueError, match=r"`config` must .* no such layer"):
       models.forward_uncached(
         {}, *_inputs(), config=config, experts=jnp.zeros((2, 13, 1, 2), int)
@@ -291,7 +291,7 @@ class TestArguments:
     config = models.Decoder(vocab_size=_VOCAB, embed_dim=16, layers=layers)
     sizes = _sizes(config)
     with pytest.raises(ValueError, match=r"`decoder` must .* keep all tokens"):
-      models.init_kv(config, sizes, experts=True)
+      models.init_kv(config, sizes, record_experts=True)
 
   def test_different_numbers(self):
     layers = _layers((_ATTENTION,), "plain") + _layers((_ATTENTION,), "limit")
@@ -313,7 +313,7 @@ class TestArguments:
     sizes = _sizes(config)
     kv = models.init_kv(config, sizes)
     numbers = paged.init_expert_ids(sizes, num_layers=3, width=4)
-    view = jaxkv.view(jaxkv.init(sizes), counts=[1])
+    view = jaxkv.view(jaxkv.init(sizes), num_tokens=[1])
     with pytest.raises(
       ValueError, match="`kv` must have ExpertIdPages of 3 lay"
     ):
@@ -325,7 +325,7 @@ class TestArguments:
       config=config, params={}, max_length=20, stop_tokens=(),
       open_tokenizer=NotImplemented,
     )  # fmt: skip
-    kv = model.init_kv(_sizes(config), experts=True)
+    kv = model.init_kv(_sizes(config), record_experts=True)
     assert isinstance(kv[-1], paged.ExpertIdPages)
     assert isinstance(model.init_kv(_sizes(config)), paged.KVPages)
 
@@ -333,6 +333,6 @@ class TestArguments:
     for name, dtype in (("plain", np.uint8), ("states", np.uint16)):
       config = _decoder(name)
       sizes = _sizes(config)
-      kv = models.init_kv(config, sizes, experts=True)
+      kv = models.init_kv(config, sizes, record_experts=True)
       assert kv[-1].values.dtype == dtype
       assert kv[-1].group == len(sizes.groups) - 1

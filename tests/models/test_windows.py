@@ -106,27 +106,27 @@ class _Paged:
     self.kv = models.init_kv(config, sizes)
     self.num_recycled = 0
 
-  def __call__(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
+  def __call__(self, tokens: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
     """Logits of int32[B, T] tokens, of which each row has some."""
     self.state, recycled = jaxkv.recycle(self.state)
     self.num_recycled += int(recycled.num_recycled_pages.sum())
-    self.state, out = jaxkv.allocate(self.state, counts)
+    self.state, out = jaxkv.allocate(self.state, num_tokens)
     assert np.all(out.ok)
     held = self.state.num_pages - self.state.num_skipped_pages
     assert np.all(np.asarray(held) <= self.most)
     self._poison_free_pages()
     views = tuple(
-      jaxkv.view(self.state, group=group, counts=counts)
+      jaxkv.view(self.state, group=group, num_tokens=num_tokens)
       for group in range(len(models.cache_groups(self.config)))
     )
     columns = np.arange(tokens.shape[1], dtype=np.int32)
     positions = np.asarray(self.state.length)[:, None] + columns
-    logits = self.forward(tokens, positions, counts, views)
-    self.state, out = jaxkv.commit(self.state, tokens, counts)
+    logits = self.forward(tokens, positions, num_tokens, views)
+    self.state, out = jaxkv.commit(self.state, tokens, num_tokens)
     assert np.all(out.ok)
     return logits
 
-  def forward(self, tokens, positions, counts, views):
+  def forward(self, tokens, positions, num_tokens, views):
     """Logits [B, T, V]."""
     logits, self.kv = models.forward(
       self.params,
@@ -158,16 +158,16 @@ def _in_steps(step: Any) -> np.ndarray:
   found = np.full((*tokens.shape, _VOCAB), np.nan, np.float32)
   starts = np.zeros(_ROWS, np.int32)
   while np.any(starts < _TOTAL):
-    counts = np.where(starts < prompts, prompts - starts, _TOTAL > starts)
-    counts = np.minimum(counts, _CHUNK).astype(np.int32)
-    width = _CHUNK if np.any(counts > 1) else 1
+    num_tokens = np.where(starts < prompts, prompts - starts, _TOTAL > starts)
+    num_tokens = np.minimum(num_tokens, _CHUNK).astype(np.int32)
+    width = _CHUNK if np.any(num_tokens > 1) else 1
     piece = np.zeros((_ROWS, width), np.int32)
-    for row, count in enumerate(counts):
+    for row, count in enumerate(num_tokens):
       piece[row, :count] = tokens[row, starts[row] : starts[row] + count]
-    logits = step(piece, counts)
-    for row, count in enumerate(counts):
+    logits = step(piece, num_tokens)
+    for row, count in enumerate(num_tokens):
       found[row, starts[row] : starts[row] + count] = logits[row, :count]
-    starts += counts
+    starts += num_tokens
   return found
 
 
@@ -223,7 +223,7 @@ class TestMemory:
         head_dim=4,
         dtype=config.dtype,
       )
-      view = jaxkv.view(jaxkv.init(sizes), counts=[1])
+      view = jaxkv.view(jaxkv.init(sizes), num_tokens=[1])
       views = (view,) * num_views if num_views else view
       token = jnp.zeros((1, 1), jnp.int32)
       models.forward(_params(config), token, token, kv, views, config=config)

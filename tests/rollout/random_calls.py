@@ -35,7 +35,7 @@ CONFIG = rollout.RolloutConfig(
   admissions=2,
   window=5,
   max_overtaken=3,
-  experts=True,
+  record_experts=True,
 )
 SIZES = jaxkv.CacheConfig(
   num_pages=22, page_size=2, num_slots=4, pages_per_slot=_LIMIT // 2

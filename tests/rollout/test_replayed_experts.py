@@ -28,7 +28,7 @@ _CONFIG = rollout.RolloutConfig(
   draft_tokens=2,
   draft_match=1,
   draft_columns=3,
-  experts=True,
+  record_experts=True,
 )
 
 
@@ -167,7 +167,7 @@ def test_in_place():
 
 class TestArguments:
   def test_nothing_is_kept_unasked(self):
-    config = dataclasses.replace(_CONFIG, experts=False)
+    config = dataclasses.replace(_CONFIG, record_experts=False)
     assert rollout.generated(_begun(config=config)).experts is None
 
   def test_a_memory_without_experts(self):
@@ -233,7 +233,7 @@ def test_a_trainer_uses_the_same():
     groups=models.cache_groups(_DECODER),
   )  # fmt: skip
   config = rollout.RolloutConfig(
-    num_samples=2, max_new_tokens=8, prefill_chunk=8, experts=True
+    num_samples=2, max_new_tokens=8, prefill_chunk=8, record_experts=True
   )
   rng = np.random.default_rng(0)
   prompts = rng.integers(0, 23, (3, 16)).astype(np.int32)
@@ -245,7 +245,7 @@ def test_a_trainer_uses_the_same():
     )
   )
   cache = jaxkv.init(sizes)
-  kv = models.init_kv(_DECODER, sizes, experts=True)
+  kv = models.init_kv(_DECODER, sizes, record_experts=True)
   hits = 0
   for key in (1, 2):
     state = rollout.init(

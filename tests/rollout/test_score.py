@@ -374,7 +374,7 @@ def test_rows_are_those_of_the_model():
   seen = []
 
   def model(params, tokens, positions, kv, views):
-    count = jnp.sum(views[0].prefill.counts)
+    count = jnp.sum(views[0].prefill.num_tokens)
     jax.debug.callback(lambda count: seen.append(int(count)), count)
     return by_hand.model(params, tokens, positions, kv, views)
 

@@ -62,7 +62,7 @@ def _hash_rows(states, view, layer, tokens, begins):
 
   def step(number, carry):
     state, out = carry
-    real = number < view.counts
+    real = number < view.num_tokens
     column = jnp.where(real, begins + number, columns)
     after = _after(
       state, tokens.at[column].get(mode="clip"), layer.astype(jnp.float32)
@@ -70,7 +70,7 @@ def _hash_rows(states, view, layer, tokens, begins):
     state = jnp.where(real[:, None], after, state)
     return state, out.at[column].set(state, mode="drop")
 
-  longest = jnp.max(view.counts)
+  longest = jnp.max(view.num_tokens)
   state, out = lax.fori_loop(0, longest, step, (state, out))
   return memory.write_state(states, view, layer, {"hash": state}), out
 
@@ -89,8 +89,8 @@ def _model(params, tokens, positions, kv, views):
       states, view.decode, index, tokens[0, :single], begins
     )
     if view.prefill is not None:
-      counts = view.prefill.counts
-      begins = jnp.cumsum(counts, dtype=jnp.int32) - counts
+      num_tokens = view.prefill.num_tokens
+      begins = jnp.cumsum(num_tokens, dtype=jnp.int32) - num_tokens
       states, more = _hash_rows(
         states, view.prefill, index, tokens[0, single:], begins
       )

@@ -111,9 +111,9 @@ def _check() -> None:
   size = {"num_layers": 1, "num_kv_heads": 8, "head_dim": 128}
   kv = jaxkv.kv.init(config, **size, dtype=jnp.bfloat16)
   tokens = jnp.arange(5, dtype=jnp.int32)[None]
-  counts = jnp.asarray([5], jnp.int32)
-  state, _ = jaxkv.allocate(jaxkv.init(config), counts)
-  view = jaxkv.view(state, counts=counts)
+  num_tokens = jnp.asarray([5], jnp.int32)
+  state, _ = jaxkv.allocate(jaxkv.init(config), num_tokens)
+  view = jaxkv.view(state, num_tokens=num_tokens)
   q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 5, 8, 128)).astype(
     jnp.bfloat16
   )
@@ -122,7 +122,7 @@ def _check() -> None:
     np.asarray(jaxkv.kv.attend(kv, view, 0, q, backend=name), np.float32)
     for name in ("auto", "xla")
   )
-  state, _ = jaxkv.commit(state, tokens, counts)
+  state, _ = jaxkv.commit(state, tokens, num_tokens)
   jaxkv.check(state)
   error = np.abs(out - expected).max()
   if not error < _TOLERANCE:

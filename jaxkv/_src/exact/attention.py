@@ -39,13 +39,13 @@ class TokenRows(NamedTuple):
     pools: keys and values [N, K, S, D]; one pool for latents.
     page_table: int32[B, M], the page ids of each sequence.
     starts: int32[B], the position of each sequence's first new token.
-    counts: int32[B], the number of new tokens of each sequence.
+    num_tokens: int32[B], the number of new tokens of each sequence.
   """
 
   pools: tuple[jax.Array, ...]
   page_table: jax.Array
   starts: jax.Array
-  counts: jax.Array
+  num_tokens: jax.Array
 
 
 def check_exact(
@@ -78,9 +78,9 @@ def attend_packed(
     [T, H, Dv]; float32[T, H], log-sum-exps.
   """
   num_queries = q.shape[0]
-  ends = jnp.cumsum(sequences.counts, dtype=jnp.int32)
+  ends = jnp.cumsum(sequences.num_tokens, dtype=jnp.int32)
   tiles = kernels.tile_queries(
-    sequences.starts + sequences.counts,
+    sequences.starts + sequences.num_tokens,
     jnp.concatenate([jnp.zeros_like(ends, shape=(1,)), ends]),
     num_queries,
     num_queries,
@@ -110,12 +110,12 @@ def attend_rectangle(
   q = jnp.pad(q, ((0, 0), (0, num_rows * width - columns), (0, 0), (0, 0)))
   first = jnp.arange(num_rows, dtype=jnp.int32)[None] * width
   # A larger count would turn the padding of the last tile into queries.
-  counts = jnp.minimum(sequences.counts, columns)
+  num_tokens = jnp.minimum(sequences.num_tokens, columns)
   rows = TokenRows(
     sequences.pools,
     jnp.repeat(sequences.page_table, num_rows, axis=0),
     (sequences.starts[:, None] + first).ravel(),
-    jnp.clip(counts[:, None] - first, 0, width).ravel(),
+    jnp.clip(num_tokens[:, None] - first, 0, width).ravel(),
   )
   q = q.reshape(batch * num_rows, width, *q.shape[2:])
   out, lse = _read(rows, q, call)
@@ -154,6 +154,6 @@ def _read(
     keywords = call | {"options": options, "page_offset": offset}
     return attention(q, *pools, *context, **keywords)
 
-  context = (rows.page_table, rows.starts, rows.counts)
+  context = (rows.page_table, rows.starts, rows.num_tokens)
   weights = (rows.pools, options, offset)
   return row_loop.loop(attend_rows, weights, (q, *context), tile=_ROWS)

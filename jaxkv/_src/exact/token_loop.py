@@ -19,7 +19,7 @@ from jaxkv._src.exact import row_loop
 _ROWS = 8
 
 Recurrence = Callable[..., tuple[jax.Array, Any]]
-"""`(weights, inputs, states, counts) -> (out, states)`: takes inputs
+"""`(weights, inputs, states, num_tokens) -> (out, states)`: takes inputs
 [B, T, ...], the states of B sequences, and int32[B], how many of each row's
 inputs are tokens; returns outputs [B, T, ...] and the new states."""
 
@@ -57,7 +57,7 @@ def recur(
   Args:
     run: the recurrence; it must not close over arrays.
     weights: a pytree of arrays.
-    *arguments: inputs, states and counts, see `Recurrence`.
+    *arguments: inputs, states and numbers of tokens, see `Recurrence`.
 
   Returns:
     The result of `run`, up to rounding.
@@ -67,10 +67,10 @@ def recur(
 
 
 def _token_by_token(
-  run: Recurrence, weights: Any, inputs: Any, states: Any, counts: jax.Array
+  run: Recurrence, weights: Any, inputs: Any, states: Any, num_tokens: jax.Array
 ) -> tuple[jax.Array, Any]:
   columns = jax.tree.leaves(inputs)[0].shape[1]
-  shape = jax.eval_shape(run, weights, inputs, states, counts)[0]
+  shape = jax.eval_shape(run, weights, inputs, states, num_tokens)[0]
   out = jnp.zeros(shape.shape, shape.dtype)
 
   def of_token(
@@ -86,14 +86,14 @@ def _token_by_token(
     token = jax.tree.map(
       lambda x: lax.dynamic_index_in_dim(x, column, 1, keepdims=False), inputs
     )
-    count = (column < counts).astype(jnp.int32)
+    count = (column < num_tokens).astype(jnp.int32)
     rows = (token, states, count)
     read, states = row_loop.loop(of_token, weights, rows, tile=_ROWS)
     return lax.dynamic_update_index_in_dim(out, read, column, 1), states
 
   # Columns past the longest sequence are not computed.
-  end = jnp.minimum(jnp.max(counts, initial=0), columns).astype(jnp.int32)
+  end = jnp.minimum(jnp.max(num_tokens, initial=0), columns).astype(jnp.int32)
   out, states, end, _ = sharding.match_varying_axes(
-    (out, states, end, (weights, inputs, counts))
+    (out, states, end, (weights, inputs, num_tokens))
   )
   return lax.fori_loop(jnp.zeros_like(end), end, trip, (out, states))

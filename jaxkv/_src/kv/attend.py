@@ -84,7 +84,7 @@ def attend(
 
   Returns:
     [B, T, H, D] in q's dtype, or [B, T, H, Dv] for latents with `value_dim` Dv.
-    Zeros in columns past `view.counts`.
+    Zeros in columns past `view.num_tokens`.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -123,7 +123,7 @@ def attend_with_lse(
 
   Returns:
     The output of `attend`, and float32[B, T, H], log-sum-exps (natural log,
-    with the sinks); -inf in columns past `view.counts`.
+    with the sinks); -inf in columns past `view.num_tokens`.
   """
   check_rows(view, "q", q)
   if q.ndim != 4:
@@ -279,7 +279,7 @@ def _rectangle(
   if kv.v is None:
     attention = kernels.mla_attention_padded
   return attention(
-    q, *_pools(kv), rows.page_table, rows.starts, rows.counts, **call
+    q, *_pools(kv), rows.page_table, rows.starts, rows.num_tokens, **call
   )
 
 
@@ -288,7 +288,7 @@ def _packed(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes attention of queries [C, H, D], packed one row after another."""
   begins = jnp.zeros((1,), jnp.int32)
-  ends = jnp.cumsum(rows.counts, dtype=jnp.int32)
+  ends = jnp.cumsum(rows.num_tokens, dtype=jnp.int32)
   attention: Callable[..., Any] = kernels.paged_attention
   if kv.v is None:
     attention = kernels.mla_attention
@@ -296,7 +296,7 @@ def _packed(
     q,
     *_pools(kv),
     rows.page_table,
-    rows.starts + rows.counts,
+    rows.starts + rows.num_tokens,
     jnp.concatenate([begins, ends]),
     **call,
   )
@@ -324,7 +324,7 @@ def _attend_single(
       q, kv.k, kv.v, rows.page_table, lengths, plan=rows.plan, **call
     )
   # The kernels return the sink's log-sum-exp for an idle row, of length 0.
-  return out, jnp.where((rows.counts > 0)[:, None], lse, -jnp.inf)
+  return out, jnp.where((rows.num_tokens > 0)[:, None], lse, -jnp.inf)
 
 
 def _exact_rectangle(
@@ -344,5 +344,5 @@ def _exact_packed(
 
 def _sequences(kv: KVPages, rows: View) -> exact_attention.TokenRows:
   return exact_attention.TokenRows(
-    _pools(kv), rows.page_table, rows.starts, rows.counts
+    _pools(kv), rows.page_table, rows.starts, rows.num_tokens
   )

@@ -28,7 +28,8 @@ def attend_packed(
 
   Args:
     kv: the pages.
-    rows: row b has `counts[b]` queries, which see positions 0 .. starts[b] - 1.
+    rows: row b has `num_tokens[b]` queries, which see positions
+      0 .. starts[b] - 1.
     q: [C, H, D], C queries with H heads.
     call: further arguments of `kernels.paged_decode`.
 
@@ -36,14 +37,14 @@ def attend_packed(
     [C, H, D]; float32[C, H], log-sum-exps.
   """
   begins = jnp.zeros((1,), jnp.int32)
-  ends = jnp.cumsum(rows.counts, dtype=jnp.int32)
+  ends = jnp.cumsum(rows.num_tokens, dtype=jnp.int32)
   runs = jnp.concatenate([begins, ends])
   columns = q.shape[0]
   tiles = kernels.tile_queries(rows.starts, runs, columns, columns)
   tile_rows = View(
     page_table=jnp.take(rows.page_table, tiles.sequences, axis=0, mode="clip"),
     starts=jnp.take(rows.starts, tiles.sequences, mode="clip"),
-    counts=tiles.counts,
+    num_tokens=tiles.counts,
   )
   out, lse = attend_rectangle(kv, tile_rows, tiles.pack(q), call)
   return tiles.unpack(out, lse)
@@ -62,7 +63,7 @@ def attend_rectangle(
   q = jnp.pad(q, ((0, 0), (0, pieces * size - columns), (0, 0), (0, 0)))
   first = jnp.arange(pieces, dtype=jnp.int32)[None] * size
   # A piece without queries gets length 0, so that it reads nothing.
-  has_query = first < rows.counts[:, None]
+  has_query = first < rows.num_tokens[:, None]
   lengths = jnp.where(has_query, rows.starts[:, None], 0).reshape(-1)
   # K/V heads go before columns: query head h reads K/V head h // (H // K).
   queries = q.reshape(batch * pieces, size, groups, heads // groups, dim)
@@ -83,7 +84,9 @@ def attend_rectangle(
     array = array.reshape(shape).swapaxes(1, 2)
     return array.reshape(batch, pieces * size, heads, -1)[:, :columns]
 
-  is_query = jnp.arange(columns, dtype=jnp.int32)[None] < rows.counts[:, None]
+  is_query = (
+    jnp.arange(columns, dtype=jnp.int32)[None] < rows.num_tokens[:, None]
+  )
   out, lse = to_columns(out), to_columns(lse[..., None])[..., 0]
   out = jnp.where(is_query[..., None, None], out, jnp.zeros_like(out))
   return out, jnp.where(is_query[..., None], lse, -jnp.inf)

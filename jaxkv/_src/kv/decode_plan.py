@@ -50,7 +50,7 @@ def plan_decode(
     >>> view = jaxkv.kv.View(
     ...   page_table=jnp.asarray([[5, 6, 7, 8], [9, 0, 0, 0]], jnp.int32),
     ...   starts=jnp.asarray([200, 30], jnp.int32),
-    ...   counts=jnp.asarray([1, 1], jnp.int32),
+    ...   num_tokens=jnp.asarray([1, 1], jnp.int32),
     ... )
     >>> view = jaxkv.kv.plan_decode(kv, view, backend="mosaic_gpu")
     >>> view.plan.row[:5].tolist(), view.plan.first[:5].tolist()

@@ -147,7 +147,8 @@ def write_expert_ids(
     >>> pages = init_expert_ids(config, num_layers=1, width=2)
     >>> cache, _ = jaxkv.allocate(jaxkv.init(config), [3])
     >>> new = jnp.asarray([[[1, 6], [0, 3], [5, 4]]])
-    >>> pages = write_expert_ids(pages, jaxkv.view(cache, counts=[3]), 0, new)
+    >>> view = jaxkv.view(cache, num_tokens=[3])
+    >>> pages = write_expert_ids(pages, view, 0, new)
     >>> cache, _ = jaxkv.commit(cache, [[7, 8, 9]], [3])
     >>> table = cache.page_table[:, pages.group]
     >>> read_expert_ids(pages, table, cache.length)[0, :4, 0].tolist()

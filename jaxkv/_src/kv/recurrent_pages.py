@@ -183,17 +183,17 @@ def write_state(
   layer: jax.Array | int,
   states: Mapping[str, jax.Array],
 ) -> StatePages:
-  """Writes each row's state in one layer as of `starts + counts` tokens.
+  """Writes each row's state in one layer as of `starts + num_tokens` tokens.
 
   Stores the state in the page of the row's last token. Skips a row whose
-  `counts` is 0 or whose page is missing.
+  `num_tokens` is 0 or whose page is missing.
 
   Other sequences may reuse a full page, so it must hold the state at its end.
   If the new tokens begin inside a page and go past its end, call this function
-  twice: first with the state at the end of the page and `counts` up to there.
-  Tokens that begin at the start of a page can span several pages in one call if
-  a single `allocate` made room for them: it allocates the last of these pages
-  alone, so there is no other state to store.
+  twice: first with the state at the end of the page and `num_tokens` up to
+  there. Tokens that begin at the start of a page can span several pages in one
+  call if a single `allocate` made room for them: it allocates the last of these
+  pages alone, so there is no other state to store.
 
   Args:
     pages: the states.
@@ -223,11 +223,11 @@ def write_state(
     ...   config, num_layers=1, shapes={"sum": ((2,), "float32")}
     ... )
     >>> cache, _ = jaxkv.allocate(jaxkv.init(config), [3])
-    >>> view = jaxkv.view(cache, counts=[3])
+    >>> view = jaxkv.view(cache, num_tokens=[3])
     >>> state = read_state(pages, view, 0)["sum"]
     >>> pages = write_state(pages, view, 0, {"sum": state + 5})
     >>> cache, _ = jaxkv.commit(cache, [[7, 8, 9]], [3])
-    >>> read_state(pages, jaxkv.view(cache, counts=[1]), 0)["sum"].tolist()
+    >>> read_state(pages, jaxkv.view(cache, num_tokens=[1]), 0)["sum"].tolist()
     [[5.0, 5.0]]
   """
   rows = _rows(view)
@@ -242,7 +242,7 @@ def _write(
 ) -> StatePages:
   # A row without new tokens counts as 0 tokens, for which `_state_rows` returns
   # an index out of range, so nothing is written.
-  tokens = jnp.where(rows.counts > 0, rows.starts + rows.counts, 0)
+  tokens = jnp.where(rows.num_tokens > 0, rows.starts + rows.num_tokens, 0)
   index = _state_rows(pages, rows, tokens, layer)
   arrays = {
     name: array.at[index].set(

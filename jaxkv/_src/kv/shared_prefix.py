@@ -62,7 +62,7 @@ def share(
     >>> view = jaxkv.kv.View(
     ...   page_table=jnp.asarray([[5, 6, 7, 8], [5, 6, 7, 9]], jnp.int32),
     ...   starts=jnp.asarray([800, 900], jnp.int32),
-    ...   counts=jnp.asarray([1, 1], jnp.int32),
+    ...   num_tokens=jnp.asarray([1, 1], jnp.int32),
     ... )
     >>> view = jaxkv.kv.share(kv, view, num_clusters=1, cluster_size=2)
     >>> view.shared.tokens  # three pages, read once for both
@@ -127,10 +127,10 @@ def refresh_shared(
     >>> view = jaxkv.kv.View(
     ...   page_table=jnp.asarray([[5, 6, 7, 8], [5, 6, 7, 9]], jnp.int32),
     ...   starts=jnp.asarray([800, 900], jnp.int32),
-    ...   counts=jnp.asarray([1, 1], jnp.int32),
+    ...   num_tokens=jnp.asarray([1, 1], jnp.int32),
     ... )
     >>> view = jaxkv.kv.share(kv, view, num_clusters=1, cluster_size=2)
-    >>> ended = dataclasses.replace(view, counts=jnp.zeros((2,), jnp.int32))
+    >>> ended = dataclasses.replace(view, num_tokens=jnp.zeros((2,), jnp.int32))
     >>> jaxkv.kv.refresh_shared(kv, ended).view.shared.tokens
     Array([0], dtype=int32)
   """

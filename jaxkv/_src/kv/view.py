@@ -20,27 +20,27 @@ from jaxkv._src.kv.memory import check_group
 class View:
   """The pages of B sequences, and their new tokens in this call.
 
-  Arrays of a call have T columns in each row. The first `counts[b]` columns of
-  row b are tokens at positions `starts[b]`, `starts[b] + 1` ...; the others are
-  padding. `jaxkv.view` makes views.
+  Arrays of a call have T columns in each row. The first `num_tokens[b]` columns
+  of row b are tokens at positions `starts[b]`, `starts[b] + 1` ...; the others
+  are padding. `jaxkv.view` makes views.
 
-  For the next step, replace `starts` and `counts`; you can keep `shared` and
-  `plan`. `attend` checks which rows still begin with the pages in `shared`, and
-  reads all other rows separately. An old plan balances the work less well, but
-  gives correct results.
+  For the next step, replace `starts` and `num_tokens`; you can keep `shared`
+  and `plan`. `attend` checks which rows still begin with the pages in `shared`,
+  and reads all other rows separately. An old plan balances the work less well,
+  but gives correct results.
 
   Attributes:
     page_table: page ids of each row's sequence, in the order of its tokens, for
       one layer group; a missing page is 0 (the null page) or out of range.
     starts: the position of each row's first new token.
-    counts: the number of new tokens in each row; 0 for an idle row.
+    num_tokens: the number of new tokens in each row; 0 for an idle row.
     shared: pages that rows have in common, from `jaxkv.kv.share`; or None.
     plan: equal pieces of decode work, from `jaxkv.kv.plan_decode`; or None.
   """
 
   page_table: jax.Array  # int32[B, M]
   starts: jax.Array  # int32[B]
-  counts: jax.Array  # int32[B]
+  num_tokens: jax.Array  # int32[B]
   shared: kernels.SharedPrefix | None = None
   plan: kernels.DecodePlan | None = None
 
@@ -68,9 +68,10 @@ class PackedView:
 
   A call has a single row of B + C columns. Column b < B is the new token of row
   b of `decode`. Columns from B on are the new tokens of `prefill`, one row
-  after another: `prefill.counts[p]` for row p, then padding. So the cost of a
-  step grows with its number of tokens, not with the length of its longest row.
-  Tokens of `decode` use the decode kernel, which is cheaper than chunks of one.
+  after another: `prefill.num_tokens[p]` for row p, then padding. So the cost of
+  a step grows with its number of tokens, not with the length of its longest
+  row. Tokens of `decode` use the decode kernel, which is cheaper than chunks of
+  one.
 
   A sequence can have tokens in both parts, in any order, because `write` stores
   all of them before `attend` reads.
@@ -88,7 +89,7 @@ def view(
   state: CacheState,
   *,
   group: int = 0,
-  counts: Any,
+  num_tokens: Any,
   num_encoder_tokens: Any = None,
 ) -> View:
   """Returns the view of all slots of a cache, for the layers of one group.
@@ -98,8 +99,8 @@ def view(
   Args:
     state: the cache.
     group: the layer group, 0..G-1.
-    counts: int32[B], the new tokens of each slot in this call; 0 for an idle
-      slot. Any integer array or list is cast.
+    num_tokens: int32[B], the number of new tokens of each slot in this call; 0
+      for an idle slot. Any integer array or list is cast.
     num_encoder_tokens: int32[B], tokens of each slot's encoder, as passed to
       `admit` and `allocate`; required for groups of `CrossAttention`, None for
       others.
@@ -109,23 +110,27 @@ def view(
     `num_encoder_tokens`, so that `attend(causal=False)` sees all of them.
 
   Raises:
-    TypeError: `state` is not a CacheState, or `counts` does not hold integers.
-    ValueError: `state` is a stack of states, the group does not exist, `counts`
-      or `num_encoder_tokens` has a shape or value that is not supported, or
-      `num_encoder_tokens` is missing for an encoder's group or set for another.
+    TypeError: `state` is not a CacheState, or `num_tokens` does not hold
+      integers.
+    ValueError: `state` is a stack of states, the group does not exist,
+      `num_tokens` or `num_encoder_tokens` has a shape or value that is not
+      supported, or `num_encoder_tokens` is missing for an encoder's group or
+      set for another.
 
   Examples:
     >>> import jaxkv
     >>> config = jaxkv.CacheConfig(
     ...   num_pages=8, page_size=4, num_slots=2, pages_per_slot=4
     ... )
-    >>> view(jaxkv.init(config), counts=[3, 0]).starts
+    >>> view(jaxkv.init(config), num_tokens=[3, 0]).starts
     Array([0, 0], dtype=int32)
   """
   check_single(state)
   check_group(state.config, group)
-  counts = as_int32("counts", counts)
-  check_shape("counts", counts, state.length.shape, ", one for each slot")
+  num_tokens = as_int32("num_tokens", num_tokens)
+  check_shape(
+    "num_tokens", num_tokens, state.length.shape, ", one for each slot"
+  )
   kind, starts = state.config.groups[group], state.length
   if kind.holds_encoder != (num_encoder_tokens is not None):
     expected = "given" if kind.holds_encoder else "None"
@@ -140,7 +145,7 @@ def view(
   return View(
     page_table=state.page_table[:, group],
     starts=starts,
-    counts=jnp.asarray(counts),
+    num_tokens=jnp.asarray(num_tokens),
   )
 
 
@@ -154,14 +159,14 @@ def rows_of(view: View | FreshView) -> View:
 
 def decode_lengths(view: View) -> jax.Array:
   """Returns int32[B], lengths including the new token; 0 for idle rows."""
-  return jnp.where(view.counts > 0, view.starts + 1, 0)
+  return jnp.where(view.num_tokens > 0, view.starts + 1, 0)
 
 
 def positions(view: View, columns: int) -> jax.Array:
   """Returns int32[B, T], the position of each token, -1 for padding."""
   # No token has position -1, so callers can tell padding from tokens.
   column = jnp.arange(columns, dtype=jnp.int32)[None]
-  is_token = column < view.counts[:, None]
+  is_token = column < view.num_tokens[:, None]
   return jnp.where(is_token, view.starts[:, None] + column, -1)
 
 
@@ -172,11 +177,11 @@ def packed_positions(view: View, columns: int) -> tuple[jax.Array, jax.Array]:
     int32[C] rows, P for padding; int32[C] positions, -1 for padding.
   """
   # A column's row is the number of rows that end at or before it.
-  ends = jnp.cumsum(view.counts, dtype=jnp.int32)
+  ends = jnp.cumsum(view.num_tokens, dtype=jnp.int32)
   column = jnp.arange(columns, dtype=jnp.int32)
   row = jnp.sum(column[:, None] >= ends[None], axis=1, dtype=jnp.int32)
-  # `ends - counts` is the column in which a row begins.
-  first = (view.starts - (ends - view.counts)).at[row].get(mode="clip")
+  # `ends - num_tokens` is the column in which a row begins.
+  first = (view.starts - (ends - view.num_tokens)).at[row].get(mode="clip")
   return row, jnp.where(column < ends[-1], first + column, -1)
 
 
@@ -190,7 +195,7 @@ def check_view(view: View) -> None:
   arguments.check_int32("view.page_table", view.page_table, ("B", "M"))
   shape = view.page_table.shape
   arguments.check_int32("view.starts", view.starts, (shape[0],))
-  arguments.check_int32("view.counts", view.counts, (shape[0],))
+  arguments.check_int32("view.num_tokens", view.num_tokens, (shape[0],))
   # `own_table` has the shape of the table that `share` split.
   if view.shared is not None and view.shared.own_table.shape != shape:
     raise ValueError(

@@ -31,10 +31,11 @@ def write(
 ) -> KVPages:
   """Writes the new tokens' keys and values in one layer.
 
-  Does not write columns past `view.counts`, nor tokens without a page: those
-  whose entry in the page table is 0 (the null page), out of range or missing.
-  Call `jaxkv.allocate` first, which reports the tokens that get no page. Not
-  differentiable: pages stored as bits have a zero gradient, without an error.
+  Does not write columns past `view.num_tokens`, nor tokens without a page:
+  those whose entry in the page table is 0 (the null page), out of range or
+  missing. Call `jaxkv.allocate` first, which reports the tokens that get no
+  page. Not differentiable: pages stored as bits have a zero gradient, without
+  an error.
 
   Args:
     kv: the pages.

@@ -56,9 +56,9 @@ class RolloutConfig:
       bit-identical in every slot, and equal to those of a trainer and of
       `score` at the same temperature, unless filters, penalties or `process`
       change the distribution.
-    experts: whether to record the experts of each token, also in prompts and
-      cached prefixes, for a trainer to replay. Needs a memory with expert ids,
-      as from `jaxkv.models.init_kv(experts=True)`.
+    record_experts: whether to record the experts of each token, also in prompts
+      and cached prefixes, for a trainer to replay. Needs a memory with expert
+      ids, as from `jaxkv.models.init_kv(record_experts=True)`.
     timeline: X, the number of recent steps that `timeline` can show.
 
   Raises:
@@ -82,7 +82,7 @@ class RolloutConfig:
   top_log_probs: int = 0
   prompt_log_probs: bool = False
   numerics: Literal["fast", "exact"] = "fast"
-  experts: bool = False
+  record_experts: bool = False
   timeline: int = 0
 
   def __post_init__(self):

@@ -288,7 +288,7 @@ def _first(views: tuple[View, ...], rows: int) -> tuple[View, ...]:
     View(
       page_table=view.page_table[:rows],
       starts=view.starts[:rows],
-      counts=view.counts[:rows],
+      num_tokens=view.num_tokens[:rows],
     )
     for view in views
   )

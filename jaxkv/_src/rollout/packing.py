@@ -205,27 +205,27 @@ def single_views(cache: CacheState, work: Work) -> tuple[View, ...]:
   """Returns the views of the single columns, including drafts, by group."""
   valid = work.slots < cache.config.num_slots
   starts = indexing.take(cache.length, work.slots) + work.offsets
-  counts = valid.astype(jnp.int32)
-  return views(cache, work.slots, starts, counts)
+  num_tokens = valid.astype(jnp.int32)
+  return views(cache, work.slots, starts, num_tokens)
 
 
 def chunk_views(cache: CacheState, work: Work) -> tuple[View, ...]:
   """Returns the views of the prompts' columns, by group."""
   slots = work.order[:CHUNK_ROWS]
-  starts, counts = indexing.take(cache.length, slots), work.chunks[:CHUNK_ROWS]
-  return views(cache, slots, starts, counts)
+  starts = indexing.take(cache.length, slots)
+  return views(cache, slots, starts, work.chunks[:CHUNK_ROWS])
 
 
 def views(
   cache: CacheState,
   slots: Array,
   starts: Array,
-  counts: Array,
+  num_tokens: Array,
 ) -> tuple[View, ...]:
   """Returns the views of slots, int32[R], B for none, by group."""
   tables = indexing.take(cache.page_table, slots, fill=cache.config.no_page)
   return tuple(
-    View(page_table=tables[:, group], starts=starts, counts=counts)
+    View(page_table=tables[:, group], starts=starts, num_tokens=num_tokens)
     for group in range(len(cache.config.groups))
   )
 

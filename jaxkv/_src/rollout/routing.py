@@ -23,14 +23,14 @@ from jaxkv._src.rollout.sequences import Sequences
 
 def check_experts(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
   """Raises ValueError unless the memory records experts, if requested."""
-  if not config.experts:
+  if not config.record_experts:
     return
   pool = kv[-1] if isinstance(kv, tuple) else kv
   if not isinstance(pool, ExpertIdPages):
     raise ValueError(
       "`kv` must have ExpertIdPages as its last pool with"
-      f" RolloutConfig.experts, got {type(pool).__name__}; make it with "
-      "jaxkv.models.init_kv(experts=True)."
+      f" RolloutConfig.record_experts, got {type(pool).__name__}; make it with "
+      "jaxkv.models.init_kv(record_experts=True)."
     )
   kind = sizes.groups[pool.group]
   if kind.skips_pages:
@@ -44,7 +44,7 @@ def unknown_experts(
   kv: Pools, tokens: Array, config: RolloutConfig
 ) -> Array | None:
   """Returns -1 for all tokens, [Q, W, J, k]; None without experts."""
-  if not config.experts:
+  if not config.record_experts:
     return None
   pool = _pool(kv)
   shape = (*tokens.shape, pool.num_layers, pool.width)

@@ -117,7 +117,7 @@ class Sequences:
     stop_states: the stop-string automaton's state of each sequence; None
       without stop strings.  # int32[Q]
     experts: the experts of each token, written when the sequence leaves a slot;
-      -1 if unknown. None unless `RolloutConfig.experts`.
+      -1 if unknown. None unless `RolloutConfig.record_experts`.
       # int16 or int32[Q, W, J, k]
   """
 

@@ -161,8 +161,8 @@ def init(
     kv: the K/V memory of its pages: a pool, or a tuple of pools (see
       `jaxkv.kv`), which the model receives unchanged. Recurrent groups need
       `StatePages`. They stop each chunk of a sequence at the end of a page, and
-      place it in one part of a `PackedView`. `RolloutConfig.experts` needs
-      `ExpertIdPages` last.
+      place it in one part of a `PackedView`. `RolloutConfig.record_experts`
+      needs `ExpertIdPages` last.
     prompts: int32[P, L], padded at the end.
     lengths: int32[P], 1 .. L.
     key: key[]; equal keys give equal samples.

@@ -48,12 +48,12 @@ def _paged(decoder, params, tokens: np.ndarray, chunks) -> np.ndarray:
   kv = jax.tree.map(lambda a: a * jnp.nan, models.init_kv(decoder, config))
   found, start = [], 0
   for count in chunks:
-    counts = [count] * rows
+    num_tokens = [count] * rows
     cache, _ = jaxkv.recycle(cache)
-    cache, out = jaxkv.allocate(cache, counts)
+    cache, out = jaxkv.allocate(cache, num_tokens)
     assert bool(jnp.all(out.ok))
     views = tuple(
-      jaxkv.view(cache, group=group, counts=counts)
+      jaxkv.view(cache, group=group, num_tokens=num_tokens)
       for group in range(len(config.groups))
     )
     piece = jnp.asarray(tokens[:, start : start + count])
@@ -62,7 +62,7 @@ def _paged(decoder, params, tokens: np.ndarray, chunks) -> np.ndarray:
     logits, kv = models.forward(
       params, piece, positions, kv, views, config=decoder
     )
-    cache, _ = jaxkv.commit(cache, piece, counts)
+    cache, _ = jaxkv.commit(cache, piece, num_tokens)
     found.append(np.asarray(logits))
     start += count
   return np.concatenate(found, axis=1)

@@ -32,7 +32,7 @@ class Committed(Outcome):
 def commit(
   state: CacheState,
   tokens: Array,
-  counts: Array,
+  num_tokens: Array,
   *,
   slots: Array | None = None,
   mask: Array | None = None,
@@ -48,9 +48,9 @@ def commit(
 
   Args:
     state: the cache.
-    tokens: int32[R, T]; the first `counts[r]` of row r are the slot's next
+    tokens: int32[R, T]; the first `num_tokens[r]` of row r are the slot's next
       tokens.
-    counts: int32[R], 0 .. T; a slot with 0 does not change.
+    num_tokens: int32[R], 0 .. T; a slot with 0 does not change.
     slots: int32[R], the slots of the rows; None for all B slots in order.
     mask: bool[R], the rows to process; None for all.
 
@@ -74,11 +74,11 @@ def commit(
   code = first_code(
     (rows.skipped, Status.SKIPPED),
     (rows.bad, Status.BAD_SLOT),
-    ((counts != 0) & (room == 0), Status.SLOT_EMPTY),
-    ((counts < 0) | (counts > tokens.shape[1]), Status.BAD_LENGTH),
-    (counts > room - rows.read(state.length), Status.NO_ROOM),
+    ((num_tokens != 0) & (room == 0), Status.SLOT_EMPTY),
+    ((num_tokens < 0) | (num_tokens > tokens.shape[1]), Status.BAD_LENGTH),
+    (num_tokens > room - rows.read(state.length), Status.NO_ROOM),
   )
-  counts = jnp.where(code == Status.OK, counts, 0)
-  state, published = publish(state, rows, tokens, counts)
+  num_tokens = jnp.where(code == Status.OK, num_tokens, 0)
+  state, published = publish(state, rows, tokens, num_tokens)
   out = Committed(code=code, num_published_pages=published)
   return state, out

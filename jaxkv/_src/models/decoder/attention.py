@@ -242,14 +242,14 @@ def recur(
   weights: Params,
   inputs: tuple[jax.Array, jax.Array, jax.Array],
   states: dict[str, jax.Array],
-  counts: jax.Array,
+  num_tokens: jax.Array,
   *,
   attention: DeltaNet,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Runs convolution and delta rule; see `recurrent_pages.Recurrence`."""
   a, (channels, beta, decay) = attention, inputs
   channels, last = delta_net.causal_conv(
-    channels, weights["convolution"], states["convolution"], counts
+    channels, weights["convolution"], states["convolution"], num_tokens
   )
   channels = jax.nn.silu(channels)
   # Channels are in the order of `project_recurrence`.
@@ -263,7 +263,7 @@ def recur(
   # With keys of norm 1 an update moves the stored value towards v, not past v.
   q, k = delta_net.l2_normalized(q), delta_net.l2_normalized(k)
   out, delta = delta_net.gated_delta_rule(
-    q, k, v, decay, beta, states["delta"], counts
+    q, k, v, decay, beta, states["delta"], num_tokens
   )
   return out, {"convolution": last, "delta": delta}
 

@@ -11,7 +11,8 @@ query:
 
 `jaxkv.kv.write_state` stores S and the last inputs of the convolution in pages.
 All functions are differentiable. Functions take B rows of T tokens. Only the
-first `counts` tokens of a row are valid; the others do not change the state.
+first `num_tokens` tokens of a row are valid. The others do not change the
+state.
 Letters: C channels, W kernel width, K key heads (size Dk), H value heads (Dv).
 """
 
@@ -32,7 +33,7 @@ def causal_conv(
   x: Array,
   weight: Array,
   state: Array,
-  counts: Array,
+  num_tokens: Array,
 ) -> tuple[Array, Array]:
   """Computes a depthwise convolution over a token and the W - 1 before it.
 
@@ -43,11 +44,11 @@ def causal_conv(
     weight: float[C, W]; the last column is the weight of the token itself.
     state: float[B, C, W - 1], the inputs before the first token, oldest first;
       zeros at the start of a sequence.
-    counts: int32[B], tokens of each row.
+    num_tokens: int32[B], tokens of each row.
 
   Returns:
-    The outputs [B, T, C] in x's dtype; and the state after `counts` tokens, the
-    last W - 1 inputs, in the dtype of `state`.
+    The outputs [B, T, C] in x's dtype; and the state after `num_tokens` tokens,
+    the last W - 1 inputs, in the dtype of `state`.
 
   Examples:
     >>> x = jnp.asarray([[[1.0], [2.0], [3.0]]])
@@ -63,7 +64,7 @@ def causal_conv(
   batch, columns, channels = x.shape
   width = weight.shape[1]
   chex.assert_shape(state, (batch, channels, width - 1))
-  chex.assert_shape(counts, (batch,))
+  chex.assert_shape(num_tokens, (batch,))
   before = state.swapaxes(1, 2).astype(jnp.float32)
   inputs = jnp.concatenate([before, x.astype(jnp.float32)], axis=1)
   out = jnp.zeros((batch, columns, channels), jnp.float32)
@@ -71,9 +72,9 @@ def causal_conv(
   for shift in range(width):
     factor = weight[:, shift].astype(jnp.float32)[None, None]
     out = out + inputs[:, shift : shift + columns] * factor
-  # `inputs` begins W - 1 tokens before x, so its columns from `counts` on are
-  # the last W - 1 inputs.
-  last = counts[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None]
+  # `inputs` begins W - 1 tokens before x, so its columns from `num_tokens` on
+  # are the last W - 1 inputs.
+  last = num_tokens[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None]
   after = jnp.take_along_axis(inputs, last[..., None], axis=1, mode="clip")
   return out.astype(x.dtype), after.swapaxes(1, 2).astype(state.dtype)
 
@@ -114,7 +115,7 @@ def gated_delta_rule(
   decay: Array,
   beta: Array,
   state: Array,
-  counts: Array,
+  num_tokens: Array,
   *,
   chunk: int = 64,
 ) -> tuple[Array, Array]:
@@ -129,12 +130,12 @@ def gated_delta_rule(
     decay: float[B, T, H], logarithms of the decay factors; at most 0.
     beta: float[B, T, H], 0 .. 1, the share of a stored value that is replaced.
     state: float[B, H, Dk, Dv]; zeros at the start of a sequence.
-    counts: int32[B], tokens of each row, 0 .. T.
+    num_tokens: int32[B], tokens of each row, 0 .. T.
     chunk: static; tokens that are computed together.
 
   Returns:
-    [B, T, H, Dv] in v's dtype, zeros past `counts`; and the state after
-    `counts` tokens, float32[B, H, Dk, Dv].
+    [B, T, H, Dv] in v's dtype, zeros past `num_tokens`; and the state after
+    `num_tokens` tokens, float32[B, H, Dk, Dv].
 
   Raises:
     ValueError: H is not a multiple of K, or `chunk` is less than 1.
@@ -164,7 +165,7 @@ def gated_delta_rule(
   chex.assert_shape([decay, beta], (batch, columns, heads))
   chex.assert_shape(state, (batch, heads, k.shape[3], value_dim))
   times = heads // k.shape[2]
-  is_valid = jnp.arange(columns, dtype=jnp.int32)[None] < counts[:, None]
+  is_valid = jnp.arange(columns, dtype=jnp.int32)[None] < num_tokens[:, None]
   is_valid = is_valid[..., None]
   tokens = _Tokens(
     q=_by_head(jnp.repeat(q, times, axis=2)) * jnp.float32(k.shape[3] ** -0.5),
@@ -282,42 +283,42 @@ def _chunk(state: Array, tokens: _Tokens) -> tuple[Array, Array]:
   return state + _einsum("bhjk,bhjv->bhkv", decayed_keys, changes), out
 
 
-def to_rows(packed: Array, counts: Array, width: int) -> Array:
+def to_rows(packed: Array, num_tokens: Array, width: int) -> Array:
   """Unpacks tokens that are stored row after row, as in a `PackedView`.
 
   Args:
     packed: [C, ...], C columns with the tokens of P rows.
-    counts: int32[P], tokens of each row.
+    num_tokens: int32[P], tokens of each row.
     width: static; T. A row's tokens beyond T are dropped. Rollouts lose none,
       because they schedule at most a page of tokens per recurrent row.
 
   Returns:
-    [P, T, ...], with arbitrary tokens past `counts`.
+    [P, T, ...], with arbitrary tokens past `num_tokens`.
 
   Examples:
-    >>> counts = jnp.asarray([1, 2], jnp.int32)
-    >>> rows = to_rows(jnp.asarray([5, 6, 7, 0]), counts, 2)
-    >>> rows[1].tolist(), to_columns(rows, counts, 4).tolist()
+    >>> num_tokens = jnp.asarray([1, 2], jnp.int32)
+    >>> rows = to_rows(jnp.asarray([5, 6, 7, 0]), num_tokens, 2)
+    >>> rows[1].tolist(), to_columns(rows, num_tokens, 4).tolist()
     ([6, 7], [5, 6, 7, 0])
   """
-  begins = jnp.cumsum(counts, dtype=jnp.int32) - counts
+  begins = jnp.cumsum(num_tokens, dtype=jnp.int32) - num_tokens
   column = begins[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
   return packed.at[column].get(mode="clip")
 
 
-def to_columns(rows: Array, counts: Array, columns: int) -> Array:
+def to_columns(rows: Array, num_tokens: Array, columns: int) -> Array:
   """Packs rows into [C, ...] with zeros at the end, the inverse of `to_rows`.
 
   Args:
     rows: [P, T, ...], tokens of P rows.
-    counts: int32[P], tokens of each row, at most T.
+    num_tokens: int32[P], tokens of each row, at most T.
     columns: C, the length of the result.
   """
-  begins = jnp.cumsum(counts, dtype=jnp.int32) - counts
+  begins = jnp.cumsum(num_tokens, dtype=jnp.int32) - num_tokens
   column = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
   # Padding goes to a column out of range, which "drop" ignores.
   target = jnp.where(
-    column < counts[:, None], begins[:, None] + column, jnp.int32(columns)
+    column < num_tokens[:, None], begins[:, None] + column, jnp.int32(columns)
   )
   packed = jnp.zeros((columns, *rows.shape[2:]), rows.dtype)
   return packed.at[target].set(rows, mode="drop")

@@ -222,10 +222,12 @@ def _attend(
   all_tokens = View(
     page_table=table.reshape(rows, pages),
     starts=zeros,
-    counts=zeros + tokens,
+    num_tokens=zeros + tokens,
   )
   pool = write(pool, all_tokens, 0, *(x for x in (k, v) if x is not None))
   view = View(
-    page_table=all_tokens.page_table, starts=starts, counts=zeros + q.shape[1]
+    page_table=all_tokens.page_table,
+    starts=starts,
+    num_tokens=zeros + q.shape[1],
   )
   return attend(pool, view, 0, q, options=options, exact=True)

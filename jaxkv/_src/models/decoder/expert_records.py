@@ -91,7 +91,7 @@ def check_pool(pool: ExpertIdPages, decoder: Decoder) -> None:
     names = "ExpertIdPages of {} layers, {} experts of a token, and group {}"
     raise ValueError(
       f"`kv` must have {names.format(*expected)} for config, got "
-      f"{names.format(*got)}; make it with init_kv(experts=True)."
+      f"{names.format(*got)}; make it with init_kv(record_experts=True)."
     )
 
 

@@ -55,13 +55,13 @@ def forward(
 ) -> tuple[jax.Array, Any]:
   """Runs tokens through the decoder with keys and values in pages.
 
-  Writes keys and values of row b's first `view.counts[b]` tokens after its
+  Writes keys and values of row b's first `view.num_tokens[b]` tokens after its
   `view.starts[b]` cached tokens. Each token attends to itself and to all tokens
   before it, or to those within the layer's window. Prefill, chunked prefill and
-  decode are the same call with different T and counts. With a `PackedView`, B
-  is 1 and T is the number of its columns. A row's logits do not depend on other
-  rows, except for rounding if the view has `shared` pages or a `plan`. Layers
-  with a window ignore `shared`.
+  decode are the same call with different T and `num_tokens`. With a
+  `PackedView`, B is 1 and T is the number of its columns. A row's logits do not
+  depend on other rows, except for rounding if the view has `shared` pages or a
+  `plan`. Layers with a window ignore `shared`.
 
   `kv` is not donated, so outside your own `jit` each call copies all pages.
 
@@ -81,12 +81,13 @@ def forward(
     rows: ignored; a rollout passes the sequence of each token to all models.
     config: static; the decoder.
     logits: static; the tokens that get logits if `columns` is None: "all";
-      "last", the token at `view.counts[b] - 1` (meaningless for a row with
-      count 0); or "none", such as for the first chunks of a long prompt.
+      "last", the token at `view.num_tokens[b] - 1` (meaningless for a row with
+      0 tokens); or "none", such as for the first chunks of a long prompt.
     backend: static; see `jaxkv.kv.attend`.
     head_sharding: static; see `jaxkv.kv.attend`.
-    experts: see `forward_uncached`. With `kv` from `init_kv(experts=True)` the
-      call also records the experts of each token there.
+    experts: see `forward_uncached`. With `kv` from
+      `init_kv(record_experts=True)` the call also records the experts of each
+      token there.
 
   Returns:
     (logits, kv): float32[B, P, V], where P is T, 1 or 0 for "all", "last"
@@ -106,7 +107,7 @@ def forward(
     >>> cache = jaxkv.CacheConfig(num_pages=3, page_size=4, num_slots=1,
     ...                           pages_per_slot=2)
     >>> view = View(page_table=jnp.array([[2, 1]]),
-    ...                   starts=jnp.array([0]), counts=jnp.array([3]))
+    ...                   starts=jnp.array([0]), num_tokens=jnp.array([3]))
     >>> logits, kv = forward(
     ...   models.init_params(jax.random.key(0), config),
     ...   jnp.array([[3, 1, 4]]), jnp.array([[0, 1, 2]]),
@@ -120,7 +121,7 @@ def forward(
   # Not `isinstance`: a single pool can be a NamedTuple.
   pools = kv if type(kv) is tuple else (kv,)
   check_pools(pools, views, config)
-  counts = None if isinstance(views[0], PackedView) else views[0].counts
+  num_tokens = None if isinstance(views[0], PackedView) else views[0].num_tokens
   expert_records.check_experts(experts, tokens, config)
   is_decode = isinstance(views[0], PackedView) or tokens.shape[1:] == (1,)
   # Shared pages make attention merge partial results, which rounds differently
@@ -132,7 +133,7 @@ def forward(
   )
   selection = logits if columns is None else columns
   out, pools = all_logits.run(
-    params, tokens, positions, pools, access, counts, selection, config
+    params, tokens, positions, pools, access, num_tokens, selection, config
   )
   kv = pools if type(kv) is tuple else pools[0]
   return out if columns is None else out[0], kv

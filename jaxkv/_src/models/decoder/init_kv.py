@@ -41,7 +41,7 @@ def init_kv(
   config: CacheConfig,
   *,
   dtype: Any = None,
-  experts: bool = False,
+  record_experts: bool = False,
 ) -> Any:
   """Creates the memory of a decoder's layers, the `kv` of `forward`.
 
@@ -50,17 +50,17 @@ def init_kv(
     config: sizes of the cache, with `groups=cache_groups(decoder)`.
     dtype: format of keys and values, see `jaxkv.kv.init`; None for the
       decoder's dtype.
-    experts: True to also record the experts of each token, in all layers with
-      `Experts`. `jaxkv.kv.read_expert_ids(kv[-1], ...)` reads them.
+    record_experts: True to also record the experts of each token, in all layers
+      with `Experts`. `jaxkv.kv.read_expert_ids(kv[-1], ...)` reads them.
 
   Returns:
     `KVPages`, or a tuple if layers need different kinds of memory. With
-    `experts`, a tuple whose last item is an `ExpertIdPages`.
+    `record_experts`, a tuple whose last item is an `ExpertIdPages`.
 
   Raises:
     ValueError: the groups of the cache are not those of the decoder; or, with
-      `experts`, no layer has experts, layers differ in the number of experts
-      per token, or all layers have a window.
+      `record_experts`, no layer has experts, layers differ in the number of
+      experts per token, or all layers have a window.
 
   Examples:
     >>> import jaxkv
@@ -108,7 +108,7 @@ def init_kv(
       )
       pools.append(init_states(config, num_layers=layers, shapes=shapes))
   # Appended last, so that the indices of the other pools do not change.
-  if experts:
+  if record_experts:
     pools.append(expert_records.init_pool(decoder, config))
   return tuple(pools) if len(pools) > 1 else pools[0]
 

@@ -217,9 +217,9 @@ class UncachedKV:
     """Runs a recurrence on inputs [B, T, ...] of whole sequences."""
     rows, tokens = inputs[0].shape[:2]
     # Padding is at the end of a row, so it can run without effect on tokens.
-    counts = jnp.full((rows,), tokens, jnp.int32)
+    num_tokens = jnp.full((rows,), tokens, jnp.int32)
     state = recurrent_pages.empty_state(mixer.kind, rows)
-    return run(inputs, state, counts)[0], pools
+    return run(inputs, state, num_tokens)[0], pools
 
   def record_experts(
     self, location: Location, experts: jax.Array, pools: Pools

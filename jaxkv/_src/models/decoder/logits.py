@@ -25,7 +25,7 @@ def run(
   positions: jax.Array,
   pools: Pools,
   access: Any,
-  counts: jax.Array | None,
+  num_tokens: jax.Array | None,
   selection: LogitSelection | jax.Array,
   config: Decoder,
 ) -> tuple[jax.Array, Pools]:
@@ -37,15 +37,15 @@ def run(
     positions: int32[B, T].
     pools: the memory that `access` reads and writes.
     access: an object of a class of `kv_access`.
-    counts: int32[B], tokens of each row, for "last".
+    num_tokens: int32[B], tokens of each row, for "last".
     selection: the tokens that get logits, or their columns int32[P].
     config: static; the decoder.
   """
-  _check_selection(tokens, counts, selection)
+  _check_selection(tokens, num_tokens, selection)
   check_params(params, config)
   x, pools = stack.run(params, tokens, positions, pools, access, config)
   # Tokens are selected before the head, which would compute V logits for each.
-  return head(params, _select(x, counts, selection), config), pools
+  return head(params, _select(x, num_tokens, selection), config), pools
 
 
 def head(params: Params, x: jax.Array, config: Decoder) -> jax.Array:
@@ -73,7 +73,9 @@ def _head(config: Decoder, weights: Params, x: jax.Array) -> jax.Array:
 
 
 def _select(
-  x: jax.Array, counts: jax.Array | None, selection: LogitSelection | jax.Array
+  x: jax.Array,
+  num_tokens: jax.Array | None,
+  selection: LogitSelection | jax.Array,
 ) -> jax.Array:
   """Selects the tokens that get logits: [B, T, E] to [B, P, E]."""
   if not isinstance(selection, str):
@@ -82,13 +84,13 @@ def _select(
     return x
   if selection == "none":
     return x[:, :0]
-  if counts is None:
+  if num_tokens is None:
     raise ValueError(
       '`logits` must be "all" or "none" with a PackedView, got "last"; give '
       "`columns`."
     )
   # An empty row would have index -1, which counts from the end.
-  last = jnp.maximum(counts - 1, 0)[:, None, None]
+  last = jnp.maximum(num_tokens - 1, 0)[:, None, None]
   return jnp.take_along_axis(x, last, axis=1, mode="fill")
 
 
@@ -107,12 +109,13 @@ def check_tokens(tokens: jax.Array, positions: jax.Array) -> None:
 
 def _check_selection(
   tokens: jax.Array,
-  counts: jax.Array | None,
+  num_tokens: jax.Array | None,
   selection: LogitSelection | jax.Array,
 ) -> None:
-  if counts is not None and counts.shape != tokens.shape[:1]:
+  if num_tokens is not None and num_tokens.shape != tokens.shape[:1]:
     raise ValueError(
-      f"`counts` must have shape {tokens.shape[:1]}, got {counts.shape}."
+      f"`num_tokens` must have the shape {list(tokens.shape[:1])}, got "
+      f"{list(num_tokens.shape)}."
     )
   if isinstance(selection, str) and selection not in ("all", "last", "none"):
     raise ValueError(

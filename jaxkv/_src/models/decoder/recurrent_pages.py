@@ -18,9 +18,9 @@ from jaxkv._src.models.decoder import delta_net
 from jaxkv._src.models.decoder.description import DeltaNet
 
 Recurrence = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
-"""`(inputs, states, counts) -> (outputs, states)`: takes inputs [R, T, ...],
-states of R rows and int32[R] tokens of each row; returns outputs [R, T, ...]
-and the states after `counts` tokens."""
+"""`(inputs, states, num_tokens) -> (outputs, states)`: takes inputs
+[R, T, ...], states of R rows and int32[R] tokens of each row; returns outputs
+[R, T, ...] and the states after `num_tokens` tokens."""
 
 
 def run_rows(
@@ -37,10 +37,10 @@ def run_rows(
   # Other sequences can reuse a full page as a prefix, so it must hold the state
   # at its end. So the tokens that fill an open page run first, on their own.
   room = -rows.starts % size
-  head_counts = jnp.where(room < rows.counts, room, 0)
+  head_counts = jnp.where(room < rows.num_tokens, room, 0)
 
   def run_head(pool: StatePages) -> tuple[jax.Array, StatePages]:
-    head = dataclasses.replace(rows, counts=head_counts)
+    head = dataclasses.replace(rows, num_tokens=head_counts)
     return _run_stored(run, inputs, pool, head, layer)
 
   def skip_head(pool: StatePages) -> tuple[jax.Array, StatePages]:
@@ -56,7 +56,7 @@ def run_rows(
   tail = dataclasses.replace(
     rows,
     starts=rows.starts + head_counts,
-    counts=rows.counts - head_counts,
+    num_tokens=rows.num_tokens - head_counts,
   )
   out, pool = _run_stored(run, tail_inputs, pool, tail, layer)
   # Outputs of the tail move back to the columns of their tokens.
@@ -89,14 +89,14 @@ def run_packed(
   out = out[:, 0]
   if view.prefill is not None:
     columns = inputs[0].shape[1] - count
-    counts = view.prefill.counts
+    num_tokens = view.prefill.num_tokens
     # A row has at most a page of tokens, see `PagedKV.recurrent`.
     width = min(pool.page_size, columns)
     rows = tuple(
-      delta_net.to_rows(array[0, count:], counts, width) for array in inputs
+      delta_net.to_rows(array[0, count:], num_tokens, width) for array in inputs
     )
     prompts, pool = _run_stored(run, rows, pool, view.prefill, layer)
-    prompts = delta_net.to_columns(prompts, counts, columns)
+    prompts = delta_net.to_columns(prompts, num_tokens, columns)
     out = jnp.concatenate([out, prompts])
   return out[None], pool
 
@@ -109,7 +109,7 @@ def _run_stored(
   layer: jax.Array | int,
 ) -> tuple[jax.Array, StatePages]:
   states = read_state(pool, rows, layer)
-  out, states = run(inputs, states, rows.counts)
+  out, states = run(inputs, states, rows.num_tokens)
   return out, write_state(pool, rows, layer, states)
 
 

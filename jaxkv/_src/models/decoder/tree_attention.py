@@ -58,8 +58,8 @@ class TreeKV(kv_access.UncachedKV):
       states = jax.tree.map(lambda x, n=times: jnp.repeat(x, n, 0), states)
       # The last level has no column for its last token, which has no successor,
       # but lengths count that token.
-      counts = jnp.minimum(tree.lengths[level], tree.widths[level]).ravel()
-      out, states = run(rows, states, counts)
+      num_tokens = jnp.minimum(tree.lengths[level], tree.widths[level]).ravel()
+      out, states = run(rows, states, num_tokens)
       outputs.append(out.reshape(*shape, *out.shape[2:]))
     return tree.join(outputs), pools
 

@@ -92,10 +92,16 @@ class Pretrained:
     )
 
   def init_kv(
-    self, config: CacheConfig, *, dtype: Any = None, experts: bool = False
+    self,
+    config: CacheConfig,
+    *,
+    dtype: Any = None,
+    record_experts: bool = False,
   ) -> Any:
     """Creates the memory of this decoder; see `jaxkv.models.init_kv`."""
-    return decoder_kv.init_kv(self.config, config, dtype=dtype, experts=experts)
+    return decoder_kv.init_kv(
+      self.config, config, dtype=dtype, record_experts=record_experts
+    )
 
 
 def load(

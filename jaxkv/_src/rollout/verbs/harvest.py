@@ -48,8 +48,8 @@ class Generated:
     records: optional statistics, see `RolloutConfig`.
     experts: the experts of each token in each MoE layer, for
       `jaxkv.models.forward_uncached(experts=)`; -1 for tokens that were never
-      computed, such as the last one; None unless `RolloutConfig.experts`.
-      Recomputed tokens have the experts of their last computation.
+      computed, such as the last one. Recomputed tokens have the experts of
+      their last computation. None unless `RolloutConfig.record_experts`.
       # int16 or int32[R, W, J, k]
     finish: the reason for the end of each sequence, a `Finish`.  # int32[R]
     stop: the stop token, or the index of the stop string, that ended it; -1 for
