@@ -1,4 +1,4 @@
-"""Bounds-safe gather and scatter, and arithmetic on indices.
+"""Bounds-safe gather and scatter.
 
 An index that is out of range, on either side, reads `fill` and writes nothing.
 """
@@ -128,18 +128,3 @@ def any_earlier(values: Array, counts: Array) -> Array:
   equal = values[:, None] == values[None, :]
   earlier = jnp.tril(jnp.ones(equal.shape, bool), k=-1)
   return jnp.any(equal & earlier & counts[None, :], axis=1)
-
-
-def quotient(number: Array, divisor: int) -> Array:
-  """Computes `number // divisor` for numbers that are not negative."""
-  # For `//`, XLA would also compute signs and remainders, to round down.
-  if divisor & (divisor - 1) == 0:
-    return number >> (divisor.bit_length() - 1)
-  return lax.div(number, lax.full_like(number, divisor))
-
-
-def remainder(number: Array, divisor: int) -> Array:
-  """Computes `number % divisor` for numbers that are not negative."""
-  if divisor & (divisor - 1) == 0:
-    return number & (divisor - 1)
-  return lax.rem(number, lax.full_like(number, divisor))

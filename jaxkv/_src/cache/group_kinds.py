@@ -4,6 +4,10 @@ Layers with the same cache behaviour form a group. A kind is a small static
 object with pure functions over arrays of R sequences. Users can define further
 kinds as subclasses. Lengths are in tokens, and P and X are pages of the group.
 
+The functions answer for jax arrays, for numpy arrays and for Python numbers,
+because `jaxkv.host` calls them without a device. A kind that uses `jax.numpy`
+itself works in compiled programs only.
+
 `GroupSizes` converts token counts to pages of every group.
 """
 
@@ -13,9 +17,10 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import elementwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +81,7 @@ class GroupKind:
     Returns:
       int32[...]. A page is skipped when all its tokens are skipped.
     """
-    return jnp.zeros_like(num_tokens)
+    return elementwise.zeros_like(num_tokens)
 
   def longest_hit(
     self, hits: Array, limit: Array, drop: Array, page_size: int, align: int
@@ -98,16 +103,17 @@ class GroupKind:
     """
     # All P + 1 ends are tested at once. If `begin` and an end have the same
     # number of misses before them, all pages between the two are cached.
-    end = jnp.arange(hits.shape[1] + 1, dtype=jnp.int32)[None]
-    prefix = end - drop.astype(jnp.int32)[:, None]
-    skipped = self.num_skipped_tokens(jnp.maximum(prefix, 0) * page_size)
-    begin = indexing.quotient(skipped, page_size)
-    misses = jnp.cumsum(~hits, axis=1, dtype=jnp.int32)
-    misses = jnp.pad(misses, ((0, 0), (1, 0)))
-    whole = misses == jnp.take_along_axis(misses, begin, axis=1)
-    limit_pages = indexing.quotient(limit, page_size)[:, None]
-    whole &= (end <= limit_pages) & (indexing.remainder(prefix, align) == 0)
-    return jnp.max(jnp.where(whole, jnp.maximum(prefix, 0), 0), axis=1)
+    xp = elementwise.numpy_for(hits, limit)
+    end = xp.arange(hits.shape[1] + 1, dtype=np.int32)[None]
+    prefix = end - drop.astype(np.int32)[:, None]
+    skipped = self.num_skipped_tokens(xp.maximum(prefix, 0) * page_size)
+    begin = elementwise.quotient(skipped, page_size)
+    misses = xp.cumsum(~hits, axis=1, dtype=np.int32)
+    misses = xp.pad(misses, ((0, 0), (1, 0)))
+    whole = misses == xp.take_along_axis(misses, begin, axis=1)
+    limit_pages = elementwise.quotient(limit, page_size)[:, None]
+    whole &= (end <= limit_pages) & (elementwise.remainder(prefix, align) == 0)
+    return xp.max(xp.where(whole, xp.maximum(prefix, 0), 0), axis=1)
 
   def published(
     self,
@@ -147,7 +153,7 @@ class GroupKind:
 
   def num_columns(self, num_tokens: Array, page_size: int) -> Array:
     """Counts the page-table columns for int32[...] tokens: int32[...]."""
-    pages = indexing.quotient(num_tokens + (page_size - 1), page_size)
+    pages = elementwise.quotient(num_tokens + (page_size - 1), page_size)
     return pages + self.num_speculative
 
 
@@ -172,7 +178,7 @@ class SlidingWindow(GroupKind):
 
   def num_skipped_tokens(self, num_tokens: Array) -> Array:
     """See `GroupKind`."""
-    return jnp.maximum(num_tokens - (self.window - 1), 0)
+    return elementwise.maximum(num_tokens - (self.window - 1), 0)
 
   def longest_hit(
     self, hits: Array, limit: Array, drop: Array, page_size: int, align: int
@@ -182,8 +188,8 @@ class SlidingWindow(GroupKind):
     # after its last page is dropped. So it loses another `align` pages.
     num_pages = super().longest_hit(hits, limit, drop, page_size, align)
     short = drop & (num_pages * page_size < self.window - 1)
-    lost = jnp.where(short, align if align > 1 else 0, 0)
-    return jnp.maximum(num_pages - lost, 0)
+    lost = elementwise.where(short, align if align > 1 else 0, 0)
+    return elementwise.maximum(num_pages - lost, 0)
 
   def published(
     self,
@@ -226,7 +232,7 @@ class ChunkedLocal(GroupKind):
 
   def num_skipped_tokens(self, num_tokens: Array) -> Array:
     """See `GroupKind`."""
-    return indexing.quotient(num_tokens, self.chunk) * self.chunk
+    return elementwise.quotient(num_tokens, self.chunk) * self.chunk
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
     """See `GroupKind`."""
@@ -253,7 +259,7 @@ class Recurrent(GroupKind):
 
   def num_skipped_tokens(self, num_tokens: Array) -> Array:
     """See `GroupKind`. Only the state of the last token is needed."""
-    return jnp.maximum(num_tokens - 1, 0)
+    return elementwise.maximum(num_tokens - 1, 0)
 
   def longest_hit(
     self, hits: Array, limit: Array, drop: Array, page_size: int, align: int
@@ -335,20 +341,20 @@ class GroupSizes:
 
   def full_pages(self, tokens: Array) -> Array:
     """Counts the pages that int32[...] tokens fill: int32[..., G]."""
-    return self.by_group(lambda _, size: indexing.quotient(tokens, size))
+    return self.by_group(lambda _, size: elementwise.quotient(tokens, size))
 
   def open_pages(self, tokens: Array) -> Array:
     """Returns bool[..., G]: True where int32[...] tokens end inside a page."""
     return self.by_group(
       lambda kind, size: (
-        (indexing.remainder(tokens, size) > 0) & (not kind.holds_encoder)
+        (elementwise.remainder(tokens, size) > 0) & (not kind.holds_encoder)
       )
     )
 
   def skipped_pages(self, tokens: Array) -> Array:
     """Counts the leading pages not needed after int32[...] tokens."""
     return self.by_group(
-      lambda kind, size: indexing.quotient(
+      lambda kind, size: elementwise.quotient(
         kind.num_skipped_tokens(tokens), size
       )
     )

@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array
 from jax import lax
 
+from jaxkv._src.arrays import elementwise
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.indexing import SlotRows
 from jaxkv._src.cache.config import CacheConfig
@@ -269,7 +270,7 @@ def _plan(
   def arriving(kind: GroupKind, size: int) -> Array:
     arrives = call.behind > kind.num_skipped_tokens(call.behind)
     arrives &= (call.external > 0) & (not kind.holds_encoder)
-    reached = indexing.quotient(call.behind + (size - 1), size)
+    reached = elementwise.quotient(call.behind + (size - 1), size)
     return jnp.where(arrives, reached, 0)
 
   external = jnp.where(attaches, config.sizes.by_group(arriving), 0)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
+from jaxkv._src.arrays import elementwise
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.prefix import hashing
@@ -122,7 +123,7 @@ def candidates(state: RolloutState, computing: Array) -> Candidates:
     return waiting
   # The end of the next page, where all groups end one.
   stop = found.num_cached_tokens + cache.config.alignment
-  page = indexing.quotient(stop, cache.config.page_size) - 1
+  page = elementwise.quotient(stop, cache.config.page_size) - 1
   columns = keys.shape[1]
   wants = known & (stop < length) & (page < columns)
   key = jnp.take_along_axis(

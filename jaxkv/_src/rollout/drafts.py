@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
+from jaxkv._src.arrays import elementwise
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 from jaxkv._src.arrays.arguments import as_int32
@@ -164,7 +165,7 @@ def propose(
   length = indexing.take(sequences.length, rows)
   own = _before(sequences, rows, length[:, None], config)[:, 0]
   value = indexing.take(drafts.table, rows // samples, _place(drafts, own)) - 1
-  column = indexing.quotient(jnp.maximum(value, 0), samples)
+  column = elementwise.quotient(jnp.maximum(value, 0), samples)
   source = rows // samples * samples + jnp.maximum(value, 0) % samples
   there = _before(sequences, source, column[:, None], config)[:, 0]
   stop = indexing.take(sequences.length, source)

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
+from jaxkv._src.arrays import elementwise
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.pool import recurrent
@@ -254,7 +255,7 @@ def _commit(
     cache, keys, left = loop
     now, before = (
       jnp.minimum(left, size),
-      indexing.quotient(cache.length, aligned),
+      elementwise.quotient(cache.length, aligned),
     )
     tokens = indexing.take(
       state.sequences.tokens, numbers, cache.length[:, None] + column
@@ -262,7 +263,7 @@ def _commit(
     cache, _ = commit(cache, tokens, now)
     if keys is not None and cache.hashes is not None:
       # `chain` is the key after the last page at which all groups end one.
-      after = indexing.quotient(cache.length, aligned)
+      after = elementwise.quotient(cache.length, aligned)
       place = indexing.where_valid(after > before, state.running)
       last = after * (aligned // size) - 1
       keys = indexing.put(keys, place, last, values=cache.hashes.chain)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv._src.arrays import elementwise
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.cache.pool import recurrent
@@ -77,7 +78,7 @@ def tokens_now(state: RolloutState, missing: Array) -> Array:
   )
   if not recurrent.has_states(sizes):
     return tokens
-  begun = indexing.remainder(state.cache.length, sizes.page_size)
+  begun = elementwise.remainder(state.cache.length, sizes.page_size)
   return jnp.minimum(tokens, sizes.page_size - begun)
 
 

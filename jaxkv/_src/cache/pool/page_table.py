@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
+from jaxkv._src.arrays import elementwise
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
@@ -99,7 +100,7 @@ def attach(
     pool, table = carry
     place = place_of(filled, items)
     pages = read(
-      table, indexing.quotient(items.row, num_groups), place[1], place[2]
+      table, elementwise.quotient(items.row, num_groups), place[1], place[2]
     )
     table = indexing.put(table, *place, values=pages)
     return page_pool.hold(pool, pages, items.valid & (pages > 0)), table

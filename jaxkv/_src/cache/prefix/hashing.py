@@ -33,9 +33,9 @@ from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.config import CacheConfig
 
 KEY_WORDS = 4
-_ROUNDS = 8
-# Rows of the array of secrets; from _GROUPS on, it has a row for each group.
-_DIGEST, _ROOT, _GROUPS = range(3)
+NUM_ROUNDS = 8
+# Rows of the array of secrets; the last of them is that of the first group.
+SECRET_OF_DIGESTS, SECRET_OF_ROOTS, SECRET_OF_GROUPS = range(3)
 
 # A key is uint32[..., 4] outside of this file and a tuple of four uint32[...]
 # inside. XLA compiles the tuple to straight code. If the words were stacked
@@ -76,11 +76,16 @@ def make_secret(key: Array, num_groups: int) -> Array:
 
   The key is uint32[4], and the secrets are uint32[2 + G, 4].
   """
-  labels = [number.to_bytes(4, "little") for number in range(2 + num_groups)]
-  purposes = np.stack([_blake2(b"secret", number) for number in labels])
-  words = _xor(_unstack(key), _unstack(jnp.asarray(purposes)))
+  purposes = jnp.asarray(secret_purposes(num_groups))
+  words = _xor(_unstack(key), _unstack(purposes))
   # The key masks input and output, because the permutation can be inverted.
   return _stack(_xor(_unstack(key), _permute(words)))
+
+
+def secret_purposes(num_groups: int) -> np.ndarray:
+  """Returns uint32[2 + G, 4], public words that tell the secrets apart."""
+  labels = [number.to_bytes(4, "little") for number in range(2 + num_groups)]
+  return np.stack([_blake2(b"secret", label) for label in labels])
 
 
 def root_key(secret: Array, epoch: Array, salts: Array | None) -> Array:
@@ -96,7 +101,7 @@ def root_key(secret: Array, epoch: Array, salts: Array | None) -> Array:
   """
   zero = sharding.zeros_like(epoch)
   versions = (epoch, zero, zero, zero)
-  root = _stack(_permute(_xor(_unstack(secret[_ROOT]), versions)))
+  root = _stack(_permute(_xor(_unstack(secret[SECRET_OF_ROOTS]), versions)))
   if salts is None:
     salts = jnp.zeros((KEY_WORDS,), jnp.uint32)
   # A permutation lies between epoch and salt, so no salt can cancel an epoch.
@@ -110,7 +115,7 @@ def group_key(secret: Array, chain: Array, group: Array) -> Array:
   The keys are uint32[..., 4] and the groups int32[...]. The function is its own
   inverse, so it also computes the keys of the chain from those of pages.
   """
-  return chain ^ secret.at[_GROUPS + group].get(mode="clip")
+  return chain ^ secret.at[SECRET_OF_GROUPS + group].get(mode="clip")
 
 
 def page_digests(secret: Array, tokens: Array) -> Array:
@@ -121,7 +126,7 @@ def page_digests(secret: Array, tokens: Array) -> Array:
   words = jnp.pad(words, [(0, 0)] * len(batch) + [(0, padding)])
   blocks = jnp.moveaxis(words.reshape(*batch, -1, KEY_WORDS), (-2, -1), (0, 1))
   zero = sharding.zeros_like(blocks[0, 0])
-  start = _xor(_unstack(secret[_DIGEST]), (zero, zero, zero, zero))
+  start = _xor(_unstack(secret[SECRET_OF_DIGESTS]), (zero, zero, zero, zero))
 
   def absorb(state: Words, block: Array) -> tuple[Words, None]:
     state = _xor(state, (block[0], block[1], block[2], block[3]))
@@ -149,7 +154,7 @@ def keys_of_group(
   """
   step = config.page_sizes[group] // config.page_size
   group_chain = _unstack(chain[:, step - 1 :: step])
-  return _stack(_xor(group_chain, _unstack(secret[_GROUPS + group])))
+  return _stack(_xor(group_chain, _unstack(secret[SECRET_OF_GROUPS + group])))
 
 
 def key_bytes(words) -> bytes:
@@ -179,7 +184,7 @@ def _permute(words: Words, at_once: int = 2) -> Words:
   return lax.platform_dependent(
     words,
     cpu=functools.partial(_rounds, at_once=at_once),
-    default=functools.partial(_rounds, at_once=_ROUNDS),
+    default=functools.partial(_rounds, at_once=NUM_ROUNDS),
   )
 
 
@@ -189,7 +194,7 @@ def _rounds(words: Words, *, at_once: int) -> Words:
       words = _round(words)
     return words
 
-  trips = _ROUNDS // at_once
+  trips = NUM_ROUNDS // at_once
   return lax.fori_loop(0, trips, trip, words, unroll=trips == 1)
 
 

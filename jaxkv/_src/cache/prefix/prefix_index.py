@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
+from jaxkv._src.arrays import elementwise
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
@@ -246,8 +247,8 @@ def remove(
   )
   valid = position < NOWHERE
   count = jnp.sum(valid, dtype=jnp.int32)
-  home = indexing.quotient(position, BUCKET_PAGES)
-  way = indexing.remainder(position, BUCKET_PAGES)
+  home = elementwise.quotient(position, BUCKET_PAGES)
+  way = elementwise.remainder(position, BUCKET_PAGES)
   # The entries were read above. Without this dependency XLA would copy them.
   place = loops.read_before(count, indexing.where_valid(valid, pages))
   index = dataclasses.replace(
@@ -297,7 +298,7 @@ def _count_passed(
   Returns:
     int32[Z].
   """
-  home = indexing.quotient(position, BUCKET_PAGES)
+  home = elementwise.quotient(position, BUCKET_PAGES)
   first = _first_bucket(index, keys)
 
   def walk(loop):

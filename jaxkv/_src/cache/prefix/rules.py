@@ -4,10 +4,12 @@ Only this module reads `CacheConfig.prefix_rules`, `use_eagle` and
 `prefix_retention_interval`.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import elementwise
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
 
@@ -17,20 +19,24 @@ def final_pages(config: CacheConfig, tokens: Array) -> Array:
 
   Returns int32[..., G].
   """
+  return config.sizes.by_group(
+    lambda _, size: final_pages_of(config, size, tokens)
+  )
+
+
+def final_pages_of(config: CacheConfig, size: int, tokens: Any) -> Any:
+  """Counts the pages of `size` tokens that have a key, as `final_pages`."""
   # A hit ends where all groups end a page. Pages past the last such position
   # cannot be hit yet, so they get their keys later. With a draft model a lookup
   # drops one more page at the end, so that page needs a key too.
-  aligned = indexing.quotient(tokens, config.alignment) * config.alignment
-
-  def final(_, size: int) -> Array:
-    if config.prefix_rules == "classic":
-      return indexing.quotient(tokens, size)
-    if not config.use_eagle:
-      return indexing.quotient(aligned, size)
-    with_draft = jnp.minimum(tokens, aligned + size)
-    return indexing.quotient(jnp.where(aligned > 0, with_draft, aligned), size)
-
-  return config.sizes.by_group(final)
+  if config.prefix_rules == "classic":
+    return elementwise.quotient(tokens, size)
+  aligned = elementwise.quotient(tokens, config.alignment) * config.alignment
+  if not config.use_eagle:
+    return elementwise.quotient(aligned, size)
+  with_draft = elementwise.minimum(tokens, aligned + size)
+  counted = elementwise.where(aligned > 0, with_draft, aligned)
+  return elementwise.quotient(counted, size)
 
 
 def published(
@@ -54,27 +60,40 @@ def published(
   """
   if config.prefix_rules == "classic":
     return pages >= 0
-
-  def of_kind(kind: GroupKind, size: int) -> Array:
-    ends = ()
-    if prompt_length is not None and boundary is not None:
-      ends = tuple(
-        jnp.where(end >= 0, _hit_pages(config, end, size), -1)
-        for end in _retained_prefixes(config, prompt_length, boundary, size)
-      )
-    interval = config.prefix_retention_interval
-    return kind.published(
-      pages,
-      size,
-      config.alignment // size,
-      None if interval is None else interval // size,
-      ends,
-      int(config.use_eagle),
-    )
-
   group_numbers = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
   in_group = group[:, None] == group_numbers
-  return jnp.any(config.sizes.by_group(of_kind) & in_group, axis=-1)
+  by_group = config.sizes.by_group(
+    lambda kind, size: published_of(
+      config, kind, size, pages, prompt_length, boundary
+    )
+  )
+  return jnp.any(by_group & in_group, axis=-1)
+
+
+def published_of(
+  config: CacheConfig,
+  kind: GroupKind,
+  size: int,
+  pages: Any,
+  prompt_length: Any,
+  boundary: Any,
+) -> Any:
+  """Finds the pages to publish in groups of one kind, as `published`."""
+  ends = ()
+  if prompt_length is not None and boundary is not None:
+    ends = tuple(
+      elementwise.where(end >= 0, _hit_pages(config, end, size), -1)
+      for end in _retained_prefixes(config, prompt_length, boundary, size)
+    )
+  interval = config.prefix_retention_interval
+  return kind.published(
+    pages,
+    size,
+    config.alignment // size,
+    None if interval is None else interval // size,
+    ends,
+    int(config.use_eagle),
+  )
 
 
 def lookup_bound(
@@ -108,8 +127,8 @@ def lookup_bound(
   if config.prefix_rules == "classic":
     return length, drop | config.use_eagle
   extends = drop & (not kind.holds_states)
-  extended = jnp.minimum(length + size, num_hashed)
-  return jnp.where(extends, extended, length), drop
+  extended = elementwise.minimum(length + size, num_hashed)
+  return elementwise.where(extends, extended, length), drop
 
 
 def drops_last_page(config: CacheConfig, drop: Array) -> Array:
@@ -122,29 +141,31 @@ def reports_boundary(config: CacheConfig) -> bool:
   return config.prefix_rules == "current"
 
 
-def _hit_pages(config: CacheConfig, tokens: Array, size: int) -> Array:
+def _hit_pages(config: CacheConfig, tokens: Any, size: int) -> Any:
   """Counts the pages of a hit in int32[X] tokens, with a dropped page."""
   aligned = tokens // config.alignment * config.alignment
   return aligned // size + int(config.use_eagle)
 
 
 def _retained_prefixes(
-  config: CacheConfig, prompt_length: Array, boundary: Array, size: int
-) -> tuple[Array, ...]:
+  config: CacheConfig, prompt_length: Any, boundary: Any, size: int
+) -> tuple[Any, ...]:
   """Returns lengths of retained prefixes, int32[X] each; negative for none."""
   # Three later prompts are likely: the same one, a longer one, and one that
   # diverges at `boundary`. The prefixes that these would hit are retained. With
   # a draft model a hit ends one page earlier.
-  boundary = jnp.where(boundary > 0, boundary, -1)
+  boundary = elementwise.where(boundary > 0, boundary, -1)
   if not config.use_eagle:
     return prompt_length - 1, boundary
   align = config.alignment
   repeated = (prompt_length - 1) // align * align
   longer = prompt_length // align * align
-  before_boundary = jnp.where(boundary > 0, boundary - size, -1)
+  before_boundary = elementwise.where(boundary > 0, boundary - size, -1)
   return (
     *(
-      jnp.where(prompt_length > 0, jnp.maximum(end - align, 0), -1)
+      elementwise.where(
+        prompt_length > 0, elementwise.maximum(end - align, 0), -1
+      )
       for end in (repeated, longer)
     ),
     boundary,

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
+from jaxkv._src.arrays import elementwise
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.config import CacheConfig
@@ -111,7 +112,9 @@ def find_prefix(
       jnp.where((num_cached > 0)[:, None], columns, 0)
       for columns in (first, stop)
     )
-    last = jnp.maximum(indexing.quotient(num_cached, config.page_size) - 1, 0)
+    last = jnp.maximum(
+      elementwise.quotient(num_cached, config.page_size) - 1, 0
+    )
     last = last[:, None, None]
     last_key = jnp.take_along_axis(chain, last, axis=1)[:, 0]
     last_key = jnp.where(num_cached[:, None] > 0, last_key, root)

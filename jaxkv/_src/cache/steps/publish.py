@@ -8,6 +8,7 @@ import chex
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv._src.arrays import elementwise
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
@@ -128,16 +129,16 @@ def publish(
   zeros = sharding.zeros_like(counts)
   if hashes is None or secret is None:
     return state, zeros
-  num_aligned = indexing.quotient(before, config.alignment)
+  num_aligned = elementwise.quotient(before, config.alignment)
   stream = _Stream(
     slots=rows.where(counting),
     tokens=tokens,
     tail=rows.read(hashes.tail),
-    tail_length=indexing.remainder(before, config.alignment),
+    tail_length=elementwise.remainder(before, config.alignment),
     first=rules.final_pages(config, before) if first is None else first,
     stop=rules.final_pages(config, after),
     num_aligned=num_aligned,
-    num_completed=indexing.quotient(after, config.alignment) - num_aligned,
+    num_completed=elementwise.quotient(after, config.alignment) - num_aligned,
   )
   # Only rows that complete a page or A tokens enter the loop and cost time.
   completes = jnp.any(stream.stop > stream.first, axis=1)
@@ -285,7 +286,7 @@ def _publish_rows(
     place = page_table.place_of(final, items)
     slot, group, column = place
     # `final` has G ranges for each row: this is the row's place in the window.
-    position = indexing.quotient(items.row, config.num_groups)
+    position = elementwise.quotient(items.row, config.num_groups)
     row = indexing.take(row_window, position, fill=indexing.NOWHERE)
     step = indexing.take(page_steps, group)
     begin = column * step - indexing.take(stream.num_aligned, row) * steps

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxkv._src.arrays import elementwise
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
@@ -299,7 +300,7 @@ def _grow(group: Group, given: Given, widths: Widths) -> tuple[Group, Turn]:
   rank = jnp.cumsum(missing > 0, dtype=jnp.int32)
   now = jnp.where(rank <= widths.rows, jnp.minimum(missing, widths.row), 0)
   if recurrent.has_states(config):
-    begun = indexing.remainder(starts, config.page_size)
+    begun = elementwise.remainder(starts, config.page_size)
     now = jnp.minimum(now, config.page_size - begun)
   before = jnp.cumsum(now, dtype=jnp.int32) - now
   most = jnp.where(prefills, widths.prompt, widths.samples)

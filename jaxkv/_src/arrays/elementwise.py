@@ -1,0 +1,64 @@
+"""Elementwise functions of Python numbers, numpy arrays and jax arrays.
+
+The rules of group kinds run in compiled programs and in the host manager. For
+values of the host, these functions use numpy or plain Python, so that the host
+manager initializes no device.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax import lax
+
+
+def numpy_for(*values: Any) -> Any:
+  """Returns `jax.numpy` if a value is a jax array or traced, else `numpy`."""
+  is_jax = any(isinstance(value, Array) for value in values)
+  return jnp if is_jax else np
+
+
+def maximum(left: Any, right: Any) -> Any:
+  """Returns the larger of two numbers, element by element."""
+  if isinstance(left, int) and isinstance(right, int):
+    return max(left, right)
+  return numpy_for(left, right).maximum(left, right)
+
+
+def minimum(left: Any, right: Any) -> Any:
+  """Returns the smaller of two numbers, element by element."""
+  if isinstance(left, int) and isinstance(right, int):
+    return min(left, right)
+  return numpy_for(left, right).minimum(left, right)
+
+
+def where(condition: Any, yes: Any, no: Any) -> Any:
+  """Returns `yes` where the condition holds, and `no` elsewhere."""
+  if isinstance(condition, bool):
+    return yes if condition else no
+  return numpy_for(condition, yes, no).where(condition, yes, no)
+
+
+def zeros_like(number: Any) -> Any:
+  """Returns 0 in the shape and dtype of a number or an array."""
+  return 0 if isinstance(number, int) else numpy_for(number).zeros_like(number)
+
+
+def quotient(number: Any, divisor: int) -> Any:
+  """Computes `number // divisor` for numbers that are not negative."""
+  if divisor & (divisor - 1) == 0:
+    return number >> (divisor.bit_length() - 1)
+  if not isinstance(number, Array):
+    return number // divisor
+  # For `//`, XLA would also compute signs and remainders, to round down.
+  return lax.div(number, lax.full_like(number, divisor))
+
+
+def remainder(number: Any, divisor: int) -> Any:
+  """Computes `number % divisor` for numbers that are not negative."""
+  if divisor & (divisor - 1) == 0:
+    return number & (divisor - 1)
+  if not isinstance(number, Array):
+    return number % divisor
+  return lax.rem(number, lax.full_like(number, divisor))
