@@ -330,8 +330,8 @@ class TestGrpo:
   @pytest.mark.parametrize(
     ("values", "message"),
     [
-      ({"clip": -0.1}, "`clip` must be"),
-      ({"clip": (0.1, -1.0)}, "`clip` must be"),
+      ({"clip": -0.1}, "`clip` must be a number from 0 to 1, .* got -0.1"),
+      ({"clip": (0.1, -1.0)}, "`above` at least 0, got .0.1, -1.0"),
       ({"mean": "batch"}, '`mean` must be "sequence"'),
       ({"mean": 0}, '`mean` must be "sequence"'),
       ({"mean": True}, '`mean` must be "sequence"'),

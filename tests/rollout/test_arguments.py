@@ -123,7 +123,7 @@ class TestSampling:
       ("temperature", "hot", TypeError, "must hold real numbers"),
       ("min_p", [0.1, 2.0], ValueError, r"\[1\]` must be 0 .. 1, got 2.0"),
       ("stop_strings", ["ab"], TypeError, "make it with rollout.stop_strings"),
-      ("logit_bias", [1, 2], TypeError, "must be a dictionary of tokens"),
+      ("logit_bias", [1, 2], TypeError, "must be a dictionary from to"),
     ],
   )
   def test_values(self, field, value, error, message):

@@ -254,19 +254,19 @@ class TestRefused:
         "stop_tokens",
         [[5], [-1]],
         ValueError,
-        r"\[1\]` must hold tokens, from",
+        r"\[1\]` must hold tokens of at",
       ),
       ("stop_tokens", [[5]], ValueError, "must have 2 lists, one for each"),
       ("stop_tokens", np.array([[5]]), ValueError, r"the shape \[2, X\], one"),
       ("stop_tokens", [5, [6]], TypeError, "must be a list of ints"),
-      ("logit_bias", [5], TypeError, "must be a dictionary of tokens"),
+      ("logit_bias", [5], TypeError, "must be a dictionary from to"),
       ("logit_bias", [{5: 1.0}], ValueError, "must have 2 dictionaries"),
-      ("logit_bias", {-1: 1.0}, ValueError, "must hold tokens, from 0 on"),
+      ("logit_bias", {-1: 1.0}, ValueError, "must hold tokens of at least 0"),
       ("logit_bias", {1.5: 1.0}, TypeError, "must hold integers"),
       ("logit_bias", {5: "much"}, TypeError, "must hold real numbers"),
-      ("logit_bias", {5: _NAN}, ValueError, "must have finite .* got nan"),
-      ("logit_bias", {5: _INF}, ValueError, "must have finite .* got inf"),
-      ("logit_bias", {5: 1e39}, ValueError, r"must have finite .* got 1e\+39"),
+      ("logit_bias", {5: _NAN}, ValueError, "must hold finite .* got nan"),
+      ("logit_bias", {5: _INF}, ValueError, "must hold finite .* got inf"),
+      ("logit_bias", {5: 1e39}, ValueError, r"must hold finite .* got 1e\+39"),
       (
         "logit_bias",
         LogitBias(tokens=np.array([5]), values=np.zeros(3)),
@@ -274,10 +274,20 @@ class TestRefused:
         r"values` must have the shape of `logit_bias.tokens`, \[2, 1\], got",
       ),
       ("bad_words", [1, 2], TypeError, "must be a list of lists of ints"),
-      ("bad_words", [[1], []], ValueError, r"\[0\]\[1\]` must have a token"),
+      (
+        "bad_words",
+        [[1], []],
+        ValueError,
+        r"\[0\]\[1\]` must have at least one tok",
+      ),
       ("bad_words", [[[1]]], ValueError, "must have 2 lists, one for each"),
-      ("bad_words", [[-1, 2]], ValueError, "must hold tokens, from 0 on"),
-      ("bad_words", np.array([[1, -1]]), ValueError, "in front of each word"),
+      ("bad_words", [[-1, 2]], ValueError, "must hold tokens of at least 0"),
+      (
+        "bad_words",
+        np.array([[1, -1]]),
+        ValueError,
+        "before the tokens of each word",
+      ),
       ("bad_words", np.ones((2, 2, 2)), TypeError, "must hold integers"),
     ],
   )
@@ -387,7 +397,7 @@ class TestPut:
   def test_longer_lists_are_refused(self, new):
     sampling = as_sampling(Sampling(**_WIDE), 3)
     message = (
-      rf"`sampling.{next(iter(new))}` must have at most \[2.*; give longer"
+      rf"`sampling.{next(iter(new))}` must have at most \[2.*; pass longer"
     )
     with pytest.raises(ValueError, match=message):
       settings.put(sampling, _ints([0]), as_sampling(Sampling(**new), 1))
@@ -400,6 +410,6 @@ class TestPut:
     if field in ("seed", "max_tokens"):
       assert settings.put(sampling, numbers, new) == Sampling()
       return
-    message = f"`sampling.{field}` must be None, because it was None when"
+    message = f"`sampling.{field}` must be None, because it was None in"
     with pytest.raises(ValueError, match=message):
       settings.put(sampling, numbers, new)

@@ -64,13 +64,13 @@ def regex(pattern: str | bytes) -> Grammar:
   """
   if not isinstance(pattern, str | bytes):
     raise TypeError(
-      f"`pattern` must be a str or bytes, got {type(pattern).__name__}; use "
-      "`re.Pattern.pattern` of a compiled one."
+      f"`pattern` must be a str or bytes, got {type(pattern).__name__}; pass "
+      "the attribute `pattern` of a compiled expression."
     )
   parser = _Parser(pattern)
   grammar = parser.alternatives()
   if parser.peek():
-    parser.fail("have no `)` without a `(`", "escape it")
+    parser.fail("have a `(` for each `)`", "escape the `)` to match it")
   return grammar
 
 
@@ -123,9 +123,13 @@ class _Parser:
   def _item(self) -> Grammar:
     start = self.peek()
     if start in ("*", "+", "?", "{"):
-      self.fail(f"have an item before `{start}`", "escape it if it is text")
+      self.fail(
+        f"have an item before `{start}`", f"escape the `{start}` to match it"
+      )
     if start in ("^", "$"):
-      self.fail("have no anchors", "it matches whole texts, so leave them out")
+      self.fail(
+        "have no anchors", "leave them out, since it matches the whole text"
+      )
     self._take()
     if start == "(":
       return self._group()
@@ -145,12 +149,12 @@ class _Parser:
   def _group(self) -> Grammar:
     if self.peek() == "?" and not self._take_if("?:"):
       self.fail(
-        "have groups `(...)` and `(?:...)` only",
-        "look around, names and flags are not supported",
+        "have only groups of the forms `(...)` and `(?:...)`",
+        "leave out look-around, names and flags",
       )
     inside = self.alternatives()
     if not self._take_if(")"):
-      self.fail("close each `(`", "add a `)`, or escape the `(`")
+      self.fail("close each `(`", "add a `)`, or escape the `(` to match it")
     return inside
 
   def _repeated(self, item: Grammar) -> Grammar:
@@ -165,10 +169,13 @@ class _Parser:
     if self.peek() in ("?", "+"):
       self.fail(
         "have no lazy or possessive quantifiers",
-        "all texts are wanted, not one match, so leave the last character out",
+        f"leave out this `{self.peek()}`",
       )
     if self.peek() in ("*", "{"):
-      self.fail("have one quantifier for an item", "put the item in a group")
+      self.fail(
+        "have at most one quantifier for an item",
+        "put the item and its first quantifier in a group",
+      )
     return Repeat(item, minimum, maximum)
 
   def _numbers(self) -> tuple[int, int | None]:
@@ -180,14 +187,15 @@ class _Parser:
     if end < 0 or not is_decimal:
       self.fail(
         "have numbers in `{...}`, as in `{2}`, `{2,}` or `{2,5}`",
-        "escape the `{` if it is text",
+        "escape the `{` to match it",
       )
     minimum = int(low or 0)
     maximum = (int(high) if high else None) if comma else minimum
     largest = minimum if maximum is None else maximum
     if largest > _MAX_REPEATS or largest < minimum:
       self.fail(
-        f"have numbers in order, of at most {_MAX_REPEATS}", "correct them"
+        f"have increasing numbers of at most {_MAX_REPEATS} in `{{...}}`",
+        "correct the numbers",
       )
     self._position = end + 1
     return minimum, maximum
@@ -216,13 +224,14 @@ class _Parser:
     are_single = len(ends) == 2 and all(begin == end for begin, end in ends)
     if not are_single or ends[1] < ends[0]:
       self.fail(
-        "have ranges from one character to a later one", "escape the `-`"
+        "have ranges from one character to a later one",
+        "escape the `-` to match it",
       )
     return ends[0][0], ends[1][0]
 
   def _member(self) -> Ranges:
     if not self.peek():
-      self.fail("close each `[`", "add a `]`, or escape the `[`")
+      self.fail("close each `[`", "add a `]`, or escape the `[` to match it")
     start = self._take()
     if start == "\\":
       return self._escape()
@@ -243,7 +252,8 @@ class _Parser:
     if not start or (start.isascii() and start.isalnum()):
       self._position -= len(start) + 1
       self.fail(
-        "have known escapes only", "references and anchors are not supported"
+        "have only supported escapes",
+        "leave out references and anchors, and the backslash of other letters",
       )
     return _single(ord(start))
 

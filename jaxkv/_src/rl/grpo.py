@@ -145,8 +145,8 @@ def _bounds(clip: Any) -> tuple[float, float]:
   )
   if not is_pair or not (0 <= bounds[0] <= 1 and bounds[1] >= 0):
     raise ValueError(
-      "`clip` must be a number of 0 .. 1, or a tuple of such a one and another "
-      f"of at least 0, got {clip!r}."
+      "`clip` must be a number from 0 to 1, or a tuple `(below, above)` with "
+      f"`below` from 0 to 1 and `above` at least 0, got {clip!r}."
     )
   return float(bounds[0]), float(bounds[1])
 

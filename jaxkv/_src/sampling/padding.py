@@ -75,7 +75,9 @@ def padded_words(name: str, lists: list[Any]) -> np.ndarray:
     for index, word in enumerate(words):
       label = f"{name}[{row}][{index}]"
       if not len(word):
-        raise ValueError(f"`{label}` must have a token, got an empty list.")
+        raise ValueError(
+          f"`{label}` must have at least one token, got an empty list."
+        )
       out[row, index, width - len(word) :] = _tokens(label, word)
   return out
 
@@ -96,7 +98,7 @@ def padded_biases(
     isinstance(biases, Mapping) for biases in value
   ):
     raise TypeError(
-      f"`{name}` must be a dictionary of tokens and numbers, or a list with "
+      f"`{name}` must be a dictionary from tokens to numbers, or a list with "
       f"one for each sequence, got {value!r}."
     )
   if len(value) != total:
@@ -133,5 +135,7 @@ def as_tokens(name: str, value: Array, total: int, rank: int) -> Any:
 def _tokens(name: str, tokens: Any) -> np.ndarray:
   row = np.asarray(as_int32(name, tokens)).reshape(len(tokens))
   if np.any(row < 0):
-    raise ValueError(f"`{name}` must hold tokens, from 0 on, got {row.min()}.")
+    raise ValueError(
+      f"`{name}` must hold tokens of at least 0, got {row.min()}."
+    )
   return row

@@ -320,8 +320,9 @@ def _bad_words(value: Any, total: int) -> Array:
     is_token = np.asarray(words) >= 0
     if np.any(is_token[..., :-1] & ~is_token[..., 1:]):
       raise ValueError(
-        f"`{name}` must be padded with {PADDING} in front of each word, got a "
-        "word with padding behind a token; use lists of lists."
+        f"`{name}` must have the padding, {PADDING}, before the tokens of each "
+        f"word, got a {PADDING} after a token; pass lists of lists, which need "
+        "no padding."
       )
   return _copy(words, jnp.int32)
 
@@ -357,8 +358,8 @@ def _check_biases(name: str, values: np.ndarray) -> None:
   bad = values[np.isnan(values) | (values > _FLOAT32_MAX)]
   if bad.size:
     raise ValueError(
-      f"`{name}` must have finite numbers, or -inf for tokens that must not be "
-      f"drawn, got {bad[0]}."
+      f"`{name}` must hold finite numbers, or -inf to exclude a token, got "
+      f"{bad[0]}."
     )
 
 
@@ -455,8 +456,8 @@ def _check_fields(sampling: Sampling, new: Sampling) -> None:
     current, replacement = getattr(sampling, name), getattr(new, name)
     if current is None and replacement is not None and name not in _READ_ONCE:
       raise ValueError(
-        f"`sampling.{name}` must be None, because it was None when the rollout "
-        "was made, and is not compiled; give it there, too."
+        f"`sampling.{name}` must be None, because it was None in "
+        "`rollout.init`, got a value; set it in `rollout.init`, too."
       )
 
 
@@ -467,8 +468,8 @@ def _pad_to(
   if any(n > limit for n, limit in zip(values.shape[1:], sizes, strict=True)):
     raise ValueError(
       f"`sampling.{name}` must have at most {[*sizes]} entries for a sequence, "
-      f"as when the rollout was made, got {[*values.shape[1:]]}; give longer "
-      "lists there."
+      f"as in `rollout.init`, got {[*values.shape[1:]]}; pass longer lists to "
+      "`rollout.init`."
     )
   missing = [
     limit - n for n, limit in zip(values.shape[1:], sizes, strict=True)

@@ -39,12 +39,18 @@ def routing_of(decoder: Decoder, name: str = "decoder") -> Routing:
   mlps = [
     layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Experts)
   ]
+  option = "record_experts" if name == "decoder" else "experts"
+  if not mlps:
+    raise ValueError(
+      f"`{name}` must have a layer with `Experts`, got none; leave out "
+      f"`{option}`."
+    )
   # All layers are in one array with one axis k, so they need the same k.
   chosen = sorted({mlp.num_chosen for mlp in mlps})
-  if len(chosen) != 1:
+  if len(chosen) > 1:
     raise ValueError(
-      f"`{name}` must have layers with `Experts` of one `num_chosen`, got "
-      f"{chosen or 'no such layer'}; leave out `experts`."
+      f"`{name}` must have one `num_chosen` in all layers with `Experts`, got "
+      f"{chosen}; leave out `{option}`."
     )
   num_experts = max(mlp.num_experts for mlp in mlps)
   return Routing(len(mlps), chosen[0], num_experts)
@@ -76,8 +82,9 @@ def _full_group(decoder: Decoder) -> int:
   is_full = [isinstance(kind, FullAttention) for kind in kinds]
   if True not in is_full:
     raise ValueError(
-      "`decoder` must have layers that keep all tokens, to keep the experts of "
-      f"tokens beside them, got groups of {kinds}."
+      "`decoder` must have a layer with full attention, because its pages hold "
+      f"the expert ids, got layer groups of {kinds}; leave out "
+      "`record_experts`."
     )
   return is_full.index(True)
 
@@ -88,10 +95,11 @@ def check_pool(pool: ExpertIdPages, decoder: Decoder) -> None:
   expected = (*routing[:2], _full_group(decoder))
   got = (pool.num_layers, pool.width, pool.group)
   if got != expected:
-    names = "ExpertIdPages of {} layers, {} experts of a token, and group {}"
+    fields = "num_layers={}, width={} and group={}"
     raise ValueError(
-      f"`kv` must have {names.format(*expected)} for config, got "
-      f"{names.format(*got)}; make it with init_kv(record_experts=True)."
+      f"`kv` must have ExpertIdPages with {fields.format(*expected)} for "
+      f"`config`, got {fields.format(*got)}; make it with "
+      "init_kv(record_experts=True)."
     )
 
 
@@ -101,11 +109,13 @@ def check_experts(
   """Raises unless recorded experts fit the tokens and the decoder."""
   if experts is None:
     return
-  expected = (*tokens.shape, *routing_of(decoder, "config")[:2])
+  num_layers, num_chosen, _ = routing_of(decoder, "config")
+  expected = (*tokens.shape, num_layers, num_chosen)
   if experts.shape != expected:
     raise ValueError(
-      f"`experts` must be {list(expected)}, for all layers with experts, got "
-      f"{list(experts.shape)}; give those of `generated`."
+      f"`experts` must have the shape {list(expected)}, {num_chosen} experts "
+      f"for each token in each of {num_layers} layers with experts, got "
+      f"{list(experts.shape)}; pass those that a rollout recorded."
     )
   # Negative numbers mark tokens without a record.
   if not jnp.issubdtype(experts.dtype, jnp.signedinteger):

@@ -284,21 +284,21 @@ def _checked_experts(
     if isinstance(experts, tuple | list):
       description = f"a {type(experts).__name__} of {len(experts)}"
     raise TypeError(
-      "`experts` must be a tuple of those of prompts and those of completions, "
-      f"got {description}; leave it out to choose them anew."
+      "`experts` must be a tuple, the experts of prompts and of completions, "
+      f"got {description}; leave it out to let the router choose."
     )
   records = (experts[0], *_levels(experts[1]))
   if len(records) != len(levels):
     raise ValueError(
-      "`experts` must have the same number of levels as `completions`, "
+      "`experts[1]` must have as many levels as `completions`, "
       f"{len(levels) - 1}, got {len(records) - 1}."
     )
   for record, level in zip(records, levels, strict=True):
     if not isinstance(record, jax.Array | np.ndarray):
       raise TypeError(
-        "`experts` must be arrays, one for prompts and one for each level of "
-        f"completions, got {arguments.describe(record)}; leave it out to "
-        "choose them anew."
+        "`experts` must hold arrays, one for prompts and one for each level of "
+        f"`completions`, got {arguments.describe(record)}; leave it out to let "
+        "the router choose."
       )
     expert_records.check_experts(record, level, config)
   return records
