@@ -1,4 +1,4 @@
-"""Decoders in plain JAX that read and write through the cache.
+"""Decoder models in plain JAX, with keys and values in the paged cache.
 
 A `Decoder` describes a model layer by layer. Each `Layer` has a token mixer
 (`Attention`, `LatentAttention`, `DeltaNet`) and an MLP (`Mlp`, `Experts`).
@@ -9,13 +9,13 @@ A `Decoder` describes a model layer by layer. Each `Layer` has a token mixer
 | windows, soft caps, sinks, biases, gates, norms | `Attention`              |
 | rotary positions and their scaling              | `Rope`, `YarnScaling` .. |
 | latents in place of keys and values             | `LatentAttention`        |
-| routed experts, in groups, and shared experts   | `Experts`                |
+| routed and shared experts, groups of experts    | `Experts`                |
 | norms after attention and MLP                   | `Layer`                  |
-| offsets of norms, scaled embeddings             | `Decoder`                |
+| norm offsets, scaled embeddings, logit caps     | `Decoder`                |
 
-Layers with a window need fewer pages than layers without. The pattern of the
-layers defines the groups of the cache; `forward` takes one view per group. A
-decoder with five local layers for each global layer:
+Layers with a sliding window need fewer pages than layers without one. So
+`cache_groups` puts them in separate groups of the cache, and `forward` takes
+one view per group. A decoder with five windowed layers for each layer without:
 
   config = llama(
     num_layers=12, windows=(512,) * 5 + (None,),
@@ -24,7 +24,7 @@ decoder with five local layers for each global layer:
   cache = jaxkv.init(jaxkv.CacheConfig(groups=cache_groups(config), ...))
   kv = init_kv(config, cache.config)
 
-One step, of a chunk of a prompt or of decoding:
+One step, which computes a chunk of a prompt or decodes:
 
   cache, _ = jaxkv.recycle(cache)  # frees pages outside all windows
   cache, out = jaxkv.allocate(cache, num_tokens)
@@ -36,12 +36,12 @@ One step, of a chunk of a prompt or of decoding:
   cache, _ = jaxkv.commit(cache, tokens, num_tokens)
 
 Exact numerics: with `dataclasses.replace(config, numerics="exact")` a token has
-bit-identical logits and log-probs in `forward` and in a trainer, so that a
-policy's ratio is exactly 1 before the first update. See `Decoder`.
+bit-identical logits and log-probs in `forward` and in a trainer. So importance
+ratios are exactly 1 before the first update. See `Decoder`.
 
-Routing replay: with `init_kv(record_experts=True)` pages also record the
-experts of each token, including tokens of cached prefixes. A trainer uses the
-same experts with `forward_uncached(experts=)`.
+Routing replay: with `init_kv(experts=True)` the pages also record which experts
+each token used, including tokens of cached prefixes. A trainer passes the
+records to `forward_uncached(experts=)` to use the same experts.
 
 For training on samples, `grouped_log_probs` computes the log-probs of all
 samples. Each prompt is computed only once, forward and backward:

@@ -1,9 +1,10 @@
-"""Projections before and after attention or a recurrence.
+"""Input and output projections of attention and recurrent layers.
 
-Each kind of token mixer has two functions, which treat each token on its own.
+Each kind of token mixer has two functions, which compute each token on its own.
 `project_` computes the inputs of the mixer (see `kv_access`), and `output_`
 projects the mixer's output to the residual stream. Letters: B rows of T tokens,
-E width, H query heads, K key-value heads, D head size, X a head's output size.
+E embedding width, H query heads, K key-value heads, D head size, X size of a
+head's output.
 
 | kind              | result of `project_` | mixer's output |
 |-------------------|----------------------|----------------|
@@ -29,7 +30,7 @@ from jaxkv._src.models.decoder.norms import rms_norm
 from jaxkv._src.models.decoder.params import Params
 
 Angles = tuple[jax.Array, jax.Array]
-"""Cosines and sines of rotary angles, see `rope.rotation`."""
+"""Cosines and sines of the rotary angles, from `rope.rotation`."""
 
 Rotations = tuple[Angles, ...]
 """The angles of each distinct rotary encoding of a decoder."""
@@ -42,7 +43,7 @@ class SoftmaxInputs(NamedTuple):
     q: [B, T, H, D], rotated queries.
     k: [B, T, K, D], rotated keys.
     v: [B, T, K, D], values.
-    gate: [B, T, H, D], multiplies attention's output; None without a gate.
+    gate: [B, T, H, D], a factor of attention's output; None for no gate.
   """
 
   q: jax.Array
@@ -57,7 +58,7 @@ class LatentInputs(NamedTuple):
   Attributes:
     plain_query: [B, T, H, plain_dim], the part of queries without rotation.
     rotated_query: [B, T, H, rotated_dim], the rotated part of queries.
-    latent: [B, T, latent_dim], projected to keys and values.
+    latent: [B, T, latent_dim], which is projected to keys and values.
     rotated_key: [B, T, 1, rotated_dim], the rotated part of all heads' keys.
   """
 
@@ -74,7 +75,7 @@ class RecurrenceInputs(NamedTuple):
     channels: [B, T, C], queries, keys and values before the convolution.
     beta: [B, T, H], 0 .. 1, the share of a stored value that is replaced.
     decay: float32[B, T, H], logarithms of the state's decay factors.
-    gate: float32[B, T, H, X], multiplies the recurrence's output.
+    gate: float32[B, T, H, X], a factor of the recurrence's output.
   """
 
   channels: jax.Array
@@ -84,7 +85,7 @@ class RecurrenceInputs(NamedTuple):
 
 
 def rotations(decoder: Decoder, positions: jax.Array) -> Rotations:
-  """Computes the angles of int32[B, T] for each distinct rotary encoding."""
+  """Computes the angles of positions [B, T] for each rotary encoding."""
   return tuple(
     ropes.rotation(rope, dim, positions) for rope, dim in _encodings(decoder)
   )
@@ -93,7 +94,7 @@ def rotations(decoder: Decoder, positions: jax.Array) -> Rotations:
 def angles_of(
   layer: Layer, rotations: Rotations, decoder: Decoder
 ) -> Angles | None:
-  """Returns the angles of a layer; None without rotary positions."""
+  """Returns the angles of a layer; None if it has no rotary positions."""
   key = _rotation_of(layer)
   return None if key is None else rotations[_encodings(decoder).index(key)]
 
@@ -101,7 +102,7 @@ def angles_of(
 @functools.cache
 def _encodings(decoder: Decoder) -> tuple[tuple[ropes.Rope, int], ...]:
   """Returns the distinct rotary encodings, in the order of the layers."""
-  # A tuple and no dict: jax sorts the keys of dicts, but `Rope` has no order.
+  # Not a dict, because jax sorts the keys of dicts and `Rope` has no order.
   keys = map(_rotation_of, decoder.layers)
   return tuple(dict.fromkeys(key for key in keys if key is not None))
 
@@ -162,7 +163,7 @@ def keys_and_values(
 def gate(
   x: jax.Array, weights: Params, attention: Attention
 ) -> jax.Array | None:
-  """Computes the gate [B, T, H, D]; None if attention has none."""
+  """Computes the gate [B, T, H, D]; returns None unless gated."""
   if not attention.gated:
     return None
   return jax.nn.sigmoid(jnp.einsum("bte,ehd->bthd", x, weights["query_gate"]))
@@ -200,7 +201,7 @@ def project_latents(
     compressed = rms_norm(compressed, weights["query_norm"], eps, offset)
   q = jnp.einsum("btr,rhd->bthd", compressed, weights["query"])
   vectors = jnp.einsum("bte,el->btl", x, weights["latent"])
-  # Only the latent is normalized. The shared key is rotated instead.
+  # The norm covers only the latent, not the part of the key that is rotated.
   latent = rms_norm(
     vectors[..., : attention.latent_dim], weights["latent_norm"], eps, offset
   )
@@ -220,7 +221,7 @@ def output_latents(
 
 def project_recurrence(x: jax.Array, weights: Params) -> RecurrenceInputs:
   """Projects tokens to the inputs of the gated delta rule (Qwen3-Next)."""
-  # One convolution runs over the channels of queries, keys and values.
+  # Concatenated, because one convolution runs over all these channels.
   channels = [
     jnp.einsum("bte,ehd->bthd", x, weights[name]).reshape(*x.shape[:2], -1)
     for name in ("query", "key", "value")
@@ -246,13 +247,13 @@ def recur(
   *,
   attention: DeltaNet,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Runs convolution and delta rule; see `recurrent_pages.Recurrence`."""
+  """Runs convolution and delta rule, as a `recurrent_pages.Recurrence`."""
   a, (channels, beta, decay) = attention, inputs
   channels, last = delta_net.causal_conv(
     channels, weights["convolution"], states["convolution"], num_tokens
   )
   channels = jax.nn.silu(channels)
-  # Channels are in the order of `project_recurrence`.
+  # `project_recurrence` concatenates queries, keys and values in this order.
   keys = a.num_key_heads * a.key_dim
   parts = jnp.split(channels, [keys, 2 * keys], axis=-1)
   heads = (a.num_key_heads, a.num_key_heads, a.num_value_heads)

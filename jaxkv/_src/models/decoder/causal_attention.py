@@ -20,10 +20,11 @@ def attend_causal(
     q: [B, T, H, D] queries.
     k: [B, T, K, D] keys; K divides H.
     v: [B, T, K, X] values.
-    window: static; a token attends to itself and the `window - 1` tokens before
-      it; None attends to all tokens before it.
-    scale: static; factor of the logits; None for D ** -0.5.
-    soft_cap: static; c maps a logit x to c * tanh(x / c); None for no cap.
+    window: static; the number of tokens that a token attends to, itself
+      included; None for itself and all tokens before it.
+    scale: static; factor of the attention logits; None for D ** -0.5.
+    soft_cap: static; a cap c maps each attention logit x to c * tanh(x / c);
+      None for no cap.
     sinks: [H], an additional logit of each head's softmax; None for no sinks.
 
   Returns:
@@ -54,7 +55,7 @@ def attend_causal(
     scores = soft_cap * jnp.tanh(scores / soft_cap)
   scores = jnp.where(mask[None, None, None], scores, -jnp.inf)
   if sinks is not None:
-    # A sink takes part in the softmax, but its weight multiplies no value.
+    # A sink adds a logit to the softmax, but its weight multiplies no value.
     logits = sinks.astype(jnp.float32).reshape(1, num_kv_heads, -1, 1, 1)
     logits = jnp.broadcast_to(logits, (*scores.shape[:-1], 1))
     scores = jnp.concatenate([scores, logits], axis=-1)

@@ -1,9 +1,9 @@
 """The gated delta rule and its short convolution, with a recurrent state.
 
-Layers of Gated DeltaNet (Yang, Kautz and Hatamizadeh 2025), as in Qwen3-Next,
-replace keys and values by a matrix S per head, which maps keys to values. Token
-t decays S, moves the value stored for its key towards v_t, and reads S with its
-query:
+A Gated DeltaNet layer (Yang, Kautz and Hatamizadeh, 2025; used in Qwen3-Next)
+stores one matrix S per head, which maps keys to values, and not the keys and
+values of all tokens. Token t decays S, moves the value that S stores for its
+key towards v_t, and reads S with its query:
 
   S = exp(decay_t) S
   S = S + beta_t k_t (v_t - k_t S)
@@ -11,9 +11,9 @@ query:
 
 `jaxkv.kv.write_state` stores S and the last inputs of the convolution in pages.
 All functions are differentiable. Functions take B rows of T tokens. Only the
-first `num_tokens` tokens of a row are valid. The others do not change the
-state.
-Letters: C channels, W kernel width, K key heads (size Dk), H value heads (Dv).
+first `num_tokens` tokens of a row are valid. The rest is padding, and does not
+change the state. Letters: C channels, W kernel width, K key heads of size Dk,
+H value heads of size Dv.
 """
 
 from typing import NamedTuple
@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-# On a GPU or TPU the default may round float32 products to fewer bits, and a
-# state sums such errors over all tokens.
+# On a GPU or TPU the default may round float32 products to fewer bits. A state
+# would sum these errors over all tokens of a sequence.
 _PRECISION = lax.Precision.HIGHEST
 
 
@@ -35,20 +35,20 @@ def causal_conv(
   state: Array,
   num_tokens: Array,
 ) -> tuple[Array, Array]:
-  """Computes a depthwise convolution over a token and the W - 1 before it.
+  """Computes a depthwise causal convolution over W tokens.
 
   Applies no activation.
 
   Args:
     x: float[B, T, C].
-    weight: float[C, W]; the last column is the weight of the token itself.
+    weight: float[C, W]; the last column weights the current token.
     state: float[B, C, W - 1], the inputs before the first token, oldest first;
       zeros at the start of a sequence.
     num_tokens: int32[B], tokens of each row.
 
   Returns:
-    The outputs [B, T, C] in x's dtype; and the state after `num_tokens` tokens,
-    the last W - 1 inputs, in the dtype of `state`.
+    The outputs [B, T, C] in x's dtype, and the state after `num_tokens` tokens,
+    which is the last W - 1 valid inputs, in the dtype of `state`.
 
   Examples:
     >>> x = jnp.asarray([[[1.0], [2.0], [3.0]]])
@@ -68,12 +68,12 @@ def causal_conv(
   before = state.swapaxes(1, 2).astype(jnp.float32)
   inputs = jnp.concatenate([before, x.astype(jnp.float32)], axis=1)
   out = jnp.zeros((batch, columns, channels), jnp.float32)
-  # A sum of W shifted products, which XLA fuses into one loop, as W is small.
+  # W is small, so XLA fuses this sum of W shifted products into one loop.
   for shift in range(width):
     factor = weight[:, shift].astype(jnp.float32)[None, None]
     out = out + inputs[:, shift : shift + columns] * factor
   # `inputs` begins W - 1 tokens before x, so its columns from `num_tokens` on
-  # are the last W - 1 inputs.
+  # are the last W - 1 valid inputs.
   last = num_tokens[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None]
   after = jnp.take_along_axis(inputs, last[..., None], axis=1, mode="clip")
   return out.astype(x.dtype), after.swapaxes(1, 2).astype(state.dtype)
@@ -100,7 +100,7 @@ def log_decay(a: Array, a_log: Array, dt_bias: Array) -> Array:
     dt_bias: float[H], a parameter of the layer.
 
   Returns:
-    float32[B, T, H], never positive.
+    float32[B, T, H], at most 0.
   """
   a, a_log, dt_bias = (
     x.astype(jnp.float32) for x in (a, a_log[None, None], dt_bias[None, None])
@@ -119,23 +119,23 @@ def gated_delta_rule(
   *,
   chunk: int = 64,
 ) -> tuple[Array, Array]:
-  """Runs the recurrence over all tokens.
+  """Runs the gated delta rule over the tokens of each row.
 
   Args:
     q: float[B, T, K, Dk], queries.
-    k: float[B, T, K, Dk], keys. With longer keys than those of `l2_normalized`
-      the state may diverge.
+    k: float[B, T, K, Dk], keys of length 1, from `l2_normalized`. With longer
+      keys the state can diverge.
     v: float[B, T, H, Dv], values; H is a multiple of K. Value head h uses the
       query and key head h // (H // K).
     decay: float[B, T, H], logarithms of the decay factors; at most 0.
     beta: float[B, T, H], 0 .. 1, the share of a stored value that is replaced.
     state: float[B, H, Dk, Dv]; zeros at the start of a sequence.
     num_tokens: int32[B], tokens of each row, 0 .. T.
-    chunk: static; tokens that are computed together.
+    chunk: static; the number of tokens that are computed together.
 
   Returns:
-    [B, T, H, Dv] in v's dtype, zeros past `num_tokens`; and the state after
-    `num_tokens` tokens, float32[B, H, Dk, Dv].
+    The outputs [B, T, H, Dv] in v's dtype, zeros past `num_tokens`, and the
+    state after `num_tokens` tokens, float32[B, H, Dk, Dv].
 
   Raises:
     ValueError: H is not a multiple of K, or `chunk` is less than 1.
@@ -171,12 +171,12 @@ def gated_delta_rule(
     q=_by_head(jnp.repeat(q, times, axis=2)) * jnp.float32(k.shape[3] ** -0.5),
     k=_by_head(jnp.repeat(k, times, axis=2)),
     v=_by_head(v),
-    # Zeros in the padding: no decay and no change of the state.
+    # Both are 0 in the padding, so that padding does not change the state.
     decay=_by_head(jnp.where(is_valid, decay, jnp.zeros_like(decay))),
     beta=_by_head(jnp.where(is_valid, beta, jnp.zeros_like(beta))),
   )
   state = state.astype(jnp.float32)
-  # The step of one token needs no triangular system.
+  # A triangular system is only needed if tokens depend on each other.
   if columns == 1:
     state, out = _single_step(state, jax.tree.map(lambda x: x[:, :, 0], tokens))
     out = out[:, :, None]
@@ -225,13 +225,13 @@ def _single_step(state: Array, token: _Tokens) -> tuple[Array, Array]:
 def _scan_chunks(
   state: Array, tokens: _Tokens, chunk: int
 ) -> tuple[Array, Array]:
-  """Runs chunk after chunk; returns the state and float32[B, H, T, Dv]."""
+  """Runs the chunks in order; returns the state and the outputs."""
   columns = tokens.k.shape[2]
   num_chunks = -(-columns // chunk)
 
   def split(x: Array) -> Array:
     """Splits [B, H, T, ...] into [num_chunks, B, H, chunk, ...]."""
-    # Zeros in the padding: no decay and no change.
+    # In the padding decay and beta are 0, so the state does not change.
     padding = [(0, 0)] * x.ndim
     padding[2] = (0, num_chunks * chunk - columns)
     x = jnp.pad(x, padding)
@@ -247,9 +247,9 @@ def _scan_chunks(
 def _chunk(state: Array, tokens: _Tokens) -> tuple[Array, Array]:
   """Runs all tokens of a chunk together, as one triangular system.
 
-  The change d_t of token t depends on earlier changes of the chunk: d_t =
-  beta_t (v_t - e^(G_t) k_t S - sum_(j<t) e^(G_t - G_j) (k_t k_j) d_j), where G
-  is the cumulative sum of the decays.
+  Token t adds k_t d_t to the state. The change d_t depends on earlier changes
+  of the chunk: d_t = beta_t (v_t - e^(G_t) k_t S - sum_(j<t) e^(G_t - G_j)
+  (k_t k_j) d_j), where G is the cumulative sum of the decays.
   """
   q, k, v, decay, beta = tokens
   size = k.shape[2]
@@ -257,8 +257,8 @@ def _chunk(state: Array, tokens: _Tokens) -> tuple[Array, Array]:
   index = jnp.arange(size, dtype=jnp.int32)
   is_before = index[:, None] > index[None]
   is_causal = (index[:, None] >= index[None])[None, None]
-  # Masked before the exponential, because positive differences could overflow,
-  # and an inf makes gradients NaN even if it is masked later.
+  # The mask comes before the exponential, because positive differences could
+  # overflow, and an inf makes gradients NaN even if it is masked later.
   decays = total[..., :, None] - total[..., None, :]
   decays = jnp.exp(jnp.where(is_causal, decays, -jnp.inf))
   key_products = _einsum("bhtk,bhjk->bhtj", k, k) * decays
@@ -277,7 +277,7 @@ def _chunk(state: Array, tokens: _Tokens) -> tuple[Array, Array]:
   scores = _einsum("bhtk,bhjk->bhtj", q, k) * decays
   out = _einsum("bhtk,bhkv->bhtv", q, state) * state_decay
   out = out + _einsum("bhtj,bhjv->bhtv", scores, changes)
-  # The last row of `decays` has each change's decay until the chunk ends.
+  # The last row of `decays` has the decay of each change up to the chunk's end.
   decayed_keys = decays[:, :, -1][..., None] * k
   state = state * state_decay[:, :, -1][..., None]
   return state + _einsum("bhjk,bhjv->bhkv", decayed_keys, changes), out
@@ -287,10 +287,10 @@ def to_rows(packed: Array, num_tokens: Array, width: int) -> Array:
   """Unpacks tokens that are stored row after row, as in a `PackedView`.
 
   Args:
-    packed: [C, ...], C columns with the tokens of P rows.
+    packed: [C, ...], the tokens of P rows. Here C is the number of columns.
     num_tokens: int32[P], tokens of each row.
-    width: static; T. A row's tokens beyond T are dropped. Rollouts lose none,
-      because they schedule at most a page of tokens per recurrent row.
+    width: static; T. Tokens of a row beyond T are dropped. Rollouts drop none,
+      because they schedule at most a page of tokens for a recurrent row.
 
   Returns:
     [P, T, ...], with arbitrary tokens past `num_tokens`.
@@ -307,7 +307,7 @@ def to_rows(packed: Array, num_tokens: Array, width: int) -> Array:
 
 
 def to_columns(rows: Array, num_tokens: Array, columns: int) -> Array:
-  """Packs rows into [C, ...] with zeros at the end, the inverse of `to_rows`.
+  """Packs rows into [C, ...] with zeros at the end. Inverts `to_rows`.
 
   Args:
     rows: [P, T, ...], tokens of P rows.

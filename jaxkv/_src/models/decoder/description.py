@@ -1,8 +1,8 @@
-"""The description of a decoder: a `Decoder` holds one `Layer` per block.
+"""Classes that describe a decoder: a `Decoder` has a `Layer` for each block.
 
-All classes are hashable, so a `Decoder` is static under `jit`. Letters: E
-width, H query heads, K key-value heads, D head size, F inner width, X experts,
-V vocabulary, L layers.
+All classes are hashable, so a `Decoder` can be a static argument under `jit`.
+Letters: E embedding width, H query heads, K key-value heads, D head size, F
+inner width of an MLP, X experts, V vocabulary size, L layers.
 """
 
 import dataclasses
@@ -16,31 +16,32 @@ from jaxkv._src.models.decoder.rope import Rope
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
-# Defaults of dataclass fields must not be calls (RUF009).
+# Constants, because defaults of dataclass fields must not be calls (RUF009).
 _HALVES = Rope()
 _PAIRS = Rope(interleaved=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention:
-  """Softmax attention whose query heads share key-value heads.
+  """Softmax attention, in which H / K query heads share a key-value head.
 
   Attributes:
     num_heads: H.
-    num_kv_heads: K, divides H.
+    num_kv_heads: K, a divisor of H.
     head_dim: D. H * D can differ from E.
-    window: a token attends to itself and the `window - 1` tokens before it;
-      None attends to all tokens before it.
+    window: number of tokens that a token attends to, itself included; None for
+      itself and all tokens before it.
     rope: rotary positions; None for no rotation.
-    scale: factor of the logits; None for D ** -0.5.
-    soft_cap: c maps a logit x to c * tanh(x / c); None for no cap.
+    scale: factor of the attention logits; None for D ** -0.5.
+    soft_cap: a cap c maps each attention logit x to c * tanh(x / c); None for
+      no cap.
     query_key_norm: True to normalize each head of queries and keys before the
       rotation.
     biased: True if queries, keys and values have biases.
     output_biased: True if the output projection has a bias.
     sinks: True if each head has an attention sink: an additional logit in the
       softmax, whose weight multiplies no value.
-    gated: True to multiply the output by the sigmoid of a projection.
+    gated: True to multiply the output by the sigmoid of a projected input.
   """
 
   num_heads: int
@@ -74,18 +75,20 @@ class Attention:
 class LatentAttention:
   """Multi-head latent attention (DeepSeek-V2, section 2.1).
 
-  The cache holds one vector per token: the latent from which keys and values
-  are projected, and a rotated part of the key that all heads share.
+  The cache holds one vector per token. Its first part is the latent, which is
+  projected to keys and values. Its second part is the rotated part of the key,
+  which all heads share.
 
   Attributes:
     num_heads: H.
     latent_dim: size of the latent.
-    plain_dim: elements of a head's query and key without rotation.
-    rotated_dim: elements of a head's query and key with rotation.
+    plain_dim: number of elements of a head's query and key without rotation.
+    rotated_dim: number of elements of a head's query and key with rotation.
     value_dim: size of a head's value.
     query_rank: rank of the query projection; None for full rank.
     rope: rotary positions of the `rotated_dim` elements.
-    scale: factor of the logits; None for (plain_dim + rotated_dim) ** -0.5.
+    scale: factor of the attention logits; None for
+      (plain_dim + rotated_dim) ** -0.5.
   """
 
   num_heads: int
@@ -108,14 +111,14 @@ class LatentAttention:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaNet:
-  """The gated delta rule (Yang et al., 2024), with a recurrent state.
+  """The gated delta rule (Yang et al., 2025), with a recurrent state.
 
   Attributes:
     num_key_heads: heads of queries and keys.
     num_value_heads: heads of values, a multiple of `num_key_heads`.
     key_dim: size of a head of queries and keys.
     value_dim: size of a head of values.
-    kernel_size: tokens that the convolution before the recurrence covers.
+    kernel_size: width of the convolution before the recurrence, in tokens.
   """
 
   num_key_heads: int
@@ -161,25 +164,25 @@ class Experts:
 
   Attributes:
     num_experts: X.
-    num_chosen: experts per token.
+    num_chosen: number of experts that each token uses.
     inner_dim: F of an expert.
     activation: activation of the gate.
-    scores: "softmax" over all experts, "chosen_softmax" over the chosen
-      experts, or "sigmoid".
+    scores: how the router's logits become the weights of experts: "softmax"
+      over all experts, "chosen_softmax" over the chosen experts, or "sigmoid".
     normalized: True to divide the weights of a token's experts by their sum.
-    scale: factor of the weights.
+    scale: factor of the weights of experts.
     corrected: True if a bias per expert changes the choice of experts, but not
       their weights.
-    num_groups: groups of experts. A token first chooses `num_chosen_groups`
-      groups, then experts within them. 1 for no groups.
-    num_chosen_groups: groups per token.
+    num_groups: number of groups of experts; 1 for no groups. A token first
+      chooses `num_chosen_groups` groups, then experts within them.
+    num_chosen_groups: number of groups that each token chooses.
     group_score: a group's score is the score of its best expert ("best"), or
       the sum of its two best scores ("best_two").
     router_biased: True if the router has a bias.
     biased: True if the MLPs of experts have biases.
-    limit: clips the gate from above and `up` on both sides; an expert is then
-      down((up + 1) * gate * sigmoid(1.702 * gate)), as in gpt-oss. None for a
-      plain gated MLP.
+    limit: with a number, an expert computes down((up + 1) * gate *
+      sigmoid(1.702 * gate)), as in gpt-oss, with gate at most `limit` and up
+      within -limit .. limit. None for a plain gated MLP.
     shared_dim: F of an MLP that every token uses; None for no such MLP.
     shared_gated: True to multiply the shared MLP's output by a sigmoid gate.
   """
@@ -240,19 +243,19 @@ class Decoder:
     embed_dim: E.
     layers: L layers, from first to last.
     norm_eps: added to the mean square in RMSNorm.
-    norm_offset: added to the weights of norms: 1 in Gemma.
+    norm_offset: added to the weights of norms, such as 1 in Gemma.
     embed_scale: factor of the embeddings, rounded to `dtype`.
-    logit_cap: c maps a logit x to c * tanh(x / c); None for no cap.
+    logit_cap: a cap c maps each logit x to c * tanh(x / c); None for no cap.
     tied_embeddings: True if the embedding is also the output projection.
     numerics: "fast" or "exact". With "exact" a token has bit-identical logits
-      in `forward`, `forward_uncached` and `grouped_log_probs`, independent of
-      slots, chunks, pages and batch, also inside a gradient. Requires the same
-      kind of device, jax version and `backend`, weights that are not sharded,
-      and a page size that divides 64 (on a GPU or TPU, page size 16).
-      Gradients are those of "fast", in reverse mode only.
+      in `forward`, `forward_uncached` and `grouped_log_probs`, with and without
+      a gradient, for any slots, chunks, pages and batch. All calls must use
+      the same kind of device, jax version and `backend`. Weights must not be
+      sharded. The page size must divide 64, and be 16 on a GPU or TPU.
+      Gradients are computed as with "fast", and only in reverse mode.
     tile: with "exact", the number of tokens that are computed together. Sampler
-      and trainer need the same tile, because rounding depends on it. Decode
-      steps are fastest with the number of slots, prompts and gradients with 64.
+      and trainer need the same tile, because rounding depends on it. A tile of
+      the number of slots is fastest for decode steps, 64 for other calls.
     dtype: dtype of parameters and activations. Norms, rotations, softmax and
       logits are always float32.
 
@@ -260,7 +263,7 @@ class Decoder:
     ValueError: a field is out of range.
 
   Examples:
-    Five layers with a window for each layer without:
+    Three repetitions of five layers with a window and one without:
 
     >>> local, full = (
     ...   Layer(
@@ -303,14 +306,14 @@ class Decoder:
     for layer in self.layers:
       if not isinstance(layer, Layer):
         raise ValueError(f"`layers` must hold Layers, got {layer!r}.")
-    # Not `<= 0`, which a NaN would pass.
+    # `not > 0` refuses NaN, too, for which `<= 0` is False.
     if not self.norm_eps > 0:
       raise ValueError(f"`norm_eps` must be positive, got {self.norm_eps}.")
     dtype = jnp.dtype(self.dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
       raise ValueError(f"`dtype` must be a floating type, got {dtype.name}.")
-    # `jnp.bfloat16` and its dtype compare equal but hash differently. Without
-    # this conversion jit would compile for each of them.
+    # `jnp.bfloat16` and `jnp.dtype("bfloat16")` are equal but hash differently.
+    # Without this conversion jit would compile for each of them.
     object.__setattr__(self, "dtype", dtype)
 
   @property

@@ -1,4 +1,4 @@
-"""Uncached attention, bit-identical to paged attention, for exact trainers.
+"""Uncached attention that is bit-identical to paged attention.
 
 A trainer has no cache. But with `numerics="exact"` it writes the keys and
 values of a call to temporary pages and runs the attention code of rollouts, so
@@ -35,7 +35,7 @@ from jaxkv._src.models.decoder.tree_attention import TreeKV
 
 _PAGE_SIZE = 16
 """Tokens per page. Rollouts on a GPU or TPU must use the same page size,
-because rounding depends on it there. On a CPU any page size gives the same."""
+because rounding there depends on it. On a CPU the page size has no effect."""
 
 
 def uncached_access(
@@ -45,7 +45,7 @@ def uncached_access(
   tree: Tree | None = None,
   kv_dtype: Any = None,
 ) -> UncachedKV:
-  """Returns the access of `forward_uncached`; with `tree`, one for trees."""
+  """Returns the K/V access of `forward_uncached`, or of the given tree."""
   if not is_exact(config):
     if kv_dtype is not None:
       raise ValueError(
@@ -92,8 +92,8 @@ class ExactUncachedKV(UncachedKV):
   ) -> jax.Array:
     """See `UncachedKV`."""
 
-    # `with_gradient` takes functions that close over no arrays, so the tree is
-    # an argument of both.
+    # `with_gradient` requires functions that close over no arrays, so the tree
+    # is an argument of both.
     def exact(tree: Any, q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
       options = kernels.AttentionOptions(sinks=sinks, **numbers)
       return _attend_tree(tree, q, k, v, options=options, dtype=self.dtype)
@@ -147,7 +147,7 @@ class ExactTreeKV(ExactUncachedKV, TreeKV):
 
 
 def _fast(tree: Tree | None) -> UncachedKV:
-  """Returns the access whose operations are differentiated."""
+  """Returns the K/V access with fast numerics, which defines gradients."""
   return UncachedKV() if tree is None else TreeKV(tree=tree)
 
 
@@ -158,13 +158,13 @@ def _attend_tree(
   v: jax.Array | None,
   **options: Any,
 ) -> jax.Array:
-  """Computes causal attention of queries [N, T, H, D] in trees or rows."""
+  """Computes causal attention [N, T, H, D] in trees, or in rows without."""
   if tree is None:
     zeros = jnp.zeros(q.shape[:1], jnp.int32)
     return _attend(q, k, v, zeros, **options)
   outs = []
-  # A rollout runs each branch as a separate sequence. For the same bits, keys
-  # of the ancestors are copied in front of the branch's keys.
+  # A rollout runs each branch as a separate sequence. To get the same bits, the
+  # keys of its ancestors are copied in front of the branch's keys.
   for level, queries in enumerate(tree.split(q)):
     if queries.size == 0:
       width = options.get("value_dim") or k.shape[3]
@@ -192,17 +192,18 @@ def _attend(
   """Computes causal attention of the last tokens of Z sequences.
 
   Args:
-    q: [Z, Y, H, D], queries of Y tokens.
+    q: [Z, Y, H, D], queries of the last Y tokens.
     k: [Z, T, K, D], keys of all tokens.
-    v: [Z, T, K, D]; None for latents.
+    v: [Z, T, K, D], values of all tokens; None for latents.
     starts: int32[Z], the number of tokens before the queries.
     options: see `jaxkv.kv.attend`.
     dtype: format of keys and values in pages.
-    value_dim: for latents, see `jaxkv.kv.init`.
+    value_dim: needed for latents, see `jaxkv.kv.init`.
   """
   rows, tokens, heads, dim = k.shape
   pages = -(-tokens // _PAGE_SIZE)
-  # Page 0 is the null page of a cache.
+  # One page more than rows need, because page 0 is a cache's null page, which
+  # is never written.
   config = CacheConfig(
     num_pages=rows * pages + 1,
     page_size=_PAGE_SIZE,

@@ -1,6 +1,6 @@
-"""Records of the experts that tokens use, and their replay.
+"""Records the experts that each token uses, and replays them.
 
-Letters: J layers with experts, k experts per token in each of them.
+Letters: J layers with experts, k experts per token in each such layer.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jaxkv._src.models.decoder.description import Experts
 
 
 class Routing(NamedTuple):
-  """Sizes of a decoder's routing.
+  """Sizes of the expert records of a decoder.
 
   Attributes:
     num_layers: J.
@@ -35,7 +35,7 @@ class Routing(NamedTuple):
 
 @functools.cache
 def routing_of(decoder: Decoder, name: str = "decoder") -> Routing:
-  """Returns the sizes of routing; error messages call the decoder `name`."""
+  """Returns a decoder's `Routing`. Errors call the decoder `name`."""
   mlps = [
     layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Experts)
   ]
@@ -45,7 +45,7 @@ def routing_of(decoder: Decoder, name: str = "decoder") -> Routing:
       f"`{name}` must have a layer with `Experts`, got none; leave out "
       f"`{option}`."
     )
-  # All layers are in one array with one axis k, so they need the same k.
+  # The records of all layers are one array, so all layers need the same k.
   chosen = sorted({mlp.num_chosen for mlp in mlps})
   if len(chosen) > 1:
     raise ValueError(
@@ -63,13 +63,13 @@ def num_expert_layers(decoder: Decoder, stop: int) -> int:
 
 
 def init_pool(decoder: Decoder, config: CacheConfig) -> ExpertIdPages:
-  """Creates the pool for the experts of all tokens, see `init_kv`."""
+  """Creates the pool for the expert ids of all tokens, see `init_kv`."""
   routing = routing_of(decoder)
   return init_expert_ids(
     config,
     num_layers=routing.num_layers,
     width=routing.num_chosen,
-    # A token has J * k ids, so the smallest dtype saves memory.
+    # The smallest dtype that fits, because each token has J * k ids.
     dtype=jnp.uint8 if routing.num_experts <= 2**8 else jnp.uint16,
     group=_full_group(decoder),
   )
@@ -77,7 +77,8 @@ def init_pool(decoder: Decoder, config: CacheConfig) -> ExpertIdPages:
 
 def _full_group(decoder: Decoder) -> int:
   """Returns the index of the first layer group that keeps all tokens."""
-  # Groups with a window free the pages of old tokens, and so their records.
+  # Groups with a window free the pages of old tokens, which would free the
+  # records of these tokens, too.
   kinds = groups.group_kinds(decoder)
   is_full = [isinstance(kind, FullAttention) for kind in kinds]
   if True not in is_full:
@@ -90,7 +91,7 @@ def _full_group(decoder: Decoder) -> int:
 
 
 def check_pool(pool: ExpertIdPages, decoder: Decoder) -> None:
-  """Raises ValueError unless a pool fits the experts of a decoder."""
+  """Raises ValueError unless a pool fits the expert records of a decoder."""
   routing = routing_of(decoder, "config")
   expected = (*routing[:2], _full_group(decoder))
   got = (pool.num_layers, pool.width, pool.group)
@@ -117,7 +118,7 @@ def check_experts(
       f"for each token in each of {num_layers} layers with experts, got "
       f"{list(experts.shape)}; pass those that a rollout recorded."
     )
-  # Negative numbers mark tokens without a record.
+  # Signed, because negative ids mark tokens without a record.
   if not jnp.issubdtype(experts.dtype, jnp.signedinteger):
     raise TypeError(
       f"`experts` must be signed integers, got {experts.dtype.name}; cast them."

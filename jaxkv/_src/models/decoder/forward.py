@@ -7,8 +7,8 @@
 
 `grouped_log_probs` trains on sequences that share prompts.
 
-Letters: B rows of T tokens, V vocabulary, J layers with experts, k experts per
-token in each of them.
+Letters: B rows of T tokens, V vocabulary size, J layers with experts, k experts
+per token in each such layer.
 """
 
 import functools
@@ -61,38 +61,38 @@ def forward(
   decode are the same call with different T and `num_tokens`. With a
   `PackedView`, B is 1 and T is the number of its columns. A row's logits do not
   depend on other rows, except for rounding if the view has `shared` pages or a
-  `plan`. Layers with a window ignore `shared`.
+  `plan`. Layers with a window do not use `shared` pages.
 
   `kv` is not donated, so outside your own `jit` each call copies all pages.
 
   Args:
     params: parameters as returned by `init_params`.
     tokens: int32[B, T]. A token outside the vocabulary makes logits of its row
-      NaN, unless it is past the row's count.
-    positions: int32[B, T]; for row b of an ordinary sequence
-      `view.starts[b] + arange(T)`.
-    kv: the memory from `init_kv`: pages, or a tuple if layers need different
-      kinds of memory.
+      NaN, unless the token is past the row's count.
+    positions: int32[B, T], which set only the rotary angles; normally
+      `view.starts[b] + arange(T)` in row b.
+    kv: the memory from `init_kv`, a tuple if layers need different kinds of
+      memory.
     view: the page table of each row and the number of tokens to write; a tuple
       with one view per group of `cache_groups(config)` if there are several
       groups. Views of groups must differ only in their page tables.
     columns: int32[X], the columns of a packed call that get logits; None if
       `logits` selects tokens.
-    rows: ignored; a rollout passes the sequence of each token to all models.
+    rows: ignored. A rollout passes the sequence of each token to every model.
     config: static; the decoder.
-    logits: static; the tokens that get logits if `columns` is None: "all";
-      "last", the token at `view.num_tokens[b] - 1` (meaningless for a row with
-      0 tokens); or "none", such as for the first chunks of a long prompt.
+    logits: static; the tokens that get logits if `columns` is None: "all",
+      "last" or "none". "last" is the token at `view.num_tokens[b] - 1`, whose
+      logits are meaningless for a row without tokens. "none" suits all chunks
+      of a long prompt but the last.
     backend: static; see `jaxkv.kv.attend`.
     head_sharding: static; see `jaxkv.kv.attend`.
-    experts: see `forward_uncached`. With `kv` from
-      `init_kv(record_experts=True)` the call also records the experts of each
-      token there.
+    experts: see `forward_uncached`. If `kv` is from `init_kv(experts=True)`,
+      the call also records the experts of each token in `kv`.
 
   Returns:
-    (logits, kv): float32[B, P, V], where P is T, 1 or 0 for "all", "last"
-    and "none"; the logits of tokens past a row's count are meaningless. With
-    `columns`, float32[X, V].
+    (logits, kv): logits are float32[B, P, V], where P is T, 1 or 0 for "all",
+    "last" and "none", or float32[X, V] with `columns`. The logits of tokens
+    past a row's count are meaningless.
 
   Raises:
     TypeError: `tokens` or `positions` is not an array of integers.
@@ -118,13 +118,13 @@ def forward(
   del rows
   all_logits.check_tokens(tokens, positions)
   views = view if isinstance(view, tuple) else (view,)
-  # Not `isinstance`: a single pool can be a NamedTuple.
+  # Not `isinstance`, because a single pool can be a NamedTuple.
   pools = kv if type(kv) is tuple else (kv,)
   check_pools(pools, views, config)
   num_tokens = None if isinstance(views[0], PackedView) else views[0].num_tokens
   expert_records.check_experts(experts, tokens, config)
   is_decode = isinstance(views[0], PackedView) or tokens.shape[1:] == (1,)
-  # Shared pages make attention merge partial results, which rounds differently
+  # With shared pages attention merges partial results, which rounds differently
   # from one pass over all keys. So exact attention does not share pages.
   if is_decode and not is_exact(config):
     views = _with_shared_pages(pools, views, config)
@@ -147,7 +147,8 @@ def _with_shared_pages(
   pool_of_group = groups.pool_of_group(config)
   for group, kind in enumerate(groups.group_kinds(config)):
     pool = pools[pool_of_group[group]]
-    # `attend` shares no pages in layers with a window or with latents.
+    # Other views stay as they are, because `attend` ignores `shared` in layers
+    # with a window or with latents.
     has_keys = isinstance(pool, KVPages) and pool.v is not None
     if has_keys and not kind.skips_pages:
       refreshed[group] = refresh_shared(pool, views[group])
@@ -177,7 +178,7 @@ def forward_uncached(
   Args:
     params: parameters as returned by `init_params`.
     tokens: int32[B, T], each in 0 ... V - 1.
-    positions: int32[B, T], used only by rotary positions. Causal masks and
+    positions: int32[B, T], which set only the rotary angles. Causal masks and
       windows follow the order of the T tokens.
     config: static; the decoder.
     experts: signed integers [B, T, J, k], the k experts of each token in each
@@ -185,11 +186,11 @@ def forward_uncached(
       k ids of a token are negative, the router chooses its experts. None lets
       the router choose for all tokens.
     kv_dtype: static; with `config.numerics="exact"`, the `dtype` that the
-      rollout passed to `init_kv`; None for the decoder's.
+      rollout passed to `init_kv`; None for the decoder's dtype.
 
   Returns:
     float32[B, T, V] logits. An expert id out of range makes the logits of its
-    token NaN, and can make those of later tokens NaN.
+    token NaN, and can also make the logits of later tokens NaN.
 
   Raises:
     TypeError: `tokens`, `positions` or `experts` is not an array of integers.

@@ -39,10 +39,10 @@ def grouped_log_probs(
   """Computes log-probs of completions that share prompts.
 
   Returns the log-probs that `forward_uncached` gives for each prompt followed
-  by each completion. But each prompt is computed once, forward and backward,
-  and logits are computed in chunks, only for tokens of completions.
-  Differentiable in `params`; with exact numerics in reverse mode only, not by
-  `jax.jvp`. To score a sequence on its own, pass its first token as the prompt.
+  by each of its completions. But each prompt is computed once, forward and
+  backward. Logits are computed in chunks, and only for tokens of completions.
+  Differentiable in `params`, but with exact numerics not by `jax.jvp`. To score
+  a sequence on its own, pass its first token as the prompt.
   Letters: N prompts of up to P tokens, with G completions of up to R tokens.
 
   Completions can form a tree, such as the turns of a search. Then
@@ -52,38 +52,38 @@ def grouped_log_probs(
   the second level. A token attends to all its ancestors; positions count from
   the root.
 
-  On several devices, call it in `jax.shard_map` with all arrays split by N:
-  nothing is gathered, and exact numerics keep their bits. Under `jit` without
-  `shard_map`, exact numerics gather the whole batch on each device, and the
-  axes of the mesh must be `AxisType.Auto`: with `AxisType.Explicit` jax raises
-  a ShardingTypeError.
+  On several devices, call it in `jax.shard_map` with all arrays split by N.
+  Then nothing is gathered, and exact numerics give the same bits as on one
+  device. Under `jit` without `shard_map`, exact numerics gather the whole batch
+  on each device. The axes of the mesh must then be `AxisType.Auto`, because
+  with `AxisType.Explicit` jax raises a ShardingTypeError.
 
   Args:
     params: parameters as returned by `init_params`.
     prompts: int32[N, P], padded at the end.
     prompt_lengths: int32[N], 1 .. P; 0 for a prompt without completions.
     completions: int32[N, G, R], padded at the end; or a tuple of levels.
-    completion_lengths: int32[N, G], 0 .. R, 0 for an absent completion; or a
+    completion_lengths: int32[N, G], 0 .. R, where 0 means no completion; or a
       tuple of levels.
     config: static; the decoder.
-    temperature: divisor of the logits, as in `Sampling`; 0 has the effect of 1,
-      as in a rollout and in `score`. A traced temperature that is negative,
+    temperature: divisor of the logits, as in `Sampling`. As in a rollout and in
+      `score`, 0 has the effect of 1. A traced temperature that is negative,
       infinite or NaN gives NaN.
     experts: recorded experts of prompts and completions: signed integers
       [N, P, J, k] and [N, G, R, J, k], or a tuple of levels; see
       `forward_uncached`.
-    remat: static; True to save only the input of each layer for the gradient,
-      which needs less memory and up to a third more time.
+    remat: static; True to save only each layer's input for the gradient and
+      recompute the layer. Needs less memory and up to a third more time.
     kv_dtype: static; see `forward_uncached`.
 
   Returns:
     float32[N, G, R], or a tuple of levels: the log-prob of each token given all
-    tokens before it, and 0 past the lengths. A token outside the vocabulary
-    gets NaN, and so do later tokens of its completion, tokens of continuations
-    and all gradients, even if a mask excludes the token. If a length of a
-    prompt or of one of its completions is out of range, all completions of the
-    prompt get NaN; `mask & ~jnp.isnan(log_probs)` excludes these completions
-    from a loss and its gradient.
+    tokens before it, and 0 past the lengths. If the length of a prompt or of
+    one of its completions is out of range, all completions of the prompt get
+    NaN. `mask & ~jnp.isnan(log_probs)` excludes these completions from a loss
+    and its gradient. A token outside the vocabulary gets NaN, and so do the
+    tokens that follow it in its completion and in continuations. It also makes
+    all gradients NaN, even if a mask excludes the token.
 
   Raises:
     TypeError: an argument has the wrong type, such as tokens that are floats.
@@ -133,7 +133,7 @@ def grouped_log_probs(
     (prompts, *_levels(completions)),
     (prompt_lengths, *_levels(completion_lengths)),
   )
-  # Checked outside of jit, because inside the temperature is traced.
+  # Checked here, because the jitted function cannot see the traced value.
   temperature = divisor(as_temperature(temperature))
   records = _checked_experts(experts, levels, config)
   out = _log_probs_of_levels(
@@ -170,14 +170,15 @@ def _log_probs_of_levels(
   widths = [level.shape[-1] for level in levels]
   lengths = tuple(_flat(length, 0) for length in lengths)
   is_valid = _lengths_fit(lengths, widths)
-  # Padding and prompts with wrong lengths must not produce NaN, because a mask
-  # only multiplies their gradient by 0, and 0 * NaN is NaN.
+  # Wrong lengths become 0 and padding becomes token 0, so that neither produces
+  # NaN. A mask afterwards would not suffice, because it multiplies gradients by
+  # 0, and 0 * NaN is NaN.
   lengths = tuple(jnp.where(is_valid[:, None], x, 0) for x in lengths)
   tokens = _padded([_flat(level, 1) for level in levels], lengths, 0)
   records = None
   if experts is not None:
     records = _padded([_flat(level, 3) for level in experts], lengths, -1)
-  # The last column of the last level predicts no token, so it is not computed.
+  # No token follows the last column of the last level, so the tree omits it.
   tree = prompt_tree.of_lengths([*widths[:-1], max(widths[-1] - 1, 1)], lengths)
   access = uncached_access(
     config,
@@ -206,8 +207,8 @@ def _head_of_levels(
   """Returns log-probs float32[N, C, R] of each level, from x [N, T, E]."""
   outs = []
   for level, targets in enumerate(tokens[1:], 1):
-    # The last token of a parent predicts the first tokens of all its children,
-    # so they share one row of logits.
+    # The last token of a parent predicts the first token of each child, so all
+    # children share one row of logits.
     last = tree.last(level - 1)
     inputs = jnp.take_along_axis(x, last[..., None], axis=1, mode="clip")
     children = targets[..., 0].reshape(*last.shape, -1)
@@ -245,7 +246,8 @@ def _lengths_fit(
   fits = True
   for length, width in zip(lengths, widths, strict=True):
     fits &= jnp.all((length >= 0) & (length <= width), axis=1)
-    # Without a prompt nothing predicts the first token of a completion.
+    # Nothing predicts the first token after an empty prompt, so all completions
+    # of an empty prompt must be empty.
     fits &= (lengths[0][:, 0] > 0) | jnp.all(length == 0, axis=1)
   return jnp.asarray(fits)
 
@@ -259,7 +261,7 @@ def _checked_levels(
       "`completions` and `completion_lengths` must have the same number of "
       f"levels (at least one), got {len(tokens) - 1} and {len(lengths) - 1}."
     )
-  # A level has the branching axes of its parent level, and one more.
+  # A level has the branching axes of its parent level and one axis more.
   shape, levels, sizes = (), [], []
   for level, length in zip(tokens, lengths, strict=True):
     name, axes = ("completions", "GR") if levels else ("prompts", "NP")

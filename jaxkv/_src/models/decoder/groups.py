@@ -1,14 +1,15 @@
-"""Layer groups of a cache, pools of its memory, and loops over layers.
+"""Divides a decoder's layers into cache groups, memory pools and loops.
 
-A page has one memory layer for each layer of its group, and all pages have the
-same number of memory layers. So the L layers of a decoder are divided evenly
-among C groups: layer i is in memory layer i // C of group i % C. C is the
-period of the layers' kinds: 1 if all are the same, 6 if every sixth layer has
-no window. If C does not divide L, some groups leave the last memory layer free.
+A memory layer is the part of a page that one decoder layer uses. All pages have
+the same number of memory layers, so the L layers of a decoder are divided
+evenly among C groups: layer i uses memory layer i // C of group i % C. C is the
+length of the pattern that the layers repeat, such as 1 if all layers are alike,
+or 6 if every sixth layer has no window. If C does not divide L, the last memory
+layer of some groups stays unused.
 
 A stretch is a run of layers in which a pattern of P layers repeats R times. A
 `lax.scan` over the repetitions runs the stretch, so XLA compiles the pattern
-once. Few stretches make a small program.
+only once. The fewer the stretches, the smaller the program.
 """
 
 import dataclasses
@@ -26,10 +27,10 @@ from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
 
 PoolKey = tuple[str, tuple[int, ...]]
-"""The kind and sizes of a pool; layers with the same key share a pool."""
+"""The kind and sizes of a pool. Layers with the same key share a pool."""
 
 _MAX_PATTERN = 16
-"""Layers of the longest pattern that is tried; bounds the search."""
+"""The most layers of a pattern, a limit that bounds the search."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ def kind_of(layer: Layer) -> GroupKind:
 
 
 def pool_key(attention: Any) -> PoolKey:
-  """Returns the kind and sizes of the pool of a token mixer."""
+  """Returns the kind and sizes of the pool that a token mixer needs."""
   if isinstance(attention, Attention):
     return "keys and values", (attention.num_kv_heads, attention.head_dim)
   if isinstance(attention, LatentAttention):
@@ -68,8 +69,9 @@ def pool_key(attention: Any) -> PoolKey:
 
 @functools.cache
 def period(decoder: Decoder) -> int:
-  """Returns C, the number of layer groups."""
-  # A group has its pages in one pool, so the period must distinguish pools.
+  """Returns C, the period of the layers and number of layer groups."""
+  # All pages of a group are in one pool, so layers that need different pools
+  # must be in different groups.
   return _period(
     [(kind_of(layer), pool_key(layer.attention)) for layer in decoder.layers]
   )
@@ -91,14 +93,14 @@ def pool_of_group(decoder: Decoder) -> tuple[int, ...]:
 
 @functools.cache
 def num_memory_layers(decoder: Decoder) -> int:
-  """Returns the number of memory layers, the same for each pool."""
+  """Returns the number of memory layers of a page, equal in all pools."""
   return -(-len(decoder.layers) // period(decoder))
 
 
 @functools.cache
 def pools(decoder: Decoder) -> tuple[PoolKey, ...]:
   """Returns the distinct pools of a decoder's memory."""
-  # Not a set: pools keep the order of the layers.
+  # Not a set, because the order of the pools is that of the layers.
   return tuple(
     dict.fromkeys(pool_key(layer.attention) for layer in decoder.layers)
   )
@@ -133,8 +135,9 @@ def _longest_stretch(layers: tuple[Layer, ...], period: int) -> tuple[int, int]:
   If no pattern repeats, the stretch is one period.
   """
   best = (min(period, len(layers)), 1)
-  # A group is a static index in the compiled loop, so a layer of the pattern
-  # must be in the same group in each repetition. Multiples of the period do so.
+  # The group is a static index in the compiled loop, so a layer of the pattern
+  # must be in the same group in each repetition. That holds if the pattern's
+  # size is a multiple of the period.
   longest = min(_MAX_PATTERN, len(layers) // 2)
   for size in range(period, longest + 1, period):
     times = 1

@@ -21,7 +21,7 @@ _DELTA_NET = [field.name for field in dataclasses.fields(DeltaNet)]
 def cache_groups(decoder: Decoder) -> tuple[GroupKind, ...]:
   """Returns `CacheConfig.groups` for a decoder.
 
-  Layer i is in group i % C, where C is the period of the pattern of layers.
+  Layer i is in group i % C, where C is the length of the pattern of layers.
 
   Examples:
     >>> from jaxkv import models
@@ -95,7 +95,7 @@ def init_kv(
         )
       )  # fmt: skip
     elif name == "latents":
-      # Attention reads the latent as key and as value: it is stored once.
+      # Attention reads a latent as key and as value, so it is stored once.
       pools.append(
         init_pages(
           config, num_layers=layers, num_kv_heads=1, head_dim=sum(sizes),
@@ -133,7 +133,7 @@ def check_pools(
     )
   num_layers = groups.num_memory_layers(config)
   for pool in pools:
-    # More layers than the decoder has are allowed.
+    # Not `!=`, because a pool may have more layers than the decoder uses.
     if pool.num_layers < num_layers:
       raise ValueError(
         f"`kv` must have {num_layers} layers for config, got "

@@ -1,4 +1,4 @@
-"""Access of layers to keys and values, with and without a cache.
+"""Reads and writes the keys and values of a layer, or its recurrent state.
 
 | class        | keys and values         | used for |
 |--------------|-------------------------|----------|
@@ -6,7 +6,7 @@
 | `UncachedKV` | of the same call only   | training |
 
 The classes have the same methods. `tree_attention.TreeKV` is an `UncachedKV`
-for trees of tokens. `attention` defines the letters of axes.
+for trees of tokens. The module `attention` defines the letters of axes.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ class Location(NamedTuple):
 
   Attributes:
     group: the layer group of the cache.
-    layer: int32[], the memory layer.
-    pool: index of the pool.
+    layer: int32[], the memory layer in the group's pages (see `groups`).
+    pool: index of the pool with these pages.
     expert_layer: int32[], index of the layer among the layers with experts.
   """
 
@@ -93,10 +93,10 @@ class PagedKV:
   def softmax(
     self, mixer: Mixer, inputs: SoftmaxInputs, pools: Pools
   ) -> MixerOutput:
-    """Writes keys and values; attends to all tokens up to each query."""
+    """Writes keys and values, then attends to all tokens up to each query."""
     location = mixer.location
     pool, view = pools[location.pool], self.views[location.group]
-    # Written before `attend`, because tokens of a call attend to each other.
+    # `write` comes first, because tokens of a call attend to each other.
     pool = write(pool, view, location.layer, inputs.k, inputs.v)
     out = attend(
       pool,
@@ -145,9 +145,9 @@ class PagedKV:
     location = mixer.location
     pool, view = pools[location.pool], self.views[location.group]
     layer = location.layer
-    # A packed call writes one state per row, and a full page must hold the
-    # state at its end. So prompts must not cross the end of a page; rollouts
-    # schedule them accordingly.
+    # A packed call writes only one state per row, but each full page must hold
+    # the state at its end. So a row of a packed call must not cross the end of
+    # a page. Rollouts schedule the tokens of prompts accordingly.
     if isinstance(view, PackedView):
       out, pool = recurrent_pages.run_packed(run, inputs, pool, view, layer)
     else:
@@ -216,7 +216,8 @@ class UncachedKV:
   ) -> MixerOutput:
     """Runs a recurrence on inputs [B, T, ...] of whole sequences."""
     rows, tokens = inputs[0].shape[:2]
-    # Padding is at the end of a row, so it can run without effect on tokens.
+    # Padding counts as tokens here. It is at the end of a row, so it changes no
+    # output of a token.
     num_tokens = jnp.full((rows,), tokens, jnp.int32)
     state = recurrent_pages.empty_state(mixer.kind, rows)
     return run(inputs, state, num_tokens)[0], pools
@@ -224,7 +225,7 @@ class UncachedKV:
   def record_experts(
     self, location: Location, experts: jax.Array, pools: Pools
   ) -> Pools:
-    """Returns the pools unchanged: nothing is recorded without a cache."""
+    """Returns the pools unchanged, because there are no pages to write."""
     del location, experts
     return pools
 
@@ -239,7 +240,7 @@ def cached_latents(inputs: LatentInputs) -> jax.Array:
 def latent_queries(
   weights: jax.Array, plain: jax.Array, rotated: jax.Array
 ) -> jax.Array:
-  """Projects queries to [B, T, H, latent + rotated_dim], as cached vectors."""
+  """Projects queries to [B, T, H, latent + rotated_dim], as for the cache."""
   absorbed = jnp.einsum("bthd,lhd->bthl", plain, weights)
   return jnp.concatenate([absorbed, rotated], axis=-1)
 
@@ -250,7 +251,7 @@ def latent_values(weights: jax.Array, out: jax.Array) -> jax.Array:
 
 
 def scale_of(attention: LatentAttention) -> float:
-  """Returns the factor of the logits."""
+  """Returns the factor of the attention logits."""
   if attention.scale is not None:
     return attention.scale
   return (attention.plain_dim + attention.rotated_dim) ** -0.5

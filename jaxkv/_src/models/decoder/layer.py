@@ -1,8 +1,8 @@
 """A decoder layer: attention and an MLP, each added to its input.
 
-Steps that treat each token independently run through `numerics.token_wise`: on
-all tokens together, or on one tile of tokens at a time. Between these steps the
-token mixer reads and writes keys and values through a class of `kv_access`.
+Steps that compute each token independently run through `numerics.token_wise`,
+on all tokens together or on one tile of tokens at a time. Between these steps
+the token mixer reads and writes keys and values through a class of `kv_access`.
 """
 
 import functools
@@ -30,7 +30,7 @@ from jaxkv._src.models.decoder.numerics import token_wise
 from jaxkv._src.models.decoder.params import Params
 
 Carry = tuple[jax.Array, Pools]
-"""The residual stream, B rows of T tokens of width E, and the pools."""
+"""The residual stream [B, T, E] and the pools."""
 
 
 def run(
@@ -42,16 +42,16 @@ def run(
   access: Any,
   decoder: Decoder,
 ) -> Carry:
-  """Runs one layer; `access` is an object of a class of `kv_access`."""
+  """Runs one layer, with a `PagedKV` or `UncachedKV` as `access`."""
   (x, pools), call = carry, token_wise(decoder)
-  # Exact numerics need functions that close over no arrays. So only the static
-  # descriptions are bound here, and all arrays are arguments.
+  # Exact numerics require functions that close over no arrays. So only the
+  # static descriptions are bound here, and all arrays are arguments.
   bind = functools.partial
   angles = attentions.angles_of(layer, rotations, decoder)
   inputs = call(bind(_mixer_inputs, layer, decoder), weights, x, angles)
   mixer = kv_access.Mixer(layer.attention, location, weights)
   out, pools = _mix(inputs, mixer, access, pools, decoder)
-  # Latent attention is the only mixer without a gate.
+  # Only the inputs of latent attention have no field `gate`.
   gate = None if isinstance(inputs, attentions.LatentInputs) else inputs.gate
   replay = None
   if not isinstance(layer.mlp, Mlp):
@@ -96,7 +96,7 @@ def _mix(
 ) -> kv_access.MixerOutput:
   """Runs the token mixer: the only step in which tokens read each other."""
   if isinstance(mixer.kind, DeltaNet):
-    # The gate is left out: it multiplies the output of the recurrence later.
+    # The gate is not an input, because it multiplies the recurrence's output.
     arrays = (inputs.channels, inputs.beta, inputs.decay)
     run = recurrence(decoder, mixer.kind, mixer.weights)
     return access.recurrent(mixer, run, arrays, pools)

@@ -36,10 +36,10 @@ def llama(
     num_kv_heads: K, key-value heads; divides H.
     head_dim: D, size of a head; even. H * D can differ from E.
     mlp_dim: F, inner width of the gated MLP.
-    windows: a pattern of windows that repeats over the layers, one for each
-      layer; see `Attention.window`.
-    rope_base: wavelength base of the rotary positions; a tuple has one base for
-      each layer of the pattern.
+    windows: the windows of the first layers, a pattern that repeats over all
+      layers; see `Attention.window`.
+    rope_base: base of the rotary positions (see `Rope`), or a tuple with one
+      base for each window of the pattern.
     norm_eps: added to the mean square in RMSNorm.
     tied_embeddings: True if the embedding is also the output projection.
     dtype: dtype of parameters and activations.
@@ -61,7 +61,7 @@ def llama(
       f"`windows` must be a tuple of one or more windows, got {windows!r}; use "
       "(None,) for full attention in every layer."
     )
-  # One base for all windows, or one for each, since Gemma has two bases.
+  # One base for each window, because in Gemma it differs with the window.
   bases = rope_base if isinstance(rope_base, tuple) else (rope_base,)
   if len(bases) not in (1, len(windows)):
     raise ValueError(

@@ -10,7 +10,7 @@ from jaxkv._src.models.decoder.numerics import is_exact
 from jaxkv._src.models.decoder.params import Params
 
 _MAX_LOGITS = 2**24
-"""The most logits in memory at a time: 64 MiB, or 341 rows of 49,152."""
+"""The most logits in memory at a time: 64 MiB, 341 rows for V = 49,152."""
 
 
 def of_tokens(
@@ -24,15 +24,15 @@ def of_tokens(
 ) -> jax.Array:
   """Computes log-probs of tokens without storing the logits of all rows.
 
-  Logits are computed in chunks of rows, and again for the gradient.
+  Logits are computed in chunks of rows, and recomputed for the gradient.
 
   Args:
     params: parameters of the decoder.
-    x: [..., E], output of the last layer; X rows in all.
-    tokens: int32[..., S], S candidates for the token after each row.
+    x: [..., E], output of the last layer, X rows in all.
+    tokens: int32[..., S], S alternative next tokens of each row.
     temperature: float32[], above 0, the divisor of the logits.
     config: static; the decoder.
-    max_logits: static; logits in memory at a time.
+    max_logits: static; the most logits in memory at a time.
 
   Returns:
     float32[..., S]; NaN for a token outside the vocabulary.
@@ -42,7 +42,7 @@ def of_tokens(
     return jnp.zeros(shape, jnp.float32)
   x, tokens = x.reshape(-1, x.shape[-1]), tokens.reshape(-1, shape[-1])
   rows = x.shape[0]
-  # Chunks of equal size compile once, and need little padding at the end.
+  # Chunks of equal size compile once, and need less padding than full chunks.
   number = -(-rows // max(max_logits // config.vocab_size, 1))
   size = -(-rows // number)
   padding = ((0, number * size - rows), (0, 0))
@@ -55,8 +55,8 @@ def of_tokens(
       logits = all_logits.head(params, x[None], config)[0]
       return _exact(logits, tokens, temperature)
     logits = all_logits.head(params, x, config)
-    # Differences to the maximum are at most 0, so that a low temperature cannot
-    # make them overflow to +inf.
+    # Differences to the maximum are at most 0, so a low temperature cannot make
+    # them overflow to +inf.
     maximum = jnp.max(logits, axis=-1, keepdims=True)
     logits = (logits - jax.lax.stop_gradient(maximum)) / temperature
     row = jnp.arange(size, dtype=jnp.int32)[:, None]
@@ -76,7 +76,7 @@ def _exact(
 ) -> jax.Array:
   """Returns exact log-probs float32[X, S] for float32[X, V], int32[X, S]."""
   count = tokens.shape[1]
-  # The exact function takes one token per row of logits.
+  # Rows are repeated, because the exact function takes one token per row.
   if count > 1:
     logits = jnp.repeat(logits, count, axis=0)
   temperatures = jnp.broadcast_to(temperature, (tokens.size,))

@@ -36,22 +36,22 @@ def run(
     tokens: int32[B, T].
     positions: int32[B, T].
     pools: the memory that `access` reads and writes.
-    access: an object of a class of `kv_access`.
-    num_tokens: int32[B], tokens of each row, for "last".
-    selection: the tokens that get logits, or their columns int32[P].
+    access: a `PagedKV` or `UncachedKV` of `kv_access`.
+    num_tokens: int32[B], tokens of each row, which "last" needs.
+    selection: the tokens that get logits, by name or as columns int32[P].
     config: static; the decoder.
   """
   _check_selection(tokens, num_tokens, selection)
   check_params(params, config)
   x, pools = stack.run(params, tokens, positions, pools, access, config)
-  # Tokens are selected before the head, which would compute V logits for each.
+  # Selected before the head, because it computes V logits for each token.
   return head(params, _select(x, num_tokens, selection), config), pools
 
 
 def head(params: Params, x: jax.Array, config: Decoder) -> jax.Array:
   """Computes logits float32[..., V] from the last layer's output [..., E].
 
-  With exact numerics the output must be [B, T, E].
+  With exact numerics `x` must be [B, T, E].
   """
   unembed = params["embed"] if config.tied_embeddings else params["unembed"]
   weights = {"final_norm": params["final_norm"], "unembed": unembed}
@@ -62,7 +62,7 @@ def _head(config: Decoder, weights: Params, x: jax.Array) -> jax.Array:
   x = rms_norm(x, weights["final_norm"], config.norm_eps, config.norm_offset)
   unembed = weights["unembed"]
   if config.tied_embeddings:
-    # Transposed inside, because exact numerics compile this function alone.
+    # Transposed here, because exact numerics compile this function separately.
     unembed = unembed.T
   logits = jnp.einsum(
     "...e,ev->...v", x, unembed, preferred_element_type=jnp.float32
@@ -89,7 +89,7 @@ def _select(
       '`logits` must be "all" or "none" with a PackedView, got "last"; give '
       "`columns`."
     )
-  # An empty row would have index -1, which counts from the end.
+  # Clamped, because -1, the index of an empty row, would count from the end.
   last = jnp.maximum(num_tokens - 1, 0)[:, None, None]
   return jnp.take_along_axis(x, last, axis=1, mode="fill")
 
@@ -124,7 +124,7 @@ def _check_selection(
 
 
 def check_params(params: Params, config: Decoder) -> None:
-  """Raises unless parameters have the decoder's embedding."""
+  """Raises unless the embedding in `params` fits the decoder."""
   if not isinstance(params, Mapping) or "embed" not in params:
     description = type(params).__name__
     if isinstance(params, Mapping):

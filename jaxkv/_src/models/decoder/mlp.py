@@ -1,6 +1,6 @@
 """Gated MLPs and mixtures of experts.
 
-Letters: E width, F inner width, X experts, k experts per token.
+Letters: E embedding width, F inner width, X experts, k experts per token.
 """
 
 import functools
@@ -14,7 +14,7 @@ from jaxkv._src.models.decoder.description import Mlp
 from jaxkv._src.models.decoder.params import Params
 
 _SLOPE = 1.702
-"""With it, x * sigmoid(_SLOPE * x) approximates a GELU (gpt-oss)."""
+"""Makes x * sigmoid(_SLOPE * x) an approximation of GELU, as in gpt-oss."""
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
@@ -57,12 +57,12 @@ def mixture(
     x: [B, T, E].
     weights: parameters of the layer.
     experts: static; the description of the mixture.
-    replay: int32[B, T, k], experts to use in place of the router's choice. If
-      all k ids of a token are negative, or with None, the router chooses. An id
-      out of range makes the output of its token NaN.
+    replay: int32[B, T, k], experts to use in place of the router's choice. The
+      router chooses if all k ids of a token are negative, or if `replay` is
+      None. An id out of range makes the output of its token NaN.
 
   Returns:
-    [B, T, E]; int32[B, T, k], the experts that were used.
+    The output [B, T, E] and the experts that each token used, int32[B, T, k].
   """
   tokens = x.reshape(-1, x.shape[-1])
   if replay is not None:
@@ -97,7 +97,7 @@ def route(
   choice = jax.lax.top_k(ranking, experts.num_chosen)[1].astype(jnp.int32)
   if replay is not None:
     choice = jnp.where(replay >= 0, replay, choice)
-  # "fill" gives NaN for an expert out of range, not the score of the last one.
+  # "fill" gives NaN for an id out of range, and not another expert's score.
   factors = jnp.take_along_axis(scores, choice, axis=-1, mode="fill")
   if experts.scores == "chosen_softmax":
     factors = jax.nn.softmax(factors, axis=-1)
@@ -110,7 +110,7 @@ def route(
 
 def _scores(x: jax.Array, weights: Params, experts: Experts) -> jax.Array:
   """Computes the router's scores float32[N, X], before the correction."""
-  # float32, because with close scores bfloat16 would change the choice.
+  # float32, because bfloat16 would change the choice between close scores.
   logits = jnp.einsum(
     "ne,ex->nx", x, weights["router"], preferred_element_type=jnp.float32
   )
@@ -145,8 +145,8 @@ def _run_experts(
   """Returns the weighted sum of each token's experts, [N, E]."""
   count = choice.shape[1]
   expert = choice.reshape(-1)
-  # Sorted by expert, so that each expert multiplies a contiguous run of rows,
-  # as `ragged_dot` requires.
+  # Sorted by expert, because `ragged_dot` requires that the rows of an expert
+  # are contiguous.
   order = jnp.argsort(expert, stable=True).astype(jnp.int32)
   sizes = jnp.zeros((experts.num_experts,), jnp.int32).at[expert].add(1)
   rows = x[order // count]
@@ -167,8 +167,8 @@ def _run_experts(
     up = jnp.clip(up, -experts.limit, experts.limit)
     inner = (up + 1) * gate * jax.nn.sigmoid(gate * _SLOPE)
   out = project(inner, "expert_down")
-  # The inverse permutation brings the k rows of a token side by side. A gather
-  # and a sum, since a scatter-add would sum in no fixed order on a GPU.
+  # The inverse permutation gathers the k rows of a token side by side, to sum
+  # them. A scatter-add would sum them in no fixed order on a GPU.
   inverse = (
     jnp.zeros_like(order)
     .at[order]

@@ -19,7 +19,8 @@ def rms_norm(
   square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
   normalized = wide * jax.lax.rsqrt(square + eps)
   weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
-  # Gemma, which has an offset, multiplies in float32. Llama rounds first.
+  # Gemma, which has an offset, multiplies in float32 and then rounds. Llama
+  # rounds before it multiplies.
   if offset:
     return (normalized * (weight.astype(jnp.float32) + offset)).astype(x.dtype)
   return normalized.astype(x.dtype) * weight

@@ -1,4 +1,4 @@
-"""The choice between fast and exact numerics, see `Decoder.numerics`."""
+"""Chooses between fast and exact numerics, see `Decoder.numerics`."""
 
 import functools
 from collections.abc import Callable
@@ -12,20 +12,20 @@ from jaxkv._src.models.decoder.params import Params
 
 TokenWise = Callable[..., Any]
 """`(function, weights, *arrays) -> function(weights, *arrays)` for arrays
-[B, T, ...]. The function treats each token independently and closes over no
-arrays."""
+[B, T, ...]. The function must compute each token independently and must not
+close over arrays."""
 
 
 def is_exact(decoder: Decoder) -> bool:
-  """True if a token has the same bits in every batch and program."""
+  """Returns True if the decoder uses exact numerics."""
   return decoder.numerics == "exact"
 
 
 def token_wise(decoder: Decoder) -> TokenWise:
-  """Returns a `TokenWise` that runs functions on all tokens, or on tiles."""
+  """Returns a `TokenWise`, which runs in tiles if numerics are exact."""
   if not is_exact(decoder):
     return lambda function, weights, *arrays: function(weights, *arrays)
-  # Rounding of a product depends on its number of rows, which tiles fix.
+  # Tiles fix the number of rows of each product, on which rounding depends.
   return functools.partial(token_loop.in_tiles, decoder.tile)
 
 
@@ -34,6 +34,6 @@ def recurrence(decoder: Decoder, attention: DeltaNet, weights: Params) -> Any:
   run = functools.partial(attentions.recur, attention=attention)
   weights = {"convolution": weights["convolution"]}
   if is_exact(decoder):
-    # Rounding depends on the length of chunks, so tokens run one by one.
+    # Rounding depends on how tokens are chunked, so tokens run one by one.
     return functools.partial(token_loop.recur, run, weights)
   return functools.partial(run, weights)

@@ -4,63 +4,67 @@ The tree has "embed" [V, E], "final_norm" [E], "unembed" [E, V] unless tied, and
 "layers": a tuple with one entry per stretch of `groups.stretches`. An entry is
 a tuple with one dict per layer of the stretch's pattern. All arrays of a dict
 have a leading axis of R repetitions, so that a scan can slice them. The tables
-list the arrays of a layer's dict without this axis. A layer has
+list the arrays of a layer's dict without this axis. `description` defines the
+letters.
 
-| name                   | of `Attention`                                      |
-|------------------------|-----------------------------------------------------|
-| `attention_norm`       | [E]                                                 |
-| `query`                | [E, H, D]                                           |
-| `key`, `value`         | [E, K, D]                                           |
-| `output`               | [H, D, E]                                           |
-| `query_bias`           | [H, D], if biased                                   |
-| `key_bias` ...         | [K, D], and `value_bias`, if biased                 |
-| `output_bias`          | [E], if the output is biased                        |
-| `query_norm` ...       | [D], and `key_norm`, with norms of queries and keys |
-| `sinks`                | [H], with sinks                                     |
-| `query_gate`           | [E, H, D], if gated                                 |
-| `post_attention_norm`  | [E], with post norms                                |
+| name                       | of `Attention`                                  |
+|----------------------------|-------------------------------------------------|
+| `attention_norm`           | [E]                                             |
+| `query`                    | [E, H, D]                                       |
+| `key`, `value`             | [E, K, D]                                       |
+| `output`                   | [H, D, E]                                       |
+| `query_bias`               | [H, D], if biased                               |
+| `key_bias`, `value_bias`   | [K, D], if biased                               |
+| `output_bias`              | [E], if the output is biased                    |
+| `query_norm`, `key_norm`   | [D], if queries and keys are normalized         |
+| `sinks`                    | [H], with sinks                                 |
+| `query_gate`               | [E, H, D], if gated                             |
+| `post_attention_norm`      | [E], with post norms                            |
 
-| name                   | of `LatentAttention`                                |
-|------------------------|-----------------------------------------------------|
-| `attention_norm`       | [E]                                                 |
-| `query_down`           | [E, rank], and `query_norm` [rank], with a rank     |
-| `query`                | [E or rank, H, plain + rotated]                     |
-| `latent`               | [E, latent + rotated]                               |
-| `latent_norm`          | [latent]                                            |
-| `key`                  | [latent, H, plain]                                  |
-| `value`                | [latent, H, value]                                  |
-| `output`               | [H, value, E]                                       |
+| name                       | of `LatentAttention`                            |
+|----------------------------|-------------------------------------------------|
+| `attention_norm`           | [E]                                             |
+| `query_down`               | [E, rank], with a query rank                    |
+| `query_norm`               | [rank], with a query rank                       |
+| `query`                    | [E or rank, H, plain + rotated]                 |
+| `latent`                   | [E, latent + rotated]                           |
+| `latent_norm`              | [latent]                                        |
+| `key`                      | [latent, H, plain]                              |
+| `value`                    | [latent, H, value]                              |
+| `output`                   | [H, value, E]                                   |
 
-| name                   | of `DeltaNet`; C = 2 K Dk + H Dv channels           |
-|------------------------|-----------------------------------------------------|
-| `attention_norm`       | [E]                                                 |
-| `query`, `key`         | [E, K, Dk]                                          |
-| `value`, `output_gate` | [E, H, Dv]                                          |
-| `beta`, `decay`        | [E, H]                                              |
-| `convolution`          | [C, kernel], of queries, keys and values            |
-| `decay_bias`           | [H]                                                 |
-| `decay_log`            | [H]                                                 |
-| `output_norm`          | [Dv], without `norm_offset`                         |
-| `output`               | [H, Dv, E]                                          |
+| name                       | of `DeltaNet`, with C = 2 K Dk + H Dv channels  |
+|----------------------------|-------------------------------------------------|
+| `attention_norm`           | [E]                                             |
+| `query`, `key`             | [E, K, Dk]                                      |
+| `value`, `output_gate`     | [E, H, Dv]                                      |
+| `beta`, `decay`            | [E, H]                                          |
+| `convolution`              | [C, kernel], for queries, keys and values       |
+| `decay_bias`, `decay_log`  | [H]                                             |
+| `output_norm`              | [Dv], without `norm_offset`                     |
+| `output`                   | [H, Dv, E]                                      |
 
-| name                   | of `Mlp`                                            |
-|------------------------|-----------------------------------------------------|
-| `mlp_norm`             | [E]                                                 |
-| `gate`, `up`           | [E, F]                                              |
-| `down`                 | [F, E]                                              |
-| `post_mlp_norm`        | [E], with post norms                                |
+| name                       | of `Mlp`                                        |
+|----------------------------|-------------------------------------------------|
+| `mlp_norm`                 | [E]                                             |
+| `gate`, `up`               | [E, F]                                          |
+| `down`                     | [F, E]                                          |
+| `post_mlp_norm`            | [E], with post norms                            |
 
-| name                   | of `Experts`                                        |
-|------------------------|-----------------------------------------------------|
-| `mlp_norm` ...         | as for `Mlp`                                        |
-| `router`               | [E, X]                                              |
-| `router_bias`          | [X], if the router is biased                        |
-| `correction`           | float32[X], if corrected                            |
-| `expert_gate` ...      | [X, E, F], and `expert_up`                          |
-| `expert_down`          | [X, F, E]                                           |
-| `expert_gate_bias` ... | [X, F], `expert_up_bias`, and [X, E] for `down`     |
-| `shared_gate` ...      | [E, F'], `shared_up`, [F', E] `shared_down`         |
-| `shared_switch`        | [E, 1], if the shared MLP is gated                  |
+| name                       | of `Experts`, with F' for the shared MLP        |
+|----------------------------|-------------------------------------------------|
+| `mlp_norm`                 | [E]                                             |
+| `post_mlp_norm`            | [E], with post norms                            |
+| `router`                   | [E, X]                                          |
+| `router_bias`              | [X], if the router is biased                    |
+| `correction`               | float32[X], if corrected                        |
+| `expert_gate`, `expert_up` | [X, E, F]                                       |
+| `expert_down`              | [X, F, E]                                       |
+| `expert_gate_bias`         | [X, F], if biased; so is `expert_up_bias`       |
+| `expert_down_bias`         | [X, E], if biased                               |
+| `shared_gate`, `shared_up` | [E, F'], with a shared MLP                      |
+| `shared_down`              | [F', E], with a shared MLP                      |
+| `shared_switch`            | [E, 1], if the shared MLP is gated              |
 """
 
 import dataclasses
@@ -88,7 +92,8 @@ class Leaf:
 
   Attributes:
     shape: shape of the array.
-    fan_in: inputs of a random projection; None for ones, 0 for zeros.
+    fan_in: number of inputs of a projection, which is initialized at random.
+      None initializes with ones, 0 with zeros.
     residual: True if the projection's output is added to the residual stream.
     offset: True if `Decoder.norm_offset` is added to the parameter.
     dtype: dtype of the array; None for the decoder's.
@@ -102,7 +107,7 @@ class Leaf:
 
 
 def layer_leaves(layer: Layer, embed_dim: int) -> dict[str, Leaf]:
-  """Describes the parameters of one layer, without the axis R."""
+  """Returns the leaves of one layer, without the axis of repetitions."""
   attention = layer.attention
   leaves = {
     "attention_norm": Leaf((embed_dim,)),
@@ -158,7 +163,7 @@ def _latent(a: LatentAttention, e: int) -> dict[str, Leaf]:
     "output": Leaf((h, a.value_dim, e), h * a.value_dim, residual=True),
   }
   if rank is not None:
-    # A low-rank query: down to the rank, norm, up to the heads.
+    # Tokens are projected to the rank, normalized, and projected to the heads.
     leaves["query_down"] = Leaf((e, rank), e)
     leaves["query_norm"] = Leaf((rank,))
   return leaves
@@ -244,7 +249,7 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
 
   Returns:
     A dict with "embed" [V, E], "final_norm" [E], "unembed" [E, V] unless tied,
-    and "layers": dicts of arrays that are stacked over repeated layers.
+    and "layers": dicts of arrays [R, ...], stacked over R repeated layers.
 
   Examples:
     >>> import jax
@@ -256,7 +261,8 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
     (3, 8, 2, 2)
   """
   tree = leaves_of(decoder)
-  # One draw is cut into arrays, because each shape of a draw would compile.
+  # All arrays are cut from one random draw, because jax compiles a program for
+  # each shape of a draw.
   size = sum(
     math.prod(leaf.shape)
     for leaf in jax.tree.leaves(tree, is_leaf=_is_leaf)
@@ -281,7 +287,8 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
     return (noise[begin:cursor].reshape(leaf.shape) * gain).astype(dtype)
 
   def arrays(node: Any) -> Any:
-    # Not `jax.tree.map`: it sorts keys, so a seed would give other parameters.
+    # Not `jax.tree.map`, which sorts keys: then a random key would give other
+    # parameters than today.
     if isinstance(node, Leaf):
       return array(node)
     if isinstance(node, dict):

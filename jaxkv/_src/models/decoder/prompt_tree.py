@@ -7,7 +7,7 @@ branch after branch:
   | prompt, P columns | G branches of R columns each | G * G' of R' | ...
 
 Letters: N trees, T columns of a row, C_l branches of level l in a tree (C_0 is
-1, and each divides the next), R_l columns of such a branch.
+1, and C_l divides C_(l+1)), R_l columns of a branch of level l.
 """
 
 import dataclasses
@@ -27,9 +27,11 @@ class Tree:
   Attributes:
     branches: C_l of each level.
     widths: R_l of each level, at least 1.
-    lengths: int32[N, C_l] of each level, tokens of each branch. At the last
-      level a length can be R_l + 1, because rows can leave out its last token.
-    starts: int32[N, C_l] of each level, tokens from the root to the branch.
+    lengths: int32[N, C_l] of each level, the number of tokens of each branch.
+      At the last level a length can be R_l + 1, because rows may omit the last
+      token of each such branch.
+    starts: int32[N, C_l] of each level, the number of tokens before the branch,
+      counted from the root.
   """
 
   branches: tuple[int, ...] = dataclasses.field(metadata={"static": True})
@@ -50,7 +52,7 @@ class Tree:
     """Joins levels [N, C_l, R_l or more, ...] to rows [N, T, ...]."""
     flat = []
     for part, width in zip(parts, self.widths, strict=True):
-      # At the last level a part can have one token more, which rows leave out.
+      # At the last level a part can have one more token, which rows omit.
       rows, count, *_ = part.shape
       part = part[:, :, :width]
       flat.append(part.reshape(rows, count * width, *part.shape[3:]))
@@ -78,7 +80,8 @@ class Tree:
         path, part, start, 0
       )
     )
-    # From the root down: each part overwrites the padding of the part before.
+    # In order from the root, so that each part overwrites the padding of the
+    # part before it.
     for part, start in zip(
       self.split(x)[: level + 1], self.starts, strict=False
     ):
@@ -105,8 +108,8 @@ class Tree:
 
 
 def of_lengths(widths: Sequence[int], lengths: Sequence[jax.Array]) -> Tree:
-  """Returns the trees with given widths and lengths, see `Tree`."""
-  # A branch starts where its parent ends, not where the parent's columns end.
+  """Returns trees whose branches have these widths and lengths."""
+  # Adds the parent's length and not its width, because positions skip padding.
   starts = [jnp.zeros_like(lengths[0])]
   for parent, child in itertools.pairwise(lengths):
     times = child.shape[1] // parent.shape[1]

@@ -19,8 +19,8 @@ from jaxkv._src.models.decoder.description import DeltaNet
 
 Recurrence = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
 """`(inputs, states, num_tokens) -> (outputs, states)`: takes inputs
-[R, T, ...], states of R rows and int32[R] tokens of each row; returns outputs
-[R, T, ...] and the states after `num_tokens` tokens."""
+[R, T, ...], states of R rows, and the number of tokens of each row, int32[R].
+Returns outputs [R, T, ...] and the states after `num_tokens` tokens."""
 
 
 def run_rows(
@@ -30,12 +30,13 @@ def run_rows(
   view: View | FreshView,
   layer: jax.Array | int,
 ) -> tuple[jax.Array, StatePages]:
-  """Runs rows of tokens and stores the states after them."""
+  """Runs rows of tokens [B, T, ...] and stores the states after them."""
   rows, size = rows_of(view), pool.page_size
   if inputs[0].shape[1] == 1:
     return _run_stored(run, inputs, pool, rows, layer)
-  # Other sequences can reuse a full page as a prefix, so it must hold the state
-  # at its end. So the tokens that fill an open page run first, on their own.
+  # Other sequences can reuse a full page as a prefix, so a full page must hold
+  # the state at its end. So the tokens that fill a partly filled page, called
+  # the head of a row, run before the others, called the tail.
   room = -rows.starts % size
   head_counts = jnp.where(room < rows.num_tokens, room, 0)
 
@@ -47,7 +48,7 @@ def run_rows(
     shape = jax.eval_shape(run_head, pool)[0]
     return jnp.zeros(shape.shape, shape.dtype), pool
 
-  # A call that fills no open page skips the head at run time.
+  # If no row fills a partly filled page, the head is skipped at run time.
   head_out, pool = jax.lax.cond(
     jnp.any(head_counts > 0), run_head, skip_head, pool
   )
@@ -59,7 +60,7 @@ def run_rows(
     num_tokens=rows.num_tokens - head_counts,
   )
   out, pool = _run_stored(run, tail_inputs, pool, tail, layer)
-  # Outputs of the tail move back to the columns of their tokens.
+  # The tail ran from column 0, so its outputs move back to their columns.
   (out,) = _columns((out,), jnp.maximum(column - head_counts[:, None], 0))
   is_head = (column < head_counts[:, None]).reshape(*out.shape[:2], 1, 1)
   return jnp.where(is_head, head_out, out), pool
@@ -70,7 +71,7 @@ def _columns(
 ) -> tuple[jax.Array, ...]:
   """Gathers the columns int32[B, T] of arrays [B, T, ...]."""
   row = jnp.arange(column.shape[0], dtype=jnp.int32)[:, None]
-  # Columns past the end are past a row's count, so their values do not matter.
+  # "clip" is safe, because a column past the end is also past the row's count.
   return tuple(array.at[row, column].get(mode="clip") for array in arrays)
 
 
@@ -114,7 +115,7 @@ def _run_stored(
 
 
 def empty_state(attention: DeltaNet, rows: int) -> dict[str, jax.Array]:
-  """Returns zeros, the states of sequences before their first token."""
+  """Returns the states of sequences before their first token: zeros."""
   return {
     name: jnp.zeros((rows, *shape), dtype)
     for name, (shape, dtype) in state_shapes(attention).items()
@@ -126,7 +127,7 @@ def state_shapes(
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
   """Returns the `shapes` of `jaxkv.kv.init_states` for a recurrent layer."""
   a = attention
-  # float32 for any weights, because a state sums the changes of all tokens.
+  # float32 even for bfloat16 weights, because a state sums over all tokens.
   return {
     "convolution": ((a.num_channels, a.kernel_size - 1), jnp.float32),
     "delta": ((a.num_value_heads, a.key_dim, a.value_dim), jnp.float32),

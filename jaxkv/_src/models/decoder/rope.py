@@ -1,7 +1,7 @@
 """Rotary positions (Su et al., 2021) and their scaling to longer contexts.
 
-The angle of pair i at position p is p * f[i]. A `Rope` defines the rotated
-elements of a head, their pairs, and the frequencies f.
+Elements of a head are rotated in pairs, pair i at position p by the angle
+p * f[i]. A `Rope` defines the pairs and their frequencies f.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ class Llama3Scaling:
 
   Attributes:
     factor: divisor of the low frequencies.
-    low_frequency_factor: turns in `original_length` tokens; a pair with fewer
-      turns has a low frequency.
-    high_frequency_factor: turns in `original_length` tokens; a pair with more
-      turns has a high frequency. Frequencies in between are interpolated.
+    low_frequency_factor: a pair with fewer turns than this in `original_length`
+      tokens has a low frequency.
+    high_frequency_factor: a pair with more turns than this in `original_length`
+      tokens has a high frequency. Frequencies in between are interpolated.
     original_length: context length before scaling, in tokens.
   """
 
@@ -49,12 +49,12 @@ class YarnScaling:
   Attributes:
     factor: divisor of the low frequencies.
     original_length: context length before scaling, in tokens.
-    beta_fast: turns in `original_length` tokens; a pair with more turns keeps
-      its frequency.
-    beta_slow: turns in `original_length` tokens; the frequency of a pair with
-      fewer turns is divided. Frequencies in between are interpolated.
-    truncate: True to round the ends of the interpolated range to whole pairs.
-    attention_factor: factor of cosines and sines.
+    beta_fast: a pair with more turns than this in `original_length` tokens
+      keeps its frequency.
+    beta_slow: a pair with fewer turns than this in `original_length` tokens has
+      a low frequency. Frequencies in between are interpolated.
+    truncate: True to extend the interpolated range to whole pairs.
+    attention_factor: factor of all cosines and sines.
   """
 
   factor: float
@@ -73,10 +73,10 @@ class Rope:
   """Rotary positions of a layer.
 
   Attributes:
-    base: the wavelength base.
+    base: pair i has the frequency base ** (-2 i / dim) before scaling.
     dim: number of a head's leading elements that are rotated; None for all.
-    interleaved: True if pair i has the elements 2 i and 2 i + 1; False for i
-      and i + dim / 2.
+    interleaved: True if pair i has the elements 2 i and 2 i + 1, False if it
+      has the elements i and i + dim / 2.
     scaling: scaling of the frequencies; None for no scaling.
 
   Raises:
@@ -104,8 +104,8 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     [1.0, 0.10000000149011612]
   """
   dim = head_dim if rope.dim is None else rope.dim
-  # An error of a frequency grows with the position, so frequencies are computed
-  # on the host, in float64, and rounded once.
+  # Positions multiply the error of a frequency, so frequencies are computed on
+  # the host, in float64, and rounded once.
   exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
   plain = rope.base**-exponents
   scaling = rope.scaling

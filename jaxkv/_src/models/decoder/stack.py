@@ -1,6 +1,6 @@
 """The stack of layers: embeds tokens and loops over the layers.
 
-Letters: E width, R repetitions of a pattern.
+Letters: E embedding width, R repetitions of a pattern (see `groups`).
 """
 
 import functools
@@ -40,8 +40,8 @@ def run(
 ) -> Carry:
   """Runs all layers; returns [B, T, E] before the last norm, and the pools.
 
-  With `remat` a gradient saves only the input of each layer, and computes the
-  layer again.
+  With `remat` a gradient saves only the input of each layer, and recomputes the
+  layer from it.
   """
   embed = functools.partial(_embed, decoder)
   x, rotations = token_wise(decoder)(embed, params["embed"], tokens, positions)
@@ -111,10 +111,10 @@ def _repeat(
     return carry, None
 
   repetitions = jnp.arange(stretch.repetitions, dtype=jnp.int32)
-  # A pattern of several layers reads its weights itself, see `_read_weights`.
+  # In a pattern of several layers `_read_weights` slices the weights instead.
   slices = weights if size == 1 else None
-  # The pools of all layers are in the carry. As scanned inputs and outputs,
-  # with a slice per layer, XLA would copy them in each step.
+  # The pools of all layers are in the carry. If they were scanned inputs and
+  # outputs with a slice per layer, XLA would copy them in each step.
   return jax.lax.scan(repeat, carry, (repetitions, slices))[0]
 
 
@@ -145,8 +145,8 @@ def _read_weights(
 ) -> Params:
   """Slices the weights of one layer, after its input x is computed."""
   # Without the dependency on x, XLA copies the weights of all layers of the
-  # repetition before the first layer. That takes as much memory again, and on a
-  # CPU twice the time of a decode step.
+  # repetition before the first layer. The copy takes as much memory as these
+  # weights, and doubles the time of a decode step on a CPU.
   computed = (x[0, 0, 0] > 0).astype(jnp.int32)
   index = loops.read_before(computed, repetition)
   return jax.tree.map(

@@ -5,8 +5,9 @@ product computes the scores of a prompt's keys with the queries of all its
 completions, so that the keys are read once.
 
 Letters in addition to those of `prompt_tree`: H query heads, K key-value heads,
-D head size, g query heads per key-value head, l level of the queries, j level
-of the keys, Q queries in all descendants of a branch at level j.
+D head size, X size of a value, g query heads per key-value head, l level of the
+queries, j level of the keys, Q queries in all descendants of a branch at level
+j.
 """
 
 import dataclasses
@@ -56,8 +57,8 @@ class TreeKV(kv_access.UncachedKV):
       rows = tuple(x.reshape(-1, *x.shape[2:]) for x in arrays)
       times = tree.branches[level] // tree.branches[max(level - 1, 0)]
       states = jax.tree.map(lambda x, n=times: jnp.repeat(x, n, 0), states)
-      # The last level has no column for its last token, which has no successor,
-      # but lengths count that token.
+      # Clamped, because lengths count the last token of each branch, for which
+      # the last level has no column.
       num_tokens = jnp.minimum(tree.lengths[level], tree.widths[level]).ravel()
       out, states = run(rows, states, num_tokens)
       outputs.append(out.reshape(*shape, *out.shape[2:]))
@@ -134,7 +135,8 @@ def _mask(
   if level == ancestor:
     keys = jnp.arange(tree.widths[level], dtype=jnp.int32)
     distance = (keys[:, None] - keys[None])[None, None]
-    # Padding attends to itself, too, so that each softmax has a finite score.
+    # No mask for padding: it attends to itself, so that each softmax has a
+    # finite score.
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
   columns = prompt_tree.columns(tree.widths[ancestor])
@@ -151,9 +153,9 @@ def _mask(
 def _softmax(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
   """Computes one softmax over the last axes of all parts.
 
-  Parts are scores [N, C_j, K, g, Q, R_j] of the same queries with keys of each
-  level j. A part is grouped by the branches of its keys, which in the last part
-  are also the branches of the queries.
+  Each level j of keys has a part: the scores [N, C_j, K, g, Q, R_j] of the same
+  queries, grouped by branch of the keys. In the last part these branches are
+  also the branches of the queries.
   """
   maxima = [_by_query_branch(jnp.max(part, axis=-1), parts) for part in parts]
   maximum = maxima[0]
@@ -164,8 +166,8 @@ def _softmax(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
   return tuple(power / _by_key_branch(total, power) for power in powers)
 
 
-# Like the gradient of `jax.nn.softmax`, this rule stores only the result. jax's
-# gradient of the code above would store scores and powers, too.
+# Like the gradient of `jax.nn.softmax`, this rule stores only the result. The
+# automatic gradient of the code above would also store scores and powers.
 
 
 @_softmax.defjvp

@@ -23,13 +23,13 @@ _MAX_NAMES = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-  """An opened checkpoint of any format; its tensors are read later.
+  """An opened checkpoint of any format, whose tensors are read later.
 
   Attributes:
-    name: name of the file or folder, for messages.
-    dtype: dtype of most weights.
+    name: name of the file or folder, for error messages.
+    dtype: default dtype of the parameters.
     weight_map: returns the weight map for parameters of a dtype.
-    tensors: the tensors, with Hugging Face's names.
+    tensors: the tensors by Hugging Face's names.
     stop_tokens: tokens that end a text or a message.
     max_length: the longest sequence that the model was trained for, in tokens.
     open_tokenizer: reads the tokenizer.
@@ -45,7 +45,7 @@ class Checkpoint:
 
 
 def check(weight_map: WeightMap, tensors: Tensors, file: str) -> None:
-  """Checks names, shapes and dtypes of all tensors, before any is read."""
+  """Checks names, shapes and dtypes of all tensors without reading them."""
   shapes: dict[str, tuple[int, ...]] = {}
   missing: dict[str, None] = {}
   for source in sources_of(weight_map):
@@ -58,7 +58,7 @@ def check(weight_map: WeightMap, tensors: Tensors, file: str) -> None:
     raise ValueError(
       f"{file} lacks tensors: {_listing(list(missing))}; get it again."
     )
-  # Without an unknown tensor, such as a bias, results would be wrong.
+  # To ignore an unknown tensor, such as a bias, could make results wrong.
   unknown = [
     name
     for name in tensors

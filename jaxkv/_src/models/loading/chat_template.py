@@ -9,11 +9,11 @@ from jaxkv._src.extras import extra_package
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
-  """Renders a template with variables such as `messages`, or raises."""
+  """Renders a template with variables such as `messages`."""
   task = "To render a chat template"
   sandbox = extra_package("jinja2.sandbox", install="jaxkv[hf]", task=task)
   # A template is a program of a third party, so it runs in a sandbox. Templates
-  # expect the options, filters and functions that transformers gives them.
+  # rely on the options, filters and functions that transformers sets up.
   environment = sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True,
     lstrip_blocks=True,
@@ -26,7 +26,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
     return environment.from_string(template).render(**variables)
   except _RefusedError as error:
     raise ValueError(str(error)) from error
-  # A template can raise any exception.
+  # A template can raise any exception, and none may pass without a hint.
   except Exception as error:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     raise ValueError(
@@ -56,7 +56,7 @@ def _json(
   separators: tuple[str, str] | None = None,
   sort_keys: bool = False,
 ) -> str:
-  """Dumps JSON without the HTML escapes of Jinja's own `tojson`."""
+  """Serializes to JSON without the HTML escapes of Jinja's own `tojson`."""
   return json.dumps(
     value,
     ensure_ascii=ensure_ascii,

@@ -1,7 +1,8 @@
 """Converts errors of a damaged checkpoint to one line that names its file.
 
-Code that reads a value checks it, and its error names the key. This module is
-for all other errors that a damaged file can cause, here and in other packages.
+Code that reads a value checks it and raises an error that names the key. This
+module converts all other errors that a damaged file can cause, including those
+that other packages raise.
 """
 
 import contextlib
@@ -12,23 +13,24 @@ _MAX_CHARACTERS = 600
 
 @contextlib.contextmanager
 def one_line_errors(name: str) -> Iterator[None]:
-  """Makes errors of a block name a file or folder, in one line.
+  """Converts errors of a `with` block to one line that names a file.
 
   Raises:
     ImportError: a package is not installed.
     OSError: a file cannot be read.
-    ValueError: any other failure.
+    ValueError: the block failed in any other way.
   """
   try:
     yield
-  # These errors are about the machine and not about the file, so they stay.
+  # These errors are about the machine and not the file, so they pass unchanged.
   except (ImportError, OSError, MemoryError):
     raise
   except ValueError as error:
     line = _line(str(error))
     raise ValueError(line if name in line else f"{name}: {line}") from error
   except BaseException as error:
-    # A panic of a Rust package is a BaseException with a private class.
+    # A panic of a Rust package is a BaseException of a private class, which
+    # only its name identifies.
     kind = type(error).__name__
     if not isinstance(error, Exception) and kind != "PanicException":
       raise

@@ -23,8 +23,8 @@ _HARMLESS = frozenset(
   unsloth_version use_bfloat16 use_cache use_return_dict
   """.split()
 )
-"""Keys without effect on logits: they are for training, for other programs or
-for tokens. `folder.py` reads `quantization_config`."""
+"""Keys that do not affect logits, because they configure training, tokens or
+other programs. `folder.py` reads `quantization_config` separately."""
 
 
 _MAX_INT = 2**31 - 1
@@ -35,14 +35,15 @@ _COUNTS_OF_TENSORS = {
   "n_routed_experts",
   "num_nextn_predict_layers",
 }
-"""Keys that count parts of a model, each of which has at least one tensor."""
+"""Keys that count parts with tensors, so the number of tensors bounds them."""
 
 
 class ConfigFile:
-  """The values of a config.json, each of which must be read or harmless.
+  """The values of a config.json, with checked types.
 
-  Every method raises a ValueError that names the file and the key if the value
-  has the wrong type, or is missing without a default. null means missing.
+  A method that returns a value raises a ValueError that names the file and the
+  key if the value has the wrong type, or is missing and has no default. A null
+  counts as missing. `check_all_read` then refuses unknown keys.
   """
 
   def __init__(
@@ -52,8 +53,9 @@ class ConfigFile:
 
     Args:
       values: the JSON object.
-      file: name of the file, for messages.
-      num_tensors: tensors of the checkpoint, a bound for layers and experts.
+      file: name of the file, for error messages.
+      num_tensors: number of tensors in the checkpoint, which bounds the numbers
+        of layers and of experts.
     """
     self.file = file
     self._num_tensors = num_tensors
@@ -83,9 +85,9 @@ class ConfigFile:
     value = self.get(key, default)
     if value is None:
       return None
-    # bool is a subclass of int, and must be refused.
+    # bool is a subclass of int, so it must be refused separately.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # An int of 400 digits would make `float` raise an OverflowError.
+    # Bounded, because `float` raises an OverflowError for an int of 400 digits.
     if not is_number or not -_LARGEST <= value <= _LARGEST:
       raise self.wrong(key, "a finite number")
     return float(value)
@@ -123,7 +125,7 @@ class ConfigFile:
     value = self.get(key, default)
     if value is None:
       return None
-    # A damaged count must not start a loop over billions of layers.
+    # Bounded, so that a damaged count cannot start a loop over 2**31 layers.
     maximum = self._num_tensors if key in _COUNTS_OF_TENSORS else _MAX_INT
     if type(value) is not int or value < minimum:
       raise self.wrong(key, f"an int of at least {minimum}")
@@ -140,7 +142,7 @@ class ConfigFile:
       raise self.wrong(key, f"{names or 'null'}; nothing else is built")
 
   def ignore(self, *keys: str) -> None:
-    """Marks keys that have no effect in a family as read."""
+    """Marks keys as read, because they have no effect in a model family."""
     self._read.update(keys)
 
   def check_all_read(self) -> None:

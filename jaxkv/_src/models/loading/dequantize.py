@@ -8,7 +8,8 @@ from jaxkv._src.models.loading.lazy_tensor import Tensors
 
 _FLOAT32 = np.dtype(np.float32)
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-# The 16 values of float4 E2M1: sign, two bits of exponent, one of mantissa.
+# The 16 values of float4 E2M1, which has a sign bit, two exponent bits and one
+# mantissa bit.
 _E2M1 = np.array(
   [sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)],
   np.float32,
@@ -16,7 +17,7 @@ _E2M1 = np.array(
 
 
 def fp8_blocks(tensors: Tensors, block: tuple[int, int]) -> Tensors:
-  """Dequantizes each float8_e4m3fn tensor `X` with scales `X_scale_inv`.
+  """Dequantizes each float8_e4m3fn tensor `X` by its scales `X_scale_inv`.
 
   Args:
     tensors: the tensors of a checkpoint.
@@ -56,10 +57,10 @@ def _fp8_reader(tensor: LazyTensor, scales: LazyTensor, block: tuple[int, int]):
 
 
 def mxfp4(tensors: Tensors) -> Tensors:
-  """Dequantizes each `X_blocks` [..., N, G, 16] with `X_scales` [..., N, G].
+  """Dequantizes each `X_blocks` [..., N, G, 16] by `X_scales` [..., N, G].
 
   N is the number of outputs. Each output has G blocks of 32 values along the
-  input axis, two in a byte. The result `X` is [..., 32 G, N].
+  input axis, and each byte stores two values. The result `X` is [..., 32 G, N].
   """
   out = {
     name: tensor
@@ -88,10 +89,10 @@ def _mxfp4_reader(blocks: LazyTensor, scales: LazyTensor):
     packed = blocks.read().view(np.uint8)
     *lead, groups, width = packed.shape
     values = np.empty((*packed.shape, 2), np.float32)
-    # The low nibble of a byte comes first.
+    # The low nibble of a byte is the first of its two values.
     values[..., 0] = _E2M1[packed & 15]
     values[..., 1] = _E2M1[packed >> 4]
-    # Scales are float8 E8M0: powers of two with a bias of 127.
+    # Scales are float8 E8M0: a byte is an exponent of two with a bias of 127.
     exponents = scales.read().view(np.uint8).astype(np.int32) - 127
     values = values.reshape(*lead, groups, 2 * width)
     values = np.ldexp(values, exponents[..., None], out=values)

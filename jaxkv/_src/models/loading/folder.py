@@ -35,7 +35,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
   outer = ConfigFile(values, file)
   quantization = outer.table("quantization_config")
   # In a multimodal checkpoint the keys of the language model are in the table
-  # `text_config`, except for some that are outside.
+  # `text_config`, but the three keys below can be outside of it.
   if "text_config" in values:
     outer, values = values, dict(outer.table("text_config"))
     for key in ("architectures", "eos_token_id", "tie_word_embeddings"):
@@ -65,8 +65,8 @@ def stop_tokens(
   folder: pathlib.Path, config: dict[str, Any]
 ) -> tuple[int, ...]:
   """Returns the tokens that end a text, given the keys of config.json."""
-  # generation_config.json is used first: chat models end a message with a token
-  # that config.json lacks.
+  # generation_config.json takes precedence, because chat models end a message
+  # with a token that config.json lacks.
   value = config.get("eos_token_id")
   path = folder / "generation_config.json"
   if path.exists():
@@ -95,7 +95,7 @@ def _dtype(values: dict[str, Any], file: str) -> Any:
 
 def _text_tensors(tensors: Tensors) -> Tensors:
   """Returns the language model's tensors of a multimodal checkpoint."""
-  # Versions of transformers differ in the order of the two prefixes.
+  # Removes both prefixes, whose order differs between versions of transformers.
   renamed = {
     _TEXT.sub("model.", name, count=1).removeprefix("language_model."): tensor
     for name, tensor in tensors.items()
@@ -124,7 +124,7 @@ def _dequantized(tensors: Tensors, quantization: Any, file: str) -> Tensors:
 
 
 def _is_pair(block: Any) -> bool:
-  """True if a value is a list of two positive ints."""
+  """Returns True if a value is a list of two positive ints."""
   return (
     isinstance(block, list)
     and len(block) == 2

@@ -34,7 +34,8 @@ _SIZES = {
   "feed_forward_length": "intermediate_size",
   "attention.head_count": "num_attention_heads",
 }
-# Bounds the loops over the keys and tensors that a damaged file announces.
+# Bounds the loops over keys and tensors, of which a damaged file can announce
+# any number.
 _MAX_COUNT = 1 << 16
 
 
@@ -51,7 +52,7 @@ def open_checkpoint(path: pathlib.Path) -> Checkpoint:
   metadata.check_all_read()
   config = ConfigFile(values, str(path), num_tensors=len(tensors))
   weight_map = functools.partial(_FAMILIES[name], config)
-  # Both roles stop generation: chat models end a message with `eot`.
+  # Both tokens stop generation, because chat models end a message with `eot`.
   keys = (f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot"))
   tokens = (metadata.count(key, None) for key in keys)
   stop_tokens = dict.fromkeys(token for token in tokens if token is not None)
@@ -67,17 +68,18 @@ def open_checkpoint(path: pathlib.Path) -> Checkpoint:
 
 
 def read(gguf: Any, path: pathlib.Path) -> tuple[ConfigFile, Tensors]:
-  """Reads the metadata, and the tensors by their names in the file.
+  """Reads the metadata, and opens the tensors by their names in the file.
 
-  Tensors are dequantized to float32 when they are loaded, with the outermost
-  axis first; the file must stay in place until then.
+  Tensors have their outermost axis first. They are dequantized to float32 when
+  they are read, so the file must stay in place until then.
   """
   try:
     with path.open("rb") as file:
       magic, version, *counts = struct.unpack("<4sIQQ", file.read(24))
     if magic != b"GGUF" or version not in (2, 3) or max(counts) > _MAX_COUNT:
       raise ValueError(f"it starts with {magic}, {version}, {counts}")
-    # By default numpy only warns if an integer overflows or is divided by 0.
+    # By default numpy only warns if an integer overflows or is divided by 0,
+    # but a damaged file must raise an error.
     with np.errstate(all="raise"):
       reader = _reader_class(gguf)(path)
     values = {key: field.contents() for key, field in reader.fields.items()}
@@ -88,15 +90,15 @@ def read(gguf: Any, path: pathlib.Path) -> tuple[ConfigFile, Tensors]:
     ) from error
   metadata = ConfigFile(values, str(path), num_tensors=len(reader.tensors))
   metadata.only("split.count", 0, 1)
-  # These keys do not change logits: a zero turns a feature off, and keys with
-  # other prefixes are for other programs.
+  # The ignored keys do not change logits, because a zero turns a feature off
+  # and keys with other prefixes are for other programs.
   prefix = f"{values.get('general.architecture')}."
   metadata.ignore(
     *(k for k, v in values.items() if not v or not k.startswith(prefix))
   )
   tensors = {}
   for tensor in reader.tensors:
-    # GGUF has the innermost axis first.
+    # Reversed, because GGUF lists the innermost axis first.
     shape = tuple(reversed(tensor.shape.tolist()))
     load = functools.partial(gguf.dequantize, tensor.data, tensor.tensor_type)
     tensors[tensor.name] = LazyTensor(shape, np.dtype(np.float32), load)
@@ -116,11 +118,11 @@ def _config(
   metadata.ignore(f"{name}.vocab_size", f"{name}.tensor_data_layout")
   kv_heads = metadata.size(f"{name}.attention.head_count_kv", heads)
   eps = metadata.number(f"{name}.attention.layer_norm_rms_epsilon")
-  # The default of llama.cpp, for files without a base.
+  # For files without a base, this is the default of llama.cpp.
   base = 1e6 if name == "gemma3" else 1e4
   config |= {
     "num_key_value_heads": kv_heads,
-    # Rounded to restore 1e-5: the file has its float32, 9.99999975e-6.
+    # Rounded to restore 1e-5, which is 9.99999975e-6 as the file's float32.
     "rms_norm_eps": float(f"{eps:.6g}"),
     "head_dim": head_dim,
     "vocab_size": tensors["token_embd.weight"].shape[0],
@@ -140,8 +142,8 @@ def _gemma(metadata: ConfigFile, config: dict[str, Any]) -> dict[str, Any]:
   """Returns additional keys of Gemma 3."""
   window = "gemma3.attention.sliding_window"
   scale = config["head_dim"]
-  # Gemma 3 27B, the model with 62 layers, scales by the width per head. The
-  # file has no key for this.
+  # Gemma 3 27B scales by the width per head. The file has no key for this
+  # scale, but only this model has 62 layers.
   if config["num_hidden_layers"] == 62:
     scale = config["hidden_size"] // config["num_attention_heads"]
   keys = {
@@ -159,7 +161,7 @@ def _gemma(metadata: ConfigFile, config: dict[str, Any]) -> dict[str, Any]:
 def _scaling(
   metadata: ConfigFile, name: str, config: dict[str, Any], tensors: Tensors
 ) -> dict[str, Any] | None:
-  """Returns `rope_scaling`; removes the tensor with Llama 3's divisors."""
+  """Returns `rope_scaling`, and removes the tensor it was computed from."""
   prefix = f"{name}.rope.scaling."
   metadata.ignore(f"{prefix}finetuned")
   metadata.only(f"{prefix}type", "none", "linear", "yarn")
@@ -201,13 +203,13 @@ def _renamed(
 
   renamed = {}
   for key, tensor in tensors.items():
-    # llama.cpp stores Gemma's norm weights with the offset of 1, and Llama's
-    # queries and keys with interleaved rotary pairs.
+    # llama.cpp adds the offset of 1 to Gemma's norm weights and interleaves the
+    # rotary pairs of Llama's queries and keys. Both are undone here.
     if name == "gemma3" and key.endswith("norm.weight"):
       tensor = transformed(tensor, lambda weights: weights - np.float32(1))
     if name == "llama" and (".attn_q." in key or ".attn_k." in key):
       tensor = transformed(tensor, split_halves)
-    # Unknown tensors keep their names, and `assemble.check` refuses them.
+    # Unknown tensors keep their names, so that `assemble.check` refuses them.
     renamed[new_names.get(key, key)] = tensor
   return renamed
 

@@ -11,12 +11,12 @@ from jaxkv._src.models.loading.tokenizer import Tokenizer
 _GGML = "tokenizer.ggml."
 # Token types of llama.cpp.
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
-# GPT-4's regular expression for words; %s becomes the one for digits.
+# GPT-4's regular expression for words, where %s stands for that of digits.
 _WORDS = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
   r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The expression for a word of digits; None to use GPT-2's for all words.
+# Expression for digits of each pre-tokenizer. None selects GPT-2's expressions.
 _DIGITS = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
 _DIGITS |= dict.fromkeys(("default", "gpt-2", "smollm"))
 
@@ -71,13 +71,13 @@ def open_tokenizer(metadata: ConfigFile) -> Tokenizer:
 def _byte_level(
   library: Any, metadata: ConfigFile, vocabulary: dict[str, int]
 ) -> Any:
-  """Builds a byte-level BPE, called "gpt2", with the merges of the file."""
+  """Builds a byte-level BPE ("gpt2" in GGUF) with the file's merges."""
   metadata.only(f"{_GGML}pre", *_DIGITS)
   kind = metadata.get(f"{_GGML}pre", "default")
   merges = metadata.items(f"{_GGML}merges", str)
   pairs = [tuple(pair.split(" ", 1)) for pair in merges]
   model = library.models.BPE(vocabulary, pairs)
-  # A word that is a token is not split, even if no merges lead to it.
+  # In llama-bpe a word that is a token stays whole, even if no merges form it.
   model.ignore_merges = kind == "llama-bpe"
   core = library.Tokenizer(model)
   if kind == "qwen2":
@@ -97,7 +97,7 @@ def _byte_level(
 def _sentence_piece(
   library: Any, metadata: ConfigFile, vocabulary: dict[str, int], unknown: Any
 ) -> Any:
-  """Builds a SentencePiece BPE, called "llama", with merges from its scores."""
+  """Builds a SentencePiece BPE ("llama" in GGUF) with merges from scores."""
   scores = metadata.items(f"{_GGML}scores", float)
   kinds = metadata.items(f"{_GGML}token_type", int)
   ranks = {
@@ -122,8 +122,8 @@ def _sentence_piece(
 
 def _merges(ranks: dict[str, tuple[float, int]]) -> list[tuple[str, str]]:
   """Returns the pairs that SentencePiece merges, ordered by rank."""
-  # SentencePiece has no list of merges. It merges any two pieces that together
-  # form a piece, and of several such pairs the one with the best score first.
+  # SentencePiece has no list of merges. It merges any two adjacent pieces that
+  # form a piece, and begins with the pair that forms the piece of best score.
   merges = []
   for token, rank in ranks.items():
     for middle in range(1, len(token)):

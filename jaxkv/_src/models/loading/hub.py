@@ -1,4 +1,4 @@
-"""Downloads checkpoints of the Hugging Face hub with `huggingface_hub`."""
+"""Downloads checkpoints from the Hugging Face hub with `huggingface_hub`."""
 
 import pathlib
 import re
@@ -6,12 +6,12 @@ import re
 from jaxkv._src.extras import extra_package
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
-# Only files that `folder.py` reads, so neither pickles nor images.
+# Only files that `folder.py` reads are downloaded, no pickles or images.
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
 def is_id(source: str) -> bool:
-  """True if a name has the form of a model id of the hub.
+  """Returns True if a name has the form of a model id of the hub.
 
   Examples:
     >>> is_id("Qwen/Qwen3-0.6B"), is_id("./folder/inner"), is_id("name")

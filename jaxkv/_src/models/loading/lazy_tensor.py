@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class LazyTensor:
-  """A tensor in a file.
+  """A tensor in a file, which is read on demand.
 
   Attributes:
     shape: shape of the array.

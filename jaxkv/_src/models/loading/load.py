@@ -36,7 +36,7 @@ class Pretrained:
     max_length: the longest sequence that the model was trained for, in tokens.
     stop_tokens: tokens that end a text or a message.
     open_tokenizer: reads the tokenizer.
-    name: name of the file or folder, for messages.
+    name: name of the file or folder, for error messages.
   """
 
   config: Decoder
@@ -125,8 +125,8 @@ def load(
       - a .gguf file of the architectures llama, qwen2, qwen3 and gemma3;
       - the id of a model on the hub, if the package `huggingface_hub` is
         installed.
-    dtype: dtype of parameters and activations: float32, bfloat16 or float16;
-      None for the checkpoint's.
+    dtype: dtype of parameters and activations, which is float32, bfloat16 or
+      float16; None for the checkpoint's dtype.
     local_files_only: True to use local files only, without any download.
     progress: True to show a progress bar on stderr.
 

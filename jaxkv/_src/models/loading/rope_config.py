@@ -1,4 +1,4 @@
-"""Reads rotary positions from config.json, in its old and new form."""
+"""Reads rotary settings from config.json, in their old and new form."""
 
 import math
 from typing import Any
@@ -19,8 +19,8 @@ Table = dict[str, Any]
 def rope_table(config: ConfigFile, default_base: float) -> Table:
   """Returns the rotary settings of config.json as one table.
 
-  The new form is `rope_parameters`. The old form is `rope_theta` and
-  `rope_scaling`, in which `rope_type` can have the name `type`.
+  The new form is the table `rope_parameters`. The old form has the keys
+  `rope_theta` and `rope_scaling`, which may write `type` for `rope_type`.
   """
   base = config.number("rope_theta", default_base)
   fraction = config.number("partial_rotary_factor", 1.0)
@@ -42,8 +42,9 @@ def rope_of(
 
   Args:
     table: from `rope_table`.
-    config: the file, for the context length and for messages.
-    head_dim: elements of a head that the fraction of the table refers to.
+    config: the file, for the context length and for error messages.
+    head_dim: number of elements of a head, of which the table may rotate only a
+      fraction.
     interleaved: see `Rope`.
   """
   # A separate `ConfigFile` refuses unknown keys of the table.
@@ -65,8 +66,8 @@ def llama3_table(
   divisors: np.ndarray, base: float, config: ConfigFile, head_dim: int
 ) -> Table:
   """Returns Llama 3's `rope_scaling` with the given divisors of frequencies."""
-  # A GGUF file stores only the divisors, but all Llama 3 models share the other
-  # settings. The check below refuses files with another scaling.
+  # A GGUF file stores only the divisors. The other settings are those of all
+  # Llama 3 models, and the check below refuses files with another scaling.
   table = {
     "rope_type": "llama3",
     "factor": float(divisors.max(initial=1.0)),
@@ -113,7 +114,7 @@ def _yarn(settings: ConfigFile, config: ConfigFile) -> Scaling:
   length = _original_length(settings, config)
   if factor is None:
     factor = config.size("max_position_embeddings") / length
-  # DeepSeek's factor is the ratio of two scales. Other models use the default.
+  # DeepSeek's attention factor is a ratio. Other models use YaRN's default.
   mscale = settings.number("mscale", 0.0)
   all_dim = settings.number("mscale_all_dim", 0.0)
   attention = settings.number("attention_factor", None)
@@ -132,7 +133,7 @@ def _yarn(settings: ConfigFile, config: ConfigFile) -> Scaling:
 
 
 def magnitude(factor: float, mscale: float) -> float:
-  """Returns YaRN's factor of queries and keys for a context length factor."""
+  """Returns YaRN's factor of queries and keys for a longer context."""
   return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

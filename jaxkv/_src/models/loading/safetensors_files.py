@@ -1,8 +1,8 @@
 """Reads safetensors files through memory maps.
 
-A file has the length of its header in 8 bytes, the header in JSON, and the
+A file consists of the header's length in 8 bytes, the header in JSON, and the
 bytes of all tensors. The package `safetensors` is not used, because its NumPy
-interface has neither bfloat16 nor float8.
+interface supports neither bfloat16 nor float8.
 """
 
 import functools
@@ -34,7 +34,7 @@ _DTYPES: dict[str, Any] = {
   "U8": np.uint8,
   "BOOL": np.bool_,
 }
-# The limit of the format: a larger length means a damaged file.
+# The limit of the format. A file with a larger length is damaged.
 _MAX_HEADER = 100_000_000
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -71,13 +71,15 @@ def _indexed(folder: pathlib.Path) -> Tensors:
   files: dict[str, Tensors] = {}
   for name in sorted(set(file_of_tensor.values())):
     path = folder / name
-    # An index must not name files outside its folder.
+    # A name with a folder is refused, because an index must not name files
+    # outside its own folder.
     if path.name != name or not path.exists():
       raise ValueError(
         f"{folder} lacks the shard {name}, which {_INDEX} names; get it again."
       )
     files[name] = open_file(path)
-  # Tensors that the index lacks are kept, and `assemble.check` refuses them.
+  # Tensors that the index lacks are kept, so that `assemble.check` refuses
+  # them.
   stored = {
     tensor: file for file, tensors in files.items() for tensor in tensors
   }
@@ -102,7 +104,7 @@ def open_file(path: pathlib.Path) -> Tensors:
         "its header; get it again."
       )
     text = file.read(length)
-  # A damaged header can be any JSON, so every access can fail.
+  # A damaged header can be any JSON, so every access to it can fail.
   try:
     header = json.loads(text)
     header.pop("__metadata__", None)
@@ -175,7 +177,7 @@ def _tensor(
 def _memory_map(
   path: pathlib.Path, begin: int, shape: tuple[int, ...], dtype: np.dtype
 ) -> np.ndarray:
-  # The system cannot map zero bytes.
+  # Not mapped, because the operating system cannot map zero bytes.
   if 0 in shape:
     return np.zeros(shape, dtype)
   raw = np.memmap(

@@ -1,6 +1,6 @@
 """Tokenizers of pretrained models, and their chat templates.
 
-Wraps the package `tokenizers`, which is imported on demand, as is `jinja2`.
+Wraps the package `tokenizers`, which is imported only when it is needed.
 """
 
 import functools
@@ -28,7 +28,7 @@ class Tokenizer:
 
   Attributes:
     core: the wrapped `tokenizers.Tokenizer`.
-    template: the chat template, in Jinja; None without a chat template.
+    template: the chat template, in Jinja; None if there is no template.
     variables: variables of the template, such as `bos_token`.
   """
 
@@ -46,7 +46,7 @@ class Tokenizer:
 
   @property
   def vocab_size(self) -> int:
-    """Number of tokens; the model's vocabulary can be larger."""
+    """Number of tokens, which can be less than the decoder's `vocab_size`."""
     return self.core.get_vocab_size(with_added_tokens=True)
 
   def encode(self, text: str, *, special: bool = True) -> np.ndarray:
@@ -74,7 +74,7 @@ class Tokenizer:
 
     Args:
       messages: the messages, in order.
-      answer: True to end the text with the beginning of an answer.
+      answer: True to end the text with the beginning of the model's answer.
       **variables: further variables of the template, such as `tools`.
 
     Raises:
@@ -98,7 +98,7 @@ class Tokenizer:
     self, messages: Sequence[Message], *, answer: bool = True, **variables: Any
   ) -> np.ndarray:
     """Returns the tokens of a conversation, int32[T]; see `chat`."""
-    # The template has already written the special tokens.
+    # Without special tokens, because the template has already written them.
     text = self.chat(messages, answer=answer, **variables)
     return self.encode(text, special=False)
 
@@ -148,7 +148,8 @@ def _byte_level_piece(piece: str) -> bytes:
   try:
     return bytes(_ALPHABET[character] for character in piece)
   except KeyError:
-    # Some added tokens are plain text in the vocabulary.
+    # Some added tokens are in the vocabulary as plain text, not as byte
+    # symbols.
     return piece.encode()
 
 
@@ -160,7 +161,8 @@ def _fallback_piece(piece: str) -> bytes:
 
 def _alphabet() -> dict[str, int]:
   """Returns the byte of each character of byte-level vocabularies (GPT-2)."""
-  # Visible characters encode their own byte; other bytes use 256 and above.
+  # A visible character stands for its own byte. The other bytes have characters
+  # from 256 on.
   visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
   hidden = [byte for byte in range(256) if byte not in set(visible)]
   shifted = {chr(256 + index): byte for index, byte in enumerate(hidden)}
@@ -200,7 +202,7 @@ def from_file(path: pathlib.Path) -> Any:
     raise ValueError(
       f"{path} cannot be read ({error}); get it again."
     ) from error
-  # A file can store truncation and padding of training, which must not apply.
+  # A file can store truncation and padding for training. Here all tokens count.
   core.no_truncation()
   core.no_padding()
   return core
@@ -219,7 +221,7 @@ def _template(folder: pathlib.Path, config: dict[str, Any]) -> str | None:
   processor = folder / "chat_template.json"
   if template is None and processor.exists():
     template = json_object(processor).get("chat_template")
-  # A list has templates for several purposes, such as tool use.
+  # A list has one template for each purpose, such as tool use.
   if isinstance(template, list):
     templates = {entry["name"]: entry["template"] for entry in template}
     return templates.get("default")

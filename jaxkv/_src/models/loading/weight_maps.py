@@ -1,4 +1,4 @@
-"""Weight maps: the checkpoint tensors of which each parameter is made."""
+"""Weight maps, which give the checkpoint tensors of each parameter."""
 
 import dataclasses
 import re
@@ -19,8 +19,8 @@ class Source:
   Parameters of repeated layers are stacked later, along a new first axis.
 
   Attributes:
-    tensors: names and shapes of the tensors.
-    convert: converts their arrays, in this order, to the parameter.
+    tensors: names and shapes of the checkpoint tensors.
+    convert: converts the arrays of `tensors`, in this order, to the parameter.
   """
 
   tensors: tuple[tuple[str, Shape], ...]
@@ -38,7 +38,7 @@ class WeightMap:
     decoder: the decoder.
     top: sources of the parameters outside layers.
     layer: returns the sources of a layer's parameters, by its index.
-    unused: names of tensors that are allowed and ignored.
+    unused: matches the names of tensors that are ignored.
   """
 
   decoder: Decoder
@@ -53,7 +53,7 @@ def plain(name: str, *shape: int) -> Source:
 
 
 def linear(name: str, inputs: int, outputs: int) -> Source:
-  """Returns the source of [inputs, outputs] that is stored transposed."""
+  """Returns the source of [inputs, outputs], which is stored transposed."""
   # torch.nn.Linear stores its weight as [outputs, inputs].
   return Source(((name, (outputs, inputs)),), np.transpose)
 
@@ -90,12 +90,12 @@ def stacked(names: list[str], inputs: int, outputs: int) -> Source:
 def weight_map(
   decoder: Decoder, layer: Callable[[int], Sources], *unused: str
 ) -> WeightMap:
-  """Returns a map with Hugging Face's usual names of parameters outside layers.
+  """Returns a weight map with the usual names of parameters outside layers.
 
   Args:
     decoder: the decoder.
     layer: see `WeightMap`.
-    *unused: regular expressions of further tensors to ignore.
+    *unused: regular expressions for names of further tensors to ignore.
   """
   v, e = decoder.vocab_size, decoder.embed_dim
   sources = {

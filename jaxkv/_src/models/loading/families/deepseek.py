@@ -20,12 +20,12 @@ from jaxkv._src.models.loading.weight_maps import weight_map
 
 
 def deepseek_v2(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps DeepSeek V2: groups ranked by their best expert, or no groups."""
+  """Maps DeepSeek V2, which ranks groups by best expert or has no groups."""
   config.only("norm_topk_prob", False)
   config.only("scoring_func", "softmax")
   config.only("topk_method", "greedy", "group_limited_greedy")
   has_groups = config.get("topk_method", "greedy") != "greedy"
-  # Files without groups can have these keys, too, without effect.
+  # Files without groups can also have these keys, which then have no effect.
   config.ignore("n_group", "topk_group")
   experts = Experts(
     num_experts=_num_experts(config, 64),
@@ -38,7 +38,7 @@ def deepseek_v2(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def deepseek_v3(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps DeepSeek V3 and R1: sigmoid scores with a correction bias."""
+  """Maps DeepSeek V3 and R1, with sigmoid scores and a correction bias."""
   config.only("scoring_func", "sigmoid")
   config.only("topk_method", "noaux_tc")
   experts = Experts(
@@ -109,7 +109,7 @@ def _plan(
       return sources | layers.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
     return sources | _experts_sources(experts, e, f"{path}mlp.")
 
-  # Layers after `num_layers` are not loaded: they are only used in training.
+  # Layers after `num_layers` are not loaded, because only training uses them.
   count = config.count("num_nextn_predict_layers", 0)
   ignored = [rf"model\.layers\.{num_layers + i}\..*" for i in range(count)]
   return weight_map(decoder, layer, *ignored)
@@ -121,7 +121,7 @@ def _attention(config: ConfigFile, interleaved: bool) -> LatentAttention:
   table = rope_config.rope_table(config, 10_000.0)
   scale = (plain_dim + rotated) ** -0.5
   if table["rope_type"] != "default" and table.get("mscale_all_dim"):
-    # YaRN's growth of queries and of keys is applied to the logits, squared.
+    # YaRN multiplies queries and keys by `growth`, so logits by its square.
     growth = rope_config.magnitude(table["factor"], table["mscale_all_dim"])
     scale *= growth * growth
   rank = config.size("q_lora_rank", None)
@@ -143,7 +143,7 @@ def _attention_sources(
   h, latent, rank = a.num_heads, a.latent_dim, a.query_rank
   n, v = a.plain_dim, a.value_dim
   size = n + a.rotated_dim
-  # One tensor has each head's key projection, followed by its value projection.
+  # One tensor has, for each head, its key projection and its value projection.
   keys_values = ((f"{path}kv_b_proj.weight", (h * (n + v), latent)),)
 
   def heads(w: Any) -> Any:

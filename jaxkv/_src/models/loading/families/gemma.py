@@ -21,7 +21,7 @@ _GLOBAL_BASE = 1_000_000.0
 
 
 def gemma2(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps Gemma 2: soft caps; every second layer has a window."""
+  """Maps Gemma 2, with soft caps and a window in every second layer."""
   dim = config.size("head_dim", 256)
   rope = rope_config.rope_of(
     rope_config.rope_table(config, _FIXED_BASE), config, dim
@@ -32,15 +32,15 @@ def gemma2(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def gemma3(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps Gemma 3: norms of queries and keys; every sixth layer is global."""
+  """Maps Gemma 3, with a window in all but every sixth layer."""
   config.only("use_bidirectional_attention", False)
   dim = config.size("head_dim", 256)
   local = config.number("rope_local_base_freq", _FIXED_BASE)
   interval = config.size("_sliding_window_pattern", 6)
   interval = config.size("sliding_window_pattern", interval)
   table = rope_config.rope_table(config, _GLOBAL_BASE)
-  # New files have a rope table per type of layer. In old files `rope_scaling`
-  # applies to global layers only.
+  # New files have a rope table for each type of layer. In old files
+  # `rope_scaling` applies only to layers without a window.
   full_table = table.pop("full_attention", table)
   local_table = table.pop("sliding_attention", {"rope_type": "default"})
   local_table = {"rope_theta": local, **local_table}
@@ -74,7 +74,8 @@ def _map(
   query_key_norm: bool = False,
 ) -> WeightMap:
   config.only("attention_bias", False)
-  # Older files have "gelu" here, but the models always use the tanh form.
+  # Older files have "gelu" here, but the models always use the tanh form of
+  # `hidden_activation`.
   config.ignore("hidden_act")
   mlp = Mlp(
     inner_dim=config.size("intermediate_size"),
@@ -82,7 +83,7 @@ def _map(
       config, "hidden_activation", "gelu_pytorch_tanh"
     ),
   )
-  # Gemma 3 replaced the soft caps of Gemma 2 by norms of queries and keys.
+  # Gemma 3 replaced the soft caps of Gemma 2 with norms of queries and keys.
   has_caps = not query_key_norm
 
   def attention(window: int | None) -> Attention:

@@ -1,4 +1,4 @@
-"""gpt-oss: sinks, alternating windows, and experts with clipped gates."""
+"""gpt-oss: sinks, a window in every other layer, experts with clipped gates."""
 
 import dataclasses
 from typing import Any
@@ -20,11 +20,11 @@ _BASE = 150_000.0
 
 
 def gpt_oss(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps gpt-oss, with dequantized weights."""
+  """Maps gpt-oss, whose weights are already dequantized."""
   config.only("hidden_act", "silu")
-  # The value is a constant in `decoder/mlp.py`.
+  # Only this value is supported, because `decoder/mlp.py` has it as a constant.
   config.only("swiglu_alpha", 1.702)
-  # Older names of keys that are read below.
+  # Ignored, because these are older names of keys that are read below.
   config.ignore("experts_per_token", "initial_context_length")
   num_layers, e = config.size("num_hidden_layers"), config.size("hidden_size")
   types = [
@@ -80,7 +80,7 @@ def gpt_oss(config: ConfigFile, dtype: Any) -> WeightMap:
 
 def _experts(m: Experts, e: int, path: str) -> dict[str, Source]:
   x, f = m.num_experts, m.inner_dim
-  # Columns of gate and up alternate in one tensor.
+  # In the tensor, columns of the gate and of the up projection alternate.
   gate_up = ((f"{path}experts.gate_up_proj", (x, e, 2 * f)),)
   biases = ((f"{path}experts.gate_up_proj_bias", (x, 2 * f)),)
   return {

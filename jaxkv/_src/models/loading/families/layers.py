@@ -21,7 +21,7 @@ _ACTIVATIONS: dict[str, Activation] = {
   "relu": "relu",
 }
 
-# The usual names of an MLP's tensors; Mixtral has others.
+# Names of an MLP's tensors in all families but Mixtral.
 MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -45,7 +45,7 @@ def windows_of(
   types = config.items("layer_types", str, default)
   num_layers = config.size("num_hidden_layers")
   names = {"full_attention", "sliding_attention"}
-  # A layer of an unknown type would get no window, and results would be wrong.
+  # Refuses unknown types, which would otherwise be treated as full attention.
   if len(types) != num_layers or not names.issuperset(types):
     raise ValueError(
       f"`layer_types` in {config.file} must be {num_layers} of "
@@ -57,7 +57,7 @@ def windows_of(
 
 
 def attention_sources(a: Attention, e: int, path: str) -> dict[str, Source]:
-  """Returns the sources of an attention; names of tensors begin with `path`."""
+  """Returns the sources of a layer's attention, with tensors below `path`."""
   h, k, d = a.num_heads, a.num_kv_heads, a.head_dim
   sources = {
     "query": head_inputs(f"{path}q_proj.weight", e, h, d),
@@ -82,7 +82,7 @@ def attention_sources(a: Attention, e: int, path: str) -> dict[str, Source]:
 def mlp_sources(
   f: int, e: int, path: str, prefix: str = ""
 ) -> dict[str, Source]:
-  """Returns the sources of a gated MLP, named with a prefix."""
+  """Returns the sources of a gated MLP, under names with a prefix."""
   return {
     f"{prefix}gate": linear(f"{path}gate_proj.weight", e, f),
     f"{prefix}up": linear(f"{path}up_proj.weight", e, f),
@@ -96,7 +96,7 @@ def experts_sources(
   path: str,
   names: tuple[str, str, str] = MLP_NAMES,
 ) -> dict[str, Source]:
-  """Returns the sources of a router and of experts stored one by one."""
+  """Returns the sources of a router and of experts in separate tensors."""
   gate, up, down = (
     [f"{path}experts.{x}.{name}.weight" for x in range(m.num_experts)]
     for name in names

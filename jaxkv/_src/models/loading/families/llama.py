@@ -35,13 +35,13 @@ def llama(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def mistral(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps Mistral: the same window in all layers, or none."""
+  """Maps Mistral, with the same window in all layers, or none."""
   windows = _same_windows(config)
   return _map(config, dtype, _attention(config), windows, _mlps(config))
 
 
 def qwen2(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps Qwen2 and Qwen2.5: biases of queries, keys and values."""
+  """Maps Qwen2 and Qwen2.5, with biases of queries, keys and values."""
   # Qwen2 always has biases, so config.json has no key for them.
   attention = _attention(config, biased=True)
   windows = _later_windows(config)
@@ -49,7 +49,7 @@ def qwen2(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def qwen3(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps Qwen3: norms of queries and keys."""
+  """Maps Qwen3, with norms of queries and keys."""
   biased = config.flag("attention_bias", False)
   attention = _attention(
     config, biased=biased, output_biased=biased, query_key_norm=True
@@ -59,8 +59,9 @@ def qwen3(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def mixtral(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps Mixtral: experts in every layer."""
-  # A softmax over the chosen experts equals the normalized softmax over all.
+  """Maps Mixtral, with experts in every layer."""
+  # Mixtral computes a softmax over the chosen experts. That equals a normalized
+  # softmax over all experts, which is the default of `Experts`.
   experts = Experts(
     num_experts=config.size("num_local_experts", 8),
     num_chosen=config.size("num_experts_per_tok", 2),
@@ -73,8 +74,8 @@ def mixtral(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def qwen3_moe(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps Qwen3-MoE: experts in most layers."""
-  # Windows of this family are not supported.
+  """Maps Qwen3-MoE, with experts in most layers."""
+  # Windows are not supported in this family, so a file must not enable them.
   config.only("use_sliding_window", False)
   config.ignore("sliding_window", "max_window_layers")
   biased = config.flag("attention_bias", False)
@@ -86,7 +87,7 @@ def qwen3_moe(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def sparse_mlps(config: ConfigFile, **fields: Any) -> list[Mlp | Experts]:
-  """Returns the MLPs of Qwen3-MoE; `fields` are added to `Experts`."""
+  """Returns the MLPs of Qwen3-MoE, with further `fields` of `Experts`."""
   kind = layers.activation(config, "hidden_act", "silu")
   number = config.size("num_experts", None)
   experts = Experts(
@@ -135,7 +136,7 @@ def _same_windows(config: ConfigFile) -> list[int | None]:
 
 def _later_windows(config: ConfigFile) -> list[int | None]:
   """Returns windows for layers from `max_window_layers` on, if enabled."""
-  # Files have `sliding_window` even if windows are disabled.
+  # The flag decides, because files have `sliding_window` even without windows.
   is_enabled = config.flag("use_sliding_window", False)
   window = config.size("sliding_window", None)
   first = config.count("max_window_layers", 0)

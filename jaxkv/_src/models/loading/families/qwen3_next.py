@@ -57,7 +57,7 @@ def qwen3_next(config: ConfigFile, dtype: Any) -> WeightMap:
       return sources | layers.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
     return sources | _experts_sources(mlp, e, f"{path}mlp.")
 
-  # Multi-token prediction is only for training, so it is not loaded.
+  # Tensors of multi-token prediction are ignored, as only training uses them.
   return weight_map(decoder, layer, r"mtp\..*")
 
 
@@ -103,7 +103,7 @@ def _delta(config: ConfigFile) -> DeltaNet:
 
 def _attention_sources(a: Attention, e: int, path: str) -> dict[str, Source]:
   h, d = a.num_heads, a.head_dim
-  # One tensor has each head's query projection, followed by its gate.
+  # One tensor has, for each head, its query projection and its gate.
   query_gate = ((f"{path}q_proj.weight", (2 * h * d, e)),)
 
   def halves(w: np.ndarray) -> np.ndarray:
@@ -118,7 +118,8 @@ def _attention_sources(a: Attention, e: int, path: str) -> dict[str, Source]:
 def _delta_sources(a: DeltaNet, e: int, path: str) -> dict[str, Source]:
   k, h = a.num_key_heads, a.num_value_heads
   key, value = a.key_dim, h // k * a.value_dim
-  # Each key head serves h // k value heads. Their rows follow its own rows.
+  # For each key head the tensor has the rows of its query and key, then those
+  # of the values and gates of the h // k value heads that it serves.
   ends = np.cumsum([key, key, value, value])
   mixed = ((f"{path}in_proj_qkvz.weight", (k * int(ends[-1]), e)),)
   beta_decay = ((f"{path}in_proj_ba.weight", (2 * h, e)),)
@@ -126,7 +127,6 @@ def _delta_sources(a: DeltaNet, e: int, path: str) -> dict[str, Source]:
 
   def cut(number: int, dim: int) -> Source:
     def convert(w: np.ndarray) -> np.ndarray:
-      # Each key head has its query, key, values and gates side by side.
       rows = np.split(w.reshape(k, -1, e), ends[:-1], axis=1)[number]
       return rows.reshape(-1, dim, e).transpose(2, 0, 1)
 
