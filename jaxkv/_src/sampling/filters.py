@@ -1,15 +1,15 @@
 """Filters unlikely tokens: min-p, top-k and top-p.
 
-Each token of a row has a weight proportional to its probability; the most
-likely token has weight 1. A filter keeps the tokens whose weight is at least a
-cutoff, so nothing is sorted. Top-k and top-p share one search: it finds the
-highest cutoff at which the amounts of the kept tokens reach a target. A token's
+The weight of a token is its probability, divided by that of the most likely
+token of the row. A filter keeps the tokens whose weight is at least a cutoff,
+so nothing is sorted. Top-k and top-p share one search, for the highest cutoff
+at which the amounts of the kept tokens sum to a target or more. A token's
 amount is 1 for top-k, and its probability in units of 2**-30 for top-p.
 
 The search bisects the bits of the weights, because non-negative floats sort
-like their bits. An iteration reads all weights once and splits the interval in
-four. It ends after about ten iterations, when the interval of each row contains
-at most one distinct weight.
+like their bits. An iteration reads all weights once and keeps a quarter of the
+interval. The search ends after about ten iterations, when the interval of each
+row contains at most one distinct weight.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,10 @@ from jaxkv._src.arrays import sharding
 from jaxkv._src.sampling import reductions
 
 _ONE = 2**30
-"""The probability 1 in units of 2**-30; also the bits of the float32 2.0."""
+"""The probability 1 in units of 2**-30, and the bits of the float32 2.0."""
 
 _NEVER_DRAWN = 2**26
-"""The bits of a weight of about 1e-36, too small to be drawn."""
+"""The bits of a weight of about 1e-36, which is too small to be drawn."""
 
 _IN_CACHE = 2**18
 """The number of weights that fit in the cache of a CPU core."""
@@ -43,8 +43,8 @@ def cutoff(
   """Returns the lowest weight that each row can draw.
 
   Applies min-p, then top-k, then top-p. Top-p normalizes over the tokens that
-  the first two keep. Tokens of equal weight are kept or dropped together, so a
-  row can keep more than `top_k` tokens. A NaN makes a row's cutoff arbitrary.
+  min-p and top-k keep. Tokens of equal weight are kept or dropped together, so
+  a row can keep more than `top_k` tokens. A NaN makes a row's cutoff arbitrary.
 
   Args:
     weights: float32[R, V], 0 .. 1, with a 1 in every row.
@@ -64,7 +64,8 @@ def cutoff(
   weights, min_p, top_k, top_p = sharding.match_varying_axes(
     (weights, min_p, top_k, top_p)
   )
-  # The zeros are computed from `weights` to vary over the same mesh axes.
+  # The zeros are computed from `weights`, because in `shard_map` they must vary
+  # over the same mesh axes.
   floor = _weight(_bits(weights[:, 0]) & 0) if min_p is None else min_p
   needs_search = floor < 0
   if top_k is not None:
@@ -95,7 +96,7 @@ def _search_in_parts(
     return _search_cutoff(*jax.tree.map(lambda array: array[None], row))[0]
 
   # A search reads the weights about ten times, and a CPU sums faster than it
-  # reads from memory. A few rows stay in its cache.
+  # reads from memory. So it searches a few rows at a time, which stay in cache.
   return lax.platform_dependent(
     *arrays,
     cpu=lambda *arrays: lax.map(search_row, arrays, batch_size=rows_per_batch),
@@ -143,7 +144,7 @@ def _keep_mass(weights: Array, floor: Array, top_p: Array) -> Array:
     def amount_of(lightest: Array) -> Array:
       return _units(_weight(lightest), unit)
 
-    # At least 1: a target of 0 is reached even if no token is kept.
+    # At least 1, because a target of 0 is reached even if no token is kept.
     target = jnp.maximum((top_p * _ONE).astype(jnp.int32), 1)
     return _search(weights, amounts, amount_of, floor, target, top_p < 1)
 
@@ -166,14 +167,14 @@ def _search(
 
   Args:
     weights: float32[R, V].
-    amounts: int32[R, V] or int32[]; a larger weight has no smaller amount.
+    amounts: int32[R, V] or int32[], which must not decrease with the weight.
     amount_of: maps the bits of weights, int32[R], to their amounts.
     floor: int32[R], the bits of a cutoff that reaches the target.
     target: int32[R], at least 1.
-    active: bool[R], the rows to search; others return `floor`.
+    active: bool[R], the rows to search. The cutoff of other rows is `floor`.
   """
-  # Invariant: amounts of weights >= `low` reach the target, those of weights >=
-  # `high` do not. No weight is 2.0, so the first `high` keeps no token.
+  # Invariant: the amounts of weights >= `low` reach the target, but the amounts
+  # of weights >= `high` miss it. Initially `high` is 2.0, above all weights.
   high = jnp.where(active, jnp.int32(_ONE), floor)
 
   def trip(loop: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -187,9 +188,10 @@ def _search(
       total = jnp.where(reaches_target, total_of_pivot, total)
     for pivot, total_of_pivot in zip(pivots[::-1], sums[::-1], strict=True):
       high = jnp.where(total_of_pivot < target, pivot, high)
-    # Stop if all weights >= `low` are needed: without the lightest, whose
-    # amount is at least that of `low`, they would miss the target. Stop also if
-    # the cutoff is negligible, as when fewer than `top_k` weights are above 0.
+    # Stop if all weights >= `low` are needed, because they would miss the
+    # target without the lightest, whose amount is at least that of `low`. Also
+    # stop if the cutoff is negligible, as when fewer than `top_k` weights are
+    # above 0.
     done = (total - amount_of(low) < target) | (high <= _NEVER_DRAWN)
     return low, jnp.where(done, low, high)
 
@@ -204,9 +206,9 @@ def _pivots(low: Array, high: Array) -> list[Array]:
   """Returns the bits of three pivots in low .. high, ascending, int32[R]."""
   size = high - low
   step = (size >> 2) + 1
-  # The first interval spans 128 powers of two, but most cutoffs are among the
-  # highest few. So the first iteration tests two pivots near the upper end, and
-  # a low one to find rows in which too few tokens have any weight.
+  # The first interval spans 128 powers of two, but most cutoffs are near its
+  # upper end. So the first iteration tests two pivots there, and one near the
+  # lower end to find rows in which too few tokens have any weight.
   uneven = low + (size >> 5), high - (size >> 4) - 2, high - (size >> 6) - 2
   return [
     jnp.clip(jnp.where(low > 0, low + step * number, first + 1), low, high)

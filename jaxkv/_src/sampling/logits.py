@@ -20,8 +20,8 @@ def check_logits(logits: Any, rows: int) -> None:
   """Checks that logits are floats [B, V] for B rows.
 
   Raises:
-    TypeError: they are not floats.
-    ValueError: they have another shape.
+    TypeError: `logits` are not floats.
+    ValueError: `logits` have another shape.
   """
   check_shape("logits", logits, (rows, "V"), _FROM_MODEL)
   _check_floats(logits)

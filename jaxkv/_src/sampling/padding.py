@@ -16,11 +16,11 @@ _ONE_EACH = ", one list for each sequence"
 
 
 def as_lists(name: str, value: Any, total: int, depth: int) -> list[Any]:
-  """Returns one list for each of Q sequences; repeats a single list for all.
+  """Returns Q lists, one for each sequence. Repeats a single list Q times.
 
   Args:
-    name: the argument's name, for messages.
-    value: one list for all sequences, or a list with one for each.
+    name: the argument's name, for error messages.
+    value: one list for all sequences, or a list with one list for each.
     total: Q, the number of sequences.
     depth: the nesting depth of the list of one sequence.
 
@@ -45,7 +45,7 @@ def as_lists(name: str, value: Any, total: int, depth: int) -> list[Any]:
 
 
 def _is_nested(value: Any, depth: int) -> bool:
-  """True if all leaves are at this depth; depth 0 means no list at all."""
+  """Returns True if all leaves are at this depth, where 0 means no list."""
   if not isinstance(value, list | tuple | np.ndarray):
     return depth == 0
   return depth > 0 and all(_is_nested(item, depth - 1) for item in value)
@@ -54,7 +54,7 @@ def _is_nested(value: Any, depth: int) -> bool:
 def padded_tokens(name: str, lists: list[Any]) -> np.ndarray:
   """Pads lists of tokens with -1 at the end, to int32[Q, X] with X >= 1.
 
-  Tokens must be non-negative int32, else TypeError or ValueError.
+  Raises TypeError or ValueError unless tokens are non-negative int32.
   """
   width = max([1, *map(len, lists)])
   out = np.full((len(lists), width), PADDING, np.int32)
@@ -64,9 +64,10 @@ def padded_tokens(name: str, lists: list[Any]) -> np.ndarray:
 
 
 def padded_words(name: str, lists: list[Any]) -> np.ndarray:
-  """Pads X words of up to Y tokens with -1 in front, to int32[Q, X, Y].
+  """Pads lists of words with -1 in front of each word, to int32[Q, X, Y].
 
-  Words must have one or more non-negative int32, else TypeError or ValueError.
+  X is the most words of a sequence and Y the most tokens of a word. Raises
+  TypeError or ValueError unless words have one or more non-negative int32.
   """
   count = max([1, *map(len, lists)])
   width = max([1, *(len(word) for words in lists for word in words)])
@@ -119,11 +120,12 @@ def padded_biases(
 
 
 def as_tokens(name: str, value: Array, total: int, rank: int) -> Any:
-  """Converts an array for all sequences, or one with Q rows, to Q int32 rows.
+  """Converts tokens of each sequence, or of all, to int32 with Q rows.
 
   Raises:
     TypeError: the array does not hold integers.
-    ValueError: it has neither `rank` axes and Q rows nor `rank - 1` axes.
+    ValueError: the array has neither `rank` axes with Q rows, nor `rank - 1`
+      axes.
   """
   tokens = as_int32(name, value)
   if tokens.ndim == rank - 1:

@@ -12,23 +12,23 @@ from jaxkv._src.sampling.padding import PADDING
 from jaxkv._src.sampling.settings import Sampling
 
 _IN_PROMPT = 1 << 15
-"""The bit of `seen` that marks prompt tokens; the lower bits are a count."""
+"""The bit of `seen` that marks tokens of the prompt; lower bits are a count."""
 
 _MAX_COUNT = _IN_PROMPT - 1
 _LARGEST = float(np.finfo(np.float32).max)
 _CHUNK = 2**16 - 1
-"""The most columns in which every count of a token fits 16 bits."""
+"""The most columns in which any number of occurrences fits 16 bits."""
 
 
 class History(NamedTuple):
-  """Summary of the tokens that R sequences have so far, for `adjust`.
+  """The tokens of R sequences so far, as far as `adjust` needs them.
 
   Attributes:
     counts: int32[R], the number of tokens drawn in this turn.
-    seen: uint16[R, V], the tally of each token, see `seen_in`; None without
-      penalties.
-    last_tokens: int32[R, Y - 1] for bad words of up to Y tokens, see
-      `last_tokens_of`; None without bad words of several tokens.
+    seen: uint16[R, V], the tally of each token from `seen_in`; None if there
+      are no penalties.
+    last_tokens: int32[R, Y - 1] from `last_tokens_of`, for bad words of up to Y
+      tokens; None if bad words have only one token.
     stop_token: the stop token of all sequences; -1 if there is none.
   """
 
@@ -39,7 +39,7 @@ class History(NamedTuple):
 
 
 def needs_seen(sampling: Sampling) -> bool:
-  """True if a penalty is set, so `adjust` needs `History.seen`."""
+  """Returns True if penalties are set, for which `adjust` needs `seen`."""
   return any(
     penalty is not None
     for penalty in (
@@ -59,7 +59,7 @@ def num_last_tokens(sampling: Sampling) -> int:
 def last_tokens_of(
   tokens: Array, numbers: Array, lengths: Array, count: int
 ) -> Array:
-  """Gathers the last X tokens of R sequences; -1 before the first token.
+  """Gathers the last X tokens of R sequences, with -1 before the first token.
 
   Args:
     tokens: int32[Q, W], the tokens of all sequences.
@@ -68,7 +68,7 @@ def last_tokens_of(
     count: X, the number of tokens to gather.
 
   Returns:
-    int32[R, X]; the last token is in the last column.
+    int32[R, X], with the last token in the last column.
 
   Examples:
     >>> tokens = jnp.asarray([[4, 5, 6, 0]], jnp.int32)
@@ -83,7 +83,7 @@ def last_tokens_of(
 def seen_in(
   tokens: Array, lengths: Array, drawn: Array, *, vocab_size: int
 ) -> Array:
-  """Counts the occurrences of each token in the sequences.
+  """Counts the occurrences of each token in R sequences.
 
   Args:
     tokens: int32[R, W].
@@ -105,8 +105,9 @@ def seen_in(
   """
   rows, width = tokens.shape
   is_token = indexing.between(jnp.zeros_like(lengths), lengths, width)
-  # One scatter counts both kinds: drawn tokens in the lower 16 bits, tokens of
-  # the prompt in the upper 16. In narrow chunks the lower half cannot overflow.
+  # One scatter counts drawn tokens in the lower 16 bits and tokens of the
+  # prompt in the upper 16. It adds so few columns that the lower half cannot
+  # overflow.
   increments = jnp.where(drawn, jnp.uint32(1), jnp.uint32(1 << 16))
   column = jnp.where(is_token, tokens, indexing.NOWHERE)
   row = _rows(tokens)
@@ -126,7 +127,7 @@ def seen_in(
 
 
 def see(tally: Array, tokens: Array, mask: Array) -> Array:
-  """Counts one drawn token of each row in `mask` in a tally of `seen_in`."""
+  """Adds one drawn token of each row in `mask` to a tally of `seen_in`."""
   row = jnp.arange(tally.shape[0], dtype=jnp.int32)
   count = indexing.take(tally, row, tokens)
   # A full count stays, because one more would carry into the prompt's bit.
@@ -157,7 +158,8 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
   logits = as_logits(logits)
   bias = sampling.logit_bias
   if bias is not None:
-    # Biases of -inf are applied later, as bans: an overflow - inf would be NaN.
+    # Biases of -inf are applied later as bans, because -inf added to a logit
+    # that overflowed to +inf would be NaN.
     values = jnp.where(bias.values == -jnp.inf, 0, bias.values)
     biased = indexing.add(logits, _rows(logits), bias.tokens, values=values)
     logits = _saturate(biased, logits)
@@ -185,7 +187,7 @@ def _saturate(logits: Array, original: Array) -> Array:
 
 
 def _banned_tokens(sampling: Sampling, history: History) -> list[Array]:
-  """Returns groups of banned tokens, int32[R, X] each, padded by NOWHERE."""
+  """Returns lists of banned tokens int32[R, X], NOWHERE for padding."""
   groups = []
   if (bias := sampling.logit_bias) is not None:
     groups.append(indexing.where_valid(bias.values == -jnp.inf, bias.tokens))
@@ -232,7 +234,7 @@ def _penalize(logits: Array, sampling: Sampling, tally: Array | None) -> Array:
   count = (tally & _MAX_COUNT).astype(jnp.float32)
   if sampling.frequency_penalty is not None:
     penalty = sampling.frequency_penalty[:, None]
-    # Clipped to finite values: for a banned logit, -inf - (-inf) is NaN.
+    # Clipped to finite values, because for a banned logit -inf - (-inf) is NaN.
     penalty = jnp.clip(penalty * count, -_LARGEST, _LARGEST)
     logits = _saturate(logits - penalty, logits)
   if sampling.presence_penalty is not None:

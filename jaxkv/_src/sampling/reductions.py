@@ -1,13 +1,13 @@
 """Reduces rows, and blocks of rows, to sums and maxima.
 
 On a CPU, XLA hands a single float reduction to a library, which first writes
-its operand to memory and wakes other threads. A loop, which XLA emits for two
-reductions at once, is two to ten times faster. Each reduction here therefore
-carries an integer reduction along. With two float reductions XLA would
-vectorize neither.
+its operand to memory and wakes other threads. For two reductions at once, XLA
+emits a loop that is two to ten times faster. So each function here adds a
+second reduction, over integers, because XLA would not vectorize two float
+reductions.
 
-A row of V tokens has blocks of about sqrt(V) tokens. Rows are not padded to
-whole blocks, because a CPU pads slower than it reduces the blocks.
+A row of V tokens is divided into blocks of about sqrt(V) tokens. Rows are not
+padded to whole blocks, because a CPU pads slower than it reduces the blocks.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ class Block(NamedTuple):
   """One block of each row.
 
   Attributes:
-    values: [R, Y]. If the last block of a row is short, the first values are
-      those of the block before it.
+    values: [R, Y]. If the last block of a row is short, the first values belong
+      to the block before it.
     columns: int32[R, Y], the column of each value in its row.
-    valid: bool[R, Y], True for values of the block itself.
+    valid: bool[R, Y], True for values that belong to the block.
   """
 
   values: Array
@@ -57,7 +57,7 @@ def maxima(values: Array) -> Array:
   def combine(left: tuple[Array, ...], right: tuple[Array, ...]) -> tuple:
     return lax.max(left[0], right[0]), left[1] + right[1]
 
-  # Integer maxima would lose NaN, so the second reduction counts NaNs.
+  # A maximum of integers would lose NaN, so the second reduction counts NaNs.
   lowest = jnp.int32(-(2**31)), jnp.int32(0)
   nans = jnp.isnan(values).astype(jnp.int32)
   highest, count = lax.reduce(
@@ -89,7 +89,7 @@ def first_of(condition: Array) -> Array:
 
 
 def width_of(size: int) -> int:
-  """Returns the tokens of a block: a power of two, about sqrt(size)."""
+  """Returns the number of tokens of a block, a power of 2 near sqrt(size)."""
   return 1 << ((size - 1).bit_length() + 1) // 2
 
 
@@ -108,8 +108,8 @@ def by_block(reduce: Callable[[Array], Array], values: Array) -> Array:
 
 def read_block(values: Array, block: Array) -> Block:
   """Reads one block of each row of [R, V]; `block` is int32[R]."""
-  # A slice must not pass the end of a row. So a short last block is read from
-  # an earlier column, and `valid` marks the columns of the block.
+  # A slice must not pass the end of a row. So the slice for a short last block
+  # begins before the block, and `valid` marks the columns of the block.
   size = values.shape[1]
   width = min(width_of(size), size)
   begin = block * width_of(size)

@@ -1,9 +1,10 @@
 """Samples a token from logits, with its log-probability.
 
-The V tokens of a row are cut into blocks of about sqrt(V) tokens. A row first
-draws a block, then a token of this block. Each draw inverts a cumulative
-distribution at one uniform number (inverse transform sampling). So a row needs
-only two random numbers for any V, and neither Gumbel noise nor a sort.
+The V tokens of a row are divided into blocks of about sqrt(V) tokens. `draw`
+first draws a block, then a token of this block. Both use inverse transform
+sampling, which inverts a cumulative distribution at one uniform number. So a
+row needs only two random numbers for any V, and neither Gumbel noise nor a
+sort.
 """
 
 import functools
@@ -75,8 +76,8 @@ class _Weights(NamedTuple):
 
   def scaled(self, logits: Array) -> Array:
     """Returns the log-weights of logits [R, X] of the rows."""
-    # Subtracted before the division: differences are at most 0, so a low
-    # temperature cannot overflow to inf.
+    # Subtracted before the division, because the differences are at most 0, so
+    # a low temperature cannot make them overflow to +inf.
     scaled = logits - self.best
     return scaled if self.divisor is None else scaled / self.divisor
 
@@ -92,8 +93,8 @@ class _Weights(NamedTuple):
       block = reductions.read_block(self.logits, number)
       weights = jnp.exp(self.scaled(block.values))
     else:
-      # Weights are read back and not recomputed: other rounding could move a
-      # token across the cutoff after the block masses were summed.
+      # Weights are not recomputed, because other rounding could move a token
+      # across the cutoff after the masses of the blocks were summed.
       block = reductions.read_block(self.unfiltered, number)
       weights = jnp.where(block.values >= self.cutoff, block.values, 0)
     return jnp.where(block.valid, weights, 0), block.columns
@@ -233,7 +234,7 @@ def _is_allowed(sampling: Sampling) -> Array | None:
   if (min_p := sampling.min_p) is not None:
     checks.append((min_p >= 0) & (min_p <= 1))
   if (top_p := sampling.top_p) is not None:
-    # 0 is allowed: some devices flush a subnormal `top_p` to 0.
+    # 0 is allowed, because some devices flush a subnormal `top_p` to 0.
     checks.append((top_p >= 0) & (top_p <= 1))
   return functools.reduce(jnp.logical_and, checks) if checks else None
 
@@ -241,8 +242,8 @@ def _is_allowed(sampling: Sampling) -> Array | None:
 def _weights(logits: Array, sampling: Sampling) -> _Weights:
   allowed, best = _is_allowed(sampling), reductions.maxima(logits)
   if allowed is not None:
-    # With a NaN as its highest logit, a row out of range gets NaN weights and
-    # the log-prob NaN, so the error stays visible.
+    # NaN as the highest logit gives the row NaN weights and a NaN log-prob, so
+    # settings out of range stay visible.
     best = jnp.where(allowed, best, jnp.nan)
   weights = _Weights(logits, best[:, None])
   temperature, filters_apply = sampling.temperature, allowed
@@ -276,8 +277,9 @@ def _sample_or_greedy(
   def select(sampled: Array) -> Array:
     return jnp.where(greedy, _most_likely(weights), sampled)
 
-  # With two conditions, a batch of only greedy or only sampled rows skips the
-  # other work. `& 0` gives zeros with the mesh axes of the other branch.
+  # Two conditions, so that a batch of only greedy or only sampled rows skips
+  # the other work. `& 0` gives zeros that vary over the mesh axes of the
+  # tokens.
   sampled = lax.cond(
     jnp.all(greedy),
     lambda: greedy.astype(jnp.int32) & 0,
@@ -318,14 +320,14 @@ def _inverse_cdf(weights: Array, uniforms: Array) -> Array:
   Returns:
     int32[R], indices of positive weights.
   """
-  # A matmul computes the prefix sums: `cumsum` takes ten times as long on a
-  # CPU. The triangle is a host constant, as XLA would otherwise build it in
-  # every step, on another thread.
+  # A matmul computes the prefix sums, because `cumsum` takes ten times as long
+  # on a CPU. The triangle is a host constant, because XLA would otherwise build
+  # it in every step, on another thread.
   upper_triangle = np.triu(np.ones((weights.shape[1],) * 2, np.float32))
   ends = jnp.matmul(weights, upper_triangle, precision=lax.Precision.HIGHEST)
   exceeds = (ends > uniforms[:, None] * ends[:, -1:]) & (weights > 0)
   # Prefix sums are rounded independently, so the last one can be smaller than
-  # another, and `exceeds` can be empty. The heaviest index is then valid.
+  # another, and `exceeds` can be empty. Then the heaviest index is drawn.
   heaviest = weights == reductions.maxima(weights)[:, None]
   return reductions.first_of(
     jnp.where(jnp.any(exceeds, axis=1)[:, None], exceeds, heaviest)

@@ -22,7 +22,7 @@ from jaxkv._src.sampling.temperature import RANGE
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _NO_LIMIT = 2**30
-# Fields that are read when a sequence is created, and not by the compiled loop.
+# Fields that are read when a sequence is created, not by the compiled loop.
 _READ_ONCE = ("max_tokens", "seed")
 
 
@@ -33,7 +33,7 @@ class LogitBias:
 
   Attributes:
     tokens: the tokens, padded with -1.  # int32[Q, X]
-    values: the bias of each token; -inf bans it.  # float32[Q, X]
+    values: the bias of each token; -inf bans the token.  # float32[Q, X]
   """
 
   tokens: Any
@@ -46,14 +46,14 @@ class Sampling:
 
   Names and semantics follow vLLM's `SamplingParams`, except that
   `stop_token_ids` is `stop_tokens` here, and `stop` is `stop_strings`. A number
-  applies to all sequences; a list or an array has one number for each. A field
-  that is None is not compiled and costs nothing.
+  applies to all sequences. A list or an array has one number for each sequence.
+  A field that is None is not compiled and costs nothing.
 
   The fields change the logits in this order: `logit_bias`, `min_tokens`,
   `bad_words`, `repetition_penalty`, `frequency_penalty`, `presence_penalty`,
   the caller's `process` function, `temperature`. Then the filters `min_p`,
-  `top_k` and `top_p` remove unlikely tokens; `top_p` normalizes over the tokens
-  that `min_p` and `top_k` keep. In all lists, tokens beyond the vocabulary are
+  `top_k` and `top_p` remove unlikely tokens, in this order. `top_p` normalizes
+  over the tokens that remain. In all lists, tokens beyond the vocabulary are
   ignored. Logits that would overflow are clipped to the float32 range.
 
   Attributes:
@@ -68,29 +68,30 @@ class Sampling:
       token, in [0, 1].  # float32[Q]
     presence_penalty: is subtracted from the logits of tokens that the sequence
       has drawn.  # float32[Q]
-    frequency_penalty: is subtracted once for each time the token was drawn.
-      # float32[Q]
+    frequency_penalty: is subtracted from a token's logit once for each time
+      that the sequence has drawn the token.  # float32[Q]
     repetition_penalty: divides the positive logits, and multiplies the negative
       ones, of tokens in the prompt or among the drawn tokens.  # float32[Q]
-    min_tokens: the number of tokens a sequence draws before it may draw a stop
-      token: one of `stop_tokens`, or `RolloutConfig.stop_token`.  # int32[Q]
+    min_tokens: the number of tokens a sequence draws before it may draw one of
+      `stop_tokens` or `RolloutConfig.stop_token`.  # int32[Q]
     max_tokens: the most tokens a sequence draws, if less than
       `RolloutConfig.max_new_tokens`.  # int32[Q]
-    stop_tokens: tokens that end a sequence, like `RolloutConfig.stop_token`: a
-      list for all, or a list for each; stored padded with -1.  # int32[Q, X]
-    stop_strings: strings that end a sequence; stored unchanged.
-    logit_bias: adds biases to logits: a dictionary from token to bias for all
-      sequences, or a list with one for each; stored as `LogitBias`.
-    bad_words: words, as lists of tokens, that are never completed: a list for
-      all sequences, or a list of such lists. Stored padded with -1 in front of
-      a word, so its last token is in the last column.  # int32[Q, X, Y]
+    stop_tokens: tokens that end a sequence, as does `RolloutConfig.stop_token`.
+      A list for all sequences, or a list of lists with one for each. The stored
+      array is padded with -1.  # int32[Q, X]
+    stop_strings: a `StopStrings` with the strings that end each sequence.
+    logit_bias: a dictionary from tokens to biases, which are added to logits,
+      or a list with one dictionary for each sequence. Stored as `LogitBias`.
+    bad_words: words, as lists of tokens, that are never completed. A list for
+      all sequences, or a list of such lists. The stored array is padded with -1
+      in front of words, whose last column is the last token.  # int32[Q, X, Y]
     seed: seeds the random key of a sequence; a negative seed is ignored.
       # int32[Q]
 
   Raises:
     TypeError: a field has values of a wrong type.
     ValueError: a value is out of range. `init` and `submit` check arrays on a
-      device; traced values are not checked.
+      device. Traced values are not checked.
 
   Examples:
     >>> sampling = Sampling(temperature=[0.0, 0.7], logit_bias={5: -100.0})
@@ -159,9 +160,9 @@ class _Rule(NamedTuple):
   Attributes:
     dtype: the dtype in which numbers are stored.
     fits: maps an array of numbers to bools, True for valid ones.
-    requirement: the phrase for "must be ..." in the message.
-    neutral: the number that has the effect of None.
-    fill: the number of a row without a sequence.
+    requirement: the phrase after "must be" in the error message.
+    neutral: the number that has the same effect as None.
+    fill: the number for rows without a sequence.
   """
 
   dtype: Any
@@ -246,13 +247,13 @@ def _is_concrete(value: Any) -> bool:
 
 def _copy(value: Any, dtype: Any) -> Array:
   """Returns a new array of a value."""
-  # A state with the settings can be donated. Without a copy, the donation would
-  # delete the caller's array.
+  # A state that contains the settings can be donated. Without a copy, donation
+  # would delete the caller's array.
   return jnp.array(value, dtype=dtype, copy=True)
 
 
 def _as_numbers(name: str, value: Any, rule: _Rule) -> Any:
-  """Converts numbers; checks their range unless they are on a device."""
+  """Converts numbers, and checks their range unless they are on a device."""
   as_kind = as_int32 if rule.dtype == jnp.int32 else as_real_numbers
   value = as_kind(name, value)
   if value.ndim > 1:
@@ -474,8 +475,8 @@ def _pad_to(
   missing = [
     limit - n for n, limit in zip(values.shape[1:], sizes, strict=True)
   ]
-  # Axis 1 has the entries of a list. Axis 2, if any, has the tokens of a word,
-  # whose last token must stay in the last column.
+  # Axis 1 has the entries of a list, padded at the end. Axis 2, if any, has the
+  # tokens of a word, padded in front to keep the last one in the last column.
   padding = [(0, 0), *((0, count) for count in missing[:1])]
   padding += [(count, 0) for count in missing[1:]]
   return jnp.pad(values, padding, constant_values=fill)

@@ -15,10 +15,10 @@ class Observed(NamedTuple):
   """Statistics of each row's distribution at temperature 1.
 
   Attributes:
-    log_probs: float32[R], of the tokens passed to `observe`.
+    log_probs: float32[R], log-probs of the tokens passed to `observe`.
     entropy: float32[R], in nats.
     top_tokens: int32[R, X], the most likely tokens in descending order.
-    top_log_probs: float32[R, X], of `top_tokens`.
+    top_log_probs: float32[R, X], log-probs of `top_tokens`.
   """
 
   log_probs: Array
@@ -40,13 +40,13 @@ def observe(
   Args:
     logits: float32[R, V].
     tokens: int32[R].
-    log_probs: float32[R], a result of the draw, which must be computed first.
+    log_probs: float32[R], from the draw, which is forced to finish first.
     entropy: True to compute the entropy.
     top_log_probs: X, the number of most likely tokens, at most V.
   """
   # XLA would run independent work on another CPU thread, and the handoff takes
-  # longer than the work. So the logits get a false dependency on the draw: the
-  # condition always holds, but XLA cannot know it.
+  # longer than the work. So a condition that always holds makes the logits
+  # depend on the draw. XLA cannot remove it.
   done = lax.bitcast_convert_type(log_probs, jnp.int32) & jnp.int32(2**31 - 1)
   logits = jnp.where(done[:, None] >= 0, logits, jnp.nan)
   best = reductions.maxima(logits)[:, None]
@@ -56,7 +56,7 @@ def observe(
   chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
   entropy_nats = top_tokens = top_logits = None
   if entropy:
-    # 0 * -inf would be NaN for a token of probability 0.
+    # Without the mask a token of probability 0 would give 0 * -inf, a NaN.
     parts = jnp.where(weights > 0, weights * (logits - best), 0)
     mean = reductions.sums(parts) / total
     entropy_nats = mass[:, 0] - mean
@@ -97,8 +97,8 @@ def most_likely(logits: Array, count: int) -> tuple[Array, Array]:
   maxima = reductions.by_block(reductions.maxima, logits)
   block_ids = jnp.arange(maxima.shape[1], dtype=jnp.int32)[None]
 
-  # Each iteration reads one block. Only tokens that come after the last one in
-  # the order are candidates, so found tokens need no mark in the logits.
+  # Each iteration reads one block and finds one token. Only tokens after the
+  # last one found are candidates, so found tokens need no mark in the logits.
   def trip(
     loop: tuple[Array, Array, Array], _: None
   ) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:

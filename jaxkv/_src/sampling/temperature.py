@@ -11,7 +11,7 @@ from jaxkv._src.arrays.arguments import as_real_numbers
 from jaxkv._src.arrays.arguments import check_shape
 
 LEAST = float(np.finfo(np.float32).tiny)
-"""The lowest temperature above 0: division by a lower one overflows."""
+"""The lowest temperature above 0. Division by a lower one overflows."""
 HIGHEST = 2.0**126
 """The highest temperature. A higher one has a subnormal reciprocal, which XLA
 can flush to 0. A logit of -inf would then become -inf * 0, which is NaN."""
@@ -24,8 +24,8 @@ def as_temperature(temperature: Any) -> Array:
   The value of a traced temperature is not checked.
 
   Raises:
-    TypeError: it is not a real number.
-    ValueError: it is not a scalar, or it is outside of `RANGE`.
+    TypeError: `temperature` is not a real number.
+    ValueError: `temperature` is not a scalar, or is outside of `RANGE`.
   """
   name = "temperature"
   value = as_real_numbers(name, temperature)
@@ -40,7 +40,7 @@ def as_temperature(temperature: Any) -> Array:
 
 
 def divisor(temperature: Array) -> Array:
-  """Returns the divisor of logits for log-probs: 1 for temperature 0.
+  """Returns the divisor of logits for log-probs, which is 1 for temperature 0.
 
   Returns NaN for traced temperatures out of range, which `as_temperature`
   cannot check.
