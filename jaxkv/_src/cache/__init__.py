@@ -1,14 +1,15 @@
 """The cache: its state and the verbs that change it.
 
-Read `config` and `state` first, then a verb. A module imports only modules of
-its own line and of the lines below it:
+Read `config` and `state` first, then a verb. The docstring of `jaxkv` defines
+the terms and the letters of array shapes. A module imports only modules on its
+own line of this table and on the lines below it:
 
 | module | content |
 |---|---|
 | `verbs/` | the public functions, one file for each verb or family of verbs |
 | `steps/` | steps that verbs share: find a prefix, reserve pages, publish |
 | `state` | the state, statuses, and the decorator `verb` |
-| `pool/` | pages: references, eviction order, page-table rows |
+| `pool/` | pages: reference counts, the free queue, page-table rows |
 | `telemetry` | the event log, and the ages of evicted pages |
 | `prefix/` | page keys, the prefix index, publication rules |
 | `config` | the static sizes and options |

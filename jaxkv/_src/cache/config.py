@@ -16,36 +16,41 @@ class CacheConfig:
   A config is hashable, so it can be a static argument of `jax.jit`.
 
   Attributes:
-    num_pages: N, pages in the pool. Page 0 is the null page and is never
-      popped, so `num_pages - 1` pages are usable.
-    page_size: S, tokens a page. Groups can have larger pages, in multiples of
-      S. Keys are computed for every `page_size` tokens.
+    num_pages: N, pages in the pool. Page 0 is the null page, which holds no
+      tokens, so `num_pages - 1` pages are usable.
+    page_size: S, tokens a page. A group can have larger pages, of a multiple of
+      S tokens. A prefix is hashed to a page key after every S tokens.
     num_slots: B, the number of sequences that can be held at once.
-    pages_per_slot: M, columns of a slot's row in the page table. One sequence
-      has room for `pages_per_slot * page_size` tokens in each group.
+    pages_per_slot: M, columns of a slot's row in the page table. A sequence has
+      at most `pages_per_slot * page_size` tokens.
     groups: the kinds of the G layer groups. Every group has a separate page
       table; all groups share one pool.
-    prefix_caching: True to hash full pages and find them again. If False, the
-      state has no keys, no tokens and no index.
-    free_policy: the end of the free queue to which a page that is not cached
-      goes when its last reference is removed. "unhashed_first": the front, so
-      that it is reused before cached pages are evicted. "lru": the back, to
-      which cached pages go.
-    prefix_rules: the rules for published pages and hits. "current": those of
-      vLLM since 0.25. "classic": those of earlier versions and of eSurge. Every
-      full page is published, even if no hit can use it, and for a draft model
-      each group drops a page in every round of a lookup.
-    merge_duplicates: True to replace a page that becomes full with an equal
-      cached page, if there is one. The full page returns to the pool at once.
-    use_eagle: True to drop the last page of a hit, because a draft model
-      (EAGLE) needs the hidden states of that page's tokens computed again.
-    prefix_retention_interval: selects the pages that sliding-window and
-      recurrent groups publish. None: those of all prefixes. 0: those of two
-      prefixes, one of the whole prompt and one up to the token where an earlier
-      prompt diverged. k: also those of a prefix every k tokens.
-    event_log: the number of events for which the log has room; 0 for no log.
-    track_new_pages: True to record popped pages for `telemetry.take_new_pages`.
-    track_residency: True to record ages for `jaxkv.telemetry.residency`.
+    prefix_caching: True to find full pages again by the hash of their tokens.
+      If False, the state stores no keys, no tokens and no prefix index.
+    free_policy: where a page that is not cached enters the free queue.
+      "unhashed_first": at the front, so that it is reused before any cached
+      page is evicted. "lru": at the back, where cached pages always enter.
+    prefix_rules: the rules by which pages are published and found. "current":
+      the rules of vLLM since 0.25, which publish only pages that a hit can use.
+      "classic": the rules of earlier versions and of eSurge, which publish
+      every full page. With `use_eagle`, the classic rules let each group drop a
+      page in every round of a lookup.
+    merge_duplicates: True to look for a cached page with the same tokens and
+      prefix when a page becomes full. If there is one, it replaces the full
+      page, which returns to the pool at once.
+    use_eagle: True to drop the last page of a hit. Its tokens are then computed
+      again, because a draft model (EAGLE) needs their hidden states.
+    prefix_retention_interval: selects the prefixes that sliding-window and
+      recurrent groups keep findable. These groups publish only the pages that a
+      hit of such a prefix needs. None: prefixes of every length. 0: the whole
+      prompt, and the prompt up to the token where an earlier prompt diverged.
+      k: these two, and a prefix every k tokens.
+    event_log: the maximal number of events between two readings of the log; 0
+      for no log. See `jaxkv.telemetry.drain_events`.
+    track_new_pages: True to record the pages that leave the free queue for new
+      tokens, for `jaxkv.telemetry.take_new_pages`.
+    track_residency: True to record the ages of evicted pages, for
+      `jaxkv.telemetry.residency`.
 
   Raises:
     TypeError: a field has the wrong type.
@@ -86,14 +91,14 @@ class CacheConfig:
 
   def _check_sizes(self):
     # The free queue's ring has up to 4 N positions. They must stay below the
-    # sentinel NOWHERE, 2**30, because numbers above it have another meaning.
+    # sentinel NOWHERE, 2**30, because the queue stores larger numbers as marks.
     if max(self.num_pages, self.slot_tokens) > 2**28:
       raise ValueError(
         "`CacheConfig.num_pages` and `pages_per_slot * page_size` must be at "
         f"most 2**28, got {self.num_pages} and {self.slot_tokens}; indices "
         "stay below 2**30."
       )
-    # Loops count the columns of all rows together in int32.
+    # `loops.for_each` numbers the columns of all rows together in int32.
     if self.num_groups * self.num_slots * self.pages_per_slot >= 2**31:
       raise ValueError(
         "`CacheConfig.num_slots * pages_per_slot` must be below 2**31 for all "
@@ -113,8 +118,8 @@ class CacheConfig:
           f"`CacheConfig.groups` must hold group kinds, got {kind!r}; use "
           "FullAttention(), SlidingWindow(window) or a subclass of GroupKind."
         )
-    # A slot must hold whole pages of every group. A page must end where a key
-    # is computed, which is after every `page_size` tokens.
+    # A slot must hold whole pages of every group. A page must end at a multiple
+    # of `page_size` tokens, because only there a key is computed.
     for size in self.page_sizes:
       if size % self.page_size or self.slot_tokens % size:
         raise ValueError(
@@ -178,13 +183,14 @@ class CacheConfig:
 
   @property
   def alignment(self) -> int:
-    """A: all groups end a page after every A tokens, so hits end there."""
+    """A, the least common multiple of page sizes. Hits end at its multiples."""
     return math.lcm(*self.page_sizes)
 
   @property
   def token_group(self) -> int:
     """The group whose pages are used to read a sequence's tokens back."""
-    # Preferably a group that keeps all its pages: skipped ones are unreadable.
+    # Prefers a group that keeps all pages, because tokens of skipped pages
+    # cannot be read.
     keeps = [
       not kind.skips_pages and not kind.holds_encoder for kind in self.groups
     ]
@@ -192,7 +198,7 @@ class CacheConfig:
 
   @property
   def first_self_group(self) -> int:
-    """The first group without cross attention; every sequence has its pages."""
+    """The first group that holds the sequences' tokens, not an encoder's."""
     return [kind.holds_encoder for kind in self.groups].index(False)
 
   @property
@@ -202,7 +208,7 @@ class CacheConfig:
 
   @property
   def skips_pages(self) -> bool:
-    """True if at least one group skips pages while a sequence runs."""
+    """True if at least one group has `GroupKind.skips_pages`."""
     return any(kind.skips_pages for kind in self.groups)
 
   @property

@@ -17,9 +17,9 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
 
   Args:
     state: a CacheState, or a tree with its structure.
-    status: the enum with the names for `state.error`.
+    status: the enum that names the values of `state.error`.
   """
-  # JAX formats states in its error messages, also if their leaves are tracers,
+  # JAX formats states in its error messages, even if their leaves are tracers,
   # shapes, stacks or donated buffers. So this must never raise.
   config = state.config
   kinds = ", ".join(_kind_names(config.groups))
@@ -29,7 +29,8 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
       f"CacheState({config.num_pages - 1} pages of {config.page_size} tokens;"
       f" {config.num_slots} slots; {kinds}; {obstacle})"
     )
-  # Group 0 may belong to an encoder, so a slot counts if any group has a page.
+  # A slot is in use if any group has a page. Group 0 alone does not tell: it
+  # may belong to an encoder, and a sequence without encoder tokens has no page.
   running = np.asarray(state.num_pages).max(axis=1) > 0
   total = config.num_pages - 1
   pages = [f"{total - int(state.pool.queue.num_free)} of {total} pages in use"]
@@ -48,7 +49,7 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
 
 
 def _kind_names(groups: tuple[Any, ...]) -> list[str]:
-  """Returns the names of kinds in the order of groups, with counts."""
+  """Returns the distinct kinds of groups, such as `2 SlidingWindow`."""
   names = [type(kind).__name__ for kind in groups]
   distinct = dict.fromkeys(names)
   return [

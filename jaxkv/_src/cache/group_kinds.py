@@ -1,12 +1,12 @@
 """Kinds of layer groups: the pages that a group keeps, and its prefix hits.
 
-Layers with the same cache behaviour form a group. A kind is a small static
-object with pure functions over arrays of R sequences. Users can define further
-kinds as subclasses. Lengths are in tokens, and P and X are pages of the group.
+Layers with the same cache behaviour form a group. The group's kind is a static
+object with pure methods over arrays of R sequences. Users can define further
+kinds as subclasses. Lengths are in tokens. P and X count pages of the group.
 
-The functions answer for jax arrays, for numpy arrays and for Python numbers,
-because `jaxkv.host` calls them without a device. A kind that uses `jax.numpy`
-itself works in compiled programs only.
+The methods take jax arrays, numpy arrays and Python numbers, because
+`jaxkv.host` calls them without a device. A kind whose methods use `jax.numpy`
+works in compiled programs only.
 
 `GroupSizes` converts token counts to pages of every group.
 """
@@ -39,16 +39,16 @@ class GroupKind:
   page_size: int | None = dataclasses.field(default=None, kw_only=True)
 
   holds_states: ClassVar[bool] = False
-  """True if a page holds the state after its last token, not K/V of tokens."""
+  """True if a page holds a recurrent state instead of the K/V of tokens."""
 
   holds_encoder: ClassVar[bool] = False
   """True if pages hold the encoder's tokens, not the sequence's tokens."""
 
   num_speculative: ClassVar[int] = 0
-  """The number of scratch pages after the page of the last token."""
+  """The number of scratch pages, which hold the states after draft tokens."""
 
   keeps_last_page: ClassVar[bool] = False
-  """True if a running sequence keeps its last full page, even if unneeded."""
+  """True if `recycle` never releases the last full page of a sequence."""
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -68,15 +68,15 @@ class GroupKind:
 
   @property
   def skips_pages(self) -> bool:
-    """True if pages become unnecessary while a sequence runs."""
-    # Static, so that kinds without skipped pages compile no code for them.
+    """True if later tokens stop attending to a sequence's first pages."""
+    # Known from the class, so kinds that keep all pages compile no code for it.
     return type(self).num_skipped_tokens is not GroupKind.num_skipped_tokens
 
   def num_skipped_tokens(self, num_tokens: Array) -> Array:
-    """Counts the leading tokens that no token after `num_tokens` attends to.
+    """Counts the leading tokens to which no later token attends.
 
     Args:
-      num_tokens: int32[...], the tokens so far.
+      num_tokens: int32[...], the lengths of sequences.
 
     Returns:
       int32[...]. A page is skipped when all its tokens are skipped.
@@ -86,15 +86,16 @@ class GroupKind:
   def longest_hit(
     self, hits: Array, limit: Array, drop: Array, page_size: int, align: int
   ) -> Array:
-    """Counts the pages of the longest prefix that a sequence can continue.
+    """Counts the pages of the longest prefix from which a sequence can start.
 
-    Pages within the `num_skipped_tokens` of the prefix need not be cached.
+    All pages of the prefix must be cached, except skipped pages: those within
+    its first `num_skipped_tokens` tokens.
 
     Args:
       hits: bool[R, P], True for columns with a cached page.
-      limit: int32[R], the maximal number of tokens of a prefix.
-      drop: bool[R], True if the last page found is not part of the prefix,
-        because a draft model needs it computed again.
+      limit: int32[R], the maximal number of tokens of the pages found.
+      drop: bool[R], True if the prefix must end one page before the last page
+        found, because a draft model needs that page computed again.
       page_size: tokens a page.
       align: the prefix ends at a multiple of this many pages.
 
@@ -124,16 +125,16 @@ class GroupKind:
     ends: tuple[Array, ...],
     drop: int,
   ) -> Array:
-    """Finds the full pages to publish, because they can be part of a hit.
+    """Selects the full pages to publish: those that can be part of a hit.
 
     Args:
       pages: int32[X], the columns of the pages in the page table.
       page_size: tokens a page.
       align: hits end at multiples of this many pages.
-      every: prefixes that end at multiples of this many pages must stay hits; 0
-        for none of them, None for all.
-      ends: int32[X] each, the lengths in pages of other prefixes that must stay
-        hits, with the page that the hit drops; negative for none.
+      every: the interval, in pages, of prefixes that must be findable; 0 for no
+        interval, None for prefixes of every length.
+      ends: int32[X] each, the lengths in pages of other prefixes that must be
+        findable, including the page that the hit drops; negative for none.
       drop: the number of pages that a hit drops at its end, 0 or 1.
 
     Returns:
@@ -146,13 +147,13 @@ class GroupKind:
 
     Args:
       page_size: tokens a page.
-      in_flight: the maximal number of tokens allocated at once.
+      in_flight: the maximal number of tokens allocated beyond its length.
       longest: tokens of the longest sequence.
     """
     return -(-longest // page_size)
 
   def num_columns(self, num_tokens: Array, page_size: int) -> Array:
-    """Counts the page-table columns for int32[...] tokens: int32[...]."""
+    """Counts the columns for `num_tokens` tokens: int32[...] to int32[...]."""
     pages = elementwise.quotient(num_tokens + (page_size - 1), page_size)
     return pages + self.num_speculative
 
@@ -161,14 +162,14 @@ class GroupKind:
 class FullAttention(GroupKind):
   """Layers that attend to every earlier token.
 
-  This is also the kind for latent attention (MLA) and attention sinks: they
-  change the contents of pages, but a sequence needs the same pages.
+  This is also the kind for latent attention (MLA) and attention sinks. They
+  change what a page contains, but not which pages a sequence needs.
   """
 
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindow(GroupKind):
-  """Layers that attend to the last `window` tokens, the query's included.
+  """Layers that attend to the last `window` tokens, including the query's own.
 
   Attributes:
     window: the number of tokens.
@@ -184,8 +185,9 @@ class SlidingWindow(GroupKind):
     self, hits: Array, limit: Array, drop: Array, page_size: int, align: int
   ) -> Array:
     """See `GroupKind`."""
-    # As in vLLM, a prefix shorter than the window is aligned both before and
-    # after its last page is dropped. So it loses another `align` pages.
+    # As in vLLM, a prefix shorter than the window is aligned before its last
+    # page is dropped, and again afterwards. If `align` is more than 1, the
+    # second alignment removes `align` pages.
     num_pages = super().longest_hit(hits, limit, drop, page_size, align)
     short = drop & (num_pages * page_size < self.window - 1)
     lost = elementwise.where(short, align if align > 1 else 0, 0)
@@ -201,7 +203,7 @@ class SlidingWindow(GroupKind):
     drop: int,
   ) -> Array:
     """See `GroupKind`. Only the window at the end of a prefix is published."""
-    # If windows of successive hits touch, they cover all pages: publish all.
+    # If the windows of successive prefixes touch, they cover all pages.
     needed = -(-(self.window - 1) // page_size) + drop
     every = align if every is None else every
     if every and needed >= every:
@@ -215,7 +217,7 @@ class SlidingWindow(GroupKind):
     return is_kept
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
-    """See `GroupKind`. A window may begin inside a page."""
+    """See `GroupKind`. A window that begins inside a page needs one more."""
     tokens = min(self.window - 1 + in_flight, longest)
     return -(-tokens // page_size) + 1
 
@@ -249,7 +251,8 @@ class Recurrent(GroupKind):
   state to the page.
 
   Attributes:
-    num_speculative: the number of draft tokens; each has a scratch page.
+    num_speculative: the number of draft tokens in a step. The state after each
+      of them has a scratch page.
   """
 
   num_speculative: int = dataclasses.field(  # pyright: ignore
@@ -288,7 +291,7 @@ class Recurrent(GroupKind):
     return is_kept
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
-    """See `GroupKind`. Every page of tokens has a column."""
+    """See `GroupKind`. Counts all columns: each can hold a state."""
     return -(-longest // page_size) + self.num_speculative
 
 
@@ -296,9 +299,10 @@ class Recurrent(GroupKind):
 class CrossAttention(GroupKind):
   """Layers that attend to the output of an encoder.
 
-  A sequence gets pages for all of the encoder's tokens once and keeps them
-  while it runs. A cache with such a group has no prefix cache: K/V depends on
-  the encoder's input, which page keys do not cover.
+  A sequence gets pages for all of the encoder's tokens when it starts, and
+  keeps them while it runs. A cache with such a group needs
+  `prefix_caching=False`, because K/V depends on the encoder's input, and page
+  keys do not.
   """
 
   holds_encoder: ClassVar[bool] = True
@@ -332,7 +336,7 @@ class GroupSizes:
     return jnp.stack([results[group] for group in groups], axis=-1)
 
   def columns_for(self, tokens: Array, encoder_tokens: Array) -> Array:
-    """Counts the columns for tokens and encoder tokens, int32[...] each."""
+    """Counts the columns for int32[...] tokens and encoder tokens."""
     return self.by_group(
       lambda kind, size: kind.num_columns(
         encoder_tokens if kind.holds_encoder else tokens, size
@@ -360,7 +364,7 @@ class GroupSizes:
     )
 
   def keep_last_page(self, columns: Array, lengths: Array) -> Array:
-    """Limits skipped columns, so that kinds keep their last full page.
+    """Limits the columns to skip in groups with `keeps_last_page`.
 
     Args:
       columns: int32[..., G], leading columns that are not needed.
@@ -377,8 +381,9 @@ class GroupSizes:
     return jnp.where(holds_back, jnp.minimum(columns, full - 1), columns)
 
   def tokens_with_room(self, columns: Array) -> Array:
-    """Returns the tokens, int32[...], that fit the columns, int32[..., G]."""
-    # Scratch pages hold no tokens. Encoder groups hold others, so set no limit.
+    """Counts the tokens that fit the columns: int32[..., G] to int32[...]."""
+    # Scratch pages hold no tokens. An encoder's group holds only the encoder's
+    # tokens, so it sets no limit.
     scratch = _broadcast(
       [kind.num_speculative for kind in self.groups], columns
     )
@@ -391,14 +396,15 @@ class GroupSizes:
 
   def exceed_slot(self, columns: Array) -> Array:
     """Returns bool[R]: rows whose columns, int32[R, G], exceed their slot."""
-    # Callers have compared the tokens, so only scratch pages can exceed a slot.
+    # Callers have checked that the tokens fit a slot, so only scratch pages can
+    # exceed it.
     if not any(kind.num_speculative for kind in self.groups):
       return jnp.bool_(False)
     limits = [self.slot_tokens // size for size in self.page_sizes]
     return jnp.any(columns > _broadcast(limits, columns), axis=1)
 
   def holds_encoder(self, columns: Array) -> Array:
-    """Returns bool[..., G], shaped as `columns`: groups of an encoder."""
+    """Returns True for groups of an encoder, in the shape of `columns`."""
     flags = [kind.holds_encoder for kind in self.groups]
     return _broadcast(flags, columns).astype(bool)
 

@@ -91,7 +91,7 @@ def _tables(state: CacheState) -> Array:
   skipped = column[None, None] < state.num_skipped_pages[..., None]
   table = state.page_table
   no_page = state.config.no_page
-  # The columns between two states of a recurrent group hold null pages.
+  # In recurrent groups, null pages also fill the columns between two states.
   may_be_null = recurrent.holds_states(state.config)[..., None]
   return (
     jnp.all(jnp.where(held, (table >= 0) & (table < no_page), table == no_page))
@@ -105,7 +105,8 @@ def _tables(state: CacheState) -> Array:
 
 
 def _refs(state: CacheState) -> Array:
-  # Entries with the null page do not count. `add` drops NO_PAGE: out of range.
+  # Entries with the null page are not references. `add` drops entries with
+  # NO_PAGE, which is out of range.
   entries = state.page_table.reshape(-1)
   entries = indexing.where_valid(entries > 0, entries)
   num_entries = indexing.add(
@@ -154,10 +155,12 @@ def _index(state: CacheState) -> Array:
   position = prefix_index.position_of(index, pages)
   keys = prefix_index.key_of(index, pages)
   is_placed = indexing.take(position, entries, fill=-1) == places
-  # Several pages can have one key, and a lookup finds the first: compare keys.
+  # Several pages can have one key, and a lookup returns the first one that was
+  # published. So this compares the keys of pages instead of page numbers.
   first = prefix_index.lookup(index, keys, index.tokens)
   same_key = prefix_index.key_of(index, first) == keys
-  # A lookup stops where a count is 0, so a count too small would hide a page.
+  # A lookup stops at a bucket whose overflow count is 0, so a count that is too
+  # small would hide a page.
   overflow = prefix_index.recount(index, cached)
   return (
     jnp.all(jnp.where(cached, indexing.take(entries, position) == pages, True))
@@ -204,8 +207,9 @@ def _chain_read_back(
   """Recomputes the keys of each slot from the tokens in its pages.
 
   Returns:
-    uint32[B, P, 4], and int32[B]: the number of tokens read, or -1 if a window
-    skipped a page, or a recurrent group did not keep it.
+    uint32[B, P, 4], the key after each page, and int32[B], the number of tokens
+    read. The number is -1 if the slot is empty or a page is missing, because a
+    window skipped it or a recurrent group did not keep it.
   """
   config, group = state.config, state.config.token_group
   size, slots = config.page_sizes[group], config.num_slots

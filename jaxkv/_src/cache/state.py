@@ -38,8 +38,8 @@ class Status(enum.IntEnum):
 
   OK: the row succeeded.
   SKIPPED: the row is masked out. This is not a failure.
-  OUT_OF_PAGES: too few pages are free. This is pressure, not a mistake: retry
-    after pages were freed.
+  OUT_OF_PAGES: too few pages are free. This is not a mistake of the caller:
+    retry after pages were freed.
   SLOT_FULL: the sequence needs more pages than a slot holds.
   BAD_SLOT: a slot number is out of range, or repeated.
   SLOT_IN_USE: the slot holds pages already.
@@ -58,7 +58,7 @@ class Status(enum.IntEnum):
   ENDED: the sequence has ended or failed.
   UNFINISHED: the sequence is waiting or running.
   QUEUE_FULL: the queue has too few empty rows for the sequences of a prompt.
-    This is pressure, not a mistake: retry after a harvest.
+    This is not a mistake of the caller: retry after `harvest`.
   BAD_LOGITS: the logits of a sequence, after its sampling settings, are not a
     distribution: one is NaN or +inf, or all are -inf.
   """
@@ -107,11 +107,12 @@ class Outcome:
 class Stats:
   """Counters since `init`, each a uint32[], modulo 2**32.
 
-  The difference of two readings, `later - earlier`, is correct across a wrap.
+  `later - earlier` counts the events between two readings, even if a counter
+  wrapped around in between.
 
   Attributes:
     queried_tokens: tokens of admitted sequences.
-    hit_tokens: tokens of admitted sequences that were cached.
+    hit_tokens: cached tokens of admitted sequences.
     popped_pages: pages popped from the free queue.
     evicted_pages: popped pages that were cached.
     published_pages: pages hashed and published.
@@ -139,28 +140,30 @@ class CacheState:
 
   Invariants, each tested by `check_invariants`:
     tables: row (b, g) holds `num_skipped_pages[b, g]` null pages, then pages up
-      to column `num_pages[b, g]`, then NO_PAGE.
+      to column `num_pages[b, g]`, then NO_PAGE. In a recurrent group, null
+      pages can also follow.
     lengths: the pages of a slot have room for its tokens.
-    refs: `ref_count` is the number of entries that name a page plus its pins.
+    refs: `ref_count` of a page is the number of page-table entries that hold
+      the page, plus its pins.
     free: the queue holds each page without references once, except page 0.
-    index: the buckets hold the cached pages under their keys, and no others.
-    keys: the pages of a slot have the chained keys of their tokens.
+    index: the buckets hold each cached page under its key, and nothing else.
+    keys: the keys of a slot's pages are the chained hashes of its tokens.
 
   Attributes:
     config: the static sizes and options.
     page_table: the page number of each column: 0 for the null page, NO_PAGE = N
       for a column without a page.  # int32[B, G, M]
-    num_pages: the number of columns in use in each row; a slot without any is
-      empty.  # int32[B, G]
+    num_pages: the number of columns in use in each row; 0 in all rows of an
+      empty slot.  # int32[B, G]
     num_skipped_pages: the number of leading columns with the null page, because
       a window or a chunk no longer needs their pages.  # int32[B, G]
-    length: tokens whose K/V is final.  # int32[B]
+    length: committed tokens, whose K/V is final.  # int32[B]
     secret: the secret of the page keys, see `hashing.make_secret`; None without
       prefix caching.  # uint32[2 + G, 4]
-    root: the `hashing.root_key` of sequences without a salt in this epoch; None
-      without prefix caching.  # uint32[4]
+    root: the key before the first page of a sequence without a salt, in this
+      epoch; None without prefix caching.  # uint32[4]
     hashes: the running hash of each slot; None without prefix caching.
-    pool: the pages.
+    pool: the pages' reference counts, the free queue and the prefix index.
     stats: counters.
     epoch: the version of the weights; `new_epoch` adds 1.  # uint32[]
     error: the `Status` of the first failure, see `sticky`.  # int32[]
@@ -213,8 +216,9 @@ def init(config: CacheConfig, key: Array | None = None) -> CacheState:
 
   Raises:
     TypeError: `config` is not a CacheConfig, or `key` has another type.
-    ValueError: `key` has another shape. Or it is None: under a trace all calls
-      would share one draw, and several processes must share one secret.
+    ValueError: `key` has another shape. Or `key` is None under a trace, where
+      all calls would share one draw, or None with several processes, which must
+      share one secret.
 
   Examples:
     >>> import jaxkv
@@ -241,7 +245,7 @@ def init(config: CacheConfig, key: Array | None = None) -> CacheState:
 def _empty(
   config: CacheConfig, epoch: Array, secret: Array | None, root: Array | None
 ) -> CacheState:
-  # A separate buffer for each leaf: XLA refuses to donate one buffer twice.
+  # Each leaf has a separate buffer, because XLA refuses to donate one twice.
   rows = (config.num_slots, config.num_groups)
   counters = {
     field.name: jnp.zeros((), jnp.uint32) for field in dataclasses.fields(Stats)
@@ -321,15 +325,15 @@ def _is_deleted(array: Any) -> bool:
 
 
 def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
-  """Makes a public verb of a function whose first argument is a state.
+  """Turns a function whose first argument is a state into a public verb.
 
   The verb casts its arguments (`mask` to bool, `salts` to uint32, all others to
   int32) and checks their shapes, which `arguments.check_rows` derives from
-  their names. It calls the function under `jit`, and checks the sizes of the
-  state while it is traced. If the function returns an Outcome, the verb counts
-  the failed rows and records the error in the state.
+  their names. It calls the function under `jit` and checks the array sizes of
+  the state during the trace. If the function returns an Outcome, the verb
+  counts the failed rows and records the error in the state.
 
-  Inside `shard_map`, the function gets arguments that vary over the same axes.
+  Inside `shard_map`, all arguments are made to vary over the same mesh axes.
   """
   signature = inspect.signature(function)
   parameters = dict(list(signature.parameters.items())[1:])
@@ -338,8 +342,8 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
     for name, parameter in parameters.items()
     if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
   ]
-  # If `slots` can be None, the rows of a verb are slots. Otherwise its first
-  # array defines the number of rows.
+  # If `slots` can be None, the rows of a verb are slots. Otherwise the verb's
+  # first array argument defines the number of rows.
   slots = parameters.get("slots")
   other_names = [name for name in parameters if name != "slots"]
   all_slots = slots is not None and slots.default is None
@@ -348,8 +352,8 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
   plain: Any = function
 
   def body(state: CacheState, named: dict[str, Any]) -> Any:
-    # Checked inside the trace: it costs nothing at run time, and under vmap
-    # the shapes are those of a single cache.
+    # A check during the trace costs nothing at run time. Under `vmap`, it sees
+    # the shapes of a single cache.
     arguments.check_sizes("state", state, _shapes(state.config))
     state, named = sharding.match_varying_axes((state, named))
     return _record_failures(plain(state, **named))
@@ -414,7 +418,7 @@ def in_range(state: CacheState, slots: Array) -> Array:
 
 def is_empty(state: CacheState, slots: Array) -> Array:
   """Returns bool[R]: True for slots without pages, and slots out of range."""
-  # Not in an encoder's group, where a slot in use can be without pages.
+  # In an encoder's group, a slot in use can have no pages.
   group = jnp.int32(state.config.first_self_group)
   return indexing.take(state.num_pages, slots, group) == 0
 
@@ -426,14 +430,14 @@ def roots(state: CacheState, salts: Array | None) -> Array:
   """
   if state.secret is None or state.root is None:
     return jnp.zeros((hashing.KEY_WORDS,), jnp.uint32)
-  # The state has the root without a salt, so most calls need no hashing.
+  # The root without a salt is precomputed, so most calls hash nothing here.
   if salts is None:
     return state.root
   return hashing.root_key(state.secret, state.epoch, salts)
 
 
 def counted(stats: Stats, **amounts: Array) -> Stats:
-  """Adds int32[...] amounts to the named counters."""
+  """Adds the sum of each amount, int32[...], to the counter of its name."""
   return dataclasses.replace(
     stats,
     **{
@@ -475,13 +479,14 @@ def is_failure(code: Array) -> Array:
 def sticky(error: Array, code: Array) -> Array:
   """Returns the state's error after a call, int32[].
 
-  The first failure stays, except that a mistake replaces OUT_OF_PAGES.
+  The first failure stays, except that any other failure replaces OUT_OF_PAGES.
 
   Args:
     error: int32[], the error before the call.
     code: int32[...], the statuses of the call's rows.
   """
-  # Running out of pages is normal operation and must not hide a mistake.
+  # Running out of pages is normal operation and must not hide a caller's
+  # mistake.
   code = code.reshape(-1)
   mistake = is_failure(code) & (code != Status.OUT_OF_PAGES)
   pressure = code == Status.OUT_OF_PAGES

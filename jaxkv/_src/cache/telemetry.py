@@ -4,9 +4,9 @@ The log has a fixed size. It records pages that are stored, removed or cleared,
 so that another program, such as a router, can mirror the prefix index. When the
 log is full, further events are counted but not stored.
 
-The clock (`PrefixIndex.clock`) advances by one for each published page, so the
-unit of an age is a page. Such ages do not depend on how fast pages fill, and
-they show which pages a cache of another size would have kept.
+Ages are measured by `PrefixIndex.clock`, which advances by one for each page
+that gets a key. So ages do not depend on how fast pages fill, and they show
+which pages a cache of another size would have kept.
 """
 
 import dataclasses
@@ -135,8 +135,8 @@ def log_stored(
     group: int32[W], the group of each page.
     **fields: column, key, parent, root and tokens, as in `EventLog`.
   """
-  # The event of the page's removal will need the group, and the pool does not
-  # know the groups of its pages.
+  # The group is stored for the event of the page's removal, because the pool
+  # does not know the groups of its pages.
   place = indexing.where_valid(valid, pages)
   log = dataclasses.replace(
     log, group_of=indexing.put(log.group_of, place, values=group)
@@ -205,14 +205,15 @@ def _event(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residency:
-  """Histograms of the ages of pages evicted since `init`, in published pages.
+  """Histograms of the ages of pages evicted since `init`.
 
-  Bin 0 counts ages of 0, and bin i counts ages of `2**(i - 1)` to `2**i - 1`.
-  The difference of two readings, `later - earlier`, counts the pages between.
+  The unit of an age is one published page, see `PrefixIndex.clock`. Bin 0
+  counts ages of 0, and bin i counts ages of `2**(i - 1)` to `2**i - 1`.
+  `later - earlier` counts the pages evicted between two readings.
 
   Attributes:
-    lifetime: pages by their time since publication.  # uint32[33]
-    idle: pages by their time in the free queue.  # uint32[33]
+    lifetime: pages by age since their publication.  # uint32[33]
+    idle: pages by age since they entered the free queue.  # uint32[33]
   """
 
   lifetime: Array
@@ -226,11 +227,11 @@ class Residency:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PageAges:
-  """Per-page timestamps, and the ages counted so far.
+  """Timestamps of pages, and the ages counted so far.
 
   Attributes:
     released: the clock when a page's last reference was removed.  # uint32[N]
-    evicted: the ages of evicted pages.
+    evicted: histograms of the ages of evicted pages.
   """
 
   released: Array
@@ -250,8 +251,9 @@ def stamp_released(
   ages: PageAges, pages: Array, valid: Array, clock: Array
 ) -> PageAges:
   """Stores the release time of valid pages, int32[W], which are distinct."""
-  # `count_evicted` read `released` and changed the histogram. The dependency on
-  # the histogram makes this write wait, so that XLA need not copy `released`.
+  # `count_evicted` read `released` and changed the histogram. Because this
+  # write depends on the histogram, it follows the read, and XLA does not copy
+  # `released`.
   count = (ages.evicted.idle[0] >> 1).astype(jnp.int32)
   place = loops.read_before(count, indexing.where_valid(valid, pages))
   return dataclasses.replace(

@@ -1,10 +1,11 @@
 """The free pages in eviction order: a ring with lazy deletion.
 
-The entry `ring[q]` is live if its page still points back at it:
-`position[ring[q]] == q`. Removing a page from the middle only clears its
-position, so no entry moves and the cost does not depend on the number of pages.
-Stale entries are skipped when they reach the front. If they fill the ring, a
-sweep removes all of them. The ring has at least 2 N entries: sweeps are rare.
+The entry at ring position q is live if its page points back at q, that is, if
+`position[ring[q]] == q`; other entries are stale. Removing a page from the
+middle only clears its position, so no entry moves and the cost does not depend
+on the number of pages. `pop` skips stale entries at the front. If they fill the
+ring, a sweep removes all of them. With N pages the ring has at least 2 N
+entries, so sweeps are rare.
 """
 
 import dataclasses
@@ -32,8 +33,8 @@ class FreeQueue:
     ring: page numbers; the entries are at `head .. head + span`, modulo C.
       # int32[C]
     position: the ring position of a free page's live entry. For a page in use,
-      any number except the position of an entry of that page. For the null
-      page, NOWHERE.  # int32[N]
+      any number that makes no entry of this page live. For the null page,
+      NOWHERE.  # int32[N]
     head: the position of the first entry.  # int32[]
     span: the number of entries, stale ones included.  # int32[]
     num_free: the number of live entries.  # int32[]
@@ -82,7 +83,8 @@ def pop(
   """Pops up to `num_pages` pages from the first `window` entries.
 
   Stale entries in the window make the result shorter. The caller then calls
-  again for the missing pages. This terminates if `num_pages <= num_free`.
+  again for the missing pages. If `num_pages <= num_free`, such calls succeed in
+  the end, because the stale entries have left the queue.
   """
   lanes = jnp.arange(window, dtype=jnp.int32)
   place = _wrap(queue, queue.head + lanes)
@@ -96,8 +98,8 @@ def pop(
   # The head stops at the first live entry that was not popped, or at the end.
   stays = (live & ~valid) | (lanes >= queue.span)
   passed = jnp.min(jnp.where(stays, lanes, window))
-  # The positions of popped pages need no update: the head has passed them, and
-  # positions outside of the span are not live.
+  # The positions of popped pages need no update: the head has passed them, so
+  # they are outside of the span, where no entry is live.
   queue = dataclasses.replace(
     queue,
     head=_wrap(queue, queue.head + passed),
@@ -112,8 +114,8 @@ def remove(
 ) -> tuple[FreeQueue, Array]:
   """Removes valid pages, int32[W], from any position of the queue.
 
-  All must be in the queue, and repeats are allowed. Also returns int32[], the
-  number of distinct pages removed.
+  All valid pages must be in the queue; repeats are allowed. Also returns
+  int32[], the number of distinct pages removed.
   """
   position, last = mark_last(queue.position, pages, valid)
   count = jnp.sum(last, dtype=jnp.int32)
@@ -135,8 +137,9 @@ def push_back(
     queue: the queue.
     pages: int32[W].
     valid: bool[W], the pages to append, all distinct.
-    marks: int32[W], the numbers that marked pages get in place of positions.
-    marked: bool[W], pages that stay outside of the queue; none of them valid.
+    marks: int32[W], numbers to store as the positions of marked pages.
+    marked: bool[W], pages that stay outside of the queue and get a mark; none
+      of them is valid.
   """
   chex.assert_equal_shape([pages, valid, marks, marked])
   rank = jnp.cumsum(valid, dtype=jnp.int32)
@@ -156,7 +159,7 @@ def push_front(queue: FreeQueue, pages: Array, valid: Array) -> FreeQueue:
 
 
 def reserve(queue: FreeQueue, count: Array) -> FreeQueue:
-  """Makes room for `count` pushes; sweeps the ring if it is too full."""
+  """Makes room for `count` pushes, by a sweep if the ring is too full."""
   capacity = queue.ring.shape[0]
 
   def sweep(queue: FreeQueue) -> FreeQueue:
@@ -180,16 +183,17 @@ def mark_last(
   """Finds the last valid item of each page.
 
   Args:
-    position: int32[N]; at most NOWHERE at valid pages.
+    position: int32[N], `FreeQueue.position`; at most NOWHERE for valid pages.
     pages: int32[W].
     valid: bool[W].
 
   Returns:
-    `position` with temporary marks at all valid pages, which the caller
-    overwrites, and bool[W]: the last valid item of each page.
+    `position` with temporary marks for all valid pages, which the caller must
+    overwrite, and bool[W], True for the last valid item of each page.
   """
-  # The marks grow with the item, so the maximum in a page's position is the
-  # mark of its last item. This needs neither a sort nor all pairs of items.
+  # The mark of an item grows with its index, so the maximum of a page's marks
+  # is the mark of its last item. This avoids a sort or a comparison of all
+  # pairs of items.
   mark = NOWHERE + 1 + jnp.arange(pages.shape[0], dtype=jnp.int32)
   place = indexing.where_valid(valid, pages)
   position = indexing.put_max(position, place, values=mark)

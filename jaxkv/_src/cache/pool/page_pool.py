@@ -38,10 +38,10 @@ class PoolState:
     pin_count: references taken by `pin` and `touch`.  # int32[N]
     queue: the free pages in eviction order.
     index: the cached pages; None without prefix caching.
-    events: None unless `CacheConfig.event_log` > 0.
-    new: pages popped since the last `take_new_pages`; None unless
+    events: the event log; None unless `CacheConfig.event_log` > 0.
+    new: True for pages popped since the last `take_new_pages`; None unless
       `CacheConfig.track_new_pages`.  # bool[N]
-    ages: None unless `CacheConfig.track_residency`.
+    ages: the ages of pages; None unless `CacheConfig.track_residency`.
   """
 
   unhashed_first: bool = dataclasses.field(metadata={"static": True})
@@ -95,7 +95,7 @@ def pop(
 ) -> tuple[PoolState, Popped]:
   """Pops up to `num_pages` free pages and removes them from the index.
 
-  Like `free_queue.pop`, it can return fewer: the caller then calls again.
+  Like `free_queue.pop`, it can pop fewer pages; the caller then calls again.
   """
   queue, popped = free_queue.pop(pool.queue, num_pages, window=window)
   pages, _, valid = popped
@@ -104,7 +104,7 @@ def pop(
   place, new = indexing.where_valid(valid, pages), pool.new
   if new is not None:
     new = indexing.put(new, place, values=True)
-  # A free page has no references, so its count is set instead of increased.
+  # A free page has no references, so its count becomes 1 without being read.
   pool = dataclasses.replace(
     pool,
     ref_count=indexing.put(pool.ref_count, place, values=1),
@@ -123,7 +123,8 @@ def hold(pool: PoolState, pages: Array, valid: Array) -> PoolState:
   queue, count = free_queue.remove(
     pool.queue, pages, valid & is_free(pool, pages)
   )
-  # `is_free` reads the counts, so without a dependency XLA would copy them.
+  # `is_free` read `ref_count`. If the update did not depend on that read, XLA
+  # would copy the array.
   place = loops.read_before(count, indexing.where_valid(valid, pages))
   return dataclasses.replace(
     pool, ref_count=indexing.add(pool.ref_count, place, values=1), queue=queue
@@ -136,7 +137,7 @@ def drop(
   """Removes a reference for each valid item, and queues unreferenced pages.
 
   With `unhashed_first`, unreferenced pages that are not cached stay outside of
-  the queue. The caller must pass them to `to_front`, in the opposite order.
+  the queue. The caller must pass them to `to_front`, in reverse order.
 
   Args:
     pool: the pool, with room reserved in its queue.
@@ -145,13 +146,13 @@ def drop(
     valid: bool[W].
 
   Returns:
-    The pool, and bool[W]: the items left outside of the queue.
+    The pool, and bool[W]: the items whose pages stay outside of the queue.
   """
   place = indexing.where_valid(valid, pages)
   ref_count = indexing.add(pool.ref_count, place, values=-1)
   unreferenced = valid & (indexing.take(ref_count, pages, fill=1) == 0)
-  # Several items can hold one page. Served in order, the last item removes the
-  # last reference, so the page is queued at that item's turn.
+  # Several items can refer to one page. Items are served in order, so the last
+  # one removes the last reference and determines the page's place in the queue.
   position, freed = free_queue.mark_last(
     pool.queue.position, pages, unreferenced
   )
@@ -172,16 +173,19 @@ def drop(
 def to_front(
   pool: PoolState, pages: Array, owner: Array, valid: Array
 ) -> PoolState:
-  """Prepends pages that `drop` left outside; the last one becomes the first.
+  """Prepends pages that `drop` left outside of the queue, one by one.
+
+  The last valid page becomes the first in the queue.
 
   Args:
     pool: the pool.
-    pages: int32[W], the valid ones distinct. Pages that this owner did not
-      leave outside are ignored.
+    pages: int32[W], distinct where valid. A page is ignored unless `drop` left
+      it outside for the same owner.
     owner: int32[W], as in the call of `drop`.
     valid: bool[W].
   """
-  # If several owners dropped a page, it has the mark of the last one.
+  # If several owners dropped a page, it has the mark of the last one only, so
+  # it is prepended once.
   unqueued = indexing.take(pool.queue.position, pages) == _mark_of(owner)
   queue = free_queue.push_front(pool.queue, pages, valid & unqueued)
   return dataclasses.replace(pool, queue=queue)
@@ -189,7 +193,8 @@ def to_front(
 
 def reserve(pool: PoolState, num_references: Array) -> PoolState:
   """Makes room in the queue for the pages freed by `num_references` drops."""
-  # Only pages in use can become free, so after one sweep all of them fit.
+  # Each page in use can become free only once, so no more room is needed than
+  # there are pages in use. After a sweep the ring always has this room.
   in_use = jnp.int32(pool.ref_count.shape[0] - 1) - pool.queue.num_free
   count = jnp.minimum(num_references, in_use)
   return dataclasses.replace(pool, queue=free_queue.reserve(pool.queue, count))
@@ -201,7 +206,7 @@ def unpublish(
   """Removes valid pages, all distinct, from the index.
 
   Returns:
-    The pool, and int32[]: the number of those pages that were cached.
+    The pool, and int32[]: how many of the pages were cached.
   """
   pool, removed = _unpublish(pool, pages, valid)
   return pool, jnp.int32(0) if removed is None else removed.total
@@ -262,5 +267,5 @@ def is_cached(pool: PoolState, pages: Array) -> Array:
 
 def _mark_of(owner: Array) -> Array:
   """Returns the position that `drop` gives to a page left outside."""
-  # Distinct for each owner, and past NOWHERE, where no entry has its position.
+  # Distinct for each owner, and above NOWHERE, so it is no ring position.
   return indexing.NOWHERE + 1 + owner

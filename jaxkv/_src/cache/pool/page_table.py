@@ -28,7 +28,7 @@ class Ranges(NamedTuple):
   """Ranges of columns in rows of the page table.
 
   Attributes:
-    slot: int32[X], the slot of each range; out of range if the range is empty.
+    slot: int32[X], the slot of each range; any number if the range is empty.
     group: int32[X], the group of each range.
     start: int32[X], the first column.
     stop: int32[X], one past the last column; `start` for an empty range.
@@ -88,8 +88,8 @@ def attach(
     slots: int32[R].
     start: int32[R, G], the first column to fill; the columns hold no page yet.
     stop: int32[R, G], one past the last column.
-    read: returns the pages to write. It gets the current table, from which it
-      can read them. Null pages are written without a reference.
+    read: returns the pages to write, given the current table; see `ReadPages`.
+      Null pages are written without a reference.
 
   Returns:
     The pool and the table.
@@ -123,7 +123,8 @@ def grow(
   """
   total = jnp.sum(filled.counts, dtype=jnp.int32)
 
-  # Not `for_each`: if the queue has stale entries, a trip can pop fewer pages.
+  # Not `for_each`, because an iteration pops fewer pages than its window if the
+  # queue has stale entries.
   def trip(loop):
     done, evicted, pool, table = loop
     pool, popped = page_pool.pop(pool, total - done, window=loops.WINDOW)
@@ -178,9 +179,9 @@ def shrink(
   pool, first_unqueued = loops.for_each(
     cleared.counts, give_back, (pool, cleared.stop)
   )
-  # A page pushed to the front precedes all others, and the tail must be popped
-  # first, so this pass visits columns in ascending order. It begins at a
-  # range's first page that is not cached: usually only the tail is not.
+  # The page that is pushed to the front last is popped first. This must be the
+  # tail, so this pass visits columns in ascending order. In each range it
+  # begins at the first page that is not cached, which is usually the tail.
   unqueued = cleared._replace(start=first_unqueued)
   if pool.unhashed_first:
     pool = loops.for_each(unqueued.counts, push_front, pool)

@@ -1,9 +1,10 @@
 """Page-table columns of recurrent groups: few pages, with gaps between them.
 
 The state after t tokens is in the column of token t - 1. Columns between two
-states hold the null page. The columns after the running (last) state hold the
-scratch pages, one for each speculative token, which move when the sequence
-grows. Without recurrent groups, the functions here do not change the table.
+states hold the null page. The last state is the running state. The columns
+after it hold the scratch pages, one for each speculative token, so they move
+when the sequence grows. Without recurrent groups, the functions here do not
+change the table.
 """
 
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ def holds_states(config: CacheConfig) -> Array:
 def first_fresh(
   config: CacheConfig, held: Array, stop: Array, begins: Array
 ) -> Array:
-  """Finds the first column of each row that gets a page from the free queue.
+  """Finds the first column of each row that gets a fresh page.
 
   Args:
     config: the cache's groups.
@@ -58,8 +59,8 @@ def place_scratch(
 ) -> Array:
   """Writes null pages and moved scratch pages before the first fresh column.
 
-  The arguments are those of `first_fresh`, the table, int32[B, G, M], and
-  slots, int32[R], out of range for rows that must not change.
+  Takes the arguments of `first_fresh`, and `table`, int32[B, G, M], and
+  `slots`, int32[R], which is out of range for rows that must not change.
   """
   if not has_states(config):
     return table
@@ -86,7 +87,7 @@ def retract_scratch(
       empty.
     slots: int32[R], out of range for rows that must not change.
     held: int32[R, G], columns in use; the last ones hold scratch pages.
-    keep: int32[R, G], columns of tokens that remain.
+    keep: int32[R, G], columns that the remaining tokens need.
     num_remaining: int32[R, G], scratch pages that remain.
   """
   if not has_states(config):
@@ -122,7 +123,7 @@ def num_pages(
 def can_continue(
   config: CacheConfig, table: Array, slots: Array, length: Array, tokens: Array
 ) -> Array:
-  """Finds the rows whose groups all hold the state after `tokens` tokens.
+  """Finds the rows whose recurrent groups hold the state after `tokens` tokens.
 
   Args:
     config: the cache's groups.
@@ -139,8 +140,8 @@ def can_continue(
   last = config.sizes.by_group(lambda _, size: (tokens - 1) // size)
   group = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
   page = indexing.take(table, slots[:, None], group, last)
-  # A page holds one state: the one at the page's end, or the running state in
-  # the last page. So a state inside a page is lost once later tokens follow.
+  # A page holds the state after its last token; the last page holds the running
+  # state. So a state inside a page is lost once later tokens follow.
   inside = config.sizes.open_pages(tokens) & (tokens < length)[:, None]
   available = ((page > 0) & ~inside) | ~holds_states(config)
   return (tokens == 0) | jnp.all(available, axis=1)
@@ -150,8 +151,8 @@ def _growth(
   config: CacheConfig, held: Array, stop: Array, begins: Array
 ) -> tuple[Array, Array]:
   """Returns the columns of running states, and counts scratch pages to move."""
-  # Scratch pages before the new column of the running state move to the columns
-  # after it. The others stay.
+  # Scratch pages in columns before the new running state move to columns after
+  # it. The others stay.
   scratch = _scratch(config)
   running = stop - scratch - 1
   num_moved = jnp.minimum(held, running) - (held - scratch)

@@ -13,9 +13,9 @@ digests of the pages, which are then chained:
 Only the chain is sequential, with one permutation a page. Anyone can invert the
 permutation, so a secret masks all its inputs and outputs. An attacker who sees
 the keys and chooses the tokens, but does not know the secret, cannot construct
-two prefixes with the same key. (In Chaskey's bound, an attack succeeds when
-tokens seen times permutations computed reach 2**128.) A lookup also compares
-the page's own tokens, see `prefix_index`.
+two prefixes with the same key. (By Chaskey's bound, an attack succeeds only
+when the number of tokens seen times the number of permutations computed reaches
+2**128.) A lookup also compares the page's own tokens, see `prefix_index`.
 """
 
 import dataclasses
@@ -34,12 +34,13 @@ from jaxkv._src.cache.config import CacheConfig
 
 KEY_WORDS = 4
 NUM_ROUNDS = 8
-# Rows of the array of secrets; the last of them is that of the first group.
+# Rows of the array of `make_secret`. From the last of these, groups have a row
+# each.
 SECRET_OF_DIGESTS, SECRET_OF_ROOTS, SECRET_OF_GROUPS = range(3)
 
 # A key is uint32[..., 4] outside of this file and a tuple of four uint32[...]
-# inside. XLA compiles the tuple to straight code. If the words were stacked
-# between rounds, XLA would recompute the earlier rounds for every word.
+# inside. XLA compiles the tuple to straight-line code. If the words were
+# stacked between rounds, XLA would recompute the earlier rounds for each word.
 Words = tuple[Array, Array, Array, Array]
 
 
@@ -147,7 +148,7 @@ def row_keys(secret: Array, previous: Array, pages: Array) -> Array:
 def keys_of_group(
   config: CacheConfig, secret: Array, chain: Array, group: int
 ) -> Array:
-  """Computes the keys of a group's pages, which can exceed `page_size` tokens.
+  """Computes the keys of a group's pages, of `page_size` or more tokens each.
 
   `chain` has the key after every `page_size` tokens, uint32[R, P, 4]. Returns
   the keys of the group's X whole pages, uint32[R, X, 4].
@@ -176,11 +177,11 @@ def chain_keys(previous: Array, digests: Array) -> Array:
 def _permute(words: Words, at_once: int = 2) -> Words:
   """Applies the eight rounds of the permutation.
 
-  On a CPU the rounds are a loop, with `at_once` rounds in each trip.
+  On a CPU the rounds are a loop, with `at_once` rounds in each iteration.
   """
-  # XLA:CPU computes one word at a time and recomputes shared values, also
-  # in straight code, so there the rounds are a loop. On an accelerator a loop
-  # would cost a dozen launches instead of one.
+  # XLA:CPU computes one word at a time. In straight-line code it would
+  # recompute the values that words share, so there the rounds are a loop. On an
+  # accelerator a loop would cost a dozen launches instead of one.
   return lax.platform_dependent(
     words,
     cpu=functools.partial(_rounds, at_once=at_once),
@@ -245,12 +246,12 @@ class SlotHashes:
     root: the key before the slot's first page.  # uint32[B, 4]
     chain: the key at the last multiple of A tokens, or `root` before the first
       multiple.  # uint32[B, 4]
-    tail: the tokens after that multiple, of which the first `length[b] % A` of
+    tail: the tokens after that multiple. The first `length[b] % A` tokens of
       row b are valid.  # int32[B, A]
     prompt_length: tokens of the prompt with which the slot was admitted; None
       unless `CacheConfig.prefix_retention_interval` is set.  # int32[B]
-    shared_prefix_boundary: leading prompt tokens that some groups had cached,
-      but not all; 0 for none. None if `prompt_length` is None.  # int32[B]
+    shared_prefix_boundary: the length of a prompt prefix that some groups, but
+      not all, had cached; 0 for none. None if `prompt_length` is.  # int32[B]
   """
 
   root: Array
@@ -302,7 +303,8 @@ def start_slots(
   """
   if hashes is None:
     return None
-  # A new slot has a multiple of A tokens, so no token of `tail` is valid yet.
+  # A new sequence has a multiple of A cached tokens, so its `tail` has no valid
+  # token and is not written.
   updates = {"root": root, "chain": root if chain is None else chain}
   if hashes.prompt_length is not None:
     zero = jnp.int32(0)

@@ -1,12 +1,12 @@
 """The prefix index: a hash table from page keys to cached pages.
 
-A bucket holds eight page numbers. A page goes to the first bucket with an empty
-place in the probe sequence of its key. Every full bucket before that one counts
-the page in `overflow`. A lookup continues past a bucket only if this count is
-not zero. Removing a page decrements the counts, so the table needs no
-tombstones. Any number of pages can have the same key. (This is the scheme
-of F14: Bronson and Shi, "Open-sourcing F14 for faster, more memory-efficient
-hash tables", 2019.)
+A bucket holds eight page numbers. A page is stored in the first bucket of its
+key's probe sequence that has an empty place. Each full bucket that it passed
+counts the page in `overflow`. A lookup continues past a bucket only if this
+count is not zero. Removing a page decrements the same counts, so the table
+needs no tombstones. Any number of pages can have the same key. (This is the
+scheme of F14: Bronson and Shi, "Open-sourcing F14 for faster, more
+memory-efficient hash tables", 2019.)
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ from jaxkv._src.arrays.indexing import NOWHERE
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 
 BUCKET_PAGES = 8
-# `insert` compares all pairs of its pages.
+# Small, because `insert` compares all pairs of its pages.
 INSERT_WINDOW = 32
-_POSITION = KEY_WORDS + 1  # Column of an entry.
+_POSITION = KEY_WORDS + 1  # The column of `entry` with the position.
 
 
 @jax.tree_util.register_dataclass
@@ -41,13 +41,13 @@ class PrefixIndex:
   Attributes:
     buckets: page numbers, 0 for an empty place.  # int32[Z, 8]
     overflow: the number of pages that found the bucket full.  # int32[Z]
-    entry: the key of each page, the value of `clock` when it was published, and
-      its position in the flattened buckets, or NOWHERE if it is not cached.
-      # uint32[N, 6]
+    entry: for each page, its key, the value of `clock` when the key was stored,
+      and the page's position in the flattened buckets, or NOWHERE if the page
+      is not cached.  # uint32[N, 6]
     tokens: the tokens of each full page, padded with zeros if another group has
       larger pages. When a page leaves the index, its tokens and key stay
       readable until the page is filled again.  # int32[N, S]
-    clock: pages published so far, modulo 2**32.  # uint32[]
+    clock: pages stored by `insert` so far, modulo 2**32.  # uint32[]
   """
 
   buckets: Array
@@ -133,8 +133,9 @@ def lookup(
       index.buckets, indexing.where_valid(active, bucket)
     )
     key, stamp, _ = _split(indexing.take(index.entry, candidates))
-    # Ages are compared instead of stamps because the clock may wrap around. An
-    # age is at least 1, since publishing a page advances the clock.
+    # Ages are compared instead of stamps because the clock may wrap around. The
+    # age of a page is never 0, since `insert` advances the clock after it takes
+    # the stamp. So 0 means no match.
     age = stamp - index.clock if newest else index.clock - stamp
     matches = jnp.all(key == keys[:, None, :], axis=-1) & (candidates > 0)
     age = jnp.where(matches & (age <= limit[:, None]), age, jnp.uint32(0))
@@ -145,9 +146,10 @@ def lookup(
     best_age = jnp.maximum(age, best_age)
     following = _next_bucket(index, keys, bucket)
     probes = active & (indexing.take(index.overflow, bucket) > 0)
-    probes &= following != first  # Else all buckets were visited.
-    # After a collision the search restarts for a page published later. Tokens
-    # are the largest rows, so they are read only for the best page.
+    probes &= following != first  # Back at `first`, all buckets were visited.
+    # If the best page has other tokens (a collision), the search restarts with
+    # only the pages of a smaller age. `tokens` has the longest rows, so only
+    # the row of the best page is read.
     has_tokens = jnp.all(indexing.take(index.tokens, best) == tokens, axis=-1)
     restarts = active & ~probes & (best > 0) & ~has_tokens
     return (
@@ -172,7 +174,7 @@ def insert(
   valid: Array,
   published: Array,
 ) -> PrefixIndex:
-  """Stores the keys of pages and publishes the pages, in the given order.
+  """Stores keys and tokens of valid pages, and publishes some, in order.
 
   Args:
     index: the index.
@@ -181,7 +183,8 @@ def insert(
     keys: uint32[X, 4].
     tokens: int32[X, S].
     valid: bool[X].
-    published: bool[X]. Other valid pages get a key, but no lookup finds them.
+    published: bool[X], the pages that lookups can find afterwards. Other valid
+      pages only get a key and tokens.
   """
   chex.assert_shape(keys, (pages.size, KEY_WORDS))
   chex.assert_shape(tokens, (pages.size, index.tokens.shape[1]))
@@ -249,7 +252,7 @@ def remove(
   count = jnp.sum(valid, dtype=jnp.int32)
   home = elementwise.quotient(position, BUCKET_PAGES)
   way = elementwise.remainder(position, BUCKET_PAGES)
-  # The entries were read above. Without this dependency XLA would copy them.
+  # `entry` was read above. Without this dependency XLA would copy it.
   place = loops.read_before(count, indexing.where_valid(valid, pages))
   index = dataclasses.replace(
     index,

@@ -1,4 +1,4 @@
-"""Rules for the full pages to publish, and for the prefixes that can be hit.
+"""Rules that select the full pages to publish and the prefixes to hit.
 
 Only this module reads `CacheConfig.prefix_rules`, `use_eagle` and
 `prefix_retention_interval`.
@@ -28,7 +28,8 @@ def final_pages_of(config: CacheConfig, size: int, tokens: Any) -> Any:
   """Counts the pages of `size` tokens that have a key, as `final_pages`."""
   # A hit ends where all groups end a page. Pages past the last such position
   # cannot be hit yet, so they get their keys later. With a draft model a lookup
-  # drops one more page at the end, so that page needs a key too.
+  # drops the last page that it finds. So that a hit can still end at that
+  # position, one page past it gets a key too.
   if config.prefix_rules == "classic":
     return elementwise.quotient(tokens, size)
   aligned = elementwise.quotient(tokens, config.alignment) * config.alignment
@@ -46,7 +47,7 @@ def published(
   prompt_length: Array | None,
   boundary: Array | None,
 ) -> Array:
-  """Finds the full pages to publish, which are those that a hit can include.
+  """Selects the full pages to publish: those that a hit can include.
 
   Args:
     config: the cache's groups and rules.
@@ -104,11 +105,12 @@ def lookup_bound(
   num_hashed: Array,
   dropped: Array,
 ) -> tuple[Array, Array]:
-  """Returns a lookup's bound, and True where it drops the last page found.
+  """Bounds a kind's lookup, and tells for which rows it drops a page.
 
-  With a draft model, a kind looks one page past the candidate prefix and drops
-  the last page found. Under the classic rules it looks no further than the
-  candidate and drops a page in every round.
+  Without a draft model, a kind looks up to the end of the candidate prefix.
+  With one, it looks one page further and drops the last page that it finds.
+  Under the classic rules it never looks further, and drops a page in every
+  round.
 
   Args:
     config: the cache's groups and rules.
@@ -121,8 +123,8 @@ def lookup_bound(
   Returns:
     int32[R], the bound in tokens, and bool[R], True to drop the last page.
   """
-  # At each length, a kind drops only one page. Otherwise every round would
-  # shorten the prefix, until several kinds agree on an empty one.
+  # At each length of the candidate, a kind drops only one page. Otherwise every
+  # round would shorten the candidate, until several kinds agree on length 0.
   drop = config.use_eagle & ~dropped
   if config.prefix_rules == "classic":
     return length, drop | config.use_eagle
@@ -142,7 +144,7 @@ def reports_boundary(config: CacheConfig) -> bool:
 
 
 def _hit_pages(config: CacheConfig, tokens: Any, size: int) -> Any:
-  """Counts the pages of a hit in int32[X] tokens, with a dropped page."""
+  """Counts the pages of the longest hit in int32[X] tokens, and one to drop."""
   aligned = tokens // config.alignment * config.alignment
   return aligned // size + int(config.use_eagle)
 
@@ -151,9 +153,9 @@ def _retained_prefixes(
   config: CacheConfig, prompt_length: Any, boundary: Any, size: int
 ) -> tuple[Any, ...]:
   """Returns lengths of retained prefixes, int32[X] each; negative for none."""
-  # Three later prompts are likely: the same one, a longer one, and one that
-  # diverges at `boundary`. The prefixes that these would hit are retained. With
-  # a draft model a hit ends one page earlier.
+  # Three later prompts are likely: the same prompt, a longer one that begins
+  # with it, and one that diverges at `boundary`. The prefixes that these would
+  # hit are retained. With a draft model a hit ends one page earlier.
   boundary = elementwise.where(boundary > 0, boundary, -1)
   if not config.use_eagle:
     return prompt_length - 1, boundary

@@ -28,12 +28,13 @@ class Prefix(NamedTuple):
   Attributes:
     num_cached_tokens: int32[R], tokens of the prefix.
     first: int32[R, G], the first column that a group needs.
-    stop: int32[R, G], one past the last column that it needs.
-    pages: int32[R, G, P], cached pages, 0 for none; `first .. stop` are needed.
+    stop: int32[R, G], one past the last column that a group needs.
+    pages: int32[R, G, P], the cached page of each column, 0 for none. Only the
+      columns `first .. stop` belong to the prefix.
     root: uint32[R, 4], the key before the first page.
     chain: uint32[R, 4], the key at the end of the prefix.
-    boundary: int32[R], tokens of a longer prefix that some groups have cached,
-      but not all of them; 0 for none.
+    boundary: int32[R], tokens of the longest longer prefix that some groups,
+      but not all, have cached; 0 for none.
   """
 
   num_cached_tokens: Array
@@ -65,7 +66,8 @@ def find_prefix(
   """Finds the longest cached prefix of each sequence.
 
   A prefix has at most `length - 1` tokens, since the last token must be
-  computed for its logits. If no row asks, the call costs next to nothing.
+  computed for its logits. If `asked` is all False, nothing is hashed or looked
+  up.
 
   Args:
     state: the cache; without prefix caching, no prefix is found.
@@ -73,8 +75,9 @@ def find_prefix(
     lengths: int32[R]; for a length outside of 1 .. T no prefix is found.
     asked: bool[R], the sequences to look up.
     salts: uint32[R, 4]; None for no salts.
-    hashed: the keys of `tokens`, if the caller has them: before the first page,
-      uint32[R, 4], and after each page, uint32[R, P, 4]. None to hash here.
+    hashed: the keys of `tokens`, if the caller has them: the key before the
+      first page, uint32[R, 4], and the key after each page, uint32[R, P, 4].
+      None to compute them here.
   """
   config, index, secret = state.config, state.pool.index, state.secret
   rows, columns = tokens.shape[0], tokens.shape[1] // config.page_size
@@ -105,8 +108,8 @@ def find_prefix(
     num_cached, longest = _agree(config, pages > 0, possible)
     first = config.sizes.skipped_pages(num_cached)
     stop = config.sizes.full_pages(num_cached)
-    # If no group needs a page of the prefix, as for a chunk that ends there,
-    # the cache proves nothing about these tokens. So this is a miss.
+    # If no group needs a page of the prefix, for instance because a chunk ends
+    # there, no cached page confirms the tokens. So this is a miss.
     num_cached = jnp.where(jnp.any(first < stop, axis=1), num_cached, 0)
     first, stop = (
       jnp.where((num_cached > 0)[:, None], columns, 0)
@@ -145,7 +148,8 @@ def _look_up(
   Returns:
     int32[R, G, P], 0 where no page is cached.
   """
-  # One lookup for all groups: its loop then runs once, not once a group.
+  # One lookup serves all groups, so that its loop runs once and not once for
+  # each group.
   width = max(config.page_sizes)
   queries, contents, shapes = [], [], []
   for group, size in enumerate(config.page_sizes):
@@ -195,7 +199,7 @@ class _Candidate(NamedTuple):
     length: int32[R], tokens of the candidate.
     dropped: bool[X, R], True if a kind dropped its last page at this length.
     full: int32[X, R], tokens of the longest hit of each full-attention kind.
-    longest: int32[R], tokens of the longest hit that any kind has had so far.
+    longest: int32[R], tokens of the longest hit of any kind so far.
   """
 
   length: Array
@@ -217,8 +221,8 @@ def _agree(
     limit: int32[R], the maximal number of tokens of a prefix.
 
   Returns:
-    int32[R], tokens of the prefix, and int32[R], tokens of the longest hit that
-    any kind had in a round.
+    int32[R], tokens of the prefix, and int32[R], tokens of the longest hit of
+    any kind in any round.
   """
   members: dict[tuple[GroupKind, int], list[int]] = {}
   for group, key in enumerate(
@@ -230,7 +234,7 @@ def _agree(
     for key, numbers in members.items()
   ]
   # Full attention comes first. Every shorter prefix of its hit is a hit too, so
-  # it is looked up once and never starts another round.
+  # it is looked up in the first round only and never starts another round.
   kinds.sort(key=lambda kind: not kind.is_full)
   zero = sharding.zeros_like(limit)
   if config.num_groups == 1:
@@ -239,7 +243,8 @@ def _agree(
   before = _Candidate(limit, per_kind > 0, per_kind, zero)
   num_hashed = (limit + 1) // config.page_size * config.page_size
   candidate = _round(config, kinds, num_hashed, before, first=True)
-  # With full attention and at most one other kind, one round is enough.
+  # Full attention accepts whatever the other kinds leave, so if there is at
+  # most one other kind, one round is enough.
   if len(kinds) <= 2 and kinds[0].is_full:
     return candidate.length, candidate.longest
 
@@ -276,7 +281,8 @@ def _round(
       config, kind.kind, kind.size, length, num_hashed, dropped[number]
     )
     shorter = _shorten(config, kind, bound, drop)
-    # Kinds drop one page per length, so a shorter candidate resets `dropped`.
+    # A kind drops one page for each length of the candidate, so a new length
+    # resets `dropped`.
     shrank = ~drop & (shorter < length)
     dropped = jnp.where(shrank[None], False, dropped).at[number].max(drop)
     full = full.at[number].set(shorter)

@@ -26,16 +26,18 @@ from jaxkv._src.cache.prefix.hashing import SlotHashes
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import counted
 
-# In a decode step few rows complete a page. Only those are hashed, in windows.
+# In a decode step few rows complete a page. Only these rows are hashed, so a
+# small window is enough.
 ROWS_AT_ONCE = 32
-"""The number of rows whose tokens are hashed in one trip."""
+"""The number of rows whose tokens are hashed in one iteration."""
 
 
 class _Stream(NamedTuple):
-  """The tokens of rows after the last multiple of A that is already hashed.
+  """The tokens of rows that the chained hashes of their slots do not cover.
 
-  A is `CacheConfig.alignment`. The stream of a row is the tail of its slot,
-  followed by its new tokens. A page becomes final when it gets its key.
+  The hash of a slot covers a multiple of A tokens, `CacheConfig.alignment`. The
+  stream of a row is the tail of its slot, followed by its new tokens. A page
+  becomes final when it gets its key.
 
   Attributes:
     slots: int32[R], NOWHERE for a row without new tokens.
@@ -45,7 +47,8 @@ class _Stream(NamedTuple):
     first: int32[R, G], the first column of the pages that become final.
     stop: int32[R, G], one past the last such column.
     num_aligned: int32[R], the tokens before the stream, divided by A.
-    num_completed: int32[R], the number of multiples of A that a stream reaches.
+    num_completed: int32[R], the number of times that a stream completes A
+      tokens.
   """
 
   slots: Array
@@ -77,7 +80,7 @@ class _Progress(NamedTuple):
 
 
 class _FinalPages(NamedTuple):
-  """A window of W pages that become final, with data for index and log.
+  """A window of W pages that become final, with data for the index and the log.
 
   Attributes:
     place: slot, group and column in the page table, int32[W] each.
@@ -111,10 +114,11 @@ def publish(
     rows: the slots, distinct for rows with new tokens.
     tokens: int32[R, T].
     counts: int32[R], 0 .. T, the number of new tokens of each row.
-    first: int32[R, G], the first column without a key, for streams that begin
-      at the slot's first token. None to compute it from the slot's length.
+    first: int32[R, G], the first column without a key, for slots of length 0
+      whose new tokens begin with cached pages. None to compute it from the
+      length.
     keys: uint32[R, P, 4], the key after each page of `tokens`, if the caller
-      has them and all rows begin at the slot's first token. None to hash here.
+      has them and all slots have length 0. None to compute them here.
 
   Returns:
     The cache, and int32[R]: the number of published pages.
@@ -229,8 +233,8 @@ def roll_back(
   )
   tail = indexing.take(index.tokens, pages)[..., :size]
   tail = tail.reshape(slots.shape[0], config.alignment)
-  # A row moves if it goes back past a multiple of A. Otherwise its chain stays,
-  # and its old tail begins with the new one.
+  # A row moves if it goes back past a multiple of A. Otherwise its chain stays
+  # the same, and so does its tail, of which fewer tokens are valid.
   moved = served & (aligned < rows.read(state.length) // config.alignment)
   hashes = dataclasses.replace(
     hashes,
@@ -342,7 +346,7 @@ def _stream_pages(config: CacheConfig, stream: _Stream, rows: Array) -> Array:
 def _page_tokens(
   config: CacheConfig, pages: Array, row: Array, begin: Array, step: Array
 ) -> Array:
-  """Returns int32[W, S]: tokens of pages with `step` stream pages each."""
+  """Returns int32[W, S]: tokens of pages that span `step` pages of a stream."""
   max_step = max(config.page_sizes) // config.page_size
   if max_step == 1:
     return indexing.take(pages, row, begin)
@@ -375,7 +379,7 @@ def _reserve_queue_room(
 def _insert(
   config: CacheConfig, done: _Progress, final: _FinalPages
 ) -> tuple[_Progress, Array]:
-  """Publishes pages; also returns bool[W], True for pages that got cached."""
+  """Publishes pages; also returns bool[W], True for pages newly cached."""
   pool, table = done.pool, done.page_table
   assert pool.index is not None
   pages = indexing.take(table, *final.place)
@@ -424,8 +428,8 @@ def _merge(
   first = prefix_index.lookup(pool.index, final.keys, final.tokens)
   merges = published & (first > 0) & (first != pages)
   owner = jnp.zeros_like(pages)
-  # The duplicate leaves the index first. So `drop` sees a page that is not
-  # cached, which goes to the front of the queue.
+  # The duplicate leaves the index before it is dropped. So `drop` treats it as
+  # not cached, and with `unhashed_first` it goes to the front of the queue.
   pool, _ = page_pool.unpublish(pool, pages, merges & ~repeated)
   pool = page_pool.hold(pool, first, merges)
   pool, outside = page_pool.drop(pool, pages, owner, merges)

@@ -1,8 +1,8 @@
 """Reserves pages for the rows of a call: shared by all verbs that take pages.
 
-A verb computes a `Reservation`: the columns that its rows will have. `reserve`
+A verb plans a `Reservation`: the columns that its rows will have. `reserve`
 then counts the pages that each row needs, serves rows in order while pages
-last, attaches shared pages, pops the others and writes the page-table rows.
+last, attaches shared pages, pops fresh pages and writes the page-table rows.
 
 A verb that must act between counting and popping calls `grant`, then `take`.
 """
@@ -28,13 +28,13 @@ from jaxkv._src.cache.state import counted
 
 
 class Reservation(NamedTuple):
-  """Bounds between ranges of columns in page-table rows, in ascending order.
+  """The planned columns of page-table rows, as bounds in ascending order.
 
   Attributes:
     first: int32[R, G], one past the leading null pages.
     hit: int32[R, G], one past the pages that are attached or held already.
-    external: int32[R, G], one past the fresh pages for tokens whose K/V is
-      loaded and not computed; equal to `hit` without such tokens.
+    external: int32[R, G], one past the fresh pages for external tokens, whose
+      K/V is loaded and not computed; equal to `hit` without such tokens.
     fresh: int32[R, G], the first column of the other fresh pages. Recurrent
       groups may have null and scratch pages before it.
     stop: int32[R, G], one past the last column.
@@ -101,7 +101,7 @@ def reserve(
     rows: the slots.
     plan: the columns of the rows.
     code: int32[R], the statuses so far; only rows with OK are served.
-    hits: int32[R, G, P], the pages with which rows begin; the columns
+    hits: int32[R, G, P], the cached page of each column, of which the columns
       `first .. hit` are attached. None for no hits.
     keep_free: int32[R], pages that must stay free after a row is served.
     pops: False to attach the hits only; a later `reserve` pops the fresh pages.
@@ -221,10 +221,11 @@ def in_order(
   Returns:
     bool[R], the rows served.
   """
-  # Each trip keeps the rows before the first one that does not fit. From there
-  # on, it refuses all rows that need more pages than are left at that row. If
-  # all rows fit, no trip runs. Rows that can never fit are refused before the
-  # loop. Needs are clipped to the free pages, which bounds their sum.
+  # Each iteration keeps the rows before the first row that does not fit. It
+  # refuses that row, and all later rows that need more pages than are left
+  # there. If all rows fit, no iteration runs. Rows that can never fit are
+  # refused before the loop. Needs are clipped to the free pages, which bounds
+  # their sum.
   hopeless = asked & (need > available - keep_free)
   need, keep_free = (jnp.minimum(n, available) for n in (need, keep_free))
 
@@ -275,7 +276,7 @@ def _grant_with_hits(
   asked: Array,
   keep_free: Array,
 ) -> Array:
-  """Returns bool[R], the rows served in order, where rows can share hits."""
+  """Serves rows like `in_order`, but counts a hit that rows share once."""
   available = state.pool.queue.num_free
   free = free_hits(state, plan, hits) & asked[:, None, None]
   max_need = need + jnp.sum(free, axis=(1, 2), dtype=jnp.int32)

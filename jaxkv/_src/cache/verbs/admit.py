@@ -1,4 +1,4 @@
-"""match, admit: find cached prefixes and start sequences on top of them."""
+"""match, admit: find cached prefixes, and start sequences that share them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -32,8 +32,8 @@ class Matched:
 
   Attributes:
     num_cached_tokens: tokens of the longest cached prefix.  # int32[R]
-    pages: the page of each column of the prefix. NO_PAGE in columns past its
-      end, and in columns before its window or chunk.  # int32[R, G, P]
+    pages: the cached page of each column. NO_PAGE past the end of the prefix,
+      and in columns that a window or chunk no longer needs.  # int32[R, G, P]
   """
 
   num_cached_tokens: Array
@@ -43,7 +43,7 @@ class Matched:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Admitted(Outcome):
-  """The result of `admit`; a row is OK if its sequence is in its slot.
+  """The result of `admit`; a row is OK if its slot got the sequence.
 
   Attributes:
     code: a `Status` for each sequence.  # int32[R]
@@ -110,9 +110,9 @@ def admit(
   keep_free: Array | None = None,
   num_encoder_tokens: Array | None = None,
 ) -> tuple[CacheState, Admitted]:
-  """Puts sequences into empty slots, on top of their cached prefixes.
+  """Starts sequences in empty slots, each after its longest cached prefix.
 
-  Attaches the longest cached prefix (its pages are shared, not copied) and
+  Attaches the pages of the prefix, which are shared and not copied, and
   allocates pages for the other tokens. `length` becomes the number of cached
   tokens. The caller computes the K/V of the other tokens and commits them.
 
@@ -196,9 +196,9 @@ def admit_found(
     find: maps the rows to look up, bool[R], to the prefixes of all rows.
     max_length: the maximal number of tokens of a sequence.
     skipped: bool[R], the rows that are masked out.
-    pops: False to check that pages for the uncached tokens are free, but not to
-      pop them: a later `allocate.make_room` does. Until then, other calls must
-      not pop more pages than `keep_free` reserves.
+    pops: False to check that pages for the uncached tokens are free without
+      popping them. A later `allocate.make_room` pops them, so until then other
+      calls must leave these pages free.
     num_tokens: see `admit`.
     keep_free: see `admit`.
     num_encoder_tokens: see `admit`.
@@ -217,7 +217,8 @@ def admit_found(
     (bad_length, Status.BAD_LENGTH),
     (jnp.maximum(lengths, encoder) > config.slot_tokens, Status.SLOT_FULL),
   )
-  # A row refused so far leaves its slot empty and does not block later rows.
+  # A row that is refused already does not fill its slot, so a later row can
+  # still get the slot.
   repeated = ~skipped & indexing.any_earlier(slots, code == Status.OK)
   code = jnp.where(repeated, jnp.int32(Status.SLOT_IN_USE), code)
   asked = code == Status.OK

@@ -117,14 +117,15 @@ def _required_columns(
 ) -> tuple[Array, Array]:
   """Returns the columns that rows need, int32[R, G], and the rows' statuses."""
   config, length = state.config, rows.read(state.length)
-  # A sum of counts can overflow int32, so this subtracts, and clips below.
+  # `length + num_tokens` can overflow int32, so this subtracts instead. The sum
+  # below is computed only of counts that fit a slot.
   too_many = num_tokens > config.slot_tokens - length
   too_many |= encoder > config.slot_tokens
   num_new, num_encoder = (
     jnp.where(too_many, 0, jnp.maximum(n, 0)) for n in (num_tokens, encoder)
   )
   stop = config.sizes.columns_for(length + num_new, num_encoder)
-  # Without new tokens a row does not change, even if its encoder needs pages.
+  # A row without new tokens must not change, even if its encoder needs pages.
   stop = jnp.where(num_tokens[:, None] > 0, stop, 0)
   code = first_code(
     ((num_tokens < 0) | (encoder < 0), Status.BAD_LENGTH),

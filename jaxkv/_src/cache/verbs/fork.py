@@ -107,8 +107,9 @@ def share_prefix(
 ) -> CacheState:
   """Makes `dst` share the full pages of `src`, and those of an encoder.
 
-  Until a later `allocate.make_room` for one more token pops the fresh page of
-  `dst`, `dst` has too few pages for its length; see `owed_copies`.
+  If the last page of `src` is partly full, `dst` has too few pages for its
+  length until `allocate.make_room` for one more token pops another page. Then
+  the caller must make the copies that `owed_copies` returns.
 
   Args:
     state: the cache.

@@ -53,7 +53,8 @@ def free(
   """
   config = state.config
   rows = rows_of(state, slots, mask)
-  # An earlier row released a repeated slot, so it counts as empty, not as bad.
+  # A repeated slot was released by an earlier row, so its code is SLOT_EMPTY
+  # and not BAD_SLOT.
   repeated = rows.bad & (rows.slots >= 0) & (rows.slots < config.num_slots)
   code = first_code(
     (rows.skipped, Status.SKIPPED),
@@ -116,14 +117,14 @@ def recycle(
   them in the page table. The last of these pages is released first. Published
   pages stay cached until they are popped. If a loop calls this verb before
   `allocate`, a sequence with a window of w tokens has at most
-  `ceil((w - 1) / S) + 1` pages, and those for new tokens. If there is nothing
-  to release, the cost is negligible.
+  `ceil((w - 1) / S) + 1` pages, plus the pages for new tokens. If there is
+  nothing to release, the cost is negligible.
 
   Args:
     state: the cache.
     lengths: int32[R], at most `state.length` of the slot: the number of tokens
-      whose steps are finished. Pages that a later token needs stay. A negative
-      number releases nothing. None for `state.length`.
+      whose forward pass has finished. Pages to which a token after these
+      attends stay. A negative number releases nothing. None for `state.length`.
     slots: int32[R], the slots of the rows; None for all B slots in order.
     mask: bool[R], the rows to process; None for all.
 
@@ -279,7 +280,7 @@ def truncate(
     state,
     hit=keep - shared.astype(jnp.int32),
     stop=keep,
-    # If True, the plan moves no scratch pages: `_release_columns` moves them.
+    # With `begins`, the plan moves no scratch pages. `_release_columns` does.
     begins=jnp.ones_like(rows.skipped),
   )
   code = reserve.grant(state, plan, code)

@@ -1,4 +1,4 @@
-"""reset_prefix_cache, new_epoch, clear_error: drop keys or a recorded error."""
+"""reset_prefix_cache, new_epoch, clear_error: reset parts of the state."""
 
 import dataclasses
 from typing import NamedTuple
@@ -73,7 +73,8 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
   unreachable too, since their K/V depends on old K/V. A sequence counts as
   running once it is admitted, even before its first commit. When a running
   sequence fills a page, `merge_duplicates` can still replace that page with an
-  equal old page. Old pages are evicted at the front of the free queue.
+  equal old page. Old pages stay cached until they reach the front of the free
+  queue and are evicted.
 
   Args:
     state: the cache.
