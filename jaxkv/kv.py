@@ -24,11 +24,11 @@ part of the cache state that one call on the pages needs.
 All functions are pure and donate nothing. Writes are in place if you donate the
 pages to your own `jit`, or carry them through a loop.
 
-A snapshot of the cache state fits the pages of the same moment. It fits later
-pages only if no page that it holds or has cached went to another sequence.
+An old cache state is valid with the pages of that time. With later pages it is
+valid until another sequence gets a page that the old state holds or has cached.
 
-Shared prefixes. Page tables of some rows begin with the same pages, such as
-those of forks of one prompt. `share` lets `attend` read such pages once:
+Shared prefixes. The page tables of several rows can begin with the same pages,
+for example after a fork. `share` lets `attend` read such pages once:
 
   view = jaxkv.kv.share(kv, view, num_clusters=4, cluster_size=8)
 
@@ -40,12 +40,14 @@ kernels instead of 17. If sharing would save too little, `attend` reads all
 pages of each row. For 4 prompts of 1,024 tokens, with 8 samples of each and 128
 more tokens in each sample, sharing makes two CPU cores 2.2 times as fast (8 K/V
 heads of 64 elements, 4 query heads for each). With 2 K/V heads and 7 query
-heads for each, arithmetic costs more than reads: 1.7 to 1.9 times.
+heads for each, where arithmetic costs more than reads, it makes them 1.7 to 1.9
+times as fast.
 
 Mixed steps. A `PackedView` has the tokens of many sequences in one row: one
 token of each decoding sequence, then chunks of prompts. `write` and `attend`
-take it like a `View`. The other layers of a model treat tokens independently.
-So a model for tokens [B, T] computes a mixed step of C tokens as [1, C].
+take it like a `View`. Outside of attention, a model treats tokens
+independently. So a model for tokens [B, T] can compute a mixed step of C tokens
+as [1, C].
 
 Plans. `plan_decode` puts a `DecodePlan` into a view for `mosaic_gpu`, the only
 backend that takes plans. With a plan all pieces of work are equally long, and a
@@ -80,12 +82,12 @@ reads the state before its new tokens and writes the state after them:
   out, after = recurrence(before, x, num_tokens=view.num_tokens)
   states = jaxkv.kv.write_state(states, view, layer, after)
 
-Sequences that reuse a full page start from its state. So a call should end at
-the end of a page; `write_state` explains how to write past it.
+Sequences that reuse a full page start from its state. So the tokens of one call
+should not go past the end of a page; `write_state` explains how they can.
 
 Expert ids. `init_expert_ids` makes `ExpertIdPages`, which hold small integers
-for each token, such as the experts that it used. A sequence that reuses a
-cached page also reuses its expert ids. With `record_experts=True`,
+for each token, such as the ids of the experts that computed it. A sequence that
+reuses a cached page also reuses its expert ids. With `record_experts=True`,
 `jaxkv.models.init_kv` makes such pages for a model.
 
 Several pools. If layer groups need memory of different shapes, the memory of a

@@ -40,24 +40,26 @@ def attend(
   """Computes causal attention of new tokens over their sequences, in one layer.
 
   The query at position p sees positions 0 .. p, so write the new tokens first.
-  `attend` reads all positions inside `options.window`. So that window must not
-  include pages that the cache has freed behind its own sliding window.
+  With `options.window`, `attend` reads all positions inside the window. So the
+  window must not be longer than that of the group's `SlidingWindow`, because
+  the cache frees the pages behind it.
 
   Shared pages. With a view from `share`, one column and no window, `attend`
-  reads pages that rows have in common once. Results differ in rounding only. A
-  row that no longer begins with those pages is read separately. `attend` looks
-  for such rows in every layer; `jaxkv.kv.refresh_shared` does so once.
+  reads the pages that rows share only once. This changes only the rounding of
+  results. A row that no longer begins with the shared pages is read separately.
+  `attend` looks for such rows in every layer, unless you call
+  `jaxkv.kv.refresh_shared`, which looks for them once.
 
   Latents. For pages with a `value_dim`, pass absorbed queries: the part of a
   query without rotation, times the up-projection of the keys, followed by the
-  rotated part. Apply the up-projection of the values to the output. Every row
-  reads all its pages; `view.shared` is not used.
+  rotated part. Apply the up-projection of the values to the output. Ignores
+  `view.shared`, so every row reads all its pages.
 
-  Encoders. With `causal=False` each query sees positions 0 .. starts - 1. They
+  Encoders. With `causal=False` each query sees positions 0 .. starts - 1, which
   hold the tokens of an encoder, in a layer group of kind `CrossAttention`.
-  `view.shared` and `view.plan` are not used.
+  Ignores `view.shared` and `view.plan`.
 
-  Not differentiable: a gradient is zeros, or an error of jax.
+  Not differentiable: `jax.grad` gives zeros or raises an error.
 
   Args:
     kv: the pages.
@@ -67,14 +69,15 @@ def attend(
     q: [B, T, H, D], H heads in T columns; H is a multiple of K, the K/V heads.
     options: all options but `k_scale` and `v_scale`, because `kv` has its own
       scales. Latents require `scale`, and take neither `sinks` nor
-      `alibi_slopes`. `tree_mask` is bool[B, T, X], for trees of drafted tokens:
+      `alibi_slopes`. `tree_mask` is bool[B, T, X], for trees of draft tokens:
       column t of row b sees column j <= t only if `tree_mask[b, t, j]`.
     causal: False to attend to the tokens of an encoder; not supported with
       `window`, `alibi_slopes`, `tree_mask` or latents.
     exact: True for bits that do not depend on the other queries of the call, so
       that decode steps, chunks and whole sequences agree, at a higher cost. The
-      page size must divide 64; with `xla` all such sizes agree. Does not use
-      `view.shared` and `view.plan`; refuses `causal=False` and `tree_mask`.
+      page size must divide 64; with `xla`, all such sizes give the same bits.
+      Ignores `view.shared` and `view.plan`, and refuses `causal=False` and
+      `tree_mask`.
     backend: one of `jaxkv.kernels.BACKENDS`.
     head_sharding: the sharding of the heads of the pages, over one mesh axis,
       such as `NamedSharding(mesh, P("model"))`. Each device then calls the
@@ -137,7 +140,7 @@ def attend_with_lse(
   if exact:
     exact_attention.check_exact(kv.k.shape[2], options, causal)
   # Python numbers are static arguments of the `jit` below, because the kernels
-  # check their values, and a traced number has none.
+  # check the values of options, and a traced number has no value.
   numbers = options.numbers()
   arrays = dataclasses.replace(options, **dict.fromkeys(numbers))
   for name, value in vars(arrays).items():
@@ -187,7 +190,7 @@ def _by_head(
   head_sharding: NamedSharding,
 ) -> Callable[..., Any]:
   """Maps `_attend` over the devices that hold the heads."""
-  # Two axes would need a rule for the order of heads.
+  # With two axes, the order of the heads over devices would be ambiguous.
   axis = head_sharding.spec[0] if len(head_sharding.spec) == 1 else None
   if not isinstance(axis, str):
     expected = "a NamedSharding over one mesh axis"
@@ -204,7 +207,7 @@ def _by_head(
   outer = jax.sharding.get_abstract_mesh()
   return jax.shard_map(
     call,
-    # Inside another `shard_map`, jax accepts only the mesh in use: pass None.
+    # Inside another `shard_map`, jax accepts only None, the mesh in use.
     mesh=None if axis in outer.axis_names else head_sharding.mesh,
     in_specs=(pages, P(), P(), columns, options),
     out_specs=columns,
@@ -270,7 +273,8 @@ def _rectangle(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes attention of queries [B, T, H, D]."""
   # A call with one column is a decode step, which can use shared pages and a
-  # plan. With a tree mask it is not: a query may then not see its own key.
+  # plan. A decode step cannot have a tree mask, which may hide a query's own
+  # key.
   if q.shape[1] == 1 and call["options"].tree_mask is None:
     out, lse = _attend_single(kv, view, q[:, 0], call)
     return out[:, None], lse[:, None]
@@ -310,10 +314,12 @@ def _attend_single(
   lengths = decode_lengths(rows)
   if kv.v is None:
     out, lse = kernels.mla_decode(q, kv.k, rows.page_table, lengths, **call)
-  # Not in a window: rows of different lengths see different parts of a prefix.
+  # A window excludes sharing: rows of different lengths would see different
+  # parts of the prefix.
   elif rows.shared is not None and call["options"].window is None:
     shared = rows.shared
-    # Rows may have changed since `share`; those of a FreshView are checked.
+    # Rows may have changed since `share`, unless a FreshView says that they
+    # were checked.
     if not isinstance(view, FreshView):
       shared = shared.refreshed(
         rows.page_table, lengths, page_size=kv.page_size
@@ -323,7 +329,8 @@ def _attend_single(
     out, lse = kernels.paged_decode(
       q, kv.k, kv.v, rows.page_table, lengths, plan=rows.plan, **call
     )
-  # The kernels return the sink's log-sum-exp for an idle row, of length 0.
+  # An idle row has length 0, for which the kernels return the log-sum-exp of
+  # the sinks.
   return out, jnp.where((rows.num_tokens > 0)[:, None], lse, -jnp.inf)
 
 

@@ -7,7 +7,7 @@ from jaxkv._src.kv.pools import pools_of
 
 
 def check(kv: Pools, config: CacheConfig) -> None:
-  """Raises unless the pools have as many pages as a cache, of one of its sizes.
+  """Raises unless every pool has the number and a size of a cache's pages.
 
   Compares sizes only, so it costs nothing under `jit`. Memory from `init` with
   the same config always passes.

@@ -17,7 +17,7 @@ from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import rows_of
 
-# The number of query heads for each K/V head that every backend serves.
+# Every backend serves up to this number of query heads for each K/V head.
 _HEADS = 64
 
 
@@ -57,7 +57,7 @@ def attend_rectangle(
   rows = rows_of(view)
   batch, columns, heads, dim = q.shape
   groups = kv.num_kv_heads
-  # Columns are cut into pieces with at most `_HEADS` query heads a K/V head.
+  # A piece is as many columns as give at most `_HEADS` heads per K/V head.
   size = max(1, min(columns, _HEADS * groups // heads))
   pieces = -(-columns // size)
   q = jnp.pad(q, ((0, 0), (0, pieces * size - columns), (0, 0), (0, 0)))
@@ -65,7 +65,8 @@ def attend_rectangle(
   # A piece without queries gets length 0, so that it reads nothing.
   has_query = first < rows.num_tokens[:, None]
   lengths = jnp.where(has_query, rows.starts[:, None], 0).reshape(-1)
-  # K/V heads go before columns: query head h reads K/V head h // (H // K).
+  # K/V heads go before columns, because the kernel expects the query heads of
+  # a K/V head to be consecutive.
   queries = q.reshape(batch * pieces, size, groups, heads // groups, dim)
   queries = queries.swapaxes(1, 2).reshape(batch * pieces, size * heads, dim)
   options: kernels.AttentionOptions = call["options"]

@@ -22,7 +22,7 @@ def plan_decode(
 
   Call it once a decode step, before the layers. Without a plan a backend cuts
   each row separately, in every layer, and long rows get longer pieces. A plan
-  changes only the rounding of a row, which then depends on the other rows.
+  changes only the rounding of results, which then depends on the other rows.
   `attend` ignores the plan in calls with several columns or `shared` pages.
 
   Args:

@@ -1,7 +1,7 @@
 """The ids of the experts that each token used in each layer, in pages.
 
-They are stored like keys and values, so a sequence that reuses a cached prefix
-also finds the expert ids of its tokens.
+The ids are stored like keys and values, so a sequence that reuses a cached
+prefix also finds the expert ids of the prefix.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ class ExpertIdPages:
   """Expert ids of all tokens and layers, in the pages of one layer group.
 
   Layers are flattened into the page axis, as in `KVPages`: page p of layer l is
-  row l * N + p. L counts the layers with experts alone, so it may be smaller
-  than L of the K/V pools. Page 0 of each layer is the null page and is never
+  row l * N + p. L counts only the layers with experts, so it may be smaller
+  than the L of K/V pools. Page 0 of each layer is the null page and is never
   written.
 
   Attributes:
@@ -61,7 +61,7 @@ class ExpertIdPages:
 
   @property
   def read_dtype(self) -> np.dtype:
-    """The dtype that `read_expert_ids` returns: int16 or int32, for -1."""
+    """The signed dtype that `read_expert_ids` returns: int16 or int32."""
     return np.promote_types(self.values.dtype, np.int8)
 
 
@@ -79,8 +79,8 @@ def init_expert_ids(
   group that keeps its pages while a sequence runs, such as `FullAttention`.
 
   Args:
-    config: of the cache. It gives N, the pages of a layer including the null
-      page, and S, the tokens of a page.
+    config: the configuration of the cache. It gives N, the pages of a layer
+      including the null page, and S, the tokens of a page.
     num_layers: L.
     width: X, expert ids of a token in one layer.
     dtype: uint8 or uint16.
@@ -91,7 +91,8 @@ def init_expert_ids(
 
   Raises:
     TypeError: `config` is not a CacheConfig, or a size is not an integer.
-    ValueError: a size below 1, no such group, or another dtype.
+    ValueError: a size is below 1, the group does not exist, or `dtype` is not
+      supported.
 
   Examples:
     >>> import jaxkv
@@ -181,10 +182,10 @@ def _write(
 def read_expert_ids(
   pages: ExpertIdPages, page_table: jax.Array, lengths: jax.Array
 ) -> jax.Array:
-  """Returns the integers of some sequences, in all layers.
+  """Reads the expert ids of sequences, in all layers.
 
   Args:
-    pages: the integers.
+    pages: the expert ids.
     page_table: int32[R, M], of the group `pages.group`.
     lengths: int32[R], tokens of each sequence.
 
@@ -213,7 +214,7 @@ def _read(
   values = pages.values.at[ids].get(mode="fill", fill_value=0)
   rows, columns = page_table.shape
   sizes = (columns * pages.page_size, pages.num_layers, pages.width)
-  # Widened before -1 is put in: the pages' unsigned dtype cannot hold it.
+  # Widened first, because the pages' unsigned dtype cannot hold -1.
   values = values.swapaxes(2, 3).reshape(rows, *sizes).astype(pages.read_dtype)
   token = jnp.arange(sizes[0], dtype=jnp.int32)[None]
   is_token = jnp.repeat(has_page, pages.page_size, axis=1)

@@ -12,8 +12,9 @@ import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.cache.config import CacheConfig
 
-# The formats. A CPU stores the bits of some in an integer dtype: XLA for a CPU
-# would convert a whole pool of bfloat16 or float8 to update one number.
+# The number formats, each with the integer dtype in which a CPU stores its
+# bits, if any. Without that dtype, XLA for a CPU would convert a whole pool of
+# bfloat16 or float8 to update one number.
 _BITS = {
   "float32": None,
   "bfloat16": "uint16",
@@ -42,8 +43,9 @@ class KVPages:
     num_layers: L.
     dtype: the number format of keys and values, such as "bfloat16". A CPU
       stores bfloat16 as its bits in uint16, and float8_e4m3fn in uint8.
-    k_scale: for 8-bit formats only: a factor of keys for each token and head.
-    v_scale: the same for values.
+    k_scale: for 8-bit formats, the factor that multiplies the key of each token
+      and head; None for other formats.
+    v_scale: the same for values; also None for latents.
     value_dim: Dv, the number of leading elements of a latent that are its
       value; None for separate keys and values.
   """
@@ -92,10 +94,10 @@ def init(
   group: int = 0,
   storage_dtype=None,
 ) -> KVPages:
-  """Returns pages of zeros for a cache.
+  """Makes pages of zeros for a cache.
 
-  The pages have 2 * L * N * K * S * D elements, half of that for latents, and
-  for 8-bit formats one float32 for every D elements. A page belongs to at most
+  The pages have 2 * L * N * K * S * D elements, or half of that for latents.
+  8-bit formats add one float32 for every D elements. A page belongs to at most
   one layer group, so layers of different groups can use the same layer of
   memory. L is then the number of layers of the largest group.
 
@@ -110,9 +112,9 @@ def init(
     dtype: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8. With
       the last three `write` computes a scale for each token and head.
     group: the layer group whose page size to use, if page sizes differ.
-    storage_dtype: dtype of the buffers. None: `dtype`, except on a CPU uint16
-      for bfloat16 and uint8 for float8_e4m3fn. On a CPU each write into a pool
-      of float8_e5m2 rewrites the whole buffer, which is slow.
+    storage_dtype: dtype of the buffers. None for `dtype`, except that a CPU
+      uses uint16 for bfloat16 and uint8 for float8_e4m3fn. On a CPU each write
+      into a pool of float8_e5m2 rewrites the whole buffer, which is slow.
 
   Returns:
     The pages.
@@ -326,7 +328,8 @@ class Layered(Protocol):
 def check_layer(kv: Layered, layer: jax.Array | int) -> None:
   """Raises unless `layer` is an integer; a Python integer must be in range.
 
-  With an array out of range, writes are dropped and reads are meaningless.
+  An array is not checked: if its value is out of range, writes are dropped and
+  reads are meaningless.
   """
   arguments.check_integer("layer", layer)
   if not isinstance(layer, jax.Array) and not 0 <= layer < kv.num_layers:

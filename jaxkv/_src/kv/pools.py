@@ -16,7 +16,7 @@ from jaxkv._src.kv.recurrent_pages import copy_states
 
 Pool = KVPages | StatePages | ExpertIdPages
 Pools = Pool | tuple[Pool, ...]
-"""The memory of a cache: one pool, or several in which page ids are the same.
+"""The memory of a cache: one pool, or a tuple of pools with the same page ids.
 Each layer group uses the pool of its kind."""
 
 Memory = TypeVar("Memory", bound=Pools)
@@ -70,7 +70,7 @@ def copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
 @functools.partial(jax.jit, inline=True)
 def _copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
   pools = tuple(_copy_in_pool(pool, src, dst) for pool in pools_of(kv))
-  # The memory can be a loop's carry, so a pool must stay a pool.
+  # A loop may carry the memory, so a single pool must not become a tuple.
   memory: object = pools if isinstance(kv, tuple) else pools[0]
   return memory  # pyright: ignore[reportReturnType]
 

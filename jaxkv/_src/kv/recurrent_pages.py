@@ -68,19 +68,19 @@ def init_states(
   shapes: Mapping[str, tuple[tuple[int, ...], Any]],
   group: int | None = None,
 ) -> StatePages:
-  """Returns states of zeros for the recurrent groups of a cache.
+  """Makes states of zeros for the recurrent groups of a cache.
 
   Allocates L * N states. Layers of different groups use different pages, so
-  they can have the same index in 0 .. L-1, as in `jaxkv.kv.init`; L is then the
-  number of layers of the largest group. A page that an attention group takes
-  leaves its state unused. Larger pages waste less, because N is smaller.
+  they can have the same index in 0 .. L-1, as in `jaxkv.kv.init`. L is then the
+  number of layers of the largest group. While an attention group uses a page,
+  the page's state is unused. Larger pages waste less, since N is then smaller.
 
   Args:
-    config: of the cache. It gives N, the pages of a layer including the null
-      page, and S, the tokens of a page.
+    config: the configuration of the cache. It gives N, the pages of a layer
+      including the null page, and S, the tokens of a page.
     num_layers: L.
-    shapes: for the name of each array, the shape of one sequence's state in one
-      layer, and its dtype, which is float32, bfloat16 or float16.
+    shapes: by array name, the shape and the dtype of one sequence's state in
+      one layer. The dtype is float32, bfloat16 or float16.
     group: the recurrent group whose page size to use; None for the first.
 
   Returns:
@@ -117,8 +117,8 @@ def init_states(
   if not shapes:
     arguments.refuse(ValueError, "shapes", "one array or more", shapes)
   states, dtypes = {}, []
-  # Sorted: `dtypes` is part of the pytree's structure, and must not depend on
-  # the order of a caller's dict.
+  # Sorted, because `dtypes` is part of the pytree's structure, which must not
+  # depend on the order of a caller's dict.
   for name, (shape, dtype) in sorted(shapes.items()):
     for size in shape:
       check_size(f"shapes[{name!r}]", size)
@@ -140,12 +140,12 @@ def init_states(
 def read_state(
   pages: StatePages, view: View | FreshView, layer: jax.Array | int
 ) -> dict[str, jax.Array]:
-  """Reads each row's state in one layer as of its first `view.starts` tokens.
+  """Reads each row's state after its first `view.starts` tokens, in one layer.
 
   In a loop, compute the written state from the state that was read. Otherwise
   XLA cannot order the read before the write and copies the memory. For a
-  `PackedView`, read and write the rows of `decode`, then those of `prefill`. No
-  sequence must have tokens in both.
+  `PackedView`, read and write the rows of `decode`, then those of `prefill`. A
+  sequence must not have tokens in both.
 
   Args:
     pages: the states.
@@ -170,7 +170,7 @@ def _read(
   pages: StatePages, rows: View, layer: jax.Array
 ) -> dict[str, jax.Array]:
   index = _state_rows(pages, rows, rows.starts, layer)
-  # `load` converts the B gathered states: on a CPU bfloat16 is stored as bits.
+  # A CPU stores bfloat16 as bits. `load` converts only the B gathered states.
   return {
     name: kernels.load(array.at[index].get(mode="fill", fill_value=0))
     for name, array in pages.states.items()
@@ -192,8 +192,8 @@ def write_state(
   If the new tokens begin inside a page and go past its end, call this function
   twice: first with the state at the end of the page and `num_tokens` up to
   there. Tokens that begin at the start of a page can span several pages in one
-  call if a single `allocate` made room for them: it allocates the last of these
-  pages alone, so there is no other state to store.
+  call if a single `allocate` made room for them. That `allocate` took only the
+  last of these pages from the pool, so there is no other state to store.
 
   Args:
     pages: the states.

@@ -36,7 +36,8 @@ def share(
     view: the rows, with at most one new token each.
     num_clusters: the maximum number of clusters. A cluster is a set of rows
       that share pages. The work grows with `num_clusters * cluster_size`, so
-      keep that near B: with n samples of a prompt, use B / n clusters of n.
+      keep this product near B: with n samples of each prompt, use B / n
+      clusters of n rows.
     cluster_size: the maximum number of rows of a cluster.
     clusters: int32[B], the cluster of each row, 0 to `num_clusters - 1`; any
       other number puts a row in no cluster. Rows of a cluster past its first
@@ -45,7 +46,8 @@ def share(
     backend: the `backend` that you pass to `attend`.
 
   Returns:
-    The view with `shared`: None for latents, or if sharing can never pay.
+    The view with `shared`, which is None for latents, or if sharing can never
+    save time with these shapes.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.

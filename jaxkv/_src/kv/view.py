@@ -176,7 +176,7 @@ def packed_positions(view: View, columns: int) -> tuple[jax.Array, jax.Array]:
   Returns:
     int32[C] rows, P for padding; int32[C] positions, -1 for padding.
   """
-  # A column's row is the number of rows that end at or before it.
+  # The rows that end at or before a column are those that precede its row.
   ends = jnp.cumsum(view.num_tokens, dtype=jnp.int32)
   column = jnp.arange(columns, dtype=jnp.int32)
   row = jnp.sum(column[:, None] >= ends[None], axis=1, dtype=jnp.int32)

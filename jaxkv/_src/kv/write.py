@@ -33,9 +33,9 @@ def write(
 
   Does not write columns past `view.num_tokens`, nor tokens without a page:
   those whose entry in the page table is 0 (the null page), out of range or
-  missing. Call `jaxkv.allocate` first, which reports the tokens that get no
-  page. Not differentiable: pages stored as bits have a zero gradient, without
-  an error.
+  missing. Call `jaxkv.allocate` first, which reports the rows that get no
+  pages. Not differentiable: for pages stored as bits, `jax.grad` gives zeros
+  and no error.
 
   Args:
     kv: the pages.
