@@ -20,7 +20,7 @@ _INT32 = np.iinfo(np.int32)
 _WIDE = ("int64", "uint64", "uint32")
 
 Shape = tuple[int | str, ...]
-"""Sizes. A letter matches any size but 0."""
+"""The sizes of an array. A letter matches any size except 0."""
 
 
 def refuse(
@@ -120,7 +120,7 @@ def as_number(name: str, value: Any) -> Array:
 
 
 def check_integer(name: str, value: Any) -> None:
-  """Raises unless `value` is an integer scalar that fits int32, if concrete."""
+  """Raises unless `value` is an integer scalar, traced or fit for int32."""
   requirement = "an integer scalar"
   if isinstance(value, jax.Array | np.ndarray | np.generic) and value.ndim:
     refuse(ValueError, name, requirement, value)
@@ -143,7 +143,7 @@ def as_int32(name: str, value: Any) -> Any:
     _check_kind(name, value.dtype, "iu", "integers")
     if value.dtype.name not in _WIDE:
       return value.astype(jnp.int32)
-    # Wide integers can be out of range, and the values of tracers are unknown.
+    # The values of a tracer are unknown, so they may not fit int32.
     if isinstance(value, Tracer):
       raise TypeError(
         f"`{name}` must be int32 in a traced function, got {value.dtype}, "
@@ -165,7 +165,7 @@ def as_int32(name: str, value: Any) -> Any:
 
 
 def as_real_numbers(name: str, value: Any) -> Any:
-  """Checks that a value holds floats or integers; does not cast or move it.
+  """Checks that a value holds floats or integers, without casting it.
 
   Raises:
     TypeError: the elements are something else, such as bools.
@@ -325,7 +325,7 @@ def check_sizes(
     expected: `shapes_of` a new state with the same config.
   """
   actual = shapes_of(value)
-  # An optional part of the state can be missing on one side: this differs too.
+  # An array that only one side has is also an error.
   for path in expected | actual:
     expected_shape, actual_shape = (
       expected.get(path, "no array"),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-# Above every size (at most 2**28), and adding an offset cannot overflow int32.
+# Above every array size, and adding an offset to it cannot overflow int32.
 NOWHERE = 2**30
 """The sentinel for no index: outside of every array of the cache."""
 
@@ -56,7 +56,7 @@ class SlotRows(NamedTuple):
   """The slots of the rows of a call.
 
   Attributes:
-    slots: int32[R], any numbers.
+    slots: int32[R], slot numbers, which can be out of range.
     all_slots: True if the rows are all slots in order, R = B.
     skipped: bool[R], rows that are masked out.
     bad: bool[R], rows whose slot is out of range, or repeats the slot of an
@@ -100,12 +100,12 @@ def between(start: Array, stop: Array, size: int) -> Array:
 
 
 def num_earlier(values: Array) -> Array:
-  """Counts the earlier equal elements of each element: int32[X] to int32[X]."""
+  """Counts the equal elements before each element: int32[X] to int32[X]."""
   size = values.shape[0]
   if size == 0:
     return values
-  # A stable sort keeps equal elements in order, in one run. So the count of an
-  # element is its distance from the first element of the run.
+  # A stable sort puts equal elements into one run, in their original order. So
+  # the count of an element is its distance from the start of the run.
   order = jnp.argsort(values, stable=True).astype(jnp.int32)
   ordered = values[order]
   lanes = jnp.arange(size, dtype=jnp.int32)
@@ -115,11 +115,11 @@ def num_earlier(values: Array) -> Array:
 
 
 def any_earlier(values: Array, counts: Array) -> Array:
-  """Finds the elements that repeat an earlier one.
+  """Finds the elements that repeat an earlier element.
 
   Args:
     values: int32[X].
-    counts: bool[X], True for elements that later ones must not repeat.
+    counts: bool[X], False for earlier elements to ignore.
 
   Returns:
     bool[X].

@@ -13,7 +13,7 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 
 WINDOW = 128
-"""W, the items of one trip of `for_each`. Most calls need a single trip."""
+"""W, the items of one iteration of `for_each`. Most calls need only one."""
 
 Carry = TypeVar("Carry")
 
@@ -21,9 +21,9 @@ Carry = TypeVar("Carry")
 def read_before(read: Array, index: Array) -> Array:
   """Makes the index of an update depend on an earlier read of the same array.
 
-  XLA updates an array in place only if all earlier reads of it must be finished
-  before the update. If the indices of the update do not depend on a read, XLA
-  copies the whole array, in every step of a loop.
+  XLA updates an array in place only if the update must follow all earlier reads
+  of the array. If the indices of the update do not depend on a read, XLA copies
+  the whole array, in every iteration of a loop.
 
   Args:
     read: int32[], computed from the values that were read, never negative.
@@ -49,7 +49,7 @@ def at_most_once(
   """
 
   # XLA copies the operands of a `lax.cond`, but updates the carry of a loop in
-  # place. So this is a loop with at most one trip.
+  # place. So this is a loop with at most one iteration.
   def trip(loop: tuple[Array, Carry]) -> tuple[Array, Carry]:
     active, carry = loop
     return sharding.zeros_like(active), body(carry)
@@ -62,7 +62,7 @@ class Items(NamedTuple):
   """A window of items.
 
   Attributes:
-    row: int32[W], the number of the item's range.
+    row: int32[W], the index of the range that contains the item.
     offset: int32[W], the item's 0-based position in that range.
     valid: bool[W], False past the last item.
   """
@@ -73,15 +73,15 @@ class Items(NamedTuple):
 
 
 def locate(counts: Array, item: Array) -> Items:
-  """Finds the ranges of items and their offsets in them.
+  """Finds the range that contains each item, and the item's offset in it.
 
   Args:
     counts: int32[X], the number of items in each range.
     item: int32[W], 0-based positions among all items.
   """
   ends = jnp.cumsum(counts, dtype=jnp.int32)
-  # XLA:CPU would repeat an unrolled search for each use of `row`, so it runs a
-  # loop. On an accelerator a loop would cost one launch a step.
+  # XLA:CPU would repeat an unrolled search for each use of `row`, so there the
+  # search is a loop. On an accelerator each iteration would cost a launch.
   row = lax.platform_dependent(
     ends,
     item,
@@ -93,7 +93,7 @@ def locate(counts: Array, item: Array) -> Items:
 
 
 def _num_ended(ends: Array, item: Array, *, unroll: bool) -> Array:
-  """Counts the ascending `ends` that are at most each item: int32[W]."""
+  """Counts the `ends` up to each item, int32[W], by binary search."""
   size = ends.shape[0]
   steps = size.bit_length()
 
@@ -120,14 +120,15 @@ def for_each(
     counts: int32[X], the number of items in each range, not negative.
     body: a function from a carry and a window of items to a carry.
     carry: any pytree of arrays.
-    window: W, the items of one trip; None for WINDOW.
+    window: W, the items of one iteration; None for WINDOW.
   """
   width = window or WINDOW
   total = jnp.sum(counts, dtype=jnp.int32)
   lanes = jnp.arange(width, dtype=jnp.int32)
 
-  # The number of trips depends on the number of items, not of ranges. No items
-  # cost one comparison, and one long range costs as much as many short ones.
+  # The number of iterations depends on the number of items, not of ranges. No
+  # items cost one comparison, and a long range costs as much as many short
+  # ranges with as many items.
   def trip(loop):
     begin, carry = loop
     return begin + width, body(carry, locate(counts, begin + lanes))

@@ -11,20 +11,21 @@ from jax import lax
 def zeros_like(array: Array) -> Array:
   """Returns zeros (False for bool) that vary over the mesh axes of an array.
 
-  A loop needs them: its carry must vary over the same axes in every trip.
+  Use it for the first carry of a loop: the carry must vary over the same axes
+  in every iteration.
   """
   # `jnp.zeros_like` makes a constant, which varies over no axis.
   return array & False if array.dtype == jnp.bool_ else array ^ array
 
 
 def match_varying_axes(tree: Any) -> Any:
-  """Makes all arrays vary over the union of the mesh axes that they vary over.
+  """Makes all arrays vary over each mesh axis over which one of them varies.
 
   Outside of `shard_map` it returns the tree unchanged.
   """
-  # A state made inside the shard is the same on all devices, but the tokens may
-  # differ between them, or the other way round. A loop that combines the two
-  # would have a carry that starts to vary during a trip, which JAX refuses.
+  # For example, the tokens may differ between devices while the state is the
+  # same on all of them. In a loop that combines the two, the carry would start
+  # to vary in the first iteration, which JAX refuses.
   axes = frozenset().union(*map(_axes, jax.tree.leaves(tree)))
   if not axes:
     return tree
