@@ -4,7 +4,7 @@ A tile holds a few queries of one sequence, and a row holds tiles. The same
 compiled code serves every call: it computes a fixed number of rows at once, one
 tile of each row at a time. A decoding query has a row to itself. So decode
 steps, chunks of prompts and a trainer's whole sequences use products of the
-same shapes, which round alike. A row's keys are gathered once for its tiles.
+same shapes, which round alike. The tiles of a row share one gather of its keys.
 """
 
 import dataclasses
@@ -19,16 +19,18 @@ import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.exact import row_loop
 
-# Queries of a tile, times the query heads for each K/V head. A larger number
-# makes prompts cheaper, a smaller one decoding. Rounding depends on it.
+# The queries of a tile, times the query heads for each K/V head. A larger
+# number makes prompts cheaper and decoding more expensive. Rounding depends on
+# this number.
 _TILE_HEADS = 8
 
 # The number of rows computed at once. With fewer rows, XLA compiles reductions
 # in another way, which gives other bits.
 _ROWS = 8
 
-# The maximum number of tiles in a row. It changes no bit. With more, tiles with
-# short contexts would wait for the longest context of their row.
+# The maximum number of tiles in a row. The results do not depend on it. With
+# more tiles, those with short contexts would wait for the longest context of
+# their row.
 _MAX_TILES = 16
 
 
@@ -51,7 +53,7 @@ class TokenRows(NamedTuple):
 def check_exact(
   page_size: int, options: kernels.AttentionOptions, causal: bool
 ) -> None:
-  """Raises ValueError if exact attention does not serve a call."""
+  """Raises ValueError if exact attention does not support a call."""
   # Other page sizes would change the block size, and so the order of sums.
   if kernels.BLOCK_TOKENS % page_size:
     expected = (
@@ -109,7 +111,7 @@ def attend_rectangle(
   num_rows = -(-columns // width)
   q = jnp.pad(q, ((0, 0), (0, num_rows * width - columns), (0, 0), (0, 0)))
   first = jnp.arange(num_rows, dtype=jnp.int32)[None] * width
-  # A larger count would turn the padding of the last tile into queries.
+  # A number above T would turn the padding of the last row into queries.
   num_tokens = jnp.minimum(sequences.num_tokens, columns)
   rows = TokenRows(
     sequences.pools,
@@ -129,8 +131,9 @@ def _tile(sequences: TokenRows, q: jax.Array) -> int:
 
 
 def _width(queries: int, longest: int, tile: int) -> int:
-  """Returns the number of queries in a row, for a call with `queries`."""
-  # Enough tiles that `_ROWS` rows hold all queries in one trip.
+  """Returns the number of queries in a row, a multiple of `tile`."""
+  # With this many tiles in a row, `_ROWS` rows hold all queries of the call, so
+  # one iteration computes them.
   tiles_of_row = -(-queries // (tile * _ROWS))
   return tile * max(min(tiles_of_row, -(-longest // tile), _MAX_TILES), 1)
 
@@ -138,7 +141,7 @@ def _width(queries: int, longest: int, tile: int) -> int:
 def _read(
   rows: TokenRows, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes attention of queries [Z, Y, H, D], `_ROWS` rows at a time."""
+  """Computes attention of [Z, Y, H, D], Z rows of Y queries."""
   attention: Callable[..., Any] = kernels.paged_attention_padded
   if len(rows.pools) == 1:
     attention = kernels.mla_attention_padded

@@ -5,14 +5,14 @@ from jax import Array
 
 from jaxkv._src.exact import row_loop
 
-# Rows of a tile. XLA compiles reductions over fewer rows to other bits.
+# Rows of a tile. With fewer rows, XLA compiles reductions that round otherwise.
 ROWS = 8
 
 
 def of_tokens(logits: Array, tokens: Array, temperature: Array) -> Array:
   """Returns log-probs of tokens in softmax(logits / temperature).
 
-  A row has the same bits in every program. Differentiable.
+  The result of a row has the same bits in every program. Differentiable.
 
   Args:
     logits: float32[X, V], X rows for a vocabulary of V tokens.
@@ -34,6 +34,6 @@ def _of_tokens(
   # The maximum is subtracted first, so that a low temperature cannot overflow.
   scaled = (logits - highest) / temperature[:, None]
   logit = jnp.take_along_axis(scaled, tokens[:, None], axis=1, mode="fill")
-  # "fill" gives NaN past the vocabulary, but wraps negative tokens.
+  # The mode "fill" gives NaN past the vocabulary, but wraps negative tokens.
   logit = jnp.where(tokens < 0, jnp.nan, logit[:, 0])
   return logit - jnp.log(jnp.sum(jnp.exp(scaled), axis=-1))

@@ -1,10 +1,10 @@
 """Computes rows a tile at a time, so that no row depends on other rows.
 
 The rounding of a matrix product depends on its number of rows, because
-libraries choose a kernel by it. Sums over the last axis round in another way
-for few rows, and so do operations that XLA fuses in another way. For equal bits
-in every program, the body of one loop computes all rows: it is compiled for one
-shape, and takes one tile of rows in each trip.
+libraries choose a kernel by this number. Sums over the last axis round
+differently for few rows, and so do operations that XLA fuses differently. So
+that every program gets the same bits, one loop computes all rows. Its body is
+compiled for one shape, a tile of rows, and computes one tile in each iteration.
 """
 
 import functools
@@ -34,7 +34,7 @@ def in_tiles(
     function: computes rows; it must not close over arrays.
     weights: a pytree of arrays.
     rows: pytrees of arrays [X, ...].
-    tile: static; the number of rows in a trip, on which rounding depends.
+    tile: static; the number of rows of a tile, on which rounding depends.
 
   Returns:
     Arrays [X, ...].
@@ -105,7 +105,7 @@ def _loop_of_batch(
   weights: Any,
   rows: tuple[Any, ...],
 ) -> tuple[Any, Any]:
-  """Implements `loop` under `vmap`: returns rows, and True for each array."""
+  """Implements `loop` under `vmap`: returns rows, and that all are batched."""
   rows = jax.tree.map(
     lambda x, has_axis: (
       x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
@@ -113,7 +113,7 @@ def _loop_of_batch(
     rows,
     batched[1],
   )
-  # Each element of the batch has its own weights, so it needs its own loop.
+  # If each element of the batch has separate weights, it needs its own loop.
   if any(jax.tree.leaves(batched[0])):
 
     def loop_of_element(index: Array) -> Any:
@@ -139,18 +139,18 @@ def _loop(
   count = jax.tree.leaves(rows)[0].shape[0]
   if not count:
     return function(weights, *rows)
-  # Pad to more rows than a tile has: if all trips read the same rows, XLA moves
-  # the body out of the loop, and fuses it with the operations around it.
+  # Pads to more rows than one tile. If all iterations read the same rows, XLA
+  # moves the body out of the loop and fuses it with the operations around it.
   padding = max(tile + 1 - count, 0)
   if padding:
     rows = jax.tree.map(lambda x: _pad(x, padding), rows)
   # The barrier hides constants from XLA, such as weights that a user's function
-  # closes over: XLA would transpose them, and compile other products.
+  # closes over. XLA would transpose a constant, and compile another product.
   weights, rows = lax.optimization_barrier((weights, rows))
   last_start = count + padding - tile
 
   def compute_tile(index: Array) -> tuple[Any, Array]:
-    # The last tile is not padded: it begins earlier, inside the tile before.
+    # The last tile is not padded. Instead it overlaps the tile before it.
     start = jnp.minimum(index * tile, last_start)
     part = jax.tree.map(
       lambda x: lax.dynamic_slice_in_dim(x, start, tile), rows
@@ -170,7 +170,7 @@ def _loop(
       result,
     )
 
-  # XLA might unroll a loop with a constant number of trips.
+  # XLA might unroll a loop with a constant number of iterations.
   trips = _opaque(-(-count // tile), rows)
   out, trips, _ = sharding.match_varying_axes((out, trips, (rows, weights)))
   out = lax.fori_loop(jnp.zeros_like(trips), trips, trip, out)
@@ -178,7 +178,7 @@ def _loop(
 
 
 def _pad(x: Array, padding: int) -> Array:
-  # PRNG keys have no zero, and `jnp.pad` refuses them.
+  # `jnp.pad` refuses PRNG keys, so they are padded with the first key.
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     filler = jnp.broadcast_to(x[:1], (padding, *x.shape[1:]))
     return jnp.concatenate([x, filler])

@@ -15,7 +15,7 @@ from jax import lax
 from jaxkv._src.arrays import sharding
 from jaxkv._src.exact import row_loop
 
-# Sequences whose recurrences are computed together.
+# The number of sequences whose recurrences are computed together.
 _ROWS = 8
 
 Recurrence = Callable[..., tuple[jax.Array, Any]]
@@ -30,7 +30,7 @@ def in_tiles(
   """Computes `function(weights, *arrays)`, a tile of tokens at a time.
 
   Args:
-    tile: static; the number of tokens in a trip.
+    tile: static; the number of tokens of a tile.
     function: treats tokens independently; it must not close over arrays.
     weights: a pytree of arrays.
     *arrays: pytrees of arrays [B, T, ...].
@@ -76,7 +76,8 @@ def _token_by_token(
   def of_token(
     weights: Any, token: Any, states: Any, count: jax.Array
   ) -> tuple[Any, Any]:
-    # A run of one token: `run` treats columns past `count` as padding.
+    # `run` treats columns past `count` as padding, so a sequence whose `count`
+    # is 0 keeps its state.
     token = jax.tree.map(lambda x: x[:, None], token)
     out, states = run(weights, token, states, count)
     return out[:, 0], states
