@@ -6,11 +6,12 @@
 | `append_quantized` | 8-bit keys and values, and a scale for each token |
 | `append_pages` | one pool, such as that of latent vectors |
 
-All write token t to page `page_ids[t] + page_offset` at offset `offsets[t]`.
-Writes are in place if the pools are donated or carried by a loop, except on a
-CPU for the formats that `formats` names. A token is dropped if its offset is
-out of range, or its page id, with or without `page_offset`. If two tokens have
-the same page and offset, it is undefined which of them is kept.
+Each function writes token t to page `page_ids[t] + page_offset` at offset
+`offsets[t]`. Writes are in place if the pools are donated or carried by a loop,
+except on a CPU for the formats that `formats` names. A token is dropped if its
+offset is out of range, or if its page id is, before or after `page_offset` is
+added. If two tokens have the same page and offset, it is undefined which of
+them is kept.
 
 `append_kv` and `append_pages` round floats to the pool's format. They store
 values of the pool's dtype, such as those from `quantize`, unchanged. An int8
@@ -50,8 +51,8 @@ def append_kv(
     page_ids: int32[T]; an id out of range drops its token.
     offsets: int32[T], 0..S-1.
     page_offset: int32[], added to every page id.
-    k_scale: float32[K], by which `k_new` is divided; it must then be floats.
-      Pass the same scale to `AttentionOptions`. 8-bit formats saturate.
+    k_scale: float32[K], by which `k_new` is divided; `k_new` must then be
+      floats. Pass the same scale to `AttentionOptions`. 8-bit formats saturate.
     v_scale: float32[K], the same for `v_new`.
 
   Returns:
@@ -102,7 +103,8 @@ def append_quantized(
   """Writes new tokens into 8-bit pools, and their scales into pools of scales.
 
   Each token and head gets a scale that maps its largest element to the largest
-  number of the format, so nothing saturates. A NaN or infinity gives scale NaN.
+  number of the format, so nothing saturates. If an element is NaN or infinite,
+  the scale is NaN.
 
   Args:
     k_pages: [N, K, S, D], 8-bit.
@@ -216,7 +218,7 @@ def _target_pages(
   chex.assert_equal_shape([page_ids, offsets])
   targets = page_ids + jnp.asarray(page_offset, jnp.int32)
   # An id is also checked without the offset, which would turn -1 into a page of
-  # the layer before. A negative index would wrap, even with mode="drop".
+  # the previous layer. A negative index would wrap, even with mode="drop".
   fits = (page_ids >= 0) & (page_ids < total) & (targets >= 0)
   fits &= (offsets >= 0) & (offsets < page_size)
   return jnp.where(fits, targets, total)
@@ -240,7 +242,7 @@ def _put_all_heads(pages, new, targets, offsets) -> jax.Array:
 def _put_by_head(pages, new, targets, offsets) -> jax.Array:
   """Scatters each head of a token with its own index, for a TPU."""
   # A window over all heads would be strided in memory, so XLA for a TPU would
-  # transpose the whole pool around a loop. The price: if the compiler splits
+  # transpose the whole pool around a loop. The drawback: if the compiler splits
   # heads over only some axes of a mesh, it gathers the new tokens' heads.
   heads = jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
   index = targets[:, None], heads, offsets[:, None]
@@ -253,7 +255,7 @@ def _to_storage(
   pages: jax.Array,
   scale: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns `new` in the pool's dtype; `prefix` names arguments in errors."""
+  """Returns `new` in the pool's dtype; errors name `{prefix}new`."""
   if scale is not None:
     _check_floats(f"{prefix}new", new)
     hint = "for one scale per token use append_quantized"
@@ -284,7 +286,7 @@ def _check_scale(
 
 def _check_floats(name: str, new: jax.Array) -> None:
   """Raises `TypeError` unless new tokens are floats."""
-  # `_check_new` has accepted floats and the pool's dtype only.
+  # `_check_new` has accepted only floats and elements of the pool.
   if not jnp.issubdtype(new.dtype, jnp.floating):
     hint = "elements of the pool cannot be scaled"
     check.refuse(TypeError, name, "floats", new.dtype, hint)

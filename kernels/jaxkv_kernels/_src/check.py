@@ -31,7 +31,7 @@ _POOL_DTYPES = (
 def refuse(
   error: type[Exception], name: str, expected: str, value: Any, hint: str = ""
 ) -> NoReturn:
-  """Raises `error` with a message in the form above.
+  """Raises `error` with a message in the form of the module's docstring.
 
   Args:
     error: `TypeError` or `ValueError`.
@@ -109,7 +109,7 @@ def pool(name: str, pages: jax.Array) -> None:
 
 
 def pool_dtype(name: str, value: Any) -> np.dtype:
-  """Returns the dtype that `value` is or names; accepts those of `formats`."""
+  """Converts `value` to a dtype; accepts only the dtypes of `formats`."""
   try:
     dtype = None if value is None else np.dtype(value)
   except (TypeError, ValueError):

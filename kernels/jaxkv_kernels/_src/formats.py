@@ -84,7 +84,7 @@ def load(stored: jax.Array) -> jax.Array:
 def store(values: jax.Array, pool_dtype) -> jax.Array:
   """Rounds numbers to the format of a pool, and returns its elements.
 
-  8-bit formats saturate: larger numbers become the largest.
+  8-bit formats saturate: a number out of range becomes the largest of its sign.
   """
   check.real("values", values)
   dtype = logical_dtype(pool_dtype)
@@ -114,7 +114,7 @@ def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
     pool_dtype: int8, float8_e4m3fn, float8_e5m2 or uint8.
 
   Returns:
-    (pool dtype[..., D], float32[...]).
+    (elements of the pool dtype, [..., D]; scales, float32[...]).
 
   Raises:
     TypeError: the pool's format has more than 8 bits.
@@ -132,7 +132,7 @@ def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
   dtype = scaled_dtype("pool_dtype", pool_dtype)
   values = jnp.asarray(values, jnp.float32)
   largest = jnp.max(jnp.abs(values), axis=-1)
-  # At least normal: a subnormal scale would be flushed to 0, and 0 / 0 stored.
+  # A subnormal scale would be flushed to 0, and 0 / 0 would be stored.
   min_normal = jnp.finfo(jnp.float32).tiny
   scale = jnp.maximum(largest / _LARGEST[dtype], min_normal)
   scale = jnp.where(largest > 0, scale, jnp.float32(1))

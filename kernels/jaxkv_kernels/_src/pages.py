@@ -95,7 +95,7 @@ def gather_pages(
   total, kv_heads, _, dim = pages.shape
   ids = page_table + jnp.asarray(page_offset, jnp.int32)
   # An id is also checked without the offset, which would turn -1 into a page of
-  # the layer before. Page N reads as zeros; a negative index would wrap.
+  # the previous layer. Page N reads as zeros; a negative index would wrap.
   fits = (page_table >= 0) & (page_table < total) & (ids >= 0)
   tiles = load(
     pages.at[jnp.where(fits, ids, total)].get(mode="fill", fill_value=0)

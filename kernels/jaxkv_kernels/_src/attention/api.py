@@ -39,8 +39,9 @@ def paged_decode(
   past a sequence's length and pages behind its window can hold anything,
   including NaN, and so can their scales. Page ids are clamped to the pool. So
   an unused table entry can be any number, but a used entry out of range reads
-  the wrong page. A sequence has no keys past position M * S - 1; windows and
-  ALiBi still count from the query's position.
+  the wrong page. If a sequence is longer than M * S tokens, its query sees no
+  keys past position M * S - 1, but windows and ALiBi still count from the
+  query's position.
 
   Args:
     q: [B, H, D], float32, bfloat16 or float16; H heads of D elements.
@@ -186,10 +187,10 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes causal attention of packed queries: prompts, chunks, tokens.
 
-  Rows `cu_q_lens[b]:cu_q_lens[b + 1]` of q are the queries of sequence b: the
-  last of its `kv_lens[b]` tokens. They are cut into tiles of at most 32
-  queries, so the work grows with T and B, not with B times the most queries of
-  a sequence. Otherwise like `paged_attention_padded`.
+  Rows `cu_q_lens[b]:cu_q_lens[b + 1]` of q are the queries of sequence b. They
+  belong to the last of its `kv_lens[b]` tokens. Queries are cut into tiles of
+  at most 32, so the work grows with T and B, not with B times the number of
+  queries of the longest run. Otherwise like `paged_attention_padded`.
 
   Args:
     q: [T, H, D], float32, bfloat16 or float16.

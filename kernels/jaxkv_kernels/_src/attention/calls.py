@@ -184,7 +184,7 @@ def _attend_rectangle(
 def _attend_by_tile(
   module: Backend, call: AttentionCall, query_tile: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Calls a backend that takes no query tiles with one tile at a time."""
+  """Calls a backend without `TAKES_QUERY_TILES` once for each tile."""
   q, counts = call.q, call.counts
 
   def attend_tile(index: jax.Array, results: Any) -> Any:
@@ -208,6 +208,6 @@ def _attend_by_tile(
     jnp.zeros_like(q, jnp.float32, shape=shape) - jnp.inf,
   )
   # Tiles past the longest row are not computed. XLA cannot unroll this loop,
-  # because its number of trips is not a constant.
+  # because its number of iterations is not a constant.
   tiles = (jnp.max(counts) + query_tile - 1) // query_tile
   return lax.fori_loop(jnp.zeros_like(tiles), tiles, attend_tile, results)

@@ -4,9 +4,9 @@ Samples of one prompt share its pages. A cluster is a set of rows that begin
 with the same pages; `shared_prefix` finds the clusters. One pass computes
 attention over the shared pages for all rows of a cluster. It treats their
 queries as heads of one sequence, and reads each key and value once. Another
-pass computes attention over the remaining pages of each row. Log-sum-exps merge
-the two (cascade inference; Ye et al. 2024, and Juravsky et al. 2024, section
-3).
+pass computes attention over the remaining pages of each row. The two results
+are merged, weighted by their log-sum-exps (cascade inference; Ye et al. 2024,
+and Juravsky et al. 2024, section 3).
 """
 
 import dataclasses
@@ -85,7 +85,8 @@ def cascade_decode(
     pairs = zip(suffix, prefix, strict=True)
     return merge_states(*(jnp.stack(pair) for pair in pairs))
 
-  # Only on a CPU is a branch cheaper than an empty pass and a merge.
+  # On a CPU, a branch costs less than an empty pass and a merge. On other
+  # platforms it costs more.
   if choose.platform(q, k_pages) == "cpu":
     out, lse = lax.cond(
       jnp.any(shared.tokens > 0), merge_prefix, lambda suffix: suffix, suffix
@@ -127,7 +128,7 @@ def _parts(
     return module.unsupported(platform, prefix_call) is None
 
   rows = size
-  # At one row the loop ends: `choose_backend` has accepted the H heads of q.
+  # The loop ends at one row, because `choose_backend` accepted q's H heads.
   while rows > 1 and not is_served(rows):
     rows = -(-rows // 2)
   parts = -(-size // rows)
@@ -184,9 +185,9 @@ def _prefix_states(
   out, lse = calls.decode_with(module, prefixes)
   out, lse = to_rows(out, 0), to_rows(lse, -jnp.inf)
   if row_slopes is not None:
-    # The pass computed ALiBi for queries at the end of the prefix. Each query
-    # is `own_tokens` further on, which adds the same number to all its logits
-    # over the prefix, so only `lse` changes.
+    # The pass computed ALiBi as if all queries were at the end of the prefix.
+    # A query is `own_tokens` further on, which adds the same number to all its
+    # logits over the prefix, so only `lse` changes.
     distance = shared.own_tokens.astype(jnp.float32)[:, None]
     lse = lse - row_slopes[None] * distance
   return out, lse

@@ -8,8 +8,8 @@
 
 The platform is taken from the first of these that exists: the device to which
 the arrays are committed, the device of the abstract mesh in use, jax's default
-device, the default backend. Tracing cannot know where `jit` will place a
-computation. So code that is compiled ahead of time for another platform, or
+device, the default backend. During a trace it is unknown where `jit` will place
+the computation. So code that is compiled ahead of time for another platform, or
 placed on another device, must name its backend, which implies the platform. If
 a named backend does not serve a call, the call fails; no other backend is
 tried. Outside of a trace, a backend for another platform is also an error.
@@ -130,7 +130,8 @@ def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
       first backend of the platform that takes plans; others ignore plans.
 
   Returns:
-    The pieces processed at once for each K/V head; None if it takes no plans.
+    The number of pieces processed at once for each K/V head; None if the
+    backend takes no plans.
 
   Raises:
     TypeError: `k_pages` has a dtype that is not supported.
@@ -179,7 +180,7 @@ def name_of(backend: Backend) -> str:
 
 
 def target(backend: str, *arrays: Any) -> str:
-  """Returns the platform of a call; a named backend implies it."""
+  """Returns the platform of a call, which a named backend implies."""
   platforms = _PLATFORMS.get(backend)
   return platform(*arrays) if platforms is None else platforms[0]
 
@@ -234,8 +235,8 @@ def _wrong_platform(backend: str, *arrays: Any) -> str | None:
   if platforms is None or current in platforms:
     return None
   # A traced function may be compiled for another platform than that of its
-  # arrays, even if all of them are constants. `jnp.zeros` returns a tracer if
-  # a trace is active.
+  # arrays, even if all of them are constants. So during a trace any backend is
+  # accepted. `jnp.zeros` returns a tracer if a trace is active.
   is_traced = any(isinstance(array, core.Tracer) for array in arrays)
   if is_traced or isinstance(jnp.zeros(()), core.Tracer):
     return None
@@ -254,6 +255,6 @@ def _load(name: str) -> Backend:
 
 @functools.cache
 def _report(operation: str, name: str, platform: str, reasons: str) -> None:
-  """Logs a choice; the cache makes it once for each distinct choice."""
+  """Logs a choice of backend, once for each distinct choice."""
   suffix = f" ({reasons})" if reasons else ""
   _logger.info("%s on %s: backend %s%s", operation, platform, name, suffix)

@@ -22,9 +22,9 @@ class DecodePlan(NamedTuple):
   Unit i has the keys `first[i] <= position < end[i]` of row `row[i]`. Row b has
   the units `begins[b] <= i < begins[b + 1]`, at least one. Its first unit
   begins at token 0, and its last unit has no end. So its units hold each token
-  once, for any length and window: for other lengths than those of `plan_decode`
-  units are less even, but results are correct. Units from `begins[B]` on are
-  idle; they have row 0 and no tokens.
+  once, for any length and window. With other lengths than those of
+  `plan_decode`, units are less equal, but results are correct. Units from
+  `begins[B]` on are idle; they have row 0 and no tokens.
 
   U is static. A unit begins at a multiple of `block`, an argument of
   `plan_decode`.
@@ -62,12 +62,12 @@ def plan_decode(
 
   Args:
     lengths: int32[B], tokens of each sequence, as for `paged_decode`.
-    workers: the number of pieces to aim at: cores that work at once, divided by
-      K, the number of K/V heads, if a core works on one head.
+    workers: the number of pieces to aim at, such as the number of cores. If a
+      core works on one K/V head at a time, divide by K, the number of heads.
     block: pieces begin at multiples of this number of tokens. If it is a
       multiple of the page size, a kernel can read whole pages.
     window: the window of the layers that use this plan, or None; tokens behind
-      it are not counted. In layers with another window pieces are less even.
+      it are not counted. In layers with another window pieces are less equal.
 
   Returns:
     The plan.
@@ -111,7 +111,8 @@ def _plan(
   pieces = jnp.maximum((blocks + share - 1) // share, 1)
   ends = jnp.cumsum(pieces, dtype=jnp.int32)
   begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
-  # B + workers units are enough: rounding up adds less than one to each row.
+  # B + workers units are enough: rounding up adds less than one unit to each
+  # row.
   unit = jnp.arange(batch + workers, dtype=jnp.int32)
   row = row_of(ends, unit)
   is_used = row < batch

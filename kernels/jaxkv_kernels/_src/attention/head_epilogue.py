@@ -1,6 +1,6 @@
 """Applies options that act on a whole head, outside of a kernel.
 
-The kernel itself then needs one factor for each head and a plain softmax.
+So the kernel itself needs only one factor for each head and a plain softmax.
 """
 
 import chex
@@ -30,7 +30,7 @@ def factors(options: CallOptions, heads: int, kv_heads: int) -> jax.Array:
 def finish(
   out: jax.Array, lse: jax.Array, is_query: jax.Array, options: CallOptions
 ) -> tuple[jax.Array, jax.Array]:
-  """Applies a `v_scale` for each head, and sinks.
+  """Applies sinks, and `v_scale` if it has one number for each head.
 
   Args:
     out: float32[*X, H, Dv], normalised, 0 for queries that see no key.

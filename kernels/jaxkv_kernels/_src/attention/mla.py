@@ -47,7 +47,8 @@ def mla_decode(
     pages: [N, 1, S, D], N pages of S tokens, in a dtype of `logical_dtype`.
     page_table: int32[B, M], each sequence's page ids in the order of tokens.
     lengths: int32[B], tokens of each sequence, including the query's token.
-    value_dim: Dv, the number of leading elements that are the value: 512.
+    value_dim: Dv, the number of leading elements that are the value, such as
+      512.
     options: `scale` is required: the scale of the heads before absorption, such
       as 1 / sqrt(128 + 64). `k_scale` scales the vectors, float32[1] or
       float32[N, 1, S]. Of the others, only `soft_cap` and `window` are allowed.

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# The largest logit so far, of a row that has seen no key: below all logits, but
-# finite, because -inf - -inf would be NaN.
+# The initial value of a row's largest logit: below all logits, but finite,
+# because -inf - -inf would be NaN.
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 # GPUs have an instruction for 2 ** x, so logits are in base 2.
@@ -42,7 +42,7 @@ def logits(
     return products * (factor * LOG2_E)
   result = products * factor
   if soft_cap is not None:
-    # tanh(x) = 1 - 2 / (1 + e^2x); the hardware's own tanh has 11 bits.
+    # tanh(x) = 1 - 2 / (1 + e^2x). The hardware's tanh has 11 correct bits.
     power = jnp.exp2(result * (2 * LOG2_E / soft_cap))
     result = soft_cap * (1 - 2 / (1 + power))
   if slopes is not None:

@@ -21,7 +21,7 @@ class AttentionOptions:
 
   A pytree, in which `soft_cap` is static and all other fields are leaves. A
   Python number in `scale` or `window` is a constant of the compiled program,
-  unless the options are an argument of your own `jit`, which traces it.
+  unless the options are an argument of your own `jit`, which traces the number.
 
   H is the number of query heads, and K that of key-value heads. The pools have
   N pages of S tokens. B rows have T queries each.
@@ -68,7 +68,7 @@ class AttentionOptions:
 
     Args:
       reason: the reason against them, for the message.
-      *names: of fields.
+      *names: names of fields.
     """
     for name in names:
       value = getattr(self, name)
@@ -169,7 +169,7 @@ def check_options(
   Does not check `tree_mask`, whose shape depends on the public function.
 
   Args:
-    options: of the caller.
+    options: the caller's options.
     q: [..., H, D], checked.
     k_pages: [N, K, S, D], checked.
     v_pages: [N, K, S, Dv], checked.

@@ -1,4 +1,4 @@
-"""Cuts packed queries into tiles, the rows of a rectangle, and back."""
+"""Cuts packed queries into tiles, and packs the results of tiles."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,8 @@ class QueryTiles(NamedTuple):
     starts: the position of each tile's first query in its sequence.
     counts: the number of queries of each tile.
     run_starts: the position of the first query of each tile's sequence.
-    source: for each column of a tile, the row in the packed array; T if padded.
+    source: for each column of a tile, the row in the packed array; T for
+      padding.
     flat: for each packed row, tile * size + column; Z * size for padding.
   """
 
@@ -58,7 +59,7 @@ def row_of(ends: jax.Array, items: jax.Array) -> jax.Array:
   Returns:
     int32[X]; B for an item past all rows.
   """
-  # Unrolled, it is one kernel; a loop would start several for each bit of B.
+  # An unrolled search is one kernel. A loop would start several for each step.
   row = jnp.searchsorted(ends, items, side="right", method="scan_unrolled")
   return row.astype(jnp.int32)
 
@@ -85,7 +86,7 @@ def tile_queries(
   """
   batch = kv_lens.shape[0]
   size = min(size, max_query_len, max(rows, 1))
-  # Enough tiles, since every sequence leaves less than one tile empty.
+  # These are enough, because each sequence leaves less than one tile empty.
   num = -(-rows // size) + batch - 1
   num = max(1, min(num, batch * -(-max_query_len // size), rows))
   runs = jnp.maximum(cu_q_lens[1:] - cu_q_lens[:-1], 0)
@@ -106,7 +107,8 @@ def tile_queries(
   row = jnp.arange(rows, dtype=jnp.int32)
   run = row_of(cu_q_lens[1:], row)
   offset = row - cu_q_lens[jnp.minimum(run, batch - 1)]
-  # A run's tiles are consecutive, so an offset in the run is one in its tiles.
+  # A run's tiles are consecutive, so an offset in the run is also an offset in
+  # its tiles.
   flat = begins[jnp.minimum(run, batch - 1)] * size + offset
   run_start = kv_lens[sequence] - runs[sequence]
   has_tile = (run < batch) & (offset >= 0) & (offset < max_query_len)

@@ -20,8 +20,8 @@ from jaxkv_kernels._src.attention.query_packing import row_of
 from jaxkv_kernels._src.formats import logical_dtype
 
 # Bytes of K and V that sharing must save in one layer's call to pay for the
-# second pass and the merge. For a CPU this was measured. For other platforms it
-# is what a GPU copies in 10 us at 4 TB/s.
+# second pass and the merge. For a CPU this number was measured. For other
+# platforms it is the number of bytes that a GPU copies in 10 us at 4 TB/s.
 _LEAST_SAVING = {"cpu": 2**20, "other": 40 * 2**20}
 
 
@@ -94,10 +94,10 @@ def plan_shared_prefix(
   """Finds the pages that rows share, and decides if reading them once pays.
 
   Call it once a step and pass the result to `cascade_decode` in every layer. A
-  cluster is a set of rows that share their first pages: all pages that they
-  have in common and that would be full without a row's last token. Rows of
-  length 0, or of more tokens than the table holds, are in no cluster. They are
-  decoded separately, and so are rows of a cluster past its first
+  cluster is a set of rows that share their first pages. They share the pages
+  that all of them begin with, up to the first page with a row's last token.
+  Rows of length 0, or of more tokens than the table holds, are in no cluster.
+  They are decoded separately, and so are rows of a cluster past its first
   `cluster_size`, which is slower but correct. If sharing saves fewer bytes than
   it costs, no cluster shares anything. If tables of this size can never save
   enough, the result is None: use `paged_decode`.
@@ -154,7 +154,8 @@ def plan_shared_prefix(
   batch, columns = page_table.shape
   page_size, itemsize = k_pages.shape[2], k_pages.dtype.itemsize
   platform = "cpu" if choose.platform(k_pages) == "cpu" else "other"
-  # `xla` reads as many blocks for each row as the longest row needs.
+  # `xla` works in lockstep: it reads as many blocks for each row as the longest
+  # row needs.
   name = (
     "xla" if platform == "cpu" else _backend_name(backend, k_pages, v_pages)
   )
@@ -221,7 +222,7 @@ def _find(
 ) -> SharedPrefix:
   batch, columns = page_table.shape
   # A row longer than its table attends to fewer tokens than its position says.
-  # `own_tokens` could not express both, so such a row is not split.
+  # `own_tokens` cannot express both numbers, so such a row is not split.
   is_active = (lengths > 0) & (lengths <= columns * page_size)
   if clusters is None:
     clusters = _cluster_by_first_page(page_table[:, 0], is_active, cluster_size)
@@ -230,7 +231,7 @@ def _find(
   is_member = members < batch
   prefix_table = tables[:, 0]
   matches = (tables == prefix_table[:, None]) | ~is_member[:, :, None]
-  # The product is 0 for the first page in which rows differ, and later ones.
+  # The product is 0 from the first page on in which rows differ.
   common = jnp.cumprod(jnp.all(matches, axis=1), axis=1, dtype=jnp.int32)
   # The page of a row's last token is not shared, so no row's suffix is empty.
   full_pages = lengths.at[members].get(mode="fill", fill_value=0) - 1
@@ -311,7 +312,7 @@ def _to_rows(members: jax.Array, values: jax.Array, batch: int) -> jax.Array:
 def _saved(
   lengths: jax.Array, tokens: jax.Array, shared: jax.Array, lockstep: bool
 ) -> jax.Array:
-  """Returns float32[], the number of reads of tokens that sharing saves.
+  """Returns float32[], the number of token reads that sharing saves.
 
   Args:
     lengths: int32[B].

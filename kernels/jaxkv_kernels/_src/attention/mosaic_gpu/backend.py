@@ -35,9 +35,11 @@ _ARCHITECTURE = 90
 _BLOCKS = 132
 # The same in an interpreter: enough that several streams share the units.
 _INTERPRETED_BLOCKS = 2
-# Units for each stream if contexts fill their tables. Fewer would be uneven.
+# Units for each stream if contexts fill their tables. With fewer, some streams
+# would get much more work than others.
 _UNITS_PER_STREAM = 4
-# Minimum tokens of a piece, in all and for each row, to be worth its output.
+# The minimum tokens of a piece, in all and for each of its query rows. Reading
+# fewer tokens would cost less than writing and merging the output.
 _MIN_TOKENS = 128
 _MIN_TOKENS_PER_ROW = 16
 # Bytes of shared memory of a block of threads, less those of barriers and sums.
@@ -164,7 +166,7 @@ def _static(
     k_stages=k_stages,
     v_stages=v_stages,
     blocks=_INTERPRETED_BLOCKS if options.interpret else _BLOCKS,
-    # All rows of a tile with one query see the same keys.
+    # A tile with one query needs no mask, because its rows see the same keys.
     causal=size > 1,
     soft_cap=options.soft_cap,
     alibi=options.alibi_slopes is not None,
@@ -174,7 +176,7 @@ def _static(
 
 
 def streams(dim: int) -> int:
-  """Returns how many streams a block of threads has registers for."""
+  """Returns the number of streams that fit a block of threads' registers."""
   return 2 if dim <= 128 else 1
 
 
@@ -250,7 +252,7 @@ def work_list(
   unit = Unit(
     sequence=sequence,
     tile=tile,
-    # A piece of a plan can lie behind the window or past the table: no tokens.
+    # A plan's piece that is behind the window or past the table has no tokens.
     first=jnp.where(first < end, first, 0),
     end=jnp.where(first < end, end, 0),
     position=tiles.position[tile],
@@ -274,11 +276,13 @@ def cuts(
   Returns:
     (the minimum number of blocks of a piece, the maximum pieces of a tile).
   """
-  # From shapes alone, so that a tile's pieces depend only on the keys it sees.
+  # Only shapes set the limits, so that a tile's pieces depend only on the keys
+  # that it sees.
   contexts, rows = tiles.q.shape[0] * static.kv_heads, tiles.q.shape[2]
   workers = static.blocks * static.streams
   max_pieces = -(-_UNITS_PER_STREAM * workers // contexts)
-  # A piece writes Y rows of float32, and the merge reads them.
+  # A piece writes Y rows of float32, and the merge reads them. So the minimum
+  # grows with Y.
   min_blocks = -(-max(_MIN_TOKENS, _MIN_TOKENS_PER_ROW * rows) // TOKENS)
   blocks = -(-capacity // TOKENS)
   return min_blocks, min(max_pieces, -(-blocks // min_blocks))

@@ -43,8 +43,9 @@ def swizzle(row: int) -> int:
 
 def min_rows(tokens: int, interpreted: bool) -> int:
   """Returns the minimum number of rows float32[tokens] of one copy."""
-  # Before jax 0.11 a copy has at least 128 bytes; only its first row is used.
-  # Rows past an array's end read as zeros, except in the interpreter.
+  # Before jax 0.11 a copy has at least 128 bytes, so it may copy several rows.
+  # Only the first is used. Rows past an array's end read as zeros, except in
+  # the interpreter, which therefore copies one row.
   return max(1, 32 // tokens) if _INDEXED and not interpreted else 1
 
 

@@ -168,7 +168,7 @@ def _kernel(static: GpuStatic, refs: Refs) -> None:
 def _each_unit(static: GpuStatic, refs: Refs, stream, work) -> jax.Array:
   """Calls `work(stream, head, unit, used)` for each unit of a stream.
 
-  `used` is the number of blocks in earlier units. Returns the blocks of all.
+  `used` is the number of blocks in earlier units. Returns the number in all.
   """
   # Both warpgroups of a stream count the same blocks, so they agree on stages.
   first = lax.axis_index("block") * static.streams + stream
@@ -207,7 +207,8 @@ def _copy(static: GpuStatic, refs: Refs, stream, head, unit, used) -> None:
   def body(block, _):
     base = (first_block(unit) + block) * TOKENS
     # Page ids are read before the wait, to hide the latency. Past a unit's end
-    # the last page is copied again: a barrier counts a fixed number of copies.
+    # the last page is copied again, because a barrier counts a fixed number of
+    # copies.
     ids = [
       refs.table[unit.sequence, jnp.minimum(quotient(base, size) + i, last)]
       for i in pieces
@@ -336,7 +337,7 @@ def _visible(static: GpuStatic, unit: Unit, base):
 
 
 def _in_tree(static: GpuStatic, masks, unit: Unit, base, layout):
-  """Returns a block's tree mask, int32, which is not 0 outside of the tree."""
+  """Returns a block's tree mask, int32, 0 only for hidden keys of the tree."""
   blocks = masks.shape[1]
   index = quotient(base, TOKENS) - unit.tree
   outside = jnp.where((index < 0) | (index >= blocks), 1, 0)
@@ -353,7 +354,8 @@ def _clear_unused(
 ) -> None:
   """Writes zeros over the values of a block that no row of the unit sees."""
   # 0 * NaN is NaN, so a weight of zero would not exclude a value. Integers have
-  # no NaN. Only outer blocks of a unit, and those of a tree, have such values.
+  # no NaN. Only the first and last block of a unit, and blocks of a tree, have
+  # values that no row sees.
   if jnp.issubdtype(refs.v.pages.dtype, jnp.integer):
     return
   has_unused = (base < unit.first) | (base + TOKENS > unit.end)

@@ -1,9 +1,9 @@
 """Blocks of 8-bit numbers in the Hopper kernel.
 
-Pages are copied as 8-bit numbers, half the bytes. A block is then widened in
-registers to the format of the queries, in which every 8-bit number is exact,
-and its stage of the ring becomes free. Scales of tokens are copied with the
-pages, and multiply logits and weights in float32.
+Pages are copied as 8-bit numbers, which halves the bytes. A block is then
+widened in registers to the format of the queries, in which every 8-bit number
+is exact, and its stage of the ring becomes free. Scales of tokens are copied
+with the pages. They multiply logits and weights in float32.
 """
 
 from typing import Any
@@ -22,7 +22,8 @@ from jaxkv_kernels._src.attention.mosaic_gpu.work import GpuStatic
 from jaxkv_kernels._src.attention.mosaic_gpu.work import Side
 
 # The lower bound of a row's divisor, so that a row of zeros is not divided by
-# zero. In float16 no fraction of a row's largest value is nearly as small.
+# zero. A row whose weights are smaller adds less to a float16 output than the
+# smallest number of that format, 2**-24.
 _MIN_DIVISOR = 2.0**-60
 
 
@@ -83,12 +84,14 @@ def scaled_weights(
 
   Args:
     weights: float32[Y, A].
-    mask: bool[Y, A], True for keys that a row sees; other scales can be NaN.
+    mask: bool[Y, A], True for keys that a row sees. Scales of other keys can be
+      NaN.
     factors: float32[A], the scales of values; or None.
     dtype: the format of the product with values, bfloat16 or float16.
 
   Returns:
-    (weights float32[Y, A]; float32[Y], by which to multiply sums; or None).
+    (weights, float32[Y, A]; the factor by which the caller must multiply the
+    sums of each row, float32[Y], or None for no factor).
   """
   if factors is None:
     return weights, None

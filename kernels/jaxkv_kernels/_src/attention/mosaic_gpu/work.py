@@ -30,7 +30,7 @@ class Unit(NamedTuple):
     first: the position of the first token of the piece.
     end: one past the last token of the piece.
     position: the position of the tile's first query.
-    window: as in `CallOptions`; larger than any context if there is none.
+    window: as in `CallOptions`; for None a number larger than any context.
     tree: the block in which the sequence's tree begins.
     result: the index of the unit's result, 0..O-1.
   """
@@ -158,7 +158,7 @@ def num_blocks(unit: Unit) -> jax.Array:
 def stage_of(
   ring: Any, stream: jax.Array, used: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the stage of block `used`: its index in the ring, in all rings."""
+  """Returns the stage of block `used`, and the index of its barriers."""
   stages = ring.shape[1]
   stage = remainder(used, stages)
   return stage, stream * stages + stage

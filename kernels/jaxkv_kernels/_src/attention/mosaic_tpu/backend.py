@@ -16,13 +16,13 @@ from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import CallOptions
 
 # Query rows of a tile: the matrix unit takes 128 at once. A multiple of 16 rows
-# fills whole sublanes, also if a sublane holds two 16-bit rows.
+# fills whole sublanes, even if a sublane holds two 16-bit rows.
 _ROWS, _MULTIPLE = 128, 16
 # Lanes of a vector register. An array [Y, 1] takes the memory of [Y, 128].
 _LANES = 128
 # Tokens of a block, if its pages fit in memory.
 _TOKENS = 256
-# The maximum number of bytes of the ring. The smallest memory has 64 MiB (v7x).
+# The maximum number of bytes of the ring. The smallest VMEM has 64 MiB (v7x).
 _RING_BYTES = 24 * 2**20
 
 _FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
@@ -131,8 +131,8 @@ def _token_scales(
 ) -> dict[str, jax.Array]:
   """Returns scales of tokens, as float32[B, J, K, A] for J blocks of a row.
 
-  They have 8 * K bytes for each token that the page table can hold. If the
-  table is long and the pool is small, that is more than the pool.
+  For each token that the page table can hold, they take 8 * K bytes. If the
+  table is long and the pool is small, they take more memory than the pool.
   """
   # Gathered outside of the kernel, because its copies cannot write into part of
   # a row of 128 numbers.

@@ -29,7 +29,7 @@ from jaxkv_kernels._src.attention.online_softmax import LOWEST
 # F, stages of the ring. With two stages, one block is copied while another is
 # used. A third hides the latency of short blocks.
 BUFFERS = 3
-# Bytes that the compiler can use. The smallest memory has 64 MiB (v7x).
+# Bytes of VMEM that the compiler can use. The smallest VMEM has 64 MiB (v7x).
 MEMORY_BYTES = 48 * 2**20
 
 # For block indices: in 64-bit mode a Python 0 is an int64, which TPUs lack.
@@ -221,7 +221,8 @@ def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
     _copies(static, blocks, block, slot, inputs, scratch, lambda c: c.start())
 
   # The ring holds `BUFFERS` blocks. After each of its last blocks, the previous
-  # step fetched one block of this step; this loop fetches the other ones.
+  # step fetched a block of this step. This loop fetches the blocks that are
+  # missing to fill the ring.
   @pl.loop(0, jnp.clip(BUFFERS - previous_step.num, 0, step.num))
   def _(block):
     fetch(step, block, stage(block))
@@ -324,7 +325,8 @@ def _absorb(static: TpuStatic, row, block, slot, inputs, out, scratch) -> None:
     logits = logits + inputs["slopes"][...] * distance[None]
   logits = jnp.where(mask, logits, -jnp.inf)
   old_top = scratch["top"][...]
-  # Finite: a block in which a row sees no key must not change a bit of the row.
+  # `top` is finite, so a block in which a row sees no key changes no bit of the
+  # row.
   top = jnp.maximum(old_top, jnp.max(logits, axis=2, keepdims=True))
   shrink = jnp.exp(old_top - top)
   weights = jnp.exp(logits - top)
@@ -349,7 +351,8 @@ def _in_tree(block, tree):
 
 def _hidden(mask):
   """Returns bool[1, A, 1], True for tokens that no row of `mask` sees."""
-  # A product with ones moves the A tokens from lanes to sublanes, as in values.
+  # A product with ones moves the A tokens from lanes to sublanes, where the
+  # tokens of values are.
   ones = jnp.ones((mask.shape[0], 128), jnp.float32)
   mask = mask.astype(jnp.int32).astype(jnp.float32)
   rows = lax.dot_general(
@@ -364,7 +367,7 @@ def _hidden(mask):
 def _values(base, first, end, ref, is_hidden):
   """Returns a block's values, with zeros for those that no row sees."""
   values = ref[...]
-  # 0 * NaN is NaN, so a weight of zero would not exclude it. int8 has no NaN.
+  # 0 * NaN is NaN, so a weight of 0 would not exclude a NaN. int8 has no NaN.
   if values.dtype == jnp.int8:
     return values
   position = base + lax.broadcasted_iota(jnp.int32, values.shape, 1)

@@ -160,7 +160,7 @@ def _sizes(call: AttentionCall) -> Sizes:
   programs = batch * kv_heads * tiles
   has_idle_cores = programs < _PROGRAMS
   part_bytes = batch * columns * heads * value_dim * 4
-  # Splits that make the work even, in case enough programs fill the cores.
+  # Even if enough programs fill the cores, splits make their work more even.
   extra_splits = min(-(-capacity // _MAX_TOKENS), _PART_BYTES // part_bytes)
   splits = max(-(-_PROGRAMS // programs), extra_splits)
   splits = min(splits, _MAX_SPLITS, -(-capacity // block))
@@ -198,7 +198,8 @@ def _block(
   if latent:
     # A latent vector can take the space of a key and a value, as it is both.
     return max(2 * _BLOCK_BYTES // (size * dtype.itemsize), 16)
-  # 8-bit numbers are widened in registers, of which many rows leave few.
+  # 8-bit numbers are widened in registers. With many rows, few registers are
+  # free for that.
   has_few_rows = rows == _MIN_ROWS
   width = max(pool_dtype.itemsize, dtype.itemsize // (2 if has_few_rows else 1))
   limit = _MAX_BLOCK if has_few_rows else _MAX_BLOCK // 2

@@ -12,7 +12,8 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-# The warning appears when a program lowers a kernel; its user cannot act on it.
+# The user of a program would see the warning when a kernel is lowered, but can
+# do nothing about it.
 warnings.filterwarnings(
   "ignore",
   message="The Pallas Triton backend is deprecated",

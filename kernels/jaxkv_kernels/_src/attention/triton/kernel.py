@@ -36,9 +36,10 @@ class Sizes:
     page_size: S.
     capacity: M * S, tokens of a row of the page table.
     rows: Y, query rows of a program, a power of two.
-    tiles: programs that divide the T * H / K query rows of a K/V head.
+    tiles: the number of programs that share the T * H / K query rows of a K/V
+      head.
     block: A, tokens of a step, a power of two.
-    splits: programs that divide the keys of a query row.
+    splits: the number of programs that share the keys of a query row.
     min_blocks: the minimum number of blocks of a program, unless fewer remain.
     dtype: the format that the tensor cores multiply.
   """
@@ -155,7 +156,8 @@ class _Rows:
 
 def _rows(refs, sizes: Sizes) -> _Rows:
   """Returns the rows of this program."""
-  # Tiles of a row vary fastest, so that an L2 cache serves their common keys.
+  # The tile varies fastest over programs, so that an L2 cache serves the keys
+  # that the tiles of a row share.
   program = pl.program_id(0)
   head_index = _divide(program, sizes.tiles)
   tile = program - head_index * sizes.tiles

@@ -1,7 +1,7 @@
 """Merges the results of units of work, as one small Pallas-Triton kernel.
 
-Only the run time knows the number of pieces, so XLA would need a loop, with at
-least one kernel for each step. Here each program merges one query row, and
+The number of pieces is known only at run time, so XLA would need a loop, with
+at least one kernel for each step. Here each program merges one query row, and
 reads only the pieces that exist.
 """
 
@@ -39,7 +39,8 @@ def merge_pieces(
   softmaxes. A NaN in a piece does not affect other tiles.
 
   Args:
-    out: float32[O, K, >=Y, Dv], results; unwritten ones can be anything.
+    out: float32[O, K, >=Y, Dv], results of pieces; unwritten results can hold
+      anything.
     totals: float32[O, K, 2, >=Y], `top` and `total` of `online_softmax`.
     begins: int32[Z + 1]; tile z has `begins[z + 1] - begins[z]` pieces.
     max_pieces: the maximum number of pieces of a tile. The results of tile z

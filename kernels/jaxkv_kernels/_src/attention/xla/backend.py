@@ -59,7 +59,8 @@ class _Block(NamedTuple):
   Attributes:
     positions: positions of the tokens, which are the same in all sequences.
     keys: keys, not yet multiplied by `k_scale`.
-    values: values, not yet multiplied; zeros for tokens that no query sees.
+    values: values, not yet multiplied by `v_scale`; zeros for tokens that no
+      query sees.
     k_scale: factors of the keys, or None.
     v_scale: factors of the values, or None.
   """
@@ -124,7 +125,7 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
     ids = lax.dynamic_slice_in_dim(
       table, index * pages_per_block, pages_per_block, axis=1
     )
-    # The gather below promises ids in range; unused entries may be any number.
+    # Unused entries may be any number, but the gather promises ids in range.
     ids = jnp.clip(ids + options.page_offset, 0, total_pages - 1)
     key_positions = index * block + jnp.arange(block, dtype=jnp.int32)
     mask = _mask(key_positions, reach, options)  # bool[B, T, A]
@@ -196,7 +197,8 @@ def _apply_by_tile(
       function(*tile),
     )
 
-  # One compiled body serves any number of tiles, so bits do not depend on it.
+  # One compiled body serves any number of tiles, so results do not depend on
+  # that number.
   return lax.fori_loop(jnp.zeros_like(end), end, body, out)
 
 
@@ -242,7 +244,8 @@ def _gather(
   """Gathers pages `ids` int32[B, X], in range; `is_used` is bool[B, A]."""
   options, page_size = call.options, call.k_pages.shape[2]
   keys = _read(call.k_pages, ids)
-  # A slice of the gathered latents, as a second gather would read them again.
+  # The values are a slice of the gathered latents, because a second gather
+  # would read the latents again.
   if options.value_dim is not None:
     values = keys[..., : options.value_dim]
   else:
