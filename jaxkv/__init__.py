@@ -7,7 +7,7 @@ or `shard_map`. A verb returns a new state, and the old state stays usable.
 |---|---|
 | `init` | creates an empty cache |
 | `match` | finds the longest cached prefix of each sequence |
-| `admit` | puts sequences into slots, on top of their cached prefixes |
+| `admit` | starts sequences in empty slots, after their cached prefixes |
 | `allocate` | makes room for more tokens |
 | `commit` | declares tokens final: advances lengths, publishes full pages |
 | `fork` | copies a sequence to other slots, which share its full pages |
@@ -15,7 +15,7 @@ or `shard_map`. A verb returns a new state, and the old state stays usable.
 | `truncate` | rolls sequences back |
 | `free` | releases sequences, tail page first |
 | `pin`, `touch` | protect prefixes or single pages from eviction |
-| `unpin` | ends this protection |
+| `unpin` | ends the protection by `pin` and `touch` |
 | `evict` | removes pages from the prefix index |
 | `new_epoch` | makes cached pages unreachable when the weights change |
 | `reset_prefix_cache` | empties the prefix index if no page is held |
@@ -24,8 +24,8 @@ or `shard_map`. A verb returns a new state, and the old state stays usable.
 | `check_invariants` | tests the state's invariants, on the device |
 | `check` | raises if an invariant is broken or a call failed, on the host |
 | `clear_error` | clears a recorded failure |
-| `salt` | makes a salt, which keeps the prefixes of tenants apart |
-| `view` | makes the view of the state that calls of `jaxkv.kv` take |
+| `salt` | makes a salt; sequences with different salts share no pages |
+| `view` | makes a `jaxkv.kv.View`, which `jaxkv.kv.write` and `attend` take |
 
 `CacheConfig` has the static sizes and options, `CacheState` is the state, and
 `check` raises `CacheError`.
@@ -43,17 +43,18 @@ that order. If a verb has exceptions to this rule, its docstring names them.
 Guarantees:
 
 - Cached pages are evicted in exact LRU order: the page that was released first
-  is evicted first. A sequence releases its tail before its prefix.
-  `CacheConfig.free_policy` says when pages that are not cached are reused.
+  is evicted first. A sequence releases its last page first, so its prefix is
+  evicted last. `CacheConfig.free_policy` says when pages that are not cached
+  are reused.
 - There are no false hits. A page is a hit only if its stored tokens equal the
   tokens looked up, and if its 128-bit key matches. The key is a hash of these
-  tokens and of the preceding page's key. For the first page, a hash of salt and
-  epoch replaces the preceding key. Hashes depend on a secret, `init(key=)`.
-  Without the secret, an attacker who chooses prompts and sees hits and keys
-  cannot construct two prefixes with the same key. The state has the secret, so
-  protect saved states.
-- The cost does not depend on the size of the pool. The verbs of a decode loop
-  never work on all pages, and the compiled loop copies no array of the pool.
+  tokens and of the preceding page's key. The first page has no preceding key;
+  its key depends on the salt and on the number of calls of `new_epoch`. All
+  keys depend on a secret, `init(key=)`. Without the secret, an attacker who
+  chooses prompts and sees hits and keys cannot construct two prefixes with the
+  same key. The state contains the secret, so protect saved states.
+- The cost does not depend on the size of the pool. No verb of a decode loop
+  visits all pages, and the compiled loop copies no array of the pool.
 - `fork` and `truncate` do not copy page contents. They return the copies that
   the caller must make: `kv = jaxkv.kv.copy(kv, *out.copies)`.
 
@@ -65,7 +66,7 @@ Kinds of groups (`notebooks/02_groups_windows_states`):
 | `SlidingWindow(window)` | the last `window` tokens |
 | `ChunkedLocal(chunk)` | earlier tokens of the same chunk |
 | `Recurrent` | a recurrent state; a page holds the state at the page's end |
-| `CrossAttention` | an encoder's tokens; its pages are never cached |
+| `CrossAttention` | an encoder's tokens; needs `prefix_caching=False` |
 | a subclass of `GroupKind` | your own rule |
 
 Every group has a separate page table, `state.page_table[:, g]`, and all groups
@@ -114,7 +115,7 @@ Terms:
 | term | meaning |
 |---|---|
 | page | memory for the K/V of `page_size` tokens, identified by its number |
-| null page | page 0, in columns that need no page; never read or written |
+| null page | page 0, which holds no tokens and fills unneeded columns |
 | pool | all pages, with the queue of free pages and the prefix index |
 | slot | a row of the cache that holds one sequence, or is empty |
 | sequence | the tokens of a slot |
@@ -141,8 +142,8 @@ Letters of array shapes:
 | S | tokens a page |
 | T | tokens |
 | P | whole pages in T tokens, T // S |
-| A | alignment: at every multiple of A tokens, all groups end a page |
-| W | items that one trip of a loop processes together |
+| A | alignment: the least common multiple of the groups' page sizes |
+| W | items that one iteration of a loop processes together |
 | C, Z, E | entries of the free queue, buckets of the index, events of the log |
 | L, H, K, D | layers, query heads, K/V heads, head size |
 | X | any other size |

@@ -89,10 +89,10 @@ def show(
 
   Each cell is a page with its number. The colour shows the page's kind: in use
   by one sequence, shared by several, pinned, free, or free but still cached. A
-  dot marks a page that is in use and cached: a new sequence can also hit it. A
-  slot shows the pages of its sequence in order, and the length in tokens. A bar
-  shows how much of the last page is filled. The free queue shows the free pages
-  in the order in which they will be popped.
+  dot marks a page that is in use and cached, so that a new sequence can also
+  hit it. A slot shows the pages of its sequence in order, and the length in
+  tokens. A bar shows how much of the last page is filled. The free queue shows
+  the free pages in the order in which they will be popped.
 
   The background is transparent. The figure does not belong to pyplot: a
   notebook displays it if it is the last expression of a cell, and
@@ -124,7 +124,7 @@ def show(
       f"{state.config.num_pages}; use jaxkv.usage and jaxkv.stats for large "
       "pools."
     )
-  # Notebooks display figures only if pyplot was imported. Nothing else uses it.
+  # Notebooks display figures only if pyplot was imported.
   extra_package(
     "matplotlib.pyplot", install="jaxkv[plots]", task="To draw a cache"
   )
@@ -197,7 +197,7 @@ def _draw_slots(picture: _Picture, state: CacheState, kinds: list[str]) -> None:
   if config.num_groups > 1:
     picture.left = _GROUPS_LEFT
   slots = range(config.num_slots)
-  # A picture has at most _MAX_ROWS slots, so with more, empty ones are omitted.
+  # Of more than _MAX_ROWS slots, only the first _MAX_ROWS in use are drawn.
   if config.num_slots > _MAX_ROWS:
     slots = np.flatnonzero(num_pages.max(axis=1) > 0).tolist()[:_MAX_ROWS]
   for slot in slots:
@@ -239,7 +239,8 @@ def _draw_row(
   count = int(state.num_pages[slot, group])
   for column, page in enumerate(pages[:count].tolist()):
     filled = 1.0
-    # Pages of states and encoders do not fill token by token: no bar is drawn.
+    # Pages of states and encoders do not fill token by token, so they get no
+    # bar.
     if not (kind.holds_states or kind.holds_encoder):
       filled = min(1.0, max(0.0, length / size - column))
     picture.cells.append(
@@ -344,7 +345,7 @@ def _render(picture: _Picture, ax: "Axes | None") -> "Figure":
   figure = ax.get_figure(root=True)
   assert figure is not None
   box = ax.get_window_extent()
-  # The height of a cell in points: the sizes of texts and dots are relative.
+  # The height of a cell in points, by which sizes of texts and dots are scaled.
   points = 72 / figure.dpi * min(box.width / width, box.height / height)
 
   # One collection, because matplotlib draws thousands of artists slowly.
