@@ -79,7 +79,7 @@ def published_of(
   prompt_length: Any,
   boundary: Any,
 ) -> Any:
-  """Finds the pages to publish in groups of one kind, as `published`."""
+  """Selects the pages to publish in groups of one kind, as `published`."""
   ends = ()
   if prompt_length is not None and boundary is not None:
     ends = tuple(
