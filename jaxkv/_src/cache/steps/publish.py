@@ -103,7 +103,7 @@ def publish(
   state: CacheState,
   rows: SlotRows,
   tokens: Array,
-  counts: Array,
+  num_tokens: Array,
   first: Array | None = None,
   keys: Array | None = None,
 ) -> tuple[CacheState, Array]:
@@ -113,7 +113,7 @@ def publish(
     state: the cache.
     rows: the slots, distinct for rows with new tokens.
     tokens: int32[R, T].
-    counts: int32[R], 0 .. T, the number of new tokens of each row.
+    num_tokens: int32[R], 0 .. T, the number of new tokens of each row.
     first: int32[R, G], the first column without a key, for slots of length 0
       whose new tokens begin with cached pages. None to compute it from the
       length.
@@ -123,14 +123,14 @@ def publish(
   Returns:
     The cache, and int32[R]: the number of published pages.
   """
-  chex.assert_shape(tokens, (counts.shape[0], None))
-  chex.assert_equal_shape([counts, rows.slots])
+  chex.assert_shape(tokens, (num_tokens.shape[0], None))
+  chex.assert_equal_shape([num_tokens, rows.slots])
   config, hashes, secret = state.config, state.hashes, state.secret
-  before, counting = rows.read(state.length), counts > 0
-  after = before + counts
+  before, counting = rows.read(state.length), num_tokens > 0
+  after = before + num_tokens
   length = rows.write(state.length, counting, after)
   state = dataclasses.replace(state, length=length)
-  zeros = sharding.zeros_like(counts)
+  zeros = sharding.zeros_like(num_tokens)
   if hashes is None or secret is None:
     return state, zeros
   num_aligned = elementwise.quotient(before, config.alignment)
@@ -157,9 +157,11 @@ def publish(
       num_published=zeros,
       num_merged=zeros[0],
     ),
-    window=min(counts.shape[0], ROWS_AT_ONCE),
+    window=min(num_tokens.shape[0], ROWS_AT_ONCE),
   )
-  tail = rows.write(hashes.tail, counting, _new_tail(config, stream, counts))
+  tail = rows.write(
+    hashes.tail, counting, _new_tail(config, stream, num_tokens)
+  )
   state = dataclasses.replace(
     state,
     page_table=done.page_table,
@@ -356,13 +358,13 @@ def _page_tokens(
   return page_tokens.reshape(row.shape[0], -1)
 
 
-def _new_tail(config: CacheConfig, stream: _Stream, counts: Array) -> Array:
+def _new_tail(config: CacheConfig, stream: _Stream, num_tokens: Array) -> Array:
   """Returns int32[R, A]: the tokens after the last multiple of A tokens."""
   column = jnp.arange(config.alignment, dtype=jnp.int32)[None, :]
   completed = stream.num_completed * config.alignment - stream.tail_length
   new = column + completed[:, None]
-  rows = jnp.arange(counts.shape[0], dtype=jnp.int32)[:, None]
-  is_new = (new >= 0) & (new < counts[:, None])
+  rows = jnp.arange(num_tokens.shape[0], dtype=jnp.int32)[:, None]
+  is_new = (new >= 0) & (new < num_tokens[:, None])
   return jnp.where(is_new, indexing.take(stream.tokens, rows, new), stream.tail)
 
 
