@@ -2,7 +2,7 @@
 
 Token t is bit t % 32 of word t // 32, where bit 0 is the least significant. The
 bits beyond the last token are 0. Other libraries for guided decoding use the
-same order with int32 words; `words.view(jnp.uint32)` converts them.
+same order with int32 words, which `words.view(jnp.uint32)` converts.
 """
 
 import chex
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 BITS = 32
-"""Bits of a word."""
+"""The number of bits of a word."""
 
 
 def num_words(vocab_size: int) -> int:
@@ -36,8 +36,8 @@ def mask_logits(logits: Array, bits: Array) -> Array:
   *lead, size = logits.shape
   chex.assert_shape(bits, (*lead, num_words(size)))
   chex.assert_type(bits, jnp.uint32)
-  # An AND with 32 single-bit words expands each word elementwise, without a
-  # gather of each token's word, which would read V indices a row.
+  # An AND with 32 single-bit words expands each word elementwise. A gather of
+  # each token's word would read V indices per row.
   places = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)
   places = places.reshape(*(1,) * bits.ndim, BITS)
   ones = (bits[..., None] & places) != jnp.uint32(0)

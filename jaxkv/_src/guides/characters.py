@@ -11,10 +11,10 @@ LAST = 0x10FFFF
 """The last code point of Unicode."""
 
 Ranges = Iterable[tuple[int, int]]
-"""Ranges of code points: the first and the last of each, both included."""
+"""Ranges of code points, as pairs of the first and the last, inclusive."""
 
-# In each range all characters have UTF-8 of the same length. The gap excludes
-# surrogates, which are not characters and have no UTF-8.
+# All characters of a range have UTF-8 encodings of the same length. The gap
+# excludes surrogates, which are not characters and have no UTF-8 encoding.
 _LENGTHS = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF))
 _LENGTHS += ((0x10000, LAST),)
 _TAIL_LOW, _TAIL_HIGH = 0x80, 0xBF
@@ -42,14 +42,15 @@ def others(ranges: Ranges, last: int = LAST) -> list[tuple[int, int]]:
 
 
 def _byte_strings(low: bytes, high: bytes) -> list[Grammar]:
-  """Returns the UTF-8 strings from `low` to `high`, of equal length."""
+  """Returns the UTF-8 strings `low` .. `high`, which have equal lengths."""
   if len(low) == 1:
     return [byte_range(low[0], high[0])]
   size = len(low) - 1
   tail_low, tail_high = bytes([_TAIL_LOW]) * size, bytes([_TAIL_HIGH]) * size
   if low[0] == high[0]:
     return _with_first_byte(low[0], low[1:], high[1:])
-  # Only the lowest and the highest first byte restrict the bytes after them.
+  # Any tail can follow a first byte, unless it is the lowest or the highest
+  # one.
   parts, begin, end = [], low[0], high[0]
   if low[1:] != tail_low:
     parts += _with_first_byte(begin, low[1:], tail_high)

@@ -28,7 +28,8 @@ MOST_STATES = 100_000
 class ByteDfa:
   """The minimal DFA of a set of byte strings.
 
-  State 1 is the start. State 0 is dead: it leads to no accepting state.
+  State 1 is the start. State 0 is the dead state, from which no accepting state
+  can be reached.
 
   Attributes:
     next: the state after a state and a byte.  # int32[S, 256]
@@ -50,7 +51,7 @@ class ByteDfa:
     return None if longest >= 2**30 else int(longest)
 
   def matches(self, text: str | bytes) -> bool:
-    """True if the DFA accepts a string; a `str` is encoded as UTF-8."""
+    """Returns True if the DFA accepts a string, in UTF-8 if it is a `str`."""
     state = START
     for byte in text.encode() if isinstance(text, str) else text:
       state = self.next[state, byte]
@@ -77,7 +78,7 @@ def compile_grammar(grammar: Grammar) -> ByteDfa:
     raise ValueError(
       "`grammar` must match some text, got one that matches nothing."
     )
-  # One column for each byte, so the device needs no look-up of byte classes.
+  # The table has a column for each byte, so that the device looks up no classes.
   return ByteDfa(next=table[:, classes], accepts=accepts)
 
 
@@ -88,7 +89,8 @@ def _byte_classes(nfa: Nfa) -> tuple[np.ndarray, dict[int, list[int]]]:
     The class of each byte, int[256], and the classes in each byte set.
   """
   masks = sorted({mask for edges in nfa.byte_edges for mask, _ in edges})
-  # The extra column stays False: without edges the matrix would be empty.
+  # The extra column stays False. Without it, an NFA that has no edges would
+  # give an empty matrix.
   members = np.zeros((256, len(masks) + 1), bool)
   for column, mask in enumerate(masks):
     bits = np.frombuffer(mask.to_bytes(32, "little"), np.uint8)
@@ -111,7 +113,8 @@ def _determinize(
     The class of each byte, int[256]; the state after each state and byte class,
     int32[S, C]; True for accepting states, bool[S]. The start is state 0.
   """
-  # Bytes of one class lead to the same states, so C columns replace 256.
+  # Bytes of one class lead to the same states, so the table needs only a column
+  # for each of the C classes.
   classes, classes_of_mask = _byte_classes(nfa)
   closure = nfa.closure(final)
   numbers = {closure(0): 0}
@@ -127,7 +130,7 @@ def _determinize(
       row[byte_class] = numbers[subset]
     rows.append(row)
     check_size(len(numbers), MOST_STATES, "states")
-  # The last state is dead: all pairs without an edge lead to it.
+  # The last state is the dead state, to which all pairs without an edge lead.
   table = np.full((len(rows) + 1, int(classes.max()) + 1), len(rows), np.int32)
   for state, row in enumerate(rows):
     table[state, [*row]] = [*row.values()]

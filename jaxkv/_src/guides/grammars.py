@@ -33,14 +33,14 @@ class ByteSet(Grammar):
 
 @dataclasses.dataclass(frozen=True)
 class Chain(Grammar):
-  """A concatenation of parts; the empty string if there are none."""
+  """A concatenation of parts, or the empty string if there are no parts."""
 
   parts: tuple[Grammar, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice(Grammar):
-  """A union of parts; the empty set if there are none."""
+  """A union of parts, or the empty set if there are no parts."""
 
   parts: tuple[Grammar, ...]
 
@@ -66,7 +66,7 @@ def byte_range(low: int, high: int) -> ByteSet:
 
 
 def literal(text: str | bytes) -> Grammar:
-  """Returns the set of one string; a `str` is encoded as UTF-8."""
+  """Returns the set of one string, in UTF-8 if it is a `str`."""
   data = text.encode() if isinstance(text, str) else text
   return Chain(tuple(ByteSet(1 << byte) for byte in data))
 

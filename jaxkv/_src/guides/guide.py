@@ -29,18 +29,18 @@ from jaxkv._src.guides.token_masks import TokenMasks
 from jaxkv._src.guides.token_masks import token_masks
 
 AnyGrammar = str | bytes | Grammar | None
-"""A regular expression or another grammar; None allows every token."""
+"""A regular expression or another grammar, or None to allow every token."""
 
 NO_LIMIT = UNREACHABLE
 """A token limit above the length of any sequence."""
 
 
 class GuideState(NamedTuple):
-  """The state of each sequence in its grammar, carried by the loop.
+  """The state of each sequence in its grammar, which the rollout carries.
 
   Attributes:
-    state: the state of the DFA after the tokens so far.  # int32[Q]
-    limit: the most tokens of a turn, the stop token included.  # int32[Q]
+    state: the DFA's state after the tokens that `process` has read.  # int32[Q]
+    limit: the most tokens of a text, the stop token included.  # int32[Q]
   """
 
   state: Array
@@ -52,9 +52,9 @@ class GuideState(NamedTuple):
 class Guide:
   """N grammars compiled to tables of S states in total, over V tokens.
 
-  Pass a guide to a jitted function as an argument: if a function closes over
-  it, its tables become constants of the program. With
-  `init(user=guide.init(Q))`:
+  Pass a guide to a jitted function as an argument. If the function closed over
+  the guide, its tables would become constants of the program. A rollout made by
+  `init(user=guide.init(Q))` runs as:
 
     @jax.jit
     def run(params, guide, state):
@@ -68,10 +68,10 @@ class Guide:
     start: the start state of each grammar.  # int32[N]
     home: for each state, the start state of its grammar.  # int32[S]
     next: the state after a state and a byte.  # int32[S, 256]
-    distance: the fewest tokens that complete a text from each state, with the
-      stop token; 2**30 if none can.  # int32[S]
+    distance: the fewest tokens that complete a text from each state, the stop
+      token included; 2**30 if no tokens can.  # int32[S]
     first: for each state, its entry in `rows` for `distance` remaining tokens.
-      The next entries are for one token more each.  # int32[S]
+      Each next entry is for one more remaining token.  # int32[S]
     last: for each state, its last entry in `rows`, which is also for all larger
       numbers of remaining tokens.  # int32[S]
     rows: the row in `masks` of each entry.  # int32[X]
@@ -103,9 +103,9 @@ class Guide:
     Args:
       num_sequences: Q.
       grammars: int32[Q], each sequence's grammar; None if there is only one.
-      max_tokens: int32[] or int32[Q], the most tokens of a text, with the stop
-        token. All texts end within the limit: a token is allowed only if the
-        remaining tokens can complete the text. None for no limit.
+      max_tokens: int32[] or int32[Q], the most tokens of a text, the stop token
+        included. All texts end within the limit, because a token is allowed
+        only if the remaining tokens can complete the text. None for no limit.
 
     Raises:
       TypeError: `grammars` or `max_tokens` does not hold integers.
@@ -157,16 +157,17 @@ class Guide:
   ) -> tuple[Array, GuideState]:
     """Sets the logits of tokens that the grammar does not allow to -inf.
 
-    Call it once for each drawn token. The first token of a turn begins a new
-    text; later calls advance the state by the last token.
+    Call it before each token is drawn. The first call of a turn begins a new
+    text, where a turn is the tokens drawn after one prompt. Later calls advance
+    the state by the last token.
 
-    If a token was drawn from other logits, its text can leave the grammar. Then
+    A token that was drawn from other logits can lead out of the grammar. Then
     only the stop token is allowed. If too few tokens remain to complete a text,
     the allowed tokens are those on the shortest way to its end.
 
     Args:
       logits: floats [R, V].
-      rows: `counts` int32[R], the tokens drawn so far in this turn, and
+      rows: has `counts` int32[R], the tokens drawn so far in this turn, and
         `last_tokens` int32[R], each sequence's last token.
       user: the states of the R sequences.
 
@@ -188,10 +189,11 @@ class Guide:
         f"each of the guide's tokens, got {[*logits.shape]}; use `vocab_size` "
         "of token_bytes if a model has more columns than tokens."
       )
-    # The last token before a turn belongs to the prompt, not to the new text.
+    # At the first call of a turn `read` is not used, because the last token
+    # then belongs to the prompt.
     read = advance_states(self.next, self.tokens, user.state, rows.last_tokens)
-    # No byte leads to a state of another grammar. So the state gives the start
-    # of its grammar, and rows need no index of their grammar.
+    # No byte leads to a state of another grammar. So each state has one start,
+    # and rows need no index of their grammar.
     home = indexing.take(self.home, user.state)
     state = jnp.where(rows.counts == 0, home, read)
     bits = self.allowed(state, user.limit - rows.counts)
@@ -202,7 +204,7 @@ class Guide:
 
     Args:
       state: int32[R].
-      left: int32[R], the remaining tokens, with the stop token.
+      left: int32[R], the remaining tokens, the stop token included.
     """
     # With fewer tokens than `distance`, the text cannot end in time. The mask
     # of `distance` then allows the tokens on the shortest way to its end.
@@ -227,10 +229,10 @@ def guide(
     grammars: a regular expression, see `regex`, or another grammar, such as
       `json_schema`; or a list, from which `init` assigns one to each sequence.
       None in a list allows every token.
-    tokens: the bytes of V tokens; they are copied, so that a state with a guide
-      can be donated.
-    stop_token: the token that ends a text, or several such tokens. They are
-      allowed where the grammar lets a text end.
+    tokens: the bytes of V tokens. The guide has a copy, so that a state with a
+      guide can be donated.
+    stop_token: the token that ends a text, or several such tokens. A stop token
+      is allowed where the grammar lets a text end.
 
   Raises:
     TypeError: a grammar has a wrong type.
@@ -262,7 +264,7 @@ def guide(
 
 
 class _GrammarTables(NamedTuple):
-  """The tables of one grammar; state 1 is its start."""
+  """The tables of one grammar, whose start is state 1."""
 
   next: np.ndarray
   masks: TokenMasks
@@ -307,7 +309,7 @@ def _concatenate(parts: Sequence[_GrammarTables]) -> dict[str, Array]:
   sizes = np.array([len(part.next) for part in parts])
   first_states = np.cumsum(sizes) - sizes
   first_entries = np.cumsum([0, *(len(part.masks.rows) for part in parts)])
-  # Grammars share equal masks, such as that of the dead state.
+  # Equal masks of several grammars, such as the dead state's, are stored once.
   masks = np.concatenate([part.masks.masks for part in parts])
   numbering = Numbering()
   row_of_masks = np.array([numbering.of(mask) for mask in masks])

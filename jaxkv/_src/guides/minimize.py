@@ -19,20 +19,20 @@ def minimize(
   """Returns the minimal DFA that accepts the same strings.
 
   Args:
-    next: int32[S, C], the state after a state and a byte class; the start is
+    next: int32[S, C], the state after a state and a byte class. The start is
       state 0.
     accepts: bool[S], True for accepting states.
 
   Returns:
     `next` and `accepts` of the minimal DFA. State 0 is `DEAD`, state 1 is the
     start, and the others follow in breadth-first order. A DFA that accepts
-    nothing has the dead state only.
+    nothing has only the dead state.
   """
   shortest = shortest_accepted(next, accepts)
   live = shortest >= 0
   if not live[0]:
     return np.zeros((1, next.shape[1]), np.int32), np.zeros(1, bool)
-  # All dead states become state 0; the live ones are numbered from 1.
+  # All dead states become state 0, and live states are numbered from 1.
   new_number = np.where(live, np.cumsum(live), 0)
   table = np.zeros((int(live.sum()) + 1, next.shape[1]), np.int32)
   table[1:] = new_number[next[live]]
@@ -45,7 +45,7 @@ def minimize(
 
 
 def _refine(table: np.ndarray, origin: np.ndarray) -> np.ndarray:
-  """Returns the coarsest refinement that is closed under transitions."""
+  """Splits blocks until all states of a block lead to the same blocks."""
   # Random hashes of rows distinguish blocks quickly. Hashes can collide, so the
   # last iterations compare rows entry by entry.
   random = np.random.default_rng(0)
@@ -90,8 +90,8 @@ def _quotient(
 
 
 def shortest_accepted(next: np.ndarray, accepts: np.ndarray) -> np.ndarray:
-  """Returns the bytes of each state's shortest string, int[S]; -1 for none."""
-  # A breadth-first search backwards from the accepting states.
+  """Returns the byte length of each state's shortest string, -1 for none."""
+  # A breadth-first search, backwards from the accepting states.
   begin, end = _edges(next)
   order = np.argsort(end, kind="stable")
   begin, end = begin[order], end[order]
@@ -109,9 +109,10 @@ def shortest_accepted(next: np.ndarray, accepts: np.ndarray) -> np.ndarray:
 
 
 def longest_accepted(table: np.ndarray, ends: np.ndarray) -> np.ndarray:
-  """Returns the bytes of each state's longest accepted string, int[S].
+  """Returns the byte length of each state's longest string, int[S].
 
-  -1 for the dead state, 2**30 if the length is unbounded. Only state 0 is dead.
+  Returns -1 for state 0, which must be the only dead state, and 2**30 for a
+  state whose strings are unbounded.
   """
   begin, end = _edges(table)
   is_live = (begin != DEAD) & (end != DEAD)
@@ -121,8 +122,8 @@ def longest_accepted(table: np.ndarray, ends: np.ndarray) -> np.ndarray:
   first = np.searchsorted(end[order], np.arange(len(table) + 1))
   open_edges = np.bincount(begin, minlength=len(table))
   lengths = np.where(ends, 0, -1)
-  # States in reverse topological order. A state on a cycle, or on a path to
-  # one, never runs out of open edges, so its strings are unbounded.
+  # The queue holds states in reverse topological order. A state on a cycle, or
+  # on a path to a cycle, always has open edges, so its strings are unbounded.
   leaves = np.flatnonzero(open_edges == 0)
   queue = [state for state in leaves if state != DEAD]
   is_finite = np.zeros(len(table), bool)

@@ -48,8 +48,8 @@ class Nfa:
         start = self.add(part, start)
       return start
     if isinstance(grammar, Choice):
-      # Each part gets a separate start state. Otherwise a loop at the start of
-      # one part could lead into the other parts.
+      # Each part gets a start state of its own. Otherwise a loop at the start
+      # of one part could lead into the other parts.
       end = self.new_state()
       for part in grammar.parts:
         part_end = self.add(part, self._successor(start))
@@ -70,13 +70,14 @@ class Nfa:
     if grammar.least == 0:
       self.epsilon_edges[start].append(end)
     begin = state = start
-    # An unbounded repeat has at least one copy, to which its loop returns.
+    # An unbounded repeat needs at least one copy, because its loop returns
+    # there.
     copies = grammar.most
     if copies is None:
       copies = max(grammar.least, 1)
     for copy in range(copies):
-      # The item gets a separate begin state. Without it, a loop back to `state`
-      # could leave by other edges of that state.
+      # The item gets a state `begin` of its own, because a loop back to `state`
+      # could take other edges of `state`.
       begin = self._successor(state)
       state = self.add(grammar.item, begin)
       if copy + 1 >= grammar.least:

@@ -45,8 +45,8 @@ _MAX_REPEATS = 100_000
 def regex(pattern: str | bytes) -> Grammar:
   r"""Parses a regular expression that must match the whole text.
 
-  A `str` pattern matches characters, encoded as UTF-8; a `bytes` pattern
-  matches bytes, as in Python's `re`. The module's docstring lists the syntax.
+  A `str` pattern matches characters, which the grammar encodes as UTF-8. A
+  `bytes` pattern matches bytes. The module's docstring lists the syntax.
 
   Args:
     pattern: the expression.
@@ -75,7 +75,7 @@ def regex(pattern: str | bytes) -> Grammar:
 
 
 class _Parser:
-  """A recursive descent parser; bytes are read as characters 0 .. 255."""
+  """A recursive descent parser, which reads bytes as characters 0 .. 255."""
 
   def __init__(self, pattern: str | bytes):
     self._is_bytes = isinstance(pattern, bytes)
@@ -87,7 +87,7 @@ class _Parser:
     self._max_character = 255 if self._is_bytes else LAST
 
   def peek(self) -> str:
-    """Returns the next character without taking it; empty at the end."""
+    """Returns the next character without taking it, or "" at the end."""
     return self._text[self._position : self._position + 1]
 
   def fail(self, rule: str, remedy: str) -> NoReturn:
@@ -247,8 +247,8 @@ class _Parser:
       return _single(_CONTROLS[start])
     if start in _CODES and (start == "x" or not self._is_bytes):
       return _single(self._code(_CODES[start]))
-    # Other letters and digits are refused, so that a reference or an anchor
-    # never turns into a literal.
+    # Other letters and digits are refused, because a reference or an anchor
+    # must not turn into a literal.
     if not start or (start.isascii() and start.isalnum()):
       self._position -= len(start) + 1
       self.fail(

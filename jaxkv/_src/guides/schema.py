@@ -12,8 +12,8 @@
 | `format`                                         | date, date-time, uuid     |
 | `title`, `description`, `default` and the like   | ignored                   |
 
-Any other keyword is refused: the grammar would not enforce it, so a generated
-text could violate it.
+Any other keyword is refused, because the grammar would not enforce it and a
+generated text could violate it.
 """
 
 import json
@@ -96,9 +96,9 @@ def json_schema(schema: Schema | str, *, whitespace: str = "[ ]?") -> Grammar:
 class _Reducer:
   """Checks a schema and reduces it to keywords that outlines_core expresses.
 
-  outlines_core ignores keywords that it does not know. Of some pairs, such as
-  `pattern` and `maxLength`, it ignores one. So the schema is rebuilt from the
-  keywords that are checked here.
+  outlines_core ignores unknown keywords, and one of some pairs of keywords,
+  such as `pattern` and `maxLength`. So the schema is rebuilt from the keywords
+  that are checked here.
   """
 
   def __init__(self, root: Schema):
@@ -109,7 +109,7 @@ class _Reducer:
 
     Args:
       schema: a schema or a part of one.
-      path: of the part, for messages.
+      path: path of the part in the schema, for error messages.
       refs: references that are being expanded.
     """
     if schema is True:
@@ -119,7 +119,8 @@ class _Reducer:
     keywords = set(schema) - _ANNOTATIONS
     for form in ("$ref", "anyOf", "enum", "const"):
       if form in keywords:
-        # `type` is redundant beside values, which have types already.
+        # `type` is redundant beside `enum` and `const`, whose values have
+        # types.
         allowed = {form, "type"} if form in ("enum", "const") else {form}
         _check_keywords(keywords - allowed, path, f"beside `{form}`")
         return self._reduce_keyword(form, schema[form], f"{path}.{form}", refs)
@@ -133,8 +134,8 @@ class _Reducer:
     allowed = set().union(*(_KEYWORDS_OF_TYPE[name] for name in types))
     place = f"for {' or '.join(types) or 'a value without a type'}"
     _check_keywords(keywords - allowed - {"type"}, path, place)
-    # Without a type, all types are written out: for `{}` outlines_core returns
-    # `a|b|c` without parentheses, which is wrong inside of a larger expression.
+    # Without a type, all types are written out. For `{}` outlines_core returns
+    # `a|b|c` without parentheses, which is wrong inside a larger expression.
     names = types or ("object", "array", "string", "number", "boolean", "null")
     parts = [self._reduce_type(name, schema, path, refs) for name in names]
     return {"anyOf": parts} if len(parts) > 1 else parts[0]
@@ -210,8 +211,8 @@ def _reduce_string(reduced: dict[str, Any], path: str) -> None:
     rule = f"be in {_FORMATS}"
     _refuse(f"{path}.format", rule, reduced["format"], "use `pattern`")
   if "pattern" in reduced:
-    # JSON Schema lets a pattern match anywhere in a string. The grammar has the
-    # strings that it matches as a whole, so outer anchors are redundant.
+    # JSON Schema lets a pattern match anywhere in a string. The grammar has
+    # only strings that match as a whole, so outer anchors are redundant.
     pattern = reduced["pattern"].removeprefix("^")
     if pattern.endswith("$") and not pattern.endswith("\\$"):
       pattern = pattern[:-1]

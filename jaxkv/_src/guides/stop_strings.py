@@ -1,4 +1,4 @@
-"""Stop strings: end a sequence when its text contains one of them.
+"""Stop strings, which end a sequence when its text contains one of them.
 
 An Aho-Corasick automaton searches all strings of a sequence at once ("Efficient
 string matching: an aid to bibliographic search", 1975). It reads the bytes of
@@ -24,7 +24,7 @@ from jaxkv._src.guides.token_bytes import fold_bytes
 from jaxkv._src.guides.token_bytes import read_byte
 
 Strings = Sequence[str | bytes]
-"""The stop strings of one sequence, or of all; a `str` is encoded as UTF-8."""
+"""The stop strings of one sequence, or of all. A `str` is encoded as UTF-8."""
 
 
 @jax.tree_util.register_dataclass
@@ -32,16 +32,16 @@ Strings = Sequence[str | bytes]
 class StopStrings:
   """The stop strings of Q sequences, as one automaton of S states.
 
-  The loop stores the state of each sequence, an int32: `init` returns the first
+  The rollout stores an int32 state for each sequence. `init` returns the first
   state, and `advance` updates it with each generated token. The prompt is not
   searched.
 
   Attributes:
-    start: the first state of each sequence; a scalar if all sequences have the
-      same strings.  # int32[Q] or int32[]
+    start: the first state of each sequence, or a scalar if all sequences have
+      the same strings.  # int32[Q] or int32[]
     next: the state after a state and a byte.  # int32[S, 256]
-    ends: for each state, the index of the string that ends there, within its
-      list; -1 if none ends there.  # int32[S]
+    ends: for each state, the index in its list of the string that ends in this
+      state; -1 if no string does.  # int32[S]
     tokens: the bytes of all tokens.
   """
 
@@ -87,10 +87,10 @@ class StopStrings:
       numbers: int32[R], the token that each row reads.
 
     Returns:
-      The states after the token, int32[R], and the index of the string that the
-      token completes, within its list, int32[R]; -1 for none. If a token
-      completes several strings, returns the one that ends first, or of those
-      that end at the same byte the lowest index.
+      The states after the token, int32[R], and the index in its list of the
+      string that the token completes, int32[R]; -1 for none. If a token
+      completes several strings, the first one to end counts. If several strings
+      end at the same byte, the one with the lowest index counts.
     """
     dfa, states, numbers = sharding.match_varying_axes((self, states, numbers))
 
@@ -118,8 +118,8 @@ def stop_strings(
   Args:
     strings: a list for all sequences, or a list for each of Q sequences, where
       None and an empty list mean no stop strings.
-    tokens: the bytes of all tokens; they are copied, so that a state with stop
-      strings can be donated.
+    tokens: the bytes of all tokens. The result has a copy, so that a state with
+      stop strings can be donated.
 
   Raises:
     TypeError: `strings` is a single string, or has entries of a wrong type.
@@ -138,7 +138,7 @@ def stop_strings(
   tables: list[np.ndarray] = []
   ends: list[np.ndarray] = []
   size = 0
-  # Equal lists share an automaton; the automata follow each other in one table.
+  # Equal lists share an automaton. One table holds all automata in sequence.
   for row in lists:
     if row in starts:
       continue
@@ -168,12 +168,13 @@ def _build_automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         children.append({})
         ends.append(-1)
       state = children[state][byte]
-    # Equal strings have the first one's index.
+    # Among equal strings, the first one gives the index.
     if ends[state] < 0:
       ends[state] = index
   table = np.zeros((len(children), 256), np.int32)
-  # The failure function gives the state of the longest proper suffix of the
-  # bytes read. Breadth-first order completes it before longer states use it.
+  # `fallback` is the failure function: the state of the longest proper suffix
+  # of the bytes read. In breadth-first order it is ready before it is used,
+  # because a suffix is shorter than the bytes read.
   fallback = [0] * len(children)
   queue = collections.deque([0])
   while queue:
@@ -195,7 +196,7 @@ def _lower_index(number: int, other: int) -> int:
 def _lists(
   strings: Strings | Sequence[Strings | None],
 ) -> tuple[list[tuple[bytes, ...]], bool]:
-  """Checks the lists; returns them and True if all sequences share one."""
+  """Returns the checked lists, and True if all sequences share one list."""
   if isinstance(strings, str | bytes):
     raise TypeError(
       f"`strings` must be a list, got {strings!r}; write [{strings!r}]."

@@ -17,7 +17,7 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 
 UNROLL = 4
-"""Bytes per iteration of the loop, which share the iteration's fixed cost."""
+"""Bytes that an iteration of the loop reads, to share its fixed cost."""
 
 Carry = TypeVar("Carry")
 
@@ -29,7 +29,7 @@ class TokenBytes:
 
   Attributes:
     data: the bytes of all tokens.  # uint8[X]
-    starts: the index of each token's first byte, then X.  # int32[V + 1]
+    starts: the index of each token's first byte, and X.  # int32[V + 1]
   """
 
   data: Array
@@ -57,8 +57,8 @@ def token_bytes(
   """Packs the bytes of tokens into arrays.
 
   Args:
-    tokens: the bytes of each token, in the order of token ids; empty for
-      special tokens, which represent no text.
+    tokens: the bytes of each token, in the order of token ids. Special tokens
+      have empty bytes, because they represent no text.
     vocab_size: V, if the model's logits have more columns than `tokens` has
       entries. The additional tokens have no bytes.
 
@@ -85,7 +85,7 @@ def token_bytes(
       f"`tokens` must be 1 .. {size} tokens, got {len(pieces)}; raise "
       "`vocab_size` for more."
     )
-  # int64, so that a sum beyond int32 is noticed below and does not wrap.
+  # int64, so that the check below sees a sum beyond int32 before it wraps.
   lengths = np.zeros(size + 1, np.int64)
   lengths[1 : len(pieces) + 1] = [len(piece) for piece in pieces]
   starts = np.cumsum(lengths)
@@ -93,7 +93,7 @@ def token_bytes(
     raise ValueError(
       f"`tokens` must have less than 2**31 bytes, got {starts[-1]}."
     )
-  # A gather cannot read from an empty array, even if no token has a byte.
+  # One byte if no token has any, because a gather cannot read an empty array.
   joined = b"".join(pieces) or b"\0"
   return TokenBytes(
     data=jnp.asarray(np.frombuffer(joined, np.uint8)),
@@ -112,8 +112,8 @@ def fold_bytes(
   Args:
     tokens: the bytes of all tokens.
     numbers: int32[R], the token of each row; a token out of range has no bytes.
-    body: maps the carry, the next byte of each row, int32[R], and a mask of the
-      rows that have such a byte, bool[R], to the next carry.
+    body: maps the carry, the next byte of each row (int32[R]) and a mask of the
+      rows that have a next byte (bool[R]) to the next carry.
     carry: any pytree of arrays.
   """
   start = indexing.take(tokens.starts, numbers)
@@ -173,6 +173,6 @@ def advance_states(
 
 
 def read_byte(next: Array, states: Array, byte: Array, reads: Array) -> Array:
-  """Returns the states after a byte; rows without `reads` keep their state."""
+  """Returns the states after a byte in rows where `reads` is True."""
   inside = (states >= 0) & (states < next.shape[0])
   return jnp.where(reads & inside, indexing.take(next, states, byte), states)

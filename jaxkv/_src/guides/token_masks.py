@@ -1,6 +1,6 @@
-"""Computes the token masks of a DFA: the tokens allowed in each state.
+"""Computes the token masks of a DFA, the tokens allowed in each state.
 
-The effect of a token is an array with, for each state, the state after the
+The effect of a token is an array that maps each state to the state after the
 token. A vocabulary of 50,000 tokens has at most a few thousand different
 effects. So masks are computed over effects, and expanded to tokens at the end.
 """
@@ -28,8 +28,8 @@ class TokenMasks:
   up to the number beyond which the mask does not change.
 
   Attributes:
-    distance: the fewest tokens that complete a text, with the stop token;
-      UNREACHABLE if none can.  # int32[S]
+    distance: the fewest tokens that complete a text from each state, the stop
+      token included; UNREACHABLE if no tokens can.  # int32[S]
     first: each state's entry in `rows` for `distance` tokens.  # int32[S]
     last: each state's last entry, also for more remaining tokens.  # int32[S]
     rows: the row in `masks` of each entry.  # int32[X]
@@ -48,10 +48,10 @@ def token_masks(
 ) -> TokenMasks:
   """Computes the token masks of a DFA over V tokens.
 
-  A token is allowed if the remaining tokens suffice to complete the text after
-  it. Stop tokens, whose bytes are ignored, are allowed in accepting states and
-  in states from which no text can be completed. No allowed token leads to such
-  a state. Other tokens without bytes are never allowed.
+  A token is allowed if the text can be completed within the tokens that remain
+  after it. Stop tokens, whose bytes are ignored, are allowed in accepting
+  states, and in states from which no text can be completed. Allowed tokens
+  never lead to the latter. Other tokens without bytes are never allowed.
   """
   texts = [b"" if i in stop_tokens else text for i, text in enumerate(tokens)]
   effect, effects = _group_by_effect(dfa.next, texts)
@@ -73,8 +73,9 @@ def _group_by_effect(
   """Groups tokens by their effect on the states.
 
   Returns:
-    The effect of each token, int[V], -1 for a token that has no bytes or leads
-    every state to the dead state; the next states of each effect, int32[E, S].
+    The effect of each token, int[V], and the next states of each of E effects,
+    int32[E, S]. The effect is -1 for a token that has no bytes or leads every
+    state to the dead state.
   """
   states = np.arange(len(next), dtype=np.int32)
   numbering = Numbering()
@@ -86,8 +87,8 @@ def _group_by_effect(
   effect = np.where(lengths > 0, 0, -1)
   unread = np.flatnonzero(lengths > 0)
   index = 0
-  # All tokens advance together, one byte an iteration. Tokens with the same
-  # effect so far and the same next byte share one table look-up.
+  # An iteration reads one byte of each token. Tokens with the same effect so
+  # far and the same next byte share one table look-up.
   while len(unread):
     keys = effect[unread] * 256 + data[starts[unread] + index]
     pairs, pair_of_token = np.unique(keys, return_inverse=True)
@@ -114,7 +115,7 @@ def _group_by_effect(
 
 
 class Numbering:
-  """Numbers distinct arrays from 0 on; equal arrays get equal numbers."""
+  """Numbers distinct arrays from 0 on. Equal arrays get the same number."""
 
   def __init__(self):
     self._numbers: dict[bytes, int] = {}
@@ -125,7 +126,8 @@ class Numbering:
 
 def _distances(effects: np.ndarray, accepts: np.ndarray) -> np.ndarray:
   """Returns the fewest tokens that complete a text of each state, int[S]."""
-  # A breadth-first search. An accepting state needs only the stop token.
+  # A breadth-first search from the accepting states, which need only the stop
+  # token.
   distance = np.where(accepts, 1, UNREACHABLE)
   if not len(effects):
     return distance
@@ -154,7 +156,8 @@ def _mask_table(
   first, last, rows = [], [], []
   min_needed = needed.min(axis=1)
   max_needed = np.where(needed < UNREACHABLE, needed, 0).max(axis=1)
-  # Beyond the largest finite `needed`, more tokens allow no further effect.
+  # The entries of a state end at its largest finite `needed`, because more
+  # remaining tokens would allow no further effect.
   for state in range(len(needed)):
     first.append(len(rows))
     for remaining in range(min_needed[state], max_needed[state] + 1):
@@ -181,7 +184,7 @@ def _expand(sets: np.ndarray, size: int, effect: np.ndarray) -> np.ndarray:
   width = max(1, _MAX_BATCH_ENTRIES // len(effect))
   for begin in range(0, len(sets), width):
     unpacked = np.unpackbits(sets[begin : begin + width], axis=1, count=size)
-    # The added column is for tokens without an effect, which are not allowed.
+    # The added column of zeros is for tokens that are never allowed.
     unpacked = np.pad(unpacked, ((0, 0), (0, 1)))
     packed = np.packbits(unpacked[:, column], axis=1, bitorder="little")
     padded = np.zeros((len(packed), words * BITS // 8), np.uint8)
