@@ -78,7 +78,7 @@ def compile_grammar(grammar: Grammar) -> ByteDfa:
     raise ValueError(
       "`grammar` must match some text, got one that matches nothing."
     )
-  # The table has a column for each byte, so that the device looks up no classes.
+  # One column for each byte, because the device does not look up byte classes.
   return ByteDfa(next=table[:, classes], accepts=accepts)
 
 
