@@ -36,11 +36,11 @@ The same loss, with each prompt computed once per group:
 The new and the old log-probs of a ratio must be of the same distribution, here
 the softmax over all tokens at one temperature. A rollout returns `log_probs` of
 the distribution that tokens were drawn from, after all changes by `Sampling`
-and `process`. They can be `old` only if the temperature is the only change.
-With top-k, top-p, min-p, penalties, biases or masks, take `old` from
+and `process`. So these are valid as `old` only if the temperature is the only
+change. With top-k, top-p, min-p, penalties, biases or masks, take `old` from
 `rollout.score(temperature=)` or, before the update, from `grouped_log_probs`.
-At temperature 1, `old` can also be `records.raw_log_probs`, which
-`RolloutConfig(raw_log_probs=True)` records.
+At temperature 1, `old` can also be `records.raw_log_probs`, which a rollout
+records with `RolloutConfig(raw_log_probs=True)`.
 
 | function             | computes                                              |
 |----------------------|-------------------------------------------------------|

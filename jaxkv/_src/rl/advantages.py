@@ -24,10 +24,10 @@ def group_normalized(
   Args:
     rewards: floats, integers or bools [Q], the samples of a prompt in
       succession, as in a rollout.
-    num_samples: G, the samples of each prompt; divides Q.
-    mask: bool[Q], the samples to use; None for all.
-    normalized: True to divide by the deviation.
-    eps: added to the deviation.
+    num_samples: G, the number of samples of each prompt, a divisor of Q.
+    mask: bool[Q], the samples to use; None for all samples.
+    normalized: True to divide by the standard deviation.
+    eps: added to the standard deviation.
 
   Returns:
     float32[Q]; 0 where `mask` is False, and where a group's rewards are equal.
@@ -63,8 +63,8 @@ def leave_one_out(
   Args:
     rewards: floats, integers or bools [Q], the samples of a prompt in
       succession, as in a rollout.
-    num_samples: G, the samples of each prompt; divides Q.
-    mask: bool[Q], the samples to use; None for all.
+    num_samples: G, the number of samples of each prompt, a divisor of Q.
+    mask: bool[Q], the samples to use; None for all samples.
 
   Returns:
     float32[Q]; 0 where `mask` is False, and for the only sample of a group.
@@ -104,8 +104,8 @@ def _groups(
   is_used = per_token.as_mask("mask", mask, rewards, ", one for each reward")
   is_used = is_used.reshape(-1, num_samples)
   rewards = rewards.astype(jnp.float32).reshape(-1, num_samples)
-  # Rewards are relative to the first used sample. Rounding can make the mean of
-  # equal floats differ from them, but the mean of zeros is 0.
+  # Rewards are relative to the first used sample, so equal rewards become
+  # zeros, whose mean is exact. The mean of other equal floats can be rounded.
   first = jnp.argmax(is_used, axis=1, keepdims=True)
   rewards = rewards - jnp.take_along_axis(rewards, first, axis=1)
   return jnp.where(is_used, rewards, 0), is_used.astype(jnp.float32)

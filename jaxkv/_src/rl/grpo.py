@@ -21,7 +21,7 @@ class GrpoMetrics(NamedTuple):
 
   Attributes:
     ratio: probability under the new policy, divided by that under the old one.
-    clipped: the share of tokens whose ratio is clipped and has no gradient.
+    clipped: the share of tokens whose ratio is clipped, and has no gradient.
     kl: the k3 estimate of KL(old || new); 0 in the first step of an update if
       both policies have the same log-probs.
     reference_kl: the divergence from the reference; 0 without a reference.
@@ -55,15 +55,15 @@ def grpo_loss(
   Args:
     log_probs: floats[Q, T], log-probs of the policy in training. All arrays
       can also be [N, G, R].
-    old: floats[Q, T], log-probs of the policy at the beginning of the update;
-      without gradient. `log_probs` and `old` must be of the same distribution:
-      the softmax over all tokens at the same temperature, without top-k, top-p
-      or penalties; see `jaxkv.rl`.
+    old: floats[Q, T], log-probs of the policy at the beginning of the update.
+      They get no gradient. `log_probs` and `old` must be log-probs of a softmax
+      over all tokens at the same temperature, without top-k, top-p or
+      penalties; see `jaxkv.rl`.
     advantages: floats[Q] or [N, G], or one for each token.
     mask: bool[Q, T], the tokens that were drawn, such as
       `generated(state).mask`. Values elsewhere are ignored and can be NaN.
-      `grouped_log_probs` returns NaN for prompts with a length out of range;
-      `mask & ~jnp.isnan(log_probs)` excludes them.
+      `grouped_log_probs` returns NaN for prompts with a length out of range,
+      which `mask & ~jnp.isnan(log_probs)` excludes.
     clip: static; c, or a tuple of c below and above 1 (Yu et al., 2025, "clip
       higher").
     weights: floats[Q, T], factors of the policy loss, such as
@@ -74,8 +74,8 @@ def grpo_loss(
     estimator: static; estimator of the divergence, see `kl`.
     mean: static if it is a string. "sequence" averages over the tokens of each
       sequence, and then over sequences with any tokens. "token" averages over
-      all drawn tokens. A number, such as the number of drawn tokens on all
-      devices, divides the sum over all tokens; it can be traced.
+      all drawn tokens. A number divides the sum over all tokens. It can be
+      traced, such as the number of drawn tokens on all devices.
 
   Returns:
     The loss, float32[], and its metrics.
@@ -86,8 +86,8 @@ def grpo_loss(
     ValueError: an argument has the wrong shape, or is out of range.
 
   Examples:
-    Both tokens became twice as likely. The first has a positive advantage, and
-    is clipped:
+    Both tokens became twice as likely. The first one is clipped, because its
+    advantage is positive:
 
     >>> old = jnp.log(jnp.array([[0.4], [0.4]]))
     >>> good, drawn = jnp.array([1.0, -1.0]), jnp.ones((2, 1), bool)
@@ -103,7 +103,8 @@ def grpo_loss(
   log_probs = per_token.as_log_probs("log_probs", log_probs)
   mask = per_token.as_mask("mask", mask, log_probs)
   old = per_token.as_floats_like("old", jax.lax.stop_gradient(old), log_probs)
-  # Masked before `exp`: if masked after it, inf or NaN makes the gradient NaN.
+  # Masked before `exp`, because inf or NaN that is masked later makes gradients
+  # NaN.
   log_ratio = jnp.where(mask, log_probs - old, 0)
   advantages = _by_token(advantages, mask)
   factor = mask.astype(jnp.float32)
@@ -174,7 +175,7 @@ def _mean(values: jax.Array, mask: jax.Array, mean: Mean) -> jax.Array:
   if isinstance(mean, str) and mean == "token":
     return jnp.sum(values) / jnp.maximum(jnp.sum(is_drawn), 1)
   is_number = arguments.is_number(mean)
-  # A traced number cannot be compared here.
+  # A traced number passes, because its value is not known here.
   if not is_number or (arguments.is_concrete(mean) and not mean > 0):
     raise ValueError(
       f'`mean` must be "sequence", "token" or a positive number, got {mean!r}.'

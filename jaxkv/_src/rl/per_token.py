@@ -1,4 +1,4 @@
-"""Checks of arrays with one value per token."""
+"""Checks arrays with one value per token."""
 
 from typing import Any
 

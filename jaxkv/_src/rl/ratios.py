@@ -21,15 +21,16 @@ def kl(
 ) -> jax.Array:
   """Estimates the divergence KL(p || q) at tokens drawn from p.
 
-  With the log-ratio d = log p - log q (Schulman, 2020, "Approximating KL
-  divergence"): k1 is d, without bias; k2 is d^2 / 2, with less variance; k3 is
-  exp(-d) - 1 + d, without bias and never negative.
+  The estimators are functions of the log-ratio d = log p - log q (Schulman,
+  2020, "Approximating KL divergence"). k1 is d, which is unbiased. k2 is
+  d^2 / 2, which is biased but has less variance. k3 is exp(-d) - 1 + d, which
+  is unbiased and never negative.
 
   Args:
     log_probs: floats[Q, T], log-probs of the policy p that drew the tokens.
     other: floats[Q, T], log-probs of the policy q, such as a reference.
-    mask: bool[Q, T], the tokens that were drawn; None for all. Elsewhere the
-      result and its gradient are 0, even where an input is NaN.
+    mask: bool[Q, T], the tokens that were drawn; None for all tokens. For other
+      tokens the result and its gradient are 0, even if an input is NaN.
     estimator: static; "k1", "k2" or "k3".
 
   Returns:
@@ -53,7 +54,7 @@ def kl(
 
 
 def divergence(log_ratio: jax.Array, estimator: Estimator) -> jax.Array:
-  """Returns the estimate for log-ratios log p - log q."""
+  """Returns the estimates for log-ratios log p - log q."""
   if estimator == "k1":
     return log_ratio
   if estimator == "k2":
@@ -90,8 +91,8 @@ def importance_weights(
       as `generated(state).log_probs`.
     mask: bool[Q, T], the tokens that were drawn.
     most: the largest weight; None for no bound.
-    lag: integers[Q, T], updates since each token was drawn: the version of the
-      weights minus `generated(state).versions`.
+    lag: integers[Q, T], the number of updates since each token was drawn, which
+      is the version of the weights minus `generated(state).versions`.
     max_lag: an integer; tokens with a greater lag get weight 0. `lag` and
       `max_lag` must be given together.
 
@@ -125,7 +126,7 @@ def importance_weights(
     if not jnp.issubdtype(lag.dtype, jnp.integer):
       raise TypeError(f"`lag` must be integers, got {lag.dtype.name}.")
     is_used &= lag <= _as_integer("max_lag", max_lag, lag)
-  # Unused tokens can have any log-ratio, also one that overflows in `exp`.
+  # Masked before `exp`, because unused tokens can have huge log-ratios.
   weights = jnp.exp(jnp.where(is_used, log_ratio, 0))
   if bound is not None:
     weights = jnp.minimum(weights, bound)
