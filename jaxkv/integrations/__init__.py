@@ -6,7 +6,7 @@
 | `jaxkv.integrations.tunix`    | the GRPO and agent trainers of tunix        |
 | `jaxkv.integrations.skyrl_tx` | SkyRL-tx, a Tinker server                   |
 
-The rest of the library does not need them. A package is imported when its
-module is first used. `pip install "jaxkv[clients]"` installs flax and tunix;
+The rest of the library does not need these packages. Each is imported when its
+adapter is first used. `pip install "jaxkv[clients]"` installs flax and tunix.
 SkyRL-tx needs a separate environment.
 """

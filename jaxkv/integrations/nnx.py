@@ -1,9 +1,9 @@
 """Runs `flax.nnx` decoders with a jaxkv cache, without changing their code.
 
-`paged_module` replaces the attention of a decoder by a function that you write.
-The function computes queries, keys and values, calls `memory.attend`, and
-projects the output; `memory` is the layer's access to the cache. The decoder
-then runs in `jaxkv.rollout.generate`. For the Qwen3 of tunix:
+`paged_module` replaces the attention of a decoder with a function of yours. The
+function computes queries, keys and values, calls `memory.attend`, and projects
+the output, where `memory` gives the layer access to the cache. The decoder then
+runs in `jaxkv.rollout.generate`. For the Qwen3 of tunix:
 
   def attention(layer, memory, x, positions, *_, **__):
     rotated = functools.partial(apply_rope, head_dim=layer.head_dim)
@@ -34,15 +34,15 @@ then runs in `jaxkv.rollout.generate`. For the Qwen3 of tunix:
 
 | feature of the decoder             | support                                 |
 |------------------------------------|-----------------------------------------|
-| grouped-query attention            | yes, with one K and D for all layers    |
-| sliding windows, hybrids           | `windows`; a group for each window      |
+| grouped-query attention            | yes, with equal heads in all layers     |
+| sliding windows in some layers     | `windows`; a group for each window      |
 | soft caps, sinks, a query scale    | arguments of `attend`                   |
-| logits of the needed rows alone    | `memory.pick` before the output layer   |
-| LoRA as variables of the module    | yes; they are in `params`               |
-| data of each row, as an adapter id | `memory.rows.user`, see `rollout.init`  |
+| logits of the needed rows only     | `memory.pick` before the output layer   |
+| LoRA as variables of the module    | yes, as part of `params`                |
+| data of a row, like an adapter id  | `memory.rows.user`, see `rollout.init`  |
 | `nnx.remat` around the attention   | list the wrapped method in `methods` too|
-| `nnx.scan` over layers             | no: layers must be traced one by one    |
-| different K or D per layer, MLA    | no                                      |
+| `nnx.scan` over layers             | no, layers must be traced one by one    |
+| layers with different heads, MLA   | no                                      |
 | encoders, images, bidirectional    | no                                      |
 
 `jaxkv.integrations.tunix.paged_module_of` adapts tunix's own models.

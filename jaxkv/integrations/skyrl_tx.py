@@ -4,7 +4,8 @@
 
   skyrl_tx.install()  # before the server starts
 
-Then jaxkv runs `JaxBackendImpl.sample`; the rest of the server does not change.
+After this, jaxkv runs `JaxBackendImpl.sample`. The rest of the server does not
+change.
 
 | feature                                | behavior                            |
 |----------------------------------------|-------------------------------------|
@@ -22,16 +23,16 @@ Then jaxkv runs `JaxBackendImpl.sample`; the rest of the server does not change.
 | stop strings                           | cut when a sample is complete, as   |
 |                                        | in SkyRL's engine                   |
 | log-probs                              | of the model's logits before        |
-|                                        | temperature and filters, as there   |
+|                                        | temperature and filters, as in SkyRL|
 | prompt log-probs                       | from the model's own forward pass   |
 | models                                 | Llama 3; Qwen3, also with experts   |
 | DeepSeek V3 (MLA), expert parallel     | not supported                       |
 | meshes, several processes              |                                     |
 
-The first call compiles the whole loop, which takes long on a CPU. SkyRL's own
-engine compiles again for each length and limit.
+The first call compiles the whole loop, which takes long on a CPU. In contrast,
+SkyRL's own engine compiles again for each length and limit.
 
-Tested with skyrl-tx 0.3.0, which is imported by the first call.
+Tested with skyrl-tx 0.3.0, which the first call imports.
 """
 
 from jaxkv._src.integrations.skyrl_models import paged_module_of

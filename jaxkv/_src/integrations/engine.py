@@ -155,12 +155,14 @@ class QueueEngine:
   def _serve(self, params: Any, jobs: list[Job]) -> list[list[Answer]]:
     """Serves up to P jobs of up to G samples."""
     batch = client_jobs.batch(jobs, self.sizes, scaled=self._scaled)
-    # A state with salts needs them in each batch. Equal salts share pages.
+    # If the state has salts, each batch must have salts. Zeros in all rows let
+    # jobs share pages, as without salts.
     if self._salted and batch.salts is None:
       batch = batch._replace(salts=np.zeros((self.sizes.total, 4), np.uint32))
     # The state is donated, so it is lost if the call raises.
     state, self._state = self._state, None
-    # Clients call within different meshes, and each would compile again.
+    # Clients call in the contexts of different meshes, and each context would
+    # compile the program again.
     with no_mesh():
       if state is None:
         state = self._new_state()
@@ -196,7 +198,8 @@ class QueueEngine:
     )
 
   def _new_state(self) -> RolloutState:
-    # The secret of page keys is random, so nobody can construct equal keys.
+    # A random secret for page keys, so that nobody can construct equal keys for
+    # different tokens.
     words = np.frombuffer(os.urandom(16), np.uint32)
     places = None
     if self._mesh is not None and self._split_heads:
@@ -267,9 +270,9 @@ class QueueEngine:
 
 
 def _drop_pages(cache: CacheState, stale: Array) -> CacheState:
-  """Makes a cache hit none of its earlier pages, if `stale`."""
-  # Selects the two small arrays that `new_epoch` changes. A `lax.cond` would
-  # pass the whole cache through both branches.
+  """Prevents hits of all earlier pages, if `stale` is True."""
+  # Selects only the two small arrays that `new_epoch` changes. A `lax.cond`
+  # would pass the whole cache through both branches.
   next_epoch, _ = new_epoch(cache)
 
   def select(new: Array, old: Array) -> Array:
@@ -285,8 +288,8 @@ def _with_filters(
   sampling: rollout.Sampling, batch: rollout.Sampling
 ) -> rollout.Sampling:
   """Sets the filters of a batch, or removes them."""
-  # Unused filters are None, so they are not compiled. States between calls have
-  # no filters, so that programs with and without filters take the same state.
+  # Unused filters are None, so that they are not compiled. Between calls the
+  # state has no filters, so that programs with and without filters can take it.
   return dataclasses.replace(
     sampling,
     **jax.tree.map(jnp.asarray, {"top_k": batch.top_k, "top_p": batch.top_p}),
@@ -294,7 +297,7 @@ def _with_filters(
 
 
 def _scaled_model(model: rollout.Model) -> rollout.Model:
-  """Divides a model's logits by the temperature of their sequence."""
+  """Returns a model that divides logits by their sequence's temperature."""
 
   def call(
     params: Any, tokens: Array, positions: Array, kv: Any, *views_and_rows: Any

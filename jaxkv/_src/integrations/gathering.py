@@ -19,8 +19,8 @@ class Gathering:
   """Serves requests of several threads in batches, on the calling threads.
 
   If no batch is in progress, a call serves its request at once. Requests that
-  arrive during a batch form the next batch, in the order of their arrival. The
-  first of their threads that takes the lock serves this batch.
+  arrive during a batch form the next batch, in the order of their arrival. One
+  of the waiting threads, the first to take the lock, serves this next batch.
   """
 
   def __init__(self, serve: Callable[[list[Any]], list[Any]]):

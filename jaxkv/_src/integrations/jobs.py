@@ -24,11 +24,11 @@ class Job:
     stop_tokens: tokens that end a sample.
     may_draw_banned: True if samples may draw the engine's banned tokens.
     adapter: the index of the model's adapter.
-    salt: jobs of different salts share no page.  # uint32[4]
+    salt: jobs with different salts share no page.  # uint32[4]
   """
 
-  # Arrays are not compared, because their `==` is no bool. Neither are seeds,
-  # because `joined` merges jobs that differ only in seeds.
+  # Arrays are not compared, because their `==` is not a bool. Seeds are not
+  # compared, because `joined` merges jobs that differ only in seeds.
   prompt: np.ndarray = dataclasses.field(compare=False)
   seeds: tuple[int, ...] = dataclasses.field(compare=False)
   max_tokens: int
@@ -52,8 +52,8 @@ class Answer:
 
   Attributes:
     tokens: the drawn tokens, the stop token included.  # int32[T]
-    log_probs: the log-prob of each token in the model's distribution, or in
-      that of its scaled logits; None if not requested.  # float32[T]
+    log_probs: the log-prob of each token, from the model's logits or from its
+      scaled logits; None if not requested.  # float32[T]
     finish: a `jaxkv.rollout.Finish`.
   """
 
@@ -63,13 +63,13 @@ class Answer:
 
 
 class Batch(NamedTuple):
-  """P jobs of up to G samples, as arrays of fixed shape; Q = P * G.
+  """Arrays of fixed shape for P jobs of up to G samples. Q is P * G.
 
   Attributes:
     prompts: int32[P, L].
     lengths: int32[P].
     mask: bool[P], True for jobs, False for padding.
-    num_samples: int32[P].
+    num_samples: int32[P], the samples of each job.
     sampling: the settings of the Q samples.
     user: arrays [Q] that the model and `process` read.
     salts: uint32[Q, 4], or None.
@@ -91,10 +91,10 @@ class EngineSizes:
   Attributes:
     num_jobs: P, the number of prompts in the queue.
     num_samples: G, the most samples of a job.
-    max_length: W, the most tokens of a sample, with its prompt.
+    max_length: W, the most tokens of a sample, its prompt included.
     num_stop_tokens: the most stop tokens of a job.
     num_slots: the number of samples that run at once.
-    num_pages: pages of the pool, with the null page.
+    num_pages: pages of the pool, the null page included.
     page_size: tokens of a page.
     prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
   """
@@ -131,7 +131,7 @@ def joined(jobs: list[Job]) -> list[Job]:
 
 
 def split(jobs: list[Job], limit: int) -> list[tuple[int, Job]]:
-  """Splits jobs to at most `limit` samples; returns pairs of index and job."""
+  """Splits jobs into parts of at most `limit` samples, with the job's index."""
   parts = []
   for number, job in enumerate(jobs):
     for first in range(0, len(job.seeds), limit):
@@ -195,7 +195,8 @@ def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> Batch:
     prompts[number, : len(job.prompt)] = job.prompt
     lengths[number], counts[number] = len(job.prompt), len(job.seeds)
     rows = slice(number * samples, number * samples + len(job.seeds))
-    # The model has divided scaled logits, so the draw must not divide again.
+    # A scaled model has already divided the logits, so the draw must not divide
+    # them again.
     drawn_at = float(job.temperature > 0) if scaled else job.temperature
     columns["temperature"][rows] = drawn_at
     columns["max_tokens"][rows] = job.max_tokens
@@ -207,7 +208,7 @@ def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> Batch:
     user["adapter"][rows] = job.adapter
     if salts is not None and job.salt is not None:
       salts[number * samples : (number + 1) * samples] = job.salt
-  # A filter that is None is not compiled, and most batches have none.
+  # Unused filters are removed, because a filter that is None is not compiled.
   if not any(job.filters for job in jobs):
     del columns["top_k"], columns["top_p"]
   return Batch(

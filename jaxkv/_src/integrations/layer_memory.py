@@ -20,12 +20,15 @@ from jaxkv.rollout import Rows
 class LayerPlan:
   """The layer group and the memory layer of each decoder layer.
 
+  A memory layer is the part of a page that one decoder layer uses.
+
   Attributes:
     windows: the window of each layer, in the order in which the layers attend;
       None for full attention.
     kinds: the kind of each group, for `CacheConfig.groups`.
     places: the group and the memory layer of each layer.
-    num_memory_layers: the number of memory layers, that of the largest group.
+    num_memory_layers: the number of memory layers of a page, which is the size
+      of the largest group.
   """
 
   windows: tuple[int | None, ...]
@@ -75,12 +78,12 @@ def plan_layers(windows: tuple[int | None, ...]) -> LayerPlan:
 class LayerMemory:
   """The paged memory in one call of a model.
 
-  Each layer calls `attend` once, in order. The object lives for one trace and
-  is mutated by it, so the calls must not be inside of a nested `scan`, `remat`
-  or `jit`.
+  Each layer calls `attend` once, in order. The object lives for one trace, and
+  calls mutate it. So the calls must not be inside a nested `scan`, `remat` or
+  `jit`.
 
   Attributes:
-    kv: the pages; `attend` replaces them.
+    kv: the pages, which `attend` replaces.
     views: the view of the call's tokens for each layer group.
     columns: int32[X], the columns that get logits.
     rows: the sequence, and its user data, of each of the C columns.
@@ -119,14 +122,14 @@ class LayerMemory:
   ) -> jax.Array:
     """Writes a layer's keys and values, and attends to all tokens so far.
 
-    The window comes from the plan.
+    The layer's window comes from the `LayerPlan`.
 
     Args:
       q: [1, C, H, D], rotated and normalized, not scaled.
       k: [1, C, K, D], rotated and normalized.
       v: [1, C, K, D].
-      scale: factor of the logits; None for 1 / sqrt(D).
-      soft_cap: c > 0 turns a logit x into c * tanh(x / c).
+      scale: factor of the attention logits; None for 1 / sqrt(D).
+      soft_cap: a cap c > 0 maps each attention logit x to c * tanh(x / c).
       sinks: float[H], an additional logit of each head's softmax.
 
     Returns:
@@ -157,11 +160,12 @@ class LayerMemory:
     Call it before the output layer, to skip the logits of all other columns.
     """
     self.picked = True
-    # Columns of padding can be out of range, but their logits are never read.
+    # "clip", because padding in `columns` can be out of range. The logits of
+    # padding are never read.
     return x.at[:, self.columns].get(mode="clip")
 
   def of_columns(self, values: jax.Array) -> jax.Array:
-    """Selects the columns that get logits from [C, ...], as in `rows.user`."""
+    """Selects the columns that get logits: [C, ...] to [X, ...]."""
     return values.at[self.columns].get(mode="clip")
 
   def logits(self, logits: jax.Array) -> jax.Array:

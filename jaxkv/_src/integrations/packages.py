@@ -1,4 +1,4 @@
-"""Imports of optional packages, made when they are first needed."""
+"""Imports optional packages when they are first needed."""
 
 from typing import Any
 

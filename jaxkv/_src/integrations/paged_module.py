@@ -20,8 +20,9 @@ from jaxkv.kv import KVPages
 from jaxkv.rollout import Rows
 
 Replacement = Callable[..., Any]
-"""`(layer, memory, *args, **kwargs)`: replaces a method of a layer. It gets the
-method's arguments after a `LayerMemory`, and returns the same type of value."""
+"""A function `(layer, memory, *args, **kwargs)` that replaces a layer's method.
+It takes a `LayerMemory` before the method's other arguments, and returns the
+same type of value."""
 
 Replaced = type | tuple[type, str] | str
 """The method to replace: `__call__` of a class; another method of a class, as
@@ -81,10 +82,10 @@ class PagedModule:
     columns: jax.Array,
     rows: Rows,
   ) -> tuple[jax.Array, KVPages]:
-    """Calls the decoder; a `jaxkv.rollout.Model`.
+    """Calls the decoder, with the signature of `jaxkv.rollout.Model`.
 
     The decoder is traced with jax's default dtype and rank promotion, and
-    without a mesh: no mesh axis divides the single row of packed tokens.
+    without a mesh, because no mesh axis divides the one row of packed tokens.
     """
     nnx = packages.nnx()
     memory = LayerMemory(kv, views, columns, rows, self.plan)
@@ -112,8 +113,8 @@ def paged_module(
 ) -> PagedModule:
   """Adapts a decoder of `flax.nnx` to the paged memory.
 
-  The decoder itself does not change: each trace merges a copy of it, and only
-  the copy's layers get the methods.
+  The decoder itself does not change, because each trace merges a copy of it and
+  replaces only the methods of the copy.
 
   Args:
     module: the decoder.

@@ -15,8 +15,8 @@ _SUPPORTED = {"llama3": "Llama3Attention", "qwen3": "Qwen3Attention"}
 def paged_module_of(module: Any) -> PagedModule:
   """Adapts a decoder of SkyRL-tx for rollouts.
 
-  These decoders have one adapter for each row, so each column of a call becomes
-  a row of one token. `rows.user["adapter"]` has the adapter's index.
+  These decoders take one adapter for each row, so each column of a packed call
+  becomes a row of one token. `rows.user["adapter"]` has the adapter's index.
 
   Args:
     module: an instance of tx's Llama 3 or Qwen3, with or without experts.
@@ -62,7 +62,7 @@ def _call(module: Any, memory: LayerMemory, tokens: Any, positions: Any) -> Any:
 
 
 def _attention(library: Any) -> Any:
-  """Returns the attention of both decoders; only Qwen3 normalizes heads."""
+  """Returns the attention of Llama 3, and of Qwen3, which normalizes heads."""
 
   def attention(
     layer: Any,
@@ -87,7 +87,7 @@ def _attention(library: Any) -> Any:
     q = rotated(heads("q", layer.num_heads))
     k = rotated(heads("k", layer.num_kv_heads))
     v = heads("v", layer.num_kv_heads)
-    # From rows of one token, [C, 1, H, D], to a row of C columns.
+    # Converts rows of one token, [C, 1, H, D], to a row of C columns.
     packed = (array.swapaxes(0, 1) for array in (q, k, v))
     out = memory.attend(*packed).swapaxes(0, 1).reshape(*x.shape[:2], -1)
     return layer.o_proj(out, adapter_indices=adapter_indices), (k, v)

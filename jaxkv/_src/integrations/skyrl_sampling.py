@@ -27,7 +27,7 @@ _ADAPTER_NAMES = ("lora_A", "lora_B", "lora_scaling", "lora_ranks")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-  """Sizes of an engine; a field that is None is set from the first call.
+  """Sizes of an engine. A field that is None is set from the first call.
 
   Attributes:
     num_samples: the most samples of a prompt that share its computation.
@@ -75,7 +75,7 @@ class SkyrlSampler:
     self._salts: dict[int, np.ndarray] = {}
 
   def sample(self, backend: Any, batch: Any) -> dict[str, Any]:
-    """Samples a batch; takes and returns what `JaxBackendImpl.sample` does.
+    """Samples a batch, with the signature of `JaxBackendImpl.sample`.
 
     Raises:
       NotImplementedError: the backend runs in several processes, or shards
@@ -120,7 +120,7 @@ class SkyrlSampler:
   def _jobs(
     self, backend: Any, batch: Any, adapters: list[int], params: Any
   ) -> list[Job]:
-    """Makes a job of each run of rows that differ only in their seeds."""
+    """Makes one job from each run of rows that differ only in their seeds."""
     # A salt digests an adapter's weights, so new weights invalidate all salts.
     if self._watch.has_changed(params[0], by_contents=False):
       self._salts = {}
@@ -163,7 +163,7 @@ class SkyrlSampler:
       and stops <= engine.sizes.num_stop_tokens
     ):
       return engine
-    # A power of two, so that few lengths compile.
+    # Rounded up to a power of two, so that few lengths are compiled.
     if longest > self._length:
       self._length = 1 << (longest - 1).bit_length()
     mesh = backend.mesh
@@ -285,7 +285,7 @@ def install(options: SamplingOptions | None = None) -> Callable[[], None]:
   def sampled(self: Any, prepared_batch: Any) -> dict[str, Any]:
     return sample(self, prepared_batch, options)
 
-  # SkyRL's workers read the types of the arguments from the annotations.
+  # Copied, because SkyRL's workers read argument types from the annotations.
   sampled.__annotations__ = dict(original.__annotations__)
   kind.sample = sampled
 

@@ -15,8 +15,8 @@ def paged_module_of(module: Any, *, dtype: Any = None) -> PagedModule:
   """Adapts a decoder of tunix for rollouts.
 
   Supports Llama 3, Qwen2, Qwen3 (also with experts) and Gemma 3 without images.
-  Attention is computed by jaxkv: `use_flash_attention` and rematerialization,
-  which are for training, have no effect.
+  `use_flash_attention` and rematerialization, which are for training, have no
+  effect, because jaxkv computes attention.
 
   Args:
     module: an instance of tunix's `Llama3`, `Qwen2`, `Qwen3` or `Gemma3`, with
@@ -48,8 +48,8 @@ def _block(layer: Any, memory: LayerMemory, *args: Any, **kwargs: Any) -> Any:
 
 def _norm_of_picked(layer: Any, memory: LayerMemory, x: Any) -> Any:
   """Applies the final norm to the columns that get logits."""
-  # The final norm is the last layer before the output layer, so the logits of
-  # other columns are never computed.
+  # The output layer follows the final norm, so the logits of other columns are
+  # never computed.
   norm: Any = super(type(layer), layer)
   return norm.__call__(memory.pick(x))
 
@@ -71,8 +71,8 @@ def _adapt(
     dtype = module.embedder.input_embedding[...].dtype
     dtype = getattr(config, "dtype", dtype)
   layer = module.layers[0]
-  # A rematerialized `block` would be traced separately, and in such a trace
-  # `attend` must not mutate the memory.
+  # A rematerialized `block` is traced separately, and in a separate trace
+  # `attend` must not mutate the memory. So `_block` replaces these calls.
   remat_classes = [
     cls
     for cls in vars(library).values()
@@ -96,7 +96,7 @@ def _adapt(
 
 
 def _rotary(module: Any, library: Any, dtype: Any) -> PagedModule:
-  """Adapts Llama 3 and Qwen3; only Qwen3 normalizes heads."""
+  """Adapts Llama 3, and Qwen3, which normalizes heads."""
 
   def attention(
     layer: Any,

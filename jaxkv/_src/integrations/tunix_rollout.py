@@ -56,15 +56,15 @@ class TunixRollout:
       decoder: the adapted policy; None for a supported model of tunix.
       num_samples: the most samples of a prompt that share its computation; None
         for the longest run of equal prompts in the first call.
-      num_jobs: prompts in the queue; None for the number in the first call.
+      num_jobs: number of prompts in the queue; None for that of the first call.
       num_pages: pages of the pool; None for half of what a dense cache of the
         first call takes.
       page_size: tokens of a page.
       prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
       max_length: the most tokens of a prompt with its answer; None for
         `kv_cache_size`.
-      keep_eos: True to keep final stop tokens; tunix's vanilla engine does not.
-      seed: the seed of calls whose config has none.
+      keep_eos: True to keep final stop tokens, unlike tunix's vanilla engine.
+      seed: the seed of calls whose config has no seed.
     """
     nnx = packages.nnx()
     adapter = packages.of_tunix("tunix.generate.tokenizer_adapter")
@@ -91,7 +91,8 @@ class TunixRollout:
   ) -> Any:
     """Generates answers; returns a tunix `RolloutOutput`.
 
-    Adjacent equal prompts are samples of one prompt, which is computed once.
+    Adjacent equal prompts are treated as samples of one prompt, which is
+    computed once.
     Several threads can call this method at the same time.
 
     Args:
@@ -133,8 +134,9 @@ class TunixRollout:
     """Replaces the weights from the next call on.
 
     Cached pages are dropped unless the weights are unchanged. Arrays are
-    compared by identity. Trainers that move weights between devices and host
-    call this without `filter_types`; from then on, contents are compared.
+    compared by identity. From the first call without `filter_types` on, they
+    are compared by contents, because trainers that move weights between devices
+    and host make such calls.
 
     Args:
       params: all variables, or those of `filter_types`.
@@ -177,7 +179,7 @@ class TunixRollout:
     return np.asarray(self.tokenizer.dedup_bos_ids(ids), np.int32)
 
   def _jobs(self, tokens: list[np.ndarray], config: Any) -> list[Job]:
-    """Makes one job of each run of equal prompts."""
+    """Makes one job from each run of equal prompts."""
     stops = tuple(config.eos_tokens or [self.eos_id()])
     # As in tunix, `top_p=None` is greedy decoding.
     temperature = 0.0 if config.top_p is None else float(config.temperature)
@@ -266,8 +268,8 @@ class TunixRollout:
     )
     if self._engine is not None and longest <= self._max_length:
       return self._engine
-    # A longer sequence does not fit the compiled shapes, so a new engine
-    # replaces this one, with an empty cache.
+    # A longer sequence does not fit the compiled shapes, so a new engine with
+    # an empty cache replaces the old one.
     self._max_length = longest
     sizes = self._sizes([job for part, _, _ in requests for job in part])
     mesh = self._mesh
@@ -295,8 +297,8 @@ class TunixRollout:
     size = self._page_size
     columns = -(-self._max_length // size)
     if num_pages is None:
-      # A page has `size` tokens of each memory layer. At the least, a sequence
-      # of full length must fit.
+      # A page holds `size` tokens of each memory layer. The pool must have room
+      # for a sequence of full length.
       plan = self._decoder.plan
       tokens = num_jobs * num_samples * self._max_length
       page = size * plan.num_memory_layers
@@ -319,7 +321,7 @@ class TunixRollout:
     stops = tuple(config.eos_tokens or [self.eos_id()])
     longest = max(len(prompt) for prompt in tokens)
     width = config.max_prompt_length or 0
-    # A power of two, so that a trainer compiles for few widths.
+    # Rounded up to a power of two, so that a trainer compiles for few widths.
     if width < longest:
       width = 1 << (longest - 1).bit_length()
     padded = np.full((len(tokens), width), self.pad_id(), np.int32)
@@ -374,7 +376,8 @@ def _merge(current: Any, params: Any, nnx: Any) -> Any:
     leaf if leaf.dtype == old_leaf.dtype else leaf.astype(old_leaf.dtype)
     for leaf, (_, old_leaf) in zip(leaves, old_leaves, strict=True)
   ]
-  # Without the cast, a trainer's weights in another dtype would compile again.
+  # Without the cast above, weights in another dtype would compile the program
+  # again.
   merged = jax.tree.unflatten(structure, leaves)
   state = jax.tree.map(lambda leaf: leaf, current)
   nnx.replace_by_pure_dict(state, merged)

@@ -13,8 +13,8 @@ class WeightWatch:
   """Remembers the last weights and reports a change.
 
   A trainer that keeps its weights on the host between calls passes new arrays
-  with equal contents. For such trainers contents are compared, by a 64-bit
-  digest of each array, so no copy of the weights is stored.
+  with equal contents. For such trainers a 64-bit digest of each array compares
+  contents, so that no copy of the weights is stored.
   """
 
   def __init__(self):
@@ -24,8 +24,9 @@ class WeightWatch:
   def has_changed(self, tree: Any, *, by_contents: bool) -> bool:
     """Returns True if the weights differ from those of the last call.
 
-    With `by_contents`, new arrays with equal contents are no change. Returns
-    True for the first call, and for new arrays if the last call made no digest.
+    With `by_contents`, new arrays with equal contents are not a change. The
+    first call returns True, and so does a call with new arrays if the call
+    before it was without `by_contents`.
     """
     leaves = jax.tree.leaves(tree)
     is_same = len(leaves) == len(self._leaves) and all(
@@ -64,13 +65,13 @@ def _digest(leaf: Array) -> Array:
   if bits.dtype == jnp.bool_:
     bits = bits.astype(jnp.uint8)
   width = bits.dtype.itemsize
-  # Bits are hashed, because as values 0.0 equals -0.0, and NaN is not NaN.
+  # Bits are hashed and not values, because 0.0 equals -0.0, and NaN is not NaN.
   bits = jax.lax.bitcast_convert_type(
     bits, {1: jnp.uint8, 2: jnp.uint16}.get(width, jnp.uint32)
   )
   words = bits.reshape(-1).astype(jnp.uint32)
-  # The index is part of each hashed word, so the sum depends on their order.
-  # The finalizer of MurmurHash3 mixes the words.
+  # Each word is hashed with its index, so that the sum depends on the order of
+  # words. `mix_words` is the finalizer of MurmurHash3.
   index = jax.lax.iota(jnp.uint32, words.shape[0]) * jnp.uint32(0x9E3779B9)
 
   def mix_words(start: int) -> Array:
