@@ -24,8 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     arguments: the command line; None for that of the process.
 
   Returns:
-    The exit status: the command's, or 2 for unusable input, for a file that
-    cannot be written and for too little memory, with one line on stderr.
+    The exit status of the command. It is 2, with one line on stderr, if the
+    input is unusable, a file cannot be written or the memory is too small.
   """
   args = _parser().parse_args(arguments)
   try:
@@ -62,7 +62,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _report(text: str) -> int:
-  """Prints one line, whatever the text quotes, and returns status 2."""
+  """Prints a text in one line, with escapes, and returns status 2."""
   line = "".join(
     character if character.isprintable() else repr(character)[1:-1]
     for character in text
@@ -73,7 +73,7 @@ def _report(text: str) -> int:
 
 if __name__ == "__main__":
   if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # The system's handler ends the process at once. Python's handler would wait
-    # for the end of a compilation.
+    # With the system's handler, Ctrl-C ends the process at once. Python's
+    # handler would wait for the end of a compilation.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
   sys.exit(main())

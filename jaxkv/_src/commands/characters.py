@@ -40,12 +40,12 @@ _BLANK_LINE = re.compile(r"\n\n+")
 
 # For each sixth of all steps, the tokens of a sequence and the sequences of a
 # step. Most steps use short sequences, which are cheap. Without the long ones,
-# the loss beyond position 128 is 1 nat a character worse.
+# the loss beyond position 128 would be worse by 1 nat per character.
 _PHASES = (*((64, 32),) * 4, (192, 10), (MAX_LENGTH, 4))
 
 
 class Vocabulary(models.Tokenizer):
-  """A tokenizer with a token for each character; the last is the stop token.
+  """A tokenizer with a token for each character, and a stop token as the last.
 
   Attributes:
     characters: distinct characters; token i is character i.
@@ -74,7 +74,7 @@ class Vocabulary(models.Tokenizer):
     return len(self.characters) + 1
 
   def encode(self, text: str, *, special: bool = True) -> np.ndarray:
-    """Returns the tokens of a text, int32[T]; no stop token is added.
+    """Returns the tokens of a text, int32[T], without a stop token.
 
     Raises:
       ValueError: a character is not in the vocabulary.
@@ -110,7 +110,7 @@ def character_model(
   cores. For a given text, `steps` and machine the weights are always the same.
 
   Args:
-    steps: optimizer steps; a few give a bad model quickly.
+    steps: number of optimizer steps. A few steps give a bad model quickly.
     text: the text to learn, longer than `MAX_LENGTH` characters; None for
       `reference_text`.
     folder: the folder of the file; None for the environment variable
@@ -121,7 +121,7 @@ def character_model(
     The model, float32, whose tokenizer is a `Vocabulary`.
 
   Raises:
-    OSError: the file cannot be written; raised before the training.
+    OSError: the file cannot be written. Raised before the training.
     ValueError: the text is too short.
   """
   text = reference_text() if text is None else text
@@ -135,8 +135,8 @@ def character_model(
     head_dim=16,
     mlp_dim=176,
   )
-  # The file's name has a digest of all that determines the weights, so that
-  # another recipe never loads them.
+  # The file's name has a digest of all that determines the weights, so that a
+  # call with another recipe never loads this file.
   recipe = (config, steps, _PHASES, _SPAN, _LEARNING_RATE, _WARMUP, _SEED)
   digest = hashlib.sha256(f"{recipe}{text}".encode()).hexdigest()
   path = _cache_folder(folder) / f"characters-{digest[:16]}.npz"
@@ -161,10 +161,10 @@ def character_model(
 
 
 def reference_text() -> str:
-  """Returns Python's own reference, which ships with Python: about 465 KB.
+  """Returns the language reference that ships with Python, about 465 KB.
 
-  The topics of `pydoc_data`, sorted by name. The text differs a little between
-  versions of Python.
+  The text has the topics of `pydoc_data`, sorted by name. It differs a little
+  between versions of Python.
   """
   topics = pydoc_data.topics.topics
   return "\n".join(topics[name] for name in sorted(topics))
@@ -173,9 +173,9 @@ def reference_text() -> str:
 def training_tokens(text: str, vocabulary: Vocabulary) -> np.ndarray:
   r"""Encodes a text, with a stop token after every second blank line.
 
-  A model trained on it sometimes stops at the end of a paragraph, so lengths
-  vary, and a prompt may hold several paragraphs. Returns int32[T]; the last
-  token is a stop token.
+  A model trained on these tokens sometimes stops at the end of a paragraph, so
+  lengths vary, and a prompt may have several paragraphs. Returns int32[T], with
+  a stop token at the end.
 
   Examples:
     >>> tokens = training_tokens("a\n\nb\n\nc", Vocabulary("\nabc"))
@@ -202,11 +202,11 @@ def _load(path: pathlib.Path, config: models.Decoder) -> Any:
     return None
   shapes = jax.eval_shape(lambda: models.init_params(jax.random.key(0), config))
   try:
-    # Damage raises, because the archive has a checksum of each array.
+    # A damaged file raises, because the archive has a checksum of each array.
     with open(path, "rb") as file, np.load(file) as arrays:
       leaves = [jnp.asarray(arrays[name]) for name in arrays.files]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-  # Damage can raise in any layer: zip, header, dtype, ...
+  # Any exception, because damage can be in the archive, a header or an array.
   except Exception as error:
     warnings.warn(
       f"{path} cannot be used ({error}); training the model again.",
@@ -225,8 +225,8 @@ def train(
   """Trains new parameters on random sections of one token stream.
 
   Returns:
-    (params, losses): losses float32[steps], in nats a token, each measured
-    before the step's update.
+    The parameters and the losses. Losses are float32[steps], in nats per token,
+    each measured before the step's update.
 
   Raises:
     ValueError: there are too few tokens or steps.
@@ -305,7 +305,7 @@ def _run_span(
   def step(state: Any, number: jax.Array) -> tuple[Any, jax.Array]:
     params, moments = state
     key = jax.random.fold_in(base_key, number)
-    # The key depends only on the step, and not on the length of the span.
+    # The key depends only on the step, so `_SPAN` does not change the batches.
     starts = jax.random.randint(
       key, (batch_size,), 0, data.size - context, jnp.int32
     )

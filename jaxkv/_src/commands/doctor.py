@@ -1,6 +1,6 @@
 """`python -m jaxkv doctor`: versions, devices, kernels, and a small check.
 
-The output belongs in a bug report. The check allocates and commits tokens on
+Bug reports should include the output. The check allocates and commits tokens on
 the default device, attends to them with the backend that "auto" chooses, and
 compares the result with that of the backend "xla".
 """
@@ -34,7 +34,7 @@ _TOLERANCE = 2e-2  # Of bfloat16 values near 1.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the command's arguments to its parser: none."""
+  """Adds no arguments to the command's parser."""
   del parser
 
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if sys.stdout:  # None if it was closed before Python began.
       sys.stdout.flush()
   except BrokenPipeError:
-    # Python would report the pipe again when it closes the stream.
+    # Redirected, because Python would report the closed pipe again at its exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   return status
 
@@ -79,7 +79,7 @@ def _version(package: str) -> str | None:
 
 
 def _attention() -> str:
-  """Runs the check; returns the backend that served it, and the reason.
+  """Runs the check, and returns the backend that served it with the reason.
 
   Raises:
     ArithmeticError: the result differs from that of the backend "xla".
@@ -96,7 +96,7 @@ def _attention() -> str:
   finally:
     logger.removeHandler(handler)
     logger.setLevel(level)
-  # The log gives a reason only if a preferred backend does not serve the call.
+  # The log gives a reason only if a preferred backend refused the call.
   return "; ".join(
     text if "(" in text else f"{text}, the first choice there"
     for text in messages

@@ -1,9 +1,10 @@
 """`python -m jaxkv grpo`: trains a model by GRPO in one compiled program.
 
 A small model with random weights learns to repeat its prompt. One jitted
-program draws answers, rewards them and updates the weights; weights and cache
-are donated to it. With `--numerics exact`, the first update computes the same
-log-probs, bit for bit, as the rollout; with `fast` they differ by rounding.
+program draws answers, rewards them and updates the weights. It takes weights
+and cache as donated arguments. With `--numerics exact`, the first update
+computes the same log-probs as the rollout, bit for bit. With `fast` they differ
+by rounding.
 
 An answer token is correct if it equals the prompt token at its position. The
 reward of an answer is its fraction of correct tokens, about 1 / `VOCABULARY`
@@ -42,7 +43,7 @@ INNER_STEPS = 4
 
 _OPTIMIZER = optax.adam(2e-3)
 _FINAL_ROUNDS = 10
-"""The final reward is the mean over the last rounds, at most this many."""
+"""The most rounds that the final reward, a mean over the last rounds, has."""
 
 
 class Carry(NamedTuple):
@@ -149,7 +150,7 @@ def begin(model: models.Decoder, key: jax.Array) -> Carry:
 
   Args:
     model: the decoder.
-    key: key[]; different from the keys of the rounds.
+    key: key[], which must differ from the keys of the rounds.
   """
   params_key, secret = jax.random.split(key)
   sizes = jaxkv.CacheConfig(
@@ -171,7 +172,7 @@ def grpo_round(
   """Draws answers, rewards them, and updates the weights.
 
   Args:
-    carry: from `begin` or the previous round; donated.
+    carry: from `begin` or the previous round.
     key: key[], the key of the round.
     model: the decoder, static.
   """
@@ -200,8 +201,8 @@ def grpo_round(
     prompt_columns=TOKENS,
     completion_columns=TOKENS,
   )
-  # Rewards are normalized by position: over the tokens that the samples of a
-  # prompt have there.
+  # Rewards are normalized at each position, over the tokens that the samples of
+  # a prompt have at this position.
   is_right = jnp.swapaxes(drawn.completions == drawn.prompts[:, None], 1, 2)
   advantages = rl.group_normalized(is_right.ravel(), num_samples=SAMPLES)
   advantages = jnp.swapaxes(advantages.reshape(is_right.shape), 1, 2)
@@ -253,8 +254,8 @@ def _summary(figures: RoundFigures) -> dict[str, Any]:
     "reward_after": float(np.mean(figures.reward[-_FINAL_ROUNDS:])),
     "largest_mismatch": float(np.max(figures.mismatch)),
     "prefilled_tokens": int(np.sum(counters.prefilled)),
-    # The last token of a prompt gives the logits of the first answer token, so
-    # the counters have it in `generated` and not in `prefilled`.
+    # One token less per prompt, because the counters have the last token of a
+    # prompt, which gives the first answer token, in `generated`.
     "prompt_tokens": len(figures.reward) * PROMPTS * (TOKENS - 1),
     "generated_tokens": int(np.sum(counters.generated)),
     "computed_rows": int(np.sum(counters.rows)),

@@ -38,8 +38,8 @@ def check_writable(path: str | None, *inputs: str | None) -> None:
     *inputs: files that the command reads.
 
   Raises:
-    CommandError: the folder is missing or read-only, `path` is not a regular
-      file, or it is one of the inputs.
+    CommandError: the folder is missing or read-only, or `path` is not a regular
+      file or is one of the inputs.
   """
   if path is None:
     return
@@ -104,7 +104,7 @@ def replacing(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
     yield part
     os.replace(part, target)
   finally:
-    # After a successful replacement there is nothing left to remove.
+    # `missing_ok`, because a successful replacement leaves nothing to remove.
     part.unlink(missing_ok=True)
 
 

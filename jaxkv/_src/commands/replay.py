@@ -1,28 +1,28 @@
 """`python -m jaxkv replay`: replays a request trace with the cache's verbs.
 
-Requests run one at a time, in file order: `admit` with the cached prefix,
-`commit` of the remaining blocks, `free`. A compiled scan runs over the
-requests. Spans of requests are separate calls, only to update a progress bar.
+Requests run one at a time, in file order. Each one calls `admit`, which hits
+the cached prefix, `commit` for the remaining blocks, and `free`. A compiled
+scan runs a span of requests, and a progress bar is updated after each span.
 
 A trace has JSON lines in the format of the Mooncake traces (Qin et al.,
 "Mooncake: Trading More Storage for Less Computation", FAST 2025). In each
-request, `hash_ids` has an id for every block of 512 tokens of the prompt, whose
-length is `input_length`; the last block can be partial. An id identifies a
+request, `input_length` is the length of the prompt, and `hash_ids` has an id
+for every block of 512 tokens. The last block can be partial. An id identifies a
 block together with all blocks before it. A page of the replay holds one
-"token", the id of a block. The two rules:
+"token", the id of a block. `--rule` selects the cached blocks:
 
 | rule | blocks that are cached     | blocks that can be hit              |
 |------|----------------------------|-------------------------------------|
 | full | `input_length // 512`      | `(input_length - 1) // 512` of them |
 | all  | every block, also partial  | all of them                         |
 
-With `full`, the last token must be computed for its logits. So if the last
-block is full, it cannot be hit: it takes a new page and is cached again.
+With `full`, the last token must be computed for its logits. So a last block
+that is full cannot be hit, but takes a new page and is cached again.
 
 Every request also holds one page that is never cached, for the tokens after its
-last cached block. `admit` never hits a whole sequence, so this page lets it hit
-all blocks. The page has no key, so the next request takes it first. It is
-counted in addition to `--pages`. Outputs are not cached.
+last cached block. With this page `admit` can hit all blocks, because it never
+hits a whole sequence. The next request takes the page first, because the page
+has no key. `--pages` does not count this page. Outputs are not cached.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_trace(path: str) -> list[TraceRequest]:
-  """Reads and checks a whole trace; blank lines are skipped.
+  """Reads and checks a whole trace, without its blank lines.
 
   Raises:
     CommandError: the file or one of its lines cannot be used.
@@ -190,8 +190,8 @@ def _replay(
   # With rule `full`, a prompt that ends with a full block must not hit it.
   lengths = np.asarray([request.input_length for request in requests])
   capped = (rule == "full") & (lengths % BLOCK_TOKENS == 0) & (blocks > 0)
-  # For each request: its first block among all blocks, its number of blocks,
-  # and the tokens to admit, of which at most all but one are hit.
+  # The columns are a request's first block among all blocks, its number of
+  # blocks, and the tokens to admit, of which at least one is not hit.
   columns = [np.cumsum(blocks) - blocks, blocks, blocks + 1 - capped]
   work = np.stack(columns, axis=1)
   state, hits, seconds = _timed_spans(config, _tokens(ids, config), work)
@@ -209,9 +209,9 @@ def _replay(
 
 
 def _tokens(ids: list[tuple[int, ...]], config: jaxkv.CacheConfig) -> Array:
-  """Returns int32[X]: all blocks in order, then one slot's width of zeros.
+  """Returns all blocks in order, padded by the width of a slot, int32[X].
 
-  Ids can exceed int32, so each is replaced by the number of its first use.
+  Ids can exceed int32, so each is replaced by its rank in order of first use.
   """
   numbers: dict[int, int] = {}
   flat = [numbers.setdefault(key, len(numbers)) for row in ids for key in row]
@@ -221,7 +221,7 @@ def _tokens(ids: list[tuple[int, ...]], config: jaxkv.CacheConfig) -> Array:
 def _timed_spans(
   config: jaxkv.CacheConfig, tokens: Array, work: np.ndarray
 ) -> tuple[jaxkv.CacheState, np.ndarray, float]:
-  """Runs all requests; the seconds exclude compilation."""
+  """Runs all requests, and returns the seconds without compilation."""
   count = len(work)
   # Spans have equal length, so that one program runs them all. Rows that pad
   # the last span admit no token.
@@ -250,7 +250,7 @@ def _timed_spans(
 def _serve(
   state: jaxkv.CacheState, request: Array, *, tokens: Array
 ) -> tuple[jaxkv.CacheState, Array]:
-  """Serves one request: admit, commit, free; returns the number of hits."""
+  """Serves one request, and returns the number of hit blocks."""
   width = state.config.slot_tokens
   slot = jnp.zeros((1,), jnp.int32)
   begin, blocks, length = request[0], request[1], request[2:]

@@ -27,10 +27,10 @@ from jaxkv._src.commands import output
 from jaxkv._src.commands.errors import CommandError
 
 CLOSE = 1e-3
-"""The largest difference of log-probs that counts as equal.
+"""The limit of differences between equal log-probs.
 
-Another order of float32 sums changes log-probs by about 1e-5, a wrong page by
-0.1.
+Another order of float32 sums changes log-probs by about 1e-5. A wrong page
+changes them by about 0.1.
 """
 
 _MAX_PRINTED = 8
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
   Raises:
     CommandError: an argument, a prompt or the model cannot be used.
   """
-  # All checks come before the compilation, which takes the longest.
+  # Checked first, because compilation takes the longest.
   output.check_writable(args.json, args.prompts, args.model)
   model = _model(args)
   if args.max_tokens >= model.max_length:
@@ -108,7 +108,7 @@ def _model(args: argparse.Namespace) -> models.Pretrained:
     if args.model is None:
       return characters.character_model()
     model = models.load(args.model, dtype=dtype, progress=True)
-    # Read here, so that a missing tokenizer is reported before the compilation.
+    # Read here to report a missing tokenizer before the compilation.
     _ = model.tokenizer
     return model
   except (ImportError, ValueError) as error:
@@ -150,7 +150,7 @@ def chosen_prompts(
 
 
 def default_prompts(text: str) -> Prompts:
-  """Makes prompts of the text's first lines and the opening of a paragraph."""
+  """Makes prompts from the text's first lines and a paragraph's opening."""
   preamble = text[:_PREAMBLE].rstrip() + "\n\n"
   paragraphs = [part.strip() for part in text.split("\n\n")]
   paragraphs = [part for part in paragraphs if len(part) > 2 * _OPENING]
@@ -201,7 +201,7 @@ def _init_state(
     num_samples=args.samples,
     max_new_tokens=args.max_tokens,
     prefill_chunk=64,
-    # Log-probs before the temperature, as the forward pass computes them.
+    # Log-probs before the temperature, because the forward pass computes these.
     raw_log_probs=True,
   )
   sizes = _sizes(args, model, len(tokens), int(lengths.max()) + args.max_tokens)
@@ -226,7 +226,7 @@ def _init_state(
 def _sizes(
   args: argparse.Namespace, model: models.Pretrained, count: int, longest: int
 ) -> jaxkv.CacheConfig:
-  """Returns sizes of the cache; by default all slots fit at full length."""
+  """Returns sizes of the cache, by default for all slots at full length."""
   # More slots than sequences would stay empty, but cost time in each step.
   slots = min(args.slots, count * args.samples)
   page_size = min(args.page_size, longest)
@@ -247,7 +247,7 @@ def generate(
 
   Args:
     model: the model.
-    state: the rollout; donated.
+    state: the rollout, which is donated.
 
   Returns:
     The final state, and the seconds of the loop and of the compilation.
@@ -270,8 +270,8 @@ def generate(
       state = jax.block_until_ready(compiled(model.params, state, span))
       elapsed = time.perf_counter() - begin
       seconds += elapsed
-      # Spans of about half a second keep the bar moving. The number of steps is
-      # traced, so a change does not compile again.
+      # Spans of about half a second keep the bar moving. A change of `steps`
+      # does not compile again, because `steps` is traced.
       steps = max(1, min(2 * steps, round(0.5 * steps / elapsed)))
       bar.update(_progress(state) - bar.n)
       if bool(jnp.all(state.sequences.status >= rollout.SequenceStatus.DONE)):
@@ -280,7 +280,7 @@ def generate(
 
 
 def _progress(state: rollout.RolloutState) -> int:
-  """Counts drawn tokens; a sequence that ended early counts as complete."""
+  """Counts drawn tokens, and all possible tokens of sequences that ended."""
   sequences = state.sequences
   drawn = sequences.length - sequences.prompt_length
   ended = sequences.status >= rollout.SequenceStatus.DONE
@@ -308,17 +308,18 @@ def largest_difference(
     uncached = jnp.take_along_axis(
       jax.nn.log_softmax(logits[0, :-1]), tokens[1:, None], axis=1
     )[:, 0]
-    # `max` propagates NaN, which then fails the comparison with `CLOSE`.
+    # `max` keeps NaN, which then fails the comparison with `CLOSE`.
     drawn = (columns[1:] >= begin) & (columns[1:] < end)
     return jnp.max(jnp.where(drawn, jnp.abs(uncached - log_probs[1:]), 0))
 
-  # One sequence at a time, because logits of all might not fit the memory.
+  # One sequence at a time, because the logits of all sequences may need too
+  # much memory.
   rows = (sequences.tokens, sequences.prompt_length, sequences.length, raw)
   return float(jnp.max(jax.jit(lambda: jax.lax.map(difference, rows))()))
 
 
 def _figures(state: rollout.RolloutState) -> dict[str, Any]:
-  """Returns counts of the loop and of the cache, and sizes."""
+  """Returns the counters of the loop and of the cache, and their sizes."""
   sizes = state.cache.config
   kv_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.kv))
   counts = vars(state.counters) | vars(state.cache.stats)
