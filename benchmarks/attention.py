@@ -1,44 +1,46 @@
 """Times paged decode attention, other libraries' attention, and a copy.
 
-A run is a jitted loop of CALLS calls. The result of a call is added to the
-query of the next one, which is timed too. Calls read different pages in turn,
-shuffled over 256 MB, four times an H200's cache. Sides take turns in every
-round; figures are medians over the rounds. A round of a side has the runs that
-fit into 0.2 s. A side whose single run takes longer has two rounds.
+A side is one implementation of attention. A run is a jitted loop of CALLS
+calls. The result of a call is added to the query of the next call, and this
+addition is timed, too. Successive calls read different pages, shuffled over 256
+MB, which is four times an H200's cache. Sides take turns in every round, and
+figures are medians over the rounds. A round of a side has as many runs as fit
+into 0.2 s. A side whose single run takes longer has two rounds.
 
 The host launches the kernels of a loop one after another, ahead of the GPU. A
-launch takes a few microseconds, longer than a kernel in cases of a few MB.
-There the launches are timed. With the XLA backend the host also waits for the
+launch takes a few microseconds. In cases of a few MB a kernel takes less, so
+the figures are launch times. With the XLA backend the host also waits for the
 trip count of an inner loop.
 
 | column | meaning |
 |---|---|
 | us | microseconds a call |
-| GB/s | bytes of K and V, or of latents, over that time; pages that rows share
-  count once, even if a side reads them more often |
-| of copy | GB/s as a share of the bandwidth, reads and writes, of a 1 GB copy
-  in the same run |
-| error | relative L2 distance from the XLA backend's result after CALLS calls;
-  the maximum of those before and after all rounds |
+| GB/s | bytes of K and V, or of latents, divided by that time; pages that rows
+  share count once, even if a side reads them more often |
+| of copy | GB/s as a share of the bandwidth (reads and writes) of a 1 GB copy
+  in the same benchmark |
+| error | relative L2 distance from the XLA backend's result after CALLS calls,
+  the larger of the distances before and after all rounds |
 
-The sides are our backends; our backends with shared pages read once, in cases
-with shared pages; and our backends with a plan, if they take plans. Cases
-marked `main` add jax's own Pallas kernel with 1, 4 and 16 splits, and cuDNN and
-XLA on a dense cache. Plans and clusters are made once, as for all layers of a
-step, and not timed.
+The sides are our backends, our backends with a plan if they take plans, and, in
+cases with shared pages, our backends that read shared pages once. Cases marked
+`main` add jax's own Pallas kernel with 1, 4 and 16 splits, and cuDNN and XLA on
+a dense cache. Plans and clusters of rows are computed once and not timed,
+because a decode step computes them once for all layers.
 
-A side's `rotations` is the number of caches that it reads in turn, a row's
-`bytes` the size of one cache. Dense sides in jax always read the same cache. If
-it is small, it stays in the GPU's cache, and the side appears too fast.
+A side's `rotations` is the number of caches that it reads in turn. A row's
+`bytes` is the size of one cache. Dense sides in jax always read the same cache.
+If this cache is small, it stays in the GPU's cache, and the side appears too
+fast.
 
 Not measured: prefill, writes, allocation, the rest of a model.
 
   python benchmarks/attention.py [--quick] [--minutes M] [--json FILE]
 
-With `--json` a run resumes where an earlier one with the same file ended. The
-file also records the side in progress: a side that has twice crashed the run,
-or hung for LONGEST seconds, is skipped. The exit code is 1 if one of our sides
-has failed or has an error over TOLERANCE.
+With `--json` the benchmark resumes where an earlier one with the same file
+ended. The file also records the side in progress, so that a side is skipped
+that has twice crashed the benchmark or hung for LONGEST seconds. The exit code
+is 1 if one of our sides has failed or has an error over TOLERANCE.
 """
 
 import argparse
@@ -71,13 +73,13 @@ from jaxkv_kernels._src.attention import choose
 
 LONGEST = 120  # seconds, to compile a side and run it once
 COPY_BYTES = 2**30
-# Both results are rounded to bfloat16 in each of CALLS calls.
+# Large, because both results are rounded to bfloat16 in each of CALLS calls.
 TOLERANCE = 2e-2
 
 Report = dict[str, Any]
-"""The JSON report: facts, `cases` by name, and `begun`, the sides started."""
+"""The JSON report: facts, `cases` by name, and `begun`, unfinished sides."""
 Watch = Callable[[str], contextlib.AbstractContextManager[None]]
-"""`watched`, for a side by its name."""
+"""A function that maps the name of a side to the context of `watched`."""
 
 
 def copy_speed(size: int, rounds: int) -> float:
@@ -86,7 +88,7 @@ def copy_speed(size: int, rounds: int) -> float:
   def run(x):
     return lax.fori_loop(0, 16, lambda i, x: x ^ i, x)
 
-  # Donated, or the loop would begin with one more copy.
+  # Donated, because otherwise the loop would begin with one more copy.
   jitted = jax.jit(run, donate_argnums=0)
   x = jnp.arange(size // 4, dtype=jnp.int32)
   samples = []
@@ -105,11 +107,11 @@ def watched(
   reasons: dict[str, str],
   side: str,
 ) -> Iterator[None]:
-  """Runs a part of a side; an error is added to the `reasons` of sides.
+  """Runs a part of a side, and adds an error to the `reasons` of sides.
 
-  A side that kills the process or hangs leaves an entry in `begun`, which
-  `save` writes. So does a side that breaks the device. It also ends the run,
-  since all later sides would fail.
+  A side that kills the process, hangs or breaks the device leaves an entry in
+  `begun`, which `save` writes. A broken device also ends the benchmark, because
+  all later sides would fail.
   """
   tries = begun.setdefault(side, [])
   tries.append("did not come back")
@@ -118,7 +120,7 @@ def watched(
   try:
     yield
   except Exception as error:
-    # A side may refuse a case. A failure does not end the run, see `failures`.
+    # An error does not end the benchmark, because a side may refuse a case.
     reasons[side] = tries[-1] = f"{type(error).__name__}: {error}"[:300]
     save()
     # Raises if the side has broken the device.
@@ -134,7 +136,7 @@ def watched(
 def measured(
   case: Case, quick: bool, watch: Watch, reasons: dict[str, str]
 ) -> dict[str, Timed]:
-  """Times the sides of a case; adds the others with a reason to `reasons`."""
+  """Times the sides of a case, and adds failed ones to `reasons`."""
   timed: dict[str, Timed] = {}
   arrays = None
   with watch("arrays"):
@@ -162,7 +164,7 @@ def row_of(
   report: Report,
   save: Callable[[], None],
 ) -> dict[str, Any]:
-  """Returns the row of a case: figures of each side, or why it has none."""
+  """Returns the row of a case, with the figures or the failure of sides."""
   start = time.monotonic()
   begun = report["begun"].setdefault(case.name, {})
   reasons = gone(begun)
@@ -190,14 +192,14 @@ def results_of(
   results = {}
   for name, side in timed.items():
     results[name] = figures(case, speed, side.seconds(), side.rotations)
-    # Sides with other rotations read another cache in their last call.
+    # Only with equal rotations did the last calls read the same cache.
     if "xla" in timed and side.rotations == timed["xla"].rotations:
       results[name]["error"] = distance(side.outs, timed["xla"].outs[0])
   return results
 
 
 def gone(begun: dict[str, list[str]]) -> dict[str, str]:
-  """Returns the sides not to be tried again, with their last failure."""
+  """Returns the sides that are not tried again, with their last failure."""
   return {
     side: f"twice ended the run: {tries[-1]}"
     for side, tries in begun.items()
@@ -256,7 +258,7 @@ def failures(report: Report) -> list[str]:
 
 
 def is_ours(side: str) -> bool:
-  """True if a side is one of our backends; "xla dense" is not."""
+  """Returns True if a side is one of our backends, unlike "xla dense"."""
   backend = side.removesuffix(" shared").removesuffix(" planned")
   return backend in kernels.BACKENDS
 

@@ -25,13 +25,13 @@ class Case:
     context: tokens of the longest sequence.
     page_size: S.
     dtype: the dtype of the pool.
-    ragged: True if lengths follow Zipf's law down from `context`; else they are
-      equal.
+    ragged: True if lengths follow Zipf's law down from `context`; False if all
+      lengths are equal.
     samples: the number of consecutive rows that share their first pages.
     prefix: tokens of the shared pages, a multiple of the page size.
-    value_dim: elements of a latent vector that are its value; None if there is
-      a pool of values.
-    main: True to time other libraries too, which takes most of the time.
+    value_dim: number of leading elements of a latent that are its value; None
+      if there is a pool of values.
+    main: True to also time other libraries, which takes most of the time.
   """
 
   model: str
@@ -58,7 +58,7 @@ class Case:
     return f"{self.model} {heads} {shape} page {self.page_size} {self.dtype}"
 
   def lengths(self) -> np.ndarray:
-    """Returns int32[B], unsorted."""
+    """Returns the lengths of sequences in random order, int32[B]."""
     if not self.ragged:
       return np.full(self.batch, self.context, np.int32)
     ranks = 1 + np.arange(self.batch)
@@ -111,7 +111,7 @@ def all_cases() -> list[Case]:
 
 
 def _own_cases(first: tuple[str, int, int, int]) -> list[Case]:
-  """Returns the cases of our backends only, of at most MAX_TOKENS tokens."""
+  """Returns the cases in which only our backends are timed."""
   cases = [
     Case(*first, batch, context)
     for context in (4096, 512, 16_384, 65_536)
@@ -161,9 +161,9 @@ class Arrays:
   Attributes:
     q: [B, H, D].
     k_pages: [P, K, S, D].
-    v_pages: [P, K, S, D]; for latents `k_pages`.
-    tables: R tables without common pages, so that R calls read more than
-      COLD_BYTES. int32[R, B, M]
+    v_pages: [P, K, S, D]; the same array as `k_pages` for latents.
+    tables: int32[R, B, M], R page tables without common pages, so that R calls
+      read more than COLD_BYTES.
     lengths: int32[B].
   """
 
@@ -176,7 +176,7 @@ class Arrays:
 
 def arrays(case: Case, cold_bytes: int = COLD_BYTES) -> Arrays:
   """Draws a case's arrays."""
-  # Random numbers, because some hardware multiplies zeros faster.
+  # Random numbers and not zeros, which some hardware multiplies faster.
   rotations = max(1, math.ceil(cold_bytes / max(case.bytes_read(), 1)))
   tables, pages = _tables(case, rotations)
   keys = jax.random.split(jax.random.key(0), 3)

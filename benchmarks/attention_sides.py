@@ -35,7 +35,7 @@ class Call(NamedTuple):
   Attributes:
     function: `(q, rotation, *inputs) -> [B, H, D]`.
     inputs: the arrays of the function.
-    rotations: the number of caches to read in turn; `rotation` is below it.
+    rotations: the number of caches to read in turn, which bounds `rotation`.
   """
 
   function: Callable[..., jax.Array]
@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
 
 def looped(call: Call, calls: int):
-  """Jits a loop of calls: `(q, first rotation, *inputs) -> last result`."""
+  """Jits a loop of calls, `(q, first rotation, *inputs) -> last result`."""
 
   # Each query depends on the previous result, so the calls cannot overlap.
   def run(q, first, *inputs):
@@ -62,7 +62,7 @@ def looped(call: Call, calls: int):
 
 
 class Timed:
-  """Times a side: stores its number of runs, its samples and results."""
+  """Times a side, and stores its samples and results."""
 
   def __init__(self, call: Call, q: jax.Array, quick: bool):
     """Compiles the side, and chooses the number of runs and of rounds."""
@@ -82,7 +82,7 @@ class Timed:
     self.samples = []
 
   def round(self) -> None:
-    """Times all runs; stores the first and the last result of the first run."""
+    """Times all runs. `outs` keeps run 0's first and latest results."""
     begin = time.perf_counter()
     outs = [self._run(self._q, at, *self._inputs) for at in self._firsts]
     jax.block_until_ready(outs)
@@ -100,7 +100,7 @@ def ours(backend: str, planned: bool, case: Case, arrays: Arrays) -> Call:
     if planned:
       raise NotImplementedError("latents take no plan")
     return _latent(backend, case, arrays)
-  # A plan is made once, as for all layers of a step.
+  # Not timed, because a decode step makes one plan for all layers.
   plan = None
   if planned:
     workers = kernels.decode_workers(arrays.k_pages, backend=backend)
@@ -125,8 +125,8 @@ def ours(backend: str, planned: bool, case: Case, arrays: Arrays) -> Call:
 
 
 def ours_shared(backend: str, case: Case, arrays: Arrays) -> Call:
-  """Calls our attention with shared pages read once."""
-  # Clusters are found once, as for all layers of a step.
+  """Calls our attention, which reads shared pages once."""
+  # Not timed, because a decode step finds clusters once for all layers.
   shared = [
     kernels.plan_shared_prefix(
       table,
@@ -155,7 +155,7 @@ def ours_shared(backend: str, case: Case, arrays: Arrays) -> Call:
 
 
 def _latent(backend: str, case: Case, arrays: Arrays) -> Call:
-  """Calls `mla_decode`, with zeros appended to form the next query."""
+  """Calls `mla_decode`, and appends zeros to get the width of a query."""
   value_dim = case.value_dim
   assert value_dim is not None
   padding = ((0, 0), (0, 0), (0, case.head_dim - value_dim))
@@ -212,7 +212,8 @@ def dense(
   implementation: Literal["xla", "cudnn"], case: Case, arrays: Arrays
 ) -> Call:
   """Calls `jax.nn.dot_product_attention` on a cache without pages."""
-  # All calls read the same cache: an index of several would copy it each time.
+  # All calls read the same cache, because an index into several caches would
+  # copy the cache in each call.
   _only_plain(case)
   table = arrays.tables[0]
   keys, values = (

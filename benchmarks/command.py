@@ -21,13 +21,13 @@ def run(
   not_measured: str,
   arguments: Mapping[str, dict[str, Any]] | None = None,
 ) -> None:
-  """Runs a benchmark with the options `[--quick] [--json FILE]` and its own.
+  """Runs a benchmark with the options `[--quick] [--json FILE]` and others.
 
-  Prints the machine, measures, and writes the report with `--json`.
+  Prints the machine, calls `measured`, and writes the report with `--json`.
 
   Args:
     description: the help text.
-    measured: `(quick, rounds, **options) -> rows by table`; prints the tables.
+    measured: `(quick, rounds, **options) -> rows by table`. Prints the tables.
     rounds: the number of samples of each row.
     quick_rounds: the number of samples with `--quick`.
     not_measured: the last line of the output.
@@ -45,7 +45,7 @@ def run(
   file, quick = options.pop("json"), options.pop("quick")
   rounds = quick_rounds if quick else rounds
   device = jax.devices()[0]
-  # Another busy process makes timings useless; a reader can see it by the load.
+  # Printed, because timings are useless if another process keeps the CPU busy.
   before = os.getloadavg()
   print(
     f"{device.device_kind} ({device.platform}), {platform.machine()},"

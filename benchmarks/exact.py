@@ -1,15 +1,15 @@
 """Times exact numerics against fast ones, with the same programs.
 
-The model has four layers of SmolLM2's width, float32, and a vocabulary of
-8,192. The tile is the number of tokens that exact numerics compute together.
+The model has four float32 layers of SmolLM2's width, and a vocabulary of 8,192.
+The tile is the number of tokens that exact numerics compute together.
 
 | row | contents |
 |---|---|
-| decode | a step of 16 or 64 sequences, after about 300 tokens of each |
+| decode | a step of 16 or 64 sequences, each with about 300 cached tokens |
 | prefill | a prompt of 1,024 tokens in chunks of 256, without logits |
 | gradient | `value_and_grad` of the log-probs of 4 sequences of 256 tokens |
 
-Figures are CPU seconds, minimum and median of calls that take turns.
+Figures are CPU seconds, the minimum and median of calls that take turns.
 
   python benchmarks/exact.py [--quick] [--json FILE]
 """
@@ -60,7 +60,7 @@ def _cache(config: models.Decoder, rows: int, tokens: int) -> tuple[Any, Any]:
     num_slots=rows,
     pages_per_slot=columns,
   )
-  # Shuffled, as the pages of a running cache are. Page 0 is the null page.
+  # Shuffled, as in a running cache, and from 1 on, as page 0 is the null page.
   table = 1 + np.random.default_rng(0).permutation(rows * columns)
   table = jnp.asarray(table.reshape(rows, columns), jnp.int32)
   return table, models.init_kv(config, sizes)
@@ -111,7 +111,7 @@ def _prefill(config: models.Decoder, params: Any) -> Callable[[], Any]:
       )[1]
 
     kv = jax.lax.fori_loop(0, tokens // chunk, compute_chunk, kv)
-    # One element of the result, so that the pages are not copied out.
+    # Returns only one element, so that the pages are not copied out.
     return kv.k[1, 0, 0, 0]
 
   return lambda: chunks(params, kv, jnp.asarray(prompt, jnp.int32))

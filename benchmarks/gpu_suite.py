@@ -7,19 +7,20 @@
 | launches | kernels in the body of a compiled loop of cache steps |
 | matrix | `attention.py`: bandwidth of a copy, every case, every side |
 | transitions | the cache's verbs at 256 slots, with `transitions.py`; skipped
-  with `--quick`, as they take minutes on a CPU |
-| rollout | the rollout loop with a model of 360 M parameters: time a step and
-  tokens a second, with `rollout_device.py` |
+  with `--quick`, because they take minutes on a CPU |
+| rollout | the rollout loop with a model of 360 M parameters: time per step and
+  tokens per second, with `rollout_device.py` |
 
 Each stage writes its results to a file in the folder as it runs. A second run
-of the same command continues: passed tests and finished cases and rows are not
-repeated. Results of other code, another jax or device, or of `--quick` in the
-folder are an error. The exit code is 0 if everything has run and passed.
+of the same command continues, and does not repeat passed tests and finished
+cases and rows. Files in the folder that other code, another jax version, device
+or value of `--quick` has written are an error. The exit code is 0 if everything
+has run and passed.
 
   python benchmarks/gpu_suite.py [--quick] [--minutes 9.5] [--out FOLDER]
 
-`--quick` tests the suite with tiny sizes and needs no GPU. The project need not
-be installed.
+`--quick` tests the suite with tiny sizes, without a GPU. The suite runs from a
+checkout, without an installation of the project.
 """
 
 import argparse
@@ -47,13 +48,13 @@ sys.path[:0] = _PATH
 
 # The share of the remaining time that numerics may take.
 _NUMERICS_SHARE = 0.5
-# Seconds: the limit of one part of numerics; the longest time of a last case of
-# the matrix; the time that earlier stages leave for incomplete later ones.
+# In seconds: the limit of one part of numerics, the most time of the last case
+# of the matrix, and the time that earlier stages leave to incomplete ones.
 _LONGEST_PART = 150
 _LAST_CASE = 130
 _RESERVED = {"transitions": 150, "rollout": 100}
 
-# Each process takes a GPU context of about half a GB.
+# Bounded, because each process has a GPU context of about half a GB.
 _MAX_PROCESSES = 12
 # Several processes share one GPU, so none may reserve most of its memory.
 _GPU_VARIABLES = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -63,7 +64,7 @@ class Stage(NamedTuple):
   """A stage of the suite.
 
   Attributes:
-    name: the stage's name; its results are in `name`.json.
+    name: the stage's name. The results are in `name`.json.
     run: `(file, seconds left, quick) -> bool`, True if complete and passed.
   """
 
@@ -76,8 +77,8 @@ class Part(NamedTuple):
 
   Attributes:
     files: test files.
-    keyword: pytest's `-k`; an empty one selects all tests.
-    required: a class or parameter of which a test must pass, not only skip.
+    keyword: pytest's `-k`. An empty string selects all tests.
+    required: a class or parameter, of which one test or more must pass.
   """
 
   files: tuple[str, ...]
@@ -86,7 +87,7 @@ class Part(NamedTuple):
 
 
 def parts(quick: bool) -> dict[str, Part]:
-  """Returns the parts of numerics by name, those of the kernels first."""
+  """Returns the parts of numerics by name, parts for kernels first."""
   import jax
 
   attention = ("tests/kernels/test_paged_attention.py",)
@@ -119,7 +120,7 @@ def numerics(path: pathlib.Path, seconds: float, quick: bool) -> bool:
   entries = report["parts"]
   required = parts(quick)
   open_parts = [n for n in required if not entries.get(n, {}).get("ended")]
-  # Parts that a time limit stopped come after parts that were never tried.
+  # Parts that were never tried come before parts that a time limit stopped.
   for name in sorted(open_parts, key=lambda name: name in entries):
     seconds = min(end - time.monotonic(), _LONGEST_PART)
     if seconds < 10:
@@ -149,13 +150,14 @@ def run_part(
     The report, with bools `ended` and `complete` (everything passed).
   """
   command = [sys.executable, "-m", "pytest", "-v", "--color=no", *part.files]
-  # pytest's cache would be left in the checkout; pytest-benchmark warns about
-  # `-n`.
+  # Without pytest's cache, which would stay in the checkout, and without
+  # pytest-benchmark, which warns about `-n`.
   command += ["-p", "no:cacheprovider", "-p", "no:benchmark"]
-  # Most of the time is compilation, on the host's cores.
+  # In parallel, because most of the time is compilation on the host's cores.
   processes = 0 if quick else min(os.cpu_count() or 1, _MAX_PROCESSES)
   command += ["-n", str(processes), "-rs", "-k", part.keyword]
-  # `--deselect` takes the beginning of a name; one that ends in "]" is exact.
+  # `--deselect` takes the beginning of a name. A name that ends in "]" is
+  # whole, so it deselects no other test.
   for test in previous.get("tests", []):
     command += ["--deselect", test] if test.endswith("]") else []
   platform = "cpu" if quick else "cuda"
@@ -167,8 +169,8 @@ def run_part(
   failed = {*previous.get("failed", []), *results(text, "(?:FAILED|ERROR)")}
   skipped = len(results(text, "SKIPPED"))
   result = f"{len(passed)} passed, {len(failed)} failed, {skipped} skipped"
-  # Failed tests count even if a second try passes: a race may pass by chance.
-  # Exit code 5 means that no test was left to run.
+  # Failed tests count even if a second try passes, because a race may pass by
+  # chance. Exit code 5 means that no test was left to run.
   fine = code == 0 or (code == 5 and bool(previous))
   if code is None or not (fine or failed):
     result += f"; {'out of time' if code is None else f'exit code {code}'}"
@@ -212,7 +214,8 @@ def matrix(path: pathlib.Path, seconds: float, quick: bool) -> bool:
     minutes = max(left - _LAST_CASE, 0) / 60
     code = _run([*command, str(minutes)], left)
     report = _read(path)
-    # A side that crashed the run has its case in `begun`: run the other sides.
+    # If a side has crashed the run, its case is in `begun`, and the next run
+    # does the other sides.
     if not report.get("begun") or report == before:
       break
   missing = [name for name in names if name not in report.get("cases", {})]
@@ -317,7 +320,8 @@ def _run(
     print(f"stopped after {seconds:.0f} s: {' '.join(command)[:200]}")
     return None
   finally:
-    # The whole process group, as child processes would keep using the GPU.
+    # The whole group is killed, because child processes would keep using the
+    # GPU.
     with contextlib.suppress(ProcessLookupError):
       os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -328,7 +332,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _write(path: pathlib.Path, report: dict[str, Any]) -> None:
-  # Imported here, after the checkout was added to Python's path.
+  # Imported here, because the checkout was not on Python's path before.
   import command
 
   command.write(path, report)
@@ -339,7 +343,7 @@ def _complete(report: dict[str, Any]) -> bool:
 
 
 def run_facts(quick: bool) -> dict[str, Any]:
-  """Returns the facts that results depend on: code, jax, device, sizes."""
+  """Returns the code, jax version, device and sizes behind the results."""
   import jax
 
   digest = hashlib.sha256()
@@ -355,7 +359,7 @@ def run_facts(quick: bool) -> dict[str, Any]:
 
 
 def check_same(path: pathlib.Path, quick: bool) -> None:
-  """Writes the facts to a new folder; exits if the folder has other facts."""
+  """Writes the facts to a new folder, or exits if the folder has others."""
   facts, earlier = run_facts(quick), _read(path)
   if earlier not in ({}, facts):
     sys.exit(
@@ -366,7 +370,7 @@ def check_same(path: pathlib.Path, quick: bool) -> None:
 
 
 def run(out: pathlib.Path, minutes: float, quick: bool) -> bool:
-  """Runs all stages that have no results; returns True if all have passed."""
+  """Runs all incomplete stages; returns True if all stages have passed."""
   end = time.monotonic() + minutes * 60
   out.mkdir(parents=True, exist_ok=True)
   check_same(out / "tested.json", quick)
@@ -401,7 +405,7 @@ def main() -> None:
     metavar="FOLDER",
   )
   arguments = parser.parse_args()
-  # Before jax reads them, when it takes a device.
+  # Set here, because jax reads the variables when it takes a device.
   os.environ.update(_GPU_VARIABLES)
   import jax
 

@@ -1,17 +1,18 @@
-"""Times training on samples of one prompt, which is computed once or for each.
+"""Times training on samples of one prompt, with the prompt computed once.
 
-Compares `models.grouped_log_probs` with the plain form: `forward_uncached` over
-whole sequences, and `log_softmax` of all logits. The model has four layers of
-SmolLM2's width, float32; a prompt of 512 tokens has 8 completions of 64.
+Compares `models.grouped_log_probs` with the plain form, which is
+`forward_uncached` over whole sequences and `log_softmax` of all logits. The
+model has four float32 layers of SmolLM2's width. A prompt of 512 tokens has 8
+completions of 64 tokens.
 
 | row | meaning |
 |---|---|
-| CPU s | minimum of calls to `value_and_grad` that take turns |
-| MiB | temporary arrays, as the compiler counts them |
-| times | CPU s of the plain form, divided by ours |
-| share | our temporary arrays, divided by those of the plain form |
+| CPU s | minimum over calls of `value_and_grad`, ours and plain in turns |
+| MiB | size of temporary arrays, as the compiler reports it |
+| times | CPU s of the plain form, divided by our CPU s |
+| share | our MiB, divided by MiB of the plain form |
 | apart | the largest difference of gradients, relative to the largest element
-  of the same parameters |
+  of the gradient of the same parameter |
 
 With a vocabulary of 512 the layers take nearly all of the time. With 49,152, as
 SmolLM2 has, the plain form computes 4,608 rows of logits.
@@ -43,7 +44,7 @@ class Work(NamedTuple):
 
   Attributes:
     vocab: the size of the vocabulary.
-    width: E; a head has a ninth of it.
+    width: E, the width of nine heads.
     samples: G, the number of completions.
     prompt: P, tokens of the prompt.
     answer: R, tokens of each completion.
@@ -130,7 +131,7 @@ def _rows(quick: bool, rounds: int) -> Iterator[Row]:
 def _compared(
   work: Work, params: Any, data: Data, rounds: int
 ) -> Iterator[Row]:
-  """Yields the rows of our side and the plain one."""
+  """Yields the rows of our form and of the plain form."""
   sides, gradients = [], []
   for side in (_ours, _plain):
     run = jax.value_and_grad(functools.partial(side, work=work))

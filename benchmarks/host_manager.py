@@ -2,26 +2,27 @@
 
 | op             | one call                                                   |
 |----------------|------------------------------------------------------------|
-| step_256       | `step`: one token for each of 256 running requests; 1/16   |
-|                | of them take a page in every group, 1/16 publish one       |
+| step_256       | `step` of one token for each of 256 running requests, of   |
+|                | which 1/16 take a page in every group and 1/16 publish one |
 | allocate_slots | the same for one of these requests                         |
-| admit_4096     | `get_computed_pages` and `allocate_slots`, one prompt of   |
-|                | 4,096 tokens                                               |
-| free_4096      | `free`, one request of 4,096 tokens                        |
+| admit_4096     | `get_computed_pages` and `allocate_slots` for one prompt   |
+|                | of 4,096 tokens                                            |
+| free_4096      | `free` of one request of 4,096 tokens                      |
 
 Modes. full: one group of full attention. hybrid: five more groups with a
 sliding window of 1,024 tokens. hit: all pages but the last are hits in the free
-queue. miss: no page is a hit. Running requests: 96 of 1,024 to 1,536 tokens,
-whose windows move, and 160 of at most 128 tokens, so that all six groups fit in
-65,536 pages of 16 tokens.
+queue. miss: no page is a hit. 96 running requests have 1,024 to 1,536 tokens,
+so that their windows move. The other 160 have at most 128 tokens, so that all
+six groups fit in 65,536 pages of 16 tokens.
 
-Method. A sample is the time of one Python call, with the wait until the new
-state is ready. Both modes alternate in every round. Appending tokens and
+Method. A sample is the time of one Python call, including the wait until the
+new state is ready. Both modes alternate in every round. Appending tokens and
 updating the scheduler's own counts are not timed. The first round is a warm-up.
-A round takes several samples of a row; median and minimum are over all of them.
+A round takes several samples of a row. Median and minimum are over the samples
+of all rounds.
 
-Not measured: compilation, K/V memory and the model, an accelerator unless jax
-runs on one. `peers.py` times the cache beside other managers.
+Not measured: compilation, K/V memory, the model, and an accelerator unless jax
+runs on one. `peers.py` compares the cache with other managers.
 
   python benchmarks/host_manager.py [--quick] [--json FILE]
 """
@@ -46,7 +47,7 @@ NUM_LONG = 96
 LONG = (1024, 1536)  # tokens of a long request at first
 SHORT = 128
 WINDOW = 1024
-STEPS = 16  # samples of a step in a round: every request takes a page once
+STEPS = 16  # samples of a step in a round, in which each request takes a page
 FULL = jaxkv.FullAttention(page_size=PAGE_SIZE)
 MODES = {
   "full": (FULL,),
@@ -55,7 +56,7 @@ MODES = {
 
 
 class Side:
-  """A manager with its running requests, and samples (us) by row."""
+  """A manager with its running requests, and its samples (us) by row."""
 
   def __init__(self, mode: str):
     """Admits all running requests."""
@@ -85,7 +86,8 @@ class Side:
       )
       assert answer is not None
       self._mark_computed([request])
-    # Untimed: it caches the prompt, of which the last token's page is no hit.
+    # Not timed, because it only caches the prompt for the next call. The page
+    # of the last token is never a hit.
     self._prompt(None, self._cached_prompt)
     expected = PROMPT - PAGE_SIZE
     assert self._prompt("hit", self._cached_prompt) == expected
@@ -101,7 +103,7 @@ class Side:
     return num_hit
 
   def _timed(self, row: str | None, call: Callable[[], Any]) -> Any:
-    """Makes a call; records its time if a row is named."""
+    """Makes a call, and records its time if `row` is not None."""
     begin = time.perf_counter()
     answer = call()
     if row:

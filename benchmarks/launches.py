@@ -20,8 +20,8 @@ class Launches(NamedTuple):
   """The launches of one run.
 
   Attributes:
-    kernels: kernels and copies, with those of inner loops. A loop whose trip
-      count depends on data counts as one iteration.
+    kernels: number of kernels and copies, inner loops included. A loop whose
+      trip count depends on data counts as one iteration.
     questions: the number of times that the host waits for the condition of a
       loop whose trip count depends on data.
   """
@@ -51,7 +51,8 @@ def _launches(lines: dict[str, list[tuple[str, str]]], name: str) -> Launches:
     trips = int(trip_count[1]) if trip_count else 1
     kernels += trips * body.kernels
     questions += trips * body.questions
-    # One iteration evaluates the condition twice; the host reads each result.
+    # A loop of one iteration evaluates its condition twice, and the host reads
+    # both results.
     if not trip_count:
       condition = _launches(lines, _computation(line, "condition"))
       kernels += 2 * condition.kernels

@@ -1,7 +1,7 @@
 """vLLM's `KVCacheManager` as a side of `peers.py`; requires vllm.
 
-It is called as vLLM's scheduler calls it, with vLLM's defaults: a SHA-256 hash
-for each full page, computed when a request gets its tokens.
+The calls are those of vLLM's scheduler, with vLLM's defaults. So each full page
+gets a SHA-256 hash, which is computed when a request gets its tokens.
 """
 
 # pyright: reportMissingImports=false

@@ -2,31 +2,32 @@ r"""Times transitions of this cache and of other cache managers.
 
 | op          | mode         | one call                                        |
 |-------------|--------------|-------------------------------------------------|
-| decode_step | full, hybrid | every sequence gets one token: 1/16 of them     |
-|             |              | take a page and publish one; sequences at their |
-|             |              | last token are freed and replaced               |
-| admit_4096  | hit          | one prompt of 4,096 tokens, 255 of its 256      |
-|             |              | pages are hits in the free queue                |
-| admit_4096  | miss         | the same without a hit; each page taken evicts  |
-|             |              | one; all 256 are hashed and published           |
+| decode_step | full, hybrid | every sequence gets one token, 1/16 of them     |
+|             |              | take a page and publish one, and sequences at   |
+|             |              | their last token are freed and replaced         |
+| admit_4096  | hit          | one prompt of 4,096 tokens, with 255 of its 256 |
+|             |              | pages as hits in the free queue                 |
+| admit_4096  | miss         | the same without hits, so that 256 pages are    |
+|             |              | evicted, taken, hashed and published            |
 | free_4096   |              | one sequence of 256 cached pages                |
 | free_16     |              | 16 sequences of 64 cached pages                 |
 
 The pool has 65,536 pages of 16 tokens. All pages are cached beforehand, so
 every page taken evicts one. "full" has one group of full attention, and
 sequences of up to 128 tokens (48 at 1,024 slots). "hybrid" has five more groups
-with a sliding window of 1,024 tokens, and 96 of 256 sequences between 1,024 and
-1,536 tokens. Hashing is included on all sides.
+with a sliding window of 1,024 tokens, and 96 of its 256 sequences have 1,024 to
+1,536 tokens. All times include hashing.
 
-Method. All sides run in one process and take turns in every round, after one
-round of warm-up. A call of jaxkv is a step of a compiled loop over a donated
-state; the same program without steps is timed too and subtracted, as in
-`transitions.py`. On a CPU it is compiled with `jaxkv.CPU_COMPILER_OPTIONS`. A
-call of a Python manager consists of the calls that a scheduler makes for the
-same purpose, in a plain Python loop, with the garbage collector's heap frozen.
-Requests are made beforehand, except in admit_4096, where making them hashes the
-prompt. Both sides get equal lengths and numbers of steps. Times are
-microseconds a step; medians and minima are over the rounds.
+Method. A side is jaxkv or a peer. All sides run in one process and take turns
+in every round, after one round of warm-up. A call of jaxkv is a step of a
+compiled loop over a donated state. The time of the same program without steps
+is subtracted, as in `transitions.py`. On a CPU the program is compiled with
+`jaxkv.CPU_COMPILER_OPTIONS`. A call of a Python manager consists of the calls
+that a scheduler makes for the same purpose, in a plain Python loop, with the
+garbage collector's heap frozen. Requests are made beforehand, except in
+admit_4096, because there they hash the prompt. All sides get equal lengths and
+numbers of steps. Times are microseconds per step, the median and the minimum
+over the rounds.
 
 Peers. A peer that cannot be imported is skipped, with the reason.
 
@@ -42,7 +43,7 @@ A new peer is a module like `peer_vllm.py` and a line in `PEERS`.
 
 Not measured: the rest of a scheduler; the block tables that a host manager must
 upload at every step; compilation; dispatch from Python; K/V memory and the
-model. A Python manager needs no device; jaxkv runs on jax's default device.
+model. jaxkv runs on jax's default device. A Python manager uses no device.
 
   python benchmarks/peers.py [--quick] [--json FILE]
 """
@@ -130,7 +131,7 @@ class Peer(Protocol):
     ...
 
   def extend(self, request: Any, tokens: list[int]) -> None:
-    """Appends tokens to a started request; hashes, takes and publishes."""
+    """Appends tokens to a request; hashes, takes and publishes pages."""
     ...
 
   def free(self, request: Any) -> None:
@@ -152,7 +153,7 @@ def jaxkv_op(case: Case) -> ops.Op:
 
 
 def _admit_op(admit: ops.Op) -> ops.Op:
-  """Returns `admit` with a `commit` of the tokens that are no hits."""
+  """Returns `admit` followed by a `commit` of the tokens that are not hits."""
 
   def step(state, prompts, trip):
     length = jnp.full((1,), PROMPT, jnp.int32)
@@ -209,7 +210,7 @@ class JaxSide:
 
 
 class PeerSide:
-  """A peer in one case: its manager, and samples (us a step)."""
+  """A peer in one case, with its manager and its samples (us per step)."""
 
   def __init__(self, name: str, peer: type[Peer], case: Case, steps: int):
     """Makes a manager whose pages are all cached and free."""
@@ -250,7 +251,7 @@ class PeerSide:
     )
     lengths = np.maximum(lengths, 1)
     self._fill(lengths)
-    # Requests for the places of sequences that end; making them is not timed.
+    # Requests that replace sequences that end. Making them is not timed.
     ends = int(np.sum(self.steps // end + 2))
     spares = [manager.new([token]) for token in self._tokens(ends)]
     tokens = self._tokens(self.steps)
@@ -335,7 +336,7 @@ class PeerSide:
 
 
 def import_peers() -> tuple[dict[str, Any], dict[str, str]]:
-  """Imports peers; returns their modules, and a version or reason of each."""
+  """Returns the modules of peers, and the version or failure of each peer."""
   modules, versions = {}, {}
   for name, module in PEERS.items():
     try:
@@ -359,7 +360,7 @@ def measured(quick: bool, rounds: int) -> dict[str, Any]:
   for case in cases:
     config = case.config
     if config not in states:
-      # Only one state is kept, to bound the memory.
+      # Keeps only one state, to bound the memory.
       states = {
         config: ops.full_cache(config, np.random.default_rng(case.slots))
       }
@@ -376,10 +377,10 @@ def measured(quick: bool, rounds: int) -> dict[str, Any]:
 
 
 def timed(sides: list[Any], rounds: int) -> list[dict[str, Any]]:
-  """Times sides in turns; returns their rows."""
+  """Times sides in turns, and returns their rows."""
   for side in sides:
     side.round(record=False)
-  # The collector would otherwise scan the requests of all managers.
+  # Frozen, because the collector would scan the requests of all managers.
   gc.collect()
   gc.freeze()
   for _ in range(rounds):

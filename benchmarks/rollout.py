@@ -6,30 +6,30 @@ calls.
 
 | metric             | meaning                                | bound | before |
 |--------------------|----------------------------------------|-------|--------|
-| rows a useful row  | rows of all model calls per useful row:| 1.25  | 9.8    |
-|                    | a drawn token, or a prompt token       |       |        |
-|                    | computed for the first time            |       |        |
+| rows a useful row  | rows of all model calls per useful     | 1.25  | 9.8    |
+|                    | row, which is a drawn token or a first |       |        |
+|                    | computation of a prompt token          |       |        |
 | roofline time      | sum of max(rows, 295) over the calls,  | 1.2   | 5.8    |
 |                    | relative to ideal mixed batches        |       |        |
 | busy               | share of slots that draw a token, over | -1 %  |        |
-|                    | all steps; relative to both ideals     |       |        |
-| 35 % of need: busy | in a small pool                        | 58 %  | 59.8 % |
+|                    | all steps, relative to both ideals     |       |        |
+| 35 % of need: busy | the same in a small pool               | 58 %  | 59.8 % |
 | and recomputed     | tokens computed again                  | 30 k  | 225 k  |
 | same_batch: prompt | prompt tokens computed                 | 176   | 1,136  |
-| grpo: prompt       | the same; the least is each page once  | +5 %  |        |
+| grpo: prompt       | the same, relative to each page once   | +5 %  |        |
 | families: hit rate | share of prompt tokens hit, with a     | 0.55  | 0.12   |
 |                    | window of 32, or of the whole queue    | 0.69  |        |
 | overtaken          | the most sequences that entered before | its   |        |
-|                    | a sequence ahead in the queue          | limit |        |
+|                    | a sequence ahead of them in the queue  | limit |        |
 | longest wait       | steps in which a decoding sequence in  | 1     |        |
 |                    | a slot draws nothing                   |       |        |
 
-The need is what the slots of a cache without paging would reserve: a mean
-prompt and the longest answer each. A small pool has 35 % of it.
+The need is the number of pages that a cache without paging would reserve: for
+each slot, a mean prompt and the longest answer. A small pool has 35 % of it.
 
 One bound on rows cannot be met. `families` has one slot, and computes tails of
-8 to 32 tokens in calls of at least 65 columns. On an accelerator this costs
-nothing, because a call costs at least 295 rows.
+8 to 32 tokens in calls of at least 65 columns. On an accelerator these columns
+cost nothing, because a call costs at least as much as 295 rows.
 
 Timed metrics:
 
@@ -37,7 +37,7 @@ Timed metrics:
 |-----------------------|------------------------------------------|-------|
 | step, 2 tokens        | microseconds of a greedy decode step of  | 110   |
 |                       | 64 slots, vocabulary 2, without a model  |       |
-| step, 513 tokens      | the same, sampled, vocabulary 513        | 400   |
+| step, 513 tokens      | the same with sampling, vocabulary 513   | 400   |
 
 `--device` runs only the lengths workload with a model on a GPU or TPU, see
 `rollout_device.py`.
@@ -78,7 +78,7 @@ SHORT, LONG = 8, 248
 
 def timed(call: Callable[..., Any], *inputs: Any) -> tuple[float, Any]:
   """Returns the seconds of a call and its result."""
-  # Inputs may still be computed by earlier calls, which must not be timed.
+  # Waits for earlier calls that compute inputs, because they must not be timed.
   jax.block_until_ready(inputs)
   begin = time.perf_counter()
   result = jax.block_until_ready(call(*inputs))
@@ -101,7 +101,7 @@ def stub(
   at: Any,
   rows: Any,
 ) -> tuple[jax.Array, Any]:
-  """A model whose logits depend on positions, so they are not constants."""
+  """A model whose logits depend on positions, so that XLA computes them."""
   del tokens, views, rows
   position = positions[0].at[at].get(mode="clip").astype(jnp.float32)
   return params + position[:, None] * 1e-3, kv
@@ -127,7 +127,7 @@ def step(
     assert int(end.counters.generated) - generated_before == SLOTS * steps
     return seconds
 
-  # The difference of a long and a short span removes the cost of a call.
+  # The difference between a long and a short span excludes the cost of a call.
   for steps in (SHORT, LONG):
     span(steps)
   samples = [(span(SHORT), span(LONG)) for _ in range(rounds)]
@@ -139,7 +139,7 @@ def step(
 
 
 def decoding_state(sampling: rollout.Sampling) -> rollout.RolloutState:
-  """Makes a rollout of one random prompt a slot, without a stop token."""
+  """Makes a rollout with one random prompt per slot and no stop token."""
   longest = SHORT + LONG + 8
   sizes = jaxkv.CacheConfig(
     num_pages=1 + SLOTS * (2 + longest // 16),

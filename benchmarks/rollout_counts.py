@@ -59,7 +59,7 @@ class Run(NamedTuple):
 
   @property
   def cost(self) -> int:
-    """The roofline time in rows: a call costs at least `ideal.RIDGE`."""
+    """The roofline time in rows, at least `ideal.RIDGE` for each call."""
     sizes = packing.widths(self.end.config)
     calls = np.asarray(self.end.counters.calls).tolist()
     return sum(
@@ -89,8 +89,8 @@ def forced_tokens(stops: jax.Array, number: Any, position: Any) -> jax.Array:
 
   Args:
     stops: int32[P], the last position to compute for each prompt's samples.
-    number: int32[X], the last token of a sequence: the index of its prompt. It
-      is repeated, or followed by P, which ends a sequence.
+    number: int32[X], the last token of a sequence, which is the index of its
+      prompt. The next token repeats it, or is P, which ends the sequence.
     position: int32[X], the position of the last token.
   """
   ends = position + 1 >= stops.at[number].get(mode="clip")
@@ -212,14 +212,14 @@ def small(quick: bool) -> Iterator[Row]:
       name = f"families {window}, {pages}"
       for row in common(name, run_workload(work, pages)):
         # With a window of the whole queue, all pools have the same bound. With
-        # the small window, only the smallest pool has one.
+        # the small window, only the smallest pool has a bound.
         if row.metric == "hit rate" and (pages == 40 or window > 32):
           row = at_least(name, row.metric, row.value, hits)
         yield row
 
 
 def long(quick: bool) -> Iterator[Row]:
-  """Yields the rows of lengths; `quick` has an eighth of all sizes."""
+  """Yields the rows of lengths, with an eighth of all sizes if `quick`."""
   work = ideal.lengths(64, 8, 8) if quick else ideal.lengths()
   mixed = ideal.schedule(work, ideal.mixed_room)
   equal = ideal.schedule(work, ideal.loop_room(work.slots))

@@ -1,17 +1,17 @@
 """Times the lengths workload with a real model, on an accelerator.
 
-The model has the sizes of SmolLM2-360M, bfloat16, with random weights. A large
-number is added to the logits of one token, so that every answer has the length
-of the workload.
+The model has the sizes of SmolLM2-360M, with random bfloat16 weights. To give
+every answer the length that the workload prescribes, a large number is added to
+the logit of the token to draw.
 
 | part  | measures                                                          |
 |-------|-------------------------------------------------------------------|
-| steps | the first steps of the job, each in one call of the loop, with    |
-|       | dispatch: milliseconds a step, by the number of prompt columns    |
-| whole | the whole job in one call: tokens a second, drawn and computed    |
+| steps | the first steps of the job, each in one call of the loop:         |
+|       | milliseconds per step with dispatch, by number of prompt columns  |
+| whole | the whole job in one call: tokens per second, drawn and computed  |
 
 Both parts use one compiled program. Each part is written as soon as it has run,
-and a second call with the same file runs the missing parts.
+and a second run with the same file runs the missing parts.
 """
 
 import functools
@@ -69,7 +69,7 @@ def require_accelerator(quick: bool) -> None:
 
 
 def by_part(name: str, quick: bool = False) -> list[dict[str, Any]]:
-  """Runs the parts that a file lacks, and writes each at once."""
+  """Runs the parts that a file lacks, and writes each one when it ends."""
   require_accelerator(quick)
   path = pathlib.Path(name) if name else None
   parts: dict[str, list[dict[str, Any]]] = {}
@@ -114,7 +114,7 @@ class Job:
     state = self._initial_state()
     inputs = self._inputs, state, rollout.Until(steps=0)
     self._compiled = self._program.lower(*inputs).compile()
-    # Freed, because the pool may not fit twice.
+    # Freed, because memory may not have room for a second pool.
     del state, inputs
     self.compiling = time.perf_counter() - begin
     numbers = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -130,7 +130,7 @@ class Job:
     at: Any,
     rows: Any,
   ) -> tuple[jax.Array, Any]:
-    """Calls the model; changes its logits to draw `counts.forced_tokens`."""
+    """Calls the model, with logits that force `counts.forced_tokens`."""
     params, stops = inputs
     logits, kv = models.forward(
       params, tokens, positions, kv, views, at, rows, config=self.model
@@ -157,7 +157,7 @@ class Job:
     return time.perf_counter() - begin, state
 
   def steps(self) -> list[Row]:
-    """Times single steps, by width."""
+    """Times single steps, by number of columns."""
     state = self._initial_state()
     widths = packing.widths(state.config)
     before = np.asarray(state.counters.calls)
@@ -182,7 +182,7 @@ class Job:
   def whole(self) -> list[Row]:
     """Times the whole job."""
     _, state = self._run(self._initial_state(), 4)  # Warms up.
-    # Freed, because the pool may not fit twice.
+    # Freed, because memory may not have room for a second pool.
     del state
     seconds, end = self._run(self._initial_state(), _ALL_STEPS)
     counts.check_answers(self.work, end)

@@ -18,19 +18,19 @@ Ideal schedulers are simulated on the host, in plain Python.
 |----------------|------------------------------------------------------------|
 | mixed batches  | one for each decoding sequence, and prompt tokens up to    |
 |                | 295 rows in total, but at least 1 prompt token             |
-| equal columns  | one for each decoding sequence, and prompt tokens for the  |
-|                | loop's columns: `prefill_chunk` and one for each slot that |
-|                | does not decode                                            |
+| equal columns  | one for each decoding sequence, and as many prompt tokens  |
+|                | as the loop has columns for: `prefill_chunk`, and one for  |
+|                | each slot that does not decode                             |
 
 Both take sequences in the order of the queue, fill a slot in the step after it
 becomes empty, serve prompts in the order of entry, and compute only needed
 rows. A prompt's last row draws the first token. If sequences do not fit into
-the pool, the earliest in the slots run and the others pause, without losing
-their K/V. With a small pool this is a reference, not a bound: another order may
-do better.
+the pool, the earliest ones in the slots run and the others pause, without
+losing their K/V. So with a small pool the simulation is a reference and not a
+bound, because another order can be faster.
 
-A step costs max(rows, 295), the cost of a bfloat16 call on an accelerator:
-reading the weights takes as long as computing 295 rows.
+A step costs max(rows, 295), because a bfloat16 call on an accelerator reads the
+weights in the time in which it computes 295 rows.
 """
 
 import math
@@ -80,7 +80,7 @@ def _workload_of(
 
 
 def lengths(count: int = 512, slots: int = 64, scale: int = 1) -> Workload:
-  """Makes the workload "lengths" of the table; `scale` divides all lengths."""
+  """Makes the workload "lengths", with all lengths divided by `scale`."""
   rng = np.random.default_rng(0)
   prompts = np.clip(rng.lognormal(np.log(666) - 0.18, 0.6, count), 200, 2000)
   answers = np.clip(rng.lognormal(np.log(200), 1.0, count), 1, 2048)
@@ -109,7 +109,7 @@ def grpo() -> Workload:
 
 
 def families(window: int) -> Workload:
-  """Makes the workload "families"; `window` sequences are candidates."""
+  """Makes the workload "families" for a queue window of `window` sequences."""
   rng = np.random.default_rng(1)
   begins = [rng.integers(0, 200, rng.integers(6, 15) * 8) for _ in range(20)]
   order = np.repeat(np.arange(20), 10)
@@ -127,7 +127,7 @@ class Schedule(NamedTuple):
 
   Attributes:
     steps: the number of model calls.
-    cost: the sum of rows of all calls, at least `RIDGE` each.
+    cost: the sum of rows over all calls, each with at least `RIDGE` rows.
     busy: the share of slots that draw a token, over all steps.
     most_pages: the most pages in use at once.
   """
@@ -139,7 +139,13 @@ class Schedule(NamedTuple):
 
 
 class _Running:
-  """A running sequence: tokens to compute, to draw, and held in pages."""
+  """A running sequence.
+
+  Attributes:
+    compute: number of tokens to compute.
+    draw: number of tokens to draw.
+    held: number of tokens in pages.
+  """
 
   def __init__(self, compute: int, draw: int, held: int):
     self.compute, self.draw, self.held = compute, draw, held
@@ -160,9 +166,9 @@ def schedule(
 ) -> Schedule:
   """Simulates an ideal scheduler for one sample of each prompt.
 
-  The first prompt computes the pages that it shares with others. Pages in use
-  are counted without sharing. `room` maps the number of decoding sequences to
-  the prompt tokens that a step may compute.
+  The first of several prompts that share pages computes these pages. The count
+  of pages in use ignores sharing. `room` maps the number of decoding sequences
+  to the number of prompt tokens that a step may compute.
   """
   queue = [
     _Running(*sequence)
@@ -226,11 +232,11 @@ def _step(
 
 
 def new_tokens(work: Workload) -> np.ndarray:
-  """Returns the tokens of each prompt to compute, without the last, int64[P].
+  """Counts the tokens of each prompt to compute, without the last, int64[P].
 
-  Equal prefixes of full pages are computed once; partial pages are not shared.
+  Equal prefixes of full pages are computed once. Partial pages are not shared.
   """
-  # A trie of pages: a node is the number of a prefix of full pages.
+  # A trie of pages, in which each node is the number of a page prefix.
   nodes: dict[tuple[int, bytes], int] = {}
   counts, size = [], work.page_size
   for row, length in zip(work.prompts, work.lengths, strict=True):

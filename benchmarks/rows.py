@@ -1,4 +1,4 @@
-"""Rows of a report: figures with their bounds."""
+"""Rows of a report, which are figures with their bounds."""
 
 import time
 from collections.abc import Callable
@@ -17,8 +17,8 @@ class Row(NamedTuple):
     workload: the name of the workload.
     metric: the name of the count or time.
     value: the figure.
-    bound: the target of the figure; None if it has none.
-    side: "at most" or "at least"; None without a bound.
+    bound: the target of the figure; None if there is no target.
+    side: "at most" or "at least"; None if there is no target.
   """
 
   workload: str
@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
   @property
   def met(self) -> bool | None:
-    """True if the figure keeps its bound; None without a bound."""
+    """True if the figure keeps its bound; None if there is no bound."""
     if self.bound is None:
       return None
     if self.side == "at least":
@@ -59,7 +59,7 @@ def alternated(
   Returns:
     The seconds of each call by its name, one for each round.
   """
-  # In turns, so that a change of the machine's speed affects all calls alike.
+  # The calls take turns, so that changes of the machine's speed affect all.
   seconds: dict[str, list[float]] = {name: [] for name in calls}
   for number in range(rounds + 1):
     for name, call in calls.items():
@@ -71,7 +71,7 @@ def alternated(
 
 
 def show(rows: Iterable[Row]) -> list[Row]:
-  """Prints each row as soon as it is measured; returns all rows."""
+  """Prints each row as soon as it is measured, and returns all rows."""
   done = []
   for row in rows:
     done.append(row)
@@ -95,7 +95,7 @@ def number(value: float) -> str:
 
 
 def report(rows: Iterable[Row]) -> dict[str, Any]:
-  """Prints a table of rows and a summary; returns the report."""
+  """Prints a table of rows and a summary, and returns the report."""
   print(f"\n{'workload':26} {'metric':42} {'value':>10} {'bound':>20}")
   done = show(rows)
   print(f"\n{summary(done)}")
@@ -103,7 +103,7 @@ def report(rows: Iterable[Row]) -> dict[str, Any]:
 
 
 def summary(rows: Iterable[Row]) -> str:
-  """Returns one line with the number of kept bounds and the missed ones."""
+  """Returns one line with the number of kept bounds and the missed bounds."""
   rows = [row for row in rows if row.bound is not None]
   missed = [f"{row.workload}: {row.metric}" for row in rows if not row.met]
   text = f"{len(rows) - len(missed)} of {len(rows)} bounds are kept"

@@ -6,11 +6,12 @@
 | cached | the same with the prompt cached, as after a rollout                |
 | whole  | `rollout.score` of 8 groups of one completion, without sharing     |
 
-Rows are the tokens that the model computes: P - 1 + G R for the group, and
-G (P - 1 + R) for `whole`. Seconds are medians of calls that take turns: wall
-time, and CPU time of all threads. The model has the width of SmolLM2 (135M), 4
-layers and a vocabulary of 1,024: 576 wide, 9 heads, 3 K/V heads of 64, an MLP
-of 1,536; float32, chunks of 256.
+Rows are the tokens that the model computes. With P prompt tokens and G
+completions of R tokens, `group` computes P - 1 + G R rows, and `whole` computes
+G (P - 1 + R). Seconds are medians of calls that take turns, in wall time and in
+CPU time of all threads. The float32 model has SmolLM2-135M's width of 576 with
+9 heads, 3 K/V heads of 64 and an MLP of 1,536, but 4 layers and a vocabulary of
+1,024. Chunks have 256 tokens.
 
   python benchmarks/score.py [--quick] [--json FILE]
 """
@@ -65,7 +66,7 @@ QUICK = (Size(64, 8),)
 
 
 def _groups(size: Size, ones: bool) -> tuple[jax.Array, ...]:
-  """Makes the groups of `score`: a single one, or one for each completion."""
+  """Returns one group for `score`, or with `ones` a group per completion."""
   rng = np.random.default_rng(0)
   prompt = rng.integers(0, _VOCABULARY, (1, size.prompt))
   shape = (1, _SAMPLES, size.completion)
@@ -118,7 +119,7 @@ class _Score:
     return scored
 
   def reset(self) -> None:
-    """Drops the cached prompt, unless this side times a cached one."""
+    """Drops the cached prompt, unless this side times the cached prompt."""
     if self._shares and not self._warm:
       cache, _ = jaxkv.new_epoch(self._state.cache)
       self._state = dataclasses.replace(self._state, cache=cache)
@@ -140,7 +141,7 @@ def _sides(size: Size) -> dict[str, Any]:
 
 
 def _count_rows(size: Size, sides: dict[str, Any]) -> Iterator[Row]:
-  """Calls every side once; yields the number of tokens that each computes."""
+  """Calls every side once, and yields the rows that each one computes."""
   name, new = str(size), _SAMPLES * size.completion
   # Only the second call hits the prompt in the cache.
   sides["cached"]()

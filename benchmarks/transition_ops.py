@@ -31,7 +31,7 @@ class Op(NamedTuple):
     steps: the number of steps in a timed call.
     prepare: `(state, rng) -> (state, inputs)`, untimed.
     step: `(state, inputs, step index) -> (state, int32[])`.
-    expected: the sum of the numbers of all steps; None if it varies.
+    expected: the sum of the int32 results of all steps; None if it varies.
   """
 
   name: str
@@ -57,7 +57,7 @@ def fill_slots(state, tokens, lengths):
 
 
 def free_all(state, rng):
-  """Frees all slots, after filling their pages so that all are cached."""
+  """Frees all slots, and first fills their pages so that all are cached."""
   room = state.num_pages[:, 0] * state.config.page_size - state.length
   tokens = random_tokens(rng, (state.config.num_slots, PROMPT))
   state, committed = jaxkv.commit(state, tokens, room)
@@ -68,8 +68,8 @@ def free_all(state, rng):
 def full_cache(config: jaxkv.CacheConfig, rng) -> jaxkv.CacheState:
   """Returns a cache whose pages are all cached and free."""
   state = jaxkv.init(config)
-  # All groups take the same number of pages. The remainder stays uncached, and
-  # is handed out first.
+  # All groups take the same number of pages. The remaining pages stay uncached,
+  # so the cache hands them out first.
   usable = (config.num_pages - 1) // config.num_groups
   left = usable
   while left > 0:
@@ -98,7 +98,7 @@ def decode_lengths(
 
 
 def decode_op(config: jaxkv.CacheConfig, mode: str) -> Op:
-  """Returns a decode step of all slots; 0 steps if sequences do not fit."""
+  """Returns a decode step of all slots, or 0 steps if sequences do not fit."""
   slots, size = config.num_slots, config.page_size
   begin, end = decode_lengths(config, mode)
   fits = config.num_groups * end.sum() < config.num_pages * size

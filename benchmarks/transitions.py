@@ -2,25 +2,25 @@
 
 | op          | one step of the loop                                         |
 |-------------|--------------------------------------------------------------|
-| decode_step | `allocate` a token in every slot, `commit` it (1/16 of the   |
-|             | slots take a page, 1/16 hash and publish one), `free` the    |
-|             | sequences that end, `admit` with all rows masked out; with   |
-|             | windows, `recycle` first                                     |
-| allocate    | one more token in every slot, 1/16 of them take a page       |
-| match_4096  | `match`, one prompt of 4,096 tokens                          |
-| admit_4096  | `admit`, one prompt of 4,096 tokens, hashing included        |
-| free_16     | `free`, 16 sequences of 64 pages, all of them cached         |
+| decode_step | `recycle` if there are windows, `allocate` a token in every  |
+|             | slot, `commit` it (1/16 of the slots take a page, 1/16 hash  |
+|             | and publish one), `free` the sequences that end, and `admit` |
+|             | with all rows masked out                                     |
+| allocate    | one more token in every slot, so 1/16 of them take a page    |
+| match_4096  | `match` of one prompt of 4,096 tokens                        |
+| admit_4096  | `admit` of one prompt of 4,096 tokens, hashing included      |
+| free_16     | `free` of 16 sequences of 64 pages, all of them cached       |
 
 Modes.
-short: sequences end at 128 tokens (48 at 1,024 slots, to fit every pool); at
-  256 slots two end in a step.
-long: sequences end at 1,008 tokens; in most steps none ends.
+short: sequences end at 128 tokens (48 at 1,024 slots, to fit every pool). At
+  256 slots, two sequences end in a step.
+long: sequences end at 1,008 tokens. In most steps no sequence ends.
 hybrid: one group of full attention and five with a sliding window of 1,024
-  tokens. 96 of 256 sequences have 1,024 to 1,536 tokens, so six free pages in
-  each step; the others end at 128.
-all_hit: 255 of 256 pages are hits in the free queue, and one is taken (the last
-  token is never a hit).
-none_hit, none_hit_evicting: no page is a hit; `admit` takes 256 pages.
+  tokens. 96 of 256 sequences have 1,024 to 1,536 tokens, so that six of them
+  free pages in each step. The others end at 128 tokens.
+all_hit: 255 of 256 pages are hits in the free queue. The page of the last token
+  is never a hit, so it is taken.
+none_hit, none_hit_evicting: no page is a hit, so `admit` takes 256 pages.
 unsplit: compiled with `jaxkv.CPU_COMPILER_OPTIONS`, so that XLA:CPU does not
   hand small operations to other threads, which costs more than it saves.
 graphs: compiled for a GPU so that loops whose trip count depends on data are
@@ -28,15 +28,15 @@ graphs: compiled for a GPU so that loops whose trip count depends on data are
 All pages are cached beforehand, so every page taken evicts one.
 
 Method. A timed call is one `fori_loop` whose trip count is an argument and
-whose carry is the donated state. The same program with no trips is timed too
-and subtracted (minimum from minimum, median from median), which removes the
-dispatch. Every `admit` fills another slot with another prompt, every `free`
-frees other slots, and the state is prepared between calls, untimed. Small pools
-have fewer steps. All sizes alternate in every round.
+whose carry is the donated state. The time of the same program without trips is
+subtracted (minimum from minimum, median from median), which removes the
+dispatch. Every `admit` fills another slot with another prompt, and every `free`
+frees other slots. The state is prepared between calls, which is not timed.
+Small pools have fewer steps. All sizes alternate in every round.
 
-Not measured: dispatch from Python, compilation, K/V memory and the model,
-sweeps of the free queue's ring (after hits, at most one per `num_pages`
-releases), an accelerator unless jax runs on one.
+Not measured: dispatch from Python, compilation, K/V memory, the model, sweeps
+of the free queue's ring (after hits, at most one per `num_pages` releases), and
+an accelerator unless jax runs on one.
 
   python benchmarks/transitions.py [--quick] [--json FILE]
 
@@ -76,7 +76,7 @@ COMPILER_OPTIONS = {
 
 
 def compile_steps(step, options: dict[str, Any] | None):
-  """Jits a loop of steps: `(state, inputs, count) -> (state, sum)`."""
+  """Jits a loop of steps, `(state, inputs, count) -> (state, sum)`."""
 
   def run(state, inputs, count):
     def body(trip, carry):
@@ -90,7 +90,7 @@ def compile_steps(step, options: dict[str, Any] | None):
 
 
 class Side:
-  """One op at one size, with its program, state and samples (us a call)."""
+  """One op at one size, with its program, state and samples (us per call)."""
 
   def __init__(self, config, op, run, state, rng):
     """Copies the state."""
@@ -170,14 +170,15 @@ def sides_with(config: jaxkv.CacheConfig, all_ops: list[ops.Op]) -> list[Side]:
     for way, options in ways.items():
       mode = f"{op.mode} {way}".strip()
       run = compile_steps(op.step, options)
-      # Ops of equal steps share one program, so it is compiled once.
+      # Ops with the same step share a program, so that it is compiled only
+      # once.
       run = programs.setdefault((op.step, way), run)
       sides.append(Side(config, op._replace(mode=mode), run, state, rng))
   return sides
 
 
 def by_row(name: str, rounds: int = 5) -> None:
-  """Times 256 slots; writes each row to a file at once, where it can resume."""
+  """Times 256 slots, and writes each row to a file, where it can resume."""
   path = pathlib.Path(name)
   report: dict[str, Any] = {"rounds": rounds, "rows": []}
   if path.exists():
