@@ -108,7 +108,7 @@ def _is_scalar(value: Any, kind: Any) -> bool:
 
 
 def is_concrete(value: Any) -> bool:
-  """Returns True if a value can be read on the host: it is not traced."""
+  """Returns True if a value is not traced, so the host can read it."""
   return not isinstance(value, Tracer)
 
 
@@ -120,7 +120,10 @@ def as_number(name: str, value: Any) -> Array:
 
 
 def check_integer(name: str, value: Any) -> None:
-  """Raises unless `value` is an integer scalar, traced or fit for int32."""
+  """Raises unless `value` is an integer scalar.
+
+  A value that is not traced must also fit int32.
+  """
   requirement = "an integer scalar"
   if isinstance(value, jax.Array | np.ndarray | np.generic) and value.ndim:
     refuse(ValueError, name, requirement, value)

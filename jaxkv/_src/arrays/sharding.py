@@ -11,8 +11,8 @@ from jax import lax
 def zeros_like(array: Array) -> Array:
   """Returns zeros (False for bool) that vary over the mesh axes of an array.
 
-  Use it for the first carry of a loop: the carry must vary over the same axes
-  in every iteration.
+  Use it for the first carry of a loop, because the carry must vary over the
+  same axes in every iteration.
   """
   # `jnp.zeros_like` makes a constant, which varies over no axis.
   return array & False if array.dtype == jnp.bool_ else array ^ array

@@ -98,7 +98,7 @@ class CacheConfig:
         f"most 2**28, got {self.num_pages} and {self.slot_tokens}; indices "
         "stay below 2**30."
       )
-    # `loops.for_each` numbers the columns of all rows together in int32.
+    # `loops.for_each` numbers the columns of all rows together, in int32.
     if self.num_groups * self.num_slots * self.pages_per_slot >= 2**31:
       raise ValueError(
         "`CacheConfig.num_slots * pages_per_slot` must be below 2**31 for all "

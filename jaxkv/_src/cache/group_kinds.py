@@ -69,7 +69,8 @@ class GroupKind:
   @property
   def skips_pages(self) -> bool:
     """True if later tokens stop attending to a sequence's first pages."""
-    # Known from the class, so kinds that keep all pages compile no code for it.
+    # Known from the class, so that kinds that keep all pages compile no code
+    # for skipped pages.
     return type(self).num_skipped_tokens is not GroupKind.num_skipped_tokens
 
   def num_skipped_tokens(self, num_tokens: Array) -> Array:
@@ -147,7 +148,7 @@ class GroupKind:
 
     Args:
       page_size: tokens a page.
-      in_flight: the maximal number of tokens allocated beyond its length.
+      in_flight: the maximal number of tokens allocated beyond `length`.
       longest: tokens of the longest sequence.
     """
     return -(-longest // page_size)
@@ -203,7 +204,7 @@ class SlidingWindow(GroupKind):
     drop: int,
   ) -> Array:
     """See `GroupKind`. Only the window at the end of a prefix is published."""
-    # If the windows of successive prefixes touch, they cover all pages.
+    # If the windows of successive prefixes touch, hits can use all pages.
     needed = -(-(self.window - 1) // page_size) + drop
     every = align if every is None else every
     if every and needed >= every:
@@ -291,7 +292,7 @@ class Recurrent(GroupKind):
     return is_kept
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
-    """See `GroupKind`. Counts all columns: each can hold a state."""
+    """See `GroupKind`. Counts all columns, because each can hold a state."""
     return -(-longest // page_size) + self.num_speculative
 
 
@@ -336,7 +337,7 @@ class GroupSizes:
     return jnp.stack([results[group] for group in groups], axis=-1)
 
   def columns_for(self, tokens: Array, encoder_tokens: Array) -> Array:
-    """Counts the columns for int32[...] tokens and encoder tokens."""
+    """Counts the columns for int32[...] tokens each: int32[..., G]."""
     return self.by_group(
       lambda kind, size: kind.num_columns(
         encoder_tokens if kind.holds_encoder else tokens, size
@@ -356,7 +357,7 @@ class GroupSizes:
     )
 
   def skipped_pages(self, tokens: Array) -> Array:
-    """Counts the leading pages not needed after int32[...] tokens."""
+    """Counts the pages skipped after int32[...] tokens: int32[..., G]."""
     return self.by_group(
       lambda kind, size: elementwise.quotient(
         kind.num_skipped_tokens(tokens), size

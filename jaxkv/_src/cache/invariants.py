@@ -25,7 +25,7 @@ class CacheError(RuntimeError):
 def check(state: CacheState) -> None:
   """Raises if the cache broke an invariant, or if a call recorded a misuse.
 
-  Running out of pages is not a misuse: `stats(state).failed_rows` counts it.
+  Running out of pages is no misuse, but `stats(state).failed_rows` counts it.
   Runs on the host.
 
   Args:

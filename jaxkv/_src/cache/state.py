@@ -140,8 +140,8 @@ class CacheState:
 
   Invariants, each tested by `check_invariants`:
     tables: row (b, g) holds `num_skipped_pages[b, g]` null pages, then pages up
-      to column `num_pages[b, g]`, then NO_PAGE. In a recurrent group, null
-      pages can also follow.
+      to column `num_pages[b, g]`, then NO_PAGE. In a recurrent group, some of
+      these pages can be null pages.
     lengths: the pages of a slot have room for its tokens.
     refs: `ref_count` of a page is the number of page-table entries that hold
       the page, plus its pins.
@@ -189,7 +189,7 @@ class CacheState:
 class Copies(NamedTuple):
   """Copies of page contents that the caller must make before the next write.
 
-  The source of one copy may be the destination of another: read all sources
+  The source of one copy may be the destination of another. So read all sources
   before writing any destination, as `jaxkv.kv.copy` does.
 
   Attributes:

@@ -21,7 +21,7 @@ def has_states(config: CacheConfig) -> bool:
 
 
 def holds_states(config: CacheConfig) -> Array:
-  """Returns bool[1, G]: the recurrent groups."""
+  """Returns bool[1, G]: True for recurrent groups."""
   return jnp.asarray([[kind.holds_states for kind in config.groups]])
 
 
@@ -140,8 +140,8 @@ def can_continue(
   last = config.sizes.by_group(lambda _, size: (tokens - 1) // size)
   group = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
   page = indexing.take(table, slots[:, None], group, last)
-  # A page holds the state after its last token; the last page holds the running
-  # state. So a state inside a page is lost once later tokens follow.
+  # A page holds the state after its last token, but the last page holds the
+  # running state. So a state inside a page is lost once later tokens follow.
   inside = config.sizes.open_pages(tokens) & (tokens < length)[:, None]
   available = ((page > 0) & ~inside) | ~holds_states(config)
   return (tokens == 0) | jnp.all(available, axis=1)
@@ -177,7 +177,7 @@ def _move(
   """
   row = (slots[:, None], jnp.arange(config.num_groups, dtype=jnp.int32)[None])
   # The new and old columns of a row may overlap, so the pages move one by one.
-  # Groups have few scratch pages: the loop is unrolled.
+  # Groups have few scratch pages, so the loop is unrolled.
   for index in range(max(kind.num_speculative for kind in config.groups)):
     moves = index < counts
     old = indexing.where_valid(moves, source + index)

@@ -34,8 +34,8 @@ from jaxkv._src.cache.config import CacheConfig
 
 KEY_WORDS = 4
 NUM_ROUNDS = 8
-# Rows of the array of `make_secret`. From the last of these, groups have a row
-# each.
+# Rows of the array that `make_secret` returns. From row SECRET_OF_GROUPS on,
+# each group has one row.
 SECRET_OF_DIGESTS, SECRET_OF_ROOTS, SECRET_OF_GROUPS = range(3)
 
 # A key is uint32[..., 4] outside of this file and a tuple of four uint32[...]
@@ -240,7 +240,7 @@ def _blake2(purpose: bytes, data: bytes) -> np.ndarray:
 class SlotHashes:
   """The running hash of each slot's tokens; None without prefix caching.
 
-  A is `CacheConfig.alignment`: all groups end a page after every A tokens.
+  A is `CacheConfig.alignment`, so all groups end a page after every A tokens.
 
   Attributes:
     root: the key before the slot's first page.  # uint32[B, 4]

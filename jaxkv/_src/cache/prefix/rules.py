@@ -15,9 +15,9 @@ from jaxkv._src.cache.group_kinds import GroupKind
 
 
 def final_pages(config: CacheConfig, tokens: Array) -> Array:
-  """Counts the pages that have a key after int32[...] committed tokens.
+  """Counts the pages that have a key when `tokens` are committed.
 
-  Returns int32[..., G].
+  The arguments are int32[...] tokens, the result int32[..., G].
   """
   return config.sizes.by_group(
     lambda _, size: final_pages_of(config, size, tokens)
@@ -25,7 +25,7 @@ def final_pages(config: CacheConfig, tokens: Array) -> Array:
 
 
 def final_pages_of(config: CacheConfig, size: int, tokens: Any) -> Any:
-  """Counts the pages of `size` tokens that have a key, as `final_pages`."""
+  """Computes `final_pages` for groups with pages of `size` tokens."""
   # A hit ends where all groups end a page. Pages past the last such position
   # cannot be hit yet, so they get their keys later. With a draft model a lookup
   # drops the last page that it finds. So that a hit can still end at that
@@ -79,7 +79,7 @@ def published_of(
   prompt_length: Any,
   boundary: Any,
 ) -> Any:
-  """Selects the pages to publish in groups of one kind, as `published`."""
+  """Computes `published` for groups of one kind and page size."""
   ends = ()
   if prompt_length is not None and boundary is not None:
     ends = tuple(
@@ -108,16 +108,16 @@ def lookup_bound(
   """Bounds a kind's lookup, and tells for which rows it drops a page.
 
   Without a draft model, a kind looks up to the end of the candidate prefix.
-  With one, it looks one page further and drops the last page that it finds.
-  Under the classic rules it never looks further, and drops a page in every
-  round.
+  With a draft model, it looks one page further and drops the last page that it
+  finds. The classic rules look no further, and drop a page in every round of
+  `steps.find`.
 
   Args:
     config: the cache's groups and rules.
     kind: the kind of a group.
     size: the group's tokens a page.
     length: int32[R], tokens of the candidate prefix.
-    num_hashed: int32[R], tokens that have a key.
+    num_hashed: int32[R], tokens in the whole pages of the sequence.
     dropped: bool[R], True if the kind dropped a page at this length before.
 
   Returns:
@@ -144,7 +144,7 @@ def reports_boundary(config: CacheConfig) -> bool:
 
 
 def _hit_pages(config: CacheConfig, tokens: Any, size: int) -> Any:
-  """Counts the pages of the longest hit in int32[X] tokens, and one to drop."""
+  """Counts the pages of the longest hit in int32[X] tokens, before the drop."""
   aligned = tokens // config.alignment * config.alignment
   return aligned // size + int(config.use_eagle)
 

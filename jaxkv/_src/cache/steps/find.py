@@ -33,8 +33,8 @@ class Prefix(NamedTuple):
       columns `first .. stop` belong to the prefix.
     root: uint32[R, 4], the key before the first page.
     chain: uint32[R, 4], the key at the end of the prefix.
-    boundary: int32[R], tokens of the longest longer prefix that some groups,
-      but not all, have cached; 0 for none.
+    boundary: int32[R], tokens of the longest prefix that some groups have
+      cached, if that is longer than the hit; else 0.
   """
 
   num_cached_tokens: Array
@@ -243,8 +243,8 @@ def _agree(
   before = _Candidate(limit, per_kind > 0, per_kind, zero)
   num_hashed = (limit + 1) // config.page_size * config.page_size
   candidate = _round(config, kinds, num_hashed, before, first=True)
-  # Full attention accepts whatever the other kinds leave, so if there is at
-  # most one other kind, one round is enough.
+  # Full attention accepts every shorter prefix, so with at most one other kind,
+  # one round is enough.
   if len(kinds) <= 2 and kinds[0].is_full:
     return candidate.length, candidate.longest
 

@@ -291,7 +291,7 @@ def _publish_rows(
   def publish_columns(done: _Progress, items: Items) -> _Progress:
     place = page_table.place_of(final, items)
     slot, group, column = place
-    # `final` has G ranges for each row: this is the row's place in the window.
+    # `final` has G ranges for each row, so this is the row's place in a window.
     position = elementwise.quotient(items.row, config.num_groups)
     row = indexing.take(row_window, position, fill=indexing.NOWHERE)
     step = indexing.take(page_steps, group)

@@ -31,7 +31,7 @@ class Reservation(NamedTuple):
   """The planned columns of page-table rows, as bounds in ascending order.
 
   Attributes:
-    first: int32[R, G], one past the leading null pages.
+    first: int32[R, G], the first column after the leading null pages.
     hit: int32[R, G], one past the pages that are attached or held already.
     external: int32[R, G], one past the fresh pages for external tokens, whose
       K/V is loaded and not computed; equal to `hit` without such tokens.

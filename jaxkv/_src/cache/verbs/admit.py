@@ -209,7 +209,7 @@ def admit_found(
   encoder = config.sizes.encoder_tokens(num_encoder_tokens, slots)
   bad_length = (jnp.minimum(lengths, num_tokens) < 1) | (lengths > max_length)
   bad_length |= jnp.minimum(keep_free, encoder) < 0
-  # The order is part of the contract: a row reports the first case that holds.
+  # A row reports the first case that holds. So the order is part of the API.
   code = first_code(
     (skipped, Status.SKIPPED),
     (~in_range(state, slots), Status.BAD_SLOT),

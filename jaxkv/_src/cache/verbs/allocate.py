@@ -26,7 +26,7 @@ class Allocated(Outcome):
 
   Attributes:
     code: a `Status` for each slot.  # int32[R]
-    num_new_pages: pages attached, all groups together.  # int32[R]
+    num_new_pages: pages popped for the slot, over all groups.  # int32[R]
   """
 
   num_new_pages: Array
@@ -57,8 +57,9 @@ def allocate(
       draft tokens. A slot with 0 does not change.
     slots: int32[R], the slots of the rows; None for all B slots in order.
     mask: bool[R], the rows to process; None for all.
-    num_encoder_tokens: int32[R], all tokens of the encoder, for which
-      `CrossAttention` groups get room if `num_tokens` is not 0. None for 0.
+    num_encoder_tokens: int32[R], the number of all tokens of the encoder. If
+      `num_tokens` is not 0, `CrossAttention` groups get room for them. None for
+      0.
 
   Returns:
     The cache, and per row OK, SKIPPED, BAD_SLOT (out of range, or repeated),
@@ -78,7 +79,7 @@ def allocate(
   state, out = make_room(
     state, rows, num_tokens, num_encoder_tokens=num_encoder_tokens
   )
-  # The hash starts only if the row was served: a failed row changes nothing.
+  # The hash starts only in served rows, because a failed row changes nothing.
   hashes = hashing.start_slots(
     state.hashes, rows, begins & (out.num_new_pages > 0), roots(state, None)
   )

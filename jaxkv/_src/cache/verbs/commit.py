@@ -40,9 +40,9 @@ def commit(
   """Declares tokens final: their K/V is written and will not change.
 
   Advances `length`. A page that becomes full is hashed together with the key of
-  the preceding page. It is then published: `match` and `admit` find it. With
-  `merge_duplicates`, if an equal page is already cached, the page table gets
-  that page, and the new page returns to the pool.
+  the preceding page. It is then published, so that `match` and `admit` find it.
+  With `merge_duplicates`, if an equal page is already cached, the page table
+  gets that page, and the new page returns to the pool.
 
   All-or-nothing per slot. `allocate` must have made room for the tokens.
 
@@ -70,7 +70,7 @@ def commit(
   """
   rows = rows_of(state, slots, mask)
   room = rows.read(state.config.sizes.tokens_with_room(state.num_pages))
-  # A count of 0 is OK in an empty slot: decode loops pass it for idle slots.
+  # An empty slot accepts 0 tokens, because decode loops pass 0 for idle slots.
   code = first_code(
     (rows.skipped, Status.SKIPPED),
     (rows.bad, Status.BAD_SLOT),

@@ -140,7 +140,7 @@ def owed_copies(
   sizes, length = state.config.sizes, indexing.take(state.length, dst)
   full = sizes.full_pages(length)
   partial = sizes.open_pages(length) & served[:, None]
-  # Fixed shapes: a row without a copy has NO_PAGE as source and destination.
+  # Shapes are fixed, so a row without a copy has NO_PAGE as src and dst.
   return Copies(
     *(
       reserve.pages_in_column(state, slots, full, partial).reshape(-1)

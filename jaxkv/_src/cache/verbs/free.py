@@ -168,7 +168,7 @@ def drop_behind(
   if not config.skips_pages:
     return state, jnp.zeros_like(lengths)
   held, first = rows.read(state.num_pages), rows.read(state.num_skipped_pages)
-  # `quotient` needs a number that is not negative; refused rows can have any.
+  # `quotient` needs numbers of at least 0, but refused rows can have any.
   lengths = jnp.clip(lengths, 0, config.slot_tokens)
   stop = jnp.minimum(config.sizes.skipped_pages(lengths), held)
   stop = config.sizes.keep_last_page(stop, rows.read(state.length))
@@ -229,7 +229,7 @@ def truncate(
   go back to the end of a page whose state it still holds, or keep its length
   and release pages allocated ahead. Its scratch pages move to the new end.
 
-  Pages released by `recycle` do not come back: the slot is refused if a window
+  Pages released by `recycle` do not come back, so a slot is refused if a window
   or a state needs one of them. (With speculation, call `recycle` only after
   tokens were accepted, or keep the old state.)
 

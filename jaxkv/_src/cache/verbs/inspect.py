@@ -109,7 +109,7 @@ def num_common_prefix_pages(state: CacheState) -> Array:
     [0]
   """
   # Compares page numbers, because a reference count does not tell who holds the
-  # page: several forks of one sequence raise the count too, and so do pins.
+  # page. Several forks of one sequence raise the count too, and so do pins.
   active = state.num_pages[:, state.config.first_self_group] > 0
   first_row = state.page_table[jnp.argmax(active)]
   is_shared = (state.page_table == first_row[None]) | ~active[:, None, None]
@@ -201,8 +201,8 @@ def take_new_pages(state: CacheState) -> tuple[CacheState, Array]:
   """Returns the pages popped since the last call, and clears the record.
 
   If layers require zeroed pages, such as recurrent states, zero these pages
-  before the next step. Pages of a hit are not popped, so they are not among
-  them. The cost grows with the pool.
+  before the next step. Pages of a hit are not popped, so they are not returned.
+  The cost grows with the pool.
 
   Args:
     state: a cache with `CacheConfig.track_new_pages`.
@@ -243,5 +243,5 @@ def _are_cached(pool: PoolState) -> Array:
 
 def _copied(counters):
   """Copies counters to new buffers."""
-  # If the caller donates the state, its buffers are deleted; these stay.
+  # If the caller donates the state, its buffers are deleted, but these stay.
   return jax.tree.map(lambda counter: counter + jnp.uint32(0), counters)

@@ -68,8 +68,8 @@ def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Outcome]:
 def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
   """Makes every page cached so far unreachable, at a constant cost.
 
-  Call it after a change of weights: K/V computed with the old weights must not
-  be hit. Running sequences keep their pages. Pages that they publish later are
+  Call it after a change of weights, so that no lookup hits K/V of the old
+  weights. Running sequences keep their pages. Pages that they publish later are
   unreachable too, since their K/V depends on old K/V. A sequence counts as
   running once it is admitted, even before its first commit. When a running
   sequence fills a page, `merge_duplicates` can still replace that page with an
