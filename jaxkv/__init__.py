@@ -37,8 +37,8 @@ is a keyword. If the rows of a verb are slots, `slots=None` means all slots in
 order. `mask=None` means all rows. Integer arguments can be lists or arrays of
 any integer dtype.
 
-The rows of a batch are served in order: the result equals one call per row, in
-that order. If a verb has exceptions to this rule, its docstring names them.
+The rows of a batch are served in order, so the result equals one call per row,
+in that order. If a verb has exceptions to this rule, its docstring names them.
 
 Guarantees:
 
@@ -48,8 +48,8 @@ Guarantees:
   are reused.
 - There are no false hits. A page is a hit only if its stored tokens equal the
   tokens looked up, and if its 128-bit key matches. The key is a hash of these
-  tokens and of the preceding page's key. The first page has no preceding key;
-  its key depends on the salt and on the number of calls of `new_epoch`. All
+  tokens and of the preceding page's key. The first page has no preceding key,
+  so its key depends on the salt and on the number of calls of `new_epoch`. All
   keys depend on a secret, `init(key=)`. Without the secret, an attacker who
   chooses prompts and sees hits and keys cannot construct two prefixes with the
   same key. The state contains the secret, so protect saved states.

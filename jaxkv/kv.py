@@ -2,7 +2,8 @@
 
 The cache state records which page belongs to which slot. It is small, so a
 snapshot of it is cheap. The pages are large, so donate them. A `View` holds the
-part of the cache state that one call on the pages needs.
+part of the cache state that one call on the pages needs. `help(jaxkv)` defines
+the letters of array shapes.
 
 | function | what it does |
 |---|---|
@@ -13,7 +14,7 @@ part of the cache state that one call on the pages needs.
 | `plan_decode` | cuts a decode step into equal pieces, once for all layers |
 | `attend` | computes attention over the tokens of a sequence or an encoder |
 | `attend_with_lse` | also returns the log-sum-exps |
-| `copy` | copies pages in every layer, as a fork or a swap requires |
+| `copy` | copies pages in every layer, as `fork` and `truncate` require |
 | `gather` | gathers sequences into dense arrays |
 | `init_states` | makes empty states of recurrent layers, one for each page |
 | `read_state`, `write_state` | read and write states of recurrent layers |
@@ -35,7 +36,7 @@ for example after a fork. `share` lets `attend` read such pages once:
 Call `share` once a decode step. A function that takes a view and loops over
 layers should call `refresh_shared` once before the loop, as
 `jaxkv.models.forward` does. Otherwise `attend` checks in every layer which rows
-still share pages: compiled for an H200 with `triton`, a layer then starts 25
+still share pages. Compiled for an H200 with `triton`, a layer then starts 25
 kernels instead of 17. If sharing would save too little, `attend` reads all
 pages of each row. For 4 prompts of 1,024 tokens, with 8 samples of each and 128
 more tokens in each sample, sharing makes two CPU cores 2.2 times as fast (8 K/V

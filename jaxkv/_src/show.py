@@ -30,7 +30,7 @@ _LEFT, _GROUPS_LEFT = 4.4, 6.4
 _QUEUE_SCALE = 0.7
 _CELL_INCHES, _FIGURE_INCHES = 0.42, 14.0
 _LEAST_POINTS = 3.0
-# The background is transparent: this grey has 4:1 contrast on black and white.
+# The background is transparent. This grey has 4:1 contrast on black and white.
 _INK = "#7d8590"
 _DARK, _LIGHT = "#24292f", "#ffffff"
 
@@ -94,9 +94,9 @@ def show(
   tokens. A bar shows how much of the last page is filled. The free queue shows
   the free pages in the order in which they will be popped.
 
-  The background is transparent. The figure does not belong to pyplot: a
+  The background is transparent. The figure does not belong to pyplot. So a
   notebook displays it if it is the last expression of a cell, and
-  `figure.savefig` writes it to a file. Draws on the host; call it outside
+  `figure.savefig` writes it to a file. Draws on the host, so call it outside
   `jit`. Needs matplotlib.
 
   Args:

@@ -24,8 +24,8 @@ from jaxkv._src.exact import row_loop
 # this number.
 _TILE_HEADS = 8
 
-# The number of rows computed at once. With fewer rows, XLA compiles reductions
-# in another way, which gives other bits.
+# The number of rows computed at once. Reductions over fewer rows would round
+# differently.
 _ROWS = 8
 
 # The maximum number of tiles in a row. The results do not depend on it. With

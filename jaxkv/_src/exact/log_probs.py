@@ -5,7 +5,7 @@ from jax import Array
 
 from jaxkv._src.exact import row_loop
 
-# Rows of a tile. With fewer rows, XLA compiles reductions that round otherwise.
+# Rows of a tile. Reductions over fewer rows would round differently.
 ROWS = 8
 
 

@@ -105,7 +105,7 @@ def _loop_of_batch(
   weights: Any,
   rows: tuple[Any, ...],
 ) -> tuple[Any, Any]:
-  """Implements `loop` under `vmap`: returns rows, and that all are batched."""
+  """Implements `loop` under `vmap`; all outputs are batched."""
   rows = jax.tree.map(
     lambda x, has_axis: (
       x if has_axis else jnp.broadcast_to(x, (size, *x.shape))

@@ -126,7 +126,7 @@ def attend_with_lse(
 
   Returns:
     The output of `attend`, and float32[B, T, H], log-sum-exps (natural log,
-    with the sinks); -inf in columns past `view.num_tokens`.
+    including the sinks); -inf in columns past `view.num_tokens`.
   """
   check_rows(view, "q", q)
   if q.ndim != 4:
@@ -202,12 +202,12 @@ def _by_head(
   }
   options = dataclasses.replace(jax.tree.map(lambda _: P(), arrays), **by_head)
   columns = P(None, None, axis)
-  # All heads read the same latents.
+  # All heads read the same latents, so every device gets all of them.
   pages = P(None, axis) if kv.value_dim is None else P()
   outer = jax.sharding.get_abstract_mesh()
   return jax.shard_map(
     call,
-    # Inside another `shard_map`, jax accepts only None, the mesh in use.
+    # Inside another `shard_map`, jax requires None, which means its mesh.
     mesh=None if axis in outer.axis_names else head_sharding.mesh,
     in_specs=(pages, P(), P(), columns, options),
     out_specs=columns,
@@ -314,12 +314,12 @@ def _attend_single(
   lengths = decode_lengths(rows)
   if kv.v is None:
     out, lse = kernels.mla_decode(q, kv.k, rows.page_table, lengths, **call)
-  # A window excludes sharing: rows of different lengths would see different
-  # parts of the prefix.
+  # Pages are not shared with a window, because rows of different lengths would
+  # see different parts of the prefix.
   elif rows.shared is not None and call["options"].window is None:
     shared = rows.shared
-    # Rows may have changed since `share`, unless a FreshView says that they
-    # were checked.
+    # Rows may have changed since `share`. Those of a FreshView were checked by
+    # `refresh_shared`.
     if not isinstance(view, FreshView):
       shared = shared.refreshed(
         rows.page_table, lengths, page_size=kv.page_size
@@ -330,7 +330,7 @@ def _attend_single(
       q, kv.k, kv.v, rows.page_table, lengths, plan=rows.plan, **call
     )
   # An idle row has length 0, for which the kernels return the log-sum-exp of
-  # the sinks.
+  # the sinks instead of -inf.
   return out, jnp.where((rows.num_tokens > 0)[:, None], lse, -jnp.inf)
 
 

@@ -7,7 +7,7 @@ from jaxkv._src.kv.pools import pools_of
 
 
 def check(kv: Pools, config: CacheConfig) -> None:
-  """Raises unless every pool has the number and a size of a cache's pages.
+  """Raises unless every pool fits a cache, in the number and size of pages.
 
   Compares sizes only, so it costs nothing under `jit`. Memory from `init` with
   the same config always passes.

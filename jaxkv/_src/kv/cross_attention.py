@@ -57,7 +57,7 @@ def attend_rectangle(
   rows = rows_of(view)
   batch, columns, heads, dim = q.shape
   groups = kv.num_kv_heads
-  # A piece is as many columns as give at most `_HEADS` heads per K/V head.
+  # A piece has as many columns as fit `_HEADS` query heads for each K/V head.
   size = max(1, min(columns, _HEADS * groups // heads))
   pieces = -(-columns // size)
   q = jnp.pad(q, ((0, 0), (0, pieces * size - columns), (0, 0), (0, 0)))

@@ -33,7 +33,8 @@ def plan_decode(
     backend: the `backend` that you pass to `attend`.
 
   Returns:
-    The view with `plan`: None for latents, or if the backend takes no plans.
+    The view with `plan`, or without a plan for latents, and if the backend
+    takes no plans.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.

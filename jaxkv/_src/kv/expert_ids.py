@@ -170,8 +170,8 @@ def _write(
   pages: ExpertIdPages, view: AnyView, layer: jax.Array, values: jax.Array
 ) -> ExpertIdPages:
   places = token_places(pages, view, values.shape[1])
-  # `append_pages` expects an axis of heads: [L * N, 1, S, X]. It stores values
-  # that have the pool's dtype unchanged.
+  # `append_pages` expects an axis of heads: [L * N, 1, S, X]. Values are cast
+  # to the pool's dtype, because it stores those unchanged.
   new = values.astype(pages.values.dtype).reshape(-1, 1, pages.width)
   pool = kernels.append_pages(
     pages.values[:, None], new, *places, page_offset=layer * pages.num_pages

@@ -38,11 +38,12 @@ class KVPages:
   token, and its leading elements are the value, so `v` is None.
 
   Attributes:
-    k: keys, in the storage dtype.
-    v: values, in the storage dtype; None for latents.
+    k: keys, in the storage dtype of `dtype`.
+    v: values, in the same dtype; None for latents.
     num_layers: L.
-    dtype: the number format of keys and values, such as "bfloat16". A CPU
-      stores bfloat16 as its bits in uint16, and float8_e4m3fn in uint8.
+    dtype: the number format of keys and values, such as "bfloat16". It is also
+      the storage dtype, except on a CPU, which by default stores the bits of
+      bfloat16 in uint16, and of float8_e4m3fn in uint8.
     k_scale: for 8-bit formats, the factor that multiplies the key of each token
       and head; None for other formats.
     v_scale: the same for values; also None for latents.
@@ -50,8 +51,8 @@ class KVPages:
       value; None for separate keys and values.
   """
 
-  # Layers have no axis of their own: a scan over such an axis would copy the
-  # pages of each layer.
+  # Layers have no separate axis, because a scan over such an axis would copy
+  # the pages of each layer.
   k: jax.Array  # storage dtype[L * N, K, S, D]
   v: jax.Array | None  # storage dtype[L * N, K, S, D]
   num_layers: int = dataclasses.field(metadata={"static": True})
@@ -69,7 +70,7 @@ class KVPages:
 
   @property
   def num_kv_heads(self) -> int:
-    """K."""
+    """K, the number of key-value heads."""
     return self.k.shape[1]
 
   @property
@@ -79,7 +80,7 @@ class KVPages:
 
   @property
   def head_dim(self) -> int:
-    """D."""
+    """D, elements of a key."""
     return self.k.shape[3]
 
 
@@ -102,16 +103,16 @@ def init(
   memory. L is then the number of layers of the largest group.
 
   Args:
-    config: the configuration of the cache. It gives N, the number of pages in a
-      layer with the null page, and S, the number of tokens in a page.
+    config: the configuration of the cache. It gives N, the pages of a layer
+      including the null page, and S, the tokens of a page.
     num_layers: L.
-    num_kv_heads: K, 1 for latents.
-    head_dim: D, elements of a key; also of a value, unless pages hold latents.
+    num_kv_heads: K, the number of key-value heads; 1 for latents.
+    head_dim: D, elements of a key, and of a value unless pages hold latents.
     value_dim: Dv for the latents of MLA: the number of leading elements that
       are the value, such as 512 of 576 for DeepSeek. None for separate values.
     dtype: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8. With
       the last three `write` computes a scale for each token and head.
-    group: the layer group whose page size to use, if page sizes differ.
+    group: the layer group that gives the page size, if page sizes differ.
     storage_dtype: dtype of the buffers. None for `dtype`, except that a CPU
       uses uint16 for bfloat16 and uint8 for float8_e4m3fn. On a CPU each write
       into a pool of float8_e5m2 rewrites the whole buffer, which is slow.
@@ -201,7 +202,7 @@ def copy_kv(kv: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
 def gather(
   kv: KVPages, layer: jax.Array | int, page_table: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Gathers one layer's keys and values of some sequences into dense arrays.
+  """Gathers one layer's keys and values of sequences into dense arrays.
 
   Args:
     kv: the pages.
@@ -264,11 +265,11 @@ def check_group(config: CacheConfig, group: int) -> None:
 def check_sizes(
   config: CacheConfig, group: int, *, num_layers: int, **sizes: int
 ) -> None:
-  """Raises unless the group exists, and its memory can have these sizes."""
+  """Raises unless the group exists and the sizes are valid integers."""
   for name, size in {"num_layers": num_layers, **sizes}.items():
     check_size(name, size)
   check_group(config, group)
-  # An int32 holds the index of a page over all layers.
+  # The index of a page over all layers must fit int32.
   if num_layers * config.num_pages > np.iinfo(np.int32).max:
     raise ValueError(
       "`num_layers` must be such that num_layers * num_pages fits int32, got"
@@ -279,7 +280,7 @@ def check_sizes(
 def _check_latents(
   num_kv_heads: int, head_dim: int, value_dim: int | None
 ) -> None:
-  """Raises unless `value_dim` is None, or fits `head_dim` and one K/V head."""
+  """Raises unless `value_dim` is None, or at most `head_dim` with one head."""
   if value_dim is None:
     return
   check_size("value_dim", value_dim)
@@ -311,7 +312,7 @@ class Layered(Protocol):
 
   @property
   def num_layers(self) -> int:
-    """L."""
+    """L, the number of layers."""
     ...
 
   @property

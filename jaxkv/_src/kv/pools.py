@@ -46,8 +46,8 @@ def copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
   """Copies page `src[r]` over page `dst[r]`, in every layer of every pool.
 
   Reads all sources before it writes any destination. Skips pairs with an id out
-  of range, and pairs whose destination is the null page. If it skips all pairs
-  it costs nothing, except under `vmap`, where it always has its full cost.
+  of range, and pairs whose destination is the null page. A call that skips all
+  pairs costs nothing, except under `vmap`, where every call has the full cost.
 
   Args:
     kv: the pages, of one pool or of a tuple of pools.

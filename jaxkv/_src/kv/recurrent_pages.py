@@ -81,7 +81,7 @@ def init_states(
     num_layers: L.
     shapes: by array name, the shape and the dtype of one sequence's state in
       one layer. The dtype is float32, bfloat16 or float16.
-    group: the recurrent group whose page size to use; None for the first.
+    group: the recurrent group that gives the page size; None for the first one.
 
   Returns:
     The states.
@@ -183,7 +183,7 @@ def write_state(
   layer: jax.Array | int,
   states: Mapping[str, jax.Array],
 ) -> StatePages:
-  """Writes each row's state in one layer as of `starts + num_tokens` tokens.
+  """Writes each row's state after `starts + num_tokens` tokens, in one layer.
 
   Stores the state in the page of the row's last token. Skips a row whose
   `num_tokens` is 0 or whose page is missing.
@@ -261,7 +261,7 @@ def _state_rows(
   The index is L * N for a state without a page.
   """
   columns = rows.page_table.shape[1]
-  # After 0 tokens there is no state: read past the table, which gives page 0.
+  # After 0 tokens there is no state, so this reads past the table, as page 0.
   column = jnp.where(tokens > 0, (tokens - 1) // pages.page_size, columns)
   row = jnp.arange(tokens.shape[0], dtype=jnp.int32)
   ids = rows.page_table.at[row, column].get(mode="fill", fill_value=0)

@@ -26,10 +26,10 @@ def share(
   """Finds the pages that rows share, so that `attend` reads them once.
 
   Call it once a decode step, and then `jaxkv.kv.refresh_shared` before the
-  layers. Rows share pages if their page tables begin with the same pages: forks
-  of one prompt share its full pages, and so do rows with the same cached
-  prefix. `attend` reads every row separately if sharing would save too little,
-  or if the call has several columns or a window.
+  layers. Rows share pages if their page tables begin with the same pages. For
+  example, forks of one prompt share its full pages, and so do rows with the
+  same cached prefix. `attend` reads every row separately if sharing would save
+  too little, or if the call has several columns or a window.
 
   Args:
     kv: the pages; only their shape is used.
@@ -72,7 +72,7 @@ def share(
   """
   # Checked without the old clusters, which may be for another page table.
   check_view(dataclasses.replace(view, shared=None))
-  # `cascade_decode` has no form for latents.
+  # `cascade_decode` does not support latents.
   if kv.v is None:
     return dataclasses.replace(view, shared=None)
   shared = kernels.plan_shared_prefix(
@@ -103,16 +103,16 @@ def refresh_shared(
 
   With a `View`, `attend` repeats this check in every layer, because rows may
   have changed since `share`. XLA for a CPU moves the check out of a loop over
-  layers; XLA for a GPU or a TPU does not. So call this function before such a
-  loop and pass its result to `attend`. The outputs of `attend` stay the same.
+  layers, but XLA for a GPU or a TPU does not. So call this function before such
+  a loop and pass its result to `attend`. The outputs of `attend` stay the same.
 
   Args:
     kv: the pages; only their shape is used.
     view: the rows, with at most one new token each; or a `PackedView`.
 
   Returns:
-    A `FreshView` whose `shared` has only rows that still share pages. For a
-    `PackedView`: the `PackedView`, with such a `FreshView` as `decode`.
+    A `FreshView` whose `shared` has only rows that still share pages; or the
+    `PackedView`, with such a `FreshView` as `decode`.
 
   Raises:
     TypeError: a field of the view has a type or dtype that is not supported.

@@ -70,8 +70,8 @@ class PackedView:
   b of `decode`. Columns from B on are the new tokens of `prefill`, one row
   after another: `prefill.num_tokens[p]` for row p, then padding. So the cost of
   a step grows with its number of tokens, not with the length of its longest
-  row. Tokens of `decode` use the decode kernel, which is cheaper than chunks of
-  one.
+  row. Tokens of `decode` use the decode kernel, which costs less than a chunk
+  of one token.
 
   A sequence can have tokens in both parts, in any order, because `write` stores
   all of them before `attend` reads.
@@ -174,9 +174,10 @@ def packed_positions(view: View, columns: int) -> tuple[jax.Array, jax.Array]:
   """Returns the row and the position of each of C packed columns.
 
   Returns:
-    int32[C] rows, P for padding; int32[C] positions, -1 for padding.
+    int32[C] rows, out of range for padding; int32[C] positions, -1 for padding.
   """
-  # The rows that end at or before a column are those that precede its row.
+  # The index of a column's row is the number of rows before it, which are those
+  # that end at or before the column.
   ends = jnp.cumsum(view.num_tokens, dtype=jnp.int32)
   column = jnp.arange(columns, dtype=jnp.int32)
   row = jnp.sum(column[:, None] >= ends[None], axis=1, dtype=jnp.int32)
@@ -196,7 +197,7 @@ def check_view(view: View) -> None:
   shape = view.page_table.shape
   arguments.check_int32("view.starts", view.starts, (shape[0],))
   arguments.check_int32("view.num_tokens", view.num_tokens, (shape[0],))
-  # `own_table` has the shape of the table that `share` split.
+  # `own_table` has the shape of the table with which `share` was called.
   if view.shared is not None and view.shared.own_table.shape != shape:
     raise ValueError(
       f"`view.shared` must be for a page_table of shape {shape}, got one for"

@@ -87,7 +87,7 @@ def _write(
   if kv.v is None or v is None:
     return _write_latents(kv, layer, k, places)
   new = (k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:]))
-  # The offset selects the layer; a slice of one layer would be a copy.
+  # The offset selects the layer, because a slice of one layer would be a copy.
   offset = layer * kv.num_pages
   if kv.k_scale is None or kv.v_scale is None:
     k_pages, v_pages = kernels.append_kv(
@@ -125,7 +125,7 @@ def _write_latents(
 def token_places(
   kv: Layered, view: AnyView, columns: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns each column's page, and its offset in it: int32[B * T] each."""
+  """Returns each column's page and offset in the page: int32[B * T] each."""
   if isinstance(view, PackedView):
     # `PackedView` puts the columns of `decode` before those of `prefill`.
     parts = [token_places(kv, view.decode, 1)]
@@ -157,7 +157,7 @@ def _locate(
   kv: Layered, view: View, row: jax.Array, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Implements `locate` for positions int32[X] in rows int32[X]."""
-  # Padding reads past the table: index -1 would be its last column.
+  # Padding reads past the table, because index -1 would be its last column.
   column = jnp.where(
     position >= 0, position // kv.page_size, view.page_table.shape[1]
   )
