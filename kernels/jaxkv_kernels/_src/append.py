@@ -16,6 +16,9 @@ them is kept.
 `append_kv` and `append_pages` round floats to the pool's format. They store
 values of the pool's dtype, such as those from `quantize`, unchanged. An int8
 pool takes no floats without a scale.
+
+Letters: a pool has N pages of S tokens, with K heads of D or Dv elements. A
+call has T new tokens.
 """
 
 import chex
@@ -277,7 +280,7 @@ def _to_storage(
 def _check_scale(
   name: str, scale: jax.Array, shape: tuple[int, ...], hint: str = ""
 ) -> None:
-  """Raises unless a scale is float32 of a shape."""
+  """Raises unless a scale is float32 of the given shape."""
   expected = f"float32{list(shape)}"
   check.float32(name, scale, expected)
   if scale.shape != shape:

@@ -1,7 +1,8 @@
 """Checks arguments during tracing: types, shapes, static values.
 
-A wrong type or dtype raises `TypeError`, a wrong shape or value `ValueError`.
-Messages read "`name` must be X, got Y; do Z.".
+A function accepts what its docstring names, and raises for other arguments: a
+`TypeError` for a wrong type or dtype, a `ValueError` for a wrong shape or
+value. Messages read "`name` must be X, got Y; do Z.".
 """
 
 import functools
@@ -276,9 +277,9 @@ def count(name: str, value: int) -> None:
 
 
 def scalar(name: str, value, kind) -> None:
-  """Accepts a number or array scalar of a kind; integers must fit int32."""
+  """Accepts an integer that fits int32, or a float, as `kind` requires."""
   expected = "an integer scalar" if kind is np.integer else "a float scalar"
-  # Python counts a bool as an int; here it is a mistake.
+  # Python counts a bool as an int, but here it is a mistake.
   if isinstance(value, bool):
     fits = False
   elif isinstance(value, (int, float)):

@@ -1,4 +1,8 @@
-"""Copies whole pages within a pool, and gathers pages out of it."""
+"""Copies whole pages within a pool, and gathers pages out of it.
+
+Letters: a pool has L layers of N pages of S tokens, with K heads of D elements.
+A table has B rows of M pages.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +18,9 @@ def copy_pages(
   """Copies page `src[r]` over page `dst[r]`, in every layer.
 
   Reads all sources before it writes any destination. Works in place if the pool
-  is donated or carried by a loop. Skips pairs with an id out of range. If it
-  skips all pairs it costs nothing, except under `vmap`, where it always has its
-  full cost. If destinations are equal, it is undefined which pair is kept.
+  is donated or carried by a loop. Skips pairs with an id out of range. A call
+  that skips all pairs costs nothing, except under `vmap`, where every call has
+  the full cost. If destinations are equal, it is undefined which pair is kept.
 
   Args:
     pages: [L * N, K, S, D].
@@ -54,7 +58,7 @@ def copy_pages(
 
   def copy_layer(layer: jax.Array, pool: jax.Array) -> jax.Array:
     first = layer * per_layer
-    # Clipping suffices: the scatter drops the pages of pairs that do not fit.
+    # Clipping is enough: the scatter drops the pages of pairs that do not fit.
     content = pool.at[src + first].get(mode="clip")
     return pool.at[jnp.where(fits, dst + first, total)].set(
       content, mode="drop"
@@ -95,7 +99,7 @@ def gather_pages(
   total, kv_heads, _, dim = pages.shape
   ids = page_table + jnp.asarray(page_offset, jnp.int32)
   # An id is also checked without the offset, which would turn -1 into a page of
-  # the previous layer. Page N reads as zeros; a negative index would wrap.
+  # the previous layer. Page N reads as zeros, but a negative index would wrap.
   fits = (page_table >= 0) & (page_table < total) & (ids >= 0)
   tiles = load(
     pages.at[jnp.where(fits, ids, total)].get(mode="fill", fill_value=0)

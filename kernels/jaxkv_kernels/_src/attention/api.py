@@ -5,6 +5,8 @@
 | `paged_decode` | one for each sequence: `[B, H, D]` |
 | `paged_attention_padded` | a rectangle, padded on the right: `[B, T, H, D]` |
 | `paged_attention` | packed one sequence after another: `[T, H, D]` |
+
+The docstring of the package `attention` defines the letters.
 """
 
 from typing import Any
@@ -44,7 +46,8 @@ def paged_decode(
   query's position.
 
   Args:
-    q: [B, H, D], float32, bfloat16 or float16; H heads of D elements.
+    q: [B, H, D], float32, bfloat16 or float16: B sequences, H heads of D
+      elements.
     k_pages: [N, K, S, D], N pages of S tokens, in a dtype that `logical_dtype`
       lists. H is a multiple of K; query head h reads K/V head h // (H // K).
     v_pages: [N, K, S, Dv], same dtype.
@@ -121,7 +124,7 @@ def paged_attention_padded(
   """Computes causal attention of a rectangle of queries.
 
   The first `counts[b]` columns of row b are queries, at positions `starts[b]`,
-  `starts[b] + 1` ...; write their keys and values first. The other columns are
+  `starts[b] + 1` ... Write their keys and values first. The other columns are
   padding. Otherwise like `paged_decode`, which is the case T = 1.
 
   With a tree mask the queries of a row are the nodes of a tree of drafted
@@ -203,7 +206,7 @@ def paged_attention(
       further queries give zeros and -inf. Pass 1 if all sequences decode.
     options: all options; the tree mask is bool[T, X]: row t of q sees the key
       of the j-th query of its sequence only if `tree_mask[t, j]`. A query that
-      is not in a tree needs a row of True.
+      is not in a tree needs a mask row of True.
     page_offset: as for `paged_decode`.
     backend: "auto", or one of `BACKENDS`.
     interpret: as for `paged_decode`.

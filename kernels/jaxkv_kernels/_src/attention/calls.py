@@ -9,7 +9,8 @@
 | `options` | the result of `check_options` |
 
 This module checks all other arguments of the public functions. Outputs have the
-dtype of q, log-sum-exps are float32.
+dtype of q, log-sum-exps are float32. The docstring of the package `attention`
+defines the letters.
 """
 
 import dataclasses

@@ -6,7 +6,8 @@ attention over the shared pages for all rows of a cluster. It treats their
 queries as heads of one sequence, and reads each key and value once. Another
 pass computes attention over the remaining pages of each row. The two results
 are merged, weighted by their log-sum-exps (cascade inference; Ye et al. 2024,
-and Juravsky et al. 2024, section 3).
+and Juravsky et al. 2024, section 3). The docstring of the package `attention`
+defines the letters.
 """
 
 import dataclasses
@@ -174,7 +175,7 @@ def _prefix_states(
   slopes = row_slopes = call.options.alibi_slopes
   if slopes is not None:
     slopes = jnp.tile(slopes.reshape(kv_heads, 1, -1), (1, size, 1)).ravel()
-  # Sinks must count once: the pass over each row's remaining pages adds them.
+  # Sinks must count once. The pass over each row's remaining pages adds them.
   options = dataclasses.replace(call.options, sinks=None, alibi_slopes=slopes)
   queries = to_heads(call.q.at[shared.members].get(mode="fill", fill_value=0))
   chex.assert_shape(queries, (clusters, size * heads, dim))

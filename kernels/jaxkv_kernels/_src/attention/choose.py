@@ -11,7 +11,7 @@ the arrays are committed, the device of the abstract mesh in use, jax's default
 device, the default backend. During a trace it is unknown where `jit` will place
 the computation. So code that is compiled ahead of time for another platform, or
 placed on another device, must name its backend, which implies the platform. If
-a named backend does not serve a call, the call fails; no other backend is
+a named backend does not serve a call, the call fails, and no other backend is
 tried. Outside of a trace, a backend for another platform is also an error.
 """
 
@@ -166,7 +166,7 @@ def for_platform(platform: str) -> tuple[str, ...]:
 
 
 def check_name(backend: str) -> None:
-  """Raises `NotImplementedError` unless `backend` names one."""
+  """Raises `NotImplementedError` unless `backend` is in `BACKENDS`."""
   if backend not in BACKENDS:
     raise NotImplementedError(
       f"`backend` must be one of {', '.join(BACKENDS)}, got {backend!r}."
@@ -230,7 +230,7 @@ def _named(operation: str, backend: str, call: AttentionCall) -> Backend:
 
 
 def _wrong_platform(backend: str, *arrays: Any) -> str | None:
-  """Returns a reason if a backend is not for the platform of the arrays."""
+  """Returns the reason why a backend cannot run on the arrays' platform."""
   platforms, current = _PLATFORMS[backend], platform(*arrays)
   if platforms is None or current in platforms:
     return None

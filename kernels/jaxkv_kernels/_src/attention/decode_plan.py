@@ -111,15 +111,15 @@ def _plan(
   pieces = jnp.maximum((blocks + share - 1) // share, 1)
   ends = jnp.cumsum(pieces, dtype=jnp.int32)
   begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
-  # B + workers units are enough: rounding up adds less than one unit to each
-  # row.
+  # B + workers units are enough, because rounding up adds less than one unit to
+  # each row.
   unit = jnp.arange(batch + workers, dtype=jnp.int32)
   row = row_of(ends, unit)
   is_used = row < batch
   row = jnp.where(is_used, row, 0)
   begin = num_skipped[row] + (unit - begins[row]) * share
   # The first unit of a row begins at 0 and the last has no end, so that a plan
-  # covers every token also for other lengths or another window.
+  # covers every token, even for other lengths or another window.
   is_first, is_last = unit == begins[row], unit == begins[row + 1] - 1
   end = jnp.where(is_last, _NO_END, (begin + share) * block)
   return DecodePlan(

@@ -14,9 +14,10 @@ def factors(options: CallOptions, heads: int, kv_heads: int) -> jax.Array:
   """Returns the factor of each query head's logits, before the soft cap.
 
   Args:
-    options: options of the call; a `k_scale` for each head is in the factor.
-    heads: H.
-    kv_heads: K.
+    options: options of the call. If `k_scale` has one number for each head, it
+      is part of the factor.
+    heads: H, the number of query heads.
+    kv_heads: K, the number of key-value heads.
 
   Returns:
     float32[H].

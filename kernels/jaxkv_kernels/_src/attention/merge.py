@@ -48,7 +48,7 @@ def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
   weights = jnp.exp(lse - jnp.where(has_no_key, jnp.float32(0), top)[None])
   total = jnp.sum(weights, axis=0)
   share = weights / jnp.where(has_no_key, jnp.float32(1), total)[None]
-  # 0 * NaN is NaN, so a share of zero would not exclude an output.
+  # 0 * NaN is NaN, so a share of zero would not exclude a NaN.
   parts = jnp.where(
     share[..., None] > 0, out.astype(jnp.float32), jnp.float32(0)
   )

@@ -5,6 +5,8 @@
 | `mla_decode` | one for each sequence: `[B, H, D]` |
 | `mla_attention_padded` | a rectangle, padded on the right: `[B, T, H, D]` |
 | `mla_attention` | packed one sequence after another: `[T, H, D]` |
+
+The docstring of the package `attention` defines the letters.
 """
 
 import dataclasses

@@ -1,4 +1,7 @@
-"""Cuts packed queries into tiles, and packs the results of tiles."""
+"""Cuts packed queries into tiles, and packs the results of tiles.
+
+The docstring of the package `attention` defines the letters.
+"""
 
 from typing import NamedTuple
 
@@ -50,7 +53,7 @@ class QueryTiles(NamedTuple):
 
 
 def row_of(ends: jax.Array, items: jax.Array) -> jax.Array:
-  """Returns the row to which each item belongs; rows have consecutive items.
+  """Returns the row of each item, where the items of a row are consecutive.
 
   Args:
     ends: int32[B], one past each row's last item, ascending.
@@ -59,7 +62,7 @@ def row_of(ends: jax.Array, items: jax.Array) -> jax.Array:
   Returns:
     int32[X]; B for an item past all rows.
   """
-  # An unrolled search is one kernel. A loop would start several for each step.
+  # An unrolled search is one kernel, and a loop would be several in each step.
   row = jnp.searchsorted(ends, items, side="right", method="scan_unrolled")
   return row.astype(jnp.int32)
 
@@ -72,7 +75,7 @@ def tile_queries(
   *,
   size: int = TILE,
 ) -> QueryTiles:
-  """Cuts runs of packed queries into tiles.
+  """Cuts the runs of packed queries, one for each sequence, into tiles.
 
   Args:
     kv_lens: int32[B], tokens of each sequence, including its queries.
@@ -86,7 +89,7 @@ def tile_queries(
   """
   batch = kv_lens.shape[0]
   size = min(size, max_query_len, max(rows, 1))
-  # These are enough, because each sequence leaves less than one tile empty.
+  # So many tiles are enough, as each sequence leaves less than one tile empty.
   num = -(-rows // size) + batch - 1
   num = max(1, min(num, batch * -(-max_query_len // size), rows))
   runs = jnp.maximum(cu_q_lens[1:] - cu_q_lens[:-1], 0)

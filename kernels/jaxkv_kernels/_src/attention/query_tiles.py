@@ -1,7 +1,8 @@
 """Cuts rectangles of queries into tiles of rows, and finds their keys.
 
 A row is one query head of one query. The Y rows of a tile that share a K/V head
-are multiplied with the keys of that head in one product.
+are multiplied with the keys of that head in one product. The docstring of the
+package `attention` defines the other letters.
 """
 
 from typing import Any
@@ -145,8 +146,8 @@ def trees(
 
 def float32(shape: tuple[int, ...], inputs: Any) -> jax.ShapeDtypeStruct:
   """Returns the type of a kernel's float32 output."""
-  # Under `shard_map` the output varies over all mesh axes of the inputs; a sum
-  # of one zero for each input has these axes.
+  # Under `shard_map` the output varies over all mesh axes of the inputs, and so
+  # does a sum of one zero for each input.
   zero = sum(
     jnp.zeros_like(array, jnp.float32, shape=())
     for array in jax.tree.leaves(inputs)

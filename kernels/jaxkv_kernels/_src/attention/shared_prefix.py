@@ -1,6 +1,7 @@
 """Finds the rows that begin with the same pages.
 
 This runs once a step, on page tables and lengths; `cascade` uses the result.
+The docstring of the package `attention` defines the letters.
 """
 
 import functools
@@ -95,7 +96,7 @@ def plan_shared_prefix(
 
   Call it once a step and pass the result to `cascade_decode` in every layer. A
   cluster is a set of rows that share their first pages. They share the pages
-  that all of them begin with, up to the first page with a row's last token.
+  that all of them begin with, but no page that holds the last token of a row.
   Rows of length 0, or of more tokens than the table holds, are in no cluster.
   They are decoded separately, and so are rows of a cluster past its first
   `cluster_size`, which is slower but correct. If sharing saves fewer bytes than
@@ -231,7 +232,7 @@ def _find(
   is_member = members < batch
   prefix_table = tables[:, 0]
   matches = (tables == prefix_table[:, None]) | ~is_member[:, :, None]
-  # The product is 0 from the first page on in which rows differ.
+  # The product is 0 for the first page in which rows differ, and later pages.
   common = jnp.cumprod(jnp.all(matches, axis=1), axis=1, dtype=jnp.int32)
   # The page of a row's last token is not shared, so no row's suffix is empty.
   full_pages = lengths.at[members].get(mode="fill", fill_value=0) - 1
@@ -321,7 +322,7 @@ def _saved(
     lockstep: True if the backend reads as many blocks for each row as the
       longest row needs.
   """
-  # Sums over rows may overflow int32.
+  # In float32, because sums over rows may overflow int32.
   lengths, tokens, shared = (
     x.astype(jnp.float32) for x in (lengths, tokens, shared)
   )

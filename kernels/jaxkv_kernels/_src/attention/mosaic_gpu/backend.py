@@ -5,8 +5,9 @@ attention over each piece. `merge_pieces` merges the results, weighted by the
 sums of their softmaxes. Without a plan the pieces of a row depend only on its
 length, so its result does not depend on other rows.
 
-Tests compile it for an H200 but do not run it on one. A CPU interprets it with
-race detection, and with plain products instead of tensor core products.
+Tests compile the kernel for an H200 but do not run it on one. A CPU interprets
+it with race detection, and with plain products in place of tensor core
+products. The docstring of the package `attention` defines the letters.
 """
 
 import math
@@ -33,7 +34,7 @@ from jaxkv_kernels._src.attention.triton.merge import merge_pieces
 _ARCHITECTURE = 90
 # Multiprocessors of an H100 or H200 SXM. Other GPUs get less even work.
 _BLOCKS = 132
-# The same in an interpreter: enough that several streams share the units.
+# The number of blocks in an interpreter. Several streams then share the units.
 _INTERPRETED_BLOCKS = 2
 # Units for each stream if contexts fill their tables. With fewer, some streams
 # would get much more work than others.
@@ -183,7 +184,7 @@ def streams(dim: int) -> int:
 def stages(
   dim: int, itemsize: int = 2, scaled: int | None = None
 ) -> tuple[int, int]:
-  """Returns F, stages that fit in shared memory, for keys and for values.
+  """Returns the numbers of stages, F, of keys and values in shared memory.
 
   Args:
     dim: D.
@@ -241,7 +242,7 @@ def work_list(
     index = jnp.arange(num * max_pieces, dtype=jnp.int32)
     tile = jnp.minimum(row_of(ends, index), num - 1)
     piece = index - begins[tile]
-    # An idle unit begins past its tile's end; below it becomes empty.
+    # An idle unit begins past its tile's end. The minimum below makes it empty.
     first = (begin[tile] + piece * share[tile]) * TOKENS
     end = first + share[tile] * TOKENS
     result = tile * max_pieces + piece

@@ -20,7 +20,7 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)
 UPCAST = plgpu.Layout.WGMMA_UPCAST_2X
 
 _load: Any = plgpu.load
-# Before jax 0.11 `load` requires an index after the ref; 0.11 deprecates that.
+# Before jax 0.11 `load` requires an index after the ref, which 0.11 deprecates.
 _index = inspect.signature(_load).parameters.get("idx")
 _INDEXED = _index is not None and _index.default is inspect.Parameter.empty
 

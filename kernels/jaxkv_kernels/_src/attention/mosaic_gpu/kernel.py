@@ -5,7 +5,8 @@ copies pages into a ring in shared memory, the other multiplies. Units of work
 are dealt to streams in turn. The copying warpgroup runs ahead of its partner by
 up to the length of the ring, also into the next unit. The arithmetic follows
 FlashAttention 3 (Shah et al. 2024), but does not overlap two products, because
-decoding is bound by memory.
+decoding is bound by memory. The docstring of the package `attention` defines
+the letters.
 """
 
 import functools
@@ -47,14 +48,14 @@ def call(
 
   Args:
     static: sizes.
-    arrays: the inputs in `Refs`, by name. Those of its two `Side`s are
+    arrays: the inputs in `Refs`, by name. The inputs of its two `Side`s are
       `k_pages`, `v_pages` and, if tokens have scales, `k_scale` and `v_scale`.
     interpret: as in `CallOptions`.
 
   Returns:
     (float32[O * K, Y, Dv], normalised outputs, and float32[O * K, 2, 64], `top`
-    and `total` of `online_softmax`). Results are at the indices
-    `Unit.result`; other indices are not written.
+    and `total` of `online_softmax`). For K/V head k, the result of a unit is at
+    index `Unit.result * K + k`. Other indices are not written.
   """
   q = arrays["q"]
   num = arrays["units"].shape[0] * static.kv_heads
@@ -103,7 +104,7 @@ def _with_scratch(static: GpuStatic, dtype, fields: dict[str, Any]) -> None:
     _memory(static, static.v_stages, dtype, **sides[1]),
     strict=True,
   )
-  # Keep this order: it determines addresses and affects register assignment.
+  # Keep this order, which determines addresses and affects register assignment.
   pl.run_scoped(
     scoped,
     compat.tiled((streams, ROWS, dim), dtype),

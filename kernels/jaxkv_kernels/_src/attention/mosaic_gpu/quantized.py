@@ -3,7 +3,8 @@
 Pages are copied as 8-bit numbers, which halves the bytes. A block is then
 widened in registers to the format of the queries, in which every 8-bit number
 is exact, and its stage of the ring becomes free. Scales of tokens are copied
-with the pages. They multiply logits and weights in float32.
+with the pages. They multiply logits and weights in float32. The docstring of
+the package `attention` defines the letters.
 """
 
 from typing import Any

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 # Rows of a product on the tensor cores. The rows past those of a tile are
-# undefined, which is harmless: no row's result depends on another row.
+# undefined, which is harmless, because no row's result depends on another row.
 ROWS = 64
 # A, tokens of a block.
 TOKENS = 64

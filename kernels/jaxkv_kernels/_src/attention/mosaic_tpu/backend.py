@@ -1,6 +1,7 @@
 """Paged attention for TPUs: tiles of queries around the kernel.
 
-Tests interpret it on a CPU and compile it for v5e, v6e and v7x. Not timed yet.
+Tests interpret the kernel on a CPU and compile it for v5e, v6e and v7x. It has
+not been timed. The docstring of the package `attention` defines the letters.
 """
 
 import jax
@@ -144,7 +145,7 @@ def _token_scales(
     padding = -table.shape[1] % static.pages
     ids = jnp.pad(table, ((0, 0), (0, padding)))
     batch, kv_heads = ids.shape[0], scale.shape[1]
-    # Gather long rows, as XLA would first copy a pool of short ones.
+    # Gathers long rows, because XLA would first copy a pool of short rows.
     tokens = scale.reshape(scale.shape[0], -1)[ids]
     tokens = tokens.reshape(batch, -1, kv_heads, static.page_size)
     tokens = tokens.swapaxes(1, 2)  # [B, K, M, S]
@@ -204,5 +205,5 @@ def _compute_dtype(q: jax.Array, k_pages: jax.Array) -> jnp.dtype:
   """Returns the format of products: float32 if q or pages have it."""
   if jnp.dtype(jnp.float32) in (q.dtype, k_pages.dtype):
     return jnp.dtype(jnp.float32)
-  # For 8-bit pages too: bfloat16 holds every 8-bit number exactly.
+  # Also for 8-bit pages, because bfloat16 holds every 8-bit number exactly.
   return jnp.dtype(jnp.bfloat16)

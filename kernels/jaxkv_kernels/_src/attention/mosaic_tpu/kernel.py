@@ -32,7 +32,7 @@ BUFFERS = 3
 # Bytes of VMEM that the compiler can use. The smallest VMEM has 64 MiB (v7x).
 MEMORY_BYTES = 48 * 2**20
 
-# For block indices: in 64-bit mode a Python 0 is an int64, which TPUs lack.
+# For block indices, as in 64-bit mode a Python 0 is an int64, which TPUs lack.
 _ZERO = np.int32(0)
 
 _POOLS = ("k_pages", "v_pages")
@@ -99,7 +99,7 @@ def call(
     ),
     out_shape=[out, lse],
     compiler_params=pltpu.CompilerParams(
-      # Grid steps run in order: each fetches the first blocks of the next one.
+      # Grid steps must run in order: each fetches first blocks of the next one.
       dimension_semantics=("arbitrary",),
       vmem_limit_bytes=MEMORY_BYTES,
     ),
@@ -113,7 +113,7 @@ def _in_specs(
 ) -> dict[str, Any]:
   """Returns the block of each input that a grid step sees."""
   num, columns = inputs["q"].shape[0], inputs["table"].shape[2]
-  # These inputs stay in HBM; the kernel itself copies the pages that it needs.
+  # These inputs stay in HBM, and the kernel copies the pages that it needs.
   in_place = pl.BlockSpec(memory_space=pl.ANY)
 
   def table(step: int) -> pl.BlockSpec:
@@ -211,7 +211,7 @@ def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
   def _():
     scratch["ring"][0] = 0
 
-  # The stage of this step's first block, after those of the previous step.
+  # The stage of this step's first block follows the previous step's stages.
   ring = scratch["ring"][0]
 
   def stage(block):

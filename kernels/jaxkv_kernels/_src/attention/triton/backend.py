@@ -5,6 +5,7 @@ tensor cores, and a part of their keys. It reads each key and value once, token
 by token through the page table, so it supports any page size. If there are too
 few programs, or one has too much work, the keys of a row are split into parts.
 Each part is normalised in float32; `_merge` weights it by its softmax's sum.
+The docstring of the package `attention` defines the letters.
 """
 
 import functools

@@ -1,7 +1,8 @@
 """The kernel of the backend `triton`: a tile of queries, a part of its keys.
 
 Pallas-Triton requires sizes that are powers of two, so arrays are padded and
-masks exclude the padding. Pallas's interpreter runs the kernel unchanged.
+masks exclude the padding. Pallas's interpreter runs the kernel unchanged. The
+docstring of the package `attention` defines the letters.
 """
 
 import dataclasses
@@ -328,14 +329,14 @@ def _allowed(refs, rows: _Rows, position):
   shows = plt.load(
     refs["tree"].at[rows.batch, rows.column[:, None], node],
     mask=mask,
-    # Other masks decide about keys outside of the tree.
+    # Keys outside of the tree count as visible. Other masks decide about them.
     other=jnp.int8(1),
   )
   return shows != 0
 
 
 def _divide(numbers, divisor: int):
-  """Divides non-negative int32; `//` would add operations for signs."""
+  """Divides non-negative int32, without the operations for signs of `//`."""
   return lax.div(numbers, jnp.full_like(numbers, divisor))
 
 

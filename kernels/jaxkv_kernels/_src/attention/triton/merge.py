@@ -2,7 +2,8 @@
 
 The number of pieces is known only at run time, so XLA would need a loop, with
 at least one kernel for each step. Here each program merges one query row, and
-reads only the pieces that exist.
+reads only the pieces that exist. The docstring of the package `attention`
+defines the letters.
 """
 
 import functools

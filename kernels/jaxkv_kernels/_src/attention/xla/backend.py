@@ -10,7 +10,8 @@ zeros before the product with weights.
 
 By default all T columns are computed together. With `query_tile`, fixed-size
 tiles make results independent of T. Arrays then have a leading axis of tiles,
-and all tiles read a block before the loop gathers the next one.
+and all tiles read a block before the loop gathers the next one. The docstring
+of the package `attention` defines the letters.
 """
 
 import functools
@@ -29,13 +30,13 @@ from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.formats import load
 
 # Tokens per block. It is fixed, so that all page sizes that divide it give the
-# same results. 64 is within 5 % of the best for every shape timed: a block of
-# keys stays in a core's cache, a gather of the whole table does not.
+# same results. 64 is within 5 % of the best for every shape timed, because a
+# block of keys stays in a core's cache. A gather of the whole table does not.
 BLOCK_TOKENS = 64
 
 TAKES_QUERY_TILES = True
 
-# Below all logits, but finite: -inf - -inf would be NaN.
+# Below all logits, but finite, because -inf - -inf would be NaN.
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -76,7 +77,7 @@ class _Columns(NamedTuple):
   """T queries of each sequence.
 
   Attributes:
-    scaled: queries times the scale: for each K/V head Y = T * H / K rows.
+    scaled: queries times the scale, Y = T * H / K rows for each K/V head.
     positions: positions of the queries.
     mask: True for the tokens of the current block that a query sees.
   """
@@ -183,7 +184,8 @@ def _apply_by_tile(
     end: int32[], the number of tiles to compute. It must not be a constant, as
       XLA might unroll the loop.
     function: takes the rows and the output of a tile; returns its new output.
-    rows: leaves [J, ...]. With J = 1, XLA would hoist parts of the loop's body.
+    rows: leaves [J, ...] with J >= 2, because for J = 1 XLA would hoist parts
+      of the loop's body.
     out: leaves [J, ...].
   """
 
