@@ -7,7 +7,7 @@ A `Decoder` describes a model layer by layer. Each `Layer` has a token mixer
 | feature                                         | class                    |
 |-------------------------------------------------|--------------------------|
 | windows, soft caps, sinks, biases, gates, norms | `Attention`              |
-| rotary positions and their scaling              | `Rope`, `YarnScaling` .. |
+| rotary positions and their scaling              | `Rope`                   |
 | latents in place of keys and values             | `LatentAttention`        |
 | routed and shared experts, groups of experts    | `Experts`                |
 | norms after attention and MLP                   | `Layer`                  |
@@ -15,7 +15,7 @@ A `Decoder` describes a model layer by layer. Each `Layer` has a token mixer
 
 Layers with a sliding window need fewer pages than layers without one. So
 `cache_groups` puts them in separate groups of the cache, and `forward` takes
-one view per group. A decoder with five windowed layers for each layer without:
+one view per group. For a decoder with five windowed layers per full layer:
 
   config = llama(
     num_layers=12, windows=(512,) * 5 + (None,),
@@ -39,9 +39,9 @@ Exact numerics: with `dataclasses.replace(config, numerics="exact")` a token has
 bit-identical logits and log-probs in `forward` and in a trainer. So importance
 ratios are exactly 1 before the first update. See `Decoder`.
 
-Routing replay: with `init_kv(experts=True)` the pages also record which experts
-each token used, including tokens of cached prefixes. A trainer passes the
-records to `forward_uncached(experts=)` to use the same experts.
+Routing replay: with `init_kv(record_experts=True)` the pages also record which
+experts each token used, including tokens of cached prefixes. A trainer passes
+the records to `forward_uncached(experts=)` to use the same experts.
 
 For training on samples, `grouped_log_probs` computes the log-probs of all
 samples. Each prompt is computed only once, forward and backward:

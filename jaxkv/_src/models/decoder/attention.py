@@ -4,7 +4,7 @@ Each kind of token mixer has two functions, which compute each token on its own.
 `project_` computes the inputs of the mixer (see `kv_access`), and `output_`
 projects the mixer's output to the residual stream. Letters: B rows of T tokens,
 E embedding width, H query heads, K key-value heads, D head size, X size of a
-head's output.
+head's output, C channels of the convolution.
 
 | kind              | result of `project_` | mixer's output |
 |-------------------|----------------------|----------------|
@@ -59,7 +59,8 @@ class LatentInputs(NamedTuple):
     plain_query: [B, T, H, plain_dim], the part of queries without rotation.
     rotated_query: [B, T, H, rotated_dim], the rotated part of queries.
     latent: [B, T, latent_dim], which is projected to keys and values.
-    rotated_key: [B, T, 1, rotated_dim], the rotated part of all heads' keys.
+    rotated_key: [B, T, 1, rotated_dim], the rotated part of keys, which all
+      heads share.
   """
 
   plain_query: jax.Array
@@ -102,7 +103,7 @@ def angles_of(
 @functools.cache
 def _encodings(decoder: Decoder) -> tuple[tuple[ropes.Rope, int], ...]:
   """Returns the distinct rotary encodings, in the order of the layers."""
-  # Not a dict, because jax sorts the keys of dicts and `Rope` has no order.
+  # The result is no dict, because jax sorts dict keys and `Rope` has no order.
   keys = map(_rotation_of, decoder.layers)
   return tuple(dict.fromkeys(key for key in keys if key is not None))
 
@@ -163,7 +164,7 @@ def keys_and_values(
 def gate(
   x: jax.Array, weights: Params, attention: Attention
 ) -> jax.Array | None:
-  """Computes the gate [B, T, H, D]; returns None unless gated."""
+  """Computes the gate [B, T, H, D], or returns None if there is no gate."""
   if not attention.gated:
     return None
   return jax.nn.sigmoid(jnp.einsum("bte,ehd->bthd", x, weights["query_gate"]))
@@ -221,7 +222,8 @@ def output_latents(
 
 def project_recurrence(x: jax.Array, weights: Params) -> RecurrenceInputs:
   """Projects tokens to the inputs of the gated delta rule (Qwen3-Next)."""
-  # Concatenated, because one convolution runs over all these channels.
+  # Queries, keys and values are concatenated below, because one convolution
+  # runs over the channels of all three.
   channels = [
     jnp.einsum("bte,ehd->bthd", x, weights[name]).reshape(*x.shape[:2], -1)
     for name in ("query", "key", "value")
@@ -233,7 +235,7 @@ def project_recurrence(x: jax.Array, weights: Params) -> RecurrenceInputs:
     weights["decay_bias"],
   )
   gate = jnp.einsum("bte,ehv->bthv", x, weights["output_gate"])
-  # float32 as in the reference code, which multiplies the output in float32.
+  # In float32, because the reference code multiplies the output in float32.
   gate = jax.nn.silu(gate.astype(jnp.float32))
   channels = jnp.concatenate(channels, axis=-1)
   return RecurrenceInputs(channels, beta, decay, gate)
@@ -247,7 +249,7 @@ def recur(
   *,
   attention: DeltaNet,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Runs convolution and delta rule, as a `recurrent_pages.Recurrence`."""
+  """Runs the convolution, then the delta rule; a `Recurrence` of a layer."""
   a, (channels, beta, decay) = attention, inputs
   channels, last = delta_net.causal_conv(
     channels, weights["convolution"], states["convolution"], num_tokens

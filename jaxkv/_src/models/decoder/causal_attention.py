@@ -16,6 +16,9 @@ def attend_causal(
 ) -> jax.Array:
   """Computes causal attention among the tokens of a call.
 
+  Letters: B rows of T tokens, H query heads, K key-value heads, D head size, X
+  size of a value.
+
   Args:
     q: [B, T, H, D] queries.
     k: [B, T, K, D] keys; K divides H.

@@ -1,9 +1,9 @@
 """The gated delta rule and its short convolution, with a recurrent state.
 
-A Gated DeltaNet layer (Yang, Kautz and Hatamizadeh, 2025; used in Qwen3-Next)
-stores one matrix S per head, which maps keys to values, and not the keys and
-values of all tokens. Token t decays S, moves the value that S stores for its
-key towards v_t, and reads S with its query:
+Gated DeltaNet layers (Yang, Kautz and Hatamizadeh, 2025), as in Qwen3-Next, do
+not store the keys and values of tokens. Each head stores one matrix S, which
+maps keys to values. Token t decays S, moves the value that S stores for key k_t
+towards v_t, and reads S with query q_t:
 
   S = exp(decay_t) S
   S = S + beta_t k_t (v_t - k_t S)
@@ -171,12 +171,12 @@ def gated_delta_rule(
     q=_by_head(jnp.repeat(q, times, axis=2)) * jnp.float32(k.shape[3] ** -0.5),
     k=_by_head(jnp.repeat(k, times, axis=2)),
     v=_by_head(v),
-    # Both are 0 in the padding, so that padding does not change the state.
+    # Decay and beta are 0 in the padding, which so does not change the state.
     decay=_by_head(jnp.where(is_valid, decay, jnp.zeros_like(decay))),
     beta=_by_head(jnp.where(is_valid, beta, jnp.zeros_like(beta))),
   )
   state = state.astype(jnp.float32)
-  # A triangular system is only needed if tokens depend on each other.
+  # One token depends on no other, so it needs no triangular system.
   if columns == 1:
     state, out = _single_step(state, jax.tree.map(lambda x: x[:, :, 0], tokens))
     out = out[:, :, None]
@@ -231,7 +231,7 @@ def _scan_chunks(
 
   def split(x: Array) -> Array:
     """Splits [B, H, T, ...] into [num_chunks, B, H, chunk, ...]."""
-    # In the padding decay and beta are 0, so the state does not change.
+    # Zeros as decay and beta leave the state unchanged in the padding.
     padding = [(0, 0)] * x.ndim
     padding[2] = (0, num_chunks * chunk - columns)
     x = jnp.pad(x, padding)
@@ -290,7 +290,7 @@ def to_rows(packed: Array, num_tokens: Array, width: int) -> Array:
     packed: [C, ...], the tokens of P rows. Here C is the number of columns.
     num_tokens: int32[P], tokens of each row.
     width: static; T. Tokens of a row beyond T are dropped. Rollouts drop none,
-      because they schedule at most a page of tokens for a recurrent row.
+      because they schedule at most a page of tokens for such a row.
 
   Returns:
     [P, T, ...], with arbitrary tokens past `num_tokens`.

@@ -180,9 +180,9 @@ class Experts:
       the sum of its two best scores ("best_two").
     router_biased: True if the router has a bias.
     biased: True if the MLPs of experts have biases.
-    limit: with a number, an expert computes down((up + 1) * gate *
-      sigmoid(1.702 * gate)), as in gpt-oss, with gate at most `limit` and up
-      within -limit .. limit. None for a plain gated MLP.
+    limit: clips the gate to at most `limit` and `up` to -limit .. limit. Then
+      an expert is down((up + 1) * gate * sigmoid(1.702 * gate)), as in gpt-oss.
+      None for a plain gated MLP.
     shared_dim: F of an MLP that every token uses; None for no such MLP.
     shared_gated: True to multiply the shared MLP's output by a sigmoid gate.
   """
@@ -249,13 +249,14 @@ class Decoder:
     tied_embeddings: True if the embedding is also the output projection.
     numerics: "fast" or "exact". With "exact" a token has bit-identical logits
       in `forward`, `forward_uncached` and `grouped_log_probs`, with and without
-      a gradient, for any slots, chunks, pages and batch. All calls must use
-      the same kind of device, jax version and `backend`. Weights must not be
-      sharded. The page size must divide 64, and be 16 on a GPU or TPU.
-      Gradients are computed as with "fast", and only in reverse mode.
+      a gradient. They do not depend on slots, chunks, pages or the batch. All
+      calls must use the same kind of device, jax version and `backend`. Weights
+      must not be sharded. The page size must divide 64, and be 16 on a GPU or
+      TPU. Gradients are computed as with "fast", and only in reverse mode.
     tile: with "exact", the number of tokens that are computed together. Sampler
-      and trainer need the same tile, because rounding depends on it. A tile of
-      the number of slots is fastest for decode steps, 64 for other calls.
+      and trainer need the same tile, because rounding depends on it. Decode
+      steps are fastest if `tile` is the number of slots, and other calls if it
+      is 64.
     dtype: dtype of parameters and activations. Norms, rotations, softmax and
       logits are always float32.
 

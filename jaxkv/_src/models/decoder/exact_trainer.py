@@ -45,7 +45,7 @@ def uncached_access(
   tree: Tree | None = None,
   kv_dtype: Any = None,
 ) -> UncachedKV:
-  """Returns the K/V access of `forward_uncached`, or of the given tree."""
+  """Returns an `UncachedKV`, for the given tree or for rows of tokens."""
   if not is_exact(config):
     if kv_dtype is not None:
       raise ValueError(
@@ -147,7 +147,7 @@ class ExactTreeKV(ExactUncachedKV, TreeKV):
 
 
 def _fast(tree: Tree | None) -> UncachedKV:
-  """Returns the K/V access with fast numerics, which defines gradients."""
+  """Returns the `UncachedKV` with fast numerics, which defines gradients."""
   return UncachedKV() if tree is None else TreeKV(tree=tree)
 
 
@@ -158,7 +158,7 @@ def _attend_tree(
   v: jax.Array | None,
   **options: Any,
 ) -> jax.Array:
-  """Computes causal attention [N, T, H, D] in trees, or in rows without."""
+  """Computes causal attention [N, T, H, D] in trees, or in rows of tokens."""
   if tree is None:
     zeros = jnp.zeros(q.shape[:1], jnp.int32)
     return _attend(q, k, v, zeros, **options)

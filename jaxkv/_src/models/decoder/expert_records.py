@@ -35,7 +35,7 @@ class Routing(NamedTuple):
 
 @functools.cache
 def routing_of(decoder: Decoder, name: str = "decoder") -> Routing:
-  """Returns a decoder's `Routing`. Errors call the decoder `name`."""
+  """Returns a decoder's `Routing`. Error messages call the decoder `name`."""
   mlps = [
     layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Experts)
   ]
@@ -69,7 +69,7 @@ def init_pool(decoder: Decoder, config: CacheConfig) -> ExpertIdPages:
     config,
     num_layers=routing.num_layers,
     width=routing.num_chosen,
-    # The smallest dtype that fits, because each token has J * k ids.
+    # The smallest dtype that fits all ids, because each token has J * k ids.
     dtype=jnp.uint8 if routing.num_experts <= 2**8 else jnp.uint16,
     group=_full_group(decoder),
   )
@@ -118,7 +118,7 @@ def check_experts(
       f"for each token in each of {num_layers} layers with experts, got "
       f"{list(experts.shape)}; pass those that a rollout recorded."
     )
-  # Signed, because negative ids mark tokens without a record.
+  # The type must be signed, because negative ids mark tokens without a record.
   if not jnp.issubdtype(experts.dtype, jnp.signedinteger):
     raise TypeError(
       f"`experts` must be signed integers, got {experts.dtype.name}; cast them."

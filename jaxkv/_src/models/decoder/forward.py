@@ -68,7 +68,7 @@ def forward(
   Args:
     params: parameters as returned by `init_params`.
     tokens: int32[B, T]. A token outside the vocabulary makes logits of its row
-      NaN, unless the token is past the row's count.
+      NaN, unless the token is past the row's `num_tokens`.
     positions: int32[B, T], which set only the rotary angles; normally
       `view.starts[b] + arange(T)` in row b.
     kv: the memory from `init_kv`, a tuple if layers need different kinds of
@@ -78,7 +78,8 @@ def forward(
       groups. Views of groups must differ only in their page tables.
     columns: int32[X], the columns of a packed call that get logits; None if
       `logits` selects tokens.
-    rows: ignored. A rollout passes the sequence of each token to every model.
+    rows: the sequence of each token, which a rollout passes to every model.
+      Ignored.
     config: static; the decoder.
     logits: static; the tokens that get logits if `columns` is None: "all",
       "last" or "none". "last" is the token at `view.num_tokens[b] - 1`, whose
@@ -86,13 +87,14 @@ def forward(
       of a long prompt but the last.
     backend: static; see `jaxkv.kv.attend`.
     head_sharding: static; see `jaxkv.kv.attend`.
-    experts: see `forward_uncached`. If `kv` is from `init_kv(experts=True)`,
-      the call also records the experts of each token in `kv`.
+    experts: see `forward_uncached`. If `kv` is from
+      `init_kv(record_experts=True)`, the call also records the experts of each
+      token in `kv`.
 
   Returns:
     (logits, kv): logits are float32[B, P, V], where P is T, 1 or 0 for "all",
     "last" and "none", or float32[X, V] with `columns`. The logits of tokens
-    past a row's count are meaningless.
+    past a row's `num_tokens` are meaningless.
 
   Raises:
     TypeError: `tokens` or `positions` is not an array of integers.
@@ -118,7 +120,7 @@ def forward(
   del rows
   all_logits.check_tokens(tokens, positions)
   views = view if isinstance(view, tuple) else (view,)
-  # Not `isinstance`, because a single pool can be a NamedTuple.
+  # `type` and not `isinstance`, because a single pool can be a NamedTuple.
   pools = kv if type(kv) is tuple else (kv,)
   check_pools(pools, views, config)
   num_tokens = None if isinstance(views[0], PackedView) else views[0].num_tokens

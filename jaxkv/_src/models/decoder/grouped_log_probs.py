@@ -41,9 +41,10 @@ def grouped_log_probs(
   Returns the log-probs that `forward_uncached` gives for each prompt followed
   by each of its completions. But each prompt is computed once, forward and
   backward. Logits are computed in chunks, and only for tokens of completions.
-  Differentiable in `params`, but with exact numerics not by `jax.jvp`. To score
-  a sequence on its own, pass its first token as the prompt.
-  Letters: N prompts of up to P tokens, with G completions of up to R tokens.
+  With exact numerics, gradients exist only in reverse mode (not `jax.jvp`). To
+  score a sequence on its own, pass its first token as the prompt. Letters: N
+  prompts of up to P tokens, with G completions of up to R tokens; J layers with
+  experts, k experts per token in each such layer.
 
   Completions can form a tree, such as the turns of a search. Then
   `completions` is a tuple of levels: int32[N, G, R], int32[N, G, G', R'],
@@ -53,7 +54,7 @@ def grouped_log_probs(
   the root.
 
   On several devices, call it in `jax.shard_map` with all arrays split by N.
-  Then nothing is gathered, and exact numerics give the same bits as on one
+  Then no array is gathered, and exact numerics give the same bits as on one
   device. Under `jit` without `shard_map`, exact numerics gather the whole batch
   on each device. The axes of the mesh must then be `AxisType.Auto`, because
   with `AxisType.Explicit` jax raises a ShardingTypeError.
@@ -133,7 +134,7 @@ def grouped_log_probs(
     (prompts, *_levels(completions)),
     (prompt_lengths, *_levels(completion_lengths)),
   )
-  # Checked here, because the jitted function cannot see the traced value.
+  # The check is outside of the jitted function, where the value is known.
   temperature = divisor(as_temperature(temperature))
   records = _checked_experts(experts, levels, config)
   out = _log_probs_of_levels(
@@ -178,7 +179,7 @@ def _log_probs_of_levels(
   records = None
   if experts is not None:
     records = _padded([_flat(level, 3) for level in experts], lengths, -1)
-  # No token follows the last column of the last level, so the tree omits it.
+  # The tree omits the last column of the last level, which predicts no token.
   tree = prompt_tree.of_lengths([*widths[:-1], max(widths[-1] - 1, 1)], lengths)
   access = uncached_access(
     config,
@@ -234,7 +235,7 @@ def _padded(
 
 
 def _flat(values: jax.Array, dims: int) -> jax.Array:
-  """Merges all axes between the first and the last `dims`: [N, C, ...]."""
+  """Merges all axes except the first and the last `dims`: [N, C, ...]."""
   last = values.shape[values.ndim - dims :]
   return values.reshape(values.shape[0], -1, *last)
 

@@ -69,7 +69,7 @@ def pool_key(attention: Any) -> PoolKey:
 
 @functools.cache
 def period(decoder: Decoder) -> int:
-  """Returns C, the period of the layers and number of layer groups."""
+  """Returns C, the number of layer groups."""
   # All pages of a group are in one pool, so layers that need different pools
   # must be in different groups.
   return _period(
@@ -100,7 +100,7 @@ def num_memory_layers(decoder: Decoder) -> int:
 @functools.cache
 def pools(decoder: Decoder) -> tuple[PoolKey, ...]:
   """Returns the distinct pools of a decoder's memory."""
-  # Not a set, because the order of the pools is that of the layers.
+  # A dict and not a set, because pools are in the order of the layers.
   return tuple(
     dict.fromkeys(pool_key(layer.attention) for layer in decoder.layers)
   )

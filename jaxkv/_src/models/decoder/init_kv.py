@@ -107,7 +107,7 @@ def init_kv(
         DeltaNet(**dict(zip(_DELTA_NET, sizes, strict=True)))
       )
       pools.append(init_states(config, num_layers=layers, shapes=shapes))
-  # Appended last, so that the indices of the other pools do not change.
+  # This pool comes last, so that it does not change the indices of other pools.
   if record_experts:
     pools.append(expert_records.init_pool(decoder, config))
   return tuple(pools) if len(pools) > 1 else pools[0]

@@ -157,11 +157,11 @@ class PagedKV:
   def record_experts(
     self, location: Location, experts: jax.Array, pools: Pools
   ) -> Pools:
-    """Writes the experts int32[B, T, k] of tokens, if a pool records them."""
+    """Writes expert ids int32[B, T, k], if there is a pool for expert ids."""
     pool = pools[-1]
     if not isinstance(pool, ExpertIdPages):
       return pools
-    # Records are in pages of the pool's group, not of the layer's group.
+    # Expert ids are in pages of the pool's group, not of the layer's group.
     view = self.views[pool.group]
     pool = write_expert_ids(pool, view, location.expert_layer, experts)
     return (*pools[:-1], pool)
@@ -172,8 +172,8 @@ class UncachedKV:
   """Keys and values of the same call, without memory.
 
   Attributes:
-    experts: signed integers [B, T, J, k], experts that tokens must use; None
-      lets the router choose.
+    experts: signed integers [B, T, J, k], the experts that tokens must use (see
+      `expert_records`); None lets the router choose.
   """
 
   experts: jax.Array | None = None
@@ -216,8 +216,8 @@ class UncachedKV:
   ) -> MixerOutput:
     """Runs a recurrence on inputs [B, T, ...] of whole sequences."""
     rows, tokens = inputs[0].shape[:2]
-    # Padding counts as tokens here. It is at the end of a row, so it changes no
-    # output of a token.
+    # Here padding counts as tokens. It does not change the outputs of tokens,
+    # because it comes after them.
     num_tokens = jnp.full((rows,), tokens, jnp.int32)
     state = recurrent_pages.empty_state(mixer.kind, rows)
     return run(inputs, state, num_tokens)[0], pools
@@ -240,7 +240,7 @@ def cached_latents(inputs: LatentInputs) -> jax.Array:
 def latent_queries(
   weights: jax.Array, plain: jax.Array, rotated: jax.Array
 ) -> jax.Array:
-  """Projects queries to [B, T, H, latent + rotated_dim], as for the cache."""
+  """Projects queries into latent space: [B, T, H, latent + rotated_dim]."""
   absorbed = jnp.einsum("bthd,lhd->bthl", plain, weights)
   return jnp.concatenate([absorbed, rotated], axis=-1)
 
@@ -268,5 +268,5 @@ def _options(mixer: Mixer) -> dict[str, Any]:
 
 
 def _with_pool(pools: Pools, index: int, pool: Any) -> Pools:
-  """Returns the pools with one of them replaced."""
+  """Returns a copy of `pools` in which `pool` replaces an item."""
   return (*pools[:index], pool, *pools[index + 1 :])

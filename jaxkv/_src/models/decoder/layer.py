@@ -94,9 +94,9 @@ def _mix(
   pools: Pools,
   decoder: Decoder,
 ) -> kv_access.MixerOutput:
-  """Runs the token mixer: the only step in which tokens read each other."""
+  """Runs the token mixer, the only step that depends on other tokens."""
   if isinstance(mixer.kind, DeltaNet):
-    # The gate is not an input, because it multiplies the recurrence's output.
+    # The gate is left out, because `output_recurrence` multiplies by it later.
     arrays = (inputs.channels, inputs.beta, inputs.decay)
     run = recurrence(decoder, mixer.kind, mixer.weights)
     return access.recurrent(mixer, run, arrays, pools)

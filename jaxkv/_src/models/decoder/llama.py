@@ -33,8 +33,8 @@ def llama(
     num_layers: L, number of blocks.
     embed_dim: E, width of the residual stream.
     num_heads: H, query heads.
-    num_kv_heads: K, key-value heads; divides H.
-    head_dim: D, size of a head; even. H * D can differ from E.
+    num_kv_heads: K, key-value heads, a divisor of H.
+    head_dim: D, the even size of a head. H * D can differ from E.
     mlp_dim: F, inner width of the gated MLP.
     windows: the windows of the first layers, a pattern that repeats over all
       layers; see `Attention.window`.
@@ -45,7 +45,8 @@ def llama(
     dtype: dtype of parameters and activations.
 
   Raises:
-    ValueError: an argument is out of range, or two contradict each other.
+    ValueError: an argument is out of range, or two arguments contradict each
+      other.
 
   Examples:
     Two layers with a window of 8 and one without, twice:
@@ -61,7 +62,7 @@ def llama(
       f"`windows` must be a tuple of one or more windows, got {windows!r}; use "
       "(None,) for full attention in every layer."
     )
-  # One base for each window, because in Gemma it differs with the window.
+  # A base for each window is allowed, because Gemma has two bases.
   bases = rope_base if isinstance(rope_base, tuple) else (rope_base,)
   if len(bases) not in (1, len(windows)):
     raise ValueError(

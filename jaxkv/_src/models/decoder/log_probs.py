@@ -10,7 +10,8 @@ from jaxkv._src.models.decoder.numerics import is_exact
 from jaxkv._src.models.decoder.params import Params
 
 _MAX_LOGITS = 2**24
-"""The most logits in memory at a time: 64 MiB, 341 rows for V = 49,152."""
+"""The most logits in memory at a time, which take 64 MiB. With a vocabulary of
+49,152 they are 341 rows."""
 
 
 def of_tokens(
@@ -28,7 +29,7 @@ def of_tokens(
 
   Args:
     params: parameters of the decoder.
-    x: [..., E], output of the last layer, X rows in all.
+    x: [..., E], output of the last layer, with X rows of width E in all.
     tokens: int32[..., S], S alternative next tokens of each row.
     temperature: float32[], above 0, the divisor of the logits.
     config: static; the decoder.
@@ -42,7 +43,7 @@ def of_tokens(
     return jnp.zeros(shape, jnp.float32)
   x, tokens = x.reshape(-1, x.shape[-1]), tokens.reshape(-1, shape[-1])
   rows = x.shape[0]
-  # Chunks of equal size compile once, and need less padding than full chunks.
+  # All chunks have the same size, so that one program computes them all.
   number = -(-rows // max(max_logits // config.vocab_size, 1))
   size = -(-rows // number)
   padding = ((0, number * size - rows), (0, 0))

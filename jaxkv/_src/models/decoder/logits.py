@@ -44,7 +44,8 @@ def run(
   _check_selection(tokens, num_tokens, selection)
   check_params(params, config)
   x, pools = stack.run(params, tokens, positions, pools, access, config)
-  # Selected before the head, because it computes V logits for each token.
+  # The selection comes first, because the head computes V logits for each
+  # token.
   return head(params, _select(x, num_tokens, selection), config), pools
 
 
@@ -89,7 +90,7 @@ def _select(
       '`logits` must be "all" or "none" with a PackedView, got "last"; give '
       "`columns`."
     )
-  # Clamped, because -1, the index of an empty row, would count from the end.
+  # The index of an empty row is clamped, because -1 would count from the end.
   last = jnp.maximum(num_tokens - 1, 0)[:, None, None]
   return jnp.take_along_axis(x, last, axis=1, mode="fill")
 

@@ -110,7 +110,7 @@ def route(
 
 def _scores(x: jax.Array, weights: Params, experts: Experts) -> jax.Array:
   """Computes the router's scores float32[N, X], before the correction."""
-  # float32, because bfloat16 would change the choice between close scores.
+  # Scores are float32, because bfloat16 could not distinguish close scores.
   logits = jnp.einsum(
     "ne,ex->nx", x, weights["router"], preferred_element_type=jnp.float32
   )
@@ -145,8 +145,8 @@ def _run_experts(
   """Returns the weighted sum of each token's experts, [N, E]."""
   count = choice.shape[1]
   expert = choice.reshape(-1)
-  # Sorted by expert, because `ragged_dot` requires that the rows of an expert
-  # are contiguous.
+  # Rows are sorted by expert, because `ragged_dot` requires that the rows of an
+  # expert are contiguous.
   order = jnp.argsort(expert, stable=True).astype(jnp.int32)
   sizes = jnp.zeros((experts.num_experts,), jnp.int32).at[expert].add(1)
   rows = x[order // count]

@@ -96,7 +96,7 @@ class Leaf:
       None initializes with ones, 0 with zeros.
     residual: True if the projection's output is added to the residual stream.
     offset: True if `Decoder.norm_offset` is added to the parameter.
-    dtype: dtype of the array; None for the decoder's.
+    dtype: dtype of the array; None for the decoder's dtype.
   """
 
   shape: tuple[int, ...]
@@ -287,8 +287,8 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
     return (noise[begin:cursor].reshape(leaf.shape) * gain).astype(dtype)
 
   def arrays(node: Any) -> Any:
-    # Not `jax.tree.map`, which sorts keys: then a random key would give other
-    # parameters than today.
+    # `jax.tree.map` would visit names in another order, and so change the
+    # parameters that a random key gives.
     if isinstance(node, Leaf):
       return array(node)
     if isinstance(node, dict):

@@ -80,8 +80,8 @@ class Tree:
         path, part, start, 0
       )
     )
-    # In order from the root, so that each part overwrites the padding of the
-    # part before it.
+    # The order is from the root down, so that each part overwrites the padding
+    # of the part before it.
     for part, start in zip(
       self.split(x)[: level + 1], self.starts, strict=False
     ):
@@ -109,7 +109,7 @@ class Tree:
 
 def of_lengths(widths: Sequence[int], lengths: Sequence[jax.Array]) -> Tree:
   """Returns trees whose branches have these widths and lengths."""
-  # Adds the parent's length and not its width, because positions skip padding.
+  # A branch starts after its parent's tokens, because positions skip padding.
   starts = [jnp.zeros_like(lengths[0])]
   for parent, child in itertools.pairwise(lengths):
     times = child.shape[1] // parent.shape[1]

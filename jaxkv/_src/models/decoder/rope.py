@@ -1,7 +1,7 @@
 """Rotary positions (Su et al., 2021) and their scaling to longer contexts.
 
-Elements of a head are rotated in pairs, pair i at position p by the angle
-p * f[i]. A `Rope` defines the pairs and their frequencies f.
+Elements of a head are rotated in pairs. At position p, pair i is rotated by the
+angle p * f[i]. A `Rope` defines the pairs and their frequencies f.
 """
 
 import dataclasses
@@ -129,7 +129,7 @@ def _yarn(
   plain: np.ndarray, base: float, dim: int, scaling: YarnScaling
 ) -> np.ndarray:
   def pair_of(turns: float) -> float:
-    """Returns the pair with a number of turns in the original context."""
+    """Returns the pair that makes this number of turns in the context."""
     wavelength = scaling.original_length / (turns * 2 * math.pi)
     return dim * math.log(wavelength) / (2 * math.log(base))
 
@@ -137,7 +137,7 @@ def _yarn(
   if scaling.truncate:
     begin, end = math.floor(begin), math.ceil(end)
   begin, end = max(begin, 0), min(end, dim - 1)
-  # Keeps the ramp from a division by zero, as in the reference code.
+  # Avoids a division by zero below, as in the reference code.
   end = end + 0.001 if begin == end else end
   divided = np.clip((np.arange(dim // 2) - begin) / (end - begin), 0, 1)
   return plain * (1 - divided + divided / scaling.factor)
@@ -146,10 +146,10 @@ def _yarn(
 def rotation(
   rope: Rope, head_dim: int, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes cosines and sines float32[B, T, 1, dim / 2] of int32[B, T]."""
+  """Returns cosines and sines float32[B, T, 1, dim / 2] for positions."""
   frequency = jnp.asarray(frequencies(rope, head_dim))[None, None, None]
   angles = positions.astype(jnp.float32)[:, :, None, None] * frequency
-  # A factor of 1.0 is skipped, so that programs without YaRN do not multiply.
+  # Programs without YaRN do not multiply, because their factor would be 1.0.
   factor = 1.0
   if isinstance(rope.scaling, YarnScaling):
     factor = rope.scaling.attention_factor

@@ -111,7 +111,7 @@ def _repeat(
     return carry, None
 
   repetitions = jnp.arange(stretch.repetitions, dtype=jnp.int32)
-  # In a pattern of several layers `_read_weights` slices the weights instead.
+  # If the pattern has several layers, `_read_weights` slices the weights.
   slices = weights if size == 1 else None
   # The pools of all layers are in the carry. If they were scanned inputs and
   # outputs with a slice per layer, XLA would copy them in each step.

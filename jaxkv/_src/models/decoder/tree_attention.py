@@ -57,8 +57,8 @@ class TreeKV(kv_access.UncachedKV):
       rows = tuple(x.reshape(-1, *x.shape[2:]) for x in arrays)
       times = tree.branches[level] // tree.branches[max(level - 1, 0)]
       states = jax.tree.map(lambda x, n=times: jnp.repeat(x, n, 0), states)
-      # Clamped, because lengths count the last token of each branch, for which
-      # the last level has no column.
+      # The last level has no column for the last token of a branch, but lengths
+      # count this token.
       num_tokens = jnp.minimum(tree.lengths[level], tree.widths[level]).ravel()
       out, states = run(rows, states, num_tokens)
       outputs.append(out.reshape(*shape, *out.shape[2:]))
@@ -135,8 +135,8 @@ def _mask(
   if level == ancestor:
     keys = jnp.arange(tree.widths[level], dtype=jnp.int32)
     distance = (keys[:, None] - keys[None])[None, None]
-    # No mask for padding: it attends to itself, so that each softmax has a
-    # finite score.
+    # Padding is not masked out. It attends to itself, so that each softmax has
+    # a finite score.
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
   columns = prompt_tree.columns(tree.widths[ancestor])

@@ -58,7 +58,8 @@ def check(weight_map: WeightMap, tensors: Tensors, file: str) -> None:
     raise ValueError(
       f"{file} lacks tensors: {_listing(list(missing))}; get it again."
     )
-  # To ignore an unknown tensor, such as a bias, could make results wrong.
+  # Unknown tensors, such as a bias, are refused, because results without them
+  # would be wrong.
   unknown = [
     name
     for name in tensors
@@ -93,7 +94,8 @@ def assemble(
   Args:
     weight_map: the weight map, checked by `check`.
     tensors: the tensors.
-    tick: called after each source is read, `num_sources` times in all.
+    tick: called after each source (see `weight_maps`) is read, `num_sources`
+      times in all.
   """
   dtype = weight_map.decoder.dtype
 

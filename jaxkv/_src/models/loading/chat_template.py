@@ -26,7 +26,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
     return environment.from_string(template).render(**variables)
   except _RefusedError as error:
     raise ValueError(str(error)) from error
-  # A template can raise any exception, and none may pass without a hint.
+  # A template can raise any exception, so all become a ValueError with a hint.
   except Exception as error:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     raise ValueError(

@@ -87,7 +87,8 @@ class ConfigFile:
       return None
     # bool is a subclass of int, so it must be refused separately.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Bounded, because `float` raises an OverflowError for an int of 400 digits.
+    # The bound refuses an int of 400 digits, for which `float` would raise an
+    # OverflowError.
     if not is_number or not -_LARGEST <= value <= _LARGEST:
       raise self.wrong(key, "a finite number")
     return float(value)
@@ -125,7 +126,7 @@ class ConfigFile:
     value = self.get(key, default)
     if value is None:
       return None
-    # Bounded, so that a damaged count cannot start a loop over 2**31 layers.
+    # The bound keeps a damaged count from starting a loop over 2**31 layers.
     maximum = self._num_tensors if key in _COUNTS_OF_TENSORS else _MAX_INT
     if type(value) is not int or value < minimum:
       raise self.wrong(key, f"an int of at least {minimum}")

@@ -21,7 +21,7 @@ def fp8_blocks(tensors: Tensors, block: tuple[int, int]) -> Tensors:
 
   Args:
     tensors: the tensors of a checkpoint.
-    block: rows and columns of `X` that share a scale.
+    block: the numbers of rows and columns of `X` that share a scale.
   """
   out = dict(tensors)
   for name, tensor in tensors.items():
@@ -92,7 +92,8 @@ def _mxfp4_reader(blocks: LazyTensor, scales: LazyTensor):
     # The low nibble of a byte is the first of its two values.
     values[..., 0] = _E2M1[packed & 15]
     values[..., 1] = _E2M1[packed >> 4]
-    # Scales are float8 E8M0: a byte is an exponent of two with a bias of 127.
+    # Scales are float8 E8M0, so a byte is an exponent of two with a bias of
+    # 127.
     exponents = scales.read().view(np.uint8).astype(np.int32) - 127
     values = values.reshape(*lead, groups, 2 * width)
     values = np.ldexp(values, exponents[..., None], out=values)

@@ -34,8 +34,8 @@ _SIZES = {
   "feed_forward_length": "intermediate_size",
   "attention.head_count": "num_attention_heads",
 }
-# Bounds the loops over keys and tensors, of which a damaged file can announce
-# any number.
+# The most keys or tensors of a file. A damaged file can announce any number, so
+# this limit bounds the loops over them.
 _MAX_COUNT = 1 << 16
 
 
@@ -98,7 +98,7 @@ def read(gguf: Any, path: pathlib.Path) -> tuple[ConfigFile, Tensors]:
   )
   tensors = {}
   for tensor in reader.tensors:
-    # Reversed, because GGUF lists the innermost axis first.
+    # The shape is reversed, because GGUF lists the innermost axis first.
     shape = tuple(reversed(tensor.shape.tolist()))
     load = functools.partial(gguf.dequantize, tensor.data, tensor.tensor_type)
     tensors[tensor.name] = LazyTensor(shape, np.dtype(np.float32), load)
@@ -118,11 +118,11 @@ def _config(
   metadata.ignore(f"{name}.vocab_size", f"{name}.tensor_data_layout")
   kv_heads = metadata.size(f"{name}.attention.head_count_kv", heads)
   eps = metadata.number(f"{name}.attention.layer_norm_rms_epsilon")
-  # For files without a base, this is the default of llama.cpp.
+  # The default of llama.cpp for files without a base.
   base = 1e6 if name == "gemma3" else 1e4
   config |= {
     "num_key_value_heads": kv_heads,
-    # Rounded to restore 1e-5, which is 9.99999975e-6 as the file's float32.
+    # Rounding restores 1e-5, which the file stores as 9.99999975e-6 in float32.
     "rms_norm_eps": float(f"{eps:.6g}"),
     "head_dim": head_dim,
     "vocab_size": tensors["token_embd.weight"].shape[0],
@@ -161,7 +161,7 @@ def _gemma(metadata: ConfigFile, config: dict[str, Any]) -> dict[str, Any]:
 def _scaling(
   metadata: ConfigFile, name: str, config: dict[str, Any], tensors: Tensors
 ) -> dict[str, Any] | None:
-  """Returns `rope_scaling`, and removes the tensor it was computed from."""
+  """Returns `rope_scaling`, and removes Llama 3's tensor of divisors."""
   prefix = f"{name}.rope.scaling."
   metadata.ignore(f"{prefix}finetuned")
   metadata.only(f"{prefix}type", "none", "linear", "yarn")
@@ -187,7 +187,7 @@ def _renamed(
   name: str,
   weight_map: WeightMap,
 ) -> Tensors:
-  """Converts names, order of rows and norm weights to Hugging Face's."""
+  """Converts names, row order and norm weights to Hugging Face's format."""
   architecture = gguf.MODEL_ARCH[name.upper()]
   names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
   new_names = {

@@ -11,12 +11,13 @@ from jaxkv._src.models.loading.tokenizer import Tokenizer
 _GGML = "tokenizer.ggml."
 # Token types of llama.cpp.
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
-# GPT-4's regular expression for words, where %s stands for that of digits.
+# GPT-4's regular expression for words. %s stands for the expression for digits.
 _WORDS = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
   r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Expression for digits of each pre-tokenizer. None selects GPT-2's expressions.
+# The expression for digits of each pre-tokenizer. None selects GPT-2's regular
+# expression for words.
 _DIGITS = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
 _DIGITS |= dict.fromkeys(("default", "gpt-2", "smollm"))
 
@@ -42,7 +43,8 @@ def open_tokenizer(metadata: ConfigFile) -> Tokenizer:
     core = _sentence_piece(library, metadata, vocabulary, unknown)
   else:
     core = _byte_level(library, metadata, vocabulary)
-  # Tokens of both kinds are recognized before the text is split into words.
+  # Control and user-defined tokens are recognized before the text is split into
+  # words.
   for kind, add in (
     (_CONTROL, core.add_special_tokens),
     (_USER_DEFINED, core.add_tokens),
@@ -50,7 +52,7 @@ def open_tokenizer(metadata: ConfigFile) -> Tokenizer:
     pairs = zip(tokens, kinds, strict=False)
     names = [token for token, token_kind in pairs if token_kind == kind]
     add([library.AddedToken(name, normalized=False) for name in names])
-  # The defaults of llama.cpp, for files that do not have the flags.
+  # These are the defaults of llama.cpp for files without the flags.
   adds_bos = (
     is_sentence_piece or metadata.get(f"{_GGML}pre", None) == "llama-bpe"
   )

@@ -52,7 +52,7 @@ class Pretrained:
 
     Raises:
       ImportError: the package `tokenizers` is not installed.
-      ValueError: the checkpoint has no tokenizer, or it is damaged.
+      ValueError: the checkpoint has no tokenizer, or a damaged one.
     """
     # Read on demand, because training on tokens does not need `tokenizers`.
     with checkpoint_errors.one_line_errors(self.name):
@@ -144,7 +144,7 @@ def load(
     Traceback (most recent call last):
     ValueError: `source` must be a folder with a config.json, ...
   """
-  # Checked first, because opening a checkpoint can start a download.
+  # `dtype` is checked first, because opening a checkpoint can start a download.
   if dtype is not None and jnp.dtype(dtype).name not in _DTYPES:
     raise ValueError(
       f"`dtype` must be one of {', '.join(_DTYPES)}, got "
@@ -158,7 +158,7 @@ def load(
 def _read(checkpoint: Checkpoint, dtype: Any, progress: bool) -> Pretrained:
   """Reads the tensors of a checkpoint."""
   weight_map = checkpoint.weight_map(dtype)
-  # Checked first, because reading takes minutes for a large model.
+  # The check comes first, because reading a large model takes minutes.
   assemble.check(weight_map, checkpoint.tensors, checkpoint.name)
   total = assemble.num_sources(weight_map)
   with tqdm.tqdm(

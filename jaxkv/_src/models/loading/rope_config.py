@@ -114,7 +114,8 @@ def _yarn(settings: ConfigFile, config: ConfigFile) -> Scaling:
   length = _original_length(settings, config)
   if factor is None:
     factor = config.size("max_position_embeddings") / length
-  # DeepSeek's attention factor is a ratio. Other models use YaRN's default.
+  # DeepSeek's attention factor is a ratio of two magnitudes. Other models use
+  # YaRN's default, which is one magnitude.
   mscale = settings.number("mscale", 0.0)
   all_dim = settings.number("mscale_all_dim", 0.0)
   attention = settings.number("attention_factor", None)
@@ -133,13 +134,13 @@ def _yarn(settings: ConfigFile, config: ConfigFile) -> Scaling:
 
 
 def magnitude(factor: float, mscale: float) -> float:
-  """Returns YaRN's factor of queries and keys for a longer context."""
+  """Returns YaRN's factor of queries and keys, given that of the context."""
   return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _original_length(settings: ConfigFile, config: ConfigFile) -> int:
   key = "original_max_position_embeddings"
-  # Some files have the key outside the rope table.
+  # Both places are searched, because some files have the key outside the table.
   length = settings.size(key, None)
   if length is None:
     length = config.size(key, None)

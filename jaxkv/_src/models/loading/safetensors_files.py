@@ -34,7 +34,7 @@ _DTYPES: dict[str, Any] = {
   "U8": np.uint8,
   "BOOL": np.bool_,
 }
-# The limit of the format. A file with a larger length is damaged.
+# The longest header that the format allows.
 _MAX_HEADER = 100_000_000
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -177,7 +177,7 @@ def _tensor(
 def _memory_map(
   path: pathlib.Path, begin: int, shape: tuple[int, ...], dtype: np.dtype
 ) -> np.ndarray:
-  # Not mapped, because the operating system cannot map zero bytes.
+  # An empty array is not mapped, because systems cannot map zero bytes.
   if 0 in shape:
     return np.zeros(shape, dtype)
   raw = np.memmap(

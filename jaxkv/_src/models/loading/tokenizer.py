@@ -98,7 +98,7 @@ class Tokenizer:
     self, messages: Sequence[Message], *, answer: bool = True, **variables: Any
   ) -> np.ndarray:
     """Returns the tokens of a conversation, int32[T]; see `chat`."""
-    # Without special tokens, because the template has already written them.
+    # `encode` adds no special tokens, because the template has written them.
     text = self.chat(messages, answer=answer, **variables)
     return self.encode(text, special=False)
 
@@ -202,7 +202,8 @@ def from_file(path: pathlib.Path) -> Any:
     raise ValueError(
       f"{path} cannot be read ({error}); get it again."
     ) from error
-  # A file can store truncation and padding for training. Here all tokens count.
+  # A file can store truncation and padding for training, which are turned off,
+  # because they would change the tokens of a text.
   core.no_truncation()
   core.no_padding()
   return core

@@ -102,8 +102,8 @@ def weight_map(
     "embed": plain("model.embed_tokens.weight", v, e),
     "final_norm": plain("model.norm.weight", e),
   }
-  # Ignored: rotary frequencies, which old checkpoints store, and the head of a
-  # tied model, which repeats the embedding.
+  # Two tensors are ignored: rotary frequencies, which old checkpoints store,
+  # and the head of a tied model, which repeats the embedding.
   patterns = [r".*\.rotary_emb\.inv_freq", *unused]
   if decoder.tied_embeddings:
     patterns.append(r"lm_head\.weight")

@@ -121,7 +121,8 @@ def _attention(config: ConfigFile, interleaved: bool) -> LatentAttention:
   table = rope_config.rope_table(config, 10_000.0)
   scale = (plain_dim + rotated) ** -0.5
   if table["rope_type"] != "default" and table.get("mscale_all_dim"):
-    # YaRN multiplies queries and keys by `growth`, so logits by its square.
+    # YaRN multiplies both queries and keys by `growth`, so it multiplies logits
+    # by the square.
     growth = rope_config.magnitude(table["factor"], table["mscale_all_dim"])
     scale *= growth * growth
   rank = config.size("q_lora_rank", None)
