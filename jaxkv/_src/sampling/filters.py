@@ -144,7 +144,7 @@ def _keep_mass(weights: Array, floor: Array, top_p: Array) -> Array:
     def amount_of(lightest: Array) -> Array:
       return _units(_weight(lightest), unit)
 
-    # At least 1, because a target of 0 is reached even if no token is kept.
+    # The target is at least 1, because 0 is reached even if no token is kept.
     target = jnp.maximum((top_p * _ONE).astype(jnp.int32), 1)
     return _search(weights, amounts, amount_of, floor, target, top_p < 1)
 
@@ -220,8 +220,9 @@ def _sums(
   weights: Array, amounts: Array, pivots: list[Array]
 ) -> tuple[Any, ...]:
   """Sums the amounts of weights >= each pivot; returns int32[R] per pivot."""
-  # One variadic reduction reads the weights once. Integer sums are exact in any
-  # order, and XLA vectorizes several at once on a CPU, unlike float sums.
+  # One variadic reduction reads the weights once. It sums integers, because
+  # their sum is exact in any order, and XLA would not vectorize it for floats
+  # on a CPU.
   zero = jnp.int32(0)
   parts = [
     jnp.where(weights >= _weight(pivot)[:, None], amounts, zero)

@@ -120,7 +120,7 @@ def padded_biases(
 
 
 def as_tokens(name: str, value: Array, total: int, rank: int) -> Any:
-  """Converts tokens of each sequence, or of all, to int32 with Q rows.
+  """Converts an array for each sequence, or for all, to int32 with Q rows.
 
   Raises:
     TypeError: the array does not hold integers.

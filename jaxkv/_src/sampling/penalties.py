@@ -12,7 +12,7 @@ from jaxkv._src.sampling.padding import PADDING
 from jaxkv._src.sampling.settings import Sampling
 
 _IN_PROMPT = 1 << 15
-"""The bit of `seen` that marks tokens of the prompt; lower bits are a count."""
+"""The bit of `seen` for tokens of the prompt. The lower bits are a count."""
 
 _MAX_COUNT = _IN_PROMPT - 1
 _LARGEST = float(np.finfo(np.float32).max)
@@ -21,10 +21,10 @@ _CHUNK = 2**16 - 1
 
 
 class History(NamedTuple):
-  """The tokens of R sequences so far, as far as `adjust` needs them.
+  """Facts that `adjust` needs about the tokens of R sequences so far.
 
   Attributes:
-    counts: int32[R], the number of tokens drawn in this turn.
+    counts: int32[R], the number of tokens drawn since the last prompt.
     seen: uint16[R, V], the tally of each token from `seen_in`; None if there
       are no penalties.
     last_tokens: int32[R, Y - 1] from `last_tokens_of`, for bad words of up to Y
@@ -142,7 +142,7 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
   The order is `logit_bias`, `min_tokens`, `bad_words`, `repetition_penalty`,
   `frequency_penalty`, `presence_penalty`. `sample.draw` applies the other
   settings. The logits of banned tokens become -inf. Other finite logits stay
-  finite: a value that would overflow is clipped to the float32 range.
+  finite, because values that would overflow are clipped to the float32 range.
 
   Args:
     logits: floats [R, V].
@@ -187,7 +187,7 @@ def _saturate(logits: Array, original: Array) -> Array:
 
 
 def _banned_tokens(sampling: Sampling, history: History) -> list[Array]:
-  """Returns lists of banned tokens int32[R, X], NOWHERE for padding."""
+  """Returns arrays of banned tokens int32[R, X], padded with `NOWHERE`."""
   groups = []
   if (bias := sampling.logit_bias) is not None:
     groups.append(indexing.where_valid(bias.values == -jnp.inf, bias.tokens))
@@ -234,7 +234,8 @@ def _penalize(logits: Array, sampling: Sampling, tally: Array | None) -> Array:
   count = (tally & _MAX_COUNT).astype(jnp.float32)
   if sampling.frequency_penalty is not None:
     penalty = sampling.frequency_penalty[:, None]
-    # Clipped to finite values, because for a banned logit -inf - (-inf) is NaN.
+    # The product must be finite, because for a banned logit -inf - (-inf) is
+    # NaN.
     penalty = jnp.clip(penalty * count, -_LARGEST, _LARGEST)
     logits = _saturate(logits - penalty, logits)
   if sampling.presence_penalty is not None:

@@ -3,7 +3,7 @@
 On a CPU, XLA hands a single float reduction to a library, which first writes
 its operand to memory and wakes other threads. For two reductions at once, XLA
 emits a loop that is two to ten times faster. So each function here adds a
-second reduction, over integers, because XLA would not vectorize two float
+second reduction. It is over integers, because XLA would not vectorize two float
 reductions.
 
 A row of V tokens is divided into blocks of about sqrt(V) tokens. Rows are not
@@ -81,7 +81,7 @@ def _ordered_bits(bits: Array) -> Array:
 
 def first_of(condition: Array) -> Array:
   """Returns the first True index of each row of bool[R, X], else 0."""
-  # A minimum over indices, because `argmax` takes ten times as long on a CPU.
+  # Computes a minimum, because `argmax` takes ten times as long on a CPU.
   size = condition.shape[1]
   index = jnp.arange(size, dtype=jnp.int32)[None]
   first = jnp.min(jnp.where(condition, index, size), axis=1)

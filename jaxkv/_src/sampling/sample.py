@@ -76,8 +76,8 @@ class _Weights(NamedTuple):
 
   def scaled(self, logits: Array) -> Array:
     """Returns the log-weights of logits [R, X] of the rows."""
-    # Subtracted before the division, because the differences are at most 0, so
-    # a low temperature cannot make them overflow to +inf.
+    # The division comes last. Differences are at most 0, so a low temperature
+    # cannot make them overflow to +inf.
     scaled = logits - self.best
     return scaled if self.divisor is None else scaled / self.divisor
 
@@ -277,9 +277,8 @@ def _sample_or_greedy(
   def select(sampled: Array) -> Array:
     return jnp.where(greedy, _most_likely(weights), sampled)
 
-  # Two conditions, so that a batch of only greedy or only sampled rows skips
-  # the other work. `& 0` gives zeros that vary over the mesh axes of the
-  # tokens.
+  # With two conditions, a batch of only greedy or only sampled rows skips the
+  # other work. `& 0` gives zeros that vary over the mesh axes of `greedy`.
   sampled = lax.cond(
     jnp.all(greedy),
     lambda: greedy.astype(jnp.int32) & 0,

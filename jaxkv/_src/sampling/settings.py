@@ -149,8 +149,8 @@ def _unflatten(_: None, leaves: Any) -> Sampling:
   return sampling
 
 
-# Not `register_dataclass`: it would call the constructor, whose checks refuse
-# the placeholders that jax puts into trees.
+# Not `register_dataclass`, because it would call the constructor, whose checks
+# refuse the placeholders that jax puts into trees.
 jax.tree_util.register_pytree_with_keys(Sampling, _flatten, _unflatten)
 
 

@@ -40,13 +40,14 @@ def observe(
   Args:
     logits: float32[R, V].
     tokens: int32[R].
-    log_probs: float32[R], from the draw, which is forced to finish first.
+    log_probs: float32[R], from the draw. They only make XLA finish the draw
+      first.
     entropy: True to compute the entropy.
     top_log_probs: X, the number of most likely tokens, at most V.
   """
   # XLA would run independent work on another CPU thread, and the handoff takes
-  # longer than the work. So a condition that always holds makes the logits
-  # depend on the draw. XLA cannot remove it.
+  # longer than the work. So the logits get a condition on the draw. It always
+  # holds, but XLA cannot know this.
   done = lax.bitcast_convert_type(log_probs, jnp.int32) & jnp.int32(2**31 - 1)
   logits = jnp.where(done[:, None] >= 0, logits, jnp.nan)
   best = reductions.maxima(logits)[:, None]
@@ -79,7 +80,7 @@ def most_likely(logits: Array, count: int) -> tuple[Array, Array]:
 
   Args:
     logits: float32[R, V].
-    count: X; ValueError if it exceeds V.
+    count: X. More than V raises ValueError.
 
   Returns:
     The tokens, int32[R, X], and their logits, float32[R, X].
