@@ -49,8 +49,7 @@ def _byte_strings(low: bytes, high: bytes) -> list[Grammar]:
   tail_low, tail_high = bytes([_TAIL_LOW]) * size, bytes([_TAIL_HIGH]) * size
   if low[0] == high[0]:
     return _with_first_byte(low[0], low[1:], high[1:])
-  # Any tail can follow a first byte, unless it is the lowest or the highest
-  # one.
+  # Only the lowest and the highest first byte limit the bytes that follow.
   parts, begin, end = [], low[0], high[0]
   if low[1:] != tail_low:
     parts += _with_first_byte(begin, low[1:], tail_high)

@@ -1,8 +1,8 @@
 """Compiles a grammar to its minimal DFA over bytes.
 
-Thompson's construction gives an NFA (`nfa`). Subset construction determinizes
-it: a state of the DFA is a set of NFA states (Rabin and Scott, "Finite automata
-and their decision problems", 1959). `minimize` then merges equivalent states.
+Thompson's construction gives an NFA (`nfa`). Subset construction converts it to
+a DFA whose states are sets of NFA states (Rabin and Scott, "Finite automata and
+their decision problems", 1959). `minimize` then merges equivalent states.
 """
 
 import collections
@@ -110,8 +110,8 @@ def _determinize(
   """Determinizes an NFA by subset construction.
 
   Returns:
-    The class of each byte, int[256]; the state after each state and byte class,
-    int32[S, C]; True for accepting states, bool[S]. The start is state 0.
+    The class of each byte, int[256], the state after each state and byte class,
+    int32[S, C], and True for accepting states, bool[S]. The start is state 0.
   """
   # Bytes of one class lead to the same states, so the table needs only a column
   # for each of the C classes.

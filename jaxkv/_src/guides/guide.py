@@ -129,7 +129,7 @@ class Guide:
           f"shortest text and its stop token, got {limit[row]} for sequence "
           f"{row}."
         )
-    # A copy, because the caller's array must survive a donation of the state.
+    # The copy lets the caller's array survive a donation of the state.
     return GuideState(state=state, limit=jnp.copy(limit))
 
   def _grammars(self, grammars: Any, shape: tuple[int]) -> Any:
@@ -163,7 +163,7 @@ class Guide:
 
     A token that was drawn from other logits can lead out of the grammar. Then
     only the stop token is allowed. If too few tokens remain to complete a text,
-    the allowed tokens are those on the shortest way to its end.
+    only tokens on the shortest way to the end of the text are allowed.
 
     Args:
       logits: floats [R, V].

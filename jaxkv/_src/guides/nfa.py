@@ -70,8 +70,7 @@ class Nfa:
     if grammar.least == 0:
       self.epsilon_edges[start].append(end)
     begin = state = start
-    # An unbounded repeat needs at least one copy, because its loop returns
-    # there.
+    # An unbounded repeat has at least one copy, to which its loop returns.
     copies = grammar.most
     if copies is None:
       copies = max(grammar.least, 1)

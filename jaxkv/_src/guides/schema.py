@@ -54,7 +54,7 @@ def json_schema(schema: Schema | str, *, whitespace: str = "[ ]?") -> Grammar:
 
   Every text of the grammar is valid under the schema, but not every valid text
   is in the grammar. Properties come in the order of the schema. An object with
-  `properties` has no others, even if `additionalProperties` allows them.
+  `properties` has no other ones, even if `additionalProperties` allows them.
   Strings have no `\uXXXX` escapes. A value described by `{}`, or by an object
   or array type alone, nests a few levels at most. The module's table lists the
   keywords.
@@ -96,9 +96,9 @@ def json_schema(schema: Schema | str, *, whitespace: str = "[ ]?") -> Grammar:
 class _Reducer:
   """Checks a schema and reduces it to keywords that outlines_core expresses.
 
-  outlines_core ignores unknown keywords, and one of some pairs of keywords,
-  such as `pattern` and `maxLength`. So the schema is rebuilt from the keywords
-  that are checked here.
+  outlines_core ignores unknown keywords. If a schema has two keywords that it
+  cannot combine, such as `pattern` and `maxLength`, it ignores one of them. So
+  the schema is rebuilt from the keywords that are checked here.
   """
 
   def __init__(self, root: Schema):

@@ -29,7 +29,7 @@ class TokenBytes:
 
   Attributes:
     data: the bytes of all tokens.  # uint8[X]
-    starts: the index of each token's first byte, and X.  # int32[V + 1]
+    starts: the index of each token's first byte, then X.  # int32[V + 1]
   """
 
   data: Array
@@ -64,7 +64,8 @@ def token_bytes(
 
   Raises:
     TypeError: a token is not `bytes`.
-    ValueError: `tokens` is empty, has more than V entries, or 2**31 bytes.
+    ValueError: `tokens` is empty, or has more than V entries or 2**31 - 1
+      bytes.
 
   Examples:
     >>> tokens = token_bytes([b"a", b"", b"bc"], vocab_size=4)
@@ -85,7 +86,7 @@ def token_bytes(
       f"`tokens` must be 1 .. {size} tokens, got {len(pieces)}; raise "
       "`vocab_size` for more."
     )
-  # int64, so that the check below sees a sum beyond int32 before it wraps.
+  # Lengths are int64, so that the check below sees a sum beyond int32.
   lengths = np.zeros(size + 1, np.int64)
   lengths[1 : len(pieces) + 1] = [len(piece) for piece in pieces]
   starts = np.cumsum(lengths)
@@ -93,7 +94,7 @@ def token_bytes(
     raise ValueError(
       f"`tokens` must have less than 2**31 bytes, got {starts[-1]}."
     )
-  # One byte if no token has any, because a gather cannot read an empty array.
+  # `joined` has at least one byte, because a gather cannot read an empty array.
   joined = b"".join(pieces) or b"\0"
   return TokenBytes(
     data=jnp.asarray(np.frombuffer(joined, np.uint8)),
@@ -173,6 +174,6 @@ def advance_states(
 
 
 def read_byte(next: Array, states: Array, byte: Array, reads: Array) -> Array:
-  """Returns the states after a byte in rows where `reads` is True."""
+  """Advances states by a byte, in rows where `reads` is True."""
   inside = (states >= 0) & (states < next.shape[0])
   return jnp.where(reads & inside, indexing.take(next, states, byte), states)
