@@ -90,7 +90,7 @@ def leave_one_out(
 def _groups(
   rewards: jax.Array, num_samples: int, mask: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns shifted rewards (0 if unused) and the mask, both float32[P, G]."""
+  """Returns shifted rewards, 0 if unused, and the mask: float32[Q / G, G]."""
   num_samples = arguments.as_int("num_samples", num_samples)
   rewards = arguments.as_real("rewards", rewards)
   is_list = num_samples > 0 and rewards.ndim == 1

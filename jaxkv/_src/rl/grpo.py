@@ -20,7 +20,8 @@ class GrpoMetrics(NamedTuple):
   """Metrics of a loss, each a float32[] and a mean over all drawn tokens.
 
   Attributes:
-    ratio: probability under the new policy, divided by that under the old one.
+    ratio: a token's probability under the new policy, divided by its
+      probability under the old policy.
     clipped: the share of tokens whose ratio is clipped, and has no gradient.
     kl: the k3 estimate of KL(old || new); 0 in the first step of an update if
       both policies have the same log-probs.
@@ -59,13 +60,14 @@ def grpo_loss(
       They get no gradient. `log_probs` and `old` must be log-probs of a softmax
       over all tokens at the same temperature, without top-k, top-p or
       penalties; see `jaxkv.rl`.
-    advantages: floats[Q] or [N, G], or one for each token.
+    advantages: floats[Q] or [N, G] with a number for each sequence, or an array
+      like `log_probs` with a number for each token.
     mask: bool[Q, T], the tokens that were drawn, such as
       `generated(state).mask`. Values elsewhere are ignored and can be NaN.
       `grouped_log_probs` returns NaN for prompts with a length out of range,
       which `mask & ~jnp.isnan(log_probs)` excludes.
-    clip: static; c, or a tuple of c below and above 1 (Yu et al., 2025, "clip
-      higher").
+    clip: static; c, or a tuple of one c for ratios below 1 and another for
+      ratios above 1 (Yu et al., 2025, "clip higher").
     weights: floats[Q, T], factors of the policy loss, such as
       `importance_weights`; None for 1.
     reference: floats[Q, T], log-probs of the reference policy; None for no
@@ -103,15 +105,15 @@ def grpo_loss(
   log_probs = per_token.as_log_probs("log_probs", log_probs)
   mask = per_token.as_mask("mask", mask, log_probs)
   old = per_token.as_floats_like("old", jax.lax.stop_gradient(old), log_probs)
-  # Masked before `exp`, because inf or NaN that is masked later makes gradients
-  # NaN.
+  # The mask comes before `exp`, because an inf or NaN makes gradients NaN even
+  # if it is masked later.
   log_ratio = jnp.where(mask, log_probs - old, 0)
   advantages = _by_token(advantages, mask)
   factor = mask.astype(jnp.float32)
   if weights is not None:
     weights = per_token.as_floats_like("weights", weights, log_probs)
     factor = jnp.where(mask, jax.lax.stop_gradient(weights), 0)
-  # Compared as logarithms, because the ratio itself can overflow.
+  # Compares logarithms, because the ratio itself can overflow.
   min_log_ratio = math.log1p(-low) if low < 1 else -math.inf
   clipped = (advantages > 0) & (log_ratio > math.log1p(high))
   clipped |= (advantages < 0) & (log_ratio < min_log_ratio)
