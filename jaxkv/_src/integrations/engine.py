@@ -88,7 +88,8 @@ class QueueEngine:
     )
     self._state: RolloutState | None = None
     self._is_stale = False
-    # Copied to the host, because a call in another thread can donate the state.
+    # Counters are copied to the host, because a call in another thread can
+    # donate the state.
     self._counters: dict[str, Any] = {}
     options = None
     if jax.default_backend() == "cpu" and jax.__version__.startswith("0.10."):
@@ -198,8 +199,8 @@ class QueueEngine:
     )
 
   def _new_state(self) -> RolloutState:
-    # A random secret for page keys, so that nobody can construct equal keys for
-    # different tokens.
+    # The secret of page keys is random, so that nobody can construct equal keys
+    # for different tokens.
     words = np.frombuffer(os.urandom(16), np.uint32)
     places = None
     if self._mesh is not None and self._split_heads:
@@ -251,7 +252,7 @@ class QueueEngine:
     state = rollout.generate(
       params, state, model=self._model, process=self._process
     )
-    # Read before the harvest, which empties the rows.
+    # Codes are read before the harvest, which empties the rows.
     code = state.sequences.code
     state, out = rollout.harvest(state)
     results = out.results

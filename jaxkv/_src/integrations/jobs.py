@@ -230,5 +230,5 @@ def seeds(root: Any, count: int) -> tuple[int, ...]:
     (True, 100)
   """
   words = np.random.SeedSequence(root).generate_state(count, np.uint32)
-  # 31 bits, because a negative seed of `Sampling` is ignored.
+  # Seeds get 31 bits, because a negative seed of `Sampling` is ignored.
   return tuple((words >> np.uint32(1)).tolist())

@@ -59,7 +59,8 @@ class SkyrlSampler:
     self._decoder: PagedModule = dataclasses.replace(
       decoder, graphdef=backend.graphdef, params=None
     )
-    # A closure, because `graphdef` is not hashable and so cannot be static.
+    # `scores` is a closure, because `graphdef` is not hashable, so it cannot be
+    # a static argument.
     graphdef = backend.graphdef
 
     def scores(params: Any, tokens: Any, mask: Any, adapter: Any) -> jax.Array:
@@ -128,7 +129,8 @@ class SkyrlSampler:
     for prompt, settings, adapter in zip(
       batch.all_prompts, batch.all_sampling_params, adapters, strict=True
     ):
-      # 31 bits, because a negative seed of `rollout.Sampling` is ignored.
+      # The seed gets 31 bits, because `rollout.Sampling` ignores a negative
+      # seed.
       seed = int(settings.seed) & 0x7FFFFFFF
       jobs.append(
         Job(
@@ -163,7 +165,7 @@ class SkyrlSampler:
       and stops <= engine.sizes.num_stop_tokens
     ):
       return engine
-    # Rounded up to a power of two, so that few lengths are compiled.
+    # The length is rounded up to a power of two, so that few lengths compile.
     if longest > self._length:
       self._length = 1 << (longest - 1).bit_length()
     mesh = backend.mesh
@@ -259,7 +261,7 @@ def sample(
   Returns:
     `{request_id: SampleOutput}`.
   """
-  # Stored on the backend, so that it lives as long as the backend.
+  # The sampler is stored on the backend, so that both have the same lifetime.
   engine = backend.__dict__.get("_jaxkv_sampler")
   if engine is None:
     engine = SkyrlSampler(backend, options or SamplingOptions())
@@ -285,7 +287,7 @@ def install(options: SamplingOptions | None = None) -> Callable[[], None]:
   def sampled(self: Any, prepared_batch: Any) -> dict[str, Any]:
     return sample(self, prepared_batch, options)
 
-  # Copied, because SkyRL's workers read argument types from the annotations.
+  # Annotations are copied, because SkyRL's workers read argument types there.
   sampled.__annotations__ = dict(original.__annotations__)
   kind.sample = sampled
 

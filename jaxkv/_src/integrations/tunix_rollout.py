@@ -92,8 +92,7 @@ class TunixRollout:
     """Generates answers; returns a tunix `RolloutOutput`.
 
     Adjacent equal prompts are treated as samples of one prompt, which is
-    computed once.
-    Several threads can call this method at the same time.
+    computed once. Several threads can call this method at the same time.
 
     Args:
       prompts: texts, or one text.
@@ -216,14 +215,15 @@ class TunixRollout:
   ) -> list[list[Answer]]:
     """Serves the requests of several threads in one batch."""
     engine = self._engine_for(requests)
-    # Read once, because another thread can call `update_params` meanwhile.
+    # `_params` is read once, because another thread can call `update_params`.
     params = self._params
     if self._watch.has_changed(params, by_contents=self._moves_weights):
       engine.forget()
     params = self._place(params)
     jobs = [job for part, _, _ in requests for job in part]
     wants_log_probs = any(wants for _, wants, _ in requests)
-    # Sorted by prompt, so equal prompts of different threads become one job.
+    # Jobs are sorted by prompt, so that equal prompts of different threads
+    # become one job.
     order = sorted(range(len(jobs)), key=lambda n: jobs[n].prompt.tobytes())
     merged = client_jobs.joined([jobs[index] for index in order])
     answers = iter(
@@ -321,7 +321,7 @@ class TunixRollout:
     stops = tuple(config.eos_tokens or [self.eos_id()])
     longest = max(len(prompt) for prompt in tokens)
     width = config.max_prompt_length or 0
-    # Rounded up to a power of two, so that a trainer compiles for few widths.
+    # The width is rounded up to a power of two, so that few widths compile.
     if width < longest:
       width = 1 << (longest - 1).bit_length()
     padded = np.full((len(tokens), width), self.pad_id(), np.int32)

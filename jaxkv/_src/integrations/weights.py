@@ -13,8 +13,8 @@ class WeightWatch:
   """Remembers the last weights and reports a change.
 
   A trainer that keeps its weights on the host between calls passes new arrays
-  with equal contents. For such trainers a 64-bit digest of each array compares
-  contents, so that no copy of the weights is stored.
+  with equal contents. For such trainers contents are compared, by a 64-bit
+  digest of each array, so that no copy of the weights is stored.
   """
 
   def __init__(self):
