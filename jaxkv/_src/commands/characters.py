@@ -1,8 +1,9 @@
 """A small character model, trained on this machine and stored in a file.
 
-Random weights hide cache bugs, because the logits of the best two tokens are
-almost equal everywhere. This model is trained once, in about a minute, on a
-text that ships with Python, so examples and tests need no download.
+With random weights, the logits of the best two tokens are almost equal
+everywhere, so a cache bug looks like rounding. This model is trained once, in
+about a minute, on a text that ships with Python. So examples and tests need no
+download.
 """
 
 import functools
@@ -45,7 +46,7 @@ _PHASES = (*((64, 32),) * 4, (192, 10), (MAX_LENGTH, 4))
 
 
 class Vocabulary(models.Tokenizer):
-  """A tokenizer with a token for each character, and a stop token as the last.
+  """A tokenizer with a token for each character. The last one is a stop token.
 
   Attributes:
     characters: distinct characters; token i is character i.
@@ -148,7 +149,8 @@ def character_model(
     params, _ = train(
       training_tokens(text, vocabulary), config, steps, progress=progress
     )
-    # Replaced as a whole, because tests in several processes share the file.
+    # The file is replaced as a whole, because tests in several processes share
+    # it.
     with output.replacing(path) as part, open(part, "wb") as file:
       np.savez(file, *jax.tree.leaves(params))
   return models.Pretrained(
@@ -206,7 +208,7 @@ def _load(path: pathlib.Path, config: models.Decoder) -> Any:
     with open(path, "rb") as file, np.load(file) as arrays:
       leaves = [jnp.asarray(arrays[name]) for name in arrays.files]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-  # Any exception, because damage can be in the archive, a header or an array.
+  # Damage can raise any exception, from the archive, a header or an array.
   except Exception as error:
     warnings.warn(
       f"{path} cannot be used ({error}); training the model again.",

@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     if sys.stdout:  # None if it was closed before Python began.
       sys.stdout.flush()
   except BrokenPipeError:
-    # Redirected, because Python would report the closed pipe again at its exit.
+    # The stream is redirected, because Python would report the closed pipe
+    # again at its exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   return status
 

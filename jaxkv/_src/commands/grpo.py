@@ -43,7 +43,7 @@ INNER_STEPS = 4
 
 _OPTIMIZER = optax.adam(2e-3)
 _FINAL_ROUNDS = 10
-"""The most rounds that the final reward, a mean over the last rounds, has."""
+"""The final reward is the mean over this number of last rounds, or all."""
 
 
 class Carry(NamedTuple):
@@ -102,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
     functools.partial(grpo_round, model=model), donate_argnums=0
   )
   init_key, round_key = jax.random.split(jax.random.key(args.seed))
-  # Compiled ahead of time, so that no round's time contains the compilation.
+  # The round is compiled ahead of time, so that no measured time contains the
+  # compilation.
   carry = begin(model, init_key)
   keys = list(jax.random.split(round_key, args.rounds))
   print("compiling a round ...", file=sys.stderr, flush=True)
@@ -254,8 +255,8 @@ def _summary(figures: RoundFigures) -> dict[str, Any]:
     "reward_after": float(np.mean(figures.reward[-_FINAL_ROUNDS:])),
     "largest_mismatch": float(np.max(figures.mismatch)),
     "prefilled_tokens": int(np.sum(counters.prefilled)),
-    # One token less per prompt, because the counters have the last token of a
-    # prompt, which gives the first answer token, in `generated`.
+    # The counters have the last token of a prompt in `generated`, because it
+    # gives the logits of the first answer token.
     "prompt_tokens": len(figures.reward) * PROMPTS * (TOKENS - 1),
     "generated_tokens": int(np.sum(counters.generated)),
     "computed_rows": int(np.sum(counters.rows)),

@@ -20,9 +20,9 @@ With `full`, the last token must be computed for its logits. So a last block
 that is full cannot be hit, but takes a new page and is cached again.
 
 Every request also holds one page that is never cached, for the tokens after its
-last cached block. With this page `admit` can hit all blocks, because it never
-hits a whole sequence. The next request takes the page first, because the page
-has no key. `--pages` does not count this page. Outputs are not cached.
+last cached block. `admit` never hits a whole sequence, so it can hit all blocks
+only with this page. The next request takes the page first, because the page has
+no key. `--pages` does not count this page. Outputs are not cached.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
   """Replays a trace and prints a table; returns the exit status, 0.
 
   Raises:
-    CommandError: the trace cannot be replayed, or the result not be written.
+    CommandError: the trace cannot be replayed, or the result cannot be written.
   """
   output.check_writable(args.json, args.trace)
   requests = read_trace(args.trace)
@@ -262,7 +262,7 @@ def _serve(
     length,
     mask=is_real,
   )
-  # Takes the page that is never cached, unless `admit` has taken it.
+  # This takes the page that is never cached, unless `admit` has taken it.
   state, _ = jaxkv.allocate(
     state,
     jnp.where(is_real, blocks + 1 - admitted.num_cached_tokens, 0),

@@ -27,7 +27,7 @@ from jaxkv._src.commands import output
 from jaxkv._src.commands.errors import CommandError
 
 CLOSE = 1e-3
-"""The limit of differences between equal log-probs.
+"""Log-probs count as equal if they differ by less than this.
 
 Another order of float32 sums changes log-probs by about 1e-5. A wrong page
 changes them by about 0.1.
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
   Raises:
     CommandError: an argument, a prompt or the model cannot be used.
   """
-  # Checked first, because compilation takes the longest.
+  # All checks come first, because compilation takes the longest.
   output.check_writable(args.json, args.prompts, args.model)
   model = _model(args)
   if args.max_tokens >= model.max_length:
@@ -108,7 +108,8 @@ def _model(args: argparse.Namespace) -> models.Pretrained:
     if args.model is None:
       return characters.character_model()
     model = models.load(args.model, dtype=dtype, progress=True)
-    # Read here to report a missing tokenizer before the compilation.
+    # The tokenizer is read here, so that a missing one is reported before the
+    # compilation.
     _ = model.tokenizer
     return model
   except (ImportError, ValueError) as error:
@@ -201,7 +202,8 @@ def _init_state(
     num_samples=args.samples,
     max_new_tokens=args.max_tokens,
     prefill_chunk=64,
-    # Log-probs before the temperature, because the forward pass computes these.
+    # Raw log-probs are before the temperature, as the forward pass computes
+    # them.
     raw_log_probs=True,
   )
   sizes = _sizes(args, model, len(tokens), int(lengths.max()) + args.max_tokens)
@@ -312,14 +314,14 @@ def largest_difference(
     drawn = (columns[1:] >= begin) & (columns[1:] < end)
     return jnp.max(jnp.where(drawn, jnp.abs(uncached - log_probs[1:]), 0))
 
-  # One sequence at a time, because the logits of all sequences may need too
-  # much memory.
+  # `map` runs one sequence at a time, because the logits of all sequences may
+  # need too much memory.
   rows = (sequences.tokens, sequences.prompt_length, sequences.length, raw)
   return float(jnp.max(jax.jit(lambda: jax.lax.map(difference, rows))()))
 
 
 def _figures(state: rollout.RolloutState) -> dict[str, Any]:
-  """Returns the counters of the loop and of the cache, and their sizes."""
+  """Returns the counters and the sizes of the loop and of the cache."""
   sizes = state.cache.config
   kv_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.kv))
   counts = vars(state.counters) | vars(state.cache.stats)
