@@ -25,8 +25,8 @@ trip count of an inner loop.
 The sides are our backends, our backends with a plan if they take plans, and, in
 cases with shared pages, our backends that read shared pages once. Cases marked
 `main` add jax's own Pallas kernel with 1, 4 and 16 splits, and cuDNN and XLA on
-a dense cache. Plans and clusters of rows are computed once and not timed,
-because a decode step computes them once for all layers.
+a dense cache. Plans, and clusters of rows that share pages, are computed once
+and not timed, because a decode step computes them once for all layers.
 
 A side's `rotations` is the number of caches that it reads in turn. A row's
 `bytes` is the size of one cache. Dense sides in jax always read the same cache.
@@ -38,9 +38,9 @@ Not measured: prefill, writes, allocation, the rest of a model.
   python benchmarks/attention.py [--quick] [--minutes M] [--json FILE]
 
 With `--json` the benchmark resumes where an earlier one with the same file
-ended. The file also records the side in progress, so that a side is skipped
-that has twice crashed the benchmark or hung for LONGEST seconds. The exit code
-is 1 if one of our sides has failed or has an error over TOLERANCE.
+ended. The file also records the side in progress. A side that has twice crashed
+the benchmark, or hung for LONGEST seconds, is skipped. The exit code is 1 if
+one of our sides has failed or has an error over TOLERANCE.
 """
 
 import argparse
@@ -73,7 +73,8 @@ from jaxkv_kernels._src.attention import choose
 
 LONGEST = 120  # seconds, to compile a side and run it once
 COPY_BYTES = 2**30
-# Large, because both results are rounded to bfloat16 in each of CALLS calls.
+# The limit is large, because each of CALLS calls rounds both results to
+# bfloat16.
 TOLERANCE = 2e-2
 
 Report = dict[str, Any]
@@ -88,7 +89,7 @@ def copy_speed(size: int, rounds: int) -> float:
   def run(x):
     return lax.fori_loop(0, 16, lambda i, x: x ^ i, x)
 
-  # Donated, because otherwise the loop would begin with one more copy.
+  # `x` is donated, because otherwise the loop would begin with one more copy.
   jitted = jax.jit(run, donate_argnums=0)
   x = jnp.arange(size // 4, dtype=jnp.int32)
   samples = []
@@ -127,7 +128,7 @@ def watched(
     jax.block_until_ready(jnp.arange(8) + 1)
   finally:
     faulthandler.cancel_dump_traceback_later()
-  # Only this try is removed: a later round of the side may hang again.
+  # Only this try is removed, because a later round of the side may hang again.
   tries.pop()
   if not tries:
     del begun[side]
@@ -192,7 +193,7 @@ def results_of(
   results = {}
   for name, side in timed.items():
     results[name] = figures(case, speed, side.seconds(), side.rotations)
-    # Only with equal rotations did the last calls read the same cache.
+    # With other rotations the last calls read different caches.
     if "xla" in timed and side.rotations == timed["xla"].rotations:
       results[name]["error"] = distance(side.outs, timed["xla"].outs[0])
   return results

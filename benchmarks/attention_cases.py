@@ -156,14 +156,14 @@ def quick_cases() -> list[Case]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrays:
-  """A case's arrays. Pages are shuffled over the pool.
+  """A case's arrays. Pages are shuffled over a pool of P pages.
 
   Attributes:
     q: [B, H, D].
     k_pages: [P, K, S, D].
     v_pages: [P, K, S, D]; the same array as `k_pages` for latents.
-    tables: int32[R, B, M], R page tables without common pages, so that R calls
-      read more than COLD_BYTES.
+    tables: int32[R, B, M], R page tables of M columns. They have no common
+      pages, so that R calls read more than COLD_BYTES.
     lengths: int32[B].
   """
 

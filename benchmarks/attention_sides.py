@@ -100,7 +100,7 @@ def ours(backend: str, planned: bool, case: Case, arrays: Arrays) -> Call:
     if planned:
       raise NotImplementedError("latents take no plan")
     return _latent(backend, case, arrays)
-  # Not timed, because a decode step makes one plan for all layers.
+  # The plan is not timed, because a decode step makes one for all layers.
   plan = None
   if planned:
     workers = kernels.decode_workers(arrays.k_pages, backend=backend)
@@ -126,7 +126,8 @@ def ours(backend: str, planned: bool, case: Case, arrays: Arrays) -> Call:
 
 def ours_shared(backend: str, case: Case, arrays: Arrays) -> Call:
   """Calls our attention, which reads shared pages once."""
-  # Not timed, because a decode step finds clusters once for all layers.
+  # Clusters are not timed, because a decode step finds them once for all
+  # layers.
   shared = [
     kernels.plan_shared_prefix(
       table,

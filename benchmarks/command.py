@@ -45,7 +45,8 @@ def run(
   file, quick = options.pop("json"), options.pop("quick")
   rounds = quick_rounds if quick else rounds
   device = jax.devices()[0]
-  # Printed, because timings are useless if another process keeps the CPU busy.
+  # The load is printed, because timings are useless if other processes are
+  # busy.
   before = os.getloadavg()
   print(
     f"{device.device_kind} ({device.platform}), {platform.machine()},"

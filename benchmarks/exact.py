@@ -60,7 +60,7 @@ def _cache(config: models.Decoder, rows: int, tokens: int) -> tuple[Any, Any]:
     num_slots=rows,
     pages_per_slot=columns,
   )
-  # Shuffled, as in a running cache, and from 1 on, as page 0 is the null page.
+  # Pages are shuffled, as in a running cache. Page 0 is the null page.
   table = 1 + np.random.default_rng(0).permutation(rows * columns)
   table = jnp.asarray(table.reshape(rows, columns), jnp.int32)
   return table, models.init_kv(config, sizes)

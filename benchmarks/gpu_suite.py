@@ -13,9 +13,9 @@
 
 Each stage writes its results to a file in the folder as it runs. A second run
 of the same command continues, and does not repeat passed tests and finished
-cases and rows. Files in the folder that other code, another jax version, device
-or value of `--quick` has written are an error. The exit code is 0 if everything
-has run and passed.
+cases and rows. It is an error if the folder has results of other code, another
+jax version, another device or another value of `--quick`. The exit code is 0 if
+everything has run and passed.
 
   python benchmarks/gpu_suite.py [--quick] [--minutes 9.5] [--out FOLDER]
 
@@ -54,7 +54,7 @@ _LONGEST_PART = 150
 _LAST_CASE = 130
 _RESERVED = {"transitions": 150, "rollout": 100}
 
-# Bounded, because each process has a GPU context of about half a GB.
+# A bound, because each process has a GPU context of about half a GB.
 _MAX_PROCESSES = 12
 # Several processes share one GPU, so none may reserve most of its memory.
 _GPU_VARIABLES = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -150,10 +150,10 @@ def run_part(
     The report, with bools `ended` and `complete` (everything passed).
   """
   command = [sys.executable, "-m", "pytest", "-v", "--color=no", *part.files]
-  # Without pytest's cache, which would stay in the checkout, and without
+  # Turns off pytest's cache, which would stay in the checkout, and
   # pytest-benchmark, which warns about `-n`.
   command += ["-p", "no:cacheprovider", "-p", "no:benchmark"]
-  # In parallel, because most of the time is compilation on the host's cores.
+  # Tests run in parallel, because most of the time is compilation on the host.
   processes = 0 if quick else min(os.cpu_count() or 1, _MAX_PROCESSES)
   command += ["-n", str(processes), "-rs", "-k", part.keyword]
   # `--deselect` takes the beginning of a name. A name that ends in "]" is
@@ -332,7 +332,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _write(path: pathlib.Path, report: dict[str, Any]) -> None:
-  # Imported here, because the checkout was not on Python's path before.
+  # The import is here, because the checkout was not on Python's path before.
   import command
 
   command.write(path, report)
@@ -405,7 +405,8 @@ def main() -> None:
     metavar="FOLDER",
   )
   arguments = parser.parse_args()
-  # Set here, because jax reads the variables when it takes a device.
+  # The variables are set before jax reads them, which is when it takes a
+  # device.
   os.environ.update(_GPU_VARIABLES)
   import jax
 

@@ -86,8 +86,8 @@ class Side:
       )
       assert answer is not None
       self._mark_computed([request])
-    # Not timed, because it only caches the prompt for the next call. The page
-    # of the last token is never a hit.
+    # This call is not timed, because it only caches the prompt for the next
+    # one. The page of the last token is never a hit.
     self._prompt(None, self._cached_prompt)
     expected = PROMPT - PAGE_SIZE
     assert self._prompt("hit", self._cached_prompt) == expected

@@ -29,7 +29,7 @@ admit_4096, because there they hash the prompt. All sides get equal lengths and
 numbers of steps. Times are microseconds per step, the median and the minimum
 over the rounds.
 
-Peers. A peer that cannot be imported is skipped, with the reason.
+Peers. A peer that cannot be imported is skipped, and the reason is printed.
 
   vllm  `KVCacheManager` of vLLM 0.33. Without a GPU it is installed from its
         source distribution, which compiles nothing:
@@ -380,7 +380,7 @@ def timed(sides: list[Any], rounds: int) -> list[dict[str, Any]]:
   """Times sides in turns, and returns their rows."""
   for side in sides:
     side.round(record=False)
-  # Frozen, because the collector would scan the requests of all managers.
+  # The heap is frozen, because the collector would scan all managers' requests.
   gc.collect()
   gc.freeze()
   for _ in range(rounds):

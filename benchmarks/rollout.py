@@ -16,7 +16,8 @@ calls.
 | 35 % of need: busy | the same in a small pool               | 58 %  | 59.8 % |
 | and recomputed     | tokens computed again                  | 30 k  | 225 k  |
 | same_batch: prompt | prompt tokens computed                 | 176   | 1,136  |
-| grpo: prompt       | the same, relative to each page once   | +5 %  |        |
+| grpo: prompt       | the same, relative to one computation  | +5 %  |        |
+|                    | of each page                           |       |        |
 | families: hit rate | share of prompt tokens hit, with a     | 0.55  | 0.12   |
 |                    | window of 32, or of the whole queue    | 0.69  |        |
 | overtaken          | the most sequences that entered before | its   |        |

@@ -59,7 +59,8 @@ def alternated(
   Returns:
     The seconds of each call by its name, one for each round.
   """
-  # The calls take turns, so that changes of the machine's speed affect all.
+  # The calls take turns, so that changes of the machine's speed affect all
+  # alike.
   seconds: dict[str, list[float]] = {name: [] for name in calls}
   for number in range(rounds + 1):
     for name, call in calls.items():

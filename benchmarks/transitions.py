@@ -185,8 +185,8 @@ def by_row(name: str, rounds: int = 5) -> None:
     report = json.loads(path.read_text("utf-8"))
   keys = ("op", "mode", "pages")
   done = {tuple(row[key] for key in keys) for row in report["rows"]}
-  # The most important rows first: all ops with 65,536 pages, then decode_step
-  # with the smallest and the largest pool.
+  # Rows are in the order of their importance: all ops with 65,536 pages, then
+  # decode_step with the smallest and the largest pool.
   for pages in (HYBRID[1], PAGES[0], PAGES[-1]):
     for side in sides_of(HYBRID[0], pages):
       op = side.op
