@@ -91,7 +91,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def all_cases() -> list[Case]:
-  """Returns all cases; eight shapes time other libraries too."""
+  """Returns all cases, of which eight also time other libraries."""
   first = HEADS[0]
   cases = [
     Case(*first, 64, 4096, main=True),

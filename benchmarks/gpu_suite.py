@@ -302,7 +302,7 @@ STAGES = (
 def _run(
   command: list[str], seconds: float, output: Any = None, **environment: str
 ) -> int | None:
-  """Runs a command; returns its exit code, or None if it takes too long."""
+  """Runs a command, and returns its exit code, or None if it takes too long."""
   path = [*_PATH, os.environ.get("PYTHONPATH", "")]
   joined = os.pathsep.join(part for part in path if part)
   variables = {"PYTHONPATH": joined, "PYTHONUNBUFFERED": "1"}
@@ -370,7 +370,7 @@ def check_same(path: pathlib.Path, quick: bool) -> None:
 
 
 def run(out: pathlib.Path, minutes: float, quick: bool) -> bool:
-  """Runs all incomplete stages; returns True if all stages have passed."""
+  """Runs all incomplete stages, and returns True if all stages have passed."""
   end = time.monotonic() + minutes * 60
   out.mkdir(parents=True, exist_ok=True)
   check_same(out / "tested.json", quick)

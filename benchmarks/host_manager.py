@@ -94,7 +94,7 @@ class Side:
     assert self._prompt("miss", self._tokens(PROMPT)) == 0
 
   def _prompt(self, mode: str | None, tokens: list[int]) -> int:
-    """Admits and frees a prompt; returns the number of hit tokens."""
+    """Admits and frees a prompt, and returns the number of hit tokens."""
     request = Request("prompt", list(tokens))
     num_hit = self._timed(
       mode and f"admit_4096 {mode}", lambda: self._admit(request)
@@ -121,7 +121,7 @@ class Side:
     return self._wait_for(self._manager.free(request))
 
   def _admit(self, request):
-    """Admits a request; returns the number of hit tokens."""
+    """Admits a request, and returns the number of hit tokens."""
     pages, num_hit = self._manager.get_computed_pages(request)
     new = request.num_tokens - num_hit
     answer = self._manager.allocate_slots(request, new, num_hit, pages)

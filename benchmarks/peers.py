@@ -127,7 +127,7 @@ class Peer(Protocol):
     ...
 
   def start(self, request: Any) -> int:
-    """Hits, takes and publishes pages; returns the number of hit tokens."""
+    """Hits, takes and publishes pages, and returns the number of hit tokens."""
     ...
 
   def extend(self, request: Any, tokens: list[int]) -> None:
@@ -349,7 +349,7 @@ def import_peers() -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def measured(quick: bool, rounds: int) -> dict[str, Any]:
-  """Measures and prints all rows; returns them with the peers."""
+  """Measures and prints all rows, and returns them with the peers."""
   modules, versions = import_peers()
   cases = QUICK_CASES if quick else CASES
   print(

@@ -215,7 +215,7 @@ def _fitting(
 def _step(
   active: list[_Running], room: Callable[[int], int]
 ) -> tuple[int, int]:
-  """Runs a step; returns the rows computed and the tokens drawn."""
+  """Runs a step, and returns the rows computed and the tokens drawn."""
   decoding = sum(running.compute == 0 for running in active)
   remaining, rows, draws = room(decoding), decoding, 0
   for running in active:

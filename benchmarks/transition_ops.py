@@ -57,7 +57,7 @@ def fill_slots(state, tokens, lengths):
 
 
 def free_all(state, rng):
-  """Frees all slots, and first fills their pages so that all are cached."""
+  """Fills the pages of all slots, so that all are cached, and frees them."""
   room = state.num_pages[:, 0] * state.config.page_size - state.length
   tokens = random_tokens(rng, (state.config.num_slots, PROMPT))
   state, committed = jaxkv.commit(state, tokens, room)
@@ -86,7 +86,7 @@ def full_cache(config: jaxkv.CacheConfig, rng) -> jaxkv.CacheState:
 def decode_lengths(
   config: jaxkv.CacheConfig, mode: str
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the lowest first length and the last length of each sequence."""
+  """Returns the least initial and the final length of each sequence."""
   slots, size = config.num_slots, config.page_size
   begin, end = np.zeros((2, slots), np.int32)
   end[:] = (

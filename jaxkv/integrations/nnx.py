@@ -35,7 +35,7 @@ runs in `jaxkv.rollout.generate`. For the Qwen3 of tunix:
 | feature of the decoder             | support                                 |
 |------------------------------------|-----------------------------------------|
 | grouped-query attention            | yes, with equal heads in all layers     |
-| sliding windows in some layers     | `windows`; a group for each window      |
+| sliding windows in some layers     | `windows`, with a group for each window |
 | soft caps, sinks, a query scale    | arguments of `attend`                   |
 | logits of the needed rows only     | `memory.pick` before the output layer   |
 | LoRA as variables of the module    | yes, as part of `params`                |

@@ -49,7 +49,7 @@ class Vocabulary(models.Tokenizer):
   """A tokenizer with a token for each character. The last one is a stop token.
 
   Attributes:
-    characters: distinct characters; token i is character i.
+    characters: distinct characters, where token i is character i.
 
   Examples:
     >>> vocabulary = Vocabulary("abc")

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Prints the report; returns 1 if a device or the check fails, else 0."""
+  """Prints the report, and returns 1 if a device or the check fails, else 0."""
   del args
   extras = [name for name, package in _EXTRAS.items() if _version(package)]
   rows = [

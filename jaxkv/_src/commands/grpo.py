@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Trains and prints a table; returns the exit status, 0.
+  """Trains and prints a table, and returns the exit status, 0.
 
   Raises:
     CommandError: a file cannot be written.

@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Replays a trace and prints a table; returns the exit status, 0.
+  """Replays a trace and prints a table, and returns the exit status, 0.
 
   Raises:
     CommandError: the trace cannot be replayed, or the result cannot be written.

@@ -70,10 +70,10 @@ class Guide:
     next: the state after a state and a byte.  # int32[S, 256]
     distance: the fewest tokens that complete a text from each state, the stop
       token included; 2**30 if no tokens can.  # int32[S]
-    first: for each state, its entry in `rows` for `distance` remaining tokens.
-      Each next entry is for one more remaining token.  # int32[S]
-    last: for each state, its last entry in `rows`, which is also for all larger
-      numbers of remaining tokens.  # int32[S]
+    first: the index in `rows` of each state's entry for `distance` remaining
+      tokens. Each following entry is for one more token.  # int32[S]
+    last: the index in `rows` of each state's last entry, which is also for all
+      larger numbers of remaining tokens.  # int32[S]
     rows: the row in `masks` of each entry.  # int32[X]
     masks: distinct bitmasks, see `bitmask`.  # uint32[U, ceil(V / 32)]
     tokens: the bytes of all tokens.

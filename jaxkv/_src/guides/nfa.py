@@ -37,7 +37,7 @@ class Nfa:
     return len(self.epsilon_edges) - 1
 
   def add(self, grammar: Grammar, start: int) -> int:
-    """Adds a grammar that begins in a state; returns its final state."""
+    """Adds a grammar that begins in a state, and returns its final state."""
     if isinstance(grammar, ByteSet):
       end = self.new_state()
       if grammar.mask:

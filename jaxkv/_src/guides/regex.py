@@ -103,7 +103,7 @@ class _Parser:
     return character
 
   def _take_if(self, prefix: str) -> bool:
-    """Takes a prefix if it comes next; returns True if it did."""
+    """Takes a prefix if it comes next, and returns True if it did."""
     is_next = self._text.startswith(prefix, self._position)
     self._position += len(prefix) if is_next else 0
     return is_next

@@ -30,8 +30,8 @@ class TokenMasks:
   Attributes:
     distance: the fewest tokens that complete a text from each state, the stop
       token included; UNREACHABLE if no tokens can.  # int32[S]
-    first: each state's entry in `rows` for `distance` tokens.  # int32[S]
-    last: each state's last entry, also for more remaining tokens.  # int32[S]
+    first: see `Guide.first`.  # int32[S]
+    last: see `Guide.last`.  # int32[S]
     rows: the row in `masks` of each entry.  # int32[X]
     masks: distinct bitmasks, see `bitmask`.  # uint32[U, ceil(V / 32)]
   """

@@ -141,7 +141,7 @@ def split(jobs: list[Job], limit: int) -> list[tuple[int, Job]]:
 
 
 def check(job: Job, sizes: EngineSizes) -> None:
-  """Checks that a job fits the shapes of an engine; raises ValueError."""
+  """Checks that a job fits the shapes of an engine, or raises ValueError."""
   length = len(job.prompt)
   if not length:
     raise ValueError("`prompt` must have at least one token, got none.")

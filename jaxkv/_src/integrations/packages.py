@@ -6,19 +6,19 @@ from jaxkv._src.extras import extra_package
 
 
 def nnx() -> Any:
-  """Imports `flax.nnx`; raises ImportError if flax is not installed."""
+  """Imports `flax.nnx`, or raises ImportError if flax is not installed."""
   return extra_package(
     "flax.nnx", install="flax", task="To serve models of flax.nnx"
   )
 
 
 def of_tunix(name: str) -> Any:
-  """Imports a module of tunix by its full name; raises ImportError."""
+  """Imports a module of tunix by its full name, or raises ImportError."""
   return extra_package(
     name, install="jaxkv[clients]", task="To serve trainers of tunix"
   )
 
 
 def of_skyrl(name: str) -> Any:
-  """Imports a module of SkyRL-tx by its full name; raises ImportError."""
+  """Imports a module of SkyRL-tx by its full name, or raises ImportError."""
   return extra_package(name, install="skyrl-tx", task="To serve SkyRL-tx")

@@ -89,7 +89,7 @@ class TunixRollout:
   def generate(
     self, prompts: Sequence[str] | str, rollout_config: Any, **kwargs: Any
   ) -> Any:
-    """Generates answers; returns a tunix `RolloutOutput`.
+    """Generates answers, and returns a tunix `RolloutOutput`.
 
     Adjacent equal prompts are treated as samples of one prompt, which is
     computed once. Several threads can call this method at the same time.

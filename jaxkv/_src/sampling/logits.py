@@ -28,7 +28,7 @@ def check_logits(logits: Any, rows: int) -> None:
 
 
 def check_all_logits(logits: Any, columns: int) -> None:
-  """Checks that logits are [1, C, V] for C columns; raises ValueError."""
+  """Checks that logits are [1, C, V] for C columns, or raises ValueError."""
   meaning = ", as the model of `all_logits` returns"
   check_shape("logits", logits, (1, columns, "V"), meaning)
 

@@ -94,7 +94,7 @@ def width_of(size: int) -> int:
 
 
 def by_block(reduce: Callable[[Array], Array], values: Array) -> Array:
-  """Applies `sums` or `maxima` to each block of [R, V]; returns [R, X]."""
+  """Applies `sums` or `maxima` to each block of [R, V], and returns [R, X]."""
   rows, size = values.shape
   width = width_of(size)
   whole = size // width * width

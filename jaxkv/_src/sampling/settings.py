@@ -405,7 +405,7 @@ def put(sampling: Sampling, numbers: Array, new: Sampling) -> Sampling:
   """Replaces the settings of R sequences.
 
   A field that is None in `new` is turned off for these sequences. Stop strings
-  do not change; the caller selects them with `StopStrings.select`.
+  do not change, because the caller selects them with `StopStrings.select`.
 
   Args:
     sampling: from `as_sampling`, of Q sequences.

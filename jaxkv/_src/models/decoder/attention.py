@@ -249,7 +249,7 @@ def recur(
   *,
   attention: DeltaNet,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Runs the convolution, then the delta rule; a `Recurrence` of a layer."""
+  """Runs the convolution and the delta rule, see `Recurrence`."""
   a, (channels, beta, decay) = attention, inputs
   channels, last = delta_net.causal_conv(
     channels, weights["convolution"], states["convolution"], num_tokens

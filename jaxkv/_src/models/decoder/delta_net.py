@@ -214,7 +214,7 @@ def _einsum(terms: str, *arrays: Array) -> Array:
 
 
 def _single_step(state: Array, token: _Tokens) -> tuple[Array, Array]:
-  """Runs one token per row; `token` has no axis T."""
+  """Runs one token per row, where `token` has no axis T."""
   state = state * jnp.exp(token.decay)[..., None, None]
   old_value = _einsum("bhk,bhkv->bhv", token.k, state)
   change = (token.v - old_value) * token.beta[..., None]
@@ -225,7 +225,7 @@ def _single_step(state: Array, token: _Tokens) -> tuple[Array, Array]:
 def _scan_chunks(
   state: Array, tokens: _Tokens, chunk: int
 ) -> tuple[Array, Array]:
-  """Runs the chunks in order; returns the state and the outputs."""
+  """Runs the chunks in order, and returns the state and the outputs."""
   columns = tokens.k.shape[2]
   num_chunks = -(-columns // chunk)
 

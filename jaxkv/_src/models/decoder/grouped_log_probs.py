@@ -279,7 +279,7 @@ def _checked_levels(
 def _checked_experts(
   experts: Any, levels: tuple[jax.Array, ...], config: Decoder
 ) -> tuple[jax.Array, ...] | None:
-  """Checks recorded experts; returns one array per level, prompts first."""
+  """Checks recorded experts, and returns one array per level, prompts first."""
   if experts is None:
     return None
   if not isinstance(experts, tuple) or len(experts) != 2:

@@ -5,7 +5,8 @@ the same number of memory layers, so the L layers of a decoder are divided
 evenly among C groups: layer i uses memory layer i // C of group i % C. C is the
 length of the pattern that the layers repeat, such as 1 if all layers are alike,
 or 6 if every sixth layer has no window. If C does not divide L, the last memory
-layer of some groups stays unused.
+layer of some groups stays unused. A pool is the memory for the pages of all
+groups whose layers store the same kind and size of data.
 
 A stretch is a run of layers in which a pattern of P layers repeats R times. A
 `lax.scan` over the repetitions runs the stretch, so XLA compiles the pattern

@@ -64,7 +64,7 @@ class Mixer(NamedTuple):
 
 
 Pools = tuple[Any, ...]
-"""The memory of all layers; empty without a cache."""
+"""The memory of all layers, which is empty without a cache."""
 
 MixerOutput = tuple[jax.Array, Pools]
 """The mixer's output [B, T, H, X], before the projection, and the pools."""

@@ -137,7 +137,7 @@ def _after_mixer(
   gate: jax.Array | None,
   replay: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Adds the outputs of mixer and MLP; returns [B, T, E] and expert ids."""
+  """Adds the outputs of mixer and MLP, and returns [B, T, E] and expert ids."""
   x = _add_mixer_output(layer, decoder, weights, x, out, gate)
   y, experts = _norm(x, weights, "mlp_norm", decoder), None
   if isinstance(layer.mlp, Mlp):

@@ -115,7 +115,7 @@ def _run_stored(
 
 
 def empty_state(attention: DeltaNet, rows: int) -> dict[str, jax.Array]:
-  """Returns the states of sequences before their first token: zeros."""
+  """Returns zeros, the states of sequences before their first token."""
   return {
     name: jnp.zeros((rows, *shape), dtype)
     for name, (shape, dtype) in state_shapes(attention).items()

@@ -17,7 +17,7 @@ class LinearScaling:
   """Divides all frequencies by a factor.
 
   Attributes:
-    factor: at least 1.
+    factor: the divisor, at least 1.
   """
 
   factor: float

@@ -38,7 +38,7 @@ def run(
   *,
   remat: bool = False,
 ) -> Carry:
-  """Runs all layers; returns [B, T, E] before the last norm, and the pools.
+  """Runs all layers, and returns [B, T, E] before the last norm, and the pools.
 
   With `remat` a gradient saves only the input of each layer, and recomputes the
   layer from it.

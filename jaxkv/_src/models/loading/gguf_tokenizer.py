@@ -23,7 +23,7 @@ _DIGITS |= dict.fromkeys(("default", "gpt-2", "smollm"))
 
 
 def open_tokenizer(metadata: ConfigFile) -> Tokenizer:
-  """Builds the tokenizer; raises the errors of `Pretrained.tokenizer`."""
+  """Builds the tokenizer, or raises the errors of `Pretrained.tokenizer`."""
   library = extra_package("tokenizers", install="jaxkv[gguf]", task=TASK)
   metadata.only(f"{_GGML}model", "gpt2", "llama")
   is_sentence_piece = metadata.get(f"{_GGML}model") == "llama"

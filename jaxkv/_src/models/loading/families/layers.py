@@ -1,4 +1,4 @@
-"""Sources and settings of layers that several families share."""
+"""Sources (see `weight_maps`) and settings that several families share."""
 
 from jaxkv._src.models.decoder.description import Activation
 from jaxkv._src.models.decoder.description import Attention
@@ -34,7 +34,7 @@ def activation(config: ConfigFile, key: str, default: str) -> Activation:
 def head_dim_of(config: ConfigFile) -> int:
   """Returns D, which defaults to width // heads."""
   heads, width = config.size("num_attention_heads"), config.size("hidden_size")
-  # At least 1, because a damaged file can have more heads than elements.
+  # The bound is for a damaged file, which can have more heads than elements.
   return config.size("head_dim", max(width // heads, 1))
 
 
