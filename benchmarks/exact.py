@@ -9,7 +9,7 @@ The tile is the number of tokens that exact numerics compute together.
 | prefill | a prompt of 1,024 tokens in chunks of 256, without logits |
 | gradient | `value_and_grad` of the log-probs of 4 sequences of 256 tokens |
 
-Figures are CPU seconds, the minimum and median of calls that take turns.
+Figures are CPU milliseconds, the minimum and median of calls that take turns.
 
   python benchmarks/exact.py [--quick] [--json FILE]
 """
