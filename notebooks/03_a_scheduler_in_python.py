@@ -19,12 +19,16 @@
 # Many engines decide in Python which requests run next. `jaxkv.host` has a
 # cache manager for them: `CacheManager` has the methods of vLLM's
 # `KVCacheManager` and of eSurge's `CacheManager`, and it gives the same page
-# ids, hits and eviction order. Its state is a `jaxkv.CacheState` on the device,
-# and every call is a jitted transition of that state.
+# ids, hits and eviction order. It is plain Python, so nothing is compiled.
+# Between any two calls, `manager.state` is the same cache as a value on the
+# device, for a jitted loop, and `manager.take` continues from what the loop
+# returns.
 #
-# This notebook admits requests, decodes, preempts one and resumes it.
+# This notebook admits requests, decodes, hands the cache to a jitted loop,
+# preempts a request and resumes it.
 
 # %%
+import jax
 import jax.numpy as jnp
 
 import jaxkv
@@ -62,10 +66,10 @@ jaxkv.show(manager.state, title="The first request")
 # %% [markdown]
 # ## Decode
 #
-# `step` makes room for one more token of every running request, in one call on
-# the device. It also publishes pages that became full, and gives back pages
-# that fell behind a window. For each request it returns the new pages, or None
-# where there was no room.
+# `step` makes room for one more token of every running request, in one call. It
+# also publishes pages that became full, and gives back pages that fell behind a
+# window. For each request it returns the new pages, or None where there was no
+# room.
 
 
 # %%
@@ -88,17 +92,48 @@ assert len(full) == len(window) == 7  # 26 tokens
 assert window[:4] == [0] * 4  # The null page stands for what was given back.
 
 # %% [markdown]
+# ## A jitted loop decodes
+#
+# A step in Python costs a round trip to the device. The scheduler can hand the
+# cache over instead: `manager.state` is a value, and a `scan` decodes 16 tokens
+# with the verbs of `jaxkv`. Then the scheduler appends the tokens to its
+# request and takes the cache back. Pages that the loop filled are cached, and
+# those that fell behind the window were given back.
+
+
+# %%
+@jax.jit
+def decode_16(state):
+  def step(state, token):
+    running = state.num_pages[:, 0] > 0
+    state, _ = jaxkv.recycle(state)
+    state, _ = jaxkv.allocate(state, running.astype(jnp.int32))
+    tokens = jnp.full((state.config.num_slots, 1), token, jnp.int32)
+    state, _ = jaxkv.commit(state, tokens, running.astype(jnp.int32))
+    return state, token  # A model would sample the next token here.
+
+  return jax.lax.scan(step, state, jnp.arange(300, 316))
+
+
+state, tokens = decode_16(manager.state)
+first.token_ids += tokens.tolist()
+first.num_computed_tokens += 16
+assert manager.take(state) == []  # No request ended in the loop.
+decode([first], 2)  # The scheduler goes on.
+print("full attention:", manager.get_page_ids("first")[0])
+
+# %% [markdown]
 # ## Share a prefix
 #
-# A second request continues the first one's text. Its first six pages are
-# found. The window needs only the last two of them.
+# A second request continues the first one's text. Its first eleven pages are
+# found, also those that the loop filled. The window needs only the last two.
 
 # %%
 manager.free(first)
 second = Request("second", [*first.token_ids, 8])
 pages, found = manager.get_computed_pages(second)
-assert found == 24
-assert pages.get_page_ids()[1][:4] == [0] * 4
+assert found == 44
+assert pages.get_page_ids()[1][:9] == [0] * 9
 new = manager.allocate_slots(second, second.num_tokens - found, found, pages)
 assert new is not None
 jaxkv.show(manager.state, title="The second request")

@@ -1,20 +1,29 @@
-"""A cache manager for schedulers written in Python, over a cache on the device.
+"""A cache manager for schedulers written in Python.
 
 `CacheManager` has the methods of vLLM's `KVCacheManager` and of eSurge's
-`CacheManager`, and returns the same page ids, hits and eviction order. `step`
+`CacheManager`, and returns the same page ids, hits and eviction order. It is
+plain Python: nothing is compiled, and no device is initialized. `step`
 allocates for all running requests in one call. A request is any object with
 `request_id`, `token_ids` and `num_computed_tokens`; the manager never writes to
 it. `Request` lists the optional attributes, such as salts and adapters, that
 keep requests from sharing pages.
 
+`manager.state` is the same cache as a `jaxkv.CacheState`, a value for jitted
+loops. The loop allocates, commits, forks and frees with the verbs of `jaxkv`.
+Then `manager.take` continues from the state that it returns. The manager
+computes the page keys of the device only for this, and for events.
+
 Every call takes effect completely or not at all, even if ctrl-C or a signal
 handler raises during it: only the return value may be lost, and `get_page_ids`
-returns the pages. An interrupt while jax compiles may corrupt jax's own caches,
-so warm up first. Threads may share a manager; its calls run one at a time.
+returns the pages. Threads may share a manager; its calls run one at a time.
 
 The model reads and writes a request's pages through one `jaxkv.kv.View` per
 group. The null page replaces pages behind a window and pads the rows of a
 batch. `notebooks/03_a_scheduler_in_python` has an example.
+
+`CacheManager.pages` gives access to single pages, for engines that hold
+references to them, and calls `PageListener`s when pages enter or leave the
+prefix cache.
 
 `jaxkv.host.vllm` and `jaxkv.host.esurge` wrap the manager in the classes of
 vLLM and eSurge, for schedulers that must not be changed. Each lists its
@@ -67,9 +76,12 @@ eSurge, called the reference below. The differences are intended:
 - `new_computed_pages` that do not hold the request's tokens, and computed
   tokens of a request without pages: `ValueError`. The reference does not check.
 - More tokens than `max_model_len`: `ValueError`. The reference cuts them off.
+- A token that is not a 32-bit integer: `ValueError`, when its page is full.
 """
 
 from jaxkv._src.host.manager import CacheManager
+from jaxkv._src.host.page_pool import PageListener
+from jaxkv._src.host.pages import Pages
 from jaxkv._src.host.request import MultimodalItem
 from jaxkv._src.host.request import Request
 from jaxkv._src.host.types import CachePages
@@ -80,6 +92,8 @@ __all__ = [
   "CacheManager",
   "CachePages",
   "MultimodalItem",
+  "PageListener",
+  "Pages",
   "PoppedPages",
   "PrefixCacheStats",
   "Request",

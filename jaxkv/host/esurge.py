@@ -8,8 +8,9 @@ The classes have the names, methods and meanings of `easydel.inference.esurge`:
 
 It gets the same page ids, hits and order in every step;
 `tests/host/esurge/test_scheduler.py` runs the scheduler over both.
-`jaxkv.host.CacheManager` does the work. Pages, queue and hashes are views: they
-read from and write to its state on the device.
+`jaxkv.host.CacheManager` does the work. Pages, queue and hashes are views of
+its state. Every call takes effect completely or not at all, even if ctrl-C or a
+signal handler raises during it.
 
 The differences from eSurge are intended.
 
@@ -58,14 +59,15 @@ The differences from eSurge are intended.
 
 **Hashes**
 
-- A manager's hashes have 128 bits, depend on a secret and are computed on the
-  device. `extra_keys` is None, and `token_ids` are masked in pages with
-  placeholders. Its pool accepts the hashes in `req_to_page_hashes` and
-  `page_hash`. eSurge calls `hash` on tuples, as `hash_request_tokens` does.
+- A manager's hashes are the page keys of its first group: they have 128 bits
+  and depend on a secret. `extra_keys` is None, and `token_ids` are masked in
+  pages with placeholders. Its pool accepts the hashes in `req_to_page_hashes`
+  and `page_hash`. eSurge calls `hash` on tuples, as `hash_request_tokens` does.
 - `page_hash`: a page has one while a lookup can find it, and setting it
   publishes the page. eSurge stores it apart from `cached_page_hash_to_page`.
-- `req_to_page_hashes` and `cached_page_hash_to_page` are read-only views. In
-  eSurge they are dictionaries, and reading the latter adds missing keys.
+- `req_to_page_hashes` and `cached_page_hash_to_page` are read-only views, whose
+  hashes are computed when they are read. In eSurge they are dictionaries, and
+  reading the latter adds missing keys.
 - `cache_full_pages` uses extra keys also for pages of output, and skips null
   pages. eSurge does neither.
 - `NONE_HASH` is fixed at import; PYTHONHASHSEED may be "random". In eSurge each

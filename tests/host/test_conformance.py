@@ -54,8 +54,8 @@ def test_equals_the_reference(name, policy, operations):
   assert seen["hits"] > 0 or name not in _SHORT
 
 
-def test_compiles_little():
-  """A manager's first calls wait for the compiler, the later ones do not."""
+def test_compiles_nothing():
+  """No call waits for a compiler or a device."""
   setup = SETUPS["full_window_latest"]
   oracle = fuzz.REFERENCE.make(setup, "current")
   tested = fuzz.host().make(setup, "current")
@@ -67,4 +67,4 @@ def test_compiles_little():
     assert tested.apply(operation) == answer
     counts.append(len(_compiled) - before)
     operation = steps.send(answer)
-  assert 0 < counts[-1] <= 8, _compiled[before:]
+  assert counts[-1] == 0, _compiled[before:]

@@ -426,9 +426,10 @@ class TestRequests:
     one.token_ids.append(5)
     assert (one.num_prompt_tokens, one.num_tokens) == (5, 6)
 
-  def test_the_oldest_state_is_gone(self, cache):
-    """The state is a value, but a manager keeps one copy of it only."""
+  def test_an_old_state_is_a_value(self, cache):
+    """It does not change when the manager goes on."""
     before = cache.state
     admit(cache, request("0", range(9)))
-    assert before.page_table.is_deleted()
-    jaxkv.check(cache.state)
+    jaxkv.check(before)
+    assert jaxkv.free_pages(before) == list(range(1, 11))
+    assert jaxkv.free_pages(cache.state) == cache.free_queue()

@@ -1,5 +1,6 @@
 """Interrupts a call at any bytecode, as a signal handler can."""
 
+import gc
 import sys
 from collections.abc import Callable
 
@@ -8,8 +9,11 @@ class Interrupted(Exception):
   """The exception that interrupts a call."""
 
 
-def interrupted(call: Callable[[], object], point: int) -> bool:
-  """Interrupts a call before its bytecode `point`; False if it ended first."""
+def interrupted(call: Callable[[], object], *points: int) -> bool:
+  """Interrupts a call before the bytecodes `points`; False if it ended first.
+
+  A second point interrupts the call while it handles the first interrupt.
+  """
   count = 0
 
   def trace(frame, event, _):
@@ -17,11 +21,13 @@ def interrupted(call: Callable[[], object], point: int) -> bool:
     frame.f_trace_opcodes, frame.f_trace_lines = True, False
     if event == "opcode":
       count += 1
-      if count == point:
+      if count in points:
         raise Interrupted
     return trace
 
   old_trace = sys.gettrace()
+  # Python drops an exception that is raised in a callback of the collector.
+  gc.disable()
   sys.settrace(trace)
   try:
     call()
@@ -34,4 +40,5 @@ def interrupted(call: Callable[[], object], point: int) -> bool:
     return True
   finally:
     sys.settrace(old_trace)
+    gc.enable()
   return False

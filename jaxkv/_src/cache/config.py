@@ -171,7 +171,7 @@ class CacheConfig:
     """G, the number of groups."""
     return len(self.groups)
 
-  @property
+  @functools.cached_property
   def page_sizes(self) -> tuple[int, ...]:
     """The number of tokens a page, for each group."""
     return tuple(kind.page_size or self.page_size for kind in self.groups)
@@ -181,7 +181,7 @@ class CacheConfig:
     """The functions that convert token counts to pages, for each group."""
     return GroupSizes(self.groups, self.page_sizes, self.slot_tokens)
 
-  @property
+  @functools.cached_property
   def alignment(self) -> int:
     """A, the least common multiple of page sizes. Hits end at its multiples."""
     return math.lcm(*self.page_sizes)

@@ -123,6 +123,11 @@ def init_log(size: int, num_pages: int, page_size: int) -> EventLog:
   )
 
 
+def with_groups(log: EventLog, groups: Array) -> EventLog:
+  """Sets the group of the latest STORED event of each page, int32[N]."""
+  return dataclasses.replace(log, group_of=groups)
+
+
 def log_stored(
   log: EventLog, valid: Array, pages: Array, group: Array, **fields: Array
 ) -> EventLog:

@@ -138,27 +138,27 @@ def _digest(parts: dict[str, bytes]) -> bytes:
   return digest.digest()
 
 
-def _text(what: str, value: Any) -> bytes:
+def _text(name: str, value: Any) -> bytes:
   if isinstance(value, str):
     return value.encode()
   if isinstance(value, bytes):
     return b"bytes:" + value
   raise TypeError(
-    f"{what} must be a str, bytes or None, got {value!r}; write str(...) "
+    f"{name} must be a str, bytes or None, got {value!r}; write str(...) "
     "around it."
   )
 
 
 def _identifier(name: str, feature: Any) -> str:
-  found = getattr(feature, "identifier", None) or getattr(
+  identifier = getattr(feature, "identifier", None) or getattr(
     feature, "mm_hash", None
   )
-  if not isinstance(found, str):
+  if not isinstance(identifier, str):
     raise TypeError(
       f"`mm_features` of {name!r} must have an identifier or mm_hash, got "
       f"{feature!r}."
     )
-  return found
+  return identifier
 
 
 def _refuse_pixels(name: str, telling: dict[str, Any]) -> None:

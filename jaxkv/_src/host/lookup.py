@@ -1,76 +1,313 @@
-"""The lookup of one request: hashes its tokens and finds a cached prefix."""
+"""Finds the longest cached prefix of a request."""
 
+from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from jax import lax
 
-from jaxkv._src.cache.prefix import hashing
-from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import roots
-from jaxkv._src.cache.steps.find import find_prefix
-from jaxkv._src.host.atomic import query
-
-_POLLS = 2000
-
-
-class Prompt(NamedTuple):
-  """The hashed first tokens of a request."""
-
-  tokens: Array  # int32[1, T]
-  keys: Array  # uint32[1, P, 4], the chain's key after each page
-  root: Array  # uint32[1, 4], the key before the first page
+from jaxkv._src.cache.group_kinds import FullAttention
+from jaxkv._src.cache.prefix import rules
+from jaxkv._src.host.groups import LayerGroup
+from jaxkv._src.host.prefix_nodes import TOKEN_BYTES
+from jaxkv._src.host.prefix_nodes import PrefixNode
+from jaxkv._src.host.prefix_nodes import chain_digests
+from jaxkv._src.host.prefix_nodes import digest_of_key
+from jaxkv._src.host.prefix_nodes import grow_path
+from jaxkv._src.host.request import RequestFields
+from jaxkv._src.host.request import content
+from jaxkv._src.host.request import first_tokens
+from jaxkv._src.host.request import salt_of
+from jaxkv._src.host.state import HostState
 
 
-@query
-def look_up(state: CacheState, packed: Array) -> tuple[Array, Prompt]:
-  """Finds one request's longest cached prefix and hashes all its pages.
+class HashedTokens(NamedTuple):
+  """The first tokens of a request, hashed.
 
-  `packed` is int32[5 + T]: the number of tokens (0 hashes without a search),
-  the words of the salt, and the tokens. Returns int32[X] for `found_in`, and
-  the prompt for `step.begin`.
+  Attributes:
+    token_ids: the tokens.
+    salt, items: those of the request, see `KnownRequest`.
+    root: the node before the first page.
+    pages: the whole pages of S tokens, masked, as int32 bytes.
+    digests: the digest after each of these pages.
   """
-  config, secret = state.config, state.secret
-  assert secret is not None
-  length, salt, tokens = jnp.split(packed, [1, 1 + hashing.KEY_WORDS])
-  salt, tokens = lax.bitcast_convert_type(salt, jnp.uint32)[None], tokens[None]
-  columns = tokens.shape[1] // config.page_size
-  held = tokens[:, : columns * config.page_size]
-  held = held.reshape(1, columns, config.page_size)
-  root = jnp.broadcast_to(roots(state, salt), salt.shape)
-  keys = hashing.row_keys(secret, root, held)
-  found = find_prefix(state, tokens, length, length > 0, hashed=(root, keys))
-  pages = found.attached_pages(config, columns)[0]
-  pages = jnp.where(pages < config.no_page, pages, 0)
-  numbers = (found.num_cached_tokens, found.boundary, found.stop[0])
-  answer = jnp.concatenate([*numbers, pages.reshape(-1)])
-  return answer, Prompt(tokens, keys, root)
+
+  token_ids: list[int]
+  salt: bytes
+  items: tuple[Any, ...]
+  root: PrefixNode
+  pages: bytes
+  digests: list[bytes]
+
+  def serves(self, request: RequestFields, num_tokens: int) -> bool:
+    """True if these begin with the request's first `num_tokens` tokens."""
+    if self.salt != request.salt or self.items != request.items:
+      return False
+    if num_tokens == len(self.token_ids) == request.num_tokens:
+      if isinstance(request.token_ids, list):
+        return self.token_ids == request.token_ids
+    if num_tokens > len(self.token_ids):
+      return False
+    return self.token_ids[:num_tokens] == first_tokens(request, num_tokens)
+
+  def nodes(
+    self, count: int, last_hit: PrefixNode | None = None
+  ) -> list[PrefixNode]:
+    """Returns nodes for the first `count` pages.
+
+    Those up to `last_hit` exist already, if it has one of the digests.
+    """
+    page_bytes = len(self.pages) // max(len(self.digests), 1)
+    nodes = last_hit.path() if last_hit is not None else []
+    begin = len(nodes)
+    if not 0 < begin <= count or nodes[-1].digest != self.digests[begin - 1]:
+      nodes, begin = [], 0
+    last = nodes[-1] if nodes else self.root
+    pages = self.pages[begin * page_bytes :]
+    return nodes + grow_path(last, self.digests[begin:count], pages, page_bytes)
 
 
-def found_in(
-  answer: Array, num_groups: int
-) -> tuple[int, int, tuple[list[int], ...]]:
-  """Unpacks a lookup: its tokens, the boundary of `SlotHashes`, its pages."""
-  numbers = fetched(answer).tolist()
-  num_tokens, boundary, *rest = numbers
-  stop, pages = rest[:num_groups], rest[num_groups:]
-  width = len(pages) // num_groups
-  rows = [
-    pages[group * width : group * width + count]
-    for group, count in enumerate(stop)
+class Found(NamedTuple):
+  """The longest cached prefix.
+
+  Attributes:
+    num_tokens: its tokens.
+    pages: its pages by group, with null pages behind windows.
+    boundary: tokens of a longer prefix that only some groups have cached; 0 for
+      none.
+  """
+
+  num_tokens: int
+  pages: tuple[list[int], ...]
+  boundary: int
+
+
+def hash_tokens(
+  state: HostState, request: RequestFields, num_tokens: int
+) -> HashedTokens:
+  """Hashes the first tokens of a request.
+
+  Raises:
+    ValueError: a token is not a 32-bit integer.
+  """
+  size = state.config.page_size
+  tokens = first_tokens(request, num_tokens)
+  masked = content(request, 0, num_tokens, size, state.secret)
+  whole = masked[: num_tokens // size * size].tobytes()
+  root = state.root_of(salt_of(request, size))
+  digests = chain_digests(root.digest, whole, size * TOKEN_BYTES)
+  return HashedTokens(tokens, request.salt, request.items, root, whole, digests)
+
+
+def find_prefix(
+  state: HostState, hashed: HashedTokens, max_tokens: int | None = None
+) -> Found:
+  """Finds the longest cached prefix that leaves a token to compute.
+
+  Args:
+    state: the state.
+    hashed: the tokens.
+    max_tokens: the most tokens of the prefix; None for no other limit.
+  """
+  pages = [_cached_pages(state, hashed, group) for group in state.groups]
+  limit = len(hashed.token_ids) - 1
+  limit = limit if max_tokens is None else min(limit, max_tokens)
+  num_hashed = len(hashed.digests) * state.config.page_size
+  num_tokens, longest = _agree(state, pages, limit, num_hashed)
+  first = [group.skipped_pages(num_tokens) for group in state.groups]
+  stop = [num_tokens // group.size for group in state.groups]
+  # If no group needs a page of the prefix, as for a chunk that ends there, the
+  # cache proves nothing about these tokens. So this is a miss.
+  if not any(a < b for a, b in zip(first, stop, strict=True)):
+    num_tokens, first, stop = 0, [0] * len(first), [0] * len(stop)
+  columns = tuple(
+    [0] * min(begin, end) + column[begin:end]
+    for column, begin, end in zip(pages, first, stop, strict=True)
+  )
+  return Found(num_tokens, columns, longest if longest > num_tokens else 0)
+
+
+def holds_tokens(
+  state: HostState,
+  hits: Sequence[list[int]],
+  hashed: HashedTokens | None,
+  num_computed: int,
+) -> bool:
+  """True if the pages of a hit still hold the tokens of the request.
+
+  After the lookup a page may have been evicted and given to another request.
+
+  Args:
+    state: the state.
+    hits: the pages by group.
+    hashed: the tokens of the request; None without prefix caching.
+    num_computed: the tokens before the first one to compute.
+  """
+  for group, pages in zip(state.groups, hits, strict=True):
+    first = group.skipped_pages(num_computed)
+    used = pages[first:]
+    if not used:
+      continue
+    if hashed is None:
+      return False
+    digests = hashed.digests[group.step - 1 :: group.step][first : len(pages)]
+    if not _have_digests(state, used, digests):
+      found = _cached_pages(state, hashed, group)[first : len(pages)]
+      if found != used:
+        return False
+  return True
+
+
+def _have_digests(
+  state: HostState, pages: list[int], digests: list[bytes]
+) -> bool:
+  """True if pages are cached under digests, one by one."""
+  content, cached = state.pool.content, state.pool.is_cached
+  if not all(cached[page] for page in pages):
+    return False
+  return [content[page].digest for page in pages] == digests
+
+
+def _cached_pages(
+  state: HostState, hashed: HashedTokens, group: LayerGroup
+) -> list[int]:
+  """Returns the cached page of each column of a group; 0 for none."""
+  pool = state.pool
+  digests = hashed.digests[group.step - 1 :: group.step]
+  pages = [
+    page if type(page) is int else (page[0] if page else 0)
+    for page in map(pool.finder(group.number), digests)
   ]
-  return num_tokens, boundary, tuple(rows)
+  if pool.knows_device_pages and state.device_keys is not None:
+    nodes = hashed.nodes(len(hashed.digests))
+    state.device_keys.compute(nodes)
+    _add_device_pages(state, group, nodes, pages)
+  size = group.size * TOKEN_BYTES
+  for column, page in enumerate(pages):
+    # A hit is never believed on the digest alone.
+    begin = column * size
+    if page:
+      tokens = pool.content[page].last_tokens(group.step)
+      if hashed.pages[begin : begin + size] != tokens[:size]:
+        pages[column] = 0
+  return pages
 
 
-def fetched(array: Array) -> np.ndarray:
-  """Copies an array to the host.
+def _add_device_pages(
+  state: HostState, group: LayerGroup, nodes: list[PrefixNode], pages: list[int]
+) -> None:
+  """Adds the pages that are known by their key on the device."""
+  pool, keys = state.pool, state.device_keys
+  assert keys is not None
+  for column, node in enumerate(nodes[group.step - 1 :: group.step]):
+    digest = digest_of_key(keys.group_key(node, group.number))
+    page = pool.find_from_device(digest)
+    other = pages[column]
+    # The page published first is the hit.
+    if page and (not other or pool.stamp[page] < pool.stamp[other]):
+      pages[column] = page
 
-  Polls for a while before it blocks: waking a sleeping thread costs as much as
-  a decode step takes on a CPU.
+
+class _KindHits(NamedTuple):
+  """The groups of one kind and page size, which are looked up together."""
+
+  group: LayerGroup
+  hits: np.ndarray  # bool[1, P], columns that all these groups have cached
+
+  @property
+  def is_full(self) -> bool:
+    """True if every shorter prefix of a hit is a hit too."""
+    return isinstance(self.group.kind, FullAttention)
+
+
+def _agree(
+  state: HostState, pages: Sequence[list[int]], limit: int, num_hashed: int
+) -> tuple[int, int]:
+  """Finds the longest prefix from which all groups can continue.
+
+  Each kind in turn shortens the candidate until all kinds agree, as in vLLM and
+  in `cache/steps/find`.
+
+  Returns:
+    Tokens of the prefix, and of the longest hit that a kind had in a round.
   """
-  for _ in range(_POLLS):
-    if array.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
-      break
-  return np.asarray(array)
+  if limit < 1:
+    return 0, 0
+  # Equal groups are looked up together: a column is a hit if all have it.
+  hits: dict[Any, np.ndarray] = {}
+  first: dict[Any, LayerGroup] = {}
+  for group in state.groups:
+    name = group.kind, group.size
+    cached = np.array(pages[group.number], np.int32)[None] > 0
+    hits[name] = hits.get(name, True) & cached
+    first.setdefault(name, group)
+  kinds = [_KindHits(first[name], hits[name]) for name in first]
+  kinds.sort(key=lambda kind: not kind.is_full)
+  if len(state.groups) == 1:
+    return _shorten(state, kinds[0], limit, drop=True), 0
+  search = _Search(state, kinds, num_hashed)
+  length = search.round(limit)
+  # With full attention and at most one other kind, one round is enough.
+  if len(kinds) <= 2 and kinds[0].is_full:
+    return length, search.longest
+  before = limit
+  while length < before:
+    before, length = length, search.round(length)
+  return length, search.longest
+
+
+class _Search:
+  """One lookup in several kinds of groups.
+
+  Attributes:
+    longest: the longest hit of any kind so far.
+  """
+
+  def __init__(self, state: HostState, kinds: list[_KindHits], num_hashed: int):
+    self.longest = 0
+    self._state = state
+    self._kinds = kinds
+    self._num_hashed = num_hashed
+    self._full: dict[int, int] = {}
+    self._dropped = [False] * len(kinds)
+
+  def round(self, length: int) -> int:
+    """Lets every kind shorten the candidate once."""
+    for number, kind in enumerate(self._kinds):
+      # Every shorter prefix of full attention's hit is a hit too, so it is
+      # looked up once.
+      if number in self._full:
+        length = min(length, self._full[number])
+        continue
+      bound, drop = rules.lookup_bound(
+        self._state.config,
+        kind.group.kind,
+        kind.group.size,
+        length,  # pyright: ignore
+        self._num_hashed,  # pyright: ignore
+        np.bool_(self._dropped[number]),  # pyright: ignore
+      )
+      shorter = _shorten(self._state, kind, int(bound), drop=bool(drop))
+      if not drop and shorter < length:
+        self._dropped = [False] * len(self._kinds)
+      self._dropped[number] |= bool(drop)
+      if kind.is_full:
+        self._full[number] = shorter
+      length = shorter
+      self.longest = max(self.longest, shorter)
+    return length
+
+
+def _shorten(
+  state: HostState, kind: _KindHits, bound: int, *, drop: bool
+) -> int:
+  """Returns the tokens of a kind's longest prefix within a bound."""
+  config, group = state.config, kind.group
+  pages = group.kind.longest_hit(
+    kind.hits,  # pyright: ignore
+    np.array([bound], np.int32),  # pyright: ignore
+    np.array([drop and config.use_eagle]),  # pyright: ignore
+    group.size,
+    config.alignment // group.size,
+  )
+  return int(pages[0]) * group.size

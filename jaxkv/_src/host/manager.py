@@ -1,45 +1,42 @@
-"""Cache manager for schedulers in Python, over a cache on the device."""
+"""Cache manager for schedulers in Python."""
 
-import dataclasses
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
-from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
-from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.prefix import rules
-from jaxkv._src.cache.telemetry import Drained
-from jaxkv._src.cache.verbs import inspect
-from jaxkv._src.host import calls
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.host import admit
+from jaxkv._src.host import allocate
+from jaxkv._src.host import from_device
 from jaxkv._src.host import lookup
 from jaxkv._src.host import options
 from jaxkv._src.host import step
+from jaxkv._src.host import to_device
+from jaxkv._src.host.arguments import at_least
+from jaxkv._src.host.arguments import check_groups
+from jaxkv._src.host.arguments import check_length
+from jaxkv._src.host.arguments import demand_of
 from jaxkv._src.host.atomic import atomic
-from jaxkv._src.host.device_cache import DeviceCache
-from jaxkv._src.host.request import Request
-from jaxkv._src.host.request import first_tokens
+from jaxkv._src.host.pages import Pages
+from jaxkv._src.host.publish import publish
+from jaxkv._src.host.reports import ManagerReports
 from jaxkv._src.host.request import read_request
+from jaxkv._src.host.request import tokens_of
+from jaxkv._src.host.sequences import HeldSequence
+from jaxkv._src.host.state import HostState
 from jaxkv._src.host.types import CachePages
-from jaxkv._src.host.types import Lookup
 from jaxkv._src.host.types import PoppedPages
-from jaxkv._src.host.types import PrefixCacheStats
 
 
-class CacheManager(DeviceCache):
+class CacheManager(ManagerReports):
   """Manages the pages of requests like the managers of vLLM and eSurge.
 
   It has the methods that schedulers call on vLLM's `KVCacheManager` or eSurge's
-  `CacheManager`, and returns the same page ids, hits and order. A call is a
-  jitted transition of a `jaxkv.CacheState`.
-
-  Each width of request (64, 4,096 or 65,536 tokens, or the longest) compiles
-  when it first occurs, which takes about 10 s on a CPU. To warm up, send one
-  request of each width through all calls, free it, and call
-  `reset_prefix_cache`.
+  `CacheManager`, and returns the same page ids, hits and order. It is plain
+  Python and initializes no device before `state` is read.
 
   Args:
     num_pages: pages of the pool, including the null page 0; ids begin at 1.
@@ -64,8 +61,9 @@ class CacheManager(DeviceCache):
     key: the secret of the page keys, see `jaxkv.init`; None for a random one.
 
   Attributes:
-    config: sizes of the state.
-    state: the cache. The next call donates its arrays: copy what you keep.
+    config: sizes of the device state.
+    pages: the pages, for engines that hold references to them.
+    undo_log: the changes of the current call; see `PageListener`.
 
   Raises:
     TypeError: an argument has the wrong type.
@@ -102,7 +100,7 @@ class CacheManager(DeviceCache):
     num_events: int = 0,
     track_new_pages: bool = False,
     track_residency: bool = False,
-    key: jax.Array | None = None,
+    key: Any = None,
   ):
     limits = options.make(
       groups,
@@ -120,32 +118,76 @@ class CacheManager(DeviceCache):
       track_new_pages=track_new_pages,
       track_residency=track_residency,
     )
-    super().__init__(limits, max_requests, key)
-    self._step_clock = 0
+    super().__init__(limits, HostState(limits, options.secret_words(key)))
+    self.pages = Pages(self._state)
+
+  @property
+  def state(self) -> CacheState:
+    """The cache as a value for device loops; the manager keeps no part of it.
+
+    Raises:
+      ValueError: a request has fewer tokens than are published.
+    """
+    return self._to_device()
 
   @atomic
-  def get_computed_pages(self, request: Any) -> tuple[CachePages, int]:
+  def _to_device(self) -> CacheState:
+    return to_device.to_device(self._state)
+
+  @atomic
+  def take(
+    self, state: CacheState, requests: Mapping[int, Any] | None = None
+  ) -> list[str]:
+    """Continues from a state that began as `manager.state`.
+
+    | in the state | afterwards |
+    |---|---|
+    | a slot has more tokens | its request has them too, and must list them |
+    | a slot is empty | its request holds no page, and its name is returned |
+    | a slot was filled, again or for the first time | see `requests` |
+    | a slot is a fork | as one that was filled; shared pages stay shared |
+    | pages are pinned | the pins stay; `pages.release` removes them |
+
+    What the manager did since `manager.state` was read is lost.
+
+    Args:
+      state: the state; not donated.
+      requests: slot -> request, for each slot that the loop filled. A request
+        of the manager whose slot was filled again holds no page any more.
+
+    Returns:
+      The names of the requests that hold no page any more.
+
+    Raises:
+      TypeError: `state` is not a CacheState.
+      ValueError: `state` has another config, secret or epoch, or a recorded
+        error; or a slot is not named; or `token_ids` of a request differ from
+        the tokens that its slot has.
+    """
+    return from_device.from_device(self._state, state, requests or {})
+
+  @atomic
+  def get_computed_pages(
+    self, request: Any, max_hit_tokens: int | None = None
+  ) -> tuple[CachePages, int]:
     """Finds the longest cached prefix that leaves a token to compute.
 
     Args:
       request: any object with the attributes of `Request`.
+      max_hit_tokens: the most tokens of the prefix; None for no other limit.
 
     Returns:
       The prefix's pages by group, with null pages where a window needs none,
-      and
-      its number of tokens.
+      and its number of tokens.
     """
-    known = read_request(request)
-    if not self.config.prefix_caching or known.skips_lookup:
+    fields = read_request(request)
+    if not self.config.prefix_caching or fields.skips_lookup:
       return self.create_empty_page_list(), 0
-    name, num_tokens = known.request_id, known.num_tokens
-    calls.check_length(self._limits, name, num_tokens)
-    tokens = first_tokens(known, num_tokens)
-    answer, prompt = self._look_up(known, num_tokens, finds=True)
-    found, boundary, pages = lookup.found_in(answer, self.config.num_groups)
-    boundary = boundary if rules.reports_boundary(self.config) else 0
-    hashed = Lookup(tokens, known.salt, known.items, prompt)
-    return CachePages(pages, (), boundary, hashed), found
+    check_length(self._limits, fields.request_id, fields.num_tokens)
+    hashed = lookup.hash_tokens(self._state, fields, fields.num_tokens)
+    found = lookup.find_prefix(self._state, hashed, max_hit_tokens)
+    boundary = found.boundary if rules.reports_boundary(self.config) else 0
+    return CachePages(found.pages, (), boundary, hashed), found.num_tokens
 
   @atomic
   def allocate_slots(
@@ -187,8 +229,7 @@ class CacheManager(DeviceCache):
 
     Returns:
       The new pages, after those of the hit and of external tokens; None, with
-      no
-      page taken, if too few are free.
+      no page taken, if too few are free.
 
     Raises:
       TypeError: a number is not an int.
@@ -196,17 +237,36 @@ class CacheManager(DeviceCache):
         too long, or no lookup returned this hit.
       RuntimeError: `max_requests` requests already hold pages.
     """
-    calls.check_groups(self.config, skip_zeroing_group_ids)
-    known, hit = read_request(request), new_computed_pages
-    slot = self._slots.by_name.get(known.request_id)
-    fields = calls.allocation_fields(
+    held = self._state.held.get(request.request_id)
+    if held is not None:
+      held.request = request
+      special = (
+        num_new_computed_tokens
+        or new_computed_pages is not None
+        or num_external_computed_tokens
+        or num_encoder_tokens
+        or reserved_pages
+        or delay_cache_pages
+        or full_sequence_must_fit
+        or skip_zeroing_group_ids
+      )
+      if not special:
+        is_served, pages = step.advance_one(
+          self._state, held, request, num_new_tokens, num_lookahead_tokens
+        )
+        if is_served:
+          return pages
+    check_groups(self.config, skip_zeroing_group_ids)
+    fields = read_request(request)
+    demand = demand_of(
       self._limits,
-      known,
-      slot,
-      hit,
+      fields,
+      new_computed_pages,
+      holds_pages=held is not None,
       delay_cache_pages=delay_cache_pages,
       full_sequence_must_fit=full_sequence_must_fit,
       has_scheduled_requests=has_scheduled_requests,
+      silent=skip_zeroing_group_ids,
       num_new_tokens=num_new_tokens,
       num_new_computed_tokens=num_new_computed_tokens,
       num_lookahead_tokens=num_lookahead_tokens,
@@ -214,19 +274,16 @@ class CacheManager(DeviceCache):
       num_encoder_tokens=num_encoder_tokens,
       reserved_pages=reserved_pages,
     )
-    fields["since"] = self._step_clock
-    if slot is not None:
-      return self._advance_one(known, slot, skip_zeroing_group_ids, **fields)
-    slot = self._slots.vacant()
-    if slot is None:
-      return None
-    out = self._begin(known, slot, hit, skip_zeroing_group_ids, **fields)
-    if not out.sound[0]:
-      raise ValueError(
-        "`new_computed_pages` must hold the tokens that "
-        f"{known.request_id!r} begins with, got {hit}; look it up again."
-      )
-    return calls.answers([slot], out, self._newest)[0]
+    if held is not None:
+      return allocate.advance(self._state, held, request, demand)
+    return admit.admit(
+      self._state,
+      request,
+      fields,
+      new_computed_pages,
+      num_new_computed_tokens,
+      demand,
+    )
 
   @atomic
   def step(
@@ -248,8 +305,7 @@ class CacheManager(DeviceCache):
 
     Returns:
       The new pages of each request; None if too few are free. Later requests
-      that
-      need fewer may still succeed.
+      that need fewer may still succeed.
 
     Raises:
       KeyError: a request holds no page.
@@ -257,13 +313,7 @@ class CacheManager(DeviceCache):
       ValueError: a number is too small, a sequence too long, or a request
         repeated.
     """
-    if not running:
-      return []
-    slots, call = calls.pack_step(
-      self._limits, self._slots, running, num_new_tokens, num_lookahead_tokens
-    )
-    out = self._advance(slots, call, num_rows=self.config.num_slots)
-    return calls.answers(slots, out, self._newest)
+    return step.step(self._state, running, num_new_tokens, num_lookahead_tokens)
 
   @atomic
   def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
@@ -279,10 +329,10 @@ class CacheManager(DeviceCache):
       KeyError: the request holds no page.
       ValueError: the number is negative.
     """
-    slot, known = self._slots.slot_of(request.request_id), read_request(request)
-    calls.at_least("num_computed_tokens", num_computed_tokens, 0)
-    publish = min(num_computed_tokens, known.num_tokens)
-    self._advance_one(known, slot, publish=publish)
+    held = self._held(request.request_id)
+    at_least("num_computed_tokens", num_computed_tokens, 0)
+    num_tokens = min(num_computed_tokens, len(tokens_of(request)))
+    publish(self._state, held, request, num_tokens)
 
   @atomic
   def remove_skipped_pages(
@@ -294,12 +344,11 @@ class CacheManager(DeviceCache):
       request_id: a request; one without pages is ignored.
       num_computed_tokens: tokens that no write in flight still needs.
     """
-    calls.at_least("num_computed_tokens", num_computed_tokens, 0)
-    slot = self._slots.by_name.get(request_id)
-    if slot is not None and num_computed_tokens > 0:
-      behind = min(num_computed_tokens, self.config.slot_tokens)
-      nothing = read_request(Request(request_id, []))
-      self._advance_one(nothing, slot, behind=behind)
+    at_least("num_computed_tokens", num_computed_tokens, 0)
+    held = self._state.held.get(request_id)
+    if held is not None and num_computed_tokens > 0:
+      tokens = min(num_computed_tokens, self.config.slot_tokens)
+      allocate.drop_behind(self._state, held, tokens)
 
   @atomic
   def free(self, request: Any) -> None:
@@ -308,9 +357,10 @@ class CacheManager(DeviceCache):
     They stay cached until they are allocated again. A request without pages is
     ignored.
     """
-    slot = self._slots.by_name.get(request.request_id)
-    if slot is not None:
-      self._release(slot, request.request_id)
+    held = self._state.held.get(request.request_id)
+    if held is not None:
+      self._forget(held)
+      allocate.release(self._state, held)
 
   @atomic
   def pop_pages_for_free(self, request: Any) -> PoppedPages | None:
@@ -320,22 +370,21 @@ class CacheManager(DeviceCache):
 
     Returns:
       The argument for `free_pages`, the same object at each call until then;
-      None
-      for a request without pages.
+      None for a request without pages.
     """
-    name = request.request_id
-    slot = self._slots.by_name.get(name)
-    if slot is None:
-      popped = (one for one in self._popped.values() if one.request_id == name)
-      return next(popped, None)
-    popped = PoppedPages(slot, self.get_page_ids(name), name)
-
-    def then(_: Any) -> PoppedPages:
-      self._popped[slot] = popped
-      self._slots.forget(name)
-      return popped
-
-    return self.run_on_host(then)
+    state, name = self._state, request.request_id
+    held = state.held.get(name)
+    if held is None:
+      waiting = (popped for popped, _ in state.popped.values())
+      return next(
+        (page_id for page_id in waiting if page_id.request_id == name), None
+      )
+    pages = tuple(table[:] for table in held.tables)
+    popped = PoppedPages(held.slot, pages, name)
+    self._forget(held)
+    state.undo_log.save_key(state.popped, held.slot)
+    state.popped[held.slot] = popped, held
+    return popped
 
   @atomic
   def free_pages(self, popped: PoppedPages | None) -> None:
@@ -346,9 +395,18 @@ class CacheManager(DeviceCache):
     """
     if popped is None:
       return
-    if self._popped.get(popped.slot) is not popped:
+    state = self._state
+    waiting, held = state.popped.get(popped.slot, (None, None))
+    if waiting is not popped or held is None:
       raise ValueError(f"`popped` must be given back once, got {popped} again.")
-    self._release(popped.slot)
+    state.undo_log.save_key(state.popped, popped.slot)
+    del state.popped[popped.slot]
+    allocate.release(state, held)
+
+  def _forget(self, held: HeldSequence) -> None:
+    state = self._state
+    state.undo_log.save_key(state.held, held.request_id)
+    del state.held[held.request_id]
 
   def free_page_hashes(self, request: Any) -> None:
     """Does nothing: `free` already forgets the page keys of a request."""
@@ -364,12 +422,11 @@ class CacheManager(DeviceCache):
       TypeError: an id is not an int.
       ValueError: an id is out of range.
     """
-    pages = sorted({calls.at_least("page_ids", one, 0) for one in page_ids})
-    most = self.config.num_pages
-    if pages and pages[-1] >= most:
-      raise ValueError(f"`page_ids` must be 0 to {most - 1}, got {pages}.")
-    if pages:
-      self.run(step.evict, calls.pad_pages(pages))
+    pages = sorted({at_least("page_ids", page_id, 0) for page_id in page_ids})
+    num_pages = self.config.num_pages
+    if pages and pages[-1] >= num_pages:
+      raise ValueError(f"`page_ids` must be 0 to {num_pages - 1}, got {pages}.")
+    self._state.pool.unpublish(pages)
 
   @atomic
   def reset_prefix_cache(self) -> bool:
@@ -378,110 +435,21 @@ class CacheManager(DeviceCache):
     Returns:
       True if the cache was reset.
     """
-    if self.num_free_pages < self.config.num_pages - 1:
+    state = self._state
+    if state.pool.num_free < self.config.num_pages - 1:
       return False
-
-    def then(_: None) -> bool:
-      stats, ages = self._statistics
-      self._statistics = dataclasses.replace(stats, reset=True), ages
-      return True
-
-    return self.run(step.reset, then=then)
+    state.pool.clear()
+    state.add_statistics(reset=True)
+    return True
 
   @atomic
   def new_step_starts(self) -> None:
     """Starts a scheduling step; states published before it count as written."""
-    if self.config.prefix_caching and recurrent.has_states(self.config):
-      clock = self.read(lambda state: state.pool.index.clock)
-      self._step_clock = int(clock.view(np.int32))
+    self._state.undo_log.save_attribute(self._state, "step_clock")
+    self._state.step_clock = self._state.pool.clock
 
-  @atomic
-  def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
-    """Returns a request's pages by group; empty lists if it holds none."""
-    slot = self._slots.by_name.get(request_id)
-    if slot is None:
-      return self.create_empty_page_list().pages
-    table = self.read(lambda state: state.page_table)[slot].tolist()
-    counts = self.read(lambda state: state.num_pages)[slot].tolist()
-    return tuple(row[:count] for row, count in zip(table, counts, strict=True))
-
-  def create_empty_page_list(self) -> CachePages:
-    """Returns empty pages, with a list for each group."""
-    return CachePages(tuple([] for _ in self.config.groups))
-
-  @atomic
-  def get_num_common_prefix_pages(self, request_id: str) -> list[int]:
-    """Counts the leading pages that all requests hold; 0 for windows."""
-    holders, held = len(self._slots.by_name), self.get_page_ids(request_id)
-    refs = self.read(lambda state: state.pool.ref_count)
-    return [
-      int(np.cumprod(refs[pages] == holders).sum())
-      if isinstance(kind, FullAttention)
-      else 0
-      for kind, pages in zip(self.config.groups, held, strict=True)
-    ]
-
-  @atomic
-  def make_prefix_cache_stats(self) -> PrefixCacheStats:
-    """Returns prefix-cache hits and evictions since the last call."""
-    taken, ages = self._statistics
-    if self.config.track_residency:
-      evicted = jax.device_get(inspect.residency(self.state))
-      before, ages = ages, np.stack([evicted.lifetime, evicted.idle])
-      lifetime, idle = (ages - before).tolist()
-      taken = dataclasses.replace(taken, lifetime=lifetime, idle=idle)
-    self._statistics = PrefixCacheStats(), ages
-    return taken
-
-  @atomic
-  def take_events(self) -> Drained:
-    """Returns the pages published and removed since the last call.
-
-    Raises:
-      ValueError: `num_events` is 0.
-    """
-    if not self.config.event_log:
-      raise ValueError(
-        "`num_events` must be at least 1 for events; make the CacheManager "
-        "with the number of events between two readings."
-      )
-    state, drained = inspect.drain_events(self.state)
-    drained = self._slots.unmasked(drained)
-    self.state = state
-    self._slots.masked = {}
-    return drained
-
-  @atomic
-  def take_new_page_ids(self) -> list[int]:
-    """Returns the pages allocated since the last call, sorted, for zeroing.
-
-    Raises:
-      ValueError: `track_new_pages` is False.
-    """
-    if not self.config.track_new_pages:
-      raise ValueError(
-        "`track_new_pages` must be True for new pages; make the CacheManager "
-        "with it."
-      )
-    state, new = inspect.take_new_pages(self.state)
-    pages = np.flatnonzero(np.asarray(new)).tolist()
-    self.state = state
-    return pages
-
-  def free_queue(self) -> list[int]:
-    """Returns the free pages in eviction order."""
-    return inspect.free_pages(self.state)
-
-  def cached_page_ids(self) -> set[int]:
-    """Returns the pages that a lookup can find."""
-    return set(inspect.cached_pages(self.state))
-
-  @property
-  def num_free_pages(self) -> int:
-    """The number of free pages."""
-    return int(self.read(lambda state: state.pool.queue.num_free))
-
-  @property
-  def usage(self) -> float:
-    """The fraction of the pages that are held, without the null page."""
-    return 1 - self.num_free_pages / (self.config.num_pages - 1)
+  def _held(self, name: str) -> HeldSequence:
+    held = self._state.held.get(name)
+    if held is None:
+      raise KeyError(f"{name!r} holds no page; call allocate_slots for it.")
+    return held

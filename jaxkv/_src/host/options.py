@@ -4,10 +4,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from jaxkv._src.arrays.arguments import as_secret
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
-from jaxkv._src.host.calls import Limits
-from jaxkv._src.host.calls import at_least
+from jaxkv._src.host.arguments import at_least
+from jaxkv._src.host.state import Limits
 
 
 def make(
@@ -56,6 +59,7 @@ def make(
     config=config,
     max_model_len=max_model_len,
     max_encoder_tokens=encoder,
+    max_requests=max_requests,
     keep_free=int(watermark * config.num_pages),
     most_pages=tuple(
       kind.most_pages(
@@ -64,6 +68,13 @@ def make(
       for kind, size in zip(groups, sizes, strict=True)
     ),
   )
+
+
+def secret_words(key: Any) -> np.ndarray | None:
+  """Returns the secret `key` as uint32[4]; None for a random one."""
+  if key is None:
+    return None
+  return np.asarray(as_secret("key", key))
 
 
 def _check_groups(groups: Sequence[GroupKind], interval: int | None) -> None:
@@ -109,15 +120,15 @@ def _check_caching(
 
 
 def _longest_encoder(
-  groups: Sequence[GroupKind], max_model_len: int, most: int | None
+  groups: Sequence[GroupKind], max_model_len: int, limit: int | None
 ) -> int:
   """Returns the tokens of the longest encoder input; 0 without such a group."""
   if any(group.holds_encoder for group in groups):
-    most = max_model_len if most is None else most
-    return at_least("max_encoder_tokens", most, 1)
-  if most is not None:
+    limit = max_model_len if limit is None else limit
+    return at_least("max_encoder_tokens", limit, 1)
+  if limit is not None:
     raise ValueError(
       "`max_encoder_tokens` must be None without a CrossAttention group, got "
-      f"{most}."
+      f"{limit}."
     )
   return 0

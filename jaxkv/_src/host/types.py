@@ -4,32 +4,8 @@ import dataclasses
 from typing import Any
 from typing import NamedTuple
 
-from jaxkv._src.host.lookup import Prompt
-from jaxkv._src.host.request import KnownRequest
-from jaxkv._src.host.request import first_tokens
 
-
-class Lookup(NamedTuple):
-  """The hashed tokens of a lookup, which the allocation reuses."""
-
-  token_ids: list[int]  # the sequence at the lookup
-  salt: bytes  # as in `KnownRequest`
-  items: tuple[Any, ...]  # as in `KnownRequest`
-  prompt: Prompt  # the hashed tokens on the device
-
-  def serves(self, request: KnownRequest, num_tokens: int) -> bool:
-    """True if these are still the request's first tokens."""
-    if self.salt != request.salt or self.items != request.items:
-      return False
-    if num_tokens == len(self.token_ids) == request.num_tokens:
-      if isinstance(request.token_ids, list):
-        return self.token_ids == request.token_ids
-    if num_tokens > len(self.token_ids):
-      return False
-    return self.token_ids[:num_tokens] == first_tokens(request, num_tokens)
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class CachePages:
   """Page ids by group, with the null page 0 behind a window.
 
@@ -48,9 +24,7 @@ class CachePages:
   shared_prefix_boundary: int = dataclasses.field(
     default=0, compare=False, repr=False
   )
-  lookup: "Lookup | None" = dataclasses.field(
-    default=None, compare=False, repr=False
-  )
+  lookup: Any = dataclasses.field(default=None, compare=False, repr=False)
 
   def __add__(self, other: "CachePages") -> "CachePages":
     """Concatenates the pages of each group."""
@@ -123,13 +97,11 @@ class PrefixCacheStats:
   idle: list[int] = dataclasses.field(default_factory=list)
 
   def counting(
-    self, request: KnownRequest, num_hits: int
+    self, num_tokens: int, num_hits: int, *, is_preempted: bool
   ) -> "PrefixCacheStats":
-    """Adds a request to the statistics, unless it skips the lookup."""
-    if request.skips_lookup:
-      return self
-    prefix = "preempted_" if request.status == "preempted" else ""
-    added = {"requests": 1, "queries": request.num_tokens, "hits": num_hits}
+    """Adds the lookup of an admitted request to the statistics."""
+    prefix = "preempted_" if is_preempted else ""
+    added = {"requests": 1, "queries": num_tokens, "hits": num_hits}
     changes = {
       prefix + name: getattr(self, prefix + name) + amount
       for name, amount in added.items()

@@ -9,6 +9,7 @@ import pytest
 import jaxkv
 from jaxkv import FullAttention
 from jaxkv import SlidingWindow
+from jaxkv import host
 from jaxkv.host import MultimodalItem
 from jaxkv.host import Request
 from jaxkv.host.esurge import NONE_HASH
@@ -144,12 +145,14 @@ class TestOfAManager:
 
   def test_they_are_the_keys_of_the_first_group(self):
     """So they are as secret as those, which events tell too."""
-    cache = CacheManager(30, GROUPS, 32)
-    one = Request("a", list(range(9)))
-    cache.allocate_slots(one, 9)
-    event = cache._cache.take_events().events[0]
-    value = cache.req_to_page_hashes["a"][0].hash_value
-    assert value == int.from_bytes(event.key, "little")
+    key = jaxkv.salt("the same for all")
+    other = host.CacheManager(
+      30, GROUPS, 32, policy="classic", num_events=9, key=key
+    )
+    other.allocate_slots(Request("one", list(range(22))), 22)
+    events = other.take_events().events[:5]
+    keys = [int.from_bytes(event.key, "little") for event in events]
+    assert keys == values()
 
   def test_groups_are_told_apart(self):
     cache = CacheManager(30, GROUPS, 32)

@@ -5,11 +5,11 @@ import types
 import numpy as np
 import pytest
 
-import jaxkv
 from jaxkv import FullAttention
 from jaxkv import SlidingWindow
 from jaxkv.host import Request
 from jaxkv.host.esurge import CacheManager
+from tests.host.esurge.checks import checked
 from tests.host.esurge.requests import LONGEST
 from tests.host.esurge.requests import EngineRequest
 from tests.host.esurge.requests import Feature
@@ -39,7 +39,7 @@ class TestOneRequest:
     assert cache.get_page_ids("a") == ([],)
     again = EngineRequest("b", range(13))
     assert admit(cache, again) == (([1, 2, 3],), 12, ([5],))
-    jaxkv.check(cache.page_pool._holder.state)
+    checked(cache.page_pool)
 
   def test_pages_are_unhashed_after_publishing(self):
     cache, one = manager(), EngineRequest("a", range(9))

@@ -1,14 +1,15 @@
 """A pool on its own, and that of a manager."""
 
-import jax
-import jax.numpy as jnp
+import gc
+import weakref
+
 import pytest
 
-import jaxkv
 from jaxkv.host.esurge import PageHash
 from jaxkv.host.esurge import PageHashWithGroupId
 from jaxkv.host.esurge import PagePool
 from jaxkv.host.esurge import hash_request_tokens
+from tests.host.esurge.checks import checked
 from tests.host.esurge.requests import EngineRequest
 from tests.host.esurge.requests import Feature
 from tests.host.esurge.requests import admit
@@ -16,15 +17,9 @@ from tests.host.esurge.requests import full
 from tests.host.esurge.requests import ids
 from tests.host.esurge.requests import manager
 from tests.host.esurge.requests import window
-from tests.tools.interrupts import interrupted
 from tests.tools.threads import run_in_threads
 
 SIX = EngineRequest("six", range(6))
-
-
-def checked(pool):
-  jaxkv.check(pool._holder.state)
-  return ids(pool.free_page_queue.get_all_free_pages())
 
 
 def cached(pool, request, size=2, group=0, **fields):
@@ -235,19 +230,21 @@ class TestHashes:
     pool.evict(pool.pages)
     assert pool.reset_prefix_cache()
 
-  def test_what_hashes_stand_for_is_forgotten(self):
-    pool = PagePool(5, True)
-    for number in range(1100):
-      key = PageHashWithGroupId(PageHash(number, ()), 0)
-      pool.pages[1 + number % 4].reset_hash()
-      pool.pages[1 + number % 4].page_hash = key
-    assert len(pool.keys._named) < 1100
-    assert [page.page_hash.get_hash_value() for page in pool.pages[1:]] == [
-      1096,
-      1097,
-      1098,
-      1099,
-    ]
+  def test_hashes_that_no_page_has_are_forgotten(self):
+    class Value:
+      pass
+
+    pool, values = PagePool(5, True), []
+    page = pool.pages[1]
+    for number in range(3):
+      value = Value()
+      values.append(weakref.ref(value))
+      page.reset_hash()
+      page.page_hash = PageHashWithGroupId(PageHash(value, (number,)), 0)
+      del value
+    gc.collect()
+    assert [value() is None for value in values] == [True, True, False]
+    assert page.page_hash.page_hash.token_ids == (2,)
 
 
 @pytest.mark.slow
@@ -319,6 +316,22 @@ class TestOfAManager:
     pool.free_page_queue.append(page)
     assert checked(pool)[-1] == 1
 
+  def test_a_loose_page_that_was_hit_is_touched(self, cache):
+    pool, one = cache.page_pool, EngineRequest("a", range(5))
+    admit(cache, one)
+    cache.free(one)
+    page = pool.pages[1]
+    pool.free_page_queue.remove(page)
+    two = EngineRequest("b", range(5))
+    admit(cache, two)
+    pool.touch(([page],))
+    cache.free(two)
+    assert page.ref_cnt == 1
+    page.decr_ref()
+    assert page.ref_cnt == 0
+    pool.free_page_queue.append(page)
+    assert checked(pool)[-1] == 1
+
   def test_hashes_by_hand(self, cache):
     pool, one = cache.page_pool, EngineRequest("a", range(9))
     cache.get_computed_pages(one)
@@ -340,46 +353,6 @@ class TestOfAManager:
     cache.free(one)
     assert pool.reset_prefix_cache()
     assert cache.get_computed_pages(EngineRequest("b", range(9)))[1] == 0
-
-
-CALLS = {
-  "get_new_pages": lambda pool: pool.get_new_pages(2),
-  "free_pages": lambda pool: pool.free_pages(pool.pages[1:3]),
-  "touch": lambda pool: pool.touch((pool.pages[2:6],)),
-  "cache_full_pages": lambda pool: pool.cache_full_pages(
-    SIX, pool.pages[1:4], [], 0, 3, 2, 0
-  ),
-  "popleft_n": lambda pool: pool.free_page_queue.popleft_n(2),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_is_interrupted_happened_or_did_not(name):
-  pool = PagePool(9, True)
-  pool.get_new_pages(3)
-  begun = copied(pool._holder.state)
-  outcomes = [told(pool)]
-  CALLS[name](pool)
-  outcomes.append(told(pool))
-  seen, point, left = set(), 1, True
-  while left:
-    pool._holder.state = copied(begun)
-    left = interrupted(lambda: CALLS[name](pool), point)
-    seen.add(outcomes.index(told(pool)))
-    point += 11
-  assert seen == {0, 1}
-
-
-def copied(state):
-  return jax.tree.map(jnp.copy, state)
-
-
-def told(pool):
-  """All that later calls depend on."""
-  jaxkv.check(pool._holder.state)
-  counts = jax.device_get(pool._holder.state.pool.pin_count)
-  hashed = pool.are_hashed(pool.pages)
-  return pool.references(pool.pages), checked(pool), hashed, counts.tolist()
 
 
 @pytest.mark.slow

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import jaxkv
 from jaxkv.host import esurge
 from tests.host.esurge import easydel
+from tests.host.esurge.checks import checked
 
 pytestmark = easydel.needed
 
@@ -173,7 +173,7 @@ class Pools:
       }
     )
     self.both(lambda pool: len(pool.cached_page_hash_to_page))
-    jaxkv.check(self.pools[1]._holder.state)
+    checked(self.pools[1])
 
 
 def ids(pages: Any) -> list[int]:

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxkv
 from jaxkv.host import esurge
 from tests.host.esurge import easydel
+from tests.host.esurge.checks import checked
 
 pytestmark = easydel.needed
 
@@ -330,7 +330,7 @@ def test_every_output_is_equal(name):
   assert pair.seen["preempted"] > 0
   finds = pair.load.caching and name != "states"
   assert bool(pair.seen["hits"]) == finds
-  jaxkv.check(pair.runs[1].cache.page_pool._holder.state)
+  checked(pair.runs[1].cache.page_pool)
 
 
 def compare(theirs: Run, ours: Run, load: Load) -> None:

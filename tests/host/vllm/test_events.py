@@ -100,11 +100,18 @@ def test_hashes_as_bytes(cache, monkeypatch):
 def test_without_hashes_of_its_own_a_block_has_its_key(cache):
   one = request("a", range(9))
   admit(cache, one)
-  first, second = cache.block_pool.hashes_of([1, 2])
+  first, second = (cache.block_pool.blocks[n].block_hash for n in (1, 2))
   (stored,) = cache.take_events()
   assert stored.block_hashes == [number(first[:-4]), number(second[:-4])]
   decode(cache, one, [9, 10, 11])
   assert cache.take_events()[0].parent_block_hash == stored.block_hashes[1]
+
+
+def test_a_hit_without_hashes_is_the_parent(cache):
+  admit(cache, request("a", range(9)))
+  found = cache.take_events()[0].block_hashes
+  admit(cache, request("b", [*range(8), 50, 51, 52, 53, 54]))
+  assert cache.take_events()[0].parent_block_hash == found[1]
 
 
 @pytest.mark.slow
@@ -190,5 +197,7 @@ def test_names_are_forgotten_with_their_blocks():
     one = request(f"{turn}", [turn] * 20)
     admit(cache, one)
     cache.free(one)
-  assert len(cache._reader.names) <= 12 + 5
+  names = cache.block_pool.cached_block_hash_to_block
+  assert len(names) == len(list(names)) == 5
+  assert all(names.get_one_block(name) is not None for name in names)
   assert cache.block_pool.get_cached_block(b"unknown", [0]) is None

@@ -167,8 +167,10 @@ class TestPool:
     assert not cache.reset_prefix_cache()
     pool.free_blocks([pool.blocks[2]])
     assert free_ids(cache)[-1] == 2
-    with pytest.raises(ValueError, match=r"in use or cached.*\[7\]"):
-      pool.touch([pool.blocks[7]])
+    pool.touch([pool.blocks[7]])
+    assert 7 not in free_ids(cache)
+    pool.free_blocks([pool.blocks[7]])
+    assert free_ids(cache)[0] == 7
     assert cache.reset_prefix_cache()
     assert len(pool.cached_block_hash_to_block) == 0
 
@@ -186,6 +188,22 @@ class TestPool:
     with pytest.raises(ValueError, match="at most 10, got 11"):
       pool.get_new_blocks(11)
 
+  def test_names_lead_to_blocks(self, cache):
+    """The oldest block of a name is found until it is evicted."""
+    hashes = [b"one", b"two", b"three"]
+    for name in "ab":
+      admit(cache, request(name, range(8), block_hashes=hashes))
+    names = cache.block_pool.cached_block_hash_to_block
+    name = b"one" + bytes(4)
+    assert len(names) == 2 and names.contain(name, 1)
+    assert cache.get_block_ids("b") == ([1, 3],)
+    second = b"two" + bytes(4)
+    assert names.get_one_block(second).block_id == 2
+    assert names.pop(second, 2) == cache.block_pool.blocks[2]
+    assert names.get_one_block(second).block_id == 3
+    assert names.pop(second, 2) is None
+    assert cache.reset_prefix_cache() is False
+
   def test_ends_of_the_queue(self, cache):
     queue = cache.block_pool.free_block_queue
     head, tail = queue.fake_free_list_head, queue.fake_free_list_tail
@@ -197,6 +215,63 @@ class TestPool:
 
 @pytest.mark.slow
 class TestScheduling:
+  def test_a_collector_of_metrics(self):
+    heard = []
+
+    class Collector:
+      def on_block_allocated(self, block):
+        heard.append(("allocated", block.block_id))
+
+      def on_block_accessed(self, block):
+        heard.append(("accessed", block.block_id))
+
+      def on_block_evicted(self, block):
+        heard.append(("evicted", block.block_id))
+
+      def reset(self):
+        heard.append("reset")
+
+    cache = manager(num_blocks=6, metrics_collector=Collector())
+    one = request("a", range(5))
+    admit(cache, one)
+    new = [(what, n) for n in (1, 2) for what in ("evicted", "allocated")]
+    assert heard == new
+    heard.clear()
+    other = request("b", range(9))
+    external = {"num_external_computed_tokens": 4}
+    admit(cache, other, **external)
+    new = [(what, n) for n in (3, 4) for what in ("evicted", "allocated")]
+    assert heard == [("accessed", 1), *new]
+    heard.clear()
+    cache.evict_blocks({1})
+    cache.free(one)
+    cache.free(other)
+    cache.reset_prefix_cache()
+    assert heard == [("evicted", 1), "reset"]
+    heard.clear()
+    pool = cache.block_pool
+    (block,) = pool.get_new_blocks(1)
+    pool.touch([block])
+    number = block.block_id
+    assert heard == [
+      (what, number) for what in ("evicted", "allocated", "accessed")
+    ]
+
+  def test_a_shorter_hit_with_a_draft_model(self):
+    """In several groups, the lookup drops a block past the longest hit."""
+    for specs, expected in (
+      ([FULL], [24, 24, 16, 12, 0]),
+      ([FULL, WINDOW], [24, 24, 20, 16, 4]),
+    ):
+      cache = manager(*specs, num_blocks=41, use_eagle=True)
+      admit(cache, request("a", range(29)))
+      again = request("b", range(29))
+      found = [
+        cache.get_computed_blocks(again, max_cache_hit_length=most)[1]
+        for most in (None, 28, 20, 19, 4)
+      ]
+      assert found == expected
+
   def test_windows_recycle_what_no_step_reads(self):
     cache = manager(stand_ins.SlidingWindowSpec(sliding_window=5))
     one = request("a", range(16))
@@ -289,7 +364,6 @@ class TestRefusals:
       {"num_prefill_lookahead": 2},
       {"dcp_world_size": 2},
       {"pcp_world_size": 2},
-      {"metrics_collector": "a collector"},
       {"prefix_cache_retention_interval": 8},
       {"prefix_cache_retention_interval": -4},
     ],

@@ -63,10 +63,7 @@ class Front(NamedTuple):
 
 def init(num_pages: int) -> FreeQueue:
   """Returns a queue of all pages but the null page, in ascending order."""
-  # A power of two, because `_wrap` is then one bitwise operation. With at least
-  # 2 N entries, there is room for N pushes between two sweeps.
-  capacity = 2 << (num_pages - 1).bit_length()
-  pages = jnp.arange(1, capacity + 1, dtype=jnp.int32)
+  pages = jnp.arange(1, capacity(num_pages) + 1, dtype=jnp.int32)
   numbers = jnp.arange(num_pages, dtype=jnp.int32)
   return FreeQueue(
     ring=jnp.where(pages < num_pages, pages, jnp.int32(0)),
@@ -75,6 +72,13 @@ def init(num_pages: int) -> FreeQueue:
     span=jnp.int32(num_pages - 1),
     num_free=jnp.int32(num_pages - 1),
   )
+
+
+def capacity(num_pages: int) -> int:
+  """Returns C, the number of entries of the ring."""
+  # A power of two, because `_wrap` is then one bitwise operation. With at least
+  # 2 N entries, there is room for N pushes between two sweeps.
+  return 2 << (num_pages - 1).bit_length()
 
 
 def pop(
@@ -160,11 +164,11 @@ def push_front(queue: FreeQueue, pages: Array, valid: Array) -> FreeQueue:
 
 def reserve(queue: FreeQueue, count: Array) -> FreeQueue:
   """Makes room for `count` pushes, by a sweep if the ring is too full."""
-  capacity = queue.ring.shape[0]
+  size = queue.ring.shape[0]
 
   def sweep(queue: FreeQueue) -> FreeQueue:
     ring = in_order(queue)
-    lanes = jnp.arange(capacity, dtype=jnp.int32)
+    lanes = jnp.arange(size, dtype=jnp.int32)
     listed = indexing.where_valid(lanes < queue.num_free, ring)
     return dataclasses.replace(
       queue,
@@ -174,7 +178,7 @@ def reserve(queue: FreeQueue, count: Array) -> FreeQueue:
       span=queue.num_free,
     )
 
-  return loops.at_most_once(queue.span + count > capacity, sweep, queue)
+  return loops.at_most_once(queue.span + count > size, sweep, queue)
 
 
 def mark_last(
@@ -202,8 +206,7 @@ def mark_last(
 
 def in_order(queue: FreeQueue) -> Array:
   """Returns int32[C]: the free pages in eviction order, then zeros."""
-  capacity = queue.ring.shape[0]
-  lanes = jnp.arange(capacity, dtype=jnp.int32)
+  lanes = jnp.arange(queue.ring.shape[0], dtype=jnp.int32)
   place = _wrap(queue, queue.head + lanes)
   pages = indexing.take(queue.ring, place)
   live = (indexing.take(queue.position, pages, fill=NOWHERE) == place) & (

@@ -75,15 +75,20 @@ class RemovedPages(NamedTuple):
 
 def init(num_pages: int, page_size: int) -> PrefixIndex:
   """Returns an empty index."""
-  # With 4 N places, less than one bucket in a thousand overflows.
-  num_buckets = 1 << (-(-num_pages // 2) - 1).bit_length()
+  size = num_buckets(num_pages)
   return PrefixIndex(
-    buckets=jnp.zeros((num_buckets, BUCKET_PAGES), jnp.int32),
-    overflow=jnp.zeros((num_buckets,), jnp.int32),
+    buckets=jnp.zeros((size, BUCKET_PAGES), jnp.int32),
+    overflow=jnp.zeros((size,), jnp.int32),
     entry=_without_positions(jnp.zeros((num_pages, _POSITION + 1), jnp.uint32)),
     tokens=jnp.zeros((num_pages, page_size), jnp.int32),
     clock=jnp.uint32(0),
   )
+
+
+def num_buckets(num_pages: int) -> int:
+  """Returns the number of buckets of an index."""
+  # With 4 N places, less than one bucket in a thousand overflows.
+  return 1 << (-(-num_pages // 2) - 1).bit_length()
 
 
 def contains(index: PrefixIndex, pages: Array) -> Array:

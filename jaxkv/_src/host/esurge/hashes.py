@@ -42,6 +42,7 @@ class PageHashWithGroupId(NamedTuple):
 
 def _first_parent() -> int:
   """Returns the hash of a numeric PYTHONHASHSEED, else 256 random bits."""
+  # Python hashes integers without the seed, so equal seeds give equal parents.
   seed = os.environ.get("PYTHONHASHSEED", "")
   if seed.isdecimal():
     return hash(int(seed))
@@ -101,10 +102,10 @@ def hash_request_tokens(
   pages = (
     tokens[page * page_size : (page + 1) * page_size] for page in range(full)
   )
-  return chained(hash_function, None, pages, extra_keys_of(request))
+  return chain_hashes(hash_function, None, pages, extra_keys_of(request))
 
 
-def chained(
+def chain_hashes(
   hash_function: Callable[[Any], Any],
   parent: Any,
   pages: Iterable[Sequence[int]],
@@ -120,10 +121,11 @@ def chained(
 
 def extra_keys_of(request: Any) -> tuple[Any, ...] | None:
   """Returns a request's data besides its tokens; None for nothing."""
+  # eSurge's own requests tell by `has_vision` that there are images.
   features = getattr(request, "mm_features", None)
   if not features or not getattr(request, "has_vision", False):
     return None
   return tuple(
-    (str(getattr(one, "modality", "mm")), str(getattr(one, "mm_hash", "")))
-    for one in features
+    (str(getattr(item, "modality", "mm")), str(getattr(item, "mm_hash", "")))
+    for item in features
   )

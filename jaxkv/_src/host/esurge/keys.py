@@ -1,184 +1,127 @@
-"""Converts hashes of pages to keys of the prefix index, and back.
-
-A manager hashes on the device: `PageHash.hash_value` is the page's key in the
-first group, 128 bits, from which those in other groups follow. (The key of the
-chain itself must stay secret, see `hashing`.)
-
-A pool without a manager accepts any hashes. Its keys are keyed digests of them,
-and it remembers the hash of each digest.
-"""
+"""Converts hashes of pages to keys of cached pages, and back."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
-from typing import NamedTuple
 
-import numpy as np
-
-from jaxkv._src.cache.prefix.hashing import KEY_WORDS
-from jaxkv._src.cache.prefix.hashing import key_bytes
-from jaxkv._src.host import calls
-from jaxkv._src.host.device_cache import DeviceCache
-from jaxkv._src.host.esurge import changes
 from jaxkv._src.host.esurge.hashes import PageHash
 from jaxkv._src.host.esurge.hashes import PageHashWithGroupId
-from jaxkv._src.host.esurge.hashes import chained
+from jaxkv._src.host.esurge.hashes import chain_hashes
 from jaxkv._src.host.esurge.hashes import extra_keys_of
-from jaxkv._src.host.request import content
+from jaxkv._src.host.pages import Pages
 from jaxkv._src.host.request import int32s
-from jaxkv._src.host.request import read_request
-from jaxkv._src.host.request import salt_of
 from jaxkv._src.host.request import tokens_of
-
-_GROUPS = 2  # Row of a state's secret, from which on each group has one.
-
-
-class IndexKey(NamedTuple):
-  """The key of a page in the index."""
-
-  words: np.ndarray  # uint32[4]
-  tokens: np.ndarray  # int32[S], the tokens of a page with this key
 
 
 class DigestKeys:
-  """Keys of a pool without a manager; a key covers the page's tokens."""
+  """Keys of a pool without a manager: digests of hashes of any form."""
 
-  def __init__(self, secret: bytes):
-    self._secret = secret
-    self._named: dict[bytes, PageHashWithGroupId] = {}
+  def __init__(self, pages: Pages):
+    self._pages = pages
+    # The hash that each page got last, which its digest does not tell. It is
+    # read while the page is cached, so neither eviction nor an undo removes it.
+    self._hashes: dict[int, PageHashWithGroupId] = {}
 
-  def key_of(self, page_hash: PageHash, group: int) -> IndexKey:
-    """Returns the key of a hash."""
-    value, tokens, extra = page_hash
-    named = repr((value, tuple(tokens), extra, group)).encode()
-    digest = hashlib.blake2b(
-      named, digest_size=16, key=self._secret, person=b"jaxkv-page"
-    )
-    words = np.frombuffer(digest.digest(), "<u4").astype(np.uint32)
-    return IndexKey(words, np.zeros((1,), np.int32))
+  def find(self, page_hash: PageHash, group: int) -> list[int]:
+    """Returns the pages with a hash, in the order of publication."""
+    return self._pages.find(_digest(page_hash, group))
 
-  def remember(
-    self, page_hash: PageHash, group: int, words: np.ndarray
-  ) -> None:
-    """Records the hash of a key, for `hash_of`."""
-    named = PageHashWithGroupId(page_hash, group)
-    self._named[key_bytes(words)] = named
+  def publish(self, page: int, page_hash: PageHash, group: int) -> None:
+    """Gives a page without a hash its hash."""
+    self._hashes[page] = PageHashWithGroupId(page_hash, group)
+    # The digest covers the tokens, so every page has the same ones.
+    self._pages.publish(page, _digest(page_hash, group), (0,))
 
-  def remembers_many(self, num_pages: int) -> bool:
-    """True if it is time to forget the hashes that no page has."""
-    return len(self._named) > 2 * num_pages + 1024
+  def hashes_of(self, page_ids: Sequence[int]) -> list[PageHashWithGroupId]:
+    """Returns the hashes of cached pages."""
+    return [self._hashes[page] for page in page_ids]
 
-  def forget_others(self, words: np.ndarray) -> None:
-    """Forgets all but the keys uint32[X, 4]."""
-    kept = {key_bytes(key) for key in words}
-    self._named = {k: v for k, v in self._named.items() if k in kept}
-
-  def hash_of(
-    self, words: np.ndarray, tokens: np.ndarray, group: int
-  ) -> PageHashWithGroupId:
-    """Returns the hash of a key."""
-    return self._named[key_bytes(words)]
-
-  def missing(
-    self, request: Any, parent: Any, first: int, stop: int, size: int
+  def request_hashes(
+    self, request: Any, hashes: Sequence[PageHash], num_pages: int, size: int
   ) -> list[PageHash]:
-    """Returns the hashes of a request's pages `first .. stop`."""
+    """Returns the hashes of a request's pages that follow those in `hashes`."""
     tokens = tokens_of(request)
-    pages = (
-      tokens[page * size : page * size + size] for page in range(first, stop)
-    )
-    return chained(hash, parent, pages, extra_keys_of(request))
+    starts = range(len(hashes) * size, num_pages * size, size)
+    pages = (tokens[start : start + size] for start in starts)
+    parent = hashes[-1].hash_value if hashes else None
+    return chain_hashes(hash, parent, pages, extra_keys_of(request))
 
 
-class ChainKeys:
-  """Keys of a manager; the index also compares the tokens of a page."""
+class ManagerKeys:
+  """Keys of a manager.
 
-  def __init__(self, cache: DeviceCache):
-    self._cache = cache
-    self._secret = cache.read(lambda state: state.secret)
+  `PageHash.hash_value` is the key of a page in the first group, 128 bits, from
+  which the keys in the other groups follow. So equal pages of several groups
+  have one `PageHash`, as in eSurge.
+  """
 
-  def key_of(self, page_hash: PageHash, group: int) -> IndexKey | None:
+  def __init__(self, pages: Pages, page_sizes: Sequence[int]):
+    self._pages, self._page_sizes = pages, page_sizes
+
+  def find(self, page_hash: PageHash, group: int) -> list[int]:
+    """Returns the pages with a hash, in the order of publication."""
+    key = self._key_of(page_hash, group)
+    if key is None:
+      return []
+    return self._pages.find(key, page_hash.token_ids)
+
+  def publish(self, page: int, page_hash: PageHash, group: int) -> None:
+    """Gives a page without a hash its hash.
+
+    Raises:
+      ValueError: no page of the group can have this hash.
+    """
+    key = self._key_of(page_hash, group)
+    if key is None:
+      raise ValueError(
+        f"{page_hash} must be a hash of this manager's group {group}; take it "
+        "from req_to_page_hashes."
+      )
+    self._pages.publish(page, key, page_hash.token_ids)
+
+  def hashes_of(self, page_ids: Sequence[int]) -> list[PageHashWithGroupId]:
+    """Returns the hashes of cached pages."""
+    # The keys of all pages together cost little more than that of one.
+    keys, groups = self._pages.keys(page_ids), self._pages.groups(page_ids)
+    tokens, hashes = self._pages.tokens(page_ids), []
+    for key, group, page_tokens in zip(keys, groups, tokens, strict=True):
+      assert key is not None
+      page_hash = _page_hash(
+        self._pages.in_first_group(key, group), page_tokens
+      )
+      hashes.append(PageHashWithGroupId(page_hash, group))
+    return hashes
+
+  def request_hashes(
+    self, request: Any, hashes: Sequence[PageHash], num_pages: int, size: int
+  ) -> list[PageHash]:
+    """Returns the hashes of a request's pages that follow those in `hashes`."""
+    pages = self._pages.keys_of_request(request, num_pages, size)
+    return [_page_hash(key, tokens) for key, tokens in pages[len(hashes) :]]
+
+  def _key_of(self, page_hash: PageHash, group: int) -> bytes | None:
     """Returns the key of a hash in a group; None if no page can have it."""
+    # Hashes of a pool without a manager have other forms.
     value, tokens, _ = page_hash
-    sizes = self._cache.config.page_sizes
     if not isinstance(value, int) or not 0 <= value < 1 << 128:
       return None
+    sizes = self._page_sizes
     if not 0 <= group < len(sizes) or len(tokens) != sizes[group]:
       return None
+    # numpy would round and wrap such tokens to those of another page.
     try:
-      held = int32s(list(tokens))
+      int32s(list(tokens))
     except (OverflowError, TypeError):
       return None
-    padded = np.zeros((max(sizes),), np.int32)
-    padded[: len(held)] = held
-    words = np.frombuffer(value.to_bytes(16, "little"), "<u4")
-    words = words.astype(np.uint32) ^ self._mask(0) ^ self._mask(group)
-    return IndexKey(words, padded)
-
-  def remember(
-    self, page_hash: PageHash, group: int, words: np.ndarray
-  ) -> None:
-    """Does nothing: the state has all hashes."""
-
-  def remembers_many(self, num_pages: int) -> bool:
-    """False: nothing is remembered."""
-    return False
-
-  def forget_others(self, words: np.ndarray) -> None:
-    """Does nothing: nothing is remembered."""
-
-  def hash_of(
-    self, words: np.ndarray, tokens: np.ndarray, group: int
-  ) -> PageHashWithGroupId:
-    """Returns the hash of a key."""
-    size = self._cache.config.page_sizes[group]
-    words = words ^ self._mask(0) ^ self._mask(group)
-    page_hash = _page_hash(words, tokens[:size])
-    return PageHashWithGroupId(page_hash, group)
-
-  def missing(
-    self, request: Any, parent: Any, first: int, stop: int, size: int
-  ) -> list[PageHash]:
-    """Returns the hashes of a request's pages `first .. stop`."""
-    return self.hashes_of(request, stop, size)[first:]
-
-  def hashes_of(self, request: Any, count: int, size: int) -> list[PageHash]:
-    """Returns the hashes of a request's first `count` pages."""
-    known, config = read_request(request), self._cache.config
-    count = min(count, known.num_tokens // size)
-    if count == 0:
-      return []
-    secret = self._secret.tobytes()
-    tokens = content(known, 0, count * size, config.page_size, secret)
-    columns = calls.width_for(len(tokens) // config.page_size)
-    held = np.zeros((1, columns, config.page_size), np.int32)
-    held.reshape(-1)[: len(tokens)] = tokens
-    salt = np.frombuffer(salt_of(known, config.page_size), np.uint32)[None]
-    chain = changes.read(self._cache, changes.chain, held, salt)
-    step = size // config.page_size
-    links = chain[step - 1 :: step][:count] ^ self._mask(0)
-    pages = tokens.reshape(-1, size)
-    return [_page_hash(*one) for one in zip(links, pages, strict=True)]
-
-  def _mask(self, group: int) -> np.ndarray:
-    return self._secret[_GROUPS + group]
+    return self._pages.in_first_group(value.to_bytes(16, "little"), group)
 
 
-Keys = DigestKeys | ChainKeys
+def _digest(page_hash: PageHash, group: int) -> bytes:
+  value, tokens, extra_keys = page_hash
+  # The values have no other common form, and equal ones have equal texts.
+  text = repr((value, tuple(tokens), extra_keys, group))
+  return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def stacked(
-  keys: Iterable[IndexKey], width: int
-) -> tuple[np.ndarray, np.ndarray]:
-  """Returns uint32[width, 4] and int32[width, S]: the keys, then zeros."""
-  rows = list(keys)
-  words = np.zeros((width, KEY_WORDS), np.uint32)
-  tokens = np.zeros((width, len(rows[0].tokens)), np.int32)
-  for row, key in enumerate(rows):
-    words[row], tokens[row] = key
-  return words, tokens
-
-
-def _page_hash(words: np.ndarray, tokens: np.ndarray) -> PageHash:
-  value = int.from_bytes(key_bytes(words), "little")
-  return PageHash(value, tuple(tokens.tolist()))
+def _page_hash(key: bytes, tokens: tuple[int, ...]) -> PageHash:
+  return PageHash(int.from_bytes(key, "little"), tokens)

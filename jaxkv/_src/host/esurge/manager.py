@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from jaxkv._src.cache.group_kinds import FullAttention
+from jaxkv._src.host.atomic import atomic
 from jaxkv._src.host.esurge import groups
 from jaxkv._src.host.esurge.coordinator import CacheCoordinator
 from jaxkv._src.host.esurge.coordinator import RequestHashes
-from jaxkv._src.host.esurge.keys import ChainKeys
 from jaxkv._src.host.esurge.pages import EsurgeCachePages
 from jaxkv._src.host.esurge.pool import PagePool
 from jaxkv._src.host.esurge.pool import refuse_shards
@@ -19,9 +17,6 @@ from jaxkv._src.host.types import CachePages
 
 class EsurgeCacheManager:
   """Manages the pages of requests for eSurge's schedulers.
-
-  Each width of request compiles when it first occurs, see
-  `jaxkv.host.CacheManager`.
 
   Args:
     num_pages: pages of the pool, including the null page 0.
@@ -42,6 +37,7 @@ class EsurgeCacheManager:
     coordinator: access to requests by their ids.
     page_pool: the pages.
     req_to_page_hashes: request id -> `PageHash` of its pages; a view.
+    undo_log: that of `jaxkv.host.CacheManager`.
 
   Raises:
     TypeError: an argument has the wrong type.
@@ -72,53 +68,58 @@ class EsurgeCacheManager:
     use_eagle: bool = False,
     *,
     max_requests: int = 256,
-    key: jax.Array | None = None,
+    key: Any = None,
   ):
     enable_caching = enable_caching and len(kv_cache_groups) > 0
-    # A hit needs a page in every group, and states are not published.
-    publishes = enable_caching and not any(
-      map(groups.has_states, kv_cache_groups)
-    )
-    kinds = groups.kinds_of(kv_cache_groups, max_model_len, caching=publishes)
-    several = publishes and len(kinds) > 1
+    # A hit needs a page in every group, and states are not published. So with
+    # states nothing can ever be found, and publishing would only cost time.
+    specs = [groups.spec_of(group) for group in kv_cache_groups]
+    have_states = [groups.has_states(spec) for spec in specs]
+    publishes = enable_caching and not any(have_states)
+    kinds = groups.kinds_of(specs, max_model_len, caching=publishes)
     self._cache = CacheManager(
       num_pages,
+      # A manager has at least one group; without groups it is never called.
       kinds or (FullAttention(page_size=1),),
       max_model_len,
       publishes,
       use_eagle,
       policy="classic",
       max_requests=max_requests,
-      num_events=int(several),  # So that the state knows a page's group.
       key=key,
     )
+    self.undo_log = self._cache.undo_log
     self.num_pages = num_pages
     self.kv_cache_groups = kv_cache_groups
     self.max_model_len = max_model_len
     self.enable_caching = enable_caching
     self.use_eagle = use_eagle
     self.num_kv_cache_groups = len(kv_cache_groups)
-    self.page_size: int | None = None
-    if enable_caching:
-      self.page_size = groups.page_size_of(kv_cache_groups[0])
+    self.page_size = specs[0].page_size if enable_caching else None
     self.page_pool = PagePool.of_manager(self._cache)
     self.coordinator = CacheCoordinator(
       self._cache,
       self.page_pool,
-      kv_cache_groups=kv_cache_groups,
-      max_model_len=max_model_len,
-      enable_caching=enable_caching,
-      use_eagle=use_eagle,
+      num_pages,
+      kv_cache_groups,
+      max_model_len,
+      enable_caching,
+      use_eagle,
+      [
+        enable_caching and isinstance(kind, FullAttention) and not states
+        for kind, states in zip(kinds, have_states, strict=True)
+      ],
     )
-    keys = self.page_pool.keys
-    keys = keys if isinstance(keys, ChainKeys) else None
-    self.req_to_page_hashes = RequestHashes(keys, self.page_size)
+    self.req_to_page_hashes = RequestHashes(
+      self._cache, self.page_pool, self.page_size
+    )
 
   @property
   def usage(self) -> float:
     """The fraction of the pages that are not free, with the null page."""
     return self.page_pool.get_usage()
 
+  @atomic
   def get_computed_pages(
     self,
     request: Any,
@@ -136,14 +137,15 @@ class EsurgeCacheManager:
 
     Returns:
       The prefix's pages by group, with null pages where a window needs none,
-      and
-      its number of tokens.
+      and its number of tokens.
     """
     refuse_shards(self.num_pages, dp_shard_hint, data_parallel_size)
-    found, num_tokens = self._cache.get_computed_pages(request)
-    if self.enable_caching and found.lookup is not None:
+    if not self.enable_caching:
+      return self.create_empty_page_list(), 0
+    hit, num_tokens = self._cache.get_computed_pages(request)
+    if hit.lookup is not None:
       self.req_to_page_hashes.look_up(request)
-    return self._viewed(found), num_tokens
+    return self._viewed(hit), num_tokens
 
   def allocate_slots(
     self,
@@ -164,30 +166,50 @@ class EsurgeCacheManager:
     Returns:
       The new pages; None, with no page taken, if too few are free.
     """
-    refuse_shards(self.num_pages, dp_shard_hint, data_parallel_size)
+    # Nearly every call is for a request that runs and is not sharded. There the
+    # manager does the work, and this method adds two tests and the views.
+    if dp_shard_hint or data_parallel_size not in (None, 1):
+      refuse_shards(self.num_pages, dp_shard_hint, data_parallel_size)
     if num_new_tokens == 0:
       raise ValueError("`num_new_tokens` must be at least 1, got 0.")
     if not self.kv_cache_groups:
       return EsurgeCachePages(())
-    computed = request.num_computed_tokens
-    lost = 0 if self._cache.holds_pages(request.request_id) else computed
-    new = self._cache.allocate_slots(
-      _FromTheStart(request) if lost else request,
-      num_new_tokens + lost,
+    is_running = self._cache.holds_pages(request.request_id)
+    allocate = self._cache.allocate_slots if is_running else self._admit
+    pages = allocate(
+      request,
+      num_new_tokens,
       num_new_computed_tokens,
-      _found_pages(new_computed_pages),
+      None if new_computed_pages is None else new_computed_pages.to_host(),
       num_lookahead_tokens,
       delay_cache_pages=delay_cache_pages,
     )
-    if new is None:
-      return None
-    if self.enable_caching and not delay_cache_pages:
-      behind = computed + num_new_computed_tokens
-      self.req_to_page_hashes.publish(request, behind + num_new_tokens)
-    return self._viewed(new)
+    return None if pages is None else self._viewed(pages)
 
+  @atomic
+  def _admit(
+    self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any
+  ) -> CachePages | None:
+    """Allocates for a request without pages, and records its hashes."""
+    # eSurge's scheduler keeps counting a request that it preempts in the step
+    # that scheduled it. All pages of such a request are new.
+    lost = request.num_computed_tokens
+    pages = self._cache.allocate_slots(
+      _FromTheStart(request) if lost else request,
+      num_new_tokens + lost,
+      *args,
+      **kwargs,
+    )
+    if pages is not None and self.enable_caching:
+      self.req_to_page_hashes.record(request)
+    return pages
+
+  @atomic
   def free(self, request: Any) -> None:
     """Frees all pages of a request, the last page first."""
+    if request.request_id in self.req_to_page_hashes:
+      # Without its pages, the manager forgets how many are published.
+      self.req_to_page_hashes.record(request)
     self._cache.free(request)
 
   def free_page_hashes(self, request: Any) -> None:
@@ -230,27 +252,19 @@ class EsurgeCacheManager:
       KeyError: the request holds no page.
       ValueError: the number is negative.
     """
-    if not self.enable_caching:
-      return
-    self._cache.cache_pages(request, num_computed_tokens)
-    self.req_to_page_hashes.publish(request, num_computed_tokens)
+    if self.enable_caching:
+      self._cache.cache_pages(request, num_computed_tokens)
 
   def create_empty_page_list(self) -> EsurgeCachePages:
     """Returns empty pages, with a list for each group."""
     return EsurgeCachePages(tuple([] for _ in self.kv_cache_groups))
 
   def _viewed(self, pages: CachePages) -> EsurgeCachePages:
-    views, held = self.page_pool.pages, pages.pages[: self.num_kv_cache_groups]
-    lists = tuple([views[page] for page in group] for group in held)
-    return EsurgeCachePages(lists, found=pages)
+    return EsurgeCachePages.of_manager(pages, self.page_pool.pages)
 
 
 class _FromTheStart:
-  """A request without pages, whose computed tokens count as new.
-
-  eSurge's scheduler keeps counting a request that it preempts in the step that
-  scheduled it. All pages of such a request are new.
-  """
+  """A request whose computed tokens count as new."""
 
   num_computed_tokens = 0
 
@@ -259,13 +273,3 @@ class _FromTheStart:
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self._request, name)
-
-
-def _found_pages(pages: EsurgeCachePages | None) -> CachePages | None:
-  """Returns the result of a lookup, with its hashes if the pages match."""
-  if pages is None:
-    return None
-  ids = pages.get_page_ids()
-  if pages.found is not None and pages.found.pages == ids:
-    return pages.found
-  return CachePages(ids)

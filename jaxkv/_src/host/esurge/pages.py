@@ -1,6 +1,6 @@
 """Pages for eSurge's schedulers: views of a pool, and lists of them."""
 
-import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from jaxkv._src.host.esurge.hashes import PageHashWithGroupId
@@ -21,6 +21,8 @@ class CachePage:
   Attributes:
     page_id: its id.
     is_null: True for the null page, which is never free and has no references.
+    pool: its pool; None for a page made alone.
+    queue: the free queue to which it can belong.
 
   Examples:
     >>> from jaxkv.host.esurge import CachePage
@@ -31,47 +33,26 @@ class CachePage:
       next_free_page=None)
   """
 
-  __slots__ = ("_count", "_hash", "_pool", "_queue", "is_null", "page_id")
+  __slots__ = ("_count", "_hash", "is_null", "page_id", "pool", "queue")
 
   def __init__(self, page_id: int, ref_cnt: int = 0, is_null: bool = False):
     self.page_id = page_id
     self.is_null = is_null
+    self.pool: Any = None
+    self.queue: Any = None
     self._count = ref_cnt
     self._hash: PageHashWithGroupId | None = None
-    self._pool: Any = None
-    self._queue: Any = None
-
-  @classmethod
-  def of_pool(cls, pool: Any, page_id: int) -> "CachePage":
-    """Returns the view of a pool's page."""
-    page = cls(page_id, is_null=page_id == 0)
-    page._pool = pool
-    return page
-
-  @property
-  def pool(self) -> Any:
-    """Its pool; None for a page made alone."""
-    return self._pool
-
-  @property
-  def queue(self) -> Any:
-    """The free queue to which it can belong."""
-    return self._queue
-
-  def join(self, queue: Any) -> None:
-    """Sets the queue that gives the page's neighbors."""
-    self._queue = queue
 
   @property
   def ref_cnt(self) -> int:
     """The reference count; 0 for the null page of a pool."""
-    if self._pool is None:
+    if self.pool is None:
       return self._count
-    return self._pool.references([self])[0]
+    return self.pool.references([self])[0]
 
   @ref_cnt.setter
   def ref_cnt(self, count: int) -> None:
-    if self._pool is not None:
+    if self.pool is not None:
       raise AttributeError(
         "`ref_cnt` must be changed by the pool's touch and free_pages, or by "
         f"incr_ref and decr_ref of page {self.page_id}."
@@ -80,10 +61,10 @@ class CachePage:
 
   def incr_ref(self) -> None:
     """Adds a reference. A free page leaves the queue."""
-    if self._pool is None:
+    if self.pool is None:
       self._count += 1
     elif not self.is_null:
-      self._pool.add_reference(self)
+      self.pool.add_reference(self)
 
   def decr_ref(self) -> None:
     """Removes a reference, without an effect on the queue; see `append`.
@@ -91,8 +72,8 @@ class CachePage:
     Raises:
       RuntimeError: it has none, or only those of requests.
     """
-    if self._pool is not None:
-      self._pool.remove_reference(self)
+    if self.pool is not None:
+      self.pool.remove_reference(self)
     elif self._count <= 0:
       raise RuntimeError(
         f"Page {self.page_id} must have a reference to lose one."
@@ -103,12 +84,19 @@ class CachePage:
   @property
   def page_hash(self) -> PageHashWithGroupId | None:
     """The page's hash; None if lookups cannot find it."""
-    return self._hash if self._pool is None else self._pool.hash_of(self)
+    return self._hash if self.pool is None else self.pool.hash_of(self)
+
+  @property
+  def is_hashed(self) -> bool:
+    """True if the page has a hash."""
+    if self.pool is None:
+      return self._hash is not None
+    return self.pool.are_hashed([self])[0]
 
   @page_hash.setter
   def page_hash(self, page_hash: PageHashWithGroupId) -> None:
-    if self._pool is not None:
-      self._pool.publish([self], [page_hash.page_hash], page_hash.group_id)
+    if self.pool is not None:
+      self.pool.publish([self], [page_hash.page_hash], page_hash.group_id)
     elif self._hash is not None:
       raise RuntimeError(f"Page {self.page_id} must have no hash to get one.")
     else:
@@ -116,24 +104,25 @@ class CachePage:
 
   def reset_hash(self) -> None:
     """Removes the hash."""
-    if self._pool is not None:
-      self._pool.evict([self])
+    if self.pool is not None:
+      self.pool.evict([self])
     self._hash = None
 
   @property
   def prev_free_page(self) -> "CachePage | None":
     """The page before it in the free queue, or the queue's end."""
-    return self._queue.neighbors(self)[0] if self._queue else None
+    return self.queue.neighbors(self)[0] if self.queue else None
 
   @property
   def next_free_page(self) -> "CachePage | None":
     """The page after it in the free queue, or the queue's end."""
-    return self._queue.neighbors(self)[1] if self._queue else None
+    return self.queue.neighbors(self)[1] if self.queue else None
 
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, CachePage):
       return NotImplemented
-    if self._pool is not None or other.pool is not None:
+    # A pool makes one object for a page, so no two of them are equal.
+    if self.pool is not None or other.pool is not None:
       return self is other
     return (self.page_id, self._count, self._hash, self.is_null) == (
       other.page_id,
@@ -143,6 +132,7 @@ class CachePage:
     )
 
   def __hash__(self) -> int:
+    # The count and the hash change, and a page stays in its set.
     return hash(self.page_id)
 
   def __repr__(self) -> str:
@@ -157,20 +147,55 @@ class CachePage:
     )
 
 
-@dataclasses.dataclass
 class EsurgeCachePages:
   """Pages by group.
 
+  Args:
+    pages: a list of `CachePage` for each group.
+
   Attributes:
-    pages: a list of `CachePage` for each group, with the null page behind a
-      window.
-    found: the result of a lookup, whose hashes the allocation reuses.
+    pages: the argument, with the null page behind a window.
   """
 
-  pages: tuple[list[CachePage], ...]
-  found: CachePages | None = dataclasses.field(
-    default=None, compare=False, repr=False
-  )
+  __slots__ = ("_host_pages", "_pages", "_views")
+
+  def __init__(self, pages: tuple[list[CachePage], ...]):
+    self._pages: tuple[list[CachePage], ...] | None = pages
+    self._host_pages: CachePages | None = None
+    self._views: Sequence[CachePage] = ()
+
+  @classmethod
+  def of_manager(
+    cls, host_pages: CachePages, views: Sequence[CachePage]
+  ) -> "EsurgeCachePages":
+    """Returns pages of a manager; `views` are all pages of its pool."""
+    pages = cls.__new__(cls)
+    # Schedulers read the ids, so the lists of views are made only on demand.
+    pages._host_pages, pages._pages, pages._views = host_pages, None, views
+    return pages
+
+  @property
+  def pages(self) -> tuple[list[CachePage], ...]:
+    """A list of pages for each group."""
+    if self._pages is None:
+      assert self._host_pages is not None
+      lists = self._host_pages.pages
+      self._pages = tuple([[self._views[n] for n in ids] for ids in lists])
+    return self._pages
+
+  def get_page_ids(self) -> tuple[list[int], ...]:
+    """Returns page ids by group."""
+    if self._pages is None and self._host_pages is not None:
+      return tuple([ids[:] for ids in self._host_pages.pages])
+    return tuple([[page.page_id for page in group] for group in self.pages])
+
+  def to_host(self) -> CachePages:
+    """Returns the pages for the manager, with the hashes of their lookup."""
+    page_ids = self.get_page_ids()
+    # The lists may have been changed since the lookup.
+    if self._host_pages is not None and self._host_pages.pages == page_ids:
+      return self._host_pages
+    return CachePages(page_ids)
 
   def __add__(self, other: "EsurgeCachePages") -> "EsurgeCachePages":
     """Concatenates the pages of each group."""
@@ -179,12 +204,8 @@ class EsurgeCachePages:
         f"CachePages must have {len(self.pages)} groups to be added, got "
         f"{len(other.pages)}."
       )
-    both = zip(self.pages, other.pages, strict=True)
-    return EsurgeCachePages(tuple(one + two for one, two in both))
-
-  def get_page_ids(self) -> tuple[list[int], ...]:
-    """Returns page ids by group."""
-    return tuple([page.page_id for page in group] for group in self.pages)
+    pairs = zip(self.pages, other.pages, strict=True)
+    return EsurgeCachePages(tuple(first + second for first, second in pairs))
 
   def get_unhashed_page_ids(self) -> list[int]:
     """Returns ids of the pages that have no hash now.
@@ -196,13 +217,16 @@ class EsurgeCachePages:
       raise ValueError(
         f"CachePages must have one group for this, got {len(self.pages)}."
       )
-    pages = self.pages[0]
-    if not pages or pages[0].pool is None:
-      return [page.page_id for page in pages if page.page_hash is None]
-    hashed = pages[0].pool.are_hashed(pages)
-    marked = zip(pages, hashed, strict=True)
-    return [page.page_id for page, known in marked if not known]
+    return [page.page_id for page in self.pages[0] if not page.is_hashed]
 
   def new_empty(self) -> "EsurgeCachePages":
     """Returns empty pages with as many groups."""
     return EsurgeCachePages(tuple([] for _ in self.pages))
+
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, EsurgeCachePages):
+      return NotImplemented
+    return self.pages == other.pages
+
+  def __repr__(self) -> str:
+    return f"CachePages(pages={self.pages})"

@@ -1,31 +1,24 @@
 """The pool of pages: references, hashes and the free queue."""
 
-import secrets
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
-from jaxkv._src.cache import state as cache_state
-from jaxkv._src.host import calls
-from jaxkv._src.host.atomic import Atomic
+from jaxkv._src.host.arguments import at_least
 from jaxkv._src.host.atomic import atomic
-from jaxkv._src.host.calls import at_least
-from jaxkv._src.host.device_cache import DeviceCache
-from jaxkv._src.host.esurge import changes
 from jaxkv._src.host.esurge.hashes import PageHash
 from jaxkv._src.host.esurge.hashes import PageHashWithGroupId
-from jaxkv._src.host.esurge.keys import ChainKeys
 from jaxkv._src.host.esurge.keys import DigestKeys
-from jaxkv._src.host.esurge.keys import Keys
-from jaxkv._src.host.esurge.keys import stacked
+from jaxkv._src.host.esurge.keys import ManagerKeys
 from jaxkv._src.host.esurge.pages import CachePage
 from jaxkv._src.host.esurge.queue import FreeCachePageQueue
-from jaxkv._src.host.esurge.queue import config_of
+from jaxkv._src.host.esurge.queue import check_pages
+from jaxkv._src.host.esurge.queue import different
+from jaxkv._src.host.esurge.queue import manager_without_requests
+from jaxkv._src.host.manager import CacheManager
 from jaxkv._src.host.request import tokens_of
 
 
@@ -36,6 +29,7 @@ def refuse_shards(
 
   Ignores shards that do not divide the pages, as eSurge does.
   """
+  # eSurge's schedulers pass 1 to engines without data parallelism.
   shards = data_parallel_size or 1
   if shards > 1 and num_pages % shards:
     return
@@ -63,6 +57,8 @@ class PagePool:
     null_page: the first of them.
     free_page_queue: the free pages.
     cached_page_hash_to_page: the pages with a hash, see `CachedPages`.
+    keys: converts hashes to keys.
+    undo_log: that of the manager of the pages.
 
   Raises:
     TypeError: `num_pages` is not an int.
@@ -82,32 +78,29 @@ class PagePool:
 
   def __init__(self, num_pages: int, enable_caching: bool):
     at_least("num_pages", num_pages, 2)
-    config = config_of(num_pages, caching=bool(enable_caching))
-    holder = Atomic(cache_state.init(config))
-    keys = DigestKeys(secrets.token_bytes(32)) if enable_caching else None
-    self._join(holder, keys, num_pages)
+    cache = manager_without_requests(num_pages, bool(enable_caching))
+    self._join(cache, DigestKeys(cache.pages))
 
   @classmethod
-  def of_manager(cls, cache: DeviceCache) -> "PagePool":
+  def of_manager(cls, cache: CacheManager) -> "PagePool":
     """Returns the pool of a manager."""
     pool = cls.__new__(cls)
-    keys = ChainKeys(cache) if cache.config.prefix_caching else None
-    pool._join(cache, keys, cache.config.num_pages)
+    pool._join(cache, ManagerKeys(cache.pages, cache.config.page_sizes))
     return pool
 
-  def _join(self, holder: Atomic, keys: Keys | None, num_pages: int) -> None:
-    self._holder, self._keys = holder, keys
-    self.num_pages, self.enable_caching = num_pages, keys is not None
-    self.pages = [CachePage.of_pool(self, page) for page in range(num_pages)]
+  def _join(self, cache: CacheManager, keys: DigestKeys | ManagerKeys) -> None:
+    self._cache, self.keys = cache, keys
+    self.undo_log = cache.undo_log
+    self.num_pages = cache.config.num_pages
+    self.enable_caching = cache.config.prefix_caching
+    self.pages = [CachePage(n, is_null=not n) for n in range(self.num_pages)]
+    for page in self.pages:
+      page.pool = self
     self.null_page = self.pages[0]
-    self.free_page_queue = FreeCachePageQueue.of_pool(holder, self.pages)
+    self.free_page_queue = FreeCachePageQueue.of_pool(cache, self.pages)
     self.cached_page_hash_to_page = CachedPages(self)
 
-  @property
-  def keys(self) -> Keys | None:
-    """The conversion of hashes to keys; None without caching."""
-    return self._keys
-
+  @atomic
   def get_cached_page(
     self,
     page_hash: PageHash,
@@ -121,18 +114,14 @@ class PagePool:
     Of several pages, it is the one that has had the hash longest.
     """
     refuse_shards(self.num_pages, dp_shard_hint, data_parallel_size)
-    if self._keys is None:
+    if not self.enable_caching:
       return None
-    keys = [self._keys.key_of(page_hash, group) for group in kv_cache_group_ids]
-    known = [key for key in keys if key is not None]
-    if len(known) < len(keys):
+    pages = [self.keys.find(page_hash, group) for group in kv_cache_group_ids]
+    if not all(pages):
       return None
-    if not known:
-      return []
-    packed = stacked(known, calls.width_for(len(known)))
-    found = self._read(changes.find, *packed)[: len(known)].tolist()
-    return None if 0 in found else [self.pages[page] for page in found]
+    return [self.pages[page_ids[0]] for page_ids in pages]
 
+  @atomic
   def cache_full_pages(
     self,
     request: Any,
@@ -165,40 +154,18 @@ class PagePool:
         f"`page_hashes` must be at least {num_cached_pages}, as many as "
         f"num_cached_pages, got {len(page_hashes)}."
       )
-    self._complete(request, pages, page_hashes, num_full_pages, page_size)
-    span = slice(num_cached_pages, num_full_pages)
-    pairs = list(zip(pages[span], page_hashes[span], strict=True))
-    pairs = [pair for pair in pairs if not pair[0].is_null]
-    self.publish(
-      [page for page, _ in pairs],
-      [page_hash for _, page_hash in pairs],
-      kv_cache_group_id,
-    )
-
-  def _complete(
-    self,
-    request: Any,
-    pages: Sequence[CachePage],
-    page_hashes: list[PageHash],
-    num_full_pages: int,
-    page_size: int,
-  ) -> None:
-    """Appends the missing hashes of a request's first full pages."""
-    first = len(page_hashes)
-    if first >= num_full_pages:
-      return
-    known = len(tokens_of(request))
-    if known < num_full_pages * page_size:
-      raise RuntimeError(
-        f"Tokens of {request.request_id!r} must fill {num_full_pages} pages of "
-        f"{page_size}, got {known}."
+    if len(page_hashes) < num_full_pages:
+      # The list is the caller's, and an undo must shorten it again.
+      self._check_caching()
+      _check_tokens(request, num_full_pages, page_size)
+      self.undo_log.save_length(page_hashes)
+      page_hashes += self.keys.request_hashes(
+        request, page_hashes, num_full_pages, page_size
       )
-    keys = self._caching()
-    parent = page_hashes[-1].hash_value if page_hashes else None
-    page_hashes += keys.missing(
-      request, parent, first, num_full_pages, page_size
-    )
+    span = slice(num_cached_pages, num_full_pages)
+    self.publish(pages[span], page_hashes[span], kv_cache_group_id)
 
+  @atomic
   def get_new_pages(
     self,
     num_pages: int,
@@ -212,11 +179,10 @@ class PagePool:
       ValueError: too few are free.
     """
     refuse_shards(self.num_pages, dp_shard_hint, data_parallel_size)
-    count = min(at_least("num_pages", num_pages, 0), self.num_pages)
-    width = calls.width_for(count)
-    taken = self._change(changes.take_new, np.int32(count), width=width)
-    return [self.pages[page] for page in taken[1 : 1 + count]]
+    self.free_page_queue.check_free(at_least("num_pages", num_pages, 0))
+    return [self.pages[page] for page in self._cache.pages.take(num_pages)]
 
+  @atomic
   def touch(self, pages: Iterable[Iterable[CachePage]]) -> None:
     """Adds a reference to each page of each group.
 
@@ -225,9 +191,21 @@ class PagePool:
     Raises:
       RuntimeError: a page was taken out of the free queue by hand.
     """
-    flat = [page for group in pages for page in group]
-    self._change(changes.touch, self._numbers(flat))
+    page_ids = self._ids([page for group in pages for page in group])
+    # A loose page would leave the queue a second time. But a request may have
+    # found it in the cache, and then it has references.
+    loose = self.free_page_queue.loose
+    counts = self.free_page_queue.references(page_ids)
+    pairs = zip(page_ids, counts, strict=True)
+    check_pages(
+      page_ids,
+      [page not in loose or count > 0 for page, count in pairs],
+      "stand in the free queue to be touched without a reference; append it "
+      "first.",
+    )
+    self._cache.pages.hold(page_ids)
 
+  @atomic
   def free_pages(self, ordered_pages: Iterable[CachePage]) -> None:
     """Removes a reference from each page, the first to be reused first.
 
@@ -237,87 +215,130 @@ class PagePool:
     Raises:
       RuntimeError: a page has fewer references of this pool; nothing is done.
     """
-    self._change(changes.release, self._numbers(ordered_pages))
+    page_ids = self._ids(ordered_pages)
+    self._check_references(page_ids)
+    self._cache.pages.release(page_ids)
 
+  @atomic
   def evict(self, pages: Iterable[CachePage]) -> None:
     """Removes the hashes of pages; references and queue do not change."""
-    numbers = self._numbers(pages)
-    self._change(changes.evict, calls.pad_pages(sorted({*numbers.tolist()})))
+    self._cache.pages.evict(self._ids(pages))
 
   def reset_prefix_cache(self) -> bool:
     """Removes all hashes and returns True, if all pages are free."""
-    return bool(self._change(changes.reset)[0])
+    return self._cache.reset_prefix_cache()
 
   def get_num_free_pages(self) -> int:
     """Returns the number of free pages."""
-    return self.free_page_queue.num_free_pages
+    return self._cache.num_free_pages
 
   def get_usage(self) -> float:
     """Returns the fraction of pages that are not free, with the null page."""
-    return 1 - self.get_num_free_pages() / self.num_pages
+    return 1 - self._cache.num_free_pages / self.num_pages
 
   def references(self, pages: Sequence[CachePage]) -> list[int]:
     """Returns the number of references of each page."""
-    numbers = self._numbers(pages)
-    return self._read(changes.references, numbers)[: len(pages)].tolist()
+    return self.free_page_queue.references([page.page_id for page in pages])
 
   def are_hashed(self, pages: Sequence[CachePage]) -> list[bool]:
     """Returns for each page True if it has a hash."""
-    numbers = self._numbers(pages)
-    return self._read(changes.are_hashed, numbers)[: len(pages)].tolist()
+    return self._cache.pages.are_cached([page.page_id for page in pages])
 
+  # Reads the cache twice, so that only a lock makes it one answer.
+  @atomic
   def hash_of(self, page: CachePage) -> PageHashWithGroupId | None:
     """Returns the hash of a page; None if lookups cannot find it."""
-    if self._keys is None:
+    if not self.are_hashed([page])[0]:
       return None
-    return next(iter(_named(self._holder, self._keys, [page.page_id])), None)
+    return self.keys.hashes_of([page.page_id])[0]
 
+  @property
+  def num_hashes(self) -> int:
+    """The number of different hashes of pages."""
+    return self._cache.pages.num_keys()
+
+  @atomic
+  def hashes_in_order(self) -> dict[int, PageHashWithGroupId]:
+    """Returns the pages with a hash, by id in the order of publication."""
+    page_ids = self._cache.pages.cached_in_order()
+    return dict(zip(page_ids, self.keys.hashes_of(page_ids), strict=True))
+
+  @atomic
   def add_reference(self, page: CachePage) -> None:
-    """See `CachePage.incr_ref`."""
-    self._change(changes.add_reference, np.asarray([page.page_id], np.int32))
+    """Adds a reference to a page, see `CachePage.incr_ref`."""
+    queue = self.free_page_queue
+    if page.page_id in queue.loose:
+      # The reference that the queue holds is the caller's now.
+      queue.set_loose(page.page_id, False)
+    else:
+      self._cache.pages.hold(self._ids([page]))
 
+  @atomic
   def remove_reference(self, page: CachePage) -> None:
-    """See `CachePage.decr_ref`."""
-    self._change(changes.remove_reference, np.asarray([page.page_id], np.int32))
+    """Removes a reference from a page, see `CachePage.decr_ref`."""
+    (count,), page_ids = self.references([page]), [page.page_id]
+    check_pages(page_ids, [count > 0], "have a reference to lose one.")
+    self._check_references(page_ids)
+    if count > 1 or page.page_id in self.free_page_queue.loose:
+      self._cache.pages.release(page_ids)
+    else:
+      # The last reference is the queue's from now on.
+      self.free_page_queue.set_loose(page.page_id, True)
 
+  @atomic
   def publish(
     self,
     pages: Sequence[CachePage],
     page_hashes: Sequence[PageHash],
     group: int,
   ) -> None:
-    """Gives pages of a group their hashes, in order.
+    """Gives pages of a group their hashes, in order; skips null pages.
 
     Raises:
       RuntimeError: a page has a hash.
       ValueError: caching is disabled, or a hash is not of this pool's form.
     """
-    keys = self._caching()
-    if pages:
-      numbers = self._numbers(pages)
-      _publish(self._holder, keys, numbers, page_hashes, group)
+    # All pages are checked before the first one gets its hash.
+    self._check_caching()
+    pairs = [*zip(pages, page_hashes, strict=True)]
+    # A list of hashes may name the null page, which never gets one.
+    page_ids = different([page for page in pages if not page.is_null])
+    hashed = self._cache.pages.are_cached(self._ids(pages))
+    conditions = [not is_hashed for is_hashed in hashed]
+    check_pages(page_ids, conditions, "have no hash to get one.")
+    for page, page_hash in pairs:
+      if not page.is_null:
+        self.keys.publish(page.page_id, page_hash, group)
 
-  def _caching(self) -> Keys:
-    if self._keys is None:
+  def _check_references(self, page_ids: Sequence[int]) -> None:
+    """Raises if the pool's users cannot give these references back."""
+    # Requests hold the other references, and one may be the queue's.
+    loose, removed = self.free_page_queue.loose, Counter(page_ids)
+    counts = self._cache.pages.caller_counts(page_ids)
+    pairs = zip(page_ids, counts, strict=True)
+    check_pages(
+      page_ids,
+      [removed[page] <= count - (page in loose) for page, count in pairs],
+      "have as many references of the pool as are given back; "
+      "CacheManager.free gives back those of a request.",
+    )
+
+  def _check_caching(self) -> None:
+    if not self.enable_caching:
       raise ValueError(
         "`enable_caching` must be True for pages to have hashes; make the pool "
         "with it."
       )
-    return self._keys
 
-  def _numbers(self, pages: Iterable[CachePage]) -> np.ndarray:
-    numbers = []
+  def _ids(self, pages: Iterable[CachePage]) -> list[int]:
+    """Returns the ids of pages of this pool, without null pages."""
+    page_ids = []
     for page in pages:
       if page.pool is not self:
         raise ValueError(f"{page} must be a page of this pool; use `pages`.")
-      numbers.append(page.page_id)
-    return calls.pad_pages(numbers)
-
-  def _change(self, specialized: Any, *args: Any, **static: Any) -> Any:
-    return changes.change(self._holder, specialized, *args, **static)
-
-  def _read(self, specialized: Any, *args: Any) -> Any:
-    return changes.read(self._holder, specialized, *args)
+      if not page.is_null:
+        page_ids.append(page.page_id)
+    return page_ids
 
 
 class CachedPages(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
@@ -331,78 +352,22 @@ class CachedPages(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
     self._pool = pool
 
   def __len__(self) -> int:
-    return len({words for _, words in self._entries()})
+    return self._pool.num_hashes
 
   def __iter__(self) -> Iterator[PageHashWithGroupId]:
-    first = {words: page for page, words in reversed(self._entries())}
-    pages = [page for page, words in self._entries() if first[words] == page]
-    keys = self._pool.keys
-    if keys is not None:
-      yield from _named(self._pool._holder, keys, pages)
+    return iter(dict.fromkeys(self._pool.hashes_in_order().values()))
 
   def __getitem__(self, key: PageHashWithGroupId) -> dict[int, CachePage]:
-    keys = self._pool.keys
-    own = keys.key_of(*key) if keys is not None else None
-    words = own.words.tobytes() if own is not None else None
-    pages = [page for page, words_of in self._entries() if words_of == words]
-    if not pages:
+    page_ids = self._pool.keys.find(*key)
+    if not page_ids:
       raise KeyError(key)
-    return {page: self._pool.pages[page] for page in pages}
-
-  def _entries(self) -> list[tuple[int, bytes]]:
-    """Returns pages with a hash and their keys, in order of publication."""
-    if self._pool.keys is None:
-      return []
-    cached, age, words, _ = _hashes_of_all(self._pool)
-    pages = np.flatnonzero(cached)
-    pages = pages[np.argsort(-age[pages].astype(np.int64), kind="stable")]
-    return [(page, words[page].tobytes()) for page in pages.tolist()]
+    return {page: self._pool.pages[page] for page in page_ids}
 
 
-def _hashes_of_all(pool: PagePool) -> Any:
-  numbers = np.arange(pool.num_pages, dtype=np.int32)
-  return changes.read(pool._holder, changes.hashes, numbers)
-
-
-@atomic
-def _named(
-  holder: Atomic, keys: Keys, pages: list[int]
-) -> list[PageHashWithGroupId]:
-  """Returns the hashes of those pages that have one."""
-  numbers = calls.pad_pages(pages)
-  cached, _, words, groups = jax.device_get(holder.ask(changes.hashes, numbers))
-  tokens = np.asarray(holder.ask(changes.tokens_of, numbers))
-  return [
-    keys.hash_of(words[row], tokens[row], int(groups[row]))
-    for row in range(len(pages))
-    if cached[row]
-  ]
-
-
-@atomic
-def _publish(
-  holder: Atomic,
-  keys: Keys,
-  pages: np.ndarray,
-  page_hashes: Sequence[PageHash],
-  group: int,
-) -> None:
-  """Runs `changes.publish`, after the keys have been remembered."""
-  rows = []
-  for page_hash in page_hashes:
-    key = keys.key_of(page_hash, group)
-    if key is None:
-      raise ValueError(
-        f"{page_hash} must be a hash of this manager's group {group}; take it "
-        "from req_to_page_hashes."
-      )
-    rows.append(key)
-  everything = np.arange(holder.config.num_pages, dtype=np.int32)
-  if keys.remembers_many(len(everything)):
-    cached, _, words, _ = jax.device_get(holder.ask(changes.hashes, everything))
-    keys.forget_others(words[cached])
-  for key, page_hash in zip(rows, page_hashes, strict=True):
-    keys.remember(page_hash, group, key.words)
-  words, tokens = stacked(rows, len(pages))
-  groups = np.full((len(pages),), group, np.int32)
-  changes.change(holder, changes.publish, pages, words, tokens, groups)
+def _check_tokens(request: Any, num_pages: int, page_size: int) -> None:
+  num_tokens = len(tokens_of(request))
+  if num_tokens < num_pages * page_size:
+    raise RuntimeError(
+      f"Tokens of {request.request_id!r} must fill {num_pages} pages of "
+      f"{page_size}, got {num_tokens}."
+    )

@@ -3,32 +3,25 @@
 from collections.abc import Iterable
 from collections.abc import Sequence
 
-import numpy as np
-
-from jaxkv._src.cache import state as cache_state
-from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.host import calls
-from jaxkv._src.host.atomic import Atomic
-from jaxkv._src.host.calls import at_least
-from jaxkv._src.host.esurge import changes
+from jaxkv._src.cache.group_kinds import FullAttention
+from jaxkv._src.host.arguments import at_least
+from jaxkv._src.host.atomic import atomic
 from jaxkv._src.host.esurge.pages import CachePage
+from jaxkv._src.host.manager import CacheManager
 
 
-def config_of(num_pages: int, *, caching: bool) -> CacheConfig:
-  """Returns the config of a pool without sequences, in LRU order."""
-  return CacheConfig(
-    num_pages=num_pages,
-    page_size=1,
-    num_slots=1,
-    pages_per_slot=1,
-    prefix_caching=caching,
-    free_policy="lru",
-    prefix_rules="classic",
-  )
+def manager_without_requests(num_pages: int, caching: bool) -> CacheManager:
+  """Returns a manager that keeps the pages of a pool or a queue."""
+  # Its requests would have pages of one token; there are none.
+  group = FullAttention(page_size=1)
+  return CacheManager(num_pages, [group], 1, caching, policy="classic")
 
 
 class FreeCachePageQueue:
   """Free pages, the next one to be used first.
+
+  A page outside of the queue without a reference is loose: in the manager, the
+  queue holds a reference to it until `append`.
 
   Args:
     pages: pages without a pool and with different ids, in this order.
@@ -36,6 +29,8 @@ class FreeCachePageQueue:
   Attributes:
     fake_free_list_head: sentinel before the first page, with id -1.
     fake_free_list_tail: sentinel after the last page, with id -1.
+    loose: the loose pages, by their numbers in the manager.
+    undo_log: that of the manager.
 
   Raises:
     ValueError: two pages have one id, or a page has a pool.
@@ -59,33 +54,37 @@ class FreeCachePageQueue:
         "`pages` must have ids of their own and no pool, got "
         f"{[page.page_id for page in pages]}; a pool has its queue."
       )
-    config = config_of(max(len(pages), 1) + 1, caching=False)
-    self._join(Atomic(cache_state.init(config)), [CachePage(0), *pages])
+    # A manager has at least one page besides the null page.
+    cache = manager_without_requests(max(len(pages), 1) + 1, caching=False)
     if not pages:
-      changes.change(self._holder, changes.take_front, np.int32(1), width=32)
+      cache.pages.take(1)
+    self._join(cache, [CachePage(0, is_null=True), *pages])
 
   @classmethod
   def of_pool(
-    cls, holder: Atomic, pages: Sequence[CachePage]
+    cls, cache: CacheManager, pages: Sequence[CachePage]
   ) -> "FreeCachePageQueue":
     """Returns the queue of a pool, whose null page is the first of `pages`."""
     queue = cls.__new__(cls)
-    queue._join(holder, pages)
+    queue._join(cache, pages)
     return queue
 
-  def _join(self, holder: Atomic, pages: Sequence[CachePage]) -> None:
-    self._holder, self._pages = holder, pages
-    self._places = {page.page_id: place for place, page in enumerate(pages)}
+  def _join(self, cache: CacheManager, pages: Sequence[CachePage]) -> None:
+    self._cache, self._pages = cache, pages
+    # The pages of a queue without a pool may have any ids.
+    self._numbers = {page.page_id: n for n, page in enumerate(pages)}
+    self.undo_log = cache.undo_log
+    self.loose: dict[int, bool] = {}
     self.fake_free_list_head = CachePage(-1)
     self.fake_free_list_tail = CachePage(-1)
     ends = (self.fake_free_list_head, self.fake_free_list_tail)
     for page in (*pages, *ends):
-      page.join(self)
+      page.queue = self
 
   @property
   def num_free_pages(self) -> int:
     """The number of pages in the queue."""
-    return int(changes.read(self._holder, changes.num_free))
+    return self._cache.num_free_pages
 
   def popleft(self) -> CachePage:
     """Removes and returns the first page, which keeps its hash.
@@ -95,26 +94,33 @@ class FreeCachePageQueue:
     """
     return self.popleft_n(1)[0]
 
+  @atomic
   def popleft_n(self, n: int) -> list[CachePage]:
     """Removes and returns the first n pages, which keep their hashes.
 
     Raises:
       ValueError: there are fewer.
     """
-    count = min(at_least("n", n, 0), len(self._pages))
-    width = calls.width_for(count)
-    taken = changes.change(
-      self._holder, changes.take_front, np.int32(count), width=width
-    )
-    return [self._pages[place] for place in taken[1 : 1 + count]]
+    self.check_free(at_least("n", n, 0))
+    pages = [self._pages[number] for number in self._cache.free_queue(n)]
+    for page in pages:
+      self.remove(page)
+    return pages
 
+  @atomic
   def remove(self, page: CachePage) -> None:
     """Removes a page from anywhere in the queue; it keeps its hash.
 
     Raises:
       RuntimeError: it is not in the queue.
     """
-    changes.change(self._holder, changes.take_out, self._places_of([page]))
+    number = self._number_of(page)
+    # Loose pages have a reference of the queue, so free pages are the others.
+    is_queued = not self._cache.pages.ref_counts([number])[0]
+    text = "stand in the free queue to be removed from it."
+    check_pages([page.page_id], [is_queued], text)
+    self._cache.pages.hold([number])
+    self.set_loose(number, True)
 
   def append(self, page: CachePage) -> None:
     """Appends a page to the queue.
@@ -124,6 +130,7 @@ class FreeCachePageQueue:
     """
     self.append_n([page])
 
+  @atomic
   def append_n(self, pages: Iterable[CachePage]) -> None:
     """Appends pages to the queue, in order.
 
@@ -131,36 +138,83 @@ class FreeCachePageQueue:
       RuntimeError: a page is in the queue, or has references.
       ValueError: a page is repeated.
     """
-    changes.change(self._holder, changes.put_back, self._places_of(pages))
+    pages = list(pages)
+    numbers = [self._number_of(page) for page in pages]
+    counts = zip(numbers, self.references(numbers), strict=True)
+    check_pages(
+      different(pages),
+      [number in self.loose and not count for number, count in counts],
+      "stand outside of the free queue, without a reference, to be appended to "
+      "it; give references back with free_pages.",
+    )
+    # All pages have been checked, so the call changes all or nothing.
+    for number in numbers:
+      self.set_loose(number, False)
+    self._cache.pages.release(numbers)
 
   def get_all_free_pages(self) -> list[CachePage]:
     """Returns the free pages in eviction order."""
-    count, order = changes.read(self._holder, changes.queued)
-    return [self._pages[place] for place in order[: int(count)]]
+    return [self._pages[number] for number in self._cache.free_queue()]
 
   def neighbors(
     self, page: CachePage
   ) -> tuple[CachePage | None, CachePage | None]:
     """Returns the pages or sentinels around a page; None if not queued."""
-    line = [
-      self.fake_free_list_head,
-      *self.get_all_free_pages(),
-      self.fake_free_list_tail,
-    ]
-    place = next((n for n, one in enumerate(line) if one is page), None)
-    if place is None:
-      return None, None
-    before = line[place - 1] if place > 0 else None
-    return before, line[place + 1] if place + 1 < len(line) else None
+    # Schedulers never ask for neighbors, so a walk is fast enough. None comes
+    # before and after the ends.
+    ends = self.fake_free_list_head, self.fake_free_list_tail
+    line = [None, ends[0], *self.get_all_free_pages(), ends[1], None]
+    for place, other in enumerate(line):
+      if other is page:
+        return line[place - 1], line[place + 1]
+    return None, None
 
-  def _places_of(self, pages: Iterable[CachePage]) -> np.ndarray:
-    places = []
-    for page in pages:
-      if page.queue is not self or page.page_id not in self._places:
-        raise RuntimeError(
-          f"Page {page.page_id} must be one of this queue's own pages."
-        )
-      if page.is_null:
-        raise RuntimeError("The null page must stay out of the free queue.")
-      places.append(self._places[page.page_id])
-    return calls.pad_pages(places)
+  @atomic
+  def references(self, numbers: Sequence[int]) -> list[int]:
+    """Returns the references of pages, without those of the queue."""
+    counts = self._cache.pages.ref_counts(numbers)
+    pairs = zip(numbers, counts, strict=True)
+    return [count - (number in self.loose) for number, count in pairs]
+
+  def set_loose(self, number: int, is_loose: bool) -> None:
+    """Records that the queue begins or ends to hold a reference to a page."""
+    # Undone with the call of which this is a step.
+    self.undo_log.save_key(self.loose, number)
+    if is_loose:
+      self.loose[number] = True
+    else:
+      del self.loose[number]
+
+  def check_free(self, count: int) -> None:
+    """Raises if fewer pages are free."""
+    if count > self.num_free_pages:
+      raise ValueError(
+        f"Cannot get so many free pages; {self.num_free_pages} left."
+      )
+
+  def _number_of(self, page: CachePage) -> int:
+    if page.queue is not self or page.page_id not in self._numbers:
+      raise RuntimeError(
+        f"Page {page.page_id} must be one of this queue's own pages."
+      )
+    if page.is_null:
+      raise RuntimeError("The null page must stay out of the free queue.")
+    return self._numbers[page.page_id]
+
+
+def check_pages(
+  page_ids: Iterable[int], conditions: Iterable[bool], text: str
+) -> None:
+  """Raises for the first page of which a condition is False."""
+  for page, is_met in zip(page_ids, conditions, strict=True):
+    if not is_met:
+      raise RuntimeError(f"Page {page} must {text}")
+
+
+def different(pages: Sequence[CachePage]) -> list[int]:
+  """Returns the ids of pages, none of which may be repeated."""
+  page_ids = [page.page_id for page in pages]
+  if len(set(page_ids)) < len(page_ids):
+    repeated = next(n for n in page_ids if page_ids.count(n) > 1)
+    raise ValueError(f"Page {repeated} must be named once.")
+  return page_ids

@@ -5,14 +5,12 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from jaxkv._src.host.atomic import atomic
+from jaxkv._src.host.manager import CacheManager
+from jaxkv._src.host.vllm.block_hashes import BlockHashes
+from jaxkv._src.host.vllm.block_hashes import with_group
 from jaxkv._src.host.vllm.blocks import KVCacheBlock
-from jaxkv._src.host.vllm.call_log import CallLog
-from jaxkv._src.host.vllm.events import EventReader
 from jaxkv._src.host.vllm.events import KVCacheEvent
-from jaxkv._src.host.vllm.events import with_group
-from jaxkv._src.host.vllm.page_cache import PageCache
 
 
 class BlockPool:
@@ -20,106 +18,76 @@ class BlockPool:
 
   Attributes:
     num_gpu_blocks: the number of blocks, including the null block.
-    enable_caching, hash_block_size, enable_kv_cache_events: the manager's
-      options.
+    enable_caching, hash_block_size, metrics_collector: the manager's options.
     blocks: all blocks by id.
     null_block: block 0, which is never allocated.
     free_block_queue: the free blocks.
     cached_block_hash_to_block: the cached blocks by hash.
-    metrics_collector: None; see `jaxkv.host.vllm`.
+    hashes: the hashes of cached blocks.
+    undo_log: that of the manager.
   """
-
-  metrics_collector = None
 
   def __init__(
     self,
-    cache: PageCache,
-    log: CallLog,
-    reader: EventReader,
+    manager: CacheManager,
+    hashes: BlockHashes,
     hash_block_size: int,
-    *,
-    enable_kv_cache_events: bool,
+    metrics_collector: Any,
   ):
-    self._cache = cache
-    self._log = log
-    self._reader = reader
-    self.num_gpu_blocks = cache.config.num_pages
-    self.enable_caching = cache.config.prefix_caching
-    self.enable_kv_cache_events = enable_kv_cache_events
+    self._manager = manager
+    self.hashes = hashes
+    self.undo_log = manager.undo_log
+    self.num_gpu_blocks = manager.config.num_pages
+    self.enable_caching = manager.config.prefix_caching
     self.hash_block_size = hash_block_size
+    self.metrics_collector = metrics_collector
     self.blocks = [KVCacheBlock(n, self) for n in range(self.num_gpu_blocks)]
     self.null_block = self.blocks[0]
     self.free_block_queue = FreeKVCacheBlockQueue(self)
     self.cached_block_hash_to_block = BlockHashToBlockMap(self)
 
   @property
+  def enable_kv_cache_events(self) -> bool:
+    """True if `take_events` returns events."""
+    return self.hashes.events is not None
+
+  @property
   def kv_event_queue(self) -> list[KVCacheEvent]:
     """The events that `take_events` would return."""
-    return self._log.events()
+    return [] if self.hashes.events is None else self.hashes.events.events
 
   def take_events(self) -> list[KVCacheEvent]:
     """Returns the events since the last call; none unless they are enabled."""
-    return self._log.take() if self.enable_kv_cache_events else []
+    return [] if self.hashes.events is None else self.hashes.events.take()
 
   def get_num_free_blocks(self) -> int:
     """Returns the number of free blocks."""
-    return self._cache.num_free_pages
+    return self._manager.num_free_pages
 
   def get_usage(self) -> float:
     """Returns the fraction of blocks that are held, without the null block."""
-    if self.num_gpu_blocks == 1:
-      return 0.0
-    return self._cache.usage
+    return self._manager.usage if self.num_gpu_blocks > 1 else 0.0
 
   def free_ids(self) -> list[int]:
     """Returns the ids of the free blocks in eviction order."""
-    return self._cache.free_queue()
+    return self._manager.free_queue()
 
-  def ref_counts(self) -> np.ndarray:
-    """Returns int32[N], the reference counts of all blocks."""
-    return self._cache.ref_counts()
-
-  def hashes_of(self, block_ids: Sequence[int]) -> list[bytes | None]:
-    """Returns hash and group of blocks; None for those that are not cached."""
-    keys = self._cache.keys_of(block_ids)
-    groups = self._cache.groups_of(block_ids)
-    return [
-      None if key is None else with_group(self._reader.name_of(key).hash, group)
-      for key, group in zip(keys, groups, strict=True)
-    ]
-
-  def num_hashed_tokens(self, block_ids: Sequence[int]) -> list[int | None]:
-    """Returns tokens up to the ends of blocks; None for uncached blocks."""
-    keys = self._cache.keys_of(block_ids)
-    return [
-      None if key is None else self._reader.name_of(key).num_tokens
-      for key in keys
-    ]
+  def ref_count(self, block_id: int) -> int:
+    """Returns the number of references to a block."""
+    return self._manager.pages.ref_counts([block_id])[0]
 
   def get_cached_block(
     self, block_hash: bytes, kv_cache_group_ids: Sequence[int]
   ) -> list[KVCacheBlock] | None:
-    """Returns the oldest block with a hash in each group, or None.
+    """Returns the oldest block with a hash in each group.
 
     None if a group has no such block.
     """
     found = [
-      self.blocks_with(with_group(block_hash, group))
+      self.hashes.blocks_with(with_group(block_hash, group))
       for group in kv_cache_group_ids
     ]
-    return [same[0] for same in found] if all(found) else None
-
-  def blocks_with(self, name: bytes) -> list[KVCacheBlock]:
-    """Returns the cached blocks with a hash and group, the oldest first."""
-    key = self._reader.keys.get(name)
-    if key is None:
-      return []
-    return [self.blocks[page] for page in self._cache.pages_of(key)]
-
-  def cached_names(self) -> set[bytes]:
-    """Returns the hashes and groups of all cached blocks."""
-    names = self.hashes_of(range(self.num_gpu_blocks))
-    return {name for name in names if name is not None}
+    return [self.blocks[same[0]] for same in found] if all(found) else None
 
   def is_block_writable(self, block: KVCacheBlock) -> bool:
     """True if a single request holds the block, and lookups cannot find it."""
@@ -131,15 +99,15 @@ class BlockPool:
     Raises:
       ValueError: too few are free.
     """
-    return [self.blocks[n] for n in self._cache.take_pages(num_blocks)]
+    blocks = self._manager.pages.take(num_blocks)
+    self.count_allocated(blocks)
+    return [self.blocks[number] for number in blocks]
 
   def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-    """Adds a reference to blocks that are in use or cached.
-
-    Raises:
-      ValueError: a block is neither.
-    """
-    self._cache.hold_pages(_ids(blocks))
+    """Adds a reference to each block; a free one leaves the free queue."""
+    touched = _ids(blocks)
+    self._manager.pages.hold(touched)
+    self.count_accessed(touched)
 
   def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
     """Drops references of `KVCacheManager.pop_blocks_for_free` and `touch`.
@@ -149,7 +117,7 @@ class BlockPool:
     Raises:
       ValueError: a reference does not exist.
     """
-    self._cache.release_pages(_ids(ordered_blocks))
+    self._manager.pages.release(_ids(ordered_blocks))
 
   def evict_blocks(self, block_ids: Iterable[int]) -> None:
     """Removes blocks from the prefix cache; requests keep them.
@@ -157,11 +125,33 @@ class BlockPool:
     Raises:
       ValueError: an id is out of range.
     """
-    self._cache.evict_pages(block_ids)
+    evicted = list(block_ids)
+    self._manager.evict_pages(evicted)
+    if self.metrics_collector is not None:
+      for number in evicted:
+        self.metrics_collector.on_block_evicted(self.blocks[number])
 
   def reset_prefix_cache(self) -> bool:
-    """Removes all blocks from the prefix cache, unless a request holds one."""
-    return self._cache.reset_prefix_cache()
+    """Removes all blocks from the prefix cache, unless one is held."""
+    done = self._manager.reset_prefix_cache()
+    if done and self.metrics_collector is not None:
+      self.metrics_collector.reset()
+    return done
+
+  def count_allocated(self, block_ids: Iterable[int]) -> None:
+    """Tells the collector of metrics about new blocks, after their eviction."""
+    collector = self.metrics_collector
+    if collector is not None:
+      for number in block_ids:
+        if self.enable_caching:
+          collector.on_block_evicted(self.blocks[number])
+        collector.on_block_allocated(self.blocks[number])
+
+  def count_accessed(self, block_ids: Iterable[int]) -> None:
+    """Tells the collector of metrics about blocks of hits."""
+    if self.metrics_collector is not None:
+      for number in block_ids:
+        self.metrics_collector.on_block_accessed(self.blocks[number])
 
 
 class QueueEnd:
@@ -210,15 +200,18 @@ class BlockHashToBlockMap:
 
   def __init__(self, pool: BlockPool):
     self._pool = pool
+    self.undo_log = pool.undo_log
 
   def get_one_block(self, key: bytes) -> KVCacheBlock | None:
     """Returns the oldest block with a hash and group, or None."""
-    return next(iter(self._pool.blocks_with(key)), None)
+    found = self._pool.hashes.blocks_with(key)
+    return self._pool.blocks[found[0]] if found else None
 
   def contain(self, key: bytes, block_id: int) -> bool:
     """True if a block is cached under a hash and group."""
-    return self._pool.hashes_of([block_id]) == [key]
+    return block_id in self._pool.hashes.blocks_with(key)
 
+  @atomic
   def pop(self, key: bytes, block_id: int) -> KVCacheBlock | None:
     """Removes a block from the prefix cache; None if it is not cached there."""
     if not self.contain(key, block_id):
@@ -227,10 +220,10 @@ class BlockHashToBlockMap:
     return self._pool.blocks[block_id]
 
   def __len__(self) -> int:
-    return len(self._pool.cached_names())
+    return len(self._pool.hashes.all_hashes())
 
   def __iter__(self) -> Iterator[bytes]:
-    return iter(self._pool.cached_names())
+    return iter(self._pool.hashes.all_hashes())
 
 
 def _ids(blocks: Iterable[KVCacheBlock]) -> list[int]:

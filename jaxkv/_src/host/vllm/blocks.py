@@ -1,14 +1,10 @@
 """Blocks for vLLM's schedulers: views of a pool, without state."""
 
 import dataclasses
-import itertools
-from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
 from jaxkv._src.host.types import CachePages
-
-BlockIds = tuple[list[int], ...]
 
 
 class KVCacheBlock:
@@ -17,33 +13,30 @@ class KVCacheBlock:
   Attributes:
     block_id: its id.
     pool: the `BlockPool`.
+    is_null: True for the null block, which replaces blocks behind a window.
   """
 
-  __slots__ = ("block_id", "pool")
+  __slots__ = ("block_id", "is_null", "pool")
 
   def __init__(self, block_id: int, pool: Any):
     self.block_id = block_id
     self.pool = pool
-
-  @property
-  def is_null(self) -> bool:
-    """True for the null block, which replaces blocks behind a window."""
-    return self.block_id == 0
+    self.is_null = block_id == 0
 
   @property
   def ref_cnt(self) -> int:
     """Its reference count; 0 for the null block."""
-    return int(self.pool.ref_counts()[self.block_id])
+    return self.pool.ref_count(self.block_id)
 
   @property
   def block_hash(self) -> bytes | None:
     """Its hash and four bytes of its group; None if it is not cached."""
-    return self.pool.hashes_of([self.block_id])[0]
+    return self.pool.hashes.hash_of(self.block_id)
 
   @property
   def block_hash_num_tokens(self) -> int | None:
     """Tokens from the sequence's start to its end; None if not cached."""
-    return self.pool.num_hashed_tokens([self.block_id])[0]
+    return self.pool.hashes.num_tokens(self.block_id)
 
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, KVCacheBlock):
@@ -111,23 +104,21 @@ class KVCacheBlocks:
         "KVCacheBlocks must have one group, got "
         f"{len(self.blocks)}; use get_unhashed_block_ids_all_groups."
       )
-    return [block.block_id for block in _unhashed(self.blocks[0])]
+    return [
+      block.block_id for block in self.blocks[0] if block.block_hash is None
+    ]
 
   def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
     """Returns ids of blocks that are not cached now, without null blocks."""
     return [
-      [block.block_id for block in _unhashed(group) if not block.is_null]
+      [
+        block.block_id
+        for block in group
+        if block.block_hash is None and not block.is_null
+      ]
       for group in self.blocks
     ]
 
   def new_empty(self) -> "KVCacheBlocks":
     """Returns empty blocks with as many groups."""
     return KVCacheBlocks(tuple(() for _ in self.blocks))
-
-
-def _unhashed(blocks: Sequence[Any]) -> Iterator[Any]:
-  """Yields the blocks that are not cached, after one reading of the state."""
-  if not blocks or not isinstance(blocks[0], KVCacheBlock):
-    return (block for block in blocks if block.block_hash is None)
-  hashes = blocks[0].pool.hashes_of([block.block_id for block in blocks])
-  return itertools.compress(blocks, (one is None for one in hashes))

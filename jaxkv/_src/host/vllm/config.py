@@ -14,6 +14,7 @@ from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import Recurrent
 from jaxkv._src.cache.group_kinds import SlidingWindow
+from jaxkv._src.host.vllm.events import EventGroup
 
 # Specs that need what the core does not have, and why.
 _REFUSED = {
@@ -86,6 +87,14 @@ def window_of(spec: Any) -> int | None:
     for layer in layer_specs(spec)
   }
   return windows.pop() if len(windows) == 1 else None
+
+
+def event_groups(specs: Sequence[Any]) -> list[EventGroup]:
+  """Returns the fields of groups in events."""
+  return [
+    EventGroup(spec.block_size, kind_name(spec), window_of(spec))
+    for spec in specs
+  ]
 
 
 def is_attention(spec: Any) -> bool:
@@ -246,9 +255,9 @@ def check_options(**options: tuple[int, int]) -> None:
   """Raises for unsupported options, name=(value, maximum)."""
   for name, (value, most) in options.items():
     if value > most:
-      wanted = "None" if name == "metrics_collector" else f"at most {most}"
       raise ValueError(
-        f"`{name}` must be {wanted}: more is not supported by jaxkv.host.vllm."
+        f"`{name}` must be at most {most}, got {value}: more is not supported "
+        "by jaxkv.host.vllm."
       )
 
 

@@ -1,61 +1,51 @@
 """The groups of a manager, for vLLM's schedulers and connectors."""
 
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
-from jaxkv._src.cache.group_kinds import GroupKind
+from jaxkv._src.host.manager import CacheManager
 from jaxkv._src.host.vllm.block_pool import BlockPool
 from jaxkv._src.host.vllm.blocks import KVCacheBlock
-from jaxkv._src.host.vllm.page_cache import PageCache
 
 
-class RequestBlocks:
-  """A view of the blocks of requests in one group, by request."""
+class _ByRequest(Mapping[str, Any]):
+  """A view of the requests that hold blocks of a group."""
 
-  def __init__(self, cache: PageCache, pool: BlockPool, group: int):
-    self._cache = cache
-    self._pool = pool
+  def __init__(self, group: "SingleTypeKVCacheManager", manager: CacheManager):
     self._group = group
+    self._manager = manager
 
-  def __contains__(self, request_id: str) -> bool:
-    return self._cache.holds_pages(request_id)
+  def __contains__(self, request_id: object) -> bool:
+    return isinstance(request_id, str) and self._manager.holds_pages(request_id)
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._manager.request_ids())
+
+  def __len__(self) -> int:
+    return len(self._manager.request_ids())
+
+
+class RequestBlocks(_ByRequest):
+  """A view of the blocks of requests in one group; empty for others."""
 
   def __getitem__(self, request_id: str) -> list[KVCacheBlock]:
-    ids = self._cache.get_page_ids(request_id)[self._group]
-    return [self._pool.blocks[number] for number in ids]
+    ids = self._manager.get_page_ids(request_id)
+    blocks = self._group.block_pool.blocks
+    return [blocks[number] for number in ids[self._group.kv_cache_group_id]]
 
-  def get(
-    self, request_id: str, default: Sequence[KVCacheBlock] = ()
-  ) -> Sequence[KVCacheBlock]:
+  def get(self, request_id: str, default: Any = ()) -> Sequence[KVCacheBlock]:
     """Returns the blocks of a request; `default` if it holds none."""
     return self[request_id] if request_id in self else default
 
-  def __iter__(self) -> Iterator[str]:
-    return iter(self._cache.request_ids())
 
-  def __len__(self) -> int:
-    return len(self._cache.request_ids())
-
-
-class CachedCounts:
+class CachedCounts(_ByRequest):
   """A view of the number of cached leading blocks, by request."""
 
-  def __init__(self, cache: PageCache, block_size: int):
-    self._cache = cache
-    self._block_size = block_size
-
-  def __contains__(self, request_id: str) -> bool:
-    return self._cache.holds_pages(request_id)
-
   def __getitem__(self, request_id: str) -> int:
-    return self._cache.num_published_tokens(request_id) // self._block_size
-
-  def __iter__(self) -> Iterator[str]:
-    return iter(self._cache.request_ids())
-
-  def __len__(self) -> int:
-    return len(self._cache.request_ids())
+    tokens = self._manager.num_published_tokens(request_id)
+    return tokens // self._group.block_size
 
 
 class SingleTypeKVCacheManager:
@@ -76,26 +66,26 @@ class SingleTypeKVCacheManager:
 
   def __init__(
     self,
-    kind: GroupKind,
     spec: Any,
     group: int,
-    cache: PageCache,
+    manager: CacheManager,
     pool: BlockPool,
     *,
     use_eagle: bool,
   ):
+    kind = manager.config.groups[group]
     self.kv_cache_spec = spec
     self.kv_cache_group_id = group
     self.block_size = spec.block_size
     self.block_pool = pool
-    self.enable_caching = cache.config.prefix_caching
+    self.enable_caching = manager.config.prefix_caching
     self.use_eagle = use_eagle
-    self.req_to_blocks = RequestBlocks(cache, pool, group)
-    self.num_cached_block = CachedCounts(cache, spec.block_size)
+    self.req_to_blocks = RequestBlocks(self, manager)
+    self.num_cached_block = CachedCounts(self, manager)
     self._null_block = pool.null_block
     self.max_admission_blocks_per_request = None
     if kind.skips_pages and not kind.holds_states:
-      self.max_admission_blocks_per_request = cache.most_pages[group]
+      self.max_admission_blocks_per_request = manager.most_pages[group]
 
 
 class KVCacheCoordinator:
@@ -116,30 +106,23 @@ class KVCacheCoordinator:
 
   def __init__(
     self,
-    cache: PageCache,
+    manager: CacheManager,
     pool: BlockPool,
     specs: Sequence[Any],
     scheduler_block_size: int,
     eagle_group_ids: set[int],
   ):
-    self._cache = cache
+    self._manager = manager
     self.block_pool = pool
     self.scheduler_block_size = scheduler_block_size
     self.eagle_group_ids = eagle_group_ids
-    self.retention_interval = cache.config.prefix_retention_interval
-    drops = cache.config.use_eagle
+    self.retention_interval = manager.config.prefix_retention_interval
+    drops = eagle_group_ids if manager.config.use_eagle else ()
     self.single_type_managers = tuple(
       SingleTypeKVCacheManager(
-        kind,
-        spec,
-        group,
-        cache,
-        pool,
-        use_eagle=drops and group in eagle_group_ids,
+        spec, group, manager, pool, use_eagle=group in drops
       )
-      for group, (kind, spec) in enumerate(
-        zip(cache.config.groups, specs, strict=True)
-      )
+      for group, spec in enumerate(specs)
     )
 
   def get_num_blocks_to_allocate(
@@ -175,7 +158,7 @@ class KVCacheCoordinator:
         "`new_computed_blocks` must be empty, got "
         f"{[len(blocks) for blocks in new_computed_blocks]} blocks."
       )
-    return self._cache.num_needed_pages(
+    return self._manager.num_needed_pages(
       request_id,
       num_tokens,
       num_tokens_main_model,

@@ -1,9 +1,4 @@
-"""vLLM's events of cached blocks: stored, removed, all cleared.
-
-`EventReader` makes them from the rows of the core's event log, and records
-under which hash of its request a block was stored. A block without such a hash
-is named by its key in the cache.
-"""
+"""vLLM's events of cached blocks: stored, removed, all cleared."""
 
 import dataclasses
 import hashlib
@@ -11,12 +6,12 @@ import os
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
-from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv._src.cache import telemetry
-from jaxkv._src.host.vllm.page_cache import LogRow
+from jaxkv._src.host.atomic import UndoLog
+from jaxkv._src.host.atomic import atomic
+from jaxkv._src.host.request import tokens_of
 
 MEDIUM_GPU = "GPU"
 ExternalHash = int | bytes
@@ -106,13 +101,6 @@ class AllBlocksCleared(KVCacheEvent):
   __hash__ = KVCacheEvent.__hash__
 
 
-class BlockName(NamedTuple):
-  """The external name of a block."""
-
-  hash: bytes  # the hash of its request, or its key
-  num_tokens: int  # tokens from the sequence's start to the block's end
-
-
 @dataclasses.dataclass(frozen=True)
 class EventGroup:
   """The fields of a group in events, see `BlockStored`."""
@@ -122,139 +110,81 @@ class EventGroup:
   window: int | None
 
 
-class EventReader:
-  """Converts rows of the core's log to events.
+class EventQueue:
+  """The events since `take`.
 
   Attributes:
-    queue: the events since `take`; empty unless events are enabled.
-    names: key of a page -> its block's external name.
-    keys: hash and group -> key.
+    events: the events.
+    undo_log: that of the manager, whose calls add events.
   """
 
-  def __init__(
-    self, groups: list[EventGroup], hash_block_size: int, *, enabled: bool
-  ):
-    self.queue: list[KVCacheEvent] = []
-    self.names: dict[bytes, BlockName] = {}
-    self.keys: dict[bytes, bytes] = {}
+  def __init__(self, groups: Sequence[EventGroup], undo_log: UndoLog):
+    self.events: list[KVCacheEvent] = []
+    self.undo_log = undo_log
     self._groups = groups
-    self._hash_block_size = hash_block_size
-    self._enabled = enabled
 
+  @atomic
   def take(self) -> list[KVCacheEvent]:
     """Returns the events since the last call."""
-    events, self.queue = self.queue, []
+    self.undo_log.save_attribute(self, "events")
+    events, self.events = self.events, []
     return events
 
-  def read(
+  def add(self, event: KVCacheEvent) -> None:
+    """Appends an event, as a part of a call of the manager."""
+    self.undo_log.save_length(self.events)
+    self.events.append(event)
+
+  def add_stored(
     self,
-    rows: list[LogRow],
-    request: Any = None,
-    spans: Sequence[tuple[int, int]] = (),
+    request: Any,
+    group: int,
+    columns: range,
+    hashes: Sequence[bytes | None],
+    parent: bytes | None,
   ) -> None:
-    """Records the rows of one call of a request.
+    """Appends a `BlockStored`.
 
-    `spans` are the columns that the call filled, by group.
+    Args:
+      request: the request that stored the blocks, or found them.
+      group: the group.
+      columns: the places of the blocks in the request's table.
+      hashes: the hash of each block; None for a block that is not published.
+      parent: the hash of the block before; None for none.
     """
-    stored: dict[int, list[LogRow]] = {}
-    for row in rows:
-      if row.kind == telemetry.CLEARED:
-        self._add(AllBlocksCleared())
-      elif row.kind == telemetry.REMOVED:
-        self._add(self._removed(row))
-      else:
-        self._name(request, row)
-        stored.setdefault(row.group, []).append(row)
-    if not self._enabled:
-      return
-    for group, (first, stop) in enumerate(spans):
-      if first < stop:
-        new = stored.get(group, [])
-        self._add(self._stored(request, group, first, stop, new))
-
-  def repeat(self, request: Any, group: int, num_blocks: int) -> None:
-    """Reports the first blocks of a request again, for a hit."""
-    if self._enabled and num_blocks:
-      columns = list(range(num_blocks))
-      hashes = [self._hash(request, group, column) for column in columns]
-      event = self._event(request, group, 0, num_blocks, columns)
-      event.block_hashes = [_external(one) for one in hashes if one]
-      self._add(event)
-
-  def forget_all_but(self, keys: set[bytes]) -> None:
-    """Drops the names of other keys."""
-    self.names = {key: self.names[key] for key in keys & self.names.keys()}
-    self.keys = {name: key for name, key in self.keys.items() if key in keys}
-
-  def name_of(self, key: bytes) -> BlockName:
-    """Returns the external name of a page with this key."""
-    return self.names.get(key) or BlockName(key, 0)
-
-  def _add(self, event: KVCacheEvent) -> None:
-    if self._enabled:
-      self.queue.append(event)
-
-  def _name(self, request: Any, row: LogRow) -> None:
-    own = self._hash(request, row.group, row.column) or row.key
-    end = (row.column + 1) * self._groups[row.group].block_size
-    self.names[row.key] = BlockName(own, end)
-    self.keys[with_group(own, row.group)] = row.key
-
-  def _hash(self, request: Any, group: int, column: int) -> bytes | None:
-    """Returns the request's hash of a block, if it has one."""
-    hashes = getattr(request, "block_hashes", None) or ()
-    end = (column + 1) * self._groups[group].block_size
-    place = end // self._hash_block_size - 1
-    if end % self._hash_block_size or not 0 <= place < len(hashes):
-      return None
-    return bytes(hashes[place])
-
-  def _removed(self, row: LogRow) -> BlockRemoved:
-    own = self.name_of(row.key).hash
-    return BlockRemoved([_external(own)], MEDIUM_GPU, row.group)
-
-  def _stored(
-    self, request: Any, group: int, first: int, stop: int, rows: list[LogRow]
-  ) -> BlockStored:
-    columns = [row.column for row in rows]
-    event = self._event(request, group, first, stop, columns)
-    event.block_hashes = [_external(self.name_of(row.key).hash) for row in rows]
-    if first:
-      parent = self._hash(request, group, first - 1)
-      if parent is None and columns[:1] == [first]:
-        parent = self.name_of(rows[0].parent).hash
-      event.parent_block_hash = None if parent is None else _external(parent)
-    return event
-
-  def _event(
-    self, request: Any, group: int, first: int, stop: int, columns: list[int]
-  ) -> BlockStored:
-    """Returns an event without hashes."""
-    told = self._groups[group]
-    tokens = getattr(request, "all_token_ids", None)
-    tokens = request.token_ids if tokens is None else tokens
-    size = told.block_size
-    adapter = getattr(request, "lora_request", None)
-    extra = [_extra_keys(request, n * size, (n + 1) * size) for n in columns]
-    return BlockStored(
-      block_hashes=[],
-      parent_block_hash=None,
-      token_ids=list(tokens[first * size : stop * size]),
+    fields, adapter = (
+      self._groups[group],
+      getattr(request, "lora_request", None),
+    )
+    size, tokens = fields.block_size, getattr(request, "all_token_ids", None)
+    tokens = tokens_of(request) if tokens is None else tokens
+    published = [
+      (one, column * size)
+      for one, column in zip(hashes, columns, strict=True)
+      if one is not None
+    ]
+    extra = [
+      _extra_keys(request, begin, begin + size) for _, begin in published
+    ]
+    event = BlockStored(
+      block_hashes=[_external(one) for one, _ in published],
+      parent_block_hash=None if parent is None else _external(parent),
+      token_ids=list(tokens[columns.start * size : columns.stop * size]),
       block_size=size,
       lora_id=getattr(adapter, "adapter_id", None),
       medium=MEDIUM_GPU,
       lora_name=getattr(adapter, "name", None),
       extra_keys=extra or None,
       group_idx=group,
-      kv_cache_spec_kind=told.kind,
-      kv_cache_spec_sliding_window=told.window,
+      kv_cache_spec_kind=fields.kind,
+      kv_cache_spec_sliding_window=fields.window,
       session_id=getattr(request, "session_id", None),
     )
+    self.add(event)
 
-
-def with_group(block_hash: bytes, group: int) -> bytes:
-  """Appends a group to a hash, as four big-endian bytes."""
-  return block_hash + group.to_bytes(4, "big")
+  def add_removed(self, block_hash: bytes, group: int) -> None:
+    """Appends a `BlockRemoved`."""
+    self.add(BlockRemoved([_external(block_hash)], MEDIUM_GPU, group))
 
 
 def _external(block_hash: bytes) -> ExternalHash:

@@ -1,27 +1,23 @@
 """vLLM's `KVCacheManager`, over the manager of `jaxkv.host`."""
 
+import dataclasses
 from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
+from jaxkv._src.host.atomic import atomic
+from jaxkv._src.host.manager import CacheManager
 from jaxkv._src.host.types import CachePages
 from jaxkv._src.host.types import PrefixCacheStats
 from jaxkv._src.host.vllm import config
+from jaxkv._src.host.vllm.block_hashes import BlockHashes
 from jaxkv._src.host.vllm.block_pool import BlockPool
 from jaxkv._src.host.vllm.blocks import KVCacheBlock
 from jaxkv._src.host.vllm.blocks import KVCacheBlocks
-from jaxkv._src.host.vllm.call_log import CallLog
 from jaxkv._src.host.vllm.coordinator import KVCacheCoordinator
-from jaxkv._src.host.vllm.events import EventGroup
-from jaxkv._src.host.vllm.events import EventReader
+from jaxkv._src.host.vllm.events import EventQueue
 from jaxkv._src.host.vllm.events import KVCacheEvent
-from jaxkv._src.host.vllm.page_cache import PageCache
-from jaxkv._src.host.vllm.zeroing import ZeroingList
-
-_MOST_REQUESTS = 1024
-_MOST_ENTRIES = 2**26  # Of the page table: 256 MiB.
+from jaxkv._src.host.vllm.new_blocks import NewBlocks
 
 
 class KVCacheManager:
@@ -42,15 +38,15 @@ class KVCacheManager:
     log_stats: counts hits.
     enable_kv_cache_events: records events for `take_events`.
     dcp_world_size, pcp_world_size: must be 1.
-    metrics_collector: must be None.
+    metrics_collector: hears of blocks that are allocated, found and evicted,
+      as vLLM's `KVCacheMetricsCollector`.
     watermark: fraction of the blocks kept free when a waiting request is
       admitted.
     enable_mamba_shared_prefix_checkpoint: no effect, as in vLLM if no hit ends
       inside a block.
     policy: "current" for the order of vLLM since 0.25; "classic" for that of
       0.19.
-    max_requests: the most requests that hold blocks at once. None for 1,024, or
-      fewer if their block table would exceed 2**26 entries.
+    max_requests: the most requests that hold blocks at once.
     key: the secret of the page keys; None for a random one.
 
   Attributes:
@@ -60,13 +56,13 @@ class KVCacheManager:
     prefix_cache_stats: hits since the last `make_prefix_cache_stats`; None
       without `log_stats`.
     watermark_blocks: blocks kept free when a waiting request is admitted.
+    undo_log: the changes of the current call.
 
   Raises:
     ValueError: an option is unsupported or out of range.
   """
 
   mamba_shared_prefix_checkpoint = False
-  metrics_collector = None
   retained_hit_group_ids: tuple[int, ...] = ()
 
   def __init__(
@@ -84,20 +80,19 @@ class KVCacheManager:
     enable_kv_cache_events: bool = False,
     dcp_world_size: int = 1,
     pcp_world_size: int = 1,
-    metrics_collector: None = None,
+    metrics_collector: Any = None,
     watermark: float = 0.0,
     enable_mamba_shared_prefix_checkpoint: bool = False,
     *,
     policy: str = "current",
-    max_requests: int | None = None,
-    key: jax.Array | None = None,
+    max_requests: int = 1024,
+    key: Any = None,
   ):
     config.check_options(
       num_hash_lookahead_tokens=(num_hash_lookahead_tokens, 0),
       num_prefill_lookahead=(num_prefill_lookahead, 1),
       dcp_world_size=(dcp_world_size, 1),
       pcp_world_size=(pcp_world_size, 1),
-      metrics_collector=(int(metrics_collector is not None), 0),
     )
     groups = kv_cache_config.kv_cache_groups
     kinds = config.group_kinds(
@@ -110,12 +105,8 @@ class KVCacheManager:
       enable_caching=enable_caching,
     )
     drafts = config.draft_groups(groups, kinds, use_eagle)
-    if max_requests is None:
-      columns = max_model_len // min(kind.page_size or 1 for kind in kinds) + 1
-      entries = len(kinds) * columns
-      max_requests = max(1, min(_MOST_REQUESTS, _MOST_ENTRIES // entries))
     num_blocks = kv_cache_config.num_blocks
-    self._cache = PageCache(
+    self._manager = CacheManager(
       num_blocks,
       kinds,
       max_model_len,
@@ -128,31 +119,19 @@ class KVCacheManager:
       watermark=watermark,
       max_in_flight=max_in_flight_tokens,
       max_requests=max_requests,
-      # Room for what one call stores, and for what it removes before.
-      num_events=4 * num_blocks + 1 if enable_caching else 0,
       key=key,
     )
+    self.undo_log = self._manager.undo_log
     specs = [group.kv_cache_spec for group in groups]
-    self._reader = EventReader(
-      [
-        EventGroup(
-          spec.block_size, config.kind_name(spec), config.window_of(spec)
-        )
-        for spec in specs
-      ],
-      hash_block_size,
-      enabled=enable_kv_cache_events,
-    )
-    self._log = CallLog(self._cache, self._reader)
+    events = None
+    if enable_kv_cache_events:
+      events = EventQueue(config.event_groups(specs), self.undo_log)
+    self._hashes = BlockHashes(self._manager, hash_block_size, events)
     self.block_pool = BlockPool(
-      self._cache,
-      self._log,
-      self._reader,
-      hash_block_size,
-      enable_kv_cache_events=enable_kv_cache_events,
+      self._manager, self._hashes, hash_block_size, metrics_collector
     )
     self.coordinator = KVCacheCoordinator(
-      self._cache, self.block_pool, specs, scheduler_block_size, drafts
+      self._manager, self.block_pool, specs, scheduler_block_size, drafts
     )
     self.kv_cache_config = kv_cache_config
     self.max_model_len = max_model_len
@@ -160,13 +139,16 @@ class KVCacheManager:
     self.enable_kv_cache_events = enable_kv_cache_events
     self.use_eagle = use_eagle
     self.log_stats = log_stats
+    self.metrics_collector = metrics_collector
     self.num_kv_cache_groups = len(kinds)
     self.watermark_blocks = int(watermark * num_blocks)
     self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
     self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in kinds))
     zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
-    self._zeroing = ZeroingList(
-      [zeroes and config.is_attention(spec) for spec in specs]
+    self._new_blocks = NewBlocks(
+      self._manager,
+      self.block_pool,
+      [zeroes and config.is_attention(spec) for spec in specs],
     )
 
   @property
@@ -184,11 +166,10 @@ class KVCacheManager:
     stats = self.prefix_cache_stats
     if stats is None or not self.prefix_cache_lookup_enabled(request):
       return
-    preempted = getattr(request, "num_preemptions", 0) > 0
-    prefix = "preempted_" if preempted else ""
-    added = {"requests": 1, "queries": request.num_tokens, "hits": num_hits}
-    for name, amount in added.items():
-      setattr(stats, prefix + name, getattr(stats, prefix + name) + amount)
+    is_preempted = getattr(request, "num_preemptions", 0) > 0
+    self.prefix_cache_stats = stats.counting(
+      request.num_tokens, num_hits, is_preempted=is_preempted
+    )
 
   def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
     """Returns the hits since the last call; None without `log_stats`."""
@@ -208,17 +189,19 @@ class KVCacheManager:
 
     Returns:
       The prefix's blocks, its tokens, and the shared-prefix boundary: tokens
-      that
-      some groups have cached but not all, or 0.
+      that some groups have cached but not all, or 0.
     """
     if not self.prefix_cache_lookup_enabled(request):
       return self.empty_kv_cache_blocks, 0, 0
-    pages, num_tokens = self._cache.find_pages(request, max_cache_hit_length)
-    report = getattr(request, "kv_cache_report_mode", "incremental")
-    if num_tokens and report == "full":
-      for group, ids in enumerate(pages.pages):
-        self._reader.repeat(request, group, len(ids))
-    return self._found(pages), num_tokens, pages.shared_prefix_boundary
+    pages, num_tokens = self._manager.get_computed_pages(
+      request, max_cache_hit_length
+    )
+    blocks = self.empty_kv_cache_blocks
+    if num_tokens:
+      blocks = dataclasses.replace(self._blocks_of(pages.pages), found=pages)
+      if getattr(request, "kv_cache_report_mode", "incremental") == "full":
+        self._hashes.report_hit(request, pages.pages)
+    return blocks, num_tokens, pages.shared_prefix_boundary
 
   def get_computed_blocks_for_connector(
     self, request: Any, max_cache_hit_length: int | None = None
@@ -250,55 +233,109 @@ class KVCacheManager:
 
     Returns:
       The new blocks, after those of the hit and of external tokens; None, with
-      no
-      block taken, if too few are free or `max_requests` requests hold blocks.
+      no block taken, if too few are free or `max_requests` hold blocks.
     """
-    self._log.read()
-    name = request.request_id
-    begins = not self._cache.holds_pages(name)
-    if begins and self._cache.is_full:
+    manager = self._manager
+    begins = not manager.holds_pages(request.request_id)
+    if begins and manager.is_full:
       return None
-    hit = None if new_computed_blocks is None else new_computed_blocks.pages
     behind = request.num_computed_tokens + num_new_computed_tokens
-    external = min(num_external_computed_tokens, self.max_model_len - behind)
-    behind += external
-    self._log.expect(request)
-    pages = self._cache.allocate_slots(
+    external = num_external_computed_tokens
+    if external:
+      external = min(external, self.max_model_len - behind)
+    num_new_tokens = min(num_new_tokens, self.max_model_len - behind - external)
+    # Most calls are for a request that runs. The manager serves them fastest
+    # without further arguments.
+    if not (
+      begins
+      or self._new_blocks.are_recorded
+      or external
+      or num_new_computed_tokens
+      or new_computed_blocks is not None
+      or delay_cache_blocks
+      or num_encoder_tokens
+      or full_sequence_must_fit
+      or reserved_blocks
+      or not has_scheduled_reqs
+    ):
+      pages = manager.allocate_slots(
+        request, num_new_tokens, 0, None, num_lookahead_tokens
+      )
+    else:
+      hit = None if new_computed_blocks is None else new_computed_blocks.pages
+      pages = self._allocate(
+        request,
+        num_new_tokens,
+        num_new_computed_tokens,
+        hit,
+        num_lookahead_tokens,
+        begins=begins,
+        skipped_groups=skip_zeroing_group_ids,
+        num_external_computed_tokens=external,
+        delay_cache_pages=delay_cache_blocks,
+        full_sequence_must_fit=full_sequence_must_fit,
+        reserved_pages=reserved_blocks,
+        has_scheduled_requests=has_scheduled_reqs,
+        num_encoder_tokens=num_encoder_tokens,
+      )
+    return None if pages is None else self._blocks_of(pages.pages)
+
+  @atomic
+  def _allocate(
+    self,
+    request: Any,
+    num_new_tokens: int,
+    num_found: int,
+    hit: CachePages | None,
+    num_lookahead_tokens: int,
+    *,
+    begins: bool,
+    skipped_groups: Sequence[int],
+    num_external_computed_tokens: int,
+    **options: Any,
+  ) -> CachePages | None:
+    """Allocates, and records the new blocks for zeroing and metrics."""
+    if begins:
+      self._hashes.begin(hit.pages if hit is not None else ())
+    pages = self._manager.allocate_slots(
       request,
-      min(num_new_tokens, self.max_model_len - behind),
-      num_new_computed_tokens,
+      num_new_tokens,
+      num_found,
       hit,
       num_lookahead_tokens,
-      num_external_computed_tokens=external,
-      delay_cache_pages=delay_cache_blocks,
-      full_sequence_must_fit=full_sequence_must_fit,
-      reserved_pages=reserved_blocks,
-      has_scheduled_requests=has_scheduled_reqs,
-      num_encoder_tokens=num_encoder_tokens,
+      num_external_computed_tokens=num_external_computed_tokens,
+      **options,
     )
     if pages is None:
-      self._log.read()
       return None
-    self._log.read(hit, behind if begins else 0)
-    if begins and external and self._zeroing.groups:
-      ids = self._cache.get_page_ids(name)
-      self._zeroing.add_loaded(ids, pages, hit, skip_zeroing_group_ids)
-    self._zeroing.add(pages)
-    return self._blocks_of(pages.pages)
+    if begins and num_external_computed_tokens:
+      self._hashes.skip_loaded(request.request_id)
+    if self._new_blocks.are_recorded:
+      found = hit.pages if hit is not None else ()
+      self._new_blocks.add(
+        request.request_id,
+        pages.pages,
+        found if begins else None,
+        skipped_groups,
+      )
+    return pages
 
+  @atomic
   def free(self, request: Any) -> None:
     """Frees all blocks of a request, the last block first."""
-    self._log.forget(request)
-    self._cache.free(request)
+    self._hashes.forget(request.request_id)
+    self._manager.free(request)
 
+  @atomic
   def pop_blocks_for_free(self, request: Any) -> list[KVCacheBlock]:
     """Removes a request but keeps its blocks until `free_blocks`.
 
     Use it while a step in flight may still write to them. Returns the blocks in
     order; pass them to `free_blocks` in reverse.
     """
-    self._log.forget(request)
-    return [self.block_pool.blocks[n] for n in self._cache.hand_over(request)]
+    self._hashes.forget(request.request_id)
+    pages = self._manager.pages.detach(request)
+    return [self.block_pool.blocks[number] for number in pages]
 
   def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
     """Calls `BlockPool.free_blocks`."""
@@ -317,17 +354,20 @@ class KVCacheManager:
       processed_computed_tokens: tokens whose K/V no step in flight writes.
       num_prompt_tokens: not used.
     """
-    self._cache.remove_skipped_pages(request_id, processed_computed_tokens)
+    self._manager.remove_skipped_pages(request_id, processed_computed_tokens)
 
   def evict_blocks(self, block_ids: Iterable[int]) -> None:
     """Calls `BlockPool.evict_blocks`."""
     self.block_pool.evict_blocks(block_ids)
 
+  @atomic
   def reset_prefix_cache(self) -> bool:
     """Resets the prefix cache; returns False if a request holds a block."""
     done = self.block_pool.reset_prefix_cache()
     if done and self.prefix_cache_stats is not None:
-      self.prefix_cache_stats.reset = True
+      stats = dataclasses.replace(self.prefix_cache_stats, reset=True)
+      self.undo_log.save_attribute(self, "prefix_cache_stats")
+      self.prefix_cache_stats = stats
     return done
 
   def can_fit_full_sequence(
@@ -335,7 +375,7 @@ class KVCacheManager:
   ) -> bool:
     """True if all tokens of a request would fit now; for vLLM 0.19."""
     tokens = min(request.num_tokens, self.max_model_len)
-    need = self._cache.num_needed_pages(
+    need = self._manager.num_needed_pages(
       request.request_id, tokens, tokens, num_encoder_tokens, capped=True
     )
     return need <= self.block_pool.get_num_free_blocks()
@@ -345,9 +385,9 @@ class KVCacheManager:
 
     Always 0 unless `policy` is "classic", as in vLLM since 0.33.
     """
-    if self._cache.config.prefix_rules == "current":
+    if self._manager.config.prefix_rules == "current":
       return [0] * self.num_kv_cache_groups
-    return self._cache.get_num_common_prefix_pages(running_request_id)
+    return self._manager.get_num_common_prefix_pages(running_request_id)
 
   def take_events(self) -> list[KVCacheEvent]:
     """Returns events since the last call; none unless they are enabled."""
@@ -355,37 +395,31 @@ class KVCacheManager:
 
   def get_blocks(self, request_id: str) -> KVCacheBlocks:
     """Returns the blocks of a request."""
-    return self._blocks_of(self._cache.get_page_ids(request_id))
+    return self._blocks_of(self._manager.get_page_ids(request_id))
 
   def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
     """Returns the ids of a request's blocks."""
-    return self._cache.get_page_ids(request_id)
+    return self._manager.get_page_ids(request_id)
 
   def get_block_ids_for_computed_tokens(
     self, request_id: str, num_computed_tokens: int
   ) -> tuple[list[int], ...]:
     """Returns a request's block ids, in attention only up to these tokens."""
-    ids = self.get_block_ids(request_id)
-    return tuple(
-      column[: -(-num_computed_tokens // size)]
-      if config.holds_tokens(kind)
-      else column
-      for kind, size, column in zip(
-        self._cache.config.groups,
-        self._cache.config.page_sizes,
-        ids,
-        strict=True,
-      )
-    )
+    ids, sizes = self.get_block_ids(request_id), self._manager.config.page_sizes
+    stops = [
+      -(-num_computed_tokens // size) if config.holds_tokens(kind) else None
+      for kind, size in zip(self._manager.config.groups, sizes, strict=True)
+    ]
+    return tuple(column[:end] for column, end in zip(ids, stops, strict=True))
 
   def estimate_cached_tokens(self, request: Any) -> int:
     """Returns the tokens up to which all groups have a cached block."""
     if not self.enable_caching:
       return 0
     ends = []
-    for column in self._cache.get_page_ids(request.request_id):
-      hashed = self.block_pool.num_hashed_tokens(column)
-      ends.append(max((end for end in hashed if end), default=0))
+    for column in self._manager.get_page_ids(request.request_id):
+      hashed = [self._hashes.num_tokens(number) or 0 for number in column]
+      ends.append(max(hashed, default=0))
     return min(ends)
 
   def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
@@ -397,10 +431,7 @@ class KVCacheManager:
       KeyError: the request holds no block.
     """
     if self.enable_caching:
-      self._log.read()
-      self._log.expect(request)
-      self._cache.cache_pages(request, num_computed_tokens)
-      self._log.read()
+      self._manager.cache_pages(request, num_computed_tokens)
 
   def create_kv_cache_blocks(
     self, blocks: tuple[Sequence[KVCacheBlock], ...]
@@ -412,7 +443,7 @@ class KVCacheManager:
     self, blocks: KVCacheBlocks, num_computed_tokens: int
   ) -> KVCacheBlocks:
     """Returns the blocks of a lookup that the first tokens fill."""
-    sizes = self._cache.config.page_sizes
+    sizes = self._manager.config.page_sizes
     return self.create_kv_cache_blocks(
       tuple(
         list(column[: num_computed_tokens // size])
@@ -426,15 +457,13 @@ class KVCacheManager:
     In order of groups and allocation; empty unless
     `kv_cache_config.needs_kv_cache_zeroing`.
     """
-    return self._zeroing.take()
+    return self._new_blocks.take()
 
   def record_blocks_for_zeroing(
     self, request_id: str, start_token: int
   ) -> None:
     """Adds a request's blocks from a token on to `take_new_block_ids`."""
-    ids = self._cache.get_page_ids(request_id)
-    sizes = self._cache.config.page_sizes
-    self._zeroing.add_from(ids, [start_token // size for size in sizes])
+    self._new_blocks.add_from(request_id, start_token)
 
   def take_kv_cache_block_copies(
     self,
@@ -449,7 +478,7 @@ class KVCacheManager:
 
     For each request: group, block, and tokens up to the block's end.
     """
-    return self._log.take_states()
+    return self._hashes.take_states()
 
   def finalize_partial_tail_offloads(
     self, request: Any
@@ -459,17 +488,13 @@ class KVCacheManager:
 
   def new_step_starts(self) -> None:
     """Starts a scheduling step; states cached before it count as written."""
-    self._cache.new_step_starts()
-
-  def _found(self, pages: CachePages) -> KVCacheBlocks:
-    """Returns the blocks of a lookup."""
-    blocks = self._blocks_of(pages.pages)
-    if blocks is self.empty_kv_cache_blocks:
-      return blocks
-    return KVCacheBlocks(blocks.blocks, pages)
+    self._manager.new_step_starts()
 
   def _blocks_of(self, ids: Sequence[Sequence[int]]) -> KVCacheBlocks:
+    """Returns the shared empty blocks if there is no id."""
+    if not any(ids):
+      return self.empty_kv_cache_blocks
     blocks = self.block_pool.blocks
-    return self.create_kv_cache_blocks(
+    return KVCacheBlocks(
       tuple([blocks[number] for number in column] for column in ids)
     )

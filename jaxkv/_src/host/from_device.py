@@ -1,0 +1,308 @@
+"""Continues a manager from a state that comes back from a device."""
+
+from collections.abc import Mapping
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxkv._src.cache import telemetry
+from jaxkv._src.cache.prefix.hashing import KEY_WORDS
+from jaxkv._src.cache.prefix.hashing import SlotHashes
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import check_single
+from jaxkv._src.host import to_device
+from jaxkv._src.host.allocate import room_of
+from jaxkv._src.host.device_mirror import are_cached
+from jaxkv._src.host.prefix_nodes import DevicePage
+from jaxkv._src.host.prefix_nodes import PrefixNode
+from jaxkv._src.host.publish import more_nodes
+from jaxkv._src.host.request import read_request
+from jaxkv._src.host.request import salt_of
+from jaxkv._src.host.sequences import HeldSequence
+from jaxkv._src.host.state import HostState
+from jaxkv._src.host.types import PoppedPages
+
+_MASK = 0xFFFFFFFF
+
+
+class _Slots(NamedTuple):
+  """The sequences of a device state."""
+
+  held: dict[str, HeldSequence]
+  popped: dict[int, tuple[PoppedPages, HeldSequence]]
+  released: list[str]
+
+
+def from_device(
+  state: HostState, device: CacheState, requests: Mapping[int, Any]
+) -> list[str]:
+  """Replaces the state of a manager; see `CacheManager.take`."""
+  check_single(device)
+  _check_identity(state, device)
+  host: Any = jax.device_get(device)
+  # The pages that changed on the host are compared with what came back.
+  if state.device_keys is not None:
+    to_device.update_mirror(state, state.device_keys)
+  slots = _adopt_slots(state, host, requests)
+  _check_hashes(state, host.hashes, slots)
+  log, pool = state.undo_log, state.pool
+  log.save_attribute(state, "held")
+  log.save_attribute(state, "popped")
+  log.save_attribute(state, "vacant")
+  state.held, state.popped = slots.held, slots.popped
+  occupied = {held.slot for held in state.all_held()}
+  vacant = [slot for slot in state.vacant if slot not in occupied]
+  new_vacant = set(range(state.config.num_slots)) - occupied - set(vacant)
+  state.vacant = sorted(new_vacant, reverse=True) + vacant
+  for name, counts in (
+    ("ref_count", host.pool.ref_count),
+    ("pin_count", host.pool.pin_count),
+  ):
+    log.save_attribute(pool, name)
+    setattr(pool, name, counts.tolist())
+  pool.queue.replace(_free_pages(host))
+  if pool.new is not None:
+    log.save_attribute(pool, "new")
+    pool.new = host.pool.new.tolist()
+  if host.pool.events is not None and state.events is not None:
+    sizes = state.config.page_sizes
+    state.events.extend(telemetry.read_log(host.pool.events, sizes))
+  if state.device_keys is not None:
+    _adopt_index(state, host)
+  state.set_counters(host.stats)
+  return slots.released
+
+
+def _check_identity(state: HostState, device: CacheState) -> None:
+  """Raises unless a state can have come from this manager."""
+  if device.config != state.config:
+    raise ValueError(
+      f"`state` must have the manager's config, {state.config}, got "
+      f"{device.config}; take back a state that `manager.state` began."
+    )
+  keys = state.device_keys
+  if keys is not None and device.secret is not None:
+    if not np.array_equal(np.asarray(device.secret), keys.secret):
+      raise ValueError(
+        "`state` must have the manager's secret, got another one; take back a "
+        "state that `manager.state` began."
+      )
+    if int(device.epoch) != keys.epoch:
+      raise ValueError(
+        f"`state` must have epoch {keys.epoch}, got {int(device.epoch)}: a "
+        "manager has no epochs; free its requests and call reset_prefix_cache "
+        "after a change of weights."
+      )
+  error = int(device.error)
+  if error != Status.OK:
+    raise ValueError(
+      f"`state` must have no recorded error, got {Status(error).name}; handle "
+      "the failed rows and call jaxkv.clear_error."
+    )
+
+
+def _adopt_slots(
+  state: HostState, host: Any, requests: Mapping[int, Any]
+) -> _Slots:
+  """Returns the sequences of a state that is on the host."""
+  before = {held.slot: held for held in state.held.values()}
+  popped = dict(state.popped)
+  occupied = np.flatnonzero(host.num_pages.any(axis=1)).tolist()
+  _check_requests(state, requests, occupied)
+  held: dict[str, HeldSequence] = {}
+  for slot in occupied:
+    if slot in popped:
+      waiting, old = popped[slot]
+      popped[slot] = waiting, _sequence(state, host, slot, old, old.request)
+      continue
+    old = before.get(slot)
+    if slot in requests:
+      request, old = requests[slot], None
+    elif old is not None:
+      request = old.request
+    else:
+      raise ValueError(
+        f"`requests` must name the request in slot {slot}, which was empty, "
+        f"got {sorted(requests)}; add it."
+      )
+    sequence = _sequence(state, host, slot, old, request)
+    if sequence.request_id in held:
+      raise ValueError(
+        "`requests` must name each request once, got "
+        f"{sequence.request_id!r} again."
+      )
+    held[sequence.request_id] = sequence
+  for slot in set(popped) - set(occupied):
+    del popped[slot]
+  released = [name for name in state.held if name not in held]
+  return _Slots(held, popped, released)
+
+
+def _check_requests(
+  state: HostState, requests: Mapping[int, Any], occupied: list[int]
+) -> None:
+  wrong = sorted(set(requests) - set(occupied))
+  if wrong:
+    raise ValueError(
+      f"`requests` must name slots with pages, {occupied}, got {wrong}."
+    )
+  popped = sorted(set(requests) & set(state.popped))
+  if popped:
+    raise ValueError(
+      f"`requests` must not name slots {popped}, whose pages wait for "
+      "free_pages."
+    )
+
+
+def _sequence(
+  state: HostState,
+  host: Any,
+  slot: int,
+  old: HeldSequence | None,
+  request: Any,
+) -> HeldSequence:
+  """Returns the sequence in a slot, with nodes for its published tokens."""
+  name = request.request_id if old is None else old.request_id
+  held = HeldSequence(name, slot, len(state.groups))
+  held.request = request
+  held.tables = [
+    host.page_table[slot, group, :count].tolist()
+    for group, count in enumerate(host.num_pages[slot].tolist())
+  ]
+  held.skipped = host.num_skipped_pages[slot].tolist()
+  held.length = int(host.length[slot])
+  held.room = room_of(state, held)
+  hashes = host.hashes
+  if hashes is None:
+    return held
+  if hashes.prompt_length is not None:
+    held.prompt_length = int(hashes.prompt_length[slot])
+    held.boundary = int(hashes.shared_prefix_boundary[slot])
+  count = held.length // state.config.page_size
+  if old is not None and count <= len(old.nodes):
+    held.root, held.nodes = old.root, old.nodes[:count]
+    return held
+  fields = read_request(request)
+  if fields.num_tokens < held.length:
+    raise ValueError(
+      f"`token_ids` of {name!r} must have the {held.length} tokens that slot "
+      f"{slot} has, got {fields.num_tokens}; append the new tokens before take."
+    )
+  # The nodes of the tokens that were published before stay.
+  held.root, held.nodes = (
+    (state.root_of(salt_of(fields, state.config.page_size)), [])
+    if old is None
+    else (old.root, old.nodes[:])
+  )
+  assert held.root is not None
+  held.nodes += more_nodes(state, held.nodes, held.root, fields, held.length)
+  return held
+
+
+def _chain_end(state: HostState, held: HeldSequence) -> PrefixNode:
+  """Returns the node at which the chain of `SlotHashes` stands."""
+  assert held.root is not None
+  config = state.config
+  aligned = held.length // config.alignment * config.alignment
+  count = aligned // config.page_size
+  return held.nodes[count - 1] if count else held.root
+
+
+def _check_hashes(
+  state: HostState, hashes: SlotHashes | None, slots: _Slots
+) -> None:
+  """Raises unless the requests have the tokens that the device committed."""
+  keys = state.device_keys
+  if hashes is None or keys is None:
+    return
+  ends = {held.slot: _chain_end(state, held) for held in slots.held.values()}
+  keys.compute(ends.values())
+  keys.compute(held.root for held in slots.held.values() if held.root)
+  for held in slots.held.values():
+    assert held.root is not None
+    node = ends[held.slot]
+    slot = held.slot
+    if tuple(hashes.root[slot].tolist()) != held.root.key:
+      salt = salt_of(read_request(held.request), state.config.page_size)
+      raise ValueError(
+        f"`requests` must name for slot {slot} a request with the salt of its "
+        f"sequence, got {held.request_id!r} with the salt {salt.hex()}; admit "
+        "with the request's salt."
+      )
+    if tuple(hashes.chain[slot].tolist()) != node.key:
+      raise ValueError(
+        f"`token_ids` of {held.request_id!r} must begin with the tokens that "
+        f"slot {slot} has; name the request in `requests` if the slot was "
+        "filled again."
+      )
+
+
+def _free_pages(host: Any) -> list[int]:
+  """Returns the free pages of a state in eviction order."""
+  queue = host.pool.queue
+  capacity = len(queue.ring)
+  place = (int(queue.head) + np.arange(int(queue.span))) % capacity
+  pages = queue.ring[place]
+  return pages[queue.position[pages] == place].tolist()
+
+
+def _adopt_index(state: HostState, host: Any) -> None:
+  """Takes over the contents of pages, and the pages that are cached."""
+  pool, mirror, index = state.pool, state.mirror, host.pool.index
+  before, cached = mirror.is_cached(), are_cached(index.entry)
+  is_same = mirror.entry[:, : KEY_WORDS + 1] == index.entry[:, : KEY_WORDS + 1]
+  changed = np.flatnonzero(~is_same.all(axis=1) | (before != cached))
+  device_clock = int(index.clock)
+  clock = pool.clock + ((device_clock - pool.clock) & _MASK)
+  ages = device_clock - index.entry[changed, KEY_WORDS].astype(np.int64)
+  stamps = (clock - (ages & _MASK)).tolist()
+  contents, groups = _contents(state, host, changed)
+  pool.replace_contents(
+    changed.tolist(), contents, groups, stamps, cached[changed].tolist()
+  )
+  state.undo_log.save_attribute(pool, "clock")
+  pool.clock = clock
+  if pool.ages is not None and host.pool.ages is not None:
+    ages_of = host.pool.ages
+    released = device_clock - ages_of.released.astype(np.int64)
+    pool.replace_ages(
+      (clock - (released & _MASK)).tolist(),
+      ages_of.evicted.lifetime.tolist(),
+      ages_of.evicted.idle.tolist(),
+    )
+  # The mirror is a cache: it is right again once the changed pages are written.
+  state.undo_log.record((pool.changed.update, range(state.config.num_pages)))
+  mirror.replace(index.buckets, index.overflow, index.entry, index.tokens)
+  pool.changed.clear()
+
+
+def _contents(
+  state: HostState, host: Any, changed: np.ndarray
+) -> tuple[list[Any], list[int]]:
+  """Returns the contents of changed pages, and their groups if known."""
+  index, log = host.pool.index, host.pool.events
+  groups = dict.fromkeys(changed.tolist(), 0)
+  if log is not None:
+    latest = log.group_of[changed].tolist()
+    groups = dict(zip(groups, latest, strict=True))
+  contents: dict[int, Any] = {}
+  is_changed = np.zeros((state.config.num_pages + 1,), bool)
+  is_changed[changed] = True
+  by_slot = {held.slot: held for held in state.all_held()}
+  # The null page and NO_PAGE never change.
+  places = np.argwhere(is_changed[host.page_table])
+  for slot, number, column in places.tolist():
+    held, group = by_slot[slot], state.groups[number]
+    page = int(host.page_table[slot, number, column])
+    groups[page] = number
+    if column < group.final_pages(held.length):
+      contents[page] = held.nodes[(column + 1) * group.step - 1]
+  keys = index.entry[changed, :KEY_WORDS].tolist()
+  tokens = index.tokens[changed]
+  for page, key, row in zip(groups, keys, tokens, strict=True):
+    if page not in contents:
+      contents[page] = DevicePage(tuple(key), row.tobytes())
+  return [contents[page] for page in groups], list(groups.values())

@@ -1,0 +1,252 @@
+"""The pages of a manager, for engines that hold references to them."""
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv._src.cache.prefix.hashing import key_bytes
+from jaxkv._src.host import allocate
+from jaxkv._src.host import lookup
+from jaxkv._src.host.atomic import atomic
+from jaxkv._src.host.page_pool import PageListener
+from jaxkv._src.host.prefix_nodes import DevicePage
+from jaxkv._src.host.prefix_nodes import Key
+from jaxkv._src.host.request import read_request
+from jaxkv._src.host.state import HostState
+
+
+class Pages:
+  """The pages of a `CacheManager`: references, keys and listeners.
+
+  A reference that is taken here belongs to the caller, until `release`. Page
+  ids are 1 to N - 1.
+
+  Attributes:
+    undo_log: that of the manager.
+  """
+
+  def __init__(self, state: HostState):
+    self._state = state
+    self.undo_log = state.undo_log
+
+  def add_listener(self, listener: PageListener) -> None:
+    """Calls a listener whenever a page enters or leaves the prefix cache."""
+    self._state.pool.listeners.append(listener)
+
+  @atomic
+  def detach(self, request: Any) -> list[int]:
+    """Removes a request; its references belong to the caller now.
+
+    Returns:
+      Its pages, group by group, without null pages; empty if it holds none.
+    """
+    state = self._state
+    held = state.held.get(request.request_id)
+    if held is None:
+      return []
+    pages = [page for table in held.tables for page in table if page]
+    state.pool.pin(pages, 1)
+    state.undo_log.save_key(state.held, held.request_id)
+    del state.held[held.request_id]
+    allocate.vacate(state, held)
+    return pages
+
+  @atomic
+  def take(self, count: int) -> list[int]:
+    """Takes pages from the front of the free queue; they are evicted.
+
+    Raises:
+      ValueError: too few are free.
+    """
+    pool = self._state.pool
+    if count > pool.num_free:
+      raise ValueError(
+        f"`count` must be at most {pool.num_free}, got {count}: more pages are "
+        "not free."
+      )
+    pages = pool.pop(count)
+    pool.pin(pages, 1)
+    return pages
+
+  @atomic
+  def hold(self, page_ids: Sequence[int]) -> None:
+    """Adds a reference to each page; free ones leave the free queue."""
+    self._check(page_ids)
+    self._state.pool.hold(page_ids)
+    self._state.pool.pin(page_ids, 1)
+
+  @atomic
+  def release(self, page_ids: Sequence[int]) -> None:
+    """Gives references back; the first page that becomes free is evicted first.
+
+    Raises:
+      ValueError: a page has fewer references of callers than are given back.
+    """
+    self._check(page_ids)
+    pool = self._state.pool
+    pool.pin(page_ids, -1)
+    wrong = sorted({page for page in page_ids if pool.pin_count[page] < 0})
+    if wrong:
+      raise ValueError(
+        "`page_ids` must be held, and not by a request, got "
+        f"{wrong} among them."
+      )
+    pool.release(page_ids)
+
+  def _check(self, page_ids: Iterable[int]) -> None:
+    last = self._state.config.num_pages - 1
+    wrong = [page for page in page_ids if not 0 < page <= last]
+    if wrong:
+      raise ValueError(f"`page_ids` must be 1 to {last}, got {wrong}.")
+
+  @atomic
+  def evict(self, page_ids: Iterable[int]) -> None:
+    """Removes pages from the prefix cache; their references stay."""
+    self._state.pool.unpublish(page_ids)
+
+  @atomic
+  def publish(
+    self, page_id: int, key: bytes, tokens: Sequence[int], group: int = 0
+  ) -> None:
+    """Publishes a page of which only the key is known, not the prefix.
+
+    Args:
+      page_id: a page that is not cached.
+      key: its key in its group, 16 bytes, as `keys` returns it.
+      tokens: the tokens of the page.
+      group: its group.
+    """
+    words = _words_of(key)
+    content = DevicePage(words, np.asarray(tokens, "<i4").tobytes())
+    self._state.pool.fill([page_id], [content], group, [True])
+
+  @atomic
+  def ref_counts(self, page_ids: Iterable[int] | None = None) -> list[int]:
+    """Returns the references of pages; None for all pages."""
+    counts = self._state.pool.ref_count
+    if page_ids is None:
+      return counts[:]
+    return [counts[page] for page in page_ids]
+
+  @atomic
+  def caller_counts(self, page_ids: Iterable[int]) -> list[int]:
+    """Returns the references of pages that `release` accepts."""
+    counts = self._state.pool.pin_count
+    return [counts[page] for page in page_ids]
+
+  @atomic
+  def are_cached(self, page_ids: Iterable[int]) -> list[bool]:
+    """Returns, for each page, True if a lookup can find it."""
+    cached = self._state.pool.is_cached
+    return [cached[page] for page in page_ids]
+
+  @atomic
+  def groups(self, page_ids: Iterable[int]) -> list[int]:
+    """Returns the groups in which pages were last published."""
+    groups = self._state.pool.group
+    return [groups[page] for page in page_ids]
+
+  @atomic
+  def cached_in_order(self) -> list[int]:
+    """Returns the cached pages in the order of publication."""
+    return self._state.pool.cached_pages()
+
+  @atomic
+  def keys(self, page_ids: Iterable[int]) -> list[bytes | None]:
+    """Returns the keys of pages in their groups; None for uncached pages."""
+    pool, page_ids = self._state.pool, list(page_ids)
+    cached = [page for page in page_ids if pool.is_cached[page]]
+    keys = self._state.device_keys
+    if keys is None or not cached:
+      return [None] * len(page_ids)
+    keys.compute(pool.content[page] for page in cached)
+    return [
+      key_bytes(self._key_of(page)) if pool.is_cached[page] else None
+      for page in page_ids
+    ]
+
+  @atomic
+  def tokens(self, page_ids: Iterable[int]) -> list[tuple[int, ...]]:
+    """Returns the tokens of cached pages, masked where an item touches them."""
+    pool, groups, result = self._state.pool, self._state.groups, []
+    for page in page_ids:
+      step = groups[pool.group[page]].step
+      data = pool.content[page].last_tokens(step)
+      result.append(tuple(np.frombuffer(data, "<i4").tolist()))
+    return result
+
+  @atomic
+  def find(self, key: bytes, tokens: Sequence[int] | None = None) -> list[int]:
+    """Returns the cached pages with a key, in the order of publication.
+
+    The cost grows with the number of cached pages.
+
+    Args:
+      key: a key, 16 bytes, as `keys` returns it.
+      tokens: the tokens of the pages; None for any.
+    """
+    pool, words = self._state.pool, _words_of(key)
+    if self._state.device_keys is None:
+      return []
+    pages = pool.cached_pages()
+    self._state.device_keys.compute(pool.content[page] for page in pages)
+    pages = [page for page in pages if self._key_of(page) == words]
+    if tokens is None:
+      return pages
+    expected = tuple(tokens)
+    return [page for page in pages if self.tokens([page])[0] == expected]
+
+  @atomic
+  def keys_of_request(
+    self, request: Any, num_pages: int, page_size: int
+  ) -> list[tuple[bytes, tuple[int, ...]]]:
+    """Returns the keys and tokens of a request's first full pages.
+
+    The tokens are masked where an item touches the page.
+
+    Args:
+      request: any object with the attributes of `Request`.
+      num_pages: the most pages.
+      page_size: tokens a page, those of a group; the keys are those that pages
+        of this size have in the first group.
+    """
+    keys, fields = self._state.device_keys, read_request(request)
+    if keys is None:
+      return []
+    num_pages = min(num_pages, fields.num_tokens // page_size)
+    hashed = lookup.hash_tokens(self._state, fields, num_pages * page_size)
+    nodes = hashed.nodes(len(hashed.digests))
+    keys.compute(nodes)
+    step, pages = page_size // self._state.config.page_size, []
+    for node in nodes[step - 1 :: step]:
+      tokens = np.frombuffer(node.last_tokens(step), "<i4").tolist()
+      pages.append((key_bytes(keys.group_key(node, 0)), tuple(tokens)))
+    return pages
+
+  def in_first_group(self, key: bytes, group: int) -> bytes:
+    """Converts a key between a group and the first group, in either way."""
+    keys = self._state.device_keys
+    assert keys is not None
+    return key_bytes(keys.in_first_group(_words_of(key), group))
+
+  @atomic
+  def num_keys(self) -> int:
+    """Returns the number of different keys of cached pages, in all groups."""
+    pool = self._state.pool
+    if not pool.knows_device_pages:
+      return pool.num_digests
+    # A page may be known by its key, and another one with that key by its
+    # prefix, so that their digests differ.
+    pages = pool.cached_pages()
+    return len({*zip(self.keys(pages), self.groups(pages), strict=True)})
+
+  def _key_of(self, page: int) -> Key:
+    pool, keys = self._state.pool, self._state.device_keys
+    assert keys is not None
+    return keys.group_key(pool.content[page], pool.group[page])
+
+
+def _words_of(key: bytes) -> Any:
+  return tuple(np.frombuffer(key, "<u4").tolist())

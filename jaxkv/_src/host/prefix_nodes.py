@@ -1,0 +1,252 @@
+"""Prefixes on the host: what a page holds, and its key on the device.
+
+A lookup on the host compares digests (BLAKE2b, chained page by page from a
+secret) and then the tokens of the page. The 128-bit keys of the device
+(`cache/prefix/hashing`) take longer to compute in Python. They are computed
+only for the device state, for events, and to find pages whose keys came from a
+device.
+"""
+
+import hashlib
+import itertools
+import struct
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv._src.cache.prefix.hashing import KEY_WORDS
+from jaxkv._src.cache.prefix.hashing import NUM_ROUNDS
+from jaxkv._src.cache.prefix.hashing import SECRET_OF_DIGESTS
+from jaxkv._src.cache.prefix.hashing import SECRET_OF_GROUPS
+from jaxkv._src.cache.prefix.hashing import SECRET_OF_ROOTS
+from jaxkv._src.cache.prefix.hashing import secret_purposes
+
+Key = tuple[int, int, int, int]
+"""The words of a key of the device."""
+
+TOKEN_BYTES = 4
+_MASK = 0xFFFFFFFF
+# Fewer rows than this are permuted faster as Python numbers than by numpy.
+_FEW_ROWS = 8
+
+
+class PrefixNode:
+  """The tokens of a page, and of all pages before it.
+
+  Attributes:
+    digest: 16 bytes, equal for equal prefixes; the key of a page on the host.
+    parent: the node of the tokens before; None for a root.
+    tokens: S tokens as int32 bytes; the salt of a root.
+    key: the chain's key on the device, see `DeviceKeys`; None until computed.
+  """
+
+  __slots__ = ("digest", "key", "parent", "tokens")
+  is_from_device = False
+
+  def __init__(self, digest: bytes, parent: "PrefixNode | None", tokens: bytes):
+    self.digest = digest
+    self.parent = parent
+    self.tokens = tokens
+    self.key: Key | None = None
+
+  def last_tokens(self, count: int) -> bytes:
+    """Returns the tokens of the last `count` nodes."""
+    if count == 1:
+      return self.tokens
+    parts, node = [], self
+    for _ in range(count):
+      assert node is not None
+      parts.append(node.tokens)
+      node = node.parent
+    return b"".join(reversed(parts))
+
+  def path(self) -> list["PrefixNode"]:
+    """Returns the nodes from the first page to this one, without the root."""
+    nodes, node = [], self
+    while node.parent is not None:
+      nodes.append(node)
+      node = node.parent
+    nodes.reverse()
+    return nodes
+
+
+class DevicePage:
+  """The content of a page that a device published; its prefix is unknown.
+
+  Attributes:
+    digest: the key of the page on the host, which no prefix has.
+    group_key: its key on the device, in its group.
+    tokens: the tokens of the page as int32 bytes.
+  """
+
+  __slots__ = ("digest", "group_key", "tokens")
+  is_from_device = True
+
+  def __init__(self, group_key: Key, tokens: bytes):
+    self.digest = digest_of_key(group_key)
+    self.group_key = group_key
+    self.tokens = tokens
+
+  def last_tokens(self, count: int) -> bytes:
+    """Returns the tokens of the page; zeros follow those of a small page."""
+    return self.tokens
+
+
+def digest_of_key(group_key: Key) -> bytes:
+  """Returns the key on the host of a page known by its key on the device."""
+  # Of another length than a digest, so that no digest is equal to it.
+  return struct.pack("<4I?", *group_key, True)
+
+
+def chain_digests(root: bytes, tokens: bytes, page_bytes: int) -> list[bytes]:
+  """Returns the digest after each whole page of tokens."""
+  blake2b = hashlib.blake2b
+  count = len(tokens) // page_bytes
+  pages = struct.unpack_from(f"{page_bytes}s" * count, tokens)
+  digest, digests = root, []
+  for page in pages:
+    digest = blake2b(digest + page, digest_size=16).digest()
+    digests.append(digest)
+  return digests
+
+
+def grow_path(
+  last: PrefixNode, digests: Iterable[bytes], tokens: bytes, page_bytes: int
+) -> list[PrefixNode]:
+  """Returns nodes for the pages of tokens that follow a node."""
+  nodes = []
+  for place, digest in enumerate(digests):
+    begin = place * page_bytes
+    last = PrefixNode(digest, last, tokens[begin : begin + page_bytes])
+    nodes.append(last)
+  return nodes
+
+
+class DeviceKeys:
+  """Computes the keys of the device, with the secret of its state.
+
+  Attributes:
+    secret: uint32[2 + G, 4], as `hashing.make_secret` computes it.
+    epoch: the version of the weights, as in `CacheState`.
+  """
+
+  epoch = 0
+
+  def __init__(self, key: np.ndarray, num_groups: int, page_size: int):
+    self.secret = make_secret(key, num_groups)
+    self._page_size = page_size
+    rows = [tuple(row) for row in self.secret.tolist()]
+    self._digest, self._root = rows[SECRET_OF_DIGESTS], rows[SECRET_OF_ROOTS]
+    self._groups = rows[SECRET_OF_GROUPS:]
+
+  def root_key(self, salt: bytes) -> Key:
+    """Computes `hashing.root_key` of a salt of 16 bytes."""
+    root = _permute(_xor(self._root, (self.epoch, 0, 0, 0)))
+    return _permute(_xor(root, struct.unpack("<4I", salt)))
+
+  def group_key(self, node: PrefixNode | DevicePage, group: int) -> Key:
+    """Returns the key of a page in its group; `compute` must have run."""
+    if isinstance(node, DevicePage):
+      return node.group_key
+    assert node.key is not None
+    return _xor(node.key, self._groups[group])
+
+  def in_first_group(self, group_key: Key, group: int) -> Key:
+    """Converts a key between a group and the first group, in either way."""
+    return _xor(_xor(group_key, self._groups[group]), self._groups[0])
+
+  def compute(self, nodes: Iterable[PrefixNode | DevicePage]) -> None:
+    """Computes the keys of nodes, and of all nodes before them."""
+    levels = self._levels_without_key(nodes)
+    pages = list(itertools.chain.from_iterable(levels))
+    if not pages:
+      return
+    digests, begin = self._page_digests(pages), 0
+    for level in levels:
+      parents = [node.parent.key for node in level if node.parent]
+      keys = _chained(parents, digests[begin : begin + len(level)])
+      begin += len(level)
+      for node, key in zip(level, keys, strict=True):
+        node.key = key
+
+  def _levels_without_key(
+    self, nodes: Iterable[PrefixNode | DevicePage]
+  ) -> list[list[PrefixNode]]:
+    """Returns nodes without a key; their parents are one level before."""
+    depth_of: dict[int, int] = {}
+    levels: list[list[PrefixNode]] = []
+    for node in nodes:
+      path: list[PrefixNode] = []
+      while not isinstance(node, DevicePage) and node.key is None:
+        if node.parent is None:
+          node.key = self.root_key(node.tokens)
+          break
+        if id(node) in depth_of:
+          break
+        path.append(node)
+        node = node.parent
+      depth = depth_of.get(id(node), -1)
+      for ancestor in reversed(path):
+        depth += 1
+        depth_of[id(ancestor)] = depth
+        if depth == len(levels):
+          levels.append([])
+        levels[depth].append(ancestor)
+    return levels
+
+  def _page_digests(self, pages: Sequence[PrefixNode]) -> np.ndarray:
+    """Computes `hashing.page_digests` of nodes: uint32[X, 4]."""
+    size = self._page_size
+    words = np.frombuffer(b"".join(page.tokens for page in pages), "<u4")
+    words = words.reshape(len(pages), size)
+    words = np.pad(words, ((0, 0), (0, -size % KEY_WORDS)))
+    state: Any = tuple(
+      np.full(len(pages), word, np.uint32) for word in self._digest
+    )
+    for column in range(0, words.shape[1], KEY_WORDS):
+      block = words[:, column : column + KEY_WORDS].T
+      state = _permute(_xor(state, tuple(block)))
+    return np.stack(state, axis=1)
+
+
+def make_secret(key: np.ndarray, num_groups: int) -> np.ndarray:
+  """Computes `hashing.make_secret` without a device."""
+  words = tuple(key.tolist())
+  rows = [
+    _xor(words, _permute(_xor(words, tuple(purpose.tolist()))))
+    for purpose in secret_purposes(num_groups)
+  ]
+  return np.array(rows, np.uint32)
+
+
+def _chained(parents: list[Any], digests: np.ndarray) -> list[Key]:
+  """Computes one link of `hashing.chain_keys` for several chains."""
+  if len(parents) < _FEW_ROWS:
+    pairs = zip(parents, digests.tolist(), strict=True)
+    return [_permute(_xor(parent, digest)) for parent, digest in pairs]
+  words = np.array(parents, np.uint32) ^ digests
+  keys = np.stack(_permute(tuple(words.T)), axis=1)
+  return [tuple(key) for key in keys.tolist()]
+
+
+def _xor(a: Any, b: Any) -> Any:
+  return a[0] ^ b[0], a[1] ^ b[1], a[2] ^ b[2], a[3] ^ b[3]
+
+
+def _permute(words: Any) -> Any:
+  """Applies the rounds of `hashing` to Python numbers or numpy arrays."""
+  v0, v1, v2, v3 = words
+  for _ in range(NUM_ROUNDS):
+    v0 = (v0 + v1) & _MASK
+    v1 = ((v1 << 5 | v1 >> 27) & _MASK) ^ v0
+    v0 = (v0 << 16 | v0 >> 16) & _MASK
+    v2 = (v2 + v3) & _MASK
+    v3 = ((v3 << 8 | v3 >> 24) & _MASK) ^ v2
+    v0 = (v0 + v3) & _MASK
+    v3 = ((v3 << 13 | v3 >> 19) & _MASK) ^ v0
+    v2 = (v2 + v1) & _MASK
+    v1 = ((v1 << 7 | v1 >> 25) & _MASK) ^ v2
+    v2 = (v2 << 16 | v2 >> 16) & _MASK
+  return v0, v1, v2, v3

@@ -1,0 +1,121 @@
+"""Publishes the full pages of a request's final tokens."""
+
+import itertools
+from typing import Any
+
+from jaxkv._src.host.groups import LayerGroup
+from jaxkv._src.host.lookup import HashedTokens
+from jaxkv._src.host.prefix_nodes import TOKEN_BYTES
+from jaxkv._src.host.prefix_nodes import PrefixNode
+from jaxkv._src.host.prefix_nodes import chain_digests
+from jaxkv._src.host.prefix_nodes import grow_path
+from jaxkv._src.host.request import RequestFields
+from jaxkv._src.host.request import content
+from jaxkv._src.host.request import read_request
+from jaxkv._src.host.sequences import HeldSequence
+from jaxkv._src.host.state import HostState
+
+
+def publish(
+  state: HostState,
+  held: HeldSequence,
+  request: Any,
+  num_tokens: int,
+  hashed: HashedTokens | None = None,
+  first: list[int] | None = None,
+) -> None:
+  """Makes a request's first tokens final, and publishes their full pages.
+
+  Args:
+    state: the state.
+    held: the pages of the request.
+    request: the request, read if more pages are full now.
+    num_tokens: tokens of the request; fewer than before change nothing.
+    hashed: the tokens of a request that begins, hashed.
+    first: the first column without a content, for a request that begins; None
+      to compute it from the published tokens.
+  """
+  before, num_tokens = held.length, min(num_tokens, held.room)
+  if num_tokens <= before:
+    return
+  state.undo_log.save_attribute(held, "length")
+  held.length = num_tokens
+  config = state.config
+  if not config.prefix_caching:
+    return
+  if num_tokens // config.page_size == before // config.page_size:
+    return
+  if hashed is None:
+    assert held.root is not None
+    fields = read_request(request)
+    new_nodes = more_nodes(state, held.nodes, held.root, fields, num_tokens)
+    state.undo_log.save_length(held.nodes)
+    held.nodes += new_nodes
+  else:
+    held.nodes = hashed.nodes(
+      num_tokens // config.page_size, _last_hit(state, held)
+    )
+  for group in state.groups:
+    stop = group.final_pages(num_tokens)
+    start = group.final_pages(before) if first is None else first[group.number]
+    if stop > start:
+      _publish_group(state, held, request, group, range(start, stop))
+
+
+def _last_hit(state: HostState, held: HeldSequence) -> PrefixNode | None:
+  """Returns the node of a cached page of a request that begins, or None."""
+  for table in held.tables:
+    for page in reversed(table):
+      if page and state.pool.is_cached[page]:
+        content = state.pool.content[page]
+        return None if content.is_from_device else content
+  return None
+
+
+def more_nodes(
+  state: HostState,
+  nodes: list[PrefixNode],
+  root: PrefixNode,
+  request: RequestFields,
+  num_tokens: int,
+) -> list[PrefixNode]:
+  """Returns the nodes of a request's full pages after those of `nodes`."""
+  size = state.config.page_size
+  begin, end = len(nodes) * size, num_tokens // size * size
+  tokens = content(request, begin, end, size, state.secret).tobytes()
+  last = nodes[-1] if nodes else root
+  digests = chain_digests(last.digest, tokens, size * TOKEN_BYTES)
+  return grow_path(last, digests, tokens, size * TOKEN_BYTES)
+
+
+def _publish_group(
+  state: HostState,
+  held: HeldSequence,
+  request: Any,
+  group: LayerGroup,
+  columns: range,
+) -> None:
+  pool, table = state.pool, held.tables[group.number]
+  pages = table[columns.start : columns.stop]
+  published = group.published(columns, held.prompt_length, held.boundary)
+  nodes = held.nodes[group.step - 1 :: group.step]
+  nodes = nodes[columns.start : columns.stop]
+  # Pages behind a window are null. Forks share a full page that waits for its
+  # key, and both publish it.
+  is_fresh = [page > 0 and not pool.is_cached[page] for page in pages]
+  if all(is_fresh):
+    pool.fill(pages, nodes, group.number, published)
+  else:
+    pool.fill(
+      list(itertools.compress(pages, is_fresh)),
+      list(itertools.compress(nodes, is_fresh)),
+      group.number,
+      list(itertools.compress(published, is_fresh)),
+    )
+  if pool.listeners:
+    stored = [
+      page if fresh and listed else 0
+      for page, fresh, listed in zip(pages, is_fresh, published, strict=True)
+    ]
+    for listener in pool.listeners:
+      listener.stored(request, group.number, columns.start, stored)

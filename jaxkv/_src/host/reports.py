@@ -1,0 +1,161 @@
+"""The answers of a manager about its requests, pages and statistics."""
+
+from jaxkv._src.cache.group_kinds import FullAttention
+from jaxkv._src.cache.telemetry import Drained
+from jaxkv._src.host import allocate
+from jaxkv._src.host.allocate import Demand
+from jaxkv._src.host.arguments import at_least
+from jaxkv._src.host.atomic import atomic
+from jaxkv._src.host.state import HostState
+from jaxkv._src.host.state import Limits
+from jaxkv._src.host.types import CachePages
+from jaxkv._src.host.types import PrefixCacheStats
+
+
+class ManagerReports:
+  """The methods of `CacheManager` that allocate, publish and free nothing.
+
+  Attributes:
+    config: sizes of the device state.
+    undo_log: the changes of the current call; see `PageListener`.
+  """
+
+  def __init__(self, limits: Limits, state: HostState):
+    self.config = limits.config
+    self.undo_log = state.undo_log
+    self._limits = limits
+    self._state = state
+
+  def holds_pages(self, request_id: str) -> bool:
+    """True if a request holds pages."""
+    return request_id in self._state.held
+
+  def request_ids(self) -> list[str]:
+    """Returns the requests that hold pages."""
+    return list(self._state.held)
+
+  @property
+  def is_full(self) -> bool:
+    """True if as many requests hold pages as can."""
+    return not self._state.vacant
+
+  @property
+  def most_pages(self) -> tuple[int, ...]:
+    """The most pages that one sequence ever holds at once, by group."""
+    return self._limits.most_pages
+
+  def num_published_tokens(self, request_id: str) -> int:
+    """Returns the number of a request's published tokens; 0 without pages."""
+    held = self._state.held.get(request_id)
+    return 0 if held is None else held.length
+
+  def num_needed_pages(
+    self,
+    request_id: str,
+    num_tokens: int,
+    num_state_tokens: int | None = None,
+    num_encoder_tokens: int = 0,
+    *,
+    capped: bool = True,
+  ) -> int:
+    """Counts the pages that a request needs besides those that it holds.
+
+    Args:
+      request_id: a request, with or without pages.
+      num_tokens: tokens that need pages.
+      num_state_tokens: the tokens that recurrent groups count; None for
+        `num_tokens`.
+      num_encoder_tokens: encoder tokens that need pages.
+      capped: counts, for a group that frees pages, the most that a sequence
+        holds at once.
+    """
+    if num_state_tokens is None:
+      num_state_tokens = num_tokens
+    demand = Demand(
+      room=num_tokens, tokens=num_state_tokens, encoder=num_encoder_tokens
+    )
+    held = self._state.held.get(request_id)
+    return allocate.num_needed_pages(self._state, held, demand, capped=capped)
+
+  @atomic
+  def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
+    """Returns a request's pages by group; empty lists if it holds none."""
+    held = self._state.held.get(request_id)
+    if held is None:
+      return self.create_empty_page_list().pages
+    return tuple(table[:] for table in held.tables)
+
+  def create_empty_page_list(self) -> CachePages:
+    """Returns empty pages, with a list for each group."""
+    return CachePages(tuple([] for _ in self.config.groups))
+
+  @atomic
+  def get_num_common_prefix_pages(self, request_id: str) -> list[int]:
+    """Counts the leading pages that all requests hold; 0 for windows."""
+    state, common = self._state, []
+    held = state.held.get(request_id)
+    tables = held.tables if held is not None else [[] for _ in state.groups]
+    for kind, pages in zip(self.config.groups, tables, strict=True):
+      counts = [state.pool.ref_count[page] for page in pages]
+      all_hold = [count == len(state.held) for count in counts]
+      is_full = isinstance(kind, FullAttention)
+      common.append([*all_hold, False].index(False) if is_full else 0)
+    return common
+
+  @atomic
+  def make_prefix_cache_stats(self) -> PrefixCacheStats:
+    """Returns prefix-cache hits and evictions since the last call."""
+    return self._state.take_statistics()
+
+  @atomic
+  def take_events(self) -> Drained:
+    """Returns the pages published and removed since the last call.
+
+    Raises:
+      ValueError: `num_events` is 0.
+    """
+    state = self._state
+    if state.events is None or state.device_keys is None:
+      raise ValueError(
+        "`num_events` must be at least 1 for events; make the CacheManager "
+        "with the number of events between two readings."
+      )
+    steps = [group.step for group in state.groups]
+    return state.events.drain(state.device_keys, steps)
+
+  @atomic
+  def take_new_page_ids(self) -> list[int]:
+    """Returns the pages allocated since the last call, sorted, for zeroing.
+
+    Raises:
+      ValueError: `track_new_pages` is False.
+    """
+    if not self.config.track_new_pages:
+      raise ValueError(
+        "`track_new_pages` must be True for new pages; make the CacheManager "
+        "with it."
+      )
+    return self._state.pool.take_new()
+
+  @atomic
+  def free_queue(self, count: int | None = None) -> list[int]:
+    """Returns the free pages in eviction order, the first `count` or all."""
+    queue = self._state.pool.queue
+    if count is None or count > queue.num_free:
+      return queue.in_order()
+    return queue.first(at_least("count", count, 0))
+
+  @atomic
+  def cached_page_ids(self) -> set[int]:
+    """Returns the pages that a lookup can find."""
+    return set(self._state.pool.cached_pages())
+
+  @property
+  def num_free_pages(self) -> int:
+    """The number of free pages."""
+    return self._state.pool.num_free
+
+  @property
+  def usage(self) -> float:
+    """The fraction of the pages that are held, without the null page."""
+    return 1 - self.num_free_pages / (self.config.num_pages - 1)

@@ -1,0 +1,379 @@
+"""Random walks of a manager between the host and device verbs.
+
+Each step runs on a manager, either as a host call or as verbs on its device
+state, which the manager then takes back. A second cache can make the same steps
+with verbs alone, without ever leaving the device: both must agree. A shadow
+memory knows the tokens whose K/V each page holds: requests must find theirs.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv.host import CacheManager
+from jaxkv.host import Request
+from tests.host.fuzz_setups import Setup
+
+_VOCABULARY = 3
+_SLOTS = 4
+
+Verb = Callable[[jaxkv.CacheState], tuple[jaxkv.CacheState, Any]]
+
+
+class Walk:
+  """A manager, and a cache that never leaves the device.
+
+  Attributes:
+    manager: the manager.
+    alone: the state of the other cache; None for a walk without it.
+    requests: the requests that hold pages, by slot.
+    num_switches: changes between host and device.
+    num_hits: tokens that were found.
+  """
+
+  def __init__(
+    self, setup: Setup, policy: str, seed: int, *, on_host=0.5, alone=True
+  ):
+    key = np.arange(4, dtype=np.uint32) + np.uint32(seed)
+    arguments = setup.arguments(policy)
+    arguments.pop("watermark", None)
+    self.manager = CacheManager(**arguments, max_requests=_SLOTS, key=key)
+    self.config = self.manager.config
+    self.alone = None
+    if alone:
+      self.alone = jaxkv.init(self.config, jnp.asarray(key))
+    self.requests: dict[int, Request] = {}
+    self.num_switches = self.num_hits = self._count = 0
+    self._on_host = on_host
+    self._longest = setup.max_model_len
+    self._pinned: list[int] = []
+    self._draws = random.Random(seed)
+    self._finished = [self._tokens(self._longest)]
+    self._shadow = ShadowPages(self.config)
+
+  def step(self) -> str:
+    """Makes one step and checks the pages; returns the name of the step."""
+    full = len(self.requests) == _SLOTS
+    moves = {
+      self._admit: 0 if full else 4,
+      self._decode: 6 if self.requests else 0,
+      self._free: 1 if self.requests else 0,
+      self._fork: 1 if self.requests and not full else 0,
+      self._truncate: 1 if self.requests else 0,
+      self._touch: 1,
+      self._unpin: 1 if self._pinned else 0,
+      self._evict: 1,
+      self._reset: 1,
+    }
+    move = self._draws.choices([*moves], [*moves.values()])[0]
+    # Else the manager would refuse hits on states of the current step.
+    self.manager.new_step_starts()
+    move()
+    for request in self.requests.values():
+      self._shadow.check(self.manager, request)
+    return move.__name__
+
+  def _make(
+    self,
+    verbs: list[Verb],
+    call: Callable[[], bool] | None = None,
+    request: tuple[int, Request] | None = None,
+  ) -> Any:
+    """Makes a change as a host call, or by verbs until one of them fails.
+
+    Args:
+      verbs: the verbs.
+      call: the host call, True if it succeeded; None if there is none.
+      request: the slot that the verbs fill, and its request.
+
+    Returns:
+      The result of the last verb; None after a host call, or if a verb failed.
+    """
+    out = None
+    if call is not None and self._draws.random() < self._on_host:
+      ok = call()
+    else:
+      self.num_switches += 2
+      state, ok, out = _run(self.manager.state, verbs)
+      names = dict([request]) if request and ok else {}
+      released = self.manager.take(state, names)
+      gone = {one.request_id for one in self.requests.values()} - set(
+        self.manager.request_ids()
+      )
+      assert set(released) == gone
+    if self.alone is not None:
+      self.alone, ok_alone, out = _run(self.alone, verbs)
+      assert ok == ok_alone
+    self._ok = ok
+    return out if ok else None
+
+  def _tokens(self, count: int) -> list[int]:
+    return [self._draws.randrange(_VOCABULARY) for _ in range(count)]
+
+  def _padded(self, tokens: list[int]) -> list[list[int]]:
+    return [tokens + [0] * (self._longest - len(tokens))]
+
+  def _name(self) -> str:
+    self._count += 1
+    return f"r{self._count}"
+
+  def _admit(self) -> None:
+    earlier = self._draws.choice(self._finished)
+    length = max(self._draws.randint(0, len(earlier)) for _ in range(2))
+    tokens = earlier[:length] + self._tokens(self._draws.randint(1, 3))
+    request = Request(self._name(), tokens[: self._longest - 2])
+    tokens, length = request.token_ids, request.num_tokens
+    # Vacant slots may differ in order, so the manager chooses.
+    slot = self.manager._state.vacant[-1]
+    pages, found = self.manager.get_computed_pages(request)
+
+    def call():
+      new = self.manager.allocate_slots(request, length - found, found, pages)
+      return new is not None
+
+    def commit(state):
+      count = length - int(state.length[slot])
+      rest = self._padded(tokens[length - count :])
+      return jaxkv.commit(state, rest, [count], slots=[slot])
+
+    self._make(
+      [
+        lambda state: jaxkv.admit(
+          state, [slot], self._padded(tokens), [length]
+        ),
+        commit,
+      ],
+      call,
+      (slot, request),
+    )
+    if not self._ok:
+      return
+    self.num_hits += found
+    request.num_computed_tokens, request.status = length, "running"
+    self.requests[slot] = request
+    self._shadow.write(self.manager, request, found)
+
+  def _decode(self) -> None:
+    slot = self._draws.choice([*self.requests])
+    request = self.requests[slot]
+    room = self._longest - request.num_tokens
+    if not room:
+      self._free()
+      return
+    before, count = request.num_tokens, self._draws.randint(1, min(room, 5))
+    new = self._tokens(count)
+    request.token_ids += new
+    self._make(
+      [
+        lambda state: jaxkv.recycle(state, lengths=[before], slots=[slot]),
+        lambda state: jaxkv.allocate(state, [count], slots=[slot]),
+        lambda state: jaxkv.commit(
+          state, self._padded(new), [count], slots=[slot]
+        ),
+      ],
+      lambda: self.manager.allocate_slots(request, count) is not None,
+    )
+    if not self._ok:
+      del request.token_ids[before:]
+      return
+    request.num_computed_tokens += count
+    self._shadow.write(self.manager, request, before)
+
+  def _free(self) -> None:
+    slot = self._draws.choice([*self.requests])
+    request = self.requests[slot]
+    self._finished = [*self._finished[-6:], list(request.token_ids)]
+
+    def call():
+      self.manager.free(request)
+      return True
+
+    self._make([lambda state: jaxkv.free(state, slots=[slot])], call)
+    del self.requests[slot]
+
+  def _fork(self) -> None:
+    source = self._draws.choice([*self.requests])
+    target = self.manager._state.vacant[-1]
+    parent = self.requests[source]
+    child = Request(
+      self._name(),
+      list(parent.token_ids),
+      num_prompt_tokens=parent.num_prompt_tokens,
+      num_computed_tokens=parent.num_computed_tokens,
+      status="running",
+    )
+    out = self._make(
+      [lambda state: jaxkv.fork(state, [source], [target])],
+      request=(target, child),
+    )
+    if self._ok:
+      self.requests[target] = child
+      self._shadow.copy(out.copies)
+
+  def _truncate(self) -> None:
+    slot = self._draws.choice([*self.requests])
+    request = self.requests[slot]
+    length = self._draws.randint(1, request.num_tokens)
+    out = self._make(
+      [lambda state: jaxkv.truncate(state, [length], slots=[slot])]
+    )
+    if self._ok:
+      del request.token_ids[length:]
+      request.num_computed_tokens = length
+      self._shadow.copy(out.copies)
+
+  def _cached(self) -> list[int]:
+    return sorted(self.manager.cached_page_ids())
+
+  def _touch(self) -> None:
+    cached = self._cached()
+    if not cached or len(self._pinned) > 2:
+      return
+    page = self._draws.choice(cached)
+
+    def call():
+      self.manager.pages.hold([page])
+      return True
+
+    self._make([lambda state: jaxkv.touch(state, [page])], call)
+    assert self._ok
+    self._pinned.append(page)
+
+  def _unpin(self) -> None:
+    page = self._pinned.pop()
+
+    def call():
+      self.manager.pages.release([page])
+      return True
+
+    self._make([lambda state: jaxkv.unpin(state, [page])], call)
+    assert self._ok
+
+  def _evict(self) -> None:
+    cached = self._cached()
+    if not cached:
+      return
+    page = self._draws.choice(cached)
+
+    def call():
+      self.manager.evict_pages([page])
+      return True
+
+    self._make([lambda state: jaxkv.evict(state, [page])], call)
+    assert self._ok
+
+  def _reset(self) -> None:
+    if not self.requests and not self._pinned:
+      self._make([jaxkv.reset_prefix_cache], self.manager.reset_prefix_cache)
+      assert self._ok
+
+
+def _run(
+  state: jaxkv.CacheState, verbs: list[Verb]
+) -> tuple[jaxkv.CacheState, bool, Any]:
+  """Runs verbs until one fails; returns its result or that of the last."""
+  out, ok = None, True
+  for verb in verbs:
+    state, out = verb(state)
+    ok = bool(np.all(out.ok))
+    if not ok:
+      break
+  state, _ = jaxkv.clear_error(state)
+  return state, ok, out
+
+
+class ShadowPages:
+  """The tokens whose K/V the pages hold, with all tokens before them.
+
+  Pages of states hold no K/V of tokens and are not followed.
+  """
+
+  def __init__(self, config: jaxkv.CacheConfig):
+    self._sizes = [
+      0 if kind.holds_states or kind.holds_encoder else size
+      for kind, size in zip(config.groups, config.page_sizes, strict=True)
+    ]
+    self._content: dict[int, dict[int, tuple[int, ...]]] = {}
+
+  def write(self, manager: CacheManager, request: Request, begin: int) -> None:
+    """Writes the K/V of a request's tokens from `begin` on."""
+    for page, place, end in self._places(manager, request):
+      if end > begin:
+        rows = self._content.setdefault(page, {})
+        rows[place] = tuple(request.token_ids[:end])
+
+  def check(self, manager: CacheManager, request: Request) -> None:
+    """Raises unless a request's pages hold its tokens."""
+    for page, place, end in self._places(manager, request):
+      held = self._content.get(page, {}).get(place)
+      assert held == tuple(request.token_ids[:end]), (
+        f"page {page} of {request.request_id}, token {end - 1}"
+      )
+
+  def copy(self, copies: Any) -> None:
+    """Makes copies of pages; all sources are read before any is written."""
+    pairs = np.stack([copies.src, copies.dst]).T.tolist()
+    sources = [dict(self._content.get(src, {})) for src, _ in pairs]
+    for (src, dst), rows in zip(pairs, sources, strict=True):
+      if src in self._content:
+        self._content[dst] = rows
+
+  def _places(self, manager: CacheManager, request: Request):
+    """Yields the page, the place in it and the end of each held token."""
+    tables = manager.get_page_ids(request.request_id)
+    for size, pages in zip(self._sizes, tables, strict=True):
+      for end in range(1, request.num_computed_tokens + 1) if size else ():
+        column, place = divmod(end - 1, size)
+        # The null page is behind a window.
+        if pages[column]:
+          yield pages[column], place, end
+
+
+def differences(walk: Walk) -> list[str]:
+  """Returns the fields in which the two caches differ."""
+  assert walk.alone is not None
+  ours, alone = _fields(walk.manager.state), _fields(walk.alone)
+  return [
+    f"{name}: {ours[name]}, alone {value}"
+    for name, value in alone.items()
+    if ours[name] != value
+  ]
+
+
+def _fields(state: jaxkv.CacheState) -> dict[str, Any]:
+  """Returns all fields on which later results depend, as lists."""
+  pool, config = state.pool, state.config
+  fields: dict[str, Any] = {
+    "page_table": state.page_table,
+    "num_pages": state.num_pages,
+    "num_skipped_pages": state.num_skipped_pages,
+    "length": state.length,
+    "ref_count": pool.ref_count,
+    "pin_count": pool.pin_count,
+  }
+  # A host call that refuses a request is no failed row.
+  fields |= {
+    f"stats.{name}": value
+    for name, value in vars(state.stats).items()
+    if name != "failed_rows"
+  }
+  held: Any = np.asarray(state.num_pages).any(axis=1)
+  if state.hashes is not None and pool.index is not None:
+    length = np.asarray(state.length)
+    column = np.arange(config.alignment)[None]
+    valid = (column < (length % config.alignment)[:, None]) & held[:, None]
+    fields["tail"] = np.where(valid, state.hashes.tail, 0)
+    fields["chain"] = np.asarray(state.hashes.chain)[held]
+    fields["root"] = np.asarray(state.hashes.root)[held]
+    cached = jaxkv.cached_pages(state)
+    fields["clock"] = pool.index.clock
+    fields["keys and stamps"] = np.asarray(pool.index.entry)[cached, :5]
+    fields["tokens"] = np.asarray(pool.index.tokens)[cached]
+  lists = {name: np.asarray(value).tolist() for name, value in fields.items()}
+  lists["free_pages"] = jaxkv.free_pages(state)
+  lists["cached_pages"] = jaxkv.cached_pages(state)
+  return lists

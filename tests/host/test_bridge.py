@@ -1,0 +1,214 @@
+"""The manager's state as a value: handed to device verbs, and taken back."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import FullAttention
+from jaxkv.host import CacheManager
+from tests.host.bridge_walk import Walk
+from tests.host.bridge_walk import differences
+from tests.host.fuzz_setups import SETUPS
+from tests.host.scheduling import admit
+from tests.host.scheduling import decode
+from tests.host.scheduling import hit_of
+from tests.host.scheduling import request
+from tests.host.scheduling import single
+from tests.tools.tiers import slow_except
+
+KEY = np.arange(4, dtype=np.uint32)
+_SWITCHES = 120
+_DEEP_SWITCHES = 1000
+_CONFIGURATIONS = (
+  ("full", "current"),
+  ("full", "classic"),
+  ("full_eagle", "current"),
+  ("full_off", "current"),
+  ("window", "current"),
+  ("window_latest", "current"),
+  ("full_window_sizes", "current"),
+  ("two_full_sizes", "classic"),
+  ("state_drafts", "current"),
+  ("three_windows_eagle", "current"),
+  ("chunk", "classic"),
+  ("everything", "current"),
+)
+
+
+@slow_except("pair", _CONFIGURATIONS, ("full_window_sizes", "current"))
+@pytest.mark.parametrize("pair", _CONFIGURATIONS, ids="-".join)
+def test_equals_a_cache_that_never_leaves_the_device(pair, pytestconfig):
+  """Random steps on the host or by verbs; see `bridge_walk`."""
+  deep = pytestconfig.getoption("deep")
+  walk = Walk(SETUPS[pair[0]], pair[1], seed=0)
+  while walk.num_switches < (_DEEP_SWITCHES if deep else _SWITCHES):
+    step = walk.step()
+    assert not differences(walk), f"{step}, switch {walk.num_switches}"
+  jaxkv.check(walk.manager.state)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("pair", _CONFIGURATIONS, ids="-".join)
+def test_pages_hold_the_tokens_of_their_readers(pair):
+  """Many host calls, few of them by verbs, over a shadow memory."""
+  walks = [
+    Walk(SETUPS[pair[0]], pair[1], seed, on_host=0.97, alone=False)
+    for seed in range(5)
+  ]
+  for walk in walks:
+    for _ in range(1000):
+      walk.step()
+    jaxkv.check(walk.manager.state)
+  caching = walks[0].config.prefix_caching
+  assert any(walk.num_hits for walk in walks) or not caching
+
+
+@pytest.fixture
+def cache():
+  """Request a has 9 of 10 tokens in slot 0; b was freed and is cached."""
+  cache = single(CacheManager, key=KEY)
+  admit(cache, request("b", range(100, 110)))
+  cache.free(request("b", []))
+  admit(cache, request("a", range(9)))
+  return cache
+
+
+def test_the_state_is_that_of_the_device_verbs(cache):
+  """The same requests, admitted and committed on the device."""
+  state = jaxkv.init(cache.config, jnp.asarray(KEY))
+  for tokens in (range(100, 110), range(9)):
+    padded = [[*tokens, *[0] * (16 - len(tokens))]]
+    state, _ = jaxkv.admit(state, [0], padded, [len(tokens)])
+    state, _ = jaxkv.commit(state, padded, [len(tokens)], slots=[0])
+    if tokens[0]:
+      state, _ = jaxkv.free(state, slots=[0])
+  ours = cache.state
+  jaxkv.check(ours)
+  for name in ("page_table", "length", "num_pages", "secret", "root"):
+    np.testing.assert_array_equal(getattr(ours, name), getattr(state, name))
+  assert jaxkv.free_pages(ours) == jaxkv.free_pages(state)
+  prompt = [[*range(100, 110)]]
+  match = jaxkv.match(ours, prompt, [10])
+  assert match.num_cached_tokens.tolist() == [8]
+  assert match.pages.tolist() == jaxkv.match(state, prompt, [10]).pages.tolist()
+
+
+def test_a_loop_decodes_and_the_scheduler_goes_on(cache):
+  """Tokens of a jitted loop fill pages, which other requests then hit."""
+  tokens = jnp.arange(20, 27, dtype=jnp.int32)
+
+  @jax.jit
+  def loop(state):
+    def step(state, token):
+      counts = jnp.zeros((state.config.num_slots,), jnp.int32).at[0].set(1)
+      state, _ = jaxkv.allocate(state, counts)
+      row = jnp.full((state.config.num_slots, 1), token)
+      return jaxkv.commit(state, row, counts)[0], None
+
+    return jax.lax.scan(step, state, tokens)[0]
+
+  one = request("a", range(9), num_computed_tokens=9, status="running")
+  # From here on the manager knows the request by this object.
+  cache.allocate_slots(one, 1)
+  state = loop(cache.state)
+  one.token_ids += tokens.tolist()
+  one.num_computed_tokens = 16
+  assert cache.take(state) == []
+  jaxkv.check(cache.state)
+  again = request("c", [*one.token_ids, 1])
+  assert hit_of(cache, again) == ([cache.get_page_ids("a")[0][:4]], 16)
+  assert decode(cache, one, [30, 31]) is not None
+
+
+def test_pages_of_a_sequence_that_ended_on_the_device(cache):
+  """Their prefix is not known on the host, and they are hit by their keys."""
+  slot = np.flatnonzero(np.asarray(cache.state.num_pages)[:, 0] == 0)[0]
+  tokens = [*range(40, 49)]
+  state, _ = jaxkv.admit(cache.state, [slot], [tokens], [9])
+  state, _ = jaxkv.commit(state, [tokens], [9], slots=[slot])
+  state, _ = jaxkv.free(state, slots=[slot])
+  assert cache.take(state) == []
+  assert hit_of(cache, request("c", tokens))[1] == 8
+  assert (
+    admit(cache, request("c", tokens))[0][0]
+    == hit_of(cache, request("d", tokens))[0][0]
+  )
+  assert jaxkv.match(cache.state, [tokens], [9]).num_cached_tokens[0] == 8
+
+
+def test_take_returns_the_requests_that_ended(cache):
+  occupied = cache.state.num_pages[:, 0] > 0
+  state, _ = jaxkv.free(cache.state, mask=occupied)
+  assert cache.take(state) == ["a"]
+  assert not cache.holds_pages("a")
+  assert cache.num_free_pages == 10
+
+
+def test_new_slots_are_named(cache):
+  slot = int(np.flatnonzero(np.asarray(cache.state.num_pages)[:, 0])[0])
+  state, _ = jaxkv.fork(cache.state, [slot], [(slot + 1) % 10])
+  with pytest.raises(
+    ValueError, match=f"slot {(slot + 1) % 10}, which was empty"
+  ):
+    cache.take(state)
+  child = request("child", range(9), num_computed_tokens=9, status="running")
+  assert cache.take(state, {(slot + 1) % 10: child}) == []
+  assert cache.get_page_ids("child")[0][:2] == cache.get_page_ids("a")[0][:2]
+  # The child's pages are freed like any other's.
+  cache.free(child)
+  cache.free(request("a", []))
+  assert cache.num_free_pages == 10
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (lambda state: state.secret, "must be a CacheState"),
+    (
+      lambda state: jaxkv.init(
+        dataclasses.replace(state.config, num_slots=9), jnp.asarray(KEY)
+      ),
+      "must have the manager's config",
+    ),
+    (lambda state: jaxkv.init(state.config, KEY + 1), "manager's secret"),
+    (lambda state: jaxkv.new_epoch(state)[0], "must have epoch 0, got 1"),
+    (lambda state: jaxkv.allocate(state, [-1] * 10)[0], "got BAD_LENGTH"),
+  ],
+)
+def test_states_that_are_refused(cache, change, message):
+  before = cache.free_queue(), cache.get_page_ids("a")
+  with pytest.raises((TypeError, ValueError), match=message):
+    cache.take(change(cache.state))
+  assert (cache.free_queue(), cache.get_page_ids("a")) == before
+
+
+def test_tokens_of_a_request_that_are_refused(cache):
+  state = cache.state
+  slot = int(np.flatnonzero(np.asarray(state.num_pages)[:, 0])[0])
+  state, _ = jaxkv.allocate(state, [7], slots=[slot])
+  state, _ = jaxkv.commit(state, [[*range(7)]], [7], slots=[slot])
+  with pytest.raises(ValueError, match="'a' must have the 16 tokens"):
+    cache.take(state)
+  other = request("a", [*range(9), *range(50, 57)])
+  with pytest.raises(ValueError, match="'a' must begin with the tokens"):
+    cache.take(state, {slot: other})
+  salted = request("a", [*range(9), *range(7)], cache_salt="other")
+  with pytest.raises(ValueError, match="with the salt of its sequence"):
+    cache.take(state, {slot: salted})
+  with pytest.raises(
+    ValueError, match=r"must name slots with pages, .* \[11\]"
+  ):
+    cache.take(state, {11: other})
+
+
+def test_a_kind_that_needs_a_device_is_refused_by_name():
+  class Mine(FullAttention):
+    def num_skipped_tokens(self, num_tokens):
+      return jnp.zeros_like(num_tokens)
+
+  with pytest.raises(TypeError, match=r"`Mine.num_skipped_tokens` must answer"):
+    CacheManager(11, [Mine(page_size=4)], 64)

@@ -1,0 +1,120 @@
+"""An interrupted call of the facade happened, or it did not. Needs no vLLM."""
+
+import pytest
+
+import jaxkv
+from tests.host.vllm import stand_ins
+from tests.host.vllm.stand_ins import admit
+from tests.host.vllm.stand_ins import manager
+from tests.host.vllm.stand_ins import request
+from tests.tools.interrupts import interrupted
+
+KEY = jaxkv.salt("interrupts")
+EVERY = 29
+"""Without --deep, one point of so many is tried."""
+
+HASHES = [bytes([n]) * 32 for n in range(1, 16)]
+
+
+def begun(*, events):
+  """Returns a manager with two requests that run, and its requests."""
+  cache = manager(
+    stand_ins.FullAttentionSpec(),
+    stand_ins.SlidingWindowSpec(sliding_window=5),
+    stand_ins.MambaSpec(),
+    num_blocks=41,
+    enable_kv_cache_events=events,
+    needs_kv_cache_zeroing=True,
+    log_stats=True,
+    key=KEY,
+  )
+  requests = {
+    "a": request("a", range(13), block_hashes=HASHES),
+    "b": request("b", range(50, 63)),
+    "c": request("c", range(13), block_hashes=HASHES),
+    "loaded": request("loaded", range(80, 93), block_hashes=HASHES[::-1]),
+  }
+  for name in "abc":
+    assert admit(cache, requests[name]) is not None
+  cache.free(requests["c"])
+  requests["c"].num_computed_tokens = 0
+  requests["a"].all_token_ids += [7, 8, 9]
+  return cache, requests
+
+
+def load(cache, requests):
+  """Admits a request with external tokens, which evicts what is free."""
+  cache.allocate_slots(
+    requests["loaded"], 1, 0, None, 24, num_external_computed_tokens=12
+  )
+
+
+CALLS = {
+  "allocate_slots": lambda m, r: m.allocate_slots(r["a"], 3),
+  "allocate_slots, new": lambda m, r: admit(m, r["c"]),
+  "allocate_slots, loaded": load,
+  "free": lambda m, r: m.free(r["a"]),
+  "pop_blocks_for_free": lambda m, r: m.pop_blocks_for_free(r["b"]),
+  "evict_blocks": lambda m, r: m.evict_blocks({1, 2, 3}),
+  "reset_prefix_cache": lambda m, r: m.reset_prefix_cache(),
+  "take_events": lambda m, r: m.take_events(),
+  "take_new_block_ids": lambda m, r: m.take_new_block_ids(),
+  "block_hash": lambda m, r: m.block_pool.blocks[9].block_hash,
+}
+
+
+def prepared(name):
+  """Returns a manager for which the call has something to do."""
+  # Without events, blocks get their keys for hashes when these are read.
+  cache, requests = begun(events=name != "block_hash")
+  if name == "reset_prefix_cache":
+    cache.free(requests["a"])
+    cache.free(requests["b"])
+  return cache, requests
+
+
+def everything(cache):
+  """Returns all that later calls depend on."""
+  tables = [cache.get_block_ids(name) for name in ("a", "b", "c", "loaded")]
+  pool = cache.block_pool
+  state = [
+    tables,
+    stand_ins.free_ids(cache),
+    [block.ref_cnt for block in pool.blocks],
+    repr(pool.kv_event_queue),
+    repr(cache.prefix_cache_stats),
+    [(block.block_hash, block.block_hash_num_tokens) for block in pool.blocks],
+    {
+      name: pool.cached_block_hash_to_block.get_one_block(name).block_id
+      for name in pool.cached_block_hash_to_block
+    },
+  ]
+  # These calls change the manager, which is not used again.
+  return [
+    *state,
+    cache.take_new_block_ids(),
+    cache.take_boundary_state_offloads(),
+  ]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_point(name, pytestconfig):
+  """Interrupts a call at many points, and compares what is left."""
+  before = everything(prepared(name)[0])
+  cache, requests = prepared(name)
+  CALLS[name](cache, requests)
+  outcomes, seen = [before, everything(cache)], set()
+  assert name == "block_hash" or outcomes[0] != outcomes[1]
+  step = 1 if pytestconfig.getoption("deep") else EVERY
+  for point in range(1, 10**6, step):
+    cache, requests = prepared(name)
+    left = interrupted(
+      lambda: CALLS[name](cache, requests),  # noqa: B023
+      point,
+    )
+    now = everything(cache)
+    assert now in outcomes, f"left before bytecode {point}"
+    seen.add(outcomes.index(now))
+    if not left:
+      break
+  assert seen == ({0} if outcomes[0] == outcomes[1] else {0, 1})
