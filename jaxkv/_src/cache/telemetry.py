@@ -160,7 +160,7 @@ def log_removed(
 
 
 def log_cleared(log: EventLog, done: Array) -> EventLog:
-  """If `done`, bool[], logs that all pages left the index."""
+  """Logs that all pages left the index, if `done`, bool[]."""
   return _push(log, done[None], kind=jnp.full((1,), CLEARED, jnp.int32))
 
 

@@ -87,8 +87,8 @@ def pop(
   """Pops up to `num_pages` pages from the first `window` entries.
 
   Stale entries in the window make the result shorter. The caller then calls
-  again for the missing pages. If `num_pages <= num_free`, such calls succeed in
-  the end, because the stale entries have left the queue.
+  again for the missing pages. If `num_pages <= num_free`, repeated calls pop
+  all of them, because each call also removes stale entries from the front.
   """
   lanes = jnp.arange(window, dtype=jnp.int32)
   place = _wrap(queue, queue.head + lanes)
@@ -102,8 +102,8 @@ def pop(
   # The head stops at the first live entry that was not popped, or at the end.
   stays = (live & ~valid) | (lanes >= queue.span)
   passed = jnp.min(jnp.where(stays, lanes, window))
-  # The positions of popped pages need no update: the head has passed them, so
-  # they are outside of the span, where no entry is live.
+  # The positions of popped pages need no update, because the head has passed
+  # them, and no entry outside of the span is live.
   queue = dataclasses.replace(
     queue,
     head=_wrap(queue, queue.head + passed),

@@ -92,7 +92,7 @@ def num_buckets(num_pages: int) -> int:
 
 
 def contains(index: PrefixIndex, pages: Array) -> Array:
-  """Returns bool[...]: the pages that are cached."""
+  """Returns bool[...]: True for cached pages."""
   return position_of(index, pages) < NOWHERE
 
 
