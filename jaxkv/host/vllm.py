@@ -13,17 +13,14 @@ It returns vLLM's block ids, hits, free order and events; `tests/host/vllm` runs
 vLLM's scheduler over both. It does not import vLLM: it reads configs, specs and
 requests by attribute, and recognizes a spec by the name of its class. A
 `KVCacheBlock` holds a pool and an id, and reads all else from the newest state.
-
-Each call serves one request, as in vLLM, and takes longer than vLLM's Python. A
-scheduler that may be changed should use `jaxkv.host`, whose `step` serves all
-running requests in one call.
+It is plain Python and initializes no device. A call that is interrupted, as by
+ctrl-C, has either happened or changed nothing.
 
 The differences from vLLM are intended. These options raise a `ValueError` that
 names them:
 
 - `num_hash_lookahead_tokens` (set `disable_lookahead_block_hashes` with a draft
-  model), `num_prefill_lookahead` above 1, `dcp_world_size`, `pcp_world_size`,
-  `metrics_collector`.
+  model), `num_prefill_lookahead` above 1, `dcp_world_size`, `pcp_world_size`.
 - `is_eagle_group` in only some groups, with `use_eagle=True`.
 - `hash_block_size` below the block size of a `MambaSpec`, with which hits end
   inside a block. So `take_kv_cache_block_copies` and
@@ -50,8 +47,6 @@ Lookup:
   depend on tokens, salt, adapter and items. In vLLM the hashes are the keys.
 - `lora_int_id`: adapters with different ids share no block. vLLM compares only
   name and path.
-- `max_cache_hit_length` with a draft model: the lookup ignores tokens beyond
-  it, so the hit can be one block shorter.
 - `get_computed_blocks_for_connector`: the hit of all groups. vLLM returns that
   of the full groups, even if the states of a `MambaSpec` end earlier.
 
@@ -70,8 +65,7 @@ Allocation:
 - `max_requests` limits the requests that hold blocks; for another one
   `allocate_slots` returns None.
 - `free_blocks` of a reference that was not taken by `touch`, `get_new_blocks`
-  or `pop_blocks_for_free`, and `touch` of a block that is neither in use nor
-  cached: `ValueError`. vLLM does not check.
+  or `pop_blocks_for_free`: `ValueError`. vLLM does not check.
 
 Reports:
 

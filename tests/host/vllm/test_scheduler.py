@@ -238,7 +238,7 @@ def _config(setup, model):
 
 
 def told(output):
-  """What a scheduler hands to its workers, as data."""
+  """Returns a scheduler's output for its workers, as data."""
   fields = {
     field.name: getattr(output, field.name)
     for field in dataclasses.fields(output)
@@ -341,7 +341,7 @@ def finish(sides, outputs, load):
 
 
 def _reaches_end(request):
-  """Whether a step computed the last known token of a request."""
+  """True if a step computed the last known token of a request."""
   return request.num_computed_tokens >= request.num_tokens
 
 

@@ -9,14 +9,14 @@ from jaxkv._src.host.page_pool import PageListener
 from jaxkv._src.host.vllm.events import AllBlocksCleared
 from jaxkv._src.host.vllm.events import EventQueue
 
-_NO_BLOCKS: tuple[int, ...] = ()
+KEY_BYTES, GROUP_BYTES = 16, 4
 
 
 class BlockHashes(PageListener):
   """Records under which hash of its request each block was cached.
 
-  A block of a request without `block_hashes` has its key in the cache for a
-  hash. Such keys are computed when a hash is read.
+  The hash of a block of a request without `block_hashes` is its key in the
+  cache. Such a key is computed when it is read.
 
   Attributes:
     undo_log: that of the manager.
@@ -37,12 +37,11 @@ class BlockHashes(PageListener):
     self._steps = [size // hash_block_size for size in config.page_sizes]
     self._suffixes = [with_group(b"", n) for n in range(config.num_groups)]
     self._holds_states = [kind.holds_states for kind in config.groups]
-    # For each block, its hash with its group, and the tokens up to its end. A
-    # cached block without a hash is in `_unnamed`.
-    self._hashes: list[bytes | None] = [None] * config.num_pages
+    # For each block, the tokens up to its end, 0 if it is not cached, and its
+    # hash with its group, None if it is not cached or its request has none.
     self._ends = [0] * config.num_pages
+    self._hashes: list[bytes | None] = [None] * config.num_pages
     self._blocks: dict[bytes, tuple[int, ...]] = {}
-    self._unnamed: dict[int, int] = {}
     # Requests that began with external tokens: their first columns.
     self._first: dict[str, list[int]] = {}
     self._states: dict[str, list[tuple[int, int, int]]] = {}
@@ -52,25 +51,31 @@ class BlockHashes(PageListener):
 
   def hash_of(self, block_id: int) -> bytes | None:
     """Returns a block's hash and group; None if it is not cached."""
-    if self._unnamed:
-      self._name_blocks()
-    return self._hashes[block_id]
+    name = self._hashes[block_id]
+    if name is None and self._ends[block_id]:
+      return self._keys_of([block_id])[0]
+    return name
 
   def num_tokens(self, block_id: int) -> int | None:
     """Returns the tokens up to a block's end; None if it is not cached."""
     return self._ends[block_id] or None
 
-  def blocks_with(self, block_hash: bytes) -> tuple[int, ...]:
+  def blocks_with(self, name: bytes) -> Sequence[int]:
     """Returns the blocks cached under a hash and group, the oldest first."""
-    if self._unnamed:
-      self._name_blocks()
-    return self._blocks.get(block_hash, _NO_BLOCKS)
+    blocks = self._blocks.get(name, ())
+    if blocks or len(name) != KEY_BYTES + GROUP_BYTES:
+      return blocks
+    # The key of a page differs from group to group, so it tells the group too.
+    return self._manager.pages.find(name[:-GROUP_BYTES])
 
-  def all_hashes(self) -> list[bytes]:
+  def all_hashes(self) -> set[bytes]:
     """Returns the hashes, with their groups, of all cached blocks."""
-    if self._unnamed:
-      self._name_blocks()
-    return list(self._blocks)
+    nameless = [
+      page
+      for page, end in enumerate(self._ends)
+      if end and self._hashes[page] is None
+    ]
+    return {*self._blocks, *self._keys_of(nameless)}
 
   def begin(self, hit: Sequence[list[int]]) -> None:
     """Prepares for a request that begins with the blocks of a hit."""
@@ -118,14 +123,20 @@ class BlockHashes(PageListener):
     self, request: Any, group: int, first: int, pages: Sequence[int]
   ) -> None:
     """See `PageListener`."""
-    size, step = self._sizes[group], self._steps[group]
-    suffix = self._suffixes[group]
+    step, suffix = self._steps[group], self._suffixes[group]
     hashes = getattr(request, "block_hashes", None) or ()
-    for column, page in enumerate(pages, first):
-      if page:
-        place = (column + 1) * step - 1
-        name = hashes[place] + suffix if place < len(hashes) else None
-        self._add(page, group, name, (column + 1) * size)
+    columns = [first + n for n, page in enumerate(pages) if page]
+    names = [
+      hashes[place] + suffix if place < len(hashes) else None
+      for place in [(column + 1) * step - 1 for column in columns]
+    ]
+    published = [page for page in pages if page]
+    # An event of the removal will need a name, which the manager then has lost.
+    if self.events is not None and None in names:
+      names = self._keys_of(published)
+    size = self._sizes[group]
+    ends = [(column + 1) * size for column in columns]
+    self._add(published, names, ends)
     if self._holds_states[group]:
       self._offer_states(request.request_id, group, pages)
     if self.events is not None:
@@ -134,68 +145,59 @@ class BlockHashes(PageListener):
   def removed(self, page: int, group: int) -> None:
     """See `PageListener`."""
     name = self._hashes[page]
-    self._save(page, name)
+    self._save([page], [name])
     self._hashes[page], self._ends[page] = None, 0
     if name is None:
-      self.undo_log.save_key(self._unnamed, page)
-      self._unnamed.pop(page, None)
       return
-    rest = tuple(other for other in self._blocks[name] if other != page)
-    if rest:
-      self._blocks[name] = rest
+    others = tuple(other for other in self._blocks[name] if other != page)
+    if others:
+      self._blocks[name] = others
     else:
       del self._blocks[name]
     if self.events is not None:
-      self.events.add_removed(name[:-4], group)
+      self.events.add_removed(name[:-GROUP_BYTES], group)
 
   def cleared(self) -> None:
     """See `PageListener`."""
-    for name in ("_hashes", "_ends", "_blocks", "_unnamed"):
+    for name in ("_hashes", "_ends", "_blocks"):
       self.undo_log.save_attribute(self, name)
     self._hashes = [None] * len(self._hashes)
     self._ends = [0] * len(self._ends)
-    self._blocks, self._unnamed = {}, {}
+    self._blocks = {}
     if self.events is not None:
       self.events.add(AllBlocksCleared())
 
-  def _add(self, page: int, group: int, name: bytes | None, end: int) -> None:
-    self._save(page, name)
-    self._hashes[page], self._ends[page] = name, end
-    if name is None:
-      self.undo_log.save_key(self._unnamed, page)
-      self._unnamed[page] = group
-    else:
-      self._blocks[name] = (*self._blocks.get(name, _NO_BLOCKS), page)
+  def _keys_of(self, pages: Sequence[int]) -> list[Any]:
+    """Returns the keys in the cache, with their groups, of cached pages."""
+    keys = self._manager.pages.keys(pages)
+    groups = self._manager.pages.groups(pages)
+    return [
+      None if key is None else key + self._suffixes[group]
+      for key, group in zip(keys, groups, strict=True)
+    ]
 
-  @atomic
-  def _name_blocks(self) -> None:
-    """Gives blocks without a hash their keys in the cache."""
-    unnamed = self._unnamed
-    self.undo_log.save_attribute(self, "_unnamed")
-    self._unnamed = {}
-    keys = self._manager.pages.keys(unnamed)
-    for (page, group), key in zip(unnamed.items(), keys, strict=True):
-      if key is not None:
-        self._add(page, group, key + self._suffixes[group], self._ends[page])
-
-  def _save(self, page: int, name: bytes | None) -> None:
-    """Records a block that is about to get or lose a hash."""
-    before = self._hashes[page], self._ends[page]
-    blocks = None if name is None else self._blocks.get(name)
-    self.undo_log.record((self._restore, page, before, name, blocks))
-
-  def _restore(
+  def _add(
     self,
-    page: int,
-    before: tuple[bytes | None, int],
-    name: bytes | None,
-    blocks: tuple[int, ...] | None,
+    pages: Sequence[int],
+    names: Sequence[bytes | None],
+    ends: Sequence[int],
   ) -> None:
-    self._hashes[page], self._ends[page] = before
-    if blocks is not None and name is not None:
-      self._blocks[name] = blocks
-    elif name is not None:
-      self._blocks.pop(name, None)
+    # One entry of the undo log, as a prompt caches hundreds of blocks at once.
+    self._save(pages, names)
+    blocks = self._blocks
+    for page, name, end in zip(pages, names, ends, strict=True):
+      self._hashes[page], self._ends[page] = name, end
+      if name in blocks:
+        blocks[name] = (*blocks[name], page)
+      elif name is not None:
+        blocks[name] = (page,)
+
+  def _save(self, pages: Sequence[int], names: Sequence[bytes | None]) -> None:
+    """Records blocks that are about to get or lose their hashes."""
+    self.undo_log.save_items(self._hashes, pages)
+    self.undo_log.save_items(self._ends, pages)
+    blocks = [self._blocks.get(name) for name in names if name is not None]
+    self.undo_log.record((_restore_blocks, self._blocks, names, blocks))
 
   def _offer_states(self, name: str, group: int, pages: Sequence[int]) -> None:
     states = [(group, page, self._ends[page]) for page in pages if page]
@@ -215,6 +217,8 @@ class BlockHashes(PageListener):
     skipped = self._first.get(request.request_id)
     start = max(first, skipped[group]) if skipped else first
     stop = first + len(pages)
+    # vLLM reports a span even if no block of it is published, because its
+    # receivers count tokens.
     if start >= stop:
       return
     hashes = [self._bare_hash(page) for page in pages[start - first :]]
@@ -238,9 +242,22 @@ class BlockHashes(PageListener):
 
   def _bare_hash(self, page: int) -> bytes | None:
     name = self.hash_of(page)
-    return None if name is None else name[:-4]
+    return None if name is None else name[:-GROUP_BYTES]
+
+
+def _restore_blocks(
+  blocks_of: dict[bytes, tuple[int, ...]],
+  names: Sequence[bytes | None],
+  before: Sequence[tuple[int, ...] | None],
+) -> None:
+  present = [name for name in names if name is not None]
+  for name, blocks in zip(present, before, strict=True):
+    if blocks is None:
+      blocks_of.pop(name, None)
+    else:
+      blocks_of[name] = blocks
 
 
 def with_group(block_hash: bytes, group: int) -> bytes:
   """Appends a group to a hash, as four big-endian bytes."""
-  return block_hash + group.to_bytes(4, "big")
+  return block_hash + group.to_bytes(GROUP_BYTES, "big")

@@ -23,6 +23,7 @@ class BlockPool:
     null_block: block 0, which is never allocated.
     free_block_queue: the free blocks.
     cached_block_hash_to_block: the cached blocks by hash.
+    cached_block_hashes_by_block: further hashes of a block; it has none.
     hashes: the hashes of cached blocks.
     undo_log: that of the manager.
   """
@@ -45,6 +46,7 @@ class BlockPool:
     self.null_block = self.blocks[0]
     self.free_block_queue = FreeKVCacheBlockQueue(self)
     self.cached_block_hash_to_block = BlockHashToBlockMap(self)
+    self.cached_block_hashes_by_block: dict[int, set[bytes]] = {}
 
   @property
   def enable_kv_cache_events(self) -> bool:
@@ -83,11 +85,13 @@ class BlockPool:
 
     None if a group has no such block.
     """
-    found = [
+    by_group = [
       self.hashes.blocks_with(with_group(block_hash, group))
       for group in kv_cache_group_ids
     ]
-    return [self.blocks[same[0]] for same in found] if all(found) else None
+    if not all(by_group):
+      return None
+    return [self.blocks[numbers[0]] for numbers in by_group]
 
   def is_block_writable(self, block: KVCacheBlock) -> bool:
     """True if a single request holds the block, and lookups cannot find it."""
@@ -143,6 +147,7 @@ class BlockPool:
     collector = self.metrics_collector
     if collector is not None:
       for number in block_ids:
+        # vLLM evicts every block that it takes, also one without a hash.
         if self.enable_caching:
           collector.on_block_evicted(self.blocks[number])
         collector.on_block_allocated(self.blocks[number])
@@ -204,8 +209,8 @@ class BlockHashToBlockMap:
 
   def get_one_block(self, key: bytes) -> KVCacheBlock | None:
     """Returns the oldest block with a hash and group, or None."""
-    found = self._pool.hashes.blocks_with(key)
-    return self._pool.blocks[found[0]] if found else None
+    numbers = self._pool.hashes.blocks_with(key)
+    return self._pool.blocks[numbers[0]] if numbers else None
 
   def contain(self, key: bytes, block_id: int) -> bool:
     """True if a block is cached under a hash and group."""

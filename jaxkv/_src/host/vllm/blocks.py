@@ -75,7 +75,7 @@ class KVCacheBlocks:
   def __add__(self, other: "KVCacheBlocks") -> "KVCacheBlocks":
     """Concatenates the blocks of each group."""
     pairs = zip(self.blocks, other.blocks, strict=True)
-    return KVCacheBlocks(tuple([*one, *two] for one, two in pairs))
+    return KVCacheBlocks(tuple([*first, *second] for first, second in pairs))
 
   def get_block_ids(
     self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None

@@ -76,7 +76,8 @@ def kind_name(spec: Any) -> str:
   }
   if len(names) == 1:
     return names.pop()
-  full = all(has_class(one, "FullAttentionSpec") for one in layer_specs(spec))
+  layers = layer_specs(spec)
+  full = all(has_class(layer, "FullAttentionSpec") for layer in layers)
   return "full_attention" if full else "unknown"
 
 
@@ -99,7 +100,7 @@ def event_groups(specs: Sequence[Any]) -> list[EventGroup]:
 
 def is_attention(spec: Any) -> bool:
   """True for specs whose new blocks vLLM zeroes, if it zeroes any."""
-  return all(has_class(one, "AttentionSpec") for one in layer_specs(spec))
+  return all(has_class(layer, "AttentionSpec") for layer in layer_specs(spec))
 
 
 def group_kinds(
@@ -253,11 +254,11 @@ def draft_groups(
 
 def check_options(**options: tuple[int, int]) -> None:
   """Raises for unsupported options, name=(value, maximum)."""
-  for name, (value, most) in options.items():
-    if value > most:
+  for name, (value, maximum) in options.items():
+    if value > maximum:
       raise ValueError(
-        f"`{name}` must be at most {most}, got {value}: more is not supported "
-        "by jaxkv.host.vllm."
+        f"`{name}` must be at most {maximum}, got {value}: more is "
+        "not supported by jaxkv.host.vllm."
       )
 
 

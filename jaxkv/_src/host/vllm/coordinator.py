@@ -139,16 +139,8 @@ class KVCacheCoordinator:
   ) -> int:
     """Counts the further blocks that a request with blocks needs.
 
-    Args:
-      request_id: the request.
-      num_tokens: tokens that need blocks.
-      new_computed_blocks: empty for each group.
-      num_encoder_tokens: encoder tokens that need blocks.
-      total_computed_tokens: not used.
-      num_local_computed_tokens: not used.
-      num_tokens_main_model: the part of `num_tokens` that states count.
-      apply_admission_cap: counts for a window only the most blocks at once.
-      prefill_end: not used.
+    The arguments are those of vLLM; `total_computed_tokens`,
+    `num_local_computed_tokens` and `prefill_end` are not used.
 
     Raises:
       ValueError: `new_computed_blocks` has blocks; use `allocate_slots`.

@@ -159,15 +159,15 @@ class EventQueue:
     size, tokens = fields.block_size, getattr(request, "all_token_ids", None)
     tokens = tokens_of(request) if tokens is None else tokens
     published = [
-      (one, column * size)
-      for one, column in zip(hashes, columns, strict=True)
-      if one is not None
+      (block_hash, column * size)
+      for block_hash, column in zip(hashes, columns, strict=True)
+      if block_hash is not None
     ]
     extra = [
       _extra_keys(request, begin, begin + size) for _, begin in published
     ]
     event = BlockStored(
-      block_hashes=[_external(one) for one, _ in published],
+      block_hashes=[_external(block_hash) for block_hash, _ in published],
       parent_block_hash=None if parent is None else _external(parent),
       token_ids=list(tokens[columns.start * size : columns.stop * size]),
       block_size=size,
@@ -219,9 +219,10 @@ def _embeddings(request: Any, begin: int, end: int) -> Iterator[bytes]:
   embeddings = getattr(request, "prompt_embeds", None)
   if embeddings is None:
     return
-  known = getattr(request, "_prompt_embeds_per_block_hashes", {})
-  if (begin, end) in known:
-    yield known[begin, end]
+  # vLLM keeps the digests that it computed for its own keys.
+  digests = getattr(request, "_prompt_embeds_per_block_hashes", {})
+  if (begin, end) in digests:
+    yield digests[begin, end]
   elif isinstance(embeddings, np.ndarray):
     rows = np.ascontiguousarray(embeddings[begin:end])
     yield hashlib.sha256(rows.tobytes()).digest()

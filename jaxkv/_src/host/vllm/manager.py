@@ -198,7 +198,7 @@ class KVCacheManager:
     )
     blocks = self.empty_kv_cache_blocks
     if num_tokens:
-      blocks = dataclasses.replace(self._blocks_of(pages.pages), found=pages)
+      blocks = KVCacheBlocks(self._blocks_of(pages.pages).blocks, pages)
       if getattr(request, "kv_cache_report_mode", "incremental") == "full":
         self._hashes.report_hit(request, pages.pages)
     return blocks, num_tokens, pages.shared_prefix_boundary
@@ -239,11 +239,10 @@ class KVCacheManager:
     begins = not manager.holds_pages(request.request_id)
     if begins and manager.is_full:
       return None
-    behind = request.num_computed_tokens + num_new_computed_tokens
-    external = num_external_computed_tokens
-    if external:
-      external = min(external, self.max_model_len - behind)
-    num_new_tokens = min(num_new_tokens, self.max_model_len - behind - external)
+    remaining = self.max_model_len - request.num_computed_tokens
+    remaining -= num_new_computed_tokens
+    external = min(num_external_computed_tokens, remaining)
+    num_new_tokens = min(num_new_tokens, remaining - external)
     # Most calls are for a request that runs. The manager serves them fastest
     # without further arguments.
     if not (
@@ -265,12 +264,12 @@ class KVCacheManager:
       hit = None if new_computed_blocks is None else new_computed_blocks.pages
       pages = self._allocate(
         request,
-        num_new_tokens,
-        num_new_computed_tokens,
         hit,
-        num_lookahead_tokens,
-        begins=begins,
-        skipped_groups=skip_zeroing_group_ids,
+        None if not begins else hit.pages if hit is not None else (),
+        skip_zeroing_group_ids,
+        num_new_tokens=num_new_tokens,
+        num_new_computed_tokens=num_new_computed_tokens,
+        num_lookahead_tokens=num_lookahead_tokens,
         num_external_computed_tokens=external,
         delay_cache_pages=delay_cache_blocks,
         full_sequence_must_fit=full_sequence_must_fit,
@@ -284,40 +283,27 @@ class KVCacheManager:
   def _allocate(
     self,
     request: Any,
-    num_new_tokens: int,
-    num_found: int,
     hit: CachePages | None,
-    num_lookahead_tokens: int,
-    *,
-    begins: bool,
+    first: Sequence[list[int]] | None,
     skipped_groups: Sequence[int],
-    num_external_computed_tokens: int,
     **options: Any,
   ) -> CachePages | None:
-    """Allocates, and records the new blocks for zeroing and metrics."""
-    if begins:
-      self._hashes.begin(hit.pages if hit is not None else ())
+    """Allocates, and records the new blocks for events, zeroing and metrics.
+
+    `first` are the blocks with which the request begins; None if it runs.
+    """
+    if first is not None:
+      self._hashes.begin(first)
     pages = self._manager.allocate_slots(
-      request,
-      num_new_tokens,
-      num_found,
-      hit,
-      num_lookahead_tokens,
-      num_external_computed_tokens=num_external_computed_tokens,
-      **options,
+      request, new_computed_pages=hit, **options
     )
     if pages is None:
       return None
-    if begins and num_external_computed_tokens:
+    if first is not None and options["num_external_computed_tokens"]:
       self._hashes.skip_loaded(request.request_id)
     if self._new_blocks.are_recorded:
-      found = hit.pages if hit is not None else ()
-      self._new_blocks.add(
-        request.request_id,
-        pages.pages,
-        found if begins else None,
-        skipped_groups,
-      )
+      name = request.request_id
+      self._new_blocks.add(name, pages.pages, first, skipped_groups)
     return pages
 
   @atomic
@@ -405,12 +391,18 @@ class KVCacheManager:
     self, request_id: str, num_computed_tokens: int
   ) -> tuple[list[int], ...]:
     """Returns a request's block ids, in attention only up to these tokens."""
-    ids, sizes = self.get_block_ids(request_id), self._manager.config.page_sizes
-    stops = [
-      -(-num_computed_tokens // size) if config.holds_tokens(kind) else None
-      for kind, size in zip(self._manager.config.groups, sizes, strict=True)
-    ]
-    return tuple(column[:end] for column, end in zip(ids, stops, strict=True))
+    ids = self.get_block_ids(request_id)
+    return tuple(
+      column[: -(-num_computed_tokens // size)]
+      if config.holds_tokens(kind)
+      else column
+      for kind, size, column in zip(
+        self._manager.config.groups,
+        self._manager.config.page_sizes,
+        ids,
+        strict=True,
+      )
+    )
 
   def estimate_cached_tokens(self, request: Any) -> int:
     """Returns the tokens up to which all groups have a cached block."""
@@ -491,7 +483,7 @@ class KVCacheManager:
     self._manager.new_step_starts()
 
   def _blocks_of(self, ids: Sequence[Sequence[int]]) -> KVCacheBlocks:
-    """Returns the shared empty blocks if there is no id."""
+    """Returns blocks with these ids, or the shared object without blocks."""
     if not any(ids):
       return self.empty_kv_cache_blocks
     blocks = self.block_pool.blocks

@@ -11,7 +11,7 @@ class NewBlocks:
   """Records the blocks of allocations.
 
   Attributes:
-    are_recorded: False if no group is zeroed and there are no metrics.
+    are_recorded: True if a group is zeroed or metrics are collected.
     undo_log: that of the manager.
   """
 
@@ -44,10 +44,12 @@ class NewBlocks:
     for group, blocks in enumerate(new):
       loaded = []
       if hit is not None:
-        found = set(hit[group]) if hit else set()
-        first = tables[group][: len(tables[group]) - len(blocks)]
-        self._pool.count_accessed(page for page in first if page in found)
-        loaded = [page for page in first if page and page not in found]
+        hits = set(hit[group]) if hit else set()
+        # Of the table, the part before the new blocks: null blocks behind a
+        # window, blocks of the hit, and blocks for external tokens.
+        old = tables[group][: len(tables[group]) - len(blocks)]
+        self._pool.count_accessed(page for page in old if page in hits)
+        loaded = [page for page in old if page and page not in hits]
       zeroed = blocks if group in skipped_groups else [*loaded, *blocks]
       self._add_zeroed(group, zeroed)
       self._pool.count_allocated([*loaded, *blocks])
