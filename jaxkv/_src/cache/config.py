@@ -196,7 +196,7 @@ class CacheConfig:
     ]
     return keeps.index(True) if True in keeps else self.first_self_group
 
-  @property
+  @functools.cached_property
   def first_self_group(self) -> int:
     """The first group that holds the sequences' tokens, not an encoder's."""
     return [kind.holds_encoder for kind in self.groups].index(False)

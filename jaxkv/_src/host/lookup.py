@@ -219,6 +219,12 @@ class _KindHits(NamedTuple):
     """True if every shorter prefix of a hit is a hit too."""
     return isinstance(self.group.kind, FullAttention)
 
+  @property
+  def num_leading(self) -> int:
+    """The number of columns before the first one that is no hit."""
+    misses = np.flatnonzero(~self.hits[0])
+    return int(misses[0]) if misses.size else self.hits.shape[1]
+
 
 def _agree(
   state: HostState, pages: Sequence[list[int]], limit: int, num_hashed: int
@@ -303,10 +309,16 @@ def _shorten(
 ) -> int:
   """Returns the tokens of a kind's longest prefix within a bound."""
   config, group = state.config, kind.group
+  drop = drop and config.use_eagle
+  if kind.is_full:
+    # The general rule of `longest_hit`, for which numpy would take longer.
+    num_pages = min(kind.num_leading, bound // group.size) - drop
+    aligned = num_pages * group.size // config.alignment * config.alignment
+    return max(aligned, 0)
   pages = group.kind.longest_hit(
     kind.hits,  # pyright: ignore
     np.array([bound], np.int32),  # pyright: ignore
-    np.array([drop and config.use_eagle]),  # pyright: ignore
+    np.array([drop]),  # pyright: ignore
     group.size,
     config.alignment // group.size,
   )

@@ -191,6 +191,9 @@ def content(
       f"`token_ids` of {request.request_id!r} must be 32-bit integers, got "
       f"others from {start} to {stop}: {error}."
     ) from error
+  if not request.items:
+    return held
+  held = held.copy()
   for page in touched_pages(request, start, stop, size):
     begin = page * size
     first, last = max(begin, start), min(begin + size, stop)
@@ -226,7 +229,7 @@ def page_mask(
 
 
 def int32s(values: Sequence[int]) -> np.ndarray:
-  """Converts to int32[len(values)] without rounding or wrapping.
+  """Converts to read-only int32[len(values)] without rounding or wrapping.
 
   Twice as fast as numpy, which would cast floats and strings of digits.
 
@@ -237,9 +240,7 @@ def int32s(values: Sequence[int]) -> np.ndarray:
   if not isinstance(values, list):
     # Each element of an array of another library would be an array.
     values = getattr(values, "tolist", lambda: list(values))()
-  out = np.empty((len(values),), np.int32)
   try:
-    struct.pack_into(f"{len(values)}i", out.data, 0, *values)
+    return np.frombuffer(struct.pack(f"{len(values)}i", *values), np.int32)
   except struct.error:
     return np.asarray(array.array("i", values))  # Tells the two errors apart.
-  return out
