@@ -44,6 +44,8 @@ def admit(
       "`new_computed_pages` must hold the tokens that "
       f"{fields.request_id!r} begins with, got {hit}; look it up again."
     )
+  # Nothing of the state has changed yet. If the pages do not fit, the new
+  # object is dropped.
   held = HeldSequence(fields.request_id, state.vacant[-1], len(state.groups))
   held.request = request
   held.prompt_length = fields.num_prompt_tokens
@@ -53,6 +55,7 @@ def admit(
   if pages is None:
     return None
   log = state.undo_log
+  # The slot is taken last, because a refused request must not use one up.
   log.save_list(state.vacant)
   state.vacant.pop()
   log.save_key(state.held, fields.request_id)

@@ -63,9 +63,13 @@ def reserve(
   state: HostState, held: HeldSequence, demand: Demand
 ) -> list[_Growth] | None:
   """Frees pages behind windows, and pops pages; None if too few are free."""
+  # A request can hold a slot without pages, if its first call needed none.
+  # Its tables then grow as those of a new request.
   begins = not held.tables[state.config.first_self_group]
   if demand.whole and not _whole_fits(state, held, demand, begins):
     return None
+  # Pages behind windows are freed even if the allocation then fails, as in
+  # vLLM. So the free pages are counted after this step.
   if not begins:
     drop_behind(state, held, demand.num_computed)
   return grow(state, held, demand)
@@ -106,6 +110,8 @@ def advance_quietly(
   Returns:
     False, without a change, if the request must be served by `advance`.
   """
+  # The three conditions are those under which `reserve` and `publish` would do
+  # nothing but set the length.
   if room > held.room:
     return False
   for group in state.skipping:
@@ -116,6 +122,7 @@ def advance_quietly(
     size = state.config.page_size
     if final // size > before // size:
       return False
+    # `save_attribute` would look the value up again; this is the hottest line.
     state.undo_log.record((setattr, held, "length", before))
     held.length = final
   return True
@@ -144,6 +151,7 @@ def begin(
   hit_pages = [
     hits[growth.group.number][growth.first : growth.hit] for growth in plan
   ]
+  # A hit that no request holds leaves the free queue, so it costs a free page.
   num_free_hits = _num_free(state, hit_pages)
   if demand.whole and not _whole_fits(
     state, held, demand, True, plan, hits, num_free_hits
@@ -152,6 +160,7 @@ def begin(
   need = num_free_hits + sum(growth.num_fresh for growth in plan)
   if need > pool.num_free - demand.keep_free - demand.reserved:
     return None
+  # Refused for this step only: the scheduler tries the request again.
   if _is_unwritten(state, hits):
     return None
   # All groups attach their hits before any page is popped. Otherwise a new page
@@ -173,6 +182,8 @@ def drop_behind(state: HostState, held: HeldSequence, tokens: int) -> None:
   """Frees the pages that a request does not need after some tokens."""
   for group in state.skipping:
     number, table = group.number, held.tables[group.number]
+    # Pages before `start` were freed earlier, also if fewer tokens count now: a
+    # window does not move back.
     start = held.skipped[number]
     stop = min(group.skipped_pages(tokens), len(table))
     if group.keeps_last_page and held.length >= group.size:
@@ -184,12 +195,15 @@ def drop_behind(state: HostState, held: HeldSequence, tokens: int) -> None:
     state.undo_log.save_list(held.skipped)
     table[start:stop] = [0] * (stop - start)
     held.skipped[number] = stop
+    # The last page is freed first, so that it is evicted before its prefix.
     state.pool.release(reversed(pages))
 
 
 def release(state: HostState, held: HeldSequence) -> None:
   """Frees all pages of a request, group by group, the last page first."""
   for table in held.tables:
+    # Group by group, as vLLM frees: of the pages without a key, those of the
+    # last group are evicted first.
     state.pool.release(reversed(table))
   vacate(state, held)
 
@@ -232,6 +246,7 @@ def _plan(
   for group in state.groups:
     first = external = hit = 0
     if attaches:
+      # A window needs no page for the tokens behind it, hit or not.
       skipped = group.skipped_tokens(demand.num_computed)
       first = skipped // group.size
       external = hit = max(first, len(hits[group.number]))
@@ -253,6 +268,8 @@ def _grow(
 ) -> None:
   """Pops the new pages, those for external tokens of all groups first."""
   pool, log = state.pool, state.undo_log
+  # vLLM pops the pages for loaded tokens of all groups before any other page,
+  # and page numbers depend on this order.
   for growth in plan:
     if growth.external > growth.hit:
       table = held.tables[growth.group.number]
@@ -262,6 +279,7 @@ def _grow(
     if growth.stop > growth.external:
       group, table = growth.group, held.tables[growth.group.number]
       log.save_length(table)
+      # Only states have gaps between their columns.
       if group.holds_states:
         _place_scratch(state, table, growth)
       table += pool.pop(growth.stop - growth.fresh)
@@ -301,6 +319,7 @@ def new_pages(
   """Returns the pages of a plan after those of hits and external tokens."""
   cached = state.pool.is_cached
   pages: tuple[list[int], ...] = tuple([] for _ in state.groups)
+  # Pages that `publish` cached in this call are left out.
   unhashed: tuple[list[int], ...] = tuple([] for _ in state.groups)
   for growth in plan:
     number = growth.group.number
@@ -340,6 +359,8 @@ def _whole_need(
   need = 0
   for group in state.groups:
     required = group.columns_for(demand.whole, demand.whole, demand.encoder)
+    # A window gives pages back while its sequence runs, so a whole sequence
+    # never holds more than this at once.
     required = min(required, group.most_pages)
     hit = len(held.tables[group.number])
     if plan is not None:

@@ -16,6 +16,7 @@ from jaxkv._src.host.types import CachePages
 def at_least(name: str, value: int, minimum: int) -> int:
   """Returns the value as an int; raises if it is not one or is too small."""
   try:
+    # Python counts a bool as an int; here it is a mistake.
     if isinstance(value, bool | np.bool_):
       raise TypeError
     number = operator.index(value)
@@ -57,6 +58,7 @@ def demand_of(
   num_computed = request.num_computed_tokens + num_found + external
   total = num_computed + counts["num_new_tokens"]
   check_length(limits, request.request_id, total)
+  # Steps in flight still write to the pages of these tokens.
   in_flight = request.num_in_flight_tokens if holds_pages else 0
   longest = limits.max_model_len
   waits = request.status in ("waiting", "preempted")
@@ -116,6 +118,7 @@ def _check_hit(
       f"`num_computed_tokens` of {name!r} must be 0, got "
       f"{request.num_computed_tokens}: it holds no page."
     )
+  # Every hit ends where all groups end a page.
   if num_found % config.alignment:
     raise ValueError(
       f"`num_new_computed_tokens` of {name!r} must be a multiple of "

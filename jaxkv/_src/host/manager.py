@@ -184,10 +184,12 @@ class CacheManager(ManagerReports):
     if not self.config.prefix_caching or fields.skips_lookup:
       return self.create_empty_page_list(), 0
     check_length(self._limits, fields.request_id, fields.num_tokens)
+    # All tokens are hashed, also those after the hit, because the allocation
+    # that follows publishes their pages.
     hashed = lookup.hash_tokens(self._state, fields, fields.num_tokens)
-    found = lookup.find_prefix(self._state, hashed, max_hit_tokens)
-    boundary = found.boundary if rules.reports_boundary(self.config) else 0
-    return CachePages(found.pages, (), boundary, hashed), found.num_tokens
+    prefix = lookup.find_prefix(self._state, hashed, max_hit_tokens)
+    boundary = prefix.boundary if rules.reports_boundary(self.config) else 0
+    return CachePages(prefix.pages, (), boundary, hashed), prefix.num_tokens
 
   @atomic
   def allocate_slots(
@@ -240,6 +242,8 @@ class CacheManager(ManagerReports):
     held = self._state.held.get(request.request_id)
     if held is not None:
       held.request = request
+      # Any of these arguments needs the checks below. A running request has
+      # none of them in most steps.
       special = (
         num_new_computed_tokens
         or new_computed_pages is not None
@@ -445,6 +449,7 @@ class CacheManager(ManagerReports):
   @atomic
   def new_step_starts(self) -> None:
     """Starts a scheduling step; states published before it count as written."""
+    # Pages that get a content from now on belong to the new step.
     self._state.undo_log.save_attribute(self._state, "step_clock")
     self._state.step_clock = self._state.pool.clock
 

@@ -143,6 +143,8 @@ class HostPool:
     """Pops pages, with one reference each; `count` must be free."""
     if not count:
       return []
+    # The content of a popped page will be overwritten, so the page leaves the
+    # index first.
     pages, log = self.queue.pop(count), self.undo_log
     if self.caching:
       self._evict_popped(pages)
@@ -170,9 +172,11 @@ class HostPool:
 
   def hold(self, pages: Sequence[int]) -> None:
     """Adds a reference for each page; null pages are ignored."""
+    # Pages behind a window are null, and the null page has no references.
     counts, pages = self.ref_count, [page for page in pages if page]
     self.undo_log.save_items(counts, pages)
     free = [page for page in pages if not counts[page]]
+    # A page can occur twice, but it leaves the queue once.
     if free:
       self.queue.remove(dict.fromkeys(free))
     for page in pages:
@@ -195,6 +199,8 @@ class HostPool:
       self.undo_log.save_items(self.ages.released, freed)
       for page in freed:
         self.ages.released[page] = self.clock
+    # Pages without a key cannot be hit, so they are used before any cached page
+    # is evicted. They keep the order in which they were released.
     if self.unhashed_first:
       cached = self.is_cached
       self.queue.push_front([page for page in freed if not cached[page]])
@@ -219,6 +225,7 @@ class HostPool:
     for values in (self.content, self.group, self.stamp):
       log.save_items(values, pages)
     log.save_attribute(self, "clock")
+    # Every content advances the clock, published or not, as on the device.
     for page, content in zip(pages, contents, strict=True):
       self.content[page] = content
       self.group[page] = group
@@ -234,6 +241,7 @@ class HostPool:
     """Removes pages from the index; those that are not cached are ignored."""
     cached = [page for page in pages if self.is_cached[page]]
     self._leave_index(cached)
+    # After the index has changed, so that listeners find the page not cached.
     for listener in self.listeners:
       for page in cached:
         listener.removed(page, self.group[page])
@@ -246,6 +254,8 @@ class HostPool:
       content = self.content[page]
       index, digest = self._index_of(page, content), content.digest
       listed = index.get(digest)
+      # Recorded before the change. If an interrupt comes between the two, the
+      # undo writes the value that is still there.
       entries.append((page, index, digest, listed))
       if listed is None:
         index[digest] = page
@@ -311,6 +321,7 @@ class HostPool:
     for name in ("_index", "is_cached"):
       log.save_attribute(self, name)
     self.changed.update(self.cached_pages())
+    # New dictionaries, so that an undo can put the old ones back as they were.
     self._index = [{} for _ in self._index]
     self.is_cached = [False] * self.num_pages
     for listener in self.listeners:

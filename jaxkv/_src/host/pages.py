@@ -47,6 +47,8 @@ class Pages:
     if held is None:
       return []
     pages = [page for table in held.tables for page in table if page]
+    # The references stay. From now on they count as pins, which `release`
+    # removes.
     state.pool.pin(pages, 1)
     state.undo_log.save_key(state.held, held.request_id)
     del state.held[held.request_id]
@@ -86,6 +88,8 @@ class Pages:
     """
     self._check(page_ids)
     pool = self._state.pool
+    # Counted down first, so that a page that is named twice is found. The undo
+    # log restores the counts if the call raises.
     pool.pin(page_ids, -1)
     wrong = sorted({page for page in page_ids if pool.pin_count[page] < 0})
     if wrong:

@@ -141,6 +141,7 @@ class ManagerReports:
   def free_queue(self, count: int | None = None) -> list[int]:
     """Returns the free pages in eviction order, the first `count` or all."""
     queue = self._state.pool.queue
+    # The queue is a linked list, so its first pages cost no walk to its end.
     if count is None or count > queue.num_free:
       return queue.in_order()
     return queue.first(at_least("count", count, 0))

@@ -77,6 +77,7 @@ def advance_one(
     if number.__class__ is not int or number < 0:
       return False, None
   total, limits = computed + num_new_tokens, state.limits
+  # With a watermark the status of the request matters, which is read elsewhere.
   if not num_new_tokens or total > limits.max_model_len or limits.keep_free:
     return False, None
   num_computed = max(computed - in_flight, 0)
@@ -103,6 +104,7 @@ def _rows(
   rows: list[_Row] = []
   results: list[CachePages | None] = []
   names: set[str] = set()
+  # One loop over plain numbers serves the requests that need nothing else.
   counts = _new_tokens(num_new_tokens, len(running))
   for request, count in zip(running, counts, strict=True):
     name = request.request_id
@@ -132,6 +134,8 @@ def _rows(
       results.append(None)
     else:
       results.append(no_pages)
+    # The bridge reads the tokens of the newest object that a scheduler has
+    # sent.
     held.request = request
   return rows, results
 
