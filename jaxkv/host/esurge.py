@@ -6,11 +6,11 @@ The classes have the names, methods and meanings of `easydel.inference.esurge`:
 
     from jaxkv.host.esurge import CacheManager
 
-It gets the same page ids, hits and order in every step;
-`tests/host/esurge/test_scheduler.py` runs the scheduler over both.
+The scheduler gets the same page ids, hits and order in every step.
+`tests/host/esurge/test_scheduler.py` runs it over both managers.
 `jaxkv.host.CacheManager` does the work. Pages, queue and hashes are views of
-its state. Every call takes effect completely or not at all, even if ctrl-C or a
-signal handler raises during it.
+that manager's state. Every call takes effect completely or not at all, even if
+ctrl-C or a signal handler raises during it.
 
 The differences from eSurge are intended.
 
@@ -46,10 +46,9 @@ The differences from eSurge are intended.
 - More tokens than `max_model_len`: `ValueError`. eSurge cuts them off.
 - `new_computed_pages` that do not hold the request's tokens: `ValueError`.
   eSurge does not check.
-- A request without pages that counts computed tokens, as eSurge's scheduler
-  does after it preempts a request in the step that scheduled it: both allocate
-  all pages anew and publish what the scheduler says. With a window that has
-  moved on, eSurge raises IndexError.
+- A request without pages may count computed tokens. eSurge's scheduler does
+  so if it preempts a request in the step that scheduled it. Here and in eSurge
+  all its pages are allocated anew. With a window, eSurge can raise IndexError.
 - `cache_pages` with fewer tokens than before changes nothing. eSurge hashes
   pages twice and fails.
 - `cache_pages` beyond the request's tokens stops at their end. eSurge fails.
@@ -90,7 +89,7 @@ The differences from eSurge are intended.
 
 **Other**
 
-- `coordinator` has its attributes, `get_pages`, `remove_skipped_pages` and
+- `coordinator` has eSurge's attributes, `get_pages`, `remove_skipped_pages` and
   `get_num_common_prefix_pages`, but no managers of single groups.
 - eSurge's assertions are `ValueError` or `RuntimeError` here.
 """

@@ -23,9 +23,9 @@ _MISSING = object()
 class UndoLog:
   """The changes of the current call, and how to undo them.
 
-  Every entry is a function and its arguments. The function writes the values
-  that the change overwrites. So an entry can be undone twice, or without its
-  change, and an interrupted undo can simply run again.
+  Every entry is a function and its arguments. The function writes the old
+  values back. So an entry can be undone twice, or before its change was made,
+  and an interrupted undo can simply run again.
 
   Attributes:
     lock: held by the thread whose call runs.
@@ -35,10 +35,12 @@ class UndoLog:
   """
 
   def __init__(self):
+    # Reentrant, because atomic methods call each other.
     self.lock = threading.RLock()
+    # `record` and `commit` are bound to this list, so it is never replaced.
     self.entries: list[tuple[Any, ...]] = []
     self.record = self.entries.append
-    # One call of C code, which no signal handler interrupts.
+    # `clear` is one call of C code, which no signal handler interrupts.
     self.commit = self.entries.clear
 
   def save_attribute(self, owner: Any, name: str) -> None:
@@ -65,6 +67,8 @@ class UndoLog:
     """Undoes the changes from entry `first` on, newest first."""
     for function, *arguments in reversed(self.entries[first:]):
       function(*arguments)
+    # The entries stay until all are undone, so an interrupted undo can be
+    # repeated.
     del self.entries[first:]
 
 
@@ -79,7 +83,9 @@ def atomic(
   @functools.wraps(method)
   def call(self: Any, *args: Args.args, **kwargs: Args.kwargs) -> Out:
     log = self.undo_log
-    if log.lock._is_owned():  # By the atomic method that calls this one.
+    # An atomic method calls this one. It may catch the error and go on, so only
+    # the changes of this method are undone.
+    if log.lock._is_owned():
       first = len(log.entries)
       try:
         return method(self, *args, **kwargs)
@@ -87,10 +93,13 @@ def atomic(
         log.undo(first)
         raise
     with log.lock:
-      if log.entries:  # Of an undo that was interrupted.
+      # Only an interrupted undo leaves entries behind.
+      if log.entries:
         log.undo()
       try:
         result = method(self, *args, **kwargs)
+        # An interrupt before `commit` undoes the call. After it the log is
+        # empty, so `undo` changes nothing.
         log.commit()
         return result
       except BaseException:

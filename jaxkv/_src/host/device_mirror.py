@@ -9,14 +9,15 @@ from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.prefix.prefix_index import BUCKET_PAGES
 
-_STAMP, _POSITION = KEY_WORDS, KEY_WORDS + 1  # Columns of an entry.
+# The columns of an entry: the words of the key, then these two.
+_STAMP, _POSITION = KEY_WORDS, KEY_WORDS + 1
 
 
 class DeviceMirror:
   """The arrays of `PrefixIndex`, changed page by page.
 
   A state for the device is built from them, and they are replaced by those of a
-  state that comes back. So the cost of both grows with the pages that changed.
+  state that comes back. So Python handles only the pages that changed.
 
   Attributes:
     buckets, overflow, entry, tokens: as in `PrefixIndex`.
@@ -52,7 +53,8 @@ class DeviceMirror:
     self.buckets[bucket, place] = 0
     self.entry[pages, _POSITION] = NOWHERE
     visited = self._first_bucket(keys)
-    # Every bucket that a page passed had counted it.
+    # A full bucket counts in `overflow` the pages that went on to the next one.
+    # So every bucket before that of the page has counted it.
     while (passed := visited != bucket).any():
       keys, visited, bucket = keys[passed], visited[passed], bucket[passed]
       np.add.at(self.overflow, visited, -1)
@@ -63,19 +65,21 @@ class DeviceMirror:
     keys = self.entry[pages, :KEY_WORDS]
     bucket = self._first_bucket(keys)
     while pages.size:
-      # The pages of one bucket take its empty places in order.
+      # The pages of one bucket take its empty places in order: `turn` is the
+      # rank of a page in its bucket, and also that of its empty place.
       order = np.argsort(bucket, kind="stable")
       pages, keys, bucket = pages[order], keys[order], bucket[order]
       begins = np.r_[True, bucket[1:] != bucket[:-1]]
       run = np.maximum.accumulate(np.where(begins, np.arange(len(bucket)), 0))
       turn = np.arange(len(bucket)) - run
-      vacant = self.buckets[bucket] == 0
-      chosen = vacant & (np.cumsum(vacant, axis=1) - 1 == turn[:, None])
-      fits = chosen.any(axis=1)
-      place = chosen.argmax(axis=1)
+      is_empty = self.buckets[bucket] == 0
+      is_chosen = is_empty & (np.cumsum(is_empty, axis=1) - 1 == turn[:, None])
+      fits = is_chosen.any(axis=1)
+      place = is_chosen.argmax(axis=1)
       self.buckets[bucket[fits], place[fits]] = pages[fits]
       position = bucket[fits] * BUCKET_PAGES + place[fits]
       self.entry[pages[fits], _POSITION] = position
+      # The other pages go on to their next buckets.
       np.add.at(self.overflow, bucket[~fits], 1)
       pages, keys = pages[~fits], keys[~fits]
       bucket = self._next_bucket(keys, bucket[~fits])
@@ -92,6 +96,7 @@ class DeviceMirror:
       return
     self.entry[pages, :KEY_WORDS] = keys
     self.entry[pages, _STAMP] = np.array(stamps, np.int64) & 0xFFFFFFFF
+    # A row has the tokens of the largest page, and zeros after a smaller one.
     longest = 4 * self.tokens.shape[1]
     padded = b"".join(part.ljust(longest, b"\0") for part in tokens)
     rows = np.frombuffer(padded, "<i4")
@@ -101,6 +106,7 @@ class DeviceMirror:
     return (keys[:, 0] & np.uint32(len(self.buckets) - 1)).astype(np.int64)
 
   def _next_bucket(self, keys: np.ndarray, bucket: np.ndarray) -> np.ndarray:
+    # The number of buckets is a power of two, so an odd stride visits all.
     stride = (keys[:, 1] | np.uint32(1)).astype(np.int64)
     return (bucket + stride) & (len(self.buckets) - 1)
 

@@ -1,4 +1,4 @@
-"""The pages published and removed since the last reading."""
+"""Events of pages that were published or removed since the last reading."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +16,11 @@ from jaxkv._src.host.request import tokens_of
 
 
 class EventList(PageListener):
-  """Events with prefix nodes, whose keys are computed when they are read.
+  """A log of events, whose keys are computed when the log is read.
 
   Attributes:
     size: the most events between two readings.
-    num_lost: events for which there was no room.
+    num_lost: later events, for which the log had no room.
   """
 
   def __init__(self, size: int, pool: HostPool, page_sizes: Sequence[int]):
@@ -30,7 +30,8 @@ class EventList(PageListener):
     self._page_sizes = page_sizes
     self._log = pool.undo_log
     # Events of a device are in their final form. The others are tuples of the
-    # class of the event, its page, group, node and, if stored, its tokens.
+    # class of the event, its page, group, node and, if stored, its tokens. The
+    # node is kept, because the page may hold another prefix at the reading.
     self._events: list[Any] = []
 
   def stored(
@@ -41,6 +42,7 @@ class EventList(PageListener):
     for column, page in enumerate(pages, first):
       if page:
         tokens = token_ids[column * size : (column + 1) * size]
+        # Numbers of numpy become ints, which consumers can serialize.
         tokens = tuple(int(token) for token in tokens)
         self._add((Stored, page, group, self._pool.content[page], tokens))
 
@@ -67,6 +69,7 @@ class EventList(PageListener):
       steps: nodes a page, for each group.
     """
     events, num_lost = self._events, self.num_lost
+    # The keys of all events together cost little more than those of one.
     raw = [event for event in events if type(event) is tuple]
     keys.compute(event[3] for event in raw)
     self._log.save_attribute(self, "_events")
@@ -89,12 +92,14 @@ def _finished(event: Any, keys: DeviceKeys, steps: Sequence[int]) -> Any:
   """Returns an event of `jaxkv.telemetry`."""
   if type(event) is not tuple:
     return event
+  # A page of a device has neither its tokens nor its parent.
   make, page, group, node = event[:4]
   if isinstance(node, DevicePage):
     return make(page, group, key_bytes(node.group_key))
   key = key_bytes(keys.group_key(node, group))
   if make is Removed:
     return Removed(page, group, key)
+  # The page before in this group ends `step` nodes earlier.
   parent, root = node, node
   for _ in range(steps[group]):
     parent = parent.parent

@@ -7,8 +7,9 @@ import numpy as np
 
 from jaxkv._src.host.atomic import UndoLog
 
+# The null page is never free. So its links hold both ends of the queue: the
+# first page is its successor, and the last one its predecessor.
 _ENDS = 0
-"""The null page is never free, so its links are the two ends of the queue."""
 
 
 class FreeList:
@@ -28,6 +29,7 @@ class FreeList:
 
   def replace(self, pages: Sequence[int]) -> None:
     """Replaces the queue by pages in eviction order."""
+    # The new lists replace the old ones, so the log needs no copy of those.
     for name in ("_next", "_previous", "num_free"):
       self._log.save_attribute(self, name)
     line = np.array([_ENDS, *pages, _ENDS])
@@ -42,7 +44,7 @@ class FreeList:
     return self.first(self.num_free)
 
   def first(self, count: int) -> list[int]:
-    """Returns the first pages; there must be `count`."""
+    """Returns the first `count` pages, which must exist."""
     pages, page, following = [], _ENDS, self._next
     for _ in range(count):
       page = following[page]
@@ -50,14 +52,15 @@ class FreeList:
     return pages
 
   def pop(self, count: int) -> list[int]:
-    """Removes and returns the first pages; there must be `count`."""
+    """Removes and returns the first `count` pages, which must exist."""
     pages = self.first(count)
     if not pages:
       return pages
     after = self._next[pages[-1]]
     self._log.record((self._link, [_ENDS, *pages, after]))
     self._log.save_attribute(self, "num_free")
-    # The links between popped pages are stale now, and no longer read.
+    # The links of popped pages are stale. They are written before the pages
+    # enter the queue again, and not read until then.
     self._link((_ENDS, after))
     self.num_free -= count
     return pages
@@ -65,6 +68,8 @@ class FreeList:
   def remove(self, pages: Iterable[int]) -> None:
     """Removes pages from any place; all must be in the queue."""
     following, previous = self._next, self._previous
+    # The log has the list before the first page leaves, and the list has each
+    # page before its links change. So an interrupt at any point can be undone.
     removed: list[tuple[int, int, int]] = []
     self._log.save_attribute(self, "num_free")
     self._log.record((self._insert, removed))
@@ -105,6 +110,8 @@ class FreeList:
       before = page
 
   def _insert(self, removed: list[tuple[int, int, int]]) -> None:
-    """Inserts removed pages again, the last one first."""
+    """Inserts removed pages again."""
+    # The last one first, because its saved links are those of its removal, when
+    # the earlier ones had left already.
     for links in reversed(removed):
       self._link(links)

@@ -29,7 +29,7 @@ _MASK = 0xFFFFFFFF
 
 
 class _Slots(NamedTuple):
-  """The sequences of a device state."""
+  """The sequences of a device state, and the names of those that ended."""
 
   held: dict[str, HeldSequence]
   popped: dict[int, tuple[PoppedPages, HeldSequence]]
@@ -43,16 +43,19 @@ def from_device(
   check_single(device)
   _check_identity(state, device)
   host: Any = jax.device_get(device)
-  # The pages that changed on the host are compared with what came back.
+  # What changed on the host is lost, and is found by comparing the mirror with
+  # what came back. So the mirror must have it.
   if state.device_keys is not None:
     to_device.update_mirror(state, state.device_keys)
   slots = _adopt_slots(state, host, requests)
   _check_hashes(state, host.hashes, slots)
+  # All checks are done before the first change.
   log, pool = state.undo_log, state.pool
   log.save_attribute(state, "held")
   log.save_attribute(state, "popped")
   log.save_attribute(state, "vacant")
   state.held, state.popped = slots.held, slots.popped
+  # Slots that were vacant before are used first, in the same order.
   occupied = {held.slot for held in state.all_held()}
   vacant = [slot for slot in state.vacant if slot not in occupied]
   new_vacant = set(range(state.config.num_slots)) - occupied - set(vacant)
@@ -114,11 +117,13 @@ def _adopt_slots(
   _check_requests(state, requests, occupied)
   held: dict[str, HeldSequence] = {}
   for slot in occupied:
+    # `free_pages` still needs the pages of a removed request.
     if slot in popped:
       waiting, old = popped[slot]
       popped[slot] = waiting, _sequence(state, host, slot, old, old.request)
       continue
     old = before.get(slot)
+    # The loop filled a slot that is named, so nothing of an old sequence stays.
     if slot in requests:
       request, old = requests[slot], None
     elif old is not None:
@@ -182,6 +187,7 @@ def _sequence(
     held.prompt_length = int(hashes.prompt_length[slot])
     held.boundary = int(hashes.shared_prefix_boundary[slot])
   count = held.length // state.config.page_size
+  # Without a new full page the request need not be read.
   if old is not None and count <= len(old.nodes):
     held.root, held.nodes = old.root, old.nodes[:count]
     return held
@@ -191,7 +197,7 @@ def _sequence(
       f"`token_ids` of {name!r} must have the {held.length} tokens that slot "
       f"{slot} has, got {fields.num_tokens}; append the new tokens before take."
     )
-  # The nodes of the tokens that were published before stay.
+  # Old nodes are reused, so only new tokens are hashed.
   held.root, held.nodes = (
     (state.root_of(salt_of(fields, state.config.page_size)), [])
     if old is None
@@ -203,7 +209,7 @@ def _sequence(
 
 
 def _chain_end(state: HostState, held: HeldSequence) -> PrefixNode:
-  """Returns the node at which the chain of `SlotHashes` stands."""
+  """Returns the node at which the chain of `SlotHashes` ends."""
   assert held.root is not None
   config = state.config
   aligned = held.length // config.alignment * config.alignment
@@ -215,6 +221,8 @@ def _check_hashes(
   state: HostState, hashes: SlotHashes | None, slots: _Slots
 ) -> None:
   """Raises unless the requests have the tokens that the device committed."""
+  # The chain covers the tokens up to the last multiple of A. Those after it are
+  # not compared.
   keys = state.device_keys
   if hashes is None or keys is None:
     return
@@ -242,6 +250,8 @@ def _check_hashes(
 
 def _free_pages(host: Any) -> list[int]:
   """Returns the free pages of a state in eviction order."""
+  # A page that left the middle of the queue left a stale entry, whose place is
+  # not the page's position.
   queue = host.pool.queue
   capacity = len(queue.ring)
   place = (int(queue.head) + np.arange(int(queue.span))) % capacity
@@ -251,10 +261,14 @@ def _free_pages(host: Any) -> list[int]:
 
 def _adopt_index(state: HostState, host: Any) -> None:
   """Takes over the contents of pages, and the pages that are cached."""
+  # Equal keys and stamps mean equal contents. The position is not compared,
+  # because an equal page may have moved to another place.
   pool, mirror, index = state.pool, state.mirror, host.pool.index
   before, cached = mirror.is_cached(), are_cached(index.entry)
   is_same = mirror.entry[:, : KEY_WORDS + 1] == index.entry[:, : KEY_WORDS + 1]
   changed = np.flatnonzero(~is_same.all(axis=1) | (before != cached))
+  # The device counts modulo 2**32, and the host does not. Both count from the
+  # same number, so the device is ahead by less than 2**32.
   device_clock = int(index.clock)
   clock = pool.clock + ((device_clock - pool.clock) & _MASK)
   ages = device_clock - index.entry[changed, KEY_WORDS].astype(np.int64)
@@ -273,7 +287,8 @@ def _adopt_index(state: HostState, host: Any) -> None:
       ages_of.evicted.lifetime.tolist(),
       ages_of.evicted.idle.tolist(),
     )
-  # The mirror is a cache: it is right again once the changed pages are written.
+  # The mirror's arrays are not in the log. After an undo all pages count as
+  # changed, so the next update of the mirror writes them again.
   state.undo_log.record((pool.changed.update, range(state.config.num_pages)))
   mirror.replace(index.buckets, index.overflow, index.entry, index.tokens)
   pool.changed.clear()
@@ -282,7 +297,8 @@ def _adopt_index(state: HostState, host: Any) -> None:
 def _contents(
   state: HostState, host: Any, changed: np.ndarray
 ) -> tuple[list[Any], list[int]]:
-  """Returns the contents of changed pages, and their groups if known."""
+  """Returns the contents of changed pages, and their groups; 0 if unknown."""
+  # The keys of `groups` stay in the order of `changed`.
   index, log = host.pool.index, host.pool.events
   groups = dict.fromkeys(changed.tolist(), 0)
   if log is not None:
@@ -292,12 +308,13 @@ def _contents(
   is_changed = np.zeros((state.config.num_pages + 1,), bool)
   is_changed[changed] = True
   by_slot = {held.slot: held for held in state.all_held()}
-  # The null page and NO_PAGE never change.
+  # Tables also name the null page and NO_PAGE, which never change.
   places = np.argwhere(is_changed[host.page_table])
   for slot, number, column in places.tolist():
     held, group = by_slot[slot], state.groups[number]
     page = int(host.page_table[slot, number, column])
     groups[page] = number
+    # A request's page gets its prefix node, so that lookups need no device key.
     if column < group.final_pages(held.length):
       contents[page] = held.nodes[(column + 1) * group.step - 1]
   keys = index.entry[changed, :KEY_WORDS].tolist()

@@ -1,4 +1,4 @@
-"""The layer groups of a manager, whose kinds compute with Python numbers."""
+"""The layer groups of a manager: their kinds' rules for Python numbers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +14,12 @@ class LayerGroup:
   """A layer group.
 
   Attributes:
-    number: its place among the groups.
-    kind: its kind.
+    number: its index among the groups.
+    kind: its kind; `holds_states`, `holds_encoder`, `skips_pages` and
+      `keeps_last_page` are attributes of the kind.
     size: tokens a page.
-    step: tokens a page, in units of `CacheConfig.page_size`.
-    scratch: its scratch pages for speculative tokens.
+    step: prefix nodes a page, `size` in units of `CacheConfig.page_size`.
+    scratch: scratch pages of a sequence, for the states of draft tokens.
     most_pages: the most pages that one sequence holds at once.
     publishes_all: True if every full page is published.
   """
@@ -38,13 +39,15 @@ class LayerGroup:
       config.prefix_rules == "classic"
       or type(self.kind).published is GroupKind.published
     )
-    # Most kinds inherit this rule, which is then computed here, without a call.
-    own_rule = type(self.kind).num_columns
-    self._has_plain_columns = own_rule is GroupKind.num_columns
+    # Every allocation counts columns. Most kinds inherit the rule, which
+    # `columns_for` then computes itself, to save a call of the kind.
+    rule = type(self.kind).num_columns
+    self._has_plain_columns = rule is GroupKind.num_columns
     self._config = config
 
   def columns_for(self, tokens: int, state_tokens: int, encoder: int) -> int:
-    """Counts the columns for tokens; recurrent groups count `state_tokens`."""
+    """Counts the columns for those of the tokens that the group holds."""
+    # As in vLLM, lookahead tokens need no states.
     if self.holds_states:
       tokens = state_tokens
     if self.holds_encoder:
@@ -74,8 +77,8 @@ class LayerGroup:
   ) -> tuple[int, int]:
     """Plans the growth of a table from `held` to `stop` columns.
 
-    In a recurrent group only the running state gets a page. The columns before
-    it are null, and scratch pages move to the columns after it.
+    In a recurrent group only the running state gets a page. New columns before
+    it are null, and the scratch pages before it move to the columns after it.
 
     Returns:
       The first column that gets a page from the free queue, and the number of
@@ -83,6 +86,8 @@ class LayerGroup:
     """
     if not self.holds_states or stop <= held:
       return held, 0
+    # The scratch pages fill the last columns of a table. A request that begins
+    # has none yet.
     running = stop - self.scratch - 1
     moved = 0
     if not begins:
@@ -125,6 +130,8 @@ def make_groups(
 
 def _check_kind(kind: GroupKind, size: int) -> None:
   """Raises unless a kind answers with numbers and arrays of the host."""
+  # A user's kind may compute with jax.numpy. It would start a device, and each
+  # call of a scheduler would wait for it.
   pages, ones = np.arange(4, dtype=np.int32), np.ones((1,), np.int32)
   calls: dict[str, Any] = {
     "num_skipped_tokens": lambda: kind.num_skipped_tokens(3),  # pyright: ignore

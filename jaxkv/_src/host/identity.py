@@ -1,4 +1,4 @@
-"""Separates requests with equal tokens: by a salt, and by items at pages."""
+"""Separates requests with equal tokens by a salt, and by items at pages."""
 
 import dataclasses
 import hashlib
@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 _NO_SALT = bytes(16)
-# Attributes that tell requests apart, of which most requests have none.
-_TELLING = (
+# Most requests have none of these attributes, and are then served without work.
+_SEPARATING = (
   "cache_salt",
   "lora_name",
   "lora_request",
@@ -30,29 +30,33 @@ class Placed(NamedTuple):
 
   @classmethod
   def at(cls, identifier: str, place: Any) -> "Placed":
-    """Makes the input at a range with `offset` and `length`."""
+    """Places an input at a range with `offset` and `length`."""
     return cls(identifier, place.offset, place.offset + place.length)
 
   def key(self, begin: int, end: int) -> Any:
     """Returns the input's part of the key of the tokens `begin .. end`."""
+    # Only what the page contains counts. So a start before it is negative, and
+    # an end after it is cut off.
     stop = min(self.stop, end)
     return ("mm", self.identifier, self.start - begin, stop - begin)
 
 
 @dataclasses.dataclass(frozen=True)
 class Embeddings:
-  """Embeddings of the first tokens."""
+  """Embeddings that replace the first tokens."""
 
   digest: bytes
   start: int
   stop: int
+  # The digest covers the rows, and arrays have no single truth value.
   rows: np.ndarray = dataclasses.field(compare=False)
 
   @classmethod
   def of(cls, name: str, values: Any) -> "Embeddings":
     """Reads embeddings [P, D] of numpy, jax or torch."""
     if str(getattr(values, "dtype", "")).startswith("torch."):
-      values = values.detach().cpu().float()  # numpy has no bfloat16.
+      # numpy has no bfloat16.
+      values = values.detach().cpu().float()
     rows = np.asarray(values)
     if rows.ndim != 2 or rows.dtype == object:
       raise TypeError(
@@ -67,6 +71,7 @@ class Embeddings:
 
 
 def _digest_of(rows: np.ndarray) -> bytes:
+  # Equal bytes of another shape or type are other embeddings.
   digest = hashlib.sha256(f"{rows.dtype}{rows.shape}".encode())
   digest.update(np.ascontiguousarray(rows).tobytes())
   return digest.digest()
@@ -81,30 +86,33 @@ def identity_of(request: Any) -> tuple[bytes, tuple[Item, ...]]:
   Raises:
     TypeError, ValueError: an attribute that separates requests cannot be read.
   """
-  telling = {}
-  for name in _TELLING:
+  attributes = {}
+  for name in _SEPARATING:
     value = getattr(request, name, None)
     if value is not None and not _is_empty(value):
-      telling[name] = value
-  if not telling:
+      attributes[name] = value
+  if not attributes:
     return _NO_SALT, ()
   name = request.request_id
-  parts = _texts(name, telling)
+  parts = _texts(name, attributes)
   items: list[Item] = [
-    Placed.at(item.identifier, item) for item in telling.get("mm", ())
+    Placed.at(item.identifier, item) for item in attributes.get("mm", ())
   ]
-  for number, feature in enumerate(telling.get("mm_features", ())):
+  for number, feature in enumerate(attributes.get("mm_features", ())):
     identifier = _identifier(name, feature)
     place = getattr(feature, "mm_position", None)
     place = place or getattr(feature, "placeholder_range", None)
+    # Without a range, any page may depend on the input.
     if place is None:
       parts[f"mm_features {number}"] = identifier.encode()
     else:
       items.append(Placed.at(identifier, place))
-  if "mm_features" not in telling and "mm" not in telling:
-    _refuse_pixels(name, telling)
-  if "prompt_embeds" in telling:
-    items.append(Embeddings.of(name, telling["prompt_embeds"]))
+  # Pixels have no name. Without one, requests with different images would share
+  # pages.
+  if "mm_features" not in attributes and "mm" not in attributes:
+    _refuse_pixels(name, attributes)
+  if "prompt_embeds" in attributes:
+    items.append(Embeddings.of(name, attributes["prompt_embeds"]))
   return _digest(parts) if parts else _NO_SALT, tuple(items)
 
 
@@ -112,13 +120,13 @@ def _is_empty(value: Any) -> bool:
   return isinstance(value, str | tuple | list) and not value
 
 
-def _texts(name: str, telling: dict[str, Any]) -> dict[str, bytes]:
+def _texts(name: str, attributes: dict[str, Any]) -> dict[str, bytes]:
   """Returns the data that separates all pages of a request, by attribute."""
   parts = {}
   for tag in ("cache_salt", "lora_name"):
-    if tag in telling:
-      parts[tag] = _text(f"`{tag}` of {name!r}", telling[tag])
-  adapter = telling.get("lora_request")
+    if tag in attributes:
+      parts[tag] = _text(f"`{tag}` of {name!r}", attributes[tag])
+  adapter = attributes.get("lora_request")
   if adapter is not None:
     fields = ("lora_name", "lora_path", "lora_int_id")
     values = [getattr(adapter, field, None) for field in fields]
@@ -131,7 +139,8 @@ def _texts(name: str, telling: dict[str, Any]) -> dict[str, bytes]:
 
 
 def _digest(parts: dict[str, bytes]) -> bytes:
-  """Hashes to 16 bytes; tags and lengths keep different parts distinct."""
+  """Hashes the parts to 16 bytes."""
+  # Tags and lengths separate the parts, so that one part cannot imitate two.
   digest = hashlib.blake2b(digest_size=16, person=b"jaxkv-request")
   for tag, data in parts.items():
     digest.update(f"{tag}:{len(data)}:".encode() + data)
@@ -161,9 +170,9 @@ def _identifier(name: str, feature: Any) -> str:
   return identifier
 
 
-def _refuse_pixels(name: str, telling: dict[str, Any]) -> None:
+def _refuse_pixels(name: str, attributes: dict[str, Any]) -> None:
   for pixels in ("pixel_values", "pixel_values_videos"):
-    if pixels in telling:
+    if pixels in attributes:
       raise ValueError(
         f"`{pixels}` of {name!r} must come with `mm_features`, whose hashes "
         "tell two inputs apart."

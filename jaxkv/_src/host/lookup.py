@@ -22,14 +22,14 @@ from jaxkv._src.host.state import HostState
 
 
 class HashedTokens(NamedTuple):
-  """The first tokens of a request, hashed.
+  """The first tokens of a request, with the digests of their whole pages.
 
   Attributes:
     token_ids: the tokens.
-    salt, items: those of the request, see `KnownRequest`.
+    salt, items: those of the request, see `RequestFields`.
     root: the node before the first page.
     pages: the whole pages of S tokens, masked, as int32 bytes.
-    digests: the digest after each of these pages.
+    digests: the digest of the prefix that ends with each of these pages.
   """
 
   token_ids: list[int]
@@ -40,10 +40,12 @@ class HashedTokens(NamedTuple):
   digests: list[bytes]
 
   def serves(self, request: RequestFields, num_tokens: int) -> bool:
-    """True if these begin with the request's first `num_tokens` tokens."""
+    """True if these begin with the first `num_tokens` tokens of the request."""
+    # A request may change after its lookup, so the contents are compared.
     if self.salt != request.salt or self.items != request.items:
       return False
     if num_tokens == len(self.token_ids) == request.num_tokens:
+      # The usual case, without copies of both lists.
       if isinstance(request.token_ids, list):
         return self.token_ids == request.token_ids
     if num_tokens > len(self.token_ids):
@@ -55,8 +57,10 @@ class HashedTokens(NamedTuple):
   ) -> list[PrefixNode]:
     """Returns nodes for the first `count` pages.
 
-    Those up to `last_hit` exist already, if it has one of the digests.
+    The path to `last_hit` is reused if it is the path of these pages.
     """
+    # Requests with equal prefixes then share nodes, and keys on the device are
+    # computed once.
     page_bytes = len(self.pages) // max(len(self.digests), 1)
     nodes = last_hit.path() if last_hit is not None else []
     begin = len(nodes)
@@ -73,8 +77,8 @@ class Found(NamedTuple):
   Attributes:
     num_tokens: its tokens.
     pages: its pages by group, with null pages behind windows.
-    boundary: tokens of a longer prefix that only some groups have cached; 0 for
-      none.
+    boundary: tokens of a longer prefix that only some groups have cached; 0 if
+      there is none.
   """
 
   num_tokens: int
@@ -110,6 +114,7 @@ def find_prefix(
     max_tokens: the most tokens of the prefix; None for no other limit.
   """
   pages = [_cached_pages(state, hashed, group) for group in state.groups]
+  # The model computes at least the last token, whose logits give the next one.
   limit = len(hashed.token_ids) - 1
   limit = limit if max_tokens is None else min(limit, max_tokens)
   num_hashed = len(hashed.digests) * state.config.page_size
@@ -145,15 +150,17 @@ def holds_tokens(
   """
   for group, pages in zip(state.groups, hits, strict=True):
     first = group.skipped_pages(num_computed)
-    used = pages[first:]
-    if not used:
+    hit_pages = pages[first:]
+    if not hit_pages:
       continue
     if hashed is None:
       return False
     digests = hashed.digests[group.step - 1 :: group.step][first : len(pages)]
-    if not _have_digests(state, used, digests):
-      found = _cached_pages(state, hashed, group)[first : len(pages)]
-      if found != used:
+    # Digests are the fast check. A page from a device has none of a prefix, so
+    # the lookup is repeated.
+    if not _have_digests(state, hit_pages, digests):
+      cached_pages = _cached_pages(state, hashed, group)[first : len(pages)]
+      if cached_pages != hit_pages:
         return False
   return True
 
@@ -174,18 +181,21 @@ def _cached_pages(
   """Returns the cached page of each column of a group; 0 for none."""
   pool = state.pool
   digests = hashed.digests[group.step - 1 :: group.step]
+  # `map` looks digests up without a Python call for each. As in vLLM, the hit
+  # is the page published first, which is the first of a tuple.
   pages = [
     page if type(page) is int else (page[0] if page else 0)
     for page in map(pool.finder(group.number), digests)
   ]
+  # Keys of the device take long to compute, so only if a page needs them.
   if pool.knows_device_pages and state.device_keys is not None:
     nodes = hashed.nodes(len(hashed.digests))
     state.device_keys.compute(nodes)
     _add_device_pages(state, group, nodes, pages)
   size = group.size * TOKEN_BYTES
   for column, page in enumerate(pages):
-    # A hit is never believed on the digest alone.
     begin = column * size
+    # Equal digests are no proof of equal tokens.
     if page:
       tokens = pool.content[page].last_tokens(group.step)
       if hashed.pages[begin : begin + size] != tokens[:size]:
@@ -196,14 +206,14 @@ def _cached_pages(
 def _add_device_pages(
   state: HostState, group: LayerGroup, nodes: list[PrefixNode], pages: list[int]
 ) -> None:
-  """Adds the pages that are known by their key on the device."""
+  """Adds hits among the pages that are known by their key on the device."""
   pool, keys = state.pool, state.device_keys
   assert keys is not None
   for column, node in enumerate(nodes[group.step - 1 :: group.step]):
     digest = digest_of_key(keys.group_key(node, group.number))
     page = pool.find_from_device(digest)
     other = pages[column]
-    # The page published first is the hit.
+    # As on the device, the page published first is the hit.
     if page and (not other or pool.stamp[page] < pool.stamp[other]):
       pages[column] = page
 
@@ -235,7 +245,7 @@ def _agree(
   in `cache/steps/find`.
 
   Returns:
-    Tokens of the prefix, and of the longest hit that a kind had in a round.
+    The tokens of the prefix, and of the longest hit of any kind in any round.
   """
   if limit < 1:
     return 0, 0
@@ -247,13 +257,17 @@ def _agree(
     cached = np.array(pages[group.number], np.int32)[None] > 0
     hits[name] = hits.get(name, True) & cached
     first.setdefault(name, group)
+  # Full attention comes first, as in vLLM. The sort is stable, so the others
+  # keep the order of the groups.
   kinds = [_KindHits(first[name], hits[name]) for name in first]
   kinds.sort(key=lambda kind: not kind.is_full)
+  # No other group can have a longer hit, so the boundary is 0.
   if len(state.groups) == 1:
     return _shorten(state, kinds[0], limit, drop=True), 0
   search = _Search(state, kinds, num_hashed)
   length = search.round(limit)
-  # With full attention and at most one other kind, one round is enough.
+  # The other kind's result is also a hit of full attention, which has all
+  # shorter prefixes. So one round is enough for two kinds.
   if len(kinds) <= 2 and kinds[0].is_full:
     return length, search.longest
   before = limit
@@ -280,8 +294,8 @@ class _Search:
   def round(self, length: int) -> int:
     """Lets every kind shorten the candidate once."""
     for number, kind in enumerate(self._kinds):
-      # Every shorter prefix of full attention's hit is a hit too, so it is
-      # looked up once.
+      # Every shorter prefix of full attention's hit is a hit too, so one lookup
+      # is enough.
       if number in self._full:
         length = min(length, self._full[number])
         continue
@@ -294,6 +308,7 @@ class _Search:
         np.bool_(self._dropped[number]),  # pyright: ignore
       )
       shorter = _shorten(self._state, kind, int(bound), drop=bool(drop))
+      # At the shorter length all kinds drop a page again.
       if not drop and shorter < length:
         self._dropped = [False] * len(self._kinds)
       self._dropped[number] |= bool(drop)
@@ -311,10 +326,11 @@ def _shorten(
   config, group = state.config, kind.group
   drop = drop and config.use_eagle
   if kind.is_full:
-    # The general rule of `longest_hit`, for which numpy would take longer.
+    # The same as `longest_hit`, for which numpy would take longer.
     num_pages = min(kind.num_leading, bound // group.size) - drop
     aligned = num_pages * group.size // config.alignment * config.alignment
     return max(aligned, 0)
+  # The rules of kinds take a row for each request; a lookup has one.
   pages = group.kind.longest_hit(
     kind.hits,  # pyright: ignore
     np.array([bound], np.int32),  # pyright: ignore

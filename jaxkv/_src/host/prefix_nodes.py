@@ -1,10 +1,10 @@
-"""Prefixes on the host: what a page holds, and its key on the device.
+"""Prefixes on the host: their digests, and their keys on the device.
 
 A lookup on the host compares digests (BLAKE2b, chained page by page from a
 secret) and then the tokens of the page. The 128-bit keys of the device
 (`cache/prefix/hashing`) take longer to compute in Python. They are computed
-only for the device state, for events, and to find pages whose keys came from a
-device.
+only for the device state, for events and for `Pages`, and to find pages whose
+keys came from a device.
 """
 
 import hashlib
@@ -33,13 +33,14 @@ _FEW_ROWS = 8
 
 
 class PrefixNode:
-  """The tokens of a page, and of all pages before it.
+  """A prefix of whole pages: the last page's tokens, and the node before it.
 
   Attributes:
-    digest: 16 bytes, equal for equal prefixes; the key of a page on the host.
-    parent: the node of the tokens before; None for a root.
-    tokens: S tokens as int32 bytes; the salt of a root.
-    key: the chain's key on the device, see `DeviceKeys`; None until computed.
+    digest: 16 bytes, equal for equal prefixes; the key in the host's index.
+    parent: the node of the prefix without the last page; None for a root.
+    tokens: the S tokens of the last page as int32 bytes; for a root, its salt.
+    key: the key on the device before the mask of a group; None until
+      `DeviceKeys.compute`.
   """
 
   __slots__ = ("digest", "key", "parent", "tokens")
@@ -73,11 +74,11 @@ class PrefixNode:
 
 
 class DevicePage:
-  """The content of a page that a device published; its prefix is unknown.
+  """A page known by its key on the device; its prefix is unknown.
 
   Attributes:
-    digest: the key of the page on the host, which no prefix has.
-    group_key: its key on the device, in its group.
+    digest: the key in the host's index, which no prefix has.
+    group_key: the key on the device, in the group of the page.
     tokens: the tokens of the page as int32 bytes.
   """
 
@@ -90,23 +91,25 @@ class DevicePage:
     self.tokens = tokens
 
   def last_tokens(self, count: int) -> bytes:
-    """Returns the tokens of the page; zeros follow those of a small page."""
+    """Returns all tokens; a device pads those of a small page with zeros."""
     return self.tokens
 
 
 def digest_of_key(group_key: Key) -> bytes:
-  """Returns the key on the host of a page known by its key on the device."""
-  # Of another length than a digest, so that no digest is equal to it.
+  """Returns the key in the host's index of a `DevicePage`."""
+  # 17 bytes, so that no digest is equal, which has 16.
   return struct.pack("<4I?", *group_key, True)
 
 
 def chain_digests(root: bytes, tokens: bytes, page_bytes: int) -> list[bytes]:
-  """Returns the digest after each whole page of tokens."""
+  """Returns the digest of the prefix that ends with each whole page."""
   blake2b = hashlib.blake2b
   count = len(tokens) // page_bytes
+  # `struct` cuts all pages in one call, and ignores an incomplete page.
   pages = struct.unpack_from(f"{page_bytes}s" * count, tokens)
   digest, digests = root, []
   for page in pages:
+    # The digest before has a fixed size, so the bytes are unambiguous.
     digest = blake2b(digest + page, digest_size=16).digest()
     digests.append(digest)
   return digests
@@ -125,7 +128,7 @@ def grow_path(
 
 
 class DeviceKeys:
-  """Computes the keys of the device, with the secret of its state.
+  """Computes the same keys as the device, with the secret of its state.
 
   Attributes:
     secret: uint32[2 + G, 4], as `hashing.make_secret` computes it.
@@ -154,15 +157,18 @@ class DeviceKeys:
     return _xor(node.key, self._groups[group])
 
   def in_first_group(self, group_key: Key, group: int) -> Key:
-    """Converts a key between a group and the first group, in either way."""
+    """Converts a key between a group and the first group, either way."""
+    # The groups' masks are added by XOR, so adding one again removes it.
     return _xor(_xor(group_key, self._groups[group]), self._groups[0])
 
   def compute(self, nodes: Iterable[PrefixNode | DevicePage]) -> None:
-    """Computes the keys of nodes, and of all nodes before them."""
+    """Computes the missing keys of nodes, and of all nodes before them."""
     levels = self._levels_without_key(nodes)
     pages = list(itertools.chain.from_iterable(levels))
     if not pages:
       return
+    # Only the chain needs the keys of the level before. So the digests of all
+    # pages are computed in one pass of numpy.
     digests, begin = self._page_digests(pages), 0
     for level in levels:
       parents = [node.parent.key for node in level if node.parent]
@@ -174,7 +180,9 @@ class DeviceKeys:
   def _levels_without_key(
     self, nodes: Iterable[PrefixNode | DevicePage]
   ) -> list[list[PrefixNode]]:
-    """Returns nodes without a key; their parents are one level before."""
+    """Returns the nodes without a key, each in the level after its parent."""
+    # Paths share nodes, so a walk towards the root ends at a node that an
+    # earlier walk has visited.
     depth_of: dict[int, int] = {}
     levels: list[list[PrefixNode]] = []
     for node in nodes:
@@ -201,6 +209,7 @@ class DeviceKeys:
     size = self._page_size
     words = np.frombuffer(b"".join(page.tokens for page in pages), "<u4")
     words = words.reshape(len(pages), size)
+    # Zeros fill the last block of words, as on the device.
     words = np.pad(words, ((0, 0), (0, -size % KEY_WORDS)))
     state: Any = tuple(
       np.full(len(pages), word, np.uint32) for word in self._digest
@@ -214,6 +223,7 @@ class DeviceKeys:
 def make_secret(key: np.ndarray, num_groups: int) -> np.ndarray:
   """Computes `hashing.make_secret` without a device."""
   words = tuple(key.tolist())
+  # The key masks input and output, because the permutation can be inverted.
   rows = [
     _xor(words, _permute(_xor(words, tuple(purpose.tolist()))))
     for purpose in secret_purposes(num_groups)
@@ -237,6 +247,7 @@ def _xor(a: Any, b: Any) -> Any:
 
 def _permute(words: Any) -> Any:
   """Applies the rounds of `hashing` to Python numbers or numpy arrays."""
+  # Python's numbers do not wrap, so each sum and shift is cut to 32 bits.
   v0, v1, v2, v3 = words
   for _ in range(NUM_ROUNDS):
     v0 = (v0 + v1) & _MASK

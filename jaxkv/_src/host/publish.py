@@ -29,12 +29,13 @@ def publish(
   Args:
     state: the state.
     held: the pages of the request.
-    request: the request, read if more pages are full now.
-    num_tokens: tokens of the request; fewer than before change nothing.
-    hashed: the tokens of a request that begins, hashed.
-    first: the first column without a content, for a request that begins; None
-      to compute it from the published tokens.
+    request: the scheduler's object, read only if a page has become full.
+    num_tokens: tokens that are final; fewer than before change nothing.
+    hashed: the hashed tokens of a request that begins; None for others.
+    first: each group's first column after the hit, for a request that begins;
+      None to compute it from the published tokens.
   """
+  # Tokens beyond the tables have no K/V yet.
   before, num_tokens = held.length, min(num_tokens, held.room)
   if num_tokens <= before:
     return
@@ -43,6 +44,8 @@ def publish(
   config = state.config
   if not config.prefix_caching:
     return
+  # Every page of every group ends at a multiple of S tokens. Most steps pass
+  # none, and return before the request is read.
   if num_tokens // config.page_size == before // config.page_size:
     return
   if hashed is None:
@@ -52,6 +55,7 @@ def publish(
     state.undo_log.save_length(held.nodes)
     held.nodes += new_nodes
   else:
+    # If the call fails, a request that begins is dropped, so nothing is saved.
     held.nodes = hashed.nodes(
       num_tokens // config.page_size, _last_hit(state, held)
     )
@@ -63,12 +67,13 @@ def publish(
 
 
 def _last_hit(state: HostState, held: HeldSequence) -> PrefixNode | None:
-  """Returns the node of a cached page of a request that begins, or None."""
+  """Returns the node of the last page of a hit; None if it has none."""
+  # New pages are not cached yet, so the cached ones are those of the hit.
   for table in held.tables:
     for page in reversed(table):
       if page and state.pool.is_cached[page]:
-        content = state.pool.content[page]
-        return None if content.is_from_device else content
+        node = state.pool.content[page]
+        return None if node.is_from_device else node
   return None
 
 
@@ -79,7 +84,7 @@ def more_nodes(
   request: RequestFields,
   num_tokens: int,
 ) -> list[PrefixNode]:
-  """Returns the nodes of a request's full pages after those of `nodes`."""
+  """Returns nodes for a request's full pages that follow those in `nodes`."""
   size = state.config.page_size
   begin, end = len(nodes) * size, num_tokens // size * size
   tokens = content(request, begin, end, size, state.secret).tobytes()
@@ -97,25 +102,28 @@ def _publish_group(
 ) -> None:
   pool, table = state.pool, held.tables[group.number]
   pages = table[columns.start : columns.stop]
-  published = group.published(columns, held.prompt_length, held.boundary)
+  is_reachable = group.published(columns, held.prompt_length, held.boundary)
   nodes = held.nodes[group.step - 1 :: group.step]
   nodes = nodes[columns.start : columns.stop]
-  # Pages behind a window are null. Forks share a full page that waits for its
-  # key, and both publish it.
+  # Pages behind a window are null. A page may be cached already, because forks
+  # share a full page that waits for its key, and each fork publishes it.
   is_fresh = [page > 0 and not pool.is_cached[page] for page in pages]
   if all(is_fresh):
-    pool.fill(pages, nodes, group.number, published)
+    pool.fill(pages, nodes, group.number, is_reachable)
   else:
     pool.fill(
       list(itertools.compress(pages, is_fresh)),
       list(itertools.compress(nodes, is_fresh)),
       group.number,
-      list(itertools.compress(published, is_fresh)),
+      list(itertools.compress(is_reachable, is_fresh)),
     )
   if pool.listeners:
-    stored = [
-      page if fresh and listed else 0
-      for page, fresh, listed in zip(pages, is_fresh, published, strict=True)
+    # Listeners get every column, so that they can count tokens from `start` on.
+    stored_pages = [
+      page if is_new and is_listed else 0
+      for page, is_new, is_listed in zip(
+        pages, is_fresh, is_reachable, strict=True
+      )
     ]
     for listener in pool.listeners:
-      listener.stored(request, group.number, columns.start, stored)
+      listener.stored(request, group.number, columns.start, stored_pages)

@@ -38,17 +38,17 @@ class Request:
   defaults below, except that an object without `status` is running once it has
   computed tokens.
 
-  Attributes of vLLM's and eSurge's requests also separate their pages:
-  `lora_request` (by `lora_name`, `lora_path` and `lora_int_id`), `mm_features`
-  (each with an `identifier` or `mm_hash` and a range `mm_position` or
-  `placeholder_range`; without a range it separates all pages) and
-  `prompt_embeds`. A true `skip_reading_prefix_cache` skips the lookup; without
-  that attribute, `sampling_params.prompt_logprobs` does.
+  Some attributes of vLLM's and eSurge's requests also separate their pages:
+  `lora_request` by its `lora_name`, `lora_path` and `lora_int_id`, and
+  `mm_features` by an `identifier` or `mm_hash` at a range `mm_position` or
+  `placeholder_range`. A feature without a range separates all pages.
+  `skip_reading_prefix_cache`, or else `sampling_params.prompt_logprobs`, skips
+  the lookup.
 
   Attributes:
     request_id: the request's name.
-    token_ids: prompt and output.
-    num_prompt_tokens: length of the prompt; None for all initial tokens.
+    token_ids: the tokens of prompt and output.
+    num_prompt_tokens: tokens of the prompt; None for all initial tokens.
     num_computed_tokens: tokens with computed K/V, as the scheduler counts.
     num_in_flight_tokens: computed tokens of an unfinished step, whose pages are
       not freed yet.
@@ -132,7 +132,8 @@ def read_request(request: Any) -> RequestFields:
 
 def tokens_of(request: Any) -> Sequence[int]:
   """Returns a request's tokens, prompt and output."""
-  # A default costs less than an exception, for requests of eSurge and vLLM.
+  # Requests of eSurge and vLLM have `all_token_ids`. For these a default costs
+  # less than the exception of a missing attribute.
   tokens = getattr(request, "token_ids", None)
   return request.all_token_ids if tokens is None else tokens
 
@@ -140,6 +141,7 @@ def tokens_of(request: Any) -> Sequence[int]:
 def first_tokens(request: RequestFields, count: int) -> list[int]:
   """Returns a copy of a request's first tokens."""
   tokens = request.token_ids[:count]
+  # A slice of a list is a copy already.
   return tokens if isinstance(tokens, list) else list(tokens)
 
 
@@ -147,15 +149,19 @@ def _status_of(request: Any, computed: int) -> str:
   status = getattr(request, "status", None)
   if status is None:
     return "running" if computed else "waiting"
+  # A member of an enum has a name, and a str has none.
   return str(getattr(status, "name", status)).lower()
 
 
 def _skips_lookup(request: Any) -> bool:
+  # vLLM sets this attribute after it has read the sampling parameters, so it
+  # decides.
   skips = getattr(request, "skip_reading_prefix_cache", None)
   if skips is not None:
     return bool(skips)
   if getattr(request, "prompt_logprobs", None):
     return True
+  # Here 0 asks for log-probs too, those of the prompt's tokens alone.
   sampling = getattr(request, "sampling_params", None)
   return getattr(sampling, "prompt_logprobs", None) is not None
 
@@ -163,10 +169,11 @@ def _skips_lookup(request: Any) -> bool:
 def salt_of(request: RequestFields, size: int) -> bytes:
   """Returns the salt of a request's page keys, 16 bytes.
 
-  A mask has 32 bits for each token of a page. Pages of less than 4 tokens have
-  fewer than 128, so there the salt covers all items: two requests share pages
-  only if all their items are equal.
+  With pages of less than 4 tokens the salt covers all items, so that requests
+  share pages only if all their items are equal.
   """
+  # A mask has 32 bits for each token of a page. Fewer than 128 bits would not
+  # keep different items apart.
   if not request.items or size >= KEY_WORDS:
     return request.salt
   keys = [item.key(0, item.stop) for item in request.items]
@@ -178,11 +185,11 @@ def salt_of(request: RequestFields, size: int) -> bytes:
 def content(
   request: RequestFields, start: int, stop: int, size: int, secret: bytes
 ) -> np.ndarray:
-  """Returns int32[stop - start], the tokens with items mixed in.
+  """Returns a request's tokens `start .. stop`, int32[stop - start].
 
-  In a page that an item touches, the tokens are masked by a hash of the secret
-  and of all its items. So pages with different items have different contents,
-  which `32 * size` bits separate. See `salt_of` for small pages.
+  If items touch a page, its tokens are masked by `32 * size` bits, a hash of
+  the secret and of these items. So pages with different items have different
+  contents. See `salt_of` for small pages.
   """
   try:
     held = int32s(request.token_ids[start:stop])
@@ -191,10 +198,12 @@ def content(
       f"`token_ids` of {request.request_id!r} must be 32-bit integers, got "
       f"others from {start} to {stop}: {error}."
     ) from error
+  # Most requests have no items, and need no copy of the read-only array.
   if not request.items:
     return held
   held = held.copy()
   for page in touched_pages(request, start, stop, size):
+    # The tokens may begin or end within a page, of which the mask is for all.
     begin = page * size
     first, last = max(begin, start), min(begin + size, stop)
     mask = page_mask(request, page, size, secret)
@@ -224,6 +233,7 @@ def page_mask(
     for item in request.items
     if item.start < end and item.stop > begin
   ]
+  # `repr` quotes strings, so different keys have different texts.
   stream = hashlib.shake_256(secret + repr(keys).encode()).digest(4 * size)
   return np.frombuffer(stream, "<i4")
 
@@ -231,16 +241,17 @@ def page_mask(
 def int32s(values: Sequence[int]) -> np.ndarray:
   """Converts to read-only int32[len(values)] without rounding or wrapping.
 
-  Twice as fast as numpy, which would cast floats and strings of digits.
-
   Raises:
     TypeError: a value is not an integer.
     OverflowError: a value does not fit.
   """
   if not isinstance(values, list):
-    # Each element of an array of another library would be an array.
+    # The elements of an array of another library would be arrays.
     values = getattr(values, "tolist", lambda: list(values))()
+  # `struct` is twice as fast as numpy, which would also cast floats and strings
+  # of digits.
   try:
     return np.frombuffer(struct.pack(f"{len(values)}i", *values), np.int32)
   except struct.error:
-    return np.asarray(array.array("i", values))  # Tells the two errors apart.
+    # `array` raises one error for a wrong type and another for a wrong size.
+    return np.asarray(array.array("i", values))

@@ -11,17 +11,18 @@ class HeldSequence:
   Attributes:
     request_id: the name of the request.
     slot: its row in the device state.
-    request: the scheduler's object at the last call; None if its next call
-      must name it again.
+    request: the scheduler's object at the last call.
     tables: a list of page numbers for each group; 0 for the null page.
     skipped: the number of leading null pages of each table.
     length: the number of published tokens.
     room: the number of tokens that fit the tables.
     root: the node before the first page; None without prefix caching.
-    nodes: the nodes of the published tokens, one for each S tokens.
+    nodes: a node for each S published tokens.
     prompt_length, boundary: as in `SlotHashes`.
   """
 
+  # Once a request is in `HostState.held`, the undo log records each change of a
+  # field, except that of `request`.
   __slots__ = (
     "boundary",
     "length",

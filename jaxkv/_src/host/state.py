@@ -54,13 +54,13 @@ class HostState:
     pool: the pages.
     held: the requests that hold pages, by name.
     popped: removed requests whose pages are not freed yet, by slot.
-    vacant: slots without pages; the last one is used next.
+    vacant: slots without pages; the last one in the list is used next.
     secret: the secret of digests and masks.
-    device_keys: computes the keys of the device; None without prefix caching.
-    mirror: the prefix index of the device; only with prefix caching.
+    device_keys: computes keys as the device does; None without prefix caching.
+    mirror: the prefix index of the device; missing without prefix caching.
     events: None unless `num_events` is positive.
     statistics: the statistics since the last reading.
-    read_ages: lifetimes and idle times of evicted pages before it.
+    read_ages: `lifetime` and `idle` of `pool.ages` at that reading.
     num_queried, num_hit: tokens, as in `jaxkv.Stats`.
     num_merged, num_failed: pages merged, and rows that failed, on the device.
     step_clock: the pool's clock when the scheduling step began.
@@ -84,6 +84,7 @@ class HostState:
     )
     self.held: dict[str, HeldSequence] = {}
     self.popped: dict[int, tuple[PoppedPages, HeldSequence]] = {}
+    # Slots are filled from 0 on.
     self.vacant = list(range(config.num_slots))[::-1]
     self.device_keys: DeviceKeys | None = None
     self.secret = b""
@@ -97,13 +98,14 @@ class HostState:
       self.events = EventList(config.event_log, self.pool, config.page_sizes)
       self.pool.listeners.append(self.events)
     self.statistics = PrefixCacheStats()
-    # The ages of evicted pages at the last reading of the statistics.
+    # The pool never resets its counts, so a reading returns the differences.
     self.read_ages = [0] * NUM_BINS, [0] * NUM_BINS
     self.num_queried = self.num_hit = self.num_merged = self.num_failed = 0
     self.step_clock = 0
 
   def root_of(self, salt: bytes) -> PrefixNode:
     """Returns the node before the first page of a request with a salt."""
+    # A key of BLAKE2b has at most 64 bytes.
     digest = hashlib.blake2b(salt, key=self.secret[:64], digest_size=16)
     return PrefixNode(digest.digest(), None, salt)
 
@@ -112,7 +114,7 @@ class HostState:
     return [*self.held.values(), *(held for _, held in self.popped.values())]
 
   def is_unread(self, name: str) -> bool:
-    """True if a removed request still has pages."""
+    """True if a removed request waits for `free_pages`."""
     return any(popped.request_id == name for popped, _ in self.popped.values())
 
   def counters(self) -> dict[str, int]:
@@ -128,7 +130,9 @@ class HostState:
     }
 
   def set_counters(self, stats: Any) -> None:
-    """Replaces the counters by those of a device, which wrap at 2**32."""
+    """Replaces the counters by those of a device."""
+    # A device counts modulo 2**32, and the host does not. The difference is
+    # exact, because a device adds less between two readings.
     owners = {
       "popped_pages": self.pool,
       "evicted_pages": self.pool,
@@ -158,6 +162,7 @@ class HostState:
       return statistics
     before = self.read_ages
     self.undo_log.save_attribute(self, "read_ages")
+    # The pool goes on counting in its lists.
     self.read_ages = ages.lifetime[:], ages.idle[:]
     lifetime, idle = (
       [new - old for new, old in zip(counts, read, strict=True)]
@@ -166,6 +171,6 @@ class HostState:
     return dataclasses.replace(statistics, lifetime=lifetime, idle=idle)
 
   def add_statistics(self, **changes: Any) -> None:
-    """Replaces the statistics."""
+    """Replaces fields of the statistics."""
     self.undo_log.save_attribute(self, "statistics")
     self.statistics = dataclasses.replace(self.statistics, **changes)

@@ -40,6 +40,7 @@ def to_device(state: HostState) -> CacheState:
   table = _filled((*rows, config.pages_per_slot), config.no_page)
   num_pages, skipped = _filled(rows), _filled(rows)
   length = _filled(rows[:1])
+  # Removed requests keep their slots until their pages are freed.
   for sequence in held:
     for group, pages in enumerate(sequence.tables):
       table[sequence.slot, group, : len(pages)] = pages
@@ -64,14 +65,15 @@ def to_device(state: HostState) -> CacheState:
     pool=_pool(state),
     stats=Stats(**{name: _word(n) for name, n in state.counters().items()}),
     epoch=_word(keys.epoch if keys is not None else 0),
+    # Errors of the host are exceptions, so none is recorded.
     error=_array(0),
   )
-  # All arrays at once. They must not share memory with those of the mirror,
-  # which change with the manager.
+  # One transfer for all arrays. An array of a CPU device must not share memory
+  # with the mirror, which changes with the manager.
   return jax.device_put(built, may_alias=False)
 
 
-# These arrays have the type Any, because they are jax arrays in the end.
+# Typed Any: they are arrays of numpy here, and of jax after `device_put`.
 def _filled(
   shape: tuple[int, ...], number: int = 0, dtype: Any = np.int32
 ) -> Any:
@@ -95,7 +97,8 @@ def _slot_hashes(
 ) -> SlotHashes:
   config = state.config
   steps = config.alignment // config.page_size
-  # The chain stands at the last multiple of A tokens, the tail follows it.
+  # The chain ends at the last multiple of the alignment, A tokens. The tail has
+  # the tokens after it.
   nodes: list[PrefixNode] = []
   for sequence in held:
     assert sequence.root is not None
@@ -130,6 +133,7 @@ def _slot_hashes(
 
 def _tail(state: HostState, held: HeldSequence) -> np.ndarray:
   """Returns the published tokens after the last multiple of A, masked."""
+  # No node has the tokens of a page that is not full, so the request is read.
   config = state.config
   begin = held.length // config.alignment * config.alignment
   if begin == held.length:
@@ -172,6 +176,7 @@ def _pool(state: HostState) -> PoolState:
 
 
 def _queue(config: CacheConfig, pages: list[int]) -> FreeQueue:
+  # No entry is stale, so the queue is the ring's beginning.
   ring = _filled((free_queue.capacity(config.num_pages),))
   position = _filled((config.num_pages,), NOWHERE)
   ring[: len(pages)] = pages
@@ -188,6 +193,7 @@ def _queue(config: CacheConfig, pages: list[int]) -> FreeQueue:
 def _index(state: HostState) -> PrefixIndex | None:
   if state.device_keys is None:
     return None
+  # Only here and in `from_device` the mirror must be up to date.
   update_mirror(state, state.device_keys)
   mirror: Any = state.mirror
   return PrefixIndex(
@@ -202,8 +208,10 @@ def _index(state: HostState) -> PrefixIndex | None:
 def update_mirror(state: HostState, keys: DeviceKeys) -> None:
   """Brings the mirror of the prefix index up to date."""
   pool, mirror = state.pool, state.mirror
+  # Sorted, because the order of insertion decides the places in buckets.
   changed = np.array(sorted(pool.changed), np.int64)
   listed = mirror.is_cached()[changed]
+  # Before the entries are written: the old keys lead to the old buckets.
   mirror.remove(changed[listed])
   full = [page for page in changed.tolist() if pool.content[page] is not None]
   keys.compute(pool.content[page] for page in full)
@@ -216,6 +224,7 @@ def update_mirror(state: HostState, keys: DeviceKeys) -> None:
   mirror.write(np.array(full, np.int64), words, stamps, tokens)
   cached = [page for page in full if pool.is_cached[page]]
   mirror.insert(np.array(cached, np.int64))
+  # Last, so that an interrupted call handles all of these pages again.
   pool.changed.clear()
 
 

@@ -17,6 +17,7 @@ class CachePages:
     lookup: the hashed tokens of a lookup, for the allocation that follows.
   """
 
+  # Only ids are compared: equal pages may come from different calls.
   pages: tuple[list[int], ...]
   unhashed: tuple[list[int], ...] = dataclasses.field(
     default=(), compare=False, repr=False
@@ -34,18 +35,19 @@ class CachePages:
         f"{len(other.pages)}."
       )
 
-    def joined(one, two):
-      return tuple(a + b for a, b in zip(one, two, strict=True))
+    def joined(left, right):
+      return tuple(a + b for a, b in zip(left, right, strict=True))
 
-    unhashed = (one.get_unhashed_page_ids_all_groups() for one in (self, other))
-    return CachePages(joined(self.pages, other.pages), joined(*unhashed))
+    # The sum is not the result of one lookup, so it has no hashed tokens.
+    parts = (part.get_unhashed_page_ids_all_groups() for part in (self, other))
+    return CachePages(joined(self.pages, other.pages), joined(*parts))
 
   def get_page_ids(self) -> tuple[list[int], ...]:
     """Returns page ids by group."""
     return self.pages
 
   def get_unhashed_page_ids(self) -> list[int]:
-    """Returns the first group's page ids that the call left uncached."""
+    """Returns the page ids of the first group that the call left uncached."""
     return [*self.unhashed[0]] if self.unhashed else []
 
   def get_unhashed_page_ids_all_groups(self) -> tuple[list[int], ...]:
@@ -101,6 +103,8 @@ class PrefixCacheStats:
   ) -> "PrefixCacheStats":
     """Adds the lookup of an admitted request to the statistics."""
     prefix = "preempted_" if is_preempted else ""
+    # As in vLLM, preempted requests are counted apart. They often hit pages
+    # that they computed themselves.
     added = {"requests": 1, "queries": num_tokens, "hits": num_hits}
     changes = {
       prefix + name: getattr(self, prefix + name) + amount

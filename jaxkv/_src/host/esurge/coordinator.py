@@ -1,4 +1,4 @@
-"""The pages and the hashes of requests, by their ids."""
+"""The pages and the hashes of requests, by the requests' ids."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ class CacheCoordinator:
   def get_num_common_prefix_pages(
     self, request_id: str, num_scheduled_requests: int
   ) -> list[int]:
-    """Counts leading pages with that many references in full attention."""
+    """Counts leading pages with enough references; 0 for windows and states."""
     at_least("num_scheduled_requests", num_scheduled_requests, 0)
     page_ids = self.get_page_ids(request_id)
     return [
@@ -66,7 +66,8 @@ class CacheCoordinator:
     """Counts leading pages with at least that many references."""
     queue, begin = self.page_pool.free_page_queue, 0
     while begin < len(page_ids):
-      # The first page decides as a rule, so the parts grow from one page.
+      # Usually the first page has too few references. So the first part is one
+      # page, and each part is longer than all before.
       part = page_ids[begin : 2 * begin + 1]
       is_short = [count < num_requests for count in queue.references(part)]
       if any(is_short):
@@ -78,9 +79,9 @@ class CacheCoordinator:
 class RequestHashes(Mapping[str, list[PageHash]]):
   """A view of the hashes of requests' pages.
 
-  It has a request from its first lookup or allocation to `free_page_hashes`,
-  with the pages that were full at the lookup or published since. Other requests
-  have no hashes.
+  A request is in the view from its first lookup or allocation to
+  `free_page_hashes`. Its hashes are those of the pages that were full at the
+  lookup or published since. Other requests have no hashes.
   """
 
   def __init__(
@@ -88,8 +89,8 @@ class RequestHashes(Mapping[str, list[PageHash]]):
   ):
     self._cache, self._pool, self._page_size = cache, page_pool, page_size
     # For each request its object, and the number of pages that had hashes when
-    # it was recorded. While it holds pages, the manager knows how many have
-    # been published since. So the step of a running request records nothing.
+    # it was recorded. While a request holds pages, the manager knows how many
+    # have been published since, so a step records nothing.
     self._requests: dict[str, tuple[Any, int]] = {}
 
   def look_up(self, request: Any) -> None:
@@ -107,6 +108,7 @@ class RequestHashes(Mapping[str, list[PageHash]]):
 
   def forget(self, request_id: str) -> None:
     """Forgets a request."""
+    # One call of C code, which needs no undo.
     self._requests.pop(request_id, None)
 
   def _count(self, request_id: str) -> int:
@@ -126,6 +128,7 @@ class RequestHashes(Mapping[str, list[PageHash]]):
     return request_id in self._requests
 
   def __iter__(self) -> Iterator[str]:
+    # A copy, because the caller may free requests in its loop.
     return iter([*self._requests])
 
   def __len__(self) -> int:

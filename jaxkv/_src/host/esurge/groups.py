@@ -62,18 +62,18 @@ def kinds_of(
   """
   at_least("max_model_len", max_model_len, 1)
   sizes = [spec.page_size or 1 for spec in specs if not has_states(spec)]
-  # The page of a state serves a whole sequence, and is a multiple of all other
-  # pages.
+  # A state needs one page for a whole sequence. It ends where all other groups
+  # end a page, because the cache has no other positions for a hit.
   block = math.lcm(*sizes)
-  whole = -(-max_model_len // block) * block
-  return tuple(_kind_of(spec, whole, caching) for spec in specs)
+  state_size = -(-max_model_len // block) * block
+  return tuple(_kind_of(spec, state_size, caching) for spec in specs)
 
 
-def _kind_of(spec: Any, whole: int, caching: bool) -> GroupKind:
+def _kind_of(spec: Any, state_size: int, caching: bool) -> GroupKind:
   if isinstance(spec, GroupKind):
     return spec
   if has_states(spec):
-    return FullAttention(page_size=whole)
+    return FullAttention(page_size=state_size)
   # Full attention's spec has both attributes, and the others have one each.
   size = spec.page_size
   has_window = hasattr(spec, "sliding_window")

@@ -1,4 +1,4 @@
-"""Hashes of pages as eSurge computes them, on the host."""
+"""Hashes of pages as eSurge computes them."""
 
 import os
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def hash_page_tokens(
   Args:
     hash_function: a function of a tuple of the parent's hash, the tokens and
       the extra keys, such as `hash`.
-    parent_page_hash: the `hash_value` of the page before; None for none.
+    parent_page_hash: the `hash_value` of the page before; None for the first.
     curr_page_token_ids: the tokens of the page.
     extra_keys: data besides the tokens.
 
@@ -80,6 +80,7 @@ def hash_page_tokens(
     False
   """
   parent = NONE_HASH if parent_page_hash is None else parent_page_hash
+  # Python cannot hash lists.
   tokens = tuple(curr_page_token_ids)
   return PageHash(
     hash_function((parent, tokens, extra_keys)), tokens, extra_keys
@@ -121,7 +122,7 @@ def chain_hashes(
 
 def extra_keys_of(request: Any) -> tuple[Any, ...] | None:
   """Returns a request's data besides its tokens; None for nothing."""
-  # eSurge's own requests tell by `has_vision` that there are images.
+  # eSurge's requests have `has_vision` set if there are images.
   features = getattr(request, "mm_features", None)
   if not features or not getattr(request, "has_vision", False):
     return None

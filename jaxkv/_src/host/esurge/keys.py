@@ -18,8 +18,8 @@ class DigestKeys:
 
   def __init__(self, pages: Pages):
     self._pages = pages
-    # The hash that each page got last, which its digest does not tell. It is
-    # read while the page is cached, so neither eviction nor an undo removes it.
+    # The hash that each page got last, which a digest does not contain. Only
+    # hashes of cached pages are read, so neither eviction nor undo removes any.
     self._hashes: dict[int, PageHashWithGroupId] = {}
 
   def find(self, page_hash: PageHash, group: int) -> list[int]:
@@ -29,7 +29,7 @@ class DigestKeys:
   def publish(self, page: int, page_hash: PageHash, group: int) -> None:
     """Gives a page without a hash its hash."""
     self._hashes[page] = PageHashWithGroupId(page_hash, group)
-    # The digest covers the tokens, so every page has the same ones.
+    # The digest covers the tokens, so a constant takes their place.
     self._pages.publish(page, _digest(page_hash, group), (0,))
 
   def hashes_of(self, page_ids: Sequence[int]) -> list[PageHashWithGroupId]:
@@ -118,7 +118,7 @@ class ManagerKeys:
 
 def _digest(page_hash: PageHash, group: int) -> bytes:
   value, tokens, extra_keys = page_hash
-  # The values have no other common form, and equal ones have equal texts.
+  # Hash values may have any type, and all types have a `repr`.
   text = repr((value, tuple(tokens), extra_keys, group))
   return hashlib.blake2b(text.encode(), digest_size=16).digest()
 

@@ -71,8 +71,8 @@ class EsurgeCacheManager:
     key: Any = None,
   ):
     enable_caching = enable_caching and len(kv_cache_groups) > 0
-    # A hit needs a page in every group, and states are not published. So with
-    # states nothing can ever be found, and publishing would only cost time.
+    # A hit needs a page in every group, and eSurge does not publish states. So
+    # with states no lookup can hit, and publishing would only cost time.
     specs = [groups.spec_of(group) for group in kv_cache_groups]
     have_states = [groups.has_states(spec) for spec in specs]
     publishes = enable_caching and not any(have_states)
@@ -166,8 +166,8 @@ class EsurgeCacheManager:
     Returns:
       The new pages; None, with no page taken, if too few are free.
     """
-    # Nearly every call is for a request that runs and is not sharded. There the
-    # manager does the work, and this method adds two tests and the views.
+    # Nearly every call is for a running request without shards. So the checks
+    # for other calls are kept to a few comparisons.
     if dp_shard_hint or data_parallel_size not in (None, 1):
       refuse_shards(self.num_pages, dp_shard_hint, data_parallel_size)
     if num_new_tokens == 0:
@@ -191,12 +191,13 @@ class EsurgeCacheManager:
     self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any
   ) -> CachePages | None:
     """Allocates for a request without pages, and records its hashes."""
-    # eSurge's scheduler keeps counting a request that it preempts in the step
-    # that scheduled it. All pages of such a request are new.
-    lost = request.num_computed_tokens
+    # If eSurge's scheduler preempts a request in the step that scheduled it, it
+    # still adds the step's tokens to those computed. Their pages are freed, so
+    # the tokens are allocated again.
+    num_lost = request.num_computed_tokens
     pages = self._cache.allocate_slots(
-      _FromTheStart(request) if lost else request,
-      num_new_tokens + lost,
+      _FromTheStart(request) if num_lost else request,
+      num_new_tokens + num_lost,
       *args,
       **kwargs,
     )
@@ -208,7 +209,7 @@ class EsurgeCacheManager:
   def free(self, request: Any) -> None:
     """Frees all pages of a request, the last page first."""
     if request.request_id in self.req_to_page_hashes:
-      # Without its pages, the manager forgets how many are published.
+      # The manager forgets how many pages of a freed request are published.
       self.req_to_page_hashes.record(request)
     self._cache.free(request)
 
@@ -225,8 +226,8 @@ class EsurgeCacheManager:
   ) -> list[int]:
     """Counts leading pages with enough references, by group.
 
-    A page counts if it has `num_scheduled_requests` references, whoever holds
-    them. 0 for windows, chunks and states, and without caching.
+    A page counts if it has at least `num_scheduled_requests` references, of any
+    holders. The count is 0 for windows, chunks and states, and without caching.
 
     Raises:
       ValueError: the request is not running.
@@ -264,7 +265,7 @@ class EsurgeCacheManager:
 
 
 class _FromTheStart:
-  """A request whose computed tokens count as new."""
+  """A view of a request, without computed tokens."""
 
   num_computed_tokens = 0
 

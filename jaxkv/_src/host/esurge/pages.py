@@ -11,17 +11,17 @@ class CachePage:
   """One page.
 
   A page of a pool is a view, whose properties read the newest state. A page
-  made alone has its own count and hash.
+  made without a pool keeps a count and a hash itself.
 
   Args:
     page_id: its id.
-    ref_cnt: references, of a page made alone.
+    ref_cnt: the references of a page made without a pool.
     is_null: True for a null page.
 
   Attributes:
     page_id: its id.
     is_null: True for the null page, which is never free and has no references.
-    pool: its pool; None for a page made alone.
+    pool: its pool, or None.
     queue: the free queue to which it can belong.
 
   Examples:
@@ -67,7 +67,7 @@ class CachePage:
       self.pool.add_reference(self)
 
   def decr_ref(self) -> None:
-    """Removes a reference, without an effect on the queue; see `append`.
+    """Removes a reference. A page without one enters the queue by `append`.
 
     Raises:
       RuntimeError: it has none, or only those of requests.
@@ -121,7 +121,7 @@ class CachePage:
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, CachePage):
       return NotImplemented
-    # A pool makes one object for a page, so no two of them are equal.
+    # A pool makes one object for each page.
     if self.pool is not None or other.pool is not None:
       return self is other
     return (self.page_id, self._count, self._hash, self.is_null) == (
@@ -132,10 +132,12 @@ class CachePage:
     )
 
   def __hash__(self) -> int:
-    # The count and the hash change, and a page stays in its set.
+    # The count and the hash change, but a page must stay in the same place of a
+    # set.
     return hash(self.page_id)
 
   def __repr__(self) -> str:
+    # Only ids, because the neighbors would print theirs without an end.
     before, after = (
       None if page is None else page.page_id
       for page in (self.prev_free_page, self.next_free_page)
@@ -186,13 +188,15 @@ class EsurgeCachePages:
   def get_page_ids(self) -> tuple[list[int], ...]:
     """Returns page ids by group."""
     if self._pages is None and self._host_pages is not None:
+      # Copies, so that a caller's change does not reach those of the lookup.
       return tuple([ids[:] for ids in self._host_pages.pages])
     return tuple([[page.page_id for page in group] for group in self.pages])
 
   def to_host(self) -> CachePages:
     """Returns the pages for the manager, with the hashes of their lookup."""
     page_ids = self.get_page_ids()
-    # The lists may have been changed since the lookup.
+    # The caller may have changed the lists of pages since the lookup. Then its
+    # hashes no longer fit.
     if self._host_pages is not None and self._host_pages.pages == page_ids:
       return self._host_pages
     return CachePages(page_ids)

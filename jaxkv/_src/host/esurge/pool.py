@@ -42,7 +42,7 @@ def refuse_shards(
 
 
 class PagePool:
-  """The pages, with their references, hashes and free queue.
+  """Pages with references, hashes and a free queue.
 
   Page 0 is the null page. The pool drops only references that it took;
   `CacheManager.free` drops those of requests.
@@ -53,8 +53,8 @@ class PagePool:
 
   Attributes:
     num_pages, enable_caching: the arguments.
-    pages: a view of each page.
-    null_page: the first of them.
+    pages: a view of each page, by id.
+    null_page: page 0.
     free_page_queue: the free pages.
     cached_page_hash_to_page: the pages with a hash, see `CachedPages`.
     keys: converts hashes to keys.
@@ -192,8 +192,8 @@ class PagePool:
       RuntimeError: a page was taken out of the free queue by hand.
     """
     page_ids = self._ids([page for group in pages for page in group])
-    # A loose page would leave the queue a second time. But a request may have
-    # found it in the cache, and then it has references.
+    # A loose page has left the queue already. But if a request found it in the
+    # cache, it has references, and may get another one.
     loose = self.free_page_queue.loose
     counts = self.free_page_queue.references(page_ids)
     pairs = zip(page_ids, counts, strict=True)
@@ -244,7 +244,7 @@ class PagePool:
     """Returns for each page True if it has a hash."""
     return self._cache.pages.are_cached([page.page_id for page in pages])
 
-  # Reads the cache twice, so that only a lock makes it one answer.
+  # Atomic, because another thread could evict the page between the two reads.
   @atomic
   def hash_of(self, page: CachePage) -> PageHashWithGroupId | None:
     """Returns the hash of a page; None if lookups cannot find it."""
@@ -268,7 +268,7 @@ class PagePool:
     """Adds a reference to a page, see `CachePage.incr_ref`."""
     queue = self.free_page_queue
     if page.page_id in queue.loose:
-      # The reference that the queue holds is the caller's now.
+      # The queue's reference passes to the caller, so no count changes.
       queue.set_loose(page.page_id, False)
     else:
       self._cache.pages.hold(self._ids([page]))
@@ -282,7 +282,7 @@ class PagePool:
     if count > 1 or page.page_id in self.free_page_queue.loose:
       self._cache.pages.release(page_ids)
     else:
-      # The last reference is the queue's from now on.
+      # The last reference passes to the queue, so the page stays out of it.
       self.free_page_queue.set_loose(page.page_id, True)
 
   @atomic
@@ -311,8 +311,9 @@ class PagePool:
         self.keys.publish(page.page_id, page_hash, group)
 
   def _check_references(self, page_ids: Sequence[int]) -> None:
-    """Raises if the pool's users cannot give these references back."""
-    # Requests hold the other references, and one may be the queue's.
+    """Raises if the pool's users hold fewer references than they give back."""
+    # The callers' counts exclude the references of requests, but include the
+    # queue's reference to a loose page.
     loose, removed = self.free_page_queue.loose, Counter(page_ids)
     counts = self._cache.pages.caller_counts(page_ids)
     pairs = zip(page_ids, counts, strict=True)
@@ -355,6 +356,7 @@ class CachedPages(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
     return self._pool.num_hashes
 
   def __iter__(self) -> Iterator[PageHashWithGroupId]:
+    # Pages can share a hash, which is listed once, at its first page.
     return iter(dict.fromkeys(self._pool.hashes_in_order().values()))
 
   def __getitem__(self, key: PageHashWithGroupId) -> dict[int, CachePage]:

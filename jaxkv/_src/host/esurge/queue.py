@@ -12,7 +12,7 @@ from jaxkv._src.host.manager import CacheManager
 
 def manager_without_requests(num_pages: int, caching: bool) -> CacheManager:
   """Returns a manager that keeps the pages of a pool or a queue."""
-  # Its requests would have pages of one token; there are none.
+  # The sizes have no effect, because no request is ever allocated.
   group = FullAttention(page_size=1)
   return CacheManager(num_pages, [group], 1, caching, policy="classic")
 
@@ -20,8 +20,8 @@ def manager_without_requests(num_pages: int, caching: bool) -> CacheManager:
 class FreeCachePageQueue:
   """Free pages, the next one to be used first.
 
-  A page outside of the queue without a reference is loose: in the manager, the
-  queue holds a reference to it until `append`.
+  A page is loose if it is outside of the queue and has no reference. A manager
+  has no such pages, so the queue holds a reference to it until `append`.
 
   Args:
     pages: pages without a pool and with different ids, in this order.
@@ -115,7 +115,8 @@ class FreeCachePageQueue:
       RuntimeError: it is not in the queue.
     """
     number = self._number_of(page)
-    # Loose pages have a reference of the queue, so free pages are the others.
+    # A page without references is in the queue, because the queue holds one to
+    # each loose page.
     is_queued = not self._cache.pages.ref_counts([number])[0]
     text = "stand in the free queue to be removed from it."
     check_pages([page.page_id], [is_queued], text)
@@ -160,8 +161,8 @@ class FreeCachePageQueue:
     self, page: CachePage
   ) -> tuple[CachePage | None, CachePage | None]:
     """Returns the pages or sentinels around a page; None if not queued."""
-    # Schedulers never ask for neighbors, so a walk is fast enough. None comes
-    # before and after the ends.
+    # Schedulers never ask for neighbors, so a walk is fast enough. The outer
+    # neighbors of the sentinels are None.
     ends = self.fake_free_list_head, self.fake_free_list_tail
     line = [None, ends[0], *self.get_all_free_pages(), ends[1], None]
     for place, other in enumerate(line):
@@ -178,7 +179,7 @@ class FreeCachePageQueue:
 
   def set_loose(self, number: int, is_loose: bool) -> None:
     """Records that the queue begins or ends to hold a reference to a page."""
-    # Undone with the call of which this is a step.
+    # The caller is atomic and undoes this change too.
     self.undo_log.save_key(self.loose, number)
     if is_loose:
       self.loose[number] = True
