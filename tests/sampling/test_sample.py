@@ -87,8 +87,12 @@ class TestDraws:
     weights = np.random.default_rng(size).integers(0, 4, size)
     weights[-1] = 2
     logits = jnp.log(jnp.asarray(weights, jnp.float32))
-    rows = jnp.broadcast_to(logits[None], (count, size))
-    tokens, log_probs = _sample(1.0, rows)
+    # A call needs several copies of its logits, of 420 MB for all rows at once.
+    rows = jnp.broadcast_to(logits[None], (count // 20, size))
+    drawn = jax.lax.map(
+      lambda keys: _sample(1.0, rows, keys=keys), _keys(count).reshape(20, -1)
+    )
+    tokens, log_probs = (np.ravel(x) for x in drawn)
     expected = weights / weights.sum()
     found = np.bincount(np.asarray(tokens), minlength=size)
     assert len(found) == size
