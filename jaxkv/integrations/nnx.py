@@ -17,8 +17,8 @@ runs in `jaxkv.rollout.generate`. For the Qwen3 of tunix:
 
   decoder = paged_module(
     module, call=call, methods={Attention: attention},
-    windows=[None] * config.num_layers, num_kv_heads=config.num_kv_heads,
-    head_dim=config.head_dim, dtype=config.dtype,
+    windows=[None] * model_config.num_layers, dtype=model_config.dtype,
+    num_kv_heads=model_config.num_kv_heads, head_dim=model_config.head_dim,
   )
 
 `decoder.model` is a `jaxkv.rollout.Model`. Its first argument is
@@ -28,21 +28,22 @@ runs in `jaxkv.rollout.generate`. For the Qwen3 of tunix:
     num_pages=64, page_size=16, num_slots=4, pages_per_slot=8
   )
   state = rollout.init(
-    jaxkv.init(sizes), decoder.init_kv(sizes), prompts, lengths, key, config
+    jaxkv.init(sizes), decoder.init_kv(sizes), prompts, lengths, key,
+    rollout_config,
   )
   state = rollout.generate(decoder.params, state, model=decoder.model)
 
 | feature of the decoder             | support                                 |
 |------------------------------------|-----------------------------------------|
-| grouped-query attention            | yes, with equal heads in all layers     |
-| sliding windows in some layers     | `windows`, with a group for each window |
+| grouped-query attention            | with equal K/V heads in all layers      |
+| sliding windows in some layers     | `windows`, one for each layer           |
 | soft caps, sinks, a query scale    | arguments of `attend`                   |
-| logits of the needed rows only     | `memory.pick` before the output layer   |
+| logits of the needed tokens only   | `memory.pick` before the output layer   |
 | LoRA as variables of the module    | yes, as part of `params`                |
-| data of a row, like an adapter id  | `memory.rows.user`, see `rollout.init`  |
+| data of a sequence, like an adapter| `memory.rows.user`, for each token      |
 | `nnx.remat` around the attention   | list the wrapped method in `methods` too|
 | `nnx.scan` over layers             | no, layers must be traced one by one    |
-| layers with different heads, MLA   | no                                      |
+| layers with other K/V heads, MLA   | no                                      |
 | encoders, images, bidirectional    | no                                      |
 
 `jaxkv.integrations.tunix.paged_module_of` adapts tunix's own models.

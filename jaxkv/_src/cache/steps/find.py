@@ -1,4 +1,7 @@
-"""Finds the longest cached prefix of token sequences."""
+"""Finds the longest cached prefix of token sequences.
+
+The docstring of `jaxkv` defines the terms and the dimension letters.
+"""
 
 from typing import NamedTuple
 
@@ -23,18 +26,20 @@ from jaxkv._src.cache.state import roots
 class Prefix(NamedTuple):
   """The longest cached prefixes of R sequences.
 
-  P is T // S, or 0 without prefix caching.
+  P is T // S, the whole pages of `page_size` tokens in T tokens, or 0 without
+  prefix caching. A column is one page of a group.
 
   Attributes:
     num_cached_tokens: int32[R], tokens of the prefix.
-    first: int32[R, G], the first column that a group needs.
-    stop: int32[R, G], one past the last column that a group needs.
-    pages: int32[R, G, P], the cached page of each column, 0 for none. Only the
-      columns `first .. stop` belong to the prefix.
-    root: uint32[R, 4], the key before the first page.
-    chain: uint32[R, 4], the key at the end of the prefix.
-    boundary: int32[R], tokens of the longest prefix that some groups have
-      cached, if that is longer than the hit; else 0.
+    first: int32[R, G], the first column that a group needs to continue after
+      the prefix. Windows, chunks and states skip earlier columns.
+    stop: int32[R, G], one past the last whole page of the prefix.
+    pages: int32[R, G, P], the cached page of each column, 0 for none. Columns
+      outside of `first <= column < stop` do not belong to the prefix.
+    root: uint32[R, 4], the hash with which the chain of page keys starts.
+    chain: uint32[R, 4], the chained hash after the prefix's last token.
+    boundary: int32[R], tokens of the longest prefix that one kind of groups has
+      accepted, if it is longer than `num_cached_tokens`; else 0.
   """
 
   num_cached_tokens: Array
@@ -108,8 +113,9 @@ def find_prefix(
     num_cached, longest = _agree(config, pages > 0, possible)
     first = config.sizes.skipped_pages(num_cached)
     stop = config.sizes.full_pages(num_cached)
-    # If no group needs a page of the prefix, for instance because a chunk ends
-    # there, no cached page confirms the tokens. So this is a miss.
+    # A group can need no page of the prefix, as in `ChunkedLocal` layers if a
+    # chunk ends where the prefix ends. If this holds for all groups, no stored
+    # tokens were compared, so this is a miss.
     num_cached = jnp.where(jnp.any(first < stop, axis=1), num_cached, 0)
     first, stop = (
       jnp.where((num_cached > 0)[:, None], columns, 0)
@@ -174,7 +180,7 @@ def _look_up(
 
 
 class _Kind(NamedTuple):
-  """The groups of one kind and page size, which are looked up together.
+  """The groups of one kind and page size, which `_agree` searches as one.
 
   Attributes:
     kind: the kind.
@@ -197,8 +203,10 @@ class _Candidate(NamedTuple):
 
   Attributes:
     length: int32[R], tokens of the candidate.
-    dropped: bool[X, R], True if a kind dropped its last page at this length.
-    full: int32[X, R], tokens of the longest hit of each full-attention kind.
+    dropped: bool[X, R], True if a kind was told at this length to drop the last
+      page that it finds, see `rules.lookup_bound`.
+    full: int32[X, R], tokens that each kind accepted in its last search. Only
+      the entries of full-attention kinds are read.
     longest: int32[R], tokens of the longest hit of any kind so far.
   """
 
@@ -234,7 +242,7 @@ def _agree(
     for key, numbers in members.items()
   ]
   # Full attention comes first. Every shorter prefix of its hit is a hit too, so
-  # it is looked up in the first round only and never starts another round.
+  # it is searched in the first round only. Later rounds limit the length to it.
   kinds.sort(key=lambda kind: not kind.is_full)
   zero = sharding.zeros_like(limit)
   if config.num_groups == 1:
@@ -281,8 +289,8 @@ def _round(
       config, kind.kind, kind.size, length, num_hashed, dropped[number]
     )
     shorter = _shorten(config, kind, bound, drop)
-    # A kind drops one page for each length of the candidate, so a new length
-    # resets `dropped`.
+    # A kind drops at most one page while the length stays the same. If a kind
+    # shortens the candidate without a drop, every kind can drop again.
     shrank = ~drop & (shorter < length)
     dropped = jnp.where(shrank[None], False, dropped).at[number].max(drop)
     full = full.at[number].set(shorter)

@@ -38,7 +38,8 @@ class Location(NamedTuple):
 
   Attributes:
     group: the layer group of the cache.
-    layer: int32[], the memory layer in the group's pages (see `groups`).
+    layer: int32[], the part of each page that holds this layer's data (see the
+      module `groups`).
     pool: index of the pool with these pages.
     expert_layer: int32[], index of the layer among the layers with experts.
   """
@@ -172,8 +173,9 @@ class UncachedKV:
   """Keys and values of the same call, without memory.
 
   Attributes:
-    experts: signed integers [B, T, J, k], the experts that tokens must use (see
-      `expert_records`); None lets the router choose.
+    experts: signed integers [B, T, J, k], the k experts that each token must
+      use in each of the J layers with experts (see `expert_records`); None lets
+      the router choose.
   """
 
   experts: jax.Array | None = None
@@ -196,8 +198,8 @@ class UncachedKV:
   ) -> MixerOutput:
     """Attends to keys and values projected from latents."""
     latent, rotated = inputs.latent, inputs.rotated_key
-    # Without a cache many queries read each key. Building the keys once costs
-    # less than queries of the latents' width.
+    # Without a cache many queries read each key. So it costs less to build the
+    # keys once than to attend at the width of the latents, as `PagedKV` does.
     keys = jnp.einsum("btl,lhd->bthd", latent, mixer.weights["key"])
     values = jnp.einsum("btl,lhv->bthv", latent, mixer.weights["value"])
     shape = (*keys.shape[:3], rotated.shape[3])
@@ -216,8 +218,8 @@ class UncachedKV:
   ) -> MixerOutput:
     """Runs a recurrence on inputs [B, T, ...] of whole sequences."""
     rows, tokens = inputs[0].shape[:2]
-    # Here padding counts as tokens. It does not change the outputs of tokens,
-    # because it comes after them.
+    # `num_tokens` includes the padding at the end of each row. A recurrence
+    # only looks back, so padding does not change the outputs before it.
     num_tokens = jnp.full((rows,), tokens, jnp.int32)
     state = recurrent_pages.empty_state(mixer.kind, rows)
     return run(inputs, state, num_tokens)[0], pools

@@ -129,7 +129,8 @@ def _parts(
     return module.unsupported(platform, prefix_call) is None
 
   rows = size
-  # The loop ends at one row, because `choose_backend` accepted q's H heads.
+  # One row needs no test, because it has q's own H heads, which
+  # `choose_backend` accepted.
   while rows > 1 and not is_served(rows):
     rows = -(-rows // 2)
   parts = -(-size // rows)

@@ -63,11 +63,13 @@ def plan_decode(
   Args:
     lengths: int32[B], tokens of each sequence, as for `paged_decode`.
     workers: the number of pieces to aim at, such as the number of cores. If a
-      core works on one K/V head at a time, divide by K, the number of heads.
+      core works on one K/V head at a time, this is the number of cores divided
+      by K, the number of K/V heads.
     block: pieces begin at multiples of this number of tokens. If it is a
       multiple of the page size, a kernel can read whole pages.
-    window: the window of the layers that use this plan, or None; tokens behind
-      it are not counted. In layers with another window pieces are less equal.
+    window: the window of the layers that use this plan, or None. Whole
+      blocks before the window are not counted when pieces are sized. In layers
+      with another window pieces are less equal.
 
   Returns:
     The plan.
@@ -111,8 +113,8 @@ def _plan(
   pieces = jnp.maximum((blocks + share - 1) // share, 1)
   ends = jnp.cumsum(pieces, dtype=jnp.int32)
   begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
-  # B + workers units are enough, because rounding up adds less than one unit to
-  # each row.
+  # B + workers units are enough: `total / share` is at most `workers`, and
+  # rounding up to whole units, at least one a row, adds at most one a row.
   unit = jnp.arange(batch + workers, dtype=jnp.int32)
   row = row_of(ends, unit)
   is_used = row < batch
