@@ -250,8 +250,8 @@ def _check_hashes(
 
 def _free_pages(host: Any) -> list[int]:
   """Returns the free pages of a state in eviction order."""
-  # A page that left the middle of the queue left a stale entry, whose place is
-  # not the page's position.
+  # A page that left the middle of the queue leaves a stale entry. The page's
+  # position no longer names the place of the entry.
   queue = host.pool.queue
   capacity = len(queue.ring)
   place = (int(queue.head) + np.arange(int(queue.span))) % capacity
@@ -267,8 +267,8 @@ def _adopt_index(state: HostState, host: Any) -> None:
   before, cached = mirror.is_cached(), are_cached(index.entry)
   is_same = mirror.entry[:, : KEY_WORDS + 1] == index.entry[:, : KEY_WORDS + 1]
   changed = np.flatnonzero(~is_same.all(axis=1) | (before != cached))
-  # The device counts modulo 2**32, and the host does not. Both count from the
-  # same number, so the device is ahead by less than 2**32.
+  # The device counts modulo 2**32, and the host does not. So the host's clock
+  # advances by the difference, and stamps keep their distance from the clock.
   device_clock = int(index.clock)
   clock = pool.clock + ((device_clock - pool.clock) & _MASK)
   ages = device_clock - index.entry[changed, KEY_WORDS].astype(np.int64)

@@ -11,7 +11,7 @@ from jaxkv._src.cache.prefix import rules
 
 
 class LayerGroup:
-  """A layer group.
+  """A layer group, which computes the rules of its kind.
 
   Attributes:
     number: its index among the groups.
@@ -46,7 +46,10 @@ class LayerGroup:
     self._config = config
 
   def columns_for(self, tokens: int, state_tokens: int, encoder: int) -> int:
-    """Counts the columns for those of the tokens that the group holds."""
+    """Counts the columns that a sequence needs.
+
+    A recurrent group counts `state_tokens`, an encoder group `encoder` tokens.
+    """
     # As in vLLM, lookahead tokens need no states.
     if self.holds_states:
       tokens = state_tokens

@@ -42,17 +42,17 @@ def make(
   _check_groups(groups, options["prefix_retention_interval"])
   _check_caching(groups, options)
   encoder = _longest_encoder(groups, max_model_len, max_encoder_tokens)
-  # The tables of all groups end a page together at each multiple of the
-  # alignment. Prefixes are hashed page by page of the common divisor.
+  # At each multiple of the alignment, all groups end a page. A prefix is hashed
+  # after every `page_size` tokens, because any group may end a page there.
   sizes = [group.page_size or 0 for group in groups]
   alignment, page_size = math.lcm(*sizes), math.gcd(*sizes)
   scratch = max(group.num_speculative for group in groups) * page_size
-  # A row holds whole pages of every group, so it ends at such a multiple.
+  # A row has whole pages of every group, so its length is such a multiple.
   slot_pages = -(-max(encoder, max_model_len + scratch) // alignment)
   config = CacheConfig(
     page_size=page_size,
-    # Each request computes a token in a page that no other one holds. So more
-    # slots than pages would never be used.
+    # Each request writes to a page that no other one holds. So more slots than
+    # pages would never be used.
     num_slots=min(max_requests, max(1, options["num_pages"] - 1)),
     pages_per_slot=slot_pages * (alignment // page_size),
     groups=tuple(groups),

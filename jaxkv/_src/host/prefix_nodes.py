@@ -77,7 +77,7 @@ class DevicePage:
   """A page known by its key on the device; its prefix is unknown.
 
   Attributes:
-    digest: the key in the host's index, which no prefix has.
+    digest: the key in the host's index, unlike that of any prefix.
     group_key: the key on the device, in the group of the page.
     tokens: the tokens of the page as int32 bytes.
   """

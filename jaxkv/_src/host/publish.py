@@ -35,7 +35,7 @@ def publish(
     first: each group's first column after the hit, for a request that begins;
       None to compute it from the published tokens.
   """
-  # Tokens beyond the tables have no K/V yet.
+  # Tokens beyond the tables have no page yet.
   before, num_tokens = held.length, min(num_tokens, held.room)
   if num_tokens <= before:
     return

@@ -61,8 +61,8 @@ class Request:
       pages with different embeddings are not shared.
     prompt_logprobs: computes the whole prompt without a lookup; its pages are
       still cached for others.
-    shared_prefix_boundary: tokens that some groups had cached but not all; 0
-      for the result of the lookup.
+    shared_prefix_boundary: tokens that some groups had cached but not all; 0 to
+      use the number that the lookup returned.
   """
 
   request_id: str
@@ -172,8 +172,8 @@ def salt_of(request: RequestFields, size: int) -> bytes:
   With pages of less than 4 tokens the salt covers all items, so that requests
   share pages only if all their items are equal.
   """
-  # A mask has 32 bits for each token of a page. Fewer than 128 bits would not
-  # keep different items apart.
+  # A mask has 32 bits for each token of a page. On smaller pages these are less
+  # than 128, too few to keep different items apart.
   if not request.items or size >= KEY_WORDS:
     return request.salt
   keys = [item.key(0, item.stop) for item in request.items]
@@ -192,7 +192,7 @@ def content(
   contents. See `salt_of` for small pages.
   """
   try:
-    held = int32s(request.token_ids[start:stop])
+    tokens = int32s(request.token_ids[start:stop])
   except (OverflowError, TypeError) as error:
     raise ValueError(
       f"`token_ids` of {request.request_id!r} must be 32-bit integers, got "
@@ -200,15 +200,15 @@ def content(
     ) from error
   # Most requests have no items, and need no copy of the read-only array.
   if not request.items:
-    return held
-  held = held.copy()
+    return tokens
+  tokens = tokens.copy()
   for page in touched_pages(request, start, stop, size):
-    # The tokens may begin or end within a page, of which the mask is for all.
+    # The tokens may begin or end within the page, whose mask covers all of it.
     begin = page * size
     first, last = max(begin, start), min(begin + size, stop)
     mask = page_mask(request, page, size, secret)
-    held[first - start : last - start] ^= mask[first - begin : last - begin]
-  return held
+    tokens[first - start : last - start] ^= mask[first - begin : last - begin]
+  return tokens
 
 
 def touched_pages(

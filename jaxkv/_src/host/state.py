@@ -131,8 +131,8 @@ class HostState:
 
   def set_counters(self, stats: Any) -> None:
     """Replaces the counters by those of a device."""
-    # A device counts modulo 2**32, and the host does not. The difference is
-    # exact, because a device adds less between two readings.
+    # A device counts modulo 2**32, and the host does not. So the difference is
+    # added, and both stay equal modulo 2**32.
     owners = {
       "popped_pages": self.pool,
       "evicted_pages": self.pool,

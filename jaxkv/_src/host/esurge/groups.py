@@ -62,8 +62,8 @@ def kinds_of(
   """
   at_least("max_model_len", max_model_len, 1)
   sizes = [spec.page_size or 1 for spec in specs if not has_states(spec)]
-  # A state needs one page for a whole sequence. It ends where all other groups
-  # end a page, because the cache has no other positions for a hit.
+  # A state needs one page for a whole sequence. A multiple of the other sizes
+  # keeps the alignment of all groups, their common multiple, as small.
   block = math.lcm(*sizes)
   state_size = -(-max_model_len // block) * block
   return tuple(_kind_of(spec, state_size, caching) for spec in specs)
