@@ -16,11 +16,13 @@ from jaxkv.host import vllm as ours
 def pytest_configure() -> None:
   """Replaces the manager, its blocks and its events."""
   import vllm.distributed.kv_events as kv_events
-
-  for name in ("AllBlocksCleared", "BlockRemoved", "BlockStored"):
-    setattr(kv_events, name, getattr(ours, name))
-  # Imported after the replacement, as it imports the event classes by name.
+  import vllm.v1.core.block_pool as block_pool
   import vllm.v1.core.kv_cache_manager as kv_cache_manager
 
+  # These modules have imported the classes of events by name.
+  for name in ("AllBlocksCleared", "BlockRemoved", "BlockStored"):
+    for module in (kv_events, block_pool, kv_cache_manager):
+      if hasattr(module, name):
+        setattr(module, name, getattr(ours, name))
   for name in ("KVCacheBlocks", "KVCacheManager"):
     setattr(kv_cache_manager, name, getattr(ours, name))
