@@ -148,6 +148,18 @@ def test_take_returns_the_requests_that_ended(cache):
   assert cache.num_free_pages == 10
 
 
+def test_an_older_state_is_taken(cache):
+  """What the manager did since is lost, and its clock goes back."""
+  before, queue = cache.state, cache.free_queue()
+  admit(cache, request("later", range(60, 75)))
+  assert cache.take(before) == ["later"]
+  assert cache.free_queue() == queue
+  again = cache.state
+  assert again.pool.index.clock == before.pool.index.clock
+  assert again.stats.published_pages == before.stats.published_pages
+  jaxkv.check(again)
+
+
 def test_new_slots_are_named(cache):
   slot = int(np.flatnonzero(np.asarray(cache.state.num_pages)[:, 0])[0])
   state, _ = jaxkv.fork(cache.state, [slot], [(slot + 1) % 10])

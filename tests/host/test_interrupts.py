@@ -137,6 +137,15 @@ def test_an_undo_that_is_interrupted():
   assert point > 1000
 
 
+@pytest.mark.slow
+def test_an_interrupted_state_is_built_again():
+  """The mirror of the prefix index, which no undo follows, is made anew."""
+  for point in range(500, 9000, 850):
+    manager, _ = begun()
+    interrupted(lambda m=manager: m.state, point)
+    jaxkv.check(manager.state)
+
+
 def test_signals():
   """The real thing, at 200 times that nobody chose."""
 

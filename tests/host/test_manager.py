@@ -104,6 +104,11 @@ class TestContents:
     assert hit_of(cache, request("1", range(13), cache_salt="a"))[1] == 12
     assert hit_of(cache, request("2", range(13)))[1] == 0
 
+  def test_texts_and_bytes_are_told_apart(self, cache):
+    admit(cache, request("0", range(9), cache_salt=b"a"))
+    assert hit_of(cache, request("1", range(9), cache_salt="bytes:a"))[1] == 0
+    assert hit_of(cache, request("2", range(9), cache_salt=b"a"))[1] == 8
+
   def test_empty_names_are_none(self, cache):
     admit(cache, request("0", range(9)))
     empty = request("1", range(9), cache_salt="", lora_name="")

@@ -23,6 +23,7 @@ from jaxkv._src.host.request import read_request
 from jaxkv._src.host.request import salt_of
 from jaxkv._src.host.sequences import HeldSequence
 from jaxkv._src.host.state import HostState
+from jaxkv._src.host.state import continued
 from jaxkv._src.host.types import PoppedPages
 
 _MASK = 0xFFFFFFFF
@@ -221,8 +222,6 @@ def _check_hashes(
   state: HostState, hashes: SlotHashes | None, slots: _Slots
 ) -> None:
   """Raises unless the requests have the tokens that the device committed."""
-  # The chain covers the tokens up to the last multiple of A. Those after it are
-  # not compared.
   keys = state.device_keys
   if hashes is None or keys is None:
     return
@@ -240,7 +239,10 @@ def _check_hashes(
         f"sequence, got {held.request_id!r} with the salt {salt.hex()}; admit "
         "with the request's salt."
       )
-    if tuple(hashes.chain[slot].tolist()) != node.key:
+    # The chain covers the tokens up to the last multiple of A.
+    tail = to_device.tail(state, held)
+    is_same = tuple(hashes.chain[slot].tolist()) == node.key
+    if not is_same or tail.tolist() != hashes.tail[slot, : len(tail)].tolist():
       raise ValueError(
         f"`token_ids` of {held.request_id!r} must begin with the tokens that "
         f"slot {slot} has; name the request in `requests` if the slot was "
@@ -267,10 +269,9 @@ def _adopt_index(state: HostState, host: Any) -> None:
   before, cached = mirror.is_cached(), are_cached(index.entry)
   is_same = mirror.entry[:, : KEY_WORDS + 1] == index.entry[:, : KEY_WORDS + 1]
   changed = np.flatnonzero(~is_same.all(axis=1) | (before != cached))
-  # The device counts modulo 2**32, and the host does not. So the host's clock
-  # advances by the difference, and stamps keep their distance from the clock.
+  # Stamps keep their distance from the clock.
   device_clock = int(index.clock)
-  clock = pool.clock + ((device_clock - pool.clock) & _MASK)
+  clock = continued(pool.clock, device_clock)
   ages = device_clock - index.entry[changed, KEY_WORDS].astype(np.int64)
   stamps = (clock - (ages & _MASK)).tolist()
   contents, groups = _contents(state, host, changed)
@@ -287,9 +288,6 @@ def _adopt_index(state: HostState, host: Any) -> None:
       ages_of.evicted.lifetime.tolist(),
       ages_of.evicted.idle.tolist(),
     )
-  # The mirror's arrays are not in the log. After an undo all pages count as
-  # changed, so the next update of the mirror writes them again.
-  state.undo_log.record((pool.changed.update, range(state.config.num_pages)))
   mirror.replace(index.buckets, index.overflow, index.entry, index.tokens)
   pool.changed.clear()
 

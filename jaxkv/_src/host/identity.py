@@ -149,7 +149,7 @@ def _digest(parts: dict[str, bytes]) -> bytes:
 
 def _text(name: str, value: Any) -> bytes:
   if isinstance(value, str):
-    return value.encode()
+    return b"str:" + value.encode()
   if isinstance(value, bytes):
     return b"bytes:" + value
   raise TypeError(

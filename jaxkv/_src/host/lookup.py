@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv._src.cache.group_kinds import FullAttention
+from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.prefix import rules
 from jaxkv._src.host.groups import LayerGroup
 from jaxkv._src.host.prefix_nodes import TOKEN_BYTES
@@ -325,7 +326,7 @@ def _shorten(
   """Returns the tokens of a kind's longest prefix within a bound."""
   config, group = state.config, kind.group
   drop = drop and config.use_eagle
-  if kind.is_full:
+  if kind.is_full and type(group.kind).longest_hit is GroupKind.longest_hit:
     # The same as `longest_hit`, for which numpy would take longer.
     num_pages = min(kind.num_leading, bound // group.size) - drop
     aligned = num_pages * group.size // config.alignment * config.alignment

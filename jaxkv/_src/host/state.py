@@ -42,6 +42,13 @@ class Limits:
   most_pages: tuple[int, ...]
 
 
+def continued(before: int, number: int) -> int:
+  """Returns the count closest to `before` that is `number` modulo 2**32."""
+  # A device counts modulo 2**32, and the host does not. A state that is older
+  # than the host's lowers the count.
+  return before + (number - before + 2**31) % 2**32 - 2**31
+
+
 class HostState:
   """The pages of requests, the pool and the prefix index.
 
@@ -131,8 +138,6 @@ class HostState:
 
   def set_counters(self, stats: Any) -> None:
     """Replaces the counters by those of a device."""
-    # A device counts modulo 2**32, and the host does not. So the difference is
-    # added, and both stay equal modulo 2**32.
     owners = {
       "popped_pages": self.pool,
       "evicted_pages": self.pool,
@@ -150,8 +155,13 @@ class HostState:
     for field, before in self.counters().items():
       owner, name = owners.get(field, self), names[field]
       self.undo_log.save_attribute(owner, name)
-      added = (int(getattr(stats, field)) - before) % 2**32
-      setattr(owner, name, before + added)
+      setattr(owner, name, continued(before, int(getattr(stats, field))))
+
+  def reset_mirror(self) -> None:
+    """Replaces the mirror by an empty one, which the next update fills."""
+    config = self.config
+    self.mirror = DeviceMirror(config.num_pages, max(config.page_sizes))
+    self.pool.changed.update(range(config.num_pages))
 
   def take_statistics(self) -> PrefixCacheStats:
     """Returns the statistics since the last call."""

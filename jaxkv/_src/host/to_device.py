@@ -68,9 +68,8 @@ def to_device(state: HostState) -> CacheState:
     # Errors of the host are exceptions, so none is recorded.
     error=_array(0),
   )
-  # One transfer for all arrays. An array of a CPU device must not share memory
-  # with the mirror, which changes with the manager.
-  return jax.device_put(built, may_alias=False)
+  # One transfer for all arrays.
+  return jax.device_put(built)
 
 
 # Typed Any: they are arrays of numpy here, and of jax after `device_put`.
@@ -108,15 +107,15 @@ def _slot_hashes(
   keys.compute(sequence.root for sequence in held if sequence.root is not None)
   roots = _filled((config.num_slots, KEY_WORDS), dtype=np.uint32)
   chain = _filled((config.num_slots, KEY_WORDS), dtype=np.uint32)
-  tail = _filled((config.num_slots, config.alignment))
+  tails = _filled((config.num_slots, config.alignment))
   prompt = _filled((config.num_slots,))
   boundary = _filled((config.num_slots,))
   for sequence, node in zip(held, nodes, strict=True):
     root = sequence.root
     assert root is not None and root.key is not None and node.key is not None
     roots[sequence.slot], chain[sequence.slot] = root.key, node.key
-    tokens = _tail(state, sequence)
-    tail[sequence.slot, : len(tokens)] = tokens
+    tokens = tail(state, sequence)
+    tails[sequence.slot, : len(tokens)] = tokens
     prompt[sequence.slot], boundary[sequence.slot] = (
       sequence.prompt_length,
       sequence.boundary,
@@ -125,13 +124,13 @@ def _slot_hashes(
   return SlotHashes(
     root=roots,
     chain=chain,
-    tail=tail,
+    tail=tails,
     prompt_length=prompt if by_prompt else None,
     shared_prefix_boundary=boundary if by_prompt else None,
   )
 
 
-def _tail(state: HostState, held: HeldSequence) -> np.ndarray:
+def tail(state: HostState, held: HeldSequence) -> np.ndarray:
   """Returns the published tokens after the last multiple of A, masked."""
   # No node has the tokens of a page that is not full, so the request is read.
   config = state.config
@@ -195,18 +194,23 @@ def _index(state: HostState) -> PrefixIndex | None:
     return None
   # Only here and in `from_device` the mirror must be up to date.
   update_mirror(state, state.device_keys)
+  # Copies, because jax can use the memory of a numpy array on a CPU, and the
+  # mirror changes with the manager.
   mirror: Any = state.mirror
   return PrefixIndex(
-    buckets=mirror.buckets,
-    overflow=mirror.overflow,
-    entry=mirror.entry,
-    tokens=mirror.tokens,
+    buckets=mirror.buckets.copy(),
+    overflow=mirror.overflow.copy(),
+    entry=mirror.entry.copy(),
+    tokens=mirror.tokens.copy(),
     clock=_word(state.pool.clock),
   )
 
 
 def update_mirror(state: HostState, keys: DeviceKeys) -> None:
   """Brings the mirror of the prefix index up to date."""
+  # The mirror's arrays change one after the other, and the log does not follow
+  # them. So after an undo the mirror is made anew.
+  state.undo_log.record((state.reset_mirror,))
   pool, mirror = state.pool, state.mirror
   # Sorted, because the order of insertion decides the places in buckets.
   changed = np.array(sorted(pool.changed), np.int64)
@@ -224,7 +228,6 @@ def update_mirror(state: HostState, keys: DeviceKeys) -> None:
   mirror.write(np.array(full, np.int64), words, stamps, tokens)
   cached = [page for page in full if pool.is_cached[page]]
   mirror.insert(np.array(cached, np.int64))
-  # Last, so that an interrupted call handles all of these pages again.
   pool.changed.clear()
 
 
