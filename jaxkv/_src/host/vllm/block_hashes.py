@@ -133,7 +133,8 @@ class BlockHashes(PageListener):
     published = [page for page in pages if page]
     # An event of the removal will need a name, which the manager then has lost.
     if self.events is not None and None in names:
-      names = self._keys_of(published)
+      keys = self._keys_of(published)
+      names = [name or key for name, key in zip(names, keys, strict=True)]
     size = self._sizes[group]
     ends = [(column + 1) * size for column in columns]
     self._add(published, names, ends)
