@@ -37,10 +37,10 @@ class BlockHashes(PageListener):
     self._steps = [size // hash_block_size for size in config.page_sizes]
     self._suffixes = [with_group(b"", n) for n in range(config.num_groups)]
     self._holds_states = [kind.holds_states for kind in config.groups]
-    # For each block, the tokens up to its end, 0 if it is not cached, and its
-    # hash with its group, None if it is not cached or its request has none.
-    self._ends = [0] * config.num_pages
-    self._hashes: list[bytes | None] = [None] * config.num_pages
+    # For each cached block, its hash with its group, None if its request has
+    # none, and the tokens up to its end.
+    self._names: list[tuple[bytes | None, int] | None]
+    self._names = [None] * config.num_pages
     self._blocks: dict[bytes, tuple[int, ...]] = {}
     # Requests that began with external tokens: their first columns.
     self._first: dict[str, list[int]] = {}
@@ -51,14 +51,15 @@ class BlockHashes(PageListener):
 
   def hash_of(self, block_id: int) -> bytes | None:
     """Returns a block's hash and group; None if it is not cached."""
-    name = self._hashes[block_id]
-    if name is None and self._ends[block_id]:
-      return self._keys_of([block_id])[0]
-    return name
+    name = self._names[block_id]
+    if name is None:
+      return None
+    return name[0] or self._keys_of([block_id])[0]
 
   def num_tokens(self, block_id: int) -> int | None:
     """Returns the tokens up to a block's end; None if it is not cached."""
-    return self._ends[block_id] or None
+    name = self._names[block_id]
+    return None if name is None else name[1]
 
   def blocks_with(self, name: bytes) -> Sequence[int]:
     """Returns the blocks cached under a hash and group, the oldest first."""
@@ -72,8 +73,8 @@ class BlockHashes(PageListener):
     """Returns the hashes, with their groups, of all cached blocks."""
     nameless = [
       page
-      for page, end in enumerate(self._ends)
-      if end and self._hashes[page] is None
+      for page, name in enumerate(self._names)
+      if name is not None and name[0] is None
     ]
     return {*self._blocks, *self._keys_of(nameless)}
 
@@ -123,21 +124,26 @@ class BlockHashes(PageListener):
     self, request: Any, group: int, first: int, pages: Sequence[int]
   ) -> None:
     """See `PageListener`."""
-    step, suffix = self._steps[group], self._suffixes[group]
+    size, step = self._sizes[group], self._steps[group]
+    suffix = self._suffixes[group]
     hashes = getattr(request, "block_hashes", None) or ()
-    columns = [first + n for n, page in enumerate(pages) if page]
-    names = [
-      hashes[place] + suffix if place < len(hashes) else None
-      for place in [(column + 1) * step - 1 for column in columns]
-    ]
-    published = [page for page in pages if page]
-    # An event of the removal will need a name, which the manager then has lost.
-    if self.events is not None and None in names:
-      keys = self._keys_of(published)
-      names = [name or key for name, key in zip(names, keys, strict=True)]
-    size = self._sizes[group]
-    ends = [(column + 1) * size for column in columns]
-    self._add(published, names, ends)
+    self.undo_log.save_items(self._names, pages)
+    for column, page in enumerate(pages, first):
+      if not page:
+        continue
+      place = (column + 1) * step - 1
+      block_hash = None
+      if place < len(hashes):
+        block_hash = hashes[place] + suffix
+      # An event of the removal will need a name, which the manager then has
+      # lost.
+      elif self.events is not None:
+        block_hash = self._keys_of([page])[0]
+      self._names[page] = block_hash, (column + 1) * size
+      if block_hash is not None:
+        self.undo_log.save_key(self._blocks, block_hash)
+        blocks = self._blocks.get(block_hash, ())
+        self._blocks[block_hash] = (*blocks, page)
     if self._holds_states[group]:
       self._offer_states(request.request_id, group, pages)
     if self.events is not None:
@@ -145,25 +151,26 @@ class BlockHashes(PageListener):
 
   def removed(self, page: int, group: int) -> None:
     """See `PageListener`."""
-    name = self._hashes[page]
-    self._save([page], [name])
-    self._hashes[page], self._ends[page] = None, 0
-    if name is None:
+    name = self._names[page]
+    self.undo_log.save_items(self._names, [page])
+    self._names[page] = None
+    block_hash = None if name is None else name[0]
+    if block_hash is None:
       return
-    others = tuple(other for other in self._blocks[name] if other != page)
+    others = [other for other in self._blocks[block_hash] if other != page]
+    self.undo_log.save_key(self._blocks, block_hash)
     if others:
-      self._blocks[name] = others
+      self._blocks[block_hash] = tuple(others)
     else:
-      del self._blocks[name]
+      del self._blocks[block_hash]
     if self.events is not None:
-      self.events.add_removed(name[:-GROUP_BYTES], group)
+      self.events.add_removed(block_hash[:-GROUP_BYTES], group)
 
   def cleared(self) -> None:
     """See `PageListener`."""
-    for name in ("_hashes", "_ends", "_blocks"):
+    for name in ("_names", "_blocks"):
       self.undo_log.save_attribute(self, name)
-    self._hashes = [None] * len(self._hashes)
-    self._ends = [0] * len(self._ends)
+    self._names = [None] * len(self._names)
     self._blocks = {}
     if self.events is not None:
       self.events.add(AllBlocksCleared())
@@ -177,31 +184,10 @@ class BlockHashes(PageListener):
       for key, group in zip(keys, groups, strict=True)
     ]
 
-  def _add(
-    self,
-    pages: Sequence[int],
-    names: Sequence[bytes | None],
-    ends: Sequence[int],
-  ) -> None:
-    # One entry of the undo log, as a prompt caches hundreds of blocks at once.
-    self._save(pages, names)
-    blocks = self._blocks
-    for page, name, end in zip(pages, names, ends, strict=True):
-      self._hashes[page], self._ends[page] = name, end
-      if name in blocks:
-        blocks[name] = (*blocks[name], page)
-      elif name is not None:
-        blocks[name] = (page,)
-
-  def _save(self, pages: Sequence[int], names: Sequence[bytes | None]) -> None:
-    """Records blocks that are about to get or lose their hashes."""
-    self.undo_log.save_items(self._hashes, pages)
-    self.undo_log.save_items(self._ends, pages)
-    blocks = [self._blocks.get(name) for name in names if name is not None]
-    self.undo_log.record((_restore_blocks, self._blocks, names, blocks))
-
   def _offer_states(self, name: str, group: int, pages: Sequence[int]) -> None:
-    states = [(group, page, self._ends[page]) for page in pages if page]
+    states = [
+      (group, page, self.num_tokens(page) or 0) for page in pages if page
+    ]
     if states:
       self.undo_log.save_key(self._states, name)
       self._states[name] = [*self._states.get(name, ()), *states]
@@ -244,19 +230,6 @@ class BlockHashes(PageListener):
   def _bare_hash(self, page: int) -> bytes | None:
     name = self.hash_of(page)
     return None if name is None else name[:-GROUP_BYTES]
-
-
-def _restore_blocks(
-  blocks_of: dict[bytes, tuple[int, ...]],
-  names: Sequence[bytes | None],
-  before: Sequence[tuple[int, ...] | None],
-) -> None:
-  present = [name for name in names if name is not None]
-  for name, blocks in zip(present, before, strict=True):
-    if blocks is None:
-      blocks_of.pop(name, None)
-    else:
-      blocks_of[name] = blocks
 
 
 def with_group(block_hash: bytes, group: int) -> bytes:
