@@ -239,7 +239,8 @@ class HostPool:
 
   def unpublish(self, pages: Iterable[int]) -> None:
     """Removes pages from the index; those that are not cached are ignored."""
-    cached = [page for page in pages if self.is_cached[page]]
+    # A caller may name a page twice, but it leaves the index once.
+    cached = [page for page in dict.fromkeys(pages) if self.is_cached[page]]
     self._leave_index(cached)
     # After the index has changed, so that listeners find the page not cached.
     for listener in self.listeners:
