@@ -155,7 +155,7 @@ def as_int32(name: str, value: Any) -> Any:
   array = _on_host(name, value)
   if isinstance(array, jax.Array):
     return as_int32(name, array)
-  # NumPy converts an empty list to float64, so its dtype means nothing.
+  # NumPy converts an empty list to a float64 array, whose dtype means nothing.
   if array.size == 0 and not hasattr(value, "dtype"):
     return array.astype(np.int32)
   _check_kind(name, array.dtype, "iu", "integers")
@@ -210,9 +210,9 @@ def as_secret(name: str, value: Any) -> Array:
     tracing = isinstance(jnp.zeros((), bool), Tracer)
     if tracing or jax.process_count() > 1:
       raise ValueError(
-        f"`{name}` must be given under jit, where one draw would serve every "
-        "call, and with several processes, which must agree; pass a "
-        "jax.random.key."
+        f"`{name}` must be given under jit, because one draw would serve all "
+        "calls, and with several processes, because they must share a secret; "
+        "pass a jax.random.key."
       )
     return jnp.asarray(np.frombuffer(os.urandom(16), np.uint32))
   dtype = getattr(value, "dtype", None)
@@ -325,10 +325,10 @@ def check_sizes(
   Args:
     name: the argument's name, for the message.
     value: the state; it has a `config`.
-    expected: `shapes_of` a new state with the same config.
+    expected: the result of `shapes_of` for a new state with the same config.
   """
   actual = shapes_of(value)
-  # An array that only one side has is also an error.
+  # An array that is missing from one of the two states is also an error.
   for path in expected | actual:
     expected_shape, actual_shape = (
       expected.get(path, "no array"),
@@ -343,12 +343,12 @@ def check_sizes(
 
 
 def check_rows(arguments: dict[str, Any], lead: str, num_slots: int) -> None:
-  """Raises ValueError unless the arguments of a verb have the same rows.
+  """Raises ValueError unless the arguments of a verb have equally many rows.
 
   Args:
     arguments: the arguments by name; None for an omitted one.
-    lead: the argument that defines the rows. If it is `slots` and omitted, the
-      rows are all B slots. If it is `pages`, every element is a row.
+    lead: the argument that defines the rows. If `slots` is the lead and is
+      omitted, the rows are all B slots. In `pages`, every element is a row.
     num_slots: B, the number of slots.
   """
   first, meaning = arguments.get(lead), f", one for each row of `{lead}`"
@@ -370,4 +370,4 @@ _TRAILING_AXES: dict[str, Shape] = {
   "tokens": ("T",),
   "salts": (4,),
 }
-"""The axes after R of the arguments that have more than one axis."""
+"""The axes after the first one, R, for arguments with more than one axis."""

@@ -1,8 +1,8 @@
 """Elementwise functions of Python numbers, numpy arrays and jax arrays.
 
-The rules of group kinds run in compiled programs and in the host manager. For
-values of the host, these functions use numpy or plain Python, so that the host
-manager initializes no device.
+The rules of `cache.group_kinds` run in compiled programs and also in the Python
+manager `jaxkv.host`. For values on the host, these functions use numpy or plain
+Python, so that the manager initializes no device.
 """
 
 from typing import Any

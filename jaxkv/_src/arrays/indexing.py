@@ -19,8 +19,9 @@ def where_valid(valid: Array, index: Array) -> Array:
   return jnp.where(valid, index, jnp.int32(NOWHERE))
 
 
-# By default JAX wraps a negative index to the end of an array and clamps a too
-# large one to its edge. Either turns a sentinel into another sequence's page.
+# By default JAX wraps a negative index to the end of an array, and clamps an
+# index past the end to the last element. Both would turn a sentinel into a page
+# of another sequence.
 def take(array: Array, *index: Array, fill=0) -> Array:
   """Returns `array[index]`, and `fill` for an index outside of its axis."""
   return array.at[index].get(
@@ -53,7 +54,7 @@ def put_min(array: Array, *index: Array, values) -> Array:
 
 
 class SlotRows(NamedTuple):
-  """The slots of the rows of a call.
+  """The slot of each row of a call.
 
   Attributes:
     slots: int32[R], slot numbers, which can be out of range.
@@ -93,7 +94,7 @@ class SlotRows(NamedTuple):
 
 
 def between(start: Array, stop: Array, size: int) -> Array:
-  """Returns bool[..., size]: True at positions from `start` up to `stop`."""
+  """Returns bool[..., size]: True at positions from `start` to `stop - 1`."""
   position = jnp.arange(size, dtype=jnp.int32)
   position = position.reshape(*(1,) * start.ndim, size)
   return (position >= start[..., None]) & (position < stop[..., None])

@@ -1,4 +1,4 @@
-"""Loops whose cost grows with the number of items, and updates in place."""
+"""Loops that update arrays in place and cost more the more items there are."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 
 WINDOW = 128
-"""W, the items of one iteration of `for_each`. Most calls need only one."""
+"""W, the items of one iteration of `for_each`. Most calls need one of them."""
 
 Carry = TypeVar("Carry")
 
@@ -59,7 +59,7 @@ def at_most_once(
 
 
 class Items(NamedTuple):
-  """A window of items.
+  """A window of consecutive items; see `locate`.
 
   Attributes:
     row: int32[W], the index of the range that contains the item.
@@ -80,8 +80,9 @@ def locate(counts: Array, item: Array) -> Items:
     item: int32[W], 0-based positions among all items.
   """
   ends = jnp.cumsum(counts, dtype=jnp.int32)
-  # XLA:CPU would repeat an unrolled search for each use of `row`, so there the
-  # search is a loop. On an accelerator each iteration would cost a launch.
+  # On a CPU the search is a loop, because XLA would repeat an unrolled search
+  # for each use of `row`. On an accelerator it is unrolled, because each
+  # iteration of a loop would cost a kernel launch.
   row = lax.platform_dependent(
     ends,
     item,
@@ -93,7 +94,7 @@ def locate(counts: Array, item: Array) -> Items:
 
 
 def _num_ended(ends: Array, item: Array, *, unroll: bool) -> Array:
-  """Counts the `ends` up to each item, int32[W], by binary search."""
+  """Counts by binary search the `ends` that are at most each item: int32[W]."""
   size = ends.shape[0]
   steps = size.bit_length()
 
@@ -126,9 +127,8 @@ def for_each(
   total = jnp.sum(counts, dtype=jnp.int32)
   lanes = jnp.arange(width, dtype=jnp.int32)
 
-  # The number of iterations depends on the number of items, not of ranges. No
-  # items cost one comparison, and a long range costs as much as many short
-  # ranges with as many items.
+  # The number of iterations depends on the total number of items, not on the
+  # number of ranges. A call without items costs one comparison.
   def trip(loop):
     begin, carry = loop
     return begin + width, body(carry, locate(counts, begin + lanes))

@@ -1,10 +1,10 @@
 """Attention whose bits do not depend on the other queries of a call.
 
-A tile holds a few queries of one sequence, and a row holds tiles. The same
-compiled code serves every call: it computes a fixed number of rows at once, one
-tile of each row at a time. A decoding query has a row to itself. So decode
-steps, chunks of prompts and a trainer's whole sequences use products of the
-same shapes, which round alike. The tiles of a row share one gather of its keys.
+A tile is a few queries of one sequence. A row is one or more tiles of the same
+sequence, which share one gather of its keys. A decoding query has a row to
+itself. Every call runs the same loop, which computes a fixed number of rows at
+once, one tile of each row at a time. So decode steps, chunks of prompts and a
+trainer's whole sequences use products of the same shapes, which round alike.
 """
 
 import dataclasses
@@ -19,18 +19,17 @@ import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.exact import row_loop
 
-# The queries of a tile, times the query heads for each K/V head. A larger
-# number makes prompts cheaper and decoding more expensive. Rounding depends on
-# this number.
+# The number of queries of a tile, times the number of query heads for each K/V
+# head. A larger number makes prompts cheaper and decoding more expensive.
+# Rounding depends on this number.
 _TILE_HEADS = 8
 
 # The number of rows computed at once. Reductions over fewer rows would round
 # differently.
 _ROWS = 8
 
-# The maximum number of tiles in a row. The results do not depend on it. With
-# more tiles, those with short contexts would wait for the longest context of
-# their row.
+# The maximum number of tiles in a row, which does not affect the results. In a
+# longer row, tiles with short contexts would wait for the longest context.
 _MAX_TILES = 16
 
 
@@ -111,7 +110,8 @@ def attend_rectangle(
   num_rows = -(-columns // width)
   q = jnp.pad(q, ((0, 0), (0, num_rows * width - columns), (0, 0), (0, 0)))
   first = jnp.arange(num_rows, dtype=jnp.int32)[None] * width
-  # A number above T would turn the padding of the last row into queries.
+  # If `num_tokens` were above T, the padding of the last row would count as
+  # queries.
   num_tokens = jnp.minimum(sequences.num_tokens, columns)
   rows = TokenRows(
     sequences.pools,

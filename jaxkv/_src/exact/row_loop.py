@@ -2,8 +2,8 @@
 
 The rounding of a matrix product depends on its number of rows, because
 libraries choose a kernel by this number. Sums over the last axis round
-differently for few rows, and so do operations that XLA fuses differently. So
-that every program gets the same bits, one loop computes all rows. Its body is
+differently for few rows, and so do operations that XLA fuses differently. To
+give every program the same bits, one loop computes all rows. Its body is
 compiled for one shape, a tile of rows, and computes one tile in each iteration.
 """
 
@@ -19,8 +19,8 @@ from jax import lax
 from jaxkv._src.arrays import sharding
 
 RowWise = Callable[..., Any]
-"""`(weights, *rows) -> rows`: computes each row of pytrees of arrays [X, ...]
-independently; all rows read `weights`."""
+"""`(weights, *rows) -> rows`. The rows are pytrees of arrays [X, ...]. The
+function computes each of the X rows from `weights` and that row alone."""
 
 
 def in_tiles(
@@ -113,7 +113,7 @@ def _loop_of_batch(
     rows,
     batched[1],
   )
-  # If each element of the batch has separate weights, it needs its own loop.
+  # If the elements of the batch have different weights, each needs a loop.
   if any(jax.tree.leaves(batched[0])):
 
     def loop_of_element(index: Array) -> Any:
@@ -139,13 +139,15 @@ def _loop(
   count = jax.tree.leaves(rows)[0].shape[0]
   if not count:
     return function(weights, *rows)
-  # Pads to more rows than one tile. If all iterations read the same rows, XLA
-  # moves the body out of the loop and fuses it with the operations around it.
+  # Pads to more rows than one tile. With a single tile, all iterations would
+  # read the same rows, so XLA would move the body out of the loop and fuse it
+  # with the operations around it.
   padding = max(tile + 1 - count, 0)
   if padding:
     rows = jax.tree.map(lambda x: _pad(x, padding), rows)
   # The barrier hides constants from XLA, such as weights that a user's function
-  # closes over. XLA would transpose a constant, and compile another product.
+  # closes over. XLA would transpose constant weights when it compiles, and so
+  # compute another product.
   weights, rows = lax.optimization_barrier((weights, rows))
   last_start = count + padding - tile
 

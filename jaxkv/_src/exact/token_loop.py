@@ -19,9 +19,9 @@ from jaxkv._src.exact import row_loop
 _ROWS = 8
 
 Recurrence = Callable[..., tuple[jax.Array, Any]]
-"""`(weights, inputs, states, num_tokens) -> (out, states)`: takes inputs
-[B, T, ...], the states of B sequences, and int32[B], how many of each row's
-inputs are tokens; returns outputs [B, T, ...] and the new states."""
+"""`(weights, inputs, states, num_tokens) -> (out, states)`. The inputs and the
+outputs are [B, T, ...]. The first `num_tokens[b]` inputs of sequence b are
+tokens, and the others are padding."""
 
 
 def in_tiles(
@@ -52,7 +52,9 @@ def in_tiles(
 def recur(
   run: Recurrence, weights: Any, *arguments: Any
 ) -> tuple[jax.Array, Any]:
-  """Runs a recurrence token by token, with the gradient of `run` on all tokens.
+  """Runs a recurrence token by token.
+
+  Its gradient is that of one call of `run` on all tokens.
 
   Args:
     run: the recurrence; it must not close over arrays.
