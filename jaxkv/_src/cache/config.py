@@ -19,7 +19,7 @@ class CacheConfig:
     num_pages: N, pages in the pool. Page 0 is the null page, which holds no
       tokens, so `num_pages - 1` pages are usable.
     page_size: S, tokens a page. A group can have larger pages, of a multiple of
-      S tokens. A prefix is hashed to a page key after every S tokens.
+      S tokens. A key is computed after every S tokens of a sequence.
     num_slots: B, the number of sequences that can be held at once.
     pages_per_slot: M, columns of a slot's row in the page table. A sequence has
       at most `pages_per_slot * page_size` tokens.
@@ -33,11 +33,11 @@ class CacheConfig:
     prefix_rules: the rules by which pages are published and found. "current":
       the rules of vLLM since 0.25, which publish only pages that a hit can use.
       "classic": the rules of earlier versions and of eSurge, which publish
-      every full page. With `use_eagle`, the classic rules let each group drop a
-      page in every round of a lookup.
-    merge_duplicates: True to look for a cached page with the same tokens and
-      prefix when a page becomes full. If there is one, it replaces the full
-      page, which returns to the pool at once.
+      every full page. With `use_eagle`, the classic rules can drop more than
+      one page of a hit, see `rules.lookup_bound`.
+    merge_duplicates: True to keep one page of several equal ones. If a page
+      becomes full and a page with the same tokens and prefix is cached, the
+      cached page replaces the full page, which returns to the pool.
     use_eagle: True to drop the last page of a hit. Its tokens are then computed
       again, because a draft model (EAGLE) needs their hidden states.
     prefix_retention_interval: selects the prefixes that sliding-window and
@@ -135,9 +135,9 @@ class CacheConfig:
 
   def _check_caching(self):
     needs_keys = {
-      "merge_duplicates": "equal pages are known by their keys",
-      "event_log": "events tell of published pages",
-      "track_residency": "it tells of cached pages",
+      "merge_duplicates": "equal pages are recognized by their keys",
+      "event_log": "the log records published pages",
+      "track_residency": "ages are counted for cached pages",
     }
     for name, reason in needs_keys.items():
       if getattr(self, name) and not self.prefix_caching:

@@ -29,8 +29,8 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
       f"CacheState({config.num_pages - 1} pages of {config.page_size} tokens;"
       f" {config.num_slots} slots; {kinds}; {obstacle})"
     )
-  # A slot is in use if any group has a page. Group 0 alone does not tell, since
-  # it may belong to an encoder, where a sequence can have no pages.
+  # A slot is in use if any group has a page. To look at group 0 alone is not
+  # enough: a sequence has no pages there if the group is for an encoder.
   running = np.asarray(state.num_pages).max(axis=1) > 0
   total = config.num_pages - 1
   pages = [f"{total - int(state.pool.queue.num_free)} of {total} pages in use"]

@@ -2,7 +2,9 @@
 
 Layers with the same cache behaviour form a group. The group's kind is a static
 object with pure methods over arrays of R sequences. Users can define further
-kinds as subclasses. Lengths are in tokens. P and X count pages of the group.
+kinds as subclasses. Lengths are in tokens. P and X count pages of the group. A
+column is a page's place in the page table. The docstring of `jaxkv` defines the
+other terms.
 
 The methods take jax arrays, numpy arrays and Python numbers, because
 `jaxkv.host` calls them without a device. A kind whose methods use `jax.numpy`
@@ -69,8 +71,8 @@ class GroupKind:
   @property
   def skips_pages(self) -> bool:
     """True if later tokens stop attending to a sequence's first pages."""
-    # Known from the class, so that kinds that keep all pages compile no code
-    # for skipped pages.
+    # The class alone decides, so the answer is static, and kinds that keep all
+    # pages compile no code for skipped pages.
     return type(self).num_skipped_tokens is not GroupKind.num_skipped_tokens
 
   def num_skipped_tokens(self, num_tokens: Array) -> Array:
@@ -135,7 +137,7 @@ class GroupKind:
       every: the interval, in pages, of prefixes that must be findable; 0 for no
         interval, None for prefixes of every length.
       ends: int32[X] each, the lengths in pages of other prefixes that must be
-        findable, including the page that the hit drops; negative for none.
+        findable; negative for none. A length includes the page to drop.
       drop: the number of pages that a hit drops at its end, 0 or 1.
 
     Returns:
@@ -186,9 +188,9 @@ class SlidingWindow(GroupKind):
     self, hits: Array, limit: Array, drop: Array, page_size: int, align: int
   ) -> Array:
     """See `GroupKind`."""
-    # As in vLLM, a prefix shorter than the window is aligned before its last
-    # page is dropped, and again afterwards. If `align` is more than 1, the
-    # second alignment removes `align` pages.
+    # vLLM aligns a prefix that is shorter than the window twice: before and
+    # after it drops the last page. If `align` is more than 1, the second
+    # alignment removes `align` pages. This must give the same hits.
     num_pages = super().longest_hit(hits, limit, drop, page_size, align)
     short = drop & (num_pages * page_size < self.window - 1)
     lost = elementwise.where(short, align if align > 1 else 0, 0)
@@ -204,7 +206,7 @@ class SlidingWindow(GroupKind):
     drop: int,
   ) -> Array:
     """See `GroupKind`. Only the window at the end of a prefix is published."""
-    # If the windows of successive prefixes touch, hits can use all pages.
+    # If the windows of successive prefixes touch, every page is in a window.
     needed = -(-(self.window - 1) // page_size) + drop
     every = align if every is None else every
     if every and needed >= every:
@@ -218,7 +220,7 @@ class SlidingWindow(GroupKind):
     return is_kept
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
-    """See `GroupKind`. A window that begins inside a page needs one more."""
+    """See `GroupKind`. A window can begin inside a page, hence the `+ 1`."""
     tokens = min(self.window - 1 + in_flight, longest)
     return -(-tokens // page_size) + 1
 
@@ -327,8 +329,8 @@ class GroupSizes:
 
   def by_group(self, function: Callable[[GroupKind, int], Array]) -> Array:
     """Stacks `function(kind, page_size)` of all groups on a new last axis."""
-    # Equal groups are computed once. If all are equal, the result is broadcast,
-    # so the program does not grow with the number of groups.
+    # Equal groups are computed once. If all groups are equal, the one result is
+    # broadcast, so the program does not grow with the number of groups.
     groups = list(zip(self.groups, self.page_sizes, strict=True))
     results = {group: function(*group) for group in dict.fromkeys(groups)}
     if len(results) == 1:
@@ -337,7 +339,7 @@ class GroupSizes:
     return jnp.stack([results[group] for group in groups], axis=-1)
 
   def columns_for(self, tokens: Array, encoder_tokens: Array) -> Array:
-    """Counts the columns for int32[...] tokens each: int32[..., G]."""
+    """Counts the columns that sequences need: int32[...] to int32[..., G]."""
     return self.by_group(
       lambda kind, size: kind.num_columns(
         encoder_tokens if kind.holds_encoder else tokens, size
@@ -397,8 +399,8 @@ class GroupSizes:
 
   def exceed_slot(self, columns: Array) -> Array:
     """Returns bool[R]: rows whose columns, int32[R, G], exceed their slot."""
-    # Callers have checked that the tokens fit a slot, so only scratch pages can
-    # exceed it.
+    # Callers have checked that the tokens fit a slot, so columns can exceed the
+    # slot only because of scratch pages.
     if not any(kind.num_speculative for kind in self.groups):
       return jnp.bool_(False)
     limits = [self.slot_tokens // size for size in self.page_sizes]

@@ -208,8 +208,8 @@ def _chain_read_back(
 
   Returns:
     uint32[B, P, 4], the key after each page, and int32[B], the number of tokens
-    read. The number is -1 if the slot is empty or a page is missing, because a
-    window skipped it or a recurrent group did not keep it.
+    read. The number is -1 for an empty slot, and for a slot with a page that a
+    window skipped or a recurrent group did not keep.
   """
   config, group = state.config, state.config.token_group
   size, slots = config.page_sizes[group], config.num_slots

@@ -301,8 +301,8 @@ def check_single(state: Any) -> None:
   if _is_deleted(state.length):
     raise ValueError(
       "`state` must be the newest, got one whose arrays were donated to an "
-      "earlier call; go on with what that call returned, or copy a state that "
-      "you keep: jax.tree.map(jnp.copy, state)."
+      "earlier call; use the state that this call returned, or make a copy "
+      "before you donate: jax.tree.map(jnp.copy, state)."
     )
 
 
@@ -418,7 +418,7 @@ def in_range(state: CacheState, slots: Array) -> Array:
 
 def is_empty(state: CacheState, slots: Array) -> Array:
   """Returns bool[R]: True for slots without pages, and slots out of range."""
-  # In an encoder's group, a slot in use can have no pages.
+  # A slot in use can have no pages in an encoder's group, which is not read.
   group = jnp.int32(state.config.first_self_group)
   return indexing.take(state.num_pages, slots, group) == 0
 
@@ -437,7 +437,7 @@ def roots(state: CacheState, salts: Array | None) -> Array:
 
 
 def counted(stats: Stats, **amounts: Array) -> Stats:
-  """Adds the sum of each amount, int32[...], to the counter of its name."""
+  """Adds the sum of each amount, int32[...], to the counter of that name."""
   return dataclasses.replace(
     stats,
     **{

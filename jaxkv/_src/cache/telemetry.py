@@ -5,8 +5,8 @@ so that another program, such as a router, can mirror the prefix index. When the
 log is full, further events are counted but not stored.
 
 Ages are measured by `PrefixIndex.clock`, which advances by one for each page
-that gets a key. So ages do not depend on how fast pages fill, and they show
-which pages a cache of another size would have kept.
+that gets a key. So an age does not depend on how fast pages fill. The ages of
+evicted pages show which of them a larger cache would have kept.
 """
 
 import dataclasses
@@ -140,8 +140,8 @@ def log_stored(
     group: int32[W], the group of each page.
     **fields: column, key, parent, root and tokens, as in `EventLog`.
   """
-  # The group is stored for the event of the page's removal, because the pool
-  # does not know the groups of its pages.
+  # The event of the page's removal needs the group, which is stored here
+  # because the pool does not know the groups of its pages.
   place = indexing.where_valid(valid, pages)
   log = dataclasses.replace(
     log, group_of=indexing.put(log.group_of, place, values=group)

@@ -3,9 +3,9 @@
 The entry at ring position q is live if its page points back at q, that is, if
 `position[ring[q]] == q`; other entries are stale. Removing a page from the
 middle only clears its position, so no entry moves and the cost does not depend
-on the number of pages. `pop` skips stale entries at the front. If they fill the
-ring, a sweep removes all of them. With N pages the ring has at least 2 N
-entries, so sweeps are rare.
+on the number of pages. `pop` skips stale entries at the front. If the ring has
+no room left, a sweep rewrites it without stale entries. With N pages the ring
+has at least 2 N entries, so sweeps are rare.
 """
 
 import dataclasses
@@ -87,8 +87,8 @@ def pop(
   """Pops up to `num_pages` pages from the first `window` entries.
 
   Stale entries in the window make the result shorter. The caller then calls
-  again for the missing pages. If `num_pages <= num_free`, repeated calls pop
-  all of them, because each call also removes stale entries from the front.
+  again for the missing pages. If `num_pages <= num_free`, repeated calls find
+  all pages, because each call also removes stale entries from the front.
   """
   lanes = jnp.arange(window, dtype=jnp.int32)
   place = _wrap(queue, queue.head + lanes)
@@ -102,8 +102,8 @@ def pop(
   # The head stops at the first live entry that was not popped, or at the end.
   stays = (live & ~valid) | (lanes >= queue.span)
   passed = jnp.min(jnp.where(stays, lanes, window))
-  # The positions of popped pages need no update, because the head has passed
-  # them, and no entry outside of the span is live.
+  # The positions of popped pages need no update. The head has passed their
+  # entries, and an entry outside of the span is never live.
   queue = dataclasses.replace(
     queue,
     head=_wrap(queue, queue.head + passed),
@@ -141,9 +141,10 @@ def push_back(
     queue: the queue.
     pages: int32[W].
     valid: bool[W], the pages to append, all distinct.
-    marks: int32[W], numbers to store as the positions of marked pages.
-    marked: bool[W], pages that stay outside of the queue and get a mark; none
-      of them is valid.
+    marks: int32[W], numbers to store as the positions of marked pages, for
+      `page_pool.to_front`.
+    marked: bool[W], pages that stay outside of the queue and get a mark. A
+      marked page must not be valid.
   """
   chex.assert_equal_shape([pages, valid, marks, marked])
   rank = jnp.cumsum(valid, dtype=jnp.int32)

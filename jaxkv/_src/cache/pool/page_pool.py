@@ -193,8 +193,8 @@ def to_front(
 
 def reserve(pool: PoolState, num_references: Array) -> PoolState:
   """Makes room in the queue for the pages freed by `num_references` drops."""
-  # Each page in use can become free only once, so no more room is needed than
-  # there are pages in use. After a sweep the ring always has this room.
+  # Each page in use can become free only once, so there are at most as many
+  # pushes as pages in use. After a sweep the ring always has room for them.
   in_use = jnp.int32(pool.ref_count.shape[0] - 1) - pool.queue.num_free
   count = jnp.minimum(num_references, in_use)
   return dataclasses.replace(pool, queue=free_queue.reserve(pool.queue, count))
@@ -266,6 +266,6 @@ def is_cached(pool: PoolState, pages: Array) -> Array:
 
 
 def _mark_of(owner: Array) -> Array:
-  """Returns the position that `drop` gives to a page left outside."""
+  """Returns the position that `drop` gives to a page outside of the queue."""
   # Distinct for each owner, and above NOWHERE, so it is no ring position.
   return indexing.NOWHERE + 1 + owner

@@ -51,7 +51,7 @@ def ranges(slots: Array, start: Array, stop: Array) -> Ranges:
   Args:
     slots: int32[R].
     start: int32[R, G].
-    stop: int32[R, G]; a range is empty where it is less than `start`.
+    stop: int32[R, G]; if `stop` is less than `start`, the range is empty.
   """
   chex.assert_equal_shape([start, stop])
   chex.assert_shape(slots, start.shape[:1])
@@ -146,8 +146,8 @@ def shrink(
 ) -> tuple[PoolState, Array]:
   """Drops the pages in all columns of ranges and overwrites the columns.
 
-  A range releases its last column first, so a sequence's tail is evicted before
-  its prefix.
+  A range releases its last column first, so the end of a sequence is evicted
+  before its prefix.
 
   Args:
     pool: the pool.
@@ -180,8 +180,8 @@ def shrink(
     cleared.counts, give_back, (pool, cleared.stop)
   )
   # The page that is pushed to the front last is popped first. This must be the
-  # tail, so this pass visits columns in ascending order. In each range it
-  # begins at the first page that is not cached, which is usually the tail.
+  # last page of a range, so this pass visits columns in ascending order. It
+  # begins at the first page that is not cached, usually the last page.
   unqueued = cleared._replace(start=first_unqueued)
   if pool.unhashed_first:
     pool = loops.for_each(unqueued.counts, push_front, pool)

@@ -1,10 +1,10 @@
 """Page-table columns of recurrent groups: few pages, with gaps between them.
 
 The state after t tokens is in the column of token t - 1. Columns between two
-states hold the null page. The last state is the running state. The columns
-after it hold the scratch pages, one for each speculative token, so they move
-when the sequence grows. Without recurrent groups, the functions here do not
-change the table.
+states hold the null page. The last state is the running state. The scratch
+pages, one for each speculative token, are in the columns after it. So they move
+to later columns when the sequence grows. Without recurrent groups, the
+functions here do not change the table.
 """
 
 import jax.numpy as jnp
@@ -150,7 +150,7 @@ def can_continue(
 def _growth(
   config: CacheConfig, held: Array, stop: Array, begins: Array
 ) -> tuple[Array, Array]:
-  """Returns the columns of running states, and counts scratch pages to move."""
+  """Returns columns of running states, and numbers of scratch pages to move."""
   # Scratch pages in columns before the new running state move to columns after
   # it. The others stay.
   scratch = _scratch(config)

@@ -114,7 +114,7 @@ def group_key(secret: Array, chain: Array, group: Array) -> Array:
   """Computes the keys of pages in their groups from the keys of the chain.
 
   The keys are uint32[..., 4] and the groups int32[...]. The function is its own
-  inverse, so it also computes the keys of the chain from those of pages.
+  inverse: applied to the keys of pages, it returns the keys of the chain.
   """
   return chain ^ secret.at[SECRET_OF_GROUPS + group].get(mode="clip")
 
@@ -244,14 +244,15 @@ class SlotHashes:
 
   Attributes:
     root: the key before the slot's first page.  # uint32[B, 4]
-    chain: the key at the last multiple of A tokens, or `root` before the first
-      multiple.  # uint32[B, 4]
+    chain: the key after the last multiple of A tokens; `root` if the slot has
+      fewer than A tokens.  # uint32[B, 4]
     tail: the tokens after that multiple. The first `length[b] % A` tokens of
-      row b are valid.  # int32[B, A]
+      slot b are valid.  # int32[B, A]
     prompt_length: tokens of the prompt with which the slot was admitted; None
       unless `CacheConfig.prefix_retention_interval` is set.  # int32[B]
     shared_prefix_boundary: the length of a prompt prefix that some groups, but
-      not all, had cached; 0 for none. None if `prompt_length` is.  # int32[B]
+      not all, had cached; 0 for none. None if there is no `prompt_length`.
+      # int32[B]
   """
 
   root: Array

@@ -1,10 +1,11 @@
 """The prefix index: a hash table from page keys to cached pages.
 
-A bucket holds eight page numbers. A page is stored in the first bucket of its
-key's probe sequence that has an empty place. Each full bucket that it passed
-counts the page in `overflow`. A lookup continues past a bucket only if this
-count is not zero. Removing a page decrements the same counts, so the table
-needs no tombstones. Any number of pages can have the same key. (This is the
+A bucket holds eight page numbers. `insert` follows the probe sequence of a
+page's key to the first bucket with an empty place, and stores the page there.
+`overflow` counts, for each full bucket, the pages that passed it. A lookup
+continues past a bucket only if this count is not zero. Removing a page
+decrements the same counts, so the table needs no tombstones. Any number of
+pages can have the same key. (This is the
 scheme of F14: Bronson and Shi, "Open-sourcing F14 for faster, more
 memory-efficient hash tables", 2019.)
 """
@@ -152,9 +153,9 @@ def lookup(
     following = _next_bucket(index, keys, bucket)
     probes = active & (indexing.take(index.overflow, bucket) > 0)
     probes &= following != first  # Back at `first`, all buckets were visited.
-    # If the best page has other tokens (a collision), the search restarts with
-    # only the pages of a smaller age. `tokens` has the longest rows, so only
-    # the row of the best page is read.
+    # Rows of `index.tokens` are long, so only that of the best page is read. If
+    # it has other tokens (a collision), the search restarts among the pages of
+    # a smaller age.
     has_tokens = jnp.all(indexing.take(index.tokens, best) == tokens, axis=-1)
     restarts = active & ~probes & (best > 0) & ~has_tokens
     return (
@@ -199,12 +200,12 @@ def insert(
   place = indexing.where_valid(valid, pages)
   earlier = jnp.tril(jnp.ones((pages.size, pages.size), bool), k=-1)
 
-  def settle(loop):
+  def place_pending(loop):
     buckets, position, bucket, pending = loop
     target = indexing.where_valid(pending, bucket)
     vacant = indexing.take(buckets, target) == 0
-    # If several pages probe one bucket, each takes another empty place, in the
-    # order of `pages`, so that no place is written twice.
+    # If several pages probe one bucket, each takes a different empty place, in
+    # the order of `pages`, so that no place is written twice.
     rivals = earlier & (bucket[:, None] == bucket[None, :]) & pending[None, :]
     turn = jnp.sum(rivals, axis=1, dtype=jnp.int32)
     rank = jnp.cumsum(vacant, axis=1, dtype=jnp.int32) - 1
@@ -220,7 +221,7 @@ def insert(
 
   buckets, position, _, _ = lax.while_loop(
     lambda loop: jnp.any(loop[3]),
-    settle,
+    place_pending,
     (
       index.buckets,
       jnp.full_like(place, NOWHERE),
@@ -249,7 +250,7 @@ def remove(
 
   Their keys and tokens stay readable. A page that is not cached is unchanged.
   """
-  # An invalid row reads NOWHERE as its position, so it counts as not cached.
+  # An invalid item reads NOWHERE as its position, so it counts as not cached.
   keys, stamps, position = _split(
     indexing.take(index.entry, indexing.where_valid(valid, pages), fill=NOWHERE)
   )

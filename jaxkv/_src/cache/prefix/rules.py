@@ -1,4 +1,4 @@
-"""Rules that select the full pages to publish and the prefixes to hit.
+"""Rules that select the full pages to publish and the prefixes to find.
 
 Only this module reads `CacheConfig.prefix_rules`, `use_eagle` and
 `prefix_retention_interval`.
@@ -17,7 +17,7 @@ from jaxkv._src.cache.group_kinds import GroupKind
 def final_pages(config: CacheConfig, tokens: Array) -> Array:
   """Counts the pages that have a key when `tokens` are committed.
 
-  The arguments are int32[...] tokens, the result int32[..., G].
+  Takes int32[...] and returns int32[..., G].
   """
   return config.sizes.by_group(
     lambda _, size: final_pages_of(config, size, tokens)
@@ -27,9 +27,9 @@ def final_pages(config: CacheConfig, tokens: Array) -> Array:
 def final_pages_of(config: CacheConfig, size: int, tokens: Any) -> Any:
   """Computes `final_pages` for groups with pages of `size` tokens."""
   # A hit ends where all groups end a page. Pages past the last such position
-  # cannot be hit yet, so they get their keys later. With a draft model a lookup
-  # drops the last page that it finds. So that a hit can still end at that
-  # position, one page past it gets a key too.
+  # cannot be hit yet, so they get their keys later. With a draft model, one
+  # page past the position gets a key too. A lookup finds this page and drops
+  # it, so the hit ends at the position.
   if config.prefix_rules == "classic":
     return elementwise.quotient(tokens, size)
   aligned = elementwise.quotient(tokens, config.alignment) * config.alignment
@@ -105,18 +105,19 @@ def lookup_bound(
   num_hashed: Array,
   dropped: Array,
 ) -> tuple[Array, Array]:
-  """Bounds a kind's lookup, and tells for which rows it drops a page.
+  """Bounds a kind's lookup, and selects the rows in which it drops a page.
 
-  Without a draft model, a kind looks up to the end of the candidate prefix.
-  With a draft model, it looks one page further and drops the last page that it
-  finds. The classic rules look no further, and drop a page in every round of
-  `steps.find`.
+  `steps.find` starts with the longest candidate for a prefix. In each round,
+  every kind of group shortens the candidate to a prefix that the kind can use.
+  With a draft model, a kind looks one page past the candidate and drops the
+  last page that it finds. The classic rules look no further, and drop a page in
+  every round.
 
   Args:
     config: the cache's groups and rules.
     kind: the kind of a group.
     size: the group's tokens a page.
-    length: int32[R], tokens of the candidate prefix.
+    length: int32[R], tokens of the candidate.
     num_hashed: int32[R], tokens in the whole pages of the sequence.
     dropped: bool[R], True if the kind dropped a page at this length before.
 
@@ -144,7 +145,7 @@ def reports_boundary(config: CacheConfig) -> bool:
 
 
 def _hit_pages(config: CacheConfig, tokens: Any, size: int) -> Any:
-  """Counts the pages of the longest hit in int32[X] tokens, before the drop."""
+  """Counts the pages of a hit in int32[X] tokens, with the page to drop."""
   aligned = tokens // config.alignment * config.alignment
   return aligned // size + int(config.use_eagle)
 
@@ -153,9 +154,9 @@ def _retained_prefixes(
   config: CacheConfig, prompt_length: Any, boundary: Any, size: int
 ) -> tuple[Any, ...]:
   """Returns lengths of retained prefixes, int32[X] each; negative for none."""
-  # Three later prompts are likely: the same prompt, a longer one that begins
-  # with it, and one that diverges at `boundary`. The prefixes that these would
-  # hit are retained. With a draft model a hit ends one page earlier.
+  # Three later prompts are likely: the same prompt, a longer prompt that begins
+  # with it, and a prompt that diverges at `boundary`. The prefixes that these
+  # prompts would hit are retained. With a draft model a hit is a page shorter.
   boundary = elementwise.where(boundary > 0, boundary, -1)
   if not config.use_eagle:
     return prompt_length - 1, boundary

@@ -38,8 +38,8 @@ class Prefix(NamedTuple):
       outside of `first <= column < stop` do not belong to the prefix.
     root: uint32[R, 4], the hash with which the chain of page keys starts.
     chain: uint32[R, 4], the chained hash after the prefix's last token.
-    boundary: int32[R], tokens of the longest prefix that one kind of groups has
-      accepted, if it is longer than `num_cached_tokens`; else 0.
+    boundary: int32[R], tokens of the longest prefix that at least one kind of
+      group has found, if longer than `num_cached_tokens`; else 0.
   """
 
   num_cached_tokens: Array
@@ -180,7 +180,7 @@ def _look_up(
 
 
 class _Kind(NamedTuple):
-  """The groups of one kind and page size, which `_agree` searches as one.
+  """The groups of one kind and page size, which `_agree` searches together.
 
   Attributes:
     kind: the kind.
@@ -203,8 +203,8 @@ class _Candidate(NamedTuple):
 
   Attributes:
     length: int32[R], tokens of the candidate.
-    dropped: bool[X, R], True if a kind was told at this length to drop the last
-      page that it finds, see `rules.lookup_bound`.
+    dropped: bool[X, R], True if a kind has dropped a page at this length, see
+      `rules.lookup_bound`.
     full: int32[X, R], tokens that each kind accepted in its last search. Only
       the entries of full-attention kinds are read.
     longest: int32[R], tokens of the longest hit of any kind so far.
@@ -221,7 +221,8 @@ def _agree(
 ) -> tuple[Array, Array]:
   """Finds the longest prefix from which all groups can continue.
 
-  Each kind in turn shortens the candidate until all kinds agree, as in vLLM.
+  As in vLLM, a candidate starts at the limit, and each kind in turn shortens it
+  until all kinds agree.
 
   Args:
     config: the cache's groups.
@@ -242,7 +243,7 @@ def _agree(
     for key, numbers in members.items()
   ]
   # Full attention comes first. Every shorter prefix of its hit is a hit too, so
-  # it is searched in the first round only. Later rounds limit the length to it.
+  # it is searched in the first round only. That hit limits later rounds.
   kinds.sort(key=lambda kind: not kind.is_full)
   zero = sharding.zeros_like(limit)
   if config.num_groups == 1:

@@ -33,11 +33,11 @@ ROWS_AT_ONCE = 32
 
 
 class _Stream(NamedTuple):
-  """The tokens of rows that the chained hashes of their slots do not cover.
+  """For each row, the tokens that the chained hash of its slot does not cover.
 
   The hash of a slot covers a multiple of A tokens, `CacheConfig.alignment`. The
-  stream of a row is the tail of its slot, followed by its new tokens. A page
-  becomes final when it gets its key.
+  tail of a slot is the tokens after that multiple. A row's stream is this tail,
+  followed by the row's new tokens. A page becomes final when it gets its key.
 
   Attributes:
     slots: int32[R], NOWHERE for a row without new tokens.
@@ -107,7 +107,7 @@ def publish(
   first: Array | None = None,
   keys: Array | None = None,
 ) -> tuple[CacheState, Array]:
-  """Appends tokens to slots; hashes and publishes the pages that they fill.
+  """Appends tokens to slots, and publishes the pages that become full.
 
   Args:
     state: the cache.
@@ -204,7 +204,7 @@ def roll_back(
   last: Array,
   reopened: Array,
 ) -> CacheState:
-  """Rolls the chain and the tail of slots back to a shorter length.
+  """Rolls slots' `SlotHashes.chain` and `tail` back to a shorter length.
 
   Args:
     state: the cache.
@@ -262,8 +262,8 @@ def _publish_rows(
   items: Items,
 ) -> _Progress:
   """Hashes the streams of a window of rows and publishes their final pages."""
-  # Two loops are nested. `row_window` has at most ROWS_AT_ONCE rows of a call,
-  # and an item of the inner loop is a column of one of these rows.
+  # The caller loops over windows of rows. `row_window` is one of them. The
+  # inner loop below goes over the columns of the rows in that window.
   row_window = indexing.where_valid(items.valid, items.row)
   slots = indexing.take(stream.slots, row_window, fill=indexing.NOWHERE)
   pages = _stream_pages(config, stream, row_window)
@@ -291,7 +291,7 @@ def _publish_rows(
   def publish_columns(done: _Progress, items: Items) -> _Progress:
     place = page_table.place_of(final, items)
     slot, group, column = place
-    # `final` has G ranges for each row, so this is the row's place in a window.
+    # `final` has G ranges a row, so this is the row's place in `row_window`.
     position = elementwise.quotient(items.row, config.num_groups)
     row = indexing.take(row_window, position, fill=indexing.NOWHERE)
     step = indexing.take(page_steps, group)

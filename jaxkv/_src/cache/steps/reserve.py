@@ -1,4 +1,4 @@
-"""Reserves pages for the rows of a call: shared by all verbs that take pages.
+"""Reserves pages for the rows of a call, in all verbs that take pages.
 
 A verb plans a `Reservation`: the columns that its rows will have. `reserve`
 then counts the pages that each row needs, serves rows in order while pages
@@ -101,8 +101,8 @@ def reserve(
     rows: the slots.
     plan: the columns of the rows.
     code: int32[R], the statuses so far; only rows with OK are served.
-    hits: int32[R, G, P], the cached page of each column, of which the columns
-      `first .. hit` are attached. None for no hits.
+    hits: int32[R, G, P], the cached page of each column; the columns from
+      `first` to `hit` are attached. None for no hits.
     keep_free: int32[R], pages that must stay free after a row is served.
     pops: False to attach the hits only; a later `reserve` pops the fresh pages.
 
@@ -221,11 +221,11 @@ def in_order(
   Returns:
     bool[R], the rows served.
   """
-  # Each iteration keeps the rows before the first row that does not fit. It
-  # refuses that row, and all later rows that need more pages than are left
-  # there. If all rows fit, no iteration runs. Rows that can never fit are
-  # refused before the loop. Needs are clipped to the free pages, which bounds
-  # their sum.
+  # Each iteration finds the first row that does not fit, and the pages that
+  # the rows before it leave free. It refuses this row, and each later row that
+  # needs more than those pages. If all rows fit, no iteration runs. Rows that
+  # can never fit are refused before the loop. Needs are clipped to the free
+  # pages, which bounds their sum.
   hopeless = asked & (need > available - keep_free)
   need, keep_free = (jnp.minimum(n, available) for n in (need, keep_free))
 

@@ -107,9 +107,9 @@ def share_prefix(
 ) -> CacheState:
   """Makes `dst` share the full pages of `src`, and those of an encoder.
 
-  If the last page of `src` is partly full, `dst` has too few pages for its
-  length until `allocate.make_room` for one more token pops another page. Then
-  the caller must make the copies that `owed_copies` returns.
+  If the last page of `src` is partly full, `dst` has one page too few for its
+  length. The caller must then call `allocate.make_room` for one more token,
+  which pops that page, and make the copies that `owed_copies` returns.
 
   Args:
     state: the cache.
@@ -185,7 +185,7 @@ def _first_code(
   has_states = recurrent.can_continue(
     state.config, state.page_table, src, length, length
   )
-  # Only a row that passed so far makes later rows with its `dst` fail.
+  # A repeated `dst` is an error only if an earlier row with it passed so far.
   return first_code(
     (code != Status.OK, code),
     (indexing.any_earlier(dst, code == Status.OK), Status.SLOT_IN_USE),

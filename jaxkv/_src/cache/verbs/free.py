@@ -123,8 +123,9 @@ def recycle(
   Args:
     state: the cache.
     lengths: int32[R], at most `state.length` of the slot: the number of tokens
-      whose forward pass has finished. Pages to which a token after these
-      attends stay. A negative number releases nothing. None for `state.length`.
+      whose forward pass has finished. A page stays if a token after these
+      attends to it. A negative number releases nothing. None for
+      `state.length`.
     slots: int32[R], the slots of the rows; None for all B slots in order.
     mask: bool[R], the rows to process; None for all.
 
@@ -234,8 +235,8 @@ def truncate(
   tokens were accepted, or keep the old state.)
 
   All-or-nothing per slot. A batch differs from one call for each row in turn:
-  it counts references and free pages before any row is served. All rows release
-  pages, in row order, before any row pops fresh pages, in row order.
+  it counts references and free pages before any row is served. First all rows
+  release pages, and then all rows pop fresh pages, each time in row order.
 
   Args:
     state: the cache.
@@ -280,7 +281,7 @@ def truncate(
     state,
     hit=keep - shared.astype(jnp.int32),
     stop=keep,
-    # With `begins`, the plan moves no scratch pages. `_release_columns` does.
+    # True, so that the plan moves no scratch pages. `_release_columns` does.
     begins=jnp.ones_like(rows.skipped),
   )
   code = reserve.grant(state, plan, code)

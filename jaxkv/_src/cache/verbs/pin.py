@@ -165,10 +165,9 @@ def unpin(
   pins = indexing.take(state.pool.pin_count, flat_pages)
   code = _first_code(state, flat_pages, (earlier >= pins, Status.NOT_PINNED))
   served = code == Status.OK
-  # If a call removes several pins of a page, only the last removal can free it.
-  # `pin_count` is decremented here for all removals, and `ref_count` for all
-  # but the last. `shrink` does the rest: it queues freed pages in release
-  # order.
+  # If a call removes several pins of a page, only the last removal can free the
+  # page. `shrink` below drops that reference, so that freed pages are queued in
+  # release order. All other counts are decremented here.
   is_last = served & ((later == 0) | (earlier == pins - 1))
   pool = dataclasses.replace(
     state.pool,
