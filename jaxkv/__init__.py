@@ -48,11 +48,11 @@ Guarantees:
   are reused.
 - There are no false hits. A page is a hit only if its stored tokens equal the
   tokens looked up, and if its 128-bit key matches. The key is a hash of these
-  tokens and of the preceding page's key. The first page has no preceding key,
-  so its key depends on the salt and on the number of calls of `new_epoch`. All
-  keys depend on a secret, `init(key=)`. Without the secret, an attacker who
-  chooses prompts and sees hits and keys cannot construct two prefixes with the
-  same key. The state contains the secret, so protect saved states.
+  tokens and of the preceding page's key. For the first page, the salt and the
+  number of calls of `new_epoch` replace the preceding key. All keys depend on a
+  secret, `init(key=)`. Without the secret, an attacker who chooses prompts and
+  sees hits and keys cannot construct two prefixes with the same key. The state
+  contains the secret, so protect saved states.
 - The cost does not depend on the size of the pool. No verb of a decode loop
   visits all pages, and the compiled loop copies no array of the pool.
 - `fork` and `truncate` do not copy page contents. They return the copies that

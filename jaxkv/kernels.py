@@ -4,14 +4,14 @@ These functions take pools of pages, page tables and lengths, and return arrays;
 they do not need a cache. `jaxkv_kernels` has the same names without `jaxkv`.
 
 - `paged_decode`: attention of one query for each sequence
-- `paged_attention`, `paged_attention_padded`: attention of prompts, chunks and
-  trees of drafts, packed or in a rectangle
+- `paged_attention`, `paged_attention_padded`: attention of several queries for
+  each sequence (prompts, chunks, trees of drafts), packed or in a rectangle
 - `plan_shared_prefix`, `cascade_decode`: decoding of samples of one prompt,
   which reads their shared pages once
 - `mla_decode`, `mla_attention`, `mla_attention_padded`: multi-head latent
   attention over one pool, only with `xla` and `triton`
 - `plan_decode`: cuts a decode step into equal pieces of work, for backends that
-  take plans; `decode_workers` returns its argument `workers`
+  take plans; `decode_workers` returns the argument `workers` for a backend
 - `tile_queries`: cuts packed queries into tiles of one sequence each
 - `merge_states`: merges attention over disjoint parts of the keys
 - `append_kv`, `append_quantized`, `append_pages`: write new tokens into their
@@ -19,9 +19,9 @@ they do not need a cache. `jaxkv_kernels` has the same names without `jaxkv`.
 - `copy_pages`, `gather_pages`: copy pages within a pool, gather sequences
 
 Options: grouped and multi-query heads, soft cap, sliding window, sinks, ALiBi,
-tree masks, keys and values of different size; pools of float32, bfloat16,
-float16, float8_e4m3fn, float8_e5m2 and int8, the last three with a scale for
-each head or for each token and head. Unused pages can hold anything, including
+tree masks, keys and values of different size. Pools hold float32, bfloat16,
+float16, float8_e4m3fn, float8_e5m2 or int8. The last three have a scale for
+each head, or for each token and head. Unused pages can hold anything, including
 NaN. Attention has no gradient rule, so it cannot be used in a training loss.
 
 The same tests compare four backends with one float64 reference.

@@ -25,8 +25,9 @@ the letters of array shapes.
 All functions are pure and donate nothing. Writes are in place if you donate the
 pages to your own `jit`, or carry them through a loop.
 
-An old cache state is valid with the pages of that time. With later pages it is
-valid until another sequence gets a page that the old state holds or has cached.
+An old cache state is valid with the pages of that time. With the pages of a
+later time, it is valid until another sequence gets a page that the old state
+holds or has cached.
 
 Shared prefixes. The page tables of several rows can begin with the same pages,
 for example after a fork. `share` lets `attend` read such pages once:
@@ -38,15 +39,15 @@ layers should call `refresh_shared` once before the loop, as
 `jaxkv.models.forward` does. Otherwise `attend` checks in every layer which rows
 still share pages. Compiled for an H200 with `triton`, a layer then starts 25
 kernels instead of 17. If sharing would save too little, `attend` reads all
-pages of each row. For 4 prompts of 1,024 tokens, with 8 samples of each and 128
-more tokens in each sample, sharing makes two CPU cores 2.2 times as fast (8 K/V
-heads of 64 elements, 4 query heads for each). With 2 K/V heads and 7 query
-heads for each, where arithmetic costs more than reads, it makes them 1.7 to 1.9
+pages of each row. Sharing was timed on two CPU cores, with 4 prompts of 1,024
+tokens, 8 samples of each, and 128 more tokens in each sample. With 8 K/V heads
+of 64 elements and 32 query heads, a step is 2.2 times as fast. With 2 K/V heads
+and 14 query heads, arithmetic costs more than reads, and a step is 1.7 to 1.9
 times as fast.
 
 Mixed steps. A `PackedView` has the tokens of many sequences in one row: one
 token of each decoding sequence, then chunks of prompts. `write` and `attend`
-take it like a `View`. Outside of attention, a model treats tokens
+accept it in place of a `View`. Outside of attention, a model treats tokens
 independently. So a model for tokens [B, T] can compute a mixed step of C tokens
 as [1, C].
 
@@ -54,9 +55,10 @@ Plans. `plan_decode` puts a `DecodePlan` into a view for `mosaic_gpu`, the only
 backend that takes plans. With a plan all pieces of work are equally long, and a
 layer starts 8 kernels instead of 12.
 
-Latents. Multi-head latent attention (MLA) stores one vector for each token: its
-key, of which the leading elements are its value. Pages made with `value_dim`
-hold such vectors. `write` takes no values, and `attend` takes absorbed queries:
+Latents. Multi-head latent attention (MLA) stores one vector for each token. The
+vector is the token's key, and its leading elements are the value. Pages made
+with `value_dim` hold such vectors. `write` then takes no values, and `attend`
+takes absorbed queries:
 
   kv = jaxkv.kv.init(
     config, num_layers=27, num_kv_heads=1, head_dim=576, value_dim=512
@@ -84,7 +86,7 @@ reads the state before its new tokens and writes the state after them:
   states = jaxkv.kv.write_state(states, view, layer, after)
 
 Sequences that reuse a full page start from its state. So the tokens of one call
-should not go past the end of a page; `write_state` explains how they can.
+should not go past the end of a page. `write_state` explains the exceptions.
 
 Expert ids. `init_expert_ids` makes `ExpertIdPages`, which hold small integers
 for each token, such as the ids of the experts that computed it. A sequence that

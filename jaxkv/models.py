@@ -35,9 +35,9 @@ One step, which computes a chunk of a prompt or decodes:
   logits, kv = forward(params, tokens, positions, kv, views, config=config)
   cache, _ = jaxkv.commit(cache, tokens, num_tokens)
 
-Exact numerics: with `dataclasses.replace(config, numerics="exact")` a token has
-bit-identical logits and log-probs in `forward` and in a trainer. So importance
-ratios are exactly 1 before the first update. See `Decoder`.
+Exact numerics: with `dataclasses.replace(config, numerics="exact")`, the logits
+and log-probs of a token have the same bits in `forward` and in a trainer. So
+importance ratios are exactly 1 before the first update. See `Decoder`.
 
 Routing replay: with `init_kv(record_experts=True)` the pages also record which
 experts each token used, including tokens of cached prefixes. A trainer passes

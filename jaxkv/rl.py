@@ -1,9 +1,9 @@
 """Losses for training a policy on its own samples.
 
 These small functions compose like those of optax, without a trainer. They take
-arrays [Q, T], Q sequences of T tokens, as from `jaxkv.rollout.generated`, or
-arrays [N, G, R], G samples of R tokens for each of N prompts, as from
-`jaxkv.rollout.grouped`.
+arrays [Q, T] from `jaxkv.rollout.generated`, Q sequences of T tokens, or arrays
+[N, G, R] from `jaxkv.rollout.grouped`, G samples of R tokens for each of N
+prompts.
 
   out = rollout.generated(state)
   advantages = rl.group_normalized(rewards, num_samples=8)
@@ -36,11 +36,11 @@ The same loss, with each prompt computed once per group:
 The new and the old log-probs of a ratio must be of the same distribution, here
 the softmax over all tokens at one temperature. A rollout returns `log_probs` of
 the distribution that tokens were drawn from, after all changes by `Sampling`
-and `process`. So these are valid as `old` only if temperature is the only
-change. With top-k, top-p, min-p, penalties, biases or masks, take `old` from
-`rollout.score(temperature=)` or, before the update, from `grouped_log_probs`.
-At temperature 1, `old` can also be `records.raw_log_probs`, which a rollout
-records with `RolloutConfig(raw_log_probs=True)`.
+and `process`. So `out.log_probs` are valid as the old log-probs only if
+temperature is the only change. With top-k, top-p, min-p, penalties, biases or
+masks, take them from `rollout.score(temperature=)` or, before the update, from
+`grouped_log_probs`. At temperature 1, `records.raw_log_probs` are also valid,
+which a rollout records with `RolloutConfig(raw_log_probs=True)`.
 
 | function             | computes                                              |
 |----------------------|-------------------------------------------------------|

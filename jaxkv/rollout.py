@@ -20,7 +20,7 @@ Functions that make an argument:
 
 | function | result |
 |---|---|
-| `all_logits` | a `Model`, of a function that returns logits of all tokens |
+| `all_logits` | a `Model`, from a function that returns logits of all tokens |
 | `regex`, `json_schema` | a `Grammar` |
 | `token_bytes` | the bytes of each token, for guides and stop strings |
 | `guide` | a `Guide` that restricts texts to a grammar; a `Process` |

@@ -40,24 +40,24 @@ def attend(
   """Computes causal attention of new tokens over their sequences, in one layer.
 
   The query at position p sees positions 0 .. p, so write the new tokens first.
-  With `options.window`, `attend` reads all positions inside the window. So the
-  window must not be longer than that of the group's `SlidingWindow`, because
-  the cache frees the pages behind it.
+  With `options.window`, `attend` reads all positions inside this window. The
+  cache frees the pages behind the window of the group's `SlidingWindow`, so
+  `options.window` must not be longer.
 
   Shared pages. With a view from `share`, one column and no window, `attend`
-  reads the pages that rows share only once. This changes only the rounding of
-  results. A row that no longer begins with the shared pages is read separately.
+  reads each shared page once for all its rows. This changes only the rounding
+  of results. A row that no longer begins with shared pages is read separately.
   `attend` looks for such rows in every layer, unless you call
   `jaxkv.kv.refresh_shared`, which looks for them once.
 
   Latents. For pages with a `value_dim`, pass absorbed queries: the part of a
   query without rotation, times the up-projection of the keys, followed by the
-  rotated part. Apply the up-projection of the values to the output. Ignores
-  `view.shared`, so every row reads all its pages.
+  rotated part. Apply the up-projection of the values to the output. `attend`
+  then ignores `view.shared`, so every row reads all its pages.
 
-  Encoders. With `causal=False` each query sees positions 0 .. starts - 1, which
-  hold the tokens of an encoder, in a layer group of kind `CrossAttention`.
-  Ignores `view.shared` and `view.plan`.
+  Encoders. In a layer group of kind `CrossAttention`, the pages hold the tokens
+  of an encoder. With `causal=False` each query sees all of them, at positions
+  0 .. starts - 1. `attend` then ignores `view.shared` and `view.plan`.
 
   Not differentiable: `jax.grad` gives zeros or raises an error.
 
@@ -73,17 +73,17 @@ def attend(
       column t of row b sees column j <= t only if `tree_mask[b, t, j]`.
     causal: False to attend to the tokens of an encoder; not supported with
       `window`, `alibi_slopes`, `tree_mask` or latents.
-    exact: True for bits that do not depend on the other queries of the call, so
-      that decode steps, chunks and whole sequences agree, at a higher cost. The
-      page size must divide 64; with `xla`, all such sizes give the same bits.
-      Ignores `view.shared` and `view.plan`, and refuses `causal=False` and
-      `tree_mask`.
+    exact: True for outputs whose bits do not depend on the other queries of the
+      call. Decode steps, chunks and whole sequences then agree, at a higher
+      cost. The page size must divide 64. With `xla`, all such page sizes give
+      the same bits. `view.shared` and `view.plan` are ignored. Not supported
+      with `causal=False` or `tree_mask`.
     backend: one of `jaxkv.kernels.BACKENDS`.
     head_sharding: the sharding of the heads of the pages, over one mesh axis,
       such as `NamedSharding(mesh, P("model"))`. Each device then calls the
-      backend with its own heads. Without `head_sharding` XLA splits the
-      operations of `xla`, but cannot split the kernels of other backends: on
-      GPUs it gathers the pages of all heads, and for TPUs compilation fails.
+      backend with its own heads. Without `head_sharding`, XLA can split the
+      operations of `xla`, but not the kernels of other backends. On GPUs it
+      then gathers the pages of all heads; for TPUs compilation fails.
 
   Returns:
     [B, T, H, D] in q's dtype, or [B, T, H, Dv] for latents with `value_dim` Dv.
@@ -207,7 +207,7 @@ def _by_head(
   outer = jax.sharding.get_abstract_mesh()
   return jax.shard_map(
     call,
-    # Inside another `shard_map`, jax requires None, which means its mesh.
+    # Inside another `shard_map`, jax requires None, for the mesh of that one.
     mesh=None if axis in outer.axis_names else head_sharding.mesh,
     in_specs=(pages, P(), P(), columns, options),
     out_specs=columns,
@@ -273,7 +273,7 @@ def _rectangle(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes attention of queries [B, T, H, D]."""
   # A call with one column is a decode step, which can use shared pages and a
-  # plan. A decode step cannot have a tree mask, which may hide a query's own
+  # plan. Decode kernels take no tree mask, because it may hide a query's own
   # key.
   if q.shape[1] == 1 and call["options"].tree_mask is None:
     out, lse = _attend_single(kv, view, q[:, 0], call)
@@ -314,8 +314,8 @@ def _attend_single(
   lengths = decode_lengths(rows)
   if kv.v is None:
     out, lse = kernels.mla_decode(q, kv.k, rows.page_table, lengths, **call)
-  # Pages are not shared with a window, because rows of different lengths would
-  # see different parts of the prefix.
+  # With a window, shared pages are not used, because rows of different lengths
+  # would see different parts of the prefix.
   elif rows.shared is not None and call["options"].window is None:
     shared = rows.shared
     # Rows may have changed since `share`. Those of a FreshView were checked by

@@ -1,8 +1,8 @@
 """Attention of new tokens over all tokens of an encoder.
 
-All queries of a row see the same keys, so a decode kernel serves them as heads
-of one query: T queries with H heads become one query with T * H heads, and the
-kernel reads the keys once.
+All queries of a row see the same keys. So T queries with H heads are passed to
+a decode kernel as one query with T * H heads, and the kernel reads each key
+once.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def attend_rectangle(
   rows = rows_of(view)
   batch, columns, heads, dim = q.shape
   groups = kv.num_kv_heads
-  # A piece has as many columns as fit `_HEADS` query heads for each K/V head.
+  # A piece is several columns, with at most `_HEADS` query heads a K/V head.
   size = max(1, min(columns, _HEADS * groups // heads))
   pieces = -(-columns // size)
   q = jnp.pad(q, ((0, 0), (0, pieces * size - columns), (0, 0), (0, 0)))

@@ -33,8 +33,8 @@ def plan_decode(
     backend: the `backend` that you pass to `attend`.
 
   Returns:
-    The view with `plan`, or without a plan for latents, and if the backend
-    takes no plans.
+    The view with `plan`, which is None for latents, and for backends that take
+    no plans.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.

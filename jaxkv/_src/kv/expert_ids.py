@@ -29,8 +29,8 @@ _FORMATS = ("uint8", "uint16")
 class ExpertIdPages:
   """Expert ids of all tokens and layers, in the pages of one layer group.
 
-  Layers are flattened into the page axis, as in `KVPages`: page p of layer l is
-  row l * N + p. L counts only the layers with experts, so it may be smaller
+  The first axis holds the N pages of each of L layers: page p of layer l is at
+  index l * N + p. L counts only the layers with experts, so it may be smaller
   than the L of K/V pools. Page 0 of each layer is the null page and is never
   written.
 
@@ -170,8 +170,8 @@ def _write(
   pages: ExpertIdPages, view: AnyView, layer: jax.Array, values: jax.Array
 ) -> ExpertIdPages:
   places = token_places(pages, view, values.shape[1])
-  # `append_pages` expects an axis of heads: [L * N, 1, S, X]. Values are cast
-  # to the pool's dtype, because it stores those unchanged.
+  # `append_pages` expects an axis of heads: [L * N, 1, S, X]. It stores only
+  # values of the pool's dtype unchanged, so they are cast before.
   new = values.astype(pages.values.dtype).reshape(-1, 1, pages.width)
   pool = kernels.append_pages(
     pages.values[:, None], new, *places, page_offset=layer * pages.num_pages

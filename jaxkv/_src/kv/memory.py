@@ -13,8 +13,8 @@ from jaxkv._src.arrays import arguments
 from jaxkv._src.cache.config import CacheConfig
 
 # The number formats, each with the integer dtype in which a CPU stores its
-# bits, if any. Without that dtype, XLA for a CPU would convert a whole pool of
-# bfloat16 or float8 to update one number.
+# bits, or None. XLA for a CPU would convert a whole pool of bfloat16 or float8
+# to update one number, but not a pool of integers.
 _BITS = {
   "float32": None,
   "bfloat16": "uint16",

@@ -37,8 +37,8 @@ _FORMATS = ("float32", "bfloat16", "float16")
 class StatePages:
   """States of all recurrent layers, one in each page.
 
-  Layers are flattened into the page axis, as in `KVPages`: page p of layer l is
-  row l * N + p. Page 0 of each layer is the null page and is never written.
+  The first axis holds the N pages of each of L layers: page p of layer l is at
+  index l * N + p. Page 0 of each layer is the null page and is never written.
 
   Attributes:
     states: arrays by name, in their storage dtypes.  # [L * N, ...]
@@ -70,10 +70,11 @@ def init_states(
 ) -> StatePages:
   """Makes states of zeros for the recurrent groups of a cache.
 
-  Allocates L * N states. Layers of different groups use different pages, so
-  they can have the same index in 0 .. L-1, as in `jaxkv.kv.init`. L is then the
-  number of layers of the largest group. While an attention group uses a page,
-  the page's state is unused. Larger pages waste less, since N is then smaller.
+  Allocates L * N states. A page belongs to at most one layer group, so layers
+  of different groups can use the same layer of memory, as in `jaxkv.kv.init`. L
+  is then the number of layers of the largest group. A page of an attention
+  group has a state too, which is unused. Larger pages waste less memory,
+  because there are fewer of them.
 
   Args:
     config: the configuration of the cache. It gives N, the pages of a layer
@@ -142,8 +143,8 @@ def read_state(
 ) -> dict[str, jax.Array]:
   """Reads each row's state after its first `view.starts` tokens, in one layer.
 
-  In a loop, compute the written state from the state that was read. Otherwise
-  XLA cannot order the read before the write and copies the memory. For a
+  In a loop, compute the new state from the state that was read. Otherwise XLA
+  cannot order the read before the write, and copies all states. For a
   `PackedView`, read and write the rows of `decode`, then those of `prefill`. A
   sequence must not have tokens in both.
 
@@ -188,12 +189,13 @@ def write_state(
   Stores the state in the page of the row's last token. Skips a row whose
   `num_tokens` is 0 or whose page is missing.
 
-  Other sequences may reuse a full page, so it must hold the state at its end.
-  If the new tokens begin inside a page and go past its end, call this function
-  twice: first with the state at the end of the page and `num_tokens` up to
-  there. Tokens that begin at the start of a page can span several pages in one
-  call if a single `allocate` made room for them. That `allocate` took only the
-  last of these pages from the pool, so there is no other state to store.
+  Other sequences may reuse a full page, so a full page must hold the state
+  after its last token. If the new tokens begin inside a page and go past its
+  end, call this function twice. In the first call, pass the state at the end of
+  that page, and as `num_tokens` the tokens up to there. Tokens that begin at
+  the start of a page can span several pages in one call if a single `allocate`
+  made room for them. That `allocate` popped only the last of these pages, so
+  there is no other page to write.
 
   Args:
     pages: the states.
@@ -261,7 +263,7 @@ def _state_rows(
   The index is L * N for a state without a page.
   """
   columns = rows.page_table.shape[1]
-  # After 0 tokens there is no state, so this reads past the table, as page 0.
+  # After 0 tokens there is no state. A column past the table reads as page 0.
   column = jnp.where(tokens > 0, (tokens - 1) // pages.page_size, columns)
   row = jnp.arange(tokens.shape[0], dtype=jnp.int32)
   ids = rows.page_table.at[row, column].get(mode="fill", fill_value=0)

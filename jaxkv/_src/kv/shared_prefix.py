@@ -70,7 +70,7 @@ def share(
     >>> view.shared.tokens  # three pages, read once for both
     Array([768], dtype=int32)
   """
-  # Checked without the old clusters, which may be for another page table.
+  # The old `shared` is not checked, because it may be for another page table.
   check_view(dataclasses.replace(view, shared=None))
   # `cascade_decode` does not support latents.
   if kv.v is None:

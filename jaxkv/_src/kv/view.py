@@ -106,8 +106,8 @@ def view(
       others.
 
   Returns:
-    The view. `starts` is the length of each slot, or for `CrossAttention`
-    `num_encoder_tokens`, so that `attend(causal=False)` sees all of them.
+    The view. `starts` is the length of each slot. For `CrossAttention` it is
+    `num_encoder_tokens`, so that `attend(causal=False)` sees all these tokens.
 
   Raises:
     TypeError: `state` is not a CacheState, or `num_tokens` does not hold
@@ -176,8 +176,7 @@ def packed_positions(view: View, columns: int) -> tuple[jax.Array, jax.Array]:
   Returns:
     int32[C] rows, out of range for padding; int32[C] positions, -1 for padding.
   """
-  # The index of a column's row is the number of rows before it, which are those
-  # that end at or before the column.
+  # A column is in row r if r rows end at or before the column.
   ends = jnp.cumsum(view.num_tokens, dtype=jnp.int32)
   column = jnp.arange(columns, dtype=jnp.int32)
   row = jnp.sum(column[:, None] >= ends[None], axis=1, dtype=jnp.int32)

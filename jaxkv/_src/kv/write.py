@@ -31,11 +31,10 @@ def write(
 ) -> KVPages:
   """Writes the new tokens' keys and values in one layer.
 
-  Does not write columns past `view.num_tokens`, nor tokens without a page:
-  those whose entry in the page table is 0 (the null page), out of range or
-  missing. Call `jaxkv.allocate` first, which reports the rows that get no
-  pages. Not differentiable: for pages stored as bits, `jax.grad` gives zeros
-  and no error.
+  Does not write columns past `view.num_tokens`. Does not write tokens whose
+  entry in the page table is 0 (the null page), out of range or missing. Call
+  `jaxkv.allocate` first, which reports the rows that get no pages. Not
+  differentiable: for pages stored as bits, `jax.grad` gives zeros and no error.
 
   Args:
     kv: the pages.
@@ -59,7 +58,7 @@ def write(
     arguments.check_array(name, array)
     sizes = (kv.num_kv_heads, kv.head_dim)
     if array.ndim != 4 or array.shape[2:] != sizes or array.shape != k.shape:
-      expected = f"[B, T, {sizes[0]}, {sizes[1]}], k and v alike"
+      expected = f"[B, T, {sizes[0]}, {sizes[1]}], the same for k and v"
       arguments.refuse(ValueError, name, expected, array)
   check_rows(view, "k", k)
   check_layer(kv, layer)
