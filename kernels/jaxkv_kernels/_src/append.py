@@ -9,9 +9,9 @@
 Each function writes token t to page `page_ids[t] + page_offset` at offset
 `offsets[t]`. Writes are in place if the pools are donated or carried by a loop,
 except on a CPU for the formats that `formats` names. A token is dropped if its
-offset is out of range, or if its page id is, before or after `page_offset` is
-added. If two tokens have the same page and offset, it is undefined which of
-them is kept.
+offset is out of range, or if its page id is out of range before or after
+`page_offset` is added. If two tokens have the same page and offset, it is
+undefined which of them is kept.
 
 `append_kv` and `append_pages` round floats to the pool's format. They store
 values of the pool's dtype, such as those from `quantize`, unchanged. An int8
@@ -220,8 +220,8 @@ def _target_pages(
   total, page_size = pages.shape[0], pages.shape[2]
   chex.assert_equal_shape([page_ids, offsets])
   targets = page_ids + jnp.asarray(page_offset, jnp.int32)
-  # An id is also checked without the offset, which would turn -1 into a page of
-  # the previous layer. A negative index would wrap, even with mode="drop".
+  # Ids are checked before the offset is added, because it would turn -1 into a
+  # page of the previous layer. A negative index would wrap, even with "drop".
   fits = (page_ids >= 0) & (page_ids < total) & (targets >= 0)
   fits &= (offsets >= 0) & (offsets < page_size)
   return jnp.where(fits, targets, total)
@@ -245,8 +245,9 @@ def _put_all_heads(pages, new, targets, offsets) -> jax.Array:
 def _put_by_head(pages, new, targets, offsets) -> jax.Array:
   """Scatters each head of a token with its own index, for a TPU."""
   # A window over all heads would be strided in memory, so XLA for a TPU would
-  # transpose the whole pool around a loop. The drawback: if the compiler splits
-  # heads over only some axes of a mesh, it gathers the new tokens' heads.
+  # transpose the whole pool around a loop. This has a drawback. If the compiler
+  # splits heads over some axes of a mesh only, it gathers the heads of new
+  # tokens.
   heads = jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
   index = targets[:, None], heads, offsets[:, None]
   return pages.at[index].set(new, mode="drop")
@@ -289,7 +290,7 @@ def _check_scale(
 
 def _check_floats(name: str, new: jax.Array) -> None:
   """Raises `TypeError` unless new tokens are floats."""
-  # `_check_new` has accepted only floats and elements of the pool.
+  # Other dtypes than floats can only be that of the pool, see `_check_new`.
   if not jnp.issubdtype(new.dtype, jnp.floating):
     hint = "elements of the pool cannot be scaled"
     check.refuse(TypeError, name, "floats", new.dtype, hint)

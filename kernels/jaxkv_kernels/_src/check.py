@@ -1,8 +1,8 @@
 """Checks arguments during tracing: types, shapes, static values.
 
-A function accepts what its docstring names, and raises for other arguments: a
-`TypeError` for a wrong type or dtype, a `ValueError` for a wrong shape or
-value. Messages read "`name` must be X, got Y; do Z.".
+Each check accepts the arguments that its docstring names. For other arguments
+it raises a `TypeError` if a type or dtype is wrong, and a `ValueError` if a
+shape or value is wrong. Messages read "`name` must be X, got Y; do Z.".
 """
 
 import functools
@@ -32,14 +32,14 @@ _POOL_DTYPES = (
 def refuse(
   error: type[Exception], name: str, expected: str, value: Any, hint: str = ""
 ) -> NoReturn:
-  """Raises `error` with a message in the form of the module's docstring.
+  """Raises `error` with the message "`name` must be X, got Y; do Z.".
 
   Args:
     error: `TypeError` or `ValueError`.
-    name: the argument.
-    expected: a text that says which values are allowed.
-    value: the argument's value.
-    hint: what the caller can do, if it is not obvious.
+    name: the argument's name.
+    expected: X, the values that are allowed.
+    value: the argument's value, which `describe` formats as Y.
+    hint: Z; empty if the remedy is obvious.
   """
   tail = f"; {hint}." if hint else "."
   raise error(f"`{name}` must be {expected}, got {describe(value)}{tail}")

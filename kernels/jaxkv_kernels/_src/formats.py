@@ -34,8 +34,8 @@ _LOGICAL_DTYPE = {
   _E5M2: _E5M2,
   np.dtype(np.int8): np.dtype(np.int8),
 }
-# The largest numbers of the 8-bit formats. Larger ones would become NaN or
-# infinite, so `store` clips.
+# The largest numbers of the 8-bit formats. Larger numbers would become NaN or
+# infinite, so `store` clips them.
 _LARGEST = {np.dtype(np.int8): 127.0, _E4M3: 448.0, _E5M2: 57344.0}
 
 
@@ -104,10 +104,10 @@ def store(values: jax.Array, pool_dtype) -> jax.Array:
 def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
   """Quantizes vectors to 8 bits, with one scale for each.
 
-  A vector is the last axis. Its scale maps its largest element to the largest
-  number of the format, so the result times the scale approximates the vector. A
-  vector of zeros has scale 1; a vector with a NaN or an infinity has scale NaN.
-  Elements below about 1e-36 lose digits.
+  Vectors lie along the last axis. A vector's scale maps its largest element to
+  the largest number of the format, so the result times the scale approximates
+  the vector. A vector of zeros has scale 1. A vector with a NaN or an infinity
+  has scale NaN. Elements below about 1e-36 lose digits.
 
   Args:
     values: float[..., D].
@@ -132,7 +132,7 @@ def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
   dtype = scaled_dtype("pool_dtype", pool_dtype)
   values = jnp.asarray(values, jnp.float32)
   largest = jnp.max(jnp.abs(values), axis=-1)
-  # A subnormal scale would be flushed to 0, and 0 / 0 would be stored.
+  # A subnormal scale would be flushed to 0, and vectors would be divided by 0.
   min_normal = jnp.finfo(jnp.float32).tiny
   scale = jnp.maximum(largest / _LARGEST[dtype], min_normal)
   scale = jnp.where(largest > 0, scale, jnp.float32(1))

@@ -58,7 +58,7 @@ def copy_pages(
 
   def copy_layer(layer: jax.Array, pool: jax.Array) -> jax.Array:
     first = layer * per_layer
-    # Clipping is enough: the scatter drops the pages of pairs that do not fit.
+    # Clipping is enough, because the scatter drops pairs that do not fit.
     content = pool.at[src + first].get(mode="clip")
     return pool.at[jnp.where(fits, dst + first, total)].set(
       content, mode="drop"
@@ -98,8 +98,8 @@ def gather_pages(
   pages = jnp.asarray(pages)
   total, kv_heads, _, dim = pages.shape
   ids = page_table + jnp.asarray(page_offset, jnp.int32)
-  # An id is also checked without the offset, which would turn -1 into a page of
-  # the previous layer. Page N reads as zeros, but a negative index would wrap.
+  # Ids are checked before the offset is added, because it would turn -1 into a
+  # page of the previous layer. An index of N reads as zeros.
   fits = (page_table >= 0) & (page_table < total) & (ids >= 0)
   tiles = load(
     pages.at[jnp.where(fits, ids, total)].get(mode="fill", fill_value=0)

@@ -191,9 +191,10 @@ def paged_attention(
   """Computes causal attention of packed queries: prompts, chunks, tokens.
 
   Rows `cu_q_lens[b]:cu_q_lens[b + 1]` of q are the queries of sequence b. They
-  belong to the last of its `kv_lens[b]` tokens. Queries are cut into tiles of
-  at most 32, so the work grows with T and B, not with B times the number of
-  queries of the longest run. Otherwise like `paged_attention_padded`.
+  belong to the last tokens of the sequence, which has `kv_lens[b]` tokens in
+  all. Queries are cut into tiles of at most 32. So the work grows with T and B,
+  and not with B times the maximum number of queries of a sequence. Otherwise
+  like `paged_attention_padded`.
 
   Args:
     q: [T, H, D], float32, bfloat16 or float16.
@@ -202,8 +203,8 @@ def paged_attention(
     page_table: int32[B, M], each sequence's page ids in the order of tokens.
     kv_lens: int32[B], tokens of each sequence, including its queries.
     cu_q_lens: int32[B + 1], ascending from 0.
-    max_query_len: the maximum number of queries of one sequence, T if None. Any
-      further queries give zeros and -inf. Pass 1 if all sequences decode.
+    max_query_len: static; the maximum number of queries of one sequence, T if
+      None. Further queries give zeros and -inf. Pass 1 if all sequences decode.
     options: all options; the tree mask is bool[T, X]: row t of q sees the key
       of the j-th query of its sequence only if `tree_mask[t, j]`. A query that
       is not in a tree needs a mask row of True.

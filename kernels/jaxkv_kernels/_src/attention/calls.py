@@ -100,7 +100,7 @@ def attend_padded(
   if query_tile is not None:
     check.count("query_tile", query_tile)
     if mask is not None:
-      hint = "the columns of a tree are computed at once: no query_tile"
+      hint = "with a tree, all columns are computed at once; omit query_tile"
       check.refuse(ValueError, "options.tree_mask", "None", mask, hint)
   if mask is not None:
     options = dataclasses.replace(options, tree_starts=starts)
@@ -169,8 +169,8 @@ def _attend_rectangle(
     return module.attend(call)
   columns = call.q.shape[1]
   # The same compiled code computes every tile of [B, query_tile] queries. There
-  # are at least two tiles, because XLA would hoist parts of a single one out of
-  # the loop, and fuse them with the operations around it.
+  # are at least two tiles. With one tile, XLA would hoist parts of the body out
+  # of the loop, and fuse them with the operations around it.
   num_tiles = max(-(-columns // size), 2)
   padding = num_tiles * size - columns
   q = jnp.pad(call.q, ((0, 0), (0, padding), (0, 0), (0, 0)))

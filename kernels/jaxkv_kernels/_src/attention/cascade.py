@@ -2,12 +2,12 @@
 
 Samples of one prompt share its pages. A cluster is a set of rows that begin
 with the same pages; `shared_prefix` finds the clusters. One pass computes
-attention over the shared pages for all rows of a cluster. It treats their
-queries as heads of one sequence, and reads each key and value once. Another
-pass computes attention over the remaining pages of each row. The two results
-are merged, weighted by their log-sum-exps (cascade inference; Ye et al. 2024,
-and Juravsky et al. 2024, section 3). The docstring of the package `attention`
-defines the letters.
+attention over the shared pages for all rows of a cluster. This pass treats the
+rows' queries as heads of one sequence, and reads each key and value once.
+Another pass computes attention over the remaining pages of each row. The two
+results are merged, weighted by their log-sum-exps (cascade inference; Ye et al.
+2024, and Juravsky et al. 2024, section 3). The docstring of the package
+`attention` defines the letters.
 """
 
 import dataclasses
@@ -42,8 +42,8 @@ def cascade_decode(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes the same as `paged_decode`, but reads each shared page only once.
 
-  Results differ from those of `paged_decode` in rounding only. If the backend
-  does not serve the query heads of a whole cluster at once, clusters are halved
+  Results differ from those of `paged_decode` in rounding only. A backend may
+  not serve the query heads of a whole cluster at once. Clusters are then halved
   until it does, and each part of a cluster reads the prefix once.
 
   Args:
@@ -158,8 +158,8 @@ def _prefix_states(
 
   def to_heads(rows):
     """Returns [clusters, size, H, ...] as [clusters, size * H, ...]."""
-    # The merged axis is ordered by K/V head, then by row, because backends let
-    # its head h read K/V head h // (size * H // K).
+    # The merged axis is ordered by K/V head, then by row, because in a backend
+    # its head h reads K/V head h // (size * H // K).
     shape = rows.shape[3:]
     rows = rows.reshape(clusters, size, kv_heads, -1, *shape).swapaxes(1, 2)
     return rows.reshape(clusters, size * heads, *shape)
@@ -187,9 +187,9 @@ def _prefix_states(
   out, lse = calls.decode_with(module, prefixes)
   out, lse = to_rows(out, 0), to_rows(lse, -jnp.inf)
   if row_slopes is not None:
-    # The pass computed ALiBi as if all queries were at the end of the prefix.
-    # A query is `own_tokens` further on, which adds the same number to all its
-    # logits over the prefix, so only `lse` changes.
+    # The pass computed ALiBi as if all queries were at the end of the prefix. A
+    # query is in fact `own_tokens` further on. This adds the same number to all
+    # its logits over the prefix, so it changes `lse` but not `out`.
     distance = shared.own_tokens.astype(jnp.float32)[:, None]
     lse = lse - row_slopes[None] * distance
   return out, lse

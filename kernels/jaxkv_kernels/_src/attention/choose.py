@@ -31,8 +31,9 @@ from jaxkv_kernels._src.attention.options import AttentionCall
 
 _logger = logging.getLogger(__name__)
 
-# Platforms of each backend; None for all. A named backend implies the first of
-# them. `_load` imports a backend on first use, because Pallas imports slowly.
+# Platforms of each backend; None for all platforms. A named backend implies its
+# first platform. `_load` imports a backend when it is first used, because the
+# import of Pallas is slow.
 _PLATFORMS: dict[str, tuple[str, ...] | None] = {
   "mosaic_gpu": ("cuda",),
   "mosaic_tpu": ("tpu",),
@@ -126,8 +127,8 @@ def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
 
   Args:
     k_pages: [N, K, S, D]; only shape and dtype are used.
-    backend: the backend that you pass to `paged_decode`. For "auto" this is the
-      first backend of the platform that takes plans; others ignore plans.
+    backend: the backend that you pass to `paged_decode`. "auto" means the first
+      backend of the platform that takes plans.
 
   Returns:
     The number of pieces processed at once for each K/V head; None if the
@@ -234,9 +235,9 @@ def _wrong_platform(backend: str, *arrays: Any) -> str | None:
   platforms, current = _PLATFORMS[backend], platform(*arrays)
   if platforms is None or current in platforms:
     return None
-  # A traced function may be compiled for another platform than that of its
-  # arrays, even if all of them are constants. So during a trace any backend is
-  # accepted. `jnp.zeros` returns a tracer if a trace is active.
+  # During a trace any backend is accepted, because the function may be compiled
+  # for a platform other than that of its arrays, even if all arrays are
+  # constants. `jnp.zeros` returns a tracer if a trace is active.
   is_traced = any(isinstance(array, core.Tracer) for array in arrays)
   if is_traced or isinstance(jnp.zeros(()), core.Tracer):
     return None

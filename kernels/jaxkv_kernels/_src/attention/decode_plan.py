@@ -20,10 +20,10 @@ class DecodePlan(NamedTuple):
   """U units of work: pieces of B rows' contexts. Made by `plan_decode`.
 
   Unit i has the keys `first[i] <= position < end[i]` of row `row[i]`. Row b has
-  the units `begins[b] <= i < begins[b + 1]`, at least one. Its first unit
-  begins at token 0, and its last unit has no end. So its units hold each token
-  once, for any length and window. With other lengths than those of
-  `plan_decode`, units are less equal, but results are correct. Units from
+  the units `begins[b] <= i < begins[b + 1]`, at least one. A row's first unit
+  begins at token 0, and its last unit has no end. So the units of a row hold
+  each token once, for any length and window. If lengths differ from those that
+  `plan_decode` got, units are less equal, but results are correct. Units from
   `begins[B]` on are idle; they have row 0 and no tokens.
 
   U is static. A unit begins at a multiple of `block`, an argument of
@@ -113,15 +113,15 @@ def _plan(
   pieces = jnp.maximum((blocks + share - 1) // share, 1)
   ends = jnp.cumsum(pieces, dtype=jnp.int32)
   begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
-  # B + workers units are enough: `total / share` is at most `workers`, and
-  # rounding up to whole units, at least one a row, adds at most one a row.
+  # B + workers units are enough. `total / share` is at most `workers`. Each row
+  # adds at most one unit, because its units are rounded up to at least one.
   unit = jnp.arange(batch + workers, dtype=jnp.int32)
   row = row_of(ends, unit)
   is_used = row < batch
   row = jnp.where(is_used, row, 0)
   begin = num_skipped[row] + (unit - begins[row]) * share
-  # The first unit of a row begins at 0 and the last has no end, so that a plan
-  # covers every token, even for other lengths or another window.
+  # The first unit of a row begins at 0 and the last unit has no end, so that a
+  # plan covers every token, even for other lengths or another window.
   is_first, is_last = unit == begins[row], unit == begins[row + 1] - 1
   end = jnp.where(is_last, _NO_END, (begin + share) * block)
   return DecodePlan(

@@ -1,6 +1,6 @@
 """Applies options that act on a whole head, outside of a kernel.
 
-So the kernel itself needs only one factor for each head and a plain softmax.
+The kernel itself then needs only a factor for each head and a plain softmax.
 """
 
 import chex
@@ -52,7 +52,7 @@ def finish(
   sinks = options.sinks.astype(jnp.float32)
   sinks = sinks.reshape(*(1,) * (lse.ndim - 1), -1)
   total = jnp.logaddexp(lse, sinks)
-  # For a row without keys and a sink of -inf, -inf - -inf would be NaN.
+  # If a row has no keys and its sink is -inf, `lse - total` would be NaN.
   share = jnp.exp(lse - jnp.where(total == -jnp.inf, jnp.float32(0), total))
   out = out * share[..., None]
   return out, jnp.where(is_query[..., None], total, -jnp.inf)

@@ -52,8 +52,8 @@ def mla_decode(
     value_dim: Dv, the number of leading elements that are the value, such as
       512.
     options: `scale` is required: the scale of the heads before absorption, such
-      as 1 / sqrt(128 + 64). `k_scale` scales the vectors, float32[1] or
-      float32[N, 1, S]. Of the others, only `soft_cap` and `window` are allowed.
+      as 1 / sqrt(128 + 64). `k_scale`, float32[1] or float32[N, 1, S], scales
+      the vectors. `soft_cap` and `window` are allowed, other options are not.
     page_offset: int32[], added to every page id.
     backend: "auto", or one of `BACKENDS`; only `triton` and `xla` serve it.
     interpret: as for `paged_decode`.
@@ -235,7 +235,8 @@ def _check(
     expected = f"at most {dim}, the elements of a vector"
     check.refuse(ValueError, "value_dim", expected, value_dim)
   options = as_options(options)
-  # Required, because 1 / sqrt(D) for a latent vector is not the heads' scale.
+  # Required, because the default 1 / sqrt(D) would use the size of a latent
+  # vector, which is not the size of a head.
   check.scalar("options.scale", options.scale, np.floating)
   check.same_devices("q", q, pages=pages)
   options.refuse("k_scale scales keys and values", "v_scale")

@@ -95,8 +95,8 @@ def normalise(total: jax.Array, weighted: jax.Array) -> jax.Array:
 def log_sum_exp(top: jax.Array, total: jax.Array) -> jax.Array:
   """Returns natural log-sum-exps, elementwise; -inf if `total` is 0.
 
-  If `top` is large, the result loses digits of `total`. So merge parts of a row
-  by `top` and `total` instead.
+  If `top` is large, the result loses digits of `total`. To merge parts of a
+  row, use `top` and `total` instead.
   """
   has_no_key = total == 0
   argument = jnp.where(has_no_key, 1.0, total)

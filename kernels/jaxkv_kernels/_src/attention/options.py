@@ -16,12 +16,12 @@ from jaxkv_kernels._src.attention.decode_plan import DecodePlan
 class AttentionOptions:
   """Options of an attention call. All are optional.
 
-  `scale`, `soft_cap` and `alibi_slopes` apply to a logit in this order; then
-  keys that the query must not see are masked.
+  `scale`, `soft_cap` and `alibi_slopes` apply to a logit in this order. Keys
+  that the query must not see are masked after that.
 
-  A pytree, in which `soft_cap` is static and all other fields are leaves. A
-  Python number in `scale` or `window` is a constant of the compiled program,
-  unless the options are an argument of your own `jit`, which traces the number.
+  The options are a pytree, in which `soft_cap` is static and all other fields
+  are leaves. A Python number in `scale` or `window` is a constant of the
+  compiled program. If you pass the options to a `jit`, the number is traced.
 
   H is the number of query heads, and K that of key-value heads. The pools have
   N pages of S tokens. B rows have T queries each.
@@ -85,8 +85,8 @@ class CallOptions:
     scale: this field and those up to `tree_mask` are as in `AttentionOptions`.
       `k_scale` and `v_scale` are both arrays or both None. A static `window` is
       at least 1.
-    tree_starts: the position of the key that column 0 of `tree_mask[b]` masks;
-      None if `tree_mask` is None.
+    tree_starts: the position of each row's first key to which `tree_mask`
+      applies; None if `tree_mask` is None.
     plan: a division of a decode's work into equal pieces, see `plan_decode`; or
       None. Backends that take no plans ignore it.
     value_dim: Dv of latent attention, in which a value is the first Dv elements
@@ -114,13 +114,12 @@ class AttentionCall:
   """The checked arguments of a call, with queries padded to [B, T].
 
   Attributes:
-    q: [B, T, H, D]; [B, H, D] while a backend is chosen for a decode, which has
-      no axis T yet.
+    q: [B, T, H, D]. For a decode step, [B, H, D] until a backend is chosen.
     k_pages: in a format of `jaxkv_kernels/_src/formats.py`.
     v_pages: in the same format.
     page_table: unused entries may be any number.
     starts: the position of each row's first query; -1 for a row that sees no
-      key. It may exceed M * S, where rows have no pages.
+      key. A position may exceed M * S, where rows have no pages.
     counts: queries of each row.
     options: checked, with defaults filled in.
     query_tile: the number of queries of a row to compute at a time, for

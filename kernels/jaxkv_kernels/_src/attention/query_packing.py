@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 # The maximum number of queries of a tile. A tile reads its sequence's whole
-# context, so larger tiles read it less often. A decoding sequence takes a whole
-# tile for one query, so smaller tiles waste less.
+# context, so with larger tiles a context is read less often. A decoding
+# sequence takes a whole tile for one query, so smaller tiles waste less.
 TILE = 32
 
 
@@ -62,7 +62,7 @@ def row_of(ends: jax.Array, items: jax.Array) -> jax.Array:
   Returns:
     int32[X]; B for an item past all rows.
   """
-  # An unrolled search is one kernel, and a loop would be several in each step.
+  # An unrolled search is one kernel. A loop would start several in each step.
   row = jnp.searchsorted(ends, items, side="right", method="scan_unrolled")
   return row.astype(jnp.int32)
 
@@ -75,7 +75,7 @@ def tile_queries(
   *,
   size: int = TILE,
 ) -> QueryTiles:
-  """Cuts the runs of packed queries, one for each sequence, into tiles.
+  """Cuts the runs of packed queries into tiles; a run is a sequence's queries.
 
   Args:
     kv_lens: int32[B], tokens of each sequence, including its queries.
@@ -89,7 +89,7 @@ def tile_queries(
   """
   batch = kv_lens.shape[0]
   size = min(size, max_query_len, max(rows, 1))
-  # So many tiles are enough, as each sequence leaves less than one tile empty.
+  # This many tiles are enough, because each sequence wastes less than one tile.
   num = -(-rows // size) + batch - 1
   num = max(1, min(num, batch * -(-max_query_len // size), rows))
   runs = jnp.maximum(cu_q_lens[1:] - cu_q_lens[:-1], 0)

@@ -57,7 +57,8 @@ def span(
   Args:
     position: int32[...], -1 for a query without keys; may exceed the capacity.
     capacity: M * S, tokens of a row of the page table; no key is past it.
-    window: as in `CallOptions`; it ends at the position, even past the table.
+    window: as in `CallOptions`. The window ends at the query's position, even
+      if this is past the table.
   """
   end = jnp.clip(position + 1, 0, capacity)
   if window is None:
@@ -127,7 +128,7 @@ def trees(
   mask, starts = options.tree_mask, options.tree_starts
   assert mask is not None and starts is not None
   columns, nodes = mask.shape[1:]
-  # One more block than the nodes fill, because a tree can begin inside a block.
+  # A tree can begin inside a block, and then overlaps one more block.
   num = -(-nodes // tokens) + 1
   first = jnp.maximum(starts, 0) // tokens
   key = jnp.arange(num * tokens, dtype=jnp.int32)[None]

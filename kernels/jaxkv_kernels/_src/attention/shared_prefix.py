@@ -95,13 +95,14 @@ def plan_shared_prefix(
   """Finds the pages that rows share, and decides if reading them once pays.
 
   Call it once a step and pass the result to `cascade_decode` in every layer. A
-  cluster is a set of rows that share their first pages. They share the pages
-  that all of them begin with, but no page that holds the last token of a row.
-  Rows of length 0, or of more tokens than the table holds, are in no cluster.
-  They are decoded separately, and so are rows of a cluster past its first
-  `cluster_size`, which is slower but correct. If sharing saves fewer bytes than
-  it costs, no cluster shares anything. If tables of this size can never save
-  enough, the result is None: use `paged_decode`.
+  cluster is a set of rows whose tables begin with the same pages. The rows
+  share these pages, but no page that holds the last token of one of them.
+
+  Rows of length 0, and rows with more tokens than the table holds, are in no
+  cluster. Rows of a cluster past its first `cluster_size` are removed from it.
+  A row without a cluster is decoded separately, which is slower but correct. If
+  sharing saves fewer bytes than it costs, no cluster shares anything. If tables
+  of this size can never save enough, the result is None: use `paged_decode`.
 
   Args:
     page_table: int32[B, M], each sequence's page ids in the order of tokens.
@@ -187,7 +188,7 @@ def _backend_name(backend: str, k_pages: jax.Array, v_pages: jax.Array) -> str:
   if backend != "auto":
     return backend
   dtype = logical_dtype(k_pages.dtype)
-  # The caller has no queries yet, so these have a shape that fits the pools.
+  # The caller has no queries yet. This query has a shape that fits the pools.
   query: Any = jax.ShapeDtypeStruct(
     (1, k_pages.shape[1], k_pages.shape[3]),
     dtype if dtype.itemsize > 1 else jnp.bfloat16,
@@ -222,8 +223,9 @@ def _find(
   lockstep: bool,
 ) -> SharedPrefix:
   batch, columns = page_table.shape
-  # A row longer than its table attends to fewer tokens than its position says.
-  # `own_tokens` cannot express both numbers, so such a row is not split.
+  # If a row is longer than its table, its query attends to fewer tokens than
+  # its position says. `own_tokens` cannot hold both numbers, so such a row is
+  # not split.
   is_active = (lengths > 0) & (lengths <= columns * page_size)
   if clusters is None:
     clusters = _cluster_by_first_page(page_table[:, 0], is_active, cluster_size)
@@ -260,8 +262,8 @@ def _cluster_by_first_page(
 ) -> jax.Array:
   """Returns int32[B], the cluster of each row, or B for a row in no cluster.
 
-  The 2 .. `max_rows` rows of a cluster have the same first page. Clusters are
-  in the order of their first pages, then of their rows.
+  A cluster has 2 to `max_rows` rows, which have the same first page. Clusters
+  are in the order of their first pages, then of their rows.
   """
   batch = first.shape[0]
   position = jnp.arange(batch, dtype=jnp.int32)

@@ -1,9 +1,9 @@
 """Paged attention for Hopper GPUs: work lists and merges around the kernel.
 
-A unit of work is a piece of the keys that a tile sees. The kernel computes
-attention over each piece. `merge_pieces` merges the results, weighted by the
-sums of their softmaxes. Without a plan the pieces of a row depend only on its
-length, so its result does not depend on other rows.
+A tile is a few queries of one row. A unit of work is a piece of the keys that a
+tile sees. The kernel computes attention over each piece. `merge_pieces` merges
+the results, weighted by the sums of their softmaxes. Without a plan, the pieces
+of a row depend only on the row's length, and so does its result.
 
 Tests compile the kernel for an H200 but do not run it on one. A CPU interprets
 it with race detection, and with plain products in place of tensor core
@@ -34,13 +34,15 @@ from jaxkv_kernels._src.attention.triton.merge import merge_pieces
 _ARCHITECTURE = 90
 # Multiprocessors of an H100 or H200 SXM. Other GPUs get less even work.
 _BLOCKS = 132
-# The number of blocks in an interpreter. Several streams then share the units.
+# The number of blocks in an interpreter. Several streams (see `kernel`) then
+# share the units.
 _INTERPRETED_BLOCKS = 2
-# Units for each stream if contexts fill their tables. With fewer, some streams
-# would get much more work than others.
+# Units for each stream if contexts fill their tables. With fewer units, some
+# streams would get much more work than others.
 _UNITS_PER_STREAM = 4
-# The minimum tokens of a piece, in all and for each of its query rows. Reading
-# fewer tokens would cost less than writing and merging the output.
+# The minimum tokens of a piece: a fixed number, and a number for each of its
+# query rows. Reading fewer tokens would cost less than writing and merging the
+# output.
 _MIN_TOKENS = 128
 _MIN_TOKENS_PER_ROW = 16
 # Bytes of shared memory of a block of threads, less those of barriers and sums.

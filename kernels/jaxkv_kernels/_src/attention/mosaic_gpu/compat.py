@@ -27,7 +27,7 @@ _INDEXED = _index is not None and _index.default is inspect.Parameter.empty
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
   """Returns shared memory for an operand of a product, tiled and swizzled."""
-  # Tensor cores can read operands in this layout only.
+  # Tensor cores can read operands only in this layout.
   size = jnp.dtype(dtype).itemsize
   width = swizzle(shape[-1] * size)
   tile = plgpu.TilingTransform((8, width // size))
@@ -43,9 +43,9 @@ def swizzle(row: int) -> int:
 
 def min_rows(tokens: int, interpreted: bool) -> int:
   """Returns the minimum number of rows float32[tokens] of one copy."""
-  # Before jax 0.11 a copy has at least 128 bytes, so it may copy several rows.
-  # Only the first is used. Rows past an array's end read as zeros, except in
-  # the interpreter, which therefore copies one row.
+  # Before jax 0.11 a copy has at least 128 bytes, so it may copy several rows,
+  # of which only the first is used. On a GPU, rows past an array's end read as
+  # zeros. In the interpreter they do not, so it copies one row.
   return max(1, 32 // tokens) if _INDEXED and not interpreted else 1
 
 

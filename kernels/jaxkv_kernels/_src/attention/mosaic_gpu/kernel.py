@@ -169,7 +169,8 @@ def _kernel(static: GpuStatic, refs: Refs) -> None:
 def _each_unit(static: GpuStatic, refs: Refs, stream, work) -> jax.Array:
   """Calls `work(stream, head, unit, used)` for each unit of a stream.
 
-  `used` is the number of blocks in earlier units. Returns the number in all.
+  `used` is the number of blocks in earlier units. Returns the number of blocks
+  in all units.
   """
   # Both warpgroups of a stream count the same blocks, so they agree on stages.
   first = lax.axis_index("block") * static.streams + stream
@@ -283,7 +284,8 @@ def _multiply(static: GpuStatic, refs: Refs, stream, head, unit, used) -> None:
     weights, largest = quantized.scaled_weights(
       weights, mask, factors, refs.q.dtype
     )
-    # Earlier sums are divided too, so that the product can be added to them.
+    # `scaled_weights` divided the weights by `largest`. Earlier sums are also
+    # divided, so that the product can be added to them.
     if largest is not None:
       weighted /= lax.broadcast_in_dim(largest, weighted.shape, [0])
     _clear_unused(static, refs, unit, base, values)

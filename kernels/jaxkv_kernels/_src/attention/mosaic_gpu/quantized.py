@@ -1,10 +1,10 @@
 """Blocks of 8-bit numbers in the Hopper kernel.
 
 Pages are copied as 8-bit numbers, which halves the bytes. A block is then
-widened in registers to the format of the queries, in which every 8-bit number
-is exact, and its stage of the ring becomes free. Scales of tokens are copied
-with the pages. They multiply logits and weights in float32. The docstring of
-the package `attention` defines the letters.
+widened in registers to the format of the queries, which holds every 8-bit
+number exactly. After that, the block's stage of the ring is free. Scales of
+tokens are copied with the pages. They multiply logits and weights in float32.
+The docstring of the package `attention` defines the letters.
 """
 
 from typing import Any
@@ -23,8 +23,8 @@ from jaxkv_kernels._src.attention.mosaic_gpu.work import GpuStatic
 from jaxkv_kernels._src.attention.mosaic_gpu.work import Side
 
 # The lower bound of a row's divisor, so that a row of zeros is not divided by
-# zero. A row whose weights are smaller adds less to a float16 output than the
-# smallest number of that format, 2**-24.
+# zero. If all weights of a row are smaller, they add less to a float16 output
+# than the smallest number of that format, 2**-24.
 _MIN_DIVISOR = 2.0**-60
 
 
@@ -35,8 +35,8 @@ def unpack(
 
   Afterwards the stage of an 8-bit block, and that of its scales, can be freed.
   """
-  # All threads synchronise between two blocks of keys, and of values, so the
-  # memory that is written here is no longer in use.
+  # The memory that is written here is no longer in use, because all threads
+  # synchronise between two blocks of keys, and between two blocks of values.
   narrow = side.ring.at[stream, stage]
   if side.scales is not None and side.wide is None:
     # With 16-bit pages, only this call makes threads synchronise.

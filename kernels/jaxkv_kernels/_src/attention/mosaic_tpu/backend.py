@@ -51,7 +51,8 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   # Page ids are clipped here, because the kernel copies pages unchecked.
   table = jnp.clip(call.page_table + options.page_offset, 0, num_pages - 1)
   inputs = {
-    # Passed twice, because a grid step also copies the next step's first pages.
+    # The table is passed twice, because a grid step copies pages of its own
+    # sequence and the first pages of the next step's sequence.
     "table": table[:, None],
     "next_table": table[:, None],
     "q": tiles.q,
@@ -132,8 +133,8 @@ def _token_scales(
 ) -> dict[str, jax.Array]:
   """Returns scales of tokens, as float32[B, J, K, A] for J blocks of a row.
 
-  For each token that the page table can hold, they take 8 * K bytes. If the
-  table is long and the pool is small, they take more memory than the pool.
+  The scales take 8 * K bytes for each token that the page table can hold. If
+  the table is long and the pool is small, this is more than the pool takes.
   """
   # Gathered outside of the kernel, because its copies cannot write into part of
   # a row of 128 numbers.

@@ -32,7 +32,8 @@ BUFFERS = 3
 # Bytes of VMEM that the compiler can use. The smallest VMEM has 64 MiB (v7x).
 MEMORY_BYTES = 48 * 2**20
 
-# For block indices, as in 64-bit mode a Python 0 is an int64, which TPUs lack.
+# For block indices: in 64-bit mode a Python 0 would be an int64, which TPUs
+# lack.
 _ZERO = np.int32(0)
 
 _POOLS = ("k_pages", "v_pages")
@@ -220,9 +221,9 @@ def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
   def fetch(blocks: _Step, block, slot) -> None:
     _copies(static, blocks, block, slot, inputs, scratch, lambda c: c.start())
 
-  # The ring holds `BUFFERS` blocks. After each of its last blocks, the previous
-  # step fetched a block of this step. This loop fetches the blocks that are
-  # missing to fill the ring.
+  # The previous step has fetched one block of this step after each of its last
+  # `BUFFERS` blocks. If it had fewer blocks, this loop fetches the rest that
+  # fits the ring.
   @pl.loop(0, jnp.clip(BUFFERS - previous_step.num, 0, step.num))
   def _(block):
     fetch(step, block, stage(block))

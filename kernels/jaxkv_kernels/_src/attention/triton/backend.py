@@ -1,10 +1,11 @@
 """Paged attention in Pallas-Triton, for NVIDIA GPUs from sm_80.
 
-A program takes up to 64 query rows that share a K/V head, as one tile for the
-tensor cores, and a part of their keys. It reads each key and value once, token
-by token through the page table, so it supports any page size. If there are too
-few programs, or one has too much work, the keys of a row are split into parts.
-Each part is normalised in float32; `_merge` weights it by its softmax's sum.
+A query row is one head of one query. A program takes up to 64 query rows that
+share a K/V head, as one tile for the tensor cores, and a part of their keys. It
+reads each key and value once, token by token through the page table, so it
+supports any page size. If there are too few programs, or one has too much work,
+the keys of a row are split into parts. Each part is normalised in float32.
+`_merge` adds the parts, weighted by the sums of their softmaxes.
 The docstring of the package `attention` defines the letters.
 """
 
@@ -37,7 +38,8 @@ _MAX_BLOCK = 128
 _PROGRAMS = 264
 _MAX_SPLITS = 64
 # Tokens of a program. A longer row is split, so that all programs end together.
-# With fewer than the minimum, starting a program takes longer than its work.
+# With fewer tokens than the minimum, a program takes longer to start than to
+# work.
 _MAX_TOKENS, _MIN_TOKENS = 4096, 1024
 # The maximum number of bytes of all parts, if there are enough programs without
 # a split. A part is a float32 copy of the output.

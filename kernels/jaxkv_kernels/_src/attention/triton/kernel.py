@@ -256,8 +256,8 @@ def _logits(sizes: Sizes, q, keys):
 
 def _weighted(weights, values, sizes: Sizes, has_scales: bool):
   """Returns the weighted sums of a block's values: float32[Y, Dv]."""
-  # A weight times a scale can be outside the range of float16. So weights are
-  # divided by the largest of their row, and sums are multiplied by it.
+  # A weight times a scale can be outside the range of float16. So the weights
+  # of a row are divided by the largest, and the sums are multiplied by it.
   largest = None
   if has_scales and sizes.dtype == np.dtype(np.float16):
     largest = jnp.max(jnp.abs(weights), axis=1)

@@ -1,9 +1,10 @@
 """Merges the results of units of work, as one small Pallas-Triton kernel.
 
-The number of pieces is known only at run time, so XLA would need a loop, with
-at least one kernel for each step. Here each program merges one query row, and
-reads only the pieces that exist. The docstring of the package `attention`
-defines the letters.
+A unit of work computes attention over a piece of the keys of a tile of queries
+(`mosaic_gpu.backend`). The number of pieces is known only at run time, so XLA
+would need a loop, with at least one kernel for each step. Here each program
+merges one query row, and reads only the pieces that exist. The docstring of the
+package `attention` defines the letters.
 """
 
 import functools
@@ -56,7 +57,7 @@ def merge_pieces(
   """
   chex.assert_shape(totals, (*out.shape[:2], 2, None))
   tiles, (kv_heads, _, dim) = begins.size - 1, out.shape[1:]
-  # With at most one piece for each tile no kernel is needed. The result of an
+  # If each tile has at most one piece, no kernel is needed. The result of an
   # absent piece is unwritten memory, which may hold NaN.
   if max_pieces == 1:
     has_piece = (begins[1:] > begins[:-1])[:, None, None]

@@ -29,9 +29,9 @@ from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.formats import load
 
-# Tokens per block. It is fixed, so that all page sizes that divide it give the
-# same results. 64 is within 5 % of the best for every shape timed, because a
-# block of keys stays in a core's cache. A gather of the whole table does not.
+# Tokens per block. The number is fixed, so that all page sizes that divide it
+# give the same results. Of the numbers timed, 64 is within 5 % of the best for
+# every shape, because a block of keys stays in a core's cache.
 BLOCK_TOKENS = 64
 
 TAKES_QUERY_TILES = True
@@ -218,8 +218,8 @@ def _arrays(options: CallOptions) -> tuple[jax.Array | None, ...]:
 
 def _init_carry(shape: tuple[int, ...], value_dim: int, inputs) -> _Carry:
   """Returns the carry before the first block, for rows [..., B, K, Y]."""
-  # Under `shard_map` a loop's initial carry must vary over all mesh axes over
-  # which it varies later. A zero that is computed from all inputs does.
+  # Under `shard_map`, the initial carry of a loop must vary over the same mesh
+  # axes as later carries. A zero that is computed from all inputs varies so.
   zero = sum(
     jnp.zeros_like(array, jnp.float32, shape=())
     for array in jax.tree.leaves(inputs)
@@ -321,7 +321,7 @@ def _absorb(
   logits = jnp.where(mask[:, None, :, None], logits, -jnp.inf)
   logits = logits.reshape(batch, kv_heads, rows, -1)
   # `top` is finite, so a block in which a row sees no key changes no bit of the
-  # row, and a row's result does not depend on the lengths of other rows.
+  # row. A row's result therefore does not depend on the lengths of other rows.
   top = jnp.maximum(carry.top, jnp.max(logits, axis=-1))
   shrink = jnp.exp(carry.top - top)
   weights = jnp.exp(logits - top[..., None])
