@@ -89,10 +89,10 @@ class GroupKind:
   def longest_hit(
     self, hits: Array, limit: Array, drop: Array, page_size: int, align: int
   ) -> Array:
-    """Counts the pages of the longest prefix from which a sequence can start.
+    """Counts the pages of the longest prefix after which a sequence can start.
 
-    All pages of the prefix must be cached, except skipped pages: those within
-    its first `num_skipped_tokens` tokens.
+    All pages of the prefix must be cached, except skipped pages, which are
+    within the first `num_skipped_tokens` tokens.
 
     Args:
       hits: bool[R, P], True for columns with a cached page.

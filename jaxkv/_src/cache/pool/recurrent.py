@@ -1,9 +1,9 @@
 """Page-table columns of recurrent groups: few pages, with gaps between them.
 
 The state after t tokens is in the column of token t - 1. Columns between two
-states hold the null page. The last state is the running state. The scratch
-pages, one for each speculative token, are in the columns after it. So they move
-to later columns when the sequence grows. Without recurrent groups, the
+states hold the null page. The last state is the running state. The columns
+after the running state hold the scratch pages, one for each speculative token.
+So the scratch pages move when the sequence grows. Without recurrent groups, the
 functions here do not change the table.
 """
 
@@ -28,7 +28,7 @@ def holds_states(config: CacheConfig) -> Array:
 def first_fresh(
   config: CacheConfig, held: Array, stop: Array, begins: Array
 ) -> Array:
-  """Finds the first column of each row that gets a fresh page.
+  """Finds the first column that gets a fresh page, for each row and group.
 
   Args:
     config: the cache's groups.
@@ -59,8 +59,8 @@ def place_scratch(
 ) -> Array:
   """Writes null pages and moved scratch pages before the first fresh column.
 
-  Takes the arguments of `first_fresh`, and `table`, int32[B, G, M], and
-  `slots`, int32[R], which is out of range for rows that must not change.
+  Takes the arguments of `first_fresh`, and two more: `table`, int32[B, G, M],
+  and `slots`, int32[R], out of range for rows that must not change.
   """
   if not has_states(config):
     return table

@@ -88,7 +88,7 @@ def init(num_pages: int, page_size: int) -> PrefixIndex:
 
 def num_buckets(num_pages: int) -> int:
   """Returns the number of buckets of an index."""
-  # With 4 N places, less than one bucket in a thousand overflows.
+  # With 4 N places or more, less than one bucket in a thousand overflows.
   return 1 << (-(-num_pages // 2) - 1).bit_length()
 
 

@@ -15,7 +15,7 @@ from jaxkv._src.cache.group_kinds import GroupKind
 
 
 def final_pages(config: CacheConfig, tokens: Array) -> Array:
-  """Counts the pages that have a key when `tokens` are committed.
+  """Counts the pages that have a key after `tokens` committed tokens.
 
   Takes int32[...] and returns int32[..., G].
   """
@@ -110,8 +110,8 @@ def lookup_bound(
   `steps.find` starts with the longest candidate for a prefix. In each round,
   every kind of group shortens the candidate to a prefix that the kind can use.
   With a draft model, a kind looks one page past the candidate and drops the
-  last page that it finds. The classic rules look no further, and drop a page in
-  every round.
+  last page that it finds. With the classic rules, a kind looks up to the end of
+  the candidate, and drops a page in every round.
 
   Args:
     config: the cache's groups and rules.

@@ -68,8 +68,8 @@ class _Progress(NamedTuple):
     pool: the pool.
     page_table: int32[B, G, M].
     chain: uint32[B, 4], see `SlotHashes`.
-    num_published: int32[R], published pages.
-    num_merged: int32[], merged pages.
+    num_published: int32[R], the number of published pages.
+    num_merged: int32[], the number of pages replaced by an equal cached page.
   """
 
   pool: PoolState
@@ -80,7 +80,7 @@ class _Progress(NamedTuple):
 
 
 class _FinalPages(NamedTuple):
-  """A window of W pages that become final, with data for the index and the log.
+  """W pages that become final, with their data for the index and the event log.
 
   Attributes:
     place: slot, group and column in the page table, int32[W] each.
@@ -212,7 +212,7 @@ def roll_back(
     lengths: int32[R], the new lengths.
     served: bool[R], the rows to roll back.
     last: int32[R, G], the last page of each row at its new length.
-    reopened: bool[R, G], True if that page must leave the index.
+    reopened: bool[R, G], True if this page was full and must leave the index.
   """
   config, hashes, secret = state.config, state.hashes, state.secret
   index = state.pool.index
