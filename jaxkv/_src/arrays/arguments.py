@@ -347,8 +347,8 @@ def check_rows(arguments: dict[str, Any], lead: str, num_slots: int) -> None:
 
   Args:
     arguments: the arguments by name; None for an omitted one.
-    lead: the argument that defines the rows. If `slots` is the lead and is
-      omitted, the rows are all B slots. In `pages`, every element is a row.
+    lead: the argument that defines the rows. For `slots` that are omitted, the
+      rows are all B slots. For `pages`, each element is a row.
     num_slots: B, the number of slots.
   """
   first, meaning = arguments.get(lead), f", one for each row of `{lead}`"

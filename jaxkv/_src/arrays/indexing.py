@@ -19,9 +19,8 @@ def where_valid(valid: Array, index: Array) -> Array:
   return jnp.where(valid, index, jnp.int32(NOWHERE))
 
 
-# By default JAX wraps a negative index to the end of an array, and clamps an
-# index past the end to the last element. Both would turn a sentinel into a page
-# of another sequence.
+# By default JAX wraps a negative index, and clamps an index past the end to the
+# last element. Both would turn a sentinel into a page of another sequence.
 def take(array: Array, *index: Array, fill=0) -> Array:
   """Returns `array[index]`, and `fill` for an index outside of its axis."""
   return array.at[index].get(

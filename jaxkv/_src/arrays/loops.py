@@ -1,4 +1,4 @@
-"""Loops that update arrays in place and cost more the more items there are."""
+"""Loops over items, which update arrays in place."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 
 WINDOW = 128
-"""W, the items of one iteration of `for_each`. Most calls need one of them."""
+"""W, the items of one iteration of `for_each`. Most calls have fewer items."""
 
 Carry = TypeVar("Carry")
 

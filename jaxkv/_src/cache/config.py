@@ -35,9 +35,9 @@ class CacheConfig:
       "classic": the rules of earlier versions and of eSurge, which publish
       every full page. With `use_eagle`, the classic rules can drop more than
       one page of a hit, see `rules.lookup_bound`.
-    merge_duplicates: True to keep one page of several equal ones. If a page
-      becomes full and a page with the same tokens and prefix is cached, the
-      cached page replaces the full page, which returns to the pool.
+    merge_duplicates: True to store equal pages once. If a page becomes full and
+      a page with the same tokens and prefix is cached, the cached page replaces
+      the full page, which returns to the pool.
     use_eagle: True to drop the last page of a hit. Its tokens are then computed
       again, because a draft model (EAGLE) needs their hidden states.
     prefix_retention_interval: selects the prefixes that sliding-window and

@@ -2,9 +2,8 @@
 
 Layers with the same cache behaviour form a group. The group's kind is a static
 object with pure methods over arrays of R sequences. Users can define further
-kinds as subclasses. Lengths are in tokens. P and X count pages of the group. A
-column is a page's place in the page table. The docstring of `jaxkv` defines the
-other terms.
+kinds as subclasses. Lengths are in tokens. P and X count pages of the group.
+The docstring of `jaxkv` defines the terms.
 
 The methods take jax arrays, numpy arrays and Python numbers, because
 `jaxkv.host` calls them without a device. A kind whose methods use `jax.numpy`

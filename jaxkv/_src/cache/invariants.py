@@ -25,8 +25,8 @@ class CacheError(RuntimeError):
 def check(state: CacheState) -> None:
   """Raises if the cache broke an invariant, or if a call recorded a misuse.
 
-  Running out of pages is no misuse, but `stats(state).failed_rows` counts it.
-  Runs on the host.
+  Running out of pages is not a misuse, but `stats(state).failed_rows` counts
+  it. Runs on the host.
 
   Args:
     state: the cache.

@@ -216,9 +216,9 @@ def init(config: CacheConfig, key: Array | None = None) -> CacheState:
 
   Raises:
     TypeError: `config` is not a CacheConfig, or `key` has another type.
-    ValueError: `key` has another shape. Or `key` is None under a trace, where
-      all calls would share one draw, or None with several processes, which must
-      share one secret.
+    ValueError: `key` has another shape, or None is not allowed: under a trace
+      all calls would share one draw, and several processes must share one
+      secret.
 
   Examples:
     >>> import jaxkv
@@ -418,7 +418,7 @@ def in_range(state: CacheState, slots: Array) -> Array:
 
 def is_empty(state: CacheState, slots: Array) -> Array:
   """Returns bool[R]: True for slots without pages, and slots out of range."""
-  # A slot in use can have no pages in an encoder's group, which is not read.
+  # This does not read an encoder's group, where a slot in use can have no page.
   group = jnp.int32(state.config.first_self_group)
   return indexing.take(state.num_pages, slots, group) == 0
 

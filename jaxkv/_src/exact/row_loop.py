@@ -139,15 +139,13 @@ def _loop(
   count = jax.tree.leaves(rows)[0].shape[0]
   if not count:
     return function(weights, *rows)
-  # Pads to more rows than one tile. With a single tile, all iterations would
-  # read the same rows, so XLA would move the body out of the loop and fuse it
-  # with the operations around it.
+  # Pads to more rows than one tile. If all iterations read the same rows, XLA
+  # moves the body out of the loop and fuses it with the operations around it.
   padding = max(tile + 1 - count, 0)
   if padding:
     rows = jax.tree.map(lambda x: _pad(x, padding), rows)
   # The barrier hides constants from XLA, such as weights that a user's function
-  # closes over. XLA would transpose constant weights when it compiles, and so
-  # compute another product.
+  # closes over. XLA would transpose constants, and so compute another product.
   weights, rows = lax.optimization_barrier((weights, rows))
   last_start = count + padding - tile
 

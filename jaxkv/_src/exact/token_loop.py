@@ -52,9 +52,7 @@ def in_tiles(
 def recur(
   run: Recurrence, weights: Any, *arguments: Any
 ) -> tuple[jax.Array, Any]:
-  """Runs a recurrence token by token.
-
-  Its gradient is that of one call of `run` on all tokens.
+  """Runs a recurrence token by token, with the gradient of `run` on all tokens.
 
   Args:
     run: the recurrence; it must not close over arrays.

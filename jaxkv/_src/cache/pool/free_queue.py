@@ -33,8 +33,8 @@ class FreeQueue:
     ring: page numbers; the entries are at `head .. head + span`, modulo C.
       # int32[C]
     position: the ring position of a free page's live entry. For a page in use,
-      any number that makes no entry of this page live. For the null page,
-      NOWHERE.  # int32[N]
+      any number except the position of an entry with this page. For the null
+      page, NOWHERE.  # int32[N]
     head: the position of the first entry.  # int32[]
     span: the number of entries, stale ones included.  # int32[]
     num_free: the number of live entries.  # int32[]
@@ -141,8 +141,7 @@ def push_back(
     queue: the queue.
     pages: int32[W].
     valid: bool[W], the pages to append, all distinct.
-    marks: int32[W], numbers to store as the positions of marked pages, for
-      `page_pool.to_front`.
+    marks: int32[W], positions of marked pages, for `page_pool.to_front`.
     marked: bool[W], pages that stay outside of the queue and get a mark. A
       marked page must not be valid.
   """

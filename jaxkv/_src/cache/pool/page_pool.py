@@ -266,6 +266,6 @@ def is_cached(pool: PoolState, pages: Array) -> Array:
 
 
 def _mark_of(owner: Array) -> Array:
-  """Returns the position that `drop` gives to a page outside of the queue."""
+  """Returns the position that `drop` stores for a page outside of the queue."""
   # Distinct for each owner, and above NOWHERE, so it is no ring position.
   return indexing.NOWHERE + 1 + owner

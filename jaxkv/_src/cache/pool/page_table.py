@@ -46,7 +46,7 @@ class Ranges(NamedTuple):
 
 
 def ranges(slots: Array, start: Array, stop: Array) -> Ranges:
-  """Builds the ranges of rows, group by group within each row.
+  """Builds one range for each row and group, ordered by row, then by group.
 
   Args:
     slots: int32[R].

@@ -251,8 +251,7 @@ class SlotHashes:
     prompt_length: tokens of the prompt with which the slot was admitted; None
       unless `CacheConfig.prefix_retention_interval` is set.  # int32[B]
     shared_prefix_boundary: the length of a prompt prefix that some groups, but
-      not all, had cached; 0 for none. None if there is no `prompt_length`.
-      # int32[B]
+      not all, had cached; 0 for none. None without `prompt_length`.  # int32[B]
   """
 
   root: Array

@@ -154,8 +154,7 @@ def lookup(
     probes = active & (indexing.take(index.overflow, bucket) > 0)
     probes &= following != first  # Back at `first`, all buckets were visited.
     # Rows of `index.tokens` are long, so only that of the best page is read. If
-    # it has other tokens (a collision), the search restarts among the pages of
-    # a smaller age.
+    # the tokens differ (a collision), the search restarts with smaller ages.
     has_tokens = jnp.all(indexing.take(index.tokens, best) == tokens, axis=-1)
     restarts = active & ~probes & (best > 0) & ~has_tokens
     return (

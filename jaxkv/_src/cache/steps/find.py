@@ -221,8 +221,7 @@ def _agree(
 ) -> tuple[Array, Array]:
   """Finds the longest prefix from which all groups can continue.
 
-  As in vLLM, a candidate starts at the limit, and each kind in turn shortens it
-  until all kinds agree.
+  As in vLLM, each kind in turn shortens a candidate until all kinds agree.
 
   Args:
     config: the cache's groups.

@@ -47,8 +47,8 @@ class _Stream(NamedTuple):
     first: int32[R, G], the first column of the pages that become final.
     stop: int32[R, G], one past the last such column.
     num_aligned: int32[R], the tokens before the stream, divided by A.
-    num_completed: int32[R], the number of times that a stream completes A
-      tokens.
+    num_completed: int32[R], the number of multiples of A that the length of a
+      slot reaches or passes with the new tokens.
   """
 
   slots: Array
@@ -144,7 +144,7 @@ def publish(
     num_aligned=num_aligned,
     num_completed=elementwise.quotient(after, config.alignment) - num_aligned,
   )
-  # Only rows that complete a page or A tokens enter the loop and cost time.
+  # Only rows that complete a page, or a multiple of A tokens, enter the loop.
   completes = jnp.any(stream.stop > stream.first, axis=1)
   completes |= stream.num_completed > 0
   done = loops.for_each(

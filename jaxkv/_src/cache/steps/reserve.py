@@ -134,9 +134,9 @@ def attach(
   served: Array,
   read: ReadPages,
 ) -> CacheState:
-  """Attaches shared pages in the columns `first .. hit` of rows that begin.
+  """Attaches shared pages in the columns `first .. hit` of new sequences.
 
-  Other rows hold the pages of these columns already.
+  Rows with `begins` are new sequences. Other rows hold these pages already.
   """
   served &= plan.begins
   plan, slots = plan.of(served), rows.where(served)
@@ -159,7 +159,7 @@ def take(
   config, slots = state.config, rows.where(served)
   num_pages = rows.write(state.num_pages, served, plan.stop)
   # Without external tokens, `reservation` uses `hit` itself as `external`. So
-  # this test is static, and such programs have no second list of ranges.
+  # this test is static, and such a call compiles no second list of ranges.
   has_external = plan.external is not plan.hit
   plan = plan.of(served)
   table = recurrent.place_scratch(

@@ -196,9 +196,9 @@ def admit_found(
     find: maps the rows to look up, bool[R], to the prefixes of all rows.
     max_length: the maximal number of tokens of a sequence.
     skipped: bool[R], the rows that are masked out.
-    pops: False to check that pages for the uncached tokens are free without
-      popping them. A later `allocate.make_room` pops them, so until then other
-      calls must leave these pages free.
+    pops: False to only check that enough pages are free for the uncached
+      tokens. A later `allocate.make_room` pops these pages, so other calls must
+      leave them free until then.
     num_tokens: see `admit`.
     keep_free: see `admit`.
     num_encoder_tokens: see `admit`.

@@ -136,7 +136,7 @@ def share_prefix(
 def owed_copies(
   state: CacheState, src: Array, dst: Array, served: Array
 ) -> Copies:
-  """Returns the copies that forks of `src` to `dst`, int32[R] each, require."""
+  """Returns the copies that the caller must make after forks to `dst`."""
   sizes, length = state.config.sizes, indexing.take(state.length, dst)
   full = sizes.full_pages(length)
   partial = sizes.open_pages(length) & served[:, None]

@@ -30,7 +30,7 @@ def free(
 
   Every page of a sequence loses one reference: group by group, the last page
   first. Pages without references go to the free queue and stay cached until
-  they are popped. A tail is popped before its prefix, so prefixes stay longer.
+  they are popped. So the prefix of a sequence stays cached longer than its end.
 
   Args:
     state: the cache.
@@ -123,9 +123,8 @@ def recycle(
   Args:
     state: the cache.
     lengths: int32[R], at most `state.length` of the slot: the number of tokens
-      whose forward pass has finished. A page stays if a token after these
-      attends to it. A negative number releases nothing. None for
-      `state.length`.
+      whose forward pass has finished. Pages that a token after these attends to
+      stay. A negative number releases nothing. None for `state.length`.
     slots: int32[R], the slots of the rows; None for all B slots in order.
     mask: bool[R], the rows to process; None for all.
 
@@ -169,7 +168,7 @@ def drop_behind(
   if not config.skips_pages:
     return state, jnp.zeros_like(lengths)
   held, first = rows.read(state.num_pages), rows.read(state.num_skipped_pages)
-  # `quotient` needs numbers of at least 0, but refused rows can have any.
+  # `quotient` needs numbers of at least 0, but in refused rows any can occur.
   lengths = jnp.clip(lengths, 0, config.slot_tokens)
   stop = jnp.minimum(config.sizes.skipped_pages(lengths), held)
   stop = config.sizes.keep_last_page(stop, rows.read(state.length))
