@@ -13,7 +13,7 @@ or `shard_map`. A verb returns a new state, and the old state stays usable.
 | `fork` | copies a sequence to other slots, which share its full pages |
 | `recycle` | releases pages that windows and chunks no longer need |
 | `truncate` | rolls sequences back |
-| `free` | releases sequences, tail page first |
+| `free` | releases sequences, last page first |
 | `pin`, `touch` | protect prefixes or single pages from eviction |
 | `unpin` | ends the protection by `pin` and `touch` |
 | `evict` | removes pages from the prefix index |

@@ -25,9 +25,8 @@ the letters of array shapes.
 All functions are pure and donate nothing. Writes are in place if you donate the
 pages to your own `jit`, or carry them through a loop.
 
-An old cache state is valid with the pages of that time. With the pages of a
-later time, it is valid until another sequence gets a page that the old state
-holds or has cached.
+An old cache state is valid with the pages of that time. With later pages it is
+valid until another sequence gets a page that the old state holds or has cached.
 
 Shared prefixes. The page tables of several rows can begin with the same pages,
 for example after a fork. `share` lets `attend` read such pages once:
@@ -55,10 +54,9 @@ Plans. `plan_decode` puts a `DecodePlan` into a view for `mosaic_gpu`, the only
 backend that takes plans. With a plan all pieces of work are equally long, and a
 layer starts 8 kernels instead of 12.
 
-Latents. Multi-head latent attention (MLA) stores one vector for each token. The
-vector is the token's key, and its leading elements are the value. Pages made
-with `value_dim` hold such vectors. `write` then takes no values, and `attend`
-takes absorbed queries:
+Latents. Multi-head latent attention (MLA) stores one vector for each token: its
+key, whose leading elements are its value. Pages made with `value_dim` hold such
+vectors. `write` then takes no values, and `attend` takes absorbed queries:
 
   kv = jaxkv.kv.init(
     config, num_layers=27, num_kv_heads=1, head_dim=576, value_dim=512

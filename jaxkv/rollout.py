@@ -5,7 +5,7 @@ Functions of a rollout's state:
 | function | purpose |
 |---|---|
 | `init` | makes the state of a rollout of prompts |
-| `generate` | runs the loop until all sequences have ended, or `Until` |
+| `generate` | runs the loop until all sequences have ended, or up to `Until` |
 | `is_done` | reports whether all sequences have ended |
 | `submit`, `harvest` | add prompts, and remove finished sequences |
 | `extend` | appends tokens of a tool or a user and resumes sequences |
@@ -23,7 +23,7 @@ Functions that make an argument:
 | `all_logits` | a `Model`, from a function that returns logits of all tokens |
 | `regex`, `json_schema` | a `Grammar` |
 | `token_bytes` | the bytes of each token, for guides and stop strings |
-| `guide` | a `Guide` that restricts texts to a grammar; a `Process` |
+| `guide` | a `Guide`, which is a `Process` that restricts texts to a grammar |
 | `stop_strings` | strings that end a sequence |
 
 Types:

@@ -207,7 +207,7 @@ def _by_head(
   outer = jax.sharding.get_abstract_mesh()
   return jax.shard_map(
     call,
-    # Inside another `shard_map`, jax requires None, for the mesh of that one.
+    # Inside another `shard_map`, jax requires None, which means the outer mesh.
     mesh=None if axis in outer.axis_names else head_sharding.mesh,
     in_specs=(pages, P(), P(), columns, options),
     out_specs=columns,

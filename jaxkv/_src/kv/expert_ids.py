@@ -171,7 +171,7 @@ def _write(
 ) -> ExpertIdPages:
   places = token_places(pages, view, values.shape[1])
   # `append_pages` expects an axis of heads: [L * N, 1, S, X]. It stores only
-  # values of the pool's dtype unchanged, so they are cast before.
+  # values of the pool's dtype unchanged, so values are cast first.
   new = values.astype(pages.values.dtype).reshape(-1, 1, pages.width)
   pool = kernels.append_pages(
     pages.values[:, None], new, *places, page_offset=layer * pages.num_pages

@@ -73,8 +73,7 @@ def init_states(
   Allocates L * N states. A page belongs to at most one layer group, so layers
   of different groups can use the same layer of memory, as in `jaxkv.kv.init`. L
   is then the number of layers of the largest group. A page of an attention
-  group has a state too, which is unused. Larger pages waste less memory,
-  because there are fewer of them.
+  group has a state too, which is unused. Fewer and larger pages waste less.
 
   Args:
     config: the configuration of the cache. It gives N, the pages of a layer
@@ -258,7 +257,7 @@ def _write(
 def _state_rows(
   pages: StatePages, rows: View, tokens: jax.Array, layer: jax.Array
 ) -> jax.Array:
-  """Returns int32[B], the index of each row's state after int32[B] `tokens`.
+  """Returns int32[B]: the index of row b's state after `tokens[b]` tokens.
 
   The index is L * N for a state without a page.
   """
@@ -281,8 +280,7 @@ def copy_states(
   """Implements `jaxkv.kv.copy`; `dst` must not contain the null page."""
 
   def copy_in(array: jax.Array) -> jax.Array:
-    # A TPU tiles the last two axes. They stay, because reshaping them would
-    # copy the pool.
+    # A TPU tiles the last two axes, so reshaping them would copy the pool.
     tile = (1, 1, *array.shape[1:])[-2:]
     pool = array.reshape(array.shape[0], -1, *tile)
     pool = kernels.copy_pages(pool, src, dst, num_layers=pages.num_layers)

@@ -226,7 +226,7 @@ def _check_columns(view: PackedView, name: str, array: jax.Array) -> None:
     fits, columns = array.shape[:2] == (1, batch), f"{batch}"
   else:
     check_view(view.prefill)
-    # The columns of `prefill` follow those of `decode`; there is at least one.
+    # At least one column of `prefill` must follow the columns of `decode`.
     fits = array.ndim > 1 and array.shape[0] == 1 and array.shape[1] > batch
     columns = f"more than {batch}"
   if not fits:

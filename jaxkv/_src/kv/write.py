@@ -143,7 +143,7 @@ def token_places(
 def locate(
   kv: Layered, view: View, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the page and the offset within it of positions int32[B, T].
+  """Returns the page of each position, int32[B, T], and the offset in it.
 
   A page id is out of range for position -1 and for positions without a page.
   """
@@ -156,7 +156,7 @@ def _locate(
   kv: Layered, view: View, row: jax.Array, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Implements `locate` for positions int32[X] in rows int32[X]."""
-  # Padding reads past the table, because index -1 would be its last column.
+  # Padding reads past the table, because index -1 would be the last column.
   column = jnp.where(
     position >= 0, position // kv.page_size, view.page_table.shape[1]
   )
