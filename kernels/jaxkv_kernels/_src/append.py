@@ -220,8 +220,8 @@ def _target_pages(
   total, page_size = pages.shape[0], pages.shape[2]
   chex.assert_equal_shape([page_ids, offsets])
   targets = page_ids + jnp.asarray(page_offset, jnp.int32)
-  # Ids are checked before the offset is added, because it would turn -1 into a
-  # page of the previous layer. A negative index would wrap, even with "drop".
+  # Ids are checked before the offset is added, because the offset would turn -1
+  # into a page of the previous layer. mode="drop" wraps negative indices.
   fits = (page_ids >= 0) & (page_ids < total) & (targets >= 0)
   fits &= (offsets >= 0) & (offsets < page_size)
   return jnp.where(fits, targets, total)
@@ -245,9 +245,8 @@ def _put_all_heads(pages, new, targets, offsets) -> jax.Array:
 def _put_by_head(pages, new, targets, offsets) -> jax.Array:
   """Scatters each head of a token with its own index, for a TPU."""
   # A window over all heads would be strided in memory, so XLA for a TPU would
-  # transpose the whole pool around a loop. This has a drawback. If the compiler
-  # splits heads over some axes of a mesh only, it gathers the heads of new
-  # tokens.
+  # transpose the whole pool around a loop. A drawback: if the compiler splits
+  # heads over some axes of a mesh only, it gathers the heads of new tokens.
   heads = jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
   index = targets[:, None], heads, offsets[:, None]
   return pages.at[index].set(new, mode="drop")
@@ -290,7 +289,7 @@ def _check_scale(
 
 def _check_floats(name: str, new: jax.Array) -> None:
   """Raises `TypeError` unless new tokens are floats."""
-  # Other dtypes than floats can only be that of the pool, see `_check_new`.
+  # `_check_new` accepts floats and the pool's dtype. Only floats can be scaled.
   if not jnp.issubdtype(new.dtype, jnp.floating):
     hint = "elements of the pool cannot be scaled"
     check.refuse(TypeError, name, "floats", new.dtype, hint)

@@ -178,7 +178,7 @@ def table(
 
 
 def vector(name: str, values: jax.Array, size: int | None) -> None:
-  """Accepts int32[size]; any size if it is None."""
+  """Accepts int32[size], or an int32 vector of any size if `size` is None."""
   integers(name, values)
   if values.ndim != 1 or size not in (None, values.size):
     expected = "a vector" if size is None else f"int32[{size}]"

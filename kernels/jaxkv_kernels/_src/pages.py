@@ -98,8 +98,8 @@ def gather_pages(
   pages = jnp.asarray(pages)
   total, kv_heads, _, dim = pages.shape
   ids = page_table + jnp.asarray(page_offset, jnp.int32)
-  # Ids are checked before the offset is added, because it would turn -1 into a
-  # page of the previous layer. An index of N reads as zeros.
+  # Ids are checked before the offset is added, because the offset would turn -1
+  # into a page of the previous layer. An index of N reads as zeros.
   fits = (page_table >= 0) & (page_table < total) & (ids >= 0)
   tiles = load(
     pages.at[jnp.where(fits, ids, total)].get(mode="fill", fill_value=0)

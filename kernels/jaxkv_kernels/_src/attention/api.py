@@ -190,11 +190,10 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes causal attention of packed queries: prompts, chunks, tokens.
 
-  Rows `cu_q_lens[b]:cu_q_lens[b + 1]` of q are the queries of sequence b. They
-  belong to the last tokens of the sequence, which has `kv_lens[b]` tokens in
-  all. Queries are cut into tiles of at most 32. So the work grows with T and B,
-  and not with B times the maximum number of queries of a sequence. Otherwise
-  like `paged_attention_padded`.
+  Rows `cu_q_lens[b]:cu_q_lens[b + 1]` of q are the queries of the last tokens
+  of sequence b, which has `kv_lens[b]` tokens. Queries are cut into tiles of at
+  most 32. So the work grows with T and B, and not with B times the maximum
+  number of queries of a sequence. Otherwise like `paged_attention_padded`.
 
   Args:
     q: [T, H, D], float32, bfloat16 or float16.

@@ -42,9 +42,9 @@ def cascade_decode(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes the same as `paged_decode`, but reads each shared page only once.
 
-  Results differ from those of `paged_decode` in rounding only. A backend may
-  not serve the query heads of a whole cluster at once. Clusters are then halved
-  until it does, and each part of a cluster reads the prefix once.
+  Results differ from those of `paged_decode` in rounding only. If a cluster has
+  more query heads than the backend serves at once, clusters are halved until
+  the heads fit. Each part of a cluster then reads the prefix once.
 
   Args:
     q: [B, H, D], float32, bfloat16 or float16.

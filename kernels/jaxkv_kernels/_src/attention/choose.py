@@ -32,8 +32,7 @@ from jaxkv_kernels._src.attention.options import AttentionCall
 _logger = logging.getLogger(__name__)
 
 # Platforms of each backend; None for all platforms. A named backend implies its
-# first platform. `_load` imports a backend when it is first used, because the
-# import of Pallas is slow.
+# first platform. `_load` imports backends late, because Pallas imports slowly.
 _PLATFORMS: dict[str, tuple[str, ...] | None] = {
   "mosaic_gpu": ("cuda",),
   "mosaic_tpu": ("tpu",),
@@ -181,7 +180,7 @@ def name_of(backend: Backend) -> str:
 
 
 def target(backend: str, *arrays: Any) -> str:
-  """Returns the platform of a call, which a named backend implies."""
+  """Returns the platform that a named backend implies, else `platform`."""
   platforms = _PLATFORMS.get(backend)
   return platform(*arrays) if platforms is None else platforms[0]
 

@@ -114,7 +114,7 @@ def _plan(
   ends = jnp.cumsum(pieces, dtype=jnp.int32)
   begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
   # B + workers units are enough. `total / share` is at most `workers`. Each row
-  # adds at most one unit, because its units are rounded up to at least one.
+  # adds at most one, because its number of units is rounded up, to at least 1.
   unit = jnp.arange(batch + workers, dtype=jnp.int32)
   row = row_of(ends, unit)
   is_used = row < batch

@@ -235,8 +235,7 @@ def _check(
     expected = f"at most {dim}, the elements of a vector"
     check.refuse(ValueError, "value_dim", expected, value_dim)
   options = as_options(options)
-  # Required, because the default 1 / sqrt(D) would use the size of a latent
-  # vector, which is not the size of a head.
+  # Required, because D is the size of a latent vector and not that of a head.
   check.scalar("options.scale", options.scale, np.floating)
   check.same_devices("q", q, pages=pages)
   options.refuse("k_scale scales keys and values", "v_scale")

@@ -25,7 +25,7 @@ class QueryTiles(NamedTuple):
     run_starts: the position of the first query of each tile's sequence.
     source: for each column of a tile, the row in the packed array; T for
       padding.
-    flat: for each packed row, tile * size + column; Z * size for padding.
+    flat: each packed row's index in the flattened tiles; Z * size for padding.
   """
 
   sequences: jax.Array  # int32[Z]

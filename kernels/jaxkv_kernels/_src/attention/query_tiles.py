@@ -57,8 +57,7 @@ def span(
   Args:
     position: int32[...], -1 for a query without keys; may exceed the capacity.
     capacity: M * S, tokens of a row of the page table; no key is past it.
-    window: as in `CallOptions`. The window ends at the query's position, even
-      if this is past the table.
+    window: as in `CallOptions`. It ends at `position`, even past the table.
   """
   end = jnp.clip(position + 1, 0, capacity)
   if window is None:
@@ -147,8 +146,8 @@ def trees(
 
 def float32(shape: tuple[int, ...], inputs: Any) -> jax.ShapeDtypeStruct:
   """Returns the type of a kernel's float32 output."""
-  # Under `shard_map` the output varies over all mesh axes of the inputs, and so
-  # does a sum of one zero for each input.
+  # Under `shard_map` the output varies over all mesh axes of the inputs. A sum
+  # of zeros, one computed from each input, varies over the same axes.
   zero = sum(
     jnp.zeros_like(array, jnp.float32, shape=())
     for array in jax.tree.leaves(inputs)

@@ -97,7 +97,6 @@ def plan_shared_prefix(
   Call it once a step and pass the result to `cascade_decode` in every layer. A
   cluster is a set of rows whose tables begin with the same pages. The rows
   share these pages, but no page that holds the last token of one of them.
-
   Rows of length 0, and rows with more tokens than the table holds, are in no
   cluster. Rows of a cluster past its first `cluster_size` are removed from it.
   A row without a cluster is decoded separately, which is slower but correct. If
@@ -223,9 +222,8 @@ def _find(
   lockstep: bool,
 ) -> SharedPrefix:
   batch, columns = page_table.shape
-  # If a row is longer than its table, its query attends to fewer tokens than
-  # its position says. `own_tokens` cannot hold both numbers, so such a row is
-  # not split.
+  # A row can be longer than its table, and then attends to fewer tokens than
+  # its length. `own_tokens` cannot hold both numbers, so the row is not split.
   is_active = (lengths > 0) & (lengths <= columns * page_size)
   if clusters is None:
     clusters = _cluster_by_first_page(page_table[:, 0], is_active, cluster_size)

@@ -2,8 +2,8 @@
 
 A tile is a few queries of one row. A unit of work is a piece of the keys that a
 tile sees. The kernel computes attention over each piece. `merge_pieces` merges
-the results, weighted by the sums of their softmaxes. Without a plan, the pieces
-of a row depend only on the row's length, and so does its result.
+the results, weighted by the sums of their softmaxes. Without a plan, a row's
+pieces depend only on its length, so its result does not depend on other rows.
 
 Tests compile the kernel for an H200 but do not run it on one. A CPU interprets
 it with race detection, and with plain products in place of tensor core
@@ -34,15 +34,13 @@ from jaxkv_kernels._src.attention.triton.merge import merge_pieces
 _ARCHITECTURE = 90
 # Multiprocessors of an H100 or H200 SXM. Other GPUs get less even work.
 _BLOCKS = 132
-# The number of blocks in an interpreter. Several streams (see `kernel`) then
-# share the units.
+# The number of blocks in an interpreter, whose streams then share the units.
 _INTERPRETED_BLOCKS = 2
 # Units for each stream if contexts fill their tables. With fewer units, some
 # streams would get much more work than others.
 _UNITS_PER_STREAM = 4
-# The minimum tokens of a piece: a fixed number, and a number for each of its
-# query rows. Reading fewer tokens would cost less than writing and merging the
-# output.
+# The minimum tokens of a piece: in all, and for each of its query rows. Reading
+# fewer tokens would cost less than writing and merging the output.
 _MIN_TOKENS = 128
 _MIN_TOKENS_PER_ROW = 16
 # Bytes of shared memory of a block of threads, less those of barriers and sums.
@@ -134,7 +132,7 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
     f" got {size}": size not in (8, 16, 32) and size % TOKENS != 0,
     "`k_pages` and `v_pages` must have equal head sizes of 64, 128, 192 or 256,"
     f" got {dims}": dims[0] != dims[1] or dims[0] not in (64, 128, 192, 256),
-    # With larger heads the sums leave too few registers for widening.
+    # With larger heads the sums leave too few registers for widening 8 bits.
     f"`k_pages` must have a head size of 64 or 128 for 8 bits, got {dims[0]}": (
       pool not in _FLOATS and dims[0] not in (64, 128)
     ),
@@ -199,7 +197,7 @@ def stages(
     # Memory for a block of keys and one of values, widened to 16-bit numbers.
     room -= 2 * TOKENS * dim * 2
   if scaled is not None:
-    # Memory for the factors of both, each aligned to 1,024 bytes.
+    # Memory for the factors of keys and of values, each aligned to 1,024 bytes.
     room -= 2 * 1024
     block += math.prod(scales_of_block(scaled)) * 4
   room //= block

@@ -84,7 +84,7 @@ def products(left: Any, right: Any, *, interpreted: bool) -> jax.Array:
   """Returns the products of two refs in shared memory, [X, D] and [A, D]."""
   if interpreted:
     return _dot(left[...], right[...].T)
-  # Transposing is a method since jax 0.11, a function before.
+  # Transposing is a method since jax 0.11, and was a function before.
   transposed = (
     plgpu.transpose_ref(right, (1, 0)) if _INDEXED else right.transpose((1, 0))
   )

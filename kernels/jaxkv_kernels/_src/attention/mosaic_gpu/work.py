@@ -129,8 +129,8 @@ class Refs(NamedTuple):
 
 def scales_of_block(page_size: int) -> tuple[int, int, int]:
   """Returns the shape of a block's scales: pages, rows of each, tokens."""
-  # A copy to shared memory must begin at a multiple of 128 bytes. So each short
-  # page has several rows, of which only the first is used.
+  # A copy to shared memory must begin at a multiple of 128 bytes. So a page of
+  # fewer than 32 tokens gets several rows, of which only the first is used.
   tokens = min(page_size, TOKENS)
   return TOKENS // tokens, max(1, 32 // tokens), tokens
 

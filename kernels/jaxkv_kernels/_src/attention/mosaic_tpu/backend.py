@@ -51,8 +51,7 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   # Page ids are clipped here, because the kernel copies pages unchecked.
   table = jnp.clip(call.page_table + options.page_offset, 0, num_pages - 1)
   inputs = {
-    # The table is passed twice, because a grid step copies pages of its own
-    # sequence and the first pages of the next step's sequence.
+    # Passed twice, because a grid step also copies the next step's first pages.
     "table": table[:, None],
     "next_table": table[:, None],
     "q": tiles.q,

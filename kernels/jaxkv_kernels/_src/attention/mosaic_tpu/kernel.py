@@ -32,8 +32,7 @@ BUFFERS = 3
 # Bytes of VMEM that the compiler can use. The smallest VMEM has 64 MiB (v7x).
 MEMORY_BYTES = 48 * 2**20
 
-# For block indices: in 64-bit mode a Python 0 would be an int64, which TPUs
-# lack.
+# For block indices. In 64-bit mode a Python 0 is an int64, which TPUs lack.
 _ZERO = np.int32(0)
 
 _POOLS = ("k_pages", "v_pages")

@@ -1,11 +1,10 @@
 """Paged attention in Pallas-Triton, for NVIDIA GPUs from sm_80.
 
-A query row is one head of one query. A program takes up to 64 query rows that
-share a K/V head, as one tile for the tensor cores, and a part of their keys. It
-reads each key and value once, token by token through the page table, so it
-supports any page size. If there are too few programs, or one has too much work,
-the keys of a row are split into parts. Each part is normalised in float32.
-`_merge` adds the parts, weighted by the sums of their softmaxes.
+A program takes up to 64 query rows (heads of queries) that share a K/V head, as
+one tile for the tensor cores, and a part of their keys. It reads each key and
+value once, token by token through the page table, so it supports any page size.
+If there are too few programs, or one has too much work, keys are split into
+parts. `_merge` adds the parts, weighted by the sums of their softmaxes.
 The docstring of the package `attention` defines the letters.
 """
 
@@ -30,16 +29,15 @@ from jaxkv_kernels._src.formats import logical_dtype
 # Query rows of a program: a tensor core multiplies at least 16, and the sums of
 # at most 64 fit in registers.
 _MIN_ROWS, _MAX_ROWS = 16, 64
-# Bytes of K, and of V, in a block. Two programs with three stages of both then
-# fit in the 227 KB of a core.
+# Bytes of K, and of V, in a block. With three stages of both in each program,
+# two programs then fit in the 227 KB of a core.
 _BLOCK_BYTES = 16 * 1024
 _MAX_BLOCK = 128
 # Programs to aim at: two on each of an H100's or H200's 132 cores.
 _PROGRAMS = 264
 _MAX_SPLITS = 64
 # Tokens of a program. A longer row is split, so that all programs end together.
-# With fewer tokens than the minimum, a program takes longer to start than to
-# work.
+# With fewer than the minimum, a program takes longer to start than to work.
 _MAX_TOKENS, _MIN_TOKENS = 4096, 1024
 # The maximum number of bytes of all parts, if there are enough programs without
 # a split. A part is a float32 copy of the output.

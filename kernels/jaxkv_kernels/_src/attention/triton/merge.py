@@ -1,10 +1,9 @@
 """Merges the results of units of work, as one small Pallas-Triton kernel.
 
-A unit of work computes attention over a piece of the keys of a tile of queries
-(`mosaic_gpu.backend`). The number of pieces is known only at run time, so XLA
-would need a loop, with at least one kernel for each step. Here each program
-merges one query row, and reads only the pieces that exist. The docstring of the
-package `attention` defines the letters.
+A unit of work is a piece of the keys of a tile of queries. The number of pieces
+is known only at run time, so XLA would need a loop, with at least one kernel
+for each step. Here each program merges one query row, and reads only the pieces
+that exist. The docstring of the package `attention` defines the letters.
 """
 
 import functools

@@ -219,7 +219,7 @@ def _arrays(options: CallOptions) -> tuple[jax.Array | None, ...]:
 def _init_carry(shape: tuple[int, ...], value_dim: int, inputs) -> _Carry:
   """Returns the carry before the first block, for rows [..., B, K, Y]."""
   # Under `shard_map`, the initial carry of a loop must vary over the same mesh
-  # axes as later carries. A zero that is computed from all inputs varies so.
+  # axes as later carries. A zero that is computed from all inputs does that.
   zero = sum(
     jnp.zeros_like(array, jnp.float32, shape=())
     for array in jax.tree.leaves(inputs)
