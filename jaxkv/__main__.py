@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
   """Runs one command.
 
   Args:
-    arguments: the command line; None for that of the process.
+    arguments: the command line; None for `sys.argv[1:]`.
 
   Returns:
     The exit status of the command. It is 2, with one line on stderr, if the

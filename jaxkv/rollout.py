@@ -5,7 +5,7 @@ Functions of a rollout's state:
 | function | purpose |
 |---|---|
 | `init` | makes the state of a rollout of prompts |
-| `generate` | runs the loop until all sequences have ended, or up to `Until` |
+| `generate` | runs the loop until all sequences have ended, or to a limit |
 | `is_done` | reports whether all sequences have ended |
 | `submit`, `harvest` | add prompts, and remove finished sequences |
 | `extend` | appends tokens of a tool or a user and resumes sequences |
@@ -34,11 +34,12 @@ Types:
 | `Sampling`, `LogitBias` | settings of each sequence |
 | `Model`, `Process`, `Draft`, `Rows` | your functions, and their arguments |
 | `Guide`, `GuideState`, `Grammar` | constrained generation |
-| `StopStrings`, `TokenBytes`, `Until` | arguments of `init` and `generate` |
+| `StopStrings`, `TokenBytes` | arguments of `init` |
+| `Until` | a limit for `generate` |
 | `RolloutState`, `Sequences`, `Records`, `Counters` | the state and its parts |
 | `SequenceStatus`, `Finish` | the status of a sequence; the reason of its end |
 | `Submitted`, `Harvested`, `Generated`, `Grouped` | results |
-| `Scored`, `ScoreState` | the result of `score`, and a state to reuse |
+| `Scored`, `ScoreState` | the result of `score`, and a cache for such calls |
 | `Timeline`, `Span` | the result of `timeline` |
 
 `submit`, `harvest`, `extend`, `abort` and `requeue` return the new state and an

@@ -129,8 +129,8 @@ def write_expert_ids(
     view: the new tokens of each row, a view of group `pages.group`. For a
       `PackedView`, B is 1.
     layer: int32[], 0..L-1.
-    values: integers[B, T, X] in the range of the pages' dtype, to which they
-      are cast without a check.
+    values: integers[B, T, X]. They are cast to the pages' dtype, and must be
+      in its range, which is not checked.
 
   Returns:
     The pages.
@@ -170,8 +170,8 @@ def _write(
   pages: ExpertIdPages, view: AnyView, layer: jax.Array, values: jax.Array
 ) -> ExpertIdPages:
   places = token_places(pages, view, values.shape[1])
-  # `append_pages` expects an axis of heads: [L * N, 1, S, X]. It stores only
-  # values of the pool's dtype unchanged, so values are cast first.
+  # `append_pages` expects an axis of heads: [L * N, 1, S, X]. It accepts
+  # integers only if they have the pool's dtype.
   new = values.astype(pages.values.dtype).reshape(-1, 1, pages.width)
   pool = kernels.append_pages(
     pages.values[:, None], new, *places, page_offset=layer * pages.num_pages

@@ -241,8 +241,8 @@ def write_state(
 def _write(
   pages: StatePages, rows: View, layer: jax.Array, states: dict[str, jax.Array]
 ) -> StatePages:
-  # A row without new tokens counts as 0 tokens, for which `_state_rows` returns
-  # an index out of range, so nothing is written.
+  # A row without new tokens counts as 0 tokens. `_state_rows` then returns an
+  # index out of range, so nothing is written.
   tokens = jnp.where(rows.num_tokens > 0, rows.starts + rows.num_tokens, 0)
   index = _state_rows(pages, rows, tokens, layer)
   arrays = {

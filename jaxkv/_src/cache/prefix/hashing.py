@@ -13,8 +13,8 @@ digests of the pages, which are then chained:
 Only the chain is sequential, with one permutation a page. Anyone can invert the
 permutation, so a secret masks all its inputs and outputs. An attacker who sees
 the keys and chooses the tokens, but does not know the secret, cannot construct
-two prefixes with the same key. (By Chaskey's bound, an attack succeeds only
-when the number of tokens seen times the number of permutations computed reaches
+two prefixes with the same key. (Chaskey's bound: an attack must see so many
+tokens and compute so many permutations that the product of both numbers reaches
 2**128.) A lookup also compares the page's own tokens, see `prefix_index`.
 """
 

@@ -235,8 +235,8 @@ def roll_back(
   )
   tail = indexing.take(index.tokens, pages)[..., :size]
   tail = tail.reshape(slots.shape[0], config.alignment)
-  # A row moves if it goes back past a multiple of A. Otherwise its chain stays
-  # the same, and so does its tail, of which fewer tokens are valid.
+  # A row moves if it goes back past a multiple of A. Otherwise its chain and
+  # tail stay the same, but fewer tokens of the tail are valid.
   moved = served & (aligned < rows.read(state.length) // config.alignment)
   hashes = dataclasses.replace(
     hashes,

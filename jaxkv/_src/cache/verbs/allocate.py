@@ -45,8 +45,8 @@ def allocate(
 
   All-or-nothing per slot, in row order. A refused slot keeps its pages, and a
   later slot that needs fewer pages can still be served. Pages come from the
-  front of the free queue, and those that are cached are evicted. An empty slot
-  starts a new sequence without a salt.
+  front of the free queue, and cached pages among them are evicted. An empty
+  slot starts a new sequence without a salt.
 
   Does not write K/V or advance `length`: `commit` advances it when the tokens
   are final. `truncate` gives back room that was not needed.

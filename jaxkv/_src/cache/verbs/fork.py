@@ -105,7 +105,7 @@ def fork(
 def share_prefix(
   state: CacheState, src: Array, dst: Array, served: Array
 ) -> CacheState:
-  """Makes `dst` share the full pages of `src`, and those of an encoder.
+  """Makes `dst` share the full pages of `src`, and all pages of an encoder.
 
   If the last page of `src` is partly full, `dst` has one page too few for its
   length. The caller must then call `allocate.make_room` for one more token,

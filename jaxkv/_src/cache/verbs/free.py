@@ -168,7 +168,7 @@ def drop_behind(
   if not config.skips_pages:
     return state, jnp.zeros_like(lengths)
   held, first = rows.read(state.num_pages), rows.read(state.num_skipped_pages)
-  # `quotient` needs numbers of at least 0, but in refused rows any can occur.
+  # `quotient` needs numbers of at least 0. Refused rows may have other numbers.
   lengths = jnp.clip(lengths, 0, config.slot_tokens)
   stop = jnp.minimum(config.sizes.skipped_pages(lengths), held)
   stop = config.sizes.keep_last_page(stop, rows.read(state.length))
@@ -225,9 +225,9 @@ def truncate(
 
   Does not copy contents: apply `copies` (`jaxkv.kv.copy`) before writing.
 
-  Pages of an encoder stay until the slot is empty. A recurrent group can only
-  go back to the end of a page whose state it still holds, or keep its length
-  and release pages allocated ahead. Its scratch pages move to the new end.
+  Pages of an encoder stay until the slot is empty. With a recurrent group, the
+  new length must be the old one, to release only pages allocated ahead, or end
+  at a page whose state is still held. Scratch pages move to the new end.
 
   Pages released by `recycle` do not come back, so a slot is refused if a window
   or a state needs one of them. (With speculation, call `recycle` only after
