@@ -84,7 +84,7 @@ def load(stored: jax.Array) -> jax.Array:
 def store(values: jax.Array, pool_dtype) -> jax.Array:
   """Rounds numbers to the format of a pool, and returns its elements.
 
-  8-bit formats saturate: a number out of range becomes the largest of its sign.
+  8-bit formats saturate: a number out of range becomes the end of the range.
   """
   check.real("values", values)
   dtype = logical_dtype(pool_dtype)

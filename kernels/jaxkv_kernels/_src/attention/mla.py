@@ -241,7 +241,7 @@ def _check(
   options.refuse("k_scale scales keys and values", "v_scale")
   reason = "attention over latents does not support it"
   options.refuse(reason, "sinks", "alibi_slopes")
-  # The pool holds both keys and values, so its scale is that of both.
+  # The pool holds both keys and values, so both have the same scale.
   return check_options(
     dataclasses.replace(options, v_scale=options.k_scale),
     q,

@@ -23,8 +23,8 @@ class AttentionOptions:
   are leaves. A Python number in `scale` or `window` is a constant of the
   compiled program. If you pass the options to a `jit`, the number is traced.
 
-  H is the number of query heads, and K that of key-value heads. The pools have
-  N pages of S tokens. B rows have T queries each.
+  There are H query heads and K key-value heads. The pools have N pages of S
+  tokens. B rows have T queries each.
 
   Attributes:
     scale: factor of the logits; 1 / sqrt(D) if None.
@@ -119,7 +119,7 @@ class AttentionCall:
     v_pages: in the same format.
     page_table: unused entries may be any number.
     starts: the position of each row's first query; -1 for a row that sees no
-      key. A position may exceed M * S, where rows have no pages.
+      key. It may be past the M * S tokens for which a row has pages.
     counts: queries of each row.
     options: checked, with defaults filled in.
     query_tile: the number of queries of a row to compute at a time, for

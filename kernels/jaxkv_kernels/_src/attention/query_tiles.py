@@ -21,8 +21,8 @@ class Tiles(NamedTuple):
   Attributes:
     q: the rows of Z tiles. For each K/V head, row t * H / K + h of a tile is
       query t with the h-th query head of that K/V head; padding follows.
-    reach: three positions of each row: that of its first key, one past its last
-      key, and that of its query; zeros for padding.
+    reach: the positions of each row's first key, of one past its last key, and
+      of its query; zeros for padding.
     first: the first key that any row of each tile sees.
     end: one past the last key of each tile, 0 if no row sees a key.
     position: the position of each tile's first query.
@@ -133,7 +133,7 @@ def trees(
   key = jnp.arange(num * tokens, dtype=jnp.int32)[None]
   key = first[:, None] * tokens + key
   node = (key - starts[:, None])[:, None]
-  # True for keys outside of the tree, about which other masks decide.
+  # True for keys outside of the tree, which only other masks can hide.
   tiles = jnp.take_along_axis(mask, jnp.clip(node, 0, nodes - 1), axis=2)
   tiles = tiles | (node < 0) | (node >= nodes)
   tiles = jnp.pad(tiles, ((0, 0), (0, -columns % size), (0, 0)))

@@ -56,7 +56,7 @@ class SharedPrefix(NamedTuple):
     tokens. Other rows are decoded separately, over their whole tables.
 
     Args:
-      page_table: int32[B, M], as wide as that of `plan_shared_prefix`.
+      page_table: int32[B, M], with the M of the call of `plan_shared_prefix`.
       lengths: int32[B], tokens of each row, including the query's token.
       page_size: S, tokens of a page.
     """

@@ -43,7 +43,7 @@ _UNITS_PER_STREAM = 4
 # fewer tokens would cost less than writing and merging the output.
 _MIN_TOKENS = 128
 _MIN_TOKENS_PER_ROW = 16
-# Bytes of shared memory of a block of threads, less those of barriers and sums.
+# Bytes of shared memory of a block of threads, without barriers and sums.
 _SHARED = 227 * 2**10 - 2 * 2**10
 _MAX_STAGES = 4
 _NO_WINDOW = 2**30

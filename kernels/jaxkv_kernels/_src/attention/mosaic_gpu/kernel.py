@@ -169,7 +169,7 @@ def _kernel(static: GpuStatic, refs: Refs) -> None:
 def _each_unit(static: GpuStatic, refs: Refs, stream, work) -> jax.Array:
   """Calls `work(stream, head, unit, used)` for each unit of a stream.
 
-  `used` is the number of blocks in earlier units. Returns that of all units.
+  `used` is the number of blocks in earlier units. Returns the number in all.
   """
   # Both warpgroups of a stream count the same blocks, so they agree on stages.
   first = lax.axis_index("block") * static.streams + stream

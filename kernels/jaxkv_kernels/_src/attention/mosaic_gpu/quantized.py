@@ -33,7 +33,7 @@ def unpack(
 ) -> tuple[Any, jax.Array | None]:
   """Returns a block [A, D] in 16-bit numbers, and float32[A] scales, if any.
 
-  Afterwards the stage of an 8-bit block, and that of its scales, can be freed.
+  Afterwards the stages of an 8-bit block and of its scales can be freed.
   """
   # The memory that is written here is no longer in use, because all threads
   # synchronise between two blocks of keys, and between two blocks of values.

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax import lax
 
-# Rows of a product on the tensor cores. The rows past those of a tile are
-# undefined, which is harmless, because no row's result depends on another row.
+# Rows of a product on the tensor cores. Rows past the end of a tile are
+# undefined. This is harmless, because no row's result depends on another row.
 ROWS = 64
 # A, tokens of a block.
 TOKENS = 64

@@ -1,7 +1,7 @@
 """Paged attention in Pallas-Triton, for NVIDIA GPUs from sm_80.
 
-A program takes up to 64 query rows (heads of queries) that share a K/V head, as
-one tile for the tensor cores, and a part of their keys. It reads each key and
+A query row is one head of one query. A program computes up to 64 query rows
+that share a K/V head, as one tile for the tensor cores. It reads each key and
 value once, token by token through the page table, so it supports any page size.
 If there are too few programs, or one has too much work, keys are split into
 parts. `_merge` adds the parts, weighted by the sums of their softmaxes.
@@ -36,11 +36,11 @@ _MAX_BLOCK = 128
 # Programs to aim at: two on each of an H100's or H200's 132 cores.
 _PROGRAMS = 264
 _MAX_SPLITS = 64
-# Tokens of a program. A longer row is split, so that all programs end together.
-# With fewer than the minimum, a program takes longer to start than to work.
+# The maximum and minimum tokens of a program. Longer rows are split, so that
+# programs end together. Shorter programs take longer to start than to work.
 _MAX_TOKENS, _MIN_TOKENS = 4096, 1024
-# The maximum number of bytes of all parts, if there are enough programs without
-# a split. A part is a float32 copy of the output.
+# The maximum number of bytes of all parts, which are float32 copies of the
+# output. It does not limit splits that are needed to fill all cores.
 _PART_BYTES = 64 * 2**20
 _LARGEST_HEAD = 256
 # The maximum sizes of a latent vector's value and of the elements after it.

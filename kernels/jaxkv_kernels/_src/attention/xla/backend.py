@@ -219,7 +219,7 @@ def _arrays(options: CallOptions) -> tuple[jax.Array | None, ...]:
 def _init_carry(shape: tuple[int, ...], value_dim: int, inputs) -> _Carry:
   """Returns the carry before the first block, for rows [..., B, K, Y]."""
   # Under `shard_map`, the initial carry of a loop must vary over the same mesh
-  # axes as later carries. A zero that is computed from all inputs does that.
+  # axes as later carries, and so over all axes of the inputs.
   zero = sum(
     jnp.zeros_like(array, jnp.float32, shape=())
     for array in jax.tree.leaves(inputs)
@@ -358,7 +358,7 @@ def _mask(
 def _finish(
   sinks: jax.Array | None, sums: tuple[_Carry, jax.Array], out: _Attended
 ) -> _Attended:
-  """Adds sinks, and divides the sums of values by those of weights."""
+  """Adds sinks, and divides the sums of values by the sums of weights."""
   carry, is_query = sums
   columns = is_query.shape[1]
   batch, kv_heads, rows, value_dim = carry.weighted.shape
