@@ -23,14 +23,15 @@ _MAX_NAMES = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-  """An opened checkpoint of any format, whose tensors are read later.
+  """An opened checkpoint of any format. Its tensors are read later.
 
   Attributes:
     name: name of the file or folder, for error messages.
     dtype: default dtype of the parameters.
-    weight_map: returns the weight map for parameters of a dtype.
-    tensors: the tensors by Hugging Face's names.
-    stop_tokens: tokens that end a text or a message.
+    weight_map: takes a dtype and returns the `WeightMap` of parameters with
+      that dtype.
+    tensors: the tensors, by their names in Hugging Face's format.
+    stop_tokens: ids of the tokens that end a text or a chat message.
     max_length: the longest sequence that the model was trained for, in tokens.
     open_tokenizer: reads the tokenizer.
   """
@@ -58,8 +59,8 @@ def check(weight_map: WeightMap, tensors: Tensors, file: str) -> None:
     raise ValueError(
       f"{file} lacks tensors: {_listing(list(missing))}; get it again."
     )
-  # Unknown tensors, such as a bias, are refused, because results without them
-  # would be wrong.
+  # Unknown tensors, such as a bias, are refused, because a model that ignored
+  # them would compute wrong results.
   unknown = [
     name
     for name in tensors
@@ -94,21 +95,21 @@ def assemble(
   Args:
     weight_map: the weight map, checked by `check`.
     tensors: the tensors.
-    tick: called after each source (see `weight_maps`) is read, `num_sources`
-      times in all.
+    tick: called after each source (see `weight_maps.Source`) is read, so
+      `num_sources` times.
   """
   dtype = weight_map.decoder.dtype
 
   def array(
     leaf: leaves.Leaf, sources: list[Source], is_stacked: bool
   ) -> jax.Array:
-    # The array is filled row by row in its final dtype, so that at most one
-    # layer's tensor is in memory in addition to the parameters.
+    # A stacked array is filled layer by layer and in its final dtype. So at
+    # most one layer's tensor is in memory in addition to the parameters.
     out = np.empty(leaf.shape, leaf.dtype or dtype)
-    rows = out if is_stacked else out[None]
-    for row, source in zip(rows, sources, strict=True):
+    slices = out if is_stacked else out[None]
+    for layer_slice, source in zip(slices, sources, strict=True):
       arrays = (tensors[name].read() for name, _ in source.tensors)
-      row[...] = source.convert(*arrays)
+      layer_slice[...] = source.convert(*arrays)
       tick()
     return jax.device_put(out)
 
@@ -137,7 +138,10 @@ def assemble(
 def _repetitions(
   weight_map: WeightMap, stretch: groups.Stretch
 ) -> Iterator[list[Sources]]:
-  """Yields, for each layer of a pattern, the sources of its repetitions."""
+  """Yields one list per layer of a pattern: the sources of its repetitions.
+
+  `decoder/groups.py` defines stretches, patterns and repetitions.
+  """
   size = len(stretch.pattern)
   for index in range(size):
     yield [

@@ -12,8 +12,9 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
   """Renders a template with variables such as `messages`."""
   task = "To render a chat template"
   sandbox = extra_package("jinja2.sandbox", install="jaxkv[hf]", task=task)
-  # A template is a program of a third party, so it runs in a sandbox. Templates
-  # rely on the options, filters and functions that transformers sets up.
+  # A template is a program of a third party, so it runs in a sandbox. The
+  # options, filters and functions below are those that transformers offers,
+  # because templates are written for transformers.
   environment = sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True,
     lstrip_blocks=True,

@@ -1,8 +1,8 @@
 """Converts errors of a damaged checkpoint to one line that names its file.
 
-Code that reads a value checks it and raises an error that names the key. This
-module converts all other errors that a damaged file can cause, including those
-that other packages raise.
+The code that reads a checkpoint checks most values itself. This module is for
+all other errors that a damaged file can cause, such as errors that another
+package raises.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ _MAX_CHARACTERS = 600
 
 @contextlib.contextmanager
 def one_line_errors(name: str) -> Iterator[None]:
-  """Converts errors of a `with` block to one line that names a file.
+  """Converts errors of a `with` block to one line that contains `name`.
 
   Raises:
     ImportError: a package is not installed.
@@ -29,8 +29,8 @@ def one_line_errors(name: str) -> Iterator[None]:
     line = _line(str(error))
     raise ValueError(line if name in line else f"{name}: {line}") from error
   except BaseException as error:
-    # A panic of a Rust package is a BaseException of a private class, which
-    # only its name identifies.
+    # A panic of a Rust package is a BaseException. Its class is private, so
+    # only the name of the class identifies it.
     kind = type(error).__name__
     if not isinstance(error, Exception) and kind != "PanicException":
       raise

@@ -35,15 +35,16 @@ _COUNTS_OF_TENSORS = {
   "n_routed_experts",
   "num_nextn_predict_layers",
 }
-"""Keys that count parts with tensors, so the number of tensors bounds them."""
+"""Keys that count layers or experts. Each of these has tensors of its own, so a
+count is at most the number of tensors."""
 
 
 class ConfigFile:
   """The values of a config.json, with checked types.
 
-  A method that returns a value raises a ValueError that names the file and the
-  key if the value has the wrong type, or is missing and has no default. A null
-  counts as missing. `check_all_read` then refuses unknown keys.
+  A method that returns a value raises a ValueError if the value has the wrong
+  type, or if the value is missing and the caller gives no default. A null
+  counts as missing. At the end, `check_all_read` refuses unknown keys.
   """
 
   def __init__(
@@ -101,21 +102,21 @@ class ConfigFile:
     return value
 
   def table(self, key: str) -> dict[str, Any]:
-    """Returns an object, which is empty if the key is missing."""
+    """Returns a JSON object, or an empty dict if the key is missing."""
     value = self.get(key, {})
     if not isinstance(value, dict):
       raise self.wrong(key, "an object")
     return value
 
   def items(self, key: str, kind: type, default: Any = _REQUIRED) -> list[Any]:
-    """Returns a list whose items have one type."""
+    """Returns a list whose items all have the type `kind`."""
     value = self.get(key, default)
     if not isinstance(value, list) or not all(type(x) is kind for x in value):
       raise self.wrong(key, f"a list of {kind.__name__}")
     return value
 
   def wrong(self, key: str, requirement: str) -> ValueError:
-    """Returns the error for a value that does not meet a requirement."""
+    """Returns the error for a value that violates a requirement."""
     text = repr(self._values.get(key))
     text = text if len(text) <= 60 else f"{text[:57]}..."
     return ValueError(
@@ -143,11 +144,11 @@ class ConfigFile:
       raise self.wrong(key, f"{names or 'null'}; nothing else is built")
 
   def ignore(self, *keys: str) -> None:
-    """Marks keys as read, because they have no effect in a model family."""
+    """Marks keys as read. It is for keys without effect in a model family."""
     self._read.update(keys)
 
   def check_all_read(self) -> None:
-    """Refuses keys that were not read and are not known to be harmless."""
+    """Raises ValueError for keys that are neither read nor in `_HARMLESS`."""
     unknown = [
       key
       for key, value in self._values.items()
@@ -156,6 +157,6 @@ class ConfigFile:
     if unknown:
       listing = ", ".join(f"`{key}`: {self._values[key]!r}" for key in unknown)
       raise ValueError(
-        f"{self.file} has keys that are not known and may change the result: "
-        f"{listing}; remove them there if they do not."
+        f"{self.file} has unknown keys, which may change the result: "
+        f"{listing}; remove the keys that have no effect."
       )

@@ -18,7 +18,7 @@ from jaxkv._src.models.loading.safetensors_files import json_object
 from jaxkv._src.models.loading.weight_maps import WeightMap
 
 _DTYPES = ("float32", "bfloat16", "float16")
-# For checkpoints that do not state their longest sequence.
+# The longest sequence, in tokens, of a checkpoint that states none.
 _DEFAULT_LENGTH = 4096
 _VISION = re.compile(
   r"(model\.)?(vision_tower|multi_modal_projector|vision_model)\..*"
@@ -64,7 +64,12 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
 def stop_tokens(
   folder: pathlib.Path, config: dict[str, Any]
 ) -> tuple[int, ...]:
-  """Returns the tokens that end a text, given the keys of config.json."""
+  """Returns the ids of the tokens that end a text or a chat message.
+
+  Args:
+    folder: the folder of the checkpoint.
+    config: the values of its config.json.
+  """
   # generation_config.json takes precedence, because chat models end a message
   # with a token that config.json lacks.
   value = config.get("eos_token_id")
@@ -95,7 +100,8 @@ def _dtype(values: dict[str, Any], file: str) -> Any:
 
 def _text_tensors(tensors: Tensors) -> Tensors:
   """Returns the language model's tensors of a multimodal checkpoint."""
-  # Removes both prefixes, whose order differs between versions of transformers.
+  # A name begins with "model." and "language_model.", in an order that depends
+  # on the version of transformers. The decoder's names have only "model.".
   renamed = {
     _TEXT.sub("model.", name, count=1).removeprefix("language_model."): tensor
     for name, tensor in tensors.items()

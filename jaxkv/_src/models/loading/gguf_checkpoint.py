@@ -40,7 +40,11 @@ _MAX_COUNT = 1 << 16
 
 
 def open_checkpoint(path: pathlib.Path) -> Checkpoint:
-  """Reads the metadata of a .gguf file; raises the errors of `models.load`."""
+  """Reads the metadata of a .gguf file, and opens its tensors.
+
+  Raises:
+    ImportError, ValueError: see `models.load`.
+  """
   if not path.exists():
     raise ValueError(f"there is no file {path}; name a .gguf file.")
   task = "To read a .gguf file"
@@ -90,8 +94,8 @@ def read(gguf: Any, path: pathlib.Path) -> tuple[ConfigFile, Tensors]:
     ) from error
   metadata = ConfigFile(values, str(path), num_tensors=len(reader.tensors))
   metadata.only("split.count", 0, 1)
-  # The ignored keys do not change logits, because a zero turns a feature off
-  # and keys with other prefixes are for other programs.
+  # Two kinds of keys cannot change logits. A zero turns a feature off, and a
+  # key without the architecture's prefix is for other programs.
   prefix = f"{values.get('general.architecture')}."
   metadata.ignore(
     *(k for k, v in values.items() if not v or not k.startswith(prefix))
@@ -118,7 +122,7 @@ def _config(
   metadata.ignore(f"{name}.vocab_size", f"{name}.tensor_data_layout")
   kv_heads = metadata.size(f"{name}.attention.head_count_kv", heads)
   eps = metadata.number(f"{name}.attention.layer_norm_rms_epsilon")
-  # The default of llama.cpp for files without a base.
+  # The rotary base that llama.cpp uses for files without one.
   base = 1e6 if name == "gemma3" else 1e4
   config |= {
     "num_key_value_heads": kv_heads,
@@ -139,11 +143,11 @@ def _config(
 
 
 def _gemma(metadata: ConfigFile, config: dict[str, Any]) -> dict[str, Any]:
-  """Returns additional keys of Gemma 3."""
+  """Returns the keys that only Gemma 3 has."""
   window = "gemma3.attention.sliding_window"
   scale = config["head_dim"]
-  # Gemma 3 27B scales by the width per head. The file has no key for this
-  # scale, but only this model has 62 layers.
+  # Gemma 3 27B scales attention logits by the width per head and not by
+  # `head_dim`. A GGUF file has no key for this, but only 27B has 62 layers.
   if config["num_hidden_layers"] == 62:
     scale = config["hidden_size"] // config["num_attention_heads"]
   keys = {
@@ -161,7 +165,10 @@ def _gemma(metadata: ConfigFile, config: dict[str, Any]) -> dict[str, Any]:
 def _scaling(
   metadata: ConfigFile, name: str, config: dict[str, Any], tensors: Tensors
 ) -> dict[str, Any] | None:
-  """Returns `rope_scaling`, and removes Llama 3's tensor of divisors."""
+  """Returns `rope_scaling` of an equivalent config.json.
+
+  Llama 3 stores its scaling as a tensor, which is removed from `tensors`.
+  """
   prefix = f"{name}.rope.scaling."
   metadata.ignore(f"{prefix}finetuned")
   metadata.only(f"{prefix}type", "none", "linear", "yarn")
@@ -197,7 +204,7 @@ def _renamed(
   }
 
   def split_halves(weights: np.ndarray) -> np.ndarray:
-    """Moves the first row of each rotary pair of a head to the first half."""
+    """Moves the first rows of a head's rotary pairs before the second rows."""
     pairs = weights.reshape(-1, config["head_dim"] // 2, 2, *weights.shape[1:])
     return pairs.swapaxes(1, 2).reshape(weights.shape)
 

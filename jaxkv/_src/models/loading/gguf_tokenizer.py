@@ -43,8 +43,8 @@ def open_tokenizer(metadata: ConfigFile) -> Tokenizer:
     core = _sentence_piece(library, metadata, vocabulary, unknown)
   else:
     core = _byte_level(library, metadata, vocabulary)
-  # Control and user-defined tokens are recognized before the text is split into
-  # words.
+  # Control and user-defined tokens are added separately, because they must be
+  # recognized before the text is split into words.
   for kind, add in (
     (_CONTROL, core.add_special_tokens),
     (_USER_DEFINED, core.add_tokens),
@@ -52,7 +52,8 @@ def open_tokenizer(metadata: ConfigFile) -> Tokenizer:
     pairs = zip(tokens, kinds, strict=False)
     names = [token for token, token_kind in pairs if token_kind == kind]
     add([library.AddedToken(name, normalized=False) for name in names])
-  # These are the defaults of llama.cpp for files without the flags.
+  # For files without the flags `add_bos_token` and `add_eos_token`, the
+  # defaults are those of llama.cpp.
   adds_bos = (
     is_sentence_piece or metadata.get(f"{_GGML}pre", None) == "llama-bpe"
   )
@@ -124,8 +125,8 @@ def _sentence_piece(
 
 def _merges(ranks: dict[str, tuple[float, int]]) -> list[tuple[str, str]]:
   """Returns the pairs that SentencePiece merges, ordered by rank."""
-  # SentencePiece has no list of merges. It merges any two adjacent pieces that
-  # form a piece, and begins with the pair that forms the piece of best score.
+  # SentencePiece has no list of merges. It merges any two adjacent pieces whose
+  # concatenation is a piece, and the concatenation with the best score first.
   merges = []
   for token, rank in ranks.items():
     for middle in range(1, len(token)):

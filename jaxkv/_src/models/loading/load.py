@@ -31,10 +31,10 @@ class Pretrained:
   """A pretrained decoder with its parameters and tokenizer.
 
   Attributes:
-    config: the decoder.
+    config: the description of the decoder.
     params: parameters of the decoder.
     max_length: the longest sequence that the model was trained for, in tokens.
-    stop_tokens: tokens that end a text or a message.
+    stop_tokens: ids of the tokens that end a text or a chat message.
     open_tokenizer: reads the tokenizer.
     name: name of the file or folder, for error messages.
   """
@@ -72,11 +72,11 @@ class Pretrained:
     max_length: int | None = None,
     **options: Any,
   ) -> CacheConfig:
-    """Returns the sizes of a cache with the layer groups of this decoder.
+    """Returns the sizes of a cache for this decoder.
 
     Args:
-      num_pages: N, pages of all groups together.
-      num_slots: B, concurrent sequences.
+      num_pages: N, pages of all layer groups together.
+      num_slots: B, the most sequences at a time.
       page_size: S, tokens per page.
       max_length: the longest sequence, in tokens; None for `self.max_length`.
       **options: further arguments of `jaxkv.CacheConfig`.
@@ -125,13 +125,14 @@ def load(
       - a .gguf file of the architectures llama, qwen2, qwen3 and gemma3;
       - the id of a model on the hub, if the package `huggingface_hub` is
         installed.
-    dtype: dtype of parameters and activations, which is float32, bfloat16 or
-      float16; None for the checkpoint's dtype.
-    local_files_only: True to use local files only, without any download.
+    dtype: dtype of parameters and activations: float32, bfloat16 or float16.
+      None for the checkpoint's dtype.
+    local_files_only: True to download nothing.
     progress: True to show a progress bar on stderr.
 
   Raises:
-    ImportError: a package is not installed; the message names the extra.
+    ImportError: a package is not installed. The message names the extra to
+      install.
     ValueError: the checkpoint does not exist, is damaged, or needs an
       unsupported feature. The message names the file, key or tensor.
     OSError: a file cannot be read.

@@ -43,8 +43,8 @@ def rope_of(
   Args:
     table: from `rope_table`.
     config: the file, for the context length and for error messages.
-    head_dim: number of elements of a head, of which the table may rotate only a
-      fraction.
+    head_dim: number of elements of a head. A table can rotate only a fraction
+      of them.
     interleaved: see `Rope`.
   """
   # A separate `ConfigFile` refuses unknown keys of the table.
@@ -65,8 +65,8 @@ def rope_of(
 def llama3_table(
   divisors: np.ndarray, base: float, config: ConfigFile, head_dim: int
 ) -> Table:
-  """Returns Llama 3's `rope_scaling` with the given divisors of frequencies."""
-  # A GGUF file stores only the divisors. The other settings are those of all
+  """Returns Llama 3's `rope_scaling` for given divisors of the frequencies."""
+  # A GGUF file stores only the divisors. The other settings are the same in all
   # Llama 3 models, and the check below refuses files with another scaling.
   table = {
     "rope_type": "llama3",
@@ -114,8 +114,8 @@ def _yarn(settings: ConfigFile, config: ConfigFile) -> Scaling:
   length = _original_length(settings, config)
   if factor is None:
     factor = config.size("max_position_embeddings") / length
-  # DeepSeek's attention factor is a ratio of two magnitudes. Other models use
-  # YaRN's default, which is one magnitude.
+  # Without a key for the attention factor, DeepSeek's files give two
+  # magnitudes, whose ratio is the factor. YaRN's default is one magnitude.
   mscale = settings.number("mscale", 0.0)
   all_dim = settings.number("mscale_all_dim", 0.0)
   attention = settings.number("attention_factor", None)
@@ -134,7 +134,12 @@ def _yarn(settings: ConfigFile, config: ConfigFile) -> Scaling:
 
 
 def magnitude(factor: float, mscale: float) -> float:
-  """Returns YaRN's factor of queries and keys, given that of the context."""
+  """Returns YaRN's factor of queries and keys.
+
+  Args:
+    factor: new context length divided by the original context length.
+    mscale: weight of the factor's logarithm.
+  """
   return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

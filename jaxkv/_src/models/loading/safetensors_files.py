@@ -78,8 +78,8 @@ def _indexed(folder: pathlib.Path) -> Tensors:
         f"{folder} lacks the shard {name}, which {_INDEX} names; get it again."
       )
     files[name] = open_file(path)
-  # Tensors that the index lacks are kept, so that `assemble.check` refuses
-  # them.
+  # Tensors that are in a file but not in the index are kept, so that
+  # `assemble.check` refuses them.
   stored = {
     tensor: file for file, tensors in files.items() for tensor in tensors
   }

@@ -105,7 +105,8 @@ class Tokenizer:
   def token_bytes(self) -> list[bytes]:
     """Returns the bytes of each token, for `jaxkv.rollout.token_bytes`.
 
-    Special tokens have no bytes. The space before a word is part of its token.
+    A special token gets no bytes. The space before a word is part of the word's
+    token.
 
     Raises:
       ValueError: the vocabulary has an unknown representation of bytes.
@@ -202,7 +203,7 @@ def from_file(path: pathlib.Path) -> Any:
     raise ValueError(
       f"{path} cannot be read ({error}); get it again."
     ) from error
-  # A file can store truncation and padding for training, which are turned off,
+  # A file can store truncation and padding for training. Both are turned off,
   # because they would change the tokens of a text.
   core.no_truncation()
   core.no_padding()
@@ -210,7 +211,7 @@ def from_file(path: pathlib.Path) -> Any:
 
 
 def _content(value: Any) -> Any:
-  """Returns the text of a token, which may be stored with its options."""
+  """Returns the text of a token that is stored with or without options."""
   return value.get("content") if isinstance(value, dict) else value
 
 
@@ -222,7 +223,7 @@ def _template(folder: pathlib.Path, config: dict[str, Any]) -> str | None:
   processor = folder / "chat_template.json"
   if template is None and processor.exists():
     template = json_object(processor).get("chat_template")
-  # A list has one template for each purpose, such as tool use.
+  # A list has a named template for each purpose, such as "tool_use".
   if isinstance(template, list):
     templates = {entry["name"]: entry["template"] for entry in template}
     return templates.get("default")

@@ -1,4 +1,4 @@
-"""Weight maps, which give the checkpoint tensors of each parameter."""
+"""Weight maps: the checkpoint tensors from which each parameter is made."""
 
 import dataclasses
 import re
@@ -14,9 +14,10 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """The source of one parameter of one layer.
+  """The checkpoint tensors of one parameter, and their conversion.
 
-  Parameters of repeated layers are stacked later, along a new first axis.
+  The parameter belongs to one layer. `assemble` stacks the parameters of
+  repeated layers along a new first axis.
 
   Attributes:
     tensors: names and shapes of the checkpoint tensors.
@@ -48,7 +49,7 @@ class WeightMap:
 
 
 def plain(name: str, *shape: int) -> Source:
-  """Returns the source of a parameter that is one tensor."""
+  """Returns the source of a parameter that is stored as it is."""
   return Source(((name, shape),), lambda x: x)
 
 

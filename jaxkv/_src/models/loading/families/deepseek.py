@@ -20,7 +20,7 @@ from jaxkv._src.models.loading.weight_maps import weight_map
 
 
 def deepseek_v2(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps DeepSeek V2, which ranks groups by best expert or has no groups."""
+  """Maps DeepSeek V2, with or without groups of experts."""
   config.only("norm_topk_prob", False)
   config.only("scoring_func", "softmax")
   config.only("topk_method", "greedy", "group_limited_greedy")
@@ -34,7 +34,7 @@ def deepseek_v2(config: ConfigFile, dtype: Any) -> WeightMap:
     num_chosen_groups=config.size("topk_group") if has_groups else 1,
     **_expert_sizes(config, 1.0),
   )
-  return _plan(config, dtype, experts, interleaved=True)
+  return _map(config, dtype, experts, interleaved=True)
 
 
 def deepseek_v3(config: ConfigFile, dtype: Any) -> WeightMap:
@@ -52,7 +52,7 @@ def deepseek_v3(config: ConfigFile, dtype: Any) -> WeightMap:
     **_expert_sizes(config, 2.5),
   )
   interleaved = config.flag("rope_interleave", True)
-  return _plan(config, dtype, experts, interleaved=interleaved)
+  return _map(config, dtype, experts, interleaved=interleaved)
 
 
 def _num_experts(config: ConfigFile, default: int) -> int:
@@ -73,14 +73,14 @@ def _expert_sizes(config: ConfigFile, scale: float) -> dict[str, Any]:
   }
 
 
-def _plan(
+def _map(
   config: ConfigFile, dtype: Any, experts: Experts, *, interleaved: bool
 ) -> WeightMap:
   for key in ("attention_bias", "mlp_bias"):
     config.only(key, False)
   config.only("moe_layer_freq", 1)
-  # The reference code always uses 1e-6 in norms of latents, and a `Decoder` has
-  # one eps for all norms. So no other eps is supported.
+  # The reference code always uses 1e-6 in the norms of latents, but a `Decoder`
+  # has one eps for all norms. So all norms must use 1e-6.
   config.only("rms_norm_eps", 1e-6)
   config.ignore("head_dim", "qk_head_dim", "num_key_value_heads")
   attention = _attention(config, interleaved)
@@ -109,7 +109,8 @@ def _plan(
       return sources | layers.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
     return sources | _experts_sources(experts, e, f"{path}mlp.")
 
-  # Layers after `num_layers` are not loaded, because only training uses them.
+  # Layers after `num_layers` are not loaded, because they predict further
+  # tokens, which only training uses.
   count = config.count("num_nextn_predict_layers", 0)
   ignored = [rf"model\.layers\.{num_layers + i}\..*" for i in range(count)]
   return weight_map(decoder, layer, *ignored)

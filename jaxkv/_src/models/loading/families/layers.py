@@ -34,7 +34,7 @@ def activation(config: ConfigFile, key: str, default: str) -> Activation:
 def head_dim_of(config: ConfigFile) -> int:
   """Returns D, which defaults to width // heads."""
   heads, width = config.size("num_attention_heads"), config.size("hidden_size")
-  # The bound is for a damaged file, which can have more heads than elements.
+  # Without the bound, a damaged file with more heads than elements gives D = 0.
   return config.size("head_dim", max(width // heads, 1))
 
 
@@ -96,7 +96,7 @@ def experts_sources(
   path: str,
   names: tuple[str, str, str] = MLP_NAMES,
 ) -> dict[str, Source]:
-  """Returns the sources of a router and of experts in separate tensors."""
+  """Returns the sources of a router and of experts with separate tensors."""
   gate, up, down = (
     [f"{path}experts.{x}.{name}.weight" for x in range(m.num_experts)]
     for name in names

@@ -136,7 +136,8 @@ def _same_windows(config: ConfigFile) -> list[int | None]:
 
 def _later_windows(config: ConfigFile) -> list[int | None]:
   """Returns windows for layers from `max_window_layers` on, if enabled."""
-  # The flag decides, because files have `sliding_window` even without windows.
+  # Only the flag enables windows, because files without windows can have the
+  # key `sliding_window`, too.
   is_enabled = config.flag("use_sliding_window", False)
   window = config.size("sliding_window", None)
   first = config.count("max_window_layers", 0)

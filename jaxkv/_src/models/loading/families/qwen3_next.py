@@ -118,8 +118,8 @@ def _attention_sources(a: Attention, e: int, path: str) -> dict[str, Source]:
 def _delta_sources(a: DeltaNet, e: int, path: str) -> dict[str, Source]:
   k, h = a.num_key_heads, a.num_value_heads
   key, value = a.key_dim, h // k * a.value_dim
-  # For each key head the tensor has the rows of its query and key, then those
-  # of the values and gates of the h // k value heads that it serves.
+  # The tensor has a block of rows per key head. A block has the head's query
+  # and key, then the values and the gates of the head's h // k value heads.
   ends = np.cumsum([key, key, value, value])
   mixed = ((f"{path}in_proj_qkvz.weight", (k * int(ends[-1]), e)),)
   beta_decay = ((f"{path}in_proj_ba.weight", (2 * h, e)),)
