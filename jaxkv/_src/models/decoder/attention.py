@@ -1,9 +1,10 @@
 """Input and output projections of attention and recurrent layers.
 
-Each kind of token mixer has two functions, which compute each token on its own.
-`project_` computes the inputs of the mixer (see `kv_access`), and `output_`
-projects the mixer's output to the residual stream. Letters: B rows of T tokens,
-E embedding width, H query heads, K key-value heads, D head size, X size of a
+A token mixer is attention or a recurrence, and runs in `kv_access`. Each kind
+of mixer has two functions here, which compute each token on its own. A function
+`project_...` computes the inputs of the mixer, and `output_...` projects the
+mixer's output to the residual stream. Letters: B sequences of T tokens, E
+embedding width, H query heads, K key-value heads, D head size, X size of a
 head's output, C channels of the convolution.
 
 | kind              | result of `project_` | mixer's output |
@@ -103,7 +104,8 @@ def angles_of(
 @functools.cache
 def _encodings(decoder: Decoder) -> tuple[tuple[ropes.Rope, int], ...]:
   """Returns the distinct rotary encodings, in the order of the layers."""
-  # The result is no dict, because jax sorts dict keys and `Rope` has no order.
+  # The result is a tuple and not a dict, because jax sorts the keys of a dict,
+  # and a `Rope` has no order.
   keys = map(_rotation_of, decoder.layers)
   return tuple(dict.fromkeys(key for key in keys if key is not None))
 
@@ -202,7 +204,7 @@ def project_latents(
     compressed = rms_norm(compressed, weights["query_norm"], eps, offset)
   q = jnp.einsum("btr,rhd->bthd", compressed, weights["query"])
   vectors = jnp.einsum("bte,el->btl", x, weights["latent"])
-  # The norm covers only the latent, not the part of the key that is rotated.
+  # Only the latent is normalized, not the rotated part of the key.
   latent = rms_norm(
     vectors[..., : attention.latent_dim], weights["latent_norm"], eps, offset
   )
@@ -235,7 +237,7 @@ def project_recurrence(x: jax.Array, weights: Params) -> RecurrenceInputs:
     weights["decay_bias"],
   )
   gate = jnp.einsum("bte,ehv->bthv", x, weights["output_gate"])
-  # In float32, because the reference code multiplies the output in float32.
+  # The gate is float32, because the reference code multiplies in float32.
   gate = jax.nn.silu(gate.astype(jnp.float32))
   channels = jnp.concatenate(channels, axis=-1)
   return RecurrenceInputs(channels, beta, decay, gate)
@@ -263,7 +265,7 @@ def recur(
     part.reshape(*part.shape[:2], count, -1)
     for part, count in zip(parts, heads, strict=True)
   )
-  # With keys of norm 1 an update moves the stored value towards v, not past v.
+  # With keys of length 1, an update cannot move the stored value past v.
   q, k = delta_net.l2_normalized(q), delta_net.l2_normalized(k)
   out, delta = delta_net.gated_delta_rule(
     q, k, v, decay, beta, states["delta"], num_tokens

@@ -16,8 +16,8 @@ def attend_causal(
 ) -> jax.Array:
   """Computes causal attention among the tokens of a call.
 
-  Letters: B rows of T tokens, H query heads, K key-value heads, D head size, X
-  size of a value.
+  Letters: B sequences of T tokens, H query heads, K key-value heads, D head
+  size, X size of a value.
 
   Args:
     q: [B, T, H, D] queries.
@@ -58,7 +58,8 @@ def attend_causal(
     scores = soft_cap * jnp.tanh(scores / soft_cap)
   scores = jnp.where(mask[None, None, None], scores, -jnp.inf)
   if sinks is not None:
-    # A sink adds a logit to the softmax, but its weight multiplies no value.
+    # A sink takes part in the softmax. Its weight is dropped below, because it
+    # multiplies no value.
     logits = sinks.astype(jnp.float32).reshape(1, num_kv_heads, -1, 1, 1)
     logits = jnp.broadcast_to(logits, (*scores.shape[:-1], 1))
     scores = jnp.concatenate([scores, logits], axis=-1)

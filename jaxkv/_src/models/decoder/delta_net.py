@@ -10,10 +10,10 @@ towards v_t, and reads S with query q_t:
   out_t = q_t S
 
 `jaxkv.kv.write_state` stores S and the last inputs of the convolution in pages.
-All functions are differentiable. Functions take B rows of T tokens. Only the
-first `num_tokens` tokens of a row are valid. The rest is padding, and does not
-change the state. Letters: C channels, W kernel width, K key heads of size Dk,
-H value heads of size Dv.
+All functions are differentiable. Functions take T tokens of each of B
+sequences, one sequence per row. Only the first `num_tokens` tokens of a row are
+valid. The others are padding, which does not change the state. Letters: C
+channels, W kernel width, K key heads of size Dk, H value heads of size Dv.
 """
 
 from typing import NamedTuple
@@ -171,12 +171,12 @@ def gated_delta_rule(
     q=_by_head(jnp.repeat(q, times, axis=2)) * jnp.float32(k.shape[3] ** -0.5),
     k=_by_head(jnp.repeat(k, times, axis=2)),
     v=_by_head(v),
-    # Decay and beta are 0 in the padding, which so does not change the state.
+    # With decay 0 and beta 0, padding does not change the state.
     decay=_by_head(jnp.where(is_valid, decay, jnp.zeros_like(decay))),
     beta=_by_head(jnp.where(is_valid, beta, jnp.zeros_like(beta))),
   )
   state = state.astype(jnp.float32)
-  # One token depends on no other, so it needs no triangular system.
+  # The triangular system is for tokens of one call that depend on each other.
   if columns == 1:
     state, out = _single_step(state, jax.tree.map(lambda x: x[:, :, 0], tokens))
     out = out[:, :, None]
@@ -231,7 +231,7 @@ def _scan_chunks(
 
   def split(x: Array) -> Array:
     """Splits [B, H, T, ...] into [num_chunks, B, H, chunk, ...]."""
-    # Zeros as decay and beta leave the state unchanged in the padding.
+    # Zero padding leaves the state unchanged, because its decay and beta are 0.
     padding = [(0, 0)] * x.ndim
     padding[2] = (0, num_chunks * chunk - columns)
     x = jnp.pad(x, padding)
@@ -257,8 +257,8 @@ def _chunk(state: Array, tokens: _Tokens) -> tuple[Array, Array]:
   index = jnp.arange(size, dtype=jnp.int32)
   is_before = index[:, None] > index[None]
   is_causal = (index[:, None] >= index[None])[None, None]
-  # The mask comes before the exponential, because positive differences could
-  # overflow, and an inf makes gradients NaN even if it is masked later.
+  # The mask comes before the exponential. Positive differences could overflow
+  # to inf, which makes gradients NaN even if a mask after `exp` removes it.
   decays = total[..., :, None] - total[..., None, :]
   decays = jnp.exp(jnp.where(is_causal, decays, -jnp.inf))
   key_products = _einsum("bhtk,bhjk->bhtj", k, k) * decays
@@ -289,8 +289,8 @@ def to_rows(packed: Array, num_tokens: Array, width: int) -> Array:
   Args:
     packed: [C, ...], the tokens of P rows. Here C is the number of columns.
     num_tokens: int32[P], tokens of each row.
-    width: static; T. Tokens of a row beyond T are dropped. Rollouts drop none,
-      because they schedule at most a page of tokens for such a row.
+    width: static; T. Tokens of a row beyond T are dropped. In a rollout no row
+      has more, because a packed row is scheduled at most a page of tokens.
 
   Returns:
     [P, T, ...], with arbitrary tokens past `num_tokens`.

@@ -1,4 +1,4 @@
-"""Classes that describe a decoder: a `Decoder` has a `Layer` for each block.
+"""Classes that describe a decoder. A `Decoder` has one `Layer` per block.
 
 All classes are hashable, so a `Decoder` can be a static argument under `jit`.
 Letters: E embedding width, H query heads, K key-value heads, D head size, F
@@ -41,7 +41,8 @@ class Attention:
     output_biased: True if the output projection has a bias.
     sinks: True if each head has an attention sink: an additional logit in the
       softmax, whose weight multiplies no value.
-    gated: True to multiply the output by the sigmoid of a projected input.
+    gated: True to multiply the output by a gate, the sigmoid of a projection of
+      the layer's input.
   """
 
   num_heads: int
@@ -180,10 +181,11 @@ class Experts:
       the sum of its two best scores ("best_two").
     router_biased: True if the router has a bias.
     biased: True if the MLPs of experts have biases.
-    limit: clips the gate to at most `limit` and `up` to -limit .. limit. Then
-      an expert is down((up + 1) * gate * sigmoid(1.702 * gate)), as in gpt-oss.
-      None for a plain gated MLP.
-    shared_dim: F of an MLP that every token uses; None for no such MLP.
+    limit: None for plain gated MLPs. With a limit, an expert computes
+      down((up + 1) * gate * sigmoid(1.702 * gate)), as in gpt-oss, where the
+      gate is clipped to at most `limit` and `up` to -limit .. limit.
+    shared_dim: F of a shared MLP, which every token uses in addition to its
+      experts; None for no shared MLP.
     shared_gated: True to multiply the shared MLP's output by a sigmoid gate.
   """
 
@@ -247,16 +249,17 @@ class Decoder:
     embed_scale: factor of the embeddings, rounded to `dtype`.
     logit_cap: a cap c maps each logit x to c * tanh(x / c); None for no cap.
     tied_embeddings: True if the embedding is also the output projection.
-    numerics: "fast" or "exact". With "exact" a token has bit-identical logits
-      in `forward`, `forward_uncached` and `grouped_log_probs`, with and without
-      a gradient. They do not depend on slots, chunks, pages or the batch. All
-      calls must use the same kind of device, jax version and `backend`. Weights
-      must not be sharded. The page size must divide 64, and be 16 on a GPU or
-      TPU. Gradients are computed as with "fast", and only in reverse mode.
+    numerics: "fast" or "exact". With "exact", the logits of a token are
+      bit-identical in `forward`, `forward_uncached` and `grouped_log_probs`,
+      with and without a gradient. Slots, chunks, pages and the batch do not
+      change a bit. All calls must use the same kind of device, jax version and
+      `backend`, and weights must not be sharded. The page size must be 16 on a
+      GPU or TPU, and a divisor of 64 on a CPU. Gradients are computed as with
+      "fast", and only in reverse mode.
     tile: with "exact", the number of tokens that are computed together. Sampler
       and trainer need the same tile, because rounding depends on it. Decode
-      steps are fastest if `tile` is the number of slots, and other calls if it
-      is 64.
+      steps are fastest if `tile` is the number of slots. Other calls are
+      fastest with a tile of 64.
     dtype: dtype of parameters and activations. Norms, rotations, softmax and
       logits are always float32.
 
@@ -307,14 +310,14 @@ class Decoder:
     for layer in self.layers:
       if not isinstance(layer, Layer):
         raise ValueError(f"`layers` must hold Layers, got {layer!r}.")
-    # `not > 0` refuses NaN, too, for which `<= 0` is False.
+    # `not > 0` also refuses NaN, because every comparison with NaN is False.
     if not self.norm_eps > 0:
       raise ValueError(f"`norm_eps` must be positive, got {self.norm_eps}.")
     dtype = jnp.dtype(self.dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
       raise ValueError(f"`dtype` must be a floating type, got {dtype.name}.")
     # `jnp.bfloat16` and `jnp.dtype("bfloat16")` are equal but hash differently.
-    # Without this conversion jit would compile for each of them.
+    # Without this conversion jit would compile two programs for equal decoders.
     object.__setattr__(self, "dtype", dtype)
 
   @property

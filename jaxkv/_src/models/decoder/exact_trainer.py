@@ -1,8 +1,8 @@
 """Uncached attention that is bit-identical to paged attention.
 
-A trainer has no cache. But with `numerics="exact"` it writes the keys and
-values of a call to temporary pages and runs the attention code of rollouts, so
-that the same products are summed in the same order.
+A trainer has no cache. With `numerics="exact"` it still writes the keys and
+values of a call to temporary pages, and calls the attention code of rollouts.
+So it sums the same products in the same order as a rollout.
 """
 
 import dataclasses
@@ -45,7 +45,11 @@ def uncached_access(
   tree: Tree | None = None,
   kv_dtype: Any = None,
 ) -> UncachedKV:
-  """Returns an `UncachedKV`, for the given tree or for rows of tokens."""
+  """Returns the `UncachedKV` that fits the decoder's numerics.
+
+  With a tree, rows of tokens are laid out as `prompt_tree` describes. Otherwise
+  each row is one sequence.
+  """
   if not is_exact(config):
     if kv_dtype is not None:
       raise ValueError(
@@ -92,8 +96,8 @@ class ExactUncachedKV(UncachedKV):
   ) -> jax.Array:
     """See `UncachedKV`."""
 
-    # `with_gradient` requires functions that close over no arrays, so the tree
-    # is an argument of both.
+    # `with_gradient` requires functions that close over no arrays, so both
+    # functions take the tree as an argument.
     def exact(tree: Any, q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
       options = kernels.AttentionOptions(sinks=sinks, **numbers)
       return _attend_tree(tree, q, k, v, options=options, dtype=self.dtype)
@@ -147,7 +151,7 @@ class ExactTreeKV(ExactUncachedKV, TreeKV):
 
 
 def _fast(tree: Tree | None) -> UncachedKV:
-  """Returns the `UncachedKV` with fast numerics, which defines gradients."""
+  """Returns the `UncachedKV` of fast numerics, which computes gradients."""
   return UncachedKV() if tree is None else TreeKV(tree=tree)
 
 
@@ -158,13 +162,13 @@ def _attend_tree(
   v: jax.Array | None,
   **options: Any,
 ) -> jax.Array:
-  """Computes causal attention [N, T, H, D] in trees, or in rows of tokens."""
+  """Computes causal attention [N, T, H, D] in N trees, or in N sequences."""
   if tree is None:
     zeros = jnp.zeros(q.shape[:1], jnp.int32)
     return _attend(q, k, v, zeros, **options)
   outs = []
   # A rollout runs each branch as a separate sequence. To get the same bits, the
-  # keys of its ancestors are copied in front of the branch's keys.
+  # branch's keys are preceded by copies of its ancestors' keys.
   for level, queries in enumerate(tree.split(q)):
     if queries.size == 0:
       width = options.get("value_dim") or k.shape[3]
@@ -202,8 +206,8 @@ def _attend(
   """
   rows, tokens, heads, dim = k.shape
   pages = -(-tokens // _PAGE_SIZE)
-  # One page more than rows need, because page 0 is a cache's null page, which
-  # is never written.
+  # One page more than the sequences need, because page 0 is the null page of a
+  # cache, which is never written.
   config = CacheConfig(
     num_pages=rows * pages + 1,
     page_size=_PAGE_SIZE,

@@ -1,4 +1,4 @@
-"""Records the experts that each token uses, and replays them.
+"""Records the experts that each token uses, so that a trainer can replay them.
 
 Letters: J layers with experts, k experts per token in each such layer.
 """
@@ -116,7 +116,7 @@ def check_experts(
     raise ValueError(
       f"`experts` must have the shape {list(expected)}, {num_chosen} experts "
       f"for each token in each of {num_layers} layers with experts, got "
-      f"{list(experts.shape)}; pass those that a rollout recorded."
+      f"{list(experts.shape)}; pass the experts that a rollout recorded."
     )
   # The type must be signed, because negative ids mark tokens without a record.
   if not jnp.issubdtype(experts.dtype, jnp.signedinteger):

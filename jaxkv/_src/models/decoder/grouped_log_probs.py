@@ -38,20 +38,20 @@ def grouped_log_probs(
 ) -> Any:
   """Computes log-probs of completions that share prompts.
 
-  Returns the log-probs that `forward_uncached` gives for each prompt followed
-  by each of its completions. But each prompt is computed once, forward and
-  backward. Logits are computed in chunks, and only for tokens of completions.
-  With exact numerics, gradients exist only in reverse mode (not `jax.jvp`). To
-  score a sequence on its own, pass its first token as the prompt. Letters: N
-  prompts of up to P tokens, with G completions of up to R tokens; J layers with
-  experts, k experts per token in each such layer.
+  The log-probs are those that `forward_uncached` gives for each prompt followed
+  by each of its completions. In contrast to it, each prompt is computed once,
+  forward and backward, and logits are computed in chunks, only for tokens of
+  completions. With exact numerics, gradients exist only in reverse mode (not
+  `jax.jvp`). To score a sequence on its own, pass its first token as the
+  prompt. Letters: N prompts of up to P tokens, with G completions of up to R
+  tokens; J layers with experts, k experts per token in each such layer.
 
   Completions can form a tree, such as the turns of a search. Then
   `completions` is a tuple of levels: int32[N, G, R], int32[N, G, G', R'],
   int32[N, G, G', G'', R''] and so on. Lengths have the same shapes without the
   last axis. Each of the G branches of the first level has G' continuations at
-  the second level. A token attends to all its ancestors; positions count from
-  the root.
+  the second level. A token attends to all its ancestors, and its position is
+  the number of its ancestors' tokens plus those before it in its branch.
 
   On several devices, call it in `jax.shard_map` with all arrays split by N.
   Then no array is gathered, and exact numerics give the same bits as on one
@@ -64,8 +64,8 @@ def grouped_log_probs(
     prompts: int32[N, P], padded at the end.
     prompt_lengths: int32[N], 1 .. P; 0 for a prompt without completions.
     completions: int32[N, G, R], padded at the end; or a tuple of levels.
-    completion_lengths: int32[N, G], 0 .. R, where 0 means no completion; or a
-      tuple of levels.
+    completion_lengths: int32[N, G], 0 .. R, or a tuple of levels. A length of 0
+      means no completion.
     config: static; the decoder.
     temperature: divisor of the logits, as in `Sampling`. As in a rollout and in
       `score`, 0 has the effect of 1. A traced temperature that is negative,
@@ -73,8 +73,9 @@ def grouped_log_probs(
     experts: recorded experts of prompts and completions: signed integers
       [N, P, J, k] and [N, G, R, J, k], or a tuple of levels; see
       `forward_uncached`.
-    remat: static; True to save only each layer's input for the gradient and
-      recompute the layer. Needs less memory and up to a third more time.
+    remat: static; True to save only each layer's input for the gradient, which
+      then recomputes the layer. This needs less memory and up to a third more
+      time.
     kv_dtype: static; see `forward_uncached`.
 
   Returns:
@@ -82,9 +83,9 @@ def grouped_log_probs(
     tokens before it, and 0 past the lengths. If the length of a prompt or of
     one of its completions is out of range, all completions of the prompt get
     NaN. `mask & ~jnp.isnan(log_probs)` excludes these completions from a loss
-    and its gradient. A token outside the vocabulary gets NaN, and so do the
-    tokens that follow it in its completion and in continuations. It also makes
-    all gradients NaN, even if a mask excludes the token.
+    and its gradient. A token outside the vocabulary gets NaN, and so do all
+    tokens after it, also in continuations. Such a token makes all gradients
+    NaN, even if a mask excludes it.
 
   Raises:
     TypeError: an argument has the wrong type, such as tokens that are floats.
@@ -172,8 +173,8 @@ def _log_probs_of_levels(
   lengths = tuple(_flat(length, 0) for length in lengths)
   is_valid = _lengths_fit(lengths, widths)
   # Wrong lengths become 0 and padding becomes token 0, so that neither produces
-  # NaN. A mask afterwards would not suffice, because it multiplies gradients by
-  # 0, and 0 * NaN is NaN.
+  # NaN. A mask on the result would not suffice for gradients, because it
+  # multiplies them by 0, and 0 * NaN is NaN.
   lengths = tuple(jnp.where(is_valid[:, None], x, 0) for x in lengths)
   tokens = _padded([_flat(level, 1) for level in levels], lengths, 0)
   records = None
@@ -208,8 +209,8 @@ def _head_of_levels(
   """Returns log-probs float32[N, C, R] of each level, from x [N, T, E]."""
   outs = []
   for level, targets in enumerate(tokens[1:], 1):
-    # The last token of a parent predicts the first token of each child, so all
-    # children share one row of logits.
+    # The last token of a parent predicts the first token of each child, so its
+    # logits are computed once for all children.
     last = tree.last(level - 1)
     inputs = jnp.take_along_axis(x, last[..., None], axis=1, mode="clip")
     children = targets[..., 0].reshape(*last.shape, -1)
@@ -262,7 +263,8 @@ def _checked_levels(
       "`completions` and `completion_lengths` must have the same number of "
       f"levels (at least one), got {len(tokens) - 1} and {len(lengths) - 1}."
     )
-  # A level has the branching axes of its parent level and one axis more.
+  # The tokens of a level have the axes of the level above, with one more axis
+  # of branches before the last.
   shape, levels, sizes = (), [], []
   for level, length in zip(tokens, lengths, strict=True):
     name, axes = ("completions", "GR") if levels else ("prompts", "NP")

@@ -1,12 +1,15 @@
 """Divides a decoder's layers into cache groups, memory pools and loops.
 
-A memory layer is the part of a page that one decoder layer uses. All pages have
-the same number of memory layers, so the L layers of a decoder are divided
-evenly among C groups: layer i uses memory layer i // C of group i % C. C is the
-length of the pattern that the layers repeat, such as 1 if all layers are alike,
-or 6 if every sixth layer has no window. If C does not divide L, the last memory
-layer of some groups stays unused. A pool is the memory for the pages of all
-groups whose layers store the same kind and size of data.
+Layers of one cache group share a page table. Layer i of L is in group i % C,
+where the number of groups C is the length of the pattern that the layers
+repeat. C is 1 if all layers are alike, and 6 if every sixth layer has no
+window.
+
+A page holds the data of all layers of its group. The part of one layer is a
+memory layer: layer i uses memory layer i // C. All pages have the same number
+of memory layers, so the last one of some groups stays unused if C does not
+divide L. A pool is the memory for the pages of all groups whose layers store
+the same kind and size of data.
 
 A stretch is a run of layers in which a pattern of P layers repeats R times. A
 `lax.scan` over the repetitions runs the stretch, so XLA compiles the pattern
@@ -28,7 +31,7 @@ from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
 
 PoolKey = tuple[str, tuple[int, ...]]
-"""The kind and sizes of a pool. Layers with the same key share a pool."""
+"""The kind and sizes of a pool's data. Layers with equal keys share a pool."""
 
 _MAX_PATTERN = 16
 """The most layers of a pattern, a limit that bounds the search."""
@@ -101,7 +104,7 @@ def num_memory_layers(decoder: Decoder) -> int:
 @functools.cache
 def pools(decoder: Decoder) -> tuple[PoolKey, ...]:
   """Returns the distinct pools of a decoder's memory."""
-  # A dict and not a set, because pools are in the order of the layers.
+  # A dict and not a set, because the order of the layers must be kept.
   return tuple(
     dict.fromkeys(pool_key(layer.attention) for layer in decoder.layers)
   )
@@ -133,7 +136,7 @@ def _period(items: list) -> int:
 def _longest_stretch(layers: tuple[Layer, ...], period: int) -> tuple[int, int]:
   """Returns pattern size and repetitions of the longest stretch at the start.
 
-  If no pattern repeats, the stretch is one period.
+  If no pattern repeats, the stretch is one repetition of `period` layers.
   """
   best = (min(period, len(layers)), 1)
   # The group is a static index in the compiled loop, so a layer of the pattern

@@ -58,9 +58,9 @@ def init_kv(
     `record_experts`, a tuple whose last item is an `ExpertIdPages`.
 
   Raises:
-    ValueError: the groups of the cache are not those of the decoder; or, with
-      `record_experts`, no layer has experts, layers differ in the number of
-      experts per token, or all layers have a window.
+    ValueError: the groups of the cache are not those of the decoder. With
+      `record_experts`, also if no layer has experts, if layers differ in the
+      number of experts per token, or if all layers have a window.
 
   Examples:
     >>> import jaxkv
@@ -95,7 +95,7 @@ def init_kv(
         )
       )  # fmt: skip
     elif name == "latents":
-      # Attention reads a latent as key and as value, so it is stored once.
+      # A latent is stored once, although attention reads it as key and value.
       pools.append(
         init_pages(
           config, num_layers=layers, num_kv_heads=1, head_dim=sum(sizes),
@@ -107,7 +107,8 @@ def init_kv(
         DeltaNet(**dict(zip(_DELTA_NET, sizes, strict=True)))
       )
       pools.append(init_states(config, num_layers=layers, shapes=shapes))
-  # This pool comes last, so that it does not change the indices of other pools.
+  # The expert ids come last, so that the indices of other pools do not depend
+  # on `record_experts`.
   if record_experts:
     pools.append(expert_records.init_pool(decoder, config))
   return tuple(pools) if len(pools) > 1 else pools[0]
@@ -133,7 +134,7 @@ def check_pools(
     )
   num_layers = groups.num_memory_layers(config)
   for pool in pools:
-    # Not `!=`, because a pool may have more layers than the decoder uses.
+    # Not `!=`, because a pool may have more memory layers than a decoder uses.
     if pool.num_layers < num_layers:
       raise ValueError(
         f"`kv` must have {num_layers} layers for config, got "

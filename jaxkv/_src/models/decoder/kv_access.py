@@ -38,9 +38,9 @@ class Location(NamedTuple):
 
   Attributes:
     group: the layer group of the cache.
-    layer: int32[], the part of each page that holds this layer's data (see the
-      module `groups`).
-    pool: index of the pool with these pages.
+    layer: int32[], the memory layer: the part of each page that holds this
+      layer's data (see `groups`).
+    pool: index of the pool that has the group's pages.
     expert_layer: int32[], index of the layer among the layers with experts.
   """
 
@@ -146,9 +146,9 @@ class PagedKV:
     location = mixer.location
     pool, view = pools[location.pool], self.views[location.group]
     layer = location.layer
-    # A packed call writes only one state per row, but each full page must hold
-    # the state at its end. So a row of a packed call must not cross the end of
-    # a page. Rollouts schedule the tokens of prompts accordingly.
+    # A packed call writes only one state per sequence, but each full page must
+    # hold the state at its end. So the tokens of a sequence in a packed call
+    # must not cross the end of a page. Rollouts schedule prompts accordingly.
     if isinstance(view, PackedView):
       out, pool = recurrent_pages.run_packed(run, inputs, pool, view, layer)
     else:
@@ -198,8 +198,9 @@ class UncachedKV:
   ) -> MixerOutput:
     """Attends to keys and values projected from latents."""
     latent, rotated = inputs.latent, inputs.rotated_key
-    # Without a cache many queries read each key. So it costs less to build the
-    # keys once than to attend at the width of the latents, as `PagedKV` does.
+    # `PagedKV` attends to the latents themselves, which are wider than keys.
+    # Without a cache many queries read each key, so it costs less to build the
+    # keys once.
     keys = jnp.einsum("btl,lhd->bthd", latent, mixer.weights["key"])
     values = jnp.einsum("btl,lhv->bthv", latent, mixer.weights["value"])
     shape = (*keys.shape[:3], rotated.shape[3])
@@ -218,8 +219,8 @@ class UncachedKV:
   ) -> MixerOutput:
     """Runs a recurrence on inputs [B, T, ...] of whole sequences."""
     rows, tokens = inputs[0].shape[:2]
-    # `num_tokens` includes the padding at the end of each row. A recurrence
-    # only looks back, so padding does not change the outputs before it.
+    # `num_tokens` includes the padding at the end of each sequence. A
+    # recurrence only looks back, so padding does not change earlier outputs.
     num_tokens = jnp.full((rows,), tokens, jnp.int32)
     state = recurrent_pages.empty_state(mixer.kind, rows)
     return run(inputs, state, num_tokens)[0], pools

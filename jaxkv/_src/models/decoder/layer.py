@@ -44,14 +44,14 @@ def run(
 ) -> Carry:
   """Runs one layer, with a `PagedKV` or `UncachedKV` as `access`."""
   (x, pools), call = carry, token_wise(decoder)
-  # Exact numerics require functions that close over no arrays. So only the
-  # static descriptions are bound here, and all arrays are arguments.
+  # Exact numerics require functions that close over no arrays. So `bind` fixes
+  # only static descriptions, and all arrays are arguments.
   bind = functools.partial
   angles = attentions.angles_of(layer, rotations, decoder)
   inputs = call(bind(_mixer_inputs, layer, decoder), weights, x, angles)
   mixer = kv_access.Mixer(layer.attention, location, weights)
   out, pools = _mix(inputs, mixer, access, pools, decoder)
-  # Only the inputs of latent attention have no field `gate`.
+  # `LatentInputs` is the only class of inputs without a field `gate`.
   gate = None if isinstance(inputs, attentions.LatentInputs) else inputs.gate
   replay = None
   if not isinstance(layer.mlp, Mlp):
@@ -96,7 +96,7 @@ def _mix(
 ) -> kv_access.MixerOutput:
   """Runs the token mixer, the only step that depends on other tokens."""
   if isinstance(mixer.kind, DeltaNet):
-    # The gate is left out, because `output_recurrence` multiplies by it later.
+    # `output_recurrence` multiplies by the gate later.
     arrays = (inputs.channels, inputs.beta, inputs.decay)
     run = recurrence(decoder, mixer.kind, mixer.weights)
     return access.recurrent(mixer, run, arrays, pools)
@@ -137,7 +137,7 @@ def _after_mixer(
   gate: jax.Array | None,
   replay: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Adds the outputs of mixer and MLP, and returns [B, T, E] and expert ids."""
+  """Adds the outputs of mixer and MLP to x, and returns x and expert ids."""
   x = _add_mixer_output(layer, decoder, weights, x, out, gate)
   y, experts = _norm(x, weights, "mlp_norm", decoder), None
   if isinstance(layer.mlp, Mlp):

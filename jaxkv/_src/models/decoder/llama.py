@@ -36,8 +36,8 @@ def llama(
     num_kv_heads: K, key-value heads, a divisor of H.
     head_dim: D, the even size of a head. H * D can differ from E.
     mlp_dim: F, inner width of the gated MLP.
-    windows: the windows of the first layers, a pattern that repeats over all
-      layers; see `Attention.window`.
+    windows: a pattern of windows, which repeats over the layers; see
+      `Attention.window`.
     rope_base: base of the rotary positions (see `Rope`), or a tuple with one
       base for each window of the pattern.
     norm_eps: added to the mean square in RMSNorm.

@@ -1,4 +1,4 @@
-"""Log-probs of tokens from the output of the last layer."""
+"""Log-probs of tokens, computed from the output of the last layer."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ from jaxkv._src.models.decoder.numerics import is_exact
 from jaxkv._src.models.decoder.params import Params
 
 _MAX_LOGITS = 2**24
-"""The most logits in memory at a time, which take 64 MiB. With a vocabulary of
-49,152 they are 341 rows."""
+"""The most logits in memory at a time. They take 64 MiB, and are those of 341
+positions for a vocabulary of 49,152."""
 
 
 def of_tokens(
@@ -23,14 +23,14 @@ def of_tokens(
   *,
   max_logits: int = _MAX_LOGITS,
 ) -> jax.Array:
-  """Computes log-probs of tokens without storing the logits of all rows.
+  """Computes log-probs of tokens without storing the logits of all positions.
 
-  Logits are computed in chunks of rows, and recomputed for the gradient.
+  Logits are computed in chunks of positions, and recomputed for the gradient.
 
   Args:
     params: parameters of the decoder.
-    x: [..., E], output of the last layer, with X rows of width E in all.
-    tokens: int32[..., S], S alternative next tokens of each row.
+    x: [..., E], output of the last layer at X positions in all.
+    tokens: int32[..., S], S alternative next tokens of each position.
     temperature: float32[], above 0, the divisor of the logits.
     config: static; the decoder.
     max_logits: static; the most logits in memory at a time.
@@ -56,7 +56,7 @@ def of_tokens(
       logits = all_logits.head(params, x[None], config)[0]
       return _exact(logits, tokens, temperature)
     logits = all_logits.head(params, x, config)
-    # Differences to the maximum are at most 0, so a low temperature cannot make
+    # Logits minus their maximum are at most 0, so a low temperature cannot make
     # them overflow to +inf.
     maximum = jnp.max(logits, axis=-1, keepdims=True)
     logits = (logits - jax.lax.stop_gradient(maximum)) / temperature
@@ -66,8 +66,8 @@ def of_tokens(
     )
     return token_logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
-  # In a loop XLA cannot merge the recomputation with the forward pass, so
-  # `prevent_cse`, which costs time, is not needed.
+  # `prevent_cse` costs time. It is not needed, because XLA cannot merge the
+  # recomputation with the forward pass if both are in loops.
   out = jax.lax.map(jax.checkpoint(of_chunk, prevent_cse=False), (x, tokens))
   return out.reshape(number * size, -1)[:rows].reshape(shape)
 
@@ -77,7 +77,8 @@ def _exact(
 ) -> jax.Array:
   """Returns exact log-probs float32[X, S] for float32[X, V], int32[X, S]."""
   count = tokens.shape[1]
-  # Rows are repeated, because the exact function takes one token per row.
+  # Logits are repeated, because the exact function takes one token per row of
+  # logits.
   if count > 1:
     logits = jnp.repeat(logits, count, axis=0)
   temperatures = jnp.broadcast_to(temperature, (tokens.size,))

@@ -29,7 +29,7 @@ def run(
   selection: LogitSelection | jax.Array,
   config: Decoder,
 ) -> tuple[jax.Array, Pools]:
-  """Returns logits float32[B, P, V] of P tokens per row, and the pools.
+  """Returns logits float32[B, P, V] of P tokens per sequence, and the pools.
 
   Args:
     params: parameters of the decoder.
@@ -37,15 +37,15 @@ def run(
     positions: int32[B, T].
     pools: the memory that `access` reads and writes.
     access: a `PagedKV` or `UncachedKV` of `kv_access`.
-    num_tokens: int32[B], tokens of each row, which "last" needs.
+    num_tokens: int32[B], tokens of each sequence, which "last" needs.
     selection: the tokens that get logits, by name or as columns int32[P].
     config: static; the decoder.
   """
   _check_selection(tokens, num_tokens, selection)
   check_params(params, config)
   x, pools = stack.run(params, tokens, positions, pools, access, config)
-  # The selection comes first, because the head computes V logits for each
-  # token.
+  # Tokens are selected before the head, because the head computes V logits for
+  # each token.
   return head(params, _select(x, num_tokens, selection), config), pools
 
 
@@ -63,7 +63,8 @@ def _head(config: Decoder, weights: Params, x: jax.Array) -> jax.Array:
   x = rms_norm(x, weights["final_norm"], config.norm_eps, config.norm_offset)
   unembed = weights["unembed"]
   if config.tied_embeddings:
-    # Transposed here, because exact numerics compile this function separately.
+    # The transpose is inside this function, which exact numerics compile as a
+    # program of its own.
     unembed = unembed.T
   logits = jnp.einsum(
     "...e,ev->...v", x, unembed, preferred_element_type=jnp.float32
@@ -90,7 +91,8 @@ def _select(
       '`logits` must be "all" or "none" with a PackedView, got "last"; give '
       "`columns`."
     )
-  # The index of an empty row is clamped, because -1 would count from the end.
+  # The index is 0 for a sequence without tokens, because -1 would count from
+  # the end.
   last = jnp.maximum(num_tokens - 1, 0)[:, None, None]
   return jnp.take_along_axis(x, last, axis=1, mode="fill")
 

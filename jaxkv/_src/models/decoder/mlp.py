@@ -88,7 +88,8 @@ def route(
   x: jax.Array, weights: Params, experts: Experts, replay: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
   """Routes tokens [N, E] to experts int32[N, k], with factors float32[N, k]."""
-  # Corrections and groups change only the ranking, not the factors.
+  # Corrections and groups change only which experts are chosen. The factors
+  # come from the original scores.
   scores = ranking = _scores(x, weights, experts)
   if experts.corrected:
     ranking = ranking + weights["correction"].astype(jnp.float32)[None]
@@ -145,8 +146,8 @@ def _run_experts(
   """Returns the weighted sum of each token's experts, [N, E]."""
   count = choice.shape[1]
   expert = choice.reshape(-1)
-  # Rows are sorted by expert, because `ragged_dot` requires that the rows of an
-  # expert are contiguous.
+  # A row is a pair of a token and one of its experts. Rows are sorted by
+  # expert, because `ragged_dot` requires contiguous rows for each expert.
   order = jnp.argsort(expert, stable=True).astype(jnp.int32)
   sizes = jnp.zeros((experts.num_experts,), jnp.int32).at[expert].add(1)
   rows = x[order // count]
@@ -167,8 +168,8 @@ def _run_experts(
     up = jnp.clip(up, -experts.limit, experts.limit)
     inner = (up + 1) * gate * jax.nn.sigmoid(gate * _SLOPE)
   out = project(inner, "expert_down")
-  # The inverse permutation gathers the k rows of a token side by side, to sum
-  # them. A scatter-add would sum them in no fixed order on a GPU.
+  # The inverse permutation gathers the k rows of a token side by side, and a
+  # sum follows. A scatter-add would sum rows in no fixed order on a GPU.
   inverse = (
     jnp.zeros_like(order)
     .at[order]

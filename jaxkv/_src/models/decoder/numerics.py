@@ -11,9 +11,9 @@ from jaxkv._src.models.decoder.description import DeltaNet
 from jaxkv._src.models.decoder.params import Params
 
 TokenWise = Callable[..., Any]
-"""`(function, weights, *arrays) -> function(weights, *arrays)` for arrays
-[B, T, ...]. The function must compute each token independently and must not
-close over arrays."""
+"""A call with `(function, weights, *arrays)` returns `function(weights,
+*arrays)`, for arrays [B, T, ...]. The function must compute each token
+independently and must not close over arrays."""
 
 
 def is_exact(decoder: Decoder) -> bool:
@@ -25,7 +25,7 @@ def token_wise(decoder: Decoder) -> TokenWise:
   """Returns a `TokenWise`, which runs in tiles if numerics are exact."""
   if not is_exact(decoder):
     return lambda function, weights, *arrays: function(weights, *arrays)
-  # Tiles fix the number of rows of each product, on which rounding depends.
+  # Rounding depends on the number of tokens in a product, which a tile fixes.
   return functools.partial(token_loop.in_tiles, decoder.tile)
 
 

@@ -1,11 +1,11 @@
 """Parameters of a decoder: names, shapes and random initialization.
 
 The tree has "embed" [V, E], "final_norm" [E], "unembed" [E, V] unless tied, and
-"layers": a tuple with one entry per stretch of `groups.stretches`. An entry is
-a tuple with one dict per layer of the stretch's pattern. All arrays of a dict
-have a leading axis of R repetitions, so that a scan can slice them. The tables
-list the arrays of a layer's dict without this axis. `description` defines the
-letters.
+"layers". A stretch is a run of layers that repeat a pattern R times (see
+`groups`). "layers" is a tuple with one entry per stretch, and an entry is a
+tuple with one dict per layer of the pattern. All arrays of a dict have a
+leading axis of R repetitions, so that a scan can slice them. The tables list
+the arrays of a dict without this axis. `description` defines the letters.
 
 | name                       | of `Attention`                                  |
 |----------------------------|-------------------------------------------------|
@@ -92,10 +92,10 @@ class Leaf:
 
   Attributes:
     shape: shape of the array.
-    fan_in: number of inputs of a projection, which is initialized at random.
-      None initializes with ones, 0 with zeros.
+    fan_in: number of inputs of a projection, whose weights are drawn at random.
+      None for a parameter of ones, 0 for a parameter of zeros.
     residual: True if the projection's output is added to the residual stream.
-    offset: True if `Decoder.norm_offset` is added to the parameter.
+    offset: True for a norm's weights, to which `Decoder.norm_offset` is added.
     dtype: dtype of the array; None for the decoder's dtype.
   """
 
@@ -249,7 +249,7 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
 
   Returns:
     A dict with "embed" [V, E], "final_norm" [E], "unembed" [E, V] unless tied,
-    and "layers": dicts of arrays [R, ...], stacked over R repeated layers.
+    and "layers": dicts of arrays, each stacked over R repeated layers.
 
   Examples:
     >>> import jax
@@ -287,8 +287,8 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
     return (noise[begin:cursor].reshape(leaf.shape) * gain).astype(dtype)
 
   def arrays(node: Any) -> Any:
-    # `jax.tree.map` would visit names in another order, and so change the
-    # parameters that a random key gives.
+    # `jax.tree.map` would sort the names. Then the same random key would give
+    # other parameters.
     if isinstance(node, Leaf):
       return array(node)
     if isinstance(node, dict):

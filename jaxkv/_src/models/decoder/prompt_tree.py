@@ -1,8 +1,8 @@
-"""The layout of a tree of tokens in one row.
+"""The layout of a tree of tokens in one row of an array.
 
 The root of a tree is a prompt, at level 0. Each branch of a level continues a
-branch of the level above. A row has all tokens of a tree, level after level and
-branch after branch:
+branch of the level above. One row has all tokens of a tree, level after level
+and branch after branch:
 
   | prompt, P columns | G branches of R columns each | G * G' of R' | ...
 
@@ -28,8 +28,8 @@ class Tree:
     branches: C_l of each level.
     widths: R_l of each level, at least 1.
     lengths: int32[N, C_l] of each level, the number of tokens of each branch.
-      At the last level a length can be R_l + 1, because rows may omit the last
-      token of each such branch.
+      At the last level a length can be R_l + 1. Then the row omits the last
+      token of the branch, which predicts no other token.
     starts: int32[N, C_l] of each level, the number of tokens before the branch,
       counted from the root.
   """

@@ -30,13 +30,13 @@ def run_rows(
   view: View | FreshView,
   layer: jax.Array | int,
 ) -> tuple[jax.Array, StatePages]:
-  """Runs rows of tokens [B, T, ...] and stores the states after them."""
+  """Runs T tokens of each of B sequences, and stores the states after them."""
   rows, size = rows_of(view), pool.page_size
   if inputs[0].shape[1] == 1:
     return _run_stored(run, inputs, pool, rows, layer)
   # Other sequences can reuse a full page as a prefix, so a full page must hold
-  # the state at its end. So the tokens that fill a partly filled page, called
-  # the head of a row, run before the others, called the tail.
+  # the state at its end. A row is therefore run in two parts. The head of a row
+  # is the tokens that fill a partly filled page. The tail is the other tokens.
   room = -rows.starts % size
   head_counts = jnp.where(room < rows.num_tokens, room, 0)
 
@@ -48,7 +48,7 @@ def run_rows(
     shape = jax.eval_shape(run_head, pool)[0]
     return jnp.zeros(shape.shape, shape.dtype), pool
 
-  # If no row fills a partly filled page, the head is skipped at run time.
+  # If no row has a head, the first part is skipped at run time.
   head_out, pool = jax.lax.cond(
     jnp.any(head_counts > 0), run_head, skip_head, pool
   )
@@ -82,7 +82,7 @@ def run_packed(
   view: PackedView,
   layer: jax.Array | int,
 ) -> tuple[jax.Array, StatePages]:
-  """Runs the decode tokens of a packed call [1, T, ...], then its prompts."""
+  """Runs a packed call [1, T, ...]: its decode tokens, then its prompts."""
   decode = rows_of(view.decode)
   count = decode.starts.shape[0]
   single = tuple(array[0, :count, None] for array in inputs)
@@ -91,7 +91,7 @@ def run_packed(
   if view.prefill is not None:
     columns = inputs[0].shape[1] - count
     num_tokens = view.prefill.num_tokens
-    # A row has at most a page of tokens, see `PagedKV.recurrent`.
+    # A prompt has at most a page of tokens here, see `PagedKV.recurrent`.
     width = min(pool.page_size, columns)
     rows = tuple(
       delta_net.to_rows(array[0, count:], num_tokens, width) for array in inputs
@@ -115,7 +115,7 @@ def _run_stored(
 
 
 def empty_state(attention: DeltaNet, rows: int) -> dict[str, jax.Array]:
-  """Returns zeros, the states of sequences before their first token."""
+  """Returns the states before the first token, which are zeros."""
   return {
     name: jnp.zeros((rows, *shape), dtype)
     for name, (shape, dtype) in state_shapes(attention).items()

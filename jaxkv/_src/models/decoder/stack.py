@@ -40,8 +40,8 @@ def run(
 ) -> Carry:
   """Runs all layers, and returns [B, T, E] before the last norm, and the pools.
 
-  With `remat` a gradient saves only the input of each layer, and recomputes the
-  layer from it.
+  With `remat` only the input of each layer is saved for a gradient, which then
+  recomputes the layer.
   """
   embed = functools.partial(_embed, decoder)
   x, rotations = token_wise(decoder)(embed, params["embed"], tokens, positions)
@@ -68,8 +68,8 @@ def _embed(
   decoder: Decoder, embed: jax.Array, tokens: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, attentions.Rotations]:
   """Returns embeddings [B, T, E] and the rotary angles of positions."""
-  # A token out of range must give NaN. By default jax would read another row:
-  # it clamps large indices, and negative ones count from the end.
+  # A token out of range must give NaN. By default jax would read the embedding
+  # of another token, because it clamps large indices and wraps negative ones.
   x = embed.at[tokens].get(
     mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
   )
@@ -113,8 +113,8 @@ def _repeat(
   repetitions = jnp.arange(stretch.repetitions, dtype=jnp.int32)
   # If the pattern has several layers, `_read_weights` slices the weights.
   slices = weights if size == 1 else None
-  # The pools of all layers are in the carry. If they were scanned inputs and
-  # outputs with a slice per layer, XLA would copy them in each step.
+  # The carry has the whole pools. If the scan sliced them by layer, as inputs
+  # and outputs, XLA would copy the pools in each step.
   return jax.lax.scan(repeat, carry, (repetitions, slices))[0]
 
 
@@ -124,7 +124,7 @@ def _location(
   number: int,
   repetition: jax.Array | int,
 ) -> Location:
-  """Returns the pool and memory layer of layer `number` of a pattern."""
+  """Returns the `Location` of a pattern's layer `number` in a repetition."""
   period, index = groups.period(decoder), stretch.first + number
   group = index % period
   # A repetition advances whole periods, so the group is static and only the

@@ -1,8 +1,8 @@
 """Attention and recurrences in trees of tokens.
 
-A token attends to its ancestors and to earlier tokens of its branch. One
-product computes the scores of a prompt's keys with the queries of all its
-completions, so that the keys are read once.
+`prompt_tree` describes the trees. A token attends to its ancestors and to
+earlier tokens of its branch. One product computes the scores of a prompt's keys
+with the queries of all its completions, so that the keys are read once.
 
 Letters in addition to those of `prompt_tree`: H query heads, K key-value heads,
 D head size, X size of a value, g query heads per key-value head, l level of the
@@ -94,8 +94,8 @@ def attend(
     scores = scores * factor
     if soft_cap is not None:
       scores = soft_cap * jnp.tanh(scores / soft_cap)
-    # The mask is added, because the gradient of an addition stores nothing.
-    # `where` on the scores would store its condition.
+    # The mask is added, because the gradient of an addition stores nothing. The
+    # gradient of `where` on the scores would store the mask.
     mask = _mask(tree, level, ancestor, window)[:, :, None, None]
     return scores + jnp.where(mask, jnp.float32(0), -jnp.inf)
 
@@ -135,8 +135,8 @@ def _mask(
   if level == ancestor:
     keys = jnp.arange(tree.widths[level], dtype=jnp.int32)
     distance = (keys[:, None] - keys[None])[None, None]
-    # Padding is not masked out. It attends to itself, so that each softmax has
-    # a finite score.
+    # Padding is not masked out here. It attends to itself, so that its softmax
+    # has a finite score.
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
   columns = prompt_tree.columns(tree.widths[ancestor])
@@ -153,9 +153,9 @@ def _mask(
 def _softmax(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
   """Computes one softmax over the last axes of all parts.
 
-  Each level j of keys has a part: the scores [N, C_j, K, g, Q, R_j] of the same
-  queries, grouped by branch of the keys. In the last part these branches are
-  also the branches of the queries.
+  There is one part per level j of keys: the scores [N, C_j, K, g, Q, R_j] of
+  the same queries with these keys, grouped by the branches of the keys. The
+  last part is grouped by the branches of the queries, because there j = l.
   """
   maxima = [_by_query_branch(jnp.max(part, axis=-1), parts) for part in parts]
   maximum = maxima[0]
@@ -166,8 +166,8 @@ def _softmax(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
   return tuple(power / _by_key_branch(total, power) for power in powers)
 
 
-# Like the gradient of `jax.nn.softmax`, this rule stores only the result. The
-# automatic gradient of the code above would also store scores and powers.
+# Like the gradient of `jax.nn.softmax`, this rule stores only the weights. The
+# automatic gradient of `_softmax` would also store scores and powers.
 
 
 @_softmax.defjvp
