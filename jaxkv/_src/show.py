@@ -89,15 +89,15 @@ def show(
 
   Each cell is a page with its number. The colour shows the page's kind: in use
   by one sequence, shared by several, pinned, free, or free but still cached. A
-  dot marks a page that is in use and cached, so that a new sequence can also
-  hit it. A slot shows the pages of its sequence in order, and the length in
-  tokens. A bar shows how much of the last page is filled. The free queue shows
-  the free pages in the order in which they will be popped.
+  dot marks a page that is in use and cached, which a new sequence can share.
+  A slot shows the pages of its sequence in order, and the length in tokens. A
+  bar shows how much of the last page is filled. The free queue shows the free
+  pages in the order in which they will be popped.
 
-  The background is transparent. The figure does not belong to pyplot. So a
-  notebook displays it if it is the last expression of a cell, and
-  `figure.savefig` writes it to a file. Draws on the host, so call it outside
-  `jit`. Needs matplotlib.
+  The background is transparent. The figure does not belong to pyplot: a
+  notebook displays the figure only if it is the last expression of a cell, and
+  `figure.savefig` writes it to a file. Call the function outside `jit`, because
+  it draws on the host. Needs matplotlib.
 
   Args:
     state: one cache of at most 4,096 pages.

@@ -21,7 +21,7 @@ _TAIL_LOW, _TAIL_HIGH = 0x80, 0xBF
 
 
 def characters(ranges: Ranges) -> Grammar:
-  """Returns the grammar of one character of the ranges, in UTF-8."""
+  """Returns the grammar of single characters from ranges, in UTF-8."""
   parts = []
   for low, high in ranges:
     for first, last in _LENGTHS:

@@ -22,7 +22,7 @@ class Grammar:
 
 @dataclasses.dataclass(frozen=True)
 class ByteSet(Grammar):
-  """The strings of one byte that is in a set.
+  """The strings that consist of one byte of a set.
 
   Attributes:
     mask: bit b is set if byte b is in the set.

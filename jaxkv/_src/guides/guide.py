@@ -64,17 +64,20 @@ class Guide:
 
   Any token can be the stop token, even one that has bytes.
 
+  The mask of a state depends on the number of remaining tokens. So each state
+  has consecutive entries in `rows`. The first entry is for `distance` remaining
+  tokens, and each following entry for one more. The last entry is also for all
+  larger numbers.
+
   Attributes:
     start: the start state of each grammar.  # int32[N]
     home: for each state, the start state of its grammar.  # int32[S]
     next: the state after a state and a byte.  # int32[S, 256]
     distance: the fewest tokens that complete a text from each state, the stop
       token included; 2**30 if no tokens can.  # int32[S]
-    first: the index in `rows` of each state's entry for `distance` remaining
-      tokens. Each following entry is for one more token.  # int32[S]
-    last: the index in `rows` of each state's last entry, which is also for all
-      larger numbers of remaining tokens.  # int32[S]
-    rows: the row in `masks` of each entry.  # int32[X]
+    first: the index of each state's first entry in `rows`.  # int32[S]
+    last: the index of each state's last entry in `rows`.  # int32[S]
+    rows: each entry's row in `masks`.  # int32[X]
     masks: distinct bitmasks, see `bitmask`.  # uint32[U, ceil(V / 32)]
     tokens: the bytes of all tokens.
     max_bytes: bytes of the longest text of all grammars; None if unbounded.
@@ -192,8 +195,8 @@ class Guide:
     # At the first call of a turn `read` is not used, because the last token
     # then belongs to the prompt.
     read = advance_states(self.next, self.tokens, user.state, rows.last_tokens)
-    # No byte leads to a state of another grammar. So each state has one start,
-    # and rows need no index of their grammar.
+    # No byte leads to a state of another grammar. So the state determines the
+    # start state, and the index of the grammar is not stored.
     home = indexing.take(self.home, user.state)
     state = jnp.where(rows.counts == 0, home, read)
     bits = self.allowed(state, user.limit - rows.counts)
@@ -206,8 +209,9 @@ class Guide:
       state: int32[R].
       left: int32[R], the remaining tokens, the stop token included.
     """
-    # With fewer tokens than `distance`, the text cannot end in time. The mask
-    # of `distance` then allows the tokens on the shortest way to its end.
+    # With fewer tokens than `distance`, the text cannot end in time. Then the
+    # mask for `distance` tokens allows the tokens on the shortest way to its
+    # end.
     extra_tokens = jnp.maximum(left - indexing.take(self.distance, state), 0)
     entry = indexing.take(self.first, state)
     num_entries = indexing.take(self.last, state) - entry

@@ -3,8 +3,8 @@
 The blocks of a partition are split until all states of a block lead to the same
 blocks (Moore, "Gedanken-experiments on sequential machines", 1956). The first
 partition already separates states by the lengths of the shortest and longest
-string that they accept. These lengths distinguish most states of counted
-repeats, which would otherwise take one iteration per repetition.
+string that they accept. Without these lengths, the states of a counted repeat
+would take one iteration per repetition.
 """
 
 import numpy as np
@@ -46,10 +46,10 @@ def minimize(
 
 def _refine(table: np.ndarray, origin: np.ndarray) -> np.ndarray:
   """Splits blocks until all states of a block lead to the same blocks."""
-  # Random hashes of rows distinguish blocks quickly. Hashes can collide, so the
-  # last iterations compare rows entry by entry.
+  # Random hashes of the table's rows are compared first, because this is fast.
+  # Hashes can collide, so the last iterations compare rows entry by entry.
   random = np.random.default_rng(0)
-  # Odd weights are invertible modulo 2**64, so no column's label is lost.
+  # Odd weights are invertible modulo 2**64, so a product keeps all bits of a label.
   weights = random.integers(0, 2**63, table.shape[1] + 1, np.uint64) * 2 + 1
   block, exact = origin, False
   while True:
@@ -90,7 +90,10 @@ def _quotient(
 
 
 def shortest_accepted(next: np.ndarray, accepts: np.ndarray) -> np.ndarray:
-  """Returns the byte length of each state's shortest string, -1 for none."""
+  """Returns the length of each state's shortest accepted string, -1 for none.
+
+  Lengths are in bytes.
+  """
   # A breadth-first search, backwards from the accepting states.
   begin, end = _edges(next)
   order = np.argsort(end, kind="stable")
@@ -109,10 +112,10 @@ def shortest_accepted(next: np.ndarray, accepts: np.ndarray) -> np.ndarray:
 
 
 def longest_accepted(table: np.ndarray, ends: np.ndarray) -> np.ndarray:
-  """Returns the byte length of each state's longest string, int[S].
+  """Returns the length of each state's longest accepted string, int[S].
 
-  Returns -1 for state 0, which must be the only dead state, and 2**30 for a
-  state whose strings are unbounded.
+  Lengths are in bytes: -1 for state 0, which must be the only dead state, and
+  2**30 for a state whose strings are unbounded.
   """
   begin, end = _edges(table)
   is_live = (begin != DEAD) & (end != DEAD)

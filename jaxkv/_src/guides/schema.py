@@ -4,8 +4,8 @@
 |--------------------------------------------------|---------------------------|
 | `type`                                           | one type or a list        |
 | `enum`, `const`, `anyOf`                         | yes                       |
-| `$ref`                                           | into the schema, if it is |
-|                                                  | not recursive             |
+| `$ref`                                           | into the same schema, but |
+|                                                  | not recursively           |
 | `properties`, `required`, `additionalProperties` | yes                       |
 | `items`, `minItems`, `maxItems`                  | yes                       |
 | `minLength`, `maxLength`, `pattern`              | lengths or a pattern      |
@@ -55,9 +55,9 @@ def json_schema(schema: Schema | str, *, whitespace: str = "[ ]?") -> Grammar:
   Every text of the grammar is valid under the schema, but not every valid text
   is in the grammar. Properties come in the order of the schema. An object with
   `properties` has no other ones, even if `additionalProperties` allows them.
-  Strings have no `\uXXXX` escapes. A value described by `{}`, or by an object
-  or array type alone, nests a few levels at most. The module's table lists the
-  keywords.
+  Strings have no `\uXXXX` escapes. If a schema does not describe the contents
+  of an object or array, these nest a few levels at most. The module's table
+  lists the keywords.
 
   Needs the extra `schema` (`outlines_core`).
 
@@ -70,7 +70,7 @@ def json_schema(schema: Schema | str, *, whitespace: str = "[ ]?") -> Grammar:
   Raises:
     ImportError: `outlines_core` is not installed.
     ValueError: a keyword is not supported or contradicts another one. The
-      message names its path.
+      message names the path of the keyword.
 
   Examples:
     >>> from jaxkv._src.guides.dfa import compile_grammar
@@ -96,9 +96,9 @@ def json_schema(schema: Schema | str, *, whitespace: str = "[ ]?") -> Grammar:
 class _Reducer:
   """Checks a schema and reduces it to keywords that outlines_core expresses.
 
-  outlines_core ignores unknown keywords. If a schema has two keywords that it
-  cannot combine, such as `pattern` and `maxLength`, it ignores one of them. So
-  the schema is rebuilt from the keywords that are checked here.
+  outlines_core ignores unknown keywords. It also ignores one of two keywords
+  that it cannot combine, such as `pattern` and `maxLength`. So this class
+  builds a new schema, which has only checked keywords.
   """
 
   def __init__(self, root: Schema):

@@ -40,8 +40,8 @@ class StopStrings:
     start: the first state of each sequence, or a scalar if all sequences have
       the same strings.  # int32[Q] or int32[]
     next: the state after a state and a byte.  # int32[S, 256]
-    ends: for each state, the index in its list of the string that ends in this
-      state; -1 if no string does.  # int32[S]
+    ends: the stop string that ends in each state, as an index into its list; -1
+      for no string.  # int32[S]
     tokens: the bytes of all tokens.
   """
 
@@ -80,15 +80,15 @@ class StopStrings:
     )
 
   def advance(self, states: Array, numbers: Array) -> tuple[Array, Array]:
-    """Reads one token in each row.
+    """Reads one token in each of R sequences.
 
     Args:
-      states: int32[R], the states of any rows.
-      numbers: int32[R], the token that each row reads.
+      states: int32[R], the states of the sequences.
+      numbers: int32[R], the token that each sequence reads.
 
     Returns:
-      The states after the token, int32[R], and the index in its list of the
-      string that the token completes, int32[R]; -1 for none. If a token
+      The states after the token, int32[R], and the stop string that the token
+      completes, int32[R], as an index into its list; -1 for none. If a token
       completes several strings, the first one to end counts. If several strings
       end at the same byte, the one with the lowest index counts.
     """

@@ -1,4 +1,4 @@
-"""Token bytes on the device, and automata that read them."""
+"""The bytes of tokens on the device, and automata that read these bytes."""
 
 import dataclasses
 import itertools
@@ -78,7 +78,7 @@ def token_bytes(
       raise TypeError(
         f"`tokens[{token}]` must be bytes, got {piece!r} of type "
         f"{type(piece).__name__}; `jaxkv.models.Tokenizer.token_bytes` gives "
-        "those of a tokenizer."
+        "the bytes of a tokenizer's tokens."
       )
   size = len(pieces) if vocab_size is None else vocab_size
   if not 0 < len(pieces) <= size:

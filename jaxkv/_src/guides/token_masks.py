@@ -24,15 +24,15 @@ _MAX_BATCH_ENTRIES = 2**23
 class TokenMasks:
   """The allowed tokens of each state, by the number of remaining tokens.
 
-  A state has one mask for each number of remaining tokens, from its `distance`
-  up to the number beyond which the mask does not change.
+  A state has one entry in `rows` for each number of remaining tokens, from its
+  `distance` up to the number beyond which the mask does not change.
 
   Attributes:
     distance: the fewest tokens that complete a text from each state, the stop
       token included; UNREACHABLE if no tokens can.  # int32[S]
     first: see `Guide.first`.  # int32[S]
     last: see `Guide.last`.  # int32[S]
-    rows: the row in `masks` of each entry.  # int32[X]
+    rows: each entry's row in `masks`.  # int32[X]
     masks: distinct bitmasks, see `bitmask`.  # uint32[U, ceil(V / 32)]
   """
 
@@ -50,8 +50,8 @@ def token_masks(
 
   A token is allowed if the text can be completed within the tokens that remain
   after it. Stop tokens, whose bytes are ignored, are allowed in accepting
-  states, and in states from which no text can be completed. Allowed tokens
-  never lead to the latter. Other tokens without bytes are never allowed.
+  states. In a state from which no text can be completed, only stop tokens are
+  allowed. Other tokens without bytes are never allowed.
   """
   texts = [b"" if i in stop_tokens else text for i, text in enumerate(tokens)]
   effect, effects = _group_by_effect(dfa.next, texts)
@@ -125,9 +125,9 @@ class Numbering:
 
 
 def _distances(effects: np.ndarray, accepts: np.ndarray) -> np.ndarray:
-  """Returns the fewest tokens that complete a text of each state, int[S]."""
-  # A breadth-first search from the accepting states, which need only the stop
-  # token.
+  """Returns the fewest tokens that complete a text from each state, int[S]."""
+  # The breadth-first search begins at the accepting states, at distance 1,
+  # because a text needs the stop token there.
   distance = np.where(accepts, 1, UNREACHABLE)
   if not len(effects):
     return distance

@@ -22,8 +22,8 @@ def group_normalized(
   no division, as in Dr. GRPO (Liu et al., 2025).
 
   Args:
-    rewards: floats, integers or bools [Q], the samples of a prompt in
-      succession, as in a rollout.
+    rewards: floats, integers or bools [Q], the rewards of Q samples. Samples of
+      the same prompt follow one another, as in a rollout.
     num_samples: G, the number of samples of each prompt, a divisor of Q.
     mask: bool[Q], the samples to use; None for all samples.
     normalized: True to divide by the standard deviation.
@@ -61,8 +61,8 @@ def leave_one_out(
   An advantage is the reward minus the mean of the other samples in its group.
 
   Args:
-    rewards: floats, integers or bools [Q], the samples of a prompt in
-      succession, as in a rollout.
+    rewards: floats, integers or bools [Q], the rewards of Q samples. Samples of
+      the same prompt follow one another, as in a rollout.
     num_samples: G, the number of samples of each prompt, a divisor of Q.
     mask: bool[Q], the samples to use; None for all samples.
 
@@ -90,7 +90,7 @@ def leave_one_out(
 def _groups(
   rewards: jax.Array, num_samples: int, mask: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns shifted rewards, 0 if unused, and the mask: float32[Q / G, G]."""
+  """Returns shifted rewards and the mask, float32[Q / G, G] each."""
   num_samples = arguments.as_int("num_samples", num_samples)
   rewards = arguments.as_real("rewards", rewards)
   is_list = num_samples > 0 and rewards.ndim == 1
@@ -104,8 +104,8 @@ def _groups(
   is_used = per_token.as_mask("mask", mask, rewards, ", one for each reward")
   is_used = is_used.reshape(-1, num_samples)
   rewards = rewards.astype(jnp.float32).reshape(-1, num_samples)
-  # Rewards are relative to the first used sample, so equal rewards become
-  # zeros, whose mean is exact. The mean of other equal floats can be rounded.
+  # The first used reward is subtracted, so that equal rewards become zeros. The
+  # mean of zeros is exact, but the mean of other equal floats can be rounded.
   first = jnp.argmax(is_used, axis=1, keepdims=True)
   rewards = rewards - jnp.take_along_axis(rewards, first, axis=1)
   return jnp.where(is_used, rewards, 0), is_used.astype(jnp.float32)

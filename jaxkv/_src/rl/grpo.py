@@ -22,9 +22,9 @@ class GrpoMetrics(NamedTuple):
   Attributes:
     ratio: a token's probability under the new policy, divided by its
       probability under the old policy.
-    clipped: the share of tokens whose ratio is clipped, and has no gradient.
-    kl: the k3 estimate of KL(old || new); 0 in the first step of an update if
-      both policies have the same log-probs.
+    clipped: the share of tokens without a gradient because of clipping.
+    kl: the estimate "k3" of KL(old || new), see `kl`. It is 0 in the first step
+      of an update if both policies have the same log-probs.
     reference_kl: the divergence from the reference; 0 without a reference.
   """
 
@@ -50,8 +50,8 @@ def grpo_loss(
   """Computes the clipped policy loss of GRPO (Shao et al., 2024, equation 3).
 
   The loss of a drawn token is -min(r A, clip(r, 1 - c, 1 + c) A), where r is
-  the ratio of the new to the old probability and A the advantage, plus
-  `kl_weight` times a divergence from a reference policy.
+  the ratio of the new to the old probability and A the advantage. With a
+  reference policy, `kl_weight` times the divergence from it is added.
 
   Args:
     log_probs: floats[Q, T], log-probs of the policy in training. All arrays
@@ -64,8 +64,8 @@ def grpo_loss(
       like `log_probs` with a number for each token.
     mask: bool[Q, T], the tokens that were drawn, such as
       `generated(state).mask`. Values elsewhere are ignored and can be NaN.
-      `grouped_log_probs` returns NaN for prompts with a length out of range,
-      which `mask & ~jnp.isnan(log_probs)` excludes.
+      `mask & ~jnp.isnan(log_probs)` also excludes prompts with a length out of
+      range, for which `grouped_log_probs` returns NaN.
     clip: static; c, or a tuple of one c for ratios below 1 and another for
       ratios above 1 (Yu et al., 2025, "clip higher").
     weights: floats[Q, T], factors of the policy loss, such as
@@ -74,10 +74,10 @@ def grpo_loss(
       divergence.
     kl_weight: factor of the divergence.
     estimator: static; estimator of the divergence, see `kl`.
-    mean: static if it is a string. "sequence" averages over the tokens of each
-      sequence, and then over sequences with any tokens. "token" averages over
-      all drawn tokens. A number divides the sum over all tokens. It can be
-      traced, such as the number of drawn tokens on all devices.
+    mean: "sequence" averages over the tokens of each sequence, and then over
+      the sequences with tokens. "token" averages over all drawn tokens. A
+      number divides the sum over all drawn tokens. A string is static, but a
+      number can be traced, such as the number of drawn tokens on all devices.
 
   Returns:
     The loss, float32[], and its metrics.

@@ -91,8 +91,8 @@ def importance_weights(
       as `generated(state).log_probs`.
     mask: bool[Q, T], the tokens that were drawn.
     most: the largest weight; None for no bound.
-    lag: integers[Q, T], the number of updates since each token was drawn, which
-      is the version of the weights minus `generated(state).versions`.
+    lag: integers[Q, T], the number of updates since each token was drawn: the
+      current version of the parameters minus `generated(state).versions`.
     max_lag: an integer; tokens with a greater lag get weight 0. `lag` and
       `max_lag` must be given together.
 
@@ -142,7 +142,7 @@ def _bound(value: Any) -> jax.Array:
 
 
 def _as_integer(name: str, value: Any, other: jax.Array) -> Any:
-  """Converts a possibly traced integer, to compare it with `other`."""
+  """Converts an integer, which can be traced, for a comparison with `other`."""
   arguments.check_integer(name, value)
   # A Python int is weakly typed and takes the dtype of `other` by itself.
   is_concrete = arguments.is_concrete(value)

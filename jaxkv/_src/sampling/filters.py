@@ -1,10 +1,12 @@
 """Filters unlikely tokens: min-p, top-k and top-p.
 
-The weight of a token is its probability, divided by that of the most likely
-token of the row. A filter keeps the tokens whose weight is at least a cutoff,
-so nothing is sorted. Top-k and top-p share one search, for the highest cutoff
-at which the amounts of the kept tokens sum to a target or more. A token's
-amount is 1 for top-k, and its probability in units of 2**-30 for top-p.
+Each of R rows is a distribution over V tokens. The weight of a token is its
+probability, divided by that of the most likely token of the row. A filter keeps
+the tokens whose weight is at least a cutoff, so nothing is sorted.
+
+Top-k and top-p use the same search. Each token has an amount, which is 1 for
+top-k, and its probability in units of 2**-30 for top-p. The search finds the
+highest cutoff at which the amounts of the kept tokens sum to a target or more.
 
 The search bisects the bits of the weights, because non-negative floats sort
 like their bits. An iteration reads all weights once and keeps a quarter of the
@@ -24,7 +26,7 @@ from jaxkv._src.arrays import sharding
 from jaxkv._src.sampling import reductions
 
 _ONE = 2**30
-"""The probability 1 in units of 2**-30, and the bits of the float32 2.0."""
+"""The probability 1 in units of 2**-30. As bits it is the float32 2.0."""
 
 _NEVER_DRAWN = 2**26
 """The bits of a weight of about 1e-36, which is too small to be drawn."""
@@ -40,7 +42,7 @@ def cutoff(
   top_k: Array | None = None,
   top_p: Array | None = None,
 ) -> Array:
-  """Returns the lowest weight that each row can draw.
+  """Returns the lowest weight that the filters keep in each row.
 
   Applies min-p, then top-k, then top-p. Top-p normalizes over the tokens that
   min-p and top-k keep. Tokens of equal weight are kept or dropped together, so
@@ -65,7 +67,7 @@ def cutoff(
     (weights, min_p, top_k, top_p)
   )
   # The zeros are computed from `weights`, because in `shard_map` they must vary
-  # over the same mesh axes.
+  # over the mesh axes of `weights`.
   floor = _weight(_bits(weights[:, 0]) & 0) if min_p is None else min_p
   needs_search = floor < 0
   if top_k is not None:
@@ -96,7 +98,7 @@ def _search_in_parts(
     return _search_cutoff(*jax.tree.map(lambda array: array[None], row))[0]
 
   # A search reads the weights about ten times, and a CPU sums faster than it
-  # reads from memory. So it searches a few rows at a time, which stay in cache.
+  # reads from memory. So a CPU searches as few rows at a time as fit its cache.
   return lax.platform_dependent(
     *arrays,
     cpu=lambda *arrays: lax.map(search_row, arrays, batch_size=rows_per_batch),
@@ -188,10 +190,10 @@ def _search(
       total = jnp.where(reaches_target, total_of_pivot, total)
     for pivot, total_of_pivot in zip(pivots[::-1], sums[::-1], strict=True):
       high = jnp.where(total_of_pivot < target, pivot, high)
-    # Stop if all weights >= `low` are needed, because they would miss the
-    # target without the lightest, whose amount is at least that of `low`. Also
-    # stop if the cutoff is negligible, as when fewer than `top_k` weights are
-    # above 0.
+    # `low` is final if the weights >= `low` would miss the target without the
+    # lightest of them, whose amount is at least that of `low`. The search also
+    # ends if the cutoff is negligible. This is so if fewer than `top_k` weights
+    # are above 0.
     done = (total - amount_of(low) < target) | (high <= _NEVER_DRAWN)
     return low, jnp.where(done, low, high)
 
@@ -219,10 +221,10 @@ def _pivots(low: Array, high: Array) -> list[Array]:
 def _sums(
   weights: Array, amounts: Array, pivots: list[Array]
 ) -> tuple[Any, ...]:
-  """Sums the amounts of weights >= each pivot; returns int32[R] per pivot."""
-  # One variadic reduction reads the weights once. It sums integers, because
-  # their sum is exact in any order, and XLA would not vectorize it for floats
-  # on a CPU.
+  """Sums the amounts of weights >= each pivot, int32[R] for each pivot."""
+  # One variadic reduction reads the weights once. The amounts are integers,
+  # because their sum is exact in any order, and because XLA does not vectorize
+  # a variadic reduction of floats on a CPU.
   zero = jnp.int32(0)
   parts = [
     jnp.where(weights >= _weight(pivot)[:, None], amounts, zero)

@@ -64,10 +64,11 @@ def padded_tokens(name: str, lists: list[Any]) -> np.ndarray:
 
 
 def padded_words(name: str, lists: list[Any]) -> np.ndarray:
-  """Pads lists of words with -1 in front of each word, to int32[Q, X, Y].
+  """Pads words with -1 in front of their tokens, to int32[Q, X, Y].
 
-  X is the most words of a sequence and Y the most tokens of a word. Raises
-  TypeError or ValueError unless words have one or more non-negative int32.
+  A word is a list of tokens. X is the most words of a sequence and Y the most
+  tokens of a word. Raises TypeError or ValueError unless each word has one or
+  more non-negative int32.
   """
   count = max([1, *map(len, lists)])
   width = max([1, *(len(word) for words in lists for word in words)])
@@ -120,7 +121,9 @@ def padded_biases(
 
 
 def as_tokens(name: str, value: Array, total: int, rank: int) -> Any:
-  """Converts an array for each sequence, or for all, to int32 with Q rows.
+  """Converts an array to int32 with a row for each of Q sequences.
+
+  An array without the axis of sequences is repeated for all sequences.
 
   Raises:
     TypeError: the array does not hold integers.

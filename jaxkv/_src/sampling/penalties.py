@@ -17,7 +17,7 @@ _IN_PROMPT = 1 << 15
 _MAX_COUNT = _IN_PROMPT - 1
 _LARGEST = float(np.finfo(np.float32).max)
 _CHUNK = 2**16 - 1
-"""The most columns in which any number of occurrences fits 16 bits."""
+"""The most columns that are counted at once, so that a count fits 16 bits."""
 
 
 class History(NamedTuple):
@@ -106,8 +106,8 @@ def seen_in(
   rows, width = tokens.shape
   is_token = indexing.between(jnp.zeros_like(lengths), lengths, width)
   # One scatter counts drawn tokens in the lower 16 bits and tokens of the
-  # prompt in the upper 16. It adds so few columns that the lower half cannot
-  # overflow.
+  # prompt in the upper 16. A chunk has so few columns that the lower half
+  # cannot overflow.
   increments = jnp.where(drawn, jnp.uint32(1), jnp.uint32(1 << 16))
   column = jnp.where(is_token, tokens, indexing.NOWHERE)
   row = _rows(tokens)
@@ -130,7 +130,7 @@ def see(tally: Array, tokens: Array, mask: Array) -> Array:
   """Adds one drawn token of each row in `mask` to a tally of `seen_in`."""
   row = jnp.arange(tally.shape[0], dtype=jnp.int32)
   count = indexing.take(tally, row, tokens)
-  # A full count stays, because one more would carry into the prompt's bit.
+  # A full count is not increased, because it would carry into the prompt's bit.
   is_full = (count & jnp.uint16(_MAX_COUNT)) == jnp.uint16(_MAX_COUNT)
   column = indexing.where_valid(mask & ~is_full, tokens)
   return indexing.put(tally, row, column, values=count + jnp.uint16(1))

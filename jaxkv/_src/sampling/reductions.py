@@ -1,10 +1,10 @@
-"""Reduces rows, and blocks of rows, to sums and maxima.
+"""Sums and maxima of rows, and of the blocks into which a row is divided.
 
 On a CPU, XLA hands a single float reduction to a library, which first writes
 its operand to memory and wakes other threads. For two reductions at once, XLA
-emits a loop that is two to ten times faster. So each function here adds a
-second reduction. It is over integers, because XLA would not vectorize two float
-reductions.
+emits a loop that is two to ten times faster. So `sums` and `maxima` compute a
+second reduction beside the one that they need. The second one is over integers,
+because XLA would not vectorize two float reductions.
 
 A row of V tokens is divided into blocks of about sqrt(V) tokens. Rows are not
 padded to whole blocks, because a CPU pads slower than it reduces the blocks.
@@ -80,7 +80,7 @@ def _ordered_bits(bits: Array) -> Array:
 
 
 def first_of(condition: Array) -> Array:
-  """Returns the first True index of each row of bool[R, X], else 0."""
+  """Returns the index of the first True in each row of bool[R, X], or 0."""
   # Computes a minimum, because `argmax` takes ten times as long on a CPU.
   size = condition.shape[1]
   index = jnp.arange(size, dtype=jnp.int32)[None]

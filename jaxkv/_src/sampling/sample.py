@@ -94,7 +94,7 @@ class _Weights(NamedTuple):
       weights = jnp.exp(self.scaled(block.values))
     else:
       # Weights are not recomputed, because other rounding could move a token
-      # across the cutoff after the masses of the blocks were summed.
+      # across the cutoff. The block was drawn by the sum of these weights.
       block = reductions.read_block(self.unfiltered, number)
       weights = jnp.where(block.values >= self.cutoff, block.values, 0)
     return jnp.where(block.valid, weights, 0), block.columns
@@ -127,8 +127,8 @@ def draw(
     counts: int32[R], the number of tokens that the sequence has generated.
     logits: floats [R, V]; cast to float32.
     sampling: settings of these R rows, see `settings.rows`.
-    raw_logits: floats [R, V], the model's logits before `adjust`; None if they
-      are `logits`.
+    raw_logits: floats [R, V], the model's logits before `penalties.adjust`;
+      None if `logits` are the model's logits.
     raw_log_probs: True to return log-probs in the model's distribution.
     entropy: True to return the entropy of the model's distribution.
     top_log_probs: X, the number of most likely tokens to return.
@@ -242,8 +242,8 @@ def _is_allowed(sampling: Sampling) -> Array | None:
 def _weights(logits: Array, sampling: Sampling) -> _Weights:
   allowed, best = _is_allowed(sampling), reductions.maxima(logits)
   if allowed is not None:
-    # NaN as the highest logit gives the row NaN weights and a NaN log-prob, so
-    # settings out of range stay visible.
+    # With NaN as the highest logit, a row with settings out of range gets NaN
+    # weights and a NaN log-prob, which the caller can see.
     best = jnp.where(allowed, best, jnp.nan)
   weights = _Weights(logits, best[:, None])
   temperature, filters_apply = sampling.temperature, allowed
@@ -277,8 +277,9 @@ def _sample_or_greedy(
   def select(sampled: Array) -> Array:
     return jnp.where(greedy, _most_likely(weights), sampled)
 
-  # With two conditions, a batch of only greedy or only sampled rows skips the
-  # other work. `& 0` gives zeros that vary over the mesh axes of `greedy`.
+  # Two conditions, so that a batch of only greedy or only sampled rows skips
+  # the work of the others. `& 0` gives zeros that vary over the mesh axes of
+  # `greedy`.
   sampled = lax.cond(
     jnp.all(greedy),
     lambda: greedy.astype(jnp.int32) & 0,

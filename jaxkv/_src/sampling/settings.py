@@ -22,7 +22,8 @@ from jaxkv._src.sampling.temperature import RANGE
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _NO_LIMIT = 2**30
-# Fields that are read when a sequence is created, not by the compiled loop.
+# Fields that are read once, when a sequence is created. The compiled loop does
+# not read them.
 _READ_ONCE = ("max_tokens", "seed")
 
 
@@ -84,14 +85,15 @@ class Sampling:
       or a list with one dictionary for each sequence. Stored as `LogitBias`.
     bad_words: words, as lists of tokens, that are never completed. A list for
       all sequences, or a list of such lists. The stored array is padded with -1
-      in front of words, whose last column is the last token.  # int32[Q, X, Y]
+      in front of each word, so a word ends in the last column.
+      # int32[Q, X, Y]
     seed: seeds the random key of a sequence; a negative seed is ignored.
       # int32[Q]
 
   Raises:
     TypeError: a field has values of a wrong type.
-    ValueError: a value is out of range. `init` and `submit` check arrays on a
-      device. Traced values are not checked.
+    ValueError: a value is out of range. Arrays on a device are not checked
+      here, but by `init` and `submit`. Traced values are never checked.
 
   Examples:
     >>> sampling = Sampling(temperature=[0.0, 0.7], logit_bias={5: -100.0})
@@ -142,7 +144,7 @@ def _flatten(sampling: Sampling) -> tuple[Any, None]:
 
 
 def _unflatten(_: None, leaves: Any) -> Sampling:
-  """Makes settings without checks, because leaves can be placeholders."""
+  """Makes settings without checks, because jax can pass placeholders."""
   sampling = object.__new__(Sampling)
   for name, leaf in zip(_FIELDS, leaves, strict=True):
     object.__setattr__(sampling, name, leaf)

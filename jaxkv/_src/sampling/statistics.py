@@ -40,14 +40,14 @@ def observe(
   Args:
     logits: float32[R, V].
     tokens: int32[R].
-    log_probs: float32[R], from the draw. They only make XLA finish the draw
-      first.
+    log_probs: float32[R], log-probs of the drawn tokens. Their only use is to
+      make XLA finish the draw first.
     entropy: True to compute the entropy.
     top_log_probs: X, the number of most likely tokens, at most V.
   """
   # XLA would run independent work on another CPU thread, and the handoff takes
-  # longer than the work. So the logits get a condition on the draw. It always
-  # holds, but XLA cannot know this.
+  # longer than the work. So the logits depend on the draw by a condition that
+  # is always true, which XLA cannot know.
   done = lax.bitcast_convert_type(log_probs, jnp.int32) & jnp.int32(2**31 - 1)
   logits = jnp.where(done[:, None] >= 0, logits, jnp.nan)
   best = reductions.maxima(logits)[:, None]
@@ -98,8 +98,8 @@ def most_likely(logits: Array, count: int) -> tuple[Array, Array]:
   maxima = reductions.by_block(reductions.maxima, logits)
   block_ids = jnp.arange(maxima.shape[1], dtype=jnp.int32)[None]
 
-  # Each iteration reads one block and finds one token. Only tokens after the
-  # last one found are candidates, so found tokens need no mark in the logits.
+  # Each iteration reads one block and finds one token. Only tokens that come
+  # after the last found token are candidates, so logits are not overwritten.
   def trip(
     loop: tuple[Array, Array, Array], _: None
   ) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
