@@ -39,14 +39,14 @@ _SEED = 0
 _BLANK_LINE = re.compile(r"\n\n+")
 
 
-# For each sixth of all steps, the tokens of a sequence and the sequences of a
-# step. Most steps use short sequences, which are cheap. Without the long ones,
+# One pair for each sixth of the steps: tokens per sequence, and sequences per
+# step. Most steps use short sequences, which are cheap. Without long sequences,
 # the loss beyond position 128 would be worse by 1 nat per character.
 _PHASES = (*((64, 32),) * 4, (192, 10), (MAX_LENGTH, 4))
 
 
 class Vocabulary(models.Tokenizer):
-  """A tokenizer with a token for each character. The last one is a stop token.
+  """A tokenizer with a token for each character, and a stop token as the last.
 
   Attributes:
     characters: distinct characters, where token i is character i.
@@ -107,8 +107,8 @@ def character_model(
 ) -> models.Pretrained:
   """Loads the character model, or trains it and stores it in a cache folder.
 
-  It has about 0.1 M parameters. The first call takes about a minute on two CPU
-  cores. For a given text, `steps` and machine the weights are always the same.
+  The model has about 0.1 M parameters. The first call takes about a minute on
+  two CPU cores. Equal arguments give equal weights on the same machine.
 
   Args:
     steps: number of optimizer steps. A few steps give a bad model quickly.
@@ -136,8 +136,8 @@ def character_model(
     head_dim=16,
     mlp_dim=176,
   )
-  # The file's name has a digest of all that determines the weights, so that a
-  # call with another recipe never loads this file.
+  # The recipe is all that determines the weights. The file's name has a digest
+  # of it, so that a call with another recipe never loads this file.
   recipe = (config, steps, _PHASES, _SPAN, _LEARNING_RATE, _WARMUP, _SEED)
   digest = hashlib.sha256(f"{recipe}{text}".encode()).hexdigest()
   path = _cache_folder(folder) / f"characters-{digest[:16]}.npz"
@@ -149,8 +149,7 @@ def character_model(
     params, _ = train(
       training_tokens(text, vocabulary), config, steps, progress=progress
     )
-    # The file is replaced as a whole, because tests in several processes share
-    # it.
+    # The file is replaced as a whole, because several processes can share it.
     with output.replacing(path) as part, open(part, "wb") as file:
       np.savez(file, *jax.tree.leaves(params))
   return models.Pretrained(
@@ -258,8 +257,8 @@ def train(
 
 def _spans(steps: int) -> Iterator[tuple[tuple[int, int], int, int]]:
   """Yields (phase, first step, last step + 1) of each span of `_SPAN` steps."""
-  # Each pair of span length and phase costs a compilation. So a span has one
-  # phase, that of its first step, and only the last span can be shorter.
+  # Each pair of span length and phase costs a compilation. So all steps of a
+  # span use the phase of its first step, and only the last span can be shorter.
   for first in range(0, steps, _SPAN):
     phase = _PHASES[first * len(_PHASES) // steps]
     yield phase, first, min(first + _SPAN, steps)

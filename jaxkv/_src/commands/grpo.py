@@ -1,10 +1,10 @@
 """`python -m jaxkv grpo`: trains a model by GRPO in one compiled program.
 
 A small model with random weights learns to repeat its prompt. One jitted
-program draws answers, rewards them and updates the weights. It takes weights
-and cache as donated arguments. With `--numerics exact`, the first update
-computes the same log-probs as the rollout, bit for bit. With `fast` they differ
-by rounding.
+program draws answers, rewards them and updates the weights. Its arguments, such
+as weights and cache, are donated. With `--numerics exact`, the first update of
+a round computes the same log-probs as the rollout, bit for bit. With `fast` the
+log-probs differ by rounding.
 
 An answer token is correct if it equals the prompt token at its position. The
 reward of an answer is its fraction of correct tokens, about 1 / `VOCABULARY`
@@ -43,7 +43,7 @@ INNER_STEPS = 4
 
 _OPTIMIZER = optax.adam(2e-3)
 _FINAL_ROUNDS = 10
-"""The final reward is the mean over this number of last rounds, or all."""
+"""The number of last rounds over which the final reward is the mean."""
 
 
 class Carry(NamedTuple):
@@ -202,8 +202,8 @@ def grpo_round(
     prompt_columns=TOKENS,
     completion_columns=TOKENS,
   )
-  # Rewards are normalized at each position, over the tokens that the samples of
-  # a prompt have at this position.
+  # Rewards are per token. They are normalized over the samples of a prompt, for
+  # each position separately.
   is_right = jnp.swapaxes(drawn.completions == drawn.prompts[:, None], 1, 2)
   advantages = rl.group_normalized(is_right.ravel(), num_samples=SAMPLES)
   advantages = jnp.swapaxes(advantages.reshape(is_right.shape), 1, 2)
@@ -255,8 +255,8 @@ def _summary(figures: RoundFigures) -> dict[str, Any]:
     "reward_after": float(np.mean(figures.reward[-_FINAL_ROUNDS:])),
     "largest_mismatch": float(np.max(figures.mismatch)),
     "prefilled_tokens": int(np.sum(counters.prefilled)),
-    # The counters have the last token of a prompt in `generated`, because it
-    # gives the logits of the first answer token.
+    # The last token of a prompt is not counted here. The counters count it in
+    # `generated`, because it gives the logits of the first answer token.
     "prompt_tokens": len(figures.reward) * PROMPTS * (TOKENS - 1),
     "generated_tokens": int(np.sum(counters.generated)),
     "computed_rows": int(np.sum(counters.rows)),

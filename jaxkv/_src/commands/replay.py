@@ -17,12 +17,13 @@ block together with all blocks before it. A page of the replay holds one
 | all  | every block, also partial  | all of them                         |
 
 With `full`, the last token must be computed for its logits. So a last block
-that is full cannot be hit, but takes a new page and is cached again.
+that is full is never a hit. It takes a new page and is cached again.
 
 Every request also holds one page that is never cached, for the tokens after its
-last cached block. `admit` never hits a whole sequence, so it can hit all blocks
-only with this page. The next request takes the page first, because the page has
-no key. `--pages` does not count this page. Outputs are not cached.
+last cached block. Without this page `admit` could not hit the last block,
+because it never hits a whole sequence. The next request takes the page first,
+because the page has no key. `--pages` does not count this page. Outputs are not
+cached.
 """
 
 import argparse
@@ -178,8 +179,8 @@ def _replay(
   ids = [request.hash_ids[: _num_blocks(request, rule)] for request in requests]
   blocks = np.asarray([len(row) for row in ids])
   total = int(blocks.sum())
-  # Every request takes at most a page for each of its blocks, so more pages
-  # than blocks of all requests would change nothing.
+  # A request takes at most one page for each of its blocks. So more pages than
+  # the blocks of all requests would change nothing.
   upper_bound = max(1, total)
   config = jaxkv.CacheConfig(
     num_pages=2 + (min(pages, upper_bound) if pages else upper_bound),

@@ -1,9 +1,9 @@
 """`python -m jaxkv rollout`: generates from prompts in the jitted loop.
 
-By default, a small character model, trained once on this machine, continues
-prompts that share a preamble. The compiled loop allocates, shares, publishes,
-hits, evicts and frees pages. Then a forward pass without a cache recomputes the
-log-prob of every drawn token.
+By default, a small character model continues prompts that share a preamble. The
+model is trained once on this machine. The compiled loop allocates, shares,
+publishes, hits, evicts and frees pages. Then a forward pass without a cache
+recomputes the log-prob of every drawn token.
 
 With `--model`, a pretrained model answers the prompts.
 """
@@ -202,8 +202,8 @@ def _init_state(
     num_samples=args.samples,
     max_new_tokens=args.max_tokens,
     prefill_chunk=64,
-    # Raw log-probs are before the temperature, as the forward pass computes
-    # them.
+    # Raw log-probs are taken before the temperature is applied, as are those of
+    # the forward pass.
     raw_log_probs=True,
   )
   sizes = _sizes(args, model, len(tokens), int(lengths.max()) + args.max_tokens)
@@ -229,7 +229,8 @@ def _sizes(
   args: argparse.Namespace, model: models.Pretrained, count: int, longest: int
 ) -> jaxkv.CacheConfig:
   """Returns sizes of the cache, by default for all slots at full length."""
-  # More slots than sequences would stay empty, but cost time in each step.
+  # Slots beyond the number of sequences would stay empty, but cost time in each
+  # step.
   slots = min(args.slots, count * args.samples)
   page_size = min(args.page_size, longest)
   num_groups = len(models.cache_groups(model.config))

@@ -49,7 +49,7 @@ def _refine(table: np.ndarray, origin: np.ndarray) -> np.ndarray:
   # Random hashes of the table's rows are compared first, because this is fast.
   # Hashes can collide, so the last iterations compare rows entry by entry.
   random = np.random.default_rng(0)
-  # Odd weights are invertible modulo 2**64, so a product keeps all bits of a label.
+  # Odd weights are invertible modulo 2**64, so products keep labels distinct.
   weights = random.integers(0, 2**63, table.shape[1] + 1, np.uint64) * 2 + 1
   block, exact = origin, False
   while True:

@@ -35,10 +35,10 @@ from jaxkv.rollout import RolloutState
 
 
 class QueueEngine:
-  """Serves batches of jobs, one after another.
+  """Serves batches of `Job`s, one batch after another.
 
-  Not thread-safe. If a call raises, the pages are lost and the next call begins
-  with an empty cache.
+  An engine is not thread-safe. If a call raises, the pages are lost and the
+  next call begins with an empty cache.
 
   Attributes:
     sizes: the fixed shapes.
@@ -58,13 +58,13 @@ class QueueEngine:
     """Creates an engine; the first `run` compiles it.
 
     Args:
-      decoder: the adapted model.
+      decoder: the adapted model, see `paged_module`.
       sizes: the fixed shapes.
       scaled: True to return log-probs of logits divided by the temperature.
       banned: tokens that only jobs with `may_draw_banned` may draw.
       salted: True if jobs have salts.
       mesh: the devices of the state.
-      split_heads: True to shard the pages over the axis "tp" of the mesh.
+      split_heads: True to shard the K/V heads of pages over the mesh axis "tp".
     """
     self.sizes = sizes
     self._model = _scaled_model(decoder.model) if scaled else decoder.model
@@ -288,9 +288,9 @@ def _drop_pages(cache: CacheState, stale: Array) -> CacheState:
 def _with_filters(
   sampling: rollout.Sampling, batch: rollout.Sampling
 ) -> rollout.Sampling:
-  """Sets the filters of a batch, or removes them."""
-  # Unused filters are None, so that they are not compiled. Between calls the
-  # state has no filters, so that programs with and without filters can take it.
+  """Sets the rollout's top-k and top-p to the batch's, which may be None."""
+  # A filter that is None is not compiled. Between calls both filters are None,
+  # so that programs with and without filters take the same state.
   return dataclasses.replace(
     sampling,
     **jax.tree.map(jnp.asarray, {"top_k": batch.top_k, "top_p": batch.top_p}),

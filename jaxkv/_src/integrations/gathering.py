@@ -19,15 +19,15 @@ class Gathering:
   """Serves requests of several threads in batches, on the calling threads.
 
   If no batch is in progress, a call serves its request at once. Requests that
-  arrive during a batch form the next batch, in the order of their arrival. One
-  of the waiting threads, the first to take the lock, serves this next batch.
+  arrive during a batch form the next batch, in the order of their arrival. The
+  first waiting thread that takes the lock serves the next batch.
   """
 
   def __init__(self, serve: Callable[[list[Any]], list[Any]]):
     """Creates a gathering without requests.
 
     `serve` maps a list of requests to their results. It never runs in two
-    threads at once. If it raises, each call of the batch raises.
+    threads at once. If `serve` raises, each call of the batch raises.
     """
     self._serve = serve
     self._turn = threading.Lock()

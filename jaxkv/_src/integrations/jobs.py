@@ -131,7 +131,11 @@ def joined(jobs: list[Job]) -> list[Job]:
 
 
 def split(jobs: list[Job], limit: int) -> list[tuple[int, Job]]:
-  """Splits jobs into parts of at most `limit` samples, with the job's index."""
+  """Splits jobs into parts of at most `limit` samples.
+
+  Returns:
+    Pairs of a job's index and a part of the job.
+  """
   parts = []
   for number, job in enumerate(jobs):
     for first in range(0, len(job.seeds), limit):

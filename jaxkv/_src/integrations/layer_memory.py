@@ -40,9 +40,10 @@ class LayerPlan:
 def plan_layers(windows: tuple[int | None, ...]) -> LayerPlan:
   """Divides layers into groups of equal size if possible.
 
-  All layers of a group have the same window. The window with the fewest layers
-  sets the size of groups, so other windows can have several groups. Layers of
-  different groups use the same memory layers, because groups share no page.
+  All layers of a group have the same window. The size of a group is the number
+  of layers of the rarest window, so other windows can have several groups.
+  Layers of different groups use the same memory layers, because no page belongs
+  to two groups at a time.
 
   Raises:
     ValueError: `windows` is empty.
@@ -57,7 +58,8 @@ def plan_layers(windows: tuple[int | None, ...]) -> LayerPlan:
   by_kind: dict[int | None, list[int]] = {}
   for layer, window in enumerate(windows):
     by_kind.setdefault(window, []).append(layer)
-  # With this size only the last group of a kind can have unused memory layers.
+  # With this size, only the last group of a window can have unused memory
+  # layers.
   size = min(len(layers) for layers in by_kind.values())
   kinds: list[GroupKind] = []
   places: dict[int, tuple[int, int]] = {}
@@ -79,14 +81,14 @@ class LayerMemory:
   """The paged memory in one call of a model.
 
   Each layer calls `attend` once, in order. The object lives for one trace, and
-  calls mutate it. So the calls must not be inside a nested `scan`, `remat` or
-  `jit`.
+  each call mutates it. So calls inside a nested `scan`, `remat` or `jit` are
+  not allowed.
 
   Attributes:
     kv: the pages, which `attend` replaces.
     views: the view of the call's tokens for each layer group.
     columns: int32[X], the columns that get logits.
-    rows: the sequence, and its user data, of each of the C columns.
+    rows: for each of the C columns, the sequence and its user data.
     picked: True after a call of `pick`.
   """
 
@@ -145,7 +147,7 @@ class LayerMemory:
       )
     window = self._plan.windows[self._layer]
     group, layer = self._plan.places[self._layer]
-    # Layers are counted by their calls, because they do not know their index.
+    # Calls are counted, because a layer does not know its index.
     self._layer += 1
     view = self.views[group]
     options = kernels.AttentionOptions(

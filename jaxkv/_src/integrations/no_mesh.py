@@ -12,8 +12,8 @@ import numpy as np
 def no_mesh() -> Iterator[None]:
   """Hides the mesh of the context from layers that look it up.
 
-  Layers constrain the batch to be sharded over a mesh axis, but a packed call
-  has one row, which the axis does not divide. Without a mesh, a program is also
+  Layers constrain the batch to be sharded over a mesh axis. A packed call has a
+  batch of one row, which cannot be sharded. Without a mesh, a program is also
   compiled only once for all contexts in which it is called.
   """
   with contextlib.ExitStack() as stack:

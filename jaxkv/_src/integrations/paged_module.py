@@ -35,8 +35,8 @@ class PagedModule:
 
   Attributes:
     graphdef: the decoder's structure.
-    params: the decoder's variables, the first argument of `model`: one state,
-      or a tuple of several.
+    params: the decoder's variables, the first argument of `model`. They are one
+      `nnx` state, or a tuple of several.
     plan: the group of each layer.
     num_kv_heads: K.
     head_dim: D.
@@ -84,8 +84,9 @@ class PagedModule:
   ) -> tuple[jax.Array, KVPages]:
     """Calls the decoder, with the signature of `jaxkv.rollout.Model`.
 
-    The decoder is traced with jax's default dtype and rank promotion, and
-    without a mesh, because no mesh axis divides the one row of packed tokens.
+    The decoder is traced with jax's default dtype and rank promotion. It is
+    traced without a mesh, because the one row of packed tokens cannot be
+    sharded.
     """
     nnx = packages.nnx()
     memory = LayerMemory(kv, views, columns, rows, self.plan)
@@ -143,8 +144,8 @@ def paged_module(
     if not any(_matches(key, path, layer) for path, layer in layers):
       class_names = sorted({type(layer).__name__ for _, layer in layers})
       raise ValueError(
-        f"`methods` must name layers of the decoder, got {key!r}, of which it "
-        f"has none; it has {', '.join(class_names)}."
+        f"`methods` must name layers of the decoder, got {key!r}; its layers "
+        f"are {', '.join(class_names)}."
       )
   graphdef, params = nnx.split(module)
   return PagedModule(
@@ -181,9 +182,10 @@ def bind(
     }
     if methods_of_layer:
       cls = type(layer)
-      # Each layer gets a subclass, because Python looks up `__call__` on the
-      # type, and other instances must keep theirs. `object.__setattr__`
-      # bypasses `Module.__setattr__`, which does not accept a class.
+      # Each layer gets a class of its own, because Python looks up `__call__`
+      # on the class, and other instances must keep the original method.
+      # `object.__setattr__` bypasses `Module.__setattr__`, which does not
+      # accept a class.
       object.__setattr__(
         layer,
         "__class__",

@@ -15,8 +15,9 @@ _SUPPORTED = {"llama3": "Llama3Attention", "qwen3": "Qwen3Attention"}
 def paged_module_of(module: Any) -> PagedModule:
   """Adapts a decoder of SkyRL-tx for rollouts.
 
-  These decoders take one adapter for each row, so each column of a packed call
-  becomes a row of one token. `rows.user["adapter"]` has the adapter's index.
+  These decoders take one adapter for each row of a batch. So each column of a
+  packed call becomes a row of one token. `rows.user["adapter"]` has the
+  adapter's index.
 
   Args:
     module: an instance of tx's Llama 3 or Qwen3, with or without experts.

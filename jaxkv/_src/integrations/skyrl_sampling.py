@@ -32,8 +32,8 @@ class SamplingOptions:
   Attributes:
     num_samples: the most samples of a prompt that share its computation.
     num_jobs: the number of prompts in the queue.
-    num_pages: pages of the pool; None for half of what a dense cache of the
-      first call takes.
+    num_pages: pages of the pool; None for half the memory of a dense cache for
+      the first call.
     page_size: tokens of a page.
     prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
     max_length: the most tokens of a prompt with its answer. A longer request
@@ -59,8 +59,8 @@ class SkyrlSampler:
     self._decoder: PagedModule = dataclasses.replace(
       decoder, graphdef=backend.graphdef, params=None
     )
-    # `scores` is a closure, because `graphdef` is not hashable, so it cannot be
-    # a static argument.
+    # `scores` closes over `graphdef`, which cannot be a static argument,
+    # because it is not hashable.
     graphdef = backend.graphdef
 
     def scores(params: Any, tokens: Any, mask: Any, adapter: Any) -> jax.Array:
@@ -121,7 +121,7 @@ class SkyrlSampler:
   def _jobs(
     self, backend: Any, batch: Any, adapters: list[int], params: Any
   ) -> list[Job]:
-    """Makes one job from each run of rows that differ only in their seeds."""
+    """Makes one job from adjacent prompts that differ only in their seeds."""
     # A salt digests an adapter's weights, so new weights invalidate all salts.
     if self._watch.has_changed(params[0], by_contents=False):
       self._salts = {}

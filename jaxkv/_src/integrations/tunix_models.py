@@ -15,8 +15,8 @@ def paged_module_of(module: Any, *, dtype: Any = None) -> PagedModule:
   """Adapts a decoder of tunix for rollouts.
 
   Supports Llama 3, Qwen2, Qwen3 (also with experts) and Gemma 3 without images.
-  `use_flash_attention` and rematerialization, which are for training, have no
-  effect, because jaxkv computes attention.
+  Two settings for training have no effect in rollouts: `use_flash_attention`
+  and rematerialization.
 
   Args:
     module: an instance of tunix's `Llama3`, `Qwen2`, `Qwen3` or `Gemma3`, with
@@ -27,7 +27,8 @@ def paged_module_of(module: Any, *, dtype: Any = None) -> PagedModule:
     ImportError: tunix is not installed.
     ValueError: the module is not supported.
   """
-  # With LoRA the class is derived from tunix's, so base classes are searched.
+  # With LoRA the module's class is derived from tunix's class, so base classes
+  # are searched, too.
   module_names = [cls.__module__ for cls in type(module).__mro__]
   for name in _SUPPORTED:
     module_name = f"tunix.models.{name}.model"
@@ -71,8 +72,8 @@ def _adapt(
     dtype = module.embedder.input_embedding[...].dtype
     dtype = getattr(config, "dtype", dtype)
   layer = module.layers[0]
-  # A rematerialized `block` is traced separately, and in a separate trace
-  # `attend` must not mutate the memory. So `_block` replaces these calls.
+  # Rematerialization traces `block` separately, where `attend` must not mutate
+  # the memory. So `_block` calls it without rematerialization.
   remat_classes = [
     cls
     for cls in vars(library).values()

@@ -52,13 +52,15 @@ class TunixRollout:
       rollout_actor: the policy: a model of tunix, or any model with `decoder`.
       tokenizer: the tokenizer, as tunix takes it.
       mesh: the devices of the state; None for jax's default device.
-      rollout_config: tunix's `RolloutConfig`, or a dictionary by mode.
+      rollout_config: tunix's `RolloutConfig`, or a dictionary from modes to
+        configs.
       decoder: the adapted policy; None for a supported model of tunix.
       num_samples: the most samples of a prompt that share its computation; None
         for the longest run of equal prompts in the first call.
-      num_jobs: number of prompts in the queue; None for that of the first call.
-      num_pages: pages of the pool; None for half of what a dense cache of the
-        first call takes.
+      num_jobs: number of prompts in the queue; None for the number of prompts
+        in the first call.
+      num_pages: pages of the pool; None for half the memory of a dense cache
+        for the first call.
       page_size: tokens of a page.
       prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
       max_length: the most tokens of a prompt with its answer; None for
@@ -132,10 +134,10 @@ class TunixRollout:
   ) -> None:
     """Replaces the weights from the next call on.
 
-    Cached pages are dropped unless the weights are unchanged. Arrays are
-    compared by identity. From the first call without `filter_types` on, they
-    are compared by contents, because trainers that move weights between devices
-    and host make such calls.
+    Cached pages are dropped if the weights have changed. Weights are compared
+    by the identity of arrays. From the first call without `filter_types` on,
+    they are compared by contents, because such calls come from trainers that
+    move weights between devices and host.
 
     Args:
       params: all variables, or those of `filter_types`.
@@ -249,7 +251,8 @@ class TunixRollout:
       replicated = None
       if self._mesh is not None:
         replicated = NamedSharding(self._mesh, PartitionSpec())
-      # Uncommitted arrays have no chosen device and are replicated on the mesh.
+      # An uncommitted array has no chosen device, so it is replicated on the
+      # mesh.
       self._shardings = [
         leaf.sharding if leaf.committed else replicated or leaf.sharding
         for leaf in leaves
@@ -297,8 +300,8 @@ class TunixRollout:
     size = self._page_size
     columns = -(-self._max_length // size)
     if num_pages is None:
-      # A page holds `size` tokens of each memory layer. The pool must have room
-      # for a sequence of full length.
+      # A page holds `size` tokens of each memory layer, which is the part of
+      # one decoder layer. The pool must have room for the longest sequence.
       plan = self._decoder.plan
       tokens = num_jobs * num_samples * self._max_length
       page = size * plan.num_memory_layers

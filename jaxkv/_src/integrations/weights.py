@@ -13,8 +13,8 @@ class WeightWatch:
   """Remembers the last weights and reports a change.
 
   A trainer that keeps its weights on the host between calls passes new arrays
-  with equal contents. For such trainers contents are compared, by a 64-bit
-  digest of each array, so that no copy of the weights is stored.
+  with equal contents. For such a trainer the contents are compared. Only a
+  64-bit digest of each array is stored for this, and no copy of the weights.
   """
 
   def __init__(self):
@@ -24,9 +24,9 @@ class WeightWatch:
   def has_changed(self, tree: Any, *, by_contents: bool) -> bool:
     """Returns True if the weights differ from those of the last call.
 
-    With `by_contents`, new arrays with equal contents are not a change. The
-    first call returns True, and so does a call with new arrays if the call
-    before it was without `by_contents`.
+    With `by_contents`, new arrays with equal contents are not a change. They
+    need the digest of the call before, so they count as a change if that call
+    was without `by_contents`. The first call returns True.
     """
     leaves = jax.tree.leaves(tree)
     is_same = len(leaves) == len(self._leaves) and all(
