@@ -15,8 +15,8 @@ trip count of an inner loop.
 | column | meaning |
 |---|---|
 | us | microseconds a call |
-| GB/s | bytes of K and V, or of latents, divided by that time; pages that rows
-  share count once, even if a side reads them more often |
+| GB/s | bytes of K and V, or of latents, divided by that time; a page that
+  sequences share counts once, even if a side reads it more often |
 | of copy | GB/s as a share of the bandwidth (reads and writes) of a 1 GB copy
   in the same benchmark |
 | error | relative L2 distance from the XLA backend's result after CALLS calls,
@@ -25,8 +25,8 @@ trip count of an inner loop.
 The sides are our backends, our backends with a plan if they take plans, and, in
 cases with shared pages, our backends that read shared pages once. Cases marked
 `main` add jax's own Pallas kernel with 1, 4 and 16 splits, and cuDNN and XLA on
-a dense cache. Plans, and clusters of rows that share pages, are computed once
-and not timed, because a decode step computes them once for all layers.
+a dense cache. Plans, and clusters of sequences that share pages, are not timed,
+because a decode step computes them once for all layers.
 
 A side's `rotations` is the number of caches that it reads in turn. A row's
 `bytes` is the size of one cache. Dense sides in jax always read the same cache.
@@ -73,8 +73,8 @@ from jaxkv_kernels._src.attention import choose
 
 LONGEST = 120  # seconds, to compile a side and run it once
 COPY_BYTES = 2**30
-# The limit is large, because each of CALLS calls rounds both results to
-# bfloat16.
+# The limit is large, because each of CALLS calls rounds the results of both
+# compared sides to bfloat16.
 TOLERANCE = 2e-2
 
 Report = dict[str, Any]
@@ -108,7 +108,7 @@ def watched(
   reasons: dict[str, str],
   side: str,
 ) -> Iterator[None]:
-  """Runs a part of a side, and adds an error to the `reasons` of sides.
+  """Runs a part of a side. If the part raises, adds the error to `reasons`.
 
   A side that kills the process, hangs or breaks the device leaves an entry in
   `begun`, which `save` writes. A broken device also ends the benchmark, because
@@ -193,7 +193,8 @@ def results_of(
   results = {}
   for name, side in timed.items():
     results[name] = figures(case, speed, side.seconds(), side.rotations)
-    # With other rotations the last calls read different caches.
+    # Only equal rotations are compared, because otherwise the last calls read
+    # different caches.
     if "xla" in timed and side.rotations == timed["xla"].rotations:
       results[name]["error"] = distance(side.outs, timed["xla"].outs[0])
   return results

@@ -27,7 +27,7 @@ class Case:
     dtype: the dtype of the pool.
     ragged: True if lengths follow Zipf's law down from `context`; False if all
       lengths are equal.
-    samples: the number of consecutive rows that share their first pages.
+    samples: the number of consecutive sequences that share their first pages.
     prefix: tokens of the shared pages, a multiple of the page size.
     value_dim: number of leading elements of a latent that are its value; None
       if there is a pool of values.
@@ -176,7 +176,7 @@ class Arrays:
 
 def arrays(case: Case, cold_bytes: int = COLD_BYTES) -> Arrays:
   """Draws a case's arrays."""
-  # Random numbers and not zeros, which some hardware multiplies faster.
+  # Random numbers, because some hardware multiplies zeros faster.
   rotations = max(1, math.ceil(cold_bytes / max(case.bytes_read(), 1)))
   tables, pages = _tables(case, rotations)
   keys = jax.random.split(jax.random.key(0), 3)

@@ -52,7 +52,7 @@ def _config(quick: bool, **fields: Any) -> models.Decoder:
 
 
 def _cache(config: models.Decoder, rows: int, tokens: int) -> tuple[Any, Any]:
-  """Returns a page table for rows of `tokens` tokens, and their K/V memory."""
+  """Returns a page table for sequences of `tokens` tokens, and their K/V."""
   columns = -(-tokens // _PAGE)
   sizes = jaxkv.CacheConfig(
     num_pages=1 + rows * columns,

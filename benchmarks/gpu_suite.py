@@ -48,10 +48,11 @@ sys.path[:0] = _PATH
 
 # The share of the remaining time that numerics may take.
 _NUMERICS_SHARE = 0.5
-# In seconds: the limit of one part of numerics, the most time of the last case
-# of the matrix, and the time that earlier stages leave to incomplete ones.
+# The limit of one part of numerics, in seconds.
 _LONGEST_PART = 150
+# The most seconds that the last case of the matrix takes.
 _LAST_CASE = 130
+# The seconds that earlier stages leave to these stages if they are incomplete.
 _RESERVED = {"transitions": 150, "rollout": 100}
 
 # A bound, because each process has a GPU context of about half a GB.
@@ -78,7 +79,7 @@ class Part(NamedTuple):
   Attributes:
     files: test files.
     keyword: pytest's `-k`. An empty string selects all tests.
-    required: a class or parameter, of which one test or more must pass.
+    required: a class or parameter. At least one of its tests must pass.
   """
 
   files: tuple[str, ...]
@@ -246,7 +247,7 @@ def rollout(path: pathlib.Path, seconds: float, quick: bool) -> bool:
 
 
 def _reserved(path: pathlib.Path, *stages: str) -> float:
-  """Returns the seconds to reserve for those stages that are incomplete."""
+  """Returns the seconds to reserve for the incomplete ones among stages."""
   return sum(
     _RESERVED[stage]
     for stage in stages
@@ -255,7 +256,7 @@ def _reserved(path: pathlib.Path, *stages: str) -> float:
 
 
 def launches(path: pathlib.Path, seconds: float, quick: bool) -> bool:
-  """Counts kernels of a decode step of the cache in its compiled text."""
+  """Counts the kernels in the compiled text of a cache's decode step."""
   del seconds
   if path.exists():
     print("done before")
@@ -359,7 +360,7 @@ def run_facts(quick: bool) -> dict[str, Any]:
 
 
 def check_same(path: pathlib.Path, quick: bool) -> None:
-  """Writes the facts to a new folder, or exits if the folder has others."""
+  """Writes the facts to a new folder, or exits if the folder's facts differ."""
   facts, earlier = run_facts(quick), _read(path)
   if earlier not in ({}, facts):
     sys.exit(
@@ -405,7 +406,7 @@ def main() -> None:
     metavar="FOLDER",
   )
   arguments = parser.parse_args()
-  # The variables are set before jax reads them, which is when it takes a
+  # The variables are set here, because jax reads them when it first uses a
   # device.
   os.environ.update(_GPU_VARIABLES)
   import jax

@@ -11,11 +11,11 @@ completions of 64 tokens.
 | MiB | size of temporary arrays, as the compiler reports it |
 | times | CPU s of the plain form, divided by our CPU s |
 | share | our MiB, divided by MiB of the plain form |
-| apart | the largest difference of gradients, relative to the largest element
-  of the gradient of the same parameter |
+| apart | the largest difference between the two gradients of a parameter,
+  relative to the largest element of its gradient |
 
 With a vocabulary of 512 the layers take nearly all of the time. With 49,152, as
-SmolLM2 has, the plain form computes 4,608 rows of logits.
+SmolLM2 has, the plain form computes the logits of 4,608 positions.
 
   python benchmarks/grouped_training.py [--quick] [--json FILE]
 """

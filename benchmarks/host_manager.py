@@ -20,7 +20,7 @@ Method. All sides run in one process and take turns in every round, with the
 garbage collector's heap frozen. The first round is a warm-up. A round takes
 several samples of a row. Median and minimum are over the samples of all rounds.
 
-Peers are those of `peers.py`; one that cannot be imported is skipped.
+Peers are the same as in `peers.py`. A peer that cannot be imported is skipped.
 
 Not measured: K/V memory, the model, and the rest of a scheduler.
 
@@ -50,7 +50,7 @@ NUM_LONG = 96
 LONG = (1024, 1536)  # tokens of a long request at first
 SHORT = 128
 WINDOW = 1024
-STEPS = 16  # samples of a step in a round, in which each request takes a page
+STEPS = 16  # samples of a step in a round; each request takes a page in one
 MODES = {"full": (0,), "hybrid": (0, *[WINDOW] * 5)}  # Windows of the groups.
 
 

@@ -24,10 +24,10 @@ compiled loop over a donated state. The time of the same program without steps
 is subtracted, as in `transitions.py`. On a CPU the program is compiled with
 `jaxkv.CPU_COMPILER_OPTIONS`. A call of a Python manager consists of the calls
 that a scheduler makes for the same purpose, in a plain Python loop, with the
-garbage collector's heap frozen. Requests are made beforehand, except in
-admit_4096, because there they hash the prompt. All sides get equal lengths and
-numbers of steps. Times are microseconds per step, the median and the minimum
-over the rounds.
+garbage collector's heap frozen. Making a request hashes its prompt, so
+admit_4096 times this, too. The other ops use requests that were made before.
+All sides get equal lengths and numbers of steps. Times are microseconds per
+step, the median and the minimum over the rounds.
 
 Peers. A peer that cannot be imported is skipped, and the reason is printed.
 
@@ -153,7 +153,7 @@ def jaxkv_op(case: Case) -> ops.Op:
 
 
 def _admit_op(admit: ops.Op) -> ops.Op:
-  """Returns `admit` followed by a `commit` of the tokens that are not hits."""
+  """Returns `admit`, followed by a `commit` of the tokens that did not hit."""
 
   def step(state, prompts, trip):
     length = jnp.full((1,), PROMPT, jnp.int32)

@@ -1,8 +1,9 @@
-"""Counts the work of the rollout loop and times its steps, against bounds.
+"""Counts the work of the rollout loop, and times its steps.
 
-A stub replaces the model. `rollout_ideal.py` has the workloads and simulates
-ideal schedulers. "Before" is an earlier loop that computed prompts in separate
-calls.
+Each figure has a bound. A stub replaces the model. `rollout_ideal.py` has the
+workloads and simulates ideal schedulers. "Before" is an earlier loop that
+computed prompts in separate calls. A row is one column of a model call, for a
+token or for padding.
 
 | metric             | meaning                                | bound | before |
 |--------------------|----------------------------------------|-------|--------|
@@ -79,7 +80,7 @@ SHORT, LONG = 8, 248
 
 def timed(call: Callable[..., Any], *inputs: Any) -> tuple[float, Any]:
   """Returns the seconds of a call and its result."""
-  # Waits for earlier calls that compute inputs, because they must not be timed.
+  # Waits for the calls that compute the inputs, because they must not be timed.
   jax.block_until_ready(inputs)
   begin = time.perf_counter()
   result = jax.block_until_ready(call(*inputs))

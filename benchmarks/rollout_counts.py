@@ -167,7 +167,7 @@ def run_workload(work: Workload, pages: int, timeline: int = 0) -> Run:
 
 
 def common(name: str, run: Run) -> Iterator[Row]:
-  """Yields the rows of every workload."""
+  """Yields the rows that are reported for every workload."""
   useful = run.count("generated") + run.count("prefilled")
   stats, limit = run.end.cache.stats, run.end.config.max_overtaken
   hits = int(stats.hit_tokens) / max(int(stats.queried_tokens), 1)

@@ -26,7 +26,7 @@ Both take sequences in the order of the queue, fill a slot in the step after it
 becomes empty, serve prompts in the order of entry, and compute only needed
 rows. A prompt's last row draws the first token. If sequences do not fit into
 the pool, the earliest ones in the slots run and the others pause, without
-losing their K/V. So with a small pool the simulation is a reference and not a
+losing their K/V. With a small pool the simulation is a reference and not a
 bound, because another order can be faster.
 
 A step costs max(rows, 295), because a bfloat16 call on an accelerator reads the
@@ -232,9 +232,10 @@ def _step(
 
 
 def new_tokens(work: Workload) -> np.ndarray:
-  """Counts the tokens of each prompt to compute, without the last, int64[P].
+  """Counts the tokens to compute for each prompt, int64[P].
 
-  Equal prefixes of full pages are computed once. Partial pages are not shared.
+  The last token of a prompt is not counted. Equal prefixes of full pages are
+  computed once. Partial pages are not shared.
   """
   # A trie of pages, in which each node is the number of a page prefix.
   nodes: dict[tuple[int, bytes], int] = {}

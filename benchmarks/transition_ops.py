@@ -98,7 +98,7 @@ def decode_lengths(
 
 
 def decode_op(config: jaxkv.CacheConfig, mode: str) -> Op:
-  """Returns a decode step of all slots, or 0 steps if sequences do not fit."""
+  """Returns a decode step of all slots; no steps if sequences do not fit."""
   slots, size = config.num_slots, config.page_size
   begin, end = decode_lengths(config, mode)
   fits = config.num_groups * end.sum() < config.num_pages * size

@@ -16,8 +16,8 @@ short: sequences end at 128 tokens (48 at 1,024 slots, to fit every pool). At
   256 slots, two sequences end in a step.
 long: sequences end at 1,008 tokens. In most steps no sequence ends.
 hybrid: one group of full attention and five with a sliding window of 1,024
-  tokens. 96 of 256 sequences have 1,024 to 1,536 tokens, so that six of them
-  free pages in each step. The others end at 128 tokens.
+  tokens. 96 of 256 sequences have 1,024 to 1,536 tokens. Six of these 96 free
+  pages in each step. The others end at 128 tokens.
 all_hit: 255 of 256 pages are hits in the free queue. The page of the last token
   is never a hit, so it is taken.
 none_hit, none_hit_evicting: no page is a hit, so `admit` takes 256 pages.
@@ -178,7 +178,7 @@ def sides_with(config: jaxkv.CacheConfig, all_ops: list[ops.Op]) -> list[Side]:
 
 
 def by_row(name: str, rounds: int = 5) -> None:
-  """Times 256 slots, and writes each row to a file, where it can resume."""
+  """Times 256 slots, and writes each row to a file that a new call resumes."""
   path = pathlib.Path(name)
   report: dict[str, Any] = {"rounds": rounds, "rows": []}
   if path.exists():
