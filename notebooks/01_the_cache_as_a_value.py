@@ -23,8 +23,8 @@
 # one. The old state stays as it was.
 #
 # This notebook shows what follows from that: sharing, forking, rolling back and
-# comparing futures, with a picture of the pages at each step. It holds no keys
-# and values, only the knowledge of where they would be.
+# comparing futures, with a picture of the pages at each step. It computes no
+# keys and values, only in which pages they would be.
 
 # %%
 import chex
@@ -78,7 +78,7 @@ jaxkv.show(with_alice, title="Alice")
 # Each cell is a page. The slots show the pages of each sequence in order; a bar
 # shows how full the last page is. The pool shows the same pages by number, and
 # the free queue shows the order in which free pages will be taken. A white dot
-# marks a page that is cached: it is full, and its tokens lead to it.
+# marks a page that is cached: it is full, and a prompt with its tokens hits it.
 #
 # `empty` still exists. Nothing happened to it.
 
@@ -119,8 +119,8 @@ jaxkv.show(with_bob, title="Alice and Bob")
 #
 # Slots 2 and 3 continue Bob's sequence in two more ways. Full pages are shared.
 # The last page is only partly full, and all three sequences will write to it.
-# So each fork gets a fresh page, and `copies` says which contents to copy.
-# (`jaxkv.kv.copy` copies them where there are contents.)
+# So each fork gets a fresh page, and `copies` says which page to copy to it.
+# (In a model, `jaxkv.kv.copy` then copies the keys and values.)
 
 # %%
 forked, out = jaxkv.fork(with_bob, [1, 1], [2, 3])
@@ -159,7 +159,7 @@ chex.assert_trees_all_equal(later, again)
 #
 # `truncate` rolls back single sequences while the others go on. Here slot 1
 # drafted six tokens, and two of them were accepted. The page past the end goes
-# back to the pool. The last page, which was full, is open again. The other
+# back to the pool. The last page, which was full, takes tokens again. The other
 # slots do not change.
 
 # %%
@@ -250,11 +250,11 @@ jaxkv.show(chosen, title="The third future")
 #
 # A state can be the carry of a `scan`, so it can be an output of the `scan`
 # too. This loop is one compiled program. It decodes twelve tokens in four slots
-# and returns every moment, and each moment can be continued.
+# and returns the state after each step. Each of these states can be continued.
 #
 # `chex.assert_max_traces` raises if the function is compiled a second time.
-# Sequences of other lengths, other prompts and other pages are other values in
-# arrays of the same shapes, so one program serves them all.
+# Other lengths, prompts and pages are only other values in arrays of the same
+# shapes, so one program serves them all.
 
 
 # %%
@@ -282,8 +282,8 @@ for state in (third, last, other_last):
 jaxkv.show(third, title="The third moment")
 
 # %% [markdown]
-# `jaxkv.check` raises if a state breaks one of its laws. All states above are
-# sound. To continue one of them, use it.
+# `jaxkv.check` raises if a state breaks an invariant. It accepts all states
+# above, so each of them can be passed to the next verb.
 #
 # A real loop donates its state, so that the arrays are updated in place and no
 # memory is spent on the past. Whether to keep an old value is the caller's
@@ -293,8 +293,8 @@ jaxkv.show(third, title="The third moment")
 #
 # The picture in the README is the figure below, written with
 # `figure.savefig("pages.svg")`. Slots 0 and 1 are forks of one sequence and
-# share its two full pages. A sequence that has ended left three cached pages,
-# which stand at the end of the free queue.
+# share its two full pages. A sequence that has ended left three cached pages at
+# the end of the free queue.
 
 # %%
 state = write(empty, {0: [*PREAMBLE, 1], 1: list(range(13))})

@@ -57,9 +57,10 @@ jaxkv.show(twenty, title="Full attention, and a window of 8 tokens")
 # %% [markdown]
 # ## Recycle
 #
-# A token sees 8 tokens back in group 1, so of its five pages only two are
-# needed. `recycle` gives the others back while the sequences run. The null page
-# takes their places in the page table, so that columns still count tokens.
+# In group 1 a token attends to the last 8 tokens, so only the last two of a
+# sequence's five pages are needed. `recycle` gives the others back while the
+# sequence runs. The null page takes their places in the page table, so that a
+# column of the table still stands for the same tokens.
 
 # %%
 recycled, out = jaxkv.recycle(twenty)
@@ -69,7 +70,7 @@ jaxkv.show(recycled, title="After recycle")
 
 # %% [markdown]
 # In a loop, `recycle` comes before every `allocate`. Then a sequence never
-# holds more than the window and the new tokens need, however long it gets.
+# holds more pages than its window and its new tokens need, however long it gets.
 
 # %%
 state, pages = recycled, []
@@ -85,9 +86,9 @@ assert max(window for _, window in pages) == 3
 # ## A prefix is a hit if all groups can continue from it
 #
 # The pages that the window left behind stay cached until somebody takes them.
-# A new sequence needs all full-attention pages of a prefix, but only the window
-# before its end. Evicting one page of a window shortens the hit to the longest
-# prefix that all groups can still continue from.
+# To continue from a prefix, a new sequence needs all of the prefix's pages in
+# group 0, but in group 1 only the pages of the last window. If one of these is
+# evicted, the hit becomes the longest prefix that all groups can continue from.
 
 # %%
 last_of_window = int(state.page_table[0, 1, 6])
@@ -140,10 +141,9 @@ assert out.num_recycled_pages.tolist() == [4, 4]
 # `Recurrent` is for layers with a state instead of keys and values, such as
 # Mamba's. A page is a snapshot of the state after the page's last token, and a
 # sequence continues from the last snapshot that is cached. Prefill therefore
-# goes in chunks that end where a page ends. `num_speculative`
-# scratch pages stand behind the running state, for tokens that are computed on
-# trial. `truncate` can go back only to the end of a page whose state is still
-# there.
+# goes in chunks that end where a page ends. `num_speculative` is a number of
+# scratch pages for the states after draft tokens, which may be rejected.
+# `truncate` can go back only to the end of a page whose state is still there.
 
 # %%
 recurrent = dataclasses.replace(
@@ -166,12 +166,12 @@ assert out.ok.tolist() == [True, False]
 # ## Encoders
 #
 # `CrossAttention` holds the pages of an encoder's tokens. `admit` or `allocate`
-# take them once, with `num_encoder_tokens`. Forks share them, and they are
-# never cached: page keys know nothing of the encoder's input. So a cache with
-# such a group has no prefix caching.
+# take them once, with `num_encoder_tokens`. Forks share them. A cache with such
+# a group has no prefix caching, because page keys do not depend on the input of
+# the encoder.
 #
-# A decoder's query sees all of them, whatever its own position:
-# `attend(causal=False)`. The view says how many there are.
+# A query of the decoder attends to all encoder tokens, whatever its position:
+# `attend(causal=False)`. The view has the number of encoder tokens.
 
 # %%
 encoder = dataclasses.replace(
@@ -210,7 +210,7 @@ assert found.tolist() == [8, 8]  # Three pages of 4, but one of 8.
 # A window that moves on leaves a cached page behind at every step, and most of
 # them only serve prefixes that nobody asks for. `prefix_retention_interval`
 # says which prefixes are kept: all of them (None), only the latest (0), or the
-# latest and one every k tokens. The latest are those at the end of the prompt
+# latest and one every k tokens. The latest prefixes end at the end of the prompt
 # and where an earlier prompt diverged.
 #
 # Two more options follow vLLM. `use_eagle` leaves out the last page found,

@@ -20,9 +20,9 @@
 # cache manager for them: `CacheManager` has the methods of vLLM's
 # `KVCacheManager` and of eSurge's `CacheManager`, and it gives the same page
 # ids, hits and eviction order. It is plain Python, so nothing is compiled.
-# Between any two calls, `manager.state` is the same cache as a value on the
-# device, for a jitted loop, and `manager.take` continues from what the loop
-# returns.
+# Between any two calls, a jitted loop can take over: `manager.state` is the
+# cache as a value on the device, and `manager.take` takes back the state that
+# the loop returns.
 #
 # This notebook admits requests, decodes, hands the cache to a jitted loop,
 # preempts a request and resumes it.
@@ -142,8 +142,8 @@ jaxkv.show(manager.state, title="The second request")
 # ## Read and write pages
 #
 # The model reads and writes a request's pages through one `View` for each
-# group. The null page stands where a window gave pages back. Rows of a batch are
-# padded with it to one width.
+# group. The null page stands where a window gave pages back. It also pads the
+# page tables of a batch to one width.
 
 # %%
 full, window = manager.get_page_ids("second")
@@ -162,9 +162,9 @@ second.status = "running"
 # %% [markdown]
 # ## Chunked prefill
 #
-# A long prompt need not be computed at once. Each chunk asks for its own
-# tokens. `full_sequence_must_fit=True` refuses a request whose whole prompt has
-# no room, even if its first chunk has.
+# A long prompt can be computed in chunks, with one call of `allocate_slots` for
+# each chunk. `full_sequence_must_fit=True` refuses a request whose whole prompt
+# has no room, even if its first chunk has.
 
 # %%
 third = Request("third", list(range(100, 130)))
@@ -196,7 +196,7 @@ assert manager.allocate_slots(third, third.num_tokens - found, found, pages)
 third.num_computed_tokens, third.status = third.num_tokens, "running"
 
 # %% [markdown]
-# ## Statistics, and the laws
+# ## Statistics and invariants
 #
 # `make_prefix_cache_stats` gives hits and queries since the last call. The
 # state is a `CacheState`, so everything in `jaxkv` works on it.
@@ -213,7 +213,7 @@ assert manager.get_computed_pages(third)[1] == 0
 manager.state
 
 # %% [markdown]
-# `jaxkv.host` lists the few places where the manager differs from the reference
-# systems. `tests/host/test_conformance.py` runs the manager beside a model of
-# them. A loop that runs on the device alone does not need a manager: see the
-# first notebook, and `jaxkv.rollout`.
+# `help(jaxkv.host)` lists the few places where the manager differs from the
+# reference systems. `tests/host/test_conformance.py` runs the manager beside a
+# model of these systems. A loop that runs on the device alone does not need a
+# manager: see the first notebook, and `jaxkv.rollout`.

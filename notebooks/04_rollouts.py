@@ -39,15 +39,15 @@ from jaxkv import rollout
 # %% [markdown]
 # ## A model
 #
-# A model is a function of packed tokens: those of all sequences that decode and
-# of some prompts, in one call. It stores their keys and values through `views`,
-# attends, and returns the logits of the columns that are asked for.
+# A model is a function of packed tokens: one call has the tokens of all decoding
+# sequences and of some prompts. It stores their keys and values through `views`,
+# attends, and returns the logits of the requested columns.
 # `functools.partial(jaxkv.models.forward, config=...)` is such a model.
 #
 # Here a table of next tokens is enough. A token is a number and the model counts
-# down from it: 20 is followed by 20, 19 or 17. The stop token is 0. So the last
-# token of a prompt is the expected length of its answer, and the samples of a
-# prompt differ in length.
+# down from it: 20 is followed by 20, 19 or 17, on average by 19. The stop token
+# is 0. So the last token of a prompt is the expected length of its answer, and
+# the samples of a prompt differ in length.
 
 # %%
 number = np.arange(64)
@@ -156,9 +156,9 @@ rollout.timeline(good)
 # | `rows` | columns the model was called with | what the model costs |
 # | `calls` | steps without and with a chunk of prompts | how often prompts ride |
 #
-# The last token of a prompt is not counted as prompt work, because it gives the
-# first token of the answer. Of the other 2,580 tokens, 306 are computed. A step
-# has 8 columns, and 32 more if it computes a chunk of prompts.
+# The last token of a prompt is not counted as prompt work, because its logits
+# give the first token of the answer. Of the other 2,580 prompt tokens, 306 are
+# computed. A step has 8 columns, and 32 more if it computes a chunk of prompts.
 
 
 # %%
@@ -180,8 +180,8 @@ assert int(counters.prefilled) == 306
 assert int(counters.rows) == np.asarray(counters.calls) @ np.array([8, 40])
 
 # %% [markdown]
-# The timeline has the same facts as data: spans of steps in which a slot did the
-# same for one sequence.
+# The timeline has the same facts as data. A span is a number of steps in which a
+# slot does the same work for one sequence.
 
 # %%
 spans = list(rollout.timeline(good).spans())
@@ -200,13 +200,13 @@ print(
 # ## Too few pages
 #
 # The first rollout used 40 pages at most. This one has 25, without the null
-# page. When no page is free, the sequence with the fewest tokens is preempted,
-# red. It waits in the queue, resumes when there is room and computes again what
-# was evicted in the meantime.
+# page. When no page is free, the sequence with the fewest tokens is preempted
+# (red). It waits in the queue, resumes when there is room, and computes again
+# what was evicted in the meantime.
 #
-# The white gaps are slots without a sequence: newcomers leave pages free for
-# those that run, so a sequence waits although a slot is empty. The answers are
-# the same, token by token. A schedule never changes them.
+# The white gaps are slots without a sequence. A sequence enters only if enough
+# pages stay free for the running ones, so it can wait although a slot is empty.
+# The answers are the same, token by token. A schedule never changes an answer.
 
 # %%
 small = generate(table, begin(26))
@@ -218,13 +218,13 @@ rollout.timeline(small)
 # %% [markdown]
 # ## In the order of arrival
 #
-# Preambles alternate in the queue. By default those sequences enter first whose
-# prefix is cached (`RolloutConfig.window`, `max_overtaken`), so a preamble is
-# used while it is there. With a priority of its own for each sequence, they
-# enter in that order, unless pages are scarce: then one that needs fewer may
-# overtake, up to `max_overtaken` times. In the small pool, preambles are then
-# evicted before their next turn: there is more orange, more prompt tokens are
-# computed, and fewer tokens are hit.
+# Preambles alternate in the queue. By default sequences with a cached prefix
+# enter first (`RolloutConfig.window`, `max_overtaken`), so a preamble is used
+# while it is cached. Here each sequence has a priority of its own, and sequences
+# enter in the order of priority. Only if pages are scarce, a sequence that needs
+# fewer pages may overtake, up to `max_overtaken` times. In the small pool,
+# preambles are now evicted before they are needed again: there is more orange,
+# more prompt tokens are computed, and fewer tokens are hit.
 
 # %%
 arrival = generate(table, begin(26, priority=np.arange(48)))
@@ -240,8 +240,8 @@ rollout.timeline(arrival)
 # ## The longest first
 #
 # In the first picture four long sequences run alone at the end, and half of the
-# slots are empty. If lengths can be guessed, the longest should begin first:
-# lower numbers enter earlier, so the priority is the expected length, negated.
+# slots are empty. If lengths can be guessed, the longest should begin first.
+# Lower priorities enter earlier, so the priority is the negated expected length.
 # All slots are busy almost to the end, and there are fewer steps.
 
 # %%
@@ -273,8 +273,8 @@ chex.assert_trees_all_equal(end.sequences.tokens, good.sequences.tokens)
 chex.assert_trees_all_equal(end.counters, good.counters)
 
 # %% [markdown]
-# The paused state is still there. From it the rollout can take another way, here
-# with greedy sampling. What was done stays as it was.
+# The paused state is still valid. The rollout can continue from it in another
+# way, here with greedy sampling. Sequences that had ended keep their tokens.
 
 # %%
 sampling = rollout.Sampling(temperature=jnp.zeros(48))

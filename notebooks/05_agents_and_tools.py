@@ -17,13 +17,13 @@
 # # Agents and tools
 #
 # An agent writes a call of a tool and stops. The tool answers, and the agent
-# goes on. In between nothing should be lost: the keys and values of what was
-# said so far are in pages, and `rollout.extend` lets a sequence go on from them.
+# goes on. In between nothing should be lost: the keys and values of the
+# conversation are in pages, and `rollout.extend` continues a sequence from them.
 #
 # Here the tool is a pocket calculator, in the process that runs the loop. An
 # agent presses keys and `=`, reads the result, and presses again, four times.
-# This notebook runs sixteen such conversations in four slots, and shows what is
-# computed, and what is part of a loss.
+# This notebook runs sixteen such conversations in four slots. It shows which
+# tokens are computed, and which are part of a loss.
 
 # %%
 import functools
@@ -47,8 +47,8 @@ from jaxkv import rollout
 # ## A model
 #
 # A token is a character. The model is a small decoder with random weights: it
-# has learned nothing, so it presses any key. What follows holds for every model,
-# because the loop does not know what tokens mean.
+# has learned nothing, so it presses any key. The rest of the notebook holds for
+# every model, because the loop does not depend on what tokens mean.
 
 # %%
 CHARACTERS = "0123456789+-*= :.abcdefghijklmnopqrstuvwxyz" + '{}",'
@@ -82,10 +82,10 @@ def decode(tokens):
 # %% [markdown]
 # ## A call is always well formed
 #
-# A guide masks logits, so that every text that is drawn is of a grammar. A call
-# is a sign and a number: `+` or `-` with one or two digits, or `*` with one. The
-# stop token `=` ends it, and is allowed where the text may end. Texts end before
-# `max_tokens`, so no call is cut off.
+# A guide masks logits, so that every drawn text matches a grammar. A call is a
+# sign and a number: `+` or `-` with one or two digits, or `*` with one. The stop
+# token `=` ends a call, and the guide allows it where the text may end. A text
+# always ends within `max_tokens`, so no call is cut off.
 
 # %%
 tokens = rollout.token_bytes([character.encode() for character in CHARACTERS])
@@ -98,8 +98,8 @@ print(
 # ## Sixteen conversations in four slots
 #
 # A prompt names a target and the number to begin with. `max_new_tokens` is for
-# one turn, `max_length` for all turns together. `user` is what the loop carries
-# of each sequence; here it is where the guide stands in its text.
+# one turn, `max_length` for all turns together. `user` is data that the loop
+# carries for each sequence. Here it is the guide's state.
 
 # %%
 TURNS, PAGE, LIMIT = 4, 4, 6
@@ -140,7 +140,7 @@ def generate(params, keys, state, until):
 
 
 def run(params, state, sequences=16, steps=1000):
-  """Until so many sequences have ended, or for so many steps."""
+  """Runs until this number of sequences has ended, or for this many steps."""
   until = rollout.Until(sequences=sequences, steps=steps)
   return generate(params, keys, state, until)
 
@@ -151,7 +151,7 @@ def texts_of(out):
 
 
 def read(state):
-  """What all sequences are so far, on the host, and as texts."""
+  """Returns the results of all sequences on the host, and their texts."""
   out = jax.device_get(rollout.generated(state))
   return out, texts_of(out)
 
@@ -159,9 +159,10 @@ def read(state):
 # %% [markdown]
 # ## The first turn
 #
-# The guide is an argument of the jitted function, so that its tables are no
-# constants of the program. So is `until`: other numbers compile nothing again.
-# With 16 sequences of 16, `generate` returns when every agent has stopped.
+# The guide is an argument of the jitted function, so that its tables are not
+# constants of the program. `until` is an argument, too, so that other numbers
+# need no compilation. With `sequences=16`, `generate` returns when all sixteen
+# agents have stopped.
 
 # %%
 first = run(params, begin())
@@ -175,8 +176,8 @@ assert all(re.search(r"\d([-+][1-9]\d?|\*[2-9])=$", text) for text in texts)
 # ## The tool
 #
 # The tool is a function of a text. `extend` appends its answers, and the
-# sequences wait for a slot again. Rows that are masked stay as they are. The
-# answers are padded to one width, so that `extend` is compiled once.
+# sequences wait for a slot again. Sequences outside of the mask do not change.
+# The answers are padded to one width, so that `extend` is compiled once.
 
 # %%
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -189,7 +190,7 @@ def calculator(text):
 
 
 def answer(state, mask):
-  """The calculator answers the sequences of a mask, bool[Q]."""
+  """Appends the calculator's answers to the sequences of a mask, bool[Q]."""
   out, texts = read(state)
   said = [
     calculator(text) if called else ""
@@ -209,8 +210,8 @@ print(*read(second)[1][:4], sep="\n")
 # %% [markdown]
 # ## Four turns
 #
-# The state is a value, so we keep the one after each turn. At the end the last
-# call is answered, too, and nobody goes on.
+# The state is a value, so we keep the states after all turns. At the end the
+# last call is answered, too, but no agent goes on.
 
 # %%
 after = [begin(), first, second]
@@ -225,9 +226,10 @@ assert all(text.count("=") == TURNS for text in texts)
 # %% [markdown]
 # ## What is part of a loss
 #
-# `generated` gives arrays that are aligned for a loss: what is said of a token
-# stands in its column. `mask` has the tokens that the model drew, blue. Prompts
-# are grey and the tool's answers orange. The model is not to learn those.
+# `generated` gives arrays that are aligned for a loss: each of them has a value
+# for each token, in the token's column. `mask` is True for the tokens that the
+# model drew (blue). Prompts are grey and the tool's answers are orange. The model
+# must learn neither of these two.
 
 
 # %%
@@ -255,15 +257,16 @@ HTML(f'<pre style="background:#fff;color:#222">{lines}</pre>')
 # %% [markdown]
 # ## What was computed
 #
-# The timeline says how many tokens each slot computed for whom. In the picture a
-# row is a conversation, a column is a token, and each turn has a panel. The last
-# token of a turn, `=`, gets its keys and values in the next turn.
+# The timeline says how many tokens were computed for each conversation. In the
+# picture a row is a conversation, a column is a token, and each turn has a panel.
+# The last token of a turn, `=`, gets its keys and values in the next turn.
 #
-# - **Found**, grey: the pages were in the cache. In the first turn it is what
-#   prompts have in common.
+# - **Found**, grey: the pages were in the cache. In the first turn these are the
+#   tokens that prompts have in common.
 # - **Again**, red: only full pages are found, so the tokens in the last page
 #   are computed again, fewer than a page.
-# - **New**, orange for what was said and blue for what was drawn.
+# - **New**: orange ("said") for prompts and the tool's answers, blue for drawn
+#   tokens.
 
 
 # %%
@@ -320,13 +323,13 @@ without = sum(int((one > 0).sum()) for one in kinds)
 print(f"{total} tokens computed; without a cache {without}")
 
 # %% [markdown]
-# ## It is as if all had been computed at once
+# ## The same numbers as without a cache
 #
 # The model reads pages that were written in other slots and earlier turns. So
 # let us compute the whole conversations without any cache, and compare the
-# log-probabilities of the drawn tokens. `raw_log_probs` are those of the model
-# itself. `log_probs` are after the guide, of the distribution that was drawn
-# from.
+# log-probabilities of the drawn tokens. `raw_log_probs` belong to the model's
+# own distribution. `log_probs` belong to the distribution after the guide, from
+# which tokens are drawn.
 
 
 # %%
@@ -349,16 +352,16 @@ assert (out.log_probs >= out.records.raw_log_probs)[out.mask].all()
 # ## Nobody waits for the others
 #
 # So far a turn began when all agents had stopped, and slots were empty at the
-# end of each turn. A server answers whoever has stopped while the others are in
-# the middle of a call: with `sequences=1` the loop returns for each. `harvest`
-# takes finished conversations out of the queue, and `submit` puts new ones into
-# the rows that they leave, eight in all. A prompt that finds no row is refused,
-# and is submitted again later.
+# end of each turn. A server answers an agent as soon as it stops, while others
+# are in the middle of a call. With `sequences=1` the loop returns whenever an
+# agent has stopped. `harvest` takes finished conversations out of the queue, and
+# `submit` puts eight new ones into the free places. A prompt that finds no free
+# place is refused, and is submitted again later.
 
 
 # %%
 def serve(state, waiting):
-  """The conversations of a state, then those that wait, to their ends."""
+  """Runs the conversations of a state, then the waiting ones, to their ends."""
   results = {}
   while waiting or not rollout.is_done(state):
     state = run(params, state, sequences=1)
@@ -384,7 +387,7 @@ def serve(state, waiting):
 
 served, results = serve(begin(), prompts[16:])
 assert sorted(results) == [*range(24)]
-# When they ran, and beside whom, changes no token.
+# The order, and the other conversations, change no token.
 assert [results[number] for number in range(16)] == read(after[-1])[1]
 together, apart = (
   (rollout.timeline(state).sequences >= 0).mean()
@@ -395,17 +398,18 @@ assert apart > together
 rollout.timeline(served)
 
 # %% [markdown]
-# A number is that of a sequence. Each turn is orange, where the answer is
-# computed, and then blue. Slots are busy until no conversation waits any more.
+# Numbers in the picture are sequences. A turn is orange while the prompt or the
+# tool's answer is computed, and then blue. Slots are busy until no conversation
+# waits any more.
 #
 # ## New weights
 #
-# In training the weights change while conversations go on. `update_weights` says
-# so: the version grows by one, and no page of the old weights is found any more.
-# With `"recompute"` an agent keeps its words, and their keys and values are
-# computed with the new weights. So turn 3 is red: all is computed again, but the
-# page that the prompts share is computed once. Turn 4 finds the new pages.
-# `versions` says which weights drew each token.
+# In training the weights change while conversations go on. `update_weights`
+# tells the rollout: the version grows by one, and pages of the old weights are
+# no longer found. With `"recompute"` a conversation keeps its tokens, and their
+# keys and values are computed with the new weights. So turn 3 is red. Only the
+# page that the prompts share is computed once for all conversations. Turn 4 finds
+# the new pages. `versions` says which weights drew each token.
 
 # %%
 new_params = models.init_params(jax.random.key(2), decoder)
@@ -426,8 +430,8 @@ assert ((kinds[3] == 2).sum(axis=1) < PAGE).all()
 draw(kinds)
 
 # %% [markdown]
-# Each token's log-probability is that of the weights that drew it, over the
-# whole conversation before it.
+# The log-probability of each token comes from the weights that drew it, given
+# the whole conversation before it.
 
 # %%
 raw = out.records.raw_log_probs[:, 1:]
@@ -438,9 +442,9 @@ for version, weights in enumerate((params, new_params)):
 # %% [markdown]
 # ## Somebody hangs up
 #
-# `abort` ends sequences, also those that run. What they said is kept, and their
-# pages and slots go to others, who are not disturbed. Here the loop stops after
-# five steps, and those who are in a slot are aborted.
+# `abort` ends sequences, even running ones. Their tokens are kept, and their
+# pages and slots go to other sequences, whose tokens do not change. Here the
+# loop stops after five steps, and the running sequences are aborted.
 
 # %%
 paused = run(params, begin(), steps=5)
@@ -462,9 +466,9 @@ for number, text in enumerate(texts):
 # ## Calls as JSON
 #
 # The arguments of most tools are JSON, and a schema describes them.
-# `rollout.json_schema` makes a grammar of a schema, so that every call can be
-# read and has the arguments that the tool needs. A keyword that a grammar cannot
-# express, such as `minimum`, is an error that names it.
+# `rollout.json_schema` converts a schema to a grammar, so that every call can be
+# parsed and has the arguments that the tool needs. A keyword that a grammar
+# cannot express, such as `minimum`, raises an error that names the keyword.
 
 # %%
 schema = {
@@ -495,6 +499,6 @@ for row, text in enumerate(texts):
   print(f"{text} -> {result}")
 
 # %% [markdown]
-# A real agent differs in the model: a tokenizer instead of characters.
+# A real agent has a trained model, and a tokenizer instead of characters.
 # `Sampling.stop_strings` ends turns at strings. `help(rollout.extend)` and the
-# other verbs say what each row's code means.
+# help of the other verbs explain the codes that they return.

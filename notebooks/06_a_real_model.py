@@ -16,14 +16,14 @@
 # %% [markdown]
 # # A real model
 #
-# `models.load` gives a checkpoint in one line: parameters, a description of the
-# decoder, a tokenizer, and the sizes that its cache needs. This notebook loads a
+# `models.load` loads a checkpoint in one line: parameters, a description of the
+# decoder, a tokenizer, and the sizes of a cache for it. This notebook loads a
 # model, asks it some questions, and looks at what the loop computed.
 #
 # Set the environment variable `JAXKV_MODEL` to a folder, a `.gguf` file or the id
 # of a model on the hub, such as `HuggingFaceTB/SmolLM2-135M-Instruct`, and install
 # `jaxkv[hf,gguf,hub,notebooks]`. Otherwise the notebook writes a tiny checkpoint,
-# and teaches it the answers to four questions. Everything else is the same.
+# and trains it on the answers to four questions. Everything else is the same.
 
 # %%
 import dataclasses
@@ -116,8 +116,9 @@ def write_tiny(folder):
 # %% [markdown]
 # ## Load it
 #
-# `load` uses every tensor once and interprets every key of the configuration, or
-# raises an error that names it. `dtype` converts the weights to float32.
+# `load` uses every tensor and interprets every key of the configuration. It
+# raises an error that names an unknown tensor or key. `dtype` converts the
+# weights to float32.
 
 # %%
 if source := os.environ.get("JAXKV_MODEL"):
@@ -166,8 +167,8 @@ print("tokens of the prompts:", lengths)
 print(model.tokenizer.decode(encoded[0]))
 
 # %% [markdown]
-# A checkpoint of your own needs no lesson. The tiny one learns two answers to each
-# question by heart, with the loss on the tokens of the answers.
+# A checkpoint of your own is not trained. The tiny one learns two answers to each
+# question by heart, with a loss on the tokens of the answers.
 
 # %%
 ANSWERS = [
@@ -233,8 +234,8 @@ if not source:
 # group: SmolLM2 has one, Gemma 3 has six, because five of six layers have a window.
 #
 # `raw_log_probs` records the model's own log-probabilities, and `timeline` records
-# the work of each slot, for the pictures below. `version` counts updates of the
-# weights; a cache that is used again must have the same version.
+# the work of each slot, for the picture below. `version` is the number of updates of
+# the weights since the cache was made. A cache that already has pages requires it.
 
 # %%
 SAMPLES, NEW, PAGE = 4, 24, 16
@@ -342,8 +343,8 @@ assert gap.max() < 1e-3
 # ## The probability of each token
 #
 # The bars show the model's probability of each token of the four answers to the
-# first question, by rising temperature. Low bars are tokens that a high temperature
-# made possible, or where the model knows two ways to go on.
+# first question, by rising temperature. A bar is low if a high temperature made the
+# token possible, or if the model knows two ways to go on.
 
 # %%
 figure, axes = plt.subplots(SAMPLES, 1, figsize=(9, 5), layout="constrained")

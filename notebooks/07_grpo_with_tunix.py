@@ -17,13 +17,13 @@
 # # GRPO with tunix
 #
 # GRPO draws several answers to each prompt, scores them, and makes the better
-# ones more likely. Most of its time goes into drawing. tunix is a trainer of the
-# JAX world; its own engine computes a prompt once for each answer, keeps a dense
-# cache for each, and is compiled again when a limit changes.
+# ones more likely. Most of its time goes into drawing. tunix is a trainer for
+# JAX. Its own engine computes a prompt once for each answer, keeps a dense cache
+# for each answer, and is compiled again when a limit changes.
 #
 # Here the trainer stays as it is, and one argument changes: the engine. Samples
-# of a prompt share its pages, later turns go on from earlier ones, and new
-# weights make old pages unreachable.
+# of a prompt share its pages, later turns continue from the pages of earlier
+# ones, and no page of old weights is used after an update.
 #
 # This needs `pip install "jaxkv[clients]"`.
 
@@ -55,8 +55,8 @@ from jaxkv.integrations.tunix import JaxkvRollout
 # %% [markdown]
 # ## A model and its words
 #
-# A Llama 3 of tunix with two layers and random weights. It knows 29 words, `w3`
-# to `w31`, beside those for padding, the beginning and the end.
+# The model is tunix's Llama 3 with two layers and random weights. The vocabulary
+# has 29 words, `w3` to `w31`, and tokens for padding, the beginning and the end.
 
 # %%
 NUM_WORDS = 32
@@ -92,8 +92,9 @@ def words(count):
 # %% [markdown]
 # ## A trainer
 #
-# The reward is the share of even words. `rollout_engine` was `"vanilla"`. This
-# engine notes what each call took, and is otherwise `JaxkvRollout`.
+# The reward is the share of even words. `rollout_engine` is the argument that
+# changes; tunix's own engine is `"vanilla"`. `Noted` is a `JaxkvRollout` that
+# records the seconds and the computed prompt tokens of each call.
 
 # %%
 EVEN = {f"w{number}" for number in range(4, NUM_WORDS, 2)}
@@ -156,8 +157,8 @@ learner = grpo_learner.GRPOLearner(
 # %% [markdown]
 # ## The engine alone
 #
-# Before it trains, four prompts of 40 words, and four answers to each. Equal
-# prompts that stand next to each other are samples of one prompt.
+# Before the training, we ask the engine for four answers to each of four prompts
+# of 40 words. Adjacent equal prompts are treated as samples of one prompt.
 
 # %%
 engine = cluster.rollout
@@ -167,8 +168,8 @@ for text in answers.text[:4]:
   print(text)
 
 # %% [markdown]
-# With the word for the beginning a prompt has 41 tokens. The last one of each is
-# computed when the first token is drawn from it, and counts there.
+# With the token for the beginning a prompt has 41 tokens. The counter leaves out
+# the last one, which is computed in the step that draws the first token.
 
 # %%
 counters = engine.counters()
@@ -177,8 +178,8 @@ print("by an engine that computes each sample:", 16 * 40)
 print("samples that shared a prompt:", counters["forked"])
 
 # %% [markdown]
-# The same prompts again: their pages are still there. What is computed is the
-# end of each prompt, which fills no page of 16 tokens.
+# If the same prompts come again, their pages are still cached. Only the end of
+# each prompt, which does not fill a page of 16 tokens, is computed.
 
 # %%
 before = counters["prefilled"]
@@ -186,8 +187,8 @@ engine.generate(prompts, settings)
 print("computed this time:", engine.counters()["prefilled"] - before)
 
 # %% [markdown]
-# Then the log-probabilities. The trainer computes them in another way, for whole
-# sequences without a cache. The difference is rounding.
+# The trainer computes log-probabilities in another way, for whole sequences
+# without a cache. They differ from the engine's only by rounding.
 
 # %%
 padded = np.zeros((16, 16), np.int32)
@@ -213,8 +214,9 @@ with contextlib.redirect_stderr(io.StringIO()):  # Its progress bars.
   )
 
 # %% [markdown]
-# The answers get better. Sixteen sequences of 41 tokens begin in each step, and
-# what is computed of them is four prompts.
+# The answers get better. Each step begins with sixteen prompts of 41 tokens, of
+# which only the four distinct ones are computed. The dashed line is the number
+# of tokens without sharing.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3))
@@ -226,8 +228,8 @@ right.set(xlabel="step", ylabel="tokens of prompts computed")
 plt.show()
 
 # %% [markdown]
-# All of the compiling was in the first call of this notebook. A later one takes
-# milliseconds, whatever limits and lengths come.
+# All of the compilation was in the first call of this notebook. A later call
+# takes milliseconds, whatever its limits and lengths are.
 
 # %%
 print(f"first call: {first:.1f} s")
@@ -241,9 +243,10 @@ assert all(computed <= 4 * 40 for _, computed in steps)
 # %% [markdown]
 # ## New weights
 #
-# The trainer has changed the weights since the last call, in place. The engine
-# sees that the arrays are others, and finds no page of before: a prompt of an
-# earlier step is computed again, and a second time it is found.
+# The trainer has updated the weights after the last call. The engine notices the
+# new arrays, and no longer uses the pages of the old weights. So the first call
+# below computes its prompt, and the second call finds the prompt's pages. Then
+# `update_params` replaces the weights, and the prompt is computed again.
 
 # %%
 text = [words(40)]
@@ -260,8 +263,8 @@ print("computed with new weights:", engine.counters()["prefilled"] - before)
 # %% [markdown]
 # ## Turns
 #
-# An agent's next turn is the whole history, and some words more. What was said
-# before is in pages, its own answers included.
+# The prompt of an agent's next turn is the whole history and some more words. The
+# pages of the history are cached, those of the agent's own answers included.
 
 # %%
 history = words(20)
@@ -274,6 +277,6 @@ for turn in range(3):
 
 # %% [markdown]
 # `help(jaxkv.integrations.tunix)` has a table of what the engine does and does
-# not do. Models of other trainers take some ten lines:
-# `help(jaxkv.integrations.nnx)`. SkyRL-tx's server samples on the same engine:
-# `help(jaxkv.integrations.skyrl_tx)`.
+# not do. A model of another trainer is adapted in about ten lines, see
+# `help(jaxkv.integrations.nnx)`. The server of SkyRL-tx can use the same engine,
+# see `help(jaxkv.integrations.skyrl_tx)`.

@@ -17,13 +17,13 @@
 # # GRPO in one program
 #
 # A round of GRPO draws several answers to each prompt, rewards them, and makes
-# the better ones more likely. Where sampler and trainer are two systems, weights
-# are sent from one to the other, and both compute slightly different
+# the better ones more likely. Usually sampler and trainer are two systems. Then
+# weights are sent from one to the other, and the two compute slightly different
 # probabilities of the same tokens.
 #
-# Here a round is one jitted function. It owns the weights, which the rollout
-# reads and the update changes in place. With exact numerics both compute the
-# same numbers, bit for bit.
+# Here a round is one jitted function. Its rollout reads the weights, and its
+# update changes them in place. With exact numerics, rollout and update compute
+# the same probabilities, bit for bit.
 #
 # `python -m jaxkv grpo` runs the same program, and prints what it cost.
 
@@ -46,9 +46,9 @@ from jaxkv import rollout
 # %% [markdown]
 # ## A task, a model, and room for its answers
 #
-# The task is to repeat a prompt of four tokens. A token is rewarded with 1 if it
-# is right, and so an answer with the share of those. With 12 tokens in the
-# vocabulary, a model that knows nothing gets 0.08.
+# The task is to repeat a prompt of four tokens. The reward of an answer is its
+# share of right tokens. With 12 tokens in the vocabulary, an untrained model
+# gets 0.08.
 
 # %%
 PROMPTS, SAMPLES, TOKENS, VOCABULARY, INNER_STEPS = 32, 8, 4, 12, 4
@@ -77,14 +77,14 @@ ADAM = optax.adam(2e-3)
 # ## A round
 #
 # `draw` is the rollout. The samples of a prompt share its pages, and `grouped`
-# puts them side by side. `train` is the update: a few steps of the optimizer,
-# with a loss in which each prompt is computed once. `grpo_round` is both, and
-# all of its arguments but the key are donated.
+# arranges results by prompt and sample. `train` is the update: a few steps of
+# the optimizer, with a loss that computes each prompt once. `grpo_round` does
+# both. All of its arguments but the key and the static model are donated.
 
 
 # %%
 def draw(params, cache, kv, key, model):
-  """Prompts, answers to them, and the rollout at its end."""
+  """Draws prompts and answers; returns the final state and the answers."""
   ask, answer = jax.random.split(key)
   prompts = jax.random.randint(ask, (PROMPTS, TOKENS), 0, VOCABULARY, jnp.int32)
   lengths = jnp.full((PROMPTS,), TOKENS, jnp.int32)
@@ -97,15 +97,16 @@ def draw(params, cache, kv, key, model):
 
 
 def log_probs(params, drawn, model):
-  """Of the answers, as the trainer computes them."""
+  """Computes log-probs of the answers as a trainer does, without a cache."""
   prompts = (drawn.prompts, drawn.prompt_lengths)
   answers = (drawn.completions, drawn.completion_lengths)
   return models.grouped_log_probs(params, *prompts, *answers, config=model)
 
 
 def train(params, moments, drawn, old, model, weights=None):
-  """The weights after some updates, the reward, and figures of the updates."""
-  # Of each token, relative to that of the other samples in its place.
+  """Returns the weights and moments after some updates, and figures."""
+  # Rewards are per token. They are normalized over the samples of a prompt, for
+  # each position separately.
   right = jnp.swapaxes(drawn.completions == drawn.prompts[:, None], 1, 2)
   good = rl.group_normalized(right.ravel(), num_samples=SAMPLES)
   good = jnp.swapaxes(good.reshape(right.shape), 1, 2)
@@ -155,7 +156,7 @@ def begin(model, key):
 
 
 def run(model, rounds, seed=1):
-  """What the rounds said of themselves, each figure an array."""
+  """Runs rounds, and returns an array of each figure."""
   first, rest = jax.random.split(jax.random.key(seed))
   carry, figures = begin(model, first), []
   for key in jax.random.split(rest, rounds):
@@ -179,11 +180,11 @@ assert after > 0.9
 # ## The same numbers
 #
 # When an update begins, the weights are those that drew the tokens. So the ratio
-# of new to old probabilities should be 1, and the divergence 0. With the usual
-# numerics they are that but for rounding; with exact numerics there is none. This
-# model is in float32, where rounding is small. In bfloat16, as
-# `python -m jaxkv grpo --numerics fast --dtype bfloat16` shows, ratios are off
-# by up to 0.17, and the loss clips them at 0.2; with exact numerics by 0.
+# of new to old probabilities should be 1, and the divergence 0. With exact
+# numerics this holds bit for bit, and with fast numerics up to rounding. This
+# model is in float32, where rounding errors are small. In bfloat16, fast ratios
+# are off by up to 0.17, as `python -m jaxkv grpo --numerics fast --dtype bfloat16`
+# shows. That is almost as much as the 0.2 at which the loss clips.
 
 # %%
 fast = run(FAST, rounds=20)
@@ -207,8 +208,8 @@ plt.show()
 plt.close(figure)
 
 # %% [markdown]
-# Within a round the policy moves away from the one that drew. The ratios of later
-# steps are no longer 1; that is what the loss clips.
+# Within a round the policy moves away from the policy that drew the tokens. So in
+# later steps ratios differ from 1, and the loss clips them.
 
 # %%
 print("largest |ratio - 1| by step:", exact["off_ratio"].max(axis=0).round(2))
@@ -216,8 +217,8 @@ print("largest |ratio - 1| by step:", exact["off_ratio"].max(axis=0).round(2))
 # %% [markdown]
 # ## What was computed
 #
-# A prompt's tokens but the last one are computed before the first draw: once for
-# all samples, not once for each. Prompts that begin alike share that page, too.
+# All tokens of a prompt but the last are computed before the first draw, once for
+# all samples. Prompts whose first page is equal share this page, too.
 
 # %%
 counters = exact["counters"]
@@ -233,14 +234,15 @@ assert num_generated == rounds * PROMPTS * SAMPLES * TOKENS
 # %% [markdown]
 # ## One step behind
 #
-# Sampler and trainer can also work at the same time: then the update has answers
-# that the weights of the round before have drawn. Each token says by which
-# version of the weights it was drawn, and `cache.epoch` is the version now.
+# Sampler and trainer can also work at the same time. Then an update trains on
+# answers that were drawn with the weights of the round before. `versions` has the
+# version of the weights that drew each token, and `cache.epoch` is the current
+# version.
 #
-# Such tokens are off-policy. The loss is relative to the policy at the beginning
-# of the update, and each token is weighted by how much more likely it is for that
-# policy than for the one that drew it, up to a bound. Tokens that are more than
-# one version old would get weight 0.
+# Such tokens are off-policy. The loss uses ratios to the policy at the beginning
+# of the update. Each token has an importance weight: its probability under that
+# policy, divided by its probability under the policy that drew it, up to a bound.
+# Tokens that are more than one version old get weight 0.
 
 
 # %%
@@ -260,8 +262,8 @@ def late_round(params, moments, cache, kv, drawn, key):
 
 
 # %% [markdown]
-# The first round has no answers of an earlier one. Groups of no tokens have no
-# gradient, so it changes no weight.
+# The first round has no answers of an earlier round. Its groups have no tokens
+# and so no gradient, and the weights do not change.
 
 # %%
 first, rest = jax.random.split(jax.random.key(1))
@@ -280,8 +282,9 @@ assert (late["lag"][1:] == 1).all()
 assert late["reward"][-10:].mean() > 2 * late["reward"][1]
 
 # %% [markdown]
-# The weights say how far behind one step is. All of what they correct here is the
-# older policy; with other numerics in the sampler, rounding would be in them, too.
+# The importance weights show how much the policy changes in one round. With exact
+# numerics they correct only this change. If the sampler had other numerics, they
+# would also correct the difference in rounding.
 
 # %%
 weights = late["weights"][1:]
