@@ -8,9 +8,9 @@ figures are medians over the rounds. A round of a side has as many runs as fit
 into 0.2 s. A side whose single run takes longer has two rounds.
 
 The host launches the kernels of a loop one after another, ahead of the GPU. A
-launch takes a few microseconds. In cases of a few MB a kernel takes less, so
-the figures are launch times. With the XLA backend the host also waits for the
-trip count of an inner loop.
+launch takes a few microseconds. In cases of a few MB a launch takes longer than
+the kernel, so the figures are times of launches. With the XLA backend the host
+also waits for the trip count of an inner loop.
 
 | column | meaning |
 |---|---|
@@ -19,14 +19,15 @@ trip count of an inner loop.
   sequences share counts once, even if a side reads it more often |
 | of copy | GB/s as a share of the bandwidth (reads and writes) of a 1 GB copy
   in the same benchmark |
-| error | relative L2 distance from the XLA backend's result after CALLS calls,
-  the larger of the distances before and after all rounds |
+| error | relative L2 distance from the XLA backend's result after CALLS calls;
+  the larger of two distances, one before and one after the timed rounds |
 
-The sides are our backends, our backends with a plan if they take plans, and, in
-cases with shared pages, our backends that read shared pages once. Cases marked
-`main` add jax's own Pallas kernel with 1, 4 and 16 splits, and cuDNN and XLA on
-a dense cache. Plans, and clusters of sequences that share pages, are not timed,
-because a decode step computes them once for all layers.
+The sides are our backends. A plan cuts all contexts into equal pieces of work.
+A backend that takes plans is timed with and without one. In cases with shared
+pages, backends are timed with and without reading these pages only once. Cases
+marked `main` add jax's own Pallas kernel with 1, 4 and 16 splits, and cuDNN and
+XLA on a dense cache. Plans and the search for shared pages are not timed,
+because a decode step needs them only once for all layers.
 
 A side's `rotations` is the number of caches that it reads in turn. A row's
 `bytes` is the size of one cache. Dense sides in jax always read the same cache.
@@ -78,7 +79,8 @@ COPY_BYTES = 2**30
 TOLERANCE = 2e-2
 
 Report = dict[str, Any]
-"""The JSON report: facts, `cases` by name, and `begun`, unfinished sides."""
+"""The JSON report. It has facts about the machine, `cases` by name, and in
+`begun` the sides that were interrupted."""
 Watch = Callable[[str], contextlib.AbstractContextManager[None]]
 """A function that maps the name of a side to the context of `watched`."""
 
@@ -128,7 +130,8 @@ def watched(
     jax.block_until_ready(jnp.arange(8) + 1)
   finally:
     faulthandler.cancel_dump_traceback_later()
-  # Only this try is removed, because a later round of the side may hang again.
+  # This try has come back, so it is removed. Earlier tries that did not come
+  # back stay in the list.
   tries.pop()
   if not tries:
     del begun[side]
@@ -241,7 +244,7 @@ def facts(quick: bool) -> dict[str, Any]:
 
 
 def failures(report: Report) -> list[str]:
-  """Lists our sides that are wrong, or fail without refusing a case."""
+  """Lists our sides with wrong results, or with errors other than a refusal."""
   failed = []
   for case, row in report["cases"].items():
     failed += [

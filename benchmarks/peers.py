@@ -12,11 +12,12 @@ r"""Times transitions of this cache and of other cache managers.
 | free_4096   |              | one sequence of 256 cached pages                |
 | free_16     |              | 16 sequences of 64 cached pages                 |
 
-The pool has 65,536 pages of 16 tokens. All pages are cached beforehand, so
-every page taken evicts one. "full" has one group of full attention, and
-sequences of up to 128 tokens (48 at 1,024 slots). "hybrid" has five more groups
-with a sliding window of 1,024 tokens, and 96 of its 256 sequences have 1,024 to
-1,536 tokens. All times include hashing.
+To publish a page is to enter it in the prefix index. The pool has 65,536 pages
+of 16 tokens. All pages are cached beforehand, so taking a page evicts its
+contents. "full" has one group of full attention, and sequences of up to 128
+tokens (48 at 1,024 slots). "hybrid" has five more groups with a sliding window
+of 1,024 tokens, and 96 of its 256 sequences have 1,024 to 1,536 tokens. All
+times include hashing.
 
 Method. A side is jaxkv or a peer. All sides run in one process and take turns
 in every round, after one round of warm-up. A call of jaxkv is a step of a

@@ -21,8 +21,8 @@ token or for padding.
 |                    | of each page                           |       |        |
 | families: hit rate | share of prompt tokens hit, with a     | 0.55  | 0.12   |
 |                    | window of 32, or of the whole queue    | 0.69  |        |
-| overtaken          | the most sequences that entered before | its   |        |
-|                    | a sequence ahead of them in the queue  | limit |        |
+| overtaken          | the most sequences that entered a slot | its   |        |
+|                    | before one that came earlier           | limit |        |
 | longest wait       | steps in which a decoding sequence in  | 1     |        |
 |                    | a slot draws nothing                   |       |        |
 

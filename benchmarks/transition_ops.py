@@ -86,7 +86,7 @@ def full_cache(config: jaxkv.CacheConfig, rng) -> jaxkv.CacheState:
 def decode_lengths(
   config: jaxkv.CacheConfig, mode: str
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the least initial and the final length of each sequence."""
+  """Returns the lowest initial length and the final length of each sequence."""
   slots, size = config.num_slots, config.page_size
   begin, end = np.zeros((2, slots), np.int32)
   end[:] = (

@@ -4,8 +4,8 @@
 |-------------|--------------------------------------------------------------|
 | decode_step | `recycle` if there are windows, `allocate` a token in every  |
 |             | slot, `commit` it (1/16 of the slots take a page, 1/16 hash  |
-|             | and publish one), `free` the sequences that end, and `admit` |
-|             | with all rows masked out                                     |
+|             | a page and enter it in the prefix index), `free` the         |
+|             | sequences that end, and `admit` with all rows masked out     |
 | allocate    | one more token in every slot, so 1/16 of them take a page    |
 | match_4096  | `match` of one prompt of 4,096 tokens                        |
 | admit_4096  | `admit` of one prompt of 4,096 tokens, hashing included      |
@@ -25,7 +25,7 @@ unsplit: compiled with `jaxkv.CPU_COMPILER_OPTIONS`, so that XLA:CPU does not
   hand small operations to other threads, which costs more than it saves.
 graphs: compiled for a GPU so that loops whose trip count depends on data are
   part of a CUDA graph.
-All pages are cached beforehand, so every page taken evicts one.
+All pages are cached beforehand, so taking a page evicts its contents.
 
 Method. A timed call is one `fori_loop` whose trip count is an argument and
 whose carry is the donated state. The time of the same program without trips is

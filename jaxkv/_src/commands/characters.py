@@ -1,9 +1,9 @@
 """A small character model, trained on this machine and stored in a file.
 
 With random weights, the logits of the best two tokens are almost equal
-everywhere, so a cache bug looks like rounding. This model is trained once, in
-about a minute, on a text that ships with Python. So examples and tests need no
-download.
+everywhere, so a cache bug looks like rounding. This model is therefore trained,
+once and in about a minute. The text ships with Python, so examples and tests
+need no download.
 """
 
 import functools

@@ -21,9 +21,9 @@ that is full is never a hit. It takes a new page and is cached again.
 
 Every request also holds one page that is never cached, for the tokens after its
 last cached block. Without this page `admit` could not hit the last block,
-because it never hits a whole sequence. The next request takes the page first,
-because the page has no key. `--pages` does not count this page. Outputs are not
-cached.
+because it never hits a whole sequence. When the request ends, this page goes to
+the front of the free queue, because it has no key. So the next request takes it
+and evicts nothing. `--pages` does not count this page. Outputs are not cached.
 """
 
 import argparse
@@ -191,8 +191,9 @@ def _replay(
   # With rule `full`, a prompt that ends with a full block must not hit it.
   lengths = np.asarray([request.input_length for request in requests])
   capped = (rule == "full") & (lengths % BLOCK_TOKENS == 0) & (blocks > 0)
-  # The columns are a request's first block among all blocks, its number of
-  # blocks, and the tokens to admit, of which at least one is not hit.
+  # A row of `work` has the index of a request's first block among all blocks,
+  # the number of its blocks, and the number of tokens to admit. `admit` never
+  # hits the last of these tokens.
   columns = [np.cumsum(blocks) - blocks, blocks, blocks + 1 - capped]
   work = np.stack(columns, axis=1)
   state, hits, seconds = _timed_spans(config, _tokens(ids, config), work)

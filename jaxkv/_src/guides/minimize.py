@@ -1,10 +1,10 @@
 """Minimizes a DFA by partition refinement (Moore's algorithm).
 
-The blocks of a partition are split until all states of a block lead to the same
-blocks (Moore, "Gedanken-experiments on sequential machines", 1956). The first
-partition already separates states by the lengths of the shortest and longest
-string that they accept. Without these lengths, the states of a counted repeat
-would take one iteration per repetition.
+A partition divides the states into blocks. An iteration splits each block whose
+states lead to different blocks (Moore, "Gedanken-experiments on sequential
+machines", 1956). The first partition already separates states by the lengths of
+the shortest and longest string that they accept. Without these lengths, a
+repeat such as `a{1000}` would take 1,000 iterations.
 """
 
 import numpy as np
@@ -46,10 +46,12 @@ def minimize(
 
 def _refine(table: np.ndarray, origin: np.ndarray) -> np.ndarray:
   """Splits blocks until all states of a block lead to the same blocks."""
-  # Random hashes of the table's rows are compared first, because this is fast.
-  # Hashes can collide, so the last iterations compare rows entry by entry.
+  # Each block gets a random label. The hash of a state is the weighted sum of
+  # its own label and the labels of its next states. Hashes are compared first,
+  # because this is fast, but they can collide. So the last iterations compare
+  # the blocks themselves.
   random = np.random.default_rng(0)
-  # Odd weights are invertible modulo 2**64, so products keep labels distinct.
+  # Weights are odd, because a product with an even number would lose bits.
   weights = random.integers(0, 2**63, table.shape[1] + 1, np.uint64) * 2 + 1
   block, exact = origin, False
   while True:
@@ -125,8 +127,8 @@ def longest_accepted(table: np.ndarray, ends: np.ndarray) -> np.ndarray:
   first = np.searchsorted(end[order], np.arange(len(table) + 1))
   open_edges = np.bincount(begin, minlength=len(table))
   lengths = np.where(ends, 0, -1)
-  # The queue holds states in reverse topological order. A state on a cycle, or
-  # on a path to a cycle, always has open edges, so its strings are unbounded.
+  # A state enters the queue after all its next states. A state on a cycle, or
+  # with a path to a cycle, never enters it, so its strings are unbounded.
   leaves = np.flatnonzero(open_edges == 0)
   queue = [state for state in leaves if state != DEAD]
   is_finite = np.zeros(len(table), bool)

@@ -62,7 +62,7 @@ class QueueEngine:
       sizes: the fixed shapes.
       scaled: True to return log-probs of logits divided by the temperature.
       banned: tokens that only jobs with `may_draw_banned` may draw.
-      salted: True if jobs have salts.
+      salted: True if jobs can have salts, see `Job`.
       mesh: the devices of the state.
       split_heads: True to shard the K/V heads of pages over the mesh axis "tp".
     """
@@ -154,7 +154,7 @@ class QueueEngine:
       )
 
   def _serve(self, params: Any, jobs: list[Job]) -> list[list[Answer]]:
-    """Serves up to P jobs of up to G samples."""
+    """Serves one batch of jobs, which fits the fixed shapes."""
     batch = client_jobs.batch(jobs, self.sizes, scaled=self._scaled)
     # If the state has salts, each batch must have salts. Zeros in all rows let
     # jobs share pages, as without salts.
@@ -175,7 +175,7 @@ class QueueEngine:
       name: np.asarray(value).tolist()
       for name, value in results["counters"].items()
     }
-    # The samples of job n are in the rows from n * G on.
+    # The samples of job n are in the rows from n * num_samples on.
     firsts = range(0, self.sizes.total, self.sizes.num_samples)
     return [
       [self._answer(results, first + n) for n in range(len(job.seeds))]
@@ -211,7 +211,7 @@ class QueueEngine:
     return jax.jit(self._init_state, out_shardings=places)(words)
 
   def _init_state(self, secret: Array) -> RolloutState:
-    """Returns a rollout whose rows are all empty."""
+    """Returns a rollout with an empty queue."""
     batch = client_jobs.batch([], self.sizes, scaled=self._scaled)
     jobs = self.sizes.num_jobs
     salts = jnp.zeros((self.sizes.total, 4), jnp.uint32)
@@ -252,7 +252,7 @@ class QueueEngine:
     state = rollout.generate(
       params, state, model=self._model, process=self._process
     )
-    # Codes are read before the harvest, which empties the rows.
+    # Codes are read before the harvest, which clears them.
     code = state.sequences.code
     state, out = rollout.harvest(state)
     results = out.results

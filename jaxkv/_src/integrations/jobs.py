@@ -24,7 +24,8 @@ class Job:
     stop_tokens: tokens that end a sample.
     may_draw_banned: True if samples may draw the engine's banned tokens.
     adapter: the index of the model's adapter.
-    salt: jobs with different salts share no page.  # uint32[4]
+    salt: part of the page keys, so that jobs with different salts share no
+      page.  # uint32[4]
   """
 
   # Arrays are not compared, because their `==` is not a bool. Seeds are not
@@ -65,8 +66,10 @@ class Answer:
 class Batch(NamedTuple):
   """Arrays of fixed shape for P jobs of up to G samples. Q is P * G.
 
+  `EngineSizes` defines P, G and W.
+
   Attributes:
-    prompts: int32[P, L].
+    prompts: int32[P, W - 1].
     lengths: int32[P].
     mask: bool[P], True for jobs, False for padding.
     num_samples: int32[P], the samples of each job.

@@ -82,7 +82,9 @@ class LayerMemory:
 
   Each layer calls `attend` once, in order. The object lives for one trace, and
   each call mutates it. So calls inside a nested `scan`, `remat` or `jit` are
-  not allowed.
+  not allowed. Letters: C columns of packed tokens, X columns that get logits,
+  H query heads, K key-value heads, D head size, E embedding width, V vocabulary
+  size.
 
   Attributes:
     kv: the pages, which `attend` replaces.

@@ -176,7 +176,8 @@ def gated_delta_rule(
     beta=_by_head(jnp.where(is_valid, beta, jnp.zeros_like(beta))),
   )
   state = state.astype(jnp.float32)
-  # The triangular system is for tokens of one call that depend on each other.
+  # A single token per row does not depend on other tokens of the call, so it
+  # needs no triangular system.
   if columns == 1:
     state, out = _single_step(state, jax.tree.map(lambda x: x[:, :, 0], tokens))
     out = out[:, :, None]

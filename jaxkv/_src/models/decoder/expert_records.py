@@ -35,7 +35,7 @@ class Routing(NamedTuple):
 
 @functools.cache
 def routing_of(decoder: Decoder, name: str = "decoder") -> Routing:
-  """Returns a decoder's `Routing`. Error messages call the decoder `name`."""
+  """Returns a decoder's `Routing`; `name` is the argument in error messages."""
   mlps = [
     layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Experts)
   ]

@@ -175,7 +175,7 @@ def forward_uncached(
 
   `experts` replays the routing of a rollout: tokens use the recorded experts,
   even if new weights or other rounding would make the router choose others.
-  The factors of the experts are still computed from `params`.
+  The factors of the experts' outputs are still computed from `params`.
 
   Args:
     params: parameters as returned by `init_params`.
@@ -196,8 +196,8 @@ def forward_uncached(
 
   Raises:
     TypeError: `tokens`, `positions` or `experts` is not an array of integers.
-    ValueError: a shape does not fit the decoder, or an argument is missing or
-      has no effect.
+    ValueError: a shape does not fit the decoder, the decoder has no experts to
+      replay, or `kv_dtype` is given without exact numerics.
 
   Examples:
     >>> import jax, jax.numpy as jnp

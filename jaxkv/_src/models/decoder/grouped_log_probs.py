@@ -89,8 +89,9 @@ def grouped_log_probs(
 
   Raises:
     TypeError: an argument has the wrong type, such as tokens that are floats.
-    ValueError: a shape does not fit the decoder, an argument is missing or has
-      no effect, or the temperature is negative, infinite or NaN.
+    ValueError: a shape does not fit the decoder, the decoder has no experts to
+      replay, `kv_dtype` is given without exact numerics, or the temperature is
+      negative, infinite or NaN.
 
   Examples:
     Two completions of a prompt, of 2 and of 3 tokens:

@@ -2,8 +2,8 @@
 
 Layers of one cache group share a page table. Layer i of L is in group i % C,
 where the number of groups C is the length of the pattern that the layers
-repeat. C is 1 if all layers are alike, and 6 if every sixth layer has no
-window.
+repeat. For example, C is 1 if all layers are alike, and 6 if every sixth layer
+has full attention and the others have a window.
 
 A page holds the data of all layers of its group. The part of one layer is a
 memory layer: layer i uses memory layer i // C. All pages have the same number

@@ -37,7 +37,7 @@ class Location(NamedTuple):
   """The place of a layer in the memory of a decoder.
 
   Attributes:
-    group: the layer group of the cache.
+    group: index of the layer's cache group (see `groups`).
     layer: int32[], the memory layer: the part of each page that holds this
       layer's data (see `groups`).
     pool: index of the pool that has the group's pages.
@@ -76,7 +76,7 @@ class PagedKV:
   """Keys and values in pages.
 
   Attributes:
-    views: a view per layer group.
+    views: a view per cache group, which says where tokens are in pages.
     backend: see `jaxkv.kv.attend`.
     head_sharding: see `jaxkv.kv.attend`.
     experts: see `UncachedKV`.

@@ -168,8 +168,8 @@ def _run_experts(
     up = jnp.clip(up, -experts.limit, experts.limit)
     inner = (up + 1) * gate * jax.nn.sigmoid(gate * _SLOPE)
   out = project(inner, "expert_down")
-  # The inverse permutation gathers the k rows of a token side by side, and a
-  # sum follows. A scatter-add would sum rows in no fixed order on a GPU.
+  # The inverse permutation puts the k rows of a token side by side, so that
+  # they are summed in a fixed order. On a GPU a scatter-add has no fixed order.
   inverse = (
     jnp.zeros_like(order)
     .at[order]

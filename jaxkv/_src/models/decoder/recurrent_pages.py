@@ -18,9 +18,9 @@ from jaxkv._src.models.decoder import delta_net
 from jaxkv._src.models.decoder.description import DeltaNet
 
 Recurrence = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
-"""`(inputs, states, num_tokens) -> (outputs, states)`: takes inputs
-[R, T, ...], states of R rows, and the number of tokens of each row, int32[R].
-Returns outputs [R, T, ...] and the states after `num_tokens` tokens."""
+"""A function `(inputs, states, num_tokens) -> (outputs, states)` that runs the
+first `num_tokens` int32[R] of T tokens of each of R sequences. Inputs and
+outputs are [R, T, ...]. States are those before and after these tokens."""
 
 
 def run_rows(

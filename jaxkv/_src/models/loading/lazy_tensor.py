@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class LazyTensor:
-  """A tensor in a file, which is read on demand.
+  """A tensor that is read from a file on demand.
 
   Attributes:
     shape: shape of the array.
