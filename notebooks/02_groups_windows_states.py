@@ -118,7 +118,7 @@ for group in range(config.num_groups):
   assert jaxkv.kv.attend(kv, view, 0, x).shape == x.shape
 
 # %% [markdown]
-# A layer with a window passes it on: `attend(..., window=8)`.
+# A layer with a window passes its size to `attend`: `attend(..., window=8)`.
 #
 # ## Chunks
 #
@@ -233,7 +233,7 @@ assert cached == {"all": 28, "latest": 18}
 # ## A kind of your own
 #
 # A subclass of `GroupKind` is a new kind. It overrides what differs: which
-# tokens are skipped, what a hit is, which pages are worth publishing. The layers
+# tokens are skipped, what a hit is, which pages are worth caching. The layers
 # of this kind attend to a block of `size` tokens and to the block before it.
 
 

@@ -67,7 +67,7 @@ jaxkv.show(manager.state, title="The first request")
 # ## Decode
 #
 # `step` makes room for one more token of every running request, in one call. It
-# also publishes pages that became full, and gives back pages that fell behind a
+# also caches pages that became full, and gives back pages that fell behind a
 # window. For each request it returns the new pages, or None where there was no
 # room.
 

@@ -42,7 +42,7 @@ def others(ranges: Ranges, last: int = LAST) -> list[tuple[int, int]]:
 
 
 def _byte_strings(low: bytes, high: bytes) -> list[Grammar]:
-  """Returns the UTF-8 strings `low` .. `high`, which have equal lengths."""
+  """Returns grammars of the UTF-8 strings `low` .. `high` of equal length."""
   if len(low) == 1:
     return [byte_range(low[0], high[0])]
   size = len(low) - 1
@@ -64,6 +64,6 @@ def _byte_strings(low: bytes, high: bytes) -> list[Grammar]:
 
 
 def _with_first_byte(byte: int, low: bytes, high: bytes) -> list[Grammar]:
-  """Returns the strings of `byte` followed by one of `low` .. `high`."""
+  """Returns grammars of `byte` followed by a string of `low` .. `high`."""
   first = byte_range(byte, byte)
   return [chain(first, part) for part in _byte_strings(low, high)]

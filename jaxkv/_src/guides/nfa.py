@@ -70,7 +70,8 @@ class Nfa:
     if grammar.least == 0:
       self.epsilon_edges[start].append(end)
     begin = state = start
-    # An unbounded repeat has at least one copy, to which its loop returns.
+    # An unbounded repeat has at least one copy of the item, because a loop goes
+    # back to the beginning of the last copy.
     copies = grammar.most
     if copies is None:
       copies = max(grammar.least, 1)
@@ -88,8 +89,8 @@ class Nfa:
   def closure(self, final: int) -> Callable[[int], frozenset[int]]:
     """Returns a cached function from a state to its epsilon closure.
 
-    The closure keeps only states that read a byte, and `final`, because other
-    states do not distinguish two sets of states.
+    The closure keeps only `final` and states with byte edges, because no other
+    state affects which bytes are accepted next.
     """
 
     @functools.cache

@@ -128,7 +128,7 @@ class _Parser:
       )
     if start in ("^", "$"):
       self.fail(
-        "have no anchors", "leave them out, since it matches the whole text"
+        "have no anchors", "leave them out, since patterns match whole texts"
       )
     self._take()
     if start == "(":

@@ -24,9 +24,8 @@ class WeightWatch:
   def has_changed(self, tree: Any, *, by_contents: bool) -> bool:
     """Returns True if the weights differ from those of the last call.
 
-    With `by_contents`, new arrays with equal contents are not a change. They
-    need the digest of the call before, so they count as a change if that call
-    was without `by_contents`. The first call returns True.
+    With `by_contents`, new arrays with equal contents are not a change if the
+    call before was also made with `by_contents`. The first call returns True.
     """
     leaves = jax.tree.leaves(tree)
     is_same = len(leaves) == len(self._leaves) and all(

@@ -192,7 +192,7 @@ def _search(
       high = jnp.where(total_of_pivot < target, pivot, high)
     # `low` is final if the weights >= `low` would miss the target without the
     # lightest of them, whose amount is at least that of `low`. The search also
-    # ends if the cutoff is negligible. This is so if fewer than `top_k` weights
+    # ends if the cutoff is negligible, as it is if fewer than `top_k` weights
     # are above 0.
     done = (total - amount_of(low) < target) | (high <= _NEVER_DRAWN)
     return low, jnp.where(done, low, high)

@@ -141,7 +141,7 @@ class ConfigFile:
     value = self.get(key, None)
     if value is not None and value not in allowed:
       names = " or ".join(repr(name) for name in allowed)
-      raise self.wrong(key, f"{names or 'null'}; nothing else is built")
+      raise self.wrong(key, f"{names or 'null'}, as others are not supported")
 
   def ignore(self, *keys: str) -> None:
     """Marks keys as read. It is for keys without effect in a model family."""

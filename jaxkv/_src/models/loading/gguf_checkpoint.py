@@ -56,7 +56,8 @@ def open_checkpoint(path: pathlib.Path) -> Checkpoint:
   metadata.check_all_read()
   config = ConfigFile(values, str(path), num_tensors=len(tensors))
   weight_map = functools.partial(_FAMILIES[name], config)
-  # Both tokens stop generation, because chat models end a message with `eot`.
+  # `eos` ends a text, and chat models end a message with `eot`. Both stop the
+  # generation.
   keys = (f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot"))
   tokens = (metadata.count(key, None) for key in keys)
   stop_tokens = dict.fromkeys(token for token in tokens if token is not None)

@@ -19,8 +19,9 @@ Table = dict[str, Any]
 def rope_table(config: ConfigFile, default_base: float) -> Table:
   """Returns the rotary settings of config.json as one table.
 
-  The new form is the table `rope_parameters`. The old form has the keys
-  `rope_theta` and `rope_scaling`, which may write `type` for `rope_type`.
+  The new form is the table `rope_parameters`. The old form is a number,
+  `rope_theta`, and a table, `rope_scaling`. In the old table `type` can be
+  written for `rope_type`.
   """
   base = config.number("rope_theta", default_base)
   fraction = config.number("partial_rotary_factor", 1.0)
