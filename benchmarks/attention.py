@@ -30,18 +30,17 @@ XLA on a dense cache. Plans and the search for shared pages are not timed,
 because a decode step needs them only once for all layers.
 
 A side's `rotations` is the number of caches that it reads in turn. A row's
-`bytes` is the size of one cache. Dense sides in jax always read the same cache.
-If this cache is small, it stays in the GPU's cache, and the side appears too
-fast.
+`bytes` is the size of one cache. Sides with a dense cache always read the same
+one. If it is small, it stays in the GPU's cache, and the side appears too fast.
 
 Not measured: prefill, writes, allocation, the rest of a model.
 
   python benchmarks/attention.py [--quick] [--minutes M] [--json FILE]
 
 With `--json` the benchmark resumes where an earlier one with the same file
-ended. The file also records the side in progress. A side that has twice crashed
-the benchmark, or hung for LONGEST seconds, is skipped. The exit code is 1 if
-one of our sides has failed or has an error over TOLERANCE.
+ended. The file also records the side in progress. A side is skipped after it
+has twice ended the benchmark, by a crash or by hanging for LONGEST seconds. The
+exit code is 1 if one of our sides has failed or has an error over TOLERANCE.
 """
 
 import argparse

@@ -18,9 +18,9 @@ Ideal schedulers are simulated on the host, in plain Python.
 |----------------|------------------------------------------------------------|
 | mixed batches  | one for each decoding sequence, and prompt tokens up to    |
 |                | 295 rows in total, but at least 1 prompt token             |
-| equal columns  | one for each decoding sequence, and as many prompt tokens  |
-|                | as the loop has columns for: `prefill_chunk`, and one for  |
-|                | each slot that does not decode                             |
+| equal columns  | one for each decoding sequence, and prompt tokens up to    |
+|                | the columns of the loop, which are `prefill_chunk` and one |
+|                | for each slot                                              |
 
 Both take sequences in the order of the queue, fill a slot in the step after it
 becomes empty, serve prompts in the order of entry, and compute only needed
@@ -251,6 +251,6 @@ def new_tokens(work: Workload) -> np.ndarray:
 
 
 def reserved_pages(work: Workload) -> float:
-  """Returns the pages of slots that reserve a mean prompt and answer limit."""
+  """Returns the pages that all slots reserve, each for the longest answer."""
   pages_per_slot = -(-(work.lengths + work.answers.max()) // work.page_size)
   return float(work.slots * pages_per_slot.mean())

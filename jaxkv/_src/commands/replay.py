@@ -11,10 +11,10 @@ for every block of 512 tokens. The last block can be partial. An id identifies a
 block together with all blocks before it. A page of the replay holds one
 "token", the id of a block. `--rule` selects the cached blocks:
 
-| rule | blocks that are cached     | blocks that can be hit              |
-|------|----------------------------|-------------------------------------|
-| full | `input_length // 512`      | `(input_length - 1) // 512` of them |
-| all  | every block, also partial  | all of them                         |
+| rule | blocks that are cached       | cached blocks that can be hit       |
+|------|------------------------------|-------------------------------------|
+| full | `input_length // 512`        | `(input_length - 1) // 512`         |
+| all  | every block, also partial    | every block                         |
 
 With `full`, the last token must be computed for its logits. So a last block
 that is full is never a hit. It takes a new page and is cached again.

@@ -76,7 +76,7 @@ def _blocks(rows: np.ndarray) -> np.ndarray:
 def _quotient(
   table: np.ndarray, ends: np.ndarray, block: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Merges the states of each block and numbers them as `minimize` returns."""
+  """Merges the states of each block, and numbers states breadth-first."""
   _, member = np.unique(block, return_index=True)
   merged = block[table[member]]
   dead_block, start_block = int(block[DEAD]), int(block[1])

@@ -17,7 +17,7 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 
 UNROLL = 4
-"""Bytes that an iteration of the loop reads, to share its fixed cost."""
+"""The bytes that one iteration reads, so that few iterations are needed."""
 
 Carry = TypeVar("Carry")
 
