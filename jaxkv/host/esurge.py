@@ -1,16 +1,16 @@
 """A drop-in replacement for the cache manager of EasyDeL eSurge.
 
-The classes have the names, methods and meanings of `easydel.inference.esurge`:
-`core.manager` (`CacheManager`, `CachePages`), `core.page_pool` (`PagePool`) and
-`core.utils` (the others). eSurge's scheduler runs with the import changed:
+`CacheManager` has the methods that eSurge's schedulers call on the manager of
+`easydel.inference.esurge.core.manager`, with the same meanings. They run with
+the import changed:
 
     from jaxkv.host.esurge import CacheManager
 
-The scheduler gets the same page ids, hits and order in every step.
+A scheduler gets the same page ids, hits and order in every step.
 `tests/host/esurge/test_scheduler.py` runs it over both managers.
-`jaxkv.host.CacheManager` does the work. Pages, queue and hashes are views of
-that manager's state. Every call takes effect completely or not at all, even if
-ctrl-C or a signal handler raises during it.
+`CacheManager.host`, a `jaxkv.host.CacheManager`, does the work. Every call
+takes effect completely or not at all, even if ctrl-C or a signal handler raises
+during it.
 
 The differences from eSurge are intended.
 
@@ -34,6 +34,9 @@ The differences from eSurge are intended.
   last page must be cached.
 - Output after a preemption is looked up. eSurge looks up only pages that had
   hashes before; with a window it raises IndexError.
+- Page keys depend on a secret, and PYTHONHASHSEED may be "random", with which
+  eSurge fails. In eSurge a new manager draws another `none_hash`, so that older
+  managers lose their pages.
 - Groups of three kinds, kinds in any order, and chunks with a draft model are
   accepted. eSurge refuses them.
 
@@ -53,69 +56,28 @@ The differences from eSurge are intended.
   pages twice and fails.
 - `cache_pages` beyond the request's tokens stops at their end. eSurge fails.
 - Groups of states: one page a request, whatever their `page_size`, and no page
-  of the model is hashed, because no hit is possible. In eSurge a request longer
+  of the model is cached, because no hit is possible. In eSurge a request longer
   than their page fails, and pages get hashes that are never found.
+- `free_page_hashes` does nothing, because `free` forgets all of a request.
 
-**Hashes**
+**Pages**
 
-- A manager's hashes are the page keys of its first group: they have 128 bits
-  and depend on a secret. `extra_keys` is None, and `token_ids` are masked in
-  pages with placeholders. Its pool accepts the hashes in `req_to_page_hashes`
-  and `page_hash`. eSurge calls `hash` on tuples, as `hash_request_tokens` does.
-- `page_hash`: a page has one while a lookup can find it, and setting it
-  publishes the page. eSurge stores it apart from `cached_page_hash_to_page`.
-- `req_to_page_hashes` and `cached_page_hash_to_page` are read-only views, whose
-  hashes are computed when they are read. In eSurge they are dictionaries, and
-  reading the latter adds missing keys.
-- `cache_full_pages` uses extra keys also for pages of output, and skips null
-  pages. eSurge does neither.
-- `NONE_HASH` is fixed at import; PYTHONHASHSEED may be "random". In eSurge each
-  new manager draws another `none_hash`, so that older managers lose their
-  pages, and "random" fails.
-
-**Pages and queue**
-
+- Pages are ids, in `CachePages` and `PagePool`. In eSurge they are objects with
+  a count, a hash and neighbors in the free queue. `CacheManager.host` reads and
+  changes these: `pages.ref_counts`, `pages.keys`, `evict_pages`, `free_queue`.
+- `PagePool` is always a part of a manager, without the methods that look up and
+  cache pages. `cached_page_hash_to_page` has a length and nothing else.
 - The null page has no references. eSurge counts them, below zero too.
   `num_pages` is at least 2 here, 1 in eSurge.
 - `free_pages` accepts only references that the pool gave (`CacheManager.free`
   returns those of a request), and queues a page that is named twice once.
   eSurge does not check, and counts below zero.
-- `append` of a page that is held or queued: refused. eSurge does not check.
-- A refused call changes nothing. In eSurge part of it is done.
-- `incr_ref` of a queued page takes it out of the queue. In eSurge it stays.
-- `ref_cnt`, `prev_free_page` and `next_free_page` of a pool's page are
-  read-only. In eSurge they are fields.
-- `FreeCachePageQueue(...)` takes only pages without a pool.
-
-**Other**
-
-- `coordinator` has eSurge's attributes, `get_pages`, `remove_skipped_pages` and
-  `get_num_common_prefix_pages`, but no managers of single groups.
+- `coordinator` and `req_to_page_hashes` are absent.
 - eSurge's assertions are `ValueError` or `RuntimeError` here.
 """
 
-from jaxkv._src.host.esurge.hashes import NONE_HASH
-from jaxkv._src.host.esurge.hashes import PageHash
-from jaxkv._src.host.esurge.hashes import PageHashWithGroupId
-from jaxkv._src.host.esurge.hashes import hash_page_tokens
-from jaxkv._src.host.esurge.hashes import hash_request_tokens
-from jaxkv._src.host.esurge.hashes import init_none_hash
 from jaxkv._src.host.esurge.manager import EsurgeCacheManager as CacheManager
-from jaxkv._src.host.esurge.pages import CachePage
-from jaxkv._src.host.esurge.pages import EsurgeCachePages as CachePages
 from jaxkv._src.host.esurge.pool import PagePool
-from jaxkv._src.host.esurge.queue import FreeCachePageQueue
+from jaxkv._src.host.types import CachePages
 
-__all__ = [
-  "NONE_HASH",
-  "CacheManager",
-  "CachePage",
-  "CachePages",
-  "FreeCachePageQueue",
-  "PageHash",
-  "PageHashWithGroupId",
-  "PagePool",
-  "hash_page_tokens",
-  "hash_request_tokens",
-  "init_none_hash",
-]
+__all__ = ["CacheManager", "CachePages", "PagePool"]

@@ -8,12 +8,10 @@ import numpy as np
 
 from jaxkv._src.cache.prefix.hashing import key_bytes
 from jaxkv._src.host import allocate
-from jaxkv._src.host import lookup
+from jaxkv._src.host.arguments import at_least
 from jaxkv._src.host.atomic import atomic
 from jaxkv._src.host.page_pool import PageListener
-from jaxkv._src.host.prefix_nodes import DevicePage
 from jaxkv._src.host.prefix_nodes import Key
-from jaxkv._src.host.request import read_request
 from jaxkv._src.host.state import HostState
 
 
@@ -60,10 +58,11 @@ class Pages:
     """Takes pages from the front of the free queue; they are evicted.
 
     Raises:
-      ValueError: too few are free.
+      TypeError: `count` is not an int.
+      ValueError: it is negative, or too few are free.
     """
     pool = self._state.pool
-    if count > pool.num_free:
+    if at_least("count", count, 0) > pool.num_free:
       raise ValueError(
         f"`count` must be at most {pool.num_free}, got {count}: more pages are "
         "not free."
@@ -106,27 +105,6 @@ class Pages:
       raise ValueError(f"`page_ids` must be 1 to {last}, got {wrong}.")
 
   @atomic
-  def evict(self, page_ids: Iterable[int]) -> None:
-    """Removes pages from the prefix cache; their references stay."""
-    self._state.pool.unpublish(page_ids)
-
-  @atomic
-  def publish(
-    self, page_id: int, key: bytes, tokens: Sequence[int], group: int = 0
-  ) -> None:
-    """Publishes a page of which only the key is known, not the prefix.
-
-    Args:
-      page_id: a page that is not cached.
-      key: its key in its group, 16 bytes, as `keys` returns it.
-      tokens: the tokens of the page.
-      group: its group.
-    """
-    words = _words_of(key)
-    content = DevicePage(words, np.asarray(tokens, "<i4").tobytes())
-    self._state.pool.fill([page_id], [content], group, [True])
-
-  @atomic
   def ref_counts(self, page_ids: Iterable[int] | None = None) -> list[int]:
     """Returns the references of pages; None for all pages."""
     counts = self._state.pool.ref_count
@@ -135,27 +113,26 @@ class Pages:
     return [counts[page] for page in page_ids]
 
   @atomic
-  def caller_counts(self, page_ids: Iterable[int]) -> list[int]:
-    """Returns the references of pages that `release` accepts."""
-    counts = self._state.pool.pin_count
-    return [counts[page] for page in page_ids]
+  def num_leading(self, request_id: str, num_references: int) -> list[int]:
+    """Counts a request's leading pages with enough references, by group.
 
-  @atomic
-  def are_cached(self, page_ids: Iterable[int]) -> list[bool]:
-    """Returns, for each page, True if a lookup can find it."""
-    cached = self._state.pool.is_cached
-    return [cached[page] for page in page_ids]
+    Args:
+      request_id: a request; one without pages has none.
+      num_references: the fewest references of these pages, of any holders.
+    """
+    held = self._state.held.get(request_id)
+    if held is None:
+      return [0] * self._state.config.num_groups
+    counts = self._state.pool.ref_count
+    return [
+      _num_leading(table, counts, num_references) for table in held.tables
+    ]
 
   @atomic
   def groups(self, page_ids: Iterable[int]) -> list[int]:
     """Returns the groups in which pages were last published."""
     groups = self._state.pool.group
     return [groups[page] for page in page_ids]
-
-  @atomic
-  def cached_in_order(self) -> list[int]:
-    """Returns the cached pages in the order of publication."""
-    return self._state.pool.cached_pages()
 
   @atomic
   def keys(self, page_ids: Iterable[int]) -> list[bytes | None]:
@@ -172,68 +149,20 @@ class Pages:
     ]
 
   @atomic
-  def tokens(self, page_ids: Iterable[int]) -> list[tuple[int, ...]]:
-    """Returns the tokens of cached pages, masked where an item touches them."""
-    pool, groups, result = self._state.pool, self._state.groups, []
-    for page in page_ids:
-      step = groups[pool.group[page]].step
-      data = pool.content[page].last_tokens(step)
-      result.append(tuple(np.frombuffer(data, "<i4").tolist()))
-    return result
-
-  @atomic
-  def find(self, key: bytes, tokens: Sequence[int] | None = None) -> list[int]:
+  def find(self, key: bytes) -> list[int]:
     """Returns the cached pages with a key, in the order of publication.
 
     The cost grows with the number of cached pages.
 
     Args:
       key: a key, 16 bytes, as `keys` returns it.
-      tokens: the tokens of the pages; None for any.
     """
-    pool, words = self._state.pool, _words_of(key)
+    pool, words = self._state.pool, tuple(np.frombuffer(key, "<u4").tolist())
     if self._state.device_keys is None:
       return []
     pages = pool.cached_pages()
     self._state.device_keys.compute(pool.content[page] for page in pages)
-    pages = [page for page in pages if self._key_of(page) == words]
-    if tokens is None:
-      return pages
-    expected = tuple(tokens)
-    return [page for page in pages if self.tokens([page])[0] == expected]
-
-  @atomic
-  def keys_of_request(
-    self, request: Any, num_pages: int, page_size: int
-  ) -> list[tuple[bytes, tuple[int, ...]]]:
-    """Returns the keys and tokens of a request's first full pages.
-
-    The tokens are masked where an item touches the page.
-
-    Args:
-      request: any object with the attributes of `Request`.
-      num_pages: the most pages.
-      page_size: tokens a page, those of a group; the keys are those that pages
-        of this size have in the first group.
-    """
-    keys, fields = self._state.device_keys, read_request(request)
-    if keys is None:
-      return []
-    num_pages = min(num_pages, fields.num_tokens // page_size)
-    hashed = lookup.hash_tokens(self._state, fields, num_pages * page_size)
-    nodes = hashed.nodes(len(hashed.digests))
-    keys.compute(nodes)
-    step, pages = page_size // self._state.config.page_size, []
-    for node in nodes[step - 1 :: step]:
-      tokens = np.frombuffer(node.last_tokens(step), "<i4").tolist()
-      pages.append((key_bytes(keys.group_key(node, 0)), tuple(tokens)))
-    return pages
-
-  def in_first_group(self, key: bytes, group: int) -> bytes:
-    """Converts a key between a group and the first group, in either way."""
-    keys = self._state.device_keys
-    assert keys is not None
-    return key_bytes(keys.in_first_group(_words_of(key), group))
+    return [page for page in pages if self._key_of(page) == words]
 
   @atomic
   def num_keys(self) -> int:
@@ -252,5 +181,10 @@ class Pages:
     return keys.group_key(pool.content[page], pool.group[page])
 
 
-def _words_of(key: bytes) -> Any:
-  return tuple(np.frombuffer(key, "<u4").tolist())
+def _num_leading(
+  page_ids: Sequence[int], ref_counts: Sequence[int], num_references: int
+) -> int:
+  for place, page in enumerate(page_ids):
+    if ref_counts[page] < num_references:
+      return place
+  return len(page_ids)

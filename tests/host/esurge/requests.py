@@ -46,7 +46,7 @@ class Feature:
 
 
 class EngineRequest:
-  """A request with the attributes that a manager and a pool read."""
+  """A request with the attributes that a manager reads."""
 
   def __init__(self, request_id: str, tokens: Any, **fields: Any):
     self.request_id = request_id
@@ -127,11 +127,3 @@ def leave(cache: Any, request: Any) -> None:
   """Frees a finished request."""
   cache.free(request)
   cache.free_page_hashes(request)
-
-
-def ids(pages: Any) -> list[int]:
-  return [page.page_id for page in pages]
-
-
-def queue_of(cache: Any) -> list[int]:
-  return ids(cache.page_pool.free_page_queue.get_all_free_pages())

@@ -1,4 +1,4 @@
-"""eSurge's manager: what its methods and attributes give."""
+"""eSurge's manager: its methods, attributes and errors."""
 
 import types
 
@@ -9,7 +9,7 @@ from jaxkv import FullAttention
 from jaxkv import SlidingWindow
 from jaxkv.host import Request
 from jaxkv.host.esurge import CacheManager
-from tests.host.esurge.checks import checked
+from tests.host.esurge.checks import checked_queue
 from tests.host.esurge.requests import LONGEST
 from tests.host.esurge.requests import EngineRequest
 from tests.host.esurge.requests import Feature
@@ -18,10 +18,8 @@ from tests.host.esurge.requests import admit
 from tests.host.esurge.requests import chunk
 from tests.host.esurge.requests import decode
 from tests.host.esurge.requests import full
-from tests.host.esurge.requests import ids
 from tests.host.esurge.requests import leave
 from tests.host.esurge.requests import manager
-from tests.host.esurge.requests import queue_of
 from tests.host.esurge.requests import states
 from tests.host.esurge.requests import window
 
@@ -34,42 +32,34 @@ class TestOneRequest:
     assert decode(cache, one, [12]) == ([4],)
     assert cache.get_page_ids("a") == ([1, 2, 3, 4],)
     leave(cache, one)
-    # The last page goes first, and all go to the end.
-    assert queue_of(cache) == [*range(5, 40), 4, 3, 2, 1]
+    # The last page is evicted first, and all are behind the free pages.
+    assert checked_queue(cache) == [*range(5, 40), 4, 3, 2, 1]
     assert cache.get_page_ids("a") == ([],)
     again = EngineRequest("b", range(13))
     assert admit(cache, again) == (([1, 2, 3],), 12, ([5],))
-    checked(cache.page_pool)
-
-  def test_pages_are_unhashed_after_publishing(self):
-    cache, one = manager(), EngineRequest("a", range(9))
-    new = cache.allocate_slots(one, 9)
-    assert new.get_page_ids() == ([1, 2, 3],)
-    assert new.get_unhashed_page_ids() == [3]
-    one.num_computed_tokens = 9
-    decode(cache, one, [9, 10, 11])
-    # The same object tells what is true now.
-    assert new.get_unhashed_page_ids() == []
+    checked_queue(cache)
 
   def test_positions_are_those_of_esurge(self):
     cache, one = manager(), EngineRequest("a", range(9))
-    pages, found = cache.get_computed_pages(one)
-    new = cache.allocate_slots(one, 9, found, pages, 8, True, None, None)
+    pages, num_found = cache.get_computed_pages(one)
+    new = cache.allocate_slots(one, 9, num_found, pages, 8, True, None, None)
     assert new.get_page_ids() == ([1, 2, 3, 4, 5],)
+    # The sixth argument delays publishing.
     assert new.get_unhashed_page_ids() == [1, 2, 3, 4, 5]
+    assert len(cache.page_pool.cached_page_hash_to_page) == 0
     cache.cache_pages(one, 9)
-    assert new.get_unhashed_page_ids() == [3, 4, 5]
+    assert cache.host.cached_page_ids() == {1, 2}
     cache.cache_pages(one, 4)
-    assert new.get_unhashed_page_ids() == [3, 4, 5]
+    assert cache.host.cached_page_ids() == {1, 2}
 
   def test_no_room(self):
     cache, one = manager(num_pages=4), EngineRequest("a", range(13))
     assert admit(cache, one) == (([],), 0, None)
     assert cache.get_page_ids("a") == ([],)
-    assert queue_of(cache) == [1, 2, 3]
+    assert checked_queue(cache) == [1, 2, 3]
 
   def test_a_part_of_a_prompt_fits(self):
-    """There is no check whether the whole sequence would."""
+    """The whole sequence does not fit, and is not checked."""
     cache, one = manager(num_pages=4), EngineRequest("a", range(20))
     assert admit(cache, one, new=8)[2] == ([1, 2],)
 
@@ -111,15 +101,14 @@ class TestGroups:
     admit(cache, one)
     assert decode(cache, one, [12]) == ([4],)
     assert cache.get_page_ids("a") == ([0, 0, 3, 4],)
-    assert queue_of(cache)[-2:] == [2, 1]
+    assert checked_queue(cache)[-2:] == [2, 1]
 
   def test_a_window_hits_behind_null_pages(self):
     cache, one = manager(window(5)), EngineRequest("a", range(12))
     admit(cache, one)
     leave(cache, one)
-    pages, found = cache.get_computed_pages(EngineRequest("b", range(13)))
-    assert (pages.get_page_ids(), found) == (([0, 0, 3],), 12)
-    assert pages.pages[0][0] is cache.page_pool.null_page
+    pages, num_found = cache.get_computed_pages(EngineRequest("b", range(13)))
+    assert (pages.get_page_ids(), num_found) == (([0, 0, 3],), 12)
 
   def test_full_attention_and_a_window(self):
     cache = manager(full(), window(5))
@@ -175,7 +164,6 @@ class TestGroups:
     assert cache.get_num_common_prefix_pages(one, 1) == []
     leave(cache, one)
     assert cache.page_pool.get_num_free_pages() == 39
-    assert cache.page_size is None
 
   def test_kinds_of_this_library(self):
     kinds = [FullAttention(page_size=4), SlidingWindow(5, page_size=4)]
@@ -192,8 +180,7 @@ class TestGroups:
     assert cache.get_num_common_prefix_pages(one, 1) == [0, 0]
     leave(cache, one)
     assert admit(cache, EngineRequest("b", range(9)))[1] == 0
-    assert cache.page_size is None
-    assert len(cache.req_to_page_hashes) == 0
+    assert len(cache.page_pool.cached_page_hash_to_page) == 0
 
   def test_a_draft_model_computes_the_last_page_again(self):
     cache = manager(use_eagle=True)
@@ -202,7 +189,7 @@ class TestGroups:
 
 
 @pytest.mark.slow
-class TestRightWhereTheOtherIsNot:
+class TestDifferences:
   def test_a_window_within_a_page(self):
     """The hashes started over behind it: strangers had a hit."""
     cache = manager(window(4))
@@ -257,7 +244,7 @@ class TestRightWhereTheOtherIsNot:
     admit(cache, one)
     decode(cache, one, range(4))
     leave(cache, one)
-    assert cache.page_pool.null_page.ref_cnt == 0
+    assert cache.host.pages.ref_counts([0]) == [0]
 
   def test_a_second_manager_changes_nothing(self):
     """The first hash was drawn anew, for all managers."""
@@ -267,17 +254,18 @@ class TestRightWhereTheOtherIsNot:
     assert admit(cache, EngineRequest("b", range(9)))[1] == 8
 
 
-class TestWhatItTells:
+class TestReports:
   def test_attributes(self):
     groups = [full(), window(5)]
     cache = manager(*groups, use_eagle=True)
     assert (cache.num_pages, cache.max_model_len) == (40, LONGEST)
     assert cache.kv_cache_groups == groups
-    assert (cache.page_size, cache.num_kv_cache_groups) == (4, 2)
     assert cache.enable_caching and cache.use_eagle
-    assert cache.coordinator.page_pool is cache.page_pool
-    for name in ("num_pages", "max_model_len", "enable_caching", "use_eagle"):
-      assert getattr(cache.coordinator, name) == getattr(cache, name)
+
+  def test_the_state_for_jitted_loops(self):
+    cache = manager()
+    admit(cache, EngineRequest("a", range(9)))
+    assert int(cache.host.state.num_pages.sum()) == 3
 
   def test_usage_counts_the_null_page(self):
     cache = manager()
@@ -299,38 +287,6 @@ class TestWhatItTells:
   def test_common_prefix_pages_of_one_that_waits(self):
     with pytest.raises(ValueError, match="`status` of 'a' must be RUNNING"):
       manager().get_num_common_prefix_pages(EngineRequest("a", []), 1)
-
-  def test_hashes_of_requests(self):
-    cache, one = manager(), EngineRequest("a", range(9))
-    assert cache.req_to_page_hashes["a"] == []
-    cache.get_computed_pages(one)
-    hashes = cache.req_to_page_hashes["a"]
-    assert [page.token_ids for page in hashes] == [
-      (0, 1, 2, 3),
-      (4, 5, 6, 7),
-    ]
-    assert cache.page_pool.get_cached_page(hashes[0], [0]) is None
-    admit(cache, one)
-    assert ids(cache.page_pool.get_cached_page(hashes[1], [0])) == [2]
-    decode(cache, one, [9, 10, 11])
-    assert len(cache.req_to_page_hashes["a"]) == 3
-    cache.free(one)
-    assert "a" in cache.req_to_page_hashes
-    cache.free_page_hashes(one)
-    assert "a" not in cache.req_to_page_hashes
-    assert list(cache.req_to_page_hashes) == []
-
-  def test_coordinator(self):
-    cache = manager(full(), window(5))
-    one = EngineRequest("a", range(13))
-    admit(cache, one)
-    assert list(map(ids, cache.coordinator.get_pages("a"))) == [
-      [1, 2, 3, 4],
-      [5, 6, 7, 8],
-    ]
-    cache.coordinator.remove_skipped_pages("a", 13)
-    assert cache.coordinator.get_page_ids("a")[1] == [0, 0, 7, 8]
-    assert cache.coordinator.get_num_common_prefix_pages("a", 1) == [4, 0]
 
   def test_reset(self):
     cache, one = manager(), EngineRequest("a", range(9))
@@ -356,7 +312,6 @@ class TestRefused:
       lambda: cache.get_computed_pages(one, **fields),
       lambda: cache.allocate_slots(one, 9, **fields),
       lambda: cache.page_pool.get_new_pages(1, **fields),
-      lambda: cache.page_pool.get_cached_page(None, [], **fields),
     ):
       with pytest.raises(ValueError, match="a CacheManager for each shard"):
         call()
@@ -407,15 +362,3 @@ class TestRefused:
   def test_a_group_without_a_page_size(self):
     with pytest.raises(ValueError, match="page_size"):
       manager(FullAttention())
-
-
-def test_pages_of_a_lookup_are_those_of_the_pool():
-  cache, one = manager(), EngineRequest("a", range(9))
-  admit(cache, one)
-  page = cache.get_computed_pages(EngineRequest("b", range(9)))[0].pages[0][0]
-  assert page is cache.page_pool.pages[1]
-  assert page.ref_cnt == 1
-  assert page.page_hash.page_hash.token_ids == (0, 1, 2, 3)
-  cache.free(one)
-  assert page.ref_cnt == 0
-  assert page.prev_free_page is cache.page_pool.pages[2]

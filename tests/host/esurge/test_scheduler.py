@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv.host import esurge
 from tests.host.esurge import easydel
-from tests.host.esurge.checks import checked
+from tests.host.esurge.checks import checked_queue
 
 pytestmark = easydel.needed
 
@@ -49,7 +49,7 @@ def states() -> Any:
 
 @dataclasses.dataclass
 class Load:
-  """Who schedules, over which groups.
+  """A scheduler's options, and its groups.
 
   Attributes:
     groups: makes them.
@@ -146,7 +146,7 @@ class Run:
     self.scheduler.finish_requests(name, status)
 
   def schedule(self) -> Any:
-    """What it schedules; None if it finds its own mistake.
+    """Runs a step; returns None if the scheduler finds its own mistake.
 
     With priorities it may preempt a request that it has scheduled in the same
     step, which it only notices later.
@@ -178,22 +178,6 @@ class Run:
       for client, outs in found.items()
     }
 
-  def pool(self) -> Any:
-    """All that later page ids depend on."""
-    pool = self.cache.page_pool
-    return {
-      "queue": [
-        one.page_id for one in pool.free_page_queue.get_all_free_pages()
-      ],
-      "usage": self.cache.usage,
-      "cached": len(pool.cached_page_hash_to_page),
-      "hashes": {
-        name: [one.token_ids for one in hashes]
-        for name, hashes in self.cache.req_to_page_hashes.items()
-        if hashes
-      },
-    }
-
 
 def plain(value: Any) -> Any:
   """A `SchedulerOutput` as lists and dicts."""
@@ -208,7 +192,7 @@ def plain(value: Any) -> Any:
 
 
 class Traffic:
-  """What happens to both schedulers, drawn from one seed."""
+  """The same requests and tokens for both schedulers, drawn from one seed."""
 
   def __init__(self, seed: int):
     self.random = np.random.default_rng(seed)
@@ -330,17 +314,22 @@ def test_every_output_is_equal(name):
   assert pair.seen["preempted"] > 0
   finds = pair.load.caching and name != "states"
   assert bool(pair.seen["hits"]) == finds
-  checked(pair.runs[1].cache.page_pool)
+  checked_queue(pair.runs[1].cache)
 
 
-def compare(theirs: Run, ours: Run, load: Load) -> None:
-  """The two pools are equal, but for the differences that are documented."""
-  known = [theirs.pool(), ours.pool()]
-  # Nothing is hashed beside states.
-  if any(hasattr(one.kv_cache_spec, "shapes") for one in load.groups()):
-    for pool in known:
-      del pool["cached"], pool["hashes"]
-  assert known[0] == known[1]
+def compare(reference: Run, run: Run, load: Load) -> None:
+  """Compares all pages, but for the differences that are documented."""
+  cache, pool = run.cache, reference.cache.page_pool
+  queue = pool.free_page_queue.get_all_free_pages()
+  assert checked_queue(cache) == [page.page_id for page in queue]
+  assert cache.usage == reference.cache.usage
+  # eSurge counts the references of the null page.
+  counts = [page.ref_cnt for page in pool.pages]
+  assert cache.host.pages.ref_counts()[1:] == counts[1:]
+  # Nothing is cached beside states.
+  if not any(hasattr(one.kv_cache_spec, "shapes") for one in load.groups()):
+    num_hashes = len(cache.page_pool.cached_page_hash_to_page)
+    assert num_hashes == len(pool.cached_page_hash_to_page)
 
 
 def count(seen: dict[str, int], output: Any) -> None:

@@ -4,11 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxkv._src.cache.group_kinds import FullAttention
-from jaxkv._src.host.atomic import atomic
+from jaxkv._src.host.arguments import at_least
 from jaxkv._src.host.esurge import groups
-from jaxkv._src.host.esurge.coordinator import CacheCoordinator
-from jaxkv._src.host.esurge.coordinator import RequestHashes
-from jaxkv._src.host.esurge.pages import EsurgeCachePages
 from jaxkv._src.host.esurge.pool import PagePool
 from jaxkv._src.host.esurge.pool import refuse_shards
 from jaxkv._src.host.manager import CacheManager
@@ -27,17 +24,14 @@ class EsurgeCacheManager:
     enable_caching: publishes pages and looks them up.
     use_eagle: computes the last page of a hit again, for a draft model.
     max_requests: the most requests that hold pages at once.
-    key: the secret of the page hashes, see `jaxkv.init`; None for a random one.
+    key: the secret of the page keys, see `jaxkv.init`; None for a random one.
 
   Attributes:
     num_pages, kv_cache_groups, max_model_len, use_eagle: the arguments.
     enable_caching: the argument, but False without groups.
-    page_size: tokens a page of the first group; None without caching.
-    num_kv_cache_groups: the number of groups.
-    coordinator: access to requests by their ids.
+    host: the manager that does the work; `host.state` is its cache as a value
+      for jitted loops.
     page_pool: the pages.
-    req_to_page_hashes: request id -> `PageHash` of its pages; a view.
-    undo_log: that of `jaxkv.host.CacheManager`.
 
   Raises:
     TypeError: an argument has the wrong type.
@@ -77,9 +71,9 @@ class EsurgeCacheManager:
     have_states = [groups.has_states(spec) for spec in specs]
     publishes = enable_caching and not any(have_states)
     kinds = groups.kinds_of(specs, max_model_len, caching=publishes)
-    self._cache = CacheManager(
+    self.host = CacheManager(
       num_pages,
-      # A manager has at least one group; without groups it is never called.
+      # A manager has at least one group; without groups no request enters it.
       kinds or (FullAttention(page_size=1),),
       max_model_len,
       publishes,
@@ -88,45 +82,30 @@ class EsurgeCacheManager:
       max_requests=max_requests,
       key=key,
     )
-    self.undo_log = self._cache.undo_log
     self.num_pages = num_pages
     self.kv_cache_groups = kv_cache_groups
     self.max_model_len = max_model_len
     self.enable_caching = enable_caching
     self.use_eagle = use_eagle
-    self.num_kv_cache_groups = len(kv_cache_groups)
-    self.page_size = specs[0].page_size if enable_caching else None
-    self.page_pool = PagePool.of_manager(self._cache)
-    self.coordinator = CacheCoordinator(
-      self._cache,
-      self.page_pool,
-      num_pages,
-      kv_cache_groups,
-      max_model_len,
-      enable_caching,
-      use_eagle,
-      [
-        enable_caching and isinstance(kind, FullAttention) and not states
-        for kind, states in zip(kinds, have_states, strict=True)
-      ],
-    )
-    self.req_to_page_hashes = RequestHashes(
-      self._cache, self.page_pool, self.page_size
-    )
+    self.page_pool = PagePool(self.host)
+    # True for groups that keep and cache every page.
+    self._shares_prefixes = [
+      enable_caching and isinstance(kind, FullAttention) and not has_states
+      for kind, has_states in zip(kinds, have_states, strict=True)
+    ]
 
   @property
   def usage(self) -> float:
     """The fraction of the pages that are not free, with the null page."""
     return self.page_pool.get_usage()
 
-  @atomic
   def get_computed_pages(
     self,
     request: Any,
     *,
     dp_shard_hint: int | None = None,
     data_parallel_size: int | None = None,
-  ) -> tuple[EsurgeCachePages, int]:
+  ) -> tuple[CachePages, int]:
     """Finds the longest cached prefix that leaves a token to compute.
 
     Args:
@@ -142,22 +121,19 @@ class EsurgeCacheManager:
     refuse_shards(self.num_pages, dp_shard_hint, data_parallel_size)
     if not self.enable_caching:
       return self.create_empty_page_list(), 0
-    hit, num_tokens = self._cache.get_computed_pages(request)
-    if hit.lookup is not None:
-      self.req_to_page_hashes.look_up(request)
-    return self._viewed(hit), num_tokens
+    return self.host.get_computed_pages(request)
 
   def allocate_slots(
     self,
     request: Any,
     num_new_tokens: int,
     num_new_computed_tokens: int = 0,
-    new_computed_pages: EsurgeCachePages | None = None,
+    new_computed_pages: CachePages | None = None,
     num_lookahead_tokens: int = 0,
     delay_cache_pages: bool = False,
     dp_shard_hint: int | None = None,
     data_parallel_size: int | None = None,
-  ) -> EsurgeCachePages | None:
+  ) -> CachePages | None:
     """Allocates pages for a request's tokens and publishes its full pages.
 
     Arguments and errors are those of `jaxkv.host.CacheManager.allocate_slots`
@@ -168,58 +144,38 @@ class EsurgeCacheManager:
     """
     # Nearly every call is for a running request without shards. So the checks
     # for other calls are kept to a few comparisons.
-    if dp_shard_hint or data_parallel_size not in (None, 1):
+    if dp_shard_hint or data_parallel_size not in (1, None):
       refuse_shards(self.num_pages, dp_shard_hint, data_parallel_size)
     if num_new_tokens == 0:
       raise ValueError("`num_new_tokens` must be at least 1, got 0.")
-    if not self.kv_cache_groups:
-      return EsurgeCachePages(())
-    is_running = self._cache.holds_pages(request.request_id)
-    allocate = self._cache.allocate_slots if is_running else self._admit
-    pages = allocate(
+    if not self.host.holds_pages(request.request_id):
+      if not self.kv_cache_groups:
+        return CachePages(())
+      # If eSurge's scheduler preempts a request in the step that scheduled it,
+      # it still adds the step's tokens to those computed. Their pages are
+      # freed, so the tokens are allocated again.
+      if num_lost := request.num_computed_tokens:
+        request = _FromTheStart(request)
+        num_new_tokens += num_lost
+    return self.host.allocate_slots(
       request,
       num_new_tokens,
       num_new_computed_tokens,
-      None if new_computed_pages is None else new_computed_pages.to_host(),
+      new_computed_pages,
       num_lookahead_tokens,
       delay_cache_pages=delay_cache_pages,
     )
-    return None if pages is None else self._viewed(pages)
 
-  @atomic
-  def _admit(
-    self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any
-  ) -> CachePages | None:
-    """Allocates for a request without pages, and records its hashes."""
-    # If eSurge's scheduler preempts a request in the step that scheduled it, it
-    # still adds the step's tokens to those computed. Their pages are freed, so
-    # the tokens are allocated again.
-    num_lost = request.num_computed_tokens
-    pages = self._cache.allocate_slots(
-      _FromTheStart(request) if num_lost else request,
-      num_new_tokens + num_lost,
-      *args,
-      **kwargs,
-    )
-    if pages is not None and self.enable_caching:
-      self.req_to_page_hashes.record(request)
-    return pages
-
-  @atomic
   def free(self, request: Any) -> None:
     """Frees all pages of a request, the last page first."""
-    if request.request_id in self.req_to_page_hashes:
-      # The manager forgets how many pages of a freed request are published.
-      self.req_to_page_hashes.record(request)
-    self._cache.free(request)
+    self.host.free(request)
 
   def free_page_hashes(self, request: Any) -> None:
-    """Forgets the page hashes of a finished request."""
-    self.req_to_page_hashes.forget(request.request_id)
+    """Does nothing: `free` already forgets the page keys of a request."""
 
   def reset_prefix_cache(self) -> bool:
     """Resets the prefix cache and returns True, if all pages are free."""
-    return self._cache.reset_prefix_cache()
+    return self.host.reset_prefix_cache()
 
   def get_num_common_prefix_pages(
     self, request: Any, num_scheduled_requests: int
@@ -238,13 +194,20 @@ class EsurgeCacheManager:
       raise ValueError(
         f"`status` of {request.request_id!r} must be RUNNING, got {status}."
       )
-    return self.coordinator.get_num_common_prefix_pages(
+    at_least("num_scheduled_requests", num_scheduled_requests, 0)
+    counts = self.host.pages.num_leading(
       request.request_id, num_scheduled_requests
     )
+    # The host manager has a group even if the model has none.
+    return [
+      count if shares else 0
+      for shares, count in zip(self._shares_prefixes, counts, strict=False)
+    ]
 
   def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
     """Returns a request's pages by group; empty lists if it holds none."""
-    return self.coordinator.get_page_ids(request_id)
+    # The host manager has a group even if the model has none.
+    return self.host.get_page_ids(request_id)[: len(self.kv_cache_groups)]
 
   def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
     """Publishes the full pages of a request's first tokens.
@@ -254,14 +217,11 @@ class EsurgeCacheManager:
       ValueError: the number is negative.
     """
     if self.enable_caching:
-      self._cache.cache_pages(request, num_computed_tokens)
+      self.host.cache_pages(request, num_computed_tokens)
 
-  def create_empty_page_list(self) -> EsurgeCachePages:
+  def create_empty_page_list(self) -> CachePages:
     """Returns empty pages, with a list for each group."""
-    return EsurgeCachePages(tuple([] for _ in self.kv_cache_groups))
-
-  def _viewed(self, pages: CachePages) -> EsurgeCachePages:
-    return EsurgeCachePages.of_manager(pages, self.page_pool.pages)
+    return CachePages(tuple([] for _ in self.kv_cache_groups))
 
 
 class _FromTheStart:
