@@ -17,7 +17,6 @@ from jaxkv import models
 from jaxkv import rl
 from jaxkv._src.models.decoder import log_probs
 from tests.tools.collectives import collectives
-from tests.tools.tiers import slow_except
 
 pytestmark = pytest.mark.slow
 
@@ -144,21 +143,31 @@ def _as_tuples(arguments: Any) -> tuple[Any, Any]:
   return (prompts, *levels), (prompt_lengths, *lengths)
 
 
+def _rows(levels: Any, lengths: Any) -> tuple[np.ndarray, dict]:
+  """Whole sequences, padded with 0, and (row, column) where branches begin."""
+  paths, rows = {}, []
+  for branch in itertools.product(*map(range, lengths[-1].shape)):
+    parts, column = [], 0
+    for level, (own, size) in enumerate(zip(levels, lengths, strict=True)):
+      place = branch[: level + 1]
+      paths.setdefault((level, place), (len(rows), column))
+      parts.append(own[place][: size[place]])
+      column += size[place]
+    rows.append(np.concatenate(parts))
+  shape = (len(rows), max(map(len, rows)), *rows[0].shape[1:])
+  padded = np.zeros(shape, rows[0].dtype)
+  for row, values in zip(padded, rows, strict=True):
+    row[: len(values)] = values
+  return padded, paths
+
+
 def _whole(
   name: str, params: Any, arguments: Any, temperature: float = 1.0, **more: Any
 ) -> list[Any]:
   """The same of whole sequences, one for each path; a list of levels."""
   levels, lengths = _as_tuples(arguments)
-  paths, rows = {}, []
-  for branch in itertools.product(*map(range, lengths[-1].shape)):
-    row = []
-    for level, (own, size) in enumerate(zip(levels, lengths, strict=True)):
-      place = branch[: level + 1]
-      paths.setdefault((level, place), (len(rows), len(row)))
-      row += own[place][: size[place]].tolist()
-    rows.append(row)
-  width = max(map(len, rows))
-  tokens = np.array([row + [0] * (width - len(row)) for row in rows], np.int32)
+  tokens, paths = _rows(levels, lengths)
+  width = tokens.shape[1]
   positions = np.broadcast_to(np.arange(width, dtype=np.int32), tokens.shape)
   logits = models.forward_uncached(
     params, tokens, positions, config=_config(name), **more
@@ -201,9 +210,19 @@ def test_trees(name):
     _assert_close(own, wanted)
 
 
-@slow_except("name", _LAYERS, "llama")
-@over_decoders
-@pytest.mark.parametrize("arguments", [_completions, _trees])
+@pytest.mark.parametrize(
+  ("name", "arguments"),
+  [
+    ("llama", _completions),
+    *((name, _trees) for name in _LAYERS),
+    # A tree of two levels has the branches of completions, and its own.
+    *(
+      pytest.param(name, _completions, marks=pytest.mark.deep)
+      for name in _LAYERS
+      if name != "llama"
+    ),
+  ],
+)
 def test_gradients(name, arguments):
   _, lengths = _as_tuples(arguments())
   columns = (5,) if len(lengths) == 2 else _COLUMNS
@@ -328,8 +347,8 @@ def test_under_shard_map(numerics):
 
 @pytest.mark.parametrize("name", ["sinks and experts", "states"])
 def test_experts_that_are_given(name):
-  config, count = _config(name), 2 if name == "sinks and experts" else 1
-  prompts, sizes, completions, lengths = _completions()
+  count = 2 if name == "sinks and experts" else 1
+  prompts, _, completions, lengths = _completions()
   draw = np.random.default_rng(2)
   used = [
     draw.permuted(np.broadcast_to(np.arange(6), (*x.shape, count, 6)), axis=-1)
@@ -343,22 +362,12 @@ def test_experts_that_are_given(name):
   found = _grouped(
     name, _params(name), _completions(), experts=tuple(map(jnp.asarray, used))
   )
-  for row, (prompt, whole) in enumerate(zip(sizes, lengths, strict=True)):
-    for branch, size in enumerate(whole):
-      own = np.concatenate([used[0][row, :prompt], used[1][row, branch, :size]])
-      tokens = np.concatenate(
-        [prompts[row, :prompt], completions[row, branch, :size]]
-      )
-      logits = models.forward_uncached(
-        _params(name),
-        tokens[None],
-        np.arange(len(tokens), dtype=np.int32)[None],
-        config=config,
-        experts=jnp.asarray(own[None]),
-      )
-      wanted = jax.nn.log_softmax(logits[0])
-      wanted = wanted[np.arange(len(tokens) - 1), tokens[1:]]
-      _assert_close(found[row, branch, :size], wanted[prompt - 1 :])
+  chosen, _ = _rows(tuple(used), *_as_tuples(_completions())[1:])
+  (expected,) = _whole(
+    name, _params(name), _completions(), experts=jnp.asarray(chosen)
+  )
+  assert (np.asarray(expected) < 0).sum() == lengths.sum()
+  _assert_close(found, expected)
 
 
 def test_the_head_runs_over_some_rows_at_a_time():

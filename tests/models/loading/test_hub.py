@@ -15,15 +15,17 @@ from jaxkv._src.models.loading import hub
 
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _ID = "somebody/small"
-# The package reads its settings when it is imported.
+# A process of its own, as the package reads its settings when it is imported.
+# It loads once for each line that it reads.
 _LOAD = f"""
 import sys
 from jaxkv import models
-try:
-  model = models.load({_ID!r}, local_files_only="local" in sys.argv)
-except ValueError as error:
-  sys.exit(f"refused: {{error}}")
-print(model.config.num_layers, model.config.dtype)
+for line in sys.stdin:
+  try:
+    model = models.load({_ID!r}, local_files_only=line == "local\\n")
+    print(model.config.num_layers, model.config.dtype, flush=True)
+  except ValueError as error:
+    print(f"refused: {{error}}", flush=True)
 """
 
 
@@ -99,43 +101,51 @@ def served(folder):
     thread.join()
 
 
-def _loaded(server, home, *words):
+@pytest.fixture
+def load(served, tmp_path):
+  """Returns a function that loads in another process and returns its line."""
   root = pathlib.Path(hub.__file__).resolve().parents[4]
-  return subprocess.run(
-    [sys.executable, "-c", _LOAD, *words],
+  process = subprocess.Popen(
+    [sys.executable, "-c", _LOAD],
     env=os.environ
     | {
-      "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-      "HF_HOME": str(home),
+      "HF_ENDPOINT": f"http://127.0.0.1:{served.server_port}",
+      "HF_HOME": str(tmp_path / "home"),
       "HF_HUB_DISABLE_PROGRESS_BARS": "1",
       "HF_HUB_OFFLINE": "0",
       "PYTHONPATH": os.pathsep.join(map(str, (root, root / "kernels"))),
     },
-    capture_output=True,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
     text=True,
-    timeout=120,
   )
 
+  def answer(word="hub"):
+    process.stdin.write(word + "\n")
+    process.stdin.flush()
+    return process.stdout.readline()
 
-def test_a_model_is_downloaded_once(served, tmp_path):
+  with process:
+    yield answer
+    # No line but the answers.
+    assert process.communicate(timeout=120) == ("", "")
+
+
+def test_a_model_is_downloaded_once(served, load):
   pytest.importorskip("huggingface_hub", reason="it downloads")
-  home = tmp_path / "home"
-  refused = _loaded(served, home, "local")
-  assert refused.stderr.startswith(f"refused: cannot get {_ID} from the hub")
+  assert load("local").startswith(f"refused: cannot get {_ID} from the hub")
   assert served.given == []
-  done = _loaded(served, home)
-  assert done.stdout == "2 bfloat16\n", done.stderr
+  assert load() == "2 bfloat16\n"
   given = [name for name in served.given if "/resolve/" in name]
   wanted = ("config.json", "model.safetensors")
   assert sorted(name.rpartition("/")[2] for name in given) == sorted(wanted)
   served.given.clear()
-  assert _loaded(served, home, "local").stdout == "2 bfloat16\n"
+  assert load("local") == "2 bfloat16\n"
   assert served.given == []
 
 
-def test_a_model_that_is_not_there_is_refused(served, tmp_path):
+def test_a_model_that_is_not_there_is_refused(served, load):
   pytest.importorskip("huggingface_hub", reason="it downloads")
   served.files.clear()
-  done = _loaded(served, tmp_path / "home")
-  assert done.stdout == "" and done.stderr.startswith("refused: ")
-  assert done.stderr.count("\n") == 1
+  assert load().startswith("refused: ")
