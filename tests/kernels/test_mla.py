@@ -176,11 +176,16 @@ class TestDecode:
 
 # Columns of each row's queries: none, one, some, all.
 _COUNTS = (0, 1, 5, 9)
+# Formats and sizes are those of `whole`; a window, a cap and scales remain.
+_RECTANGLES = [("whole", name) for name in CASES] + [
+  (how, name)
+  for how in ("tiles", "tree")
+  for name in ("float32", "bits8_scale_per_token", "int8_scale_per_head")
+]
 
 
 @slow_except("name", CASES, "float32")
 @pytest.mark.parametrize("runner", backends())
-@pytest.mark.parametrize("name", CASES)
 class TestSeveralQueries:
   """Chunks of prompts, and drafts."""
 
@@ -193,7 +198,7 @@ class TestSeveralQueries:
     values = case.k_pages[..., : options["value_dim"]]
     return shape, case, options, (case.k_pages, values), wanted
 
-  @pytest.mark.parametrize("how", ["whole", "tiles", "tree"])
+  @pytest.mark.parametrize(("how", "name"), _RECTANGLES)
   def test_rectangle(self, runner, name, how):
     shape, case, options, pools, wanted = self.problem(name)
     q = queries(case, shape, 4, max(_COUNTS))
@@ -214,6 +219,7 @@ class TestSeveralQueries:
     assert out.shape == (4, 9, shape.heads[0], options["value_dim"])
     assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)
 
+  @pytest.mark.parametrize("name", CASES)
   def test_packed(self, runner, name):
     shape, case, options, pools, wanted = self.problem(name)
     q = queries(case, shape, sum(_COUNTS) + 3)
