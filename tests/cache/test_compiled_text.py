@@ -141,7 +141,14 @@ FAST = ("decode_scan", "forgetting")
 
 
 @slow_except("case", CASES, *FAST)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+  "case",
+  [
+    # A hybrid branches with the same verbs, for more kinds of groups.
+    pytest.param(case, marks=pytest.mark.deep) if case == "branching" else case
+    for case in CASES
+  ],
+)
 class TestLoops:
   def test_nothing_of_the_pools_size_in_a_loop(self, case):
     step, loop, options = CASES[case]

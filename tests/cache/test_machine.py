@@ -1,8 +1,9 @@
 """The jitted cache against the oracle, move by move.
 
-The default run takes a hybrid and `--all` takes every one: 800 moves that
-hypothesis chooses and can shrink, and 2,000 at random, in each. `--deep` makes
-12,000 and 10,000 of them.
+The default run takes a hybrid, and `--all` takes setups in which each kind of
+group and each option occurs: 800 moves that hypothesis chooses and can shrink,
+and 2,000 at random, in each. `--deep` takes every setup, and makes 12,000 and
+10,000 of them.
 """
 
 import dataclasses
@@ -120,8 +121,32 @@ def _leaves(state):
   return [np.array(leaf) for leaf in jax.tree.leaves(state)]
 
 
+# Kinds and options of which every one, and nearly every pair, is in another.
+_LIKE_OTHERS = {
+  "a_chunk_alone",
+  "classic",
+  "classic_groups",
+  "classic_no_caching",
+  "draft",
+  "draft_sliding",
+  "latest_kept",
+  "merge_pages",
+  "odd_chunks",
+  "one_token_pages",
+  "published",
+  "sliding",
+  "wide_window",
+}
+
+
 @slow_except("name", SETUPS, "hybrid")
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=pytest.mark.deep) if name in _LIKE_OTHERS else name
+    for name in SETUPS
+  ],
+)
 def test_machine(name, request):
   """Both walks in one test, because compiling is most of either."""
   deep, setup = request.config.getoption("--deep"), SETUPS[name]

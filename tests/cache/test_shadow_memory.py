@@ -80,7 +80,7 @@ PLANTED = {
 }
 
 _PLANTED_CALLS, _SEEDS = 400, 6
-# The state machine walks through the caches of `SETUPS` with `--all`.
+# The state machine walks through most of `SETUPS` with `--all`.
 _CACHES = [
   pytest.param(name, marks=pytest.mark.deep)
   if name in SETUPS and name not in ("encoder", "hybrid", "windows")

@@ -30,9 +30,10 @@ def _started(folder, *words):
 
 
 @pytest.mark.slow
-def test_signals_at_any_time(tmp_path):
+def test_signals_at_any_time(tmp_path, request):
   draw = random.Random(0)
-  for number in _SIGNALS * 5:
+  # Imports, a compilation, a loop: each a few times with `--deep`.
+  for number in _SIGNALS * (5 if request.config.getoption("--deep") else 2):
     process = _started(tmp_path, "-c", _COMMAND, "grpo", "--rounds", "99999")
     time.sleep(draw.uniform(0.1, 12))
     process.send_signal(number)
