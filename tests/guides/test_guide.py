@@ -15,6 +15,7 @@ from jaxkv import rollout
 from tests.guides import small_vocabulary
 from tests.guides.tool_schemas import TOOLS
 from tests.tools.draws import sample
+from tests.tools.tiers import slow_except
 from tests.tools.transforms import TRANSFORMS
 from tests.tools.transforms import check_under
 
@@ -280,6 +281,7 @@ class TestJson:
     # Much is drawn, and what would go on for long ends in time.
     assert len(set(texts)) > 500 and full.sum() > 300
 
+  @slow_except("tool", TOOLS, "create_issue")
   @pytest.mark.parametrize("tool", TOOLS)
   def test_calls_of_tools(self, tool):
     tokens = small_vocabulary.tokens()

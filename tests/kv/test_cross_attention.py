@@ -153,6 +153,7 @@ def _by_hand(tokens, seen):
   return x
 
 
+@pytest.mark.slow
 def test_a_decode_loop():
   """An encoder-decoder of one layer, which also forks a sequence.
 

@@ -14,6 +14,7 @@ import pytest
 
 import jaxkv
 from jaxkv import rollout
+from tests.tools.tiers import slow_except
 
 _VOCABULARY, _SEQUENCES, _NEW = 24, 320, 3
 _MOST, _TINY = float(np.finfo(np.float32).max), 1.2e-38
@@ -94,6 +95,7 @@ def _ended(state, params):
   return np.asarray(state.sequences.status), np.asarray(state.sequences.code)
 
 
+@slow_except("exact", [False, True], False)
 @pytest.mark.parametrize(
   ("scale", "exact"), [(1.0, False), (1e38, False), (1.0, True)]
 )
@@ -107,6 +109,7 @@ def test_allowed_settings_give_finite_log_probs(scale, exact):
   assert (code == jaxkv.Status.OK).all()
 
 
+@pytest.mark.slow
 def test_traced_settings_that_are_not_allowed():
   """They are not checked, so these sequences fail, or get finite numbers."""
   rng = np.random.default_rng(3)
