@@ -121,7 +121,7 @@ def _leaves(state):
   return [np.array(leaf) for leaf in jax.tree.leaves(state)]
 
 
-# Kinds and options of which every one, and nearly every pair, is in another.
+# Each kind and each option of these is in another setup, too.
 _LIKE_OTHERS = {
   "a_chunk_alone",
   "classic",
@@ -135,7 +135,6 @@ _LIKE_OTHERS = {
   "one_token_pages",
   "published",
   "sliding",
-  "wide_window",
 }
 
 

@@ -16,7 +16,6 @@ from jaxkv_kernels._src.attention import shared_prefix
 from tests.kernels.backends import call_of
 from tests.kernels.shapes import assert_matches
 from tests.kv.memory import draw
-from tests.tools.tiers import slow_except
 from tests.tools.traced_loops import equations
 from tests.tools.traced_loops import in_loops
 
@@ -81,7 +80,6 @@ class TestShare:
     least = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
     monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", least)
 
-  @slow_except("steps", [1, 3], 1)
   @pytest.mark.parametrize("steps", [1, 3])
   def test_forks_are_found_and_attention_stays_the_same(
     self, always, forked, steps
