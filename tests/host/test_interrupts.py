@@ -92,7 +92,7 @@ def everything(manager):
     [[node.digest for node in one.nodes] for one in held],
     [page and page.digest for page in pool.content],
     [pool.is_cached, pool.stamp, pool.group, pool.clock, pool.new],
-    [pool._index, state.counters(), len(events._events), events.num_lost],
+    [pool.index, pool.counts, len(events._events), events.num_lost],
     len(manager.undo_log.entries),
   )
 

@@ -104,9 +104,16 @@ class GroupKind:
     Returns:
       int32[R].
     """
+    xp = elementwise.numpy_for(hits, limit)
+    limit_pages = elementwise.quotient(limit, page_size)
+    if not self.skips_pages:
+      # Every page of the prefix is needed, so it ends before the first miss.
+      leading = xp.cumprod(hits, axis=1, dtype=np.int32)
+      leading = xp.sum(leading, axis=1, dtype=np.int32)
+      end = xp.minimum(leading, limit_pages) - drop.astype(np.int32)
+      return elementwise.quotient(xp.maximum(end, 0), align) * align
     # All P + 1 ends are tested at once. If `begin` and an end have the same
     # number of misses before them, all pages between the two are cached.
-    xp = elementwise.numpy_for(hits, limit)
     end = xp.arange(hits.shape[1] + 1, dtype=np.int32)[None]
     prefix = end - drop.astype(np.int32)[:, None]
     skipped = self.num_skipped_tokens(xp.maximum(prefix, 0) * page_size)
@@ -114,8 +121,8 @@ class GroupKind:
     misses = xp.cumsum(~hits, axis=1, dtype=np.int32)
     misses = xp.pad(misses, ((0, 0), (1, 0)))
     whole = misses == xp.take_along_axis(misses, begin, axis=1)
-    limit_pages = elementwise.quotient(limit, page_size)[:, None]
-    whole &= (end <= limit_pages) & (elementwise.remainder(prefix, align) == 0)
+    whole &= end <= limit_pages[:, None]
+    whole &= elementwise.remainder(prefix, align) == 0
     return xp.max(xp.where(whole, xp.maximum(prefix, 0), 0), axis=1)
 
   def published(

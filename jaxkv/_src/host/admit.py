@@ -2,12 +2,11 @@
 
 from typing import Any
 
-from jaxkv._src.host import allocate
 from jaxkv._src.host import lookup
-from jaxkv._src.host.allocate import Demand
-from jaxkv._src.host.lookup import HashedTokens
+from jaxkv._src.host.allocate import allocate
+from jaxkv._src.host.arguments import Demand
 from jaxkv._src.host.request import RequestFields
-from jaxkv._src.host.sequences import HeldSequence
+from jaxkv._src.host.state import HeldSequence
 from jaxkv._src.host.state import HostState
 from jaxkv._src.host.types import CachePages
 
@@ -16,7 +15,7 @@ def admit(
   state: HostState,
   request: Any,
   fields: RequestFields,
-  hit: CachePages | None,
+  hit: CachePages,
   num_found: int,
   demand: Demand,
 ) -> CachePages | None:
@@ -26,7 +25,7 @@ def admit(
     state: the state.
     request: the scheduler's object.
     fields: its attributes.
-    hit: the result of its lookup; None for none.
+    hit: the result of its lookup, or empty pages.
     num_found: tokens of the hit.
     demand: the sizes.
 
@@ -34,12 +33,22 @@ def admit(
     ValueError: the pages of the hit do not hold the request's tokens.
     RuntimeError: `max_requests` requests already hold pages.
   """
+  config = state.config
   if not state.vacant:
-    _check_requests(state)
-    return None
-  hashed = _hashed(state, fields, hit, demand.publish)
-  hits = hit.pages if hit is not None else tuple([] for _ in state.groups)
-  if not lookup.holds_tokens(state, hits, hashed, demand.num_computed):
+    # If there are as many slots as pages, the pool limits the requests.
+    if config.num_slots < state.limits.max_requests:
+      return None
+    raise RuntimeError(
+      f"`max_requests` must be more than {config.num_slots} for this request "
+      "to hold pages too; free one first, or make the CacheManager with a "
+      "larger number."
+    )
+  hashed = None
+  if config.prefix_caching:
+    hashed = hit.lookup
+    if hashed is None or not hashed.serves(fields, demand.publish):
+      hashed = lookup.hash_tokens(state, fields, demand.publish)
+  if not lookup.holds_tokens(state, hit.pages, hashed, demand.num_computed):
     raise ValueError(
       "`new_computed_pages` must hold the tokens that "
       f"{fields.request_id!r} begins with, got {hit}; look it up again."
@@ -49,49 +58,20 @@ def admit(
   held = HeldSequence(fields.request_id, state.vacant[-1], len(state.groups))
   held.request = request
   held.prompt_length = fields.num_prompt_tokens
-  boundary = hit.shared_prefix_boundary if hit is not None else 0
-  held.boundary = fields.shared_prefix_boundary or boundary
-  pages = allocate.begin(state, held, request, hits, demand, hashed)
+  held.boundary = fields.shared_prefix_boundary or hit.shared_prefix_boundary
+  pages = allocate(state, held, demand, hit.pages, hashed)
   if pages is None:
     return None
-  log = state.undo_log
   # The slot is taken last, because a refused request must not use one up.
-  log.save_list(state.vacant)
-  state.vacant.pop()
-  log.save_key(state.held, fields.request_id)
+  state.undo_log.replace(state, vacant=state.vacant[:-1])
+  state.undo_log.save_key(state.held, fields.request_id)
   state.held[fields.request_id] = held
-  for name in ("num_queried", "num_hit", "statistics"):
-    log.save_attribute(state, name)
-  state.num_queried += fields.num_tokens
-  state.num_hit += num_found
-  if state.config.prefix_caching and not fields.skips_lookup:
-    state.statistics = state.statistics.counting(
-      fields.num_tokens, num_found, is_preempted=fields.status == "preempted"
+  state.pool.count("queried_tokens", fields.num_tokens)
+  state.pool.count("hit_tokens", num_found)
+  if config.prefix_caching and not fields.skips_lookup:
+    is_preempted = fields.status == "preempted"
+    counted = state.statistics.counting(
+      fields.num_tokens, num_found, is_preempted=is_preempted
     )
+    state.undo_log.replace(state, statistics=counted)
   return pages
-
-
-def _hashed(
-  state: HostState,
-  fields: RequestFields,
-  hit: CachePages | None,
-  num_tokens: int,
-) -> HashedTokens | None:
-  """Returns a request's hashed first tokens, those of its lookup if valid."""
-  if not state.config.prefix_caching:
-    return None
-  hashed = hit.lookup if hit is not None else None
-  if hashed is not None and hashed.serves(fields, num_tokens):
-    return hashed
-  return lookup.hash_tokens(state, fields, num_tokens)
-
-
-def _check_requests(state: HostState) -> None:
-  """Raises if `max_requests`, and not the pool, limits the requests."""
-  limit = state.limits.max_requests
-  if state.config.num_slots == limit:
-    raise RuntimeError(
-      f"`max_requests` must be more than {limit} for this request to hold "
-      "pages too; free one first, or make the CacheManager with a larger "
-      "number."
-    )

@@ -1,29 +1,34 @@
 """Checks the arguments of a manager's calls."""
 
-import operator
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import numpy as np
-
+from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.host.allocate import Demand
+from jaxkv._src.host.options import Limits
 from jaxkv._src.host.request import RequestFields
 from jaxkv._src.host.request import int32s
-from jaxkv._src.host.state import Limits
 from jaxkv._src.host.types import CachePages
+
+
+class Demand(NamedTuple):
+  """The sizes of an allocation, all in tokens unless it says otherwise."""
+
+  num_computed: int = 0  # computed before the new ones, here or elsewhere
+  external: int = 0  # the part of `num_computed` whose K/V is loaded
+  room: int = 0  # tokens that need pages, lookahead included
+  tokens: int = 0  # the part of `room` that recurrent groups count
+  encoder: int = 0  # tokens of the encoder that need pages
+  whole: int = 0  # tokens that must fit now, or nothing is done; 0: none
+  keep_free: int = 0  # pages that must stay free
+  reserved: int = 0  # further pages, which a whole sequence may count on
+  publish: int = 0  # tokens that are final
+  silent: Sequence[int] = ()  # groups whose new pages need no zeroing
 
 
 def at_least(name: str, value: int, minimum: int) -> int:
   """Returns the value as an int; raises if it is not one or is too small."""
-  try:
-    # Python counts a bool as an int; here it is a mistake.
-    if isinstance(value, bool | np.bool_):
-      raise TypeError
-    number = operator.index(value)
-  except TypeError:
-    raise TypeError(
-      f"`{name}` must be an int, got {value!r} of type {type(value).__name__}."
-    ) from None
+  number = as_int(name, value)
   if number < minimum:
     raise ValueError(f"`{name}` must be at least {minimum}, got {number}.")
   return number
@@ -55,6 +60,12 @@ def demand_of(
   external = counts["num_external_computed_tokens"]
   _check_counts(limits, request, counts)
   _check_hit(limits.config, request, num_found, hit, holds_pages=holds_pages)
+  num_groups = limits.config.num_groups
+  if not all(group in range(num_groups) for group in silent):
+    raise ValueError(
+      f"`skip_zeroing_group_ids` must be 0 to {num_groups - 1}, got "
+      f"{list(silent)}."
+    )
   num_computed = request.num_computed_tokens + num_found + external
   total = num_computed + counts["num_new_tokens"]
   check_length(limits, request.request_id, total)
@@ -62,14 +73,13 @@ def demand_of(
   in_flight = request.num_in_flight_tokens if holds_pages else 0
   longest = limits.max_model_len
   waits = request.status in ("waiting", "preempted")
-  whole = min(request.num_tokens, longest) if full_sequence_must_fit else 0
   return Demand(
     num_computed=max(num_computed - in_flight, 0),
     external=external,
     room=min(total + counts["num_lookahead_tokens"], longest),
     tokens=total,
     encoder=counts["num_encoder_tokens"],
-    whole=whole,
+    whole=min(request.num_tokens, longest) if full_sequence_must_fit else 0,
     keep_free=limits.keep_free if waits and has_scheduled_requests else 0,
     reserved=counts["reserved_pages"],
     publish=num_found if delay_cache_pages else min(total, request.num_tokens),
@@ -106,8 +116,17 @@ def _check_hit(
   *,
   holds_pages: bool,
 ) -> None:
-  """Raises for an impossible hit; `check_content` compares its tokens."""
-  pages, name = _pages_of(config, request.request_id, hit), request.request_id
+  """Raises for an impossible hit; `holds_tokens` compares its tokens."""
+  name, pages = request.request_id, ()
+  if hit is not None:
+    if not isinstance(hit, CachePages):
+      raise TypeError(
+        f"`new_computed_pages` of {name!r} must be CachePages or None, got "
+        f"{hit!r}."
+      )
+    pages = hit.pages
+    for column in pages:
+      _check_pages(config, name, column)
   if holds_pages and (num_found or any(pages)):
     raise ValueError(
       f"`new_computed_pages` of {name!r} must be empty, got {hit}: it holds "
@@ -132,42 +151,19 @@ def _check_hit(
     )
 
 
-def _pages_of(
-  config: CacheConfig, name: str, hit: CachePages | None
-) -> tuple[list[int], ...]:
-  if hit is None:
-    return ()
-  if not isinstance(hit, CachePages):
-    raise TypeError(
-      f"`new_computed_pages` of {name!r} must be CachePages or None, got "
-      f"{hit!r}."
-    )
-  for column in hit.pages:
-    _check_pages(config, name, column)
-  return hit.pages
-
-
 def _check_pages(config: CacheConfig, name: str, column: list[int]) -> None:
+  last = config.num_pages - 1
   try:
-    pages, last = int32s(column), config.num_pages - 1
-    if not column or (pages.min() >= 0 and pages.max() <= last):
-      return
+    pages = int32s(column)
+    is_valid = not column or (pages.min() >= 0 and pages.max() <= last)
   except OverflowError:
-    pages, last = column, config.num_pages - 1
+    is_valid = False
   except TypeError as error:
     raise TypeError(
       f"`new_computed_pages` of {name!r} must be lists of page ids, got "
       f"{column!r}: {error}."
     ) from None
-  raise ValueError(
-    f"`new_computed_pages` of {name!r} must be 0 to {last}, got {column!r}."
-  )
-
-
-def check_groups(config: CacheConfig, groups: Sequence[int]) -> None:
-  """Raises if a group does not exist."""
-  if not all(group in range(config.num_groups) for group in groups):
+  if not is_valid:
     raise ValueError(
-      f"`skip_zeroing_group_ids` must be 0 to {config.num_groups - 1}, got "
-      f"{list(groups)}."
+      f"`new_computed_pages` of {name!r} must be 0 to {last}, got {column!r}."
     )

@@ -47,6 +47,12 @@ class UndoLog:
     """Records an attribute that is about to change."""
     self.record((setattr, owner, name, getattr(owner, name)))
 
+  def replace(self, owner: Any, **values: Any) -> None:
+    """Changes attributes; their old values stay as they are."""
+    for name, value in values.items():
+      self.save_attribute(owner, name)
+      setattr(owner, name, value)
+
   def save_items(self, values: list[Any], places: Sequence[int]) -> None:
     """Records the elements of a list that are about to change."""
     self.record((_restore_items, values, places, [values[n] for n in places]))
@@ -54,10 +60,6 @@ class UndoLog:
   def save_key(self, mapping: dict[Any, Any], key: Any) -> None:
     """Records an entry of a dictionary that is about to change."""
     self.record((_restore_key, mapping, key, mapping.get(key, _MISSING)))
-
-  def save_list(self, values: list[Any]) -> None:
-    """Records a short list that is about to change."""
-    self.record((values.__setitem__, slice(None), values[:]))
 
   def save_length(self, values: list[Any]) -> None:
     """Records a list to which elements are about to be appended."""

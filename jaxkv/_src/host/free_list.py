@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from collections.abc import Sequence
 
-import numpy as np
-
 from jaxkv._src.host.atomic import UndoLog
 
 # The null page is never free. So its links hold both ends of the queue: the
@@ -20,23 +18,18 @@ class FreeList:
   """
 
   def __init__(self, pages: Sequence[int], num_pages: int, undo_log: UndoLog):
-    self._next = [_ENDS] * num_pages
-    self._previous = [_ENDS] * num_pages
     self._log = undo_log
+    self._next = self._previous = [_ENDS] * num_pages
     self.num_free = 0
-    self._link([_ENDS, *pages, _ENDS])
-    self.num_free = len(pages)
+    self.replace(pages)
 
   def replace(self, pages: Sequence[int]) -> None:
     """Replaces the queue by pages in eviction order."""
     # The new lists replace the old ones, so the log needs no copy of those.
     for name in ("_next", "_previous", "num_free"):
       self._log.save_attribute(self, name)
-    line = np.array([_ENDS, *pages, _ENDS])
-    following, previous = np.zeros((2, len(self._next)), np.int64)
-    following[line[:-1]] = line[1:]
-    previous[line[1:]] = line[:-1]
-    self._next, self._previous = following.tolist(), previous.tolist()
+    self._next, self._previous = ([_ENDS] * len(self._next) for _ in range(2))
+    self._link([_ENDS, *pages, _ENDS])
     self.num_free = len(pages)
 
   def in_order(self) -> list[int]:
@@ -54,22 +47,15 @@ class FreeList:
   def pop(self, count: int) -> list[int]:
     """Removes and returns the first `count` pages, which must exist."""
     pages = self.first(count)
-    if not pages:
-      return pages
-    after = self._next[pages[-1]]
-    self._log.record((self._link, [_ENDS, *pages, after]))
-    self._log.save_attribute(self, "num_free")
-    # The links of popped pages are stale. They are written before the pages
-    # enter the queue again, and not read until then.
-    self._link((_ENDS, after))
-    self.num_free -= count
+    after = self._next[pages[-1] if pages else _ENDS]
+    self._replace([_ENDS, *pages, after], (_ENDS, after))
     return pages
 
   def remove(self, pages: Iterable[int]) -> None:
     """Removes pages from any place; all must be in the queue."""
     following, previous = self._next, self._previous
-    # The log has the list before the first page leaves, and the list has each
-    # page before its links change. So an interrupt at any point can be undone.
+    # The list has each page before its links change, so an interrupt at any
+    # point can be undone.
     removed: list[tuple[int, int, int]] = []
     self._log.save_attribute(self, "num_free")
     self._log.record((self._insert, removed))
@@ -82,23 +68,22 @@ class FreeList:
 
   def push_back(self, pages: Sequence[int]) -> None:
     """Appends pages, which must not be in the queue."""
-    if not pages:
-      return
     last = self._previous[_ENDS]
-    self._log.save_attribute(self, "num_free")
-    self._log.record((self._link, (last, _ENDS)))
-    self._link((last, *pages, _ENDS))
-    self.num_free += len(pages)
+    self._replace((last, _ENDS), (last, *pages, _ENDS))
 
   def push_front(self, pages: Sequence[int]) -> None:
     """Prepends pages, which must not be in the queue, in the given order."""
-    if not pages:
-      return
     first = self._next[_ENDS]
+    self._replace((_ENDS, first), (_ENDS, *pages, first))
+
+  def _replace(self, old: Sequence[int], new: Sequence[int]) -> None:
+    """Replaces a part of the list; both parts have the same two ends."""
+    # The links of a page that leaves stay as they are. They are written before
+    # the page enters the queue again, and not read until then.
     self._log.save_attribute(self, "num_free")
-    self._log.record((self._link, (_ENDS, first)))
-    self._link((_ENDS, *pages, first))
-    self.num_free += len(pages)
+    self._log.record((self._link, old))
+    self._link(new)
+    self.num_free += len(new) - len(old)
 
   def _link(self, pages: Sequence[int]) -> None:
     """Makes each page the successor of the page before."""
@@ -110,7 +95,6 @@ class FreeList:
       before = page
 
   def _insert(self, removed: list[tuple[int, int, int]]) -> None:
-    """Inserts removed pages again."""
     # The last one first, because its saved links are those of its removal, when
     # the earlier ones had left already.
     for links in reversed(removed):

@@ -15,18 +15,16 @@ from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.host import to_device
 from jaxkv._src.host.allocate import room_of
-from jaxkv._src.host.device_mirror import are_cached
+from jaxkv._src.host.index_arrays import are_cached
+from jaxkv._src.host.index_arrays import build_index
+from jaxkv._src.host.prefix_nodes import DeviceKeys
 from jaxkv._src.host.prefix_nodes import DevicePage
-from jaxkv._src.host.prefix_nodes import PrefixNode
 from jaxkv._src.host.publish import more_nodes
 from jaxkv._src.host.request import read_request
 from jaxkv._src.host.request import salt_of
-from jaxkv._src.host.sequences import HeldSequence
+from jaxkv._src.host.state import HeldSequence
 from jaxkv._src.host.state import HostState
-from jaxkv._src.host.state import continued
 from jaxkv._src.host.types import PoppedPages
-
-_MASK = 0xFFFFFFFF
 
 
 class _Slots(NamedTuple):
@@ -44,40 +42,42 @@ def from_device(
   check_single(device)
   _check_identity(state, device)
   host: Any = jax.device_get(device)
-  # What changed on the host is lost, and is found by comparing the mirror with
-  # what came back. So the mirror must have it.
-  if state.device_keys is not None:
-    to_device.update_mirror(state, state.device_keys)
   slots = _adopt_slots(state, host, requests)
-  _check_hashes(state, host.hashes, slots)
+  if host.hashes is not None and state.device_keys is not None:
+    _check_hashes(state, state.device_keys, host.hashes, slots)
   # All checks are done before the first change.
-  log, pool = state.undo_log, state.pool
-  log.save_attribute(state, "held")
-  log.save_attribute(state, "popped")
-  log.save_attribute(state, "vacant")
-  state.held, state.popped = slots.held, slots.popped
+  log, pool, config = state.undo_log, state.pool, state.config
+  log.replace(state, held=slots.held, popped=slots.popped)
   # Slots that were vacant before are used first, in the same order.
   occupied = {held.slot for held in state.all_held()}
   vacant = [slot for slot in state.vacant if slot not in occupied]
-  new_vacant = set(range(state.config.num_slots)) - occupied - set(vacant)
-  state.vacant = sorted(new_vacant, reverse=True) + vacant
-  for name, counts in (
-    ("ref_count", host.pool.ref_count),
-    ("pin_count", host.pool.pin_count),
-  ):
-    log.save_attribute(pool, name)
-    setattr(pool, name, counts.tolist())
+  new_vacant = set(range(config.num_slots)) - occupied - set(vacant)
+  log.replace(state, vacant=sorted(new_vacant, reverse=True) + vacant)
+  log.replace(
+    pool,
+    ref_count=host.pool.ref_count.tolist(),
+    pin_count=host.pool.pin_count.tolist(),
+    new=None if pool.new is None else host.pool.new.tolist(),
+    counts={
+      name: _continued(count, getattr(host.stats, name))
+      for name, count in pool.counts.items()
+    },
+  )
   pool.queue.replace(_free_pages(host))
-  if pool.new is not None:
-    log.save_attribute(pool, "new")
-    pool.new = host.pool.new.tolist()
   if host.pool.events is not None and state.events is not None:
-    sizes = state.config.page_sizes
-    state.events.extend(telemetry.read_log(host.pool.events, sizes))
+    events = telemetry.read_log(host.pool.events, config.page_sizes)
+    state.events.extend(events)
   if state.device_keys is not None:
-    _adopt_index(state, host)
-  state.set_counters(host.stats)
+    _adopt_index(state, state.device_keys, host)
   return slots.released
+
+
+def _continued(before: int, numbers: Any) -> Any:
+  """Returns the counts closest to `before` that are `numbers` modulo 2**32."""
+  # A device counts modulo 2**32, and the host does not. A state that is older
+  # than the host's lowers the count.
+  distance = (numbers.astype(np.int64) - before + 2**31) % 2**32 - 2**31
+  return (before + distance).tolist()
 
 
 def _check_identity(state: HostState, device: CacheState) -> None:
@@ -199,40 +199,23 @@ def _sequence(
       f"{slot} has, got {fields.num_tokens}; append the new tokens before take."
     )
   # Old nodes are reused, so only new tokens are hashed.
-  held.root, held.nodes = (
-    (state.root_of(salt_of(fields, state.config.page_size)), [])
-    if old is None
-    else (old.root, old.nodes[:])
-  )
-  assert held.root is not None
+  if old is None:
+    held.root = state.root_of(salt_of(fields, state.config.page_size))
+  else:
+    held.root, held.nodes = old.root, old.nodes[:]
   held.nodes += more_nodes(state, held.nodes, held.root, fields, held.length)
   return held
 
 
-def _chain_end(state: HostState, held: HeldSequence) -> PrefixNode:
-  """Returns the node at which the chain of `SlotHashes` ends."""
-  assert held.root is not None
-  config = state.config
-  aligned = held.length // config.alignment * config.alignment
-  count = aligned // config.page_size
-  return held.nodes[count - 1] if count else held.root
-
-
 def _check_hashes(
-  state: HostState, hashes: SlotHashes | None, slots: _Slots
+  state: HostState, keys: DeviceKeys, hashes: SlotHashes, slots: _Slots
 ) -> None:
   """Raises unless the requests have the tokens that the device committed."""
-  keys = state.device_keys
-  if hashes is None or keys is None:
-    return
-  ends = {held.slot: _chain_end(state, held) for held in slots.held.values()}
-  keys.compute(ends.values())
-  keys.compute(held.root for held in slots.held.values() if held.root)
-  for held in slots.held.values():
-    assert held.root is not None
-    node = ends[held.slot]
-    slot = held.slot
-    if tuple(hashes.root[slot].tolist()) != held.root.key:
+  sequences = [*slots.held.values()]
+  ends = to_device.chain_ends(state, keys, sequences)
+  for held, (root, end) in zip(sequences, ends, strict=True):
+    slot, tail = held.slot, to_device.tail(state, held).tolist()
+    if tuple(hashes.root[slot].tolist()) != root.key:
       salt = salt_of(read_request(held.request), state.config.page_size)
       raise ValueError(
         f"`requests` must name for slot {slot} a request with the salt of its "
@@ -240,9 +223,8 @@ def _check_hashes(
         "with the request's salt."
       )
     # The chain covers the tokens up to the last multiple of A.
-    tail = to_device.tail(state, held)
-    is_same = tuple(hashes.chain[slot].tolist()) == node.key
-    if not is_same or tail.tolist() != hashes.tail[slot, : len(tail)].tolist():
+    is_same = tuple(hashes.chain[slot].tolist()) == end.key
+    if not is_same or tail != hashes.tail[slot, : len(tail)].tolist():
       raise ValueError(
         f"`token_ids` of {held.request_id!r} must begin with the tokens that "
         f"slot {slot} has; name the request in `requests` if the slot was "
@@ -261,35 +243,41 @@ def _free_pages(host: Any) -> list[int]:
   return pages[queue.position[pages] == place].tolist()
 
 
-def _adopt_index(state: HostState, host: Any) -> None:
+def _adopt_index(state: HostState, keys: DeviceKeys, host: Any) -> None:
   """Takes over the contents of pages, and the pages that are cached."""
-  # Equal keys and stamps mean equal contents. The position is not compared,
-  # because an equal page may have moved to another place.
-  pool, mirror, index = state.pool, state.mirror, host.pool.index
-  before, cached = mirror.is_cached(), are_cached(index.entry)
-  is_same = mirror.entry[:, : KEY_WORDS + 1] == index.entry[:, : KEY_WORDS + 1]
-  changed = np.flatnonzero(~is_same.all(axis=1) | (before != cached))
-  # Stamps keep their distance from the clock.
-  device_clock = int(index.clock)
-  clock = continued(pool.clock, device_clock)
-  ages = device_clock - index.entry[changed, KEY_WORDS].astype(np.int64)
-  stamps = (clock - (ages & _MASK)).tolist()
+  # What changed on the host is lost. It is found by comparing the index that
+  # the host would build with the one that came back. Equal keys and stamps mean
+  # equal contents. The position is not compared, because an equal page may have
+  # moved to another place.
+  pool, index, ages = state.pool, host.pool.index, host.pool.ages
+  mine = build_index(state, keys).entry[:, : KEY_WORDS + 1]
+  cached = are_cached(index.entry)
+  is_same = (mine == index.entry[:, : KEY_WORDS + 1]).all(axis=1)
+  changed = np.flatnonzero(~is_same | (np.array(pool.is_cached) != cached))
+  clock = _continued(pool.clock, index.clock)
+
+  def clocks(stamps: np.ndarray) -> list[int]:
+    # Stamps keep their distance from the clock.
+    return (clock - (index.clock - stamps).astype(np.int64)).tolist()
+
   contents, groups = _contents(state, host, changed)
-  pool.replace_contents(
-    changed.tolist(), contents, groups, stamps, cached[changed].tolist()
+  pages = changed.tolist()
+  pool.unlist(page for page in pages if pool.is_cached[page])
+  pool.set_contents(
+    pages,
+    contents,
+    groups,
+    clocks(index.entry[changed, KEY_WORDS]),
+    cached[changed].tolist(),
   )
-  state.undo_log.save_attribute(pool, "clock")
-  pool.clock = clock
-  if pool.ages is not None and host.pool.ages is not None:
-    ages_of = host.pool.ages
-    released = device_clock - ages_of.released.astype(np.int64)
-    pool.replace_ages(
-      (clock - (released & _MASK)).tolist(),
-      ages_of.evicted.lifetime.tolist(),
-      ages_of.evicted.idle.tolist(),
+  state.undo_log.replace(pool, clock=clock)
+  if ages is not None:
+    state.undo_log.replace(
+      pool,
+      released=clocks(ages.released),
+      lifetime=ages.evicted.lifetime.tolist(),
+      idle=ages.evicted.idle.tolist(),
     )
-  mirror.replace(index.buckets, index.overflow, index.entry, index.tokens)
-  pool.changed.clear()
 
 
 def _contents(

@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv._src.cache.group_kinds import FullAttention
-from jaxkv._src.cache.group_kinds import GroupKind
-from jaxkv._src.cache.prefix import rules
+from jaxkv._src.cache.steps.find import agree
 from jaxkv._src.host.groups import LayerGroup
 from jaxkv._src.host.prefix_nodes import TOKEN_BYTES
 from jaxkv._src.host.prefix_nodes import PrefixNode
@@ -114,12 +112,18 @@ def find_prefix(
     hashed: the tokens.
     max_tokens: the most tokens of the prefix; None for no other limit.
   """
+  config = state.config
   pages = [_cached_pages(state, hashed, group) for group in state.groups]
+  cached = np.zeros((1, len(pages), len(hashed.digests)), bool)
+  for row, column in zip(cached[0], pages, strict=True):
+    row[: len(column)] = column
   # The model computes at least the last token, whose logits give the next one.
   limit = len(hashed.token_ids) - 1
-  limit = limit if max_tokens is None else min(limit, max_tokens)
-  num_hashed = len(hashed.digests) * state.config.page_size
-  num_tokens, longest = _agree(state, pages, limit, num_hashed)
+  limit = max(limit if max_tokens is None else min(limit, max_tokens), 0)
+  num_hashed = len(hashed.digests) * config.page_size
+  numbers: Any = np.array([[limit], [num_hashed]], np.int32)
+  found = agree(config, cached, *numbers)  # pyright: ignore
+  num_tokens, longest = (int(tokens[0]) for tokens in found)
   first = [group.skipped_pages(num_tokens) for group in state.groups]
   stop = [num_tokens // group.size for group in state.groups]
   # If no group needs a page of the prefix, as for a chunk that ends there, the
@@ -183,10 +187,10 @@ def _cached_pages(
   pool = state.pool
   digests = hashed.digests[group.step - 1 :: group.step]
   # `map` looks digests up without a Python call for each. As in vLLM, the hit
-  # is the page published first, which is the first of a tuple.
+  # is the page published first, which is the first of the tuple.
   pages = [
-    page if type(page) is int else (page[0] if page else 0)
-    for page in map(pool.finder(group.number), digests)
+    found[0] if found else 0
+    for found in map(pool.index[group.number].get, digests)
   ]
   # Keys of the device take long to compute, so only if a page needs them.
   if pool.knows_device_pages and state.device_keys is not None:
@@ -212,131 +216,7 @@ def _add_device_pages(
   assert keys is not None
   for column, node in enumerate(nodes[group.step - 1 :: group.step]):
     digest = digest_of_key(keys.group_key(node, group.number))
-    page = pool.find_from_device(digest)
-    other = pages[column]
+    found = (pages[column], *pool.index[-1].get(digest, ()))
     # As on the device, the page published first is the hit.
-    if page and (not other or pool.stamp[page] < pool.stamp[other]):
-      pages[column] = page
-
-
-class _KindHits(NamedTuple):
-  """The groups of one kind and page size, which are looked up together."""
-
-  group: LayerGroup
-  hits: np.ndarray  # bool[1, P], columns that all these groups have cached
-
-  @property
-  def is_full(self) -> bool:
-    """True if every shorter prefix of a hit is a hit too."""
-    return isinstance(self.group.kind, FullAttention)
-
-  @property
-  def num_leading(self) -> int:
-    """The number of columns before the first one that is no hit."""
-    misses = np.flatnonzero(~self.hits[0])
-    return int(misses[0]) if misses.size else self.hits.shape[1]
-
-
-def _agree(
-  state: HostState, pages: Sequence[list[int]], limit: int, num_hashed: int
-) -> tuple[int, int]:
-  """Finds the longest prefix from which all groups can continue.
-
-  Each kind in turn shortens the candidate until all kinds agree, as in vLLM and
-  in `cache/steps/find`.
-
-  Returns:
-    The tokens of the prefix, and of the longest hit of any kind in any round.
-  """
-  if limit < 1:
-    return 0, 0
-  # Equal groups are looked up together: a column is a hit if all have it.
-  hits: dict[Any, np.ndarray] = {}
-  first: dict[Any, LayerGroup] = {}
-  for group in state.groups:
-    name = group.kind, group.size
-    cached = np.array(pages[group.number], np.int32)[None] > 0
-    hits[name] = hits.get(name, True) & cached
-    first.setdefault(name, group)
-  # Full attention comes first, as in vLLM. The sort is stable, so the others
-  # keep the order of the groups.
-  kinds = [_KindHits(first[name], hits[name]) for name in first]
-  kinds.sort(key=lambda kind: not kind.is_full)
-  # No other group can have a longer hit, so the boundary is 0.
-  if len(state.groups) == 1:
-    return _shorten(state, kinds[0], limit, drop=True), 0
-  search = _Search(state, kinds, num_hashed)
-  length = search.round(limit)
-  # The other kind's result is also a hit of full attention, which has all
-  # shorter prefixes. So one round is enough for two kinds.
-  if len(kinds) <= 2 and kinds[0].is_full:
-    return length, search.longest
-  before = limit
-  while length < before:
-    before, length = length, search.round(length)
-  return length, search.longest
-
-
-class _Search:
-  """One lookup in several kinds of groups.
-
-  Attributes:
-    longest: the longest hit of any kind so far.
-  """
-
-  def __init__(self, state: HostState, kinds: list[_KindHits], num_hashed: int):
-    self.longest = 0
-    self._state = state
-    self._kinds = kinds
-    self._num_hashed = num_hashed
-    self._full: dict[int, int] = {}
-    self._dropped = [False] * len(kinds)
-
-  def round(self, length: int) -> int:
-    """Lets every kind shorten the candidate once."""
-    for number, kind in enumerate(self._kinds):
-      # Every shorter prefix of full attention's hit is a hit too, so one lookup
-      # is enough.
-      if number in self._full:
-        length = min(length, self._full[number])
-        continue
-      bound, drop = rules.lookup_bound(
-        self._state.config,
-        kind.group.kind,
-        kind.group.size,
-        length,  # pyright: ignore
-        self._num_hashed,  # pyright: ignore
-        np.bool_(self._dropped[number]),  # pyright: ignore
-      )
-      shorter = _shorten(self._state, kind, int(bound), drop=bool(drop))
-      # At the shorter length all kinds drop a page again.
-      if not drop and shorter < length:
-        self._dropped = [False] * len(self._kinds)
-      self._dropped[number] |= bool(drop)
-      if kind.is_full:
-        self._full[number] = shorter
-      length = shorter
-      self.longest = max(self.longest, shorter)
-    return length
-
-
-def _shorten(
-  state: HostState, kind: _KindHits, bound: int, *, drop: bool
-) -> int:
-  """Returns the tokens of a kind's longest prefix within a bound."""
-  config, group = state.config, kind.group
-  drop = drop and config.use_eagle
-  if kind.is_full and type(group.kind).longest_hit is GroupKind.longest_hit:
-    # The same as `longest_hit`, for which numpy would take longer.
-    num_pages = min(kind.num_leading, bound // group.size) - drop
-    aligned = num_pages * group.size // config.alignment * config.alignment
-    return max(aligned, 0)
-  # The rules of kinds take a row for each request; a lookup has one.
-  pages = group.kind.longest_hit(
-    kind.hits,  # pyright: ignore
-    np.array([bound], np.int32),  # pyright: ignore
-    np.array([drop]),  # pyright: ignore
-    group.size,
-    config.alignment // group.size,
-  )
-  return int(pages[0]) * group.size
+    stamps = {page: pool.stamp[page] for page in found if page}
+    pages[column] = min(stamps, key=stamps.__getitem__, default=0)

@@ -1,5 +1,6 @@
 """Cache manager for schedulers in Python."""
 
+import dataclasses
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -8,15 +9,14 @@ from typing import Any
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.prefix import rules
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.host import admit
 from jaxkv._src.host import allocate
 from jaxkv._src.host import from_device
 from jaxkv._src.host import lookup
 from jaxkv._src.host import options
 from jaxkv._src.host import step
 from jaxkv._src.host import to_device
+from jaxkv._src.host.admit import admit
 from jaxkv._src.host.arguments import at_least
-from jaxkv._src.host.arguments import check_groups
 from jaxkv._src.host.arguments import check_length
 from jaxkv._src.host.arguments import demand_of
 from jaxkv._src.host.atomic import atomic
@@ -25,7 +25,7 @@ from jaxkv._src.host.publish import publish
 from jaxkv._src.host.reports import ManagerReports
 from jaxkv._src.host.request import read_request
 from jaxkv._src.host.request import tokens_of
-from jaxkv._src.host.sequences import HeldSequence
+from jaxkv._src.host.state import HeldSequence
 from jaxkv._src.host.state import HostState
 from jaxkv._src.host.types import CachePages
 from jaxkv._src.host.types import PoppedPages
@@ -118,7 +118,7 @@ class CacheManager(ManagerReports):
       track_new_pages=track_new_pages,
       track_residency=track_residency,
     )
-    super().__init__(limits, HostState(limits, options.secret_words(key)))
+    super().__init__(limits, HostState(limits, key))
     self.pages = Pages(self._state)
 
   @property
@@ -239,12 +239,13 @@ class CacheManager(ManagerReports):
         too long, or no lookup returned this hit.
       RuntimeError: `max_requests` requests already hold pages.
     """
-    held = self._state.held.get(request.request_id)
+    state, limits = self._state, self._state.limits
+    held = state.held.get(request.request_id)
     if held is not None:
       held.request = request
-      # Any of these arguments needs the checks below. A running request has
-      # none of them in most steps.
-      special = (
+      # A running request has none of these arguments in most steps. They, and
+      # numbers that are wrong, need the checks below.
+      is_special = (
         num_new_computed_tokens
         or new_computed_pages is not None
         or num_external_computed_tokens
@@ -253,17 +254,22 @@ class CacheManager(ManagerReports):
         or delay_cache_pages
         or full_sequence_must_fit
         or skip_zeroing_group_ids
+        or limits.keep_free
+        or num_new_tokens.__class__ is not int
+        or num_lookahead_tokens.__class__ is not int
+        or num_new_tokens < 1
+        or num_lookahead_tokens < 0
       )
-      if not special:
-        is_served, pages = step.advance_one(
-          self._state, held, request, num_new_tokens, num_lookahead_tokens
+      if not is_special:
+        demand = step.advance_quietly(
+          state, held, request, num_new_tokens, num_lookahead_tokens
         )
-        if is_served:
-          return pages
-    check_groups(self.config, skip_zeroing_group_ids)
+        if demand is None:
+          return self.create_empty_page_list()
+        return allocate.allocate(state, held, demand)
     fields = read_request(request)
     demand = demand_of(
-      self._limits,
+      limits,
       fields,
       new_computed_pages,
       holds_pages=held is not None,
@@ -279,15 +285,9 @@ class CacheManager(ManagerReports):
       reserved_pages=reserved_pages,
     )
     if held is not None:
-      return allocate.advance(self._state, held, request, demand)
-    return admit.admit(
-      self._state,
-      request,
-      fields,
-      new_computed_pages,
-      num_new_computed_tokens,
-      demand,
-    )
+      return allocate.allocate(state, held, demand)
+    hit = new_computed_pages or self.create_empty_page_list()
+    return admit(state, request, fields, hit, num_new_computed_tokens, demand)
 
   @atomic
   def step(
@@ -333,10 +333,13 @@ class CacheManager(ManagerReports):
       KeyError: the request holds no page.
       ValueError: the number is negative.
     """
-    held = self._held(request.request_id)
+    held = self._state.held.get(request.request_id)
+    if held is None:
+      raise step.not_held(request.request_id)
     at_least("num_computed_tokens", num_computed_tokens, 0)
+    held.request = request
     num_tokens = min(num_computed_tokens, len(tokens_of(request)))
-    publish(self._state, held, request, num_tokens)
+    publish(self._state, held, num_tokens)
 
   @atomic
   def remove_skipped_pages(
@@ -443,18 +446,13 @@ class CacheManager(ManagerReports):
     if state.pool.num_free < self.config.num_pages - 1:
       return False
     state.pool.clear()
-    state.add_statistics(reset=True)
+    statistics = dataclasses.replace(state.statistics, reset=True)
+    state.undo_log.replace(state, statistics=statistics)
     return True
 
   @atomic
   def new_step_starts(self) -> None:
     """Starts a scheduling step; states published before it count as written."""
     # Pages that get a content from now on belong to the new step.
-    self._state.undo_log.save_attribute(self._state, "step_clock")
-    self._state.step_clock = self._state.pool.clock
-
-  def _held(self, name: str) -> HeldSequence:
-    held = self._state.held.get(name)
-    if held is None:
-      raise KeyError(f"{name!r} holds no page; call allocate_slots for it.")
-    return held
+    state = self._state
+    state.undo_log.replace(state, step_clock=state.pool.clock)

@@ -1,16 +1,34 @@
 """Validates a manager's options and derives its limits."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from jaxkv._src.arrays.arguments import as_secret
+from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
-from jaxkv._src.host.arguments import at_least
-from jaxkv._src.host.state import Limits
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """The limits that a manager enforces.
+
+  Attributes:
+    config: the sizes of the device state.
+    max_model_len: tokens of the longest sequence.
+    max_encoder_tokens: tokens of the longest encoder input.
+    max_requests: the most requests that hold pages at once.
+    keep_free: pages that waiting requests leave free while others run.
+    most_pages: the most pages of one sequence at once, by group.
+  """
+
+  config: CacheConfig
+  max_model_len: int
+  max_encoder_tokens: int
+  max_requests: int
+  keep_free: int
+  most_pages: tuple[int, ...]
 
 
 def make(
@@ -28,11 +46,11 @@ def make(
 
   `options` are fields of `CacheConfig`.
   """
-  at_least("max_model_len", max_model_len, 1)
-  at_least("max_requests", max_requests, 1)
-  at_least("num_events", options["event_log"], 0)
+  as_count("max_model_len", max_model_len, 1)
+  as_count("max_requests", max_requests, 1)
+  as_count("num_events", options["event_log"], 0)
   in_flight = max_model_len if max_in_flight is None else max_in_flight
-  at_least("max_in_flight", in_flight, 1)
+  as_count("max_in_flight", in_flight, 1)
   if policy not in ("current", "classic"):
     raise ValueError(
       f"`policy` must be 'current' or 'classic', got {policy!r}."
@@ -74,13 +92,6 @@ def make(
       for kind, size in zip(groups, sizes, strict=True)
     ),
   )
-
-
-def secret_words(key: Any) -> np.ndarray | None:
-  """Returns the secret `key` as uint32[4]; None for a random one."""
-  if key is None:
-    return None
-  return np.asarray(as_secret("key", key))
 
 
 def _check_groups(groups: Sequence[GroupKind], interval: int | None) -> None:
@@ -131,7 +142,7 @@ def _longest_encoder(
   """Returns the tokens of the longest encoder input; 0 without such a group."""
   if any(group.holds_encoder for group in groups):
     limit = max_model_len if limit is None else limit
-    return at_least("max_encoder_tokens", limit, 1)
+    return as_count("max_encoder_tokens", limit, 1)
   if limit is not None:
     raise ValueError(
       "`max_encoder_tokens` must be None without a CrossAttention group, got "

@@ -1,7 +1,6 @@
 """Publishes the full pages of a request's final tokens."""
 
 import itertools
-from typing import Any
 
 from jaxkv._src.host.groups import LayerGroup
 from jaxkv._src.host.lookup import HashedTokens
@@ -12,14 +11,13 @@ from jaxkv._src.host.prefix_nodes import grow_path
 from jaxkv._src.host.request import RequestFields
 from jaxkv._src.host.request import content
 from jaxkv._src.host.request import read_request
-from jaxkv._src.host.sequences import HeldSequence
+from jaxkv._src.host.state import HeldSequence
 from jaxkv._src.host.state import HostState
 
 
 def publish(
   state: HostState,
   held: HeldSequence,
-  request: Any,
   num_tokens: int,
   hashed: HashedTokens | None = None,
   first: list[int] | None = None,
@@ -28,42 +26,35 @@ def publish(
 
   Args:
     state: the state.
-    held: the pages of the request.
-    request: the scheduler's object, read only if a page has become full.
+    held: the pages of the request, which is read only if a page became full.
     num_tokens: tokens that are final; fewer than before change nothing.
     hashed: the hashed tokens of a request that begins; None for others.
-    first: each group's first column after the hit, for a request that begins;
-      None to compute it from the published tokens.
+    first: each group's first column after the hit, for a request that begins.
   """
   # Tokens beyond the tables have no page yet.
   before, num_tokens = held.length, min(num_tokens, held.room)
   if num_tokens <= before:
     return
-  state.undo_log.save_attribute(held, "length")
-  held.length = num_tokens
-  config = state.config
-  if not config.prefix_caching:
-    return
+  state.undo_log.replace(held, length=num_tokens)
+  size = state.config.page_size
   # Every page of every group ends at a multiple of S tokens. Most steps pass
   # none, and return before the request is read.
-  if num_tokens // config.page_size == before // config.page_size:
+  is_filled = num_tokens // size > before // size
+  if not state.config.prefix_caching or not is_filled:
     return
   if hashed is None:
-    assert held.root is not None
-    fields = read_request(request)
+    fields = read_request(held.request)
     new_nodes = more_nodes(state, held.nodes, held.root, fields, num_tokens)
     state.undo_log.save_length(held.nodes)
     held.nodes += new_nodes
   else:
     # If the call fails, a request that begins is dropped, so nothing is saved.
-    held.nodes = hashed.nodes(
-      num_tokens // config.page_size, _last_hit(state, held)
-    )
+    held.nodes = hashed.nodes(num_tokens // size, _last_hit(state, held))
   for group in state.groups:
     stop = group.final_pages(num_tokens)
     start = group.final_pages(before) if first is None else first[group.number]
     if stop > start:
-      _publish_group(state, held, request, group, range(start, stop))
+      _publish_group(state, held, group, range(start, stop))
 
 
 def _last_hit(state: HostState, held: HeldSequence) -> PrefixNode | None:
@@ -80,7 +71,7 @@ def _last_hit(state: HostState, held: HeldSequence) -> PrefixNode | None:
 def more_nodes(
   state: HostState,
   nodes: list[PrefixNode],
-  root: PrefixNode,
+  root: PrefixNode | None,
   request: RequestFields,
   num_tokens: int,
 ) -> list[PrefixNode]:
@@ -89,41 +80,30 @@ def more_nodes(
   begin, end = len(nodes) * size, num_tokens // size * size
   tokens = content(request, begin, end, size, state.secret).tobytes()
   last = nodes[-1] if nodes else root
+  assert last is not None
   digests = chain_digests(last.digest, tokens, size * TOKEN_BYTES)
   return grow_path(last, digests, tokens, size * TOKEN_BYTES)
 
 
 def _publish_group(
-  state: HostState,
-  held: HeldSequence,
-  request: Any,
-  group: LayerGroup,
-  columns: range,
+  state: HostState, held: HeldSequence, group: LayerGroup, columns: range
 ) -> None:
   pool, table = state.pool, held.tables[group.number]
-  pages = table[columns.start : columns.stop]
-  is_reachable = group.published(columns, held.prompt_length, held.boundary)
+  is_listed = group.published(columns, held.prompt_length, held.boundary)
   nodes = held.nodes[group.step - 1 :: group.step]
-  nodes = nodes[columns.start : columns.stop]
+  pages = table[columns.start : columns.stop]
   # Pages behind a window are null. A page may be cached already, because forks
   # share a full page that waits for its key, and each fork publishes it.
   is_fresh = [page > 0 and not pool.is_cached[page] for page in pages]
-  if all(is_fresh):
-    pool.fill(pages, nodes, group.number, is_reachable)
-  else:
-    pool.fill(
-      list(itertools.compress(pages, is_fresh)),
-      list(itertools.compress(nodes, is_fresh)),
-      group.number,
-      list(itertools.compress(is_reachable, is_fresh)),
-    )
+  pool.fill(
+    list(itertools.compress(pages, is_fresh)),
+    list(itertools.compress(nodes[columns.start : columns.stop], is_fresh)),
+    group.number,
+    list(itertools.compress(is_listed, is_fresh)),
+  )
   if pool.listeners:
     # Listeners get every column, so that they can count tokens from `start` on.
-    stored_pages = [
-      page if is_new and is_listed else 0
-      for page, is_new, is_listed in zip(
-        pages, is_fresh, is_reachable, strict=True
-      )
-    ]
+    flags = zip(pages, is_fresh, is_listed, strict=True)
+    stored = [page if fresh and listed else 0 for page, fresh, listed in flags]
     for listener in pool.listeners:
-      listener.stored(request, group.number, columns.start, stored_pages)
+      listener.stored(held.request, group.number, columns.start, stored)

@@ -3,7 +3,6 @@
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.telemetry import Drained
 from jaxkv._src.host import allocate
-from jaxkv._src.host.allocate import Demand
 from jaxkv._src.host.arguments import at_least
 from jaxkv._src.host.atomic import atomic
 from jaxkv._src.host.state import HostState
@@ -71,11 +70,14 @@ class ManagerReports:
     """
     if num_state_tokens is None:
       num_state_tokens = num_tokens
-    demand = Demand(
-      room=num_tokens, tokens=num_state_tokens, encoder=num_encoder_tokens
+    columns = [len(pages) for pages in self.get_page_ids(request_id)]
+    return allocate.num_needed_pages(
+      self._state,
+      columns,
+      (num_tokens, num_state_tokens, num_encoder_tokens),
+      begins=not columns[self.config.first_self_group],
+      capped=capped,
     )
-    held = self._state.held.get(request_id)
-    return allocate.num_needed_pages(self._state, held, demand, capped=capped)
 
   @atomic
   def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:

@@ -1,30 +1,20 @@
-"""Allocates for many running requests in one call."""
+"""Serves running requests, one or many in one call."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
-from typing import NamedTuple
 
 import numpy as np
 
 from jaxkv._src.host import allocate
-from jaxkv._src.host.allocate import Demand
+from jaxkv._src.host.arguments import Demand
 from jaxkv._src.host.arguments import at_least
 from jaxkv._src.host.arguments import check_length
 from jaxkv._src.host.publish import publish
 from jaxkv._src.host.request import tokens_of
-from jaxkv._src.host.sequences import HeldSequence
+from jaxkv._src.host.state import HeldSequence
 from jaxkv._src.host.state import HostState
 from jaxkv._src.host.types import CachePages
-
-
-class _Row(NamedTuple):
-  """A request that needs pages, frees pages or fills pages in this step."""
-
-  place: int  # among all requests of the step
-  request: Any
-  held: HeldSequence
-  demand: Demand
 
 
 def step(
@@ -39,56 +29,20 @@ def step(
   at_least("num_lookahead_tokens", num_lookahead_tokens, 0)
   if not running:
     return []
-  rows, results = _rows(state, running, num_new_tokens, num_lookahead_tokens)
-  # Each of the three loops serves all requests, before the next loop begins.
-  for row in rows:
-    if row.held.tables[state.config.first_self_group]:
-      allocate.drop_behind(state, row.held, row.demand.num_computed)
-  plans = [allocate.grow(state, row.held, row.demand) for row in rows]
-  served = [
-    (row, plan)
-    for row, plan in zip(rows, plans, strict=True)
-    if plan is not None
-  ]
-  for row, _ in served:
-    publish(state, row.held, row.request, row.demand.publish)
-  for row, plan in served:
-    results[row.place] = allocate.new_pages(state, row.held, plan)
+  rows = _rows(state, running, num_new_tokens, num_lookahead_tokens)
+  # Each of the loops serves all requests, before the next loop begins.
+  for _, held, demand in rows:
+    allocate.drop_behind(state, held, demand.num_computed)
+  plans = [allocate.grow(state, held, demand) for _, held, demand in rows]
+  for plan, (_, held, demand) in zip(plans, rows, strict=True):
+    if plan is not None:
+      publish(state, held, demand.publish)
+  no_pages = CachePages(tuple([] for _ in state.groups))
+  results: list[CachePages | None] = [no_pages] * len(running)
+  for plan, (place, held, _) in zip(plans, rows, strict=True):
+    new = None if plan is None else allocate.new_pages(state, held, plan)
+    results[place] = new
   return results
-
-
-def advance_one(
-  state: HostState,
-  held: HeldSequence,
-  request: Any,
-  num_new_tokens: int,
-  num_lookahead_tokens: int,
-) -> tuple[bool, CachePages | None]:
-  """Allocates for a running request, if its numbers need no further check.
-
-  Returns:
-    True and the result of `allocate_slots`. Or, without a change, False and
-    None, if `allocate_slots` must check the arguments.
-  """
-  computed, in_flight = request.num_computed_tokens, 0
-  if state.skipping:
-    in_flight = getattr(request, "num_in_flight_tokens", 0)
-  for number in (num_new_tokens, num_lookahead_tokens, computed, in_flight):
-    if number.__class__ is not int or number < 0:
-      return False, None
-  total, limits = computed + num_new_tokens, state.limits
-  # With a watermark the status of the request matters, which is read elsewhere.
-  if not num_new_tokens or total > limits.max_model_len or limits.keep_free:
-    return False, None
-  num_computed = max(computed - in_flight, 0)
-  room = min(total + num_lookahead_tokens, limits.max_model_len)
-  final = min(total, len(tokens_of(request)))
-  if allocate.advance_quietly(state, held, num_computed, room, final):
-    return True, CachePages(tuple([] for _ in state.groups))
-  demand = Demand(
-    num_computed=num_computed, room=room, tokens=total, publish=final
-  )
-  return True, allocate.advance(state, held, request, demand)
 
 
 def _rows(
@@ -96,55 +50,77 @@ def _rows(
   running: Sequence[Any],
   num_new_tokens: Any,
   num_lookahead_tokens: int,
-) -> tuple[list[_Row], list[CachePages | None]]:
-  """Serves the requests that need no page; returns the others, and answers."""
-  limits, by_name = state.limits, state.held
-  longest = limits.max_model_len
-  no_pages = CachePages(tuple([] for _ in state.groups))
-  rows: list[_Row] = []
-  results: list[CachePages | None] = []
+) -> list[tuple[int, HeldSequence, Demand]]:
+  """Serves requests quietly; returns the others, with their places."""
+  rows: list[tuple[int, HeldSequence, Demand]] = []
   names: set[str] = set()
-  # One loop over plain numbers serves the requests that need nothing else.
   counts = _new_tokens(num_new_tokens, len(running))
   for request, count in zip(running, counts, strict=True):
     name = request.request_id
-    held = by_name.get(name)
-    if held is None or name in names:
-      raise _bad_name(name, is_held=held is not None)
+    held = state.held.get(name)
+    if held is None:
+      raise not_held(name)
+    if name in names:
+      raise ValueError(
+        f"`running` must name each request once, got {name!r} again."
+      )
+    demand = advance_quietly(state, held, request, count, num_lookahead_tokens)
+    if demand is not None:
+      rows.append((len(names), held, demand))
     names.add(name)
-    computed = request.num_computed_tokens
-    if computed.__class__ is not int or computed < 0:
-      computed = at_least("num_computed_tokens", computed, 0)
-    total = computed + count
-    if total > longest:
-      check_length(limits, name, total)
-    num_computed = computed
-    if state.skipping:
-      in_flight = getattr(request, "num_in_flight_tokens", 0)
-      num_computed = max(
-        computed - at_least("num_in_flight_tokens", in_flight, 0), 0
-      )
-    room = min(total + num_lookahead_tokens, longest)
-    final = min(total, len(tokens_of(request)))
-    if not allocate.advance_quietly(state, held, num_computed, room, final):
-      demand = Demand(
-        num_computed=num_computed, room=room, tokens=total, publish=final
-      )
-      rows.append(_Row(len(results), request, held, demand))
-      results.append(None)
-    else:
-      results.append(no_pages)
-    # The bridge reads the tokens of the newest object that a scheduler has
-    # sent.
+    # The bridge reads the tokens of the newest object that a scheduler sent.
     held.request = request
-  return rows, results
+  return rows
 
 
-def _bad_name(name: str, *, is_held: bool) -> Exception:
-  if is_held:
-    return ValueError(
-      f"`running` must name each request once, got {name!r} again."
-    )
+def advance_quietly(
+  state: HostState,
+  held: HeldSequence,
+  request: Any,
+  num_new_tokens: int,
+  num_lookahead_tokens: int,
+) -> Demand | None:
+  """Serves a running request that needs, frees and fills no page, as most do.
+
+  Returns:
+    None if it was served; else its sizes, for `allocate`.
+  """
+  computed = _checked("num_computed_tokens", request.num_computed_tokens)
+  total, limits = computed + num_new_tokens, state.limits
+  if total > limits.max_model_len:
+    check_length(limits, request.request_id, total)
+  room = min(total + num_lookahead_tokens, limits.max_model_len)
+  # The conditions are those under which an allocation would do nothing but set
+  # the length: it needs no page, frees none behind a window, and fills none.
+  is_quiet = room <= held.room
+  if state.skipping:
+    in_flight = getattr(request, "num_in_flight_tokens", 0)
+    computed -= _checked("num_in_flight_tokens", in_flight)
+    computed = max(computed, 0)
+    for group in state.skipping:
+      skipped = group.skipped_pages(computed)
+      is_quiet = is_quiet and skipped <= held.skipped[group.number]
+  before, final = held.length, min(total, len(tokens_of(request)))
+  size = state.config.page_size
+  is_quiet = is_quiet and (final <= before or final // size == before // size)
+  if not is_quiet:
+    return Demand(num_computed=computed, room=room, tokens=total, publish=final)
+  if final > before:
+    # `save_attribute` would look the value up; this is the hottest line.
+    state.undo_log.record((setattr, held, "length", before))
+    held.length = final
+  return None
+
+
+def _checked(name: str, number: int) -> int:
+  # In most steps the first condition is all that is computed.
+  if number.__class__ is int and number >= 0:
+    return number
+  return at_least(name, number, 0)
+
+
+def not_held(name: str) -> KeyError:
+  """Returns the error for a request that holds no page."""
   return KeyError(f"{name!r} holds no page; call allocate_slots for it.")
 
 

@@ -102,12 +102,12 @@ class PrefixCacheStats:
     self, num_tokens: int, num_hits: int, *, is_preempted: bool
   ) -> "PrefixCacheStats":
     """Adds the lookup of an admitted request to the statistics."""
-    prefix = "preempted_" if is_preempted else ""
     # As in vLLM, preempted requests are counted apart. They often hit pages
     # that they computed themselves.
+    prefix = "preempted_" if is_preempted else ""
     added = {"requests": 1, "queries": num_tokens, "hits": num_hits}
-    changes = {
-      prefix + name: getattr(self, prefix + name) + amount
-      for name, amount in added.items()
+    totals = {
+      prefix + name: getattr(self, prefix + name) + number
+      for name, number in added.items()
     }
-    return dataclasses.replace(self, **changes)
+    return dataclasses.replace(self, **totals)

@@ -6,6 +6,7 @@ The docstring of `jaxkv` defines the terms and the dimension letters.
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax import lax
 
@@ -110,7 +111,8 @@ def find_prefix(
     page_tokens = page_tokens.reshape(rows, columns, config.page_size)
     chain = hashed[1] if hashed else hashing.row_keys(secret, root, page_tokens)
     pages = _look_up(config, secret, index, chain, page_tokens)
-    num_cached, longest = _agree(config, pages > 0, possible)
+    num_hashed = (possible + 1) // config.page_size * config.page_size
+    num_cached, longest = agree(config, pages > 0, possible, num_hashed)
     first = config.sizes.skipped_pages(num_cached)
     stop = config.sizes.full_pages(num_cached)
     # A group can need no page of the prefix, as in `ChunkedLocal` layers if a
@@ -180,7 +182,7 @@ def _look_up(
 
 
 class _Kind(NamedTuple):
-  """The groups of one kind and page size, which `_agree` searches together.
+  """The groups of one kind and page size, which `agree` searches together.
 
   Attributes:
     kind: the kind.
@@ -199,34 +201,36 @@ class _Kind(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-  """A candidate for the longest prefix on which X kinds agree.
+  """A candidate for the longest prefix on which all kinds agree.
 
   Attributes:
     length: int32[R], tokens of the candidate.
-    dropped: bool[X, R], True if a kind has dropped a page at this length, see
-      `rules.lookup_bound`.
-    full: int32[X, R], tokens that each kind accepted in its last search. Only
-      the entries of full-attention kinds are read.
+    dropped: bool[R] for each kind, True if the kind has dropped a page at this
+      length, see `rules.lookup_bound`.
+    full: int32[R] for each kind, tokens that it accepted in its last search.
+      Only those of full-attention kinds are read.
     longest: int32[R], tokens of the longest hit of any kind so far.
   """
 
   length: Array
-  dropped: Array
-  full: Array
+  dropped: tuple[Array, ...]
+  full: tuple[Array, ...]
   longest: Array
 
 
-def _agree(
-  config: CacheConfig, cached: Array, limit: Array
+def agree(
+  config: CacheConfig, cached: Array, limit: Array, num_hashed: Array
 ) -> tuple[Array, Array]:
   """Finds the longest prefix from which all groups can continue.
 
-  As in vLLM, each kind in turn shortens a candidate until all kinds agree.
+  As in vLLM, each kind in turn shortens a candidate until all kinds agree. With
+  arrays of numpy, as `jaxkv.host` has, no device is used.
 
   Args:
     config: the cache's groups.
     cached: bool[R, G, P], the cached pages.
     limit: int32[R], the maximal number of tokens of a prefix.
+    num_hashed: int32[R], tokens in the whole pages of the sequences.
 
   Returns:
     int32[R], tokens of the prefix, and int32[R], tokens of the longest hit of
@@ -238,7 +242,7 @@ def _agree(
   ):
     members.setdefault(key, []).append(group)
   kinds = [
-    _Kind(*key, jnp.all(cached[:, jnp.asarray(numbers)], axis=1))
+    _Kind(*key, cached[:, np.asarray(numbers)].all(axis=1))
     for key, numbers in members.items()
   ]
   # Full attention comes first. Every shorter prefix of its hit is a hit too, so
@@ -247,9 +251,9 @@ def _agree(
   zero = sharding.zeros_like(limit)
   if config.num_groups == 1:
     return _shorten(config, kinds[0], limit, limit >= 0), zero
-  per_kind = jnp.broadcast_to(zero, (len(kinds), *limit.shape))
-  before = _Candidate(limit, per_kind > 0, per_kind, zero)
-  num_hashed = (limit + 1) // config.page_size * config.page_size
+  before = _Candidate(
+    limit, (zero > 0,) * len(kinds), (zero,) * len(kinds), zero
+  )
   candidate = _round(config, kinds, num_hashed, before, first=True)
   # Full attention accepts every shorter prefix, so with at most one other kind,
   # one round is enough.
@@ -259,16 +263,18 @@ def _agree(
   def trip(loop):
     active, before = loop
     after = _round(config, kinds, num_hashed, before, first=False)
-    longest = jnp.where(active, after.longest, before.longest)
+    longest = elementwise.where(active, after.longest, before.longest)
     active &= after.length < before.length
-    length = jnp.where(active, after.length, before.length)
+    length = elementwise.where(active, after.length, before.length)
     return active, after._replace(length=length, longest=longest)
 
-  active = candidate.length < limit
-  _, candidate = lax.while_loop(
-    lambda loop: jnp.any(loop[0]), trip, (active, candidate)
-  )
-  return candidate.length, candidate.longest
+  loop = candidate.length < limit, candidate
+  if isinstance(limit, np.ndarray):
+    while loop[0].any():
+      loop = trip(loop)
+  else:
+    loop = lax.while_loop(lambda loop: jnp.any(loop[0]), trip, loop)
+  return loop[1].length, loop[1].longest
 
 
 def _round(
@@ -280,10 +286,11 @@ def _round(
   first: bool,
 ) -> _Candidate:
   """Lets every kind shorten the candidate once."""
-  length, dropped, full, longest = candidate
+  length, longest = candidate.length, candidate.longest
+  dropped, full = list(candidate.dropped), list(candidate.full)
   for number, kind in enumerate(kinds):
     if kind.is_full and not first:
-      length = jnp.minimum(length, full[number])
+      length = elementwise.minimum(length, full[number])
       continue
     bound, drop = rules.lookup_bound(
       config, kind.kind, kind.size, length, num_hashed, dropped[number]
@@ -292,10 +299,11 @@ def _round(
     # A kind drops at most one page while the length stays the same. If a kind
     # shortens the candidate without a drop, every kind can drop again.
     shrank = ~drop & (shorter < length)
-    dropped = jnp.where(shrank[None], False, dropped).at[number].max(drop)
-    full = full.at[number].set(shorter)
-    length, longest = shorter, jnp.maximum(longest, shorter)
-  return _Candidate(length, dropped, full, longest)
+    dropped = [was_dropped & ~shrank for was_dropped in dropped]
+    dropped[number] = dropped[number] | drop
+    full[number] = length = shorter
+    longest = elementwise.maximum(longest, shorter)
+  return _Candidate(length, tuple(dropped), tuple(full), longest)
 
 
 def _shorten(
