@@ -58,8 +58,8 @@ eSurge, called the reference below. The differences are intended:
   reverses the groups.
 - `CrossAttention` with `enable_caching=True`: refused. The reference disables
   caching.
-- Ages of evicted pages (`track_residency`): of all pages, counted in pages
-  published since. The reference samples pages and measures seconds.
+- Ages of evicted pages (`track_residency`): of all pages, counted in pages that
+  got a key since. The reference samples pages and measures seconds.
 - `take_new_page_ids`: includes the pages of groups with states. The reference
   has only those of attention groups.
 - Data-parallel engines: one manager for each shard. The reference has one for

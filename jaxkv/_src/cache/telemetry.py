@@ -212,12 +212,13 @@ def _event(
 class Residency:
   """Histograms of the ages of pages evicted since `init`.
 
-  The unit of an age is one published page, see `PrefixIndex.clock`. Bin 0
-  counts ages of 0, and bin i counts ages of `2**(i - 1)` to `2**i - 1`.
+  The unit of an age is one page that gets a key, published or not, see
+  `PrefixIndex.clock`. Bin 0 counts ages of 0, and bin i counts ages of
+  `2**(i - 1)` to `2**i - 1`.
   `later - earlier` counts the pages evicted between two readings.
 
   Attributes:
-    lifetime: pages by age since their publication.  # uint32[33]
+    lifetime: pages by age since they got their key.  # uint32[33]
     idle: pages by age since they entered the free queue.  # uint32[33]
   """
 

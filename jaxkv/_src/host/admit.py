@@ -21,13 +21,7 @@ def admit(
 ) -> CachePages | None:
   """Gives a request a vacant slot and its first pages, if all are free.
 
-  Args:
-    state: the state.
-    request: the scheduler's object.
-    fields: its attributes.
-    hit: the result of its lookup, or empty pages.
-    num_found: tokens of the hit.
-    demand: the sizes.
+  The pages of `hit` hold the first `num_found` tokens of the request.
 
   Raises:
     ValueError: the pages of the hit do not hold the request's tokens.

@@ -48,13 +48,8 @@ def allocate(
 ) -> CachePages | None:
   """Allocates for a request; None if too few pages are free.
 
-  Args:
-    state: the state.
-    held: the pages of the request; without tables for a new one.
-    demand: the sizes.
-    hits: the pages with which a new request begins; None for others.
-    hashed: its tokens up to `demand.publish`; None for others, and without
-      prefix caching.
+  A new request has empty tables. It begins with the pages `hits`, and its
+  tokens up to `demand.publish` are hashed if there is prefix caching.
   """
   if demand.whole and not _whole_fits(state, held, demand, hits):
     return None
@@ -152,7 +147,7 @@ def num_needed_pages(
     state: the state.
     columns: the columns that it holds, by group.
     tokens: the arguments of `LayerGroup.columns_for`.
-    begins: True if it holds no page of its own tokens.
+    begins: True if no column holds its own tokens yet.
     capped: counts for a window the most pages that a request holds at once.
   """
   needed = 0
@@ -180,12 +175,12 @@ def _whole_fits(
   begins = not held.tables[state.config.first_self_group]
   columns = [growth.hit for growth in plan]
   for group in state.groups if begins else ():
-    found = len(hits[group.number]) if hits is not None else 0
+    num_hits = len(hits[group.number]) if hits is not None else 0
     if group.holds_states:
-      columns[group.number] = found
+      columns[group.number] = num_hits
     else:
-      behind = group.skipped_pages(demand.num_computed)
-      columns[group.number] = max(columns[group.number], behind)
+      num_skipped = group.skipped_pages(demand.num_computed)
+      columns[group.number] = max(columns[group.number], num_skipped)
   tokens = demand.whole, demand.whole, demand.encoder
   need = num_needed_pages(state, columns, tokens, begins=begins, capped=True)
   if hits is not None:

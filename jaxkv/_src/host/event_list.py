@@ -8,6 +8,7 @@ from jaxkv._src.cache.telemetry import Cleared
 from jaxkv._src.cache.telemetry import Drained
 from jaxkv._src.cache.telemetry import Removed
 from jaxkv._src.cache.telemetry import Stored
+from jaxkv._src.host.groups import LayerGroup
 from jaxkv._src.host.page_pool import HostPool
 from jaxkv._src.host.page_pool import PageListener
 from jaxkv._src.host.prefix_nodes import DeviceKeys
@@ -23,11 +24,16 @@ class EventList(PageListener):
     num_lost: later events, for which the log had no room.
   """
 
-  def __init__(self, size: int, pool: HostPool, page_sizes: Sequence[int]):
+  def __init__(
+    self,
+    size: int,
+    pool: HostPool,
+    keys: DeviceKeys,
+    groups: Sequence[LayerGroup],
+  ):
     self.size = size
     self.num_lost = 0
-    self._pool = pool
-    self._page_sizes = page_sizes
+    self._pool, self._keys, self._groups = pool, keys, groups
     self._log = pool.undo_log
     # Events of a device are in their final form. The others are tuples of the
     # class of the event, its page, group, node and, if stored, its tokens. The
@@ -38,7 +44,7 @@ class EventList(PageListener):
     self, request: Any, group: int, first: int, pages: Sequence[int]
   ) -> None:
     """Records published pages with their tokens, without masks."""
-    size, token_ids = self._page_sizes[group], tokens_of(request)
+    size, token_ids = self._groups[group].size, tokens_of(request)
     for column, page in enumerate(pages, first):
       if page:
         tokens = token_ids[column * size : (column + 1) * size]
@@ -58,53 +64,36 @@ class EventList(PageListener):
     """Appends the events of a device."""
     for event in drained.events:
       self._add(event)
-    self._log.save_attribute(self, "num_lost")
-    self.num_lost += drained.num_lost
+    self._log.replace(self, num_lost=self.num_lost + drained.num_lost)
 
-  def drain(self, keys: DeviceKeys, steps: Sequence[int]) -> Drained:
-    """Returns the events and empties the log.
-
-    Args:
-      keys: computes the keys.
-      steps: nodes a page, for each group.
-    """
+  def drain(self) -> Drained:
+    """Returns the events and empties the log."""
     events, num_lost = self._events, self.num_lost
     # The keys of all events together cost little more than those of one.
-    raw = [event for event in events if type(event) is tuple]
-    keys.compute(event[3] for event in raw)
-    self._log.save_attribute(self, "_events")
-    self._log.save_attribute(self, "num_lost")
-    self._events, self.num_lost = [], 0
-    return Drained(
-      [_finished(event, keys, steps) for event in events], num_lost
-    )
+    self._keys.compute(event[3] for event in events if type(event) is tuple)
+    self._log.replace(self, _events=[], num_lost=0)
+    return Drained([self._finished(event) for event in events], num_lost)
 
   def _add(self, event: Any) -> None:
     if len(self._events) >= self.size:
-      self._log.save_attribute(self, "num_lost")
-      self.num_lost += 1
+      self._log.replace(self, num_lost=self.num_lost + 1)
       return
     self._log.save_length(self._events)
     self._events.append(event)
 
-
-def _finished(event: Any, keys: DeviceKeys, steps: Sequence[int]) -> Any:
-  """Returns an event of `jaxkv.telemetry`."""
-  if type(event) is not tuple:
-    return event
-  # A page of a device has neither its tokens nor its parent.
-  make, page, group, node = event[:4]
-  if isinstance(node, DevicePage):
-    return make(page, group, key_bytes(node.group_key))
-  key = key_bytes(keys.group_key(node, group))
-  if make is Removed:
-    return Removed(page, group, key)
-  # The page before in this group ends `step` nodes earlier.
-  parent, root = node, node
-  for _ in range(steps[group]):
-    parent = parent.parent
-  while root.parent is not None:
-    root = root.parent
-  is_first = parent is root
-  before = None if is_first else key_bytes(keys.group_key(parent, group))
-  return Stored(page, group, key, before, key_bytes(root.key), event[4])
+  def _finished(self, event: Any) -> Any:
+    """Returns an event of `jaxkv.telemetry`."""
+    if type(event) is not tuple:
+      return event
+    make, page, group, node = event[:4]
+    key = key_bytes(self._keys.group_key(node, group))
+    # A page of a device has neither its tokens nor its parent.
+    if make is Removed or isinstance(node, DevicePage):
+      return make(page, group, key)
+    # The page before in this group ends `step` nodes earlier.
+    path, before = node.path(), None
+    if len(path) > self._groups[group].step:
+      parent = path[-self._groups[group].step - 1]
+      before = key_bytes(self._keys.group_key(parent, group))
+    root = key_bytes(path[0].parent.key)
+    return Stored(page, group, key, before, root, event[4])

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from typing import Any
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,18 +20,8 @@ from jaxkv._src.host.prefix_nodes import DeviceKeys
 from jaxkv._src.host.prefix_nodes import DevicePage
 from jaxkv._src.host.publish import more_nodes
 from jaxkv._src.host.request import read_request
-from jaxkv._src.host.request import salt_of
 from jaxkv._src.host.state import HeldSequence
 from jaxkv._src.host.state import HostState
-from jaxkv._src.host.types import PoppedPages
-
-
-class _Slots(NamedTuple):
-  """The sequences of a device state, and the names of those that ended."""
-
-  held: dict[str, HeldSequence]
-  popped: dict[int, tuple[PoppedPages, HeldSequence]]
-  released: list[str]
 
 
 def from_device(
@@ -42,12 +31,26 @@ def from_device(
   check_single(device)
   _check_identity(state, device)
   host: Any = jax.device_get(device)
-  slots = _adopt_slots(state, host, requests)
+  sequences = _sequences(state, host, requests)
+  # `free_pages` still needs the pages of a removed request.
+  popped = {
+    slot: (waiting, sequences.pop(slot))
+    for slot, (waiting, _) in state.popped.items()
+    if slot in sequences
+  }
+  names = [sequence.request_id for sequence in sequences.values()]
+  for name in names:
+    if names.count(name) > 1:
+      raise ValueError(
+        f"`requests` must name each request once, got {name!r} again."
+      )
+  held = dict(zip(names, sequences.values(), strict=True))
+  released = [name for name in state.held if name not in held]
   if host.hashes is not None and state.device_keys is not None:
-    _check_hashes(state, state.device_keys, host.hashes, slots)
+    _check_hashes(state, state.device_keys, host.hashes, [*held.values()])
   # All checks are done before the first change.
   log, pool, config = state.undo_log, state.pool, state.config
-  log.replace(state, held=slots.held, popped=slots.popped)
+  log.replace(state, held=held, popped=popped)
   # Slots that were vacant before are used first, in the same order.
   occupied = {held.slot for held in state.all_held()}
   vacant = [slot for slot in state.vacant if slot not in occupied]
@@ -69,7 +72,7 @@ def from_device(
     state.events.extend(events)
   if state.device_keys is not None:
     _adopt_index(state, state.device_keys, host)
-  return slots.released
+  return released
 
 
 def _continued(before: int, numbers: Any) -> Any:
@@ -108,59 +111,36 @@ def _check_identity(state: HostState, device: CacheState) -> None:
     )
 
 
-def _adopt_slots(
+def _sequences(
   state: HostState, host: Any, requests: Mapping[int, Any]
-) -> _Slots:
-  """Returns the sequences of a state that is on the host."""
-  before = {held.slot: held for held in state.held.values()}
-  popped = dict(state.popped)
+) -> dict[int, HeldSequence]:
+  """Returns the sequences of a state that is on the host, by slot."""
   occupied = np.flatnonzero(host.num_pages.any(axis=1)).tolist()
-  _check_requests(state, requests, occupied)
-  held: dict[str, HeldSequence] = {}
-  for slot in occupied:
-    # `free_pages` still needs the pages of a removed request.
-    if slot in popped:
-      waiting, old = popped[slot]
-      popped[slot] = waiting, _sequence(state, host, slot, old, old.request)
-      continue
-    old = before.get(slot)
-    # The loop filled a slot that is named, so nothing of an old sequence stays.
-    if slot in requests:
-      request, old = requests[slot], None
-    elif old is not None:
-      request = old.request
-    else:
-      raise ValueError(
-        f"`requests` must name the request in slot {slot}, which was empty, "
-        f"got {sorted(requests)}; add it."
-      )
-    sequence = _sequence(state, host, slot, old, request)
-    if sequence.request_id in held:
-      raise ValueError(
-        "`requests` must name each request once, got "
-        f"{sequence.request_id!r} again."
-      )
-    held[sequence.request_id] = sequence
-  for slot in set(popped) - set(occupied):
-    del popped[slot]
-  released = [name for name in state.held if name not in held]
-  return _Slots(held, popped, released)
-
-
-def _check_requests(
-  state: HostState, requests: Mapping[int, Any], occupied: list[int]
-) -> None:
   wrong = sorted(set(requests) - set(occupied))
   if wrong:
     raise ValueError(
       f"`requests` must name slots with pages, {occupied}, got {wrong}."
     )
-  popped = sorted(set(requests) & set(state.popped))
-  if popped:
+  waiting = sorted(set(requests) & set(state.popped))
+  if waiting:
     raise ValueError(
-      f"`requests` must not name slots {popped}, whose pages wait for "
+      f"`requests` must not name slots {waiting}, whose pages wait for "
       "free_pages."
     )
+  before = {held.slot: held for held in state.all_held()}
+  unnamed = set(occupied) - set(before) - set(requests)
+  if unnamed:
+    raise ValueError(
+      f"`requests` must name the request in slot {min(unnamed)}, which was "
+      f"empty, got {sorted(requests)}; add it."
+    )
+  return {
+    # The loop filled a slot that is named, so nothing of an old sequence stays.
+    slot: _sequence(state, host, slot, None, requests[slot])
+    if slot in requests
+    else _sequence(state, host, slot, before[slot], before[slot].request)
+    for slot in occupied
+  }
 
 
 def _sequence(
@@ -200,23 +180,25 @@ def _sequence(
     )
   # Old nodes are reused, so only new tokens are hashed.
   if old is None:
-    held.root = state.root_of(salt_of(fields, state.config.page_size))
+    held.root = state.root_of(fields)
   else:
     held.root, held.nodes = old.root, old.nodes[:]
-  held.nodes += more_nodes(state, held.nodes, held.root, fields, held.length)
+  held.nodes += more_nodes(state, held, fields, held.length)
   return held
 
 
 def _check_hashes(
-  state: HostState, keys: DeviceKeys, hashes: SlotHashes, slots: _Slots
+  state: HostState,
+  keys: DeviceKeys,
+  hashes: SlotHashes,
+  sequences: list[HeldSequence],
 ) -> None:
   """Raises unless the requests have the tokens that the device committed."""
-  sequences = [*slots.held.values()]
   ends = to_device.chain_ends(state, keys, sequences)
   for held, (root, end) in zip(sequences, ends, strict=True):
     slot, tail = held.slot, to_device.tail(state, held).tolist()
     if tuple(hashes.root[slot].tolist()) != root.key:
-      salt = salt_of(read_request(held.request), state.config.page_size)
+      salt = state.root_of(read_request(held.request)).tokens
       raise ValueError(
         f"`requests` must name for slot {slot} a request with the salt of its "
         f"sequence, got {held.request_id!r} with the salt {salt.hex()}; admit "
@@ -250,9 +232,9 @@ def _adopt_index(state: HostState, keys: DeviceKeys, host: Any) -> None:
   # equal contents. The position is not compared, because an equal page may have
   # moved to another place.
   pool, index, ages = state.pool, host.pool.index, host.pool.ages
-  mine = build_index(state, keys).entry[:, : KEY_WORDS + 1]
+  host_entry = build_index(state, keys).entry[:, : KEY_WORDS + 1]
   cached = are_cached(index.entry)
-  is_same = (mine == index.entry[:, : KEY_WORDS + 1]).all(axis=1)
+  is_same = (host_entry == index.entry[:, : KEY_WORDS + 1]).all(axis=1)
   changed = np.flatnonzero(~is_same | (np.array(pool.is_cached) != cached))
   clock = _continued(pool.clock, index.clock)
 
@@ -284,28 +266,27 @@ def _contents(
   state: HostState, host: Any, changed: np.ndarray
 ) -> tuple[list[Any], list[int]]:
   """Returns the contents of changed pages, and their groups; 0 if unknown."""
-  # The keys of `groups` stay in the order of `changed`.
   index, log = host.pool.index, host.pool.events
-  groups = dict.fromkeys(changed.tolist(), 0)
+  pages, groups = changed.tolist(), [0] * len(changed)
   if log is not None:
-    latest = log.group_of[changed].tolist()
-    groups = dict(zip(groups, latest, strict=True))
-  contents: dict[int, Any] = {}
-  is_changed = np.zeros((state.config.num_pages + 1,), bool)
-  is_changed[changed] = True
-  by_slot = {held.slot: held for held in state.all_held()}
-  # Tables also name the null page and NO_PAGE, which never change.
-  places = np.argwhere(is_changed[host.page_table])
-  for slot, number, column in places.tolist():
-    held, group = by_slot[slot], state.groups[number]
-    page = int(host.page_table[slot, number, column])
-    groups[page] = number
-    # A request's page gets its prefix node, so that lookups need no device key.
-    if column < group.final_pages(held.length):
-      contents[page] = held.nodes[(column + 1) * group.step - 1]
-  keys = index.entry[changed, :KEY_WORDS].tolist()
-  tokens = index.tokens[changed]
-  for page, key, row in zip(groups, keys, tokens, strict=True):
-    if page not in contents:
-      contents[page] = DevicePage(tuple(key), row.tobytes())
-  return [contents[page] for page in groups], list(groups.values())
+    groups = log.group_of[changed].tolist()
+  group_of = dict(zip(pages, groups, strict=True))
+  keys, tokens = (
+    index.entry[changed, :KEY_WORDS].tolist(),
+    index.tokens[changed],
+  )
+  contents: dict[int, Any] = {
+    page: DevicePage(tuple(key), row.tobytes())
+    for page, key, row in zip(pages, keys, tokens, strict=True)
+  }
+  # A request's page gets its prefix node, so that lookups need no device key.
+  for held in state.all_held():
+    for group in state.groups:
+      nodes = held.nodes[group.step - 1 :: group.step]
+      stop = group.final_pages(held.length)
+      for column, page in enumerate(held.tables[group.number]):
+        if page in contents:
+          group_of[page] = group.number
+          if column < stop:
+            contents[page] = nodes[column]
+  return [*contents.values()], [*group_of.values()]

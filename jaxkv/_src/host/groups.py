@@ -21,28 +21,28 @@ class LayerGroup:
     step: prefix nodes a page, `size` in units of `CacheConfig.page_size`.
     scratch: scratch pages of a sequence, for the states of draft tokens.
     most_pages: the most pages that one sequence holds at once.
-    publishes_all: True if every full page is published.
   """
 
   def __init__(self, number: int, config: CacheConfig, most_pages: int):
     self.number = number
-    self.kind = config.groups[number]
-    self.size = config.page_sizes[number]
+    # The rules take numbers of Python, but are written for arrays of jax.
+    kind: Any = config.groups[number]
+    self.kind, self.size = kind, config.page_sizes[number]
+    _check_kind(kind, self.size)
     self.step = self.size // config.page_size
-    self.scratch = self.kind.num_speculative
+    self.scratch: int = kind.num_speculative
     self.most_pages = most_pages
-    self.holds_states = self.kind.holds_states
-    self.holds_encoder = self.kind.holds_encoder
-    self.skips_pages = self.kind.skips_pages
-    self.keeps_last_page = self.kind.keeps_last_page
-    self.publishes_all = (
+    self.holds_states: bool = kind.holds_states
+    self.holds_encoder: bool = kind.holds_encoder
+    self.skips_pages: bool = kind.skips_pages
+    self.keeps_last_page: bool = kind.keeps_last_page
+    # Most kinds inherit these rules, which are then computed here, to save a
+    # call of the kind in every allocation.
+    self._has_plain_columns = type(kind).num_columns is GroupKind.num_columns
+    self._publishes_all = (
       config.prefix_rules == "classic"
-      or type(self.kind).published is GroupKind.published
+      or type(kind).published is GroupKind.published
     )
-    # Every allocation counts columns. Most kinds inherit the rule, which
-    # `columns_for` then computes itself, to save a call of the kind.
-    rule = type(self.kind).num_columns
-    self._has_plain_columns = rule is GroupKind.num_columns
     self._config = config
 
   def columns_for(self, tokens: int, state_tokens: int, encoder: int) -> int:
@@ -57,15 +57,15 @@ class LayerGroup:
       tokens = encoder
     if self._has_plain_columns:
       return -(-tokens // self.size) + self.scratch
-    return int(self.kind.num_columns(tokens, self.size))  # pyright: ignore
+    return int(self.kind.num_columns(tokens, self.size))
 
   def skipped_tokens(self, tokens: int) -> int:
     """Counts the leading tokens that no token after `tokens` attends to."""
-    return int(self.kind.num_skipped_tokens(tokens))  # pyright: ignore
+    return int(self.kind.num_skipped_tokens(tokens))
 
   def skipped_pages(self, tokens: int) -> int:
     """Counts the leading pages that no token after `tokens` attends to."""
-    return self.skipped_tokens(tokens) // self.size
+    return int(self.kind.num_skipped_tokens(tokens)) // self.size
 
   def final_pages(self, tokens: int) -> int:
     """Counts the pages that have a content after `tokens` final tokens."""
@@ -102,64 +102,40 @@ class LayerGroup:
     self, columns: range, prompt_length: int, boundary: int
   ) -> Sequence[bool]:
     """Returns, for each full page, True if a hit can include it."""
-    if self.publishes_all:
+    if self._publishes_all:
       return [True] * len(columns)
     by_prompt = self._config.publishes_by_prompt
-    published = rules.published_of(
+    return rules.published_of(
       self._config,
       self.kind,
       self.size,
       np.arange(columns.start, columns.stop, dtype=np.int32),
       prompt_length if by_prompt else None,
       boundary if by_prompt else None,
-    )
-    return published.tolist()
+    ).tolist()
 
 
-def make_groups(
-  config: CacheConfig, most_pages: Sequence[int]
-) -> tuple[LayerGroup, ...]:
-  """Returns the groups of a config.
-
-  Raises:
-    TypeError: a kind does not compute with Python numbers and numpy arrays.
-  """
-  for kind, size in zip(config.groups, config.page_sizes, strict=True):
-    _check_kind(kind, size)
-  return tuple(
-    LayerGroup(number, config, limit) for number, limit in enumerate(most_pages)
-  )
-
-
-def _check_kind(kind: GroupKind, size: int) -> None:
+def _check_kind(kind: Any, size: int) -> None:
   """Raises unless a kind answers with numbers and arrays of the host."""
   # A user's kind may compute with jax.numpy. It would start a device, and each
   # call of a scheduler would wait for it.
-  pages, ones = np.arange(4, dtype=np.int32), np.ones((1,), np.int32)
-  calls: dict[str, Any] = {
-    "num_skipped_tokens": lambda: kind.num_skipped_tokens(3),  # pyright: ignore
-    "num_columns": lambda: kind.num_columns(3, size),  # pyright: ignore
-    "longest_hit": lambda: kind.longest_hit(
-      np.ones((1, 4), bool),  # pyright: ignore
-      ones * 3 * size,  # pyright: ignore
-      ones > 1,  # pyright: ignore
-      size,
-      1,
-    ),
-    "published": lambda: kind.published(pages, size, 1, None, (), 0),  # pyright: ignore
+  hits, row = np.ones((1, 4), bool), np.ones((1,), np.int32)
+  calls: dict[str, tuple[Any, ...]] = {
+    "num_skipped_tokens": (3,),
+    "num_columns": (3, size),
+    "longest_hit": (hits, row * 3 * size, row > 1, size, 1),
+    "published": (np.arange(4, dtype=np.int32), size, 1, None, (), 0),
   }
-  for name, call in calls.items():
+  for name, arguments in calls.items():
+    cause = None
     try:
-      answer = call()
+      answer = getattr(kind, name)(*arguments)
+      text = type(answer).__name__
     except Exception as error:
-      raise TypeError(_complaint(kind, name, repr(error))) from error
+      answer, text, cause = None, repr(error), error
     if not isinstance(answer, int | np.generic | np.ndarray):
-      raise TypeError(_complaint(kind, name, type(answer).__name__))
-
-
-def _complaint(kind: GroupKind, name: str, answer: str) -> str:
-  return (
-    f"`{type(kind).__name__}.{name}` must answer for Python numbers and numpy "
-    f"arrays, got {answer}; compute with operators, and with numpy for "
-    "arguments that are no jax arrays."
-  )
+      raise TypeError(
+        f"`{type(kind).__name__}.{name}` must answer for Python numbers and "
+        f"numpy arrays, got {text}; compute with operators, and with numpy for "
+        "arguments that are no jax arrays."
+      ) from cause

@@ -2,10 +2,13 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
 import numpy as np
+
+from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 
 _NO_SALT = bytes(16)
 # Most requests have none of these attributes, and are then served without work.
@@ -89,43 +92,51 @@ def identity_of(request: Any) -> tuple[bytes, tuple[Item, ...]]:
   attributes = {}
   for name in _SEPARATING:
     value = getattr(request, name, None)
-    if value is not None and not _is_empty(value):
+    is_empty = isinstance(value, str | tuple | list) and not value
+    if value is not None and not is_empty:
       attributes[name] = value
   if not attributes:
     return _NO_SALT, ()
   name = request.request_id
-  parts = _texts(name, attributes)
+  parts = _parts_of_salt(name, attributes)
   items: list[Item] = [
     Placed.at(item.identifier, item) for item in attributes.get("mm", ())
   ]
   for number, feature in enumerate(attributes.get("mm_features", ())):
-    identifier = _identifier(name, feature)
-    place = getattr(feature, "mm_position", None)
-    place = place or getattr(feature, "placeholder_range", None)
+    identifier = _first_of(feature, "identifier", "mm_hash")
+    if not isinstance(identifier, str):
+      raise TypeError(
+        f"`mm_features` of {name!r} must have an identifier or mm_hash, got "
+        f"{feature!r}."
+      )
+    place = _first_of(feature, "mm_position", "placeholder_range")
     # Without a range, any page may depend on the input.
     if place is None:
       parts[f"mm_features {number}"] = identifier.encode()
     else:
       items.append(Placed.at(identifier, place))
-  # Pixels have no name. Without one, requests with different images would share
-  # pages.
-  if "mm_features" not in attributes and "mm" not in attributes:
-    _refuse_pixels(name, attributes)
   if "prompt_embeds" in attributes:
     items.append(Embeddings.of(name, attributes["prompt_embeds"]))
   return _digest(parts) if parts else _NO_SALT, tuple(items)
 
 
-def _is_empty(value: Any) -> bool:
-  return isinstance(value, str | tuple | list) and not value
+def _first_of(feature: Any, name: str, other: str) -> Any:
+  return getattr(feature, name, None) or getattr(feature, other, None)
 
 
-def _texts(name: str, attributes: dict[str, Any]) -> dict[str, bytes]:
+def _parts_of_salt(name: str, attributes: dict[str, Any]) -> dict[str, bytes]:
   """Returns the data that separates all pages of a request, by attribute."""
   parts = {}
   for tag in ("cache_salt", "lora_name"):
+    value = attributes.get(tag, "")
+    if not isinstance(value, str | bytes):
+      raise TypeError(
+        f"`{tag}` of {name!r} must be a str, bytes or None, got {value!r}; "
+        "write str(...) around it."
+      )
     if tag in attributes:
-      parts[tag] = _text(f"`{tag}` of {name!r}", attributes[tag])
+      is_text = isinstance(value, str)
+      parts[tag] = b"str:" + value.encode() if is_text else b"bytes:" + value
   adapter = attributes.get("lora_request")
   if adapter is not None:
     fields = ("lora_name", "lora_path", "lora_int_id")
@@ -135,6 +146,14 @@ def _texts(name: str, attributes: dict[str, Any]) -> dict[str, bytes]:
         f"`lora_request` of {name!r} must have a lora_name, got {adapter!r}."
       )
     parts["lora_request"] = repr(values).encode()
+  # Pixels have no name. Without one, requests with different images would share
+  # pages.
+  for tag in ("pixel_values", "pixel_values_videos"):
+    if tag in attributes and not {"mm", "mm_features"} & set(attributes):
+      raise ValueError(
+        f"`{tag}` of {name!r} must come with `mm_features`, whose hashes tell "
+        "two inputs apart."
+      )
   return parts
 
 
@@ -147,33 +166,54 @@ def _digest(parts: dict[str, bytes]) -> bytes:
   return digest.digest()
 
 
-def _text(name: str, value: Any) -> bytes:
-  if isinstance(value, str):
-    return b"str:" + value.encode()
-  if isinstance(value, bytes):
-    return b"bytes:" + value
-  raise TypeError(
-    f"{name} must be a str, bytes or None, got {value!r}; write str(...) "
-    "around it."
-  )
+def salt_of(salt: bytes, items: Sequence[Item], size: int) -> bytes:
+  """Returns the salt of a request's page keys, 16 bytes.
+
+  With pages of less than 4 tokens the salt covers all items, so that requests
+  share pages only if all their items are equal.
+  """
+  # A mask has 32 bits for each token of a page. On smaller pages these are less
+  # than 128, too few to keep different items apart.
+  if not items or size >= KEY_WORDS:
+    return salt
+  keys = [item.key(0, item.stop) for item in items]
+  digest = hashlib.blake2b(digest_size=16, person=b"jaxkv-items")
+  digest.update(salt + repr(keys).encode())
+  return digest.digest()
 
 
-def _identifier(name: str, feature: Any) -> str:
-  identifier = getattr(feature, "identifier", None) or getattr(
-    feature, "mm_hash", None
-  )
-  if not isinstance(identifier, str):
-    raise TypeError(
-      f"`mm_features` of {name!r} must have an identifier or mm_hash, got "
-      f"{feature!r}."
+def mask_items(
+  tokens: np.ndarray,
+  items: Sequence[Item],
+  start: int,
+  size: int,
+  secret: bytes,
+) -> np.ndarray:
+  """Masks the tokens of pages that items touch.
+
+  The mask of a page is a hash of the secret and of these items, `32 * size`
+  bits. So pages with different items have different contents. See `salt_of` for
+  small pages. The tokens, int32[X], are those from position `start` on.
+  """
+  stop, tokens = start + len(tokens), tokens.copy()
+  pages = {
+    page
+    for item in items
+    for page in range(
+      max(item.start, start) // size, -(-min(item.stop, stop) // size)
     )
-  return identifier
-
-
-def _refuse_pixels(name: str, attributes: dict[str, Any]) -> None:
-  for pixels in ("pixel_values", "pixel_values_videos"):
-    if pixels in attributes:
-      raise ValueError(
-        f"`{pixels}` of {name!r} must come with `mm_features`, whose hashes "
-        "tell two inputs apart."
-      )
+  }
+  for page in pages:
+    begin, end = page * size, (page + 1) * size
+    keys = [
+      item.key(begin, end)
+      for item in items
+      if item.start < end and item.stop > begin
+    ]
+    # `repr` quotes strings, so different keys have different texts.
+    stream = hashlib.shake_256(secret + repr(keys).encode()).digest(4 * size)
+    mask = np.frombuffer(stream, "<i4")
+    # The tokens may begin or end within the page, whose mask covers all of it.
+    first, last = max(begin, start), min(end, stop)
+    tokens[first - start : last - start] ^= mask[first - begin : last - begin]
+  return tokens

@@ -22,8 +22,9 @@ def build_index(state: HostState, keys: DeviceKeys) -> PrefixIndex:
   pool, config = state.pool, state.config
   width = max(config.page_sizes)
   num_buckets = prefix_index.num_buckets(config.num_pages)
-  # Typed Any: they are arrays of numpy here, and of jax on a device.
-  index: Any = PrefixIndex(
+  # Typed Any: the arrays are of numpy here, and of jax on a device.
+  make: Any = PrefixIndex
+  index = make(
     buckets=np.zeros((num_buckets, BUCKET_PAGES), np.int32),
     overflow=np.zeros((num_buckets,), np.int32),
     entry=np.zeros((config.num_pages, _POSITION + 1), np.uint32),

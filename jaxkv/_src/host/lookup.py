@@ -6,18 +6,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxkv._src.cache.prefix import rules
 from jaxkv._src.cache.steps.find import agree
 from jaxkv._src.host.groups import LayerGroup
 from jaxkv._src.host.prefix_nodes import TOKEN_BYTES
 from jaxkv._src.host.prefix_nodes import PrefixNode
 from jaxkv._src.host.prefix_nodes import chain_digests
-from jaxkv._src.host.prefix_nodes import digest_of_key
 from jaxkv._src.host.prefix_nodes import grow_path
 from jaxkv._src.host.request import RequestFields
 from jaxkv._src.host.request import content
 from jaxkv._src.host.request import first_tokens
-from jaxkv._src.host.request import salt_of
 from jaxkv._src.host.state import HostState
+from jaxkv._src.host.types import CachePages
 
 
 class HashedTokens(NamedTuple):
@@ -70,21 +70,6 @@ class HashedTokens(NamedTuple):
     return nodes + grow_path(last, self.digests[begin:count], pages, page_bytes)
 
 
-class Found(NamedTuple):
-  """The longest cached prefix.
-
-  Attributes:
-    num_tokens: its tokens.
-    pages: its pages by group, with null pages behind windows.
-    boundary: tokens of a longer prefix that only some groups have cached; 0 if
-      there is none.
-  """
-
-  num_tokens: int
-  pages: tuple[list[int], ...]
-  boundary: int
-
-
 def hash_tokens(
   state: HostState, request: RequestFields, num_tokens: int
 ) -> HashedTokens:
@@ -97,21 +82,15 @@ def hash_tokens(
   tokens = first_tokens(request, num_tokens)
   masked = content(request, 0, num_tokens, size, state.secret)
   whole = masked[: num_tokens // size * size].tobytes()
-  root = state.root_of(salt_of(request, size))
+  root = state.root_of(request)
   digests = chain_digests(root.digest, whole, size * TOKEN_BYTES)
   return HashedTokens(tokens, request.salt, request.items, root, whole, digests)
 
 
 def find_prefix(
   state: HostState, hashed: HashedTokens, max_tokens: int | None = None
-) -> Found:
-  """Finds the longest cached prefix that leaves a token to compute.
-
-  Args:
-    state: the state.
-    hashed: the tokens.
-    max_tokens: the most tokens of the prefix; None for no other limit.
-  """
+) -> tuple[CachePages, int]:
+  """Finds the longest cached prefix; see `CacheManager.get_computed_pages`."""
   config = state.config
   pages = [_cached_pages(state, hashed, group) for group in state.groups]
   cached = np.zeros((1, len(pages), len(hashed.digests)), bool)
@@ -122,8 +101,8 @@ def find_prefix(
   limit = max(limit if max_tokens is None else min(limit, max_tokens), 0)
   num_hashed = len(hashed.digests) * config.page_size
   numbers: Any = np.array([[limit], [num_hashed]], np.int32)
-  found = agree(config, cached, *numbers)  # pyright: ignore
-  num_tokens, longest = (int(tokens[0]) for tokens in found)
+  tokens = agree(config, cached, *numbers)  # pyright: ignore
+  num_tokens, longest = (int(row[0]) for row in tokens)
   first = [group.skipped_pages(num_tokens) for group in state.groups]
   stop = [num_tokens // group.size for group in state.groups]
   # If no group needs a page of the prefix, as for a chunk that ends there, the
@@ -134,7 +113,10 @@ def find_prefix(
     [0] * min(begin, end) + column[begin:end]
     for column, begin, end in zip(pages, first, stop, strict=True)
   )
-  return Found(num_tokens, columns, longest if longest > num_tokens else 0)
+  boundary = 0
+  if longest > num_tokens and rules.reports_boundary(config):
+    boundary = longest
+  return CachePages(columns, (), boundary, hashed), num_tokens
 
 
 def holds_tokens(
@@ -146,13 +128,9 @@ def holds_tokens(
   """True if the pages of a hit still hold the tokens of the request.
 
   After the lookup a page may have been evicted and given to another request.
-
-  Args:
-    state: the state.
-    hits: the pages by group.
-    hashed: the tokens of the request; None without prefix caching.
-    num_computed: the tokens before the first one to compute.
+  The pages that are skipped after `num_computed` tokens are not compared.
   """
+  contents, cached = state.pool.content, state.pool.is_cached
   for group, pages in zip(state.groups, hits, strict=True):
     first = group.skipped_pages(num_computed)
     hit_pages = pages[first:]
@@ -160,24 +138,17 @@ def holds_tokens(
       continue
     if hashed is None:
       return False
-    digests = hashed.digests[group.step - 1 :: group.step][first : len(pages)]
+    wanted = hashed.digests[group.step - 1 :: group.step][first : len(pages)]
+    digests = [
+      contents[page].digest if cached[page] else None for page in hit_pages
+    ]
     # Digests are the fast check. A page from a device has none of a prefix, so
     # the lookup is repeated.
-    if not _have_digests(state, hit_pages, digests):
+    if digests != wanted:
       cached_pages = _cached_pages(state, hashed, group)[first : len(pages)]
       if cached_pages != hit_pages:
         return False
   return True
-
-
-def _have_digests(
-  state: HostState, pages: list[int], digests: list[bytes]
-) -> bool:
-  """True if pages are cached under digests, one by one."""
-  content, cached = state.pool.content, state.pool.is_cached
-  if not all(cached[page] for page in pages):
-    return False
-  return [content[page].digest for page in pages] == digests
 
 
 def _cached_pages(
@@ -189,8 +160,8 @@ def _cached_pages(
   # `map` looks digests up without a Python call for each. As in vLLM, the hit
   # is the page published first, which is the first of the tuple.
   pages = [
-    found[0] if found else 0
-    for found in map(pool.index[group.number].get, digests)
+    listed[0] if listed else 0
+    for listed in map(pool.index[group.number].get, digests)
   ]
   # Keys of the device take long to compute, so only if a page needs them.
   if pool.knows_device_pages and state.device_keys is not None:
@@ -215,8 +186,8 @@ def _add_device_pages(
   pool, keys = state.pool, state.device_keys
   assert keys is not None
   for column, node in enumerate(nodes[group.step - 1 :: group.step]):
-    digest = digest_of_key(keys.group_key(node, group.number))
-    found = (pages[column], *pool.index[-1].get(digest, ()))
+    key = keys.group_key(node, group.number)
+    candidates = (pages[column], *pool.index[-1].get(key, ()))
     # As on the device, the page published first is the hit.
-    stamps = {page: pool.stamp[page] for page in found if page}
+    stamps = {page: pool.stamp[page] for page in candidates if page}
     pages[column] = min(stamps, key=stamps.__getitem__, default=0)

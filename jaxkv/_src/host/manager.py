@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxkv._src.cache.group_kinds import GroupKind
-from jaxkv._src.cache.prefix import rules
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.host import allocate
 from jaxkv._src.host import from_device
@@ -118,7 +117,7 @@ class CacheManager(ManagerReports):
       track_new_pages=track_new_pages,
       track_residency=track_residency,
     )
-    super().__init__(limits, HostState(limits, key))
+    super().__init__(HostState(limits, key))
     self.pages = Pages(self._state)
 
   @property
@@ -183,13 +182,11 @@ class CacheManager(ManagerReports):
     fields = read_request(request)
     if not self.config.prefix_caching or fields.skips_lookup:
       return self.create_empty_page_list(), 0
-    check_length(self._limits, fields.request_id, fields.num_tokens)
+    check_length(self._state.limits, fields.request_id, fields.num_tokens)
     # All tokens are hashed, also those after the hit, because the allocation
     # that follows publishes their pages.
     hashed = lookup.hash_tokens(self._state, fields, fields.num_tokens)
-    prefix = lookup.find_prefix(self._state, hashed, max_hit_tokens)
-    boundary = prefix.boundary if rules.reports_boundary(self.config) else 0
-    return CachePages(prefix.pages, (), boundary, hashed), prefix.num_tokens
+    return lookup.find_prefix(self._state, hashed, max_hit_tokens)
 
   @atomic
   def allocate_slots(
@@ -321,13 +318,9 @@ class CacheManager(ManagerReports):
 
   @atomic
   def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
-    """Publishes the full pages of a request's first tokens.
+    """Publishes the full pages of the tokens whose K/V is written.
 
     Call it when external tokens have arrived, or drafts are accepted.
-
-    Args:
-      request: a request that holds pages.
-      num_computed_tokens: tokens whose K/V is written.
 
     Raises:
       KeyError: the request holds no page.
@@ -345,11 +338,9 @@ class CacheManager(ManagerReports):
   def remove_skipped_pages(
     self, request_id: str, num_computed_tokens: int
   ) -> None:
-    """Frees the pages that the given number of tokens leaves behind windows.
+    """Frees the pages behind the windows of a request; ignores unknown ones.
 
-    Args:
-      request_id: a request; one without pages is ignored.
-      num_computed_tokens: tokens that no write in flight still needs.
+    `num_computed_tokens` are tokens to which no step in flight writes.
     """
     at_least("num_computed_tokens", num_computed_tokens, 0)
     held = self._state.held.get(request_id)
@@ -382,9 +373,9 @@ class CacheManager(ManagerReports):
     state, name = self._state, request.request_id
     held = state.held.get(name)
     if held is None:
-      waiting = (popped for popped, _ in state.popped.values())
+      waiting = [pages for pages, _ in state.popped.values()]
       return next(
-        (page_id for page_id in waiting if page_id.request_id == name), None
+        (pages for pages in waiting if pages.request_id == name), None
       )
     pages = tuple(table[:] for table in held.tables)
     popped = PoppedPages(held.slot, pages, name)
@@ -420,10 +411,7 @@ class CacheManager(ManagerReports):
 
   @atomic
   def evict_pages(self, page_ids: Iterable[int]) -> None:
-    """Removes pages from the prefix cache; requests keep them.
-
-    Args:
-      page_ids: pages, cached or not.
+    """Removes pages, cached or not, from the cache; requests keep them.
 
     Raises:
       TypeError: an id is not an int.
@@ -437,11 +425,7 @@ class CacheManager(ManagerReports):
 
   @atomic
   def reset_prefix_cache(self) -> bool:
-    """Removes all pages from the prefix cache, unless a request holds one.
-
-    Returns:
-      True if the cache was reset.
-    """
+    """Removes all pages from the cache; False if a request holds one."""
     state = self._state
     if state.pool.num_free < self.config.num_pages - 1:
       return False

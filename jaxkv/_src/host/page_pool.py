@@ -283,8 +283,8 @@ class HostPool:
       listed = index.get(digest, ())
       before.append((page, index, digest, listed))
       if is_listed and listed:
-        both = sorted((*listed, page), key=self.stamp.__getitem__)
-        index[digest] = tuple(both)
+        pages_now = sorted((*listed, page), key=self.stamp.__getitem__)
+        index[digest] = tuple(pages_now)
       elif is_listed:
         index[digest] = (page,)
       elif len(listed) > 1:

@@ -77,17 +77,15 @@ class DevicePage:
   """A page known by its key on the device; its prefix is unknown.
 
   Attributes:
-    digest: the key in the host's index, unlike that of any prefix.
-    group_key: the key on the device, in the group of the page.
+    digest: the key on the device, in the group of the page.
     tokens: the tokens of the page as int32 bytes.
   """
 
-  __slots__ = ("digest", "group_key", "tokens")
+  __slots__ = ("digest", "tokens")
   is_from_device = True
 
   def __init__(self, group_key: Key, tokens: bytes):
-    self.digest = digest_of_key(group_key)
-    self.group_key = group_key
+    self.digest = group_key
     self.tokens = tokens
 
   def last_tokens(self, count: int) -> bytes:
@@ -95,20 +93,12 @@ class DevicePage:
     return self.tokens
 
 
-def digest_of_key(group_key: Key) -> bytes:
-  """Returns the key in the host's index of a `DevicePage`."""
-  # 17 bytes, so that no digest is equal, which has 16.
-  return struct.pack("<4I?", *group_key, True)
-
-
 def chain_digests(root: bytes, tokens: bytes, page_bytes: int) -> list[bytes]:
   """Returns the digest of the prefix that ends with each whole page."""
-  blake2b = hashlib.blake2b
-  count = len(tokens) // page_bytes
+  blake2b, digest, digests = hashlib.blake2b, root, []
   # `struct` cuts all pages in one call, and ignores an incomplete page.
-  pages = struct.unpack_from(f"{page_bytes}s" * count, tokens)
-  digest, digests = root, []
-  for page in pages:
+  cut = struct.Struct(f"{page_bytes}s" * (len(tokens) // page_bytes))
+  for page in cut.unpack_from(tokens):
     # The digest before has a fixed size, so the bytes are unambiguous.
     digest = blake2b(digest + page, digest_size=16).digest()
     digests.append(digest)
@@ -152,7 +142,7 @@ class DeviceKeys:
   def group_key(self, node: PrefixNode | DevicePage, group: int) -> Key:
     """Returns the key of a page in its group; `compute` must have run."""
     if isinstance(node, DevicePage):
-      return node.group_key
+      return node.digest
     assert node.key is not None
     return _xor(node.key, self._groups[group])
 

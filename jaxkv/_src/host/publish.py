@@ -24,12 +24,9 @@ def publish(
 ) -> None:
   """Makes a request's first tokens final, and publishes their full pages.
 
-  Args:
-    state: the state.
-    held: the pages of the request, which is read only if a page became full.
-    num_tokens: tokens that are final; fewer than before change nothing.
-    hashed: the hashed tokens of a request that begins; None for others.
-    first: each group's first column after the hit, for a request that begins.
+  The request is read only if a page became full. Of a request that begins,
+  `hashed` are the hashed tokens, and `first` has each group's first column
+  after the hit. If fewer tokens are final than before, nothing changes.
   """
   # Tokens beyond the tables have no page yet.
   before, num_tokens = held.length, min(num_tokens, held.room)
@@ -44,7 +41,7 @@ def publish(
     return
   if hashed is None:
     fields = read_request(held.request)
-    new_nodes = more_nodes(state, held.nodes, held.root, fields, num_tokens)
+    new_nodes = more_nodes(state, held, fields, num_tokens)
     state.undo_log.save_length(held.nodes)
     held.nodes += new_nodes
   else:
@@ -69,17 +66,13 @@ def _last_hit(state: HostState, held: HeldSequence) -> PrefixNode | None:
 
 
 def more_nodes(
-  state: HostState,
-  nodes: list[PrefixNode],
-  root: PrefixNode | None,
-  request: RequestFields,
-  num_tokens: int,
+  state: HostState, held: HeldSequence, request: RequestFields, num_tokens: int
 ) -> list[PrefixNode]:
-  """Returns nodes for a request's full pages that follow those in `nodes`."""
-  size = state.config.page_size
+  """Returns nodes for a request's full pages that follow its own nodes."""
+  size, nodes = state.config.page_size, held.nodes
   begin, end = len(nodes) * size, num_tokens // size * size
   tokens = content(request, begin, end, size, state.secret).tobytes()
-  last = nodes[-1] if nodes else root
+  last = nodes[-1] if nodes else held.root
   assert last is not None
   digests = chain_digests(last.digest, tokens, size * TOKEN_BYTES)
   return grow_path(last, digests, tokens, size * TOKEN_BYTES)

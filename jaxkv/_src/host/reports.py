@@ -6,7 +6,6 @@ from jaxkv._src.host import allocate
 from jaxkv._src.host.arguments import at_least
 from jaxkv._src.host.atomic import atomic
 from jaxkv._src.host.state import HostState
-from jaxkv._src.host.state import Limits
 from jaxkv._src.host.types import CachePages
 from jaxkv._src.host.types import PrefixCacheStats
 
@@ -19,10 +18,9 @@ class ManagerReports:
     undo_log: the changes of the current call; see `PageListener`.
   """
 
-  def __init__(self, limits: Limits, state: HostState):
-    self.config = limits.config
+  def __init__(self, state: HostState):
+    self.config = state.config
     self.undo_log = state.undo_log
-    self._limits = limits
     self._state = state
 
   def holds_pages(self, request_id: str) -> bool:
@@ -41,7 +39,7 @@ class ManagerReports:
   @property
   def most_pages(self) -> tuple[int, ...]:
     """The most pages that one sequence ever holds at once, by group."""
-    return self._limits.most_pages
+    return self._state.limits.most_pages
 
   def num_published_tokens(self, request_id: str) -> int:
     """Returns the number of a request's published tokens; 0 without pages."""
@@ -116,14 +114,12 @@ class ManagerReports:
     Raises:
       ValueError: `num_events` is 0.
     """
-    state = self._state
-    if state.events is None or state.device_keys is None:
+    if self._state.events is None:
       raise ValueError(
         "`num_events` must be at least 1 for events; make the CacheManager "
         "with the number of events between two readings."
       )
-    steps = [group.step for group in state.groups]
-    return state.events.drain(state.device_keys, steps)
+    return self._state.events.drain()
 
   @atomic
   def take_new_page_ids(self) -> list[int]:

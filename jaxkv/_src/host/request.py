@@ -2,7 +2,6 @@
 
 import array
 import dataclasses
-import hashlib
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.host.identity import Item
 from jaxkv._src.host.identity import identity_of
+from jaxkv._src.host.identity import mask_items
 
 
 class MultimodalItem(NamedTuple):
@@ -159,38 +158,18 @@ def _skips_lookup(request: Any) -> bool:
   skips = getattr(request, "skip_reading_prefix_cache", None)
   if skips is not None:
     return bool(skips)
-  if getattr(request, "prompt_logprobs", None):
-    return True
   # Here 0 asks for log-probs too, those of the prompt's tokens alone.
   sampling = getattr(request, "sampling_params", None)
-  return getattr(sampling, "prompt_logprobs", None) is not None
-
-
-def salt_of(request: RequestFields, size: int) -> bytes:
-  """Returns the salt of a request's page keys, 16 bytes.
-
-  With pages of less than 4 tokens the salt covers all items, so that requests
-  share pages only if all their items are equal.
-  """
-  # A mask has 32 bits for each token of a page. On smaller pages these are less
-  # than 128, too few to keep different items apart.
-  if not request.items or size >= KEY_WORDS:
-    return request.salt
-  keys = [item.key(0, item.stop) for item in request.items]
-  digest = hashlib.blake2b(digest_size=16, person=b"jaxkv-items")
-  digest.update(request.salt + repr(keys).encode())
-  return digest.digest()
+  return (
+    bool(getattr(request, "prompt_logprobs", None))
+    or getattr(sampling, "prompt_logprobs", None) is not None
+  )
 
 
 def content(
   request: RequestFields, start: int, stop: int, size: int, secret: bytes
 ) -> np.ndarray:
-  """Returns a request's tokens `start .. stop`, int32[stop - start].
-
-  If items touch a page, its tokens are masked by `32 * size` bits, a hash of
-  the secret and of these items. So pages with different items have different
-  contents. See `salt_of` for small pages.
-  """
+  """Returns tokens `start .. stop`, int32[stop - start]; see `mask_items`."""
   try:
     tokens = int32s(request.token_ids[start:stop])
   except (OverflowError, TypeError) as error:
@@ -201,41 +180,7 @@ def content(
   # Most requests have no items, and need no copy of the read-only array.
   if not request.items:
     return tokens
-  tokens = tokens.copy()
-  for page in touched_pages(request, start, stop, size):
-    # The tokens may begin or end within the page, whose mask covers all of it.
-    begin = page * size
-    first, last = max(begin, start), min(begin + size, stop)
-    mask = page_mask(request, page, size, secret)
-    tokens[first - start : last - start] ^= mask[first - begin : last - begin]
-  return tokens
-
-
-def touched_pages(
-  request: RequestFields, start: int, stop: int, size: int
-) -> list[int]:
-  """Returns the pages of tokens `start .. stop` that an item touches."""
-  pages: set[int] = set()
-  for item in request.items:
-    first = max(item.start // size, start // size)
-    last = min(-(-item.stop // size), -(-stop // size))
-    pages.update(range(first, last))
-  return sorted(pages)
-
-
-def page_mask(
-  request: RequestFields, page: int, size: int, secret: bytes
-) -> np.ndarray:
-  """Returns int32[size], the mask of a page that an item touches."""
-  begin, end = page * size, (page + 1) * size
-  keys = [
-    item.key(begin, end)
-    for item in request.items
-    if item.start < end and item.stop > begin
-  ]
-  # `repr` quotes strings, so different keys have different texts.
-  stream = hashlib.shake_256(secret + repr(keys).encode()).digest(4 * size)
-  return np.frombuffer(stream, "<i4")
+  return mask_items(tokens, request.items, start, size, secret)
 
 
 def int32s(values: Sequence[int]) -> np.ndarray:

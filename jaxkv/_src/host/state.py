@@ -10,11 +10,13 @@ import numpy as np
 from jaxkv._src.arrays.arguments import as_secret
 from jaxkv._src.host.atomic import UndoLog
 from jaxkv._src.host.event_list import EventList
-from jaxkv._src.host.groups import make_groups
+from jaxkv._src.host.groups import LayerGroup
+from jaxkv._src.host.identity import salt_of
 from jaxkv._src.host.options import Limits
 from jaxkv._src.host.page_pool import HostPool
 from jaxkv._src.host.prefix_nodes import DeviceKeys
 from jaxkv._src.host.prefix_nodes import PrefixNode
+from jaxkv._src.host.request import RequestFields
 from jaxkv._src.host.types import PoppedPages
 from jaxkv._src.host.types import PrefixCacheStats
 
@@ -87,7 +89,10 @@ class HostState:
     self.limits = limits
     self.config = config = limits.config
     self.undo_log = UndoLog()
-    self.groups = make_groups(config, limits.most_pages)
+    self.groups = tuple(
+      LayerGroup(number, config, most_pages)
+      for number, most_pages in enumerate(limits.most_pages)
+    )
     self.skipping = tuple(group for group in self.groups if group.skips_pages)
     self.pool = HostPool(config, self.undo_log)
     self.held: dict[str, HeldSequence] = {}
@@ -95,26 +100,27 @@ class HostState:
     # Slots are filled from 0 on.
     self.vacant = list(range(config.num_slots))[::-1]
     self.device_keys: DeviceKeys | None = None
+    self.events: EventList | None = None
     self.secret = b""
     # `as_secret` makes a jax array, so only a secret that is given pays for it.
     words: Any = np.frombuffer(os.urandom(16), "<u4")
     if key is not None:
       words = np.asarray(as_secret("key", key))
     if config.prefix_caching:
-      self.device_keys = DeviceKeys(words, config.num_groups, config.page_size)
-      self.secret = self.device_keys.secret.tobytes()
-    self.events: EventList | None = None
-    if config.event_log:
-      self.events = EventList(config.event_log, self.pool, config.page_sizes)
-      self.pool.listeners.append(self.events)
+      keys = DeviceKeys(words, config.num_groups, config.page_size)
+      self.device_keys, self.secret = keys, keys.secret.tobytes()
+      if config.event_log:
+        self.events = EventList(config.event_log, self.pool, keys, self.groups)
+        self.pool.listeners.append(self.events)
     self.statistics = PrefixCacheStats()
     self.read_ages = self.pool.lifetime, self.pool.idle
     self.step_clock = 0
     # No call has to undo how the parts were made.
     self.undo_log.commit()
 
-  def root_of(self, salt: bytes) -> PrefixNode:
-    """Returns the node before the first page of a request with a salt."""
+  def root_of(self, request: RequestFields) -> PrefixNode:
+    """Returns the node before the first page of a request."""
+    salt = salt_of(request.salt, request.items, self.config.page_size)
     # A key of BLAKE2b has at most 64 bytes.
     digest = hashlib.blake2b(salt, key=self.secret[:64], digest_size=16)
     return PrefixNode(digest.digest(), None, salt)
@@ -125,7 +131,7 @@ class HostState:
 
   def take_statistics(self) -> PrefixCacheStats:
     """Returns the statistics since the last call."""
-    taken = self.statistics
+    statistics = self.statistics
     # The pool never resets its counts, so a reading returns the differences.
     ages = self.pool.lifetime, self.pool.idle
     if self.pool.released is not None:
@@ -133,6 +139,6 @@ class HostState:
         [new - old for new, old in zip(counts, read, strict=True)]
         for counts, read in zip(ages, self.read_ages, strict=True)
       )
-      taken = dataclasses.replace(taken, lifetime=lifetime, idle=idle)
+      statistics = dataclasses.replace(statistics, lifetime=lifetime, idle=idle)
     self.undo_log.replace(self, statistics=PrefixCacheStats(), read_ages=ages)
-    return taken
+    return statistics
