@@ -140,6 +140,19 @@ def test_pages_of_a_sequence_that_ended_on_the_device(cache):
   assert jaxkv.match(cache.state, [tokens], [9]).num_cached_tokens[0] == 8
 
 
+def test_a_state_of_a_sequence_that_ended_on_the_device():
+  """The state before the last token is hit by its key, and was written."""
+  cache = CacheManager(9, [jaxkv.Recurrent(page_size=4)], 64, key=KEY)
+  tokens = [*range(9)]
+  state, _ = jaxkv.admit(cache.state, [0], [tokens], [8])
+  state, _ = jaxkv.commit(state, [tokens], [8], slots=[0])
+  state, _ = jaxkv.free(state, slots=[0])
+  cache.take(state)
+  cache.new_step_starts()
+  assert admit(cache, request("c", tokens)) == ([[0, 1]], [[2]])
+  jaxkv.check(cache.state)
+
+
 def test_take_returns_the_requests_that_ended(cache):
   occupied = cache.state.num_pages[:, 0] > 0
   state, _ = jaxkv.free(cache.state, mask=occupied)

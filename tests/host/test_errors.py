@@ -256,11 +256,6 @@ def test_too_few_pages_are_no_error(cache):
     assert cache.step([running()], 40) == [None]
 
 
-def test_a_refused_reset(cache):
-  with unchanged(cache):
-    assert not cache.reset_prefix_cache()
-
-
 def test_more_requests_than_slots():
   cache = single(CacheManager, max_requests=1)
   one = request("a", range(9))
@@ -315,6 +310,7 @@ def test_more_requests_than_pages(cache):
     ),
     ({"key": 1.5}, TypeError, "`key` must be uint32, got float64"),
     ({"key": [1, 2]}, TypeError, "`key` must be uint32"),
+    ({"key": "random"}, TypeError, "`key` must be uint32"),
     ({"enable_caching": "yes"}, TypeError, "enable_caching.* 'yes'"),
     ({"use_eagle": 1}, TypeError, "use_eagle` must be True or False, got 1"),
     ({"track_new_pages": "no"}, TypeError, "track_new_pages.* 'no'"),

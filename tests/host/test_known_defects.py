@@ -11,9 +11,7 @@ from jaxkv import FullAttention
 from jaxkv import Recurrent
 from jaxkv import SlidingWindow
 from jaxkv.host import CacheManager
-from jaxkv.host import MultimodalItem
 from jaxkv.host import Request
-from tests.host.scheduling import references
 
 FULL_AND_WINDOW = (
   FullAttention(page_size=8),
@@ -84,20 +82,6 @@ class TestVllm:
     pages, found = cache.get_computed_pages(Request("a", list(range(30))))
     assert found == 0 and pages.pages == ([],)
 
-  def test_a_deferred_free_has_the_order_of_a_free(self):
-    """Of several groups the last one went first."""
-    queues = []
-    for deferred in (False, True):
-      cache = manager()
-      request = Request("a", list(range(20)))
-      run(cache, request)
-      if deferred:
-        cache.free_pages(cache.pop_pages_for_free(request))
-      else:
-        cache.free(request)
-      queues.append(cache.free_queue())
-    assert queues[0] == queues[1]
-
 
 @pytest.mark.slow
 class TestESurge:
@@ -132,17 +116,6 @@ class TestESurge:
     assert cache.free_queue() == before
     assert cache.get_page_ids("b") == ([], [])
 
-  def test_pages_decoded_after_an_image_hit(self):
-    """They were keyed as if there were no image."""
-    cache = manager()
-    image = (MultimodalItem("cat", 2, 4),)
-    request = Request("a", list(range(9)), mm=image)
-    run(cache, request)
-    decode(cache, request, range(100, 116))
-    tokens = [*request.token_ids, 7]
-    assert cache.get_computed_pages(Request("b", tokens, mm=image))[1] == 24
-    assert cache.get_computed_pages(Request("c", tokens))[1] == 0
-
   def test_common_pages_are_those_of_all(self):
     """Pages of two of three requests were counted."""
     cache = manager()
@@ -152,20 +125,3 @@ class TestESurge:
     assert cache.get_num_common_prefix_pages("a") == [0, 0]
     cache.free(Request("x", []))
     assert cache.get_num_common_prefix_pages("a") == [3, 0]
-
-  def test_an_empty_pool_is_not_used(self):
-    """The null page counted, and its references went below zero."""
-    cache = manager()
-    assert cache.usage == 0
-    request = Request("a", list(range(30)))
-    run(cache, request)
-    decode(cache, request, range(8))
-    cache.free(request)
-    assert cache.usage == 0
-    assert references(cache, [0]) == [0]
-
-  @pytest.mark.parametrize("key", ["random", -1])
-  def test_a_bad_key_is_named(self, key):
-    """It ended in an error about something else."""
-    with pytest.raises(TypeError, match="`key` must be uint32"):
-      manager(key=key)

@@ -104,19 +104,10 @@ class TestContents:
     assert hit_of(cache, request("1", range(13), cache_salt="a"))[1] == 12
     assert hit_of(cache, request("2", range(13)))[1] == 0
 
-  def test_texts_and_bytes_are_told_apart(self, cache):
-    admit(cache, request("0", range(9), cache_salt=b"a"))
-    assert hit_of(cache, request("1", range(9), cache_salt="bytes:a"))[1] == 0
-    assert hit_of(cache, request("2", range(9), cache_salt=b"a"))[1] == 8
-
   def test_empty_names_are_none(self, cache):
     admit(cache, request("0", range(9)))
     empty = request("1", range(9), cache_salt="", lora_name="")
     assert hit_of(cache, empty)[1] == 8
-
-  def test_prompt_logprobs_are_cached_for_others(self, cache):
-    admit(cache, request("0", range(9), prompt_logprobs=True))
-    assert hit_of(cache, request("1", range(9)))[1] == 8
 
 
 class TestStatistics:
@@ -178,6 +169,26 @@ class TestStatistics:
     cache.reset_prefix_cache()
     assert cache.make_prefix_cache_stats().reset
     assert not cache.make_prefix_cache_stats().reset
+
+  def test_ages_are_reported_once(self):
+    cache = single(CacheManager, track_residency=True)
+    for name in range(3):
+      one = request(str(name), range(100 * name, 100 * name + 20))
+      admit(cache, one)
+      cache.free(one)
+    # Ten pages for three times five: the first text was evicted after ten.
+    taken = cache.make_prefix_cache_stats()
+    assert (sum(taken.lifetime), sum(taken.idle), taken.reset) == (5, 5, False)
+    # Published at 0 to 4 and given back at 5; the clock stood at 10.
+    assert {bits: n for bits, n in enumerate(taken.lifetime) if n} == {
+      3: 3,
+      4: 2,
+    }
+    assert {bits: n for bits, n in enumerate(taken.idle) if n} == {3: 5}
+    cache.reset_prefix_cache()
+    taken = cache.make_prefix_cache_stats()
+    assert (sum(taken.lifetime), taken.reset) == (0, True)
+    assert single(CacheManager).make_prefix_cache_stats().lifetime == []
 
 
 class TestPages:
