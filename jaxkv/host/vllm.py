@@ -43,8 +43,8 @@ Lookup:
 - Prefixes that need no block, as with a window of 1 or a chunked group alone:
   no hit. vLLM reports a hit in an empty cache.
 - `block_hashes` of requests only name blocks in events, connectors and
-  `block_hash`; without them, a block's name is its key in the cache. Hits
-  depend on tokens, salt, adapter and items. In vLLM the hashes are the keys.
+  `block_hash`; with caching there must be one for each full block. Hits depend
+  on tokens, salt, adapter and items. In vLLM the hashes are the keys.
 - `lora_int_id`: adapters with different ids share no block. vLLM compares only
   name and path.
 - `get_computed_blocks_for_connector`: the hit of all groups. vLLM returns that
@@ -70,14 +70,12 @@ Allocation:
 Reports:
 
 - Events are classes of this module with vLLM's fields and `type`, in place of
-  msgspec structs. vLLM's encoder accepts them.
-- `get_num_common_prefix_blocks` with `policy="classic"` follows vLLM 0.19: it
-  counts blocks that all requests hold. Otherwise it is 0, as in 0.33.
+  msgspec structs. vLLM's encoder accepts them. They are not hashable.
 - `coordinator.get_num_blocks_to_allocate`: only for requests that hold blocks,
   without new hits; else `ValueError`.
 - `block_pool` and `coordinator` have what schedulers and connectors use, but
-  not a manager's internals: `cache_full_blocks`, the links of the free queue, a
-  class for each kind of group.
+  not a manager's internals: `cache_full_blocks`, `contain`, the links of the
+  free queue, a class for each kind of group.
 - `PrefixCacheStats` has no `hits_by_source`.
 """
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import hashlib
 from typing import Any
 
 from jaxkv.host.vllm import KVCacheManager
@@ -83,7 +84,7 @@ class Status(enum.Enum):
 class Request:
   request_id: str
   all_token_ids: list[int]
-  block_hashes: list[bytes] = dataclasses.field(default_factory=list)
+  hashes: list[bytes] | None = None
   num_computed_tokens: int = 0
   num_in_flight_tokens: int = 0
   num_preemptions: int = 0
@@ -103,6 +104,14 @@ class Request:
   @property
   def num_tokens(self):
     return len(self.all_token_ids)
+
+  @property
+  def block_hashes(self):
+    if self.hashes is not None:
+      return self.hashes
+    ends = range(BLOCK, self.num_tokens + 1, BLOCK)
+    prefixes = (repr(self.all_token_ids[:end]) for end in ends)
+    return [hashlib.sha256(text.encode()).digest() for text in prefixes]
 
 
 def request(name, tokens, **fields):

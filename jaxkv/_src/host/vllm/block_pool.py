@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxkv._src.host.atomic import atomic
 from jaxkv._src.host.manager import CacheManager
+from jaxkv._src.host.vllm.block_hashes import GROUP_BYTES
 from jaxkv._src.host.vllm.block_hashes import BlockHashes
-from jaxkv._src.host.vllm.block_hashes import with_group
 from jaxkv._src.host.vllm.blocks import KVCacheBlock
 from jaxkv._src.host.vllm.events import KVCacheEvent
 
@@ -18,14 +18,14 @@ class BlockPool:
 
   Attributes:
     num_gpu_blocks: the number of blocks, including the null block.
-    enable_caching, hash_block_size, metrics_collector: the manager's options.
+    enable_caching, enable_kv_cache_events, hash_block_size, metrics_collector:
+      the manager's options.
     blocks: all blocks by id.
     null_block: block 0, which is never allocated.
     free_block_queue: the free blocks.
     cached_block_hash_to_block: the cached blocks by hash.
     cached_block_hashes_by_block: further hashes of a block; it has none.
     hashes: the hashes of cached blocks.
-    undo_log: that of the manager.
   """
 
   def __init__(
@@ -37,30 +37,25 @@ class BlockPool:
   ):
     self._manager = manager
     self.hashes = hashes
-    self.undo_log = manager.undo_log
     self.num_gpu_blocks = manager.config.num_pages
     self.enable_caching = manager.config.prefix_caching
+    self.enable_kv_cache_events = hashes.has_events
     self.hash_block_size = hash_block_size
     self.metrics_collector = metrics_collector
     self.blocks = [KVCacheBlock(n, self) for n in range(self.num_gpu_blocks)]
     self.null_block = self.blocks[0]
-    self.free_block_queue = FreeKVCacheBlockQueue(self)
-    self.cached_block_hash_to_block = BlockHashToBlockMap(self)
+    self.free_block_queue = FreeKVCacheBlockQueue(manager, self.blocks)
+    self.cached_block_hash_to_block = BlockHashToBlockMap(manager, self)
     self.cached_block_hashes_by_block: dict[int, set[bytes]] = {}
-
-  @property
-  def enable_kv_cache_events(self) -> bool:
-    """True if `take_events` returns events."""
-    return self.hashes.events is not None
 
   @property
   def kv_event_queue(self) -> list[KVCacheEvent]:
     """The events that `take_events` would return."""
-    return [] if self.hashes.events is None else self.hashes.events.events
+    return self.hashes.events
 
   def take_events(self) -> list[KVCacheEvent]:
     """Returns the events since the last call; none unless they are enabled."""
-    return [] if self.hashes.events is None else self.hashes.events.take()
+    return self.hashes.take_events()
 
   def get_num_free_blocks(self) -> int:
     """Returns the number of free blocks."""
@@ -70,13 +65,13 @@ class BlockPool:
     """Returns the fraction of blocks that are held, without the null block."""
     return self._manager.usage if self.num_gpu_blocks > 1 else 0.0
 
-  def free_ids(self) -> list[int]:
-    """Returns the ids of the free blocks in eviction order."""
-    return self._manager.free_queue()
-
   def ref_count(self, block_id: int) -> int:
     """Returns the number of references to a block."""
     return self._manager.pages.ref_counts([block_id])[0]
+
+  def blocks_of(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
+    """Returns the blocks with some ids."""
+    return [self.blocks[number] for number in block_ids]
 
   def get_cached_block(
     self, block_hash: bytes, kv_cache_group_ids: Sequence[int]
@@ -85,17 +80,13 @@ class BlockPool:
 
     None if a group has no such block.
     """
-    by_group = [
-      self.hashes.blocks_with(with_group(block_hash, group))
+    find = self.cached_block_hash_to_block.get_one_block
+    blocks = [
+      find(block_hash + group.to_bytes(GROUP_BYTES, "big"))
       for group in kv_cache_group_ids
     ]
-    if not all(by_group):
-      return None
-    return [self.blocks[numbers[0]] for numbers in by_group]
-
-  def is_block_writable(self, block: KVCacheBlock) -> bool:
-    """True if a single request holds the block, and lookups cannot find it."""
-    return not block.is_null and block.ref_cnt == 1 and block.block_hash is None
+    cached = [block for block in blocks if block is not None]
+    return cached if len(cached) == len(blocks) else None
 
   def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
     """Takes blocks from the front of the free queue, until `free_blocks`.
@@ -105,7 +96,7 @@ class BlockPool:
     """
     blocks = self._manager.pages.take(num_blocks)
     self.count_allocated(blocks)
-    return [self.blocks[number] for number in blocks]
+    return self.blocks_of(blocks)
 
   def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
     """Adds a reference to each block; a free one leaves the free queue."""
@@ -132,31 +123,31 @@ class BlockPool:
     evicted = list(block_ids)
     self._manager.evict_pages(evicted)
     if self.metrics_collector is not None:
-      for number in evicted:
-        self.metrics_collector.on_block_evicted(self.blocks[number])
+      for block in self.blocks_of(evicted):
+        self.metrics_collector.on_block_evicted(block)
 
   def reset_prefix_cache(self) -> bool:
     """Removes all blocks from the prefix cache, unless one is held."""
-    done = self._manager.reset_prefix_cache()
-    if done and self.metrics_collector is not None:
+    is_reset = self._manager.reset_prefix_cache()
+    if is_reset and self.metrics_collector is not None:
       self.metrics_collector.reset()
-    return done
+    return is_reset
 
   def count_allocated(self, block_ids: Iterable[int]) -> None:
     """Tells the collector of metrics about new blocks, after their eviction."""
     collector = self.metrics_collector
     if collector is not None:
-      for number in block_ids:
+      for block in self.blocks_of(block_ids):
         # vLLM evicts every block that it takes, also one without a hash.
         if self.enable_caching:
-          collector.on_block_evicted(self.blocks[number])
-        collector.on_block_allocated(self.blocks[number])
+          collector.on_block_evicted(block)
+        collector.on_block_allocated(block)
 
   def count_accessed(self, block_ids: Iterable[int]) -> None:
     """Tells the collector of metrics about blocks of hits."""
     if self.metrics_collector is not None:
-      for number in block_ids:
-        self.metrics_collector.on_block_accessed(self.blocks[number])
+      for block in self.blocks_of(block_ids):
+        self.metrics_collector.on_block_accessed(block)
 
 
 class QueueEnd:
@@ -185,50 +176,51 @@ class FreeKVCacheBlockQueue:
     fake_free_list_head, fake_free_list_tail: its ends.
   """
 
-  def __init__(self, pool: BlockPool):
-    self._pool = pool
+  def __init__(self, manager: CacheManager, blocks: Sequence[KVCacheBlock]):
+    self._manager = manager
+    self._blocks = blocks
     self.fake_free_list_head = QueueEnd(self)
     self.fake_free_list_tail = QueueEnd(self)
 
   @property
   def num_free_blocks(self) -> int:
     """The number of free blocks."""
-    return self._pool.get_num_free_blocks()
+    return self._manager.num_free_pages
 
   def get_all_free_blocks(self) -> list[KVCacheBlock]:
     """Returns the free blocks in eviction order."""
-    return [self._pool.blocks[number] for number in self._pool.free_ids()]
+    return [self._blocks[number] for number in self._manager.free_queue()]
+
+  def iter_blocks_after(
+    self, cursor: KVCacheBlock | None
+  ) -> Iterator[KVCacheBlock]:
+    """Returns the free blocks after one of them; after None, all."""
+    blocks = self.get_all_free_blocks()
+    return iter(blocks[blocks.index(cursor) + 1 if cursor else 0 :])
 
 
 class BlockHashToBlockMap:
   """The cached blocks of a pool by hash and group."""
 
-  def __init__(self, pool: BlockPool):
+  def __init__(self, manager: CacheManager, pool: BlockPool):
     self._pool = pool
-    self.undo_log = pool.undo_log
+    self.undo_log = manager.undo_log
 
   def get_one_block(self, key: bytes) -> KVCacheBlock | None:
     """Returns the oldest block with a hash and group, or None."""
-    numbers = self._pool.hashes.blocks_with(key)
+    numbers = self._pool.hashes.index().get(key)
     return self._pool.blocks[numbers[0]] if numbers else None
-
-  def contain(self, key: bytes, block_id: int) -> bool:
-    """True if a block is cached under a hash and group."""
-    return block_id in self._pool.hashes.blocks_with(key)
 
   @atomic
   def pop(self, key: bytes, block_id: int) -> KVCacheBlock | None:
     """Removes a block from the prefix cache; None if it is not cached there."""
-    if not self.contain(key, block_id):
+    if block_id not in self._pool.hashes.index().get(key, ()):
       return None
     self._pool.evict_blocks([block_id])
     return self._pool.blocks[block_id]
 
   def __len__(self) -> int:
-    return len(self._pool.hashes.all_hashes())
-
-  def __iter__(self) -> Iterator[bytes]:
-    return iter(self._pool.hashes.all_hashes())
+    return len(self._pool.hashes.index())
 
 
 def _ids(blocks: Iterable[KVCacheBlock]) -> list[int]:

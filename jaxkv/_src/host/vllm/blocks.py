@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxkv._src.host.types import CachePages
-
 
 class KVCacheBlock:
   """A block of a pool. Its properties read the newest state.
@@ -38,14 +36,6 @@ class KVCacheBlock:
     """Tokens from the sequence's start to its end; None if not cached."""
     return self.pool.hashes.num_tokens(self.block_id)
 
-  def __eq__(self, other: object) -> bool:
-    if not isinstance(other, KVCacheBlock):
-      return NotImplemented
-    return self.block_id == other.block_id and self.pool is other.pool
-
-  def __hash__(self) -> int:
-    return hash((self.block_id, id(self.pool)))
-
   def __repr__(self) -> str:
     return f"KVCacheBlock(block_id={self.block_id}, ref_cnt={self.ref_cnt})"
 
@@ -57,20 +47,9 @@ class KVCacheBlocks:
   Attributes:
     blocks: a list of blocks for each group, with the null block behind a
       window; empty tuples for no blocks.
-    found: the result of a lookup, whose hashes the allocation reuses.
   """
 
   blocks: tuple[Sequence[KVCacheBlock], ...]
-  found: CachePages | None = dataclasses.field(
-    default=None, compare=False, repr=False
-  )
-
-  @property
-  def pages(self) -> CachePages | None:
-    """The blocks as `CachePages`; None if there are none."""
-    if self.found is not None or not any(self.blocks):
-      return self.found
-    return CachePages(self.get_block_ids())
 
   def __add__(self, other: "KVCacheBlocks") -> "KVCacheBlocks":
     """Concatenates the blocks of each group."""
@@ -99,14 +78,8 @@ class KVCacheBlocks:
     Raises:
       ValueError: there are several groups.
     """
-    if len(self.blocks) != 1:
-      raise ValueError(
-        "KVCacheBlocks must have one group, got "
-        f"{len(self.blocks)}; use get_unhashed_block_ids_all_groups."
-      )
-    return [
-      block.block_id for block in self.blocks[0] if block.block_hash is None
-    ]
+    (unhashed,) = self.get_unhashed_block_ids_all_groups()
+    return unhashed
 
   def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
     """Returns ids of blocks that are not cached now, without null blocks."""

@@ -15,9 +15,7 @@ from jaxkv._src.host.vllm.block_pool import BlockPool
 from jaxkv._src.host.vllm.blocks import KVCacheBlock
 from jaxkv._src.host.vllm.blocks import KVCacheBlocks
 from jaxkv._src.host.vllm.coordinator import KVCacheCoordinator
-from jaxkv._src.host.vllm.events import EventQueue
 from jaxkv._src.host.vllm.events import KVCacheEvent
-from jaxkv._src.host.vllm.new_blocks import NewBlocks
 
 
 class KVCacheManager:
@@ -44,10 +42,7 @@ class KVCacheManager:
       admitted.
     enable_mamba_shared_prefix_checkpoint: no effect, as in vLLM if no hit ends
       inside a block.
-    policy: "current" for the order of vLLM since 0.25; "classic" for that of
-      0.19.
     max_requests: the most requests that hold blocks at once.
-    key: the secret of the page keys; None for a random one.
 
   Attributes:
     block_pool: the pool of blocks.
@@ -55,7 +50,6 @@ class KVCacheManager:
     empty_kv_cache_blocks: no blocks, for every group.
     prefix_cache_stats: hits since the last `make_prefix_cache_stats`; None
       without `log_stats`.
-    watermark_blocks: blocks kept free when a waiting request is admitted.
     undo_log: the changes of the current call.
 
   Raises:
@@ -63,7 +57,6 @@ class KVCacheManager:
   """
 
   mamba_shared_prefix_checkpoint = False
-  retained_hit_group_ids: tuple[int, ...] = ()
 
   def __init__(
     self,
@@ -84,55 +77,47 @@ class KVCacheManager:
     watermark: float = 0.0,
     enable_mamba_shared_prefix_checkpoint: bool = False,
     *,
-    policy: str = "current",
     max_requests: int = 1024,
-    key: Any = None,
   ):
-    config.check_options(
-      num_hash_lookahead_tokens=(num_hash_lookahead_tokens, 0),
-      num_prefill_lookahead=(num_prefill_lookahead, 1),
-      dcp_world_size=(dcp_world_size, 1),
-      pcp_world_size=(pcp_world_size, 1),
-    )
+    supported = {
+      "num_hash_lookahead_tokens": (num_hash_lookahead_tokens, 0),
+      "num_prefill_lookahead": (num_prefill_lookahead, 1),
+      "dcp_world_size": (dcp_world_size, 1),
+      "pcp_world_size": (pcp_world_size, 1),
+    }
+    for name, (value, expected) in supported.items():
+      config.require(name, value, expected)
     groups = kv_cache_config.kv_cache_groups
     kinds = config.group_kinds(
       groups, max_model_len, enable_caching=enable_caching
     )
-    config.check_sizes(
-      kinds,
-      scheduler_block_size=scheduler_block_size,
-      hash_block_size=hash_block_size,
-      enable_caching=enable_caching,
-    )
-    drafts = config.draft_groups(groups, kinds, use_eagle)
-    num_blocks = kv_cache_config.num_blocks
+    if enable_caching and kinds:
+      config.check_sizes(kinds, scheduler_block_size, hash_block_size)
+    if use_eagle:
+      config.check_draft_groups(groups)
+    interval = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
     self._manager = CacheManager(
-      num_blocks,
+      kv_cache_config.num_blocks,
       kinds,
       max_model_len,
       enable_caching,
       use_eagle and enable_caching,
-      policy=policy,
-      prefix_retention_interval=config.retention(
-        kv_cache_config, kinds, scheduler_block_size, enable_caching
-      ),
+      prefix_retention_interval=interval if enable_caching else None,
       watermark=watermark,
       max_in_flight=max_in_flight_tokens,
       max_requests=max_requests,
-      key=key,
     )
     self.undo_log = self._manager.undo_log
     specs = [group.kv_cache_spec for group in groups]
-    events = None
-    if enable_kv_cache_events:
-      events = EventQueue(config.event_groups(specs), self.undo_log)
-    self._hashes = BlockHashes(self._manager, hash_block_size, events)
+    self._hashes = BlockHashes(
+      self._manager,
+      config.event_groups(specs, hash_block_size),
+      has_events=enable_kv_cache_events,
+    )
     self.block_pool = BlockPool(
       self._manager, self._hashes, hash_block_size, metrics_collector
     )
-    self.coordinator = KVCacheCoordinator(
-      self._manager, self.block_pool, specs, scheduler_block_size, drafts
-    )
+    self.coordinator = KVCacheCoordinator(self._manager, self.block_pool, specs)
     self.kv_cache_config = kv_cache_config
     self.max_model_len = max_model_len
     self.enable_caching = enable_caching
@@ -141,15 +126,15 @@ class KVCacheManager:
     self.log_stats = log_stats
     self.metrics_collector = metrics_collector
     self.num_kv_cache_groups = len(kinds)
-    self.watermark_blocks = int(watermark * num_blocks)
     self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
     self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in kinds))
-    zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
-    self._new_blocks = NewBlocks(
-      self._manager,
-      self.block_pool,
-      [zeroes and config.is_attention(spec) for spec in specs],
-    )
+    self._is_attention = [config.is_attention(spec) for spec in specs]
+    # New blocks since `take_new_block_ids`, by group.
+    self._new_ids: list[list[int]] = [[] for _ in kinds]
+    self._zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+    self._records_new = self._zeroes or metrics_collector is not None
+    # The request of the last lookup, and its hashed tokens.
+    self._lookup: tuple[str, Any] = "", None
 
   @property
   def usage(self) -> float:
@@ -196,11 +181,12 @@ class KVCacheManager:
     pages, num_tokens = self._manager.get_computed_pages(
       request, max_cache_hit_length
     )
-    blocks = self.empty_kv_cache_blocks
-    if num_tokens:
-      blocks = KVCacheBlocks(self._blocks_of(pages.pages).blocks, pages)
-      if getattr(request, "kv_cache_report_mode", "incremental") == "full":
-        self._hashes.report_hit(request, pages.pages)
+    # The allocation that follows uses the hashes again, also those of a miss.
+    self._lookup = request.request_id, pages.lookup
+    mode = getattr(request, "kv_cache_report_mode", "incremental")
+    if num_tokens and mode == "full":
+      self._hashes.report_hit(request, pages.pages)
+    blocks = self._blocks_of(pages.pages)
     return blocks, num_tokens, pages.shared_prefix_boundary
 
   def get_computed_blocks_for_connector(
@@ -247,10 +233,10 @@ class KVCacheManager:
     # without further arguments.
     if not (
       begins
-      or self._new_blocks.are_recorded
+      or self._records_new
       or external
       or num_new_computed_tokens
-      or new_computed_blocks is not None
+      or new_computed_blocks
       or delay_cache_blocks
       or num_encoder_tokens
       or full_sequence_must_fit
@@ -261,12 +247,11 @@ class KVCacheManager:
         request, num_new_tokens, 0, None, num_lookahead_tokens
       )
     else:
-      hit = None if new_computed_blocks is None else new_computed_blocks.pages
       pages = self._allocate(
         request,
-        hit,
-        None if not begins else hit.pages if hit is not None else (),
+        new_computed_blocks or self.empty_kv_cache_blocks,
         skip_zeroing_group_ids,
+        begins=begins,
         num_new_tokens=num_new_tokens,
         num_new_computed_tokens=num_new_computed_tokens,
         num_lookahead_tokens=num_lookahead_tokens,
@@ -283,28 +268,67 @@ class KVCacheManager:
   def _allocate(
     self,
     request: Any,
-    hit: CachePages | None,
-    first: Sequence[list[int]] | None,
+    blocks: KVCacheBlocks,
     skipped_groups: Sequence[int],
+    *,
+    begins: bool,
     **options: Any,
   ) -> CachePages | None:
-    """Allocates, and records the new blocks for events, zeroing and metrics.
-
-    `first` are the blocks with which the request begins; None if it runs.
-    """
-    if first is not None:
-      self._hashes.begin(first)
+    """Allocates, and records the new blocks for events, zeroing and metrics."""
+    hit = None
+    if begins or any(blocks.blocks):
+      name, lookup = self._lookup
+      lookup = lookup if name == request.request_id else None
+      hit = CachePages(blocks.get_block_ids(), lookup=lookup)
     pages = self._manager.allocate_slots(
       request, new_computed_pages=hit, **options
     )
     if pages is None:
       return None
-    if first is not None and options["num_external_computed_tokens"]:
-      self._hashes.skip_loaded(request.request_id)
-    if self._new_blocks.are_recorded:
-      name = request.request_id
-      self._new_blocks.add(name, pages.pages, first, skipped_groups)
+    if begins and options["num_external_computed_tokens"]:
+      self._hashes.begin(request.request_id)
+    if self._records_new:
+      first = hit.pages if hit is not None else None
+      self._record_new(request.request_id, pages.pages, first, skipped_groups)
     return pages
+
+  def _record_new(
+    self,
+    request_id: str,
+    new: Sequence[list[int]],
+    hit: Sequence[list[int]] | None,
+    skipped_groups: Sequence[int],
+  ) -> None:
+    """Records new blocks for zeroing and metrics.
+
+    Args:
+      request_id: the request.
+      new: its new blocks by group, without those for external tokens.
+      hit: the blocks with which it begins; None if it began before.
+      skipped_groups: groups whose blocks for external tokens others fill.
+    """
+    taken = new
+    if hit is not None:
+      tables = self._manager.get_page_ids(request_id)
+      self.block_pool.count_accessed(
+        page
+        for table, found in zip(tables, hit, strict=True)
+        for page in table
+        if page and page in found
+      )
+      taken = [
+        [page for page in table if page and page not in found]
+        for table, found in zip(tables, map(set, hit), strict=True)
+      ]
+    for group, blocks in enumerate(taken):
+      self.block_pool.count_allocated(blocks)
+      self._zero(group, new[group] if group in skipped_groups else blocks)
+
+  def _zero(self, group: int, block_ids: Sequence[int]) -> None:
+    """Adds blocks to `take_new_block_ids`, if their group is zeroed."""
+    if self._zeroes and self._is_attention[group]:
+      self.undo_log.save_length(self._new_ids[group])
+      self._new_ids[group] += block_ids
 
   @atomic
   def free(self, request: Any) -> None:
@@ -321,11 +345,7 @@ class KVCacheManager:
     """
     self._hashes.forget(request.request_id)
     pages = self._manager.pages.detach(request)
-    return [self.block_pool.blocks[number] for number in pages]
-
-  def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-    """Calls `BlockPool.free_blocks`."""
-    self.block_pool.free_blocks(ordered_blocks)
+    return self.block_pool.blocks_of(pages)
 
   def remove_skipped_blocks(
     self,
@@ -356,24 +376,9 @@ class KVCacheManager:
       self.prefix_cache_stats = stats
     return done
 
-  def can_fit_full_sequence(
-    self, request: Any, num_encoder_tokens: int = 0
-  ) -> bool:
-    """True if all tokens of a request would fit now; for vLLM 0.19."""
-    tokens = min(request.num_tokens, self.max_model_len)
-    need = self._manager.num_needed_pages(
-      request.request_id, tokens, tokens, num_encoder_tokens, capped=True
-    )
-    return need <= self.block_pool.get_num_free_blocks()
-
   def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-    """Counts a request's leading blocks that all requests hold, by group.
-
-    Always 0 unless `policy` is "classic", as in vLLM since 0.33.
-    """
-    if self._manager.config.prefix_rules == "current":
-      return [0] * self.num_kv_cache_groups
-    return self._manager.get_num_common_prefix_pages(running_request_id)
+    """Returns 0 for each group, as vLLM since 0.33."""
+    return [0] * self.num_kv_cache_groups
 
   def take_events(self) -> list[KVCacheEvent]:
     """Returns events since the last call; none unless they are enabled."""
@@ -391,18 +396,12 @@ class KVCacheManager:
     self, request_id: str, num_computed_tokens: int
   ) -> tuple[list[int], ...]:
     """Returns a request's block ids, in attention only up to these tokens."""
-    ids = self.get_block_ids(request_id)
-    return tuple(
-      column[: -(-num_computed_tokens // size)]
-      if config.holds_tokens(kind)
-      else column
-      for kind, size, column in zip(
-        self._manager.config.groups,
-        self._manager.config.page_sizes,
-        ids,
-        strict=True,
-      )
-    )
+    tables = list(self.get_block_ids(request_id))
+    for group, kind in enumerate(self._manager.config.groups):
+      if self._is_attention[group] and not kind.holds_encoder:
+        num_blocks = -(-num_computed_tokens // (kind.page_size or 1))
+        tables[group] = tables[group][:num_blocks]
+    return tuple(tables)
 
   def estimate_cached_tokens(self, request: Any) -> int:
     """Returns the tokens up to which all groups have a cached block."""
@@ -443,19 +442,25 @@ class KVCacheManager:
       )
     )
 
+  @atomic
   def take_new_block_ids(self) -> list[int]:
     """Returns the new attention blocks since the last call, for zeroing.
 
     In order of groups and allocation; empty unless
     `kv_cache_config.needs_kv_cache_zeroing`.
     """
-    return self._new_blocks.take()
+    self.undo_log.save_attribute(self, "_new_ids")
+    taken, self._new_ids = self._new_ids, [[] for _ in self._new_ids]
+    return [number for ids in taken for number in ids]
 
+  @atomic
   def record_blocks_for_zeroing(
     self, request_id: str, start_token: int
   ) -> None:
     """Adds a request's blocks from a token on to `take_new_block_ids`."""
-    self._new_blocks.add_from(request_id, start_token)
+    sizes = self._manager.config.page_sizes
+    for group, table in enumerate(self.get_block_ids(request_id)):
+      self._zero(group, table[start_token // sizes[group] :])
 
   def take_kv_cache_block_copies(
     self,
@@ -486,7 +491,4 @@ class KVCacheManager:
     """Returns blocks with these ids, or the shared object without blocks."""
     if not any(ids):
       return self.empty_kv_cache_blocks
-    blocks = self.block_pool.blocks
-    return KVCacheBlocks(
-      tuple([blocks[number] for number in column] for column in ids)
-    )
+    return KVCacheBlocks(tuple(map(self.block_pool.blocks_of, ids)))
