@@ -382,7 +382,7 @@ class TestRefusals:
 
   @pytest.mark.parametrize("interval", [8, -4])
   def test_retention(self, interval):
-    with pytest.raises(ValueError, match="prefix_retention_interval`"):
+    with pytest.raises(ValueError, match="`prefix_cache_retention_interval`"):
       manager(prefix_cache_retention_interval=interval)
 
   def test_hits_inside_a_block(self):

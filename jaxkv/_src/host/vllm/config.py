@@ -171,6 +171,37 @@ def check_sizes(
     )
 
 
+def retention(
+  kv_cache_config: Any,
+  kinds: Sequence[GroupKind],
+  scheduler_block_size: int,
+  enable_caching: bool,
+) -> int | None:
+  """Reads `prefix_cache_retention_interval` of vLLM's config.
+
+  Raises:
+    ValueError: it is not a multiple of the hit's granularity.
+  """
+  name = "prefix_cache_retention_interval"
+  interval = getattr(kv_cache_config, name, None)
+  if interval is None:
+    return None
+  if interval < 0:
+    raise ValueError(f"`{name}` must be non-negative or None, got {interval}.")
+  sparse = [isinstance(kind, SlidingWindow | Recurrent) for kind in kinds]
+  if interval and not any(sparse):
+    raise ValueError(
+      f"`{name}` must be 0 or None for a model with no sliding-window or Mamba "
+      f"group, got {interval}."
+    )
+  if interval % scheduler_block_size:
+    raise ValueError(
+      f"`{name}` must be a multiple of scheduler_block_size, "
+      f"{scheduler_block_size}, got {interval}."
+    )
+  return interval if enable_caching else None
+
+
 def check_draft_groups(groups: Sequence[Any]) -> None:
   """Raises if only some of the groups would drop their last block."""
   flagged = {bool(getattr(group, "is_eagle_group", False)) for group in groups}

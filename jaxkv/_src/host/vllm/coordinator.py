@@ -65,6 +65,7 @@ class KVCacheCoordinator:
     single_type_managers: one for each group.
     block_pool: the pool.
     enable_partial_hash_hits: False; hits end at ends of blocks.
+    retention_interval: see `CacheConfig.prefix_retention_interval`.
   """
 
   enable_partial_hash_hits = False
@@ -74,6 +75,7 @@ class KVCacheCoordinator:
   ):
     self._manager = manager
     self.block_pool = pool
+    self.retention_interval = manager.config.prefix_retention_interval
     self.single_type_managers = tuple(
       SingleTypeKVCacheManager(spec, group, manager, pool)
       for group, spec in enumerate(specs)

@@ -95,14 +95,15 @@ class KVCacheManager:
       config.check_sizes(kinds, scheduler_block_size, hash_block_size)
     if use_eagle:
       config.check_draft_groups(groups)
-    interval = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
     self._manager = CacheManager(
       kv_cache_config.num_blocks,
       kinds,
       max_model_len,
       enable_caching,
       use_eagle and enable_caching,
-      prefix_retention_interval=interval if enable_caching else None,
+      prefix_retention_interval=config.retention(
+        kv_cache_config, kinds, scheduler_block_size, enable_caching
+      ),
       watermark=watermark,
       max_in_flight=max_in_flight_tokens,
       max_requests=max_requests,
@@ -307,20 +308,20 @@ class KVCacheManager:
       hit: the blocks with which it begins; None if it began before.
       skipped_groups: groups whose blocks for external tokens others fill.
     """
-    taken = new
+    new_ids = new
     if hit is not None:
       tables = self._manager.get_page_ids(request_id)
       self.block_pool.count_accessed(
         page
-        for table, found in zip(tables, hit, strict=True)
+        for table, hit_pages in zip(tables, hit, strict=True)
         for page in table
-        if page and page in found
+        if page and page in hit_pages
       )
-      taken = [
-        [page for page in table if page and page not in found]
-        for table, found in zip(tables, map(set, hit), strict=True)
+      new_ids = [
+        [page for page in table if page and page not in hit_pages]
+        for table, hit_pages in zip(tables, map(set, hit), strict=True)
       ]
-    for group, blocks in enumerate(taken):
+    for group, blocks in enumerate(new_ids):
       self.block_pool.count_allocated(blocks)
       self._zero(group, new[group] if group in skipped_groups else blocks)
 
@@ -450,8 +451,8 @@ class KVCacheManager:
     `kv_cache_config.needs_kv_cache_zeroing`.
     """
     self.undo_log.save_attribute(self, "_new_ids")
-    taken, self._new_ids = self._new_ids, [[] for _ in self._new_ids]
-    return [number for ids in taken for number in ids]
+    new_ids, self._new_ids = self._new_ids, [[] for _ in self._new_ids]
+    return [number for ids in new_ids for number in ids]
 
   @atomic
   def record_blocks_for_zeroing(
