@@ -3,6 +3,8 @@
 import gc
 import signal
 
+import jax
+import numpy as np
 import pytest
 
 import jaxkv
@@ -139,12 +141,35 @@ def test_an_undo_that_is_interrupted():
 
 
 @pytest.mark.slow
-def test_an_interrupted_state_is_built_again():
-  """The mirror of the prefix index, which no undo follows, is made anew."""
-  for point in range(500, 9000, 850):
-    manager, _ = begun()
-    interrupted(lambda m=manager: m.state, point)
-    jaxkv.check(manager.state)
+@pytest.mark.parametrize("name", ["state", "take"])
+def test_an_interrupted_crossing(name):
+  """The next state has the prefix index of a manager without interrupts."""
+  crossings = {
+    "state": lambda manager, _: manager.state,
+    "take": lambda manager, state: manager.take(state),
+  }
+
+  def crossed(point):
+    manager, requests = begun()
+    state, _ = jaxkv.evict(manager.state, [1])
+    manager.evict_pages([2])
+    admit(manager, requests, "c")
+    left = point is None or interrupted(
+      lambda: crossings[name](manager, state), point
+    )
+    # An interrupt after the last step of a call comes too late.
+    return left, manager.holds_pages("c"), manager.state
+
+  expected = crossed(None)[-1]
+  num_points, point, left = 0, 60, True
+  while left:
+    left, is_undone, state = crossed(point)
+    jaxkv.check(state)
+    if left and is_undone:
+      jax.tree.map(np.testing.assert_array_equal, state, expected)
+      num_points += 1
+    point += 400
+  assert num_points > 9
 
 
 def test_signals():

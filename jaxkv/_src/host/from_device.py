@@ -14,8 +14,8 @@ from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.host import to_device
 from jaxkv._src.host.allocate import room_of
+from jaxkv._src.host.index_arrays import IndexArrays
 from jaxkv._src.host.index_arrays import are_cached
-from jaxkv._src.host.index_arrays import build_index
 from jaxkv._src.host.prefix_nodes import DeviceKeys
 from jaxkv._src.host.prefix_nodes import DevicePage
 from jaxkv._src.host.publish import more_nodes
@@ -70,8 +70,8 @@ def from_device(
   if host.pool.events is not None and state.events is not None:
     events = telemetry.read_log(host.pool.events, config.page_sizes)
     state.events.extend(events)
-  if state.device_keys is not None:
-    _adopt_index(state, state.device_keys, host)
+  if state.index_arrays is not None:
+    _adopt_index(state, state.index_arrays, host)
   return released
 
 
@@ -225,17 +225,16 @@ def _free_pages(host: Any) -> list[int]:
   return pages[queue.position[pages] == place].tolist()
 
 
-def _adopt_index(state: HostState, keys: DeviceKeys, host: Any) -> None:
+def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
   """Takes over the contents of pages, and the pages that are cached."""
-  # What changed on the host is lost. It is found by comparing the index that
-  # the host would build with the one that came back. Equal keys and stamps mean
-  # equal contents. The position is not compared, because an equal page may have
-  # moved to another place.
+  # The contents that pages got on the host since the last crossing are lost.
+  # For the others, equal keys and stamps mean equal contents. The position is
+  # not compared, because an equal page may have moved to another place.
   pool, index, ages = state.pool, host.pool.index, host.pool.ages
-  host_entry = build_index(state, keys).entry[:, : KEY_WORDS + 1]
-  cached = are_cached(index.entry)
-  is_same = (host_entry == index.entry[:, : KEY_WORDS + 1]).all(axis=1)
-  changed = np.flatnonzero(~is_same | (np.array(pool.is_cached) != cached))
+  before, cached = arrays.index.entry, are_cached(index.entry)
+  differs = (before != index.entry)[:, : KEY_WORDS + 1].any(axis=1)
+  differs |= arrays.are_fresh() | (np.array(pool.is_cached, bool) != cached)
+  changed = np.flatnonzero(differs)
   clock = _continued(pool.clock, index.clock)
 
   def clocks(stamps: np.ndarray) -> list[int]:
@@ -253,6 +252,8 @@ def _adopt_index(state: HostState, keys: DeviceKeys, host: Any) -> None:
     cached[changed].tolist(),
   )
   state.undo_log.replace(pool, clock=clock)
+  # Copies, because a loop may be given the memory of the state.
+  arrays.replace(jax.tree.map(np.copy, index), clock)
   if ages is not None:
     state.undo_log.replace(
       pool,

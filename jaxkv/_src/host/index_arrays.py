@@ -1,54 +1,96 @@
 """The prefix index of a manager in the form that it has on a device."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxkv._src.arrays.indexing import NOWHERE
+from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.prefix.prefix_index import BUCKET_PAGES
 from jaxkv._src.cache.prefix.prefix_index import PrefixIndex
+from jaxkv._src.host.groups import LayerGroup
+from jaxkv._src.host.page_pool import HostPool
 from jaxkv._src.host.prefix_nodes import TOKEN_BYTES
 from jaxkv._src.host.prefix_nodes import DeviceKeys
-from jaxkv._src.host.state import HostState
 
 # The columns of an entry: the words of the key, then these two.
 _STAMP, _POSITION = KEY_WORDS, KEY_WORDS + 1
 
 
-def build_index(state: HostState, keys: DeviceKeys) -> PrefixIndex:
-  """Returns the prefix index with arrays of numpy."""
-  pool, config = state.pool, state.config
-  width = max(config.page_sizes)
-  num_buckets = prefix_index.num_buckets(config.num_pages)
-  # Typed Any: the arrays are of numpy here, and of jax on a device.
-  make: Any = PrefixIndex
-  index = make(
-    buckets=np.zeros((num_buckets, BUCKET_PAGES), np.int32),
-    overflow=np.zeros((num_buckets,), np.int32),
-    entry=np.zeros((config.num_pages, _POSITION + 1), np.uint32),
-    tokens=np.zeros((config.num_pages, width), np.int32),
-    clock=np.array(pool.clock, np.int64).astype(np.uint32),
-  )
-  index.entry[:, _POSITION] = NOWHERE
-  filled = [page for page, node in enumerate(pool.content) if node is not None]
-  if not filled:
+class IndexArrays:
+  """The prefix index as it last went to a device, or came back.
+
+  The next index is a copy with changes, so Python handles only the pages that
+  changed. No array is changed in place, because an undo may need the old ones,
+  and jax can use their memory.
+
+  Attributes:
+    index: a `PrefixIndex` with arrays of numpy.
+    clock: the pool's clock at that time.
+  """
+
+  def __init__(
+    self,
+    config: CacheConfig,
+    pool: HostPool,
+    keys: DeviceKeys,
+    groups: Sequence[LayerGroup],
+  ):
+    self._pool, self._keys, self._groups = pool, keys, groups
+    num_buckets = prefix_index.num_buckets(config.num_pages)
+    # Typed Any: the arrays are of numpy here, and of jax on a device.
+    make: Any = PrefixIndex
+    self.index = make(
+      buckets=np.zeros((num_buckets, BUCKET_PAGES), np.int32),
+      overflow=np.zeros((num_buckets,), np.int32),
+      entry=np.zeros((config.num_pages, _POSITION + 1), np.uint32),
+      tokens=np.zeros((config.num_pages, max(config.page_sizes)), np.int32),
+      clock=np.zeros((), np.uint32),
+    )
+    self.index.entry[:, _POSITION] = NOWHERE
+    self.clock = 0
+
+  def update(self) -> PrefixIndex:
+    """Brings the arrays up to date and returns them."""
+    pool, index = self._pool, jax.tree.map(np.copy, self.index)
+    was_cached, is_fresh = are_cached(index.entry), self.are_fresh()
+    is_cached = np.array(pool.is_cached, bool)
+    # Before the entries are written: the old keys lead to the old buckets.
+    _remove(index, np.flatnonzero(was_cached & (is_fresh | ~is_cached)))
+    if is_fresh.any():
+      self._write(index, np.flatnonzero(is_fresh).tolist())
+    _insert(index, np.flatnonzero(is_cached & (is_fresh | ~was_cached)))
+    index.clock[...] = pool.clock % 2**32
+    self.replace(index, pool.clock)
     return index
-  keys.compute(pool.content[page] for page in filled)
-  words, rows = [], []
-  for page in filled:
-    group = pool.group[page]
-    words.append(keys.group_key(pool.content[page], group))
-    # A row has the tokens of the largest page, and zeros after a smaller one.
-    tokens = pool.content[page].last_tokens(state.groups[group].step)
-    rows.append(tokens.ljust(TOKEN_BYTES * width, b"\0"))
-  index.entry[filled, :KEY_WORDS] = words
-  stamps = np.array(pool.stamp, np.int64).astype(np.uint32)
-  index.entry[filled, _STAMP] = stamps[filled]
-  index.tokens[filled] = np.frombuffer(b"".join(rows), "<i4").reshape(-1, width)
-  _insert(index, np.flatnonzero(pool.is_cached))
-  return index
+
+  def replace(self, index: PrefixIndex, clock: int) -> None:
+    """Replaces the arrays; `clock` is the pool's clock that goes with them."""
+    self._pool.undo_log.replace(self, index=index, clock=clock)
+
+  def are_fresh(self) -> np.ndarray:
+    """Returns bool[N]: the pages that got a content since the last crossing."""
+    return np.array(self._pool.stamp, np.int64) >= self.clock
+
+  def _write(self, index: Any, pages: list[int]) -> None:
+    """Writes the keys, stamps and tokens of pages, at least one."""
+    pool, keys, rows, words = self._pool, self._keys, [], []
+    width = index.tokens.shape[1]
+    keys.compute(pool.content[page] for page in pages)
+    for page in pages:
+      content, group = pool.content[page], pool.group[page]
+      words.append(keys.group_key(content, group))
+      # A row has the tokens of the largest page, and zeros after a smaller one.
+      tokens = content.last_tokens(self._groups[group].step)
+      rows.append(tokens.ljust(TOKEN_BYTES * width, b"\0"))
+    index.entry[pages, :KEY_WORDS] = words
+    index.entry[pages, _STAMP] = [pool.stamp[page] % 2**32 for page in pages]
+    tokens = np.frombuffer(b"".join(rows), "<i4")
+    index.tokens[pages] = tokens.reshape(-1, width)
 
 
 def are_cached(entry: np.ndarray) -> np.ndarray:
@@ -56,11 +98,25 @@ def are_cached(entry: np.ndarray) -> np.ndarray:
   return entry[:, _POSITION] < NOWHERE
 
 
+def _remove(index: Any, pages: np.ndarray) -> None:
+  """Removes pages int32[X] from the buckets that they are in."""
+  keys, position = index.entry[pages, :KEY_WORDS], index.entry[pages, _POSITION]
+  bucket, place = np.divmod(position.astype(np.int64), BUCKET_PAGES)
+  index.buckets[bucket, place] = 0
+  index.entry[pages, _POSITION] = NOWHERE
+  visited = _first_bucket(index, keys)
+  # A full bucket counts in `overflow` the pages that went on to the next one.
+  # So every bucket before that of the page has counted it.
+  while (passed := visited != bucket).any():
+    keys, visited, bucket = keys[passed], visited[passed], bucket[passed]
+    np.add.at(index.overflow, visited, -1)
+    visited = _next_bucket(index, keys, visited)
+
+
 def _insert(index: Any, pages: np.ndarray) -> None:
   """Inserts pages int32[X], whose keys are in `entry`, into the buckets."""
   keys = index.entry[pages, :KEY_WORDS]
-  mask = len(index.buckets) - 1
-  bucket = (keys[:, 0] & np.uint32(mask)).astype(np.int64)
+  bucket = _first_bucket(index, keys)
   while pages.size:
     # The pages of one bucket take its empty places in order: `turn` is the rank
     # of a page in its bucket, and also that of its empty place.
@@ -77,9 +133,20 @@ def _insert(index: Any, pages: np.ndarray) -> None:
     index.entry[pages[fits], _POSITION] = (
       bucket[fits] * BUCKET_PAGES + place[fits]
     )
-    # The other pages go on to their next buckets. The number of buckets is a
-    # power of two, so an odd stride visits all.
+    # The other pages go on to their next buckets.
     np.add.at(index.overflow, bucket[~fits], 1)
     pages, keys = pages[~fits], keys[~fits]
-    stride = (keys[:, 1] | np.uint32(1)).astype(np.int64)
-    bucket = (bucket[~fits] + stride) & mask
+    bucket = _next_bucket(index, keys, bucket[~fits])
+
+
+def _first_bucket(index: Any, keys: np.ndarray) -> np.ndarray:
+  mask = np.uint32(len(index.buckets) - 1)
+  return (keys[:, 0] & mask).astype(np.int64)
+
+
+def _next_bucket(
+  index: Any, keys: np.ndarray, bucket: np.ndarray
+) -> np.ndarray:
+  # The number of buckets is a power of two, so an odd stride visits all.
+  stride = (keys[:, 1] | np.uint32(1)).astype(np.int64)
+  return (bucket + stride) & (len(index.buckets) - 1)

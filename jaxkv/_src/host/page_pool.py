@@ -60,7 +60,7 @@ class HostPool:
     queue: the free pages.
     content: the content that each page got last; None for none.
     group: the group in which each page got it.
-    stamp: the clock when each page got it.
+    stamp: the clock when each page got it; -1 for none.
     is_cached: True for pages that a lookup can find.
     clock: the number of pages that got a content, published or not.
     new: pages popped since `take_new`; None if they are not tracked.
@@ -83,7 +83,7 @@ class HostPool:
     self.queue = FreeList(range(1, num_pages), num_pages, undo_log)
     self.content: list[Any] = [None] * num_pages
     self.group = [0] * num_pages
-    self.stamp = [0] * num_pages
+    self.stamp = [-1] * num_pages
     self.is_cached = [False] * num_pages
     self.clock = 0
     self.new = [False] * num_pages if config.track_new_pages else None

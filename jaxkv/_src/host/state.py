@@ -12,6 +12,7 @@ from jaxkv._src.host.atomic import UndoLog
 from jaxkv._src.host.event_list import EventList
 from jaxkv._src.host.groups import LayerGroup
 from jaxkv._src.host.identity import salt_of
+from jaxkv._src.host.index_arrays import IndexArrays
 from jaxkv._src.host.options import Limits
 from jaxkv._src.host.page_pool import HostPool
 from jaxkv._src.host.prefix_nodes import DeviceKeys
@@ -79,6 +80,7 @@ class HostState:
     vacant: slots without pages; the last one in the list is used next.
     secret: the secret of digests and masks.
     device_keys: computes keys as the device does; None without prefix caching.
+    index_arrays: the prefix index of the device; None without prefix caching.
     events: None unless `num_events` is positive.
     statistics: the statistics since the last reading, without the ages.
     read_ages: `lifetime` and `idle` of the pool at that reading.
@@ -100,6 +102,7 @@ class HostState:
     # Slots are filled from 0 on.
     self.vacant = list(range(config.num_slots))[::-1]
     self.device_keys: DeviceKeys | None = None
+    self.index_arrays: IndexArrays | None = None
     self.events: EventList | None = None
     self.secret = b""
     # `as_secret` makes a jax array, so only a secret that is given pays for it.
@@ -109,6 +112,7 @@ class HostState:
     if config.prefix_caching:
       keys = DeviceKeys(words, config.num_groups, config.page_size)
       self.device_keys, self.secret = keys, keys.secret.tobytes()
+      self.index_arrays = IndexArrays(config, self.pool, keys, self.groups)
       if config.event_log:
         self.events = EventList(config.event_log, self.pool, keys, self.groups)
         self.pool.listeners.append(self.events)

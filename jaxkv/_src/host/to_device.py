@@ -16,7 +16,6 @@ from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.prefix.hashing import SlotHashes
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Stats
-from jaxkv._src.host.index_arrays import build_index
 from jaxkv._src.host.prefix_nodes import DeviceKeys
 from jaxkv._src.host.prefix_nodes import PrefixNode
 from jaxkv._src.host.request import content
@@ -54,8 +53,9 @@ def to_device(state: HostState) -> CacheState:
     length=length,
     secret=keys and _array(keys.secret, np.uint32),
     root=keys and _array(keys.root_key(bytes(16)), np.uint32),
-    hashes=keys and _slot_hashes(state, keys, held),
+    # The keys of all pages are computed at once, then those of slots exist.
     pool=_pool(state),
+    hashes=keys and _slot_hashes(state, keys, held),
     stats=Stats(**counts),
     epoch=_word(keys.epoch if keys else 0),
     # Errors of the host are exceptions, so none is recorded.
@@ -140,7 +140,7 @@ def tail(state: HostState, held: HeldSequence) -> np.ndarray:
 
 
 def _pool(state: HostState) -> PoolState:
-  pool, config, keys = state.pool, state.config, state.device_keys
+  pool, config, arrays = state.pool, state.config, state.index_arrays
   ages = log = None
   if pool.released is not None:
     ages = telemetry.PageAges(
@@ -158,15 +158,15 @@ def _pool(state: HostState) -> PoolState:
     unhashed_first=pool.unhashed_first,
     ref_count=_array(pool.ref_count),
     pin_count=_array(pool.pin_count),
-    queue=_queue(config, pool.queue.in_order()),
-    index=None if keys is None else build_index(state, keys),
+    queue=_queue(config, _array(pool.queue.in_order())),
+    index=None if arrays is None else arrays.update(),
     events=log,
     new=None if pool.new is None else _array(pool.new, bool),
     ages=ages,
   )
 
 
-def _queue(config: CacheConfig, pages: list[int]) -> FreeQueue:
+def _queue(config: CacheConfig, pages: np.ndarray) -> FreeQueue:
   # No entry is stale, so the queue is the ring's beginning.
   ring = _filled((free_queue.capacity(config.num_pages),))
   position = _filled((config.num_pages,), NOWHERE)
