@@ -83,10 +83,11 @@ def _decode(
   def steps(params: Any, kv: Any, tokens: jax.Array) -> jax.Array:
     def decode_step(_: Any, loop: Any) -> Any:
       kv, tokens, starts = loop
-      view = _view(table, starts, 1)
-      logits, kv = models.forward(
-        params, tokens, starts[:, None], kv, view, config=config
+      views = (_view(table, starts, 1),)
+      batch = jaxkv.kv.Batch(
+        tokens=tokens, positions=starts[:, None], views=views
       )
+      logits, kv = models.forward(params, batch, kv, config=config)
       return kv, jnp.argmax(logits, -1).astype(jnp.int32), starts + 1
 
     return jax.lax.fori_loop(0, _STEPS, decode_step, (kv, tokens, starts))[1]
@@ -105,10 +106,9 @@ def _prefill(config: models.Decoder, params: Any) -> Callable[[], Any]:
       start = number * chunk
       part = jax.lax.dynamic_slice_in_dim(prompt, start, chunk, 1)
       places = start + jnp.arange(chunk, dtype=jnp.int32)[None]
-      view = _view(table, start[None], chunk)
-      return models.forward(
-        params, part, places, kv, view, config=config, logits="none"
-      )[1]
+      views = (_view(table, start[None], chunk),)
+      batch = jaxkv.kv.Batch(tokens=part, positions=places, views=views)
+      return models.forward(params, batch, kv, config=config, logits="none")[1]
 
     kv = jax.lax.fori_loop(0, tokens // chunk, compute_chunk, kv)
     # Returns only one element, so that the pages are not copied out.

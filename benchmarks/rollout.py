@@ -95,18 +95,12 @@ def step_rows(quick: bool, rounds: int) -> Iterator[Row]:
 
 
 def stub(
-  params: jax.Array,
-  tokens: Any,
-  positions: Any,
-  kv: Any,
-  views: Any,
-  at: Any,
-  rows: Any,
-) -> tuple[jax.Array, Any]:
+  params: jax.Array, batch: jaxkv.kv.Batch, kv: Any
+) -> tuple[jax.Array, None]:
   """A model whose logits depend on positions, so that XLA computes them."""
-  del tokens, views, rows
-  position = positions[0].at[at].get(mode="clip").astype(jnp.float32)
-  return params + position[:, None] * 1e-3, kv
+  del kv  # It writes nothing.
+  position = batch.positions[0].at[batch.columns].get(mode="clip")
+  return params + position.astype(jnp.float32)[:, None] * 1e-3, None
 
 
 def step(
@@ -153,11 +147,13 @@ def decoding_state(sampling: rollout.Sampling) -> rollout.RolloutState:
   return rollout.init(
     jaxkv.init(sizes),
     jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1),
-    jnp.asarray(rng.integers(0, 2**31 - 1, (SLOTS, 4)), jnp.int32),
-    jnp.full((SLOTS,), 4, jnp.int32),
+    rollout.Requests(
+      jnp.asarray(rng.integers(0, 2**31 - 1, (SLOTS, 4)), jnp.int32),
+      jnp.full((SLOTS,), 4, jnp.int32),
+      sampling=sampling,
+    ),
     jax.random.key(0),
     rollout.RolloutConfig(max_new_tokens=longest, admissions=SLOTS),
-    sampling=sampling,
   )
 
 

@@ -17,7 +17,7 @@ from rows import at_most
 
 import jaxkv
 from jaxkv import rollout
-from jaxkv._src.rollout import packing
+from jaxkv._src.engine import schedule
 
 ROWS_A_USEFUL_ROW = 1.25
 ROOFLINE_TIME = 1.2
@@ -60,7 +60,7 @@ class Run(NamedTuple):
   @property
   def cost(self) -> int:
     """The roofline time in rows, at least `ideal.RIDGE` for each call."""
-    sizes = packing.widths(self.end.config)
+    sizes = schedule.widths(self.end.config)
     calls = np.asarray(self.end.counters.calls).tolist()
     return sum(
       count * max(self.work.slots + sum(size), ideal.RIDGE)
@@ -69,19 +69,14 @@ class Run(NamedTuple):
 
 
 def _model(
-  stops: jax.Array,
-  tokens: Any,
-  positions: Any,
-  kv: Any,
-  views: Any,
-  at: Any,
-  rows: Any,
-) -> tuple[jax.Array, Any]:
+  stops: jax.Array, batch: jaxkv.kv.Batch, kv: Any
+) -> tuple[jax.Array, None]:
   """A stub that repeats a prompt's last token until its answer ends."""
-  del views, rows
-  number = tokens[0].at[at].get(mode="clip")
-  drawn = forced_tokens(stops, number, positions[0].at[at].get(mode="clip"))
-  return jax.nn.one_hot(drawn, stops.shape[0] + 1, dtype=jnp.float32), kv
+  del kv  # It writes nothing.
+  number = batch.tokens[0].at[batch.columns].get(mode="clip")
+  position = batch.positions[0].at[batch.columns].get(mode="clip")
+  drawn = forced_tokens(stops, number, position)
+  return jax.nn.one_hot(drawn, stops.shape[0] + 1, dtype=jnp.float32), None
 
 
 def forced_tokens(stops: jax.Array, number: Any, position: Any) -> jax.Array:
@@ -132,18 +127,20 @@ def initial_state(
   return rollout.init(
     jaxkv.init(sizes_of(work, pages)),
     kv,
-    jnp.asarray(work.prompts),
-    jnp.asarray(work.lengths),
+    rollout.Requests(
+      jnp.asarray(work.prompts),
+      jnp.asarray(work.lengths),
+      sampling=rollout.Sampling(temperature=temperature),
+    ),
     jax.random.key(0),
     config,
-    sampling=rollout.Sampling(temperature=temperature),
   )
 
 
 def check_answers(work: Workload, end: rollout.RolloutState) -> None:
   """Checks that every answer has its length."""
   assert bool(rollout.is_done(end))
-  num_drawn = np.asarray(end.sequences.length - end.sequences.prompt_length)
+  num_drawn = np.asarray(end.queue.length - end.queue.prompt_length)
   assert np.array_equal(num_drawn, np.repeat(work.answers, work.samples))
 
 
@@ -169,7 +166,7 @@ def run_workload(work: Workload, pages: int, timeline: int = 0) -> Run:
 def common(name: str, run: Run) -> Iterator[Row]:
   """Yields the rows that are reported for every workload."""
   useful = run.count("generated") + run.count("prefilled")
-  stats, limit = run.end.cache.stats, run.end.config.max_overtaken
+  stats, limit = run.end.memory.cache.stats, run.end.config.max_overtaken
   hits = int(stats.hit_tokens) / max(int(stats.queried_tokens), 1)
   steps = run.count("steps")
   yield at_most(
@@ -182,7 +179,7 @@ def common(name: str, run: Run) -> Iterator[Row]:
   yield Row(name, "most pages in use", run.count("peak_pages"))
   yield Row(name, "steps", steps)
   yield Row(name, "hit rate", hits)
-  yield at_most(name, "overtaken", int(run.end.overtaken.max()), limit)
+  yield at_most(name, "overtaken", int(run.end.queue.overtaken.max()), limit)
   yield Row(name, "us a step without a model", run.seconds * 1e6 / steps)
 
 

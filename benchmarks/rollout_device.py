@@ -31,9 +31,10 @@ import rollout_ideal as ideal
 from rows import Row
 from rows import show
 
+import jaxkv
 from jaxkv import models
 from jaxkv import rollout
-from jaxkv._src.rollout import packing
+from jaxkv._src.engine import schedule
 
 MODEL = models.llama(
   vocab_size=49_152,
@@ -121,22 +122,13 @@ class Job:
     self.name = f"device, {numbers / 1e6:.1f} M"
 
   def _call(
-    self,
-    inputs: Any,
-    tokens: Any,
-    positions: Any,
-    kv: Any,
-    views: Any,
-    at: Any,
-    rows: Any,
+    self, inputs: Any, batch: jaxkv.kv.Batch, kv: Any
   ) -> tuple[jax.Array, Any]:
     """Calls the model, with logits that force `counts.forced_tokens`."""
     params, stops = inputs
-    logits, kv = models.forward(
-      params, tokens, positions, kv, views, at, rows, config=self.model
-    )
-    number = tokens[0].at[at].get(mode="clip")
-    place = positions[0].at[at].get(mode="clip")
+    logits, kv = models.forward(params, batch, kv, config=self.model)
+    number = batch.tokens[0].at[batch.columns].get(mode="clip")
+    place = batch.positions[0].at[batch.columns].get(mode="clip")
     drawn = counts.forced_tokens(stops, number, place)
     forced = jax.nn.one_hot(drawn, logits.shape[1], dtype=logits.dtype)
     return logits + forced * _FORCE, kv
@@ -159,9 +151,9 @@ class Job:
   def steps(self) -> list[Row]:
     """Times single steps, by number of columns."""
     state = self._initial_state()
-    widths = packing.widths(state.config)
+    widths = schedule.widths(state.config)
     before = np.asarray(state.counters.calls)
-    samples: dict[packing.Width, list[float]] = {size: [] for size in widths}
+    samples: dict[schedule.Width, list[float]] = {size: [] for size in widths}
     for _ in range(self._single_steps):
       seconds, state = self._run(state, 1)
       calls = np.asarray(state.counters.calls)

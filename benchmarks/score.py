@@ -86,7 +86,7 @@ def _groups(size: Size, ones: bool) -> tuple[jax.Array, ...]:
   )
 
 
-def _empty_state(size: Size, shares: bool) -> rollout.ScoreState:
+def _empty_state(size: Size, shares: bool) -> rollout.Memory:
   pages = -(-(size.prompt + size.completion) // _PAGE)
   sizes = jaxkv.CacheConfig(
     num_pages=(_SAMPLES + 1) * pages,
@@ -96,7 +96,7 @@ def _empty_state(size: Size, shares: bool) -> rollout.ScoreState:
     prefix_caching=shares,
   )
   cache = jaxkv.init(sizes, jax.random.key(0))
-  return rollout.ScoreState(cache=cache, kv=models.init_kv(_MODEL, sizes))
+  return rollout.Memory(cache=cache, kv=models.init_kv(_MODEL, sizes))
 
 
 class _Score:

@@ -21,12 +21,44 @@ the letters of array shapes.
 | `init_expert_ids` | makes empty pages of expert ids |
 | `write_expert_ids`, `read_expert_ids` | write and read expert ids |
 | `check` | checks that the memory has the pages of a cache |
+| `plan_layers` | divides the layers of a model into groups by their windows |
+
+| type | purpose |
+|---|---|
+| `View`, `PackedView`, `FreshView` | what a call reads of the cache's state |
+| `Batch` | the tokens of one call of a model, and their views |
+| `LayerPlan`, `LayerMemory` | layers of a model, and their memory in a call |
+| `KVPages`, `StatePages`, `ExpertIdPages` | pools of pages |
+| `Pools` | a pool or a tuple of pools |
 
 All functions are pure and donate nothing. Writes are in place if you donate the
 pages to your own `jit`, or carry them through a loop.
 
 An old cache state is valid with the pages of that time. With later pages it is
 valid until another sequence gets a page that the old state holds or has cached.
+
+Models in plain JAX. A model is a function of its weights, a `Batch` and the
+memory, and returns logits and the new memory. `plan_layers` divides its layers
+into groups of the cache. In a call, a `LayerMemory` gives each layer its view
+and its part of the pages:
+
+  plan = jaxkv.kv.plan_layers((512, 512, None))  # the window of each layer
+  sizes = plan.cache_config(
+    num_pages=64, page_size=16, num_slots=4, pages_per_slot=8
+  )
+  kv = plan.init_kv(sizes, num_kv_heads=2, head_dim=64)
+
+  def model(params, batch, kv):
+    memory = jaxkv.kv.LayerMemory(plan, batch, kv)
+    x = params["embed"][batch.tokens]
+    for layer in params["layers"]:
+      q, k, v = heads_of(layer, x, batch.positions)
+      x += project(layer, memory.attend(q, k, v))
+    return memory.logits(memory.pick(x) @ params["output"]), memory.kv
+
+`jaxkv.rollout.generate(params, state, model=model)` calls it in each step, with
+the tokens of all sequences in one row, and `batch.rows` names the sequence of
+each token. The decoders of `jaxkv.models` have the same signature.
 
 Shared prefixes. The page tables of several rows can begin with the same pages,
 for example after a fork. `share` lets `attend` read such pages once:
@@ -102,12 +134,16 @@ int8. The last three have a scale for each token and head.
 
 from jaxkv._src.kv.attend import attend
 from jaxkv._src.kv.attend import attend_with_lse
+from jaxkv._src.kv.batch import Batch
 from jaxkv._src.kv.check import check
 from jaxkv._src.kv.decode_plan import plan_decode
 from jaxkv._src.kv.expert_ids import ExpertIdPages
 from jaxkv._src.kv.expert_ids import init_expert_ids
 from jaxkv._src.kv.expert_ids import read_expert_ids
 from jaxkv._src.kv.expert_ids import write_expert_ids
+from jaxkv._src.kv.layer_memory import LayerMemory
+from jaxkv._src.kv.layer_memory import LayerPlan
+from jaxkv._src.kv.layer_memory import plan_layers
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.memory import gather
 from jaxkv._src.kv.memory import init
@@ -125,9 +161,12 @@ from jaxkv._src.kv.view import View
 from jaxkv._src.kv.write import write
 
 __all__ = [
+  "Batch",
   "ExpertIdPages",
   "FreshView",
   "KVPages",
+  "LayerMemory",
+  "LayerPlan",
   "PackedView",
   "Pools",
   "StatePages",
@@ -141,6 +180,7 @@ __all__ = [
   "init_expert_ids",
   "init_states",
   "plan_decode",
+  "plan_layers",
   "read_expert_ids",
   "read_state",
   "refresh_shared",

@@ -32,7 +32,8 @@ One step, which computes a chunk of a prompt or decodes:
     jaxkv.view(cache, group=group, num_tokens=num_tokens)
     for group in range(len(cache.config.groups))
   )
-  logits, kv = forward(params, tokens, positions, kv, views, config=config)
+  batch = jaxkv.kv.Batch(tokens=tokens, positions=positions, views=views)
+  logits, kv = forward(params, batch, kv, config=config)
   cache, _ = jaxkv.commit(cache, tokens, num_tokens)
 
 Exact numerics: with `dataclasses.replace(config, numerics="exact")`, the logits

@@ -20,10 +20,7 @@ prompts.
 
 The same loss, with each prompt computed once per group:
 
-  out = rollout.grouped(
-    rollout.generated(state), num_samples=8, prompt_columns=P,
-    completion_columns=R,
-  )
+  out = rollout.grouped(rollout.generated(state))
   advantages = advantages.reshape(out.mask.shape[:2])
 
   def loss(params):

@@ -6,6 +6,7 @@ Functions of a rollout's state:
 |---|---|
 | `init` | makes the state of a rollout of prompts |
 | `generate` | runs the loop until all sequences have ended, or to a limit |
+| `generate_texts` | continues a list of texts in one call |
 | `is_done` | reports whether all sequences have ended |
 | `submit`, `harvest` | add prompts, and remove finished sequences |
 | `extend` | appends tokens of a tool or a user and resumes sequences |
@@ -31,15 +32,17 @@ Types:
 | type | purpose |
 |---|---|
 | `RolloutConfig` | static options |
+| `Requests` | prompts and their settings, for `init` and `submit` |
 | `Sampling`, `LogitBias` | settings of each sequence |
 | `Model`, `Process`, `Draft`, `Rows` | your functions, and their arguments |
 | `Guide`, `GuideState`, `Grammar` | constrained generation |
-| `StopStrings`, `TokenBytes` | arguments of `init` |
+| `StopStrings`, `TokenBytes` | fields of `Sampling`, and their vocabulary |
 | `Until` | a limit for `generate` |
-| `RolloutState`, `Sequences`, `Records`, `Counters` | the state and its parts |
+| `RolloutState` | the state: a queue, slots and memory |
+| `Queue`, `Slots`, `Memory`, `Records`, `Counters` | its parts |
 | `SequenceStatus`, `Finish` | the status of a sequence; the reason of its end |
 | `Submitted`, `Harvested`, `Generated`, `Grouped` | results |
-| `Scored`, `ScoreState` | the result of `score`, and a cache for such calls |
+| `Scored`, `Texts` | the results of `score` and `generate_texts` |
 | `Timeline`, `Span` | the result of `timeline` |
 
 `submit`, `harvest`, `extend`, `abort` and `requeue` return the new state and an
@@ -55,6 +58,47 @@ FOLDER)`, it takes about 2 s in a later process.
 `help(jaxkv.rollout.devices)` explains rollouts on several devices, and saving.
 """
 
+from jaxkv._src.engine import devices
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.counters import Counters
+from jaxkv._src.engine.generate import generate
+from jaxkv._src.engine.hooks import Draft
+from jaxkv._src.engine.hooks import Process
+from jaxkv._src.engine.hooks import Rows
+from jaxkv._src.engine.invariants import check
+from jaxkv._src.engine.invariants import check_invariants
+from jaxkv._src.engine.memory import Memory
+from jaxkv._src.engine.model_call import Model
+from jaxkv._src.engine.model_call import all_logits
+from jaxkv._src.engine.queue import Finish
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue import Records
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.requests import Requests
+from jaxkv._src.engine.results.generated import Generated
+from jaxkv._src.engine.results.generated import Harvested
+from jaxkv._src.engine.results.generated import generated
+from jaxkv._src.engine.results.generated import harvest
+from jaxkv._src.engine.results.grouped import Grouped
+from jaxkv._src.engine.results.grouped import grouped
+from jaxkv._src.engine.results.scored import Scored
+from jaxkv._src.engine.score import score
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import init
+from jaxkv._src.engine.state import is_done
+from jaxkv._src.engine.texts import Texts
+from jaxkv._src.engine.texts import generate_texts
+from jaxkv._src.engine.timeline import Span
+from jaxkv._src.engine.timeline import Timeline
+from jaxkv._src.engine.timeline import timeline
+from jaxkv._src.engine.until import Until
+from jaxkv._src.engine.verbs.abort import abort
+from jaxkv._src.engine.verbs.abort import requeue
+from jaxkv._src.engine.verbs.extend import extend
+from jaxkv._src.engine.verbs.submit import Submitted
+from jaxkv._src.engine.verbs.submit import submit
+from jaxkv._src.engine.verbs.update_weights import update_weights
 from jaxkv._src.guides.grammars import Grammar
 from jaxkv._src.guides.guide import Guide
 from jaxkv._src.guides.guide import GuideState
@@ -65,43 +109,6 @@ from jaxkv._src.guides.stop_strings import StopStrings
 from jaxkv._src.guides.stop_strings import stop_strings
 from jaxkv._src.guides.token_bytes import TokenBytes
 from jaxkv._src.guides.token_bytes import token_bytes
-from jaxkv._src.rollout import devices
-from jaxkv._src.rollout.config import RolloutConfig
-from jaxkv._src.rollout.drafts import Draft
-from jaxkv._src.rollout.grouped import Grouped
-from jaxkv._src.rollout.grouped import grouped
-from jaxkv._src.rollout.invariants import check
-from jaxkv._src.rollout.invariants import check_invariants
-from jaxkv._src.rollout.loop import generate
-from jaxkv._src.rollout.model import Model
-from jaxkv._src.rollout.model import all_logits
-from jaxkv._src.rollout.rows import Process
-from jaxkv._src.rollout.rows import Rows
-from jaxkv._src.rollout.scoring.score import score
-from jaxkv._src.rollout.scoring.scored import Scored
-from jaxkv._src.rollout.scoring.scored import ScoreState
-from jaxkv._src.rollout.sequences import Finish
-from jaxkv._src.rollout.sequences import Records
-from jaxkv._src.rollout.sequences import Sequences
-from jaxkv._src.rollout.sequences import SequenceStatus
-from jaxkv._src.rollout.state import Counters
-from jaxkv._src.rollout.state import RolloutState
-from jaxkv._src.rollout.state import init
-from jaxkv._src.rollout.state import is_done
-from jaxkv._src.rollout.timeline import Span
-from jaxkv._src.rollout.timeline import Timeline
-from jaxkv._src.rollout.timeline import timeline
-from jaxkv._src.rollout.until import Until
-from jaxkv._src.rollout.verbs.abort import abort
-from jaxkv._src.rollout.verbs.abort import requeue
-from jaxkv._src.rollout.verbs.extend import extend
-from jaxkv._src.rollout.verbs.harvest import Generated
-from jaxkv._src.rollout.verbs.harvest import Harvested
-from jaxkv._src.rollout.verbs.harvest import generated
-from jaxkv._src.rollout.verbs.harvest import harvest
-from jaxkv._src.rollout.verbs.submit import Submitted
-from jaxkv._src.rollout.verbs.submit import submit
-from jaxkv._src.rollout.verbs.update_weights import update_weights
 from jaxkv._src.sampling.settings import LogitBias
 from jaxkv._src.sampling.settings import Sampling
 
@@ -116,20 +123,23 @@ __all__ = [
   "GuideState",
   "Harvested",
   "LogitBias",
+  "Memory",
   "Model",
   "Process",
+  "Queue",
   "Records",
+  "Requests",
   "RolloutConfig",
   "RolloutState",
   "Rows",
   "Sampling",
-  "ScoreState",
   "Scored",
   "SequenceStatus",
-  "Sequences",
+  "Slots",
   "Span",
   "StopStrings",
   "Submitted",
+  "Texts",
   "Timeline",
   "TokenBytes",
   "Until",
@@ -140,6 +150,7 @@ __all__ = [
   "devices",
   "extend",
   "generate",
+  "generate_texts",
   "generated",
   "grouped",
   "guide",

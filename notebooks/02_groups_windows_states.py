@@ -112,13 +112,15 @@ assert found.tolist() == [24, 28]
 kv = jaxkv.kv.init(config, num_layers=1, num_kv_heads=2, head_dim=8)
 state, _ = jaxkv.allocate(jaxkv.init(config), [3, 3])
 x = jnp.ones((2, 3, 2, 8), jnp.bfloat16)
-for group in range(config.num_groups):
+for group, window in enumerate((None, 8)):
   view = jaxkv.view(state, group=group, num_tokens=[3, 3])
   kv = jaxkv.kv.write(kv, view, 0, x, x)
-  assert jaxkv.kv.attend(kv, view, 0, x).shape == x.shape
+  options = jaxkv.kernels.AttentionOptions(window=window)
+  assert jaxkv.kv.attend(kv, view, 0, x, options=options).shape == x.shape
 
 # %% [markdown]
-# A layer with a window passes its size to `attend`: `attend(..., window=8)`.
+# A layer with a window passes its size in the options. `attend` refuses a window
+# that is not the one of the view's group.
 #
 # ## Chunks
 #

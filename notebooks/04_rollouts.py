@@ -39,10 +39,11 @@ from jaxkv import rollout
 # %% [markdown]
 # ## A model
 #
-# A model is a function of packed tokens: one call has the tokens of all decoding
-# sequences and of some prompts. It stores their keys and values through `views`,
-# attends, and returns the logits of the requested columns.
-# `functools.partial(jaxkv.models.forward, config=...)` is such a model.
+# A model is a function of a batch of packed tokens: one call has the tokens of
+# all decoding sequences and of some prompts. It stores their keys and values
+# through `batch.views`, attends, and returns the logits of `batch.columns` and
+# the new memory. `functools.partial(jaxkv.models.forward, config=...)` is such a
+# model, and `help(jaxkv.kv.LayerMemory)` shows one in plain JAX.
 #
 # Here a table of next tokens is enough. A token is a number and the model counts
 # down from it: 20 is followed by 20, 19 or 17, on average by 19. The stop token
@@ -57,9 +58,9 @@ for step, chance in ((0, 0.4), (1, 0.4), (3, 0.2)):
 table = jnp.asarray(np.log(chances), jnp.float32)
 
 
-def model(table, tokens, positions, kv, views, columns, rows):
-  del positions, views, rows  # A table needs no keys and values.
-  return table[tokens[0].at[columns].get(mode="clip")], kv
+def model(table, batch, kv):
+  del kv  # A table needs no keys and values, so it returns no memory.
+  return table[batch.tokens[0].at[batch.columns].get(mode="clip")], None
 
 
 # %% [markdown]
@@ -85,8 +86,9 @@ print("tokens of the prompts:", lengths)
 # %% [markdown]
 # ## Run it
 #
-# A cache of 8 slots serves the queue. `rollout.init` makes the state and
-# `rollout.generate` runs it. It returns when all sequences have ended.
+# A cache of 8 slots serves the queue. `rollout.Requests` holds the prompts and
+# their settings, `rollout.init` makes the state and `rollout.generate` runs it. It
+# returns when all sequences have ended.
 
 # %%
 config = rollout.RolloutConfig(
@@ -106,12 +108,14 @@ def begin(num_pages, priority=0):
   return rollout.init(
     jaxkv.init(sizes),
     jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1),
-    prompts,
-    lengths,
+    rollout.Requests(
+      prompts,
+      lengths,
+      sampling=rollout.Sampling(temperature=1.0),
+      priority=np.broadcast_to(priority, (48,)),
+    ),
     jax.random.key(1),
     config,
-    sampling=rollout.Sampling(temperature=1.0),
-    priority=np.broadcast_to(priority, (48,)),
   )
 
 
@@ -119,7 +123,7 @@ def begin(num_pages, priority=0):
 generate = jax.jit(functools.partial(rollout.generate, model=model))
 good = generate(table, begin(128))
 assert rollout.is_done(good)
-answers = good.sequences.length - good.sequences.prompt_length
+answers = good.queue.length - good.queue.prompt_length
 print(answers.reshape(12, 4))
 
 # %% [markdown]
@@ -210,7 +214,7 @@ print(
 
 # %%
 small = generate(table, begin(26))
-assert (small.sequences.tokens == good.sequences.tokens).all()
+assert (small.queue.tokens == good.queue.tokens).all()
 assert int(small.counters.preempted) > 0 == int(good.counters.preempted)
 show(good=good, small_pool=small)
 rollout.timeline(small)
@@ -228,11 +232,11 @@ rollout.timeline(small)
 
 # %%
 arrival = generate(table, begin(26, priority=np.arange(48)))
-assert (arrival.sequences.tokens == good.sequences.tokens).all()
+assert (arrival.queue.tokens == good.queue.tokens).all()
 assert int(arrival.counters.prefilled) > 1.3 * int(small.counters.prefilled)
 show(small_pool=small, by_arrival=arrival)
 for title, state in (("cached first", small), ("by arrival", arrival)):
-  stats = jaxkv.stats(state.cache)
+  stats = jaxkv.stats(state.memory.cache)
   print(f"{title}: {stats.hit_tokens / stats.queried_tokens:.0%} hit")
 rollout.timeline(arrival)
 
@@ -246,7 +250,7 @@ rollout.timeline(arrival)
 
 # %%
 longest = generate(table, begin(128, priority=-np.repeat(expected, 4)))
-assert (longest.sequences.tokens == good.sequences.tokens).all()
+assert (longest.queue.tokens == good.queue.tokens).all()
 assert int(longest.counters.steps) < 0.9 * int(good.counters.steps)
 show(good=good, longest_first=longest)
 rollout.timeline(longest)
@@ -255,21 +259,22 @@ rollout.timeline(longest)
 # ## Pause
 #
 # With `until` the loop stops early: after some steps, or when some sequences
-# have ended. The state is a value: it holds the queue, the answers so far, the
-# cache and the K/V memory. It can be kept, looked at and resumed, and the end is
+# have ended. The state is a value of three parts: `queue` has the sequences and
+# their answers so far, `slots` says which of them run where, and `memory` is the
+# cache and its K/V pages. It can be kept, looked at and resumed, and the end is
 # the same as without a pause.
 
 # %%
 paused = generate(table, begin(128), rollout.Until(steps=60))
-status = paused.sequences.status
+status = paused.queue.status
 for kind in rollout.SequenceStatus:
   print(kind.name, int((status == kind).sum()))
-jaxkv.check(paused.cache)
+jaxkv.check(paused.memory.cache)
 rollout.timeline(paused)
 
 # %%
 end = generate(table, paused)
-chex.assert_trees_all_equal(end.sequences.tokens, good.sequences.tokens)
+chex.assert_trees_all_equal(end.queue.tokens, good.queue.tokens)
 chex.assert_trees_all_equal(end.counters, good.counters)
 
 # %% [markdown]
@@ -278,9 +283,10 @@ chex.assert_trees_all_equal(end.counters, good.counters)
 
 # %%
 sampling = rollout.Sampling(temperature=jnp.zeros(48))
-greedy = generate(table, dataclasses.replace(paused, sampling=sampling))
+queue = dataclasses.replace(paused.queue, sampling=sampling)
+greedy = generate(table, dataclasses.replace(paused, queue=queue))
 done = status == rollout.SequenceStatus.DONE
-same = (greedy.sequences.tokens == good.sequences.tokens).all(axis=1)
+same = (greedy.queue.tokens == good.queue.tokens).all(axis=1)
 assert same[done].all() and not same.all()
 show(good=good, greedy=greedy)
 

@@ -98,7 +98,7 @@ print(
 # ## Sixteen conversations in four slots
 #
 # A prompt names a target and the number to begin with. `max_new_tokens` is for
-# one turn, `max_length` for all turns together. `user` is data that the loop
+# one turn, `max_length` for all turns together. `extra` is data that the loop
 # carries for each sequence. Here it is the guide's state.
 
 # %%
@@ -124,10 +124,11 @@ def begin():
   return rollout.init(
     jaxkv.init(sizes),
     models.init_kv(decoder, sizes),
-    *encode(prompts[:16]),
+    rollout.Requests(
+      *encode(prompts[:16]), extra=keys.init(16, max_tokens=LIMIT)
+    ),
     jax.random.key(1),
     config,
-    user=keys.init(16, max_tokens=LIMIT),
   )
 
 
@@ -374,11 +375,11 @@ def serve(state, waiting):
     ids = np.where(done.valid, done.ids, -1).tolist()
     results |= dict(zip(ids, texts_of(done), strict=True))
     # Two at a time, in one shape, so that `submit` is compiled once.
+    requests = rollout.Requests(
+      *encode([*waiting, "-", "-"][:2]), extra=keys.init(2, max_tokens=LIMIT)
+    )
     state, put = rollout.submit(
-      state,
-      *encode([*waiting, "-", "-"][:2]),
-      mask=np.arange(2) < len(waiting),
-      user=keys.init(2, max_tokens=LIMIT),
+      state, requests, mask=np.arange(2) < len(waiting)
     )
     waiting = waiting[int(put.ok.sum()) :]
   del results[-1]
@@ -448,10 +449,8 @@ for version, weights in enumerate((params, new_params)):
 
 # %%
 paused = run(params, begin(), steps=5)
-running = np.flatnonzero(
-  paused.sequences.status == rollout.SequenceStatus.RUNNING
-)
-left, outcome = rollout.abort(paused, paused.sequences.ids[running])
+running = np.flatnonzero(paused.queue.status == rollout.SequenceStatus.RUNNING)
+left, outcome = rollout.abort(paused, paused.queue.ids[running])
 assert outcome.ok.all()
 out, texts = read(run(params, left))
 undisturbed = read(first)[1]
@@ -484,12 +483,11 @@ calls = rollout.guide(grammar, tokens, stop_token=EQUALS)
 state = rollout.init(
   jaxkv.init(sizes),
   models.init_kv(decoder, sizes),
-  *encode(prompts[:4]),
+  rollout.Requests(*encode(prompts[:4]), extra=calls.init(4, max_tokens=40)),
   jax.random.key(2),
   rollout.RolloutConfig(
     max_new_tokens=40, max_length=80, stop_token=EQUALS, prefill_chunk=32
   ),
-  user=calls.init(4, max_tokens=40),
 )
 out, texts = read(generate(params, calls, state, rollout.Until()))
 for row, text in enumerate(texts):

@@ -254,15 +254,17 @@ def begin(cache, kv, temperatures):
   return rollout.init(
     cache,
     kv,
-    prompts,
-    lengths,
+    rollout.Requests(
+      prompts,
+      lengths,
+      sampling=rollout.Sampling(
+        temperature=np.tile(temperatures, len(QUESTIONS)),
+        stop_tokens=list(model.stop_tokens),
+      ),
+    ),
     jax.random.key(0),
     rollout.RolloutConfig(
       num_samples=SAMPLES, max_new_tokens=NEW, raw_log_probs=True, timeline=256
-    ),
-    sampling=rollout.Sampling(
-      temperature=np.tile(temperatures, len(QUESTIONS)),
-      stop_tokens=list(model.stop_tokens),
     ),
     version=0,
   )
@@ -311,7 +313,7 @@ rollout.timeline(state)
 # nothing is compiled again.
 
 # %%
-again = begin(state.cache, state.kv, [0.0, 0.2, 0.7, 1.2])
+again = begin(state.memory.cache, state.memory.kv, [0.0, 0.2, 0.7, 1.2])
 again = generate(model.params, again)
 print(f"computed this time: {int(again.counters.prefilled)}")
 assert int(again.counters.prefilled) < len(QUESTIONS) * PAGE

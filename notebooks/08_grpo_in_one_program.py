@@ -69,7 +69,6 @@ OPTIONS = rollout.RolloutConfig(
   window=PROMPTS * SAMPLES,
   max_overtaken=PROMPTS * SAMPLES,
 )
-COLUMNS = {"prompt_columns": TOKENS, "completion_columns": TOKENS}
 ADAM = optax.adam(2e-3)
 
 
@@ -87,13 +86,12 @@ def draw(params, cache, kv, key, model):
   """Draws prompts and answers; returns the final state and the answers."""
   ask, answer = jax.random.split(key)
   prompts = jax.random.randint(ask, (PROMPTS, TOKENS), 0, VOCABULARY, jnp.int32)
-  lengths = jnp.full((PROMPTS,), TOKENS, jnp.int32)
+  requests = rollout.Requests(prompts, jnp.full((PROMPTS,), TOKENS, jnp.int32))
   options = dataclasses.replace(OPTIONS, numerics=model.numerics)
-  state = rollout.init(cache, kv, prompts, lengths, answer, options)
+  state = rollout.init(cache, kv, requests, answer, options)
   forward = functools.partial(models.forward, config=model)
   state = rollout.generate(params, state, model=forward)
-  out = rollout.generated(state)
-  return state, rollout.grouped(out, num_samples=SAMPLES, **COLUMNS)
+  return state, rollout.grouped(rollout.generated(state))
 
 
 def log_probs(params, drawn, model):
@@ -137,7 +135,7 @@ def grpo_round(params, moments, cache, kv, key, model):
   params, moments, figures = train(params, moments, drawn, old, model)
   state = rollout.update_weights(state)
   figures |= {"counters": state.counters}
-  return (params, moments, state.cache, state.kv), figures
+  return (params, moments, state.memory.cache, state.memory.kv), figures
 
 
 # %% [markdown]
@@ -258,7 +256,7 @@ def late_round(params, moments, cache, kv, drawn, key):
   params, moments, figures = train(params, moments, drawn, now, EXACT, weights)
   state = rollout.update_weights(state)
   figures |= {"lag": jnp.where(drawn.mask, lag, 0).max(), "weights": weights}
-  return (params, moments, state.cache, state.kv, new), figures
+  return (params, moments, state.memory.cache, state.memory.kv, new), figures
 
 
 # %% [markdown]

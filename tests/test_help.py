@@ -103,8 +103,7 @@ def test_profiles_name_verbs_steps_and_layers():
   state = rollout.init(
     jaxkv.init(sizes),
     models.init_kv(decoder, sizes),
-    jnp.ones((2, 3), jnp.int32),
-    jnp.full((2,), 3, jnp.int32),
+    rollout.Requests(jnp.ones((2, 3), jnp.int32), jnp.full((2,), 3, jnp.int32)),
     jax.random.key(0),
     rollout.RolloutConfig(max_new_tokens=2),
   )

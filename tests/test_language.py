@@ -37,8 +37,6 @@ _MIN_COMMENTS = {
   "kernels": 0.05,
   "jaxkv": 0.04,
 }
-# They are being written anew, and get their language then.
-_LATER = ("jaxkv/_src/rollout",)
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -46,9 +44,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 def _sources(folder: str) -> Iterator[tuple[str, str]]:
   """Paths from the root, and texts."""
   for path in sorted((_ROOT / folder).rglob("*.py")):
-    name = path.relative_to(_ROOT).as_posix()
-    if not name.startswith(_LATER):
-      yield name, path.read_text("utf-8")
+    yield path.relative_to(_ROOT).as_posix(), path.read_text("utf-8")
 
 
 def _library() -> Iterator[tuple[str, ast.Module]]:

@@ -29,10 +29,10 @@ _LAYERS = (
     "jaxkv.telemetry",
   ),
   (
+    "jaxkv._src.engine",
     "jaxkv._src.host",
     "jaxkv._src.models",
     "jaxkv._src.rl",
-    "jaxkv._src.rollout",
   ),
   ("jaxkv._src.guides", "jaxkv._src.kv", "jaxkv._src.sampling"),
   ("jaxkv._src.exact", "jaxkv._src.show"),

@@ -21,15 +21,17 @@ runs in `jaxkv.rollout.generate`. For the Qwen3 of tunix:
     num_kv_heads=model_config.num_kv_heads, head_dim=model_config.head_dim,
   )
 
-`decoder.model` is a `jaxkv.rollout.Model`. Its first argument is
-`decoder.params`, or a tree of other weights with the same structure.
+`memory` is a `jaxkv.kv.LayerMemory`, as a model in plain JAX uses it too.
+`decoder.model` is a `jaxkv.rollout.Model`: it takes weights, a `jaxkv.kv.Batch`
+and the pages. The weights are `decoder.params`, or a tree of other weights with
+the same structure.
 
   sizes = decoder.cache_config(
     num_pages=64, page_size=16, num_slots=4, pages_per_slot=8
   )
   state = rollout.init(
-    jaxkv.init(sizes), decoder.init_kv(sizes), prompts, lengths, key,
-    rollout_config,
+    jaxkv.init(sizes), decoder.init_kv(sizes),
+    rollout.Requests(prompts, lengths), key, rollout_config,
   )
   state = rollout.generate(decoder.params, state, model=decoder.model)
 
@@ -40,7 +42,7 @@ runs in `jaxkv.rollout.generate`. For the Qwen3 of tunix:
 | soft caps, sinks, a query scale    | arguments of `attend`                   |
 | logits of the needed tokens only   | `memory.pick` before the output layer   |
 | LoRA as variables of the module    | yes, as part of `params`                |
-| data of a sequence, like an adapter| `memory.rows.user`, for each token      |
+| data of a sequence, like an adapter| `memory.batch.rows.extra`               |
 | `nnx.remat` around the attention   | list the wrapped method in `methods` too|
 | `nnx.scan` over layers             | no, layers must be traced one by one    |
 | layers with other K/V heads, MLA   | no                                      |
@@ -49,21 +51,19 @@ runs in `jaxkv.rollout.generate`. For the Qwen3 of tunix:
 `jaxkv.integrations.tunix.paged_module_of` adapts tunix's own models.
 """
 
-from jaxkv._src.integrations.layer_memory import LayerMemory
-from jaxkv._src.integrations.layer_memory import LayerPlan
-from jaxkv._src.integrations.layer_memory import plan_layers
 from jaxkv._src.integrations.paged_module import PagedModule
 from jaxkv._src.integrations.paged_module import Replaced
-from jaxkv._src.integrations.paged_module import Replacement
 from jaxkv._src.integrations.paged_module import bind
 from jaxkv._src.integrations.paged_module import paged_module
+from jaxkv.kv import LayerMemory
+from jaxkv.kv import LayerPlan
+from jaxkv.kv import plan_layers
 
 __all__ = [
   "LayerMemory",
   "LayerPlan",
   "PagedModule",
   "Replaced",
-  "Replacement",
   "bind",
   "paged_module",
   "plan_layers",

@@ -57,9 +57,9 @@ class TestProgram:
     """Neither for weights and rounds, nor for prompts and their answers."""
     given = {}
 
-    def spy(cache, kv, prompts, lengths, key, config):
-      del cache, kv, lengths, config
-      given.update(prompts=prompts, key=key)
+    def spy(cache, kv, requests, key, config):
+      del cache, kv, config
+      given.update(prompts=requests.tokens, key=key)
       raise InterruptedError
 
     model, key = grpo.decoder("exact"), jax.random.key(0)

@@ -33,58 +33,58 @@ def _guide(grammars, stop_token=_END):
   return rollout.guide(grammars, rollout.token_bytes(_TOKENS), stop_token)
 
 
-def _step(guide, user, counts, last, logits=None):
+def _step(guide, extra, counts, last, logits=None):
   """The tokens allowed in each row, and the states."""
   counts = jnp.asarray(counts, jnp.int32)
   if logits is None:
     logits = jnp.zeros((counts.shape[0], len(_TOKENS)))
   rows = DrawnRows(counts, jnp.asarray(last, jnp.int32))
-  logits, user = jax.jit(rollout.Guide.process)(guide, logits, rows, user)
+  logits, extra = jax.jit(rollout.Guide.process)(guide, logits, rows, extra)
   allowed = np.asarray(logits) > -np.inf
-  return [np.flatnonzero(row).tolist() for row in allowed], user
+  return [np.flatnonzero(row).tolist() for row in allowed], extra
 
 
 class TestByHand:
   def test_a_text_from_its_first_token_to_its_last(self):
     guide = _guide("ab*c")
-    user = guide.init(1)
-    allowed, user = _step(guide, user, [0], [_BA])
+    extra = guide.init(1)
+    allowed, extra = _step(guide, extra, [0], [_BA])
     assert allowed == [[_A, _AB]]
-    allowed, user = _step(guide, user, [1], [_AB])
+    allowed, extra = _step(guide, extra, [1], [_AB])
     assert allowed == [[_B, _C]]
-    allowed, user = _step(guide, user, [2], [_B])
+    allowed, extra = _step(guide, extra, [2], [_B])
     assert allowed == [[_B, _C]]
-    allowed, user = _step(guide, user, [3], [_C])
+    allowed, extra = _step(guide, extra, [3], [_C])
     assert allowed == [[_END]]
 
   def test_a_turn_begins_anew(self):
     guide = _guide("ab*c")
-    user = guide.init(2)
-    _, user = _step(guide, user, [0, 0], [0, 0])
-    _, user = _step(guide, user, [1, 1], [_A, _A])
-    allowed, user = _step(guide, user, [2, 0], [_B, _B])
+    extra = guide.init(2)
+    _, extra = _step(guide, extra, [0, 0], [0, 0])
+    _, extra = _step(guide, extra, [1, 1], [_A, _A])
+    allowed, extra = _step(guide, extra, [2, 0], [_B, _B])
     assert allowed == [[_B, _C], [_A, _AB]]
 
   def test_after_a_token_that_was_not_allowed_only_the_stop_token(self):
     guide = _guide("ab*c")
-    allowed, user = _step(guide, guide.init(1), [1], [_BA])
+    allowed, extra = _step(guide, guide.init(1), [1], [_BA])
     assert allowed == [[_END]]
-    assert _step(guide, user, [2], [_A])[0] == [[_END]]
-    assert _step(guide, user, [0], [_A])[0] == [[_A, _AB]]
+    assert _step(guide, extra, [2], [_A])[0] == [[_END]]
+    assert _step(guide, extra, [0], [_A])[0] == [[_A, _AB]]
 
   def test_tokens_that_are_left(self):
     guide = _guide("(ab)*c")
-    user = guide.init(3, max_tokens=[2, 3, 4])
-    allowed, user = _step(guide, user, [0] * 3, [0] * 3)
+    extra = guide.init(3, max_tokens=[2, 3, 4])
+    allowed, extra = _step(guide, extra, [0] * 3, [0] * 3)
     assert allowed == [[_C], [_AB, _C], [_A, _AB, _C]]
-    allowed, user = _step(guide, user, [1] * 3, [_C, _AB, _A])
+    allowed, extra = _step(guide, extra, [1] * 3, [_C, _AB, _A])
     assert allowed == [[_END], [_C], [_B, _BA][:1]]
 
   def test_one_limit_for_all(self):
     guide = _guide("(ab)*c")
-    user = guide.init(2, max_tokens=3)
-    assert user.limit.tolist() == [3, 3]
-    assert _step(guide, user, [0, 0], [0, 0])[0] == [[_AB, _C]] * 2
+    extra = guide.init(2, max_tokens=3)
+    assert extra.limit.tolist() == [3, 3]
+    assert _step(guide, extra, [0, 0], [0, 0])[0] == [[_AB, _C]] * 2
 
   def test_logits_of_allowed_tokens_stay(self):
     guide = _guide("a|c")
@@ -113,34 +113,34 @@ class TestByHand:
 class TestSeveralGrammars:
   def test_each_sequence_has_its_own(self):
     guide = _guide(["ab", "cb*", "a"])
-    user = guide.init(4, grammars=[2, 0, 1, 0])
-    allowed, user = _step(guide, user, [0] * 4, [0] * 4)
+    extra = guide.init(4, grammars=[2, 0, 1, 0])
+    allowed, extra = _step(guide, extra, [0] * 4, [0] * 4)
     assert allowed == [[_A], [_A, _AB], [_C], [_A, _AB]]
-    allowed, user = _step(guide, user, [1] * 4, [_A, _A, _C, _AB])
+    allowed, extra = _step(guide, extra, [1] * 4, [_A, _A, _C, _AB])
     assert allowed == [[_END], [_B], [_END, _B], [_END]]
-    allowed, user = _step(guide, user, [0] * 4, [0] * 4)
+    allowed, extra = _step(guide, extra, [0] * 4, [0] * 4)
     assert allowed == [[_A], [_A, _AB], [_C], [_A, _AB]]
 
   def test_rows_in_any_order(self):
     guide = _guide(["ab", "cb*"])
-    user = guide.init(3, grammars=[0, 1, 1])
-    some = jax.tree.map(lambda x: x[jnp.array([2, 0])], user)
+    extra = guide.init(3, grammars=[0, 1, 1])
+    some = jax.tree.map(lambda x: x[jnp.array([2, 0])], extra)
     allowed, _ = _step(guide, some, [0, 0], [0, 0])
     assert allowed == [[_C], [_A, _AB]]
 
   def test_a_dead_row_finds_its_own_grammar_again(self):
     guide = _guide(["ab", "cb*"])
-    user = guide.init(2, grammars=[1, 0])
-    _, user = _step(guide, user, [1, 1], [_A, _C])
-    allowed, user = _step(guide, user, [0, 0], [0, 0])
+    extra = guide.init(2, grammars=[1, 0])
+    _, extra = _step(guide, extra, [1, 1], [_A, _C])
+    allowed, extra = _step(guide, extra, [0, 0], [0, 0])
     assert allowed == [[_C], [_A, _AB]]
 
   def test_none_leaves_a_sequence_free(self):
     guide = _guide(["ab", None])
     every = [*range(len(_TOKENS))]
-    user = guide.init(2, grammars=[1, 0], max_tokens=3)
+    extra = guide.init(2, grammars=[1, 0], max_tokens=3)
     for count in range(4):
-      allowed, user = _step(guide, user, [count] * 2, [_A] * 2)
+      allowed, extra = _step(guide, extra, [count] * 2, [_A] * 2)
       assert allowed[0] == every and allowed[1] != every
 
 
@@ -148,15 +148,15 @@ class TestSeveralGrammars:
 def test_transformed(transform):
   def check(process):
     guide = _guide(["ab*c", "(ab)*c"])
-    user = guide.init(2, grammars=[0, 1], max_tokens=[9, 4])
+    extra = guide.init(2, grammars=[0, 1], max_tokens=[9, 4])
     one = jnp.ones((2,), jnp.int32)
     rows = DrawnRows(one, _A * one)
     logits = jnp.zeros((2, len(_TOKENS)), jnp.float32)
-    logits, user = process(guide, logits, rows, user)
+    logits, extra = process(guide, logits, rows, extra)
     found = [np.flatnonzero(row == 0).tolist() for row in np.asarray(logits)]
     assert found == [[_B, _C], [_B]]
     assert logits.dtype == jnp.float32
-    assert user.state.dtype == user.limit.dtype == jnp.int32
+    assert extra.state.dtype == extra.limit.dtype == jnp.int32
 
   check_under(transform, check, rollout.Guide.process, shared=1)
 
@@ -215,29 +215,29 @@ class Drawn(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _draw(guide, user, steps, key, temperature):
+def _draw(guide, extra, steps, key, temperature):
   """int32[T, Q] tokens, of a loop that goes on after the stop token."""
-  size, vocab_size = user.state.shape[0], guide.tokens.vocab_size
+  size, vocab_size = extra.state.shape[0], guide.tokens.vocab_size
   keys = jax.random.split(key, size)
 
   def step(carry, count):
-    user, last = carry
+    extra, last = carry
     counts = jnp.full((size,), count)
     logits = jax.random.normal(
       jax.random.fold_in(key, count), (size, vocab_size)
     )
-    logits, user = guide.process(logits, DrawnRows(counts, last), user)
+    logits, extra = guide.process(logits, DrawnRows(counts, last), extra)
     tokens, _ = sample(keys, counts, logits, temperature)
-    return (user, tokens), tokens
+    return (extra, tokens), tokens
 
-  carry = user, jnp.zeros((size,), jnp.int32)
+  carry = extra, jnp.zeros((size,), jnp.int32)
   counts = jnp.arange(steps, dtype=jnp.int32)
   return jax.lax.scan(step, carry, counts)[1]
 
 
-def draw(guide, user, steps, stop_token, seed=0, temperature=2.0) -> Drawn:
+def draw(guide, extra, steps, stop_token, seed=0, temperature=2.0) -> Drawn:
   found = _draw(
-    guide, user, steps, jax.random.key(seed), jnp.float32(temperature)
+    guide, extra, steps, jax.random.key(seed), jnp.float32(temperature)
   )
   tokens = np.asarray(found).T
   stops = tokens == stop_token
@@ -264,8 +264,8 @@ def check_json(schema, tokens, stop_token, limit, count=1000):
   guide = rollout.guide(
     rollout.json_schema(schema), rollout.token_bytes(tokens), stop_token
   )
-  user = guide.init(count, max_tokens=limit)
-  drawn = draw(guide, user, limit, stop_token)
+  extra = guide.init(count, max_tokens=limit)
+  drawn = draw(guide, extra, limit, stop_token)
   assert drawn.lengths.max() <= limit
   texts = texts_of(drawn, tokens)
   validator = jsonschema.Draft202012Validator(schema)

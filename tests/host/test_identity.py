@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import types
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -302,7 +303,10 @@ def small_pages(scheduler, size):
     return requests.manager(requests.full(page_size=size), key=KEY)
   spec = stand_ins.FullAttentionSpec(size)
   config = stand_ins.Config(11, [stand_ins.Group(spec)])
-  return KVCacheManager(config, LONGEST, size, size, key=KEY)
+  # It takes no key, as vLLM's manager does not.
+  secret = np.asarray(KEY).tobytes()
+  with mock.patch("os.urandom", lambda _: secret):
+    return KVCacheManager(config, LONGEST, size, size)
 
 
 def image_request(scheduler, identifier, name, tokens):
@@ -312,7 +316,9 @@ def image_request(scheduler, identifier, name, tokens):
     return Request(name, tokens, mm=[MultimodalItem(identifier, 1, 1)])
   if scheduler == "vllm":
     item = types.SimpleNamespace(identifier=identifier, mm_position=place)
-    return stand_ins.Request(name, tokens, mm_features=[item])
+    # Hits do not depend on the hashes, which name blocks of one token.
+    hashes = [bytes([number]) for number in range(len(tokens))]
+    return stand_ins.Request(name, tokens, hashes, mm_features=[item])
   item = requests.Feature(identifier, place)
   return requests.EngineRequest(name, tokens, mm_features=[item])
 

@@ -38,13 +38,15 @@ def _rolled_out(decoder, page_size=4, num_pages=200, steps=24):
   state = rollout.init(
     jaxkv.init(sizes),
     decoder.init_kv(sizes),
-    np.array([own + [0] * (width - len(own)) for own in prompts], np.int32),
-    [len(own) for own in prompts],
+    rollout.Requests(
+      np.array([own + [0] * (width - len(own)) for own in prompts], np.int32),
+      [len(own) for own in prompts],
+      sampling=rollout.Sampling(temperature=0),
+    ),
     jax.random.key(0),
     rollout.RolloutConfig(
       max_new_tokens=steps, stop_token=setup.EOS, prefill_chunk=16
     ),
-    sampling=rollout.Sampling(temperature=0),
   )
   run = jax.jit(functools.partial(rollout.generate, model=decoder.model))
   state = run(decoder.params, state)
@@ -109,7 +111,7 @@ def test_local_layers_give_pages_back():
   assert len(decoder.plan.kinds) == 6  # Five groups of one local layer each.
   assert decoder.plan.num_memory_layers == 1
   _, state = _rolled_out(decoder, num_pages=400)
-  tokens = sum(int(length) for length in state.sequences.length)
+  tokens = sum(int(length) for length in state.queue.length)
   pages = int(state.counters.peak_pages)
   # Window 8 in pages of 4: at most 3 pages of each group, and a chunk of 16.
   assert pages <= -(-tokens // 4) + 4 + 4 * 5 * (3 + 4)
@@ -202,11 +204,11 @@ def _run_toy(decoder):
   state = rollout.init(
     jaxkv.init(sizes),
     decoder.init_kv(sizes),
-    [[1, 2, 3], [4, 5, 0]],
-    [3, 2],
+    rollout.Requests(
+      [[1, 2, 3], [4, 5, 0]], [3, 2], sampling=rollout.Sampling(temperature=0)
+    ),
     jax.random.key(0),
     rollout.RolloutConfig(max_new_tokens=8),
-    sampling=rollout.Sampling(temperature=0),
   )
   return rollout.generate(decoder.params, state, model=decoder.model)
 

@@ -30,7 +30,13 @@ def _pages(page_size=16):
     num_slots=_ROWS,
     pages_per_slot=columns,
   )
-  kv = paged.init(config, num_layers=1, num_kv_heads=_KV_HEADS, head_dim=_DIM)
+  kv = paged.init(
+    config,
+    num_layers=1,
+    num_kv_heads=_KV_HEADS,
+    head_dim=_DIM,
+    dtype=jnp.bfloat16,
+  )
   table = np.random.default_rng(0).permutation(_ROWS * columns) + 1
   table = jnp.asarray(table.reshape(_ROWS, columns), jnp.int32)
   zeros = jnp.zeros((_ROWS,), jnp.int32)

@@ -315,7 +315,10 @@ class TestRefreshShared:
     tokens = jnp.ones((6, 1), jnp.int32)
     decode = functools.partial(models.forward, config=config)
     views = (view,) * len(windows)
-    arguments = (params, tokens, view.starts[:, None], kv, views)
+    batch = memory.Batch(
+      tokens=tokens, positions=view.starts[:, None], views=views
+    )
+    arguments = (params, batch, kv)
     assert compares_tables(equations(decode, *arguments), view)
     assert not compares_tables(in_loops(decode, *arguments), view)
 

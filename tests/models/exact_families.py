@@ -103,7 +103,8 @@ def in_chunks(config, params, tokens, chunk, page_size=16, kv_dtype=None):
     assert outcome.ok.all()
     views = _views(cache, num_tokens)
     positions = cache.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
-    logits, kv = step(params, part, positions, kv, views)
+    batch = jaxkv.kv.Batch(tokens=part, positions=positions, views=views)
+    logits, kv = step(params, batch, kv)
     cache, _ = jaxkv.commit(cache, part, num_tokens)
     parts.append(logits[:, : columns - start])
   return np.concatenate(parts, axis=1)
@@ -116,9 +117,9 @@ def lowered(config, params, rows, columns):
   tokens = jnp.zeros((rows, columns), jnp.int32)
   call = functools.partial(models.forward, config=config)
   kv = models.init_kv(config, cache.config)
-  return jax.jit(call).lower(
-    params, tokens, tokens, kv, _views(cache, num_tokens)
-  )
+  views = _views(cache, num_tokens)
+  batch = jaxkv.kv.Batch(tokens=tokens, positions=tokens, views=views)
+  return jax.jit(call).lower(params, batch, kv)
 
 
 def _cache(config, rows, columns, page_size):

@@ -101,9 +101,8 @@ class _Paged:
     )
     tokens = jnp.asarray(tokens)
     positions = _positions(starts, tokens.shape[1])
-    logits, self.kv = self.run(
-      self.params, tokens, positions, self.kv, view, **keywords
-    )
+    batch = paged.Batch(tokens=tokens, positions=positions, views=(view,))
+    logits, self.kv = self.run(self.params, batch, self.kv, **keywords)
     return np.asarray(logits)
 
 
@@ -233,11 +232,11 @@ class TestDecoder:
       def step(carry):
         memory, tokens, starts = carry
         ones = jnp.ones((3,), jnp.int32)
-        positions = starts[:, None]
         view = paged.View(page_table=table, starts=starts, num_tokens=ones)
-        logits, memory = models.forward(
-          params, tokens, positions, memory, view, config=config
+        batch = paged.Batch(
+          tokens=tokens, positions=starts[:, None], views=(view,)
         )
+        logits, memory = models.forward(params, batch, memory, config=config)
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return memory, best, starts + 1
 
@@ -338,7 +337,9 @@ class TestConfig:
     one = jnp.ones(1, jnp.int32)
     view = paged.View(page_table=table, starts=one - 1, num_tokens=one)
     with pytest.raises(TypeError, match=f"^`{name}` must be"):
-      models.forward(params, **call, kv=kv, view=view, config=config)
+      models.forward(
+        params, paged.Batch(**call, views=(view,)), kv, config=config
+      )
 
   def test_inputs_of_other_shapes_are_refused(self):
     config = _config()

@@ -123,8 +123,11 @@ def _in_pages(
       paged.View(page_table=table, starts=starts, num_tokens=num_tokens)
       for table in tables
     )
+    batch = paged.Batch(
+      tokens=tokens[part], positions=positions[part], views=views
+    )
     now, kv = models.forward(
-      _params(name), tokens[part], positions[part], kv, views,
+      _params(name), batch, kv,
       config=config, experts=None if experts is None else experts[part],
     )  # fmt: skip
     logits.append(now)
@@ -318,10 +321,11 @@ class TestArguments:
     kv = models.init_kv(config, sizes)
     numbers = paged.init_expert_ids(sizes, num_layers=3, width=4)
     view = jaxkv.view(jaxkv.init(sizes), num_tokens=[1])
+    batch = paged.Batch(tokens=tokens, positions=tokens, views=(view,))
     with pytest.raises(
       ValueError, match="`kv` must have ExpertIdPages with num_layers=3, width"
     ):
-      models.forward({}, tokens, tokens, (kv, numbers), view, config=config)
+      models.forward({}, batch, (kv, numbers), config=config)
 
   def test_a_checkpoint(self):
     config = _decoder("plain")

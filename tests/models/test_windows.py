@@ -128,13 +128,11 @@ class _Paged:
 
   def forward(self, tokens, positions, num_tokens, views):
     """Logits [B, T, V]."""
+    batch = paged.Batch(
+      tokens=jnp.asarray(tokens), positions=jnp.asarray(positions), views=views
+    )
     logits, self.kv = models.forward(
-      self.params,
-      jnp.asarray(tokens),
-      jnp.asarray(positions),
-      self.kv,
-      views if len(views) > 1 else views[0],
-      config=self.config,
+      self.params, batch, self.kv, config=self.config
     )
     return np.asarray(logits)
 
@@ -223,14 +221,19 @@ class TestMemory:
         head_dim=4,
         dtype=config.dtype,
       )
-      view = jaxkv.view(jaxkv.init(sizes), num_tokens=[1])
-      views = (view,) * num_views if num_views else view
+      views = tuple(
+        jaxkv.view(jaxkv.init(sizes), group=group % 2, num_tokens=[1])
+        for group in range(num_views)
+      )
       token = jnp.zeros((1, 1), jnp.int32)
-      models.forward(_params(config), token, token, kv, views, config=config)
+      batch = paged.Batch(tokens=token, positions=token, views=views)
+      models.forward(_params(config), batch, kv, config=config)
 
     call(2, 2)
     for num_views in (0, 1, 3):
-      with pytest.raises(ValueError, match=r"`view` must .* cache_groups"):
+      with pytest.raises(
+        ValueError, match=r"`batch.views` must .* cache_groups"
+      ):
         call(num_views, 2)
     with pytest.raises(ValueError, match=r"`kv` must have 2 layers .* got 1"):
       call(2, 1)

@@ -42,6 +42,18 @@ class TestAdvantages:
     wanted = [1 - 12 / 3, 2 - 11 / 3, 6 - 7 / 3, 4 - 9 / 3]
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
+  @pytest.mark.parametrize(
+    "advantages", [rl.group_normalized, rl.leave_one_out]
+  )
+  def test_a_row_for_each_prompt(self, advantages):
+    rewards = _DRAW.normal(size=(4, 3)).astype(np.float32)
+    mask = np.arange(12).reshape(4, 3) % 5 > 0
+    found = advantages(rewards, mask=mask)
+    flat = advantages(rewards.ravel(), num_samples=3, mask=mask.ravel())
+    np.testing.assert_array_equal(found, flat.reshape(4, 3))
+    with pytest.raises(ValueError, match=r"`rewards` must be \[N, 2\]"):
+      advantages(rewards, num_samples=2)
+
   def test_equal_rewards_have_none(self):
     """Whatever their mean is rounded to."""
     for value, count in ((1000.1, 3), (12345.678, 7), (0.9, 8), (0.1, 10)):
@@ -94,7 +106,7 @@ class TestAdvantages:
     ("values", "message"),
     [
       ({"rewards": np.zeros(5)}, "`rewards` must be .*num_samples, 3, got"),
-      ({"rewards": np.zeros((2, 3))}, r"`rewards` must be .*got \[2, 3\]"),
+      ({"rewards": np.zeros((2, 4))}, r"`rewards` must be .*got \[2, 4\]"),
       ({"mask": np.ones(5, bool)}, r"`mask` must have the shape \[6\]"),
     ],
   )
@@ -319,6 +331,25 @@ class TestGrpo:
     one, _ = rl.grpo_loss(new, new, good, mask)
     other, _ = rl.grpo_loss(new, new, spread, mask)
     assert float(one) == float(other)
+
+  def test_an_entropy_bonus(self):
+    """The mean entropy of drawn tokens, subtracted, with its gradient."""
+    new, mask = _log_probs(), _mask()
+    good = _DRAW.normal(size=_Q).astype(np.float32)
+    entropy = np.where(mask, _DRAW.exponential(1.0, mask.shape), np.nan)
+    entropy = entropy.astype(np.float32)
+    plain, _ = rl.grpo_loss(new, new, good, mask, mean="token")
+
+    def loss(entropy):
+      return rl.grpo_loss(
+        new, new, good, mask, entropy=entropy, entropy_weight=0.3, mean="token"
+      )[0]
+
+    found, gradient = jax.value_and_grad(loss)(entropy)
+    bonus = 0.3 * np.nansum(entropy) / mask.sum()
+    np.testing.assert_allclose(found, plain - bonus, rtol=1e-5)
+    wanted = np.where(mask, -0.3 / mask.sum(), 0)
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
 
   def test_no_drawn_token_is_no_loss(self):
     zeros, none = np.zeros((2, 3), np.float32), np.zeros((2, 3), bool)

@@ -104,9 +104,9 @@ def _sizes(name: str, sizes=SIZES) -> jaxkv.CacheConfig:
   return dataclasses.replace(sizes, groups=groups)
 
 
-def fresh(name: str = "plain", sizes=SIZES) -> rollout.ScoreState:
+def fresh(name: str = "plain", sizes=SIZES) -> rollout.Memory:
   sizes = _sizes(name, sizes)
-  return rollout.ScoreState(
+  return rollout.Memory(
     cache=jaxkv.init(sizes, jax.random.key(3)),
     kv=_poisoned(models.init_kv(MODELS[name], sizes)),
   )
@@ -176,5 +176,5 @@ def rows_to_compute(groups: Groups, cached) -> list[int]:
   return (prompt - np.asarray(cached) + total).tolist()
 
 
-def pages_held(state) -> int:
+def pages_held(state: rollout.Memory) -> int:
   return state.cache.config.num_pages - 1 - int(state.cache.pool.queue.num_free)

@@ -29,14 +29,15 @@ PROMPTS = [
 ]
 
 
-def model(params, tokens, positions, kv, views, *, windows=(None,)):
+def model(params, batch, kv, *, windows=(None,)):
   """A model for `rollout.all_logits`; each layer is in a separate group."""
   del params
+  x = jnp.asarray(_TOKENS)[batch.tokens]
   # Columns of padding may have positions beyond the table.
-  x = jnp.asarray(_TOKENS)[tokens] + jnp.asarray(_POSITIONS)[positions]
+  x = x + jnp.asarray(_POSITIONS)[batch.positions]
   x = x[:, :, None]
   total = jnp.zeros_like(x)
-  for view, window in zip(views, windows, strict=True):
+  for view, window in zip(batch.views, windows, strict=True):
     # Groups never share a page, so all layers can use memory layer 0.
     kv = kv_memory.write(kv, view, 0, x, x)
     options = kernels.AttentionOptions(window=window)
@@ -117,7 +118,8 @@ def begun(
 ) -> rollout.RolloutState:
   """Makes a rollout of the prompts in a memory of NaN.
 
-  `options` are those of `init`; `kv` is the memory of another model.
+  `options` are those of `init` and of its `Requests`; `kv` is the memory of
+  another model.
   """
   kv = options.pop("kv", None) or kv_memory.init(
     sizes, num_layers=1, num_kv_heads=1, head_dim=WIDTH, dtype=jnp.float32
@@ -126,15 +128,32 @@ def begun(
   width = max(map(len, prompts))
   rows = [[*prompt, *[10] * (width - len(prompt))] for prompt in prompts]
   lengths = [len(prompt) for prompt in prompts]
+  fields = {field.name for field in dataclasses.fields(rollout.Requests)}
+  settings = {name: options.pop(name) for name in fields & options.keys()}
+  requests = rollout.Requests(rows, lengths, **settings)
   cache = jaxkv.init(sizes)
-  return rollout.init(cache, kv, rows, lengths, key, config, **options)
+  return rollout.init(cache, kv, requests, key, config, **options)
+
+
+def with_queue(state: rollout.RolloutState, **changes) -> rollout.RolloutState:
+  """Changes fields of the queue."""
+  queue = dataclasses.replace(state.queue, **changes)
+  return dataclasses.replace(state, queue=queue)
+
+
+def with_cache(
+  state: rollout.RolloutState, cache: jaxkv.CacheState
+) -> rollout.RolloutState:
+  """Changes the cache."""
+  memory = dataclasses.replace(state.memory, cache=cache)
+  return dataclasses.replace(state, memory=memory)
 
 
 def begun_at(state: rollout.RolloutState, temperature) -> rollout.RolloutState:
   """Sets one temperature for all sequences."""
-  temperatures = jnp.full(state.sequences.ids.shape, temperature, jnp.float32)
-  sampling = dataclasses.replace(state.sampling, temperature=temperatures)
-  return dataclasses.replace(state, sampling=sampling)
+  temperatures = jnp.full(state.queue.ids.shape, temperature, jnp.float32)
+  sampling = dataclasses.replace(state.queue.sampling, temperature=temperatures)
+  return with_queue(state, sampling=sampling)
 
 
 class Runner:

@@ -19,47 +19,53 @@ def _keys_of_prompts(out, g):
   return replace(out, keys=jnp.repeat(out.keys[::samples], samples, axis=0))
 
 
-_SEQUENCES = {
+def _one_sample_more(g):
+  return replace(g.requests, num_samples=g.requests.num_samples + 1)
+
+
+def _reversed_stop_tokens(g):
+  return replace(g.sampling, stop_tokens=g.sampling.stop_tokens[::-1])
+
+
+_QUEUE = {
   "a token less": (
-    "endings:ending",
+    "stop_rules:endings",
     given(rows=lambda g: g.rows._replace(lengths=g.rows.lengths + 1)),
     _BY_HAND + "test_sequences",
   ),
   "nothing stops": (
-    "endings:ending",
+    "stop_rules:endings",
     given(config=lambda g: replace(g.config, stop_token=-1)),
     _BY_HAND + "test_sequences",
   ),
   "samples of a prompt are equal": (
-    "sequences:samples_of",
+    "enqueue:new_queue",
     returned(_keys_of_prompts),
     _BY_HAND + "test_sequences",
   ),
   "the last that waits is first": (
-    "sequences:first_of",
+    "queue:first_of",
     given(condition=lambda g: g.condition & ~jnp.roll(g.condition, -1)),
     _BY_HAND + "test_preemption",
   ),
   "a failure has no code": (
-    "sequences:fail",
+    "queue:fail",
     given(code=lambda g: g.code * 0),
     "test_hopeless.py::test_hopeless",
   ),
   "tokens have the first version": (
-    "sequences:append",
+    "sample_step:_append",
     given(version=lambda g: g.version * 0),
     _VERBS + "test_versions",
   ),
   "priorities are the other way round": (
-    "sequences:order_of",
-    given(
-      sequences=lambda g: replace(g.sequences, priority=-g.sequences.priority)
-    ),
+    "queue:order_of",
+    given(priority=lambda g: -g.priority),
     _BY_HAND + "test_priority",
   ),
   "all samples of every prompt": (
-    "sequences:samples_of",
-    given(num_samples=lambda g: g.num_samples + 1),
+    "enqueue:new_queue",
+    given(requests=_one_sample_more),
     _BY_HAND + "test_num_samples",
   ),
 }
@@ -71,32 +77,32 @@ _LOOP = {
     _BY_HAND + "test_preemption",
   ),
   "failed sequences never ended": (
-    "until:has_ended",
+    "queue:has_ended",
     returned(lambda out, g: g.status == 2),
     _PARTS + "test_until",
   ),
   "rows without a sequence have ended": (
-    "until:has_ended",
+    "queue:has_ended",
     returned(lambda out, g: g.status >= 2),
     _PARTS + "test_until",
   ),
   "stop strings count at once": (
-    "endings:ending",
-    given(own=lambda g: replace(g.own, min_tokens=None)),
+    "stop_rules:endings",
+    given(sampling=lambda g: replace(g.sampling, min_tokens=None)),
     _PARTS + "test_endings",
   ),
   "stop tokens of other sequences": (
-    "endings:ending",
-    given(own=lambda g: replace(g.own, stop_tokens=g.own.stop_tokens[::-1])),
+    "stop_rules:endings",
+    given(sampling=_reversed_stop_tokens),
     _PARTS + "test_endings",
   ),
   "guesses take the last pages": (
-    "guessing:_fit",
+    "speculate:_fits",
     returned(lambda out, g: out | ~out),
     _PARTS + "test_pages_of_guesses",
   ),
   "a rollout is not brought to its memory": (
-    "placement:beside",
+    "device_placement:beside",
     returned(lambda out, g: g.tree),
     "test_devices.py::TestPlaces::test_on_one_device",
   ),
@@ -104,24 +110,24 @@ _LOOP = {
 
 _OF_VERBS = {
   "groups are harvested in parts": (
-    "verbs.harvest:harvest",
+    "results.generated:harvest",
     given(groups=lambda g: False),
     _VERBS + "test_harvest",
   ),
   "what is dropped stays": (
-    "verbs.update_weights:_begun_again",
-    returned(lambda out, g: g.sequences),
+    "verbs.update_weights:_restart",
+    returned(lambda out, g: g.queue),
     _VERBS + "test_update_weights",
   ),
   "what is dropped ends where it would have": (
-    "verbs.update_weights:_begun_again",
-    returned(lambda out, g: replace(out, limit=g.sequences.limit)),
+    "verbs.update_weights:_restart",
+    returned(lambda out, g: replace(out, limit=g.queue.limit)),
     _VERBS + "test_update_weights",
   ),
 }
 
 MUTANTS = table(
-  "jaxkv._src.rollout",
+  "jaxkv._src.engine",
   "tests/rollout",
-  _SEQUENCES | _LOOP | _OF_VERBS,
+  _QUEUE | _LOOP | _OF_VERBS,
 )

@@ -42,16 +42,17 @@ SIZES = jaxkv.CacheConfig(
 )
 
 
-def model(params, tokens, positions, kv, views, columns, rows):
+def model(params, batch, kv):
   """One layer of attention; an adapter scales the embeddings."""
-  scale = jnp.asarray(_SCALES)[rows.user["adapter"]]
-  x = params[tokens] * scale[None, :, None]
-  x = (x + jnp.asarray(_POSITIONS)[positions])[:, :, None]
-  kv, numbers = kv
-  used = _experts(params, tokens, positions, rows.user["adapter"][None])
-  numbers = kv_memory.write_expert_ids(numbers, views[0], 0, used[..., None])
-  kv = kv_memory.write(kv, views[0], 0, x, x)
-  out = kv_memory.attend(kv, views[0], 0, x)[0].at[columns].get(mode="clip")
+  adapter, (kv, numbers) = batch.rows.extra["adapter"], kv
+  x = params[batch.tokens] * jnp.asarray(_SCALES)[adapter][None, :, None]
+  x = (x + jnp.asarray(_POSITIONS)[batch.positions])[:, :, None]
+  used = _experts(params, batch.tokens, batch.positions, adapter[None])
+  view = batch.views[0]
+  numbers = kv_memory.write_expert_ids(numbers, view, 0, used[..., None])
+  kv = kv_memory.write(kv, view, 0, x, x)
+  out = kv_memory.attend(kv, view, 0, x)[0]
+  out = out.at[batch.columns].get(mode="clip")
   return jnp.einsum("xhd,vd->xv", out, params), (kv, numbers)
 
 
@@ -116,14 +117,16 @@ class Calls:
     self.state = rollout.init(
       jaxkv.init(SIZES, jax.random.key(9)),
       (kv, kv_memory.init_expert_ids(SIZES, num_layers=1, width=1)),
-      np.zeros((_GROUPS, _PROMPT), np.int32),
-      np.zeros(_GROUPS, np.int32),
+      rollout.Requests(
+        np.zeros((_GROUPS, _PROMPT), np.int32),
+        np.zeros(_GROUPS, np.int32),
+        sampling=rollout.Sampling(temperature=temperature),
+        num_samples=np.zeros(_GROUPS, np.int32),
+        salts=np.zeros((rows, 4), np.uint32),
+        extra={"adapter": np.zeros(rows, np.int32)},
+      ),
       self._key,
       dataclasses.replace(CONFIG, **options),
-      sampling=rollout.Sampling(temperature=temperature),
-      num_samples=np.zeros(_GROUPS, np.int32),
-      salts=np.zeros((rows, 4), np.uint32),
-      user={"adapter": np.zeros(rows, np.int32)},
     )
     self._weights = [_TOKENS]
     self._compare("init")
@@ -168,9 +171,7 @@ class Calls:
     return int(self._statuses()[number])
 
   def _statuses(self) -> dict[int, int]:
-    sequences = jax.device_get(
-      (self.state.sequences.ids, self.state.sequences.status)
-    )
+    sequences = jax.device_get((self.state.queue.ids, self.state.queue.status))
     return {
       int(number): int(status)
       for number, status in zip(*sequences, strict=True)
@@ -204,16 +205,15 @@ class Calls:
       ids = rng.integers(-1, self.next_id + 6, rows).tolist()
     adapters = rng.integers(0, 2, rows * _SAMPLES).tolist()
     padded = [[*prompt, *[5] * (_PROMPT - len(prompt))] for prompt in prompts]
-    self.state, out = rollout.submit(
-      self.state,
+    salts = [[adapter, 7, 7, 7] for adapter in adapters]
+    requests = rollout.Requests(
       padded,
       lengths,
-      ids=ids,
       num_samples=counts,
-      salts=np.asarray([[adapter, 7, 7, 7] for adapter in adapters], np.uint32),
-      user={"adapter": np.asarray(adapters, np.int32)},
-      mask=mask,
+      salts=np.asarray(salts, np.uint32),
+      extra={"adapter": np.asarray(adapters, np.int32)},
     )
+    self.state, out = rollout.submit(self.state, requests, ids=ids, mask=mask)
     self._submitted(out, prompts, lengths, counts, adapters, ids, mask)
 
   def _submitted(
@@ -338,7 +338,7 @@ class Calls:
   def _ready(self, groups: bool) -> set[int]:
     """Returns the numbers of sequences that can be ended."""
     ids, status = jax.device_get(
-      (self.state.sequences.ids, self.state.sequences.status)
+      (self.state.queue.ids, self.state.queue.status)
     )
     ended = (SequenceStatus.DONE, SequenceStatus.FAILED)
     is_ready = np.isin(status, ended)
@@ -404,7 +404,7 @@ class Calls:
   def _compare(self, name: str) -> None:
     """Checks the tokens of all sequences, and appends the drawn ones."""
     left_out = {"keys": None, "records": None, "log_probs": None}
-    rows = jax.device_get(dataclasses.replace(self.state.sequences, **left_out))
+    rows = jax.device_get(dataclasses.replace(self.state.queue, **left_out))
     self._before, self._ids_before = rows.status, rows.ids
     row_of = {
       int(rows.ids[row]): row

@@ -40,7 +40,8 @@ def data(file: str, *process: str) -> None:
   state = names["state"]
   while not _is_done(state):
     state = names["run"](names["params"], state)
-  names["sequences"] = rollout.devices.merged(state.sequences)
+  generated = jax.vmap(rollout.generated)(state)
+  names["results"] = rollout.devices.merged(generated)
   recipes.run("Several processes", names, 1)
   np.savez(file, tokens=names["tokens"], lengths=names["lengths"])
 

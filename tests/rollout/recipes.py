@@ -163,12 +163,13 @@ def llama(**options: Any) -> dict[str, Any]:
 
 def begun(names: dict[str, Any], cache=None, kv=None) -> rollout.RolloutState:
   """Returns the rollout of the job, by default in a new cache and memory."""
-  *prompts, key, secret = names["job"]
+  prompts, lengths, key, secret = names["job"]
+  requests = rollout.Requests(prompts, lengths)
   cache = jaxkv.init(names["sizes"], secret) if cache is None else cache
   kv = names["memory"]() if kv is None else kv
   # The weights have the version of the pages in the cache.
   return rollout.init(
-    cache, kv, *prompts, key, names["config"], version=cache.epoch
+    cache, kv, requests, key, names["config"], version=cache.epoch
   )
 
 

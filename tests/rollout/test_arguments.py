@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 import jaxkv
 from jaxkv import kv as kv_memory
 from jaxkv import rollout
-from jaxkv._src.rollout.sequences import from_prompts
+from tests.tools.compiled_programs import num_compiled
 
 _VOCABULARY = 7
 _FIELDS = (
@@ -32,21 +33,24 @@ def _begin(
   kv = kv_memory.init(_SIZES, num_layers=1, num_kv_heads=1, head_dim=2)
   config = rollout.RolloutConfig(**{"max_new_tokens": 4, **options})
   cache = jaxkv.init(_SIZES, jax.random.key(0))
-  return rollout.init(cache, kv, prompts, lengths, jax.random.key(0), config)
+  return rollout.init(
+    cache, kv, rollout.Requests(prompts, lengths), jax.random.key(0), config
+  )
 
 
-def _model(params, tokens, positions, kv, view, change=lambda logits: logits):
+def _model(params, batch, kv, change=lambda logits: logits):
   """Logits that favour the token after the last one; no attention."""
-  del params, positions, view
-  ahead = (tokens + 1) % _VOCABULARY
-  return change(4 * jax.nn.one_hot(ahead, _VOCABULARY)), kv
+  del params, kv
+  ahead = (batch.tokens + 1) % _VOCABULARY
+  return change(4 * jax.nn.one_hot(ahead, _VOCABULARY)), None
 
 
 def _generate(temperature=0.0, until=None, change=lambda logits: logits):
   state = _begin()
-  heat = jnp.full((2,), temperature, jnp.float32)
-  sampling = rollout.Sampling(temperature=heat)
-  state = dataclasses.replace(state, sampling=sampling)
+  temperatures = jnp.full((2,), temperature, jnp.float32)
+  sampling = rollout.Sampling(temperature=temperatures)
+  queue = dataclasses.replace(state.queue, sampling=sampling)
+  state = dataclasses.replace(state, queue=queue)
   return rollout.generate(None, state, until, model=_all_logits(change))
 
 
@@ -81,29 +85,55 @@ class TestPrompts:
   @pytest.mark.parametrize(
     ("prompts", "lengths", "error", "message"),
     [
-      ([[1, 2**40]], [2], ValueError, "`prompts` must fit int32"),
-      ([[1, 2]], [2**40], ValueError, "`lengths` must fit int32"),
-      ([[1.0, 2.0]], [2], TypeError, "`prompts` must hold integers"),
-      ([[True, False]], [2], TypeError, "`prompts` must hold integers"),
-      ((t for t in [[1, 2]]), [2], TypeError, "`prompts` must hold integers"),
-      ([(t for t in [1, 2])], [2], TypeError, "`prompts` must hold integers"),
-      ([[1, 2], [3]], [2, 1], ValueError, "`prompts` must be a rectangular"),
-      ([1, 2], [2], ValueError, r"`prompts` must have the shape \[P, L\]"),
-      ([[1, 2]], [2, 2], ValueError, "`lengths` must have .* for each prompt"),
-      ([[1, 2]], (n for n in [2]), TypeError, "`lengths` must hold integers"),
+      ([[1, 2**40]], [2], ValueError, "`requests.tokens` must fit int32"),
+      ([[1, 2]], [2**40], ValueError, "`requests.lengths` must fit int32"),
+      ([[1.0, 2.0]], [2], TypeError, "`requests.tokens` must hold integers"),
+      ([[True, False]], [2], TypeError, "`requests.tokens` must hold integers"),
+      (
+        (t for t in [[1, 2]]),
+        [2],
+        TypeError,
+        "`requests.tokens` must hold integers",
+      ),
+      (
+        [(t for t in [1, 2])],
+        [2],
+        TypeError,
+        "`requests.tokens` must hold integers",
+      ),
+      (
+        [[1, 2], [3]],
+        [2, 1],
+        ValueError,
+        "`requests.tokens` must be a rectangular",
+      ),
+      (
+        [1, 2],
+        [2],
+        ValueError,
+        r"`requests.tokens` must have the shape \[P, L\]",
+      ),
+      (
+        [[1, 2]],
+        [2, 2],
+        ValueError,
+        "`requests.lengths` must have .* for each prompt",
+      ),
+      (
+        [[1, 2]],
+        (n for n in [2]),
+        TypeError,
+        "`requests.lengths` must hold integers",
+      ),
     ],
   )
   def test_refused(self, prompts, lengths, error, message):
-    key, config = jax.random.key(0), rollout.RolloutConfig(max_new_tokens=4)
     with pytest.raises(error, match=message):
-      from_prompts(prompts, lengths, key, config)
-    if not hasattr(prompts, "send"):
-      with pytest.raises(error, match=message):
-        _begin(prompts, lengths)
+      _begin(prompts, lengths)
 
   def test_lists_and_arrays_are_one(self):
-    lists = _begin([[1, 2, 3]], [3]).sequences
-    arrays = _begin(np.array([[1, 2, 3]], np.int64), jnp.array([3])).sequences
+    lists = _begin([[1, 2, 3]], [3]).queue
+    arrays = _begin(np.array([[1, 2, 3]], np.int64), jnp.array([3])).queue
     np.testing.assert_array_equal(lists.tokens, arrays.tokens)
 
   def test_too_many_samples(self):
@@ -147,7 +177,9 @@ class TestKeysAndNumbers:
     kv = kv_memory.init(_SIZES, num_layers=1, num_kv_heads=1, head_dim=2)
     config = rollout.RolloutConfig(max_new_tokens=4)
     with pytest.raises(TypeError, match=r"`key` must be a jax\.random"):
-      rollout.init(jaxkv.init(_SIZES), kv, [[1, 2]], [2], key, config)
+      rollout.init(
+        jaxkv.init(_SIZES), kv, rollout.Requests([[1, 2]], [2]), key, config
+      )
 
   @pytest.mark.parametrize("number", [-1, 2**31 - 4])
   def test_first_sequence(self, number):
@@ -157,8 +189,7 @@ class TestKeysAndNumbers:
       rollout.init(
         jaxkv.init(_SIZES),
         kv,
-        [[1, 2]],
-        [2],
+        rollout.Requests([[1, 2]], [2]),
         jax.random.key(0),
         config,
         first_sequence=number,
@@ -176,8 +207,69 @@ class TestKeysAndNumbers:
       assert out.code.shape == (0,)
       jax.tree.map(
         np.testing.assert_array_equal,
-        *(jax.tree.leaves(x.sequences.tokens) for x in (after, state)),
+        *(jax.tree.leaves(x.queue.tokens) for x in (after, state)),
       )
+
+
+class TestRequests:
+  """Fields whose lengths disagree are refused by name, in both verbs."""
+
+  @pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+      ("lengths", [2, 2, 2], r"\[2\], one for each prompt, got \[3\]"),
+      ("num_samples", [1], r"\[2\], one for each prompt, got \[1\]"),
+      ("priority", [1, 2], r"\[4\], one for each sample, got \[2\]"),
+      (
+        "salts",
+        np.zeros((2, 4), np.uint32),
+        r"\[4, 4\], one for each sample, got \[2, 4\]",
+      ),
+      ("extra", np.zeros(2), r"\[4, \.\.\.\], got \[2\]; .* each sample"),
+    ],
+  )
+  def test_lengths_that_disagree(self, name, value, message):
+    fields = {"tokens": [[1, 2], [3, 4]], "lengths": [2, 2]}
+    requests = rollout.Requests(**(fields | {name: value}))
+    message = rf"`requests\.{name}` must have the shape {message}"
+    state = _begin(num_samples=2)
+    with pytest.raises(ValueError, match=message):
+      rollout.submit(state, requests)
+    memory = state.memory
+    with pytest.raises(ValueError, match=message):
+      rollout.init(
+        memory.cache, memory.kv, requests, jax.random.key(0), state.config
+      )
+
+  @pytest.mark.parametrize("field", ["temperature", "max_tokens"])
+  def test_settings_of_other_samples(self, field):
+    sampling = rollout.Sampling(**{field: [1, 1, 1]})
+    requests = rollout.Requests([[1, 2], [3, 4]], [2, 2], sampling=sampling)
+    with pytest.raises(ValueError, match=rf"`{field}.*` must .*\[4\].*\[3\]"):
+      rollout.submit(_begin(num_samples=2), requests)
+
+  def test_no_requests(self):
+    message = r"`requests` must be a Requests, got list; make one with"
+    with pytest.raises(TypeError, match=message):
+      rollout.submit(_begin(), [[1, 2]])
+
+
+def test_init_has_few_arguments():
+  assert len(inspect.signature(rollout.init).parameters) <= 8
+
+
+def test_init_compiles_one_program():
+  """A program for each operation would take seconds."""
+  # Compiles the copy of the key, which all calls share.
+  memory = _begin().memory
+  key, config = jax.random.key(0), rollout.RolloutConfig(max_new_tokens=4)
+  # No other test has prompts of this shape.
+  tokens = np.ones((7, 5), np.int32)
+  before = num_compiled()
+  for lengths in ([5] * 7, [1, 2, 3, 4, 5, 1, 2]):
+    requests = rollout.Requests(tokens, lengths)
+    rollout.init(memory.cache, memory.kv, requests, key, config)
+    assert num_compiled() - before == 1
 
 
 def test_a_cache_with_cross_attention():
@@ -187,7 +279,9 @@ def test_a_cache_with_cross_attention():
   kv = kv_memory.init(sizes, num_layers=1, num_kv_heads=1, head_dim=4)
   config = rollout.RolloutConfig(max_new_tokens=4)
   with pytest.raises(ValueError, match="no group of CrossAttention"):
-    rollout.init(cache, kv, [[1, 2]], [2], jax.random.key(0), config)
+    rollout.init(
+      cache, kv, rollout.Requests([[1, 2]], [2]), jax.random.key(0), config
+    )
 
 
 class TestNumbersOfACall:
@@ -234,8 +328,8 @@ class TestLogits:
       )
     )
     for temperature in (0.0, 1.0):
-      found = half(temperature).sequences
-      wanted = full(temperature).sequences
+      found = half(temperature).queue
+      wanted = full(temperature).queue
       assert found.log_probs.dtype == jnp.float32
       np.testing.assert_array_equal(found.tokens, wanted.tokens)
       np.testing.assert_array_equal(found.log_probs, wanted.log_probs)
@@ -263,9 +357,9 @@ class TestLogits:
   def test_of_some_columns(self):
     """Those of a model that gives no others."""
 
-    def model(params, tokens, positions, kv, views, columns, rows):
-      del params, positions, views, columns, rows
-      return jnp.zeros((tokens.shape[1] + 1, _VOCABULARY)), kv
+    def model(params, batch, kv):
+      del params, kv
+      return jnp.zeros((batch.tokens.shape[1] + 1, _VOCABULARY)), None
 
     with pytest.raises(ValueError, match=r"`logits` must have .* \[2, V\].*3,"):
       rollout.generate(None, _begin(), model=model)
@@ -274,29 +368,33 @@ class TestLogits:
 def test_a_donated_rollout_leaves_the_callers_arrays():
   """Settings, prompts and what else is given serve any number of rollouts."""
   tokens = rollout.token_bytes([bytes([65 + n]) for n in range(16)])
-  given = {
-    "sampling": rollout.Sampling(
+  requests = rollout.Requests(
+    jnp.ones((2, 5), jnp.int32),
+    jnp.full(2, 5),
+    sampling=rollout.Sampling(
       temperature=jnp.ones(4), stop_strings=rollout.stop_strings(["AB"], tokens)
     ),
-    "priority": jnp.arange(4),
-    "salts": jnp.ones((4, 4), jnp.uint32),
-    "num_samples": jnp.full(2, 2),
-    "user": {"adapter": jnp.zeros((4, 2))},
-    "version": jnp.int32(0),
-  }
-  inputs = jnp.ones((2, 5), jnp.int32), jnp.full(2, 5), jax.random.key(0)
+    num_samples=jnp.full(2, 2),
+    priority=jnp.arange(4),
+    salts=jnp.ones((4, 4), jnp.uint32),
+    extra={"adapter": jnp.zeros((4, 2))},
+  )
+  key, version = jax.random.key(0), jnp.int32(0)
   sizes = jaxkv.CacheConfig(
     num_pages=40, page_size=4, num_slots=2, pages_per_slot=8
   )
   state = rollout.init(
     jaxkv.init(sizes),
     jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1),
-    *inputs,
+    requests,
+    key,
     rollout.RolloutConfig(num_samples=2, max_new_tokens=4),
-    **given,
+    version=version,
   )
   jax.jit(lambda state: jax.tree.map(jnp.copy, state), donate_argnums=0)(state)
-  assert state.sequences.tokens.is_deleted()
-  for path, leaf in jax.tree_util.tree_leaves_with_path((inputs, given)):
+  assert state.queue.tokens.is_deleted()
+  for path, leaf in jax.tree_util.tree_leaves_with_path(
+    (requests, key, version)
+  ):
     if isinstance(leaf, jax.Array):
       assert not leaf.is_deleted(), jax.tree_util.keystr(path)

@@ -43,14 +43,14 @@ def check_sequences(
   for end, temperature in zip(ends, temperatures, strict=True):
     assert bool(rollout.is_done(end)), "not done after 200 steps"
     for number, wanted in enumerate(_expected(temperature)):
-      by_hand.check_sequence(end.sequences, number, wanted)
-    assert set(end.sequences.status.tolist()) == {rollout.SequenceStatus.DONE}
-    assert set(end.sequences.code.tolist()) == {jaxkv.Status.OK}
+      by_hand.check_sequence(end.queue, number, wanted)
+    assert set(end.queue.status.tolist()) == {rollout.SequenceStatus.DONE}
+    assert set(end.queue.code.tolist()) == {jaxkv.Status.OK}
     lengths = [len(wanted.log_probs) for wanted in _expected(temperature)]
     assert int(end.counters.generated) == sum(lengths)
-    assert set(end.running.tolist()) == {len(lengths)}
-    assert int(end.cache.pool.queue.num_free) == pages - 1
-    jaxkv.check(end.cache)
+    assert set(end.slots.row.tolist()) == {len(lengths)}
+    assert int(end.memory.cache.pool.queue.num_free) == pages - 1
+    jaxkv.check(end.memory.cache)
   return ends[-1]
 
 
@@ -67,14 +67,14 @@ def test_chunks(chunk):
   end = by_hand.program()(state, 0.7, 200)
   for number, prompt in enumerate(by_hand.PROMPTS):
     wanted = by_hand.expected(number, prompt, jax.random.key(5), 0.7, config)
-    by_hand.check_sequence(end.sequences, number, wanted)
+    by_hand.check_sequence(end.queue, number, wanted)
 
 
 def test_scarce_pages():
   """As before, where sequences are preempted and pages evicted."""
   end = check_sequences(9, 4)
   assert int(end.counters.preempted) > 0
-  assert int(end.cache.stats.evicted_pages) > 0
+  assert int(end.memory.cache.stats.evicted_pages) > 0
 
 
 def test_counters():
@@ -128,7 +128,7 @@ def test_preemption():
   program, status = by_hand.program(), []
   for _ in range(7):
     state = program(state, 1.0, 1)
-    status.append(state.sequences.status.tolist())
+    status.append(state.queue.status.tolist())
   waits, runs, done = (
     rollout.SequenceStatus.WAITING,
     rollout.SequenceStatus.RUNNING,
@@ -171,7 +171,7 @@ def test_victim():
   program = by_hand.program()
   state = program(state, 0.0, 4)
   assert int(state.counters.preempted) == 1
-  status = state.sequences.status.tolist()
+  status = state.queue.status.tolist()
   assert status == [
     rollout.SequenceStatus.WAITING,
     rollout.SequenceStatus.RUNNING,
@@ -218,7 +218,7 @@ def test_order():
     for _ in range(30):
       state = program(state, 0.0, 1)
       for number in np.flatnonzero(
-        state.sequences.status == rollout.SequenceStatus.DONE
+        state.queue.status == rollout.SequenceStatus.DONE
       ):
         if number not in order:
           order.append(int(number))
@@ -247,11 +247,13 @@ def test_groups(pages):
   program = by_hand.program(_WINDOWS)
   for _ in range(300):
     state = program(state, 0.7, 1)
-    held = np.asarray(state.cache.num_pages - state.cache.num_skipped_pages)
+    held = np.asarray(
+      state.memory.cache.num_pages - state.memory.cache.num_skipped_pages
+    )
     for group, window in enumerate(_WINDOWS):
       if window is not None:
         assert held[:, group].max() <= -(-(window - 1 + 2) // 2) + 1
-    jaxkv.check(state.cache)
+    jaxkv.check(state.memory.cache)
     if bool(rollout.is_done(state)):
       break
   assert bool(rollout.is_done(state)), "not done after 300 steps"
@@ -265,7 +267,7 @@ def test_groups(pages):
       config,
       _WINDOWS,
     )
-    by_hand.check_sequence(state.sequences, number, wanted)
+    by_hand.check_sequence(state.queue, number, wanted)
 
 
 def test_priority():
@@ -282,10 +284,10 @@ def test_priority():
   program, order = by_hand.program(), []
   for _ in range(30):
     state = program(state, 0.0, 1)
-    done = np.flatnonzero(state.sequences.status == rollout.SequenceStatus.DONE)
+    done = np.flatnonzero(state.queue.status == rollout.SequenceStatus.DONE)
     order += [number for number in done.tolist() if number not in order]
   assert order == [1, 3, 0, 2]
-  assert not np.any(state.overtaken)
+  assert not np.any(state.queue.overtaken)
   # As in `test_preemption`, where the younger one is the victim.
   config = rollout.RolloutConfig(max_new_tokens=5)
   state = by_hand.begun(
@@ -297,7 +299,7 @@ def test_priority():
   )
   state = by_hand.program()(state, 1.0, 5)
   waits, runs = rollout.SequenceStatus.WAITING, rollout.SequenceStatus.RUNNING
-  assert state.sequences.status.tolist() == [waits, runs, waits]
+  assert state.queue.status.tolist() == [waits, runs, waits]
 
 
 def test_num_samples():
@@ -321,7 +323,7 @@ def test_num_samples():
         )
       else:
         wanted = by_hand.Expected(prompt, [])
-      by_hand.check_sequence(end.sequences, number, wanted)
+      by_hand.check_sequence(end.queue, number, wanted)
   assert program.num_compiled() == 1
 
 
@@ -335,10 +337,10 @@ def test_nobody_who_decodes_is_stalled():
   program = by_hand.program()
   while not bool(rollout.is_done(state)):
     before, state = state, program(state, 0.7, 1)
-    drawing = (before.sequences.status == rollout.SequenceStatus.RUNNING) & (
-      before.sequences.length > before.sequences.prompt_length
+    drawing = (before.queue.status == rollout.SequenceStatus.RUNNING) & (
+      before.queue.length > before.queue.prompt_length
     )
-    grown = state.sequences.length - before.sequences.length
+    grown = state.queue.length - before.queue.length
     assert np.all(np.asarray(grown)[np.asarray(drawing)] == 1)
   assert int(state.counters.preempted) == 0
 
@@ -356,8 +358,8 @@ def test_first_come():
     [[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]],
   )
   state = by_hand.program()(state, 0.0, 2)
-  assert state.sequences.length.tolist() == [7, 6]
-  assert state.cache.length.tolist() == [6, 0]
+  assert state.queue.length.tolist() == [7, 6]
+  assert state.memory.cache.length.tolist() == [6, 0]
 
 
 @pytest.mark.parametrize("largest", ["memory", "queue"])
@@ -373,12 +375,9 @@ def test_in_place(largest):
     by_hand.sizes(9000 if largest == "memory" else 60, 4), pages_per_slot=33
   )
   state = by_hand.begun(jax.random.key(5), sizes, config, prompts)
-  array = state.kv.k if largest == "memory" else state.sequences.tokens
-  compiled = (
-    jax.jit(by_hand.program(), donate_argnums=0)
-    .lower(state, jnp.float32(1))
-    .compile()
-  )
+  array = state.memory.kv.k if largest == "memory" else state.queue.tokens
+  program = jax.jit(by_hand.program(), donate_argnums=0)
+  compiled = program.lower(state, jnp.float32(1)).compile()
   assert pool_sized_rewrites(compiled, array.shape) == []
 
 
@@ -393,11 +392,11 @@ def test_a_new_epoch_on_the_way():
   )
   program = by_hand.program()
   state = program(state, 0.0, 1)
-  assert int(program(state, 0.0, 50).cache.stats.hit_tokens) == 4
-  cache, _ = jaxkv.new_epoch(state.cache)
-  end = program(dataclasses.replace(state, cache=cache), 0.0, 50)
+  assert int(program(state, 0.0, 50).memory.cache.stats.hit_tokens) == 4
+  cache, _ = jaxkv.new_epoch(state.memory.cache)
+  end = program(by_hand.with_cache(state, cache), 0.0, 50)
   assert bool(rollout.is_done(end))
-  assert int(end.cache.stats.hit_tokens) == 0
+  assert int(end.memory.cache.stats.hit_tokens) == 0
 
 
 def test_pages_larger_than_the_caches():
@@ -412,4 +411,4 @@ def test_pages_larger_than_the_caches():
   )
   end = by_hand.program()(state, 0.0, 50)
   assert int(end.counters.prefilled) == 8
-  assert int(end.cache.stats.hit_tokens) == 8
+  assert int(end.memory.cache.stats.hit_tokens) == 8

@@ -15,11 +15,12 @@ from jax.sharding import PartitionSpec
 
 import jaxkv
 from jaxkv import rollout
-from jaxkv._src.rollout import drafts
+from jaxkv._src.engine import ngrams
 from tests.rollout.random_calls import Calls
 from tests.rollout.random_calls import model
 from tests.tools.tiers import slow_except
 
+_VERBS = ("jaxkv._src.engine.verbs", "jaxkv._src.engine.results.generated")
 _OK, _SKIPPED = int(jaxkv.Status.OK), int(jaxkv.Status.SKIPPED)
 
 
@@ -32,8 +33,12 @@ def _generate(state, params, until):
   return rollout.generate(params, state, until, model=model), None
 
 
+def _submit(state, ids=None, mask=None, **requests):
+  return rollout.submit(state, rollout.Requests(**requests), ids=ids, mask=mask)
+
+
 TABLE = {
-  "submit": rollout.submit,
+  "submit": _submit,
   "extend": rollout.extend,
   "abort": rollout.abort,
   "requeue": rollout.requeue,
@@ -58,7 +63,7 @@ NAMING = ["submit", "extend", "abort", "requeue", "harvest", "harvest groups"]
 def _calls(seed: int) -> tuple[rollout.RolloutState, np.ndarray]:
   """A rollout in the middle of its life, and its model's weights."""
   calls = Calls(seed)
-  while not _is_busy(np.asarray(calls.state.sequences.status).reshape(-1, 2)):
+  while not _is_busy(np.asarray(calls.state.queue.status).reshape(-1, 2)):
     calls.step()
   return calls.state, calls._weights[calls.version]
 
@@ -88,23 +93,25 @@ def example(verb: str, seed: int = 0):
   # With tables for drafts, which `generate` would take long to compile for.
   options = {"draft_tokens": 3, "draft_match": 1, "draft_columns": 4}
   config = dataclasses.replace(state.config, **options)
-  known = drafts.init(state.sequences, config)
-  state = dataclasses.replace(state, config=config, drafts=known)
+  queue = state.queue
+  tables = ngrams.init_tables(queue.tokens, queue.length, config)
+  queue = dataclasses.replace(queue, ngrams=tables)
+  state = dataclasses.replace(state, config=config, queue=queue)
   return state, _arguments(verb, state)
 
 
 def _arguments(verb: str, state: rollout.RolloutState) -> dict:
-  sequences = jax.device_get((state.sequences.ids, state.sequences.status))
+  sequences = jax.device_get((state.queue.ids, state.queue.status))
   ids, status = sequences
   mask = jnp.asarray([True, True, False])
   if verb in ("recompute", "keep", "drop", "generated"):
     return {}
   if verb == "submit":
     return {
-      "prompts": jnp.asarray([[4, 5, 6, 7], [8, 9, 4, 5], [6] * 4], jnp.int32),
+      "tokens": jnp.asarray([[4, 5, 6, 7], [8, 9, 4, 5], [6] * 4], jnp.int32),
       "lengths": jnp.asarray([3, 9, 2], jnp.int32),
       "salts": jnp.ones((6, 4), jnp.uint32),
-      "user": {"adapter": jnp.ones((6,), jnp.int32)},
+      "extra": {"adapter": jnp.ones((6,), jnp.int32)},
       "mask": mask,
     }
   wanted = {
@@ -149,8 +156,7 @@ def test_table_is_complete():
   there = {
     name
     for name, value in vars(rollout).items()
-    if inspect.isfunction(value)
-    and value.__module__.startswith("jaxkv._src.rollout.verbs")
+    if inspect.isfunction(value) and value.__module__.startswith(_VERBS)
   }
   assert there | {"generate"} == _PUBLIC
 
@@ -217,7 +223,7 @@ class TestInsideOthers:
   def test_inside_control_flow(self, verb):
     """With another verb in a scan, in a jit."""
     state, args = example(verb)
-    ids = state.sequences.ids[:2]
+    ids = state.queue.ids[:2]
 
     def once(state):
       return rollout.abort(TABLE[verb](state, **args)[0], ids)[0]

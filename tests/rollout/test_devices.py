@@ -1,6 +1,5 @@
 """The recipes for many devices: equal tokens, few words, one compilation."""
 
-import functools
 import math
 
 import jax
@@ -13,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import rollout
-from jaxkv._src.rollout.sequences import from_prompts
 from jaxkv.rollout import devices
 from tests.rollout import recipes
 from tests.tools.collectives import assert_two_all_reduces_a_layer
@@ -37,30 +35,34 @@ def _done_without_compiling(names) -> rollout.RolloutState:
   return state
 
 
+def _merged(state: rollout.RolloutState) -> rollout.Generated:
+  """The results of all shards."""
+  return devices.merged(jax.vmap(rollout.generated)(state))
+
+
 def _compiled_run(names):
   return names["run"].lower(names["params"], names["state"]).compile()
 
 
-def _assert_equal(sequences, wanted) -> None:
-  for name in ("tokens", "length", "status"):
-    np.testing.assert_array_equal(
-      getattr(sequences, name), getattr(wanted, name)
-    )
+def _assert_equal(results, wanted) -> None:
+  for name in ("tokens", "lengths", "finish", "valid"):
+    np.testing.assert_array_equal(getattr(results, name), getattr(wanted, name))
   # A sum of float32 numbers may be taken in another order, as where the token
   # is computed in a call of another width.
   np.testing.assert_allclose(
-    sequences.log_probs, wanted.log_probs, rtol=1e-5, atol=1e-5
+    results.log_probs, wanted.log_probs, rtol=1e-5, atol=1e-5
   )
 
 
 @pytest.fixture(scope="module")
 def alone():
-  """The job's sequences on one device."""
+  """The job's results on one device."""
   names = recipes.llama()
   run = jax.jit(names["generate"])
-  sequences = recipes.done(names, run, recipes.begun(names)).sequences
-  assert len(set(sequences.length.tolist())) > 8
-  return jax.device_get(sequences)
+  end = recipes.done(names, run, recipes.begun(names))
+  results = jax.device_get(rollout.generated(end))
+  assert len(set(results.lengths.tolist())) > 8
+  return results
 
 
 def _ran(*recipe: tuple[str, int], device_count=None, **options):
@@ -91,16 +93,16 @@ def tensor_parallel(request):
 class TestDataParallel:
   def test_sequences_are_one_devices(self, data_parallel, alone):
     end = _done_without_compiling(data_parallel)
-    _assert_equal(jax.device_get(devices.merged(end.sequences)), alone)
+    _assert_equal(jax.device_get(_merged(end)), alone)
     # No shard waits for another one.
     assert len(set(np.asarray(end.counters.steps).tolist())) > 1
     for shard in range(8):
-      jaxkv.check(jax.tree.map(lambda leaf, i=shard: leaf[i], end.cache))
+      jaxkv.check(jax.tree.map(lambda leaf, i=shard: leaf[i], end.memory.cache))
 
   def test_nothing_is_communicated(self, data_parallel):
     compiled = _compiled_run(data_parallel)
     assert collectives(compiled.as_text()) == {}
-    pool = data_parallel["state"].kv.k
+    pool = data_parallel["state"].memory.kv.k
     assert pool_sized_rewrites(compiled, pool.shape[1:]) == []
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * pool.nbytes // 8
@@ -109,10 +111,10 @@ class TestDataParallel:
 class TestTensorParallel:
   def test_sequences_are_one_devices(self, tensor_parallel, alone):
     end = _done_without_compiling(tensor_parallel)
-    _assert_equal(jax.device_get(end.sequences), alone)
-    jaxkv.check(jax.device_get(end.cache))
+    _assert_equal(jax.device_get(rollout.generated(end)), alone)
+    jaxkv.check(jax.device_get(end.memory.cache))
     count = tensor_parallel["mesh"].size
-    parts = {part.data.shape[1] for part in end.kv.k.addressable_shards}
+    parts = {part.data.shape[1] for part in end.memory.kv.k.addressable_shards}
     assert parts == {recipes.LLAMA.layers[0].attention.num_kv_heads // count}
 
   def test_two_all_reduces_a_layer(self, tensor_parallel):
@@ -128,17 +130,17 @@ class TestTensorParallel:
     """As kernels need it that XLA cannot split; here the backend is XLA's."""
     mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
     names = _ran(*recipe, head_sharding=NamedSharding(mesh, P("model")))
-    sequences = _done_without_compiling(names).sequences
-    if recipe == _BOTH:
-      sequences = devices.merged(sequences)
-    _assert_equal(jax.device_get(sequences), alone)
+    end = _done_without_compiling(names)
+    is_split = recipe == _BOTH
+    results = _merged(end) if is_split else rollout.generated(end)
+    _assert_equal(jax.device_get(results), alone)
     _assert_pages_stay(names)
 
 
 def _assert_pages_stay(names) -> None:
   """Two all-reduces a layer in each call of the model, and nothing else."""
   compiled, state = _compiled_run(names), names["state"]
-  shape = state.kv.k.addressable_shards[0].data.shape
+  shape = state.memory.kv.k.addressable_shards[0].data.shape
   size, calls = math.prod(shape), np.asarray(state.counters.calls).shape[-1]
   assert_two_all_reduces_a_layer(compiled.as_text(), layers=calls, pool=size)
   assert pool_sized_rewrites(compiled, shape) == []
@@ -152,7 +154,7 @@ class TestBoth:
   def test_two_shards_of_four_devices(self, alone):
     names = _ran(*_BOTH)
     end = _done_without_compiling(names)
-    _assert_equal(jax.device_get(devices.merged(end.sequences)), alone)
+    _assert_equal(jax.device_get(_merged(end)), alone)
     assert len(set(np.asarray(end.counters.steps).tolist())) > 1
     _assert_pages_stay(names)
 
@@ -171,7 +173,9 @@ class TestPlaces:
       assert leaf.sharding.is_equivalent_to(everywhere, leaf.ndim)
     names |= {"run": run, "state": run(None, state)}
     end = _done_without_compiling(names)
-    names["state"] = again = recipes.begun(names, cache=end.cache, kv=end.kv)
+    names["state"] = again = recipes.begun(
+      names, cache=end.memory.cache, kv=end.memory.kv
+    )
     assert int(again.counters.steps) == 0
     _done_without_compiling(names)
 
@@ -185,12 +189,22 @@ class TestPlaces:
 
 
 def test_keys_are_numbered_over_all_shards():
-  prompts, lengths = jnp.ones((6, 2), jnp.int32), jnp.full((6,), 2, jnp.int32)
-  config = rollout.RolloutConfig(num_samples=3)
-  begin = functools.partial(from_prompts, config=config)
-  key = jax.random.key(1)
-  whole = begin(prompts, lengths, key)
-  part = begin(prompts[4:], lengths[4:], key, first_sequence=12)
+  sizes = jaxkv.CacheConfig(
+    num_pages=200, page_size=2, num_slots=2, pages_per_slot=80
+  )
+
+  def queue_of(count, **options):
+    requests = rollout.Requests([[1, 1]] * count, [2] * count)
+    return rollout.init(
+      jaxkv.init(sizes),
+      jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1),
+      requests,
+      jax.random.key(1),
+      rollout.RolloutConfig(num_samples=3),
+      **options,
+    ).queue
+
+  whole, part = queue_of(6), queue_of(2, first_sequence=12)
   assert (part.keys == whole.keys[12:]).all()
 
 

@@ -14,11 +14,12 @@ _TOLD = np.asarray([0, 1, 2, 1, 2, 1, 2, 1, 2, 1], np.int32)
 """The token at each position; the first one is the prompt."""
 
 
-def _model(params, tokens, positions, kv, views, columns, rows):
+def _model(params, batch, kv):
   """The likeliest token behind each column is the one that is told."""
-  del params, tokens, views, rows
-  following = jnp.asarray(_TOLD)[positions + 1]
-  return jax.nn.one_hot(following.reshape(-1), by_hand.VOCABULARY)[columns], kv
+  del params, kv
+  following = jnp.asarray(_TOLD)[batch.positions[0] + 1]
+  logits = jax.nn.one_hot(following, by_hand.VOCABULARY)
+  return logits[batch.columns], None
 
 
 def _begun(config, sampling, count):
@@ -62,8 +63,8 @@ def test_stop_strings_after_enough_tokens():
   )
   config = rollout.RolloutConfig(max_new_tokens=8, max_length=9)
   end = _ended(_begun(config, sampling, 5), _program())
-  assert end.sequences.length.tolist() == [1 + n for n in (2, 2, 4, 4, 6)]
-  assert set(end.sequences.finish.tolist()) == {rollout.Finish.STOP_STRING}
+  assert end.queue.length.tolist() == [1 + n for n in (2, 2, 4, 4, 6)]
+  assert set(end.queue.finish.tolist()) == {rollout.Finish.STOP_STRING}
 
 
 def test_no_token_is_guessed_behind_the_last():
@@ -82,8 +83,8 @@ def test_no_token_is_guessed_behind_the_last():
   most = [1, 2, 3, 4, 5]
   state = _begun(config, rollout.Sampling(max_tokens=most), 5)
   end = _ended(state, _program(draft))
-  assert end.sequences.length.tolist() == [1 + n for n in most]
-  assert set(end.sequences.finish.tolist()) == {rollout.Finish.LENGTH}
+  assert end.queue.length.tolist() == [1 + n for n in most]
+  assert set(end.queue.finish.tolist()) == {rollout.Finish.LENGTH}
   assert int(end.counters.drafted) == int(end.counters.accepted) > 0
 
 
@@ -92,11 +93,11 @@ def test_a_sequence_that_begins_again_has_its_first_limit():
   config = rollout.RolloutConfig(max_new_tokens=3, max_length=9)
   run = _program()
   end = _ended(_begun(config, rollout.Sampling(), 2), run)
-  assert end.sequences.length.tolist() == [4, 4]
+  assert end.queue.length.tolist() == [4, 4]
   state, out = rollout.extend(end, [0], [[2, 1]], [2], max_tokens=[1])
   assert out.ok.tolist() == [True]
-  assert _ended(state, run).sequences.length.tolist() == [7, 4]
+  assert _ended(state, run).queue.length.tolist() == [7, 4]
   state = rollout.update_weights(state, "drop")
   end = _ended(state, run)
-  assert end.sequences.length.tolist() == [4, 4]
-  assert end.sequences.versions[0, 1:4].tolist() == [1, 1, 1]
+  assert end.queue.length.tolist() == [4, 4]
+  assert end.queue.versions[0, 1:4].tolist() == [1, 1, 1]

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,9 +54,31 @@ def _results() -> rollout.Generated:
     "experts": (experts + np.zeros((2, 3), np.int32)).astype(np.int16),
     "finish": np.zeros(rows, np.int32),
     "stop": np.zeros(rows, np.int32),
+    "is_new": np.zeros(rows, bool),
     "valid": _LENGTHS > 0,
   }
-  return rollout.Generated(**jax.tree.map(jnp.asarray, values))
+  config = rollout.RolloutConfig(num_samples=3, max_new_tokens=4)
+  return rollout.Generated(config=config, **jax.tree.map(jnp.asarray, values))
+
+
+@pytest.mark.parametrize(
+  ("max_length", "columns"), [(0, (_W - 4, 4)), (_W, (_W - 1, _W - 1))]
+)
+def test_sizes_of_the_rollout(max_length, columns):
+  """Those that its options have need not be said again."""
+  results = _results()
+  config = dataclasses.replace(results.config, max_length=max_length)
+  results = dataclasses.replace(results, config=config)
+  found = rollout.grouped(results)
+  chex.assert_trees_all_equal(
+    found,
+    rollout.grouped(
+      results,
+      num_samples=3,
+      prompt_columns=columns[0],
+      completion_columns=columns[1],
+    ),
+  )
 
 
 @pytest.mark.parametrize(("prompt", "columns"), [(4, 7), (9, 9), (3, 2)])
@@ -116,7 +139,7 @@ def test_sizes_that_are_refused(changes, message):
 @pytest.mark.parametrize(
   "name", ["num_samples", "prompt_columns", "completion_columns"]
 )
-@pytest.mark.parametrize("value", [3.0, "3", None, True, jnp.int32(3)])
+@pytest.mark.parametrize("value", [3.0, "3", True, jnp.int32(3)])
 def test_sizes_that_are_no_ints(name, value):
   sizes = {"num_samples": 3, "prompt_columns": 4, "completion_columns": 5}
   with pytest.raises(TypeError, match=f"`{name}` must be an int, got"):
@@ -207,15 +230,17 @@ def _drawn(params: Any) -> rollout.RolloutState:
   state = rollout.init(
     jaxkv.init(_SIZES, jax.random.key(2)),
     models.init_kv(_MODEL, _SIZES),
-    prompts,
-    jnp.asarray([4, 3, 1], jnp.int32),
+    rollout.Requests(
+      prompts,
+      jnp.asarray([4, 3, 1], jnp.int32),
+      num_samples=np.array([4, 2, 4], np.int32),
+      sampling=rollout.Sampling(
+        temperature=0.7,
+        max_tokens=jnp.arange(12, dtype=jnp.int32) % 6 + 1,
+      ),
+    ),
     jax.random.key(1),
     rollout.RolloutConfig(num_samples=4, max_new_tokens=6),
-    num_samples=np.array([4, 2, 4], np.int32),
-    sampling=rollout.Sampling(
-      temperature=0.7,
-      max_tokens=jnp.arange(12, dtype=jnp.int32) % 6 + 1,
-    ),
   )
   return rollout.generate(
     params, state, model=functools.partial(models.forward, config=_MODEL)

@@ -25,22 +25,22 @@ def test_hopeless():
     config,
     [[1, 2, 3, 1, 2, 3, 1], [1, 2]],
   )
-  cache, _ = jaxkv.allocate(state.cache, [10])
+  cache, _ = jaxkv.allocate(state.memory.cache, [10])
   cache, _ = jaxkv.touch(cache, cache.page_table[:, 0])
   cache, _ = jaxkv.free(cache, mask=[True])
-  end = by_hand.program()(dataclasses.replace(state, cache=cache), 0.0, 50)
+  end = by_hand.program()(by_hand.with_cache(state, cache), 0.0, 50)
   assert bool(rollout.is_done(end)), "not done after 50 steps"
-  assert end.sequences.status.tolist() == [
+  assert end.queue.status.tolist() == [
     rollout.SequenceStatus.FAILED,
     rollout.SequenceStatus.FAILED,
   ]
-  assert set(end.sequences.code.tolist()) == {jaxkv.Status.OUT_OF_PAGES}
-  lengths = end.sequences.length - end.sequences.prompt_length
+  assert set(end.queue.code.tolist()) == {jaxkv.Status.OUT_OF_PAGES}
+  lengths = end.queue.length - end.queue.prompt_length
   assert lengths.tolist() == [0, 3]
   # One to refuse the first, three tokens, and one to find no page.
   assert int(end.counters.steps) == 5
   assert int(end.counters.preempted) == 0
-  assert int(end.cache.pool.queue.num_free) == 2
+  assert int(end.memory.cache.pool.queue.num_free) == 2
 
 
 @pytest.mark.slow
@@ -51,14 +51,14 @@ def test_traced_lengths_out_of_range():
   whole = by_hand.begun(jax.random.key(5), sizes, config, [[1, 2, 3, 4]] * 4)
 
   def begun(lengths):
-    prompts = [[1, 2, 3, 4]] * 4
-    key = jax.random.key(5)
-    return rollout.init(whole.cache, whole.kv, prompts, lengths, key, config)
+    requests = rollout.Requests([[1, 2, 3, 4]] * 4, lengths)
+    memory, key = whole.memory, jax.random.key(5)
+    return rollout.init(memory.cache, memory.kv, requests, key, config)
 
   state = jax.jit(begun)(jnp.asarray([6, 2, 0, 4], jnp.int32))
   end = by_hand.program()(state, 0.0, 50)
   fails, done = rollout.SequenceStatus.FAILED, rollout.SequenceStatus.DONE
-  assert end.sequences.status.tolist() == [fails, done, fails, done]
+  assert end.queue.status.tolist() == [fails, done, fails, done]
   bad, ok = jaxkv.Status.BAD_LENGTH, jaxkv.Status.OK
-  assert end.sequences.code.tolist() == [bad, ok, bad, ok]
-  assert int(end.cache.error) == ok
+  assert end.queue.code.tolist() == [bad, ok, bad, ok]
+  assert int(end.memory.cache.error) == ok

@@ -10,7 +10,6 @@ import pytest
 import jaxkv
 from jaxkv import models
 from jaxkv import rollout
-from jaxkv._src.rollout.sequences import from_prompts
 from tests.rollout import by_hand
 from tests.rollout import uncached
 
@@ -44,7 +43,9 @@ def _arguments(prompts: jax.Array, lengths: jax.Array, pages: int):
   )
   kv = models.init_kv(_MODEL, sizes)
   key = jax.random.key(1)
-  return rollout.init(jaxkv.init(sizes), kv, prompts, lengths, key, _OPTIONS)
+  return rollout.init(
+    jaxkv.init(sizes), kv, rollout.Requests(prompts, lengths), key, _OPTIONS
+  )
 
 
 def test_a_global_layer_and_five_windows():
@@ -56,10 +57,10 @@ def test_a_global_layer_and_five_windows():
   # Larger logits: a wrong one leads to other tokens soon.
   params = models.init_params(jax.random.key(0), _MODEL)
   params |= {"embed": params["embed"] * 3}
-  sequences = from_prompts(prompts, lengths, jax.random.key(1), _OPTIONS)
+  state = _arguments(jnp.asarray(prompts), lengths, 200)
   expected = jax.jit(
     functools.partial(uncached.generate, decoder=_MODEL, config=_OPTIONS)
-  )(params, sequences, jnp.float32(1))
+  )(params, state.queue, jnp.float32(1))
   paged = functools.partial(models.forward, config=_MODEL)
   program = by_hand.Runner(paged, params)
   most = [
@@ -67,20 +68,21 @@ def test_a_global_layer_and_five_windows():
     for window in _WINDOWS
     if window is not None
   ]
-  state = _arguments(jnp.asarray(prompts), lengths, 200)
   while not bool(rollout.is_done(state)):
     state = program(state, 1.0, 1)
-    held = np.asarray(state.cache.num_pages - state.cache.num_skipped_pages)
+    held = np.asarray(
+      state.memory.cache.num_pages - state.memory.cache.num_skipped_pages
+    )
     assert np.all(held[:, :5].max(axis=0) <= most)
-    jaxkv.check(state.cache)
-  hits = int(state.cache.stats.hit_tokens)
-  np.testing.assert_array_equal(state.sequences.tokens, expected.tokens)
+    jaxkv.check(state.memory.cache)
+  hits = int(state.memory.cache.stats.hit_tokens)
+  np.testing.assert_array_equal(state.queue.tokens, expected.tokens)
   np.testing.assert_allclose(
-    state.sequences.log_probs, expected.log_probs, atol=1e-5
+    state.queue.log_probs, expected.log_probs, atol=1e-5
   )
   assert hits > 0 and int(state.counters.forked) > 0
   # Few pages: sequences are preempted and resume.
   scarce = _arguments(jnp.asarray(prompts), lengths, 33)
   end = program(scarce, 1.0)
-  np.testing.assert_array_equal(end.sequences.tokens, expected.tokens)
+  np.testing.assert_array_equal(end.queue.tokens, expected.tokens)
   assert int(end.counters.preempted) > 0

@@ -15,7 +15,6 @@ import jaxkv
 import jaxkv_kernels as kernels
 from jaxkv import models
 from jaxkv import rollout
-from jaxkv._src.rollout.sequences import from_prompts
 from jaxkv_kernels._src.attention import shared_prefix
 from tests.models import small_model as texts
 from tests.rollout import by_hand
@@ -36,7 +35,7 @@ _RUNS = {
 }
 
 
-def _prompts(model: models.Pretrained) -> tuple[jax.Array, jax.Array]:
+def _requests(model: models.Pretrained) -> rollout.Requests:
   """Six prompts with a shared beginning; one of them a single token."""
   encoded = [
     model.tokenizer.encode(texts.TEXT[:36] + texts.TEXT[begin : begin + count])
@@ -47,7 +46,7 @@ def _prompts(model: models.Pretrained) -> tuple[jax.Array, jax.Array]:
   for row, prompt in zip(tokens, encoded, strict=True):
     row[: len(prompt)] = prompt
   lengths = np.asarray([len(prompt) for prompt in encoded], np.int32)
-  return jnp.asarray(tokens), jnp.asarray(lengths)
+  return rollout.Requests(jnp.asarray(tokens), jnp.asarray(lengths))
 
 
 def _config(model, samples: int) -> rollout.RolloutConfig:
@@ -73,7 +72,7 @@ def _initial(model, slots, pages, page_size, samples) -> rollout.RolloutState:
   # Whatever an unused page holds must not reach a logit.
   kv = dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
   return rollout.init(
-    cache, kv, *_prompts(model), jax.random.key(3), _config(model, samples)
+    cache, kv, _requests(model), jax.random.key(3), _config(model, samples)
   )
 
 
@@ -90,12 +89,11 @@ def _program(model) -> Any:
 @functools.cache
 def _uncached_run(samples: int, temperature: float, get_model) -> Any:
   model = get_model()
-  options = _config(model, samples)
-  sequences = from_prompts(*_prompts(model), jax.random.key(3), options)
+  state = _initial(model, 4, 200, 8, samples)
   run = functools.partial(
-    uncached.generate, decoder=model.config, config=options
+    uncached.generate, decoder=model.config, config=state.config
   )
-  return jax.jit(run)(model.params, sequences, jnp.float32(temperature))
+  return jax.jit(run)(model.params, state.queue, jnp.float32(temperature))
 
 
 @pytest.fixture(scope="module")
@@ -133,15 +131,15 @@ class TestTokens:
       small_model.params, state, jnp.float32(temperature), _END
     )
     expected = uncached_run(samples, temperature)
-    np.testing.assert_array_equal(end.sequences.tokens, expected.tokens)
-    np.testing.assert_array_equal(end.sequences.length, expected.length)
+    np.testing.assert_array_equal(end.queue.tokens, expected.tokens)
+    np.testing.assert_array_equal(end.queue.length, expected.length)
     # float32, summed in another order.
     np.testing.assert_allclose(
-      end.sequences.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5
+      end.queue.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5
     )
     assert bool(rollout.is_done(end))
-    jaxkv.check(end.cache)
-    assert int(end.cache.pool.queue.num_free) == pages - 1
+    jaxkv.check(end.memory.cache)
+    assert int(end.memory.cache.pool.queue.num_free) == pages - 1
     self._check_what_happened(name, end)
 
   @pytest.mark.slow
@@ -165,33 +163,28 @@ class TestTokens:
       end = _program(small_model)(small_model.params, *arguments)
     assert calls
     expected = uncached_run(samples, temperature)
-    np.testing.assert_array_equal(end.sequences.tokens, expected.tokens)
+    np.testing.assert_array_equal(end.queue.tokens, expected.tokens)
 
   def _check_what_happened(self, name: str, end: rollout.RolloutState) -> None:
-    counters, stats = end.counters, jaxkv.stats(end.cache)
+    counters, stats = end.counters, jaxkv.stats(end.memory.cache)
     if name == "a pool that preempts":
       assert int(counters.preempted) > 0
       assert int(stats.evicted_pages) > 0
     if name == "sampled":
       assert int(counters.forked) > 0
-      prompt_tokens = int(jnp.sum(end.sequences.prompt_length))
+      prompt_tokens = int(jnp.sum(end.queue.prompt_length))
       assert int(counters.prefilled) < prompt_tokens // 2
 
   def test_a_sequence_alone(self, small_model, program):
     """Neither its slot nor its neighbours change its tokens."""
     everyone = _initial(small_model, 3, 40, 8, 1)
     run = functools.partial(program, small_model.params)
-    together = run(everyone, jnp.float32(1), _END).sequences
+    together = run(everyone, jnp.float32(1), _END).queue
     for number in (0, 3, 5):
-      status = jnp.full_like(
-        everyone.sequences.status, rollout.SequenceStatus.DONE
-      )
-      sequences = dataclasses.replace(
-        everyone.sequences,
-        status=status.at[number].set(rollout.SequenceStatus.WAITING),
-      )
-      alone = dataclasses.replace(everyone, sequences=sequences)
-      alone = run(alone, jnp.float32(1), _END).sequences
+      status = jnp.full_like(everyone.queue.status, rollout.SequenceStatus.DONE)
+      status = status.at[number].set(rollout.SequenceStatus.WAITING)
+      alone = by_hand.with_queue(everyone, status=status)
+      alone = run(alone, jnp.float32(1), _END).queue
       np.testing.assert_array_equal(
         alone.tokens[number], together.tokens[number]
       )
@@ -211,15 +204,19 @@ class TestSpans:
 
   def test_compiled_once_whatever_the_lengths(self, small_model):
     program = _program(small_model)
-    state = by_hand.begun_at(_initial(small_model, 3, 40, 8, 1), jnp.float32(1))
+    state = _initial(small_model, 3, 40, 8, 1)
     for lengths in ((5, 7, 9, 11, 13, 15), (1, 1, 1, 1, 1, 40)):
-      sequences = from_prompts(
-        _prompts(small_model)[0],
-        jnp.asarray(lengths, jnp.int32),
-        jax.random.key(0),
-        _config(small_model, 1),
+      requests = dataclasses.replace(
+        _requests(small_model), lengths=jnp.asarray(lengths, jnp.int32)
       )
-      begun = dataclasses.replace(state, sequences=sequences)
+      begun = rollout.init(
+        state.memory.cache,
+        state.memory.kv,
+        requests,
+        jax.random.key(0),
+        state.config,
+      )
+      begun = by_hand.begun_at(begun, jnp.float32(1))
       for steps in (3, 10**6):
         begun = program(
           small_model.params, begun, jnp.float32(1), rollout.Until(steps=steps)
@@ -249,19 +246,21 @@ class TestHopelessSequences:
   def test_pages_that_others_hold(self, small_model, program):
     """A sequence that can never run is given up; the rest is done."""
     state = _initial(small_model, 3, 40, 8, 1)
-    cache, _ = jaxkv.allocate(state.cache, jnp.asarray([96, 96, 32], jnp.int32))
+    cache, _ = jaxkv.allocate(
+      state.memory.cache, jnp.asarray([96, 96, 32], jnp.int32)
+    )
     cache, _ = jaxkv.touch(cache, cache.page_table[:, 0])
     cache, _ = jaxkv.free(cache, mask=jnp.ones((3,), bool))
-    state = dataclasses.replace(state, cache=cache)
+    state = by_hand.with_cache(state, cache)
     end = program(small_model.params, state, jnp.float32(1), _END)
-    status = end.sequences.status.tolist()
+    status = end.queue.status.tolist()
     assert rollout.SequenceStatus.FAILED in status
     assert rollout.SequenceStatus.DONE in status
-    failed = end.sequences.status == rollout.SequenceStatus.FAILED
+    failed = end.queue.status == rollout.SequenceStatus.FAILED
     expected = jnp.where(failed, jaxkv.Status.OUT_OF_PAGES, jaxkv.Status.OK)
-    assert end.sequences.code.tolist() == expected.tolist()
+    assert end.queue.code.tolist() == expected.tolist()
     held = jnp.sum(cache.pool.pin_count)
-    assert int(end.cache.pool.queue.num_free) == 39 - int(held)
+    assert int(end.memory.cache.pool.queue.num_free) == 39 - int(held)
 
   def test_no_number_of_steps_is_too_large(self, small_model, program):
     run = functools.partial(program, small_model.params)
@@ -280,21 +279,23 @@ class TestArguments:
     other = _initial(small_model, 2, 40, 16, 1)
     with pytest.raises(ValueError, match=r"`kv` must have .* got 40 of 16"):
       rollout.init(
-        state.cache,
-        other.kv,
-        *_prompts(small_model),
+        state.memory.cache,
+        other.memory.kv,
+        _requests(small_model),
         jax.random.key(0),
         _config(small_model, 1),
       )
 
   def test_a_cache_in_use(self, small_model):
     state = _initial(small_model, 2, 40, 8, 1)
-    cache, _ = jaxkv.allocate(state.cache, jnp.asarray([1, 0], jnp.int32))
+    cache, _ = jaxkv.allocate(
+      state.memory.cache, jnp.asarray([1, 0], jnp.int32)
+    )
     with pytest.raises(ValueError, match="must have no slot in use"):
       rollout.init(
         cache,
-        state.kv,
-        *_prompts(small_model),
+        state.memory.kv,
+        _requests(small_model),
         jax.random.key(0),
         _config(small_model, 1),
       )
@@ -306,10 +307,9 @@ class TestArguments:
     wide = jnp.zeros((1, 100), jnp.int32)
     with pytest.raises(ValueError, match=r"must fit a slot of 96 tokens"):
       rollout.init(
-        state.cache,
-        state.kv,
-        wide,
-        jnp.ones((1,), jnp.int32),
+        state.memory.cache,
+        state.memory.kv,
+        rollout.Requests(wide, jnp.ones((1,), jnp.int32)),
         jax.random.key(0),
         _config(small_model, 1),
       )
@@ -318,41 +318,34 @@ class TestArguments:
 def test_init_inside_a_program(small_model):
   """Prompts that the program closes over are known while it is traced."""
   state = _initial(small_model, 2, 40, 8, 1)
-  prompts, lengths = _prompts(small_model)
+  requests = _requests(small_model)
   key, config = jax.random.key(0), _config(small_model, 1)
 
-  def begin(cache, kv):
-    return rollout.init(cache, kv, prompts, lengths, key, config)
+  def begin(cache, kv, requests=requests):
+    return rollout.init(cache, kv, requests, key, config)
 
-  wanted = begin(state.cache, state.kv)
-  shapes = jax.eval_shape(begin, state.cache, state.kv)
+  wanted = begin(state.memory.cache, state.memory.kv)
+  shapes = jax.eval_shape(begin, state.memory.cache, state.memory.kv)
   chex.assert_trees_all_equal_shapes_and_dtypes(shapes, wanted)
-  begun = jax.jit(begin)(state.cache, state.kv)
+  begun = jax.jit(begin)(state.memory.cache, state.memory.kv)
   chex.assert_trees_all_equal(_numbers(begun), _numbers(wanted))
-  none = lengths * 0
-  with pytest.raises(ValueError, match=r"`lengths\[0\]` must be 1 .. 72"):
+  empty = dataclasses.replace(requests, lengths=requests.lengths * 0)
+  message = r"`requests\.lengths\[0\]` must be 1 .. 72"
+  with pytest.raises(ValueError, match=message):
     jax.eval_shape(
-      lambda cache: rollout.init(cache, state.kv, prompts, none, key, config),
-      state.cache,
+      lambda cache: begin(cache, state.memory.kv, empty), state.memory.cache
     )
 
 
 def _numbers(state: rollout.RolloutState) -> rollout.RolloutState:
   """The state with keys as numbers."""
-  sequences = state.sequences
-  return dataclasses.replace(
-    state,
-    key=jax.random.key_data(state.key),
-    sequences=dataclasses.replace(
-      sequences, keys=jax.random.key_data(sequences.keys)
-    ),
-  )
+  state = dataclasses.replace(state, key=jax.random.key_data(state.key))
+  return by_hand.with_queue(state, keys=jax.random.key_data(state.queue.keys))
 
 
 def _through_host_memory(state: rollout.RolloutState) -> rollout.RolloutState:
   """A checkpoint: the state as numpy arrays, and back."""
   kept = jax.tree.map(np.array, _numbers(state))
   state = jax.tree.map(jnp.asarray, kept)
-  keys = jax.random.wrap_key_data(state.sequences.keys)
-  sequences = dataclasses.replace(state.sequences, keys=keys)
-  return dataclasses.replace(state, sequences=sequences)
+  keys = jax.random.wrap_key_data(state.queue.keys)
+  return by_hand.with_queue(state, keys=keys)

@@ -19,13 +19,14 @@ pytestmark = pytest.mark.slow
 _COUNT = 64
 
 
-def _model(params, tokens, positions, kv, views, columns, rows):
+def _model(params, batch, kv):
   """Logits that depend on the last token, and a little on its place."""
-  del views, rows
-  token = tokens[0].at[columns].get(mode="clip")
-  place = positions[0].at[columns].get(mode="clip").astype(jnp.float32)
+  del kv
+  token = batch.tokens[0].at[batch.columns].get(mode="clip")
+  place = batch.positions[0].at[batch.columns].get(mode="clip")
+  place = place.astype(jnp.float32)
   ramp = jnp.arange(params.shape[1], dtype=jnp.float32)[None]
-  return params[token] + jnp.cos(ramp * place[:, None]), kv
+  return params[token] + jnp.cos(ramp * place[:, None]), None
 
 
 @functools.cache
@@ -39,7 +40,7 @@ def _begun(
   config: rollout.RolloutConfig,
   sampling: rollout.Sampling,
   slots: int = 8,
-  **options: Any,
+  **settings: Any,
 ) -> rollout.RolloutState:
   prompts = np.asarray(prompts, np.int32)
   longest = config.max_length or prompts.shape[1] + config.max_new_tokens
@@ -50,15 +51,13 @@ def _begun(
     num_slots=slots,
     pages_per_slot=columns,
   )
+  lengths = np.full(len(prompts), prompts.shape[1])
   return rollout.init(
     jaxkv.init(sizes, jax.random.key(0)),
     jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1),
-    prompts,
-    np.full(len(prompts), prompts.shape[1]),
+    rollout.Requests(prompts, lengths, sampling=sampling, **settings),
     jax.random.key(1),
     config,
-    sampling=sampling,
-    **options,
   )
 
 
@@ -107,7 +106,7 @@ def _mixed(size: int) -> rollout.Sampling:
 
 
 def _outcome(state: rollout.RolloutState, row: int) -> list[Any]:
-  some = state.sequences
+  some = state.queue
   length = int(some.length[row])
   return [
     some.tokens[row, :length].tolist(),
@@ -134,7 +133,7 @@ def test_each_equals_its_run_alone(drafts):
   program, params = _program(), _table(size)
   together = program(params, state)
   assert bool(rollout.is_done(together))
-  reasons = set(together.sequences.finish.tolist())
+  reasons = set(together.queue.finish.tolist())
   assert reasons == {
     rollout.Finish.STOP_TOKEN,
     rollout.Finish.STOP_STRING,
@@ -142,10 +141,9 @@ def test_each_equals_its_run_alone(drafts):
   }
   for row in range(0, _COUNT, 4 if drafts else 1):
     status = jnp.full((_COUNT,), rollout.SequenceStatus.DONE, jnp.int32)
-    sequences = dataclasses.replace(
-      state.sequences, status=status.at[row].set(rollout.SequenceStatus.WAITING)
-    )
-    alone = program(params, dataclasses.replace(state, sequences=sequences))
+    status = status.at[row].set(rollout.SequenceStatus.WAITING)
+    queue = dataclasses.replace(state.queue, status=status)
+    alone = program(params, dataclasses.replace(state, queue=queue))
     assert _outcome(alone, row) == _outcome(together, row), row
 
 
@@ -170,7 +168,7 @@ def test_what_is_known_of_tokens():
   params = _table(size)
   end = _program()(params, state)
   assert int(end.counters.forked) > 0
-  assert int(end.cache.stats.hit_tokens) == 0
+  assert int(end.memory.cache.stats.hit_tokens) == 0
   out = jax.device_get(rollout.generated(end))
   column = np.arange(out.tokens.shape[1])
   ramp = np.arange(size, dtype=np.float32)
@@ -215,7 +213,7 @@ def test_json_under_a_guide():
     config,
     rollout.Sampling(temperature=2.0),
     slots=100,
-    user=guide.init(count * 8, max_tokens=most),
+    extra=guide.init(count * 8, max_tokens=most),
   )
   end = _program(rollout.Guide.process.__get__(guide))(_table(size), state)
   out = jax.device_get(rollout.generated(end))

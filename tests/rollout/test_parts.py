@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from jaxkv import rollout
-from jaxkv._src.rollout import drafts
-from jaxkv._src.rollout import endings
-from jaxkv._src.rollout import until
-from jaxkv._src.rollout.counts import Count
-from jaxkv._src.rollout.rows import rows_of
+from jaxkv._src.engine import ngrams
+from jaxkv._src.engine import speculate
+from jaxkv._src.engine import until
+from jaxkv._src.engine.counters import Count
+from jaxkv._src.engine.hooks import rows_of
+from jaxkv._src.engine.stop_rules import endings
 from tests.rollout import by_hand
 
 pytestmark = pytest.mark.slow
@@ -30,24 +31,13 @@ def _begun(config=_CONFIG, prompts=((1, 2), (3, 4, 5), (6,)), **options):
 def test_until():
   """A whole group has ended, half of another one, and one has no sample."""
   state = _begun()
-  runs, done, failed = (
-    rollout.SequenceStatus.RUNNING,
-    rollout.SequenceStatus.DONE,
-    rollout.SequenceStatus.FAILED,
-  )
-  status = [
-    done,
-    failed,
-    runs,
-    done,
-    rollout.SequenceStatus.EMPTY,
-    rollout.SequenceStatus.EMPTY,
-  ]
-  status = jnp.asarray(status, jnp.int32)
-  sequences = dataclasses.replace(state.sequences, status=status)
+  done, empty = rollout.SequenceStatus.DONE, rollout.SequenceStatus.EMPTY
+  failed, runs = rollout.SequenceStatus.FAILED, rollout.SequenceStatus.RUNNING
+  status = [done, failed, runs, done, empty, empty]
+  state = by_hand.with_queue(state, status=jnp.asarray(status, jnp.int32))
   steps = state.counters.steps + jnp.int32(5)
   counters = dataclasses.replace(state.counters, steps=steps)
-  state = dataclasses.replace(state, sequences=sequences, counters=counters)
+  state = dataclasses.replace(state, counters=counters)
   for limits, goes_on in (
     ({}, True),
     ({"steps": 2}, True),
@@ -77,8 +67,8 @@ def test_endings():
   numbers = jnp.arange(3, dtype=jnp.int32)
   # What an earlier turn has left of a string does not count.
   left, _ = strings.advance(strings.init(3), jnp.zeros((3,), jnp.int32))
-  sequences = dataclasses.replace(state.sequences, stop_states=left)
-  rows = rows_of(state.sequences, state.user, numbers)
+  queue = dataclasses.replace(state.queue, stop_states=left)
+  rows = rows_of(state.queue, numbers)
   wanted = [
     ([1, 0, 0], [0, 0, 0], [-1, -1, -1]),
     # The last two have the string; the last one may end with it.
@@ -90,12 +80,11 @@ def test_endings():
     lengths = jnp.full((3,), 1 + min(count, 2), jnp.int32)
     lengths = jnp.where(count == 2, 2, lengths).astype(jnp.int32)
     at = rows._replace(counts=jnp.full((3,), count, jnp.int32), lengths=lengths)
-    found = endings.ending(
-      sequences, at, jnp.asarray(tokens, jnp.int32), state.sampling, config
-    )
+    tokens = jnp.asarray(tokens, jnp.int32)
+    found = endings(queue, at, tokens, queue.sampling, config)
     assert found.finish.tolist() == finish, count
     assert found.stop.tolist() == stop, count
-    sequences = dataclasses.replace(sequences, stop_states=found.states)
+    queue = dataclasses.replace(queue, stop_states=found.states)
 
 
 _GUESSES = rollout.RolloutConfig(
@@ -107,6 +96,21 @@ _GUESSES = rollout.RolloutConfig(
 )
 
 
+def _proposed(state):
+  """Proposes drafts for sequences 0, 1 and 2, which decode in slots 0, 1, 2.
+
+  Slot 3 is empty, as sequence 4 does not exist.
+  """
+  rows = jnp.asarray([0, 1, 2, 4], jnp.int32)
+  slots = dataclasses.replace(state.slots, row=rows)
+  # The last token of each sequence is missing.
+  missing = state.queue.length.at[rows].get(mode="fill", fill_value=1) - 1
+  cache = dataclasses.replace(state.memory.cache, length=missing)
+  return speculate.propose_drafts(
+    None, state.queue, slots, cache, _GUESSES, None
+  )
+
+
 def test_guesses():
   """What followed the same two tokens, and nothing else is guessed.
 
@@ -114,32 +118,32 @@ def test_guesses():
   is true of the first prompt alone.
   """
   prompts = [[1, 2, 3, 4, 5, 1, 2], [1, 2, 3, 4, 5, 6, 7]]
-  state = _begun(_GUESSES, prompts)
-  table = jnp.full_like(state.drafts.table, 2 * 2 + 1)
-  known = dataclasses.replace(state.drafts, table=table)
+  state = by_hand.begun(
+    jax.random.key(5), by_hand.sizes(40, 4), _GUESSES, prompts
+  )
+  table = jnp.full_like(state.queue.ngrams.table, 2 * 2 + 1)
+  tables = dataclasses.replace(state.queue.ngrams, table=table)
+  state = by_hand.with_queue(state, ngrams=tables)
   rows = jnp.asarray([0, 1, 2, 4], jnp.int32)
-  asked = jnp.ones((4,), bool)
-  tokens, counts, found = drafts.propose(
-    known, state.sequences, rows, asked, _GUESSES
-  )
-  assert found.tolist() == [True, True, False, False]
-  assert counts.tolist() == [3, 3, 0, 0]
-  assert tokens[:2].tolist() == [[3, 4, 5]] * 2
+  drafts = _proposed(state)
+  assert drafts.found.tolist() == [True, True, False, False]
+  assert drafts.counts.tolist() == [3, 3, 0, 0]
+  assert drafts.tokens[:2].tolist() == [[3, 4, 5]] * 2
   # None may stand behind the last token that it may draw.
-  some = dataclasses.replace(
-    state.sequences, limit=jnp.asarray([9, 8, 13, 13], jnp.int32)
-  )
-  _, counts, _ = drafts.propose(known, some, rows, asked, _GUESSES)
-  assert counts.tolist() == [1, 0, 0, 0]
+  limit = jnp.asarray([9, 8, 13, 13], jnp.int32)
+  limited = _proposed(by_hand.with_queue(state, limit=limit))
+  assert limited.counts.tolist() == [1, 0, 0, 0]
   # Both were found, so both are tried again, and the first one was wrong.
+  found, counts = drafts.found, limited.counts
+  zeros = jnp.zeros_like(counts)
   for _ in range(6):
-    known = drafts.learn(known, rows, found, counts, jnp.zeros_like(counts))
-  _, counts, _ = drafts.propose(known, state.sequences, rows, asked, _GUESSES)
-  assert counts.tolist() == [0, 3, 0, 0]
+    tables = ngrams.learn(tables, rows, found, counts, zeros)
+  state = by_hand.with_queue(state, ngrams=tables)
+  assert _proposed(state).counts.tolist() == [0, 3, 0, 0]
   for _ in range(40):
-    known = drafts.learn(known, rows, found, counts & 0, counts & 0)
-  _, counts, _ = drafts.propose(known, state.sequences, rows, asked, _GUESSES)
-  assert counts.tolist() == [1, 3, 0, 0]
+    tables = ngrams.learn(tables, rows, found, zeros, zeros)
+  state = by_hand.with_queue(state, ngrams=tables)
+  assert _proposed(state).counts.tolist() == [1, 3, 0, 0]
 
 
 def test_drafts():
@@ -157,19 +161,20 @@ def test_drafts():
     wanted = by_hand.expected(
       number, prompts[number // 2], jax.random.key(5), 0.7, config
     )
-    by_hand.check_sequence(end.sequences, number, wanted)
+    by_hand.check_sequence(end.queue, number, wanted)
   rollout.check(end)
 
 
-def _told(params, tokens, positions, kv, views, columns, rows):
+def _told(params, batch, kv):
   """The likeliest token of each sequence is the one that it was given."""
-  del params, tokens, positions, views
-  return jax.nn.one_hot(rows.user["token"], 11)[columns], kv
+  del params, kv
+  logits = jax.nn.one_hot(batch.rows.extra["token"], by_hand.VOCABULARY)
+  return logits[batch.columns], None
 
 
-def _counted(logits, rows, user):
+def _counted(logits, rows, extra):
   """Counts the tokens of each sequence, and notes its number."""
-  return logits, user | {"count": user["count"] + 1, "number": rows.ids}
+  return logits, extra | {"count": extra["count"] + 1, "number": rows.ids}
 
 
 def test_rows():
@@ -180,8 +185,8 @@ def test_rows():
   prompts = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3], [9], [8, 8, 8, 8, 8]]
   given = np.asarray([4, 9, 2, 3, 7, 1, 6, 5], np.int32)
   zeros = np.zeros(8, np.int32)
-  user = {"token": given, "count": zeros, "number": zeros}
-  state = _begun(config, prompts, user=user, first_sequence=20)
+  extra = {"token": given, "count": zeros, "number": zeros}
+  state = _begun(config, prompts, extra=extra, first_sequence=20)
   state = by_hand.begun_at(state, 0.0)
   end = jax.jit(
     lambda state: rollout.generate(
@@ -189,11 +194,11 @@ def test_rows():
     )
   )(state)
   assert bool(rollout.is_done(end)), "not done after 60 steps"
-  assert end.user["count"].tolist() == [3] * 8
-  assert end.user["number"].tolist() == [*range(20, 28)]
+  assert end.queue.extra["count"].tolist() == [3] * 8
+  assert end.queue.extra["number"].tolist() == [*range(20, 28)]
   for row, token in enumerate(given.tolist()):
     begin = len(prompts[row // 2])
-    drawn = end.sequences.tokens[row, begin : begin + 3]
+    drawn = end.queue.tokens[row, begin : begin + 3]
     assert drawn.tolist() == [token] * 3
 
 

@@ -17,7 +17,7 @@ def test_calls(drafts):
   counters = calls.state.counters
   if drafts:
     assert 0 < int(counters.accepted) < int(counters.drafted)
-  assert int(calls.state.cache.stats.hit_tokens) > 0
+  assert int(calls.state.memory.cache.stats.hit_tokens) > 0
   assert int(calls.state.counters.forked) > 0
   for name in ("submit", "abort", "requeue", "extend", "harvest"):
     assert calls.done[f"{name} {jaxkv.Status.OK.name}"] > 3

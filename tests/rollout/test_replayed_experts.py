@@ -40,14 +40,14 @@ def _used(tokens: Any, positions: Any, version: Any) -> Any:
   return first[..., None, None] + place
 
 
-def _model(version, tokens, positions, kv, views):
+def _model(version, batch, kv):
   """That of `by_hand`, whose experts depend on its weights' version, too."""
   pages, numbers = kv
-  logits, pages = by_hand.model(None, tokens, positions, pages, views)
-  used = _used(tokens, positions, version)
+  logits, pages = by_hand.model(None, batch, pages)
+  used = _used(batch.tokens, batch.positions, version)
   for layer in range(_LAYERS):
     numbers = memory.write_expert_ids(
-      numbers, views[0], layer, used[:, :, layer]
+      numbers, batch.views[0], layer, used[:, :, layer]
     )
   return logits, (pages, numbers)
 
@@ -63,9 +63,12 @@ def _begun(pages=14, slots=3, config=_CONFIG, prompts=by_hand.PROMPTS):
   width = max(map(len, prompts))
   rows = [[*prompt, *[10] * (width - len(prompt))] for prompt in prompts]
   return rollout.init(
-    jaxkv.init(sizes), (kv, numbers), rows, list(map(len, prompts)),
-    jax.random.key(7), config,
-  )  # fmt: skip
+    jaxkv.init(sizes),
+    (kv, numbers),
+    rollout.Requests(rows, list(map(len, prompts))),
+    jax.random.key(7),
+    config,
+  )
 
 
 @functools.cache
@@ -106,10 +109,11 @@ def test_scarce_pages():
 def test_verbs():
   """While they run, and after each verb; and new prompts in old rows."""
   state = _run(_begun(), 6)
-  running = np.asarray(state.running).tolist()
+  running = np.asarray(state.slots.row).tolist()
   busy = [row for row in running if row < 8]
   known = {
-    row: int(state.cache.length[slot]) for slot, row in enumerate(running)
+    row: int(state.memory.cache.length[slot])
+    for slot, row in enumerate(running)
   }
   assert len(busy) >= 2 and min(known[row] for row in busy) > 0
   _check(rollout.generated(state), busy, known=known)
@@ -126,7 +130,7 @@ def test_verbs():
   assert np.all(np.asarray(taken.ok))
   _check(taken.results, busy[:1], known=known)
   _check(taken.results, [row for row in range(8) if row != busy[0]])
-  state, _ = rollout.submit(state, [[7, 8, 3]], [3])
+  state, _ = rollout.submit(state, rollout.Requests([[7, 8, 3]], [3]))
   assert np.all(np.asarray(rollout.generated(state).experts) == -1)
   out = rollout.generated(_run(state))
   _check(out, [0, 1])
@@ -136,7 +140,7 @@ def test_verbs():
 def test_new_weights():
   """Those of the weights that computed a token's K/V last."""
   begun = _run(_begun(), 6)
-  ended = np.asarray(begun.sequences.status) == rollout.SequenceStatus.DONE
+  ended = np.asarray(begun.queue.status) == rollout.SequenceStatus.DONE
   known = np.asarray(rollout.generated(begun).experts) >= 0
   for how in ("recompute", "drop"):
     state = rollout.update_weights(begun, how)
@@ -154,14 +158,14 @@ def test_in_place():
   """Neither pool is copied, nor what is kept of all sequences."""
   config = dataclasses.replace(_CONFIG, draft_tokens=0, num_samples=1)
   state = _begun(3000, 4, config, [[1] * 8] * 700)
-  sizes = [leaf.size for leaf in jax.tree.leaves((state.kv, state.sequences))]
-  kv: Any = state.kv
-  pool, kept = kv[1].values, state.sequences.experts
+  leaves = jax.tree.leaves((state.memory.kv, state.queue))
+  sizes = [leaf.size for leaf in leaves]
+  kv: Any = state.memory.kv
+  pool, kept = kv[1].values, state.queue.experts
   assert kept is not None
   assert sorted(sizes)[-2:] == [pool.size, kept.size]
-  compiled = (
-    jax.jit(runner(), donate_argnums=0).lower(state, jnp.float32(1)).compile()
-  )
+  program = jax.jit(runner(), donate_argnums=0)
+  compiled = program.lower(state, jnp.float32(1)).compile()
   assert pool_sized_rewrites(compiled, pool.shape) == []
 
 
@@ -172,24 +176,22 @@ class TestArguments:
 
   def test_a_memory_without_experts(self):
     state = _begun()
-    kv: Any = state.kv
+    kv: Any = state.memory.kv
+    cache, requests = state.memory.cache, rollout.Requests([[1]], [1])
+    message = "`kv` must have ExpertIdPages as its"
     for pools in (kv[0], kv[::-1]):
-      with pytest.raises(
-        ValueError, match="`kv` must have ExpertIdPages as its"
-      ):
-        rollout.init(state.cache, pools, [[1]], [1], jax.random.key(0), _CONFIG)
+      with pytest.raises(ValueError, match=message):
+        rollout.init(cache, pools, requests, jax.random.key(0), _CONFIG)
 
   def test_a_group_that_loses_them(self):
     groups = (jaxkv.SlidingWindow(3), jaxkv.FullAttention())
     sizes = dataclasses.replace(by_hand.sizes(40, 3), groups=groups)
     kv = memory.init(sizes, num_layers=1, num_kv_heads=1, head_dim=4)
     numbers = memory.init_expert_ids(sizes, num_layers=1, width=1, group=0)
-    with pytest.raises(
-      ValueError, match=r"`ExpertIdPages.group` must .* got 0, Slid"
-    ):
-      rollout.init(
-        jaxkv.init(sizes), (kv, numbers), [[1]], [1], jax.random.key(0), _CONFIG
-      )
+    cache, requests = jaxkv.init(sizes), rollout.Requests([[1]], [1])
+    message = r"`ExpertIdPages.group` must .* got 0, Slid"
+    with pytest.raises(ValueError, match=message):
+      rollout.init(cache, (kv, numbers), requests, jax.random.key(0), _CONFIG)
 
 
 _ATTENTION = models.Attention(num_heads=2, num_kv_heads=1, head_dim=8)
@@ -246,13 +248,14 @@ def test_a_trainer_uses_the_same():
   )
   cache = jaxkv.init(sizes)
   kv = models.init_kv(_DECODER, sizes, record_experts=True)
-  hits = 0
+  hits, requests = 0, rollout.Requests(prompts, lengths)
   for key in (1, 2):
     state = rollout.init(
-      cache, kv, prompts, lengths, jax.random.key(key), config, version=0
+      cache, kv, requests, jax.random.key(key), config, version=0
     )
     state = run(params, state)
-    out, cache, kv = rollout.generated(state), state.cache, state.kv
+    out = rollout.generated(state)
+    cache, kv = state.memory.cache, state.memory.kv
     before, hits = hits, int(cache.stats.hit_tokens)
   # Full pages of all prompts, but for the token that is drawn from.
   assert hits - before >= 12 + 12 + 12

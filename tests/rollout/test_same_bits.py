@@ -77,18 +77,15 @@ def _state(config, setting, params) -> Any:
   if setting.reverse:
     seeds = np.repeat(np.arange(5)[::-1], _SAMPLES) * 10
     seeds = seeds + np.arange(10) % _SAMPLES
+  sampling = rollout.Sampling(temperature=_HEAT, seed=seeds)
+  requests = rollout.Requests(prompts, lengths, sampling=sampling)
   make = functools.partial(
-    rollout.init,
-    prompts=prompts,
-    lengths=lengths,
-    key=jax.random.key(0),
-    config=options,
-    sampling=rollout.Sampling(temperature=_HEAT, seed=seeds),
+    rollout.init, requests=requests, key=jax.random.key(0), config=options
   )
   state = make(cache, kv)
   if setting.cached:
     state = _generate(config)(params, state)
-    state = make(state.cache, state.kv, version=0)
+    state = make(state.memory.cache, state.memory.kv, version=0)
   return state
 
 
@@ -135,7 +132,7 @@ def _scored(config, params, groups, page_size=4) -> np.ndarray:
     pages_per_slot=-(-(_PROMPT + _NEW) // page_size),
     groups=models.cache_groups(config),
   )
-  state = rollout.ScoreState(
+  state = rollout.Memory(
     cache=jaxkv.init(sizes), kv=models.init_kv(config, sizes)
   )
   model = functools.partial(models.forward, config=config)
@@ -291,14 +288,13 @@ def test_two_devices_draw_what_one_does():
   key = jax.random.key(5)
 
   def begin(prompts, lengths, key, first):
+    sampling = rollout.Sampling(temperature=jnp.float32(_HEAT))
     return rollout.init(
       jaxkv.init(sizes, key),
       models.init_kv(config, sizes),
-      prompts,
-      lengths,
+      rollout.Requests(prompts, lengths, sampling=sampling),
       key,
       options,
-      sampling=rollout.Sampling(temperature=jnp.float32(_HEAT)),
       first_sequence=first,
     )
 
@@ -306,7 +302,7 @@ def test_two_devices_draw_what_one_does():
     first = jax.lax.axis_index("data") * len(prompts) * _SAMPLES
     state = begin(prompts, lengths, key, first)
     state = rollout.generate(params, state, model=forward)
-    return devices.stacked(state.sequences)
+    return devices.stacked(rollout.generated(state))
 
   split = jax.shard_map(
     run,
@@ -316,9 +312,9 @@ def test_two_devices_draw_what_one_does():
   )
   both = as_users.jit(split)(params, prompts, lengths, key)
   alone = begin(prompts, lengths, key, 0)
-  alone = _generate(config)(params, alone).sequences
+  alone = rollout.generated(_generate(config)(params, alone))
   both = devices.merged(jax.device_get(both))
-  for name in ("tokens", "log_probs", "length"):
+  for name in ("tokens", "log_probs", "lengths"):
     np.testing.assert_array_equal(getattr(both, name), getattr(alone, name))
 
 

@@ -46,11 +46,11 @@ def _drawn(config, params, prompts, samples, new, slots):
   state = rollout.init(
     jaxkv.init(sizes),
     models.init_kv(config, sizes),
-    prompts,
-    lengths,
+    rollout.Requests(
+      prompts, lengths, sampling=rollout.Sampling(temperature=_HEAT)
+    ),
     jax.random.key(3),
     options,
-    sampling=rollout.Sampling(temperature=_HEAT),
   )
   forward = functools.partial(models.forward, config=config)
   run = as_users.jit(
@@ -78,7 +78,7 @@ def _scored(config, params, groups):
     num_pages=1 + 10 * pages, page_size=16, num_slots=9, pages_per_slot=pages,
     groups=models.cache_groups(config),
   )  # fmt: skip
-  state = rollout.ScoreState(
+  state = rollout.Memory(
     cache=jaxkv.init(sizes), kv=models.init_kv(config, sizes)
   )
   model = functools.partial(models.forward, config=config)

@@ -69,7 +69,8 @@ def test_what_is_computed_is_cached():
   # The last token of a completion is never computed.
   assert found.num_cached_tokens.tolist() == [16]
   other = np.concatenate([GROUPS.prompts[0, :12], GROUPS.completions[0, 2]])
-  assert jaxkv.match(state.cache, other[None], [17]).num_cached_tokens[0] == 16
+  found = jaxkv.match(state.cache, other[None], [17])
+  assert found.num_cached_tokens.tolist() == [16]
 
 
 def test_the_whole_distribution():
@@ -172,16 +173,18 @@ def _begun(version=None, cache=None, kv=None, sizes=SIZES):
   config = rollout.RolloutConfig(
     num_samples=2, max_new_tokens=6, prefill_chunk=8
   )
+  sampling = rollout.Sampling(temperature=[0.8] * 6)
+  requests = rollout.Requests(
+    GROUPS.prompts[:, :10], [10, 1, 8], sampling=sampling
+  )
   begun = fresh(sizes=sizes)
   return rollout.init(
     begun.cache if cache is None else cache,
     begun.kv if kv is None else kv,
-    GROUPS.prompts[:, :10],
-    [10, 1, 8],
+    requests,
     jax.random.key(1),
     config,
     version=version,
-    sampling=rollout.Sampling(temperature=[0.8] * 6),
   )
 
 
@@ -218,7 +221,7 @@ def test_after_a_rollout():
   np.testing.assert_allclose(mine, drawn, atol=1e-5)
   assert scored.cached_tokens.tolist() == [8, 0, 4]
   assert scored.computed_tokens.tolist() == rows_to_compute(groups, [8, 0, 4])
-  jaxkv.check(after.cache)
+  jaxkv.check(after.memory.cache)
   rollout.check(after)
 
 
@@ -250,10 +253,10 @@ class TestWeights:
     check_scored(scored, other, groups)
     assert scored.cached_tokens.tolist() == [0, 0, 0]
     # A new rollout of the same weights finds what was computed here.
-    begun = _begun(1, state.cache, state.kv)
+    begun = _begun(1, state.memory.cache, state.memory.kv)
     end = _generate()(other, begun)
-    before = int(state.cache.stats.hit_tokens)
-    assert int(end.cache.stats.hit_tokens) - before >= 12
+    before = int(state.memory.cache.stats.hit_tokens)
+    assert int(end.memory.cache.stats.hit_tokens) - before >= 12
 
   def test_versions(self):
     state, _ = compiled()(weights(), fresh(), *GROUPS)
@@ -322,8 +325,8 @@ def test_scarce_pages():
   """Eight tokens and five, in three pages of four tokens.
 
   The prompt holds two pages, of which a completion shares the full one; it
-  lacks two more. So each completion is computed in the prompt's slot, where it
-  lacks one, and the last three tokens of the prompt with each of them.
+  lacks two more. So the first completion goes on in the prompt's slot, and each
+  of the others computes the last three tokens of the prompt again.
   """
   sizes = dataclasses.replace(SIZES, num_pages=4)
   groups = GROUPS._replace(
@@ -335,34 +338,34 @@ def test_scarce_pages():
   wanted = [jaxkv.Status.OK, jaxkv.Status.OUT_OF_PAGES, jaxkv.Status.OK]
   assert scored.code.tolist() == wanted
   check_scored(scored, params, groups, rows=[True, False, True])
-  # Once for all completions, and then once for each.
-  assert scored.cached_tokens.tolist()[0] == 3 * 4
-  assert scored.computed_tokens.tolist()[0] == 7 + 3 * 3 + 15
+  assert scored.cached_tokens.tolist()[0] == 2 * 4
+  assert scored.computed_tokens.tolist()[0] == 7 + 2 * 3 + 15
   jaxkv.check(state.cache)
   assert pages_held(state) == 0
 
 
-def _told(params, tokens, positions, kv, views, columns, rows):
+def _told(params, batch, kv):
   """Logits that say what the model is told, and no attention."""
-  del params, positions, views
+  del params, kv
+  rows = batch.rows
   told = rows.numbers * 7 + rows.ids * 5 + rows.counts * 3 + rows.lengths
-  told = told + rows.last_tokens * 11 + rows.user * 13 + tokens[0] * 17
+  told = told + rows.last_tokens * 11 + rows.extra * 13 + batch.tokens[0] * 17
   logits = jnp.sin(told[:, None] * jnp.arange(1, 5, dtype=jnp.int32)[None])
-  return logits[columns], kv
+  return logits[batch.columns], None
 
 
 def test_what_the_model_is_told():
   """The model is told the same as when the tokens were drawn."""
-  user = np.asarray([3, 1, 4], np.int32)
+  extra = np.asarray([3, 1, 4], np.int32)
   groups = GROUPS._replace(completions=GROUPS.completions % 4)
   score = functools.partial(rollout.score, model=_told, chunk=CHUNK)
-  _, scored = jax.jit(score)(None, fresh(), *groups, user=user)
+  _, scored = jax.jit(score)(None, fresh(), *groups, extra=extra)
   for n, g, r in np.argwhere(mask_of(groups)):
     length = groups.prompt_lengths[n] + r
     last = groups.prompts[n, length - 1] if r == 0 else 0
     if r:
       last = groups.completions[n, g, r - 1]
-    told = (n * 3 + g) * 12 + r * 3 + length + last * 28 + user[n] * 13
+    told = (n * 3 + g) * 12 + r * 3 + length + last * 28 + extra[n] * 13
     logits = np.sin(told * np.arange(1, 5))
     own = logits[groups.completions[n, g, r]]
     wanted = own - np.log(np.exp(logits).sum())
@@ -373,10 +376,11 @@ def test_rows_are_those_of_the_model():
   """Counted by the model, which gives logits for all tokens."""
   seen = []
 
-  def model(params, tokens, positions, kv, views):
-    count = jnp.sum(views[0].prefill.num_tokens)
+  def model(params, batch, kv):
+    view = batch.views[0]
+    count = jnp.sum(view.prefill.num_tokens) + jnp.sum(view.decode.num_tokens)
     jax.debug.callback(lambda count: seen.append(int(count)), count)
-    return by_hand.model(params, tokens, positions, kv, views)
+    return by_hand.model(params, batch, kv)
 
   sizes = by_hand.sizes(60, 4)
   state = by_hand.begun(
@@ -392,8 +396,9 @@ def test_rows_are_those_of_the_model():
     None, state, *groups, model=rollout.all_logits(model), chunk=4
   )
   jax.effects_barrier()
-  # P - 1 and G R: two calls for the prompt, three for the completions.
-  assert seen == [4, 1, 4, 4, 1]
+  # P - 1 and G R: one call for the prompt, two for the completions, each with
+  # four columns of chunks and one for each of four slots.
+  assert seen == [5, 8, 1]
   assert scored.computed_tokens.tolist() == [5 + 9]
   tokens = groups.prompts[0].tolist()
   for sample, row in enumerate(groups.completions[0].tolist()):
@@ -417,11 +422,8 @@ def test_in_place(name, samples):
     lengths=GROUPS.lengths[:, :samples],
   )
   groups = jax.tree.map(jnp.asarray, groups)
-  compiled = (
-    jax.jit(score, donate_argnums=1)
-    .lower(weights(name), state, *groups)
-    .compile()
-  )
+  program = jax.jit(score, donate_argnums=1)
+  compiled = program.lower(weights(name), state, *groups).compile()
   smallest = min(
     leaf.size for leaf in jax.tree.leaves(state.kv) if leaf.ndim > 1
   )

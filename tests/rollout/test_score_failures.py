@@ -132,8 +132,8 @@ class TestArguments:
       call(groups=GROUPS._replace(completions=GROUPS.prompts))
     with pytest.raises(TypeError, match="`prompts` must hold integers"):
       call(groups=GROUPS._replace(prompts=GROUPS.prompts * 1.0))
-    with pytest.raises(ValueError, match=r"`user\['a'\]` .* for each prompt"):
-      call(user={"a": jnp.zeros((2,))})
+    with pytest.raises(ValueError, match=r"`extra\['a'\]` .* for each prompt"):
+      call(extra={"a": jnp.zeros((2,))})
     with pytest.raises(ValueError, match="`temperature` must be 0, or"):
       call(temperature=-1.0)
     with pytest.raises(ValueError, match=r"`salts` must have the shape"):

@@ -31,4 +31,4 @@ def test_salts_that_differ_in_some_words():
     end = program(state, 1.0)
     assert bool(rollout.is_done(end))
     assert (int(end.counters.peak_shared) > 0) == is_shared, other
-    assert is_shared or int(end.cache.stats.hit_tokens) == 0, other
+    assert is_shared or int(end.memory.cache.stats.hit_tokens) == 0, other

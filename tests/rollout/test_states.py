@@ -75,11 +75,12 @@ def _hash_rows(states, view, layer, tokens, begins):
   return memory.write_state(states, view, layer, {"hash": state}), out
 
 
-def _model(params, tokens, positions, kv, views):
+def _model(params, batch, kv):
   """Attention as in `by_hand`, and two recurrent layers."""
-  pages, states = kv
-  view = views[1]
-  logits, pages = by_hand.model(params, tokens, positions, pages, views[:1])
+  tokens, (pages, states) = batch.tokens, kv
+  attention = dataclasses.replace(batch, views=batch.views[:1])
+  logits, pages = by_hand.model(params, attention, pages)
+  view = batch.views[1]
   single = view.decode.starts.shape[0]
 
   def layer(index, carry):
@@ -152,8 +153,7 @@ def _begun(sizes, config, kv=None, cache=None, **options):
   return rollout.init(
     jaxkv.init(sizes) if cache is None else cache,
     _memory(sizes) if kv is None else kv,
-    rows,
-    lengths,
+    rollout.Requests(rows, lengths),
     jax.random.key(5),
     config,
     **options,
@@ -177,9 +177,9 @@ def _wanted(temperature):
 
 def _assert_all(state, temperature):
   for number, tokens in enumerate(_wanted(temperature)):
-    length = int(state.sequences.length[number])
-    assert state.sequences.tokens[number, :length].tolist() == tokens
-  jaxkv.check(state.cache)
+    length = int(state.queue.length[number])
+    assert state.queue.tokens[number, :length].tolist() == tokens
+  jaxkv.check(state.memory.cache)
   rollout.check(state)
 
 
@@ -195,7 +195,9 @@ def test_equal_to_a_run_without_cache(slots, pages, temperature):
   while not bool(rollout.is_done(state)):
     state = _program()(state, temperature, 1)
     steps += 1
-    held = np.asarray(state.cache.num_pages - state.cache.num_skipped_pages)
+    held = np.asarray(
+      state.memory.cache.num_pages - state.memory.cache.num_skipped_pages
+    )
     assert held[:, 1].max() <= 2
     assert steps < 1000
   _assert_all(state, temperature)
@@ -208,13 +210,17 @@ def test_equal_to_a_run_without_cache(slots, pages, temperature):
 def test_a_later_rollout_hits_states():
   state = _begun(_sizes(100, 4), _CONFIG)
   first = _program()(state, 1.0)
-  hits = int(first.cache.stats.hit_tokens)
+  hits = int(first.memory.cache.stats.hit_tokens)
   again = _begun(
-    _sizes(100, 4), _CONFIG, kv=first.kv, cache=first.cache, version=0
+    _sizes(100, 4),
+    _CONFIG,
+    kv=first.memory.kv,
+    cache=first.memory.cache,
+    version=0,
   )
   end = _program()(again, 1.0)
   _assert_all(end, 1.0)
-  assert int(end.cache.stats.hit_tokens) > hits + 20
+  assert int(end.memory.cache.stats.hit_tokens) > hits + 20
   assert int(end.counters.prefilled) < int(first.counters.prefilled)
 
 
@@ -224,12 +230,14 @@ def test_the_states_stay_in_place():
     sizes, num_layers=_LAYERS, shapes={"wide": ((wide,), "float32")}
   )
 
-  def model(params, tokens, positions, kv, views):
+  def model(params, batch, kv):
     pages, states = kv
-    logits, pages = by_hand.model(params, tokens, positions, pages, views[:1])
-    parts = [views[1].decode]
-    if views[1].prefill is not None:
-      parts.append(views[1].prefill)
+    attention = dataclasses.replace(batch, views=batch.views[:1])
+    logits, pages = by_hand.model(params, attention, pages)
+    view = batch.views[1]
+    parts = [view.decode]
+    if view.prefill is not None:
+      parts.append(view.prefill)
     for part in parts:
       state = memory.read_state(states, part, 1)["wide"]
       states = memory.write_state(states, part, 1, {"wide": state + 1})
@@ -275,7 +283,7 @@ def test_where_several_pools_lie():
   mesh = jax.make_mesh((2,), ("model",))
   places = devices.shardings(state, mesh, heads="model")
   split, whole = (NamedSharding(mesh, spec) for spec in (P(None, "model"), P()))
-  pools: Any = places.kv
+  pools: Any = places.memory.kv
   assert pools[0].k == split
   assert pools[1].k == whole
   assert pools[2].states["hash"] == whole

@@ -15,10 +15,11 @@ pytestmark = pytest.mark.slow
 _TURNS, _PAGE = 4, 4
 
 
-def _model(params, tokens, positions, kv, views, columns, rows):
-  """Random tokens of the last one; its K/V is never read."""
-  del positions, views, rows
-  return params[tokens[0].at[columns].get(mode="clip")], kv
+def _model(params, batch, kv):
+  """Random tokens of the last one, without K/V."""
+  del kv
+  last = batch.tokens[0].at[batch.columns].get(mode="clip")
+  return params[last], None
 
 
 @functools.cache
@@ -34,8 +35,9 @@ def _conversations(count: int) -> tuple[rollout.RolloutState, jax.Array]:
   state = rollout.init(
     jaxkv.init(sizes, jax.random.key(0)),
     jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1),
-    rng.integers(0, 50, (count, 20)),
-    rng.integers(9, 21, count),
+    rollout.Requests(
+      rng.integers(0, 50, (count, 20)), rng.integers(9, 21, count)
+    ),
     jax.random.key(1),
     rollout.RolloutConfig(
       max_new_tokens=12, max_length=120, stop_token=7, prefill_chunk=16
@@ -50,14 +52,14 @@ def test_what_turns_compute(count):
   state, params = _conversations(count)
   rng, ids = np.random.default_rng(1), np.arange(count)
   said = np.zeros((count, 120), bool)
-  begins = np.asarray(state.sequences.prompt_length)
+  begins = np.asarray(state.queue.prompt_length)
   said |= np.arange(120) < begins[:, None]
   needed = int(begins.sum())
   for turn in range(_TURNS):
     if turn:
       words = rng.integers(0, 50, (count, 9))
       lengths = rng.integers(1, 10, count)
-      before = np.asarray(state.sequences.length)
+      before = np.asarray(state.queue.length)
       state, out = rollout.extend(state, ids, words, lengths)
       assert np.all(out.ok)
       column = np.arange(120)
@@ -88,17 +90,17 @@ def test_a_turn_by_hand():
   key, program = jax.random.key(5), by_hand.program()
   state = by_hand.begun(key, by_hand.sizes(40, 2), config, [[1, 2, 3]] * 2)
   state = program(state, 0.0)
-  first = state.sequences.tokens[1, :6].tolist()
+  first = state.queue.tokens[1, :6].tolist()
   state, out = rollout.extend(state, [1], [[9, 4, 0]], [2], max_tokens=[4])
   assert out.ok.tolist() == [True]
   end = program(state, 0.0)
   whole = by_hand.begun(key, by_hand.sizes(40, 2), config, [[*first, 9, 4]])
   whole = program(whole, 0.0)
-  assert end.sequences.tokens[1, :11].tolist() == (
-    whole.sequences.tokens[0, :11].tolist()
+  assert end.queue.tokens[1, :11].tolist() == (
+    whole.queue.tokens[0, :11].tolist()
   )
-  assert end.sequences.length.tolist() == [6, 12]
-  assert end.sequences.start.tolist() == [3, 8]
+  assert end.queue.length.tolist() == [6, 12]
+  assert end.queue.start.tolist() == [3, 8]
   mask = rollout.generated(end).mask[1].tolist()
   assert mask == [False] * 3 + [True] * 3 + [False] * 2 + [True] * 4 + (
     [False] * 2

@@ -27,7 +27,7 @@ _generate = jax.jit(
 
 
 def _ended(state: rollout.RolloutState) -> np.ndarray:
-  return np.asarray(state.sequences.status) == rollout.SequenceStatus.DONE
+  return np.asarray(state.queue.status) == rollout.SequenceStatus.DONE
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -44,7 +44,20 @@ def test_groups(count):
   assert int(_generate(stopped, until).counters.steps) == steps
   whole = _generate(_begun(), rollout.Until())
   end = _generate(stopped, rollout.Until())
-  np.testing.assert_array_equal(end.sequences.tokens, whole.sequences.tokens)
+  np.testing.assert_array_equal(end.queue.tokens, whole.queue.tokens)
+
+
+def test_newly_ended_sequences():
+  """Each is new once: in the results of the call in which it ended."""
+  state, num_new = _begun(), np.zeros(8, int)
+  while not rollout.is_done(state):
+    before = _ended(state)
+    state = _generate(state, rollout.Until(steps=3))
+    is_new = np.asarray(rollout.generated(state).is_new)
+    np.testing.assert_array_equal(is_new, _ended(state) & ~before)
+    num_new += is_new
+  assert num_new.tolist() == [1] * 8
+  assert not np.any(_generate(state, rollout.Until()).queue.is_new)
 
 
 def test_sequences_until_all_are_harvested():
@@ -56,9 +69,9 @@ def test_sequences_until_all_are_harvested():
     state, out = rollout.harvest(state)
     for row in np.flatnonzero(out.results.valid):
       answers[int(out.results.ids[row])] = out.results.tokens[row].tolist()
-  whole = _generate(_begun(), rollout.Until()).sequences
+  whole = _generate(_begun(), rollout.Until()).queue
   assert [answers[n] for n in range(8)] == whole.tokens.tolist()
-  assert set(state.sequences.status.tolist()) == {rollout.SequenceStatus.EMPTY}
+  assert set(state.queue.status.tolist()) == {rollout.SequenceStatus.EMPTY}
 
 
 def test_whichever_is_first():

@@ -49,8 +49,7 @@ def _begun(cache=None, version=None, config=_CONFIG, **options):
   return rollout.init(
     cache,
     options.pop("kv", kv),
-    _PROMPTS,
-    _LENGTHS,
+    rollout.Requests(_PROMPTS, _LENGTHS),
     jax.random.key(1),
     config,
     version=version,
@@ -131,13 +130,13 @@ class TestUpdateWeights:
     state = _program()(_weights(0), _begun(), rollout.Until(steps=7))
     state = rollout.update_weights(state, "keep")
     state = _program()(_weights(1), state, rollout.Until(steps=2))
-    ids = state.sequences.ids
+    ids = state.queue.ids
     state, out = rollout.requeue(
-      state, ids, mask=state.sequences.status == rollout.SequenceStatus.RUNNING
+      state, ids, mask=state.queue.status == rollout.SequenceStatus.RUNNING
     )
     assert np.any(np.asarray(out.ok))
     rows = np.flatnonzero(out.ok)
-    before = np.asarray(state.sequences.length)
+    before = np.asarray(state.queue.length)
     out = rollout.generated(_program()(_weights(1), state))
     wanted = _trainer(_weights(1), out.tokens, out.positions)
     gaps = np.abs(np.asarray(out.log_probs - wanted))
@@ -155,7 +154,7 @@ def test_a_leader_of_older_weights_is_not_followed():
   key, kv = jax.random.key(5), models.init_kv(_MODEL, sizes)
   state = by_hand.begun(key, sizes, config, [prompt], kv=kv)
   state = _program()(_weights(0), state, rollout.Until(steps=1))
-  assert 0 < int(state.cache.length[0]) < len(prompt)
+  assert 0 < int(state.memory.cache.length[0]) < len(prompt)
   state, out = rollout.requeue(state, [1])
   assert out.ok.tolist() == [True]
   state = rollout.update_weights(state, "keep")
@@ -172,13 +171,13 @@ class TestVersions:
   def test_forgetting_is_refused(self):
     state = _program()(_weights(0), _begun())
     with pytest.raises(ValueError, match="`version` must be given, because"):
-      _begun(state.cache)
+      _begun(state.memory.cache)
     with pytest.raises(ValueError, match=r"must be 0, that of .* got 1; call"):
-      _begun(state.cache, 1)
-    cache, _ = jaxkv.new_epoch(state.cache)
+      _begun(state.memory.cache, 1)
+    cache, _ = jaxkv.new_epoch(state.memory.cache)
     with pytest.raises(ValueError, match=r"must be 1, that of .* got 0"):
       _begun(cache, 0)
-    assert int(_begun(cache, 1).cache.epoch) == 1
+    assert int(_begun(cache, 1).memory.cache.epoch) == 1
 
   def test_traced_versions(self):
     """They cannot be refused, so the sequences fail."""
@@ -186,12 +185,12 @@ class TestVersions:
 
     @jax.jit
     def begun(version):
-      return _begun(state.cache, version)
+      return _begun(state.memory.cache, version)
 
     assert np.all(
-      np.asarray(begun(0).sequences.status) == rollout.SequenceStatus.WAITING
+      np.asarray(begun(0).queue.status) == rollout.SequenceStatus.WAITING
     )
-    refused = begun(3).sequences
+    refused = begun(3).queue
     assert np.all(np.asarray(refused.status) == rollout.SequenceStatus.FAILED)
     assert set(refused.code.tolist()) == {jaxkv.Status.STALE}
 
@@ -200,11 +199,11 @@ class TestVersions:
     state, cached = _begun(), 0
     for number in range(50):
       params = _weights(number)
-      state = _begun(state.cache, number, kv=state.kv)
+      state = _begun(state.memory.cache, number, kv=state.memory.kv)
       state = _program()(params, state)
       gaps = _gaps(rollout.generated(state), params, number)
       assert gaps.size and gaps.max() <= 1e-5, number
-      hits = int(state.cache.stats.hit_tokens)
+      hits = int(state.memory.cache.stats.hit_tokens)
       assert hits > cached
       cached = hits
       state = rollout.update_weights(state)

@@ -23,10 +23,10 @@ _EITHER = [0.0, *_LARGE, *(-x for x in _LARGE)]
 _FILTERS = ("top_k", "top_p", "min_p")
 
 
-def _model(params, tokens, positions, kv, views, columns, rows):
+def _model(params, batch, kv):
   """Logits that depend on the last token."""
-  del positions, views, rows
-  return params[tokens[0].at[columns].get(mode="clip")], kv
+  del kv  # A table needs no keys and values.
+  return params[batch.tokens[0].at[batch.columns].get(mode="clip")], None
 
 
 def _table(scale: float) -> jax.Array:
@@ -72,11 +72,9 @@ def _begun(sampling: rollout.Sampling, **options) -> rollout.RolloutState:
   return rollout.init(
     jaxkv.init(sizes, jax.random.key(0)),
     jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1),
-    prompts,
-    np.full(_SEQUENCES, 3),
+    rollout.Requests(prompts, np.full(_SEQUENCES, 3), sampling=sampling),
     jax.random.key(1),
     config,
-    sampling=sampling,
   )
 
 
@@ -92,7 +90,7 @@ def _ended(state, params):
   log_probs = np.asarray(out.log_probs)[np.asarray(out.mask)]
   assert np.isfinite(log_probs).all()
   assert (log_probs <= 1e-6).all()
-  return np.asarray(state.sequences.status), np.asarray(state.sequences.code)
+  return np.asarray(state.queue.status), np.asarray(state.queue.code)
 
 
 @slow_except("exact", [False, True], False)

@@ -317,11 +317,30 @@ class TestTheModelsOwn:
 
   def test_only_what_is_asked_for(self):
     drawn = self._rows([[0.0, 1.0]])
-    assert drawn[2:] == (None,) * 4
+    assert drawn[2:] == (None,) * 5
     drawn = self._rows([[0.0, 1.0]], entropy=True)
     assert drawn.entropy is not None and drawn.raw_log_probs is None
     drawn = self._rows([[0.0, 1.0]], top_log_probs=1)
     assert drawn.top_tokens.tolist() == [[1]] and drawn.entropy is None
+
+  @pytest.mark.parametrize("exact", [False, True])
+  def test_log_probs_before_the_filters(self, exact):
+    """At the temperature: 1/4, 1/16 and 1/16; `top_k` leaves the first one."""
+    drawn = draw(
+      jax.random.split(jax.random.key(0), 1),
+      jnp.zeros((1,), jnp.int32),
+      jnp.log(jnp.array([[0.5, 0.25, 0.25]])),
+      Sampling(
+        temperature=jnp.array([0.5], jnp.float32),
+        top_k=jnp.ones((1,), jnp.int32),
+      ),
+      unfiltered_log_probs=True,
+      exact=exact,
+    )
+    assert drawn.tokens.tolist() == [0] and drawn.log_probs.tolist() == [0]
+    np.testing.assert_allclose(
+      drawn.unfiltered_log_probs, np.log([2 / 3]), rtol=1e-6
+    )
 
   def test_without_logits_of_its_own(self):
     drawn = self._rows([[0.0, 1.0]], raw_log_probs=True)

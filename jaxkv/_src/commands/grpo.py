@@ -193,15 +193,12 @@ def grpo_round(
     max_overtaken=PROMPTS * SAMPLES,
     numerics=model.numerics,
   )
-  state = rollout.init(cache, kv, prompts, lengths, rollout_key, config)
+  state = rollout.init(
+    cache, kv, rollout.Requests(prompts, lengths), rollout_key, config
+  )
   forward = functools.partial(models.forward, config=model)
   state = rollout.generate(params, state, model=forward)
-  drawn = rollout.grouped(
-    rollout.generated(state),
-    num_samples=SAMPLES,
-    prompt_columns=TOKENS,
-    completion_columns=TOKENS,
-  )
+  drawn = rollout.grouped(rollout.generated(state))
   # Rewards are per token. They are normalized over the samples of a prompt, for
   # each position separately.
   is_right = jnp.swapaxes(drawn.completions == drawn.prompts[:, None], 1, 2)
@@ -243,7 +240,7 @@ def grpo_round(
   state = rollout.update_weights(state)
   # Only the first update uses the weights of the rollout.
   figures = RoundFigures(jnp.mean(is_right), state.counters, mismatches[0])
-  return Carry(params, moments, state.cache, state.kv), figures
+  return Carry(params, moments, state.memory.cache, state.memory.kv), figures
 
 
 def _summary(figures: RoundFigures) -> dict[str, Any]:

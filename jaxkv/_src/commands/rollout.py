@@ -9,15 +9,12 @@ With `--model`, a pretrained model answers the prompts.
 """
 
 import argparse
-import functools
 import sys
-import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tqdm
 
 import jaxkv
 from jaxkv import models
@@ -88,14 +85,14 @@ def run(args: argparse.Namespace) -> int:
   prompts = chosen_prompts(args, model.tokenizer)
   if args.samples is None:
     args.samples = 4 if args.model is None else 1
-  tokens, lengths = _encoded(args, model, prompts)
-  state, seconds = generate(model, _init_state(args, model, tokens, lengths))
-  jaxkv.check(state.cache)
-  result = seconds | _figures(state)
-  result["texts"] = _texts(model, list(prompts.values()), state)
+  out = _generate(args, model, _encoded(args, model, prompts))
+  jaxkv.check(out.state.memory.cache)
+  seconds = {"seconds": out.seconds, "compile_seconds": out.compile_seconds}
+  result = seconds | _figures(out.state)
+  result["texts"] = _texts(list(prompts.values()), out)
   if args.model is None:
     print("comparing with a forward pass without a cache ...", file=sys.stderr)
-    result["largest_difference"] = largest_difference(model, state)
+    result["largest_difference"] = largest_difference(model, out.state)
   output.write_json(args.json, result)
   output.print_table(*_rows(result), before=_printed_texts(result["texts"]))
   return 0 if result.get("largest_difference", 0.0) < CLOSE else 1
@@ -165,8 +162,8 @@ def default_prompts(text: str) -> Prompts:
 
 def _encoded(
   args: argparse.Namespace, model: models.Pretrained, prompts: Prompts
-) -> tuple[np.ndarray, np.ndarray]:
-  """Returns int32[P, L] tokens and int32[P] lengths."""
+) -> list[np.ndarray]:
+  """Returns the tokens of each prompt."""
   rows = []
   room = model.max_length - args.max_tokens
   for place, text in prompts.items():
@@ -185,109 +182,30 @@ def _encoded(
         f"made for, not {len(row)}; shorten it or lower --max-tokens"
       )
     rows.append(row)
-  lengths = np.asarray([len(row) for row in rows], np.int32)
-  tokens = np.zeros((len(rows), int(lengths.max())), np.int32)
-  for padded, row in zip(tokens, rows, strict=True):
-    padded[: len(row)] = row
-  return tokens, lengths
+  return rows
 
 
-def _init_state(
-  args: argparse.Namespace,
-  model: models.Pretrained,
-  tokens: np.ndarray,
-  lengths: np.ndarray,
-) -> rollout.RolloutState:
-  config = rollout.RolloutConfig(
-    num_samples=args.samples,
-    max_new_tokens=args.max_tokens,
-    prefill_chunk=64,
-    # Raw log-probs are taken before the temperature is applied, as are those of
-    # the forward pass.
-    raw_log_probs=True,
-  )
-  sizes = _sizes(args, model, len(tokens), int(lengths.max()) + args.max_tokens)
+def _generate(
+  args: argparse.Namespace, model: models.Pretrained, prompts: list[np.ndarray]
+) -> rollout.Texts:
   try:
-    sampling = rollout.Sampling(
-      temperature=args.temperature,
-      stop_tokens=list(model.stop_tokens) or None,
-    )
-    return rollout.init(
-      jaxkv.init(sizes),
-      model.init_kv(sizes),
-      jnp.asarray(tokens),
-      jnp.asarray(lengths),
-      jax.random.key(args.seed),
-      config,
-      sampling=sampling,
+    return rollout.generate_texts(
+      model,
+      prompts,
+      num_samples=args.samples,
+      max_new_tokens=args.max_tokens,
+      sampling=rollout.Sampling(temperature=args.temperature),
+      key=jax.random.key(args.seed),
+      num_slots=args.slots,
+      page_size=args.page_size,
+      num_pages=args.pages,
+      progress=True,
+      # Raw log-probs are taken before the temperature is applied, as are those
+      # of the forward pass.
+      raw_log_probs=True,
     )
   except ValueError as error:
     raise CommandError(f"{_text_of(error)} (--pages, --temperature)") from error
-
-
-def _sizes(
-  args: argparse.Namespace, model: models.Pretrained, count: int, longest: int
-) -> jaxkv.CacheConfig:
-  """Returns sizes of the cache, by default for all slots at full length."""
-  # Slots beyond the number of sequences would stay empty, but cost time in each
-  # step.
-  slots = min(args.slots, count * args.samples)
-  page_size = min(args.page_size, longest)
-  num_groups = len(models.cache_groups(model.config))
-  each = num_groups * (1 + -(-longest // page_size))
-  return model.cache_config(
-    num_pages=1 + slots * each if args.pages is None else args.pages,
-    num_slots=slots,
-    page_size=page_size,
-    max_length=longest,
-  )
-
-
-def generate(
-  model: models.Pretrained, state: rollout.RolloutState
-) -> tuple[rollout.RolloutState, dict[str, float]]:
-  """Runs a rollout to its end, in spans of steps, with a progress bar.
-
-  Args:
-    model: the model.
-    state: the rollout, which is donated.
-
-  Returns:
-    The final state, and the seconds of the loop and of the compilation.
-  """
-  program = functools.partial(rollout.generate, model=model.forward)
-  steps, seconds = 8, 0.0
-  span = rollout.Until(steps=jnp.int32(steps))
-  print("compiling the loop ...", file=sys.stderr, flush=True)
-  begin = time.perf_counter()
-  program = jax.jit(program, donate_argnums=1)
-  compiled = program.lower(model.params, state, span).compile()
-  compile_seconds = time.perf_counter() - begin
-  total = state.sequences.length.size * state.config.max_new_tokens
-  with tqdm.tqdm(
-    total=total, desc="rollout", bar_format="{l_bar}{bar}| {elapsed}"
-  ) as bar:
-    while True:
-      begin = time.perf_counter()
-      span = rollout.Until(steps=jnp.int32(steps))
-      state = jax.block_until_ready(compiled(model.params, state, span))
-      elapsed = time.perf_counter() - begin
-      seconds += elapsed
-      # Spans of about half a second keep the bar moving. A change of `steps`
-      # does not compile again, because `steps` is traced.
-      steps = max(1, min(2 * steps, round(0.5 * steps / elapsed)))
-      bar.update(_progress(state) - bar.n)
-      if bool(jnp.all(state.sequences.status >= rollout.SequenceStatus.DONE)):
-        times = {"seconds": seconds, "compile_seconds": compile_seconds}
-        return state, times
-
-
-def _progress(state: rollout.RolloutState) -> int:
-  """Counts drawn tokens, and all possible tokens of sequences that ended."""
-  sequences = state.sequences
-  drawn = sequences.length - sequences.prompt_length
-  ended = sequences.status >= rollout.SequenceStatus.DONE
-  return int(jnp.sum(jnp.where(ended, state.config.max_new_tokens, drawn)))
 
 
 def largest_difference(
@@ -298,8 +216,8 @@ def largest_difference(
   Returns:
     The largest difference from the log-probs of the rollout, in nats.
   """
-  sequences = state.sequences
-  raw = sequences.records.raw_log_probs
+  queue = state.queue
+  raw = queue.records.raw_log_probs
   assert raw is not None
   columns = jnp.arange(raw.shape[1], dtype=jnp.int32)
 
@@ -317,44 +235,43 @@ def largest_difference(
 
   # `map` runs one sequence at a time, because the logits of all sequences may
   # need too much memory.
-  rows = (sequences.tokens, sequences.prompt_length, sequences.length, raw)
+  rows = (queue.tokens, queue.prompt_length, queue.length, raw)
   return float(jnp.max(jax.jit(lambda: jax.lax.map(difference, rows))()))
 
 
 def _figures(state: rollout.RolloutState) -> dict[str, Any]:
   """Returns the counters and the sizes of the loop and of the cache."""
-  sizes = state.cache.config
-  kv_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.kv))
-  counts = vars(state.counters) | vars(state.cache.stats)
+  sizes = state.memory.cache.config
+  kv_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.memory.kv))
+  counts = vars(state.counters) | vars(state.memory.cache.stats)
   return {
-    "sequences": state.sequences.length.size,
+    "sequences": state.queue.size,
     "slots": sizes.num_slots,
     "pages": sizes.num_pages,
     "page_size": sizes.page_size,
     "page_bytes": kv_bytes // sizes.num_pages,
-    "prompt_tokens": int(jnp.sum(state.sequences.prompt_length)),
+    "prompt_tokens": int(jnp.sum(state.queue.prompt_length)),
     **{
       name: int(count) for name, count in counts.items() if not np.ndim(count)
     },
   }
 
 
-def _texts(
-  model: models.Pretrained, prompts: list[str], state: rollout.RolloutState
-) -> list[dict[str, Any]]:
+def _texts(prompts: list[str], out: rollout.Texts) -> list[dict[str, Any]]:
   """Returns the answers, with the log-probs that they were drawn with."""
-  done = jax.tree.map(np.asarray, rollout.generated(state))
+  done = jax.tree.map(np.asarray, out.results)
+  num_samples = out.state.config.num_samples
   texts = []
   for number, (row, mask) in enumerate(
     zip(done.tokens, done.mask, strict=True)
   ):
-    place, sample = divmod(number, state.config.num_samples)
+    place, sample = divmod(number, num_samples)
     texts.append(
       {
         "prompt_number": place,
         "sample": sample,
         "prompt": prompts[place],
-        "text": model.tokenizer.decode(row[mask]),
+        "text": out.texts[place][sample],
         "finish": rollout.Finish(int(done.finish[number])).name.lower(),
         "tokens": row[mask].tolist(),
         "log_probs": done.log_probs[number][mask].astype(float).tolist(),

@@ -53,8 +53,8 @@ class Guide:
   """N grammars compiled to tables of S states in total, over V tokens.
 
   Pass a guide to a jitted function as an argument. If the function closed over
-  the guide, its tables would become constants of the program. A rollout made by
-  `init(user=guide.init(Q))` runs as:
+  the guide, its tables would become constants of the program. A rollout of
+  `Requests(..., extra=guide.init(Q))` runs as:
 
     @jax.jit
     def run(params, guide, state):
@@ -156,7 +156,7 @@ class Guide:
     return indices
 
   def process(
-    self, logits: Array, rows: Any, user: GuideState
+    self, logits: Array, rows: Any, extra: GuideState
   ) -> tuple[Array, GuideState]:
     """Sets the logits of tokens that the grammar does not allow to -inf.
 
@@ -172,19 +172,19 @@ class Guide:
       logits: floats [R, V].
       rows: has `counts` int32[R], the tokens drawn so far in this turn, and
         `last_tokens` int32[R], each sequence's last token.
-      user: the states of the R sequences.
+      extra: the states of the R sequences.
 
     Returns:
       The masked logits and the new states.
 
     Raises:
-      TypeError: `user` is not a `GuideState`.
+      TypeError: `extra` is not a `GuideState`.
       ValueError: the logits do not have V columns.
     """
-    if not isinstance(user, GuideState):
+    if not isinstance(extra, GuideState):
       raise TypeError(
-        f"`user` must be a GuideState, got {type(user).__name__}; give "
-        "user=guide.init(Q) to rollout.init."
+        f"`extra` must be a GuideState, got {type(extra).__name__}; give "
+        "extra=guide.init(Q) to rollout.Requests."
       )
     if logits.shape[1:] != (self.tokens.vocab_size,):
       raise ValueError(
@@ -194,13 +194,13 @@ class Guide:
       )
     # At the first call of a turn `read` is not used, because the last token
     # then belongs to the prompt.
-    read = advance_states(self.next, self.tokens, user.state, rows.last_tokens)
+    read = advance_states(self.next, self.tokens, extra.state, rows.last_tokens)
     # No byte leads to a state of another grammar. So the state determines the
     # start state, and the index of the grammar is not stored.
-    home = indexing.take(self.home, user.state)
+    home = indexing.take(self.home, extra.state)
     state = jnp.where(rows.counts == 0, home, read)
-    bits = self.allowed(state, user.limit - rows.counts)
-    return mask_logits(logits, bits), GuideState(state, user.limit)
+    bits = self.allowed(state, extra.limit - rows.counts)
+    return mask_logits(logits, bits), GuideState(state, extra.limit)
 
   def allowed(self, state: Array, left: Array) -> Array:
     """Returns the bitmask of allowed tokens, uint32[R, ceil(V / 32)].

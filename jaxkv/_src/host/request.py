@@ -37,31 +37,32 @@ class Request:
   defaults below, except that an object without `status` is running once it has
   computed tokens.
 
-  Some attributes of vLLM's and eSurge's requests also separate their pages:
-  `lora_request` by its `lora_name`, `lora_path` and `lora_int_id`, and
-  `mm_features` by an `identifier` or `mm_hash` at a range `mm_position` or
-  `placeholder_range`. A feature without a range separates all pages.
-  `skip_reading_prefix_cache`, or else `sampling_params.prompt_logprobs`, skips
-  the lookup.
+  Requests of vLLM and eSurge have further attributes. Requests that differ in
+  `lora_request` (its `lora_name`, `lora_path` or `lora_int_id`) share no page.
+  A page with an item of `mm_features` is shared only with the same item there,
+  which has an `identifier` or `mm_hash`, and a range of tokens, `mm_position`
+  or `placeholder_range`. With an item without a range, no page is shared with
+  requests that lack the item. `skip_reading_prefix_cache`, or in its absence
+  `sampling_params.prompt_logprobs`, skips the lookup.
 
   Attributes:
     request_id: the request's name.
     token_ids: the tokens of prompt and output.
     num_prompt_tokens: tokens of the prompt; None for all initial tokens.
     num_computed_tokens: tokens with computed K/V, as the scheduler counts.
-    num_in_flight_tokens: computed tokens of an unfinished step, whose pages are
-      not freed yet.
+    num_in_flight_tokens: those of `num_computed_tokens` whose step still runs.
+      Their pages are not freed before it ends.
     status: "waiting", "running" or "preempted".
     cache_salt: a str or bytes; requests with different salts share no page. ""
       and None are the same, as in vLLM.
     lora_name: requests with different adapters share no page.
     mm: images and similar inputs with placeholders among the tokens.
-    prompt_embeds: array [P, D] of embeddings that replace the first P tokens;
+    prompt_embeds: embeddings that replace the first tokens, a row for each;
       pages with different embeddings are not shared.
     prompt_logprobs: computes the whole prompt without a lookup; its pages are
       still cached for others.
-    shared_prefix_boundary: tokens that some groups had cached but not all; 0 to
-      use the number that the lookup returned.
+    shared_prefix_boundary: the length of a prefix that some groups, but not
+      all, had cached at the lookup; 0 to use the length that the lookup found.
   """
 
   request_id: str
@@ -98,7 +99,7 @@ class RequestFields(NamedTuple):
   num_in_flight_tokens: int
   status: str  # in lower case, also for an enum member
   salt: bytes  # 16 bytes; requests with different salts share no page
-  items: tuple[Item, ...]  # see `content`
+  items: tuple[Item, ...]  # images and embeddings at ranges of tokens
   skips_lookup: bool
   shared_prefix_boundary: int
 
@@ -153,12 +154,13 @@ def _status_of(request: Any, computed: int) -> str:
 
 
 def _skips_lookup(request: Any) -> bool:
-  # vLLM sets this attribute after it has read the sampling parameters, so it
-  # decides.
+  # vLLM derives this attribute from the sampling parameters, so it takes
+  # precedence over them.
   skips = getattr(request, "skip_reading_prefix_cache", None)
   if skips is not None:
     return bool(skips)
-  # Here 0 asks for log-probs too, those of the prompt's tokens alone.
+  # A number of 0 in the sampling parameters asks for log-probs too, of the
+  # prompt's tokens without alternatives. Only None asks for none.
   sampling = getattr(request, "sampling_params", None)
   return (
     bool(getattr(request, "prompt_logprobs", None))
@@ -169,13 +171,17 @@ def _skips_lookup(request: Any) -> bool:
 def content(
   request: RequestFields, start: int, stop: int, size: int, secret: bytes
 ) -> np.ndarray:
-  """Returns tokens `start .. stop`, int32[stop - start]; see `mask_items`."""
+  """Returns the contents of tokens `start .. stop`, int32[stop - start].
+
+  Where an item touches a page of `size` tokens, its tokens are masked by a hash
+  of the item and the secret.
+  """
   try:
     tokens = int32s(request.token_ids[start:stop])
   except (OverflowError, TypeError) as error:
     raise ValueError(
       f"`token_ids` of {request.request_id!r} must be 32-bit integers, got "
-      f"others from {start} to {stop}: {error}."
+      f"another value from {start} to {stop}: {error}."
     ) from error
   # Most requests have no items, and need no copy of the read-only array.
   if not request.items:
@@ -191,12 +197,13 @@ def int32s(values: Sequence[int]) -> np.ndarray:
     OverflowError: a value does not fit.
   """
   if not isinstance(values, list):
-    # The elements of an array of another library would be arrays.
+    # `list` of a jax or torch array gives arrays, and `tolist` gives ints.
     values = getattr(values, "tolist", lambda: list(values))()
   # `struct` is twice as fast as numpy, which would also cast floats and strings
   # of digits.
   try:
     return np.frombuffer(struct.pack(f"{len(values)}i", *values), np.int32)
   except struct.error:
-    # `array` raises one error for a wrong type and another for a wrong size.
+    # `struct.error` does not tell types from values out of range. `array`
+    # raises TypeError for one and OverflowError for the other.
     return np.asarray(array.array("i", values))

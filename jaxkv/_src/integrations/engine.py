@@ -24,11 +24,12 @@ from jaxkv import new_epoch
 from jaxkv import rollout
 from jaxkv._src.integrations import jobs as client_jobs
 from jaxkv._src.integrations.jobs import Answer
-from jaxkv._src.integrations.jobs import Batch
 from jaxkv._src.integrations.jobs import EngineSizes
 from jaxkv._src.integrations.jobs import Job
+from jaxkv._src.integrations.jobs import JobBatch
 from jaxkv._src.integrations.no_mesh import no_mesh
 from jaxkv._src.integrations.paged_module import PagedModule
+from jaxkv.kv import Batch
 from jaxkv.rollout import Records
 from jaxkv.rollout import RolloutConfig
 from jaxkv.rollout import RolloutState
@@ -144,13 +145,12 @@ class QueueEngine:
   def _keep_log_probs(self) -> None:
     self._config = dataclasses.replace(self._config, raw_log_probs=True)
     if self._state is not None:
-      log_probs = self._state.sequences.log_probs
-      sequences = dataclasses.replace(
-        self._state.sequences,
-        records=Records(raw_log_probs=jnp.zeros_like(log_probs)),
-      )
+      queue = self._state.queue
+      records = Records(raw_log_probs=jnp.zeros_like(queue.log_probs))
       self._state = dataclasses.replace(
-        self._state, config=self._config, sequences=sequences
+        self._state,
+        config=self._config,
+        queue=dataclasses.replace(queue, records=records),
       )
 
   def _serve(self, params: Any, jobs: list[Job]) -> list[list[Answer]]:
@@ -158,8 +158,10 @@ class QueueEngine:
     batch = client_jobs.batch(jobs, self.sizes, scaled=self._scaled)
     # If the state has salts, each batch must have salts. Zeros in all rows let
     # jobs share pages, as without salts.
-    if self._salted and batch.salts is None:
-      batch = batch._replace(salts=np.zeros((self.sizes.total, 4), np.uint32))
+    if self._salted and batch.requests.salts is None:
+      salts = np.zeros((self.sizes.total, 4), np.uint32)
+      requests = dataclasses.replace(batch.requests, salts=salts)
+      batch = batch._replace(requests=requests)
     # The state is donated, so it is lost if the call raises.
     state, self._state = self._state, None
     # Clients call in the contexts of different meshes, and each context would
@@ -215,50 +217,46 @@ class QueueEngine:
     batch = client_jobs.batch([], self.sizes, scaled=self._scaled)
     jobs = self.sizes.num_jobs
     salts = jnp.zeros((self.sizes.total, 4), jnp.uint32)
+    requests = rollout.Requests(
+      jnp.zeros((jobs, 1), jnp.int32),
+      jnp.ones((jobs,), jnp.int32),
+      sampling=batch.requests.sampling,
+      num_samples=jnp.zeros((jobs,), jnp.int32),
+      salts=salts if self._salted else None,
+      extra=batch.requests.extra,
+    )
     return rollout.init(
       init_cache(self._cache, secret),
       self._init_kv(self._cache),
-      jnp.zeros((jobs, 1), jnp.int32),
-      jnp.ones((jobs,), jnp.int32),
+      requests,
       jax.random.key(0),
       self._config,
-      sampling=batch.sampling,
-      num_samples=jnp.zeros((jobs,), jnp.int32),
-      salts=salts if self._salted else None,
-      user=batch.user,
     )
 
   def _program(
-    self, params: Any, state: RolloutState, batch: Batch, stale: Array
+    self, params: Any, state: RolloutState, batch: JobBatch, stale: Array
   ) -> tuple[RolloutState, dict[str, Any]]:
     """Runs the device program of one call."""
+    cache = _drop_pages(state.memory.cache, stale)
     state = dataclasses.replace(
-      state,
-      cache=_drop_pages(state.cache, stale),
-      sampling=_with_filters(state.sampling, batch.sampling),
+      state, memory=dataclasses.replace(state.memory, cache=cache)
     )
+    state = _with_filters(state, batch.requests.sampling)
     numbers = jnp.arange(self.sizes.num_jobs, dtype=jnp.int32)
     state, _ = rollout.submit(
       state,
-      batch.prompts,
-      batch.lengths,
+      batch.requests,
       ids=numbers * self.sizes.num_samples,
-      num_samples=batch.num_samples,
-      sampling=batch.sampling,
-      salts=batch.salts,
-      user=batch.user,
       mask=batch.mask,
     )
     state = rollout.generate(
       params, state, model=self._model, process=self._process
     )
     # Codes are read before the harvest, which clears them.
-    code = state.sequences.code
+    code = state.queue.code
     state, out = rollout.harvest(state)
     results = out.results
-    state = dataclasses.replace(
-      state, sampling=_with_filters(state.sampling, rollout.Sampling())
-    )
+    state = _with_filters(state, None)
     return state, {
       "tokens": results.tokens,
       "lengths": results.lengths,
@@ -286,26 +284,28 @@ def _drop_pages(cache: CacheState, stale: Array) -> CacheState:
 
 
 def _with_filters(
-  sampling: rollout.Sampling, batch: rollout.Sampling
-) -> rollout.Sampling:
+  state: RolloutState, sampling: rollout.Sampling | None
+) -> RolloutState:
   """Sets the rollout's top-k and top-p to the batch's, which may be None."""
   # A filter that is None is not compiled. Between calls both filters are None,
   # so that programs with and without filters take the same state.
-  return dataclasses.replace(
-    sampling,
-    **jax.tree.map(jnp.asarray, {"top_k": batch.top_k, "top_p": batch.top_p}),
+  sampling = sampling or rollout.Sampling()
+  filters = {"top_k": sampling.top_k, "top_p": sampling.top_p}
+  queue = state.queue
+  sampling = dataclasses.replace(
+    queue.sampling, **jax.tree.map(jnp.asarray, filters)
   )
+  queue = dataclasses.replace(queue, sampling=sampling)
+  return dataclasses.replace(state, queue=queue)
 
 
 def _scaled_model(model: rollout.Model) -> rollout.Model:
   """Returns a model that divides logits by their sequence's temperature."""
 
-  def call(
-    params: Any, tokens: Array, positions: Array, kv: Any, *views_and_rows: Any
-  ) -> tuple[Array, Any]:
-    logits, kv = model(params, tokens, positions, kv, *views_and_rows)
-    _, columns, rows = views_and_rows
-    temperature = rows.user["temperature"].at[columns].get(mode="clip")
+  def call(params: Any, batch: Batch, kv: Any) -> tuple[Array, Any]:
+    logits, kv = model(params, batch, kv)
+    temperature = batch.rows.extra["temperature"]
+    temperature = temperature.at[batch.columns].get(mode="clip")
     temperature = jnp.where(temperature > 0, temperature, 1)[:, None]
     return logits.astype(jnp.float32) / temperature, kv
 
@@ -316,12 +316,12 @@ def _ban(tokens: tuple[int, ...]) -> rollout.Process:
   """Makes a `Process` that sets the logits of banned tokens to -inf."""
 
   def process(
-    logits: Array, rows: rollout.Rows, user: Any
+    logits: Array, rows: rollout.Rows, extra: Any
   ) -> tuple[Array, Any]:
     del rows
     for token in tokens:
-      column = jnp.where(user["may_draw"], logits[:, token], -jnp.inf)
+      column = jnp.where(extra["may_draw"], logits[:, token], -jnp.inf)
       logits = logits.at[:, token].set(column)
-    return logits, user
+    return logits, extra
 
   return process

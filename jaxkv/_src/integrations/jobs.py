@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxkv.rollout import Requests
 from jaxkv.rollout import Sampling
 
 
@@ -63,28 +64,18 @@ class Answer:
   finish: int
 
 
-class Batch(NamedTuple):
-  """Arrays of fixed shape for P jobs of up to G samples. Q is P * G.
+class JobBatch(NamedTuple):
+  """Arrays of fixed shape for P jobs of up to G samples.
 
   `EngineSizes` defines P, G and W.
 
   Attributes:
-    prompts: int32[P, W - 1].
-    lengths: int32[P].
+    requests: the prompts and the settings of their samples.
     mask: bool[P], True for jobs, False for padding.
-    num_samples: int32[P], the samples of each job.
-    sampling: the settings of the Q samples.
-    user: arrays [Q] that the model and `process` read.
-    salts: uint32[Q, 4], or None.
   """
 
-  prompts: Any
-  lengths: Any
+  requests: Requests
   mask: Any
-  num_samples: Any
-  sampling: Sampling
-  user: dict[str, Any]
-  salts: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,7 +160,7 @@ def check(job: Job, sizes: EngineSizes) -> None:
     )
 
 
-def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> Batch:
+def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> JobBatch:
   """Converts up to P jobs, which `check` has accepted, to arrays.
 
   `scaled` is True if the model divides its logits by the temperature.
@@ -190,7 +181,7 @@ def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> Batch:
     )
   }
   stops = np.full((total, sizes.num_stop_tokens), -1, np.int32)
-  user = {
+  extra = {
     "temperature": np.ones((total,), np.float32),
     "may_draw": np.zeros((total,), np.bool_),
     "adapter": np.zeros((total,), np.int32),
@@ -210,23 +201,23 @@ def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> Batch:
     columns["top_k"][rows], columns["top_p"][rows] = job.top_k, job.top_p
     columns["seed"][rows] = job.seeds
     stops[rows, : len(job.stop_tokens)] = job.stop_tokens
-    user["temperature"][rows] = job.temperature or 1
-    user["may_draw"][rows] = job.may_draw_banned
-    user["adapter"][rows] = job.adapter
+    extra["temperature"][rows] = job.temperature or 1
+    extra["may_draw"][rows] = job.may_draw_banned
+    extra["adapter"][rows] = job.adapter
     if salts is not None and job.salt is not None:
       salts[number * samples : (number + 1) * samples] = job.salt
   # Unused filters are removed, because a filter that is None is not compiled.
   if not any(job.filters for job in jobs):
     del columns["top_k"], columns["top_p"]
-  return Batch(
-    prompts=prompts,
-    lengths=lengths,
-    mask=np.arange(sizes.num_jobs) < len(jobs),
+  requests = Requests(
+    prompts,
+    lengths,
     num_samples=counts,
     sampling=Sampling(**columns, stop_tokens=stops),
-    user=user,
+    extra=extra,
     salts=salts,
   )
+  return JobBatch(requests, np.arange(sizes.num_jobs) < len(jobs))
 
 
 def seeds(root: Any, count: int) -> tuple[int, ...]:

@@ -9,20 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import jaxkv.kv
 from jaxkv import CacheConfig
 from jaxkv._src.integrations import packages
-from jaxkv._src.integrations.layer_memory import LayerMemory
-from jaxkv._src.integrations.layer_memory import LayerPlan
-from jaxkv._src.integrations.layer_memory import plan_layers
 from jaxkv._src.integrations.no_mesh import no_mesh
+from jaxkv.kv import Batch
 from jaxkv.kv import KVPages
-from jaxkv.rollout import Rows
-
-Replacement = Callable[..., Any]
-"""A function `(layer, memory, *args, **kwargs)` that replaces a layer's method.
-It takes a `LayerMemory` before the method's other arguments, and returns the
-same type of value."""
+from jaxkv.kv import LayerMemory
+from jaxkv.kv import LayerPlan
+from jaxkv.kv import plan_layers
 
 Replaced = type | tuple[type, str] | str
 """The method to replace: `__call__` of a class; another method of a class, as
@@ -52,7 +46,7 @@ class PagedModule:
   head_dim: int
   dtype: Any
   call: Callable[..., Any]
-  methods: Mapping[Replaced, Replacement]
+  methods: Mapping[Replaced, Callable[..., Any]]
 
   def cache_config(self, **sizes: Any) -> CacheConfig:
     """Returns the config of a cache for the decoder's layer groups.
@@ -60,27 +54,19 @@ class PagedModule:
     Args:
       **sizes: the fields of `jaxkv.CacheConfig` except `groups`.
     """
-    return CacheConfig(groups=self.plan.kinds, **sizes)
+    return self.plan.cache_config(**sizes)
 
   def init_kv(self, config: CacheConfig) -> KVPages:
     """Returns pages of zeros for all layers of the decoder."""
-    return jaxkv.kv.init(
+    return self.plan.init_kv(
       config,
-      num_layers=self.plan.num_memory_layers,
       num_kv_heads=self.num_kv_heads,
       head_dim=self.head_dim,
       dtype=self.dtype,
     )
 
   def model(
-    self,
-    params: Any,
-    tokens: jax.Array,
-    positions: jax.Array,
-    kv: KVPages,
-    views: Any,
-    columns: jax.Array,
-    rows: Rows,
+    self, params: Any, batch: Batch, kv: KVPages
   ) -> tuple[jax.Array, KVPages]:
     """Calls the decoder, with the signature of `jaxkv.rollout.Model`.
 
@@ -89,7 +75,7 @@ class PagedModule:
     sharded.
     """
     nnx = packages.nnx()
-    memory = LayerMemory(kv, views, columns, rows, self.plan)
+    memory = LayerMemory(self.plan, batch, kv)
     states = params if type(params) is tuple else (params,)
     module = bind(nnx.merge(self.graphdef, *states), self.methods, memory)
     # The decoder's code can rely on promotions that jaxkv's users forbid.
@@ -98,7 +84,7 @@ class PagedModule:
       jax.numpy_rank_promotion("allow"),
       no_mesh(),
     ):
-      logits = self.call(module, memory, tokens, positions)
+      logits = self.call(module, memory, batch.tokens, batch.positions)
     return memory.logits(logits), memory.kv
 
 
@@ -106,7 +92,7 @@ def paged_module(
   module: Any,
   *,
   call: Callable[..., Any],
-  methods: Mapping[Replaced, Replacement],
+  methods: Mapping[Replaced, Callable[..., Any]],
   windows: Sequence[int | None],
   num_kv_heads: int,
   head_dim: int,
@@ -122,8 +108,10 @@ def paged_module(
     call: `(module, memory, tokens int32[1, C], positions int32[1, C]) -> logits
       [1, C, V]`, or [1, X, V] if a layer calls `memory.pick`. Padding has
       position 0.
-    methods: the replacement of each method, see `Replaced`. A replacement can
-      call the original as `super(type(layer), layer).__call__`.
+    methods: the function `(layer, memory, *args, **kwargs)` that replaces each
+      method, see `Replaced`. It takes a `LayerMemory` before the method's other
+      arguments, and returns the same type of value. It can call the original as
+      `super(type(layer), layer).__call__`.
     windows: the sliding window of each layer, in the order in which the layers
       attend; None for full attention.
     num_kv_heads: K.
@@ -161,7 +149,9 @@ def paged_module(
 
 
 def bind(
-  module: Any, methods: Mapping[Replaced, Replacement], memory: LayerMemory
+  module: Any,
+  methods: Mapping[Replaced, Callable[..., Any]],
+  memory: LayerMemory,
 ) -> Any:
   """Replaces methods of a module's layers, in place.
 
@@ -200,7 +190,9 @@ def _matches(key: Replaced, path: tuple[Any, ...], layer: Any) -> bool:
   return isinstance(layer, key[0] if isinstance(key, tuple) else key)
 
 
-def _bound(replacement: Replacement, memory: LayerMemory) -> Callable[..., Any]:
+def _bound(
+  replacement: Callable[..., Any], memory: LayerMemory
+) -> Callable[..., Any]:
   def method(layer: Any, *args: Any, **kwargs: Any) -> Any:
     return replacement(layer, memory, *args, **kwargs)
 

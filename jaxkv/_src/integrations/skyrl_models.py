@@ -5,9 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkv._src.integrations import packages
-from jaxkv._src.integrations.layer_memory import LayerMemory
 from jaxkv._src.integrations.paged_module import PagedModule
 from jaxkv._src.integrations.paged_module import paged_module
+from jaxkv.kv import LayerMemory
 
 _SUPPORTED = {"llama3": "Llama3Attention", "qwen3": "Qwen3Attention"}
 
@@ -16,7 +16,7 @@ def paged_module_of(module: Any) -> PagedModule:
   """Adapts a decoder of SkyRL-tx for rollouts.
 
   These decoders take one adapter for each row of a batch. So each column of a
-  packed call becomes a row of one token. `rows.user["adapter"]` has the
+  packed call becomes a row of one token. `rows.extra["adapter"]` has the
   adapter's index.
 
   Args:
@@ -48,7 +48,7 @@ def paged_module_of(module: Any) -> PagedModule:
 
 
 def _call(module: Any, memory: LayerMemory, tokens: Any, positions: Any) -> Any:
-  adapters = memory.rows.user["adapter"]
+  adapters = memory.batch.rows.extra["adapter"]
   outputs = module(
     tokens.T,
     attention_mask=jnp.ones_like(tokens.T),

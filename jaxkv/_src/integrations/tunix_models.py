@@ -4,9 +4,9 @@ import functools
 from typing import Any
 
 from jaxkv._src.integrations import packages
-from jaxkv._src.integrations.layer_memory import LayerMemory
 from jaxkv._src.integrations.paged_module import PagedModule
 from jaxkv._src.integrations.paged_module import paged_module
+from jaxkv.kv import LayerMemory
 
 _SUPPORTED = ("llama3", "qwen2", "qwen3", "gemma3")
 

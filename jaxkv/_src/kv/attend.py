@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
+from jaxkv._src.cache.group_kinds import FullAttention
+from jaxkv._src.cache.group_kinds import SlidingWindow
 from jaxkv._src.exact import attention as exact_attention
 from jaxkv._src.kv import cross_attention
 from jaxkv._src.kv.memory import KVPages
@@ -40,9 +42,9 @@ def attend(
   """Computes causal attention of new tokens over their sequences, in one layer.
 
   The query at position p sees positions 0 .. p, so write the new tokens first.
-  With `options.window`, `attend` reads all positions inside this window. The
-  cache frees the pages behind the window of the group's `SlidingWindow`, so
-  `options.window` must not be longer.
+  With `options.window`, `attend` reads all positions inside the window. It must
+  be that of the group's `SlidingWindow`, because the cache frees the pages
+  behind it. A layer with another window needs a group of its own.
 
   Shared pages. With a view from `share`, one column and no window, `attend`
   reads each shared page once for all its rows. This changes only the rounding
@@ -133,6 +135,7 @@ def attend_with_lse(
     arguments.refuse(ValueError, "q", "[B, T, H, D]", q)
   check_layer(kv, layer)
   options = _check_options(options)
+  _check_window(view, options)
   if isinstance(view, PackedView):
     options.refuse("a PackedView has no drafts", "tree_mask")
   if not causal:
@@ -172,6 +175,20 @@ def _check_options(
     )
   options.refuse("kv has its own scales", "k_scale", "v_scale")
   return options
+
+
+def _check_window(view: AnyView, options: kernels.AttentionOptions) -> None:
+  """Raises unless the window is that of the view's layer group."""
+  rows = rows_of(view.decode if isinstance(view, PackedView) else view)
+  if not isinstance(rows.kind, FullAttention | SlidingWindow):
+    return
+  window = getattr(rows.kind, "window", None)
+  if options.window != window:
+    hint = "pass the view of the layer's group, and the window of this group"
+    expected = f"{window} for a view of {rows.kind}"
+    arguments.refuse(
+      ValueError, "options.window", expected, options.window, hint
+    )
 
 
 def _check_encoder(kv: KVPages, options: kernels.AttentionOptions) -> None:

@@ -49,6 +49,7 @@ class KVPages:
     v_scale: the same for values; also None for latents.
     value_dim: Dv, the number of leading elements of a latent that are its
       value; None for separate keys and values.
+    has_default_dtype: True if `dtype` was not given to `init`.
   """
 
   # Layers have no separate axis, because a scan over such an axis would copy
@@ -61,6 +62,9 @@ class KVPages:
   v_scale: jax.Array | None = None  # float32[L * N, K, S]
   value_dim: int | None = dataclasses.field(
     default=None, metadata={"static": True}
+  )
+  has_default_dtype: bool = dataclasses.field(
+    default=False, metadata={"static": True}
   )
 
   @property
@@ -91,7 +95,7 @@ def init(
   num_kv_heads: int,
   head_dim: int,
   value_dim: int | None = None,
-  dtype=jnp.bfloat16,
+  dtype=None,
   group: int = 0,
   storage_dtype=None,
 ) -> KVPages:
@@ -111,7 +115,9 @@ def init(
     value_dim: Dv for the latents of MLA: the number of leading elements that
       are the value, such as 512 of 576 for DeepSeek. None for separate values.
     dtype: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8. With
-      the last three `write` computes a scale for each token and head.
+      the last three `write` computes a scale for each token and head. None for
+      bfloat16; `write` then refuses float32 keys, so that a float32 model is
+      not rounded unnoticed.
     group: the layer group that gives the page size, if page sizes differ.
     storage_dtype: dtype of the buffers. None for `dtype`, except that a CPU
       uses uint16 for bfloat16 and uint8 for float8_e4m3fn. On a CPU each write
@@ -148,7 +154,7 @@ def init(
   sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
   check_sizes(config, group, num_layers=num_layers, **sizes)
   _check_latents(num_kv_heads, head_dim, value_dim)
-  dtype = np.dtype(dtype)
+  is_default, dtype = dtype is None, np.dtype(dtype or jnp.bfloat16)
   if dtype.name not in _BITS:
     expected = f"one of {', '.join(_BITS)}"
     arguments.refuse(ValueError, "dtype", expected, dtype)
@@ -176,6 +182,7 @@ def init(
       jnp.ones(shape[:3], jnp.float32) if has_scales and not is_latent else None
     ),
     value_dim=None if value_dim is None else int(value_dim),
+    has_default_dtype=is_default,
   )
 
 

@@ -10,6 +10,7 @@ import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.arrays.arguments import check_shape
+from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.kv.memory import check_group
@@ -36,6 +37,8 @@ class View:
     num_tokens: the number of new tokens in each row; 0 for an idle row.
     shared: pages that rows have in common, from `jaxkv.kv.share`; or None.
     plan: equal pieces of decode work, from `jaxkv.kv.plan_decode`; or None.
+    kind: the kind of the layer group, which decides the windows that `attend`
+      accepts; None to accept all.
   """
 
   page_table: jax.Array  # int32[B, M]
@@ -43,6 +46,9 @@ class View:
   num_tokens: jax.Array  # int32[B]
   shared: kernels.SharedPrefix | None = None
   plan: kernels.DecodePlan | None = None
+  kind: GroupKind | None = dataclasses.field(
+    default=None, metadata={"static": True}
+  )
 
 
 @jax.tree_util.register_dataclass
@@ -146,6 +152,7 @@ def view(
     page_table=state.page_table[:, group],
     starts=starts,
     num_tokens=jnp.asarray(num_tokens),
+    kind=kind,
   )
 
 

@@ -60,6 +60,12 @@ def write(
     if array.ndim != 4 or array.shape[2:] != sizes or array.shape != k.shape:
       expected = f"[B, T, {sizes[0]}, {sizes[1]}], the same for k and v"
       arguments.refuse(ValueError, name, expected, array)
+    if kv.has_default_dtype and array.dtype == jnp.float32:
+      hint = (
+        "make the pages with dtype=float32, or with dtype=bfloat16 to round"
+      )
+      expected = f"{kv.dtype}, the default dtype of the pages"
+      arguments.refuse(TypeError, name, expected, array.dtype, hint)
   check_rows(view, "k", k)
   check_layer(kv, layer)
   return _write(kv, view, jnp.asarray(layer, jnp.int32), k, v)

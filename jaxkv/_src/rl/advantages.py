@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv._src.arrays import arguments
 from jaxkv._src.rl import per_token
@@ -10,7 +11,7 @@ from jaxkv._src.rl import per_token
 def group_normalized(
   rewards: jax.Array,
   *,
-  num_samples: int,
+  num_samples: int | None = None,
   mask: jax.Array | None = None,
   normalized: bool = True,
   eps: float = 1e-6,
@@ -22,15 +23,18 @@ def group_normalized(
   no division, as in Dr. GRPO (Liu et al., 2025).
 
   Args:
-    rewards: floats, integers or bools [Q], the rewards of Q samples. Samples of
-      the same prompt follow one another, as in a rollout.
-    num_samples: G, the number of samples of each prompt, a divisor of Q.
-    mask: bool[Q], the samples to use; None for all samples.
+    rewards: floats, integers or bools [N, G], the rewards of G samples of each
+      of N prompts; or [Q], where samples of the same prompt follow one another,
+      as in a rollout.
+    num_samples: G, the number of samples of each prompt, a divisor of Q; can be
+      None for [N, G].
+    mask: bool like `rewards`, the samples to use; None for all samples.
     normalized: True to divide by the standard deviation.
     eps: added to the standard deviation.
 
   Returns:
-    float32[Q]; 0 where `mask` is False, and where a group's rewards are equal.
+    float32 like `rewards`; 0 where `mask` is False, and where a group's rewards
+    are equal.
 
   Raises:
     TypeError: `mask` is not bool, `num_samples` is not an int, or rewards are
@@ -41,6 +45,7 @@ def group_normalized(
     >>> group_normalized(jnp.array([1.0, 0.0, 0.9, 0.9]), num_samples=2)
     Array([ 0.999998, -0.999998,  0.      ,  0.      ], dtype=float32)
   """
+  shape = np.shape(rewards)
   rewards, is_used = _groups(rewards, num_samples, mask)
   # At least 1, because a group without used samples would compute 0 / 0.
   count = jnp.maximum(jnp.sum(is_used, axis=1, keepdims=True), 1)
@@ -50,24 +55,27 @@ def group_normalized(
     variance = jnp.sum(advantages * advantages, axis=1, keepdims=True) / count
     deviation = jnp.sqrt(variance) + arguments.as_number("eps", eps)
     advantages = advantages / deviation
-  return advantages.ravel()
+  return advantages.reshape(shape)
 
 
 def leave_one_out(
-  rewards: jax.Array, *, num_samples: int, mask: jax.Array | None = None
+  rewards: jax.Array,
+  *,
+  num_samples: int | None = None,
+  mask: jax.Array | None = None,
 ) -> jax.Array:
   """Computes the advantages of RLOO (Ahmadian et al., 2024, section 3.4).
 
   An advantage is the reward minus the mean of the other samples in its group.
 
   Args:
-    rewards: floats, integers or bools [Q], the rewards of Q samples. Samples of
-      the same prompt follow one another, as in a rollout.
-    num_samples: G, the number of samples of each prompt, a divisor of Q.
-    mask: bool[Q], the samples to use; None for all samples.
+    rewards: see `group_normalized`.
+    num_samples: see `group_normalized`.
+    mask: bool like `rewards`, the samples to use; None for all samples.
 
   Returns:
-    float32[Q]; 0 where `mask` is False, and for the only sample of a group.
+    float32 like `rewards`; 0 where `mask` is False, and for the only sample of
+    a group.
 
   Raises:
     TypeError: `mask` is not bool, `num_samples` is not an int, or rewards are
@@ -78,26 +86,30 @@ def leave_one_out(
     >>> leave_one_out(jnp.array([1.0, 0.0, 2.0]), num_samples=3)
     Array([ 0. , -1.5,  1.5], dtype=float32)
   """
+  shape = np.shape(rewards)
   rewards, is_used = _groups(rewards, num_samples, mask)
   num_others = jnp.sum(is_used, axis=1, keepdims=True) - is_used
   sum_others = jnp.sum(rewards, axis=1, keepdims=True) - rewards
   has_baseline = (is_used > 0) & (num_others > 0)
   # The divisor is 1 if there is no baseline, because 0 / 0 would be NaN.
   baseline = sum_others / jnp.where(has_baseline, num_others, 1)
-  return jnp.where(has_baseline, rewards - baseline, 0).ravel()
+  return jnp.where(has_baseline, rewards - baseline, 0).reshape(shape)
 
 
 def _groups(
-  rewards: jax.Array, num_samples: int, mask: jax.Array | None
+  rewards: jax.Array, num_samples: int | None, mask: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns shifted rewards and the mask, float32[Q / G, G] each."""
-  num_samples = arguments.as_int("num_samples", num_samples)
+  """Returns shifted rewards and the mask, float32[N, G] each."""
   rewards = arguments.as_real("rewards", rewards)
+  if num_samples is None and rewards.ndim == 2:
+    num_samples = rewards.shape[1]
+  num_samples = arguments.as_int("num_samples", num_samples)
+  is_table = rewards.ndim == 2 and rewards.shape[1] == num_samples
   is_list = num_samples > 0 and rewards.ndim == 1
-  if not is_list or rewards.shape[0] % num_samples:
+  if not is_table and (not is_list or rewards.shape[0] % num_samples):
     raise ValueError(
-      f"`rewards` must be [Q], Q a multiple of num_samples, {num_samples}, got "
-      f"{list(rewards.shape)}."
+      f"`rewards` must be [N, {num_samples}], or [Q] with Q a multiple of "
+      f"num_samples, {num_samples}, got {list(rewards.shape)}."
     )
   if mask is None:
     mask = jnp.ones(rewards.shape, bool)

@@ -45,6 +45,8 @@ def grpo_loss(
   reference: jax.Array | None = None,
   kl_weight: float = 0.04,
   estimator: ratios.Estimator = "k3",
+  entropy: jax.Array | None = None,
+  entropy_weight: float = 0.0,
   mean: Mean = "sequence",
 ) -> tuple[jax.Array, GrpoMetrics]:
   """Computes the clipped policy loss of GRPO (Shao et al., 2024, equation 3).
@@ -74,6 +76,9 @@ def grpo_loss(
       divergence.
     kl_weight: factor of the divergence.
     estimator: static; estimator of the divergence, see `kl`.
+    entropy: floats[Q, T], the entropy of the policy's distribution of each
+      token, in nats, with its gradient; None for no bonus.
+    entropy_weight: factor of the entropy, which is subtracted from the loss.
     mean: "sequence" averages over the tokens of each sequence, and then over
       the sequences with tokens. "token" averages over all drawn tokens. A
       number divides the sum over all drawn tokens. A string is static, but a
@@ -130,6 +135,10 @@ def grpo_loss(
     difference = jnp.where(mask, log_probs - reference, 0)
     reference_kl = ratios.divergence(difference, estimator)
     losses = losses + kl_factor * reference_kl
+  if entropy is not None:
+    entropy = per_token.as_floats_like("entropy", entropy, log_probs)
+    bonus = arguments.as_number("entropy_weight", entropy_weight)
+    losses = losses - bonus * jnp.where(mask, entropy, 0)
   log_ratio = jax.lax.stop_gradient(log_ratio)
   metrics = GrpoMetrics(
     ratio=_mean(jnp.exp(log_ratio), mask, "token"),

@@ -38,6 +38,8 @@ class Drawn(NamedTuple):
       were drawn from.
     raw_log_probs: float32[R], log-probs of `tokens` in the model's distribution
       before settings change it.
+    unfiltered_log_probs: float32[R], log-probs of `tokens` at the temperature,
+      before `min_p`, `top_k` and `top_p`.
     entropy: float32[R], entropy of the model's distribution, in nats.
     top_tokens: int32[R, X], the X most likely tokens of the model's
       distribution, in descending order.
@@ -47,6 +49,7 @@ class Drawn(NamedTuple):
   tokens: Array
   log_probs: Array
   raw_log_probs: Array | None = None
+  unfiltered_log_probs: Array | None = None
   entropy: Array | None = None
   top_tokens: Array | None = None
   top_log_probs: Array | None = None
@@ -108,6 +111,7 @@ def draw(
   *,
   raw_logits: Array | None = None,
   raw_log_probs: bool = False,
+  unfiltered_log_probs: bool = False,
   entropy: bool = False,
   top_log_probs: int = 0,
   exact: bool = False,
@@ -130,6 +134,7 @@ def draw(
     raw_logits: floats [R, V], the model's logits before `penalties.adjust`;
       None if `logits` are the model's logits.
     raw_log_probs: True to return log-probs in the model's distribution.
+    unfiltered_log_probs: True to return log-probs before the filters.
     entropy: True to return the entropy of the model's distribution.
     top_log_probs: X, the number of most likely tokens to return.
     exact: True to make the result of a row independent of the other rows, bit
@@ -156,6 +161,7 @@ def draw(
       sampling,
       logits if raw_logits is None else as_logits(raw_logits),
       raw_log_probs,
+      unfiltered_log_probs,
       functools.partial(draw, entropy=entropy, top_log_probs=top_log_probs),
     )
   weights = _weights(logits, sampling)
@@ -164,6 +170,10 @@ def draw(
   token_logits = jnp.take_along_axis(logits, tokens[:, None], axis=1)
   scores = weights.scaled(token_logits)[:, 0] - jnp.log(reductions.sums(masses))
   drawn = Drawn(tokens=tokens, log_probs=scores)
+  if unfiltered_log_probs:
+    drawn = drawn._replace(
+      unfiltered_log_probs=_unfiltered(logits, tokens, sampling)
+    )
   raw_logits = logits if raw_logits is None else as_logits(raw_logits)
   if raw_log_probs or entropy or top_log_probs:
     observed = statistics.observe(
@@ -189,6 +199,7 @@ def _draw_exactly(
   sampling: Sampling,
   raw_logits: Array,
   raw_log_probs: bool,
+  unfiltered_log_probs: bool,
   draw_tile: Callable[..., Drawn],
 ) -> Drawn:
   """Runs `draw` on tiles of a fixed number of rows."""
@@ -204,18 +215,27 @@ def _draw_exactly(
   rows = (keys, counts, logits, sampling, raw_logits)
   drawn = row_loop.loop(sample_tile, (), rows, tile=log_probs.ROWS)
   ones = jnp.ones(counts.shape, jnp.float32)
-  if (
-    sampling.top_k is None and sampling.top_p is None and sampling.min_p is None
-  ):
-    divisor = ones
-    if sampling.temperature is not None:
-      divisor = jnp.where(sampling.temperature == 0, 1, sampling.temperature)
-    scores = log_probs.of_tokens(logits, drawn.tokens, divisor)
-    drawn = drawn._replace(log_probs=scores)
+  filters = sampling.top_k, sampling.top_p, sampling.min_p
+  has_filters = any(setting is not None for setting in filters)
+  if unfiltered_log_probs or not has_filters:
+    scores = _unfiltered(logits, drawn.tokens, sampling)
+    if unfiltered_log_probs:
+      drawn = drawn._replace(unfiltered_log_probs=scores)
+    if not has_filters:
+      drawn = drawn._replace(log_probs=scores)
   if raw_log_probs:
     scores = log_probs.of_tokens(raw_logits, drawn.tokens, ones)
     drawn = drawn._replace(raw_log_probs=scores)
   return drawn
+
+
+def _unfiltered(logits: Array, tokens: Array, sampling: Sampling) -> Array:
+  """Returns log-probs of tokens int32[R] at each row's temperature."""
+  divisor = jnp.ones(tokens.shape, jnp.float32)
+  if sampling.temperature is not None:
+    # The log-prob of a greedy token is taken at temperature 1.
+    divisor = jnp.where(sampling.temperature == 0, 1, sampling.temperature)
+  return log_probs.of_tokens(logits, tokens, divisor)
 
 
 _OFF = {"min_p": 0, "top_k": 0, "top_p": 1}

@@ -59,9 +59,8 @@ def _paged(decoder, params, tokens: np.ndarray, chunks) -> np.ndarray:
     piece = jnp.asarray(tokens[:, start : start + count])
     steps = jnp.arange(count, dtype=jnp.int32)[None]
     positions = cache.length[:, None] + steps
-    logits, kv = models.forward(
-      params, piece, positions, kv, views, config=decoder
-    )
+    batch = jaxkv.kv.Batch(tokens=piece, positions=positions, views=views)
+    logits, kv = models.forward(params, batch, kv, config=decoder)
     cache, _ = jaxkv.commit(cache, piece, num_tokens)
     found.append(np.asarray(logits))
     start += count
@@ -167,11 +166,11 @@ def test_a_rollout_draws_the_same(name, checkpoint):
   state = rollout.init(
     jaxkv.init(sizes),
     kv,
-    prompts,
-    lengths,
+    rollout.Requests(
+      prompts, lengths, sampling=rollout.Sampling(temperature=0.0)
+    ),
     jax.random.key(0),
     config,
-    sampling=rollout.Sampling(temperature=0.0),
   )
   program = jax.jit(functools.partial(rollout.generate, model=loaded.forward))
   end = program(loaded.params, state)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from jaxkv._src.kv.batch import Batch
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.shared_prefix import refresh_shared
 from jaxkv._src.kv.view import PackedView
@@ -40,12 +41,8 @@ _AnyView = View | PackedView
 )
 def forward(
   params: Params,
-  tokens: jax.Array,
-  positions: jax.Array,
+  batch: Batch,
   kv: Any,
-  view: _AnyView | tuple[_AnyView, ...],
-  columns: jax.Array | None = None,
-  rows: Any = None,
   *,
   config: Decoder,
   logits: LogitSelection = "all",
@@ -55,11 +52,12 @@ def forward(
 ) -> tuple[jax.Array, Any]:
   """Runs tokens through the decoder with keys and values in pages.
 
-  Writes keys and values of row b's first `view.num_tokens[b]` tokens after its
-  `view.starts[b]` cached tokens. Each token attends to itself and to all tokens
-  before it, or to those within the layer's window. Prefill, chunked prefill and
-  decode are the same call with different T and `num_tokens`. With a
-  `PackedView`, B is 1 and T is the number of its columns. A row's logits do not
+  Writes keys and values of row b's first `num_tokens[b]` tokens after its
+  `starts[b]` cached tokens, which the views of the batch give. Each token
+  attends to itself and to all tokens before it, or to those within the layer's
+  window. Prefill, chunked prefill and decode are the same call with different T
+  and `num_tokens`. With a `PackedView`, B is 1 and T is the number of its
+  columns. A row's logits do not
   depend on other rows, except for rounding if the view has `shared` pages or a
   `plan`. Layers with a window do not use `shared` pages.
 
@@ -67,22 +65,16 @@ def forward(
 
   Args:
     params: parameters as returned by `init_params`.
-    tokens: int32[B, T]. A token outside the vocabulary makes logits of its row
-      NaN, unless the token is past the row's `num_tokens`.
-    positions: int32[B, T], which set only the rotary angles; normally
-      `view.starts[b] + arange(T)` in row b.
+    batch: the tokens. `positions` set only the rotary angles; normally they are
+      `starts[b] + arange(T)` in row b. `views` has a view for each group of
+      `cache_groups(config)`, which differ only in their page tables. `rows` are
+      ignored. A token outside the vocabulary makes logits of its row NaN,
+      unless the token is past the row's `num_tokens`.
     kv: the memory from `init_kv`, a tuple if layers need different kinds of
       memory.
-    view: the page table of each row and the number of tokens to write; a tuple
-      with one view per group of `cache_groups(config)` if there are several
-      groups. Views of groups must differ only in their page tables.
-    columns: int32[X], the columns of a packed call that get logits; None if
-      `logits` selects tokens.
-    rows: the sequence of each token, which a rollout passes to every model.
-      Ignored.
     config: static; the decoder.
-    logits: static; the tokens that get logits if `columns` is None: "all",
-      "last" or "none". "last" is the token at `view.num_tokens[b] - 1`, whose
+    logits: static; the tokens that get logits if `batch.columns` is None:
+      "all", "last" or "none". "last" is the token at `num_tokens[b] - 1`, whose
       logits are meaningless for a row without tokens. "none" suits all chunks
       of a long prompt but the last.
     backend: static; see `jaxkv.kv.attend`.
@@ -93,11 +85,11 @@ def forward(
 
   Returns:
     (logits, kv): logits are float32[B, P, V], where P is T, 1 or 0 for "all",
-    "last" and "none", or float32[X, V] with `columns`. The logits of tokens
-    past a row's `num_tokens` are meaningless.
+    "last" and "none", or float32[X, V] with `batch.columns`. The logits of
+    tokens past a row's `num_tokens` are meaningless.
 
   Raises:
-    TypeError: `tokens` or `positions` is not an array of integers.
+    TypeError: `batch` is not a `Batch`, or its tokens are not integers.
     ValueError: the views, the memory or the parameters do not fit the decoder.
 
   Examples:
@@ -109,17 +101,19 @@ def forward(
     >>> cache = jaxkv.CacheConfig(num_pages=3, page_size=4, num_slots=1,
     ...                           pages_per_slot=2)
     >>> view = View(page_table=jnp.array([[2, 1]]),
-    ...                   starts=jnp.array([0]), num_tokens=jnp.array([3]))
+    ...             starts=jnp.array([0]), num_tokens=jnp.array([3]))
+    >>> batch = Batch(tokens=jnp.array([[3, 1, 4]]),
+    ...               positions=jnp.array([[0, 1, 2]]), views=(view,))
     >>> logits, kv = forward(
-    ...   models.init_params(jax.random.key(0), config),
-    ...   jnp.array([[3, 1, 4]]), jnp.array([[0, 1, 2]]),
-    ...   models.init_kv(config, cache), view, config=config)
+    ...   models.init_params(jax.random.key(0), config), batch,
+    ...   models.init_kv(config, cache), config=config)
     >>> logits.shape
     (1, 3, 11)
   """
-  del rows
+  _check_batch(batch)
+  tokens, positions, views = batch.tokens, batch.positions, batch.views
+  columns = batch.columns
   all_logits.check_tokens(tokens, positions)
-  views = view if isinstance(view, tuple) else (view,)
   # `type` and not `isinstance`, because a single pool can be a NamedTuple.
   pools = kv if type(kv) is tuple else (kv,)
   check_pools(pools, views, config)
@@ -139,6 +133,19 @@ def forward(
   )
   kv = pools if type(kv) is tuple else pools[0]
   return out if columns is None else out[0], kv
+
+
+def _check_batch(batch: Any) -> None:
+  if not isinstance(batch, Batch):
+    raise TypeError(
+      f"`batch` must be a Batch, got {type(batch).__name__}; make one with "
+      "jaxkv.kv.Batch(tokens=, positions=, views=)."
+    )
+  if not isinstance(batch.views, tuple):
+    raise TypeError(
+      "`batch.views` must be a tuple with a view for each layer group, got "
+      f"{type(batch.views).__name__}."
+    )
 
 
 def _with_shared_pages(

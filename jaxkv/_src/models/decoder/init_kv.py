@@ -121,8 +121,9 @@ def check_pools(
   num_groups, num_pools = groups.period(config), len(groups.pools(config))
   if len(views) != num_groups:
     raise ValueError(
-      f"`view` must have a view for each of the {num_groups} layer groups of "
-      f"config, got {len(views)}; give a tuple in the order of cache_groups."
+      f"`batch.views` must have a view for each of the {num_groups} layer "
+      f"groups of config, got {len(views)}; give a tuple in the order of "
+      "cache_groups."
     )
   if len(pools) > num_pools and isinstance(pools[-1], ExpertIdPages):
     expert_records.check_pool(pools[-1], config)

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 def rms_norm(
   x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0
 ) -> jax.Array:
-  """Divides the last axis of [..., E] by its root mean square.
+  """Divides x [..., X] by the root mean square of its last axis.
 
   Args:
     x: floats of any dtype; the norm is computed in float32.
-    weight: [E], a factor of each element.
+    weight: [X], a factor of each element.
     eps: added to the mean square.
     offset: added to the weights.
   """

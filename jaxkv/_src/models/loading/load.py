@@ -14,6 +14,7 @@ from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.models.decoder import forward as decoder_forward
 from jaxkv._src.models.decoder import init_kv as decoder_kv
 from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.grouped_log_probs import grouped_log_probs
 from jaxkv._src.models.decoder.params import Params
 from jaxkv._src.models.loading import assemble
 from jaxkv._src.models.loading import checkpoint_errors
@@ -63,6 +64,17 @@ class Pretrained:
     """`jaxkv.models.forward` with this decoder, for a rollout."""
     return functools.partial(decoder_forward.forward, config=self.config)
 
+  @property
+  def forward_uncached(self) -> Callable[..., Any]:
+    """`jaxkv.models.forward_uncached` with this decoder."""
+    function = decoder_forward.forward_uncached
+    return functools.partial(function, config=self.config)
+
+  @property
+  def grouped_log_probs(self) -> Callable[..., Any]:
+    """`jaxkv.models.grouped_log_probs` with this decoder, for a trainer."""
+    return functools.partial(grouped_log_probs, config=self.config)
+
   def cache_config(
     self,
     *,
@@ -98,7 +110,7 @@ class Pretrained:
     dtype: Any = None,
     record_experts: bool = False,
   ) -> Any:
-    """Creates the memory of this decoder; see `jaxkv.models.init_kv`."""
+    """Creates the K/V memory of `forward`; see `jaxkv.models.init_kv`."""
     return decoder_kv.init_kv(
       self.config, config, dtype=dtype, record_experts=record_experts
     )

@@ -49,8 +49,8 @@ def open_folder(folder: pathlib.Path) -> Tensors:
   pickles = [*folder.glob("*.bin"), *folder.glob("*.pth")]
   if pickles:
     raise ValueError(
-      f"{folder} has no safetensors, but {pickles[0].name}, a format that runs "
-      "code when it is read; convert it to safetensors."
+      f"{folder} has no safetensors file, only {pickles[0].name}, and such a "
+      "file can run code when it is read; convert it to safetensors."
     )
   raise ValueError(
     f"{folder} has neither {_SINGLE} nor {_INDEX}; name a folder with a "
@@ -65,8 +65,8 @@ def _indexed(folder: pathlib.Path) -> Tensors:
     isinstance(file, str) for file in file_of_tensor.values()
   ):
     raise ValueError(
-      f"`weight_map` in {folder / _INDEX} must have the file of each tensor; "
-      "get it again."
+      f"`weight_map` in {folder / _INDEX} must map each tensor to its file; "
+      "download the index again."
     )
   files: dict[str, Tensors] = {}
   for name in sorted(set(file_of_tensor.values())):
@@ -75,7 +75,8 @@ def _indexed(folder: pathlib.Path) -> Tensors:
     # outside its own folder.
     if path.name != name or not path.exists():
       raise ValueError(
-        f"{folder} lacks the shard {name}, which {_INDEX} names; get it again."
+        f"{folder} lacks the shard {name}, which {_INDEX} names; download the "
+        "shard again."
       )
     files[name] = open_file(path)
   # Tensors that are in a file but not in the index are kept, so that
@@ -86,8 +87,8 @@ def _indexed(folder: pathlib.Path) -> Tensors:
   for tensor, file in file_of_tensor.items():
     if stored.get(tensor) != file:
       raise ValueError(
-        f"{folder / file} lacks the tensor {tensor}, which {_INDEX} names; get "
-        "it again."
+        f"{folder / file} lacks the tensor {tensor}, which {_INDEX} names; "
+        "download the file again."
       )
   return {tensor: files[file][tensor] for tensor, file in stored.items()}
 
@@ -167,8 +168,8 @@ def _tensor(
     )
   if end - begin != math.prod(shape) * dtype.itemsize or begin < base:
     raise ValueError(
-      f"{path} has a damaged header: {name} of shape {list(shape)} cannot take "
-      f"{end - begin} bytes; get it again."
+      f"{path} has a damaged header: {name}, {dtype} of shape {list(shape)}, "
+      f"cannot have {end - begin} bytes; download the file again."
     )
   read = functools.partial(_memory_map, path, begin, shape, dtype)
   return LazyTensor(shape, dtype, read)

@@ -1,0 +1,1 @@
+"""The rollout engine: a queue, slots and memory; one step; two loops."""

@@ -1,0 +1,224 @@
+"""Admits waiting sequences to empty slots.
+
+They share the pages of their cached prefixes. `grow` takes the others from the
+pages that running sequences leave free. None enters if running sequences lack
+pages.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import is_empty
+from jaxkv._src.cache.state import is_failure
+from jaxkv._src.cache.steps.find import Prefix
+from jaxkv._src.cache.verbs.admit import admit_found
+from jaxkv._src.engine.candidates import Candidates
+from jaxkv._src.engine.candidates import Chosen
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.grow import needed_pages
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import fail
+from jaxkv._src.engine.queue import first_of
+from jaxkv._src.engine.queue import set_status
+from jaxkv._src.engine.requests import max_pages
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.slots import are_computing
+from jaxkv._src.engine.slots import chunk_size
+from jaxkv._src.engine.slots import lengths
+
+
+class Entrants(NamedTuple):
+  """Up to R chosen candidates, and what became of them.
+
+  Attributes:
+    rows: int32[R], the row of each; Q for none.
+    slots: int32[R], the slot of each; B for none.
+    slot_of_leader: int32[R], the slot that computes the prompt of each; B for
+      none.
+    enters: bool[R], those that enter their slots.
+    is_hopeless: bool[R], those that can never run, for the reason in `code`.
+    code: int32[R], a `Status`.
+    candidates: int32[R], the index of each among the candidates.
+  """
+
+  rows: Array
+  slots: Array
+  slot_of_leader: Array
+  enters: Array
+  is_hopeless: Array
+  code: Array
+  candidates: Array
+
+
+def empty_slots(queue: Queue, slots: Slots, cache: CacheState) -> Array:
+  """Returns bool[B], slots that a sequence can enter."""
+  # The slot of a sequence that was preempted holds its pages until the end of
+  # the step.
+  slot = jnp.arange(slots.size, dtype=jnp.int32)
+  return (slots.row == queue.no_row) & is_empty(cache, slot)
+
+
+def can_admit(
+  queue: Queue, slots: Slots, cache: CacheState, config: RolloutConfig
+) -> Array:
+  """Returns bool[], True if a sequence waits, and a slot and pages are free."""
+  waits = jnp.any(queue.status == SequenceStatus.WAITING)
+  needed = needed_pages(queue, slots, cache, config)
+  fits = needed <= cache.pool.queue.num_free
+  return fits & waits & jnp.any(empty_slots(queue, slots, cache))
+
+
+def attach_prefixes(
+  queue: Queue,
+  slots: Slots,
+  cache: CacheState,
+  waiting: Candidates,
+  chosen: Chosen,
+  config: RolloutConfig,
+) -> tuple[CacheState, Entrants]:
+  """Attaches the cached prefixes of candidates for which the pool has room."""
+  row = jnp.arange(chosen.candidates.shape[0], dtype=jnp.int32)
+  place = first_of(empty_slots(queue, slots, cache), row.shape[0])
+  rows = indexing.take(waiting.rows, chosen.candidates, fill=queue.no_row)
+  exists = (rows < queue.no_row) & (place < slots.no_slot)
+  follows_slot = exists & (chosen.slot_of_leader < slots.no_slot)
+  is_leader = exists & ~follows_slot & (chosen.row_of_leader == row)
+  prefix = Prefix(*(indexing.take(x, chosen.candidates) for x in waiting.found))
+  length = indexing.take(queue.length, rows)
+  at_once = jnp.minimum(length, chunk_size(cache.config, config))
+  num_running = jnp.sum(slots.row < queue.no_row, dtype=jnp.int32)
+  # A page to grow for each sequence and group, newcomers included.
+  num_groups = len(cache.config.groups)
+  # Without this reserve newcomers would take the last pages, and the next page
+  # that a running sequence needs would preempt one of them.
+  reserve = num_groups * (num_running + jnp.cumsum(exists, dtype=jnp.int32))
+  promised = jnp.maximum(
+    needed_pages(queue, slots, cache, config),
+    _promised_pages(queue, slots, cache, config),
+  )
+  later = _pages_after_chunk(queue, cache.config, rows, prefix, at_once, config)
+  later = jnp.cumsum(jnp.where(is_leader, later, 0), dtype=jnp.int32)
+  cache, admitted = admit_found(
+    cache,
+    place,
+    length,
+    lambda _: prefix,
+    max_length=queue.width,
+    skipped=~is_leader,
+    pops=False,
+    num_tokens=at_once,
+    keep_free=promised + later + jnp.where(num_running + row > 0, reserve, 0),
+  )
+  # A sample whose leader found no room must wait with it.
+  follows = exists & ~follows_slot & (chosen.row_of_leader != row)
+  follows &= indexing.take(admitted.ok, chosen.row_of_leader)
+  leader = jnp.where(follows_slot, chosen.slot_of_leader, slots.no_slot)
+  leader = jnp.where(
+    follows, indexing.take(place, chosen.row_of_leader), leader
+  )
+  enters = admitted.ok | follows | follows_slot
+  # Only the first candidate may use all free pages, so only it can be hopeless.
+  is_alone = ~jnp.any(enters) & (num_running == 0) & (row == 0)
+  is_hopeless = is_failure(admitted.code) & (
+    is_alone | (admitted.code != Status.OUT_OF_PAGES)
+  )
+  return cache, Entrants(
+    rows=rows,
+    slots=place,
+    slot_of_leader=leader,
+    enters=enters,
+    is_hopeless=is_hopeless,
+    code=admitted.code,
+    candidates=chosen.candidates,
+  )
+
+
+def seat(slots: Slots, entrants: Entrants) -> Slots:
+  """Puts sequences into their slots."""
+  place = indexing.where_valid(entrants.enters, entrants.slots)
+  return Slots(
+    row=indexing.put(slots.row, place, values=entrants.rows),
+    leader=indexing.put(slots.leader, place, values=entrants.slot_of_leader),
+  )
+
+
+def mark_running(
+  queue: Queue, entrants: Entrants, waiting: Candidates, epoch: Array
+) -> Queue:
+  """Sets the status of entrants, and counts whom they overtook."""
+  rows, enters = entrants.rows, entrants.enters
+  # Before the failures below, because `overtaken` counts those that still wait.
+  queue = set_status(queue, rows, enters, SequenceStatus.RUNNING)
+  queue = _clear_stale_keys(queue, rows, enters, epoch)
+  # A waiting sequence is overtaken when a later one enters first.
+  entered = jnp.where(enters, entrants.candidates, -1)
+  position = jnp.arange(waiting.rows.shape[0], dtype=jnp.int32)
+  passed = jnp.sum(entered[None] > position[:, None], axis=1, dtype=jnp.int32)
+  status = indexing.take(queue.status, waiting.rows, fill=SequenceStatus.DONE)
+  is_waiting = status == SequenceStatus.WAITING
+  place = indexing.where_valid(is_waiting, waiting.rows)
+  overtaken = indexing.add(queue.overtaken, place, values=passed)
+  queue = dataclasses.replace(queue, overtaken=overtaken)
+  return fail(queue, rows, entrants.is_hopeless, entrants.code)
+
+
+def _clear_stale_keys(
+  queue: Queue, rows: Array, enters: Array, epoch: Array
+) -> Queue:
+  """Clears page keys of other epochs of the admitted sequences, int32[R]."""
+  is_stale = enters & (indexing.take(queue.epochs, rows) != epoch)
+  keys = queue.page_keys
+  if keys is not None:
+    stale_rows = indexing.where_valid(is_stale, rows)
+    keys = indexing.put(keys, stale_rows, values=jnp.uint32(0))
+  place = indexing.where_valid(enters, rows)
+  epochs = indexing.put(queue.epochs, place, values=epoch)
+  return dataclasses.replace(queue, page_keys=keys, epochs=epochs)
+
+
+def _promised_pages(
+  queue: Queue, slots: Slots, cache: CacheState, config: RolloutConfig
+) -> Array:
+  """Returns the pages that running sequences still need, int32[]."""
+  if not cache.config.skips_pages:
+    return jnp.zeros((), jnp.int32)
+  needed = _pages_at_once(cache.config, lengths(queue, slots), config)
+  needed = jnp.where(are_computing(queue, slots)[:, None], needed, 0)
+  # Null pages behind a window are columns of the table, but no pages.
+  held = cache.num_pages - cache.num_skipped_pages
+  return jnp.sum(jnp.maximum(needed - held, 0), dtype=jnp.int32)
+
+
+def _pages_after_chunk(
+  queue: Queue,
+  sizes: CacheConfig,
+  rows: Array,
+  prefix: Prefix,
+  at_once: Array,
+  config: RolloutConfig,
+) -> Array:
+  """Returns the pages that follow those of the first chunk, int32[R]."""
+  length = indexing.take(queue.length, rows)
+  if not sizes.skips_pages:
+    return jnp.zeros_like(length)
+  first = jnp.minimum(prefix.num_cached_tokens + at_once, length)
+  later = _pages_at_once(sizes, length, config)
+  later -= _pages_at_once(sizes, first, config)
+  return jnp.sum(later, axis=1, dtype=jnp.int32)
+
+
+def _pages_at_once(
+  sizes: CacheConfig, length: Array, config: RolloutConfig
+) -> Array:
+  """Returns the maximum pages that sequences hold at once, int32[R, G]."""
+  columns = sizes.sizes.columns_for(length, jnp.zeros_like(length))
+  limits = max_pages(sizes, chunk_size(sizes, config), sizes.slot_tokens)
+  return jnp.minimum(columns, jnp.asarray(limits, jnp.int32)[None])

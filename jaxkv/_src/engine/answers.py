@@ -1,0 +1,231 @@
+"""Scores given answers, which are computed like the rest of a prompt.
+
+The queue holds the tokens of prompt and answer. The length of a sequence is one
+less, because its last token is never computed. So a sequence ends when all its
+tokens are computed. The column of a token gives the log-prob of the next one.
+
+Samples of a prompt fork from it after all but its last token. A step computes
+either tokens before this point, which need no logits, or tokens of answers.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.engine.hooks import Rows
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue import Records
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import set_status
+from jaxkv._src.engine.schedule import Width
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.slots import are_computing
+from jaxkv._src.engine.slots import prompt_rest
+from jaxkv._src.exact import log_probs
+from jaxkv._src.exact import row_loop
+from jaxkv._src.sampling import reductions
+from jaxkv._src.sampling import statistics
+from jaxkv._src.sampling.logits import as_logits
+
+
+class Scoring(NamedTuple):
+  """The options of `score` that a step needs.
+
+  Attributes:
+    widths: the columns of a call for prompts, and of one for answers.
+    temperature: float32[], above 0.
+    entropy: True to record the entropy of each token's distribution.
+    top_log_probs: the number of most likely tokens to record.
+  """
+
+  widths: tuple[Width, Width]
+  temperature: Array
+  entropy: bool
+  top_log_probs: int
+
+
+class Scores(NamedTuple):
+  """Statistics that calls of the model record.
+
+  Attributes:
+    log_probs: float32[Q, W], as `Queue.log_probs`.
+    records: as `Queue.records`.
+  """
+
+  log_probs: Array
+  records: Records
+
+
+class AnswerCounts(NamedTuple):
+  """Counts of a call of `score` so far, for N prompts.
+
+  Attributes:
+    computed: int32[N], computed tokens.
+    cached: int32[N], tokens that lookups found in the cache.
+    keeps_prompts: bool[], True if a prompt waits in its slot until all samples
+      have forked from it. False if there is one slot, or after pages ran out,
+      because samples could then wait for ever.
+  """
+
+  computed: Array
+  cached: Array
+  keeps_prompts: Array
+
+
+def count_answers(
+  counts: AnswerCounts,
+  queue: Queue,
+  slots: Slots,
+  num_found: Array,
+  tokens: Array,
+  starved: Array,
+) -> AnswerCounts:
+  """Adds a step to the counts.
+
+  Args:
+    counts: before the step.
+    queue: the sequences.
+    slots: their slots.
+    num_found: int32[B], tokens that a sequence found in the cache when it
+      entered in this step.
+    tokens: int32[B], the tokens that each slot computed.
+    starved: bool[B], slots without pages.
+  """
+  samples = queue.size // counts.computed.shape[0]
+  group = indexing.where_valid(slots.row < queue.no_row, slots.row // samples)
+  return AnswerCounts(
+    computed=indexing.add(counts.computed, group, values=tokens),
+    cached=indexing.add(counts.cached, group, values=num_found),
+    keeps_prompts=counts.keeps_prompts & ~jnp.any(starved),
+  )
+
+
+def keep_prompts(
+  queue: Queue, slots: Slots, cache: CacheState, samples: int
+) -> Array:
+  """Returns bool[B], slots to keep at the end of their prompt.
+
+  Samples that wait in the queue will fork from it.
+  """
+  waits = (queue.status == SequenceStatus.WAITING).reshape(-1, samples)
+  group = slots.row // samples
+  # A prompt of one token is its last token, so nothing is shared.
+  has_prompt = indexing.take(queue.prompt_length, slots.row) > 1
+  can_lead = are_computing(queue, slots) & has_prompt
+  can_lead &= prompt_rest(queue, slots, cache) >= 0
+  can_lead &= indexing.take(jnp.any(waits, axis=1), group, fill=False)
+  # Samples follow the first slot of their prompt, see `candidates`. The others
+  # go on, or they could hold all slots and wait for ever.
+  same = (group[:, None] == group[None]) & can_lead[None]
+  return can_lead & ~jnp.any(jnp.tril(same, k=-1), axis=1)
+
+
+def limit_to_phase(
+  queue: Queue, slots: Slots, cache: CacheState, missing: Array
+) -> tuple[Array, Array]:
+  """Keeps only tokens of prompts while any prompt is incomplete.
+
+  Args:
+    queue: the sequences.
+    slots: their slots.
+    cache: the cache.
+    missing: int32[B], the tokens that each slot could compute.
+
+  Returns:
+    int32[B], the tokens; int32[], the index of their width.
+  """
+  rest = jnp.minimum(prompt_rest(queue, slots, cache), missing)
+  is_answer = ~jnp.any(rest > 0)
+  tokens = jnp.where(is_answer, missing, jnp.maximum(rest, 0))
+  return tokens, is_answer.astype(jnp.int32)
+
+
+def rows_of_columns(queue: Queue, rows: Rows, positions: Array) -> Rows:
+  """Returns the `Rows` that sampling would have seen after each column.
+
+  Args:
+    queue: the sequences.
+    rows: the sequence of each column.
+    positions: int32[C], the position of each column's token.
+  """
+  exists = rows.numbers < queue.no_row
+  prompt = indexing.take(queue.prompt_length, rows.numbers)
+  length = jnp.maximum(positions + 1, prompt)
+  length = jnp.where(exists, length, 0)
+  return rows._replace(
+    counts=length - prompt,
+    lengths=length,
+    last_tokens=indexing.take(queue.tokens, rows.numbers, length - 1),
+  )
+
+
+def record_scores(
+  scores: Scores,
+  queue: Queue,
+  rows: Array,
+  positions: Array,
+  logits: Array,
+  scoring: Scoring,
+) -> Scores:
+  """Records statistics of the tokens after those of a call.
+
+  Args:
+    scores: the statistics so far.
+    queue: the sequences.
+    rows: int32[C], the row of each column's sequence; Q for none.
+    positions: int32[C], the position of each column's token.
+    logits: [C, V].
+    scoring: the options.
+  """
+  # The logits at a token's column predict the next token.
+  logits, after = as_logits(logits), positions + 1
+  tokens = indexing.take(queue.tokens, rows, after)
+  temperature = jnp.broadcast_to(scoring.temperature, tokens.shape)
+  values = log_probs.of_tokens(logits, tokens, temperature)
+  is_answer = after >= indexing.take(queue.prompt_length, rows)
+  place = indexing.where_valid(is_answer, rows), after
+  records = scores.records
+  if scoring.entropy or scoring.top_log_probs:
+    observed = _observe(logits, tokens, values, scoring)
+    kept = {
+      name: indexing.put(array, *place, values=getattr(observed, name))
+      for name in ("entropy", "top_tokens", "top_log_probs")
+      if (array := getattr(records, name)) is not None
+    }
+    records = dataclasses.replace(records, **kept)
+  return Scores(
+    log_probs=indexing.put(scores.log_probs, *place, values=values),
+    records=records,
+  )
+
+
+def _observe(
+  logits: Array, tokens: Array, values: Array, scoring: Scoring
+) -> statistics.Observed:
+  observe = functools.partial(
+    statistics.observe,
+    entropy=scoring.entropy,
+    top_log_probs=scoring.top_log_probs,
+  )
+
+  def observe_tile(temperature: Array, logits: Array, *rows: Array) -> Any:
+    # The maximum is subtracted first, because logits over a small temperature
+    # may be infinite.
+    highest = reductions.maxima(logits)[:, None]
+    return observe((logits - highest) / temperature, *rows)
+
+  arrays = (logits, tokens, values)
+  return row_loop.loop(
+    observe_tile, scoring.temperature, arrays, tile=log_probs.ROWS
+  )
+
+
+def end_answers(queue: Queue, slots: Slots, ended: Array) -> Queue:
+  """Ends the sequences in slots bool[B], whose tokens are all computed."""
+  return set_status(queue, slots.row, ended, SequenceStatus.DONE)

@@ -1,0 +1,322 @@
+"""Ranks waiting sequences and chooses those that enter empty slots.
+
+Sequences wait in the order of their priorities, then of their ids. Among the
+first ones of equal priority, the one with the longest cached prefix enters
+first, because the prefix may be evicted later. Two rules take precedence:
+
+- A sequence whose next page is being computed by another one waits, a step or
+  two, to find that page in the cache.
+- A sequence that was overtaken too often enters before all others.
+
+Further samples of a prompt take slots together with the first one. They hold no
+pages until its prompt is computed, and then fork.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv._src.arrays import elementwise
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
+from jaxkv._src.cache.prefix import hashing
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import roots
+from jaxkv._src.cache.steps.find import Prefix
+from jaxkv._src.cache.steps.find import find_prefix
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import first_of
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.slots import are_computing
+from jaxkv._src.engine.slots import prompt_rest
+
+
+class Candidates(NamedTuple):
+  """Waiting sequences, in order; X is the window.
+
+  Attributes:
+    rows: int32[X], the row of each; Q for none.
+    valid: bool[X], False without a sequence.
+    priority: int32[X]; None if all are equal.
+    overtaken: int32[X], how often each was overtaken.
+    found: the cached prefix of each.
+    is_blocked: bool[X], True if a running sequence computes the next page.
+    needs_page_of: bool[X, X], True if candidate j would compute the next page
+      of candidate i.
+    siblings: bool[X, X], True if both are fresh samples of one prompt.
+    slot_of_leader: int32[X], the slot of a sample that computes the same
+      prompt; B for none.
+  """
+
+  rows: Array
+  valid: Array
+  priority: Array | None
+  overtaken: Array
+  found: Prefix
+  is_blocked: Array
+  needs_page_of: Array
+  siblings: Array
+  slot_of_leader: Array
+
+
+class Chosen(NamedTuple):
+  """Up to R candidates, in the order in which they enter.
+
+  Attributes:
+    candidates: int32[R], indices of candidates; X for none.
+    row_of_leader: int32[R], which of the R candidates computes the prompt of
+      each one; its own index if it computes the prompt itself.
+    slot_of_leader: int32[R], the running slot that computes the prompt of each
+      one; B for none.
+  """
+
+  candidates: Array
+  row_of_leader: Array
+  slot_of_leader: Array
+
+
+def first_candidates(
+  queue: Queue,
+  slots: Slots,
+  cache: CacheState,
+  config: RolloutConfig,
+  *,
+  is_scoring: bool,
+) -> Candidates:
+  """Returns the first waiting sequences and their cached prefixes.
+
+  Args:
+    queue: all sequences.
+    slots: the running ones.
+    cache: the cache.
+    config: the options.
+    is_scoring: static; True if the answers are given, see `answers`.
+  """
+  window = min(config.window, queue.size)
+  waits = queue.status == SequenceStatus.WAITING
+  first = first_of(waits[queue.order], window)
+  rows = indexing.take(queue.order, first, fill=queue.no_row)
+  if is_scoring:
+    # One prompt after another, so that all of its samples find slots.
+    group = rows // config.num_samples
+    rows = jnp.where(group == group[0], rows, queue.no_row)
+  valid, length = rows < queue.no_row, indexing.take(queue.length, rows)
+  priority = queue.priority
+  if priority is not None:
+    priority = indexing.take(priority, rows)
+  no_pair = jnp.zeros((window, window), bool)
+  siblings, leader = no_pair, jnp.full_like(rows, slots.no_slot)
+  if config.num_samples > 1:
+    siblings, leader = _siblings(
+      queue, slots, cache, rows, config, is_scoring=is_scoring
+    )
+  # Keys of another epoch are not those of any cached page.
+  is_hashed = valid & (indexing.take(queue.epochs, rows) == cache.epoch)
+  max_hit, computed = length, indexing.take(queue.computed, rows)
+  # A cached token yields no log-prob, so the tokens with log-probs must have
+  # been computed before.
+  if config.prompt_log_probs:
+    max_hit = jnp.minimum(length, computed + 1)
+  if is_scoring:
+    prompt_length = indexing.take(queue.prompt_length, rows)
+    max_hit = jnp.minimum(length, jnp.maximum(computed + 1, prompt_length))
+  salts = queue.salts
+  if salts is not None:
+    salts = indexing.take(salts, rows)
+  root = jnp.broadcast_to(roots(cache, salts), (window, hashing.KEY_WORDS))
+  keys = queue.page_keys
+  page_keys = None if keys is None else indexing.take(keys, rows)
+  prefixes = find_prefix(
+    cache,
+    indexing.take(queue.tokens, rows),
+    max_hit,
+    is_hashed,
+    hashed=None if page_keys is None else (root, page_keys),
+  )
+  waiting = Candidates(
+    rows=rows,
+    valid=valid,
+    priority=priority,
+    overtaken=indexing.take(queue.overtaken, rows),
+    found=prefixes,
+    is_blocked=jnp.zeros_like(valid),
+    needs_page_of=no_pair,
+    siblings=siblings,
+    slot_of_leader=leader,
+  )
+  if page_keys is None or page_keys.shape[1] == 0 or config.prompt_log_probs:
+    return waiting
+  return _with_shared_work(
+    waiting, queue, slots, cache, page_keys, jnp.where(is_hashed, max_hit, 0)
+  )
+
+
+def _with_shared_work(
+  waiting: Candidates,
+  queue: Queue,
+  slots: Slots,
+  cache: CacheState,
+  page_keys: Array,
+  max_hit: Array,
+) -> Candidates:
+  """Finds the candidates whose next page another sequence computes.
+
+  Args:
+    waiting: the candidates.
+    queue: all sequences.
+    slots: the running ones.
+    cache: the cache.
+    page_keys: uint32[X, Y, 4], the page keys of the candidates.
+    max_hit: int32[X], one more than the tokens of the longest possible hit; 0
+      without page keys of the current epoch.
+  """
+  all_keys = queue.page_keys
+  assert all_keys is not None  # The candidates have keys.
+  # The end of the next page, where all groups end one.
+  stop = waiting.found.num_cached_tokens + cache.config.alignment
+  page = elementwise.quotient(stop, cache.config.page_size) - 1
+  columns = page_keys.shape[1]
+  needs_page = (stop < max_hit) & (page < columns)
+  key = jnp.take_along_axis(
+    page_keys, jnp.minimum(page, columns - 1)[:, None, None], axis=1
+  )
+
+  def computes(rows: Array) -> Array:
+    """Returns bool[X, Y], True if the prompt of rows[j] has i's next page."""
+    other_key = indexing.take(all_keys, rows[None], page[:, None])
+    prompt_length = indexing.take(queue.start, rows)
+    is_inside = stop[:, None] <= prompt_length[None]
+    return jnp.all(other_key == key, axis=-1) & is_inside
+
+  is_blocked = computes(slots.row) & are_computing(queue, slots)[None]
+  is_blocked &= cache.length[None] < stop[:, None]
+  return waiting._replace(
+    is_blocked=jnp.any(is_blocked, axis=1) & needs_page,
+    needs_page_of=computes(waiting.rows) & needs_page[:, None],
+  )
+
+
+def _siblings(
+  queue: Queue,
+  slots: Slots,
+  cache: CacheState,
+  rows: Array,
+  config: RolloutConfig,
+  *,
+  is_scoring: bool,
+) -> tuple[Array, Array]:
+  """Returns `Candidates.siblings` and `slot_of_leader` of rows int32[X].
+
+  A sample is fresh if it is at its first prompt, and this has more than its
+  last token. Samples with different salts share nothing.
+  """
+  samples = config.num_samples
+
+  def is_fresh(indices: Array) -> Array:
+    prompt_length = indexing.take(queue.prompt_length, indices)  # 0 for none
+    if is_scoring:
+      in_prompt = indexing.take(queue.computed, indices) < prompt_length
+    else:
+      in_prompt = indexing.take(queue.length, indices) == prompt_length
+    return (prompt_length > 1) & in_prompt
+
+  def have_one_prompt(indices: Array) -> Array:
+    """Returns bool[X, Y], True for equal prompts and salts."""
+    is_same = (rows // samples)[:, None] == (indices // samples)[None]
+    if queue.salts is None:
+      return is_same
+    salts, other_salts = (
+      indexing.take(queue.salts, index) for index in (rows, indices)
+    )
+    same_salt = jnp.all(salts[:, None] == other_salts[None], axis=-1)
+    return is_same & same_salt
+
+  fresh = is_fresh(rows)[:, None]
+  siblings = fresh & is_fresh(rows)[None] & have_one_prompt(rows)
+  # A leader of another epoch has pages of other weights. One that is past its
+  # prompt has written to the page that a fork would copy.
+  can_lead = are_computing(queue, slots) & is_fresh(slots.row)
+  can_lead &= indexing.take(queue.epochs, slots.row) == cache.epoch
+  can_lead &= prompt_rest(queue, slots, cache) >= 0
+  leads = have_one_prompt(slots.row) & fresh & can_lead[None]
+  first = jnp.argmax(leads, axis=1).astype(jnp.int32)
+  leader = jnp.where(jnp.any(leads, axis=1), first, slots.no_slot)
+  return siblings, leader
+
+
+def choose(
+  waiting: Candidates, num_slots: int, num_empty: Array, config: RolloutConfig
+) -> Chosen:
+  """Chooses up to R candidates that enter together.
+
+  Args:
+    waiting: the candidates.
+    num_slots: B.
+    num_empty: int32[], the number of empty slots.
+    config: R, and how often a sequence may be overtaken.
+  """
+  window = waiting.rows.shape[0]
+  rows = min(config.admissions, num_slots)
+  position = jnp.arange(window, dtype=jnp.int32)
+  # A leader is one of the R candidates of this call, 0 .. R - 1, or a slot,
+  # R .. R + B - 1.
+  no_leader = rows + num_slots
+  num_cached = waiting.found.num_cached_tokens
+
+  def choose_one(row, carry):
+    chosen, remaining, overtaken, is_blocked, leader = carry
+    # A candidate that was overtaken too often enters next, and none after it,
+    # even if another sequence computes its pages, or it finds no room.
+    is_overdue = waiting.valid & (overtaken >= config.max_overtaken)
+    overdue = remaining & is_overdue
+    first = overdue & (position == jnp.argmax(overdue).astype(jnp.int32))
+    has_leader = leader < no_leader
+    eligible = jnp.where(
+      jnp.any(overdue), first, remaining & (~is_blocked | has_leader)
+    )
+    if waiting.priority is not None:
+      priority = jnp.where(eligible, waiting.priority, jnp.int32(2**31 - 1))
+      eligible &= priority == jnp.min(priority)
+    score = jnp.where(has_leader, jnp.int32(indexing.NOWHERE), num_cached)
+    pick = jnp.argmax(jnp.where(eligible, score, -1)).astype(jnp.int32)
+    # A chosen candidate may still find no room, so it may be overtaken too.
+    enters = jnp.any(eligible) & (row < num_empty)
+    enters &= ~jnp.any(is_overdue & ~remaining)
+    # Samples of its prompt follow its leader, or itself if it has none.
+    leader_of_pick = leader.at[pick].get(mode="clip")
+    follows = enters & waiting.siblings[:, pick] & ~has_leader
+    leader_of_pick = jnp.where(leader_of_pick < no_leader, leader_of_pick, row)
+    leader = jnp.where(follows, leader_of_pick, leader)
+    chosen = chosen.at[row].set(jnp.where(enters, pick, window))
+    remaining &= ~(enters & (position == pick)) & ~jnp.any(overdue)
+    overtaken += (enters & (position < pick)).astype(jnp.int32)
+    is_blocked |= enters & waiting.needs_page_of[:, pick]
+    return chosen, remaining, overtaken, is_blocked, leader
+
+  leader = jnp.where(
+    waiting.slot_of_leader < num_slots,
+    rows + waiting.slot_of_leader,
+    no_leader,
+  )
+  start = (
+    jnp.full((rows,), window, jnp.int32),
+    waiting.valid,
+    waiting.overtaken,
+    waiting.is_blocked,
+    leader.astype(jnp.int32),
+  )
+  # Each choice changes what the others may do, so they are made one by one.
+  chosen, _, _, _, leader = lax.fori_loop(
+    0, rows, choose_one, sharding.match_varying_axes(start)
+  )
+  leader = indexing.take(leader, chosen, fill=no_leader)
+  row = jnp.arange(rows, dtype=jnp.int32)
+  return Chosen(
+    candidates=chosen,
+    row_of_leader=jnp.where(leader < rows, leader, row),
+    slot_of_leader=jnp.where(leader >= rows, leader - rows, num_slots),
+  )

@@ -1,0 +1,135 @@
+"""Commits the tokens of a step, and counts them."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv._src.arrays import elementwise
+from jaxkv._src.arrays import indexing
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.verbs.commit import commit
+from jaxkv._src.engine.counters import Counters
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.schedule import Width
+from jaxkv._src.engine.schedule import Work
+from jaxkv._src.engine.slots import Slots
+
+
+def commit_tokens(
+  queue: Queue, slots: Slots, cache: CacheState, counts: Array
+) -> tuple[Queue, CacheState]:
+  """Commits each slot's next tokens, one page in each iteration.
+
+  Args:
+    queue: the sequences.
+    slots: their slots.
+    cache: the cache.
+    counts: int32[B], the tokens of each slot.
+
+  Returns:
+    The queue with the keys of pages that became full, and the cache.
+  """
+  size, aligned = cache.config.page_size, cache.config.alignment
+  column = jnp.arange(size, dtype=jnp.int32)[None]
+  row = slots.row[:, None]
+
+  # `commit` takes as many columns as a page has tokens. A chunk is longer, and
+  # one call for all of it would pad every decoding slot to its length.
+  def commit_page(
+    loop: tuple[CacheState, Array | None, Array],
+  ) -> tuple[CacheState, Array | None, Array]:
+    cache, keys, remaining = loop
+    num_tokens = jnp.minimum(remaining, size)
+    before = elementwise.quotient(cache.length, aligned)
+    position = cache.length[:, None] + column
+    tokens = indexing.take(queue.tokens, row, position)
+    cache, _ = commit(cache, tokens, num_tokens)
+    if keys is not None and cache.hashes is not None:
+      # `chain` is the key after the last page at which all groups end one.
+      after = elementwise.quotient(cache.length, aligned)
+      place = indexing.where_valid(after > before, slots.row)
+      last = after * (aligned // size) - 1
+      keys = indexing.put(keys, place, last, values=cache.hashes.chain)
+    return cache, keys, remaining - num_tokens
+
+  cache, keys, _ = lax.while_loop(
+    lambda loop: jnp.any(loop[2] > 0),
+    commit_page,
+    (cache, queue.page_keys, counts),
+  )
+  return dataclasses.replace(queue, page_keys=keys), cache
+
+
+def read_of(cache: CacheState) -> Array:
+  """Returns a non-negative int32[] that depends on committed tokens."""
+  if cache.hashes is None:
+    return jnp.zeros((), jnp.int32)
+  return jnp.max(cache.hashes.tail) & jnp.int32(2**31 - 1)
+
+
+def count_step(
+  counters: Counters,
+  queue: Queue,
+  slots: Slots,
+  before: CacheState,
+  cache: CacheState,
+  work: Work,
+  counts: Array,
+  sampled: Array,
+  sizes: tuple[Width, ...],
+) -> Counters:
+  """Adds a step to the counters.
+
+  Args:
+    counters: before the step.
+    queue: with `computed` as before the step.
+    slots: the slots of the step.
+    before: the cache before the tokens were committed.
+    cache: the cache after that.
+    work: the tokens of the step.
+    counts: int32[B], the tokens that each slot computed and kept.
+    sampled: int32[B], the tokens that each slot sampled.
+    sizes: the widths of calls.
+  """
+  columns = jnp.asarray([sum(size) for size in sizes], jnp.int32)
+  widths = jnp.arange(len(sizes), dtype=jnp.int32)
+  rows = slots.size + columns[work.width]
+  in_use = cache.config.num_pages - 1 - cache.pool.queue.num_free
+  held = cache.num_pages - cache.num_skipped_pages
+  shared = jnp.sum(held, dtype=jnp.int32) - in_use
+  place = indexing.where_valid(counts > 0, slots.row)
+  computed = indexing.take(queue.computed, place)
+  recomputed = jnp.clip(computed - before.length, 0, counts)
+  last = jnp.minimum(sampled, counts - recomputed)
+  drafted, accepted = counters.drafted, counters.accepted
+  if work.drafts is not None:
+    drafted += jnp.sum(work.drafts, dtype=jnp.int32)
+    accepted += jnp.sum(jnp.maximum(sampled - 1, 0), dtype=jnp.int32)
+  prefilled = jnp.sum(counts - recomputed - last, dtype=jnp.int32)
+  return dataclasses.replace(
+    counters,
+    steps=counters.steps + jnp.int32(1),
+    calls=counters.calls + (widths == work.width).astype(jnp.int32),
+    rows=counters.rows + rows,
+    generated=counters.generated + jnp.sum(sampled, dtype=jnp.int32),
+    prefilled=counters.prefilled + prefilled,
+    recomputed=counters.recomputed + jnp.sum(recomputed, dtype=jnp.int32),
+    drafted=drafted,
+    accepted=accepted,
+    peak_pages=jnp.maximum(counters.peak_pages, in_use),
+    peak_shared=jnp.maximum(counters.peak_shared, shared),
+  )
+
+
+def count_computed(
+  queue: Queue, slots: Slots, length: Array, counts: Array
+) -> Queue:
+  """Updates `Queue.computed` after slots of a length computed tokens."""
+  place = indexing.where_valid(counts > 0, slots.row)
+  computed = indexing.take(queue.computed, place)
+  computed = jnp.maximum(computed, length + counts)
+  return dataclasses.replace(
+    queue, computed=indexing.put(queue.computed, place, values=computed)
+  )

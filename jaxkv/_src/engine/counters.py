@@ -1,0 +1,122 @@
+"""Counters of a rollout, in 64 bits."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Count:
+  """A count below 2**64, or an array of counts.
+
+  It has two words, because jax's integers have 32 bits by default. On the host,
+  `int(count)` or `numpy.asarray(count)`, which is uint64, returns its value.
+
+  Attributes:
+    low: the count modulo 2**32.  # uint32[...]
+    high: how often `low` wrapped around.  # uint32[...]
+
+  Examples:
+    >>> count = Count.zeros() + jnp.int32(2**31 - 1) + jnp.int32(2**31 - 1)
+    >>> int(count + jnp.int32(7))
+    4294967301
+  """
+
+  low: Array
+  high: Array
+
+  @classmethod
+  def zeros(cls, shape: tuple[int, ...] = ()) -> "Count":
+    """Returns zeros, in buffers that no other count shares."""
+    return cls(
+      low=jnp.zeros(shape, jnp.uint32), high=jnp.zeros(shape, jnp.uint32)
+    )
+
+  def __add__(self, number: Array) -> "Count":
+    """Adds a non-negative int32[...]."""
+    low = self.low + number.astype(jnp.uint32)
+    # A sum that wrapped around is less than each of its terms.
+    return Count(low=low, high=self.high + (low < self.low).astype(jnp.uint32))
+
+  def since(self, earlier: "Count") -> Array:
+    """Returns the difference, int32[...], which must be below 2**31."""
+    return (self.low - earlier.low).astype(jnp.int32)
+
+  def modulo(self, size: int) -> Array:
+    """Returns the remainder of the division by `size`, int32[...].
+
+    Correct while `high * size` is below 2**32: for a size of 10**6, up to
+    2**44.
+    """
+    number = jnp.uint32(size)
+    wrapped = self.high * jnp.uint32(2**32 % size) % number
+    return ((wrapped + self.low % number) % number).astype(jnp.int32)
+
+  def __int__(self) -> int:
+    return int(np.asarray(self))
+
+  def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+    del copy
+    low, high = (np.asarray(x).astype(np.uint64) for x in (self.low, self.high))
+    return np.asarray(low + (high << np.uint64(32)), dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counters:
+  """Totals since the start of a rollout.
+
+  Most are 64-bit `Count`s: read them with `int(counters.steps)`, or with
+  `numpy.asarray` for `calls` and for the counters of several rollouts.
+
+  Attributes:
+    steps: steps of the loop.
+    calls: calls of the model by width, which is the number of columns beyond B.
+      Prompts have the widths 0, a quarter of `prefill_chunk` if that is at
+      least 64, and `prefill_chunk`. With speculation, these repeat for each
+      number of draft columns: 0, a quarter of `draft_columns` if that is at
+      least 2, and `draft_columns`.  # [X]
+    rows: columns of all calls, including padding.
+    generated: sampled tokens. Each counts the column of the token before it.
+    prefilled: tokens of prompts and `extend` computed for the first time,
+      except the last token before a sample.
+    recomputed: tokens computed again: after preemption, in a later turn, or
+      with new weights.
+    drafted: draft tokens that were computed.
+    accepted: draft tokens that were accepted.
+    forked: samples that shared another sample's prefill.
+    preempted: preemptions of running sequences. Samples that wait for a
+      victim's prompt, or that find no page to fork, return to the queue and do
+      not count.
+    peak_pages: maximum number of pages in use.  # int32[]
+    peak_shared: maximum number of page-table entries minus pages in use.
+      # int32[]
+  """
+
+  steps: Count
+  calls: Count
+  rows: Count
+  generated: Count
+  prefilled: Count
+  recomputed: Count
+  drafted: Count
+  accepted: Count
+  forked: Count
+  preempted: Count
+  peak_pages: Array
+  peak_shared: Array
+
+
+def init_counters(num_widths: int) -> Counters:
+  """Returns zeros for a rollout with a number of widths of calls."""
+  names = [field.name for field in dataclasses.fields(Counters)]
+  counts: dict[str, Any] = {name: Count.zeros() for name in names}
+  counts["calls"] = Count.zeros((num_widths,))
+  for name in ("peak_pages", "peak_shared"):
+    counts[name] = jnp.zeros((), jnp.int32)
+  return Counters(**counts)

@@ -1,0 +1,52 @@
+"""Device placement of the arrays of a new rollout."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def beside(tree: Any, memory: jax.Array) -> Any:
+  """Moves arrays to the devices of the memory.
+
+  Arrays that were put on a device, or computed from such arrays, stay there.
+  The others go to the memory's device, or to each device of its mesh. Otherwise
+  the first call of a program would move them, and the second would compile
+  again. Nothing moves if the memory is traced or uncommitted.
+  """
+  if isinstance(memory, Tracer) or not memory.committed:
+    return tree
+  where = memory.sharding
+  if isinstance(where, NamedSharding):
+    where = NamedSharding(where.mesh, P())
+  elif len(where.device_set) > 1:
+    return tree
+  leaves, structure = jax.tree.flatten(tree)
+  free = [
+    number
+    for number, leaf in enumerate(leaves)
+    if not isinstance(leaf, Tracer) and not leaf.committed
+  ]
+  moved = jax.device_put([leaves[number] for number in free], where)
+  for number, leaf in zip(free, moved, strict=True):
+    leaves[number] = leaf
+  return jax.tree.unflatten(structure, leaves)
+
+
+def without_shared_arrays(tree: Any, arguments: Any) -> Any:
+  """Copies the arrays that `tree` shares with the caller's arguments.
+
+  Otherwise donating the tree would delete the caller's arrays, which may serve
+  further rollouts. Traced arrays are not copied: they cannot be deleted.
+  """
+  shared = {
+    id(leaf)
+    for leaf in jax.tree.leaves(arguments)
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+  }
+  return jax.tree.map(
+    lambda leaf: jnp.copy(leaf) if id(leaf) in shared else leaf, tree
+  )

@@ -1,0 +1,150 @@
+"""Makes the rows of the queue for new sequences."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Status
+from jaxkv._src.engine import ngrams
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.expert_records import unknown_experts
+from jaxkv._src.engine.page_keys import page_keys
+from jaxkv._src.engine.queue import NOT_SAMPLED
+from jaxkv._src.engine.queue import Finish
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue import Records
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import order_of
+from jaxkv._src.engine.requests import Requests
+from jaxkv._src.kv.pools import Pools
+
+
+def new_queue(
+  requests: Requests,
+  ids: Array,
+  key: Array,
+  width: int,
+  cache: CacheState,
+  kv: Pools,
+  config: RolloutConfig,
+) -> Queue:
+  """Returns a queue with all samples of requests as waiting sequences.
+
+  A sequence is FAILED if its length or budget is out of range, or if their sum
+  exceeds the width.
+
+  Args:
+    requests: from `as_requests`.
+    ids: int32[P], the ids of the first samples.
+    key: key[], from which the keys of sequences are derived.
+    width: W.
+    cache: the cache, whose secret and epoch page keys depend on.
+    kv: its memory, which gives the shape of `Queue.experts`.
+    config: the options.
+  """
+  sampling, samples = requests.sampling, config.num_samples
+  assert sampling is not None  # `as_requests` returns settings.
+  columns = requests.tokens.shape[1]
+  total = requests.tokens.shape[0] * samples
+  sample = jnp.arange(total, dtype=jnp.int32) % samples
+  lengths = jnp.repeat(jnp.asarray(requests.lengths), samples)
+  ids = jnp.repeat(ids, samples) + sample
+  column = jnp.arange(columns, dtype=jnp.int32)[None]
+  tokens = jnp.repeat(jnp.asarray(requests.tokens), samples, axis=0)
+  # Padding becomes 0, because it is hashed, and so that `extend` can append.
+  tokens = jnp.where(column < lengths[:, None], tokens, 0)
+  tokens = jnp.pad(tokens, ((0, 0), (0, width - columns)))
+  budget = jnp.full((total,), config.max_new_tokens, jnp.int32)
+  # `max_tokens` is read once, here. The loop compares lengths with `limit`.
+  if sampling.max_tokens is not None:
+    budget = jnp.minimum(budget, sampling.max_tokens)
+  # Only traced numbers can be bad here, because `init` refuses concrete ones.
+  is_bad = (lengths < 1) | (lengths > columns) | (budget < 1)
+  # A difference, because the sum of length and budget can overflow.
+  is_bad |= lengths > width - budget
+  status = jnp.where(
+    is_bad, jnp.int32(SequenceStatus.FAILED), jnp.int32(SequenceStatus.WAITING)
+  )
+  if requests.num_samples is not None:
+    num_samples = jnp.repeat(jnp.asarray(requests.num_samples), samples)
+    empty = jnp.int32(SequenceStatus.EMPTY)
+    status = jnp.where(sample < num_samples, status, empty)
+  failed = status == SequenceStatus.FAILED
+  order, place = order_of(ids, requests.priority)
+  strings = sampling.stop_strings
+  return Queue(
+    tokens=tokens,
+    ids=ids,
+    prompt_length=lengths,
+    # A sum makes a new buffer: one buffer cannot be donated twice.
+    length=lengths + 0,
+    start=lengths + 0,
+    limit=lengths + budget,
+    budget=budget,
+    log_probs=jnp.zeros((total, width), jnp.float32),
+    versions=jnp.full((total, width), NOT_SAMPLED, jnp.int32),
+    records=_empty_records(total, width, config),
+    status=status,
+    code=jnp.where(failed, jnp.int32(Status.BAD_LENGTH), jnp.int32(Status.OK)),
+    finish=jnp.where(failed, jnp.int32(Finish.FAILED), jnp.int32(0)),
+    stop=jnp.full((total,), -1, jnp.int32),
+    is_new=jnp.zeros((total,), bool),
+    keys=sequence_keys(key, ids, sampling.seed),
+    sampling=sampling,
+    extra=requests.extra,
+    computed=jnp.zeros((total,), jnp.int32),
+    overtaken=jnp.zeros((total,), jnp.int32),
+    order=order,
+    place=place,
+    epochs=jnp.full((total,), cache.epoch),
+    page_keys=_prompt_keys(cache, requests, tokens, config),
+    next_id=jnp.zeros((), jnp.int32),
+    priority=requests.priority,
+    salts=requests.salts,
+    stop_states=None if strings is None else jnp.copy(strings.start),
+    experts=unknown_experts(kv, tokens, config),
+    ngrams=ngrams.init_tables(tokens, lengths, config),
+  )
+
+
+def sequence_keys(key: Array, ids: Array, seed: Array | None) -> Array:
+  """Returns key[Q], from `seed` where it is not negative, else from `ids`."""
+  keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, ids)
+  if seed is None:
+    return keys
+  kind = jax.random.key_impl(key)
+  seeded = jax.vmap(lambda number: jax.random.key(number, impl=kind))(seed)
+  return jnp.where(seed >= 0, seeded, keys)
+
+
+def _empty_records(total: int, width: int, config: RolloutConfig) -> Records:
+  def zeros(is_kept: bool, *sizes: int, dtype: Any = jnp.float32) -> Any:
+    return jnp.zeros((total, width, *sizes), dtype) if is_kept else None
+
+  top = config.top_log_probs
+  return Records(
+    raw_log_probs=zeros(config.raw_log_probs or config.prompt_log_probs),
+    unfiltered_log_probs=zeros(config.unfiltered_log_probs),
+    entropy=zeros(config.entropy),
+    top_tokens=zeros(top > 0, top, dtype=jnp.int32),
+    top_log_probs=zeros(top > 0, top),
+  )
+
+
+def _prompt_keys(
+  cache: CacheState, requests: Requests, tokens: Array, config: RolloutConfig
+) -> Array | None:
+  """Returns `Queue.page_keys`; hashes a prompt once for all its samples."""
+  width, columns = tokens.shape[1], requests.tokens.shape[1]
+  samples, salts = config.num_samples, requests.salts
+  # Samples of a prompt have equal keys unless their salts differ.
+  repeats = samples if salts is None else 1
+  keys = page_keys(cache, tokens[::repeats, :columns], salts)
+  if keys is None:
+    return None
+  missing = width // cache.config.page_size - keys.shape[1]
+  keys = jnp.repeat(keys, repeats, axis=0)
+  return jnp.pad(keys, ((0, 0), (0, missing), (0, 0)))

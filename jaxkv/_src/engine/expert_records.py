@@ -1,0 +1,95 @@
+"""Records the experts of tokens, for a trainer to replay.
+
+The model stores them beside its K/V, in `jaxkv.kv.ExpertIdPages`, so cached
+prefixes have them too. They are read when a sequence leaves its slot, before
+its pages are reused.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv._src.arrays import sharding
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.kv.expert_ids import ExpertIdPages
+from jaxkv._src.kv.expert_ids import read_expert_ids
+from jaxkv._src.kv.pools import Pools
+
+
+def check_experts(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
+  """Raises ValueError unless the memory records experts, if requested."""
+  if not config.record_experts:
+    return
+  pool = kv[-1] if isinstance(kv, tuple) else kv
+  if not isinstance(pool, ExpertIdPages):
+    raise ValueError(
+      "`kv` must have ExpertIdPages as its last pool with"
+      f" RolloutConfig.record_experts, got {type(pool).__name__}; make it with "
+      "jaxkv.models.init_kv(record_experts=True)."
+    )
+  kind = sizes.groups[pool.group]
+  if kind.skips_pages:
+    raise ValueError(
+      "`ExpertIdPages.group` must be a group that keeps its pages in a rollout,"
+      f" got {pool.group}, {kind}; use one of FullAttention."
+    )
+
+
+def unknown_experts(
+  kv: Pools, tokens: Array, config: RolloutConfig
+) -> Array | None:
+  """Returns -1 for all tokens, [Q, W, J, k]; None without experts."""
+  if not config.record_experts:
+    return None
+  pool = _pool(kv)
+  shape = (*tokens.shape, pool.num_layers, pool.width)
+  return jnp.full(shape, -1, pool.read_dtype)
+
+
+def save_experts(
+  queue: Queue, kv: Pools, cache: CacheState, rows: Array
+) -> Queue:
+  """Copies the experts of slots' pages to their sequences.
+
+  Tokens that a resumed sequence has not computed again keep theirs.
+
+  Args:
+    queue: all sequences.
+    kv: the memory.
+    cache: the cache.
+    rows: int32[B], the row of the sequence in each slot, Q for none.
+  """
+  if queue.experts is None:
+    return queue
+  pool, no_row = _pool(kv), queue.no_row
+  columns = -(-queue.width // pool.page_size)
+  table = cache.page_table[:, pool.group, :columns]
+
+  def save_one(loop: tuple[Array, Array]) -> tuple[Array, Array]:
+    # A slot at a time, because all of them would take as much memory as their
+    # sequences.
+    rows, experts = loop
+    slot = jnp.argmax(rows < no_row).astype(jnp.int32)
+    row = rows[slot]
+    ids = read_expert_ids(pool, table[slot][None], cache.length[slot][None])
+    ids, before = ids[0, : queue.width], experts[row]
+    ids = jnp.where(ids < 0, before, ids)
+    return rows.at[slot].set(no_row), experts.at[row].set(ids)
+
+  _, experts = lax.while_loop(
+    lambda loop: jnp.any(loop[0] < no_row),
+    save_one,
+    sharding.match_varying_axes((rows, queue.experts)),
+  )
+  return dataclasses.replace(queue, experts=experts)
+
+
+def _pool(kv: Pools) -> ExpertIdPages:
+  pool = kv[-1] if isinstance(kv, tuple) else kv
+  assert isinstance(pool, ExpertIdPages)  # See `check_experts`.
+  return pool

@@ -1,0 +1,114 @@
+"""Forks: the samples of a prompt share the pages that one of them computed."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.verbs.fork import owed_copies
+from jaxkv._src.cache.verbs.fork import share_prefix
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.memory import Memory
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import set_status
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.slots import prompt_rest
+from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.pools import copy as copy_pages
+
+
+class Forks(NamedTuple):
+  """Samples that fork from the prompt of another sample in this step.
+
+  Attributes:
+    ready: bool[B], the slots that fork.
+    sources: int32[B], the slots whose pages they share.
+  """
+
+  ready: Array
+  sources: Array
+
+
+def ready_forks(queue: Queue, slots: Slots, cache: CacheState) -> Forks:
+  """Returns the samples whose leader has computed the prompt.
+
+  Its last token is left out, because it gives the logits of each sample's first
+  token.
+  """
+  rest = prompt_rest(queue, slots, cache)
+  # The prompts of a slot and of its leader are equal.
+  rest = indexing.take(rest, slots.leader, fill=1)
+  return Forks(ready=rest == 0, sources=slots.leader)
+
+
+def share_full_pages(
+  slots: Slots, cache: CacheState, forks: Forks
+) -> tuple[Slots, CacheState]:
+  """Shares the full pages of prompts, and ends the wait for their leaders."""
+  slot = jnp.arange(slots.size, dtype=jnp.int32)
+
+  def share(cache: CacheState) -> CacheState:
+    return share_prefix(cache, forks.sources, slot, forks.ready)
+
+  # Most steps fork nothing.
+  # A conditional would copy the arrays of the cache.
+  cache = loops.at_most_once(jnp.any(forks.ready), share, cache)
+  leader = jnp.where(forks.ready, slots.no_slot, slots.leader)
+  return dataclasses.replace(slots, leader=leader), cache
+
+
+def copy_partial_pages(memory: Memory, forks: Forks, forked: Array) -> Memory:
+  """Copies the partly full page of a prompt to the forks bool[B] with a page.
+
+  The other forks give up the prompt's tokens: their sequences wait again.
+  """
+  cache = memory.cache
+  slot = jnp.arange(cache.config.num_slots, dtype=jnp.int32)
+
+  def copy(kv: Pools) -> Pools:
+    return copy_pages(kv, *owed_copies(cache, forks.sources, slot, forked))
+
+  kv = loops.at_most_once(jnp.any(forked), copy, memory.kv)
+  refused = forks.ready & ~forked
+  # `share_prefix` has set the length of all forks, also of those that then got
+  # no page. Without tokens their slots count as empty again.
+  length = jnp.where(refused, 0, cache.length)
+  return Memory(cache=dataclasses.replace(cache, length=length), kv=kv)
+
+
+def count_forked(
+  queue: Queue,
+  slots: Slots,
+  cache: CacheState,
+  forks: Forks,
+  forked: Array,
+  config: RolloutConfig,
+) -> Queue:
+  """Records the prompt's tokens in the rows of forks; requeues the others.
+
+  Args:
+    queue: the sequences.
+    slots: their slots.
+    cache: the cache, with the lengths of forks.
+    forks: the samples that were ready to fork.
+    forked: bool[B], those that got a page.
+    config: the options.
+  """
+  place = indexing.where_valid(forked, slots.row)
+  raw = queue.records.raw_log_probs
+  if raw is not None and config.prompt_log_probs:
+    source = indexing.take(slots.row, forks.sources)
+    raw = indexing.put(raw, place, values=indexing.take(raw, source))
+    records = dataclasses.replace(queue.records, raw_log_probs=raw)
+    queue = dataclasses.replace(queue, records=records)
+  # The prompt's tokens were computed for another sample, but are not computed
+  # again for this one.
+  computed = indexing.put(queue.computed, place, values=cache.length)
+  queue = dataclasses.replace(queue, computed=computed)
+  refused = forks.ready & ~forked
+  return set_status(queue, slots.row, refused, SequenceStatus.WAITING)

@@ -1,0 +1,107 @@
+"""The generation loop over the steps of the engine."""
+
+import dataclasses
+from typing import Any
+
+from jax import Array
+from jax import lax
+
+from jaxkv._src.arrays import sharding
+from jaxkv._src.engine.hooks import Draft
+from jaxkv._src.engine.hooks import Process
+from jaxkv._src.engine.model_call import Model
+from jaxkv._src.engine.model_call import check_model
+from jaxkv._src.engine.model_call import check_numerics
+from jaxkv._src.engine.model_call import init_draft_logits
+from jaxkv._src.engine.model_call import shape_of_logits
+from jaxkv._src.engine.queue import has_ended
+from jaxkv._src.engine.sample_step import init_tally
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.step import Buffers
+from jaxkv._src.engine.step import Hooks
+from jaxkv._src.engine.step import step
+from jaxkv._src.engine.until import Until
+from jaxkv._src.engine.until import as_until
+from jaxkv._src.engine.until import goes_on
+from jaxkv._src.sampling import penalties
+
+_Loop = tuple[RolloutState, Buffers]
+
+
+def generate(
+  params: Any,
+  state: RolloutState,
+  until: Until | None = None,
+  *,
+  model: Model,
+  process: Process | None = None,
+  draft: Draft | None = None,
+) -> RolloutState:
+  """Generates tokens until all sequences have ended, or until `until`.
+
+  One `while_loop` without host round trips. Jit it with the state donated, as
+  `jax.jit(functools.partial(generate, model=model), donate_argnums=1)`, so that
+  the K/V memory is updated in place.
+
+  A sequence that can never run, because other holders leave it too few pages,
+  is FAILED, with the reason in its `code`. A sequence without finite logits to
+  sample from fails with BAD_LOGITS and keeps its earlier tokens.
+
+  Args:
+    params: the model's parameters.
+    state: from `init`, or from an earlier call, which it resumes.
+    until: when to return; None for the end of all sequences.
+    model: such as `functools.partial(models.forward, config=config)`; see
+      `Model`.
+    process: changes logits before a token is sampled, see `Process`.
+    draft: proposes tokens, see `Draft`; None for n-gram matches. Used only if
+      `RolloutConfig.draft_tokens` is positive.
+
+  Returns:
+    The state. `is_done` tests for the end; `generated` returns the tokens.
+
+  Raises:
+    TypeError: `until` is not an `Until`, the model is no function, or the
+      logits are not floats.
+    ValueError: a number of `until` is negative; the model returns logits of
+      another shape, or a memory that it has not written; or a
+      `functools.partial` of a model has other numerics than the rollout.
+  """
+  check_model(model)
+  check_numerics(state.config, model)
+  limits = as_until(until)
+  buffers = _init_buffers(params, state, model)
+  params, state, limits, buffers = sharding.match_varying_axes(
+    (params, state, limits, buffers)
+  )
+  begin = state.counters.steps
+  hooks = Hooks(model, process, draft)
+
+  def one_step(loop: _Loop) -> _Loop:
+    return step(params, *loop, hooks)
+
+  def is_unfinished(loop: _Loop) -> Array:
+    return goes_on(limits, loop[0], begin)
+
+  had_ended = has_ended(state.queue.status)
+  state = lax.while_loop(is_unfinished, one_step, (state, buffers))[0]
+  is_new = has_ended(state.queue.status) & ~had_ended
+  queue = dataclasses.replace(state.queue, is_new=is_new)
+  return dataclasses.replace(state, queue=queue)
+
+
+def _init_buffers(params: Any, state: RolloutState, model: Model) -> Buffers:
+  """Returns the buffers of a loop."""
+  queue, slots, config = state.queue, state.slots, state.config
+  has_drafts = config.draft_tokens > 0
+  if not has_drafts and not penalties.needs_seen(queue.sampling):
+    # The size of the vocabulary is not needed. To find it, the model would be
+    # traced once more, which takes seconds for a model of many unrolled layers.
+    return Buffers()
+  logits = shape_of_logits(
+    params, queue, slots, state.memory, config, model=model
+  )
+  return Buffers(
+    tally=init_tally(queue, slots, logits.shape[1]),
+    draft_logits=init_draft_logits(logits, config),
+  )

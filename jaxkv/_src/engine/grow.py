@@ -1,0 +1,66 @@
+"""Grows the page tables of running sequences for their next tokens."""
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import rows_of
+from jaxkv._src.cache.verbs.allocate import make_room
+from jaxkv._src.cache.verbs.free import recycle
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.slots import limit_to_chunk
+from jaxkv._src.engine.slots import missing_tokens
+
+
+def free_behind_windows(
+  queue: Queue, slots: Slots, cache: CacheState
+) -> CacheState:
+  """Frees the pages behind the sliding windows of running sequences."""
+  if not cache.config.skips_pages:
+    return cache
+  # `score` leaves the pages of a rollout that is interrupted as they are.
+  return recycle(cache, mask=slots.row < queue.no_row)[0]
+
+
+def grow(
+  queue: Queue,
+  slots: Slots,
+  cache: CacheState,
+  drafts: Array | None,
+  config: RolloutConfig,
+) -> tuple[CacheState, Array]:
+  """Reserves pages for the tokens of this step.
+
+  Args:
+    queue: the sequences.
+    slots: their slots.
+    cache: the cache.
+    drafts: int32[B], draft tokens of each slot; None without speculation.
+    config: the options.
+
+  Returns:
+    The cache; bool[B], slots whose sequence got no pages.
+  """
+  missing = missing_tokens(queue, slots, cache)
+  tokens = limit_to_chunk(cache, missing, config)
+  if drafts is not None:
+    tokens += drafts
+  cache, room = make_room(cache, rows_of(cache, None, None), tokens)
+  # A slot that only lacks pages for drafts still gets those for its tokens.
+  return cache, (missing > 0) & ~room.ok
+
+
+def needed_pages(
+  queue: Queue, slots: Slots, cache: CacheState, config: RolloutConfig
+) -> Array:
+  """Returns the number of pages that `grow` takes for the slots, int32[]."""
+  missing = missing_tokens(queue, slots, cache)
+  tokens = limit_to_chunk(cache, missing, config)
+  columns = cache.config.sizes.columns_for(
+    cache.length + tokens, jnp.zeros_like(tokens)
+  )
+  # Idle slots take no page, whatever their length.
+  columns = jnp.where(tokens[:, None] > 0, columns, 0)
+  return jnp.sum(jnp.maximum(columns - cache.num_pages, 0), dtype=jnp.int32)

@@ -1,0 +1,136 @@
+"""The memory: the cache, and the K/V pages that it manages."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import check_shape
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import check_single
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.expert_records import check_experts
+from jaxkv._src.kv.check import check
+from jaxkv._src.kv.memory import KVPages
+from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.recurrent_pages import StatePages
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+  """A cache and its K/V memory.
+
+  `score` takes one without a rollout, for example of a reference model:
+
+    Memory(cache=jaxkv.init(sizes), kv=jaxkv.models.init_kv(config, sizes))
+
+  Attributes:
+    cache: the cache; `cache.epoch` is the version of the weights.
+    kv: the K/V memory: a pool or a tuple of pools.
+  """
+
+  cache: CacheState
+  kv: Pools
+
+
+def check_memory(cache: CacheState, kv: Pools, config: RolloutConfig) -> None:
+  """Raises unless a rollout can begin with the cache and its memory `kv`.
+
+  Raises:
+    TypeError: the memory does not hold pages.
+    ValueError: they do not fit together, or a slot of the cache is in use.
+  """
+  check_pools(cache, kv, config)
+  check_experts(cache.config, kv, config)
+  if isinstance(cache.num_pages, Tracer):
+    return
+  # A slot in use would never be freed by the rollout.
+  if np.any(np.asarray(cache.num_pages)):
+    raise ValueError(
+      "`cache` must have no slot in use, got some; free them before a rollout."
+    )
+
+
+def check_pools(cache: CacheState, kv: Pools, config: RolloutConfig) -> None:
+  """Raises unless the cache and its memory are supported and fit together."""
+  check_single(cache)
+  sizes = cache.config
+  if len(set(sizes.page_sizes)) > 1:
+    raise ValueError(
+      "`cache` must have one page size for all groups, got "
+      f"{sizes.page_sizes}: a rollout has one K/V memory."
+    )
+  if sizes.holds_encoder:
+    raise ValueError(
+      "`cache` must have no group of CrossAttention, got "
+      f"{sizes.groups}: a rollout computes no encoder; write a loop with "
+      "`jaxkv.kv.attend(causal=False)`."
+    )
+  check(kv, sizes)
+  _check_kinds(sizes, kv, config)
+
+
+def _check_kinds(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
+  """Raises ValueError unless each group is supported and has a pool."""
+  pools = kv if isinstance(kv, tuple) else (kv,)
+  for kind in sizes.groups:
+    pool_type = StatePages if kind.holds_states else KVPages
+    if not any(isinstance(pool, pool_type) for pool in pools):
+      function = "init_states" if kind.holds_states else "init"
+      raise ValueError(
+        f"`kv` must have {pool_type.__name__} for the layers of {kind}, got "
+        f"{', '.join(type(pool).__name__ for pool in pools)}; make a tuple of "
+        f"pools, one of them with jaxkv.kv.{function}."
+      )
+    if kind.num_speculative:
+      raise ValueError(
+        f"`Recurrent.num_speculative` must be 0 in a rollout, got {kind}: no "
+        "state is computed on trial."
+      )
+    if kind.holds_states and config.draft_tokens:
+      raise ValueError(
+        "`RolloutConfig.draft_tokens` must be 0 with a recurrent group, got "
+        f"{config.draft_tokens}: the state before a draft that is rejected "
+        "would be lost."
+      )
+
+
+def has_version(cache: CacheState, version: Array | int | None) -> Array:
+  """Returns bool[], True if the cache's pages belong to weights `version`.
+
+  Raises:
+    TypeError: the version is not an integer.
+    ValueError: it is not a scalar, or the pages are known to be of other
+      weights; or it is None and the cache holds pages.
+  """
+  epoch, index = cache.epoch, cache.pool.index
+  # NumPy, because in a trace jax would trace even concrete arrays.
+  if version is None:
+    if index is None or isinstance(index.buckets, Tracer):
+      return jnp.ones((), bool)
+    if not np.asarray(index.buckets).any():
+      return jnp.ones((), bool)
+    raise ValueError(
+      "`version` must be given, because the cache holds pages of the weights "
+      f"of version {int(epoch)}; give that one for the same weights, and call "
+      "jaxkv.new_epoch, or jaxkv.rollout.update_weights, after a change."
+    )
+  if getattr(version, "dtype", None) == jnp.uint32:  # As `epoch` itself.
+    version = jnp.asarray(version).astype(jnp.int32)
+  number = as_int32("version", version)
+  check_shape("version", number, ())
+  if isinstance(number, Tracer) or isinstance(epoch, Tracer):
+    return jnp.asarray(number).astype(jnp.uint32) == epoch
+  if int(number) != int(epoch):
+    raise ValueError(
+      f"`version` must be {int(epoch)}, that of the weights which the cache's "
+      f"pages belong to, got {int(number)}; call jaxkv.new_epoch, or "
+      "jaxkv.rollout.update_weights, once for each change of the weights."
+    )
+  return jnp.ones((), bool)

@@ -1,0 +1,407 @@
+"""Calls the model with the tokens of a step, packed into one row."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+from typing import NamedTuple
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.engine import schedule
+from jaxkv._src.engine.answers import Scores
+from jaxkv._src.engine.answers import Scoring
+from jaxkv._src.engine.answers import record_scores
+from jaxkv._src.engine.answers import rows_of_columns
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.hooks import rows_of
+from jaxkv._src.engine.memory import Memory
+from jaxkv._src.engine.queue import NOT_SAMPLED
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue import Records
+from jaxkv._src.engine.schedule import Width
+from jaxkv._src.engine.schedule import Work
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.wiring import check_result
+from jaxkv._src.exact import log_probs
+from jaxkv._src.kv.batch import Batch
+from jaxkv._src.kv.memory import KVPages
+from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.shared_prefix import share
+from jaxkv._src.kv.view import View
+from jaxkv._src.kv.view import packed_positions
+from jaxkv._src.sampling.logits import as_logits
+
+
+class Model(Protocol):
+  """A function that computes the logits of the tokens of a step.
+
+  It writes the keys and values of all tokens into the memory, attends through
+  `jaxkv.kv`, and returns logits of the columns that need them.
+  `functools.partial(jaxkv.models.forward, config=decoder)` is one, and
+  `all_logits` converts a function that returns logits of every token.
+  """
+
+  def __call__(
+    self, params: Any, batch: Batch, kv: Any, /
+  ) -> tuple[Array, Any]:
+    """Returns logits and the new K/V memory.
+
+    Args:
+      params: weights, as `generate` received them.
+      batch: the tokens of all sequences in one row of C columns: their
+        positions, a `jaxkv.kv.PackedView` for each group of the cache, the X
+        columns whose logits are needed, and the sequence of each column.
+      kv: K/V memory, as `init` received it: a pool or a tuple of pools.
+
+    Returns:
+      Logits [X, V] of any float dtype, which are sampled from in float32, and
+      `kv` with the same structure, shapes and dtypes; None in place of `kv` if
+      the model writes nothing.
+    """
+    ...
+
+
+def all_logits(model: Callable[..., tuple[Array, Any]]) -> Model:
+  """Converts a function that returns logits of all tokens to a `Model`.
+
+  Args:
+    model: `(params, batch, kv) -> (logits [1, C, V], kv)`.
+
+  Raises:
+    ValueError: during the call, if the logits have the wrong shape.
+  """
+
+  def select_columns(params: Any, batch: Batch, kv: Pools) -> Any:
+    logits, new_kv = model(params, batch, kv)
+    columns = batch.tokens.shape[1]
+    check_result(logits, new_kv, kv, (1, columns), "the model of all_logits")
+    return logits[0].at[batch.columns].get(mode="clip"), new_kv
+
+  return select_columns
+
+
+def check_model(model: Any) -> None:
+  """Raises TypeError unless `model` is callable."""
+  if not callable(model):
+    raise TypeError(
+      "`model` must be a function, see `Model`, got "
+      f"{type(model).__name__}; give functools.partial(models.forward, "
+      "config=config)."
+    )
+
+
+def check_numerics(config: RolloutConfig, model: Model) -> None:
+  """Raises ValueError if a `functools.partial` model has other numerics."""
+  if not isinstance(model, functools.partial):
+    return
+  numerics = getattr(model.keywords.get("config"), "numerics", None)
+  if numerics is not None and numerics != config.numerics:
+    raise ValueError(
+      f'`RolloutConfig.numerics` must be "{numerics}", as the model\'s, got '
+      f'"{config.numerics}".'
+    )
+
+
+def run_model(
+  model: Model, params: Any, batch: Batch, kv: Pools
+) -> tuple[Array, Pools]:
+  """Calls a model, and raises unless it returns logits and its memory."""
+  assert batch.columns is not None
+  logits, new_kv = model(params, batch, kv)
+  check_result(logits, new_kv, kv, batch.columns.shape, "`model`")
+  return logits, kv if new_kv is None else new_kv
+
+
+class Logits(NamedTuple):
+  """Logits of a step.
+
+  Attributes:
+    last: [B, V], of each slot's last token, excluding drafts; None in `score`.
+    drafts: [D, V], of the drafts; None without speculation.
+  """
+
+  last: Array | None
+  drafts: Array | None
+
+
+def call_model(
+  params: Any,
+  queue: Queue,
+  slots: Slots,
+  memory: Memory,
+  work: Work,
+  drafts: Array | None,
+  draft_logits: Array | None,
+  config: RolloutConfig,
+  scoring: Scoring | None = None,
+  *,
+  model: Model,
+) -> tuple[Queue, Pools, Logits]:
+  """Calls the model with the tokens of a step, in the scheduled width.
+
+  Args:
+    params: the model's parameters.
+    queue: the sequences.
+    slots: their slots.
+    memory: the cache and its memory.
+    work: the tokens.
+    drafts: int32[B, K], drafts of each slot; None without speculation.
+    draft_logits: a buffer for the logits of drafts, from `init_draft_logits`.
+    config: the options.
+    scoring: the options of `score`; None if tokens are sampled.
+    model: see `Model`.
+
+  Returns:
+    The queue, with log-probs of given tokens; the memory; and the logits.
+  """
+  call = _StepCall(
+    params, queue, slots, memory.cache, work, drafts, config, scoring, model
+  )
+  widths = schedule.widths(config) if scoring is None else scoring.widths
+  scores = Scores(queue.log_probs, queue.records)
+  last = None
+  if scoring is None:
+    # The loops below carry the logits, so their shape must be known before the
+    # first call.
+    shape = jax.eval_shape(
+      lambda kv: call.run(kv, scores, 0, widths[0])[0], memory.kv
+    )
+    last = jnp.zeros((slots.size, shape.shape[1]), shape.dtype)
+  carry = memory.kv, Logits(last, draft_logits), scores
+  for number, width in enumerate(widths):
+
+    def run(carry: Any, number: int = number, width: Width = width) -> Any:
+      kv, (last, of_drafts), scores = carry
+      logits, kv, scores = call.run(kv, scores, number, width)
+      if width.drafts and of_drafts is not None:
+        of_drafts = lax.dynamic_update_slice(
+          of_drafts, logits[slots.size :], (0, 0)
+        )
+      if last is not None:
+        last = logits[: slots.size]
+      return kv, Logits(last, of_drafts), scores
+
+    # A conditional, or a switch, would copy the memory.
+    carry = loops.at_most_once(work.width == number, run, carry)
+  kv, logits, scores = carry
+  queue = dataclasses.replace(
+    queue, log_probs=scores.log_probs, records=scores.records
+  )
+  return queue, kv, logits
+
+
+class _StepCall:
+  """The tokens of a step, for a call of the model in one of the widths."""
+
+  def __init__(
+    self,
+    params: Any,
+    queue: Queue,
+    slots: Slots,
+    cache: CacheState,
+    work: Work,
+    drafts: Array | None,
+    config: RolloutConfig,
+    scoring: Scoring | None,
+    model: Model,
+  ):
+    self._params, self._model = params, model
+    self._config, self._scoring = config, scoring
+    self._queue, self._slots, self._cache = queue, slots, cache
+    self._work = work
+    self._single = schedule.single_views(cache, work)
+    self._tokens = self._single_tokens(drafts)
+
+  def run(
+    self, kv: Pools, scores: Scores, number: int, width: Width
+  ) -> tuple[Array, Pools, Scores]:
+    """Calls the model in one of the widths.
+
+    Returns:
+      Logits [B + D, V] of last tokens and drafts, which `score` does not use;
+      the memory; and the statistics of given tokens.
+    """
+    num_slots, config = self._slots.size, self._config
+    batch = self._batch(kv, width)
+    columns = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
+    drafts = jnp.arange(num_slots, num_slots + width.drafts, dtype=jnp.int32)
+    last = jnp.concatenate([self._work.last, drafts])
+    is_prompt = self._scoring is not None and number == 0
+    if is_prompt:
+      # One column, because a model may need one. Nobody reads its logits.
+      columns = columns[:1]
+    elif self._scoring is None and not config.prompt_log_probs:
+      columns = last
+    batch = dataclasses.replace(batch, columns=columns)
+    logits, kv = run_model(self._model, self._params, batch, kv)
+    if self._scoring is not None and not is_prompt:
+      rows, positions = batch.rows.numbers, batch.positions[0]
+      scores = record_scores(
+        scores, self._queue, rows, positions, logits, self._scoring
+      )
+    elif self._scoring is None and config.prompt_log_probs:
+      records = self._with_prompts(scores.records, logits, batch)
+      scores = scores._replace(records=records)
+      logits = logits.at[last].get(mode="clip")
+    return logits, kv, scores
+
+  def _batch(self, kv: Pools, width: Width) -> Batch:
+    """Returns the tokens of a width, without the columns that need logits."""
+    num_slots, work, cache = self._slots.size, self._work, self._cache
+    singles = num_slots + width.drafts
+    # A width without drafts has no columns for them.
+    views, slot_of = _first_rows(self._single, singles), work.slots[:singles]
+    if not width.drafts:
+      views = self._with_shared_pages(kv, views)
+    tokens = self._tokens[:singles]
+    positions, chunks = self._single[0].starts[:singles], None
+    if width.prompts:
+      chunks = schedule.chunk_views(cache, work)
+      row, chunk_positions = packed_positions(chunks[0], width.prompts)
+      chunk_slots = indexing.take(work.order, row, fill=num_slots)
+      chunk_tokens = self._tokens_at(chunk_slots, chunk_positions)
+      tokens = jnp.concatenate([tokens, chunk_tokens])
+      # Padding has position -1, for which a model may have no embedding.
+      chunk_positions = jnp.maximum(chunk_positions, 0)
+      positions = jnp.concatenate([positions, chunk_positions])
+      slot_of = jnp.concatenate([slot_of, chunk_slots])
+    numbers = indexing.take(self._slots.row, slot_of, fill=self._queue.no_row)
+    # A model may add what it knows of a sequence, such as an adapter.
+    rows = rows_of(self._queue, numbers)
+    if self._scoring is not None:
+      rows = rows_of_columns(self._queue, rows, positions)
+    return Batch(
+      tokens=tokens[None],
+      positions=positions[None],
+      views=schedule.packed(views, chunks),
+      rows=rows,
+    )
+
+  def _single_tokens(self, drafts: Array | None) -> Array:
+    """Returns the tokens of the single columns, int32[B + D]."""
+    work, num_slots = self._work, self._slots.size
+    tokens = self._tokens_at(work.slots, self._single[0].starts)
+    if drafts is None:
+      return tokens
+    # A draft's offset counts from its slot's last token.
+    number = work.offsets[num_slots:] - 1
+    draft = indexing.take(drafts, work.slots[num_slots:], number)
+    return jnp.concatenate([tokens[:num_slots], draft])
+
+  def _tokens_at(self, slots: Array, positions: Array) -> Array:
+    """Returns tokens of sequences in slots, int32[X]; 0 for an empty slot."""
+    rows = indexing.take(self._slots.row, slots, fill=self._queue.no_row)
+    return indexing.take(self._queue.tokens, rows, positions)
+
+  def _with_shared_pages(
+    self, kv: Pools, views: tuple[View, ...]
+  ) -> tuple[View, ...]:
+    """Returns views that mark the pages that forks share, where that pays."""
+    num_slots, samples = self._slots.size, self._config.num_samples
+    pool = _first_kv_pool(kv)
+    if samples == 1 or pool is None:
+      return views
+    return tuple(
+      view
+      if kind.skips_pages
+      else share(
+        pool,
+        view,
+        num_clusters=-(-num_slots // samples),
+        cluster_size=samples,
+      )
+      for kind, view in zip(self._cache.config.groups, views, strict=True)
+    )
+
+  def _with_prompts(
+    self, records: Records, logits: Array, batch: Batch
+  ) -> Records:
+    """Records log-probs of tokens that were not sampled.
+
+    Args:
+      records: the records.
+      logits: [C, V], of every column.
+      batch: the columns.
+    """
+    queue, raw = self._queue, records.raw_log_probs
+    if raw is None:
+      return records
+    rows, after = batch.rows.numbers, batch.positions[0] + 1
+    is_given = after < indexing.take(queue.length, rows)
+    version = indexing.take(queue.versions, rows, after)
+    is_given &= version == NOT_SAMPLED
+    token = indexing.take(queue.tokens, rows, after)
+    temperature = jnp.ones(token.shape, jnp.float32)
+    values = log_probs.of_tokens(as_logits(logits), token, temperature)
+    place = indexing.where_valid(is_given, rows)
+    raw = indexing.put(raw, place, after, values=values)
+    return dataclasses.replace(records, raw_log_probs=raw)
+
+
+def init_draft_logits(logits: Any, config: RolloutConfig) -> Array | None:
+  """Returns zeros [D, V] for the logits of drafts; None without speculation.
+
+  Args:
+    logits: the shape and dtype of logits, from `shape_of_logits`.
+    config: the options.
+  """
+  columns = schedule.max_drafts(schedule.widths(config))
+  if not columns:
+    return None
+  return jnp.zeros((columns, logits.shape[1]), logits.dtype)
+
+
+def shape_of_logits(
+  params: Any,
+  queue: Queue,
+  slots: Slots,
+  memory: Memory,
+  config: RolloutConfig,
+  *,
+  model: Model,
+) -> Any:
+  """Returns the shape [B, V] and the dtype of the model's logits."""
+  widths = schedule.widths(config)
+
+  def last_logits(queue: Queue, slots: Slots, memory: Memory) -> Array:
+    zeros, drafts = jnp.zeros((slots.size,), jnp.int32), None
+    counts = zeros if schedule.max_drafts(widths) else None
+    work = schedule.schedule(zeros, zeros > 0, zeros, widths, counts)
+    if counts is not None:
+      drafts = jnp.zeros((slots.size, config.draft_tokens), jnp.int32)
+    logits = call_model(
+      params, queue, slots, memory, work, drafts, None, config, model=model
+    )[2]
+    assert logits.last is not None  # Tokens are sampled.
+    return logits.last
+
+  return jax.eval_shape(last_logits, queue, slots, memory)
+
+
+def _first_rows(views: tuple[View, ...], count: int) -> tuple[View, ...]:
+  return tuple(
+    dataclasses.replace(
+      view,
+      page_table=view.page_table[:count],
+      starts=view.starts[:count],
+      num_tokens=view.num_tokens[:count],
+    )
+    for view in views
+  )
+
+
+def _first_kv_pool(memory: Pools) -> KVPages | None:
+  """Returns the first K/V pool, whose sizes decide if sharing pays."""
+  pools = memory if isinstance(memory, tuple) else (memory,)
+  for pool in pools:
+    if isinstance(pool, KVPages) and pool.v is not None:
+      return pool
+  return None

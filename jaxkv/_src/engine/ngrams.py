@@ -1,0 +1,217 @@
+"""N-gram tables: propose the text that followed an earlier match.
+
+A proposal is the text after the last place at which the sequence's last n-gram
+occurred in the prompt, in the sequence, or in another sample of the prompt. A
+hash table for each prompt has the last place of each n-gram; a place counts
+only if its tokens match.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv._src.arrays import elementwise
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
+from jaxkv._src.engine.config import RolloutConfig
+
+LIKELY = 0.5  # Least probability that a draft and all before it are accepted.
+_FIRST_RATE = 0.8  # Initial acceptance rate.
+_DECAY = 0.8  # Decay of the moving average of acceptance rates.
+_RECOVERY = 0.01  # Added to a low rate at each match that was not computed.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NgramTables:
+  """Tables of n-grams with Z entries, and acceptance rates.
+
+  Attributes:
+    table: the last place of each n-gram as column * G + sample + 1; 0 for none.
+      One table for each prompt.  # int32[P, Z]
+    rate: the acceptance rate of each sequence's drafts.  # float32[Q]
+  """
+
+  table: Array
+  rate: Array
+
+
+def init_tables(
+  tokens: Array, lengths: Array, config: RolloutConfig
+) -> NgramTables | None:
+  """Returns tables with the prompts' n-grams; None without speculation.
+
+  Args:
+    tokens: int32[Q, W], the sequences.
+    lengths: int32[Q].
+    config: the options.
+  """
+  if not config.draft_tokens:
+    return None
+  total, width = tokens.shape
+  # So many n-grams that few places are used twice, and a power of two.
+  size = 1 << (2 * width * config.num_samples - 1).bit_length()
+  tables = NgramTables(
+    table=jnp.zeros((total // config.num_samples, size), jnp.int32),
+    rate=jnp.full((total,), _FIRST_RATE, jnp.float32),
+  )
+  rows = jnp.arange(total, dtype=jnp.int32)
+  return reset_rows(tables, tokens, lengths, rows, config)
+
+
+def reset_rows(
+  tables: NgramTables,
+  tokens: Array,
+  lengths: Array,
+  rows: Array,
+  config: RolloutConfig,
+) -> NgramTables:
+  """Resets the tables of new sequences, int32[R]; R is whole groups."""
+  samples, no_row = config.num_samples, tokens.shape[0]
+  # A group shares one table, whose first n-grams are those of the prompt.
+  first = rows[::samples]
+  group = jnp.where(first < no_row, first // samples, tables.table.shape[0])
+  tables = dataclasses.replace(
+    tables,
+    table=indexing.put(tables.table, group, values=0),
+    rate=indexing.put(tables.rate, rows, values=jnp.float32(_FIRST_RATE)),
+  )
+  length = indexing.take(lengths, first)
+  width = tokens.shape[1]
+  start = sharding.zeros_like(length)
+  return add_tokens(tables, tokens, first, start, length, config, width)
+
+
+def add_tokens(
+  tables: NgramTables,
+  tokens: Array,
+  rows: Array,
+  start: Array,
+  stop: Array,
+  config: RolloutConfig,
+  max_tokens: int,
+) -> NgramTables:
+  """Adds the tokens `start .. stop` of rows to the tables, int32[R] each.
+
+  At most `max_tokens` tokens of a row are added; row Q has no tokens.
+  """
+  samples, no_row = config.num_samples, tokens.shape[0]
+  column = start[:, None] + jnp.arange(max_tokens, dtype=jnp.int32)[None]
+  inside = (column < stop[:, None]) & (column >= config.draft_match)
+  inside &= (rows < no_row)[:, None]
+  place = _place(tables, _ngrams_before(tokens, rows, column, config))
+  group = indexing.where_valid(inside, (rows // samples)[:, None])
+  # The last column wins, whatever the order of the writes.
+  value = column * samples + (rows % samples)[:, None] + 1
+  table = indexing.put_max(tables.table, group, place, values=value)
+  return dataclasses.replace(tables, table=table)
+
+
+def _ngrams_before(
+  tokens: Array, rows: Array, column: Array, config: RolloutConfig
+) -> Array:
+  """Returns the N tokens before each column int32[R, X], as int32[R, X, N]."""
+  back = jnp.arange(-config.draft_match, 0, dtype=jnp.int32)
+  position = column[..., None] + back[None, None]
+  return indexing.take(tokens, rows[:, None, None], position, fill=-1)
+
+
+def _place(tables: NgramTables, ngrams: Array) -> Array:
+  """Returns the table index of n-grams int32[..., N]."""
+  key = jnp.zeros(ngrams.shape[:-1], jnp.uint32)
+  for number in range(ngrams.shape[-1]):
+    token = ngrams[..., number].astype(jnp.uint32)
+    # Multiplication spreads low bits upwards, and the shift spreads them back.
+    key = (key ^ token) * jnp.uint32(0x9E3779B1)
+    key ^= key >> jnp.uint32(15)
+  size = tables.table.shape[1]
+  return (key & jnp.uint32(size - 1)).astype(jnp.int32)
+
+
+def propose(
+  tables: NgramTables,
+  tokens: Array,
+  lengths: Array,
+  rows: Array,
+  decodes: Array,
+  config: RolloutConfig,
+) -> tuple[Array, Array, Array]:
+  """Proposes the next tokens of rows, int32[B], where `decodes` is True.
+
+  Returns:
+    int32[B, K], the drafts; int32[B], their number; and bool[B], rows with an
+    n-gram match, see `learn`.
+  """
+  samples, max_drafts = config.num_samples, config.draft_tokens
+  length = indexing.take(lengths, rows)
+  ngram = _ngrams_before(tokens, rows, length[:, None], config)[:, 0]
+  place = _place(tables, ngram)
+  value = indexing.take(tables.table, rows // samples, place) - 1
+  column = elementwise.quotient(jnp.maximum(value, 0), samples)
+  source = rows // samples * samples + jnp.maximum(value, 0) % samples
+  match = _ngrams_before(tokens, source, column[:, None], config)[:, 0]
+  stop = indexing.take(lengths, source)
+  has_match = decodes & (value >= 0) & (column < stop)
+  has_match &= jnp.all(match == ngram, axis=1) & jnp.all(ngram >= 0, axis=1)
+  ahead = column[:, None] + jnp.arange(max_drafts, dtype=jnp.int32)[None]
+
+  def drafts() -> tuple[Array, Array]:
+    counts = jnp.where(has_match, stop - column, 0)
+    return indexing.take(tokens, source[:, None], ahead), counts
+
+  # Most steps of most jobs have no match, and gather nothing.
+  drafted, counts = lax.cond(
+    jnp.any(has_match), drafts, lambda: (sharding.zeros_like(ahead), column & 0)
+  )
+  return drafted, counts, has_match
+
+
+def likely_lengths(
+  tables: NgramTables, rows: Array, config: RolloutConfig
+) -> Array:
+  """Returns how many drafts of rows are all accepted with probability 1/2."""
+  rate = indexing.take(tables.rate, rows)
+  powers = jnp.cumprod(
+    jnp.broadcast_to(rate[:, None], (rate.shape[0], config.draft_tokens)),
+    axis=1,
+  )
+  return jnp.sum(powers >= LIKELY, axis=1, dtype=jnp.int32)
+
+
+def learn(
+  tables: NgramTables,
+  rows: Array,
+  has_match: Array,
+  drafted: Array,
+  accepted: Array,
+) -> NgramTables:
+  """Updates the acceptance rates of rows.
+
+  Args:
+    tables: the tables.
+    rows: int32[B]; Q for none.
+    has_match: bool[B], rows with an n-gram match. The rate of rows that match
+      but have no draft recovers slowly, so they are tried again later.
+    drafted: int32[B], the number of draft tokens.
+    accepted: int32[B], the number of accepted tokens.
+  """
+
+  def learned() -> Array:
+    rate = indexing.take(tables.rate, rows)
+    fraction = accepted.astype(jnp.float32)
+    fraction /= jnp.maximum(drafted, 1).astype(jnp.float32)
+    updated = rate * jnp.float32(_DECAY) + fraction * jnp.float32(1 - _DECAY)
+    recovered = jnp.minimum(
+      rate + jnp.float32(_RECOVERY), jnp.float32(_FIRST_RATE)
+    )
+    recovered = jnp.where(rate < LIKELY, recovered, rate)
+    rate = jnp.where(drafted > 0, updated, recovered)
+    place = indexing.where_valid(has_match | (drafted > 0), rows)
+    return indexing.put(tables.rate, place, values=rate)
+
+  changed = jnp.any(has_match | (drafted > 0))
+  rate = lax.cond(changed, learned, lambda: tables.rate)
+  return dataclasses.replace(tables, rate=rate)

@@ -1,0 +1,46 @@
+"""Computes chain keys of pages, before any of them is computed."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
+from jaxkv._src.cache.prefix import hashing
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import roots
+from jaxkv._src.engine.queue import Queue
+
+
+def page_keys(
+  cache: CacheState, tokens: Array, salts: Array | None
+) -> Array | None:
+  """Returns the key after each page of tokens int32[R, X].
+
+  The keys are uint32[R, X // S, 4]; None without prefix caching.
+  """
+  cache, tokens, salts = sharding.match_varying_axes((cache, tokens, salts))
+  if cache.secret is None:
+    return None
+  size, rows = cache.config.page_size, tokens.shape[0]
+  columns = tokens.shape[1] // size
+  if columns == 0:
+    return jnp.zeros((rows, 0, hashing.KEY_WORDS), jnp.uint32)
+  pages = tokens[:, : columns * size].reshape(rows, columns, size)
+  root = jnp.broadcast_to(roots(cache, salts), (rows, hashing.KEY_WORDS))
+  return hashing.row_keys(cache.secret, root, pages)
+
+
+def rehash(queue: Queue, cache: CacheState, rows: Array) -> Queue:
+  """Hashes all tokens of rows int32[R] for the current epoch."""
+  salts = queue.salts
+  keys = page_keys(
+    cache,
+    indexing.take(queue.tokens, rows),
+    None if salts is None else indexing.take(salts, rows),
+  )
+  if keys is not None and queue.page_keys is not None:
+    keys = indexing.put(queue.page_keys, rows, values=keys)
+  epochs = indexing.put(queue.epochs, rows, values=cache.epoch)
+  return dataclasses.replace(queue, page_keys=keys, epochs=epochs)

@@ -1,0 +1,237 @@
+"""The queue: all sequences of a rollout, their settings and their results.
+
+One row holds a sequence's prompt, its generated tokens and the tokens of
+`extend`, so preempted and extended sequences are admitted like new ones.
+"""
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.engine.ngrams import NgramTables
+from jaxkv._src.sampling.settings import Sampling
+
+NOT_SAMPLED = -1
+"""The version of a token that was not sampled."""
+
+
+class SequenceStatus(enum.IntEnum):
+  """Status of a sequence, or of its row of the queue.
+
+  WAITING: waits for a slot.
+  RUNNING: occupies a slot.
+  DONE: has ended; `finish` has the reason.
+  FAILED: cannot run; `code` has the reason.
+  EMPTY: the row has no sequence.
+  """
+
+  WAITING = 0
+  RUNNING = 1
+  DONE = 2
+  FAILED = 3
+  EMPTY = 4
+
+
+class Finish(enum.IntEnum):
+  """Reason for the end of a sequence.
+
+  UNFINISHED: the sequence has not ended.
+  STOP_TOKEN: it sampled a stop token, which is kept and is in `stop`.
+  STOP_STRING: its text contains the stop string with the index `stop`.
+  LENGTH: it reached its maximum length.
+  ABORTED: `abort` ended it.
+  FAILED: it cannot run; `code` has the reason.
+  """
+
+  UNFINISHED = 0
+  STOP_TOKEN = 1
+  STOP_STRING = 2
+  LENGTH = 3
+  ABORTED = 4
+  FAILED = 5
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Records:
+  """Optional statistics of each token, if `RolloutConfig` enables them.
+
+  All but one describe the model's distribution before `Sampling` changes it.
+  Columns without a record are 0.
+
+  Attributes:
+    raw_log_probs: the log-prob of the token.  # float32[Q, W]
+    unfiltered_log_probs: the log-prob of the token at its temperature, before
+      `min_p`, `top_k` and `top_p`.  # float32[Q, W]
+    entropy: the entropy of the distribution in nats.  # float32[Q, W]
+    top_tokens: the most likely tokens, descending.  # int32[Q, W, X]
+    top_log_probs: their log-probs.  # float32[Q, W, X]
+  """
+
+  raw_log_probs: Array | None = None
+  unfiltered_log_probs: Array | None = None
+  entropy: Array | None = None
+  top_tokens: Array | None = None
+  top_log_probs: Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Queue:
+  """Q sequences of up to W tokens; rows p * G to p * G + G - 1 are a group.
+
+  A group has the G samples of one prompt. All arrays [Q, W] are aligned with
+  `tokens`.
+
+  Attributes:
+    tokens: the prompt, then sampled tokens and those of `extend`, then 0.
+      # int32[Q, W]
+    ids: the id of the sequence in each row.  # int32[Q]
+    prompt_length: the length of the first prompt.  # int32[Q]
+    length: the total number of tokens.  # int32[Q]
+    start: the length at the start of this turn: that of the prompt, or that
+      after `extend`.  # int32[Q]
+    limit: the length at which the sequence ends.  # int32[Q]
+    budget: the maximum number of tokens sampled in the first turn.  # int32[Q]
+    log_probs: the log-prob of each sampled token in the distribution that it
+      was sampled from; 0 elsewhere.  # float32[Q, W]
+    versions: the version of the weights that sampled each token; NOT_SAMPLED
+      for other tokens.  # int32[Q, W]
+    records: optional statistics of each token.
+    status: a `SequenceStatus`.  # int32[Q]
+    code: the reason for a failure, a `jaxkv.Status`.  # int32[Q]
+    finish: the reason for the end, a `Finish`.  # int32[Q]
+    stop: the stop token, or the index of the stop string, that ended the
+      sequence; -1 for none.  # int32[Q]
+    is_new: True for sequences that ended in the last call of `generate`.
+      # bool[Q]
+    keys: the random key of each sequence.  # key[Q]
+    sampling: settings of each sequence; fields that are None are not compiled.
+    extra: the values for `process` and the model, a pytree of arrays [Q, ...];
+      None for no values.
+    computed: the maximum number of tokens of each sequence that was ever
+      computed.  # int32[Q]
+    overtaken: how many later sequences entered before each one.  # int32[Q]
+    order: the rows, sorted by priority, then by id.  # int32[Q]
+    place: the position of each row in `order`.  # int32[Q]
+    epochs: the epoch for which a row's page keys are valid. In other epochs the
+      sequence does not look up pages.  # uint32[Q]
+    page_keys: the chain key after each page of a prompt, and after each run of
+      computed pages at which all groups end a page; None without prefix
+      caching.  # uint32[Q, W // S, 4]
+    next_id: the id of the next sequence that `submit` adds.  # int32[]
+    priority: lower numbers are admitted first and preempted last; None for
+      equal priorities.  # int32[Q]
+    salts: see `jaxkv.salt`: sequences with different salts share no page. None
+      for no salts.  # uint32[Q, 4]
+    stop_states: the stop-string automaton's state of each sequence; None
+      without stop strings.  # int32[Q]
+    experts: the experts of each token, written when the sequence leaves a slot;
+      -1 if unknown. None unless `RolloutConfig.record_experts`.
+      # int16 or int32[Q, W, J, k]
+    ngrams: tables of n-grams for speculation; None without it.
+  """
+
+  tokens: Array
+  ids: Array
+  prompt_length: Array
+  length: Array
+  start: Array
+  limit: Array
+  budget: Array
+  log_probs: Array
+  versions: Array
+  records: Records
+  status: Array
+  code: Array
+  finish: Array
+  stop: Array
+  is_new: Array
+  keys: Array
+  sampling: Sampling
+  extra: Any
+  computed: Array
+  overtaken: Array
+  order: Array
+  place: Array
+  epochs: Array
+  page_keys: Array | None
+  next_id: Array
+  priority: Array | None = None
+  salts: Array | None = None
+  stop_states: Array | None = None
+  experts: Array | None = None
+  ngrams: NgramTables | None = None
+
+  @property
+  def size(self) -> int:
+    """Q, the number of rows."""
+    return self.ids.shape[0]
+
+  @property
+  def width(self) -> int:
+    """W, the maximum number of tokens of a sequence."""
+    return self.tokens.shape[1]
+
+  @property
+  def no_row(self) -> int:
+    """The index that stands for no sequence, which is Q."""
+    # Out of range, so that a gather returns its fill value and a scatter writes
+    # nothing.
+    return self.size
+
+
+def order_of(ids: Array, priority: Array | None) -> tuple[Array, Array]:
+  """Sorts rows by priority, then by id.
+
+  Returns:
+    int32[Q], the row at each place; int32[Q], the place of each row.
+  """
+  keys = [ids] if priority is None else [ids, priority]
+  order = jnp.lexsort(keys).astype(jnp.int32)
+  place = jnp.arange(order.shape[0], dtype=jnp.int32)
+  return order, jnp.zeros_like(order).at[order].set(place)
+
+
+def num_generated(queue: Queue) -> Array:
+  """Returns the number of tokens after the first prompt, int32[Q]."""
+  return queue.length - queue.prompt_length
+
+
+def first_of(condition: Array, count: int) -> Array:
+  """Returns the first `count` indices of True in bool[X], padded with X."""
+  size = condition.shape[0]
+  rank = jnp.cumsum(condition, dtype=jnp.int32) - 1
+  return indexing.put(
+    jnp.full((count,), size, jnp.int32),
+    indexing.where_valid(condition, rank),
+    values=jnp.arange(size, dtype=jnp.int32),
+  )
+
+
+def set_status(queue: Queue, rows: Array, mask: Array, status: int) -> Queue:
+  """Sets the status of rows int32[R] where `mask` holds."""
+  place = indexing.where_valid(mask, rows)
+  status_of = indexing.put(queue.status, place, values=status)
+  return dataclasses.replace(queue, status=status_of)
+
+
+def fail(queue: Queue, rows: Array, mask: Array, code: Array) -> Queue:
+  """Sets the status FAILED, and codes int32[R], of rows where `mask` holds."""
+  queue = set_status(queue, rows, mask, SequenceStatus.FAILED)
+  place = indexing.where_valid(mask, rows)
+  return dataclasses.replace(
+    queue,
+    code=indexing.put(queue.code, place, values=code),
+    finish=indexing.put(queue.finish, place, values=int(Finish.FAILED)),
+  )
+
+
+def has_ended(status: Array) -> Array:
+  """Returns bool[...], True for the status of an ended sequence."""
+  return (status == SequenceStatus.DONE) | (status == SequenceStatus.FAILED)

@@ -1,0 +1,232 @@
+"""Requests: prompts, and the settings of the samples that they ask for."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import as_key
+from jaxkv._src.arrays.arguments import check_shape
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.prefix import hashing
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.sampling.settings import Sampling
+from jaxkv._src.sampling.settings import as_sampling
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Requests:
+  """P prompts, and the settings of their P * G samples.
+
+  G is `RolloutConfig.num_samples`. Sample g of prompt p has row p * G + g in
+  all settings. `init` and `submit` check the values.
+
+  Attributes:
+    tokens: the prompts, padded at the end.  # int32[P, L]
+    lengths: the length of each prompt, 1 .. L.  # int32[P]
+    sampling: settings of each sample. `submit` can set only fields that `init`
+      has set, because the others are not compiled.
+    num_samples: the number of samples of each prompt, 0 .. G in `init` and
+      1 .. G in `submit`; None for G.  # int32[P]
+    priority: lower numbers are admitted first and preempted last; None for
+      equal priorities. If pages are scarce, later sequences that need fewer may
+      still enter first, up to `RolloutConfig.max_overtaken` times. The negated
+      expected length starts the longest sequences first, which keeps slots busy
+      to the end.  # int32[P * G]
+    salts: see `jaxkv.salt`. Samples with different salts, such as those of
+      different adapters, share no pages. None for no salts.
+      # uint32[P * G, 4]
+    extra: values of each sample for `process` and the model, a pytree of arrays
+      [P * G, ...]; None for no values.
+
+  Examples:
+    >>> from jaxkv import rollout
+    >>> rollout.Requests([[3, 1, 4], [1, 5, 0]], [3, 2]).lengths
+    [3, 2]
+  """
+
+  tokens: Any
+  lengths: Any
+  _: dataclasses.KW_ONLY
+  sampling: Sampling | None = None
+  num_samples: Any = None
+  priority: Any = None
+  salts: Any = None
+  extra: Any = None
+
+
+def as_requests(requests: Any, config: RolloutConfig) -> Requests:
+  """Returns requests whose fields are arrays of the documented shapes.
+
+  Raises:
+    TypeError: `requests` is not a `Requests`, or a field has the wrong dtype.
+    ValueError: a field has the wrong shape.
+  """
+  if not isinstance(requests, Requests):
+    raise TypeError(
+      f"`requests` must be a Requests, got {type(requests).__name__}; make one "
+      "with jaxkv.rollout.Requests(tokens, lengths)."
+    )
+  tokens = as_int32("requests.tokens", requests.tokens)
+  lengths = as_int32("requests.lengths", requests.lengths)
+  check_shape("requests.tokens", tokens, ("P", "L"))
+  num_prompts = tokens.shape[0]
+  per_prompt, per_sample = ", one for each prompt", ", one for each sample"
+  check_shape("requests.lengths", lengths, (num_prompts,), per_prompt)
+  total = num_prompts * config.num_samples
+  if total >= 2**31:
+    raise ValueError(
+      "`RolloutConfig.num_samples` times the prompts must be below 2**31, got "
+      f"{config.num_samples} times {num_prompts}; use fewer of either."
+    )
+  num_samples, priority = requests.num_samples, requests.priority
+  if num_samples is not None:
+    num_samples = as_int32("requests.num_samples", num_samples)
+    check_shape("requests.num_samples", num_samples, (num_prompts,), per_prompt)
+  if priority is not None:
+    priority = as_int32("requests.priority", priority)
+    check_shape("requests.priority", priority, (total,), per_sample)
+    priority = jnp.asarray(priority)
+  salts = requests.salts
+  if salts is not None:
+    salts = jnp.asarray(as_key("requests.salts", salts))
+    shape = (total, hashing.KEY_WORDS)
+    check_shape("requests.salts", salts, shape, per_sample)
+  sampling = as_sampling(requests.sampling, total)
+  strings = sampling.stop_strings
+  if strings is not None:
+    # Each sample gets an entry of its own, which `submit` can replace.
+    strings = dataclasses.replace(strings, start=strings.init(total))
+    sampling = dataclasses.replace(sampling, stop_strings=strings)
+  return Requests(
+    tokens,
+    lengths,
+    sampling=sampling,
+    num_samples=num_samples,
+    priority=priority,
+    salts=salts,
+    extra=as_extra("requests.extra", requests.extra, total),
+  )
+
+
+def as_extra(name: str, extra: Any, rows: int) -> Any:
+  """Returns `extra` as arrays with `rows` rows each, or raises ValueError."""
+
+  def checked(path: Any, leaf: Any) -> Array:
+    array = jnp.asarray(leaf)
+    if array.shape[:1] != (rows,):
+      raise ValueError(
+        f"`{name}{jax.tree_util.keystr(path)}` must have the shape [{rows}, "
+        f"...], got {list(array.shape)}; give it a row for each sample, or for "
+        "each prompt in `score`."
+      )
+    return array
+
+  return jax.tree_util.tree_map_with_path(checked, extra)
+
+
+def width_of(columns: int, config: RolloutConfig) -> int:
+  """Returns W for prompts of `columns` tokens; raises ValueError if too few."""
+  width = config.max_length or columns + config.max_new_tokens
+  if columns >= width:
+    raise ValueError(
+      f"`requests.tokens` must have fewer than {width} columns, got {columns}; "
+      "raise RolloutConfig.max_length, or cut the prompts."
+    )
+  return width
+
+
+def check_num_samples(requests: Requests, config: RolloutConfig) -> None:
+  """Raises ValueError unless known numbers of samples are in 0 .. G."""
+  counts, maximum = requests.num_samples, config.num_samples
+  if counts is None or isinstance(counts, Tracer):
+    return
+  for row, count in enumerate(np.asarray(counts).tolist()):
+    if not 0 <= count <= maximum:
+      raise ValueError(
+        f"`requests.num_samples[{row}]` must be 0 .. {maximum}, got {count}; "
+        "raise RolloutConfig.num_samples for more."
+      )
+
+
+def check_fits(
+  requests: Requests, sizes: CacheConfig, config: RolloutConfig
+) -> None:
+  """Raises ValueError unless the sequences fit into slots, rows and the pool.
+
+  Traced numbers are not checked.
+  """
+  columns = requests.tokens.shape[1]
+  width = width_of(columns, config)
+  if width > sizes.slot_tokens:
+    name = "`requests.tokens` and `max_new_tokens`"
+    width_text = f"{columns} columns and {width - columns}"
+    if config.max_length:
+      name, width_text = "`RolloutConfig.max_length`", str(width)
+    raise ValueError(
+      f"{name} must fit a slot of {sizes.slot_tokens} tokens, got "
+      f"{width_text}; raise CacheConfig.pages_per_slot."
+    )
+  sampling = requests.sampling
+  assert sampling is not None  # `as_requests` returns settings.
+  numbers = requests.lengths, requests.num_samples, sampling.max_tokens
+  if any(isinstance(number, Tracer) for number in numbers):
+    return
+  longest = _longest(requests, sampling, config)
+  if longest > width:
+    raise ValueError(
+      f"`RolloutConfig.max_length` must be at least {longest}, for the longest "
+      f"prompt and the tokens that it samples, got {width}."
+    )
+  needed = sum(max_pages(sizes, config.prefill_chunk, longest))
+  if longest and needed > sizes.num_pages - 1:
+    raise ValueError(
+      f"`CacheConfig.num_pages` must be at least {needed + 1} for the longest "
+      f"sequence of {longest} tokens, got {sizes.num_pages}."
+    )
+
+
+def _longest(
+  requests: Requests, sampling: Sampling, config: RolloutConfig
+) -> int:
+  """Returns the maximum length of a sequence, 0 without sequences."""
+  # NumPy, because in a trace jax would trace even concrete arrays.
+  lengths = np.asarray(requests.lengths)
+  columns = requests.tokens.shape[1]
+  # A prompt without samples may have any length.
+  exists = np.full(lengths.shape, True)
+  if requests.num_samples is not None:
+    exists = np.asarray(requests.num_samples) > 0
+  for row in np.flatnonzero(exists).tolist():
+    if not 1 <= lengths[row] <= columns:
+      raise ValueError(
+        f"`requests.lengths[{row}]` must be 1 .. {columns}, the tokens of a "
+        f"prompt, got {lengths[row]}."
+      )
+  budget = np.full(lengths.shape, config.max_new_tokens)
+  if sampling.max_tokens is not None:
+    limits = np.asarray(sampling.max_tokens).reshape(-1, config.num_samples)
+    budget = np.minimum(budget, limits.max(axis=1))
+  return int((lengths + budget)[exists].max(initial=0))
+
+
+def max_pages(
+  sizes: CacheConfig, in_flight: int, longest: int
+) -> tuple[int, ...]:
+  """Returns the maximum pages of one sequence of `longest` tokens, by group.
+
+  A recurrent group holds the page of the last state and one for the next,
+  because a step never passes the end of a page.
+  """
+  return tuple(
+    min(2, -(-longest // size))
+    if kind.holds_states
+    else kind.most_pages(size, in_flight, longest)
+    for kind, size in zip(sizes.groups, sizes.page_sizes, strict=True)
+  )

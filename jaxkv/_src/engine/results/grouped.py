@@ -1,0 +1,248 @@
+"""grouped: reshapes results into prompts and their samples."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import as_int
+from jaxkv._src.engine.queue import NOT_SAMPLED
+from jaxkv._src.engine.queue import Records
+from jaxkv._src.engine.results.generated import Generated
+from jaxkv._src.engine.results.generated import Harvested
+from jaxkv._src.engine.state import RolloutState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grouped:
+  """N prompts of up to P tokens, and G samples of each, of up to R tokens.
+
+  A sample is all that follows the first prompt, including tokens of `extend`.
+  All arrays [N, G, R] are aligned with `completions`.
+
+  Attributes:
+    prompts: the first prompt of each group; then 0.  # int32[N, P]
+    prompt_lengths: 0 for a group without samples; -1 for a group with different
+      prompts.  # int32[N]
+    completions: the samples; then 0.  # int32[N, G, R]
+    completion_lengths: the length of each sample, even if it exceeds R; 0 for a
+      row without one.  # int32[N, G]
+    mask: True for sampled tokens.  # bool[N, G, R]
+    log_probs: see `Generated`.  # float32[N, G, R]
+    versions: see `Generated`.  # int32[N, G, R]
+    records: see `Generated`.
+    experts: of prompts and of completions, see `Generated`.
+      # int16 or int32[N, P, J, k], [N, G, R, J, k]
+  """
+
+  prompts: Array
+  prompt_lengths: Array
+  completions: Array
+  completion_lengths: Array
+  mask: Array
+  log_probs: Array
+  versions: Array
+  records: Records
+  experts: tuple[Array, Array] | None
+
+
+def grouped(
+  results: Generated,
+  *,
+  num_samples: int | None = None,
+  prompt_columns: int | None = None,
+  completion_columns: int | None = None,
+) -> Grouped:
+  """Reshapes results into prompts and samples that begin in column 0.
+
+  The first four fields are arguments of `jaxkv.models.grouped_log_probs`, which
+  computes each prompt once.
+
+  Prompts and samples that do not fit keep their lengths, and
+  `grouped_log_probs` returns NaN for all samples of the prompt. This mask
+  leaves them out of a loss:
+
+    fits = (out.prompt_lengths <= prompt_columns) & jnp.all(
+      out.completion_lengths <= completion_columns, axis=1
+    )
+    mask = out.mask & fits[:, None, None]
+
+  All sequences of a group must have the same prompt. Under `jax.jit`, which
+  cannot check this, the prompt length of other groups is -1, which gives NaN in
+  `grouped_log_probs` and BAD_LENGTH in `score`.
+
+  Args:
+    results: from `generated(state)`, or the `results` of `harvest`; all rows.
+    num_samples: static; G; None for `RolloutConfig.num_samples`.
+    prompt_columns: static; P; None for W - 1 if `RolloutConfig.max_length` is
+      set, else for the columns of the prompts of `init`.
+    completion_columns: static; R; None for W - 1 if
+      `RolloutConfig.max_length` is set, because `extend` can have added tokens,
+      else for `RolloutConfig.max_new_tokens`.
+
+  Raises:
+    TypeError: `results` is not a `Generated`, or a number is not an int.
+    ValueError: G does not divide the number of rows, a group is known to have
+      different prompts, or a number of columns is not in 1 .. W.
+
+  Examples:
+    >>> import jaxkv
+    >>> from jaxkv import models
+    >>> from jaxkv import rollout
+    >>> config = models.llama(vocab_size=11, num_layers=1, embed_dim=8,
+    ...                       num_heads=2, num_kv_heads=1, head_dim=4,
+    ...                       mlp_dim=16)
+    >>> params = models.init_params(jax.random.key(0), config)
+    >>> sizes = jaxkv.CacheConfig(
+    ...   num_pages=17, page_size=4, num_slots=4, pages_per_slot=4
+    ... )
+    >>> state = rollout.init(
+    ...   jaxkv.init(sizes), models.init_kv(config, sizes),
+    ...   rollout.Requests([[3, 1, 4], [5, 0, 0]], [3, 1]), jax.random.key(1),
+    ...   rollout.RolloutConfig(num_samples=2, max_new_tokens=4),
+    ... )
+    >>> state = rollout.generate(
+    ...   params, state, model=functools.partial(models.forward, config=config)
+    ... )
+    >>> out = grouped(rollout.generated(state))
+    >>> log_probs = models.grouped_log_probs(
+    ...   params, out.prompts, out.prompt_lengths, out.completions,
+    ...   out.completion_lengths, config=config,
+    ... )
+    >>> log_probs.shape, out.mask.shape
+    ((2, 2, 4), (2, 2, 4))
+    >>> bool(jnp.allclose(log_probs, out.log_probs, atol=1e-5))
+    True
+  """
+  _check_results(results)
+  rows, width = results.tokens.shape
+  config = results.config
+  if num_samples is None:
+    num_samples = config.num_samples
+  if prompt_columns is None:
+    new_tokens = 1 if config.max_length else config.max_new_tokens
+    prompt_columns = width - new_tokens
+  if completion_columns is None:
+    completion_columns = width - 1
+    if not config.max_length:
+      completion_columns = config.max_new_tokens
+  num_samples = as_count("num_samples", num_samples, 1)
+  if rows % num_samples:
+    raise ValueError(
+      f"`num_samples` must divide the {rows} sequences of results, got "
+      f"{num_samples}; give RolloutConfig.num_samples, and all rows."
+    )
+  sizes = (
+    _as_columns("prompt_columns", prompt_columns, width),
+    _as_columns("completion_columns", completion_columns, width),
+  )
+  out, differs = _grouped(results, num_samples, *sizes)
+  if not isinstance(differs, Tracer) and differs.is_fully_addressable:
+    _check_prompts(np.asarray(differs), num_samples)
+  return out
+
+
+def _check_results(results: Any) -> None:
+  """Raises TypeError unless there are results of a rollout."""
+  if isinstance(results, Generated):
+    return
+  remedy = "give generated(state), or the `results` that harvest returns"
+  if isinstance(results, RolloutState):
+    remedy = "give generated(state)"
+  elif isinstance(results, Harvested):
+    remedy = "give its `.results`"
+  raise TypeError(
+    f"`results` must be a Generated, got {type(results).__name__}; {remedy}."
+  )
+
+
+def _as_columns(name: str, columns: Any, width: int) -> int:
+  """Returns `columns` as an int; raises unless it is in 1 .. `width`."""
+  columns = as_int(name, columns)
+  if not 1 <= columns <= width:
+    raise ValueError(
+      f"`{name}` must be 1 .. {width}, the columns of results, got {columns}."
+    )
+  return columns
+
+
+def _check_prompts(differs: np.ndarray, num_samples: int) -> None:
+  """Raises ValueError if a sequence differs from the first of its group."""
+  if differs.any():
+    row = int(differs.argmax())
+    raise ValueError(
+      "`num_samples` must be the samples of one prompt, got "
+      f"{num_samples}: sequence {row} has another prompt than the first one of "
+      "its group; give RolloutConfig.num_samples, and all rows in their order."
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _grouped(
+  results: Generated, num_samples: int, prompt_width: int, width: int
+) -> tuple[Grouped, Array]:
+  """Returns groups, and bool[Q], the sequences with a different prompt."""
+  begins = results.prompt_lengths
+  real = jnp.arange(width, dtype=jnp.int32)[None]
+  real = real < (results.lengths - begins)[:, None]
+  # Rows without a sequence have no prompt; the others of a group have the same.
+  valid = results.valid.reshape(-1, num_samples)
+  group = jnp.arange(valid.shape[0], dtype=jnp.int32) * num_samples
+  first = group + jnp.argmax(valid, axis=1).astype(jnp.int32)
+  lengths = begins.at[first].get(mode="clip")
+  differs = _differs(results, jnp.repeat(first, num_samples))
+  mixed = jnp.any(differs.reshape(valid.shape), axis=1)
+  in_prompt = jnp.arange(prompt_width, dtype=jnp.int32)[None]
+  in_prompt = in_prompt < lengths[:, None]
+
+  def samples(values: Array, fill: Any = 0) -> Array:
+    """[Q, W, ...] as [N, G, R, ...]."""
+    place = begins[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    row = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None]
+    selected = values.at[row, place].get(mode="clip")
+    selected = _where(real, selected, fill)
+    return selected.reshape(-1, num_samples, width, *values.shape[2:])
+
+  def prompts(values: Array, fill: Any = 0) -> Array:
+    """[Q, W, ...] as [N, P, ...]."""
+    selected = values.at[first, :prompt_width].get(mode="clip")
+    return _where(in_prompt, selected, fill)
+
+  experts = results.experts
+  out = Grouped(
+    prompts=prompts(results.tokens),
+    prompt_lengths=jnp.where(mixed, -1, lengths),
+    completions=samples(results.tokens),
+    completion_lengths=(results.lengths - begins).reshape(-1, num_samples),
+    mask=samples(results.mask, False),
+    log_probs=samples(results.log_probs),
+    versions=samples(results.versions, NOT_SAMPLED),
+    records=jax.tree.map(samples, results.records),
+    experts=None
+    if experts is None
+    else (prompts(experts, -1), samples(experts, -1)),
+  )
+  return out, differs
+
+
+def _differs(results: Generated, first: Array) -> Array:
+  """Returns bool[Q], True if the prompt differs from that of row `first`."""
+  begins, tokens = results.prompt_lengths, results.tokens
+  column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+  other = tokens != tokens.at[first].get(mode="clip")
+  differs = jnp.any(other & (column < begins[:, None]), axis=1)
+  differs |= begins != begins.at[first].get(mode="clip")
+  return differs & results.valid
+
+
+def _where(real: Array, values: Array, fill: Any) -> Array:
+  """Returns values [X, Y, ...] where `real` [X, Y] is True, else `fill`."""
+  real = real.reshape(*real.shape, *(1,) * (values.ndim - 2))
+  return jnp.where(real, values, jnp.array(fill, values.dtype))

@@ -1,0 +1,305 @@
+"""Samples the tokens of a step.
+
+Without speculation a sequence samples one token. With it, sampling continues
+while the token equals the draft, whose logits are then the next token's. So
+speculation changes no token, whatever `Sampling` and `process` do.
+"""
+
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
+from jaxkv._src.arrays import sharding
+from jaxkv._src.cache.state import Status
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.hooks import Process
+from jaxkv._src.engine.hooks import Rows
+from jaxkv._src.engine.hooks import rows_of
+from jaxkv._src.engine.model_call import Logits
+from jaxkv._src.engine.queue import NOT_SAMPLED
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue import Records
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import fail
+from jaxkv._src.engine.queue import num_generated
+from jaxkv._src.engine.queue import set_status
+from jaxkv._src.engine.schedule import Work
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.stop_rules import Ending
+from jaxkv._src.engine.stop_rules import endings
+from jaxkv._src.sampling import penalties
+from jaxkv._src.sampling import sample
+from jaxkv._src.sampling import settings
+from jaxkv._src.sampling.logits import as_logits
+from jaxkv._src.sampling.penalties import History
+from jaxkv._src.sampling.sample import Drawn
+from jaxkv._src.sampling.settings import Sampling
+
+
+class Tally(NamedTuple):
+  """Token counts of the sequences in the slots, for penalties.
+
+  Attributes:
+    rows: int32[B], the row of the sequence that each entry counts.
+    counts: uint16[B, V], see `penalties.seen_in`.
+  """
+
+  rows: Array
+  counts: Array
+
+
+class Sampled(NamedTuple):
+  """Results of sampling in a step.
+
+  Attributes:
+    ended: bool[B], sequences that ended.
+    counts: int32[B], tokens sampled by each slot.
+    tally: None without penalties.
+  """
+
+  ended: Array
+  counts: Array
+  tally: Tally | None
+
+
+def init_tally(queue: Queue, slots: Slots, vocab_size: int) -> Tally | None:
+  """Returns entries that count no sequence; None without penalties."""
+  if not penalties.needs_seen(queue.sampling):
+    return None
+  rows = jnp.full((slots.size,), queue.no_row, jnp.int32)
+  return Tally(rows, jnp.zeros((slots.size, vocab_size), jnp.uint16))
+
+
+def count_entrants(
+  queue: Queue, slots: Slots, tally: Tally | None
+) -> Tally | None:
+  """Counts the tokens of sequences that entered slots since the last step."""
+  if tally is None:
+    return None
+  vocab_size = tally.counts.shape[1]
+
+  def is_new(tally: Tally) -> Array:
+    return (tally.rows != slots.row) & (slots.row < queue.no_row)
+
+  def count_one(tally: Tally) -> Tally:
+    # A sequence at a time, because few enter in one step.
+    slot = jnp.argmax(is_new(tally)).astype(jnp.int32)
+    row = slots.row[slot][None]
+    counts = penalties.seen_in(
+      indexing.take(queue.tokens, row),
+      indexing.take(queue.length, row),
+      indexing.take(queue.versions, row) != NOT_SAMPLED,
+      vocab_size=vocab_size,
+    )
+    return Tally(
+      rows=tally.rows.at[slot].set(row[0]),
+      counts=tally.counts.at[slot].set(counts[0]),
+    )
+
+  return lax.while_loop(lambda tally: jnp.any(is_new(tally)), count_one, tally)
+
+
+@jax.named_scope("sample")
+def sample_tokens(
+  queue: Queue,
+  *,
+  slots: Slots,
+  work: Work,
+  samples: Array,
+  logits: Logits,
+  drafts: Array | None,
+  tally: Tally | None,
+  read: Array,
+  version: Array,
+  config: RolloutConfig,
+  process: Process | None,
+) -> tuple[Queue, Sampled]:
+  """Samples the next tokens of slots, and appends them to their sequences.
+
+  Args:
+    queue: the sequences.
+    slots: their slots.
+    work: the columns of the logits.
+    samples: bool[B], the slots that sample.
+    logits: from `call_model`.
+    drafts: int32[B, K], drafts of each slot; None without speculation.
+    tally: from `count_entrants`.
+    read: int32[], see `loops.read_before`.
+    version: int32[], the version of the weights.
+    config: the options.
+    process: see `generate`.
+  """
+  assert logits.last is not None  # Tokens are sampled.
+  sampler = _Sampler(slots, read, version, config, process)
+  sampled = Sampled(
+    ended=sharding.zeros_like(samples),
+    counts=sharding.zeros_like(work.counts),
+    tally=tally,
+  )
+  queue, sampled, tokens = sampler.sample(queue, sampled, samples, logits.last)
+  draft_logits, counts, begins = logits.drafts, work.drafts, work.begins
+  if drafts is None or draft_logits is None or counts is None or begins is None:
+    return queue, sampled
+
+  def accepted(going: Array, tokens: Array, sampled: Sampled, number: Any):
+    is_draft = (number < counts) & (tokens == drafts[:, number])
+    return going & is_draft & ~sampled.ended
+
+  def verify(loop):
+    queue, sampled, going, number = loop
+    rows = begins + number - 1
+    queue, sampled, tokens = sampler.sample(
+      queue, sampled, going, draft_logits.at[rows].get(mode="clip")
+    )
+    going = accepted(going, tokens, sampled, number)
+    return queue, sampled, going, number + 1
+
+  going = accepted(samples, tokens, sampled, 0)
+  start = sharding.match_varying_axes(
+    (queue, sampled, going, jnp.ones((), jnp.int32))
+  )
+  return lax.while_loop(lambda loop: jnp.any(loop[2]), verify, start)[:2]
+
+
+class _Sampler:
+  """Samples one token of each slot from logits."""
+
+  def __init__(
+    self,
+    slots: Slots,
+    read: Array,
+    version: Array,
+    config: RolloutConfig,
+    process: Process | None,
+  ):
+    self._slots, self._read, self._version = slots, read, version
+    self._config, self._process = config, process
+
+  def sample(
+    self, queue: Queue, sampled: Sampled, samples: Array, logits: Array
+  ) -> tuple[Queue, Sampled, Array]:
+    """Samples a token of each slot in bool[B], from logits [B, V].
+
+    A sequence whose token has no finite log-prob fails instead.
+
+    Returns:
+      The queue, the results, and the tokens int32[B].
+    """
+    config, row = self._config, self._slots.row
+    rows = rows_of(queue, row)
+    sampling = settings.rows(queue.sampling, row)
+    raw = as_logits(logits)
+    history = self._history(queue, sampling, rows, sampled.tally)
+    adjusted = penalties.adjust(raw, sampling, history)
+    extra = queue.extra
+    if self._process is not None:
+      adjusted, new_extra = self._process(adjusted, rows, rows.extra)
+      place = indexing.where_valid(samples, row)
+      extra = jax.tree.map(
+        lambda old, new: indexing.put(old, place, values=new), extra, new_extra
+      )
+    # The key is the sequence's, and the count its own. So a draw depends on
+    # neither the slot nor the step.
+    drawn = sample.draw(
+      queue.keys[jnp.minimum(row, queue.no_row - 1)],
+      indexing.take(num_generated(queue), row),
+      adjusted,
+      sampling,
+      raw_logits=raw,
+      raw_log_probs=queue.records.raw_log_probs is not None,
+      unfiltered_log_probs=config.unfiltered_log_probs,
+      entropy=config.entropy,
+      top_log_probs=config.top_log_probs,
+      exact=config.numerics == "exact",
+    )
+    # Such a token would be arbitrary.
+    fails = samples & ~jnp.isfinite(drawn.log_probs)
+    samples &= ~fails
+    ending = endings(queue, rows, drawn.tokens, sampling, config)
+    # The writes must depend on all reads of the queue's arrays, which XLA would
+    # otherwise copy.
+    read = jnp.maximum(self._read, jnp.max(drawn.tokens))
+    queue = dataclasses.replace(queue, extra=extra)
+    queue, ended = _append(
+      queue,
+      loops.read_before(read, row),
+      samples,
+      drawn,
+      self._version,
+      ending,
+    )
+    queue = fail(queue, row, fails, jnp.full_like(row, Status.BAD_LOGITS))
+    tally = sampled.tally
+    if tally is not None:
+      counts = penalties.see(tally.counts, drawn.tokens, samples)
+      tally = tally._replace(counts=counts)
+    sampled = Sampled(
+      ended=sampled.ended | ended | fails,
+      counts=sampled.counts + samples.astype(jnp.int32),
+      tally=tally,
+    )
+    return queue, sampled, drawn.tokens
+
+  def _history(
+    self, queue: Queue, sampling: Sampling, rows: Rows, tally: Tally | None
+  ) -> History:
+    count, last = penalties.num_last_tokens(sampling), None
+    if count:
+      last = penalties.last_tokens_of(
+        queue.tokens, rows.numbers, rows.lengths, count
+      )
+    return History(
+      counts=rows.counts,
+      seen=None if tally is None else tally.counts,
+      last_tokens=last,
+      stop_token=self._config.stop_token,
+    )
+
+
+def _append(
+  queue: Queue,
+  rows: Array,
+  mask: Array,
+  drawn: Drawn,
+  version: Array,
+  ending: Ending,
+) -> tuple[Queue, Array]:
+  """Appends a token to rows int32[B] where `mask` holds; ends complete ones.
+
+  Returns:
+    The queue; and bool[B], the rows that ended.
+  """
+  # Rows that do not sample are out of range, so that nothing is written.
+  place = indexing.where_valid(mask, rows)
+  length = indexing.take(queue.length, place)
+  ended = mask & (ending.finish > 0)
+  new_records = {
+    name: indexing.put(array, place, length, values=getattr(drawn, name))
+    for name in (field.name for field in dataclasses.fields(Records))
+    if (array := getattr(queue.records, name)) is not None
+  }
+  states = queue.stop_states
+  if states is not None and ending.states is not None:
+    states = indexing.put(states, place, values=ending.states)
+  log_probs = indexing.put(
+    queue.log_probs, place, length, values=drawn.log_probs
+  )
+  queue = dataclasses.replace(
+    queue,
+    tokens=indexing.put(queue.tokens, place, length, values=drawn.tokens),
+    length=indexing.add(queue.length, place, values=1),
+    log_probs=log_probs,
+    versions=indexing.put(queue.versions, place, length, values=version),
+    records=dataclasses.replace(queue.records, **new_records),
+    finish=indexing.put(queue.finish, place, values=ending.finish),
+    stop=indexing.put(queue.stop, place, values=ending.stop),
+    stop_states=states,
+  )
+  return set_status(queue, rows, ended, SequenceStatus.DONE), ended

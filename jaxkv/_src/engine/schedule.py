@@ -1,0 +1,262 @@
+"""Schedules the tokens of a step and packs them into one call.
+
+Each slot that decodes has one column. Prompt tokens fill the columns of other
+slots and C further columns, in the order of their sequences. C is one of a few
+widths, so a step without prompts costs only its decoding.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
+from jaxkv._src.arrays import sharding
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.kv.view import PackedView
+from jaxkv._src.kv.view import View
+
+CHUNK_ROWS = 8
+"""The most sequences with tokens among the C columns of a step."""
+
+
+class Width(NamedTuple):
+  """Columns of a call beyond one for each slot.
+
+  Attributes:
+    drafts: for guessed tokens.
+    prompts: for tokens of prompts.
+  """
+
+  drafts: int
+  prompts: int
+
+
+class Work(NamedTuple):
+  """Tokens of a step; B slots, at most D columns for drafts.
+
+  Attributes:
+    counts: int32[B], tokens of each slot, without drafts.
+    width: int32[], the chosen width, as an index of `widths`.
+    order: int32[B], slots that prefill, oldest sequence first; then others.
+    chunks: int32[B], tokens in the prompts' columns, by `order`.
+    slots: int32[B + D], the slot of each single column; B for none. The drafts
+      come last.
+    offsets: int32[B + D], the token's index among its slot's tokens.
+    last: int32[B], the column of each slot's last token, without drafts.
+    drafts: int32[B], drafts of each slot; None without speculation.
+    begins: int32[B], the index of each slot's first draft among all drafts.
+  """
+
+  counts: Array
+  width: Array
+  order: Array
+  chunks: Array
+  slots: Array
+  offsets: Array
+  last: Array
+  drafts: Array | None = None
+  begins: Array | None = None
+
+
+def widths(config: RolloutConfig) -> tuple[Width, ...]:
+  """Returns the widths of calls, in ascending order, starting at 0.
+
+  Prompts have a width of a chunk and of a quarter of it, so that the end of a
+  prompt costs little. A quarter below 64 is left out: it would save little on
+  an accelerator, and each width compiles the model once. Drafts have the width
+  `draft_columns`, and a quarter of it if that is at least 2.
+  """
+  prompts = _sizes(config.prefill_chunk, 64)
+  drafts = (0,)
+  if config.draft_tokens:
+    drafts = _sizes(config.draft_columns, 2)
+  return tuple(itertools.starmap(Width, itertools.product(drafts, prompts)))
+
+
+def _sizes(largest: int, smallest: int) -> tuple[int, ...]:
+  quarter = -(-largest // 4)
+  return (0, quarter, largest) if quarter >= smallest else (0, largest)
+
+
+def max_drafts(sizes: tuple[Width, ...]) -> int:
+  """Returns D, the maximum number of columns for drafts."""
+  return sizes[-1].drafts
+
+
+def schedule(
+  missing: Array,
+  prefills: Array,
+  places: Array,
+  sizes: tuple[Width, ...],
+  drafts: Array | None = None,
+  *,
+  one_part: bool = False,
+  width: Array | None = None,
+) -> Work:
+  """Chooses the tokens of a step.
+
+  To limit padding, a width is chosen only if tokens fill three quarters of it,
+  except the smallest width for prompts. Drafts without a column are dropped.
+
+  Args:
+    missing: int32[B], tokens that each slot could compute; 0 for none.
+    prefills: bool[B], slots whose tokens may wait for a later step. The others
+      have one token.
+    places: int32[B], a sort key for each slot; lower ones come first.
+    sizes: from `widths`.
+    drafts: int32[B], drafts of slots that decode; None without speculation.
+    one_part: True if a sequence's tokens must be in one part of the call, as
+      recurrent layers require. Idle slots then get no prompt tokens.
+    width: int32[], the index of the width in `sizes`; None to choose one, of
+      which the first is 0.
+  """
+  num_slots = missing.shape[0]
+  slot = jnp.arange(num_slots, dtype=jnp.int32)
+  decodes = (missing > 0) & ~prefills
+  prefills &= missing > 0
+  # The oldest sequence gets tokens first, so that it ends first. Slots without
+  # prompt tokens come last.
+  place = jnp.where(prefills, places, indexing.NOWHERE)
+  order = jnp.argsort(place, stable=True).astype(jnp.int32)
+  waiting = jnp.where(prefills, missing, 0)[order]
+  ends = jnp.cumsum(waiting, dtype=jnp.int32)
+  begins, total = ends - waiting, ends[-1]
+  idle = num_slots - jnp.sum(decodes, dtype=jnp.int32)
+  # Single columns and chunks are different rows of a view. A recurrent layer
+  # must have all tokens of a sequence in one row, because states pass along it.
+  if one_part:
+    idle = sharding.zeros_like(idle)
+  # A view of chunks has this many rows, so later sequences must wait.
+  max_chunks = ends[:CHUNK_ROWS][-1]
+  if width is None:
+    columns = jnp.asarray(sorted({size.prompts for size in sizes}), jnp.int32)
+    overflow = jnp.minimum(total - idle, max_chunks)
+    # A width that is less than three quarters full would compute more padding
+    # than two calls of a smaller width.
+    is_filled = (4 * overflow >= 3 * columns) & (columns > 0)
+    width = jnp.sum(is_filled, dtype=jnp.int32)
+    width = jnp.where(overflow > 0, jnp.maximum(width, 1), 0)
+  else:
+    columns = jnp.asarray([size.prompts for size in sizes], jnp.int32)
+  size = jnp.minimum(columns[width], max_chunks)
+  num_columns = jnp.minimum(total, size + idle)
+  counts = jnp.clip(num_columns - begins, 0, waiting)
+  chunks = jnp.clip(size - begins, 0, waiting)
+  # The single columns that no decoding slot uses get prompt tokens.
+  rank = jnp.cumsum(~decodes, dtype=jnp.int32) - 1
+  items = loops.locate(counts, size + rank)
+  fits = ~decodes & items.valid & (size + rank < num_columns)
+  slots = jnp.where(fits, order.at[items.row].get(mode="clip"), num_slots)
+  vacant = jnp.where(decodes, indexing.NOWHERE, rank)
+  column_of_rank = indexing.put(slot, vacant, values=slot)
+  final = begins + counts - 1
+
+  def by_slot(by_order: Array) -> Array:
+    return jnp.zeros_like(order).at[order].set(by_order)
+
+  work = Work(
+    counts=jnp.where(decodes, 1, by_slot(counts)),
+    width=width,
+    order=order,
+    chunks=chunks,
+    slots=jnp.where(decodes, slot, slots),
+    offsets=jnp.where(fits, items.offset, 0),
+    last=slot,
+  )
+  first = jnp.int32(num_slots)
+  if drafts is not None:
+    work, num_drafts = _with_drafts(work, jnp.where(decodes, drafts, 0), sizes)
+    first += num_drafts
+  # Chunk columns come after the single columns and those of drafts.
+  last = jnp.where(
+    final < size,
+    first + final,
+    column_of_rank.at[jnp.maximum(final - size, 0)].get(mode="clip"),
+  )
+  return work._replace(last=jnp.where(decodes, slot, by_slot(last)))
+
+
+def _with_drafts(
+  work: Work, drafts: Array, sizes: tuple[Width, ...]
+) -> tuple[Work, Array]:
+  """Adds columns for drafts, int32[B]; returns the number of columns too."""
+  columns = jnp.asarray(sorted({size.drafts for size in sizes}), jnp.int32)
+  num_prompt_widths = len({size.prompts for size in sizes})
+  total = jnp.sum(drafts, dtype=jnp.int32)
+  width = jnp.sum((4 * total >= 3 * columns) & (columns > 0), dtype=jnp.int32)
+  column = jnp.arange(max_drafts(sizes), dtype=jnp.int32)
+
+  def place_drafts() -> tuple[Array, Array, Array, Array]:
+    begins = jnp.cumsum(drafts, dtype=jnp.int32) - drafts
+    counts = jnp.clip(columns[width] - begins, 0, drafts)
+    items = loops.locate(counts, column)
+    slots = jnp.where(items.valid, items.row, no_slot)
+    offsets = jnp.where(items.valid, items.offset + 1, 0)
+    return slots, offsets, counts, begins
+
+  def no_drafts() -> tuple[Array, Array, Array, Array]:
+    zeros = sharding.zeros_like(drafts)
+    offsets = (column & 0) + zeros[0]
+    return offsets + no_slot, offsets, zeros, zeros
+
+  no_slot = jnp.int32(drafts.shape[0])
+  # Most steps have no drafts, and locating them is a search.
+  slots, offsets, drafts, begins = lax.cond(width > 0, place_drafts, no_drafts)
+  work = work._replace(
+    width=work.width + width * num_prompt_widths,
+    slots=jnp.concatenate([work.slots, slots]),
+    offsets=jnp.concatenate([work.offsets, offsets]),
+    drafts=drafts,
+    begins=begins,
+  )
+  return work, columns[width]
+
+
+def single_views(cache: CacheState, work: Work) -> tuple[View, ...]:
+  """Returns the views of the single columns, including drafts, by group."""
+  valid = work.slots < cache.config.num_slots
+  starts = indexing.take(cache.length, work.slots) + work.offsets
+  num_tokens = valid.astype(jnp.int32)
+  return views(cache, work.slots, starts, num_tokens)
+
+
+def chunk_views(cache: CacheState, work: Work) -> tuple[View, ...]:
+  """Returns the views of the prompts' columns, by group."""
+  slots = work.order[:CHUNK_ROWS]
+  starts = indexing.take(cache.length, slots)
+  return views(cache, slots, starts, work.chunks[:CHUNK_ROWS])
+
+
+def views(
+  cache: CacheState,
+  slots: Array,
+  starts: Array,
+  num_tokens: Array,
+) -> tuple[View, ...]:
+  """Returns the views of slots, int32[R], B for none, by group."""
+  tables = indexing.take(cache.page_table, slots, fill=cache.config.no_page)
+  return tuple(
+    View(
+      page_table=tables[:, group],
+      starts=starts,
+      num_tokens=num_tokens,
+      kind=kind,
+    )
+    for group, kind in enumerate(cache.config.groups)
+  )
+
+
+def packed(
+  single: tuple[View, ...], chunks: tuple[View, ...] | None
+) -> tuple[PackedView, ...]:
+  """Returns the views of a call, one for each group."""
+  prefills = chunks or (None,) * len(single)
+  return tuple(
+    PackedView(decode=decode, prefill=prefill)
+    for decode, prefill in zip(single, prefills, strict=True)
+  )

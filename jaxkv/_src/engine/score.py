@@ -1,0 +1,462 @@
+"""score: log-probabilities of completions, through the cache of a rollout."""
+
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
+from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import as_key
+from jaxkv._src.arrays.arguments import check_bool
+from jaxkv._src.arrays.arguments import check_shape
+from jaxkv._src.cache.prefix import hashing
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
+from jaxkv._src.cache.state import is_empty
+from jaxkv._src.engine.answers import AnswerCounts
+from jaxkv._src.engine.answers import Scoring
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.counters import init_counters
+from jaxkv._src.engine.enqueue import new_queue
+from jaxkv._src.engine.memory import Memory
+from jaxkv._src.engine.memory import check_pools
+from jaxkv._src.engine.memory import has_version
+from jaxkv._src.engine.model_call import Model
+from jaxkv._src.engine.model_call import check_model
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import fail
+from jaxkv._src.engine.requests import Requests
+from jaxkv._src.engine.requests import as_extra
+from jaxkv._src.engine.results.scored import Scored
+from jaxkv._src.engine.schedule import Width
+from jaxkv._src.engine.slots import init_slots
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import is_done
+from jaxkv._src.engine.step import Buffers
+from jaxkv._src.engine.step import Hooks
+from jaxkv._src.engine.step import step
+from jaxkv._src.sampling.settings import Sampling
+from jaxkv._src.sampling.temperature import as_temperature
+from jaxkv._src.sampling.temperature import divisor
+
+
+def score(
+  params: Any,
+  state: Any,
+  prompts: Array,
+  prompt_lengths: Array,
+  completions: Array,
+  completion_lengths: Array,
+  *,
+  model: Model,
+  temperature: Array | float = 1.0,
+  entropy: bool = False,
+  top_log_probs: int = 0,
+  chunk: int = 256,
+  salts: Array | None = None,
+  extra: Any = None,
+  version: Array | int | None = None,
+) -> tuple[Any, Any]:
+  """Computes log-probs of G completions of each of N prompts.
+
+  A prompt is computed once for all its completions, and only beyond its cached
+  prefix; computed pages are cached. So scoring a rollout's own samples costs
+  little more than the completions.
+
+  One loop without host round trips. Jit it with the state donated, as
+  `jax.jit(functools.partial(score, model=model), donate_argnums=1)`, so that
+  the K/V memory is updated in place. Not differentiable;
+  `jaxkv.models.grouped_log_probs` is.
+
+  Uses empty slots only, and frees them afterwards; running sequences are
+  unchanged. Completions share their prompt's pages. If only one slot is empty,
+  or pages are scarce, a completion may compute the end of the prompt again,
+  which fills no page.
+
+  After a change of the weights, call `update_weights`, or `jaxkv.new_epoch` for
+  the cache of a `Memory`; otherwise pages of the old weights are hit.
+
+  To score with several models, such as a policy and its reference, pass tuples
+  of `params` and `state`; states and results are then tuples too. Each state
+  needs a separate cache and memory, because XLA cannot donate a buffer twice.
+
+  Args:
+    params: the model's parameters.
+    state: a `RolloutState` between calls of `generate`, or a `Memory`.
+    prompts: int32[N, P], padded at the end.
+    prompt_lengths: int32[N], 1 .. P; 0 for a group without completions.
+    completions: int32[N, G, R], padded at the end.
+    completion_lengths: int32[N, G], 0 .. R.
+    model: see `Model`. Its `rows` number the sequences 0 .. N * G - 1, with the
+      same lengths as during sampling.
+    temperature: float32[]: the distribution is softmax(logits / temperature); 0
+      means temperature 1.
+    entropy: static; whether to compute the distribution's entropy.
+    top_log_probs: static; the number of most likely tokens to return.
+    chunk: static; the maximum number of tokens in a call of the model, beside
+      one column for each slot.
+    salts: uint32[N, 4], see `jaxkv.salt`; None for no salts.
+    extra: values of each group for the model, a pytree of arrays [N, ...].
+    version: int32[], the version of the weights, as in `init`; groups are STALE
+      if the cache has another one. None to skip the check.
+
+  Returns:
+    The state, and a `Scored` with a code for each group: OK; OUT_OF_PAGES, if
+    no slot is empty, or the pool has too few free pages for the prompt and a
+    completion; SLOT_FULL, if both exceed a slot; BAD_LENGTH, if a length is out
+    of range; or STALE. A group that fails has NaN log-probs and holds no pages.
+
+  Raises:
+    TypeError: an argument has the wrong type or dtype.
+    ValueError: an argument or the logits have the wrong shape; the cache has a
+      CrossAttention group or is known to have another version; or the memory
+      does not fit the cache.
+
+  Examples:
+    >>> import functools, jax, jaxkv
+    >>> import jax.numpy as jnp
+    >>> from jaxkv import models, rollout
+    >>> config = models.llama(vocab_size=11, num_layers=2, embed_dim=8,
+    ...                       num_heads=4, num_kv_heads=2, head_dim=2,
+    ...                       mlp_dim=16)
+    >>> sizes = jaxkv.CacheConfig(
+    ...   num_pages=20, page_size=2, num_slots=4, pages_per_slot=6
+    ... )
+    >>> state = rollout.Memory(
+    ...   cache=jaxkv.init(sizes), kv=models.init_kv(config, sizes)
+    ... )
+    >>> model = functools.partial(models.forward, config=config)
+    >>> scores = jax.jit(
+    ...   functools.partial(rollout.score, model=model), donate_argnums=1
+    ... )
+    >>> params = models.init_params(jax.random.key(0), config)
+    >>> group = [[3, 1, 4, 1, 5]], [5], [[[9, 2], [6, 0]]], [[2, 1]]
+    >>> group = [jnp.asarray(array, jnp.int32) for array in group]
+    >>> state, scored = scores(params, state, *group)
+    >>> scored.log_probs.shape, scored.computed_tokens.tolist()  # 4 + 2 + 1
+    ((1, 2, 2), [7])
+    >>> state, again = scores(params, state, *group)
+    >>> again.cached_tokens.tolist(), again.computed_tokens.tolist()
+    ([4], [3])
+  """
+  options = {
+    "model": model,
+    "temperature": temperature,
+    "entropy": entropy,
+    "top_log_probs": top_log_probs,
+    "chunk": chunk,
+    "salts": salts,
+    "extra": extra,
+    "version": version,
+  }
+  groups = prompts, prompt_lengths, completions, completion_lengths
+  if not isinstance(state, tuple):
+    return _score(params, state, *groups, **options)
+  if not isinstance(params, tuple | list) or len(params) != len(state):
+    found = type(params).__name__
+    if isinstance(params, tuple | list):
+      found += f" of {len(params)}"
+    raise ValueError(
+      f"`params` must be a tuple of {len(state)}, one for each state, got a "
+      f"{found}."
+    )
+  results = [
+    _score(own, one, *groups, **options)
+    for own, one in zip(params, state, strict=True)
+  ]
+  return tuple(one for one, _ in results), tuple(out for _, out in results)
+
+
+def _score(
+  params: Any,
+  state: Any,
+  prompts: Array,
+  prompt_lengths: Array,
+  completions: Array,
+  completion_lengths: Array,
+  *,
+  model: Model,
+  temperature: Array | float,
+  entropy: bool,
+  top_log_probs: int,
+  chunk: int,
+  salts: Array | None,
+  extra: Any,
+  version: Array | int | None,
+) -> tuple[Any, Scored]:
+  """Scores with one state."""
+  _check_state(state)
+  check_model(model)
+  check_bool("entropy", entropy)
+  top_log_probs = as_count("top_log_probs", top_log_probs, 0)
+  chunk = as_count("chunk", chunk, 1)
+  groups = _as_groups(
+    prompts, prompt_lengths, completions, completion_lengths, salts, extra
+  )
+  memory = state.memory if isinstance(state, RolloutState) else state
+  is_current = jnp.ones((), bool)
+  if version is not None:
+    is_current = has_version(memory.cache, version)
+  num_prompts, samples, columns = groups.completions.shape
+  config = RolloutConfig(
+    num_samples=samples,
+    max_new_tokens=columns,
+    prefill_chunk=chunk,
+    # All samples of a prompt can enter in one step, and then fork from it.
+    admissions=max(samples, 16),
+    window=max(samples, 32),
+    entropy=entropy,
+    top_log_probs=top_log_probs,
+  )
+  busy = jnp.zeros((memory.cache.config.num_slots,), bool)
+  if isinstance(state, RolloutState):
+    # A sequence that has just entered may hold no page yet.
+    busy = state.slots.row < state.queue.no_row
+  work = _begin(memory, groups, config, busy, is_current)
+  scoring = Scoring(
+    widths=_widths(groups, chunk),
+    temperature=divisor(as_temperature(temperature)),
+    entropy=entropy,
+    top_log_probs=top_log_probs,
+  )
+  is_usable = (work.slots.row == work.queue.no_row) & is_empty(
+    memory.cache, jnp.arange(work.slots.size, dtype=jnp.int32)
+  )
+  num_usable = jnp.sum(is_usable, dtype=jnp.int32)
+  # No slot can become empty, if all belong to others.
+  work = dataclasses.replace(work, queue=_fail_all(work.queue, num_usable == 0))
+  counts = jnp.zeros((2, num_prompts), jnp.int32)
+  buffers = Buffers(answers=AnswerCounts(counts[0], counts[1], num_usable > 1))
+  params, work, scoring_arrays, buffers = sharding.match_varying_axes(
+    (params, work, scoring.temperature, buffers)
+  )
+  hooks = Hooks(model, scoring=scoring._replace(temperature=scoring_arrays))
+  work, buffers = lax.while_loop(
+    lambda loop: ~is_done(loop[0]),
+    lambda loop: step(params, *loop, hooks),
+    (work, buffers),
+  )
+  scored = _scored(work, groups, buffers)
+  memory = work.memory
+  if isinstance(state, RolloutState):
+    memory = dataclasses.replace(state, memory=memory)
+  return memory, scored
+
+
+def _check_state(state: Any) -> None:
+  """Raises unless `state` has a cache and a memory that `score` can use."""
+  if not isinstance(state, RolloutState | Memory):
+    hint = "make a Memory of a cache and its K/V memory"
+    if isinstance(state, list):
+      hint = "use a tuple"
+    raise TypeError(
+      "`state` must be a RolloutState, a Memory or a tuple of them, got "
+      f"{type(state).__name__}; {hint}."
+    )
+  memory = state.memory if isinstance(state, RolloutState) else state
+  # A memory that a rollout may use, whatever its options are.
+  check_pools(memory.cache, memory.kv, RolloutConfig())
+
+
+class _Groups(NamedTuple):
+  """The arguments of `score`, as arrays.
+
+  Attributes:
+    prompts: int32[N, P].
+    prompt_lengths: int32[N].
+    completions: int32[N, G, R].
+    lengths: int32[N, G].
+    salts: uint32[N, 4]; None for no salts.
+    extra: a pytree of arrays [N, ...].
+  """
+
+  prompts: Array
+  prompt_lengths: Array
+  completions: Array
+  lengths: Array
+  salts: Array | None
+  extra: Any
+
+
+def _as_groups(
+  prompts: Any,
+  prompt_lengths: Any,
+  completions: Any,
+  completion_lengths: Any,
+  salts: Any,
+  extra: Any,
+) -> _Groups:
+  """Returns the arguments as arrays; raises for invalid ones."""
+  prompts = as_int32("prompts", prompts)
+  prompt_lengths = as_int32("prompt_lengths", prompt_lengths)
+  completions = as_int32("completions", completions)
+  lengths = as_int32("completion_lengths", completion_lengths)
+  check_shape("prompts", prompts, ("N", "P"))
+  num_prompts = prompts.shape[0]
+  per_prompt = ", one for each prompt"
+  check_shape("prompt_lengths", prompt_lengths, (num_prompts,), per_prompt)
+  check_shape("completions", completions, (num_prompts, "G", "R"), per_prompt)
+  shape = completions.shape[:2]
+  check_shape("completion_lengths", lengths, shape, ", one for each")
+  if num_prompts * shape[1] >= 2**31:
+    raise ValueError(
+      "`completions` must be fewer than 2**31, got "
+      f"{num_prompts} * {shape[1]}; score fewer prompts in a call."
+    )
+  if salts is not None:
+    salts = jnp.asarray(as_key("salts", salts))
+    check_shape("salts", salts, (num_prompts, hashing.KEY_WORDS), per_prompt)
+  return _Groups(
+    prompts=jnp.asarray(prompts),
+    prompt_lengths=jnp.asarray(prompt_lengths),
+    completions=jnp.asarray(completions),
+    lengths=jnp.asarray(lengths),
+    salts=salts,
+    extra=as_extra("extra", extra, num_prompts),
+  )
+
+
+def _widths(groups: _Groups, chunk: int) -> tuple[Width, Width]:
+  """Returns the columns of calls, no more than there can be tokens."""
+  num_prompts, columns = groups.prompts.shape
+  prompt = min(chunk, max(num_prompts * (columns - 1), 1))
+  return Width(0, prompt), Width(0, min(chunk, groups.completions.size))
+
+
+def _begin(
+  memory: Memory,
+  groups: _Groups,
+  config: RolloutConfig,
+  busy: Array,
+  is_current: Array,
+) -> RolloutState:
+  """Returns a rollout whose answers are given.
+
+  Args:
+    memory: the cache and its memory.
+    groups: the prompts and answers.
+    config: the options.
+    busy: bool[B], slots that may not be used.
+    is_current: bool[], False if the pages are those of other weights.
+  """
+  num_prompts, samples, columns = groups.completions.shape
+  width = groups.prompts.shape[1] + columns
+
+  def of_samples(array: Array) -> Array:
+    return jnp.repeat(array, samples, axis=0)
+
+  requests = Requests(
+    groups.prompts,
+    groups.prompt_lengths,
+    sampling=Sampling(),
+    salts=None if groups.salts is None else of_samples(groups.salts),
+    extra=jax.tree.map(of_samples, groups.extra),
+  )
+  ids = jnp.arange(num_prompts, dtype=jnp.int32) * samples
+  # Nothing is sampled, so the key does not matter.
+  key = jax.random.key(0)
+  queue = new_queue(requests, ids, key, width, memory.cache, memory.kv, config)
+  code = of_samples(_codes(groups, memory.cache.config.slot_tokens, is_current))
+  lengths = groups.lengths.reshape(-1)
+  column = jnp.arange(columns, dtype=jnp.int32)[None]
+  exists = (column < lengths[:, None]) & (code == Status.OK)[:, None]
+  rows = jnp.arange(queue.size, dtype=jnp.int32)[:, None]
+  place = indexing.where_valid(exists, queue.prompt_length[:, None] + column)
+  answers = groups.completions.reshape(-1, columns)
+  # A completion without tokens has nothing to compute.
+  status = jnp.where(
+    lengths > 0,
+    jnp.int32(SequenceStatus.WAITING),
+    jnp.int32(SequenceStatus.DONE),
+  )
+  failed = jnp.int32(SequenceStatus.FAILED)
+  queue = dataclasses.replace(
+    queue,
+    tokens=indexing.put(queue.tokens, rows, place, values=answers),
+    # The last token is never computed.
+    length=queue.prompt_length + lengths - 1,
+    status=jnp.where(code == Status.OK, status, failed),
+    code=code,
+  )
+  slots = init_slots(busy.shape[0], queue)
+  # A slot of no row and not of `no_row` is neither running nor empty.
+  row = jnp.where(busy, queue.no_row + 1, slots.row)
+  return RolloutState(
+    config=config,
+    queue=queue,
+    slots=dataclasses.replace(slots, row=row),
+    memory=memory,
+    key=key,
+    counters=init_counters(2),
+  )
+
+
+def _codes(groups: _Groups, slot_tokens: int, is_current: Array) -> Array:
+  """Returns the statuses of groups before any computation, int32[N]."""
+  prompt, lengths = groups.prompt_lengths, groups.lengths
+  # `grouped` returns such a group for a prompt without samples.
+  is_void = (prompt == 0) & jnp.all(lengths == 0, axis=1)
+  is_bad = ((prompt < 1) & ~is_void) | (prompt > groups.prompts.shape[1])
+  longest = groups.completions.shape[2]
+  is_bad |= jnp.any((lengths < 0) | (lengths > longest), axis=1)
+  total = prompt + jnp.max(lengths, axis=1) - 1
+  return first_code(
+    (is_bad, Status.BAD_LENGTH),
+    (total > slot_tokens, Status.SLOT_FULL),
+    (~is_current, Status.STALE),
+  )
+
+
+def _fail_all(queue: Queue, mask: Array) -> Queue:
+  """Fails all waiting sequences if bool[] `mask` is True."""
+  rows = jnp.arange(queue.size, dtype=jnp.int32)
+  waits = queue.status == SequenceStatus.WAITING
+  code = jnp.full_like(rows, Status.OUT_OF_PAGES)
+  return fail(queue, rows, waits & mask, code)
+
+
+def _scored(state: RolloutState, groups: _Groups, buffers: Buffers) -> Scored:
+  """Returns the results, with NaN for the tokens of failed groups."""
+  queue, answers = state.queue, buffers.answers
+  assert answers is not None
+  shape = groups.completions.shape
+  failed = queue.status == SequenceStatus.FAILED
+  code = jnp.where(failed, queue.code, jnp.int32(Status.OK))
+  # One sample that fails fails its group, because a loss needs all of them.
+  code = jnp.max(code.reshape(shape[:2]), axis=1)
+  column = jnp.arange(shape[2], dtype=jnp.int32)[None]
+  place = queue.prompt_length[:, None] + column
+  row = jnp.arange(queue.size, dtype=jnp.int32)[:, None]
+  lengths = groups.lengths[..., None]
+  # The columns of a completion whose length is out of range are unknown.
+  is_real = (column[None] < lengths) | (lengths < 0)
+
+  def of_groups(array: Any, failure: float) -> Any:
+    if array is None:
+      return None
+    values = indexing.take(array, row, place)
+    values = values.reshape(*shape, *values.shape[2:])
+    axes = (1,) * (values.ndim - 3)
+    ok = (code == Status.OK).reshape(-1, 1, 1, *axes)
+    real = is_real.reshape(*shape, *axes)
+    fill = jnp.where(real, failure, 0).astype(values.dtype)
+    return jnp.where(ok & real, values, fill)
+
+  records = queue.records
+  return Scored(
+    code=code,
+    log_probs=of_groups(queue.log_probs, jnp.nan),
+    entropy=of_groups(records.entropy, jnp.nan),
+    top_tokens=of_groups(records.top_tokens, 0),
+    top_log_probs=of_groups(records.top_log_probs, jnp.nan),
+    computed_tokens=answers.computed,
+    cached_tokens=answers.cached,
+  )

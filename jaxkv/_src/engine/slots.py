@@ -1,0 +1,117 @@
+"""The slots: the sequence that each row of the cache belongs to."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.arrays import elementwise
+from jaxkv._src.arrays import indexing
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.pool import recurrent
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.queue import Queue
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slots:
+  """B slots, in each of which at most one sequence runs.
+
+  Attributes:
+    row: the row of the queue with the slot's sequence; Q for none.  # int32[B]
+    leader: the slot that computes this slot's prompt, which then forks from it;
+      B for none.  # int32[B]
+  """
+
+  row: Array
+  leader: Array
+
+  @property
+  def size(self) -> int:
+    """B, the number of slots."""
+    return self.row.shape[0]
+
+  @property
+  def no_slot(self) -> int:
+    """The index that stands for no slot, which is B."""
+    return self.size
+
+
+def init_slots(num_slots: int, queue: Queue) -> Slots:
+  """Returns slots without sequences."""
+  return Slots(
+    row=jnp.full((num_slots,), queue.no_row, jnp.int32),
+    leader=jnp.full((num_slots,), num_slots, jnp.int32),
+  )
+
+
+def are_computing(queue: Queue, slots: Slots) -> Array:
+  """Returns bool[B], slots with a sequence that does not wait to fork."""
+  return (slots.row < queue.no_row) & (slots.leader == slots.no_slot)
+
+
+def are_followed(slots: Slots) -> Array:
+  """Returns bool[B], slots whose prompt another slot waits for."""
+  # One entry more, for slots without a leader.
+  followed = jnp.zeros((slots.size + 1,), bool)
+  return followed.at[slots.leader].set(True)[: slots.size]
+
+
+def lengths(queue: Queue, slots: Slots) -> Array:
+  """Returns the length of the sequence in each slot, 0 for none, int32[B]."""
+  return indexing.take(queue.length, slots.row)
+
+
+def places(queue: Queue, slots: Slots) -> Array:
+  """Returns the place of each slot's sequence in the queue, int32[B]."""
+  return indexing.take(queue.place, slots.row)
+
+
+def missing_tokens(queue: Queue, slots: Slots, cache: CacheState) -> Array:
+  """Returns the number of tokens that each slot must compute, int32[B]."""
+  missing = lengths(queue, slots) - cache.length
+  return jnp.where(are_computing(queue, slots), missing, 0)
+
+
+def prompt_rest(queue: Queue, slots: Slots, cache: CacheState) -> Array:
+  """Returns the missing tokens of prompts but for their last one, int32[B].
+
+  Forks share all but the last token of a prompt, because that one gives the
+  logits of a sample's first token. Negative after the prompt.
+  """
+  return indexing.take(queue.prompt_length, slots.row) - 1 - cache.length
+
+
+def chunk_size(sizes: CacheConfig, config: RolloutConfig) -> int:
+  """Returns the maximum number of tokens of a sequence in a step.
+
+  With sliding windows, chunks bound the number of pages that a sequence holds.
+  Otherwise it reserves pages for all its tokens at the start.
+  """
+  if recurrent.has_states(sizes):
+    return min(config.prefill_chunk, sizes.page_size)
+  return config.prefill_chunk if sizes.skips_pages else sizes.slot_tokens
+
+
+def limit_to_chunk(
+  cache: CacheState, missing: Array, config: RolloutConfig
+) -> Array:
+  """Returns how many of the missing tokens a step may compute, int32[B].
+
+  Recurrent groups stop at the end of a page, where the state is kept.
+  """
+  sizes = cache.config
+  tokens = jnp.minimum(missing, chunk_size(sizes, config))
+  if not recurrent.has_states(sizes):
+    return tokens
+  begun = elementwise.remainder(cache.length, sizes.page_size)
+  return jnp.minimum(tokens, sizes.page_size - begun)
+
+
+def slots_of(queue: Queue, slots: Slots, rows: Array) -> Array:
+  """Returns bool[B], slots with a sequence of rows int32[R]; Q for none."""
+  is_same = (slots.row[:, None] == rows[None]) & (rows < queue.no_row)[None]
+  return jnp.any(is_same, axis=1)

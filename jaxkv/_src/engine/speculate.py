@@ -1,0 +1,152 @@
+"""Chooses the draft tokens of a step, limited by the number of free pages."""
+
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import check_shape
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.engine import ngrams
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.grow import needed_pages
+from jaxkv._src.engine.hooks import Draft
+from jaxkv._src.engine.hooks import rows_of
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.schedule import Work
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.slots import are_computing
+from jaxkv._src.engine.slots import are_followed
+from jaxkv._src.engine.slots import chunk_size
+from jaxkv._src.engine.slots import missing_tokens
+
+
+class Drafts(NamedTuple):
+  """Draft tokens of each slot.
+
+  Attributes:
+    tokens: int32[B, K].
+    counts: int32[B], the number of drafts.
+    found: bool[B], slots with an n-gram match.
+  """
+
+  tokens: Array
+  counts: Array
+  found: Array
+
+
+def propose_drafts(
+  params: Any,
+  queue: Queue,
+  slots: Slots,
+  cache: CacheState,
+  config: RolloutConfig,
+  draft: Draft | None,
+) -> Drafts | None:
+  """Proposes the next tokens of slots that decode; None without speculation."""
+  tables = queue.ngrams
+  if tables is None:
+    return None
+  missing = missing_tokens(queue, slots, cache)
+  decodes = (missing == 1) & ~are_followed(slots)
+  rows = jnp.where(decodes, slots.row, queue.no_row)
+  if draft is None:
+    tokens, counts, has_match = ngrams.propose(
+      tables, queue.tokens, queue.length, rows, decodes, config
+    )
+  else:
+    buffer = indexing.take(queue.tokens, rows)
+    tokens, counts = _as_drafts(
+      draft(params, rows_of(queue, rows), buffer), slots.size, config
+    )
+    has_match = decodes & (counts > 0)
+  # The last token of a sequence is sampled and never a draft.
+  room = indexing.take(queue.limit, rows) - indexing.take(queue.length, rows)
+  likely = ngrams.likely_lengths(tables, rows, config)
+  counts = jnp.minimum(jnp.minimum(likely, room - 1), counts)
+  counts = jnp.maximum(counts, 0)
+  counts = lax.cond(
+    jnp.any(counts > 0),
+    lambda: jnp.where(_fits(queue, slots, cache, counts, config), counts, 0),
+    lambda: counts,
+  )
+  return Drafts(tokens, counts, has_match)
+
+
+def _as_drafts(
+  drafts: Any, num_slots: int, config: RolloutConfig
+) -> tuple[Array, Array]:
+  """Returns a user's drafts as int32; raises for wrong types and shapes."""
+  # The function is traced, so a mistake is reported before anything runs.
+  tokens, counts = drafts
+  tokens, counts = as_int32("tokens", tokens), as_int32("counts", counts)
+  expected = (num_slots, config.draft_tokens)
+  check_shape("tokens", tokens, expected, ", as `draft` returns them")
+  check_shape("counts", counts, (num_slots,), ", as `draft` returns them")
+  return jnp.asarray(tokens), jnp.asarray(counts)
+
+
+def _fits(
+  queue: Queue,
+  slots: Slots,
+  cache: CacheState,
+  counts: Array,
+  config: RolloutConfig,
+) -> Array:
+  """Returns bool[B], drafts that fit pages that no other slot needs now."""
+  columns_for, zero = cache.config.sizes.columns_for, jnp.zeros_like(counts)
+  missing = missing_tokens(queue, slots, cache)
+  tokens = jnp.minimum(missing, chunk_size(cache.config, config))
+  without = columns_for(cache.length + tokens, zero)
+  columns = columns_for(cache.length + tokens + counts, zero)
+  columns -= jnp.maximum(without, cache.num_pages)
+  columns = jnp.sum(jnp.maximum(columns, 0), axis=1, dtype=jnp.int32)
+  num_free = cache.pool.queue.num_free
+  # Tokens that must be computed come before drafts.
+  num_free -= needed_pages(queue, slots, cache, config)
+  # Each running sequence keeps a page to grow.
+  num_running = jnp.sum(are_computing(queue, slots), dtype=jnp.int32)
+  num_free -= num_running * len(cache.config.groups)
+  return jnp.cumsum(columns, dtype=jnp.int32) <= num_free
+
+
+def learn_from(
+  queue: Queue,
+  slots: Slots,
+  work: Work,
+  drafts: Drafts | None,
+  sampled: Array,
+  config: RolloutConfig,
+  first: Array,
+) -> Queue:
+  """Updates the n-gram tables and acceptance rates with sampled tokens.
+
+  Args:
+    queue: with the sampled tokens.
+    slots: the slots of this step.
+    work: the tokens of this step.
+    drafts: the drafts; None without speculation.
+    sampled: int32[B], the number of tokens that each slot sampled.
+    config: the options.
+    first: int32[B], the length of each sequence before this step.
+  """
+  tables = queue.ngrams
+  if tables is None or drafts is None or work.drafts is None:
+    return queue
+  tables = ngrams.add_tokens(
+    tables,
+    queue.tokens,
+    slots.row,
+    first,
+    first + sampled,
+    config,
+    config.draft_tokens + 1,
+  )
+  accepted = jnp.maximum(sampled - 1, 0)
+  tables = ngrams.learn(tables, slots.row, drafts.found, work.drafts, accepted)
+  return dataclasses.replace(queue, ngrams=tables)

@@ -1,0 +1,203 @@
+"""The state of a rollout: a queue, slots and memory."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import check_shape
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Status
+from jaxkv._src.engine import device_placement
+from jaxkv._src.engine import schedule
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.counters import Counters
+from jaxkv._src.engine.counters import init_counters
+from jaxkv._src.engine.enqueue import new_queue
+from jaxkv._src.engine.memory import Memory
+from jaxkv._src.engine.memory import check_memory
+from jaxkv._src.engine.memory import has_version
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import fail
+from jaxkv._src.engine.requests import Requests
+from jaxkv._src.engine.requests import as_requests
+from jaxkv._src.engine.requests import check_fits
+from jaxkv._src.engine.requests import check_num_samples
+from jaxkv._src.engine.requests import width_of
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.slots import init_slots
+from jaxkv._src.kv.pools import Pools
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutState:
+  """State of a rollout, which can be saved and resumed.
+
+  Attributes:
+    config: static options.
+    queue: the sequences, their settings and their results.
+    slots: the sequence in each slot.
+    memory: the cache and the K/V memory.
+    key: the key from which the sequences' keys are derived.  # key[]
+    counters: totals.
+    log: the sequence, the kind of work and the number of tokens of each slot in
+      the last X steps, see `timeline`; None without.  # int32[X, 3, B]
+  """
+
+  config: RolloutConfig = dataclasses.field(metadata={"static": True})
+  queue: Queue
+  slots: Slots
+  memory: Memory
+  key: Array
+  counters: Counters
+  log: Array | None = None
+
+
+def init(
+  cache: CacheState,
+  kv: Pools,
+  requests: Requests,
+  key: Array,
+  config: RolloutConfig,
+  *,
+  first_sequence: Array | int = 0,
+  version: Array | int | None = None,
+) -> RolloutState:
+  """Returns the initial state of a rollout.
+
+  Args:
+    cache: a cache without slots in use. It may hold prefixes of earlier
+      rollouts.
+    kv: the K/V memory of its pages: a pool, or a tuple of pools (see
+      `jaxkv.kv`), which the model receives unchanged. Recurrent groups need
+      `StatePages`. They stop each chunk of a sequence at the end of a page, and
+      place it in one part of a `PackedView`. `RolloutConfig.record_experts`
+      needs `ExpertIdPages` last.
+    requests: the prompts, with the settings of their samples. Their P * G
+      samples are the Q rows of the queue; `num_samples` can leave rows EMPTY. A
+      field of `sampling` that `submit` sets later must be set here too, so that
+      it is compiled.
+    key: key[]; equal keys give equal samples.
+    config: static options.
+    first_sequence: int32[], the id of the first sequence among all shards of a
+      job, see `devices`. Samples depend on `key` and the id alone, not on how
+      the job is split.
+    version: int32[], the version of the weights: the number of updates since
+      the cache was made, see `update_weights` and `jaxkv.new_epoch`. Required
+      if the cache holds pages, which may be of other weights.
+
+  Returns:
+    The state for `generate`, on the devices of the memory. Donating it deletes
+    `cache` and `kv`, but no other argument.
+
+  Raises:
+    TypeError: an argument does not hold integers, or `key` is not a
+      `jax.random.key`.
+    ValueError: an argument has the wrong shape or is out of range; the cache
+      has slots in use, a CrossAttention group or pages of another version; `kv`
+      does not fit the cache, or lacks a pool; a recurrent group has drafts or
+      scratch pages; W exceeds a slot; or the longest sequence exceeds the pool.
+      Traced lengths, slots and versions are not checked; their sequences fail
+      individually, see `Queue.code`.
+  """
+  _check_key(key)
+  # The caller's arrays, before they are converted.
+  arguments = key, requests, version
+  requests = as_requests(requests, config)
+  check_memory(cache, kv, config)
+  check_num_samples(requests, config)
+  check_fits(requests, cache.config, config)
+  first = _as_first(first_sequence, requests, config)
+  is_current = has_version(cache, version)
+  state = _init(cache, kv, requests, key, first, is_current, config=config)
+  # The pages may fill a device, so they are not copied.
+  memory = Memory(cache=cache, kv=kv)
+  state = dataclasses.replace(state, memory=memory, key=key)
+  state = device_placement.without_shared_arrays(state, arguments)
+  return device_placement.beside(state, jax.tree.leaves(kv)[0])
+
+
+# One program in place of one for each operation, which would compile for
+# seconds. It gets the memory for its shapes, and does not return it, because a
+# program that is not donated its inputs copies those that it returns.
+@functools.partial(jax.jit, static_argnames="config")
+def _init(
+  cache: CacheState,
+  kv: Pools,
+  requests: Requests,
+  key: Array,
+  first: Array,
+  is_current: Array,
+  *,
+  config: RolloutConfig,
+) -> Any:
+  """Returns the state without its memory and key."""
+  num_prompts, columns = requests.tokens.shape
+  width = width_of(columns, config)
+  ids = first + jnp.arange(num_prompts, dtype=jnp.int32) * config.num_samples
+  queue = new_queue(requests, ids, key, width, cache, kv, config)
+  # Pages of other weights would be hits.
+  rows = jnp.arange(queue.size, dtype=jnp.int32)
+  is_stale = ~is_current & (queue.status == SequenceStatus.WAITING)
+  queue = fail(queue, rows, is_stale, jnp.full_like(rows, Status.STALE))
+  queue = dataclasses.replace(queue, next_id=_next_id(queue, first, config))
+  num_slots = cache.config.num_slots
+  log = None
+  if config.timeline:
+    log = jnp.zeros((config.timeline, 3, num_slots), jnp.int32)
+  absent: Any = None
+  return RolloutState(
+    config=config,
+    queue=queue,
+    slots=init_slots(num_slots, queue),
+    memory=absent,
+    key=absent,
+    counters=init_counters(len(schedule.widths(config))),
+    log=log,
+  )
+
+
+def _check_key(key: Any) -> None:
+  """Raises TypeError unless `key` is a key[] of `jax.random.key`."""
+  dtype = getattr(key, "dtype", None)
+  if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    kind = type(key).__name__ if dtype is None else dtype
+    raise TypeError(
+      f"`key` must be a jax.random.key, got {kind}; make it with "
+      "jax.random.key(seed)."
+    )
+  check_shape("key", key, ())
+
+
+def _as_first(first: Any, requests: Requests, config: RolloutConfig) -> Array:
+  """Returns `first_sequence` as int32[]; raises if an id would overflow."""
+  first = as_int32("first_sequence", first)
+  check_shape("first_sequence", first, ())
+  maximum = 2**31 - 1 - requests.tokens.shape[0] * config.num_samples
+  if not isinstance(first, Tracer) and not 0 <= int(first) <= maximum:
+    raise ValueError(
+      f"`first_sequence` must be 0 .. {maximum}, so that all ids fit int32, "
+      f"got {int(first)}."
+    )
+  return jnp.asarray(first)
+
+
+def _next_id(queue: Queue, first: Array, config: RolloutConfig) -> Array:
+  """Returns the id after the last group that has a sequence, int32[]."""
+  exists = queue.status != SequenceStatus.EMPTY
+  exists = exists.reshape(-1, config.num_samples)
+  last = queue.ids.reshape(exists.shape)[:, -1] + 1
+  used = jnp.where(jnp.any(exists, axis=1), last, jnp.int32(0))
+  return jnp.maximum(jnp.max(used, initial=0), first)
+
+
+def is_done(state: RolloutState) -> Array:
+  """Returns bool[], True if no sequence waits or runs."""
+  return jnp.all(state.queue.status >= SequenceStatus.DONE)

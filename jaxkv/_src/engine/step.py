@@ -1,0 +1,340 @@
+"""One step of the engine.
+
+Each step has these parts, in order; a part without work costs almost nothing:
+
+| part     | action                                                         |
+|----------|----------------------------------------------------------------|
+| windows  | pages behind sliding windows are freed                         |
+| fork     | further samples of a prompt share the pages of the first one   |
+| admit    | waiting sequences take empty slots and cached prefixes         |
+| draft    | speculation proposes tokens, if pages are free for them        |
+| grow     | reserves pages for the next tokens of all slots                |
+| schedule | chooses the tokens of the step                                 |
+| model    | one call: the next token of each sequence that decodes, and    |
+|          | tokens of prompts                                              |
+| commit   | the tokens become final; full pages are cached                 |
+| sample   | sequences whose tokens are all computed sample the next one    |
+| free     | sequences that ended, or lost their slots, return their pages  |
+
+With drafts, sampling comes before commit, because sampling decides which drafts
+are kept. In `score` nothing is sampled; see `answers`.
+
+When the pool is empty, a running sequence is preempted, see `preempt`: it
+returns to the queue and later resumes with the same samples. Its pages stay
+cached until they are evicted. Admission keeps one page free for each running
+sequence and group, so preemption is rare. No sequence is admitted while a
+running one lacks a page, so one sequence always advances.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.arrays import loops
+from jaxkv._src.cache.pool import recurrent
+from jaxkv._src.cache.state import is_empty
+from jaxkv._src.cache.verbs.free import free
+from jaxkv._src.engine import admit
+from jaxkv._src.engine import candidates
+from jaxkv._src.engine import fork
+from jaxkv._src.engine import grow
+from jaxkv._src.engine import preempt
+from jaxkv._src.engine import schedule
+from jaxkv._src.engine import timeline
+from jaxkv._src.engine.answers import AnswerCounts
+from jaxkv._src.engine.answers import Scoring
+from jaxkv._src.engine.answers import count_answers
+from jaxkv._src.engine.answers import end_answers
+from jaxkv._src.engine.answers import keep_prompts
+from jaxkv._src.engine.answers import limit_to_phase
+from jaxkv._src.engine.commit import commit_tokens
+from jaxkv._src.engine.commit import count_computed
+from jaxkv._src.engine.commit import count_step
+from jaxkv._src.engine.commit import read_of
+from jaxkv._src.engine.expert_records import save_experts
+from jaxkv._src.engine.fork import Forks
+from jaxkv._src.engine.hooks import Draft
+from jaxkv._src.engine.hooks import Process
+from jaxkv._src.engine.memory import Memory
+from jaxkv._src.engine.model_call import Model
+from jaxkv._src.engine.model_call import call_model
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.sample_step import Sampled
+from jaxkv._src.engine.sample_step import Tally
+from jaxkv._src.engine.sample_step import count_entrants
+from jaxkv._src.engine.sample_step import sample_tokens
+from jaxkv._src.engine.schedule import Work
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.slots import are_followed
+from jaxkv._src.engine.slots import lengths
+from jaxkv._src.engine.slots import limit_to_chunk
+from jaxkv._src.engine.slots import missing_tokens
+from jaxkv._src.engine.slots import places
+from jaxkv._src.engine.slots import prompt_rest
+from jaxkv._src.engine.speculate import learn_from
+from jaxkv._src.engine.speculate import propose_drafts
+from jaxkv._src.engine.state import RolloutState
+
+
+class Buffers(NamedTuple):
+  """Arrays that a loop carries from step to step, beside the state.
+
+  Attributes:
+    tally: token counts for penalties; None without them.
+    draft_logits: [D, V], space for the logits of drafts; None without
+      speculation.
+    answers: the counts of `score`; None if tokens are sampled.
+  """
+
+  tally: Tally | None = None
+  draft_logits: Array | None = None
+  answers: AnswerCounts | None = None
+
+
+class Hooks(NamedTuple):
+  """The caller's functions, see `generate`, and the options of `score`.
+
+  Attributes:
+    model: see `Model`.
+    process: see `Process`.
+    draft: see `Draft`.
+    scoring: the options of `score`; None if tokens are sampled.
+  """
+
+  model: Model
+  process: Process | None = None
+  draft: Draft | None = None
+  scoring: Scoring | None = None
+
+
+def step(
+  params: Any, state: RolloutState, buffers: Buffers, hooks: Hooks
+) -> tuple[RolloutState, Buffers]:
+  """Runs one step."""
+  queue, slots, memory = state.queue, state.slots, state.memory
+  config, counters, kv = state.config, state.counters, memory.kv
+  # Comes first, because the freed pages serve the forks and entrants of this
+  # step.
+  cache = grow.free_behind_windows(queue, slots, memory.cache)
+  with jax.named_scope("fork"):
+    forks = fork.ready_forks(queue, slots, cache)
+    if config.num_samples > 1:
+      slots, cache = fork.share_full_pages(slots, cache, forks)
+  with jax.named_scope("admit"):
+    state = _replaced(state, queue, slots, Memory(cache=cache, kv=kv))
+    state = _admit(state, is_scoring=hooks.scoring is not None)
+  # A sequence that has just entered has only the tokens that its lookup found.
+  has_entered = state.slots.row != slots.row
+  queue, slots, cache = state.queue, state.slots, state.memory.cache
+  num_found = jnp.where(has_entered, cache.length, 0)
+  with jax.named_scope("draft"):
+    drafts = propose_drafts(params, queue, slots, cache, config, hooks.draft)
+  num_drafts = None if drafts is None else drafts.counts
+  with jax.named_scope("grow"):
+    cache, starved = grow.grow(queue, slots, cache, num_drafts, config)
+    memory = Memory(cache=cache, kv=kv)
+    state = _replaced(state, queue, slots, memory)
+    state, leaving = _make_way(state, forks, starved)
+  # After admission and preemption, so that the tally is of the sequences that
+  # sample in this step.
+  tally = count_entrants(state.queue, state.slots, buffers.tally)
+  work, is_complete = _schedule(
+    state, starved, num_drafts, hooks.scoring, buffers.answers
+  )
+  tokens = None if drafts is None else drafts.tokens
+  queue, slots, memory = state.queue, state.slots, state.memory
+  with jax.named_scope("model"):
+    queue, kv, logits = call_model(
+      params,
+      queue,
+      slots,
+      memory,
+      work,
+      tokens,
+      buffers.draft_logits,
+      config,
+      hooks.scoring,
+      model=hooks.model,
+    )
+  before, counts = memory.cache, work.counts
+  first = lengths(queue, slots)
+  sample = functools.partial(
+    sample_tokens,
+    slots=slots,
+    work=work,
+    samples=is_complete,
+    logits=logits,
+    drafts=tokens,
+    tally=tally,
+    version=before.epoch.astype(jnp.int32),
+    config=config,
+    process=hooks.process,
+  )
+  if hooks.scoring is not None:
+    queue, cache = commit_tokens(queue, slots, before, counts)
+    queue = end_answers(queue, slots, is_complete)
+    sampled = Sampled(is_complete, jnp.zeros_like(counts), None)
+  elif drafts is None:
+    queue, cache = commit_tokens(queue, slots, before, counts)
+    # Sampling writes to arrays that the commit has read. Sampling must wait for
+    # the commit, or XLA would copy the arrays.
+    queue, sampled = sample(queue, read=read_of(cache))
+  else:
+    queue, sampled = sample(queue, read=jnp.zeros((), jnp.int32))
+    # Only accepted drafts are committed. The last sampled token is computed in
+    # the next step.
+    counts = jnp.maximum(counts, sampled.counts)
+    queue, cache = commit_tokens(queue, slots, before, counts)
+  log = timeline.record(state, counts, is_complete, leaving)
+  counters = count_step(
+    state.counters,
+    queue,
+    slots,
+    before,
+    cache,
+    work,
+    counts,
+    sampled.counts,
+    schedule.widths(config) if hooks.scoring is None else hooks.scoring.widths,
+  )
+  queue = count_computed(queue, slots, before.length, counts)
+  queue = learn_from(queue, slots, work, drafts, sampled.counts, config, first)
+  # Pages of ended and of preempted sequences are freed in one call.
+  leaving = jnp.where(sampled.ended, slots.row, leaving)
+  queue = save_experts(queue, kv, cache, leaving)
+  cache, _ = free(cache, mask=leaving < queue.no_row)
+  row = jnp.where(sampled.ended, queue.no_row, slots.row)
+  state = dataclasses.replace(
+    state,
+    queue=queue,
+    slots=dataclasses.replace(slots, row=row),
+    memory=Memory(cache=cache, kv=kv),
+    counters=counters,
+    log=log,
+  )
+  answers = buffers.answers
+  if answers is not None:
+    answers = count_answers(answers, queue, slots, num_found, counts, starved)
+  return state, Buffers(sampled.tally, logits.drafts, answers)
+
+
+def _replaced(
+  state: RolloutState, queue: Queue, slots: Slots, memory: Memory
+) -> RolloutState:
+  return dataclasses.replace(state, queue=queue, slots=slots, memory=memory)
+
+
+def _admit(state: RolloutState, *, is_scoring: bool) -> RolloutState:
+  """Admits waiting sequences, if a slot is empty and pages are free."""
+  config = state.config
+
+  def enter(state: RolloutState) -> RolloutState:
+    queue, slots, memory = state.queue, state.slots, state.memory
+    cache = memory.cache
+    waiting = candidates.first_candidates(
+      queue, slots, cache, config, is_scoring=is_scoring
+    )
+    empty = admit.empty_slots(queue, slots, cache)
+    num_empty = jnp.sum(empty, dtype=jnp.int32)
+    chosen = candidates.choose(waiting, slots.size, num_empty, config)
+    cache, entrants = admit.attach_prefixes(
+      queue, slots, cache, waiting, chosen, config
+    )
+    queue = admit.mark_running(queue, entrants, waiting, cache.epoch)
+    slots = admit.seat(slots, entrants)
+    return _replaced(state, queue, slots, Memory(cache=cache, kv=memory.kv))
+
+  # The loop carries the whole state, which XLA passes through without a copy.
+  # Most steps admit nothing.
+  is_possible = admit.can_admit(
+    state.queue, state.slots, state.memory.cache, config
+  )
+  return loops.at_most_once(is_possible, enter, state)
+
+
+def _make_way(
+  state: RolloutState, forks: Forks, starved: Array
+) -> tuple[RolloutState, Array]:
+  """Completes or cancels forks, and preempts a sequence if a slot got no page.
+
+  Returns:
+    The state; int32[B], the row of the sequence that leaves each slot, whose
+    pages are freed at the end of the step; Q for none.
+  """
+  queue, slots, memory = state.queue, state.slots, state.memory
+  counters, no_row = state.counters, queue.no_row
+  leaving = jnp.full_like(slots.row, no_row)
+  if state.config.num_samples > 1:
+    forked, refused = forks.ready & ~starved, forks.ready & starved
+    slot = jnp.arange(slots.size, dtype=jnp.int32)
+    holds_pages = refused & ~is_empty(memory.cache, slot)
+    leaving = jnp.where(holds_pages, slots.row, no_row)
+    queue = fork.count_forked(
+      queue, slots, memory.cache, forks, forked, state.config
+    )
+    memory = fork.copy_partial_pages(memory, forks, forked)
+    slots = dataclasses.replace(
+      slots, row=jnp.where(refused, no_row, slots.row)
+    )
+    num_forked = counters.forked + jnp.sum(forked, dtype=jnp.int32)
+    counters = dataclasses.replace(counters, forked=num_forked)
+  victims = preempt.choose_victim(
+    queue, slots, memory.cache, starved & ~forks.ready
+  )
+  queue = preempt.requeue_victims(queue, slots, victims)
+  row_of_victim = jnp.where(victims.is_victim, slots.row, no_row)
+  slots = preempt.vacate(slots, victims.leaves, no_row)
+  num_preempted = victims.is_victim & ~victims.is_alone
+  num_preempted = jnp.sum(num_preempted, dtype=jnp.int32)
+  counters = dataclasses.replace(
+    counters, preempted=counters.preempted + num_preempted
+  )
+  state = dataclasses.replace(state, counters=counters)
+  state = _replaced(state, queue, slots, memory)
+  # At most one of the two is a row. The other is Q, which exceeds every row.
+  return state, jnp.minimum(row_of_victim, leaving)
+
+
+def _schedule(
+  state: RolloutState,
+  starved: Array,
+  num_drafts: Array | None,
+  scoring: Scoring | None,
+  answers: AnswerCounts | None,
+) -> tuple[Work, Array]:
+  """Chooses the tokens of the step.
+
+  Returns:
+    The tokens; bool[B], slots whose tokens are then all computed.
+  """
+  queue, slots, cache = state.queue, state.slots, state.memory.cache
+  missing = missing_tokens(queue, slots, cache)
+  missing = jnp.where(starved, 0, missing)
+  # A slot that others will fork from stops before the last token of its prompt.
+  is_followed = are_followed(slots)
+  if answers is not None:
+    keeps = keep_prompts(queue, slots, cache, state.config.num_samples)
+    is_followed |= keeps & answers.keeps_prompts
+  rest = jnp.minimum(prompt_rest(queue, slots, cache), missing)
+  tokens = jnp.where(is_followed, rest, missing)
+  is_prefill, width = (missing > 1) | is_followed, None
+  sizes = schedule.widths(state.config)
+  if scoring is not None:
+    tokens, width = limit_to_phase(queue, slots, cache, tokens)
+    # No slot decodes, so no column is reserved for each slot.
+    is_prefill, sizes = jnp.ones_like(is_prefill), scoring.widths
+  work = schedule.schedule(
+    limit_to_chunk(cache, tokens, state.config),
+    is_prefill,
+    places(queue, slots),
+    sizes,
+    num_drafts,
+    one_part=recurrent.has_states(cache.config),
+    width=width,
+  )
+  return work, (work.counts > 0) & (work.counts == missing)

@@ -1,0 +1,69 @@
+"""Stop rules: ends sequences after stop tokens, stop strings or the limit."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.hooks import Rows
+from jaxkv._src.engine.queue import Finish
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.sampling.settings import Sampling
+
+
+class Ending(NamedTuple):
+  """Reasons for the end of sequences after a token.
+
+  Attributes:
+    finish: int32[R], a `Finish`; 0 for sequences that continue.
+    stop: int32[R], see `Queue.stop`.
+    states: int32[R], see `Queue.stop_states`; None without stop strings.
+  """
+
+  finish: Array
+  stop: Array
+  states: Array | None = None
+
+
+def endings(
+  queue: Queue,
+  rows: Rows,
+  tokens: Array,
+  sampling: Sampling,
+  config: RolloutConfig,
+) -> Ending:
+  """Returns the reasons for which sequences end after their new tokens.
+
+  If several apply, a stop token comes before a stop string, and that before the
+  length.
+
+  Args:
+    queue: before the tokens are appended.
+    rows: the sequences.
+    tokens: int32[R], the sampled tokens.
+    sampling: the settings of these sequences.
+    config: has the stop token of all sequences.
+  """
+  limit = indexing.take(queue.limit, rows.numbers)
+  is_full = rows.lengths + 1 >= limit
+  finish = jnp.where(is_full, jnp.int32(Finish.LENGTH), jnp.int32(0))
+  stop, states = jnp.full_like(tokens, -1), None
+  if sampling.stop_strings is not None and queue.stop_states is not None:
+    start = indexing.take(sampling.stop_strings.start, rows.numbers)
+    before = indexing.take(queue.stop_states, rows.numbers)
+    # Strings do not match across turns.
+    states, string = sampling.stop_strings.advance(
+      jnp.where(rows.counts == 0, start, before), tokens
+    )
+    minimum = sampling.min_tokens
+    minimum = jnp.int32(0) if minimum is None else minimum
+    string = jnp.where(rows.counts >= minimum, string, -1)
+    finish = jnp.where(string >= 0, jnp.int32(Finish.STOP_STRING), finish)
+    stop = jnp.where(string >= 0, string, stop)
+  is_stop = tokens == config.stop_token
+  if sampling.stop_tokens is not None:
+    is_stop |= jnp.any(tokens[:, None] == sampling.stop_tokens, axis=1)
+  finish = jnp.where(is_stop, jnp.int32(Finish.STOP_TOKEN), finish)
+  return Ending(finish, jnp.where(is_stop, tokens, stop), states)

@@ -1,0 +1,221 @@
+"""generate_texts: continues texts with a pretrained model, in one call."""
+
+import functools
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+
+from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.cache.state import init as init_cache
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.generate import generate
+from jaxkv._src.engine.queue import has_ended
+from jaxkv._src.engine.requests import Requests
+from jaxkv._src.engine.results.generated import Generated
+from jaxkv._src.engine.results.generated import generated
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import init
+from jaxkv._src.engine.state import is_done
+from jaxkv._src.engine.until import Until
+from jaxkv._src.sampling.settings import Sampling
+
+
+class Texts(NamedTuple):
+  """Result of `generate_texts`.
+
+  Attributes:
+    texts: for each prompt, the texts of its samples, without the prompt.
+    results: tokens, masks and log-probs of all samples, for a loss; sample g of
+      prompt p has row p * G + g.
+    state: the rollout, which can be extended, and has the counters.
+    seconds: the duration of the loop.
+    compile_seconds: the duration of its compilation.
+  """
+
+  texts: list[list[str]]
+  results: Generated
+  state: RolloutState
+  seconds: float
+  compile_seconds: float
+
+
+def generate_texts(
+  model: Any,
+  prompts: Sequence[Any],
+  *,
+  num_samples: int = 1,
+  max_new_tokens: int = 128,
+  sampling: Sampling | None = None,
+  key: jax.Array | None = None,
+  num_slots: int = 8,
+  page_size: int = 16,
+  num_pages: int | None = None,
+  progress: bool = False,
+  **options: Any,
+) -> Texts:
+  """Generates samples of each prompt with a pretrained model.
+
+  Compiles the loop, which takes some 10 s for each new combination of sizes.
+  For more control, call `init` and `generate`.
+
+  Args:
+    model: a `jaxkv.models.Pretrained`.
+    prompts: texts; chats, each a list of messages `{"role": , "content": }`; or
+      token ids int32[L].
+    num_samples: G, the number of samples of each prompt.
+    max_new_tokens: the maximum number of tokens of a sample.
+    sampling: settings of the P * G samples; None for temperature 1. The stop
+      tokens of the model apply unless `stop_tokens` is set.
+    key: key[]; None for `jax.random.key(0)`, so that calls give equal samples.
+    num_slots: the maximum number of sequences at a time.
+    page_size: tokens per page.
+    num_pages: pages of the cache; None for enough.
+    progress: True to show a progress bar on stderr.
+    **options: further fields of `RolloutConfig`.
+
+  Raises:
+    TypeError: an argument has the wrong type.
+    ValueError: there is no prompt, a prompt is empty or too long, or an
+      argument is out of range.
+
+  Examples:
+    >>> from jaxkv import models, rollout
+    >>> model = models.load("HuggingFaceTB/SmolLM2-135M")  # doctest: +SKIP
+    >>> out = rollout.generate_texts(model, ["Hello", "The"])  # doctest: +SKIP
+    >>> len(out.texts), out.results.mask.shape[0]  # doctest: +SKIP
+    (2, 2)
+  """
+  num_samples = as_count("num_samples", num_samples, 1)
+  max_new_tokens = as_count("max_new_tokens", max_new_tokens, 1)
+  tokens, lengths = _encode(model, prompts, max_new_tokens)
+  sampling = Sampling() if sampling is None else sampling
+  if sampling.stop_tokens is None and model.stop_tokens:
+    fields = vars(sampling) | {"stop_tokens": list(model.stop_tokens)}
+    sampling = Sampling(**fields)
+  longest = int(lengths.max()) + max_new_tokens
+  # More slots than sequences would stay empty, but cost time in each step.
+  num_slots = min(
+    as_count("num_slots", num_slots, 1), len(tokens) * num_samples
+  )
+  page_size = min(as_count("page_size", page_size, 1), longest)
+  sizes = functools.partial(
+    model.cache_config,
+    num_slots=num_slots,
+    page_size=page_size,
+    max_length=longest,
+  )
+  if num_pages is None:
+    # All slots at full length, and the null page.
+    num_groups = len(sizes(num_pages=2).groups)
+    num_pages = 1 + num_slots * num_groups * (1 + -(-longest // page_size))
+  config = sizes(num_pages=num_pages)
+  state = init(
+    init_cache(config),
+    model.init_kv(config),
+    Requests(tokens, lengths, sampling=sampling),
+    jax.random.key(0) if key is None else key,
+    RolloutConfig(
+      num_samples=num_samples,
+      max_new_tokens=max_new_tokens,
+      **{"prefill_chunk": 64, **options},
+    ),
+  )
+  state, seconds, compile_seconds = _run(model, state, progress)
+  results = generated(state)
+  rows = zip(np.asarray(results.tokens), np.asarray(results.mask), strict=True)
+  texts = [model.tokenizer.decode(row[mask]) for row, mask in rows]
+  groups = [
+    texts[first : first + num_samples]
+    for first in range(0, len(texts), num_samples)
+  ]
+  return Texts(groups, results, state, seconds, compile_seconds)
+
+
+def _encode(
+  model: Any, prompts: Sequence[Any], max_new_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns int32[P, L] tokens and int32[P] lengths."""
+  if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+    raise TypeError(
+      f"`prompts` must be a list, got {type(prompts).__name__}; write "
+      "[prompt] for one."
+    )
+  if not prompts:
+    raise ValueError("`prompts` must have at least one prompt, got none.")
+  room, rows = model.max_length - max_new_tokens, []
+  for number, prompt in enumerate(prompts):
+    row = _encode_one(model, prompt)
+    if not 0 < len(row) <= room:
+      raise ValueError(
+        f"`prompts[{number}]` must have 1 to {room} tokens, which "
+        f"max_new_tokens leaves of the {model.max_length} that the model was "
+        f"made for, got {len(row)}; shorten it or lower max_new_tokens."
+      )
+    rows.append(row)
+  lengths = np.asarray([len(row) for row in rows], np.int32)
+  tokens = np.zeros((len(rows), int(lengths.max())), np.int32)
+  for padded, row in zip(tokens, rows, strict=True):
+    padded[: len(row)] = row
+  return tokens, lengths
+
+
+def _encode_one(model: Any, prompt: Any) -> np.ndarray:
+  if isinstance(prompt, str):
+    return model.tokenizer.encode(prompt)
+  if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+    return model.tokenizer.encode_chat(prompt)
+  return np.asarray(prompt, np.int32)
+
+
+def _run(
+  model: Any, state: RolloutState, progress: bool
+) -> tuple[RolloutState, float, float]:
+  """Runs a rollout to its end, in spans of steps.
+
+  Returns:
+    The state, and the seconds of the loop and of its compilation.
+  """
+  steps, seconds = 8, 0.0
+  if progress:
+    print("compiling the loop ...", file=sys.stderr, flush=True)
+  begin = time.perf_counter()
+  program = functools.partial(generate, model=model.forward)
+  compiled = (
+    jax.jit(program, donate_argnums=1)
+    .lower(model.params, state, Until(steps=jnp.int32(steps)))
+    .compile()
+  )
+  compile_seconds = time.perf_counter() - begin
+  total = state.queue.size * state.config.max_new_tokens
+  with tqdm.tqdm(
+    total=total,
+    desc="rollout",
+    bar_format="{l_bar}{bar}| {elapsed}",
+    disable=not progress,
+  ) as bar:
+    while not bool(is_done(state)):
+      begin = time.perf_counter()
+      span = Until(steps=jnp.int32(steps))
+      state = jax.block_until_ready(compiled(model.params, state, span))
+      elapsed = time.perf_counter() - begin
+      seconds += elapsed
+      # Spans of about half a second keep the bar moving. A change of `steps`
+      # does not compile again, because `steps` is traced.
+      steps = max(1, min(2 * steps, round(0.5 * steps / elapsed)))
+      bar.update(_num_sampled(state) - bar.n)
+  return state, seconds, compile_seconds
+
+
+def _num_sampled(state: RolloutState) -> int:
+  """Counts sampled tokens, and all possible tokens of sequences that ended."""
+  queue = state.queue
+  sampled = queue.length - queue.prompt_length
+  limit = state.config.max_new_tokens
+  return int(jnp.sum(jnp.where(has_ended(queue.status), limit, sampled)))

@@ -1,0 +1,181 @@
+"""timeline: a log of each slot's work on the device, and its picture."""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.engine.state import RolloutState
+
+IDLE, PREFILL, DECODE, WAIT, PREEMPT = range(5)
+
+_NAMES = ("idle", "prefill", "decode", "wait", "preempt")
+_COLOURS = ("none", "#e69f00", "#56b4e9", "#cccccc", "#d55e00")
+
+
+class Span(NamedTuple):
+  """Consecutive steps of one slot with one kind of work for one sequence.
+
+  Attributes:
+    slot: the slot.
+    sequence: the id of the sequence.
+    kind: "prefill", "decode", "wait" or "preempt".
+    start: the first step.
+    stop: one past the last step.
+    tokens: the number of tokens computed.
+  """
+
+  slot: int
+  sequence: int
+  kind: str
+  start: int
+  stop: int
+  tokens: int
+
+
+class Timeline(NamedTuple):
+  """The last X steps of a rollout, which a notebook shows as a picture.
+
+  `notebooks/04_rollouts` has examples.
+
+  Attributes:
+    start: the first step.
+    sequences: the id of the sequence in each slot, -1 for none.  # int32[X, B]
+    kinds: IDLE, PREFILL, DECODE, WAIT or PREEMPT. DECODE: one token is computed
+      and the next one sampled. WAIT: the slot waits for a prompt to fork from,
+      a column of the call, or a page. PREEMPT: the sequence loses its pages,
+      because it is preempted, finds no page to fork, or fails.  # int32[X, B]
+    tokens: the number of tokens computed.  # int32[X, B]
+  """
+
+  start: int
+  sequences: np.ndarray
+  kinds: np.ndarray
+  tokens: np.ndarray
+
+  def spans(self) -> Iterator[Span]:
+    """Yields the spans of each slot in turn."""
+    for slot in range(self.kinds.shape[1]):
+      kinds, owners = self.kinds[:, slot], self.sequences[:, slot]
+      changes = (np.diff(kinds) != 0) | (np.diff(owners) != 0)
+      edges = [0, *(np.flatnonzero(changes) + 1).tolist(), len(kinds)]
+      for begin, end in itertools.pairwise(edges):
+        if begin < end and kinds[begin] != IDLE:
+          yield Span(
+            slot=slot,
+            sequence=int(owners[begin]),
+            kind=_NAMES[kinds[begin]],
+            start=self.start + begin,
+            stop=self.start + end,
+            tokens=int(self.tokens[begin:end, slot].sum()),
+          )
+
+  def svg(self, width: int = 900, row: int = 14) -> str:
+    """Returns the picture: a row for each slot, steps from left to right.
+
+    Args:
+      width: pixels of all steps.
+      row: pixels of a slot.
+    """
+    steps, slots = self.kinds.shape
+    scale, left, bottom = width / max(steps, 1), 48, slots * row + 16
+    parts = [
+      f'<text x="{left - 5}" y="{slot * row + row - 3}" text-anchor="end">'
+      f"slot {slot}</text>"
+      for slot in range(slots)
+    ]
+    end, named = None, False
+    for span in self.spans():
+      x, size = (span.start - self.start) * scale, span.stop - span.start
+      colour = _COLOURS[_NAMES.index(span.kind)]
+      parts.append(
+        f'<rect x="{left + x:.1f}" y="{span.slot * row + 1}"'
+        f' width="{max(size * scale - 0.4, 0.4):.1f}" height="{row - 2}"'
+        f' fill="{colour}"><title>sequence {span.sequence}: {span.kind},'
+        f" steps {span.start} .. {span.stop - 1}, {span.tokens} tokens"
+        "</title></rect>"
+      )
+      # Once for each stay in a slot, where there is room.
+      named &= (span.slot, span.sequence, span.start) == end
+      end = span.slot, span.sequence, span.stop
+      if not named and size * scale > 8 * len(str(span.sequence)):
+        named = True
+        parts.append(
+          f'<text x="{left + x + 2:.1f}" y="{span.slot * row + row - 3}">'
+          f"{span.sequence}</text>"
+        )
+    for place, step in ((0, self.start), (width, self.start + steps)):
+      anchor = "end" if place else "start"
+      parts.append(
+        f'<text x="{left + place}" y="{bottom}" text-anchor="{anchor}">'
+        f"step {step}</text>"
+      )
+    for number, name in enumerate(_NAMES[1:]):
+      x = left + width // 2 - 150 + number * 80
+      parts.append(
+        f'<rect x="{x}" y="{bottom - 9}" width="10" height="10"'
+        f' fill="{_COLOURS[number + 1]}"/>'
+        f'<text x="{x + 14}" y="{bottom}">{name}</text>'
+      )
+    return (
+      f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 8}"'
+      f' height="{bottom + 8}" font-family="sans-serif"'
+      f' font-size="{min(row - 4, 10)}" fill="#222">'
+      # A dark page would hide the text.
+      f'<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>'
+    )
+
+  def _repr_svg_(self) -> str:
+    return self.svg()
+
+
+def record(
+  state: RolloutState, counts: Array, samples: Array, leaving: Array
+) -> Array | None:
+  """Returns `RolloutState.log` with the current step.
+
+  Args:
+    state: before the tokens are sampled.
+    counts: int32[B], tokens that the step computes.
+    samples: bool[B], slots whose sequences sample a token.
+    leaving: int32[B], the row of the sequence that leaves each slot, Q for
+      none.
+  """
+  log, queue, row = state.log, state.queue, state.slots.row
+  if log is None:
+    return None
+  kind = jnp.where(counts > 0, jnp.int32(PREFILL), jnp.int32(WAIT))
+  kind = jnp.where(row < queue.no_row, kind, jnp.int32(IDLE))
+  kind = jnp.where(samples & (counts == 1), jnp.int32(DECODE), kind)
+  kind = jnp.where(leaving < queue.no_row, jnp.int32(PREEMPT), kind)
+  owner = indexing.take(queue.ids, jnp.minimum(row, leaving), fill=-1)
+  step = state.counters.steps.modulo(log.shape[0])
+  return log.at[step].set(jnp.stack([owner, kind, counts]))
+
+
+def timeline(state: RolloutState) -> Timeline:
+  """Returns the work of each slot in the last steps.
+
+  Args:
+    state: of a rollout with a positive `RolloutConfig.timeline`.
+
+  Returns:
+    Up to `RolloutConfig.timeline` steps. `print(timeline(state).svg())` prints
+    the picture that a notebook shows.
+
+  Raises:
+    ValueError: `RolloutConfig.timeline` is 0.
+  """
+  if state.log is None:
+    raise ValueError(
+      "`state` must keep its last steps, got RolloutConfig.timeline=0; set it "
+      "to a number of steps."
+    )
+  log, steps = np.asarray(state.log), int(state.counters.steps)
+  num_kept = min(steps, log.shape[0])
+  rows = log[np.arange(steps - num_kept, steps) % log.shape[0]]
+  return Timeline(steps - num_kept, rows[:, 0], rows[:, 1], rows[:, 2])

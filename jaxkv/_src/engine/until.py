@@ -1,0 +1,102 @@
+"""Conditions under which `generate` returns."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import check_shape
+from jaxkv._src.engine.counters import Count
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import has_ended
+from jaxkv._src.engine.state import RolloutState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Until:
+  """Limits of a `generate` call, which returns at the first one reached.
+
+  It also returns when all sequences have ended. Numbers may be traced: a new
+  number does not compile again, but a number in place of None does. `groups`
+  and `sequences` include those that ended before the call, until `harvest`
+  removes them or `extend` resumes them, so a call may return at once.
+
+  Attributes:
+    steps: steps of this call; None for no limit.  # int32[]
+    groups: prompts in the queue whose samples have all ended; None for all.
+      Later calls resume the others.  # int32[]
+    sequences: ended sequences in the queue; None for all. With 1, a server can
+      harvest each answer when it ends.  # int32[]
+
+  Examples:
+    >>> from jaxkv import rollout
+    >>> rollout.Until(groups=16, steps=10_000).groups
+    16
+  """
+
+  steps: Array | int | None = None
+  groups: Array | int | None = None
+  sequences: Array | int | None = None
+
+
+def as_until(until: Until | None) -> Until:
+  """Returns `until` with int32[] numbers.
+
+  Raises:
+    TypeError: it is not an `Until`, or a number is not an integer.
+    ValueError: a number is not a scalar, is negative or exceeds int32. Traced
+      numbers are not checked.
+  """
+  if until is None:
+    return Until()
+  if not isinstance(until, Until):
+    raise TypeError(
+      f"`until` must be a jaxkv.rollout.Until or None, got {until!r}; for a "
+      f"number of steps write Until(steps=...)."
+    )
+  return Until(
+    **{
+      field.name: _as_count(field.name, getattr(until, field.name))
+      for field in dataclasses.fields(until)
+    }
+  )
+
+
+def _as_count(name: str, value: Any) -> Array | None:
+  if value is None:
+    return None
+  number = as_int32(f"until.{name}", value)
+  check_shape(f"until.{name}", number, ())
+  if not isinstance(number, Tracer) and int(number) < 0:
+    raise ValueError(
+      f"`until.{name}` must be at least 0, got {int(number)}; use None for no "
+      "limit."
+    )
+  return jnp.asarray(number, jnp.int32)
+
+
+def goes_on(until: Until, state: RolloutState, begin: Count) -> Array:
+  """Returns bool[], True if a call that began at step `begin` continues."""
+  status = state.queue.status
+  going = jnp.any(status < SequenceStatus.DONE)
+  if until.steps is not None:
+    going &= state.counters.steps.since(begin) < until.steps
+  if until.groups is not None:
+    going &= jnp.sum(ended_groups(state), dtype=jnp.int32) < until.groups
+  if until.sequences is not None:
+    ended = jnp.sum(has_ended(status), dtype=jnp.int32)
+    going &= ended < until.sequences
+  return going
+
+
+def ended_groups(state: RolloutState) -> Array:
+  """Returns bool[P], True for prompts whose samples, at least one, ended."""
+  status = state.queue.status.reshape(-1, state.config.num_samples)
+  # The rows of a group without sequences are EMPTY.
+  exists = jnp.any(has_ended(status), axis=1)
+  return exists & jnp.all(status >= SequenceStatus.DONE, axis=1)

@@ -1,0 +1,1 @@
+"""Functions that change a rollout between steps, by sequence id."""

@@ -1,0 +1,107 @@
+"""abort, requeue: remove sequences from their slots before they end."""
+
+import dataclasses
+
+import jax
+from jax import Array
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
+from jaxkv._src.cache.state import Outcome
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
+from jaxkv._src.engine.queue import Finish
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import set_status
+from jaxkv._src.engine.slots import slots_of
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.verbs.find_sequences import as_ids
+from jaxkv._src.engine.verbs.find_sequences import as_mask
+from jaxkv._src.engine.verbs.find_sequences import find
+from jaxkv._src.engine.verbs.find_sequences import leave_slots
+
+
+def abort(
+  state: RolloutState, ids: Array, *, mask: Array | None = None
+) -> tuple[RolloutState, Outcome]:
+  """Ends sequences. Keeps their tokens and frees their pages.
+
+  Args:
+    state: the rollout.
+    ids: int32[R], ids of sequences.
+    mask: bool[R], the rows to process; None for all.
+
+  Returns:
+    The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or ENDED if the sequence
+    had already ended.
+
+  Raises:
+    TypeError: `ids` does not hold integers, or `mask` bools.
+    ValueError: an argument has the wrong shape.
+  """
+  ids = as_ids(ids)
+  return _abort(state, ids, as_mask(mask, ids.shape[0]))
+
+
+@jax.jit
+def _abort(
+  state: RolloutState, ids: Array, mask: Array
+) -> tuple[RolloutState, Outcome]:
+  state, rows, code = _leave(state, ids, mask)
+  served = code == Status.OK
+  queue = set_status(state.queue, rows, served, SequenceStatus.DONE)
+  place = indexing.where_valid(served, rows)
+  finish = indexing.put(queue.finish, place, values=int(Finish.ABORTED))
+  queue = dataclasses.replace(queue, finish=finish)
+  return dataclasses.replace(state, queue=queue), Outcome(code=code)
+
+
+def requeue(
+  state: RolloutState, ids: Array, *, mask: Array | None = None
+) -> tuple[RolloutState, Outcome]:
+  """Puts running sequences back into the queue and frees their pages.
+
+  They resume later with the same samples; their pages stay cached until they
+  are evicted. A waiting sequence is unchanged.
+
+  Args:
+    state: the rollout.
+    ids: int32[R], ids of sequences.
+    mask: bool[R], the rows to process; None for all.
+
+  Returns:
+    The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or ENDED.
+
+  Raises:
+    TypeError: `ids` does not hold integers, or `mask` bools.
+    ValueError: an argument has the wrong shape.
+  """
+  ids = as_ids(ids)
+  return _requeue(state, ids, as_mask(mask, ids.shape[0]))
+
+
+@jax.jit
+def _requeue(
+  state: RolloutState, ids: Array, mask: Array
+) -> tuple[RolloutState, Outcome]:
+  state, _, code = _leave(state, ids, mask)
+  return state, Outcome(code=code)
+
+
+def _leave(
+  state: RolloutState, ids: Array, mask: Array
+) -> tuple[RolloutState, Array, Array]:
+  """Puts sequences that have not ended back into the queue.
+
+  Returns:
+    The rollout, the rows int32[R], and the codes int32[R].
+  """
+  state, ids, mask = sharding.match_varying_axes((state, ids, mask))
+  rows, status, code = find(state.queue, ids, mask)
+  code = first_code(
+    (code != Status.OK, code),
+    (status >= SequenceStatus.DONE, Status.ENDED),
+  )
+  place = indexing.where_valid(code == Status.OK, rows)
+  leaving = slots_of(state.queue, state.slots, place)
+  return leave_slots(state, leaving), rows, code

@@ -1,0 +1,142 @@
+"""extend: appends tokens of a tool or a user, and starts another turn."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import check_shape
+from jaxkv._src.cache.state import Outcome
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
+from jaxkv._src.engine import ngrams
+from jaxkv._src.engine.page_keys import rehash
+from jaxkv._src.engine.queue import Finish
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import set_status
+from jaxkv._src.engine.slots import slots_of
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.verbs.find_sequences import as_counts
+from jaxkv._src.engine.verbs.find_sequences import as_ids
+from jaxkv._src.engine.verbs.find_sequences import as_mask
+from jaxkv._src.engine.verbs.find_sequences import find
+from jaxkv._src.engine.verbs.find_sequences import leave_slots
+
+
+def extend(
+  state: RolloutState,
+  ids: Array,
+  tokens: Array,
+  lengths: Array,
+  *,
+  max_tokens: Array | None = None,
+  mask: Array | None = None,
+) -> tuple[RolloutState, Outcome]:
+  """Appends tokens of a tool or a user, and resumes the sequences.
+
+  A sequence that has ended waits again; one that runs leaves its slot first.
+  Pages of earlier turns are found in the cache unless they were evicted, so
+  little more than the new tokens is computed. `Generated.mask` is False for the
+  new tokens.
+
+  `max_tokens`, `min_tokens`, stop strings and `Rows.counts` count the tokens of
+  this turn only. A call with other shapes compiles again, so pad the tokens to
+  one width and mask unused rows.
+
+  Args:
+    state: the rollout.
+    ids: int32[R], ids of sequences.
+    tokens: int32[R, X], padded at the end.
+    lengths: int32[R], 0 .. X.
+    max_tokens: int32[R], the maximum number of tokens to sample in this turn,
+      at least 1; None for the limit of the first turn.
+    mask: bool[R], the rows to process; None for all.
+
+  Returns:
+    The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, ENDED for a failed
+    sequence, or BAD_LENGTH if `lengths` or `max_tokens` is out of range or the
+    sequence could exceed W tokens.
+
+  Raises:
+    TypeError: an argument does not hold integers, or `mask` bools.
+    ValueError: an argument has the wrong shape.
+  """
+  ids = as_ids(ids)
+  rows = ids.shape[0]
+  tokens = as_int32("tokens", tokens)
+  check_shape("tokens", tokens, (rows, "X"), ", a row for each sequence")
+  if max_tokens is not None:
+    max_tokens = as_counts("max_tokens", max_tokens, rows)
+  lengths = as_counts("lengths", lengths, rows)
+  mask = as_mask(mask, rows)
+  if rows == 0:  # There are no tokens to hash.
+    return state, Outcome(code=jnp.zeros((0,), jnp.int32))
+  return _extend(
+    state,
+    ids,
+    jnp.asarray(tokens),
+    lengths,
+    max_tokens,
+    mask,
+  )
+
+
+@jax.jit
+def _extend(
+  state: RolloutState,
+  ids: Array,
+  tokens: Array,
+  lengths: Array,
+  budget: Array | None,
+  mask: Array,
+) -> tuple[RolloutState, Outcome]:
+  state, ids, tokens, lengths, budget, mask = sharding.match_varying_axes(
+    (state, ids, tokens, lengths, budget, mask)
+  )
+  width, columns = state.queue.width, tokens.shape[1]
+  rows, status, code = find(state.queue, ids, mask)
+  before = indexing.take(state.queue.length, rows)
+  if budget is None:
+    budget = indexing.take(state.queue.budget, rows)
+  is_bad = (lengths < 0) | (lengths > columns) | (budget < 1)
+  # A difference, because the sum of lengths and budget can overflow.
+  is_bad |= budget > width - before - jnp.clip(lengths, 0, columns)
+  code = first_code(
+    (code != Status.OK, code),
+    (status == SequenceStatus.FAILED, Status.ENDED),
+    (is_bad, Status.BAD_LENGTH),
+  )
+  served = code == Status.OK
+  place = indexing.where_valid(served, rows)
+  # A running sequence enters again with its new length. Its pages are hits.
+  state = leave_slots(state, slots_of(state.queue, state.slots, place))
+  column = jnp.arange(columns, dtype=jnp.int32)[None]
+  inside = served[:, None] & (column < lengths[:, None])
+  length = before + lengths
+  queue = set_status(state.queue, rows, served, SequenceStatus.WAITING)
+  queue = dataclasses.replace(
+    queue,
+    tokens=indexing.put(
+      queue.tokens,
+      place[:, None],
+      indexing.where_valid(inside, before[:, None] + column),
+      values=tokens,
+    ),
+    length=indexing.put(queue.length, place, values=length),
+    start=indexing.put(queue.start, place, values=length),
+    limit=indexing.put(queue.limit, place, values=length + budget),
+    finish=indexing.put(queue.finish, place, values=int(Finish.UNFINISHED)),
+    stop=indexing.put(queue.stop, place, values=-1),
+    overtaken=indexing.put(queue.overtaken, place, values=0),
+  )
+  if queue.ngrams is not None:
+    tables = ngrams.add_tokens(
+      queue.ngrams, queue.tokens, place, before, length, state.config, columns
+    )
+    queue = dataclasses.replace(queue, ngrams=tables)
+  queue = rehash(queue, state.memory.cache, place)
+  return dataclasses.replace(state, queue=queue), Outcome(code=code)

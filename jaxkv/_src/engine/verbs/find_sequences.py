@@ -1,0 +1,89 @@
+"""Finds sequences by their ids, and removes them from slots."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays.arguments import as_bool
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import check_shape
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
+from jaxkv._src.cache.state import is_empty
+from jaxkv._src.cache.verbs.free import free
+from jaxkv._src.engine.expert_records import save_experts
+from jaxkv._src.engine.memory import Memory
+from jaxkv._src.engine.preempt import vacate
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import set_status
+from jaxkv._src.engine.state import RolloutState
+
+
+def as_ids(ids: Any) -> Array:
+  """Returns ids of sequences as int32[R]; raises for other types or shapes."""
+  ids = as_int32("ids", ids)
+  rows = ids.shape[0] if ids.ndim == 1 else "R"  # R may be 0.
+  check_shape("ids", ids, (rows,), ", a list of numbers")
+  return jnp.asarray(ids)
+
+
+def as_mask(mask: Any, rows: int) -> Array:
+  """Returns the rows to process, bool[R]; all for None."""
+  if mask is None:
+    return jnp.ones((rows,), bool)
+  mask = as_bool("mask", mask)
+  check_shape("mask", mask, (rows,), ", one for each row")
+  return jnp.asarray(mask)
+
+
+def as_counts(name: str, counts: Any, rows: int) -> Array:
+  """Returns a number for each row, int32[R]; raises for other shapes."""
+  counts = as_int32(name, counts)
+  check_shape(name, counts, (rows,), ", one for each row")
+  return jnp.asarray(counts)
+
+
+def find(queue: Queue, ids: Array, mask: Array) -> tuple[Array, Array, Array]:
+  """Finds sequences by `ids`, int32[R], in rows where `mask` is True.
+
+  Returns:
+    int32[R], rows of the queue, Q for none; int32[R], their status; int32[R],
+    SKIPPED, BAD_SEQUENCE or OK.
+  """
+  exists = queue.status != SequenceStatus.EMPTY
+  is_same = (ids[:, None] == queue.ids[None]) & exists[None]
+  row = jnp.argmax(is_same, axis=1).astype(jnp.int32)
+  # The second row with the same id is refused.
+  exists_once = jnp.any(is_same, axis=1) & ~indexing.any_earlier(ids, mask)
+  code = first_code(
+    (~mask, Status.SKIPPED), (~exists_once, Status.BAD_SEQUENCE)
+  )
+  row = jnp.where(code == Status.OK, row, queue.no_row)
+  status = indexing.take(queue.status, row, fill=SequenceStatus.EMPTY)
+  return row, status, code
+
+
+def leave_slots(state: RolloutState, leaving: Array) -> RolloutState:
+  """Frees slots bool[B] and puts their sequences back into the queue.
+
+  Samples that wait for a prompt in one of them also return to the queue.
+  """
+  queue, slots, cache = state.queue, state.slots, state.memory.cache
+  slot = jnp.arange(slots.size, dtype=jnp.int32)
+  leaving |= indexing.take(leaving, slots.leader, fill=False)
+  holds = leaving & ~is_empty(cache, slot)
+  rows = jnp.where(holds, slots.row, queue.no_row)
+  # Before the pages are freed, which hold the expert ids.
+  queue = save_experts(queue, state.memory.kv, cache, rows)
+  cache, _ = free(cache, mask=holds)
+  queue = set_status(queue, slots.row, leaving, SequenceStatus.WAITING)
+  return dataclasses.replace(
+    state,
+    queue=queue,
+    slots=vacate(slots, leaving, queue.no_row),
+    memory=Memory(cache=cache, kv=state.memory.kv),
+  )

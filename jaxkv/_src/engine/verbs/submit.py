@@ -1,0 +1,230 @@
+"""submit: adds prompts to a rollout in progress."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
+from jaxkv._src.cache.state import Outcome
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
+from jaxkv._src.engine import ngrams
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.enqueue import new_queue
+from jaxkv._src.engine.enqueue import sequence_keys
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import first_of
+from jaxkv._src.engine.queue import order_of
+from jaxkv._src.engine.requests import Requests
+from jaxkv._src.engine.requests import as_requests
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.verbs.find_sequences import as_counts
+from jaxkv._src.engine.verbs.find_sequences import as_mask
+from jaxkv._src.sampling import settings
+
+_OF_WHOLE_QUEUE = {"next_id", "ngrams", "order", "place", "sampling"}
+"""Fields of `Queue` that are not written row by row."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Submitted(Outcome):
+  """Result of `submit`; a row is OK if its prompt entered the queue.
+
+  Attributes:
+    code: a `Status` for each prompt.  # int32[P]
+    ids: the id of the first sample of each prompt, which the other samples' ids
+      follow; -1 if the prompt was refused.  # int32[P]
+  """
+
+  ids: Array
+
+
+def submit(
+  state: RolloutState,
+  requests: Requests,
+  *,
+  ids: Array | None = None,
+  mask: Array | None = None,
+) -> tuple[RolloutState, Submitted]:
+  """Adds prompts to the queue, in EMPTY rows.
+
+  A prompt needs a group of G rows that are all EMPTY: never used, or harvested.
+  Prompts are placed in order; those that find no rows are refused, and can be
+  submitted again after a harvest.
+
+  Args:
+    state: the rollout.
+    requests: P prompts, of fewer than W columns. `salts` are required if and
+      only if `init` had salts. `priority` is None for 0. `extra` has the tree,
+      shapes and dtypes of that of `init`. `sampling` sets only fields that
+      `init` has set; a field that is None has no effect.
+    ids: int32[P], the id of each prompt's first sample; its G - 1 successors
+      are the ids of the other samples. The id seeds a sample's random draws.
+      None for the next ids.
+    mask: bool[P], the prompts to process; None for all.
+
+  Returns:
+    The rollout, and per prompt OK, SKIPPED, QUEUE_FULL, BAD_SEQUENCE (an id is
+    negative or in use) or BAD_LENGTH (`lengths`, `num_samples` or `max_tokens`
+    is out of range, or a sequence could exceed W tokens).
+
+  Raises:
+    TypeError: an argument has the wrong type or dtype.
+    ValueError: an argument has the wrong shape, or sets a field that `init` has
+      not set.
+  """
+  requests = as_requests(requests, state.config)
+  num_prompts, columns = requests.tokens.shape
+  width = state.queue.width
+  if columns >= width:
+    raise ValueError(
+      f"`requests.tokens` must have fewer than {width} columns, got {columns}; "
+      "raise RolloutConfig.max_length."
+    )
+  requests = _matching(state.queue, requests, state.config)
+  if ids is not None:
+    ids = as_counts("ids", ids, num_prompts)
+  return _submit(state, requests, ids, as_mask(mask, num_prompts))
+
+
+def _matching(
+  queue: Queue, requests: Requests, config: RolloutConfig
+) -> Requests:
+  """Returns requests with the optional fields that `init` had; else raises."""
+  priority = requests.priority
+  if queue.priority is None and priority is not None:
+    raise ValueError(
+      "`requests.priority` must be None, because `init` had none; give `init` "
+      "one."
+    )
+  if queue.priority is not None and priority is None:
+    total = requests.tokens.shape[0] * config.num_samples
+    priority = jnp.zeros((total,), jnp.int32)
+  if (requests.salts is None) != (queue.salts is None):
+    presence = "none" if requests.salts is None else "some"
+    raise ValueError(
+      "`requests.salts` must be given if and only if `init` had salts, got "
+      f"{presence}."
+    )
+  sampling = requests.sampling
+  assert sampling is not None  # `as_requests` returns settings.
+  if queue.sampling.stop_strings is not None and sampling.stop_strings is None:
+    raise ValueError(
+      "`requests.sampling.stop_strings` must be given, because `init` had "
+      "some; select those of the new sequences with StopStrings.select."
+    )
+  old_shapes, new_shapes = (
+    jax.tree.map(lambda leaf: (leaf.shape[1:], leaf.dtype), tree)
+    for tree in (queue.extra, requests.extra)
+  )
+  if old_shapes != new_shapes:
+    raise ValueError(
+      "`requests.extra` must have the tree, shapes and dtypes of that of "
+      f"`init`, got {new_shapes}, not {old_shapes}; give such a tree."
+    )
+  return dataclasses.replace(requests, priority=priority)
+
+
+@jax.jit
+def _submit(
+  state: RolloutState, requests: Requests, ids: Array | None, mask: Array
+) -> tuple[RolloutState, Submitted]:
+  state, requests, ids, mask = sharding.match_varying_axes(
+    (state, requests, ids, mask)
+  )
+  queue, memory, config = state.queue, state.memory, state.config
+  num_prompts, samples = requests.tokens.shape[0], config.num_samples
+  sampling = requests.sampling
+  assert sampling is not None  # `as_requests` returns settings.
+  # The status of new rows does not depend on their ids, which follow below.
+  new = new_queue(
+    requests,
+    jnp.zeros((num_prompts,), jnp.int32),
+    state.key,
+    queue.width,
+    memory.cache,
+    memory.kv,
+    config,
+  )
+  is_bad = (new.status == SequenceStatus.FAILED).reshape(-1, samples)
+  is_bad = jnp.any(is_bad, axis=1)
+  counts = requests.num_samples
+  if counts is not None:
+    counts = jnp.asarray(counts)
+    is_bad |= (counts < 1) | (counts > samples)
+  is_taken = jnp.zeros_like(is_bad)
+  if ids is not None:
+    is_taken = _are_taken(queue, ids, mask & ~is_bad, samples)
+  code = first_code(
+    (~mask, Status.SKIPPED),
+    (is_bad, Status.BAD_LENGTH),
+    (is_taken, Status.BAD_SEQUENCE),
+  )
+  is_valid = code == Status.OK
+  rank = jnp.cumsum(is_valid, dtype=jnp.int32) - 1
+  empty = (queue.status == SequenceStatus.EMPTY).reshape(-1, samples)
+  groups = first_of(jnp.all(empty, axis=1), num_prompts)
+  group = indexing.take(groups, rank, fill=empty.shape[0])
+  served = is_valid & (group < empty.shape[0])
+  code = jnp.where(is_valid & ~served, jnp.int32(Status.QUEUE_FULL), code)
+  first = queue.next_id + rank * samples if ids is None else ids
+  sample = jnp.arange(samples, dtype=jnp.int32)
+  sample_ids = (first[:, None] + sample[None]).reshape(-1)
+  keys = sequence_keys(state.key, sample_ids, sampling.seed)
+  new = dataclasses.replace(new, ids=sample_ids, keys=keys)
+  rows = indexing.where_valid(served, group * samples)[:, None] + sample[None]
+  queue = _put_rows(queue, rows.reshape(-1), new)
+  last = jnp.max(jnp.where(served, first + samples, 0), initial=0)
+  queue = dataclasses.replace(queue, next_id=jnp.maximum(queue.next_id, last))
+  if queue.ngrams is not None:
+    tables = ngrams.reset_rows(
+      queue.ngrams, queue.tokens, queue.length, rows.reshape(-1), config
+    )
+    queue = dataclasses.replace(queue, ngrams=tables)
+  state = dataclasses.replace(state, queue=queue)
+  return state, Submitted(code=code, ids=jnp.where(served, first, -1))
+
+
+def _are_taken(queue: Queue, ids: Array, mask: Array, samples: int) -> Array:
+  """Returns bool[P], prompts with ids out of range or already in use."""
+  exists = queue.status != SequenceStatus.EMPTY
+  offset = queue.ids[None] - ids[:, None]
+  is_used = (offset >= 0) & (offset < samples) & exists[None]
+  is_taken = jnp.any(is_used, axis=1)
+  is_taken |= (ids < 0) | (ids > 2**31 - 1 - samples)
+  # Of two prompts in this call, the first one gets the ids.
+  overlap = jnp.abs(ids[:, None] - ids[None]) < samples
+  is_earlier = jnp.tril(jnp.ones(overlap.shape, bool), k=-1)
+  return is_taken | jnp.any(overlap & is_earlier & mask[None], axis=1)
+
+
+def _put_rows(queue: Queue, rows: Array, new: Queue) -> Queue:
+  """Writes new sequences into rows, int32[P * G]."""
+
+  def put(name: str) -> Any:
+    return jax.tree.map(
+      lambda old, values: indexing.put(old, rows, values=values),
+      getattr(queue, name),
+      getattr(new, name),
+    )
+
+  names = {field.name for field in dataclasses.fields(Queue)}
+  # Rows out of range are those of refused prompts, and are not written.
+  fields = {name: put(name) for name in names - _OF_WHOLE_QUEUE}
+  sampling = settings.put(queue.sampling, rows, new.sampling)
+  strings = queue.sampling.stop_strings
+  if strings is not None:
+    start = new.sampling.stop_strings.start
+    start = indexing.put(strings.start, rows, values=start)
+    strings = dataclasses.replace(strings, start=start)
+  sampling = dataclasses.replace(sampling, stop_strings=strings)
+  queue = dataclasses.replace(queue, sampling=sampling, **fields)
+  # New rows can lie between old ones, so the whole queue is sorted.
+  order, place = order_of(queue.ids, queue.priority)
+  return dataclasses.replace(queue, order=order, place=place)

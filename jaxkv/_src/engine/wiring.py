@@ -1,0 +1,79 @@
+"""Checks that a model returned what a step needs, while it is traced."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv._src.kv.memory import KVPages
+from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.recurrent_pages import StatePages
+from jaxkv._src.sampling.logits import check_floats
+
+
+def check_result(
+  logits: Any, new_kv: Any, kv: Pools, shape: tuple[int, ...], name: str
+) -> None:
+  """Raises unless a model returned logits and the memory that it wrote.
+
+  Args:
+    logits: the first value that the model returned, expected to be
+      float[*shape, V].
+    new_kv: the second value; None if the model writes nothing.
+    kv: the memory that the model received.
+    shape: the sizes of the logits without V.
+    name: the model, for messages.
+
+  Raises:
+    TypeError: `logits` is not an array of floats, or `new_kv` not a memory.
+    ValueError: the logits have another shape, the memory has other arrays, or
+      a pool was not written.
+  """
+  if not isinstance(logits, jax.Array | np.ndarray):
+    raise TypeError(
+      f"`logits` must be an array, got {type(logits).__name__}; let {name} "
+      "return (logits, kv), in this order."
+    )
+  if logits.shape[:-1] != shape or logits.ndim != len(shape) + 1:
+    sizes = ", ".join(map(str, shape))
+    hint = "one row for each of batch.columns, as `model` returns them"
+    if len(shape) > 1:
+      hint = f"as {name} returns"
+    raise ValueError(
+      f"`logits` must have the shape [{sizes}, V], {hint}, got "
+      f"{list(logits.shape)}; a function that returns logits of all tokens "
+      "goes through jaxkv.rollout.all_logits."
+    )
+  check_floats(logits)
+  if new_kv is not None:
+    _check_memory(new_kv, kv, name)
+
+
+def _check_memory(new_kv: Any, kv: Pools, name: str) -> None:
+  before, after = _shapes(kv), _shapes(new_kv)
+  if before != after:
+    raise TypeError(
+      f"`kv` that {name} returns must have the pools that it received, got "
+      f"{after}, not {before}; return the memory after the last `write`."
+    )
+  old_pools = kv if isinstance(kv, tuple) else (kv,)
+  new_pools = new_kv if isinstance(new_kv, tuple) else (new_kv,)
+  for old, new in zip(old_pools, new_pools, strict=True):
+    # Expert ids need not be written: a model may have none to record.
+    if not isinstance(old, KVPages | StatePages):
+      continue
+    # A traced array that is written becomes another object.
+    leaves = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    if all(leaf is new_leaf for leaf, new_leaf in leaves):
+      raise ValueError(
+        f"`kv` that {name} returns must be the memory after `write`, got the "
+        f"{type(old).__name__} that it received; return the result of the last "
+        "jaxkv.kv.write, or None for a model that writes nothing."
+      )
+
+
+def _shapes(kv: Any) -> Any:
+  def describe(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+  return jax.tree.map(describe, kv)

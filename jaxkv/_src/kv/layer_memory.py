@@ -1,0 +1,232 @@
+"""Gives each layer of a model its view and its part of the pages."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxkv_kernels as kernels
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.group_kinds import FullAttention
+from jaxkv._src.cache.group_kinds import GroupKind
+from jaxkv._src.cache.group_kinds import SlidingWindow
+from jaxkv._src.kv.attend import attend
+from jaxkv._src.kv.batch import Batch
+from jaxkv._src.kv.memory import KVPages
+from jaxkv._src.kv.memory import init
+from jaxkv._src.kv.write import write
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+  """The layer group and the memory layer of each decoder layer.
+
+  A memory layer is the part of a page that one decoder layer uses.
+
+  Attributes:
+    windows: the window of each layer, in the order in which the layers attend;
+      None for full attention.
+    kinds: the kind of each group, for `CacheConfig.groups`.
+    places: the group and the memory layer of each layer.
+    num_memory_layers: the number of memory layers of a page, which is the size
+      of the largest group.
+  """
+
+  windows: tuple[int | None, ...]
+  kinds: tuple[GroupKind, ...]
+  places: tuple[tuple[int, int], ...]
+  num_memory_layers: int
+
+  def cache_config(self, **sizes: Any) -> CacheConfig:
+    """Returns the config of a cache for the layer groups.
+
+    Args:
+      **sizes: the fields of `jaxkv.CacheConfig` except `groups`.
+    """
+    return CacheConfig(groups=self.kinds, **sizes)
+
+  def init_kv(
+    self,
+    config: CacheConfig,
+    *,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: Any = None,
+  ) -> KVPages:
+    """Returns pages of zeros for all layers; see `jaxkv.kv.init`."""
+    return init(
+      config,
+      num_layers=self.num_memory_layers,
+      num_kv_heads=num_kv_heads,
+      head_dim=head_dim,
+      dtype=dtype,
+    )
+
+
+def plan_layers(windows: Sequence[int | None]) -> LayerPlan:
+  """Divides layers into groups of equal size if possible.
+
+  All layers of a group have the same window. The size of a group is the number
+  of layers of the rarest window, so other windows can have several groups.
+  Layers of different groups use the same memory layers, because no page belongs
+  to two groups at a time.
+
+  Args:
+    windows: the window of each layer, in the order in which the layers attend;
+      None for full attention.
+
+  Raises:
+    ValueError: `windows` is empty.
+
+  Examples:
+    >>> plan = plan_layers((4, 4, None, 4, 4, None))
+    >>> len(plan.kinds), plan.num_memory_layers, plan.places[:3]
+    (3, 2, ((1, 0), (1, 1), (0, 0)))
+  """
+  if not windows:
+    raise ValueError("`windows` must have an entry for each layer, got none.")
+  by_kind: dict[int | None, list[int]] = {}
+  for layer, window in enumerate(windows):
+    by_kind.setdefault(window, []).append(layer)
+  # With this size, only the last group of a window can have unused memory
+  # layers.
+  size = min(len(layers) for layers in by_kind.values())
+  kinds: list[GroupKind] = []
+  places: dict[int, tuple[int, int]] = {}
+  for window in sorted(by_kind, key=lambda window: window or 0):
+    layers = by_kind[window]
+    for first in range(0, len(layers), size):
+      for number, layer in enumerate(layers[first : first + size]):
+        places[layer] = len(kinds), number
+      kinds.append(FullAttention() if window is None else SlidingWindow(window))
+  return LayerPlan(
+    windows=tuple(windows),
+    kinds=tuple(kinds),
+    places=tuple(places[layer] for layer in range(len(windows))),
+    num_memory_layers=size,
+  )
+
+
+class LayerMemory:
+  """The paged memory in one call of a model.
+
+  Each layer calls `attend` once, in order. The object lives for one trace, and
+  each call mutates it. So calls inside a nested `scan`, `remat` or `jit` are
+  not allowed. Letters: C columns of packed tokens, X columns that get logits,
+  H query heads, K key-value heads, D head size, E embedding width, V vocabulary
+  size. A model in plain JAX, with `plan` from `plan_layers`:
+
+    def model(params, batch, kv):
+      memory = jaxkv.kv.LayerMemory(plan, batch, kv)
+      x = params["embed"][batch.tokens]
+      for layer in params["layers"]:
+        x += project(layer, memory.attend(*heads_of(layer, x)))
+      return memory.logits(memory.pick(x) @ params["output"]), memory.kv
+
+  Attributes:
+    kv: the pages, which `attend` replaces.
+    batch: the tokens of the call.
+  """
+
+  def __init__(self, plan: LayerPlan, batch: Batch, kv: KVPages):
+    if len(batch.views) != len(plan.kinds):
+      raise ValueError(
+        f"`batch.views` must have a view for each of the {len(plan.kinds)} "
+        f"groups of the plan, got {len(batch.views)}; make the cache with "
+        "plan.cache_config."
+      )
+    self.kv = kv
+    self.batch = batch
+    self._plan = plan
+    self._layer = 0
+    self._has_picked = False
+
+  def __getitem__(self, name: Any) -> "LayerMemory":
+    """Returns itself, because models index their cache by layer."""
+    return self
+
+  def attend(
+    self,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    **options: Any,
+  ) -> jax.Array:
+    """Writes a layer's keys and values, and attends to all tokens so far.
+
+    The layer's window comes from the `LayerPlan`.
+
+    Args:
+      q: [1, C, H, D], rotated and normalized, not scaled.
+      k: [1, C, K, D], rotated and normalized.
+      v: [1, C, K, D].
+      scale: factor of the attention logits; None for 1 / sqrt(D).
+      soft_cap: a cap c > 0 maps each attention logit x to c * tanh(x / c).
+      sinks: float[H], an additional logit of each head's softmax.
+      alibi_slopes: float[H], the slope of each head's position bias.
+      **options: arguments of `jaxkv.kv.attend`, such as `backend`.
+
+    Returns:
+      [1, C, H, D], in q's dtype.
+
+    Raises:
+      ValueError: more layers attend than the plan has.
+    """
+    if self._layer == len(self._plan.windows):
+      raise ValueError(
+        f"`windows` must have an entry for each layer that attends, got "
+        f"{len(self._plan.windows)}; add the others."
+      )
+    window = self._plan.windows[self._layer]
+    group, layer = self._plan.places[self._layer]
+    # Calls are counted, because a layer does not know its index.
+    self._layer += 1
+    view = self.batch.views[group]
+    attention = kernels.AttentionOptions(
+      scale=scale,
+      soft_cap=soft_cap,
+      sinks=sinks,
+      alibi_slopes=alibi_slopes,
+      window=window,
+    )
+    self.kv = write(self.kv, view, layer, k, v)
+    return attend(self.kv, view, layer, q, options=attention, **options)
+
+  def pick(self, x: jax.Array) -> jax.Array:
+    """Selects the columns that get logits: [1, C, E] to [1, X, E].
+
+    Call it before the output layer, to skip the logits of all other columns.
+    """
+    self._has_picked = True
+    # "clip", because padding in the columns can be out of range. The logits of
+    # padding are never read.
+    return x.at[:, self.batch.columns].get(mode="clip")
+
+  def of_columns(self, values: jax.Array) -> jax.Array:
+    """Selects the columns that get logits: [C, ...] to [X, ...]."""
+    return values.at[self.batch.columns].get(mode="clip")
+
+  def logits(self, logits: jax.Array) -> jax.Array:
+    """Returns the logits of the selected columns, [X, V].
+
+    Args:
+      logits: [1, X, V] after `pick`, else [1, C, V].
+
+    Raises:
+      ValueError: a layer of the plan has not attended.
+    """
+    if self._layer != len(self._plan.windows):
+      raise ValueError(
+        f"`windows` must have as many entries as layers attend, "
+        f"{self._layer}, got {len(self._plan.windows)}; name each layer that "
+        "calls `attend`, and replace the attention of all of them."
+      )
+    logits = jnp.asarray(logits)
+    return logits[0] if self._has_picked else self.of_columns(logits[0])

@@ -1,1 +1,0 @@
-"""The jitted generation loop."""

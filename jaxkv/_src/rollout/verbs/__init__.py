@@ -1,1 +1,0 @@
-"""Functions that change a rollout between steps; they take sequence ids."""

@@ -1,0 +1,70 @@
+"""`generate_texts`: texts in, texts out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import rollout
+
+pytestmark = pytest.mark.slow
+
+_PROMPTS = ["1 is 1 mod", "12 is", "1 is 1 modulo s"]
+
+
+def test_greedy_texts_are_those_of_forward_passes(small_model):
+  out = rollout.generate_texts(
+    small_model,
+    _PROMPTS,
+    max_new_tokens=6,
+    num_slots=2,
+    sampling=rollout.Sampling(temperature=0),
+  )
+  forward = jax.jit(small_model.forward_uncached)
+  assert [len(samples) for samples in out.texts] == [1] * 3
+  for text, (sample,) in zip(_PROMPTS, out.texts, strict=True):
+    tokens = small_model.tokenizer.encode(text).tolist()
+    for _ in range(6):
+      row = jnp.asarray([tokens], jnp.int32)
+      positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+      logits = forward(small_model.params, row, positions)
+      tokens.append(int(logits[0, -1].argmax()))
+    assert text + sample == small_model.tokenizer.decode(np.asarray(tokens))
+  assert bool(rollout.is_done(out.state))
+
+
+def test_samples_with_their_log_probs(small_model):
+  """The results are aligned with the texts, and ready for a loss."""
+  options = {"num_samples": 2, "max_new_tokens": 5, "raw_log_probs": True}
+  tokens = [small_model.tokenizer.encode(text) for text in _PROMPTS]
+  out = rollout.generate_texts(small_model, tokens, **options)
+  same = rollout.generate_texts(small_model, _PROMPTS, **options)
+  assert out.texts == same.texts  # of token ids, and of their texts
+  groups = rollout.grouped(
+    out.results, num_samples=2, prompt_columns=15, completion_columns=5
+  )
+  log_probs = small_model.grouped_log_probs(
+    small_model.params,
+    groups.prompts,
+    groups.prompt_lengths,
+    groups.completions,
+    groups.completion_lengths,
+  )
+  np.testing.assert_allclose(
+    np.where(groups.mask, groups.records.raw_log_probs, 0),
+    np.where(groups.mask, log_probs, 0),
+    atol=1e-5,
+  )
+
+
+class TestArguments:
+  def test_prompts(self, small_model):
+    with pytest.raises(ValueError, match="at least one prompt, got none"):
+      rollout.generate_texts(small_model, [])
+    with pytest.raises(TypeError, match=r"write \[prompt\] for one"):
+      rollout.generate_texts(small_model, "1 is")
+    with pytest.raises(ValueError, match=r"`prompts\[1\]` must have 1 to"):
+      rollout.generate_texts(small_model, ["1 is", ""])
+    room = small_model.max_length - 8
+    with pytest.raises(ValueError, match=rf"`prompts\[0\]` .* {room} tokens"):
+      rollout.generate_texts(small_model, ["1" * (room + 1)], max_new_tokens=8)
