@@ -135,6 +135,11 @@ class Pages:
     return [groups[page] for page in page_ids]
 
   @atomic
+  def cached_in_order(self) -> list[int]:
+    """Returns the cached pages in the order of publication."""
+    return self._state.pool.cached_pages()
+
+  @atomic
   def keys(self, page_ids: Iterable[int]) -> list[bytes | None]:
     """Returns the keys of pages in their groups; None for uncached pages."""
     pool, page_ids = self._state.pool, list(page_ids)
