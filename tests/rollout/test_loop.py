@@ -338,8 +338,9 @@ def test_init_inside_a_program(small_model):
 
 
 def _numbers(state: rollout.RolloutState) -> rollout.RolloutState:
-  """The state with keys as numbers."""
+  """The state with keys as numbers and no mark of the last call's ends."""
   state = dataclasses.replace(state, key=jax.random.key_data(state.key))
+  state = by_hand.with_queue(state, is_new=jnp.zeros_like(state.queue.is_new))
   return by_hand.with_queue(state, keys=jax.random.key_data(state.queue.keys))
 
 

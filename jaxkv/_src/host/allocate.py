@@ -74,7 +74,8 @@ def grow(
   """Attaches the hit and pops the other pages; None if too few are free."""
   pool = state.pool
   plan = _plan(state, held, demand, hits)
-  need = sum(growth.num_fresh for growth in plan)
+  # Lists, because a generator takes longer for so few groups.
+  need = sum([growth.num_fresh for growth in plan])
   if hits is not None:
     need += _num_free(state, plan, hits)
   if need > pool.num_free - demand.keep_free - demand.reserved:
@@ -90,7 +91,7 @@ def grow(
       held.tables[growth.group.number] = [0] * growth.first + attached
       held.skipped[growth.group.number] = growth.first
       pool.hold(attached)
-  if any(growth.stop > growth.hit for growth in plan):
+  if any([growth.stop > growth.hit for growth in plan]):
     _pop(state, held, plan, demand.silent)
   return plan
 
@@ -261,15 +262,13 @@ def _place_scratch(state: HostState, table: list[int], growth: _Growth) -> None:
 def new_pages(state: HostState, held: HeldSequence, plan: Plan) -> CachePages:
   """Returns the pages of a plan after those of hits and external tokens."""
   cached = state.pool.is_cached
-  pages = tuple(
+  pages = [
     table[growth.external :]
     for table, growth in zip(held.tables, plan, strict=True)
-  )
+  ]
   # Pages that `publish` cached in this call are left out.
-  unhashed = tuple(
-    [page for page in column if not cached[page]] for column in pages
-  )
-  return CachePages(pages, unhashed)
+  unhashed = [[page for page in column if not cached[page]] for column in pages]
+  return CachePages(tuple(pages), tuple(unhashed))
 
 
 def _num_free(state: HostState, plan: Plan, hits: Hits) -> int:

@@ -90,10 +90,15 @@ def demand_of(
 def _check_counts(
   limits: Limits, request: RequestFields, counts: dict[str, int]
 ) -> None:
-  for name, count in counts.items():
-    at_least(name, count, 0)
-  at_least("num_computed_tokens", request.num_computed_tokens, 0)
-  at_least("num_in_flight_tokens", request.num_in_flight_tokens, 0)
+  numbers = {
+    **counts,
+    "num_computed_tokens": request.num_computed_tokens,
+    "num_in_flight_tokens": request.num_in_flight_tokens,
+  }
+  for name, number in numbers.items():
+    # The usual case, without a call.
+    if number.__class__ is not int or number < 0:
+      at_least(name, number, 0)
   if counts["num_encoder_tokens"] > limits.max_encoder_tokens:
     raise ValueError(
       f"`num_encoder_tokens` must be at most {limits.max_encoder_tokens}, got "
@@ -153,6 +158,10 @@ def _check_hit(
 
 def _check_pages(config: CacheConfig, name: str, column: list[int]) -> None:
   last = config.num_pages - 1
+  # The usual case, without numpy.
+  if set(map(type, column)) <= {int} and isinstance(column, list):
+    if not column or 0 <= min(column) <= max(column) <= last:
+      return
   try:
     pages = int32s(column)
     is_valid = not column or (pages.min() >= 0 and pages.max() <= last)

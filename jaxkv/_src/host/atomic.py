@@ -50,7 +50,7 @@ class UndoLog:
   def replace(self, owner: Any, **values: Any) -> None:
     """Changes attributes; their old values stay as they are."""
     for name, value in values.items():
-      self.save_attribute(owner, name)
+      self.record((setattr, owner, name, getattr(owner, name)))
       setattr(owner, name, value)
 
   def save_items(self, values: list[Any], places: Sequence[int]) -> None:

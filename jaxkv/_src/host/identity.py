@@ -22,6 +22,7 @@ _SEPARATING = (
   "pixel_values",
   "pixel_values_videos",
 )
+_SIZED = (str, tuple, list)
 
 
 class Placed(NamedTuple):
@@ -92,9 +93,9 @@ def identity_of(request: Any) -> tuple[bytes, tuple[Item, ...]]:
   attributes = {}
   for name in _SEPARATING:
     value = getattr(request, name, None)
-    is_empty = isinstance(value, str | tuple | list) and not value
-    if value is not None and not is_empty:
-      attributes[name] = value
+    if value is None or (isinstance(value, _SIZED) and not value):
+      continue
+    attributes[name] = value
   if not attributes:
     return _NO_SALT, ()
   name = request.request_id

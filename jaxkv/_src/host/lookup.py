@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.prefix import rules
 from jaxkv._src.cache.steps.find import agree
 from jaxkv._src.host.groups import LayerGroup
@@ -93,16 +94,10 @@ def find_prefix(
   """Finds the longest cached prefix; see `CacheManager.get_computed_pages`."""
   config = state.config
   pages = [_cached_pages(state, hashed, group) for group in state.groups]
-  cached = np.zeros((1, len(pages), len(hashed.digests)), bool)
-  for row, column in zip(cached[0], pages, strict=True):
-    row[: len(column)] = column
   # The model computes at least the last token, whose logits give the next one.
   limit = len(hashed.token_ids) - 1
   limit = max(limit if max_tokens is None else min(limit, max_tokens), 0)
-  num_hashed = len(hashed.digests) * config.page_size
-  numbers: Any = np.array([[limit], [num_hashed]], np.int32)
-  tokens = agree(config, cached, *numbers)  # pyright: ignore
-  num_tokens, longest = (int(row[0]) for row in tokens)
+  num_tokens, longest = _agree(state, pages, limit, len(hashed.digests))
   first = [group.skipped_pages(num_tokens) for group in state.groups]
   stop = [num_tokens // group.size for group in state.groups]
   # If no group needs a page of the prefix, as for a chunk that ends there, the
@@ -117,6 +112,26 @@ def find_prefix(
   if longest > num_tokens and rules.reports_boundary(config):
     boundary = longest
   return CachePages(columns, (), boundary, hashed), num_tokens
+
+
+def _agree(
+  state: HostState, pages: list[list[int]], limit: int, num_digests: int
+) -> tuple[int, int]:
+  """Computes `find.agree` for the cached pages of each column."""
+  config, group = state.config, state.groups[0]
+  # Most managers have this group alone, and numpy takes longer than the rest of
+  # a short lookup.
+  if len(pages) == 1 and type(group.kind) is FullAttention:
+    num_leading = [*pages[0], 0].index(0)
+    num_pages = min(num_leading, limit // group.size) - config.use_eagle
+    return max(num_pages, 0) * group.size, 0
+  cached = np.zeros((1, len(pages), num_digests), bool)
+  for row, column in zip(cached[0], pages, strict=True):
+    row[: len(column)] = column
+  numbers = np.array([[limit], [num_digests * config.page_size]], np.int32)
+  tokens = agree(config, cached, *numbers)  # pyright: ignore
+  num_tokens, longest = (int(row[0]) for row in tokens)
+  return num_tokens, longest
 
 
 def holds_tokens(

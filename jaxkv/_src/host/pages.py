@@ -129,15 +129,15 @@ class Pages:
     ]
 
   @atomic
-  def cached_in_order(self) -> list[int]:
-    """Returns the cached pages in the order of publication."""
-    return self._state.pool.cached_pages()
-
-  @atomic
   def groups(self, page_ids: Iterable[int]) -> list[int]:
     """Returns the groups in which pages were last published."""
     groups = self._state.pool.group
     return [groups[page] for page in page_ids]
+
+  @atomic
+  def cached_in_order(self) -> list[int]:
+    """Returns the cached pages in the order of publication."""
+    return self._state.pool.cached_pages()
 
   @atomic
   def keys(self, page_ids: Iterable[int]) -> list[bytes | None]:

@@ -85,25 +85,29 @@ def advance_quietly(
   Returns:
     None if it was served; else its sizes, for `allocate`.
   """
-  computed = _checked("num_computed_tokens", request.num_computed_tokens)
-  total, limits = computed + num_new_tokens, state.limits
+  # These lines run for every request in every step, so they call little.
+  computed, limits = request.num_computed_tokens, state.limits
+  if computed.__class__ is not int or computed < 0:
+    computed = at_least("num_computed_tokens", computed, 0)
+  total = computed + num_new_tokens
   if total > limits.max_model_len:
     check_length(limits, request.request_id, total)
-  room = min(total + num_lookahead_tokens, limits.max_model_len)
+  room, final = total + num_lookahead_tokens, len(tokens_of(request))
+  if final > total:
+    final = total
   # The conditions are those under which an allocation would do nothing but set
   # the length: it needs no page, frees none behind a window, and fills none.
-  is_quiet = room <= held.room
+  before, size = held.length, state.config.page_size
+  is_quiet = room <= held.room and (
+    final <= before or final // size == before // size
+  )
   if state.skipping:
     in_flight = getattr(request, "num_in_flight_tokens", 0)
-    computed -= _checked("num_in_flight_tokens", in_flight)
+    computed -= at_least("num_in_flight_tokens", in_flight, 0)
     computed = max(computed, 0)
-    for group in state.skipping:
-      skipped = group.skipped_pages(computed)
-      is_quiet = is_quiet and skipped <= held.skipped[group.number]
-  before, final = held.length, min(total, len(tokens_of(request)))
-  size = state.config.page_size
-  is_quiet = is_quiet and (final <= before or final // size == before // size)
+    is_quiet = is_quiet and not _frees_pages(state, held, computed)
   if not is_quiet:
+    room = min(room, limits.max_model_len)
     return Demand(num_computed=computed, room=room, tokens=total, publish=final)
   if final > before:
     # `save_attribute` would look the value up; this is the hottest line.
@@ -112,11 +116,14 @@ def advance_quietly(
   return None
 
 
-def _checked(name: str, number: int) -> int:
-  # In most steps the first condition is all that is computed.
-  if number.__class__ is int and number >= 0:
-    return number
-  return at_least(name, number, 0)
+def _frees_pages(
+  state: HostState, held: HeldSequence, num_computed: int
+) -> bool:
+  """True if a page is behind a window after some tokens."""
+  for group in state.skipping:
+    if group.skipped_pages(num_computed) > held.skipped[group.number]:
+      return True
+  return False
 
 
 def not_held(name: str) -> KeyError:

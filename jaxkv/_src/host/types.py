@@ -1,5 +1,6 @@
 """Values that a manager returns to schedulers: pages and statistics."""
 
+import copy
 import dataclasses
 from typing import Any
 from typing import NamedTuple
@@ -106,8 +107,8 @@ class PrefixCacheStats:
     # that they computed themselves.
     prefix = "preempted_" if is_preempted else ""
     added = {"requests": 1, "queries": num_tokens, "hits": num_hits}
-    totals = {
-      prefix + name: getattr(self, prefix + name) + number
-      for name, number in added.items()
-    }
-    return dataclasses.replace(self, **totals)
+    # `dataclasses.replace` takes as long as a short lookup.
+    totals = copy.copy(self)
+    for name, number in added.items():
+      setattr(totals, prefix + name, getattr(self, prefix + name) + number)
+    return totals

@@ -78,7 +78,7 @@ class TestFolder:
     entry = {"dtype": "F32", "shape": [3], "data_offsets": [0, 4]}
     text = json.dumps({"a": entry}).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
-    _refused(folder, "a of shape [3]")
+    _refused(folder, "a, float32 of shape [3]")
 
   def test_wrong_shape(self, folder):
     other = tensors() | {"model.norm.weight": np.zeros(9, np.float32)}
