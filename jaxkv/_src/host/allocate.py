@@ -51,14 +51,15 @@ def allocate(
   A new request has empty tables. It begins with the pages `hits`, and its
   tokens up to `demand.publish` are hashed if there is prefix caching.
   """
-  if demand.whole and not _whole_fits(state, held, demand, hits):
+  plan = _plan(state, held, demand, hits)
+  if demand.whole and not _whole_fits(state, held, demand, plan, hits):
     return None
   # Pages behind windows are freed even if the allocation then fails, as in
-  # vLLM. So the free pages are counted after this step.
+  # vLLM. So the free pages are counted after this step. The lengths of tables,
+  # and so the plan, stay as they are.
   if hits is None:
     drop_behind(state, held, demand.num_computed)
-  plan = grow(state, held, demand, hits)
-  if plan is None:
+  if not _apply(state, held, demand, plan, hits):
     return None
   first = None
   if hashed is not None:
@@ -68,22 +69,31 @@ def allocate(
   return new_pages(state, held, plan)
 
 
-def grow(
-  state: HostState, held: HeldSequence, demand: Demand, hits: Hits | None = None
-) -> Plan | None:
-  """Attaches the hit and pops the other pages; None if too few are free."""
+def grow(state: HostState, held: HeldSequence, demand: Demand) -> Plan | None:
+  """Pops the pages of a running request; None if too few are free."""
+  plan = _plan(state, held, demand, None)
+  return plan if _apply(state, held, demand, plan, None) else None
+
+
+def _apply(
+  state: HostState,
+  held: HeldSequence,
+  demand: Demand,
+  plan: Plan,
+  hits: Hits | None,
+) -> bool:
+  """Attaches the hit and pops the other pages; False if too few are free."""
   pool = state.pool
-  plan = _plan(state, held, demand, hits)
   # Lists, because a generator takes longer for so few groups.
   need = sum([growth.num_fresh for growth in plan])
   if hits is not None:
     need += _num_free(state, plan, hits)
   if need > pool.num_free - demand.keep_free - demand.reserved:
-    return None
+    return False
   if hits is not None:
     # Refused for this step only: the scheduler tries the request again.
     if _is_unwritten(state, hits):
-      return None
+      return False
     # All groups attach their hits before any page is popped. Otherwise a new
     # page of one group could evict the hit of another.
     for growth, pages in zip(plan, hits, strict=True):
@@ -93,7 +103,7 @@ def grow(
       pool.hold(attached)
   if any([growth.stop > growth.hit for growth in plan]):
     _pop(state, held, plan, demand.silent)
-  return plan
+  return True
 
 
 def drop_behind(state: HostState, held: HeldSequence, tokens: int) -> None:
@@ -164,7 +174,11 @@ def num_needed_pages(
 
 
 def _whole_fits(
-  state: HostState, held: HeldSequence, demand: Demand, hits: Hits | None
+  state: HostState,
+  held: HeldSequence,
+  demand: Demand,
+  plan: Plan,
+  hits: Hits | None,
 ) -> bool:
   """True if all tokens of a sequence fit, without those that it gives back.
 
@@ -172,7 +186,6 @@ def _whole_fits(
   those that a hit or a window covers. A recurrent group counts its running
   state, even if another one arrives for external tokens, and scratch pages.
   """
-  plan = _plan(state, held, demand, hits)
   begins = not held.tables[state.config.first_self_group]
   columns = [growth.hit for growth in plan]
   for group in state.groups if begins else ():

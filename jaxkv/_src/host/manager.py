@@ -24,7 +24,6 @@ from jaxkv._src.host.publish import publish
 from jaxkv._src.host.reports import ManagerReports
 from jaxkv._src.host.request import read_request
 from jaxkv._src.host.request import tokens_of
-from jaxkv._src.host.state import HeldSequence
 from jaxkv._src.host.state import HostState
 from jaxkv._src.host.types import CachePages
 from jaxkv._src.host.types import PoppedPages
@@ -355,10 +354,11 @@ class CacheManager(ManagerReports):
     They stay cached until they are allocated again. A request without pages is
     ignored.
     """
-    held = self._state.held.get(request.request_id)
+    state = self._state
+    held = state.held.get(request.request_id)
     if held is not None:
-      self._forget(held)
-      allocate.release(self._state, held)
+      state.forget(held)
+      allocate.release(state, held)
 
   @atomic
   def pop_pages_for_free(self, request: Any) -> PoppedPages | None:
@@ -379,7 +379,7 @@ class CacheManager(ManagerReports):
       )
     pages = tuple(table[:] for table in held.tables)
     popped = PoppedPages(held.slot, pages, name)
-    self._forget(held)
+    state.forget(held)
     state.undo_log.save_key(state.popped, held.slot)
     state.popped[held.slot] = popped, held
     return popped
@@ -400,11 +400,6 @@ class CacheManager(ManagerReports):
     state.undo_log.save_key(state.popped, popped.slot)
     del state.popped[popped.slot]
     allocate.release(state, held)
-
-  def _forget(self, held: HeldSequence) -> None:
-    state = self._state
-    state.undo_log.save_key(state.held, held.request_id)
-    del state.held[held.request_id]
 
   def free_page_hashes(self, request: Any) -> None:
     """Does nothing: `free` already forgets the page keys of a request."""

@@ -48,8 +48,7 @@ class Pages:
     # The references stay. From now on they count as pins, which `release`
     # removes.
     state.pool.pin(pages, 1)
-    state.undo_log.save_key(state.held, held.request_id)
-    del state.held[held.request_id]
+    state.forget(held)
     allocate.vacate(state, held)
     return pages
 

@@ -146,11 +146,6 @@ class DeviceKeys:
     assert node.key is not None
     return _xor(node.key, self._groups[group])
 
-  def in_first_group(self, group_key: Key, group: int) -> Key:
-    """Converts a key between a group and the first group, either way."""
-    # The groups' masks are added by XOR, so adding one again removes it.
-    return _xor(_xor(group_key, self._groups[group]), self._groups[0])
-
   def compute(self, nodes: Iterable[PrefixNode | DevicePage]) -> None:
     """Computes the missing keys of nodes, and of all nodes before them."""
     levels = self._levels_without_key(nodes)

@@ -129,6 +129,11 @@ class HostState:
     digest = hashlib.blake2b(salt, key=self.secret[:64], digest_size=16)
     return PrefixNode(digest.digest(), None, salt)
 
+  def forget(self, held: HeldSequence) -> None:
+    """Removes a request from `held`; its pages and its slot stay in use."""
+    self.undo_log.save_key(self.held, held.request_id)
+    del self.held[held.request_id]
+
   def all_held(self) -> list[HeldSequence]:
     """Returns the sequences with pages, those of removed requests included."""
     return [*self.held.values(), *(held for _, held in self.popped.values())]
