@@ -48,6 +48,26 @@ from jaxkv._src.sampling.temperature import as_temperature
 from jaxkv._src.sampling.temperature import divisor
 
 
+class _Groups(NamedTuple):
+  """The arguments of `score`, as arrays.
+
+  Attributes:
+    prompts: int32[N, P].
+    prompt_lengths: int32[N].
+    completions: int32[N, G, R].
+    lengths: int32[N, G].
+    salts: uint32[N, 4]; None for no salts.
+    extra: a pytree of arrays [N, ...].
+  """
+
+  prompts: Array
+  prompt_lengths: Array
+  completions: Array
+  lengths: Array
+  salts: Array | None
+  extra: Any
+
+
 def score(
   params: Any,
   state: Any,
@@ -147,53 +167,12 @@ def score(
     >>> again.cached_tokens.tolist(), again.computed_tokens.tolist()
     ([4], [3])
   """
-  options = {
-    "model": model,
-    "temperature": temperature,
-    "entropy": entropy,
-    "top_log_probs": top_log_probs,
-    "chunk": chunk,
-    "salts": salts,
-    "extra": extra,
-    "version": version,
-  }
-  groups = prompts, prompt_lengths, completions, completion_lengths
-  if not isinstance(state, tuple):
-    return _score(params, state, *groups, **options)
-  if not isinstance(params, tuple | list) or len(params) != len(state):
-    found = type(params).__name__
-    if isinstance(params, tuple | list):
-      found += f" of {len(params)}"
-    raise ValueError(
-      f"`params` must be a tuple of {len(state)}, one for each state, got a "
-      f"{found}."
-    )
-  results = [
-    _score(own, one, *groups, **options)
-    for own, one in zip(params, state, strict=True)
-  ]
-  return tuple(one for one, _ in results), tuple(out for _, out in results)
-
-
-def _score(
-  params: Any,
-  state: Any,
-  prompts: Array,
-  prompt_lengths: Array,
-  completions: Array,
-  completion_lengths: Array,
-  *,
-  model: Model,
-  temperature: Array | float,
-  entropy: bool,
-  top_log_probs: int,
-  chunk: int,
-  salts: Array | None,
-  extra: Any,
-  version: Array | int | None,
-) -> tuple[Any, Scored]:
-  """Scores with one state."""
-  _check_state(state)
+  is_single = not isinstance(state, tuple)
+  if not is_single:
+    _check_params(params, len(state))
+  all_params, states = ((params,), (state,)) if is_single else (params, state)
+  for one in states:
+    _check_state(one)
   check_model(model)
   check_bool("entropy", entropy)
   top_log_probs = as_count("top_log_probs", top_log_probs, 0)
@@ -201,11 +180,7 @@ def _score(
   groups = _as_groups(
     prompts, prompt_lengths, completions, completion_lengths, salts, extra
   )
-  memory = state.memory if isinstance(state, RolloutState) else state
-  is_current = jnp.ones((), bool)
-  if version is not None:
-    is_current = has_version(memory.cache, version)
-  num_prompts, samples, columns = groups.completions.shape
+  _, samples, columns = groups.completions.shape
   config = RolloutConfig(
     num_samples=samples,
     max_new_tokens=columns,
@@ -216,24 +191,59 @@ def _score(
     entropy=entropy,
     top_log_probs=top_log_probs,
   )
-  busy = jnp.zeros((memory.cache.config.num_slots,), bool)
-  if isinstance(state, RolloutState):
-    # A sequence that has just entered may hold no page yet.
-    busy = state.slots.row < state.queue.no_row
-  work = _begin(memory, groups, config, busy, is_current)
   scoring = Scoring(
     widths=_widths(groups, chunk),
     temperature=divisor(as_temperature(temperature)),
     entropy=entropy,
     top_log_probs=top_log_probs,
   )
+  results = [
+    _score(own, one, groups, config, scoring, model, version)
+    for own, one in zip(all_params, states, strict=True)
+  ]
+  if is_single:
+    return results[0]
+  return tuple(one for one, _ in results), tuple(out for _, out in results)
+
+
+def _check_params(params: Any, count: int) -> None:
+  """Raises ValueError unless `params` has one entry for each state."""
+  if isinstance(params, tuple | list) and len(params) == count:
+    return
+  found = type(params).__name__
+  if isinstance(params, tuple | list):
+    found += f" of {len(params)}"
+  raise ValueError(
+    f"`params` must be a tuple of {count}, one for each state, got a {found}."
+  )
+
+
+def _score(
+  params: Any,
+  state: Any,
+  groups: _Groups,
+  config: RolloutConfig,
+  scoring: Scoring,
+  model: Model,
+  version: Array | int | None,
+) -> tuple[Any, Scored]:
+  """Scores with one state."""
+  memory = state.memory if isinstance(state, RolloutState) else state
+  is_current = jnp.ones((), bool)
+  if version is not None:
+    is_current = has_version(memory.cache, version)
+  busy = jnp.zeros((memory.cache.config.num_slots,), bool)
+  if isinstance(state, RolloutState):
+    # A sequence that has just entered may hold no page yet.
+    busy = state.slots.row < state.queue.no_row
+  work = _begin(memory, groups, config, busy, is_current)
   is_usable = (work.slots.row == work.queue.no_row) & is_empty(
     memory.cache, jnp.arange(work.slots.size, dtype=jnp.int32)
   )
   num_usable = jnp.sum(is_usable, dtype=jnp.int32)
   # No slot can become empty, if all belong to others.
   work = dataclasses.replace(work, queue=_fail_all(work.queue, num_usable == 0))
-  counts = jnp.zeros((2, num_prompts), jnp.int32)
+  counts = jnp.zeros((2, groups.completions.shape[0]), jnp.int32)
   buffers = Buffers(answers=AnswerCounts(counts[0], counts[1], num_usable > 1))
   params, work, scoring_arrays, buffers = sharding.match_varying_axes(
     (params, work, scoring.temperature, buffers)
@@ -264,26 +274,6 @@ def _check_state(state: Any) -> None:
   memory = state.memory if isinstance(state, RolloutState) else state
   # A memory that a rollout may use, whatever its options are.
   check_pools(memory.cache, memory.kv, RolloutConfig())
-
-
-class _Groups(NamedTuple):
-  """The arguments of `score`, as arrays.
-
-  Attributes:
-    prompts: int32[N, P].
-    prompt_lengths: int32[N].
-    completions: int32[N, G, R].
-    lengths: int32[N, G].
-    salts: uint32[N, 4]; None for no salts.
-    extra: a pytree of arrays [N, ...].
-  """
-
-  prompts: Array
-  prompt_lengths: Array
-  completions: Array
-  lengths: Array
-  salts: Array | None
-  extra: Any
 
 
 def _as_groups(
