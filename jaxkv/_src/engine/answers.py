@@ -122,25 +122,21 @@ def keep_prompts(
   can_lead &= indexing.take(jnp.any(waits, axis=1), group, fill=False)
   # Samples follow the first slot of their prompt, see `candidates`. The others
   # go on, or they could hold all slots and wait for ever.
-  same = (group[:, None] == group[None]) & can_lead[None]
-  return can_lead & ~jnp.any(jnp.tril(same, k=-1), axis=1)
+  is_rival = (group[:, None] == group[None]) & can_lead[None]
+  return can_lead & ~jnp.any(jnp.tril(is_rival, k=-1), axis=1)
 
 
-def limit_to_phase(
-  queue: Queue, slots: Slots, cache: CacheState, missing: Array
-) -> tuple[Array, Array]:
+def limit_to_phase(rest: Array, missing: Array) -> tuple[Array, Array]:
   """Keeps only tokens of prompts while any prompt is incomplete.
 
   Args:
-    queue: the sequences.
-    slots: their slots.
-    cache: the cache.
+    rest: int32[B], those of them before the end of the prompt, see
+      `prompt_rest`; negative after it.
     missing: int32[B], the tokens that each slot could compute.
 
   Returns:
     int32[B], the tokens; int32[], the index of their width.
   """
-  rest = jnp.minimum(prompt_rest(queue, slots, cache), missing)
   is_answer = ~jnp.any(rest > 0)
   tokens = jnp.where(is_answer, missing, jnp.maximum(rest, 0))
   return tokens, is_answer.astype(jnp.int32)

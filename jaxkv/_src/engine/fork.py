@@ -55,8 +55,7 @@ def share_full_pages(
   def share(cache: CacheState) -> CacheState:
     return share_prefix(cache, forks.sources, slot, forks.ready)
 
-  # Most steps fork nothing.
-  # A conditional would copy the arrays of the cache.
+  # Most steps fork nothing. A conditional would copy the arrays of the cache.
   cache = loops.at_most_once(jnp.any(forks.ready), share, cache)
   leader = jnp.where(forks.ready, slots.no_slot, slots.leader)
   return dataclasses.replace(slots, leader=leader), cache

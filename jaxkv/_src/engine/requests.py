@@ -134,12 +134,17 @@ def as_extra(name: str, extra: Any, rows: int) -> Any:
 def width_of(columns: int, config: RolloutConfig) -> int:
   """Returns W for prompts of `columns` tokens; raises ValueError if too few."""
   width = config.max_length or columns + config.max_new_tokens
+  check_columns(columns, width)
+  return width
+
+
+def check_columns(columns: int, width: int) -> None:
+  """Raises ValueError if prompts leave no column of W for a new token."""
   if columns >= width:
     raise ValueError(
       f"`requests.tokens` must have fewer than {width} columns, got {columns}; "
       "raise RolloutConfig.max_length, or cut the prompts."
     )
-  return width
 
 
 def check_num_samples(requests: Requests, config: RolloutConfig) -> None:

@@ -325,7 +325,7 @@ def _schedule(
   is_prefill, width = (missing > 1) | is_followed, None
   sizes = schedule.widths(state.config)
   if scoring is not None:
-    tokens, width = limit_to_phase(queue, slots, cache, tokens)
+    tokens, width = limit_to_phase(rest, tokens)
     # No slot decodes, so no column is reserved for each slot.
     is_prefill, sizes = jnp.ones_like(is_prefill), scoring.widths
   work = schedule.schedule(

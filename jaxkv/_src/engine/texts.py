@@ -1,5 +1,6 @@
 """generate_texts: continues texts with a pretrained model, in one call."""
 
+import dataclasses
 import functools
 import sys
 import time
@@ -97,8 +98,8 @@ def generate_texts(
   tokens, lengths = _encode(model, prompts, max_new_tokens)
   sampling = Sampling() if sampling is None else sampling
   if sampling.stop_tokens is None and model.stop_tokens:
-    fields = vars(sampling) | {"stop_tokens": list(model.stop_tokens)}
-    sampling = Sampling(**fields)
+    stop_tokens = list(model.stop_tokens)
+    sampling = dataclasses.replace(sampling, stop_tokens=stop_tokens)
   longest = int(lengths.max()) + max_new_tokens
   # More slots than sequences would stay empty, but cost time in each step.
   num_slots = min(

@@ -5,9 +5,8 @@ page's key to the first bucket with an empty place, and stores the page there.
 `overflow` counts, for each full bucket, the pages that passed it. A lookup
 continues past a bucket only if this count is not zero. Removing a page
 decrements the same counts, so the table needs no tombstones. Any number of
-pages can have the same key. (This is the
-scheme of F14: Bronson and Shi, "Open-sourcing F14 for faster, more
-memory-efficient hash tables", 2019.)
+pages can have the same key. (This is the scheme of F14: Bronson and Shi,
+"Open-sourcing F14 for faster, more memory-efficient hash tables", 2019.)
 """
 
 import dataclasses

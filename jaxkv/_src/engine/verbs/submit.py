@@ -22,6 +22,7 @@ from jaxkv._src.engine.queue import first_of
 from jaxkv._src.engine.queue import order_of
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_requests
+from jaxkv._src.engine.requests import check_columns
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.verbs.find_sequences import as_counts
 from jaxkv._src.engine.verbs.find_sequences import as_mask
@@ -81,12 +82,7 @@ def submit(
   """
   requests = as_requests(requests, state.config)
   num_prompts, columns = requests.tokens.shape
-  width = state.queue.width
-  if columns >= width:
-    raise ValueError(
-      f"`requests.tokens` must have fewer than {width} columns, got {columns}; "
-      "raise RolloutConfig.max_length."
-    )
+  check_columns(columns, state.queue.width)
   requests = _matching(state.queue, requests, state.config)
   if ids is not None:
     ids = as_counts("ids", ids, num_prompts)

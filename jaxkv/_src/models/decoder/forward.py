@@ -57,9 +57,9 @@ def forward(
   attends to itself and to all tokens before it, or to those within the layer's
   window. Prefill, chunked prefill and decode are the same call with different T
   and `num_tokens`. With a `PackedView`, B is 1 and T is the number of its
-  columns. A row's logits do not
-  depend on other rows, except for rounding if the view has `shared` pages or a
-  `plan`. Layers with a window do not use `shared` pages.
+  columns. A row's logits do not depend on other rows, except for rounding if
+  the view has `shared` pages or a `plan`. Layers with a window do not use
+  `shared` pages.
 
   `kv` is not donated, so outside your own `jit` each call copies all pages.
 
