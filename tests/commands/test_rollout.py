@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+import tqdm
 
 from jaxkv import __main__ as command_line
 from jaxkv import models
@@ -107,12 +108,12 @@ class TestRollout:
     """A span of steps is short beside the whole rollout."""
     updates = []
 
-    class Bar(command.tqdm.tqdm):
+    class Bar(tqdm.tqdm):
       def update(self, n=1):
         updates.append(n)
         return super().update(n)
 
-    monkeypatch.setattr(command.tqdm, "tqdm", Bar)
+    monkeypatch.setattr(tqdm, "tqdm", Bar)
     assert _status(main) == 0
     assert len(updates) >= 4
     assert updates[0] < sum(updates) / 8
