@@ -49,10 +49,15 @@ def admit(
     )
   # Nothing of the state has changed yet. If the pages do not fit, the new
   # object is dropped.
-  held = HeldSequence(fields.request_id, state.vacant[-1], len(state.groups))
-  held.request = request
-  held.prompt_length = fields.num_prompt_tokens
-  held.boundary = fields.shared_prefix_boundary or hit.shared_prefix_boundary
+  held = HeldSequence(
+    fields.request_id,
+    state.vacant[-1],
+    tables=[[] for _ in state.groups],
+    skipped=[0] * len(state.groups),
+    request=request,
+    prompt_length=fields.num_prompt_tokens,
+    boundary=fields.shared_prefix_boundary or hit.shared_prefix_boundary,
+  )
   pages = allocate(state, held, demand, hit.pages, hashed)
   if pages is None:
     return None

@@ -152,13 +152,12 @@ def _sequence(
 ) -> HeldSequence:
   """Returns the sequence in a slot, with nodes for its published tokens."""
   name = request.request_id if old is None else old.request_id
-  held = HeldSequence(name, slot, len(state.groups))
-  held.request = request
-  held.tables = [
+  tables = [
     host.page_table[slot, group, :count].tolist()
     for group, count in enumerate(host.num_pages[slot].tolist())
   ]
-  held.skipped = host.num_skipped_pages[slot].tolist()
+  skipped = host.num_skipped_pages[slot].tolist()
+  held = HeldSequence(name, slot, tables, skipped, request)
   held.length = int(host.length[slot])
   held.room = room_of(state, held)
   hashes = host.hashes

@@ -7,12 +7,14 @@ only for the device state, for events and for `Pages`, and to find pages whose
 keys came from a device.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import struct
 from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
+from typing import ClassVar
 
 import numpy as np
 
@@ -32,6 +34,7 @@ _MASK = 0xFFFFFFFF
 _FEW_ROWS = 8
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class PrefixNode:
   """A prefix of whole pages: the last page's tokens, and the node before it.
 
@@ -43,14 +46,11 @@ class PrefixNode:
       `DeviceKeys.compute`.
   """
 
-  __slots__ = ("digest", "key", "parent", "tokens")
-  is_from_device = False
-
-  def __init__(self, digest: bytes, parent: "PrefixNode | None", tokens: bytes):
-    self.digest = digest
-    self.parent = parent
-    self.tokens = tokens
-    self.key: Key | None = None
+  digest: bytes
+  parent: "PrefixNode | None"
+  tokens: bytes
+  key: Key | None = None
+  is_from_device: ClassVar[bool] = False
 
   def last_tokens(self, count: int) -> bytes:
     """Returns the tokens of the last `count` nodes."""
@@ -73,6 +73,7 @@ class PrefixNode:
     return nodes
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class DevicePage:
   """A page known by its key on the device; its prefix is unknown.
 
@@ -81,12 +82,9 @@ class DevicePage:
     tokens: the tokens of the page as int32 bytes.
   """
 
-  __slots__ = ("digest", "tokens")
-  is_from_device = True
-
-  def __init__(self, group_key: Key, tokens: bytes):
-    self.digest = group_key
-    self.tokens = tokens
+  digest: Key
+  tokens: bytes
+  is_from_device: ClassVar[bool] = True
 
   def last_tokens(self, count: int) -> bytes:
     """Returns all tokens; a device pads those of a small page with zeros."""

@@ -22,15 +22,19 @@ from jaxkv._src.host.types import PoppedPages
 from jaxkv._src.host.types import PrefixCacheStats
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class HeldSequence:
   """The pages of a request, which has a row in the device state.
+
+  Once a request is in `HostState.held`, the undo log records each change of a
+  field, except that of `request`.
 
   Attributes:
     request_id: the name of the request.
     slot: its row in the device state.
-    request: the scheduler's object at the last call.
     tables: a list of page numbers for each group; 0 for the null page.
     skipped: the number of leading null pages of each table.
+    request: the scheduler's object at the last call.
     length: the number of published tokens.
     room: the number of tokens that fit the tables.
     root: the node before the first page; None without prefix caching.
@@ -38,31 +42,17 @@ class HeldSequence:
     prompt_length, boundary: as in `SlotHashes`.
   """
 
-  # Once a request is in `HostState.held`, the undo log records each change of a
-  # field, except that of `request`.
-  __slots__ = (
-    "boundary",
-    "length",
-    "nodes",
-    "prompt_length",
-    "request",
-    "request_id",
-    "room",
-    "root",
-    "skipped",
-    "slot",
-    "tables",
-  )
-
-  def __init__(self, request_id: str, slot: int, num_groups: int):
-    self.request_id = request_id
-    self.slot = slot
-    self.request: Any = None
-    self.tables: list[list[int]] = [[] for _ in range(num_groups)]
-    self.skipped = [0] * num_groups
-    self.length = self.room = self.prompt_length = self.boundary = 0
-    self.root: PrefixNode | None = None
-    self.nodes: list[PrefixNode] = []
+  request_id: str
+  slot: int
+  tables: list[list[int]]
+  skipped: list[int]
+  request: Any = None
+  length: int = 0
+  room: int = 0
+  root: PrefixNode | None = None
+  nodes: list[PrefixNode] = dataclasses.field(default_factory=list)
+  prompt_length: int = 0
+  boundary: int = 0
 
 
 class HostState:
