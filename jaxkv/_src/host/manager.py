@@ -9,11 +9,10 @@ from typing import Any
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.host import allocate
-from jaxkv._src.host import from_device
+from jaxkv._src.host import bridge
 from jaxkv._src.host import lookup
 from jaxkv._src.host import options
 from jaxkv._src.host import step
-from jaxkv._src.host import to_device
 from jaxkv._src.host.admit import admit
 from jaxkv._src.host.arguments import at_least
 from jaxkv._src.host.arguments import check_length
@@ -120,17 +119,14 @@ class CacheManager(ManagerReports):
     self.pages = Pages(self._state)
 
   @property
+  @atomic
   def state(self) -> CacheState:
     """The cache as a value for device loops; the manager keeps no part of it.
 
     Raises:
       ValueError: a request has fewer tokens than are published.
     """
-    return self._to_device()
-
-  @atomic
-  def _to_device(self) -> CacheState:
-    return to_device.to_device(self._state)
+    return bridge.to_device(self._state)
 
   @atomic
   def take(
@@ -162,7 +158,7 @@ class CacheManager(ManagerReports):
         error; or a slot is not named; or `token_ids` of a request differ from
         the tokens that its slot has.
     """
-    return from_device.from_device(self._state, state, requests or {})
+    return bridge.from_device(self._state, state, requests or {})
 
   @atomic
   def get_computed_pages(

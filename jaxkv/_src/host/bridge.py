@@ -1,27 +1,189 @@
-"""Continues a manager from a state that comes back from a device."""
+"""Builds the device state of a manager, and continues from one."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxkv._src.arrays.indexing import NOWHERE
 from jaxkv._src.cache import telemetry
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.pool import free_queue
+from jaxkv._src.cache.pool.free_queue import FreeQueue
+from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.prefix.hashing import SlotHashes
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Stats
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import check_single
-from jaxkv._src.host import to_device
 from jaxkv._src.host.allocate import room_of
 from jaxkv._src.host.index_arrays import IndexArrays
 from jaxkv._src.host.index_arrays import are_cached
 from jaxkv._src.host.prefix_nodes import DeviceKeys
 from jaxkv._src.host.prefix_nodes import DevicePage
+from jaxkv._src.host.prefix_nodes import PrefixNode
 from jaxkv._src.host.publish import more_nodes
+from jaxkv._src.host.request import RequestFields
+from jaxkv._src.host.request import content
 from jaxkv._src.host.request import read_request
 from jaxkv._src.host.state import HeldSequence
 from jaxkv._src.host.state import HostState
+
+
+def to_device(state: HostState) -> CacheState:
+  """Returns the state of a manager as a value on the device.
+
+  Its arrays are copies, so it stays valid when the manager goes on.
+
+  Raises:
+    ValueError: a request has fewer tokens than are published.
+  """
+  config, held, keys = state.config, state.all_held(), state.device_keys
+  rows = config.num_slots, config.num_groups
+  table = np.full((*rows, config.pages_per_slot), config.no_page, np.int32)
+  num_pages, skipped = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+  length = np.zeros(rows[:1], np.int32)
+  # Removed requests keep their slots until their pages are freed.
+  for sequence in held:
+    for group, pages in enumerate(sequence.tables):
+      table[sequence.slot, group, : len(pages)] = pages
+      num_pages[sequence.slot, group] = len(pages)
+    skipped[sequence.slot] = sequence.skipped
+    length[sequence.slot] = sequence.length
+  counts = {name: _words(count) for name, count in state.pool.counts.items()}
+  # Typed Any: the arrays are of numpy here, and of jax after `device_put`.
+  make: Any = CacheState
+  built = make(
+    config=config,
+    page_table=table,
+    num_pages=num_pages,
+    num_skipped_pages=skipped,
+    length=length,
+    secret=keys and keys.secret.copy(),
+    root=keys and np.array(keys.root_key(bytes(16)), np.uint32),
+    # The keys of all pages are computed at once, then those of slots exist.
+    pool=_pool(state),
+    hashes=keys and _slot_hashes(state, keys, held),
+    stats=Stats(**counts),
+    epoch=_words(keys.epoch if keys else 0),
+    # Errors of the host are exceptions, so none is recorded.
+    error=np.int32(Status.OK),
+  )
+  # One transfer for all arrays.
+  return jax.device_put(built)
+
+
+def _words(numbers: int | Sequence[int]) -> Any:
+  """Returns a number or numbers modulo 2**32, as a device counts."""
+  return np.array(numbers, np.int64).astype(np.uint32)
+
+
+def _slot_hashes(
+  state: HostState, keys: DeviceKeys, held: list[HeldSequence]
+) -> SlotHashes:
+  num_slots = state.config.num_slots
+  by_prompt = state.config.publishes_by_prompt
+  make: Any = SlotHashes
+  hashes = make(
+    root=np.zeros((num_slots, KEY_WORDS), np.uint32),
+    chain=np.zeros((num_slots, KEY_WORDS), np.uint32),
+    tail=np.zeros((num_slots, state.config.alignment), np.int32),
+    prompt_length=np.zeros(num_slots, np.int32) if by_prompt else None,
+    shared_prefix_boundary=np.zeros(num_slots, np.int32) if by_prompt else None,
+  )
+  ends = _chain_ends(state, keys, held)
+  for sequence, (root, end) in zip(held, ends, strict=True):
+    slot, tokens = sequence.slot, _tail(state, sequence)
+    hashes.root[slot], hashes.chain[slot] = root.key, end.key
+    hashes.tail[slot, : len(tokens)] = tokens
+    if by_prompt:
+      hashes.prompt_length[slot] = sequence.prompt_length
+      hashes.shared_prefix_boundary[slot] = sequence.boundary
+  return hashes
+
+
+def _chain_ends(
+  state: HostState, keys: DeviceKeys, held: Sequence[HeldSequence]
+) -> list[tuple[PrefixNode, PrefixNode]]:
+  """Returns each sequence's root and the node of its chain, with their keys."""
+  # The chain ends at the last multiple of the alignment, A tokens. The tail has
+  # the tokens after it.
+  config, ends = state.config, []
+  for sequence in held:
+    root = sequence.root
+    assert root is not None
+    aligned = sequence.length // config.alignment * config.alignment
+    count = aligned // config.page_size
+    ends.append((root, sequence.nodes[count - 1] if count else root))
+  keys.compute(node for pair in ends for node in pair)
+  return ends
+
+
+def _tail(state: HostState, held: HeldSequence) -> np.ndarray:
+  """Returns the published tokens after the last multiple of A, masked."""
+  # No node has the tokens of a page that is not full, so the request is read.
+  config, stop = state.config, held.length
+  begin = stop // config.alignment * config.alignment
+  if begin == stop:
+    return np.zeros((0,), np.int32)
+  fields = _read(held)
+  return content(fields, begin, stop, config.page_size, state.secret)
+
+
+def _read(held: HeldSequence) -> RequestFields:
+  """Reads the request of a sequence; raises if tokens are missing."""
+  fields = read_request(held.request)
+  if fields.num_tokens < held.length:
+    raise ValueError(
+      f"`token_ids` of {held.request_id!r} must have the {held.length} tokens "
+      f"that are published in slot {held.slot}, got {fields.num_tokens}; "
+      "append the new tokens."
+    )
+  return fields
+
+
+def _pool(state: HostState) -> PoolState:
+  pool, config, arrays = state.pool, state.config, state.index_arrays
+  ages = log = None
+  if pool.released is not None:
+    ages = telemetry.PageAges(
+      released=_words(pool.released),
+      evicted=telemetry.Residency(
+        lifetime=_words(pool.lifetime), idle=_words(pool.idle)
+      ),
+    )
+  if config.event_log:
+    size = max(config.page_sizes)
+    log = telemetry.init_log(config.event_log, config.num_pages, size)
+    groups: Any = np.array(pool.group, np.int32)
+    log = telemetry.with_groups(log, groups.clip(max=config.num_groups - 1))
+  make: Any = PoolState
+  return make(
+    unhashed_first=pool.unhashed_first,
+    ref_count=np.array(pool.ref_count, np.int32),
+    pin_count=np.array(pool.pin_count, np.int32),
+    queue=_queue(config, np.array(pool.queue.in_order(), np.int32)),
+    index=arrays and arrays.update(),
+    events=log,
+    new=None if pool.new is None else np.array(pool.new, bool),
+    ages=ages,
+  )
+
+
+def _queue(config: CacheConfig, pages: np.ndarray) -> FreeQueue:
+  # No entry is stale, so the queue is the ring's beginning.
+  ring = np.zeros((free_queue.capacity(config.num_pages),), np.int32)
+  position = np.full((config.num_pages,), NOWHERE, np.int32)
+  ring[: len(pages)] = pages
+  position[pages] = np.arange(len(pages))
+  head, count = np.int32(0), np.int32(len(pages))
+  make: Any = FreeQueue
+  return make(
+    ring=ring, position=position, head=head, span=count, num_free=count
+  )
 
 
 def from_device(
@@ -135,10 +297,7 @@ def _sequences(
       f"empty, got {sorted(requests)}; add it."
     )
   return {
-    # The loop filled a slot that is named, so nothing of an old sequence stays.
-    slot: _sequence(state, host, slot, None, requests[slot])
-    if slot in requests
-    else _sequence(state, host, slot, before[slot], before[slot].request)
+    slot: _sequence(state, host, slot, before.get(slot), requests.get(slot))
     for slot in occupied
   }
 
@@ -151,7 +310,12 @@ def _sequence(
   request: Any,
 ) -> HeldSequence:
   """Returns the sequence in a slot, with nodes for its published tokens."""
-  name = request.request_id if old is None else old.request_id
+  # The loop filled a slot that is named, so nothing of an old sequence stays.
+  if request is not None:
+    name, old = request.request_id, None
+  else:
+    assert old is not None
+    name, request = old.request_id, old.request
   tables = [
     host.page_table[slot, group, :count].tolist()
     for group, count in enumerate(host.num_pages[slot].tolist())
@@ -171,17 +335,10 @@ def _sequence(
   if old is not None and count <= len(old.nodes):
     held.root, held.nodes = old.root, old.nodes[:count]
     return held
-  fields = read_request(request)
-  if fields.num_tokens < held.length:
-    raise ValueError(
-      f"`token_ids` of {name!r} must have the {held.length} tokens that slot "
-      f"{slot} has, got {fields.num_tokens}; append the new tokens before take."
-    )
+  fields = _read(held)
   # Old nodes are reused, so only new tokens are hashed.
-  if old is None:
-    held.root = state.root_of(fields)
-  else:
-    held.root, held.nodes = old.root, old.nodes[:]
+  held.root = old.root if old is not None else state.root_of(fields)
+  held.nodes = old.nodes[:] if old is not None else []
   held.nodes += more_nodes(state, held, fields, held.length)
   return held
 
@@ -193,9 +350,9 @@ def _check_hashes(
   sequences: list[HeldSequence],
 ) -> None:
   """Raises unless the requests have the tokens that the device committed."""
-  ends = to_device.chain_ends(state, keys, sequences)
+  ends = _chain_ends(state, keys, sequences)
   for held, (root, end) in zip(sequences, ends, strict=True):
-    slot, tail = held.slot, to_device.tail(state, held).tolist()
+    slot, tail = held.slot, _tail(state, held).tolist()
     if tuple(hashes.root[slot].tolist()) != root.key:
       salt = state.root_of(read_request(held.request)).tokens
       raise ValueError(
@@ -240,8 +397,8 @@ def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
     # Stamps keep their distance from the clock.
     return (clock - (index.clock - stamps).astype(np.int64)).tolist()
 
-  contents, groups = _contents(state, host, changed)
   pages = changed.tolist()
+  contents, groups = _contents(state, host, pages)
   pool.unlist(page for page in pages if pool.is_cached[page])
   pool.set_contents(
     pages,
@@ -263,21 +420,17 @@ def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
 
 
 def _contents(
-  state: HostState, host: Any, changed: np.ndarray
+  state: HostState, host: Any, pages: list[int]
 ) -> tuple[list[Any], list[int]]:
   """Returns the contents of changed pages, and their groups; 0 if unknown."""
   index, log = host.pool.index, host.pool.events
-  pages, groups = changed.tolist(), [0] * len(changed)
+  group_of = dict.fromkeys(pages, 0)
   if log is not None:
-    groups = log.group_of[changed].tolist()
-  group_of = dict(zip(pages, groups, strict=True))
-  keys, tokens = (
-    index.entry[changed, :KEY_WORDS].tolist(),
-    index.tokens[changed],
-  )
+    group_of = dict(zip(pages, log.group_of[pages].tolist(), strict=True))
+  keys = index.entry[pages, :KEY_WORDS].tolist()
   contents: dict[int, Any] = {
-    page: DevicePage(tuple(key), row.tobytes())
-    for page, key, row in zip(pages, keys, tokens, strict=True)
+    page: DevicePage(tuple(key), index.tokens[page].tobytes())
+    for page, key in zip(pages, keys, strict=True)
   }
   # A request's page gets its prefix node, so that lookups need no device key.
   for held in state.all_held():
