@@ -1,5 +1,6 @@
 """Checks the arguments of a manager's calls."""
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -7,7 +8,6 @@ from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.host.options import Limits
 from jaxkv._src.host.request import RequestFields
-from jaxkv._src.host.request import int32s
 from jaxkv._src.host.types import CachePages
 
 
@@ -158,21 +158,15 @@ def _check_hit(
 
 def _check_pages(config: CacheConfig, name: str, column: list[int]) -> None:
   last = config.num_pages - 1
-  # The usual case, without numpy.
-  if set(map(type, column)) <= {int} and isinstance(column, list):
-    if not column or 0 <= min(column) <= max(column) <= last:
-      return
   try:
-    pages = int32s(column)
-    is_valid = not column or (pages.min() >= 0 and pages.max() <= last)
-  except OverflowError:
-    is_valid = False
+    # One call for all pages, of which there can be hundreds.
+    pages = [*map(operator.index, column)]
   except TypeError as error:
     raise TypeError(
       f"`new_computed_pages` of {name!r} must be lists of page ids, got "
       f"{column!r}: {error}."
     ) from None
-  if not is_valid:
+  if pages and not 0 <= min(pages) <= max(pages) <= last:
     raise ValueError(
       f"`new_computed_pages` of {name!r} must be 0 to {last}, got {column!r}."
     )

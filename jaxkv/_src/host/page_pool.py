@@ -32,15 +32,12 @@ class PageListener(Protocol):
     `pages` has a page for each column that was published, and 0 for a column
     that no lookup can find.
     """
-    ...
 
   def removed(self, page: int, group: int) -> None:
     """Hears that a page left the prefix cache."""
-    ...
 
   def cleared(self) -> None:
     """Hears that all pages left the prefix cache."""
-    ...
 
 
 class HostPool:
@@ -93,11 +90,6 @@ class HostPool:
     self.counts = dict.fromkeys(names, 0)
     self.listeners: list[PageListener] = []
     self.index: list[Index] = [{} for _ in range(config.num_groups + 1)]
-
-  @property
-  def num_digests(self) -> int:
-    """The number of different digests of cached pages, in all groups."""
-    return sum(map(len, self.index))
 
   @property
   def num_free(self) -> int:
@@ -206,26 +198,24 @@ class HostPool:
     rows = zip(pages, contents, groups, stamps, strict=False)
     for page, content, group, stamp in rows:
       content_of[page], group_of[page], stamp_of[page] = content, group, stamp
-    self._list(itertools.compress(pages, published), True)
+    self.enlist(itertools.compress(pages, published), True)
 
   def unpublish(self, pages: Iterable[int]) -> None:
     """Removes pages from the index; those that are not cached are ignored."""
     # A caller may name a page twice, but it leaves the index once.
     cached = [page for page in dict.fromkeys(pages) if self.is_cached[page]]
-    self.unlist(cached)
+    self.enlist(cached, False)
     # After the index has changed, so that listeners find the page not cached.
     for listener in self.listeners:
       for page in cached:
         listener.removed(page, self.group[page])
 
-  def unlist(self, pages: Iterable[int]) -> None:
-    """Removes cached pages from the index; no listener hears of it."""
-    self._list(pages, False)
-
   def equal_pages(self, page: int) -> tuple[int, ...]:
     """Returns the pages with the digest of a cached page, by their stamps."""
-    index, digest = self._entry_of(page)
-    return index[digest]
+    content = self.content[page]
+    # The key of a page from a device is another one in every group.
+    number = -1 if content.is_from_device else self.group[page]
+    return self.index[number][content.digest]
 
   def clear(self) -> None:
     """Removes all pages from the index; the queue keeps its order."""
@@ -268,15 +258,18 @@ class HostPool:
       idle[(self.clock - self.released[page]).bit_length()] += 1
     self.undo_log.replace(self, lifetime=lifetime, idle=idle)
 
-  def _list(self, pages: Iterable[int], is_listed: bool) -> None:
-    """Adds pages with contents to the index, or removes them."""
+  def enlist(self, pages: Iterable[int], is_listed: bool) -> None:
+    """Adds pages with contents to the index, or removes cached ones.
+
+    No listener hears of it.
+    """
     # Each entry is recorded before its change. If an interrupt comes between
     # the two, the undo writes what is still there.
     before: list[tuple[int, Index, Hashable, tuple[int, ...]]] = []
     self.undo_log.record((self._restore_index, before))
     contents, groups, cached = self.content, self.group, self.is_cached
     for page in pages:
-      # As `_entry_of`, without a call for each page.
+      # As in `equal_pages`, without a call for each page.
       content = contents[page]
       index = self.index[-1 if content.is_from_device else groups[page]]
       digest = content.digest
@@ -292,13 +285,6 @@ class HostPool:
       else:
         del index[digest]
       cached[page] = is_listed
-
-  def _entry_of(self, page: int) -> tuple[Index, Hashable]:
-    """Returns the index in which a page is found, and its digest."""
-    content = self.content[page]
-    # The key of a page from a device is another one in every group.
-    number = -1 if content.is_from_device else self.group[page]
-    return self.index[number], content.digest
 
   def _restore_index(
     self, before: list[tuple[int, Index, Hashable, tuple[int, ...]]]

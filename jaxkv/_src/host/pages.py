@@ -122,10 +122,11 @@ class Pages:
     held = self._state.held.get(request_id)
     if held is None:
       return [0] * self._state.config.num_groups
-    counts = self._state.pool.ref_count
-    return [
-      _num_leading(table, counts, num_references) for table in held.tables
-    ]
+    counts, num_leading = self._state.pool.ref_count, []
+    for table in held.tables:
+      has_too_few = [counts[page] < num_references for page in table]
+      num_leading.append([*has_too_few, True].index(True))
+    return num_leading
 
   @atomic
   def groups(self, page_ids: Iterable[int]) -> list[int]:
@@ -173,7 +174,7 @@ class Pages:
     """Returns the number of different keys of cached pages, in all groups."""
     pool = self._state.pool
     if not pool.knows_device_pages:
-      return pool.num_digests
+      return sum(map(len, pool.index))
     # A page may be known by its key, and another one with that key by its
     # prefix, so that their digests differ.
     pages = pool.cached_pages()
@@ -183,12 +184,3 @@ class Pages:
     pool, keys = self._state.pool, self._state.device_keys
     assert keys is not None
     return keys.group_key(pool.content[page], pool.group[page])
-
-
-def _num_leading(
-  page_ids: Sequence[int], ref_counts: Sequence[int], num_references: int
-) -> int:
-  for place, page in enumerate(page_ids):
-    if ref_counts[page] < num_references:
-      return place
-  return len(page_ids)
