@@ -43,7 +43,7 @@ eSurge, called the reference below. The differences are intended:
   reports a hit in an empty cache for a chunked group alone.
 - A prompt that ends inside a page: the page is cached when it is full. The
   reference also caches it earlier under another key, in full groups of larger
-  pages.
+  pages, which changes the order of free pages.
 - External tokens, classic: all groups hold their hits before any allocates. The
   reference goes group by group, so one can take a page that a later group
   found.

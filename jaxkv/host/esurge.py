@@ -12,7 +12,8 @@ A scheduler gets the same page ids, hits and order in every step.
 takes effect completely or not at all, even if ctrl-C or a signal handler raises
 during it.
 
-The differences from eSurge are intended.
+The differences from eSurge are intended. Those of `jaxkv.host` from its
+reference apply here too.
 
 **Prefixes**
 
@@ -26,11 +27,7 @@ The differences from eSurge are intended.
   and pixels alone separate nothing.
 - `cache_salt`, `lora_request` and `prompt_embeds` separate requests. eSurge
   ignores them.
-- Chunks without full attention: a hit needs a page. In eSurge an empty cache
-  hits up to the last chunk.
-- Chunks that are not a multiple of the page size: every page that the last
-  chunk needs is checked. In eSurge one may be missing.
-- A window of one token: it needs no page, so other groups decide. In eSurge its
+- A window of one token needs no page, so other groups decide. In eSurge its
   last page must be cached.
 - Output after a preemption is looked up. eSurge looks up only pages that had
   hashes before; with a window it raises IndexError.
@@ -46,9 +43,6 @@ The differences from eSurge are intended.
   manager for each shard. eSurge has one for all shards. Both ignore the
   arguments if the number of shards does not divide the pages.
 - `max_requests` (256 by default) limits the requests that hold pages.
-- More tokens than `max_model_len`: `ValueError`. eSurge cuts them off.
-- `new_computed_pages` that do not hold the request's tokens: `ValueError`.
-  eSurge does not check.
 - A request without pages may count computed tokens. eSurge's scheduler does
   so if it preempts a request in the step that scheduled it. Here and in eSurge
   all its pages are allocated anew. With a window, eSurge can raise IndexError.
@@ -58,7 +52,6 @@ The differences from eSurge are intended.
 - Groups of states: one page a request, whatever their `page_size`, and no page
   of the model is cached, because no hit is possible. In eSurge a request longer
   than their page fails, and pages get hashes that are never found.
-- `free_page_hashes` does nothing, because `free` forgets all of a request.
 
 **Pages**
 

@@ -16,8 +16,8 @@ requests by attribute, and recognizes a spec by the name of its class. A
 It is plain Python and initializes no device. A call that is interrupted, as by
 ctrl-C, has either happened or changed nothing.
 
-The differences from vLLM are intended. These options raise a `ValueError` that
-names them:
+The differences from vLLM are intended. Those of `jaxkv.host` from its reference
+apply here too. These options raise a `ValueError` that names them:
 
 - `num_hash_lookahead_tokens` (set `disable_lookahead_block_hashes` with a draft
   model), `num_prefill_lookahead` above 1, `dcp_world_size`, `pcp_world_size`.
@@ -37,11 +37,6 @@ names them:
 
 Lookup:
 
-- A prompt that ends inside a block of a full group with larger blocks: the
-  block is cached when it is full. vLLM also caches it earlier under another
-  key, which changes the order of free blocks.
-- Prefixes that need no block, as with a window of 1 or a chunked group alone:
-  no hit. vLLM reports a hit in an empty cache.
 - `block_hashes` of requests only name blocks in events, connectors and
   `block_hash`; with caching there must be one for each full block. Hits depend
   on tokens, salt, adapter and items. In vLLM the hashes are the keys.
@@ -56,9 +51,6 @@ Allocation:
   their state is counted, so `allocate_slots` returns None if that block is
   reserved or not free. vLLM takes a reserved block, or raises `ValueError`
   after it has changed the pool.
-- `new_computed_blocks` that do not hold the request's tokens, and
-  `num_computed_tokens` of a request without blocks: `ValueError`. vLLM does not
-  check.
 - A request longer than `max_model_len`: `ValueError`. Both cut off new tokens
   beyond it; here also for states.
 - `cache_blocks` of a request without blocks: `KeyError`. vLLM does nothing.
@@ -81,8 +73,8 @@ Reports:
 
 from jaxkv._src.host.types import PrefixCacheStats
 from jaxkv._src.host.vllm.block_pool import BlockPool
-from jaxkv._src.host.vllm.blocks import KVCacheBlock
-from jaxkv._src.host.vllm.blocks import KVCacheBlocks
+from jaxkv._src.host.vllm.block_pool import KVCacheBlock
+from jaxkv._src.host.vllm.block_pool import KVCacheBlocks
 from jaxkv._src.host.vllm.events import AllBlocksCleared
 from jaxkv._src.host.vllm.events import BlockRemoved
 from jaxkv._src.host.vllm.events import BlockStored

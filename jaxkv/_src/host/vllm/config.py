@@ -108,13 +108,24 @@ def _event_kind(spec: Any) -> str:
 
 
 def group_kinds(
-  groups: Sequence[Any], max_model_len: int, *, enable_caching: bool
+  groups: Sequence[Any],
+  max_model_len: int,
+  *,
+  enable_caching: bool,
+  use_eagle: bool,
 ) -> list[GroupKind]:
   """Converts vLLM's groups, which have a `kv_cache_spec`, to group kinds.
 
   Raises:
-    ValueError: a group's kind is not supported.
+    ValueError: a group's kind is not supported, or only some of the groups
+      would drop their last block for a draft model.
   """
+  flagged = {bool(getattr(group, "is_eagle_group", False)) for group in groups}
+  if use_eagle and len(flagged) > 1:
+    raise ValueError(
+      "`is_eagle_group` must be set for all groups or for none with "
+      "use_eagle=True, got some."
+    )
   specs = []
   for group in groups:
     require_attributes(group, role="default", host_resident=False)
@@ -200,16 +211,6 @@ def retention(
       f"{scheduler_block_size}, got {interval}."
     )
   return interval if enable_caching else None
-
-
-def check_draft_groups(groups: Sequence[Any]) -> None:
-  """Raises if only some of the groups would drop their last block."""
-  flagged = {bool(getattr(group, "is_eagle_group", False)) for group in groups}
-  if len(flagged) > 1:
-    raise ValueError(
-      "`is_eagle_group` must be set for all groups or for none with "
-      "use_eagle=True, got some."
-    )
 
 
 def _layers(spec: Any) -> list[Any]:

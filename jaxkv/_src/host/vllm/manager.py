@@ -12,8 +12,8 @@ from jaxkv._src.host.types import PrefixCacheStats
 from jaxkv._src.host.vllm import config
 from jaxkv._src.host.vllm.block_hashes import BlockHashes
 from jaxkv._src.host.vllm.block_pool import BlockPool
-from jaxkv._src.host.vllm.blocks import KVCacheBlock
-from jaxkv._src.host.vllm.blocks import KVCacheBlocks
+from jaxkv._src.host.vllm.block_pool import KVCacheBlock
+from jaxkv._src.host.vllm.block_pool import KVCacheBlocks
 from jaxkv._src.host.vllm.coordinator import KVCacheCoordinator
 from jaxkv._src.host.vllm.events import KVCacheEvent
 
@@ -79,22 +79,16 @@ class KVCacheManager:
     *,
     max_requests: int = 1024,
   ):
-    supported = {
-      "num_hash_lookahead_tokens": (num_hash_lookahead_tokens, 0),
-      "num_prefill_lookahead": (num_prefill_lookahead, 1),
-      "dcp_world_size": (dcp_world_size, 1),
-      "pcp_world_size": (pcp_world_size, 1),
-    }
-    for name, (value, expected) in supported.items():
-      config.require(name, value, expected)
+    config.require("num_hash_lookahead_tokens", num_hash_lookahead_tokens, 0)
+    config.require("num_prefill_lookahead", num_prefill_lookahead, 1)
+    config.require("dcp_world_size", dcp_world_size, 1)
+    config.require("pcp_world_size", pcp_world_size, 1)
     groups = kv_cache_config.kv_cache_groups
     kinds = config.group_kinds(
-      groups, max_model_len, enable_caching=enable_caching
+      groups, max_model_len, enable_caching=enable_caching, use_eagle=use_eagle
     )
     if enable_caching and kinds:
       config.check_sizes(kinds, scheduler_block_size, hash_block_size)
-    if use_eagle:
-      config.check_draft_groups(groups)
     self._manager = CacheManager(
       kv_cache_config.num_blocks,
       kinds,
@@ -302,11 +296,9 @@ class KVCacheManager:
   ) -> None:
     """Records new blocks for zeroing and metrics.
 
-    Args:
-      request_id: the request.
-      new: its new blocks by group, without those for external tokens.
-      hit: the blocks with which it begins; None if it began before.
-      skipped_groups: groups whose blocks for external tokens others fill.
+    The blocks `new` are those after external tokens. A request begins with the
+    blocks `hit`, or began before if there are None. Others fill the blocks for
+    external tokens in `skipped_groups`.
     """
     new_ids = new
     if hit is not None:
