@@ -118,13 +118,24 @@ def _agree(
   state: HostState, pages: list[list[int]], limit: int, num_digests: int
 ) -> tuple[int, int]:
   """Computes `find.agree` for the cached pages of each column."""
-  config, group = state.config, state.groups[0]
-  # Most managers have this group alone, and numpy takes longer than the rest of
-  # a short lookup.
-  if len(pages) == 1 and type(group.kind) is FullAttention:
-    num_leading = [*pages[0], 0].index(0)
-    num_pages = min(num_leading, limit // group.size) - config.use_eagle
-    return max(num_pages, 0) * group.size, 0
+  config = state.config
+  # Numpy takes longer than the rest of a short lookup. Usually all groups
+  # accept the hit of full attention, which ends before its first miss.
+  if state.has_plain_hits:
+    num_tokens = limit
+    for group, column in zip(state.groups, pages, strict=True):
+      if isinstance(group.kind, FullAttention):
+        num_leading = [*column, 0].index(0)
+        num_tokens = min(num_tokens, num_leading * group.size)
+    num_tokens -= num_tokens % config.alignment
+    if config.use_eagle:
+      num_tokens = max(num_tokens - config.alignment, 0)
+    needed = [
+      column[group.skipped_pages(num_tokens) : num_tokens // group.size]
+      for group, column in zip(state.groups, pages, strict=True)
+    ]
+    if all(map(all, needed)):
+      return num_tokens, num_tokens
   cached = np.zeros((1, len(pages), num_digests), bool)
   for row, column in zip(cached[0], pages, strict=True):
     row[: len(column)] = column

@@ -83,14 +83,17 @@ def _publish_group(
 ) -> None:
   pool, table = state.pool, held.tables[group.number]
   is_listed = group.published(columns, held.prompt_length, held.boundary)
-  nodes = held.nodes[group.step - 1 :: group.step]
+  step = group.step
+  nodes = held.nodes[
+    columns.start * step + step - 1 : columns.stop * step : step
+  ]
   pages = table[columns.start : columns.stop]
   # Pages behind a window are null. A page may be cached already, because forks
   # share a full page that waits for its key, and each fork publishes it.
   is_fresh = [page > 0 and not pool.is_cached[page] for page in pages]
   pool.fill(
     list(itertools.compress(pages, is_fresh)),
-    list(itertools.compress(nodes[columns.start : columns.stop], is_fresh)),
+    list(itertools.compress(nodes, is_fresh)),
     group.number,
     list(itertools.compress(is_listed, is_fresh)),
   )

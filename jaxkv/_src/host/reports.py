@@ -87,7 +87,7 @@ class ManagerReports:
 
   def create_empty_page_list(self) -> CachePages:
     """Returns empty pages, with a list for each group."""
-    return CachePages(tuple([] for _ in self.config.groups))
+    return CachePages(tuple([[] for _ in self._state.groups]))
 
   @atomic
   def get_num_common_prefix_pages(self, request_id: str) -> list[int]:

@@ -103,8 +103,9 @@ def advance_quietly(
   )
   if state.skipping:
     in_flight = getattr(request, "num_in_flight_tokens", 0)
-    computed -= at_least("num_in_flight_tokens", in_flight, 0)
-    computed = max(computed, 0)
+    if in_flight.__class__ is not int or in_flight < 0:
+      in_flight = at_least("num_in_flight_tokens", in_flight, 0)
+    computed = max(computed - in_flight, 0)
     is_quiet = is_quiet and not _frees_pages(state, held, computed)
   if not is_quiet:
     room = min(room, limits.max_model_len)
@@ -120,7 +121,7 @@ def _frees_pages(
   state: HostState, held: HeldSequence, num_computed: int
 ) -> bool:
   """True if a page is behind a window after some tokens."""
-  for group in state.skipping:
+  for group in state.skipping_kinds:
     if group.skipped_pages(num_computed) > held.skipped[group.number]:
       return True
   return False
