@@ -152,10 +152,14 @@ def num_needed_pages(
   begins: bool,
   capped: bool,
 ) -> int:
-  """Counts the pages that a request needs besides those in its `columns`.
+  """Counts the pages that a request needs besides those that it holds.
 
-  The `tokens` are the arguments of `LayerGroup.columns_for`. A request that
-  `begins` holds no column of its own tokens. See `ManagerReports` for `capped`.
+  Args:
+    state: the state.
+    columns: the columns that it holds, by group.
+    tokens: the arguments of `LayerGroup.columns_for`.
+    begins: True if no column holds its own tokens yet.
+    capped: counts for a window the most pages that a request holds at once.
   """
   needed = 0
   for group, num_held in zip(state.groups, columns, strict=True):

@@ -399,7 +399,7 @@ def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
 
   pages = changed.tolist()
   contents, groups = _contents(state, host, pages)
-  pool.enlist([page for page in pages if pool.is_cached[page]], False)
+  pool.set_listed([page for page in pages if pool.is_cached[page]], False)
   pool.set_contents(
     pages,
     contents,

@@ -128,7 +128,7 @@ def _agree(
         num_leading = [*column, 0].index(0)
         num_tokens = min(num_tokens, num_leading * group.size)
     num_tokens -= num_tokens % config.alignment
-    if config.use_eagle:
+    if rules.drops_last_page(config, True):
       num_tokens = max(num_tokens - config.alignment, 0)
     needed = [
       column[group.skipped_pages(num_tokens) : num_tokens // group.size]
@@ -164,13 +164,13 @@ def holds_tokens(
       continue
     if hashed is None:
       return False
-    wanted = hashed.digests[group.step - 1 :: group.step][first : len(pages)]
+    expected = hashed.digests[group.step - 1 :: group.step][first : len(pages)]
     digests = [
       contents[page].digest if cached[page] else None for page in hit_pages
     ]
     # Digests are the fast check. A page from a device has none of a prefix, so
     # the lookup is repeated.
-    if digests != wanted:
+    if digests != expected:
       cached_pages = _cached_pages(state, hashed, group)[first : len(pages)]
       if cached_pages != hit_pages:
         return False

@@ -198,13 +198,13 @@ class HostPool:
     rows = zip(pages, contents, groups, stamps, strict=False)
     for page, content, group, stamp in rows:
       content_of[page], group_of[page], stamp_of[page] = content, group, stamp
-    self.enlist(itertools.compress(pages, published), True)
+    self.set_listed(itertools.compress(pages, published), True)
 
   def unpublish(self, pages: Iterable[int]) -> None:
     """Removes pages from the index; those that are not cached are ignored."""
     # A caller may name a page twice, but it leaves the index once.
     cached = [page for page in dict.fromkeys(pages) if self.is_cached[page]]
-    self.enlist(cached, False)
+    self.set_listed(cached, False)
     # After the index has changed, so that listeners find the page not cached.
     for listener in self.listeners:
       for page in cached:
@@ -258,7 +258,7 @@ class HostPool:
       idle[(self.clock - self.released[page]).bit_length()] += 1
     self.undo_log.replace(self, lifetime=lifetime, idle=idle)
 
-  def enlist(self, pages: Iterable[int], is_listed: bool) -> None:
+  def set_listed(self, pages: Iterable[int], is_listed: bool) -> None:
     """Adds pages with contents to the index, or removes cached ones.
 
     No listener hears of it.

@@ -8,11 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv._src.arrays.arguments import as_secret
-from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.group_kinds import FullAttention
-from jaxkv._src.cache.group_kinds import GroupKind
-from jaxkv._src.cache.group_kinds import Recurrent
-from jaxkv._src.cache.group_kinds import SlidingWindow
+from jaxkv._src.cache.prefix import rules
 from jaxkv._src.host.atomic import UndoLog
 from jaxkv._src.host.event_list import EventList
 from jaxkv._src.host.groups import LayerGroup
@@ -70,8 +66,7 @@ class HostState:
     groups: the layer groups.
     skipping: the groups that skip pages while a sequence runs.
     skipping_kinds: one of them for each kind, since equal kinds skip equally.
-    has_plain_hits: True if the hit of full attention is the hit of all groups,
-      unless another group lacks a page that it needs there.
+    has_plain_hits: see `rules.has_plain_hits`.
     pool: the pages.
     held: the requests that hold pages, by name.
     popped: removed requests whose pages are not freed yet, by slot.
@@ -96,7 +91,7 @@ class HostState:
     self.skipping = tuple(group for group in self.groups if group.skips_pages)
     kinds = {(group.kind, group.size): group for group in self.skipping}
     self.skipping_kinds = tuple(kinds.values())
-    self.has_plain_hits = _have_plain_hits(config)
+    self.has_plain_hits = rules.has_plain_hits(config)
     self.pool = HostPool(config, self.undo_log)
     self.held: dict[str, HeldSequence] = {}
     self.popped: dict[int, tuple[PoppedPages, HeldSequence]] = {}
@@ -152,16 +147,3 @@ class HostState:
       statistics = dataclasses.replace(statistics, lifetime=lifetime, idle=idle)
     self.undo_log.replace(self, statistics=PrefixCacheStats(), read_ages=ages)
     return statistics
-
-
-def _have_plain_hits(config: CacheConfig) -> bool:
-  """Computes `HostState.has_plain_hits`."""
-  kinds = set(config.groups)
-  full = [type(kind) for kind in kinds if isinstance(kind, FullAttention)]
-  # A user's kind may have another rule. With a draft model these kinds differ.
-  known = {kind.longest_hit for kind in (GroupKind, SlidingWindow, Recurrent)}
-  are_known = all(type(kind).longest_hit in known for kind in kinds)
-  is_single = config.num_groups == 1
-  return full == [FullAttention] and (
-    is_single or (are_known and not config.use_eagle)
-  )

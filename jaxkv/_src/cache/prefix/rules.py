@@ -11,7 +11,10 @@ from jax import Array
 
 from jaxkv._src.arrays import elementwise
 from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
+from jaxkv._src.cache.group_kinds import Recurrent
+from jaxkv._src.cache.group_kinds import SlidingWindow
 
 
 def final_pages(config: CacheConfig, tokens: Array) -> Array:
@@ -133,9 +136,30 @@ def lookup_bound(
   return elementwise.where(extends, extended, length), drop
 
 
-def drops_last_page(config: CacheConfig, drop: Array) -> Array:
-  """Returns `drop`, bool[R], with a draft model, and False without one."""
+def drops_last_page(config: CacheConfig, drop: Any) -> Any:
+  """Returns `drop`, bool[...], with a draft model, and False without one."""
   return drop & config.use_eagle
+
+
+def has_plain_hits(config: CacheConfig) -> bool:
+  """Returns True if full attention usually decides the length of a hit.
+
+  Its longest hit is then that of all groups, unless another group lacks a page
+  that it needs there.
+  """
+  kinds = set(config.groups)
+  full = [type(kind) for kind in kinds if isinstance(kind, FullAttention)]
+  if full != [FullAttention]:
+    return False
+  if config.num_groups == 1:
+    return True
+  # A user's kind may have another rule. With a draft model the kinds drop
+  # different numbers of pages.
+  standard = {
+    kind.longest_hit for kind in (GroupKind, SlidingWindow, Recurrent)
+  }
+  is_standard = all(type(kind).longest_hit in standard for kind in kinds)
+  return is_standard and not config.use_eagle
 
 
 def reports_boundary(config: CacheConfig) -> bool:

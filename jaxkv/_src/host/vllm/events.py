@@ -89,10 +89,13 @@ class EventGroup(NamedTuple):
 def stored_event(
   request: Any, group: EventGroup, first: int, is_listed: Sequence[Any]
 ) -> BlockStored:
-  """Returns the event of consecutive blocks that a request stored, or found.
+  """Returns the event of consecutive blocks of a request.
 
-  They begin at the place `first` of its table. `is_listed` has a true value for
-  each block that is published.
+  Args:
+    request: the request that stored the blocks, or found them.
+    group: the group.
+    first: the place of the first block in the request's table.
+    is_listed: for each block, a true value if it is published.
   """
   size, step, hashes = group.block_size, group.step, request.block_hashes
   listed = [first + n for n, is_found in enumerate(is_listed) if is_found]

@@ -296,9 +296,11 @@ class KVCacheManager:
   ) -> None:
     """Records new blocks for zeroing and metrics.
 
-    The blocks `new` are those after external tokens. A request begins with the
-    blocks `hit`, or began before if there are None. Others fill the blocks for
-    external tokens in `skipped_groups`.
+    Args:
+      request_id: the request.
+      new: its new blocks by group, without those for external tokens.
+      hit: the blocks with which it begins; None if it began before.
+      skipped_groups: groups whose blocks for external tokens others fill.
     """
     new_ids = new
     if hit is not None:
