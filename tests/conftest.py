@@ -11,6 +11,7 @@ pytest reads it before any test file, and so before jax creates its devices.
   runs; by default each run compiles everything |
 """
 
+import gc
 import importlib.metadata
 import os
 
@@ -23,6 +24,8 @@ _LEVEL_FLAG = "--xla_backend_optimization_level"
 _EMITTER_FLAG = "--xla_cpu_use_fusion_emitters"
 _HAS_EMITTER_FLAG = importlib.metadata.version("jaxlib").startswith("0.10.")
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
+# One part per program: splitting costs more than it saves for small programs.
+_SPLIT_FLAG = "--xla_cpu_parallel_codegen_split_count"
 
 
 def _set_environment() -> None:
@@ -32,6 +35,7 @@ def _set_environment() -> None:
     flags += f" {_DEVICE_FLAG}=8"
   if _PLATFORM == "cpu" and not _OPTIMIZED and _LEVEL_FLAG not in flags:
     flags += f" {_LEVEL_FLAG}=0"
+    flags += f" {_SPLIT_FLAG}=1"
     if _HAS_EMITTER_FLAG:
       flags += f" {_EMITTER_FLAG}=false"
   os.environ["XLA_FLAGS"] = flags.strip()
@@ -84,6 +88,9 @@ hypothesis.settings.register_profile(
   derandomize=False,
 )
 hypothesis.settings.load_profile("default")
+
+# Tracing makes many objects and few cycles, so collections are rare here.
+gc.set_threshold(50_000, 20, 20)
 
 
 _MANY_MAPS = 48_000
@@ -158,6 +165,12 @@ def pytest_collection_modifyitems(
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
       reason = "gpu: runs with JAXKV_TEST_PLATFORM=cuda, where there is a GPU"
       item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+  """Exempts modules and tests from garbage collection: they stay to the end."""
+  gc.collect()
+  gc.freeze()
 
 
 def _is_slow(item: pytest.Item) -> bool:
