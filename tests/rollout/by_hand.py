@@ -17,6 +17,9 @@ from jaxkv import kv as kv_memory
 from jaxkv import rollout
 
 VOCABULARY, WIDTH = 11, 4
+NO_LIMIT = 10**6
+"""Steps, more than any rollout takes."""
+
 _RNG = np.random.default_rng(7)
 _TOKENS = _RNG.normal(size=(VOCABULARY, WIDTH)).astype(np.float32)
 _POSITIONS = _RNG.normal(size=(40, WIDTH)).astype(np.float32)
@@ -157,28 +160,27 @@ def begun_at(state: rollout.RolloutState, temperature) -> rollout.RolloutState:
 
 
 class Runner:
-  """A jitted `rollout.generate` of state, temperature and steps.
-
-  Each runner is traced anew, so it sees the current functions of the library.
-  """
+  """A jitted `rollout.generate` of state, temperature and steps."""
 
   def __init__(self, model, params=None):
-    def run(params, state, temperature, until):
-      state = begun_at(state, temperature)
+    def run(params, state, until):
       return rollout.generate(params, state, until, model=model)
 
     self._params, self._compiled = params, jax.jit(run)
 
-  def __call__(self, state, temperature, steps=None) -> rollout.RolloutState:
-    until = rollout.Until(steps=steps)
-    return self._compiled(self._params, state, temperature, until)
+  def __call__(self, state, temperature, steps=NO_LIMIT):
+    # Every call has the same types, so a state that comes out of a call and
+    # goes in again compiles nothing.
+    state = begun_at(state, temperature)
+    until = rollout.Until(steps=jnp.int32(steps))
+    return self._compiled(self._params, state, until)
 
   def num_compiled(self) -> int:
     return self._compiled._cache_size()
 
 
 def program(windows=(None,)) -> Runner:
-  """Returns the `Runner` of this file's model."""
+  """Returns a new `Runner` of this file's model."""
   return Runner(rollout.all_logits(functools.partial(model, windows=windows)))
 
 

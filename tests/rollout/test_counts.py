@@ -45,7 +45,7 @@ def test_counters_do_not_wrap_around(before):
   """Nor do limits and timelines of a rollout that goes past such a number."""
   program = by_hand.program()
   state = _begun(timeline=6)
-  for steps in (7, None):
+  for steps in (7, by_hand.NO_LIMIT):
     found = program(_later(state, before), 1.0, steps)
     fresh = program(state, 1.0, steps)
     for name, count in vars(fresh.counters).items():

@@ -22,7 +22,7 @@ from tests.rollout import uncached
 from tests.tools.tiers import slow_except
 
 _PROMPT_WIDTH = 72
-_END = rollout.Until()
+_END = rollout.Until(steps=jnp.int32(by_hand.NO_LIMIT))
 _NEW = 24
 # name: slots, pages, page size, samples, temperature
 _RUNS = {
@@ -59,7 +59,9 @@ def _config(model, samples: int) -> rollout.RolloutConfig:
   )
 
 
-def _initial(model, slots, pages, page_size, samples) -> rollout.RolloutState:
+def _initial(
+  model, slots, pages, page_size, samples, temperature=1.0
+) -> rollout.RolloutState:
   cache = jaxkv.init(
     jaxkv.CacheConfig(
       num_pages=pages,
@@ -71,19 +73,15 @@ def _initial(model, slots, pages, page_size, samples) -> rollout.RolloutState:
   kv = models.init_kv(model.config, cache.config)
   # Whatever an unused page holds must not reach a logit.
   kv = dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
-  return rollout.init(
+  state = rollout.init(
     cache, kv, _requests(model), jax.random.key(3), _config(model, samples)
   )
+  return by_hand.begun_at(state, temperature)
 
 
 def _program(model) -> Any:
   forward = functools.partial(models.forward, config=model.config)
-
-  def run(params, state, temperature, until):
-    state = by_hand.begun_at(state, temperature)
-    return rollout.generate(params, state, until, model=forward)
-
-  return jax.jit(run)
+  return jax.jit(functools.partial(rollout.generate, model=forward))
 
 
 @functools.cache
@@ -125,11 +123,9 @@ class TestTokens:
     ],
   )
   def test_equal_those_of_forward_passes(self, name, small_model, uncached_run):
-    slots, pages, page_size, samples, temperature = _RUNS[name]
-    state = _initial(small_model, slots, pages, page_size, samples)
-    end = _program(small_model)(
-      small_model.params, state, jnp.float32(temperature), _END
-    )
+    _, pages, _, samples, temperature = _RUNS[name]
+    state = _initial(small_model, *_RUNS[name])
+    end = _program(small_model)(small_model.params, state, _END)
     expected = uncached_run(samples, temperature)
     np.testing.assert_array_equal(end.queue.tokens, expected.tokens)
     np.testing.assert_array_equal(end.queue.length, expected.length)
@@ -149,9 +145,8 @@ class TestTokens:
     """Sharing is forced, because it would not pay for a small model."""
     least = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
     monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", least)
-    slots, pages, page_size, samples, temperature = _RUNS["sampled"]
-    state = _initial(small_model, slots, pages, page_size, samples)
-    arguments = (state, jnp.float32(temperature), _END)
+    *_, samples, temperature = _RUNS["sampled"]
+    state = _initial(small_model, *_RUNS["sampled"])
     with monkeypatch.context() as patch:
       calls = []
       decode = kernels.cascade_decode
@@ -160,7 +155,7 @@ class TestTokens:
         "cascade_decode",
         lambda *a, **k: calls.append(1) or decode(*a, **k),
       )
-      end = _program(small_model)(small_model.params, *arguments)
+      end = _program(small_model)(small_model.params, state, _END)
     assert calls
     expected = uncached_run(samples, temperature)
     np.testing.assert_array_equal(end.queue.tokens, expected.tokens)
@@ -179,12 +174,12 @@ class TestTokens:
     """Neither its slot nor its neighbours change its tokens."""
     everyone = _initial(small_model, 3, 40, 8, 1)
     run = functools.partial(program, small_model.params)
-    together = run(everyone, jnp.float32(1), _END).queue
+    together = run(everyone, _END).queue
     for number in (0, 3, 5):
-      status = jnp.full_like(everyone.queue.status, rollout.SequenceStatus.DONE)
-      status = status.at[number].set(rollout.SequenceStatus.WAITING)
-      alone = by_hand.with_queue(everyone, status=status)
-      alone = run(alone, jnp.float32(1), _END).queue
+      status = np.full(6, rollout.SequenceStatus.DONE, np.int32)
+      status[number] = rollout.SequenceStatus.WAITING
+      alone = by_hand.with_queue(everyone, status=jnp.asarray(status))
+      alone = run(alone, _END).queue
       np.testing.assert_array_equal(
         alone.tokens[number], together.tokens[number]
       )
@@ -195,16 +190,16 @@ class TestSpans:
     """Bitwise, also from a checkpoint in the middle."""
     run = functools.partial(program, small_model.params)
     state = _initial(small_model, 3, 40, 8, 1)
-    whole = run(state, jnp.float32(1), _END)
+    whole = run(state, _END)
     while not bool(rollout.is_done(state)):
-      state = _through_host_memory(
-        run(state, jnp.float32(1), rollout.Until(steps=7))
-      )
+      until = rollout.Until(steps=jnp.int32(7))
+      state = _through_host_memory(run(state, until))
     chex.assert_trees_all_equal(_numbers(state), _numbers(whole))
 
-  def test_compiled_once_whatever_the_lengths(self, small_model):
-    program = _program(small_model)
+  def test_compiled_once_whatever_the_lengths(self, small_model, program):
     state = _initial(small_model, 3, 40, 8, 1)
+    program(small_model.params, state, _END)
+    before = program._cache_size()
     for lengths in ((5, 7, 9, 11, 13, 15), (1, 1, 1, 1, 1, 40)):
       requests = dataclasses.replace(
         _requests(small_model), lengths=jnp.asarray(lengths, jnp.int32)
@@ -216,27 +211,23 @@ class TestSpans:
         jax.random.key(0),
         state.config,
       )
-      begun = by_hand.begun_at(begun, jnp.float32(1))
+      begun = by_hand.begun_at(begun, 1.0)
       for steps in (3, 10**6):
-        begun = program(
-          small_model.params, begun, jnp.float32(1), rollout.Until(steps=steps)
-        )
-    assert program._cache_size() == 1
+        until = rollout.Until(steps=jnp.int32(steps))
+        begun = program(small_model.params, begun, until)
+    assert program._cache_size() == before
 
   def test_nothing_is_transferred(self, small_model, program):
     """Of a call whose arguments are on the device."""
     state = _initial(small_model, 3, 40, 8, 1)
-    rest = jax.device_put((jnp.float32(1), _END))
-    program(small_model.params, state, *rest)
+    program(small_model.params, state, _END)
     with jax.transfer_guard("disallow"):
-      end = program(small_model.params, state, *rest)
+      end = program(small_model.params, state, _END)
     assert bool(rollout.is_done(end))
 
   def test_the_program_never_asks_the_host(self, small_model, program):
     state = _initial(small_model, 3, 40, 8, 1)
-    compiled = program.lower(
-      small_model.params, state, jnp.float32(1), _END
-    ).compile()
+    compiled = program.lower(small_model.params, state, _END).compile()
     text = compiled.as_text()
     assert re.search(r"\b(infeed|outfeed|send|recv)\(", text) is None
     assert "callback" not in text
@@ -252,7 +243,7 @@ class TestHopelessSequences:
     cache, _ = jaxkv.touch(cache, cache.page_table[:, 0])
     cache, _ = jaxkv.free(cache, mask=jnp.ones((3,), bool))
     state = by_hand.with_cache(state, cache)
-    end = program(small_model.params, state, jnp.float32(1), _END)
+    end = program(small_model.params, state, _END)
     status = end.queue.status.tolist()
     assert rollout.SequenceStatus.FAILED in status
     assert rollout.SequenceStatus.DONE in status
@@ -265,11 +256,9 @@ class TestHopelessSequences:
   def test_no_number_of_steps_is_too_large(self, small_model, program):
     run = functools.partial(program, small_model.params)
     state = _initial(small_model, 3, 40, 8, 1)
-    state = run(state, jnp.float32(1), rollout.Until(steps=3))
+    state = run(state, rollout.Until(steps=jnp.int32(3)))
     assert int(state.counters.steps) == 3
-    state = run(
-      state, jnp.float32(1), rollout.Until(steps=jnp.int32(2**31 - 1))
-    )
+    state = run(state, rollout.Until(steps=jnp.int32(2**31 - 1)))
     assert bool(rollout.is_done(state))
 
 
@@ -349,4 +338,5 @@ def _through_host_memory(state: rollout.RolloutState) -> rollout.RolloutState:
   kept = jax.tree.map(np.array, _numbers(state))
   state = jax.tree.map(jnp.asarray, kept)
   keys = jax.random.wrap_key_data(state.queue.keys)
+  state = dataclasses.replace(state, key=jax.random.wrap_key_data(state.key))
   return by_hand.with_queue(state, keys=keys)

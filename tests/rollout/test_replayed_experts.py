@@ -77,10 +77,10 @@ def runner() -> by_hand.Runner:
   return by_hand.Runner(rollout.all_logits(_model), jnp.int32(0))
 
 
-def _run(state, steps=None, version=0):
+def _run(state, steps=by_hand.NO_LIMIT, version=0):
   program = runner()
   program._params = jnp.int32(version)
-  return program(state, 1.0, None if steps is None else np.int32(steps))
+  return program(state, 1.0, steps)
 
 
 def _check(out: rollout.Generated, rows, version=0, known=None) -> None:

@@ -1,6 +1,7 @@
 """When a call returns, and what it leaves to the next one."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -26,6 +27,13 @@ _generate = jax.jit(
 )
 
 
+def _until(**limits: int) -> rollout.Until:
+  """All limits are numbers, so one program serves all tests."""
+  names = ("steps", "sequences", "groups")
+  limits = dict.fromkeys(names, by_hand.NO_LIMIT) | limits
+  return rollout.Until(**{k: jnp.int32(v) for k, v in limits.items()})
+
+
 def _ended(state: rollout.RolloutState) -> np.ndarray:
   return np.asarray(state.queue.status) == rollout.SequenceStatus.DONE
 
@@ -33,17 +41,17 @@ def _ended(state: rollout.RolloutState) -> np.ndarray:
 @pytest.mark.parametrize("count", [1, 3])
 def test_groups(count):
   """As soon as so many are complete; the others end as if undisturbed."""
-  state, until = _begun(), rollout.Until(groups=count)
+  state, until = _begun(), _until(groups=count)
   stopped = _generate(state, until)
   groups = _ended(stopped).reshape(-1, 2).all(axis=1)
   assert groups.sum() == count
   before = _begun()
   steps = int(stopped.counters.steps)
-  before = _generate(before, rollout.Until(steps=steps - 1))
+  before = _generate(before, _until(steps=steps - 1))
   assert _ended(before).reshape(-1, 2).all(axis=1).sum() < count
   assert int(_generate(stopped, until).counters.steps) == steps
-  whole = _generate(_begun(), rollout.Until())
-  end = _generate(stopped, rollout.Until())
+  whole = _generate(_begun(), _until())
+  end = _generate(stopped, _until())
   np.testing.assert_array_equal(end.queue.tokens, whole.queue.tokens)
 
 
@@ -52,38 +60,38 @@ def test_newly_ended_sequences():
   state, num_new = _begun(), np.zeros(8, int)
   while not rollout.is_done(state):
     before = _ended(state)
-    state = _generate(state, rollout.Until(steps=3))
+    state = _generate(state, _until(steps=3))
     is_new = np.asarray(rollout.generated(state).is_new)
     np.testing.assert_array_equal(is_new, _ended(state) & ~before)
     num_new += is_new
   assert num_new.tolist() == [1] * 8
-  assert not np.any(_generate(state, rollout.Until()).queue.is_new)
+  assert not np.any(_generate(state, _until()).queue.is_new)
 
 
 def test_sequences_until_all_are_harvested():
   """A server: it returns for an answer, and takes it out."""
   state, answers = _begun(), {}
   while len(answers) < 8:
-    state = _generate(state, rollout.Until(sequences=1))
+    state = _generate(state, _until(sequences=1))
     assert _ended(state).any()
     state, out = rollout.harvest(state)
     for row in np.flatnonzero(out.results.valid):
       answers[int(out.results.ids[row])] = out.results.tokens[row].tolist()
-  whole = _generate(_begun(), rollout.Until()).queue
+  whole = _generate(_begun(), _until()).queue
   assert [answers[n] for n in range(8)] == whole.tokens.tolist()
   assert set(state.queue.status.tolist()) == {rollout.SequenceStatus.EMPTY}
 
 
 def test_whichever_is_first():
-  end = _generate(_begun(), rollout.Until(steps=2, sequences=1, groups=1))
+  end = _generate(_begun(), _until(steps=2, sequences=1, groups=1))
   assert int(end.counters.steps) == 2
-  end = _generate(_begun(), rollout.Until(steps=0))
+  end = _generate(_begun(), _until(steps=0))
   assert int(end.counters.steps) == 0
 
 
 def test_empty_groups_are_not_complete():
   """Those that were never there do not count."""
   state = _begun(num_samples=[0, 1, 2, 0])
-  end = _generate(state, rollout.Until(groups=2))
+  end = _generate(state, _until(groups=2))
   assert _ended(end).sum() == 3
   assert bool(rollout.is_done(end))
