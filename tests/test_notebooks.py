@@ -58,7 +58,7 @@ def test_outputs_are_kept_and_small(name):
   assert path.stat().st_size <= _MAX_BYTES
 
 
-@slow_except("name", _NAMES, "01_the_cache_as_a_value")
+@slow_except("name", _NAMES, "03_a_scheduler_in_python")
 @over_notebooks
 def test_runs(name):
   if not refresh_notebooks.is_runnable(name):

@@ -89,8 +89,9 @@ def test_axes_can_be_given(state):
   assert not left.texts and right.texts
 
 
-@pytest.mark.parametrize("num_pages", [2, 513, 4096])
-@pytest.mark.parametrize("num_slots", [1, 64])
+@pytest.mark.parametrize(
+  ("num_pages", "num_slots"), [(2, 64), (513, 1), (4096, 64)]
+)
 def test_sizes(num_pages, num_slots, tmp_path):
   config = jaxkv.CacheConfig(
     num_pages=num_pages, page_size=4, num_slots=num_slots, pages_per_slot=100

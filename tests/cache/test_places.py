@@ -16,17 +16,13 @@ import jaxkv
 from tests.cache.by_hand import config
 from tests.cache.by_hand import ints
 from tests.cache.by_hand import life
-from tests.tools.tiers import slow_except
-
-FRESH = ("state", "tokens", "neither")
-"""What is made inside of a shard, where it varies over no axis at first."""
 
 
 class TestPlaces:
-  @slow_except("fresh", FRESH, "tokens")
-  @pytest.mark.parametrize("fresh", FRESH)
+  @pytest.mark.slow
+  @pytest.mark.parametrize("fresh", ["state", "tokens", "neither"])
   def test_inside_a_shard(self, fresh):
-    """A state or tokens made inside vary over no axis, until they must."""
+    """What is made inside, `fresh`, varies over no axis until it must."""
     mesh = jax.make_mesh(
       (4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
     )

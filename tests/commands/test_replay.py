@@ -96,7 +96,13 @@ def lru(requests, rule, pages):
 
 
 @pytest.mark.parametrize(
-  ("rule", "pages"), [("full", 9), ("full", 0), ("all", 40), ("all", 10**12)]
+  ("rule", "pages"),
+  [
+    ("full", 9),
+    pytest.param("full", 0, marks=pytest.mark.slow),
+    pytest.param("all", 40, marks=pytest.mark.slow),
+    ("all", 10**12),
+  ],
 )
 def test_counts_equal_plain_lru(tmp_path, capsys, rule, pages):
   requests = list(conversations(700, seed=pages))
