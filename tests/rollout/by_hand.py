@@ -19,6 +19,15 @@ from jaxkv import rollout
 VOCABULARY, WIDTH = 11, 4
 NO_LIMIT = 10**6
 """Steps, more than any rollout takes."""
+KEY = jax.random.key(5)
+"""The key of all rollouts."""
+WAITS, RUNS, DONE, FAILED, EMPTY = (
+  rollout.SequenceStatus.WAITING,
+  rollout.SequenceStatus.RUNNING,
+  rollout.SequenceStatus.DONE,
+  rollout.SequenceStatus.FAILED,
+  rollout.SequenceStatus.EMPTY,
+)
 
 _RNG = np.random.default_rng(7)
 _TOKENS = _RNG.normal(size=(VOCABULARY, WIDTH)).astype(np.float32)
@@ -88,13 +97,12 @@ class Expected:
 def expected(
   number: int,
   prompt: list[int],
-  key,
   temperature: float,
   config,
   windows=(None,),
 ) -> Expected:
   """Computes sequence `number`, which begins with `prompt`."""
-  key, tokens, log_probs = jax.random.fold_in(key, number), [*prompt], []
+  key, tokens, log_probs = jax.random.fold_in(KEY, number), [*prompt], []
   for count in range(config.max_new_tokens):
     logits = _logits(tokens, windows)
     if temperature:
@@ -117,7 +125,7 @@ def sizes(pages: int, slots: int) -> jaxkv.CacheConfig:
 
 
 def begun(
-  key, sizes: jaxkv.CacheConfig, config, prompts=PROMPTS, **options
+  sizes: jaxkv.CacheConfig, config, prompts=PROMPTS, **options
 ) -> rollout.RolloutState:
   """Makes a rollout of the prompts in a memory of NaN.
 
@@ -135,7 +143,7 @@ def begun(
   settings = {name: options.pop(name) for name in fields & options.keys()}
   requests = rollout.Requests(rows, lengths, **settings)
   cache = jaxkv.init(sizes)
-  return rollout.init(cache, kv, requests, key, config, **options)
+  return rollout.init(cache, kv, requests, KEY, config, **options)
 
 
 def with_queue(state: rollout.RolloutState, **changes) -> rollout.RolloutState:
@@ -182,6 +190,15 @@ class Runner:
 def program(windows=(None,)) -> Runner:
   """Returns a new `Runner` of this file's model."""
   return Runner(rollout.all_logits(functools.partial(model, windows=windows)))
+
+
+def ended(
+  sizes: jaxkv.CacheConfig, config, prompts, temperature: float
+) -> rollout.RolloutState:
+  """Runs a rollout to its end, which takes at most 50 steps."""
+  end = program()(begun(sizes, config, prompts), temperature, 50)
+  assert bool(rollout.is_done(end)), "not done after 50 steps"
+  return end
 
 
 def check_sequence(sequences, number: int, expected: Expected) -> None:

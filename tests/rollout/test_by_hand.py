@@ -28,7 +28,7 @@ _CONFIG = rollout.RolloutConfig(
 def _expected(temperature: float) -> list[by_hand.Expected]:
   prompts = [prompt for prompt in by_hand.PROMPTS for _ in range(2)]
   return [
-    by_hand.expected(number, prompt, jax.random.key(5), temperature, _CONFIG)
+    by_hand.expected(number, prompt, temperature, _CONFIG)
     for number, prompt in enumerate(prompts)
   ]
 
@@ -38,13 +38,13 @@ def check_sequences(
 ) -> rollout.RolloutState:
   """All of finished rollouts in a pool of so many pages; returns the last."""
   program = by_hand.program()
-  state = by_hand.begun(jax.random.key(5), by_hand.sizes(pages, slots), _CONFIG)
+  state = by_hand.begun(by_hand.sizes(pages, slots), _CONFIG)
   ends = [program(state, temperature, 200) for temperature in temperatures]
   for end, temperature in zip(ends, temperatures, strict=True):
     assert bool(rollout.is_done(end)), "not done after 200 steps"
     for number, wanted in enumerate(_expected(temperature)):
       by_hand.check_sequence(end.queue, number, wanted)
-    assert set(end.queue.status.tolist()) == {rollout.SequenceStatus.DONE}
+    assert set(end.queue.status.tolist()) == {by_hand.DONE}
     assert set(end.queue.code.tolist()) == {jaxkv.Status.OK}
     lengths = [len(wanted.log_probs) for wanted in _expected(temperature)]
     assert int(end.counters.generated) == sum(lengths)
@@ -63,10 +63,10 @@ def test_sequences():
 def test_chunks(chunk):
   """Prompts that end in chunks, and in the places of slots."""
   config = dataclasses.replace(_CONFIG, num_samples=1, prefill_chunk=chunk)
-  state = by_hand.begun(jax.random.key(5), by_hand.sizes(60, 3), config)
+  state = by_hand.begun(by_hand.sizes(60, 3), config)
   end = by_hand.program()(state, 0.7, 200)
   for number, prompt in enumerate(by_hand.PROMPTS):
-    wanted = by_hand.expected(number, prompt, jax.random.key(5), 0.7, config)
+    wanted = by_hand.expected(number, prompt, 0.7, config)
     by_hand.check_sequence(end.queue, number, wanted)
 
 
@@ -90,10 +90,8 @@ def test_counters():
   config = rollout.RolloutConfig(
     num_samples=2, max_new_tokens=3, prefill_chunk=3
   )
-  state = by_hand.begun(
-    jax.random.key(5), by_hand.sizes(20, 2), config, [[1, 2, 3, 4, 5], [6]]
-  )
-  end = by_hand.program()(state, 1.0, 50)
+  sizes = by_hand.sizes(20, 2)
+  end = by_hand.ended(sizes, config, [[1, 2, 3, 4, 5], [6]], 1.0)
   found = {
     name: np.asarray(x).tolist() for name, x in vars(end.counters).items()
   }
@@ -122,18 +120,12 @@ def test_preemption():
   page is not given to the third one: it is left for the first two to grow.
   """
   config = rollout.RolloutConfig(max_new_tokens=5)
-  state = by_hand.begun(
-    jax.random.key(5), by_hand.sizes(5, 2), config, [[1], [2], [3]]
-  )
+  state = by_hand.begun(by_hand.sizes(5, 2), config, [[1], [2], [3]])
   program, status = by_hand.program(), []
   for _ in range(7):
     state = program(state, 1.0, 1)
     status.append(state.queue.status.tolist())
-  waits, runs, done = (
-    rollout.SequenceStatus.WAITING,
-    rollout.SequenceStatus.RUNNING,
-    rollout.SequenceStatus.DONE,
-  )
+  waits, runs, done = by_hand.WAITS, by_hand.RUNS, by_hand.DONE
   assert status[3] == [runs, runs, waits]
   assert status[4] == [runs, waits, waits]
   assert status[5] == [done, waits, waits]
@@ -150,11 +142,8 @@ def test_room():
   each sequence that runs, themselves included. So it waits.
   """
   config = rollout.RolloutConfig(max_new_tokens=2)
-  state = by_hand.begun(
-    jax.random.key(5), by_hand.sizes(5, 2), config, [[1, 2, 3, 1, 2, 3], [1]]
-  )
-  end = by_hand.program()(state, 1.0, 50)
-  assert bool(rollout.is_done(end)), "not done after 50 steps"
+  sizes = by_hand.sizes(5, 2)
+  end = by_hand.ended(sizes, config, [[1, 2, 3, 1, 2, 3], [1]], 1.0)
   assert (int(end.counters.steps), int(end.counters.preempted)) == (4, 0)
 
 
@@ -165,41 +154,34 @@ def test_victim():
   first one holds two. It has fewer tokens, so it is preempted.
   """
   config = rollout.RolloutConfig(max_new_tokens=4, prefill_chunk=8)
-  state = by_hand.begun(
-    jax.random.key(5), by_hand.sizes(6, 2), config, [[9], [1, 2, 3, 1]]
-  )
+  state = by_hand.begun(by_hand.sizes(6, 2), config, [[9], [1, 2, 3, 1]])
   program = by_hand.program()
   state = program(state, 0.0, 4)
   assert int(state.counters.preempted) == 1
-  status = state.queue.status.tolist()
-  assert status == [
-    rollout.SequenceStatus.WAITING,
-    rollout.SequenceStatus.RUNNING,
-  ]
+  assert state.queue.status.tolist() == [by_hand.WAITS, by_hand.RUNS]
   state = program(state, 0.0, 50)
   assert bool(rollout.is_done(state)), "not done after 50 steps"
   # It had computed three tokens, and the page of two is still cached.
   assert int(state.counters.recomputed) == 1
 
 
-def test_shared():
-  """Three prompts of eight common tokens and one of their own, pages of two.
+@pytest.mark.parametrize("page_size", [2, 4])
+def test_shared(page_size):
+  """Three prompts of eight common tokens and one of their own.
 
   Each step computes four tokens. Nobody enters beside the first one before the
-  last common page is cached, so only the first one computes those pages.
+  last common page is cached, so only the first one computes those pages. Pages
+  of four tokens are larger than the smallest that the cache could have.
   """
   config = rollout.RolloutConfig(max_new_tokens=1, prefill_chunk=1)
   common = [1, 2, 3, 4, 5, 6, 7, 8]
-  state = by_hand.begun(
-    jax.random.key(5),
-    by_hand.sizes(40, 3),
-    config,
-    [[*common, 5], [*common, 6], [*common, 7]],
-  )
-  end = by_hand.program()(state, 0.0, 50)
-  assert bool(rollout.is_done(end)), "not done after 50 steps"
+  groups = (jaxkv.FullAttention(page_size=page_size),)
+  sizes = dataclasses.replace(by_hand.sizes(40, 3), groups=groups)
+  prompts = [[*common, 5], [*common, 6], [*common, 7]]
+  end = by_hand.ended(sizes, config, prompts, 0.0)
   assert int(end.counters.prefilled) == 8
   assert int(end.counters.steps) == 3
+  assert int(end.memory.cache.stats.hit_tokens) == 16
 
 
 def test_order():
@@ -211,15 +193,11 @@ def test_order():
     (0, [0, 1, 2, 3]),
   ):
     config = rollout.RolloutConfig(max_new_tokens=1, max_overtaken=bound)
-    state = by_hand.begun(
-      jax.random.key(5), by_hand.sizes(40, 1), config, prompts
-    )
+    state = by_hand.begun(by_hand.sizes(40, 1), config, prompts)
     program, order = by_hand.program(), []
     for _ in range(30):
       state = program(state, 0.0, 1)
-      for number in np.flatnonzero(
-        state.queue.status == rollout.SequenceStatus.DONE
-      ):
+      for number in np.flatnonzero(state.queue.status == by_hand.DONE):
         if number not in order:
           order.append(int(number))
     assert order == wanted, bound
@@ -243,7 +221,7 @@ def test_groups(pages):
     for window in _WINDOWS
   )
   sizes = dataclasses.replace(by_hand.sizes(pages, 3), groups=groups)
-  state = by_hand.begun(jax.random.key(5), sizes, config)
+  state = by_hand.begun(sizes, config)
   program = by_hand.program(_WINDOWS)
   for _ in range(300):
     state = program(state, 0.7, 1)
@@ -260,12 +238,7 @@ def test_groups(pages):
   assert (int(state.counters.preempted) > 0) == (pages == 18)
   for number in range(8):
     wanted = by_hand.expected(
-      number,
-      by_hand.PROMPTS[number // 2],
-      jax.random.key(5),
-      0.7,
-      config,
-      _WINDOWS,
+      number, by_hand.PROMPTS[number // 2], 0.7, config, _WINDOWS
     )
     by_hand.check_sequence(state.queue, number, wanted)
 
@@ -275,30 +248,22 @@ def test_priority():
   config = rollout.RolloutConfig(max_new_tokens=3)
   prompts = [[1], [2], [3], [4]]
   state = by_hand.begun(
-    jax.random.key(5),
-    by_hand.sizes(40, 1),
-    config,
-    prompts,
-    priority=[5, -2, 5, 0],
+    by_hand.sizes(40, 1), config, prompts, priority=[5, -2, 5, 0]
   )
   program, order = by_hand.program(), []
   for _ in range(30):
     state = program(state, 0.0, 1)
-    done = np.flatnonzero(state.queue.status == rollout.SequenceStatus.DONE)
+    done = np.flatnonzero(state.queue.status == by_hand.DONE)
     order += [number for number in done.tolist() if number not in order]
   assert order == [1, 3, 0, 2]
   assert not np.any(state.queue.overtaken)
   # As in `test_preemption`, where the younger one is the victim.
   config = rollout.RolloutConfig(max_new_tokens=5)
   state = by_hand.begun(
-    jax.random.key(5),
-    by_hand.sizes(5, 2),
-    config,
-    [[1], [2], [3]],
-    priority=[1, 0, 2],
+    by_hand.sizes(5, 2), config, [[1], [2], [3]], priority=[1, 0, 2]
   )
   state = by_hand.program()(state, 1.0, 5)
-  waits, runs = rollout.SequenceStatus.WAITING, rollout.SequenceStatus.RUNNING
+  waits, runs = by_hand.WAITS, by_hand.RUNS
   assert state.queue.status.tolist() == [waits, runs, waits]
 
 
@@ -308,19 +273,13 @@ def test_num_samples():
   prompts, program = by_hand.PROMPTS[:3], by_hand.program()
   for counts in ([3, 0, 1], [1, 2, 0]):
     state = by_hand.begun(
-      jax.random.key(5),
-      by_hand.sizes(60, 3),
-      config,
-      prompts,
-      num_samples=counts,
+      by_hand.sizes(60, 3), config, prompts, num_samples=counts
     )
     end = program(state, 0.7, 200)
     assert bool(rollout.is_done(end)), "not done after 200 steps"
     for number, prompt in enumerate(n for n in prompts for _ in range(3)):
       if number % 3 < counts[number // 3]:
-        wanted = by_hand.expected(
-          number, prompt, jax.random.key(5), 0.7, config
-        )
+        wanted = by_hand.expected(number, prompt, 0.7, config)
       else:
         wanted = by_hand.Expected(prompt, [])
       by_hand.check_sequence(end.queue, number, wanted)
@@ -331,15 +290,13 @@ def test_nobody_who_decodes_is_stalled():
   """Whoever has drawn a token draws one in each later step until it ends."""
   config = dataclasses.replace(_CONFIG, num_samples=1, max_new_tokens=8)
   prompts = [[1, 2], [3] * 8, [4] * 8, [5] * 8, [6, 7], [2] * 8]
-  state = by_hand.begun(
-    jax.random.key(5), by_hand.sizes(90, 3), config, prompts
-  )
+  state = by_hand.begun(by_hand.sizes(90, 3), config, prompts)
   program = by_hand.program()
   while not bool(rollout.is_done(state)):
     before, state = state, program(state, 0.7, 1)
-    drawing = (before.queue.status == rollout.SequenceStatus.RUNNING) & (
-      before.queue.length > before.queue.prompt_length
-    )
+    queue = before.queue
+    drawing = queue.status == by_hand.RUNS
+    drawing &= queue.length > queue.prompt_length
     grown = state.queue.length - before.queue.length
     assert np.all(np.asarray(grown)[np.asarray(drawing)] == 1)
   assert int(state.counters.preempted) == 0
@@ -352,10 +309,7 @@ def test_first_come():
   """
   config = rollout.RolloutConfig(max_new_tokens=2, prefill_chunk=1)
   state = by_hand.begun(
-    jax.random.key(5),
-    by_hand.sizes(40, 2),
-    config,
-    [[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]],
+    by_hand.sizes(40, 2), config, [[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]]
   )
   state = by_hand.program()(state, 0.0, 2)
   assert state.queue.length.tolist() == [7, 6]
@@ -374,7 +328,7 @@ def test_in_place(largest):
   sizes = dataclasses.replace(
     by_hand.sizes(9000 if largest == "memory" else 60, 4), pages_per_slot=33
   )
-  state = by_hand.begun(jax.random.key(5), sizes, config, prompts)
+  state = by_hand.begun(sizes, config, prompts)
   array = state.memory.kv.k if largest == "memory" else state.queue.tokens
   program = jax.jit(by_hand.program(), donate_argnums=0)
   compiled = program.lower(state, jnp.float32(1)).compile()
@@ -385,10 +339,7 @@ def test_a_new_epoch_on_the_way():
   """Nothing of the old weights is hit by those that wait."""
   config = rollout.RolloutConfig(max_new_tokens=1)
   state = by_hand.begun(
-    jax.random.key(5),
-    by_hand.sizes(40, 1),
-    config,
-    [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]],
+    by_hand.sizes(40, 1), config, [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]]
   )
   program = by_hand.program()
   state = program(state, 0.0, 1)
@@ -397,18 +348,3 @@ def test_a_new_epoch_on_the_way():
   end = program(by_hand.with_cache(state, cache), 0.0, 50)
   assert bool(rollout.is_done(end))
   assert int(end.memory.cache.stats.hit_tokens) == 0
-
-
-def test_pages_larger_than_the_caches():
-  """A page of four tokens, in a cache whose smallest could have two."""
-  common = [1, 2, 3, 4, 5, 6, 7, 8]
-  sizes = dataclasses.replace(
-    by_hand.sizes(40, 2), groups=(jaxkv.FullAttention(page_size=4),)
-  )
-  config = rollout.RolloutConfig(max_new_tokens=1, prefill_chunk=1)
-  state = by_hand.begun(
-    jax.random.key(5), sizes, config, [[*common, 5], [*common, 6]]
-  )
-  end = by_hand.program()(state, 0.0, 50)
-  assert int(end.counters.prefilled) == 8
-  assert int(end.memory.cache.stats.hit_tokens) == 8

@@ -14,7 +14,7 @@ from tests.tools.tiers import slow_except
 def _begun(timeline=0):
   config = rollout.RolloutConfig(max_new_tokens=5, timeline=timeline)
   sizes = by_hand.sizes(5, 2)
-  return by_hand.begun(jax.random.key(5), sizes, config, [[1], [2], [3]])
+  return by_hand.begun(sizes, config, [[1], [2], [3]])
 
 
 def _later(state, before):

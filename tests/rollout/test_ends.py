@@ -25,11 +25,7 @@ def _model(params, batch, kv):
 def _begun(config, sampling, count):
   """So many prompts of one token."""
   state = by_hand.begun(
-    jax.random.key(5),
-    by_hand.sizes(60, count),
-    config,
-    [[0]] * count,
-    sampling=sampling,
+    by_hand.sizes(60, count), config, [[0]] * count, sampling=sampling
   )
   return by_hand.begun_at(state, 0.0)
 

@@ -20,10 +20,7 @@ def test_hopeless():
   """
   config = rollout.RolloutConfig(max_new_tokens=5)
   state = by_hand.begun(
-    jax.random.key(5),
-    by_hand.sizes(8, 1),
-    config,
-    [[1, 2, 3, 1, 2, 3, 1], [1, 2]],
+    by_hand.sizes(8, 1), config, [[1, 2, 3, 1, 2, 3, 1], [1, 2]]
   )
   cache, _ = jaxkv.allocate(state.memory.cache, [10])
   cache, _ = jaxkv.touch(cache, cache.page_table[:, 0])
@@ -31,8 +28,8 @@ def test_hopeless():
   end = by_hand.program()(by_hand.with_cache(state, cache), 0.0, 50)
   assert bool(rollout.is_done(end)), "not done after 50 steps"
   assert end.queue.status.tolist() == [
-    rollout.SequenceStatus.FAILED,
-    rollout.SequenceStatus.FAILED,
+    by_hand.FAILED,
+    by_hand.FAILED,
   ]
   assert set(end.queue.code.tolist()) == {jaxkv.Status.OUT_OF_PAGES}
   lengths = end.queue.length - end.queue.prompt_length
@@ -48,16 +45,16 @@ def test_traced_lengths_out_of_range():
   """They fail from the start, and the others run."""
   sizes = dataclasses.replace(by_hand.sizes(40, 2), pages_per_slot=4)
   config = rollout.RolloutConfig(max_new_tokens=4)
-  whole = by_hand.begun(jax.random.key(5), sizes, config, [[1, 2, 3, 4]] * 4)
+  whole = by_hand.begun(sizes, config, [[1, 2, 3, 4]] * 4)
 
   def begun(lengths):
     requests = rollout.Requests([[1, 2, 3, 4]] * 4, lengths)
-    memory, key = whole.memory, jax.random.key(5)
+    memory, key = whole.memory, by_hand.KEY
     return rollout.init(memory.cache, memory.kv, requests, key, config)
 
   state = jax.jit(begun)(jnp.asarray([6, 2, 0, 4], jnp.int32))
   end = by_hand.program()(state, 0.0, 50)
-  fails, done = rollout.SequenceStatus.FAILED, rollout.SequenceStatus.DONE
+  fails, done = by_hand.FAILED, by_hand.DONE
   assert end.queue.status.tolist() == [fails, done, fails, done]
   bad, ok = jaxkv.Status.BAD_LENGTH, jaxkv.Status.OK
   assert end.queue.code.tolist() == [bad, ok, bad, ok]

@@ -176,8 +176,8 @@ class TestTokens:
     run = functools.partial(program, small_model.params)
     together = run(everyone, _END).queue
     for number in (0, 3, 5):
-      status = np.full(6, rollout.SequenceStatus.DONE, np.int32)
-      status[number] = rollout.SequenceStatus.WAITING
+      status = np.full(6, by_hand.DONE, np.int32)
+      status[number] = by_hand.WAITS
       alone = by_hand.with_queue(everyone, status=jnp.asarray(status))
       alone = run(alone, _END).queue
       np.testing.assert_array_equal(
@@ -197,6 +197,7 @@ class TestSpans:
     chex.assert_trees_all_equal(_numbers(state), _numbers(whole))
 
   def test_compiled_once_whatever_the_lengths(self, small_model, program):
+    """Nor is any number of steps too large."""
     state = _initial(small_model, 3, 40, 8, 1)
     program(small_model.params, state, _END)
     before = program._cache_size()
@@ -212,9 +213,12 @@ class TestSpans:
         state.config,
       )
       begun = by_hand.begun_at(begun, 1.0)
-      for steps in (3, 10**6):
+      for steps in (3, 2**31 - 1):
+        assert not bool(rollout.is_done(begun))
         until = rollout.Until(steps=jnp.int32(steps))
         begun = program(small_model.params, begun, until)
+        assert int(begun.counters.steps) >= 3
+      assert bool(rollout.is_done(begun))
     assert program._cache_size() == before
 
   def test_nothing_is_transferred(self, small_model, program):
@@ -245,63 +249,41 @@ class TestHopelessSequences:
     state = by_hand.with_cache(state, cache)
     end = program(small_model.params, state, _END)
     status = end.queue.status.tolist()
-    assert rollout.SequenceStatus.FAILED in status
-    assert rollout.SequenceStatus.DONE in status
-    failed = end.queue.status == rollout.SequenceStatus.FAILED
+    assert by_hand.FAILED in status
+    assert by_hand.DONE in status
+    failed = end.queue.status == by_hand.FAILED
     expected = jnp.where(failed, jaxkv.Status.OUT_OF_PAGES, jaxkv.Status.OK)
     assert end.queue.code.tolist() == expected.tolist()
     held = jnp.sum(cache.pool.pin_count)
     assert int(end.memory.cache.pool.queue.num_free) == 39 - int(held)
 
-  def test_no_number_of_steps_is_too_large(self, small_model, program):
-    run = functools.partial(program, small_model.params)
-    state = _initial(small_model, 3, 40, 8, 1)
-    state = run(state, rollout.Until(steps=jnp.int32(3)))
-    assert int(state.counters.steps) == 3
-    state = run(state, rollout.Until(steps=jnp.int32(2**31 - 1)))
-    assert bool(rollout.is_done(state))
-
 
 class TestArguments:
+  def _begun(self, model, state, **changes):
+    """Begins another rollout in the memory of a state, with some changes."""
+    arguments = {**vars(state.memory), "requests": _requests(model), **changes}
+    config = _config(model, 1)
+    return rollout.init(**arguments, key=jax.random.key(0), config=config)
+
   def test_a_memory_of_other_pages(self, small_model):
     state = _initial(small_model, 2, 40, 8, 1)
     other = _initial(small_model, 2, 40, 16, 1)
     with pytest.raises(ValueError, match=r"`kv` must have .* got 40 of 16"):
-      rollout.init(
-        state.memory.cache,
-        other.memory.kv,
-        _requests(small_model),
-        jax.random.key(0),
-        _config(small_model, 1),
-      )
+      self._begun(small_model, state, kv=other.memory.kv)
 
   def test_a_cache_in_use(self, small_model):
     state = _initial(small_model, 2, 40, 8, 1)
-    cache, _ = jaxkv.allocate(
-      state.memory.cache, jnp.asarray([1, 0], jnp.int32)
-    )
+    cache, _ = jaxkv.allocate(state.memory.cache, [1, 0])
     with pytest.raises(ValueError, match="must have no slot in use"):
-      rollout.init(
-        cache,
-        state.memory.kv,
-        _requests(small_model),
-        jax.random.key(0),
-        _config(small_model, 1),
-      )
+      self._begun(small_model, state, cache=cache)
 
   def test_a_sequence_that_cannot_fit(self, small_model):
     with pytest.raises(ValueError, match=r"num_pages` must be at least 13 for"):
       _initial(small_model, 2, 8, 8, 1)
     state = _initial(small_model, 2, 40, 8, 1)
-    wide = jnp.zeros((1, 100), jnp.int32)
+    requests = rollout.Requests([[0] * 100], [1])
     with pytest.raises(ValueError, match=r"must fit a slot of 96 tokens"):
-      rollout.init(
-        state.memory.cache,
-        state.memory.kv,
-        rollout.Requests(wide, jnp.ones((1,), jnp.int32)),
-        jax.random.key(0),
-        _config(small_model, 1),
-      )
+      self._begun(small_model, state, requests=requests)
 
 
 def test_init_inside_a_program(small_model):

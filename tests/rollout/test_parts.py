@@ -23,16 +23,14 @@ _CONFIG = rollout.RolloutConfig(num_samples=2, max_new_tokens=6)
 
 def _begun(config=_CONFIG, prompts=((1, 2), (3, 4, 5), (6,)), **options):
   prompts = [list(prompt) for prompt in prompts]
-  return by_hand.begun(
-    jax.random.key(5), by_hand.sizes(40, 3), config, prompts, **options
-  )
+  return by_hand.begun(by_hand.sizes(40, 3), config, prompts, **options)
 
 
 def test_until():
   """A whole group has ended, half of another one, and one has no sample."""
   state = _begun()
-  done, empty = rollout.SequenceStatus.DONE, rollout.SequenceStatus.EMPTY
-  failed, runs = rollout.SequenceStatus.FAILED, rollout.SequenceStatus.RUNNING
+  done, empty = by_hand.DONE, by_hand.EMPTY
+  failed, runs = by_hand.FAILED, by_hand.RUNS
   status = [done, failed, runs, done, empty, empty]
   state = by_hand.with_queue(state, status=jnp.asarray(status, jnp.int32))
   steps = state.counters.steps + jnp.int32(5)
@@ -118,9 +116,7 @@ def test_guesses():
   is true of the first prompt alone.
   """
   prompts = [[1, 2, 3, 4, 5, 1, 2], [1, 2, 3, 4, 5, 6, 7]]
-  state = by_hand.begun(
-    jax.random.key(5), by_hand.sizes(40, 4), _GUESSES, prompts
-  )
+  state = by_hand.begun(by_hand.sizes(40, 4), _GUESSES, prompts)
   table = jnp.full_like(state.queue.ngrams.table, 2 * 2 + 1)
   tables = dataclasses.replace(state.queue.ngrams, table=table)
   state = by_hand.with_queue(state, ngrams=tables)
@@ -150,17 +146,13 @@ def test_drafts():
   """Guesses, right and wrong ones, change no token."""
   prompts = [[1, 1, 1, 1, 1], [2, 3, 2, 3]]
   config = dataclasses.replace(_GUESSES, draft_match=1)
-  state = by_hand.begun(
-    jax.random.key(5), by_hand.sizes(60, 4), config, prompts
-  )
+  state = by_hand.begun(by_hand.sizes(60, 4), config, prompts)
   end = by_hand.program()(state, 0.7, 60)
   assert bool(rollout.is_done(end)), "not done after 60 steps"
   counters = end.counters
   assert 0 < int(counters.accepted) < int(counters.drafted)
   for number in range(4):
-    wanted = by_hand.expected(
-      number, prompts[number // 2], jax.random.key(5), 0.7, config
-    )
+    wanted = by_hand.expected(number, prompts[number // 2], 0.7, config)
     by_hand.check_sequence(end.queue, number, wanted)
   rollout.check(end)
 
@@ -211,9 +203,7 @@ def test_pages_of_guesses():
   config = dataclasses.replace(_GUESSES, num_samples=1)
   prompts = [[1, 2, 3, 4], [5, 6, 7, 8]]
   sampling = rollout.Sampling(max_tokens=jnp.asarray([2, 6], jnp.int32))
-  state = by_hand.begun(
-    jax.random.key(5), by_hand.sizes(7, 2), config, prompts, sampling=sampling
-  )
+  state = by_hand.begun(by_hand.sizes(7, 2), config, prompts, sampling=sampling)
 
   def draft(params, rows, tokens):
     del params, rows

@@ -140,7 +140,7 @@ def test_verbs():
 def test_new_weights():
   """Those of the weights that computed a token's K/V last."""
   begun = _run(_begun(), 6)
-  ended = np.asarray(begun.queue.status) == rollout.SequenceStatus.DONE
+  ended = np.asarray(begun.queue.status) == by_hand.DONE
   known = np.asarray(rollout.generated(begun).experts) >= 0
   for how in ("recompute", "drop"):
     state = rollout.update_weights(begun, how)

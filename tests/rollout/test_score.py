@@ -191,7 +191,13 @@ def _begun(version=None, cache=None, kv=None, sizes=SIZES):
 @functools.cache
 def _generate():
   model = functools.partial(models.forward, config=MODELS["plain"])
-  return jax.jit(functools.partial(rollout.generate, model=model))
+  generate = jax.jit(functools.partial(rollout.generate, model=model))
+
+  def run(params, state, steps=by_hand.NO_LIMIT):
+    # Limits of one type compile once.
+    return generate(params, state, rollout.Until(steps=jnp.int32(steps)))
+
+  return run
 
 
 def _generated_groups(out: rollout.Generated) -> Groups:
@@ -232,7 +238,7 @@ def test_a_rollout_goes_on():
   # Sequences take six slots.
   state = _begun(sizes=dataclasses.replace(SIZES, num_slots=8))
   for _ in range(4):
-    state = _generate()(params, state, rollout.Until(steps=2))
+    state = _generate()(params, state, 2)
     state, scored = compiled()(params, state, *GROUPS)
     check_scored(scored, params, GROUPS)
     rollout.check(state)
@@ -383,9 +389,7 @@ def test_rows_are_those_of_the_model():
     return by_hand.model(params, batch, kv)
 
   sizes = by_hand.sizes(60, 4)
-  state = by_hand.begun(
-    jax.random.key(0), sizes, rollout.RolloutConfig(max_new_tokens=4)
-  )
+  state = by_hand.begun(sizes, rollout.RolloutConfig(max_new_tokens=4))
   groups = Groups(
     prompts=np.asarray([[1, 2, 3, 4, 5, 6]], np.int32),
     prompt_lengths=np.asarray([6], np.int32),

@@ -1,6 +1,5 @@
 """Samples of one prompt: one computes it, the others follow and share it."""
 
-import jax
 import numpy as np
 
 from jaxkv import rollout
@@ -22,7 +21,6 @@ def test_salts_that_differ_in_some_words():
     ([5, 9, 9, 9], False),
   ):
     state = by_hand.begun(
-      jax.random.key(5),
       by_hand.sizes(40, 2),
       config,
       [_PROMPT],

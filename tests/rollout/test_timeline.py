@@ -2,7 +2,6 @@
 
 from xml.etree import ElementTree
 
-import jax
 import pytest
 
 from jaxkv import rollout
@@ -12,9 +11,7 @@ from tests.rollout import by_hand
 def test_of_a_preemption():
   """A sequence is preempted, begins again, and all end."""
   config = rollout.RolloutConfig(max_new_tokens=5, timeline=8)
-  state = by_hand.begun(
-    jax.random.key(5), by_hand.sizes(5, 2), config, [[1], [2], [3]]
-  )
+  state = by_hand.begun(by_hand.sizes(5, 2), config, [[1], [2], [3]])
   program = by_hand.program()
   found = rollout.timeline(program(state, 1.0, 7))
   assert list(found.spans()) == [
@@ -39,9 +36,7 @@ def test_of_a_preemption():
 
 def test_a_rollout_that_keeps_none():
   without = by_hand.begun(
-    jax.random.key(5),
-    by_hand.sizes(60, 2),
-    rollout.RolloutConfig(max_new_tokens=5),
+    by_hand.sizes(60, 2), rollout.RolloutConfig(max_new_tokens=5)
   )
   with pytest.raises(ValueError, match=r"got RolloutConfig.timeline=0; set it"):
     rollout.timeline(without)

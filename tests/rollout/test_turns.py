@@ -87,14 +87,14 @@ def test_a_turn_by_hand():
   config = rollout.RolloutConfig(
     max_new_tokens=3, max_length=14, prefill_chunk=4
   )
-  key, program = jax.random.key(5), by_hand.program()
-  state = by_hand.begun(key, by_hand.sizes(40, 2), config, [[1, 2, 3]] * 2)
+  program = by_hand.program()
+  state = by_hand.begun(by_hand.sizes(40, 2), config, [[1, 2, 3]] * 2)
   state = program(state, 0.0)
   first = state.queue.tokens[1, :6].tolist()
   state, out = rollout.extend(state, [1], [[9, 4, 0]], [2], max_tokens=[4])
   assert out.ok.tolist() == [True]
   end = program(state, 0.0)
-  whole = by_hand.begun(key, by_hand.sizes(40, 2), config, [[*first, 9, 4]])
+  whole = by_hand.begun(by_hand.sizes(40, 2), config, [[*first, 9, 4]])
   whole = program(whole, 0.0)
   assert end.queue.tokens[1, :11].tolist() == (
     whole.queue.tokens[0, :11].tolist()

@@ -17,7 +17,7 @@ _CONFIG = rollout.RolloutConfig(
 
 def _begun(**options) -> rollout.RolloutState:
   sizes = by_hand.sizes(60, 3)
-  state = by_hand.begun(jax.random.key(5), sizes, _CONFIG, **options)
+  state = by_hand.begun(sizes, _CONFIG, **options)
   return by_hand.begun_at(state, 1.0)
 
 
@@ -35,7 +35,7 @@ def _until(**limits: int) -> rollout.Until:
 
 
 def _ended(state: rollout.RolloutState) -> np.ndarray:
-  return np.asarray(state.queue.status) == rollout.SequenceStatus.DONE
+  return np.asarray(state.queue.status) == by_hand.DONE
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -79,7 +79,7 @@ def test_sequences_until_all_are_harvested():
       answers[int(out.results.ids[row])] = out.results.tokens[row].tolist()
   whole = _generate(_begun(), _until()).queue
   assert [answers[n] for n in range(8)] == whole.tokens.tolist()
-  assert set(state.queue.status.tolist()) == {rollout.SequenceStatus.EMPTY}
+  assert set(state.queue.status.tolist()) == {by_hand.EMPTY}
 
 
 def test_whichever_is_first():

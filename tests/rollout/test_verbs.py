@@ -18,12 +18,6 @@ from tests.rollout import by_hand
 
 _OK, _SKIPPED = jaxkv.Status.OK, jaxkv.Status.SKIPPED
 _UNKNOWN, _ENDED = jaxkv.Status.BAD_SEQUENCE, jaxkv.Status.ENDED
-_WAITS, _RUNS, _DONE = (
-  rollout.SequenceStatus.WAITING,
-  rollout.SequenceStatus.RUNNING,
-  rollout.SequenceStatus.DONE,
-)
-_EMPTY = rollout.SequenceStatus.EMPTY
 _CONFIG = rollout.RolloutConfig(
   num_samples=2, max_new_tokens=4, max_length=14, prefill_chunk=3
 )
@@ -39,12 +33,7 @@ def _program() -> by_hand.Runner:
 def _begun(counts=(2, 2, 0), prompts=_PROMPTS, **options):
   """Three prompts, of which the last one has no sample."""
   return by_hand.begun(
-    jax.random.key(5),
-    by_hand.sizes(40, 3),
-    _CONFIG,
-    prompts,
-    num_samples=list(counts),
-    **options,
+    by_hand.sizes(40, 3), _CONFIG, prompts, num_samples=list(counts), **options
   )
 
 
@@ -68,11 +57,19 @@ def test_leaving():
   Both leave their slots when the first one does, and give all pages back.
   """
   state = _program()(_begun(), 1.0, 1)
-  assert state.queue.status[:4].tolist() == [_RUNS, _RUNS, _RUNS, _WAITS]
+  assert state.queue.status[:4].tolist() == [
+    by_hand.RUNS,
+    by_hand.RUNS,
+    by_hand.RUNS,
+    by_hand.WAITS,
+  ]
   assert state.slots.leader.tolist() == [3, 0, 3]
   for verb, status in (
-    (rollout.requeue, [_WAITS, _WAITS, _RUNS, _WAITS]),
-    (rollout.abort, [_DONE, _WAITS, _RUNS, _WAITS]),
+    (
+      rollout.requeue,
+      [by_hand.WAITS, by_hand.WAITS, by_hand.RUNS, by_hand.WAITS],
+    ),
+    (rollout.abort, [by_hand.DONE, by_hand.WAITS, by_hand.RUNS, by_hand.WAITS]),
   ):
     after, out = verb(state, [0, 3], mask=[True, False])
     assert _codes(out) == [_OK, _SKIPPED]
@@ -86,7 +83,7 @@ def test_leaving():
     assert _codes(out) == [_ENDED if verb is rollout.abort else _OK]
     after, out = rollout.requeue(after, [0])
     assert _codes(out) == [_ENDED]
-    assert after.queue.status[:4].tolist() == [_DONE, *status[1:]]
+    assert after.queue.status[:4].tolist() == [by_hand.DONE, *status[1:]]
     assert int(after.queue.finish[0]) == rollout.Finish.ABORTED
 
 
@@ -105,7 +102,7 @@ def test_extend():
   assert some.start.tolist() == [8, 8, 5, 3, 1, 1]
   assert some.limit.tolist() == [12, 12, 8, 7, 5, 5]
   assert int(some.finish[2]) == rollout.Finish.UNFINISHED
-  assert int(some.status[2]) == _WAITS
+  assert int(some.status[2]) == by_hand.WAITS
   assert state.queue.overtaken.tolist() == [3, 3, 0, 3, 3, 3]
   wanted = page_keys(state.memory.cache, some.tokens[2:3], None)[0, :2]
   np.testing.assert_array_equal(state.queue.page_keys[2, :2], wanted)
@@ -139,7 +136,7 @@ def test_submit():
   assert out.ids.tolist() == [4, 6, -1]
   some = after.queue
   assert some.ids.tolist() == [4, 5, 2, 3, 6, 7]
-  assert some.status.tolist() == [_WAITS] * 6
+  assert some.status.tolist() == [by_hand.WAITS] * 6
   assert some.length.tolist() == [5, 5, 3, 3, 6, 6]
   assert some.finish.tolist() == [0] * 6
   assert int(some.next_id) == 8
@@ -179,7 +176,14 @@ def test_harvest():
   skipped = [_SKIPPED] * 2
   after, out = rollout.harvest(state, groups=True)
   assert _codes(out) == [*skipped, _OK, _OK, *skipped]
-  status = [_DONE, _WAITS, _EMPTY, _EMPTY, _EMPTY, _EMPTY]
+  status = [
+    by_hand.DONE,
+    by_hand.WAITS,
+    by_hand.EMPTY,
+    by_hand.EMPTY,
+    by_hand.EMPTY,
+    by_hand.EMPTY,
+  ]
   assert after.queue.status.tolist() == status
   assert out.results.valid.tolist() == [False, False, True, True, False, False]
   assert out.results.tokens[2, :4].tolist() == [9, 9, 9, 0]
@@ -189,7 +193,14 @@ def test_harvest():
   assert _codes(out) == [early, _OK, early]
   after, out = rollout.harvest(state, [0, 2, 1])
   assert _codes(out) == [_OK, _OK, early]
-  status = [_EMPTY, _WAITS, _EMPTY, _DONE, _EMPTY, _EMPTY]
+  status = [
+    by_hand.EMPTY,
+    by_hand.WAITS,
+    by_hand.EMPTY,
+    by_hand.DONE,
+    by_hand.EMPTY,
+    by_hand.EMPTY,
+  ]
   assert after.queue.status.tolist() == status
   _, out = rollout.harvest(after)
   assert _codes(out) == [*[_SKIPPED] * 3, _OK, *skipped]
@@ -203,14 +214,24 @@ def test_update_weights():
   state, out = rollout.extend(state, [3], [[5, 5]], [2], max_tokens=[1])
   assert _codes(out) == [_OK]
   before = state.queue
-  assert before.status[:4].tolist() == [_RUNS, _RUNS, _DONE, _WAITS]
+  assert before.status[:4].tolist() == [
+    by_hand.RUNS,
+    by_hand.RUNS,
+    by_hand.DONE,
+    by_hand.WAITS,
+  ]
   assert np.all(before.length[:3] > before.prompt_length[:3])
   for how in ("recompute", "keep", "drop"):
     after = rollout.update_weights(state, how)
     assert int(after.memory.cache.epoch) == 1
     keeps = how == "keep"
-    runs = _RUNS if keeps else _WAITS
-    assert after.queue.status[:4].tolist() == [runs, runs, _DONE, _WAITS]
+    runs = by_hand.RUNS if keeps else by_hand.WAITS
+    assert after.queue.status[:4].tolist() == [
+      runs,
+      runs,
+      by_hand.DONE,
+      by_hand.WAITS,
+    ]
     assert bool(jnp.any(after.memory.cache.length > 0)) == keeps
     # Keys of the new weights are for those that begin with them.
     old = 0 if keeps else 1
@@ -252,9 +273,7 @@ def test_old_keys():
   """
   program = by_hand.program()
   config = dataclasses.replace(_CONFIG, num_samples=1, prefill_chunk=2)
-  state = by_hand.begun(
-    jax.random.key(5), by_hand.sizes(40, 1), config, _PROMPTS[:1]
-  )
+  state = by_hand.begun(by_hand.sizes(40, 1), config, _PROMPTS[:1])
   state = program(state, 1.0, 4)
   assert int(state.memory.cache.length[0]) >= 8
   state, _ = rollout.requeue(rollout.update_weights(state, "keep"), [0])
