@@ -28,17 +28,6 @@ class TestFull:
     assert admit(cache, second) == ([[]], [[2, 1]])
     assert cache.cached_page_ids() == {2}
 
-  def test_computed_pages_are_not_evicted(self):
-    cache = manager(4)
-    first, other = request("0", range(4)), request("1", range(100, 104))
-    admit(cache, first)
-    admit(cache, other)
-    cache.free(first)
-    cache.free(other)
-    assert cache.free_queue() == [3, 1, 2]
-    repeated = request("2", range(8))
-    assert admit(cache, repeated) == ([[1]], [[3]])
-
   def test_caching_off(self):
     cache = manager(5, enable_caching=False)
     sequence = request("0", range(10))
@@ -46,11 +35,6 @@ class TestFull:
     assert cache.cached_page_ids() == set()
     cache.free(sequence)
     assert cache.free_queue() == [3, 2, 1, 4]
-
-  def test_eagle_drops_a_page(self):
-    cache = manager(use_eagle=True)
-    admit(cache, request("0", range(15)))
-    assert hit_of(cache, request("1", range(15))) == ([[1, 2]], 8)
 
   def test_usage_of_no_pages(self):
     assert manager(1).usage == 0
