@@ -131,6 +131,21 @@ class TestUpdateWeights:
     with pytest.raises(ValueError, match=r"`policy` must be one of .*'keep'"):
       rollout.update_weights(_begun(), "forget")
 
+  def test_kept_sequences_find_nothing_old(self):
+    """One that ran on old K/V and was preempted computes all of it again."""
+    state = _run(_weights(0), _begun(), 7)
+    state = _run(_weights(1), rollout.update_weights(state, "keep"), 2)
+    is_running = state.queue.status == by_hand.RUNS
+    state, out = rollout.requeue(state, state.queue.ids, mask=is_running)
+    assert np.any(np.asarray(out.ok))
+    rows = np.flatnonzero(out.ok)
+    before = np.asarray(state.queue.length)
+    out = rollout.generated(_run(_weights(1), state))
+    wanted = _trainer(_weights(1), out.tokens, out.positions)
+    gaps = np.abs(np.asarray(out.log_probs - wanted))
+    for row in rows:
+      assert gaps[row, before[row] : int(out.lengths[row])].max() <= 1e-5
+
 
 @pytest.mark.slow
 def test_a_leader_of_older_weights_is_not_followed():
