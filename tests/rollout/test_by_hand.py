@@ -317,10 +317,15 @@ def test_first_come():
 
 
 @pytest.mark.parametrize("largest", ["memory", "queue"])
-def test_in_place(largest):
+@pytest.mark.parametrize("decode_steps", [1, 3])
+def test_in_place(largest, decode_steps):
   """A step rewrites neither the K/V memory nor the queue of sequences."""
   config = rollout.RolloutConfig(
-    num_samples=2, max_new_tokens=6, prefill_chunk=3, window=4
+    num_samples=2,
+    max_new_tokens=6,
+    prefill_chunk=3,
+    window=4,
+    decode_steps=decode_steps,
   )
   prompts = [[1] * 10] * 2
   if largest == "queue":

@@ -1,5 +1,6 @@
 """The recipes for many devices: equal tokens, few words, one compilation."""
 
+import dataclasses
 import math
 
 import jax
@@ -98,6 +99,15 @@ class TestDataParallel:
     assert len(set(np.asarray(end.counters.steps).tolist())) > 1
     for shard in range(8):
       jaxkv.check(jax.tree.map(lambda leaf, i=shard: leaf[i], end.memory.cache))
+
+  @pytest.mark.slow
+  def test_several_calls_of_a_step(self, alone):
+    names = recipes.llama()
+    names["config"] = dataclasses.replace(names["config"], decode_steps=3)
+    for title, piece in _DATA:
+      recipes.run(title, names, piece)
+    end = _done_without_compiling(names)
+    _assert_equal(jax.device_get(_merged(end)), alone)
 
   def test_nothing_is_communicated(self, data_parallel):
     compiled = _compiled_run(data_parallel)

@@ -116,8 +116,8 @@ def _outcome(state: rollout.RolloutState, row: int) -> list[Any]:
   ]
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_each_equals_its_run_alone(drafts):
+@pytest.mark.parametrize(("drafts", "decode_steps"), [(0, 1), (3, 1), (0, 5)])
+def test_each_equals_its_run_alone(drafts, decode_steps):
   """Token by token and bit by bit, whoever shares the batch."""
   size = 300
   config = rollout.RolloutConfig(
@@ -127,6 +127,7 @@ def test_each_equals_its_run_alone(drafts):
     draft_tokens=drafts,
     draft_match=1,
     draft_columns=8,
+    decode_steps=decode_steps,
   )
   prompts = np.random.default_rng(1).integers(0, size, (_COUNT, 12))
   state = _begun(prompts, config, _mixed(size))
@@ -139,7 +140,12 @@ def test_each_equals_its_run_alone(drafts):
     rollout.Finish.STOP_STRING,
     rollout.Finish.LENGTH,
   }
-  for row in range(0, _COUNT, 4 if drafts else 1):
+  if decode_steps > 1:
+    config = dataclasses.replace(config, decode_steps=1)
+    single = program(params, dataclasses.replace(state, config=config))
+    for row in range(_COUNT):
+      assert _outcome(single, row) == _outcome(together, row), row
+  for row in range(0, _COUNT, 1 if drafts + decode_steps == 1 else 4):
     status = jnp.full((_COUNT,), rollout.SequenceStatus.DONE, jnp.int32)
     status = status.at[row].set(rollout.SequenceStatus.WAITING)
     queue = dataclasses.replace(state.queue, status=status)
@@ -197,7 +203,8 @@ def test_what_is_known_of_tokens():
   assert np.all(out.log_probs[out.mask] != out.records.raw_log_probs[out.mask])
 
 
-def test_json_under_a_guide():
+@pytest.mark.parametrize("decode_steps", [1, 4])
+def test_json_under_a_guide(decode_steps):
   """A thousand samples at temperature 2 all parse, each ended in time."""
   tokens = small_vocabulary.tokens()
   size, stop, most = len(tokens), 0, 48
@@ -205,7 +212,11 @@ def test_json_under_a_guide():
     rollout.json_schema({}), rollout.token_bytes(tokens), stop
   )
   config = rollout.RolloutConfig(
-    num_samples=8, max_new_tokens=most, stop_token=stop, prefill_chunk=64
+    num_samples=8,
+    max_new_tokens=most,
+    stop_token=stop,
+    prefill_chunk=64,
+    decode_steps=decode_steps,
   )
   count = 125
   state = _begun(

@@ -9,9 +9,10 @@ _RARE = "BAD_SEQUENCE", "BAD_LENGTH", "ENDED", "UNFINISHED", "QUEUE_FULL"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_calls(drafts):
-  calls = Calls(1, draft_tokens=drafts, draft_match=1, draft_columns=4)
+@pytest.mark.parametrize(("drafts", "decode_steps"), [(0, 1), (3, 1), (0, 3)])
+def test_calls(drafts, decode_steps):
+  options = {"draft_match": 1, "draft_columns": 4, "decode_steps": decode_steps}
+  calls = Calls(1, draft_tokens=drafts, **options)
   for _ in range(400):
     calls.step()
   counters = calls.state.counters
@@ -28,7 +29,7 @@ def test_calls(drafts):
 @pytest.mark.deep
 @pytest.mark.parametrize("seed", range(10, 20))
 def test_many_calls(seed):
-  calls = Calls(seed)
+  calls = Calls(seed, decode_steps=1 + seed % 4)
   for _ in range(20_000):
     calls.step()
   assert int(calls.state.counters.preempted) > 0

@@ -36,6 +36,7 @@ class _Setting:
   pages: int = 0
   admissions: int = 16
   drafts: int = 0
+  decode_steps: int = 1
   reverse: bool = False
   cached: bool = False
 
@@ -67,6 +68,7 @@ def _state(config, setting, params) -> Any:
     prefill_chunk=setting.chunk,
     admissions=setting.admissions,
     draft_tokens=setting.drafts,
+    decode_steps=setting.decode_steps,
     draft_match=1,
     raw_log_probs=True,
     numerics=config.numerics,
@@ -208,6 +210,15 @@ def test_pages_and_chunks_change_no_bit(name, dtype):
   _equal(drawn, _drawn(config, params, _Setting(page_size=4, chunk=5)))
 
 
+@_families({("gemma", jnp.float32): _slow, ("delta_net", jnp.float32): _slow})
+def test_several_calls_of_a_step_change_no_bit(name, dtype):
+  """Also where a state at the end of a page ends a sequence's calls."""
+  config, params = families.decoder(name, dtype)
+  drawn = _drawn(config, params, _Setting(slots=3, page_size=4))
+  setting = _Setting(slots=3, page_size=4, decode_steps=5)
+  _equal(drawn, _drawn(config, params, setting))
+
+
 @_deep
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "experts"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -219,6 +230,7 @@ def test_nothing_about_a_run_changes_a_bit(name, dtype):
     _Setting(slots=64, chunk=64),
     _Setting(page_size=4, chunk=5),
     _Setting(drafts=3),
+    _Setting(decode_steps=16),
     _Setting(reverse=True, admissions=1),
     _Setting(cached=True),
     _Setting(page_size=4, pages=60),

@@ -220,5 +220,6 @@ def _pages_at_once(
 ) -> Array:
   """Returns the maximum pages that sequences hold at once, int32[R, G]."""
   columns = sizes.sizes.columns_for(length, jnp.zeros_like(length))
-  limits = max_pages(sizes, chunk_size(sizes, config), sizes.slot_tokens)
+  most_in_flight = chunk_size(sizes, config) + config.decode_steps - 1
+  limits = max_pages(sizes, most_in_flight, sizes.slot_tokens)
   return jnp.minimum(columns, jnp.asarray(limits, jnp.int32)[None])

@@ -79,6 +79,7 @@ def count_step(
   counts: Array,
   sampled: Array,
   sizes: tuple[Width, ...],
+  num_decodes: Array | None,
 ) -> Counters:
   """Adds a step to the counters.
 
@@ -92,10 +93,15 @@ def count_step(
     counts: int32[B], the tokens that each slot computed and kept.
     sampled: int32[B], the tokens that each slot sampled.
     sizes: the widths of calls.
+    num_decodes: int32[], further calls of width 0; None if there are none.
   """
   columns = jnp.asarray([sum(size) for size in sizes], jnp.int32)
   widths = jnp.arange(len(sizes), dtype=jnp.int32)
   rows = slots.size + columns[work.width]
+  num_calls, calls = jnp.int32(1), (widths == work.width).astype(jnp.int32)
+  if num_decodes is not None:
+    num_calls, rows = num_calls + num_decodes, rows + num_decodes * slots.size
+    calls += jnp.where(widths == 0, num_decodes, 0)
   in_use = cache.config.num_pages - 1 - cache.pool.queue.num_free
   held = cache.num_pages - cache.num_skipped_pages
   shared = jnp.sum(held, dtype=jnp.int32) - in_use
@@ -110,8 +116,8 @@ def count_step(
   prefilled = jnp.sum(counts - recomputed - last, dtype=jnp.int32)
   return dataclasses.replace(
     counters,
-    steps=counters.steps + jnp.int32(1),
-    calls=counters.calls + (widths == work.width).astype(jnp.int32),
+    steps=counters.steps + num_calls,
+    calls=counters.calls + calls,
     rows=counters.rows + rows,
     generated=counters.generated + jnp.sum(sampled, dtype=jnp.int32),
     prefilled=counters.prefilled + prefilled,

@@ -63,11 +63,18 @@ class RolloutConfig:
     record_experts: whether to record the experts of each token, also in prompts
       and cached prefixes, for a trainer to replay. Needs a memory with expert
       ids, as from `jaxkv.models.init_kv(record_experts=True)`.
-    timeline: X, the number of recent steps that `timeline` can show.
+    timeline: X, the number of recent calls of the model that `timeline` can
+      show.
+    decode_steps: k, the maximum number of calls of the model for which tokens
+      are scheduled, pages reserved and tokens committed together. Calls after
+      the first only decode, so there are none while a prompt is incomplete. A
+      sequence that ends is idle, and a waiting one is not admitted, until the
+      last of them. Sampled tokens do not depend on it.
 
   Raises:
     TypeError: a number is not an int, or an option not a bool.
-    ValueError: a number is out of range.
+    ValueError: a number is out of range, or both `draft_tokens` and
+      `decode_steps` are used.
   """
 
   num_samples: int = 1
@@ -89,6 +96,7 @@ class RolloutConfig:
   numerics: Literal["fast", "exact"] = "fast"
   record_experts: bool = False
   timeline: int = 0
+  decode_steps: int = 1
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -103,3 +111,9 @@ class RolloutConfig:
       else:
         minimum = _LEAST.get(field.name, 1)
         as_count(f"RolloutConfig.{field.name}", value, minimum)
+    if self.draft_tokens and self.decode_steps > 1:
+      raise ValueError(
+        "`RolloutConfig.decode_steps` must be 1 with `draft_tokens`, got "
+        f"{self.decode_steps}: drafts are proposed before each call of the "
+        "model."
+      )

@@ -75,7 +75,8 @@ class Counters:
   `numpy.asarray` for `calls` and for the counters of several rollouts.
 
   Attributes:
-    steps: steps of the loop.
+    steps: calls of the model, of which a step of the loop makes up to
+      `RolloutConfig.decode_steps`.
     calls: calls of the model by width, which is the number of columns beyond B.
       Prompts have the widths 0, a quarter of `prefill_chunk` if that is at
       least 64, and `prefill_chunk`. With speculation, these repeat for each

@@ -22,6 +22,7 @@ from jaxkv._src.engine.step import Hooks
 from jaxkv._src.engine.step import step
 from jaxkv._src.engine.until import Until
 from jaxkv._src.engine.until import as_until
+from jaxkv._src.engine.until import calls_left
 from jaxkv._src.engine.until import goes_on
 from jaxkv._src.sampling import penalties
 
@@ -78,7 +79,8 @@ def generate(
   hooks = Hooks(model, process, draft)
 
   def one_step(loop: _Loop) -> _Loop:
-    return step(params, *loop, hooks)
+    max_calls = calls_left(limits, loop[0], begin)
+    return step(params, *loop, hooks, max_calls)
 
   def is_unfinished(loop: _Loop) -> Array:
     return goes_on(limits, loop[0], begin)

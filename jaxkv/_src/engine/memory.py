@@ -72,6 +72,11 @@ def check_pools(cache: CacheState, kv: Pools, config: RolloutConfig) -> None:
       f"{sizes.groups}: a rollout computes no encoder; write a loop with "
       "`jaxkv.kv.attend(causal=False)`."
     )
+  if config.decode_steps > sizes.slot_tokens:
+    raise ValueError(
+      "`RolloutConfig.decode_steps` must be at most the tokens of a slot, "
+      f"{sizes.slot_tokens}, got {config.decode_steps}."
+    )
   check(kv, sizes)
   _check_kinds(sizes, kv, config)
 

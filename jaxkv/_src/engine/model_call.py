@@ -198,6 +198,32 @@ def call_model(
   return queue, kv, logits
 
 
+def call_decode(
+  params: Any,
+  queue: Queue,
+  slots: Slots,
+  memory: Memory,
+  work: Work,
+  config: RolloutConfig,
+  *,
+  model: Model,
+) -> tuple[Queue, Pools, Logits]:
+  """Calls the model with one token of each slot that decodes.
+
+  As `call_model` with the smallest width, which needs no conditional here.
+  """
+  call = _StepCall(
+    params, queue, slots, memory.cache, work, None, config, None, model
+  )
+  scores = Scores(queue.log_probs, queue.records)
+  width = schedule.widths(config)[0]
+  last, kv, scores = call.run(memory.kv, scores, 0, width)
+  queue = dataclasses.replace(
+    queue, log_probs=scores.log_probs, records=scores.records
+  )
+  return queue, kv, Logits(last, None)
+
+
 class _StepCall:
   """The tokens of a step, for a call of the model in one of the widths."""
 

@@ -189,7 +189,8 @@ def check_fits(
       f"`RolloutConfig.max_length` must be at least {longest}, for the longest "
       f"prompt and the tokens that it samples, got {width}."
     )
-  needed = sum(max_pages(sizes, config.prefill_chunk, longest))
+  most_in_flight = config.prefill_chunk + config.decode_steps - 1
+  needed = sum(max_pages(sizes, most_in_flight, longest))
   if longest and needed > sizes.num_pages - 1:
     raise ValueError(
       f"`CacheConfig.num_pages` must be at least {needed + 1} for the longest "

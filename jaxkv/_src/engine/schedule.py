@@ -181,6 +181,27 @@ def schedule(
   return work._replace(last=jnp.where(decodes, slot, by_slot(last)))
 
 
+def decode_work(going: Array, offsets: Array) -> Work:
+  """Returns the work of a call in which slots compute one token each.
+
+  Args:
+    going: bool[B], the slots that decode.
+    offsets: int32[B], the index of each token, counted from the committed ones.
+  """
+  num_slots = going.shape[0]
+  slot = jnp.arange(num_slots, dtype=jnp.int32)
+  counts = going.astype(jnp.int32)
+  return Work(
+    counts=counts,
+    width=jnp.zeros((), jnp.int32),
+    order=slot,
+    chunks=jnp.zeros_like(counts),
+    slots=jnp.where(going, slot, num_slots),
+    offsets=offsets,
+    last=slot,
+  )
+
+
 def _with_drafts(
   work: Work, drafts: Array, sizes: tuple[Width, ...]
 ) -> tuple[Work, Array]:

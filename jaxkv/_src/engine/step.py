@@ -17,7 +17,9 @@ Each step has these parts, in order; a part without work costs almost nothing:
 | free     | sequences that ended, or lost their slots, return their pages  |
 
 With drafts, sampling comes before commit, because sampling decides which drafts
-are kept. In `score` nothing is sampled; see `answers`.
+are kept. So it does with `RolloutConfig.decode_steps`, where further calls of
+the model and further samples follow before all are committed; see
+`decode_round`. In `score` nothing is sampled; see `answers`.
 
 When the pool is empty, a running sequence is preempted, see `preempt`: it
 returns to the queue and later resumes with the same samples. Its pages stay
@@ -41,6 +43,7 @@ from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.verbs.free import free
 from jaxkv._src.engine import admit
 from jaxkv._src.engine import candidates
+from jaxkv._src.engine import decode_round
 from jaxkv._src.engine import fork
 from jaxkv._src.engine import grow
 from jaxkv._src.engine import preempt
@@ -56,6 +59,7 @@ from jaxkv._src.engine.commit import commit_tokens
 from jaxkv._src.engine.commit import count_computed
 from jaxkv._src.engine.commit import count_step
 from jaxkv._src.engine.commit import read_of
+from jaxkv._src.engine.decode_round import Round
 from jaxkv._src.engine.expert_records import save_experts
 from jaxkv._src.engine.fork import Forks
 from jaxkv._src.engine.hooks import Draft
@@ -113,9 +117,13 @@ class Hooks(NamedTuple):
 
 
 def step(
-  params: Any, state: RolloutState, buffers: Buffers, hooks: Hooks
+  params: Any,
+  state: RolloutState,
+  buffers: Buffers,
+  hooks: Hooks,
+  max_calls: Array | None = None,
 ) -> tuple[RolloutState, Buffers]:
-  """Runs one step."""
+  """Runs one step, with at most `max_calls` calls of the model, int32[]."""
   queue, slots, memory = state.queue, state.slots, state.memory
   config, counters, kv = state.config, state.counters, memory.kv
   # Comes first, because the freed pages serve the forks and entrants of this
@@ -163,6 +171,21 @@ def step(
     )
   before, counts = memory.cache, work.counts
   first = lengths(queue, slots)
+  num_more = None
+  if config.decode_steps > 1 and hooks.scoring is None:
+    with jax.named_scope("reserve"):
+      before, num_more = decode_round.reserve(
+        queue, slots, before, counts, is_complete, max_calls, config
+      )
+  place = counters.steps.modulo(max(config.timeline, 1))
+  record = functools.partial(
+    timeline.record,
+    place=place,
+    queue=queue,
+    slots=slots,
+    samples=is_complete,
+    leaving=leaving,
+  )
   sample = functools.partial(
     sample_tokens,
     slots=slots,
@@ -175,22 +198,39 @@ def step(
     config=config,
     process=hooks.process,
   )
+  num_decodes = None
   if hooks.scoring is not None:
     queue, cache = commit_tokens(queue, slots, before, counts)
     queue = end_answers(queue, slots, is_complete)
     sampled = Sampled(is_complete, jnp.zeros_like(counts), None)
-  elif drafts is None:
+    log = record(state.log, counts=counts)
+  elif drafts is None and num_more is None:
     queue, cache = commit_tokens(queue, slots, before, counts)
     # Sampling writes to arrays that the commit has read. Sampling must wait for
     # the commit, or XLA would copy the arrays.
     queue, sampled = sample(queue, read=read_of(cache))
+    log = record(state.log, counts=counts)
   else:
     queue, sampled = sample(queue, read=jnp.zeros((), jnp.int32))
     # Only accepted drafts are committed. The last sampled token is computed in
     # the next step.
     counts = jnp.maximum(counts, sampled.counts)
+    log = record(state.log, counts=counts)
+    if num_more is not None:
+      queue, kv, later = decode_round.decode(
+        params,
+        queue,
+        slots,
+        Memory(cache=before, kv=kv),
+        Round(jnp.zeros((), jnp.int32), counts, sampled, log),
+        num_more,
+        place,
+        config,
+        model=hooks.model,
+        process=hooks.process,
+      )
+      num_decodes, counts, sampled, log = later
     queue, cache = commit_tokens(queue, slots, before, counts)
-  log = timeline.record(state, counts, is_complete, leaving)
   counters = count_step(
     state.counters,
     queue,
@@ -201,6 +241,7 @@ def step(
     counts,
     sampled.counts,
     schedule.widths(config) if hooks.scoring is None else hooks.scoring.widths,
+    num_decodes,
   )
   queue = count_computed(queue, slots, before.length, counts)
   queue = learn_from(queue, slots, work, drafts, sampled.counts, config, first)

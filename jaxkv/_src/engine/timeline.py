@@ -9,6 +9,8 @@ import numpy as np
 from jax import Array
 
 from jaxkv._src.arrays import indexing
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.state import RolloutState
 
 IDLE, PREFILL, DECODE, WAIT, PREEMPT = range(5)
@@ -134,27 +136,36 @@ class Timeline(NamedTuple):
 
 
 def record(
-  state: RolloutState, counts: Array, samples: Array, leaving: Array
+  log: Array | None,
+  place: Array,
+  queue: Queue,
+  slots: Slots,
+  counts: Array,
+  samples: Array,
+  leaving: Array | None = None,
 ) -> Array | None:
-  """Returns `RolloutState.log` with the current step.
+  """Returns `RolloutState.log` with a call of the model.
 
   Args:
-    state: before the tokens are sampled.
-    counts: int32[B], tokens that the step computes.
+    log: the log; None if none is kept.
+    place: int32[], the row of the log; its size for none.
+    queue: the sequences.
+    slots: their slots.
+    counts: int32[B], tokens that the call computes.
     samples: bool[B], slots whose sequences sample a token.
     leaving: int32[B], the row of the sequence that leaves each slot, Q for
-      none.
+      none; None if no sequence leaves.
   """
-  log, queue, row = state.log, state.queue, state.slots.row
   if log is None:
     return None
+  row = slots.row
+  leaving = jnp.full_like(row, queue.no_row) if leaving is None else leaving
   kind = jnp.where(counts > 0, jnp.int32(PREFILL), jnp.int32(WAIT))
   kind = jnp.where(row < queue.no_row, kind, jnp.int32(IDLE))
   kind = jnp.where(samples & (counts == 1), jnp.int32(DECODE), kind)
   kind = jnp.where(leaving < queue.no_row, jnp.int32(PREEMPT), kind)
   owner = indexing.take(queue.ids, jnp.minimum(row, leaving), fill=-1)
-  step = state.counters.steps.modulo(log.shape[0])
-  return log.at[step].set(jnp.stack([owner, kind, counts]))
+  return log.at[place].set(jnp.stack([owner, kind, counts]))
 
 
 def timeline(state: RolloutState) -> Timeline:

@@ -27,7 +27,7 @@ class Until:
   removes them or `extend` resumes them, so a call may return at once.
 
   Attributes:
-    steps: steps of this call; None for no limit.  # int32[]
+    steps: calls of the model; None for no limit.  # int32[]
     groups: prompts in the queue whose samples have all ended; None for all.
       Later calls resume the others.  # int32[]
     sequences: ended sequences in the queue; None for all. With 1, a server can
@@ -84,14 +84,22 @@ def goes_on(until: Until, state: RolloutState, begin: Count) -> Array:
   """Returns bool[], True if a call that began at step `begin` continues."""
   status = state.queue.status
   going = jnp.any(status < SequenceStatus.DONE)
-  if until.steps is not None:
-    going &= state.counters.steps.since(begin) < until.steps
+  num_left = calls_left(until, state, begin)
+  if num_left is not None:
+    going &= num_left > 0
   if until.groups is not None:
     going &= jnp.sum(ended_groups(state), dtype=jnp.int32) < until.groups
   if until.sequences is not None:
     ended = jnp.sum(has_ended(status), dtype=jnp.int32)
     going &= ended < until.sequences
   return going
+
+
+def calls_left(until: Until, state: RolloutState, begin: Count) -> Array | None:
+  """Returns how often the model may still be called; None for no limit."""
+  if until.steps is None:
+    return None
+  return until.steps - state.counters.steps.since(begin)
 
 
 def ended_groups(state: RolloutState) -> Array:

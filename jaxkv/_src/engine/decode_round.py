@@ -1,0 +1,213 @@
+"""Further calls of the model in a step, in which sequences only decode.
+
+With `RolloutConfig.decode_steps` a step schedules once for several calls. The
+first call may compute tokens of prompts. In each further call the sequences
+that sampled in the call before compute that token and sample the next one.
+Pages for these tokens are reserved together, and all tokens of a step are
+committed together. A sequence that ends early is idle for the rest of the step.
+"""
+
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv._src.arrays import elementwise
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
+from jaxkv._src.arrays import sharding
+from jaxkv._src.cache.pool import recurrent
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import rows_of
+from jaxkv._src.cache.verbs.allocate import make_room
+from jaxkv._src.engine import schedule
+from jaxkv._src.engine import timeline
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.hooks import Process
+from jaxkv._src.engine.memory import Memory
+from jaxkv._src.engine.model_call import Model
+from jaxkv._src.engine.model_call import call_decode
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.sample_step import Sampled
+from jaxkv._src.engine.sample_step import sample_tokens
+from jaxkv._src.engine.slots import Slots
+from jaxkv._src.engine.slots import lengths
+from jaxkv._src.engine.slots import missing_tokens
+from jaxkv._src.kv.pools import Pools
+
+
+class Round(NamedTuple):
+  """The calls of a step so far.
+
+  Attributes:
+    num_calls: int32[], calls after the first one in which a slot decoded.
+    counts: int32[B], the tokens that each slot computed.
+    sampled: the results of sampling.
+    log: see `RolloutState.log`.
+  """
+
+  num_calls: Array
+  counts: Array
+  sampled: Sampled
+  log: Array | None
+
+
+def reserve(
+  queue: Queue,
+  slots: Slots,
+  cache: CacheState,
+  counts: Array,
+  samples: Array,
+  max_calls: Array | None,
+  config: RolloutConfig,
+) -> tuple[CacheState, Array]:
+  """Reserves pages for the tokens of the further calls.
+
+  If a slot still lacks tokens after the first call, there are no further ones.
+  If pages are too few for all calls, the step has fewer, so that no sequence is
+  preempted for them.
+
+  Args:
+    queue: the sequences.
+    slots: their slots.
+    cache: the cache, with pages for the tokens of the first call.
+    counts: int32[B], the tokens of the first call.
+    samples: bool[B], the slots that sample after the first call.
+    max_calls: int32[], the most calls of this step; None for no limit.
+    config: the options.
+
+  Returns:
+    The cache; int32[B], the most further tokens of each slot.
+  """
+  sizes = cache.config
+  # The last token of a sequence is sampled and never computed.
+  room = indexing.take(queue.limit, slots.row) - 1 - lengths(queue, slots)
+  if recurrent.has_states(sizes):
+    # The state at the end of a page is kept, which only a commit does.
+    begun = elementwise.remainder(cache.length, sizes.page_size)
+    room = jnp.minimum(room, sizes.page_size - begun - counts)
+  # A slot whose prompt is not complete computes tokens in the next step, and
+  # would be idle in this one.
+  is_complete = ~jnp.any(missing_tokens(queue, slots, cache) > counts)
+  room = jnp.where(samples & is_complete, jnp.maximum(room, 0), 0)
+  number = jnp.arange(1, config.decode_steps, dtype=jnp.int32)
+
+  def num_new_pages(number: Array) -> Array:
+    tokens = jnp.minimum(room, number)
+    stop = cache.length + counts + tokens
+    columns = sizes.sizes.columns_for(stop, jnp.zeros_like(stop))
+    new = jnp.maximum(columns - cache.num_pages, 0)
+    return jnp.sum(jnp.where(tokens[:, None] > 0, new, 0), dtype=jnp.int32)
+
+  fits = jax.vmap(num_new_pages)(number) <= cache.pool.queue.num_free
+  if max_calls is not None:
+    fits &= number < max_calls
+  tokens = jnp.minimum(room, jnp.sum(fits, dtype=jnp.int32))
+  cache, out = make_room(
+    cache,
+    rows_of(cache, None, None),
+    jnp.where(tokens > 0, counts + tokens, 0),
+  )
+  return cache, jnp.where(out.ok, tokens, 0)
+
+
+def decode(
+  params: Any,
+  queue: Queue,
+  slots: Slots,
+  memory: Memory,
+  first: Round,
+  tokens: Array,
+  step: Array,
+  config: RolloutConfig,
+  *,
+  model: Model,
+  process: Process | None,
+) -> tuple[Queue, Pools, Round]:
+  """Runs the further calls of a step.
+
+  Args:
+    params: the model's parameters.
+    queue: the sequences, with the tokens sampled after the first call.
+    slots: their slots.
+    memory: the cache before any token of the step is committed, and its memory.
+    first: the round after the first call.
+    tokens: int32[B], the most further tokens of each slot, from `reserve`.
+    step: int32[], the place of the first call in the log.
+    config: the options.
+    model: see `Model`.
+    process: see `Process`.
+
+  Returns:
+    The queue, the memory and the round.
+  """
+  cache = memory.cache
+  version = cache.epoch.astype(jnp.int32)
+  most = first.counts + tokens
+  size_of_log = max(config.timeline, 1)
+
+  def going_in(round_: Round, has_sampled: Array) -> Array:
+    return has_sampled & ~round_.sampled.ended & (round_.counts < most)
+
+  def call(loop: Any) -> Any:
+    number, going, queue, kv, before = loop
+    work = schedule.decode_work(going, before.counts)
+    # A call without work is not counted, so it has no place in the log.
+    place = elementwise.remainder(step + number, size_of_log)
+    place = jnp.where(jnp.any(going), place, size_of_log)
+    log = timeline.record(before.log, place, queue, slots, work.counts, going)
+    queue, kv, logits = call_decode(
+      params,
+      queue,
+      slots,
+      Memory(cache=cache, kv=kv),
+      work,
+      config,
+      model=model,
+    )
+    queue, sampled = sample_tokens(
+      queue,
+      slots=slots,
+      work=work,
+      samples=going,
+      logits=logits,
+      drafts=None,
+      tally=before.sampled.tally,
+      read=jnp.zeros((), jnp.int32),
+      version=version,
+      config=config,
+      process=process,
+    )
+    after = Round(
+      num_calls=before.num_calls + jnp.any(going).astype(jnp.int32),
+      counts=before.counts + work.counts,
+      sampled=Sampled(
+        ended=before.sampled.ended | sampled.ended,
+        counts=before.sampled.counts + sampled.counts,
+        tally=sampled.tally,
+      ),
+      log=log,
+    )
+    going = going_in(after, sampled.counts > 0)
+    return number + 1, going, queue, kv, after
+
+  def goes_on(loop: Any) -> Array:
+    number, going, *_ = loop
+    # A trip count that is known when the program is compiled costs no host wait
+    # on an accelerator, where idle calls cost less than a wait for each call.
+    is_needed = lax.platform_dependent(
+      going, cpu=jnp.any, default=lambda going: jnp.any(going) | True
+    )
+    return (number < config.decode_steps) & is_needed
+
+  def calls(loop: Any) -> Any:
+    start = sharding.match_varying_axes((jnp.ones((), jnp.int32), *loop))
+    return lax.while_loop(goes_on, call, start)[1:]
+
+  going = going_in(first, first.sampled.counts > 0)
+  loop = going, queue, memory.kv, first
+  _, queue, kv, last = loops.at_most_once(jnp.any(going), calls, loop)
+  return queue, kv, last

@@ -1,0 +1,137 @@
+"""Several calls of the model for one round of scheduling change no token."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import rollout
+from tests.rollout import by_hand
+from tests.tools.tiers import slow_except
+
+_CONFIG = rollout.RolloutConfig(
+  num_samples=2, max_new_tokens=6, stop_token=8, prefill_chunk=4, timeline=64
+)
+
+
+def _config(decode_steps: int, **options) -> rollout.RolloutConfig:
+  return dataclasses.replace(_CONFIG, decode_steps=decode_steps, **options)
+
+
+def _sequences_equal(state, config, windows=(None,)) -> None:
+  assert bool(rollout.is_done(state))
+  rollout.check(state)
+  for number in range(8):
+    prompt = by_hand.PROMPTS[number // config.num_samples]
+    wanted = by_hand.expected(number, prompt, 0.7, config, windows)
+    by_hand.check_sequence(state.queue, number, wanted)
+
+
+@slow_except("decode_steps", (2, 3, 16), 3)
+@pytest.mark.parametrize("decode_steps", [2, 3, 16])
+def test_sequences(decode_steps):
+  """With pages for all, and with so few that rounds are shorter."""
+  config, program = _config(decode_steps), by_hand.program()
+  for pages in (60, 12):
+    state = by_hand.begun(by_hand.sizes(pages, 3), config)
+    end = program(state, 0.7)
+    _sequences_equal(end, config)
+    assert not np.any(np.asarray(end.queue.code))
+
+
+@pytest.mark.slow
+def test_pages_behind_windows():
+  """Windows of three groups hold what a whole round needs."""
+  windows = (3, 5, None)
+  kinds: list[Any] = [jaxkv.SlidingWindow(3, page_size=2)]
+  kinds += [
+    jaxkv.SlidingWindow(5, page_size=2),
+    jaxkv.FullAttention(page_size=2),
+  ]
+  sizes = dataclasses.replace(by_hand.sizes(60, 3), groups=tuple(kinds))
+  config = _config(4)
+  kv = jaxkv.kv.init(
+    sizes,
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=by_hand.WIDTH,
+    dtype=jnp.float32,
+  )
+  state = by_hand.begun(sizes, config, kv=kv)
+  _sequences_equal(by_hand.program(windows)(state, 0.7), config, windows)
+
+
+@pytest.mark.slow
+def test_calls_of_one_sequence():
+  """Five tokens take a call each, in rounds of three."""
+  program, config = by_hand.program(), _config(3, num_samples=1)
+  config = dataclasses.replace(config, stop_token=-1, max_new_tokens=5)
+  state = by_hand.begun(by_hand.sizes(20, 2), config, [[1, 2]])
+  # The limit is between the ends of rounds.
+  part = program(state, 0.0, 2)
+  assert (int(part.counters.steps), int(part.queue.length[0])) == (2, 4)
+  assert int(part.memory.cache.length[0]) == 3
+  end = program(part, 0.0)
+  whole = program(state, 0.0)
+  for state in (end, whole):
+    assert int(state.counters.steps) == 5
+    assert int(state.counters.generated) == 5
+    assert int(state.counters.prefilled) == 1
+    assert np.asarray(state.counters.calls).sum() == 5
+  assert end.queue.tokens.tolist() == whole.queue.tokens.tolist()
+  spans = list(rollout.timeline(whole).spans())
+  assert [(span.kind, span.start, span.stop) for span in spans] == [
+    ("prefill", 0, 1),
+    ("decode", 1, 5),
+  ]
+  assert sum(span.tokens for span in spans) == 6
+
+
+@pytest.mark.slow
+def test_a_sequence_that_ends_early_is_idle():
+  """Nobody enters its slot before the round has ended."""
+  program = by_hand.program()
+  config = _config(4, num_samples=1, stop_token=-1, max_new_tokens=8)
+  state = by_hand.begun(
+    by_hand.sizes(40, 2),
+    config,
+    [[1], [2], [3]],
+    sampling=rollout.Sampling(max_tokens=[2, 8, 8]),
+  )
+  end = program(state, 0.0)
+  spans = rollout.timeline(end).spans()
+  found = [(s.slot, s.sequence, s.kind, s.start, s.stop) for s in spans]
+  assert found == [
+    (0, 0, "decode", 0, 2),
+    (0, 0, "wait", 2, 4),
+    (0, 2, "decode", 4, 12),
+    (1, 1, "decode", 0, 8),
+  ]
+  assert int(end.counters.steps) == 12
+  # Two columns in each call, of which fewer are needed at the ends.
+  assert int(end.counters.rows) == 24
+
+
+@pytest.mark.slow
+def test_pages_of_a_round():
+  """Three free pages: the round is shorter, and none is preempted."""
+  config = _config(8, num_samples=1, stop_token=-1, max_new_tokens=6)
+  state = by_hand.begun(by_hand.sizes(8, 2), config, [[1], [2]])
+  one = by_hand.program()(state, 0.0, 1)
+  end = by_hand.program()(state, 0.0)
+  assert int(one.counters.steps) == 1
+  assert int(end.counters.preempted) == 0
+  assert int(end.counters.peak_pages) <= 7
+
+
+def test_arguments():
+  with pytest.raises(ValueError, match="decode_steps` must be at least 1"):
+    _config(0)
+  with pytest.raises(ValueError, match="decode_steps` must be 1 with `draft"):
+    _config(2, draft_tokens=3)
+  config = _config(17, num_samples=1)
+  with pytest.raises(ValueError, match="at most the tokens of a slot, 16, got"):
+    by_hand.begun(by_hand.sizes(60, 3), config)
