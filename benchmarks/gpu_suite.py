@@ -261,30 +261,12 @@ def launches(path: pathlib.Path, seconds: float, quick: bool) -> bool:
   if path.exists():
     print("done before")
     return True
-  import jax
-  import jax.numpy as jnp
+  from launches import cache_loop
   from launches import in_largest_loop
 
-  import jaxkv
-
   slots = 8 if quick else 256
-  config = jaxkv.CacheConfig(
-    num_pages=64 * slots, page_size=16, num_slots=slots, pages_per_slot=64
-  )
-
-  def step(state, tokens):
-    ones = jnp.ones((slots,), jnp.int32)
-    state, _ = jaxkv.allocate(state, ones)
-    state, _ = jaxkv.commit(state, tokens[:, None], ones)
-    state, _ = jaxkv.free(state, mask=tokens == 7)
-    return state, None
-
-  program = jax.jit(
-    lambda state, tokens: jax.lax.scan(step, state, tokens)[0],
-    donate_argnums=0,
-  )
-  tokens = jnp.zeros((4, slots), jnp.int32)
-  text = program.lower(jaxkv.init(config), tokens).compile().as_text() or ""
+  program, state, tokens = cache_loop(slots, 1)
+  text = program.lower(state, tokens).compile().as_text() or ""
   counts = in_largest_loop(text)
   print(f"{counts} in a step of {slots} slots")
   _write(path, {"slots": slots, **counts._asdict()})

@@ -1,7 +1,51 @@
-"""Counts the launches of a GPU program in its compiled text."""
+"""Counts the kernels and host waits of programs compiled for a GPU.
 
+XLA's compiler for an absent GPU is in the extra `aot`. The programs are loops
+of decode steps:
+
+| program     | one iteration                                                |
+|-------------|--------------------------------------------------------------|
+| cache       | `allocate`, `commit` and `free` of k tokens for each slot, in |
+|             | a pool of 65,536 pages                                       |
+| rollout     | a step of `rollout.generate` with 64 slots, a model that does |
+|             | nothing, and `decode_steps` of k                             |
+
+Method. The instructions in the compiled text of the largest loop are counted,
+those of inner loops included, and divided by k. A kernel is an instruction that
+the GPU's runtime launches, or a copy. A loop or conditional whose predicate is
+computed on the device makes the host wait: a loop once for each evaluation of
+its condition, a conditional once. There are two cases:
+
+| case        | loops whose trip count depends on data                       |
+|-------------|--------------------------------------------------------------|
+| upper bound | each runs once, and each conditional its larger branch       |
+| common      | the same, but loops in a scope `rare/...` do not run, and    |
+|             | conditionals there take the smaller branch                   |
+
+In the common case all slots decode, some fill a page, one sequence ends and
+nobody enters. Bodies with a trip count that the compiler knows are multiplied.
+
+Not measured: time, and what a launch costs.
+
+  python benchmarks/launches.py [--quick] [--json FILE] [--target TARGET]
+"""
+
+import functools
+import pathlib
 import re
+import sys
+from collections.abc import Iterator
+from typing import Any
 from typing import NamedTuple
+
+import command
+import jax
+import jax.numpy as jnp
+from rows import Row
+from rows import show
+
+import jaxkv
+from jaxkv import rollout
 
 # Instructions for which XLA launches nothing on a GPU.
 _NO_LAUNCH = {
@@ -15,55 +59,90 @@ _NO_LAUNCH = {
   "while",
 }
 
+_PAGES, _PAGE, _COLUMNS = 65_536, 16, 256
+
 
 class Launches(NamedTuple):
-  """The launches of one run.
+  """The launches of one iteration, or a bound of those of one token.
 
   Attributes:
-    kernels: number of kernels and copies, inner loops included. A loop whose
-      trip count depends on data counts as one iteration.
-    questions: the number of times that the host waits for the condition of a
-      loop whose trip count depends on data.
+    kernels: number of kernels and copies, inner loops included.
+    waits: number of times that the host waits for a predicate.
   """
 
-  kernels: int
-  questions: int
+  kernels: float
+  waits: float
+
+  def times(self, count: int) -> "Launches":
+    """Returns the launches of `count` iterations."""
+    return Launches(self.kernels * count, self.waits * count)
+
+  def plus(self, other: "Launches") -> "Launches":
+    """Returns the sum of both."""
+    return Launches(self.kernels + other.kernels, self.waits + other.waits)
 
 
-def in_largest_loop(text: str) -> Launches:
-  """Counts the launches in one iteration of a program's largest loop."""
-  lines = _lines(text)
+def in_largest_loop(text: str, *, is_common: bool = False) -> Launches:
+  """Counts the launches in one iteration of a program's largest loop.
+
+  Args:
+    text: the compiled program, as `compiled.as_text()` returns it.
+    is_common: True for the common case, False for the upper bound.
+  """
+  program = _Program(text, is_common=False)
   bodies = re.findall(r"body=%?([\w.\-]+)", text)
-  return max((_launches(lines, body) for body in bodies), default=_NO_LOOP)
+  largest = max(bodies, key=program.launches, default=None)
+  if largest is None:
+    return Launches(0, 0)
+  return _Program(text, is_common=is_common).launches(largest)
 
 
-_NO_LOOP = Launches(0, 0)
+class _Program:
+  """The instructions of a compiled program by computation."""
+
+  def __init__(self, text: str, *, is_common: bool):
+    self._lines, self._is_common = _lines(text), is_common
+
+  def launches(self, name: str) -> Launches:
+    """Returns the launches of one run of a computation."""
+    total = Launches(0, 0)
+    for opcode, line in self._lines[name]:
+      if opcode == "while":
+        total = total.plus(self._loop(line))
+      elif opcode == "conditional":
+        total = total.plus(self._conditional(line))
+      elif opcode not in _NO_LAUNCH:
+        total = total.plus(Launches(1, 0))
+    return total
+
+  def _loop(self, line: str) -> Launches:
+    body = self.launches(_computations(line, "body")[0])
+    num_trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+    if num_trips:
+      return body.times(int(num_trips[1]))
+    # The host reads the condition before each iteration and after the last.
+    condition = self.launches(_computations(line, "condition")[0])
+    condition = condition.plus(Launches(0, 1))
+    if self._is_rare(line):
+      return condition
+    return body.plus(condition.times(2))
+
+  def _conditional(self, line: str) -> Launches:
+    names = _computations(
+      line, "branch_computations", "true_computation", "false_computation"
+    )
+    choose = min if self._is_rare(line) else max
+    return choose(map(self.launches, names)).plus(Launches(0, 1))
+
+  def _is_rare(self, line: str) -> bool:
+    return self._is_common and "/rare/" in line
 
 
-def _launches(lines: dict[str, list[tuple[str, str]]], name: str) -> Launches:
-  kernels = questions = 0
-  for opcode, line in lines[name]:
-    kernels += opcode not in _NO_LAUNCH
-    if opcode != "while":
-      continue
-    body = _launches(lines, _computation(line, "body"))
-    trip_count = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-    trips = int(trip_count[1]) if trip_count else 1
-    kernels += trips * body.kernels
-    questions += trips * body.questions
-    # A loop of one iteration evaluates its condition twice, and the host reads
-    # both results.
-    if not trip_count:
-      condition = _launches(lines, _computation(line, "condition"))
-      kernels += 2 * condition.kernels
-      questions += 2
-  return Launches(kernels, questions)
-
-
-def _computation(line: str, role: str) -> str:
-  match = re.search(rf"{role}=%?([\w.\-]+)", line)
-  assert match, line
-  return match[1]
+def _computations(line: str, *roles: str) -> list[str]:
+  """Returns the names of the computations that an instruction calls."""
+  found = re.findall(rf"(?:{'|'.join(roles)})=(\{{[^}}]*\}}|%?[\w.\-]+)", line)
+  assert found, line
+  return re.findall(r"[\w.\-]+", " ".join(found))
 
 
 def _lines(text: str) -> dict[str, list[tuple[str, str]]]:
@@ -79,3 +158,116 @@ def _lines(text: str) -> dict[str, list[tuple[str, str]]]:
     if match:
       lines[computation].append((match[1], line))
   return lines
+
+
+def cache_loop(num_slots: int, num_tokens: int) -> tuple[Any, ...]:
+  """Returns the jitted loop of the cache, and its arguments."""
+  config = jaxkv.CacheConfig(
+    num_pages=_PAGES,
+    page_size=_PAGE,
+    num_slots=num_slots,
+    pages_per_slot=_COLUMNS,
+  )
+  counts = jnp.full((num_slots,), num_tokens, jnp.int32)
+
+  def step(state: jaxkv.CacheState, tokens: jax.Array) -> Any:
+    state, _ = jaxkv.allocate(state, counts)
+    state, _ = jaxkv.commit(state, tokens, counts)
+    state, _ = jaxkv.free(state, mask=tokens[:, 0] == 7)
+    return state, None
+
+  def loop(state: jaxkv.CacheState, tokens: jax.Array) -> Any:
+    return jax.lax.scan(step, state, tokens)[0]
+
+  state = jax.eval_shape(lambda: jaxkv.init(config, jaxkv.salt("")))
+  tokens = jax.ShapeDtypeStruct((8, num_slots, num_tokens), jnp.int32)
+  return jax.jit(loop, donate_argnums=0), state, tokens
+
+
+def rollout_loop(num_slots: int, decode_steps: int) -> tuple[Any, ...]:
+  """Returns the jitted loop of a rollout, and its arguments."""
+  sizes = jaxkv.CacheConfig(
+    num_pages=_PAGES, page_size=_PAGE, num_slots=num_slots, pages_per_slot=32
+  )
+  config = rollout.RolloutConfig(
+    max_new_tokens=256, admissions=num_slots, decode_steps=decode_steps
+  )
+  state = rollout.init(
+    jaxkv.init(sizes),
+    jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1),
+    rollout.Requests(
+      jnp.ones((num_slots, 4), jnp.int32),
+      jnp.full((num_slots,), 4, jnp.int32),
+      sampling=rollout.Sampling(temperature=0.0),
+    ),
+    jax.random.key(0),
+    config,
+  )
+  state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+  program = functools.partial(rollout.generate, model=_stub)
+  params = jax.ShapeDtypeStruct((num_slots, 2), jnp.float32)
+  return jax.jit(program, donate_argnums=1), params, state
+
+
+def _stub(
+  params: jax.Array, batch: jaxkv.kv.Batch, kv: Any
+) -> tuple[jax.Array, None]:
+  """A model that writes nothing, and whose logits depend on positions."""
+  del kv
+  assert batch.columns is not None
+  position = batch.positions[0].at[batch.columns].get(mode="clip")
+  return params + position.astype(jnp.float32)[:, None], None
+
+
+def counted(target: str, quick: bool) -> Iterator[Row]:
+  """Yields the rows of all programs; their bounds are for the common case."""
+  sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+  from tests.tools.ahead_of_time import compile_for
+
+  programs = [("cache", cache_loop, 256, 1, Launches(80, 5))]
+  if not quick:
+    programs += [
+      ("cache", cache_loop, 256, 8, Launches(11, 0.7)),
+      ("cache", cache_loop, 64, 1, Launches(80, 5)),
+      ("rollout", rollout_loop, 64, 1, Launches(150, 10)),
+      ("rollout", rollout_loop, 64, 8, Launches(60, 1.5)),
+    ]
+  for name, make, num_slots, k, bounds in programs:
+    text = compile_for(target, *make(num_slots, k)).text
+    name = f"{name}, {num_slots} slots, k = {k}"
+    for is_common in (False, True):
+      found = in_largest_loop(text, is_common=is_common)
+      case = "common" if is_common else "upper bound"
+      for metric in ("kernels", "waits"):
+        value = getattr(found, metric) / k
+        row = Row(name, f"{metric} a token, {case}", value)
+        if is_common:
+          row = row._replace(bound=getattr(bounds, metric), side="at most")
+        yield row
+
+
+def measured(quick: bool, rounds: int, target: str) -> dict[str, Any]:
+  """Counts and prints all rows."""
+  del rounds  # Nothing is timed.
+  print(f"\n{'program':26} {'metric':42} {'value':>10} {'bound':>20}")
+  rows = show(counted(target, quick))
+  return {"target": target, "rows": [row.as_json() for row in rows]}
+
+
+def main() -> None:
+  # The compiler of an absent GPU needs no device, and must not look for one.
+  jax.config.update("jax_platforms", "cpu")
+  command.run(
+    __doc__,
+    measured,
+    rounds=1,
+    quick_rounds=1,
+    not_measured="time, and what a launch costs",
+    arguments={
+      "--target": {"default": "h200", "choices": ["h200", "a100", "l40"]}
+    },
+  )
+
+
+if __name__ == "__main__":
+  main()

@@ -337,7 +337,9 @@ def test_launches_of_a_loop_are_counted():
   %x = f32[8]{0} get-tuple-element(%p), index=1
   %y = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused
   %z = f32[8]{0} custom-call(%y), custom_call_target="kernel"
-  %o = s32[] while(%y), condition=%cond.1, body=%inner.1
+  %o = s32[] while(%y), condition=%cond.1, body=%inner.1, \
+metadata={op_name="jit(f)/rare/sweep/while"}
+  %c = s32[] conditional(%o, %o, %o), branch_computations={%inner.1, %cond.1}
   %i = s32[] while(%o), condition=%cond.1, body=%inner.1, \
 backend_config={"known_trip_count":{"n":"5"}}
   ROOT %t = (s32[], f32[8]) tuple(%i, %z)
@@ -348,5 +350,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   ROOT %r = f32[8]{0} fusion(%w), kind=kLoop, calls=%fused
 }
 """
-  # Two of its own; one trip and two questions; five trips without any.
-  assert in_largest_loop(text) == (2 + 1 + 2 + 5, 2)
+  # Two of its own; one trip and two conditions; one branch; five trips.
+  assert in_largest_loop(text) == (2 + 1 + 2 + 1 + 5, 2 + 1)
+  # One condition, and no trip.
+  assert in_largest_loop(text, is_common=True) == (2 + 1 + 1 + 5, 1 + 1)

@@ -257,7 +257,7 @@ class TestTransitions:
     _, program = decode_loop(target, number=4)
     launches = in_largest_loop(program.text)
     assert 0 < launches.kernels < 190
-    assert launches.questions <= 22
+    assert launches.waits <= 22
 
   @over(["h200"])
   def test_a_decode_loop_of_the_cache_is_in_place(self, target, monkeypatch):

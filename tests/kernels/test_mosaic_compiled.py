@@ -223,7 +223,7 @@ class TestHopper:
     )
     launches = in_largest_loop(program.text)
     assert 3 < launches.kernels <= most
-    assert launches.questions == 0
+    assert launches.waits == 0
 
 
 @slow_except("target", BACKENDS, "v7x")

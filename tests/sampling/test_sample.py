@@ -271,7 +271,8 @@ class TestWhatIsCompiled:
 
   def test_with_a_temperature_alone(self):
     names = self._primitives(Sampling(temperature=jnp.ones((2,))))
-    assert "while" not in names and names.count("cond") == 2
+    # One of them chooses by platform.
+    assert "while" not in names and names.count("cond") == 3
 
   def test_other_settings_have_no_effect(self):
     others = settings.as_sampling(

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -56,7 +57,8 @@ def share_full_pages(
     return share_prefix(cache, forks.sources, slot, forks.ready)
 
   # Most steps fork nothing. A conditional would copy the arrays of the cache.
-  cache = loops.at_most_once(jnp.any(forks.ready), share, cache)
+  with jax.named_scope("rare/share"):
+    cache = loops.at_most_once(jnp.any(forks.ready), share, cache)
   leader = jnp.where(forks.ready, slots.no_slot, slots.leader)
   return dataclasses.replace(slots, leader=leader), cache
 
@@ -72,7 +74,8 @@ def copy_partial_pages(memory: Memory, forks: Forks, forked: Array) -> Memory:
   def copy(kv: Pools) -> Pools:
     return copy_pages(kv, *owed_copies(cache, forks.sources, slot, forked))
 
-  kv = loops.at_most_once(jnp.any(forked), copy, memory.kv)
+  with jax.named_scope("rare/copy"):
+    kv = loops.at_most_once(jnp.any(forked), copy, memory.kv)
   refused = forks.ready & ~forked
   # `share_prefix` has set the length of all forks, also of those that then got
   # no page. Without tokens their slots count as empty again.

@@ -40,7 +40,9 @@ def generate(
 ) -> RolloutState:
   """Generates tokens until all sequences have ended, or until `until`.
 
-  One `while_loop` without host round trips. Jit it with the state donated, as
+  One `while_loop`, which never returns to Python. On a GPU, XLA's runtime reads
+  the conditions of loops on the host, less often with a larger
+  `RolloutConfig.decode_steps`. Jit it with the state donated, as
   `jax.jit(functools.partial(generate, model=model), donate_argnums=1)`, so that
   the K/V memory is updated in place.
 

@@ -190,7 +190,8 @@ def call_model(
       return kv, Logits(last, of_drafts), scores
 
     # A conditional, or a switch, would copy the memory.
-    carry = loops.at_most_once(work.width == number, run, carry)
+    with jax.named_scope("rare/wide" if number else "narrow"):
+      carry = loops.at_most_once(work.width == number, run, carry)
   kv, logits, scores = carry
   queue = dataclasses.replace(
     queue, log_probs=scores.log_probs, records=scores.records

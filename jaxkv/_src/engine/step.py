@@ -295,7 +295,8 @@ def _admit(state: RolloutState, *, is_scoring: bool) -> RolloutState:
   is_possible = admit.can_admit(
     state.queue, state.slots, state.memory.cache, config
   )
-  return loops.at_most_once(is_possible, enter, state)
+  with jax.named_scope("rare/enter"):
+    return loops.at_most_once(is_possible, enter, state)
 
 
 def _make_way(

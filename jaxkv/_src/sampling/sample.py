@@ -294,18 +294,24 @@ def _sample_or_greedy(
   if greedy is None:
     return _sample(keys, counts, weights, masses)
 
+  def sample() -> Array:
+    return _sample(keys, counts, weights, masses)
+
   def select(sampled: Array) -> Array:
     return jnp.where(greedy, _most_likely(weights), sampled)
 
-  # Two conditions, so that a batch of only greedy or only sampled rows skips
-  # the work of the others. `& 0` gives zeros that vary over the mesh axes of
-  # `greedy`.
-  sampled = lax.cond(
-    jnp.all(greedy),
-    lambda: greedy.astype(jnp.int32) & 0,
-    lambda: _sample(keys, counts, weights, masses),
+  def with_conditions() -> Array:
+    # A batch of only greedy or only sampled rows skips the work of the others.
+    # `& 0` gives zeros that vary over the mesh axes of `greedy`.
+    sampled = lax.cond(
+      jnp.all(greedy), lambda: greedy.astype(jnp.int32) & 0, sample
+    )
+    return lax.cond(jnp.any(greedy), select, lambda sampled: sampled, sampled)
+
+  # On a GPU a condition costs a host wait, which takes longer than the work.
+  return lax.platform_dependent(
+    cpu=with_conditions, default=lambda: select(sample())
   )
-  return lax.cond(jnp.any(greedy), select, lambda sampled: sampled, sampled)
 
 
 def _most_likely(weights: _Weights) -> Array:

@@ -178,7 +178,8 @@ def reserve(queue: FreeQueue, count: Array) -> FreeQueue:
       span=queue.num_free,
     )
 
-  return loops.at_most_once(queue.span + count > size, sweep, queue)
+  with jax.named_scope("rare/sweep"):
+    return loops.at_most_once(queue.span + count > size, sweep, queue)
 
 
 def mark_last(

@@ -318,11 +318,12 @@ def _count_passed(
     # its key. The loop then ends after one round of all buckets.
     return overflow, bucket, active & (bucket != home) & (bucket != first)
 
-  return lax.while_loop(
-    lambda loop: jnp.any(loop[2]),
-    walk,
-    (index.overflow, first, valid & (first != home)),
-  )[0]
+  with jax.named_scope("rare/overflow"):
+    return lax.while_loop(
+      lambda loop: jnp.any(loop[2]),
+      walk,
+      (index.overflow, first, valid & (first != home)),
+    )[0]
 
 
 def _split(entry: Array) -> tuple[Array, Array, Array]:

@@ -11,6 +11,7 @@ import dataclasses
 from typing import NamedTuple
 
 import chex
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax import lax
@@ -242,9 +243,10 @@ def in_order(
     )
     return granted & (is_before | (need <= num_left - keep_free))
 
-  return lax.while_loop(
-    lambda granted: jnp.any(overdrawn(granted)), refuse, asked & ~hopeless
-  )
+  with jax.named_scope("rare/refuse"):
+    return lax.while_loop(
+      lambda granted: jnp.any(overdrawn(granted)), refuse, asked & ~hopeless
+    )
 
 
 def pages_in_column(
