@@ -19,8 +19,6 @@ from jaxkv import rollout
 VOCABULARY, WIDTH = 11, 4
 NO_LIMIT = 10**6
 """Steps, more than any rollout takes."""
-KEY = jax.random.key(5)
-"""The key of all rollouts."""
 WAITS, RUNS, DONE, FAILED, EMPTY = (
   rollout.SequenceStatus.WAITING,
   rollout.SequenceStatus.RUNNING,
@@ -81,6 +79,12 @@ def _drawn(logits: np.ndarray, key) -> int:
   return 4 * block + int(index)
 
 
+def key() -> jax.Array:
+  """Returns the key of all rollouts."""
+  # A function, because a process that joins others may not call jax before.
+  return jax.random.key(5)
+
+
 @dataclasses.dataclass(frozen=True)
 class Expected:
   """The expected result of one sequence.
@@ -102,12 +106,12 @@ def expected(
   windows=(None,),
 ) -> Expected:
   """Computes sequence `number`, which begins with `prompt`."""
-  key, tokens, log_probs = jax.random.fold_in(KEY, number), [*prompt], []
+  own, tokens, log_probs = jax.random.fold_in(key(), number), [*prompt], []
   for count in range(config.max_new_tokens):
     logits = _logits(tokens, windows)
     if temperature:
       logits = logits / np.float32(temperature)
-      draw = _drawn(logits, jax.random.fold_in(key, count))
+      draw = _drawn(logits, jax.random.fold_in(own, count))
     else:
       draw = np.argmax(logits)
     tokens.append(int(draw))
@@ -143,7 +147,7 @@ def begun(
   settings = {name: options.pop(name) for name in fields & options.keys()}
   requests = rollout.Requests(rows, lengths, **settings)
   cache = jaxkv.init(sizes)
-  return rollout.init(cache, kv, requests, KEY, config, **options)
+  return rollout.init(cache, kv, requests, key(), config, **options)
 
 
 def with_queue(state: rollout.RolloutState, **changes) -> rollout.RolloutState:

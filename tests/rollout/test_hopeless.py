@@ -49,7 +49,7 @@ def test_traced_lengths_out_of_range():
 
   def begun(lengths):
     requests = rollout.Requests([[1, 2, 3, 4]] * 4, lengths)
-    memory, key = whole.memory, by_hand.KEY
+    memory, key = whole.memory, by_hand.key()
     return rollout.init(memory.cache, memory.kv, requests, key, config)
 
   state = jax.jit(begun)(jnp.asarray([6, 2, 0, 4], jnp.int32))

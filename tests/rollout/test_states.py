@@ -154,7 +154,7 @@ def _begun(sizes, config, kv=None, cache=None, **options):
     jaxkv.init(sizes) if cache is None else cache,
     _memory(sizes) if kv is None else kv,
     rollout.Requests(rows, lengths),
-    by_hand.KEY,
+    by_hand.key(),
     config,
     **options,
   )
@@ -168,7 +168,7 @@ _CONFIG = rollout.RolloutConfig(
 
 @functools.cache
 def _wanted(temperature):
-  key, samples = by_hand.KEY, _CONFIG.num_samples
+  key, samples = by_hand.key(), _CONFIG.num_samples
   return [
     _expected(number, _PROMPTS[number // samples], key, temperature, _CONFIG)
     for number in range(len(_PROMPTS) * samples)
