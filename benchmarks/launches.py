@@ -3,12 +3,12 @@
 XLA's compiler for an absent GPU is in the extra `aot`. The programs are loops
 of decode steps:
 
-| program     | one iteration                                                |
-|-------------|--------------------------------------------------------------|
-| cache       | `allocate`, `commit` and `free` of k tokens for each slot, in |
-|             | a pool of 65,536 pages                                       |
-| rollout     | a step of `rollout.generate` with 64 slots, a model that does |
-|             | nothing, and `decode_steps` of k                             |
+| program | one iteration                                                  |
+|---------|----------------------------------------------------------------|
+| cache   | `allocate`, `commit` and `free` of k tokens for each slot, in  |
+|         | a pool of 65,536 pages                                         |
+| rollout | a step of `jaxkv.rollout.generate` with 64 slots, k            |
+|         | `decode_steps` and the model of `rollout.py`, a stub         |
 
 Method. The instructions in the compiled text of the largest loop are counted,
 those of inner loops included, and divided by k. A kernel is an instruction that
@@ -41,11 +41,11 @@ from typing import NamedTuple
 import command
 import jax
 import jax.numpy as jnp
+import rollout
 from rows import Row
 from rows import show
 
 import jaxkv
-from jaxkv import rollout
 
 # Instructions for which XLA launches nothing on a GPU.
 _NO_LAUNCH = {
@@ -184,39 +184,14 @@ def cache_loop(num_slots: int, num_tokens: int) -> tuple[Any, ...]:
   return jax.jit(loop, donate_argnums=0), state, tokens
 
 
-def rollout_loop(num_slots: int, decode_steps: int) -> tuple[Any, ...]:
+def rollout_loop(decode_steps: int) -> tuple[Any, ...]:
   """Returns the jitted loop of a rollout, and its arguments."""
-  sizes = jaxkv.CacheConfig(
-    num_pages=_PAGES, page_size=_PAGE, num_slots=num_slots, pages_per_slot=32
-  )
-  config = rollout.RolloutConfig(
-    max_new_tokens=256, admissions=num_slots, decode_steps=decode_steps
-  )
-  state = rollout.init(
-    jaxkv.init(sizes),
-    jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1),
-    rollout.Requests(
-      jnp.ones((num_slots, 4), jnp.int32),
-      jnp.full((num_slots,), 4, jnp.int32),
-      sampling=rollout.Sampling(temperature=0.0),
-    ),
-    jax.random.key(0),
-    config,
-  )
+  sampling = jaxkv.rollout.Sampling(temperature=0.0)
+  state = rollout.decoding_state(sampling, decode_steps)
   state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-  program = functools.partial(rollout.generate, model=_stub)
-  params = jax.ShapeDtypeStruct((num_slots, 2), jnp.float32)
+  program = functools.partial(jaxkv.rollout.generate, model=rollout.stub)
+  params = jax.ShapeDtypeStruct((rollout.SLOTS, 2), jnp.float32)
   return jax.jit(program, donate_argnums=1), params, state
-
-
-def _stub(
-  params: jax.Array, batch: jaxkv.kv.Batch, kv: Any
-) -> tuple[jax.Array, None]:
-  """A model that writes nothing, and whose logits depend on positions."""
-  del kv
-  assert batch.columns is not None
-  position = batch.positions[0].at[batch.columns].get(mode="clip")
-  return params + position.astype(jnp.float32)[:, None], None
 
 
 def counted(target: str, quick: bool) -> Iterator[Row]:
@@ -224,17 +199,19 @@ def counted(target: str, quick: bool) -> Iterator[Row]:
   sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
   from tests.tools.ahead_of_time import compile_for
 
-  programs = [("cache", cache_loop, 256, 1, Launches(80, 5))]
+  large = functools.partial(cache_loop, 256)
+  small = functools.partial(cache_loop, 64)
+  programs = [("cache, 256 slots", large, 1, Launches(80, 5))]
   if not quick:
     programs += [
-      ("cache", cache_loop, 256, 8, Launches(11, 0.7)),
-      ("cache", cache_loop, 64, 1, Launches(80, 5)),
-      ("rollout", rollout_loop, 64, 1, Launches(150, 10)),
-      ("rollout", rollout_loop, 64, 8, Launches(60, 1.5)),
+      ("cache, 256 slots", large, 8, Launches(11, 0.7)),
+      ("cache, 64 slots", small, 1, Launches(80, 5)),
+      ("rollout, 64 slots", rollout_loop, 1, Launches(150, 10)),
+      ("rollout, 64 slots", rollout_loop, 8, Launches(60, 1.5)),
     ]
-  for name, make, num_slots, k, bounds in programs:
-    text = compile_for(target, *make(num_slots, k)).text
-    name = f"{name}, {num_slots} slots, k = {k}"
+  for name, make, k, bounds in programs:
+    text = compile_for(target, *make(k)).text
+    name = f"{name}, k = {k}"
     for is_common in (False, True):
       found = in_largest_loop(text, is_common=is_common)
       case = "common" if is_common else "upper bound"

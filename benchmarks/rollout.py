@@ -134,7 +134,9 @@ def step(
     yield at_most(name, metric, us, bound)
 
 
-def decoding_state(sampling: rollout.Sampling) -> rollout.RolloutState:
+def decoding_state(
+  sampling: rollout.Sampling, decode_steps: int = 1
+) -> rollout.RolloutState:
   """Makes a rollout with one random prompt per slot and no stop token."""
   longest = SHORT + LONG + 8
   sizes = jaxkv.CacheConfig(
@@ -153,7 +155,9 @@ def decoding_state(sampling: rollout.Sampling) -> rollout.RolloutState:
       sampling=sampling,
     ),
     jax.random.key(0),
-    rollout.RolloutConfig(max_new_tokens=longest, admissions=SLOTS),
+    rollout.RolloutConfig(
+      max_new_tokens=longest, admissions=SLOTS, decode_steps=decode_steps
+    ),
   )
 
 

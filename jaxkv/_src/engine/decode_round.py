@@ -26,6 +26,7 @@ from jaxkv._src.cache.verbs.allocate import make_room
 from jaxkv._src.engine import schedule
 from jaxkv._src.engine import timeline
 from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.grow import num_new_pages
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.model_call import Model
@@ -66,8 +67,8 @@ def reserve(
 ) -> tuple[CacheState, Array]:
   """Reserves pages for the tokens of the further calls.
 
-  If a slot still lacks tokens after the first call, there are no further ones.
-  If pages are too few for all calls, the step has fewer, so that no sequence is
+  No further call follows if a slot still lacks tokens after the first one. If
+  pages are too few for all calls, the step has fewer, so that no sequence is
   preempted for them.
 
   Args:
@@ -95,23 +96,22 @@ def reserve(
   room = jnp.where(samples & is_complete, jnp.maximum(room, 0), 0)
   number = jnp.arange(1, config.decode_steps, dtype=jnp.int32)
 
-  def num_new_pages(number: Array) -> Array:
-    tokens = jnp.minimum(room, number)
-    stop = cache.length + counts + tokens
-    columns = sizes.sizes.columns_for(stop, jnp.zeros_like(stop))
-    new = jnp.maximum(columns - cache.num_pages, 0)
-    return jnp.sum(jnp.where(tokens[:, None] > 0, new, 0), dtype=jnp.int32)
+  def tokens_with(number: Array) -> Array:
+    """Returns the tokens of each slot with so many further ones at most."""
+    further = jnp.minimum(room, number)
+    return jnp.where(further > 0, counts + further, 0)
 
-  fits = jax.vmap(num_new_pages)(number) <= cache.pool.queue.num_free
+  def fits_with(number: Array) -> Array:
+    needed = num_new_pages(cache, tokens_with(number))
+    return needed <= cache.pool.queue.num_free
+
+  fits = jax.vmap(fits_with)(number)
   if max_calls is not None:
     fits &= number < max_calls
-  tokens = jnp.minimum(room, jnp.sum(fits, dtype=jnp.int32))
-  cache, out = make_room(
-    cache,
-    rows_of(cache, None, None),
-    jnp.where(tokens > 0, counts + tokens, 0),
-  )
-  return cache, jnp.where(out.ok, tokens, 0)
+  longest = jnp.sum(fits, dtype=jnp.int32)
+  rows = rows_of(cache, None, None)
+  cache, out = make_room(cache, rows, tokens_with(longest))
+  return cache, jnp.where(out.ok, jnp.minimum(room, longest), 0)
 
 
 def decode(
@@ -146,11 +146,11 @@ def decode(
   """
   cache = memory.cache
   version = cache.epoch.astype(jnp.int32)
-  most = first.counts + tokens
+  max_counts = first.counts + tokens
   size_of_log = max(config.timeline, 1)
 
   def going_in(round_: Round, has_sampled: Array) -> Array:
-    return has_sampled & ~round_.sampled.ended & (round_.counts < most)
+    return has_sampled & ~round_.sampled.ended & (round_.counts < max_counts)
 
   def call(loop: Any) -> Any:
     number, going, queue, kv, before = loop

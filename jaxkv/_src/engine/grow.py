@@ -57,7 +57,16 @@ def needed_pages(
 ) -> Array:
   """Returns the number of pages that `grow` takes for the slots, int32[]."""
   missing = missing_tokens(queue, slots, cache)
-  tokens = limit_to_chunk(cache, missing, config)
+  return num_new_pages(cache, limit_to_chunk(cache, missing, config))
+
+
+def num_new_pages(cache: CacheState, tokens: Array) -> Array:
+  """Returns the pages that slots lack for their next tokens, int32[].
+
+  Args:
+    cache: the cache.
+    tokens: int32[B], the tokens of each slot; 0 for an idle one.
+  """
   columns = cache.config.sizes.columns_for(
     cache.length + tokens, jnp.zeros_like(tokens)
   )
