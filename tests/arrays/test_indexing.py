@@ -72,14 +72,16 @@ def test_zeros_keep_the_dtype():
     assert zeros.dtype == dtype and not zeros.any()
 
 
-@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize(
+  "find", [loops._num_ended_by_search, loops._num_ended_by_comparison]
+)
 @pytest.mark.parametrize("rows", [1, 7, 300])
-def test_rows_of_items_on_every_platform(unroll, rows):
+def test_rows_of_items_on_every_platform(find, rows):
   counts = np.random.default_rng(rows).integers(0, 4, rows)
   expected = np.repeat(np.arange(rows), counts)
   ends = jnp.cumsum(jnp.asarray(counts, jnp.int32), dtype=jnp.int32)
   items = jnp.arange(len(expected) + 5, dtype=jnp.int32)
-  found = np.asarray(loops._num_ended(ends, items, unroll=unroll))
+  found = np.asarray(find(ends, items))
   np.testing.assert_array_equal(found[: len(expected)], expected)
   np.testing.assert_array_equal(found[len(expected) :], rows)
 

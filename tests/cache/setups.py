@@ -17,6 +17,7 @@ from jaxkv._src.arrays import loops
 from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.steps import publish as publishing
+from tests.tools.platforms import programs_for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class Setup:
     crowded: True to start all pages in one bucket of the prefix index, so that
       it overflows.
     tight: True to halve the free queue's ring, so that it is swept often.
+    for_gpu: True to run the programs that are compiled for a GPU.
   """
 
   config: CacheConfig
@@ -51,6 +53,7 @@ class Setup:
   window: int | None = None
   crowded: bool = False
   tight: bool = False
+  for_gpu: bool = False
 
   @contextlib.contextmanager
   def patched(self):
@@ -58,6 +61,7 @@ class Setup:
     with pytest.MonkeyPatch.context() as patch:
       if self.window is not None:
         patch.setattr(loops, "WINDOW", self.window)
+        patch.setattr(loops, "GPU_WINDOW", self.window)
         patch.setattr(prefix_index, "INSERT_WINDOW", self.window)
         patch.setattr(publishing, "ROWS_AT_ONCE", self.window)
       if self.crowded:
@@ -68,7 +72,8 @@ class Setup:
         )
       if self.tight:
         patch.setattr(free_queue, "init", _half_a_ring)
-      yield
+      with programs_for("cuda" if self.for_gpu else "cpu"):
+        yield
 
 
 def _half_a_ring(num_pages: int, init=free_queue.init) -> free_queue.FreeQueue:

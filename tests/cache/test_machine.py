@@ -184,6 +184,20 @@ def walk(setup: Setup, walks: int) -> set[int]:
   return codes
 
 
+_GPU_SETUPS = ["hybrid", "plain", "scratch", "three_kinds", "windows"]
+
+
+@slow_except("name", _GPU_SETUPS, "three_kinds")
+@pytest.mark.parametrize("name", _GPU_SETUPS)
+def test_programs_for_a_gpu(name):
+  """A GPU's programs have other loops, and run on a CPU, too."""
+  setup = SETUPS[name]
+  config = dataclasses.replace(setup.config, number=400 + setup.config.number)
+  setup = dataclasses.replace(setup, config=config, for_gpu=True)
+  with setup.patched():
+    walk(setup, 10)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "options",

@@ -10,6 +10,7 @@ import pytest
 import jaxkv
 from jaxkv import rollout
 from tests.rollout import by_hand
+from tests.tools.platforms import programs_for
 from tests.tools.tiers import slow_except
 
 _CONFIG = rollout.RolloutConfig(
@@ -40,6 +41,18 @@ def test_sequences(decode_steps):
     end = program(state, 0.7)
     _sequences_equal(end, config)
     assert not np.any(np.asarray(end.queue.code))
+
+
+@slow_except("decode_steps", (1, 4), 4)
+@pytest.mark.parametrize("decode_steps", [1, 4])
+def test_programs_for_a_gpu(decode_steps):
+  """Such a program has other loops, and idle calls at the end of a round."""
+  # No other test has so many pages, so none has traced these programs.
+  config = _config(decode_steps)
+  with programs_for("cuda"):
+    state = by_hand.begun(by_hand.sizes(61, 3), config)
+    end = by_hand.program()(state, 0.7)
+  _sequences_equal(end, config)
 
 
 @pytest.mark.slow

@@ -1,10 +1,14 @@
-"""Loops over items, which update arrays in place."""
+"""Loops over items, which update arrays in place.
 
-import functools
+On a GPU the host reads the predicate of a loop before every iteration, and the
+device waits for it. So on a GPU the first items are processed without a loop.
+"""
+
 from collections.abc import Callable
 from typing import NamedTuple
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax import lax
@@ -14,6 +18,12 @@ from jaxkv._src.arrays import sharding
 
 WINDOW = 128
 """W, the items of one iteration of `for_each`. Most calls have fewer items."""
+
+GPU_WINDOW = 1024
+"""The items that a GPU processes without a loop.
+
+A kernel over this many items takes about as long as one over `WINDOW` items.
+"""
 
 Carry = TypeVar("Carry")
 
@@ -79,33 +89,73 @@ def locate(counts: Array, item: Array) -> Items:
     counts: int32[X], the number of items in each range.
     item: int32[W], 0-based positions among all items.
   """
-  ends = jnp.cumsum(counts, dtype=jnp.int32)
-  # On a CPU the search is a loop, because XLA would repeat an unrolled search
-  # for each use of `row`. On an accelerator it is unrolled, because each
-  # iteration of a loop would cost a kernel launch.
+  ends = cumulative_sum(counts)
+  # An accelerator compares all pairs in one kernel, where each step of a binary
+  # search would be a kernel.
   row = lax.platform_dependent(
-    ends,
-    item,
-    cpu=functools.partial(_num_ended, unroll=False),
-    default=functools.partial(_num_ended, unroll=True),
+    ends, item, cpu=_num_ended_by_search, default=_num_ended_by_comparison
   )
   begin = indexing.take(ends, row - 1)  # Row 0 reads 0.
   return Items(row, item - begin, (item >= 0) & (item < ends[-1]))
 
 
-def _num_ended(ends: Array, item: Array, *, unroll: bool) -> Array:
-  """Counts by binary search the `ends` that are at most each item: int32[W]."""
+def _num_ended_by_search(ends: Array, item: Array) -> Array:
+  """Counts the `ends` that are at most each item: int32[W]."""
   size = ends.shape[0]
   steps = size.bit_length()
 
+  # A loop, because XLA:CPU would repeat an unrolled search for each use of the
+  # result.
   def halve(step: Array, count: Array) -> Array:
     larger = count + (jnp.int32(1 << (steps - 1)) >> step)
     end = ends.at[larger - 1].get(mode="clip")
     return jnp.where((larger <= size) & (end <= item), larger, count)
 
-  return lax.fori_loop(
-    0, steps, halve, sharding.zeros_like(item), unroll=unroll
-  )
+  return lax.fori_loop(0, steps, halve, sharding.zeros_like(item))
+
+
+def _num_ended_by_comparison(ends: Array, item: Array) -> Array:
+  """Computes the result of `_num_ended_by_search`."""
+  return jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32)
+
+
+def cumulative_sum(values: Array) -> Array:
+  """Returns the inclusive cumulative sum of int32[X] or bool[X] as int32[X]."""
+
+  def by_comparison(values: Array) -> Array:
+    lanes = jnp.arange(values.shape[0], dtype=jnp.int32)
+    is_summed = lanes[None, :] <= lanes[:, None]
+    summed = jnp.where(is_summed, values[None, :].astype(jnp.int32), 0)
+    return jnp.sum(summed, axis=1, dtype=jnp.int32)
+
+  def by_cumsum(values: Array) -> Array:
+    return jnp.cumsum(values, dtype=jnp.int32)
+
+  if values.shape[0] > GPU_WINDOW:
+    return by_cumsum(values)
+  # XLA:GPU computes `jnp.cumsum` in three kernels, and these sums in one.
+  return on_gpu(by_comparison, by_cumsum, values)
+
+
+def on_gpu(
+  gpu: Callable[[Carry], Carry], default: Callable[[Carry], Carry], carry: Carry
+) -> Carry:
+  """Returns `gpu(carry)` in programs for GPUs, else `default(carry)`."""
+  return lax.platform_dependent(carry, cuda=gpu, rocm=gpu, default=default)
+
+
+def while_loop(
+  condition: Callable[[Carry], Array],
+  body: Callable[[Carry], Carry],
+  carry: Carry,
+) -> Carry:
+  """Computes a `lax.while_loop`; on a GPU the first iteration needs no loop.
+
+  `body` must return a carry unchanged if the condition does not hold.
+  """
+  carry = on_gpu(body, lambda carry: carry, carry)
+  with jax.named_scope("rare/rest"):
+    return lax.while_loop(condition, body, carry)
 
 
 def for_each(
@@ -114,6 +164,7 @@ def for_each(
   carry: Carry,
   *,
   window: int | None = None,
+  longest: int | None = None,
 ) -> Carry:
   """Folds `body` over all items of ranges, in order, a window at a time.
 
@@ -122,9 +173,11 @@ def for_each(
     body: a function from a carry and a window of items to a carry.
     carry: any pytree of arrays.
     window: W, the items of one iteration; None for WINDOW.
+    longest: the most items that a range can have; None if unknown. A GPU needs
+      no loop if all ranges together have at most GPU_WINDOW items.
   """
-  width = window or WINDOW
   total = jnp.sum(counts, dtype=jnp.int32)
+  width = window or WINDOW
   lanes = jnp.arange(width, dtype=jnp.int32)
 
   # The number of iterations depends on the total number of items, not on the
@@ -133,7 +186,35 @@ def for_each(
     begin, carry = loop
     return begin + width, body(carry, locate(counts, begin + lanes))
 
-  _, carry = lax.while_loop(
-    lambda loop: loop[0] < total, trip, (sharding.zeros_like(total), carry)
-  )
-  return carry
+  def in_windows(loop):
+    return lax.while_loop(lambda loop: loop[0] < total, trip, loop)
+
+  def all_at_once(loop):
+    return loop[0], body(loop[1], _all_items(counts, longest))
+
+  def first_window(loop):
+    return loop[0] + GPU_WINDOW, body(loop[1], first_items(counts))
+
+  start = sharding.zeros_like(total), carry
+  if longest is not None and longest * counts.shape[0] <= GPU_WINDOW:
+    return on_gpu(all_at_once, in_windows, start)[1]
+  start = on_gpu(first_window, lambda loop: loop, start)
+  with jax.named_scope("rare/rest"):
+    return in_windows(start)[1]
+
+
+def first_items(counts: Array) -> Items:
+  """Returns the first GPU_WINDOW items of ranges."""
+  zero = sharding.zeros_like(jnp.sum(counts, dtype=jnp.int32))
+  return locate(counts, zero + jnp.arange(GPU_WINDOW, dtype=jnp.int32))
+
+
+def _all_items(counts: Array, longest: int) -> Items:
+  """Returns `longest` items a range; those past the end of a range are invalid.
+
+  Their order is that of `locate`, but invalid items lie between valid ones.
+  """
+  row = jnp.arange(counts.shape[0], dtype=jnp.int32)[:, None]
+  offset = jnp.arange(longest, dtype=jnp.int32)[None, :]
+  items = jnp.broadcast_arrays(row, offset, offset < counts[:, None])
+  return Items(*(part.reshape(-1) for part in items))

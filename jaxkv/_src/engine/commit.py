@@ -4,10 +4,10 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax import Array
-from jax import lax
 
 from jaxkv._src.arrays import elementwise
 from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.verbs.commit import commit
 from jaxkv._src.engine.counters import Counters
@@ -54,7 +54,7 @@ def commit_tokens(
       keys = indexing.put(keys, place, last, values=cache.hashes.chain)
     return cache, keys, remaining - num_tokens
 
-  cache, keys, _ = lax.while_loop(
+  cache, keys, _ = loops.while_loop(
     lambda loop: jnp.any(loop[2] > 0),
     commit_page,
     (cache, queue.page_keys, counts),

@@ -175,24 +175,35 @@ def call_model(
       lambda kv: call.run(kv, scores, 0, widths[0])[0], memory.kv
     )
     last = jnp.zeros((slots.size, shape.shape[1]), shape.dtype)
-  carry = memory.kv, Logits(last, draft_logits), scores
-  for number, width in enumerate(widths):
 
-    def run(carry: Any, number: int = number, width: Width = width) -> Any:
-      kv, (last, of_drafts), scores = carry
-      logits, kv, scores = call.run(kv, scores, number, width)
-      if width.drafts and of_drafts is not None:
-        of_drafts = lax.dynamic_update_slice(
-          of_drafts, logits[slots.size :], (0, 0)
-        )
-      if last is not None:
-        last = logits[: slots.size]
-      return kv, Logits(last, of_drafts), scores
+  def run(number: int, carry: Any) -> Any:
+    width = widths[number]
+    kv, (last, of_drafts), scores = carry
+    logits, kv, scores = call.run(kv, scores, number, width)
+    if width.drafts and of_drafts is not None:
+      of_drafts = lax.dynamic_update_slice(
+        of_drafts, logits[slots.size :], (0, 0)
+      )
+    if last is not None:
+      last = logits[: slots.size]
+    return kv, Logits(last, of_drafts), scores
 
+  def run_from(number: int, carry: Any) -> Any:
+    """Runs the call, whose width is at least `number`."""
+    if number == len(widths) - 1:
+      return run(number, carry)
     # A conditional, or a switch, would copy the memory.
-    with jax.named_scope("rare/wide" if number else "narrow"):
-      carry = loops.at_most_once(work.width == number, run, carry)
-  kv, logits, scores = carry
+    carry = loops.at_most_once(
+      work.width == number, functools.partial(run, number), carry
+    )
+    # Nested, because on a GPU each loop costs a wait even if it does not run.
+    with jax.named_scope("rare/wider"):
+      return loops.at_most_once(
+        work.width > number, functools.partial(run_from, number + 1), carry
+      )
+
+  carry = memory.kv, Logits(last, draft_logits), scores
+  kv, logits, scores = run_from(0, carry)
   queue = dataclasses.replace(
     queue, log_probs=scores.log_probs, records=scores.records
   )

@@ -9,6 +9,7 @@ has at least 2 N entries, so sweeps are rare.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
@@ -82,9 +83,16 @@ def capacity(num_pages: int) -> int:
 
 
 def pop(
-  queue: FreeQueue, num_pages: Array, *, window: int
+  queue: FreeQueue,
+  num_pages: Array,
+  *,
+  window: int,
+  keeps: Callable[[Array], Array] | None = None,
 ) -> tuple[FreeQueue, Front]:
   """Pops up to `num_pages` pages from the first `window` entries.
+
+  `keeps` maps pages, int32[W], to bool[W]; the first live page for which it is
+  True, and all after it, stay in the queue. None to pop any page.
 
   Stale entries in the window make the result shorter. The caller then calls
   again for the missing pages. If `num_pages <= num_free`, repeated calls find
@@ -96,9 +104,12 @@ def pop(
   live = (indexing.take(queue.position, pages, fill=NOWHERE) == place) & (
     lanes < queue.span
   )
-  count = jnp.cumsum(live, dtype=jnp.int32)
+  count = loops.cumulative_sum(live)
   valid = live & (count <= num_pages)
-  num_popped = count[-1] - jnp.maximum(count[-1] - num_pages, 0)
+  if keeps is not None:
+    kept = jnp.where(live & keeps(pages), lanes, window)
+    valid &= lanes < jnp.min(kept)
+  num_popped = jnp.sum(valid, dtype=jnp.int32)
   # The head stops at the first live entry that was not popped, or at the end.
   stays = (live & ~valid) | (lanes >= queue.span)
   passed = jnp.min(jnp.where(stays, lanes, window))
@@ -146,20 +157,55 @@ def push_back(
       marked page must not be valid.
   """
   chex.assert_equal_shape([pages, valid, marks, marked])
-  rank = jnp.cumsum(valid, dtype=jnp.int32)
+  rank = loops.cumulative_sum(valid)
   place = _wrap(queue, queue.head + queue.span + rank - 1)
   return _grown(_write(queue, place, pages, valid, marks, marked), rank[-1])
 
 
 def push_front(queue: FreeQueue, pages: Array, valid: Array) -> FreeQueue:
   """Prepends pages one by one, so the last valid page becomes the first."""
-  rank = jnp.cumsum(valid, dtype=jnp.int32)
+  rank = loops.cumulative_sum(valid)
   place = _wrap(queue, queue.head - rank)
   queue = _write(queue, place, pages, valid, place, sharding.zeros_like(valid))
   return _grown(
     dataclasses.replace(queue, head=_wrap(queue, queue.head - rank[-1])),
     rank[-1],
   )
+
+
+def push_both(
+  queue: FreeQueue,
+  pages: Array,
+  to_back: Array,
+  to_front: Array,
+  *,
+  turn: Array,
+) -> FreeQueue:
+  """Appends some pages in the given order, and prepends others by their turn.
+
+  Args:
+    queue: the queue, with room reserved.
+    pages: int32[W].
+    to_back: bool[W], the pages to append, all distinct.
+    to_front: bool[W], the pages to prepend one by one, distinct and others.
+    turn: int32[W], 0-based ranks of the pages in `to_front`; the last of them
+      becomes the first page of the queue.
+  """
+  rank = loops.cumulative_sum(to_back)
+  back, front = queue.head + queue.span + rank - 1, queue.head - 1 - turn
+  place = _wrap(queue, jnp.where(to_front, front, back))
+  valid = to_back | to_front
+  queue = _write(queue, place, pages, valid, place, sharding.zeros_like(valid))
+  num_front = jnp.sum(to_front, dtype=jnp.int32)
+  return _grown(
+    dataclasses.replace(queue, head=_wrap(queue, queue.head - num_front)),
+    rank[-1] + num_front,
+  )
+
+
+def has_room(queue: FreeQueue, count: Array) -> Array:
+  """Returns bool[]: True if `count` pushes need no sweep."""
+  return queue.span + count <= queue.ring.shape[0]
 
 
 def reserve(queue: FreeQueue, count: Array) -> FreeQueue:
@@ -179,7 +225,7 @@ def reserve(queue: FreeQueue, count: Array) -> FreeQueue:
     )
 
   with jax.named_scope("rare/sweep"):
-    return loops.at_most_once(queue.span + count > size, sweep, queue)
+    return loops.at_most_once(~has_room(queue, count), sweep, queue)
 
 
 def mark_last(

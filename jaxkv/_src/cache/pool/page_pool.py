@@ -14,6 +14,7 @@ from jax import Array
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
+from jaxkv._src.arrays.loops import Items
 from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool import free_queue
@@ -91,15 +92,25 @@ def init(config: CacheConfig) -> PoolState:
 
 
 def pop(
-  pool: PoolState, num_pages: Array, *, window: int
+  pool: PoolState,
+  num_pages: Array,
+  *,
+  window: int,
+  without_loops: bool = False,
 ) -> tuple[PoolState, Popped]:
   """Pops up to `num_pages` free pages and removes them from the index.
 
   Like `free_queue.pop`, it can pop fewer pages; the caller then calls again.
+  With `without_loops` it ends before a page that needs a loop to be removed.
   """
-  queue, popped = free_queue.pop(pool.queue, num_pages, window=window)
+  keeps = None
+  if without_loops and pool.index is not None:
+    keeps = functools.partial(prefix_index.has_passed, pool.index)
+  queue, popped = free_queue.pop(
+    pool.queue, num_pages, window=window, keeps=keeps
+  )
   pages, _, valid = popped
-  pool, removed = _unpublish(pool, pages, valid)
+  pool, removed = _unpublish(pool, pages, valid, without_loops=without_loops)
   num_evicted = jnp.int32(0) if removed is None else removed.total
   place, new = indexing.where_valid(valid, pages), pool.new
   if new is not None:
@@ -148,26 +159,40 @@ def drop(
   Returns:
     The pool, and bool[W]: the items whose pages stay outside of the queue.
   """
-  place = indexing.where_valid(valid, pages)
-  ref_count = indexing.add(pool.ref_count, place, values=-1)
-  unreferenced = valid & (indexing.take(ref_count, pages, fill=1) == 0)
-  # Several items can refer to one page. Items are served in order, so the last
-  # one removes the last reference and determines the page's place in the queue.
-  position, freed = free_queue.mark_last(
-    pool.queue.position, pages, unreferenced
-  )
-  unqueued = jnp.zeros_like(freed)
-  if pool.unhashed_first:
-    unqueued = freed & ~is_cached(pool, pages)
-  ages = pool.ages
-  if ages is not None and pool.index is not None:
-    ages = telemetry.stamp_released(ages, pages, freed, pool.index.clock)
-  queue = dataclasses.replace(pool.queue, position=position)
+  pool, freed, unqueued = _unreference(pool, pages, valid)
   queue = free_queue.push_back(
-    queue, pages, freed & ~unqueued, marks=_mark_of(owner), marked=unqueued
+    pool.queue,
+    pages,
+    freed & ~unqueued,
+    marks=_mark_of(owner),
+    marked=unqueued,
   )
-  pool = dataclasses.replace(pool, ref_count=ref_count, queue=queue, ages=ages)
-  return pool, unqueued
+  return dataclasses.replace(pool, queue=queue), unqueued
+
+
+def drop_ranges(
+  pool: PoolState, pages: Array, items: Items, counts: Array, valid: Array
+) -> PoolState:
+  """Does what `drop` and `to_front` do, for all pages of column ranges.
+
+  Args:
+    pool: the pool, with room reserved in its queue.
+    pages: int32[W], as in a call of `drop`.
+    items: the ranges that hold the pages; the last column of a range is first.
+    counts: int32[X], the number of items of each range.
+    valid: bool[W].
+  """
+  pool, freed, unqueued = _unreference(pool, pages, valid)
+  # The last column of a range is prepended last. So the turn of an item is its
+  # rank from the end of its range, after all items of earlier ranges.
+  rank = loops.cumulative_sum(unqueued)
+  begin = jnp.arange(pages.shape[0], dtype=jnp.int32) - items.offset
+  end = begin + indexing.take(counts, items.row)
+  turn = indexing.take(rank, begin - 1) + indexing.take(rank, end - 1) - rank
+  queue = free_queue.push_both(
+    pool.queue, pages, freed & ~unqueued, unqueued, turn=turn
+  )
+  return dataclasses.replace(pool, queue=queue)
 
 
 def to_front(
@@ -191,13 +216,44 @@ def to_front(
   return dataclasses.replace(pool, queue=queue)
 
 
+def _unreference(
+  pool: PoolState, pages: Array, valid: Array
+) -> tuple[PoolState, Array, Array]:
+  """Removes a reference for each valid item.
+
+  Returns:
+    The pool, and two bool[W]: the items that removed the last reference to a
+    page, and those among them whose pages `drop` does not append to the queue.
+    The caller must write the queue positions of the pages.
+  """
+  place = indexing.where_valid(valid, pages)
+  ref_count = indexing.add(pool.ref_count, place, values=-1)
+  unreferenced = valid & (indexing.take(ref_count, pages, fill=1) == 0)
+  # Several items can refer to one page. Items are served in order, so the last
+  # one removes the last reference and determines the page's place in the queue.
+  position, freed = free_queue.mark_last(
+    pool.queue.position, pages, unreferenced
+  )
+  unqueued = jnp.zeros_like(freed)
+  if pool.unhashed_first:
+    unqueued = freed & ~is_cached(pool, pages)
+  ages = pool.ages
+  if ages is not None and pool.index is not None:
+    ages = telemetry.stamp_released(ages, pages, freed, pool.index.clock)
+  queue = dataclasses.replace(pool.queue, position=position)
+  pool = dataclasses.replace(pool, ref_count=ref_count, queue=queue, ages=ages)
+  return pool, freed, unqueued
+
+
 def reserve(pool: PoolState, num_references: Array) -> PoolState:
   """Makes room in the queue for the pages freed by `num_references` drops."""
-  # Each page in use can become free only once, so there are at most as many
-  # pushes as pages in use. After a sweep the ring always has room for them.
-  in_use = jnp.int32(pool.ref_count.shape[0] - 1) - pool.queue.num_free
-  count = jnp.minimum(num_references, in_use)
+  count = _most_pushes(pool, num_references)
   return dataclasses.replace(pool, queue=free_queue.reserve(pool.queue, count))
+
+
+def has_room(pool: PoolState, num_references: Array) -> Array:
+  """Returns bool[]: True if `reserve` has nothing to do."""
+  return free_queue.has_room(pool.queue, _most_pushes(pool, num_references))
 
 
 def unpublish(
@@ -229,12 +285,22 @@ def free_pages(pool: PoolState) -> Array:
   return free_queue.in_order(pool.queue)
 
 
+def _most_pushes(pool: PoolState, num_references: Array) -> Array:
+  """Returns int32[]: the most pages that `num_references` drops can free."""
+  # Each page in use can become free only once, so there are at most as many
+  # pushes as pages in use. After a sweep the ring always has room for them.
+  in_use = jnp.int32(pool.ref_count.shape[0] - 1) - pool.queue.num_free
+  return jnp.minimum(num_references, in_use)
+
+
 def _unpublish(
-  pool: PoolState, pages: Array, valid: Array
+  pool: PoolState, pages: Array, valid: Array, *, without_loops: bool = False
 ) -> tuple[PoolState, RemovedPages | None]:
   if pool.index is None:
     return pool, None
-  index, removed = prefix_index.remove(pool.index, pages, valid)
+  index, removed = prefix_index.remove(
+    pool.index, pages, valid, has_passed=not without_loops
+  )
   log = pool.events
   if log is not None:
     log = telemetry.log_removed(log, removed.valid, pages, removed.keys)

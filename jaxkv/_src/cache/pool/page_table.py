@@ -4,10 +4,12 @@ Every function takes the ranges of many rows at once and processes their columns
 in windows (`loops.for_each`), in row order.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax import lax
@@ -125,9 +127,11 @@ def grow(
 
   # Not `for_each`, because an iteration pops fewer pages than its window if the
   # queue has stale entries.
-  def trip(loop):
+  def trip(loop, *, window: int = loops.WINDOW, is_first: bool = False):
     done, evicted, pool, table = loop
-    pool, popped = page_pool.pop(pool, total - done, window=loops.WINDOW)
+    pool, popped = page_pool.pop(
+      pool, total - done, window=window, without_loops=is_first
+    )
     items = loops.locate(filled.counts, done + popped.rank)
     place = place_of(filled, items._replace(valid=popped.valid))
     table = indexing.put(table, *place, values=popped.pages)
@@ -135,9 +139,12 @@ def grow(
     return done, evicted + popped.num_evicted, pool, table
 
   zero = sharding.zeros_like(total)
-  _, evicted, pool, table = lax.while_loop(
-    lambda loop: loop[0] < total, trip, (zero, zero, pool, table)
-  )
+  first = functools.partial(trip, window=loops.GPU_WINDOW, is_first=True)
+  start = loops.on_gpu(first, lambda loop: loop, (zero, zero, pool, table))
+  with jax.named_scope("rare/rest"):
+    _, evicted, pool, table = lax.while_loop(
+      lambda loop: loop[0] < total, trip, start
+    )
   return pool, table, evicted
 
 
@@ -158,6 +165,27 @@ def shrink(
   Returns:
     The pool and the table.
   """
+  total = jnp.sum(cleared.counts, dtype=jnp.int32)
+
+  def looped(loop: tuple[PoolState, Array]) -> tuple[PoolState, Array]:
+    return _release(*loop, cleared, replacement)
+
+  def straight(loop: tuple[PoolState, Array]) -> tuple[PoolState, Array]:
+    pool, table = loop
+    fits = (total <= loops.GPU_WINDOW) & page_pool.has_room(pool, total)
+    stop = jnp.where(fits, cleared.stop, cleared.start)
+    first = cleared._replace(stop=stop)
+    loop = _release_without_loops(pool, table, first, replacement)
+    with jax.named_scope("rare/rest"):
+      return loops.at_most_once(~fits, looped, loop)
+
+  return loops.on_gpu(straight, looped, (pool, table))
+
+
+def _release(
+  pool: PoolState, table: Array, cleared: Ranges, replacement: int
+) -> tuple[PoolState, Array]:
+  """Implements `shrink` for any number of columns."""
 
   def give_back(loop, items: Items):
     pool, first_unqueued = loop
@@ -189,6 +217,22 @@ def shrink(
   # depend on the reads, XLA would copy the table.
   stop = loops.read_before(pool.queue.num_free, cleared.stop)
   return pool, fill(table, cleared._replace(stop=stop), replacement)
+
+
+def _release_without_loops(
+  pool: PoolState, table: Array, cleared: Ranges, replacement: int
+) -> tuple[PoolState, Array]:
+  """Implements `shrink` for at most GPU_WINDOW columns, with room reserved."""
+  items = loops.first_items(cleared.counts)
+  place = place_of(cleared, items, descending=True)
+  pages = indexing.take(table, *place)
+  pool = page_pool.drop_ranges(
+    pool, pages, items, cleared.counts, _is_page(pool, pages)
+  )
+  # As in `_release`, the table must be read before it is written.
+  column = loops.read_before(pool.queue.num_free, place[2])
+  table = indexing.put(table, *place[:2], column, values=replacement)
+  return pool, table
 
 
 def fill(table: Array, filled: Ranges, page: int) -> Array:

@@ -104,6 +104,13 @@ def position_of(index: PrefixIndex, pages: Array) -> Array:
   )
 
 
+def has_passed(index: PrefixIndex, pages: Array) -> Array:
+  """Returns bool[...]: True for cached pages outside of their first bucket."""
+  keys, _, position = _split(indexing.take(index.entry, pages, fill=NOWHERE))
+  home = elementwise.quotient(position, BUCKET_PAGES)
+  return (position < NOWHERE) & (home != _first_bucket(index, keys))
+
+
 def key_of(index: PrefixIndex, pages: Array) -> Array:
   """Returns uint32[..., 4]: the keys of full pages."""
   return _split(indexing.take(index.entry, pages))[0]
@@ -194,12 +201,11 @@ def insert(
   chex.assert_shape(tokens, (pages.size, index.tokens.shape[1]))
   chex.assert_shape([pages, valid, published], (pages.size,))
   published &= valid
-  order = jnp.cumsum(valid.astype(jnp.uint32))
+  order = loops.cumulative_sum(valid).astype(jnp.uint32)
   place = indexing.where_valid(valid, pages)
   earlier = jnp.tril(jnp.ones((pages.size, pages.size), bool), k=-1)
 
-  def place_pending(loop):
-    buckets, position, bucket, pending = loop
+  def place_in(buckets, bucket, position, pending):
     target = indexing.where_valid(pending, bucket)
     vacant = indexing.take(buckets, target) == 0
     # If several pages probe one bucket, each takes a different empty place, in
@@ -215,18 +221,28 @@ def insert(
       buckets, indexing.where_valid(fits, bucket), way, values=pages
     )
     position = jnp.where(fits, bucket * BUCKET_PAGES + way, position)
-    return buckets, position, _next_bucket(index, keys, bucket), pending & ~fits
+    return buckets, position, pending & ~fits
 
-  buckets, position, _, _ = lax.while_loop(
-    lambda loop: jnp.any(loop[3]),
-    place_pending,
-    (
-      index.buckets,
-      jnp.full_like(place, NOWHERE),
-      _first_bucket(index, keys),
-      published,
-    ),
+  def pass_bucket(loop):
+    overflow, buckets, bucket, position, pending = loop
+    overflow = indexing.add(
+      overflow, indexing.where_valid(pending, bucket), values=1
+    )
+    bucket = _next_bucket(index, keys, bucket)
+    placed = place_in(buckets, bucket, position, pending)
+    return overflow, placed[0], bucket, *placed[1:]
+
+  # Nearly all pages find a place in their first bucket, without a loop.
+  first, nowhere = _first_bucket(index, keys), jnp.full_like(place, NOWHERE)
+  buckets, position, pending = place_in(
+    index.buckets, first, nowhere, published
   )
+  with jax.named_scope("rare/overflow"):
+    overflow, buckets, _, position, _ = lax.while_loop(
+      lambda loop: jnp.any(loop[4]),
+      pass_bucket,
+      (index.overflow, buckets, first, position, pending),
+    )
   stamp = index.clock + order - 1
   entry = jnp.concatenate(
     [keys, stamp[:, None], position.astype(jnp.uint32)[:, None]], axis=1
@@ -234,7 +250,7 @@ def insert(
   return dataclasses.replace(
     index,
     buckets=buckets,
-    overflow=_count_passed(index, keys, position, published, 1),
+    overflow=overflow,
     entry=indexing.put(index.entry, place, values=entry),
     tokens=indexing.put(index.tokens, place, values=tokens),
     clock=index.clock + order[-1],
@@ -242,11 +258,12 @@ def insert(
 
 
 def remove(
-  index: PrefixIndex, pages: Array, valid: Array
+  index: PrefixIndex, pages: Array, valid: Array, *, has_passed: bool = True
 ) -> tuple[PrefixIndex, RemovedPages]:
   """Removes valid pages, int32[X], all distinct, from the index.
 
   Their keys and tokens stay readable. A page that is not cached is unchanged.
+  If `has_passed` is False, all cached pages must be in their first bucket.
   """
   # An invalid item reads NOWHERE as its position, so it counts as not cached.
   keys, stamps, position = _split(
@@ -258,12 +275,15 @@ def remove(
   way = elementwise.remainder(position, BUCKET_PAGES)
   # `entry` was read above. Without this dependency XLA would copy it.
   place = loops.read_before(count, indexing.where_valid(valid, pages))
+  overflow = index.overflow
+  if has_passed:
+    overflow = _count_passed(index, keys, position, valid, -1)
   index = dataclasses.replace(
     index,
     buckets=indexing.put(
       index.buckets, indexing.where_valid(valid, home), way, values=0
     ),
-    overflow=_count_passed(index, keys, position, valid, -1),
+    overflow=overflow,
     entry=indexing.put(
       index.entry, place, jnp.int32(_POSITION), values=jnp.uint32(NOWHERE)
     ),

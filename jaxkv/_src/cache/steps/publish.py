@@ -158,6 +158,7 @@ def publish(
       num_merged=zeros[0],
     ),
     window=min(num_tokens.shape[0], ROWS_AT_ONCE),
+    longest=1,
   )
   tail = rows.write(
     hashes.tail, counting, _new_tail(config, stream, num_tokens)
@@ -330,6 +331,7 @@ def _publish_rows(
     publish_columns,
     done._replace(chain=chain),
     window=prefix_index.INSERT_WINDOW,
+    longest=pages.shape[1],
   )
 
 

@@ -17,6 +17,7 @@ from jax import Array
 from jax import lax
 
 from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
 from jaxkv._src.arrays.indexing import SlotRows
 from jaxkv._src.cache.pool import page_pool
@@ -91,6 +92,7 @@ def reserve(
   hits: Array | None = None,
   keep_free: Array | None = None,
   pops: bool = True,
+  suffices: bool = False,
 ) -> tuple[CacheState, Array]:
   """Serves rows in order, all-or-nothing for each row.
 
@@ -106,11 +108,13 @@ def reserve(
       `first` to `hit` are attached. None for no hits.
     keep_free: int32[R], pages that must stay free after a row is served.
     pops: False to attach the hits only; a later `reserve` pops the fresh pages.
+    suffices: True if the free pages are known to be enough for all rows.
 
   Returns:
     The cache, and `code` with OUT_OF_PAGES for the refused rows.
   """
-  code = grant(state, plan, code, hits=hits, keep_free=keep_free)
+  if not suffices:
+    code = grant(state, plan, code, hits=hits, keep_free=keep_free)
   served = code == Status.OK
   # All hits are attached before any page is popped. Otherwise the fresh pages
   # of one row could evict the hit of another row.
@@ -231,7 +235,7 @@ def in_order(
   need, keep_free = (jnp.minimum(n, available) for n in (need, keep_free))
 
   def overdrawn(granted: Array) -> Array:
-    num_taken = jnp.cumsum(jnp.where(granted, need, 0), dtype=jnp.int32)
+    num_taken = loops.cumulative_sum(jnp.where(granted, need, 0))
     return granted & (num_taken > available - keep_free)
 
   def refuse(granted: Array) -> Array:

@@ -92,8 +92,12 @@ def make_room(
   num_tokens: Array,
   *,
   num_encoder_tokens: Array | None = None,
+  suffices: bool = False,
 ) -> tuple[CacheState, Allocated]:
-  """Makes room as `allocate` does, but starts no hash for an empty slot."""
+  """Makes room as `allocate` does, but starts no hash for an empty slot.
+
+  `suffices` is True if the free pages are known to be enough for all rows.
+  """
   config = state.config
   encoder = config.sizes.encoder_tokens(num_encoder_tokens, rows.slots)
   held = rows.read(state.num_pages)
@@ -107,7 +111,7 @@ def make_room(
   plan = reservation(
     state, hit=held, stop=jnp.maximum(stop, held), begins=begins
   )
-  state, code = reserve(state, rows, plan, code)
+  state, code = reserve(state, rows, plan, code, suffices=suffices)
   num_new = jnp.sum(plan.num_fresh, axis=1, dtype=jnp.int32)
   num_new = jnp.where(code == Status.OK, num_new, 0)
   return state, Allocated(code=code, num_new_pages=num_new)
