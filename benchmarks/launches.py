@@ -28,11 +28,16 @@ nobody enters. Bodies with a trip count that the compiler knows are multiplied.
 Not measured: time, and what a launch costs.
 
   python benchmarks/launches.py [--quick] [--json FILE] [--target TARGET]
+
+`gpu_suite.py` calls `by_part` instead, which counts and times the cache on the
+device at hand, also with CUDA graphs. The text does not show which kernels and
+waits are in a graph, so they are counted as without graphs.
 """
 
 import functools
 import pathlib
 import re
+import statistics
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -41,9 +46,13 @@ from typing import NamedTuple
 import command
 import jax
 import jax.numpy as jnp
+import numpy as np
 import rollout
+import rows
+import transition_ops as ops
 from rows import Row
 from rows import show
+from transitions import COMPILER_OPTIONS
 
 import jaxkv
 
@@ -60,6 +69,8 @@ _NO_LAUNCH = {
 }
 
 _PAGES, _PAGE, _COLUMNS = 65_536, 16, 256
+# The token that ends a sequence.
+_LAST = 7
 
 
 class Launches(NamedTuple):
@@ -173,7 +184,7 @@ def cache_loop(num_slots: int, num_tokens: int) -> tuple[Any, ...]:
   def step(state: jaxkv.CacheState, tokens: jax.Array) -> Any:
     state, _ = jaxkv.allocate(state, counts)
     state, _ = jaxkv.commit(state, tokens, counts)
-    state, _ = jaxkv.free(state, mask=tokens[:, 0] == 7)
+    state, _ = jaxkv.free(state, mask=tokens[:, 0] == _LAST)
     return state, None
 
   def loop(state: jaxkv.CacheState, tokens: jax.Array) -> Any:
@@ -223,12 +234,57 @@ def counted(target: str, quick: bool) -> Iterator[Row]:
         yield row
 
 
+def by_part(name: str, quick: bool) -> None:
+  """Counts and times the cache on this device, and writes part by part."""
+  # CUDA graphs come last, because a graph that fails ends the process.
+  arms = {"": None} if quick else COMPILER_OPTIONS[jax.default_backend()]
+  parts = {
+    f"k = {k} {arm}".strip(): functools.partial(timed, k, arm, options, quick)
+    for arm, options in arms.items()
+    for k in (1, 4, 8, 16)
+  }
+  rows.by_part(name, parts)
+
+
+def timed(
+  k: int, arm: str, options: dict[str, Any] | None, quick: bool
+) -> Iterator[Row]:
+  """Yields the launches and the time of a token in every slot."""
+  slots, steps, rounds = (8, 4, 2) if quick else (256, 128, 9)
+  program, state, _ = cache_loop(slots, k)
+  rng = np.random.default_rng(0)
+  # Lengths differ, so that 1/16 of the slots fill a page in a step if k is 1.
+  lengths = np.arange(slots) % _PAGE
+  begin = jaxkv.init(state.config, jaxkv.salt(""))
+  begin = ops.fill_slots(begin, ops.random_tokens(rng, (slots, _PAGE)), lengths)
+  tokens = ops.random_tokens(rng, (steps, slots, k))
+  # One sequence ends in each step.
+  ending = np.arange(steps)
+  tokens = tokens.at[ending, ending, 0].set(_LAST)
+  compiled = program.lower(begin, tokens).compile(compiler_options=options)
+  calls = [
+    rollout.timed(compiled, jax.tree.map(jnp.copy, begin), tokens)
+    for _ in range(rounds + 1)
+  ]
+  seconds, ends = zip(*calls, strict=True)
+  assert int(ends[-1].error) == 0
+  assert np.array_equal(ends[-1].length[steps:], lengths[steps:] + steps * k)
+  name = f"cache, {slots} slots, k = {k} {arm}".strip()
+  launches = in_largest_loop(compiled.as_text() or "", is_common=True)
+  for metric in ("kernels", "waits"):
+    value = getattr(launches, metric) / k
+    yield Row(name, f"{metric} a token, common case", value)
+  for metric, pick in (("median", statistics.median), ("minimum", min)):
+    us = pick(seconds[1:]) * 1e6 / (steps * k)
+    yield Row(name, f"us a token, {metric}", us)
+
+
 def measured(quick: bool, rounds: int, target: str) -> dict[str, Any]:
   """Counts and prints all rows."""
   del rounds  # Nothing is timed.
   print(f"\n{'program':26} {'metric':42} {'value':>10} {'bound':>20}")
-  rows = show(counted(target, quick))
-  return {"target": target, "rows": [row.as_json() for row in rows]}
+  counts = show(counted(target, quick))
+  return {"target": target, "rows": [row.as_json() for row in counts]}
 
 
 def main() -> None:

@@ -8,28 +8,27 @@ the logit of the token to draw.
 |-------|-------------------------------------------------------------------|
 | steps | the first steps of the job, each in one call of the loop:         |
 |       | milliseconds per step with dispatch, by number of prompt columns  |
-| whole | the whole job in one call: tokens per second, drawn and computed  |
+| whole | the whole job in one call: tokens per second, drawn and computed, |
+|       | a part for each number of `decode_steps`                          |
 
-Both parts use one compiled program. Each part is written as soon as it has run,
-and a second run with the same file runs the missing parts.
+Parts with the same `decode_steps` use one compiled program. Each part is
+written as soon as it has run, and a second run with the same file runs the
+missing parts.
 """
 
 import functools
-import json
-import pathlib
 import statistics
 import sys
 import time
 from typing import Any
 
-import command
 import jax
 import jax.numpy as jnp
 import numpy as np
 import rollout_counts as counts
 import rollout_ideal as ideal
+import rows
 from rows import Row
-from rows import show
 
 import jaxkv
 from jaxkv import models
@@ -56,6 +55,7 @@ QUICK_MODEL = models.llama(
   mlp_dim=64,
   dtype=jnp.bfloat16,
 )
+DECODE_STEPS = (1, 4, 8, 16)
 _SINGLE_STEPS = 400
 _FORCE = 1e6
 
@@ -72,24 +72,16 @@ def require_accelerator(quick: bool) -> None:
 def by_part(name: str, quick: bool = False) -> list[dict[str, Any]]:
   """Runs the parts that a file lacks, and writes each one when it ends."""
   require_accelerator(quick)
-  path = pathlib.Path(name) if name else None
-  parts: dict[str, list[dict[str, Any]]] = {}
-  if path and path.exists():
-    parts = json.loads(path.read_text("utf-8"))["parts"]
-  job = None
-  for part, run in (("steps", Job.steps), ("whole", Job.whole)):
-    if part not in parts:
-      job = job or Job(quick)
-      parts[part] = [row.as_json() for row in show(run(job))]
-    if path:
-      report = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "parts": parts,
-        "complete": len(parts) == 2,
-      }
-      command.write(path, report)
-  return [row for rows in parts.values() for row in rows]
+
+  # Only the latest job is kept, because each has weights of its own.
+  @functools.lru_cache(maxsize=1)
+  def job(decode_steps: int) -> Job:
+    return Job(quick, decode_steps)
+
+  parts = {"steps": lambda: job(1).steps()}
+  for k in DECODE_STEPS:
+    parts[f"whole, decode_steps = {k}"] = lambda k=k: job(k).whole()
+  return rows.by_part(name, parts)
 
 
 _ALL_STEPS = 2**31 - 1
@@ -98,11 +90,12 @@ _ALL_STEPS = 2**31 - 1
 class Job:
   """The workload, the model, and the compiled loop."""
 
-  def __init__(self, quick: bool):
+  def __init__(self, quick: bool, decode_steps: int):
     """Makes the weights and compiles the loop."""
     small = {"count": 12, "slots": 4, "scale": 32} if quick else {}
     self.model = QUICK_MODEL if quick else MODEL
-    self.work = ideal.lengths(**small)
+    options = {"decode_steps": decode_steps}
+    self.work = ideal.lengths(**small)._replace(options=options)
     self._single_steps = 8 if quick else _SINGLE_STEPS
     # Enough pages for all slots at their longest, so nothing is preempted.
     self.pages = 400 if quick else 6000
@@ -119,7 +112,7 @@ class Job:
     del state, inputs
     self.compiling = time.perf_counter() - begin
     numbers = sum(leaf.size for leaf in jax.tree.leaves(params))
-    self.name = f"device, {numbers / 1e6:.1f} M"
+    self.name = f"device, {numbers / 1e6:.1f} M, k = {decode_steps}"
 
   def _call(
     self, inputs: Any, batch: jaxkv.kv.Batch, kv: Any
@@ -159,17 +152,17 @@ class Job:
       calls = np.asarray(state.counters.calls)
       samples[widths[int(np.argmax(calls - before))]].append(seconds)
       before = calls
-    rows = [Row(self.name, "seconds to compile", self.compiling)]
+    table = [Row(self.name, "seconds to compile", self.compiling)]
     for size, seconds in samples.items():
       metric = f"step, {self.work.slots} + {size.prompts} columns"
-      rows.append(Row(self.name, f"{metric}, count", len(seconds)))
+      table.append(Row(self.name, f"{metric}, count", len(seconds)))
       if seconds:
         ms = statistics.median(seconds) * 1e3
-        rows.append(Row(self.name, f"{metric}, ms, median", ms))
-        rows.append(
+        table.append(Row(self.name, f"{metric}, ms, median", ms))
+        table.append(
           Row(self.name, f"{metric}, ms, minimum", min(seconds) * 1e3)
         )
-    return rows
+    return table
 
   def whole(self) -> list[Row]:
     """Times the whole job."""

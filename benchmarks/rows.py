@@ -1,5 +1,7 @@
 """Rows of a report, which are figures with their bounds."""
 
+import json
+import pathlib
 import time
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -7,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 from typing import NamedTuple
 
+import command
 import jax
 
 
@@ -86,6 +89,35 @@ def show(rows: Iterable[Row]) -> list[Row]:
       flush=True,
     )
   return done
+
+
+def by_part(
+  name: str, parts: Mapping[str, Callable[[], Iterable[Row]]]
+) -> list[dict[str, Any]]:
+  """Runs the parts that a file lacks, and writes each one when it ends.
+
+  Args:
+    name: the file, or an empty string to write none.
+    parts: for each part, a function that measures its rows.
+
+  Returns:
+    The rows of all parts.
+  """
+  path = pathlib.Path(name) if name else None
+  done: dict[str, list[dict[str, Any]]] = {}
+  if path and path.exists():
+    done = json.loads(path.read_text("utf-8"))["parts"]
+  for part in [part for part in parts if part not in done]:
+    done[part] = [row.as_json() for row in show(parts[part]())]
+    if path:
+      report = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "parts": done,
+        "complete": done.keys() >= parts.keys(),
+      }
+      command.write(path, report)
+  return [row for rows in done.values() for row in rows]
 
 
 def number(value: float) -> str:

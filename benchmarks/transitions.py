@@ -69,10 +69,10 @@ GRAPHS = {
   "xla_gpu_graph_min_graph_size": 1,
 }
 COMPILER_OPTIONS = {
-  "cpu": {"unsplit": jaxkv.CPU_COMPILER_OPTIONS},
-  "gpu": {"graphs": GRAPHS},
+  "cpu": {"": None, "unsplit": jaxkv.CPU_COMPILER_OPTIONS},
+  "gpu": {"": None, "graphs": GRAPHS},
 }
-"""Compiler options to time besides the defaults, by platform and mode."""
+"""Compiler options to time, by platform and mode."""
 
 
 def compile_steps(step, options: dict[str, Any] | None):
@@ -163,11 +163,7 @@ def sides_with(config: jaxkv.CacheConfig, all_ops: list[ops.Op]) -> list[Side]:
     if op.steps < 2:
       print(f"skipped, pool too small: {op.name} {op.mode} {slots} {pages}")
       continue
-    ways = {
-      "": None,
-      **COMPILER_OPTIONS.get(jax.default_backend(), {}),
-    }
-    for way, options in ways.items():
+    for way, options in COMPILER_OPTIONS[jax.default_backend()].items():
       mode = f"{op.mode} {way}".strip()
       run = compile_steps(op.step, options)
       # Ops with the same step share a program, so that it is compiled only

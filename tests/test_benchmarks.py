@@ -1,8 +1,11 @@
 """The logic of the benchmarks that no figure shows."""
 
 import contextlib
+import functools
+import importlib
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import types
@@ -235,16 +238,32 @@ tests/test_b.py::test_v SKIPPED (PASSED over)         [100%]
     self, gpu_suite, tmp_path, monkeypatch, capsys
   ):
     ran = []
-    stages = [
-      gpu_suite.Stage("one", lambda *_: 1 // 0),
-      gpu_suite.Stage("two", lambda *_: not ran.append(1)),
-    ]
+    stages = {"one": lambda *_: 1 // 0, "two": lambda *_: not ran.append(1)}
     monkeypatch.setattr(gpu_suite, "STAGES", stages)
     assert not gpu_suite.run(tmp_path, 1, quick=True)
     assert ran == [1]
     assert "ZeroDivisionError" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="name a new folder"):
       gpu_suite.run(tmp_path, 1, quick=False)
+
+  @pytest.mark.parametrize("stage", ["launches", "transitions", "rollout"])
+  def test_complete_files_are_kept(
+    self, gpu_suite, tmp_path, monkeypatch, stage
+  ):
+    programs = []
+
+    def run(command, seconds):
+      programs.append(command[2])
+      return 0
+
+    monkeypatch.setattr(gpu_suite, "_run", run)
+    path = tmp_path / f"{stage}.json"
+    assert gpu_suite.STAGES[stage](path, 590, quick=False)
+    path.write_text('{"complete": true}', "utf-8")
+    assert gpu_suite.STAGES[stage](path, 590, quick=False)
+    (program,) = programs
+    module, function = re.search(r"; (\w+)\.(\w+)\(", program).groups()
+    assert callable(getattr(importlib.import_module(module), function))
 
   def test_a_bare_checkout_is_enough(self, gpu_suite):
     program = f"""
@@ -255,6 +274,30 @@ for name in ("jaxkv", "jaxkv_kernels", "transitions", "rollout_device"):
   assert origin.startswith({str(_ROOT)!r}), origin
 """
     subprocess.run([sys.executable, "-I", "-c", program], check=True)
+
+
+def test_parts_are_written_one_by_one(tmp_path):
+  import rows
+
+  runs = []
+
+  def part(name, *, fails=False):
+    runs.append(name)
+    if fails:
+      raise KeyboardInterrupt
+    yield rows.Row("work", name, len(runs))
+
+  path = tmp_path / "parts.json"
+  parts = {name: functools.partial(part, name) for name in "ab"}
+  stopped = {**parts, "b": functools.partial(part, "b", fails=True)}
+  with pytest.raises(KeyboardInterrupt):
+    rows.by_part(str(path), stopped)
+  assert not json.loads(path.read_text("utf-8"))["complete"]
+  values = [row["value"] for row in rows.by_part(str(path), parts)]
+  assert (runs, values) == (["a", "b", "b"], [1, 3])
+  rows.by_part(str(path), parts)
+  assert len(runs) == 3
+  assert json.loads(path.read_text("utf-8"))["complete"]
 
 
 def test_transitions_are_written_row_by_row(tmp_path, monkeypatch):
