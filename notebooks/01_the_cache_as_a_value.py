@@ -23,10 +23,13 @@
 # one. The old state stays as it was.
 #
 # This notebook shows what follows from that: sharing, forking, rolling back and
-# comparing futures, with a picture of the pages at each step. It computes no
-# keys and values, only in which pages they would be.
+# comparing futures, with a picture of the pages at each step. Until its last
+# section it computes no keys and values, only in which pages they would be.
 
 # %%
+import dataclasses
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -304,3 +307,49 @@ state = write(state, {0: [2, 3], 1: [4, 5, 6, 7, 8], 2: list(range(50, 57))})
 assert jaxkv.cached_pages(state) == [1, 2, 4, 5, 6, 7, 9]
 figure = jaxkv.show(state)
 figure
+#
+# ## Several tokens at once
+#
+# A loop need not allocate and commit for every token. Here one `allocate` makes
+# room for four tokens, four steps of a model write and attend, and one `commit`
+# takes the four tokens. Only the positions of the view change between the four
+# steps. The cache's work per token falls to about a quarter, and the tokens stay
+# the same. (`RolloutConfig.decode_steps` does this in `jaxkv.rollout`.)
+
+# %%
+kv = jaxkv.kv.init(config, num_layers=1, num_kv_heads=2, head_dim=8)
+embed = jax.random.normal(jax.random.key(0), (50, 2, 8), kv.dtype)
+slots = config.num_slots
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def generate(state, kv, token, steps):
+  def once(carry, _):
+    state, kv, token = carry
+    state, _ = jaxkv.allocate(state, [steps] * slots)
+    view = jaxkv.view(state, num_tokens=[1] * slots)
+
+    def step(carry, i):
+      kv, token = carry
+      here = dataclasses.replace(view, starts=view.starts + i)
+      x = embed[token][:, None]
+      kv = jaxkv.kv.write(kv, here, 0, x, x)
+      x = jaxkv.kv.attend(kv, here, 0, x)
+      return (kv, jnp.einsum("bthd,vhd->bv", x, embed).argmax(-1)), token
+
+    offsets = jnp.arange(steps, dtype=jnp.int32)
+    (kv, token), tokens = jax.lax.scan(step, (kv, token), offsets)
+    state, _ = jaxkv.commit(state, tokens.T, [steps] * slots)
+    return (state, kv, token), tokens
+
+  carry, tokens = jax.lax.scan(once, (state, kv, token), length=12 // steps)
+  return carry[0], tokens.reshape(12, slots)
+
+
+begin = jnp.arange(slots, dtype=jnp.int32)
+one, tokens = generate(jaxkv.init(config), kv, begin, 1)
+four, same_tokens = generate(jaxkv.init(config), kv, begin, 4)
+chex.assert_trees_all_equal(tokens, same_tokens)
+assert one.length.tolist() == four.length.tolist() == [12] * slots
+jaxkv.check(four)
+print(tokens.T)
