@@ -40,7 +40,11 @@ def pushed_back(queue, *pages):
 def pushed_front(queue, *pages):
   """The queue with pages before all others."""
   pages = ints(*pages)
-  return free_queue.push_front(queue, pages, jnp.ones(pages.shape, bool))
+  valid, turn = (
+    jnp.ones(pages.shape, bool),
+    jnp.arange(pages.size, dtype=jnp.int32),
+  )
+  return free_queue.push(queue, pages, ~valid, valid, turn=turn)
 
 
 def test_pages_leave_from_the_front():
@@ -50,6 +54,16 @@ def test_pages_leave_from_the_front():
   queue, pages = popped(queue, 2)
   assert pages == [1, 2]
   assert listed(queue) == [3, 4, 5]
+
+
+def test_pages_come_back_to_both_ends_at_once():
+  queue, _ = popped(free_queue.init(8), 5)
+  to_front = jnp.asarray([True, False, True, False, True])
+  turn = jnp.asarray([0, 0, 2, 0, 1], jnp.int32)
+  queue = free_queue.push(
+    queue, ints(1, 2, 3, 4, 5), ~to_front, to_front, turn=turn
+  )
+  assert listed(queue) == [3, 5, 1, 6, 7, 2, 4]
 
 
 def test_pages_come_back_to_either_end():

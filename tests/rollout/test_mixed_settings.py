@@ -116,7 +116,16 @@ def _outcome(state: rollout.RolloutState, row: int) -> list[Any]:
   ]
 
 
-@pytest.mark.parametrize(("drafts", "decode_steps"), [(0, 1), (3, 1), (0, 5)])
+@pytest.mark.parametrize(
+  ("drafts", "decode_steps"),
+  [
+    (0, 1),
+    (3, 1),
+    (0, 3),
+    pytest.param(0, 8, marks=pytest.mark.deep),
+    pytest.param(0, 16, marks=pytest.mark.deep),
+  ],
+)
 def test_each_equals_its_run_alone(drafts, decode_steps):
   """Token by token and bit by bit, whoever shares the batch."""
   size = 300
@@ -153,7 +162,11 @@ def test_each_equals_its_run_alone(drafts, decode_steps):
     assert _outcome(alone, row) == _outcome(together, row), row
 
 
-def test_what_is_known_of_tokens():
+@pytest.mark.parametrize(
+  "decode_steps",
+  [1, 3, *(pytest.param(k, marks=pytest.mark.deep) for k in (8, 16))],
+)
+def test_what_is_known_of_tokens(decode_steps):
   """Of the model's own distribution, whatever the settings change."""
   size = 50
   config = rollout.RolloutConfig(
@@ -164,6 +177,7 @@ def test_what_is_known_of_tokens():
     prompt_log_probs=True,
     entropy=True,
     top_log_probs=3,
+    decode_steps=decode_steps,
   )
   prompts = np.random.default_rng(1).integers(0, size, (4, 11))
   prompts[1:, :9] = prompts[0, :9]

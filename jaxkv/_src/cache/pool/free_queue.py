@@ -162,18 +162,7 @@ def push_back(
   return _grown(_write(queue, place, pages, valid, marks, marked), rank[-1])
 
 
-def push_front(queue: FreeQueue, pages: Array, valid: Array) -> FreeQueue:
-  """Prepends pages one by one, so the last valid page becomes the first."""
-  rank = loops.cumulative_sum(valid)
-  place = _wrap(queue, queue.head - rank)
-  queue = _write(queue, place, pages, valid, place, sharding.zeros_like(valid))
-  return _grown(
-    dataclasses.replace(queue, head=_wrap(queue, queue.head - rank[-1])),
-    rank[-1],
-  )
-
-
-def push_both(
+def push(
   queue: FreeQueue,
   pages: Array,
   to_back: Array,

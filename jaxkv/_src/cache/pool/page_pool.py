@@ -14,6 +14,7 @@ from jax import Array
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
+from jaxkv._src.arrays import sharding
 from jaxkv._src.arrays.loops import Items
 from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.config import CacheConfig
@@ -189,7 +190,7 @@ def drop_ranges(
   begin = jnp.arange(pages.shape[0], dtype=jnp.int32) - items.offset
   end = begin + indexing.take(counts, items.row)
   turn = indexing.take(rank, begin - 1) + indexing.take(rank, end - 1) - rank
-  queue = free_queue.push_both(
+  queue = free_queue.push(
     pool.queue, pages, freed & ~unqueued, unqueued, turn=turn
   )
   return dataclasses.replace(pool, queue=queue)
@@ -212,7 +213,11 @@ def to_front(
   # If several owners dropped a page, it has the mark of the last one only, so
   # it is prepended once.
   unqueued = indexing.take(pool.queue.position, pages) == _mark_of(owner)
-  queue = free_queue.push_front(pool.queue, pages, valid & unqueued)
+  valid &= unqueued
+  turn = loops.cumulative_sum(valid) - 1
+  queue = free_queue.push(
+    pool.queue, pages, sharding.zeros_like(valid), valid, turn=turn
+  )
   return dataclasses.replace(pool, queue=queue)
 
 
