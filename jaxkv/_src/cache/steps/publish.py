@@ -26,10 +26,8 @@ from jaxkv._src.cache.prefix.hashing import SlotHashes
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import counted
 
-# In a decode step few rows complete a page. Only these rows are hashed, so a
-# small window is enough.
 ROWS_AT_ONCE = 32
-"""The number of rows whose tokens are hashed in one iteration."""
+"""The least number of rows whose tokens are hashed in one iteration."""
 
 
 class _Stream(NamedTuple):
@@ -157,7 +155,7 @@ def publish(
       num_published=zeros,
       num_merged=zeros[0],
     ),
-    window=min(num_tokens.shape[0], ROWS_AT_ONCE),
+    window=_rows_at_once(config, *tokens.shape),
     longest=1,
   )
   tail = rows.write(
@@ -175,6 +173,14 @@ def publish(
     ),
   )
   return state, done.num_published
+
+
+def _rows_at_once(config: CacheConfig, num_rows: int, num_tokens: int) -> int:
+  """Returns the number of rows whose tokens are hashed in one iteration."""
+  # Only rows that complete a page are hashed. In a decode step they are few,
+  # and with several tokens a row as many as are expected here.
+  expected = num_rows * num_tokens // config.page_size
+  return min(num_rows, max(ROWS_AT_ONCE, min(expected, loops.WINDOW)))
 
 
 def needs_skipped_page(
