@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from jax import lax
@@ -15,7 +16,7 @@ def programs_for(platform: str) -> Iterator[None]:
   functions or configs that no other test uses.
   """
 
-  def branch(*arguments, default=None, **branches):
+  def branch(*arguments: Any, default: Any = None, **branches: Any) -> Any:
     return branches.get(platform, default)(*arguments)
 
   with pytest.MonkeyPatch.context() as patch:

@@ -164,7 +164,7 @@ def for_each(
   carry: Carry,
   *,
   window: int | None = None,
-  longest: int | None = None,
+  longest: int = indexing.NOWHERE,
 ) -> Carry:
   """Folds `body` over all items of ranges, in order, a window at a time.
 
@@ -173,7 +173,7 @@ def for_each(
     body: a function from a carry and a window of items to a carry.
     carry: any pytree of arrays.
     window: W, the items of one iteration; None for WINDOW.
-    longest: the most items that a range can have; None if unknown. A GPU needs
+    longest: the most items that a range can have, if it is known. A GPU needs
       no loop if all ranges together have at most GPU_WINDOW items.
   """
   total = jnp.sum(counts, dtype=jnp.int32)
@@ -182,21 +182,21 @@ def for_each(
 
   # The number of iterations depends on the total number of items, not on the
   # number of ranges. A call without items costs one comparison.
-  def trip(loop):
+  def trip(loop: tuple[Array, Carry]) -> tuple[Array, Carry]:
     begin, carry = loop
     return begin + width, body(carry, locate(counts, begin + lanes))
 
-  def in_windows(loop):
+  def in_windows(loop: tuple[Array, Carry]) -> tuple[Array, Carry]:
     return lax.while_loop(lambda loop: loop[0] < total, trip, loop)
 
-  def all_at_once(loop):
-    return loop[0], body(loop[1], _all_items(counts, longest))
-
-  def first_window(loop):
+  def first_window(loop: tuple[Array, Carry]) -> tuple[Array, Carry]:
     return loop[0] + GPU_WINDOW, body(loop[1], first_items(counts))
 
+  def all_at_once(loop: tuple[Array, Carry]) -> tuple[Array, Carry]:
+    return loop[0], body(loop[1], _all_items(counts, longest))
+
   start = sharding.zeros_like(total), carry
-  if longest is not None and longest * counts.shape[0] <= GPU_WINDOW:
+  if longest * counts.shape[0] <= GPU_WINDOW:
     return on_gpu(all_at_once, in_windows, start)[1]
   start = on_gpu(first_window, lambda loop: loop, start)
   with jax.named_scope("rare/rest"):

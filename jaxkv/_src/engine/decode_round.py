@@ -97,7 +97,7 @@ def reserve(
   number = jnp.arange(1, config.decode_steps, dtype=jnp.int32)
 
   def tokens_with(number: Array) -> Array:
-    """Returns the tokens of each slot with so many further ones at most."""
+    """Returns the tokens of each slot, at most `number` of them further."""
     further = jnp.minimum(room, number)
     return jnp.where(further > 0, counts + further, 0)
 

@@ -107,8 +107,8 @@ def pop(
   count = loops.cumulative_sum(live)
   valid = live & (count <= num_pages)
   if keeps is not None:
-    kept = jnp.where(live & keeps(pages), lanes, window)
-    valid &= lanes < jnp.min(kept)
+    end = jnp.min(jnp.where(live & keeps(pages), lanes, window))
+    valid &= lanes < end
   num_popped = jnp.sum(valid, dtype=jnp.int32)
   # The head stops at the first live entry that was not popped, or at the end.
   stays = (live & ~valid) | (lanes >= queue.span)
