@@ -173,8 +173,8 @@ def for_each(
     body: a function from a carry and a window of items to a carry.
     carry: any pytree of arrays.
     window: W, the items of one iteration; None for WINDOW.
-    longest: the most items that a range can have, if it is known. A GPU needs
-      no loop if all ranges together have at most GPU_WINDOW items.
+    longest: the most items that a range can have, if it is known. If all ranges
+      together have few items, a GPU needs no loop and no search for ranges.
   """
   total = jnp.sum(counts, dtype=jnp.int32)
   width = window or WINDOW
@@ -196,7 +196,7 @@ def for_each(
     return loop[0], body(loop[1], _all_items(counts, longest))
 
   start = sharding.zeros_like(total), carry
-  if longest * counts.shape[0] <= GPU_WINDOW:
+  if longest * counts.shape[0] <= 4 * GPU_WINDOW:
     return on_gpu(all_at_once, in_windows, start)[1]
   start = on_gpu(first_window, lambda loop: loop, start)
   with jax.named_scope("rare/rest"):
