@@ -266,9 +266,11 @@ def remove(
   If `has_passed` is False, all cached pages must be in their first bucket.
   """
   # An invalid item reads NOWHERE as its position, so it counts as not cached.
-  keys, stamps, position = _split(
-    indexing.take(index.entry, indexing.where_valid(valid, pages), fill=NOWHERE)
-  )
+  place = indexing.where_valid(valid, pages)
+  entry = indexing.take(index.entry, place, fill=NOWHERE)
+  # The barrier keeps a GPU's program from reading `entry` again after the write
+  # below, for which it would copy the array.
+  keys, stamps, position = _split(lax.optimization_barrier(entry))
   valid = position < NOWHERE
   count = jnp.sum(valid, dtype=jnp.int32)
   home = elementwise.quotient(position, BUCKET_PAGES)
