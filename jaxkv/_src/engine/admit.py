@@ -1,4 +1,4 @@
-"""Admits waiting sequences to empty slots.
+"""Admits the sequences to empty slots that `candidates` chose.
 
 They share the pages of their cached prefixes. `grow` takes the others from the
 pages that running sequences leave free. None enters if running sequences lack

@@ -47,7 +47,8 @@ With these two functions of a shard:
 
 The results have the order of the prompts, [P * G, ...]. A sequence's samples
 depend on its id among all shards, so they equal those of a single device. The
-number of devices must divide P; padding prompts get `num_samples` of 0.
+number of prompts must be a multiple of the number of devices; `num_samples` of
+`Requests` is 0 for prompts that pad it.
 
 Tensor parallel. One cache, whose pages are split by K/V heads; all other arrays
 of the state are replicated. The compiler partitions the model by the shardings
@@ -131,8 +132,9 @@ A process sees only the sequences of its devices. This gathers all of them:
     (results.tokens, results.lengths), tiled=True
   )
 
-A checkpoint, with `import orbax.checkpoint as ocp`, of an unfinished state that
-`run` returned. The state is an ordinary pytree, including its random keys.
+Checkpoints. `run` returns an unfinished state if `generate` has a limit, see
+`rollout.Until`. The state is an ordinary pytree, including its random keys.
+With `import orbax.checkpoint as ocp`:
 
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(folder, state)
@@ -146,8 +148,8 @@ uninterrupted run.
     state = checkpointer.restore(folder, begin.eval_shape(*job))
   state = run(params, state)
 
-Only the first call of `run` compiles, if its state comes from `begin` or `run`,
-or from `rollout.init` with a memory on the mesh.
+`run` compiles once. Later calls reuse its program if their state comes from
+`begin`, from `run`, or from `rollout.init` with a memory on the mesh.
 """
 
 import dataclasses
@@ -235,7 +237,7 @@ def shardings(
   """Returns the shardings of a tensor-parallel rollout.
 
   K/V pages are split by heads. All other arrays, including latents, recurrent
-  states and token counts, are replicated. Use them with `jax.device_put`,
+  states and token counts, are replicated. The shardings fit `jax.device_put`,
   `jax.jit(out_shardings=)` and abstract values.
 
   Args:

@@ -77,13 +77,14 @@ def init(
       rollouts.
     kv: the K/V memory of its pages: a pool, or a tuple of pools (see
       `jaxkv.kv`), which the model receives unchanged. Recurrent groups need
-      `StatePages`. They stop each chunk of a sequence at the end of a page, and
-      place it in one part of a `PackedView`. `RolloutConfig.record_experts`
-      needs `ExpertIdPages` last.
-    requests: the prompts, with the settings of their samples. Their P * G
-      samples are the Q rows of the queue; `num_samples` can leave rows EMPTY. A
-      field of `sampling` that `submit` sets later must be set here too, so that
-      it is compiled.
+      `StatePages`. With them, a chunk of a sequence does not go past the end of
+      a page, and each chunk lies in one part of a `PackedView`.
+      `RolloutConfig.record_experts` needs `ExpertIdPages` last.
+    requests: P prompts, with the settings of their samples. The queue has
+      `RolloutConfig.num_samples` rows for each prompt. If
+      `Requests.num_samples` asks for fewer, the other rows are EMPTY. A field
+      of `sampling` that `submit` sets later must be set here too, so that it is
+      compiled.
     key: key[]; equal keys give equal samples.
     config: static options.
     first_sequence: int32[], the id of the first sequence among all shards of a
@@ -103,7 +104,7 @@ def init(
     ValueError: an argument has the wrong shape or is out of range; the cache
       has slots in use, a CrossAttention group or pages of another version; `kv`
       does not fit the cache, or lacks a pool; a recurrent group has drafts or
-      scratch pages; W exceeds a slot; or the longest sequence exceeds the pool.
+      scratch pages; or the longest sequence exceeds a slot or the pool.
       Traced lengths, slots and versions are not checked; their sequences fail
       individually, see `Queue.code`.
   """
@@ -124,9 +125,9 @@ def init(
   return device_placement.beside(state, jax.tree.leaves(kv)[0])
 
 
-# One program in place of one for each operation, which would compile for
-# seconds. It gets the memory for its shapes, and does not return it, because a
-# program that is not donated its inputs copies those that it returns.
+# One program, because one for each operation would compile for seconds. It uses
+# only the shapes of `kv`, and does not return the memory, because without a
+# donation a program copies what it returns.
 @functools.partial(jax.jit, static_argnames="config")
 def _init(
   cache: CacheState,
@@ -143,7 +144,7 @@ def _init(
   width = width_of(columns, config)
   ids = first + jnp.arange(num_prompts, dtype=jnp.int32) * config.num_samples
   queue = new_queue(requests, ids, key, width, cache, kv, config)
-  # Pages of other weights would be hits.
+  # If the cache holds pages of other weights, prompts could hit them.
   rows = jnp.arange(queue.size, dtype=jnp.int32)
   is_stale = ~is_current & (queue.status == SequenceStatus.WAITING)
   queue = fail(queue, rows, is_stale, jnp.full_like(rows, Status.STALE))

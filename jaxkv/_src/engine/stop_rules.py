@@ -36,8 +36,7 @@ def endings(
 ) -> Ending:
   """Returns the reasons for which sequences end after their new tokens.
 
-  If several apply, a stop token comes before a stop string, and that before the
-  length.
+  If several apply, the reason is the first of: stop token, stop string, length.
 
   Args:
     queue: before the tokens are appended.

@@ -75,11 +75,11 @@ def gather_pages(
   *,
   page_offset: jax.Array | int = 0,
 ) -> jax.Array:
-  """Gathers the tokens of sequences into one dense array of numbers.
+  """Gathers the pages of each sequence into one dense array.
 
   Args:
-    pages: [N, K, S, D].
-    page_table: int32[B, M]; an id out of range reads as a page of zeros.
+    pages: [L * N, K, S, D].
+    page_table: int32[B, M]; an id outside of the pool reads as a page of zeros.
     page_offset: int32[], added to every page id.
 
   Returns:
@@ -99,7 +99,7 @@ def gather_pages(
   total, kv_heads, _, dim = pages.shape
   ids = page_table + jnp.asarray(page_offset, jnp.int32)
   # Ids are checked before the offset is added, because the offset would turn -1
-  # into a page of the previous layer. An index of N reads as zeros.
+  # into a page of the previous layer. An index of `total` reads as zeros.
   fits = (page_table >= 0) & (page_table < total) & (ids >= 0)
   tiles = load(
     pages.at[jnp.where(fits, ids, total)].get(mode="fill", fill_value=0)
