@@ -56,14 +56,14 @@ def save(recipe: str, folder: str) -> None:
   names["state"] = state = names["run"](names["params"], names["start"]())
   assert not _is_done(state)
   names["folder"] = f"{folder}/checkpoint"
-  recipes.run("A checkpoint", names)
+  recipes.run("Checkpoints", names)
   _write(names, f"{folder}/saved.npz")
 
 
 def restore(recipe: str, folder: str) -> None:
   names = _begun(recipe)
   names["folder"] = f"{folder}/checkpoint"
-  recipes.run("A checkpoint", names, 1)
+  recipes.run("Checkpoints", names, 1)
   _write(names, f"{folder}/restored.npz")
 
 

@@ -25,7 +25,7 @@ TITLES = (
   "Tensor parallel",
   "Both",
   "Several processes",
-  "A checkpoint",
+  "Checkpoints",
 )
 _STEPS = 7
 """Steps of a call; a rollout takes several calls."""
