@@ -106,6 +106,15 @@ def test_scarce_pages():
   rollout.check(state)
 
 
+def test_several_calls_of_a_step():
+  """With pages for all, and with so few that steps have fewer calls."""
+  config = dataclasses.replace(_CONFIG, draft_tokens=0, decode_steps=4)
+  for pages in (60, 14):
+    state = _run(_begun(pages, config=config))
+    _check(rollout.generated(state), range(8))
+    rollout.check(state)
+
+
 def test_verbs():
   """While they run, and after each verb; and new prompts in old rows."""
   state = _run(_begun(), 6)
