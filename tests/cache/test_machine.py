@@ -184,7 +184,7 @@ def walk(setup: Setup, walks: int) -> set[int]:
   return codes
 
 
-_GPU_SETUPS = ["hybrid", "plain", "scratch", "three_kinds", "windows"]
+_GPU_SETUPS = ["plain", "scratch", "three_kinds"]
 
 
 @slow_except("name", _GPU_SETUPS, "three_kinds")
