@@ -196,6 +196,7 @@ def for_each(
     return loop[0], body(loop[1], _all_items(counts, longest))
 
   start = sharding.zeros_like(total), carry
+  # Without a search a GPU can take more items, and so needs a loop less often.
   if longest * counts.shape[0] <= 4 * GPU_WINDOW:
     return on_gpu(all_at_once, in_windows, start)[1]
   start = on_gpu(first_window, lambda loop: loop, start)

@@ -170,6 +170,7 @@ def shrink(
   def looped(loop: tuple[PoolState, Array]) -> tuple[PoolState, Array]:
     return _release(*loop, cleared, replacement)
 
+  # One predicate decides for all loops of `_release`, so the host waits once.
   def straight(loop: tuple[PoolState, Array]) -> tuple[PoolState, Array]:
     pool, table = loop
     fits = (total <= loops.GPU_WINDOW) & page_pool.has_room(pool, total)
