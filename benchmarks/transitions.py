@@ -71,6 +71,7 @@ GRAPHS = {
 COMPILER_OPTIONS = {
   "cpu": {"": None, "unsplit": jaxkv.CPU_COMPILER_OPTIONS},
   "gpu": {"": None, "graphs": GRAPHS},
+  "tpu": {"": None},
 }
 """Compiler options to time, by platform and mode."""
 
