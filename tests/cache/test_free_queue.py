@@ -40,10 +40,8 @@ def pushed_back(queue, *pages):
 def pushed_front(queue, *pages):
   """The queue with pages before all others."""
   pages = ints(*pages)
-  valid, turn = (
-    jnp.ones(pages.shape, bool),
-    jnp.arange(pages.size, dtype=jnp.int32),
-  )
+  valid = jnp.ones(pages.shape, bool)
+  turn = jnp.arange(pages.size, dtype=jnp.int32)
   return free_queue.push(queue, pages, ~valid, valid, turn=turn)
 
 

@@ -47,9 +47,9 @@ def test_sequences(decode_steps):
 @pytest.mark.parametrize("decode_steps", [1, 4])
 def test_programs_for_a_gpu(decode_steps):
   """Such a program has other loops, and idle calls at the end of a round."""
-  # No other test has so many pages, so none has traced these programs.
   config = _config(decode_steps)
   with programs_for("cuda"):
+    # No other test has 61 pages, so none has traced these programs.
     state = by_hand.begun(by_hand.sizes(61, 3), config)
     end = by_hand.program()(state, 0.7)
   _sequences_equal(end, config)

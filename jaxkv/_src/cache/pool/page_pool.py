@@ -304,7 +304,7 @@ def _unpublish(
   if pool.index is None:
     return pool, None
   index, removed = prefix_index.remove(
-    pool.index, pages, valid, has_passed=not without_loops
+    pool.index, pages, valid, without_loops=without_loops
   )
   log = pool.events
   if log is not None:

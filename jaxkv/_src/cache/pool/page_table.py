@@ -127,8 +127,9 @@ def grow(
 
   # Not `for_each`, because an iteration pops fewer pages than its window if the
   # queue has stale entries.
-  def trip(loop, *, window: int = loops.WINDOW, is_first: bool = False):
+  def trip(loop, *, is_first: bool = False):
     done, evicted, pool, table = loop
+    window = loops.GPU_WINDOW if is_first else loops.WINDOW
     pool, popped = page_pool.pop(
       pool, total - done, window=window, without_loops=is_first
     )
@@ -139,7 +140,7 @@ def grow(
     return done, evicted + popped.num_evicted, pool, table
 
   zero = sharding.zeros_like(total)
-  first = functools.partial(trip, window=loops.GPU_WINDOW, is_first=True)
+  first = functools.partial(trip, is_first=True)
   start = loops.on_gpu(first, lambda loop: loop, (zero, zero, pool, table))
   with jax.named_scope("rare/rest"):
     _, evicted, pool, table = lax.while_loop(
@@ -168,7 +169,9 @@ def shrink(
   total = jnp.sum(cleared.counts, dtype=jnp.int32)
 
   def looped(loop: tuple[PoolState, Array]) -> tuple[PoolState, Array]:
-    return _release(*loop, cleared, replacement)
+    pool, table = loop
+    pool = page_pool.reserve(pool, total)
+    return _release(pool, table, cleared, replacement)
 
   # One predicate decides for all loops of `_release`, so the host waits once.
   def straight(loop: tuple[PoolState, Array]) -> tuple[PoolState, Array]:
@@ -186,7 +189,7 @@ def shrink(
 def _release(
   pool: PoolState, table: Array, cleared: Ranges, replacement: int
 ) -> tuple[PoolState, Array]:
-  """Implements `shrink` for any number of columns."""
+  """Implements `shrink` for any number of columns, with room reserved."""
 
   def give_back(loop, items: Items):
     pool, first_unqueued = loop
@@ -204,7 +207,6 @@ def _release(
     pages = indexing.take(table, *place_of(unqueued, items))
     return page_pool.to_front(pool, pages, items.row, _is_page(pool, pages))
 
-  pool = page_pool.reserve(pool, jnp.sum(cleared.counts, dtype=jnp.int32))
   pool, first_unqueued = loops.for_each(
     cleared.counts, give_back, (pool, cleared.stop)
   )

@@ -258,12 +258,16 @@ def insert(
 
 
 def remove(
-  index: PrefixIndex, pages: Array, valid: Array, *, has_passed: bool = True
+  index: PrefixIndex,
+  pages: Array,
+  valid: Array,
+  *,
+  without_loops: bool = False,
 ) -> tuple[PrefixIndex, RemovedPages]:
   """Removes valid pages, int32[X], all distinct, from the index.
 
   Their keys and tokens stay readable. A page that is not cached is unchanged.
-  If `has_passed` is False, all cached pages must be in their first bucket.
+  With `without_loops`, all cached pages must be in their first bucket.
   """
   # An invalid item reads NOWHERE as its position, so it counts as not cached.
   place = indexing.where_valid(valid, pages)
@@ -278,7 +282,7 @@ def remove(
   # `entry` was read above. Without this dependency XLA would copy it.
   place = loops.read_before(count, indexing.where_valid(valid, pages))
   overflow = index.overflow
-  if has_passed:
+  if not without_loops:
     overflow = _count_passed(index, keys, position, valid, -1)
   index = dataclasses.replace(
     index,

@@ -177,8 +177,8 @@ def publish(
 
 def _rows_at_once(config: CacheConfig, num_rows: int, num_tokens: int) -> int:
   """Returns the number of rows whose tokens are hashed in one iteration."""
-  # Only rows that complete a page are hashed. In a decode step they are few,
-  # and with several tokens a row as many as are expected here.
+  # Only rows that complete a page are hashed. If every row gets `num_tokens`
+  # tokens, these are `expected` rows on average.
   expected = num_rows * num_tokens // config.page_size
   return min(num_rows, max(ROWS_AT_ONCE, min(expected, loops.WINDOW)))
 
