@@ -17,10 +17,10 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 
 WINDOW = 128
-"""W, the items of one iteration of `for_each`. Most calls have fewer items."""
+"""W, the number of items in an iteration of `for_each`. Most calls need one."""
 
 GPU_WINDOW = 1024
-"""The items that a GPU processes without a loop.
+"""The number of items that a GPU processes without a loop.
 
 A kernel over this many items takes about as long as one over `WINDOW` items.
 """
@@ -50,7 +50,7 @@ def read_before(read: Array, index: Array) -> Array:
 def at_most_once(
   condition: Array, body: Callable[[Carry], Carry], carry: Carry
 ) -> Carry:
-  """Returns `body(carry)` if `condition`, else `carry`, updated in place.
+  """Updates the carry in place: `body(carry)` if `condition`, else `carry`.
 
   Args:
     condition: bool[].
@@ -90,17 +90,17 @@ def locate(counts: Array, item: Array) -> Items:
     item: int32[W], 0-based positions among all items.
   """
   ends = cumulative_sum(counts)
-  # An accelerator compares all pairs in one kernel, where each step of a binary
-  # search would be a kernel.
+  # An accelerator compares all pairs in one kernel. A binary search would need
+  # one kernel for each of its steps.
   row = lax.platform_dependent(
     ends, item, cpu=_num_ended_by_search, default=_num_ended_by_comparison
   )
-  begin = indexing.take(ends, row - 1)  # Row 0 reads 0.
+  begin = indexing.take(ends, row - 1)  # Index -1 reads 0.
   return Items(row, item - begin, (item >= 0) & (item < ends[-1]))
 
 
 def _num_ended_by_search(ends: Array, item: Array) -> Array:
-  """Counts the `ends` that are at most each item: int32[W]."""
+  """Returns int32[W]: for each item, the number of `ends` <= item."""
   size = ends.shape[0]
   steps = size.bit_length()
 
@@ -115,7 +115,7 @@ def _num_ended_by_search(ends: Array, item: Array) -> Array:
 
 
 def _num_ended_by_comparison(ends: Array, item: Array) -> Array:
-  """Computes the result of `_num_ended_by_search`."""
+  """Computes the result of `_num_ended_by_search` by comparing all pairs."""
   return jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32)
 
 
@@ -173,8 +173,9 @@ def for_each(
     body: a function from a carry and a window of items to a carry.
     carry: any pytree of arrays.
     window: W, the items of one iteration; None for WINDOW.
-    longest: the most items that a range can have, if it is known. If all ranges
-      together have few items, a GPU needs no loop and no search for ranges.
+    longest: an upper bound on the items of a range, if one is known. If all
+      ranges together can have few items only, a GPU needs no loop and no search
+      for ranges.
   """
   total = jnp.sum(counts, dtype=jnp.int32)
   width = window or WINDOW
@@ -211,7 +212,7 @@ def first_items(counts: Array) -> Items:
 
 
 def _all_items(counts: Array, longest: int) -> Items:
-  """Returns `longest` items a range; those past the end of a range are invalid.
+  """Returns `longest` items per range, invalid ones past the range's end.
 
   Their order is that of `locate`, but invalid items lie between valid ones.
   """

@@ -1,8 +1,9 @@
 """Further calls of the model in a step, in which sequences only decode.
 
-With `RolloutConfig.decode_steps` a step schedules once for several calls. The
-first call may compute tokens of prompts. In each further call the sequences
-that sampled in the call before compute that token and sample the next one.
+With `RolloutConfig.decode_steps` a step schedules once for up to that many
+calls. The first call may compute tokens of prompts. In each further call, the
+model reads the token that a sequence sampled in the call before, and the
+sequence samples the next one.
 Pages for these tokens are reserved together, and all tokens of a step are
 committed together. A sequence that ends early is idle for the rest of the step.
 """
@@ -41,12 +42,12 @@ from jaxkv._src.kv.pools import Pools
 
 
 class Round(NamedTuple):
-  """The calls of a step so far.
+  """The results of a step's calls so far.
 
   Attributes:
-    num_calls: int32[], calls after the first one in which a slot decoded.
-    counts: int32[B], the tokens that each slot computed.
-    sampled: the results of sampling.
+    num_calls: int32[], the further calls in which at least one slot decoded.
+    counts: int32[B], the number of tokens that each slot computed.
+    sampled: the totals of all calls.
     log: see `RolloutState.log`.
   """
 
@@ -67,37 +68,37 @@ def reserve(
 ) -> tuple[CacheState, Array]:
   """Reserves pages for the tokens of the further calls.
 
-  No further call follows if a slot still lacks tokens after the first one. If
-  pages are too few for all calls, the step has fewer, so that no sequence is
-  preempted for them.
+  There are no further calls if a prompt is incomplete after the first call. If
+  too few pages are free, the step makes fewer calls instead of preempting a
+  sequence.
 
   Args:
     queue: the sequences.
     slots: their slots.
     cache: the cache, with pages for the tokens of the first call.
-    counts: int32[B], the tokens of the first call.
+    counts: int32[B], the number of tokens of each slot in the first call.
     samples: bool[B], the slots that sample after the first call.
-    max_calls: int32[], the most calls of this step; None for no limit.
+    max_calls: int32[], the maximum number of calls; None for no limit.
     config: the options.
 
   Returns:
-    The cache; int32[B], the most further tokens of each slot.
+    The cache; int32[B], the maximum number of further tokens of each slot.
   """
   sizes = cache.config
-  # The last token of a sequence is sampled and never computed.
+  # The model never reads the last token of a sequence.
   room = indexing.take(queue.limit, slots.row) - 1 - lengths(queue, slots)
   if recurrent.has_states(sizes):
-    # The state at the end of a page is kept, which only a commit does.
+    # Only a commit keeps the state at the end of a page, so no slot passes one.
     begun = elementwise.remainder(cache.length, sizes.page_size)
     room = jnp.minimum(room, sizes.page_size - begun - counts)
-  # A slot whose prompt is not complete computes tokens in the next step, and
-  # would be idle in this one.
+  # A slot whose prompt is incomplete would be idle in further calls. The next
+  # step computes more of the prompt at once.
   is_complete = ~jnp.any(missing_tokens(queue, slots, cache) > counts)
   room = jnp.where(samples & is_complete, jnp.maximum(room, 0), 0)
   number = jnp.arange(1, config.decode_steps, dtype=jnp.int32)
 
   def tokens_with(number: Array) -> Array:
-    """Returns the tokens of each slot, at most `number` of them further."""
+    """Returns each slot's number of tokens, with at most `number` further."""
     further = jnp.minimum(room, number)
     return jnp.where(further > 0, counts + further, 0)
 
@@ -133,9 +134,9 @@ def decode(
     params: the model's parameters.
     queue: the sequences, with the tokens sampled after the first call.
     slots: their slots.
-    memory: the cache before any token of the step is committed, and its memory.
+    memory: the cache before the step's commit, and its K/V pages.
     first: the round after the first call.
-    tokens: int32[B], the most further tokens of each slot, from `reserve`.
+    tokens: int32[B], the maximum number of further tokens, from `reserve`.
     step: int32[], the place of the first call in the log.
     config: the options.
     model: see `Model`.
@@ -155,7 +156,7 @@ def decode(
   def call(loop: Any) -> Any:
     number, going, queue, kv, before = loop
     work = schedule.decode_work(going, before.counts)
-    # A call without work is not counted, so it has no place in the log.
+    # A call without work is not logged: its place is out of range.
     place = elementwise.remainder(step + number, size_of_log)
     place = jnp.where(jnp.any(going), place, size_of_log)
     log = timeline.record(before.log, place, queue, slots, work.counts, going)
@@ -196,8 +197,8 @@ def decode(
 
   def goes_on(loop: Any) -> Array:
     number, going, *_ = loop
-    # A trip count that is known when the program is compiled costs no host wait
-    # on an accelerator, where idle calls cost less than a wait for each call.
+    # On an accelerator the trip count is static, because idle calls cost less
+    # than a host wait before each call.
     is_needed = lax.platform_dependent(
       going, cpu=jnp.any, default=lambda going: jnp.any(going) | True
     )

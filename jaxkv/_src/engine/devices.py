@@ -9,8 +9,8 @@ one shard:
 | `generate` | `(params, state) -> state`: `rollout.generate` with a model |
 | `sizes`, `config` | the `jaxkv.CacheConfig`, the `RolloutConfig` |
 | `memory` | makes the pages: `functools.partial(jaxkv.kv.init, sizes, ...)` |
-| `job` | `(prompts, lengths, key, secret)`: all prompts, int32[P, L] and |
-| | int32[P]; random keys of the samples and of the cache |
+| `job` | `(prompts, lengths, key, secret)`: all N prompts, int32[N, L]; their |
+| | lengths, int32[N]; the random keys of the samples and of the cache |
 | `P` | `jax.sharding.PartitionSpec` |
 | `AxisType`, `NamedSharding` | from `jax.sharding` too |
 
@@ -29,7 +29,7 @@ until its sequences end. Devices do not communicate.
   def run_one(params, shards):
     return devices.stacked(generate(params, devices.local(shards)))
 
-With these two functions of a shard:
+`jax.shard_map` calls these two functions for each shard:
 
   auto = AxisType.Auto
   mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(auto,))
@@ -45,16 +45,16 @@ With these two functions of a shard:
   state = run(params, begin(*job))
   results = devices.merged(jax.vmap(rollout.generated)(state))
 
-The results have the order of the prompts, [P * G, ...]. A sequence's samples
-depend on its id among all shards, so they equal those of a single device. The
-number of prompts must be a multiple of the number of devices; `num_samples` of
-`Requests` is 0 for prompts that pad it.
+The results, [N * G, ...] with G = `RolloutConfig.num_samples`, are in the order
+of the prompts. Samples depend only on `key` and on the sequence's id among all
+shards, so they equal those of a single device. N must be a multiple of the
+number of devices. Pad with prompts whose `Requests.num_samples` is 0.
 
 Tensor parallel. One cache, whose pages are split by K/V heads; all other arrays
 of the state are replicated. The compiler partitions the model by the shardings
 of its parameters, with two all-reduces of activations for each layer, and moves
-no page. The number of devices must divide K. This splits the parameters of
-`jaxkv.models`:
+no page. The number of devices must divide the number of K/V heads. On a mesh
+with an axis "model", this splits the parameters of `jaxkv.models`:
 
   split = {"output": P(None, "model"), "down": P(None, "model")}
   for name in ("query", "key", "value", "gate", "up"):
@@ -91,8 +91,9 @@ vocabulary, gather the logits in the model:
 `jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, P()))`. Otherwise
 the sampler communicates about twenty times in each step.
 
-Both, with the functions above. `shard_map` splits the first mesh axis, the
-compiler the second one. jax cannot check such a `shard_map` (`check_vma`) yet.
+Data and tensor parallel, with the functions above. `shard_map` splits the first
+mesh axis, and the compiler the second one. JAX does not support `check_vma` for
+such a `shard_map` yet.
 
   mesh = jax.make_mesh(
     (2, jax.device_count() // 2),
@@ -140,16 +141,17 @@ With `import orbax.checkpoint as ocp`:
     checkpointer.save(folder, state)
 
 A new process with the same `sizes` and `config` defines `begin` and `run` as in
-the recipes, or with `jax.jit` for one device. It does not call `begin`: the
-shapes and shardings suffice. All later results are bit-identical to those of an
-uninterrupted run.
+the recipes, or with `jax.jit` for one device. It does not call `begin`, because
+restoring needs only its shapes and shardings. All later results are
+bit-identical to those of an uninterrupted run.
 
   with ocp.StandardCheckpointer() as checkpointer:
     state = checkpointer.restore(folder, begin.eval_shape(*job))
   state = run(params, state)
 
 `run` compiles once. Later calls reuse its program if their state comes from
-`begin`, from `run`, or from `rollout.init` with a memory on the mesh.
+`begin`, from `run`, from a checkpoint, or from `rollout.init` with pages that
+are sharded over the mesh.
 """
 
 import dataclasses
@@ -168,9 +170,9 @@ Tree = TypeVar("Tree")
 
 
 def stacked(tree: Tree) -> Tree:
-  """Adds an axis to each array, so that `jax.shard_map` stacks shards.
+  """Adds a leading axis to each array, so that `jax.shard_map` stacks shards.
 
-  With `out_specs=P("data")`, [1, ...] of each shard becomes [X, ...].
+  With `out_specs=P("data")`, X shards of [1, ...] become one [X, ...].
 
   Args:
     tree: any pytree of arrays, such as a `RolloutState`.
@@ -237,11 +239,11 @@ def shardings(
   """Returns the shardings of a tensor-parallel rollout.
 
   K/V pages are split by heads. All other arrays, including latents, recurrent
-  states and token counts, are replicated. The shardings fit `jax.device_put`,
-  `jax.jit(out_shardings=)` and abstract values.
+  states and token counts, are replicated. Pass the shardings to
+  `jax.device_put`, `jax.jit(out_shardings=)` or `jax.ShapeDtypeStruct`.
 
   Args:
-    state: arrays, or shapes as of `jax.eval_shape`.
+    state: the state, or its shapes from `jax.eval_shape`.
     mesh: the devices.
     heads: the mesh axis over which the heads are split.
     shards: the mesh axis of the shards, if the state is `stacked`.
@@ -250,7 +252,8 @@ def shardings(
     A `NamedSharding` for each array, in a tree like `state`.
 
   Raises:
-    ValueError: the mesh has no such axis, or its size does not divide K.
+    ValueError: an axis is not in the mesh, or the size of `heads` does not
+      divide the number of K/V heads.
 
   Examples:
     >>> import jaxkv, jax.numpy as jnp
@@ -292,7 +295,7 @@ def shardings(
 
 
 def _check_heads(pool: KVPages, size: int, heads: str) -> None:
-  """Raises unless the devices of an axis divide the K/V heads of a pool."""
+  """Raises unless the size of an axis divides the number of K/V heads."""
   number = pool.k.shape[-3]
   if number % size:
     raise ValueError(

@@ -38,7 +38,7 @@ from jaxkv._src.kv.pools import Pools
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutState:
-  """State of a rollout, which can be saved and resumed.
+  """The state of a rollout; it can be saved and resumed.
 
   Attributes:
     config: static options.
@@ -46,9 +46,10 @@ class RolloutState:
     slots: the sequence in each slot.
     memory: the cache and the K/V memory.
     key: the key from which the sequences' keys are derived.  # key[]
-    counters: totals.
+    counters: totals since `init`, see `Counters`.
     log: the sequence, the kind of work and the number of tokens of each slot in
-      the last X steps, see `timeline`; None without.  # int32[X, 3, B]
+      the last X calls of the model; None unless `RolloutConfig.timeline` is
+      set.  # int32[X, 3, B]
   """
 
   config: RolloutConfig = dataclasses.field(metadata={"static": True})
@@ -75,27 +76,27 @@ def init(
   Args:
     cache: a cache without slots in use. It may hold prefixes of earlier
       rollouts.
-    kv: the K/V memory of its pages: a pool, or a tuple of pools (see
-      `jaxkv.kv`), which the model receives unchanged. Recurrent groups need
-      `StatePages`. With them, a chunk of a sequence does not go past the end of
-      a page, and each chunk lies in one part of a `PackedView`.
-      `RolloutConfig.record_experts` needs `ExpertIdPages` last.
+    kv: the K/V memory of the cache's pages, a pool or a tuple of pools (see
+      `jaxkv.kv`). The model receives it in the same form. Recurrent groups need
+      `StatePages`. In such a cache, one call computes tokens of at most one
+      page of each sequence, all in `PackedView.decode` or all in `prefill`.
+      `RolloutConfig.record_experts` needs `ExpertIdPages` as the last pool.
     requests: P prompts, with the settings of their samples. The queue has
       `RolloutConfig.num_samples` rows for each prompt. If
-      `Requests.num_samples` asks for fewer, the other rows are EMPTY. A field
-      of `sampling` that `submit` sets later must be set here too, so that it is
-      compiled.
+      `Requests.num_samples` asks for fewer, the other rows are EMPTY. Set each
+      field of `sampling` that a later `submit` sets: the program has no code
+      for a field that is None here.
     key: key[]; equal keys give equal samples.
     config: static options.
-    first_sequence: int32[], the id of the first sequence among all shards of a
-      job, see `devices`. Samples depend on `key` and the id alone, not on how
-      the job is split.
+    first_sequence: int32[], the id of the first sequence of this state. Ids are
+      unique over all shards of a job, see `devices`. Samples depend on `key`
+      and the id alone, not on how the job is split.
     version: int32[], the version of the weights: the number of updates since
       the cache was made, see `update_weights` and `jaxkv.new_epoch`. Required
-      if the cache holds pages, which may be of other weights.
+      if the cache holds pages, because other weights may have computed them.
 
   Returns:
-    The state for `generate`, on the devices of the memory. Donating it deletes
+    The state for `generate`, on the devices of `kv`. Donating it deletes
     `cache` and `kv`, but no other argument.
 
   Raises:
@@ -103,13 +104,13 @@ def init(
       `jax.random.key`.
     ValueError: an argument has the wrong shape or is out of range; the cache
       has slots in use, a CrossAttention group or pages of another version; `kv`
-      does not fit the cache, or lacks a pool; a recurrent group has drafts or
-      scratch pages; or the longest sequence exceeds a slot or the pool.
-      Traced lengths, slots and versions are not checked; their sequences fail
-      individually, see `Queue.code`.
+      does not fit the cache, or lacks a pool; a recurrent group is combined
+      with `draft_tokens`, or has `num_speculative` > 0; or the longest sequence
+      exceeds a slot or the pool. Traced lengths, slots and versions are not
+      checked; sequences with invalid ones fail individually, see `Queue.code`.
   """
   _check_key(key)
-  # The caller's arrays, before they are converted.
+  # Kept, so that below the state gets copies of the caller's arrays.
   arguments = key, requests, version
   requests = as_requests(requests, config)
   check_memory(cache, kv, config)
@@ -125,9 +126,9 @@ def init(
   return device_placement.beside(state, jax.tree.leaves(kv)[0])
 
 
-# One program, because one for each operation would compile for seconds. It uses
-# only the shapes of `kv`, and does not return the memory, because without a
-# donation a program copies what it returns.
+# Jitted as a whole, because compiling each operation alone takes seconds. It
+# reads only the shapes of `kv`, and does not return the memory: a program
+# copies an argument that it returns and that is not donated.
 @functools.partial(jax.jit, static_argnames="config")
 def _init(
   cache: CacheState,
@@ -191,7 +192,7 @@ def _as_first(first: Any, requests: Requests, config: RolloutConfig) -> Array:
 
 
 def _next_id(queue: Queue, first: Array, config: RolloutConfig) -> Array:
-  """Returns the id after the last group that has a sequence, int32[]."""
+  """Returns int32[]: the id after all samples of the last prompt in use."""
   exists = queue.status != SequenceStatus.EMPTY
   exists = exists.reshape(-1, config.num_samples)
   last = queue.ids.reshape(exists.shape)[:, -1] + 1

@@ -1,4 +1,4 @@
-"""Stop rules: ends sequences after stop tokens, stop strings or the limit."""
+"""Stop rules: stop tokens, stop strings and the maximum length."""
 
 from typing import NamedTuple
 
@@ -14,11 +14,12 @@ from jaxkv._src.sampling.settings import Sampling
 
 
 class Ending(NamedTuple):
-  """Reasons for the end of sequences after a token.
+  """The end of sequences after a new token, and its reason.
 
   Attributes:
     finish: int32[R], a `Finish`; 0 for sequences that continue.
-    stop: int32[R], see `Queue.stop`.
+    stop: int32[R], the stop token, or the index of the stop string; -1 for
+      neither.
     states: int32[R], see `Queue.stop_states`; None without stop strings.
   """
 
@@ -34,16 +35,16 @@ def endings(
   sampling: Sampling,
   config: RolloutConfig,
 ) -> Ending:
-  """Returns the reasons for which sequences end after their new tokens.
+  """Decides whether and why each sequence ends after its new token.
 
   If several apply, the reason is the first of: stop token, stop string, length.
 
   Args:
-    queue: before the tokens are appended.
+    queue: the queue before the tokens are appended.
     rows: the sequences.
     tokens: int32[R], the sampled tokens.
     sampling: the settings of these sequences.
-    config: has the stop token of all sequences.
+    config: has the stop token that all sequences share.
   """
   limit = indexing.take(queue.limit, rows.numbers)
   is_full = rows.lengths + 1 >= limit
@@ -52,7 +53,8 @@ def endings(
   if sampling.stop_strings is not None and queue.stop_states is not None:
     start = indexing.take(sampling.stop_strings.start, rows.numbers)
     before = indexing.take(queue.stop_states, rows.numbers)
-    # Strings do not match across turns.
+    # A stop string must lie within the tokens since the last prompt, so the
+    # first of them restarts the automaton.
     states, string = sampling.stop_strings.advance(
       jnp.where(rows.counts == 0, start, before), tokens
     )
@@ -61,6 +63,7 @@ def endings(
     string = jnp.where(rows.counts >= minimum, string, -1)
     finish = jnp.where(string >= 0, jnp.int32(Finish.STOP_STRING), finish)
     stop = jnp.where(string >= 0, string, stop)
+  # Stop tokens need no `min_tokens` here, because sampling masks early ones.
   is_stop = tokens == config.stop_token
   if sampling.stop_tokens is not None:
     is_stop |= jnp.any(tokens[:, None] == sampling.stop_tokens, axis=1)

@@ -21,7 +21,7 @@ START = 1
 """The start state of a DFA."""
 
 MOST_STATES = 100_000
-"""The most states of a DFA before its minimization."""
+"""The maximum number of states of a DFA before its minimization."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class ByteDfa:
   can be reached.
 
   Attributes:
-    next: the state after a state and a byte.  # int32[S, 256]
+    next: the next state for each state and byte.  # int32[S, 256]
     accepts: True for accepting states.  # bool[S]
   """
 
@@ -41,12 +41,12 @@ class ByteDfa:
 
   @property
   def num_states(self) -> int:
-    """S, the dead state included."""
+    """S, including the dead state."""
     return len(self.accepts)
 
   @property
   def max_bytes(self) -> int | None:
-    """Bytes of the longest accepted string; None if the length is unbounded."""
+    """Length of the longest accepted string, in bytes; None if unbounded."""
     longest = longest_accepted(self.next, self.accepts)[START]
     return None if longest >= 2**30 else int(longest)
 
@@ -111,10 +111,11 @@ def _determinize(
 
   Returns:
     The class of each byte, int[256], the state after each state and byte class,
-    int32[S, C], and True for accepting states, bool[S]. The start is state 0.
+    int32[S, C], and True for accepting states, bool[S]. Here the start is state
+    0, and the dead state is the last one; `minimize` renumbers them.
   """
-  # Bytes of one class lead to the same states, so the table needs only a column
-  # for each of the C classes.
+  # Bytes of one class lead to the same states, so the table needs only one
+  # column for each of the C classes.
   classes, classes_of_mask = _byte_classes(nfa)
   closure = nfa.closure(final)
   numbers = {closure(0): 0}

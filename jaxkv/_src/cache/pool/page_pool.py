@@ -1,7 +1,7 @@
-"""The page pool: keeps references, the free queue and the index consistent.
+"""The page pool: references, the free queue and the index, kept consistent.
 
-`pop` takes a free page into use, `hold` adds a reference, and `drop` removes
-one. A page without references returns to the queue.
+`pop` allocates free pages, `hold` adds a reference, and `drop` removes one. A
+page without references returns to the queue.
 """
 
 import dataclasses
@@ -43,7 +43,8 @@ class PoolState:
     events: the event log; None unless `CacheConfig.event_log` > 0.
     new: True for pages popped since the last `take_new_pages`; None unless
       `CacheConfig.track_new_pages`.  # bool[N]
-    ages: the ages of pages; None unless `CacheConfig.track_residency`.
+    ages: release times and histograms of ages; None unless
+      `CacheConfig.track_residency`.
   """
 
   unhashed_first: bool = dataclasses.field(metadata={"static": True})
@@ -101,8 +102,9 @@ def pop(
 ) -> tuple[PoolState, Popped]:
   """Pops up to `num_pages` free pages and removes them from the index.
 
-  Like `free_queue.pop`, it can pop fewer pages; the caller then calls again.
-  With `without_loops` it ends before a page that needs a loop to be removed.
+  It reads the first `window` entries of the queue. Some can be stale, so it can
+  pop fewer pages; the caller then calls again. With `without_loops` it stops
+  before the first page whose removal from the index needs a loop.
   """
   keeps = None
   if without_loops and pool.index is not None:
@@ -149,12 +151,14 @@ def drop(
   """Removes a reference for each valid item, and queues unreferenced pages.
 
   With `unhashed_first`, unreferenced pages that are not cached stay outside of
-  the queue. The caller must pass them to `to_front`, in reverse order.
+  the queue. The caller must pass them to `to_front`, in the order in which they
+  are to be prepended.
 
   Args:
     pool: the pool, with room reserved in its queue.
-    pages: int32[W]; repeats are allowed, and every valid page is referenced.
-    owner: int32[W], the number of the column range that holds each reference.
+    pages: int32[W]; repeats are allowed, and each valid page has a reference.
+    owner: int32[W], a number for each holder of references, such as the index
+      of its range of columns; `to_front` takes the same numbers.
     valid: bool[W].
 
   Returns:
@@ -174,18 +178,19 @@ def drop(
 def drop_ranges(
   pool: PoolState, pages: Array, items: Items, counts: Array, valid: Array
 ) -> PoolState:
-  """Does what `drop` and `to_front` do, for all pages of column ranges.
+  """Combines `drop` and `to_front`, for all pages of ranges of columns.
 
   Args:
     pool: the pool, with room reserved in its queue.
     pages: int32[W], as in a call of `drop`.
-    items: the ranges that hold the pages; the last column of a range is first.
+    items: the range of each page, and the page's offset from the range's last
+      column.
     counts: int32[X], the number of items of each range.
     valid: bool[W].
   """
   pool, freed, unqueued = _unreference(pool, pages, valid)
-  # The last column of a range is prepended last. So the turn of an item is its
-  # rank from the end of its range, after all items of earlier ranges.
+  # A range lists its last column first, but prepends it last. So the ranges are
+  # prepended in order, and the items of each range in reverse.
   rank = loops.cumulative_sum(unqueued)
   begin = jnp.arange(pages.shape[0], dtype=jnp.int32) - items.offset
   end = begin + indexing.take(counts, items.row)
@@ -293,7 +298,7 @@ def free_pages(pool: PoolState) -> Array:
 def _most_pushes(pool: PoolState, num_references: Array) -> Array:
   """Returns int32[]: the most pages that `num_references` drops can free."""
   # Each page in use can become free only once, so there are at most as many
-  # pushes as pages in use. After a sweep the ring always has room for them.
+  # pushes as pages in use. Without stale entries, the queue has room for all.
   in_use = jnp.int32(pool.ref_count.shape[0] - 1) - pool.queue.num_free
   return jnp.minimum(num_references, in_use)
 
@@ -315,7 +320,7 @@ def _unpublish(
 def _count_ages(
   pool: PoolState, pages: Array, removed: RemovedPages | None
 ) -> PageAges | None:
-  """Counts the ages of removed pages."""
+  """Adds the ages of removed pages to the histograms."""
   ages, index = pool.ages, pool.index
   if ages is None or index is None or removed is None:
     return ages
@@ -338,5 +343,5 @@ def is_cached(pool: PoolState, pages: Array) -> Array:
 
 def _mark_of(owner: Array) -> Array:
   """Returns the position that `drop` stores for a page outside of the queue."""
-  # Distinct for each owner, and above NOWHERE, so it is no ring position.
+  # Distinct for each owner, and above NOWHERE, so it is not a ring position.
   return indexing.NOWHERE + 1 + owner

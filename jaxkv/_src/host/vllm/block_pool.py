@@ -19,7 +19,8 @@ class KVCacheBlock:
   Attributes:
     block_id: its id.
     pool: the `BlockPool`.
-    is_null: True for the null block, which replaces blocks behind a window.
+    is_null: True for the null block, which stands for blocks that left the
+      attention window.
   """
 
   __slots__ = ("block_id", "is_null", "pool")
@@ -36,12 +37,12 @@ class KVCacheBlock:
 
   @property
   def block_hash(self) -> bytes | None:
-    """Its hash and four bytes of its group; None if it is not cached."""
+    """Its hash, then its group in four bytes; None if it is not cached."""
     return self.pool.hashes.hash_of(self.block_id)
 
   @property
   def block_hash_num_tokens(self) -> int | None:
-    """Tokens from the sequence's start to its end; None if not cached."""
+    """Number of tokens up to the block's end; None if it is not cached."""
     return self.pool.hashes.num_tokens(self.block_id)
 
   def __repr__(self) -> str:
@@ -53,8 +54,8 @@ class KVCacheBlocks:
   """Blocks by group.
 
   Attributes:
-    blocks: a list of blocks for each group, with the null block behind a
-      window; empty tuples for no blocks.
+    blocks: a list for each group, with null blocks for those that left the
+      window; an empty tuple for a group without blocks.
   """
 
   blocks: tuple[Sequence[KVCacheBlock], ...]
@@ -70,7 +71,7 @@ class KVCacheBlocks:
     """Returns ids by group.
 
     Args:
-      allow_none: returns None in place of empty lists.
+      allow_none: returns None if no group has blocks.
       group_ids: the groups to return; None for all.
     """
     groups = self.blocks
@@ -81,7 +82,7 @@ class KVCacheBlocks:
     return tuple([block.block_id for block in group] for group in groups)
 
   def get_unhashed_block_ids(self) -> list[int]:
-    """Returns ids of the only group's blocks that are not cached now.
+    """Returns the ids of blocks that are not cached now, for a single group.
 
     Raises:
       ValueError: there are several groups.
@@ -90,7 +91,7 @@ class KVCacheBlocks:
     return unhashed
 
   def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
-    """Returns ids of blocks that are not cached now, without null blocks."""
+    """Returns the ids of blocks that are not cached now, except null blocks."""
     return [
       [
         block.block_id
@@ -101,7 +102,7 @@ class KVCacheBlocks:
     ]
 
   def new_empty(self) -> "KVCacheBlocks":
-    """Returns empty blocks with as many groups."""
+    """Returns a `KVCacheBlocks` with the same number of groups, all empty."""
     return KVCacheBlocks(tuple(() for _ in self.blocks))
 
 
@@ -116,7 +117,7 @@ class BlockPool:
     null_block: block 0, which is never allocated.
     free_block_queue: the free blocks.
     cached_block_hash_to_block: the cached blocks by hash.
-    cached_block_hashes_by_block: further hashes of a block; it has none.
+    cached_block_hashes_by_block: always empty, because a block has one hash.
     hashes: the hashes of cached blocks.
   """
 
@@ -154,7 +155,7 @@ class BlockPool:
     return self._manager.num_free_pages
 
   def get_usage(self) -> float:
-    """Returns the fraction of blocks that are held, without the null block."""
+    """Returns the fraction of blocks that are held, except the null block."""
     return self._manager.usage if self.num_gpu_blocks > 1 else 0.0
 
   def ref_count(self, block_id: int) -> int:
@@ -162,15 +163,15 @@ class BlockPool:
     return self._manager.pages.ref_counts([block_id])[0]
 
   def blocks_of(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
-    """Returns the blocks with some ids."""
+    """Returns the blocks with the given ids."""
     return [self.blocks[number] for number in block_ids]
 
   def get_cached_block(
     self, block_hash: bytes, kv_cache_group_ids: Sequence[int]
   ) -> list[KVCacheBlock] | None:
-    """Returns the oldest block with a hash in each group.
+    """Returns the oldest block with `block_hash` in each group.
 
-    None if a group has no such block.
+    Returns None if a group has no such block.
     """
     find = self.cached_block_hash_to_block.get_one_block
     blocks = [
@@ -181,7 +182,7 @@ class BlockPool:
     return cached if len(cached) == len(blocks) else None
 
   def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-    """Takes blocks from the front of the free queue, until `free_blocks`.
+    """Takes blocks from the front of the free queue; see `free_blocks`.
 
     Raises:
       ValueError: too few are free.
@@ -197,9 +198,10 @@ class BlockPool:
     self.count_accessed(touched)
 
   def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-    """Drops references of `KVCacheManager.pop_blocks_for_free` and `touch`.
+    """Drops one reference to each block; the first block is evicted first.
 
-    The first block is evicted first.
+    The references come from `get_new_blocks` or `touch`, or belonged to a
+    request before `KVCacheManager.pop_blocks_for_free`.
 
     Raises:
       ValueError: a reference does not exist.
@@ -226,17 +228,17 @@ class BlockPool:
     return is_reset
 
   def count_allocated(self, block_ids: Iterable[int]) -> None:
-    """Tells the collector of metrics about new blocks, after their eviction."""
+    """Reports evictions, then new blocks, to the metrics collector."""
     collector = self.metrics_collector
     if collector is not None:
       for block in self.blocks_of(block_ids):
-        # vLLM evicts every block that it takes, also one without a hash.
+        # vLLM reports an eviction for each block, even one without a hash.
         if self.enable_caching:
           collector.on_block_evicted(block)
         collector.on_block_allocated(block)
 
   def count_accessed(self, block_ids: Iterable[int]) -> None:
-    """Tells the collector of metrics about blocks of hits."""
+    """Reports uses of cached blocks to the metrics collector."""
     if self.metrics_collector is not None:
       for block in self.blocks_of(block_ids):
         self.metrics_collector.on_block_accessed(block)
@@ -286,7 +288,7 @@ class FreeKVCacheBlockQueue:
   def iter_blocks_after(
     self, cursor: KVCacheBlock | None
   ) -> Iterator[KVCacheBlock]:
-    """Returns the free blocks after one of them; after None, all."""
+    """Returns the free blocks after `cursor`, or all if it is None."""
     blocks = self.get_all_free_blocks()
     return iter(blocks[blocks.index(cursor) + 1 if cursor else 0 :])
 
@@ -299,13 +301,13 @@ class BlockHashToBlockMap:
     self.undo_log = manager.undo_log
 
   def get_one_block(self, key: bytes) -> KVCacheBlock | None:
-    """Returns the oldest block with a hash and group, or None."""
+    """Returns the oldest block with the hash and group `key`, or None."""
     numbers = self._pool.hashes.index().get(key)
     return self._pool.blocks[numbers[0]] if numbers else None
 
   @atomic
   def pop(self, key: bytes, block_id: int) -> KVCacheBlock | None:
-    """Removes a block from the prefix cache; None if it is not cached there."""
+    """Removes and returns a block that is cached under `key`; else None."""
     if block_id not in self._pool.hashes.index().get(key, ()):
       return None
     self._pool.evict_blocks([block_id])
