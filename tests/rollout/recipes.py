@@ -23,7 +23,7 @@ from tests.rollout import by_hand
 TITLES = (
   "Data parallel",
   "Tensor parallel",
-  "Both",
+  "Data and tensor parallel",
   "Several processes",
   "Checkpoints",
 )

@@ -76,7 +76,11 @@ def _ran(*recipe: tuple[str, int], device_count=None, **options):
 
 _DATA = (("Data parallel", 0), ("Data parallel", 1))
 _TENSOR = (("Tensor parallel", 0), ("Tensor parallel", 1))
-_BOTH = (("Data parallel", 0), ("Tensor parallel", 0), ("Both", 0))
+_BOTH = (
+  ("Data parallel", 0),
+  ("Tensor parallel", 0),
+  ("Data and tensor parallel", 0),
+)
 
 
 @pytest.fixture(scope="module")
