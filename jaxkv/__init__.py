@@ -55,6 +55,9 @@ Guarantees:
   contains the secret, so protect saved states.
 - The cost does not depend on the size of the pool. No verb of a decode loop
   visits all pages, and the compiled loop copies no array of the pool.
+- With `CacheConfig.host_pages`, cached pages that the device evicts move to
+  host memory, in the same LRU order. Verbs return the moves that the caller
+  must make: `kv, host = jaxkv.kv.move(kv, host, out.moves)`.
 - `fork` and `truncate` do not copy page contents. They return the copies that
   the caller must make: `kv = jaxkv.kv.copy(kv, *out.copies)`.
 
@@ -138,7 +141,7 @@ Letters of array shapes:
 | B | slots |
 | R | rows of one call |
 | M | columns of a page-table row |
-| N | pages in the pool |
+| N, N2 | pages in the pool, pages in host memory |
 | S | tokens a page |
 | T | tokens |
 | P | whole pages in T tokens, T // S |

@@ -15,6 +15,8 @@ the letters of array shapes.
 | `attend` | computes attention over the tokens of a sequence or an encoder |
 | `attend_with_lse` | also returns the log-sum-exps |
 | `copy` | copies pages in every layer, as `fork` and `truncate` require |
+| `init_host` | makes empty pages in host memory, for evicted pages |
+| `move` | moves pages between device and host, as verbs require |
 | `gather` | gathers sequences into dense arrays |
 | `init_states` | makes empty states of recurrent layers, one for each page |
 | `read_state`, `write_state` | read and write states of recurrent layers |
@@ -29,6 +31,7 @@ the letters of array shapes.
 | `Batch` | the tokens of one call of a model, and their views |
 | `LayerPlan`, `LayerMemory` | layers of a model, and their memory in a call |
 | `KVPages`, `StatePages`, `ExpertIdPages` | pools of pages |
+| `HostMemory` | pages in host memory |
 | `Pools` | a pool or a tuple of pools |
 
 All functions are pure and donate nothing. Writes are in place if you donate the
@@ -128,6 +131,24 @@ cache is a tuple of pools, such as `(kv, states)`. Page ids are the same in all
 pools. `copy`, `check` and `jaxkv.rollout` take the tuple. The other functions
 take the pool of one group.
 
+Host memory. With `CacheConfig.host_pages`, cached pages that the device evicts
+move to host memory, and return to the device when a sequence hits them. Both
+memories together keep the most recently used pages. Verbs that take pages
+return the necessary moves, which are performed before anything is written:
+
+  host = jaxkv.kv.init_host(kv, config)
+  state, out = jaxkv.admit(state, slots, tokens, lengths)
+  kv, host = jaxkv.kv.move(kv, host, out.moves)
+
+A lookup prefers a page on the device to an equal one on the host. Only cached
+pages of the current weights move: after `new_epoch`, older pages are forgotten
+when they are evicted. A page in use is never moved, and `merge_duplicates`
+replaces no page by one on the host. All counts of free pages, `keep_free` and
+the watermark of a rollout count device pages only. If equal pages were cached
+twice, for example because two sequences computed them at once, hits can differ
+from those of one pool as large as both memories, and otherwise they are equal.
+Moves run on CPUs and are compiled for TPUs in tests; no GPU has run them yet.
+
 Formats. Pools hold float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or
 int8. The last three have a scale for each token and head.
 """
@@ -141,6 +162,9 @@ from jaxkv._src.kv.expert_ids import ExpertIdPages
 from jaxkv._src.kv.expert_ids import init_expert_ids
 from jaxkv._src.kv.expert_ids import read_expert_ids
 from jaxkv._src.kv.expert_ids import write_expert_ids
+from jaxkv._src.kv.host_memory import HostMemory
+from jaxkv._src.kv.host_memory import init_host
+from jaxkv._src.kv.host_memory import move
 from jaxkv._src.kv.layer_memory import LayerMemory
 from jaxkv._src.kv.layer_memory import LayerPlan
 from jaxkv._src.kv.layer_memory import plan_layers
@@ -164,6 +188,7 @@ __all__ = [
   "Batch",
   "ExpertIdPages",
   "FreshView",
+  "HostMemory",
   "KVPages",
   "LayerMemory",
   "LayerPlan",
@@ -178,7 +203,9 @@ __all__ = [
   "gather",
   "init",
   "init_expert_ids",
+  "init_host",
   "init_states",
+  "move",
   "plan_decode",
   "plan_layers",
   "read_expert_ids",

@@ -5,7 +5,7 @@ Every result with a `code` also has `ok`, which is True for successful rows.
 
 from jaxkv._src.cache.state import Copies
 from jaxkv._src.cache.state import Outcome
-from jaxkv._src.cache.state import Stats
+from jaxkv._src.cache.stats import Stats
 from jaxkv._src.cache.verbs.admit import Admitted
 from jaxkv._src.cache.verbs.admit import Matched
 from jaxkv._src.cache.verbs.allocate import Allocated

@@ -46,6 +46,16 @@ def _expected(oracle):
     "merged_pages": pool.merged,
     "failed_rows": oracle.failed,
     **({"lifetime": pool.lifetime, "idle": pool.idle} if aged else {}),
+    **(_expected_host(pool) if config.host_pages else {}),
+  }
+
+
+def _expected_host(pool):
+  return {
+    "host_queue": [page - pool.num_pages for page in pool.host],
+    "num_saved": pool.saved,
+    "num_restored": pool.restored,
+    "num_forgotten": pool.forgotten,
   }
 
 
@@ -66,7 +76,15 @@ def _found(state):
   fields |= {name: getattr(host.stats, name) for name in vars(host.stats)}
   if host.pool.ages is not None:
     fields |= vars(host.pool.ages.evicted)
-  return {name: np.asarray(value).tolist() for name, value in fields.items()}
+  if host.pool.host is not None:
+    fields |= vars(host.pool.host)
+    fields["host_queue"] = _in_order(host.pool.host.queue)
+    del fields["queue"], fields["moves"]
+  return {
+    name: np.asarray(value).tolist()
+    for name, value in fields.items()
+    if value is not None
+  }
 
 
 def _in_order(queue):

@@ -9,6 +9,7 @@ import numpy as np
 
 import jaxkv
 import jaxkv.telemetry
+from jaxkv._src.arrays.indexing import NOWHERE
 from tests.cache.differences import differences
 from tests.cache.mirror import Mirror
 from tests.cache.moves import ARGUMENTS
@@ -60,13 +61,18 @@ class Pair:
 
   def move(self, verb: str, arguments: tuple) -> dict:
     """Makes a move on both sides; returns the oracle's answer."""
+    self.oracle.pool.moves = []
     expected = getattr(self.oracle, verb)(*arguments)
     result = self.verbs[verb](self.state, **arrays(verb, arguments))
     if verb in QUERIES:
       out = result
     else:
       self.state, out = result
-    errors = _differing(expected, out) + differences(self.oracle, self.state)
+    if self.setup.config.host_pages and verb not in QUERIES:
+      errors = self._compare_moves(out)
+    else:
+      errors = []
+    errors += _differing(expected, out) + differences(self.oracle, self.state)
     laws = jax.device_get(invariants(self.state))
     errors += [f"{name} is broken" for name, holds in laws.items() if not holds]
     self.moves += 1
@@ -84,6 +90,24 @@ class Pair:
     lines = self.mirror.follow(drained)
     pool, config = self.oracle.pool, self.setup.config
     return lines + self.mirror.differences(pool, config)
+
+  def _compare_moves(self, out) -> list[str]:
+    """Returns the differences of the moves between device and host."""
+    expected, moves = self.oracle.pool.moves, getattr(out, "moves", None)
+    if moves is None:
+      return [f"no moves: oracle {expected}"] if expected else []
+    count = int(moves.count)
+    first = self.setup.config.num_pages + 1
+    found = [
+      (int(page), *(None if host == NOWHERE else first + host for host in pair))
+      for page, *pair in zip(
+        moves.page[:count].tolist(),
+        moves.saved_to[:count].tolist(),
+        moves.restored_from[:count].tolist(),
+        strict=True,
+      )
+    ]
+    return [] if found == expected else [f"moves: oracle {expected}, {found}"]
 
   def forgive(self) -> None:
     """Clears the sticky error of both sides."""

@@ -247,6 +247,29 @@ SETUPS = {
     **DRAFT,
     **CLASSIC,
   ),
+  # With pages in host memory.
+  "host": small(35, 2, worse="tight", num_pages=12, host_pages=6, **AGES),
+  "host_hybrid": small(
+    36,
+    1,
+    (Full(page_size=2), Window(4, page_size=2)),
+    window=3,
+    worse="crowded tight",
+    num_pages=18,
+    host_pages=9,
+    **LONG,
+    **MERGE,
+  ),
+  "host_classic": small(
+    37,
+    2,
+    (State(), Full(page_size=4)),
+    window=2,
+    num_pages=16,
+    host_pages=5,
+    **LONG,
+    **CLASSIC,
+  ),
   "mixed_sizes": small(
     28, 1, (Full(page_size=4), Full(page_size=2)), window=2, **LONG, **MERGE
   ),

@@ -13,7 +13,9 @@ import jaxkv
 from jaxkv import ChunkedLocal
 from jaxkv import Recurrent
 from jaxkv import SlidingWindow
+from jaxkv._src.arrays.indexing import NOWHERE
 from jaxkv._src.cache.pool import page_pool
+from jaxkv._src.cache.pool.host_pages import Moves
 
 
 class FalseContent(AssertionError):
@@ -59,10 +61,11 @@ class ShadowMemory:
 
   Attributes:
     config: the cache's config.
-    content: names, and 0 where nothing was written.  # int64[N + 1, S]
+    content: names by page number, and 0 where nothing was written; pages in
+      host memory included.  # int64[X, S]
     table: the last page table.  # int32[B, G, M]
     length: the last lengths.  # int32[B]
-    cached: True for pages in the index.  # bool[N]
+    cached: True for pages in the index, by number.  # bool[X]
     held: entries of the page table for each page.  # int64[N]
     pins: pins of each page.  # int64[N]
     pinned: full pinned pages, which must not be written to.
@@ -72,14 +75,17 @@ class ShadowMemory:
   def __init__(self, config: jaxkv.CacheConfig):
     self.config = config
     pages = config.num_pages
-    self.content = np.zeros((pages + 1, max(config.page_sizes)), np.int64)
+    numbers = max(config.num_numbers, pages + 1)
+    self.content = np.zeros((numbers, max(config.page_sizes)), np.int64)
     self.pins = np.zeros(pages, np.int64)
     self.pinned: set[int] = set()
     self.num_writes = 0
     self.look(jaxkv.init(config))
 
-  def look(self, state: jaxkv.CacheState) -> None:
-    """Reads the page table, the lengths and the cached pages of a state."""
+  def look(self, state: jaxkv.CacheState, moves: Moves | None = None) -> None:
+    """Reads tables, lengths and cached pages of a state, and makes moves."""
+    if moves is not None:
+      self.move(moves)
     self.table, self.length, self.cached = jax.device_get(_seen(state))
     entries = self.table.ravel()
     held = np.bincount(entries, minlength=self.config.num_pages + 1)
@@ -161,6 +167,18 @@ class ShadowMemory:
     self._check_writable(page)
     self.content[page] = self._in_group(name, group)
 
+  def move(self, moves: Moves) -> None:
+    """Makes moves to and from host memory."""
+    first, count = self.config.no_page + 1, int(moves.count)
+    for index in range(count):
+      page = moves.page[index]
+      source, target = moves.restored_from[index], moves.saved_to[index]
+      restored = self.content[first + source].copy() if source < NOWHERE else 0
+      if target < NOWHERE:
+        self.content[first + target] = self.content[page]
+      # Without a content to restore, the page is as good as never written.
+      self.content[page] = restored
+
   def copy(self, src: np.ndarray, dst: np.ndarray) -> int:
     """Makes the copies that a verb returned; returns their number."""
     is_copy = dst != self.config.no_page
@@ -202,7 +220,7 @@ class ShadowMemory:
       bool[R, X]; False for null pages and pages that do not exist.
     """
     kind, size = self.config.groups[group], self.config.page_sizes[group]
-    exists = (pages > 0) & (pages < self.config.no_page)
+    exists = (pages > 0) & (pages != self.config.no_page)
     lengths = lengths[:, None]
     if kind.holds_states:
       begin = np.arange(pages.shape[1])[None] * size
@@ -255,6 +273,7 @@ def num_skipped_tokens(kind: jaxkv.GroupKind, length: np.ndarray) -> np.ndarray:
 
 @jax.jit
 def _seen(state: jaxkv.CacheState):
-  pages = jnp.arange(state.config.num_pages, dtype=jnp.int32)
+  numbers = max(state.config.num_numbers, state.config.num_pages)
+  pages = jnp.arange(numbers, dtype=jnp.int32)
   cached = page_pool.is_cached(state.pool, pages)
   return state.page_table, state.length, cached

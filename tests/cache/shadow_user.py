@@ -180,7 +180,7 @@ class User:
       return
     self.state, out = got
     out, before = jax.device_get(out), self.memory.refs
-    self.memory.look(self.state)
+    self.memory.look(self.state, getattr(out, "moves", None))
     self._note_codes(out)
     short = verb.removesuffix("_slots").removesuffix("_mask")
     after = getattr(self, f"_after_{short}", None)
@@ -408,7 +408,7 @@ class User:
       column = np.arange(pages.shape[1])[None]
       first = num_skipped_tokens(kind, cached)[:, None] // size
       needed = (column >= first) & (column < cached[:, None] // size)
-      real = (pages > 0) & (pages < self.config.no_page)
+      real = (pages > 0) & (pages != self.config.no_page)
       _need(np.array_equal(needed, real), f"group {group} hits other columns")
       wrong = self.memory.wrong(group, pages, names, cached)
       _need(not wrong.any(), f"false hit in group {group}: {pages}")

@@ -117,6 +117,8 @@ HYBRID = {
   "track_residency": True,
 }
 
+HOST = {"host_pages": 70_000}
+
 CASES = {
   "decode_scan": (decode, scanned, {}),
   "decode_while": (decode, looped, {}),
@@ -133,6 +135,8 @@ CASES = {
   "branching": (branching, scanned, {}),
   "branching_hybrid": (branching, scanned, HYBRID),
   "forgetting": (forgetting, scanned, {}),
+  "decode_host": (decode, scanned, HOST),
+  "branching_host": (branching, scanned, HYBRID | HOST),
 }
 
 

@@ -129,6 +129,8 @@ _LIKE_OTHERS = {
   "classic_no_caching",
   "draft",
   "draft_sliding",
+  "host",
+  "host_classic",
   "latest_kept",
   "merge_pages",
   "odd_chunks",
@@ -184,7 +186,7 @@ def walk(setup: Setup, walks: int) -> set[int]:
   return codes
 
 
-_GPU_SETUPS = ["plain", "scratch", "three_kinds"]
+_GPU_SETUPS = ["host", "scratch", "three_kinds"]
 
 
 @slow_except("name", _GPU_SETUPS, "three_kinds")

@@ -18,10 +18,23 @@ class Pool:
     born: page -> value of the clock when it got its key.
     released: value of the clock when each page last became free.
     lifetime, idle: evicted pages by the bits of their age.
+    host: the numbers of pages in host memory, in the order in which they will
+      be overwritten; they are larger than those of all device pages.
+    stale_before: value of the clock at the last epoch. Pages that got their key
+      before are not saved.
+    saved, restored, forgotten: as in `Stats`.
+    moves: device page, host page saved to, host page restored from, for each
+      move of the latest verb; None for no host page.
   """
 
-  def __init__(self, num_pages: int, unhashed_first: bool = True):
+  def __init__(
+    self, num_pages: int, unhashed_first: bool = True, host_pages: int = 0
+  ):
     self.unhashed_first = unhashed_first
+    self.num_pages = num_pages
+    self.host = [num_pages + 1 + page for page in range(host_pages)]
+    self.stale_before = self.saved = self.restored = self.forgotten = 0
+    self.moves: list[tuple[int, int | None, int | None]] = []
     self.free = list(range(1, num_pages))
     self.refs = [0] * num_pages
     self.pins = [0] * num_pages
@@ -35,13 +48,55 @@ class Pool:
     """Pops the first free page and evicts its content."""
     page = self.free.pop(0)
     self.popped += 1
-    if self.keys.pop(page, None) is not None:
+    key = self.keys.pop(page, None)
+    if key is not None:
       self.evicted += 1
+      if self.host and self.born[page] >= self.stale_before:
+        self._save(page, key)
       published = self.clock - self.born[page] - 1  # After this one.
       self.lifetime[published.bit_length()] += 1
       self.idle[(self.clock - self.released[page]).bit_length()] += 1
     self.refs[page] = 1
     return page
+
+  def _save(self, page: int, key: tuple) -> None:
+    """Moves the content of a device page to the oldest host page."""
+    target = self.host.pop(0)
+    self.host.append(target)
+    self.forgotten += self.keys.pop(target, None) is not None
+    self.keys[target], self.born[target] = key, self.born[page]
+    self.saved += 1
+    self.moves.append((page, target, None))
+
+  def is_on_host(self, page: int) -> bool:
+    """Returns True for the number of a page in host memory."""
+    return page > self.num_pages
+
+  def restore(self, pages: list[int]) -> dict[int, int]:
+    """Moves host pages to fresh device pages; returns the device pages."""
+    contents = {page: (self.keys.pop(page), self.born[page]) for page in pages}
+    self.host = pages + [page for page in self.host if page not in pages]
+    places = {}
+    for page, (key, born) in contents.items():
+      num_moves = len(self.moves)
+      place = places[page] = self.pop()
+      self.popped -= 1
+      saved_to = self.moves.pop()[1] if len(self.moves) > num_moves else None
+      self.moves.append((place, saved_to, page))
+      self.keys[place], self.born[place] = key, born
+      self.refs[place] = 0
+      self.restored += 1
+    return places
+
+  def hold_hits(self, pages: list[int]) -> list[int]:
+    """Adds a reference to each page, on the device; returns device pages."""
+    on_host = list(dict.fromkeys(p for p in pages if self.is_on_host(p)))
+    self.hold([page for page in pages if page not in on_host])
+    places = self.restore(on_host)
+    for page in pages:
+      if page in places:
+        self.refs[places[page]] += 1
+    return [places.get(page, page) for page in pages]
 
   def hold(self, pages: list[int]) -> None:
     """Adds a reference to each page; a free page leaves the queue."""
@@ -69,8 +124,16 @@ class Pool:
     self.free = front + self.free + back
 
   def find(self, key: tuple) -> int | None:
-    """Returns the page published first under a key, or None."""
-    return next((page for page, k in self.keys.items() if k == key), None)
+    """Returns the page published first under a key, or None.
+
+    A page on the device comes before all pages on the host.
+    """
+    pages = [page for page, k in self.keys.items() if k == key]
+    return min(
+      pages,
+      key=lambda page: (self.is_on_host(page), self.born[page]),
+      default=None,
+    )
 
   def forget(self, page: int) -> None:
     """Drops the key of a page, if any; the page keeps its queue position."""

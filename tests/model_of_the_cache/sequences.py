@@ -83,7 +83,8 @@ def publish(
       continue
     older = pool.find(key)
     pool.published += 1
-    if merge and older is not None:
+    # A page in host memory replaces no page.
+    if merge and older is not None and not pool.is_on_host(older):
       pool.merged += 1
       pool.hold([older])
       pool.release([page])
@@ -110,7 +111,15 @@ def release(pool: Pool, sequence: Sequence) -> None:
     pool.release(pages[::-1])
 
 
-def attach(pool: Pool, hit: Hit) -> list[list[int]]:
-  """Returns tables that begin with a hit, and holds its pages."""
-  pool.hold(hit.all_pages())
-  return hit.tables()
+def attach(pool: Pool, hits: list[Hit]) -> list[Hit]:
+  """Holds the pages of hits; returns the hits with pages on the device.
+
+  All hits on the device are held before any page returns from the host.
+  """
+  held = iter(
+    pool.hold_hits([page for hit in hits for page in hit.all_pages()])
+  )
+  return [
+    hit._replace(pages=[[next(held) for _ in pages] for pages in hit.pages])
+    for hit in hits
+  ]

@@ -42,7 +42,11 @@ class Slots:
   def __init__(self, config: CacheConfig):
     self.config = config
     self.groups = groups_of(config)
-    self.pool = Pool(config.num_pages, config.free_policy == "unhashed_first")
+    self.pool = Pool(
+      config.num_pages,
+      config.free_policy == "unhashed_first",
+      config.host_pages,
+    )
     self.epoch = 0
     self.error = Status.OK
     self.queries = self.hits = self.failed = 0

@@ -88,9 +88,9 @@ class Arriving(Slots):
           plans[index] = hit, pages
       codes.append(code)
     # All hits are held before any page is popped.
+    hits = sequences.attach(self.pool, [hit for hit, _ in plans.values()])
     tables = {
-      index: sequences.attach(self.pool, hit)
-      for index, (hit, _) in plans.items()
+      index: hit.tables() for index, hit in zip(plans, hits, strict=True)
     }
     cached = [0] * len(rows)
     for index, (hit, columns) in plans.items():
@@ -125,15 +125,23 @@ class Arriving(Slots):
     tables = self._grown(hit.tables(), columns, True)
     need = sequences.missing(tables, columns)
     hits = set(hit.all_pages())
-    wakes = {page for page in hits if not self.pool.refs[page]} - woken
+    wakes = self._cost(hits) - woken
     if need + len(wakes) > left:
       return Status.OUT_OF_PAGES, 0
     woken |= wakes
     return Status.OK, need + len(wakes)
 
+  def _cost(self, hits):
+    """Returns the hits that cost a free page: free ones, and host pages."""
+    pool = self.pool
+    return {
+      page for page in hits if pool.is_on_host(page) or not pool.refs[page]
+    }
+
   def pin(self, tokens, lengths, salts=None, mask=None):
     """Pins the longest cached prefix of each row."""
     codes, hits = [], []
+    left, woken = len(self.pool.free), set()
     rows = self._rows(tokens, lengths, salts)
     for index, (row, length, salt) in enumerate(rows):
       hit = self._match(row, length, salt)
@@ -142,11 +150,17 @@ class Arriving(Slots):
         code = Status.BAD_LENGTH
       if mask is not None and not mask[index]:
         code, hit = Status.SKIPPED, lookup.miss(self.groups)
+      if code == Status.OK:
+        wakes = self._cost(hit.all_pages()) - woken
+        if len(wakes) > left:
+          code, hit = Status.OUT_OF_PAGES, lookup.miss(self.groups)
+        else:
+          left, woken = left - len(wakes), woken | wakes
       codes.append(code)
       hits.append(hit)
+    hits = sequences.attach(self.pool, hits)
     for hit in hits:
       for page in hit.all_pages():
-        self.pool.hold([page])
         self.pool.pins[page] += 1
     return {
       "code": self._note(codes),
@@ -353,7 +367,10 @@ class Ending(Slots):
   def _named(self, page, verb):
     if page == self.config.no_page:
       return Status.SKIPPED
-    if not 0 < page < self.config.num_pages:
+    stop = self.config.num_pages
+    if verb == self._evict and self.pool.host:
+      stop = self.config.num_numbers
+    if not 0 < page < stop:
       return Status.BAD_PAGE
     return verb(page)
 
@@ -365,6 +382,7 @@ class Ending(Slots):
   def new_epoch(self):
     """Starts an epoch, whose lookups find no page published before."""
     self.epoch += 1
+    self.pool.stale_before = self.pool.clock
     return {"epoch": self.epoch}
 
   def num_common_prefix_pages(self):

@@ -114,6 +114,16 @@ def num_earlier(values: Array) -> Array:
   return jnp.zeros_like(values).at[order].set(lanes - run)
 
 
+def first_equal(values: Array) -> Array:
+  """Finds the first element that equals each element: int32[X] to int32[X]."""
+  # As in `num_earlier`, equal elements form a run in their original order.
+  order = jnp.argsort(values, stable=True).astype(jnp.int32)
+  ordered = values[order]
+  lanes = jnp.arange(values.shape[0], dtype=jnp.int32)
+  begins = jnp.where(ordered != jnp.roll(ordered, 1), lanes, 0)
+  return jnp.zeros_like(values).at[order].set(order[lax.cummax(begins)])
+
+
 def any_earlier(values: Array, counts: Array) -> Array:
   """Finds the elements that repeat an earlier element.
 

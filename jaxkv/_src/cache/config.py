@@ -51,6 +51,8 @@ class CacheConfig:
       tokens, for `jaxkv.telemetry.take_new_pages`.
     track_residency: True to record the ages of evicted pages, for
       `jaxkv.telemetry.residency`.
+    host_pages: N2, pages in host memory for cached pages that the device
+      evicts; 0 for none. See `jaxkv.kv.move`.
 
   Raises:
     TypeError: a field has the wrong type.
@@ -71,9 +73,10 @@ class CacheConfig:
   event_log: int = 0
   track_new_pages: bool = False
   track_residency: bool = False
+  host_pages: int = 0
 
   def __post_init__(self):
-    minima = {"num_pages": 2, "event_log": 0}
+    minima = {"num_pages": 2, "event_log": 0, "host_pages": 0}
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
       if field.type is int:
@@ -92,11 +95,11 @@ class CacheConfig:
   def _check_sizes(self):
     # The free queue's ring has up to 4 N positions. They must stay below the
     # sentinel NOWHERE, 2**30, because the queue stores larger numbers as marks.
-    if max(self.num_pages, self.slot_tokens) > 2**28:
+    if max(self.num_pages, self.slot_tokens, self.host_pages) > 2**28:
       raise ValueError(
-        "`CacheConfig.num_pages` and `pages_per_slot * page_size` must be at "
-        f"most 2**28, got {self.num_pages} and {self.slot_tokens}; indices "
-        "stay below 2**30."
+        "`CacheConfig.num_pages`, `host_pages` and `pages_per_slot * page_size`"
+        f" must be at most 2**28, got {self.num_pages}, {self.host_pages} and "
+        f"{self.slot_tokens}; indices stay below 2**30."
       )
     # `loops.for_each` numbers the columns of all rows together, in int32.
     if self.num_groups * self.num_slots * self.pages_per_slot >= 2**31:
@@ -138,6 +141,7 @@ class CacheConfig:
       "merge_duplicates": "equal pages are recognized by their keys",
       "event_log": "the log records published pages",
       "track_residency": "ages are counted for cached pages",
+      "host_pages": "only cached pages move to host memory",
     }
     for name, reason in needs_keys.items():
       if getattr(self, name) and not self.prefix_caching:
@@ -222,6 +226,17 @@ class CacheConfig:
     # Out of range on purpose, so that a scatter drops it. A negative index
     # would mean the last page.
     return self.num_pages
+
+  @property
+  def preferred_pages(self) -> int | None:
+    """N with pages in host memory, since lookups prefer device pages."""
+    return self.num_pages if self.host_pages else None
+
+  @property
+  def num_numbers(self) -> int:
+    """The page numbers of both memories, NO_PAGE included."""
+    # Host page h has the number N + 1 + h, so NO_PAGE = N is no page's number.
+    return self.num_pages + (1 + self.host_pages if self.host_pages else 0)
 
   @property
   def slot_tokens(self) -> int:

@@ -7,6 +7,7 @@ from jax import Array
 from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.pool import recurrent
+from jaxkv._src.cache.pool.free_queue import FreeQueue
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix import rules
@@ -121,9 +122,18 @@ def _refs(state: CacheState) -> Array:
 
 
 def _free(state: CacheState) -> Array:
-  queue = state.pool.queue
-  pages = jnp.arange(state.config.num_pages, dtype=jnp.int32)
-  free = (state.pool.ref_count == 0) & (pages > 0)
+  holds = _is_consistent(state.pool.queue, state.pool.ref_count == 0)
+  if state.pool.host is not None:
+    # All pages in host memory are in their queue.
+    queue = state.pool.host.queue
+    holds &= _is_consistent(queue, jnp.ones(queue.position.shape, bool))
+  return holds
+
+
+def _is_consistent(queue: FreeQueue, free: Array) -> Array:
+  """Returns bool[]: True if a queue holds the free pages but page 0 once."""
+  pages = jnp.arange(free.shape[0], dtype=jnp.int32)
+  free &= pages > 0
   place = queue.position
   capacity = queue.ring.shape[0]
   offset = (place - queue.head) & (capacity - 1)
@@ -148,7 +158,7 @@ def _index(state: CacheState) -> Array:
   index = state.pool.index
   if index is None:
     return jnp.bool_(True)
-  pages = jnp.arange(state.config.num_pages, dtype=jnp.int32)
+  pages = jnp.arange(state.config.num_numbers, dtype=jnp.int32)
   cached = prefix_index.contains(index, pages)
   entries = index.buckets.reshape(-1)
   places = jnp.arange(entries.shape[0], dtype=jnp.int32)
@@ -168,6 +178,7 @@ def _index(state: CacheState) -> Array:
     & jnp.all(~cached | ((first > 0) & jnp.all(same_key, axis=1)))
     & jnp.all(overflow == index.overflow)
     & ~cached[0]
+    & ~indexing.take(cached, jnp.int32(state.config.no_page))
   )
 
 

@@ -24,10 +24,14 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.describe import describe
+from jaxkv._src.cache.pool import host_pages
 from jaxkv._src.cache.pool import page_pool
+from jaxkv._src.cache.pool.host_pages import Moves
 from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix.hashing import SlotHashes
+from jaxkv._src.cache.stats import Stats
+from jaxkv._src.cache.stats import counted
 
 Args = ParamSpec("Args")
 Out = TypeVar("Out")
@@ -92,45 +96,17 @@ class Outcome:
 
   Attributes:
     code: a `Status` for each row.  # int32[R]
+    moves: the moves between device and host memory that the call requires, see
+      `jaxkv.kv.move`; None without `CacheConfig.host_pages`.
   """
 
   code: Array
+  moves: Moves | None = None
 
   @property
   def ok(self) -> Array:
     """bool[R]: True if the row succeeded."""
     return self.code == Status.OK
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stats:
-  """Counters since `init`, each a uint32[], modulo 2**32.
-
-  `later - earlier` counts the events between two readings, even if a counter
-  wrapped around in between.
-
-  Attributes:
-    queried_tokens: tokens of admitted sequences.
-    hit_tokens: cached tokens of admitted sequences.
-    popped_pages: pages popped from the free queue.
-    evicted_pages: popped pages that were cached.
-    published_pages: pages hashed and published.
-    merged_pages: pages replaced by an equal cached page.
-    failed_rows: rows that are neither OK nor SKIPPED.
-  """
-
-  queried_tokens: Array
-  hit_tokens: Array
-  popped_pages: Array
-  evicted_pages: Array
-  published_pages: Array
-  merged_pages: Array
-  failed_rows: Array
-
-  def __sub__(self, earlier: "Stats") -> "Stats":
-    """Returns the counts between two readings."""
-    return jax.tree.map(lambda end, start: end - start, self, earlier)
 
 
 @jax.tree_util.register_dataclass
@@ -145,7 +121,8 @@ class CacheState:
     lengths: the pages of a slot have room for its tokens.
     refs: `ref_count` of a page is the number of page-table entries that hold
       the page, plus its pins.
-    free: the queue holds each page without references once, except page 0.
+    free: the queue holds each page without references once, except page 0. The
+      queue of host pages holds all of them once.
     index: the buckets hold each cached page under its key, and nothing else.
     keys: the keys of a slot's pages are the chained hashes of its tokens.
 
@@ -248,7 +225,9 @@ def _empty(
   # Each leaf has a separate buffer, because XLA refuses to donate one twice.
   rows = (config.num_slots, config.num_groups)
   counters = {
-    field.name: jnp.zeros((), jnp.uint32) for field in dataclasses.fields(Stats)
+    field.name: jnp.zeros((), jnp.uint32)
+    for field in dataclasses.fields(Stats)
+    if field.default is dataclasses.MISSING
   }
   return CacheState(
     config=config,
@@ -356,7 +335,7 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
     # the shapes of a single cache.
     arguments.check_sizes("state", state, _shapes(state.config))
     state, named = sharding.match_varying_axes((state, named))
-    return _record_failures(plain(state, **named))
+    return _record(plain(_without_moves(state), **named))
 
   body.__name__ = plain.__name__  # Profiles show this name.
   # Jitted once, so that equal shapes compile once. It must not donate, because
@@ -436,24 +415,24 @@ def roots(state: CacheState, salts: Array | None) -> Array:
   return hashing.root_key(state.secret, state.epoch, salts)
 
 
-def counted(stats: Stats, **amounts: Array) -> Stats:
-  """Adds the sum of each amount, int32[...], to the counter of that name."""
+def _without_moves(state: CacheState) -> CacheState:
+  if state.pool.host is None:
+    return state
+  host = host_pages.without_moves(state.pool.host)
   return dataclasses.replace(
-    stats,
-    **{
-      name: getattr(stats, name) + jnp.sum(amount, dtype=jnp.uint32)
-      for name, amount in amounts.items()
-    },
+    state, pool=dataclasses.replace(state.pool, host=host)
   )
 
 
-def _record_failures(result: Any) -> Any:
-  """Records the failures of a verb's Outcome in its state."""
+def _record(result: Any) -> Any:
+  """Records the failures of a verb's Outcome in its state, and adds moves."""
   if not isinstance(result, tuple) or not isinstance(result[1], Outcome):
     return result
   state, out = result
+  if state.pool.host is not None:
+    out = dataclasses.replace(out, moves=state.pool.host.moves)
   if out.code.size == 0:
-    return result
+    return state, out
   failed = is_failure(out.code)
   state = dataclasses.replace(
     state,

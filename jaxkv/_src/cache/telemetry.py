@@ -83,7 +83,11 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-  """A page left the index: evicted, dropped, or replaced by an equal page."""
+  """A page left the index: evicted, dropped, or replaced by an equal page.
+
+  A page that moves to host memory or back is not removed. Its number changes,
+  so its last number can differ from that of `Stored`.
+  """
 
   page: int
   group: int
@@ -157,6 +161,18 @@ def log_removed(
   group = indexing.take(log.group_of, pages)
   kind = jnp.full_like(pages, REMOVED)
   return _push(log, valid, kind=kind, page=pages, group=group, key=keys)
+
+
+def move_groups(
+  log: EventLog, sources: Array, targets: Array, valid: Array
+) -> EventLog:
+  """Moves the groups of valid pages, int32[X], whose contents move."""
+  groups = indexing.take(log.group_of, sources)
+  # `log_removed` has read `group_of`. Because this write depends on what it
+  # logged, it follows that read, and XLA does not copy the array.
+  place = indexing.where_valid(valid, targets)
+  place = loops.read_before(log.group[0], place)
+  return with_groups(log, indexing.put(log.group_of, place, values=groups))
 
 
 def log_cleared(log: EventLog, done: Array) -> EventLog:

@@ -16,9 +16,9 @@ from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.prefix.hashing import SlotHashes
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import Stats
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import check_single
+from jaxkv._src.cache.stats import Stats
 from jaxkv._src.host.allocate import room_of
 from jaxkv._src.host.index_arrays import IndexArrays
 from jaxkv._src.host.index_arrays import are_cached

@@ -9,7 +9,7 @@ from typing import Any
 from typing import Protocol
 
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.state import Stats
+from jaxkv._src.cache.stats import Stats
 from jaxkv._src.cache.telemetry import NUM_BINS
 from jaxkv._src.host.atomic import UndoLog
 from jaxkv._src.host.free_list import FreeList

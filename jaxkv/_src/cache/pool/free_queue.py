@@ -99,11 +99,7 @@ def pop(
   all pages, because each call also removes stale entries from the front.
   """
   lanes = jnp.arange(window, dtype=jnp.int32)
-  place = _wrap(queue, queue.head + lanes)
-  pages = indexing.take(queue.ring, place)
-  live = (indexing.take(queue.position, pages, fill=NOWHERE) == place) & (
-    lanes < queue.span
-  )
+  pages, live = entries_at(queue, lanes)
   count = loops.cumulative_sum(live)
   valid = live & (count <= num_pages)
   if keeps is not None:
@@ -122,6 +118,18 @@ def pop(
     num_free=queue.num_free - num_popped,
   )
   return queue, Front(pages, count - 1, valid)
+
+
+def entries_at(queue: FreeQueue, lanes: Array) -> tuple[Array, Array]:
+  """Reads entries of the queue by their distance from its head, int32[W].
+
+  Returns:
+    int32[W], the page of each entry, and bool[W], False for stale entries.
+  """
+  place = _wrap(queue, queue.head + lanes)
+  pages = indexing.take(queue.ring, place)
+  has_place = indexing.take(queue.position, pages, fill=NOWHERE) == place
+  return pages, has_place & (lanes < queue.span)
 
 
 def remove(
@@ -243,11 +251,7 @@ def mark_last(
 def in_order(queue: FreeQueue) -> Array:
   """Returns int32[C]: the free pages in eviction order, then zeros."""
   lanes = jnp.arange(queue.ring.shape[0], dtype=jnp.int32)
-  place = _wrap(queue, queue.head + lanes)
-  pages = indexing.take(queue.ring, place)
-  live = (indexing.take(queue.position, pages, fill=NOWHERE) == place) & (
-    lanes < queue.span
-  )
+  pages, live = entries_at(queue, lanes)
   rank = jnp.cumsum(live, dtype=jnp.int32) - 1
   return indexing.put(
     jnp.zeros_like(queue.ring), indexing.where_valid(live, rank), values=pages

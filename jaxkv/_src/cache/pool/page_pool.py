@@ -6,11 +6,13 @@ page without references returns to the queue.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax import lax
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
@@ -19,7 +21,9 @@ from jaxkv._src.arrays.loops import Items
 from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool import free_queue
+from jaxkv._src.cache.pool import host_pages
 from jaxkv._src.cache.pool.free_queue import FreeQueue
+from jaxkv._src.cache.pool.host_pages import HostPages
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix.prefix_index import PrefixIndex
 from jaxkv._src.cache.prefix.prefix_index import RemovedPages
@@ -45,6 +49,7 @@ class PoolState:
       `CacheConfig.track_new_pages`.  # bool[N]
     ages: release times and histograms of ages; None unless
       `CacheConfig.track_residency`.
+    host: the pages in host memory; None without `CacheConfig.host_pages`.
   """
 
   unhashed_first: bool = dataclasses.field(metadata={"static": True})
@@ -55,6 +60,7 @@ class PoolState:
   events: EventLog | None = None
   new: Array | None = None
   ages: PageAges | None = None
+  host: HostPages | None = None
 
 
 class Popped(NamedTuple):
@@ -78,18 +84,21 @@ def init(config: CacheConfig) -> PoolState:
   pages = config.num_pages
   index = None
   if config.prefix_caching:
-    index = prefix_index.init(pages, max(config.page_sizes))
+    index = prefix_index.init(config.num_numbers, max(config.page_sizes))
   return PoolState(
     unhashed_first=config.free_policy == "unhashed_first",
     ref_count=jnp.zeros((pages,), jnp.int32),
     pin_count=jnp.zeros((pages,), jnp.int32),
     queue=free_queue.init(pages),
     index=index,
-    events=telemetry.init_log(config.event_log, pages, max(config.page_sizes))
+    events=telemetry.init_log(
+      config.event_log, config.num_numbers, max(config.page_sizes)
+    )
     if config.event_log
     else None,
     new=jnp.zeros((pages,), bool) if config.track_new_pages else None,
     ages=telemetry.init_ages(pages) if config.track_residency else None,
+    host=host_pages.init(config) if config.host_pages else None,
   )
 
 
@@ -99,24 +108,43 @@ def pop(
   *,
   window: int,
   without_loops: bool = False,
+  restored: Callable[[Array], Array] | None = None,
 ) -> tuple[PoolState, Popped]:
-  """Pops up to `num_pages` free pages and removes them from the index.
+  """Pops up to `num_pages` free pages and evicts what is cached in them.
 
   It reads the first `window` entries of the queue. Some can be stale, so it can
   pop fewer pages; the caller then calls again. With `without_loops` it stops
-  before the first page whose removal from the index needs a loop.
+  before the first page whose removal from the index needs a loop. `restored`
+  maps ranks, int32[W], to the host pages to restore into the popped pages.
   """
-  keeps = None
-  if without_loops and pool.index is not None:
-    keeps = functools.partial(prefix_index.has_passed, pool.index)
+  index, host, keeps = pool.index, pool.host, None
+  if host is not None and index is not None:
+    keeps = functools.partial(
+      host_pages.must_stay,
+      host,
+      index,
+      first_number=pool.ref_count.shape[0],
+      without_loops=without_loops,
+    )
+  elif without_loops and index is not None:
+    keeps = functools.partial(prefix_index.has_passed, index)
   queue, popped = free_queue.pop(
     pool.queue, num_pages, window=window, keeps=keeps
   )
-  pages, _, valid = popped
-  pool, removed = _unpublish(pool, pages, valid, without_loops=without_loops)
+  pages, rank, valid = popped
+  if host is not None:
+    pool, removed = _exchange(
+      pool,
+      pages,
+      valid,
+      None if restored is None else restored(rank),
+      without_loops=without_loops,
+    )
+  else:
+    pool, removed = _unpublish(pool, pages, valid, without_loops=without_loops)
   num_evicted = jnp.int32(0) if removed is None else removed.total
   place, new = indexing.where_valid(valid, pages), pool.new
-  if new is not None:
+  if new is not None and restored is None:
     new = indexing.put(new, place, values=True)
   # A free page has no references, so its count becomes 1 without being read.
   pool = dataclasses.replace(
@@ -127,6 +155,63 @@ def pop(
     ages=_count_ages(pool, pages, removed),
   )
   return pool, Popped(*popped, num_evicted)
+
+
+def restore(
+  pool: PoolState, pages: Array, valid: Array
+) -> tuple[PoolState, Array, Array]:
+  """Moves the contents of host pages to fresh device pages, in order.
+
+  Args:
+    pool: the pool, with a free page for each valid host page.
+    pages: int32[X], host pages as numbered in their queue; repeats are allowed.
+    valid: bool[X].
+
+  Returns:
+    The pool; int32[X], the device page of each valid item, with one reference
+    for each item; and int32[], the number of evicted pages.
+  """
+  assert pool.host is not None
+  # A page is popped for the first item of each host page.
+  lanes = jnp.arange(pages.shape[0], dtype=jnp.int32)
+  first = indexing.first_equal(indexing.where_valid(valid, pages))
+  is_first = valid & (first == lanes)
+  rank = loops.cumulative_sum(is_first)
+  total = rank[-1]
+  listed = indexing.put(
+    jnp.zeros_like(pages),
+    indexing.where_valid(is_first, rank - 1),
+    values=pages,
+  )
+  host = host_pages.to_front(pool.host, listed, lanes < total)
+
+  def trip(loop):
+    done, evicted, pool, device_pages = loop
+    pool, popped = pop(
+      pool,
+      total - done,
+      window=loops.WINDOW,
+      restored=lambda rank: indexing.take(listed, done + rank),
+    )
+    place = indexing.where_valid(popped.valid, done + popped.rank)
+    device_pages = indexing.put(device_pages, place, values=popped.pages)
+    done = done + jnp.sum(popped.valid, dtype=jnp.int32)
+    return done, evicted + popped.num_evicted, pool, device_pages
+
+  start = (
+    sharding.zeros_like(total),
+    sharding.zeros_like(total),
+    dataclasses.replace(pool, host=host),
+    sharding.zeros_like(listed),
+  )
+  _, evicted, pool, device_pages = lax.while_loop(
+    lambda loop: loop[0] < total, trip, start
+  )
+  device_pages = indexing.take(device_pages, indexing.take(rank, first) - 1)
+  place = indexing.where_valid(valid & ~is_first, device_pages)
+  ref_count = indexing.add(pool.ref_count, place, values=1)
+  pool = dataclasses.replace(pool, ref_count=ref_count)
+  return pool, device_pages, evicted
 
 
 def hold(pool: PoolState, pages: Array, valid: Array) -> PoolState:
@@ -290,6 +375,16 @@ def clear(pool: PoolState, done: Array) -> PoolState:
   return dataclasses.replace(pool, index=index, events=log)
 
 
+def end_epoch(pool: PoolState) -> PoolState:
+  """Makes the pages published so far unfit for host memory."""
+  if pool.host is None or pool.index is None:
+    return pool
+  # The sum gives the value a buffer of its own, so that both can be donated.
+  clock = pool.index.clock + jnp.uint32(0)
+  host = dataclasses.replace(pool.host, stale_before=clock)
+  return dataclasses.replace(pool, host=host)
+
+
 def free_pages(pool: PoolState) -> Array:
   """Returns int32[C]: the free pages in eviction order, then zeros."""
   return free_queue.in_order(pool.queue)
@@ -315,6 +410,38 @@ def _unpublish(
   if log is not None:
     log = telemetry.log_removed(log, removed.valid, pages, removed.keys)
   return dataclasses.replace(pool, index=index, events=log), removed
+
+
+def _exchange(
+  pool: PoolState,
+  pages: Array,
+  valid: Array,
+  restored: Array | None,
+  *,
+  without_loops: bool,
+) -> tuple[PoolState, RemovedPages]:
+  """Moves contents between popped device pages and host pages."""
+  assert pool.host is not None
+  assert pool.index is not None
+  host, index, exchanged = host_pages.exchange(
+    pool.host,
+    pool.index,
+    pages,
+    valid,
+    first_number=pool.ref_count.shape[0],
+    restored=restored,
+    without_loops=without_loops,
+  )
+  log, removed = pool.events, exchanged.removed
+  if log is not None:
+    log = telemetry.log_removed(
+      log, removed.valid, exchanged.numbers, removed.keys
+    )
+    log = telemetry.move_groups(
+      log, exchanged.sources, exchanged.targets, exchanged.moved
+    )
+  pool = dataclasses.replace(pool, host=host, index=index, events=log)
+  return pool, exchanged.evicted
 
 
 def _count_ages(

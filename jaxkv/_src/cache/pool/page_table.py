@@ -81,6 +81,8 @@ def attach(
   start: Array,
   stop: Array,
   read: ReadPages,
+  *,
+  holds: bool = True,
 ) -> tuple[PoolState, Array]:
   """Writes existing pages into rows of the table and adds a reference for each.
 
@@ -92,6 +94,7 @@ def attach(
     stop: int32[R, G], one past the last column.
     read: returns the pages to write, given the current table; see `ReadPages`.
       Null pages are written without a reference.
+    holds: False if the pages have these references already.
 
   Returns:
     The pool and the table.
@@ -105,6 +108,8 @@ def attach(
       table, elementwise.quotient(items.row, num_groups), place[1], place[2]
     )
     table = indexing.put(table, *place, values=pages)
+    if not holds:
+      return pool, table
     return page_pool.hold(pool, pages, items.valid & (pages > 0)), table
 
   return loops.for_each(filled.counts, step, (pool, table))

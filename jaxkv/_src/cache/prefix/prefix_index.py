@@ -36,7 +36,8 @@ _POSITION = KEY_WORDS + 1  # The column of `entry` with the position.
 class PrefixIndex:
   """The cached pages and their keys.
 
-  Z is the number of buckets, a power of two of at least N / 2.
+  Z is the number of buckets, a power of two of at least N / 2. With pages in
+  host memory, N stands here for `CacheConfig.num_numbers`.
 
   Attributes:
     buckets: page numbers, 0 for an empty place.  # int32[Z, 8]
@@ -55,6 +56,20 @@ class PrefixIndex:
   entry: Array  # Three values in one row, so publishing needs one scatter.
   tokens: Array
   clock: Array
+
+
+class Moving(NamedTuple):
+  """The entries of pages whose contents move to other pages.
+
+  Attributes:
+    entry: uint32[X, 6], see `PrefixIndex.entry`.
+    tokens: int32[X, S].
+    valid: bool[X], the pages that are cached.
+  """
+
+  entry: Array
+  tokens: Array
+  valid: Array
 
 
 class RemovedPages(NamedTuple):
@@ -122,7 +137,12 @@ def stamp_of(index: PrefixIndex, pages: Array) -> Array:
 
 
 def lookup(
-  index: PrefixIndex, keys: Array, tokens: Array, *, newest: bool = False
+  index: PrefixIndex,
+  keys: Array,
+  tokens: Array,
+  *,
+  newest: bool = False,
+  preferred: int | None = None,
 ) -> Array:
   """Finds cached pages by key and tokens.
 
@@ -132,6 +152,8 @@ def lookup(
     tokens: int32[X, S], the tokens of the pages. A page with the same key and
       other tokens (a collision) is not found.
     newest: True to find the page published last; False for the first one.
+    preferred: the number of pages, from page 0 on, that are found before all
+      others. None if no page is preferred.
 
   Returns:
     int32[X]: a page with the key and the tokens, 0 for none.
@@ -149,6 +171,11 @@ def lookup(
     # age of a page is never 0, since `insert` advances the clock after it takes
     # the stamp. So 0 means no match.
     age = stamp - index.clock if newest else index.clock - stamp
+    if preferred is not None:
+      # The highest bit makes preferred pages the oldest ones. So ages of 2**31
+      # or more count as equal.
+      is_preferred = (candidates < preferred).astype(jnp.uint32)
+      age = jnp.minimum(age, jnp.uint32(2**31 - 1)) | is_preferred << 31
     matches = jnp.all(key == keys[:, None, :], axis=-1) & (candidates > 0)
     age = jnp.where(matches & (age <= limit[:, None]), age, jnp.uint32(0))
     oldest = jnp.argmax(age, axis=-1).astype(jnp.int32)[:, None]
@@ -290,11 +317,63 @@ def remove(
       index.buckets, indexing.where_valid(valid, home), way, values=0
     ),
     overflow=overflow,
-    entry=indexing.put(
-      index.entry, place, jnp.int32(_POSITION), values=jnp.uint32(NOWHERE)
-    ),
+    entry=_unplaced(index.entry, place),
   )
   return index, RemovedPages(valid, keys, stamps, count)
+
+
+def entries_of(index: PrefixIndex, pages: Array, valid: Array) -> RemovedPages:
+  """Returns what `remove` would return for valid pages, int32[X]."""
+  place = indexing.where_valid(valid, pages)
+  keys, stamps, position = _split(
+    indexing.take(index.entry, place, fill=NOWHERE)
+  )
+  cached = position < NOWHERE
+  return RemovedPages(cached, keys, stamps, jnp.sum(cached, dtype=jnp.int32))
+
+
+def lift(
+  index: PrefixIndex, pages: Array, valid: Array
+) -> tuple[PrefixIndex, Moving]:
+  """Takes valid pages, int32[X], all distinct, out of the index.
+
+  Their places in the buckets stay reserved. `settle` must give the entries to
+  other pages before the next lookup.
+  """
+  place = indexing.where_valid(valid, pages)
+  entry = lax.optimization_barrier(
+    indexing.take(index.entry, place, fill=NOWHERE)
+  )
+  tokens = indexing.take(index.tokens, place)
+  valid = _split(entry)[2] < NOWHERE
+  # As in `remove`, the entries must be read before they are written.
+  count = jnp.sum(valid, dtype=jnp.int32)
+  place = loops.read_before(count, indexing.where_valid(valid, pages))
+  index = dataclasses.replace(index, entry=_unplaced(index.entry, place))
+  return index, Moving(entry, tokens, valid)
+
+
+def settle(index: PrefixIndex, pages: Array, moving: Moving) -> PrefixIndex:
+  """Gives lifted entries to pages, int32[X], that are not cached.
+
+  A page keeps the key, the stamp and the place in the buckets, so moving an
+  entry needs no search, and the order of equal pages does not change.
+  """
+  position = _split(moving.entry)[2]
+  home = elementwise.quotient(position, BUCKET_PAGES)
+  way = elementwise.remainder(position, BUCKET_PAGES)
+  place = indexing.where_valid(moving.valid, pages)
+  return dataclasses.replace(
+    index,
+    buckets=indexing.put(
+      index.buckets,
+      indexing.where_valid(moving.valid, home),
+      way,
+      values=pages,
+    ),
+    entry=indexing.put(index.entry, place, values=moving.entry),
+    tokens=indexing.put(index.tokens, place, values=moving.tokens),
+  )
 
 
 def clear(index: PrefixIndex) -> PrefixIndex:
@@ -356,6 +435,13 @@ def _split(entry: Array) -> tuple[Array, Array, Array]:
   """Splits entries into key, stamp and position."""
   position = entry[..., _POSITION].astype(jnp.int32)
   return entry[..., :KEY_WORDS], entry[..., KEY_WORDS], position
+
+
+def _unplaced(entry: Array, place: Array) -> Array:
+  """Marks pages, int32[X], as not cached."""
+  return indexing.put(
+    entry, place, jnp.int32(_POSITION), values=jnp.uint32(NOWHERE)
+  )
 
 
 def _without_positions(entry: Array) -> Array:

@@ -169,7 +169,10 @@ def _look_up(
     contents.append(jnp.pad(page_tokens, ((0, 0), (0, width - size))))
     shapes.append((rows, columns))
   flat_pages = prefix_index.lookup(
-    index, jnp.concatenate(queries), jnp.concatenate(contents)
+    index,
+    jnp.concatenate(queries),
+    jnp.concatenate(contents),
+    preferred=config.preferred_pages,
   )
   pages, begin = [], 0
   for rows, columns in shapes:

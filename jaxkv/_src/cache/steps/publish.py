@@ -24,7 +24,7 @@ from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix import rules
 from jaxkv._src.cache.prefix.hashing import SlotHashes
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import counted
+from jaxkv._src.cache.stats import counted
 
 ROWS_AT_ONCE = 32
 """The least number of rows whose tokens are hashed in one iteration."""
@@ -253,6 +253,10 @@ def roll_back(
   # The keys must be read before the index changes. Without this dependency XLA
   # would copy the index.
   last = loops.read_before(jnp.max(key >> 1).astype(jnp.int32), last)
+  if state.pool.host is not None:
+    # The tokens must be read before a page that returns from the host writes
+    # its own.
+    last = loops.read_before(jnp.max(tail & jnp.int32(2**31 - 1)), last)
   pool, _ = page_pool.unpublish(
     state.pool, last.reshape(-1), (reopened & served[:, None]).reshape(-1)
   )
@@ -424,18 +428,27 @@ def _insert(
   pool = dataclasses.replace(pool, index=index, events=log)
   done = done._replace(pool=pool)
   if config.merge_duplicates:
-    return _merge(done, final, published, repeated)
+    return _merge(config, done, final, published, repeated)
   return done, published & ~repeated
 
 
 def _merge(
-  done: _Progress, final: _FinalPages, published: Array, repeated: Array
+  config: CacheConfig,
+  done: _Progress,
+  final: _FinalPages,
+  published: Array,
+  repeated: Array,
 ) -> tuple[_Progress, Array]:
   """Replaces pages by the first page published under the same key."""
   pool, table = done.pool, done.page_table
   assert pool.index is not None
   pages = indexing.take(table, *final.place)
-  first = prefix_index.lookup(pool.index, final.keys, final.tokens)
+  first = prefix_index.lookup(
+    pool.index,
+    final.keys,
+    final.tokens,
+    preferred=config.preferred_pages,
+  )
   merges = published & (first > 0) & (first != pages)
   owner = jnp.zeros_like(pages)
   # The duplicate leaves the index before it is dropped. So `drop` treats it as

@@ -23,10 +23,11 @@ from jaxkv._src.arrays.indexing import SlotRows
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.pool import recurrent
+from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.pool.page_table import ReadPages
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
-from jaxkv._src.cache.state import counted
+from jaxkv._src.cache.stats import counted
 
 
 class Reservation(NamedTuple):
@@ -119,12 +120,17 @@ def reserve(
   # All hits are attached before any page is popped. Otherwise the fresh pages
   # of one row could evict the hit of another row.
   if hits is not None and hits.shape[-1] > 0:
+    found = hits
+    if state.pool.host is not None:
+      inside = _attached(plan, hits)
+      state, found = hold_hits(state, hits, inside & served[:, None, None])
     state = attach(
       state,
       rows,
       plan,
       served,
-      lambda _, row, group, column: indexing.take(hits, row, group, column),
+      lambda _, row, group, column: indexing.take(found, row, group, column),
+      holds=state.pool.host is None,
     )
   if pops:
     return take(state, rows, plan, served), code
@@ -138,15 +144,24 @@ def attach(
   plan: Reservation,
   served: Array,
   read: ReadPages,
+  *,
+  holds: bool = True,
 ) -> CacheState:
   """Attaches shared pages in the columns `first .. hit` of new sequences.
 
   Rows with `begins` are new sequences. Other rows hold these pages already.
+  With `holds` each page gets a reference; otherwise it has this one already.
   """
   served &= plan.begins
   plan, slots = plan.of(served), rows.where(served)
   pool, table = page_table.attach(
-    state.pool, state.page_table, slots, plan.first, plan.hit, read
+    state.pool,
+    state.page_table,
+    slots,
+    plan.first,
+    plan.hit,
+    read,
+    holds=holds,
   )
   skipped = state.num_skipped_pages
   if state.config.skips_pages:
@@ -267,11 +282,68 @@ def pages_in_column(
   )
 
 
+def hold_hits(
+  state: CacheState, hits: Array, wanted: Array
+) -> tuple[CacheState, Array]:
+  """Adds a reference for each wanted hit, after moving it to the device.
+
+  Args:
+    state: the cache, with pages in host memory and a free page for each wanted
+      hit among them.
+    hits: int32[R, G, P].
+    wanted: bool[R, G, P].
+
+  Returns:
+    The cache, and the hits with the numbers of device pages.
+  """
+  first_number, is_wanted = state.config.num_pages, wanted.reshape(-1)
+
+  def hold(
+    loop: tuple[PoolState, Array, Array],
+  ) -> tuple[PoolState, Array, Array]:
+    pool, pages, _ = loop
+    on_host = is_wanted & (pages > first_number)
+    # Hits on the device are held first, so that no restored page evicts them.
+    pool = page_pool.hold(pool, pages, is_wanted & ~on_host)
+
+    def restore(
+      loop: tuple[PoolState, Array, Array],
+    ) -> tuple[PoolState, Array, Array]:
+      pool, pages, _ = loop
+      pool, restored, evicted = page_pool.restore(
+        pool, pages - first_number, on_host
+      )
+      return pool, jnp.where(on_host, restored, pages), evicted
+
+    loop = pool, pages, sharding.zeros_like(pages[0])
+    with jax.named_scope("rare/restore"):
+      return loops.at_most_once(jnp.any(on_host), restore, loop)
+
+  pages = hits.reshape(-1)
+  loop = state.pool, pages, sharding.zeros_like(pages[0])
+  pool, pages, evicted = loops.at_most_once(jnp.any(wanted), hold, loop)
+  state = dataclasses.replace(
+    state, pool=pool, stats=counted(state.stats, evicted_pages=evicted)
+  )
+  return state, pages.reshape(hits.shape)
+
+
 def free_hits(state: CacheState, plan: Reservation, hits: Array) -> Array:
-  """Returns bool[R, G, P]: True for free pages that a new sequence hits."""
+  """Returns bool[R, G, P]: True for hits that cost a new sequence a free page.
+
+  These are free pages, and pages in host memory.
+  """
+  attached = _attached(plan, hits)
+  costs = page_pool.is_free(state.pool, hits)
+  if state.pool.host is not None:
+    costs |= hits > state.config.num_pages
+  return attached & costs
+
+
+def _attached(plan: Reservation, hits: Array) -> Array:
+  """Returns bool[R, G, P]: True for the hits that new sequences attach."""
   inside = indexing.between(plan.first, plan.hit, hits.shape[2])
-  inside &= plan.begins[:, None, None]
-  return inside & page_pool.is_free(state.pool, hits)
+  return inside & plan.begins[:, None, None]
 
 
 def _grant_with_hits(

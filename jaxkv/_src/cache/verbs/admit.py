@@ -13,12 +13,12 @@ from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
-from jaxkv._src.cache.state import counted
 from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import in_range
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import mask_or_all
 from jaxkv._src.cache.state import verb
+from jaxkv._src.cache.stats import counted
 from jaxkv._src.cache.steps.find import Prefix
 from jaxkv._src.cache.steps.find import find_prefix
 from jaxkv._src.cache.steps.reserve import reservation
@@ -33,7 +33,8 @@ class Matched:
   Attributes:
     num_cached_tokens: tokens of the longest cached prefix.  # int32[R]
     pages: the cached page of each column. NO_PAGE past the end of the prefix,
-      and in columns that a window or chunk no longer needs.  # int32[R, G, P]
+      and in columns that a window or chunk no longer needs. Host page h has the
+      number NO_PAGE + 1 + h.  # int32[R, G, P]
   """
 
   num_cached_tokens: Array
@@ -113,8 +114,10 @@ def admit(
   """Starts sequences in empty slots, each after its longest cached prefix.
 
   Attaches the pages of the prefix, which are shared and not copied, and
-  allocates pages for the other tokens. `length` becomes the number of cached
-  tokens. The caller computes the K/V of the other tokens and commits them.
+  allocates pages for the other tokens. Hits in host memory return to the
+  device; each takes a free page, as a page for new tokens does. `length`
+  becomes the number of cached tokens. The caller computes the K/V of the other
+  tokens and commits them.
 
   All-or-nothing per sequence, in row order. A sequence that does not fit
   changes nothing, and a later one that needs fewer pages can still be served.

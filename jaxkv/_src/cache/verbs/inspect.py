@@ -11,9 +11,9 @@ from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import Stats
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.cache.state import verb
+from jaxkv._src.cache.stats import Stats
 from jaxkv._src.cache.telemetry import Drained
 from jaxkv._src.cache.telemetry import Residency
 
@@ -35,7 +35,15 @@ def stats(state: CacheState) -> Stats:
     >>> int(jaxkv.stats(state).evicted_pages)
     0
   """
-  return _copied(state.stats)
+  counters, host = state.stats, state.pool.host
+  if host is not None:
+    counters = dataclasses.replace(
+      counters,
+      saved_pages=host.num_saved,
+      restored_pages=host.num_restored,
+      forgotten_pages=host.num_forgotten,
+    )
+  return _copied(counters)
 
 
 @verb
@@ -149,7 +157,7 @@ def cached_pages(state: CacheState) -> list[int]:
     state: the cache.
 
   Returns:
-    Page numbers.
+    Page numbers; host page h has the number `num_pages + 1 + h`.
 
   Examples:
     >>> import jaxkv
@@ -237,7 +245,8 @@ _free_pages = jax.jit(page_pool.free_pages)
 
 @jax.jit
 def _are_cached(pool: PoolState) -> Array:
-  pages = jnp.arange(pool.ref_count.shape[0], dtype=jnp.int32)
+  count = 0 if pool.index is None else pool.index.entry.shape[0]
+  pages = jnp.arange(count, dtype=jnp.int32)
   return page_pool.is_cached(pool, pages)
 
 

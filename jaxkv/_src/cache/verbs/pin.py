@@ -19,6 +19,9 @@ from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import mask_or_all
 from jaxkv._src.cache.state import verb
 from jaxkv._src.cache.steps.find import find_prefix
+from jaxkv._src.cache.steps.reserve import grant
+from jaxkv._src.cache.steps.reserve import hold_hits
+from jaxkv._src.cache.steps.reserve import reservation
 
 
 @jax.tree_util.register_dataclass
@@ -86,8 +89,9 @@ def pin(
 ) -> tuple[CacheState, Pinned]:
   """Pins the cached prefixes of sequences, so that they cannot be evicted.
 
-  Combines `match` and `touch`. To keep a system prompt cached, commit a
-  sequence that begins with it, then pin it.
+  Combines `match` and `touch`. Hits in host memory return to the device. To
+  keep a system prompt cached, commit a sequence that begins with it, then pin
+  it.
 
   Args:
     state: the cache.
@@ -98,8 +102,9 @@ def pin(
     mask: bool[R], the rows to process; None for all.
 
   Returns:
-    The cache, and per row OK, SKIPPED, BAD_LENGTH or NOT_CACHED (no page of the
-    sequence is cached). `unpin(state, out.pages)` releases the prefix.
+    The cache, and per row OK, SKIPPED, BAD_LENGTH, NOT_CACHED (no page of the
+    sequence is cached) or OUT_OF_PAGES (too few pages are free for hits in host
+    memory). `unpin(state, out.pages)` releases the prefix.
 
   Examples:
     >>> import jaxkv
@@ -121,11 +126,26 @@ def pin(
     (prefix.num_cached_tokens == 0, Status.NOT_CACHED),
   )
   pages = prefix.attached_pages(config, tokens.shape[1] // config.page_size)
-  flat_pages = pages.reshape(-1)
-  pool = _hold(state.pool, flat_pages, flat_pages < config.no_page)
-  out = Pinned(
-    code=code, num_cached_tokens=prefix.num_cached_tokens, pages=pages
-  )
+  num_cached_tokens = prefix.num_cached_tokens
+  if state.pool.host is None:
+    flat_pages = pages.reshape(-1)
+    pool = _hold(state.pool, flat_pages, flat_pages < config.no_page)
+  else:
+    plan = reservation(
+      state,
+      hit=prefix.stop,
+      first=prefix.first,
+      stop=prefix.stop,
+      begins=code == Status.OK,
+    )
+    code = grant(state, plan, code, hits=prefix.pages)
+    served = (code == Status.OK)[:, None, None]
+    state, pages = hold_hits(state, pages, served & (pages != config.no_page))
+    pages = jnp.where(served, pages, config.no_page)
+    num_cached_tokens = jnp.where(code == Status.OK, num_cached_tokens, 0)
+    pin_count = indexing.add(state.pool.pin_count, pages.reshape(-1), values=1)
+    pool = dataclasses.replace(state.pool, pin_count=pin_count)
+  out = Pinned(code=code, num_cached_tokens=num_cached_tokens, pages=pages)
   return dataclasses.replace(state, pool=pool), out
 
 
@@ -201,7 +221,8 @@ def evict(
 
   Args:
     state: the cache.
-    pages: int32[...], cached pages. NO_PAGE is ignored.
+    pages: int32[...], cached pages, also those in host memory, see `Matched`.
+      NO_PAGE is ignored.
     mask: bool[...], the pages to process; None for all.
 
   Returns:
@@ -223,7 +244,10 @@ def evict(
     return state, Outcome(code=pages)
   is_repeated = indexing.num_earlier(flat_pages) > 0
   is_missing = ~page_pool.is_cached(state.pool, flat_pages) | is_repeated
-  code = _first_code(state, flat_pages, (is_missing, Status.NOT_CACHED))
+  last_page = max(state.config.num_numbers - 1, state.config.no_page)
+  code = _first_code(
+    state, flat_pages, (is_missing, Status.NOT_CACHED), last_page
+  )
   # Earlier verbs of a step read the index before they return `num_free`. A
   # write that depends on `num_free` follows these reads, so XLA updates the
   # index in place. Without the dependency XLA would copy the index.
@@ -240,12 +264,16 @@ def _flatten(state: CacheState, pages: Array, mask: Array | None) -> Array:
 
 
 def _first_code(
-  state: CacheState, flat_pages: Array, case: tuple[Array, Status]
+  state: CacheState,
+  flat_pages: Array,
+  case: tuple[Array, Status],
+  last_page: int | None = None,
 ) -> Array:
   no_page = state.config.no_page
+  last_page = no_page if last_page is None else last_page
   return first_code(
     (flat_pages == no_page, Status.SKIPPED),
-    ((flat_pages < 1) | (flat_pages > no_page), Status.BAD_PAGE),
+    ((flat_pages < 1) | (flat_pages > last_page), Status.BAD_PAGE),
     case,
   )
 

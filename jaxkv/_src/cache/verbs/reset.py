@@ -74,7 +74,7 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
   running once it is admitted, even before its first commit. When a running
   sequence fills a page, `merge_duplicates` can still replace that page with an
   equal old page. Old pages stay cached until they reach the front of the free
-  queue and are evicted.
+  queue and are evicted. They never move to host memory.
 
   Args:
     state: the cache.
@@ -96,7 +96,8 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
     root = sharding.zeros_like(root) ^ hashing.root_key(
       state.secret, epoch, None
     )
-  state = dataclasses.replace(state, epoch=epoch, root=root)
+  pool = page_pool.end_epoch(state.pool)
+  state = dataclasses.replace(state, epoch=epoch, root=root, pool=pool)
   return state, NewEpoch(epoch)
 
 

@@ -1,0 +1,282 @@
+"""Pages in host memory, to which the device evicts cached pages.
+
+The two memories are exclusive: the content of a cached page is on the device or
+on the host. A page that is evicted from the device moves to the host page at
+the front of the host's queue, whose content is forgotten, and that page enters
+the back of the queue. A hit on the host moves back to a fresh device page. Its
+host page is then empty and enters the front of the queue, so it is used next.
+So both queues together are one queue in LRU order.
+
+Host page h, 0 .. N2 - 1, has the number N + 1 + h in the index, and 1 + h in
+the queue, where 0 is not a page.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
+from jaxkv._src.arrays import sharding
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.pool import free_queue
+from jaxkv._src.cache.pool.free_queue import FreeQueue
+from jaxkv._src.cache.prefix import prefix_index
+from jaxkv._src.cache.prefix.prefix_index import PrefixIndex
+from jaxkv._src.cache.prefix.prefix_index import RemovedPages
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moves:
+  """Moves of page contents between device and host, in order.
+
+  Each move first saves the content of a device page to a host page, and then
+  restores the former content of a host page into it. Both can be the same host
+  page. X = N.
+
+  Attributes:
+    page: the device page of each move.  # int32[X]
+    saved_to: the host page that gets the content of `page`; NOWHERE for none.
+      # int32[X]
+    restored_from: the host page whose content `page` gets; NOWHERE for none.
+      # int32[X]
+    count: the number of moves; later entries are not moves.  # int32[]
+  """
+
+  page: Array
+  saved_to: Array
+  restored_from: Array
+  count: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostPages:
+  """The pages in host memory.
+
+  Attributes:
+    queue: all host pages, in the order in which they will be overwritten.
+    moves: the moves since the last call of a verb.
+    stale_before: the clock of the prefix index at the last `new_epoch`. Pages
+      published before it are not saved.  # uint32[]
+    num_saved: pages saved since `init`, modulo 2**32.  # uint32[]
+    num_restored: pages restored since `init`, modulo 2**32.  # uint32[]
+    num_forgotten: saved pages that were overwritten, modulo 2**32.  # uint32[]
+  """
+
+  queue: FreeQueue
+  moves: Moves
+  stale_before: Array
+  num_saved: Array
+  num_restored: Array
+  num_forgotten: Array
+
+
+class Exchanged(NamedTuple):
+  """The pages that `exchange` changed.
+
+  Attributes:
+    evicted: the popped device pages that were cached.
+    removed: the pages whose contents are in neither memory any more.
+    numbers: int32[2 W], the numbers of `removed`.
+    sources: int32[X], the numbers of pages whose contents moved.
+    targets: int32[X], the numbers of the pages to which they moved.
+    moved: bool[X], False for items without a move.
+  """
+
+  evicted: RemovedPages
+  removed: RemovedPages
+  numbers: Array
+  sources: Array
+  targets: Array
+  moved: Array
+
+
+def init(config: CacheConfig) -> HostPages:
+  """Returns empty host pages."""
+  zeros = (jnp.zeros((), jnp.uint32) for _ in range(4))
+  stale_before, num_saved, num_restored, num_forgotten = zeros
+  return HostPages(
+    queue=free_queue.init(config.host_pages + 1),
+    moves=Moves(
+      page=jnp.zeros((config.num_pages,), jnp.int32),
+      saved_to=jnp.zeros((config.num_pages,), jnp.int32),
+      restored_from=jnp.zeros((config.num_pages,), jnp.int32),
+      count=jnp.zeros((), jnp.int32),
+    ),
+    stale_before=stale_before,
+    num_saved=num_saved,
+    num_restored=num_restored,
+    num_forgotten=num_forgotten,
+  )
+
+
+def without_moves(host: HostPages) -> HostPages:
+  """Forgets the moves of earlier calls."""
+  moves = dataclasses.replace(
+    host.moves, count=sharding.zeros_like(host.moves.count)
+  )
+  return dataclasses.replace(host, moves=moves)
+
+
+def must_stay(
+  host: HostPages,
+  index: PrefixIndex,
+  pages: Array,
+  *,
+  first_number: int,
+  without_loops: bool,
+) -> Array:
+  """Finds device pages, int32[W], that the host pages in view cannot save.
+
+  Args:
+    host: the host pages.
+    index: the prefix index.
+    pages: int32[W], the pages at the front of the device's queue.
+    first_number: the number of the queue's page 0.
+    without_loops: True if no page may leave the index in a loop.
+
+  Returns:
+    bool[W]; the pages before the first True can be popped.
+  """
+  lanes = jnp.arange(pages.shape[0], dtype=jnp.int32)
+  targets, live = free_queue.entries_at(host.queue, lanes)
+  entries = prefix_index.entries_of(index, pages, pages >= 0)
+  saved = entries.valid & _is_current(host, index, entries.stamps)
+  if without_loops:
+    # The entries after a page that a loop must remove do not count.
+    passed = live & prefix_index.has_passed(index, first_number + targets)
+    live &= loops.cumulative_sum(passed) == 0
+  num_targets = jnp.sum(live, dtype=jnp.int32)
+  stays = loops.cumulative_sum(saved) > num_targets
+  if without_loops:
+    stays |= ~saved & prefix_index.has_passed(index, pages)
+  return stays
+
+
+def exchange(
+  host: HostPages,
+  index: PrefixIndex,
+  pages: Array,
+  valid: Array,
+  *,
+  first_number: int,
+  restored: Array | None = None,
+  without_loops: bool = False,
+) -> tuple[HostPages, PrefixIndex, Exchanged]:
+  """Saves the contents of popped device pages, and restores others into them.
+
+  Args:
+    host: the host pages.
+    index: the prefix index.
+    pages: int32[W].
+    valid: bool[W], the pages that were popped; `must_stay` is False for them.
+    first_number: the number of the queue's page 0.
+    restored: int32[W], the host page to restore into each page, as numbered in
+      the queue; 0 for none. None if there are none.
+    without_loops: see `must_stay`.
+  """
+  # One read and one write of both lists, because XLA would copy the index if a
+  # read of one list did not precede the write of the other.
+  evicted = prefix_index.entries_of(index, pages, valid)
+  saved = evicted.valid & _is_current(host, index, evicted.stamps)
+  sources, moved = pages, saved
+  if restored is None:
+    restored = sharding.zeros_like(pages)
+  else:
+    sources = jnp.concatenate([pages, first_number + restored])
+    moved = jnp.concatenate([saved, valid & (restored > 0)])
+  index, moving = prefix_index.lift(index, sources, moved)
+  num_saved = jnp.sum(saved, dtype=jnp.int32)
+  queue, front = free_queue.pop(host.queue, num_saved, window=pages.shape[0])
+  numbers = jnp.concatenate([first_number + front.pages, pages])
+  index, removed = prefix_index.remove(
+    index,
+    numbers,
+    jnp.concatenate([front.valid, valid & ~saved]),
+    without_loops=without_loops,
+  )
+  # The n-th saved page gets the n-th host page.
+  saved_to = indexing.put(
+    jnp.zeros_like(pages),
+    indexing.where_valid(front.valid, front.rank),
+    values=front.pages,
+  )
+  target = indexing.take(saved_to, loops.cumulative_sum(saved) - 1)
+  target = jnp.where(saved, target, 0)
+  targets = jnp.concatenate([first_number + target, pages])
+  targets = targets[: sources.shape[0]]
+  index = prefix_index.settle(index, targets, moving)
+  queue = free_queue.push_back(
+    queue,
+    target,
+    saved,
+    marks=sharding.zeros_like(target),
+    marked=sharding.zeros_like(saved),
+  )
+  num_restored = jnp.sum(valid & (restored > 0), dtype=jnp.uint32)
+  num_forgotten = removed.valid[: pages.shape[0]]
+  host = dataclasses.replace(
+    host,
+    queue=queue,
+    moves=_appended(host.moves, pages, valid, target, restored),
+    num_saved=host.num_saved + num_saved.astype(jnp.uint32),
+    num_restored=host.num_restored + num_restored,
+    num_forgotten=host.num_forgotten + jnp.sum(num_forgotten, dtype=jnp.uint32),
+  )
+  return (
+    host,
+    index,
+    Exchanged(
+      evicted,
+      removed,
+      numbers,
+      sources=sources,
+      targets=targets,
+      moved=moved,
+    ),
+  )
+
+
+def to_front(host: HostPages, pages: Array, valid: Array) -> HostPages:
+  """Moves valid host pages, int32[X], all distinct, to the queue's front.
+
+  The first valid page becomes the first in the queue.
+  """
+  rank = loops.cumulative_sum(valid)
+  # Removed first, so that a sweep makes room for as many pages.
+  queue, _ = free_queue.remove(host.queue, pages, valid)
+  queue = free_queue.reserve(queue, rank[-1])
+  queue = free_queue.push(
+    queue, pages, sharding.zeros_like(valid), valid, turn=rank[-1] - rank
+  )
+  return dataclasses.replace(host, queue=queue)
+
+
+def _is_current(host: HostPages, index: PrefixIndex, stamps: Array) -> Array:
+  """Returns bool[W]: True for pages published since the last `new_epoch`."""
+  return index.clock - stamps <= index.clock - host.stale_before
+
+
+def _appended(
+  moves: Moves, pages: Array, valid: Array, target: Array, restored: Array
+) -> Moves:
+  """Appends the moves of popped pages; 0 stands for no host page."""
+  valid &= (target > 0) | (restored > 0)
+  rank = loops.cumulative_sum(valid)
+  place = indexing.where_valid(valid, moves.count + rank - 1)
+  saved_to, restored_from = (
+    indexing.where_valid(page > 0, page - 1) for page in (target, restored)
+  )
+  return Moves(
+    page=indexing.put(moves.page, place, values=pages),
+    saved_to=indexing.put(moves.saved_to, place, values=saved_to),
+    restored_from=indexing.put(
+      moves.restored_from, place, values=restored_from
+    ),
+    count=moves.count + rank[-1],
+  )

@@ -1,0 +1,56 @@
+"""Counters of a cache."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stats:
+  """Counters since `init`, each a uint32[], modulo 2**32.
+
+  `later - earlier` counts the events between two readings, even if a counter
+  wrapped around in between.
+
+  Attributes:
+    queried_tokens: tokens of admitted sequences.
+    hit_tokens: cached tokens of admitted sequences.
+    popped_pages: pages popped from the free queue.
+    evicted_pages: popped pages that were cached.
+    published_pages: pages hashed and published.
+    merged_pages: pages replaced by an equal cached page.
+    failed_rows: rows that are neither OK nor SKIPPED.
+    saved_pages: pages saved to host memory; None without host pages, like the
+      next two.
+    restored_pages: pages restored from host memory.
+    forgotten_pages: saved pages that later ones replaced.
+  """
+
+  queried_tokens: Array
+  hit_tokens: Array
+  popped_pages: Array
+  evicted_pages: Array
+  published_pages: Array
+  merged_pages: Array
+  failed_rows: Array
+  saved_pages: Array | None = None
+  restored_pages: Array | None = None
+  forgotten_pages: Array | None = None
+
+  def __sub__(self, earlier: "Stats") -> "Stats":
+    """Returns the counts between two readings."""
+    return jax.tree.map(lambda end, start: end - start, self, earlier)
+
+
+def counted(stats: Stats, **amounts: Array) -> Stats:
+  """Adds the sum of each amount, int32[...], to the counter of that name."""
+  return dataclasses.replace(
+    stats,
+    **{
+      name: getattr(stats, name) + jnp.sum(amount, dtype=jnp.uint32)
+      for name, amount in amounts.items()
+    },
+  )

@@ -1,0 +1,314 @@
+"""Pages of K/V memory that are kept in host memory, and moves to and from it.
+
+The pages in host memory are page-major: all layers of a page are contiguous, so
+that one transfer moves a page. On the device, each layer has its own pages.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.sharding import SingleDeviceSharding
+
+from jaxkv._src.arrays import arguments
+from jaxkv._src.arrays import loops
+from jaxkv._src.arrays.indexing import NOWHERE
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.pool.host_pages import Moves
+from jaxkv._src.kv.memory import check_config
+from jaxkv._src.kv.pools import Memory
+from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.pools import pools_of
+
+HOST = "pinned_host"
+# The size of a TPU's vector registers, by which host memory is tiled.
+_LANES = 128
+
+Carry = TypeVar("Carry")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostMemory:
+  """Pages in host memory; see `init_host`.
+
+  Attributes:
+    pages: one array for each array of the device's pools, in their order. Its
+      second axis is the one over which the device's array can be split, such as
+      the K/V heads.  # storage dtype[N2, K, X, 128]
+  """
+
+  pages: tuple[Array, ...]
+
+
+def init_host(kv: Pools, config: CacheConfig) -> HostMemory:
+  """Makes pages in host memory, to which pages of `kv` can move.
+
+  Args:
+    kv: the pages on the device, of one pool or of a tuple of pools. If they are
+      split over a mesh by heads, the pages in host memory are split alike.
+    config: the configuration of the cache, with `host_pages`.
+
+  Returns:
+    `config.host_pages` pages of zeros in the memory `pinned_host`.
+
+  Raises:
+    TypeError: `config` is not a CacheConfig, or `kv` holds no pools of pages.
+    ValueError: `config` has no host pages, or the platform has no such memory.
+
+  Examples:
+    >>> import jaxkv
+    >>> config = jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=4, num_slots=2, pages_per_slot=4, host_pages=32
+    ... )
+    >>> kv = jaxkv.kv.init(config, num_layers=2, num_kv_heads=2, head_dim=16)
+    >>> host = init_host(kv, config)
+    >>> host.pages[0].shape, host.pages[0].sharding.memory_kind
+    ((32, 2, 1, 128), 'pinned_host')
+  """
+  check_config(config)
+  if not config.host_pages:
+    raise ValueError(
+      "`config` must have pages in host memory, got host_pages=0; make it with "
+      "CacheConfig(host_pages=...)."
+    )
+  arrays = _arrays_of(kv)
+  return HostMemory(
+    pages=tuple(
+      _zeros((config.host_pages, *_page_shape(array, num_layers)), array)
+      for array, num_layers in arrays
+    )
+  )
+
+
+def _arrays_of(kv: Pools) -> list[tuple[Array, int]]:
+  """Returns the arrays of all pools, each with its number of layers."""
+  return [
+    (array, pool.num_layers)
+    for pool in pools_of(kv)
+    for array in jax.tree.leaves(pool)
+  ]
+
+
+def _page_shape(array: Array, num_layers: int) -> tuple[int, ...]:
+  """Returns the shape of a page in host memory, for one array of a pool."""
+  rows = array.shape[1] if array.ndim > 1 else 1
+  size = num_layers * math.prod(array.shape[1:]) // rows
+  lanes = _LANES if size % _LANES == 0 else size
+  return rows, size // lanes, lanes
+
+
+def _zeros(shape: tuple[int, ...], array: Array) -> Array:
+  """Makes zeros in host memory, placed like an array of pages."""
+  if isinstance(array, Tracer):
+    return jax.device_put(jnp.zeros(shape, array.dtype), jax.memory.Space.Host)
+  place = array.sharding
+  device = min(place.device_set, key=lambda device: device.id)
+  kinds = [memory.kind for memory in device.addressable_memories()]
+  if HOST not in kinds:
+    raise ValueError(
+      f"`kv` must be on a platform with the memory {HOST!r}, got "
+      f"{device.platform} with {', '.join(kinds)}; use host_pages=0 there."
+    )
+  if isinstance(place, NamedSharding):
+    split = (*place.spec, None, None)[1]
+    where = NamedSharding(place.mesh, P(None, split), memory_kind=HOST)
+  else:
+    where = SingleDeviceSharding(device, memory_kind=HOST)
+  # A jitted `zeros` would not have host memory in its type.
+  return jax.device_put(np.zeros(shape, array.dtype), where)
+
+
+def move(
+  kv: Memory, host: HostMemory, moves: Moves
+) -> tuple[Memory, HostMemory]:
+  """Moves page contents between the device and host memory.
+
+  Call it after every verb that returns moves, before `copy` and before anything
+  is written: verbs give out pages whose contents must be saved first. A call
+  without moves costs nothing but a comparison. Donate both, or carry them
+  through a loop, so that they are updated in place.
+
+  Args:
+    kv: the pages on the device.
+    host: the pages in host memory, from `init_host`.
+    moves: `out.moves` of the verb.
+
+  Returns:
+    Both memories.
+
+  Raises:
+    TypeError: an argument has another type.
+    ValueError: `host` was made for other pages.
+
+  Examples:
+    >>> import jaxkv
+    >>> config = jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=4, num_slots=2, pages_per_slot=4, host_pages=32
+    ... )
+    >>> kv = jaxkv.kv.init(config, num_layers=2, num_kv_heads=2, head_dim=16)
+    >>> host = init_host(kv, config)
+    >>> state, out = jaxkv.allocate(jaxkv.init(config), [5, 0])
+    >>> kv, host = move(kv, host, out.moves)
+    >>> int(out.moves.count)
+    0
+  """
+  _checked(kv, host)
+  if not isinstance(moves, Moves):
+    expected = "`out.moves` of a verb of a cache with host_pages"
+    arguments.refuse(TypeError, "moves", expected, moves)
+  return _move(kv, host, moves)
+
+
+def check_host(kv: Pools, host: HostMemory | None, config: CacheConfig) -> None:
+  """Raises unless `host` has the pages that a cache and `kv` require.
+
+  Raises:
+    TypeError: `host` is not a HostMemory.
+    ValueError: it has another number or another shape of pages, or the cache
+      has no pages in host memory.
+  """
+  if host is None and not config.host_pages:
+    return
+  host = _checked(kv, host)
+  if host.pages[0].shape[0] != config.host_pages:
+    raise ValueError(
+      f"`host` must have {config.host_pages} pages, as the cache has, got "
+      f"{host.pages[0].shape[0]}; make it with jaxkv.kv.init_host(kv, config)."
+    )
+
+
+def _checked(kv: Pools, host: Any) -> HostMemory:
+  """Returns `host`; raises unless it has the pages that `kv` requires."""
+  if not isinstance(host, HostMemory):
+    arguments.refuse(TypeError, "host", "a HostMemory, from init_host", host)
+  expected = [
+    (_page_shape(array, num_layers), array.dtype)
+    for array, num_layers in _arrays_of(kv)
+  ]
+  found = [(pages.shape[1:], pages.dtype) for pages in host.pages]
+  if found != expected:
+    raise ValueError(
+      "`host` must have the pages of `kv` in the shapes and dtypes "
+      f"{expected}, got {found}; make it with jaxkv.kv.init_host(kv, config)."
+    )
+  if any(
+    jax.typeof(pages).memory_space != jax.memory.Space.Host
+    for pages in host.pages
+  ):
+    raise ValueError(
+      "`host` must have arrays whose type is in host memory, got "
+      f"{', '.join(str(jax.typeof(pages)) for pages in host.pages)}; put numpy "
+      "arrays there with jax.device_put, or make it with jaxkv.kv.init_host."
+    )
+  return host
+
+
+@functools.partial(jax.jit, inline=True)
+def _move(
+  kv: Memory, host: HostMemory, moves: Moves
+) -> tuple[Memory, HostMemory]:
+  pools = _arrays_of(kv)
+  structure = jax.tree.structure(kv)
+
+  # One move is: read the host page, save the device page, write what was read.
+  # A host page can thus exchange places with a device page. Each part has a
+  # loop of its own, so that only the pages that move are transferred.
+  def trip(index: Array, loop):
+    device, far, stage = loop
+    page = moves.page[index]
+    source, target = moves.restored_from[index], moves.saved_to[index]
+    restores, saves = source < NOWHERE, target < NOWHERE
+
+    def read(stage):
+      return tuple(
+        jax.device_put(_slice(pages, source), jax.memory.Space.Device)
+        for pages in far
+      )
+
+    def save(loop):
+      _, far = loop
+      contents = [
+        _gathered(array, num_layers, page)
+        for array, (_, num_layers) in zip(device, pools, strict=True)
+      ]
+      far = tuple(
+        lax.dynamic_update_slice(
+          pages,
+          jax.device_put(content, jax.memory.Space.Host),
+          (target_after_read, 0, 0, 0),
+        )
+        for pages, content in zip(far, contents, strict=True)
+      )
+      return _read_of(contents), far
+
+    stage = loops.at_most_once(restores, read, stage)
+    target_after_read = loops.read_before(_read_of(stage), target)
+    zero = jnp.zeros((), jnp.int32)
+    saved, far = loops.at_most_once(saves, save, (zero, far))
+    place = loops.read_before(saved, jnp.where(restores, page, NOWHERE))
+    device = tuple(
+      _scattered(array, num_layers, place, content)
+      for array, content, (_, num_layers) in zip(
+        device, stage, pools, strict=True
+      )
+    )
+    return device, far, stage
+
+  stage = tuple(
+    jnp.zeros((1, *pages.shape[1:]), pages.dtype) for pages in host.pages
+  )
+  device = tuple(array for array, _ in pools)
+  device, far, _ = lax.fori_loop(
+    0, moves.count, trip, (device, host.pages, stage)
+  )
+  return jax.tree.unflatten(structure, device), HostMemory(pages=far)
+
+
+def _slice(pages: Array, index: Array) -> Array:
+  return lax.dynamic_slice(pages, (index, 0, 0, 0), (1, *pages.shape[1:]))
+
+
+def _gathered(array: Array, num_layers: int, page: Array) -> Array:
+  """Gathers a page of all layers, in the layout of host memory."""
+  content = array[_rows(array, num_layers, page)]
+  rows, *_ = _page_shape(array, num_layers)
+  content = jnp.swapaxes(content.reshape(num_layers, rows, -1), 0, 1)
+  return content.reshape(1, *_page_shape(array, num_layers))
+
+
+def _scattered(
+  array: Array, num_layers: int, page: Array, content: Array
+) -> Array:
+  """Writes a page of all layers; drops it if `page` is NOWHERE."""
+  rows = content.shape[1]
+  content = jnp.swapaxes(content.reshape(rows, num_layers, -1), 0, 1)
+  content = content.reshape(num_layers, *array.shape[1:])
+  place = jnp.where(page < NOWHERE, _rows(array, num_layers, page), NOWHERE)
+  return array.at[place].set(content, mode="drop", unique_indices=True)
+
+
+def _rows(array: Array, num_layers: int, page: Array) -> Array:
+  """Returns int32[L]: the places of a page in all layers."""
+  layers = jnp.arange(num_layers, dtype=jnp.int32)
+  return layers * (array.shape[0] // num_layers) + page
+
+
+def _read_of(contents: Any) -> Array:
+  """Returns int32[], not negative, that depends on the contents of a page."""
+  total = jnp.zeros((), jnp.uint32)
+  for content in contents:
+    bits = np.dtype(f"uint{8 * content.dtype.itemsize}")
+    first = lax.bitcast_convert_type(content.reshape(-1)[0], bits)
+    total += first.astype(jnp.uint32)
+  return (total >> 1).astype(jnp.int32)

@@ -1,0 +1,180 @@
+"""Two memories equal one pool, and every move matters."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from tests.cache.shadow_memory import FalseContent
+from tests.cache.shadow_memory import ShadowMemory
+
+
+def _conversations():
+  """Prompts that grow and return in random order, and their lengths.
+
+  No prompt ends with a full page, which would be cached twice. Of two equal
+  pages a lookup prefers the one on the device, and one pool the older one.
+  """
+  rng = np.random.default_rng(0)
+  texts = rng.integers(1, 100, (14, 16))
+  turns = [(rng.integers(14), 1 + 2 * rng.integers(1, 8)) for _ in range(150)]
+  prompts = np.asarray([texts[text] for text, _ in turns], np.int32)
+  return prompts, np.asarray([length for _, length in turns], np.int32)
+
+
+def _sizes(num_pages, host_pages=0):
+  return jaxkv.CacheConfig(
+    num_pages=num_pages,
+    page_size=2,
+    num_slots=1,
+    pages_per_slot=8,
+    host_pages=host_pages,
+  )
+
+
+def _serve(config, change=lambda moves: moves):
+  """Serves conversations, and checks the contents of all hits.
+
+  Args:
+    config: the cache.
+    change: changes the moves that verbs return.
+
+  Returns:
+    The hits of each prompt, and the counters.
+  """
+  state, hits = jaxkv.init(config, jnp.zeros(4, jnp.uint32)), []
+  memory = ShadowMemory(config)
+  slot, size = jnp.zeros((1,), jnp.int32), config.page_size
+  for tokens, length in zip(*_conversations(), strict=True):
+    state, out = jaxkv.admit(state, slot, tokens[None], length[None])
+    assert out.ok.all()
+    if out.moves is not None:
+      memory.move(change(jax.device_get(out.moves)))
+    cached = int(out.num_cached_tokens[0])
+    hits.append(cached)
+    pages = np.asarray(state.page_table[0, 0])[: -(-length // size)]
+    contents = np.resize(tokens, (len(pages), size))
+    held = memory.content[pages[: cached // size]]
+    if not np.array_equal(held, contents[: cached // size]):
+      raise FalseContent(f"hits hold {held}")
+    memory.content[pages] = contents
+    rest = jnp.roll(tokens, -cached)[None]
+    state, _ = jaxkv.commit(state, rest, length[None] - cached)
+    state, _ = jaxkv.free(state, slots=slot)
+  jaxkv.check(state)
+  return hits, jaxkv.stats(state)
+
+
+@pytest.mark.parametrize("split", [(12, 40), (26, 26), (44, 8)])
+def test_hits_equal_those_of_one_pool(split):
+  """Integer for integer, with conversations that grow and return."""
+  num_pages, host_pages = split
+  expected, _ = _serve(_sizes(1 + num_pages + host_pages))
+  hits, stats = _serve(_sizes(1 + num_pages, host_pages))
+  assert hits == expected
+  assert int(stats.restored_pages) > 20
+  assert int(stats.forgotten_pages) > 20
+
+
+def test_events_follow_contents_through_both_memories():
+  """A page is removed when its content is in neither memory."""
+  rng = np.random.default_rng(0)
+  config = jaxkv.CacheConfig(
+    num_pages=9,
+    page_size=2,
+    num_slots=1,
+    pages_per_slot=8,
+    host_pages=28,
+    event_log=500,
+    groups=(jaxkv.FullAttention(), jaxkv.FullAttention()),
+  )
+  state, slot = jaxkv.init(config), jnp.zeros((1,), jnp.int32)
+  stored: dict[tuple[int, bytes], int] = {}
+  for turn in range(60):
+    tokens = np.full(6, turn % 4) if turn % 3 else rng.integers(0, 9, 6)
+    length = jnp.asarray([6])
+    state, out = jaxkv.admit(state, slot, tokens[None], length)
+    rest = np.roll(tokens, -int(out.num_cached_tokens[0]))[None]
+    state, _ = jaxkv.commit(state, rest, length - out.num_cached_tokens)
+    state, _ = jaxkv.free(state, slots=slot)
+    state, drained = jaxkv.telemetry.drain_events(state)
+    for event in drained.events:
+      key = event.group, event.key
+      change = 1 if isinstance(event, jaxkv.telemetry.Stored) else -1
+      stored[key] = stored.get(key, 0) + change
+      assert stored[key] >= 0
+    assert sum(stored.values()) == len(jaxkv.cached_pages(state))
+  assert int(jaxkv.stats(state).forgotten_pages) > 10
+  assert int(jaxkv.stats(state).restored_pages) > 10
+
+
+def test_a_stale_page_is_not_saved():
+  config = jaxkv.CacheConfig(
+    num_pages=4, page_size=2, num_slots=1, pages_per_slot=4, host_pages=4
+  )
+  state = jaxkv.init(config)
+  state, _ = jaxkv.allocate(state, [6])
+  state, _ = jaxkv.commit(state, [[1, 2, 3, 4, 5, 6]], [6])
+  state, _ = jaxkv.free(state, slots=[0])
+  old = state
+  state, _ = jaxkv.new_epoch(state)
+  for begun, num_saved in ((old, 3), (state, 0)):
+    after, out = jaxkv.allocate(begun, [6])
+    assert int(out.moves.count) == num_saved
+    assert int(jaxkv.stats(after).saved_pages) == num_saved
+    assert len(jaxkv.cached_pages(after)) == num_saved
+
+
+def test_pin_needs_free_pages_for_hits_on_the_host():
+  config = jaxkv.CacheConfig(
+    num_pages=4, page_size=2, num_slots=2, pages_per_slot=4, host_pages=4
+  )
+  state = jaxkv.init(config)
+  state, _ = jaxkv.allocate(state, [3, 0])
+  state, _ = jaxkv.commit(state, [[1, 2, 3], [0, 0, 0]], [3, 0])
+  state, _ = jaxkv.free(state, slots=[0])
+  state, _ = jaxkv.allocate(state, [0, 6])  # Takes all pages of the device.
+  state, out = jaxkv.pin(state, [[1, 2, 3]], [3])
+  assert jaxkv.Status(int(out.code[0])) == jaxkv.Status.OUT_OF_PAGES
+  state, _ = jaxkv.free(state, slots=[1])
+  state, out = jaxkv.pin(state, [[1, 2, 3]], [3])
+  assert out.ok.all()
+  assert out.num_cached_tokens.tolist() == [2]
+  assert 0 < int(out.pages[0, 0, 0]) < config.num_pages
+  assert int(out.moves.count) == 1
+
+
+def _left_out(moves):
+  return dataclasses.replace(moves, count=np.maximum(moves.count - 1, 0))
+
+
+def _doubled(moves):
+  count = int(moves.count)
+  if count == 0:
+    return moves
+  order = [0, *range(count)]
+  return _reordered(moves, order)
+
+
+def _reversed(moves):
+  return _reordered(moves, range(int(moves.count))[::-1])
+
+
+def _reordered(moves, order):
+  order = list(order)
+  return dataclasses.replace(
+    moves,
+    page=moves.page[order],
+    saved_to=moves.saved_to[order],
+    restored_from=moves.restored_from[order],
+    count=np.int32(len(order)),
+  )
+
+
+@pytest.mark.parametrize("change", [_left_out, _doubled, _reversed])
+def test_every_move_matters(change):
+  with pytest.raises(FalseContent):
+    _serve(_sizes(13, 40), change)

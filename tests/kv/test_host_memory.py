@@ -1,0 +1,240 @@
+"""Pages in host memory: their contents, their place and their programs."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkv
+from jaxkv._src.arrays.indexing import NOWHERE
+from jaxkv._src.cache.pool.host_pages import Moves
+from tests.tools import ahead_of_time
+from tests.tools.compiled_loops import work_in_loops
+
+_N, _HOST = 8, 6
+_CONFIG = jaxkv.CacheConfig(
+  num_pages=_N,
+  page_size=4,
+  num_slots=2,
+  pages_per_slot=4,
+  host_pages=_HOST,
+  groups=(jaxkv.FullAttention(), jaxkv.Recurrent()),
+)
+
+
+def _moves(*rows, num_pages=_N):
+  """Makes moves from (page, host page saved to, host page restored from)."""
+  table = np.zeros((num_pages, 3), np.int32)
+  for index, row in enumerate(rows):
+    table[index] = [NOWHERE if item is None else item for item in row]
+  page, saved_to, restored_from = jnp.asarray(table.T)
+  return Moves(
+    page=page,
+    saved_to=saved_to,
+    restored_from=restored_from,
+    count=jnp.int32(len(rows)),
+  )
+
+
+def _pools():
+  """All kinds of pools, with random contents."""
+  pools = (
+    jaxkv.kv.init(_CONFIG, num_layers=2, num_kv_heads=2, head_dim=16),
+    jaxkv.kv.init(
+      _CONFIG, num_layers=3, num_kv_heads=2, head_dim=5, dtype="int8"
+    ),
+    jaxkv.kv.init(
+      _CONFIG, num_layers=2, num_kv_heads=1, head_dim=8, value_dim=6
+    ),
+    jaxkv.kv.init_states(
+      _CONFIG,
+      num_layers=2,
+      shapes={"a": ((3,), "float32"), "b": ((2, 4, 16), "bfloat16")},
+    ),
+    jaxkv.kv.init_expert_ids(_CONFIG, num_layers=2, width=2),
+  )
+  leaves, structure = jax.tree.flatten(pools)
+  keys = jax.random.split(jax.random.key(0), len(leaves))
+  filled = [
+    jax.random.randint(key, leaf.shape, 0, 100).astype(leaf.dtype)
+    for key, leaf in zip(keys, leaves, strict=True)
+  ]
+  return jax.tree.unflatten(structure, filled)
+
+
+def _pages(pools):
+  """Returns the arrays [L, N, ...] of all pools."""
+  return [
+    np.asarray(array).reshape(pool.num_layers, _N, *array.shape[1:])
+    for pool in pools
+    for array in jax.tree.leaves(pool)
+  ]
+
+
+def test_contents_of_all_kinds_of_pools():
+  """Saved, exchanged, restored in one call and in the next, bit for bit."""
+  pools = _pools()
+  host = jaxkv.kv.init_host(pools, _CONFIG)
+  before = _pages(pools)
+  move = jax.jit(jaxkv.kv.move, donate_argnums=(0, 1))
+  # Page 4 and host page 2 exchange places; so do page 2 and host page 1.
+  pools, host = move(
+    pools, host, _moves((3, 1, None), (4, 2, 2), (5, None, 1), (2, 1, 1))
+  )
+  middle = _pages(pools)
+  for old, new in zip(before, middle, strict=True):
+    np.testing.assert_array_equal(new[:, 4], 0)
+    for page, content in ((5, 3), (2, 3), (3, 3), (6, 6), (7, 7), (1, 1)):
+      np.testing.assert_array_equal(new[:, page], old[:, content])
+  pools, host = move(pools, host, _moves((6, None, 2), (7, None, 1)))
+  for old, new in zip(before, _pages(pools), strict=True):
+    np.testing.assert_array_equal(new[:, 6], old[:, 4])
+    np.testing.assert_array_equal(new[:, 7], old[:, 2])
+  kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(host)}
+  assert kinds == {"pinned_host"}
+  kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(pools)}
+  assert kinds == {"device"}
+
+
+def test_pages_are_split_by_heads():
+  """On a mesh, no page leaves the device of its heads."""
+  config = jaxkv.CacheConfig(
+    num_pages=_N, page_size=4, num_slots=2, pages_per_slot=4, host_pages=_HOST
+  )
+  auto = jax.sharding.AxisType.Auto
+  mesh = jax.make_mesh((2,), ("model",), axis_types=(auto,))
+  kv = jaxkv.kv.init(config, num_layers=2, num_kv_heads=2, head_dim=16)
+  kv = jax.tree.map(
+    lambda leaf: jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape), kv
+  )
+  before = _pages((kv,))
+  where = NamedSharding(mesh, P(None, "model"))
+  kv = jax.device_put(kv, where)
+  host = jaxkv.kv.init_host(kv, config)
+  assert host.pages[0].sharding.spec == P(None, "model")
+  move = jax.jit(jaxkv.kv.move)
+  moves = _moves((3, 1, None), (4, None, 1))
+  text = move.lower(kv, host, moves).compile().as_text()
+  assert not re.search("all-gather|collective-permute|all-to-all", text)
+  # Devices agree on a number that orders reads and writes.
+  reduced = [line for line in text.splitlines() if " all-reduce(" in line]
+  shapes = re.findall(r"\w\[([\d,]*)\]", " ".join(reduced).split("metadata")[0])
+  assert set(shapes) <= {"", "1"}
+  kv, host = move(kv, host, moves)
+  assert host.pages[0].sharding.memory_kind == "pinned_host"
+  for old, new in zip(before, _pages((kv,)), strict=True):
+    np.testing.assert_array_equal(new[:, 4], old[:, 3])
+
+
+def _in_a_loop(kv, host, moves):
+  """Moves in each iteration of a loop that carries both memories."""
+
+  def body(_, loop):
+    return jaxkv.kv.move(*loop, moves)
+
+  return jax.lax.fori_loop(0, 3, body, (kv, host))
+
+
+def test_nothing_of_a_pools_size_is_copied():
+  config = jaxkv.CacheConfig(
+    num_pages=512, page_size=4, num_slots=2, pages_per_slot=4, host_pages=768
+  )
+  kv = jaxkv.kv.init(config, num_layers=2, num_kv_heads=2, head_dim=16)
+  host = jaxkv.kv.init_host(kv, config)
+  moves = _moves((3, 1, None), num_pages=512)
+  program = jax.jit(_in_a_loop, donate_argnums=(0, 1))
+  compiled = program.lower(kv, host, moves).compile()
+  smallest = min(leaf.size for leaf in jax.tree.leaves((kv, host)))
+  assert work_in_loops(compiled.as_text(), smallest) == {}
+  assert compiled.memory_analysis().temp_size_in_bytes < smallest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v5e", "v6e", "v7x"])
+def test_in_place_on_a_tpu(target):
+  """The pages stay in host memory, S(5), and are updated in place."""
+  if why := ahead_of_time.why_not(target):
+    pytest.skip(why)
+  config = jaxkv.CacheConfig(
+    num_pages=4096,
+    page_size=16,
+    num_slots=2,
+    pages_per_slot=4,
+    host_pages=16_384,
+  )
+  mesh = ahead_of_time.mesh_of(target, "device", 1)
+  on_device = NamedSharding(mesh, P())
+  on_host = NamedSharding(mesh, P(), memory_kind="pinned_host")
+
+  def placed(tree, where):
+    return jax.tree.map(
+      lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+      tree,
+    )
+
+  kv = jax.eval_shape(
+    functools.partial(
+      jaxkv.kv.init,
+      config,
+      num_layers=8,
+      num_kv_heads=8,
+      head_dim=128,
+      dtype="bfloat16",
+      storage_dtype="bfloat16",
+    )
+  )
+  host = jax.eval_shape(lambda kv: jaxkv.kv.init_host(kv, config), kv)
+  moves = _moves(num_pages=4096)
+
+  def run(kv, host, moves):
+    # The type of an argument does not tell that it is in host memory.
+    host = jax.device_put(host, jax.memory.Space.Host)
+    return _in_a_loop(kv, host, moves)
+
+  places = jax.tree.map(lambda _: on_device, kv)
+  host_places = jax.tree.map(lambda _: on_host, host)
+  program = jax.jit(
+    run, donate_argnums=(0, 1), out_shardings=(places, host_places)
+  )
+  with jax.set_mesh(mesh):
+    lowered = program.trace(
+      placed(kv, on_device), placed(host, on_host), placed(moves, on_device)
+    ).lower()
+  compiled = lowered.compile()
+  assert "S(5)" in str(compiled.as_text())
+  # A page of all layers is staged, and no pool.
+  assert compiled.memory_analysis().temp_size_in_bytes < 2**23
+
+
+def test_refuses_what_it_cannot_use():
+  config = jaxkv.CacheConfig(
+    num_pages=_N, page_size=4, num_slots=2, pages_per_slot=4
+  )
+  kv = jaxkv.kv.init(config, num_layers=2, num_kv_heads=2, head_dim=16)
+  with pytest.raises(ValueError, match="got host_pages=0"):
+    jaxkv.kv.init_host(kv, config)
+  with pytest.raises(ValueError, match="needs prefix_caching=True"):
+    jaxkv.CacheConfig(
+      num_pages=_N,
+      page_size=4,
+      num_slots=2,
+      pages_per_slot=4,
+      host_pages=3,
+      prefix_caching=False,
+    )
+  pools = _pools()
+  host = jaxkv.kv.init_host(pools, _CONFIG)
+  with pytest.raises(ValueError, match="`host` must have the pages of `kv`"):
+    jaxkv.kv.move(kv, host, _moves())
+  with pytest.raises(TypeError, match="`host` must be a HostMemory"):
+    jaxkv.kv.move(kv, None, _moves())
+  with pytest.raises(TypeError, match="`moves` must be"):
+    jaxkv.kv.move(pools, host, None)
+  on_device = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), host)
+  with pytest.raises(ValueError, match="in host memory"):
+    jaxkv.kv.move(pools, on_device, _moves())
