@@ -155,6 +155,7 @@ are sharded over the mesh.
 """
 
 import dataclasses
+from typing import Any
 from typing import TypeVar
 
 import jax
@@ -163,6 +164,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.kv.host_memory import HOST
+from jaxkv._src.kv.host_memory import HostMemory
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.pools import Pool
 
@@ -291,6 +294,13 @@ def shardings(
   kv = state.memory.kv
   kv = tuple(map(pool_places, kv)) if isinstance(kv, tuple) else pool_places(kv)
   memory = dataclasses.replace(places.memory, kv=kv)
+  if memory.host is not None:
+    # Pages in host memory are split along the same axis as those in `kv`.
+    on_host: Any = tuple(
+      NamedSharding(mesh, place.spec, memory_kind=HOST)
+      for place in jax.tree.leaves(kv)
+    )
+    memory = dataclasses.replace(memory, host=HostMemory(pages=on_host))
   return dataclasses.replace(places, memory=memory)
 
 

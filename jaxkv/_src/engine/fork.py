@@ -80,7 +80,8 @@ def copy_partial_pages(memory: Memory, forks: Forks, forked: Array) -> Memory:
   # `share_prefix` has set the length of all forks, also of those that then got
   # no page. Without tokens their slots count as empty again.
   length = jnp.where(refused, 0, cache.length)
-  return Memory(cache=dataclasses.replace(cache, length=length), kv=kv)
+  cache = dataclasses.replace(cache, length=length)
+  return dataclasses.replace(memory, cache=cache, kv=kv)
 
 
 def count_forked(

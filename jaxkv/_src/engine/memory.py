@@ -11,11 +11,15 @@ from jax.core import Tracer
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.pool import host_pages
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.expert_records import check_experts
 from jaxkv._src.kv.check import check
+from jaxkv._src.kv.host_memory import HostMemory
+from jaxkv._src.kv.host_memory import check_host
+from jaxkv._src.kv.host_memory import move
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.recurrent_pages import StatePages
@@ -33,21 +37,38 @@ class Memory:
   Attributes:
     cache: the cache; `cache.epoch` is the version of the weights.
     kv: the K/V memory: a pool or a tuple of pools.
+    host: the pages in host memory, see `jaxkv.kv.init_host`; None without
+      `CacheConfig.host_pages`.
   """
 
   cache: CacheState
   kv: Pools
+  host: HostMemory | None = None
 
 
-def check_memory(cache: CacheState, kv: Pools, config: RolloutConfig) -> None:
-  """Raises unless a rollout can begin with the cache and its memory `kv`.
+def move_pages(memory: Memory) -> Memory:
+  """Moves pages between device and host memory, as the cache requires."""
+  pool, host = memory.cache.pool, memory.host
+  if pool.host is None or host is None:
+    return memory
+  with jax.named_scope("rare/move"):
+    kv, host = move(memory.kv, host, pool.host.moves)
+  # The moves are done, so no later call may repeat them.
+  pool = dataclasses.replace(pool, host=host_pages.without_moves(pool.host))
+  cache = dataclasses.replace(memory.cache, pool=pool)
+  return Memory(cache=cache, kv=kv, host=host)
+
+
+def check_memory(memory: Memory, config: RolloutConfig) -> None:
+  """Raises unless a rollout can begin with a memory.
 
   Raises:
     TypeError: the memory does not hold pages.
-    ValueError: they do not fit together, or a slot of the cache is in use.
+    ValueError: its parts do not fit together, or a slot of the cache is in use.
   """
-  check_pools(cache, kv, config)
-  check_experts(cache.config, kv, config)
+  cache = memory.cache
+  check_pools(memory, config)
+  check_experts(cache.config, memory.kv, config)
   if isinstance(cache.num_pages, Tracer):
     return
   # A slot in use would never be freed by the rollout.
@@ -57,8 +78,9 @@ def check_memory(cache: CacheState, kv: Pools, config: RolloutConfig) -> None:
     )
 
 
-def check_pools(cache: CacheState, kv: Pools, config: RolloutConfig) -> None:
+def check_pools(memory: Memory, config: RolloutConfig) -> None:
   """Raises unless the cache and its memory are supported and fit together."""
+  cache, kv = memory.cache, memory.kv
   check_single(cache)
   sizes = cache.config
   if len(set(sizes.page_sizes)) > 1:
@@ -78,6 +100,7 @@ def check_pools(cache: CacheState, kv: Pools, config: RolloutConfig) -> None:
       f"{sizes.slot_tokens}, got {config.decode_steps}."
     )
   check(kv, sizes)
+  check_host(kv, memory.host, sizes)
   _check_kinds(sizes, kv, config)
 
 

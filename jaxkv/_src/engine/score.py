@@ -273,7 +273,7 @@ def _check_state(state: Any) -> None:
     )
   memory = state.memory if isinstance(state, RolloutState) else state
   # A memory that a rollout may use, whatever its options are.
-  check_pools(memory.cache, memory.kv, RolloutConfig())
+  check_pools(memory, RolloutConfig())
 
 
 def _as_groups(

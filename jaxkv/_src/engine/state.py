@@ -32,6 +32,7 @@ from jaxkv._src.engine.requests import check_num_samples
 from jaxkv._src.engine.requests import width_of
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import init_slots
+from jaxkv._src.kv.host_memory import HostMemory
 from jaxkv._src.kv.pools import Pools
 
 
@@ -70,6 +71,7 @@ def init(
   *,
   first_sequence: Array | int = 0,
   version: Array | int | None = None,
+  host: HostMemory | None = None,
 ) -> RolloutState:
   """Returns the initial state of a rollout.
 
@@ -94,10 +96,12 @@ def init(
     version: int32[], the version of the weights: the number of updates since
       the cache was made, see `update_weights` and `jaxkv.new_epoch`. Required
       if the cache holds pages, because other weights may have computed them.
+    host: the pages in host memory, from `jaxkv.kv.init_host`; None without
+      `CacheConfig.host_pages`.
 
   Returns:
     The state for `generate`, on the devices of `kv`. Donating it deletes
-    `cache` and `kv`, but no other argument.
+    `cache`, `kv` and `host`, but no other argument.
 
   Raises:
     TypeError: an argument does not hold integers, or `key` is not a
@@ -113,14 +117,14 @@ def init(
   # Kept, so that below the state gets copies of the caller's arrays.
   arguments = key, requests, version
   requests = as_requests(requests, config)
-  check_memory(cache, kv, config)
+  memory = Memory(cache=cache, kv=kv, host=host)
+  check_memory(memory, config)
   check_num_samples(requests, config)
   check_fits(requests, cache.config, config)
   first = _as_first(first_sequence, requests, config)
   is_current = has_version(cache, version)
   state = _init(cache, kv, requests, key, first, is_current, config=config)
   # The pages may fill a device, so they are not copied.
-  memory = Memory(cache=cache, kv=kv)
   state = dataclasses.replace(state, memory=memory, key=key)
   state = device_placement.without_shared_arrays(state, arguments)
   return device_placement.beside(state, jax.tree.leaves(kv)[0])

@@ -65,6 +65,7 @@ from jaxkv._src.engine.fork import Forks
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.memory import Memory
+from jaxkv._src.engine.memory import move_pages
 from jaxkv._src.engine.model_call import Model
 from jaxkv._src.engine.model_call import call_model
 from jaxkv._src.engine.queue import Queue
@@ -125,7 +126,7 @@ def step(
 ) -> tuple[RolloutState, Buffers]:
   """Runs one step, with at most `max_calls` calls of the model, int32[]."""
   queue, slots, memory = state.queue, state.slots, state.memory
-  config, counters, kv = state.config, state.counters, memory.kv
+  config, counters = state.config, state.counters
   # Comes first, because the freed pages serve the forks and entrants of this
   # step.
   cache = grow.free_behind_windows(queue, slots, memory.cache)
@@ -134,7 +135,8 @@ def step(
     if config.num_samples > 1:
       slots, cache = fork.share_full_pages(slots, cache, forks)
   with jax.named_scope("admit"):
-    state = _replaced(state, queue, slots, Memory(cache=cache, kv=kv))
+    memory = dataclasses.replace(memory, cache=cache)
+    state = _replaced(state, queue, slots, memory)
     state = _admit(state, is_scoring=hooks.scoring is not None)
   # A sequence that has just entered has only the tokens that its lookup found.
   has_entered = state.slots.row != slots.row
@@ -145,7 +147,8 @@ def step(
   num_drafts = None if drafts is None else drafts.counts
   with jax.named_scope("grow"):
     cache, starved = grow.grow(queue, slots, cache, num_drafts, config)
-    memory = Memory(cache=cache, kv=kv)
+    # Pages that admission and growth took are saved before they are written.
+    memory = move_pages(dataclasses.replace(memory, cache=cache))
     state = _replaced(state, queue, slots, memory)
     state, leaving = _make_way(state, forks, starved)
   # After admission and preemption, so that the tally is of the sequences that
@@ -169,7 +172,7 @@ def step(
       hooks.scoring,
       model=hooks.model,
     )
-  before, counts = memory.cache, work.counts
+  before, counts, host = memory.cache, work.counts, memory.host
   first = lengths(queue, slots)
   num_more = None
   if config.decode_steps > 1 and hooks.scoring is None:
@@ -177,6 +180,8 @@ def step(
       before, num_more = decode_round.reserve(
         queue, slots, before, counts, is_complete, max_calls, config
       )
+      memory = move_pages(Memory(cache=before, kv=kv, host=host))
+      before, kv, host = memory.cache, memory.kv, memory.host
   place = counters.steps.modulo(max(config.timeline, 1))
   record = functools.partial(
     timeline.record,
@@ -254,7 +259,7 @@ def step(
     state,
     queue=queue,
     slots=dataclasses.replace(slots, row=row),
-    memory=Memory(cache=cache, kv=kv),
+    memory=Memory(cache=cache, kv=kv, host=host),
     counters=counters,
     log=log,
   )
@@ -288,7 +293,8 @@ def _admit(state: RolloutState, *, is_scoring: bool) -> RolloutState:
     )
     queue = admit.mark_running(queue, entrants, waiting, cache.epoch)
     slots = admit.seat(slots, entrants)
-    return _replaced(state, queue, slots, Memory(cache=cache, kv=memory.kv))
+    memory = dataclasses.replace(memory, cache=cache)
+    return _replaced(state, queue, slots, memory)
 
   # The loop carries the whole state, which XLA passes through without a copy.
   # Most steps admit nothing.

@@ -15,7 +15,6 @@ from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.verbs.free import free
 from jaxkv._src.engine.expert_records import save_experts
-from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.preempt import vacate
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
@@ -85,5 +84,5 @@ def leave_slots(state: RolloutState, leaving: Array) -> RolloutState:
     state,
     queue=queue,
     slots=vacate(slots, leaving, queue.no_row),
-    memory=Memory(cache=cache, kv=state.memory.kv),
+    memory=dataclasses.replace(state.memory, cache=cache),
   )

@@ -11,7 +11,6 @@ from jax import Array
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.verbs.reset import new_epoch
-from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.page_keys import rehash
 from jaxkv._src.engine.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue import Queue
@@ -69,7 +68,7 @@ def _update_weights(state: RolloutState, policy: Policy) -> RolloutState:
   cache, _ = new_epoch(state.memory.cache)
   rows = jnp.arange(queue.size, dtype=jnp.int32)
   queue = rehash(queue, cache, indexing.where_valid(waits, rows))
-  memory = Memory(cache=cache, kv=state.memory.kv)
+  memory = dataclasses.replace(state.memory, cache=cache)
   return dataclasses.replace(state, queue=queue, memory=memory)
 
 

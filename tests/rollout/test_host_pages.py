@@ -1,0 +1,128 @@
+"""Rollouts whose evicted prefixes move to host memory and back."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import models
+from jaxkv import rollout
+from tests import as_users
+from tests.models import exact_families as families
+
+_SAMPLES, _NEW, _PROMPT, _PAGE = 2, 12, 20, 4
+_COLUMNS = -(-(_PROMPT + _NEW) // _PAGE)
+_ROUNDS = 3
+
+
+def _sizes(config, *, num_pages, host_pages=0):
+  return jaxkv.CacheConfig(
+    num_pages=num_pages,
+    page_size=_PAGE,
+    num_slots=4,
+    pages_per_slot=_COLUMNS,
+    groups=models.cache_groups(config),
+    host_pages=host_pages,
+  )
+
+
+def _rounds(config, params, sizes, decode_steps=1):
+  """Generates for the same prompts repeatedly, with one cache."""
+  rng = np.random.default_rng(1)
+  prompts = jnp.asarray(
+    rng.integers(0, families.VOCABULARY, (6, _PROMPT)), jnp.int32
+  )
+  lengths = jnp.asarray([20, 13, 7, 20, 18, 20], jnp.int32)
+  options = rollout.RolloutConfig(
+    num_samples=_SAMPLES,
+    max_new_tokens=_NEW,
+    prefill_chunk=16,
+    decode_steps=decode_steps,
+    numerics=config.numerics,
+  )
+  generate = as_users.jit(
+    functools.partial(
+      rollout.generate, model=functools.partial(models.forward, config=config)
+    )
+  )
+  sampling = rollout.Sampling(temperature=0.8)
+  cache, kv = jaxkv.init(sizes), models.init_kv(config, sizes)
+  host = jaxkv.kv.init_host(kv, sizes) if sizes.host_pages else None
+  ends = []
+  for number in range(_ROUNDS):
+    state = rollout.init(
+      cache,
+      kv,
+      rollout.Requests(prompts, lengths, sampling=sampling),
+      jax.random.key(number),
+      options,
+      version=0,
+      host=host,
+    )
+    state = generate(params, state)
+    rollout.check(state)
+    ends.append((rollout.generated(state), state.counters))
+    memory = state.memory
+    cache, kv, host = memory.cache, memory.kv, memory.host
+  return ends, jaxkv.stats(cache)
+
+
+@pytest.mark.parametrize(
+  ("name", "decode_steps"),
+  [
+    ("llama", 1),
+    pytest.param("llama", 3, marks=pytest.mark.slow),
+    pytest.param("gemma", 1, marks=pytest.mark.slow),
+    pytest.param("delta_net", 3, marks=pytest.mark.slow),
+    pytest.param("latents", 1, marks=pytest.mark.slow),
+  ],
+)
+def test_the_same_bits_with_host_pages(name, decode_steps):
+  """A small device pool with host pages, and a large one without."""
+  config, params = families.decoder(name)
+  num_groups = len(models.cache_groups(config))
+  num_pages = 1 + num_groups * (_COLUMNS * 5 // 2)
+  large = _sizes(config, num_pages=1 + 200 * num_groups)
+  small = _sizes(config, num_pages=num_pages, host_pages=150 * num_groups)
+  expected, _ = _rounds(config, params, large)
+  found, stats = _rounds(config, params, small, decode_steps)
+  for (drawn, _), (other, _) in zip(expected, found, strict=True):
+    for field in ("tokens", "log_probs", "lengths", "finish"):
+      np.testing.assert_array_equal(
+        getattr(drawn, field), getattr(other, field), err_msg=field
+      )
+  assert int(stats.saved_pages) > num_pages
+  assert int(stats.restored_pages) > 10
+
+
+def test_host_pages_save_computed_tokens():
+  """The prompts of later rounds are restored, not computed again."""
+  config, params = families.decoder("llama")
+  with_host = _sizes(config, num_pages=25, host_pages=100)
+  ends, stats = _rounds(config, params, with_host)
+  alone, _ = _rounds(config, params, _sizes(config, num_pages=25))
+  computed, computed_alone = (
+    int(end[-1][1].prefilled) + int(end[-1][1].recomputed)
+    for end in (ends, alone)
+  )
+  assert computed < computed_alone / 2
+  assert int(stats.restored_pages) > 0
+
+
+def test_refuses_another_host_pool():
+  config, _ = families.decoder("llama")
+  sizes = _sizes(config, num_pages=25, host_pages=10)
+  kv, cache = models.init_kv(config, sizes), jaxkv.init(sizes)
+  requests = rollout.Requests(jnp.ones((1, 3), jnp.int32), jnp.asarray([3]))
+  options = rollout.RolloutConfig(max_new_tokens=4)
+  make = functools.partial(
+    rollout.init, cache, kv, requests, jax.random.key(0), options
+  )
+  with pytest.raises(TypeError, match="`host` must be a HostMemory"):
+    make()
+  other = _sizes(config, num_pages=25, host_pages=11)
+  with pytest.raises(ValueError, match="`host` must have 10 pages"):
+    make(host=jaxkv.kv.init_host(kv, other))
