@@ -397,3 +397,16 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   assert in_largest_loop(text) == (2 + 1 + 2 + 1 + 5, 2 + 1)
   # One condition, and no trip.
   assert in_largest_loop(text, is_common=True) == (2 + 1 + 1 + 5, 1 + 1)
+
+
+def test_two_memories_keep_what_one_forgets():
+  import two_memories
+
+  rows = two_memories.measured(quick=True, rounds=1)["rows"]
+  found = {
+    row["workload"]: row["value"]
+    for row in rows
+    if row["metric"] == "of the hits of unlimited"
+  }
+  assert found["two memories"] == 1
+  assert found["one memory"] < 0.5
