@@ -133,10 +133,9 @@ def measured(quick: bool, rounds: int) -> dict[str, Any]:
   lengths = work.first + 2 * work.more * np.arange(work.rounds)
   rows, most = [], None
   for name, (pages, host_pages) in sizes.items():
-    config, times = config_of(work, pages, host_pages), []
-    for _ in range(rounds):
-      hits, state, seconds = serve(work, config)
-      times.append(seconds)
+    config = config_of(work, pages, host_pages)
+    served = [serve(work, config) for _ in range(rounds)]
+    hits, state, _ = served[0]
     shares = hits / (lengths * work.clients)
     last = float(hits[-1])
     most = last if most is None else most
@@ -152,7 +151,9 @@ def measured(quick: bool, rounds: int) -> dict[str, Any]:
     if stats.saved_pages is not None and stats.restored_pages is not None:
       moves = int(stats.saved_pages) + int(stats.restored_pages)
       rows.append(Row(name, "moves", moves / count))
-    rows.append(Row(name, "us", min(times) / count * 1e6))
+    rows.append(
+      Row(name, "us", min(seconds for *_, seconds in served) / count * 1e6)
+    )
   return report(rows)
 
 

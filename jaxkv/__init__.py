@@ -28,7 +28,7 @@ or `shard_map`. A verb returns a new state, and the old state stays usable.
 | `view` | makes a `jaxkv.kv.View`, which `jaxkv.kv.write` and `attend` take |
 
 `CacheConfig` has the static sizes and options, `CacheState` is the state, and
-`check` raises `CacheError`.
+`check` raises `CacheError`. `HostPolicy` is the cost of pages in host memory.
 
 A verb takes the state first and returns `(state, out)`. A query returns only
 its answer. `out.code` has a `Status` for each row, and `out.ok` is True for the
@@ -106,7 +106,7 @@ Commands (`python -m jaxkv COMMAND --help` has all options):
 | `rollout` | continues prompts with a small character model |
 | `replay TRACE --pages N` | runs a request trace through the verbs in a scan |
 | `grpo` | trains a small model by GRPO, in one program |
-| `doctor` | prints versions, devices and backends, and runs a small check |
+| `doctor` | prints versions, devices, backends and two speeds, and runs a check |
 
 `replay` reads JSON lines with `timestamp, input_length, output_length,
 hash_ids`, and prints hits, evictions and the time per request. `hash_ids` has
@@ -165,6 +165,7 @@ from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import Recurrent
 from jaxkv._src.cache.group_kinds import SlidingWindow
+from jaxkv._src.cache.host_policy import HostPolicy
 from jaxkv._src.cache.invariants import CacheError
 from jaxkv._src.cache.invariants import check
 from jaxkv._src.cache.invariants import check_invariants
@@ -217,6 +218,7 @@ __all__ = [
   "CrossAttention",
   "FullAttention",
   "GroupKind",
+  "HostPolicy",
   "Recurrent",
   "SlidingWindow",
   "Status",

@@ -15,6 +15,7 @@ the letters of array shapes.
 | `attend` | computes attention over the tokens of a sequence or an encoder |
 | `attend_with_lse` | also returns the log-sum-exps |
 | `copy` | copies pages in every layer, as `fork` and `truncate` require |
+| `page_bytes` | counts the bytes of a page, for a `HostPolicy` |
 | `init_host` | makes empty pages in host memory, for evicted pages |
 | `move` | moves pages between device and host, as verbs require |
 | `gather` | gathers sequences into dense arrays |
@@ -140,6 +141,14 @@ return the necessary moves, which are performed before anything is written:
   state, out = jaxkv.admit(state, slots, tokens, lengths)
   kv, host = jaxkv.kv.move(kv, host, out.moves)
 
+Moves can cost more than they save. With `CacheConfig.host_policy`, pages move
+only if their return takes less time than computing their tokens again:
+
+  policy = jaxkv.HostPolicy(bytes_per_second=16.4e9, tokens_per_second=22_900)
+  config = jaxkv.CacheConfig(
+    ..., host_policy=policy, page_bytes=jaxkv.kv.page_bytes(kv)
+  )
+
 A lookup prefers a page on the device to an equal one on the host. Only cached
 pages of the current weights move: after `new_epoch`, older pages are forgotten
 when they are evicted. A page in use is never moved, and `merge_duplicates`
@@ -173,6 +182,7 @@ from jaxkv._src.kv.memory import gather
 from jaxkv._src.kv.memory import init
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.pools import copy
+from jaxkv._src.kv.pools import page_bytes
 from jaxkv._src.kv.recurrent_pages import StatePages
 from jaxkv._src.kv.recurrent_pages import init_states
 from jaxkv._src.kv.recurrent_pages import read_state
@@ -206,6 +216,7 @@ __all__ = [
   "init_host",
   "init_states",
   "move",
+  "page_bytes",
   "plan_decode",
   "plan_layers",
   "read_expert_ids",

@@ -3,6 +3,7 @@
 Every result with a `code` also has `ok`, which is True for successful rows.
 """
 
+from jaxkv._src.cache.pool.host_pages import Moves
 from jaxkv._src.cache.state import Copies
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.stats import Stats
@@ -25,6 +26,7 @@ __all__ = [
   "Copies",
   "Forked",
   "Matched",
+  "Moves",
   "NewEpoch",
   "Outcome",
   "Pinned",

@@ -56,6 +56,7 @@ def _expected_host(pool):
     "num_saved": pool.saved,
     "num_restored": pool.restored,
     "num_forgotten": pool.forgotten,
+    "num_dropped": pool.dropped,
   }
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+import jaxkv.results
 import jaxkv.telemetry
-from jaxkv._src.arrays.indexing import NOWHERE
 from tests.cache.differences import differences
 from tests.cache.mirror import Mirror
 from tests.cache.moves import ARGUMENTS
@@ -99,7 +99,13 @@ class Pair:
     count = int(moves.count)
     first = self.setup.config.num_pages + 1
     found = [
-      (int(page), *(None if host == NOWHERE else first + host for host in pair))
+      (
+        int(page),
+        *(
+          None if host == jaxkv.results.Moves.NONE else first + host
+          for host in pair
+        ),
+      )
       for page, *pair in zip(
         moves.page[:count].tolist(),
         moves.saved_to[:count].tolist(),

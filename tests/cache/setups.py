@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -11,6 +12,7 @@ from jaxkv import ChunkedLocal
 from jaxkv import CrossAttention
 from jaxkv import FullAttention
 from jaxkv import GroupKind
+from jaxkv import HostPolicy
 from jaxkv import Recurrent
 from jaxkv import SlidingWindow
 from jaxkv._src.arrays import loops
@@ -91,7 +93,7 @@ def small(
   worse: str = "",
   num_pages: int | None = None,
   pages_per_slot: int = 4,
-  **options: bool | int,
+  **options: Any,
 ) -> Setup:
   """Makes a setup of four slots, with pages for little more than two of them.
 
@@ -257,6 +259,9 @@ SETUPS = {
     worse="crowded tight",
     num_pages=18,
     host_pages=9,
+    # One of a column's two pages may return, not both.
+    host_policy=HostPolicy(10, 10),
+    page_bytes=1,
     **LONG,
     **MERGE,
   ),

@@ -13,9 +13,8 @@ import jaxkv
 from jaxkv import ChunkedLocal
 from jaxkv import Recurrent
 from jaxkv import SlidingWindow
-from jaxkv._src.arrays.indexing import NOWHERE
 from jaxkv._src.cache.pool import page_pool
-from jaxkv._src.cache.pool.host_pages import Moves
+from jaxkv.results import Moves
 
 
 class FalseContent(AssertionError):
@@ -173,8 +172,10 @@ class ShadowMemory:
     for index in range(count):
       page = moves.page[index]
       source, target = moves.restored_from[index], moves.saved_to[index]
-      restored = self.content[first + source].copy() if source < NOWHERE else 0
-      if target < NOWHERE:
+      restored = (
+        self.content[first + source].copy() if source < Moves.NONE else 0
+      )
+      if target < Moves.NONE:
         self.content[first + target] = self.content[page]
       # Without a content to restore, the page is as good as never written.
       self.content[page] = restored

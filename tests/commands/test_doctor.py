@@ -32,6 +32,8 @@ def test_reports_versions_devices_and_the_backend():
   assert report["devices"].split()[0] == "cpu,"
   assert "backend xla, the first choice" in report['backend "auto"']
   assert report["check"].strip() == "passed"
+  for name in ("bytes_per_second", "tokens_per_second"):
+    assert float(report[name].split()[0]) > 0
 
 
 def test_a_failure_is_a_line_and_a_status(capsys, monkeypatch):

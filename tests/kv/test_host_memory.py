@@ -11,8 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
-from jaxkv._src.arrays.indexing import NOWHERE
-from jaxkv._src.cache.pool.host_pages import Moves
+from jaxkv.results import Moves
 from tests.tools import ahead_of_time
 from tests.tools.compiled_loops import work_in_loops
 
@@ -31,7 +30,7 @@ def _moves(*rows, num_pages=_N):
   """Makes moves from (page, host page saved to, host page restored from)."""
   table = np.zeros((num_pages, 3), np.int32)
   for index, row in enumerate(rows):
-    table[index] = [NOWHERE if item is None else item for item in row]
+    table[index] = [Moves.NONE if item is None else item for item in row]
   page, saved_to, restored_from = jnp.asarray(table.T)
   return Moves(
     page=page,

@@ -66,6 +66,7 @@ def find(groups: list[Group], pool: Pool, root: tuple, tokens: list) -> Hit:
     for number, group in enumerate(groups)
     for column in range(group.full_pages(len(tokens)))
   }
+  pages = _worth_restoring(pool, pages, len({group.size for group in groups}))
 
   def cached(number: int, column: int) -> bool:
     return pages.get((number, column)) is not None
@@ -77,6 +78,30 @@ def find(groups: list[Group], pool: Pool, root: tuple, tokens: list) -> Hit:
     for number, (group, begin) in enumerate(zip(groups, first, strict=True))
   ]
   return Hit(length, first, needed, junction)
+
+
+def _worth_restoring(pool: Pool, pages: dict, num_sizes: int) -> dict:
+  """Drops pages on the host that are not worth their return.
+
+  If all groups have one page size, their pages in a column return together.
+  """
+
+  def price(number, column):
+    together = [
+      page
+      for (group, other), page in pages.items()
+      if other == column and (num_sizes == 1 or group == number)
+    ]
+    return sum(page is not None and pool.is_on_host(page) for page in together)
+
+  return {
+    place: None
+    if page is not None
+    and pool.is_on_host(page)
+    and price(*place) > pool.max_restored
+    else page
+    for place, page in pages.items()
+  }
 
 
 def longest_prefix(

@@ -22,18 +22,25 @@ class Pool:
       be overwritten; they are larger than those of all device pages.
     stale_before: value of the clock at the last epoch. Pages that got their key
       before are not saved.
-    saved, restored, forgotten: as in `Stats`.
+    max_restored: the number of pages of a column that return at most.
+    saved, restored, forgotten, dropped: as in `Stats`.
     moves: device page, host page saved to, host page restored from, for each
       move of the latest verb; None for no host page.
   """
 
   def __init__(
-    self, num_pages: int, unhashed_first: bool = True, host_pages: int = 0
+    self,
+    num_pages: int,
+    unhashed_first: bool = True,
+    host_pages: int = 0,
+    max_restored: float = float("inf"),
   ):
+    self.max_restored = max_restored
     self.unhashed_first = unhashed_first
     self.num_pages = num_pages
     self.host = [num_pages + 1 + page for page in range(host_pages)]
     self.stale_before = self.saved = self.restored = self.forgotten = 0
+    self.dropped = 0
     self.moves: list[tuple[int, int | None, int | None]] = []
     self.free = list(range(1, num_pages))
     self.refs = [0] * num_pages
@@ -51,8 +58,11 @@ class Pool:
     key = self.keys.pop(page, None)
     if key is not None:
       self.evicted += 1
-      if self.host and self.born[page] >= self.stale_before:
+      is_current = self.born[page] >= self.stale_before
+      if self.host and self.max_restored > 0 and is_current:
         self._save(page, key)
+      else:
+        self.dropped += 1
       published = self.clock - self.born[page] - 1  # After this one.
       self.lifetime[published.bit_length()] += 1
       self.idle[(self.clock - self.released[page]).bit_length()] += 1

@@ -46,6 +46,7 @@ class Slots:
       config.num_pages,
       config.free_policy == "unhashed_first",
       config.host_pages,
+      config.max_restored_pages,
     )
     self.epoch = 0
     self.error = Status.OK

@@ -7,6 +7,9 @@ import math
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import GroupSizes
+from jaxkv._src.cache.host_policy import HostPolicy
+
+_CAN_BE_0 = ("event_log", "host_pages", "page_bytes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,12 @@ class CacheConfig:
       `jaxkv.telemetry.residency`.
     host_pages: N2, pages in host memory for cached pages that the device
       evicts; 0 for none. See `jaxkv.kv.move`.
+    host_policy: the pages that move to host memory and back. "always": all
+      cached pages. "never": none. A `HostPolicy`: those whose return takes less
+      time than computing their tokens again. A hit ends before the first page
+      that is not worth its return.
+    page_bytes: bytes of a page over all layers, `jaxkv.kv.page_bytes(kv)`,
+      which a `HostPolicy` needs; 0 if it is not known.
 
   Raises:
     TypeError: a field has the wrong type.
@@ -74,9 +83,11 @@ class CacheConfig:
   track_new_pages: bool = False
   track_residency: bool = False
   host_pages: int = 0
+  host_policy: str | HostPolicy = "always"
+  page_bytes: int = 0
 
   def __post_init__(self):
-    minima = {"num_pages": 2, "event_log": 0, "host_pages": 0}
+    minima = {"num_pages": 2} | dict.fromkeys(_CAN_BE_0, 0)
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
       if field.type is int:
@@ -87,10 +98,20 @@ class CacheConfig:
         )
     _check_choice("free_policy", self.free_policy, ("unhashed_first", "lru"))
     _check_choice("prefix_rules", self.prefix_rules, ("current", "classic"))
+    self._check_host_policy()
     self._check_groups()
     self._check_sizes()
     self._check_retention()
     self._check_caching()
+
+  def _check_host_policy(self):
+    if not isinstance(self.host_policy, HostPolicy):
+      _check_choice("host_policy", self.host_policy, ("always", "never"))
+    elif not self.page_bytes:
+      raise ValueError(
+        "`CacheConfig.page_bytes` must be given with a HostPolicy, got 0; use "
+        "jaxkv.kv.page_bytes(kv)."
+      )
 
   def _check_sizes(self):
     # The free queue's ring has up to 4 N positions. They must stay below the
@@ -226,6 +247,14 @@ class CacheConfig:
     # Out of range on purpose, so that a scatter drops it. A negative index
     # would mean the last page.
     return self.num_pages
+
+  @functools.cached_property
+  def max_restored_pages(self) -> int:
+    """The number of pages of a column that `host_policy` restores at most."""
+    if isinstance(self.host_policy, HostPolicy):
+      size = min(self.page_sizes)
+      return self.host_policy.max_pages(self.page_bytes, size)
+    return self.num_groups if self.host_policy == "always" else 0
 
   @property
   def preferred_pages(self) -> int | None:

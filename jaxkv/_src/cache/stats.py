@@ -24,9 +24,10 @@ class Stats:
     merged_pages: pages replaced by an equal cached page.
     failed_rows: rows that are neither OK nor SKIPPED.
     saved_pages: pages saved to host memory; None without host pages, like the
-      next two.
+      next three.
     restored_pages: pages restored from host memory.
     forgotten_pages: saved pages that later ones replaced.
+    dropped_pages: cached pages that were evicted and not saved.
   """
 
   queried_tokens: Array
@@ -39,6 +40,7 @@ class Stats:
   saved_pages: Array | None = None
   restored_pages: Array | None = None
   forgotten_pages: Array | None = None
+  dropped_pages: Array | None = None
 
   def __sub__(self, earlier: "Stats") -> "Stats":
     """Returns the counts between two readings."""

@@ -2,7 +2,9 @@
 
 Bug reports should include the output. The check allocates and commits tokens on
 the default device, attends to them with the backend that "auto" chooses, and
-compares the result with that of the backend "xla".
+compares the result with that of the backend "xla". The last two rows have the
+speeds that `jaxkv.HostPolicy` takes: of pages that return from host memory, and
+of prompts, from the speed of a matrix product.
 """
 
 import argparse
@@ -11,12 +13,16 @@ import logging
 import os
 import platform
 import sys
+import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+import jaxkv.results
 from jaxkv._src.commands import output
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "chex", "optax")
@@ -54,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
       ("devices", f"{jax.default_backend()}, {'; '.join(names)}"),
       ('backend "auto"', _attention()),
       ("check", "passed"),
+      ("bytes_per_second", _bytes_per_second()),
+      ("tokens_per_second", _tokens_per_second()),
     ]
     status = 0
   # The command must report any failure, so it catches all exceptions.
@@ -128,3 +136,57 @@ def _check() -> None:
   error = np.abs(out - expected).max()
   if not error < _TOLERANCE:
     raise ArithmeticError(f'attention differs from backend "xla": {error:.3g}')
+
+
+def _bytes_per_second() -> str:
+  """Returns the speed of pages that return from host memory."""
+  kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
+  if "pinned_host" not in kinds:
+    return f"no pinned_host memory, only {', '.join(kinds)}"
+  count = 32
+  config = jaxkv.CacheConfig(
+    num_pages=1 + count,
+    page_size=16,
+    num_slots=1,
+    pages_per_slot=1,
+    host_pages=count,
+  )
+  kv = jaxkv.kv.init(config, num_layers=8, num_kv_heads=8, head_dim=128)
+  host = jaxkv.kv.init_host(kv, config)
+  pages = jnp.arange(1 + count, dtype=jnp.int32)
+  moves = jaxkv.results.Moves(
+    page=pages + 1,
+    saved_to=jnp.full_like(pages, jaxkv.results.Moves.NONE),
+    restored_from=pages,
+    count=jnp.int32(count),
+  )
+  total = count * jaxkv.kv.page_bytes(kv)
+  memories = [kv, host]
+  # Donated, because a copy of the pools would take longer than the moves.
+  move = jax.jit(jaxkv.kv.move, donate_argnums=(0, 1))
+
+  def call() -> Any:
+    memories[:] = move(*memories, moves)
+    return memories
+
+  return f"{total / _seconds(call):.3g}"
+
+
+def _tokens_per_second() -> str:
+  """Returns the speed of prompts, for a model of a billion parameters."""
+  dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+  left, right = jnp.ones((512, 2048), dtype), jnp.ones((2048, 2048), dtype)
+  seconds = _seconds(lambda: jax.jit(jnp.matmul)(left, right))
+  # A token takes a multiplication and an addition for each parameter.
+  speed = left.shape[0] * right.size / seconds / 1e9
+  return f"{speed:.3g} at most, for each billion of a model's parameters"
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+  """Returns the least time of a few calls, after one that compiles."""
+  times = []
+  for _ in range(6):
+    begin = time.perf_counter()
+    jax.block_until_ready(call())
+    times.append(time.perf_counter() - begin)
+  return min(times[1:])

@@ -228,7 +228,7 @@ def _move(
     device, far, stage = loop
     page = moves.page[index]
     source, target = moves.restored_from[index], moves.saved_to[index]
-    restores, saves = source < NOWHERE, target < NOWHERE
+    restores, saves = source < Moves.NONE, target < Moves.NONE
 
     def read(stage):
       return tuple(

@@ -42,6 +42,29 @@ def pools_of(kv: Pools) -> tuple[Pool, ...]:
   return pools
 
 
+def page_bytes(kv: Pools) -> int:
+  """Returns the bytes of a page in all layers of all pools.
+
+  Args:
+    kv: the pages, of one pool or of a tuple of pools.
+
+  Raises:
+    TypeError: `kv` holds no pools of pages.
+
+  Examples:
+    >>> import jaxkv
+    >>> config = jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=4, num_slots=2, pages_per_slot=4
+    ... )
+    >>> kv = jaxkv.kv.init(config, num_layers=3, num_kv_heads=2, head_dim=16)
+    >>> page_bytes(kv)  # Keys and values in two bytes each.
+    1536
+  """
+  pools = pools_of(kv)
+  total = sum(leaf.nbytes for leaf in jax.tree.leaves(pools))
+  return total // pools[0].num_pages
+
+
 def copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
   """Copies page `src[r]` over page `dst[r]`, in every layer of every pool.
 

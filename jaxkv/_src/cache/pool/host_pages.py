@@ -12,6 +12,7 @@ the queue, where 0 is not a page.
 """
 
 import dataclasses
+from typing import ClassVar
 from typing import NamedTuple
 
 import jax
@@ -40,12 +41,15 @@ class Moves:
 
   Attributes:
     page: the device page of each move.  # int32[X]
-    saved_to: the host page that gets the content of `page`; NOWHERE for none.
+    saved_to: the host page that gets the content of `page`; NONE for none.
       # int32[X]
-    restored_from: the host page whose content `page` gets; NOWHERE for none.
+    restored_from: the host page whose content `page` gets; NONE for none.
       # int32[X]
     count: the number of moves; later entries are not moves.  # int32[]
+    NONE: the number of no host page.
   """
+
+  NONE: ClassVar[int] = indexing.NOWHERE
 
   page: Array
   saved_to: Array
@@ -59,6 +63,7 @@ class HostPages:
   """The pages in host memory.
 
   Attributes:
+    saves: False to save no page, because none would ever return.
     queue: all host pages, in the order in which they will be overwritten.
     moves: the moves since the last call of a verb.
     stale_before: the clock of the prefix index at the last `new_epoch`. Pages
@@ -66,14 +71,17 @@ class HostPages:
     num_saved: pages saved since `init`, modulo 2**32.  # uint32[]
     num_restored: pages restored since `init`, modulo 2**32.  # uint32[]
     num_forgotten: saved pages that were overwritten, modulo 2**32.  # uint32[]
+    num_dropped: pages evicted but not saved, modulo 2**32.  # uint32[]
   """
 
+  saves: bool = dataclasses.field(metadata={"static": True})
   queue: FreeQueue
   moves: Moves
   stale_before: Array
   num_saved: Array
   num_restored: Array
   num_forgotten: Array
+  num_dropped: Array
 
 
 class Exchanged(NamedTuple):
@@ -98,9 +106,10 @@ class Exchanged(NamedTuple):
 
 def init(config: CacheConfig) -> HostPages:
   """Returns empty host pages."""
-  zeros = (jnp.zeros((), jnp.uint32) for _ in range(4))
-  stale_before, num_saved, num_restored, num_forgotten = zeros
+  zeros = [jnp.zeros((), jnp.uint32) for _ in range(5)]
+  stale_before, num_saved, num_restored, num_forgotten, num_dropped = zeros
   return HostPages(
+    saves=config.max_restored_pages > 0,
     queue=free_queue.init(config.host_pages + 1),
     moves=Moves(
       page=jnp.zeros((config.num_pages,), jnp.int32),
@@ -112,6 +121,7 @@ def init(config: CacheConfig) -> HostPages:
     num_saved=num_saved,
     num_restored=num_restored,
     num_forgotten=num_forgotten,
+    num_dropped=num_dropped,
   )
 
 
@@ -146,7 +156,7 @@ def must_stay(
   lanes = jnp.arange(pages.shape[0], dtype=jnp.int32)
   targets, live = free_queue.entries_at(host.queue, lanes)
   entries = prefix_index.entries_of(index, pages, pages >= 0)
-  saved = entries.valid & _is_current(host, index, entries.stamps)
+  saved = entries.valid & _are_saved(host, index, entries.stamps)
   if without_loops:
     # The entries after a page that a loop must remove do not count.
     passed = live & prefix_index.has_passed(index, first_number + targets)
@@ -183,7 +193,7 @@ def exchange(
   # One read and one write of both lists, because XLA would copy the index if a
   # read of one list did not precede the write of the other.
   evicted = prefix_index.entries_of(index, pages, valid)
-  saved = evicted.valid & _is_current(host, index, evicted.stamps)
+  saved = evicted.valid & _are_saved(host, index, evicted.stamps)
   sources, moved = pages, saved
   if restored is None:
     restored = sharding.zeros_like(pages)
@@ -227,6 +237,8 @@ def exchange(
     num_saved=host.num_saved + num_saved.astype(jnp.uint32),
     num_restored=host.num_restored + num_restored,
     num_forgotten=host.num_forgotten + jnp.sum(num_forgotten, dtype=jnp.uint32),
+    num_dropped=host.num_dropped
+    + (evicted.total - num_saved).astype(jnp.uint32),
   )
   return (
     host,
@@ -257,8 +269,10 @@ def to_front(host: HostPages, pages: Array, valid: Array) -> HostPages:
   return dataclasses.replace(host, queue=queue)
 
 
-def _is_current(host: HostPages, index: PrefixIndex, stamps: Array) -> Array:
-  """Returns bool[W]: True for pages published since the last `new_epoch`."""
+def _are_saved(host: HostPages, index: PrefixIndex, stamps: Array) -> Array:
+  """Returns bool[W]: True for pages to save, of the current weights."""
+  if not host.saves:
+    return jnp.zeros(stamps.shape, bool)
   return index.clock - stamps <= index.clock - host.stale_before
 
 

@@ -111,6 +111,8 @@ def find_prefix(
     page_tokens = page_tokens.reshape(rows, columns, config.page_size)
     chain = hashed[1] if hashed else hashing.row_keys(secret, root, page_tokens)
     pages = _look_up(config, secret, index, chain, page_tokens)
+    if config.host_pages and config.max_restored_pages < config.num_groups:
+      pages = _worth_restoring(config, pages)
     num_hashed = (possible + 1) // config.page_size * config.page_size
     num_cached, longest = agree(config, pages > 0, possible, num_hashed)
     first = config.sizes.skipped_pages(num_cached)
@@ -182,6 +184,22 @@ def _look_up(
     begin += rows * columns
     pages.append(jnp.pad(group_pages, ((0, 0), (0, keys.shape[1] - columns))))
   return jnp.stack(pages, axis=1)
+
+
+def _worth_restoring(config: CacheConfig, pages: Array) -> Array:
+  """Drops hits in host memory that are not worth their return.
+
+  Args:
+    config: the cache.
+    pages: int32[R, G, P].
+  """
+  on_host = pages > config.num_pages
+  count = on_host.astype(jnp.int32)
+  # Groups with pages of one size have the same tokens in a column.
+  if len(set(config.page_sizes)) == 1:
+    count = jnp.sum(count, axis=1, keepdims=True)
+  is_worth = count <= config.max_restored_pages
+  return jnp.where(on_host & ~is_worth, 0, pages)
 
 
 class _Kind(NamedTuple):

@@ -42,6 +42,7 @@ def stats(state: CacheState) -> Stats:
       saved_pages=host.num_saved,
       restored_pages=host.num_restored,
       forgotten_pages=host.num_forgotten,
+      dropped_pages=host.num_dropped,
     )
   return _copied(counters)
 
