@@ -112,6 +112,37 @@ def test_host_pages_save_computed_tokens():
   assert int(stats.restored_pages) > 0
 
 
+def test_score_restores_prompts():
+  """The prompts of a second call return from the host, with the same bits."""
+  config, params = families.decoder("llama")
+  rng = np.random.default_rng(2)
+  prompts = jnp.asarray(rng.integers(0, families.VOCABULARY, (5, _PROMPT)))
+  answers = jnp.asarray(rng.integers(0, families.VOCABULARY, (5, 2, _NEW)))
+  groups = (
+    prompts.astype(jnp.int32),
+    jnp.full((5,), _PROMPT, jnp.int32),
+    answers.astype(jnp.int32),
+    jnp.full((5, 2), _NEW, jnp.int32),
+  )
+  model = functools.partial(models.forward, config=config)
+  score = as_users.jit(functools.partial(rollout.score, model=model, chunk=16))
+  found = []
+  for sizes in (
+    _sizes(config, num_pages=200),
+    _sizes(config, num_pages=25, host_pages=100),
+  ):
+    kv = models.init_kv(config, sizes)
+    host = jaxkv.kv.init_host(kv, sizes) if sizes.host_pages else None
+    memory = rollout.Memory(cache=jaxkv.init(sizes), kv=kv, host=host)
+    memory, _ = score(params, memory, *groups)
+    memory, scored = score(params, memory, *groups)
+    assert scored.ok.all()
+    found.append(scored)
+  np.testing.assert_array_equal(found[0].log_probs, found[1].log_probs)
+  np.testing.assert_array_equal(found[0].cached_tokens, found[1].cached_tokens)
+  assert int(jaxkv.stats(memory.cache).restored_pages) > 0
+
+
 def test_refuses_another_host_pool():
   config, _ = families.decoder("llama")
   sizes = _sizes(config, num_pages=25, host_pages=10)
