@@ -265,13 +265,15 @@ def _move(
     )
     return device, far, stage
 
-  stage = tuple(
-    jnp.zeros((1, *pages.shape[1:]), pages.dtype) for pages in host.pages
-  )
-  device = tuple(array for array, _ in pools)
-  device, far, _ = lax.fori_loop(
-    0, moves.count, trip, (device, host.pages, stage)
-  )
+  def move_all(loop):
+    stage = tuple(
+      jnp.zeros((1, *pages.shape[1:]), pages.dtype) for pages in host.pages
+    )
+    return lax.fori_loop(0, moves.count, trip, (*loop, stage))[:2]
+
+  # A call without moves does not even make the staging page.
+  loop = tuple(array for array, _ in pools), host.pages
+  device, far = loops.at_most_once(moves.count > 0, move_all, loop)
   return jax.tree.unflatten(structure, device), HostMemory(pages=far)
 
 
