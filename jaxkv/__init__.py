@@ -106,7 +106,7 @@ Commands (`python -m jaxkv COMMAND --help` has all options):
 | `rollout` | continues prompts with a small character model |
 | `replay TRACE --pages N` | runs a request trace through the verbs in a scan |
 | `grpo` | trains a small model by GRPO, in one program |
-| `doctor` | prints versions, devices, backends and two speeds, and runs a check |
+| `doctor` | prints versions, devices, backends and speeds, and runs a check |
 
 `replay` reads JSON lines with `timestamp, input_length, output_length,
 hash_ids`, and prints hits, evictions and the time per request. `hash_ids` has
