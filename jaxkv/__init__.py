@@ -28,7 +28,8 @@ or `shard_map`. A verb returns a new state, and the old state stays usable.
 | `view` | makes a `jaxkv.kv.View`, which `jaxkv.kv.write` and `attend` take |
 
 `CacheConfig` has the static sizes and options, `CacheState` is the state, and
-`check` raises `CacheError`. `HostPolicy` is the cost of pages in host memory.
+`check` raises `CacheError`. `HostPolicy` decides which pages are worth host
+memory.
 
 A verb takes the state first and returns `(state, out)`. A query returns only
 its answer. `out.code` has a `Status` for each row, and `out.ok` is True for the

@@ -145,18 +145,18 @@ Moves can cost more than they save. With `CacheConfig.host_policy`, pages move
 only if their return takes less time than computing their tokens again:
 
   policy = jaxkv.HostPolicy(bytes_per_second=16.4e9, tokens_per_second=22_900)
-  config = jaxkv.CacheConfig(
-    ..., host_policy=policy, page_bytes=jaxkv.kv.page_bytes(kv)
-  )
+  size = jaxkv.kv.page_bytes(jax.eval_shape(init_kv))
+  config = jaxkv.CacheConfig(..., host_policy=policy, page_bytes=size)
 
-A lookup prefers a page on the device to an equal one on the host. Only cached
-pages of the current weights move: after `new_epoch`, older pages are forgotten
-when they are evicted. A page in use is never moved, and `merge_duplicates`
+A lookup prefers a page on the device to an equal one on the host. Pages that
+were cached before the last `new_epoch` are forgotten when they are evicted. A
+page in use is never moved, and `merge_duplicates`
 replaces no page by one on the host. All counts of free pages, `keep_free` and
-the watermark of a rollout count device pages only. If equal pages were cached
-twice, for example because two sequences computed them at once, hits can differ
-from those of one pool as large as both memories, and otherwise they are equal.
-Moves run on CPUs and are compiled for TPUs in tests; no GPU has run them yet.
+the watermark of a rollout count device pages only. Hits equal those of one pool
+as large as both memories, unless equal pages are cached twice, for example
+because two sequences computed them at once. If the memory is a tuple of pools,
+a page moves in all of them. Moves run on CPUs and are compiled for TPUs in
+tests; no GPU has run them yet.
 
 Formats. Pools hold float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or
 int8. The last three have a scale for each token and head.

@@ -254,11 +254,11 @@ SETUPS = {
   "host_hybrid": small(
     36,
     1,
-    (Full(page_size=2), Window(4, page_size=2)),
+    (Full(page_size=2), Window(4, page_size=2), Full(page_size=2)),
     window=3,
     worse="crowded tight",
-    num_pages=18,
-    host_pages=9,
+    num_pages=24,
+    host_pages=12,
     # One of a column's two pages may return, not both.
     host_policy=HostPolicy(10, 10),
     page_bytes=1,

@@ -178,3 +178,34 @@ def _reordered(moves, order):
 def test_every_move_matters(change):
   with pytest.raises(FalseContent):
     _serve(_sizes(13, 40), change)
+
+
+def test_a_restored_page_is_not_new():
+  """Its content would be lost if the caller zeroed it."""
+  config = jaxkv.CacheConfig(
+    num_pages=6,
+    page_size=2,
+    num_slots=2,
+    pages_per_slot=8,
+    host_pages=4,
+    track_new_pages=True,
+  )
+  state = jaxkv.init(config)
+  state, _ = jaxkv.allocate(state, [3, 0])
+  state, _ = jaxkv.commit(state, [[1, 2, 3], [0, 0, 0]], [3, 0])
+  state, _ = jaxkv.free(state, slots=[0])
+  state, _ = jaxkv.allocate(state, [0, 10])  # Evicts the only cached page.
+  state, _ = jaxkv.free(state, slots=[1])
+  # The pages that were popped and freed since the last reading are new still.
+  state, out = jaxkv.admit(state, [0], [[1, 2, 3]], [3])
+  assert out.num_cached_tokens.tolist() == [2]
+  state, new = jaxkv.telemetry.take_new_pages(state)
+  restored, fresh = state.page_table[0, 0, :2].tolist()
+  assert not new[restored]
+  assert new[fresh]
+
+
+def test_pin_of_less_than_a_page():
+  state = jaxkv.init(_sizes(9, 4))
+  state, out = jaxkv.pin(state, [[1]], [1])
+  assert jaxkv.Status(int(out.code[0])) == jaxkv.Status.NOT_CACHED

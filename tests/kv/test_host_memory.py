@@ -132,6 +132,34 @@ def test_pages_are_split_by_heads():
     np.testing.assert_array_equal(new[:, 4], old[:, 3])
 
 
+def test_inside_shard_map():
+  """Each device moves pages of its own pools."""
+  if jax.device_count() < 2:
+    pytest.skip("needs two devices")
+  auto = jax.sharding.AxisType.Auto
+  mesh = jax.make_mesh((2,), ("data",), axis_types=(auto,))
+  config = jaxkv.CacheConfig(
+    num_pages=_N, page_size=4, num_slots=2, pages_per_slot=4, host_pages=_HOST
+  )
+
+  @jax.jit
+  @functools.partial(
+    jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data")
+  )
+  def run(numbers):
+    kv = jaxkv.kv.init(
+      config, num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32"
+    )
+    kv = jax.tree.map(lambda leaf: leaf + numbers[0].astype(jnp.float32), kv)
+    host = jaxkv.kv.init_host(kv, config)
+    kv, host = jaxkv.kv.move(kv, host, _moves((3, 1, None)))
+    kv = jax.tree.map(jnp.zeros_like, kv)
+    kv, _ = jaxkv.kv.move(kv, host, _moves((5, None, 1)))
+    return kv.k[5, 0, 0, :1]
+
+  assert run(jnp.asarray([7, 9])).tolist() == [7, 9]
+
+
 def _in_a_loop(kv, host, moves):
   """Moves in each iteration of a loop that carries both memories."""
 

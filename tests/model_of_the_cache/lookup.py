@@ -66,7 +66,7 @@ def find(groups: list[Group], pool: Pool, root: tuple, tokens: list) -> Hit:
     for number, group in enumerate(groups)
     for column in range(group.full_pages(len(tokens)))
   }
-  pages = _worth_restoring(pool, pages, len({group.size for group in groups}))
+  pages = _worth_restoring(pool, pages, groups)
 
   def cached(number: int, column: int) -> bool:
     return pages.get((number, column)) is not None
@@ -80,17 +80,23 @@ def find(groups: list[Group], pool: Pool, root: tuple, tokens: list) -> Hit:
   return Hit(length, first, needed, junction)
 
 
-def _worth_restoring(pool: Pool, pages: dict, num_sizes: int) -> dict:
+def _worth_restoring(pool: Pool, pages: dict, groups: list[Group]) -> dict:
   """Drops pages on the host that are not worth their return.
 
-  If all groups have one page size, their pages in a column return together.
+  The pages of a column return together in the groups that need all pages, if
+  all groups have one page size.
   """
+  one_size = len({group.size for group in groups}) == 1
+
+  def needs_all(number):
+    return one_size and not groups[number].kind.skips_pages
 
   def price(number, column):
     together = [
       page
       for (group, other), page in pages.items()
-      if other == column and (num_sizes == 1 or group == number)
+      if other == column
+      and (group == number or (needs_all(group) and needs_all(number)))
     ]
     return sum(page is not None and pool.is_on_host(page) for page in together)
 

@@ -30,7 +30,12 @@ def _sizes(config, *, num_pages, host_pages=0):
 
 
 def _rounds(config, params, sizes, decode_steps=1):
-  """Generates for the same prompts repeatedly, with one cache."""
+  """Generates for the same prompts repeatedly; returns results and counters."""
+  return _rounds_and_memory(config, params, sizes, decode_steps)[:2]
+
+
+def _rounds_and_memory(config, params, sizes, decode_steps=1):
+  """The same, and the memory after the last round."""
   rng = np.random.default_rng(1)
   prompts = jnp.asarray(
     rng.integers(0, families.VOCABULARY, (6, _PROMPT)), jnp.int32
@@ -67,7 +72,8 @@ def _rounds(config, params, sizes, decode_steps=1):
     ends.append((rollout.generated(state), state.counters))
     memory = state.memory
     cache, kv, host = memory.cache, memory.kv, memory.host
-  return ends, jaxkv.stats(cache)
+  memory = rollout.Memory(cache=cache, kv=kv, host=host)
+  return ends, jaxkv.stats(cache), memory
 
 
 @pytest.mark.parametrize(
@@ -110,6 +116,36 @@ def test_host_pages_save_computed_tokens():
   )
   assert computed < computed_alone / 2
   assert int(stats.restored_pages) > 0
+
+
+def test_moves_before_a_rollout_are_not_repeated():
+  """A caller has made the moves of `pin`, which exchange pages."""
+  config, params = families.decoder("llama")
+  sizes = _sizes(config, num_pages=25, host_pages=100)
+  ends, _, memory = _rounds_and_memory(config, params, sizes)
+  drawn = ends[-1][0]
+  tokens, lengths = drawn.tokens[:1], drawn.lengths[:1]
+  cache, out = jaxkv.pin(memory.cache, tokens, lengths)
+  assert int(out.moves.count) > 0
+  kv, host = jaxkv.kv.move(memory.kv, memory.host, out.moves)
+  pages = out.pages[out.pages < sizes.no_page]
+  before = np.asarray(kv.k[pages])
+  requests = rollout.Requests(jnp.ones((1, 3), jnp.int32), jnp.asarray([3]))
+  options = rollout.RolloutConfig(max_new_tokens=1, numerics=config.numerics)
+  state = rollout.init(
+    cache,
+    kv,
+    requests,
+    jax.random.key(0),
+    options,
+    version=0,
+    host=host,
+  )
+  model = functools.partial(models.forward, config=config)
+  state = jax.jit(functools.partial(rollout.generate, model=model))(
+    params, state
+  )
+  np.testing.assert_array_equal(state.memory.kv.k[pages], before)
 
 
 def test_score_restores_prompts():

@@ -263,7 +263,7 @@ class CacheConfig:
 
   @property
   def num_numbers(self) -> int:
-    """The page numbers of both memories, NO_PAGE included."""
+    """The number of page numbers in both memories, NO_PAGE included."""
     # Host page h has the number N + 1 + h, so NO_PAGE = N is no page's number.
     return self.num_pages + (1 + self.host_pages if self.host_pages else 0)
 

@@ -166,6 +166,8 @@ class CacheState:
 class Copies(NamedTuple):
   """Copies of page contents that the caller must make before the next write.
 
+  With pages in host memory, make the moves of the same call first.
+
   The source of one copy may be the destination of another. So read all sources
   before writing any destination, as `jaxkv.kv.copy` does.
 

@@ -18,8 +18,9 @@ class Stats:
   Attributes:
     queried_tokens: tokens of admitted sequences.
     hit_tokens: cached tokens of admitted sequences.
-    popped_pages: pages popped from the free queue.
-    evicted_pages: popped pages that were cached.
+    popped_pages: pages popped from the free queue for new tokens.
+    evicted_pages: cached pages that left the device, for new tokens or for
+      pages that return from host memory.
     published_pages: pages hashed and published.
     merged_pages: pages replaced by an equal cached page.
     failed_rows: rows that are neither OK nor SKIPPED.

@@ -15,7 +15,8 @@ one shard:
 | `AxisType`, `NamedSharding` | from `jax.sharding` too |
 
 Data parallel. Each device has a separate cache, memory and queue, and runs
-until its sequences end. Devices do not communicate.
+until its sequences end. Devices do not communicate. These recipes do not place
+pages in host memory (`rollout.init(host=)`) yet.
 
   def begin_one(prompts, lengths, key, secret):
     first = jax.lax.axis_index("data") * len(prompts) * config.num_samples

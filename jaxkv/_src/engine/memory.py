@@ -46,6 +46,16 @@ class Memory:
   host: HostMemory | None = None
 
 
+def without_moves(memory: Memory) -> Memory:
+  """Forgets the moves of earlier calls, whose callers have made them."""
+  pool = memory.cache.pool
+  if pool.host is None:
+    return memory
+  pool = dataclasses.replace(pool, host=host_pages.without_moves(pool.host))
+  cache = dataclasses.replace(memory.cache, pool=pool)
+  return dataclasses.replace(memory, cache=cache)
+
+
 def move_pages(memory: Memory) -> Memory:
   """Moves pages between device and host memory, as the cache requires."""
   pool, host = memory.cache.pool, memory.host
@@ -53,10 +63,7 @@ def move_pages(memory: Memory) -> Memory:
     return memory
   with jax.named_scope("rare/move"):
     kv, host = move(memory.kv, host, pool.host.moves)
-  # The moves are done, so no later call may repeat them.
-  pool = dataclasses.replace(pool, host=host_pages.without_moves(pool.host))
-  cache = dataclasses.replace(memory.cache, pool=pool)
-  return Memory(cache=cache, kv=kv, host=host)
+  return without_moves(Memory(cache=memory.cache, kv=kv, host=host))
 
 
 def check_memory(memory: Memory, config: RolloutConfig) -> None:

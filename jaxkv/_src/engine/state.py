@@ -108,10 +108,11 @@ def init(
       `jax.random.key`.
     ValueError: an argument has the wrong shape or is out of range; the cache
       has slots in use, a CrossAttention group or pages of another version; `kv`
-      does not fit the cache, or lacks a pool; a recurrent group is combined
-      with `draft_tokens`, or has `num_speculative` > 0; or the longest sequence
-      exceeds a slot or the pool. Traced lengths, slots and versions are not
-      checked; sequences with invalid ones fail individually, see `Queue.code`.
+      or `host` does not fit the cache, or lacks a pool; a recurrent group is
+      combined with `draft_tokens`, or has `num_speculative` > 0; or the longest
+      sequence exceeds a slot or the pool. Traced lengths, slots and versions
+      are not checked; sequences with invalid ones fail individually, see
+      `Queue.code`.
   """
   _check_key(key)
   # Kept, so that below the state gets copies of the caller's arrays.

@@ -66,6 +66,7 @@ from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.memory import move_pages
+from jaxkv._src.engine.memory import without_moves
 from jaxkv._src.engine.model_call import Model
 from jaxkv._src.engine.model_call import call_model
 from jaxkv._src.engine.queue import Queue
@@ -125,7 +126,7 @@ def step(
   max_calls: Array | None = None,
 ) -> tuple[RolloutState, Buffers]:
   """Runs one step, with at most `max_calls` calls of the model, int32[]."""
-  queue, slots, memory = state.queue, state.slots, state.memory
+  queue, slots, memory = state.queue, state.slots, without_moves(state.memory)
   config, counters = state.config, state.counters
   # Comes first, because the freed pages serve the forks and entrants of this
   # step.

@@ -22,6 +22,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxkv._src.arrays import arguments
 from jaxkv._src.arrays import loops
+from jaxkv._src.arrays import sharding
 from jaxkv._src.arrays.indexing import NOWHERE
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool.host_pages import Moves
@@ -113,7 +114,7 @@ def _zeros(shape: tuple[int, ...], array: Array) -> Array:
   if isinstance(array, Tracer):
     return jax.device_put(jnp.zeros(shape, array.dtype), jax.memory.Space.Host)
   place = array.sharding
-  device = min(place.device_set, key=lambda device: device.id)
+  device = min(place.addressable_devices, key=lambda device: device.id)
   kinds = [memory.kind for memory in device.addressable_memories()]
   if HOST not in kinds:
     raise ValueError(
@@ -134,10 +135,12 @@ def move(
 ) -> tuple[Memory, HostMemory]:
   """Moves page contents between the device and host memory.
 
-  Call it after every verb that returns moves, before `copy` and before anything
-  is written: verbs give out pages whose contents must be saved first. A call
-  without moves costs nothing but a comparison. Donate both, or carry them
-  through a loop, so that they are updated in place.
+  Make the moves of `admit`, `allocate`, `fork`, `truncate` and `pin` in the
+  order of the calls, once each, before `copy` and before anything is written,
+  because these verbs give out pages whose contents are still to be saved.
+  Donate both memories, or carry them through a loop. Then a call without moves
+  costs one comparison; otherwise each call copies both memories. `vmap` of this
+  function is not supported.
 
   Args:
     kv: the pages on the device.
@@ -180,6 +183,11 @@ def check_host(kv: Pools, host: HostMemory | None, config: CacheConfig) -> None:
   """
   if host is None and not config.host_pages:
     return
+  if not config.host_pages:
+    raise ValueError(
+      "`host` must be None for a cache with host_pages=0; make the cache with "
+      "CacheConfig(host_pages=...)."
+    )
   host = _checked(kv, host)
   if host.pages[0].shape[0] != config.host_pages:
     raise ValueError(
@@ -269,7 +277,8 @@ def _move(
     stage = tuple(
       jnp.zeros((1, *pages.shape[1:]), pages.dtype) for pages in host.pages
     )
-    return lax.fori_loop(0, moves.count, trip, (*loop, stage))[:2]
+    loop = sharding.match_varying_axes((*loop, stage))
+    return lax.fori_loop(0, moves.count, trip, loop)[:2]
 
   # A call without moves does not even make the staging page.
   loop = tuple(array for array, _ in pools), host.pages

@@ -46,22 +46,26 @@ def page_bytes(kv: Pools) -> int:
   """Returns the bytes of a page in all layers of all pools.
 
   Args:
-    kv: the pages, of one pool or of a tuple of pools.
+    kv: the pages, of one pool or of a tuple of pools, or their shapes from
+      `jax.eval_shape`.
 
   Raises:
     TypeError: `kv` holds no pools of pages.
 
   Examples:
+    >>> import functools
     >>> import jaxkv
     >>> config = jaxkv.CacheConfig(
     ...   num_pages=8, page_size=4, num_slots=2, pages_per_slot=4
     ... )
-    >>> kv = jaxkv.kv.init(config, num_layers=3, num_kv_heads=2, head_dim=16)
+    >>> kv = jax.eval_shape(functools.partial(
+    ...   jaxkv.kv.init, config, num_layers=3, num_kv_heads=2, head_dim=16))
     >>> page_bytes(kv)  # Keys and values in two bytes each.
     1536
   """
   pools = pools_of(kv)
-  total = sum(leaf.nbytes for leaf in jax.tree.leaves(pools))
+  leaves = jax.tree.leaves(pools)
+  total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
   return total // pools[0].num_pages
 
 

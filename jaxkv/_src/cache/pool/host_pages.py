@@ -1,11 +1,11 @@
 """Pages in host memory, to which the device evicts cached pages.
 
 The two memories are exclusive: the content of a cached page is on the device or
-on the host. A page that is evicted from the device moves to the host page at
-the front of the host's queue, whose content is forgotten, and that page enters
-the back of the queue. A hit on the host moves back to a fresh device page. Its
-host page is then empty and enters the front of the queue, so it is used next.
-So both queues together are one queue in LRU order.
+on the host. A page that is evicted from the device is saved over the first page
+of the host's queue, which then goes to the back. A hit in host memory returns
+to a free device page. Its host page goes to the front of the host's queue, so
+the next saved page replaces it. Often that is the page which made room, and the
+two exchange places. So both queues together are one queue in LRU order.
 
 Host page h, 0 .. N2 - 1, has the number N + 1 + h in the index, and 1 + h in
 the queue, where 0 is not a page.
@@ -35,9 +35,9 @@ from jaxkv._src.cache.prefix.prefix_index import RemovedPages
 class Moves:
   """Moves of page contents between device and host, in order.
 
-  Each move first saves the content of a device page to a host page, and then
-  restores the former content of a host page into it. Both can be the same host
-  page. X = N.
+  Each move first copies device page `page` to host page `saved_to`, and then
+  copies to `page` what host page `restored_from` held before the move. The two
+  host pages can be the same one. X = N.
 
   Attributes:
     page: the device page of each move.  # int32[X]
@@ -63,7 +63,8 @@ class HostPages:
   """The pages in host memory.
 
   Attributes:
-    saves: False to save no page, because none would ever return.
+    saves: True if evicted pages are saved; False if `CacheConfig.host_policy`
+      restores none.
     queue: all host pages, in the order in which they will be overwritten.
     moves: the moves since the last call of a verb.
     stale_before: the clock of the prefix index at the last `new_epoch`. Pages
@@ -141,7 +142,7 @@ def must_stay(
   first_number: int,
   without_loops: bool,
 ) -> Array:
-  """Finds device pages, int32[W], that the host pages in view cannot save.
+  """Marks the pages at which a pop must stop, for lack of host pages in view.
 
   Args:
     host: the host pages.
@@ -151,7 +152,7 @@ def must_stay(
     without_loops: True if no page may leave the index in a loop.
 
   Returns:
-    bool[W]; the pages before the first True can be popped.
+    bool[W]; a pop takes only pages before the first True.
   """
   lanes = jnp.arange(pages.shape[0], dtype=jnp.int32)
   targets, live = free_queue.entries_at(host.queue, lanes)

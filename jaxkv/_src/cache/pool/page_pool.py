@@ -144,8 +144,9 @@ def pop(
     pool, removed = _unpublish(pool, pages, valid, without_loops=without_loops)
   num_evicted = jnp.int32(0) if removed is None else removed.total
   place, new = indexing.where_valid(valid, pages), pool.new
-  if new is not None and restored is None:
-    new = indexing.put(new, place, values=True)
+  if new is not None:
+    # A restored page has its content already.
+    new = indexing.put(new, place, values=restored is None)
   # A free page has no references, so its count becomes 1 without being read.
   pool = dataclasses.replace(
     pool,

@@ -152,8 +152,8 @@ def lookup(
     tokens: int32[X, S], the tokens of the pages. A page with the same key and
       other tokens (a collision) is not found.
     newest: True to find the page published last; False for the first one.
-    preferred: the number of pages, from page 0 on, that are found before all
-      others. None if no page is preferred.
+    preferred: pages below this number are found before all others; None for no
+      preference.
 
   Returns:
     int32[X]: a page with the key and the tokens, 0 for none.

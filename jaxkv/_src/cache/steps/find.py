@@ -195,9 +195,14 @@ def _worth_restoring(config: CacheConfig, pages: Array) -> Array:
   """
   on_host = pages > config.num_pages
   count = on_host.astype(jnp.int32)
-  # Groups with pages of one size have the same tokens in a column.
+  # The groups that need all pages of a prefix restore those of a column
+  # together, if a column has the same tokens in all of them. A page that a
+  # window may skip is judged alone.
+  together = np.asarray([not kind.skips_pages for kind in config.groups])
   if len(set(config.page_sizes)) == 1:
-    count = jnp.sum(count, axis=1, keepdims=True)
+    mask = together[None, :, None]
+    total = jnp.sum(jnp.where(mask, count, 0), axis=1, keepdims=True)
+    count = jnp.where(mask, total, count)
   is_worth = count <= config.max_restored_pages
   return jnp.where(on_host & ~is_worth, 0, pages)
 

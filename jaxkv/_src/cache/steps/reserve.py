@@ -296,6 +296,8 @@ def hold_hits(
   Returns:
     The cache, and the hits with the numbers of device pages.
   """
+  if hits.size == 0:
+    return state, hits
   first_number, is_wanted = state.config.num_pages, wanted.reshape(-1)
 
   def hold(

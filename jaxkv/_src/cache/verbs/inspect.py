@@ -51,8 +51,8 @@ def stats(state: CacheState) -> Stats:
 def residency(state: CacheState) -> Residency:
   """Returns the ages of evicted pages; subtract two readings for an interval.
 
-  Counts only pages popped from the free queue, not pages that `evict`,
-  `truncate` or a reset remove from the index.
+  Counts pages when they leave the device, not when host memory forgets them,
+  and not pages that `evict`, `truncate` or a reset remove from the index.
 
   Args:
     state: a cache with `CacheConfig.track_residency`.
@@ -210,7 +210,8 @@ def take_new_pages(state: CacheState) -> tuple[CacheState, Array]:
   """Returns the pages popped since the last call, and clears the record.
 
   If layers require zeroed pages, such as recurrent states, zero these pages
-  before the next step. Pages of a hit are not popped, so they are not returned.
+  before the next step, after the moves and copies that verbs returned. Pages of
+  a hit are not returned, because they have their content.
   The cost grows with the pool.
 
   Args:

@@ -47,7 +47,7 @@ def touch(
   """Adds one reference (a pin) to each given page.
 
   A free page that is cached leaves the free queue, so it cannot be evicted.
-  `unpin` removes the reference.
+  `unpin` removes the reference. For a page in host memory, see `pin`.
 
   Args:
     state: the cache.
