@@ -399,6 +399,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   assert in_largest_loop(text, is_common=True) == (2 + 1 + 1 + 5, 1 + 1)
 
 
+@pytest.mark.slow
 def test_two_memories_keep_what_one_forgets():
   import two_memories
 

@@ -331,9 +331,9 @@ class TestCollision:
   def test_without_the_check_they_hit(self, monkeypatch):
     """That the tests above can fail: tokens that are not compared."""
 
-    def blind(index, keys, tokens, lookup=prefix_index.lookup):
+    def blind(index, keys, tokens, lookup=prefix_index.lookup, **options):
       index = dataclasses.replace(index, tokens=jnp.zeros_like(index.tokens))
-      return lookup(index, keys, jnp.zeros_like(tokens))
+      return lookup(index, keys, jnp.zeros_like(tokens), **options)
 
     monkeypatch.setattr(hashing, "page_digests", constant)
     monkeypatch.setattr(prefix_index, "lookup", blind)

@@ -189,7 +189,7 @@ def walk(setup: Setup, walks: int) -> set[int]:
 _GPU_SETUPS = ["host", "scratch", "three_kinds"]
 
 
-@slow_except("name", _GPU_SETUPS, "three_kinds")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _GPU_SETUPS)
 def test_programs_for_a_gpu(name):
   """A GPU's programs have other loops, and run on a CPU, too."""

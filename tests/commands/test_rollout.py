@@ -228,7 +228,7 @@ class TestCommandLine:
         "model prompt prompts chat samples max-tokens temperature seed slots "
         "pages page-size json",
       ),
-      ("replay", "pages rule json"),
+      ("replay", "pages host-pages rule json"),
       ("grpo", "rounds numerics dtype seed json"),
     ],
   )

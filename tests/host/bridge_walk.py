@@ -357,8 +357,8 @@ def _fields(state: jaxkv.CacheState) -> dict[str, Any]:
   }
   # A host call that refuses a request is no failed row.
   fields |= {
-    f"stats.{name}": value
-    for name, value in vars(state.stats).items()
+    f"stats.{name}": getattr(state.stats, name)
+    for name in jaxkv.results.Stats.names()
     if name != "failed_rows"
   }
   held: Any = np.asarray(state.num_pages).any(axis=1)

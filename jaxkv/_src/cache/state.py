@@ -226,11 +226,7 @@ def _empty(
 ) -> CacheState:
   # Each leaf has a separate buffer, because XLA refuses to donate one twice.
   rows = (config.num_slots, config.num_groups)
-  counters = {
-    field.name: jnp.zeros((), jnp.uint32)
-    for field in dataclasses.fields(Stats)
-    if field.default is dataclasses.MISSING
-  }
+  counters = {name: jnp.zeros((), jnp.uint32) for name in Stats.names()}
   return CacheState(
     config=config,
     page_table=jnp.full(

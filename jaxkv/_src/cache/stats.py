@@ -43,6 +43,15 @@ class Stats:
   forgotten_pages: Array | None = None
   dropped_pages: Array | None = None
 
+  @classmethod
+  def names(cls) -> list[str]:
+    """Returns the names of the counters that every cache has."""
+    return [
+      field.name
+      for field in dataclasses.fields(cls)
+      if field.default is dataclasses.MISSING
+    ]
+
   def __sub__(self, earlier: "Stats") -> "Stats":
     """Returns the counts between two readings."""
     return jax.tree.map(lambda end, start: end - start, self, earlier)

@@ -243,7 +243,10 @@ def _figures(state: rollout.RolloutState) -> dict[str, Any]:
   """Returns the counters and the sizes of the loop and of the cache."""
   sizes = state.memory.cache.config
   kv_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.memory.kv))
-  counts = vars(state.counters) | vars(state.memory.cache.stats)
+  stats = state.memory.cache.stats
+  counts = vars(state.counters) | {
+    name: getattr(stats, name) for name in stats.names()
+  }
   return {
     "sequences": state.queue.size,
     "slots": sizes.num_slots,

@@ -1,6 +1,5 @@
 """The pages of a cache on the host: references, free queue, cached pages."""
 
-import dataclasses
 import itertools
 from collections.abc import Hashable
 from collections.abc import Iterable
@@ -86,8 +85,7 @@ class HostPool:
     self.new = [False] * num_pages if config.track_new_pages else None
     self.released = [0] * num_pages if config.track_residency else None
     self.lifetime, self.idle = [0] * NUM_BINS, [0] * NUM_BINS
-    names = (field.name for field in dataclasses.fields(Stats))
-    self.counts = dict.fromkeys(names, 0)
+    self.counts = dict.fromkeys(Stats.names(), 0)
     self.listeners: list[PageListener] = []
     self.index: list[Index] = [{} for _ in range(config.num_groups + 1)]
 
