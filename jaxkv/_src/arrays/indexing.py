@@ -101,27 +101,31 @@ def between(start: Array, stop: Array, size: int) -> Array:
 
 def num_earlier(values: Array) -> Array:
   """Counts the equal elements before each element: int32[X] to int32[X]."""
-  size = values.shape[0]
-  if size == 0:
+  if values.shape[0] == 0:
     return values
-  # A stable sort puts equal elements into one run, in their original order. So
-  # the count of an element is its distance from the start of the run.
-  order = jnp.argsort(values, stable=True).astype(jnp.int32)
-  ordered = values[order]
-  lanes = jnp.arange(size, dtype=jnp.int32)
-  begins = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
-  run = lax.cummax(jnp.where(begins, lanes, 0))
+  # The count of an element is its distance from the start of its run.
+  order, lanes, run = _runs(values)
   return jnp.zeros_like(values).at[order].set(lanes - run)
 
 
 def first_equal(values: Array) -> Array:
   """Finds the first element that equals each element: int32[X] to int32[X]."""
-  # As in `num_earlier`, equal elements form a run in their original order.
+  order, _, run = _runs(values)
+  return jnp.zeros_like(values).at[order].set(order[run])
+
+
+def _runs(values: Array) -> tuple[Array, Array, Array]:
+  """Sorts elements, so that equal ones form a run in their original order.
+
+  Returns:
+    Three int32[X]: the index of each sorted element, its place, and the place
+    at which its run starts.
+  """
   order = jnp.argsort(values, stable=True).astype(jnp.int32)
   ordered = values[order]
   lanes = jnp.arange(values.shape[0], dtype=jnp.int32)
-  begins = jnp.where(ordered != jnp.roll(ordered, 1), lanes, 0)
-  return jnp.zeros_like(values).at[order].set(order[lax.cummax(begins)])
+  begins = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
+  return order, lanes, lax.cummax(jnp.where(begins, lanes, 0))
 
 
 def any_earlier(values: Array, counts: Array) -> Array:

@@ -51,9 +51,9 @@ class HostPolicy:
   def max_pages(self, page_bytes: int, page_size: int) -> int:
     """Returns the number of pages that are worth restoring for a column.
 
-    A column has a page in each group. All of them are needed, so the time to
-    restore those in host memory is compared with the time to compute the
-    column's tokens.
+    A column has a page in each group. The pages that are needed together also
+    return together, so the time that all of them take is compared with the time
+    to compute the column's tokens.
 
     Args:
       page_bytes: bytes of a page, over all layers.

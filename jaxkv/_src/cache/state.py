@@ -333,7 +333,7 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
     # the shapes of a single cache.
     arguments.check_sizes("state", state, _shapes(state.config))
     state, named = sharding.match_varying_axes((state, named))
-    return _record(plain(_without_moves(state), **named))
+    return _record(plain(without_moves(state), **named))
 
   body.__name__ = plain.__name__  # Profiles show this name.
   # Jitted once, so that equal shapes compile once. It must not donate, because
@@ -413,7 +413,8 @@ def roots(state: CacheState, salts: Array | None) -> Array:
   return hashing.root_key(state.secret, state.epoch, salts)
 
 
-def _without_moves(state: CacheState) -> CacheState:
+def without_moves(state: CacheState) -> CacheState:
+  """Forgets the moves of earlier calls, whose callers have made them."""
   if state.pool.host is None:
     return state
   host = host_pages.without_moves(state.pool.host)

@@ -176,7 +176,8 @@ def _tokens_per_second() -> str:
   """Returns the speed of prompts, for a model of a billion parameters."""
   dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
   left, right = jnp.ones((512, 2048), dtype), jnp.ones((2048, 2048), dtype)
-  seconds = _seconds(lambda: jax.jit(jnp.matmul)(left, right))
+  product = jax.jit(jnp.matmul)
+  seconds = _seconds(lambda: product(left, right))
   # A token takes a multiplication and an addition for each parameter.
   speed = left.shape[0] * right.size / seconds / 1e9
   return f"{speed:.3g} at most, for each billion of a model's parameters"

@@ -242,7 +242,6 @@ def largest_difference(
 def _figures(state: rollout.RolloutState) -> dict[str, Any]:
   """Returns the counters and the sizes of the loop and of the cache."""
   sizes = state.memory.cache.config
-  kv_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.memory.kv))
   stats = state.memory.cache.stats
   counts = vars(state.counters) | {
     name: getattr(stats, name) for name in stats.names()
@@ -252,7 +251,7 @@ def _figures(state: rollout.RolloutState) -> dict[str, Any]:
     "slots": sizes.num_slots,
     "pages": sizes.num_pages,
     "page_size": sizes.page_size,
-    "page_bytes": kv_bytes // sizes.num_pages,
+    "page_bytes": jaxkv.kv.page_bytes(state.memory.kv),
     "prompt_tokens": int(jnp.sum(state.queue.prompt_length)),
     **{
       name: int(count) for name, count in counts.items() if not np.ndim(count)

@@ -11,9 +11,9 @@ from jax.core import Tracer
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.pool import host_pages
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
+from jaxkv._src.cache.state import without_moves
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.expert_records import check_experts
 from jaxkv._src.kv.check import check
@@ -46,16 +46,6 @@ class Memory:
   host: HostMemory | None = None
 
 
-def without_moves(memory: Memory) -> Memory:
-  """Forgets the moves of earlier calls, whose callers have made them."""
-  pool = memory.cache.pool
-  if pool.host is None:
-    return memory
-  pool = dataclasses.replace(pool, host=host_pages.without_moves(pool.host))
-  cache = dataclasses.replace(memory.cache, pool=pool)
-  return dataclasses.replace(memory, cache=cache)
-
-
 def move_pages(memory: Memory) -> Memory:
   """Moves pages between device and host memory, as the cache requires."""
   pool, host = memory.cache.pool, memory.host
@@ -63,7 +53,7 @@ def move_pages(memory: Memory) -> Memory:
     return memory
   with jax.named_scope("rare/move"):
     kv, host = move(memory.kv, host, pool.host.moves)
-  return without_moves(Memory(cache=memory.cache, kv=kv, host=host))
+  return Memory(cache=without_moves(memory.cache), kv=kv, host=host)
 
 
 def check_memory(memory: Memory, config: RolloutConfig) -> None:

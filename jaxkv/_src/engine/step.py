@@ -40,6 +40,7 @@ from jax import Array
 from jaxkv._src.arrays import loops
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import is_empty
+from jaxkv._src.cache.state import without_moves
 from jaxkv._src.cache.verbs.free import free
 from jaxkv._src.engine import admit
 from jaxkv._src.engine import candidates
@@ -66,7 +67,6 @@ from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.memory import move_pages
-from jaxkv._src.engine.memory import without_moves
 from jaxkv._src.engine.model_call import Model
 from jaxkv._src.engine.model_call import call_model
 from jaxkv._src.engine.queue import Queue
@@ -126,11 +126,12 @@ def step(
   max_calls: Array | None = None,
 ) -> tuple[RolloutState, Buffers]:
   """Runs one step, with at most `max_calls` calls of the model, int32[]."""
-  queue, slots, memory = state.queue, state.slots, without_moves(state.memory)
+  queue, slots, memory = state.queue, state.slots, state.memory
   config, counters = state.config, state.counters
+  cache = without_moves(memory.cache)
   # Comes first, because the freed pages serve the forks and entrants of this
   # step.
-  cache = grow.free_behind_windows(queue, slots, memory.cache)
+  cache = grow.free_behind_windows(queue, slots, cache)
   with jax.named_scope("fork"):
     forks = fork.ready_forks(queue, slots, cache)
     if config.num_samples > 1:
