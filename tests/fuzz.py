@@ -22,6 +22,7 @@ from tests.host.fuzz_setups import SETUPS
 from tests.host.fuzz_setups import Setup
 from tests.host.fuzz_trace import Operation
 from tests.host.fuzz_trace import Trace
+from tests.host.scheduling import move_rows
 from tests.model_of_the_cache.manager import ReferenceManager
 from tests.model_of_the_cache.manager import Request
 
@@ -35,12 +36,19 @@ class Side:
   Attributes:
     manager: the cache manager.
     make_request: the manager's class of requests.
+    has_host: True if there are pages in host memory.
     requests: the requests by name.
     hits: the pages of each request's last lookup, by name.
   """
 
-  def __init__(self, manager: Any, make_request: Callable[..., Any]):
+  def __init__(
+    self,
+    manager: Any,
+    make_request: Callable[..., Any],
+    has_host: bool = False,
+  ):
     self.manager = manager
+    self.has_host = has_host
     self.make_request = make_request
     self.requests: dict[str, Any] = {}
     self.hits: dict[str, Any] = {}
@@ -133,7 +141,7 @@ def compare(
       differences.append(
         f"pages of {request}: wanted {pages[0]}, got {pages[1]}"
       )
-  views = [_view(side.manager) for side in (oracle, tested)]
+  views = [_view(side) for side in (oracle, tested)]
   for field, value in views[0].items():
     if value != views[1][field]:
       differences.append(f"{field}: wanted {value}, got {views[1][field]}")
@@ -143,12 +151,16 @@ def compare(
   return differences
 
 
-def _view(manager):
-  return {
+def _view(side):
+  manager = side.manager
+  view = {
     "num_free_pages": int(manager.num_free_pages),
     "free_queue": [int(page) for page in manager.free_queue()],
     "cached_page_ids": sorted(map(int, manager.cached_page_ids())),
   }
+  if side.has_host:
+    view["moves"] = move_rows(manager.take_moves())
+  return view
 
 
 class Mismatch(AssertionError):
@@ -164,7 +176,8 @@ class Factory:
 
   def make(self, setup: Setup, policy: str) -> Side:
     """Makes a side of a configuration."""
-    return Side(self.manager(**setup.arguments(policy)), self.request)
+    manager = self.manager(**setup.arguments(policy))
+    return Side(manager, self.request, "host_pages" in setup.options)
 
 
 REFERENCE = Factory(ReferenceManager, Request)

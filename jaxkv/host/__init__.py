@@ -13,6 +13,12 @@ loops. The loop allocates, commits, forks and frees with the verbs of `jaxkv`.
 Then `manager.take` continues from the state that it returns. The manager
 computes the page keys of the device only for this, and for events.
 
+With `CacheManager(host_pages=)`, cached pages that are evicted move to host
+memory, as with `CacheConfig.host_pages`. In each step, before the model runs,
+the engine makes the moves that `take_moves` returns with `jaxkv.kv.move`. A hit
+can have pages in host memory; `allocate_slots` moves them to the device, and
+each costs a free page. Read `state` after the moves are made.
+
 Every call takes effect completely or not at all, even if ctrl-C or a signal
 handler raises during it: only the return value may be lost, and `get_page_ids`
 returns the pages. Threads may share a manager; its calls run one at a time.

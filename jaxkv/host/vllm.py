@@ -59,6 +59,19 @@ Allocation:
 - `free_blocks` of a reference that was not taken by `touch`, `get_new_blocks`
   or `pop_blocks_for_free`: `ValueError`. vLLM does not check.
 
+Host memory: `KVCacheManager` has no `host_pages`, because vLLM's scheduler
+makes no moves. `jaxkv.host.CacheManager(host_pages=)` differs from vLLM's
+offloading connector as follows:
+
+- Each content is in one memory, and both have one LRU order. vLLM's connector
+  copies blocks that stay cached on the device, and has an order of its own.
+- A block moves when it is evicted or hit, before the model of the same step
+  runs. vLLM's connector loads blocks asynchronously, and the request waits for
+  them for some steps.
+- A hit is one lookup over both memories. In vLLM the blocks of the connector
+  are external tokens after those of the device.
+- All groups, states and windows included, can have blocks in host memory.
+
 Reports:
 
 - Events are classes of this module with vLLM's fields and `type`, in place of

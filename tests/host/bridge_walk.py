@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv._src.cache.pool import free_queue
 from jaxkv.host import CacheManager
 from jaxkv.host import Request
 from tests.host.fuzz_setups import Setup
+from tests.host.scheduling import move_rows
 
 _VOCABULARY = 3
 _SLOTS = 4
@@ -96,9 +98,14 @@ class Walk:
     out = None
     if call is not None and self._draws.random() < self._on_host:
       ok = call()
+      if self.config.host_pages:
+        self._shadow.move(self.manager.take_moves())
     else:
       self.num_switches += 2
-      state, ok, out = _run(self.manager.state, verbs)
+      state, ok, outs = _run(self.manager.state, verbs)
+      out = outs[-1]
+      for result in outs if self.config.host_pages else ():
+        self._shadow.move(result.moves)
       names = dict([request]) if request and ok else {}
       released = self.manager.take(state, names)
       gone = {one.request_id for one in self.requests.values()} - set(
@@ -106,8 +113,9 @@ class Walk:
       )
       assert set(released) == gone
     if self.alone is not None:
-      self.alone, ok_alone, out = _run(self.alone, verbs)
+      self.alone, ok_alone, outs = _run(self.alone, verbs)
       assert ok == ok_alone
+      out = outs[-1]
     self._ok = ok
     return out if ok else None
 
@@ -230,7 +238,9 @@ class Walk:
     return sorted(self.manager.cached_page_ids())
 
   def _touch(self) -> None:
-    cached = self._cached()
+    # The manager has no call that moves a page to the device to hold it.
+    pages = self._cached()
+    cached = [page for page in pages if page < self.config.num_pages]
     if not cached or len(self._pinned) > 2:
       return
     page = self._draws.choice(cached)
@@ -274,16 +284,17 @@ class Walk:
 
 def _run(
   state: jaxkv.CacheState, verbs: list[Verb]
-) -> tuple[jaxkv.CacheState, bool, Any]:
-  """Runs verbs until one fails; returns its result or that of the last."""
-  out, ok = None, True
+) -> tuple[jaxkv.CacheState, bool, list[Any]]:
+  """Runs verbs until one fails; returns the results of those that ran."""
+  outs, ok = [], True
   for verb in verbs:
     state, out = verb(state)
+    outs.append(out)
     ok = bool(np.all(out.ok))
     if not ok:
       break
   state, _ = jaxkv.clear_error(state)
-  return state, ok, out
+  return state, ok, outs
 
 
 class ShadowPages:
@@ -298,6 +309,7 @@ class ShadowPages:
       for kind, size in zip(config.groups, config.page_sizes, strict=True)
     ]
     self._content: dict[int, dict[int, tuple[int, ...]]] = {}
+    self._on_host: dict[int, dict[int, tuple[int, ...]]] = {}
 
   def write(self, manager: CacheManager, request: Request, begin: int) -> None:
     """Writes the K/V of a request's tokens from `begin` on."""
@@ -321,6 +333,15 @@ class ShadowPages:
     for (src, dst), rows in zip(pairs, sources, strict=True):
       if src in self._content:
         self._content[dst] = rows
+
+  def move(self, moves: Any) -> None:
+    """Makes moves between the pages and those in host memory, in order."""
+    for page, saved_to, restored_from in move_rows(moves):
+      returned = self._on_host.get(restored_from, {})
+      if saved_to != moves.NONE:
+        self._on_host[saved_to] = dict(self._content.get(page, {}))
+      if restored_from != moves.NONE:
+        self._content[page] = dict(returned)
 
   def _places(self, manager: CacheManager, request: Request):
     """Yields the page, the place in it and the end of each held token."""
@@ -376,4 +397,7 @@ def _fields(state: jaxkv.CacheState) -> dict[str, Any]:
   lists = {name: np.asarray(value).tolist() for name, value in fields.items()}
   lists["free_pages"] = jaxkv.free_pages(state)
   lists["cached_pages"] = jaxkv.cached_pages(state)
+  if pool.host is not None:
+    queue = free_queue.in_order(pool.host.queue)
+    lists["host pages"] = np.asarray(queue).tolist()
   return lists

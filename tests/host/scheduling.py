@@ -84,6 +84,13 @@ def ids(pages):
   return [list(map(int, column)) for column in pages.get_page_ids()]
 
 
+def move_rows(moves: Any) -> list[list[int]]:
+  """Returns device page, `saved_to` and `restored_from` of each move."""
+  columns = (moves.page, moves.saved_to, moves.restored_from)
+  rows = np.stack([np.asarray(column) for column in columns], axis=1)
+  return rows[: int(moves.count)].tolist()
+
+
 def references(cache, pages):
   """Returns the reference counts of pages."""
   pool = getattr(cache, "pool", None)

@@ -36,6 +36,8 @@ _CONFIGURATIONS = (
   ("three_windows_eagle", "current"),
   ("chunk", "classic"),
   ("everything", "current"),
+  ("full_host", "classic"),
+  ("full_window_host_costs", "current"),
 )
 
 

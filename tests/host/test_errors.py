@@ -321,6 +321,13 @@ def test_more_requests_than_pages(cache):
       ValueError,
       "num_events.* need enable_caching=True",
     ),
+    (
+      {"host_pages": 9, "enable_caching": False},
+      ValueError,
+      "host_pages` need enable_caching=True",
+    ),
+    ({"host_pages": -1}, ValueError, "host_pages.* -1"),
+    ({"host_policy": "often"}, ValueError, "host_policy.*'often'"),
   ],
 )
 def test_options(change, error, text):

@@ -23,10 +23,16 @@ EVERY = 29
 """Without --deep, one point of so many is tried."""
 
 
-def begun():
+def begun(num_pages=61, host_pages=0):
   """A manager with two requests that run and one that came back, and them."""
   manager = CacheManager(
-    61, HYBRID, LONGEST, key=KEY, num_events=64, track_new_pages=True
+    num_pages,
+    HYBRID,
+    LONGEST,
+    key=KEY,
+    num_events=64,
+    track_new_pages=True,
+    host_pages=host_pages,
   )
   requests = {
     name: request(name, range(first, first + 13))
@@ -52,6 +58,8 @@ CALLS = {
   "get_computed_pages": lambda m, r: m.get_computed_pages(r["c"]),
   "allocate_slots": lambda m, r: m.allocate_slots(r["a"], 3),
   "allocate_slots, new": lambda m, r: m.allocate_slots(r["new"], 13),
+  "allocate_slots, moves": lambda m, r: admit(m, r, "d"),
+  "take_moves": lambda m, r: m.take_moves(),
   "step": lambda m, r: m.step([r["a"], r["b"]], 3),
   "cache_pages": lambda m, r: m.cache_pages(r["a"], 16),
   "remove_skipped_pages": lambda m, r: m.remove_skipped_pages("a", 13),
@@ -70,6 +78,14 @@ CALLS = {
 def prepared(name):
   """A manager for which the call has something to do."""
   manager, requests = begun()
+  if "moves" in name:
+    # The pages of d are on the host, and those that it takes are cached.
+    manager, requests = begun(num_pages=37, host_pages=20)
+    requests["d"] = request("d", range(300, 313))
+    for first in (300, 400, 500):
+      one = request("one", range(first, first + 13))
+      admit(manager, {"one": one}, "one")
+      manager.free(one)
   if name == "free_pages":
     manager.pop_pages_for_free(requests["b"])
   if name == "reset_prefix_cache":
@@ -82,7 +98,7 @@ def everything(manager):
   """All that later calls depend on."""
   manager.get_page_ids("a")  # Undoes what an interrupted undo has left.
   state, pool = manager._state, manager._state.pool
-  events = state.events
+  events, saved = state.events, pool.saved
   held = sorted(state.all_held(), key=lambda one: one.slot)
   return (
     [
@@ -95,6 +111,7 @@ def everything(manager):
     [page and page.digest for page in pool.content],
     [pool.is_cached, pool.stamp, pool.group, pool.clock, pool.new],
     [pool.index, pool.counts, len(events._events), events.num_lost],
+    saved and [saved.queue.in_order(), saved.moves, saved.counts],
     len(manager.undo_log.entries),
   )
 
@@ -120,6 +137,8 @@ def test_every_point(name, pytestconfig):
     admit(one, requests, "c")
     point += 1 if pytestconfig.getoption("deep") else EVERY
   assert point > 20
+  if one.config.host_pages:
+    one.take_moves()
   jaxkv.check(one.state)
   if pytestconfig.getoption("deep") and outcomes[0] != outcomes[1]:
     assert seen == {0, 1}

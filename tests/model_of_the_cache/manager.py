@@ -4,15 +4,19 @@ It behaves as vLLM 0.33.0, except for defects of vLLM, which comments name.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence as Listed
 from typing import Any
+
+import numpy as np
 
 from jaxkv import ChunkedLocal
 from jaxkv import CrossAttention
 from jaxkv import GroupKind
 from jaxkv import Recurrent
 from jaxkv import SlidingWindow
+from jaxkv.results import Moves
 from tests.model_of_the_cache import lookup
 from tests.model_of_the_cache import sequences
 from tests.model_of_the_cache.groups import Group
@@ -121,6 +125,8 @@ class ReferenceManager:
     max_in_flight: tokens that steps in flight may write; None for
       `max_model_len`.
     max_encoder_tokens: tokens of the longest encoder input; not used.
+    host_pages: pages in host memory, which the reference systems do not have.
+    host_policy, page_bytes: the pages that move there, see `CacheConfig`.
 
   Raises:
     ValueError: two options contradict each other.
@@ -139,6 +145,9 @@ class ReferenceManager:
     watermark: float = 0.0,
     max_in_flight: int | None = None,
     max_encoder_tokens: int | None = None,
+    host_pages: int = 0,
+    host_policy: Any = "always",
+    page_bytes: int = 0,
   ):
     sizes = [group.page_size for group in groups]
     self.rules = Rules(
@@ -150,7 +159,10 @@ class ReferenceManager:
     )
     _check_options(self.rules, groups, policy, enable_caching)
     self.groups = [Group(kind, kind.page_size, self.rules) for kind in groups]
-    self.pool = Pool(num_pages, unhashed_first=policy == "current")
+    max_restored = {"always": math.inf, "never": 0}.get(host_policy)
+    if max_restored is None:
+      max_restored = host_policy.max_pages(page_bytes, min(sizes))
+    self.pool = Pool(num_pages, policy == "current", host_pages, max_restored)
     self.caching, self.watermark = enable_caching, watermark
     self.longest = max_model_len
     self.in_flight = max_model_len if max_in_flight is None else max_in_flight
@@ -282,7 +294,10 @@ class ReferenceManager:
     return external + growth + self._unheld(hit)
 
   def _unheld(self, pages):
-    return sum(page != NULL and self.pool.refs[page] == 0 for page in pages)
+    return sum(
+      page != NULL and (self.pool.is_on_host(page) or self.pool.refs[page] == 0)
+      for page in pages
+    )
 
   def _attach(self, held, demand):
     """Attaches the hit and pages for external tokens, once for each request."""
@@ -291,10 +306,14 @@ class ReferenceManager:
     if any(considered is not None for considered in held.considered):
       return
     # Classic vLLM proceeds group by group, and may pop a later group's hit.
+    hits = [
+      hit[group.skipped_pages(demand.behind) :]
+      for group, hit in zip(self.groups, demand.hits, strict=True)
+    ]
+    attached = iter(self.pool.hold_hits([*itertools.chain(*hits)]))
     for number, group in enumerate(self.groups):
       skipped = group.skipped_pages(demand.behind)
-      pages = demand.hits[number][skipped:]
-      self.pool.hold(pages)
+      pages = [next(attached) for _ in demand.hits[number][skipped:]]
       held.sequence.pages[number] = [NULL] * skipped + pages
       held.considered[number] = skipped + len(pages)
     for group, pages in zip(self.groups, held.sequence.pages, strict=True):
@@ -388,6 +407,22 @@ class ReferenceManager:
       is_full = self.groups[number].is_full
       common.append([*all_hold, False].index(False) if is_full else 0)
     return common
+
+  def take_moves(self) -> Moves:
+    """Returns the moves between the memories since the last call."""
+    first, moves = self.pool.num_pages + 1, self.pool.moves
+    self.pool.moves = []
+    pages = [page for page, _, _ in moves]
+    saved_to, restored_from = (
+      [Moves.NONE if move[n] is None else move[n] - first for move in moves]
+      for n in (1, 2)
+    )
+    arrays: list[Any] = [
+      np.array(column, np.int32) for column in (pages, saved_to, restored_from)
+    ]
+    page, saved, restored = arrays
+    count: Any = np.int32(len(moves))
+    return Moves(page=page, saved_to=saved, restored_from=restored, count=count)
 
   def free_queue(self) -> list[int]:
     """Returns the free pages in the order in which they will be popped."""

@@ -96,11 +96,15 @@ def _apply(
       return False
     # All groups attach their hits before any page is popped. Otherwise a new
     # page of one group could evict the hit of another.
-    for growth, pages in zip(plan, hits, strict=True):
-      attached = pages[growth.first : growth.hit]
-      held.tables[growth.group.number] = [0] * growth.first + attached
+    attached = pool.hold_hits(
+      [
+        pages[growth.first : growth.hit]
+        for growth, pages in zip(plan, hits, strict=True)
+      ]
+    )
+    for growth, pages in zip(plan, attached, strict=True):
+      held.tables[growth.group.number] = [0] * growth.first + pages
       held.skipped[growth.group.number] = growth.first
-      pool.hold(attached)
   if any([growth.stop > growth.hit for growth in plan]):
     _pop(state, held, plan, demand.silent)
   return True
@@ -285,13 +289,13 @@ def new_pages(state: HostState, held: HeldSequence, plan: Plan) -> CachePages:
 
 
 def _num_free(state: HostState, plan: Plan, hits: Hits) -> int:
-  """Counts the pages of a hit in the free queue, which it will take."""
-  counts = state.pool.ref_count
+  """Counts the pages of a hit that cost a free page: free ones, host pages."""
+  counts, num_pages = state.pool.ref_count, state.config.num_pages
   return sum(
     1
     for growth, pages in zip(plan, hits, strict=True)
     for page in pages[growth.first : growth.hit]
-    if page and not counts[page]
+    if page and (page >= num_pages or not counts[page])
   )
 
 
@@ -303,7 +307,7 @@ def _is_unwritten(state: HostState, hits: Hits) -> bool:
   pool = state.pool
   for group, pages in zip(state.groups, hits, strict=True):
     if group.holds_states and pages and pool.is_cached[pages[-1]]:
-      newest = pool.equal_pages(pages[-1])[-1]
-      if pool.stamp[newest] >= state.step_clock:
+      stamps = [pool.stamp[page] for page in pool.equal_pages(pages[-1])]
+      if max(stamps) >= state.step_clock:
         return True
   return False

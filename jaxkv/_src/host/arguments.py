@@ -157,7 +157,7 @@ def _check_hit(
 
 
 def _check_pages(config: CacheConfig, name: str, column: list[int]) -> None:
-  last = config.num_pages - 1
+  last = config.num_numbers - 1
   try:
     # One call for all pages, of which there can be hundreds.
     pages = [*map(operator.index, column)]

@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv._src.arrays.indexing import NOWHERE
 from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.pool import free_queue
-from jaxkv._src.cache.pool.free_queue import FreeQueue
+from jaxkv._src.cache.pool.host_pages import HostPages
+from jaxkv._src.cache.pool.host_pages import Moves
 from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.prefix.hashing import SlotHashes
@@ -19,7 +18,9 @@ from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.cache.stats import Stats
+from jaxkv._src.host import queue_arrays
 from jaxkv._src.host.allocate import room_of
+from jaxkv._src.host.atomic import UndoLog
 from jaxkv._src.host.index_arrays import IndexArrays
 from jaxkv._src.host.index_arrays import are_cached
 from jaxkv._src.host.prefix_nodes import DeviceKeys
@@ -29,6 +30,8 @@ from jaxkv._src.host.publish import more_nodes
 from jaxkv._src.host.request import RequestFields
 from jaxkv._src.host.request import content
 from jaxkv._src.host.request import read_request
+from jaxkv._src.host.saved_pages import COUNTERS
+from jaxkv._src.host.saved_pages import SavedPages
 from jaxkv._src.host.state import HeldSequence
 from jaxkv._src.host.state import HostState
 
@@ -39,8 +42,14 @@ def to_device(state: HostState) -> CacheState:
   Its arrays are copies, so it stays valid when the manager goes on.
 
   Raises:
-    ValueError: a request has fewer tokens than are published.
+    ValueError: a request has fewer tokens than are published, or moves wait.
   """
+  saved = state.pool.saved
+  if saved is not None and saved.moves:
+    raise ValueError(
+      "`take_moves` must be called before `state` is read, because its moves "
+      f"come before those of the state's verbs; {len(saved.moves)} wait."
+    )
   config, held, keys = state.config, state.all_held(), state.device_keys
   rows = config.num_slots, config.num_groups
   table = np.full((*rows, config.pages_per_slot), config.no_page, np.int32)
@@ -157,7 +166,7 @@ def _pool(state: HostState) -> PoolState:
     )
   if config.event_log:
     size = max(config.page_sizes)
-    log = telemetry.init_log(config.event_log, config.num_pages, size)
+    log = telemetry.init_log(config.event_log, config.num_numbers, size)
     groups: Any = np.array(pool.group, np.int32)
     log = telemetry.with_groups(log, groups.clip(max=config.num_groups - 1))
   make: Any = PoolState
@@ -165,24 +174,33 @@ def _pool(state: HostState) -> PoolState:
     unhashed_first=pool.unhashed_first,
     ref_count=np.array(pool.ref_count, np.int32),
     pin_count=np.array(pool.pin_count, np.int32),
-    queue=_queue(config, np.array(pool.queue.in_order(), np.int32)),
+    queue=queue_arrays.from_order(config.num_pages, pool.queue.in_order()),
     index=arrays and arrays.update(),
     events=log,
     new=None if pool.new is None else np.array(pool.new, bool),
     ages=ages,
+    host=pool.saved and _host_pages(config, pool.saved),
   )
 
 
-def _queue(config: CacheConfig, pages: np.ndarray) -> FreeQueue:
-  # No entry is stale, so the queue is the ring's beginning.
-  ring = np.zeros((free_queue.capacity(config.num_pages),), np.int32)
-  position = np.full((config.num_pages,), NOWHERE, np.int32)
-  ring[: len(pages)] = pages
-  position[pages] = np.arange(len(pages))
-  head, count = np.int32(0), np.int32(len(pages))
-  make: Any = FreeQueue
+def _host_pages(config: CacheConfig, saved: SavedPages) -> HostPages:
+  make: Any = HostPages
+  places = np.zeros((config.num_pages,), np.int32)
+  moves: Any = Moves
   return make(
-    ring=ring, position=position, head=head, span=count, num_free=count
+    saves=saved.saves,
+    queue=queue_arrays.from_order(
+      config.host_pages + 1, saved.queue.in_order()
+    ),
+    moves=moves(
+      page=places,
+      saved_to=places.copy(),
+      restored_from=places.copy(),
+      count=np.int32(0),
+    ),
+    # A manager has no epochs, so all pages are of the current weights.
+    stale_before=_words(0),
+    **{f"num_{name}": _words(saved.counts[name]) for name in COUNTERS},
   )
 
 
@@ -228,7 +246,9 @@ def from_device(
       for name, count in pool.counts.items()
     },
   )
-  pool.queue.replace(_free_pages(host))
+  pool.queue.replace(queue_arrays.in_order(host.pool.queue))
+  if pool.saved is not None:
+    _adopt_host_pages(pool.saved, host.pool.host, log)
   if host.pool.events is not None and state.events is not None:
     events = telemetry.read_log(host.pool.events, config.page_sizes)
     state.events.extend(events)
@@ -370,15 +390,14 @@ def _check_hashes(
       )
 
 
-def _free_pages(host: Any) -> list[int]:
-  """Returns the free pages of a state in eviction order."""
-  # A page that left the middle of the queue leaves a stale entry. The page's
-  # position no longer names the place of the entry.
-  queue = host.pool.queue
-  capacity = len(queue.ring)
-  place = (int(queue.head) + np.arange(int(queue.span))) % capacity
-  pages = queue.ring[place]
-  return pages[queue.position[pages] == place].tolist()
+def _adopt_host_pages(saved: SavedPages, host_pages: Any, log: UndoLog) -> None:
+  """Takes over the queue and the counters; the loop has made its moves."""
+  saved.queue.replace(queue_arrays.in_order(host_pages.queue))
+  counts = {
+    name: _continued(count, getattr(host_pages, f"num_{name}"))
+    for name, count in saved.counts.items()
+  }
+  log.replace(saved, counts=counts, moves=[])
 
 
 def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
@@ -398,7 +417,11 @@ def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
     return (clock - (index.clock - stamps).astype(np.int64)).tolist()
 
   pages = changed.tolist()
-  contents, groups = _contents(state, host, pages)
+  # A content that moved between the memories keeps its prefix.
+  kept = np.flatnonzero(differs & ~arrays.are_fresh()).tolist()
+  keys = map(tuple, before[kept, :KEY_WORDS].tolist())
+  known = dict(zip(keys, kept, strict=True))
+  contents, groups = _contents(state, host, pages, known)
   pool.set_listed([page for page in pages if pool.is_cached[page]], False)
   pool.set_contents(
     pages,
@@ -420,26 +443,41 @@ def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
 
 
 def _contents(
-  state: HostState, host: Any, pages: list[int]
+  state: HostState, host: Any, pages: list[int], known: dict[Any, int]
 ) -> tuple[list[Any], list[int]]:
-  """Returns the contents of changed pages, and their groups; 0 if unknown."""
+  """Returns the contents of changed pages, and their groups; 0 if unknown.
+
+  `known` has a page of the manager for some keys.
+  """
   index, log = host.pool.index, host.pool.events
   group_of = dict.fromkeys(pages, 0)
   if log is not None:
     group_of = dict(zip(pages, log.group_of[pages].tolist(), strict=True))
-  keys = index.entry[pages, :KEY_WORDS].tolist()
-  contents: dict[int, Any] = {
-    page: DevicePage(tuple(key), index.tokens[page].tobytes())
-    for page, key in zip(pages, keys, strict=True)
-  }
-  # A request's page gets its prefix node, so that lookups need no device key.
+  keys = map(tuple, index.entry[pages, :KEY_WORDS].tolist())
+  contents: dict[int, Any] = {}
+  for page, key in zip(pages, keys, strict=True):
+    contents[page] = DevicePage(key, index.tokens[page].tobytes())
+    if key in known:
+      contents[page] = state.pool.content[known[key]]
+      group_of[page] = state.pool.group[known[key]]
   for held in state.all_held():
-    for group in state.groups:
-      nodes = held.nodes[group.step - 1 :: group.step]
-      stop = group.final_pages(held.length)
-      for column, page in enumerate(held.tables[group.number]):
-        if page in contents:
-          group_of[page] = group.number
-          if column < stop:
-            contents[page] = nodes[column]
+    _add_held(state, held, contents, group_of)
   return [*contents.values()], [*group_of.values()]
+
+
+def _add_held(
+  state: HostState,
+  held: HeldSequence,
+  contents: dict[int, Any],
+  group_of: dict[int, int],
+) -> None:
+  """Gives the pages of a request their prefix nodes and groups."""
+  # With nodes, lookups need no keys of the device.
+  for group in state.groups:
+    nodes = held.nodes[group.step - 1 :: group.step]
+    stop = group.final_pages(held.length)
+    for column, page in enumerate(held.tables[group.number]):
+      if page in contents:
+        group_of[page] = group.number
+        if column < stop:
+          contents[page] = nodes[column]

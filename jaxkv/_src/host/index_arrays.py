@@ -41,14 +41,15 @@ class IndexArrays:
     groups: Sequence[LayerGroup],
   ):
     self._pool, self._keys, self._groups = pool, keys, groups
-    num_buckets = prefix_index.num_buckets(config.num_pages)
+    num_numbers = config.num_numbers
+    num_buckets = prefix_index.num_buckets(num_numbers)
     # Typed Any: the arrays are of numpy here, and of jax on a device.
     make: Any = PrefixIndex
     self.index = make(
       buckets=np.zeros((num_buckets, BUCKET_PAGES), np.int32),
       overflow=np.zeros((num_buckets,), np.int32),
-      entry=np.zeros((config.num_pages, _POSITION + 1), np.uint32),
-      tokens=np.zeros((config.num_pages, max(config.page_sizes)), np.int32),
+      entry=np.zeros((num_numbers, _POSITION + 1), np.uint32),
+      tokens=np.zeros((num_numbers, max(config.page_sizes)), np.int32),
       clock=np.zeros((), np.uint32),
     )
     self.index.entry[:, _POSITION] = NOWHERE
@@ -74,7 +75,10 @@ class IndexArrays:
 
   def are_fresh(self) -> np.ndarray:
     """Returns bool[N]: the pages that got a content since the last crossing."""
-    return np.array(self._pool.stamp, np.int64) >= self.clock
+    # Every content has a stamp of its own, and keeps it where it moves.
+    stamp = np.array(self._pool.stamp, np.int64)
+    has_moved = stamp % 2**32 != self.index.entry[:, _STAMP]
+    return (stamp >= self.clock) | ((stamp >= 0) & has_moved)
 
   def _write(self, index: Any, pages: list[int]) -> None:
     """Writes the keys, stamps and tokens of pages, at least one."""

@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.prefix import rules
 from jaxkv._src.cache.steps.find import agree
+from jaxkv._src.cache.steps.find import worth_restoring
 from jaxkv._src.host.groups import LayerGroup
 from jaxkv._src.host.prefix_nodes import TOKEN_BYTES
 from jaxkv._src.host.prefix_nodes import PrefixNode
@@ -94,6 +96,8 @@ def find_prefix(
   """Finds the longest cached prefix; see `CacheManager.get_computed_pages`."""
   config = state.config
   pages = [_cached_pages(state, hashed, group) for group in state.groups]
+  if config.host_pages and config.max_restored_pages < config.num_groups:
+    pages = _worth_restoring(config, pages)
   # The model computes at least the last token, whose logits give the next one.
   limit = len(hashed.token_ids) - 1
   limit = max(limit if max_tokens is None else min(limit, max_tokens), 0)
@@ -112,6 +116,17 @@ def find_prefix(
   if longest > num_tokens and rules.reports_boundary(config):
     boundary = longest
   return CachePages(columns, (), boundary, hashed), num_tokens
+
+
+def _worth_restoring(
+  config: CacheConfig, pages: list[list[int]]
+) -> list[list[int]]:
+  """Computes `find.worth_restoring` for the cached pages of each column."""
+  width = max(map(len, pages))
+  padded = [column + [0] * (width - len(column)) for column in pages]
+  worth: Any = np.array([padded], np.int32)
+  worth = worth_restoring(config, worth)[0].tolist()
+  return [row[: len(column)] for row, column in zip(worth, pages, strict=True)]
 
 
 def _agree(
@@ -214,6 +229,5 @@ def _add_device_pages(
   for column, node in enumerate(nodes[group.step - 1 :: group.step]):
     key = keys.group_key(node, group.number)
     candidates = (pages[column], *pool.index[-1].get(key, ()))
-    # As on the device, the page published first is the hit.
-    stamps = {page: pool.stamp[page] for page in candidates if page}
-    pages[column] = min(stamps, key=stamps.__getitem__, default=0)
+    found = [page for page in candidates if page]
+    pages[column] = min(found, key=pool.lookup_order, default=0)

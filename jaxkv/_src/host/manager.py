@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxkv._src.cache.group_kinds import GroupKind
+from jaxkv._src.cache.host_policy import HostPolicy
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.host import allocate
 from jaxkv._src.host import bridge
@@ -55,6 +56,10 @@ class CacheManager(ManagerReports):
     num_events: events kept until `take_events`; 0 for none.
     track_new_pages: enables `take_new_page_ids`.
     track_residency: adds the ages of evicted pages to the statistics.
+    host_pages: pages in host memory, for cached pages that are evicted; call
+      `take_moves` in each step.
+    host_policy: the pages that are worth a move, see `CacheConfig`.
+    page_bytes: bytes of a page, for a `HostPolicy`.
     key: the secret of the page keys, see `jaxkv.init`; None for a random one.
 
   Attributes:
@@ -97,6 +102,9 @@ class CacheManager(ManagerReports):
     num_events: int = 0,
     track_new_pages: bool = False,
     track_residency: bool = False,
+    host_pages: int = 0,
+    host_policy: HostPolicy | str = "always",
+    page_bytes: int = 0,
     key: Any = None,
   ):
     limits = options.make(
@@ -114,6 +122,9 @@ class CacheManager(ManagerReports):
       event_log=num_events,
       track_new_pages=track_new_pages,
       track_residency=track_residency,
+      host_pages=host_pages,
+      host_policy=host_policy,
+      page_bytes=page_bytes,
     )
     super().__init__(HostState(limits, key))
     self.pages = Pages(self._state)
@@ -124,7 +135,8 @@ class CacheManager(ManagerReports):
     """The cache as a value for device loops; the manager keeps no part of it.
 
     Raises:
-      ValueError: a request has fewer tokens than are published.
+      ValueError: a request has fewer tokens than are published, or moves wait
+        for `take_moves`.
     """
     return bridge.to_device(self._state)
 
@@ -172,7 +184,9 @@ class CacheManager(ManagerReports):
 
     Returns:
       The prefix's pages by group, with null pages where a window needs none,
-      and its number of tokens.
+      and its number of tokens. Pages in host memory have numbers above
+      `num_pages`; `allocate_slots` moves them to the device, and then
+      `get_page_ids` has their new numbers.
     """
     fields = read_request(request)
     if not self.config.prefix_caching or fields.skips_lookup:
@@ -409,9 +423,9 @@ class CacheManager(ManagerReports):
       ValueError: an id is out of range.
     """
     pages = sorted({at_least("page_ids", page_id, 0) for page_id in page_ids})
-    num_pages = self.config.num_pages
-    if pages and pages[-1] >= num_pages:
-      raise ValueError(f"`page_ids` must be 0 to {num_pages - 1}, got {pages}.")
+    last = self.config.num_numbers - 1
+    if pages and pages[-1] > last:
+      raise ValueError(f"`page_ids` must be 0 to {last}, got {pages}.")
     self._state.pool.unpublish(pages)
 
   @atomic

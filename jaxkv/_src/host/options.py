@@ -129,10 +129,11 @@ def _check_caching(
       "`enable_caching` must be False with CrossAttention: K/V depends on the "
       "encoder's input, which page keys do not cover."
     )
-  if not caching and (options["event_log"] or options["track_residency"]):
+  fields = ("event_log", "track_residency", "host_pages")
+  if not caching and any(options[field] for field in fields):
     raise ValueError(
-      "`num_events` and `track_residency` need enable_caching=True: they tell "
-      "of published pages."
+      "`num_events`, `track_residency` and `host_pages` need "
+      "enable_caching=True: they are about published pages."
     )
 
 

@@ -12,6 +12,7 @@ from jaxkv._src.cache.stats import Stats
 from jaxkv._src.cache.telemetry import NUM_BINS
 from jaxkv._src.host.atomic import UndoLog
 from jaxkv._src.host.free_list import FreeList
+from jaxkv._src.host.saved_pages import SavedPages
 
 Index = dict[Hashable, tuple[int, ...]]
 
@@ -45,7 +46,8 @@ class HostPool:
   The methods are the steps of atomic calls: each records in `undo_log` how to
   undo its changes, and the caller commits them. They check nothing.
 
-  A content is a `PrefixNode` or a `DevicePage`.
+  A content is a `PrefixNode` or a `DevicePage`. The lists `content`, `group`,
+  `stamp` and `is_cached` also have the numbers of host pages.
 
   Attributes:
     undo_log: the changes of the current call.
@@ -65,28 +67,31 @@ class HostPool:
     lifetime, idle: evicted pages by age, as in `jaxkv.telemetry.Residency`.
     counts: the fields of `jaxkv.Stats`.
     listeners: hear of pages that enter or leave the index.
-    index: for each group, the pages with a digest in the order of their stamps.
-      The last index has the pages of all groups that are known by their key on
-      the device only.
+    saved: the pages in host memory; None without `CacheConfig.host_pages`.
+    index: for each group, the pages with a digest: first those on the device,
+      then those in host memory, each in the order of their stamps. The last
+      index has the pages of all groups that are known by their key on the
+      device only.
   """
 
   def __init__(self, config: CacheConfig, undo_log: UndoLog):
-    num_pages = config.num_pages
+    num_pages, num_numbers = config.num_pages, config.num_numbers
     self.undo_log = undo_log
     self.unhashed_first = config.free_policy == "unhashed_first"
     self.ref_count = [0] * num_pages
     self.pin_count = [0] * num_pages
     self.queue = FreeList(range(1, num_pages), num_pages, undo_log)
-    self.content: list[Any] = [None] * num_pages
-    self.group = [0] * num_pages
-    self.stamp = [-1] * num_pages
-    self.is_cached = [False] * num_pages
+    self.content: list[Any] = [None] * num_numbers
+    self.group = [0] * num_numbers
+    self.stamp = [-1] * num_numbers
+    self.is_cached = [False] * num_numbers
     self.clock = 0
     self.new = [False] * num_pages if config.track_new_pages else None
     self.released = [0] * num_pages if config.track_residency else None
     self.lifetime, self.idle = [0] * NUM_BINS, [0] * NUM_BINS
     self.counts = dict.fromkeys(Stats.names(), 0)
     self.listeners: list[PageListener] = []
+    self.saved = SavedPages(config, undo_log) if config.host_pages else None
     self.index: list[Index] = [{} for _ in range(config.num_groups + 1)]
 
   @property
@@ -108,20 +113,101 @@ class HostPool:
     """Pops pages, with one reference each; `count` must be free."""
     if not count:
       return []
-    pages, log, cached = self.queue.pop(count), self.undo_log, self.is_cached
-    # The content of a popped page will be overwritten, so the page leaves the
-    # index first.
-    evicted = [page for page in pages if cached[page]]
-    if evicted:
-      self._count_ages(evicted)
-      self.count("evicted_pages", len(evicted))
-      self.unpublish(evicted)
-    log.save_items(self.ref_count, pages)
+    pages = self.queue.pop(count)
+    targets = self._evict(pages)
+    if self.saved is not None:
+      self.saved.record(pages, targets, {})
+    self.undo_log.save_items(self.ref_count, pages)
     for page in pages:
       self.ref_count[page] = 1
     self.mark_new(pages, is_new=True)
     self.count("popped_pages", count)
     return pages
+
+  def _evict(self, pages: list[int]) -> dict[int, int]:
+    """Removes popped pages from the index, before they are overwritten.
+
+    Returns:
+      The host page to which the content of each saved page goes.
+    """
+    cached, saved = self.is_cached, self.saved
+    evicted = [page for page in pages if cached[page]]
+    if not evicted:
+      return {}
+    self._count_ages(evicted)
+    self.count("evicted_pages", len(evicted))
+    if saved is None:
+      self.unpublish(evicted)
+      return {}
+    if not saved.saves:
+      saved.count("dropped", len(evicted))
+      self.unpublish(evicted)
+      return {}
+    targets: list[int] = []
+    while len(targets) < len(evicted):
+      batch = saved.next_targets(len(evicted) - len(targets))
+      forgotten = [page for page in batch if cached[page]]
+      saved.count("forgotten", len(forgotten))
+      self.unpublish(forgotten)
+      moving = evicted[len(targets) : len(targets) + len(batch)]
+      self._settle(batch, self._lift(moving))
+      targets += batch
+    saved.count("saved", len(targets))
+    return dict(zip(evicted, targets, strict=True))
+
+  def hold_hits(self, columns: list[list[int]]) -> list[list[int]]:
+    """Adds a reference for each page of hits, after its return to the device.
+
+    Returns:
+      The pages, with the numbers of device pages.
+    """
+    pages = [page for column in columns for page in column]
+    saved, on_host = self.saved, []
+    if saved is not None:
+      on_host = [page for page in pages if saved.is_on_host(page)]
+    if saved is None or not on_host:
+      self.hold(pages)
+      return columns
+    # Hits on the device are held first, so that no restored page evicts them.
+    self.hold([page for page in pages if not saved.is_on_host(page)])
+    places = self._restore(saved, list(dict.fromkeys(on_host)))
+    self.undo_log.save_items(self.ref_count, [*places.values()])
+    for page in on_host:
+      self.ref_count[places[page]] += 1
+    return [[places.get(page, page) for page in column] for column in columns]
+
+  def _restore(self, saved: SavedPages, pages: list[int]) -> dict[int, int]:
+    """Moves host pages to free device pages, and returns those."""
+    # The contents leave their numbers first, because a page that makes room can
+    # be saved to the same host page.
+    contents = self._lift(pages)
+    saved.to_front(pages)
+    places = self.queue.pop(len(pages))
+    targets = self._evict(places)
+    self._settle(places, contents)
+    # A restored page has its content already.
+    self.mark_new(places, is_new=False)
+    saved.record(places, targets, dict(zip(places, pages, strict=True)))
+    saved.count("restored", len(pages))
+    return dict(zip(pages, places, strict=True))
+
+  def _lift(self, pages: Sequence[int]) -> list[tuple[Any, int, int]]:
+    """Removes cached pages from the index, unheard by listeners.
+
+    Returns:
+      The content of each page, with its group and stamp, for `_settle`.
+    """
+    self.set_listed(pages, is_listed=False)
+    return [
+      (self.content[page], self.group[page], self.stamp[page]) for page in pages
+    ]
+
+  def _settle(
+    self, pages: Sequence[int], lifted: list[tuple[Any, int, int]]
+  ) -> None:
+    """Gives lifted contents to pages that are not cached."""
+    contents, groups, stamps = zip(*lifted, strict=True)
+    self.set_contents(pages, contents, groups, stamps, [True] * len(lifted))
 
   def hold(self, pages: Sequence[int]) -> None:
     """Adds a reference for each page; null pages are ignored."""
@@ -215,6 +301,11 @@ class HostPool:
     number = -1 if content.is_from_device else self.group[page]
     return self.index[number][content.digest]
 
+  def lookup_order(self, page: int) -> tuple[bool, int]:
+    """Returns the order of equal pages: on the device first, then by stamp."""
+    is_on_host = self.saved is not None and self.saved.is_on_host(page)
+    return is_on_host, self.stamp[page]
+
   def clear(self) -> None:
     """Removes all pages from the index; the queue keeps its order."""
     # New objects, so that an undo can put the old ones back as they were.
@@ -274,7 +365,7 @@ class HostPool:
       listed = index.get(digest, ())
       before.append((page, index, digest, listed))
       if is_listed and listed:
-        pages_now = sorted((*listed, page), key=self.stamp.__getitem__)
+        pages_now = sorted((*listed, page), key=self.lookup_order)
         index[digest] = tuple(pages_now)
       elif is_listed:
         index[digest] = (page,)

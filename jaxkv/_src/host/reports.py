@@ -1,6 +1,7 @@
 """The answers of a manager about its requests, pages and statistics."""
 
 from jaxkv._src.cache.group_kinds import FullAttention
+from jaxkv._src.cache.pool.host_pages import Moves
 from jaxkv._src.cache.telemetry import Drained
 from jaxkv._src.host import allocate
 from jaxkv._src.host.arguments import at_least
@@ -136,6 +137,24 @@ class ManagerReports:
     return self._state.pool.take_new()
 
   @atomic
+  def take_moves(self) -> Moves:
+    """Returns the moves between device and host memory since the last call.
+
+    Make them with `jaxkv.kv.move` before anything is written to the pages that
+    were allocated meanwhile. The arrays are of numpy, int32[X], where X is
+    `num_pages` or, after more moves, a multiple of it.
+
+    Raises:
+      ValueError: `host_pages` is 0.
+    """
+    if self._state.pool.saved is None:
+      raise ValueError(
+        "`host_pages` must be at least 1 for moves; make the CacheManager with "
+        "the number of pages in host memory."
+      )
+    return self._state.pool.saved.take_moves()
+
+  @atomic
   def free_queue(self, count: int | None = None) -> list[int]:
     """Returns the free pages in eviction order, the first `count` or all."""
     queue = self._state.pool.queue
@@ -146,7 +165,10 @@ class ManagerReports:
 
   @atomic
   def cached_page_ids(self) -> set[int]:
-    """Returns the pages that a lookup can find."""
+    """Returns the pages that a lookup can find.
+
+    Host page h has the number `num_pages + 1 + h`.
+    """
     return set(self._state.pool.cached_pages())
 
   @property

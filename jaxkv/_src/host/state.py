@@ -77,6 +77,7 @@ class HostState:
     events: None unless `num_events` is positive.
     statistics: the statistics since the last reading, without the ages.
     read_ages: `lifetime` and `idle` of the pool at that reading.
+    read_moves: the counters of host memory at that reading; empty without.
     step_clock: the pool's clock when the scheduling step started.
   """
 
@@ -114,6 +115,7 @@ class HostState:
         self.pool.listeners.append(self.events)
     self.statistics = PrefixCacheStats()
     self.read_ages = self.pool.lifetime, self.pool.idle
+    self.read_moves = self._move_counts()
     self.step_clock = 0
     # No call has to undo how the parts were made.
     self.undo_log.commit()
@@ -145,5 +147,14 @@ class HostState:
         for counts, read in zip(ages, self.read_ages, strict=True)
       )
       statistics = dataclasses.replace(statistics, lifetime=lifetime, idle=idle)
-    self.undo_log.replace(self, statistics=PrefixCacheStats(), read_ages=ages)
+    counts = self._move_counts()
+    new = {name: counts[name] - read for name, read in self.read_moves.items()}
+    statistics = dataclasses.replace(statistics, **new)
+    self.undo_log.replace(
+      self, statistics=PrefixCacheStats(), read_ages=ages, read_moves=counts
+    )
     return statistics
+
+  def _move_counts(self) -> dict[str, Any]:
+    saved = self.pool.saved
+    return dict(saved.counts) if saved is not None else {}

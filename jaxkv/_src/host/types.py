@@ -87,6 +87,9 @@ class PrefixCacheStats:
     reset: True if the cache was reset.
     lifetime, idle: evicted pages by age, see `jaxkv.telemetry.Residency`; empty
       without `track_residency`.
+    saved, restored: pages that moved to host memory, and back.
+    forgotten: saved pages that later ones replaced.
+    dropped: cached pages that were evicted and not saved, with `host_pages`.
   """
 
   requests: int = 0
@@ -98,6 +101,10 @@ class PrefixCacheStats:
   reset: bool = False
   lifetime: list[int] = dataclasses.field(default_factory=list)
   idle: list[int] = dataclasses.field(default_factory=list)
+  saved: int = 0
+  restored: int = 0
+  forgotten: int = 0
+  dropped: int = 0
 
   def counting(
     self, num_tokens: int, num_hits: int, *, is_preempted: bool

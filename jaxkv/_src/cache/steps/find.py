@@ -112,7 +112,7 @@ def find_prefix(
     chain = hashed[1] if hashed else hashing.row_keys(secret, root, page_tokens)
     pages = _look_up(config, secret, index, chain, page_tokens)
     if config.host_pages and config.max_restored_pages < config.num_groups:
-      pages = _worth_restoring(config, pages)
+      pages = worth_restoring(config, pages)
     num_hashed = (possible + 1) // config.page_size * config.page_size
     num_cached, longest = agree(config, pages > 0, possible, num_hashed)
     first = config.sizes.skipped_pages(num_cached)
@@ -186,25 +186,27 @@ def _look_up(
   return jnp.stack(pages, axis=1)
 
 
-def _worth_restoring(config: CacheConfig, pages: Array) -> Array:
+def worth_restoring(config: CacheConfig, pages: Array) -> Array:
   """Drops hits in host memory that are not worth their return.
+
+  With an array of numpy, as `jaxkv.host` has, no device is used.
 
   Args:
     config: the cache.
     pages: int32[R, G, P].
   """
   on_host = pages > config.num_pages
-  count = on_host.astype(jnp.int32)
+  count = on_host.astype(np.int32)
   # The groups that need all pages of a prefix restore those of a column
   # together, if a column has the same tokens in all of them. A page that a
   # window may skip is judged alone.
   together = np.asarray([not kind.skips_pages for kind in config.groups])
   if len(set(config.page_sizes)) == 1:
     mask = together[None, :, None]
-    total = jnp.sum(jnp.where(mask, count, 0), axis=1, keepdims=True)
-    count = jnp.where(mask, total, count)
+    total = (mask * count).sum(axis=1, keepdims=True)
+    count = elementwise.where(mask, total, count)
   is_worth = count <= config.max_restored_pages
-  return jnp.where(on_host & ~is_worth, 0, pages)
+  return elementwise.where(on_host & ~is_worth, 0, pages)
 
 
 class _Kind(NamedTuple):
