@@ -186,11 +186,18 @@ def walk(setup: Setup, walks: int) -> set[int]:
   return codes
 
 
-_GPU_SETUPS = ["host", "scratch", "three_kinds"]
+_deep = pytest.mark.deep
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", _GPU_SETUPS)
+@pytest.mark.parametrize(
+  "name",
+  [
+    "three_kinds",
+    pytest.param("host", marks=_deep),
+    pytest.param("scratch", marks=_deep),
+  ],
+)
 def test_programs_for_a_gpu(name):
   """A GPU's programs have other loops, and run on a CPU, too."""
   setup = SETUPS[name]
@@ -203,11 +210,7 @@ def test_programs_for_a_gpu(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "options",
-  [
-    {},
-    MERGE,
-    CLASSIC,
-  ],
+  [MERGE, pytest.param({}, marks=_deep), pytest.param(CLASSIC, marks=_deep)],
 )
 def test_more_rows_than_a_window(options):
   """What small caches do in small windows, in those of real life."""

@@ -34,11 +34,10 @@ def logged(name: str, size: int, **options) -> Setup:
 @pytest.mark.parametrize(
   "setup",
   [
-    pytest.param(logged("plain", 500, **MERGE), id="plain"),
     pytest.param(
       logged("hybrid", 500, **MERGE), id="hybrid", marks=pytest.mark.slow
     ),
-    pytest.param(logged("draft", 500), id="draft", marks=pytest.mark.slow),
+    pytest.param(logged("draft", 500), id="draft", marks=pytest.mark.deep),
   ],
 )
 def test_replaying_tells_what_is_cached(setup):

@@ -31,8 +31,14 @@ def _sequences_equal(state, config, windows=(None,)) -> None:
     by_hand.check_sequence(state.queue, number, wanted)
 
 
-@slow_except("decode_steps", (2, 3, 16), 3)
-@pytest.mark.parametrize("decode_steps", [2, 3, 16])
+@pytest.mark.parametrize(
+  "decode_steps",
+  [
+    3,
+    pytest.param(2, marks=pytest.mark.deep),
+    pytest.param(16, marks=pytest.mark.deep),
+  ],
+)
 def test_sequences(decode_steps):
   """With pages for all, and with so few that rounds are shorter."""
   config, program = _config(decode_steps), by_hand.program()

@@ -10,7 +10,6 @@ import pytest
 import jaxkv
 from jaxkv import models
 from jaxkv import rollout
-from tests import as_users
 from tests.models import exact_families as families
 
 _SAMPLES, _NEW, _PROMPT, _PAGE = 2, 12, 20, 4
@@ -27,6 +26,13 @@ def _sizes(config, *, num_pages, host_pages=0):
     groups=models.cache_groups(config),
     host_pages=host_pages,
   )
+
+
+@functools.cache
+def _generate(config):
+  """Compiles once for all tests of a decoder and its sizes."""
+  model = functools.partial(models.forward, config=config)
+  return jax.jit(functools.partial(rollout.generate, model=model))
 
 
 def _rounds(config, params, sizes, decode_steps=1):
@@ -48,11 +54,7 @@ def _rounds_and_memory(config, params, sizes, decode_steps=1):
     decode_steps=decode_steps,
     numerics=config.numerics,
   )
-  generate = as_users.jit(
-    functools.partial(
-      rollout.generate, model=functools.partial(models.forward, config=config)
-    )
-  )
+  generate = _generate(config)
   sampling = rollout.Sampling(temperature=0.8)
   cache, kv = jaxkv.init(sizes), models.init_kv(config, sizes)
   host = jaxkv.kv.init_host(kv, sizes) if sizes.host_pages else None
@@ -79,11 +81,11 @@ def _rounds_and_memory(config, params, sizes, decode_steps=1):
 @pytest.mark.parametrize(
   ("name", "decode_steps"),
   [
-    ("llama", 1),
-    pytest.param("llama", 3, marks=pytest.mark.slow),
-    pytest.param("gemma", 1, marks=pytest.mark.slow),
-    pytest.param("delta_net", 3, marks=pytest.mark.slow),
-    pytest.param("latents", 1, marks=pytest.mark.slow),
+    pytest.param("llama", 1, marks=pytest.mark.slow),
+    pytest.param("llama", 3, marks=pytest.mark.deep),
+    pytest.param("gemma", 1, marks=pytest.mark.deep),
+    pytest.param("delta_net", 3, marks=pytest.mark.deep),
+    pytest.param("latents", 1, marks=pytest.mark.deep),
   ],
 )
 def test_the_same_bits_with_host_pages(name, decode_steps):
@@ -164,7 +166,7 @@ def test_score_restores_prompts():
     jnp.full((5, 2), _NEW, jnp.int32),
   )
   model = functools.partial(models.forward, config=config)
-  score = as_users.jit(functools.partial(rollout.score, model=model, chunk=16))
+  score = jax.jit(functools.partial(rollout.score, model=model, chunk=16))
   found = []
   for sizes in (
     _sizes(config, num_pages=200),

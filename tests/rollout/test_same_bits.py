@@ -196,7 +196,7 @@ def _families(marks):
   )
 
 
-@_families({("gemma", jnp.float32): (), ("llama", jnp.bfloat16): _slow})
+@_families({("llama", jnp.float32): (), ("gemma", jnp.float32): _slow})
 def test_rollout_score_and_trainer_have_the_same_bits(name, dtype):
   config, params = families.decoder(name, dtype)
   drawn = _drawn(config, params, _Setting(slots=3))
