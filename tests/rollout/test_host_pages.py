@@ -1,5 +1,6 @@
 """Rollouts whose evicted prefixes move to host memory and back."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,6 +12,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv import rollout
 from tests.models import exact_families as families
+from tests.rollout import by_hand
 
 _SAMPLES, _NEW, _PROMPT, _PAGE = 2, 12, 20, 4
 _COLUMNS = -(-(_PROMPT + _NEW) // _PAGE)
@@ -182,6 +184,34 @@ def test_score_restores_prompts():
   np.testing.assert_array_equal(found[0].log_probs, found[1].log_probs)
   np.testing.assert_array_equal(found[0].cached_tokens, found[1].cached_tokens)
   assert int(jaxkv.stats(memory.cache).restored_pages) > 0
+
+
+def test_preempted_sequences_find_their_full_pages():
+  """Only their partial pages are computed again, in 8 pages of two tokens."""
+  config = rollout.RolloutConfig(max_new_tokens=6, num_samples=2)
+  program, ends = by_hand.program(), []
+  for host_pages in (0, 60):
+    sizes = dataclasses.replace(by_hand.sizes(9, 4), host_pages=host_pages)
+    kv = jaxkv.kv.init(
+      sizes,
+      num_layers=1,
+      num_kv_heads=1,
+      head_dim=by_hand.WIDTH,
+      dtype=jnp.float32,
+    )
+    host = jaxkv.kv.init_host(kv, sizes) if host_pages else None
+    end = program(by_hand.begun(sizes, config, kv=kv, host=host), 0.7)
+    rollout.check(end)
+    for number in range(2 * len(by_hand.PROMPTS)):
+      prompt = by_hand.PROMPTS[number // 2]
+      wanted = by_hand.expected(number, prompt, 0.7, config)
+      by_hand.check_sequence(end.queue, number, wanted)
+    ends.append(end.counters)
+  alone, with_host = ends
+  assert int(with_host.preempted) > 0
+  # A partial page has one token.
+  assert int(with_host.recomputed) <= int(with_host.preempted)
+  assert int(alone.recomputed) > int(alone.preempted)
 
 
 def test_refuses_another_host_pool():
