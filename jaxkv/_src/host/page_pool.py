@@ -136,24 +136,27 @@ class HostPool:
       return {}
     self._count_ages(evicted)
     self.count("evicted_pages", len(evicted))
-    if saved is None:
+    if saved is None or not saved.saves:
       self.unpublish(evicted)
+      if saved is not None:
+        saved.count("dropped", len(evicted))
       return {}
-    if not saved.saves:
-      saved.count("dropped", len(evicted))
-      self.unpublish(evicted)
-      return {}
+    return self._save(saved, evicted)
+
+  def _save(self, saved: SavedPages, pages: list[int]) -> dict[int, int]:
+    """Moves contents to the oldest host pages, whose contents are forgotten."""
     targets: list[int] = []
-    while len(targets) < len(evicted):
-      batch = saved.next_targets(len(evicted) - len(targets))
-      forgotten = [page for page in batch if cached[page]]
+    # More pages than there are host pages replace each other.
+    while len(targets) < len(pages):
+      batch = saved.next_targets(len(pages) - len(targets))
+      forgotten = [page for page in batch if self.is_cached[page]]
       saved.count("forgotten", len(forgotten))
       self.unpublish(forgotten)
-      moving = evicted[len(targets) : len(targets) + len(batch)]
+      moving = pages[len(targets) : len(targets) + len(batch)]
       self._settle(batch, self._lift(moving))
       targets += batch
     saved.count("saved", len(targets))
-    return dict(zip(evicted, targets, strict=True))
+    return dict(zip(pages, targets, strict=True))
 
   def hold_hits(self, columns: list[list[int]]) -> list[list[int]]:
     """Adds a reference for each page of hits, after its return to the device.
