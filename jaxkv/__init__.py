@@ -85,6 +85,7 @@ modules of `jaxkv.host` and `jaxkv.integrations` must be imported by name.
 | `jaxkv.results`, `jaxkv.telemetry` | result types; events, page ages |
 | `jaxkv.kv` | the K/V memory, a second pytree, meant to be donated |
 | `jaxkv.rollout` | the jitted generation loop: queue, prefill, decode, refill |
+| `jaxkv.checkpoint` | snapshots of rollouts |
 | `jaxkv.models` | decoders in plain JAX, with and without a cache |
 | `jaxkv.rl` | losses and advantages for RL |
 | `jaxkv.host` | a cache manager for schedulers in Python, over the same state |
@@ -201,6 +202,7 @@ __version__ = "0.1.0"
 
 # Imported when they are first used, so that `import jaxkv` stays fast.
 _LAZY_MODULES = (
+  "checkpoint",
   "host",
   "integrations",
   "kernels",

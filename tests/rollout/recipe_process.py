@@ -10,7 +10,6 @@
 `tests.rollout.started` starts it, with two devices.
 """
 
-import importlib
 import os
 import pathlib
 import sys
@@ -71,7 +70,6 @@ def _begun(recipe: str) -> dict[str, Any]:
   """Returns the names of a recipe, which provides functions only."""
   llama = recipe == "Tensor parallel"
   names = recipes.llama() if llama else recipes.attention_alone()
-  names["ocp"] = importlib.import_module("orbax.checkpoint")
   if recipe == "one device":
     names["begin"] = jax.jit(lambda *job: recipes.begun(names | {"job": job}))
     names["run"] = jax.jit(names["generate"], donate_argnums=1)

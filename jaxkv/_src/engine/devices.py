@@ -135,19 +135,17 @@ A process sees only the sequences of its devices. This gathers all of them:
   )
 
 Checkpoints. `run` returns an unfinished state if `generate` has a limit, see
-`rollout.Until`. The state is an ordinary pytree, including its random keys.
-With `import orbax.checkpoint as ocp`:
+`rollout.Until`.
 
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(folder, state)
+  jaxkv.checkpoint.save(folder, state)
 
 A new process with the same `sizes` and `config` defines `begin` and `run` as in
 the recipes, or with `jax.jit` for one device. It does not call `begin`, because
 restoring needs only its shapes and shardings. All later results are
-bit-identical to those of an uninterrupted run.
+bit-identical to those of an uninterrupted run. The pages of a tensor-parallel
+rollout can go to another number of devices.
 
-  with ocp.StandardCheckpointer() as checkpointer:
-    state = checkpointer.restore(folder, begin.eval_shape(*job))
+  state = jaxkv.checkpoint.restore(folder, begin.eval_shape(*job))
   state = run(params, state)
 
 `run` compiles once. Later calls reuse its program if their state comes from

@@ -1,0 +1,343 @@
+"""Snapshots of rollouts on disk, written and read by orbax."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxkv._src.cache.state import init as init_cache
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.verbs.abort import requeue
+from jaxkv._src.extras import extra_package
+from jaxkv._src.kv.host_memory import HOST
+
+FORMAT = 1
+"""The version of the format; a later jaxkv reads earlier versions."""
+
+# Of the memory, a snapshot without pages has the identity of the cache alone.
+_MEMORY = ".memory."
+_IDENTITY = tuple(
+  f".memory.cache.{name}" for name in ("secret", "root", "epoch", "stats")
+)
+
+
+def save(
+  folder: str | pathlib.Path, state: RolloutState, *, pages: bool = True
+) -> None:
+  """Saves a rollout, in the middle of generation or at its end.
+
+  A folder appears under its name when it is complete. All processes of a job
+  must call this together.
+
+  Args:
+    folder: the path of a new folder.
+    state: the rollout, on any devices, also with a leading axis of shards, see
+      `jaxkv.rollout.devices.stacked`.
+    pages: saves the cache and its K/V memory. Without them the snapshot has
+      some 16 bytes for each token of the queue; `restore` puts running
+      sequences back into the queue, and their tokens are computed again.
+
+  Raises:
+    TypeError: `state` is not a RolloutState.
+    ValueError: `folder` exists.
+    ImportError: orbax is not installed (extra `checkpoints`).
+  """
+  ocp, folder = _orbax(), _path(folder)
+  if not isinstance(state, RolloutState):
+    raise TypeError(
+      f"`state` must be a RolloutState, got {type(state).__name__}."
+    )
+  if folder.exists():
+    raise ValueError(f"`folder` must not exist, got {str(folder)!r}.")
+  if not pages:
+    state = _all_wait(state)
+  arrays = {
+    name: leaf for name, leaf in _named(state) if pages or _is_kept(name)
+  }
+  facts = {
+    "format": FORMAT,
+    "pages": pages,
+    "static": dict(_static(state, "")),
+    "shapes": {name: list(leaf.shape) for name, leaf in arrays.items()},
+    "dtypes": {name: str(leaf.dtype) for name, leaf in arrays.items()},
+    "keys": {
+      name: str(jax.random.key_impl(leaf))
+      for name, leaf in arrays.items()
+      if _is_key(leaf)
+    },
+  }
+  data = {name: _data(leaf) for name, leaf in arrays.items()}
+  facts["sums"] = _checksums(data)
+  with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+    items = ocp.args.Composite(
+      facts=ocp.args.JsonSave(facts), arrays=ocp.args.StandardSave(data)
+    )
+    checkpointer.save(folder, items)
+
+
+def restore(folder: str | pathlib.Path, target: RolloutState) -> RolloutState:
+  """Restores a rollout that `save` wrote.
+
+  All later results equal those of a rollout that was not interrupted; with
+  exact numerics, or with pages on as many devices, they have the same bits.
+
+  Args:
+    folder: the folder.
+    target: a rollout of the same sizes and options, or its shapes from
+      `jax.eval_shape`. It says where the arrays go: to the sharding of each
+      array, and to the default device for shapes without one. The numbers of
+      devices may differ. Its values are not read.
+
+  Returns:
+    The rollout.
+
+  Raises:
+    TypeError: `target` is not a RolloutState.
+    ValueError: the folder has no snapshot, or one that is damaged or of a newer
+      format; or the options, the sizes or the number formats differ from those
+      of `target`.
+    ImportError: orbax is not installed (extra `checkpoints`).
+  """
+  ocp, folder = _orbax(), _path(folder)
+  if not isinstance(target, RolloutState):
+    raise TypeError(
+      f"`target` must be a RolloutState, got {type(target).__name__}."
+    )
+  with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+    facts = _read(
+      checkpointer, folder, ocp.args.Composite(facts=ocp.args.JsonRestore())
+    ).facts
+    _check_facts(facts, folder)
+    _check_static(facts, target)
+    wanted = dict(_named(target))
+    if not facts["pages"]:
+      wanted = {name: x for name, x in wanted.items() if _is_kept(name)}
+    _check_arrays(facts, wanted)
+    shapes = {
+      name: _stored_shape(leaf, facts["dtypes"][name])
+      for name, leaf in wanted.items()
+    }
+    data = _read(
+      checkpointer,
+      folder,
+      ocp.args.Composite(arrays=ocp.args.StandardRestore(shapes)),
+    ).arrays
+  # Storage takes a part of an array that is missing for zeros.
+  sums = _checksums(data)
+  changed = [name for name in sorted(sums) if sums[name] != facts["sums"][name]]
+  if changed:
+    raise ValueError(
+      f"`folder` must hold a complete snapshot of a rollout, got "
+      f"{str(folder)!r}: `{changed[0][1:]}` is damaged."
+    )
+  found = {
+    name: _restored(data[name], leaf, facts["keys"].get(name))
+    for name, leaf in wanted.items()
+  }
+  if not facts["pages"]:
+    found |= _empty_memory(target, found)
+  leaves = [found[name] for name, _ in _named(target)]
+  return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+
+def _orbax() -> Any:
+  return extra_package(
+    "orbax.checkpoint", install="jaxkv[checkpoints]", task="To save a rollout"
+  )
+
+
+def _path(folder: str | pathlib.Path) -> pathlib.Path:
+  # Orbax accepts only absolute paths.
+  return pathlib.Path(folder).absolute()
+
+
+def _named(state: RolloutState) -> list[tuple[str, Any]]:
+  """Returns the arrays of a state, each with its name."""
+  leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+  return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+
+
+def _is_kept(name: str) -> bool:
+  """True for the arrays of a snapshot without pages."""
+  return not name.startswith(_MEMORY) or name.startswith(_IDENTITY)
+
+
+def _static(tree: Any, path: str) -> Iterator[tuple[str, str]]:
+  """Yields the static fields of dataclasses in a tree, with their paths."""
+  if isinstance(tree, tuple):
+    for index, item in enumerate(tree):
+      yield from _static(item, f"{path}[{index}]")
+  if not dataclasses.is_dataclass(tree):
+    return
+  for field in dataclasses.fields(tree):
+    value, name = getattr(tree, field.name), f"{path}.{field.name}"
+    if not field.metadata.get("static"):
+      yield from _static(value, name)
+    elif dataclasses.is_dataclass(value):
+      for option in dataclasses.fields(value):
+        yield f"{name}.{option.name}", repr(getattr(value, option.name))
+    else:
+      yield name, repr(value)
+
+
+def _is_key(leaf: Any) -> bool:
+  return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _data(leaf: Array) -> Array:
+  """Returns the array that is saved for a leaf."""
+  return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _all_wait(state: RolloutState) -> RolloutState:
+  """Puts the running sequences back into the queue."""
+  ids, status = state.queue.ids, state.queue.status
+
+  def one(state: RolloutState, ids: Array, mask: Array) -> RolloutState:
+    return requeue(state, ids, mask=mask)[0]
+
+  for _ in ids.shape[1:]:
+    one = jax.vmap(one)
+  return one(state, ids, status == SequenceStatus.RUNNING)
+
+
+def _read(checkpointer: Any, folder: pathlib.Path, items: Any) -> Any:
+  try:
+    return checkpointer.restore(folder, items)
+  # Orbax and its storage raise errors of many types for damaged files.
+  except Exception as error:
+    raise ValueError(
+      f"`folder` must hold a complete snapshot of a rollout, got "
+      f"{str(folder)!r}: {error}"
+    ) from error
+
+
+def _check_facts(facts: Any, folder: pathlib.Path) -> None:
+  if not isinstance(facts, dict) or not isinstance(facts.get("format"), int):
+    raise ValueError(
+      f"`folder` must hold a snapshot of a rollout, got {str(folder)!r} "
+      "without a format; write it with jaxkv.checkpoint.save."
+    )
+  if facts["format"] > FORMAT:
+    raise ValueError(
+      f"`folder` must have format {FORMAT} or less, got {facts['format']} in "
+      f"{str(folder)!r}; install the version of jaxkv that wrote it."
+    )
+
+
+def _check_static(facts: dict[str, Any], target: RolloutState) -> None:
+  saved, wanted = facts["static"], dict(_static(target, ""))
+  for name in sorted(saved.keys() | wanted.keys()):
+    if saved.get(name) != wanted.get(name):
+      raise ValueError(
+        f"`target` must have the options of the saved rollout: `{name[1:]}` "
+        f"was {saved.get(name)}, got {wanted.get(name)}."
+      )
+
+
+def _check_arrays(facts: dict[str, Any], wanted: dict[str, Any]) -> None:
+  for name in sorted(facts["shapes"].keys() | wanted.keys()):
+    saved = facts["shapes"].get(name)
+    got = list(wanted[name].shape) if name in wanted else None
+    if saved != got:
+      raise ValueError(
+        f"`target` must have the sizes of the saved rollout: `{name[1:]}` has "
+        f"the shape {saved} there, got {got}."
+      )
+    stored, dtype = facts["dtypes"][name], str(wanted[name].dtype)
+    # A CPU stores the bits of bfloat16 and of 8-bit floats as integers. The
+    # static `dtype` of a pool, which was compared, says what they mean.
+    has_bits = name.startswith((".memory.kv", ".memory.host"))
+    if stored != dtype and not (
+      has_bits and _itemsize(stored) == _itemsize(dtype)
+    ):
+      raise ValueError(
+        f"`target` must have the number formats of the saved rollout: "
+        f"`{name[1:]}` was {stored}, got {dtype}."
+      )
+
+
+def _itemsize(dtype: str) -> int:
+  return jnp.dtype(dtype).itemsize
+
+
+def _stored_shape(leaf: Any, dtype: str) -> jax.ShapeDtypeStruct:
+  """Returns shape and place of a saved array that becomes `leaf`."""
+  where = getattr(leaf, "sharding", None)
+  if where is None:
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  if not _is_key(leaf):
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=where)
+  data = jax.eval_shape(jax.random.key_data, leaf)
+  return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=where)
+
+
+def _checksums(data: dict[str, Array]) -> dict[str, int]:
+  """Returns a checksum of the bits of each array, on any devices."""
+  sums = jax.device_get({name: _checksum(x) for name, x in data.items()})
+  return {name: int(number) for name, number in sums.items()}
+
+
+@jax.jit
+def _checksum(array: Array) -> Array:
+  """Returns uint32[], a weighted sum; each position has another weight."""
+  if jax.typeof(array).memory_space != jax.memory.Space.Host:
+    return _weighted_sum(array)
+
+  # One page after another, because all may be too large for a device.
+  def add(page: Array, total: Array) -> Array:
+    part = jax.lax.dynamic_index_in_dim(array, page, keepdims=False)
+    part = jax.device_put(part, jax.memory.Space.Device)
+    return total * jnp.uint32(0x9E3779B1) + _weighted_sum(part)
+
+  return jax.lax.fori_loop(0, array.shape[0], add, jnp.uint32(0))
+
+
+def _weighted_sum(array: Array) -> Array:
+  if array.dtype == bool:
+    array = array.astype(jnp.uint8)
+  bits = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
+  words = jax.lax.bitcast_convert_type(array, bits).astype(jnp.uint32)
+  # Flattened, an array that is split over devices would be gathered.
+  index = jnp.zeros(array.shape, jnp.uint32)
+  for axis in range(array.ndim):
+    place = jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+    index = (index + place + 1) * jnp.uint32(0x9E3779B1)
+  return jnp.sum(words * (2 * index + 1), dtype=jnp.uint32)
+
+
+def _restored(data: Array, leaf: Any, impl: str | None) -> Array:
+  if impl is not None:
+    return jax.random.wrap_key_data(data, impl=impl)
+  if data.dtype != leaf.dtype:
+    data = jax.lax.bitcast_convert_type(data, leaf.dtype)
+  where = getattr(leaf, "sharding", None)
+  if where is not None and where.memory_kind == HOST:
+    # Orbax puts it there, but the type of its array does not say so.
+    data = jax.device_put(np.asarray(data), where)
+  return data
+
+
+def _empty_memory(
+  target: RolloutState, found: dict[str, Array]
+) -> dict[str, Array]:
+  """Returns the arrays of a memory without pages that are not in `found`."""
+  cache = init_cache(target.memory.cache.config)
+  empty = dataclasses.replace(target.memory, cache=cache)
+  values = dict(_named(dataclasses.replace(target, memory=empty)))
+  memory = {}
+  for name, leaf in _named(target):
+    if name in found:
+      continue
+    # K/V memory has no values until it is written.
+    is_page = not name.startswith(".memory.cache")
+    value = np.zeros((), leaf.dtype) if is_page else np.asarray(values[name])
+    where = getattr(leaf, "sharding", None)
+    memory[name] = jax.device_put(np.broadcast_to(value, leaf.shape), where)
+  return memory

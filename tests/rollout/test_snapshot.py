@@ -1,0 +1,253 @@
+"""Snapshots of rollouts: what they restore, where, and what they refuse."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkv
+from jaxkv import checkpoint
+from jaxkv import rollout
+from jaxkv.rollout import devices
+from tests.rollout import by_hand
+
+pytestmark = pytest.mark.skipif(
+  importlib.util.find_spec("orbax") is None,
+  reason="orbax is not installed; pip install jaxkv[checkpoints]",
+)
+
+_CONFIG = rollout.RolloutConfig(num_samples=2, max_new_tokens=6, stop_token=4)
+
+
+def begun(config=_CONFIG, host_pages=0, **pool):
+  """Makes a rollout in few pages, so that it preempts and evicts."""
+  sizes = dataclasses.replace(by_hand.sizes(12, 3), host_pages=host_pages)
+  pool = {"num_kv_heads": 1, "head_dim": by_hand.WIDTH, **pool}
+  pool = {"dtype": jnp.float32, **pool}
+  kv = jaxkv.kv.init(sizes, num_layers=1, **pool)
+  host = jaxkv.kv.init_host(kv, sizes) if host_pages else None
+  width = max(map(len, by_hand.PROMPTS))
+  rows = [[*prompt, *[0] * (width - len(prompt))] for prompt in by_hand.PROMPTS]
+  lengths = [len(prompt) for prompt in by_hand.PROMPTS]
+  requests = rollout.Requests(rows, lengths, sampling=rollout.Sampling())
+  cache, key = jaxkv.init(sizes), by_hand.key()
+  return rollout.init(cache, kv, requests, key, config, host=host)
+
+
+def with_random_pages(state):
+  """Fills the keys of all pages."""
+  k = jax.random.normal(by_hand.key(), state.memory.kv.k.shape)
+  kv = dataclasses.replace(state.memory.kv, k=k)
+  memory = dataclasses.replace(state.memory, kv=kv)
+  return dataclasses.replace(state, memory=memory)
+
+
+@functools.cache
+def program():
+  return by_hand.program()
+
+
+def assert_same_results(found, wanted, exact=True):
+  """Compares the results of two finished rollouts."""
+  found, wanted = (rollout.generated(state) for state in (found, wanted))
+  for name in ("tokens", "lengths", "finish", "versions"):
+    np.testing.assert_array_equal(
+      getattr(found, name), getattr(wanted, name), err_msg=name
+    )
+  tolerance = 0 if exact else 1e-5
+  np.testing.assert_allclose(
+    found.log_probs, wanted.log_probs, rtol=0, atol=tolerance
+  )
+
+
+@pytest.mark.parametrize("pages", [True, False], ids=["pages", "no pages"])
+@pytest.mark.parametrize("host_pages", [0, 20], ids=["", "host"])
+def test_goes_on_as_if_undisturbed(pages, host_pages, tmp_path):
+  run, state = program(), begun(host_pages=host_pages)
+  wanted = run(state, 0.7)
+  middle = found = state
+  for number, steps in enumerate((1, 4, 9)):
+    middle = run(state, 0.7, steps)
+    assert not bool(rollout.is_done(middle))
+    checkpoint.save(tmp_path / str(number), middle, pages=pages)
+    # Restored from shapes alone, as a new process does.
+    target = jax.tree.map(
+      lambda leaf: jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=leaf.sharding
+      ),
+      middle,
+    )
+    found = checkpoint.restore(tmp_path / str(number), target)
+    rollout.check(found)
+    assert_same_results(run(found, 0.7), wanted, exact=pages)
+  if pages:
+    same = jax.tree.map(np.array_equal, _values(found), _values(middle))
+    assert all(jax.tree.leaves(same))
+
+
+def _values(state):
+  """Returns the arrays of a state, its keys as numbers; NaN becomes 0."""
+
+  def value(leaf):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      return np.asarray(jax.random.key_data(leaf))
+    return np.nan_to_num(np.asarray(leaf))
+
+  return jax.tree.map(value, state)
+
+
+def test_without_pages_is_small(tmp_path):
+  state = begun()
+  checkpoint.save(tmp_path / "small", state, pages=False)
+  facts = json.loads((tmp_path / "small/facts/metadata").read_text("utf-8"))
+  size = sum(
+    np.prod(shape, dtype=int) * np.dtype(facts["dtypes"][name]).itemsize
+    for name, shape in facts["shapes"].items()
+    if name not in facts["keys"]
+  )
+  assert size <= 64 * state.queue.tokens.size
+
+
+def test_pages_go_to_the_devices_of_the_target(tmp_path):
+  """From two devices to one, and to eight."""
+  if jax.device_count() < 8:
+    pytest.skip("needs eight devices")
+
+  def rollout_of(count):
+    state = with_random_pages(begun(num_kv_heads=8))
+    mesh = jax.make_mesh((count,), ("x",), axis_types=(AxisType.Auto,))
+    return jax.device_put(state, devices.shardings(state, mesh, heads="x"))
+
+  saved = rollout_of(2)
+  checkpoint.save(tmp_path / "two", saved)
+  for count in (1, 8):
+    target = rollout_of(count)
+    found = checkpoint.restore(tmp_path / "two", target)
+    assert found.memory.kv.k.sharding == target.memory.kv.k.sharding
+    assert len(found.queue.tokens.sharding.device_set) == count
+    np.testing.assert_array_equal(found.memory.kv.k, saved.memory.kv.k)
+
+
+def test_shards_keep_their_axis(tmp_path):
+  """A stacked state of two shards, restored on two devices without pages."""
+  if jax.device_count() < 2:
+    pytest.skip("needs two devices")
+  mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+  one = program()(begun(), 0.7, 5)
+  both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), one)
+  both = jax.device_put(both, NamedSharding(mesh, P("x")))
+  checkpoint.save(tmp_path / "both", both, pages=False)
+  found = checkpoint.restore(tmp_path / "both", both)
+  assert found.memory.kv.k.sharding == both.memory.kv.k.sharding
+  wanted = program()(one, 0.7)
+  for shard in range(2):
+    state = jax.device_put(
+      jax.tree.map(lambda leaf, n=shard: leaf[n], found), jax.devices()[0]
+    )
+    assert_same_results(program()(state, 0.7), wanted, exact=False)
+
+
+def test_bits_of_a_cpu_become_numbers(tmp_path):
+  """A CPU stores bfloat16 as integers, accelerators as it is."""
+  bits = begun(dtype="bfloat16")
+  numbers = begun(dtype="bfloat16", storage_dtype="bfloat16")
+  assert bits.memory.kv.k.dtype != numbers.memory.kv.k.dtype
+  ones = jnp.full_like(numbers.memory.kv.k, 1.5)
+  for saved, target in ((bits, numbers), (numbers, bits)):
+    name = str(saved.memory.kv.k.dtype)
+    values = jax.lax.bitcast_convert_type(ones, saved.memory.kv.k.dtype)
+    kv = dataclasses.replace(saved.memory.kv, k=values)
+    memory = dataclasses.replace(saved.memory, kv=kv)
+    checkpoint.save(tmp_path / name, dataclasses.replace(saved, memory=memory))
+    found = checkpoint.restore(tmp_path / name, target).memory.kv.k
+    assert found.dtype == target.memory.kv.k.dtype
+    found = jax.lax.bitcast_convert_type(found, jnp.bfloat16)
+    np.testing.assert_array_equal(found, ones)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("snapshots") / "saved"
+  checkpoint.save(folder, begun())
+  return folder
+
+
+@pytest.mark.parametrize(
+  ("make", "text"),
+  [
+    (
+      lambda: begun(dataclasses.replace(_CONFIG, prefill_chunk=8)),
+      "`config.prefill_chunk` was 256, got 8",
+    ),
+    (lambda: begun(host_pages=4), "cache.config.host_pages` was 0, got 4"),
+    (lambda: begun(dtype="bfloat16"), "kv.dtype` was 'float32', got 'bfloat16"),
+    (lambda: begun(head_dim=8), r"memory.kv.k` has the shape \[12.*4\] there"),
+  ],
+)
+def test_another_target_is_refused(make, text, saved):
+  with pytest.raises(ValueError, match=text):
+    checkpoint.restore(saved, make())
+
+
+def test_what_is_no_snapshot_is_refused(saved, tmp_path):
+  target = begun()
+  with pytest.raises(ValueError, match="must not exist"):
+    checkpoint.save(saved, target)
+  with pytest.raises(ValueError, match=r"complete snapshot.*no_such"):
+    checkpoint.restore(tmp_path / "no_such", target)
+  with pytest.raises(
+    TypeError, match="`state` must be a RolloutState, got int"
+  ):
+    checkpoint.save(tmp_path / "new", 3)
+  with pytest.raises(TypeError, match="`target` must be a RolloutState"):
+    checkpoint.restore(saved, target.queue)
+
+
+def test_a_newer_format_is_refused(tmp_path):
+  folder, target = tmp_path / "newer", begun()
+  checkpoint.save(folder, target)
+  path = folder / "facts/metadata"
+  facts = json.loads(path.read_text("utf-8"))
+  path.write_text(json.dumps(facts | {"format": 99}), "utf-8")
+  with pytest.raises(ValueError, match="format 1 or less, got 99 in"):
+    checkpoint.restore(folder, target)
+
+
+# After one error, orbax never reads the results of its other tasks.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_damaged_snapshot_is_refused(tmp_path):
+  """Wherever a byte changes, or a file ends early or is missing."""
+  folder, target = tmp_path / "damaged", with_random_pages(begun(head_dim=256))
+  checkpoint.save(folder, target)
+  wanted, num_refused = _values(target), 0
+  for path in sorted((folder / "arrays").rglob("d/*")):
+    content = path.read_bytes()
+    middle = len(content) // 2
+    flipped = bytes([content[middle] ^ 1])
+    for change in (
+      content[:middle] + flipped + content[middle + 1 :],
+      content[:middle],
+      None,
+    ):
+      path.unlink()
+      if change is not None:
+        path.write_bytes(change)
+      try:
+        found = checkpoint.restore(folder, target)
+      except ValueError as error:
+        num_refused += 1
+        assert "complete snapshot" in str(error) and "damaged" in str(error)
+      else:
+        # Orbax keeps some files that it never reads.
+        same = jax.tree.map(np.array_equal, _values(found), wanted)
+        assert all(jax.tree.leaves(same)), (path, len(change or b""))
+    path.write_bytes(content)
+  assert num_refused >= 6
