@@ -11,6 +11,7 @@ Functions of a rollout's state:
 | `submit`, `harvest` | add prompts, and remove finished sequences |
 | `extend` | appends tokens of a tool or a user and resumes sequences |
 | `abort`, `requeue` | end sequences, or put running ones back into the queue |
+| `export`, `import_sequences` | move sequences to another rollout |
 | `update_weights` | starts a new version of the weights |
 | `generated`, `grouped` | return tokens, masks and log-probs for a loss |
 | `score` | computes log-probs of given completions |
@@ -42,11 +43,13 @@ Types:
 | `Queue`, `Slots`, `Memory`, `Records`, `Counters` | its parts |
 | `SequenceStatus`, `Finish` | the status of a sequence; the reason of its end |
 | `Submitted`, `Harvested`, `Generated`, `Grouped` | results |
+| `Exported` | sequences that belong to no rollout |
 | `Scored`, `Texts` | the results of `score` and `generate_texts` |
 | `Timeline`, `Span` | the result of `timeline` |
 
-`submit`, `harvest`, `extend`, `abort` and `requeue` return the new state and an
-outcome with a `jaxkv.Status` for each row. A row that fails changes nothing.
+`submit`, `harvest`, `extend`, `abort`, `requeue`, `export` and
+`import_sequences` return the new state and an outcome with a `jaxkv.Status` for
+each row. A row that fails changes nothing.
 `score` returns a status for each prompt. `generate` and `update_weights` return
 the state. All functions are pure and can be called inside `jit`.
 
@@ -61,6 +64,7 @@ FOLDER)`, it takes about 2 s in a later process.
 from jaxkv._src.engine import devices
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.counters import Counters
+from jaxkv._src.engine.exported import Exported
 from jaxkv._src.engine.generate import generate
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Process
@@ -95,7 +99,9 @@ from jaxkv._src.engine.timeline import timeline
 from jaxkv._src.engine.until import Until
 from jaxkv._src.engine.verbs.abort import abort
 from jaxkv._src.engine.verbs.abort import requeue
+from jaxkv._src.engine.verbs.export import export
 from jaxkv._src.engine.verbs.extend import extend
+from jaxkv._src.engine.verbs.import_sequences import import_sequences
 from jaxkv._src.engine.verbs.submit import Submitted
 from jaxkv._src.engine.verbs.submit import submit
 from jaxkv._src.engine.verbs.update_weights import update_weights
@@ -115,6 +121,7 @@ from jaxkv._src.sampling.settings import Sampling
 __all__ = [
   "Counters",
   "Draft",
+  "Exported",
   "Finish",
   "Generated",
   "Grammar",
@@ -148,6 +155,7 @@ __all__ = [
   "check",
   "check_invariants",
   "devices",
+  "export",
   "extend",
   "generate",
   "generate_texts",
@@ -155,6 +163,7 @@ __all__ = [
   "grouped",
   "guide",
   "harvest",
+  "import_sequences",
   "init",
   "is_done",
   "json_schema",

@@ -11,6 +11,7 @@ from tests.tools.mistakes import table
 _BY_HAND = "test_by_hand.py::"
 _PARTS = "test_parts.py::"
 _VERBS = "test_verbs.py::"
+_EXPORT = "test_export.py::"
 
 
 def _keys_of_prompts(out, g):
@@ -123,6 +124,26 @@ _OF_VERBS = {
     "verbs.update_weights:_restart",
     returned(lambda out, g: replace(out, limit=g.queue.limit)),
     _VERBS + "test_update_weights",
+  ),
+  "imported pages have the contents of their neighbours": (
+    "verbs.import_sequences:write_pages",
+    given(sources=lambda g: g.sources[::-1]),
+    _EXPORT + "test_sequences_continue_elsewhere",
+  ),
+  "a page that is not full stays behind": (
+    "verbs.export:_computed",
+    returned(lambda out, g: (out[0], out[1] // 2 * 2, out[2])),
+    _EXPORT + "test_sequences_continue_elsewhere",
+  ),
+  "pages of all secrets are used": (
+    "exported:fingerprint_of",
+    returned(lambda out, g: out * 0),
+    _EXPORT + "test_other_secrets_and_versions_compute_again",
+  ),
+  "imported samples find no group": (
+    "verbs.import_sequences:_rows_of",
+    given(exported=lambda g: replace(g.exported, sample=g.exported.sample * 0)),
+    _EXPORT + "test_codes",
   ),
 }
 

@@ -181,7 +181,7 @@ class Calls:
   def _generate(self) -> None:
     params = jnp.asarray(self._weights[self.version])
     until = rollout.Until(steps=int(self._rng.integers(1, 5)))
-    self.state = _generate(params, self.state, until)
+    self.state = run(params, self.state, until)
     self.done["generate"] = self.done.get("generate", 0) + 1
 
   def _prompt(self) -> list[int]:
@@ -483,7 +483,8 @@ class Calls:
 
 
 @jax.jit
-def _generate(params, state, until):
+def run(params, state, until):
+  """Runs the model of this file."""
   return rollout.generate(params, state, until, model=model)
 
 

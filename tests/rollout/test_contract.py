@@ -16,8 +16,10 @@ from jax.sharding import PartitionSpec
 import jaxkv
 from jaxkv import rollout
 from jaxkv._src.engine import ngrams
+from tests.rollout.random_calls import SIZES
 from tests.rollout.random_calls import Calls
 from tests.rollout.random_calls import model
+from tests.rollout.random_calls import run
 from tests.tools.tiers import slow_except
 
 _VERBS = ("jaxkv._src.engine.verbs", "jaxkv._src.engine.results.generated")
@@ -47,6 +49,8 @@ TABLE = {
   "recompute": _update("recompute"),
   "keep": _update("keep"),
   "drop": _update("drop"),
+  "export": rollout.export,
+  "import_sequences": rollout.import_sequences,
   "generated": lambda state: (state, rollout.generated(state)),
   "generate": _generate,
 }
@@ -55,7 +59,15 @@ TABLE = {
 _PUBLIC = {"update_weights", *(name.split()[0] for name in TABLE)}
 _PUBLIC -= {"recompute", "keep", "drop"}
 
-NAMING = ["submit", "extend", "abort", "requeue", "harvest", "harvest groups"]
+NAMING = [
+  "submit",
+  "extend",
+  "abort",
+  "requeue",
+  "harvest",
+  "harvest groups",
+  "export",
+]
 """Those that give each row a code."""
 
 
@@ -97,6 +109,10 @@ def example(verb: str, seed: int = 0):
   tables = ngrams.init_tables(queue.tokens, queue.length, config)
   queue = dataclasses.replace(queue, ngrams=tables)
   state = dataclasses.replace(state, config=config, queue=queue)
+  if verb == "import_sequences":
+    arguments = _arguments("export", state)
+    state, exported = rollout.export(state, **arguments)
+    return state, {"exported": exported}
   return state, _arguments(verb, state)
 
 
@@ -161,7 +177,11 @@ def test_table_is_complete():
   assert there | {"generate"} == _PUBLIC
 
 
-@slow_except("verb", TABLE, *(TABLE.keys() - {"generate", "submit"}))
+_LONG = {"generate", "submit", "export", "import_sequences"}
+"""Verbs that take seconds to compile."""
+
+
+@slow_except("verb", TABLE, *(TABLE.keys() - _LONG))
 @pytest.mark.parametrize("verb", TABLE)
 class TestEveryVerb:
   def test_shapes_without_running(self, verb):
@@ -284,6 +304,48 @@ def test_without_jit(verb):
   with jax.disable_jit():
     plain = TABLE[verb](state, **args)
   assert_same(TABLE[verb](state, **args), plain)
+
+
+# With a rollout and a program of other tests, which costs no time here.
+def test_sequences_continue_in_another_rollout():
+  """With their pages, of which the last ones are not full."""
+  state, weights = _calls(0)
+  params = jnp.asarray(weights)
+  while not jnp.any(state.memory.cache.length % SIZES.page_size):
+    state = run(params, state, rollout.Until(steps=1))
+  ids, status = jax.device_get((state.queue.ids, state.queue.status))
+  running = ids[status == rollout.SequenceStatus.RUNNING].tolist()
+  others = ids[status < rollout.SequenceStatus.EMPTY].tolist()
+  numbers = [*dict.fromkeys([*running, *others])][:4]
+  _, exported = rollout.export(state, numbers)
+  other = Calls(0).state
+  cache, epoch = other.memory.cache, state.memory.cache.epoch
+  root = jnp.copy(state.memory.cache.root)
+  cache = dataclasses.replace(cache, epoch=jnp.copy(epoch), root=root)
+  memory = dataclasses.replace(other.memory, cache=cache)
+  other = dataclasses.replace(other, memory=memory)
+  other, out = rollout.import_sequences(other, exported)
+  assert out.ok.all()
+  rollout.check(other)
+  lengths = other.memory.cache.length.tolist()
+  runs = np.asarray(exported.runs)
+  kept = np.asarray(exported.num_computed)[runs].tolist()
+  assert any(length % SIZES.page_size for length in kept)
+  assert sorted(filter(None, lengths)) == sorted(kept)
+  until = rollout.Until(steps=200)
+  stayed, other = run(params, state, until), run(params, other, until)
+  assert int(other.counters.recomputed) == 0
+  expected, found = rollout.generated(stayed), rollout.generated(other)
+  for row in np.flatnonzero(found.valid):
+    (home,) = np.flatnonzero(expected.valid & (expected.ids == found.ids[row]))
+    for name in ("tokens", "versions", "experts", "finish", "lengths"):
+      np.testing.assert_array_equal(
+        getattr(found, name)[row], getattr(expected, name)[home], err_msg=name
+      )
+    # The sequence has another place in the packed batch.
+    np.testing.assert_allclose(
+      found.log_probs[row], expected.log_probs[home], atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("verb", NAMING)

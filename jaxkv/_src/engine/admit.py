@@ -100,10 +100,7 @@ def attach_prefixes(
   # Without this reserve newcomers would take the last pages, and the next page
   # that a running sequence needs would preempt one of them.
   reserve = num_groups * (num_running + jnp.cumsum(exists, dtype=jnp.int32))
-  promised = jnp.maximum(
-    needed_pages(queue, slots, cache, config),
-    _promised_pages(queue, slots, cache, config),
-  )
+  promised = promised_pages(queue, slots, cache, config)
   later = _pages_after_chunk(queue, cache.config, rows, prefix, at_once, config)
   later = jnp.cumsum(jnp.where(is_leader, later, 0), dtype=jnp.int32)
   cache, admitted = admit_found(
@@ -184,17 +181,19 @@ def _clear_stale_keys(
   return dataclasses.replace(queue, page_keys=keys, epochs=epochs)
 
 
-def _promised_pages(
+def promised_pages(
   queue: Queue, slots: Slots, cache: CacheState, config: RolloutConfig
 ) -> Array:
   """Returns the pages that running sequences still need, int32[]."""
+  in_step = needed_pages(queue, slots, cache, config)
   if not cache.config.skips_pages:
-    return jnp.zeros((), jnp.int32)
-  needed = _pages_at_once(cache.config, lengths(queue, slots), config)
+    return in_step
+  needed = pages_at_once(cache.config, lengths(queue, slots), config)
   needed = jnp.where(are_computing(queue, slots)[:, None], needed, 0)
   # Null pages behind a window are columns of the table, but no pages.
   held = cache.num_pages - cache.num_skipped_pages
-  return jnp.sum(jnp.maximum(needed - held, 0), dtype=jnp.int32)
+  later = jnp.sum(jnp.maximum(needed - held, 0), dtype=jnp.int32)
+  return jnp.maximum(in_step, later)
 
 
 def _pages_after_chunk(
@@ -210,12 +209,12 @@ def _pages_after_chunk(
   if not sizes.skips_pages:
     return jnp.zeros_like(length)
   first = jnp.minimum(prefix.num_cached_tokens + at_once, length)
-  later = _pages_at_once(sizes, length, config)
-  later -= _pages_at_once(sizes, first, config)
+  later = pages_at_once(sizes, length, config)
+  later -= pages_at_once(sizes, first, config)
   return jnp.sum(later, axis=1, dtype=jnp.int32)
 
 
-def _pages_at_once(
+def pages_at_once(
   sizes: CacheConfig, length: Array, config: RolloutConfig
 ) -> Array:
   """Returns the maximum pages that sequences hold at once, int32[R, G]."""

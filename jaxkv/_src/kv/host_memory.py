@@ -6,7 +6,6 @@ that one transfer moves a page. On the device, each layer has its own pages.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 from typing import TypeVar
 
@@ -27,13 +26,14 @@ from jaxkv._src.arrays.indexing import NOWHERE
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool.host_pages import Moves
 from jaxkv._src.kv.memory import check_config
+from jaxkv._src.kv.page_contents import arrays_of
+from jaxkv._src.kv.page_contents import gathered
+from jaxkv._src.kv.page_contents import page_shape
+from jaxkv._src.kv.page_contents import scattered
 from jaxkv._src.kv.pools import Memory
 from jaxkv._src.kv.pools import Pools
-from jaxkv._src.kv.pools import pools_of
 
 HOST = "pinned_host"
-# The size of a TPU's vector registers, by which host memory is tiled.
-_LANES = 128
 
 Carry = TypeVar("Carry")
 
@@ -83,30 +83,13 @@ def init_host(kv: Pools, config: CacheConfig) -> HostMemory:
       "`config` must have pages in host memory, got host_pages=0; make it with "
       "CacheConfig(host_pages=...)."
     )
-  arrays = _arrays_of(kv)
+  arrays = arrays_of(kv)
   return HostMemory(
     pages=tuple(
-      _zeros((config.host_pages, *_page_shape(array, num_layers)), array)
+      _zeros((config.host_pages, *page_shape(array, num_layers)), array)
       for array, num_layers in arrays
     )
   )
-
-
-def _arrays_of(kv: Pools) -> list[tuple[Array, int]]:
-  """Returns the arrays of all pools, each with its number of layers."""
-  return [
-    (array, pool.num_layers)
-    for pool in pools_of(kv)
-    for array in jax.tree.leaves(pool)
-  ]
-
-
-def _page_shape(array: Array, num_layers: int) -> tuple[int, ...]:
-  """Returns the shape of a page in host memory, for one array of a pool."""
-  rows = array.shape[1] if array.ndim > 1 else 1
-  size = num_layers * math.prod(array.shape[1:]) // rows
-  lanes = _LANES if size % _LANES == 0 else size
-  return rows, size // lanes, lanes
 
 
 def _zeros(shape: tuple[int, ...], array: Array) -> Array:
@@ -201,8 +184,8 @@ def _checked(kv: Pools, host: Any) -> HostMemory:
   if not isinstance(host, HostMemory):
     arguments.refuse(TypeError, "host", "a HostMemory, from init_host", host)
   expected = [
-    (_page_shape(array, num_layers), array.dtype)
-    for array, num_layers in _arrays_of(kv)
+    (page_shape(array, num_layers), array.dtype)
+    for array, num_layers in arrays_of(kv)
   ]
   found = [(pages.shape[1:], pages.dtype) for pages in host.pages]
   if found != expected:
@@ -226,7 +209,7 @@ def _checked(kv: Pools, host: Any) -> HostMemory:
 def _move(
   kv: Memory, host: HostMemory, moves: Moves
 ) -> tuple[Memory, HostMemory]:
-  pools = _arrays_of(kv)
+  pools = arrays_of(kv)
   structure = jax.tree.structure(kv)
 
   # One move is: read the host page, save the device page, write what was read.
@@ -247,7 +230,7 @@ def _move(
     def save(loop):
       _, far = loop
       contents = [
-        _gathered(array, num_layers, page)
+        gathered(array, num_layers, page[None])
         for array, (_, num_layers) in zip(device, pools, strict=True)
       ]
       far = tuple(
@@ -266,7 +249,7 @@ def _move(
     saved, far = loops.at_most_once(saves, save, (zero, far))
     place = loops.read_before(saved, jnp.where(restores, page, NOWHERE))
     device = tuple(
-      _scattered(array, num_layers, place, content)
+      scattered(array, num_layers, place[None], content)
       for array, content, (_, num_layers) in zip(
         device, stage, pools, strict=True
       )
@@ -288,31 +271,6 @@ def _move(
 
 def _slice(pages: Array, index: Array) -> Array:
   return lax.dynamic_slice(pages, (index, 0, 0, 0), (1, *pages.shape[1:]))
-
-
-def _gathered(array: Array, num_layers: int, page: Array) -> Array:
-  """Gathers a page of all layers, in the layout of host memory."""
-  content = array[_rows(array, num_layers, page)]
-  rows, *_ = _page_shape(array, num_layers)
-  content = jnp.swapaxes(content.reshape(num_layers, rows, -1), 0, 1)
-  return content.reshape(1, *_page_shape(array, num_layers))
-
-
-def _scattered(
-  array: Array, num_layers: int, page: Array, content: Array
-) -> Array:
-  """Writes a page of all layers; drops it if `page` is NOWHERE."""
-  rows = content.shape[1]
-  content = jnp.swapaxes(content.reshape(rows, num_layers, -1), 0, 1)
-  content = content.reshape(num_layers, *array.shape[1:])
-  place = jnp.where(page < NOWHERE, _rows(array, num_layers, page), NOWHERE)
-  return array.at[place].set(content, mode="drop", unique_indices=True)
-
-
-def _rows(array: Array, num_layers: int, page: Array) -> Array:
-  """Returns int32[L]: the places of a page in all layers."""
-  layers = jnp.arange(num_layers, dtype=jnp.int32)
-  return layers * (array.shape[0] // num_layers) + page
 
 
 def _read_of(contents: Any) -> Array:

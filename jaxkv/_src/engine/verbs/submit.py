@@ -175,7 +175,7 @@ def _submit(
   keys = sequence_keys(state.key, sample_ids, sampling.seed)
   new = dataclasses.replace(new, ids=sample_ids, keys=keys)
   rows = indexing.where_valid(served, group * samples)[:, None] + sample[None]
-  queue = _put_rows(queue, rows.reshape(-1), new)
+  queue = put_rows(queue, rows.reshape(-1), new)
   last = jnp.max(jnp.where(served, first + samples, 0), initial=0)
   queue = dataclasses.replace(queue, next_id=jnp.maximum(queue.next_id, last))
   if queue.ngrams is not None:
@@ -200,8 +200,8 @@ def _are_taken(queue: Queue, ids: Array, mask: Array, samples: int) -> Array:
   return is_taken | jnp.any(overlap & is_earlier & mask[None], axis=1)
 
 
-def _put_rows(queue: Queue, rows: Array, new: Queue) -> Queue:
-  """Writes new sequences into rows, int32[P * G]."""
+def put_rows(queue: Queue, rows: Array, new: Queue) -> Queue:
+  """Writes the sequences of another queue into rows, int32[X]."""
 
   def put(name: str) -> Any:
     return jax.tree.map(
@@ -211,7 +211,7 @@ def _put_rows(queue: Queue, rows: Array, new: Queue) -> Queue:
     )
 
   names = {field.name for field in dataclasses.fields(Queue)}
-  # Rows out of range are those of refused prompts, and are not written.
+  # Rows out of range are those of refused sequences, and are not written.
   fields = {name: put(name) for name in names - _OF_WHOLE_QUEUE}
   sampling = settings.put(queue.sampling, rows, new.sampling)
   strings = queue.sampling.stop_strings

@@ -1,0 +1,155 @@
+"""Sequences on their way from one rollout to another."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.cache.prefix import hashing
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Outcome
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.kv.page_contents import arrays_of
+from jaxkv._src.kv.page_contents import page_shape
+
+# Options that decide what a sequence samples and what is recorded. The others
+# decide only when it is computed.
+_OPTIONS = (
+  "num_samples",
+  "stop_token",
+  "raw_log_probs",
+  "unfiltered_log_probs",
+  "entropy",
+  "top_log_probs",
+  "prompt_log_probs",
+  "numerics",
+  "record_experts",
+)
+
+Layout = tuple[tuple[str, str], ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exported(Outcome):
+  """The result of `export`; a row is OK if its sequence was removed.
+
+  R sequences that belong to no rollout. The arrays can be saved, or sent to
+  another process, which is as safe as doing so with a `RolloutState`: they hold
+  tokens, and the K/V that a later reader trusts. A is W / page_size, rounded
+  up.
+
+  Attributes:
+    code: a `Status` for each sequence.  # int32[R]
+    queue: the sequences, without page keys. Those that ran wait.
+    sample: the place of each sequence among the samples of its prompt.
+      # int32[R]
+    runs: True for sequences that ran in a slot.  # bool[R]
+    num_computed: the number of tokens whose pages travel.  # int32[R]
+    version: the version of the source's weights.  # uint32[]
+    fingerprint: is equal in rollouts whose caches have the same secret and
+      version; None without prefix caching.  # uint32[4]
+    page: the contents of each column, an index of `contents`; X for none.
+      # int32[R, G, A]
+    contents: the contents of X pages, an array for each array of the memory;
+      None without pages.  # storage dtype[X, ...]
+    page_size: tokens of a page.
+    layout: the names and values of the settings that the other rollout must
+      have.
+    memory_layout: the same for the settings on which pages depend.
+  """
+
+  queue: Queue
+  sample: Array
+  runs: Array
+  num_computed: Array
+  version: Array
+  fingerprint: Array | None
+  page: Array
+  contents: tuple[Array, ...] | None
+  page_size: int = dataclasses.field(metadata={"static": True})
+  layout: Layout = dataclasses.field(metadata={"static": True})
+  memory_layout: Layout = dataclasses.field(metadata={"static": True})
+
+
+def fingerprint_of(cache: CacheState) -> Array | None:
+  """Returns `Exported.fingerprint` of the sequences of a cache."""
+  if cache.secret is None or cache.root is None:
+    return None
+  # Masked like the key of a page, because the root itself would disclose a part
+  # of the secret.
+  return hashing.group_key(cache.secret, cache.root, jnp.int32(0))
+
+
+def layout_of(queue: Queue, config: RolloutConfig) -> Layout:
+  """Returns the settings on which sequences depend, with their names."""
+
+  def shapes(tree: Any, axes: int = 1) -> str:
+    types = jax.tree.map(lambda leaf: f"{leaf.dtype}{leaf.shape[axes:]}", tree)
+    return str(types)
+
+  options = [
+    (f"RolloutConfig.{name}", str(getattr(config, name))) for name in _OPTIONS
+  ]
+  strings = queue.sampling.stop_strings
+  tables = None if strings is None else (strings.next, strings.ends)
+  return (
+    *options,
+    ("RolloutConfig.max_length", str(queue.width)),
+    ("key", str(queue.keys.dtype)),
+    ("Requests.priority", shapes(queue.priority)),
+    ("Requests.salts", shapes(queue.salts)),
+    ("Requests.extra", shapes(queue.extra)),
+    ("Sampling.stop_strings", shapes(tables, axes=0)),
+    ("experts", shapes(queue.experts)),
+  )
+
+
+def memory_layout_of(state: RolloutState) -> Layout:
+  """Returns what the contents of pages depend on, with their names."""
+  types = [
+    f"{array.dtype}{page_shape(array, num_layers)}"
+    for array, num_layers in arrays_of(state.memory.kv)
+  ]
+  groups = state.memory.cache.config.groups
+  return ("CacheConfig.groups", str(groups)), ("pages", ", ".join(types))
+
+
+def check_exported(exported: Any, state: RolloutState) -> Exported:
+  """Returns `exported`; raises unless a rollout can continue its sequences.
+
+  Raises:
+    TypeError: it does not come from `export`.
+    ValueError: the rollout has other settings, or a memory of other pages.
+  """
+  if not isinstance(exported, Exported):
+    hint = "unpack what `export` returned: `state, exported = ...`"
+    raise TypeError(
+      f"`exported` must be an Exported, got {type(exported).__name__}; {hint}."
+    )
+  settings, values = layout_of(state.queue, state.config), exported.layout
+  if has_usable_pages(exported, state):
+    settings += memory_layout_of(state)
+    values += exported.memory_layout
+  for (name, setting), (_, value) in zip(settings, values, strict=True):
+    if value != setting:
+      raise ValueError(
+        f"`exported` must come from a rollout with the same {name}, {setting}, "
+        f"got {value}; make both alike, or for pages export with max_pages=0."
+      )
+  return exported
+
+
+def num_columns(state: RolloutState) -> int:
+  """Returns A, the pages of the longest sequence in one group."""
+  return -(-state.queue.width // state.memory.cache.config.page_sizes[0])
+
+
+def has_usable_pages(exported: Exported, state: RolloutState) -> bool:
+  """Returns True for contents of pages of the same size as in a rollout."""
+  size = state.memory.cache.config.page_sizes[0]
+  return exported.contents is not None and exported.page_size == size

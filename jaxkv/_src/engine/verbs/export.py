@@ -1,0 +1,255 @@
+"""export: removes sequences from a rollout, to continue in another one."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
+from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.steps.find import find_prefix
+from jaxkv._src.engine.exported import Exported
+from jaxkv._src.engine.exported import fingerprint_of
+from jaxkv._src.engine.exported import layout_of
+from jaxkv._src.engine.exported import memory_layout_of
+from jaxkv._src.engine.exported import num_columns
+from jaxkv._src.engine.queue import NOT_SAMPLED
+from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import order_of
+from jaxkv._src.engine.queue import set_status
+from jaxkv._src.engine.slots import are_computing
+from jaxkv._src.engine.slots import slots_of
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.verbs.find_sequences import as_ids
+from jaxkv._src.engine.verbs.find_sequences import as_mask
+from jaxkv._src.engine.verbs.find_sequences import find
+from jaxkv._src.engine.verbs.find_sequences import leave_slots
+from jaxkv._src.kv.page_contents import read_pages
+from jaxkv._src.sampling import settings
+
+
+def export(
+  state: RolloutState,
+  ids: Array,
+  *,
+  mask: Array | None = None,
+  max_pages: int | None = None,
+) -> tuple[RolloutState, Exported]:
+  """Removes sequences from a rollout, so that another one can continue them.
+
+  `import_sequences` adds them to another rollout, where they sample the same
+  tokens. Sequences of any status can move. To copy them instead, keep the old
+  state; but let only one rollout continue them.
+
+  With its pages, a running sequence takes all computed tokens along, also those
+  of a page that is not full, and recurrent states. A sequence that waits or has
+  ended takes its cached prefix; pages in host memory stay behind. The cache
+  keeps the full pages of the removed sequences until they are evicted.
+
+  Args:
+    state: the rollout.
+    ids: int32[R], ids of sequences.
+    mask: bool[R], the rows to process; None for all.
+    max_pages: static; X, the number of pages for which the result has room, 0
+      for none. A page that sequences share counts once. A sequence whose pages
+      do not fit travels without any. None for all that the sequences, or the
+      pool, can have.
+
+  Returns:
+    The rollout, and the sequences, with the code OK, SKIPPED or BAD_SEQUENCE
+    for each row.
+
+  Raises:
+    TypeError: `ids` does not hold integers, `mask` bools, or `max_pages` is no
+      int.
+    ValueError: an argument has the wrong shape, or `max_pages` is negative.
+
+  Examples:
+    >>> import jaxkv
+    >>> from jaxkv import rollout
+    >>> sizes = jaxkv.CacheConfig(
+    ...   num_pages=9, page_size=4, num_slots=2, pages_per_slot=4
+    ... )
+    >>> kv = jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=2, head_dim=8)
+    >>> requests = rollout.Requests([[5, 7], [9, 3]], [2, 2])
+    >>> state = rollout.init(
+    ...   jaxkv.init(sizes), kv, requests, jax.random.key(0),
+    ...   rollout.RolloutConfig(max_new_tokens=4),
+    ... )
+    >>> state, exported = rollout.export(state, [1], max_pages=0)
+    >>> exported.queue.tokens.tolist(), exported.ok.tolist()
+    ([[9, 3, 0, 0, 0, 0]], [True])
+    >>> state, out = rollout.import_sequences(state, exported)
+    >>> out.ok.tolist()
+    [True]
+  """
+  ids = as_ids(ids)
+  if max_pages is not None:
+    max_pages = as_count("max_pages", max_pages, 0)
+  return _export(state, ids, as_mask(mask, ids.shape[0]), max_pages)
+
+
+@jax.jit(static_argnums=3)
+def _export(
+  state: RolloutState, ids: Array, mask: Array, max_pages: int | None
+) -> tuple[RolloutState, Exported]:
+  state, ids, mask = sharding.match_varying_axes((state, ids, mask))
+  kv, cache = state.memory.kv, state.memory.cache
+  rows, _, code = find(state.queue, ids, mask)
+  sizes, columns = cache.config, num_columns(state)
+  shape = rows.shape[0], sizes.num_groups, columns
+  total = min(sizes.num_pages - 1, math.prod(shape))
+  total = total if max_pages is None else min(total, max_pages)
+  runs, num_tokens = rows < 0, sharding.zeros_like(rows)
+  pages = page = jnp.zeros(shape, jnp.int32)
+  contents = None
+  if total:
+    runs, num_tokens, pages = _computed(state, rows)
+    sources, page = _numbered(pages, total)
+    contents = read_pages(kv, sources)
+  # All pages of a sequence travel, or none.
+  is_carried = jnp.all((pages == 0) | (page < total), axis=(1, 2))
+  page = jnp.where(is_carried[:, None, None], page, total)
+  # After the pages were found: those that are not cached are then lost.
+  state = leave_slots(state, slots_of(state.queue, state.slots, rows))
+  exported = Exported(
+    code=code,
+    queue=_taken(state.queue, rows),
+    sample=rows % state.config.num_samples,
+    runs=runs,
+    num_computed=jnp.where(is_carried, num_tokens, 0),
+    # A copy, so that donating it does not delete the state's array.
+    version=cache.epoch + jnp.uint32(0),
+    fingerprint=fingerprint_of(cache),
+    page=page,
+    contents=contents,
+    page_size=cache.config.page_sizes[0],
+    layout=layout_of(state.queue, state.config),
+    memory_layout=memory_layout_of(state),
+  )
+  is_removed = code == Status.OK
+  queue = set_status(state.queue, rows, is_removed, SequenceStatus.EMPTY)
+  return dataclasses.replace(state, queue=queue), exported
+
+
+def _computed(state: RolloutState, rows: Array) -> tuple[Array, Array, Array]:
+  """Finds the tokens of sequences whose pages are in the cache.
+
+  Args:
+    state: the rollout.
+    rows: int32[R]; Q for none.
+
+  Returns:
+    bool[R], True for sequences in a slot; int32[R], the number of tokens; and
+    int32[R, G, A], the pages from which a sequence can continue, 0 for columns
+    that it does not need.
+  """
+  queue, slots, cache = state.queue, state.slots, state.memory.cache
+  sizes, columns = cache.config, num_columns(state)
+  in_slot = (slots.row[None] == rows[:, None]) & (rows < queue.no_row)[:, None]
+  in_slot &= are_computing(queue, slots)[None]
+  runs = jnp.any(in_slot, axis=1)
+  slot = jnp.argmax(in_slot, axis=1).astype(jnp.int32)
+  slot = jnp.where(runs, slot, slots.no_slot)
+  length = indexing.take(queue.length, rows)
+  # The prefix that admission would find. A cached token yields no log-prob.
+  if state.config.prompt_log_probs:
+    computed = indexing.take(queue.computed, rows)
+    length = jnp.minimum(length, computed + 1)
+  salts = queue.salts
+  prefix = find_prefix(
+    _without_host_hits(cache),
+    indexing.take(queue.tokens, rows),
+    length,
+    ~runs & (rows < queue.no_row),
+    None if salts is None else indexing.take(salts, rows),
+  )
+  cached = prefix.attached_pages(sizes, columns)
+  table = indexing.take(cache.page_table, slot)[..., :columns]
+  in_table = indexing.take(cache.length, slot)
+  num_tokens = jnp.where(runs, in_table, prefix.num_cached_tokens)
+  pages = jnp.where(runs[:, None, None], table, cached)
+  first = sizes.sizes.skipped_pages(num_tokens)
+  stop = sizes.sizes.columns_for(num_tokens, jnp.zeros_like(num_tokens))
+  # Pages that were reserved for later tokens, or are behind a window, stay.
+  is_needed = indexing.between(first, stop, columns)
+  pages = jnp.where(is_needed & (pages < sizes.no_page), pages, 0)
+  return runs, num_tokens, pages
+
+
+def _without_host_hits(cache: CacheState) -> CacheState:
+  """Returns a cache whose lookups find pages on the device only."""
+  if not cache.config.host_pages:
+    return cache
+  config = dataclasses.replace(cache.config, host_policy="never")
+  return dataclasses.replace(cache, config=config)
+
+
+def _numbered(pages: Array, total: int) -> tuple[Array, Array]:
+  """Lists the distinct pages of sequences.
+
+  Args:
+    pages: int32[R, G, A]; 0 for none.
+    total: X, the length of the list.
+
+  Returns:
+    int32[X], the pages; int32[R, G, A], the place of each page, X for none.
+  """
+  flat = pages.reshape(-1)
+  is_page = flat > 0
+  first = indexing.first_equal(indexing.where_valid(is_page, flat))
+  lanes = jnp.arange(flat.shape[0], dtype=jnp.int32)
+  is_first = is_page & (first == lanes)
+  rank = jnp.cumsum(is_first, dtype=jnp.int32) - 1
+  listed = indexing.put(
+    jnp.zeros((total,), jnp.int32),
+    indexing.where_valid(is_first, rank),
+    values=flat,
+  )
+  place = jnp.where(is_page, jnp.minimum(rank[first], total), total)
+  return listed, place.reshape(pages.shape)
+
+
+def _taken(queue: Queue, rows: Array) -> Queue:
+  """Copies rows int32[R]; rows out of range are EMPTY."""
+
+  def taken(array: Array) -> Array:
+    # Keys have no fill value.
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+      return array.at[rows].get(mode="clip")
+    return indexing.take(array, rows)
+
+  fills = {"ids": -1, "versions": NOT_SAMPLED, "status": SequenceStatus.EMPTY}
+  fields = {
+    field.name: jax.tree.map(taken, getattr(queue, field.name))
+    for field in dataclasses.fields(Queue)
+    if field.name
+    not in ("page_keys", "ngrams", "order", "place", "next_id", "sampling")
+  }
+  fields |= {
+    name: indexing.take(getattr(queue, name), rows, fill=int(fill))
+    for name, fill in fills.items()
+  }
+  sampling = settings.rows(queue.sampling, rows)
+  strings = queue.sampling.stop_strings
+  if strings is not None:
+    # The tables are large, and the other rollout has them too.
+    strings = jax.tree.map(lambda leaf: leaf[:0], strings)
+    start = taken(queue.sampling.stop_strings.start)
+    strings = dataclasses.replace(strings, start=start)
+  sampling = dataclasses.replace(sampling, stop_strings=strings)
+  order, place = order_of(fields["ids"], fields["priority"])
+  return Queue(
+    **fields,
+    sampling=sampling,
+    order=order,
+    place=place,
+    page_keys=None,
+    next_id=queue.next_id + 0,
+  )

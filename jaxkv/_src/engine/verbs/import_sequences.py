@@ -1,0 +1,349 @@
+"""import_sequences: adds the sequences that another rollout exported."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
+from jaxkv._src.arrays.indexing import SlotRows
+from jaxkv._src.cache.prefix import hashing
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Outcome
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
+from jaxkv._src.cache.state import without_moves
+from jaxkv._src.cache.steps.find import find_prefix
+from jaxkv._src.cache.steps.publish import publish
+from jaxkv._src.cache.steps.reserve import reservation
+from jaxkv._src.cache.steps.reserve import reserve
+from jaxkv._src.cache.steps.spare_slots import take_slots
+from jaxkv._src.cache.steps.spare_slots import with_spare_slots
+from jaxkv._src.cache.verbs.free import free
+from jaxkv._src.engine import ngrams
+from jaxkv._src.engine.admit import empty_slots
+from jaxkv._src.engine.admit import pages_at_once
+from jaxkv._src.engine.admit import promised_pages
+from jaxkv._src.engine.exported import Exported
+from jaxkv._src.engine.exported import check_exported
+from jaxkv._src.engine.exported import fingerprint_of
+from jaxkv._src.engine.exported import has_usable_pages
+from jaxkv._src.engine.memory import move_pages
+from jaxkv._src.engine.page_keys import page_keys
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import first_of
+from jaxkv._src.engine.queue import set_status
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.verbs.find_sequences import as_mask
+from jaxkv._src.engine.verbs.submit import put_rows
+from jaxkv._src.kv.page_contents import write_pages
+
+
+def import_sequences(
+  state: RolloutState, exported: Exported, *, mask: Array | None = None
+) -> tuple[RolloutState, Outcome]:
+  """Adds sequences that another rollout exported.
+
+  They keep their ids, keys and settings, so they sample the same tokens as in
+  the other rollout, in any slot and beside any other sequences. The models, and
+  the values of guides and stop strings, must be the same.
+
+  A sequence that ran there enters an empty slot with its pages, if pages are
+  free for it as in admission. The others wait, or stay ended, and their full
+  pages become cached pages. Pages that are cached here already are shared.
+
+  | sequence                             | tokens that are computed again      |
+  |--------------------------------------|-------------------------------------|
+  | enters a slot with its pages         | none                                |
+  | waits, with cached pages             | those after its last full page; in  |
+  |                                      | models with windows or states, also |
+  |                                      | those before it, up to all          |
+  | has no pages, or pages of another    | all but prefixes cached here        |
+  | secret, version of weights, or size  |                                     |
+
+  After an import, `submit` without `ids` continues after the largest id. So
+  give all prompts ids where sequences move.
+
+  Args:
+    state: the rollout. It needs the options of the other one that decide what
+      is sampled and recorded, and the same `max_length`. The numbers of slots,
+      pages and rows may differ.
+    exported: from `export`. Its pages are trusted: whoever made it decides what
+      later hits read, see SECURITY.md.
+    mask: bool[R], the rows to process; None for all.
+
+  Returns:
+    The rollout, and per row OK, SKIPPED (also where `export` failed), STALE
+    (the weights here are of an earlier version, see `update_weights`),
+    BAD_SEQUENCE (the id is in use) or QUEUE_FULL. Samples of one prompt share
+    a group of rows, and need an EMPTY group or the one with the others.
+
+  Raises:
+    TypeError: `exported` does not come from `export`, or `mask` does not hold
+      bools.
+    ValueError: the other rollout had other settings, its pages are of another
+      memory, or `mask` has the wrong shape.
+  """
+  exported = check_exported(exported, state)
+  if exported.code.shape[0] == 0:
+    return state, Outcome(code=exported.code)
+  return _import(state, exported, as_mask(mask, exported.code.shape[0]))
+
+
+@jax.jit
+def _import(
+  state: RolloutState, exported: Exported, mask: Array
+) -> tuple[RolloutState, Outcome]:
+  state, exported, mask = sharding.match_varying_axes((state, exported, mask))
+  queue, cache = state.queue, state.memory.cache
+  samples = state.config.num_samples
+  rows, opens_group, code = _rows_of(state, exported, mask)
+  is_ok = code == Status.OK
+  # Rows of refused sequences are out of range, so nothing is written for them.
+  place = indexing.where_valid(is_ok, rows)
+  sequences = exported.queue
+  new = dataclasses.replace(
+    sequences,
+    epochs=jnp.full_like(sequences.epochs, cache.epoch),
+    overtaken=jnp.zeros_like(sequences.overtaken),
+    page_keys=page_keys(cache, sequences.tokens, sequences.salts),
+  )
+  queue = put_rows(queue, place, new)
+  stop = sequences.ids - exported.sample + samples
+  stop = jnp.max(jnp.where(is_ok, stop, 0), initial=0)
+  queue = dataclasses.replace(queue, next_id=jnp.maximum(queue.next_id, stop))
+  if queue.ngrams is not None:
+    first = indexing.where_valid(opens_group, rows // samples * samples)
+    group = first[:, None] + jnp.arange(samples, dtype=jnp.int32)[None]
+    tables = ngrams.reset_rows(
+      queue.ngrams, queue.tokens, queue.length, group.reshape(-1), state.config
+    )
+    tables = ngrams.add_tokens(
+      tables,
+      queue.tokens,
+      place,
+      jnp.zeros_like(rows),
+      indexing.take(queue.length, place),
+      state.config,
+      queue.width,
+    )
+    queue = dataclasses.replace(queue, ngrams=tables)
+  state = dataclasses.replace(state, queue=queue)
+  if has_usable_pages(exported, state):
+    state = _with_pages(state, exported, place)
+  return state, Outcome(code=code)
+
+
+def _rows_of(
+  state: RolloutState, exported: Exported, mask: Array
+) -> tuple[Array, Array, Array]:
+  """Finds a row for each sequence.
+
+  Returns:
+    The rows, int32[R]; bool[R], True for the first sequence in a group that was
+    EMPTY; and the codes, int32[R].
+  """
+  queue, samples = state.queue, state.config.num_samples
+  ids, sample = exported.queue.ids, exported.sample
+  exists = queue.status != SequenceStatus.EMPTY
+  is_used = jnp.any((ids[:, None] == queue.ids[None]) & exists[None], axis=1)
+  asked = mask & (exported.code == Status.OK)
+  code = first_code(
+    (~asked, Status.SKIPPED),
+    (exported.version > state.memory.cache.epoch, Status.STALE),
+    (is_used | indexing.any_earlier(ids, asked), Status.BAD_SEQUENCE),
+  )
+  # The id of a prompt's first sample identifies its group.
+  first = ids - sample
+  sample_of_row = jnp.arange(queue.size, dtype=jnp.int32) % samples
+  firsts = jnp.where(exists, queue.ids - sample_of_row, -1)
+  firsts = jnp.max(firsts.reshape(-1, samples), axis=1)
+  is_group = first[:, None] == firsts[None]
+  is_present = jnp.any(is_group, axis=1)
+  # Other prompts get EMPTY groups, in order.
+  needs_group = (code == Status.OK) & ~is_present
+  opens_group = needs_group & ~indexing.any_earlier(first, needs_group)
+  rank = jnp.cumsum(opens_group, dtype=jnp.int32) - 1
+  opener = jnp.argmax(
+    (first[:, None] == first[None]) & opens_group[None], axis=1
+  )
+  empty_groups = first_of(firsts < 0, ids.shape[0])
+  group = indexing.take(empty_groups, rank[opener], fill=firsts.shape[0])
+  present = jnp.argmax(is_group, axis=1).astype(jnp.int32)
+  group = jnp.where(is_present, present, group)
+  has_no_group = (code == Status.OK) & (group >= firsts.shape[0])
+  code = jnp.where(has_no_group, jnp.int32(Status.QUEUE_FULL), code)
+  return group * samples + sample, opens_group & ~has_no_group, code
+
+
+def _with_pages(
+  state: RolloutState, exported: Exported, place: Array
+) -> RolloutState:
+  """Gives sequences in rows int32[R] their pages; those that ran get slots."""
+  assert exported.contents is not None
+  queue, slots, memory = state.queue, state.slots, state.memory
+  cache = without_moves(memory.cache)
+  is_wanted = (place < queue.no_row) & (exported.num_computed > 0)
+  is_wanted &= _has_same_keys(cache, exported)
+  # In the order of the call, as many as there are empty slots.
+  runs = is_wanted & exported.runs
+  rank = jnp.cumsum(runs, dtype=jnp.int32) - 1
+  empty = first_of(empty_slots(queue, slots, cache), place.shape[0])
+  slot = jnp.where(runs, empty[rank], slots.no_slot)
+  spare_cache, pages = _in_spare_slots(
+    state, exported, is_wanted, slot < slots.no_slot
+  )
+  # The pages that were popped are saved before they are written.
+  memory = move_pages(dataclasses.replace(memory, cache=spare_cache))
+  sources, pages = exported.page.reshape(-1), pages.reshape(-1)
+  kv = write_pages(memory.kv, exported.contents, sources, pages)
+  is_held = memory.cache.length > 0
+  slot = jnp.where(is_held, slot, slots.no_slot)
+  runs = slot < slots.no_slot
+  # After the contents are written, because free pages can be evicted.
+  spare_cache, _ = free(memory.cache, mask=is_held & ~runs)
+  memory = dataclasses.replace(
+    memory, cache=take_slots(cache, spare_cache, slot), kv=kv
+  )
+  queue = set_status(queue, place, runs, SequenceStatus.RUNNING)
+  # Without its pages, a sequence waits like one that was preempted.
+  row = indexing.put(slots.row, slot, values=place)
+  slots = dataclasses.replace(slots, row=row)
+  # After `update_weights("keep")`, pages can have keys of an older epoch.
+  epochs = exported.queue.epochs
+  is_old = runs & (epochs != exported.version)
+  old_rows = indexing.where_valid(is_old, place)
+  keys = queue.page_keys
+  if keys is not None:
+    keys = indexing.put(keys, old_rows, values=jnp.uint32(0))
+  epochs = indexing.put(queue.epochs, old_rows, values=epochs)
+  queue = dataclasses.replace(queue, epochs=epochs, page_keys=keys)
+  return dataclasses.replace(state, queue=queue, slots=slots, memory=memory)
+
+
+def _has_same_keys(cache: CacheState, exported: Exported) -> Array:
+  """Returns bool[], True for equal versions and secrets of page keys."""
+  is_same = cache.epoch == exported.version
+  fingerprint, other = fingerprint_of(cache), exported.fingerprint
+  if fingerprint is None or other is None:
+    return is_same & (fingerprint is other)
+  return is_same & jnp.all(fingerprint == other)
+
+
+def _in_spare_slots(
+  state: RolloutState, exported: Exported, is_wanted: Array, enters: Array
+) -> tuple[CacheState, Array]:
+  """Reserves and publishes the pages of sequences, without their contents.
+
+  Args:
+    state: the rollout.
+    exported: R sequences.
+    is_wanted: bool[R], those with pages.
+    enters: bool[R], those that will enter a slot.
+
+  Returns:
+    The cache with R spare slots, which hold the sequences whose pages fit;
+    int32[R, G, A], the pages that need contents, 0 for the others.
+  """
+  queue, slots = state.queue, state.slots
+  cache = without_moves(state.memory.cache)
+  sizes, num_tokens = cache.config.sizes, exported.num_computed
+  # As in admission: pages for the rest of each sequence, and one more to grow
+  # for each that runs.
+  held = sizes.columns_for(num_tokens, jnp.zeros_like(num_tokens))
+  held -= sizes.skipped_pages(num_tokens)
+  later = pages_at_once(cache.config, exported.queue.length, state.config)
+  later = jnp.maximum(jnp.where(enters[:, None], later - held, 0), 0)
+  running = jnp.sum(slots.row < queue.no_row) + jnp.sum(enters)
+  keep_free = promised_pages(queue, slots, cache, state.config)
+  keep_free += jnp.sum(later, dtype=jnp.int32)
+  keep_free += cache.config.num_groups * running.astype(jnp.int32)
+  # Those that enter come first, because the others give their pages back.
+  order = jnp.where(is_wanted, jnp.where(enters, 0, 1), 2)
+  order = jnp.argsort(order, stable=True).astype(jnp.int32)
+  # `argsort` returns indices that vary over no axis.
+  order, is_wanted = sharding.match_varying_axes((order, is_wanted))
+
+  # One after another, so that samples of a prompt share its pages.
+  def enter(
+    index: Array, loop: tuple[CacheState, Array]
+  ) -> tuple[CacheState, Array]:
+    spare_cache, pages = loop
+    row = order[index][None]
+    stays = indexing.take(enters, row)
+    spare_cache, new_pages = _enter(
+      spare_cache, exported, row, jnp.where(stays, keep_free, 0)
+    )
+    return spare_cache, indexing.put(pages, row, values=new_pages)
+
+  spare_cache = with_spare_slots(cache, enters.shape[0])
+  count, loop = sharding.match_varying_axes(
+    (
+      jnp.sum(is_wanted, dtype=jnp.int32),
+      (spare_cache, jnp.zeros_like(exported.page)),
+    )
+  )
+  return lax.fori_loop(0, count, enter, loop)
+
+
+def _enter(
+  cache: CacheState, exported: Exported, row: Array, keep_free: Array
+) -> tuple[CacheState, Array]:
+  """Puts sequence `row`, int32[1], into its spare slot if its pages fit.
+
+  Returns:
+    The cache; and int32[1, G, A], the pages that need contents.
+  """
+  tokens, length, epoch, salts = jax.tree.map(
+    lambda array: indexing.take(array, row),
+    (
+      exported.queue.tokens,
+      exported.queue.length,
+      exported.queue.epochs,
+      exported.queue.salts,
+    ),
+  )
+  num_tokens = indexing.take(exported.num_computed, row)
+  sizes, columns = cache.config.sizes, exported.page.shape[-1]
+  is_current = epoch == cache.epoch
+  prefix = find_prefix(cache, tokens, num_tokens + 1, is_current, salts)
+  root = prefix.root
+  if cache.secret is not None:
+    root = hashing.root_key(cache.secret, epoch[0], salts)
+  # As in the other rollout, columns behind a window hold no page, and a state
+  # is in the column of the last token.
+  first = sizes.skipped_pages(num_tokens)
+  plan = reservation(
+    cache,
+    first=first,
+    hit=jnp.maximum(prefix.stop, first),
+    stop=sizes.columns_for(num_tokens, jnp.zeros_like(num_tokens)),
+    begins=row >= 0,
+  )
+  no_row = row < 0
+  rows = SlotRows(row, False, no_row, no_row)
+  cache, code = reserve(
+    cache,
+    rows,
+    plan,
+    sharding.zeros_like(row),
+    # A column more, because `reserve` skips windows only beside hits.
+    hits=jnp.pad(prefix.pages, ((0, 0), (0, 0), (0, 1))),
+    keep_free=keep_free,
+  )
+  is_served = code == Status.OK
+  hashes = hashing.start_slots(
+    cache.hashes, rows, is_served, root, prompt_length=length
+  )
+  cache = dataclasses.replace(cache, hashes=hashes)
+  reserved = indexing.take(cache.page_table, row)[..., :columns]
+  num_tokens = jnp.where(is_served, num_tokens, 0)
+  # Cached pages keep their keys.
+  cache, _ = publish(cache, rows, tokens, num_tokens, first=plan.hit)
+  final = indexing.take(cache.page_table, row)[..., :columns]
+  # A page that was merged with a cached one has its contents.
+  is_new = indexing.between(plan.hit, plan.stop, columns) & (final == reserved)
+  return cache, jnp.where(is_new & is_served[:, None, None], final, 0)

@@ -1,0 +1,115 @@
+"""Contents of whole pages, as they leave a memory and enter another one.
+
+The contents are page-major: all layers of a page are contiguous, so that one
+transfer moves a page. In a pool, each layer has its own pages.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
+from jaxkv._src.arrays.indexing import NOWHERE
+from jaxkv._src.kv.pools import Memory
+from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.pools import pools_of
+
+# The size of a TPU's vector registers, by which host memory is tiled.
+_LANES = 128
+# Bounds the temporary arrays of `write_pages`.
+_PAGES_AT_ONCE = 16
+
+
+def arrays_of(kv: Pools) -> list[tuple[Array, int]]:
+  """Returns the arrays of all pools, each with its number of layers."""
+  return [
+    (array, pool.num_layers)
+    for pool in pools_of(kv)
+    for array in jax.tree.leaves(pool)
+  ]
+
+
+def page_shape(array: Array, num_layers: int) -> tuple[int, ...]:
+  """Returns the shape of a page's contents, for one array of a pool."""
+  rows = array.shape[1] if array.ndim > 1 else 1
+  size = num_layers * math.prod(array.shape[1:]) // rows
+  lanes = _LANES if size % _LANES == 0 else size
+  return rows, size // lanes, lanes
+
+
+def gathered(array: Array, num_layers: int, pages: Array) -> Array:
+  """Gathers all layers of pages int32[X]: [X, ...], see `page_shape`."""
+  contents = array[_rows(array, num_layers, pages)]
+  rows, *_ = page_shape(array, num_layers)
+  contents = contents.reshape(num_layers, pages.shape[0], rows, -1)
+  contents = jnp.moveaxis(contents, 0, 2)
+  return contents.reshape(pages.shape[0], *page_shape(array, num_layers))
+
+
+def scattered(
+  array: Array, num_layers: int, pages: Array, contents: Array
+) -> Array:
+  """Writes all layers of pages int32[X]; drops those that are NOWHERE."""
+  size, rows = contents.shape[:2]
+  contents = jnp.moveaxis(contents.reshape(size, rows, num_layers, -1), 2, 0)
+  contents = contents.reshape(num_layers, size, *array.shape[1:])
+  place = _rows(array, num_layers, pages)
+  place = jnp.where(pages < NOWHERE, place, NOWHERE)
+  return array.at[place].set(contents, mode="drop", unique_indices=True)
+
+
+def read_pages(kv: Pools, pages: Array) -> tuple[Array, ...]:
+  """Reads pages int32[X] of all pools.
+
+  Returns:
+    An array [X, ...] for each array of the pools, see `page_shape`.
+  """
+  return tuple(
+    gathered(array, num_layers, pages) for array, num_layers in arrays_of(kv)
+  )
+
+
+def write_pages(
+  kv: Memory, contents: tuple[Array, ...], sources: Array, pages: Array
+) -> Memory:
+  """Writes the contents `sources[e]` into page `pages[e]`.
+
+  Args:
+    kv: the memory.
+    contents: from `read_pages` of a memory with pages of the same shapes.
+    sources: int32[E].
+    pages: int32[E], distinct; 0 for an entry to skip.
+  """
+  pools, structure = arrays_of(kv), jax.tree.structure(kv)
+  is_page = pages > 0
+  # The entries to write come first, so the loop visits no others.
+  order = jnp.argsort(~is_page, stable=True).astype(jnp.int32)
+  num_trips = -(-jnp.sum(is_page, dtype=jnp.int32) // _PAGES_AT_ONCE)
+  places = indexing.where_valid(is_page, pages)
+  lanes = jnp.arange(_PAGES_AT_ONCE, dtype=jnp.int32)
+
+  def trip(index: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    entry = indexing.take(order, index * _PAGES_AT_ONCE + lanes, fill=NOWHERE)
+    place = indexing.take(places, entry, fill=NOWHERE)
+    source = indexing.take(sources, entry)
+    return tuple(
+      scattered(array, num_layers, place, indexing.take(content, source))
+      for array, (_, num_layers), content in zip(
+        arrays, pools, contents, strict=True
+      )
+    )
+
+  arrays = tuple(array for array, _ in pools)
+  num_trips, arrays = sharding.match_varying_axes((num_trips, arrays))
+  arrays = lax.fori_loop(0, num_trips, trip, arrays)
+  return jax.tree.unflatten(structure, arrays)
+
+
+def _rows(array: Array, num_layers: int, pages: Array) -> Array:
+  """Returns int32[L, X]: the places of pages in all layers."""
+  layers = jnp.arange(num_layers, dtype=jnp.int32)[:, None]
+  return layers * (array.shape[0] // num_layers) + pages[None]
