@@ -100,7 +100,11 @@ class Calls:
     known: the sequences of the rollout, by number.
     version: the version of the weights.
     done: the number of calls, by verb and code.
+    names: the verbs, each as often as it is likely.
   """
+
+  names = ("generate",) * 5 + ("submit",) * 3 + ("extend", "harvest") * 2
+  names += "abort", "requeue", "update"
 
   def __init__(self, seed: int, temperature: float = 1.0, **options):
     self._rng = np.random.default_rng(seed)
@@ -133,9 +137,7 @@ class Calls:
 
   def step(self) -> None:
     """Makes a random call and checks it."""
-    names = ["generate"] * 5 + ["submit"] * 3 + ["extend", "harvest"] * 2
-    names += ["abort", "requeue", "update"]
-    name = names[self._rng.integers(len(names))]
+    name = self.names[self._rng.integers(len(self.names))]
     if name == "update" and self._rng.random() < 0.7:
       name = "generate"
     getattr(self, f"_{name}")()

@@ -3,6 +3,7 @@
 import pytest
 
 import jaxkv
+from tests.rollout.moving_calls import MovingCalls
 from tests.rollout.random_calls import Calls
 
 _RARE = "BAD_SEQUENCE", "BAD_LENGTH", "ENDED", "UNFINISHED", "QUEUE_FULL"
@@ -12,12 +13,15 @@ _RARE = "BAD_SEQUENCE", "BAD_LENGTH", "ENDED", "UNFINISHED", "QUEUE_FULL"
 @pytest.mark.parametrize(("drafts", "decode_steps"), [(0, 1), (3, 1), (0, 3)])
 def test_calls(drafts, decode_steps):
   options = {"draft_match": 1, "draft_columns": 4, "decode_steps": decode_steps}
-  calls = Calls(1, draft_tokens=drafts, **options)
+  # Moves take seconds to compile.
+  kind = MovingCalls if drafts else Calls
+  calls = kind(1, draft_tokens=drafts, **options)
   for _ in range(400):
     calls.step()
   counters = calls.state.counters
   if drafts:
     assert 0 < int(counters.accepted) < int(counters.drafted)
+    assert calls.done["import OK"] > 20
   assert int(calls.state.memory.cache.stats.hit_tokens) > 0
   assert int(calls.state.counters.forked) > 0
   for name in ("submit", "abort", "requeue", "extend", "harvest"):
@@ -29,7 +33,7 @@ def test_calls(drafts, decode_steps):
 @pytest.mark.deep
 @pytest.mark.parametrize("seed", range(10, 20))
 def test_many_calls(seed):
-  calls = Calls(seed, decode_steps=1 + seed % 4)
+  calls = MovingCalls(seed, decode_steps=1 + seed % 4)
   for _ in range(20_000):
     calls.step()
   assert int(calls.state.counters.preempted) > 0
