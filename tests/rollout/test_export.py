@@ -7,9 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import rollout
+from jaxkv.rollout import devices
 from tests.models import exact_families as families
 from tests.rollout import by_hand
 from tests.rollout import moves
@@ -78,6 +83,42 @@ def test_sequences_continue_elsewhere():
     prompt = by_hand.PROMPTS[number // 2 if number < 100 else 0]
     expected = by_hand.expected(number, prompt, 1.0, _CONFIG)
     by_hand.check_sequence(*found[number], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_sequences_move_between_shards():
+  """In one program: each shard exports, and imports what the other sent."""
+  run = by_hand.program()
+  source = run(_begun((2, 2, 2, 1)), 1.0, 2)
+  target = run(
+    _with_key(_begun((1, 0, 0, 0), first_sequence=100), source), 1.0, 3
+  )
+  states = jax.tree.map(lambda *leaves: jnp.stack(leaves), source, target)
+  mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+  split = functools.partial(
+    jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data")
+  )
+
+  def move(states):
+    is_source = lax.axis_index("data") == 0
+    ids = jnp.where(is_source, jnp.asarray([3, 0, 5, 4, 1, 2], jnp.int32), -1)
+    state, exported = rollout.export(devices.local(states), ids)
+    exported = lax.ppermute(exported, "data", [(0, 1), (1, 0)])
+    return devices.stacked(rollout.import_sequences(state, exported))
+
+  states = jax.device_put(states, NamedSharding(mesh, P("data")))
+  states, out = jax.jit(split(move))(states)
+  assert out.code.tolist() == [[_SKIPPED] * 6, [_OK] * 6]
+  target = jax.tree.map(lambda leaf: jnp.asarray(leaf[1]), states)
+  rollout.check(target)
+  end = run(target, 1.0)
+  assert int(end.counters.recomputed) == 0
+  for number in range(6):
+    (row,) = np.flatnonzero(np.asarray(end.queue.ids) == number).tolist()
+    prompt = by_hand.PROMPTS[number // 2]
+    expected = by_hand.expected(number, prompt, 1.0, _CONFIG)
+    by_hand.check_sequence(end.queue, row, expected)
 
 
 def test_codes():
