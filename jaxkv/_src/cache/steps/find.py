@@ -203,7 +203,7 @@ def worth_restoring(config: CacheConfig, pages: Array) -> Array:
   together = np.asarray([not kind.skips_pages for kind in config.groups])
   if len(set(config.page_sizes)) == 1:
     mask = together[None, :, None]
-    total = (mask * count).sum(axis=1, keepdims=True)
+    total = (mask.astype(np.int32) * count).sum(axis=1, keepdims=True)
     count = elementwise.where(mask, total, count)
   is_worth = count <= config.max_restored_pages
   return elementwise.where(on_host & ~is_worth, 0, pages)
