@@ -20,6 +20,7 @@ from jaxkv._src.kv.host_memory import HOST
 FORMAT = 1
 """The version of the format; a later jaxkv reads earlier versions."""
 
+_FACTS = ("pages", "static", "shapes", "dtypes", "keys", "sums")
 # Of the memory, a snapshot without pages has the identity of the cache alone.
 _MEMORY = ".memory."
 _IDENTITY = tuple(
@@ -115,20 +116,20 @@ def restore(folder: str | pathlib.Path, target: RolloutState) -> RolloutState:
     ).facts
     _check_facts(facts, folder)
     _check_static(facts, target)
-    wanted = dict(_named(target))
+    targets = dict(_named(target))
     if not facts["pages"]:
-      wanted = {name: x for name, x in wanted.items() if _is_kept(name)}
-    _check_arrays(facts, wanted)
+      targets = {name: x for name, x in targets.items() if _is_kept(name)}
+    _check_arrays(facts, targets)
     shapes = {
       name: _stored_shape(leaf, facts["dtypes"][name])
-      for name, leaf in wanted.items()
+      for name, leaf in targets.items()
     }
     data = _read(
       checkpointer,
       folder,
       ocp.args.Composite(arrays=ocp.args.StandardRestore(shapes)),
     ).arrays
-  # Storage takes a part of an array that is missing for zeros.
+  # Storage checks its own tables, but not all bytes of an array.
   sums = _checksums(data)
   changed = [name for name in sorted(sums) if sums[name] != facts["sums"][name]]
   if changed:
@@ -136,13 +137,13 @@ def restore(folder: str | pathlib.Path, target: RolloutState) -> RolloutState:
       f"`folder` must hold a complete snapshot of a rollout, got "
       f"{str(folder)!r}: `{changed[0][1:]}` is damaged."
     )
-  found = {
+  arrays = {
     name: _restored(data[name], leaf, facts["keys"].get(name))
-    for name, leaf in wanted.items()
+    for name, leaf in targets.items()
   }
   if not facts["pages"]:
-    found |= _empty_memory(target, found)
-  leaves = [found[name] for name, _ in _named(target)]
+    arrays |= _empty_memory(target, arrays)
+  leaves = [arrays[name] for name, _ in _named(target)]
   return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
@@ -199,12 +200,12 @@ def _all_wait(state: RolloutState) -> RolloutState:
   """Puts the running sequences back into the queue."""
   ids, status = state.queue.ids, state.queue.status
 
-  def one(state: RolloutState, ids: Array, mask: Array) -> RolloutState:
+  def requeue_all(state: RolloutState, ids: Array, mask: Array) -> RolloutState:
     return requeue(state, ids, mask=mask)[0]
 
   for _ in ids.shape[1:]:
-    one = jax.vmap(one)
-  return one(state, ids, status == SequenceStatus.RUNNING)
+    requeue_all = jax.vmap(requeue_all)
+  return requeue_all(state, ids, status == SequenceStatus.RUNNING)
 
 
 def _read(checkpointer: Any, folder: pathlib.Path, items: Any) -> Any:
@@ -218,39 +219,41 @@ def _read(checkpointer: Any, folder: pathlib.Path, items: Any) -> Any:
     ) from error
 
 
-def _check_facts(facts: Any, folder: pathlib.Path) -> None:
-  if not isinstance(facts, dict) or not isinstance(facts.get("format"), int):
-    raise ValueError(
-      f"`folder` must hold a snapshot of a rollout, got {str(folder)!r} "
-      "without a format; write it with jaxkv.checkpoint.save."
-    )
-  if facts["format"] > FORMAT:
+def _check_facts(facts: dict[str, Any], folder: pathlib.Path) -> None:
+  if facts.get("format", FORMAT) > FORMAT:
     raise ValueError(
       f"`folder` must have format {FORMAT} or less, got {facts['format']} in "
       f"{str(folder)!r}; install the version of jaxkv that wrote it."
     )
+  missing = {"format", *_FACTS} - facts.keys()
+  if missing:
+    raise ValueError(
+      f"`folder` must hold a complete snapshot of a rollout, got "
+      f"{str(folder)!r} without {', '.join(sorted(missing))}; write it with "
+      "jaxkv.checkpoint.save."
+    )
 
 
 def _check_static(facts: dict[str, Any], target: RolloutState) -> None:
-  saved, wanted = facts["static"], dict(_static(target, ""))
-  for name in sorted(saved.keys() | wanted.keys()):
-    if saved.get(name) != wanted.get(name):
+  saved, options = facts["static"], dict(_static(target, ""))
+  for name in sorted(saved.keys() | options.keys()):
+    if saved.get(name) != options.get(name):
       raise ValueError(
         f"`target` must have the options of the saved rollout: `{name[1:]}` "
-        f"was {saved.get(name)}, got {wanted.get(name)}."
+        f"was {saved.get(name)}, got {options.get(name)}."
       )
 
 
-def _check_arrays(facts: dict[str, Any], wanted: dict[str, Any]) -> None:
-  for name in sorted(facts["shapes"].keys() | wanted.keys()):
+def _check_arrays(facts: dict[str, Any], targets: dict[str, Any]) -> None:
+  for name in sorted(facts["shapes"].keys() | targets.keys()):
     saved = facts["shapes"].get(name)
-    got = list(wanted[name].shape) if name in wanted else None
+    got = list(targets[name].shape) if name in targets else None
     if saved != got:
       raise ValueError(
         f"`target` must have the sizes of the saved rollout: `{name[1:]}` has "
         f"the shape {saved} there, got {got}."
       )
-    stored, dtype = facts["dtypes"][name], str(wanted[name].dtype)
+    stored, dtype = facts["dtypes"][name], str(targets[name].dtype)
     # A CPU stores the bits of bfloat16 and of 8-bit floats as integers. The
     # static `dtype` of a pool, which was compared, says what they mean.
     has_bits = name.startswith((".memory.kv", ".memory.host"))
@@ -325,15 +328,15 @@ def _restored(data: Array, leaf: Any, impl: str | None) -> Array:
 
 
 def _empty_memory(
-  target: RolloutState, found: dict[str, Array]
+  target: RolloutState, arrays: dict[str, Array]
 ) -> dict[str, Array]:
-  """Returns the arrays of a memory without pages that are not in `found`."""
+  """Returns the arrays of a memory without pages that are not in `arrays`."""
   cache = init_cache(target.memory.cache.config)
   empty = dataclasses.replace(target.memory, cache=cache)
   values = dict(_named(dataclasses.replace(target, memory=empty)))
   memory = {}
   for name, leaf in _named(target):
-    if name in found:
+    if name in arrays:
       continue
     # K/V memory has no values until it is written.
     is_page = not name.startswith(".memory.cache")
