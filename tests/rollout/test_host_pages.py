@@ -186,6 +186,7 @@ def test_score_restores_prompts():
   assert int(jaxkv.stats(memory.cache).restored_pages) > 0
 
 
+@pytest.mark.slow
 def test_preempted_sequences_find_their_full_pages():
   """Only their partial pages are computed again, in 8 pages of two tokens."""
   config = rollout.RolloutConfig(max_new_tokens=6, num_samples=2)
