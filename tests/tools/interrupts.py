@@ -1,8 +1,18 @@
-"""Interrupts a call at any bytecode, as a signal handler can."""
+"""Interrupts a call at any bytecode of the library, as a signal handler can.
+
+Bytecodes of other packages do not count: an interrupt there leaves the library
+at the call that it made. And on Python 3.11 it can leave the lock of a cached
+property of jax behind, for which callbacks in other threads then wait forever.
+"""
 
 import gc
+import pathlib
 import sys
 from collections.abc import Callable
+
+import jaxkv
+
+_LIBRARY = str(pathlib.Path(jaxkv.__file__).parent)
 
 
 class Interrupted(Exception):
@@ -18,6 +28,8 @@ def interrupted(call: Callable[[], object], *points: int) -> bool:
 
   def trace(frame, event, _):
     nonlocal count
+    if not frame.f_code.co_filename.startswith(_LIBRARY):
+      return None
     frame.f_trace_opcodes, frame.f_trace_lines = True, False
     if event == "opcode":
       count += 1
