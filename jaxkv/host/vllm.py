@@ -64,7 +64,7 @@ makes no moves. `jaxkv.host.CacheManager(host_pages=)` differs from vLLM's
 offloading connector as follows:
 
 - Each content is in one memory, and both have one LRU order. vLLM's connector
-  copies blocks that stay cached on the device, and has an order of its own.
+  copies blocks that stay cached on the device, and orders them separately.
 - A block moves when it is evicted or hit, before the model of the same step
   runs. vLLM's connector loads blocks asynchronously, and the request waits for
   them for some steps.

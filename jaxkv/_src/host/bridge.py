@@ -10,7 +10,6 @@ import numpy as np
 from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool.host_pages import HostPages
-from jaxkv._src.cache.pool.host_pages import Moves
 from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.prefix.hashing import SlotHashes
@@ -32,6 +31,7 @@ from jaxkv._src.host.request import content
 from jaxkv._src.host.request import read_request
 from jaxkv._src.host.saved_pages import COUNTERS
 from jaxkv._src.host.saved_pages import SavedPages
+from jaxkv._src.host.saved_pages import as_arrays
 from jaxkv._src.host.state import HeldSequence
 from jaxkv._src.host.state import HostState
 
@@ -185,19 +185,12 @@ def _pool(state: HostState) -> PoolState:
 
 def _host_pages(config: CacheConfig, saved: SavedPages) -> HostPages:
   make: Any = HostPages
-  places = np.zeros((config.num_pages,), np.int32)
-  moves: Any = Moves
   return make(
     saves=saved.saves,
     queue=queue_arrays.from_order(
       config.host_pages + 1, saved.queue.in_order()
     ),
-    moves=moves(
-      page=places,
-      saved_to=places.copy(),
-      restored_from=places.copy(),
-      count=np.int32(0),
-    ),
+    moves=as_arrays([], config.num_pages),
     # A manager has no epochs, so all pages are of the current weights.
     stale_before=_words(0),
     **{f"num_{name}": _words(saved.counts[name]) for name in COUNTERS},
@@ -408,7 +401,8 @@ def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
   pool, index, ages = state.pool, host.pool.index, host.pool.ages
   before, cached = arrays.index.entry, are_cached(index.entry)
   differs = (before != index.entry)[:, : KEY_WORDS + 1].any(axis=1)
-  differs |= arrays.are_fresh() | (np.array(pool.is_cached, bool) != cached)
+  is_fresh = arrays.are_fresh()
+  differs |= is_fresh | (np.array(pool.is_cached, bool) != cached)
   changed = np.flatnonzero(differs)
   clock = _continued(pool.clock, index.clock)
 
@@ -418,10 +412,10 @@ def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
 
   pages = changed.tolist()
   # A content that moved between the memories keeps its prefix.
-  kept = np.flatnonzero(differs & ~arrays.are_fresh()).tolist()
-  keys = map(tuple, before[kept, :KEY_WORDS].tolist())
-  known = dict(zip(keys, kept, strict=True))
-  contents, groups = _contents(state, host, pages, known)
+  sources = np.flatnonzero(differs & ~is_fresh).tolist()
+  keys = map(tuple, before[sources, :KEY_WORDS].tolist())
+  page_of_key = dict(zip(keys, sources, strict=True))
+  contents, groups = _contents(state, host, pages, page_of_key)
   pool.set_listed([page for page in pages if pool.is_cached[page]], False)
   pool.set_contents(
     pages,
@@ -443,11 +437,11 @@ def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
 
 
 def _contents(
-  state: HostState, host: Any, pages: list[int], known: dict[Any, int]
+  state: HostState, host: Any, pages: list[int], page_of_key: dict[Any, int]
 ) -> tuple[list[Any], list[int]]:
   """Returns the contents of changed pages, and their groups; 0 if unknown.
 
-  `known` has a page of the manager for some keys.
+  `page_of_key` has a page of the manager for some keys.
   """
   index, log = host.pool.index, host.pool.events
   group_of = dict.fromkeys(pages, 0)
@@ -457,9 +451,10 @@ def _contents(
   contents: dict[int, Any] = {}
   for page, key in zip(pages, keys, strict=True):
     contents[page] = DevicePage(key, index.tokens[page].tobytes())
-    if key in known:
-      contents[page] = state.pool.content[known[key]]
-      group_of[page] = state.pool.group[known[key]]
+    source = page_of_key.get(key)
+    if source is not None:
+      contents[page] = state.pool.content[source]
+      group_of[page] = state.pool.group[source]
   for held in state.all_held():
     _add_held(state, held, contents, group_of)
   return [*contents.values()], [*group_of.values()]

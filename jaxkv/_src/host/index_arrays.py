@@ -74,7 +74,11 @@ class IndexArrays:
     self._pool.undo_log.replace(self, index=index, clock=clock)
 
   def are_fresh(self) -> np.ndarray:
-    """Returns bool[N]: the pages that got a content since the last crossing."""
+    """Marks the pages that got a content since the last crossing.
+
+    Returns:
+      bool[X]; X is `CacheConfig.num_numbers`.
+    """
     # Every content has a stamp of its own, and keeps it where it moves.
     stamp = np.array(self._pool.stamp, np.int64)
     has_moved = stamp % 2**32 != self.index.entry[:, _STAMP]

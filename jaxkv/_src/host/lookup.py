@@ -122,11 +122,18 @@ def _worth_restoring(
   config: CacheConfig, pages: list[list[int]]
 ) -> list[list[int]]:
   """Computes `find.worth_restoring` for the cached pages of each column."""
-  width = max(map(len, pages))
-  padded = [column + [0] * (width - len(column)) for column in pages]
-  worth: Any = np.array([padded], np.int32)
-  worth = worth_restoring(config, worth)[0].tolist()
-  return [row[: len(column)] for row, column in zip(worth, pages, strict=True)]
+  padded = _as_array(pages, max(map(len, pages)))
+  worth: Any = worth_restoring(config, padded)
+  rows = zip(worth[0].tolist(), pages, strict=True)
+  return [row[: len(column)] for row, column in rows]
+
+
+def _as_array(pages: list[list[int]], num_columns: int) -> Any:
+  """Returns int32[1, G, P]; 0 after the pages of a group."""
+  array = np.zeros((1, len(pages), num_columns), np.int32)
+  for row, column in zip(array[0], pages, strict=True):
+    row[: len(column)] = column
+  return array
 
 
 def _agree(
@@ -151,9 +158,7 @@ def _agree(
     ]
     if all(map(all, needed)):
       return num_tokens, num_tokens
-  cached = np.zeros((1, len(pages), num_digests), bool)
-  for row, column in zip(cached[0], pages, strict=True):
-    row[: len(column)] = column
+  cached = _as_array(pages, num_digests) > 0
   numbers = np.array([[limit], [num_digests * config.page_size]], np.int32)
   tokens = agree(config, cached, *numbers)  # pyright: ignore
   num_tokens, longest = (int(row[0]) for row in tokens)
@@ -229,5 +234,5 @@ def _add_device_pages(
   for column, node in enumerate(nodes[group.step - 1 :: group.step]):
     key = keys.group_key(node, group.number)
     candidates = (pages[column], *pool.index[-1].get(key, ()))
-    found = [page for page in candidates if page]
-    pages[column] = min(found, key=pool.lookup_order, default=0)
+    hits = [page for page in candidates if page]
+    pages[column] = min(hits, key=pool.lookup_order, default=0)

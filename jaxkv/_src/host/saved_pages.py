@@ -82,18 +82,23 @@ class SavedPages:
 
   def take_moves(self) -> Moves:
     """Returns the moves since the last call, as arrays of numpy."""
-    moves = self.moves
+    moves = as_arrays(self.moves, self._num_pages)
     self._undo_log.replace(self, moves=[])
-    # Whole multiples of N, so that few shapes are compiled.
-    size = max(1, -(-len(moves) // self._num_pages)) * self._num_pages
-    rows = np.zeros((size, 3), np.int32)
-    rows[: len(moves)] = np.array(moves, np.int32).reshape(-1, 3)
-    page, saved_to, restored_from = rows.T.copy()
-    # Typed Any: the arrays are of numpy here, and of jax on a device.
-    make: Any = Moves
-    return make(
-      page=page,
-      saved_to=saved_to,
-      restored_from=restored_from,
-      count=np.int32(len(moves)),
-    )
+    return moves
+
+
+def as_arrays(moves: list[tuple[int, int, int]], num_pages: int) -> Moves:
+  """Returns moves, see `SavedPages.moves`, as arrays of numpy."""
+  # Whole multiples of N, so that few shapes are compiled.
+  size = max(1, -(-len(moves) // num_pages)) * num_pages
+  rows = np.zeros((size, 3), np.int32)
+  rows[: len(moves)] = np.array(moves, np.int32).reshape(-1, 3)
+  page, saved_to, restored_from = rows.T.copy()
+  # Typed Any: the arrays are of numpy here, and of jax on a device.
+  make: Any = Moves
+  return make(
+    page=page,
+    saved_to=saved_to,
+    restored_from=restored_from,
+    count=np.int32(len(moves)),
+  )
