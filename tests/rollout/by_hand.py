@@ -134,12 +134,14 @@ def begun(
   """Makes a rollout of the prompts in a memory of NaN.
 
   `options` are those of `init` and of its `Requests`; `kv` is the memory of
-  another model.
+  another model. Pages in host memory are made if `sizes` has some.
   """
   kv = options.pop("kv", None) or kv_memory.init(
     sizes, num_layers=1, num_kv_heads=1, head_dim=WIDTH, dtype=jnp.float32
   )
-  kv = jax.tree.map(lambda leaf: leaf * jnp.nan, kv)
+  kv = jax.tree.map(_poisoned, kv)
+  if sizes.host_pages:
+    options["host"] = kv_memory.init_host(kv, sizes)
   width = max(map(len, prompts))
   rows = [[*prompt, *[10] * (width - len(prompt))] for prompt in prompts]
   lengths = [len(prompt) for prompt in prompts]
@@ -148,6 +150,12 @@ def begun(
   requests = rollout.Requests(rows, lengths, **settings)
   cache = jaxkv.init(sizes)
   return rollout.init(cache, kv, requests, key(), config, **options)
+
+
+def _poisoned(leaf: jax.Array) -> jax.Array:
+  # Integers hold the bits of other formats.
+  is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+  return jnp.full_like(leaf, jnp.nan) if is_float else leaf
 
 
 def with_queue(state: rollout.RolloutState, **changes) -> rollout.RolloutState:
@@ -203,6 +211,16 @@ def ended(
   end = program()(begun(sizes, config, prompts), temperature, 50)
   assert bool(rollout.is_done(end)), "not done after 50 steps"
   return end
+
+
+def check_sequences(state, config, temperature: float, windows=(None,)) -> None:
+  """Checks a finished rollout of all samples of `PROMPTS`."""
+  assert bool(rollout.is_done(state))
+  rollout.check(state)
+  for number in range(len(PROMPTS) * config.num_samples):
+    prompt = PROMPTS[number // config.num_samples]
+    wanted = expected(number, prompt, temperature, config, windows)
+    check_sequence(state.queue, number, wanted)
 
 
 def check_sequence(sequences, number: int, expected: Expected) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -22,15 +21,6 @@ def _config(decode_steps: int, **options) -> rollout.RolloutConfig:
   return dataclasses.replace(_CONFIG, decode_steps=decode_steps, **options)
 
 
-def _sequences_equal(state, config, windows=(None,)) -> None:
-  assert bool(rollout.is_done(state))
-  rollout.check(state)
-  for number in range(8):
-    prompt = by_hand.PROMPTS[number // config.num_samples]
-    wanted = by_hand.expected(number, prompt, 0.7, config, windows)
-    by_hand.check_sequence(state.queue, number, wanted)
-
-
 @pytest.mark.parametrize(
   "decode_steps",
   [
@@ -45,7 +35,7 @@ def test_sequences(decode_steps):
   for pages in (60, 12):
     state = by_hand.begun(by_hand.sizes(pages, 3), config)
     end = program(state, 0.7)
-    _sequences_equal(end, config)
+    by_hand.check_sequences(end, config, 0.7)
     assert not np.any(np.asarray(end.queue.code))
 
 
@@ -58,7 +48,7 @@ def test_programs_for_a_gpu(decode_steps):
     # No other test has 61 pages, so none has traced these programs.
     state = by_hand.begun(by_hand.sizes(61, 3), config)
     end = by_hand.program()(state, 0.7)
-  _sequences_equal(end, config)
+  by_hand.check_sequences(end, config, 0.7)
 
 
 @pytest.mark.slow
@@ -72,15 +62,8 @@ def test_pages_behind_windows():
   ]
   sizes = dataclasses.replace(by_hand.sizes(60, 3), groups=tuple(kinds))
   config = _config(4)
-  kv = jaxkv.kv.init(
-    sizes,
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=by_hand.WIDTH,
-    dtype=jnp.float32,
-  )
-  state = by_hand.begun(sizes, config, kv=kv)
-  _sequences_equal(by_hand.program(windows)(state, 0.7), config, windows)
+  end = by_hand.program(windows)(by_hand.begun(sizes, config), 0.7)
+  by_hand.check_sequences(end, config, 0.7, windows)
 
 
 @pytest.mark.slow

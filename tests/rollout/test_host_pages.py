@@ -193,20 +193,8 @@ def test_preempted_sequences_find_their_full_pages():
   program, ends = by_hand.program(), []
   for host_pages in (0, 60):
     sizes = dataclasses.replace(by_hand.sizes(9, 4), host_pages=host_pages)
-    kv = jaxkv.kv.init(
-      sizes,
-      num_layers=1,
-      num_kv_heads=1,
-      head_dim=by_hand.WIDTH,
-      dtype=jnp.float32,
-    )
-    host = jaxkv.kv.init_host(kv, sizes) if host_pages else None
-    end = program(by_hand.begun(sizes, config, kv=kv, host=host), 0.7)
-    rollout.check(end)
-    for number in range(2 * len(by_hand.PROMPTS)):
-      prompt = by_hand.PROMPTS[number // 2]
-      wanted = by_hand.expected(number, prompt, 0.7, config)
-      by_hand.check_sequence(end.queue, number, wanted)
+    end = program(by_hand.begun(sizes, config), 0.7)
+    by_hand.check_sequences(end, config, 0.7)
     ends.append(end.counters)
   alone, with_host = ends
   assert int(with_host.preempted) > 0

@@ -33,13 +33,7 @@ def begun(config=_CONFIG, host_pages=0, **pool):
   pool = {"num_kv_heads": 1, "head_dim": by_hand.WIDTH, **pool}
   pool = {"dtype": jnp.float32, **pool}
   kv = jaxkv.kv.init(sizes, num_layers=1, **pool)
-  host = jaxkv.kv.init_host(kv, sizes) if host_pages else None
-  width = max(map(len, by_hand.PROMPTS))
-  rows = [[*prompt, *[0] * (width - len(prompt))] for prompt in by_hand.PROMPTS]
-  lengths = [len(prompt) for prompt in by_hand.PROMPTS]
-  requests = rollout.Requests(rows, lengths, sampling=rollout.Sampling())
-  cache, key = jaxkv.init(sizes), by_hand.key()
-  return rollout.init(cache, kv, requests, key, config, host=host)
+  return by_hand.begun(sizes, config, kv=kv)
 
 
 def with_random_pages(state):
