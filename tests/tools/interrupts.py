@@ -30,6 +30,8 @@ def interrupted(call: Callable[[], object], *points: int) -> bool:
     nonlocal count
     if not frame.f_code.co_filename.startswith(_LIBRARY):
       return None
+    # Python 3.13 reports bytecodes only where a frame's function is set first.
+    frame.f_trace = trace
     frame.f_trace_opcodes, frame.f_trace_lines = True, False
     if event == "opcode":
       count += 1
@@ -40,6 +42,8 @@ def interrupted(call: Callable[[], object], *points: int) -> bool:
   old_trace = sys.gettrace()
   # Python drops an exception that is raised in a callback of the collector.
   gc.disable()
+  # Python 3.12 reports none to a function that is set before a frame asks.
+  sys._getframe().f_trace_opcodes = True
   sys.settrace(trace)
   try:
     call()
@@ -53,4 +57,5 @@ def interrupted(call: Callable[[], object], *points: int) -> bool:
   finally:
     sys.settrace(old_trace)
     gc.enable()
+  assert count, "the call ran no bytecode of the library"
   return False
