@@ -85,6 +85,7 @@ modules of `jaxkv.host` and `jaxkv.integrations` must be imported by name.
 | `jaxkv.results`, `jaxkv.telemetry` | result types; events, page ages |
 | `jaxkv.kv` | the K/V memory, a second pytree, meant to be donated |
 | `jaxkv.rollout` | the jitted generation loop: queue, prefill, decode, refill |
+| `jaxkv.sharding` | rollouts on several devices |
 | `jaxkv.checkpoint` | snapshots of rollouts |
 | `jaxkv.models` | decoders in plain JAX, with and without a cache |
 | `jaxkv.rl` | losses and advantages for RL |
@@ -209,6 +210,7 @@ _LAZY_MODULES = (
   "models",
   "results",
   "rl",
+  "sharding",
   "telemetry",
 )
 

@@ -27,8 +27,10 @@ _LAYERS = (
     "jaxkv.results",
     "jaxkv.rl",
     "jaxkv.rollout",
+    "jaxkv.sharding",
     "jaxkv.telemetry",
   ),
+  ("jaxkv._src.sharding",),
   (
     "jaxkv._src.engine",
     "jaxkv._src.host",

@@ -1,5 +1,6 @@
 """The README's programs run as they stand, and what it names exists."""
 
+import inspect
 import json
 import pathlib
 import re
@@ -9,10 +10,11 @@ import jax
 import pytest
 
 import jaxkv
+from jaxkv import rollout
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _TEXT = (_ROOT / "README.md").read_text("utf-8")
-_PROGRAMS = re.findall(r"```python\n(.*?)```", _TEXT, re.S)
+*_PROGRAMS, _ON_DEVICES = re.findall(r"```python\n(.*?)```", _TEXT, re.S)
 
 _RESULTS = _ROOT / "benchmarks" / "results" / "peers_cpu_jax0.10.2.json"
 _FIGURES = {
@@ -36,6 +38,15 @@ def names() -> dict[str, Any]:
 
 def test_the_first_program_is_short():
   assert sum(bool(line) for line in _PROGRAMS[0].splitlines()) <= 20
+
+
+def test_the_program_for_several_devices_is_that_of_help():
+  """Tests of rollouts on devices run it there."""
+  text = inspect.cleandoc(rollout.devices.__doc__)
+  lines = [line.strip() for line in text.splitlines()]
+  program = [line.strip() for line in _ON_DEVICES.splitlines()]
+  assert len(program) <= 10
+  assert [line for line in program if line not in lines] == []
 
 
 def test_the_loop_finds_its_own_pages(names):
@@ -79,7 +90,7 @@ def test_paths_exist(path):
 
 
 def test_it_is_short_and_so_is_the_picture():
-  assert len(_TEXT.splitlines()) <= 140
+  assert len(_TEXT.splitlines()) <= 160
   assert (_ROOT / "notebooks" / "pages.svg").stat().st_size < 60_000
 
 

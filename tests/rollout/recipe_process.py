@@ -1,13 +1,13 @@
-"""A process that runs a recipe of `jaxkv.rollout.devices`, for tests.
+"""A process that runs the examples of `jaxkv.rollout.devices`, for tests.
 
 | command | effect |
 |---|---|
 | `data FILE` | runs a data-parallel job and writes its results |
 | `data FILE ADDRESS N I` | the same as process I of N |
-| `save RECIPE FOLDER` | stops in the middle, saves, finishes, writes the end |
-| `restore RECIPE FOLDER` | restores, finishes, writes the end |
+| `save KIND FOLDER N` | saves a rollout after N of its steps, writes its end |
+| `restore KIND FOLDER` | restores all, finishes each, compares the ends |
 
-`tests.rollout.started` starts it, with two devices.
+KIND is "data" or "model". `tests.rollout.started` starts it.
 """
 
 import os
@@ -19,7 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import checkpoint
 from jaxkv import rollout
+from jaxkv import sharding
 from tests.rollout import recipes
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -34,65 +36,67 @@ def data(file: str, *process: str) -> None:
     recipes.run("Several processes", names | {"process_id": int(process_id)})
     assert jax.process_count() == int(number)
   names |= recipes.attention_alone()
-  for piece in (0, 1):
-    recipes.run("Data parallel", names, piece)
-  state = names["state"]
-  while not _is_done(state):
-    state = names["run"](names["params"], state)
-  generated = jax.vmap(rollout.generated)(state)
-  names["results"] = rollout.devices.merged(generated)
-  recipes.run("Several processes", names, 1)
-  np.savez(file, tokens=names["tokens"], lengths=names["lengths"])
+  recipes.run("Data parallel", names)
+  recipes.run("All three", names)
+  results = names["results"]
+  np.savez(file, tokens=results.tokens, lengths=results.lengths)
 
 
-def _is_done(state: rollout.RolloutState) -> bool:
-  # Each process reads its own copy of a replicated result.
-  return bool(jax.jit(rollout.is_done)(state).addressable_data(0))
+def save(kind: str, folder: str, count: str) -> None:
+  names, axes, state = _begun(kind, jax.device_count())
+  one, model = rollout.Until(steps=1), names["model"]
+  ends = recipes.done(names, jax.tree.map(jnp.copy, state), axes)
+  num_steps = int(np.asarray(ends.counters.steps).max())
+  _write(ends, axes, f"{folder}/end.npz")
+  random = np.random.default_rng(5)
+  chosen = {*random.choice(num_steps, int(count), replace=False).tolist()}
+  for step in range(num_steps):
+    if step in chosen:
+      checkpoint.save(f"{folder}/{step}", state)
+    state = sharding.generate(
+      names["params"], state, one, axes=axes, model=model
+    )
 
 
-def save(recipe: str, folder: str) -> None:
-  names = _begun(recipe)
-  names["state"] = state = names["run"](names["params"], names["start"]())
-  assert not _is_done(state)
-  names["folder"] = f"{folder}/checkpoint"
-  recipes.run("Checkpoints", names)
-  _write(names, f"{folder}/saved.npz")
+def restore(kind: str, folder: str) -> None:
+  # All devices of this process hold as many shards as were saved.
+  names, axes, target = _begun(kind, jax.device_count())
+  wanted = np.load(f"{folder}/end.npz")
+  steps = [path for path in pathlib.Path(folder).iterdir() if path.is_dir()]
+  assert steps
+  for path in steps:
+    state = checkpoint.restore(path, target)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(
+      lambda leaf: leaf.sharding, target
+    )
+    _write(recipes.done(names, state, axes), axes, f"{folder}/found.npz")
+    found = np.load(f"{folder}/found.npz")
+    for name in wanted.files:
+      is_sum = name == "log_probs" and kind == "model"
+      np.testing.assert_allclose(
+        found[name], wanted[name], rtol=0, atol=1e-5 if is_sum else 0
+      )
 
 
-def restore(recipe: str, folder: str) -> None:
-  names = _begun(recipe)
-  names["folder"] = f"{folder}/checkpoint"
-  recipes.run("Checkpoints", names, 1)
-  _write(names, f"{folder}/restored.npz")
+def _begun(kind: str, count: int) -> tuple[dict[str, Any], Any, Any]:
+  """Returns the names, the axes and the state of a job on all devices."""
+  names = recipes.attention_alone() if kind == "data" else recipes.llama()
+  mesh = jax.make_mesh((count,), (kind,))
+  axes = sharding.MeshAxes(mesh, **{kind: kind})
+  if kind == "model":
+    return names, axes, recipes.begun_on(names, axes)
+  requests = names["requests"]
+  # Enough prompts for many steps of each of eight shards.
+  names["requests"] = rollout.Requests(
+    np.tile(requests.tokens, (8, 1)), np.tile(requests.lengths, 8)
+  )
+  return names, axes, recipes.begun_on(names, axes, num_shards=8)
 
 
-def _begun(recipe: str) -> dict[str, Any]:
-  """Returns the names of a recipe, which provides functions only."""
-  llama = recipe == "Tensor parallel"
-  names = recipes.llama() if llama else recipes.attention_alone()
-  if recipe == "one device":
-    names["begin"] = jax.jit(lambda *job: recipes.begun(names | {"job": job}))
-    names["run"] = jax.jit(names["generate"], donate_argnums=1)
-  else:
-    for piece in (0, 1):
-      recipes.run(recipe, names, piece)
-  names["start"] = lambda: names["begin"](*names["job"])
-  return names
-
-
-def _write(names: dict[str, Any], file: str) -> None:
-  """Finishes the rollout and writes all arrays by their paths."""
-  state = names["state"]
-  where = jax.tree.map(lambda leaf: leaf.sharding, state)
-  while not _is_done(state):
-    state = names["run"](names["params"], state)
-  assert jax.tree.map(lambda leaf: leaf.sharding, state) == where
-  arrays = {}
-  for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      leaf = jax.random.key_data(leaf)
-    arrays[jax.tree_util.keystr(path)] = np.asarray(leaf)
-  np.savez(file, **arrays)
+def _write(state: rollout.RolloutState, axes: Any, file: str) -> None:
+  results = sharding.generated(state, axes=axes)
+  names = ("ids", "tokens", "lengths", "finish", "versions", "log_probs")
+  np.savez(file, **{name: getattr(results, name) for name in names})
 
 
 if __name__ == "__main__":

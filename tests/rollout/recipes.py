@@ -1,4 +1,4 @@
-"""Runs the recipes in the docstring of `jaxkv.rollout.devices`."""
+"""Runs the examples in the docstring of `jaxkv.rollout.devices`."""
 
 import dataclasses
 import functools
@@ -8,26 +8,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import AxisType
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec
 
 import jaxkv
 from jaxkv import kv as kv_memory
 from jaxkv import models
 from jaxkv import rollout
+from jaxkv import sharding
 from jaxkv.rollout import devices
 from tests.rollout import by_hand
 
 TITLES = (
   "Data parallel",
   "Tensor parallel",
-  "Data and tensor parallel",
+  "Both",
+  "All three",
+  "What depends",
   "Several processes",
-  "Checkpoints",
+  "Snapshots",
 )
-_STEPS = 7
+STEPS = 7
 """Steps of a call; a rollout takes several calls."""
 
 LLAMA = models.llama(
@@ -42,7 +41,7 @@ LLAMA = models.llama(
 
 
 def pieces(title: str) -> list[str]:
-  """Returns the pieces of code of a recipe, in order."""
+  """Returns the pieces of code of an example, in order."""
   text = devices.__doc__ or ""
   begins = {name: text.index(f"\n\n{name}") for name in TITLES}
   later = [place for place in begins.values() if place > begins[title]]
@@ -56,54 +55,30 @@ def pieces(title: str) -> list[str]:
   return [textwrap.dedent(piece) for piece in code if piece.strip()]
 
 
-def run(
-  title: str,
-  names: dict[str, Any],
-  piece: int = 0,
-  device_count: int | None = None,
-) -> None:
-  """Runs a piece of a recipe, which reads and binds names.
-
-  Args:
-    title: the title of the recipe.
-    names: the names that the recipe reads, and those that it binds.
-    piece: the index of the piece.
-    device_count: the number of devices to use; None for all.
-  """
-  code = pieces(title)[piece]
-  if device_count is not None:
-    code = code.replace("jax.device_count()", str(device_count))
-  exec(compile(code, f"recipe: {title}", "exec"), names)
+def run(title: str, names: dict[str, Any], piece: int = 0) -> None:
+  """Runs a piece of an example, which reads and binds names."""
+  exec(compile(pieces(title)[piece], f"example: {title}", "exec"), names)
 
 
-def _names(model, params, sizes, config, memory, prompts) -> dict[str, Any]:
-  """Returns the names that recipes read; samples have temperature 1."""
+def _names(model, params, sizes, config, pages, prompts) -> dict[str, Any]:
+  """Returns the names that examples read; samples have temperature 1."""
   width = max(map(len, prompts))
   rows = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
+  lengths = [len(prompt) for prompt in prompts]
+  secret = jax.random.key(4)
   return {
-    "AxisType": AxisType,
-    "NamedSharding": NamedSharding,
-    "P": PartitionSpec,
     "config": config,
-    "devices": devices,
-    "functools": functools,
-    "generate": functools.partial(
-      rollout.generate,
-      until=rollout.Until(steps=_STEPS),
-      model=model,
-    ),
     "jax": jax,
     "jaxkv": jaxkv,
-    "job": (
-      np.asarray(rows, np.int32),
-      np.asarray([len(prompt) for prompt in prompts], np.int32),
-      jax.random.key(3),
-      jax.random.key(4),
-    ),
-    "memory": memory,
-    "multihost_utils": multihost_utils,
+    "key": jax.random.key(3),
+    "memory": lambda: (jaxkv.init(sizes, secret), pages()),
+    "model": model,
     "params": params,
+    "requests": rollout.Requests(
+      np.asarray(rows, np.int32), np.asarray(lengths, np.int32)
+    ),
     "rollout": rollout,
+    "sharding": sharding,
     "sizes": sizes,
   }
 
@@ -117,7 +92,7 @@ def attention_alone() -> dict[str, Any]:
   """Returns names for the fast model of `by_hand`, with four prompts."""
   sizes = by_hand.sizes(20, 3)
 
-  def memory() -> kv_memory.KVPages:
+  def pages() -> kv_memory.KVPages:
     kv = kv_memory.init(
       sizes,
       num_layers=1,
@@ -134,7 +109,7 @@ def attention_alone() -> dict[str, Any]:
     rollout.RolloutConfig(
       num_samples=3, max_new_tokens=6, stop_token=4, prefill_chunk=4
     ),
-    memory,
+    pages,
     by_hand.PROMPTS,
   )
 
@@ -162,19 +137,37 @@ def llama(**options: Any) -> dict[str, Any]:
 
 
 def begun(names: dict[str, Any], cache=None, kv=None) -> rollout.RolloutState:
-  """Returns the rollout of the job, by default in a new cache and memory."""
-  prompts, lengths, key, secret = names["job"]
-  requests = rollout.Requests(prompts, lengths)
-  cache = jaxkv.init(names["sizes"], secret) if cache is None else cache
-  kv = names["memory"]() if kv is None else kv
+  """Returns the rollout on one device, by default in a new memory."""
+  new_cache, new_kv = names["memory"]()
+  cache = new_cache if cache is None else cache
+  kv = new_kv if kv is None else kv
   # The weights have the version of the pages in the cache.
   return rollout.init(
-    cache, kv, requests, key, names["config"], version=cache.epoch
+    cache,
+    kv,
+    names["requests"],
+    names["key"],
+    names["config"],
+    version=cache.epoch,
   )
 
 
-def done(names: dict[str, Any], run: Any, state: Any) -> rollout.RolloutState:
-  """Calls `run` until the rollout is done."""
+def done(names: dict[str, Any], state: Any, axes: Any = None) -> Any:
+  """Generates until the rollout is done, on a mesh unless `axes` is None."""
+  run = functools.partial(sharding.generate, axes=axes)
+  if axes is None:
+    run = jax.jit(rollout.generate, static_argnames="model")
+  until = rollout.Until(steps=STEPS)
   while not bool(rollout.is_done(state)):
-    state = run(names["params"], state)
+    state = run(names["params"], state, until, model=names["model"])
   return state
+
+
+def begun_on(names: dict[str, Any], axes: Any, **options: Any) -> Any:
+  """Returns the rollout on a mesh, and places the parameters there."""
+  names["params"] = jax.device_put(
+    names["params"], sharding.param_shardings(names["params"], axes=axes)
+  )
+  cache, kv = sharding.init_memory(names["memory"], axes=axes, **options)
+  arguments = names["requests"], names["key"], names["config"]
+  return sharding.init(cache, kv, *arguments, axes=axes)

@@ -12,10 +12,10 @@ _SECONDS = 400
 """The time limit of a process; it takes ten seconds on an idle machine."""
 
 
-def start(*words: str) -> subprocess.Popen:
-  """Starts a process with two devices, which ends if the tests are killed."""
+def start(*words: str, devices: int = 2) -> subprocess.Popen:
+  """Starts a process, which ends if the tests are killed."""
   flags = os.environ["XLA_FLAGS"]
-  flags = re.sub(r"device_count=\d+", "device_count=2", flags)
+  flags = re.sub(r"device_count=\d+", f"device_count={devices}", flags)
   limit = []
   if shutil.which("timeout"):
     limit = ["timeout", "-k", "5", str(_SECONDS)]

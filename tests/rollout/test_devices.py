@@ -1,6 +1,7 @@
-"""The recipes for many devices: equal tokens, few words, one compilation."""
+"""Rollouts on meshes: equal tokens, few words, one compilation, balance."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -13,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import rollout
-from jaxkv.rollout import devices
+from jaxkv import sharding
+from tests.rollout import by_hand
 from tests.rollout import recipes
 from tests.tools.collectives import assert_two_all_reduces_a_layer
 from tests.tools.collectives import collectives
@@ -24,34 +26,31 @@ pytestmark = [
   pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices"),
 ]
 
-
-def _done_without_compiling(names) -> rollout.RolloutState:
-  """The end of a rollout of which a call has been made."""
-  assert not bool(rollout.is_done(names["state"]))
-  state = jax.tree.map(jnp.copy, names["state"])
-  while not bool(rollout.is_done(state)):
-    before = num_compiled()
-    state = names["run"](names["params"], state)
-    assert num_compiled() == before
-  return state
+_EXPLICIT, _AUTO = AxisType.Explicit, AxisType.Auto
 
 
-def _merged(state: rollout.RolloutState) -> rollout.Generated:
-  """The results of all shards."""
-  return devices.merged(jax.vmap(rollout.generated)(state))
-
-
-def _compiled_run(names):
-  return names["run"].lower(names["params"], names["state"]).compile()
+def _axes(data=0, model=0, kind=_AUTO) -> sharding.MeshAxes:
+  """A mesh of so many devices along each axis; 0 for no axis."""
+  sizes = {"data": data, "model": model}
+  names = tuple(name for name, size in sizes.items() if size)
+  shape = tuple(sizes[name] for name in names)
+  mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+  return sharding.MeshAxes(mesh, **{name: name for name in names})
 
 
 def _assert_equal(results, wanted) -> None:
-  for name in ("tokens", "lengths", "finish", "valid"):
-    np.testing.assert_array_equal(getattr(results, name), getattr(wanted, name))
+  count = len(wanted.lengths)
+  assert not np.asarray(results.valid)[count:].any()
+  for name in ("ids", "tokens", "lengths", "finish", "valid"):
+    found = np.asarray(getattr(results, name))[:count]
+    np.testing.assert_array_equal(found, getattr(wanted, name))
   # A sum of float32 numbers may be taken in another order, as where the token
   # is computed in a call of another width.
   np.testing.assert_allclose(
-    results.log_probs, wanted.log_probs, rtol=1e-5, atol=1e-5
+    np.asarray(results.log_probs)[:count],
+    wanted.log_probs,
+    rtol=1e-5,
+    atol=1e-5,
   )
 
 
@@ -59,118 +58,323 @@ def _assert_equal(results, wanted) -> None:
 def alone():
   """The job's results on one device."""
   names = recipes.llama()
-  run = jax.jit(names["generate"])
-  end = recipes.done(names, run, recipes.begun(names))
+  end = recipes.done(names, recipes.begun(names))
   results = jax.device_get(rollout.generated(end))
   assert len(set(results.lengths.tolist())) > 8
   return results
 
 
-def _ran(*recipe: tuple[str, int], device_count=None, **options):
-  """The names of a recipe that has made its first call."""
+@dataclasses.dataclass
+class _Run:
+  """A rollout on a mesh that has made its first call."""
+
+  names: dict
+  axes: sharding.MeshAxes
+  state: rollout.RolloutState
+
+  def end(self) -> rollout.RolloutState:
+    """The end of the rollout; nothing compiles."""
+    assert not bool(rollout.is_done(self.state))
+    state, before = jax.tree.map(jnp.copy, self.state), num_compiled()
+    state = recipes.done(self.names, state, self.axes)
+    assert num_compiled() == before
+    return state
+
+  def compiled(self):
+    model, axes = self.names["model"], self.axes
+    run = functools.partial(sharding.generate, model=model, axes=axes)
+    until = rollout.Until(steps=recipes.STEPS)
+    run = jax.jit(run, donate_argnums=1)
+    return run.lower(self.names["params"], self.state, until).compile()
+
+  def assert_pages_stay(self) -> None:
+    """Two all-reduces a layer in each call of the model, and nothing else."""
+    compiled, pool = self.compiled(), self.state.memory.kv.k
+    shape = pool.addressable_shards[0].data.shape[-4:]
+    calls = np.asarray(self.state.counters.calls).shape[-1]
+    size = math.prod(shape)
+    assert_two_all_reduces_a_layer(
+      compiled.as_text(), loops=calls, layers=1, pool=size
+    )
+    assert pool_sized_rewrites(compiled, shape) == []
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 2 * size * 4
+    assert memory.temp_size_in_bytes < size * 4
+
+
+def _ran(axes, **options) -> _Run:
   names = recipes.llama(**options)
-  for title, piece in recipe:
-    recipes.run(title, names, piece, device_count=device_count)
-  return names
+  state = recipes.begun_on(names, axes)
+  until, model = rollout.Until(steps=recipes.STEPS), names["model"]
+  state = sharding.generate(
+    names["params"], state, until, axes=axes, model=model
+  )
+  return _Run(names, axes, state)
 
 
-_DATA = (("Data parallel", 0), ("Data parallel", 1))
-_TENSOR = (("Tensor parallel", 0), ("Tensor parallel", 1))
-_BOTH = (
-  ("Data parallel", 0),
-  ("Tensor parallel", 0),
-  ("Data and tensor parallel", 0),
-)
-
-
-@pytest.fixture(scope="module")
-def data_parallel():
-  return _ran(*_DATA)
+@pytest.fixture(scope="module", params=[_AUTO, _EXPLICIT], ids=["auto", ""])
+def data_parallel(request):
+  return _ran(_axes(data=8, kind=request.param))
 
 
 @pytest.fixture(
   scope="module", params=[2, pytest.param(8, marks=pytest.mark.slow)]
 )
 def tensor_parallel(request):
-  return _ran(*_TENSOR, device_count=request.param)
+  return _ran(_axes(model=request.param, kind=_EXPLICIT))
 
 
 class TestDataParallel:
   def test_sequences_are_one_devices(self, data_parallel, alone):
-    end = _done_without_compiling(data_parallel)
-    _assert_equal(jax.device_get(_merged(end)), alone)
+    end = data_parallel.end()
+    _assert_equal(sharding.generated(end, axes=data_parallel.axes), alone)
     # No shard waits for another one.
     assert len(set(np.asarray(end.counters.steps).tolist())) > 1
+    caches = jax.device_get(end.memory.cache)
     for shard in range(8):
-      jaxkv.check(jax.tree.map(lambda leaf, i=shard: leaf[i], end.memory.cache))
-
-  @pytest.mark.slow
-  def test_several_calls_of_a_step(self, alone):
-    names = recipes.llama()
-    names["config"] = dataclasses.replace(names["config"], decode_steps=3)
-    for title, piece in _DATA:
-      recipes.run(title, names, piece)
-    end = _done_without_compiling(names)
-    _assert_equal(jax.device_get(_merged(end)), alone)
+      jaxkv.check(jax.tree.map(lambda leaf, i=shard: leaf[i], caches))
 
   def test_nothing_is_communicated(self, data_parallel):
-    compiled = _compiled_run(data_parallel)
+    compiled = data_parallel.compiled()
     assert collectives(compiled.as_text()) == {}
-    pool = data_parallel["state"].memory.kv.k
+    pool = data_parallel.state.memory.kv.k
     assert pool_sized_rewrites(compiled, pool.shape[1:]) == []
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * pool.nbytes // 8
 
+  def test_two_shards_on_each_device(self, alone):
+    """They run one after another, as where a snapshot had more devices."""
+    names, axes = recipes.llama(), _axes(data=4)
+    state = recipes.begun_on(names, axes, num_shards=8)
+    end = recipes.done(names, state, axes)
+    _assert_equal(sharding.generated(end, axes=axes), alone)
+    with pytest.raises(ValueError, match="one shard for each device"):
+      sharding.rebalance(end, axes=axes)
+
 
 class TestTensorParallel:
   def test_sequences_are_one_devices(self, tensor_parallel, alone):
-    end = _done_without_compiling(tensor_parallel)
-    _assert_equal(jax.device_get(rollout.generated(end)), alone)
+    run = tensor_parallel
+    end = run.end()
+    _assert_equal(sharding.generated(end, axes=run.axes), alone)
     jaxkv.check(jax.device_get(end.memory.cache))
-    count = tensor_parallel["mesh"].size
     parts = {part.data.shape[1] for part in end.memory.kv.k.addressable_shards}
-    assert parts == {recipes.LLAMA.layers[0].attention.num_kv_heads // count}
+    heads = recipes.LLAMA.layers[0].attention.num_kv_heads
+    assert parts == {heads // run.axes.num_parts}
 
   def test_two_all_reduces_a_layer(self, tensor_parallel):
-    _assert_pages_stay(tensor_parallel)
+    tensor_parallel.assert_pages_stay()
 
   @pytest.mark.slow
   @pytest.mark.parametrize(
-    "recipe",
-    [_TENSOR, pytest.param(_BOTH, marks=pytest.mark.deep)],
-    ids=["tensor", "both"],
+    "data", [0, pytest.param(2, marks=pytest.mark.deep)], ids=["one", "shards"]
   )
-  def test_each_device_attends_to_its_own_heads(self, recipe, alone):
+  def test_each_device_attends_to_its_own_heads(self, data, alone):
     """As kernels need it that XLA cannot split; here the backend is XLA's."""
-    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
-    names = _ran(*recipe, head_sharding=NamedSharding(mesh, P("model")))
-    end = _done_without_compiling(names)
-    is_split = recipe == _BOTH
-    results = _merged(end) if is_split else rollout.generated(end)
-    _assert_equal(jax.device_get(results), alone)
-    _assert_pages_stay(names)
-
-
-def _assert_pages_stay(names) -> None:
-  """Two all-reduces a layer in each call of the model, and nothing else."""
-  compiled, state = _compiled_run(names), names["state"]
-  shape = state.memory.kv.k.addressable_shards[0].data.shape
-  size, calls = math.prod(shape), np.asarray(state.counters.calls).shape[-1]
-  assert_two_all_reduces_a_layer(compiled.as_text(), layers=calls, pool=size)
-  assert pool_sized_rewrites(compiled, shape) == []
-  memory = compiled.memory_analysis()
-  assert memory.alias_size_in_bytes >= 2 * size * 4
-  assert memory.temp_size_in_bytes < size * 4
+    axes = _axes(data=data, model=4)
+    run = _ran(axes, head_sharding=NamedSharding(axes.mesh, P("model")))
+    _assert_equal(sharding.generated(run.end(), axes=axes), alone)
+    run.assert_pages_stay()
 
 
 class TestBoth:
-  @pytest.mark.deep
+  @pytest.mark.slow
   def test_two_shards_of_four_devices(self, alone):
-    names = _ran(*_BOTH)
-    end = _done_without_compiling(names)
-    _assert_equal(jax.device_get(_merged(end)), alone)
+    run = _ran(_axes(data=2, model=4, kind=_EXPLICIT))
+    end = run.end()
+    _assert_equal(sharding.generated(end, axes=run.axes), alone)
     assert len(set(np.asarray(end.counters.steps).tolist())) > 1
-    _assert_pages_stay(names)
+    run.assert_pages_stay()
+
+
+class TestExamples:
+  """The programs of `help(jaxkv.rollout.devices)`, as they stand there."""
+
+  @pytest.mark.parametrize(
+    "title",
+    [
+      "Data parallel",
+      pytest.param("Tensor parallel", marks=pytest.mark.slow),
+      pytest.param("Both", marks=pytest.mark.slow),
+    ],
+  )
+  def test_every_mesh(self, title, alone):
+    names = recipes.llama()
+    recipes.run(title, names)
+    program = recipes.pieces("All three")[0]
+    if title == "Tensor parallel":
+      (line,) = (line for line in program.split("\n") if "rebalance" in line)
+      program = program.replace(line, "")
+    exec(program, names)
+    _assert_equal(names["results"], alone)
+    lines = [*recipes.pieces(title)[0].split("\n"), *program.split("\n")]
+    assert sum(bool(line.strip()) for line in lines) <= 12
+
+  def test_within_a_context_of_the_mesh(self, alone):
+    """And in one program, with indices of the results, as trainers do."""
+    names, axes = recipes.llama(), _axes(data=8, kind=_EXPLICIT)
+    state = recipes.begun_on(names, axes)
+
+    @jax.jit
+    def longest(params, state):
+      state = sharding.generate(params, state, axes=axes, model=names["model"])
+      results = sharding.generated(state, axes=axes)
+      return jnp.max(results.lengths[:4] + 1)
+
+    with jax.set_mesh(axes.mesh):
+      assert int(longest(names["params"], state)) == max(alone.lengths[:4]) + 1
+
+
+def _of_lengths(lengths, num_samples=1, slots=2) -> dict:
+  """Names for samples of known lengths, the longest first, and a fast model."""
+  names = recipes.attention_alone()
+  count = len(lengths) // num_samples
+  prompts = np.random.default_rng(2).integers(1, 5, (count, 3))
+  config = rollout.RolloutConfig(
+    num_samples=num_samples, max_new_tokens=max(lengths), prefill_chunk=4
+  )
+  sizes = by_hand.sizes(40, slots)
+
+  def memory():
+    kv = jaxkv.kv.init(
+      sizes,
+      num_layers=1,
+      num_kv_heads=1,
+      head_dim=by_hand.WIDTH,
+      dtype=jnp.float32,
+    )
+    return jaxkv.init(sizes, jax.random.key(4)), kv
+
+  requests = rollout.Requests(
+    prompts.astype(np.int32),
+    np.full(count, 3, np.int32),
+    sampling=rollout.Sampling(max_tokens=lengths),
+    priority=-lengths,
+  )
+  return names | {"config": config, "memory": memory, "requests": requests}
+
+
+def _balanced(names, axes, state, **options) -> rollout.RolloutState:
+  """Alternates between steps and moves, until the end."""
+  until, model = rollout.Until(steps=3), names["model"]
+  while not bool(rollout.is_done(state)):
+    state = sharding.generate(None, state, until, axes=axes, model=model)
+    state = sharding.rebalance(state, axes=axes, **options)
+    for shard in range(axes.num_shards):
+      rollout.check(jax.tree.map(lambda leaf, i=shard: leaf[i], state))
+  return state
+
+
+class TestRebalance:
+  @pytest.mark.slow
+  @pytest.mark.parametrize(("num_shards", "num_samples"), [(8, 1), (6, 2)])
+  def test_shards_end_together(self, num_shards, num_samples):
+    """With sequences that wait, and with their pages those that run."""
+    random = np.random.default_rng(1)
+    lengths = random.lognormal(1.2, 0.6, 96).clip(1, 12).astype(np.int32)
+    # One shard has most of the work.
+    lengths = -np.sort(-lengths)
+    names, axes = _of_lengths(lengths, num_samples), _axes(data=num_shards)
+    begun = functools.partial(recipes.begun_on, names, axes)
+    plain = recipes.done(names, begun(), axes)
+    wanted = jax.device_get(sharding.generated(plain, axes=axes))
+    for max_pages in (0, 30):
+      end = _balanced(names, axes, begun(), max_groups=6, max_pages=max_pages)
+      steps = np.asarray(end.counters.steps)
+      assert steps.max() < 1.1 * steps.mean()
+      assert 1.3 * steps.max() < np.asarray(plain.counters.steps).max()
+      _assert_equal(sharding.generated(end, axes=axes), wanted)
+
+  def test_two_shards(self):
+    """A running sequence moves with its pages, and none is computed again."""
+    lengths = np.asarray([12, 11, 10, 9, 1, 1, 1, 1], np.int32)
+    names, axes = _of_lengths(lengths, slots=4), _axes(data=2)
+    begun = functools.partial(recipes.begun_on, names, axes)
+    plain = recipes.done(names, begun(), axes)
+    end = _balanced(names, axes, begun(), max_pages=30)
+    assert np.asarray(end.counters.recomputed).tolist() == [0, 0]
+    # The last two of the long ones have moved.
+    assert {2, 3} <= {*np.asarray(end.queue.ids)[1].tolist()}
+    wanted = jax.device_get(sharding.generated(plain, axes=axes))
+    _assert_equal(sharding.generated(end, axes=axes), wanted)
+
+  def test_other_versions_do_not_move(self):
+    names, axes = _of_lengths(np.asarray([9, 8, 1, 1], np.int32)), _axes(data=2)
+    state = recipes.begun_on(names, axes)
+
+    def update(state):
+      is_first = jax.lax.axis_index("data") == 0
+      new = rollout.update_weights(state)
+      return jax.tree.map(
+        lambda a, b: jax.lax.select(is_first, a, b), new, state
+      )
+
+    state = jax.jit(lambda s: sharding.each_shard(update, s, axes=axes))(state)
+    state = sharding.rebalance(state, axes=axes)
+    assert np.asarray(state.queue.ids).tolist() == [[0, 1], [2, 3]]
+
+
+class TestPrompts:
+  def test_submit_and_harvest(self):
+    """A stream of prompts: ids are unique, and the idle shards get them."""
+    lengths = np.asarray([2, 9, 9, 9], np.int32)
+    names, axes = _of_lengths(lengths, slots=1), _axes(data=4)
+    state = recipes.begun_on(names, axes)
+    results, more = {}, names["requests"]
+    refused = None
+    for _ in range(40):
+      state = sharding.generate(
+        None, state, rollout.Until(steps=2), axes=axes, model=names["model"]
+      )
+      state, out = sharding.harvest(state, axes=axes)
+      for row in np.flatnonzero(out.results.valid).tolist():
+        results[int(out.results.ids[row])] = out.results.tokens[row].tolist()
+      if len(results) == 1 and refused is None:
+        # Of four prompts, one finds the rows of the one that ended.
+        state, refused = sharding.submit(state, more, axes=axes)
+      if bool(rollout.is_done(state)):
+        break
+    assert refused.ids.tolist() == [4, -1, -1, -1]
+    assert refused.code.tolist()[1:] == [jaxkv.Status.QUEUE_FULL] * 3
+    # Equal to those of one device.
+    alone = recipes.begun(_of_lengths(np.asarray([2, 9, 9, 9], np.int32)))
+    end = recipes.done(names, alone)
+    wanted = rollout.generated(end)
+    assert sorted(results) == [0, 1, 2, 3, 4]
+    for row in range(4):
+      assert results[row] == wanted.tokens[row].tolist()
+    state, out = sharding.submit(state, more, axes=axes, ids=[40, 30, 20, 10])
+    assert out.ok.all() and out.ids.tolist() == [40, 30, 20, 10]
+    assert sorted(np.asarray(state.queue.ids).reshape(-1)) == [10, 20, 30, 40]
+
+  def test_settings_of_samples_go_to_their_shard(self):
+    """Also where the shards do not divide the prompts."""
+    names = recipes.attention_alone()
+    strings = rollout.stop_strings(
+      [["b"], ["ca"]], rollout.token_bytes([bytes([97 + n]) for n in range(11)])
+    )
+    prompts, lengths = by_hand.PROMPTS[:3], [8, 6, 1]
+    rows = np.zeros((3, 8), np.int32)
+    for row, prompt in enumerate(prompts):
+      rows[row, : len(prompt)] = prompt
+    names["requests"] = rollout.Requests(
+      rows,
+      lengths,
+      sampling=rollout.Sampling(
+        temperature=np.linspace(0.5, 2, 9),
+        stop_tokens=[[n] for n in range(9)],
+        logit_bias=[{n: 2.0} for n in range(9)],
+        stop_strings=strings.select([0, 1, 1, 0, 0, 1, 0, 1, 0]),
+      ),
+      num_samples=[3, 1, 2],
+    )
+    alone = recipes.done(names, recipes.begun(names))
+    axes = _axes(data=2)
+    state = recipes.begun_on(names, axes)
+    assert state.queue.ids.shape == (2, 6)
+    end = recipes.done(names, state, axes)
+    found = sharding.generated(end, axes=axes)
+    _assert_equal(found, jax.device_get(rollout.generated(alone)))
 
 
 class TestPlaces:
@@ -178,73 +382,106 @@ class TestPlaces:
   def test_a_rollout_lies_where_its_memory_lies(self):
     """Nobody has to move the rest; the next one on this cache needs nothing."""
     names = recipes.attention_alone()
-    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
-    kv = jax.device_put(names["memory"](), NamedSharding(mesh, P()))
-    run = jax.jit(names["generate"], donate_argnums=1)
+    everywhere = NamedSharding(_axes(data=8).mesh, P())
+    kv = jax.device_put(names["memory"]()[1], everywhere)
     state = recipes.begun(names, kv=kv)
-    everywhere = NamedSharding(mesh, P())
     for leaf in jax.tree.leaves(state):
       assert leaf.sharding.is_equivalent_to(everywhere, leaf.ndim)
-    names |= {"run": run, "state": run(None, state)}
-    end = _done_without_compiling(names)
-    names["state"] = again = recipes.begun(
-      names, cache=end.memory.cache, kv=end.memory.kv
-    )
+    end = recipes.done(names, state)
+    again = recipes.begun(names, cache=end.memory.cache, kv=end.memory.kv)
     assert int(again.counters.steps) == 0
-    _done_without_compiling(names)
+    recipes.done(names, again)
 
   def test_on_one_device(self):
     names = recipes.attention_alone()
     last = jax.devices()[-1]
-    state = recipes.begun(names, kv=jax.device_put(names["memory"](), last))
+    kv = jax.device_put(names["memory"]()[1], last)
+    state = recipes.begun(names, kv=kv)
     assert {leaf.device for leaf in jax.tree.leaves(state)} == {last}
     free = recipes.begun(names)
     assert not any(leaf.committed for leaf in jax.tree.leaves(free))
 
+  def test_the_next_rollout_on_a_cache(self):
+    """It needs the version of the weights, and hits the pages."""
+    names, axes = recipes.attention_alone(), _axes(data=2)
+    end = recipes.done(names, recipes.begun_on(names, axes), axes)
+    cache, kv = end.memory.cache, end.memory.kv
+    arguments = names["requests"], names["key"], names["config"]
+    with pytest.raises(ValueError, match="`version` must be given"):
+      sharding.init(cache, kv, *arguments, axes=axes)
+    state = sharding.init(cache, kv, *arguments, axes=axes, version=0)
+    again = recipes.done(names, state, axes)
+    before, after = (
+      np.asarray(state.counters.prefilled) for state in (end, again)
+    )
+    assert (after < before).all()
+
 
 def test_keys_are_numbered_over_all_shards():
-  sizes = jaxkv.CacheConfig(
-    num_pages=200, page_size=2, num_slots=2, pages_per_slot=80
-  )
-
-  def queue_of(count, **options):
-    requests = rollout.Requests([[1, 1]] * count, [2] * count)
-    return rollout.init(
-      jaxkv.init(sizes),
-      jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1),
-      requests,
-      jax.random.key(1),
-      rollout.RolloutConfig(num_samples=3),
-      **options,
-    ).queue
-
-  whole, part = queue_of(6), queue_of(2, first_sequence=12)
-  assert (part.keys == whole.keys[12:]).all()
+  names = recipes.attention_alone()
+  axes = _axes(data=2)
+  whole, parts = recipes.begun(names), recipes.begun_on(names, axes)
+  keys = parts.queue.keys.reshape(-1)
+  assert (jax.device_get(keys) == jax.device_get(whole.queue.keys)).all()
 
 
 class TestArguments:
-  def test_a_shard_of_two_states(self):
-    with pytest.raises(ValueError, match=r"must have arrays \[1, ...\]"):
-      devices.local(jnp.zeros((2, 3)))
-
-  def test_numbers_of_shards(self):
-    with pytest.raises(ValueError, match=r"must have arrays \[X, Q, ...\]"):
-      devices.merged({"steps": jnp.zeros((8,))})
+  @pytest.mark.parametrize(
+    ("names", "text"),
+    [
+      ({"data": "rows"}, "`data` must be an axis of the mesh, one of .'data',"),
+      ({"model": "heads"}, "`model` must be an axis of the mesh"),
+      ({"data": "data", "model": "data"}, "two axes of the mesh"),
+      ({}, "two axes of the mesh, or one of them None"),
+    ],
+  )
+  def test_axes(self, names, text):
+    mesh = _axes(data=2).mesh
+    with pytest.raises(ValueError, match=text):
+      sharding.MeshAxes(mesh, **names)
+    with pytest.raises(TypeError, match=r"`mesh` must be a jax\.sharding"):
+      sharding.MeshAxes(2, data="data")
 
   def test_heads_that_cannot_be_split(self):
-    names = recipes.attention_alone()
-    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
-    state = recipes.begun(names)
+    names, axes = recipes.attention_alone(), _axes(model=2)
     with pytest.raises(ValueError, match="divides 1 K/V heads"):
-      devices.shardings(state, mesh, heads="model")
-    with pytest.raises(ValueError, match="`shards` must be an axis"):
-      devices.shardings(state, mesh, heads="model", shards="data")
+      sharding.init_memory(names["memory"], axes=axes)
+    with pytest.raises(ValueError, match="divides 1 K/V heads"):
+      sharding.state_shardings(recipes.begun(names), axes=axes)
+
+  def test_shards_that_do_not_fit(self):
+    names, axes = recipes.attention_alone(), _axes(data=2)
+    with pytest.raises(ValueError, match=r"a multiple of 2 shards, .*, got 3"):
+      sharding.init_memory(names["memory"], axes=axes, num_shards=3)
+    state = recipes.begun_on(names, axes)
+    with pytest.raises(ValueError, match="a multiple of 4 shards"):
+      sharding.state_shardings(state, axes=_axes(data=4))
+
+  def test_exact_numerics_and_host_pages(self):
+    names, axes = recipes.llama(), _axes(model=2)
+    names["config"] = dataclasses.replace(names["config"], numerics="exact")
+    with pytest.raises(ValueError, match=r'must be "fast" with `axes\.model`'):
+      recipes.begun_on(names, axes)
+    names, axes = recipes.attention_alone(), _axes(data=2)
+    sizes = dataclasses.replace(names["sizes"], host_pages=4)
+    pages = names["memory"]()[1]
+    names["memory"] = lambda: (jaxkv.init(sizes, jax.random.key(4)), pages)
+    with pytest.raises(ValueError, match="no pages in host memory, got 4"):
+      recipes.begun_on(names, axes)
+
+  def test_parameters_that_were_not_placed(self):
+    names, axes = recipes.llama(), _axes(data=2)
+    params = names["params"]
+    state = recipes.begun_on(names, axes)
+    with pytest.raises(ValueError, match=r"`params\['embed'\]` must be on all"):
+      sharding.generate(params, state, axes=axes, model=names["model"])
 
   def test_heads_over_two_axes(self):
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(_AUTO,) * 2)
     names = recipes.llama(head_sharding=NamedSharding(mesh, P("x", "y")))
     state = recipes.begun(names)
+    run = functools.partial(rollout.generate, model=names["model"])
     with pytest.raises(
       ValueError, match="`head_sharding` must be a NamedSharding"
     ):
-      jax.eval_shape(names["generate"], names["params"], state)
+      jax.eval_shape(run, names["params"], state)

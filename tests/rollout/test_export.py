@@ -8,13 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import rollout
-from jaxkv.rollout import devices
+from jaxkv import sharding
 from tests.models import exact_families as families
 from tests.rollout import by_hand
 from tests.rollout import moves
@@ -95,20 +92,18 @@ def test_sequences_move_between_shards():
     _with_key(_begun((1, 0, 0, 0), first_sequence=100), source), 1.0, 3
   )
   states = jax.tree.map(lambda *leaves: jnp.stack(leaves), source, target)
-  mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-  split = functools.partial(
-    jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data")
-  )
+  axes = sharding.MeshAxes(jax.make_mesh((2,), ("data",)), data="data")
 
-  def move(states):
+  def move(state):
     is_source = lax.axis_index("data") == 0
     ids = jnp.where(is_source, jnp.asarray([3, 0, 5, 4, 1, 2], jnp.int32), -1)
-    state, exported = rollout.export(devices.local(states), ids)
+    state, exported = rollout.export(state, ids)
     exported = lax.ppermute(exported, "data", [(0, 1), (1, 0)])
-    return devices.stacked(rollout.import_sequences(state, exported))
+    return rollout.import_sequences(state, exported)
 
-  states = jax.device_put(states, NamedSharding(mesh, P("data")))
-  states, out = jax.jit(split(move))(states)
+  states = jax.device_put(states, sharding.state_shardings(states, axes=axes))
+  moved = functools.partial(sharding.each_shard, move, axes=axes)
+  states, out = jax.jit(moved)(states)
   assert out.code.tolist() == [[_SKIPPED] * 6, [_OK] * 6]
   target = jax.tree.map(lambda leaf: jnp.asarray(leaf[1]), states)
   rollout.check(target)

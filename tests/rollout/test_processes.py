@@ -19,7 +19,7 @@ def test_two_processes_equal_one(tmp_path):
   started.wait(*both, alone)
   wanted = np.load(tmp_path / "alone.npz")
   names = recipes.attention_alone()
-  prompts = names["job"][0]
+  prompts = names["requests"].tokens
   samples = names["config"].num_samples
   assert wanted["tokens"].shape[0] == prompts.shape[0] * samples
   assert (wanted["lengths"] > prompts.shape[1]).any()

@@ -9,15 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import models
 from jaxkv import rl
 from jaxkv import rollout
+from jaxkv import sharding
 from jaxkv._src.exact import log_probs
-from jaxkv.rollout import devices
 from tests import as_users
 from tests.models import exact_families as families
 
@@ -289,7 +287,7 @@ def test_a_tree_of_turns_has_the_bits_of_whole_sequences(name):
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 def test_two_devices_draw_what_one_does():
   config, params = families.decoder("llama", jnp.bfloat16)
-  mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+  axes = sharding.MeshAxes(jax.make_mesh((2,), ("data",)), data="data")
   forward = functools.partial(models.forward, config=config)
   columns = -(-(_PROMPT + _NEW) // 16)
   sizes = jaxkv.CacheConfig(
@@ -301,33 +299,20 @@ def test_two_devices_draw_what_one_does():
   prompts, lengths = (x[:4] for x in _prompts())
   key = jax.random.key(5)
 
-  def begin(prompts, lengths, key, first):
-    sampling = rollout.Sampling(temperature=jnp.float32(_HEAT))
-    return rollout.init(
-      jaxkv.init(sizes, key),
-      models.init_kv(config, sizes),
-      rollout.Requests(prompts, lengths, sampling=sampling),
-      key,
-      options,
-      first_sequence=first,
-    )
+  sampling = rollout.Sampling(temperature=jnp.float32(_HEAT))
+  requests = rollout.Requests(prompts, lengths, sampling=sampling)
 
-  def run(params, prompts, lengths, key):
-    first = jax.lax.axis_index("data") * len(prompts) * _SAMPLES
-    state = begin(prompts, lengths, key, first)
-    state = rollout.generate(params, state, model=forward)
-    return devices.stacked(rollout.generated(state))
+  def memory():
+    return jaxkv.init(sizes, key), models.init_kv(config, sizes)
 
-  split = jax.shard_map(
-    run,
-    mesh=mesh,
-    in_specs=(P(), P("data"), P("data"), P()),
-    out_specs=P("data"),
-  )
-  both = as_users.jit(split)(params, prompts, lengths, key)
-  alone = begin(prompts, lengths, key, 0)
+  cache, kv = sharding.init_memory(memory, axes=axes)
+  state = sharding.init(cache, kv, requests, key, options, axes=axes)
+  places = sharding.param_shardings(params, axes=axes)
+  run = functools.partial(sharding.generate, axes=axes, model=forward)
+  state = as_users.jit(run)(jax.device_put(params, places), state)
+  both = sharding.generated(state, axes=axes)
+  alone = rollout.init(*memory(), requests, key, options)
   alone = rollout.generated(_generate(config)(params, alone))
-  both = devices.merged(jax.device_get(both))
   for name in ("tokens", "log_probs", "lengths"):
     np.testing.assert_array_equal(getattr(both, name), getattr(alone, name))
 

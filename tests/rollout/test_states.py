@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 from jaxkv import kv as memory
 from jaxkv import rollout
-from jaxkv.rollout import devices
+from jaxkv import sharding
 from tests.rollout import by_hand
 from tests.sampling import by_definition
 from tests.tools.pool_copies import pool_sized_rewrites
@@ -281,7 +281,8 @@ def test_where_several_pools_lie():
   )
   state = _begun(sizes, _CONFIG, kv=(kv, latents, _memory(sizes)[1]))
   mesh = jax.make_mesh((2,), ("model",))
-  places = devices.shardings(state, mesh, heads="model")
+  axes = sharding.MeshAxes(mesh, model="model")
+  places = sharding.state_shardings(state, axes=axes)
   split, whole = (NamedSharding(mesh, spec) for spec in (P(None, "model"), P()))
   pools: Any = places.memory.kv
   assert pools[0].k == split

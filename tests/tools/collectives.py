@@ -29,16 +29,17 @@ def _communicates(line: Instruction) -> bool:
 
 
 def assert_two_all_reduces_a_layer(
-  text: str, *, layers: int, pool: int
+  text: str, *, loops: int, pool: int, layers: int = 1
 ) -> None:
-  """Checks a tensor-parallel program with `layers` loops over layers.
+  """Checks a tensor-parallel program with `loops` loops over layers.
 
-  `pool` is the number of elements of a device's shard of the pages.
+  `pool` is the number of elements of a device's shard of the pages. An
+  iteration of a loop runs `layers` layers.
   """
   by_computation = collectives(text)
-  assert len(by_computation) == layers, by_computation
+  assert len(by_computation) == loops, by_computation
   for lines in by_computation.values():
-    assert len(lines) <= 2, lines
+    assert len(lines) <= 2 * layers, lines
     for line in lines:
       assert line.opcode.startswith("all-reduce"), line.text
       # An asynchronous start has a tuple shape; its sizes are in the text.

@@ -38,8 +38,7 @@ def save(
 
   Args:
     folder: the path of a new folder.
-    state: the rollout, on any devices, also with a leading axis of shards, see
-      `jaxkv.rollout.devices.stacked`.
+    state: the rollout, on any devices, also that of `jaxkv.sharding`.
     pages: saves the cache and its K/V memory. Without them the snapshot has
       some 16 bytes for each token of the queue; `restore` puts running
       sequences back into the queue, and their tokens are computed again.

@@ -22,6 +22,7 @@ from jaxkv import Status
 from jaxkv import init as init_cache
 from jaxkv import new_epoch
 from jaxkv import rollout
+from jaxkv import sharding
 from jaxkv._src.integrations import jobs as client_jobs
 from jaxkv._src.integrations.jobs import Answer
 from jaxkv._src.integrations.jobs import EngineSizes
@@ -207,7 +208,8 @@ class QueueEngine:
     places = None
     if self._mesh is not None and self._split_heads:
       shapes = jax.eval_shape(self._init_state, words)
-      places = rollout.devices.shardings(shapes, self._mesh, heads="tp")
+      axes = sharding.MeshAxes(self._mesh, model="tp")
+      places = sharding.state_shardings(shapes, axes=axes)
     elif self._mesh is not None:
       places = NamedSharding(self._mesh, P())
     return jax.jit(self._init_state, out_shardings=places)(words)

@@ -131,6 +131,7 @@ class PagedKV:
       options=kernels.AttentionOptions(scale=scale_of(mixer.kind)),
       exact=self.exact,
       backend=self.backend,
+      head_sharding=self.head_sharding,
     )
     out = self.token_wise(latent_values, weights["value"], out)
     return out, _with_pool(pools, location.pool, pool)

@@ -1,0 +1,161 @@
+"""Shardings of a decoder's parameters for tensor parallelism.
+
+Each layer has two all-reduces, after the output projections of attention and of
+the MLP. In these tables, `params` defines the letters, and the marked dimension
+is split. All other arrays are replicated: embeddings, norms, routers, and
+biases that are added to the residual stream.
+
+| layer             | split arrays                                             |
+|-------------------|----------------------------------------------------------|
+| `Attention`       | `query`, `query_gate` [E, *H*, D], `query_bias` [*H*, D] |
+|                   | `key`, `value` [E, *K*, D], their biases [*K*, D]        |
+|                   | `sinks` [*H*], `output` [*H*, D, E]                      |
+| `LatentAttention` | `query` [rank, *H*, D], `key`, `value` [latent, *H*, D]  |
+|                   | `output` [*H*, value, E]                                 |
+| `DeltaNet`        | none                                                     |
+| `Mlp`             | `gate`, `up` [E, *F*], `down` [*F*, E]                   |
+| `Experts`         | `expert_gate`, `expert_up` [X, E, *F*]                   |
+|                   | `expert_down` [X, *F*, E], their biases [X, *F*]         |
+|                   | the shared MLP, like an `Mlp`                            |
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxkv._src.arrays import arguments
+from jaxkv._src.models.decoder.params import Params
+from jaxkv._src.sharding.mesh_axes import MeshAxes
+
+# The split dimension of each array, without the leading axis of repetitions.
+_ATTENTION = {
+  "query": 1,
+  "query_gate": 1,
+  "query_bias": 0,
+  "key": 1,
+  "key_bias": 0,
+  "value": 1,
+  "value_bias": 0,
+  "sinks": 0,
+  "output": 0,
+}
+# Every device computes the latents of all tokens, because the pages of latents
+# are replicated.
+_LATENT_ATTENTION = {"query": 1, "key": 1, "value": 1, "output": 0}
+# The channels of the convolution are queries, keys and values one after
+# another, so a device's heads are not contiguous in the stored states. With any
+# array split by heads, XLA splits the pages of states too, and moves all of
+# them in each call.
+_DELTA_NET: dict[str, int] = {}
+# Experts are split by F and not by X. `ragged_dot` needs the rows of all
+# experts, so with split experts XLA gathers their weights on a GPU or TPU.
+_MLP = {
+  "gate": 1,
+  "up": 1,
+  "down": 0,
+  "shared_gate": 1,
+  "shared_up": 1,
+  "shared_down": 0,
+  "expert_gate": 2,
+  "expert_gate_bias": 1,
+  "expert_up": 2,
+  "expert_up_bias": 1,
+  "expert_down": 1,
+}
+
+
+def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
+  """Returns the shardings of the parameters of `jaxkv.models`.
+
+  Along `axes.model`, attention heads and the inner dimension of MLPs and of
+  experts are split, and XLA partitions `jaxkv.models.forward` with two
+  all-reduces of activations for each layer. Embeddings, routers, norms,
+  latents and layers with a `DeltaNet` are replicated, and so is everything
+  without `axes.model`.
+
+  Args:
+    params: from `jaxkv.models.init_params` or `jaxkv.models.load`, or their
+      shapes. Without `axes.model`, any pytree.
+    axes: the mesh.
+
+  Returns:
+    A `NamedSharding` for each array, in a tree like `params`, for
+    `jax.device_put`.
+
+  Raises:
+    ValueError: `params` are not those of a decoder, or the size of the axis
+      does not divide a dimension that is split, such as the number of K/V
+      heads.
+
+  Examples:
+    >>> import jax
+    >>> from jaxkv import models, sharding
+    >>> config = models.llama(
+    ...   vocab_size=11, num_layers=2, embed_dim=8, num_heads=4,
+    ...   num_kv_heads=2, head_dim=2, mlp_dim=16
+    ... )
+    >>> params = models.init_params(jax.random.key(0), config)
+    >>> axes = sharding.MeshAxes(jax.make_mesh((1,), ("model",)), model="model")
+    >>> layer = sharding.param_shardings(params, axes=axes)["layers"][0][0]
+    >>> layer["key"].spec == P(None, None, "model")  # [R, E, K, D]
+    True
+  """
+  everywhere = axes.everywhere()
+  if axes.model is None:
+    return jax.tree.map(lambda _: everywhere, params)
+  if not isinstance(params, Mapping) or "layers" not in params:
+    raise ValueError(
+      '`params` must be a dict with "layers", as from init_params, got '
+      f"{type(params).__name__}."
+    )
+
+  def of_layer(path: tuple[Any, ...], layer: Params) -> Params:
+    split = _split_dimensions(layer)
+    prefix = f"params['layers']{jax.tree_util.keystr(path)}"
+    return {
+      name: NamedSharding(
+        axes.mesh, _spec(f"{prefix}[{name!r}]", leaf, split.get(name), axes)
+      )
+      for name, leaf in layer.items()
+    }
+
+  shardings = {
+    name: jax.tree.map(lambda _: everywhere, part)
+    for name, part in params.items()
+    if name != "layers"
+  }
+  shardings["layers"] = jax.tree_util.tree_map_with_path(
+    of_layer, params["layers"], is_leaf=lambda node: isinstance(node, Mapping)
+  )
+  return shardings
+
+
+def _split_dimensions(layer: Params) -> dict[str, int]:
+  """Returns the split dimension of arrays, for the kind of the layer."""
+  # The kinds share names, such as "query". Each has a name of its own.
+  if "latent" in layer:
+    return _LATENT_ATTENTION | _MLP
+  if "convolution" in layer:
+    return _DELTA_NET | _MLP
+  return _ATTENTION | _MLP
+
+
+def _spec(name: str, leaf: Any, dimension: int | None, axes: MeshAxes) -> P:
+  """Returns the spec of one array; None as its dimension replicates it."""
+  if dimension is None:
+    return P()
+  # The first axis of an array has the repetitions of the layer.
+  dimension += 1
+  if leaf.shape[dimension] % axes.num_parts:
+    arguments.refuse(
+      ValueError,
+      name,
+      f"an array whose dimension {dimension} is a multiple of the "
+      f"{axes.num_parts} devices of the axis {axes.model!r}",
+      tuple(leaf.shape),
+      "use fewer devices, and data-parallel shards for the rest",
+    )
+  return P(*[None] * dimension, axes.model)

@@ -1,0 +1,162 @@
+"""rebalance: evens the work of shards."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.verbs.export import export
+from jaxkv._src.engine.verbs.import_sequences import import_sequences
+from jaxkv._src.sharding.mesh_axes import MeshAxes
+from jaxkv._src.sharding.mesh_axes import on_auto_axes
+from jaxkv._src.sharding.mesh_axes import placed
+from jaxkv._src.sharding.shards import each_shard
+from jaxkv._src.sharding.state_shardings import state_shardings
+
+
+def rebalance(
+  state: RolloutState,
+  *,
+  axes: MeshAxes,
+  max_groups: int = 4,
+  max_pages: int = 0,
+) -> RolloutState:
+  """Moves sequences from shards with much work left to others.
+
+  Call it between calls of `generate` with a limit of steps. Sequences keep
+  their ids and sample the same tokens. The work left is the number of tokens
+  that unfinished sequences may still sample, so known lengths help, as
+  `Sampling.max_tokens`. Each shard compares itself with one other shard at a
+  time, log2(X) times, and the two exchange groups of samples: the one with more
+  work gives the last groups of its queue, and gets groups that have ended, or
+  EMPTY rows. Groups without a slot move first.
+
+  Args:
+    state: the rollout, from `jaxkv.sharding.init`.
+    axes: the mesh, with `axes.data`, and one shard on each of its devices.
+    max_groups: static; the maximum number of groups that two shards exchange.
+    max_pages: static; the maximum number of pages that a shard sends in an
+      exchange. Its device holds copies of as many for a moment. With 0, only
+      sequences without a slot move.
+
+  Returns:
+    The rollout. It is unchanged if shards have different versions of weights.
+
+  Raises:
+    TypeError: `max_groups` or `max_pages` is not an int.
+    ValueError: one is out of range; or there is no `axes.data`, or a device has
+      several shards.
+  """
+  max_groups = as_count("max_groups", max_groups, 1)
+  max_pages = as_count("max_pages", max_pages, 0)
+  if axes.data is None or state.key.shape != (axes.num_shards,):
+    raise ValueError(
+      "`state` must have one shard for each device of `axes.data`, got "
+      f"{[*state.key.shape]} and {axes.num_shards}; give such axes."
+    )
+  return _rebalance(state, axes, max_groups, max_pages)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=0)
+def _rebalance(
+  state: RolloutState, axes: MeshAxes, max_groups: int, max_pages: int
+) -> RolloutState:
+  def of_shard(state: RolloutState) -> RolloutState:
+    bit = 1
+    while bit < axes.num_shards:
+      state = _exchange(state, bit, axes, max_groups, max_pages)
+      bit *= 2
+    return state
+
+  def of_all(state: RolloutState) -> RolloutState:
+    return each_shard(of_shard, state, axes=axes)
+
+  state = on_auto_axes(of_all, (state,), axes)
+  return placed(state, state_shardings(state, axes=axes))
+
+
+def _exchange(
+  state: RolloutState, bit: int, axes: MeshAxes, max_groups: int, max_pages: int
+) -> RolloutState:
+  """Evens the work of each pair of shards whose numbers differ in one bit."""
+  pairs = [
+    (shard, shard ^ bit)
+    for shard in range(axes.num_shards)
+    if shard ^ bit < axes.num_shards
+  ]
+
+  def other(tree):
+    return lax.ppermute(tree, axes.data, pairs)
+
+  queue, samples = state.queue, state.config.num_samples
+  status = queue.status.reshape(-1, samples)
+  # The length of a sequence is not known before its end.
+  left = jnp.where(
+    queue.status < SequenceStatus.DONE, queue.limit - queue.length, 0
+  )
+  left = jnp.sum(left.reshape(-1, samples), axis=1)
+  runs = jnp.any(status == SequenceStatus.RUNNING, axis=1)
+  load = jnp.sum(left)
+  # A shard without a partner receives zeros, which are no sequences.
+  is_paired = other(jnp.ones((), bool))
+  is_paired &= other(state.memory.cache.epoch) == state.memory.cache.epoch
+  excess = jnp.where(is_paired, load - other(load), 0)
+  given = _last(left, runs, queue.place, samples, excess, max_pages > 0)
+  free = left == 0
+  count = jnp.minimum(jnp.sum(given), max_groups)
+  # The partner gives as many groups without work as it gets.
+  count = jnp.minimum(count, other(jnp.sum(free)))
+  count = jnp.where(excess > 0, count, other(count))
+  place = jnp.max(queue.place.reshape(-1, samples), axis=1)
+  is_empty = jnp.all(status == SequenceStatus.EMPTY, axis=1)
+  # EMPTY groups first, because nothing of them moves.
+  order = jnp.where(
+    excess > 0,
+    _sorted(~given, runs, -place),
+    _sorted(~free, ~is_empty, place),
+  )
+  max_groups = min(max_groups, status.shape[0])
+  rank = jnp.arange(max_groups, dtype=jnp.int32)
+  groups = jnp.where(rank < count, order[:max_groups], status.shape[0])
+  sample = jnp.arange(samples, dtype=jnp.int32)
+  rows = (groups[:, None] * samples + sample[None]).reshape(-1)
+  exists = indexing.take(queue.status, rows, fill=SequenceStatus.EMPTY)
+  state, exported = export(
+    state,
+    indexing.take(queue.ids, rows, fill=-1),
+    mask=exists != SequenceStatus.EMPTY,
+    max_pages=max_pages,
+  )
+  mask = jnp.broadcast_to(is_paired, rows.shape)
+  return import_sequences(state, other(exported), mask=mask)[0]
+
+
+def _last(
+  left: Array,
+  runs: Array,
+  place: Array,
+  samples: int,
+  excess: Array,
+  moves_running: bool,
+) -> Array:
+  """Returns bool[P], the last groups, with half of the `excess` of tokens."""
+  movable = left > 0
+  if not moves_running:
+    movable &= ~runs
+  last = jnp.max(place.reshape(-1, samples), axis=1)
+  order = _sorted(~movable, runs, -last)
+  number = jnp.where(movable, left, 0)[order]
+  # A group moves if that brings the two shards closer to each other.
+  fits = movable[order] & (2 * jnp.cumsum(number) - number < excess)
+  return indexing.put(jnp.zeros_like(movable), order, values=fits)
+
+
+def _sorted(*keys: Array) -> Array:
+  """Returns the order of groups int32[P], by the first key, then the next."""
+  return jnp.lexsort(keys[::-1]).astype(jnp.int32)

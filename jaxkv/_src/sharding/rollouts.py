@@ -1,0 +1,421 @@
+"""The functions of a rollout, for a rollout on a mesh."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax import lax
+from jax.core import Tracer
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Status
+from jaxkv._src.engine import generate as loop
+from jaxkv._src.engine import state as rollout
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.hooks import Draft
+from jaxkv._src.engine.hooks import Process
+from jaxkv._src.engine.memory import has_version
+from jaxkv._src.engine.model_call import Model
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.requests import Requests
+from jaxkv._src.engine.requests import as_requests
+from jaxkv._src.engine.requests import check_fits
+from jaxkv._src.engine.requests import check_num_samples
+from jaxkv._src.engine.results import generated as results
+from jaxkv._src.engine.results.generated import Generated
+from jaxkv._src.engine.results.generated import Harvested
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.until import Until
+from jaxkv._src.engine.verbs import submit as verb
+from jaxkv._src.engine.verbs.submit import Submitted
+from jaxkv._src.kv.pools import Pools
+from jaxkv._src.sampling import settings
+from jaxkv._src.sharding.mesh_axes import MeshAxes
+from jaxkv._src.sharding.mesh_axes import on_auto_axes
+from jaxkv._src.sharding.mesh_axes import placed
+from jaxkv._src.sharding.shards import each_shard
+from jaxkv._src.sharding.state_shardings import check_shards
+from jaxkv._src.sharding.state_shardings import pool_shardings
+from jaxkv._src.sharding.state_shardings import state_shardings
+
+
+def init_memory(
+  make: Callable[[], tuple[CacheState, Pools]],
+  *,
+  axes: MeshAxes,
+  num_shards: int | None = None,
+) -> tuple[CacheState, Pools]:
+  """Makes the cache and the K/V memory of each shard, on its devices.
+
+  Args:
+    make: returns those of one shard, as `lambda: (jaxkv.init(sizes, secret),
+      jaxkv.models.init_kv(model, sizes))`. All shards get the same secret, so
+      that pages can move between them.
+    axes: the mesh.
+    num_shards: X, a multiple of the size of `axes.data`; None for that size.
+
+  Returns:
+    The cache and the pools, with a leading axis of shards if there is
+    `axes.data`.
+
+  Raises:
+    TypeError: `num_shards` is not an int.
+    ValueError: it is no multiple, or the pools cannot be split, see
+      `state_shardings`.
+  """
+  if num_shards is None:
+    num_shards = axes.num_shards
+  num_shards = as_count("num_shards", num_shards, 1)
+
+  def of_all(shards: Array) -> tuple[CacheState, Pools]:
+    return each_shard(lambda _: make(), shards, axes=axes)
+
+  # Its argument tells the program which devices it runs on.
+  @functools.partial(jax.jit, keep_unused=True)
+  def make_all(shards: Array) -> tuple[CacheState, Pools]:
+    cache, kv = on_auto_axes(of_all, (shards,), axes)
+    return placed(cache, axes.by_shard()), placed(kv, pool_shardings(kv, axes))
+
+  shards = np.arange(num_shards, dtype=np.int32)
+  check_shards("num_shards", shards, axes)
+  return make_all(jax.device_put(shards, axes.by_shard()))
+
+
+def init(
+  cache: CacheState,
+  kv: Pools,
+  requests: Requests,
+  key: Array,
+  config: RolloutConfig,
+  *,
+  axes: MeshAxes,
+  first_sequence: Array | int = 0,
+  version: Array | int | None = None,
+) -> RolloutState:
+  """Returns the initial state of a rollout on a mesh.
+
+  Each shard gets an equal part of the prompts, in order. If X shards do not
+  divide P prompts, the last ones get fewer, and their queues have EMPTY rows.
+  A sequence has the same id, and so the same samples, as on one device.
+
+  Args:
+    cache: the caches of all shards, from `init_memory` or an earlier rollout.
+    kv: their K/V memory.
+    requests: P prompts, see `jaxkv.rollout.init`.
+    key: key[]; equal keys give equal samples.
+    config: static options.
+    axes: the mesh.
+    first_sequence: int32[], the id of the first sequence.
+    version: int32[], the version of the weights; required if a cache holds
+      pages.
+
+  Returns:
+    The state, with a leading axis of shards if there is `axes.data`.
+
+  Raises:
+    TypeError: see `jaxkv.rollout.init`.
+    ValueError: see `jaxkv.rollout.init`; or the pools cannot be split, see
+      `state_shardings`; `config.numerics` is "exact" with `axes.model`; or the
+      cache has pages in host memory.
+  """
+  if config.numerics == "exact" and axes.num_parts > 1:
+    raise ValueError(
+      '`config.numerics` must be "fast" with `axes.model`, got "exact": the '
+      "devices add partial sums of a matrix product, and their number changes "
+      "the last bits; use `axes.data` alone."
+    )
+  if cache.config.host_pages:
+    raise ValueError(
+      "`cache` must have no pages in host memory, got "
+      f"{cache.config.host_pages}: moves run on one device."
+    )
+  requests = as_requests(requests, config)
+  check_num_samples(requests, config)
+  check_fits(requests, cache.config, config)
+  if getattr(cache.epoch, "is_fully_addressable", False):
+    # Of the shards together, because inside the program nothing is checked.
+    has_version(dataclasses.replace(cache, epoch=jnp.max(cache.epoch)), version)
+  first = jnp.asarray(first_sequence, jnp.int32)
+  return _init(
+    cache, kv, requests, key, first, version, config=config, axes=axes
+  )
+
+
+@functools.partial(
+  jax.jit, static_argnames=("config", "axes"), donate_argnums=(0, 1)
+)
+def _init(cache, kv, requests, key, first, version, *, config, axes):
+  num_shards = cache.epoch.size
+  num_prompts = -(-requests.tokens.shape[0] // num_shards)
+
+  def init_shard(split, requests, key, first, version):
+    cache, kv, shard = split
+    rows = shard * num_prompts + jnp.arange(num_prompts, dtype=jnp.int32)
+    first += shard * num_prompts * config.num_samples
+    part = _select(requests, rows, config) if axes.data else requests
+    return rollout.init(
+      cache, kv, part, key, config, first_sequence=first, version=version
+    )
+
+  def init_all(cache, kv, *shared):
+    shards = jnp.arange(num_shards, dtype=jnp.int32)
+    index = shards if axes.data else shards[0]
+    return each_shard(init_shard, (cache, kv, index), *shared, axes=axes)
+
+  arguments = cache, kv, requests, key, first, version
+  state = on_auto_axes(init_all, arguments, axes)
+  return placed(state, state_shardings(state, axes=axes))
+
+
+def _select(requests: Requests, rows: Array, config: RolloutConfig) -> Requests:
+  """Returns the prompts of rows int32[R]; rows out of range get no samples."""
+  num_prompts = requests.tokens.shape[0]
+  sample = jnp.arange(config.num_samples, dtype=jnp.int32)
+  samples = (rows[:, None] * config.num_samples + sample[None]).reshape(-1)
+
+  def take(array: Any, rows: Array) -> Any:
+    return indexing.take(jnp.asarray(array), rows)
+
+  counts = requests.num_samples
+  if counts is None:
+    counts = jnp.full((num_prompts,), config.num_samples, jnp.int32)
+  sampling = requests.sampling
+  assert sampling is not None  # `as_requests` returns settings.
+  strings = sampling.stop_strings
+  if strings is not None:
+    start = take(strings.start, samples)
+    strings = dataclasses.replace(strings, start=start)
+  sampling = settings.rows(sampling, samples)
+  fields = {
+    name: jax.tree.map(
+      lambda array: take(array, samples), getattr(requests, name)
+    )
+    for name in ("priority", "salts", "extra")
+  }
+  return Requests(
+    take(requests.tokens, rows),
+    take(requests.lengths, rows),
+    sampling=dataclasses.replace(sampling, stop_strings=strings),
+    num_samples=take(counts, rows),
+    **fields,
+  )
+
+
+def generate(
+  params: Any,
+  state: RolloutState,
+  until: Until | None = None,
+  *,
+  axes: MeshAxes,
+  model: Model,
+  process: Process | None = None,
+  draft: Draft | None = None,
+) -> RolloutState:
+  """Generates tokens on all shards, see `jaxkv.rollout.generate`.
+
+  It is jitted and donates the state. A shard returns when its own sequences
+  have ended, or at `until`; the shards do not communicate. It compiles once for
+  each `axes`, `model`, `process` and `draft`, so keep these objects.
+
+  Args:
+    params: the model's parameters, on the devices of the mesh. For
+      `axes.model`, place those of `jaxkv.models` with `param_shardings`.
+    state: from `init`, or from an earlier call.
+    until: a limit for each shard; None for the end of all sequences.
+    axes: the mesh.
+    model: see `jaxkv.rollout.generate`.
+    process: see `jaxkv.rollout.generate`.
+    draft: see `jaxkv.rollout.generate`.
+
+  Returns:
+    The state.
+
+  Raises:
+    TypeError: see `jaxkv.rollout.generate`.
+    ValueError: see `jaxkv.rollout.generate`; or a parameter is not on all
+      devices of the mesh.
+  """
+  _check_placed(params, axes)
+  return _generate(params, state, until, axes, model, process, draft)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6), donate_argnums=1)
+def _generate(params, state, until, axes, model, process, draft):
+  def of_shard(state, params, until):
+    return loop.generate(
+      params, state, until, model=model, process=process, draft=draft
+    )
+
+  def of_all(state, params, until):
+    return each_shard(of_shard, state, params, until, axes=axes)
+
+  state = on_auto_axes(of_all, (state, params, until), axes)
+  return placed(state, state_shardings(state, axes=axes))
+
+
+def _check_placed(params: Any, axes: MeshAxes) -> None:
+  """Raises ValueError unless known parameters are on all devices."""
+  devices = set(axes.mesh.devices.flat)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    if isinstance(leaf, Tracer):
+      continue
+    if not isinstance(leaf, Array) or leaf.sharding.device_set != devices:
+      name = jax.tree_util.keystr(path)
+      raise ValueError(
+        f"`params{name}` must be on all devices of the mesh, got one that "
+        "would move in each call; call jax.device_put(params, "
+        "jaxkv.sharding.param_shardings(params, axes=axes)) once."
+      )
+
+
+def submit(
+  state: RolloutState,
+  requests: Requests,
+  *,
+  axes: MeshAxes,
+  ids: Array | None = None,
+) -> tuple[RolloutState, Submitted]:
+  """Adds prompts to the shards that have the fewest unfinished sequences.
+
+  Args:
+    state: the rollout.
+    requests: P prompts, see `jaxkv.rollout.submit`.
+    axes: the mesh.
+    ids: int32[P], the id of each prompt's first sample; None for the next ids
+      of all shards.
+
+  Returns:
+    The rollout, and per prompt a `Status` and an id, see
+    `jaxkv.rollout.submit`. QUEUE_FULL: no shard has EMPTY rows left.
+
+  Raises:
+    TypeError: see `jaxkv.rollout.submit`.
+    ValueError: see `jaxkv.rollout.submit`.
+  """
+  requests = as_requests(requests, state.config)
+  if axes.data is None:
+    return verb.submit(state, requests, ids=ids)
+  return _submit(state, requests, ids, axes)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _submit(state, requests, ids, axes):
+  num_prompts, samples = requests.tokens.shape[0], state.config.num_samples
+
+  def of_shard(state, requests, ids):
+    queue = state.queue
+    shard = lax.axis_index(axes.data)
+    all_next = lax.pmax(queue.next_id, axes.data)
+    if ids is None:
+      ids = all_next + jnp.arange(num_prompts, dtype=jnp.int32) * samples
+    # A later call continues after the ids of this one on every shard.
+    queue = dataclasses.replace(queue, next_id=all_next)
+    owner = _owners(queue.status, num_prompts, samples, axes)
+    is_mine = owner == shard
+    state, out = verb.submit(
+      dataclasses.replace(state, queue=queue), requests, ids=ids, mask=is_mine
+    )
+    full = jnp.where(shard == 0, jnp.int32(Status.QUEUE_FULL), jnp.int32(0))
+    code = jnp.where(owner < 0, full, jnp.where(is_mine, out.code, 0))
+    new_ids = jnp.where(is_mine, out.ids + 1, 0)
+    return state, lax.psum((code, new_ids), axes.data)
+
+  def of_all(state, requests, ids):
+    return each_shard(of_shard, state, requests, ids, axes=axes)
+
+  state, (code, ids) = on_auto_axes(of_all, (state, requests, ids), axes)
+  state = placed(state, state_shardings(state, axes=axes))
+  return state, Submitted(code=code[0], ids=ids[0] - 1)
+
+
+def _owners(
+  status: Array, num_prompts: int, samples: int, axes: MeshAxes
+) -> Array:
+  """Returns the shard of each new prompt, int32[P]; -1 for none."""
+  groups = status.reshape(-1, samples)
+  is_free = jnp.all(groups == SequenceStatus.EMPTY, axis=1)
+  num_free = jnp.sum(is_free, dtype=jnp.int32)
+  load = jnp.sum(status < SequenceStatus.DONE, dtype=jnp.int32)
+  num_free, load = lax.all_gather((num_free, load), axes.data)
+  # The load of a shard after each further prompt; the lowest are taken.
+  further = jnp.arange(num_prompts, dtype=jnp.int32)
+  loads = load[:, None] + further[None] * samples
+  is_free = further[None] < num_free[:, None]
+  loads = jnp.where(is_free, loads, 2**31 - 1).reshape(-1)
+  chosen = jnp.argsort(loads)[:num_prompts]
+  owner = (chosen // num_prompts).astype(jnp.int32)
+  return jnp.where(loads[chosen] < 2**31 - 1, owner, -1)
+
+
+def generated(state: RolloutState, *, axes: MeshAxes) -> Generated:
+  """Returns the sequences of all shards, see `jaxkv.rollout.generated`.
+
+  Groups of G samples are sorted by id, so they have the order of the prompts
+  also after `rebalance`. Rows without a sequence are last. All devices, and so
+  all processes, get all sequences.
+  """
+  return _generated(state, axes)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _generated(state, axes):
+  def of_all(state):
+    rows = each_shard(results.generated, state, axes=axes)
+    return _in_order(rows, rows, axes)
+
+  return placed(on_auto_axes(of_all, (state,), axes), axes.everywhere())
+
+
+def harvest(
+  state: RolloutState, *, axes: MeshAxes, groups: bool = False
+) -> tuple[RolloutState, Harvested]:
+  """Removes ended sequences from all shards, see `jaxkv.rollout.harvest`.
+
+  Args:
+    state: the rollout.
+    axes: the mesh.
+    groups: static; whether to keep sequences until all samples of their prompt
+      have ended.
+
+  Returns:
+    The rollout, and the sequences in the order of `generated`.
+  """
+  return _harvest(state, axes, bool(groups))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _harvest(state, axes, groups):
+  def of_all(state):
+    state, out = each_shard(
+      lambda state: results.harvest(state, groups=groups), state, axes=axes
+    )
+    return state, _in_order(out, out.results, axes)
+
+  state, out = on_auto_axes(of_all, (state,), axes)
+  state = placed(state, state_shardings(state, axes=axes))
+  return state, placed(out, axes.everywhere())
+
+
+def _in_order(tree: Any, rows: Generated, axes: MeshAxes) -> Any:
+  """Concatenates the rows [X, Q, ...] of all shards, sorted by id.
+
+  Groups stay together, and those without a sequence are last.
+  """
+  if axes.data is None:
+    return tree
+  samples = rows.config.num_samples
+  first = jnp.where(rows.valid, rows.ids, 2**31 - 1).reshape(-1, samples)
+  order = jnp.argsort(jnp.min(first, axis=1))
+
+  def sort(leaf: Array) -> Array:
+    leaf = leaf.reshape(-1, samples, *leaf.shape[2:])[order]
+    return leaf.reshape(-1, *leaf.shape[2:])
+
+  return jax.tree.map(sort, tree)

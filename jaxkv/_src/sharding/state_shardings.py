@@ -1,0 +1,107 @@
+"""The shardings of the arrays of a rollout."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.kv.host_memory import HOST
+from jaxkv._src.kv.host_memory import HostMemory
+from jaxkv._src.kv.memory import KVPages
+from jaxkv._src.kv.pools import Pool
+from jaxkv._src.kv.pools import Pools
+from jaxkv._src.sharding.mesh_axes import MeshAxes
+
+
+def state_shardings(state: RolloutState, *, axes: MeshAxes) -> RolloutState:
+  """Returns the shardings of a rollout.
+
+  Along `axes.data`, each array is split into its shards. Along `axes.model`,
+  K/V pages are split by heads. All other arrays, including latents, recurrent
+  states and token counts, are replicated. Pass the shardings to
+  `jax.device_put`, `jax.jit(out_shardings=)` or `jax.ShapeDtypeStruct`.
+
+  Args:
+    state: the rollout, from `jaxkv.sharding.init`, or its shapes from
+      `jax.eval_shape`.
+    axes: the mesh.
+
+  Returns:
+    A `NamedSharding` for each array, in a tree like `state`.
+
+  Raises:
+    ValueError: the size of `axes.model` does not divide the number of K/V
+      heads, or that of `axes.data` the number of shards.
+
+  Examples:
+    >>> import jaxkv, jax.numpy as jnp
+    >>> from jaxkv import rollout, sharding
+    >>> sizes = jaxkv.CacheConfig(
+    ...   num_pages=9, page_size=4, num_slots=2, pages_per_slot=4
+    ... )
+    >>> kv = jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=2, head_dim=8)
+    >>> state = rollout.init(
+    ...   jaxkv.init(sizes), kv, rollout.Requests([[5, 7]], [2]),
+    ...   jax.random.key(0), rollout.RolloutConfig(max_new_tokens=4),
+    ... )
+    >>> axes = sharding.MeshAxes(jax.make_mesh((1,), ("model",)), model="model")
+    >>> places = sharding.state_shardings(state, axes=axes)
+    >>> places.memory.kv.k.spec == P(None, "model"), places.key.spec == P()
+    (True, True)
+  """
+  check_shards("state", state.key, axes)
+  by_shard = axes.by_shard()
+  places = jax.tree.map(lambda _: by_shard, state)
+  kv = pool_shardings(state.memory.kv, axes)
+  memory = dataclasses.replace(places.memory, kv=kv)
+  if memory.host is not None:
+    # Pages in host memory are split along the same axis as those in `kv`.
+    on_host: Any = tuple(
+      NamedSharding(axes.mesh, place.spec, memory_kind=HOST)
+      for place in jax.tree.leaves(kv)
+    )
+    memory = dataclasses.replace(memory, host=HostMemory(pages=on_host))
+  return dataclasses.replace(places, memory=memory)
+
+
+def pool_shardings(kv: Pools, axes: MeshAxes) -> Pools:
+  """Returns the shardings of the pools of a rollout."""
+  by_shard = axes.by_shard()
+  # An axis without a name is replicated.
+  by_head = NamedSharding(axes.mesh, P(*by_shard.spec, None, axes.model))
+
+  def places(pool: Pool) -> Pool:
+    where = by_shard
+    if axes.model and isinstance(pool, KVPages) and pool.v is not None:
+      _check_heads(pool, axes)
+      where = by_head
+    return jax.tree.map(lambda _: where, pool)
+
+  return tuple(map(places, kv)) if isinstance(kv, tuple) else places(kv)
+
+
+def check_shards(name: str, leaf: Any, axes: MeshAxes) -> None:
+  """Raises unless an array [X, ...] or key[X] fits the shards of a mesh."""
+  if axes.data is None:
+    return
+  shards = leaf.shape[0] if leaf.shape else "none"
+  if not leaf.shape or leaf.shape[0] % axes.num_shards:
+    raise ValueError(
+      f"`{name}` must have a multiple of {axes.num_shards} shards, the size of "
+      f"the axis {axes.data!r}, got {shards}; make it with "
+      "jaxkv.sharding.init, or use a mesh of another size."
+    )
+
+
+def _check_heads(pool: KVPages, axes: MeshAxes) -> None:
+  """Raises unless the size of an axis divides the number of K/V heads."""
+  number = pool.k.shape[-3]
+  if number % axes.num_parts:
+    raise ValueError(
+      f"`axes.model` must be an axis whose size divides {number} K/V heads, "
+      f"got {axes.model!r} of {axes.num_parts} devices; use fewer, and "
+      "`axes.data` for the rest."
+    )
