@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 # Packages that a notebook needs beside the extra `notebooks`.
-NEEDS = {"07_grpo_with_tunix": "tunix"}
+NEEDS = {"07_grpo_with_tunix": "tunix", "10_several_devices": "orbax"}
 _SECONDS_PER_CELL = 300
 
 
