@@ -112,7 +112,11 @@ def _ran(axes, **options) -> _Run:
   return _Run(names, axes, state)
 
 
-@pytest.fixture(scope="module", params=[_AUTO, _EXPLICIT], ids=["auto", ""])
+@pytest.fixture(
+  scope="module",
+  params=[_EXPLICIT, pytest.param(_AUTO, marks=pytest.mark.slow)],
+  ids=["explicit", "auto"],
+)
 def data_parallel(request):
   return _ran(_axes(data=8, kind=request.param))
 
@@ -142,6 +146,7 @@ class TestDataParallel:
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * pool.nbytes // 8
 
+  @pytest.mark.slow
   def test_two_shards_on_each_device(self, alone):
     """They run one after another, as where a snapshot had more devices."""
     names, axes = recipes.llama(), _axes(data=4)
@@ -190,13 +195,10 @@ class TestBoth:
 class TestExamples:
   """The programs of `help(jaxkv.rollout.devices)`, as they stand there."""
 
+  @pytest.mark.slow
   @pytest.mark.parametrize(
     "title",
-    [
-      "Data parallel",
-      pytest.param("Tensor parallel", marks=pytest.mark.slow),
-      pytest.param("Both", marks=pytest.mark.slow),
-    ],
+    ["Data parallel", "Tensor parallel", "Both"],
   )
   def test_every_mesh(self, title, alone):
     names = recipes.llama()
@@ -210,6 +212,7 @@ class TestExamples:
     lines = [*recipes.pieces(title)[0].split("\n"), *program.split("\n")]
     assert sum(bool(line.strip()) for line in lines) <= 12
 
+  @pytest.mark.slow
   def test_within_a_context_of_the_mesh(self, alone):
     """And in one program, with indices of the results, as trainers do."""
     names, axes = recipes.llama(), _axes(data=8, kind=_EXPLICIT)
@@ -347,6 +350,7 @@ class TestPrompts:
     assert out.ok.all() and out.ids.tolist() == [40, 30, 20, 10]
     assert sorted(np.asarray(state.queue.ids).reshape(-1)) == [10, 20, 30, 40]
 
+  @pytest.mark.slow
   def test_settings_of_samples_go_to_their_shard(self):
     """Also where the shards do not divide the prompts."""
     names = recipes.attention_alone()
@@ -401,6 +405,7 @@ class TestPlaces:
     free = recipes.begun(names)
     assert not any(leaf.committed for leaf in jax.tree.leaves(free))
 
+  @pytest.mark.slow
   def test_the_next_rollout_on_a_cache(self):
     """It needs the version of the weights, and hits the pages."""
     names, axes = recipes.attention_alone(), _axes(data=2)

@@ -14,10 +14,7 @@ from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.verbs.export import export
 from jaxkv._src.engine.verbs.import_sequences import import_sequences
 from jaxkv._src.sharding.mesh_axes import MeshAxes
-from jaxkv._src.sharding.mesh_axes import on_auto_axes
-from jaxkv._src.sharding.mesh_axes import placed
 from jaxkv._src.sharding.shards import each_shard
-from jaxkv._src.sharding.state_shardings import state_shardings
 
 
 def rebalance(
@@ -74,11 +71,7 @@ def _rebalance(
       bit *= 2
     return state
 
-  def of_all(state: RolloutState) -> RolloutState:
-    return each_shard(of_shard, state, axes=axes)
-
-  state = on_auto_axes(of_all, (state,), axes)
-  return placed(state, state_shardings(state, axes=axes))
+  return each_shard(of_shard, state, axes=axes)
 
 
 def _exchange(
@@ -96,20 +89,19 @@ def _exchange(
 
   queue, samples = state.queue, state.config.num_samples
   status = queue.status.reshape(-1, samples)
-  # The length of a sequence is not known before its end.
-  left = jnp.where(
-    queue.status < SequenceStatus.DONE, queue.limit - queue.length, 0
-  )
+  # Floats, because the sum over a queue can exceed int32.
+  left = jnp.maximum(queue.limit - queue.length, 1).astype(jnp.float32)
+  left = jnp.where(queue.status < SequenceStatus.DONE, left, jnp.float32(0))
   left = jnp.sum(left.reshape(-1, samples), axis=1)
   runs = jnp.any(status == SequenceStatus.RUNNING, axis=1)
   load = jnp.sum(left)
   # A shard without a partner receives zeros, which are no sequences.
   is_paired = other(jnp.ones((), bool))
   is_paired &= other(state.memory.cache.epoch) == state.memory.cache.epoch
-  excess = jnp.where(is_paired, load - other(load), 0)
-  given = _last(left, runs, queue.place, samples, excess, max_pages > 0)
+  excess = jnp.where(is_paired, load - other(load), jnp.float32(0))
+  movable = _last(left, runs, queue.place, samples, excess, max_pages > 0)
   free = left == 0
-  count = jnp.minimum(jnp.sum(given), max_groups)
+  count = jnp.minimum(jnp.sum(movable), max_groups)
   # The partner gives as many groups without work as it gets.
   count = jnp.minimum(count, other(jnp.sum(free)))
   count = jnp.where(excess > 0, count, other(count))
@@ -118,7 +110,7 @@ def _exchange(
   # EMPTY groups first, because nothing of them moves.
   order = jnp.where(
     excess > 0,
-    _sorted(~given, runs, -place),
+    _sorted(~movable, runs, -place),
     _sorted(~free, ~is_empty, place),
   )
   max_groups = min(max_groups, status.shape[0])
@@ -151,7 +143,7 @@ def _last(
     movable &= ~runs
   last = jnp.max(place.reshape(-1, samples), axis=1)
   order = _sorted(~movable, runs, -last)
-  number = jnp.where(movable, left, 0)[order]
+  number = jnp.where(movable, left, jnp.float32(0))[order]
   # A group moves if that brings the two shards closer to each other.
   fits = movable[order] & (2 * jnp.cumsum(number) - number < excess)
   return indexing.put(jnp.zeros_like(movable), order, values=fits)

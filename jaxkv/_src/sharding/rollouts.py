@@ -41,9 +41,9 @@ from jaxkv._src.sharding.mesh_axes import MeshAxes
 from jaxkv._src.sharding.mesh_axes import on_auto_axes
 from jaxkv._src.sharding.mesh_axes import placed
 from jaxkv._src.sharding.shards import each_shard
+from jaxkv._src.sharding.shards import map_shards
 from jaxkv._src.sharding.state_shardings import check_shards
-from jaxkv._src.sharding.state_shardings import pool_shardings
-from jaxkv._src.sharding.state_shardings import state_shardings
+from jaxkv._src.sharding.state_shardings import tree_shardings
 
 
 def init_memory(
@@ -74,14 +74,10 @@ def init_memory(
     num_shards = axes.num_shards
   num_shards = as_count("num_shards", num_shards, 1)
 
-  def of_all(shards: Array) -> tuple[CacheState, Pools]:
-    return each_shard(lambda _: make(), shards, axes=axes)
-
   # Its argument tells the program which devices it runs on.
   @functools.partial(jax.jit, keep_unused=True)
   def make_all(shards: Array) -> tuple[CacheState, Pools]:
-    cache, kv = on_auto_axes(of_all, (shards,), axes)
-    return placed(cache, axes.by_shard()), placed(kv, pool_shardings(kv, axes))
+    return each_shard(lambda _: make(), shards, axes=axes)
 
   shards = np.arange(num_shards, dtype=np.int32)
   check_shards("num_shards", shards, axes)
@@ -164,14 +160,11 @@ def _init(cache, kv, requests, key, first, version, *, config, axes):
       cache, kv, part, key, config, first_sequence=first, version=version
     )
 
-  def init_all(cache, kv, *shared):
-    shards = jnp.arange(num_shards, dtype=jnp.int32)
-    index = shards if axes.data else shards[0]
-    return each_shard(init_shard, (cache, kv, index), *shared, axes=axes)
-
-  arguments = cache, kv, requests, key, first, version
-  state = on_auto_axes(init_all, arguments, axes)
-  return placed(state, state_shardings(state, axes=axes))
+  shards = jnp.arange(num_shards, dtype=jnp.int32)
+  index = shards if axes.data else shards[0]
+  return each_shard(
+    init_shard, (cache, kv, index), requests, key, first, version, axes=axes
+  )
 
 
 def _select(requests: Requests, rows: Array, config: RolloutConfig) -> Requests:
@@ -253,11 +246,7 @@ def _generate(params, state, until, axes, model, process, draft):
       params, state, until, model=model, process=process, draft=draft
     )
 
-  def of_all(state, params, until):
-    return each_shard(of_shard, state, params, until, axes=axes)
-
-  state = on_auto_axes(of_all, (state, params, until), axes)
-  return placed(state, state_shardings(state, axes=axes))
+  return each_shard(of_shard, state, params, until, axes=axes)
 
 
 def _check_placed(params: Any, axes: MeshAxes) -> None:
@@ -327,11 +316,8 @@ def _submit(state, requests, ids, axes):
     new_ids = jnp.where(is_mine, out.ids + 1, 0)
     return state, lax.psum((code, new_ids), axes.data)
 
-  def of_all(state, requests, ids):
-    return each_shard(of_shard, state, requests, ids, axes=axes)
-
-  state, (code, ids) = on_auto_axes(of_all, (state, requests, ids), axes)
-  state = placed(state, state_shardings(state, axes=axes))
+  state, all_shards = each_shard(of_shard, state, requests, ids, axes=axes)
+  code, ids = placed(all_shards, axes.everywhere())
   return state, Submitted(code=code[0], ids=ids[0] - 1)
 
 
@@ -367,7 +353,7 @@ def generated(state: RolloutState, *, axes: MeshAxes) -> Generated:
 @functools.partial(jax.jit, static_argnums=1)
 def _generated(state, axes):
   def of_all(state):
-    rows = each_shard(results.generated, state, axes=axes)
+    rows = map_shards(results.generated, state, axes=axes)
     return _in_order(rows, rows, axes)
 
   return placed(on_auto_axes(of_all, (state,), axes), axes.everywhere())
@@ -393,13 +379,13 @@ def harvest(
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _harvest(state, axes, groups):
   def of_all(state):
-    state, out = each_shard(
+    state, out = map_shards(
       lambda state: results.harvest(state, groups=groups), state, axes=axes
     )
     return state, _in_order(out, out.results, axes)
 
   state, out = on_auto_axes(of_all, (state,), axes)
-  state = placed(state, state_shardings(state, axes=axes))
+  state = placed(state, tree_shardings(state, axes))
   return state, placed(out, axes.everywhere())
 
 

@@ -8,29 +8,50 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxkv._src.sharding.mesh_axes import MeshAxes
+from jaxkv._src.sharding.mesh_axes import on_auto_axes
+from jaxkv._src.sharding.mesh_axes import placed
 from jaxkv._src.sharding.state_shardings import check_shards
+from jaxkv._src.sharding.state_shardings import tree_shardings
 
 
 def each_shard(
   function: Callable, split: Any, *shared: Any, axes: MeshAxes
 ) -> Any:
-  """Calls `function(split, *shared)` for each shard, without communication.
+  """Calls `function(split, *shared)` for each shard, inside `jit`.
 
-  A device with several shards runs them one after another. Without `axes.data`
-  the function is called once, on the arguments as they are.
+  Shards do not communicate. A device with several shards runs them one after
+  another. Without `axes.data` the function is called once, with the arguments
+  as they are.
+
+    update = functools.partial(
+      sharding.each_shard, rollout.update_weights, axes=axes
+    )
+    state = jax.jit(update, donate_argnums=0)(state)
 
   Args:
-    function: returns a pytree of arrays.
+    function: returns a pytree of arrays, such as a rollout.
     split: arrays [X, ...], of which each shard gets [...].
     *shared: arrays that are the same on all shards.
     axes: the mesh.
 
   Returns:
-    The results, [X, ...].
+    The results, [X, ...], on the devices of their shards.
 
   Raises:
     ValueError: the size of the axis does not divide the number of shards.
   """
+
+  def of_all(split: Any, *shared: Any) -> Any:
+    return map_shards(function, split, *shared, axes=axes)
+
+  results = on_auto_axes(of_all, (split, *shared), axes)
+  return placed(results, tree_shardings(results, axes))
+
+
+def map_shards(
+  function: Callable, split: Any, *shared: Any, axes: MeshAxes
+) -> Any:
+  """Calls a function for each shard, where no axis is explicit."""
   if axes.data is None:
     return function(split, *shared)
   for leaf in jax.tree.leaves(split):

@@ -11,8 +11,6 @@ from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.kv.host_memory import HOST
 from jaxkv._src.kv.host_memory import HostMemory
 from jaxkv._src.kv.memory import KVPages
-from jaxkv._src.kv.pools import Pool
-from jaxkv._src.kv.pools import Pools
 from jaxkv._src.sharding.mesh_axes import MeshAxes
 
 
@@ -53,34 +51,34 @@ def state_shardings(state: RolloutState, *, axes: MeshAxes) -> RolloutState:
     (True, True)
   """
   check_shards("state", state.key, axes)
-  by_shard = axes.by_shard()
-  places = jax.tree.map(lambda _: by_shard, state)
-  kv = pool_shardings(state.memory.kv, axes)
-  memory = dataclasses.replace(places.memory, kv=kv)
+  places = tree_shardings(state, axes)
+  memory = places.memory
   if memory.host is not None:
     # Pages in host memory are split along the same axis as those in `kv`.
     on_host: Any = tuple(
       NamedSharding(axes.mesh, place.spec, memory_kind=HOST)
-      for place in jax.tree.leaves(kv)
+      for place in jax.tree.leaves(memory.kv)
     )
     memory = dataclasses.replace(memory, host=HostMemory(pages=on_host))
   return dataclasses.replace(places, memory=memory)
 
 
-def pool_shardings(kv: Pools, axes: MeshAxes) -> Pools:
-  """Returns the shardings of the pools of a rollout."""
+def tree_shardings(tree: Any, axes: MeshAxes) -> Any:
+  """Returns the shardings of arrays of all shards, and of pools among them."""
   by_shard = axes.by_shard()
   # An axis without a name is replicated.
   by_head = NamedSharding(axes.mesh, P(*by_shard.spec, None, axes.model))
 
-  def places(pool: Pool) -> Pool:
+  def places(node: Any) -> Any:
     where = by_shard
-    if axes.model and isinstance(pool, KVPages) and pool.v is not None:
-      _check_heads(pool, axes)
+    if axes.model and isinstance(node, KVPages) and node.v is not None:
+      _check_heads(node, axes)
       where = by_head
-    return jax.tree.map(lambda _: where, pool)
+    return jax.tree.map(lambda _: where, node)
 
-  return tuple(map(places, kv)) if isinstance(kv, tuple) else places(kv)
+  return jax.tree.map(
+    places, tree, is_leaf=lambda node: isinstance(node, KVPages)
+  )
 
 
 def check_shards(name: str, leaf: Any, axes: MeshAxes) -> None:
