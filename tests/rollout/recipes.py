@@ -68,6 +68,7 @@ def _names(model, params, sizes, config, pages, prompts) -> dict[str, Any]:
   secret = jax.random.key(4)
   return {
     "config": config,
+    "functools": functools,
     "jax": jax,
     "jaxkv": jaxkv,
     "key": jax.random.key(3),

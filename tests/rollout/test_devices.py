@@ -475,11 +475,15 @@ class TestArguments:
       recipes.begun_on(names, axes)
 
   def test_parameters_that_were_not_placed(self):
-    names, axes = recipes.llama(), _axes(data=2)
+    names, axes = recipes.llama(), _axes(data=2, kind=_EXPLICIT)
     params = names["params"]
     state = recipes.begun_on(names, axes)
-    with pytest.raises(ValueError, match=r"`params\['embed'\]` must be on all"):
-      sharding.generate(params, state, axes=axes, model=names["model"])
+    run = functools.partial(sharding.generate, axes=axes, model=names["model"])
+    for call in (run, jax.jit(run)):
+      with pytest.raises(
+        ValueError, match=r"`params\['embed'\]` must be on all"
+      ):
+        call(params, state)
 
   def test_heads_over_two_axes(self):
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(_AUTO,) * 2)

@@ -29,9 +29,10 @@ All three continue as follows.
   params = jax.device_put(params, sharding.param_shardings(params, axes=axes))
   cache, kv = sharding.init_memory(memory, axes=axes)
   state = sharding.init(cache, kv, requests, key, config, axes=axes)
+  run = functools.partial(sharding.generate, axes=axes, model=model)
+  run = jax.jit(run, donate_argnums=1)
   while not rollout.is_done(state):
-    until = rollout.Until(steps=64)
-    state = sharding.generate(params, state, until, axes=axes, model=model)
+    state = run(params, state, rollout.Until(steps=64))
     state = sharding.rebalance(state, axes=axes)  # Only with axes.data.
   results = sharding.generated(state, axes=axes)
 

@@ -26,13 +26,13 @@ def rebalance(
 ) -> RolloutState:
   """Moves sequences from shards with much work left to others.
 
-  Call it between calls of `generate` with a limit of steps. Sequences keep
-  their ids and sample the same tokens. The work left is the number of tokens
-  that unfinished sequences may still sample, so known lengths help, as
-  `Sampling.max_tokens`. Each shard compares itself with one other shard at a
-  time, log2(X) times, and the two exchange groups of samples: the one with more
-  work gives the last groups of its queue, and gets groups that have ended, or
-  EMPTY rows. Groups without a slot move first.
+  Call it between calls of `generate` with a limit of steps, jitted with the
+  state donated. Sequences keep their ids and sample the same tokens. The work
+  left is the number of tokens that unfinished sequences may still sample, so
+  known lengths help, as `Sampling.max_tokens`. Each shard compares itself with
+  one other shard at a time, log2(X) times, and the two exchange groups of
+  samples: the one with more work gives the last groups of its queue, and gets
+  groups that have ended, or EMPTY rows. Groups without a slot move first.
 
   Args:
     state: the rollout, from `jaxkv.sharding.init`.
@@ -60,7 +60,7 @@ def rebalance(
   return _rebalance(state, axes, max_groups, max_pages)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=0)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _rebalance(
   state: RolloutState, axes: MeshAxes, max_groups: int, max_pages: int
 ) -> RolloutState:

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import AxisType
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.arguments import as_count
@@ -21,6 +22,7 @@ from jaxkv._src.engine import state as rollout
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Process
+from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.memory import has_version
 from jaxkv._src.engine.model_call import Model
 from jaxkv._src.engine.queue import SequenceStatus
@@ -139,14 +141,13 @@ def init(
     # Of the shards together, because inside the program nothing is checked.
     has_version(dataclasses.replace(cache, epoch=jnp.max(cache.epoch)), version)
   first = jnp.asarray(first_sequence, jnp.int32)
-  return _init(
+  state = _init(
     cache, kv, requests, key, first, version, config=config, axes=axes
   )
+  return dataclasses.replace(state, memory=Memory(cache=cache, kv=kv))
 
 
-@functools.partial(
-  jax.jit, static_argnames=("config", "axes"), donate_argnums=(0, 1)
-)
+@functools.partial(jax.jit, static_argnames=("config", "axes"))
 def _init(cache, kv, requests, key, first, version, *, config, axes):
   num_shards = cache.epoch.size
   num_prompts = -(-requests.tokens.shape[0] // num_shards)
@@ -156,9 +157,11 @@ def _init(cache, kv, requests, key, first, version, *, config, axes):
     rows = shard * num_prompts + jnp.arange(num_prompts, dtype=jnp.int32)
     first += shard * num_prompts * config.num_samples
     part = _select(requests, rows, config) if axes.data else requests
-    return rollout.init(
+    state = rollout.init(
       cache, kv, part, key, config, first_sequence=first, version=version
     )
+    # The program returns no memory, because it would copy the pages.
+    return dataclasses.replace(state, memory=None)
 
   shards = jnp.arange(num_shards, dtype=jnp.int32)
   index = shards if axes.data else shards[0]
@@ -213,9 +216,10 @@ def generate(
 ) -> RolloutState:
   """Generates tokens on all shards, see `jaxkv.rollout.generate`.
 
-  It is jitted and donates the state. A shard returns when its own sequences
-  have ended, or at `until`; the shards do not communicate. It compiles once for
-  each `axes`, `model`, `process` and `draft`, so keep these objects.
+  A shard returns when its own sequences have ended, or at `until`; the shards
+  do not communicate. Jit it with the state donated, as
+  `jax.jit(functools.partial(generate, axes=axes, model=model),
+  donate_argnums=1)`, so that the K/V memory is updated in place.
 
   Args:
     params: the model's parameters, on the devices of the mesh. For
@@ -232,14 +236,14 @@ def generate(
 
   Raises:
     TypeError: see `jaxkv.rollout.generate`.
-    ValueError: see `jaxkv.rollout.generate`; or a parameter is not on all
-      devices of the mesh.
+    ValueError: see `jaxkv.rollout.generate`; or a parameter is not on the
+      devices of the mesh. Inside `jit`, only axes of type Explicit are checked.
   """
   _check_placed(params, axes)
   return _generate(params, state, until, axes, model, process, draft)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6), donate_argnums=1)
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _generate(params, state, until, axes, model, process, draft):
   def of_shard(state, params, until):
     return loop.generate(
@@ -250,17 +254,19 @@ def _generate(params, state, until, axes, model, process, draft):
 
 
 def _check_placed(params: Any, axes: MeshAxes) -> None:
-  """Raises ValueError unless known parameters are on all devices."""
+  """Raises ValueError if a parameter is known not to be on all devices."""
   devices = set(axes.mesh.devices.flat)
+  is_explicit = AxisType.Explicit in axes.mesh.axis_types
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     if isinstance(leaf, Tracer):
-      continue
-    if not isinstance(leaf, Array) or leaf.sharding.device_set != devices:
-      name = jax.tree_util.keystr(path)
+      is_placed = not is_explicit or not jax.typeof(leaf).sharding.mesh.empty
+    else:
+      is_placed = isinstance(leaf, Array) and leaf.devices() == devices
+    if not is_placed:
       raise ValueError(
-        f"`params{name}` must be on all devices of the mesh, got one that "
-        "would move in each call; call jax.device_put(params, "
-        "jaxkv.sharding.param_shardings(params, axes=axes)) once."
+        f"`params{jax.tree_util.keystr(path)}` must be on all devices of the "
+        "mesh, or it would move there in each call; call jax.device_put("
+        "params, jaxkv.sharding.param_shardings(params, axes=axes)) once."
       )
 
 
