@@ -153,8 +153,12 @@ class TestDataParallel:
     state = recipes.begun_on(names, axes, num_shards=8)
     end = recipes.done(names, state, axes)
     _assert_equal(sharding.generated(end, axes=axes), alone)
-    with pytest.raises(ValueError, match="one shard for each device"):
-      sharding.rebalance(end, axes=axes)
+    for call in (
+      sharding.rebalance,
+      functools.partial(sharding.submit, requests=names["requests"]),
+    ):
+      with pytest.raises(ValueError, match="one shard for each device"):
+        call(end, axes=axes)
 
 
 class TestTensorParallel:
@@ -347,6 +351,9 @@ class TestPrompts:
     for row in range(4):
       assert results[row] == wanted.tokens[row].tolist()
     state, out = sharding.submit(state, more, axes=axes, ids=[40, 30, 20, 10])
+    _, again = sharding.submit(state, more, axes=axes, ids=[10, 9, 9, 30])
+    bad, full = jaxkv.Status.BAD_SEQUENCE, jaxkv.Status.QUEUE_FULL
+    assert again.code.tolist() == [bad, full, bad, bad]
     assert out.ok.all() and out.ids.tolist() == [40, 30, 20, 10]
     assert sorted(np.asarray(state.queue.ids).reshape(-1)) == [10, 20, 30, 40]
 

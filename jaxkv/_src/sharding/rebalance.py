@@ -15,6 +15,7 @@ from jaxkv._src.engine.verbs.export import export
 from jaxkv._src.engine.verbs.import_sequences import import_sequences
 from jaxkv._src.sharding.mesh_axes import MeshAxes
 from jaxkv._src.sharding.shards import each_shard
+from jaxkv._src.sharding.state_shardings import check_one_shard_each
 
 
 def rebalance(
@@ -52,11 +53,7 @@ def rebalance(
   """
   max_groups = as_count("max_groups", max_groups, 1)
   max_pages = as_count("max_pages", max_pages, 0)
-  if axes.data is None or state.key.shape != (axes.num_shards,):
-    raise ValueError(
-      "`state` must have one shard for each device of `axes.data`, got "
-      f"{[*state.key.shape]} and {axes.num_shards}; give such axes."
-    )
+  check_one_shard_each(state, axes)
   return _rebalance(state, axes, max_groups, max_pages)
 
 

@@ -17,6 +17,7 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
 from jaxkv._src.engine import generate as loop
 from jaxkv._src.engine import state as rollout
 from jaxkv._src.engine.config import RolloutConfig
@@ -36,6 +37,7 @@ from jaxkv._src.engine.results.generated import Harvested
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.until import Until
 from jaxkv._src.engine.verbs import submit as verb
+from jaxkv._src.engine.verbs.find_sequences import as_counts
 from jaxkv._src.engine.verbs.submit import Submitted
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.sampling import settings
@@ -44,6 +46,7 @@ from jaxkv._src.sharding.mesh_axes import on_auto_axes
 from jaxkv._src.sharding.mesh_axes import placed
 from jaxkv._src.sharding.shards import each_shard
 from jaxkv._src.sharding.shards import map_shards
+from jaxkv._src.sharding.state_shardings import check_one_shard_each
 from jaxkv._src.sharding.state_shardings import check_shards
 from jaxkv._src.sharding.state_shardings import tree_shardings
 
@@ -292,11 +295,14 @@ def submit(
 
   Raises:
     TypeError: see `jaxkv.rollout.submit`.
-    ValueError: see `jaxkv.rollout.submit`.
+    ValueError: see `jaxkv.rollout.submit`; or a device has several shards.
   """
   requests = as_requests(requests, state.config)
   if axes.data is None:
     return verb.submit(state, requests, ids=ids)
+  check_one_shard_each(state, axes)
+  if ids is not None:
+    ids = as_counts("ids", ids, requests.tokens.shape[0])
   return _submit(state, requests, ids, axes)
 
 
@@ -313,12 +319,19 @@ def _submit(state, requests, ids, axes):
     # A later call continues after the ids of this one on every shard.
     queue = dataclasses.replace(queue, next_id=all_next)
     owner = _owners(queue.status, num_prompts, samples, axes)
-    is_mine = owner == shard
+    is_taken = verb.are_taken(
+      queue, ids, jnp.ones((num_prompts,), bool), samples
+    )
+    refused = first_code(
+      (lax.pmax(is_taken, axes.data), Status.BAD_SEQUENCE),
+      (owner < 0, Status.QUEUE_FULL),
+    )
+    is_mine = (owner == shard) & (refused == Status.OK)
     state, out = verb.submit(
       dataclasses.replace(state, queue=queue), requests, ids=ids, mask=is_mine
     )
-    full = jnp.where(shard == 0, jnp.int32(Status.QUEUE_FULL), jnp.int32(0))
-    code = jnp.where(owner < 0, full, jnp.where(is_mine, out.code, 0))
+    # Of each prompt, one shard reports, so the sums are its code and its id.
+    code = jnp.where(is_mine, out.code, jnp.where(shard == 0, refused, 0))
     new_ids = jnp.where(is_mine, out.ids + 1, 0)
     return state, lax.psum((code, new_ids), axes.data)
 

@@ -94,6 +94,16 @@ def check_shards(name: str, leaf: Any, axes: MeshAxes) -> None:
     )
 
 
+def check_one_shard_each(state: RolloutState, axes: MeshAxes) -> None:
+  """Raises unless each device along `axes.data` has one shard."""
+  if axes.data is None or state.key.shape != (axes.num_shards,):
+    raise ValueError(
+      "`state` must have one shard for each device of `axes.data`, got "
+      f"{[*state.key.shape]} and {axes.num_shards}: shards on one device run "
+      "one after another, and cannot exchange sequences or prompts."
+    )
+
+
 def _check_heads(pool: KVPages, axes: MeshAxes) -> None:
   """Raises unless the size of an axis divides the number of K/V heads."""
   number = pool.k.shape[-3]

@@ -156,7 +156,7 @@ def _submit(
     is_bad |= (counts < 1) | (counts > samples)
   is_taken = jnp.zeros_like(is_bad)
   if ids is not None:
-    is_taken = _are_taken(queue, ids, mask & ~is_bad, samples)
+    is_taken = are_taken(queue, ids, mask & ~is_bad, samples)
   code = first_code(
     (~mask, Status.SKIPPED),
     (is_bad, Status.BAD_LENGTH),
@@ -187,7 +187,7 @@ def _submit(
   return state, Submitted(code=code, ids=jnp.where(served, first, -1))
 
 
-def _are_taken(queue: Queue, ids: Array, mask: Array, samples: int) -> Array:
+def are_taken(queue: Queue, ids: Array, mask: Array, samples: int) -> Array:
   """Returns bool[P], prompts with ids out of range or already in use."""
   exists = queue.status != SequenceStatus.EMPTY
   offset = queue.ids[None] - ids[:, None]
