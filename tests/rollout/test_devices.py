@@ -114,7 +114,7 @@ def _ran(axes, **options) -> _Run:
 
 @pytest.fixture(
   scope="module",
-  params=[_EXPLICIT, pytest.param(_AUTO, marks=pytest.mark.slow)],
+  params=[_EXPLICIT, pytest.param(_AUTO, marks=pytest.mark.deep)],
   ids=["explicit", "auto"],
 )
 def data_parallel(request):
@@ -122,7 +122,7 @@ def data_parallel(request):
 
 
 @pytest.fixture(
-  scope="module", params=[2, pytest.param(8, marks=pytest.mark.slow)]
+  scope="module", params=[2, pytest.param(8, marks=pytest.mark.deep)]
 )
 def tensor_parallel(request):
   return _ran(_axes(model=request.param, kind=_EXPLICIT))
@@ -202,7 +202,11 @@ class TestExamples:
   @pytest.mark.slow
   @pytest.mark.parametrize(
     "title",
-    ["Data parallel", "Tensor parallel", "Both"],
+    [
+      "Data parallel",
+      pytest.param("Tensor parallel", marks=pytest.mark.deep),
+      pytest.param("Both", marks=pytest.mark.deep),
+    ],
   )
   def test_every_mesh(self, title, alone):
     names = recipes.llama()
@@ -274,7 +278,10 @@ def _balanced(names, axes, state, **options) -> rollout.RolloutState:
 
 class TestRebalance:
   @pytest.mark.slow
-  @pytest.mark.parametrize(("num_shards", "num_samples"), [(8, 1), (6, 2)])
+  @pytest.mark.parametrize(
+    ("num_shards", "num_samples"),
+    [(6, 2), pytest.param(8, 1, marks=pytest.mark.deep)],
+  )
   def test_shards_end_together(self, num_shards, num_samples):
     """With sequences that wait, and with their pages those that run."""
     random = np.random.default_rng(1)
@@ -322,6 +329,7 @@ class TestRebalance:
 
 
 class TestPrompts:
+  @pytest.mark.slow
   def test_submit_and_harvest(self):
     """A stream of prompts: ids are unique, and the idle shards get them."""
     lengths = np.asarray([2, 9, 9, 9], np.int32)

@@ -158,18 +158,21 @@ def _alone(name):
   return jax.device_get(results)
 
 
-_slow = pytest.mark.slow
+_WHOLE = ("deepseek", "qwen3_next")
+_slow, _deep = pytest.mark.slow, pytest.mark.deep
 
 
 @needs_eight
 @pytest.mark.parametrize(
-  "count", [2, pytest.param(4, marks=_slow), pytest.param(8, marks=_slow)]
+  "count", [2, pytest.param(4, marks=_deep), pytest.param(8, marks=_deep)]
 )
 @pytest.mark.parametrize(
   "name",
   [
-    # It has attention, recurrent layers, experts and a shared MLP.
-    name if name == "qwen3_next" else pytest.param(name, marks=_slow)
+    # The others have parts of what these two have.
+    pytest.param(
+      name, marks=_slow if name in ("deepseek", "qwen3_next") else _deep
+    )
     for name in _FAMILIES
   ],
 )
