@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 import jaxkv
 from jaxkv import kv as kv_memory
@@ -172,3 +173,29 @@ def begun_on(names: dict[str, Any], axes: Any, **options: Any) -> Any:
   cache, kv = sharding.init_memory(names["memory"], axes=axes, **options)
   arguments = names["requests"], names["key"], names["config"]
   return sharding.init(cache, kv, *arguments, axes=axes)
+
+
+def axes_of(data=0, model=0, kind=AxisType.Auto) -> sharding.MeshAxes:
+  """Returns a mesh of so many devices along each axis; 0 for no axis."""
+  sizes = {"data": data, "model": model}
+  names = tuple(name for name, size in sizes.items() if size)
+  shape = tuple(sizes[name] for name in names)
+  mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+  return sharding.MeshAxes(mesh, **{name: name for name in names})
+
+
+def assert_equal_results(results, wanted) -> None:
+  """Compares the results of a mesh with those of one device."""
+  count = len(wanted.lengths)
+  assert not np.asarray(results.valid)[count:].any()
+  for name in ("ids", "tokens", "lengths", "finish", "valid"):
+    found = np.asarray(getattr(results, name))[:count]
+    np.testing.assert_array_equal(found, getattr(wanted, name))
+  # A sum of float32 numbers may be taken in another order, as where the token
+  # is computed in a call of another width.
+  np.testing.assert_allclose(
+    np.asarray(results.log_probs)[:count],
+    wanted.log_probs,
+    rtol=1e-5,
+    atol=1e-5,
+  )

@@ -1,4 +1,4 @@
-"""Rollouts on meshes: equal tokens, few words, one compilation, balance."""
+"""Rollouts on meshes: equal tokens, few words, one compilation."""
 
 import dataclasses
 import functools
@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 from jaxkv import rollout
 from jaxkv import sharding
-from tests.rollout import by_hand
 from tests.rollout import recipes
+from tests.rollout.recipes import assert_equal_results
+from tests.rollout.recipes import axes_of
 from tests.tools.collectives import assert_two_all_reduces_a_layer
 from tests.tools.collectives import collectives
 from tests.tools.compiled_programs import num_compiled
@@ -27,31 +28,6 @@ pytestmark = [
 ]
 
 _EXPLICIT, _AUTO = AxisType.Explicit, AxisType.Auto
-
-
-def _axes(data=0, model=0, kind=_AUTO) -> sharding.MeshAxes:
-  """A mesh of so many devices along each axis; 0 for no axis."""
-  sizes = {"data": data, "model": model}
-  names = tuple(name for name, size in sizes.items() if size)
-  shape = tuple(sizes[name] for name in names)
-  mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
-  return sharding.MeshAxes(mesh, **{name: name for name in names})
-
-
-def _assert_equal(results, wanted) -> None:
-  count = len(wanted.lengths)
-  assert not np.asarray(results.valid)[count:].any()
-  for name in ("ids", "tokens", "lengths", "finish", "valid"):
-    found = np.asarray(getattr(results, name))[:count]
-    np.testing.assert_array_equal(found, getattr(wanted, name))
-  # A sum of float32 numbers may be taken in another order, as where the token
-  # is computed in a call of another width.
-  np.testing.assert_allclose(
-    np.asarray(results.log_probs)[:count],
-    wanted.log_probs,
-    rtol=1e-5,
-    atol=1e-5,
-  )
 
 
 @pytest.fixture(scope="module")
@@ -118,20 +94,22 @@ def _ran(axes, **options) -> _Run:
   ids=["explicit", "auto"],
 )
 def data_parallel(request):
-  return _ran(_axes(data=8, kind=request.param))
+  return _ran(axes_of(data=8, kind=request.param))
 
 
 @pytest.fixture(
   scope="module", params=[2, pytest.param(8, marks=pytest.mark.deep)]
 )
 def tensor_parallel(request):
-  return _ran(_axes(model=request.param, kind=_EXPLICIT))
+  return _ran(axes_of(model=request.param, kind=_EXPLICIT))
 
 
 class TestDataParallel:
   def test_sequences_are_one_devices(self, data_parallel, alone):
     end = data_parallel.end()
-    _assert_equal(sharding.generated(end, axes=data_parallel.axes), alone)
+    assert_equal_results(
+      sharding.generated(end, axes=data_parallel.axes), alone
+    )
     # No shard waits for another one.
     assert len(set(np.asarray(end.counters.steps).tolist())) > 1
     caches = jax.device_get(end.memory.cache)
@@ -149,10 +127,10 @@ class TestDataParallel:
   @pytest.mark.slow
   def test_two_shards_on_each_device(self, alone):
     """They run one after another, as where a snapshot had more devices."""
-    names, axes = recipes.llama(), _axes(data=4)
+    names, axes = recipes.llama(), axes_of(data=4)
     state = recipes.begun_on(names, axes, num_shards=8)
     end = recipes.done(names, state, axes)
-    _assert_equal(sharding.generated(end, axes=axes), alone)
+    assert_equal_results(sharding.generated(end, axes=axes), alone)
     for call in (
       sharding.rebalance,
       functools.partial(sharding.submit, requests=names["requests"]),
@@ -165,7 +143,7 @@ class TestTensorParallel:
   def test_sequences_are_one_devices(self, tensor_parallel, alone):
     run = tensor_parallel
     end = run.end()
-    _assert_equal(sharding.generated(end, axes=run.axes), alone)
+    assert_equal_results(sharding.generated(end, axes=run.axes), alone)
     jaxkv.check(jax.device_get(end.memory.cache))
     parts = {part.data.shape[1] for part in end.memory.kv.k.addressable_shards}
     heads = recipes.LLAMA.layers[0].attention.num_kv_heads
@@ -180,18 +158,18 @@ class TestTensorParallel:
   )
   def test_each_device_attends_to_its_own_heads(self, data, alone):
     """As kernels need it that XLA cannot split; here the backend is XLA's."""
-    axes = _axes(data=data, model=4)
+    axes = axes_of(data=data, model=4)
     run = _ran(axes, head_sharding=NamedSharding(axes.mesh, P("model")))
-    _assert_equal(sharding.generated(run.end(), axes=axes), alone)
+    assert_equal_results(sharding.generated(run.end(), axes=axes), alone)
     run.assert_pages_stay()
 
 
 class TestBoth:
   @pytest.mark.slow
   def test_two_shards_of_four_devices(self, alone):
-    run = _ran(_axes(data=2, model=4, kind=_EXPLICIT))
+    run = _ran(axes_of(data=2, model=4, kind=_EXPLICIT))
     end = run.end()
-    _assert_equal(sharding.generated(end, axes=run.axes), alone)
+    assert_equal_results(sharding.generated(end, axes=run.axes), alone)
     assert len(set(np.asarray(end.counters.steps).tolist())) > 1
     run.assert_pages_stay()
 
@@ -216,14 +194,14 @@ class TestExamples:
       (line,) = (line for line in program.split("\n") if "rebalance" in line)
       program = program.replace(line, "")
     exec(program, names)
-    _assert_equal(names["results"], alone)
+    assert_equal_results(names["results"], alone)
     lines = [*recipes.pieces(title)[0].split("\n"), *program.split("\n")]
     assert sum(bool(line.strip()) for line in lines) <= 12
 
   @pytest.mark.slow
   def test_within_a_context_of_the_mesh(self, alone):
     """And in one program, with indices of the results, as trainers do."""
-    names, axes = recipes.llama(), _axes(data=8, kind=_EXPLICIT)
+    names, axes = recipes.llama(), axes_of(data=8, kind=_EXPLICIT)
     state = recipes.begun_on(names, axes)
 
     @jax.jit
@@ -236,172 +214,12 @@ class TestExamples:
       assert int(longest(names["params"], state)) == max(alone.lengths[:4]) + 1
 
 
-def _of_lengths(lengths, num_samples=1, slots=2) -> dict:
-  """Names for samples of known lengths, the longest first, and a fast model."""
-  names = recipes.attention_alone()
-  count = len(lengths) // num_samples
-  prompts = np.random.default_rng(2).integers(1, 5, (count, 3))
-  config = rollout.RolloutConfig(
-    num_samples=num_samples, max_new_tokens=max(lengths), prefill_chunk=4
-  )
-  sizes = by_hand.sizes(40, slots)
-
-  def memory():
-    kv = jaxkv.kv.init(
-      sizes,
-      num_layers=1,
-      num_kv_heads=1,
-      head_dim=by_hand.WIDTH,
-      dtype=jnp.float32,
-    )
-    return jaxkv.init(sizes, jax.random.key(4)), kv
-
-  requests = rollout.Requests(
-    prompts.astype(np.int32),
-    np.full(count, 3, np.int32),
-    sampling=rollout.Sampling(max_tokens=lengths),
-    priority=-lengths,
-  )
-  return names | {"config": config, "memory": memory, "requests": requests}
-
-
-def _balanced(names, axes, state, **options) -> rollout.RolloutState:
-  """Alternates between steps and moves, until the end."""
-  until, model = rollout.Until(steps=3), names["model"]
-  while not bool(rollout.is_done(state)):
-    state = sharding.generate(None, state, until, axes=axes, model=model)
-    state = sharding.rebalance(state, axes=axes, **options)
-    for shard in range(axes.num_shards):
-      rollout.check(jax.tree.map(lambda leaf, i=shard: leaf[i], state))
-  return state
-
-
-class TestRebalance:
-  @pytest.mark.slow
-  @pytest.mark.parametrize(
-    ("num_shards", "num_samples"),
-    [(6, 2), pytest.param(8, 1, marks=pytest.mark.deep)],
-  )
-  def test_shards_end_together(self, num_shards, num_samples):
-    """With sequences that wait, and with their pages those that run."""
-    random = np.random.default_rng(1)
-    lengths = random.lognormal(1.2, 0.6, 96).clip(1, 12).astype(np.int32)
-    # One shard has most of the work.
-    lengths = -np.sort(-lengths)
-    names, axes = _of_lengths(lengths, num_samples), _axes(data=num_shards)
-    begun = functools.partial(recipes.begun_on, names, axes)
-    plain = recipes.done(names, begun(), axes)
-    wanted = jax.device_get(sharding.generated(plain, axes=axes))
-    for max_pages in (0, 30):
-      end = _balanced(names, axes, begun(), max_groups=6, max_pages=max_pages)
-      steps = np.asarray(end.counters.steps)
-      assert steps.max() < 1.1 * steps.mean()
-      assert 1.3 * steps.max() < np.asarray(plain.counters.steps).max()
-      _assert_equal(sharding.generated(end, axes=axes), wanted)
-
-  def test_two_shards(self):
-    """A running sequence moves with its pages, and none is computed again."""
-    lengths = np.asarray([12, 11, 10, 9, 1, 1, 1, 1], np.int32)
-    names, axes = _of_lengths(lengths, slots=4), _axes(data=2)
-    begun = functools.partial(recipes.begun_on, names, axes)
-    plain = recipes.done(names, begun(), axes)
-    end = _balanced(names, axes, begun(), max_pages=30)
-    assert np.asarray(end.counters.recomputed).tolist() == [0, 0]
-    # The last two of the long ones have moved.
-    assert {2, 3} <= {*np.asarray(end.queue.ids)[1].tolist()}
-    wanted = jax.device_get(sharding.generated(plain, axes=axes))
-    _assert_equal(sharding.generated(end, axes=axes), wanted)
-
-  def test_other_versions_do_not_move(self):
-    names, axes = _of_lengths(np.asarray([9, 8, 1, 1], np.int32)), _axes(data=2)
-    state = recipes.begun_on(names, axes)
-
-    def update(state):
-      is_first = jax.lax.axis_index("data") == 0
-      new = rollout.update_weights(state)
-      return jax.tree.map(
-        lambda a, b: jax.lax.select(is_first, a, b), new, state
-      )
-
-    state = jax.jit(lambda s: sharding.each_shard(update, s, axes=axes))(state)
-    state = sharding.rebalance(state, axes=axes)
-    assert np.asarray(state.queue.ids).tolist() == [[0, 1], [2, 3]]
-
-
-class TestPrompts:
-  @pytest.mark.slow
-  def test_submit_and_harvest(self):
-    """A stream of prompts: ids are unique, and the idle shards get them."""
-    lengths = np.asarray([2, 9, 9, 9], np.int32)
-    names, axes = _of_lengths(lengths, slots=1), _axes(data=4)
-    state = recipes.begun_on(names, axes)
-    results, more = {}, names["requests"]
-    refused = None
-    for _ in range(40):
-      state = sharding.generate(
-        None, state, rollout.Until(steps=2), axes=axes, model=names["model"]
-      )
-      state, out = sharding.harvest(state, axes=axes)
-      for row in np.flatnonzero(out.results.valid).tolist():
-        results[int(out.results.ids[row])] = out.results.tokens[row].tolist()
-      if len(results) == 1 and refused is None:
-        # Of four prompts, one finds the rows of the one that ended.
-        state, refused = sharding.submit(state, more, axes=axes)
-      if bool(rollout.is_done(state)):
-        break
-    assert refused.ids.tolist() == [4, -1, -1, -1]
-    assert refused.code.tolist()[1:] == [jaxkv.Status.QUEUE_FULL] * 3
-    # Equal to those of one device.
-    alone = recipes.begun(_of_lengths(np.asarray([2, 9, 9, 9], np.int32)))
-    end = recipes.done(names, alone)
-    wanted = rollout.generated(end)
-    assert sorted(results) == [0, 1, 2, 3, 4]
-    for row in range(4):
-      assert results[row] == wanted.tokens[row].tolist()
-    state, out = sharding.submit(state, more, axes=axes, ids=[40, 30, 20, 10])
-    _, again = sharding.submit(state, more, axes=axes, ids=[10, 9, 9, 30])
-    bad, full = jaxkv.Status.BAD_SEQUENCE, jaxkv.Status.QUEUE_FULL
-    assert again.code.tolist() == [bad, full, bad, bad]
-    assert out.ok.all() and out.ids.tolist() == [40, 30, 20, 10]
-    assert sorted(np.asarray(state.queue.ids).reshape(-1)) == [10, 20, 30, 40]
-
-  @pytest.mark.slow
-  def test_settings_of_samples_go_to_their_shard(self):
-    """Also where the shards do not divide the prompts."""
-    names = recipes.attention_alone()
-    strings = rollout.stop_strings(
-      [["b"], ["ca"]], rollout.token_bytes([bytes([97 + n]) for n in range(11)])
-    )
-    prompts, lengths = by_hand.PROMPTS[:3], [8, 6, 1]
-    rows = np.zeros((3, 8), np.int32)
-    for row, prompt in enumerate(prompts):
-      rows[row, : len(prompt)] = prompt
-    names["requests"] = rollout.Requests(
-      rows,
-      lengths,
-      sampling=rollout.Sampling(
-        temperature=np.linspace(0.5, 2, 9),
-        stop_tokens=[[n] for n in range(9)],
-        logit_bias=[{n: 2.0} for n in range(9)],
-        stop_strings=strings.select([0, 1, 1, 0, 0, 1, 0, 1, 0]),
-      ),
-      num_samples=[3, 1, 2],
-    )
-    alone = recipes.done(names, recipes.begun(names))
-    axes = _axes(data=2)
-    state = recipes.begun_on(names, axes)
-    assert state.queue.ids.shape == (2, 6)
-    end = recipes.done(names, state, axes)
-    found = sharding.generated(end, axes=axes)
-    _assert_equal(found, jax.device_get(rollout.generated(alone)))
-
-
 class TestPlaces:
   @pytest.mark.slow
   def test_a_rollout_lies_where_its_memory_lies(self):
     """Nobody has to move the rest; the next one on this cache needs nothing."""
     names = recipes.attention_alone()
-    everywhere = NamedSharding(_axes(data=8).mesh, P())
+    everywhere = NamedSharding(axes_of(data=8).mesh, P())
     kv = jax.device_put(names["memory"]()[1], everywhere)
     state = recipes.begun(names, kv=kv)
     for leaf in jax.tree.leaves(state):
@@ -423,7 +241,7 @@ class TestPlaces:
   @pytest.mark.slow
   def test_the_next_rollout_on_a_cache(self):
     """It needs the version of the weights, and hits the pages."""
-    names, axes = recipes.attention_alone(), _axes(data=2)
+    names, axes = recipes.attention_alone(), axes_of(data=2)
     end = recipes.done(names, recipes.begun_on(names, axes), axes)
     cache, kv = end.memory.cache, end.memory.kv
     arguments = names["requests"], names["key"], names["config"]
@@ -439,7 +257,7 @@ class TestPlaces:
 
 def test_keys_are_numbered_over_all_shards():
   names = recipes.attention_alone()
-  axes = _axes(data=2)
+  axes = axes_of(data=2)
   whole, parts = recipes.begun(names), recipes.begun_on(names, axes)
   keys = parts.queue.keys.reshape(-1)
   assert (jax.device_get(keys) == jax.device_get(whole.queue.keys)).all()
@@ -456,33 +274,33 @@ class TestArguments:
     ],
   )
   def test_axes(self, names, text):
-    mesh = _axes(data=2).mesh
+    mesh = axes_of(data=2).mesh
     with pytest.raises(ValueError, match=text):
       sharding.MeshAxes(mesh, **names)
     with pytest.raises(TypeError, match=r"`mesh` must be a jax\.sharding"):
       sharding.MeshAxes(2, data="data")
 
   def test_heads_that_cannot_be_split(self):
-    names, axes = recipes.attention_alone(), _axes(model=2)
+    names, axes = recipes.attention_alone(), axes_of(model=2)
     with pytest.raises(ValueError, match="divides 1 K/V heads"):
       sharding.init_memory(names["memory"], axes=axes)
     with pytest.raises(ValueError, match="divides 1 K/V heads"):
       sharding.state_shardings(recipes.begun(names), axes=axes)
 
   def test_shards_that_do_not_fit(self):
-    names, axes = recipes.attention_alone(), _axes(data=2)
+    names, axes = recipes.attention_alone(), axes_of(data=2)
     with pytest.raises(ValueError, match=r"a multiple of 2 shards, .*, got 3"):
       sharding.init_memory(names["memory"], axes=axes, num_shards=3)
     state = recipes.begun_on(names, axes)
     with pytest.raises(ValueError, match="a multiple of 4 shards"):
-      sharding.state_shardings(state, axes=_axes(data=4))
+      sharding.state_shardings(state, axes=axes_of(data=4))
 
   def test_exact_numerics_and_host_pages(self):
-    names, axes = recipes.llama(), _axes(model=2)
+    names, axes = recipes.llama(), axes_of(model=2)
     names["config"] = dataclasses.replace(names["config"], numerics="exact")
     with pytest.raises(ValueError, match=r'must be "fast" with `axes\.model`'):
       recipes.begun_on(names, axes)
-    names, axes = recipes.attention_alone(), _axes(data=2)
+    names, axes = recipes.attention_alone(), axes_of(data=2)
     sizes = dataclasses.replace(names["sizes"], host_pages=4)
     pages = names["memory"]()[1]
     names["memory"] = lambda: (jaxkv.init(sizes, jax.random.key(4)), pages)
@@ -490,7 +308,7 @@ class TestArguments:
       recipes.begun_on(names, axes)
 
   def test_parameters_that_were_not_placed(self):
-    names, axes = recipes.llama(), _axes(data=2, kind=_EXPLICIT)
+    names, axes = recipes.llama(), axes_of(data=2, kind=_EXPLICIT)
     params = names["params"]
     state = recipes.begun_on(names, axes)
     run = functools.partial(sharding.generate, axes=axes, model=names["model"])

@@ -15,6 +15,7 @@ from jaxkv import sharding
 from tests.models import exact_families as families
 from tests.rollout import by_hand
 from tests.rollout import moves
+from tests.rollout import recipes
 
 _OK, _SKIPPED = jaxkv.Status.OK, jaxkv.Status.SKIPPED
 _BAD, _FULL = jaxkv.Status.BAD_SEQUENCE, jaxkv.Status.QUEUE_FULL
@@ -92,7 +93,7 @@ def test_sequences_move_between_shards():
     _with_key(_begun((1, 0, 0, 0), first_sequence=100), source), 1.0, 3
   )
   states = jax.tree.map(lambda *leaves: jnp.stack(leaves), source, target)
-  axes = sharding.MeshAxes(jax.make_mesh((2,), ("data",)), data="data")
+  axes = recipes.axes_of(data=2)
 
   def move(state):
     is_source = lax.axis_index("data") == 0

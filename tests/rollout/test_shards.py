@@ -1,0 +1,183 @@
+"""Prompts and sequences that go to the shards of a rollout on a mesh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import rollout
+from jaxkv import sharding
+from tests.rollout import by_hand
+from tests.rollout import recipes
+from tests.rollout.recipes import assert_equal_results
+from tests.rollout.recipes import axes_of
+
+pytestmark = [
+  pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices"),
+]
+
+
+def _of_lengths(lengths, num_samples=1, slots=2) -> dict:
+  """Names for samples of known lengths, the longest first, and a fast model."""
+  names = recipes.attention_alone()
+  count = len(lengths) // num_samples
+  prompts = np.random.default_rng(2).integers(1, 5, (count, 3))
+  config = rollout.RolloutConfig(
+    num_samples=num_samples, max_new_tokens=max(lengths), prefill_chunk=4
+  )
+  sizes = by_hand.sizes(40, slots)
+
+  def memory():
+    kv = jaxkv.kv.init(
+      sizes,
+      num_layers=1,
+      num_kv_heads=1,
+      head_dim=by_hand.WIDTH,
+      dtype=jnp.float32,
+    )
+    return jaxkv.init(sizes, jax.random.key(4)), kv
+
+  requests = rollout.Requests(
+    prompts.astype(np.int32),
+    np.full(count, 3, np.int32),
+    sampling=rollout.Sampling(max_tokens=lengths),
+    priority=-lengths,
+  )
+  return names | {"config": config, "memory": memory, "requests": requests}
+
+
+def _balanced(names, axes, state, **options) -> rollout.RolloutState:
+  """Alternates between steps and moves, until the end."""
+  until, model = rollout.Until(steps=3), names["model"]
+  while not bool(rollout.is_done(state)):
+    state = sharding.generate(None, state, until, axes=axes, model=model)
+    state = sharding.rebalance(state, axes=axes, **options)
+    for shard in range(axes.num_shards):
+      rollout.check(jax.tree.map(lambda leaf, i=shard: leaf[i], state))
+  return state
+
+
+class TestRebalance:
+  @pytest.mark.slow
+  @pytest.mark.parametrize(
+    ("num_shards", "num_samples"),
+    [(6, 2), pytest.param(8, 1, marks=pytest.mark.deep)],
+  )
+  def test_shards_end_together(self, num_shards, num_samples):
+    """With sequences that wait, and with their pages those that run."""
+    random = np.random.default_rng(1)
+    lengths = random.lognormal(1.2, 0.6, 96).clip(1, 12).astype(np.int32)
+    # One shard has most of the work.
+    lengths = -np.sort(-lengths)
+    names, axes = _of_lengths(lengths, num_samples), axes_of(data=num_shards)
+    begun = functools.partial(recipes.begun_on, names, axes)
+    plain = recipes.done(names, begun(), axes)
+    wanted = jax.device_get(sharding.generated(plain, axes=axes))
+    for max_pages in (0, 30):
+      end = _balanced(names, axes, begun(), max_groups=6, max_pages=max_pages)
+      steps = np.asarray(end.counters.steps)
+      assert steps.max() < 1.1 * steps.mean()
+      assert 1.3 * steps.max() < np.asarray(plain.counters.steps).max()
+      assert_equal_results(sharding.generated(end, axes=axes), wanted)
+
+  def test_two_shards(self):
+    """A running sequence moves with its pages, and none is computed again."""
+    lengths = np.asarray([12, 11, 10, 9, 1, 1, 1, 1], np.int32)
+    names, axes = _of_lengths(lengths, slots=4), axes_of(data=2)
+    begun = functools.partial(recipes.begun_on, names, axes)
+    plain = recipes.done(names, begun(), axes)
+    end = _balanced(names, axes, begun(), max_pages=30)
+    assert np.asarray(end.counters.recomputed).tolist() == [0, 0]
+    # The last two of the long ones have moved.
+    assert {2, 3} <= {*np.asarray(end.queue.ids)[1].tolist()}
+    wanted = jax.device_get(sharding.generated(plain, axes=axes))
+    assert_equal_results(sharding.generated(end, axes=axes), wanted)
+
+  def test_other_versions_do_not_move(self):
+    names, axes = (
+      _of_lengths(np.asarray([9, 8, 1, 1], np.int32)),
+      axes_of(data=2),
+    )
+    state = recipes.begun_on(names, axes)
+
+    def update(state):
+      is_first = jax.lax.axis_index("data") == 0
+      new = rollout.update_weights(state)
+      return jax.tree.map(
+        lambda a, b: jax.lax.select(is_first, a, b), new, state
+      )
+
+    state = jax.jit(lambda s: sharding.each_shard(update, s, axes=axes))(state)
+    state = sharding.rebalance(state, axes=axes)
+    assert np.asarray(state.queue.ids).tolist() == [[0, 1], [2, 3]]
+
+
+class TestPrompts:
+  @pytest.mark.slow
+  def test_submit_and_harvest(self):
+    """A stream of prompts: ids are unique, and the idle shards get them."""
+    lengths = np.asarray([2, 9, 9, 9], np.int32)
+    names, axes = _of_lengths(lengths, slots=1), axes_of(data=4)
+    state = recipes.begun_on(names, axes)
+    results, more = {}, names["requests"]
+    refused = None
+    for _ in range(40):
+      state = sharding.generate(
+        None, state, rollout.Until(steps=2), axes=axes, model=names["model"]
+      )
+      state, out = sharding.harvest(state, axes=axes)
+      for row in np.flatnonzero(out.results.valid).tolist():
+        results[int(out.results.ids[row])] = out.results.tokens[row].tolist()
+      if len(results) == 1 and refused is None:
+        # Of four prompts, one finds the rows of the one that ended.
+        state, refused = sharding.submit(state, more, axes=axes)
+      if bool(rollout.is_done(state)):
+        break
+    assert refused.ids.tolist() == [4, -1, -1, -1]
+    assert refused.code.tolist()[1:] == [jaxkv.Status.QUEUE_FULL] * 3
+    # Equal to those of one device.
+    alone = recipes.begun(_of_lengths(np.asarray([2, 9, 9, 9], np.int32)))
+    end = recipes.done(names, alone)
+    wanted = rollout.generated(end)
+    assert sorted(results) == [0, 1, 2, 3, 4]
+    for row in range(4):
+      assert results[row] == wanted.tokens[row].tolist()
+    state, out = sharding.submit(state, more, axes=axes, ids=[40, 30, 20, 10])
+    _, again = sharding.submit(state, more, axes=axes, ids=[10, 9, 9, 30])
+    bad, full = jaxkv.Status.BAD_SEQUENCE, jaxkv.Status.QUEUE_FULL
+    assert again.code.tolist() == [bad, full, bad, bad]
+    assert out.ok.all() and out.ids.tolist() == [40, 30, 20, 10]
+    assert sorted(np.asarray(state.queue.ids).reshape(-1)) == [10, 20, 30, 40]
+
+  @pytest.mark.slow
+  def test_settings_of_samples_go_to_their_shard(self):
+    """Also where the shards do not divide the prompts."""
+    names = recipes.attention_alone()
+    strings = rollout.stop_strings(
+      [["b"], ["ca"]], rollout.token_bytes([bytes([97 + n]) for n in range(11)])
+    )
+    prompts, lengths = by_hand.PROMPTS[:3], [8, 6, 1]
+    rows = np.zeros((3, 8), np.int32)
+    for row, prompt in enumerate(prompts):
+      rows[row, : len(prompt)] = prompt
+    names["requests"] = rollout.Requests(
+      rows,
+      lengths,
+      sampling=rollout.Sampling(
+        temperature=np.linspace(0.5, 2, 9),
+        stop_tokens=[[n] for n in range(9)],
+        logit_bias=[{n: 2.0} for n in range(9)],
+        stop_strings=strings.select([0, 1, 1, 0, 0, 1, 0, 1, 0]),
+      ),
+      num_samples=[3, 1, 2],
+    )
+    alone = recipes.done(names, recipes.begun(names))
+    axes = axes_of(data=2)
+    state = recipes.begun_on(names, axes)
+    assert state.queue.ids.shape == (2, 6)
+    end = recipes.done(names, state, axes)
+    found = sharding.generated(end, axes=axes)
+    assert_equal_results(found, jax.device_get(rollout.generated(alone)))
