@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import jaxkv
 from jaxkv import checkpoint
@@ -116,7 +117,7 @@ def test_pages_go_to_the_devices_of_the_target(tmp_path):
 
   def rollout_of(count):
     state = with_random_pages(begun(num_kv_heads=8))
-    axes = sharding.MeshAxes(jax.make_mesh((count,), ("x",)), model="x")
+    axes = recipes.axes_of(model=count, kind=AxisType.Explicit)
     return jax.device_put(state, sharding.state_shardings(state, axes=axes))
 
   saved = rollout_of(2)
@@ -136,11 +137,8 @@ def test_shards_go_to_other_numbers_of_devices(pages, tmp_path):
   if jax.device_count() < 8:
     pytest.skip("needs eight devices")
   names = recipes.attention_alone()
-
-  def axes_of(count):
-    return sharding.MeshAxes(jax.make_mesh((count,), ("x",)), data="x")
-
-  axes, model = axes_of(8), names["model"]
+  axes_of = functools.partial(recipes.axes_of, kind=AxisType.Explicit)
+  axes, model = axes_of(data=8), names["model"]
   state = recipes.begun_on(names, axes)
   state = sharding.generate(
     None, state, rollout.Until(steps=4), axes=axes, model=model
@@ -149,7 +147,7 @@ def test_shards_go_to_other_numbers_of_devices(pages, tmp_path):
   end = recipes.done(names, state, axes)
   wanted = jax.device_get(sharding.generated(end, axes=axes))
   for count in (8, 2, 1):
-    axes = axes_of(count)
+    axes = axes_of(data=count)
     target = recipes.begun_on(names, axes, num_shards=8)
     state = checkpoint.restore(tmp_path / "eight", target)
     assert len(state.queue.tokens.sharding.device_set) == count

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import Mesh
 
 
 def zeros_like(array: Array) -> Array:
@@ -35,6 +37,12 @@ def match_varying_axes(tree: Any) -> Any:
     return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
   return jax.tree.map(widen, tree)
+
+
+def auto_mesh(mesh: Mesh) -> Mesh:
+  """Returns the same devices, with axes that the compiler assigns."""
+  types = (AxisType.Auto,) * len(mesh.axis_names)
+  return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def _axes(leaf: Any) -> frozenset[str]:

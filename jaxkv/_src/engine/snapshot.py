@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding
 
+from jaxkv._src.arrays.sharding import auto_mesh
 from jaxkv._src.cache.state import init as init_cache
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.state import RolloutState
@@ -197,6 +199,18 @@ def _data(leaf: Array) -> Array:
 
 def _all_wait(state: RolloutState) -> RolloutState:
   """Puts the running sequences back into the queue."""
+
+  def without_axes(leaf: Any) -> Any:
+    # The verb has no annotations for axes of type Explicit.
+    place = leaf.sharding
+    if not isinstance(place, NamedSharding):
+      return leaf
+    mesh, kind = auto_mesh(place.mesh), place.memory_kind
+    return jax.device_put(
+      leaf, NamedSharding(mesh, place.spec, memory_kind=kind)
+    )
+
+  state = jax.tree.map(without_axes, state)
   ids, status = state.queue.ids, state.queue.status
 
   def requeue_all(state: RolloutState, ids: Array, mask: Array) -> RolloutState:

@@ -11,6 +11,8 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxkv._src.arrays.sharding import auto_mesh
+
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
@@ -73,8 +75,7 @@ class MeshAxes:
   @property
   def auto(self) -> Mesh:
     """The same mesh, with axes that the compiler assigns."""
-    types = (AxisType.Auto,) * len(self.mesh.axis_names)
-    return Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=types)
+    return auto_mesh(self.mesh)
 
   def by_shard(self) -> NamedSharding:
     """Returns the sharding of arrays with an entry for each shard."""
