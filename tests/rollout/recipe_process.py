@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from jaxkv import checkpoint
 from jaxkv import rollout
@@ -81,8 +82,7 @@ def restore(kind: str, folder: str) -> None:
 def _begun(kind: str, count: int) -> tuple[dict[str, Any], Any, Any]:
   """Returns the names, the axes and the state of a job on all devices."""
   names = recipes.attention_alone() if kind == "data" else recipes.llama()
-  mesh = jax.make_mesh((count,), (kind,))
-  axes = sharding.MeshAxes(mesh, **{kind: kind})
+  axes = recipes.axes_of(**{kind: count}, kind=AxisType.Explicit)
   if kind == "model":
     return names, axes, recipes.begun_on(names, axes)
   requests = names["requests"]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,6 +15,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv import sharding
+from tests.rollout import recipes
 from tests.tools.ahead_of_time import mesh_of
 from tests.tools.ahead_of_time import needs
 from tests.tools.collectives import assert_two_all_reduces_a_layer
@@ -101,7 +103,7 @@ def _shapes(name):
 
 
 def _axes(count):
-  return sharding.MeshAxes(jax.make_mesh((count,), ("model",)), model="model")
+  return recipes.axes_of(model=count, kind=AxisType.Explicit)
 
 
 def _params(config):

@@ -97,10 +97,8 @@ class TestRebalance:
     assert_equal_results(sharding.generated(end, axes=axes), wanted)
 
   def test_other_versions_do_not_move(self):
-    names, axes = (
-      _of_lengths(np.asarray([9, 8, 1, 1], np.int32)),
-      axes_of(data=2),
-    )
+    names = _of_lengths(np.asarray([9, 8, 1, 1], np.int32))
+    axes = axes_of(data=2)
     state = recipes.begun_on(names, axes)
 
     def update(state):

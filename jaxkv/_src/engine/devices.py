@@ -24,16 +24,16 @@ Both:
   mesh = jax.make_mesh((4, 2), ("data", "model"))
   axes = sharding.MeshAxes(mesh, data="data", model="model")
 
-All three continue as follows.
+All three continue as follows; `rebalance` needs `axes.data`.
 
   params = jax.device_put(params, sharding.param_shardings(params, axes=axes))
   cache, kv = sharding.init_memory(memory, axes=axes)
   state = sharding.init(cache, kv, requests, key, config, axes=axes)
-  run = functools.partial(sharding.generate, axes=axes, model=model)
-  run = jax.jit(run, donate_argnums=1)
+  generate = functools.partial(sharding.generate, axes=axes, model=model)
+  rebalance = functools.partial(sharding.rebalance, axes=axes)
+  run = jax.jit(lambda *x: rebalance(generate(*x)), donate_argnums=1)
   while not rollout.is_done(state):
     state = run(params, state, rollout.Until(steps=64))
-    state = sharding.rebalance(state, axes=axes)  # Only with axes.data.
   results = sharding.generated(state, axes=axes)
 
 What depends on the devices. Samples depend on `key` and the id of a sequence,

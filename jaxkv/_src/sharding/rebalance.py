@@ -48,7 +48,7 @@ def rebalance(
 
   Raises:
     TypeError: `max_groups` or `max_pages` is not an int.
-    ValueError: one is out of range; or there is no `axes.data`, or a device has
+    ValueError: one is out of range, `axes.data` is None, or a device has
       several shards.
   """
   max_groups = as_count("max_groups", max_groups, 1)

@@ -72,7 +72,7 @@ def init_memory(
 
   Raises:
     TypeError: `num_shards` is not an int.
-    ValueError: it is no multiple, or the pools cannot be split, see
+    ValueError: it is not such a multiple, or the pools cannot be split, see
       `state_shardings`.
   """
   if num_shards is None:

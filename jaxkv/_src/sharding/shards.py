@@ -19,9 +19,9 @@ def each_shard(
 ) -> Any:
   """Calls `function(split, *shared)` for each shard, inside `jit`.
 
-  Shards do not communicate. A device with several shards runs them one after
-  another. Without `axes.data` the function is called once, with the arguments
-  as they are.
+  Shards communicate only where `function` calls a collective operation. A
+  device with several shards runs them one after another. Without `axes.data`
+  the function is called once, with the arguments as they are.
 
     update = functools.partial(
       sharding.each_shard, rollout.update_weights, axes=axes
