@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 
 from jaxkv._src.arrays.sharding import auto_mesh
@@ -205,6 +206,7 @@ def _all_wait(state: RolloutState) -> RolloutState:
     place = leaf.sharding
     if not isinstance(place, NamedSharding):
       return leaf
+    assert isinstance(place.mesh, Mesh)  # That of a concrete array.
     mesh, kind = auto_mesh(place.mesh), place.memory_kind
     return jax.device_put(
       leaf, NamedSharding(mesh, place.spec, memory_kind=kind)
