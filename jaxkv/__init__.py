@@ -182,8 +182,6 @@ from jaxkv._src.cache.verbs.allocate import allocate
 from jaxkv._src.cache.verbs.commit import commit
 from jaxkv._src.cache.verbs.fork import fork
 from jaxkv._src.cache.verbs.free import free
-from jaxkv._src.cache.verbs.free import recycle
-from jaxkv._src.cache.verbs.free import truncate
 from jaxkv._src.cache.verbs.inspect import cached_pages
 from jaxkv._src.cache.verbs.inspect import free_pages
 from jaxkv._src.cache.verbs.inspect import num_common_prefix_pages
@@ -193,9 +191,11 @@ from jaxkv._src.cache.verbs.pin import evict
 from jaxkv._src.cache.verbs.pin import pin
 from jaxkv._src.cache.verbs.pin import touch
 from jaxkv._src.cache.verbs.pin import unpin
+from jaxkv._src.cache.verbs.recycle import recycle
 from jaxkv._src.cache.verbs.reset import clear_error
 from jaxkv._src.cache.verbs.reset import new_epoch
 from jaxkv._src.cache.verbs.reset import reset_prefix_cache
+from jaxkv._src.cache.verbs.truncate import truncate
 from jaxkv._src.kv.view import view
 from jaxkv._src.show import show
 

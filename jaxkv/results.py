@@ -12,11 +12,11 @@ from jaxkv._src.cache.verbs.admit import Matched
 from jaxkv._src.cache.verbs.allocate import Allocated
 from jaxkv._src.cache.verbs.commit import Committed
 from jaxkv._src.cache.verbs.fork import Forked
-from jaxkv._src.cache.verbs.free import Recycled
-from jaxkv._src.cache.verbs.free import Truncated
 from jaxkv._src.cache.verbs.pin import Pinned
+from jaxkv._src.cache.verbs.recycle import Recycled
 from jaxkv._src.cache.verbs.reset import ClearedError
 from jaxkv._src.cache.verbs.reset import NewEpoch
+from jaxkv._src.cache.verbs.truncate import Truncated
 
 __all__ = [
   "Admitted",

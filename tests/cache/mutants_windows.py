@@ -66,14 +66,14 @@ WINDOW_MUTANTS = {
     SLIDING,
   ),
   "truncate reads keys that are gone": Mutant(
-    "cache.verbs.free:_needs_recycled",
+    "cache.verbs.truncate:_needs_recycled",
     given(state=lambda g: replace(g.state, hashes=None)),
     ("truncate",),
     NARROW,
     (("recycle", 12),),
   ),
   "a rolled back slot left as much behind": Mutant(
-    "cache.verbs.free:truncate",
+    "cache.verbs.truncate:truncate",
     returned(lambda out, g: (_as_much_behind(out[0], g), out[1])),
     ("truncate",),
     SLIDING,

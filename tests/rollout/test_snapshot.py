@@ -194,7 +194,7 @@ def saved(tmp_path_factory):
     ),
     (lambda: begun(host_pages=4), "cache.config.host_pages` was 0, got 4"),
     (lambda: begun(dtype="bfloat16"), "kv.dtype` was 'float32', got 'bfloat16"),
-    (lambda: begun(head_dim=8), r"memory.kv.k` has the shape \[12.*4\] there"),
+    (lambda: begun(head_dim=8), r"memory.kv.k` has the shape \[12.*4\] in"),
   ],
 )
 def test_another_target_is_refused(make, text, saved):

@@ -50,8 +50,8 @@ class Count:
   def modulo(self, size: int) -> Array:
     """Returns the remainder of the division by `size`, int32[...].
 
-    Correct while `high * size` is below 2**32: for a size of 10**6, up to
-    2**44.
+    Correct while `high * size` is below 2**32: for a size of 10**6, that is for
+    counts below 2**44.
     """
     number = jnp.uint32(size)
     wrapped = self.high * jnp.uint32(2**32 % size) % number
@@ -75,28 +75,28 @@ class Counters:
   `numpy.asarray` for `calls` and for the counters of several rollouts.
 
   Attributes:
-    steps: calls of the model, of which a step of the loop makes up to
-      `RolloutConfig.decode_steps`.
-    calls: calls of the model by width, which is the number of columns beyond B.
-      Prompts have the widths 0, a quarter of `prefill_chunk` if that is at
+    steps: calls of the model. An iteration of the loop makes up to
+      `RolloutConfig.decode_steps` calls.
+    calls: calls of the model by width, the number of columns beyond one for
+      each slot. The widths are 0, a quarter of `prefill_chunk` if that is at
       least 64, and `prefill_chunk`. With speculation, these repeat for each
       number of draft columns: 0, a quarter of `draft_columns` if that is at
       least 2, and `draft_columns`.  # [X]
     rows: columns of all calls, including padding.
-    generated: sampled tokens. Each counts the column of the token before it.
+    generated: sampled tokens. Each accounts for the column that it was sampled
+      from.
     prefilled: tokens of prompts and `extend` computed for the first time,
-      except the last token before a sample.
+      except tokens whose logits are sampled.
     recomputed: tokens computed again: after preemption, in a later turn, or
       with new weights.
     drafted: draft tokens that were computed.
     accepted: draft tokens that were accepted.
     forked: samples that shared another sample's prefill.
     preempted: preemptions of running sequences. Samples that wait for a
-      victim's prompt, or that find no page to fork, return to the queue and do
+      preempted prompt, or that find no page to fork, return to the queue and do
       not count.
     peak_pages: maximum number of pages in use.  # int32[]
-    peak_shared: maximum number of page-table entries minus pages in use.
-      # int32[]
+    peak_shared: maximum of (page-table entries - pages in use).  # int32[]
   """
 
   steps: Count
@@ -114,7 +114,7 @@ class Counters:
 
 
 def init_counters(num_widths: int) -> Counters:
-  """Returns zeros for a rollout with a number of widths of calls."""
+  """Returns zeros, with one entry of `calls` for each width."""
   names = [field.name for field in dataclasses.fields(Counters)]
   counts: dict[str, Any] = {name: Count.zeros() for name in names}
   counts["calls"] = Count.zeros((num_widths,))

@@ -6,7 +6,7 @@ from jax import Array
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import rows_of
 from jaxkv._src.cache.verbs.allocate import make_room
-from jaxkv._src.cache.verbs.free import recycle
+from jaxkv._src.cache.verbs.recycle import recycle
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.slots import Slots

@@ -91,18 +91,18 @@ def score(
   prefix; computed pages are cached. So scoring a rollout's own samples costs
   little more than the completions.
 
-  One loop without host round trips. Jit it with the state donated, as
+  Runs without host round trips. Jit it with the state donated, as
   `jax.jit(functools.partial(score, model=model), donate_argnums=1)`, so that
   the K/V memory is updated in place. Not differentiable;
   `jaxkv.models.grouped_log_probs` is.
 
   Uses empty slots only, and frees them afterwards; running sequences are
   unchanged. Completions share their prompt's pages. If only one slot is empty,
-  or pages are scarce, a completion may compute the end of the prompt again,
-  which fills no page.
+  or pages are scarce, a completion may recompute the last, partial page of the
+  prompt.
 
   After a change of the weights, call `update_weights`, or `jaxkv.new_epoch` for
-  the cache of a `Memory`; otherwise pages of the old weights are hit.
+  the cache of a `Memory`; otherwise pages of the old weights are reused.
 
   To score with several models, such as a policy and its reference, pass tuples
   of `params` and `state`; states and results are then tuples too. Each state
@@ -115,8 +115,8 @@ def score(
     prompt_lengths: int32[N], 1 .. P; 0 for a group without completions.
     completions: int32[N, G, R], padded at the end.
     completion_lengths: int32[N, G], 0 .. R.
-    model: see `Model`. Its `rows` number the sequences 0 .. N * G - 1, with the
-      same lengths as during sampling.
+    model: see `Model`. `Batch.rows` numbers the sequences 0 .. N * G - 1; their
+      lengths are those during sampling.
     temperature: float32[]: the distribution is softmax(logits / temperature); 0
       means temperature 1.
     entropy: static; whether to compute the distribution's entropy.
@@ -126,18 +126,19 @@ def score(
     salts: uint32[N, 4], see `jaxkv.salt`; None for no salts.
     extra: values of each group for the model, a pytree of arrays [N, ...].
     version: int32[], the version of the weights, as in `init`; groups are STALE
-      if the cache has another one. None to skip the check.
+      if the cache has a different version. None to skip the check.
 
   Returns:
     The state, and a `Scored` with a code for each group: OK; OUT_OF_PAGES, if
     no slot is empty, or the pool has too few free pages for the prompt and a
-    completion; SLOT_FULL, if both exceed a slot; BAD_LENGTH, if a length is out
-    of range; or STALE. A group that fails has NaN log-probs and holds no pages.
+    completion; SLOT_FULL, if their sum exceeds a slot; BAD_LENGTH, if a length
+    is out of range; or STALE. A group that fails has NaN log-probs and holds no
+    pages.
 
   Raises:
     TypeError: an argument has the wrong type or dtype.
     ValueError: an argument or the logits have the wrong shape; the cache has a
-      CrossAttention group or is known to have another version; or the memory
+      CrossAttention group or has a different concrete version; or the memory
       does not fit the cache.
 
   Examples:
@@ -161,7 +162,7 @@ def score(
     >>> group = [[3, 1, 4, 1, 5]], [5], [[[9, 2], [6, 0]]], [[2, 1]]
     >>> group = [jnp.asarray(array, jnp.int32) for array in group]
     >>> state, scored = scores(params, state, *group)
-    >>> scored.log_probs.shape, scored.computed_tokens.tolist()  # 4 + 2 + 1
+    >>> scored.log_probs.shape, scored.computed_tokens.tolist()  # Prompt: 4
     ((1, 2, 2), [7])
     >>> state, again = scores(params, state, *group)
     >>> again.cached_tokens.tolist(), again.computed_tokens.tolist()
@@ -234,14 +235,14 @@ def _score(
     is_current = has_version(memory.cache, version)
   busy = jnp.zeros((memory.cache.config.num_slots,), bool)
   if isinstance(state, RolloutState):
-    # A sequence that has just entered may hold no page yet.
+    # `is_empty` misses a sequence that has just entered and holds no page yet.
     busy = state.slots.row < state.queue.no_row
   work = _begin(memory, groups, config, busy, is_current)
   is_usable = (work.slots.row == work.queue.no_row) & is_empty(
     memory.cache, jnp.arange(work.slots.size, dtype=jnp.int32)
   )
   num_usable = jnp.sum(is_usable, dtype=jnp.int32)
-  # No slot can become empty, if all belong to others.
+  # No slot becomes empty if running sequences hold all.
   work = dataclasses.replace(work, queue=_fail_all(work.queue, num_usable == 0))
   counts = jnp.zeros((2, groups.completions.shape[0]), jnp.int32)
   buffers = Buffers(answers=AnswerCounts(counts[0], counts[1], num_usable > 1))
@@ -328,11 +329,11 @@ def _begin(
   busy: Array,
   is_current: Array,
 ) -> RolloutState:
-  """Returns a rollout whose answers are given.
+  """Returns a rollout whose completions are given.
 
   Args:
     memory: the cache and its memory.
-    groups: the prompts and answers.
+    groups: the prompts and completions.
     config: the options.
     busy: bool[B], slots that may not be used.
     is_current: bool[], False if the pages are those of other weights.
@@ -371,13 +372,13 @@ def _begin(
   queue = dataclasses.replace(
     queue,
     tokens=indexing.put(queue.tokens, rows, place, values=answers),
-    # The last token is never computed.
+    # The last token is never an input of the model.
     length=queue.prompt_length + lengths - 1,
     status=jnp.where(code == Status.OK, status, failed),
     code=code,
   )
   slots = init_slots(busy.shape[0], queue)
-  # A slot of no row and not of `no_row` is neither running nor empty.
+  # `no_row + 1` marks a slot as neither running nor empty.
   row = jnp.where(busy, queue.no_row + 1, slots.row)
   return RolloutState(
     config=config,
@@ -390,9 +391,9 @@ def _begin(
 
 
 def _codes(groups: _Groups, slot_tokens: int, is_current: Array) -> Array:
-  """Returns the statuses of groups before any computation, int32[N]."""
+  """Returns the codes of groups before any computation, int32[N]."""
   prompt, lengths = groups.prompt_lengths, groups.lengths
-  # `grouped` returns such a group for a prompt without samples.
+  # For a prompt without samples, `rollout.grouped` returns a void group.
   is_void = (prompt == 0) & jnp.all(lengths == 0, axis=1)
   is_bad = ((prompt < 1) & ~is_void) | (prompt > groups.prompts.shape[1])
   longest = groups.completions.shape[2]
@@ -420,13 +421,13 @@ def _scored(state: RolloutState, groups: _Groups, buffers: Buffers) -> Scored:
   shape = groups.completions.shape
   failed = queue.status == SequenceStatus.FAILED
   code = jnp.where(failed, queue.code, jnp.int32(Status.OK))
-  # One sample that fails fails its group, because a loss needs all of them.
+  # A failed sample fails its group, because a loss needs all of them.
   code = jnp.max(code.reshape(shape[:2]), axis=1)
   column = jnp.arange(shape[2], dtype=jnp.int32)[None]
   place = queue.prompt_length[:, None] + column
   row = jnp.arange(queue.size, dtype=jnp.int32)[:, None]
   lengths = groups.lengths[..., None]
-  # The columns of a completion whose length is out of range are unknown.
+  # With a negative length, all columns get the value of a failure.
   is_real = (column[None] < lengths) | (lengths < 0)
 
   def of_groups(array: Any, failure: float) -> Any:

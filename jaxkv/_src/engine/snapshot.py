@@ -24,7 +24,7 @@ FORMAT = 1
 """The version of the format; a later jaxkv reads earlier versions."""
 
 _FACTS = ("pages", "static", "shapes", "dtypes", "keys", "sums")
-# Of the memory, a snapshot without pages has the identity of the cache alone.
+# A snapshot without pages keeps only these arrays of the memory.
 _MEMORY = ".memory."
 _IDENTITY = tuple(
   f".memory.cache.{name}" for name in ("secret", "root", "epoch", "stats")
@@ -36,12 +36,12 @@ def save(
 ) -> None:
   """Saves a rollout, in the middle of generation or at its end.
 
-  A folder appears under its name when it is complete. All processes of a job
-  must call this together.
+  The folder appears only when it is complete. All processes of a job must call
+  this together.
 
   Args:
     folder: the path of a new folder.
-    state: the rollout, on any devices, also that of `jaxkv.sharding`.
+    state: the rollout, on any devices, sharded or not.
     pages: saves the cache and its K/V memory. Without them the snapshot has
       some 16 bytes for each token of the queue; `restore` puts running
       sequences back into the queue, and their tokens are computed again.
@@ -87,8 +87,9 @@ def save(
 def restore(folder: str | pathlib.Path, target: RolloutState) -> RolloutState:
   """Restores a rollout that `save` wrote.
 
-  All later results equal those of a rollout that was not interrupted; with
-  exact numerics, or with pages on as many devices, they have the same bits.
+  Later results equal those of an uninterrupted rollout up to rounding. They
+  have the same bits with exact numerics, and with pages if the number of
+  devices is the same.
 
   Args:
     folder: the folder.
@@ -131,7 +132,7 @@ def restore(folder: str | pathlib.Path, target: RolloutState) -> RolloutState:
       folder,
       ocp.args.Composite(arrays=ocp.args.StandardRestore(shapes)),
     ).arrays
-  # Storage checks its own tables, but not all bytes of an array.
+  # The storage of orbax does not check all bytes of an array.
   sums = _checksums(data)
   changed = [name for name in sorted(sums) if sums[name] != facts["sums"][name]]
   if changed:
@@ -151,7 +152,9 @@ def restore(folder: str | pathlib.Path, target: RolloutState) -> RolloutState:
 
 def _orbax() -> Any:
   return extra_package(
-    "orbax.checkpoint", install="jaxkv[checkpoints]", task="To save a rollout"
+    "orbax.checkpoint",
+    install="jaxkv[checkpoints]",
+    task="To save or restore a rollout",
   )
 
 
@@ -201,18 +204,18 @@ def _data(leaf: Array) -> Array:
 def _all_wait(state: RolloutState) -> RolloutState:
   """Puts the running sequences back into the queue."""
 
-  def without_axes(leaf: Any) -> Any:
-    # The verb has no annotations for axes of type Explicit.
-    place = leaf.sharding
-    if not isinstance(place, NamedSharding):
+  def on_auto_axes(leaf: Any) -> Any:
+    # `requeue` does not support mesh axes of type Explicit.
+    where = leaf.sharding
+    if not isinstance(where, NamedSharding):
       return leaf
-    assert isinstance(place.mesh, Mesh)  # That of a concrete array.
-    mesh, kind = auto_mesh(place.mesh), place.memory_kind
+    assert isinstance(where.mesh, Mesh)  # Always for a concrete array.
+    mesh, kind = auto_mesh(where.mesh), where.memory_kind
     return jax.device_put(
-      leaf, NamedSharding(mesh, place.spec, memory_kind=kind)
+      leaf, NamedSharding(mesh, where.spec, memory_kind=kind)
     )
 
-  state = jax.tree.map(without_axes, state)
+  state = jax.tree.map(on_auto_axes, state)
   ids, status = state.queue.ids, state.queue.status
 
   def requeue_all(state: RolloutState, ids: Array, mask: Array) -> RolloutState:
@@ -266,14 +269,14 @@ def _check_arrays(facts: dict[str, Any], targets: dict[str, Any]) -> None:
     if saved != got:
       raise ValueError(
         f"`target` must have the sizes of the saved rollout: `{name[1:]}` has "
-        f"the shape {saved} there, got {got}."
+        f"the shape {saved} in the folder, got {got}."
       )
     stored, dtype = facts["dtypes"][name], str(targets[name].dtype)
-    # A CPU stores the bits of bfloat16 and of 8-bit floats as integers. The
-    # static `dtype` of a pool, which was compared, says what they mean.
-    has_bits = name.startswith((".memory.kv", ".memory.host"))
+    # On a CPU, pools hold bfloat16 and 8-bit floats as integers of their bits.
+    # `_check_static` has compared the pools' `dtype`, which is the format.
+    is_pool = name.startswith((".memory.kv", ".memory.host"))
     if stored != dtype and not (
-      has_bits and _itemsize(stored) == _itemsize(dtype)
+      is_pool and _itemsize(stored) == _itemsize(dtype)
     ):
       raise ValueError(
         f"`target` must have the number formats of the saved rollout: "
@@ -304,11 +307,11 @@ def _checksums(data: dict[str, Array]) -> dict[str, int]:
 
 @jax.jit
 def _checksum(array: Array) -> Array:
-  """Returns uint32[], a weighted sum; each position has another weight."""
+  """Returns uint32[], a sum weighted by the position."""
   if jax.typeof(array).memory_space != jax.memory.Space.Host:
     return _weighted_sum(array)
 
-  # One page after another, because all may be too large for a device.
+  # Page by page, because the whole array may not fit on a device.
   def add(page: Array, total: Array) -> Array:
     part = jax.lax.dynamic_index_in_dim(array, page, keepdims=False)
     part = jax.device_put(part, jax.memory.Space.Device)
@@ -322,7 +325,7 @@ def _weighted_sum(array: Array) -> Array:
     array = array.astype(jnp.uint8)
   bits = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
   words = jax.lax.bitcast_convert_type(array, bits).astype(jnp.uint32)
-  # Flattened, an array that is split over devices would be gathered.
+  # Flattening an array that is split over devices would gather it.
   index = jnp.zeros(array.shape, jnp.uint32)
   for axis in range(array.ndim):
     place = jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
@@ -337,7 +340,7 @@ def _restored(data: Array, leaf: Any, impl: str | None) -> Array:
     data = jax.lax.bitcast_convert_type(data, leaf.dtype)
   where = getattr(leaf, "sharding", None)
   if where is not None and where.memory_kind == HOST:
-    # Orbax puts it there, but the type of its array does not say so.
+    # Orbax restores to host memory, but the array's type omits it.
     data = jax.device_put(np.asarray(data), where)
   return data
 
@@ -345,7 +348,7 @@ def _restored(data: Array, leaf: Any, impl: str | None) -> Array:
 def _empty_memory(
   target: RolloutState, arrays: dict[str, Array]
 ) -> dict[str, Array]:
-  """Returns the arrays of a memory without pages that are not in `arrays`."""
+  """Returns the arrays that `arrays` lacks, for a memory without pages."""
   cache = init_cache(target.memory.cache.config)
   empty = dataclasses.replace(target.memory, cache=cache)
   values = dict(_named(dataclasses.replace(target, memory=empty)))
@@ -353,7 +356,7 @@ def _empty_memory(
   for name, leaf in _named(target):
     if name in arrays:
       continue
-    # K/V memory has no values until it is written.
+    # K/V memory that was never written is zero.
     is_page = not name.startswith(".memory.cache")
     value = np.zeros((), leaf.dtype) if is_page else np.asarray(values[name])
     where = getattr(leaf, "sharding", None)

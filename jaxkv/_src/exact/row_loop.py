@@ -53,7 +53,7 @@ def with_gradient(
   """Computes `function(*arguments)`, with the gradient of another function.
 
   Args:
-    function: computes the result. Both functions must not close over arrays.
+    function: computes the result. Neither function may close over arrays.
     surrogate: differentiated instead; equal to `function` up to rounding.
     *arguments: pytrees of arrays.
   """
@@ -139,18 +139,19 @@ def _loop(
   count = jax.tree.leaves(rows)[0].shape[0]
   if not count:
     return function(weights, *rows)
-  # Pads to more rows than one tile. If all iterations read the same rows, XLA
-  # moves the body out of the loop and fuses it with the operations around it.
+  # Pads to at least tile + 1 rows, so that iterations read different rows. If
+  # all read the same rows, XLA moves the body out of the loop and fuses it with
+  # the operations around it.
   padding = max(tile + 1 - count, 0)
   if padding:
     rows = jax.tree.map(lambda x: _pad(x, padding), rows)
-  # The barrier hides constants from XLA, such as weights that a user's function
-  # closes over. XLA would transpose constants, and so compute another product.
+  # The barrier hides constants from XLA, such as weights in the closure of the
+  # function that is compiled. XLA would transpose them, which changes rounding.
   weights, rows = lax.optimization_barrier((weights, rows))
   last_start = count + padding - tile
 
   def compute_tile(index: Array) -> tuple[Any, Array]:
-    # The last tile is not padded. Instead it overlaps the tile before it.
+    # The last tile starts early, and may overlap the tile before it.
     start = jnp.minimum(index * tile, last_start)
     part = jax.tree.map(
       lambda x: lax.dynamic_slice_in_dim(x, start, tile), rows
@@ -162,7 +163,7 @@ def _loop(
     lambda x: jnp.zeros((count + padding, *x.shape[1:]), x.dtype), shapes
   )
 
-  def trip(index: Array, out: Any) -> Any:
+  def put_tile(index: Array, out: Any) -> Any:
     result, start = compute_tile(index)
     return jax.tree.map(
       lambda x, part: lax.dynamic_update_slice_in_dim(x, part, start, 0),
@@ -171,9 +172,11 @@ def _loop(
     )
 
   # XLA might unroll a loop with a constant number of iterations.
-  trips = _opaque(-(-count // tile), rows)
-  out, trips, _ = sharding.match_varying_axes((out, trips, (rows, weights)))
-  out = lax.fori_loop(jnp.zeros_like(trips), trips, trip, out)
+  num_tiles = _opaque(-(-count // tile), rows)
+  out, num_tiles, _ = sharding.match_varying_axes(
+    (out, num_tiles, (rows, weights))
+  )
+  out = lax.fori_loop(jnp.zeros_like(num_tiles), num_tiles, put_tile, out)
   return jax.tree.map(lambda x: x[:count], out)
 
 
@@ -196,6 +199,6 @@ def _opaque(number: int, tree: Any) -> Array:
       bits = leaf.ravel()[0].astype(jnp.int32)
       break
   else:
-    raise TypeError("`tree` must have an array of numbers.")
+    raise TypeError("`rows` must have an array of numbers.")
   # Always true, because the sign bit is masked, but XLA does not prove that.
   return jnp.where(bits & jnp.int32(2**31 - 1) >= 0, number, 0)

@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec
 from jaxkv._src.integrations import jobs as client_jobs
 from jaxkv._src.integrations import packages
 from jaxkv._src.integrations.engine import QueueEngine
-from jaxkv._src.integrations.gathering import Gathering
 from jaxkv._src.integrations.jobs import Answer
 from jaxkv._src.integrations.jobs import EngineSizes
 from jaxkv._src.integrations.jobs import Job
 from jaxkv._src.integrations.paged_module import PagedModule
+from jaxkv._src.integrations.thread_batches import ThreadBatches
 from jaxkv._src.integrations.tunix_models import paged_module_of
 from jaxkv._src.integrations.weights import WeightWatch
 
@@ -86,7 +86,7 @@ class TunixRollout:
     self._shardings: list[Any] | None = None
     self._moves_weights = False
     self._engine: QueueEngine | None = None
-    self._gathering = Gathering(self._serve)
+    self._batches = ThreadBatches(self._serve)
 
   def generate(
     self, prompts: Sequence[str] | str, rollout_config: Any, **kwargs: Any
@@ -110,7 +110,7 @@ class TunixRollout:
     tokens = [self._tokens(text) for text in prompts]
     jobs = self._jobs(tokens, rollout_config)
     wants_log_probs = bool(rollout_config.return_logprobs)
-    answers = self._gathering.call((jobs, wants_log_probs, rollout_config))
+    answers = self._batches.call((jobs, wants_log_probs, rollout_config))
     return self._output(tokens, answers, rollout_config)
 
   def get_per_token_logps(

@@ -34,14 +34,14 @@ def write(
   Does not write columns past `view.num_tokens`. Does not write tokens whose
   entry in the page table is 0 (the null page), out of range or missing. Call
   `jaxkv.allocate` first, which reports the rows that get no pages. Not
-  differentiable: for pages stored as bits, `jax.grad` gives zeros and no error.
+  differentiable: for integer storage, `jax.grad` gives zeros and no error.
 
   Args:
     kv: the pages.
     view: the rows and their new tokens; for a `PackedView`, B is 1.
     layer: int32[], 0..L-1.
-    k: [B, T, K, D], keys of T columns in B rows, rounded to `kv.dtype`; 8-bit
-      formats get a scale for each token and head.
+    k: [B, T, K, D], keys of T columns in B rows; written as `kv.dtype`, 8-bit
+      formats with a scale for each token and head.
     v: [B, T, K, D], values; None for latents, which contain their values.
 
   Returns:
@@ -62,7 +62,7 @@ def write(
       arguments.refuse(ValueError, name, expected, array)
     if kv.has_default_dtype and array.dtype == jnp.float32:
       hint = (
-        "make the pages with dtype=float32, or with dtype=bfloat16 to round"
+        "make the pages with dtype=float32, or with an explicit dtype=bfloat16"
       )
       expected = f"{kv.dtype}, the default dtype of the pages"
       arguments.refuse(TypeError, name, expected, array.dtype, hint)
@@ -161,8 +161,8 @@ def locate(
 def _locate(
   kv: Layered, view: View, row: jax.Array, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Implements `locate` for positions int32[X] in rows int32[X]."""
-  # Padding reads past the table, because index -1 would be the last column.
+  """Implements `locate` for rows and positions that broadcast."""
+  # Position -1 reads past the table, because -1 would be the last column.
   column = jnp.where(
     position >= 0, position // kv.page_size, view.page_table.shape[1]
   )

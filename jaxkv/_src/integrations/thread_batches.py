@@ -1,4 +1,4 @@
-"""Gathers calls from several threads into batches."""
+"""Batches of the calls of several threads."""
 
 import threading
 from collections.abc import Callable
@@ -15,7 +15,7 @@ class _Call:
     self.done = False
 
 
-class Gathering:
+class ThreadBatches:
   """Serves requests of several threads in batches, on the calling threads.
 
   If no batch is in progress, a call serves its request at once. Requests that
@@ -24,7 +24,7 @@ class Gathering:
   """
 
   def __init__(self, serve: Callable[[list[Any]], list[Any]]):
-    """Creates a gathering without requests.
+    """Creates batches without requests.
 
     `serve` maps a list of requests to their results. It never runs in two
     threads at once. If `serve` raises, each call of the batch raises.

@@ -1,0 +1,117 @@
+"""recycle: releases pages behind windows and chunks."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.arrays.indexing import SlotRows
+from jaxkv._src.cache.pool import page_table
+from jaxkv._src.cache.pool import recurrent
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Outcome
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
+from jaxkv._src.cache.state import rows_of
+from jaxkv._src.cache.state import verb
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recycled(Outcome):
+  """The result of `recycle`.
+
+  Attributes:
+    code: a `Status` for each slot.  # int32[R]
+    num_recycled_pages: pages that the slot released, over all groups.
+      # int32[R]
+  """
+
+  num_recycled_pages: Array
+
+
+@verb
+def recycle(
+  state: CacheState,
+  *,
+  lengths: Array | None = None,
+  slots: Array | None = None,
+  mask: Array | None = None,
+) -> tuple[CacheState, Recycled]:
+  """Releases pages to which no later token of their sequence attends.
+
+  These are the pages before a sliding window or a chunk. The null page replaces
+  them in the page table. The last of these pages is released first. Published
+  pages stay cached until they are popped. If a loop calls this verb before
+  `allocate`, a sequence with a window of w tokens has at most
+  `ceil((w - 1) / S) + 1` pages, plus the pages for new tokens. If there is
+  nothing to release, the cost is negligible.
+
+  Args:
+    state: the cache.
+    lengths: int32[R], at most `state.length` of the slot: the number of tokens
+      whose forward pass has finished. Pages that a token after these attends to
+      stay. A negative number releases nothing. None for `state.length`.
+    slots: int32[R], the slots of the rows; None for all B slots in order.
+    mask: bool[R], the rows to process; None for all.
+
+  Returns:
+    The cache, and per row OK, SKIPPED, BAD_SLOT (out of range, or repeated) or
+    BAD_LENGTH (more than the slot's length).
+
+  Examples:
+    >>> import jaxkv
+    >>> state = jaxkv.init(jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4,
+    ...   groups=(jaxkv.SlidingWindow(3),)))
+    >>> state, _ = jaxkv.allocate(state, [7])
+    >>> state, _ = jaxkv.commit(state, [[1, 2, 3, 4, 5, 6, 7]], [7])
+    >>> state, out = jaxkv.recycle(state)
+    >>> out.num_recycled_pages.tolist(), state.page_table[0].tolist()
+    ([2], [[0, 0, 3, 4]])
+  """
+  rows = rows_of(state, slots, mask)
+  length = rows.read(state.length)
+  lengths = length if lengths is None else lengths
+  code = first_code(
+    (rows.skipped, Status.SKIPPED),
+    (rows.bad, Status.BAD_SLOT),
+    (lengths > length, Status.BAD_LENGTH),
+  )
+  state, num_pages = drop_behind(state, rows, lengths, code == Status.OK)
+  out = Recycled(code=code, num_recycled_pages=num_pages)
+  return state, out
+
+
+def drop_behind(
+  state: CacheState, rows: SlotRows, lengths: Array, served: Array
+) -> tuple[CacheState, Array]:
+  """Releases the pages that served rows do not need after `lengths` tokens.
+
+  Returns:
+    The cache, and int32[R]: the number of released pages.
+  """
+  config = state.config
+  if not config.skips_pages:
+    return state, jnp.zeros_like(lengths)
+  held, first = rows.read(state.num_pages), rows.read(state.num_skipped_pages)
+  # `quotient` needs numbers of at least 0. Refused rows may have other numbers.
+  lengths = jnp.clip(lengths, 0, config.slot_tokens)
+  stop = jnp.minimum(config.sizes.skipped_pages(lengths), held)
+  stop = config.sizes.keep_last_page(stop, rows.read(state.length))
+  # Skipped pages do not come back if `lengths` is less than in an earlier call.
+  stop = jnp.where(served[:, None], jnp.maximum(first, stop), first)
+  slots = rows.where(served)
+  num_pages = recurrent.num_pages(config, state.page_table, slots, first, stop)
+  pool, table = page_table.shrink(
+    state.pool,
+    state.page_table,
+    page_table.ranges(slots, first, stop),
+    replacement=0,
+  )
+  skipped = rows.write(state.num_skipped_pages, served, stop)
+  state = dataclasses.replace(
+    state, page_table=table, num_skipped_pages=skipped, pool=pool
+  )
+  return state, num_pages

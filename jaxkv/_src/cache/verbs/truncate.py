@@ -1,0 +1,191 @@
+"""truncate: rolls sequences back to fewer tokens."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays.indexing import SlotRows
+from jaxkv._src.cache.pool import page_table
+from jaxkv._src.cache.pool import recurrent
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Copies
+from jaxkv._src.cache.state import Outcome
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
+from jaxkv._src.cache.state import is_empty
+from jaxkv._src.cache.state import rows_of
+from jaxkv._src.cache.state import verb
+from jaxkv._src.cache.steps import publish
+from jaxkv._src.cache.steps import reserve
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Truncated(Outcome):
+  """The result of `truncate`; a row is OK if its slot has the new length.
+
+  Attributes:
+    code: a `Status` for each slot.  # int32[R]
+    copies: R * G copies of page contents that the caller must make.
+  """
+
+  copies: Copies
+
+
+@verb
+def truncate(
+  state: CacheState,
+  lengths: Array,
+  *,
+  slots: Array | None = None,
+  mask: Array | None = None,
+) -> tuple[CacheState, Truncated]:
+  """Rolls sequences back to fewer tokens.
+
+  Whole pages past the new end are released, the last page first, including
+  pages allocated ahead. Truncating to 0 empties the slot, as `free` does.
+
+  The new last page may have been full, and therefore cached or shared. Later
+  tokens will be written to it, so:
+
+  | the page is           | action                                           |
+  |-----------------------|--------------------------------------------------|
+  | referenced only here  | it is removed from the prefix index              |
+  | shared or pinned      | a fresh page replaces it, with a copy to make    |
+
+  Does not copy contents: apply `copies` (`jaxkv.kv.copy`) before writing.
+
+  Pages of an encoder stay until the slot is empty. With a recurrent group, the
+  new length must be the old one, to release only pages allocated ahead, or end
+  at a page whose state is still held. Scratch pages move to the new end.
+
+  Pages released by `recycle` do not come back, so a slot is refused if a window
+  or a state needs one of them. (With speculation, call `recycle` only after
+  tokens were accepted, or keep the old state.)
+
+  All-or-nothing per slot. A batch differs from one call for each row in turn:
+  it counts references and free pages before any row is served. First all rows
+  release pages, and then all rows pop fresh pages, each time in row order.
+
+  Args:
+    state: the cache.
+    lengths: int32[R], 0 .. `state.length` of the slot.
+    slots: int32[R], the slots of the rows; None for all B slots in order.
+    mask: bool[R], the rows to process; None for all.
+
+  Returns:
+    The cache, and per row OK, SKIPPED, BAD_SLOT (out of range, or repeated),
+    SLOT_EMPTY, BAD_LENGTH (negative or more than the slot's length), RECYCLED
+    or OUT_OF_PAGES.
+
+  Examples:
+    >>> import jaxkv
+    >>> state = jaxkv.init(jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4))
+    >>> state, _ = jaxkv.allocate(state, [5])
+    >>> state, _ = jaxkv.commit(state, [[7, 8, 9, 10, 11]], [5])
+    >>> state, out = jaxkv.truncate(state, [3])
+    >>> int(state.length[0]), state.num_pages.tolist()
+    (3, [[2]])
+  """
+  config = state.config
+  rows = rows_of(state, slots, mask)
+  length, held = rows.read(state.length), rows.read(state.num_pages)
+  code = first_code(
+    (rows.skipped, Status.SKIPPED),
+    (rows.bad, Status.BAD_SLOT),
+    (is_empty(state, rows.slots), Status.SLOT_EMPTY),
+    ((lengths < 0) | (lengths > length), Status.BAD_LENGTH),
+    (_needs_recycled(state, rows, lengths), Status.RECYCLED),
+  )
+  full = config.sizes.full_pages(lengths)
+  partial = config.sizes.open_pages(lengths)
+  reopened = partial & (full < config.sizes.full_pages(length))
+  last_page = reserve.pages_in_column(state, rows.slots, full, reopened)
+  shared = reopened & (indexing.take(state.pool.ref_count, last_page) > 1)
+  keep = config.sizes.keep_encoder(full + partial.astype(jnp.int32), held)
+  keep = jnp.where((lengths > 0)[:, None], keep, 0)
+  # A shared last page is released and replaced by a fresh page.
+  plan = reserve.reservation(
+    state,
+    hit=keep - shared.astype(jnp.int32),
+    stop=keep,
+    # True, so that the plan moves no scratch pages. `_release_columns` does.
+    begins=jnp.ones_like(rows.skipped),
+  )
+  code = reserve.grant(state, plan, code)
+  served = code == Status.OK
+  state = publish.roll_back(
+    state, rows, lengths, served, last_page, reopened & ~shared
+  )
+  state, scratch = _release_columns(state, rows, plan, served)
+  state = reserve.take(state, rows, plan, served)
+  replaced = shared & served[:, None]
+  no_page = jnp.int32(config.no_page)
+  copies = Copies(
+    src=jnp.where(replaced, last_page, no_page).reshape(-1),
+    dst=reserve.pages_in_column(state, rows.slots, plan.hit, replaced).reshape(
+      -1
+    ),
+  )
+  skipped = jnp.minimum(rows.read(state.num_skipped_pages), keep)
+  state = dataclasses.replace(
+    state,
+    num_pages=rows.write(state.num_pages, served, keep + scratch),
+    num_skipped_pages=rows.write(state.num_skipped_pages, served, skipped),
+    length=rows.write(state.length, served, lengths),
+  )
+  return state, Truncated(code=code, copies=copies)
+
+
+def _release_columns(
+  state: CacheState,
+  rows: SlotRows,
+  plan: reserve.Reservation,
+  served: Array,
+) -> tuple[CacheState, Array]:
+  """Releases the columns past `plan.hit` of served rows, except scratch pages.
+
+  Returns:
+    The cache, and int32[R, G]: the number of scratch pages that remain.
+  """
+  config, held = state.config, rows.read(state.num_pages)
+  keep = jnp.where(served[:, None], plan.stop, held)
+  start = jnp.where(served[:, None], plan.hit, held)
+  scratch = recurrent.num_scratch(config, held, keep)
+  # A slot that becomes empty releases its scratch pages too.
+  scratch = jnp.where(keep > 0, scratch, 0)
+  slots = rows.where(served)
+  pool, table = page_table.shrink(
+    state.pool,
+    state.page_table,
+    page_table.ranges(slots, start, held - scratch),
+    replacement=config.no_page,
+  )
+  table = recurrent.retract_scratch(config, table, slots, held, keep, scratch)
+  state = dataclasses.replace(state, pool=pool, page_table=table)
+  return state, scratch
+
+
+def _needs_recycled(state: CacheState, rows: SlotRows, lengths: Array) -> Array:
+  """Returns bool[R]: rows that need a released page at the new length."""
+  config = state.config
+  if not config.skips_pages:
+    return lengths < 0
+  length, num_skipped = (
+    rows.read(state.length),
+    rows.read(state.num_skipped_pages),
+  )
+  # Rows with a bad length get another code, but the arithmetic must be valid.
+  lengths = jnp.clip(lengths, 0, length)
+  is_needed = jnp.any(config.sizes.skipped_pages(lengths) < num_skipped, axis=1)
+  is_needed &= lengths > 0
+  is_needed |= ~recurrent.can_continue(
+    config, state.page_table, rows.slots, length, lengths
+  )
+  return is_needed | (
+    (lengths > 0) & publish.needs_skipped_page(state, rows, lengths)
+  )
