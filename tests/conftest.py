@@ -132,6 +132,10 @@ def small_model(tmp_path_factory):
   return small_model.trained_in(tmp_path_factory.mktemp("models"))
 
 
+_SLOW_EXAMPLES = {"grouped.py", "grouped_log_probs.py", "score.py"}
+"""Files whose examples compile a rollout or a gradient."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
   parser.addoption(
     "--all",
@@ -157,6 +161,10 @@ def pytest_collection_modifyitems(
   deep = config.getoption("--deep")
   slow = deep or config.getoption("--all")
   for item in items:
+    if (
+      isinstance(item, pytest.DoctestItem) and item.path.name in _SLOW_EXAMPLES
+    ):
+      item.add_marker(pytest.mark.slow)
     if not _is_named(item):
       if not deep and item.get_closest_marker("deep"):
         item.add_marker(pytest.mark.skip(reason="deep: runs with --deep"))

@@ -24,6 +24,7 @@ def state():
   return jaxkv.free(state, slots=[1])[0]
 
 
+@pytest.mark.slow
 def test_values_are_told(state):
   assert describe(state, Status) == (
     "CacheState(2 of 15 pages in use, 2 free pages cached;"

@@ -37,6 +37,7 @@ def _texts(figure):
   return [text.get_text() for text in figure.axes[0].texts]
 
 
+@pytest.mark.slow
 def test_group_kinds_of_pages(state):
   kinds = page_kinds(state)
   assert kinds[:2] == ["null", "shared"]
@@ -63,6 +64,7 @@ def test_pages_slots_and_the_free_queue_are_drawn(state):
   assert [text for text in texts if text.isdigit()][-len(free) :] == free, start
 
 
+@pytest.mark.slow
 def test_every_group_has_a_row():
   config = jaxkv.CacheConfig(
     num_pages=33,
@@ -89,6 +91,7 @@ def test_axes_can_be_given(state):
   assert not left.texts and right.texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("num_pages", "num_slots"), [(2, 64), (513, 1), (4096, 64)]
 )

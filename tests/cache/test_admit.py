@@ -1,5 +1,7 @@
 """match, admit: sequences enter with whatever of them is cached."""
 
+import pytest
+
 import jaxkv
 from jaxkv import ChunkedLocal
 from jaxkv import FullAttention
@@ -64,6 +66,7 @@ def test_a_prompt_that_does_not_fit_changes_nothing():
 
 
 class TestWindows:
+  @pytest.mark.slow
   def test_a_hit_has_null_pages(self):
     state = freed(10, SlidingWindow(4))
     state, out = jaxkv.admit(state, ints(0), text(), ints(11))
@@ -72,6 +75,7 @@ class TestWindows:
     assert table(state) == [[0, 0, 0, 4, 5, 6]]
     assert jaxkv.free_pages(state) == [*range(7, PAGES), 3, 2, 1]
 
+  @pytest.mark.slow
   def test_an_evicted_part_is_filled_again(self):
     """Two tokens of the text are computed twice; the middle comes back."""
     state = without(freed(10, SlidingWindow(4)), 2)
@@ -86,6 +90,7 @@ class TestWindows:
 
 
 class TestChunks:
+  @pytest.mark.slow
   def test_a_hit_without_pages_of_one_group(self):
     state = without(freed(10, FullAttention(), ChunkedLocal(4)), 10)
     state, out = jaxkv.admit(state, ints(0), text(), ints(11))

@@ -173,7 +173,7 @@ class TestLoops:
 
 
 class TestSweep:
-  @slow_except("num_pages", SIZES, SIZES[0])
+  @pytest.mark.slow
   @pytest.mark.parametrize("num_pages", SIZES)
   def test_only_the_sweep_visits_all_pages(self, num_pages):
     """It is the loop that counts through the ring."""

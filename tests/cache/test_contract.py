@@ -170,7 +170,7 @@ class TestEveryVerb:
       alone = TABLE[verb](state, **args)
       assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
 
-  @slow_except("verb", TABLE, *FEW)
+  @pytest.mark.slow
   def test_a_cache_a_device(self, verb):
     """One cache on each of eight devices; no device waits for another."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -213,6 +213,7 @@ class TestEveryChange:
     TABLE[verb](state, **args)
     assert_same(state, before)
 
+  @slow_except("verb", CHANGING, *FEW[:3])
   def test_donation(self, verb):
     """Every buffer of the state is used again, and none is left unusable."""
     state, args = example(verb)
@@ -234,6 +235,7 @@ class TestEveryChange:
     assert_same(compiled(donated, args), wanted)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
 
+  @slow_except("verb", CHANGING, *FEW[:3])
   def test_inside_control_flow(self, verb):
     """A scan in a conditional in a while loop in a jit."""
     state, args = example(verb)
@@ -342,6 +344,7 @@ class TestHost:
     usage = float(jaxkv.usage(pair.state))
     assert usage == pytest.approx(in_use / (SETUP.config.num_pages - 1))
 
+  @pytest.mark.slow
   def test_none_is_as_documented(self):
     """No mask, no salt, room for all, and all that was committed."""
     for verb in ("match", "admit", "pin"):

@@ -1,5 +1,7 @@
 """free: a sequence ends, and its pages come back in the order of eviction."""
 
+import pytest
+
 import jaxkv
 from jaxkv import Status
 from tests.cache.by_hand import ints
@@ -24,6 +26,7 @@ def test_what_nobody_can_find_is_used_first():
   ).num_cached_tokens.tolist() == [4]
 
 
+@pytest.mark.slow
 def test_without_that_order_all_go_to_the_back():
   state = write(tiny(free_policy="lru"), 0, 1, 2, 3, 4, 5)
   state, _ = jaxkv.free(state, slots=ints(0))

@@ -60,6 +60,7 @@ def _table(state, group=0):
 
 
 class TestKinds:
+  @pytest.mark.slow
   def test_a_window_of_one_token(self):
     """It looks at nothing that was: every full page is left behind."""
     state, tokens = _filled(SlidingWindow(1))
@@ -100,6 +101,7 @@ class TestKinds:
       12
     ]
 
+  @pytest.mark.slow
   def test_somebody_s_own_kind(self):
     state, tokens = _filled(LastPages(2), FullAttention(page_size=8))
     state, out = jaxkv.recycle(state)

@@ -315,6 +315,7 @@ class TestCollision:
     )
     assert found == [4, 2, 0, 0, 2]
 
+  @pytest.mark.slow
   def test_a_collision_is_not_merged_either(self, monkeypatch):
     """A page of other tokens must not take another sequence's place."""
     monkeypatch.setattr(hashing, "page_digests", constant)

@@ -85,6 +85,7 @@ def test_hits_equal_those_of_one_pool(split):
   assert int(stats.forgotten_pages) > 20
 
 
+@pytest.mark.slow
 def test_events_follow_contents_through_both_memories():
   """A page is removed when its content is in neither memory."""
   rng = np.random.default_rng(0)
@@ -117,6 +118,7 @@ def test_events_follow_contents_through_both_memories():
   assert int(jaxkv.stats(state).restored_pages) > 10
 
 
+@pytest.mark.slow
 def test_a_stale_page_is_not_saved():
   config = jaxkv.CacheConfig(
     num_pages=4, page_size=2, num_slots=1, pages_per_slot=4, host_pages=4
@@ -134,6 +136,7 @@ def test_a_stale_page_is_not_saved():
     assert len(jaxkv.cached_pages(after)) == num_saved
 
 
+@pytest.mark.slow
 def test_pin_needs_free_pages_for_hits_on_the_host():
   config = jaxkv.CacheConfig(
     num_pages=4, page_size=2, num_slots=2, pages_per_slot=4, host_pages=4
@@ -186,6 +189,7 @@ def test_every_move_matters(change):
     _serve(_sizes(13, 40), change)
 
 
+@pytest.mark.slow
 def test_a_restored_page_is_not_new():
   """Its content would be lost if the caller zeroed it."""
   config = jaxkv.CacheConfig(

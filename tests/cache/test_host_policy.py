@@ -51,6 +51,7 @@ def _config(**options):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("options", "num_saved"),
   [

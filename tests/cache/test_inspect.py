@@ -9,6 +9,7 @@ from tests.cache.by_hand import tiny
 from tests.cache.by_hand import write
 
 
+@pytest.mark.slow
 def test_pages_of_a_cache_in_use():
   """Slot 0 holds 1 2 | 3 in pages 1 and 2 of seven."""
   state = write(tiny(), 0, 1, 2, 3)

@@ -20,6 +20,7 @@ def cached_pages_1_and_2():
   return state
 
 
+@pytest.mark.slow
 def test_a_pinned_prefix_leaves_the_queue_and_comes_back():
   """Of 1 2 | 3 4 | 5 pages 1 and 2 are cached; 8 is no page."""
   state, out = jaxkv.pin(cached_pages_1_and_2(), *prompt(1, 2, 3, 4, 5))

@@ -49,6 +49,7 @@ class TestPlaces:
     assert np.asarray(cut).all()
     assert np.asarray(found).tolist() == [[8]] * 4
 
+  @pytest.mark.slow
   def test_with_64_bit_types(self):
     """The same in a process whose default integer is int64."""
     program = (

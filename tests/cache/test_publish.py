@@ -1,5 +1,7 @@
 """Which full pages are published, and when."""
 
+import pytest
+
 import jaxkv
 from jaxkv import FullAttention
 from jaxkv import SlidingWindow
@@ -27,6 +29,7 @@ def test_pages_that_no_hit_can_use_are_not_published():
   assert jaxkv.cached_pages(state) == [1, 4]
 
 
+@pytest.mark.slow
 def test_what_waits_is_published_by_the_next_commit():
   """Of six tokens the last two fill a page, but not one of each group."""
   kinds = (FullAttention(page_size=4), FullAttention())
@@ -39,6 +42,7 @@ def test_what_waits_is_published_by_the_next_commit():
   assert done.num_published_pages.tolist() == [3]
 
 
+@pytest.mark.slow
 def test_forks_that_share_a_page_without_a_key():
   kinds = (FullAttention(), FullAttention(page_size=4))
   state = held(3, *kinds, num_slots=2)

@@ -38,6 +38,7 @@ def columns(state, slot=0):
 
 
 class TestColumns:
+  @pytest.mark.slow
   def test_only_the_running_state_and_scratch_have_pages(self):
     state = grown(jaxkv.init(ALONE), 5)
     # Tokens 0-4 end in column 2; two scratch pages stand behind it.
@@ -86,6 +87,7 @@ HYBRID = jaxkv.CacheConfig(
 )
 
 
+@pytest.mark.slow
 def test_a_hybrid_hits_where_both_can_go_on():
   state = jaxkv.init(HYBRID)
   for first, count in ((0, 4), (4, 2), (6, 2), (8, 3)):

@@ -36,6 +36,7 @@ def test_a_page_behind_the_window_becomes_the_null_page():
   assert jaxkv.free_pages(state) == [4, 5, 6, 7, 1]
 
 
+@pytest.mark.slow
 def test_only_final_tokens_are_left_behind():
   """A window of 3 in the second group: 4 tokens have room, 3 are final.
 
@@ -56,6 +57,7 @@ def test_only_final_tokens_are_left_behind():
 
 
 class TestRecycle:
+  @pytest.mark.slow
   @pytest.mark.parametrize(
     ("tokens", "behind"),
     # A window of 4 looks back at 3 tokens; two tokens make a page.
@@ -94,6 +96,7 @@ class TestRecycle:
     assert out.num_recycled_pages.tolist() == [4]
     assert table(state) == [[1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 11, 12]]
 
+  @pytest.mark.slow
   def test_a_kind_may_keep_the_last_full_page(self):
     """It goes back when the next one is full."""
 
@@ -117,6 +120,7 @@ class TestRecycle:
       rows.append(state.num_skipped_pages[0].tolist())
     assert rows == [[1, 2], [1, 2], [2, 2], [2, 2]]
 
+  @pytest.mark.slow
   def test_a_long_sequence_in_few_pages(self):
     """100,000 tokens, a prompt in chunks and the rest one by one."""
     window, size, tokens = 1024, 16, 100_000

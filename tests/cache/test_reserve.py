@@ -37,6 +37,7 @@ def test_a_row_that_asks_for_nothing_takes_nothing():
   assert out.tolist() == [False, True]
 
 
+@pytest.mark.slow
 def test_two_rows_pay_once_for_a_page_that_both_hit():
   """Page 1 is free and cached: of 5 free pages, 1 + 2 and 2 are taken."""
   state = write(tiny(num_pages=6), 0, 1, 2)

@@ -1,5 +1,7 @@
 """reset_prefix_cache, new_epoch, clear_error: what was is forgotten."""
 
+import pytest
+
 import jaxkv
 from jaxkv import Status
 from tests.cache.by_hand import ints
@@ -8,6 +10,7 @@ from tests.cache.by_hand import tiny
 from tests.cache.by_hand import write
 
 
+@pytest.mark.slow
 def test_a_reset_waits_until_nothing_is_held():
   """Slot 0 holds 1 2 in page 1."""
   state = write(tiny(), 0, 1, 2)

@@ -145,6 +145,7 @@ class TestKey:
     assert not any(str(word) in repr(state) for word in words)
 
 
+@pytest.mark.slow
 def test_the_smallest_cache():
   sizes = config(num_pages=2, page_size=1, num_slots=1, pages_per_slot=1)
   state = jaxkv.init(sizes)

@@ -74,6 +74,7 @@ def committed(num_tokens, state=None):
 
 
 class TestStored:
+  @pytest.mark.slow
   def test_pages_name_their_parents(self):
     _, drained = jaxkv.telemetry.drain_events(committed([4, 0]))
     first, second, window_first, window_second = drained.events
@@ -157,6 +158,7 @@ def ages(counts):
   return {bits: n for bits, n in enumerate(counts.tolist()) if n}
 
 
+@pytest.mark.slow
 def test_ages_of_evicted_pages():
   state = passed(jaxkv.init(AGED), 0)
   before = jaxkv.telemetry.residency(state)

@@ -1,6 +1,7 @@
 """truncate: a sequence goes back to an earlier length."""
 
 import jax.numpy as jnp
+import pytest
 
 import jaxkv
 from jaxkv import SlidingWindow
@@ -16,6 +17,7 @@ from tests.cache.by_hand import write
 FIRST = jnp.asarray([True, False, False])
 
 
+@pytest.mark.slow
 def test_pages_behind_the_new_end_are_given_back():
   """Slot 0 held 1 2 | 3 4 | 5 in pages 1, 2, 3 and goes back to two tokens."""
   state = write(tiny(), 0, 1, 2, 3, 4, 5)

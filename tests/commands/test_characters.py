@@ -39,6 +39,7 @@ class TestVocabulary:
 
 
 class TestTraining:
+  @pytest.mark.slow
   def test_lowers_the_loss(self, small_model):
     tokens = characters.training_tokens(TEXT, small_model.tokenizer)[:257]
     positions = jnp.arange(256, dtype=jnp.int32)[None]

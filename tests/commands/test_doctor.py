@@ -46,9 +46,8 @@ def test_a_failure_is_a_line_and_a_status(capsys, monkeypatch):
   assert last.split(maxsplit=1) == ["FAILED", "RuntimeError: no driver found"]
 
 
-@pytest.mark.parametrize(
-  "redirection", [">&-", pytest.param("| true", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("redirection", [">&-", "| true"])
 def test_output_that_nobody_reads(redirection):
   done = _run(redirection)
   assert (done.returncode, done.stderr) == (0, "")

@@ -95,14 +95,9 @@ def lru(requests, rule, pages):
   return total, hits, evicted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-  ("rule", "pages"),
-  [
-    ("full", 9),
-    pytest.param("full", 0, marks=pytest.mark.slow),
-    pytest.param("all", 40, marks=pytest.mark.slow),
-    ("all", 10**12),
-  ],
+  ("rule", "pages"), [("full", 9), ("full", 0), ("all", 40), ("all", 10**12)]
 )
 def test_counts_equal_plain_lru(tmp_path, capsys, rule, pages):
   requests = list(conversations(700, seed=pages))
@@ -123,6 +118,7 @@ def test_counts_equal_plain_lru(tmp_path, capsys, rule, pages):
   assert sorted(os.listdir(tmp_path)) == ["out.json", "trace.jsonl"]
 
 
+@pytest.mark.slow
 def test_a_trace_without_any_full_block(tmp_path):
   path = written(tmp_path / "trace.jsonl", [line(0, []), line(5, [7])])
   out = tmp_path / "out.json"
@@ -131,6 +127,7 @@ def test_a_trace_without_any_full_block(tmp_path):
   assert [result[key] for key in KEYS[:5]] == [2, 0, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_equal_ids_after_different_blocks(tmp_path):
   """They are different blocks, and without a limit all of them stay cached."""
   lines = [line(1024, [first, 9]) for first in (1, 2, 3, 1, 2, 3)]

@@ -87,6 +87,7 @@ class TestRollout:
     assert f"[{result['texts'][0]['text']}]" in printed.out
     assert "rollout: 100%" in printed.err
 
+  @pytest.mark.slow
   def test_other_logits_are_noticed(self, main, monkeypatch, capsys):
     """Status 1 if the loop computes something else than the model does."""
     right = models.Pretrained.forward.fget
@@ -185,6 +186,7 @@ class TestRollout:
 
 
 class TestPretrained:
+  @pytest.mark.slow
   def test_answers(self, main, pretrained, tmp_path):
     target = tmp_path / "out.json"
     arguments = ["--model", "M", "--temperature", 0, "--max-tokens", 9]

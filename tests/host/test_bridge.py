@@ -126,6 +126,7 @@ def test_a_loop_decodes_and_the_scheduler_goes_on(cache):
   assert decode(cache, one, [30, 31]) is not None
 
 
+@pytest.mark.slow
 def test_pages_of_a_sequence_that_ended_on_the_device(cache):
   """Their prefix is not known on the host, and they are hit by their keys."""
   slot = np.flatnonzero(np.asarray(cache.state.num_pages)[:, 0] == 0)[0]
@@ -142,6 +143,7 @@ def test_pages_of_a_sequence_that_ended_on_the_device(cache):
   assert jaxkv.match(cache.state, [tokens], [9]).num_cached_tokens[0] == 8
 
 
+@pytest.mark.slow
 def test_a_state_of_a_sequence_that_ended_on_the_device():
   """The state before the last token is hit by its key, and was written."""
   cache = CacheManager(9, [jaxkv.Recurrent(page_size=4)], 64, key=KEY)

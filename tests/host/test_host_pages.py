@@ -119,6 +119,7 @@ def test_a_policy_of_never_moves_nothing():
   assert cache.make_prefix_cache_stats().dropped == 1
 
 
+@pytest.mark.slow
 def test_a_loop_goes_on_with_both_memories():
   """The device finds a page on the host, and the manager one that it moved."""
   cache = manager()

@@ -144,6 +144,7 @@ def test_every_point(name, pytestconfig):
     assert seen == {0, 1}
 
 
+@pytest.mark.slow
 def test_an_undo_that_is_interrupted():
   """The next call undoes the rest."""
   before, (done, requests) = everything(begun()[0]), begun()

@@ -23,7 +23,6 @@ from tests.tools.ahead_of_time import for_target
 from tests.tools.ahead_of_time import needs
 from tests.tools.compiled_loops import work_in_loops
 from tests.tools.pool_copies import pool_sized_rewrites
-from tests.tools.tiers import slow_except
 
 LAYERS, PAGES, KV_HEADS, SIZE, DIM = 4, 512, 8, 16, 128
 SLOTS, HEADS, COLUMNS = 8, 32, 16
@@ -58,6 +57,7 @@ def by_its_sums(columns):
 
 
 class TestHarness:
+  @pytest.mark.slow
   @over(["h200"])
   def test_spilled_registers_are_an_error(self, target):
     def kernel(x_ref, y_ref, out_ref):
@@ -200,8 +200,7 @@ class TestInPlace:
     assert_in_place(lowered.compile(), pools)
 
   # A scan over steps has the loop over layers inside.
-  @slow_except("loop", LOOPS, in_scan)
-  @slow_except("target", TARGETS, "h200", "v6e")
+  @pytest.mark.slow
   @over_backends
   @pytest.mark.parametrize("loop", LOOPS)
   def test_elsewhere(self, target, backend, loop):
@@ -210,8 +209,7 @@ class TestInPlace:
     assert_in_place(program.compiled, pools)
 
   # Of 8 bits, the one that a target may lack.
-  @slow_except("dtype", FORMATS, "float8_e4m3fn")
-  @slow_except("target", TARGETS, "h200", "v6e")
+  @pytest.mark.slow
   @over(TARGETS)
   @pytest.mark.parametrize("dtype", FORMATS)
   def test_formats(self, target, dtype):

@@ -139,6 +139,7 @@ class TestEveryFunction:
       wanted = f"{shown(function, name)} must be on {cpus[0]} like {first}, got"
       assert said.startswith(wanted), said
 
+  @pytest.mark.slow
   @over_functions
   def test_takes_numpy_arrays(self, function):
     """Also as constants under `jit`."""

@@ -130,6 +130,7 @@ class TestDecode:
 class Test64Bits:
   """With integers of 64 bits by default."""
 
+  @pytest.mark.slow
   @pytest.mark.parametrize(
     ("target", "backend"),
     [
@@ -235,9 +236,9 @@ class TestTriton:
     # One output in float32 and its log-sum-exps.
     assert program.temporary < q.size * 4 * 1.1
 
+  @pytest.mark.slow
   @needs("h200")
   # The most shared memory, and the most options.
-  @slow_except("dtype", ["bfloat16", "float32", "int8"], "float32", "int8")
   @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
   def test_all_options(self, dtype):
     shape = jax.ShapeDtypeStruct
@@ -273,10 +274,9 @@ class TestTriton:
       **options,
     )
 
+  @pytest.mark.slow
   @needs("h200")
   # The others differ in the conversion alone; see `TestOlderGpus`.
-  @slow_except("dtype", FORMATS["triton"], "float32", "int8")
-  @slow_except("heads", [16, 128], 16)
   @pytest.mark.parametrize("heads", [16, 128])
   @pytest.mark.parametrize("dtype", FORMATS["triton"])
   def test_latent_attention(self, dtype, heads):

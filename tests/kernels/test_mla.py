@@ -198,6 +198,7 @@ class TestSeveralQueries:
     values = case.k_pages[..., : options["value_dim"]]
     return shape, case, options, (case.k_pages, values), wanted
 
+  @pytest.mark.slow
   @pytest.mark.parametrize(("how", "name"), _RECTANGLES)
   def test_rectangle(self, runner, name, how):
     shape, case, options, pools, wanted = self.problem(name)

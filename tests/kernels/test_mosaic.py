@@ -59,6 +59,7 @@ def decode(backend, *arguments, **options):
   reason="interpreted on a CPU, or run on a Hopper",
 )
 class TestKernels:
+  @pytest.mark.slow
   @quickly_interpreted
   @pytest.mark.parametrize("factor", [1e3, 1e-12])
   def test_float16_keeps_values_of_any_size(self, factor):
@@ -85,6 +86,7 @@ class TestKernels:
     error = np.linalg.norm(np.asarray(out, np.float64) - wanted)
     assert error < 1e-3 * np.linalg.norm(wanted)
 
+  @pytest.mark.slow
   @quickly_interpreted
   @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16])
   def test_scales_of_tokens_beside_scales_of_heads(self, dtype):
@@ -110,6 +112,7 @@ class TestKernels:
     )
     assert_matches(out, lse, *wanted, q.dtype, 2e-6)
 
+  @pytest.mark.slow
   @pytest.mark.parametrize(
     "planned",
     [
@@ -131,6 +134,7 @@ class TestKernels:
     out, lse = decode("mosaic_gpu", *arguments, plan=plan, **case.options)
     assert_matches(out, lse, *wanted, case.dtype, 2e-6)
 
+  @pytest.mark.slow
   @over_backends
   def test_a_sink_of_minus_infinity(self, backend):
     """A row without keys stays zeros; others are as without a sink."""
@@ -149,6 +153,7 @@ class TestKernels:
     np.testing.assert_array_equal(out, plain[0])
     np.testing.assert_array_equal(lse, plain[1])
 
+  @pytest.mark.slow
   @over_backends
   @pytest.mark.parametrize("window", [None, 2])
   def test_a_node_that_nobody_sees(self, backend, window):

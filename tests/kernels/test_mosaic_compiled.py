@@ -95,6 +95,7 @@ class TestAllTargets:
       target, kernels.paged_decode, (BATCH,), vector(), dim=dim, **EVERYTHING
     )
 
+  @pytest.mark.slow
   @pytest.mark.parametrize(
     ("dim", "options"),
     [
@@ -115,6 +116,7 @@ class TestAllTargets:
       **options,
     )
 
+  @pytest.mark.slow
   def test_packed(self, target):
     compiled(
       target,
@@ -130,16 +132,15 @@ class TestAllTargets:
   def test_groups(self, target, heads):
     compiled(target, kernels.paged_decode, (BATCH,), vector(), heads=heads)
 
+  @pytest.mark.slow
   @pytest.mark.parametrize("size", [8, 128])
   def test_page_sizes(self, target, size):
     compiled(target, kernels.paged_decode, (BATCH,), vector(), size=size)
 
 
 class TestHopper:
+  @pytest.mark.slow
   @needs("h200")
-  @slow_except("dim", [64, 128], 128)
-  @slow_except("size", [8, 16, 64], 16)
-  @slow_except("dtype", BYTES, "int8", "float8_e4m3fn")
   @pytest.mark.parametrize("dtype", BYTES)
   @pytest.mark.parametrize("dim", [64, 128])
   @pytest.mark.parametrize("size", [8, 16, 64])
@@ -161,8 +162,8 @@ class TestHopper:
       v_scale=scales,
     )
 
+  @pytest.mark.slow
   @needs("h200")
-  @slow_except("dtype", BYTES, "int8")
   @pytest.mark.parametrize("dtype", BYTES[:2])
   @pytest.mark.parametrize(
     "scales", [PER_HEAD, PER_TOKEN], ids=["head", "token"]
@@ -177,10 +178,12 @@ class TestHopper:
 
     compiled("h200", decode, (BATCH,), vector(), dtype=dtype, **scales)
 
+  @pytest.mark.slow
   @needs("h200")
   def test_head_size_192(self):
     compiled("h200", kernels.paged_decode, (BATCH,), vector(), dim=192)
 
+  @pytest.mark.slow
   @needs("h200")
   def test_plan(self):
     def planned(q, k_pages, v_pages, table, lengths, **options):
@@ -190,6 +193,7 @@ class TestHopper:
 
     compiled("h200", planned, (BATCH,), vector())
 
+  @pytest.mark.slow
   @needs("h200")
   @pytest.mark.parametrize(("planned", "most"), [(True, 9), (False, 13)])
   def test_a_layer_is_few_kernels(self, planned, most, monkeypatch):
@@ -229,7 +233,7 @@ class TestHopper:
 @slow_except("target", BACKENDS, "v7x")
 @over_tpus
 class TestTpu:
-  @slow_except("dtype", BYTES, "int8", "float8_e4m3fn")
+  @pytest.mark.slow
   @pytest.mark.parametrize("dtype", BYTES)
   @pytest.mark.parametrize(
     "scales", [PER_HEAD, PER_TOKEN], ids=["head", "token"]
@@ -258,6 +262,7 @@ class TestTpu:
       **TREE,
     )
 
+  @pytest.mark.slow
   @pytest.mark.parametrize("heads", [40, 64])
   def test_prompts_with_many_kv_heads(self, target, heads):
     """Tiles and blocks must shrink to fit into the chip's memory."""

@@ -68,6 +68,7 @@ def work_of(lengths, columns, *, window=None, plan=None):
 
 
 class TestWorkList:
+  @pytest.mark.slow
   @pytest.mark.parametrize("window", [None, 100])
   @pytest.mark.parametrize("planned", [False, True])
   def test_every_token_once(self, window, planned):
@@ -87,6 +88,7 @@ class TestWorkList:
     assert len(set(work.result.tolist())) == int(begins[-1])
     np.testing.assert_array_equal(work.sequence, work.tile)
 
+  @pytest.mark.slow
   @pytest.mark.parametrize(
     ("lengths", "window", "pieces"),
     [
@@ -131,6 +133,7 @@ class TestWorkList:
 class TestMerge:
   """Results of pieces, merged."""
 
+  @pytest.mark.slow
   @pytest.mark.parametrize("dim", [5, 192])
   @pytest.mark.parametrize("counts", [(3, 0, 1, 2), (40, 16, 17, 0), (1, 0, 1)])
   @pytest.mark.parametrize("planned", [False, True])

@@ -94,7 +94,7 @@ class TestRectangle:
     out, lse = runner("paged_attention_padded", *arguments, **case.options)
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
-  @slow_except("name", _FEW, "everything")
+  @pytest.mark.slow
   @over_few_shapes
   @pytest.mark.parametrize("query_tile", [4, 32])
   def test_columns_in_turn(self, runner, name, query_tile):
@@ -104,7 +104,7 @@ class TestRectangle:
     out, lse = runner("paged_attention_padded", *arguments, **options)
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
-  @slow_except("name", _FEW, "everything")
+  @pytest.mark.slow
   @over_few_shapes
   def test_columns_in_turn_have_bits_of_their_own(self, runner, name):
     """Those after them, and how many there are, change nothing."""
@@ -290,6 +290,7 @@ class TestProperties:
 
 
 class TestNumerics:
+  @pytest.mark.slow
   @over_backends
   def test_extreme_logits(self, runner):
     """Logits of +-5e5: no overflow, and the largest takes all."""
@@ -307,6 +308,7 @@ class TestNumerics:
     assert_matches(out, lse, *wanted, runner.dtype)
     np.testing.assert_array_equal(out[0, 0], values[2, 0, 3])
 
+  @pytest.mark.slow
   @over_backends
   def test_float16_sums_do_not_overflow(self, runner):
     """8,192 values of 10 sum to more than float16 holds."""
@@ -321,6 +323,7 @@ class TestNumerics:
     )
     np.testing.assert_array_equal(out, np.full((1, 2, 64), 10.0))
 
+  @pytest.mark.slow
   @over_backends
   def test_two_halves_merge_by_their_log_sum_exp(self, runner):
     """As for a shared prefix: attend to both parts, weigh them by lse."""
@@ -348,6 +351,7 @@ class TestNumerics:
     np.testing.assert_allclose(out, whole[0].astype(np.float32), atol=atol)
     np.testing.assert_allclose(lse, whole[1], atol=1e-6)
 
+  @pytest.mark.slow
   @over_backends
   def test_a_table_smaller_than_the_length(self, runner):
     """Tokens past the table's capacity do not exist."""
@@ -365,6 +369,8 @@ class TestNumerics:
     want = runner("paged_decode", *arguments, clipped)
     same(want, runner("paged_decode", *arguments, case.lengths))
 
+  @slow_except("columns", [1, 3], 3)
+  @slow_except("name", SHAPES, "everything", "bfloat16_mqa")
   @pytest.mark.parametrize(
     ("runner", "name"),
     cases("page16_gqa4_d128", "bfloat16_mqa", "everything"),

@@ -124,7 +124,7 @@ class TestSharedPrefix:
     np.testing.assert_array_equal(shared.tokens, [64, 32])
     np.testing.assert_array_equal(shared.own_tokens, [1, 8, 86, 15, 80, 1, 38])
 
-  @slow_except("name", SHAPES, "page16_gqa4_d128", "alibi")
+  @pytest.mark.slow
   @pytest.mark.parametrize("most", [1, 2, 3])
   @pytest.mark.parametrize("name", ["page16_gqa4_d128", "alibi"])
   def test_parts_of_clusters_that_a_backend_serves(
@@ -228,7 +228,7 @@ class TestSharedPrefix:
     shared = checked(shape, case)
     assert sorted(shared.tokens.tolist()) == [32, 64]
 
-  @slow_except("name", SHAPES, "page16_gqa4_d128", "alibi")
+  @pytest.mark.slow
   @pytest.mark.parametrize("name", ["page16_gqa4_d128", "sinks", "alibi"])
   def test_a_table_smaller_than_the_length(self, always, name):
     """Tokens past the table do not exist, with and without sharing."""
@@ -253,6 +253,7 @@ class TestSharedPrefix:
     np.testing.assert_array_equal(shared.tokens, [32, 32])
     np.testing.assert_array_equal(shared.own_tokens, [1, 8, 118, 15, 48, 33, 6])
 
+  @pytest.mark.slow
   def test_small_savings_are_not_shared(self, monkeypatch):
     """With these lengths; longer rows in tables of this size could pay."""
     for platform in shared_prefix._LEAST_SAVING:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class TestScales:
+  @pytest.mark.slow
   @pytest.mark.parametrize("per_head", [False, True])
   @pytest.mark.parametrize("factor", [1e3, 1e-2, 1e-6, 1e-12])
   def test_float16_keeps_values_of_any_size(self, factor, per_head):

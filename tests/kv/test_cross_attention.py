@@ -46,6 +46,7 @@ def _expected(q, k, v, length, options):
   return out, np.log(total)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [1, 5, 23])
 def test_queries_of_a_row_see_all(columns):
   """23 queries of 4 heads for each K/V head are cut into two pieces."""
@@ -69,6 +70,7 @@ def test_queries_of_a_row_see_all(columns):
     assert np.all(lse[row, count:] == -np.inf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [False, True])
 def test_packed(alone):
   k, v, kv = _filled(poisoned())

@@ -53,6 +53,7 @@ def layers(kv, view, q, backend):
 
 
 class TestPlan:
+  @pytest.mark.slow
   @pytest.mark.skipif(
     jax.default_backend() != "cpu" or jax.__version_info__ < (0, 11),
     reason="interpreted on a CPU; before jax 0.11 that takes a minute",

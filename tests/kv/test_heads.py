@@ -72,6 +72,7 @@ needs_two = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_two
 @pytest.mark.parametrize("name", _CALLS)
 def test_each_device_attends_to_its_own_heads(name, monkeypatch):
@@ -128,6 +129,7 @@ def test_a_named_axis_is_needed():
       )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("target", "backend"),
   [

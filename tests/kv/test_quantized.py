@@ -56,6 +56,7 @@ class TestInit:
 
 @over_formats
 class TestUse:
+  @pytest.mark.slow
   def test_attention_over_what_was_written(self, dtype):
     kv, _, _ = filled(dtype)
     where = view(TABLE, [6, 5, 0], [5, 2, 0])

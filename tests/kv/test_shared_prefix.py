@@ -138,6 +138,7 @@ class TestShare:
     out = memory.attend(kv, shared, 1, q, options=WINDOW)
     np.testing.assert_array_equal(out, wanted)
 
+  @pytest.mark.slow
   def test_small_savings_are_not_shared(self, forked, monkeypatch):
     view, kv = next_tokens(*forked, 1)
     never = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
@@ -243,6 +244,7 @@ class TestRefreshShared:
       memory.attend(kv, fresh, 1, q), memory.attend(kv, alone, 1, q)
     )
 
+  @pytest.mark.slow
   def test_stepping_in_a_loop(self, shared):
     """Rows advance and end in a loop; shared pages are found before it."""
     view, kv = shared

@@ -7,9 +7,8 @@ import pytest
 from tests.rollout import started
 
 
-@pytest.mark.parametrize(
-  "kind", ["data", pytest.param("model", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["data", "model"])
 def test_restored_equals_undisturbed(kind, tmp_path, pytestconfig):
   """The results are the same, bit for bit where devices add no partial sums.
 

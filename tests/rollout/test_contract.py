@@ -184,6 +184,7 @@ _LONG = {"generate", "submit", "export", "import_sequences"}
 @slow_except("verb", TABLE, *(TABLE.keys() - _LONG))
 @pytest.mark.parametrize("verb", TABLE)
 class TestEveryVerb:
+  @pytest.mark.slow
   def test_shapes_without_running(self, verb):
     """They are those of a call, and the state's are what they were."""
     state, args = example(verb)
@@ -208,6 +209,7 @@ class TestEveryVerb:
     other, others = example(verb, 1)
     counted.trace(other, **others)
 
+  @pytest.mark.slow
   def test_donation(self, verb):
     """Under jit as without, twice, and the buffers are used again."""
     state, args = example(verb)
@@ -297,7 +299,7 @@ def _types(tree):
 
 
 # Operation by operation, each compiled by itself.
-@slow_except("verb", NAMING, "abort")
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", NAMING)
 def test_without_jit(verb):
   state, args = example(verb)

@@ -140,6 +140,7 @@ class TestDataParallel:
 
 
 class TestTensorParallel:
+  @pytest.mark.slow
   def test_sequences_are_one_devices(self, tensor_parallel, alone):
     run = tensor_parallel
     end = run.end()
@@ -149,6 +150,7 @@ class TestTensorParallel:
     heads = recipes.LLAMA.layers[0].attention.num_kv_heads
     assert parts == {heads // run.axes.num_parts}
 
+  @pytest.mark.slow
   def test_two_all_reduces_a_layer(self, tensor_parallel):
     tensor_parallel.assert_pages_stay()
 

@@ -203,6 +203,7 @@ class TestPrompts:
       expected[found // num_samples] = True
       np.testing.assert_array_equal(traced.prompt_lengths == -1, expected)
 
+  @pytest.mark.slow
   def test_rows_in_another_order(self):
     """Of `harvest`, which gives rows as they are asked for."""
     _, state = _ended()
@@ -297,6 +298,7 @@ def test_the_trainer_finds_what_the_rollout_drew():
   assert 1e-4 < largest < np.inf
 
 
+@pytest.mark.slow
 def test_a_group_per_axis_has_the_loss_of_rows():
   """Of the functions of `jaxkv.rl`."""
   draw = np.random.default_rng(1)

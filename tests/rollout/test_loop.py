@@ -170,6 +170,7 @@ class TestTokens:
       prompt_tokens = int(jnp.sum(end.queue.prompt_length))
       assert int(counters.prefilled) < prompt_tokens // 2
 
+  @pytest.mark.slow
   def test_a_sequence_alone(self, small_model, program):
     """Neither its slot nor its neighbours change its tokens."""
     everyone = _initial(small_model, 3, 40, 8, 1)

@@ -83,6 +83,7 @@ class TestRebalance:
       assert 1.3 * steps.max() < np.asarray(plain.counters.steps).max()
       assert_equal_results(sharding.generated(end, axes=axes), wanted)
 
+  @pytest.mark.slow
   def test_two_shards(self):
     """A running sequence moves with its pages, and none is computed again."""
     lengths = np.asarray([12, 11, 10, 9, 1, 1, 1, 1], np.int32)
@@ -96,6 +97,7 @@ class TestRebalance:
     wanted = jax.device_get(sharding.generated(plain, axes=axes))
     assert_equal_results(sharding.generated(end, axes=axes), wanted)
 
+  @pytest.mark.slow
   def test_other_versions_do_not_move(self):
     names = _of_lengths(np.asarray([9, 8, 1, 1], np.int32))
     axes = axes_of(data=2)

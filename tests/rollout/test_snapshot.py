@@ -18,6 +18,7 @@ from jaxkv import rollout
 from jaxkv import sharding
 from tests.rollout import by_hand
 from tests.rollout import recipes
+from tests.tools.tiers import slow_except
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec("orbax") is None,
@@ -62,6 +63,8 @@ def assert_same_results(found, wanted, exact=True):
   )
 
 
+@slow_except("pages", [True, False], False)
+@slow_except("host_pages", [0, 20], 0)
 @pytest.mark.parametrize("pages", [True, False], ids=["pages", "no pages"])
 @pytest.mark.parametrize("host_pages", [0, 20], ids=["", "host"])
 def test_goes_on_as_if_undisturbed(pages, host_pages, tmp_path):
@@ -227,6 +230,7 @@ def test_a_newer_format_is_refused(tmp_path):
 
 
 # After one error, orbax never reads the results of its other tasks.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_damaged_snapshot_is_refused(tmp_path):
   """Wherever a byte changes, or a file ends early or is missing."""

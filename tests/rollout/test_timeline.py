@@ -8,6 +8,7 @@ from jaxkv import rollout
 from tests.rollout import by_hand
 
 
+@pytest.mark.slow
 def test_of_a_preemption():
   """A sequence is preempted, begins again, and all end."""
   config = rollout.RolloutConfig(max_new_tokens=5, timeline=8)

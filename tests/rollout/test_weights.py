@@ -171,6 +171,7 @@ def test_a_leader_of_older_weights_is_not_followed():
 
 
 class TestVersions:
+  @pytest.mark.slow
   def test_forgetting_is_refused(self):
     state = _run(_weights(0), _begun())
     with pytest.raises(ValueError, match="`version` must be given, because"):
@@ -195,6 +196,7 @@ class TestVersions:
     assert np.all(np.asarray(refused.status) == by_hand.FAILED)
     assert set(refused.code.tolist()) == {jaxkv.Status.STALE}
 
+  @pytest.mark.slow
   def test_many_updates(self):
     """Equal prompts hit in a round, and never the pages of an earlier one."""
     state, cached = _begun(), 0

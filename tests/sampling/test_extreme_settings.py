@@ -138,6 +138,7 @@ def test_traced_settings_that_are_not_allowed():
   assert failed[wrong].all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_without_a_distribution(value, temperature):

@@ -65,6 +65,7 @@ class TestBlocks:
     assert block.values.tolist() == [[5, 6, 7, 8]]
     assert block.valid.tolist() == [[False, False, False, True]]
 
+  @pytest.mark.slow
   @over_sizes
   def test_each_token_is_in_one_block(self, size):
     values = _values(size)

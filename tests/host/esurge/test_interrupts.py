@@ -64,6 +64,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call(name, pytestconfig):
   is_deep = pytestconfig.getoption("deep")

@@ -95,6 +95,7 @@ def everything(cache):
   ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_every_point(name, pytestconfig):
   """Interrupts a call at many points, and compares what is left."""
