@@ -86,6 +86,7 @@ modules of `jaxkv.host` and `jaxkv.integrations` must be imported by name.
 | `jaxkv.kv` | the K/V memory, a second pytree, meant to be donated |
 | `jaxkv.rollout` | the jitted generation loop: queue, prefill, decode, refill |
 | `jaxkv.sharding` | rollouts on several devices |
+| `jaxkv.workers` | rollouts on several workers, and a pool over them |
 | `jaxkv.checkpoint` | snapshots of rollouts |
 | `jaxkv.models` | decoders in plain JAX, with and without a cache |
 | `jaxkv.rl` | losses and advantages for RL |
@@ -94,6 +95,7 @@ modules of `jaxkv.host` and `jaxkv.integrations` must be imported by name.
 | `jaxkv.integrations.nnx` | `flax.nnx` models over the cache |
 | `jaxkv.integrations.tunix` | a rollout engine for tunix |
 | `jaxkv.integrations.skyrl_tx` | sampling for SkyRL-tx |
+| `jaxkv.integrations.ray` | workers as Ray actors |
 | `jaxkv.kernels` | paged attention and page operations on plain arrays |
 
 On a CPU, XLA runs parts of small operations in other threads, which costs more
@@ -212,6 +214,7 @@ _LAZY_MODULES = (
   "rl",
   "sharding",
   "telemetry",
+  "workers",
 )
 
 __all__ = [

@@ -29,8 +29,9 @@ _LAYERS = (
     "jaxkv.rollout",
     "jaxkv.sharding",
     "jaxkv.telemetry",
+    "jaxkv.workers",
   ),
-  ("jaxkv._src.sharding",),
+  ("jaxkv._src.sharding", "jaxkv._src.workers"),
   (
     "jaxkv._src.engine",
     "jaxkv._src.host",

@@ -5,8 +5,9 @@
 | `jaxkv.integrations.nnx`      | any decoder written in `flax.nnx`           |
 | `jaxkv.integrations.tunix`    | the GRPO and agent trainers of tunix        |
 | `jaxkv.integrations.skyrl_tx` | SkyRL-tx, a Tinker server                   |
+| `jaxkv.integrations.ray`      | Ray, for the workers of a pool              |
 
 The rest of the library does not need these packages. Each is imported when its
 adapter is first used. `pip install "jaxkv[clients]"` installs flax and tunix.
-SkyRL-tx needs a separate environment.
+SkyRL-tx needs a separate environment; `jaxkv[ray]` installs Ray.
 """

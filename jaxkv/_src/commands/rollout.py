@@ -21,6 +21,7 @@ from jaxkv import models
 from jaxkv import rollout
 from jaxkv._src.commands import characters
 from jaxkv._src.commands import output
+from jaxkv._src.commands import processes
 from jaxkv._src.commands.errors import CommandError
 
 CLOSE = 1e-3
@@ -63,6 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--pages", metavar="N", type=size, help="of the pool; default: enough")
   add("--page-size", metavar="S", type=count, default=16, help=default)
   add("--json", metavar="FILE", help="also write texts and figures here")
+  add(
+    "--processes",
+    metavar="ADDRESS,N,ID",
+    type=processes.parse,
+    help="be process ID of N that share the prompts; ADDRESS is that of ID 0",
+  )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
   """
   # All checks come first, because compilation takes the longest.
   output.check_writable(args.json, args.prompts, args.model)
+  if args.processes:
+    processes.start(args.processes)
   model = _model(args)
   if args.max_tokens >= model.max_length:
     raise CommandError(
@@ -83,16 +92,32 @@ def run(args: argparse.Namespace) -> int:
       f"that the model was made for, not {args.max_tokens}"
     )
   prompts = chosen_prompts(args, model.tokenizer)
+  if args.processes and len(prompts) <= args.processes.share_of(
+    len(prompts)
+  ) * (args.processes.total - 1):
+    raise CommandError(
+      f"--processes: {args.processes.total} processes need more prompts than "
+      f"{len(prompts)}; use fewer"
+    )
   if args.samples is None:
     args.samples = 4 if args.model is None else 1
   out = _generate(args, model, _encoded(args, model, prompts))
   jaxkv.check(out.state.memory.cache)
   seconds = {"seconds": out.seconds, "compile_seconds": out.compile_seconds}
   result = seconds | _figures(out.state)
-  result["texts"] = _texts(list(prompts.values()), out)
   if args.model is None:
     print("comparing with a forward pass without a cache ...", file=sys.stderr)
     result["largest_difference"] = largest_difference(model, out.state)
+  results = out.results
+  if args.processes:
+    results, result = processes.gathered(
+      results, result, args.processes.share_of(len(prompts)) * args.samples
+    )
+    if args.processes.number:
+      return 0
+  result["texts"] = _texts(
+    list(prompts.values()), results, args.samples, model.tokenizer
+  )
   output.write_json(args.json, result)
   output.print_table(*_rows(result), before=_printed_texts(result["texts"]))
   return 0 if result.get("largest_difference", 0.0) < CLOSE else 1
@@ -188,6 +213,13 @@ def _encoded(
 def _generate(
   args: argparse.Namespace, model: models.Pretrained, prompts: list[np.ndarray]
 ) -> rollout.Texts:
+  options = {}
+  if args.processes:
+    # All processes have arrays of one width, so that they can be gathered.
+    longest = max(map(len, prompts)) + args.max_tokens
+    part = args.processes.part_of(len(prompts))
+    prompts, first = prompts[part], part.start * args.samples
+    options = {"max_length": longest, "first_sequence": first}
   try:
     return rollout.generate_texts(
       model,
@@ -203,6 +235,7 @@ def _generate(
       # Raw log-probs are taken before the temperature is applied, as are those
       # of the forward pass.
       raw_log_probs=True,
+      **options,
     )
   except ValueError as error:
     raise CommandError(f"{_text_of(error)} (--pages, --temperature)") from error
@@ -259,10 +292,14 @@ def _figures(state: rollout.RolloutState) -> dict[str, Any]:
   }
 
 
-def _texts(prompts: list[str], out: rollout.Texts) -> list[dict[str, Any]]:
+def _texts(
+  prompts: list[str],
+  results: rollout.Generated,
+  num_samples: int,
+  tokenizer: models.Tokenizer,
+) -> list[dict[str, Any]]:
   """Returns the answers, with the log-probs that they were drawn with."""
-  done = jax.tree.map(np.asarray, out.results)
-  num_samples = out.state.config.num_samples
+  done = jax.tree.map(np.asarray, results)
   texts = []
   for number, (row, mask) in enumerate(
     zip(done.tokens, done.mask, strict=True)
@@ -273,7 +310,7 @@ def _texts(prompts: list[str], out: rollout.Texts) -> list[dict[str, Any]]:
         "prompt_number": place,
         "sample": sample,
         "prompt": prompts[place],
-        "text": out.texts[place][sample],
+        "text": tokenizer.decode(row[mask]),
         "finish": rollout.Finish(int(done.finish[number])).name.lower(),
         "tokens": row[mask].tolist(),
         "log_probs": done.log_probs[number][mask].astype(float).tolist(),

@@ -58,6 +58,7 @@ def generate_texts(
   num_slots: int = 8,
   page_size: int = 16,
   num_pages: int | None = None,
+  first_sequence: int = 0,
   progress: bool = False,
   **options: Any,
 ) -> Texts:
@@ -78,6 +79,7 @@ def generate_texts(
     num_slots: the maximum number of sequences at a time.
     page_size: tokens per page.
     num_pages: pages of the cache; None for enough.
+    first_sequence: the id of the first sample, see `init`.
     progress: True to show a progress bar on stderr.
     **options: further fields of `RolloutConfig`.
 
@@ -101,6 +103,7 @@ def generate_texts(
     stop_tokens = list(model.stop_tokens)
     sampling = dataclasses.replace(sampling, stop_tokens=stop_tokens)
   longest = int(lengths.max()) + max_new_tokens
+  longest = max(longest, options.get("max_length") or 0)
   # More slots than sequences would stay empty, but cost time in each step.
   num_slots = min(
     as_count("num_slots", num_slots, 1), len(tokens) * num_samples
@@ -127,6 +130,7 @@ def generate_texts(
       max_new_tokens=max_new_tokens,
       **{"prefill_chunk": 64, **options},
     ),
+    first_sequence=first_sequence,
   )
   state, seconds, compile_seconds = _run(model, state, progress)
   results = generated(state)

@@ -1,0 +1,208 @@
+"""Workers of a `jaxkv.workers.Pool` as Ray actors."""
+
+import hashlib
+import threading
+from collections.abc import Callable
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import workers
+from jaxkv._src.extras import extra_package
+
+
+class _Key(NamedTuple):
+  """A `jax.random.key`, which cannot be pickled, as its numbers."""
+
+  data: np.ndarray
+  impl: str
+
+
+class _StoredWeights(NamedTuple):
+  """Weights in Ray's object store.
+
+  Attributes:
+    version: their version.
+    params: the reference of the arrays.
+    checksum: of the arrays, before they were stored.
+  """
+
+  version: int
+  params: Any
+  checksum: bytes
+
+
+class RayWorkers:
+  """Makes workers that are Ray actors, for `jaxkv.workers.Pool`.
+
+  An actor that dies is a worker that fails: the pool makes another one. Weights
+  go through the object store, once for each version. An actor refuses weights
+  whose checksum differs.
+
+    ray.init()
+    make = RayWorkers(make_local_worker, num_gpus=1)
+    with jaxkv.workers.Pool(make, 4, config=config) as pool:
+      ...
+  """
+
+  def __init__(
+    self,
+    make: Callable[[int], workers.Worker],
+    *,
+    timeout: float | None = None,
+    **options: Any,
+  ):
+    """Creates the maker of actors.
+
+    Args:
+      make: makes the worker inside of its actor, for the place in the pool,
+        usually a `jaxkv.workers.LocalWorker`. Ray copies the function there.
+      timeout: seconds after which a call of an actor fails, compilation
+        included; None for no limit.
+      **options: options of the actors, such as `num_gpus`.
+
+    Raises:
+      ImportError: Ray is not installed (extra `ray`).
+      RuntimeError: Ray was not started.
+    """
+    self._ray = extra_package(
+      "ray", install="jaxkv[ray]", task="To run workers as Ray actors"
+    )
+    if not self._ray.is_initialized():
+      raise RuntimeError("Ray must be started first; call ray.init().")
+    self._actor = self._ray.remote(_Actor).options(**options)
+    self._make, self._timeout = make, timeout
+    self._lock, self._weights = threading.Lock(), None
+
+  def __call__(self, place: int) -> "RayWorker":
+    """Returns a new worker for a place of the pool."""
+    actor = self._actor.remote(self._make, place)
+    return RayWorker(self._ray, actor, self._stored, self._timeout)
+
+  def _stored(self, params: Any, version: int) -> _StoredWeights:
+    """Returns weights in the object store, where all workers read them."""
+    with self._lock:
+      if self._weights is None or self._weights.version != version:
+        params = jax.device_get(params)
+        self._weights = _StoredWeights(
+          version, self._ray.put(params), checksum_of(params)
+        )
+      return self._weights
+
+
+class RayWorker:
+  """A `jaxkv.workers.Worker` in a Ray actor; `RayWorkers` makes it."""
+
+  def __init__(
+    self,
+    ray: Any,
+    actor: Any,
+    stored: Callable[..., _StoredWeights],
+    timeout: Any,
+  ):
+    self._ray, self._actor = ray, actor
+    self._stored, self._timeout = stored, timeout
+
+  def _call(self, name: str, *arguments: Any) -> Any:
+    result = getattr(self._actor, name).remote(*arguments)
+    return self._ray.get(result, timeout=self._timeout)
+
+  def room(self) -> workers.Room:
+    """See `jaxkv.workers.Worker`."""
+    return self._call("call", "room")
+
+  def match(self, requests: Any) -> np.ndarray:
+    """See `jaxkv.workers.Worker`."""
+    return self._call("call", "match", requests)
+
+  def submit(self, requests: Any, ids: list[int]) -> list[bool]:
+    """See `jaxkv.workers.Worker`."""
+    return self._call("call", "submit", requests, ids)
+
+  def advance(self) -> list[workers.Group]:
+    """See `jaxkv.workers.Worker`."""
+    return self._call("call", "advance")
+
+  def update_weights(
+    self, params: Any, version: int, max_age: int | None
+  ) -> list[int]:
+    """See `jaxkv.workers.Worker`."""
+    weights = self._stored(params, version)
+    # An argument of its own, so that Ray replaces the reference by the arrays.
+    return self._call(
+      "update_weights", weights.params, weights.checksum, version, max_age
+    )
+
+  def export(self) -> Any:
+    """See `jaxkv.workers.Worker`."""
+    return _with_keys(self._call("call", "export"))
+
+  def import_sequences(self, exported: Any) -> list[int]:
+    """See `jaxkv.workers.Worker`."""
+    return self._call("call", "import_sequences", _without_keys(exported))
+
+  def close(self) -> None:
+    """Ends the actor."""
+    self._ray.kill(self._actor)
+
+
+class _Actor:
+  """The process of a worker."""
+
+  def __init__(self, make: Callable[[int], workers.Worker], place: int):
+    self._worker = make(place)
+
+  def call(self, name: str, *arguments: Any) -> Any:
+    arguments = tuple(map(_with_keys, arguments))
+    return _without_keys(getattr(self._worker, name)(*arguments))
+
+  def update_weights(
+    self, params: Any, checksum: bytes, version: int, max_age: int | None
+  ) -> list[int]:
+    if checksum_of(params) != checksum:
+      raise ValueError(
+        f"`params` must be the weights that were stored as version {version}, "
+        "got other bytes; store them again."
+      )
+    return self._worker.update_weights(params, version, max_age)
+
+
+def checksum_of(params: Any) -> bytes:
+  """Returns a checksum of the names, shapes, dtypes and bytes of arrays."""
+  checksum = hashlib.blake2b(digest_size=16)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    array = np.ascontiguousarray(leaf)
+    name = jax.tree_util.keystr(path), array.shape, array.dtype.name
+    checksum.update(repr(name).encode())
+    checksum.update(array.reshape(-1).view(np.uint8).data)
+  return checksum.digest()
+
+
+def _without_keys(tree: Any) -> Any:
+  """Replaces the random keys of a tree by their numbers."""
+
+  def replaced(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array):
+      return leaf
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      return np.asarray(leaf)
+    impl = str(jax.random.key_impl(leaf))
+    return _Key(np.asarray(jax.random.key_data(leaf)), impl)
+
+  return jax.tree.map(replaced, tree)
+
+
+def _with_keys(tree: Any) -> Any:
+  """Reverses `_without_keys`."""
+
+  def replaced(leaf: Any) -> Any:
+    if not isinstance(leaf, _Key):
+      return leaf
+    return jax.random.wrap_key_data(jnp.asarray(leaf.data), impl=leaf.impl)
+
+  return jax.tree.map(
+    replaced, tree, is_leaf=lambda leaf: isinstance(leaf, _Key)
+  )

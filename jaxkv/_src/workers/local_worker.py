@@ -1,0 +1,200 @@
+"""A worker in this process."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.verbs.admit import match
+from jaxkv._src.engine.exported import Exported
+from jaxkv._src.engine.generate import generate
+from jaxkv._src.engine.hooks import Draft
+from jaxkv._src.engine.hooks import Process
+from jaxkv._src.engine.model_call import Model
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.requests import Requests
+from jaxkv._src.engine.results.generated import harvest
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.until import Until
+from jaxkv._src.engine.verbs.abort import abort
+from jaxkv._src.engine.verbs.export import export
+from jaxkv._src.engine.verbs.import_sequences import import_sequences
+from jaxkv._src.engine.verbs.submit import submit
+from jaxkv._src.engine.verbs.update_weights import update_weights
+from jaxkv._src.workers.prompts import join
+from jaxkv._src.workers.prompts import split
+from jaxkv._src.workers.worker import Group
+from jaxkv._src.workers.worker import Room
+
+
+class LocalWorker:
+  """A `Worker` that runs a rollout on devices of this process.
+
+  It owns the state: each call donates it to the next.
+  """
+
+  def __init__(
+    self,
+    params: Any,
+    state: RolloutState,
+    *,
+    model: Model,
+    process: Process | None = None,
+    draft: Draft | None = None,
+    steps: int = 16,
+  ):
+    """Creates a worker of a rollout.
+
+    All workers of a pool need rollouts with equal options and keys, and caches
+    with equal secrets, so that a prompt gets the same samples on each.
+
+    Args:
+      params: the model's parameters.
+      state: a rollout, often of prompts with `num_samples` 0, whose rows are
+        then free.
+      model: see `jaxkv.rollout.generate`.
+      process: see `jaxkv.rollout.generate`.
+      draft: see `jaxkv.rollout.generate`.
+      steps: the calls of the model in each call of `advance`. Prompts enter and
+        results leave only in between.
+    """
+    self._hooks = {"model": model, "process": process, "draft": draft}
+    self._until = Until(steps=jnp.int32(as_count("steps", steps, 1)))
+    self._params, self._state = jax.tree.map(jnp.asarray, params), state
+
+  def room(self) -> Room:
+    """Returns the free groups of rows, and those that keep slots busy."""
+    samples, queue = self._state.config.num_samples, self._state.queue
+    status = np.asarray(queue.status).reshape(-1, samples)
+    prompts = int(np.sum(np.all(status == SequenceStatus.EMPTY, axis=1)))
+    # A call of `advance` may end all sequences that run, so as many must wait.
+    unfinished = int(np.sum(status < SequenceStatus.DONE))
+    needed = 2 * self._state.slots.size - unfinished
+    return Room(prompts, max(-(-needed // samples), 0))
+
+  def match(self, requests: Requests) -> np.ndarray:
+    """Returns the number of cached tokens of each prompt, int32[P]."""
+    requests, count = self._padded(requests)
+    samples, salts = self._state.config.num_samples, requests.salts
+    found = _match(
+      self._state.memory.cache,
+      requests.tokens,
+      requests.lengths,
+      None if salts is None else salts[::samples],
+    )
+    return np.asarray(found)[:count]
+
+  def submit(self, requests: Requests, ids: list[int]) -> list[bool]:
+    """Adds prompts to the queue; returns which entered."""
+    requests, count = self._padded(requests)
+    # Rows of padding are masked out, so their ids are not used.
+    numbers = np.zeros(requests.lengths.shape, np.int32)
+    numbers[:count] = ids
+    mask = np.arange(numbers.size) < count
+    self._state, out = submit(
+      self._state,
+      requests,
+      ids=jnp.asarray(numbers),
+      mask=jnp.asarray(mask),
+    )
+    refused = set(np.asarray(out.code)[:count].tolist())
+    refused -= {Status.OK, Status.QUEUE_FULL}
+    if refused:
+      raise ValueError(
+        f"`requests` must be valid prompts, got {Status(min(refused)).name} "
+        f"for one of the ids {ids}; see jaxkv.rollout.submit."
+      )
+    return np.asarray(out.ok)[:count].tolist()
+
+  def _padded(self, requests: Requests) -> tuple[Requests, int]:
+    """Returns requests of a shape that many calls share, and their number."""
+    count = len(requests.lengths)
+    ids = list(range(count))
+    prompts, strings = split(requests, ids, self._state.config)
+    # A power of 2, so that few sizes are compiled.
+    prompts += prompts[-1:] * ((1 << (count - 1).bit_length()) - count)
+    columns = self._state.queue.width - 1
+    return join(prompts, strings, columns), count
+
+  def advance(self) -> list[Group]:
+    """Generates, and removes and returns the groups that ended."""
+    self._state = _generate(
+      self._params, self._state, self._until, **self._hooks
+    )
+    self._state, out = harvest(self._state, groups=True)
+    samples = self._state.config.num_samples
+    is_ready = np.asarray(out.ok).reshape(-1, samples).any(axis=1)
+    if not is_ready.any():
+      return []
+    results = jax.device_get(out.results)
+    groups = []
+    for number in np.flatnonzero(is_ready).tolist():
+      rows = slice(number * samples, (number + 1) * samples)
+      group = jax.tree.map(lambda array, rows=rows: array[rows], results)
+      groups.append(Group(int(group.ids[0]), group))
+    return groups
+
+  def update_weights(
+    self, params: Any, version: int, max_age: int | None
+  ) -> list[int]:
+    """Replaces the weights; the new ones compute all K/V again."""
+    dropped = [] if max_age is None else self._drop(version - max_age)
+    while int(self._state.memory.cache.epoch) < version:
+      self._state = update_weights(self._state)
+    # On the devices of the old ones.
+    self._params = jax.tree.map(
+      lambda old, new: jax.device_put(new, old.sharding), self._params, params
+    )
+    return dropped
+
+  def _drop(self, oldest: int) -> list[int]:
+    """Removes unfinished groups with tokens of versions before `oldest`."""
+    queue, samples = self._state.queue, self._state.config.num_samples
+    status, versions, ids = jax.device_get(
+      (queue.status, queue.versions, queue.ids)
+    )
+    is_old = np.any((versions >= 0) & (versions < oldest), axis=1)
+    is_old &= status < SequenceStatus.DONE
+    groups = np.flatnonzero(is_old.reshape(-1, samples).any(axis=1))
+    if not groups.size:
+      return []
+    rows = (groups[:, None] * samples + np.arange(samples)).reshape(-1)
+    # All rows, masked, so that the shapes are always the same.
+    is_removed = np.zeros(ids.shape, bool)
+    is_removed[rows] = status[rows] != SequenceStatus.EMPTY
+    unfinished = is_removed & (status < SequenceStatus.DONE)
+    self._state, _ = abort(self._state, ids, mask=unfinished)
+    self._state, _ = harvest(self._state, mask=jnp.asarray(is_removed))
+    return ids[groups * samples].tolist()
+
+  def export(self) -> Exported:
+    """Removes and returns all sequences, with their pages."""
+    queue = self._state.queue
+    exists = np.asarray(queue.status) != SequenceStatus.EMPTY
+    self._state, exported = export(self._state, queue.ids, mask=exists)
+    return jax.device_get(exported)
+
+  def import_sequences(self, exported: Exported) -> list[int]:
+    """Adds sequences; returns the ids of the prompts that entered."""
+    self._state, out = import_sequences(self._state, exported)
+    first = np.asarray(exported.queue.ids) - np.asarray(exported.sample)
+    # The samples of a prompt enter together, because they share a group.
+    return sorted(set(first[np.asarray(out.ok)].tolist()))
+
+  def close(self) -> None:
+    """Releases the rollout and the weights."""
+    del self._state, self._params
+
+
+# Not of each worker, so that a worker with the same functions compiles nothing.
+_generate = jax.jit(
+  generate, static_argnames=("model", "process", "draft"), donate_argnums=1
+)
+
+
+@jax.jit
+def _match(cache: Any, tokens: Any, lengths: Any, salts: Any) -> jax.Array:
+  return match(cache, tokens, lengths, salts=salts).num_cached_tokens

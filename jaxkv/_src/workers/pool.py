@@ -1,0 +1,396 @@
+"""A pool of workers."""
+
+import collections
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.exported import Exported
+from jaxkv._src.engine.requests import Requests
+from jaxkv._src.workers.prompts import Prompt
+from jaxkv._src.workers.prompts import join
+from jaxkv._src.workers.prompts import split
+from jaxkv._src.workers.routing import Seen
+from jaxkv._src.workers.routing import choose
+from jaxkv._src.workers.worker import Group
+from jaxkv._src.workers.worker import Worker
+
+_LOOKAHEAD = 128
+"""The prompts from which a worker chooses."""
+
+
+class _Refused(Exception):
+  """A prompt is at fault, and not the worker."""
+
+
+class _Member:
+  """A place in the pool, and the worker that has it.
+
+  Attributes:
+    seen: what the pool knows about its prefixes.
+    prompts: the prompts that run on the worker, by their ids.
+    version: the version of its weights.
+    num_failures: how often its workers have failed in a row.
+    leaves: True if it gives its sequences to the others.
+  """
+
+  def __init__(self) -> None:
+    self.seen = Seen()
+    self.prompts: dict[int, Prompt] = {}
+    self.version = 0
+    self.num_failures = 0
+    self.leaves = False
+    self.thread: threading.Thread | None = None
+
+
+class Pool:
+  """Runs a stream of prompts on workers.
+
+  A prompt goes to the worker that has its longest prefix, among those with
+  room. The prompts of a worker that fails run again on others, with the same
+  ids, so they get the same samples from the same weights. Each prompt is
+  returned once.
+
+  A thread for each worker makes all of its calls, so workers never wait for
+  each other. Use the pool in a `with` statement, or call `close`.
+
+    with workers.Pool(make, 4, config=config) as pool:
+      pool.submit(requests)
+      for group in pool.results():
+        ...
+  """
+
+  def __init__(
+    self,
+    make: Callable[[int], Worker],
+    count: int,
+    *,
+    config: RolloutConfig,
+    max_waiting: int = 1024,
+    max_age: int | None = None,
+    max_failures: int = 3,
+  ):
+    """Starts a pool.
+
+    Args:
+      make: returns a new worker with the weights of version 0, for a place from
+        0 on. It is called again for the place of a worker that failed.
+      count: the number of workers.
+      config: the options of the workers' rollouts.
+      max_waiting: the prompts that no worker has taken; `submit` waits while
+        there are more.
+      max_age: the most versions by which tokens of an unfinished sequence may
+        be older than the weights; its prompt then runs again from its start.
+        None for no limit.
+      max_failures: how often a place may fail in a row before the pool does.
+    """
+    self._make, self._config = make, config
+    self._max_waiting = as_count("max_waiting", max_waiting, 1)
+    self._max_age = None if max_age is None else as_count("max_age", max_age, 0)
+    self._max_failures = as_count("max_failures", max_failures, 0)
+    self._changed = threading.Condition()
+    self._waiting: collections.deque[Prompt] = collections.deque()
+    self._moving: list[tuple[Exported, dict[int, Prompt]]] = []
+    self._finished: collections.deque[Group] = collections.deque()
+    self._strings: Any = None
+    self._params: Any = None
+    self._version = self._next_id = 0
+    # The ids of all samples of prompts that have not ended.
+    self._unfinished: set[int] = set()
+    self._error: Exception | None = None
+    self._is_closed = False
+    self._members: dict[int, _Member] = {}
+    self._next_place = 0
+    for _ in range(as_count("count", count, 1)):
+      self.add()
+
+  def __enter__(self) -> "Pool":
+    return self
+
+  def __exit__(self, *error: Any) -> None:
+    self.close()
+
+  @property
+  def num_waiting(self) -> int:
+    """The number of prompts that no worker has taken."""
+    return len(self._waiting)
+
+  def add(self) -> int:
+    """Adds a worker, and returns its place."""
+    with self._changed:
+      place, self._next_place = self._next_place, self._next_place + 1
+      member = self._members[place] = _Member()
+      member.thread = threading.Thread(
+        target=self._serve, args=(place, member), daemon=True
+      )
+      member.thread.start()
+    return place
+
+  def remove(self, place: int) -> None:
+    """Removes a worker; the others continue its sequences."""
+    with self._changed:
+      if place not in self._members:
+        raise ValueError(
+          f"`place` must be one of {sorted(self._members)}, got {place}."
+        )
+      if len([m for m in self._members.values() if not m.leaves]) < 2:
+        raise ValueError("`place` must not be the last worker; add one first.")
+      self._members[place].leaves = True
+      self._changed.notify_all()
+
+  def submit(self, requests: Requests, ids: Any = None) -> list[int]:
+    """Adds prompts, and waits while too many wait.
+
+    Args:
+      requests: P prompts, see `jaxkv.rollout.Requests`. All prompts of a pool
+        have the same optional fields and stop strings.
+      ids: int32[P], the id of each prompt's first sample, which seeds its
+        draws; the next G - 1 are those of its other samples. None for the next
+        ids.
+
+    Returns:
+      The ids of the prompts.
+
+    Raises:
+      TypeError: see `jaxkv.rollout.submit`.
+      ValueError: see `jaxkv.rollout.submit`; or an id is in use.
+      RuntimeError: the pool has failed, see `results`.
+    """
+    samples, count = self._config.num_samples, len(requests.lengths)
+    with self._changed:
+      if ids is None:
+        ids = range(self._next_id, self._next_id + count * samples, samples)
+      ids = np.asarray(ids).tolist()
+      prompts, self._strings = split(requests, ids, self._config)
+      numbers = [number + row for number in ids for row in range(samples)]
+      if len({*numbers} - self._unfinished) < len(numbers):
+        raise ValueError(
+          f"`ids` must be {samples} apart and not in use, got {ids}."
+        )
+      self._unfinished.update(numbers)
+      self._next_id = max([self._next_id, *(number + 1 for number in numbers)])
+      for prompt in prompts:
+        self._changed.wait_for(
+          lambda: self._error or len(self._waiting) < self._max_waiting
+        )
+        self._check()
+        self._waiting.append(prompt)
+        self._changed.notify_all()
+    return ids
+
+  def results(self) -> Iterator[Group]:
+    """Yields groups as they end, until all submitted prompts have ended.
+
+    Raises:
+      RuntimeError: the workers of a place failed too often, or refused a
+        prompt. The pool stops.
+    """
+    while True:
+      with self._changed:
+        self._changed.wait_for(
+          lambda: self._error or self._finished or not self._unfinished
+        )
+        self._check()
+        if not self._finished:
+          return
+        group = self._finished.popleft()
+      yield group
+
+  def update_weights(self, params: Any) -> int:
+    """Gives new weights to all workers, and returns their version.
+
+    Each worker takes them before its next call of `advance`.
+    """
+    with self._changed:
+      self._version += 1
+      self._params = params
+      self._changed.notify_all()
+      return self._version
+
+  def close(self) -> None:
+    """Ends the threads. Unfinished prompts are lost."""
+    with self._changed:
+      self._is_closed = True
+      self._changed.notify_all()
+      members = list(self._members.values())
+    for member in members:
+      assert member.thread is not None
+      member.thread.join()
+
+  def _check(self) -> None:
+    if self._error is not None:
+      raise RuntimeError(
+        f"The pool has stopped: {self._error}"
+      ) from self._error
+
+  def _serve(self, place: int, member: _Member) -> None:
+    """Runs the workers of a place; the target of its thread."""
+    worker = None
+    while self._waits_for_work(member):
+      try:
+        if worker is None:
+          worker = self._make(place)
+        if member.leaves:
+          self._leave(place, member, worker)
+          break
+        self._serve_once(member, worker)
+        member.num_failures = 0
+      except _Refused as error:
+        with self._changed:
+          self._error = error
+          self._changed.notify_all()
+      except Exception as error:
+        self._replace(member, error)
+        worker = _closed(worker)
+    _closed(worker)
+
+  def _waits_for_work(self, member: _Member) -> bool:
+    """Returns False if the pool is closed or failed."""
+
+    def has_work() -> bool:
+      return bool(
+        self._is_closed
+        or self._error
+        or member.leaves
+        or member.prompts
+        or self._waiting
+        or self._moving
+      )
+
+    with self._changed:
+      self._changed.wait_for(has_work)
+      return not (self._is_closed or self._error)
+
+  def _serve_once(self, member: _Member, worker: Worker) -> None:
+    self._update(member, worker)
+    self._take_moving(member, worker)
+    self._take_waiting(member, worker)
+    if not member.prompts:
+      return
+    groups = worker.advance()
+    with self._changed:
+      for group in groups:
+        self._forget(member, group.id)
+        self._finished.append(group)
+        numbers = range(group.id, group.id + self._config.num_samples)
+        self._unfinished.difference_update(numbers)
+      self._changed.notify_all()
+
+  def _forget(self, member: _Member, number: int) -> Prompt:
+    prompt = member.prompts.pop(number)
+    member.seen.running.subtract(prompt.prefixes)
+    return prompt
+
+  def _update(self, member: _Member, worker: Worker) -> None:
+    with self._changed:
+      params, version = self._params, self._version
+    if member.version == version:
+      return
+    dropped = worker.update_weights(params, version, self._max_age)
+    with self._changed:
+      member.version = version
+      again = [self._forget(member, number) for number in dropped]
+      self._waiting.extendleft(reversed(again))
+
+  def _take_moving(self, member: _Member, worker: Worker) -> None:
+    """Takes sequences of workers that left, if there is room."""
+    if not self._moving or not worker.room().prompts:
+      return
+    with self._changed:
+      if not self._moving:
+        return
+      exported, prompts = self._moving.pop()
+    try:
+      entered = worker.import_sequences(exported)
+    except Exception:
+      with self._changed:
+        self._moving.append((exported, prompts))
+      raise
+    with self._changed:
+      for number in entered:
+        prompt = member.prompts[number] = prompts.pop(number)
+        member.seen.running.update(prompt.prefixes)
+      if prompts and entered:
+        self._moving.append((exported, prompts))
+      else:
+        # No worker can continue what this one refuses in spite of its room.
+        self._waiting.extendleft(reversed(list(prompts.values())))
+      self._changed.notify_all()
+
+  def _take_waiting(self, member: _Member, worker: Worker) -> None:
+    room = worker.room()
+    with self._changed:
+      # More than there is room for, because others may be better for some.
+      waiting = list(itertools.islice(self._waiting, _LOOKAHEAD))
+    if not waiting or not room.prompts:
+      return
+    found = worker.match(join(waiting, self._strings))
+    cached = {p.id: int(n) for p, n in zip(waiting, found, strict=True)}
+    with self._changed:
+      member.seen.cached = cached
+      # Another worker may have taken some in the meantime.
+      ids = {prompt.id for prompt in self._waiting}
+      others = [
+        other.seen
+        for other in self._members.values()
+        if other is not member and not other.leaves
+      ]
+      waiting = [prompt for prompt in waiting if prompt.id in ids]
+      chosen = choose(waiting, room, member.seen, others)
+      taken = {prompt.id: prompt for prompt in chosen}
+      self._waiting = collections.deque(
+        prompt for prompt in self._waiting if prompt.id not in taken
+      )
+      member.prompts.update(taken)
+      self._changed.notify_all()
+    if not chosen:
+      return
+    try:
+      entered = worker.submit(join(chosen, self._strings), list(taken))
+    except ValueError as error:
+      # Every worker would refuse the prompt.
+      raise _Refused(str(error)) from error
+    with self._changed:
+      refused = [
+        self._forget(member, prompt.id)
+        for prompt, is_in in zip(chosen, entered, strict=True)
+        if not is_in
+      ]
+      self._waiting.extendleft(reversed(refused))
+
+  def _leave(self, place: int, member: _Member, worker: Worker) -> None:
+    """Gives the worker's sequences to the others."""
+    self._update(member, worker)
+    exported = worker.export()
+    with self._changed:
+      if member.prompts:
+        self._moving.append((exported, member.prompts))
+      del self._members[place]
+      self._changed.notify_all()
+
+  def _replace(self, member: _Member, error: Exception) -> None:
+    """Puts the prompts of a worker that failed back into the queue."""
+    with self._changed:
+      self._waiting.extendleft(reversed(list(member.prompts.values())))
+      member.prompts, member.seen, member.version = {}, Seen(), 0
+      member.num_failures += 1
+      if member.num_failures > self._max_failures:
+        self._error = RuntimeError(
+          f"a worker failed {member.num_failures} times in a row: {error}"
+        )
+        self._error.__cause__ = error
+      self._changed.notify_all()
+
+
+def _closed(worker: Worker | None) -> None:
+  """Closes a worker, which may have failed already."""
+  if worker is not None:
+    with contextlib.suppress(Exception):
+      worker.close()

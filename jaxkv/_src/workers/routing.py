@@ -1,0 +1,60 @@
+"""Chooses the prompts that a worker takes."""
+
+import collections
+import dataclasses
+
+from jaxkv._src.workers.prompts import BLOCK
+from jaxkv._src.workers.prompts import Prompt
+from jaxkv._src.workers.worker import Room
+
+
+@dataclasses.dataclass
+class Seen:
+  """What a pool knows about the prefixes of a worker.
+
+  Attributes:
+    cached: the cached tokens of prompts that wait, by their ids.
+    running: the number of prompts of the worker with each prefix.
+  """
+
+  cached: dict[int, int] = dataclasses.field(default_factory=dict)
+  running: collections.Counter[int] = dataclasses.field(
+    default_factory=collections.Counter
+  )
+
+  def num_shared(self, prompt: Prompt) -> int:
+    """Returns the tokens of a prompt that the worker has, or will have."""
+    count = 0
+    for prefix in prompt.prefixes:
+      if not self.running[prefix]:
+        break
+      count += BLOCK
+    return max(count, self.cached.get(prompt.id, 0))
+
+
+def choose(
+  waiting: list[Prompt], room: Room, seen: Seen, others: list[Seen]
+) -> list[Prompt]:
+  """Returns the prompts that a worker takes, and counts them as running.
+
+  It takes those of which it has the longest prefix of all workers. Others it
+  takes only to keep its slots busy, those first of which it lacks the least.
+  """
+  chosen, later = [], []
+  for prompt in waiting:
+    if len(chosen) == room.prompts:
+      return chosen
+    own = seen.num_shared(prompt)
+    best = max((other.num_shared(prompt) for other in others), default=0)
+    if own >= best:
+      chosen.append(prompt)
+      seen.running.update(prompt.prefixes)
+    else:
+      later.append((best - own, prompt))
+  # The sort is stable, so equal ones stay in the order of their arrival.
+  later.sort(key=lambda pair: pair[0])
+  missing = max(min(room.needed, room.prompts) - len(chosen), 0)
+  for _, prompt in later[:missing]:
+    chosen.append(prompt)
+    seen.running.update(prompt.prefixes)
+  return chosen

@@ -1,0 +1,91 @@
+"""The worker of a pool, as a protocol."""
+
+from typing import Any
+from typing import NamedTuple
+from typing import Protocol
+
+import numpy as np
+
+from jaxkv._src.engine.exported import Exported
+from jaxkv._src.engine.requests import Requests
+from jaxkv._src.engine.results.generated import Generated
+
+
+class Group(NamedTuple):
+  """All samples of a prompt, which have ended.
+
+  Attributes:
+    id: the id of the prompt's first sample.
+    results: the samples, as arrays of numpy with G rows.
+  """
+
+  id: int
+  results: Generated
+
+
+class Room(NamedTuple):
+  """How many more prompts a worker can take.
+
+  Attributes:
+    prompts: prompts that fit into its queue.
+    needed: prompts that keep all slots busy until the worker looks again.
+  """
+
+  prompts: int
+  needed: int
+
+
+class Worker(Protocol):
+  """A rollout somewhere: in this process, another one, or on another machine.
+
+  A pool calls a worker from one thread. If a call raises, the pool replaces the
+  worker, and its prompts run again elsewhere.
+  """
+
+  def room(self) -> Room:
+    """Returns how many more prompts the worker can take."""
+    ...
+
+  def match(self, requests: Requests) -> np.ndarray:
+    """Returns the number of cached tokens of each prompt, int32[P]."""
+    ...
+
+  def submit(self, requests: Requests, ids: list[int]) -> list[bool]:
+    """Adds prompts, see `jaxkv.rollout.submit`; returns which entered."""
+    ...
+
+  def advance(self) -> list[Group]:
+    """Generates for a while, and removes and returns the groups that ended."""
+    ...
+
+  def update_weights(
+    self, params: Any, version: int, max_age: int | None
+  ) -> list[int]:
+    """Replaces the weights.
+
+    Args:
+      params: the new weights.
+      version: their version, which is not less than that of the old ones.
+      max_age: unfinished prompts with a token of a version before `version -
+        max_age` are removed; None to keep all.
+
+    Returns:
+      The ids of the prompts that were removed.
+    """
+    ...
+
+  def export(self) -> Exported:
+    """Removes and returns all sequences, see `jaxkv.rollout.export`."""
+    ...
+
+  def import_sequences(self, exported: Exported) -> list[int]:
+    """Adds sequences of whole groups.
+
+    Returns:
+      The ids of the prompts of which all samples entered; others stay out.
+    """
+    ...
+
+  def close(self) -> None:
+    """Releases what the worker holds, also after a failure."""
+    ...

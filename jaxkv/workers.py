@@ -1,0 +1,19 @@
+"""Rollouts on several workers, which may be added, removed, or fail.
+
+| name | purpose |
+|---|---|
+| `Pool` | runs a stream of prompts on workers |
+| `Worker`, `Room`, `Group` | what a worker does, and its results |
+| `LocalWorker` | a worker in this process |
+
+`jaxkv.integrations.ray` has workers on other machines. A pool starts threads,
+but neither processes nor devices.
+"""
+
+from jaxkv._src.workers.local_worker import LocalWorker
+from jaxkv._src.workers.pool import Pool
+from jaxkv._src.workers.worker import Group
+from jaxkv._src.workers.worker import Room
+from jaxkv._src.workers.worker import Worker
+
+__all__ = ["Group", "LocalWorker", "Pool", "Room", "Worker"]

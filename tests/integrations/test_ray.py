@@ -1,0 +1,218 @@
+"""Pools of Ray actors: deaths, weights, damaged weights."""
+
+import functools
+import importlib.util
+import os
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import models
+from jaxkv import rollout
+from jaxkv import workers
+
+pytestmark = [
+  pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="ray is not installed; pip install jaxkv[ray]",
+  ),
+  pytest.mark.deep,
+]
+
+_DECODER = models.llama(
+  vocab_size=11,
+  num_layers=1,
+  embed_dim=8,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=4,
+  mlp_dim=8,
+  numerics="exact",
+)
+_CONFIG = rollout.RolloutConfig(
+  num_samples=2,
+  max_new_tokens=20,
+  prefill_chunk=16,
+  max_length=32,
+  numerics="exact",
+)
+_FORWARD = functools.partial(models.forward, config=_DECODER)
+_NUM_PROMPTS = 200
+
+
+def _params(version=0):
+  return models.init_params(jax.random.key(version), _DECODER)
+
+
+def _make(_, pause=0.0):
+  """Makes a worker; Ray calls it inside of the actor."""
+  sizes = jaxkv.CacheConfig(
+    num_pages=200, page_size=4, num_slots=4, pages_per_slot=8
+  )
+  nothing = rollout.Requests(
+    np.zeros((8, 11), np.int32),
+    np.ones(8, np.int32),
+    num_samples=np.zeros(8, np.int32),
+  )
+  state = rollout.init(
+    jaxkv.init(sizes, jax.random.key(4)),
+    models.init_kv(_DECODER, sizes),
+    nothing,
+    jax.random.key(5),
+    _CONFIG,
+  )
+  worker = workers.LocalWorker(_params(), state, model=_FORWARD, steps=4)
+  advance = worker.advance
+
+  def slowly():
+    # So that a job of a tiny model lasts longer than the time between deaths.
+    time.sleep(pause)
+    return advance()
+
+  worker.advance = slowly
+  return worker
+
+
+def _requests():
+  own = np.random.default_rng(1)
+  tokens = own.integers(0, 11, (_NUM_PROMPTS, 11)).astype(np.int32)
+  return rollout.Requests(
+    tokens, own.integers(1, 12, _NUM_PROMPTS).astype(np.int32)
+  )
+
+
+@pytest.fixture(scope="module")
+def ray():
+  ray = pytest.importorskip("ray")
+  # The actors import the tests, with the options of this process.
+  ray.init(
+    num_cpus=2,
+    include_dashboard=False,
+    object_store_memory=200 * 2**20,
+    runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(_paths())}},
+  )
+  yield ray
+  ray.shutdown()
+
+
+def _paths():
+  import sys
+
+  return [path for path in sys.path if path]
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+  with workers.Pool(_make, 1, config=_CONFIG) as pool:
+    pool.submit(_requests())
+    return {group.id: group.results for group in pool.results()}
+
+
+def _assert_equal(found, wanted):
+  assert found.keys() == wanted.keys()
+  for number, results in wanted.items():
+    for name in ("tokens", "lengths", "log_probs", "finish"):
+      np.testing.assert_array_equal(
+        getattr(found[number], name), getattr(results, name)
+      )
+
+
+def test_actors_that_are_killed(ray, undisturbed):
+  """Four deaths, 20 seconds apart: each prompt ends once, with equal bits."""
+  from jaxkv.integrations.ray import RayWorkers
+
+  actors = {}
+
+  class Recorded(RayWorkers):
+    def __call__(self, place):
+      actors[place] = super().__call__(place)
+      return actors[place]
+
+  make = Recorded(functools.partial(_make, pause=0.5), num_cpus=0.5)
+  found, kills, start = {}, 0, time.monotonic()
+  with workers.Pool(make, 4, config=_CONFIG, max_failures=8) as pool:
+    pool.submit(_requests())
+    for group in pool.results():
+      assert group.id not in found
+      found[group.id] = group.results
+      if kills < 4 and time.monotonic() - start > 20 * (kills + 1):
+        ray.kill(actors[kills]._actor)
+        kills += 1
+  assert kills == 4
+  _assert_equal(found, undisturbed)
+
+
+def test_weights_that_change(ray):
+  """Ten updates: tokens of a sequence are at most one version apart."""
+  from jaxkv.integrations.ray import RayWorkers
+
+  make = RayWorkers(_make, num_cpus=0.5)
+  found = []
+  with workers.Pool(make, 4, config=_CONFIG, max_age=1) as pool:
+    pool.submit(_requests())
+    for group in pool.results():
+      found.append(group.results)
+      if len(found) % 18 == 0 and len(found) <= 180:
+        assert pool.update_weights(_params(len(found) // 18)) <= 10
+  results = jax.tree.map(lambda *rows: np.concatenate(rows), *found)
+  drawn = np.where(results.mask, results.versions, 99)
+  assert len(found) == _NUM_PROMPTS
+  assert (results.versions.max(axis=1) - drawn.min(axis=1)).max() <= 1
+  assert results.versions.max() == 10
+  _assert_scores(results)
+
+
+def _assert_scores(results):
+  """The weights of each token's version give its log-prob, bit for bit."""
+  score = jax.jit(functools.partial(rollout.score, model=_FORWARD))
+  sizes = jaxkv.CacheConfig(
+    num_pages=900, page_size=4, num_slots=16, pages_per_slot=8
+  )
+  begin = results.prompt_lengths[:, None]
+  column = np.arange(20)[None]
+  place = np.minimum(begin + column, 31)
+  lengths = results.lengths[:, None] - begin
+  answers = np.take_along_axis(results.tokens, place, axis=1)
+  for version in range(11):
+    memory = rollout.Memory(
+      cache=jaxkv.init(sizes), kv=models.init_kv(_DECODER, sizes)
+    )
+    _, scored = score(
+      _params(version),
+      memory,
+      results.tokens[::2, :11],
+      results.prompt_lengths[::2],
+      answers.reshape(-1, 2, 20),
+      lengths.reshape(-1, 2),
+    )
+    scores = np.asarray(scored.log_probs).reshape(-1, 20)
+    is_own = np.take_along_axis(results.versions, place, axis=1) == version
+    is_own &= column < lengths
+    recorded = np.take_along_axis(results.log_probs, place, axis=1)
+    np.testing.assert_array_equal(scores[is_own], recorded[is_own])
+
+
+def test_damaged_weights_are_refused(ray):
+  from jaxkv._src.integrations import ray_workers
+
+  make = ray_workers.RayWorkers(_make, num_cpus=0.5)
+  worker = make(0)
+  params = jax.device_get(_params(1))
+  stored = ray_workers._StoredWeights(1, ray.put(params), b"another checksum")
+  make._weights = stored
+  with pytest.raises(ValueError, match="stored as version 1, got other bytes"):
+    worker.update_weights(params, 1, None)
+  worker.close()
+
+
+def test_ray_must_be_started():
+  ray = pytest.importorskip("ray")
+  from jaxkv.integrations.ray import RayWorkers
+
+  if ray.is_initialized():
+    pytest.skip("another test has started Ray")
+  with pytest.raises(RuntimeError, match=r"call ray\.init"):
+    RayWorkers(_make)

@@ -1,0 +1,149 @@
+"""A worker without a model: a sequence samples numbers from its id."""
+
+import collections
+import random
+
+import numpy as np
+
+from jaxkv import rollout
+from jaxkv import workers
+
+BLOCK = 16
+
+
+def tokens_of(number: int, version: int) -> list[tuple[int, int]]:
+  """Returns the tokens of a prompt, each with the version of the weights."""
+  own = random.Random(number)
+  return [(own.randrange(1000), version) for _ in range(own.randint(1, 12))]
+
+
+class _Running:
+  def __init__(self, number: int, blocks: list[bytes]):
+    self.number, self.blocks = number, blocks
+    self.tokens: list[tuple[int, int]] = []
+
+
+class StubWorker:
+  """Computes a token of each running prompt in a step; prefixes are cached.
+
+  Attributes:
+    hits: cached blocks that prompts found when they began.
+    num_steps: steps so far.
+    idle_steps: steps in which a slot was empty while `has_prompts()`.
+  """
+
+  def __init__(
+    self,
+    slots=4,
+    rows=8,
+    capacity=10**6,
+    steps=2,
+    has_prompts=lambda: False,
+  ):
+    self._slots, self._rows, self._capacity = slots, rows, capacity
+    self._steps, self._has_prompts = steps, has_prompts
+    self._cache: collections.OrderedDict = collections.OrderedDict()
+    self._waiting: list[_Running] = []
+    self._running: list[_Running] = []
+    self.version = self.hits = self.num_steps = self.idle_steps = 0
+    self.is_closed = False
+
+  def room(self) -> workers.Room:
+    count = len(self._waiting) + len(self._running)
+    return workers.Room(self._rows - count, max(2 * self._slots - count, 0))
+
+  def match(self, requests) -> np.ndarray:
+    rows = zip(requests.tokens, requests.lengths, strict=True)
+    found = [self._num_cached(_blocks(row[:length])) for row, length in rows]
+    return np.asarray(found, np.int32) * BLOCK
+
+  def _num_cached(self, blocks) -> int:
+    is_missing = [block not in self._cache for block in blocks] + [True]
+    return is_missing.index(True)
+
+  def submit(self, requests, ids) -> list[bool]:
+    rows = zip(requests.tokens, requests.lengths, ids, strict=True)
+    for row, length, number in rows:
+      self._waiting.append(_Running(number, _blocks(row[:length])))
+    assert self.room().prompts >= 0
+    return [True] * len(ids)
+
+  def advance(self) -> list[workers.Group]:
+    ended = []
+    for _ in range(self._steps):
+      while self._waiting and len(self._running) < self._slots:
+        self._running.append(self._begun(self._waiting.pop(0)))
+      self.num_steps += 1
+      is_full = len(self._running) == self._slots
+      self.idle_steps += not is_full and self._has_prompts()
+      for one in list(self._running):
+        wanted = tokens_of(one.number, self.version)
+        one.tokens.append(wanted[len(one.tokens)])
+        if len(one.tokens) == len(wanted):
+          self._running.remove(one)
+          ended.append(workers.Group(one.number, one.tokens))
+    return ended
+
+  def _begun(self, one: _Running) -> _Running:
+    self.hits += self._num_cached(one.blocks)
+    for block in reversed(one.blocks):
+      self._cache[block] = None
+      self._cache.move_to_end(block)
+    while len(self._cache) > self._capacity:
+      self._cache.popitem(last=False)
+    return one
+
+  def update_weights(self, params, version, max_age) -> list[int]:
+    assert params == f"weights {version}"
+    self.version = version
+    self._cache.clear()
+    if max_age is None:
+      return []
+    old = [
+      one
+      for one in self._running
+      if one.tokens and min(v for _, v in one.tokens) < version - max_age
+    ]
+    self._running = [one for one in self._running if one not in old]
+    return [one.number for one in old]
+
+  def export(self):
+    moved, self._running, self._waiting = self._running + self._waiting, [], []
+    return moved
+
+  def import_sequences(self, exported) -> list[int]:
+    count = self.room().prompts
+    entered, exported[:count] = exported[:count], []
+    self._waiting = entered + self._waiting
+    return [one.number for one in entered]
+
+  def close(self) -> None:
+    self.is_closed = True
+
+
+class FailingWorker(StubWorker):
+  """Fails after a number of calls of `advance`."""
+
+  def __init__(self, num_calls: int, **options):
+    super().__init__(**options)
+    self._left = num_calls
+
+  def advance(self) -> list[workers.Group]:
+    self._left -= 1
+    if self._left < 0:
+      raise OSError("the machine was taken away")
+    return super().advance()
+
+
+def _blocks(row) -> list[bytes]:
+  return [row[:end].tobytes() for end in range(BLOCK, len(row), BLOCK)]
+
+
+def requests_of(prompts: list[list[int]]) -> rollout.Requests:
+  """Returns requests of prompts of different lengths."""
+  width = max(map(len, prompts))
+  rows = [prompt + [0] * (width - len(prompt)) for prompt in prompts]
+  lengths = [len(prompt) for prompt in prompts]
+  return rollout.Requests(
+    np.asarray(rows, np.int32), np.asarray(lengths, np.int32)
+  )

@@ -1,0 +1,193 @@
+"""Pools of rollouts: equal tokens, whichever worker computes them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import models
+from jaxkv import rollout
+from jaxkv import workers
+from tests.rollout import by_hand
+
+_CONFIG = rollout.RolloutConfig(
+  num_samples=2, max_new_tokens=6, stop_token=4, prefill_chunk=8, max_length=16
+)
+_DECODER = models.llama(
+  vocab_size=11,
+  num_layers=1,
+  embed_dim=8,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=4,
+  mlp_dim=8,
+  numerics="exact",
+)
+_BY_HAND = rollout.all_logits(by_hand.model)
+_FORWARD = functools.partial(models.forward, config=_DECODER)
+_PROMPTS = [by_hand.PROMPTS[number % 4] for number in range(24)]
+
+
+def _requests() -> rollout.Requests:
+  rows = np.zeros((len(_PROMPTS), 9), np.int32)
+  for row, prompt in enumerate(_PROMPTS):
+    rows[row, : len(prompt)] = prompt
+  return rollout.Requests(rows, np.asarray(list(map(len, _PROMPTS)), np.int32))
+
+
+def _worker(model, params, config, kv_of, slots=4, rows=6, steps=3):
+  sizes = by_hand.sizes(60, slots)
+  nothing = rollout.Requests(
+    np.zeros((rows, 9), np.int32),
+    np.ones(rows, np.int32),
+    num_samples=np.zeros(rows, np.int32),
+  )
+  state = rollout.init(
+    jaxkv.init(sizes, jax.random.key(4)),
+    kv_of(sizes),
+    nothing,
+    by_hand.key(),
+    config,
+  )
+  return workers.LocalWorker(params, state, model=model, steps=steps)
+
+
+def _by_hand(_, **options):
+  def kv_of(sizes):
+    return jaxkv.kv.init(
+      sizes,
+      num_layers=1,
+      num_kv_heads=1,
+      head_dim=by_hand.WIDTH,
+      dtype=jnp.float32,
+    )
+
+  return _worker(_BY_HAND, None, _CONFIG, kv_of, **options)
+
+
+def _assert_by_hand(found: dict) -> None:
+  assert sorted(found) == list(range(0, 48, 2))
+  for number, results in found.items():
+    for sample in range(2):
+      wanted = by_hand.expected(
+        number + sample, _PROMPTS[number // 2], 1.0, _CONFIG
+      )
+      length = int(results.lengths[sample])
+      assert results.tokens[sample, :length].tolist() == wanted.tokens
+
+
+class _Fails:
+  """A worker whose third call of `advance` fails, the first four times."""
+
+  num_failures = 0
+
+  def __init__(self, worker):
+    self._worker, self._calls = worker, 0
+
+  def __getattr__(self, name):
+    return getattr(self._worker, name)
+
+  def advance(self):
+    self._calls += 1
+    if self._calls == 3 and _Fails.num_failures < 4:
+      _Fails.num_failures += 1
+      raise OSError("the machine was taken away")
+    return self._worker.advance()
+
+
+@pytest.mark.slow
+def test_tokens_do_not_depend_on_failures_or_members():
+  _Fails.num_failures = 0
+  with workers.Pool(
+    lambda place: _Fails(_by_hand(place)), 3, config=_CONFIG
+  ) as pool:
+    pool.submit(_requests())
+    found = {}
+    for group in pool.results():
+      assert group.id not in found
+      found[group.id] = group.results
+      if len(found) == 5:
+        pool.remove(2)
+      if len(found) == 9:
+        pool.add()
+  assert _Fails.num_failures > 1
+  _assert_by_hand(found)
+
+
+@pytest.mark.slow
+def test_moved_sequences_are_not_computed_again():
+  first, second = _by_hand(0, slots=8), _by_hand(1, slots=8)
+  requests = _requests()
+  some = rollout.Requests(requests.tokens[:3], requests.lengths[:3])
+  assert first.submit(some, [0, 2, 4]) == [True] * 3
+  groups = first.advance()
+  entered = second.import_sequences(first.export())
+  assert sorted(entered + [group.id for group in groups]) == [0, 2, 4]
+  while len(groups) < 3:
+    groups += second.advance()
+  assert int(second._state.counters.recomputed) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_age", [0, 1])
+def test_versions_reproduce_the_log_probs(max_age):
+  """Of each token, by `score` with the weights that sampled it."""
+  config = rollout.RolloutConfig(
+    num_samples=2,
+    max_new_tokens=6,
+    prefill_chunk=8,
+    max_length=16,
+    numerics="exact",
+  )
+
+  def kv_of(sizes):
+    return models.init_kv(_DECODER, sizes)
+
+  versions = [
+    models.init_params(jax.random.key(seed), _DECODER) for seed in range(5)
+  ]
+  with workers.Pool(
+    lambda _: _worker(_FORWARD, versions[0], config, kv_of, steps=2),
+    2,
+    config=config,
+    max_age=max_age,
+  ) as pool:
+    pool.submit(_requests())
+    found = []
+    for group in pool.results():
+      found.append(group.results)
+      if len(found) in (3, 6, 9, 12):
+        pool.update_weights(versions[len(found) // 3])
+  assert len(found) == 24
+  sizes = by_hand.sizes(60, 4)
+  score = jax.jit(functools.partial(rollout.score, model=_FORWARD))
+  results = jax.tree.map(lambda *rows: np.concatenate(rows), *found)
+  is_drawn = results.mask
+  oldest = np.where(is_drawn, results.versions, 99).min(axis=1)
+  newest = results.versions.max(axis=1)
+  assert (newest - oldest).max() <= max_age and newest.max() == 4
+  for version, params in enumerate(versions):
+    memory = rollout.Memory(cache=jaxkv.init(sizes), kv=kv_of(sizes))
+    for row in range(0, 48, 2):
+      begin = int(results.prompt_lengths[row])
+      columns = results.tokens[row : row + 2, begin:]
+      columns = np.pad(columns, ((0, 0), (0, begin)))[:, :6]
+      lengths = results.lengths[row : row + 2] - begin
+      memory, scored = score(
+        params,
+        memory,
+        results.tokens[row : row + 1, :9],
+        np.asarray([begin], np.int32),
+        columns[None],
+        lengths[None],
+      )
+      for sample in range(2):
+        place = begin + np.arange(lengths[sample])
+        is_own = results.versions[row + sample, place] == version
+        np.testing.assert_array_equal(
+          np.asarray(scored.log_probs)[0, sample, : lengths[sample]][is_own],
+          results.log_probs[row + sample, place][is_own],
+        )

@@ -1,0 +1,225 @@
+"""Pools of workers without a model: routing, failures, weights."""
+
+import random
+import threading
+
+import pytest
+
+from jaxkv import rollout
+from jaxkv import workers
+from tests.workers.stub import FailingWorker
+from tests.workers.stub import StubWorker
+from tests.workers.stub import requests_of
+from tests.workers.stub import tokens_of
+
+_CONFIG = rollout.RolloutConfig(max_new_tokens=12)
+
+
+def _prompts(count, length=5):
+  own = random.Random(1)
+  return [[own.randrange(9) for _ in range(length)] for _ in range(count)]
+
+
+def _results(pool) -> dict:
+  """The results of a pool by id, each of which comes once."""
+  found = {}
+  for group in pool.results():
+    assert group.id not in found
+    found[group.id] = group.results
+  return found
+
+
+def _wanted(ids, version=0) -> dict:
+  return {number: tokens_of(number, version) for number in ids}
+
+
+class TestStream:
+  def test_every_prompt_comes_back_once(self):
+    with workers.Pool(lambda _: StubWorker(), 3, config=_CONFIG) as pool:
+      ids = pool.submit(requests_of(_prompts(100)))
+      assert ids == list(range(100))
+      assert _results(pool) == _wanted(ids)
+      # The pool goes on.
+      more = pool.submit(requests_of(_prompts(20)), ids=range(500, 520))
+      assert _results(pool) == _wanted(more)
+      assert pool.submit(requests_of(_prompts(1))) == [520]
+
+  def test_slots_are_busy_while_there_are_prompts(self):
+    made, pools = [], []
+
+    def has_prompts():
+      return any(pool.num_waiting for pool in pools)
+
+    def make(_):
+      made.append(StubWorker(steps=1, has_prompts=has_prompts))
+      return made[-1]
+
+    with workers.Pool(make, 4, config=_CONFIG) as pool:
+      pools.append(pool)
+      pool.submit(requests_of(_prompts(600)))
+      assert len(_results(pool)) == 600
+    assert [worker.idle_steps for worker in made] == [0] * 4
+    assert sum(worker.num_steps for worker in made) > 600
+
+  def test_ids_in_use_are_refused(self):
+    with workers.Pool(lambda _: StubWorker(), 1, config=_CONFIG) as pool:
+      with pytest.raises(ValueError, match=r"not in use, got \[7, 7"):
+        pool.submit(requests_of(_prompts(2)), ids=[7, 7])
+      pool.submit(requests_of(_prompts(1)), ids=[7])
+      _results(pool)
+      pool.submit(requests_of(_prompts(1)), ids=[7])
+
+  def test_too_many_prompts_wait_outside(self):
+    is_open = threading.Event()
+
+    class Slow(StubWorker):
+      def advance(self):
+        is_open.wait()
+        return super().advance()
+
+    with workers.Pool(
+      lambda _: Slow(rows=4), 1, config=_CONFIG, max_waiting=10
+    ) as pool:
+      thread = threading.Thread(
+        target=pool.submit, args=(requests_of(_prompts(40)),)
+      )
+      thread.start()
+      thread.join(0.5)
+      # 4 on the worker, 10 in the pool.
+      assert thread.is_alive() and pool.num_waiting == 10
+      is_open.set()
+      thread.join()
+      assert len(_results(pool)) == 40
+
+
+class TestFailures:
+  def test_prompts_run_again_elsewhere(self):
+    own = random.Random(3)
+    made = []
+
+    def make(_):
+      made.append(FailingWorker(own.randint(3, 9)))
+      return made[-1]
+
+    with workers.Pool(make, 4, config=_CONFIG, max_failures=100) as pool:
+      ids = pool.submit(requests_of(_prompts(200)))
+      assert _results(pool) == _wanted(ids)
+    assert len(made) > 10
+    assert all(worker.is_closed for worker in made)
+
+  def test_a_prompt_that_is_refused_is_an_error(self):
+    class Strict(StubWorker):
+      def submit(self, requests, ids):
+        raise ValueError("`requests` must be valid prompts")
+
+    with workers.Pool(lambda _: Strict(), 2, config=_CONFIG) as pool:
+      pool.submit(requests_of(_prompts(3)))
+      with pytest.raises(RuntimeError, match="stopped: `requests` must be"):
+        _results(pool)
+
+  def test_a_place_that_always_fails_is_an_error(self):
+    def make(_):
+      raise OSError("no such machine")
+
+    with workers.Pool(make, 2, config=_CONFIG, max_failures=2) as pool:
+      pool.submit(requests_of(_prompts(3)))
+      with pytest.raises(
+        RuntimeError, match="failed 3 times in a row: no such"
+      ):
+        _results(pool)
+      with pytest.raises(RuntimeError, match="no such machine"):
+        pool.submit(requests_of(_prompts(3)))
+
+
+class TestMembers:
+  def test_others_continue_the_sequences_of_one_that_is_removed(self):
+    made = []
+
+    def make(_):
+      made.append(StubWorker(steps=1))
+      return made[-1]
+
+    with workers.Pool(make, 3, config=_CONFIG) as pool:
+      ids = pool.submit(requests_of(_prompts(120)))
+      found = {}
+      for group in pool.results():
+        found[group.id] = group.results
+        if len(found) == 20:
+          pool.remove(1)
+        if len(found) == 60:
+          assert pool.add() == 3
+      assert found == _wanted(ids)
+    # A sequence that began again would take more steps.
+    tokens = sum(map(len, found.values()))
+    assert sum(worker.num_steps for worker in made) * 4 >= tokens
+    assert made[1].is_closed and len(made) == 4
+
+  def test_one_worker_must_stay(self):
+    with workers.Pool(lambda _: StubWorker(), 1, config=_CONFIG) as pool:
+      with pytest.raises(ValueError, match="must not be the last worker"):
+        pool.remove(0)
+      with pytest.raises(ValueError, match=r"`place` must be one of \[0\]"):
+        pool.remove(5)
+
+
+class TestWeights:
+  @pytest.mark.parametrize("max_age", [0, 1, None])
+  def test_no_sequence_mixes_more_versions_than_allowed(self, max_age):
+    with workers.Pool(
+      lambda _: StubWorker(steps=1), 3, config=_CONFIG, max_age=max_age
+    ) as pool:
+      ids = pool.submit(requests_of(_prompts(200)))
+      found = {}
+      for group in pool.results():
+        found[group.id] = group.results
+        if len(found) % 20 == 0 and len(found) < 200:
+          version = pool.update_weights(f"weights {len(found) // 20}")
+          assert version == len(found) // 20
+    assert sorted(found) == ids
+    ages = []
+    for number, tokens in found.items():
+      assert [token for token, _ in tokens] == [
+        token for token, _ in tokens_of(number, 0)
+      ]
+      versions = [version for _, version in tokens]
+      ages.append(versions[-1] - versions[0])
+    assert max(ages) <= (9 if max_age is None else max_age)
+
+
+class TestRouting:
+  def test_families_of_prompts_stay_together(self):
+    """40 families over 4 workers, beside one cache of their pages."""
+    own = random.Random(5)
+    heads = [[own.randrange(99) for _ in range(64)] for _ in range(40)]
+    prompts = [
+      own.choice(heads) + [own.randrange(99) for _ in range(20)]
+      for _ in range(1200)
+    ]
+    # A worker's cache has 12 of the families, and not all 40.
+    options = {"capacity": 12 * 4 + 16, "rows": 16}
+
+    def hits_of(count, **options):
+      made = []
+
+      def make(_):
+        made.append(StubWorker(**options))
+        return made[-1]
+
+      with workers.Pool(make, count, config=_CONFIG) as pool:
+        for start in range(0, 1200, 100):
+          pool.submit(requests_of(prompts[start : start + 100]))
+        assert len(_results(pool)) == 1200
+      return sum(worker.hits for worker in made)
+
+    in_pool = hits_of(4, **options)
+    one = hits_of(1, slots=16, rows=64, capacity=4 * options["capacity"])
+    in_turn = 0
+    for place in range(4):
+      worker = StubWorker(**options)
+      for start in range(place, 1200, 32):
+        some = prompts[start : start + 32 : 4]
+        worker.submit(requests_of(some), list(range(len(some))))
+        while worker.room().prompts < 16:
+          worker.advance()
+      in_turn += worker.hits
+    assert in_pool >= 0.9 * one > 1.3 * in_turn, (in_pool, one, in_turn)
