@@ -148,8 +148,10 @@ FAST = ("decode_scan", "forgetting")
 @pytest.mark.parametrize(
   "case",
   [
-    # A hybrid branches with the same verbs, for more kinds of groups.
-    pytest.param(case, marks=pytest.mark.deep) if case == "branching" else case
+    # Others branch and decode with the same verbs and groups.
+    pytest.param(case, marks=pytest.mark.deep)
+    if case in ("branching", "branching_hybrid", "decode_hybrid")
+    else case
     for case in CASES
   ],
 )

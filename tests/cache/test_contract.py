@@ -43,7 +43,6 @@ TABLE = VERBS | {
 # Of tests that compile a verb in yet another way: one that takes pages, shares
 # them, gives them back, and one that only reads.
 FEW = ("admit", "fork", "truncate", "match")
-EAGER = (*FEW, "commit", "recycle", "usage")
 CHANGING = [name for name in VERBS if name not in QUERIES]
 ON_HOST = {
   "init",
@@ -101,14 +100,8 @@ def test_table_is_complete():
 
 # Operation by operation, each compiled by itself. The others have the same
 # operations, in another order.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "verb",
-  [
-    verb if verb in EAGER else pytest.param(verb, marks=pytest.mark.deep)
-    for verb in TABLE
-  ],
-)
+@pytest.mark.deep
+@pytest.mark.parametrize("verb", TABLE)
 def test_without_jit(verb):
   state, args = example(verb)
   with jax.disable_jit():
@@ -170,7 +163,7 @@ class TestEveryVerb:
       alone = TABLE[verb](state, **args)
       assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
 
-  @pytest.mark.slow
+  @pytest.mark.deep
   def test_a_cache_a_device(self, verb):
     """One cache on each of eight devices; no device waits for another."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

@@ -124,11 +124,15 @@ def _leaves(state):
 # Each kind and each option of these is in another setup, too.
 _LIKE_OTHERS = {
   "a_chunk_alone",
+  "chunks",
   "classic",
   "classic_groups",
   "classic_no_caching",
   "draft",
+  "draft_chunks",
   "draft_sliding",
+  "draft_windows",
+  "groups",
   "host",
   "host_classic",
   "latest_kept",
@@ -137,6 +141,9 @@ _LIKE_OTHERS = {
   "one_token_pages",
   "published",
   "sliding",
+  "two_windows",
+  "wide_window",
+  "windows",
 }
 
 

@@ -19,7 +19,7 @@ from tests.cache.by_hand import life
 
 
 class TestPlaces:
-  @pytest.mark.slow
+  @pytest.mark.deep
   @pytest.mark.parametrize("fresh", ["state", "tokens", "neither"])
   def test_inside_a_shard(self, fresh):
     """What is made inside, `fresh`, varies over no axis until it must."""

@@ -96,7 +96,7 @@ class TestRecycle:
     assert out.num_recycled_pages.tolist() == [4]
     assert table(state) == [[1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 11, 12]]
 
-  @pytest.mark.slow
+  @pytest.mark.deep
   def test_a_kind_may_keep_the_last_full_page(self):
     """It goes back when the next one is full."""
 
@@ -120,7 +120,7 @@ class TestRecycle:
       rows.append(state.num_skipped_pages[0].tolist())
     assert rows == [[1, 2], [1, 2], [2, 2], [2, 2]]
 
-  @pytest.mark.slow
+  @pytest.mark.deep
   def test_a_long_sequence_in_few_pages(self):
     """100,000 tokens, a prompt in chunks and the rest one by one."""
     window, size, tokens = 1024, 16, 100_000

@@ -48,6 +48,7 @@ def _weights(key):
 
 
 class TestProgram:
+  @pytest.mark.deep
   def test_an_update_begins_with_the_numbers_of_the_rollout(self, program):
     figures = _figures(program)
     assert (figures.mismatch == 0).all()
@@ -117,6 +118,7 @@ class TestProgram:
     assert set(copied[False]) <= {"['unembed']", "['final_norm']"}
     assert len(copied[False]) <= 2
 
+  @pytest.mark.deep
   def test_the_notebook_has_the_same(self, program):
     text = _NOTEBOOK.read_text("utf-8")
     cells = [

@@ -97,7 +97,13 @@ def lru(requests, rule, pages):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("rule", "pages"), [("full", 9), ("full", 0), ("all", 40), ("all", 10**12)]
+  ("rule", "pages"),
+  [
+    ("full", 9),
+    ("all", 10**12),
+    pytest.param("full", 0, marks=pytest.mark.deep),
+    pytest.param("all", 40, marks=pytest.mark.deep),
+  ],
 )
 def test_counts_equal_plain_lru(tmp_path, capsys, rule, pages):
   requests = list(conversations(700, seed=pages))

@@ -41,8 +41,25 @@ _CONFIGURATIONS = (
 )
 
 
+# Their options are in others, too.
+_LIKE_OTHERS = {
+  ("full", "classic"),
+  ("full", "current"),
+  ("full_host", "classic"),
+  ("two_full_sizes", "classic"),
+  ("window", "current"),
+}
+
+
 @slow_except("pair", _CONFIGURATIONS, ("full_window_sizes", "current"))
-@pytest.mark.parametrize("pair", _CONFIGURATIONS, ids="-".join)
+@pytest.mark.parametrize(
+  "pair",
+  [
+    pytest.param(pair, marks=pytest.mark.deep) if pair in _LIKE_OTHERS else pair
+    for pair in _CONFIGURATIONS
+  ],
+  ids="-".join,
+)
 def test_equals_a_cache_that_never_leaves_the_device(pair, pytestconfig):
   """Random steps on the host or by verbs; see `bridge_walk`."""
   deep = pytestconfig.getoption("deep")

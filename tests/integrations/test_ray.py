@@ -1,5 +1,6 @@
 """Pools of Ray actors: deaths, weights, damaged weights."""
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -22,14 +23,16 @@ pytestmark = [
   pytest.mark.deep,
 ]
 
-_DECODER = models.llama(
-  vocab_size=11,
-  num_layers=1,
-  embed_dim=8,
-  num_heads=2,
-  num_kv_heads=1,
-  head_dim=4,
-  mlp_dim=8,
+_DECODER = dataclasses.replace(
+  models.llama(
+    vocab_size=11,
+    num_layers=1,
+    embed_dim=8,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    mlp_dim=8,
+  ),
   numerics="exact",
 )
 _CONFIG = rollout.RolloutConfig(

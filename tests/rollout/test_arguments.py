@@ -304,7 +304,7 @@ class TestNumbersOfACall:
     with pytest.raises(TypeError, match=r"`until` must be .* write Until"):
       _generate(until=3)
 
-  @pytest.mark.slow
+  @pytest.mark.deep
   def test_traced_numbers(self):
     """Their types are checked, their values are not known."""
 
@@ -318,7 +318,7 @@ class TestNumbersOfACall:
 
 
 class TestLogits:
-  @pytest.mark.slow
+  @pytest.mark.deep
   def test_half_precision_is_sampled_in_float32(self):
     """Whole numbers are exact in both, so the results are equal."""
     full = jax.jit(_generate)

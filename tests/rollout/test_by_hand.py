@@ -59,7 +59,8 @@ def test_sequences():
   assert int(end.counters.preempted) == 0
 
 
-@pytest.mark.parametrize("chunk", [1, pytest.param(16, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("chunk", [1, 16])
 def test_chunks(chunk):
   """Prompts that end in chunks, and in the places of slots."""
   config = dataclasses.replace(_CONFIG, num_samples=1, prefill_chunk=chunk)
@@ -70,6 +71,7 @@ def test_chunks(chunk):
     by_hand.check_sequence(end.queue, number, wanted)
 
 
+@pytest.mark.deep
 def test_scarce_pages():
   """As before, where sequences are preempted and pages evicted."""
   end = check_sequences(9, 4)
@@ -77,6 +79,7 @@ def test_scarce_pages():
   assert int(end.memory.cache.stats.evicted_pages) > 0
 
 
+@pytest.mark.deep
 def test_counters():
   """Two samples of five tokens, three tokens each, pages of two.
 
@@ -134,6 +137,7 @@ def test_preemption():
   assert int(state.counters.preempted) == 1
 
 
+@pytest.mark.deep
 def test_room():
   """A sequence of six tokens and one of one token, in four pages.
 
@@ -147,6 +151,7 @@ def test_room():
   assert (int(end.counters.steps), int(end.counters.preempted)) == (4, 0)
 
 
+@pytest.mark.deep
 def test_victim():
   """A sequence of one token and one of four, in five pages.
 
@@ -165,6 +170,7 @@ def test_victim():
   assert int(state.counters.recomputed) == 1
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("page_size", [2, 4])
 def test_shared(page_size):
   """Three prompts of eight common tokens and one of their own.
@@ -184,6 +190,7 @@ def test_shared(page_size):
   assert int(end.memory.cache.stats.hit_tokens) == 16
 
 
+@pytest.mark.deep
 def test_order():
   """Prompts with a cached prefix go before others, so often and no more."""
   prompts = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7]]
@@ -206,9 +213,8 @@ def test_order():
 _WINDOWS = (None, 3, 5)
 
 
-@pytest.mark.parametrize(
-  "pages", [18, pytest.param(90, marks=pytest.mark.deep)]
-)
+@pytest.mark.deep
+@pytest.mark.parametrize("pages", [18, 90])
 def test_groups(pages):
   """Layers of full attention and of two windows, in pools of their own pages.
 
@@ -267,6 +273,7 @@ def test_priority():
   assert state.queue.status.tolist() == [waits, runs, waits]
 
 
+@pytest.mark.deep
 def test_num_samples():
   """Prompts with three, no and one of three samples, by one program."""
   config = dataclasses.replace(_CONFIG, num_samples=3)
@@ -316,8 +323,15 @@ def test_first_come():
   assert state.memory.cache.length.tolist() == [6, 0]
 
 
-@pytest.mark.parametrize("largest", ["memory", "queue"])
-@pytest.mark.parametrize("decode_steps", [1, 3])
+@pytest.mark.parametrize(
+  ("largest", "decode_steps"),
+  [
+    ("memory", 3),
+    ("queue", 1),
+    pytest.param("memory", 1, marks=pytest.mark.deep),
+    pytest.param("queue", 3, marks=pytest.mark.deep),
+  ],
+)
 def test_in_place(largest, decode_steps):
   """A step rewrites neither the K/V memory nor the queue of sequences."""
   config = rollout.RolloutConfig(
@@ -340,6 +354,7 @@ def test_in_place(largest, decode_steps):
   assert pool_sized_rewrites(compiled, array.shape) == []
 
 
+@pytest.mark.deep
 def test_a_new_epoch_on_the_way():
   """Nothing of the old weights is hit by those that wait."""
   config = rollout.RolloutConfig(max_new_tokens=1)

@@ -184,7 +184,7 @@ _LONG = {"generate", "submit", "export", "import_sequences"}
 @slow_except("verb", TABLE, *(TABLE.keys() - _LONG))
 @pytest.mark.parametrize("verb", TABLE)
 class TestEveryVerb:
-  @pytest.mark.slow
+  @pytest.mark.deep
   def test_shapes_without_running(self, verb):
     """They are those of a call, and the state's are what they were."""
     state, args = example(verb)
@@ -242,6 +242,7 @@ class TestEveryVerb:
 )
 @pytest.mark.slow
 class TestInsideOthers:
+  @pytest.mark.deep
   def test_inside_control_flow(self, verb):
     """With another verb in a scan, in a jit."""
     state, args = example(verb)
@@ -265,6 +266,7 @@ class TestInsideOthers:
       alone = TABLE[verb](state, **args)
       assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
 
+  @pytest.mark.deep
   def test_a_rollout_a_device(self, verb):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     calls = [example(verb, seed) for seed in range(2)]
@@ -299,7 +301,7 @@ def _types(tree):
 
 
 # Operation by operation, each compiled by itself.
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("verb", NAMING)
 def test_without_jit(verb):
   state, args = example(verb)

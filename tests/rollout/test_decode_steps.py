@@ -38,7 +38,7 @@ def test_sequences(decode_steps):
     assert not np.any(np.asarray(end.queue.code))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("decode_steps", [1, 4])
 def test_programs_for_a_gpu(decode_steps):
   """Such a program has other loops, and idle calls at the end of a round."""
@@ -50,7 +50,7 @@ def test_programs_for_a_gpu(decode_steps):
   by_hand.check_sequences(end, config, 0.7)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_pages_behind_windows():
   """Windows of three groups hold what a whole round needs."""
   windows = (3, 5, None)
@@ -116,7 +116,7 @@ def test_a_sequence_that_ends_early_is_idle():
   assert int(end.counters.rows) == 24
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_pages_of_a_round():
   """Three free pages: the round is shorter, and none is preempted."""
   config = _config(8, num_samples=1, stop_token=-1, max_new_tokens=6)

@@ -167,7 +167,7 @@ class TestTensorParallel:
 
 
 class TestBoth:
-  @pytest.mark.slow
+  @pytest.mark.deep
   def test_two_shards_of_four_devices(self, alone):
     run = _ran(axes_of(data=2, model=4, kind=_EXPLICIT))
     end = run.end()

@@ -83,7 +83,7 @@ def test_sequences_continue_elsewhere():
     by_hand.check_sequence(*found[number], expected)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 def test_sequences_move_between_shards():
   """In one program: each shard exports, and imports what the other sent."""
@@ -297,7 +297,7 @@ def test_a_thousand_sequences(name, numerics, places):
   assert (fleet.recomputed() > 0) == (places is _SCARCE)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_other_secrets_and_versions_compute_again():
   """Pages of another secret, or of older weights, are not used."""
   run = by_hand.program()
@@ -321,7 +321,7 @@ def test_other_secrets_and_versions_compute_again():
       assert end.queue.tokens[row, :length].tolist() == expected.tokens
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_kept_pages_of_older_weights_move():
   """As if the sequence had stayed: the model's weights have no effect here."""
   run = by_hand.program()
@@ -361,7 +361,7 @@ def test_a_conversation_moves_with_its_pages():
   assert int(target.counters.recomputed) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_settings_and_automata_travel():
   """Stop strings, a guide, penalties, salts and priorities of each sequence."""
   texts = rollout.token_bytes([b"abcdefghijk"[i : i + 1] for i in range(11)])

@@ -148,7 +148,7 @@ def test_sizes_that_are_no_ints(name, value):
   assert rollout.grouped(_results(), **sizes).mask.shape == (3, 3, 5)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_what_is_no_result_is_refused():
   _, state = _ended()
   sizes = {"num_samples": 4, "prompt_columns": 4, "completion_columns": 6}

@@ -108,7 +108,7 @@ def test_the_same_bits_with_host_pages(name, decode_steps):
   assert int(stats.restored_pages) > 10
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_host_pages_save_computed_tokens():
   """The prompts of later rounds are restored, not computed again."""
   config, params = families.decoder("llama")
@@ -123,7 +123,7 @@ def test_host_pages_save_computed_tokens():
   assert int(stats.restored_pages) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_moves_before_a_rollout_are_not_repeated():
   """A caller has made the moves of `pin`, which exchange pages."""
   config, params = families.decoder("llama")
@@ -154,7 +154,7 @@ def test_moves_before_a_rollout_are_not_repeated():
   np.testing.assert_array_equal(state.memory.kv.k[pages], before)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_score_restores_prompts():
   """The prompts of a second call return from the host, with the same bits."""
   config, params = families.decoder("llama")
@@ -186,7 +186,7 @@ def test_score_restores_prompts():
   assert int(jaxkv.stats(memory.cache).restored_pages) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_preempted_sequences_find_their_full_pages():
   """Only their partial pages are computed again, in 8 pages of two tokens."""
   config = rollout.RolloutConfig(max_new_tokens=6, num_samples=2)

@@ -110,7 +110,7 @@ def program(small_model):
   return _program(small_model)
 
 
-_DEEP = ("one slot", "pages of 32 tokens")
+_DEEP = ("greedy", "one slot", "pages of 32 tokens")
 
 
 class TestTokens:

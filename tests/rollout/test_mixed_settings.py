@@ -121,7 +121,7 @@ def _outcome(state: rollout.RolloutState, row: int) -> list[Any]:
   [
     (0, 1),
     (3, 1),
-    (0, 3),
+    pytest.param(0, 3, marks=pytest.mark.deep),
     pytest.param(0, 8, marks=pytest.mark.deep),
     pytest.param(0, 16, marks=pytest.mark.deep),
   ],
@@ -217,6 +217,7 @@ def test_what_is_known_of_tokens(decode_steps):
   assert np.all(out.log_probs[out.mask] != out.records.raw_log_probs[out.mask])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("decode_steps", [1, 4])
 def test_json_under_a_guide(decode_steps):
   """A thousand samples at temperature 2 all parse, each ended in time."""

@@ -171,10 +171,7 @@ _slow, _deep = pytest.mark.slow, pytest.mark.deep
 @pytest.mark.parametrize(
   "name",
   [
-    # The others have parts of what these two have.
-    pytest.param(
-      name, marks=_slow if name in ("deepseek", "qwen3_next") else _deep
-    )
+    pytest.param(name, marks=_slow if name == "qwen3_next" else _deep)
     for name in _FAMILIES
   ],
 )

@@ -142,6 +142,7 @@ def test_guesses():
   assert _proposed(state).counts.tolist() == [1, 3, 0, 0]
 
 
+@pytest.mark.deep
 def test_drafts():
   """Guesses, right and wrong ones, change no token."""
   prompts = [[1, 1, 1, 1, 1], [2, 3, 2, 3]]
@@ -194,6 +195,7 @@ def test_rows():
     assert drawn.tolist() == [token] * 3
 
 
+@pytest.mark.deep
 def test_pages_of_guesses():
   """Two prompts of two pages in six pages; one ends after two tokens.
 

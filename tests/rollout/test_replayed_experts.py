@@ -93,6 +93,7 @@ def _check(out: rollout.Generated, rows, version=0, known=None) -> None:
     np.testing.assert_array_equal(out.experts[row], wanted, str(row))
 
 
+@pytest.mark.deep
 def test_scarce_pages():
   """Forks, drafts, cached prefixes, and sequences that lose their pages."""
   state = _run(_begun())

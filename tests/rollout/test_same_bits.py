@@ -194,21 +194,21 @@ def _families(marks):
   )
 
 
-@_families({("llama", jnp.float32): (), ("gemma", jnp.float32): _slow})
+@_families({("llama", jnp.float32): ()})
 def test_rollout_score_and_trainer_have_the_same_bits(name, dtype):
   config, params = families.decoder(name, dtype)
   drawn = _drawn(config, params, _Setting(slots=3))
   _same_everywhere(config, params, drawn)
 
 
-@_families({("gemma", jnp.float32): _slow, ("llama", jnp.bfloat16): _slow})
+@_families({("gemma", jnp.float32): _slow})
 def test_pages_and_chunks_change_no_bit(name, dtype):
   config, params = families.decoder(name, dtype)
   drawn = _drawn(config, params, _Setting(slots=3))
   _equal(drawn, _drawn(config, params, _Setting(page_size=4, chunk=5)))
 
 
-@_families({("gemma", jnp.float32): _slow, ("delta_net", jnp.float32): _slow})
+@_families({("delta_net", jnp.float32): _slow})
 def test_several_calls_of_a_step_change_no_bit(name, dtype):
   """Also where a state at the end of a page ends a sequence's calls."""
   config, params = families.decoder(name, dtype)

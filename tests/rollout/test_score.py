@@ -119,7 +119,7 @@ _RANDOM = ["plain", "windows", "delta_net"]
 _SMALL = dataclasses.replace(SIZES, num_pages=30, page_size=2, pages_per_slot=8)
 
 
-@slow_except("name", _RANDOM, "plain")
+@pytest.mark.deep
 @given(data=st.data())
 @settings(max_examples=25)
 @pytest.mark.parametrize("name", _RANDOM)
@@ -215,6 +215,7 @@ def _generated_groups(out: rollout.Generated) -> Groups:
   )
 
 
+@pytest.mark.deep
 def test_after_a_rollout():
   """What was drawn has the log-probability with which it was drawn."""
   params = weights()
@@ -378,6 +379,7 @@ def test_what_the_model_is_told():
     assert abs(scored.log_probs[n, g, r] - wanted) < 1e-4
 
 
+@pytest.mark.deep
 def test_rows_are_those_of_the_model():
   """Counted by the model, which gives logits for all tokens."""
   seen = []
@@ -413,7 +415,9 @@ def test_rows_are_those_of_the_model():
 
 
 @slow_except("name", ["windows", "delta_net"], "windows")
-@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize(
+  "samples", [pytest.param(1, marks=pytest.mark.deep), 3]
+)
 @pytest.mark.parametrize("name", ["windows", "delta_net"])
 def test_in_place(name, samples):
   """The memory is neither copied nor rewritten, if it is donated."""

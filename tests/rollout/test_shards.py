@@ -61,10 +61,10 @@ def _balanced(names, axes, state, **options) -> rollout.RolloutState:
 
 
 class TestRebalance:
-  @pytest.mark.slow
+  @pytest.mark.deep
   @pytest.mark.parametrize(
     ("num_shards", "num_samples"),
-    [(6, 2), pytest.param(8, 1, marks=pytest.mark.deep)],
+    [(6, 2), (8, 1)],
   )
   def test_shards_end_together(self, num_shards, num_samples):
     """With sequences that wait, and with their pages those that run."""

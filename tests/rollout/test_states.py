@@ -185,7 +185,10 @@ def _assert_all(state, temperature):
 
 @slow_except("pages", [100, 22, 30], 22)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(("slots", "pages"), [(6, 100), (6, 22), (2, 30)])
+@pytest.mark.parametrize(
+  ("slots", "pages"),
+  [(6, 100), (6, 22), pytest.param(2, 30, marks=pytest.mark.deep)],
+)
 def test_equal_to_a_run_without_cache(slots, pages, temperature):
   """Samples fork, prefixes are hit, sequences are preempted and resume.
 

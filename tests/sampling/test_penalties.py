@@ -169,6 +169,7 @@ _rows = st.builds(
 
 
 class TestAgainstTheDefinition:
+  @pytest.mark.deep
   @given(
     st.lists(_rows, min_size=1, max_size=4),
     st.integers(-1, _VOCABULARY - 1),

@@ -1,5 +1,6 @@
 """Pools of rollouts: equal tokens, whichever worker computes them."""
 
+import dataclasses
 import functools
 
 import jax
@@ -16,14 +17,16 @@ from tests.rollout import by_hand
 _CONFIG = rollout.RolloutConfig(
   num_samples=2, max_new_tokens=6, stop_token=4, prefill_chunk=8, max_length=16
 )
-_DECODER = models.llama(
-  vocab_size=11,
-  num_layers=1,
-  embed_dim=8,
-  num_heads=2,
-  num_kv_heads=1,
-  head_dim=4,
-  mlp_dim=8,
+_DECODER = dataclasses.replace(
+  models.llama(
+    vocab_size=11,
+    num_layers=1,
+    embed_dim=8,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    mlp_dim=8,
+  ),
   numerics="exact",
 )
 _BY_HAND = rollout.all_logits(by_hand.model)
