@@ -304,7 +304,10 @@ class _StepCall:
     if width.prompts:
       chunks = schedule.chunk_views(cache, work)
       row, chunk_positions = packed_positions(chunks[0], width.prompts)
-      chunk_slots = indexing.take(work.order, row, fill=num_slots)
+      # Columns of padding have the row after the last one, which is no slot.
+      chunk_slots = indexing.take(
+        work.order[: schedule.CHUNK_ROWS], row, fill=num_slots
+      )
       chunk_tokens = self._tokens_at(chunk_slots, chunk_positions)
       tokens = jnp.concatenate([tokens, chunk_tokens])
       # Padding has position -1, for which a model may have no embedding.

@@ -1,0 +1,71 @@
+"""Columns of padding, in more slots than a call has chunks of prompts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv import rollout
+from tests.rollout import by_hand
+
+_MODEL = rollout.all_logits(by_hand.model)
+_SLOTS = 16
+
+
+def _log_prob(tokens: list[int]) -> float:
+  """The log-prob of the last token after the others."""
+  logits = by_hand._logits(tokens[:-1], (None,))
+  return float(jax.nn.log_softmax(logits)[tokens[-1]])
+
+
+def test_scores_after_prompts_of_one_token():
+  sizes = by_hand.sizes(200, _SLOTS)
+  kv = jaxkv.kv.init(
+    sizes,
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=by_hand.WIDTH,
+    dtype=jnp.float32,
+  )
+  memory = rollout.Memory(cache=jaxkv.init(sizes), kv=kv)
+  random = np.random.default_rng(0)
+  prompts = random.integers(0, by_hand.VOCABULARY, (60, 9)).astype(np.int32)
+  lengths = random.integers(1, 10, 60).astype(np.int32)
+  answers = random.integers(0, by_hand.VOCABULARY, (60, 3, 6)).astype(np.int32)
+  counts = random.integers(1, 7, (60, 3)).astype(np.int32)
+  score = jax.jit(functools.partial(rollout.score, model=_MODEL))
+  _, scored = score(None, memory, prompts, lengths, answers, counts)
+  assert bool(scored.ok.all())
+  for row in np.flatnonzero(lengths == 1).tolist():
+    for sample, count in enumerate(counts[row].tolist()):
+      text = [prompts[row, 0], *answers[row, sample]]
+      wanted = [_log_prob(text[: 2 + number]) for number in range(count)]
+      np.testing.assert_allclose(
+        scored.log_probs[row, sample, :count], wanted, rtol=0, atol=1e-5
+      )
+
+
+def test_log_probs_of_prompts():
+  config = rollout.RolloutConfig(
+    max_new_tokens=5,
+    num_samples=2,
+    prefill_chunk=64,
+    raw_log_probs=True,
+    prompt_log_probs=True,
+  )
+  random = np.random.default_rng(1)
+  prompts = [
+    random.integers(0, by_hand.VOCABULARY, length).tolist()
+    for length in random.integers(2, 10, 60)
+  ]
+  state = by_hand.begun(by_hand.sizes(200, _SLOTS), config, prompts)
+  queue = by_hand.program()(state, 0.0).queue
+  found = np.asarray(queue.records.raw_log_probs)
+  for row, prompt in enumerate(prompts):
+    wanted = [_log_prob(prompt[:end]) for end in range(2, len(prompt) + 1)]
+    # Of the first sample; the others share its prompt.
+    np.testing.assert_allclose(
+      found[2 * row, 1 : len(prompt)], wanted, rtol=0, atol=1e-5
+    )
