@@ -105,6 +105,7 @@ def test_sizes(num_pages, num_slots, tmp_path):
   assert max(figure.get_size_inches()) < 30
 
 
+@pytest.mark.slow
 def test_no_figure_is_left_behind(state):
   import matplotlib.pyplot as plt
 
@@ -113,6 +114,7 @@ def test_no_figure_is_left_behind(state):
   assert plt.get_fignums() == before
 
 
+@pytest.mark.slow
 def test_what_cannot_be_drawn_is_refused(state):
   with pytest.raises(TypeError, match="outside jit"):
     jax.jit(show)(state)

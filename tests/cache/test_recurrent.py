@@ -45,6 +45,7 @@ class TestColumns:
     assert columns(state) == [0, 0, 1, 2, 3]
     assert state.pool.queue.num_free == 16
 
+  @pytest.mark.slow
   def test_scratch_pages_move_along(self):
     state = grown(jaxkv.init(ALONE), 5)
     # One page more: the first scratch page is the running state now.

@@ -72,6 +72,7 @@ class TestRecycle:
     back = list(range(7, PAGES)) + list(range(behind, 0, -1))
     assert jaxkv.free_pages(state) == back
 
+  @pytest.mark.slow
   @pytest.mark.parametrize(
     ("tokens", "behind"), [(5, 0), (6, 3), (11, 3), (12, 6)]
   )
@@ -80,6 +81,7 @@ class TestRecycle:
     state, _ = jaxkv.recycle(state, lengths=ints(tokens))
     assert table(state) == [[0] * behind + list(range(behind + 1, 7))]
 
+  @pytest.mark.slow
   def test_it_goes_on_where_it_was(self):
     state = held(12, SlidingWindow(4))
     state, _ = jaxkv.recycle(state, lengths=ints(7))
@@ -90,6 +92,7 @@ class TestRecycle:
     assert table(state) == [[0, 0, 0, 0, 5, 6]]
     assert jaxkv.free_pages(state)[-4:] == [2, 1, 4, 3]
 
+  @pytest.mark.slow
   def test_full_attention_keeps_everything(self):
     state = held(12, FullAttention(), SlidingWindow(4))
     state, out = jaxkv.recycle(state)

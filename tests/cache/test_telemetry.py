@@ -174,6 +174,7 @@ def test_ages_of_evicted_pages():
   assert ages(later.idle) == {0: 3}
 
 
+@pytest.mark.slow
 def test_only_what_makes_room_is_evicted():
   state = passed(jaxkv.init(AGED), 0)
   state, _ = jaxkv.evict(state, jnp.asarray([1], jnp.int32))

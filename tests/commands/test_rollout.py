@@ -228,7 +228,7 @@ class TestCommandLine:
       (
         "rollout",
         "model prompt prompts chat samples max-tokens temperature seed slots "
-        "pages page-size json",
+        "pages page-size json processes",
       ),
       ("replay", "pages host-pages rule json"),
       ("grpo", "rounds numerics dtype seed json"),

@@ -22,6 +22,9 @@ from tests.rollout.random_calls import model
 from tests.rollout.random_calls import run
 from tests.tools.tiers import slow_except
 
+# Any of them compiles the rollout that they share.
+pytestmark = pytest.mark.slow
+
 _VERBS = ("jaxkv._src.engine.verbs", "jaxkv._src.engine.results.generated")
 _OK, _SKIPPED = int(jaxkv.Status.OK), int(jaxkv.Status.SKIPPED)
 

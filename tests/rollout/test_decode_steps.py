@@ -20,6 +20,7 @@ def _config(decode_steps: int, **options) -> rollout.RolloutConfig:
   return dataclasses.replace(_CONFIG, decode_steps=decode_steps, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "decode_steps",
   [

@@ -117,6 +117,7 @@ def test_sequences_move_between_shards():
     by_hand.check_sequence(end.queue, row, expected)
 
 
+@pytest.mark.slow
 def test_codes():
   """Ids of nobody, ids in use, too few groups, and weights of the past."""
   source = _begun((2, 2, 2, 2))

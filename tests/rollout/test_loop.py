@@ -187,6 +187,7 @@ class TestTokens:
 
 
 class TestSpans:
+  @pytest.mark.slow
   def test_any_span_gives_the_same_state(self, small_model, program):
     """Bitwise, also from a checkpoint in the middle."""
     run = functools.partial(program, small_model.params)

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxkv
 from jaxkv import rollout
@@ -47,6 +48,7 @@ def test_scores_after_prompts_of_one_token():
       )
 
 
+@pytest.mark.slow
 def test_log_probs_of_prompts():
   config = rollout.RolloutConfig(
     max_new_tokens=5,

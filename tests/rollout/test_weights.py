@@ -183,6 +183,7 @@ class TestVersions:
       _begun(cache, 0)
     assert int(_begun(cache, 1).memory.cache.epoch) == 1
 
+  @pytest.mark.slow
   def test_traced_versions(self):
     """They cannot be refused, so the sequences fail."""
     state = _run(_weights(0), _begun())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -121,7 +122,8 @@ def generate_texts(
     num_pages = 1 + num_slots * num_groups * (1 + -(-longest // page_size))
   config = sizes(num_pages=num_pages)
   state = init(
-    init_cache(config),
+    # Each process draws a secret, because no other one sees this cache.
+    init_cache(config, jnp.asarray(np.frombuffer(os.urandom(16), np.uint32))),
     model.init_kv(config),
     Requests(tokens, lengths, sampling=sampling),
     jax.random.key(0) if key is None else key,

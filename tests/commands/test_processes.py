@@ -1,0 +1,114 @@
+"""`python -m jaxkv rollout --processes`: equal texts, and deaths."""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jaxkv._src.commands import processes
+
+_SECONDS = 300
+_WORDS = ["--max-tokens", "16", "--samples", "2"]
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("host:1", "must be ADDRESS,N,ID, such as host:1234,2,0, not 'host:1'"),
+    ("host:1,two,0", "must be ADDRESS,N,ID"),
+    ("host:1,2,2", "must have an ID of 0 .. N - 1, not 2 of 2"),
+  ],
+)
+def test_arguments(text, message):
+  with pytest.raises(argparse.ArgumentTypeError, match=message):
+    processes.parse(text)
+
+
+def test_parts_are_all_prompts():
+  for total in (1, 2, 3, 5):
+    prompts = list(range(10))
+    parts = [
+      prompts[processes.Processes("", total, number).part_of(10)]
+      for number in range(total)
+    ]
+    assert sum(parts, []) == prompts
+
+
+def _started(folder, *words):
+  return subprocess.Popen(
+    [sys.executable, "-m", "jaxkv", "rollout", *_WORDS, *words],
+    env={
+      **os.environ,
+      "JAXKV_CACHE": str(folder),
+      "JAX_PLATFORMS": "cpu",
+      "PYTHONPATH": os.pathsep.join(sys.path),
+    },
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    start_new_session=True,
+  )
+
+
+def _all_started(folder, count, *words):
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+  return [
+    _started(folder, "--processes", f"{address},{count},{number}", *words)
+    for number in range(count)
+  ]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+  """A folder with the trained model, and the texts of one process."""
+  folder = tmp_path_factory.mktemp("alone")
+  process = _started(folder, "--json", str(folder / "alone.json"))
+  text, _ = process.communicate(timeout=_SECONDS)
+  assert process.returncode == 0, text
+  return folder, json.loads((folder / "alone.json").read_text("utf-8"))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("count", [2, 4])
+def test_texts_are_those_of_one_process(count, alone):
+  folder, wanted = alone
+  file = folder / f"{count}.json"
+  begin = time.monotonic()
+  started = _all_started(folder, count, "--json", str(file))
+  for process in started:
+    text, _ = process.communicate(timeout=_SECONDS)
+    assert process.returncode == 0, text
+  assert time.monotonic() - begin < 90
+  found = json.loads(file.read_text("utf-8"))
+  assert len(found["texts"]) == len(wanted["texts"])
+  assert found["generated"] == wanted["generated"]
+  for one, other in zip(found["texts"], wanted["texts"], strict=True):
+    np.testing.assert_allclose(
+      one.pop("log_probs"), other["log_probs"], rtol=0, atol=1e-4
+    )
+    assert one == {name: other[name] for name in one}
+
+
+@pytest.mark.deep
+def test_others_name_a_process_that_dies(alone):
+  folder, _ = alone
+  started = _all_started(folder, 3)
+  # All have joined when this one begins to compile.
+  for line in started[2].stdout:
+    if "compiling" in line:
+      break
+  started[2].kill()
+  begin = time.monotonic()
+  for process in started[:2]:
+    text, _ = process.communicate(timeout=_SECONDS)
+    assert process.returncode != 0, text
+    assert "task:2" in text
+  assert time.monotonic() - begin < 30
