@@ -69,6 +69,14 @@ class TestStream:
       _results(pool)
       pool.submit(requests_of(_prompts(1)), ids=[7])
 
+  def test_a_closed_pool_is_an_error(self):
+    with workers.Pool(lambda _: StubWorker(), 1, config=_CONFIG) as pool:
+      pool.submit(requests_of(_prompts(1)))
+    with pytest.raises(RuntimeError, match="pool is closed"):
+      pool.submit(requests_of(_prompts(1)))
+    with pytest.raises(RuntimeError, match="pool is closed"):
+      _results(pool)
+
   def test_too_many_prompts_wait_outside(self):
     is_open = threading.Event()
 
@@ -175,6 +183,10 @@ class TestWeights:
         if len(found) % 20 == 0 and len(found) < 200:
           version = pool.update_weights(f"weights {len(found) // 20}")
           assert version == len(found) // 20
+        if len(found) == 59:
+          pool.remove(0)
+        if len(found) == 100:
+          pool.add()
     assert sorted(found) == ids
     ages = []
     for number, tokens in found.items():

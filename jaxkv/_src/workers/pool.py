@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,20 @@ from jaxkv._src.workers.worker import Worker
 
 _LOOKAHEAD = 128
 """The prompts from which a worker chooses."""
+
+
+class _Moving(NamedTuple):
+  """Sequences of a worker that left.
+
+  Attributes:
+    exported: the sequences.
+    prompts: their prompts, by their ids.
+    version: the version of the worker's weights.
+  """
+
+  exported: Exported
+  prompts: dict[int, Prompt]
+  version: int
 
 
 class _Refused(Exception):
@@ -97,7 +112,7 @@ class Pool:
     self._max_failures = as_count("max_failures", max_failures, 0)
     self._changed = threading.Condition()
     self._waiting: collections.deque[Prompt] = collections.deque()
-    self._moving: list[tuple[Exported, dict[int, Prompt]]] = []
+    self._moving: list[_Moving] = []
     self._finished: collections.deque[Group] = collections.deque()
     self._strings: Any = None
     self._params: Any = None
@@ -161,7 +176,7 @@ class Pool:
     Raises:
       TypeError: see `jaxkv.rollout.submit`.
       ValueError: see `jaxkv.rollout.submit`; or an id is in use.
-      RuntimeError: the pool has failed, see `results`.
+      RuntimeError: the pool is closed or has failed, see `results`.
     """
     samples, count = self._config.num_samples, len(requests.lengths)
     with self._changed:
@@ -178,7 +193,11 @@ class Pool:
       self._next_id = max([self._next_id, *(number + 1 for number in numbers)])
       for prompt in prompts:
         self._changed.wait_for(
-          lambda: self._error or len(self._waiting) < self._max_waiting
+          lambda: (
+            self._error
+            or self._is_closed
+            or len(self._waiting) < self._max_waiting
+          )
         )
         self._check()
         self._waiting.append(prompt)
@@ -195,7 +214,12 @@ class Pool:
     while True:
       with self._changed:
         self._changed.wait_for(
-          lambda: self._error or self._finished or not self._unfinished
+          lambda: (
+            self._error
+            or self._is_closed
+            or self._finished
+            or not self._unfinished
+          )
         )
         self._check()
         if not self._finished:
@@ -225,6 +249,8 @@ class Pool:
       member.thread.join()
 
   def _check(self) -> None:
+    if self._is_closed:
+      raise RuntimeError("The pool is closed.")
     if self._error is not None:
       raise RuntimeError(
         f"The pool has stopped: {self._error}"
@@ -306,22 +332,25 @@ class Pool:
     with self._changed:
       if not self._moving:
         return
-      exported, prompts = self._moving.pop()
-    try:
-      entered = worker.import_sequences(exported)
-    except Exception:
-      with self._changed:
-        self._moving.append((exported, prompts))
-      raise
+      moving = self._moving.pop()
+    entered: list[int] = []
+    # Under later weights, their tokens could be too old.
+    if self._max_age is None or moving.version == member.version:
+      try:
+        entered = worker.import_sequences(moving.exported)
+      except Exception:
+        with self._changed:
+          self._moving.append(moving)
+        raise
     with self._changed:
       for number in entered:
-        prompt = member.prompts[number] = prompts.pop(number)
+        prompt = member.prompts[number] = moving.prompts.pop(number)
         member.seen.running.update(prompt.prefixes)
-      if prompts and entered:
-        self._moving.append((exported, prompts))
+      if moving.prompts and entered:
+        self._moving.append(moving)
       else:
         # No worker can continue what this one refuses in spite of its room.
-        self._waiting.extendleft(reversed(list(prompts.values())))
+        self._waiting.extendleft(reversed(list(moving.prompts.values())))
       self._changed.notify_all()
 
   def _take_waiting(self, member: _Member, worker: Worker) -> None:
@@ -371,7 +400,7 @@ class Pool:
     exported = worker.export()
     with self._changed:
       if member.prompts:
-        self._moving.append((exported, member.prompts))
+        self._moving.append(_Moving(exported, member.prompts, member.version))
       del self._members[place]
       self._changed.notify_all()
 
