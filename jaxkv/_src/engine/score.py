@@ -172,8 +172,8 @@ def score(
   if not is_single:
     _check_params(params, len(state))
   all_params, states = ((params,), (state,)) if is_single else (params, state)
-  for one in states:
-    _check_state(one)
+  for target in states:
+    _check_state(target)
   check_model(model)
   check_bool("entropy", entropy)
   top_log_probs = as_count("top_log_probs", top_log_probs, 0)
@@ -199,8 +199,8 @@ def score(
     top_log_probs=top_log_probs,
   )
   results = [
-    _score(own, one, groups, config, scoring, model, version)
-    for own, one in zip(all_params, states, strict=True)
+    _score(weights, target, groups, config, scoring, model, version)
+    for weights, target in zip(all_params, states, strict=True)
   ]
   if is_single:
     return results[0]

@@ -49,7 +49,7 @@ class _Member:
   """A place in the pool, and the worker that has it.
 
   Attributes:
-    seen: what the pool knows about its prefixes.
+    seen: the prefixes of the worker.
     prompts: the prompts that run on the worker, by their ids.
     version: the version of its weights.
     num_failures: how often its workers have failed in a row.
@@ -311,7 +311,7 @@ class Pool:
 
   def _forget(self, member: _Member, number: int) -> Prompt:
     prompt = member.prompts.pop(number)
-    member.seen.running.subtract(prompt.prefixes)
+    member.seen.forget(prompt)
     return prompt
 
   def _update(self, member: _Member, worker: Worker) -> None:

@@ -10,7 +10,7 @@ from jaxkv._src.workers.worker import Room
 
 @dataclasses.dataclass
 class Seen:
-  """What a pool knows about the prefixes of a worker.
+  """The prefixes of a worker, as far as a pool knows.
 
   Attributes:
     cached: the cached tokens of prompts that wait, by their ids.
@@ -21,6 +21,13 @@ class Seen:
   running: collections.Counter[int] = dataclasses.field(
     default_factory=collections.Counter
   )
+
+  def forget(self, prompt: Prompt) -> None:
+    """Counts a prompt of the worker no longer."""
+    self.running.subtract(prompt.prefixes)
+    for prefix in prompt.prefixes:
+      if not self.running[prefix]:
+        del self.running[prefix]
 
   def num_shared(self, prompt: Prompt) -> int:
     """Returns the tokens of a prompt that the worker has, or will have."""

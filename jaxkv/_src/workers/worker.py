@@ -24,7 +24,7 @@ class Group(NamedTuple):
 
 
 class Room(NamedTuple):
-  """How many more prompts a worker can take.
+  """The number of prompts that a worker can still take.
 
   Attributes:
     prompts: prompts that fit into its queue.
