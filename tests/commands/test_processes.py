@@ -108,6 +108,7 @@ def test_others_name_a_process_that_dies(alone):
       break
   started[2].kill()
   begin = time.monotonic()
+  started[2].communicate(timeout=_SECONDS)
   for process in started[:2]:
     text, _ = process.communicate(timeout=_SECONDS)
     assert process.returncode != 0, text
