@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxkv._src.commands import processes
+from tests.rollout.started import wait
 
 _SECONDS = 300
 _WORDS = ["--max-tokens", "16", "--samples", "2"]
@@ -71,9 +72,7 @@ def _all_started(folder, count, *words):
 def alone(tmp_path_factory):
   """A folder with the trained model, and the texts of one process."""
   folder = tmp_path_factory.mktemp("alone")
-  process = _started(folder, "--json", str(folder / "alone.json"))
-  text, _ = process.communicate(timeout=_SECONDS)
-  assert process.returncode == 0, text
+  wait(_started(folder, "--json", str(folder / "alone.json")))
   return folder, json.loads((folder / "alone.json").read_text("utf-8"))
 
 
@@ -84,9 +83,7 @@ def test_texts_are_those_of_one_process(count, alone):
   file = folder / f"{count}.json"
   begin = time.monotonic()
   started = _all_started(folder, count, "--json", str(file))
-  for process in started:
-    text, _ = process.communicate(timeout=_SECONDS)
-    assert process.returncode == 0, text
+  wait(*started)
   assert time.monotonic() - begin < 90
   found = json.loads(file.read_text("utf-8"))
   assert len(found["texts"]) == len(wanted["texts"])

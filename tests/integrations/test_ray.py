@@ -1,6 +1,5 @@
 """Pools of Ray actors: deaths, weights, damaged weights."""
 
-import dataclasses
 import functools
 import importlib.util
 import os
@@ -14,6 +13,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv import workers
+from tests.workers.exact_decoder import DECODER
 
 pytestmark = [
   pytest.mark.skipif(
@@ -23,18 +23,6 @@ pytestmark = [
   pytest.mark.deep,
 ]
 
-_DECODER = dataclasses.replace(
-  models.llama(
-    vocab_size=11,
-    num_layers=1,
-    embed_dim=8,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    mlp_dim=8,
-  ),
-  numerics="exact",
-)
 _CONFIG = rollout.RolloutConfig(
   num_samples=2,
   max_new_tokens=20,
@@ -42,12 +30,12 @@ _CONFIG = rollout.RolloutConfig(
   max_length=32,
   numerics="exact",
 )
-_FORWARD = functools.partial(models.forward, config=_DECODER)
+_FORWARD = functools.partial(models.forward, config=DECODER)
 _NUM_PROMPTS = 200
 
 
 def _params(version=0):
-  return models.init_params(jax.random.key(version), _DECODER)
+  return models.init_params(jax.random.key(version), DECODER)
 
 
 def _make(_, pause=0.0):
@@ -62,7 +50,7 @@ def _make(_, pause=0.0):
   )
   state = rollout.init(
     jaxkv.init(sizes, jax.random.key(4)),
-    models.init_kv(_DECODER, sizes),
+    models.init_kv(DECODER, sizes),
     nothing,
     jax.random.key(5),
     _CONFIG,
@@ -181,7 +169,7 @@ def _assert_scores(results):
   answers = np.take_along_axis(results.tokens, place, axis=1)
   for version in range(11):
     memory = rollout.Memory(
-      cache=jaxkv.init(sizes), kv=models.init_kv(_DECODER, sizes)
+      cache=jaxkv.init(sizes), kv=models.init_kv(DECODER, sizes)
     )
     _, scored = score(
       _params(version),

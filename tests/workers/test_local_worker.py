@@ -1,6 +1,5 @@
 """Pools of rollouts: equal tokens, whichever worker computes them."""
 
-import dataclasses
 import functools
 
 import jax
@@ -13,24 +12,13 @@ from jaxkv import models
 from jaxkv import rollout
 from jaxkv import workers
 from tests.rollout import by_hand
+from tests.workers.exact_decoder import DECODER
 
 _CONFIG = rollout.RolloutConfig(
   num_samples=2, max_new_tokens=6, stop_token=4, prefill_chunk=8, max_length=16
 )
-_DECODER = dataclasses.replace(
-  models.llama(
-    vocab_size=11,
-    num_layers=1,
-    embed_dim=8,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    mlp_dim=8,
-  ),
-  numerics="exact",
-)
 _BY_HAND = rollout.all_logits(by_hand.model)
-_FORWARD = functools.partial(models.forward, config=_DECODER)
+_FORWARD = functools.partial(models.forward, config=DECODER)
 _PROMPTS = [by_hand.PROMPTS[number % 4] for number in range(24)]
 
 
@@ -147,10 +135,10 @@ def test_versions_reproduce_the_log_probs(max_age):
   )
 
   def kv_of(sizes):
-    return models.init_kv(_DECODER, sizes)
+    return models.init_kv(DECODER, sizes)
 
   versions = [
-    models.init_params(jax.random.key(seed), _DECODER) for seed in range(5)
+    models.init_params(jax.random.key(seed), DECODER) for seed in range(5)
   ]
   with workers.Pool(
     lambda _: _worker(_FORWARD, versions[0], config, kv_of, steps=2),

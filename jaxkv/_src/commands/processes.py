@@ -36,6 +36,10 @@ class Processes(NamedTuple):
     """Returns the most of `size` prompts that a process computes."""
     return -(-size // self.total)
 
+  def has_parts_for_all(self, size: int) -> bool:
+    """True if each process computes some of `size` prompts."""
+    return self.share_of(size) * (self.total - 1) < size
+
   def part_of(self, size: int) -> slice:
     """Returns the part of `size` prompts that this process computes."""
     share = self.share_of(size)

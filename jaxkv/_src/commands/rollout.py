@@ -92,9 +92,7 @@ def run(args: argparse.Namespace) -> int:
       f"that the model was made for, not {args.max_tokens}"
     )
   prompts = chosen_prompts(args, model.tokenizer)
-  if args.processes and len(prompts) <= args.processes.share_of(
-    len(prompts)
-  ) * (args.processes.total - 1):
+  if args.processes and not args.processes.has_parts_for_all(len(prompts)):
     raise CommandError(
       f"--processes: {args.processes.total} processes need more prompts than "
       f"{len(prompts)}; use fewer"

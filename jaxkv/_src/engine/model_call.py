@@ -306,7 +306,7 @@ class _StepCall:
       row, chunk_positions = packed_positions(chunks[0], width.prompts)
       # Columns of padding have the row after the last one, which is no slot.
       chunk_slots = indexing.take(
-        work.order[: schedule.CHUNK_ROWS], row, fill=num_slots
+        schedule.chunk_slots(work), row, fill=num_slots
       )
       chunk_tokens = self._tokens_at(chunk_slots, chunk_positions)
       tokens = jnp.concatenate([tokens, chunk_tokens])

@@ -246,9 +246,14 @@ def single_views(cache: CacheState, work: Work) -> tuple[View, ...]:
   return views(cache, work.slots, starts, num_tokens)
 
 
+def chunk_slots(work: Work) -> Array:
+  """Returns the slot of each chunk of a call, int32[R]."""
+  return work.order[:CHUNK_ROWS]
+
+
 def chunk_views(cache: CacheState, work: Work) -> tuple[View, ...]:
   """Returns the views of the prompts' columns, by group."""
-  slots = work.order[:CHUNK_ROWS]
+  slots = chunk_slots(work)
   starts = indexing.take(cache.length, slots)
   return views(cache, slots, starts, work.chunks[:CHUNK_ROWS])
 

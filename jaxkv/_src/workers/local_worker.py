@@ -77,15 +77,19 @@ class LocalWorker:
 
   def match(self, requests: Requests) -> np.ndarray:
     """Returns the number of cached tokens of each prompt, int32[P]."""
-    requests, count = self._padded(requests)
-    samples, salts = self._state.config.num_samples, requests.salts
-    found = _match(
+    count, salts = len(requests.lengths), requests.salts
+    rows = np.minimum(np.arange(_padded_size(count)), count - 1)
+    tokens = np.asarray(requests.tokens)[rows]
+    missing = self._state.queue.width - 1 - tokens.shape[1]
+    if salts is not None:
+      salts = np.asarray(salts)[rows * self._state.config.num_samples]
+    num_cached = _match(
       self._state.memory.cache,
-      requests.tokens,
-      requests.lengths,
-      None if salts is None else salts[::samples],
+      np.pad(tokens, ((0, 0), (0, max(missing, 0)))),
+      np.asarray(requests.lengths)[rows],
+      salts,
     )
-    return np.asarray(found)[:count]
+    return np.asarray(num_cached)[:count]
 
   def submit(self, requests: Requests, ids: list[int]) -> list[bool]:
     """Adds prompts to the queue; returns which entered."""
@@ -114,8 +118,7 @@ class LocalWorker:
     count = len(requests.lengths)
     ids = list(range(count))
     prompts, strings = split(requests, ids, self._state.config)
-    # A power of 2, so that few sizes are compiled.
-    prompts += prompts[-1:] * ((1 << (count - 1).bit_length()) - count)
+    prompts += prompts[-1:] * (_padded_size(count) - count)
     columns = self._state.queue.width - 1
     return join(prompts, strings, columns), count
 
@@ -187,6 +190,11 @@ class LocalWorker:
   def close(self) -> None:
     """Releases the rollout and the weights."""
     del self._state, self._params
+
+
+def _padded_size(count: int) -> int:
+  """Returns the next power of 2, so that few sizes are compiled."""
+  return 1 << (count - 1).bit_length()
 
 
 # Not of each worker, so that a worker with the same functions compiles nothing.

@@ -314,6 +314,10 @@ class Pool:
     member.seen.forget(prompt)
     return prompt
 
+  def _put_back(self, prompts: list[Prompt]) -> None:
+    """Puts prompts before those that wait, in their order."""
+    self._waiting.extendleft(reversed(prompts))
+
   def _update(self, member: _Member, worker: Worker) -> None:
     with self._changed:
       params, version = self._params, self._version
@@ -322,8 +326,7 @@ class Pool:
     dropped = worker.update_weights(params, version, self._max_age)
     with self._changed:
       member.version = version
-      again = [self._forget(member, number) for number in dropped]
-      self._waiting.extendleft(reversed(again))
+      self._put_back([self._forget(member, number) for number in dropped])
 
   def _take_moving(self, member: _Member, worker: Worker) -> None:
     """Takes sequences of workers that left, if there is room."""
@@ -350,7 +353,7 @@ class Pool:
         self._moving.append(moving)
       else:
         # No worker can continue what this one refuses in spite of its room.
-        self._waiting.extendleft(reversed(list(moving.prompts.values())))
+        self._put_back(list(moving.prompts.values()))
       self._changed.notify_all()
 
   def _take_waiting(self, member: _Member, worker: Worker) -> None:
@@ -360,8 +363,8 @@ class Pool:
       waiting = list(itertools.islice(self._waiting, _LOOKAHEAD))
     if not waiting or not room.prompts:
       return
-    found = worker.match(join(waiting, self._strings))
-    cached = {p.id: int(n) for p, n in zip(waiting, found, strict=True)}
+    num_cached = worker.match(join(waiting, self._strings))
+    cached = {p.id: int(n) for p, n in zip(waiting, num_cached, strict=True)}
     with self._changed:
       member.seen.cached = cached
       # Another worker may have taken some in the meantime.
@@ -392,7 +395,7 @@ class Pool:
         for prompt, is_in in zip(chosen, entered, strict=True)
         if not is_in
       ]
-      self._waiting.extendleft(reversed(refused))
+      self._put_back(refused)
 
   def _leave(self, place: int, member: _Member, worker: Worker) -> None:
     """Gives the worker's sequences to the others."""
@@ -407,7 +410,7 @@ class Pool:
   def _replace(self, member: _Member, error: Exception) -> None:
     """Puts the prompts of a worker that failed back into the queue."""
     with self._changed:
-      self._waiting.extendleft(reversed(list(member.prompts.values())))
+      self._put_back(list(member.prompts.values()))
       member.prompts, member.seen, member.version = {}, Seen(), 0
       member.num_failures += 1
       if member.num_failures > self._max_failures:
