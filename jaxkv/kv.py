@@ -174,12 +174,12 @@ from jaxkv._src.kv.expert_ids import write_expert_ids
 from jaxkv._src.kv.host_memory import HostMemory
 from jaxkv._src.kv.host_memory import init_host
 from jaxkv._src.kv.host_memory import move
+from jaxkv._src.kv.kv_pages import KVPages
+from jaxkv._src.kv.kv_pages import gather
+from jaxkv._src.kv.kv_pages import init
 from jaxkv._src.kv.layer_memory import LayerMemory
 from jaxkv._src.kv.layer_memory import LayerPlan
 from jaxkv._src.kv.layer_memory import plan_layers
-from jaxkv._src.kv.memory import KVPages
-from jaxkv._src.kv.memory import gather
-from jaxkv._src.kv.memory import init
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.pools import copy
 from jaxkv._src.kv.pools import page_bytes

@@ -97,8 +97,6 @@ _MANY_MAPS = 48_000
 """Memory maps. Linux allows 65,530 a process, and each program takes some."""
 _MANY_BYTES = 2 * 2**30
 """Resident bytes. A test adds at most 1 GB, for a limit of 3 GB."""
-_BYTES_OF_A_FILE = 2**30
-"""Resident bytes at the end of a file. Files share few programs."""
 _counted = [0]
 
 
@@ -114,14 +112,6 @@ def _few_programs():
       or compiled_programs.memory_maps() > _MANY_MAPS
     ):
       compiled_programs.drop()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _few_programs_of_other_files():
-  """Drops compiled programs after a file that has left many."""
-  yield
-  if compiled_programs.resident_bytes() > _BYTES_OF_A_FILE:
-    compiled_programs.drop()
 
 
 @pytest.fixture(scope="session")

@@ -216,7 +216,7 @@ MUTANTS = {
   ),
   # --- match -----------------------------------------------------------------
   "one group is enough for a hit": Mutant(
-    "cache.steps.find:agree", given(cached=_by_any_group), LOOK
+    "cache.steps.longest_hit:agree", given(cached=_by_any_group), LOOK
   ),
   "hits go on after a miss": Mutant(
     "cache.group_kinds:GroupKind.longest_hit",

@@ -110,13 +110,13 @@ WINDOW_MUTANTS = {
     DRAFTED,
   ),
   "a draft model proves nothing behind a hit": Mutant(
-    "cache.prefix.rules:lookup_bound",
+    "cache.prefix.prefix_rules:lookup_bound",
     returned(lambda out, g: (g.length, out[1])),
     LOOK,
     DRAFTED,
   ),
   "a page is left out in every round": Mutant(
-    "cache.prefix.rules:lookup_bound",
+    "cache.prefix.prefix_rules:lookup_bound",
     given(dropped=lambda g: g.dropped & False),
     LOOK,
     WINDOWS,
@@ -124,25 +124,25 @@ WINDOW_MUTANTS = {
   ),
   # --- what is published -----------------------------------------------------
   "pages that no hit can use are published": Mutant(
-    "cache.prefix.rules:published",
+    "cache.prefix.prefix_rules:published",
     returned(lambda out, g: g.pages >= 0),
     COMMIT,
     HYBRID,
   ),
   "nobody keeps where sequences diverged": Mutant(
-    "cache.prefix.rules:_retained_prefixes",
+    "cache.prefix.prefix_rules:_retained_prefixes",
     given(boundary=lambda g: g.boundary * 0),
     COMMIT,
     KEPT,
   ),
   "pages are published before all groups end one": Mutant(
-    "cache.prefix.rules:final_pages",
+    "cache.prefix.prefix_rules:final_pages",
     returned(lambda out, g: g.config.sizes.full_pages(g.tokens)),
     COMMIT,
     HYBRID,
   ),
   "the page behind an aligned prefix is not published": Mutant(
-    "cache.prefix.rules:final_pages",
+    "cache.prefix.prefix_rules:final_pages",
     given(config=lambda g: replace(g.config, use_eagle=False)),
     COMMIT,
     DRAFTED,

@@ -53,7 +53,7 @@ PLANTED = {
     WINDOWS,
   ),
   "pages are published before they are full": Mutant(
-    "cache.prefix.rules:final_pages",
+    "cache.prefix.prefix_rules:final_pages",
     given(tokens=lambda g: g.tokens + 1),
     ("commit", "commit_slots"),
     PLAIN,
@@ -87,6 +87,7 @@ _LIKE_OTHERS = {
   "kept_of_16",
   "pages_of_16",
   "told",
+  "told_states",
 }
 _CACHES = [
   pytest.param(name, marks=pytest.mark.deep)

@@ -160,7 +160,7 @@ _RECURSIVE = {
     ),
     (
       {"type": "string", "pattern": "a", "maxLength": 3},
-      r"\$\.pattern must not be combined with other limits of a string",
+      r"\$\.pattern must not be combined with `maxLength`",
     ),
     ({"type": "string", "pattern": ".*"}, r"\$\.pattern must match no `\"`"),
     ({"type": "string", "pattern": "(?=a)"}, r"\$\.pattern: `pattern` must"),

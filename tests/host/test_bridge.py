@@ -45,6 +45,7 @@ _CONFIGURATIONS = (
 _LIKE_OTHERS = {
   ("full", "classic"),
   ("full", "current"),
+  ("full_eagle", "current"),
   ("full_host", "classic"),
   ("two_full_sizes", "classic"),
   ("window", "current"),

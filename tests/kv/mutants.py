@@ -13,7 +13,7 @@ _REFRESH = "test_shared_prefix.py::TestRefreshShared::"
 
 _TABLE = {
   "pages of the next layer are written": (
-    "memory:in_layer",
+    "kv_pages:in_layer",
     returned(lambda out, g: g.page_ids),
     _ELSEWHERE.format("27-0"),
   ),

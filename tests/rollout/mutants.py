@@ -55,7 +55,7 @@ _QUEUE = {
     "test_hopeless.py::test_hopeless",
   ),
   "tokens have the first version": (
-    "sample_step:_append",
+    "sample_and_verify:_append",
     given(version=lambda g: g.version * 0),
     _VERBS + "test_versions",
   ),

@@ -12,7 +12,11 @@ _RARE = "BAD_SEQUENCE", "BAD_LENGTH", "ENDED", "UNFINISHED", "QUEUE_FULL"
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("drafts", "decode_steps"),
-  [(0, 1), (3, 1), pytest.param(0, 3, marks=pytest.mark.deep)],
+  [
+    pytest.param(0, 1, marks=pytest.mark.deep),
+    (3, 1),
+    pytest.param(0, 3, marks=pytest.mark.deep),
+  ],
 )
 def test_calls(drafts, decode_steps):
   options = {"draft_match": 1, "draft_columns": 4, "decode_steps": decode_steps}

@@ -1,4 +1,4 @@
-"""Loops over items, which update arrays in place.
+"""Loops over items of ranges, in which arrays are updated in place.
 
 On a GPU the host reads the predicate of a loop before every iteration, and the
 device waits for it. So on a GPU the first items are processed without a loop.
@@ -17,7 +17,10 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 
 WINDOW = 128
-"""W, the number of items in an iteration of `for_each`. Most calls need one."""
+"""W, the number of items in one iteration of `for_each`.
+
+Most calls have no more items, so they need only one iteration.
+"""
 
 GPU_WINDOW = 1024
 """The number of items that a GPU processes without a loop.
@@ -69,12 +72,12 @@ def at_most_once(
 
 
 class Items(NamedTuple):
-  """A window of consecutive items; see `locate`.
+  """A window of items; see `locate`.
 
   Attributes:
     row: int32[W], the index of the range that contains the item.
     offset: int32[W], the item's 0-based position in that range.
-    valid: bool[W], False past the last item.
+    valid: bool[W], False for places without an item.
   """
 
   row: Array
@@ -151,7 +154,8 @@ def while_loop(
 ) -> Carry:
   """Computes a `lax.while_loop`; on a GPU the first iteration needs no loop.
 
-  `body` must return a carry unchanged if the condition does not hold.
+  On a GPU `body` is called once before the condition is checked. So it must
+  return a carry unchanged if the condition does not hold.
   """
   carry = on_gpu(body, lambda carry: carry, carry)
   with jax.named_scope("rare/rest"):
@@ -172,17 +176,17 @@ def for_each(
     counts: int32[X], the number of items in each range, not negative.
     body: a function from a carry and a window of items to a carry.
     carry: any pytree of arrays.
-    window: W, the items of one iteration; None for WINDOW.
-    longest: an upper bound on the items of a range, if one is known. If all
-      ranges together can have few items only, a GPU needs no loop and no search
-      for ranges.
+    window: W, the items of one iteration of the loop; None for WINDOW.
+    longest: an upper bound on the items of a range, if one is known. If X *
+      longest is at most 4 * GPU_WINDOW, a GPU passes all items to `body` at
+      once, without a loop and without a search for their ranges.
   """
   total = jnp.sum(counts, dtype=jnp.int32)
   width = window or WINDOW
   lanes = jnp.arange(width, dtype=jnp.int32)
 
   # The number of iterations depends on the total number of items, not on the
-  # number of ranges. A call without items costs one comparison.
+  # number of ranges. Without items, only the condition is computed.
   def trip(loop: tuple[Array, Carry]) -> tuple[Array, Carry]:
     begin, carry = loop
     return begin + width, body(carry, locate(counts, begin + lanes))
@@ -197,7 +201,8 @@ def for_each(
     return loop[0], body(loop[1], _all_items(counts, longest))
 
   start = sharding.zeros_like(total), carry
-  # Without a search a GPU can take more items, and so needs a loop less often.
+  # The search for ranges is the expensive part of a window. Without it a GPU
+  # can process four times as many items, so fewer calls need the loop.
   if longest * counts.shape[0] <= 4 * GPU_WINDOW:
     return on_gpu(all_at_once, in_windows, start)[1]
   start = on_gpu(first_window, lambda loop: loop, start)

@@ -37,7 +37,7 @@ class CacheConfig:
       the rules of vLLM since 0.25, which publish only pages that a hit can use.
       "classic": the rules of earlier versions and of eSurge, which publish
       every full page. With `use_eagle`, the classic rules can drop more than
-      one page of a hit, see `rules.lookup_bound`.
+      one page of a hit, see `prefix_rules.lookup_bound`.
     merge_duplicates: True to store equal pages once. If a page becomes full and
       a page with the same tokens and prefix is cached, the cached page replaces
       the full page, which returns to the pool.

@@ -10,7 +10,7 @@ from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.pool.free_queue import FreeQueue
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
-from jaxkv._src.cache.prefix import rules
+from jaxkv._src.cache.prefix import prefix_rules
 from jaxkv._src.cache.prefix.hashing import SlotHashes
 from jaxkv._src.cache.prefix.prefix_index import PrefixIndex
 from jaxkv._src.cache.state import CacheState
@@ -190,7 +190,7 @@ def _keys(state: CacheState) -> Array:
   chain, num_read = _chain_read_back(state, secret, hashes, index)
   # Without the tokens of all pages, the keys of a slot cannot be checked.
   complete = num_read >= 0
-  final = rules.final_pages(config, state.length)
+  final = prefix_rules.final_pages(config, state.length)
   all_match = jnp.bool_(True)
   for group, size in enumerate(config.page_sizes):
     keys = hashing.keys_of_group(config, secret, chain, group)
@@ -225,7 +225,7 @@ def _chain_read_back(
   config, group = state.config, state.config.token_group
   size, slots = config.page_sizes[group], config.num_slots
   table = state.page_table[:, group]
-  num_final = rules.final_pages(config, state.length)[:, group]
+  num_final = prefix_rules.final_pages(config, state.length)[:, group]
   column = jnp.arange(config.pages_per_slot, dtype=jnp.int32)[None]
   read = column < num_final[:, None]
   complete = jnp.all(~read | (table > 0), axis=1) & (state.num_pages[:, 0] > 0)

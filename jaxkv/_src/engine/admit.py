@@ -1,4 +1,4 @@
-"""Admits the sequences to empty slots that `candidates` chose.
+"""Admits the sequences to empty slots that `admission_order` chose.
 
 They share the pages of their cached prefixes. `grow` takes the others from the
 pages that running sequences leave free. None enters if running sequences lack
@@ -17,10 +17,10 @@ from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import is_failure
-from jaxkv._src.cache.steps.find import Prefix
+from jaxkv._src.cache.steps.longest_hit import Prefix
 from jaxkv._src.cache.verbs.admit import admit_found
-from jaxkv._src.engine.candidates import Candidates
-from jaxkv._src.engine.candidates import Chosen
+from jaxkv._src.engine.admission_order import Candidates
+from jaxkv._src.engine.admission_order import Chosen
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.grow import needed_pages
 from jaxkv._src.engine.queue import Queue

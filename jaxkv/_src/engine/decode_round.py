@@ -33,8 +33,8 @@ from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.model_call import Model
 from jaxkv._src.engine.model_call import call_decode
 from jaxkv._src.engine.queue import Queue
-from jaxkv._src.engine.sample_step import Sampled
-from jaxkv._src.engine.sample_step import sample_tokens
+from jaxkv._src.engine.sample_and_verify import Sampled
+from jaxkv._src.engine.sample_and_verify import sample_tokens
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import lengths
 from jaxkv._src.engine.slots import missing_tokens

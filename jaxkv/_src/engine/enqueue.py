@@ -38,15 +38,15 @@ def new_queue(
 
   Args:
     requests: from `as_requests`.
-    ids: int32[P], the ids of the first samples.
+    ids: int32[P], the id of each prompt's first sample.
     key: key[], from which the keys of sequences are derived.
-    width: W.
-    cache: the cache, whose secret and epoch page keys depend on.
+    width: W, the columns of the queue: the most tokens of a sequence.
+    cache: the cache; page keys depend on its secret and its epoch.
     kv: its memory, which gives the shape of `Queue.experts`.
     config: the options.
   """
   sampling, samples = requests.sampling, config.num_samples
-  assert sampling is not None  # `as_requests` returns settings.
+  assert sampling is not None  # `as_requests` sets it.
   columns = requests.tokens.shape[1]
   total = requests.tokens.shape[0] * samples
   sample = jnp.arange(total, dtype=jnp.int32) % samples
@@ -54,14 +54,16 @@ def new_queue(
   ids = jnp.repeat(ids, samples) + sample
   column = jnp.arange(columns, dtype=jnp.int32)[None]
   tokens = jnp.repeat(jnp.asarray(requests.tokens), samples, axis=0)
-  # Padding becomes 0, because it is hashed, and so that `extend` can append.
+  # Padding becomes 0. Page keys are computed from all columns, so they must not
+  # depend on the padding that a caller chose.
   tokens = jnp.where(column < lengths[:, None], tokens, 0)
   tokens = jnp.pad(tokens, ((0, 0), (0, width - columns)))
   budget = jnp.full((total,), config.max_new_tokens, jnp.int32)
   # `max_tokens` is read once, here. The loop compares lengths with `limit`.
   if sampling.max_tokens is not None:
     budget = jnp.minimum(budget, sampling.max_tokens)
-  # Only traced numbers can be bad here, because `init` refuses concrete ones.
+  # `init` refuses bad numbers that are concrete. Traced numbers, and those of
+  # `submit`, are first checked here.
   is_bad = (lengths < 1) | (lengths > columns) | (budget < 1)
   # A difference, because the sum of length and budget can overflow.
   is_bad |= lengths > width - budget

@@ -15,7 +15,7 @@ from jaxkv._src.engine.model_call import check_numerics
 from jaxkv._src.engine.model_call import init_draft_logits
 from jaxkv._src.engine.model_call import shape_of_logits
 from jaxkv._src.engine.queue import has_ended
-from jaxkv._src.engine.sample_step import init_tally
+from jaxkv._src.engine.sample_and_verify import init_tally
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.step import Buffers
 from jaxkv._src.engine.step import Hooks

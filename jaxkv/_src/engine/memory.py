@@ -20,7 +20,7 @@ from jaxkv._src.kv.check import check
 from jaxkv._src.kv.host_memory import HostMemory
 from jaxkv._src.kv.host_memory import check_host
 from jaxkv._src.kv.host_memory import move
-from jaxkv._src.kv.memory import KVPages
+from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.recurrent_pages import StatePages
 
@@ -30,7 +30,8 @@ from jaxkv._src.kv.recurrent_pages import StatePages
 class Memory:
   """A cache and its K/V memory.
 
-  `score` takes one without a rollout, for example of a reference model:
+  `score` accepts a memory in place of a `RolloutState`, for example that of a
+  reference model:
 
     Memory(cache=jaxkv.init(sizes), kv=jaxkv.models.init_kv(config, sizes))
 
@@ -83,13 +84,13 @@ def check_pools(memory: Memory, config: RolloutConfig) -> None:
   if len(set(sizes.page_sizes)) > 1:
     raise ValueError(
       "`cache` must have one page size for all groups, got "
-      f"{sizes.page_sizes}: a rollout has one K/V memory."
+      f"{sizes.page_sizes}; a rollout has pools of one page size."
     )
   if sizes.holds_encoder:
     raise ValueError(
       "`cache` must have no group of CrossAttention, got "
-      f"{sizes.groups}: a rollout computes no encoder; write a loop with "
-      "`jaxkv.kv.attend(causal=False)`."
+      f"{sizes.groups}: a rollout does not run an encoder; write a decoding "
+      "loop whose model calls `jaxkv.kv.attend(causal=False)`."
     )
   if config.decode_steps > sizes.slot_tokens:
     raise ValueError(
@@ -115,8 +116,8 @@ def _check_kinds(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
       )
     if kind.num_speculative:
       raise ValueError(
-        f"`Recurrent.num_speculative` must be 0 in a rollout, got {kind}: no "
-        "state is computed on trial."
+        f"`Recurrent.num_speculative` must be 0 in a rollout, got {kind}: "
+        "drafts are not supported with recurrent groups."
       )
     if kind.holds_states and config.draft_tokens:
       raise ValueError(
@@ -127,12 +128,14 @@ def _check_kinds(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
 
 
 def has_version(cache: CacheState, version: Array | int | None) -> Array:
-  """Returns bool[], True if the cache's pages belong to weights `version`.
+  """Returns bool[], True if `version` is that of the cache's weights.
+
+  None is accepted if the cache is not known to hold pages.
 
   Raises:
     TypeError: the version is not an integer.
-    ValueError: it is not a scalar, or the pages are known to be of other
-      weights; or it is None and the cache holds pages.
+    ValueError: the version is not a scalar. Outside of a trace, also if it
+      differs from the cache's epoch, or is None while the cache holds pages.
   """
   epoch, index = cache.epoch, cache.pool.index
   # NumPy, because in a trace jax would trace even concrete arrays.
@@ -143,10 +146,12 @@ def has_version(cache: CacheState, version: Array | int | None) -> Array:
       return jnp.ones((), bool)
     raise ValueError(
       "`version` must be given, because the cache holds pages of the weights "
-      f"of version {int(epoch)}; give that one for the same weights, and call "
-      "jaxkv.new_epoch, or jaxkv.rollout.update_weights, after a change."
+      f"of version {int(epoch)}; give this version if the weights are the "
+      "same, and if they have changed, first call jaxkv.new_epoch or "
+      "jaxkv.rollout.update_weights."
     )
-  if getattr(version, "dtype", None) == jnp.uint32:  # As `epoch` itself.
+  # `as_int32` refuses a traced uint32, which is the dtype of `epoch`.
+  if getattr(version, "dtype", None) == jnp.uint32:
     version = jnp.asarray(version).astype(jnp.int32)
   number = as_int32("version", version)
   check_shape("version", number, ())
@@ -154,8 +159,8 @@ def has_version(cache: CacheState, version: Array | int | None) -> Array:
     return jnp.asarray(number).astype(jnp.uint32) == epoch
   if int(number) != int(epoch):
     raise ValueError(
-      f"`version` must be {int(epoch)}, that of the weights which the cache's "
-      f"pages belong to, got {int(number)}; call jaxkv.new_epoch, or "
-      "jaxkv.rollout.update_weights, once for each change of the weights."
+      f"`version` must be {int(epoch)}, the version of the cache's pages, got "
+      f"{int(number)}; call jaxkv.new_epoch or jaxkv.rollout.update_weights "
+      "once for each change of the weights."
     )
   return jnp.ones((), bool)

@@ -16,11 +16,11 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.engine import schedule
-from jaxkv._src.engine.answers import Scores
-from jaxkv._src.engine.answers import Scoring
-from jaxkv._src.engine.answers import record_scores
-from jaxkv._src.engine.answers import rows_of_columns
 from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.given_answers import Scores
+from jaxkv._src.engine.given_answers import Scoring
+from jaxkv._src.engine.given_answers import record_scores
+from jaxkv._src.engine.given_answers import rows_of_columns
 from jaxkv._src.engine.hooks import rows_of
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.queue import NOT_SAMPLED
@@ -32,7 +32,7 @@ from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.wiring import check_result
 from jaxkv._src.exact import log_probs
 from jaxkv._src.kv.batch import Batch
-from jaxkv._src.kv.memory import KVPages
+from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.shared_prefix import share
 from jaxkv._src.kv.view import View

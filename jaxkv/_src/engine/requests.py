@@ -179,7 +179,7 @@ def check_fits(
       f"{width_text}; raise CacheConfig.pages_per_slot."
     )
   sampling = requests.sampling
-  assert sampling is not None  # `as_requests` returns settings.
+  assert sampling is not None  # `as_requests` sets it.
   numbers = requests.lengths, requests.num_samples, sampling.max_tokens
   if any(isinstance(number, Tracer) for number in numbers):
     return

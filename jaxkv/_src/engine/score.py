@@ -20,11 +20,11 @@ from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import is_empty
-from jaxkv._src.engine.answers import AnswerCounts
-from jaxkv._src.engine.answers import Scoring
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.counters import init_counters
 from jaxkv._src.engine.enqueue import new_queue
+from jaxkv._src.engine.given_answers import AnswerCounts
+from jaxkv._src.engine.given_answers import Scoring
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.memory import check_pools
 from jaxkv._src.engine.memory import has_version

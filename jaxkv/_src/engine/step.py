@@ -42,20 +42,14 @@ from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import without_moves
 from jaxkv._src.cache.verbs.free import free
+from jaxkv._src.engine import admission_order
 from jaxkv._src.engine import admit
-from jaxkv._src.engine import candidates
 from jaxkv._src.engine import decode_round
 from jaxkv._src.engine import fork
 from jaxkv._src.engine import grow
 from jaxkv._src.engine import preempt
 from jaxkv._src.engine import schedule
 from jaxkv._src.engine import timeline
-from jaxkv._src.engine.answers import AnswerCounts
-from jaxkv._src.engine.answers import Scoring
-from jaxkv._src.engine.answers import count_answers
-from jaxkv._src.engine.answers import end_answers
-from jaxkv._src.engine.answers import keep_prompts
-from jaxkv._src.engine.answers import limit_to_phase
 from jaxkv._src.engine.commit import commit_tokens
 from jaxkv._src.engine.commit import count_computed
 from jaxkv._src.engine.commit import count_step
@@ -63,6 +57,12 @@ from jaxkv._src.engine.commit import read_of
 from jaxkv._src.engine.decode_round import Round
 from jaxkv._src.engine.expert_records import save_experts
 from jaxkv._src.engine.fork import Forks
+from jaxkv._src.engine.given_answers import AnswerCounts
+from jaxkv._src.engine.given_answers import Scoring
+from jaxkv._src.engine.given_answers import count_answers
+from jaxkv._src.engine.given_answers import end_answers
+from jaxkv._src.engine.given_answers import keep_prompts
+from jaxkv._src.engine.given_answers import limit_to_phase
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.memory import Memory
@@ -70,10 +70,10 @@ from jaxkv._src.engine.memory import move_pages
 from jaxkv._src.engine.model_call import Model
 from jaxkv._src.engine.model_call import call_model
 from jaxkv._src.engine.queue import Queue
-from jaxkv._src.engine.sample_step import Sampled
-from jaxkv._src.engine.sample_step import Tally
-from jaxkv._src.engine.sample_step import count_entrants
-from jaxkv._src.engine.sample_step import sample_tokens
+from jaxkv._src.engine.sample_and_verify import Sampled
+from jaxkv._src.engine.sample_and_verify import Tally
+from jaxkv._src.engine.sample_and_verify import count_entrants
+from jaxkv._src.engine.sample_and_verify import sample_tokens
 from jaxkv._src.engine.schedule import Work
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import are_followed
@@ -284,12 +284,12 @@ def _admit(state: RolloutState, *, is_scoring: bool) -> RolloutState:
   def enter(state: RolloutState) -> RolloutState:
     queue, slots, memory = state.queue, state.slots, state.memory
     cache = memory.cache
-    waiting = candidates.first_candidates(
+    waiting = admission_order.first_candidates(
       queue, slots, cache, config, is_scoring=is_scoring
     )
     empty = admit.empty_slots(queue, slots, cache)
     num_empty = jnp.sum(empty, dtype=jnp.int32)
-    chosen = candidates.choose(waiting, slots.size, num_empty, config)
+    chosen = admission_order.choose(waiting, slots.size, num_empty, config)
     cache, entrants = admit.attach_prefixes(
       queue, slots, cache, waiting, chosen, config
     )

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv._src.kv.memory import KVPages
+from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.recurrent_pages import StatePages
 from jaxkv._src.sampling.logits import check_floats

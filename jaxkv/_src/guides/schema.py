@@ -53,8 +53,9 @@ def json_schema(schema: Schema | str, *, whitespace: str = "[ ]?") -> Grammar:
   r"""Returns the JSON texts that a JSON schema describes, as a grammar.
 
   Every text of the grammar is valid under the schema, but not every valid text
-  is in the grammar. Properties come in the order of the schema. An object with
-  `properties` has no other ones, even if `additionalProperties` allows them.
+  is in the grammar. Properties come in the order of the schema. If a schema
+  lists `properties`, its objects have no others, even if
+  `additionalProperties` allows others.
   Strings have no `\uXXXX` escapes. If a schema does not describe the contents
   of an object or array, these nest a few levels at most. The module's table
   lists the keywords.
@@ -135,7 +136,8 @@ class _Reducer:
     place = f"for {' or '.join(types) or 'a value without a type'}"
     _check_keywords(keywords - allowed - {"type"}, path, place)
     # Without a type, all types are written out. For `{}` outlines_core returns
-    # `a|b|c` without parentheses, which is wrong inside a larger expression.
+    # an alternation without parentheses. Inside a larger expression, its `|`
+    # would split the whole expression.
     names = types or ("object", "array", "string", "number", "boolean", "null")
     parts = [self._reduce_type(name, schema, path, refs) for name in names]
     return {"anyOf": parts} if len(parts) > 1 else parts[0]
@@ -149,7 +151,7 @@ class _Reducer:
     if keyword != "$ref":
       return {keyword: value}
     if value in refs:
-      _refuse(path, "not be recursive", value, "write the levels out")
+      _refuse(path, "not be recursive", value, "nest copies of it")
     part: Any = self._root
     root, *names = value.split("/")
     for name in names:
@@ -204,9 +206,12 @@ class _Reducer:
 def _reduce_string(reduced: dict[str, Any], path: str) -> None:
   limits = {"minLength", "maxLength", "pattern", "format"} & set(reduced)
   if len(limits - {"maxLength"} if "minLength" in limits else limits) > 1:
-    rule = "not be combined with other limits of a string"
     keyword = min(limits & {"pattern", "format"})
-    _refuse(f"{path}.{keyword}", rule, reduced[keyword], "keep one of them")
+    others = " or ".join(f"`{name}`" for name in sorted(limits - {keyword}))
+    rule = f"not be combined with {others}"
+    _refuse(
+      f"{path}.{keyword}", rule, reduced[keyword], "keep only one of these"
+    )
   if reduced.get("format", "uuid") not in _FORMATS:
     rule = f"be in {_FORMATS}"
     _refuse(f"{path}.format", rule, reduced["format"], "use `pattern`")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxkv._src.host import lookup
+from jaxkv._src.host import prefix_lookup
 from jaxkv._src.host.allocate import allocate
 from jaxkv._src.host.arguments import Demand
 from jaxkv._src.host.request import RequestFields
@@ -41,8 +41,10 @@ def admit(
   if config.prefix_caching:
     hashed = hit.lookup
     if hashed is None or not hashed.serves(fields, demand.publish):
-      hashed = lookup.hash_tokens(state, fields, demand.publish)
-  if not lookup.holds_tokens(state, hit.pages, hashed, demand.num_computed):
+      hashed = prefix_lookup.hash_tokens(state, fields, demand.publish)
+  if not prefix_lookup.holds_tokens(
+    state, hit.pages, hashed, demand.num_computed
+  ):
     raise ValueError(
       "`new_computed_pages` must hold the tokens that "
       f"{fields.request_id!r} begins with, got {hit}; look it up again."

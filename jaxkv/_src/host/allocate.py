@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jaxkv._src.host.arguments import Demand
 from jaxkv._src.host.groups import LayerGroup
-from jaxkv._src.host.lookup import HashedTokens
+from jaxkv._src.host.prefix_lookup import HashedTokens
 from jaxkv._src.host.publish import publish
 from jaxkv._src.host.state import HeldSequence
 from jaxkv._src.host.state import HostState

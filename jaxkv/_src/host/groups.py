@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
-from jaxkv._src.cache.prefix import rules
+from jaxkv._src.cache.prefix import prefix_rules
 
 
 class LayerGroup:
@@ -69,7 +69,7 @@ class LayerGroup:
 
   def final_pages(self, tokens: int) -> int:
     """Counts the pages that have a content after `tokens` final tokens."""
-    return rules.final_pages_of(self._config, self.size, tokens)
+    return prefix_rules.final_pages_of(self._config, self.size, tokens)
 
   def room(self, columns: int) -> int:
     """Returns the number of tokens that fit columns."""
@@ -105,7 +105,7 @@ class LayerGroup:
     if self._publishes_all:
       return [True] * len(columns)
     by_prompt = self._config.publishes_by_prompt
-    return rules.published_of(
+    return prefix_rules.published_of(
       self._config,
       self.kind,
       self.size,

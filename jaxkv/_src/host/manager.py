@@ -11,8 +11,8 @@ from jaxkv._src.cache.host_policy import HostPolicy
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.host import allocate
 from jaxkv._src.host import bridge
-from jaxkv._src.host import lookup
 from jaxkv._src.host import options
+from jaxkv._src.host import prefix_lookup
 from jaxkv._src.host import step
 from jaxkv._src.host.admit import admit
 from jaxkv._src.host.arguments import at_least
@@ -194,8 +194,8 @@ class CacheManager(ManagerReports):
     check_length(self._state.limits, fields.request_id, fields.num_tokens)
     # All tokens are hashed, also those after the hit, because the allocation
     # that follows publishes their pages.
-    hashed = lookup.hash_tokens(self._state, fields, fields.num_tokens)
-    return lookup.find_prefix(self._state, hashed, max_hit_tokens)
+    hashed = prefix_lookup.hash_tokens(self._state, fields, fields.num_tokens)
+    return prefix_lookup.find_prefix(self._state, hashed, max_hit_tokens)
 
   @atomic
   def allocate_slots(

@@ -3,7 +3,7 @@
 import itertools
 
 from jaxkv._src.host.groups import LayerGroup
-from jaxkv._src.host.lookup import HashedTokens
+from jaxkv._src.host.prefix_lookup import HashedTokens
 from jaxkv._src.host.prefix_nodes import TOKEN_BYTES
 from jaxkv._src.host.prefix_nodes import PrefixNode
 from jaxkv._src.host.prefix_nodes import chain_digests

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv._src.arrays.arguments import as_secret
-from jaxkv._src.cache.prefix import rules
+from jaxkv._src.cache.prefix import prefix_rules
 from jaxkv._src.host.atomic import UndoLog
 from jaxkv._src.host.event_list import EventList
 from jaxkv._src.host.groups import LayerGroup
@@ -66,7 +66,7 @@ class HostState:
     groups: the layer groups.
     skipping: the groups that skip pages while a sequence runs.
     skipping_kinds: one of them for each kind, since equal kinds skip equally.
-    has_plain_hits: see `rules.has_plain_hits`.
+    has_plain_hits: see `prefix_rules.has_plain_hits`.
     pool: the pages.
     held: the requests that hold pages, by name.
     popped: removed requests whose pages are not freed yet, by slot.
@@ -92,7 +92,7 @@ class HostState:
     self.skipping = tuple(group for group in self.groups if group.skips_pages)
     kinds = {(group.kind, group.size): group for group in self.skipping}
     self.skipping_kinds = tuple(kinds.values())
-    self.has_plain_hits = rules.has_plain_hits(config)
+    self.has_plain_hits = prefix_rules.has_plain_hits(config)
     self.pool = HostPool(config, self.undo_log)
     self.held: dict[str, HeldSequence] = {}
     self.popped: dict[int, tuple[PoppedPages, HeldSequence]] = {}

@@ -14,10 +14,10 @@ import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import SlidingWindow
-from jaxkv._src.exact import attention as exact_attention
+from jaxkv._src.exact import tiled_attention
 from jaxkv._src.kv import cross_attention
-from jaxkv._src.kv.memory import KVPages
-from jaxkv._src.kv.memory import check_layer
+from jaxkv._src.kv.kv_pages import KVPages
+from jaxkv._src.kv.kv_pages import check_layer
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import PackedView
@@ -141,7 +141,7 @@ def attend_with_lse(
   if not causal:
     _check_encoder(kv, options)
   if exact:
-    exact_attention.check_exact(kv.k.shape[2], options, causal)
+    tiled_attention.check_exact(kv.k.shape[2], options, causal)
   # Python numbers are static arguments of the `jit` below, because the kernels
   # check the values of options, and a traced number has no value.
   numbers = options.numbers()
@@ -356,17 +356,17 @@ def _exact_rectangle(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes exact attention of queries [B, T, H, D]."""
   sequences = _sequences(kv, rows_of(view))
-  return exact_attention.attend_rectangle(sequences, q, call)
+  return tiled_attention.attend_rectangle(sequences, q, call)
 
 
 def _exact_packed(
   kv: KVPages, rows: View, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
   """Computes exact attention of packed queries [C, H, D]."""
-  return exact_attention.attend_packed(_sequences(kv, rows), q, call)
+  return tiled_attention.attend_packed(_sequences(kv, rows), q, call)
 
 
-def _sequences(kv: KVPages, rows: View) -> exact_attention.TokenRows:
-  return exact_attention.TokenRows(
+def _sequences(kv: KVPages, rows: View) -> tiled_attention.TokenRows:
+  return tiled_attention.TokenRows(
     _pools(kv), rows.page_table, rows.starts, rows.num_tokens
   )

@@ -1,7 +1,7 @@
 """Checks that K/V memory has the pages of a cache."""
 
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.kv.memory import check_config
+from jaxkv._src.kv.kv_pages import check_config
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.pools import pools_of
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv_kernels as kernels
-from jaxkv._src.kv.memory import KVPages
+from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import rows_of

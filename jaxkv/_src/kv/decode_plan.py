@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 import jaxkv_kernels as kernels
-from jaxkv._src.kv.memory import KVPages
+from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import check_view
 from jaxkv._src.kv.view import decode_lengths

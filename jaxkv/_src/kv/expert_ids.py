@@ -14,9 +14,9 @@ import numpy as np
 import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.kv.memory import check_config
-from jaxkv._src.kv.memory import check_layer
-from jaxkv._src.kv.memory import check_sizes
+from jaxkv._src.kv.kv_pages import check_config
+from jaxkv._src.kv.kv_pages import check_layer
+from jaxkv._src.kv.kv_pages import check_sizes
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import check_rows
 from jaxkv._src.kv.write import token_places

@@ -25,7 +25,7 @@ from jaxkv._src.arrays import sharding
 from jaxkv._src.arrays.indexing import NOWHERE
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool.host_pages import Moves
-from jaxkv._src.kv.memory import check_config
+from jaxkv._src.kv.kv_pages import check_config
 from jaxkv._src.kv.page_contents import arrays_of
 from jaxkv._src.kv.page_contents import gathered
 from jaxkv._src.kv.page_contents import page_shape

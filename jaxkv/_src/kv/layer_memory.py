@@ -14,8 +14,8 @@ from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import SlidingWindow
 from jaxkv._src.kv.attend import attend
 from jaxkv._src.kv.batch import Batch
-from jaxkv._src.kv.memory import KVPages
-from jaxkv._src.kv.memory import init
+from jaxkv._src.kv.kv_pages import KVPages
+from jaxkv._src.kv.kv_pages import init
 from jaxkv._src.kv.write import write
 
 

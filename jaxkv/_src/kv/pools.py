@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxkv._src.arrays import arguments
 from jaxkv._src.kv.expert_ids import ExpertIdPages
 from jaxkv._src.kv.expert_ids import copy_expert_ids
-from jaxkv._src.kv.memory import KVPages
-from jaxkv._src.kv.memory import copy_kv
+from jaxkv._src.kv.kv_pages import KVPages
+from jaxkv._src.kv.kv_pages import copy_kv
 from jaxkv._src.kv.recurrent_pages import StatePages
 from jaxkv._src.kv.recurrent_pages import copy_states
 

@@ -17,12 +17,12 @@ import numpy as np
 import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.kv.memory import check_config
-from jaxkv._src.kv.memory import check_group
-from jaxkv._src.kv.memory import check_layer
-from jaxkv._src.kv.memory import check_size
-from jaxkv._src.kv.memory import check_sizes
-from jaxkv._src.kv.memory import storage_of
+from jaxkv._src.kv import storage_dtypes
+from jaxkv._src.kv.kv_pages import check_config
+from jaxkv._src.kv.kv_pages import check_group
+from jaxkv._src.kv.kv_pages import check_layer
+from jaxkv._src.kv.kv_pages import check_size
+from jaxkv._src.kv.kv_pages import check_sizes
 from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
@@ -127,7 +127,7 @@ def init_states(
       expected = f"of {', '.join(_FORMATS)}"
       arguments.refuse(ValueError, f"shapes[{name!r}]", expected, dtype)
     rows = num_layers * config.num_pages
-    states[name] = jnp.zeros((rows, *shape), storage_of(dtype))
+    states[name] = jnp.zeros((rows, *shape), storage_dtypes.default_for(dtype))
     dtypes.append((name, dtype.name))
   return StatePages(
     states=states,

@@ -6,7 +6,7 @@ from typing import overload
 import jax
 
 import jaxkv_kernels as kernels
-from jaxkv._src.kv.memory import KVPages
+from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View

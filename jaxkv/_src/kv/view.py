@@ -13,7 +13,7 @@ from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
-from jaxkv._src.kv.memory import check_group
+from jaxkv._src.kv.kv_pages import check_group
 
 
 @jax.tree_util.register_dataclass

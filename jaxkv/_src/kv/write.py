@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
-from jaxkv._src.kv.memory import KVPages
-from jaxkv._src.kv.memory import Layered
-from jaxkv._src.kv.memory import check_layer
-from jaxkv._src.kv.memory import in_layer
+from jaxkv._src.kv.kv_pages import KVPages
+from jaxkv._src.kv.kv_pages import Layered
+from jaxkv._src.kv.kv_pages import check_layer
+from jaxkv._src.kv.kv_pages import in_layer
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View

@@ -186,7 +186,7 @@ def _select(requests: Requests, rows: Array, config: RolloutConfig) -> Requests:
   if counts is None:
     counts = jnp.full((num_prompts,), config.num_samples, jnp.int32)
   sampling = requests.sampling
-  assert sampling is not None  # `as_requests` returns settings.
+  assert sampling is not None  # `as_requests` sets it.
   strings = sampling.stop_strings
   if strings is not None:
     start = take(strings.start, samples)

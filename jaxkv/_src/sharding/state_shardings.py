@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.kv.host_memory import HOST
 from jaxkv._src.kv.host_memory import HostMemory
-from jaxkv._src.kv.memory import KVPages
+from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.sharding.mesh_axes import MeshAxes
 
 

@@ -42,7 +42,7 @@ def split(
   """
   requests, samples = as_requests(requests, config), config.num_samples
   sampling, counts = requests.sampling, requests.num_samples
-  assert sampling is not None  # `as_requests` returns settings.
+  assert sampling is not None  # `as_requests` sets it.
   strings: Any = sampling.stop_strings
   if strings is not None:
     sampling = dataclasses.replace(sampling, stop_strings=strings.start)

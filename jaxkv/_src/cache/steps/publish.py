@@ -21,7 +21,7 @@ from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
-from jaxkv._src.cache.prefix import rules
+from jaxkv._src.cache.prefix import prefix_rules
 from jaxkv._src.cache.prefix.hashing import SlotHashes
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.stats import counted
@@ -137,8 +137,8 @@ def publish(
     tokens=tokens,
     tail=rows.read(hashes.tail),
     tail_length=elementwise.remainder(before, config.alignment),
-    first=rules.final_pages(config, before) if first is None else first,
-    stop=rules.final_pages(config, after),
+    first=prefix_rules.final_pages(config, before) if first is None else first,
+    stop=prefix_rules.final_pages(config, after),
     num_aligned=num_aligned,
     num_completed=elementwise.quotient(after, config.alignment) - num_aligned,
   )
@@ -324,7 +324,7 @@ def _publish_rows(
         place=place,
         keys=hashing.group_key(secret, key, group),
         tokens=_page_tokens(config, pages, position, begin, step),
-        published=rules.published(
+        published=prefix_rules.published(
           config, column, group, prompt_length, boundary
         ),
         parents=hashing.group_key(secret, parent, group),

@@ -19,8 +19,8 @@ from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import mask_or_all
 from jaxkv._src.cache.state import verb
 from jaxkv._src.cache.stats import counted
-from jaxkv._src.cache.steps.find import Prefix
-from jaxkv._src.cache.steps.find import find_prefix
+from jaxkv._src.cache.steps.longest_hit import Prefix
+from jaxkv._src.cache.steps.longest_hit import find_prefix
 from jaxkv._src.cache.steps.reserve import reservation
 from jaxkv._src.cache.steps.reserve import reserve
 

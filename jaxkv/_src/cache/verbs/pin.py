@@ -18,7 +18,7 @@ from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import mask_or_all
 from jaxkv._src.cache.state import verb
-from jaxkv._src.cache.steps.find import find_prefix
+from jaxkv._src.cache.steps.longest_hit import find_prefix
 from jaxkv._src.cache.steps.reserve import grant
 from jaxkv._src.cache.steps.reserve import hold_hits
 from jaxkv._src.cache.steps.reserve import reservation

@@ -12,7 +12,7 @@ from jaxkv._src.arrays import sharding
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
-from jaxkv._src.cache.steps.find import find_prefix
+from jaxkv._src.cache.steps.longest_hit import find_prefix
 from jaxkv._src.engine.exported import Exported
 from jaxkv._src.engine.exported import fingerprint_of
 from jaxkv._src.engine.exported import layout_of

@@ -16,7 +16,7 @@ from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import without_moves
-from jaxkv._src.cache.steps.find import find_prefix
+from jaxkv._src.cache.steps.longest_hit import find_prefix
 from jaxkv._src.cache.steps.publish import publish
 from jaxkv._src.cache.steps.reserve import reservation
 from jaxkv._src.cache.steps.reserve import reserve

@@ -109,7 +109,7 @@ def _matching(
       f"{presence}."
     )
   sampling = requests.sampling
-  assert sampling is not None  # `as_requests` returns settings.
+  assert sampling is not None  # `as_requests` sets it.
   if queue.sampling.stop_strings is not None and sampling.stop_strings is None:
     raise ValueError(
       "`requests.sampling.stop_strings` must be given, because `init` had "
@@ -137,7 +137,7 @@ def _submit(
   queue, memory, config = state.queue, state.memory, state.config
   num_prompts, samples = requests.tokens.shape[0], config.num_samples
   sampling = requests.sampling
-  assert sampling is not None  # `as_requests` returns settings.
+  assert sampling is not None  # `as_requests` sets it.
   # The status of new rows does not depend on their ids, which follow below.
   new = new_queue(
     requests,

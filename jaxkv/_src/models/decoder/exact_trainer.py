@@ -15,7 +15,7 @@ import jaxkv_kernels as kernels
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.exact import row_loop
 from jaxkv._src.kv.attend import attend
-from jaxkv._src.kv.memory import init as init_pages
+from jaxkv._src.kv.kv_pages import init as init_pages
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.write import write
 from jaxkv._src.models.decoder import kv_access

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxkv._src.kv.batch import Batch
-from jaxkv._src.kv.memory import KVPages
+from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.shared_prefix import refresh_shared
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View

@@ -6,7 +6,7 @@ from typing import Any
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.kv.expert_ids import ExpertIdPages
-from jaxkv._src.kv.memory import init as init_pages
+from jaxkv._src.kv.kv_pages import init as init_pages
 from jaxkv._src.kv.recurrent_pages import init_states
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.models.decoder import expert_records

@@ -24,7 +24,7 @@ _HARMLESS = frozenset(
   """.split()
 )
 """Keys that do not affect logits, because they configure training, tokens or
-other programs. `folder.py` reads `quantization_config` separately."""
+other programs. `checkpoint_folder.py` reads `quantization_config`."""
 
 
 _MAX_INT = 2**31 - 1

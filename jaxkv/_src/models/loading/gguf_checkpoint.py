@@ -34,8 +34,8 @@ _SIZES = {
   "feed_forward_length": "intermediate_size",
   "attention.head_count": "num_attention_heads",
 }
-# The most keys or tensors of a file. A damaged file can announce any number, so
-# this limit bounds the loops over them.
+# The largest number of keys, and of tensors, in a file. A damaged file can
+# announce any number, so this limit bounds the loops over them.
 _MAX_COUNT = 1 << 16
 
 
@@ -82,7 +82,9 @@ def read(gguf: Any, path: pathlib.Path) -> tuple[ConfigFile, Tensors]:
     with path.open("rb") as file:
       magic, version, *counts = struct.unpack("<4sIQQ", file.read(24))
     if magic != b"GGUF" or version not in (2, 3) or max(counts) > _MAX_COUNT:
-      raise ValueError(f"it starts with {magic}, {version}, {counts}")
+      raise ValueError(
+        f"magic {magic}, version {version}, {counts} tensors and keys"
+      )
     # By default numpy only warns if an integer overflows or is divided by 0,
     # but a damaged file must raise an error.
     with np.errstate(all="raise"):
@@ -90,13 +92,15 @@ def read(gguf: Any, path: pathlib.Path) -> tuple[ConfigFile, Tensors]:
     values = {key: field.contents() for key, field in reader.fields.items()}
   except (ValueError, LookupError, ArithmeticError, struct.error) as error:
     raise ValueError(
-      f"`{path}` must be a whole GGUF file of version 2 or 3, little-endian, "
-      f"got another ({error}); get it again."
+      f"`{path}` must be a complete, little-endian GGUF file of version 2 or 3 "
+      f"with at most {_MAX_COUNT} tensors and keys, got ({error}); download or "
+      "convert it again."
     ) from error
   metadata = ConfigFile(values, str(path), num_tensors=len(reader.tensors))
   metadata.only("split.count", 0, 1)
-  # Two kinds of keys cannot change logits. A zero turns a feature off, and a
-  # key without the architecture's prefix is for other programs.
+  # Two kinds of keys may stay unread, because they do not change logits. Keys
+  # whose value is zero or empty turn a feature off. Keys without the prefix of
+  # the architecture do not describe layers.
   prefix = f"{values.get('general.architecture')}."
   metadata.ignore(
     *(k for k, v in values.items() if not v or not k.startswith(prefix))
@@ -147,8 +151,9 @@ def _gemma(metadata: ConfigFile, config: dict[str, Any]) -> dict[str, Any]:
   """Returns the keys that only Gemma 3 has."""
   window = "gemma3.attention.sliding_window"
   scale = config["head_dim"]
-  # Gemma 3 27B scales attention logits by the width per head and not by
-  # `head_dim`. A GGUF file has no key for this, but only 27B has 62 layers.
+  # Gemma 3 27B scales attention logits by (hidden_size / heads) ** -0.5, and
+  # the other sizes by head_dim ** -0.5. A GGUF file has no key for this, but
+  # only 27B has 62 layers.
   if config["num_hidden_layers"] == 62:
     scale = config["hidden_size"] // config["num_attention_heads"]
   keys = {
@@ -205,7 +210,7 @@ def _renamed(
   }
 
   def split_halves(weights: np.ndarray) -> np.ndarray:
-    """Moves the first rows of a head's rotary pairs before the second rows."""
+    """Puts the first rows of a head's rotary pairs before all second rows."""
     pairs = weights.reshape(-1, config["head_dim"] // 2, 2, *weights.shape[1:])
     return pairs.swapaxes(1, 2).reshape(weights.shape)
 

@@ -6,7 +6,7 @@ import re
 from jaxkv._src.extras import extra_package
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
-# Only files that `folder.py` reads are downloaded, no pickles or images.
+# The files that `checkpoint_folder.py` reads, without pickles and images.
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 

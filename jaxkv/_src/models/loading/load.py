@@ -18,7 +18,7 @@ from jaxkv._src.models.decoder.grouped_log_probs import grouped_log_probs
 from jaxkv._src.models.decoder.params import Params
 from jaxkv._src.models.loading import assemble
 from jaxkv._src.models.loading import checkpoint_errors
-from jaxkv._src.models.loading import folder as folders
+from jaxkv._src.models.loading import checkpoint_folder
 from jaxkv._src.models.loading import gguf_checkpoint
 from jaxkv._src.models.loading import hub
 from jaxkv._src.models.loading.assemble import Checkpoint
@@ -194,11 +194,11 @@ def _open_checkpoint(
   path = pathlib.Path(source)
   # A local folder takes precedence over a model of that name on the hub.
   if path.is_dir():
-    return folders.open_checkpoint(path)
+    return checkpoint_folder.open_checkpoint(path)
   if path.suffix == ".gguf" or path.is_file():
     return gguf_checkpoint.open_checkpoint(path)
   if hub.is_id(str(source)):
-    return folders.open_checkpoint(
+    return checkpoint_folder.open_checkpoint(
       hub.download(str(source), local_files_only=local_files_only)
     )
   raise ValueError(

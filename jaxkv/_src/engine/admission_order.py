@@ -24,8 +24,8 @@ from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import roots
-from jaxkv._src.cache.steps.find import Prefix
-from jaxkv._src.cache.steps.find import find_prefix
+from jaxkv._src.cache.steps.longest_hit import Prefix
+from jaxkv._src.cache.steps.longest_hit import find_prefix
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus

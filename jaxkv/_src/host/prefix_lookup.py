@@ -8,9 +8,9 @@ import numpy as np
 
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import FullAttention
-from jaxkv._src.cache.prefix import rules
-from jaxkv._src.cache.steps.find import agree
-from jaxkv._src.cache.steps.find import worth_restoring
+from jaxkv._src.cache.prefix import prefix_rules
+from jaxkv._src.cache.steps.longest_hit import agree
+from jaxkv._src.cache.steps.longest_hit import worth_restoring
 from jaxkv._src.host.groups import LayerGroup
 from jaxkv._src.host.prefix_nodes import TOKEN_BYTES
 from jaxkv._src.host.prefix_nodes import PrefixNode
@@ -113,7 +113,7 @@ def find_prefix(
     for column, begin, end in zip(pages, first, stop, strict=True)
   )
   boundary = 0
-  if longest > num_tokens and rules.reports_boundary(config):
+  if longest > num_tokens and prefix_rules.reports_boundary(config):
     boundary = longest
   return CachePages(columns, (), boundary, hashed), num_tokens
 
@@ -121,7 +121,7 @@ def find_prefix(
 def _worth_restoring(
   config: CacheConfig, pages: list[list[int]]
 ) -> list[list[int]]:
-  """Computes `find.worth_restoring` for the cached pages of each column."""
+  """Computes `longest_hit.worth_restoring` for the pages of each column."""
   padded = _as_array(pages, max(map(len, pages)))
   worth: Any = worth_restoring(config, padded)
   rows = zip(worth[0].tolist(), pages, strict=True)
@@ -139,7 +139,7 @@ def _as_array(pages: list[list[int]], num_columns: int) -> Any:
 def _agree(
   state: HostState, pages: list[list[int]], limit: int, num_digests: int
 ) -> tuple[int, int]:
-  """Computes `find.agree` for the cached pages of each column."""
+  """Computes `longest_hit.agree` for the cached pages of each column."""
   config = state.config
   # Numpy takes longer than the rest of a short lookup. Usually all groups
   # accept the hit of full attention, which ends before its first miss.
@@ -150,7 +150,7 @@ def _agree(
         num_leading = [*column, 0].index(0)
         num_tokens = min(num_tokens, num_leading * group.size)
     num_tokens -= num_tokens % config.alignment
-    if rules.drops_last_page(config, True):
+    if prefix_rules.drops_last_page(config, True):
       num_tokens = max(num_tokens - config.alignment, 0)
     needed = [
       column[group.skipped_pages(num_tokens) : num_tokens // group.size]

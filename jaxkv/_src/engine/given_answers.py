@@ -120,8 +120,8 @@ def keep_prompts(
   can_lead = are_computing(queue, slots) & has_prompt
   can_lead &= prompt_rest(queue, slots, cache) >= 0
   can_lead &= indexing.take(jnp.any(waits, axis=1), group, fill=False)
-  # Samples follow the first slot of their prompt, see `candidates`. The others
-  # go on, or they could hold all slots and wait for ever.
+  # Samples follow the first slot of their prompt, see `admission_order`. The
+  # others go on, or they could hold all slots and wait for ever.
   is_rival = (group[:, None] == group[None]) & can_lead[None]
   return can_lead & ~jnp.any(jnp.tril(is_rival, k=-1), axis=1)
 

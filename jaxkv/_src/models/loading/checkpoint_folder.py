@@ -15,6 +15,7 @@ from jaxkv._src.models.loading.config_file import ConfigFile
 from jaxkv._src.models.loading.families.architectures import family_of
 from jaxkv._src.models.loading.lazy_tensor import Tensors
 from jaxkv._src.models.loading.safetensors_files import json_object
+from jaxkv._src.models.loading.stop_tokens import stop_tokens
 from jaxkv._src.models.loading.weight_maps import WeightMap
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -59,33 +60,6 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
     max_length=config.size("max_position_embeddings", _DEFAULT_LENGTH),
     open_tokenizer=functools.partial(tokenizer.from_folder, folder),
   )
-
-
-def stop_tokens(
-  folder: pathlib.Path, config: dict[str, Any]
-) -> tuple[int, ...]:
-  """Returns the ids of the tokens that end a text or a chat message.
-
-  Args:
-    folder: the folder of the checkpoint.
-    config: the values of its config.json.
-  """
-  # generation_config.json takes precedence, because chat models end a message
-  # with a token that config.json lacks.
-  value = config.get("eos_token_id")
-  path = folder / "generation_config.json"
-  if path.exists():
-    generation = json_object(path).get("eos_token_id")
-    value = value if generation is None else generation
-  if value is None:
-    return ()
-  tokens = value if isinstance(value, list) else [value]
-  if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
-    raise ValueError(
-      f"`eos_token_id` in {folder} must be a token or a list of tokens, got "
-      f"{value!r}."
-    )
-  return tuple(tokens)
 
 
 def _dtype(values: dict[str, Any], file: str) -> Any:

@@ -18,7 +18,7 @@ from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
-from jaxkv._src.cache.prefix import rules
+from jaxkv._src.cache.prefix import prefix_rules
 from jaxkv._src.cache.prefix.prefix_index import PrefixIndex
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import roots
@@ -234,7 +234,7 @@ class _Candidate(NamedTuple):
   Attributes:
     length: int32[R], tokens of the candidate.
     dropped: bool[R] for each kind, True if the kind has dropped a page at this
-      length, see `rules.lookup_bound`.
+      length, see `prefix_rules.lookup_bound`.
     full: int32[R] for each kind, tokens that it accepted in its last search.
       Only those of full-attention kinds are read.
     longest: int32[R], tokens of the longest hit of any kind so far.
@@ -320,7 +320,7 @@ def _round(
     if kind.is_full and not first:
       length = elementwise.minimum(length, full[number])
       continue
-    bound, drop = rules.lookup_bound(
+    bound, drop = prefix_rules.lookup_bound(
       config, kind.kind, kind.size, length, num_hashed, dropped[number]
     )
     shorter = _shorten(config, kind, bound, drop)
@@ -341,7 +341,7 @@ def _shorten(
   pages = kind.kind.longest_hit(
     kind.hits,
     bound,
-    rules.drops_last_page(config, drop),
+    prefix_rules.drops_last_page(config, drop),
     kind.size,
     config.alignment // kind.size,
   )

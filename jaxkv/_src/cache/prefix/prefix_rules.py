@@ -110,10 +110,10 @@ def lookup_bound(
 ) -> tuple[Array, Array]:
   """Bounds a kind's lookup, and selects the rows in which it drops a page.
 
-  In each round of `steps.find`, every kind of group shortens the candidate for
-  a prefix. With a draft model, a kind looks one page past the candidate and
-  drops the last page that it finds. With the classic rules, a kind looks up to
-  the end of the candidate, and drops a page in every round.
+  In each round of `longest_hit.agree`, every kind of group shortens the
+  candidate for a prefix. With a draft model, a kind looks one page past the
+  candidate and drops the last page that it finds. With the classic rules, a
+  kind looks up to the end of the candidate, and drops a page in every round.
 
   Args:
     config: the cache's groups and rules.

@@ -9,8 +9,8 @@ from jaxkv import ChunkedLocal
 from jaxkv import FullAttention
 from jaxkv import Recurrent
 from jaxkv import SlidingWindow
-from jaxkv._src.cache.steps import find
-from jaxkv._src.host import lookup
+from jaxkv._src.cache.steps import longest_hit
+from jaxkv._src.host import prefix_lookup
 from jaxkv.host import CacheManager
 
 FULL = FullAttention(page_size=4)
@@ -51,8 +51,10 @@ def test_hits_are_those_of_the_general_rule(groups, use_eagle, policy):
       row[: len(column)] = column
       pages.append(column)
     numbers = np.array([[limit], [num_digests * config.page_size]], np.int32)
-    tokens, longest = (int(n[0]) for n in find.agree(config, cached, *numbers))
-    answer = lookup._agree(state, pages, limit, num_digests)
+    tokens, longest = (
+      int(n[0]) for n in longest_hit.agree(config, cached, *numbers)
+    )
+    answer = prefix_lookup._agree(state, pages, limit, num_digests)
     # A longest hit that is no longer than the prefix is not reported.
     assert (answer[0], max(answer)) == (tokens, max(longest, tokens))
     num_hits += tokens > 0

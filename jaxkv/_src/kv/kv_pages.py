@@ -11,18 +11,7 @@ import numpy as np
 import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.cache.config import CacheConfig
-
-# The number formats, each with the integer dtype in which a CPU stores its
-# bits, or None. XLA for a CPU would convert a whole pool of bfloat16 or float8
-# to update one number, but not a pool of integers.
-_BITS = {
-  "float32": None,
-  "bfloat16": "uint16",
-  "float16": None,
-  "float8_e4m3fn": "uint8",
-  "float8_e5m2": None,
-  "int8": None,
-}
+from jaxkv._src.kv import storage_dtypes
 
 
 @jax.tree_util.register_dataclass
@@ -155,19 +144,7 @@ def init(
   check_sizes(config, group, num_layers=num_layers, **sizes)
   _check_latents(num_kv_heads, head_dim, value_dim)
   is_default, dtype = dtype is None, np.dtype(dtype or jnp.bfloat16)
-  if dtype.name not in _BITS:
-    expected = f"one of {', '.join(_BITS)}"
-    arguments.refuse(ValueError, "dtype", expected, dtype)
-  bits = _BITS[dtype.name]
-  if storage_dtype is None:
-    storage_dtype = storage_of(dtype)
-  if kernels.logical_dtype(storage_dtype) != dtype:
-    expected = (
-      dtype.name if bits is None else f"{dtype.name} or {bits}, its bits"
-    )
-    arguments.refuse(
-      ValueError, "storage_dtype", expected, np.dtype(storage_dtype)
-    )
+  storage_dtype = storage_dtypes.resolve(dtype, storage_dtype)
   pages = num_layers * config.num_pages
   shape = (pages, num_kv_heads, config.page_sizes[group], head_dim)
   has_scales, is_latent = dtype.itemsize == 1, value_dim is not None
@@ -297,13 +274,6 @@ def _check_latents(
   if num_kv_heads != 1:
     expected = "1 with value_dim: all query heads read the same latents"
     arguments.refuse(ValueError, "num_kv_heads", expected, num_kv_heads)
-
-
-def storage_of(dtype: np.dtype) -> np.dtype:
-  """Returns the default storage dtype of a number format."""
-  bits = _BITS[dtype.name]
-  stores_bits = bits is not None and jax.default_backend() == "cpu"
-  return np.dtype(bits if stores_bits else dtype)
 
 
 def check_size(name: str, size: int) -> None:
