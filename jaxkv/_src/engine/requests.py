@@ -1,6 +1,7 @@
 """Requests: prompts, and the settings of the samples that they ask for."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -112,6 +113,54 @@ def as_requests(requests: Any, config: RolloutConfig) -> Requests:
     priority=priority,
     salts=salts,
     extra=as_extra("requests.extra", requests.extra, total),
+  )
+
+
+def map_rows(
+  of_prompts: Callable[..., Any],
+  of_samples: Callable[..., Any],
+  requests: Requests,
+  *others: Requests,
+) -> Requests:
+  """Maps functions over the arrays of requests, as `jax.tree.map` does.
+
+  The tables of stop strings are those of the first requests.
+
+  Args:
+    of_prompts: a function of arrays with a row for each prompt.
+    of_samples: a function of arrays with a row for each sample.
+    requests: requests from `as_requests`.
+    *others: requests with the same optional fields.
+  """
+
+  def parts(requests: Requests) -> tuple[Any, Any]:
+    sampling = requests.sampling
+    assert sampling is not None  # `as_requests` sets it.
+    strings: Any = sampling.stop_strings
+    start = None if strings is None else strings.start
+    sampling = dataclasses.replace(sampling, stop_strings=None)
+    of_samples = requests.priority, requests.salts, requests.extra
+    return (
+      (requests.tokens, requests.lengths, requests.num_samples),
+      (sampling, start, *of_samples),
+    )
+
+  prompts, samples = zip(*map(parts, (requests, *others)), strict=True)
+  tokens, lengths, num_samples = jax.tree.map(of_prompts, *prompts)
+  sampling, start, *optional = jax.tree.map(of_samples, *samples)
+  assert requests.sampling is not None
+  strings = requests.sampling.stop_strings
+  if strings is not None:
+    strings = dataclasses.replace(strings, start=start)
+  priority, salts, extra = optional
+  return Requests(
+    tokens,
+    lengths,
+    sampling=dataclasses.replace(sampling, stop_strings=strings),
+    num_samples=num_samples,
+    priority=priority,
+    salts=salts,
+    extra=extra,
   )
 
 

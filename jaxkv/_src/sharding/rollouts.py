@@ -31,6 +31,7 @@ from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_requests
 from jaxkv._src.engine.requests import check_fits
 from jaxkv._src.engine.requests import check_num_samples
+from jaxkv._src.engine.requests import map_rows
 from jaxkv._src.engine.results import generated as results
 from jaxkv._src.engine.results.generated import Generated
 from jaxkv._src.engine.results.generated import Harvested
@@ -40,7 +41,6 @@ from jaxkv._src.engine.verbs import submit as verb
 from jaxkv._src.engine.verbs.find_sequences import as_counts
 from jaxkv._src.engine.verbs.submit import Submitted
 from jaxkv._src.kv.pools import Pools
-from jaxkv._src.sampling import settings
 from jaxkv._src.sharding.mesh_axes import MeshAxes
 from jaxkv._src.sharding.mesh_axes import on_auto_axes
 from jaxkv._src.sharding.mesh_axes import placed
@@ -175,35 +175,15 @@ def _init(cache, kv, requests, key, first, version, *, config, axes):
 
 def _select(requests: Requests, rows: Array, config: RolloutConfig) -> Requests:
   """Returns the prompts of rows int32[R]; rows out of range get no samples."""
-  num_prompts = requests.tokens.shape[0]
   sample = jnp.arange(config.num_samples, dtype=jnp.int32)
   samples = (rows[:, None] * config.num_samples + sample[None]).reshape(-1)
-
-  def take(array: Any, rows: Array) -> Any:
-    return indexing.take(jnp.asarray(array), rows)
-
-  counts = requests.num_samples
-  if counts is None:
-    counts = jnp.full((num_prompts,), config.num_samples, jnp.int32)
-  sampling = requests.sampling
-  assert sampling is not None  # `as_requests` sets it.
-  strings = sampling.stop_strings
-  if strings is not None:
-    start = take(strings.start, samples)
-    strings = dataclasses.replace(strings, start=start)
-  sampling = settings.rows(sampling, samples)
-  fields = {
-    name: jax.tree.map(
-      lambda array: take(array, samples), getattr(requests, name)
-    )
-    for name in ("priority", "salts", "extra")
-  }
-  return Requests(
-    take(requests.tokens, rows),
-    take(requests.lengths, rows),
-    sampling=dataclasses.replace(sampling, stop_strings=strings),
-    num_samples=take(counts, rows),
-    **fields,
+  if requests.num_samples is None:
+    counts = jnp.full(requests.lengths.shape, config.num_samples, jnp.int32)
+    requests = dataclasses.replace(requests, num_samples=counts)
+  return map_rows(
+    lambda array: indexing.take(jnp.asarray(array), rows),
+    lambda array: indexing.take(jnp.asarray(array), samples),
+    requests,
   )
 
 

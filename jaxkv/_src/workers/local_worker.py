@@ -117,10 +117,10 @@ class LocalWorker:
     """Returns requests of a shape that many calls share, and their number."""
     count = len(requests.lengths)
     ids = list(range(count))
-    prompts, strings = split(requests, ids, self._state.config)
+    prompts = split(requests, ids, self._state.config)
     prompts += prompts[-1:] * (_padded_size(count) - count)
     columns = self._state.queue.width - 1
-    return join(prompts, strings, columns), count
+    return join(prompts, columns), count
 
   def advance(self) -> list[Group]:
     """Generates, and removes and returns the groups that ended."""

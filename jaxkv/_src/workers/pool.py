@@ -114,7 +114,6 @@ class Pool:
     self._waiting: collections.deque[Prompt] = collections.deque()
     self._moving: list[_Moving] = []
     self._finished: collections.deque[Group] = collections.deque()
-    self._strings: Any = None
     self._params: Any = None
     self._version = self._next_id = 0
     # The ids of all samples of prompts that have not ended.
@@ -165,7 +164,7 @@ class Pool:
 
     Args:
       requests: P prompts, see `jaxkv.rollout.Requests`. All prompts of a pool
-        have the same optional fields and stop strings.
+        have the same optional fields, and lists of the same `StopStrings`.
       ids: int32[P], the id of each prompt's first sample, which seeds its
         draws; the next G - 1 are those of its other samples. None for the next
         ids.
@@ -183,7 +182,7 @@ class Pool:
       if ids is None:
         ids = range(self._next_id, self._next_id + count * samples, samples)
       ids = np.asarray(ids).tolist()
-      prompts, self._strings = split(requests, ids, self._config)
+      prompts = split(requests, ids, self._config)
       numbers = [number + row for number in ids for row in range(samples)]
       if len({*numbers} - self._unfinished) < len(numbers):
         raise ValueError(
@@ -363,7 +362,10 @@ class Pool:
       waiting = list(itertools.islice(self._waiting, _LOOKAHEAD))
     if not waiting or not room.prompts:
       return
-    num_cached = worker.match(join(waiting, self._strings))
+    joined = join(waiting)
+    num_cached = worker.match(
+      Requests(joined.tokens, joined.lengths, salts=joined.salts)
+    )
     cached = {p.id: int(n) for p, n in zip(waiting, num_cached, strict=True)}
     with self._changed:
       member.seen.cached = cached
@@ -385,7 +387,7 @@ class Pool:
     if not chosen:
       return
     try:
-      entered = worker.submit(join(chosen, self._strings), list(taken))
+      entered = worker.submit(join(chosen), list(taken))
     except ValueError as error:
       # Every worker would refuse the prompt.
       raise _Refused(str(error)) from error

@@ -4,13 +4,12 @@ import dataclasses
 from typing import Any
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_requests
-from jaxkv._src.guides.stop_strings import StopStrings
+from jaxkv._src.engine.requests import map_rows
 
 BLOCK = 16
 """Tokens of a block, by which prefixes of prompts are compared."""
@@ -21,8 +20,9 @@ class Prompt(NamedTuple):
 
   Attributes:
     id: the id of its first sample.
-    requests: the prompt and the settings of its samples, as arrays of numpy. In
-      place of stop strings they have the first states alone.
+    requests: the prompt and the settings of its samples, as arrays of numpy;
+      only the tables of stop strings, which all prompts share, may be on a
+      device.
     prefixes: a hash of each prefix of whole blocks, the shortest first.
   """
 
@@ -33,43 +33,28 @@ class Prompt(NamedTuple):
 
 def split(
   requests: Requests, ids: list[int], config: RolloutConfig
-) -> tuple[list[Prompt], StopStrings | None]:
-  """Returns the prompts of requests, and their stop strings.
+) -> list[Prompt]:
+  """Returns the prompts of requests.
 
   Raises:
     TypeError: see `as_requests`.
     ValueError: see `as_requests`.
   """
   requests, samples = as_requests(requests, config), config.num_samples
-  sampling, counts = requests.sampling, requests.num_samples
-  assert sampling is not None  # `as_requests` sets it.
-  strings: Any = sampling.stop_strings
-  if strings is not None:
-    sampling = dataclasses.replace(sampling, stop_strings=strings.start)
-  if counts is None:
+  if requests.num_samples is None:
     counts = np.full((len(ids),), samples, np.int32)
-  of_prompts = requests.tokens, requests.lengths, counts
-  of_samples = sampling, requests.priority, requests.salts, requests.extra
-  of_prompts, of_samples = jax.device_get((of_prompts, of_samples))
+    requests = dataclasses.replace(requests, num_samples=counts)
+  requests = map_rows(np.asarray, np.asarray, requests)
   prompts = []
   for row, number in enumerate(ids):
-    rows = slice(row * samples, (row + 1) * samples)
-    tokens, lengths, counts = (array[row : row + 1] for array in of_prompts)
-    sampling, priority, salts, extra = jax.tree.map(
-      lambda array, rows=rows: array[rows], of_samples
+    one = map_rows(
+      lambda array, row=row: array[row : row + 1],
+      lambda array, row=row: array[row * samples : (row + 1) * samples],
+      requests,
     )
-    one = Requests(
-      tokens,
-      lengths,
-      sampling=sampling,
-      num_samples=counts,
-      priority=priority,
-      salts=salts,
-      extra=extra,
-    )
-    prefixes = _prefix_hashes(tokens[0, : lengths[0]], salts)
+    prefixes = _prefix_hashes(one.tokens[0, : one.lengths[0]], one.salts)
     prompts.append(Prompt(number, one, prefixes))
-  return prompts, strings
+  return prompts
 
 
 def _prefix_hashes(tokens: np.ndarray, salts: Any) -> tuple[int, ...]:
@@ -82,9 +67,7 @@ def _prefix_hashes(tokens: np.ndarray, salts: Any) -> tuple[int, ...]:
   return tuple(hashes)
 
 
-def join(
-  prompts: list[Prompt], strings: StopStrings | None, columns: int = 0
-) -> Requests:
+def join(prompts: list[Prompt], columns: int = 0) -> Requests:
   """Returns the requests of prompts, padded to at least `columns` tokens."""
   parts = [prompt.requests for prompt in prompts]
   columns = max(columns, *(part.tokens.shape[1] for part in parts))
@@ -94,11 +77,7 @@ def join(
     tokens = np.pad(part.tokens, ((0, 0), (0, missing)))
     return dataclasses.replace(part, tokens=tokens)
 
-  joined = jax.tree.map(
-    lambda *rows: np.concatenate(rows), *map(widened, parts)
-  )
-  if strings is None:
-    return joined
-  strings = dataclasses.replace(strings, start=joined.sampling.stop_strings)
-  sampling = dataclasses.replace(joined.sampling, stop_strings=strings)
-  return dataclasses.replace(joined, sampling=sampling)
+  def joined(*rows: np.ndarray) -> np.ndarray:
+    return np.concatenate(rows)
+
+  return map_rows(joined, joined, *map(widened, parts))

@@ -47,7 +47,10 @@ class Worker(Protocol):
     ...
 
   def match(self, requests: Requests) -> np.ndarray:
-    """Returns the number of cached tokens of each prompt, int32[P]."""
+    """Returns the number of cached tokens of each prompt, int32[P].
+
+    Only tokens, lengths and salts are given.
+    """
     ...
 
   def submit(self, requests: Requests, ids: list[int]) -> list[bool]:
