@@ -41,7 +41,7 @@ def share(where):
   ("call", "message"),
   [
     (lambda: memory.write(KV, VIEW, 0, NEW.tolist(), NEW), "`k` .* got list"),
-    (lambda: memory.write(KV, VIEW, 0, NEW, None), "`v` .* got NoneType"),
+    (lambda: memory.write(KV, VIEW, 0, NEW, None), "`v` .* latents, got None"),
     (lambda: memory.attend(KV, VIEW, 0, Q.tolist()), "`q` .* got list"),
     (lambda: attend(sinks=[0.0] * HEADS), "`options.sinks` .* got list"),
     (

@@ -12,6 +12,7 @@ import pytest
 import jaxkv
 from jaxkv import kv as kv_memory
 from jaxkv import rollout
+from jaxkv._src.engine.requests import max_pages
 from tests.tools.compiled_programs import num_compiled
 
 _VOCABULARY = 7
@@ -398,3 +399,29 @@ def test_a_donated_rollout_leaves_the_callers_arrays():
   ):
     if isinstance(leaf, jax.Array):
       assert not leaf.is_deleted(), jax.tree_util.keystr(path)
+
+
+def test_numpy_integers_are_those_of_python():
+  config = rollout.RolloutConfig(max_new_tokens=np.int64(4))
+  assert repr(config) == repr(rollout.RolloutConfig(max_new_tokens=4))
+
+
+@pytest.mark.parametrize(
+  ("kind", "length", "pages"),
+  [
+    # Tokens 3 to 5 are one chunk, and in two pages.
+    (jaxkv.ChunkedLocal(3), 8, 2),
+    (jaxkv.ChunkedLocal(4), 8, 2),
+    (jaxkv.ChunkedLocal(4), 4, 1),
+    # A window never holds more than all pages of the sequence.
+    (jaxkv.SlidingWindow(64), 8, 2),
+    (jaxkv.SlidingWindow(2), 40, 2),
+    (jaxkv.FullAttention(), 40, 10),
+    (jaxkv.Recurrent(), 40, 2),
+  ],
+)
+def test_the_most_pages_of_a_sequence(kind, length, pages):
+  sizes = jaxkv.CacheConfig(
+    num_pages=20, page_size=4, num_slots=1, pages_per_slot=10, groups=(kind,)
+  )
+  assert max_pages(sizes, 1, length) == (pages,)

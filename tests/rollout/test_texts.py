@@ -65,6 +65,8 @@ class TestArguments:
       rollout.generate_texts(small_model, "1 is")
     with pytest.raises(ValueError, match=r"`prompts\[1\]` must have 1 to"):
       rollout.generate_texts(small_model, ["1 is", ""])
+    with pytest.raises(TypeError, match=r"`prompts\[0\]` must hold integers"):
+      rollout.generate_texts(small_model, [[1.7, 2.2]])
     room = small_model.max_length - 8
     with pytest.raises(ValueError, match=rf"`prompts\[0\]` .* {room} tokens"):
       rollout.generate_texts(small_model, ["1" * (room + 1)], max_new_tokens=8)

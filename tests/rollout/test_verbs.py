@@ -170,6 +170,16 @@ def test_ids():
   rollout.check(by_hand.with_queue(after, page_keys=None))
 
 
+def test_no_id_is_given_twice_at_the_end_of_int32():
+  state, out = rollout.submit(
+    _used(), rollout.Requests([[7]], [1]), ids=[2**31 - 5]
+  )
+  assert _codes(out) == [_OK]
+  state, out = rollout.submit(state, rollout.Requests([[7]] * 2, [1] * 2))
+  assert _codes(out) == [_OK, _UNKNOWN]
+  assert out.ids.tolist() == [2**31 - 3, -1]
+
+
 def test_harvest():
   """Of the first group one has ended, of the second one both."""
   state, _ = rollout.abort(_begun(), [0, 2, 3])

@@ -223,6 +223,14 @@ def test_pages_without_a_dtype():
 
 
 class TestMemory:
+  def test_no_memory_at_all(self):
+    def model(params, batch, kv):
+      logits, _ = _model(params, batch, kv, wiring=_Wiring())
+      return logits, 0.0
+
+    with pytest.raises(TypeError, match=r"`kv` that `model` returns .* float"):
+      _traced(_begun(), model=model)
+
   def test_other_pools(self):
     def model(params, batch, kv):
       logits, kv = _model(params, batch, kv, wiring=_Wiring())

@@ -111,9 +111,9 @@ class StubWorker:
     moved, self._running, self._waiting = self._running + self._waiting, [], []
     return moved
 
-  def import_sequences(self, exported) -> list[int]:
-    count = self.room().prompts
-    entered, exported[:count] = exported[:count], []
+  def import_sequences(self, exported, ids) -> list[int]:
+    entered = [one for one in exported if one.number in ids]
+    entered = entered[: self.room().prompts]
     self._waiting = entered + self._waiting
     return [one.number for one in entered]
 

@@ -61,6 +61,23 @@ class TestStream:
     assert [worker.idle_steps for worker in made] == [0] * 4
     assert sum(worker.num_steps for worker in made) > 600
 
+  @pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+      ([0], ValueError, r"`ids` must have the shape .*got"),
+      ([0, 1, 2], ValueError, r"`ids` must have the shape .*got"),
+      ([-1, 5], ValueError, "from 0 to 2147483646 and"),
+      ([0, 2**31 - 1], ValueError, "from 0 to 2147483646 and"),
+      ([0, 2**31], ValueError, "`ids` must fit int32"),
+      ([0.5, 1.0], TypeError, "`ids` must hold integers"),
+    ],
+  )
+  def test_ids_of_another_number_or_range(self, ids, error, message):
+    with workers.Pool(lambda _: StubWorker(), 1, config=_CONFIG) as pool:
+      with pytest.raises(error, match=message):
+        pool.submit(requests_of(_prompts(2)), ids=ids)
+      assert _results(pool) == {}
+
   def test_ids_in_use_are_refused(self):
     with workers.Pool(lambda _: StubWorker(), 1, config=_CONFIG) as pool:
       with pytest.raises(ValueError, match=r"not in use, got \[7, 7"):
@@ -161,6 +178,38 @@ class TestMembers:
     tokens = sum(map(len, found.values()))
     assert sum(worker.num_steps for worker in made) * 4 >= tokens
     assert made[1].is_closed and len(made) == 4
+
+  def test_several_workers_continue_the_sequences_of_one(self):
+    """None has room for all of them."""
+    made = []
+
+    def make(place):
+      made.append(StubWorker(steps=1, rows=40 if place == 0 else 8))
+      return made[-1]
+
+    with workers.Pool(make, 4, config=_CONFIG) as pool:
+      ids = pool.submit(requests_of(_prompts(150)))
+      found = {}
+      for group in pool.results():
+        assert group.id not in found
+        found[group.id] = group.results
+        if len(found) == 10:
+          pool.remove(0)
+          pool.remove(0)
+      assert found == _wanted(ids)
+
+  def test_a_place_without_a_worker_is_removed_without_one(self):
+    made = []
+
+    def make(place):
+      made.append(place)
+      return StubWorker()
+
+    with workers.Pool(make, 3, config=_CONFIG) as pool:
+      pool.remove(1)
+      ids = pool.submit(requests_of(_prompts(20)))
+      assert _results(pool) == _wanted(ids)
+    assert 1 not in made
 
   def test_one_worker_must_stay(self):
     with workers.Pool(lambda _: StubWorker(), 1, config=_CONFIG) as pool:

@@ -45,9 +45,10 @@ class CacheConfig:
       again, because a draft model (EAGLE) needs their hidden states.
     prefix_retention_interval: selects the prefixes that sliding-window and
       recurrent groups keep findable. These groups publish only the pages that a
-      hit of such a prefix needs. None: prefixes of every length. 0: the whole
-      prompt, and the prompt up to the token where an earlier prompt diverged.
-      k: these two, and a prefix every k tokens.
+      hit of such a prefix needs. None: prefixes of every length. 0: the prompt
+      without its last token, and the prompt up to the token where an earlier
+      prompt diverged; both are cut to a multiple of A, and with `use_eagle`
+      further. k: these two, and a prefix every k tokens.
     event_log: the maximal number of events between two readings of the log; 0
       for no log. See `jaxkv.telemetry.drain_events`.
     track_new_pages: True to record the pages that leave the free queue for new
@@ -56,16 +57,17 @@ class CacheConfig:
       `jaxkv.telemetry.residency`.
     host_pages: N2, pages in host memory for cached pages that the device
       evicts; 0 for none. See `jaxkv.kv.move`.
-    host_policy: the pages that move to host memory and back. "always": all
-      cached pages. "never": none. A `HostPolicy`: those whose return takes less
-      time than computing their tokens again. A hit ends before the first page
-      that is not worth its return.
+    host_policy: the pages that return from host memory. "always": all.
+      "never": none. A `HostPolicy`: those whose return takes less time than
+      computing their tokens again. A hit ends before the first page that is not
+      worth its return. Evicted pages are saved unless none could return.
     page_bytes: bytes of a page over all layers, `jaxkv.kv.page_bytes(kv)`,
       which a `HostPolicy` needs; 0 if it is not known.
 
   Raises:
     TypeError: a field has the wrong type.
-    ValueError: a field is out of range, or two fields contradict each other.
+    ValueError: a field is out of range or not one of its choices, or two fields
+      contradict each other.
   """
 
   num_pages: int
@@ -106,21 +108,22 @@ class CacheConfig:
 
   def _check_host_policy(self):
     if not isinstance(self.host_policy, HostPolicy):
-      _check_choice("host_policy", self.host_policy, ("always", "never"))
+      choices = "always", "never", "a HostPolicy"
+      _check_choice("host_policy", self.host_policy, choices)
     elif not self.page_bytes:
       raise ValueError(
         "`CacheConfig.page_bytes` must be given with a HostPolicy, got 0; use "
-        "jaxkv.kv.page_bytes(kv)."
+        "jaxkv.kv.page_bytes(kv) of pages made for a config without a policy."
       )
 
   def _check_sizes(self):
     # The free queue's ring has up to 4 N positions. They must stay below the
     # sentinel NOWHERE, 2**30, because the queue stores larger numbers as marks.
-    if max(self.num_pages, self.slot_tokens, self.host_pages) > 2**28:
+    if max(self.num_numbers, self.slot_tokens) > 2**28:
       raise ValueError(
-        "`CacheConfig.num_pages`, `host_pages` and `pages_per_slot * page_size`"
-        f" must be at most 2**28, got {self.num_pages}, {self.host_pages} and "
-        f"{self.slot_tokens}; indices stay below 2**30."
+        "`CacheConfig.num_pages` and `host_pages` together, and "
+        "`pages_per_slot * page_size`, must be at most 2**28, got "
+        f"{self.num_numbers} and {self.slot_tokens}; use larger pages."
       )
     # `loops.for_each` numbers the columns of all rows together, in int32.
     if self.num_groups * self.num_slots * self.pages_per_slot >= 2**31:
@@ -263,7 +266,7 @@ class CacheConfig:
 
   @property
   def num_numbers(self) -> int:
-    """The number of page numbers in both memories, NO_PAGE included."""
+    """The number of page numbers; with host pages, theirs and NO_PAGE too."""
     # Host page h has the number N + 1 + h, so NO_PAGE = N is no page's number.
     return self.num_pages + (1 + self.host_pages if self.host_pages else 0)
 

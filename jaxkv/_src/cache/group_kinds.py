@@ -33,8 +33,8 @@ class GroupKind:
       `CacheConfig.page_size`; None for `CacheConfig.page_size`.
 
   Raises:
-    TypeError: a size is not an int.
-    ValueError: a size is less than 1.
+    TypeError: a field is not an int. Fields of subclasses must be ints too.
+    ValueError: a field is less than 1, or than the `minimum` of its metadata.
   """
 
   page_size: int | None = dataclasses.field(default=None, kw_only=True)
@@ -196,7 +196,7 @@ class SlidingWindow(GroupKind):
     """See `GroupKind`."""
     # vLLM aligns a prefix that is shorter than the window twice: before and
     # after it drops the last page. If `align` is more than 1, the second
-    # alignment removes `align` pages. This must give the same hits.
+    # alignment removes `align` pages. Hits here must equal vLLM's.
     num_pages = super().longest_hit(hits, limit, drop, page_size, align)
     short = drop & (num_pages * page_size < self.window - 1)
     lost = elementwise.where(short, align if align > 1 else 0, 0)
@@ -404,7 +404,10 @@ class GroupSizes:
     return jnp.min(tokens, axis=-1)
 
   def exceed_slot(self, columns: Array) -> Array:
-    """Returns bool[R]: rows whose columns, int32[R, G], exceed their slot."""
+    """Returns bool[R]: rows whose columns, int32[R, G], exceed their slot.
+
+    Without scratch pages the result is False, bool[].
+    """
     # Callers have checked that the tokens fit a slot, so columns can exceed the
     # slot only because of scratch pages.
     if not any(kind.num_speculative for kind in self.groups):

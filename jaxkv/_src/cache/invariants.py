@@ -34,7 +34,9 @@ def check(state: CacheState) -> None:
 
   Raises:
     CacheError: names the invariants that do not hold, or the first misuse.
-    ValueError: an array does not have the size that `state.config` requires.
+    TypeError: `state` is not a CacheState.
+    ValueError: `state` is a stack of states or was donated, or an array does
+      not have the size that `state.config` requires.
 
   Examples:
     >>> import jaxkv
@@ -131,7 +133,7 @@ def _free(state: CacheState) -> Array:
 
 
 def _is_consistent(queue: FreeQueue, free: Array) -> Array:
-  """Returns bool[]: True if a queue holds the free pages but page 0 once."""
+  """Returns bool[]: True if a queue holds each free page once, never page 0."""
   pages = jnp.arange(free.shape[0], dtype=jnp.int32)
   free &= pages > 0
   place = queue.position
@@ -218,7 +220,7 @@ def _chain_read_back(
   """Recomputes the keys of each slot from the tokens in its pages.
 
   Returns:
-    uint32[B, P, 4], the key after each page, and int32[B], the number of tokens
+    uint32[B, M, 4], the key after each page, and int32[B], the number of tokens
     read. The number is -1 for an empty slot, and for a slot with a page that a
     window skipped or a recurrent group did not keep.
   """

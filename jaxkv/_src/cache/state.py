@@ -47,15 +47,15 @@ class Status(enum.IntEnum):
   SLOT_FULL: the sequence needs more pages than a slot holds.
   BAD_SLOT: a slot number is out of range, or repeated.
   SLOT_IN_USE: the slot holds pages already.
-  SLOT_EMPTY: the slot holds no page.
+  SLOT_EMPTY: the slot holds no page, or `fork` finds no committed token in it.
   BAD_LENGTH: a length or a count is zero, negative or too large.
   NO_ROOM: there are more tokens than the slot's pages have room for.
   BAD_PAGE: a page number is out of range, or the null page.
-  NOT_CACHED: the page, or every page of the prefix, is missing from the index.
+  NOT_CACHED: the page is missing from the index, or no prefix is cached.
   NOT_PINNED: the page has no pin to remove.
   STILL_HELD: a page is still referenced.
-  RECYCLED: a required page was released by `recycle`, or a required recurrent
-    state was not kept.
+  RECYCLED: a required page was released by `recycle` or is not part of a hit,
+    or a required recurrent state was not kept.
   STALE: the pages were computed with weights other than the current ones.
   BAD_SEQUENCE: no sequence has this id, or the id is already in use, or the
     call repeats it.
@@ -95,7 +95,8 @@ class Outcome:
   """The result of a verb for each row of its call.
 
   Attributes:
-    code: a `Status` for each row.  # int32[R]
+    code: a `Status` for each row, or for what else the verb processes.
+      # int32[R]
     moves: the moves between device and host memory that the call requires, see
       `jaxkv.kv.move`; None without `CacheConfig.host_pages`.
   """
@@ -133,7 +134,8 @@ class CacheState:
     num_pages: the number of columns in use in each row; 0 in all rows of an
       empty slot.  # int32[B, G]
     num_skipped_pages: the number of leading columns with the null page, because
-      a window or a chunk no longer needs their pages.  # int32[B, G]
+      a window, a chunk or a recurrent group no longer needs their pages.
+      # int32[B, G]
     length: committed tokens, whose K/V is final.  # int32[B]
     secret: the secret of the page keys, see `hashing.make_secret`; None without
       prefix caching.  # uint32[2 + G, 4]
@@ -304,11 +306,12 @@ def _is_deleted(array: Any) -> bool:
 def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
   """Turns a function whose first argument is a state into a public verb.
 
-  The verb casts its arguments (`mask` to bool, `salts` to uint32, all others to
-  int32) and checks their shapes, which `arguments.check_rows` derives from
-  their names. It calls the function under `jit` and checks the array sizes of
-  the state during the trace. If the function returns an Outcome, the verb
-  counts the failed rows and records the error in the state.
+  The verb converts its arguments to arrays (`mask` must hold bools and `salts`
+  uint32; the others become int32). It checks their shapes, which
+  `arguments.check_rows` derives from their names. It calls the function under
+  `jit` and checks the array sizes of the state during the trace. If the
+  function returns an Outcome, the verb counts the failed rows and records the
+  error in the state.
 
   Inside `shard_map`, all arguments are made to vary over the same mesh axes.
   """
@@ -319,8 +322,8 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
     for name, parameter in parameters.items()
     if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
   ]
-  # If `slots` can be None, the rows of a verb are slots. Otherwise the verb's
-  # first array argument defines the number of rows.
+  # If `slots` can be None, the rows of a verb are slots. Otherwise its first
+  # argument besides `slots` defines the number of rows.
   slots = parameters.get("slots")
   other_names = [name for name in parameters if name != "slots"]
   all_slots = slots is not None and slots.default is None
@@ -403,7 +406,8 @@ def is_empty(state: CacheState, slots: Array) -> Array:
 def roots(state: CacheState, salts: Array | None) -> Array:
   """Returns the root keys of sequences, see `hashing.root_key`.
 
-  The result is uint32[R, 4] for salts uint32[R, 4], and uint32[4] for None.
+  The result is uint32[R, 4] for salts uint32[R, 4], and uint32[4] for None or
+  without prefix caching.
   """
   if state.secret is None or state.root is None:
     return jnp.zeros((hashing.KEY_WORDS,), jnp.uint32)

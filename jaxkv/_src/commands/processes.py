@@ -26,7 +26,7 @@ _EQUAL_OR_LARGEST = {
 
 
 class Processes(NamedTuple):
-  """The address of process 0, the number of processes, and this one's."""
+  """The address of process 0, the number of processes, this one's number."""
 
   address: str
   total: int
@@ -66,7 +66,8 @@ def start(processes: Processes) -> None:
   """Joins the other processes.
 
   If a process dies or stops, jax ends the others within 30 s with a message
-  that names it. If process 0 dies, the message names the service.
+  that names it. If process 0 dies, the message names the
+  coordination service.
 
   Raises:
     CommandError: the others did not come.

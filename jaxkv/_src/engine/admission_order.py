@@ -94,7 +94,7 @@ def first_candidates(
     slots: the running ones.
     cache: the cache.
     config: the options.
-    is_scoring: static; True if the answers are given, see `answers`.
+    is_scoring: static; True if the answers are given, see `given_answers`.
   """
   window = min(config.window, queue.size)
   waits = queue.status == SequenceStatus.WAITING
@@ -211,8 +211,8 @@ def _siblings(
 ) -> tuple[Array, Array]:
   """Returns `Candidates.siblings` and `slot_of_leader` of rows int32[X].
 
-  A sample is fresh if it is at its first prompt, and this has more than its
-  last token. Samples with different salts share nothing.
+  A sample is fresh if it has no token after its first prompt, which has at
+  least two. Samples with different salts share nothing.
   """
   samples = config.num_samples
 
@@ -269,8 +269,8 @@ def choose(
 
   def choose_one(row, carry):
     chosen, remaining, overtaken, is_blocked, leader = carry
-    # A candidate that was overtaken too often enters next, and none after it,
-    # even if another sequence computes its pages, or it finds no room.
+    # A candidate that was overtaken too often is chosen next, and none after
+    # it, whether or not another sequence computes its pages or it finds room.
     is_overdue = waiting.valid & (overtaken >= config.max_overtaken)
     overdue = remaining & is_overdue
     first = overdue & (position == jnp.argmax(overdue).astype(jnp.int32))

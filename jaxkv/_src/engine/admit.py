@@ -1,8 +1,8 @@
-"""Admits the sequences to empty slots that `admission_order` chose.
+"""Admits the sequences that `admission_order` chose to empty slots.
 
-They share the pages of their cached prefixes. `grow` takes the others from the
-pages that running sequences leave free. None enters if running sequences lack
-pages.
+They share the pages of their cached prefixes. `grow` takes their other pages
+from those that running sequences leave free. None enters if running sequences
+lack pages.
 """
 
 import dataclasses
@@ -60,8 +60,7 @@ class Entrants(NamedTuple):
 
 def empty_slots(queue: Queue, slots: Slots, cache: CacheState) -> Array:
   """Returns bool[B], slots that a sequence can enter."""
-  # The slot of a sequence that was preempted holds its pages until the end of
-  # the step.
+  # A `Memory` that `score` gets may hold pages of sequences without a row.
   slot = jnp.arange(slots.size, dtype=jnp.int32)
   return (slots.row == queue.no_row) & is_empty(cache, slot)
 
@@ -152,7 +151,7 @@ def mark_running(
 ) -> Queue:
   """Sets the status of entrants, and counts whom they overtook."""
   rows, enters = entrants.rows, entrants.enters
-  # Before the failures below, because `overtaken` counts those that still wait.
+  # First, because `overtaken` counts only for sequences that still wait.
   queue = set_status(queue, rows, enters, SequenceStatus.RUNNING)
   queue = _clear_stale_keys(queue, rows, enters, epoch)
   # A waiting sequence is overtaken when a later one enters first.

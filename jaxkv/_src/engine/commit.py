@@ -132,7 +132,10 @@ def count_step(
 def count_computed(
   queue: Queue, slots: Slots, length: Array, counts: Array
 ) -> Queue:
-  """Updates `Queue.computed` after slots of a length computed tokens."""
+  """Updates `Queue.computed` for slots that computed `counts` more tokens.
+
+  `length` is the number of tokens before them.
+  """
   place = indexing.where_valid(counts > 0, slots.row)
   computed = indexing.take(queue.computed, place)
   computed = jnp.maximum(computed, length + counts)

@@ -23,7 +23,8 @@ class RolloutConfig:
   Attributes:
     num_samples: G, sequences generated for each prompt. Samples admitted in one
       step prefill the prompt once and fork.
-    max_new_tokens: the maximum number of tokens that a sequence generates.
+    max_new_tokens: the maximum number of tokens that a sequence generates in a
+      turn, unless `extend` sets another.
     max_length: W, the maximum length of a sequence, including its prompt and
       all turns; 0 for the width of the first prompts plus `max_new_tokens`.
     stop_token: the token that ends every sequence; -1 for none. `Sampling` can
@@ -35,7 +36,8 @@ class RolloutConfig:
       longest cached prefix are admitted first.
     max_overtaken: how many later sequences may be admitted before a waiting
       one. A later sequence overtakes if its cached prefix is longer, at equal
-      priority, or if pages are scarce and it needs fewer, at any priority.
+      priority; or, at any priority, if the next page of the waiting one is
+      being computed, or if pages are scarce and the later one needs fewer.
     draft_tokens: K, the maximum number of tokens guessed for a sequence in a
       step; 0 for no speculation. Rejected guesses are dropped, so speculation
       changes no token.
@@ -49,17 +51,19 @@ class RolloutConfig:
       its temperature, after penalties and `process`, before `min_p`, `top_k`
       and `top_p`. Unlike the log-prob as drawn, it is one of a softmax over all
       tokens, which `grpo_loss` needs.
-    entropy: whether to record the entropy of that distribution in nats, at
-      temperature 1. (`score` uses its `temperature`.)
-    top_log_probs: the number of most likely tokens of that distribution to
-      record, with their log-probs at temperature 1.
-    prompt_log_probs: whether to also record the log-prob of each prompt token.
-      Prompts are then computed in full, without cached prefixes.
+    entropy: whether to record the entropy of the model's distribution in nats,
+      at temperature 1. (In `score`, at the temperature of the call.)
+    top_log_probs: the number of most likely tokens of the model's distribution
+      to record, with their log-probs at temperature 1.
+    prompt_log_probs: whether to record `raw_log_probs`, also of the tokens of
+      prompts and of `extend`, except a sequence's first token. Prompts are then
+      computed in full, without cached prefixes. After a change of weights, the
+      values of a prompt that is computed again may be of either version.
     numerics: "exact" for a model with exact numerics
       (`jaxkv.models.Decoder.numerics`). Tokens and log-probs are then
       bit-identical in every slot, and equal to those of a trainer and of
-      `score` at the same temperature, unless filters, penalties or `process`
-      change the distribution.
+      `score` at the same temperature, unless other fields of `Sampling` or
+      `process` change the distribution.
     record_experts: whether to record the experts of each token, also in prompts
       and cached prefixes, for a trainer to replay. Needs a memory with expert
       ids, as from `jaxkv.models.init_kv(record_experts=True)`.
@@ -73,8 +77,8 @@ class RolloutConfig:
 
   Raises:
     TypeError: a number is not an int, or an option not a bool.
-    ValueError: a number is out of range, or both `draft_tokens` and
-      `decode_steps` are used.
+    ValueError: a number is out of range, `numerics` is neither "fast" nor
+      "exact", or `draft_tokens` is set with several `decode_steps`.
   """
 
   num_samples: int = 1
@@ -110,7 +114,8 @@ class RolloutConfig:
         check_bool(f"RolloutConfig.{field.name}", value)
       else:
         minimum = _LEAST.get(field.name, 1)
-        as_count(f"RolloutConfig.{field.name}", value, minimum)
+        count = as_count(f"RolloutConfig.{field.name}", value, minimum)
+        object.__setattr__(self, field.name, count)
     if self.draft_tokens and self.decode_steps > 1:
       raise ValueError(
         "`RolloutConfig.decode_steps` must be 1 with `draft_tokens`, got "

@@ -83,8 +83,8 @@ class Counters:
       number of draft columns: 0, a quarter of `draft_columns` if that is at
       least 2, and `draft_columns`.  # [X]
     rows: columns of all calls, including padding.
-    generated: sampled tokens. Each accounts for the column that it was sampled
-      from.
+    generated: sampled tokens. The token from whose logits each was sampled
+      counts here, and not in `prefilled`.
     prefilled: tokens of prompts and `extend` computed for the first time,
       except tokens whose logits are sampled.
     recomputed: tokens computed again: after preemption, in a later turn, or

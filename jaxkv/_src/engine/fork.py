@@ -78,7 +78,7 @@ def copy_partial_pages(memory: Memory, forks: Forks, forked: Array) -> Memory:
     kv = loops.at_most_once(jnp.any(forked), copy, memory.kv)
   refused = forks.ready & ~forked
   # `share_prefix` has set the length of all forks, also of those that then got
-  # no page. Without tokens their slots count as empty again.
+  # no page. A slot without pages must have length 0.
   length = jnp.where(refused, 0, cache.length)
   cache = dataclasses.replace(cache, length=length)
   return dataclasses.replace(memory, cache=cache, kv=kv)

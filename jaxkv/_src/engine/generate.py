@@ -38,7 +38,7 @@ def generate(
   process: Process | None = None,
   draft: Draft | None = None,
 ) -> RolloutState:
-  """Generates tokens until all sequences have ended, or until `until`.
+  """Generates tokens until all sequences have ended, or a limit is reached.
 
   One `while_loop`, which never returns to Python. On a GPU, XLA's runtime reads
   the conditions of loops on the host, less often with a larger
@@ -46,8 +46,8 @@ def generate(
   `jax.jit(functools.partial(generate, model=model), donate_argnums=1)`, so that
   the K/V memory is updated in place.
 
-  A sequence that can never run, because other holders leave it too few pages,
-  is FAILED, with the reason in its `code`. A sequence without finite logits to
+  A sequence that can never run, because too many pages are held elsewhere, is
+  FAILED, with the reason in its `code`. A sequence without finite logits to
   sample from fails with BAD_LOGITS and keeps its earlier tokens.
 
   Args:
@@ -64,8 +64,8 @@ def generate(
     The state. `is_done` tests for the end; `generated` returns the tokens.
 
   Raises:
-    TypeError: `until` is not an `Until`, the model is no function, or the
-      logits are not floats.
+    TypeError: `until` is not an `Until`, the model is no function, the logits
+      are not floats, or the model returns a memory of other arrays.
     ValueError: a number of `until` is negative; the model returns logits of
       another shape, or a memory that it has not written; or a
       `functools.partial` of a model has other numerics than the rollout.

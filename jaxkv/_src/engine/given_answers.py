@@ -5,7 +5,7 @@ less, because its last token is never computed. So a sequence ends when all its
 tokens are computed. The column of a token gives the log-prob of the next one.
 
 Samples of a prompt fork from it after all but its last token. A step computes
-either tokens before this point, which need no logits, or tokens of answers.
+either tokens before this point, which need no logits, or tokens after it.
 """
 
 import dataclasses
@@ -130,8 +130,8 @@ def limit_to_phase(rest: Array, missing: Array) -> tuple[Array, Array]:
   """Keeps only tokens of prompts while any prompt is incomplete.
 
   Args:
-    rest: int32[B], those of them before the end of the prompt, see
-      `prompt_rest`; negative after it.
+    rest: int32[B], the missing tokens before the last one of the prompt, see
+      `prompt_rest`; negative after the prompt.
     missing: int32[B], the tokens that each slot could compute.
 
   Returns:

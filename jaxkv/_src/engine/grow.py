@@ -48,7 +48,7 @@ def grow(
   if drafts is not None:
     tokens += drafts
   cache, room = make_room(cache, rows_of(cache, None, None), tokens)
-  # A slot that only lacks pages for drafts still gets those for its tokens.
+  # Drafts starve no slot: `propose_drafts` proposes only drafts that fit.
   return cache, (missing > 0) & ~room.ok
 
 

@@ -1,4 +1,4 @@
-"""Preempts a running sequence if another one got no page."""
+"""Preempts a running sequence if one of them got no page."""
 
 import dataclasses
 from typing import NamedTuple

@@ -14,6 +14,8 @@ from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.arrays.arguments import as_key
 from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.group_kinds import ChunkedLocal
+from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.sampling.settings import Sampling
@@ -32,7 +34,7 @@ class Requests:
     tokens: the prompts, padded at the end.  # int32[P, L]
     lengths: the length of each prompt, 1 .. L.  # int32[P]
     sampling: settings of each sample. `submit` can set only fields that `init`
-      has set, because the others are not compiled.
+      has set, because the others are not compiled, and `max_tokens` and `seed`.
     num_samples: the number of samples of each prompt, 0 .. G in `init` and
       1 .. G in `submit`; None for G.  # int32[P]
     priority: lower numbers are admitted first and preempted last; None for
@@ -279,9 +281,16 @@ def max_pages(
   A recurrent group holds the page of the last state and one for the next,
   because a step never passes the end of a page.
   """
+
+  def most(kind: GroupKind, size: int) -> int:
+    if kind.holds_states:
+      return 2
+    pages = kind.most_pages(size, in_flight, longest)
+    # `ChunkedLocal.most_pages` is vLLM's bound, for chunks of whole pages.
+    # Another chunk can begin inside a page.
+    return pages + (isinstance(kind, ChunkedLocal) and kind.chunk % size > 0)
+
   return tuple(
-    min(2, -(-longest // size))
-    if kind.holds_states
-    else kind.most_pages(size, in_flight, longest)
+    min(most(kind, size), -(-longest // size))
     for kind, size in zip(sizes.groups, sizes.page_sizes, strict=True)
   )

@@ -112,8 +112,8 @@ def schedule(
     drafts: int32[B], drafts of slots that decode; None without speculation.
     one_part: True if a sequence's tokens must be in one part of the call, as
       recurrent layers require. Idle slots then get no prompt tokens.
-    width: int32[], the index of the width in `sizes`; None to choose one, of
-      which the first is 0.
+    width: int32[], the index of the width in `sizes`; None to choose one, for
+      which the first of `sizes` must be 0.
   """
   num_slots = missing.shape[0]
   slot = jnp.arange(num_slots, dtype=jnp.int32)
@@ -131,13 +131,13 @@ def schedule(
   # must have all tokens of a sequence in one row, because states pass along it.
   if one_part:
     idle = sharding.zeros_like(idle)
-  # A view of chunks has this many rows, so later sequences must wait.
+  # A view of chunks has this many rows. Later sequences get idle columns only.
   max_chunks = ends[:CHUNK_ROWS][-1]
   if width is None:
     columns = jnp.asarray(sorted({size.prompts for size in sizes}), jnp.int32)
     overflow = jnp.minimum(total - idle, max_chunks)
     # A width that is less than three quarters full would compute more padding
-    # than two calls of a smaller width.
+    # than calls of the next smaller width.
     is_filled = (4 * overflow >= 3 * columns) & (columns > 0)
     width = jnp.sum(is_filled, dtype=jnp.int32)
     width = jnp.where(overflow > 0, jnp.maximum(width, 1), 0)

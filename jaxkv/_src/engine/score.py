@@ -91,8 +91,8 @@ def score(
   prefix; computed pages are cached. So scoring a rollout's own samples costs
   little more than the completions.
 
-  Runs without host round trips. Jit it with the state donated, as
-  `jax.jit(functools.partial(score, model=model), donate_argnums=1)`, so that
+  A `while_loop`, which never returns to Python. Jit it with the state donated,
+  as `jax.jit(functools.partial(score, model=model), donate_argnums=1)`, so that
   the K/V memory is updated in place. Not differentiable;
   `jaxkv.models.grouped_log_probs` is.
 
@@ -125,15 +125,16 @@ def score(
       one column for each slot.
     salts: uint32[N, 4], see `jaxkv.salt`; None for no salts.
     extra: values of each group for the model, a pytree of arrays [N, ...].
-    version: int32[], the version of the weights, as in `init`; groups are STALE
-      if the cache has a different version. None to skip the check.
+    version: int32[], the version of the weights, as in `init`. If the cache has
+      another one, a traced version makes all groups STALE, and a concrete one
+      raises. None to skip the check.
 
   Returns:
-    The state, and a `Scored` with a code for each group: OK; OUT_OF_PAGES, if
-    no slot is empty, or the pool has too few free pages for the prompt and a
-    completion; SLOT_FULL, if their sum exceeds a slot; BAD_LENGTH, if a length
-    is out of range; or STALE. A group that fails has NaN log-probs and holds no
-    pages.
+    The state, and a `Scored` with a code for each group: OK;
+    OUT_OF_PAGES, if no slot is empty, or the pool has too few free pages for
+    the prompt and a completion; SLOT_FULL, if their tokens, without the last
+    one, exceed a slot; BAD_LENGTH, if a length is out of range; or STALE. A
+    group that fails has NaN log-probs and holds no pages.
 
   Raises:
     TypeError: an argument has the wrong type or dtype.

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 
 from jaxkv._src.arrays.sharding import auto_mesh
+from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.state import init as init_cache
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.state import RolloutState
@@ -43,8 +44,8 @@ def save(
     folder: the path of a new folder.
     state: the rollout, on any devices, sharded or not.
     pages: saves the cache and its K/V memory. Without them the snapshot has
-      some 16 bytes for each token of the queue; `restore` puts running
-      sequences back into the queue, and their tokens are computed again.
+      some 16 bytes for each token of the queue; sequences that run now wait
+      in it, and their tokens are computed again.
 
   Raises:
     TypeError: `state` is not a RolloutState.
@@ -349,7 +350,9 @@ def _empty_memory(
   target: RolloutState, arrays: dict[str, Array]
 ) -> dict[str, Array]:
   """Returns the arrays that `arrays` lacks, for a memory without pages."""
-  cache = init_cache(target.memory.cache.config)
+  # Any key: the secret and the root are those of the snapshot.
+  key = jnp.zeros((KEY_WORDS,), jnp.uint32)
+  cache = init_cache(target.memory.cache.config, key)
   empty = dataclasses.replace(target.memory, cache=cache)
   values = dict(_named(dataclasses.replace(target, memory=empty)))
   memory = {}

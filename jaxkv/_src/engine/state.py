@@ -104,15 +104,16 @@ def init(
     `cache`, `kv` and `host`, but no other argument.
 
   Raises:
-    TypeError: an argument does not hold integers, or `key` is not a
-      `jax.random.key`.
+    TypeError: an argument has the wrong type or dtype, such as a `key` that is
+      not a `jax.random.key`.
     ValueError: an argument has the wrong shape or is out of range; the cache
       has slots in use, a CrossAttention group or pages of another version; `kv`
       or `host` does not fit the cache, or lacks a pool; a recurrent group is
       combined with `draft_tokens`, or has `num_speculative` > 0; or the longest
-      sequence exceeds a slot or the pool. Traced lengths, slots and versions
-      are not checked; sequences with invalid ones fail individually, see
-      `Queue.code`.
+      sequence exceeds a slot or the pool. Traced lengths and versions are not
+      checked; sequences with invalid ones fail individually, see `Queue.code`.
+      Traced slots are not checked either: no sequence enters one in use, so
+      `generate` needs a limit of steps if all are.
   """
   _check_key(key)
   # Kept, so that below the state gets copies of the caller's arrays.

@@ -19,7 +19,7 @@ Each step has these parts, in order; a part without work costs almost nothing:
 With drafts, sampling comes before commit, because sampling decides which drafts
 are kept. So it does with `RolloutConfig.decode_steps`, where further calls of
 the model and further samples follow before all are committed; see
-`decode_round`. In `score` nothing is sampled; see `answers`.
+`decode_round`. In `score` nothing is sampled; see `given_answers`.
 
 When the pool is empty, a running sequence is preempted, see `preempt`: it
 returns to the queue and later resumes with the same samples. Its pages stay
@@ -190,7 +190,7 @@ def step(
     place=place,
     queue=queue,
     slots=slots,
-    samples=is_complete,
+    decodes=is_complete & (work.counts == 1),
     leaving=leaving,
   )
   sample = functools.partial(

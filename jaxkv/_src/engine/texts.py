@@ -15,6 +15,7 @@ import numpy as np
 import tqdm
 
 from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.cache.state import init as init_cache
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.generate import generate
@@ -65,8 +66,8 @@ def generate_texts(
 ) -> Texts:
   """Generates samples of each prompt with a pretrained model.
 
-  Compiles the loop, which takes some 10 s for each new combination of sizes.
-  For more control, call `init` and `generate`.
+  Each call compiles the loop, which takes some 10 s, or less with jax's
+  persistent compilation cache. For more control, call `init` and `generate`.
 
   Args:
     model: a `jaxkv.models.Pretrained`.
@@ -82,7 +83,8 @@ def generate_texts(
     num_pages: pages of the cache; None for enough.
     first_sequence: the id of the first sample, see `init`.
     progress: True to show a progress bar on stderr.
-    **options: further fields of `RolloutConfig`.
+    **options: further fields of `RolloutConfig`; `prefill_chunk` is 64 if it is
+      not given.
 
   Raises:
     TypeError: an argument has the wrong type.
@@ -117,7 +119,7 @@ def generate_texts(
     max_length=longest,
   )
   if num_pages is None:
-    # All slots at full length, and the null page.
+    # All slots at full length, a page more for each to grow, the null page.
     num_groups = len(sizes(num_pages=2).groups)
     num_pages = 1 + num_slots * num_groups * (1 + -(-longest // page_size))
   config = sizes(num_pages=num_pages)
@@ -158,7 +160,7 @@ def _encode(
     raise ValueError("`prompts` must have at least one prompt, got none.")
   room, rows = model.max_length - max_new_tokens, []
   for number, prompt in enumerate(prompts):
-    row = _encode_one(model, prompt)
+    row = _encode_one(model, f"prompts[{number}]", prompt)
     if not 0 < len(row) <= room:
       raise ValueError(
         f"`prompts[{number}]` must have 1 to {room} tokens, which "
@@ -173,12 +175,12 @@ def _encode(
   return tokens, lengths
 
 
-def _encode_one(model: Any, prompt: Any) -> np.ndarray:
+def _encode_one(model: Any, name: str, prompt: Any) -> np.ndarray:
   if isinstance(prompt, str):
     return model.tokenizer.encode(prompt)
   if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
     return model.tokenizer.encode_chat(prompt)
-  return np.asarray(prompt, np.int32)
+  return np.asarray(as_int32(name, prompt))
 
 
 def _run(

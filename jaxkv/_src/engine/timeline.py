@@ -42,15 +42,18 @@ class Span(NamedTuple):
 class Timeline(NamedTuple):
   """The last X steps of a rollout, which a notebook shows as a picture.
 
+  A step here is one call of the model, as in `Counters.steps`.
+
   `notebooks/04_rollouts` has examples.
 
   Attributes:
     start: the first step.
     sequences: the id of the sequence in each slot, -1 for none.  # int32[X, B]
-    kinds: IDLE, PREFILL, DECODE, WAIT or PREEMPT. DECODE: one token is computed
-      and the next one sampled. WAIT: the slot waits for a prompt to fork from,
-      a column of the call, or a page. PREEMPT: the sequence loses its pages,
-      because it is preempted, finds no page to fork, or fails.  # int32[X, B]
+    kinds: IDLE, PREFILL, DECODE, WAIT or PREEMPT. DECODE: one token, and drafts
+      if any, are computed and the next one sampled. WAIT: the slot waits for a
+      prompt to fork from, a column of the call, or a page. PREEMPT: the
+      sequence loses its pages, because it is preempted, finds no page to fork,
+      or fails.  # int32[X, B]
     tokens: the number of tokens computed.  # int32[X, B]
   """
 
@@ -141,7 +144,7 @@ def record(
   queue: Queue,
   slots: Slots,
   counts: Array,
-  samples: Array,
+  decodes: Array,
   leaving: Array | None = None,
 ) -> Array | None:
   """Returns `RolloutState.log` with a call of the model.
@@ -152,7 +155,8 @@ def record(
     queue: the sequences.
     slots: their slots.
     counts: int32[B], tokens that the call computes.
-    samples: bool[B], slots whose sequences sample a token.
+    decodes: bool[B], slots that compute their last token, perhaps with drafts,
+      and sample the next one.
     leaving: int32[B], the row of the sequence that leaves each slot, Q for
       none; None if no sequence leaves.
   """
@@ -162,7 +166,7 @@ def record(
   leaving = jnp.full_like(row, queue.no_row) if leaving is None else leaving
   kind = jnp.where(counts > 0, jnp.int32(PREFILL), jnp.int32(WAIT))
   kind = jnp.where(row < queue.no_row, kind, jnp.int32(IDLE))
-  kind = jnp.where(samples & (counts == 1), jnp.int32(DECODE), kind)
+  kind = jnp.where(decodes, jnp.int32(DECODE), kind)
   kind = jnp.where(leaving < queue.no_row, jnp.int32(PREEMPT), kind)
   owner = indexing.take(queue.ids, jnp.minimum(row, leaving), fill=-1)
   return log.at[place].set(jnp.stack([owner, kind, counts]))

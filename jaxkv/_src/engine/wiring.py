@@ -25,9 +25,9 @@ def check_result(
     name: the model, for messages.
 
   Raises:
-    TypeError: `logits` is not an array of floats, or `new_kv` not a memory.
-    ValueError: the logits have another shape, the memory has other arrays, or
-      a pool was not written.
+    TypeError: `logits` is not an array of floats, or `new_kv` does not have the
+      arrays of `kv`.
+    ValueError: the logits have another shape, or a pool was not written.
   """
   if not isinstance(logits, jax.Array | np.ndarray):
     raise TypeError(
@@ -74,6 +74,8 @@ def _check_memory(new_kv: Any, kv: Pools, name: str) -> None:
 
 def _shapes(kv: Any) -> Any:
   def describe(leaf: Any) -> str:
+    if not hasattr(leaf, "dtype"):
+      return type(leaf).__name__
     return f"{leaf.dtype}{list(leaf.shape)}"
 
   return jax.tree.map(describe, kv)

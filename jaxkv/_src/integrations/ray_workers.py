@@ -140,9 +140,10 @@ class RayWorker:
     """See `jaxkv.workers.Worker`."""
     return _with_keys(self._call("call", "export"))
 
-  def import_sequences(self, exported: Any) -> list[int]:
+  def import_sequences(self, exported: Any, ids: list[int]) -> list[int]:
     """See `jaxkv.workers.Worker`."""
-    return self._call("call", "import_sequences", _without_keys(exported))
+    exported = _without_keys(exported)
+    return self._call("call", "import_sequences", exported, ids)
 
   def close(self) -> None:
     """Ends the actor."""
@@ -182,7 +183,7 @@ def checksum_of(params: Any) -> bytes:
 
 
 def _without_keys(tree: Any) -> Any:
-  """Replaces the random keys of a tree by their numbers."""
+  """Replaces random keys by their numbers, and other jax arrays by numpy's."""
 
   def replaced(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
@@ -196,7 +197,7 @@ def _without_keys(tree: Any) -> Any:
 
 
 def _with_keys(tree: Any) -> Any:
-  """Reverses `_without_keys`."""
+  """Makes random keys of their numbers again; other arrays stay numpy's."""
 
   def replaced(leaf: Any) -> Any:
     if not isinstance(leaf, _Key):

@@ -207,7 +207,7 @@ def _by_head(
   head_sharding: NamedSharding,
 ) -> Callable[..., Any]:
   """Maps `_attend` over the devices that hold the heads."""
-  # With two axes, the order of the heads over devices would be ambiguous.
+  # `axis_names` and the specs below name one axis.
   axis = head_sharding.spec[0] if len(head_sharding.spec) == 1 else None
   if not isinstance(axis, str):
     expected = "a NamedSharding over one mesh axis"

@@ -1,8 +1,8 @@
 """Attention of new tokens over all tokens of an encoder.
 
-All queries of a row see the same keys. So T queries with H heads are passed to
-a decode kernel as one query with T * H heads, and the kernel reads each key
-once.
+All queries of a row see the same keys. So the queries of several columns are
+passed to a decode kernel as one query with more heads, at most 64 for each K/V
+head, and the kernel reads each key once for all of them.
 """
 
 import dataclasses

@@ -46,7 +46,8 @@ class HostMemory:
   Attributes:
     pages: one array for each array of the device's pools, in their order. Its
       second axis is the one over which the device's array can be split, such as
-      the K/V heads.  # storage dtype[N2, K, X, 128]
+      the K/V heads.  # storage dtype[N2, K, X, 128], or [N2, K, 1, Y] if the Y
+      numbers of a head are no multiple of 128
   """
 
   pages: tuple[Array, ...]
@@ -121,9 +122,9 @@ def move(
   Make the moves of `admit`, `allocate`, `fork`, `truncate` and `pin` in the
   order of the calls, once each, before `copy` and before anything is written,
   because these verbs give out pages whose contents are still to be saved.
-  Donate both memories, or carry them through a loop. Then a call without moves
-  costs one comparison; otherwise each call copies both memories. `vmap` of this
-  function is not supported.
+  Donate both memories, or carry them through a loop: a call without moves then
+  costs one comparison. Without donation, each call copies both memories. `vmap`
+  of this function is not supported.
 
   Args:
     kv: the pages on the device.

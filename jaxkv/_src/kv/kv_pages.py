@@ -116,9 +116,12 @@ def init(
     The pages.
 
   Raises:
-    TypeError: `config` is not a CacheConfig, or a size is not an integer.
-    ValueError: a size is below 1, the group does not exist, or `storage_dtype`
-      cannot store `dtype`.
+    TypeError: `config` is not a CacheConfig, or `group` or a size is not an
+      integer.
+    ValueError: a size is below 1, the group does not exist, `dtype` is not one
+      of these formats, `storage_dtype` cannot store it, `value_dim` is more
+      than `head_dim`, `num_kv_heads` is not 1 with `value_dim`, or L * N does
+      not fit int32.
 
   Examples:
     >>> import jaxkv
@@ -304,10 +307,10 @@ class Layered(Protocol):
 
 
 def check_layer(kv: Layered, layer: jax.Array | int) -> None:
-  """Raises unless `layer` is an integer; a Python integer must be in range.
+  """Raises unless `layer` is an integer, and in range if it is on the host.
 
-  An array is not checked: if its value is out of range, writes are dropped and
-  reads are meaningless.
+  A jax array is not checked: if its value is out of range, writes are dropped
+  and reads are meaningless.
   """
   arguments.check_integer("layer", layer)
   if not isinstance(layer, jax.Array) and not 0 <= layer < kv.num_layers:

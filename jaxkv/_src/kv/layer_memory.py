@@ -205,13 +205,17 @@ class LayerMemory:
     Call it before the output layer, to skip the logits of all other columns.
     """
     self._has_picked = True
+    # None stands for all columns, as outside of a rollout.
+    if self.batch.columns is None:
+      return x
     # "clip", because padding in the columns can be out of range. The logits of
     # padding are never read.
     return x.at[:, self.batch.columns].get(mode="clip")
 
   def of_columns(self, values: jax.Array) -> jax.Array:
     """Selects the columns that get logits: [C, ...] to [X, ...]."""
-    return values.at[self.batch.columns].get(mode="clip")
+    columns = self.batch.columns
+    return values if columns is None else values.at[columns].get(mode="clip")
 
   def logits(self, logits: jax.Array) -> jax.Array:
     """Returns the logits of the selected columns, [X, V].
@@ -224,9 +228,9 @@ class LayerMemory:
     """
     if self._layer != len(self._plan.windows):
       raise ValueError(
-        f"`windows` must have as many entries as layers attend, "
-        f"{self._layer}, got {len(self._plan.windows)}; name each layer that "
-        "calls `attend`, and replace the attention of all of them."
+        "`plan_layers` must get a window for each layer that attends, got "
+        f"{len(self._plan.windows)} for {self._layer} calls of `attend`; give "
+        "one for each of them, and replace the attention of all layers."
       )
     logits = jnp.asarray(logits)
     return logits[0] if self._has_picked else self.of_columns(logits[0])

@@ -40,6 +40,7 @@ def resolve(
     arguments.refuse(ValueError, "dtype", expected, dtype)
   if storage_dtype is None:
     return default_for(dtype)
+  # The bits are accepted on every device, though only a CPU needs them.
   if kernels.logical_dtype(storage_dtype) != dtype:
     bits = _BITS[dtype.name]
     expected = (

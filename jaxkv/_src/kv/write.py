@@ -54,6 +54,9 @@ def write(
   new_tokens = {"k": k, "v": v}
   if kv.v is None:
     _refuse_values(kv, new_tokens.pop("v"))
+  elif v is None:
+    expected = "an array, unless the pages hold latents"
+    arguments.refuse(TypeError, "v", expected, v)
   for name, array in new_tokens.items():
     arguments.check_array(name, array)
     sizes = (kv.num_kv_heads, kv.head_dim)

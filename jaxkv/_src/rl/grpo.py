@@ -88,8 +88,8 @@ def grpo_loss(
     The loss, float32[], and its metrics.
 
   Raises:
-    TypeError: `mask` is not bool, `kl_weight` is not a number, or another
-      argument is not floats.
+    TypeError: `mask` is not bool, `kl_weight` or `entropy_weight` is not a
+      number, or another argument but `advantages` is not floats.
     ValueError: an argument has the wrong shape, or is out of range.
 
   Examples:

@@ -26,6 +26,7 @@ from jaxkv._src.sampling import reductions
 from jaxkv._src.sampling import statistics
 from jaxkv._src.sampling.logits import as_logits
 from jaxkv._src.sampling.settings import Sampling
+from jaxkv._src.sampling.temperature import HIGHEST
 from jaxkv._src.sampling.temperature import LEAST
 
 
@@ -120,11 +121,12 @@ def draw(
 
   Applies `temperature`, `min_p`, `top_k` and `top_p`; `penalties.adjust`
   applies the other settings. A draw depends only on the row's logits, settings,
-  key and count, not on its position in the batch or on the other rows. A row
-  with temperature 0 takes its most likely token.
+  key and count, not on its position in the batch. The rounding of its log-probs
+  can depend on the other rows, unless `exact`. A row with temperature 0 takes
+  its most likely token.
 
-  A row with a NaN, or with -inf only, gets an arbitrary token of the vocabulary
-  and the log-probability NaN.
+  A row with a NaN or +inf, or with -inf only, gets an arbitrary token of the
+  vocabulary and the log-probability NaN.
 
   Args:
     keys: key[R], the random key of each row's sequence.
@@ -250,7 +252,7 @@ def _is_allowed(sampling: Sampling) -> Array | None:
   """
   checks = []
   if (t := sampling.temperature) is not None:
-    checks.append((t == 0) | ((t >= LEAST) & (t < jnp.inf)))
+    checks.append((t == 0) | ((t >= LEAST) & (t <= HIGHEST)))
   if (min_p := sampling.min_p) is not None:
     checks.append((min_p >= 0) & (min_p <= 1))
   if (top_p := sampling.top_p) is not None:
@@ -353,7 +355,7 @@ def _inverse_cdf(weights: Array, uniforms: Array) -> Array:
   ends = jnp.matmul(weights, upper_triangle, precision=lax.Precision.HIGHEST)
   exceeds = (ends > uniforms[:, None] * ends[:, -1:]) & (weights > 0)
   # Prefix sums are rounded independently, so the last one can be smaller than
-  # another, and `exceeds` can be empty. Then the heaviest index is drawn.
+  # another, and `exceeds` can be empty. Then the largest weight is drawn.
   heaviest = weights == reductions.maxima(weights)[:, None]
   return reductions.first_of(
     jnp.where(jnp.any(exceeds, axis=1)[:, None], exceeds, heaviest)

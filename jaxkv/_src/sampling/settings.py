@@ -185,7 +185,8 @@ def _counts(requirement: str, minimum: int, neutral: int) -> _Rule:
 
 
 _RULES = {
-  # A row without a sequence is greedy, so it costs no random number.
+  # A row without a sequence is greedy. On a CPU, a batch whose rows are all
+  # greedy draws no random numbers.
   "temperature": _numbers(
     RANGE,
     lambda x: (x == 0) | ((x >= LEAST) & (x <= HIGHEST)),
@@ -369,8 +370,8 @@ def _check_biases(name: str, values: np.ndarray) -> None:
 def rows(sampling: Sampling, numbers: Array) -> Sampling:
   """Gathers the settings of the sequences in R rows.
 
-  A row without a sequence is greedy and has no other setting. `stop_strings`
-  are not gathered.
+  A row without a sequence is greedy if temperatures are set, and has no other
+  setting. `stop_strings` are not gathered.
 
   Args:
     sampling: from `as_sampling`.

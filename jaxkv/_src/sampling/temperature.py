@@ -11,7 +11,7 @@ from jaxkv._src.arrays.arguments import as_real_numbers
 from jaxkv._src.arrays.arguments import check_shape
 
 LEAST = float(np.finfo(np.float32).tiny)
-"""The lowest temperature above 0. Division by a lower one overflows."""
+"""The lowest temperature above 0. Some devices flush lower ones to 0."""
 HIGHEST = 2.0**126
 """The highest temperature. XLA can divide by multiplying with the reciprocal. A
 higher temperature has a subnormal reciprocal, which some devices flush to 0.

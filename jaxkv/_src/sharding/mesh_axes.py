@@ -64,7 +64,7 @@ class MeshAxes:
 
   @property
   def num_shards(self) -> int:
-    """X, the number of devices along `data`; 1 without it."""
+    """The number of devices along `data`, a divisor of X; 1 without it."""
     return 1 if self.data is None else self.mesh.shape[self.data]
 
   @property
@@ -74,7 +74,7 @@ class MeshAxes:
 
   @property
   def auto(self) -> Mesh:
-    """The same mesh, with axes that the compiler assigns."""
+    """The same mesh with axes of type Auto, along which the compiler splits."""
     return auto_mesh(self.mesh)
 
   def by_shard(self) -> NamedSharding:

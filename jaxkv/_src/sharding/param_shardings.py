@@ -1,9 +1,9 @@
 """Shardings of a decoder's parameters for tensor parallelism.
 
 Each layer has two all-reduces, after the output projections of attention and of
-the MLP. In these tables, `params` defines the letters, and the marked dimension
-is split. All other arrays are replicated: embeddings, norms, routers, and
-biases that are added to the residual stream.
+the MLP; a `DeltaNet` has only the second. In this table, `params` defines the
+letters, and the marked dimension is split. All other arrays are replicated:
+embeddings, norms, routers, and biases that are added to the residual stream.
 
 | layer             | split arrays                                             |
 |-------------------|----------------------------------------------------------|
@@ -15,7 +15,7 @@ biases that are added to the residual stream.
 | `DeltaNet`        | none                                                     |
 | `Mlp`             | `gate`, `up` [E, *F*], `down` [*F*, E]                   |
 | `Experts`         | `expert_gate`, `expert_up` [X, E, *F*]                   |
-|                   | `expert_down` [X, *F*, E], their biases [X, *F*]         |
+|                   | their biases [X, *F*], `expert_down` [X, *F*, E]         |
 |                   | the shared MLP, like an `Mlp`                            |
 """
 
@@ -135,7 +135,7 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
 
 def _split_dimensions(layer: Params) -> dict[str, int]:
   """Returns the split dimension of arrays, for the kind of the layer."""
-  # The kinds share names, such as "query". Each has a name of its own.
+  # Several kinds have names such as "query". Each of these two is in one kind.
   if "latent" in layer:
     return _LATENT_ATTENTION | _MLP
   if "convolution" in layer:

@@ -31,7 +31,7 @@ def rebalance(
   state donated. Sequences keep their ids and sample the same tokens. The work
   left is the number of tokens that unfinished sequences may still sample, so
   known lengths help, as `Sampling.max_tokens`. Each shard compares itself with
-  one other shard at a time, log2(X) times, and the two exchange groups of
+  one other shard at a time, ceil(log2(X)) times, and the two exchange groups of
   samples: the one with more work gives the last groups of its queue, and gets
   groups that have ended, or EMPTY rows. Groups without a slot move first.
 
@@ -44,7 +44,7 @@ def rebalance(
       sequences without a slot move.
 
   Returns:
-    The rollout. It is unchanged if shards have different versions of weights.
+    The rollout. Two shards with different versions of weights exchange nothing.
 
   Raises:
     TypeError: `max_groups` or `max_pages` is not an int.

@@ -141,7 +141,7 @@ def init(
   check_num_samples(requests, config)
   check_fits(requests, cache.config, config)
   if getattr(cache.epoch, "is_fully_addressable", False):
-    # Of the shards together, because inside the program nothing is checked.
+    # For all shards at once, because `_init` cannot check concrete versions.
     has_version(dataclasses.replace(cache, epoch=jnp.max(cache.epoch)), version)
   first = jnp.asarray(first_sequence, jnp.int32)
   state = _init(
@@ -329,7 +329,7 @@ def _owners(
   num_free = jnp.sum(is_free, dtype=jnp.int32)
   load = jnp.sum(status < SequenceStatus.DONE, dtype=jnp.int32)
   num_free, load = lax.all_gather((num_free, load), axes.data)
-  # The load of a shard after each further prompt; the lowest are taken.
+  # The load of a shard before each further prompt; the lowest are taken.
   further = jnp.arange(num_prompts, dtype=jnp.int32)
   loads = load[:, None] + further[None] * samples
   is_free = further[None] < num_free[:, None]
@@ -343,8 +343,8 @@ def generated(state: RolloutState, *, axes: MeshAxes) -> Generated:
   """Returns the sequences of all shards, see `jaxkv.rollout.generated`.
 
   Groups of G samples are sorted by id, so they have the order of the prompts
-  also after `rebalance`. Rows without a sequence are last. All devices, and so
-  all processes, get all sequences.
+  also after `rebalance`. Groups without a sequence are last. All devices, and
+  so all processes, get all sequences.
   """
   return _generated(state, axes)
 

@@ -70,6 +70,6 @@ def map_shards(
     axis_names={axes.data},
     in_specs=(by_shard, *(P() for _ in shared)),
     out_specs=by_shard,
-    # JAX does not support it where the compiler splits other axes.
+    # JAX cannot check this where the compiler splits other axes.
     check_vma=False,
   )(split, *shared)

@@ -33,7 +33,8 @@ from jaxkv._src.workers.worker import Room
 class LocalWorker:
   """A `Worker` that runs a rollout on devices of this process.
 
-  It owns the state: each call donates it to the next.
+  It owns the state: each call donates it to the next, so that no call copies
+  the pages.
   """
 
   def __init__(
@@ -53,8 +54,8 @@ class LocalWorker:
 
     Args:
       params: the model's parameters.
-      state: a rollout, often of prompts with `num_samples` 0, whose rows are
-        then free.
+      state: a rollout without sequences, as of prompts with `num_samples` 0. A
+        pool does not know the ids of others, and counts their end as a failure.
       model: see `jaxkv.rollout.generate`.
       process: see `jaxkv.rollout.generate`.
       draft: see `jaxkv.rollout.generate`.
@@ -66,7 +67,7 @@ class LocalWorker:
     self._params, self._state = jax.tree.map(jnp.asarray, params), state
 
   def room(self) -> Room:
-    """Returns the free groups of rows, and those that keep slots busy."""
+    """Returns the numbers of prompts that fit, and that keep slots busy."""
     samples, queue = self._state.config.num_samples, self._state.queue
     status = np.asarray(queue.status).reshape(-1, samples)
     prompts = int(np.sum(np.all(status == SequenceStatus.EMPTY, axis=1)))
@@ -98,12 +99,7 @@ class LocalWorker:
     numbers = np.zeros(requests.lengths.shape, np.int32)
     numbers[:count] = ids
     mask = np.arange(numbers.size) < count
-    self._state, out = submit(
-      self._state,
-      requests,
-      ids=jnp.asarray(numbers),
-      mask=jnp.asarray(mask),
-    )
+    self._state, out = _submit(self._state, requests, ids=numbers, mask=mask)
     refused = set(np.asarray(out.code)[:count].tolist())
     refused -= {Status.OK, Status.QUEUE_FULL}
     if refused:
@@ -116,8 +112,7 @@ class LocalWorker:
   def _padded(self, requests: Requests) -> tuple[Requests, int]:
     """Returns requests of a shape that many calls share, and their number."""
     count = len(requests.lengths)
-    ids = list(range(count))
-    prompts = split(requests, ids, self._state.config)
+    prompts = split(requests, self._state.config)
     prompts += prompts[-1:] * (_padded_size(count) - count)
     columns = self._state.queue.width - 1
     return join(prompts, columns), count
@@ -127,7 +122,7 @@ class LocalWorker:
     self._state = _generate(
       self._params, self._state, self._until, **self._hooks
     )
-    self._state, out = harvest(self._state, groups=True)
+    self._state, out = _harvest(self._state, groups=True)
     samples = self._state.config.num_samples
     is_ready = np.asarray(out.ok).reshape(-1, samples).any(axis=1)
     if not is_ready.any():
@@ -146,7 +141,7 @@ class LocalWorker:
     """Replaces the weights; the new ones compute all K/V again."""
     dropped = [] if max_age is None else self._drop(version - max_age)
     while int(self._state.memory.cache.epoch) < version:
-      self._state = update_weights(self._state)
+      self._state = _update_weights(self._state)
     # On the devices of the old ones.
     self._params = jax.tree.map(
       lambda old, new: jax.device_put(new, old.sharding), self._params, params
@@ -154,7 +149,7 @@ class LocalWorker:
     return dropped
 
   def _drop(self, oldest: int) -> list[int]:
-    """Removes unfinished groups with tokens of versions before `oldest`."""
+    """Removes groups with an unfinished sample of versions before `oldest`."""
     queue, samples = self._state.queue, self._state.config.num_samples
     status, versions, ids = jax.device_get(
       (queue.status, queue.versions, queue.ids)
@@ -169,21 +164,23 @@ class LocalWorker:
     is_removed = np.zeros(ids.shape, bool)
     is_removed[rows] = status[rows] != SequenceStatus.EMPTY
     unfinished = is_removed & (status < SequenceStatus.DONE)
-    self._state, _ = abort(self._state, ids, mask=unfinished)
-    self._state, _ = harvest(self._state, mask=jnp.asarray(is_removed))
+    self._state, _ = _abort(self._state, ids, mask=unfinished)
+    self._state, _ = _harvest(self._state, mask=is_removed)
     return ids[groups * samples].tolist()
 
   def export(self) -> Exported:
     """Removes and returns all sequences, with their pages."""
-    queue = self._state.queue
-    exists = np.asarray(queue.status) != SequenceStatus.EMPTY
-    self._state, exported = export(self._state, queue.ids, mask=exists)
+    ids, status = jax.device_get(
+      (self._state.queue.ids, self._state.queue.status)
+    )
+    exists = status != SequenceStatus.EMPTY
+    self._state, exported = _export(self._state, ids, mask=exists)
     return jax.device_get(exported)
 
-  def import_sequences(self, exported: Exported) -> list[int]:
-    """Adds sequences; returns the ids of the prompts that entered."""
-    self._state, out = import_sequences(self._state, exported)
+  def import_sequences(self, exported: Exported, ids: list[int]) -> list[int]:
+    """Adds sequences of some prompts; returns the prompts that entered."""
     first = np.asarray(exported.queue.ids) - np.asarray(exported.sample)
+    self._state, out = _import(self._state, exported, mask=np.isin(first, ids))
     # The samples of a prompt enter together, because they share a group.
     return sorted(set(first[np.asarray(out.ok)].tolist()))
 
@@ -201,6 +198,12 @@ def _padded_size(count: int) -> int:
 _generate = jax.jit(
   generate, static_argnames=("model", "process", "draft"), donate_argnums=1
 )
+_submit = jax.jit(submit, donate_argnums=0)
+_harvest = jax.jit(harvest, static_argnames="groups", donate_argnums=0)
+_abort = jax.jit(abort, donate_argnums=0)
+_update_weights = jax.jit(update_weights, donate_argnums=0)
+_export = jax.jit(export, donate_argnums=0)
+_import = jax.jit(import_sequences, donate_argnums=0)
 
 
 @jax.jit

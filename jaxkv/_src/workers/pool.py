@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from typing import Any
 from typing import NamedTuple
 
-import numpy as np
-
 from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.exported import Exported
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.workers.prompts import Prompt
 from jaxkv._src.workers.prompts import join
+from jaxkv._src.workers.prompts import prefixes_of
 from jaxkv._src.workers.prompts import split
 from jaxkv._src.workers.routing import Seen
 from jaxkv._src.workers.routing import choose
@@ -62,16 +63,15 @@ class _Member:
     self.version = 0
     self.num_failures = 0
     self.leaves = False
-    self.thread: threading.Thread | None = None
 
 
 class Pool:
   """Runs a stream of prompts on workers.
 
-  A prompt goes to the worker that has its longest prefix, among those with
-  room. The prompts of a worker that fails run again on others, with the same
-  ids, so they get the same samples from the same weights. Each prompt is
-  returned once.
+  A prompt goes to the worker that has its longest prefix, even if it must wait
+  for room there, or to another one whose slots would be empty. The prompts of a
+  worker that fails run again on any worker, with the same ids, so they get the
+  same samples from the same weights. Each prompt is returned once.
 
   A thread for each worker makes all of its calls, so workers never wait for
   each other. Use the pool in a `with` statement, or call `close`.
@@ -99,11 +99,11 @@ class Pool:
         0 on. It is called again for the place of a worker that failed.
       count: the number of workers.
       config: the options of the workers' rollouts.
-      max_waiting: the prompts that no worker has taken; `submit` waits while
-        there are more.
-      max_age: the most versions by which tokens of an unfinished sequence may
-        be older than the weights; its prompt then runs again from its start.
-        None for no limit.
+      max_waiting: the most prompts that no worker has taken; `submit` waits
+        until there are fewer.
+      max_age: if an unfinished sequence has tokens that are more than this
+        number of versions older than the weights, its prompt runs again from
+        its start. None for no limit.
       max_failures: how often a place may fail in a row before the pool does.
     """
     self._make, self._config = make, config
@@ -121,6 +121,7 @@ class Pool:
     self._error: Exception | None = None
     self._is_closed = False
     self._members: dict[int, _Member] = {}
+    self._threads: list[threading.Thread] = []
     self._next_place = 0
     for _ in range(as_count("count", count, 1)):
       self.add()
@@ -141,10 +142,11 @@ class Pool:
     with self._changed:
       place, self._next_place = self._next_place, self._next_place + 1
       member = self._members[place] = _Member()
-      member.thread = threading.Thread(
+      thread = threading.Thread(
         target=self._serve, args=(place, member), daemon=True
       )
-      member.thread.start()
+      self._threads.append(thread)
+      thread.start()
     return place
 
   def remove(self, place: int) -> None:
@@ -154,6 +156,8 @@ class Pool:
         raise ValueError(
           f"`place` must be one of {sorted(self._members)}, got {place}."
         )
+      if self._members[place].leaves:
+        return
       if len([m for m in self._members.values() if not m.leaves]) < 2:
         raise ValueError("`place` must not be the last worker; add one first.")
       self._members[place].leaves = True
@@ -173,21 +177,32 @@ class Pool:
       The ids of the prompts.
 
     Raises:
-      TypeError: see `jaxkv.rollout.submit`.
-      ValueError: see `jaxkv.rollout.submit`; or an id is in use.
+      TypeError: `requests` is not a `Requests`, or an array has a wrong dtype.
+      ValueError: an array has a wrong shape, or an id is out of range or in
+        use. A prompt that `jaxkv.rollout.submit` refuses stops the pool later,
+        see `results`.
       RuntimeError: the pool is closed or has failed, see `results`.
     """
-    samples, count = self._config.num_samples, len(requests.lengths)
+    samples, parts = self._config.num_samples, split(requests, self._config)
     with self._changed:
       if ids is None:
-        ids = range(self._next_id, self._next_id + count * samples, samples)
-      ids = np.asarray(ids).tolist()
-      prompts = split(requests, ids, self._config)
-      numbers = [number + row for number in ids for row in range(samples)]
-      if len({*numbers} - self._unfinished) < len(numbers):
-        raise ValueError(
-          f"`ids` must be {samples} apart and not in use, got {ids}."
+        ids = range(
+          self._next_id, self._next_id + len(parts) * samples, samples
         )
+      ids = as_int32("ids", ids)
+      check_shape("ids", ids, (len(parts),), ", one for each prompt")
+      ids = ids.tolist()
+      numbers = [number + row for number in ids for row in range(samples)]
+      is_used = len({*numbers} - self._unfinished) < len(numbers)
+      if is_used or not all(0 <= number < 2**31 - 1 for number in numbers):
+        raise ValueError(
+          f"`ids` must be {samples} apart, from 0 to {2**31 - 1 - samples} and "
+          f"not in use, got {ids}."
+        )
+      prompts = [
+        Prompt(number, part, prefixes_of(part))
+        for number, part in zip(ids, parts, strict=True)
+      ]
       self._unfinished.update(numbers)
       self._next_id = max([self._next_id, *(number + 1 for number in numbers)])
       for prompt in prompts:
@@ -229,7 +244,8 @@ class Pool:
   def update_weights(self, params: Any) -> int:
     """Gives new weights to all workers, and returns their version.
 
-    Each worker takes them before its next call of `advance`.
+    A worker that prepares its next call of `advance` may make it with the old
+    ones. All later calls have the new ones.
     """
     with self._changed:
       self._version += 1
@@ -238,14 +254,12 @@ class Pool:
       return self._version
 
   def close(self) -> None:
-    """Ends the threads. Unfinished prompts are lost."""
+    """Ends all threads. Unfinished prompts are lost."""
     with self._changed:
       self._is_closed = True
       self._changed.notify_all()
-      members = list(self._members.values())
-    for member in members:
-      assert member.thread is not None
-      member.thread.join()
+    for thread in self._threads:
+      thread.join()
 
   def _check(self) -> None:
     if self._is_closed:
@@ -260,11 +274,11 @@ class Pool:
     worker = None
     while self._waits_for_work(member):
       try:
-        if worker is None:
-          worker = self._make(place)
         if member.leaves:
           self._leave(place, member, worker)
           break
+        if worker is None:
+          worker = self._make(place)
         self._serve_once(member, worker)
         member.num_failures = 0
       except _Refused as error:
@@ -332,14 +346,16 @@ class Pool:
     if not self._moving or not worker.room().prompts:
       return
     with self._changed:
-      if not self._moving:
+      # A worker with older weights takes them after it has the new ones.
+      if not self._moving or self._moving[-1].version > member.version:
         return
       moving = self._moving.pop()
     entered: list[int] = []
     # Under later weights, their tokens could be too old.
     if self._max_age is None or moving.version == member.version:
       try:
-        entered = worker.import_sequences(moving.exported)
+        ids = list(moving.prompts)
+        entered = worker.import_sequences(moving.exported, ids)
       except Exception:
         with self._changed:
           self._moving.append(moving)
@@ -351,7 +367,7 @@ class Pool:
       if moving.prompts and entered:
         self._moving.append(moving)
       else:
-        # No worker can continue what this one refuses in spite of its room.
+        # Refused in spite of room, such as for other weights: they begin again.
         self._put_back(list(moving.prompts.values()))
       self._changed.notify_all()
 
@@ -362,7 +378,7 @@ class Pool:
       waiting = list(itertools.islice(self._waiting, _LOOKAHEAD))
     if not waiting or not room.prompts:
       return
-    joined = join(waiting)
+    joined = join([prompt.requests for prompt in waiting])
     num_cached = worker.match(
       Requests(joined.tokens, joined.lengths, salts=joined.salts)
     )
@@ -387,7 +403,8 @@ class Pool:
     if not chosen:
       return
     try:
-      entered = worker.submit(join(chosen), list(taken))
+      joined = join([prompt.requests for prompt in chosen])
+      entered = worker.submit(joined, list(taken))
     except ValueError as error:
       # Every worker would refuse the prompt.
       raise _Refused(str(error)) from error
@@ -399,13 +416,15 @@ class Pool:
       ]
       self._put_back(refused)
 
-  def _leave(self, place: int, member: _Member, worker: Worker) -> None:
-    """Gives the worker's sequences to the others."""
-    self._update(member, worker)
-    exported = worker.export()
+  def _leave(self, place: int, member: _Member, worker: Worker | None) -> None:
+    """Gives the sequences of a place to the others."""
+    moving = []
+    if worker is not None and member.prompts:
+      self._update(member, worker)
+      exported = worker.export()
+      moving = [_Moving(exported, member.prompts, member.version)]
     with self._changed:
-      if member.prompts:
-        self._moving.append(_Moving(exported, member.prompts, member.version))
+      self._moving += moving
       del self._members[place]
       self._changed.notify_all()
 

@@ -1,7 +1,6 @@
 """Splits requests into single prompts, and joins them again."""
 
 import dataclasses
-from typing import Any
 from typing import NamedTuple
 
 import numpy as np
@@ -16,13 +15,11 @@ BLOCK = 16
 
 
 class Prompt(NamedTuple):
-  """One prompt.
+  """One prompt of a pool.
 
   Attributes:
     id: the id of its first sample.
-    requests: the prompt and the settings of its samples, as arrays of numpy;
-      only the tables of stop strings, which all prompts share, may be on a
-      device.
+    requests: the prompt and the settings of its samples, see `split`.
     prefixes: a hash of each prefix of whole blocks, the shortest first.
   """
 
@@ -31,10 +28,11 @@ class Prompt(NamedTuple):
   prefixes: tuple[int, ...]
 
 
-def split(
-  requests: Requests, ids: list[int], config: RolloutConfig
-) -> list[Prompt]:
-  """Returns the prompts of requests.
+def split(requests: Requests, config: RolloutConfig) -> list[Requests]:
+  """Returns each prompt of requests, with the settings of its samples.
+
+  They are arrays of numpy. Only the tables of stop strings, which all prompts
+  share, may be on a device.
 
   Raises:
     TypeError: see `as_requests`.
@@ -42,22 +40,22 @@ def split(
   """
   requests, samples = as_requests(requests, config), config.num_samples
   if requests.num_samples is None:
-    counts = np.full((len(ids),), samples, np.int32)
+    counts = np.full(requests.lengths.shape, samples, np.int32)
     requests = dataclasses.replace(requests, num_samples=counts)
   requests = map_rows(np.asarray, np.asarray, requests)
-  prompts = []
-  for row, number in enumerate(ids):
-    one = map_rows(
+  return [
+    map_rows(
       lambda array, row=row: array[row : row + 1],
       lambda array, row=row: array[row * samples : (row + 1) * samples],
       requests,
     )
-    prefixes = _prefix_hashes(one.tokens[0, : one.lengths[0]], one.salts)
-    prompts.append(Prompt(number, one, prefixes))
-  return prompts
+    for row in range(len(requests.lengths))
+  ]
 
 
-def _prefix_hashes(tokens: np.ndarray, salts: Any) -> tuple[int, ...]:
+def prefixes_of(prompt: Requests) -> tuple[int, ...]:
+  """Returns `Prompt.prefixes` of one prompt."""
+  tokens, salts = prompt.tokens[0, : prompt.lengths[0]], prompt.salts
   value = 0 if salts is None else hash(salts[0].tobytes())
   hashes = []
   # The last token is never part of a hit.
@@ -67,17 +65,16 @@ def _prefix_hashes(tokens: np.ndarray, salts: Any) -> tuple[int, ...]:
   return tuple(hashes)
 
 
-def join(prompts: list[Prompt], columns: int = 0) -> Requests:
-  """Returns the requests of prompts, padded to at least `columns` tokens."""
-  parts = [prompt.requests for prompt in prompts]
-  columns = max(columns, *(part.tokens.shape[1] for part in parts))
+def join(prompts: list[Requests], columns: int = 0) -> Requests:
+  """Returns prompts from `split` together, with at least `columns` columns."""
+  columns = max(columns, *(prompt.tokens.shape[1] for prompt in prompts))
 
-  def widened(part: Requests) -> Requests:
-    missing = columns - part.tokens.shape[1]
-    tokens = np.pad(part.tokens, ((0, 0), (0, missing)))
-    return dataclasses.replace(part, tokens=tokens)
+  def widened(prompt: Requests) -> Requests:
+    missing = columns - prompt.tokens.shape[1]
+    tokens = np.pad(prompt.tokens, ((0, 0), (0, missing)))
+    return dataclasses.replace(prompt, tokens=tokens)
 
   def joined(*rows: np.ndarray) -> np.ndarray:
     return np.concatenate(rows)
 
-  return map_rows(joined, joined, *map(widened, parts))
+  return map_rows(joined, joined, *map(widened, prompts))

@@ -28,7 +28,7 @@ class Room(NamedTuple):
 
   Attributes:
     prompts: prompts that fit into its queue.
-    needed: prompts that keep all slots busy until the worker looks again.
+    needed: further prompts that keep all slots busy during the next `advance`.
   """
 
   prompts: int
@@ -39,7 +39,8 @@ class Worker(Protocol):
   """A rollout somewhere: in this process, another one, or on another machine.
 
   A pool calls a worker from one thread. If a call raises, the pool replaces the
-  worker, and its prompts run again elsewhere.
+  worker, and its prompts run again. But a ValueError of `submit` means that a
+  prompt is not valid, and stops the pool.
   """
 
   def room(self) -> Room:
@@ -69,8 +70,8 @@ class Worker(Protocol):
     Args:
       params: the new weights.
       version: their version, which is not less than that of the old ones.
-      max_age: unfinished prompts with a token of a version before `version -
-        max_age` are removed; None to keep all.
+      max_age: prompts with an unfinished sample that has a token of a version
+        before `version - max_age` are removed; None to keep all.
 
     Returns:
       The ids of the prompts that were removed.
@@ -81,11 +82,15 @@ class Worker(Protocol):
     """Removes and returns all sequences, see `jaxkv.rollout.export`."""
     ...
 
-  def import_sequences(self, exported: Exported) -> list[int]:
-    """Adds sequences of whole groups.
+  def import_sequences(self, exported: Exported, ids: list[int]) -> list[int]:
+    """Adds the sequences of some prompts.
+
+    Args:
+      exported: from `export` of another worker.
+      ids: the prompts to add; others of `exported` stay out.
 
     Returns:
-      The ids of the prompts of which all samples entered; others stay out.
+      The ids of the prompts that entered, with all of their samples.
     """
     ...
 

@@ -184,7 +184,8 @@ def push(
     queue: the queue, with room reserved.
     pages: int32[W].
     to_back: bool[W], the pages to append, all distinct.
-    to_front: bool[W], the pages to prepend one by one, distinct and others.
+    to_front: bool[W], the pages to prepend one by one, all distinct and none of
+      `to_back`.
     turn: int32[W], 0-based ranks of the pages in `to_front`; the last of them
       becomes the first page of the queue.
   """

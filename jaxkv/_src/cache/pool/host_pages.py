@@ -46,7 +46,7 @@ class Moves:
     restored_from: the host page whose content `page` gets; NONE for none.
       # int32[X]
     count: the number of moves; later entries are not moves.  # int32[]
-    NONE: the number of no host page.
+    NONE: stands for no host page.
   """
 
   NONE: ClassVar[int] = indexing.NOWHERE
@@ -142,13 +142,15 @@ def must_stay(
   first_number: int,
   without_loops: bool,
 ) -> Array:
-  """Marks the pages at which a pop must stop, for lack of host pages in view.
+  """Marks the pages at which a pop must stop.
+
+  There the first W entries of the host's queue are used up.
 
   Args:
     host: the host pages.
     index: the prefix index.
     pages: int32[W], the pages at the front of the device's queue.
-    first_number: the number of the queue's page 0.
+    first_number: page q of the host's queue has the number `first_number` + q.
     without_loops: True if no page may leave the index in a loop.
 
   Returns:
@@ -159,7 +161,7 @@ def must_stay(
   entries = prefix_index.entries_of(index, pages, pages >= 0)
   saved = entries.valid & _are_saved(host, index, entries.stamps)
   if without_loops:
-    # The entries after a page that a loop must remove do not count.
+    # Host pages from the first one that only a loop can remove do not count.
     passed = live & prefix_index.has_passed(index, first_number + targets)
     live &= loops.cumulative_sum(passed) == 0
   num_targets = jnp.sum(live, dtype=jnp.int32)
@@ -186,7 +188,7 @@ def exchange(
     index: the prefix index.
     pages: int32[W].
     valid: bool[W], the pages that were popped; `must_stay` is False for them.
-    first_number: the number of the queue's page 0.
+    first_number: page q of the host's queue has the number `first_number` + q.
     restored: int32[W], the host page to restore into each page, as numbered in
       the queue; 0 for none. None if there are none.
     without_loops: see `must_stay`.
@@ -271,7 +273,10 @@ def to_front(host: HostPages, pages: Array, valid: Array) -> HostPages:
 
 
 def _are_saved(host: HostPages, index: PrefixIndex, stamps: Array) -> Array:
-  """Returns bool[W]: True for pages to save, of the current weights."""
+  """Returns bool[W]: True for pages to save.
+
+  Pages published before the last `new_epoch` are not saved.
+  """
   if not host.saves:
     return jnp.zeros(stamps.shape, bool)
   return index.clock - stamps <= index.clock - host.stale_before

@@ -141,7 +141,6 @@ def lookup(
   keys: Array,
   tokens: Array,
   *,
-  newest: bool = False,
   preferred: int | None = None,
 ) -> Array:
   """Finds cached pages by key and tokens.
@@ -151,7 +150,6 @@ def lookup(
     keys: uint32[X, 4].
     tokens: int32[X, S], the tokens of the pages. A page with the same key and
       other tokens (a collision) is not found.
-    newest: True to find the page published last; False for the first one.
     preferred: pages below this number are found before all others; None for no
       preference.
 
@@ -170,7 +168,7 @@ def lookup(
     # Ages are compared instead of stamps because the clock may wrap around. The
     # age of a page is never 0, since `insert` advances the clock after it takes
     # the stamp. So 0 means no match.
-    age = stamp - index.clock if newest else index.clock - stamp
+    age = index.clock - stamp
     if preferred is not None:
       # The highest bit makes preferred pages the oldest ones. So ages of 2**31
       # or more count as equal.
@@ -217,7 +215,8 @@ def insert(
   Args:
     index: the index.
     pages: int32[X], distinct and not cached. The cost grows with the square of
-      X, so X is at most INSERT_WINDOW.
+      X. A CPU passes INSERT_WINDOW pages at once, a GPU more, see
+      `loops.for_each`.
     keys: uint32[X, 4].
     tokens: int32[X, S].
     valid: bool[X].
@@ -356,8 +355,8 @@ def lift(
 def settle(index: PrefixIndex, pages: Array, moving: Moving) -> PrefixIndex:
   """Gives lifted entries to pages, int32[X], that are not cached.
 
-  A page keeps the key, the stamp and the place in the buckets, so moving an
-  entry needs no search, and the order of equal pages does not change.
+  An entry keeps its key, its stamp and its place in the buckets, so moving it
+  needs no search, and the order of equal pages does not change.
   """
   position = _split(moving.entry)[2]
   home = elementwise.quotient(position, BUCKET_PAGES)

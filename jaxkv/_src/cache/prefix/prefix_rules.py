@@ -1,7 +1,7 @@
 """Rules that select the full pages to publish and the prefixes to find.
 
-Only this module reads `CacheConfig.prefix_rules`, `use_eagle` and
-`prefix_retention_interval`.
+Of the device cache, only this module and `CacheConfig` read `prefix_rules`,
+`use_eagle` and `prefix_retention_interval`.
 """
 
 from typing import Any
@@ -177,9 +177,10 @@ def _retained_prefixes(
   config: CacheConfig, prompt_length: Any, boundary: Any, size: int
 ) -> tuple[Any, ...]:
   """Returns lengths of retained prefixes, int32[X] each; negative for none."""
-  # Three later prompts are likely: the same prompt, a longer prompt that begins
-  # with it, and a prompt that diverges at `boundary`. The prefixes that these
-  # prompts would hit are retained. With a draft model a hit is a page shorter.
+  # Later prompts may repeat this prompt, begin with it, or diverge from it at
+  # `boundary`. The prefixes that they would hit are retained. With a draft
+  # model a hit is a page shorter. Without one, as in vLLM, the prefix that only
+  # a longer prompt can hit is not retained.
   boundary = elementwise.where(boundary > 0, boundary, -1)
   if not config.use_eagle:
     return prompt_length - 1, boundary

@@ -197,9 +197,9 @@ def worth_restoring(config: CacheConfig, pages: Array) -> Array:
   """
   on_host = pages > config.num_pages
   count = on_host.astype(np.int32)
-  # The groups that need all pages of a prefix restore those of a column
-  # together, if a column has the same tokens in all of them. A page that a
-  # window may skip is judged alone.
+  # If all groups have one page size, a column has the same tokens in each of
+  # them. Then the groups that need all pages of a prefix restore the pages of a
+  # column together. Any other page is judged alone.
   together = np.asarray([not kind.skips_pages for kind in config.groups])
   if len(set(config.page_sizes)) == 1:
     mask = together[None, :, None]
@@ -262,7 +262,7 @@ def agree(
 
   Returns:
     int32[R], tokens of the prefix, and int32[R], tokens of the longest hit of
-    any kind in any round.
+    any kind in any round; 0 with one group.
   """
   members: dict[tuple[GroupKind, int], list[int]] = {}
   for group, key in enumerate(

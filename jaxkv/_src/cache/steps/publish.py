@@ -218,7 +218,8 @@ def roll_back(
     rows: the slots.
     lengths: int32[R], the new lengths.
     served: bool[R], the rows to roll back.
-    last: int32[R, G], the last page of each row at its new length.
+    last: int32[R, G], the last page of each row at its new length if it was
+      full before; else NO_PAGE.
     reopened: bool[R, G], True if this page was full and must leave the index.
   """
   config, hashes, secret = state.config, state.hashes, state.secret
@@ -393,7 +394,7 @@ def _reserve_queue_room(
 def _insert(
   config: CacheConfig, done: _Progress, final: _FinalPages
 ) -> tuple[_Progress, Array]:
-  """Publishes pages; also returns bool[W], True for pages newly cached."""
+  """Publishes pages; also returns bool[W], True for pages cached or merged."""
   pool, table = done.pool, done.page_table
   assert pool.index is not None
   pages = indexing.take(table, *final.place)

@@ -211,8 +211,9 @@ def grant(
 ) -> Array:
   """Returns `code` with OUT_OF_PAGES for the rows that do not fit.
 
-  A row costs the pages that it pops and the hits that it removes from the free
-  queue. A hit that an earlier row removed costs nothing.
+  A row costs the pages that it pops, the hits that it removes from the free
+  queue, and the hits in host memory. A hit that an earlier row paid costs
+  nothing.
   """
   chex.assert_equal_shape([code, plan.begins])
   asked, available = code == Status.OK, state.pool.queue.num_free
@@ -288,8 +289,8 @@ def hold_hits(
   """Adds a reference for each wanted hit, after moving it to the device.
 
   Args:
-    state: the cache, with pages in host memory and a free page for each wanted
-      hit among them.
+    state: the cache; it has host pages, and a free page for each wanted hit in
+      host memory.
     hits: int32[R, G, P].
     wanted: bool[R, G, P].
 

@@ -33,8 +33,8 @@ class Matched:
   Attributes:
     num_cached_tokens: tokens of the longest cached prefix.  # int32[R]
     pages: the cached page of each column. NO_PAGE past the end of the prefix,
-      and in columns that a window or chunk no longer needs. Host page h has the
-      number NO_PAGE + 1 + h.  # int32[R, G, P]
+      and in columns that a group no longer needs. Host page h has the number
+      NO_PAGE + 1 + h.  # int32[R, G, P]
   """
 
   num_cached_tokens: Array
@@ -127,7 +127,7 @@ def admit(
   - the hits of all served sequences are attached before any page is popped, so
     no sequence evicts the hit of another one;
   - the second row with the same slot is refused, even if the first one was out
-    of pages.
+    of pages, or had no room for scratch pages.
 
   Args:
     state: the cache.

@@ -54,7 +54,8 @@ def fork(
 
   All-or-nothing per row, in row order. A batch equals one call for each row in
   turn, except that sources are read as they were before the call, and that the
-  second row with the same `dst` is refused even if the first was out of pages.
+  second row with the same `dst` is refused even if the first was RECYCLED or
+  out of pages.
 
   Args:
     state: the cache.
@@ -185,7 +186,8 @@ def _first_code(
   has_states = recurrent.can_continue(
     state.config, state.page_table, src, length, length
   )
-  # A repeated `dst` is an error only if an earlier row with it passed so far.
+  # A repeated `dst` is an error only if an earlier row with it passed the tests
+  # above.
   return first_code(
     (code != Status.OK, code),
     (indexing.any_earlier(dst, code == Status.OK), Status.SLOT_IN_USE),

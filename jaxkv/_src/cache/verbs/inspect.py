@@ -108,7 +108,8 @@ def num_common_prefix_pages(state: CacheState) -> Array:
     state: the cache.
 
   Returns:
-    int32[G]; 0 if no slot holds a page. With one sequence, all pages count.
+    int32[G]; 0 if no slot holds a page, or if a first page was skipped. With
+    one sequence that keeps all its pages, all of them count.
 
   Examples:
     >>> import jaxkv
@@ -210,8 +211,9 @@ def take_new_pages(state: CacheState) -> tuple[CacheState, Array]:
   """Returns the pages popped since the last call, and clears the record.
 
   If layers require zeroed pages, such as recurrent states, zero these pages
-  before the next step, after the moves and copies that verbs returned. Pages of
-  a hit are not returned, because they have their content.
+  before the next step, after the moves that verbs returned. Leave out the
+  destinations of copies, which are among them. Pages of a hit are not returned,
+  unless they were popped since the last call.
   The cost grows with the pool.
 
   Args:

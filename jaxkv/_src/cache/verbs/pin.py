@@ -32,8 +32,9 @@ class Pinned(Outcome):
   Attributes:
     code: a `Status` for each sequence.  # int32[R]
     num_cached_tokens: tokens of the pinned prefix.  # int32[R]
-    pages: the pinned pages of each sequence and group, in order, and NO_PAGE
-      after them. Pass this array to `unpin`.  # int32[R, G, P]
+    pages: the pinned page of each column. NO_PAGE past the end of the prefix,
+      and in columns that a group does not need. Pass this array to `unpin`.
+      # int32[R, G, P]
   """
 
   num_cached_tokens: Array
@@ -102,9 +103,10 @@ def pin(
     mask: bool[R], the rows to process; None for all.
 
   Returns:
-    The cache, and per row OK, SKIPPED, BAD_LENGTH, NOT_CACHED (no page of the
-    sequence is cached) or OUT_OF_PAGES (too few pages are free for hits in host
-    memory). `unpin(state, out.pages)` releases the prefix.
+    The cache, and per row OK, SKIPPED, BAD_LENGTH, NOT_CACHED (no prefix
+    of at most `length - 1` tokens is cached) or OUT_OF_PAGES (too few pages are
+    free for hits in host memory). `unpin(state, out.pages)` releases the
+    prefix.
 
   Examples:
     >>> import jaxkv
@@ -248,9 +250,9 @@ def evict(
   code = _first_code(
     state, flat_pages, (is_missing, Status.NOT_CACHED), last_page
   )
-  # Earlier verbs of a step read the index before they return `num_free`. A
-  # write that depends on `num_free` follows these reads, so XLA updates the
-  # index in place. Without the dependency XLA would copy the index.
+  # In a step, earlier verbs read the index, and their `num_free` depends on
+  # what they read. A write that depends on `num_free` comes after these reads,
+  # so XLA updates the index in place instead of copying it.
   place = loops.read_before(state.pool.queue.num_free, flat_pages)
   pool, _ = page_pool.unpublish(state.pool, place, code == Status.OK)
   return _result(state, pool, code, pages)

@@ -39,10 +39,11 @@ def recycle(
   slots: Array | None = None,
   mask: Array | None = None,
 ) -> tuple[CacheState, Recycled]:
-  """Releases pages to which no later token of their sequence attends.
+  """Releases pages that no later token of their sequence needs.
 
-  These are the pages before a sliding window or a chunk. The null page replaces
-  them in the page table. The last of these pages is released first. Published
+  These are the pages before a sliding window or a chunk, and the states of a
+  recurrent group before the last one. The null page replaces them in the page
+  table. The last of these pages is released first. Published
   pages stay cached until they are popped. If a loop calls this verb before
   `allocate`, a sequence with a window of w tokens has at most
   `ceil((w - 1) / S) + 1` pages, plus the pages for new tokens. If there is

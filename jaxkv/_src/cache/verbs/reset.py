@@ -74,7 +74,8 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
   running once it is admitted, even before its first commit. When a running
   sequence fills a page, `merge_duplicates` can still replace that page with an
   equal old page. Old pages stay cached until they reach the front of the free
-  queue and are evicted. They never move to host memory.
+  queue and are evicted. Pages published before this call never move to host
+  memory.
 
   Args:
     state: the cache.

@@ -59,12 +59,14 @@ def truncate(
   Does not copy contents: apply `copies` (`jaxkv.kv.copy`) before writing.
 
   Pages of an encoder stay until the slot is empty. With a recurrent group, the
-  new length must be the old one, to release only pages allocated ahead, or end
-  at a page whose state is still held. Scratch pages move to the new end.
+  new length must be 0, the old length (to release only pages allocated ahead),
+  or the end of a page whose state is held. If no group keeps all pages, this
+  end must also be a multiple of A. Scratch pages move to the new end.
 
-  Pages released by `recycle` do not come back, so a slot is refused if a window
-  or a state needs one of them. (With speculation, call `recycle` only after
-  tokens were accepted, or keep the old state.)
+  Pages that `recycle` released, or that `admit` did not attach, do not come
+  back. So a slot is refused if a window, a state or the hash of its tokens
+  needs one of them. (With speculation, call `recycle` only after tokens were
+  accepted, or keep the old state.)
 
   All-or-nothing per slot. A batch differs from one call for each row in turn:
   it counts references and free pages before any row is served. First all rows

@@ -59,8 +59,9 @@ class Generated:
       none.  # int32[R]
     is_new: True for sequences that ended in the last call of `generate`, which
       other calls have not returned as ended.  # bool[R]
-    valid: True for rows with a sequence. Other rows are 0, and -1 in `ids`,
-      `versions` and `stop`.  # bool[R]
+    valid: True for rows with a sequence. Other rows are 0, but -1 in `ids`,
+      `versions`, `stop` and `experts`. `positions` are the same in all rows.
+      # bool[R]
     config: the options of the rollout, from which `grouped` takes its sizes.
   """
 

@@ -75,8 +75,8 @@ def grouped(
     mask = out.mask & fits[:, None, None]
 
   All sequences of a group must have the same prompt. Under `jax.jit`, which
-  cannot check this, the prompt length of other groups is -1, which gives NaN in
-  `grouped_log_probs` and BAD_LENGTH in `score`.
+  cannot check this, a group of several prompts gets the prompt length -1, which
+  gives NaN in `grouped_log_probs` and BAD_LENGTH in `score`.
 
   Args:
     results: from `generated(state)`, or the `results` of `harvest`; all rows.
@@ -178,7 +178,7 @@ def _check_prompts(differs: np.ndarray, num_samples: int) -> None:
   if differs.any():
     row = int(differs.argmax())
     raise ValueError(
-      "`num_samples` must be the samples of one prompt, got "
+      "`num_samples` must be the number of samples of each prompt, got "
       f"{num_samples}: sequence {row} has another prompt than the first one of "
       "its group; give RolloutConfig.num_samples, and all rows in their order."
     )

@@ -64,8 +64,9 @@ def import_sequences(
   | has no pages, or pages of another    | all but prefixes cached here        |
   | secret, version of weights, or size  |                                     |
 
-  After an import, `submit` without `ids` continues after the largest id. So
-  give all prompts ids where sequences move.
+  After an import, `submit` without `ids` continues after the largest id, which
+  another rollout may give to its own prompts too. So where sequences move, pass
+  `ids` to every `submit`.
 
   Args:
     state: the rollout. It needs the options of the other one that decide what

@@ -61,19 +61,21 @@ def submit(
 
   Args:
     state: the rollout.
-    requests: P prompts, of fewer than W columns. `salts` are required if and
-      only if `init` had salts. `priority` is None for 0. `extra` has the tree,
-      shapes and dtypes of that of `init`. `sampling` sets only fields that
-      `init` has set; a field that is None has no effect.
+    requests: P prompts, of fewer than W columns. `salts` and stop strings are
+      required if and only if `init` had them. `priority` is None for 0, and
+      must be None if `init` had none. `extra` has the tree, shapes and dtypes
+      of that of `init`. Another field of `sampling` is off if it is None, and
+      must be None if it was in `init`, except `max_tokens` and `seed`.
     ids: int32[P], the id of each prompt's first sample; its G - 1 successors
       are the ids of the other samples. The id seeds a sample's random draws.
       None for the next ids.
     mask: bool[P], the prompts to process; None for all.
 
   Returns:
-    The rollout, and per prompt OK, SKIPPED, QUEUE_FULL, BAD_SEQUENCE (an id is
-    negative or in use) or BAD_LENGTH (`lengths`, `num_samples` or `max_tokens`
-    is out of range, or a sequence could exceed W tokens).
+    The rollout, and per prompt OK, SKIPPED, QUEUE_FULL, BAD_SEQUENCE (an
+    id is in use, or out of range, as after 2**31 ids) or BAD_LENGTH (`lengths`,
+    `num_samples` or `max_tokens` is out of range, or a sequence could exceed W
+    tokens).
 
   Raises:
     TypeError: an argument has the wrong type or dtype.
@@ -164,12 +166,16 @@ def _submit(
   )
   is_valid = code == Status.OK
   rank = jnp.cumsum(is_valid, dtype=jnp.int32) - 1
+  first = queue.next_id + rank * samples if ids is None else ids
+  # The sum may wrap around to a negative number.
+  has_ids = (first >= 0) & (first <= 2**31 - 1 - samples)
+  code = jnp.where(is_valid & ~has_ids, jnp.int32(Status.BAD_SEQUENCE), code)
+  is_valid &= has_ids
   empty = (queue.status == SequenceStatus.EMPTY).reshape(-1, samples)
   groups = first_of(jnp.all(empty, axis=1), num_prompts)
   group = indexing.take(groups, rank, fill=empty.shape[0])
   served = is_valid & (group < empty.shape[0])
   code = jnp.where(is_valid & ~served, jnp.int32(Status.QUEUE_FULL), code)
-  first = queue.next_id + rank * samples if ids is None else ids
   sample = jnp.arange(samples, dtype=jnp.int32)
   sample_ids = (first[:, None] + sample[None]).reshape(-1)
   keys = sequence_keys(state.key, sample_ids, sampling.seed)
