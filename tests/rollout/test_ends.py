@@ -74,7 +74,11 @@ def test_no_token_is_guessed_behind_the_last():
     return guesses, jnp.full((rows.ids.shape[0],), 3, jnp.int32)
 
   config = rollout.RolloutConfig(
-    max_new_tokens=8, max_length=9, draft_tokens=3, draft_columns=16
+    max_new_tokens=8,
+    max_length=9,
+    draft_tokens=3,
+    draft_columns=16,
+    timeline=16,
   )
   most = [1, 2, 3, 4, 5]
   state = _begun(config, rollout.Sampling(max_tokens=most), 5)
@@ -82,6 +86,9 @@ def test_no_token_is_guessed_behind_the_last():
   assert end.queue.length.tolist() == [1 + n for n in most]
   assert set(end.queue.finish.tolist()) == {rollout.Finish.LENGTH}
   assert int(end.counters.drafted) == int(end.counters.accepted) > 0
+  # Steps with drafts are no prefill.
+  kinds = {span.kind for span in rollout.timeline(end).spans()}
+  assert kinds == {"decode"}
 
 
 def test_a_sequence_that_begins_again_has_its_first_limit():

@@ -35,21 +35,6 @@ def test_of_a_preemption():
   assert list(found.spans())[3] == rollout.Span(0, 2, "decode", 7, 12, 5)
 
 
-@pytest.mark.slow
-def test_accepted_drafts_are_decoded():
-  config = rollout.RolloutConfig(
-    max_new_tokens=20, timeline=32, draft_tokens=2, draft_match=1
-  )
-  state = by_hand.begun(by_hand.sizes(60, 2), config, [[1, 2, 1, 2, 1]])
-  end = by_hand.program()(state, 0.0)
-  assert int(end.counters.accepted) > 0
-  spans = list(rollout.timeline(end).spans())
-  kinds = [span.kind for span in spans if span.sequence == 0]
-  assert kinds == ["prefill", "decode"]
-  # The last sampled token is not computed.
-  assert [span.tokens for span in spans if span.sequence == 0] == [5, 19]
-
-
 def test_a_rollout_that_keeps_none():
   without = by_hand.begun(
     by_hand.sizes(60, 2), rollout.RolloutConfig(max_new_tokens=5)
