@@ -34,9 +34,9 @@ memory.
 A verb takes the state first and returns `(state, out)`. A query returns only
 its answer. `out.code` has a `Status` for each row, and `out.ok` is True for the
 rows that succeeded. A row that fails changes nothing. Every optional argument
-is a keyword. If the rows of a verb are slots, `slots=None` means all slots in
-order. `mask=None` means all rows. Integer arguments can be lists or arrays of
-any integer dtype.
+is a keyword, except the `key` of `init`. If the rows of a verb are slots,
+`slots=None` means all slots in order. `mask=None` means all rows. Integer
+arguments can be lists or arrays of any integer dtype.
 
 The rows of a batch are served in order, so the result equals one call per row,
 in that order. If a verb has exceptions to this rule, its docstring names them.
@@ -113,10 +113,10 @@ Commands (`python -m jaxkv COMMAND --help` has all options):
 | `grpo` | trains a small model by GRPO, in one program |
 | `doctor` | prints versions, devices, backends and speeds, and runs a check |
 
-`replay` reads JSON lines with `timestamp, input_length, output_length,
-hash_ids`, and prints hits, evictions and the time per request. `hash_ids` has
-one id for every 512 tokens of a prompt. Commands print tables, and most write
-`--json FILE`. On unusable input they print the reason and exit with status 2.
+`replay` reads JSON lines with `input_length, output_length, hash_ids`, and
+prints hits, evictions and the time per request. `hash_ids` has one id for every
+512 tokens of a prompt. Commands print tables, and most write `--json FILE`. On
+unusable input they print the reason and exit with status 2.
 
 Terms:
 

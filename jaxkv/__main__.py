@@ -36,7 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not _is_out_of_memory(error):
       raise
     return _report(
-      "error: out of memory; lower --pages and the command's other sizes"
+      "error: out of memory; lower --pages and other sizes if the command has "
+      "them (0 pages means no limit), or use a device with more memory"
     )
 
 
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     ("rollout", rollout, "generate from prompts inside a jitted loop"),
     ("replay", replay, "run a request trace through the cache"),
     ("grpo", grpo, "train a small model on its own answers, in one program"),
-    ("doctor", doctor, "print versions, devices and backends; check a verb"),
+    ("doctor", doctor, "print versions, devices and speeds, and run a check"),
   ):
     subparser = commands.add_parser(name, help=text, description=text)
     command.add_arguments(subparser)

@@ -15,7 +15,7 @@ they do not need a cache. `jaxkv_kernels` has the same names without `jaxkv`.
 - `tile_queries`: cuts packed queries into tiles of one sequence each
 - `merge_states`: merges attention over disjoint parts of the keys
 - `append_kv`, `append_quantized`, `append_pages`: write new tokens into their
-  pages, in place
+  pages, in place if these are donated or carried by a loop
 - `copy_pages`, `gather_pages`: copy pages within a pool, gather sequences
 
 Options: grouped and multi-query heads, soft cap, sliding window, sinks, ALiBi,
@@ -29,7 +29,7 @@ The same tests compare four backends with one float64 reference.
 `jaxkv_kernels` reports each choice once, at level INFO, with the reasons why
 other backends were not chosen. No backend has been timed on a GPU or a TPU.
 
-- `xla`, a scan over blocks of tokens. For: CPUs, and calls that no other
+- `xla`, a loop over blocks of tokens. For: CPUs, and calls that no other
   backend serves. Numerics checked: on CPUs. Compiled in tests for: CPUs, H200,
   TPU v5e, v6e, v7x.
 - `triton`, Pallas-Triton. For: NVIDIA GPUs from sm_80. Numerics checked: in an
@@ -37,9 +37,9 @@ other backends were not chosen. No backend has been timed on a GPU or a TPU.
 - `mosaic_gpu`, Pallas Mosaic GPU, which "auto" never chooses. For: Hopper, with
   16-bit pools, and 8-bit pools with head sizes of 64 and 128. Numerics checked:
   in an interpreter, except tensor core products. Compiled in tests for: H200.
-- `mosaic_tpu`, Pallas Mosaic TPU. For: TPUs, head sizes of 128 and 256.
-  Numerics checked: in an interpreter with race detection. Compiled in tests
-  for: TPU v5e, v6e, v7x.
+- `mosaic_tpu`, Pallas Mosaic TPU. For: TPUs, head sizes that are multiples of
+  128. Numerics checked: in an interpreter with race detection. Compiled in
+  tests for: TPU v5e, v6e, v7x.
 
 `pip install "jaxkv[aot]"` installs the compilers, which need no device.
 `benchmarks/gpu_suite.py` checks every backend on the GPU at hand and times it

@@ -129,8 +129,8 @@ reuses a cached page also reuses its expert ids. With `record_experts=True`,
 
 Several pools. If layer groups need memory of different shapes, the memory of a
 cache is a tuple of pools, such as `(kv, states)`. Page ids are the same in all
-pools. `copy`, `check` and `jaxkv.rollout` take the tuple. The other functions
-take the pool of one group.
+pools. `copy`, `check`, `page_bytes`, `init_host`, `move` and `jaxkv.rollout`
+take the tuple. The other functions take the pool of one group.
 
 Host memory. With `CacheConfig.host_pages`, cached pages that the device evicts
 move to host memory, and return to the device when a sequence hits them. Both
@@ -150,13 +150,12 @@ only if their return takes less time than computing their tokens again:
 
 A lookup prefers a page on the device to an equal one on the host. Pages that
 were cached before the last `new_epoch` are forgotten when they are evicted. A
-page in use is never moved, and `merge_duplicates`
-replaces no page by one on the host. All counts of free pages, `keep_free` and
-the watermark of a rollout count device pages only. Hits equal those of one pool
-as large as both memories, unless equal pages are cached twice, for example
-because two sequences computed them at once. If the memory is a tuple of pools,
-a page moves in all of them. Moves run on CPUs and are compiled for TPUs in
-tests; no GPU has run them yet.
+page in use is never moved, and `merge_duplicates` replaces no page by one on
+the host. All counts of free pages, `keep_free` and the watermark of a rollout
+count device pages only. Hits equal those of one pool as large as both memories,
+unless equal pages are cached twice, for example because two sequences computed
+them at once. If the memory is a tuple of pools, a page moves in all of them.
+Moves run on CPUs and are compiled for TPUs in tests; no GPU has run them yet.
 
 Formats. Pools hold float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or
 int8. The last three have a scale for each token and head.

@@ -49,9 +49,9 @@ Types:
 
 `submit`, `harvest`, `extend`, `abort`, `requeue`, `export` and
 `import_sequences` return the new state and an outcome with a `jaxkv.Status` for
-each row. A row that fails changes nothing.
-`score` returns a status for each prompt. `generate` and `update_weights` return
-the state. All functions are pure and can be called inside `jit`.
+each row. A row that fails changes nothing. `score` returns a status for each
+prompt. `generate` and `update_weights` return the state. All functions are pure
+and can be called inside `jit`.
 
 Call `generate` inside `jit`, with the state donated. Outside of `jit` it
 compiles again at every call. The first call compiles for about 15 s. With jax's

@@ -29,7 +29,7 @@ batch. `notebooks/03_a_scheduler_in_python` has an example.
 
 `CacheManager.pages` gives access to single pages, for engines that hold
 references to them, and calls `PageListener`s when pages enter or leave the
-prefix cache.
+prefix cache. They do not hear of moves to host memory, nor of `take`.
 
 `jaxkv.host.vllm` and `jaxkv.host.esurge` wrap the manager in the classes of
 vLLM and eSurge, for schedulers that must not be changed. Each lists its
@@ -82,7 +82,8 @@ eSurge, called the reference below. The differences are intended:
 - `new_computed_pages` that do not hold the request's tokens, and computed
   tokens of a request without pages: `ValueError`. The reference does not check.
 - More tokens than `max_model_len`: `ValueError`. The reference cuts them off.
-- A token that is not a 32-bit integer: `ValueError`, when its page is full.
+- A token that is not a 32-bit integer: `ValueError` with caching, when it is
+  looked up or admitted, or when its page is full.
 """
 
 from jaxkv._src.host.manager import CacheManager

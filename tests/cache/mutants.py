@@ -170,12 +170,6 @@ MUTANTS = {
     given(tokens=lambda g: g.tokens * 0),
     ("commit",),
   ),
-  "the newest duplicate is the hit": Mutant(
-    "cache.prefix.prefix_index:lookup",
-    given(newest=lambda g: True),
-    LOOK,
-    DUPLICATES,
-  ),
   "a lookup ends at the first bucket": Mutant(
     "cache.prefix.prefix_index:lookup",
     given(index=lambda g: replace(g.index, overflow=g.index.overflow * 0)),

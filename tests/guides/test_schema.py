@@ -148,6 +148,11 @@ _RECURSIVE = {
     ),
     ({"anyOf": [{}], "minimum": 1}, "must not have `minimum` beside `anyOf`"),
     ({"enum": ["a"], "minLength": 2}, "`minLength` beside `enum`"),
+    (
+      {"type": "string", "enum": ["a", 1]},
+      r"\$\.enum must have values of type .*string.*, got 1",
+    ),
+    ({"type": ["null"], "const": True}, r"\$\.const must have values of type"),
     ({"type": "strin"}, r"at \$\.type must be in \['object', .* got 'strin'"),
     ({"type": "array", "items": 3}, r"\$\.items must be an object or true"),
     (

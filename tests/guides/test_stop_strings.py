@@ -98,6 +98,9 @@ class TestSequences:
     assert chosen.start.tolist() == stop.start[jnp.array([1, 1, 2, 0])].tolist()
     found = chosen.advance(chosen.init(4), jnp.full((4,), _B))[1]
     assert found.tolist() == [0, 0, -1, -1]
+    for number in (-1, 3):
+      with pytest.raises(ValueError, match=r"`lists\[1\]` must be 0 .. 2, got"):
+        stop.select([0, number])
 
   def test_one_list_serves_any_number(self):
     stop = rollout.stop_strings(["ab"], rollout.token_bytes(_TOKENS))

@@ -144,6 +144,64 @@ def test_a_loop_decodes_and_the_scheduler_goes_on(cache):
   assert decode(cache, one, [30, 31]) is not None
 
 
+@pytest.mark.parametrize("page_sizes", [(4,), (8, 4)], ids=str)
+def test_tokens_that_a_loop_replaces(page_sizes):
+  """Their pages get the keys of the new tokens, not of the old ones."""
+  groups = [FullAttention(page_size=size) for size in page_sizes]
+  cache = CacheManager(40, groups, 64, key=KEY)
+  one = request("a", range(15))
+  admit(cache, one)
+  slot = np.flatnonzero(np.asarray(cache.state.num_pages)[:, 0]).tolist()
+  new = [*range(20, 26)]
+  state, _ = jaxkv.truncate(cache.state, [9], slots=slot)
+  state, _ = jaxkv.allocate(state, [6], slots=slot)
+  state, _ = jaxkv.commit(state, [new], [6], slots=slot)
+  one.token_ids[9:] = new
+  assert cache.take(state) == []
+  assert decode(cache, one, [26]) is not None
+  assert hit_of(cache, request("b", [*one.token_ids, 1]))[1] == 16
+  # The third page never held these tokens.
+  mixed = [*range(12), *one.token_ids[12:], 1]
+  assert hit_of(cache, request("c", mixed))[1] == 8
+  state = cache.state
+  jaxkv.check(state)
+  prompts = np.asarray([[*one.token_ids, 1], mixed])
+  match = jaxkv.match(state, prompts, [17, 17])
+  assert match.num_cached_tokens.tolist() == [16, 8]
+
+
+def test_states_that_a_loop_has_published_are_written():
+  cache = CacheManager(9, [jaxkv.Recurrent(page_size=4)], 64, key=KEY)
+  tokens = [*range(9)]
+  state, _ = jaxkv.admit(cache.state, [0], [tokens], [8])
+  state, _ = jaxkv.commit(state, [tokens], [8], slots=[0])
+  state, _ = jaxkv.free(state, slots=[0])
+  cache.take(state)
+  # In this step already, without `new_step_starts`.
+  assert admit(cache, request("c", tokens)) == ([[0, 1]], [[2]])
+
+
+def test_a_slot_that_waits_for_free_pages_must_stay(cache):
+  popped = cache.pop_pages_for_free(request("a", range(9)))
+  state, _ = jaxkv.free(cache.state, slots=[0])
+  with pytest.raises(ValueError, match="`state` must hold pages in slots"):
+    cache.take(state)
+  cache.free_pages(popped)
+
+
+def test_statistics_after_an_older_state():
+  """Counts that the older state lowers are not negative afterwards."""
+  cache = single(CacheManager, key=KEY, track_residency=True)
+  admit(cache, request("a", range(9)))
+  cache.free(request("a", []))
+  before = cache.state
+  admit(cache, request("z", range(200, 236)))
+  assert sum(cache.make_prefix_cache_stats().lifetime) > 0
+  cache.take(before)
+  stats = cache.make_prefix_cache_stats()
+  assert sum(stats.lifetime) == sum(stats.idle) == 0
+
+
 @pytest.mark.slow
 def test_pages_of_a_sequence_that_ended_on_the_device(cache):
   """Their prefix is not known on the host, and they are hit by their keys."""

@@ -7,6 +7,7 @@ Page ids are in `tests.host.test_manager_traces`, many requests at once in
 import enum
 import types
 
+import numpy as np
 import pytest
 
 import jaxkv
@@ -449,3 +450,47 @@ class TestRequests:
     jaxkv.check(before)
     assert jaxkv.free_pages(before) == list(range(1, 11))
     assert jaxkv.free_pages(cache.state) == cache.free_queue()
+
+
+def test_common_pages_are_those_of_all_requests():
+  """References of others than requests do not count."""
+  cache = single(CacheManager)
+  admit(cache, request("a", range(9)))
+  admit(cache, request("b", range(100, 105)))
+  assert cache.get_num_common_prefix_pages("a") == [0]
+  pages = cache.get_page_ids("a")[0]
+  cache.pages.hold(pages[:1])
+  assert cache.get_num_common_prefix_pages("a") == [0]
+  admit(cache, request("c", range(9)))
+  popped = cache.pop_pages_for_free(request("c", range(9)))
+  assert cache.get_num_common_prefix_pages("a") == [0]
+  cache.free_pages(popped)
+  cache.free(request("b", []))
+  admit(cache, request("d", range(9)))
+  assert cache.get_num_common_prefix_pages("a") == [2]
+
+
+def test_numbers_of_numpy_do_not_overflow():
+  cache = single(CacheManager)
+  one = request("a", range(20))
+  admit(cache, one, 16)
+  one.num_computed_tokens = np.uint8(16)
+  assert ids(cache.allocate_slots(one, np.uint8(4)))[0]
+
+
+def test_the_hit_of_another_manager_is_hashed_again():
+  first, second = single(CacheManager), single(CacheManager)
+  one = request("a", range(9))
+  pages, _ = first.get_computed_pages(one)
+  second.allocate_slots(one, 9, 0, pages)
+  assert hit_of(second, request("b", range(9)))[1] == 8
+
+
+def test_a_call_that_fails_keeps_the_request_of_before():
+  cache = single(CacheManager)
+  admit(cache, request("a", range(9)))
+  with pytest.raises(ValueError, match="num_computed_tokens"):
+    cache.cache_pages(request("a", [1]), -1)
+  with pytest.raises(ValueError, match="num_new_tokens"):
+    cache.allocate_slots(request("a", [1]), -1)
+  jaxkv.check(cache.state)

@@ -26,7 +26,7 @@ import jaxkv.results
 from jaxkv._src.commands import output
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "chex", "optax")
-# One package of each extra.
+# One package of each extra that jaxkv imports.
 _EXTRAS = {
   "plots": "matplotlib",
   "hf": "tokenizers",
@@ -35,6 +35,7 @@ _EXTRAS = {
   "schema": "outlines_core",
   "checkpoints": "orbax-checkpoint",
   "clients": "google-tunix",
+  "ray": "ray",
 }
 _TOLERANCE = 2e-2  # Of bfloat16 values near 1.
 
@@ -180,7 +181,7 @@ def _tokens_per_second() -> str:
   seconds = _seconds(lambda: product(left, right))
   # A token takes a multiplication and an addition for each parameter.
   speed = left.shape[0] * right.size / seconds / 1e9
-  return f"{speed:.3g} at most, for each billion of a model's parameters"
+  return f"{speed:.3g} at most with a billion parameters; divide by billions"
 
 
 def _seconds(call: Callable[[], Any]) -> float:

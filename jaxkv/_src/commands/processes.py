@@ -12,7 +12,7 @@ from jaxkv import rollout
 from jaxkv._src.commands.errors import CommandError
 
 _HEARTBEAT_SECONDS = 10
-"""After this time without a sign of life, jax ends all other processes."""
+"""After this time without a sign of life, jax counts a process as dead."""
 _START_SECONDS = 120
 _EQUAL_OR_LARGEST = {
   "compile_seconds",
@@ -36,14 +36,11 @@ class Processes(NamedTuple):
     """Returns the most of `size` prompts that a process computes."""
     return -(-size // self.total)
 
-  def has_parts_for_all(self, size: int) -> bool:
-    """True if each process computes some of `size` prompts."""
-    return self.share_of(size) * (self.total - 1) < size
-
   def part_of(self, size: int) -> slice:
     """Returns the part of `size` prompts that this process computes."""
-    share = self.share_of(size)
-    return slice(self.number * share, (self.number + 1) * share)
+    return slice(
+      self.number * size // self.total, (self.number + 1) * size // self.total
+    )
 
 
 def parse(text: str) -> Processes:
@@ -66,8 +63,7 @@ def start(processes: Processes) -> None:
   """Joins the other processes.
 
   If a process dies or stops, jax ends the others within 30 s with a message
-  that names it. If process 0 dies, the message names the
-  coordination service.
+  that names it. If process 0 dies, the message names the coordination service.
 
   Raises:
     CommandError: the others did not come.

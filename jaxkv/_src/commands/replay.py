@@ -1,8 +1,9 @@
 """`python -m jaxkv replay`: replays a request trace with the cache's verbs.
 
 Requests run one at a time, in file order. Each one calls `admit`, which hits
-the cached prefix, `commit` for the remaining blocks, and `free`. A compiled
-scan runs a span of requests, and a progress bar is updated after each span.
+the cached prefix, `allocate`, `commit` for the remaining blocks, and `free`. A
+compiled scan runs a span of requests, and a progress bar is updated after each
+span.
 
 A trace has JSON lines in the format of the Mooncake traces (Qin et al.,
 "Mooncake: Trading More Storage for Less Computation", FAST 2025). In each

@@ -56,12 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--prompt", metavar="TEXT", action="append", help="may be repeated")
   add("--prompts", metavar="FILE", help="one prompt a line, UTF-8")
   add("--chat", action="store_true", help="a prompt is a user's message")
-  add("--samples", metavar="G", type=count, help="a prompt (4; --model: 1)")
+  samples = "answers to each prompt (default: 4, or 1 with --model)"
+  add("--samples", metavar="G", type=count, help=samples)
   add("--max-tokens", metavar="T", type=count, default=96, help=default)
   add("--temperature", type=float, default=0.8, help=f"0 is greedy {default}")
   add("--seed", metavar="I", type=seed, default=0, help=default)
-  add("--slots", metavar="B", type=count, default=8, help=f"batch {default}")
-  add("--pages", metavar="N", type=size, help="of the pool; default: enough")
+  slots = f"sequences that run at once {default}"
+  add("--slots", metavar="B", type=count, default=8, help=slots)
+  add("--pages", metavar="N", type=size, help="pool size; default: enough")
   add("--page-size", metavar="S", type=count, default=16, help=default)
   add("--json", metavar="FILE", help="also write texts and figures here")
   add(
@@ -81,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
   Raises:
     CommandError: an argument, a prompt or the model cannot be used.
   """
-  # All checks come first, because compilation takes the longest.
+  # All checks come before the compilation. Most need the model, so only files
+  # are checked before it is loaded or trained.
   output.check_writable(args.json, args.prompts, args.model)
   if args.processes:
     processes.start(args.processes)
@@ -92,10 +95,10 @@ def run(args: argparse.Namespace) -> int:
       f"that the model was made for, not {args.max_tokens}"
     )
   prompts = chosen_prompts(args, model.tokenizer)
-  if args.processes and not args.processes.has_parts_for_all(len(prompts)):
+  if args.processes and len(prompts) < args.processes.total:
     raise CommandError(
-      f"--processes: {args.processes.total} processes need more prompts than "
-      f"{len(prompts)}; use fewer"
+      f"--processes: {args.processes.total} processes need at least as many "
+      f"prompts, got {len(prompts)}; use fewer processes"
     )
   if args.samples is None:
     args.samples = 4 if args.model is None else 1

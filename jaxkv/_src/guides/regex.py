@@ -250,7 +250,8 @@ class _Parser:
     # Other letters and digits are refused, because a reference or an anchor
     # must not turn into a literal.
     if not start or (start.isascii() and start.isalnum()):
-      self._position -= len(start) + 1
+      # The message points at the backslash.
+      self._position -= 2
       self.fail(
         "have only supported escapes",
         "leave out references and anchors, and the backslash of other letters",

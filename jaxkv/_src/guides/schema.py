@@ -31,6 +31,15 @@ from jaxkv._src.guides.regex import regex
 
 Schema = Mapping[str, Any]
 
+_TYPE_NAMES = {
+  type(None): "null",
+  bool: "boolean",
+  int: "integer",
+  float: "number",
+  str: "string",
+  list: "array",
+  dict: "object",
+}
 _ANNOTATIONS = frozenset(
   """$comment $defs $id $schema default definitions deprecated description
   examples readOnly title writeOnly""".split()
@@ -121,9 +130,12 @@ class _Reducer:
     for form in ("$ref", "anyOf", "enum", "const"):
       if form in keywords:
         # `type` is redundant beside `enum` and `const`, whose values have
-        # types.
+        # types, as long as it allows them.
         allowed = {form, "type"} if form in ("enum", "const") else {form}
         _check_keywords(keywords - allowed, path, f"beside `{form}`")
+        if "type" in keywords and len(allowed) > 1:
+          values = schema[form] if form == "enum" else [schema[form]]
+          _check_types(values, schema["type"], f"{path}.{form}")
         return self._reduce_keyword(form, schema[form], f"{path}.{form}", refs)
     types = schema.get("type", "object" if "properties" in keywords else ())
     types = [types] if isinstance(types, str) else list(types)
@@ -244,6 +256,19 @@ def _has_escaped(grammar: Grammar) -> bool:
     case Repeat(item):
       return _has_escaped(item)
   raise TypeError(type(grammar).__name__)
+
+
+def _check_types(values: list[Any], types: Any, path: str) -> None:
+  """Raises unless all values have one of the types of a schema."""
+  types = [types] if isinstance(types, str) else list(types)
+  for value in values:
+    names = {_TYPE_NAMES.get(type(value), "")}
+    if isinstance(value, float) and value.is_integer():
+      names.add("integer")
+    if "integer" in names:
+      names.add("number")
+    if not names & set(types):
+      _refuse(path, f"have values of type {types}", value, "leave it out")
 
 
 def _check_keywords(keywords: set[str], path: str, place: str) -> None:

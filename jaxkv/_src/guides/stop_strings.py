@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
@@ -70,11 +71,19 @@ class StopStrings:
 
     Raises:
       TypeError: `lists` does not hold integers.
-      ValueError: `lists` has another rank, or all sequences share one list.
+      ValueError: `lists` has another rank, or a number out of range, unless it
+        is traced; or all sequences share one list.
     """
     lists = as_int32("lists", lists)
     check_shape("lists", lists, ("Q",))
     check_shape("start", self.start, ("Q",), ", one for each list")
+    count = self.start.shape[0]
+    if not isinstance(lists, Tracer):
+      numbers = np.asarray(lists)
+      for row in np.flatnonzero((numbers < 0) | (numbers >= count)).tolist():
+        raise ValueError(
+          f"`lists[{row}]` must be 0 .. {count - 1}, got {numbers[row]}."
+        )
     return dataclasses.replace(
       self, start=indexing.take(self.start, jnp.asarray(lists))
     )

@@ -40,7 +40,9 @@ def admit(
   hashed = None
   if config.prefix_caching:
     hashed = hit.lookup
-    if hashed is None or not hashed.serves(fields, demand.publish):
+    if hashed is None or not hashed.serves(
+      fields, demand.publish, state.secret
+    ):
       hashed = prefix_lookup.hash_tokens(state, fields, demand.publish)
   if not prefix_lookup.holds_tokens(
     state, hit.pages, hashed, demand.num_computed

@@ -56,9 +56,9 @@ def demand_of(
   **counts: int,
 ) -> Demand:
   """Checks the arguments of `allocate_slots` and returns its sizes."""
+  counts = _as_counts(limits, request, counts)
   num_found = counts["num_new_computed_tokens"]
   external = counts["num_external_computed_tokens"]
-  _check_counts(limits, request, counts)
   _check_hit(limits.config, request, num_found, hit, holds_pages=holds_pages)
   num_groups = limits.config.num_groups
   if not all(group in range(num_groups) for group in silent):
@@ -66,11 +66,11 @@ def demand_of(
       f"`skip_zeroing_group_ids` must be 0 to {num_groups - 1}, got "
       f"{list(silent)}."
     )
-  num_computed = request.num_computed_tokens + num_found + external
+  num_computed = counts["num_computed_tokens"] + num_found + external
   total = num_computed + counts["num_new_tokens"]
   check_length(limits, request.request_id, total)
   # Steps in flight still write to the pages of these tokens.
-  in_flight = request.num_in_flight_tokens if holds_pages else 0
+  in_flight = counts["num_in_flight_tokens"] if holds_pages else 0
   longest = limits.max_model_len
   waits = request.status in ("waiting", "preempted")
   return Demand(
@@ -87,9 +87,10 @@ def demand_of(
   )
 
 
-def _check_counts(
+def _as_counts(
   limits: Limits, request: RequestFields, counts: dict[str, int]
-) -> None:
+) -> dict[str, int]:
+  """Returns the counts of a call and of its request as ints, or raises."""
   numbers = {
     **counts,
     "num_computed_tokens": request.num_computed_tokens,
@@ -98,7 +99,8 @@ def _check_counts(
   for name, number in numbers.items():
     # The usual case, without a call.
     if number.__class__ is not int or number < 0:
-      at_least(name, number, 0)
+      numbers[name] = at_least(name, number, 0)
+  counts = numbers
   if counts["num_encoder_tokens"] > limits.max_encoder_tokens:
     raise ValueError(
       f"`num_encoder_tokens` must be at most {limits.max_encoder_tokens}, got "
@@ -111,6 +113,7 @@ def _check_counts(
       "`num_new_tokens`, found and external tokens must not all be 0, as for "
       f"{request.request_id!r}."
     )
+  return counts
 
 
 def _check_hit(
@@ -134,8 +137,9 @@ def _check_hit(
       _check_pages(config, name, column)
   if holds_pages and (num_found or any(pages)):
     raise ValueError(
-      f"`new_computed_pages` of {name!r} must be empty, got {hit}: it holds "
-      "pages already."
+      f"`new_computed_pages` of {name!r} must be empty, and "
+      f"`num_new_computed_tokens` 0, got {hit} and {num_found}: it holds pages "
+      "already."
     )
   if not holds_pages and request.num_computed_tokens:
     raise ValueError(

@@ -247,6 +247,7 @@ def from_device(
     state.events.extend(events)
   if state.index_arrays is not None:
     _adopt_index(state, state.index_arrays, host)
+  state.lower_readings()
   return released
 
 
@@ -296,6 +297,12 @@ def _sequences(
     raise ValueError(
       f"`requests` must name slots with pages, {occupied}, got {wrong}."
     )
+  missing = sorted(set(state.popped) - set(occupied))
+  if missing:
+    raise ValueError(
+      f"`state` must hold pages in slots {missing}, which wait for free_pages, "
+      "got none; do not free these slots in a loop."
+    )
   waiting = sorted(set(requests) & set(state.popped))
   if waiting:
     raise ValueError(
@@ -343,16 +350,19 @@ def _sequence(
   if hashes.prompt_length is not None:
     held.prompt_length = int(hashes.prompt_length[slot])
     held.boundary = int(hashes.shared_prefix_boundary[slot])
-  count = held.length // state.config.page_size
+  config = state.config
+  count = held.length // config.page_size
+  if old is not None:
+    # The chain of the device proves tokens up to the last multiple of A. A loop
+    # may have replaced the tokens after it, so these are hashed again.
+    aligned = held.length // config.alignment * config.alignment
+    held.root = old.root
+    held.nodes = old.nodes[: aligned // config.page_size]
   # Without a new full page the request need not be read.
-  if old is not None and count <= len(old.nodes):
-    held.root, held.nodes = old.root, old.nodes[:count]
-    return held
-  fields = _read(held)
-  # Old nodes are reused, so only new tokens are hashed.
-  held.root = old.root if old is not None else state.root_of(fields)
-  held.nodes = old.nodes[:] if old is not None else []
-  held.nodes += more_nodes(state, held, fields, held.length)
+  if old is None or len(held.nodes) < count:
+    fields = _read(held)
+    held.root = held.root or state.root_of(fields)
+    held.nodes += more_nodes(state, held, fields, held.length)
   return held
 
 
@@ -374,7 +384,13 @@ def _check_hashes(
         "with the request's salt."
       )
     # The chain covers the tokens up to the last multiple of A.
-    is_same = tuple(hashes.chain[slot].tolist()) == end.key
+    chain = tuple(hashes.chain[slot].tolist())
+    if chain != end.key:
+      # A loop may have replaced tokens of old nodes.
+      held.nodes = []
+      held.nodes = more_nodes(state, held, _read(held), held.length)
+      end = _chain_ends(state, keys, [held])[0][1]
+    is_same = chain == end.key
     if not is_same or tail != hashes.tail[slot, : len(tail)].tolist():
       raise ValueError(
         f"`token_ids` of {held.request_id!r} must begin with the tokens that "
@@ -427,6 +443,8 @@ def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
   state.undo_log.replace(pool, clock=clock)
   # Copies, because a loop may be given the memory of the state.
   arrays.replace(jax.tree.map(np.copy, index), clock)
+  # The states that a loop has published are written.
+  state.undo_log.replace(state, step_clock=clock)
   if ages is not None:
     state.undo_log.replace(
       pool,

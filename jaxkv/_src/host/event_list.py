@@ -87,7 +87,7 @@ class EventList(PageListener):
       return event
     make, page, group, node = event[:4]
     key = key_bytes(self._keys.group_key(node, group))
-    # A page of a device has neither its tokens nor its parent.
+    # Only pages with a known prefix are recorded as stored.
     if make is Removed or isinstance(node, DevicePage):
       return make(page, group, key)
     # The page before in this group ends `step` nodes earlier.

@@ -34,7 +34,7 @@ class CacheManager(ManagerReports):
 
   It has the methods that schedulers call on vLLM's `KVCacheManager` or eSurge's
   `CacheManager`, and returns the same page ids, hits and order. It is plain
-  Python and initializes no device before `state` is read.
+  Python. Without `key`, no device is initialized before `state` is read.
 
   Args:
     num_pages: pages of the pool, including the null page 0; ids begin at 1.
@@ -248,7 +248,8 @@ class CacheManager(ManagerReports):
     state, limits = self._state, self._state.limits
     held = state.held.get(request.request_id)
     if held is not None:
-      held.request = request
+      if held.request is not request:
+        state.undo_log.replace(held, request=request)
       # A running request has none of these arguments in most steps. They, and
       # numbers that are wrong, need the checks below.
       is_special = (
@@ -335,13 +336,14 @@ class CacheManager(ManagerReports):
       KeyError: the request holds no page.
       ValueError: the number is negative.
     """
-    held = self._state.held.get(request.request_id)
+    state = self._state
+    held = state.held.get(request.request_id)
     if held is None:
       raise step.not_held(request.request_id)
-    at_least("num_computed_tokens", num_computed_tokens, 0)
-    held.request = request
-    num_tokens = min(num_computed_tokens, len(tokens_of(request)))
-    publish(self._state, held, num_tokens)
+    num_tokens = at_least("num_computed_tokens", num_computed_tokens, 0)
+    if held.request is not request:
+      state.undo_log.replace(held, request=request)
+    publish(state, held, min(num_tokens, len(tokens_of(request))))
 
   @atomic
   def remove_skipped_pages(
@@ -351,10 +353,10 @@ class CacheManager(ManagerReports):
 
     `num_computed_tokens` are tokens to which no step in flight writes.
     """
-    at_least("num_computed_tokens", num_computed_tokens, 0)
+    num_tokens = at_least("num_computed_tokens", num_computed_tokens, 0)
     held = self._state.held.get(request_id)
-    if held is not None and num_computed_tokens > 0:
-      tokens = min(num_computed_tokens, self.config.slot_tokens)
+    if held is not None and num_tokens > 0:
+      tokens = min(num_tokens, self.config.slot_tokens)
       allocate.drop_behind(self._state, held, tokens)
 
   @atomic
@@ -430,7 +432,7 @@ class CacheManager(ManagerReports):
 
   @atomic
   def reset_prefix_cache(self) -> bool:
-    """Removes all pages from the cache; False if a request holds one."""
+    """Removes all pages from the cache; False if not all pages are free."""
     state = self._state
     if state.pool.num_free < self.config.num_pages - 1:
       return False

@@ -56,7 +56,9 @@ def make(
       f"`policy` must be 'current' or 'classic', got {policy!r}."
     )
   if not 0 <= watermark < 1:
-    raise ValueError(f"`watermark` must be in 0 .. 1, got {watermark}.")
+    raise ValueError(
+      f"`watermark` must be at least 0 and below 1, got {watermark}."
+    )
   _check_groups(groups, options["prefix_retention_interval"])
   _check_caching(groups, options)
   encoder = _longest_encoder(groups, max_model_len, max_encoder_tokens)
@@ -107,14 +109,14 @@ def _check_groups(groups: Sequence[GroupKind], interval: int | None) -> None:
   for group in groups:
     if group.holds_states and group.page_size != page_size:
       raise ValueError(
-        f"`page_size` of {group} must be the smallest of all groups, "
-        f"{page_size}, got {group.page_size}."
+        f"`page_size` of {group} must be the greatest common divisor of all "
+        f"groups' sizes, {page_size}, got {group.page_size}."
       )
   kinds = [type(group) for group in groups]
   if interval and all(kind.published is GroupKind.published for kind in kinds):
     raise ValueError(
-      "`prefix_retention_interval` must be None or 0 without a window, got "
-      f"{interval}."
+      "`prefix_retention_interval` must be None or 0 without a sliding-window "
+      f"or recurrent group, got {interval}."
     )
 
 

@@ -29,8 +29,8 @@ class PageListener(Protocol):
   ) -> None:
     """Hears that a request filled the columns of a group from `first` on.
 
-    `pages` has a page for each column that was published, and 0 for a column
-    that no lookup can find.
+    `pages` has a page for each column that this call published, and 0 for the
+    others: those that no lookup can find, and pages that were cached before.
     """
 
   def removed(self, page: int, group: int) -> None:
@@ -54,7 +54,7 @@ class HostPool:
     unhashed_first: True if pages that are not cached go to the front of the
       free queue; see `CacheConfig.free_policy`.
     ref_count: the references of each page, with its pins.
-    pin_count: the references of each page that no request holds.
+    pin_count: how many of a page's references belong to callers of `Pages`.
     queue: the free pages.
     content: the content that each page got last; None for none.
     group: the group in which each page got it.

@@ -19,7 +19,8 @@ class Pages:
   """The pages of a `CacheManager`: references, keys and listeners.
 
   A reference that is taken here belongs to the caller, until `release`. Page
-  ids are 1 to N - 1.
+  ids are 1 to N - 1. `cached_in_order` and `find` also return host pages, with
+  numbers N + 1 + h, which only `keys` and `groups` accept.
 
   Attributes:
     undo_log: that of the manager.
@@ -92,8 +93,8 @@ class Pages:
     wrong = sorted({page for page in page_ids if pool.pin_count[page] < 0})
     if wrong:
       raise ValueError(
-        "`page_ids` must be held, and not by a request, got "
-        f"{wrong} among them."
+        "`page_ids` must name no page more often than it was taken, held or "
+        f"detached here, got {wrong} too often."
       )
     pool.release(page_ids)
 
@@ -130,7 +131,10 @@ class Pages:
 
   @atomic
   def groups(self, page_ids: Iterable[int]) -> list[int]:
-    """Returns the groups in which pages were last published."""
+    """Returns the groups in which pages were last published; 0 if unknown.
+
+    The group of a page that a device loop filled can be unknown.
+    """
     groups = self._state.pool.group
     return [groups[page] for page in page_ids]
 
@@ -178,7 +182,7 @@ class Pages:
     # A page may be known by its key, and another one with that key by its
     # prefix, so that their digests differ.
     pages = pool.cached_pages()
-    return len({*zip(self.keys(pages), self.groups(pages), strict=True)})
+    return len({*self.keys(pages)})
 
   def _key_of(self, page: int) -> Key:
     pool, keys = self._state.pool, self._state.device_keys

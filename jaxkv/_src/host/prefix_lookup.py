@@ -40,11 +40,19 @@ class HashedTokens(NamedTuple):
   root: PrefixNode
   pages: bytes
   digests: list[bytes]
+  secret: bytes
 
-  def serves(self, request: RequestFields, num_tokens: int) -> bool:
-    """True if these begin with the first `num_tokens` tokens of the request."""
+  def serves(
+    self, request: RequestFields, num_tokens: int, secret: bytes
+  ) -> bool:
+    """True if these begin with the first `num_tokens` tokens of the request.
+
+    The secret must be that of the same manager.
+    """
     # A request may change after its lookup, so the contents are compared.
     if self.salt != request.salt or self.items != request.items:
+      return False
+    if self.secret != secret:
       return False
     if num_tokens == len(self.token_ids) == request.num_tokens:
       # The usual case, without copies of both lists.
@@ -87,7 +95,9 @@ def hash_tokens(
   whole = masked[: num_tokens // size * size].tobytes()
   root = state.root_of(request)
   digests = chain_digests(root.digest, whole, size * TOKEN_BYTES)
-  return HashedTokens(tokens, request.salt, request.items, root, whole, digests)
+  return HashedTokens(
+    tokens, request.salt, request.items, root, whole, digests, state.secret
+  )
 
 
 def find_prefix(

@@ -96,12 +96,28 @@ class ManagerReports:
     state, common = self._state, []
     held = state.held.get(request_id)
     tables = held.tables if held is not None else [[] for _ in state.groups]
-    for kind, pages in zip(self.config.groups, tables, strict=True):
-      counts = [state.pool.ref_count[page] for page in pages]
-      all_hold = [count == len(state.held) for count in counts]
-      is_full = isinstance(kind, FullAttention)
-      common.append([*all_hold, False].index(False) if is_full else 0)
+    for group, kind in enumerate(self.config.groups):
+      count = 0
+      if isinstance(kind, FullAttention):
+        while count < len(tables[group]) and self._is_common(
+          group, count, tables[group][count]
+        ):
+          count += 1
+      common.append(count)
     return common
+
+  def _is_common(self, group: int, column: int, page: int) -> bool:
+    """True if all requests hold a page in a column."""
+    state = self._state
+    if state.pool.ref_count[page] < len(state.held):
+      return False
+    # Without references of others, the count proves it.
+    if not state.popped and not state.pool.pin_count[page]:
+      return True
+    return all(
+      held.tables[group][column : column + 1] == [page]
+      for held in state.held.values()
+    )
 
   @atomic
   def make_prefix_cache_stats(self) -> PrefixCacheStats:

@@ -34,7 +34,8 @@ class HeldSequence:
     request_id: the name of the request.
     slot: its row in the device state.
     tables: a list of page numbers for each group; 0 for the null page.
-    skipped: the number of leading null pages of each table.
+    skipped: the leading pages of each table that a hit left out or that were
+      freed. A recurrent table can have more null pages after them.
     request: the scheduler's object at the last call.
     length: the number of published tokens.
     room: the number of tokens that fit the tables.
@@ -154,6 +155,20 @@ class HostState:
       self, statistics=PrefixCacheStats(), read_ages=ages, read_moves=counts
     )
     return statistics
+
+  def lower_readings(self) -> None:
+    """Bounds the last readings by counts that an older state has lowered."""
+    ages = tuple(
+      [min(pair) for pair in zip(read, counts, strict=True)]
+      for read, counts in zip(
+        self.read_ages, (self.pool.lifetime, self.pool.idle), strict=True
+      )
+    )
+    counts = self._move_counts()
+    moves = {
+      name: min(read, counts[name]) for name, read in self.read_moves.items()
+    }
+    self.undo_log.replace(self, read_ages=ages, read_moves=moves)
 
   def _move_counts(self) -> dict[str, Any]:
     saved = self.pool.saved

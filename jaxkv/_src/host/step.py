@@ -26,7 +26,9 @@ def step(
   """Runs `CacheManager.step`."""
   if not isinstance(running, Sequence):
     raise TypeError(f"`running` must be a list of requests, got {running!r}.")
-  at_least("num_lookahead_tokens", num_lookahead_tokens, 0)
+  num_lookahead_tokens = at_least(
+    "num_lookahead_tokens", num_lookahead_tokens, 0
+  )
   if not running:
     return []
   rows = _rows(state, running, num_new_tokens, num_lookahead_tokens)
@@ -69,7 +71,8 @@ def _rows(
       rows.append((len(names), held, demand))
     names.add(name)
     # The bridge reads the tokens of the newest object that a scheduler sent.
-    held.request = request
+    if held.request is not request:
+      state.undo_log.replace(held, request=request)
   return rows
 
 

@@ -79,7 +79,8 @@ class PrefixCacheStats:
   """Prefix-cache hits of the requests admitted since the last reading.
 
   Attributes:
-    requests: requests that received their first pages.
+    requests: requests that received their first pages and did not skip the
+      lookup.
     queries: tokens that were looked up.
     hits: looked-up tokens that were cached.
     preempted_requests, preempted_queries, preempted_hits: the same for

@@ -134,7 +134,10 @@ class QueueEngine:
     self._is_stale = True
 
   def counters(self) -> dict[str, Any]:
-    """Returns the counts of all work so far, see `jaxkv.rollout.Counters`."""
+    """Returns the counts of work since the cache was last made.
+
+    See `jaxkv.rollout.Counters`.
+    """
     return dict(self._counters)
 
   def num_bytes(self) -> int:

@@ -156,7 +156,7 @@ def check(job: Job, sizes: EngineSizes) -> None:
   if len(job.stop_tokens) > sizes.num_stop_tokens:
     raise ValueError(
       f"`stop_tokens` must be at most {sizes.num_stop_tokens}, got "
-      f"{len(job.stop_tokens)}; make the engine for more."
+      f"{len(job.stop_tokens)}; give fewer."
     )
 
 

@@ -25,12 +25,13 @@ class _StoredWeights(NamedTuple):
   """Weights in Ray's object store.
 
   Attributes:
-    version: their version.
-    params: the reference of the arrays.
+    source: the weights that were stored. Versions alone do not distinguish
+      them, because each pool counts its own.
+    params: the reference of the stored arrays.
     checksum: of the arrays, before they were stored.
   """
 
-  version: int
+  source: Any
   params: Any
   checksum: bytes
 
@@ -39,7 +40,7 @@ class RayWorkers:
   """Makes workers that are Ray actors, for `jaxkv.workers.Pool`.
 
   An actor that dies is a worker that fails: the pool makes another one. Weights
-  go through the object store, once for each version. An actor refuses weights
+  go through the object store, once for each update. An actor refuses weights
   whose checksum differs.
 
     ray.init()
@@ -82,13 +83,13 @@ class RayWorkers:
     actor = self._actor.remote(self._make, place)
     return RayWorker(self._ray, actor, self._stored, self._timeout)
 
-  def _stored(self, params: Any, version: int) -> _StoredWeights:
+  def _stored(self, params: Any) -> _StoredWeights:
     """Returns weights in the object store, where all workers read them."""
     with self._lock:
-      if self._weights is None or self._weights.version != version:
-        params = jax.device_get(params)
+      if self._weights is None or self._weights.source is not params:
+        arrays = jax.device_get(params)
         self._weights = _StoredWeights(
-          version, self._ray.put(params), checksum_of(params)
+          params, self._ray.put(arrays), checksum_of(arrays)
         )
       return self._weights
 
@@ -130,7 +131,7 @@ class RayWorker:
     self, params: Any, version: int, max_age: int | None
   ) -> list[int]:
     """See `jaxkv.workers.Worker`."""
-    weights = self._stored(params, version)
+    weights = self._stored(params)
     # An argument of its own, so that Ray replaces the reference by the arrays.
     return self._call(
       "update_weights", weights.params, weights.checksum, version, max_age
@@ -166,7 +167,7 @@ class _Actor:
     if checksum_of(params) != checksum:
       raise ValueError(
         f"`params` must be the weights that were stored as version {version}, "
-        "got other bytes; store them again."
+        "got other bytes; call the pool's update_weights again."
       )
     return self._worker.update_weights(params, version, max_age)
 

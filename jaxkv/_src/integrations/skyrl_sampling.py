@@ -115,7 +115,10 @@ class SkyrlSampler:
     return results
 
   def counters(self) -> dict[str, Any]:
-    """Returns the counts of all work so far, see `jaxkv.rollout.Counters`."""
+    """Returns the counts of work since the cache was last made.
+
+    See `jaxkv.rollout.Counters`. A longer request can make a new cache.
+    """
     return {} if self._engine is None else self._engine.counters()
 
   def _jobs(
@@ -181,8 +184,13 @@ class SkyrlSampler:
 
   def _sizes(self, jobs: list[Job], stops: int) -> EngineSizes:
     options, size = self.options, self.options.page_size
-    samples = options.num_samples or max(len(job.seeds) for job in jobs)
-    num_jobs = options.num_jobs or len(client_jobs.split(jobs, samples))
+    # A new engine for one long call also serves the others, so it has at least
+    # the sizes of the old one.
+    old = self._engine.sizes if self._engine is not None else None
+    samples = max(len(job.seeds) for job in jobs)
+    samples = options.num_samples or max(samples, old.num_samples if old else 1)
+    num_jobs = len(client_jobs.split(jobs, samples))
+    num_jobs = options.num_jobs or max(num_jobs, old.num_jobs if old else 1)
     columns = -(-self._length // size)
     half = num_jobs * samples * columns // 2
     return EngineSizes(

@@ -48,9 +48,10 @@ class ThreadBatches:
     return call.result
 
   def _serve_all(self) -> None:
-    with self._access:
-      calls, self._calls = self._calls, []
+    calls: list[_Call] = []
     try:
+      with self._access:
+        calls, self._calls = self._calls, []
       results = self._serve([call.request for call in calls])
       for call, result in zip(calls, results, strict=True):
         call.result = result

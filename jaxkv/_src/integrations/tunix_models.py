@@ -21,7 +21,8 @@ def paged_module_of(module: Any, *, dtype: Any = None) -> PagedModule:
   Args:
     module: an instance of tunix's `Llama3`, `Qwen2`, `Qwen3` or `Gemma3`, with
       or without LoRA.
-    dtype: the dtype of keys and values; None for the dtype of the embedding.
+    dtype: the dtype of keys and values; None for `dtype` of the module's
+      config, or for the dtype of the embedding if the config has none.
 
   Raises:
     ImportError: tunix is not installed.

@@ -111,6 +111,8 @@ class TunixRollout:
     jobs = self._jobs(tokens, rollout_config)
     wants_log_probs = bool(rollout_config.return_logprobs)
     answers = self._batches.call((jobs, wants_log_probs, rollout_config))
+    if isinstance(answers, ValueError):
+      raise answers
     return self._output(tokens, answers, rollout_config)
 
   def get_per_token_logps(
@@ -166,7 +168,10 @@ class TunixRollout:
     return nnx.merge(self._graphdef, self._params)
 
   def counters(self) -> dict[str, Any]:
-    """Returns the counts of all work so far, see `jaxkv.rollout.Counters`."""
+    """Returns the counts of work since the cache was last made.
+
+    See `jaxkv.rollout.Counters`. A longer request can make a new cache.
+    """
     return {} if self._engine is None else self._engine.counters()
 
   def num_bytes(self) -> int:
@@ -214,9 +219,25 @@ class TunixRollout:
 
   def _serve(
     self, requests: list[tuple[list[Job], bool, Any]]
-  ) -> list[list[Answer]]:
-    """Serves the requests of several threads in one batch."""
+  ) -> list[list[Answer] | ValueError]:
+    """Serves the requests of several threads in one batch.
+
+    The result of a request that does not fit is its error, so that the other
+    threads get their answers.
+    """
     engine = self._engine_for(requests)
+    errors = [_error_of(part, engine.sizes) for part, _, _ in requests]
+    good = [
+      request
+      for request, error in zip(requests, errors, strict=True)
+      if error is None
+    ]
+    served = iter(self._serve_good(engine, good) if good else ())
+    return [next(served) if error is None else error for error in errors]
+
+  def _serve_good(
+    self, engine: QueueEngine, requests: list[tuple[list[Job], bool, Any]]
+  ) -> list[list[Answer]]:
     # `_params` is read once, because another thread can call `update_params`.
     params = self._params
     if self._watch.has_changed(params, by_contents=self._moves_weights):
@@ -290,13 +311,19 @@ class TunixRollout:
     return self._engine
 
   def _sizes(self, jobs: list[Job]) -> EngineSizes:
-    """Chooses the fixed shapes, by default from the first call."""
+    """Chooses the fixed shapes, by default from the largest call so far."""
     num_samples, num_jobs, num_pages = self._sizes_of_caller
     num_rows = sum(len(job.seeds) for job in jobs)
-    num_samples = num_samples or max(len(job.seeds) for job in jobs)
+    # A new engine for one long call also serves the others, so it has at least
+    # the sizes of the old one.
+    old = self._engine.sizes if self._engine is not None else None
+    if num_samples is None:
+      num_samples = max(len(job.seeds) for job in jobs)
+      num_samples = max(num_samples, old.num_samples if old else 1)
     if num_jobs is None:
       parts = client_jobs.split(jobs, num_samples)
       num_jobs = _SOLO_JOBS if len(parts) == 1 and num_rows == 1 else len(parts)
+      num_jobs = max(num_jobs, old.num_jobs if old else 1)
     size = self._page_size
     columns = -(-self._max_length // size)
     if num_pages is None:
@@ -385,3 +412,12 @@ def _merge(current: Any, params: Any, nnx: Any) -> Any:
   state = jax.tree.map(lambda leaf: leaf, current)
   nnx.replace_by_pure_dict(state, merged)
   return state
+
+
+def _error_of(jobs: list[Job], sizes: EngineSizes) -> ValueError | None:
+  try:
+    for job in jobs:
+      client_jobs.check(job, sizes)
+  except ValueError as error:
+    return error
+  return None

@@ -145,12 +145,13 @@ def same_devices(name: str, array: jax.Array, **arrays: Any) -> None:
 @functools.cache
 def architectures() -> frozenset[int]:
   """Returns compute capabilities of the local GPUs, such as 90 for sm_90."""
-  # A GPU without the attribute counts as a Hopper.
-  return frozenset(
-    int(str(getattr(device, "compute_capability", "9.0")).replace(".", ""))
+  # A GPU without the attribute counts as a Hopper. AMD's are names.
+  found = (
+    str(getattr(device, "compute_capability", "9.0")).replace(".", "")
     for device in jax.local_devices()
     if device.platform == "gpu"
   )
+  return frozenset(int(number) for number in found if number.isdigit())
 
 
 def devices_of(array) -> set[Any] | None:

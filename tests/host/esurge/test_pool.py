@@ -110,7 +110,7 @@ class TestRefused:
     cache.page_pool.get_new_pages(4)
     admit(cache, EngineRequest("a", range(4)))
     cache.page_pool.free_pages([3])
-    with pytest.raises(ValueError, match="`page_ids` must be held"):
+    with pytest.raises(ValueError, match="`page_ids` must name no page more"):
       cache.page_pool.free_pages(pages)
     assert cache.host.pages.ref_counts() == [0, 1, 1, 0, 1, 1, 0, 0, 0]
     assert checked_queue(cache) == [6, 7, 8, 3]

@@ -43,6 +43,21 @@ class TestFolder:
     wide = models.load(folder, dtype=jnp.float32)
     assert wide.params["embed"].dtype == jnp.float32
 
+  def test_a_dtype_of_the_outer_table(self, folder):
+    """Multimodal checkpoints have it outside of `text_config`."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    dtype = values.pop("torch_dtype", None) or values.pop("dtype")
+    names = {"architectures": values.pop("architectures"), "torch_dtype": dtype}
+    path.write_text(json.dumps(names | {"text_config": values}))
+    assert models.load(folder).config.dtype == jnp.bfloat16
+
+  def test_a_dtype_that_is_given_replaces_an_unknown_one(self, folder):
+    _change(folder, torch_dtype="float64", dtype="float64")
+    _refused(folder, "float64", "name one in `load(dtype=)`")
+    model = models.load(folder, dtype=jnp.float32)
+    assert model.config.dtype == jnp.float32
+
   def test_generation_config_names_more_stop_tokens(self, folder):
     path = folder / "generation_config.json"
     path.write_text('{"eos_token_id": [2, 7]}')

@@ -38,7 +38,8 @@ class SingleTypeKVCacheManager:
     block_size: tokens a block.
     block_pool: the pool of all groups.
     req_to_blocks: the blocks of requests.
-    num_cached_block: the number of their cached leading blocks.
+    num_cached_block: the number of blocks that their final tokens fill,
+      published or not.
   """
 
   def __init__(

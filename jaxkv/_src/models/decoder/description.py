@@ -8,6 +8,7 @@ inner width of an MLP, X experts, V vocabulary size, L layers.
 import dataclasses
 from typing import Any
 from typing import Literal
+from typing import get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,8 @@ import numpy as np
 from jaxkv._src.models.decoder.rope import Rope
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+_Scores = Literal["softmax", "chosen_softmax", "sigmoid"]
+_GroupScore = Literal["best", "best_two"]
 
 # Constants, because defaults of dataclass fields must not be calls (RUF009).
 _HALVES = Rope()
@@ -157,6 +160,7 @@ class Mlp:
 
   def __post_init__(self) -> None:
     _sizes(self, "inner_dim")
+    _check_choice("activation", self.activation, Activation)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,13 +197,13 @@ class Experts:
   num_chosen: int
   inner_dim: int
   activation: Activation = "silu"
-  scores: Literal["softmax", "chosen_softmax", "sigmoid"] = "softmax"
+  scores: _Scores = "softmax"
   normalized: bool = True
   scale: float = 1.0
   corrected: bool = False
   num_groups: int = 1
   num_chosen_groups: int = 1
-  group_score: Literal["best", "best_two"] = "best"
+  group_score: _GroupScore = "best"
   router_biased: bool = False
   biased: bool = False
   limit: float | None = None
@@ -217,6 +221,22 @@ class Experts:
       raise ValueError(
         f"`num_groups` must divide num_experts, {self.num_experts}, got "
         f"{self.num_groups}."
+      )
+    _check_choice("scores", self.scores, _Scores)
+    _check_choice("group_score", self.group_score, _GroupScore)
+    _check_choice("activation", self.activation, Activation)
+    size = self.num_experts // self.num_groups
+    least = -(-self.num_chosen // size)
+    if not least <= self.num_chosen_groups <= self.num_groups:
+      raise ValueError(
+        f"`num_chosen_groups` must be from {least}, to have {self.num_chosen} "
+        f"experts, to num_groups, {self.num_groups}, got "
+        f"{self.num_chosen_groups}."
+      )
+    if self.num_groups > 1 and self.group_score == "best_two" and size < 2:
+      raise ValueError(
+        '`group_score` must be "best" for groups of one expert, got '
+        f"{self.group_score!r}."
       )
 
 
@@ -336,6 +356,15 @@ def _check_rope(rope: Rope, name: str, dim: int) -> None:
     raise ValueError(
       f"`rope.dim` must be even and at most {dim}, since pairs are rotated, "
       f"got {rotated}."
+    )
+
+
+def _check_choice(name: str, value: Any, choices: Any) -> None:
+  """Raises ValueError unless a value is one of a `Literal`."""
+  if value not in get_args(choices):
+    raise ValueError(
+      f"`{name}` must be one of {', '.join(map(repr, get_args(choices)))}, got "
+      f"{value!r}."
     )
 
 

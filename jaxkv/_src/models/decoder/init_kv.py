@@ -58,7 +58,7 @@ def init_kv(
     `record_experts`, a tuple whose last item is an `ExpertIdPages`.
 
   Raises:
-    ValueError: the groups of the cache are not those of the decoder. With
+    ValueError: the cache has another number of groups than the decoder. With
       `record_experts`, also if no layer has experts, if layers differ in the
       number of experts per token, or if all layers have a window.
 

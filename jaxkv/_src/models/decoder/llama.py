@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv._src.models.decoder.description import Attention
 from jaxkv._src.models.decoder.description import Decoder
@@ -70,7 +71,8 @@ def llama(
       f"got {rope_base}; or give one number for all layers."
     )
   # `Decoder` checks the other sizes, but has no field for this one.
-  if isinstance(num_layers, bool) or not isinstance(num_layers, int):
+  is_int = isinstance(num_layers, int | np.integer)
+  if isinstance(num_layers, bool) or not is_int or num_layers < 1:
     raise ValueError(
       f"`num_layers` must be an int of at least 1, got {num_layers!r}."
     )

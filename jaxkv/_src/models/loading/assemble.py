@@ -27,7 +27,8 @@ class Checkpoint:
 
   Attributes:
     name: name of the file or folder, for error messages.
-    dtype: default dtype of the parameters.
+    dtype: returns the default dtype of the parameters; raises ValueError if it
+      is not supported.
     weight_map: takes a dtype and returns the `WeightMap` of parameters with
       that dtype.
     tensors: the tensors, by their names in Hugging Face's format.
@@ -37,7 +38,7 @@ class Checkpoint:
   """
 
   name: str
-  dtype: Any
+  dtype: Callable[[], Any]
   weight_map: Callable[[Any], WeightMap]
   tensors: Tensors
   stop_tokens: tuple[int, ...]
@@ -69,7 +70,7 @@ def check(weight_map: WeightMap, tensors: Tensors, file: str) -> None:
   if unknown:
     raise ValueError(
       f"{file} has tensors that are not known: {_listing(unknown)}; its "
-      "architecture is not the one that its config.json names."
+      "architecture is not the one that its configuration names."
     )
   for name, shape in shapes.items():
     tensor = tensors[name]

@@ -19,6 +19,13 @@ from jaxkv._src.models.loading.stop_tokens import stop_tokens
 from jaxkv._src.models.loading.weight_maps import WeightMap
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_OUTER_KEYS = (
+  "architectures",
+  "dtype",
+  "eos_token_id",
+  "tie_word_embeddings",
+  "torch_dtype",
+)
 # The longest sequence, in tokens, of a checkpoint that states none.
 _DEFAULT_LENGTH = 4096
 _VISION = re.compile(
@@ -36,10 +43,10 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
   outer = ConfigFile(values, file)
   quantization = outer.table("quantization_config")
   # In a multimodal checkpoint the keys of the language model are in the table
-  # `text_config`, but the three keys below can be outside of it.
+  # `text_config`, but the keys below can be outside of it.
   if "text_config" in values:
     outer, values = values, dict(outer.table("text_config"))
-    for key in ("architectures", "eos_token_id", "tie_word_embeddings"):
+    for key in _OUTER_KEYS:
       values.setdefault(key, outer.get(key))
     quantization = values.get("quantization_config") or quantization
     tensors = _text_tensors(tensors)
@@ -53,7 +60,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
 
   return Checkpoint(
     name=str(folder),
-    dtype=_dtype(values, file),
+    dtype=functools.partial(_dtype, values, file),
     weight_map=weight_map,
     tensors=tensors,
     stop_tokens=stop_tokens(folder, values),

@@ -132,7 +132,7 @@ class ConfigFile:
     if type(value) is not int or value < minimum:
       raise self.wrong(key, f"an int of at least {minimum}")
     if value > maximum:
-      suffix = " tensors, as there are" if maximum < _MAX_INT else ""
+      suffix = ", the number of tensors" if maximum < _MAX_INT else ""
       raise self.wrong(key, f"at most {maximum}{suffix}")
     return value
 

@@ -63,7 +63,7 @@ def open_checkpoint(path: pathlib.Path) -> Checkpoint:
   stop_tokens = dict.fromkeys(token for token in tokens if token is not None)
   return Checkpoint(
     name=str(path),
-    dtype=jnp.dtype(jnp.bfloat16),
+    dtype=lambda: jnp.dtype(jnp.bfloat16),
     weight_map=weight_map,
     tensors=_renamed(gguf, tensors, values, name, weight_map(jnp.float32)),
     stop_tokens=tuple(stop_tokens),

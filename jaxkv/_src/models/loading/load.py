@@ -165,7 +165,7 @@ def load(
     )
   with checkpoint_errors.one_line_errors(os.fspath(source)):
     checkpoint = _open_checkpoint(source, local_files_only)
-    return _read(checkpoint, jnp.dtype(dtype or checkpoint.dtype), progress)
+    return _read(checkpoint, jnp.dtype(dtype or checkpoint.dtype()), progress)
 
 
 def _read(checkpoint: Checkpoint, dtype: Any, progress: bool) -> Pretrained:

@@ -16,7 +16,7 @@
 | `query_tiles` | cutting a rectangle of queries into tiles of rows |
 | `online_softmax` | the online softmax of one block of keys |
 | `head_epilogue` | per-head scales and sinks, outside a kernel |
-| `xla` | backend: a scan over blocks of tokens, for every platform |
+| `xla` | backend: a loop over blocks of tokens, for every platform |
 | `triton` | backend: Pallas-Triton, for NVIDIA GPUs from sm_80 |
 | `mosaic_gpu` | backend: Pallas Mosaic GPU, for Hopper |
 | `mosaic_tpu` | backend: Pallas Mosaic, for TPUs |

@@ -174,7 +174,9 @@ def _attend_rectangle(
   num_tiles = max(-(-columns // size), 2)
   padding = num_tiles * size - columns
   q = jnp.pad(call.q, ((0, 0), (0, padding), (0, 0), (0, 0)))
-  call = dataclasses.replace(call, q=q)
+  # The number of tiles follows from the largest count.
+  counts = jnp.minimum(call.counts, columns)
+  call = dataclasses.replace(call, q=q, counts=counts)
   if getattr(module, "TAKES_QUERY_TILES", False):
     out, lse = module.attend(call)
   else:

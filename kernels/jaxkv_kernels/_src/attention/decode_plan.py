@@ -106,6 +106,7 @@ def _plan(
   lengths = jnp.maximum(lengths, 0)
   num_skipped = jnp.zeros_like(lengths)
   if window is not None:
+    window = jnp.asarray(window, jnp.int32)
     num_skipped = jnp.maximum(lengths - window, 0) // block
   blocks = (lengths + block - 1) // block - num_skipped
   total = jnp.sum(blocks, dtype=jnp.int32)

@@ -212,6 +212,9 @@ def check_options(
   for name in ("sinks", "alibi_slopes", "k_scale", "v_scale"):
     fields[name] = _float32(fields[name])
   fields["scale"] = dim**-0.5 if options.scale is None else options.scale
+  # Positions are int32, also with 64-bit types.
+  if options.window is not None and not isinstance(options.window, int):
+    fields["window"] = jnp.asarray(options.window, jnp.int32)
   return CallOptions(
     page_offset=jnp.asarray(page_offset, jnp.int32),
     plan=plan,

@@ -22,7 +22,7 @@ class Tiles(NamedTuple):
     q: the rows of Z tiles. For each K/V head, row t * H / K + h of a tile is
       query t with the h-th query head of that K/V head; padding follows.
     reach: the positions of each row's first key, of one past its last key, and
-      of its query; zeros for padding.
+      of its query. The first two are 0 for padding.
     first: the first key that any row of each tile sees.
     end: one past the last key of each tile, 0 if no row sees a key.
     position: the position of each tile's first query.

@@ -32,10 +32,10 @@ class SharedPrefix(NamedTuple):
   Made by `plan_shared_prefix`. Rows in no cluster share nothing.
 
   Attributes:
-    members: the rows of each cluster; entries past the last row are B.
+    members: the rows of each cluster; B for an entry without a row.
     tokens: the number of tokens that the rows of each cluster share, in whole
       pages; 0 if sharing does not pay.
-    prefix_table: the page ids of each cluster's first row.
+    prefix_table: page ids that begin with those that each cluster shares.
     own_tokens: the number of tokens of each row after its shared tokens.
     own_table: the page ids of those tokens.
   """

@@ -104,9 +104,9 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
     "`k_pages` and `v_pages` must have pages of at most"
     f" {_RING_BYTES // BUFFERS} bytes together, got"
     f" {_page_bytes(k_pages, v_pages)}": block * BUFFERS > _RING_BYTES,
-    f"`q` must have few enough heads that a query takes {MEMORY_BYTES} bytes,"
-    f" got {q.shape[-2]} heads for {k_pages.shape[1]} of k_pages, which take"
-    f" {min_memory}": min_memory > MEMORY_BYTES,
+    f"`q` must have few enough heads that a query takes at most {MEMORY_BYTES}"
+    f" bytes, got {q.shape[-2]} heads for {k_pages.shape[1]} of k_pages, which"
+    f" take {min_memory}": min_memory > MEMORY_BYTES,
   }
   return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -1,1 +1,1 @@
-"""Backend `xla`: a scan over blocks of tokens, for every platform."""
+"""Backend `xla`: a loop over blocks of tokens, for every platform."""
