@@ -154,7 +154,8 @@ class CacheManager(ManagerReports):
     | a slot is a fork | as one that was filled; shared pages stay shared |
     | pages are pinned | the pins stay; `pages.release` removes them |
 
-    What the manager did since `manager.state` was read is lost.
+    What the manager did since `manager.state` was read is lost. Only its events
+    that were not read yet stay in the log.
 
     Args:
       state: the state; not donated.

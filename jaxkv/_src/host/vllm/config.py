@@ -136,6 +136,12 @@ def group_kinds(
   align = math.lcm(*sizes)
   # A page of a running state is at least as long as every sequence.
   longest = -(-max_model_len // align) * align
+  for spec in filter(_is_running_state, specs):
+    if spec.block_size < max_model_len:
+      raise ValueError(
+        "`block_size` of a MambaSpec must be at least max_model_len, "
+        f"{max_model_len}, in mode 'none', got {spec.block_size}."
+      )
   if enable_caching and any(map(_is_running_state, specs)):
     raise ValueError(
       "`mamba_cache_mode` must be 'align' with enable_caching=True, got 'none'."

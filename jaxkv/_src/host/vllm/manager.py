@@ -316,7 +316,8 @@ class KVCacheManager:
         for table, hit_pages in zip(tables, map(set, hit), strict=True)
       ]
     for group, blocks in enumerate(new_ids):
-      self.block_pool.count_allocated(blocks)
+      # A group with states has the null block for columns that it skips.
+      self.block_pool.count_allocated([block for block in blocks if block])
       self._zero(group, new[group] if group in skipped_groups else blocks)
 
   def _zero(self, group: int, block_ids: Sequence[int]) -> None:
