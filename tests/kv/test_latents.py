@@ -125,7 +125,7 @@ class TestWrite:
 
   def test_values_are_needed_elsewhere(self):
     kv = make(num_kv_heads=1, head_dim=DIM)
-    with pytest.raises(TypeError, match=r"`v` .* got NoneType"):
+    with pytest.raises(TypeError, match=r"`v` .* latents, got None"):
       memory.write(kv, view([[3]], [0], [1]), 0, draw(0, 1, 1, 1, DIM))
 
 
