@@ -268,7 +268,7 @@ class TestWeights:
   def test_versions(self):
     state, _ = compiled()(weights(), fresh(), *GROUPS)
     model = functools.partial(models.forward, config=MODELS["plain"])
-    with pytest.raises(ValueError, match=r"`version` must be 0, the version of"):
+    with pytest.raises(ValueError, match=r"`version` must be 0, the version"):
       rollout.score(weights(), state, *GROUPS, model=model, version=1)
     _, scored = compiled()(weights(), state, *GROUPS, version=1)
     assert set(scored.code.tolist()) == {jaxkv.Status.STALE}

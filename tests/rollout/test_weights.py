@@ -176,7 +176,9 @@ class TestVersions:
     state = _run(_weights(0), _begun())
     with pytest.raises(ValueError, match="`version` must be given, because"):
       _begun(state.memory.cache)
-    with pytest.raises(ValueError, match=r"must be 0, the version of .* got 1; call"):
+    with pytest.raises(
+      ValueError, match=r"must be 0, the version .* got 1; call"
+    ):
       _begun(state.memory.cache, 1)
     cache, _ = jaxkv.new_epoch(state.memory.cache)
     with pytest.raises(ValueError, match=r"must be 1, the version of .* got 0"):
