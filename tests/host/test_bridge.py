@@ -170,13 +170,19 @@ def test_tokens_that_a_loop_replaces(page_sizes):
   assert match.num_cached_tokens.tolist() == [16, 8]
 
 
-def test_states_that_a_loop_has_published_are_written():
+def _with_a_state_of_a_loop():
+  """A manager that took a state after 8 of 9 tokens, and the tokens."""
   cache = CacheManager(9, [jaxkv.Recurrent(page_size=4)], 64, key=KEY)
   tokens = [*range(9)]
   state, _ = jaxkv.admit(cache.state, [0], [tokens], [8])
   state, _ = jaxkv.commit(state, [tokens], [8], slots=[0])
   state, _ = jaxkv.free(state, slots=[0])
   cache.take(state)
+  return cache, tokens
+
+
+def test_states_that_a_loop_has_published_are_written():
+  cache, tokens = _with_a_state_of_a_loop()
   # In this step already, without `new_step_starts`.
   assert admit(cache, request("c", tokens)) == ([[0, 1]], [[2]])
 
@@ -222,12 +228,7 @@ def test_pages_of_a_sequence_that_ended_on_the_device(cache):
 @pytest.mark.slow
 def test_a_state_of_a_sequence_that_ended_on_the_device():
   """The state before the last token is hit by its key, and was written."""
-  cache = CacheManager(9, [jaxkv.Recurrent(page_size=4)], 64, key=KEY)
-  tokens = [*range(9)]
-  state, _ = jaxkv.admit(cache.state, [0], [tokens], [8])
-  state, _ = jaxkv.commit(state, [tokens], [8], slots=[0])
-  state, _ = jaxkv.free(state, slots=[0])
-  cache.take(state)
+  cache, tokens = _with_a_state_of_a_loop()
   cache.new_step_starts()
   assert admit(cache, request("c", tokens)) == ([[0, 1]], [[2]])
   jaxkv.check(cache.state)

@@ -124,18 +124,22 @@ def _chain_ends(
   for sequence in held:
     root = sequence.root
     assert root is not None
-    aligned = sequence.length // config.alignment * config.alignment
-    count = aligned // config.page_size
+    count = _aligned(config, sequence.length) // config.page_size
     ends.append((root, sequence.nodes[count - 1] if count else root))
   keys.compute(node for pair in ends for node in pair)
   return ends
+
+
+def _aligned(config: CacheConfig, tokens: int) -> int:
+  """Returns the last multiple of A that is not more than `tokens`."""
+  return tokens // config.alignment * config.alignment
 
 
 def _tail(state: HostState, held: HeldSequence) -> np.ndarray:
   """Returns the published tokens after the last multiple of A, masked."""
   # No node has the tokens of a page that is not full, so the request is read.
   config, stop = state.config, held.length
-  begin = stop // config.alignment * config.alignment
+  begin = _aligned(config, stop)
   if begin == stop:
     return np.zeros((0,), np.int32)
   fields = _read(held)
@@ -355,9 +359,8 @@ def _sequence(
   if old is not None:
     # The chain of the device proves tokens up to the last multiple of A. A loop
     # may have replaced the tokens after it, so these are hashed again.
-    aligned = held.length // config.alignment * config.alignment
     held.root = old.root
-    held.nodes = old.nodes[: aligned // config.page_size]
+    held.nodes = old.nodes[: _aligned(config, held.length) // config.page_size]
   # Without a new full page the request need not be read.
   if old is None or len(held.nodes) < count:
     fields = _read(held)

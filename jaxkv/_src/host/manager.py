@@ -249,8 +249,7 @@ class CacheManager(ManagerReports):
     state, limits = self._state, self._state.limits
     held = state.held.get(request.request_id)
     if held is not None:
-      if held.request is not request:
-        state.undo_log.replace(held, request=request)
+      state.set_request(held, request)
       # A running request has none of these arguments in most steps. They, and
       # numbers that are wrong, need the checks below.
       is_special = (
@@ -342,8 +341,7 @@ class CacheManager(ManagerReports):
     if held is None:
       raise step.not_held(request.request_id)
     num_tokens = at_least("num_computed_tokens", num_computed_tokens, 0)
-    if held.request is not request:
-      state.undo_log.replace(held, request=request)
+    state.set_request(held, request)
     publish(state, held, min(num_tokens, len(tokens_of(request))))
 
   @atomic

@@ -128,6 +128,11 @@ class HostState:
     digest = hashlib.blake2b(salt, key=self.secret[:64], digest_size=16)
     return PrefixNode(digest.digest(), None, salt)
 
+  def set_request(self, held: HeldSequence, request: Any) -> None:
+    """Keeps the newest object of a request, whose tokens the bridge reads."""
+    if held.request is not request:
+      self.undo_log.replace(held, request=request)
+
   def forget(self, held: HeldSequence) -> None:
     """Removes a request from `held`; its pages and its slot stay in use."""
     self.undo_log.save_key(self.held, held.request_id)

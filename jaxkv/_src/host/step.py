@@ -70,9 +70,7 @@ def _rows(
     if demand is not None:
       rows.append((len(names), held, demand))
     names.add(name)
-    # The bridge reads the tokens of the newest object that a scheduler sent.
-    if held.request is not request:
-      state.undo_log.replace(held, request=request)
+    state.set_request(held, request)
   return rows
 
 

@@ -371,8 +371,12 @@ def _check_choice(name: str, value: Any, choices: Any) -> None:
 def _sizes(description: Any, *names: str) -> None:
   """Raises ValueError unless the named fields are ints of at least 1."""
   for name in names:
-    value = getattr(description, name)
-    # bool is a subclass of int, and True would pass as 1.
-    is_int = isinstance(value, int | np.integer)
-    if not is_int or isinstance(value, bool) or value < 1:
-      raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")
+    check_size(name, getattr(description, name))
+
+
+def check_size(name: str, value: Any) -> None:
+  """Raises ValueError unless a value is an int of at least 1."""
+  # bool is a subclass of int, and True would pass as 1.
+  is_int = isinstance(value, int | np.integer)
+  if not is_int or isinstance(value, bool) or value < 1:
+    raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")

@@ -3,12 +3,12 @@
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkv._src.models.decoder.description import Attention
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
+from jaxkv._src.models.decoder.description import check_size
 from jaxkv._src.models.decoder.rope import Rope
 
 
@@ -71,11 +71,7 @@ def llama(
       f"got {rope_base}; or give one number for all layers."
     )
   # `Decoder` checks the other sizes, but has no field for this one.
-  is_int = isinstance(num_layers, int | np.integer)
-  if isinstance(num_layers, bool) or not is_int or num_layers < 1:
-    raise ValueError(
-      f"`num_layers` must be an int of at least 1, got {num_layers!r}."
-    )
+  check_size("num_layers", num_layers)
   pattern = [
     Layer(
       attention=Attention(
