@@ -32,9 +32,9 @@ from jaxkv._src.sharding.rollouts import generated
 from jaxkv._src.sharding.rollouts import harvest
 from jaxkv._src.sharding.rollouts import init
 from jaxkv._src.sharding.rollouts import init_memory
-from jaxkv._src.sharding.rollouts import submit
 from jaxkv._src.sharding.shards import each_shard
 from jaxkv._src.sharding.state_shardings import state_shardings
+from jaxkv._src.sharding.submit import submit
 
 __all__ = [
   "MeshAxes",

@@ -18,8 +18,8 @@ from jaxkv._src.integrations.jobs import EngineSizes
 from jaxkv._src.integrations.jobs import Job
 from jaxkv._src.integrations.paged_module import PagedModule
 from jaxkv._src.integrations.skyrl_models import paged_module_of
-from jaxkv._src.integrations.weights import WeightWatch
-from jaxkv._src.integrations.weights import digest
+from jaxkv._src.integrations.weight_changes import WeightWatch
+from jaxkv._src.integrations.weight_changes import digest
 from jaxkv.rollout import Finish
 
 _ADAPTER_NAMES = ("lora_A", "lora_B", "lora_scaling", "lora_ranks")

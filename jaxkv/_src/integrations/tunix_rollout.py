@@ -19,7 +19,7 @@ from jaxkv._src.integrations.jobs import Job
 from jaxkv._src.integrations.paged_module import PagedModule
 from jaxkv._src.integrations.thread_batches import ThreadBatches
 from jaxkv._src.integrations.tunix_models import paged_module_of
-from jaxkv._src.integrations.weights import WeightWatch
+from jaxkv._src.integrations.weight_changes import WeightWatch
 
 _SOLO_JOBS = 16
 """The queue size of an engine if its first call has only one prompt."""

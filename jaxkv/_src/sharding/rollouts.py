@@ -9,15 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import Status
-from jaxkv._src.cache.state import first_code
 from jaxkv._src.engine import generate as loop
 from jaxkv._src.engine import state as rollout
 from jaxkv._src.engine.config import RolloutConfig
@@ -26,7 +23,6 @@ from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.memory import has_version
 from jaxkv._src.engine.model_call import Model
-from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_requests
 from jaxkv._src.engine.requests import check_fits
@@ -37,16 +33,12 @@ from jaxkv._src.engine.results.generated import Generated
 from jaxkv._src.engine.results.generated import Harvested
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.until import Until
-from jaxkv._src.engine.verbs import submit as verb
-from jaxkv._src.engine.verbs.find_sequences import as_counts
-from jaxkv._src.engine.verbs.submit import Submitted
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.sharding.mesh_axes import MeshAxes
 from jaxkv._src.sharding.mesh_axes import on_auto_axes
 from jaxkv._src.sharding.mesh_axes import placed
 from jaxkv._src.sharding.shards import each_shard
 from jaxkv._src.sharding.shards import map_shards
-from jaxkv._src.sharding.state_shardings import check_one_shard_each
 from jaxkv._src.sharding.state_shardings import check_shards
 from jaxkv._src.sharding.state_shardings import tree_shardings
 
@@ -251,92 +243,6 @@ def _check_placed(params: Any, axes: MeshAxes) -> None:
         "mesh, or it would move there in each call; call jax.device_put("
         "params, jaxkv.sharding.param_shardings(params, axes=axes)) once."
       )
-
-
-def submit(
-  state: RolloutState,
-  requests: Requests,
-  *,
-  axes: MeshAxes,
-  ids: Array | None = None,
-) -> tuple[RolloutState, Submitted]:
-  """Adds prompts to the shards that have the fewest unfinished sequences.
-
-  Args:
-    state: the rollout.
-    requests: P prompts, see `jaxkv.rollout.submit`.
-    axes: the mesh.
-    ids: int32[P], the id of each prompt's first sample; None for the next ids
-      of all shards.
-
-  Returns:
-    The rollout, and per prompt a `Status` and an id, see
-    `jaxkv.rollout.submit`. QUEUE_FULL: no shard has EMPTY rows left.
-
-  Raises:
-    TypeError: see `jaxkv.rollout.submit`.
-    ValueError: see `jaxkv.rollout.submit`; or a device has several shards.
-  """
-  requests = as_requests(requests, state.config)
-  if axes.data is None:
-    return verb.submit(state, requests, ids=ids)
-  check_one_shard_each(state, axes)
-  if ids is not None:
-    ids = as_counts("ids", ids, requests.tokens.shape[0])
-  return _submit(state, requests, ids, axes)
-
-
-@functools.partial(jax.jit, static_argnums=3)
-def _submit(state, requests, ids, axes):
-  num_prompts, samples = requests.tokens.shape[0], state.config.num_samples
-
-  def of_shard(state, requests, ids):
-    queue = state.queue
-    shard = lax.axis_index(axes.data)
-    all_next = lax.pmax(queue.next_id, axes.data)
-    if ids is None:
-      ids = all_next + jnp.arange(num_prompts, dtype=jnp.int32) * samples
-    # A later call continues after the ids of this one on every shard.
-    queue = dataclasses.replace(queue, next_id=all_next)
-    owner = _owners(queue.status, num_prompts, samples, axes)
-    is_taken = verb.are_taken(
-      queue, ids, jnp.ones((num_prompts,), bool), samples
-    )
-    refused = first_code(
-      (lax.pmax(is_taken, axes.data), Status.BAD_SEQUENCE),
-      (owner < 0, Status.QUEUE_FULL),
-    )
-    is_mine = (owner == shard) & (refused == Status.OK)
-    state, out = verb.submit(
-      dataclasses.replace(state, queue=queue), requests, ids=ids, mask=is_mine
-    )
-    # Of each prompt, one shard reports, so the sums are its code and its id.
-    code = jnp.where(is_mine, out.code, jnp.where(shard == 0, refused, 0))
-    new_ids = jnp.where(is_mine, out.ids + 1, 0)
-    return state, lax.psum((code, new_ids), axes.data)
-
-  state, all_shards = each_shard(of_shard, state, requests, ids, axes=axes)
-  code, ids = placed(all_shards, axes.everywhere())
-  return state, Submitted(code=code[0], ids=ids[0] - 1)
-
-
-def _owners(
-  status: Array, num_prompts: int, samples: int, axes: MeshAxes
-) -> Array:
-  """Returns the shard of each new prompt, int32[P]; -1 for none."""
-  groups = status.reshape(-1, samples)
-  is_free = jnp.all(groups == SequenceStatus.EMPTY, axis=1)
-  num_free = jnp.sum(is_free, dtype=jnp.int32)
-  load = jnp.sum(status < SequenceStatus.DONE, dtype=jnp.int32)
-  num_free, load = lax.all_gather((num_free, load), axes.data)
-  # The load of a shard before each further prompt; the lowest are taken.
-  further = jnp.arange(num_prompts, dtype=jnp.int32)
-  loads = load[:, None] + further[None] * samples
-  is_free = further[None] < num_free[:, None]
-  loads = jnp.where(is_free, loads, 2**31 - 1).reshape(-1)
-  chosen = jnp.argsort(loads)[:num_prompts]
-  owner = (chosen // num_prompts).astype(jnp.int32)
-  return jnp.where(loads[chosen] < 2**31 - 1, owner, -1)
 
 
 def generated(state: RolloutState, *, axes: MeshAxes) -> Generated:

@@ -1,0 +1,112 @@
+"""Chooses the shard of each new prompt."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.requests import Requests
+from jaxkv._src.engine.requests import as_requests
+from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.verbs import submit as verb
+from jaxkv._src.engine.verbs.find_sequences import as_counts
+from jaxkv._src.engine.verbs.submit import Submitted
+from jaxkv._src.sharding.mesh_axes import MeshAxes
+from jaxkv._src.sharding.mesh_axes import placed
+from jaxkv._src.sharding.shards import each_shard
+from jaxkv._src.sharding.state_shardings import check_one_shard_each
+
+
+def submit(
+  state: RolloutState,
+  requests: Requests,
+  *,
+  axes: MeshAxes,
+  ids: Array | None = None,
+) -> tuple[RolloutState, Submitted]:
+  """Adds prompts to the shards that have the fewest unfinished sequences.
+
+  Args:
+    state: the rollout.
+    requests: P prompts, see `jaxkv.rollout.submit`.
+    axes: the mesh.
+    ids: int32[P], the id of each prompt's first sample; None for the next ids
+      of all shards.
+
+  Returns:
+    The rollout, and per prompt a `Status` and an id, see
+    `jaxkv.rollout.submit`. QUEUE_FULL: no shard has EMPTY rows left.
+
+  Raises:
+    TypeError: see `jaxkv.rollout.submit`.
+    ValueError: see `jaxkv.rollout.submit`; or a device has several shards.
+  """
+  requests = as_requests(requests, state.config)
+  if axes.data is None:
+    return verb.submit(state, requests, ids=ids)
+  check_one_shard_each(state, axes)
+  if ids is not None:
+    ids = as_counts("ids", ids, requests.tokens.shape[0])
+  return _submit(state, requests, ids, axes)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _submit(state, requests, ids, axes):
+  num_prompts, samples = requests.tokens.shape[0], state.config.num_samples
+
+  def of_shard(state, requests, ids):
+    queue = state.queue
+    shard = lax.axis_index(axes.data)
+    all_next = lax.pmax(queue.next_id, axes.data)
+    if ids is None:
+      ids = all_next + jnp.arange(num_prompts, dtype=jnp.int32) * samples
+    # A later call continues after the ids of this one on every shard.
+    queue = dataclasses.replace(queue, next_id=all_next)
+    owner = _choose_shards(queue.status, num_prompts, samples, axes)
+    is_taken = verb.are_taken(
+      queue, ids, jnp.ones((num_prompts,), bool), samples
+    )
+    refused = first_code(
+      (lax.pmax(is_taken, axes.data), Status.BAD_SEQUENCE),
+      (owner < 0, Status.QUEUE_FULL),
+    )
+    is_mine = (owner == shard) & (refused == Status.OK)
+    state, out = verb.submit(
+      dataclasses.replace(state, queue=queue), requests, ids=ids, mask=is_mine
+    )
+    # Of each prompt, one shard reports, so the sums are its code and its id.
+    code = jnp.where(is_mine, out.code, jnp.where(shard == 0, refused, 0))
+    new_ids = jnp.where(is_mine, out.ids + 1, 0)
+    return state, lax.psum((code, new_ids), axes.data)
+
+  state, all_shards = each_shard(of_shard, state, requests, ids, axes=axes)
+  code, ids = placed(all_shards, axes.everywhere())
+  return state, Submitted(code=code[0], ids=ids[0] - 1)
+
+
+def _choose_shards(
+  status: Array, num_prompts: int, samples: int, axes: MeshAxes
+) -> Array:
+  """Returns the least loaded shard for each prompt, int32[P].
+
+  A shard without EMPTY rows for the prompt is not chosen; -1 if none has them.
+  """
+  groups = status.reshape(-1, samples)
+  is_free = jnp.all(groups == SequenceStatus.EMPTY, axis=1)
+  num_free = jnp.sum(is_free, dtype=jnp.int32)
+  load = jnp.sum(status < SequenceStatus.DONE, dtype=jnp.int32)
+  num_free, load = lax.all_gather((num_free, load), axes.data)
+  # The load of a shard before each further prompt; the lowest are taken.
+  further = jnp.arange(num_prompts, dtype=jnp.int32)
+  loads = load[:, None] + further[None] * samples
+  is_free = further[None] < num_free[:, None]
+  loads = jnp.where(is_free, loads, 2**31 - 1).reshape(-1)
+  chosen = jnp.argsort(loads)[:num_prompts]
+  owner = (chosen // num_prompts).astype(jnp.int32)
+  return jnp.where(loads[chosen] < 2**31 - 1, owner, -1)
