@@ -28,25 +28,25 @@ or `shard_map`. A verb returns a new state, and the old state stays usable.
 | `view` | makes a `jaxkv.kv.View`, which `jaxkv.kv.write` and `attend` take |
 
 `CacheConfig` has the static sizes and options, `CacheState` is the state, and
-`check` raises `CacheError`. `HostPolicy` decides which pages are worth host
-memory.
+`check` raises `CacheError`. `HostPolicy` decides which evicted pages move to
+host memory.
 
 A verb takes the state first and returns `(state, out)`. A query returns only
-its answer. `out.code` has a `Status` for each row, and `out.ok` is True for the
+its result. `out.code` has a `Status` for each row, and `out.ok` is True for the
 rows that succeeded. A row that fails changes nothing. Every optional argument
 is a keyword, except the `key` of `init`. If the rows of a verb are slots,
 `slots=None` means all slots in order. `mask=None` means all rows. Integer
 arguments can be lists or arrays of any integer dtype.
 
-The rows of a batch are served in order, so the result equals one call per row,
-in that order. If a verb has exceptions to this rule, its docstring names them.
+A verb processes the rows of a batch in order, so the result equals one call per
+row. If a verb has exceptions to this rule, its docstring names them.
 
 Guarantees:
 
 - Cached pages are evicted in exact LRU order: the page that was released first
   is evicted first. A sequence releases its last page first, so its prefix is
-  evicted last. `CacheConfig.free_policy` says when pages that are not cached
-  are reused.
+  evicted last. `CacheConfig.free_policy` decides when free pages that are not
+  cached are reused.
 - There are no false hits. A page is a hit only if its stored tokens equal the
   tokens looked up, and if its 128-bit key matches. The key is a hash of these
   tokens and of the preceding page's key. For the first page, the salt and the
@@ -58,31 +58,32 @@ Guarantees:
   visits all pages, and the compiled loop copies no array of the pool.
 - With `CacheConfig.host_pages`, cached pages that the device evicts move to
   host memory, in the same LRU order. Verbs return the moves that the caller
-  must make: `kv, host = jaxkv.kv.move(kv, host, out.moves)`.
+  must perform: `kv, host = jaxkv.kv.move(kv, host, out.moves)`.
 - `fork` and `truncate` do not copy page contents. They return the copies that
-  the caller must make: `kv = jaxkv.kv.copy(kv, *out.copies)`.
+  the caller must perform: `kv = jaxkv.kv.copy(kv, *out.copies)`.
 
-Kinds of groups (`notebooks/02_groups_windows_states`):
+Kinds of layer groups (`notebooks/02_groups_windows_states`):
 
-| kind | its layers attend to |
+| kind | the layers attend to |
 |---|---|
 | `FullAttention` | every earlier token |
 | `SlidingWindow(window)` | the last `window` tokens |
 | `ChunkedLocal(chunk)` | earlier tokens of the same chunk |
 | `Recurrent` | a recurrent state; a page holds the state at the page's end |
 | `CrossAttention` | an encoder's tokens; needs `prefix_caching=False` |
-| a subclass of `GroupKind` | your own rule |
+| a subclass of `GroupKind` | the tokens that the subclass selects |
 
 Every group has a separate page table, `state.page_table[:, g]`, and all groups
 share one pool. A prefix is a hit only if all groups can continue from it.
 
-Packages. `jaxkv.models` and most others are imported when they are first used;
-modules of `jaxkv.host` and `jaxkv.integrations` must be imported by name.
+Packages. Most packages are imported when they are first used. Only modules of
+`jaxkv.host` and `jaxkv.integrations` must be imported by name.
 
 | package | description |
 |---|---|
 | `jaxkv` | the cache: its state and verbs |
-| `jaxkv.results`, `jaxkv.telemetry` | result types; events, page ages |
+| `jaxkv.results` | the result types of verbs |
+| `jaxkv.telemetry` | events, and the ages of evicted pages |
 | `jaxkv.kv` | the K/V memory, a second pytree, meant to be donated |
 | `jaxkv.rollout` | the jitted generation loop: queue, prefill, decode, refill |
 | `jaxkv.sharding` | rollouts on several devices |
@@ -99,12 +100,12 @@ modules of `jaxkv.host` and `jaxkv.integrations` must be imported by name.
 | `jaxkv.kernels` | paged attention and page operations on plain arrays |
 
 On a CPU, XLA runs parts of small operations in other threads, which costs more
-time than it saves. `CPU_COMPILER_OPTIONS` prevents this. A loop over the cache
-is then faster, and its cost does not depend on the size of the pool:
+time than it saves. `CPU_COMPILER_OPTIONS` prevents this. The compiled loop is
+then faster, and its cost does not depend on the size of the pool:
 
   generate = jax.jit(generate, compiler_options=jaxkv.CPU_COMPILER_OPTIONS)
 
-Commands (`python -m jaxkv COMMAND --help` has all options):
+Commands (`python -m jaxkv COMMAND --help` lists the options):
 
 | command | description |
 |---|---|
@@ -115,22 +116,22 @@ Commands (`python -m jaxkv COMMAND --help` has all options):
 
 `replay` reads JSON lines with `input_length, output_length, hash_ids`, and
 prints hits, evictions and the time per request. `hash_ids` has one id for every
-512 tokens of a prompt. Commands print tables, and most write `--json FILE`. On
-unusable input they print the reason and exit with status 2.
+512 tokens of a prompt. Commands print tables, and most can write JSON (`--json
+FILE`). On invalid input they print the reason and exit with status 2.
 
 Terms:
 
 | term | meaning |
 |---|---|
 | page | memory for the K/V of `page_size` tokens, identified by its number |
-| null page | page 0, which holds no tokens and fills unneeded columns |
+| null page | page 0, which holds no tokens and fills unused columns |
 | pool | all pages, with the queue of free pages and the prefix index |
 | slot | a row of the cache that holds one sequence, or is empty |
 | sequence | the tokens of a slot |
 | page table | the page numbers of each slot and group, in order |
 | column | a position in a row of the page table |
 | group | layers with the same cache behaviour; all groups share the pool |
-| row | one entry of a call's batch |
+| row | one entry of the batch of a call |
 | prefix | the first tokens of a sequence, up to the end of a page |
 | key | a 128-bit hash of a page's tokens and of the prefix before them |
 | published | entered in the prefix index under its key |
@@ -147,7 +148,7 @@ Letters of array shapes:
 | R | rows of one call |
 | M | columns of a page-table row |
 | N, N2 | pages in the pool, pages in host memory |
-| S | tokens a page |
+| S | tokens per page |
 | T | tokens |
 | P | whole pages in T tokens, T // S |
 | A | alignment: the least common multiple of the groups' page sizes |

@@ -1,4 +1,4 @@
-"""`python -m jaxkv`: the commands."""
+"""The commands of jaxkv."""
 
 import argparse
 import signal
@@ -13,7 +13,7 @@ from jaxkv._src.commands import rollout
 from jaxkv._src.commands.errors import CommandError
 
 _EPILOG = (
-  "JAX_COMPILATION_CACHE_DIR=FOLDER keeps compiled programs for the next start."
+  "JAX_COMPILATION_CACHE_DIR=FOLDER saves compiled programs for later runs."
 )
 
 
@@ -63,7 +63,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _report(text: str) -> int:
-  """Prints a text in one line, with escapes, and returns status 2."""
+  """Prints a text to stderr as one line, and returns the exit status 2."""
   line = "".join(
     character if character.isprintable() else repr(character)[1:-1]
     for character in text
@@ -74,7 +74,7 @@ def _report(text: str) -> int:
 
 if __name__ == "__main__":
   if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # With the system's handler, Ctrl-C ends the process at once. Python's
-    # handler would wait for the end of a compilation.
+    # With the default handler of the system, Ctrl-C ends the process at once.
+    # Python's handler would wait for the end of a compilation.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
   sys.exit(main())

@@ -3,14 +3,15 @@
   jaxkv.checkpoint.save(folder, state)
   state = jaxkv.checkpoint.restore(folder, target)
 
-`target` is a rollout of the same sizes, or its shapes, and says on which
-devices the arrays go. A snapshot with `pages=False` is small, and tokens are
-computed again. Both need orbax: `pip install "jaxkv[checkpoints]"`.
+`target` is a rollout of the same sizes, or its shapes, and its shardings select
+the devices. `save(..., pages=False)` writes a small snapshot without K/V pages;
+after `restore`, the tokens are computed again. Both functions need orbax:
+`pip install "jaxkv[checkpoints]"`.
 
-A rollout is an ordinary pytree, so other libraries can save it too. These
-functions also check that options, sizes and number formats are those of the
-saved rollout, and convert K/V memory between a CPU, which stores bfloat16 as
-integers, and accelerators. Snapshots are trusted, see SECURITY.md.
+A rollout is a pytree, so other libraries can save it too. These functions also
+check that options, sizes and number formats equal those of the saved rollout.
+They convert K/V memory between accelerators and a CPU, which stores bfloat16 as
+integers. Restore only snapshots that you trust, see SECURITY.md.
 """
 
 from jaxkv._src.engine.snapshot import restore

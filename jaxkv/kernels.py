@@ -11,17 +11,17 @@ they do not need a cache. `jaxkv_kernels` has the same names without `jaxkv`.
 - `mla_decode`, `mla_attention`, `mla_attention_padded`: multi-head latent
   attention over one pool, only with `xla` and `triton`
 - `plan_decode`: cuts a decode step into equal pieces of work, for backends that
-  take plans; `decode_workers` returns the argument `workers` for a backend
+  take plans; `decode_workers` returns its argument `workers` for a backend
 - `tile_queries`: cuts packed queries into tiles of one sequence each
 - `merge_states`: merges attention over disjoint parts of the keys
 - `append_kv`, `append_quantized`, `append_pages`: write new tokens into their
-  pages, in place if these are donated or carried by a loop
+  pages, in place if the pages are donated or carried by a loop
 - `copy_pages`, `gather_pages`: copy pages within a pool, gather sequences
 
 Options: grouped and multi-query heads, soft cap, sliding window, sinks, ALiBi,
 tree masks, keys and values of different size. Pools hold float32, bfloat16,
 float16, float8_e4m3fn, float8_e5m2 or int8. The last three have a scale for
-each head, or for each token and head. Unused pages can hold anything, including
+each head, or for each token and head. Unused pages can have any contents, even
 NaN. Attention has no gradient rule, so it cannot be used in a training loss.
 
 The same tests compare four backends with one float64 reference.
@@ -41,7 +41,7 @@ other backends were not chosen. No backend has been timed on a GPU or a TPU.
   128. Numerics checked: in an interpreter with race detection. Compiled in
   tests for: TPU v5e, v6e, v7x.
 
-`pip install "jaxkv[aot]"` installs the compilers, which need no device.
+`pip install "jaxkv[aot]"` installs these compilers, which need no device.
 `benchmarks/gpu_suite.py` checks every backend on the GPU at hand and times it
 beside a plain copy and other libraries.
 """

@@ -1,19 +1,19 @@
-"""K/V memory: the pages themselves, a second pytree beside the cache state.
+"""K/V memory: the contents of pages, a second pytree beside the cache state.
 
 The cache state records which page belongs to which slot. It is small, so a
-snapshot of it is cheap. The pages are large, so donate them. A `View` holds the
+snapshot of it is cheap. The pages are large, so donate them. A `View` has the
 part of the cache state that one call on the pages needs. `help(jaxkv)` defines
 the letters of array shapes.
 
-| function | what it does |
+| function | description |
 |---|---|
 | `init` | makes empty pages for all layers |
 | `write` | stores the keys and values of new tokens |
-| `share` | finds the pages that rows have in common, to read them once |
-| `refresh_shared` | checks which rows still share pages, once for all layers |
-| `plan_decode` | cuts a decode step into equal pieces, once for all layers |
+| `share` | finds pages that several rows begin with, to read them once |
+| `refresh_shared` | checks which rows still share pages, for all layers |
+| `plan_decode` | cuts a decode step into equal pieces, for all layers |
 | `attend` | computes attention over the tokens of a sequence or an encoder |
-| `attend_with_lse` | also returns the log-sum-exps |
+| `attend_with_lse` | the same, and returns the log-sum-exps |
 | `copy` | copies pages in every layer, as `fork` and `truncate` require |
 | `page_bytes` | counts the bytes of a page, for a `HostPolicy` |
 | `init_host` | makes empty pages in host memory, for evicted pages |
@@ -26,9 +26,9 @@ the letters of array shapes.
 | `check` | checks that the memory has the pages of a cache |
 | `plan_layers` | divides the layers of a model into groups by their windows |
 
-| type | purpose |
+| type | description |
 |---|---|
-| `View`, `PackedView`, `FreshView` | what a call reads of the cache's state |
+| `View`, `PackedView`, `FreshView` | the cache state that one call reads |
 | `Batch` | the tokens of one call of a model, and their views |
 | `LayerPlan`, `LayerMemory` | layers of a model, and their memory in a call |
 | `KVPages`, `StatePages`, `ExpertIdPages` | pools of pages |
@@ -38,8 +38,8 @@ the letters of array shapes.
 All functions are pure and donate nothing. Writes are in place if you donate the
 pages to your own `jit`, or carry them through a loop.
 
-An old cache state is valid with the pages of that time. With later pages it is
-valid until another sequence gets a page that the old state holds or has cached.
+A cache state is always valid with the pages of the same time. With later pages
+it is valid until another sequence gets a page that the state holds or caches.
 
 Models in plain JAX. A model is a function of its weights, a `Batch` and the
 memory, and returns logits and the new memory. `plan_layers` divides its layers
@@ -60,16 +60,16 @@ and its part of the pages:
       x += project(layer, memory.attend(q, k, v))
     return memory.logits(memory.pick(x) @ params["output"]), memory.kv
 
-`jaxkv.rollout.generate(params, state, model=model)` calls it in each step, with
-the tokens of all sequences in one row, and `batch.rows` names the sequence of
-each token. The decoders of `jaxkv.models` have the same signature.
+`jaxkv.rollout.generate(params, state, model=model)` calls the model in each
+step. The tokens of all sequences are in one row, and `batch.rows` has the
+sequence of each token. The decoders of `jaxkv.models` have the same signature.
 
 Shared prefixes. The page tables of several rows can begin with the same pages,
 for example after a fork. `share` lets `attend` read such pages once:
 
   view = jaxkv.kv.share(kv, view, num_clusters=4, cluster_size=8)
 
-Call `share` once a decode step. A function that takes a view and loops over
+Call `share` once per decode step. A function that takes a view and loops over
 layers should call `refresh_shared` once before the loop, as
 `jaxkv.models.forward` does. Otherwise `attend` checks in every layer which rows
 still share pages. Compiled for an H200 with `triton`, a layer then starts 25
@@ -83,16 +83,16 @@ times as fast.
 Mixed steps. A `PackedView` has the tokens of many sequences in one row: one
 token of each decoding sequence, then chunks of prompts. `write` and `attend`
 accept it in place of a `View`. Outside of attention, a model treats tokens
-independently. So a model for tokens [B, T] can compute a mixed step of C tokens
-as [1, C].
+independently. So a model for tokens [B, T] can run a mixed step of C tokens
+with tokens [1, C].
 
-Plans. `plan_decode` puts a `DecodePlan` into a view for `mosaic_gpu`, the only
-backend that takes plans. With a plan all pieces of work are equally long, and a
+Plans. `plan_decode` puts a plan into a view for `mosaic_gpu`, the only backend
+that takes plans. With a plan, all pieces of work have the same length, and a
 layer starts 8 kernels instead of 12.
 
 Latents. Multi-head latent attention (MLA) stores one vector for each token: its
-key, whose leading elements are its value. Pages made with `value_dim` hold such
-vectors. `write` then takes no values, and `attend` takes absorbed queries:
+key, whose leading elements are also its value. Pages made with `value_dim` hold
+such vectors. Then `write` takes no values, and `attend` takes absorbed queries:
 
   kv = jaxkv.kv.init(
     config, num_layers=27, num_kv_heads=1, head_dim=576, value_dim=512
@@ -101,7 +101,7 @@ vectors. `write` then takes no values, and `attend` takes absorbed queries:
   options = jaxkv.kernels.AttentionOptions(scale=192**-0.5)
   out = jaxkv.kv.attend(kv, view, layer, q, options=options)  # [B, T, H, 512]
 
-Backends `xla` and `triton` serve latents.
+Only the backends `xla` and `triton` support latents.
 
 Encoders. A layer group of kind `CrossAttention` holds the tokens of an encoder.
 Write them once. Then each query of the decoder sees all of them:
@@ -120,7 +120,7 @@ reads the state before its new tokens and writes the state after them:
   states = jaxkv.kv.write_state(states, view, layer, after)
 
 Sequences that reuse a full page start from its state. So the tokens of one call
-should not go past the end of a page. `write_state` explains the exceptions.
+should not cross the end of a page. `write_state` explains the exceptions.
 
 Expert ids. `init_expert_ids` makes `ExpertIdPages`, which hold small integers
 for each token, such as the ids of the experts that computed it. A sequence that
@@ -135,7 +135,7 @@ take the tuple. The other functions take the pool of one group.
 Host memory. With `CacheConfig.host_pages`, cached pages that the device evicts
 move to host memory, and return to the device when a sequence hits them. Both
 memories together keep the most recently used pages. Verbs that take pages
-return the necessary moves, which are performed before anything is written:
+return the necessary moves. Perform the moves before you write to any page:
 
   host = jaxkv.kv.init_host(kv, config)
   state, out = jaxkv.admit(state, slots, tokens, lengths)
@@ -148,14 +148,15 @@ only if their return takes less time than computing their tokens again:
   size = jaxkv.kv.page_bytes(jax.eval_shape(init_kv))
   config = jaxkv.CacheConfig(..., host_policy=policy, page_bytes=size)
 
-A lookup prefers a page on the device to an equal one on the host. Pages that
-were cached before the last `new_epoch` are forgotten when they are evicted. A
-page in use is never moved, and `merge_duplicates` replaces no page by one on
-the host. All counts of free pages, `keep_free` and the watermark of a rollout
-count device pages only. Hits equal those of one pool as large as both memories,
-unless equal pages are cached twice, for example because two sequences computed
-them at once. If the memory is a tuple of pools, a page moves in all of them.
-Moves run on CPUs and are compiled for TPUs in tests; no GPU has run them yet.
+A lookup prefers a page on the device to an equal page on the host. Pages cached
+before the last `new_epoch` do not move to the host when they are evicted. A
+page in use never moves, and `merge_duplicates` does not replace a page with one
+on the host. All counts of free pages, `keep_free` and the watermark of a
+rollout count device pages only. The hits equal those of one pool as large as
+both memories, unless equal pages are cached twice, for example because two
+sequences computed them at once. If the memory is a tuple of pools, a page moves
+in all of them. In tests, moves run on CPUs and are compiled for TPUs; no GPU
+has run them yet.
 
 Formats. Pools hold float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or
 int8. The last three have a scale for each token and head.

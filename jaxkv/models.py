@@ -2,7 +2,7 @@
 
 A `Decoder` describes a model layer by layer. Each `Layer` has a token mixer
 (`Attention`, `LatentAttention`, `DeltaNet`) and an MLP (`Mlp`, `Experts`).
-`forward` runs any of them. `llama` describes the simplest family.
+`forward` runs any `Decoder`. `llama` describes the simplest family.
 
 | feature                                         | class                    |
 |-------------------------------------------------|--------------------------|
@@ -24,7 +24,7 @@ one view per group. For a decoder with five windowed layers per full layer:
   cache = jaxkv.init(jaxkv.CacheConfig(groups=cache_groups(config), ...))
   kv = init_kv(config, cache.config)
 
-One step, which computes a chunk of a prompt or decodes:
+One step, which prefills a chunk of a prompt or decodes:
 
   cache, _ = jaxkv.recycle(cache)  # frees pages outside all windows
   cache, out = jaxkv.allocate(cache, num_tokens)

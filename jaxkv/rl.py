@@ -33,11 +33,11 @@ The same loss, with each prompt computed once per group:
 The new and the old log-probs of a ratio must be of the same distribution, here
 the softmax over all tokens at one temperature. A rollout returns `log_probs` of
 the distribution that tokens were drawn from, after all changes by `Sampling`
-and `process`. So `out.log_probs` are valid as the old log-probs only if
+and `process`. So `out.log_probs` are valid as the old log-probs only if the
 temperature is the only change. With top-k, top-p, min-p, penalties, biases or
-masks, take them from `rollout.score(temperature=)` or, before the update, from
-`grouped_log_probs`. At temperature 1, `records.raw_log_probs` are also valid,
-which a rollout records with `RolloutConfig(raw_log_probs=True)`.
+masks, compute the old log-probs with `rollout.score(temperature=)` or, before
+the update, with `grouped_log_probs`. At temperature 1, `records.raw_log_probs`
+of a rollout with `RolloutConfig(raw_log_probs=True)` are also valid.
 
 | function             | computes                                              |
 |----------------------|-------------------------------------------------------|

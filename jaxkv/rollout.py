@@ -9,7 +9,7 @@ Functions of a rollout's state:
 | `generate_texts` | continues a list of texts in one call |
 | `is_done` | reports whether all sequences have ended |
 | `submit`, `harvest` | add prompts, and remove finished sequences |
-| `extend` | appends tokens of a tool or a user and resumes sequences |
+| `extend` | appends tokens of a tool or a user, and resumes sequences |
 | `abort`, `requeue` | end sequences, or put running ones back into the queue |
 | `export`, `import_sequences` | move sequences to another rollout |
 | `update_weights` | starts a new version of the weights |
@@ -36,14 +36,14 @@ Types:
 | `Requests` | prompts and their settings, for `init` and `submit` |
 | `Sampling`, `LogitBias` | settings of each sequence |
 | `Model`, `Process`, `Draft`, `Rows` | your functions, and their arguments |
-| `Guide`, `GuideState`, `Grammar` | constrained generation |
-| `StopStrings`, `TokenBytes` | fields of `Sampling`, and their vocabulary |
+| `Guide`, `GuideState`, `Grammar` | guided decoding |
+| `StopStrings`, `TokenBytes` | stop strings, and the bytes of each token |
 | `Until` | a limit for `generate` |
 | `RolloutState` | the state: a queue, slots and memory |
-| `Queue`, `Slots`, `Memory`, `Records`, `Counters` | its parts |
-| `SequenceStatus`, `Finish` | the status of a sequence; the reason of its end |
+| `Queue`, `Slots`, `Memory`, `Records`, `Counters` | parts of `RolloutState` |
+| `SequenceStatus`, `Finish` | a sequence's status, and why it ended |
 | `Submitted`, `Harvested`, `Generated`, `Grouped` | results |
-| `Exported` | sequences that belong to no rollout |
+| `Exported` | sequences between `export` and `import_sequences` |
 | `Scored`, `Texts` | the results of `score` and `generate_texts` |
 | `Timeline`, `Span` | the result of `timeline` |
 
@@ -53,10 +53,10 @@ each row. A row that fails changes nothing. `score` returns a status for each
 prompt. `generate` and `update_weights` return the state. All functions are pure
 and can be called inside `jit`.
 
-Call `generate` inside `jit`, with the state donated. Outside of `jit` it
-compiles again at every call. The first call compiles for about 15 s. With jax's
-persistent compilation cache, `jax.config.update("jax_compilation_cache_dir",
-FOLDER)`, it takes about 2 s in a later process.
+Call `generate` inside `jit`, with the state donated. Outside of `jit`, every
+call compiles again. Compilation takes about 15 s. With the persistent cache of
+jax, `jax.config.update("jax_compilation_cache_dir", FOLDER)`, the first call of
+a later process takes about 2 s.
 
 `help(jaxkv.rollout.devices)` explains rollouts on several devices, and saving.
 """

@@ -7,7 +7,7 @@ A mesh and the names of its axes decide how a rollout is split:
 | `data`  | the sequences: each shard has its own cache, memory and queue, and |
 |         | runs until its sequences end. Shards do not communicate            |
 | `model` | K/V heads and the model's parameters, with two all-reduces of      |
-|         | activations in each layer. No page moves                           |
+|         | activations in each layer                                          |
 
 | function | purpose |
 |---|---|
@@ -20,8 +20,8 @@ A mesh and the names of its axes decide how a rollout is split:
 | `rebalance` | moves sequences to shards with less work |
 | `each_shard` | applies another function of `jaxkv.rollout` to each shard |
 
-`help(jaxkv.rollout.devices)` has examples. The functions take a mesh. They
-never make one, and never initialize JAX or its processes.
+`help(jaxkv.rollout.devices)` has examples. The functions never make a mesh, and
+never call `jax.distributed.initialize`.
 """
 
 from jaxkv._src.sharding.mesh_axes import MeshAxes

@@ -1,4 +1,4 @@
-"""Telemetry of a cache: its events, ages of evicted pages, newly used pages."""
+"""Telemetry of a cache: events, ages of evicted pages, newly used pages."""
 
 from jaxkv._src.cache.telemetry import Cleared
 from jaxkv._src.cache.telemetry import Drained

@@ -3,11 +3,11 @@
 | name | purpose |
 |---|---|
 | `Pool` | runs a stream of prompts on workers |
-| `Worker`, `Room`, `Group` | what a worker does, and its results |
+| `Worker`, `Room`, `Group` | the interface of a worker, and its result types |
 | `LocalWorker` | a worker in this process |
 
 `jaxkv.integrations.ray` has workers on other machines. A pool starts threads,
-but neither processes nor devices.
+but no processes, and uses no devices itself.
 """
 
 from jaxkv._src.workers.local_worker import LocalWorker

@@ -4,9 +4,9 @@ import itertools
 import signal
 import sys
 
-# `python -m jaxkv` imports jax before `__main__` runs. There, an exception that
-# SIGINT raises in a callback would be dropped, and the signal lost; so it ends
-# the process at once, until `__main__` installs its own handlers. While Python
+# `python -m jaxkv` imports jax before `__main__` runs. In the meantime, Python
+# could raise KeyboardInterrupt in a callback that drops exceptions, and Ctrl-C
+# would be lost. With SIG_DFL, Ctrl-C ends the process at once. While Python
 # looks for the module to run, sys.argv[0] is "-m".
 _IS_COMMAND = sys.argv[:1] == ["-m"] and ("-m", "jaxkv") in itertools.pairwise(
   sys.orig_argv

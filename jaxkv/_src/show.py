@@ -90,9 +90,9 @@ def show(
   Each cell is a page with its number. The colour shows the page's kind: in use
   by one sequence, shared by several, pinned, free, or free but still cached. A
   dot marks a page that is in use and cached, which a new sequence can share.
-  A slot shows the pages of its sequence in order, and the length in tokens. A
-  bar shows how much of the last page is filled. The free queue shows the free
-  pages in the order in which they will be popped.
+  The row of a slot has the pages of its sequence in order, and the length of
+  the sequence in tokens. A bar shows how much of the last page is filled. The
+  free queue has the free pages in the order in which they will be popped.
 
   The background is transparent. The figure does not belong to pyplot: a
   notebook displays the figure only if it is the last expression of a cell, and
@@ -101,7 +101,7 @@ def show(
 
   Args:
     state: one cache of at most 4,096 pages.
-    title: a line above the picture.
+    title: a line above the picture; empty for none.
     ax: the matplotlib axes to draw in; None for a new figure.
 
   Returns:
@@ -228,7 +228,7 @@ def _draw_row(
   group: int,
   widest: int,
 ) -> None:
-  """Draws the pages that one slot holds in one group."""
+  """Draws the pages of one slot in one layer group."""
   config = state.config
   kind, size = config.groups[group], config.page_sizes[group]
   length, width = int(state.length[slot]), min(1.0, picture.columns / widest)

@@ -7,7 +7,7 @@
 | `jaxkv.integrations.skyrl_tx` | SkyRL-tx, a Tinker server                   |
 | `jaxkv.integrations.ray`      | Ray, for the workers of a pool              |
 
-The rest of the library does not need these packages. Each is imported when its
-adapter is first used. `pip install "jaxkv[clients]"` installs flax and tunix.
-SkyRL-tx needs a separate environment; `jaxkv[ray]` installs Ray.
+The rest of the library does not need these packages. An adapter imports its
+package when it is first used. `pip install "jaxkv[clients]"` installs flax and
+tunix, and `jaxkv[ray]` installs Ray. SkyRL-tx needs a separate environment.
 """

@@ -182,7 +182,7 @@ class TestWrongArguments:
   @pytest.mark.parametrize(
     ("options", "message"),
     [
-      ({}, "`grammars` must say which of the 2 grammars each sequence has"),
+      ({}, "`grammars` must be the index of one of 2 grammars for"),
       ({"grammars": [0]}, r"`grammars` must have the shape \[2\]"),
       ({"grammars": [0, 2]}, r"`grammars\[1\]` must be 0 .. 1, got 2"),
       ({"grammars": [0, 0], "max_tokens": [1]}, r"must have the shape \[2\]"),

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxkv
 from jaxkv.host import CacheManager
 from jaxkv.host import CachePages
 from jaxkv.host import Request
@@ -142,3 +143,11 @@ def test_a_running_request_without_a_status_takes_them():
   assert cache.allocate_slots(one, 4) is not None
   one.num_computed_tokens = 4
   assert cache.allocate_slots(one, 32) is not None
+
+
+def test_null_pages_are_not_new():
+  groups = [jaxkv.Recurrent(page_size=4), jaxkv.FullAttention(page_size=4)]
+  cache = CacheManager(20, groups, 32)
+  new = cache.allocate_slots(request("0", range(14)), 14)
+  assert new.get_page_ids()[0] == [0, 0, 0, 1]
+  assert new.get_unhashed_page_ids() == [1]

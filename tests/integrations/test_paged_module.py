@@ -227,7 +227,7 @@ def test_a_decoder_of_somebody_else():
 
 @pytest.mark.parametrize("windows", [(None, None), (None, 4)])
 def test_too_many_windows(windows):
-  with pytest.raises(ValueError, match="as many entries as layers attend, 1"):
+  with pytest.raises(ValueError, match="got 2 for 1 calls of `attend`"):
     _run_toy(_paged_toy(windows)[1])
 
 

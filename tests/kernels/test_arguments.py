@@ -167,7 +167,7 @@ class TestEveryFunction:
       (
         "append_quantized",
         {"v_new": NEW.astype(jnp.int8)},
-        "`v_new` must be floats, got int8; elements",
+        "`v_new` must be floats, got int8; pass values",
       ),
       (
         "append_quantized",
@@ -221,7 +221,7 @@ class TestErrors:
       ),
       (
         {"v_pages": jnp.ones((4, 2, 4, 8))},
-        r"`v_pages` must be \[5, 2, 4, Dv\], as k_pages is, got float32\[4, ",
+        r"`v_pages` must be \[5, 2, 4, Dv\], like k_pages, got float32\[4, ",
       ),
       (
         {"page_table": jnp.ones((3, 3), jnp.int32)},

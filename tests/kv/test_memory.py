@@ -60,11 +60,15 @@ class TestInit:
       ({"dtype": "int16"}, "`dtype` must be one of .* got int16"),
       (
         {"dtype": "float32", "storage_dtype": "uint16"},
-        "`storage_dtype` must be float32, got uint16",
+        "`storage_dtype` must be float32, got 'uint16'",
       ),
       (
         {"dtype": "bfloat16", "storage_dtype": "uint8"},
-        "`storage_dtype` must be bfloat16 or uint16, .* got uint8",
+        "`storage_dtype` must be bfloat16, or uint16 .* got 'uint8'",
+      ),
+      (
+        {"dtype": "bfloat16", "storage_dtype": "int32"},
+        "`storage_dtype` must be bfloat16, or uint16 .* got 'int32'",
       ),
     ],
   )

@@ -305,7 +305,7 @@ class TestConfig:
       (
         models.Experts,
         {"num_groups": 4, "num_chosen_groups": 1},
-        "`num_chosen_groups` must be from 2",
+        "`num_chosen_groups` must be 2 .. 4",
       ),
       (
         models.Experts,

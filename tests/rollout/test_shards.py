@@ -1,5 +1,6 @@
 """Prompts and sequences that go to the shards of a rollout on a mesh."""
 
+import dataclasses
 import functools
 
 import jax
@@ -132,12 +133,15 @@ class TestPrompts:
       for row in np.flatnonzero(out.results.valid).tolist():
         results[int(out.results.ids[row])] = out.results.tokens[row].tolist()
       if len(results) == 1 and refused is None:
-        # Of four prompts, one finds the rows of the one that ended.
-        state, refused = sharding.submit(state, more, axes=axes)
+        # The first prompt is refused, and takes no rows. Of the others, one
+        # finds the rows of the one that ended.
+        bad = dataclasses.replace(more, lengths=np.r_[0, more.lengths[1:]])
+        state, refused = sharding.submit(state, bad, axes=axes)
       if bool(rollout.is_done(state)):
         break
-    assert refused.ids.tolist() == [4, -1, -1, -1]
-    assert refused.code.tolist()[1:] == [jaxkv.Status.QUEUE_FULL] * 3
+    assert refused.ids.tolist() == [-1, 4, -1, -1]
+    bad, full = jaxkv.Status.BAD_LENGTH, jaxkv.Status.QUEUE_FULL
+    assert refused.code.tolist() == [bad, jaxkv.Status.OK, full, full]
     # Equal to those of one device.
     alone = recipes.begun(_of_lengths(np.asarray([2, 9, 9, 9], np.int32)))
     end = recipes.done(names, alone)

@@ -44,7 +44,7 @@ class TestMostLikely:
     assert 0 <= int(tokens.min()) and int(tokens.max()) < 30
 
   def test_more_than_there_are(self):
-    message = "`top_log_probs` must be at most 3, the tokens there are, got 4"
+    message = "`top_log_probs` must be at most 3, the size of the vocabulary"
     with pytest.raises(ValueError, match=message):
       most_likely(jnp.zeros((1, 3)), 4)
 

@@ -1,8 +1,8 @@
-"""Argument checks: casts to the library's dtypes, and errors with one form.
+"""Checks of arguments, and casts to the library's dtypes.
 
 A wrong type or dtype is a `TypeError`, a wrong shape or value a `ValueError`.
-Messages read "`name` must be X, got Y; do Z.". Arrays are checked while the
-caller is traced, so that a compiled program contains no checks.
+Messages read "`name` must be X, got Y; do Z.". The checks run while the caller
+is traced, so a compiled program contains none.
 """
 
 import operator
@@ -20,7 +20,7 @@ _INT32 = np.iinfo(np.int32)
 _WIDE = ("int64", "uint64", "uint32")
 
 Shape = tuple[int | str, ...]
-"""The sizes of an array. A letter matches any size except 0."""
+"""The expected shape of an array. A letter matches any size except 0."""
 
 
 def refuse(
@@ -84,7 +84,7 @@ def check_bool(name: str, value: Any) -> None:
 def _static(value: Any) -> str:
   """Describes a static value for a message."""
   if isinstance(value, Array):
-    return "a jax.Array; it is static, so give a value of Python"
+    return "a jax.Array; it is static, so give a Python value"
   return f"{value!r} of type {type(value).__name__}"
 
 
@@ -137,7 +137,8 @@ def as_int32(name: str, value: Any) -> Any:
   """Converts integers to int32; a value on the host becomes a NumPy array.
 
   Raises:
-    TypeError: the elements are not integers, such as floats or bools.
+    TypeError: the elements are not integers, such as floats or bools, or are
+      traced with a dtype that may not fit int32.
     ValueError: a number does not fit int32.
   """
   if isinstance(value, jax.Array):
@@ -146,7 +147,6 @@ def as_int32(name: str, value: Any) -> Any:
     _check_kind(name, value.dtype, "iu", "integers")
     if value.dtype.name not in _WIDE:
       return value.astype(jnp.int32)
-    # The values of a tracer are unknown, so they may not fit int32.
     if isinstance(value, Tracer):
       raise TypeError(
         f"`{name}` must be int32 in a traced function, got {value.dtype}, "
@@ -168,10 +168,10 @@ def as_int32(name: str, value: Any) -> Any:
 
 
 def as_real_numbers(name: str, value: Any) -> Any:
-  """Checks that a value holds floats or integers, without casting it.
+  """Converts floats or integers to an array of the same dtype.
 
   Raises:
-    TypeError: the elements are something else, such as bools.
+    TypeError: the elements are of another kind, such as bools.
   """
   array = value if isinstance(value, jax.Array) else _on_host(name, value)
   kinds = (jnp.floating, jnp.integer)
@@ -202,11 +202,11 @@ def as_secret(name: str, value: Any) -> Array:
 
   Raises:
     TypeError: the value is neither uint32 nor a `jax.random.key`.
-    ValueError: the value has another shape, or is None under a trace or with
+    ValueError: the value has the wrong shape, or is None under a trace or with
       several processes.
   """
   if value is None:
-    # Under a trace even a new constant is a tracer, so this detects tracing.
+    # Under a trace even a new constant is a tracer.
     tracing = isinstance(jnp.zeros((), bool), Tracer)
     if tracing or jax.process_count() > 1:
       raise ValueError(
@@ -276,7 +276,7 @@ def check_integers(name: str, values: Any) -> None:
 
 
 def check_int32(name: str, values: Any, shape: Shape) -> None:
-  """Raises unless `values` is an int32 array of a shape; see `check_shape`."""
+  """Raises unless `values` is an int32 array of the expected shape."""
   check_array(name, values)
   if values.dtype != jnp.int32:
     hint = f"cast it with {name}.astype(jnp.int32)"
@@ -288,12 +288,12 @@ def check_int32(name: str, values: Any, shape: Shape) -> None:
 def check_shape(
   name: str, value: Array, shape: Shape, meaning: str = ""
 ) -> None:
-  """Raises ValueError unless an argument has the given shape.
+  """Raises ValueError unless an argument has the expected shape.
 
   Args:
     name: the argument's name, for the message.
     value: the argument.
-    shape: the sizes; a letter matches any size but 0.
+    shape: the expected shape; a letter matches any size but 0.
     meaning: a phrase that explains the rows, such as ", one for each slot".
   """
   if not _fits(value, shape):
@@ -324,7 +324,7 @@ def check_sizes(
 
   Args:
     name: the argument's name, for the message.
-    value: the state; it has a `config`.
+    value: the state, which has an attribute `config`.
     expected: the result of `shapes_of` for a new state with the same config.
   """
   actual = shapes_of(value)
@@ -343,12 +343,12 @@ def check_sizes(
 
 
 def check_rows(arguments: dict[str, Any], lead: str, num_slots: int) -> None:
-  """Raises ValueError unless the arguments of a verb have equally many rows.
+  """Raises ValueError unless a verb's arguments have the same number of rows.
 
   Args:
     arguments: the arguments by name; None for an omitted one.
-    lead: the argument that defines the rows. For `slots` that are omitted, the
-      rows are all B slots. For `pages`, each element is a row.
+    lead: the name of the argument that defines the rows. If "slots" is omitted,
+      the rows are all B slots. In "pages" each element is a row.
     num_slots: B, the number of slots.
   """
   first, meaning = arguments.get(lead), f", one for each row of `{lead}`"
@@ -370,4 +370,4 @@ _TRAILING_AXES: dict[str, Shape] = {
   "tokens": ("T",),
   "salts": (4,),
 }
-"""The axes after the first one, R, for arguments with more than one axis."""
+"""The shape of each row of an argument that has more than one axis."""

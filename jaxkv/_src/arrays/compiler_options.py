@@ -7,8 +7,8 @@ CPU_COMPILER_OPTIONS = {
 """The `compiler_options` for an outermost `jax.jit` on a CPU.
 
 XLA:CPU splits a small gather or scatter over threads if its operand is large,
-and runs independent small operations on several threads. Handing work to a
-thread costs more than the work. The first option disables the splitting pass.
-The second option chooses a schedule that saves memory and therefore leaves few
-operations independent. Other compilers ignore both options.
+and runs independent small operations on several threads. Handing the work to
+another thread costs more than the work itself. The first option disables the
+pass that splits. The second option chooses a schedule that saves memory, which
+leaves few operations independent. Other compilers ignore both options.
 """

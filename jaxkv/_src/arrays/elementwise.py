@@ -1,8 +1,8 @@
 """Elementwise functions of Python numbers, numpy arrays and jax arrays.
 
-The rules of `cache.group_kinds` run in compiled programs and also in the Python
-manager `jaxkv.host`. For values on the host, these functions use numpy or plain
-Python, so that the manager initializes no device.
+The methods of `cache.group_kinds` are called in compiled programs and also by
+the Python manager `jaxkv.host`. For values on the host, these functions use
+numpy or plain Python, so the manager does not initialize a device.
 """
 
 from typing import Any

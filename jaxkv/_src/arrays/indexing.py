@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-# Above every array size, and adding an offset to it cannot overflow int32.
+# Larger than every array. Adding an offset to it does not overflow int32.
 NOWHERE = 2**30
 """The sentinel for no index: outside of every array of the cache."""
 
@@ -100,7 +100,7 @@ def between(start: Array, stop: Array, size: int) -> Array:
 
 
 def num_earlier(values: Array) -> Array:
-  """Counts the equal elements before each element: int32[X] to int32[X]."""
+  """Counts how many earlier elements equal each element of int32[X]."""
   if values.shape[0] == 0:
     return values
   # The count of an element is its distance from the start of its run.
@@ -109,7 +109,7 @@ def num_earlier(values: Array) -> Array:
 
 
 def first_equal(values: Array) -> Array:
-  """Finds the first element that equals each element: int32[X] to int32[X]."""
+  """Finds the index of the first element equal to each element of int32[X]."""
   order, _, run = _runs(values)
   return jnp.zeros_like(values).at[order].set(order[run])
 
@@ -118,8 +118,8 @@ def _runs(values: Array) -> tuple[Array, Array, Array]:
   """Sorts elements, so that equal ones form a run in their original order.
 
   Returns:
-    Three int32[X]: the index of each sorted element, its place, and the place
-    at which its run starts.
+    Three int32[X]: the original index of each sorted element, its position in
+    sorted order, and the position at which its run starts.
   """
   order = jnp.argsort(values, stable=True).astype(jnp.int32)
   ordered = values[order]
@@ -133,7 +133,7 @@ def any_earlier(values: Array, counts: Array) -> Array:
 
   Args:
     values: int32[X].
-    counts: bool[X], False for earlier elements to ignore.
+    counts: bool[X], False for elements that later elements may repeat.
 
   Returns:
     bool[X].

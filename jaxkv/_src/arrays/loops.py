@@ -19,7 +19,7 @@ from jaxkv._src.arrays import sharding
 WINDOW = 128
 """W, the number of items in one iteration of `for_each`.
 
-Most calls have no more items, so they need only one iteration.
+Most calls have at most W items, so they need only one iteration.
 """
 
 GPU_WINDOW = 1024

@@ -21,7 +21,7 @@ def zeros_like(array: Array) -> Array:
 
 
 def match_varying_axes(tree: Any) -> Any:
-  """Makes all arrays vary over each mesh axis over which one of them varies.
+  """Makes all arrays vary over every mesh axis over which any of them varies.
 
   Outside of `shard_map` it returns the tree unchanged.
   """
@@ -40,7 +40,7 @@ def match_varying_axes(tree: Any) -> Any:
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
-  """Returns the same devices, with axes that the compiler assigns."""
+  """Returns a mesh of the same devices and names, with axes of type Auto."""
   types = (AxisType.Auto,) * len(mesh.axis_names)
   return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 

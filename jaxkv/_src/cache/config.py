@@ -21,51 +21,52 @@ class CacheConfig:
   Attributes:
     num_pages: N, pages in the pool. Page 0 is the null page, which holds no
       tokens, so `num_pages - 1` pages are usable.
-    page_size: S, tokens a page. A group can have larger pages, of a multiple of
-      S tokens. A key is computed after every S tokens of a sequence.
-    num_slots: B, the number of sequences that can be held at once.
+    page_size: S, tokens per page. A group can have larger pages, of a multiple
+      of S tokens. Sequences are hashed in blocks of S tokens.
+    num_slots: B, the maximal number of sequences in the cache at a time.
     pages_per_slot: M, columns of a slot's row in the page table. A sequence has
       at most `pages_per_slot * page_size` tokens.
     groups: the kinds of the G layer groups. Every group has a separate page
       table; all groups share one pool.
-    prefix_caching: True to find full pages again by the hash of their tokens.
-      If False, the state stores no keys, no tokens and no prefix index.
-    free_policy: where a page that is not cached enters the free queue.
-      "unhashed_first": at the front, so that it is reused before any cached
-      page is evicted. "lru": at the back, where cached pages always enter.
+    prefix_caching: True to let sequences share full pages with the same tokens
+      and prefix. If False, the state has no keys and no prefix index.
+    free_policy: the end of the free queue to which a page that is not cached
+      returns. "unhashed_first": the front, so that it is reused before any
+      cached page is evicted. "lru": the back, as for cached pages.
     prefix_rules: the rules by which pages are published and found. "current":
       the rules of vLLM since 0.25, which publish only pages that a hit can use.
       "classic": the rules of earlier versions and of eSurge, which publish
       every full page. With `use_eagle`, the classic rules can drop more than
       one page of a hit, see `prefix_rules.lookup_bound`.
     merge_duplicates: True to store equal pages once. If a page becomes full and
-      a page with the same tokens and prefix is cached, the cached page replaces
-      the full page, which returns to the pool.
-    use_eagle: True to drop the last page of a hit. Its tokens are then computed
-      again, because a draft model (EAGLE) needs their hidden states.
-    prefix_retention_interval: selects the prefixes that sliding-window and
-      recurrent groups keep findable. These groups publish only the pages that a
-      hit of such a prefix needs. None: prefixes of every length. 0: the prompt
-      without its last token, and the prompt up to the token where an earlier
-      prompt diverged; both are cut to a multiple of A, and with `use_eagle`
-      further. k: these two, and a prefix every k tokens.
-    event_log: the maximal number of events between two readings of the log; 0
-      for no log. See `jaxkv.telemetry.drain_events`.
+      a page with the same tokens and prefix is already cached, the sequence
+      gets the cached page instead and releases its new page.
+    use_eagle: True to shorten every hit by its last page. The model computes
+      the tokens of that page again, because a draft model (EAGLE) needs their
+      hidden states.
+    prefix_retention_interval: selects the prefixes for which sliding-window and
+      recurrent groups publish pages. None: prefixes of every length. 0: the
+      prompt without its last token, and the prompt up to the token where an
+      earlier prompt diverged. Both are rounded down to a multiple of
+      `alignment` tokens, and shortened further with `use_eagle`. k: also one
+      prefix every k tokens.
+    event_log: the capacity of the event log, in events; 0 for no log. See
+      `jaxkv.telemetry.drain_events`.
     track_new_pages: True to record the pages that leave the free queue for new
       tokens, for `jaxkv.telemetry.take_new_pages`.
     track_residency: True to record the ages of evicted pages, for
       `jaxkv.telemetry.residency`.
-    host_pages: N2, pages in host memory for cached pages that the device
-      evicts; 0 for none. See `jaxkv.kv.move`.
-    host_policy: the pages that return from host memory. "always": all.
-      "never": none. A `HostPolicy`: those whose return takes less time than
-      computing their tokens again. A hit ends before the first page that is not
-      worth its return. Evicted pages are saved unless none could return.
-    page_bytes: bytes of a page over all layers, `jaxkv.kv.page_bytes(kv)`,
-      which a `HostPolicy` needs; 0 if it is not known.
+    host_pages: N2, the number of pages in host memory. Cached pages that the
+      device evicts are saved there; 0 for none. See `jaxkv.kv.move`.
+    host_policy: the pages that return from host memory. "always": all pages.
+      "never": no page. A `HostPolicy`: pages whose return takes less time than
+      computing their tokens again. A lookup treats other pages in host memory
+      as not cached. If no page can return, evicted pages are not saved.
+    page_bytes: bytes of a page over all layers, `jaxkv.kv.page_bytes(kv)`. Only
+      a `HostPolicy` needs this number; 0 if it is unknown.
 
   Raises:
-    TypeError: a field has the wrong type.
+    TypeError: a field has the wrong type, or `groups` is empty.
     ValueError: a field is out of range or not one of its choices, or two fields
       contradict each other.
   """
@@ -112,8 +113,8 @@ class CacheConfig:
       _check_choice("host_policy", self.host_policy, choices)
     elif not self.page_bytes:
       raise ValueError(
-        "`CacheConfig.page_bytes` must be given with a HostPolicy, got 0; use "
-        "jaxkv.kv.page_bytes(kv) of pages made for a config without a policy."
+        "`CacheConfig.page_bytes` must be at least 1 with a HostPolicy, got 0; "
+        "use jaxkv.kv.page_bytes(kv), with `kv` made for another host_policy."
       )
 
   def _check_sizes(self):
@@ -145,8 +146,8 @@ class CacheConfig:
           f"`CacheConfig.groups` must hold group kinds, got {kind!r}; use "
           "FullAttention(), SlidingWindow(window) or a subclass of GroupKind."
         )
-    # A slot must hold whole pages of every group. A page must end at a multiple
-    # of `page_size` tokens, because only there a key is computed.
+    # A slot must hold whole pages of every group. Pages must end at multiples
+    # of `page_size` tokens, because keys are computed only there.
     for size in self.page_sizes:
       if size % self.page_size or self.slot_tokens % size:
         raise ValueError(
@@ -201,12 +202,12 @@ class CacheConfig:
 
   @functools.cached_property
   def page_sizes(self) -> tuple[int, ...]:
-    """The number of tokens a page, for each group."""
+    """The page size of each group, in tokens."""
     return tuple(kind.page_size or self.page_size for kind in self.groups)
 
   @functools.cached_property
   def sizes(self) -> GroupSizes:
-    """The functions that convert token counts to pages, for each group."""
+    """The functions that convert token counts to page counts of each group."""
     return GroupSizes(self.groups, self.page_sizes, self.slot_tokens)
 
   @functools.cached_property
@@ -216,7 +217,7 @@ class CacheConfig:
 
   @property
   def token_group(self) -> int:
-    """The group whose pages are used to read a sequence's tokens back."""
+    """The index of the group from whose pages a sequence's tokens are read."""
     # Prefers a group that keeps all pages, because tokens of skipped pages
     # cannot be read.
     keeps = [
@@ -226,12 +227,12 @@ class CacheConfig:
 
   @functools.cached_property
   def first_self_group(self) -> int:
-    """The first group that holds the sequences' tokens, not an encoder's."""
+    """The index of the first group that is not an encoder's."""
     return [kind.holds_encoder for kind in self.groups].index(False)
 
   @property
   def holds_encoder(self) -> bool:
-    """True if at least one group holds tokens of an encoder."""
+    """True if at least one group has `GroupKind.holds_encoder`."""
     return any(kind.holds_encoder for kind in self.groups)
 
   @property
@@ -253,7 +254,7 @@ class CacheConfig:
 
   @functools.cached_property
   def max_restored_pages(self) -> int:
-    """The number of pages of a column that `host_policy` restores at most."""
+    """The maximal number of pages of a column that `host_policy` restores."""
     if isinstance(self.host_policy, HostPolicy):
       size = min(self.page_sizes)
       return self.host_policy.max_pages(self.page_bytes, size)
@@ -261,13 +262,13 @@ class CacheConfig:
 
   @property
   def preferred_pages(self) -> int | None:
-    """N with pages in host memory, since lookups prefer device pages."""
+    """N, below which lookups prefer page numbers; None without host pages."""
     return self.num_pages if self.host_pages else None
 
   @property
   def num_numbers(self) -> int:
-    """The number of page numbers; with host pages, theirs and NO_PAGE too."""
-    # Host page h has the number N + 1 + h, so NO_PAGE = N is no page's number.
+    """The number of page numbers: N, or N + 1 + N2 with host pages."""
+    # Host page h has the number N + 1 + h, because N is NO_PAGE.
     return self.num_pages + (1 + self.host_pages if self.host_pages else 0)
 
   @property

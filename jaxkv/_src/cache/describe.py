@@ -1,4 +1,4 @@
-"""Formats a cache state in one line, for `repr` and for titles."""
+"""Formats a cache state in one line."""
 
 import enum
 from typing import Any
@@ -29,8 +29,8 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
       f"CacheState({config.num_pages - 1} pages of {config.page_size} tokens;"
       f" {config.num_slots} slots; {kinds}; {obstacle})"
     )
-  # A slot is in use if any group has a page. To look at group 0 alone is not
-  # enough: a sequence has no pages there if the group is for an encoder.
+  # A slot is in use if any group has a page. Group 0 alone does not suffice: in
+  # an encoder's group, a sequence without encoder tokens has no pages.
   running = np.asarray(state.num_pages).max(axis=1) > 0
   total = config.num_pages - 1
   pages = [f"{total - int(state.pool.queue.num_free)} of {total} pages in use"]
@@ -53,7 +53,7 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
 
 
 def _kind_names(groups: tuple[Any, ...]) -> list[str]:
-  """Returns the distinct kinds of groups, such as `2 SlidingWindow`."""
+  """Returns the group kinds with their counts, such as `2 SlidingWindow`."""
   names = [type(kind).__name__ for kind in groups]
   distinct = dict.fromkeys(names)
   return [

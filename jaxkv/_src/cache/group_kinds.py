@@ -1,15 +1,15 @@
-"""Kinds of layer groups: the pages that a group keeps, and its prefix hits.
+"""Kinds of layer groups: rules for the pages and the hits of a group.
 
 Layers with the same cache behaviour form a group. The group's kind is a static
 object with pure methods over arrays of R sequences. Users can define further
-kinds as subclasses. Lengths are in tokens. P and X count pages of the group.
-The docstring of `jaxkv` defines the terms.
+kinds as subclasses. P is the number of the group's columns. The docstring of
+`jaxkv` defines the terms.
 
 The methods take jax arrays, numpy arrays and Python numbers, because
 `jaxkv.host` calls them without a device. A kind whose methods use `jax.numpy`
 works in compiled programs only.
 
-`GroupSizes` converts token counts to pages of every group.
+`GroupSizes` converts token counts to page counts of every group.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class GroupKind:
   """The base of all kinds: layers that attend to every earlier token.
 
   Attributes:
-    page_size: tokens a page of this group, a multiple of
+    page_size: tokens per page of this group, a multiple of
       `CacheConfig.page_size`; None for `CacheConfig.page_size`.
 
   Raises:
@@ -46,7 +46,7 @@ class GroupKind:
   """True if pages hold the encoder's tokens, not the sequence's tokens."""
 
   num_speculative: ClassVar[int] = 0
-  """The number of scratch pages, which hold the states after draft tokens."""
+  """Scratch pages of a sequence, which hold the states after draft tokens."""
 
   keeps_last_page: ClassVar[bool] = False
   """True if `recycle` never releases the last full page of a sequence."""
@@ -70,8 +70,8 @@ class GroupKind:
   @property
   def skips_pages(self) -> bool:
     """True if later tokens stop attending to a sequence's first pages."""
-    # The class alone decides, so the answer is static, and kinds that keep all
-    # pages compile no code for skipped pages.
+    # The class alone decides, so the answer is static. Programs for kinds that
+    # keep all pages contain no code for skipped pages.
     return type(self).num_skipped_tokens is not GroupKind.num_skipped_tokens
 
   def num_skipped_tokens(self, num_tokens: Array) -> Array:
@@ -88,17 +88,17 @@ class GroupKind:
   def longest_hit(
     self, hits: Array, limit: Array, drop: Array, page_size: int, align: int
   ) -> Array:
-    """Counts the pages of the longest prefix after which a sequence can start.
+    """Counts the pages of the longest prefix that a sequence can continue.
 
-    All pages of the prefix must be cached, except skipped pages, which are
-    within the first `num_skipped_tokens` tokens.
+    All pages of the prefix must be cached, except the pages that
+    `num_skipped_tokens` skips.
 
     Args:
       hits: bool[R, P], True for columns with a cached page.
-      limit: int32[R], the maximal number of tokens of the pages found.
-      drop: bool[R], True if the prefix must end one page before the last page
-        found, because a draft model needs that page computed again.
-      page_size: tokens a page.
+      limit: int32[R], pages that end after this many tokens do not count.
+      drop: bool[R], True if the prefix must end one page before the last cached
+        page, because a draft model needs that page computed again.
+      page_size: tokens per page.
       align: the prefix ends at a multiple of this many pages.
 
     Returns:
@@ -138,13 +138,13 @@ class GroupKind:
 
     Args:
       pages: int32[X], the columns of the pages in the page table.
-      page_size: tokens a page.
+      page_size: tokens per page.
       align: hits end at multiples of this many pages.
-      every: the interval, in pages, of prefixes that must be findable; 0 for no
-        interval, None for prefixes of every length.
+      every: prefixes must be findable at every multiple of this many pages. 0
+        for only the prefixes in `ends`, None for prefixes of every length.
       ends: int32[X] each, the lengths in pages of other prefixes that must be
         findable; negative for none. A length includes the page to drop.
-      drop: the number of pages that a hit drops at its end, 0 or 1.
+      drop: the number of pages, 0 or 1, that a hit drops at its end.
 
     Returns:
       bool[X].
@@ -155,7 +155,7 @@ class GroupKind:
     """Returns the maximal number of pages that one sequence holds.
 
     Args:
-      page_size: tokens a page.
+      page_size: tokens per page.
       in_flight: the maximal number of tokens allocated beyond `length`.
       longest: tokens of the longest sequence.
     """
@@ -194,9 +194,9 @@ class SlidingWindow(GroupKind):
     self, hits: Array, limit: Array, drop: Array, page_size: int, align: int
   ) -> Array:
     """See `GroupKind`."""
-    # vLLM aligns a prefix that is shorter than the window twice: before and
-    # after it drops the last page. If `align` is more than 1, the second
-    # alignment removes `align` pages. Hits here must equal vLLM's.
+    # Hits must equal those of vLLM. It rounds a prefix that is shorter than the
+    # window down to a multiple of `align` pages both before and after it drops
+    # the last page. So for `align` > 1, its prefix is `align` pages shorter.
     num_pages = super().longest_hit(hits, limit, drop, page_size, align)
     short = drop & (num_pages * page_size < self.window - 1)
     lost = elementwise.where(short, align if align > 1 else 0, 0)
@@ -236,7 +236,7 @@ class ChunkedLocal(GroupKind):
   """Layers that attend to earlier tokens of the same chunk.
 
   Attributes:
-    chunk: the number of tokens.
+    chunk: tokens per chunk.
   """
 
   chunk: int
@@ -261,7 +261,7 @@ class Recurrent(GroupKind):
 
   Attributes:
     num_speculative: the number of draft tokens in a step. The state after each
-      of them has a scratch page.
+      draft token has a scratch page.
   """
 
   num_speculative: int = dataclasses.field(  # pyright: ignore
@@ -319,13 +319,13 @@ class CrossAttention(GroupKind):
 
 @dataclasses.dataclass(frozen=True)
 class GroupSizes:
-  """Converts token counts to pages for G groups; see `CacheConfig.sizes`.
+  """Converts token counts to page counts of G groups; see `CacheConfig.sizes`.
 
   Most methods map token counts, int32[...], to int32[..., G] or bool[..., G].
 
   Attributes:
     groups: the kind of each group.
-    page_sizes: tokens a page of each group.
+    page_sizes: tokens per page of each group.
     slot_tokens: tokens for which one slot has room.
   """
 
@@ -373,10 +373,10 @@ class GroupSizes:
     )
 
   def keep_last_page(self, columns: Array, lengths: Array) -> Array:
-    """Limits the columns to skip in groups with `keeps_last_page`.
+    """Excludes the last full page of `keeps_last_page` groups from `columns`.
 
     Args:
-      columns: int32[..., G], leading columns that are not needed.
+      columns: int32[..., G], the number of leading columns to skip.
       lengths: int32[...], tokens of the sequences.
 
     Returns:
@@ -390,7 +390,7 @@ class GroupSizes:
     return jnp.where(holds_back, jnp.minimum(columns, full - 1), columns)
 
   def tokens_with_room(self, columns: Array) -> Array:
-    """Counts the tokens that fit the columns: int32[..., G] to int32[...]."""
+    """Counts the tokens that fit in columns: int32[..., G] to int32[...]."""
     # Scratch pages hold no tokens. An encoder's group holds only the encoder's
     # tokens, so it sets no limit.
     scratch = _broadcast(
@@ -404,9 +404,9 @@ class GroupSizes:
     return jnp.min(tokens, axis=-1)
 
   def exceed_slot(self, columns: Array) -> Array:
-    """Returns bool[R]: rows whose columns, int32[R, G], exceed their slot.
+    """Returns bool[R]: True if a row's columns, int32[R, G], exceed its slot.
 
-    Without scratch pages the result is False, bool[].
+    If no group has scratch pages, returns False, bool[].
     """
     # Callers have checked that the tokens fit a slot, so columns can exceed the
     # slot only because of scratch pages.
@@ -416,7 +416,7 @@ class GroupSizes:
     return jnp.any(columns > _broadcast(limits, columns), axis=1)
 
   def holds_encoder(self, columns: Array) -> Array:
-    """Returns True for groups of an encoder, in the shape of `columns`."""
+    """Returns bool[..., G], as `columns`: True for groups of an encoder."""
     flags = [kind.holds_encoder for kind in self.groups]
     return _broadcast(flags, columns).astype(bool)
 
@@ -448,5 +448,5 @@ class GroupSizes:
 
 
 def _broadcast(values: Sequence[int], columns: Array) -> Array:
-  """Broadcasts one value a group to the shape of `columns`, int32[..., G]."""
+  """Broadcasts one value per group to the shape of `columns`, int32[..., G]."""
   return jnp.broadcast_to(jnp.asarray(values, jnp.int32), columns.shape)

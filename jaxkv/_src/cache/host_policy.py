@@ -1,4 +1,4 @@
-"""Decides which pages are worth a move to host memory and back."""
+"""The policy by which pages return from host memory."""
 
 import dataclasses
 import math
@@ -6,22 +6,22 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class HostPolicy:
-  """The cost of a page in host memory, compared with computing it again.
+  """The speeds that decide whether pages return from host memory.
 
   A page returns from host memory only if that takes less time than computing
   its tokens again. `python -m jaxkv doctor` measures both speeds.
 
   Attributes:
-    bytes_per_second: the speed at which pages return from host memory.
-    tokens_per_second: the speed at which the model computes prompts.
+    bytes_per_second: the speed of copies from host memory to the device.
+    tokens_per_second: the speed at which the model processes prompts.
 
   Raises:
     TypeError: a speed is not a number.
     ValueError: a speed is not finite, or not above 0.
 
   Examples:
-    Tokens of Llama-3-8B have 131,072 bytes. A TPU v6e computes 22,900 of them
-    in a second, and moves 16.4 GB in a second, which is 125,000 tokens:
+    A token of Llama-3-8B has 131,072 bytes of K/V. A TPU v6e processes 22,900
+    tokens per second, and moves 16.4 GB, or 125,000 tokens, per second:
 
     >>> HostPolicy(16.4e9, 22_900).restores(131_072)
     True
@@ -49,15 +49,14 @@ class HostPolicy:
     return seconds < 1 / self.tokens_per_second
 
   def max_pages(self, page_bytes: int, page_size: int) -> int:
-    """Returns the number of pages that are worth restoring for a column.
+    """Returns the maximal number of pages of a column that is worth restoring.
 
-    A column has a page in each group. The pages that are needed together also
-    return together, so the time that all of them take is compared with the time
-    to compute the column's tokens.
+    A column has one page in each group. The time to restore the pages together
+    is compared with the time to compute the column's tokens.
 
     Args:
-      page_bytes: bytes of a page, over all layers.
-      page_size: tokens of a page.
+      page_bytes: bytes of a page over all layers.
+      page_size: tokens per page.
     """
     seconds = page_size / self.tokens_per_second
     return math.ceil(seconds * self.bytes_per_second / page_bytes) - 1

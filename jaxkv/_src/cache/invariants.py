@@ -20,20 +20,19 @@ from jaxkv._src.cache.state import verb
 
 
 class CacheError(RuntimeError):
-  """The cache broke an invariant or recorded a misuse; see `check`."""
+  """The cache broke an invariant, or a call recorded a misuse; see `check`."""
 
 
 def check(state: CacheState) -> None:
   """Raises if the cache broke an invariant, or if a call recorded a misuse.
 
-  Running out of pages is not a misuse, but `stats(state).failed_rows` counts
-  it. Runs on the host.
+  Runs on the host. A misuse is any recorded failure except OUT_OF_PAGES.
 
   Args:
     state: the cache.
 
   Raises:
-    CacheError: names the invariants that do not hold, or the first misuse.
+    CacheError: an invariant does not hold, or `state.error` is a misuse.
     TypeError: `state` is not a CacheState.
     ValueError: `state` is a stack of states or was donated, or an array does
       not have the size that `state.config` requires.
@@ -126,7 +125,6 @@ def _refs(state: CacheState) -> Array:
 def _free(state: CacheState) -> Array:
   holds = _is_consistent(state.pool.queue, state.pool.ref_count == 0)
   if state.pool.host is not None:
-    # All pages in host memory are in their queue.
     queue = state.pool.host.queue
     holds &= _is_consistent(queue, jnp.ones(queue.position.shape, bool))
   return holds
@@ -167,8 +165,8 @@ def _index(state: CacheState) -> Array:
   position = prefix_index.position_of(index, pages)
   keys = prefix_index.key_of(index, pages)
   is_placed = indexing.take(position, entries, fill=-1) == places
-  # Several pages can have one key, and a lookup returns the first one that was
-  # published. So this compares the keys of pages instead of page numbers.
+  # If several pages have one key, a lookup returns the page that was published
+  # first. So this compares the keys of pages instead of page numbers.
   first = prefix_index.lookup(index, keys, index.tokens)
   same_key = prefix_index.key_of(index, first) == keys
   # A lookup stops at a bucket whose overflow count is 0, so a count that is too
@@ -190,7 +188,7 @@ def _keys(state: CacheState) -> Array:
   if hashes is None or index is None or secret is None:
     return jnp.bool_(True)
   chain, num_read = _chain_read_back(state, secret, hashes, index)
-  # Without the tokens of all pages, the keys of a slot cannot be checked.
+  # A slot is checked only if the tokens of all its full pages can be read.
   complete = num_read >= 0
   final = prefix_rules.final_pages(config, state.length)
   all_match = jnp.bool_(True)
@@ -220,9 +218,9 @@ def _chain_read_back(
   """Recomputes the keys of each slot from the tokens in its pages.
 
   Returns:
-    uint32[B, M, 4], the key after each page, and int32[B], the number of tokens
-    read. The number is -1 for an empty slot, and for a slot with a page that a
-    window skipped or a recurrent group did not keep.
+    uint32[B, M, 4], the key after every S tokens, and int32[B], the number of
+    tokens read. The number is -1 for an empty slot, and for a slot with a page
+    that a window skipped or a recurrent group did not keep.
   """
   config, group = state.config, state.config.token_group
   size, slots = config.page_sizes[group], config.num_slots

@@ -43,7 +43,7 @@ class Status(enum.IntEnum):
   OK: the row succeeded.
   SKIPPED: the row is masked out. This is not a failure.
   OUT_OF_PAGES: too few pages are free. This is not a mistake of the caller:
-    retry after pages were freed.
+    retry after pages are freed.
   SLOT_FULL: the sequence needs more pages than a slot holds.
   BAD_SLOT: a slot number is out of range, or repeated.
   SLOT_IN_USE: the slot holds pages already.
@@ -54,8 +54,8 @@ class Status(enum.IntEnum):
   NOT_CACHED: the page is missing from the index, or no prefix is cached.
   NOT_PINNED: the page has no pin to remove.
   STILL_HELD: a page is still referenced.
-  RECYCLED: a required page was released by `recycle` or is not part of a hit,
-    or a required recurrent state was not kept.
+  RECYCLED: a required page was released by `recycle` or not attached by
+    `admit`, or a required recurrent state was not kept.
   STALE: the pages were computed with weights other than the current ones.
   BAD_SEQUENCE: no sequence has this id, or the id is already in use, or the
     call repeats it.
@@ -95,8 +95,8 @@ class Outcome:
   """The result of a verb for each row of its call.
 
   Attributes:
-    code: a `Status` for each row, or for what else the verb processes.
-      # int32[R]
+    code: a `Status` for each row, for each page in verbs that take pages, or
+      for the whole call.  # int32[...]
     moves: the moves between device and host memory that the call requires, see
       `jaxkv.kv.move`; None without `CacheConfig.host_pages`.
   """
@@ -106,7 +106,7 @@ class Outcome:
 
   @property
   def ok(self) -> Array:
-    """bool[R]: True if the row succeeded."""
+    """bool[...]: True where `code` is OK."""
     return self.code == Status.OK
 
 
@@ -123,8 +123,8 @@ class CacheState:
     refs: `ref_count` of a page is the number of page-table entries that hold
       the page, plus its pins.
     free: the queue holds each page without references once, except page 0. The
-      queue of host pages holds all of them once.
-    index: the buckets hold each cached page under its key, and nothing else.
+      queue of host pages holds each host page once.
+    index: the buckets hold each cached page under its key, and no other page.
     keys: the keys of a slot's pages are the chained hashes of its tokens.
 
   Attributes:
@@ -133,12 +133,11 @@ class CacheState:
       for a column without a page.  # int32[B, G, M]
     num_pages: the number of columns in use in each row; 0 in all rows of an
       empty slot.  # int32[B, G]
-    num_skipped_pages: the number of leading columns with the null page, because
-      a window, a chunk or a recurrent group no longer needs their pages.
-      # int32[B, G]
-    length: committed tokens, whose K/V is final.  # int32[B]
-    secret: the secret of the page keys, see `hashing.make_secret`; None without
-      prefix caching.  # uint32[2 + G, 4]
+    num_skipped_pages: the number of leading columns whose pages the group no
+      longer needs. These columns hold the null page.  # int32[B, G]
+    length: the number of committed tokens, whose K/V is final.  # int32[B]
+    secret: the secrets of the page keys, see `hashing.make_secret`; None
+      without prefix caching.  # uint32[2 + G, 4]
     root: the key before the first page of a sequence without a salt, in this
       epoch; None without prefix caching.  # uint32[4]
     hashes: the running hash of each slot; None without prefix caching.
@@ -170,8 +169,8 @@ class Copies(NamedTuple):
 
   With pages in host memory, make the moves of the same call first.
 
-  The source of one copy may be the destination of another. So read all sources
-  before writing any destination, as `jaxkv.kv.copy` does.
+  The source of one copy may be the destination of another copy. So read all
+  sources before you write any destination, as `jaxkv.kv.copy` does.
 
   Attributes:
     src: int32[X], pages to read; NO_PAGE for no copy.
@@ -187,19 +186,19 @@ def init(config: CacheConfig, key: Array | None = None) -> CacheState:
 
   Args:
     config: the sizes and options.
-    key: the secret of the page keys, uint32[4] or a `jax.random.key`. Only a
-      holder of the secret can construct two prefixes with the same key. None
-      draws 128 random bits from the system. Page numbers and hits do not depend
-      on the secret.
+    key: the secret of the page keys, uint32[4] or a `jax.random.key`. Without
+      it, nobody can construct two prefixes with the same page key. None draws
+      128 random bits from the system. Page numbers and hits do not depend on
+      the secret.
 
   Returns:
     A state that can be donated: its arrays share no buffers.
 
   Raises:
     TypeError: `config` is not a CacheConfig, or `key` has another type.
-    ValueError: `key` has another shape, or None is not allowed: under a trace
-      all calls would share one draw, and several processes must share one
-      secret.
+    ValueError: `key` has another shape; or it is None inside a traced function,
+      where all calls would share one draw, or with several processes, which
+      must share one secret.
 
   Examples:
     >>> import jaxkv
@@ -308,11 +307,11 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
   """Turns a function whose first argument is a state into a public verb.
 
   The verb converts its arguments to arrays (`mask` must hold bools and `salts`
-  uint32; the others become int32). It checks their shapes, which
+  uint32; other arguments become int32). It checks their shapes, which
   `arguments.check_rows` derives from their names. It calls the function under
   `jit` and checks the array sizes of the state during the trace. If the
-  function returns an Outcome, the verb counts the failed rows and records the
-  error in the state.
+  function returns a state and an Outcome, the verb counts the failed rows and
+  records the error in that state.
 
   Inside `shard_map`, all arguments are made to vary over the same mesh axes.
   """
@@ -323,8 +322,8 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
     for name, parameter in parameters.items()
     if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
   ]
-  # If `slots` can be None, the rows of a verb are slots. Otherwise its first
-  # argument besides `slots` defines the number of rows.
+  # If `slots` can be None, the rows of the verb are slots. Otherwise the first
+  # argument other than `slots` defines the number of rows.
   slots = parameters.get("slots")
   other_names = [name for name in parameters if name != "slots"]
   all_slots = slots is not None and slots.default is None
@@ -340,8 +339,8 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
     return _record(plain(without_moves(state), **named))
 
   body.__name__ = plain.__name__  # Profiles show this name.
-  # Jitted once, so that equal shapes compile once. It must not donate, because
-  # the old state stays usable. Callers who want donation call the verb inside
+  # Jitted once, so that equal shapes compile once. The state is not donated,
+  # because it must stay usable. Callers who want donation call the verb inside
   # their own `jit`, where it is inlined.
   jitted = jax.jit(body)
 
@@ -374,7 +373,7 @@ def rows_of(
 
   Args:
     state: the cache.
-    slots: int32[R], or None for all slots in order.
+    slots: int32[R]; None for all slots in order.
     mask: bool[R], the rows to process; None for all.
   """
   if slots is None:
@@ -399,7 +398,7 @@ def in_range(state: CacheState, slots: Array) -> Array:
 
 def is_empty(state: CacheState, slots: Array) -> Array:
   """Returns bool[R]: True for slots without pages, and slots out of range."""
-  # This does not read an encoder's group, where a slot in use can have no page.
+  # In an encoder's group, a slot in use can have no page.
   group = jnp.int32(state.config.first_self_group)
   return indexing.take(state.num_pages, slots, group) == 0
 
@@ -419,7 +418,7 @@ def roots(state: CacheState, salts: Array | None) -> Array:
 
 
 def without_moves(state: CacheState) -> CacheState:
-  """Forgets the moves of earlier calls, whose callers have made them."""
+  """Forgets the moves of earlier calls, which the caller has made by now."""
   if state.pool.host is None:
     return state
   host = host_pages.without_moves(state.pool.host)
@@ -429,7 +428,7 @@ def without_moves(state: CacheState) -> CacheState:
 
 
 def _record(result: Any) -> Any:
-  """Records the failures of a verb's Outcome in its state, and adds moves."""
+  """Records failed rows in the state, and adds the moves to the Outcome."""
   if not isinstance(result, tuple) or not isinstance(result[1], Outcome):
     return result
   state, out = result
@@ -462,7 +461,8 @@ def is_failure(code: Array) -> Array:
 def sticky(error: Array, code: Array) -> Array:
   """Returns the state's error after a call, int32[].
 
-  The first failure stays, except that any other failure replaces OUT_OF_PAGES.
+  The first failure stays, except that a different failure replaces
+  OUT_OF_PAGES.
 
   Args:
     error: int32[], the error before the call.

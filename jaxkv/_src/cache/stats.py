@@ -21,14 +21,14 @@ class Stats:
     popped_pages: pages popped from the free queue for new tokens.
     evicted_pages: cached pages that left the device, for new tokens or for
       pages that return from host memory.
-    published_pages: pages hashed and published.
-    merged_pages: pages replaced by an equal cached page.
-    failed_rows: rows that are neither OK nor SKIPPED.
-    saved_pages: pages saved to host memory; None without host pages, like the
-      next three.
+    published_pages: full pages that were published or merged.
+    merged_pages: full pages replaced by an equal cached page.
+    failed_rows: rows whose code is neither OK nor SKIPPED.
+    saved_pages: pages saved to host memory. This counter and the following ones
+      are None without host pages.
     restored_pages: pages restored from host memory.
-    forgotten_pages: saved pages that later ones replaced.
-    dropped_pages: cached pages that were evicted and not saved.
+    forgotten_pages: cached host pages that saved pages overwrote.
+    dropped_pages: cached pages that the device evicted without saving them.
   """
 
   queried_tokens: Array
@@ -58,7 +58,7 @@ class Stats:
 
 
 def counted(stats: Stats, **amounts: Array) -> Stats:
-  """Adds the sum of each amount, int32[...], to the counter of that name."""
+  """Adds the sum of each keyword argument to the counter of that name."""
   return dataclasses.replace(
     stats,
     **{

@@ -5,8 +5,8 @@ so that another program, such as a router, can mirror the prefix index. When the
 log is full, further events are counted but not stored.
 
 Ages are measured by `PrefixIndex.clock`, which advances by one for each page
-that gets a key. So an age does not depend on how fast pages fill. The ages of
-evicted pages show which of them a larger cache would have kept.
+that gets a key. So an age is a number of pages and does not depend on speed.
+The ages of evicted pages show which of them a larger cache would have kept.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class EventLog:
     parent: the key of the preceding page.  # uint32[E, 4]
     root: the key before the sequence's first page.  # uint32[E, 4]
     tokens: the page's tokens.  # int32[E, S]
-    count: events since the last reading, lost ones included.  # int32[]
+    count: events since the last reading, including lost events.  # int32[]
     group_of: the group of the latest STORED event of each page.  # int32[N]
   """
 
@@ -85,8 +85,8 @@ class Stored(NamedTuple):
 class Removed(NamedTuple):
   """A page left the index: evicted, dropped, or replaced by an equal page.
 
-  A page that moves to host memory or back is not removed. Its number changes,
-  so its last number can differ from that of `Stored`.
+  A page that moves to host memory or back is not removed. The move changes its
+  number, so `page` can differ from the number in the page's `Stored` event.
   """
 
   page: int
@@ -103,8 +103,8 @@ class Drained(NamedTuple):
 
   Attributes:
     events: oldest first.
-    num_lost: the number of later events for which the log had no room. After a
-      loss, a mirror must start again from `jaxkv.cached_pages`.
+    num_lost: the number of later events for which the log had no room. If it is
+      not 0, a mirror must start again from `jaxkv.cached_pages`.
   """
 
   events: list[Stored | Removed | Cleared]
@@ -144,8 +144,8 @@ def log_stored(
     group: int32[W], the group of each page.
     **fields: column, key, parent, root and tokens, as in `EventLog`.
   """
-  # The event of the page's removal needs the group, which is stored here
-  # because the pool does not know the groups of its pages.
+  # The REMOVED event needs the group. The log stores it, because the pool does
+  # not know the groups of its pages.
   place = indexing.where_valid(valid, pages)
   log = dataclasses.replace(
     log, group_of=indexing.put(log.group_of, place, values=group)
@@ -168,8 +168,8 @@ def move_groups(
 ) -> EventLog:
   """Moves the groups of valid pages, int32[X], whose contents move."""
   groups = indexing.take(log.group_of, sources)
-  # `log_removed` has read `group_of`. Because this write depends on what it
-  # logged, it follows that read, and XLA does not copy the array.
+  # This write depends on the groups that `log_removed` read from `group_of` and
+  # logged. So it follows that read, and XLA does not copy the array.
   place = indexing.where_valid(valid, targets)
   place = loops.read_before(log.group[0], place)
   return with_groups(log, indexing.put(log.group_of, place, values=groups))
@@ -228,14 +228,13 @@ def _event(
 class Residency:
   """Histograms of the ages of pages evicted since `init`.
 
-  The unit of an age is one page that gets a key, published or not, see
-  `PrefixIndex.clock`. Bin 0 counts ages of 0, and bin i counts ages of
-  `2**(i - 1)` to `2**i - 1`.
-  `later - earlier` counts the pages evicted between two readings.
+  An age is a number of pages, see `PrefixIndex.clock`. Bin 0 counts ages of 0,
+  and bin i counts ages of `2**(i - 1)` to `2**i - 1`. `later - earlier` counts
+  the pages evicted between two readings.
 
   Attributes:
-    lifetime: pages by age since they got their key.  # uint32[33]
-    idle: pages by age since they entered the free queue.  # uint32[33]
+    lifetime: pages by their age since they got a key.  # uint32[33]
+    idle: pages by their age since they became free.  # uint32[33]
   """
 
   lifetime: Array
@@ -292,7 +291,7 @@ def count_evicted(
     ages: the ages so far.
     pages: int32[W], popped pages.
     valid: bool[W], the pages that were cached.
-    stamps: uint32[W], the clock when they were published.
+    stamps: uint32[W], the clock when each page got its key.
     clock: uint32[], the current clock.
   """
   freed_at = indexing.take(ages.released, pages)
@@ -300,7 +299,7 @@ def count_evicted(
   return dataclasses.replace(
     ages,
     evicted=Residency(
-      # The page's own publication advanced the clock by 1 after its stamp.
+      # `insert` advanced the clock by 1 for the page, after its stamp.
       lifetime=_count(counts.lifetime, clock - stamps - 1, valid),
       idle=_count(counts.idle, clock - freed_at, valid),
     ),

@@ -1,9 +1,9 @@
 """A small character model, trained on this machine and stored in a file.
 
-With random weights, the logits of the best two tokens are almost equal
-everywhere, so a cache bug looks like rounding. This model is therefore trained,
-once and in about a minute. The text ships with Python, so examples and tests
-need no download.
+With random weights, the two largest logits are almost equal at every position,
+so rounding changes tokens as easily as a cache bug does. Therefore this model
+is trained, which takes about a minute, once. The training text ships with
+Python, so examples and tests need no download.
 """
 
 import functools
@@ -28,28 +28,28 @@ from jaxkv import models
 from jaxkv._src.commands import output
 
 MAX_LENGTH = 512
-"""The longest sequence of the training, in tokens."""
+"""Length of the longest training sequences, in tokens."""
 
 _STEPS = 600
 _SPAN = 25
-"""Steps between updates of the progress bar."""
+"""Optimizer steps of one compiled call."""
 _LEARNING_RATE = 9e-3
 _WARMUP = 50
 _SEED = 0
 _BLANK_LINE = re.compile(r"\n\n+")
 
 
-# One pair for each sixth of the steps: tokens per sequence, and sequences per
-# step. Most steps use short sequences, which are cheap. Without long sequences,
+# Pairs (tokens per sequence, sequences per step), one for each sixth of the
+# steps. Most steps use short sequences, which are cheap. Without the long ones,
 # the loss beyond position 128 would be worse by 1 nat per character.
 _PHASES = (*((64, 32),) * 4, (192, 10), (MAX_LENGTH, 4))
 
 
 class Vocabulary(models.Tokenizer):
-  """A tokenizer with a token for each character, and a stop token as the last.
+  """A tokenizer with one token for each character, and a stop token.
 
   Attributes:
-    characters: distinct characters, where token i is character i.
+    characters: the distinct characters; token i stands for `characters[i]`.
 
   Examples:
     >>> vocabulary = Vocabulary("abc")
@@ -66,7 +66,7 @@ class Vocabulary(models.Tokenizer):
 
   @property
   def stop_token(self) -> int:
-    """The token that ends a text."""
+    """The token that ends a text, the last of the vocabulary."""
     return len(self.characters)
 
   @property
@@ -112,18 +112,19 @@ def character_model(
 
   Args:
     steps: number of optimizer steps. A few steps give a bad model quickly.
-    text: the text to learn, longer than `MAX_LENGTH` characters; None for
+    text: the training text, longer than `MAX_LENGTH` characters; None for
       `reference_text`.
-    folder: the folder of the file; None for the environment variable
-      JAXKV_CACHE, or else `jaxkv` in the user's cache folder.
+    folder: the cache folder; None for the path in the environment variable
+      JAXKV_CACHE, or, if it is unset, for `jaxkv` in the user's cache folder.
     progress: True to show a progress bar on stderr.
 
   Returns:
-    The model, float32, whose tokenizer is a `Vocabulary`.
+    The model, in float32, with a `Vocabulary` as its tokenizer.
 
   Raises:
-    OSError: the file cannot be written. Raised before the training.
-    ValueError: the text is too short.
+    OSError: the file cannot be written; raised before the training if the
+      folder is read-only.
+    ValueError: `text` is too short, or `steps` is below 1.
   """
   text = reference_text() if text is None else text
   vocabulary = Vocabulary("".join(sorted(set(text))))
@@ -136,14 +137,14 @@ def character_model(
     head_dim=16,
     mlp_dim=176,
   )
-  # The recipe is all that determines the weights. The file's name has a digest
-  # of it, so that a call with another recipe never loads this file.
+  # The recipe and the text determine the weights. The file's name has a digest
+  # of both, so that a call with other arguments never loads this file.
   recipe = (config, steps, _PHASES, _SPAN, _LEARNING_RATE, _WARMUP, _SEED)
   digest = hashlib.sha256(f"{recipe}{text}".encode()).hexdigest()
   path = _cache_folder(folder) / f"characters-{digest[:16]}.npz"
   params = _load(path, config)
   if params is None:
-    # A folder that is not writable must fail before the minute of training.
+    # Raises before the minute of training if the folder is not writable.
     path.parent.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=path.parent).close()
     params, _ = train(
@@ -164,8 +165,7 @@ def character_model(
 def reference_text() -> str:
   """Returns the language reference that ships with Python, about 465 KB.
 
-  The text has the topics of `pydoc_data`, sorted by name. It differs a little
-  between versions of Python.
+  The text differs a little between versions of Python.
   """
   topics = pydoc_data.topics.topics
   return "\n".join(topics[name] for name in sorted(topics))
@@ -174,9 +174,9 @@ def reference_text() -> str:
 def training_tokens(text: str, vocabulary: Vocabulary) -> np.ndarray:
   r"""Encodes a text, with a stop token after every second blank line.
 
-  A model trained on these tokens sometimes stops at the end of a paragraph, so
-  lengths vary, and a prompt may have several paragraphs. Returns int32[T], with
-  a stop token at the end.
+  Half of the paragraphs end with a stop token, so a trained model gives answers
+  of different lengths. The others do not, so a prompt can have more than one
+  paragraph. Returns int32[T], with a stop token at the end.
 
   Examples:
     >>> tokens = training_tokens("a\n\nb\n\nc", Vocabulary("\nabc"))
@@ -207,7 +207,7 @@ def _load(path: pathlib.Path, config: models.Decoder) -> Any:
     with open(path, "rb") as file, np.load(file) as arrays:
       leaves = [jnp.asarray(arrays[name]) for name in arrays.files]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-  # Damage can raise any exception, from the archive, a header or an array.
+  # A damaged archive, header or array can raise any exception.
   except Exception as error:
     warnings.warn(
       f"{path} cannot be used ({error}); training the model again.",
@@ -257,8 +257,8 @@ def train(
 
 def _spans(steps: int) -> Iterator[tuple[tuple[int, int], int, int]]:
   """Yields (phase, first step, last step + 1) of each span of `_SPAN` steps."""
-  # Each pair of span length and phase costs a compilation. So all steps of a
-  # span use the phase of its first step, and only the last span can be shorter.
+  # Each pair of span length and phase is compiled. To keep them few, all steps
+  # of a span use its first step's phase, and only the last span can be shorter.
   for first in range(0, steps, _SPAN):
     phase = _PHASES[first * len(_PHASES) // steps]
     yield phase, first, min(first + _SPAN, steps)
@@ -290,7 +290,7 @@ def _run_span(
   steps: int,
   phase: tuple[int, int],
 ) -> tuple[Any, jax.Array]:
-  """Runs one optimizer step for each of `numbers`, int32[X]."""
+  """Runs the optimizer steps with the indices `numbers`, int32[X]."""
   optimizer = _optimizer(steps)
   context, batch_size = phase
   base_key = jax.random.key(_SEED + 1)
@@ -306,15 +306,15 @@ def _run_span(
   def step(state: Any, number: jax.Array) -> tuple[Any, jax.Array]:
     params, moments = state
     key = jax.random.fold_in(base_key, number)
-    # The key depends only on the step, so `_SPAN` does not change the batches.
+    # The key depends on the step number, not on the position in the span.
     starts = jax.random.randint(
       key, (batch_size,), 0, data.size - context, jnp.int32
     )
     offsets = jnp.arange(context + 1, dtype=jnp.int32)
     batch = data.at[starts[:, None] + offsets[None]].get(mode="fill")
     loss, gradients = jax.value_and_grad(loss_of)(params, batch)
-    # adamw mixes a Python float with an int32 count, which a caller's strict
-    # promotion would refuse.
+    # adamw mixes a Python float with an int32 count, which raises if the caller
+    # has set strict dtype promotion.
     with jax.numpy_dtype_promotion("standard"):
       updates, moments = optimizer.update(gradients, moments, params)
     return (optax.apply_updates(params, updates), moments), loss

@@ -2,9 +2,9 @@
 
 Bug reports should include the output. The check allocates and commits tokens on
 the default device, attends to them with the backend that "auto" chooses, and
-compares the result with that of the backend "xla". The last two rows have the
-speeds that `jaxkv.HostPolicy` takes: of pages that return from host memory, and
-of prompts, from the speed of a matrix product.
+compares the result with that of the backend "xla". The last two rows help to
+choose the arguments of `jaxkv.HostPolicy`. They are the measured speed of pages
+that return from host memory, and an upper bound of the speed of prefill.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import jaxkv.results
 from jaxkv._src.commands import output
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "chex", "optax")
-# One package of each extra that jaxkv imports.
+# For each extra, one package whose presence shows that the extra is installed.
 _EXTRAS = {
   "plots": "matplotlib",
   "hf": "tokenizers",
@@ -37,11 +37,11 @@ _EXTRAS = {
   "clients": "google-tunix",
   "ray": "ray",
 }
-_TOLERANCE = 2e-2  # Of bfloat16 values near 1.
+_TOLERANCE = 2e-2  # The compared values are bfloat16, and near 1.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds no arguments to the command's parser."""
+  """Adds nothing, because the command has no arguments."""
   del parser
 
 
@@ -72,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
     status = 1
   try:
     output.print_table(*rows)
-    if sys.stdout:  # None if it was closed before Python began.
+    if sys.stdout:  # None if it was closed before Python started.
       sys.stdout.flush()
   except BrokenPipeError:
-    # The stream is redirected, because Python would report the closed pipe
-    # again at its exit.
+    # Otherwise Python would flush stdout when it exits, and report the closed
+    # pipe again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   return status
 
@@ -89,7 +89,7 @@ def _version(package: str) -> str | None:
 
 
 def _attention() -> str:
-  """Runs the check, and returns the backend that served it with the reason.
+  """Runs the check; returns its backend and the reason for this choice.
 
   Raises:
     ArithmeticError: the result differs from that of the backend "xla".
@@ -106,7 +106,7 @@ def _attention() -> str:
   finally:
     logger.removeHandler(handler)
     logger.setLevel(level)
-  # The log gives a reason only if a preferred backend refused the call.
+  # A message has a reason, in parentheses, only if a preferred backend refused.
   return "; ".join(
     text if "(" in text else f"{text}, the first choice there"
     for text in messages
@@ -140,7 +140,7 @@ def _check() -> None:
 
 
 def _bytes_per_second() -> str:
-  """Returns the speed of pages that return from host memory."""
+  """Measures the speed of pages that return from host memory."""
   kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
   if "pinned_host" not in kinds:
     return f"no pinned_host memory, only {', '.join(kinds)}"
@@ -174,18 +174,19 @@ def _bytes_per_second() -> str:
 
 
 def _tokens_per_second() -> str:
-  """Returns the speed of prompts, for a model of a billion parameters."""
+  """Measures an upper bound of prefill speed, with a billion parameters."""
   dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
   left, right = jnp.ones((512, 2048), dtype), jnp.ones((2048, 2048), dtype)
   product = jax.jit(jnp.matmul)
   seconds = _seconds(lambda: product(left, right))
-  # A token takes a multiplication and an addition for each parameter.
+  # A token takes one multiplication and one addition for each parameter, as a
+  # row of `left` does for each element of `right`.
   speed = left.shape[0] * right.size / seconds / 1e9
   return f"{speed:.3g} at most with a billion parameters; divide by billions"
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-  """Returns the least time of a few calls, after one that compiles."""
+  """Returns the shortest time of five calls, after one that compiles."""
   times = []
   for _ in range(6):
     begin = time.perf_counter()

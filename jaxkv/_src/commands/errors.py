@@ -2,7 +2,7 @@
 
 
 class CommandError(Exception):
-  """A mistake that the user can correct, in one line of text without a period.
+  """An error that the user can correct; one line without a final period.
 
-  `python -m jaxkv` prints it after `error: ` and exits with status 2.
+  `python -m jaxkv` prints the line after `error: ` and exits with status 2.
   """

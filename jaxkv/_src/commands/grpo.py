@@ -1,15 +1,14 @@
 """`python -m jaxkv grpo`: trains a model by GRPO in one compiled program.
 
 A small model with random weights learns to repeat its prompt. One jitted
-program draws answers, rewards them and updates the weights. Its arguments, such
-as weights and cache, are donated. With `--numerics exact`, the first update of
-a round computes the same log-probs as the rollout, bit for bit. With `fast` the
-log-probs differ by rounding.
+program draws answers, rewards them and updates the weights. Weights, optimizer
+state and cache are donated to it. With `--numerics exact`, the first update of
+a round computes the same log-probs as the rollout, bit for bit. With `fast`
+they differ by rounding.
 
 An answer token is correct if it equals the prompt token at its position. The
 reward of an answer is its fraction of correct tokens, about 1 / `VOCABULARY`
-before training. The notebook `08_grpo_in_one_program` explains the same
-program.
+before training. The notebook `08_grpo_in_one_program` explains this program.
 """
 
 import argparse
@@ -37,23 +36,23 @@ VOCABULARY = 12
 PROMPTS = 32
 SAMPLES = 8
 TOKENS = 4
-"""Tokens of a prompt, and of an answer."""
+"""Length of each prompt and of each answer, in tokens."""
 INNER_STEPS = 4
-"""Updates of the weights in a round."""
+"""Weight updates in each round."""
 
 _OPTIMIZER = optax.adam(2e-3)
 _FINAL_ROUNDS = 10
-"""The number of last rounds over which the final reward is the mean."""
+"""Number of rounds at the end whose mean reward is reported."""
 
 
 class Carry(NamedTuple):
-  """The state that a round hands to the next one.
+  """The state that a round passes to the next round.
 
   Attributes:
     params: the weights.
     moments: the state of the optimizer.
-    cache: the page tables.
-    kv: the contents of the pages.
+    cache: the state of the cache, such as its page table.
+    kv: the keys and values of the pages.
   """
 
   params: Any
@@ -63,7 +62,7 @@ class Carry(NamedTuple):
 
 
 class RoundFigures(NamedTuple):
-  """Figures of a round.
+  """The measurements of a round.
 
   Attributes:
     reward: the mean reward of all answers.
@@ -94,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
   """Trains and prints a table, and returns the exit status, 0.
 
   Raises:
-    CommandError: a file cannot be written.
+    CommandError: the file `--json` cannot be written.
   """
   output.check_writable(args.json)
   model = decoder(args.numerics, jnp.dtype(args.dtype))
@@ -228,7 +227,7 @@ def grpo_round(
   def update(carry: tuple[Any, Any], _: None) -> tuple[Any, Any]:
     params, moments = carry
     gradient, mismatch = jax.grad(loss, has_aux=True)(params)
-    # optax mixes dtypes, which a caller's strict promotion would refuse.
+    # optax mixes dtypes, which raises if the caller has set strict promotion.
     with jax.numpy_dtype_promotion("standard"):
       updates, moments = _OPTIMIZER.update(gradient, moments)
       params = optax.apply_updates(params, updates)
@@ -238,7 +237,7 @@ def grpo_round(
     update, (params, moments), length=INNER_STEPS
   )
   state = rollout.update_weights(state)
-  # Only the first update uses the weights of the rollout.
+  # Only the first update has the same weights as the rollout.
   figures = RoundFigures(jnp.mean(is_right), state.counters, mismatches[0])
   return Carry(params, moments, state.memory.cache, state.memory.kv), figures
 
@@ -261,7 +260,7 @@ def _summary(figures: RoundFigures) -> dict[str, Any]:
 
 
 def _rows(f: dict[str, Any]) -> list[tuple[str, str]]:
-  """Returns names and values of the table."""
+  """Returns the rows of the printed table, pairs of name and value."""
   return [
     (
       "reward",

@@ -1,4 +1,4 @@
-"""Reads inputs of commands, and writes results as a whole or not at all."""
+"""Reads the inputs of commands, and writes their results atomically."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from jaxkv._src.commands.errors import CommandError
 
 
 def whole_number(lower: int, upper: int) -> Callable[[str], int]:
-  """Returns a `type` of `add_argument` that parses `lower` .. `upper`."""
+  """Returns a parser of integers in `lower` .. `upper`, for `add_argument`."""
 
   def parse(text: str) -> int:
     try:
@@ -60,7 +60,7 @@ def read_lines(path: str) -> list[str]:
   """Returns the lines of a text file.
 
   Raises:
-    CommandError: the file cannot be read.
+    CommandError: the file cannot be read, or is not UTF-8 text.
   """
   try:
     # Not `splitlines`, which also splits at form feeds and other separators.
@@ -75,7 +75,7 @@ def read_lines(path: str) -> list[str]:
 
 
 def write_json(path: str | None, value: Any) -> None:
-  """Writes a value as JSON, replacing the file atomically.
+  """Writes a value as JSON, atomically; does nothing if `path` is None.
 
   Raises:
     CommandError: the file cannot be written.
@@ -93,7 +93,7 @@ def write_json(path: str | None, value: Any) -> None:
 def replacing(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
   """Yields the path of a new file, which replaces `path` when the block ends.
 
-  If the block raises, the new file is removed.
+  If the block raises, the new file is removed and `path` does not change.
   """
   # The new file is in the folder of the target, because `os.replace` is atomic
   # only within a file system. Its name is unique to the process and thread.

@@ -1,4 +1,4 @@
-"""`--processes`: splits the prompts of a command over processes of jax."""
+"""`--processes`: splits the prompts of a command over several JAX processes."""
 
 import argparse
 from typing import Any
@@ -12,7 +12,7 @@ from jaxkv import rollout
 from jaxkv._src.commands.errors import CommandError
 
 _HEARTBEAT_SECONDS = 10
-"""After this time without a sign of life, jax counts a process as dead."""
+"""Time without a heartbeat after which jax considers a process dead."""
 _START_SECONDS = 120
 _EQUAL_OR_LARGEST = {
   "compile_seconds",
@@ -22,29 +22,29 @@ _EQUAL_OR_LARGEST = {
   "seconds",
   "steps",
 }
-"""Figures that are not added up over processes."""
+"""Figures of which `gathered` takes the maximum, not the sum."""
 
 
 class Processes(NamedTuple):
-  """The address of process 0, the number of processes, this one's number."""
+  """The processes that share a command's prompts, as one of them sees them."""
 
-  address: str
+  address: str  # of process 0
   total: int
-  number: int
+  number: int  # of this process
 
   def share_of(self, size: int) -> int:
-    """Returns the most of `size` prompts that a process computes."""
+    """Returns the largest share of `size` prompts that a process computes."""
     return -(-size // self.total)
 
   def part_of(self, size: int) -> slice:
-    """Returns the part of `size` prompts that this process computes."""
+    """Returns the range of the `size` prompts that this process computes."""
     return slice(
       self.number * size // self.total, (self.number + 1) * size // self.total
     )
 
 
 def parse(text: str) -> Processes:
-  """Parses ADDRESS,N,ID; for `argparse`."""
+  """Parses ADDRESS,N,ID, as the `type` of an argument of `argparse`."""
   address, *numbers = text.split(",")
   try:
     total, number = map(int, numbers)
@@ -60,13 +60,13 @@ def parse(text: str) -> Processes:
 
 
 def start(processes: Processes) -> None:
-  """Joins the other processes.
+  """Connects this process to the others.
 
-  If a process dies or stops, jax ends the others within 30 s with a message
-  that names it. If process 0 dies, the message names the coordination service.
+  If a process dies or stops, jax ends all others within 30 s, with a message
+  that names the dead process, or the coordination service for process 0.
 
   Raises:
-    CommandError: the others did not come.
+    CommandError: jax cannot connect the processes.
   """
   try:
     jax.distributed.initialize(
@@ -81,12 +81,12 @@ def start(processes: Processes) -> None:
 def gathered(
   results: rollout.Generated, figures: dict[str, Any], share: int
 ) -> tuple[rollout.Generated, dict[str, Any]]:
-  """Returns the results of all processes, in order, and their figures.
+  """Gathers the samples of all processes, in order, and combines the figures.
 
   Args:
-    results: the samples of this process, of the same width everywhere.
-    figures: the numbers of this process.
-    share: the most samples of a process.
+    results: the samples of this process. Their width is equal in all processes.
+    figures: the figures of this process, numbers by name.
+    share: the maximum number of samples of a process.
   """
 
   def padded(array: Any) -> np.ndarray:
@@ -94,10 +94,8 @@ def gathered(
     rows = ((0, share - len(array)),) + ((0, 0),) * (array.ndim - 1)
     return np.pad(array, rows)
 
-  numbers = {
-    name: np.asarray(number, np.float32 if type(number) is float else np.int32)
-    for name, number in figures.items()
-  }
+  # Gathered as bytes, because jax converts 64-bit numbers to 32 bits.
+  numbers = np.asarray(list(figures.values()), np.float64).view(np.uint8)
   results, numbers = multihost_utils.process_allgather(
     (jax.tree.map(padded, results), numbers)
   )
@@ -105,7 +103,8 @@ def gathered(
   exists = np.asarray(results.valid)
   results = jax.tree.map(lambda x: np.asarray(x)[exists], results)
   totals = {}
-  for name, values in numbers.items():
+  numbers = np.asarray(numbers).reshape(-1, 8 * len(figures)).view(np.float64)
+  for (name, number), values in zip(figures.items(), numbers.T, strict=True):
     of_all = np.max if name in _EQUAL_OR_LARGEST else np.sum
-    totals[name] = type(figures[name])(of_all(np.asarray(values)))
+    totals[name] = type(number)(of_all(values))
   return results, totals

@@ -1,30 +1,31 @@
 """`python -m jaxkv replay`: replays a request trace with the cache's verbs.
 
-Requests run one at a time, in file order. Each one calls `admit`, which hits
-the cached prefix, `allocate`, `commit` for the remaining blocks, and `free`. A
-compiled scan runs a span of requests, and a progress bar is updated after each
-span.
+Requests run one at a time, in file order. Each request calls `admit`, which
+attaches the cached prefix, then `allocate`, `commit` for the blocks that were
+not hit, and `free`.
 
 A trace has JSON lines in the format of the Mooncake traces (Qin et al.,
 "Mooncake: Trading More Storage for Less Computation", FAST 2025). In each
-request, `input_length` is the length of the prompt, and `hash_ids` has an id
-for every block of 512 tokens. The last block can be partial. An id identifies a
+request, `input_length` is the length of the prompt, and `hash_ids` has one id
+for each block of 512 tokens. The last block can be partial. An id identifies a
 block together with all blocks before it. A page of the replay holds one
 "token", the id of a block. `--rule` selects the cached blocks:
 
 | rule | blocks that are cached       | cached blocks that can be hit       |
 |------|------------------------------|-------------------------------------|
 | full | `input_length // 512`        | `(input_length - 1) // 512`         |
-| all  | every block, also partial    | every block                         |
+| all  | every block, even if partial | every block                         |
 
-With `full`, the last token must be computed for its logits. So a last block
-that is full is never a hit. It takes a new page and is cached again.
+With `full`, the last token of a prompt is always computed, because its logits
+are needed. So a prompt that ends with a full block never hits this block. The
+block takes a new page and is cached again.
 
 Every request also holds one page that is never cached, for the tokens after its
 last cached block. Without this page `admit` could not hit the last block,
-because it never hits a whole sequence. When the request ends, this page goes to
-the front of the free queue, because it has no key. So the next request takes it
-and evicts nothing. `--pages` does not count this page. Outputs are not cached.
+because `admit` never hits a whole sequence. When the request ends, this page
+goes to the front of the free queue, because it has no key. So the next request
+takes it without an eviction. `--pages` does not count it. Answers are not
+cached.
 """
 
 import argparse
@@ -130,10 +131,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_trace(path: str) -> list[TraceRequest]:
-  """Reads and checks a whole trace, without its blank lines.
+  """Reads and checks a trace, and skips its blank lines.
 
   Raises:
-    CommandError: the file or one of its lines cannot be used.
+    CommandError: the file cannot be read, a line is not a valid request, or
+      there is no request.
   """
   requests = [
     _request(f"{path} line {number}", number, line)
@@ -141,7 +143,7 @@ def read_trace(path: str) -> list[TraceRequest]:
     if line.strip()
   ]
   if not requests:
-    raise CommandError(f"{path} holds no request")
+    raise CommandError(f"{path} has no request")
   return requests
 
 
@@ -176,7 +178,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _num_blocks(request: TraceRequest, rule: str) -> int:
-  """Returns the number of a request's blocks that are cached."""
+  """Returns the number of blocks of a request that the rule caches."""
   full = request.input_length // BLOCK_TOKENS
   return len(request.hash_ids) if rule == "all" else full
 
@@ -188,8 +190,8 @@ def _replay(
   ids = [request.hash_ids[: _num_blocks(request, rule)] for request in requests]
   blocks = np.asarray([len(row) for row in ids])
   total = int(blocks.sum())
-  # A request takes at most one page for each of its blocks. So more pages than
-  # the blocks of all requests would change nothing.
+  # More pages than the blocks of all requests would change nothing. The 2 pages
+  # in addition are the null page and the page that is never cached.
   upper_bound = max(1, total)
   config = jaxkv.CacheConfig(
     num_pages=2 + (min(pages, upper_bound) if pages else upper_bound),
@@ -221,9 +223,10 @@ def _replay(
 
 
 def _tokens(ids: list[tuple[int, ...]], config: jaxkv.CacheConfig) -> Array:
-  """Returns all blocks in order, padded by the width of a slot, int32[X].
+  """Returns the blocks of all requests as tokens, one array int32[X].
 
   Ids can exceed int32, so each is replaced by its rank in order of first use.
+  The array is padded, because `_serve` slices a slot's width from each request.
   """
   numbers: dict[int, int] = {}
   flat = [numbers.setdefault(key, len(numbers)) for row in ids for key in row]
@@ -233,10 +236,10 @@ def _tokens(ids: list[tuple[int, ...]], config: jaxkv.CacheConfig) -> Array:
 def _timed_spans(
   config: jaxkv.CacheConfig, tokens: Array, work: np.ndarray
 ) -> tuple[jaxkv.CacheState, np.ndarray, float]:
-  """Runs all requests, and returns the seconds without compilation."""
+  """Returns the final state, the hits, and the seconds without compilation."""
   count = len(work)
   # Spans have equal length, so that one program runs them all. Rows that pad
-  # the last span admit no token.
+  # the last span have length 0, so `_serve` skips them.
   padded = np.pad(work, ((0, -count % _SPAN), (0, 0)))
   spans = jnp.asarray(padded.reshape(-1, _SPAN, 3), jnp.int32)
   state = jaxkv.init(config)
@@ -262,7 +265,7 @@ def _timed_spans(
 def _serve(
   state: jaxkv.CacheState, request: Array, *, tokens: Array
 ) -> tuple[jaxkv.CacheState, Array]:
-  """Serves one request, and returns the number of hit blocks."""
+  """Serves one request, a row of `work`; returns the number of hit blocks."""
   width = state.config.slot_tokens
   slot = jnp.zeros((1,), jnp.int32)
   begin, blocks, length = request[0], request[1], request[2:]
@@ -274,7 +277,7 @@ def _serve(
     length,
     mask=is_real,
   )
-  # This takes the page that is never cached, unless `admit` has taken it.
+  # Takes the page that is never cached, unless `admit` has taken it.
   state, _ = jaxkv.allocate(
     state,
     jnp.where(is_real, blocks + 1 - admitted.num_cached_tokens, 0),

@@ -1,11 +1,11 @@
-"""`python -m jaxkv rollout`: generates from prompts in the jitted loop.
+"""`python -m jaxkv rollout`: generates text from prompts in a jitted loop.
 
 By default, a small character model continues prompts that share a preamble. The
 model is trained once on this machine. The compiled loop allocates, shares,
-publishes, hits, evicts and frees pages. Then a forward pass without a cache
-recomputes the log-prob of every drawn token.
+publishes, evicts and frees pages, and reuses cached pages. Then the log-prob of
+every drawn token is compared with that of a forward pass without a cache.
 
-With `--model`, a pretrained model answers the prompts.
+With `--model`, a pretrained model answers the prompts, without this comparison.
 """
 
 import argparse
@@ -39,7 +39,7 @@ _LIMIT = 2**22
 
 
 Prompts = dict[str, str]
-"""The text of each prompt by its source, which error messages name."""
+"""The prompts, by a name that error messages use, such as "--prompt 1"."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--processes",
     metavar="ADDRESS,N,ID",
     type=processes.parse,
-    help="be process ID of N that share the prompts; ADDRESS is that of ID 0",
+    help="run as process ID of N, which share the prompts; process 0 listens "
+    "at ADDRESS",
   )
 
 
@@ -78,10 +79,10 @@ def run(args: argparse.Namespace) -> int:
   """Generates answers, and prints them with a table of figures.
 
   Returns:
-    The exit status: 1 if log-probs without a cache differ, else 0.
+    The exit status: 1 if a log-prob differs by `CLOSE` or more, else 0.
 
   Raises:
-    CommandError: an argument, a prompt or the model cannot be used.
+    CommandError: an argument, a prompt, a file or the model cannot be used.
   """
   # All checks come before the compilation. Most need the model, so only files
   # are checked before it is loaded or trained.
@@ -174,12 +175,12 @@ def chosen_prompts(
 
 
 def default_prompts(text: str) -> Prompts:
-  """Makes prompts from the text's first lines and a paragraph's opening."""
+  """Makes prompts: the start of the text, then the start of a paragraph."""
   preamble = text[:_PREAMBLE].rstrip() + "\n\n"
   paragraphs = [part.strip() for part in text.split("\n\n")]
   paragraphs = [part for part in paragraphs if len(part) > 2 * _OPENING]
   stride = max(1, len(paragraphs) // _NUM_PROMPTS)
-  # Openings differ in length, so prompts end at different offsets in pages.
+  # Openings differ in length, so that prompts end at different page offsets.
   return {
     f"default prompt {number}": preamble + part[: _OPENING - number % 7]
     for number, part in enumerate(paragraphs[::stride][:_NUM_PROMPTS])
@@ -233,8 +234,8 @@ def _generate(
       page_size=args.page_size,
       num_pages=args.pages,
       progress=True,
-      # Raw log-probs are taken before the temperature is applied, as are those
-      # of the forward pass.
+      # Raw log-probs do not depend on the temperature. `largest_difference`
+      # compares them with a forward pass.
       raw_log_probs=True,
       **options,
     )
@@ -299,7 +300,7 @@ def _texts(
   num_samples: int,
   tokenizer: models.Tokenizer,
 ) -> list[dict[str, Any]]:
-  """Returns the answers, with the log-probs that they were drawn with."""
+  """Returns a record of each answer, for the JSON file."""
   done = jax.tree.map(np.asarray, results)
   texts = []
   for number, (row, mask) in enumerate(
@@ -333,7 +334,7 @@ def _printed_texts(texts: list[dict[str, Any]]) -> str:
 
 
 def _rows(f: dict[str, Any]) -> list[tuple[str, str]]:
-  """Returns names and values of the table."""
+  """Returns the rows of the printed table, pairs of name and value."""
   hits = f["hit_tokens"] / max(f["queried_tokens"], 1)
   rows = [
     ("sequences", f"{f['sequences']} in {f['slots']} slots"),

@@ -1,15 +1,15 @@
-"""Ranks waiting sequences and chooses those that enter empty slots.
+"""Ranks waiting sequences and chooses the ones that enter empty slots.
 
 Sequences wait in the order of their priorities, then of their ids. Among the
-first ones of equal priority, the one with the longest cached prefix enters
-first, because the prefix may be evicted later. Two rules take precedence:
+first sequences of equal priority, the one with the longest cached prefix enters
+first, because this prefix may be evicted later. Two rules take precedence:
 
-- A sequence whose next page is being computed by another one waits, a step or
-  two, to find that page in the cache.
-- A sequence that was overtaken too often enters before all others.
+- If a running sequence is computing the next page of a waiting one, the waiting
+  one stays in the queue for a step or two, until the page is cached.
+- A sequence that was overtaken `max_overtaken` times enters before all others.
 
-Further samples of a prompt take slots together with the first one. They hold no
-pages until its prompt is computed, and then fork.
+Samples of a prompt take slots together. One of them, the leader, computes the
+prompt. The others hold no pages until then, and fork from the leader.
 """
 
 from typing import NamedTuple
@@ -36,20 +36,19 @@ from jaxkv._src.engine.slots import prompt_rest
 
 
 class Candidates(NamedTuple):
-  """Waiting sequences, in order; X is the window.
+  """The first X <= `RolloutConfig.window` waiting sequences, in queue order.
 
   Attributes:
-    rows: int32[X], the row of each; Q for none.
-    valid: bool[X], False without a sequence.
+    rows: int32[X], the row of each in the queue; Q for none.
+    valid: bool[X], True for entries with a sequence.
     priority: int32[X]; None if all are equal.
     overtaken: int32[X], how often each was overtaken.
     found: the cached prefix of each.
-    is_blocked: bool[X], True if a running sequence computes the next page.
+    is_blocked: bool[X], True if a running sequence is computing the next page.
     needs_page_of: bool[X, X], True if candidate j would compute the next page
       of candidate i.
-    siblings: bool[X, X], True if both are fresh samples of one prompt.
-    slot_of_leader: int32[X], the slot of a sample that computes the same
-      prompt; B for none.
+    siblings: bool[X, X], True for fresh samples of one prompt, see `_siblings`.
+    slot_of_leader: int32[X], the slot computing the same prompt; B for none.
   """
 
   rows: Array
@@ -64,14 +63,14 @@ class Candidates(NamedTuple):
 
 
 class Chosen(NamedTuple):
-  """Up to R candidates, in the order in which they enter.
+  """Up to R <= `RolloutConfig.admissions` candidates, in admission order.
 
   Attributes:
-    candidates: int32[R], indices of candidates; X for none.
-    row_of_leader: int32[R], which of the R candidates computes the prompt of
-      each one; its own index if it computes the prompt itself.
-    slot_of_leader: int32[R], the running slot that computes the prompt of each
-      one; B for none.
+    candidates: int32[R], the index of each in `Candidates`; X for none.
+    row_of_leader: int32[R], the position in `candidates` of each one's leader;
+      its own position if none of them leads it.
+    slot_of_leader: int32[R], the slot of a running leader of each one; B for
+      none.
   """
 
   candidates: Array
@@ -91,7 +90,7 @@ def first_candidates(
 
   Args:
     queue: all sequences.
-    slots: the running ones.
+    slots: the running sequences.
     cache: the cache.
     config: the options.
     is_scoring: static; True if the answers are given, see `given_answers`.
@@ -101,7 +100,7 @@ def first_candidates(
   first = first_of(waits[queue.order], window)
   rows = indexing.take(queue.order, first, fill=queue.no_row)
   if is_scoring:
-    # One prompt after another, so that all of its samples find slots.
+    # Samples of one prompt enter at a time, so that all of them find slots.
     group = rows // config.num_samples
     rows = jnp.where(group == group[0], rows, queue.no_row)
   valid, length = rows < queue.no_row, indexing.take(queue.length, rows)
@@ -114,11 +113,11 @@ def first_candidates(
     siblings, leader = _siblings(
       queue, slots, cache, rows, config, is_scoring=is_scoring
     )
-  # Keys of another epoch are not those of any cached page.
+  # Page keys of another epoch match no cached page.
   is_hashed = valid & (indexing.take(queue.epochs, rows) == cache.epoch)
   max_hit, computed = length, indexing.take(queue.computed, rows)
-  # A cached token yields no log-prob, so the tokens with log-probs must have
-  # been computed before.
+  # A cached token yields no log-prob. So where log-probs are recorded, a hit
+  # may contain only tokens that were computed before for this sequence.
   if config.prompt_log_probs:
     max_hit = jnp.minimum(length, computed + 1)
   if is_scoring:
@@ -168,15 +167,15 @@ def _with_shared_work(
   Args:
     waiting: the candidates.
     queue: all sequences.
-    slots: the running ones.
+    slots: the running sequences.
     cache: the cache.
-    page_keys: uint32[X, Y, 4], the page keys of the candidates.
-    max_hit: int32[X], one more than the tokens of the longest possible hit; 0
-      without page keys of the current epoch.
+    page_keys: uint32[X, W // S, 4], the `Queue.page_keys` of the candidates.
+    max_hit: int32[X], one more than the number of tokens of the longest
+      possible hit; 0 if the page keys are of another epoch.
   """
   all_keys = queue.page_keys
   assert all_keys is not None  # The candidates have keys.
-  # The end of the next page, where all groups end one.
+  # The next position at which all groups end a page.
   stop = waiting.found.num_cached_tokens + cache.config.alignment
   page = elementwise.quotient(stop, cache.config.page_size) - 1
   columns = page_keys.shape[1]
@@ -186,7 +185,7 @@ def _with_shared_work(
   )
 
   def computes(rows: Array) -> Array:
-    """Returns bool[X, Y], True if the prompt of rows[j] has i's next page."""
+    """Returns bool[X, Y]: at [i, j], True if prompt j has i's next page."""
     other_key = indexing.take(all_keys, rows[None], page[:, None])
     prompt_length = indexing.take(queue.start, rows)
     is_inside = stop[:, None] <= prompt_length[None]
@@ -211,8 +210,8 @@ def _siblings(
 ) -> tuple[Array, Array]:
   """Returns `Candidates.siblings` and `slot_of_leader` of rows int32[X].
 
-  A sample is fresh if it has no token after its first prompt, which has at
-  least two. Samples with different salts share nothing.
+  A sample is fresh while it has only its first prompt, or in `score` until this
+  prompt is computed. A prompt of one token shares nothing.
   """
   samples = config.num_samples
 
@@ -225,7 +224,7 @@ def _siblings(
     return (prompt_length > 1) & in_prompt
 
   def have_one_prompt(indices: Array) -> Array:
-    """Returns bool[X, Y], True for equal prompts and salts."""
+    """Returns bool[X, Y], True for samples of one prompt with equal salts."""
     is_same = (rows // samples)[:, None] == (indices // samples)[None]
     if queue.salts is None:
       return is_same
@@ -237,8 +236,8 @@ def _siblings(
 
   fresh = is_fresh(rows)[:, None]
   siblings = fresh & is_fresh(rows)[None] & have_one_prompt(rows)
-  # A leader of another epoch has pages of other weights. One that is past its
-  # prompt has written to the page that a fork would copy.
+  # A slot cannot lead if its pages are of older weights, or if it is past its
+  # prompt, and so has written to the page that a fork would copy.
   can_lead = are_computing(queue, slots) & is_fresh(slots.row)
   can_lead &= indexing.take(queue.epochs, slots.row) == cache.epoch
   can_lead &= prompt_rest(queue, slots, cache) >= 0
@@ -251,26 +250,26 @@ def _siblings(
 def choose(
   waiting: Candidates, num_slots: int, num_empty: Array, config: RolloutConfig
 ) -> Chosen:
-  """Chooses up to R candidates that enter together.
+  """Chooses up to R candidates that enter in this step.
 
   Args:
     waiting: the candidates.
-    num_slots: B.
+    num_slots: B, the number of slots.
     num_empty: int32[], the number of empty slots.
-    config: R, and how often a sequence may be overtaken.
+    config: the options; R is `admissions`, or B if that is less.
   """
   window = waiting.rows.shape[0]
   rows = min(config.admissions, num_slots)
   position = jnp.arange(window, dtype=jnp.int32)
-  # A leader is one of the R candidates of this call, 0 .. R - 1, or a slot,
-  # R .. R + B - 1.
+  # Leaders are numbered: 0 .. R - 1 are the chosen candidates, in order, and
+  # R .. R + B - 1 are the slots.
   no_leader = rows + num_slots
   num_cached = waiting.found.num_cached_tokens
 
   def choose_one(row, carry):
     chosen, remaining, overtaken, is_blocked, leader = carry
-    # A candidate that was overtaken too often is chosen next, and none after
-    # it, whether or not another sequence computes its pages or it finds room.
+    # A candidate that was overtaken too often is chosen next, even if it is
+    # blocked. No other one is chosen after it, even if it then finds no room.
     is_overdue = waiting.valid & (overtaken >= config.max_overtaken)
     overdue = remaining & is_overdue
     first = overdue & (position == jnp.argmax(overdue).astype(jnp.int32))
@@ -283,10 +282,11 @@ def choose(
       eligible &= priority == jnp.min(priority)
     score = jnp.where(has_leader, jnp.int32(indexing.NOWHERE), num_cached)
     pick = jnp.argmax(jnp.where(eligible, score, -1)).astype(jnp.int32)
-    # A chosen candidate may still find no room, so it may be overtaken too.
+    # A chosen candidate may find no room and keep waiting. No further choice
+    # may then overtake it too often.
     enters = jnp.any(eligible) & (row < num_empty)
     enters &= ~jnp.any(is_overdue & ~remaining)
-    # Samples of its prompt follow its leader, or itself if it has none.
+    # Siblings of the pick get its leader, or the pick itself if it has none.
     leader_of_pick = leader.at[pick].get(mode="clip")
     follows = enters & waiting.siblings[:, pick] & ~has_leader
     leader_of_pick = jnp.where(leader_of_pick < no_leader, leader_of_pick, row)
@@ -309,7 +309,7 @@ def choose(
     waiting.is_blocked,
     leader.astype(jnp.int32),
   )
-  # Each choice changes what the others may do, so they are made one by one.
+  # One choice at a time, because each changes which candidates are eligible.
   chosen, _, _, _, leader = lax.fori_loop(
     0, rows, choose_one, sharding.match_varying_axes(start)
   )

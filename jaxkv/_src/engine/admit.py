@@ -1,8 +1,8 @@
-"""Admits the sequences that `admission_order` chose to empty slots.
+"""Admits, into empty slots, the sequences that `admission_order` chose.
 
-They share the pages of their cached prefixes. `grow` takes their other pages
-from those that running sequences leave free. None enters if running sequences
-lack pages.
+Admission attaches the pages of a cached prefix, and checks that enough other
+pages are free, beyond those that running sequences need. `grow` allocates these
+pages. No sequence enters while a running one lacks pages.
 """
 
 import dataclasses
@@ -36,17 +36,17 @@ from jaxkv._src.engine.slots import lengths
 
 
 class Entrants(NamedTuple):
-  """Up to R chosen candidates, and what became of them.
+  """The outcome of admission for up to R chosen candidates.
 
   Attributes:
-    rows: int32[R], the row of each; Q for none.
-    slots: int32[R], the slot of each; B for none.
+    rows: int32[R], the row of each in the queue; Q for none.
+    slots: int32[R], the empty slot for each; B for none.
     slot_of_leader: int32[R], the slot that computes the prompt of each; B for
       none.
-    enters: bool[R], those that enter their slots.
-    is_hopeless: bool[R], those that can never run, for the reason in `code`.
+    enters: bool[R], True if it enters its slot.
+    is_hopeless: bool[R], True if it can never run, for the reason in `code`.
     code: int32[R], a `Status`.
-    candidates: int32[R], the index of each among the candidates.
+    candidates: int32[R], the index of each in `Candidates`.
   """
 
   rows: Array
@@ -60,7 +60,7 @@ class Entrants(NamedTuple):
 
 def empty_slots(queue: Queue, slots: Slots, cache: CacheState) -> Array:
   """Returns bool[B], slots that a sequence can enter."""
-  # A `Memory` that `score` gets may hold pages of sequences without a row.
+  # In `score`, a slot without a row may hold pages of another rollout.
   slot = jnp.arange(slots.size, dtype=jnp.int32)
   return (slots.row == queue.no_row) & is_empty(cache, slot)
 
@@ -68,7 +68,7 @@ def empty_slots(queue: Queue, slots: Slots, cache: CacheState) -> Array:
 def can_admit(
   queue: Queue, slots: Slots, cache: CacheState, config: RolloutConfig
 ) -> Array:
-  """Returns bool[], True if a sequence waits, and a slot and pages are free."""
+  """Returns bool[], False if no waiting sequence can enter in this step."""
   waits = jnp.any(queue.status == SequenceStatus.WAITING)
   needed = needed_pages(queue, slots, cache, config)
   fits = needed <= cache.pool.queue.num_free
@@ -83,7 +83,7 @@ def attach_prefixes(
   chosen: Chosen,
   config: RolloutConfig,
 ) -> tuple[CacheState, Entrants]:
-  """Attaches the cached prefixes of candidates for which the pool has room."""
+  """Attaches the cached prefixes of candidates for which pages are free."""
   row = jnp.arange(chosen.candidates.shape[0], dtype=jnp.int32)
   place = first_of(empty_slots(queue, slots, cache), row.shape[0])
   rows = indexing.take(waiting.rows, chosen.candidates, fill=queue.no_row)
@@ -94,10 +94,9 @@ def attach_prefixes(
   length = indexing.take(queue.length, rows)
   at_once = jnp.minimum(length, chunk_size(cache.config, config))
   num_running = jnp.sum(slots.row < queue.no_row, dtype=jnp.int32)
-  # A page to grow for each sequence and group, newcomers included.
   num_groups = len(cache.config.groups)
-  # Without this reserve newcomers would take the last pages, and the next page
-  # that a running sequence needs would preempt one of them.
+  # One page for each group of each sequence. Without this reserve, newcomers
+  # would take the last pages, and growth would soon preempt a sequence.
   reserve = num_groups * (num_running + jnp.cumsum(exists, dtype=jnp.int32))
   promised = promised_pages(queue, slots, cache, config)
   later = _pages_after_chunk(queue, cache.config, rows, prefix, at_once, config)
@@ -113,7 +112,7 @@ def attach_prefixes(
     num_tokens=at_once,
     keep_free=promised + later + jnp.where(num_running + row > 0, reserve, 0),
   )
-  # A sample whose leader found no room must wait with it.
+  # A sample enters only if its leader does.
   follows = exists & ~follows_slot & (chosen.row_of_leader != row)
   follows &= indexing.take(admitted.ok, chosen.row_of_leader)
   leader = jnp.where(follows_slot, chosen.slot_of_leader, slots.no_slot)
@@ -121,7 +120,8 @@ def attach_prefixes(
     follows, indexing.take(place, chosen.row_of_leader), leader
   )
   enters = admitted.ok | follows | follows_slot
-  # Only the first candidate may use all free pages, so only it can be hopeless.
+  # A lack of pages is final only for the first candidate, and only while no
+  # sequence runs, because all free pages are then available to it.
   is_alone = ~jnp.any(enters) & (num_running == 0) & (row == 0)
   is_hopeless = is_failure(admitted.code) & (
     is_alone | (admitted.code != Status.OUT_OF_PAGES)
@@ -138,7 +138,7 @@ def attach_prefixes(
 
 
 def seat(slots: Slots, entrants: Entrants) -> Slots:
-  """Puts sequences into their slots."""
+  """Assigns the slots to the sequences that enter."""
   place = indexing.where_valid(entrants.enters, entrants.slots)
   return Slots(
     row=indexing.put(slots.row, place, values=entrants.rows),
@@ -149,12 +149,11 @@ def seat(slots: Slots, entrants: Entrants) -> Slots:
 def mark_running(
   queue: Queue, entrants: Entrants, waiting: Candidates, epoch: Array
 ) -> Queue:
-  """Sets the status of entrants, and counts whom they overtook."""
+  """Sets the status of entrants, and updates `Queue.overtaken` of others."""
   rows, enters = entrants.rows, entrants.enters
   # First, because `overtaken` counts only for sequences that still wait.
   queue = set_status(queue, rows, enters, SequenceStatus.RUNNING)
   queue = _clear_stale_keys(queue, rows, enters, epoch)
-  # A waiting sequence is overtaken when a later one enters first.
   entered = jnp.where(enters, entrants.candidates, -1)
   position = jnp.arange(waiting.rows.shape[0], dtype=jnp.int32)
   passed = jnp.sum(entered[None] > position[:, None], axis=1, dtype=jnp.int32)
@@ -169,7 +168,7 @@ def mark_running(
 def _clear_stale_keys(
   queue: Queue, rows: Array, enters: Array, epoch: Array
 ) -> Queue:
-  """Clears page keys of other epochs of the admitted sequences, int32[R]."""
+  """Clears the page keys of admitted rows int32[R] if of another epoch."""
   is_stale = enters & (indexing.take(queue.epochs, rows) != epoch)
   keys = queue.page_keys
   if keys is not None:
@@ -183,13 +182,13 @@ def _clear_stale_keys(
 def promised_pages(
   queue: Queue, slots: Slots, cache: CacheState, config: RolloutConfig
 ) -> Array:
-  """Returns the pages that running sequences still need, int32[]."""
+  """Returns the number of pages that running sequences need, int32[]."""
   in_step = needed_pages(queue, slots, cache, config)
   if not cache.config.skips_pages:
     return in_step
   needed = pages_at_once(cache.config, lengths(queue, slots), config)
   needed = jnp.where(are_computing(queue, slots)[:, None], needed, 0)
-  # Null pages behind a window are columns of the table, but no pages.
+  # Columns behind a window hold the null page, which is not allocated.
   held = cache.num_pages - cache.num_skipped_pages
   later = jnp.sum(jnp.maximum(needed - held, 0), dtype=jnp.int32)
   return jnp.maximum(in_step, later)
@@ -203,7 +202,7 @@ def _pages_after_chunk(
   at_once: Array,
   config: RolloutConfig,
 ) -> Array:
-  """Returns the pages that follow those of the first chunk, int32[R]."""
+  """Returns the number of pages needed after the first chunk, int32[R]."""
   length = indexing.take(queue.length, rows)
   if not sizes.skips_pages:
     return jnp.zeros_like(length)
@@ -216,7 +215,7 @@ def _pages_after_chunk(
 def pages_at_once(
   sizes: CacheConfig, length: Array, config: RolloutConfig
 ) -> Array:
-  """Returns the maximum pages that sequences hold at once, int32[R, G]."""
+  """Returns the maximum number of pages held at once, int32[R, G]."""
   columns = sizes.sizes.columns_for(length, jnp.zeros_like(length))
   most_in_flight = chunk_size(sizes, config) + config.decode_steps - 1
   limits = max_pages(sizes, most_in_flight, sizes.slot_tokens)

@@ -20,13 +20,13 @@ from jaxkv._src.engine.slots import Slots
 def commit_tokens(
   queue: Queue, slots: Slots, cache: CacheState, counts: Array
 ) -> tuple[Queue, CacheState]:
-  """Commits each slot's next tokens, one page in each iteration.
+  """Commits each slot's next tokens, at most one page per iteration.
 
   Args:
     queue: the sequences.
     slots: their slots.
     cache: the cache.
-    counts: int32[B], the tokens of each slot.
+    counts: int32[B], the number of tokens to commit in each slot.
 
   Returns:
     The queue with the keys of pages that became full, and the cache.
@@ -35,8 +35,8 @@ def commit_tokens(
   column = jnp.arange(size, dtype=jnp.int32)[None]
   row = slots.row[:, None]
 
-  # `commit` takes as many columns as a page has tokens. A chunk is longer, and
-  # one call for all of it would pad every decoding slot to its length.
+  # One call of `commit` for a whole chunk would pad every decoding slot to the
+  # length of the chunk, so each call commits at most one page.
   def commit_page(
     loop: tuple[CacheState, Array | None, Array],
   ) -> tuple[CacheState, Array | None, Array]:
@@ -47,7 +47,7 @@ def commit_tokens(
     tokens = indexing.take(queue.tokens, row, position)
     cache, _ = commit(cache, tokens, num_tokens)
     if keys is not None and cache.hashes is not None:
-      # `chain` is the key after the last page at which all groups end one.
+      # `chain` is the key at the last position where all groups end a page.
       after = elementwise.quotient(cache.length, aligned)
       place = indexing.where_valid(after > before, slots.row)
       last = after * (aligned // size) - 1
@@ -63,7 +63,7 @@ def commit_tokens(
 
 
 def read_of(cache: CacheState) -> Array:
-  """Returns a non-negative int32[] that depends on committed tokens."""
+  """Returns `read` for `loops.read_before`, from the committed tokens."""
   if cache.hashes is None:
     return jnp.zeros((), jnp.int32)
   return jnp.max(cache.hashes.tail) & jnp.int32(2**31 - 1)
@@ -84,16 +84,16 @@ def count_step(
   """Adds a step to the counters.
 
   Args:
-    counters: before the step.
-    queue: with `computed` as before the step.
+    counters: the counters before the step.
+    queue: the sequences, with `computed` as before the step.
     slots: the slots of the step.
     before: the cache before the tokens were committed.
-    cache: the cache after that.
+    cache: the cache after they were committed.
     work: the tokens of the step.
-    counts: int32[B], the tokens that each slot computed and kept.
-    sampled: int32[B], the tokens that each slot sampled.
-    sizes: the widths of calls.
-    num_decodes: int32[], further calls of width 0; None if there are none.
+    counts: int32[B], the number of tokens that each slot computed and kept.
+    sampled: int32[B], the number of tokens that each slot sampled.
+    sizes: the widths from which `work.width` was chosen.
+    num_decodes: int32[], the number of further calls; None if there are none.
   """
   columns = jnp.asarray([sum(size) for size in sizes], jnp.int32)
   widths = jnp.arange(len(sizes), dtype=jnp.int32)
@@ -132,9 +132,9 @@ def count_step(
 def count_computed(
   queue: Queue, slots: Slots, length: Array, counts: Array
 ) -> Queue:
-  """Updates `Queue.computed` for slots that computed `counts` more tokens.
+  """Updates `Queue.computed` after a step.
 
-  `length` is the number of tokens before them.
+  A slot has computed `counts` int32[B] tokens, after `length` int32[B] others.
   """
   place = indexing.where_valid(counts > 0, slots.row)
   computed = indexing.take(queue.computed, place)

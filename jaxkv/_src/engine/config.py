@@ -21,47 +21,46 @@ class RolloutConfig:
   """Static options of a rollout; a change compiles `generate` again.
 
   Attributes:
-    num_samples: G, sequences generated for each prompt. Samples admitted in one
-      step prefill the prompt once and fork.
+    num_samples: G, the number of sequences generated for each prompt. Samples
+      admitted in one step prefill the prompt once, and then fork.
     max_new_tokens: the maximum number of tokens that a sequence generates in a
-      turn, unless `extend` sets another.
+      turn. `Sampling` can lower it, and `extend` can set another limit.
     max_length: W, the maximum length of a sequence, including its prompt and
-      all turns; 0 for the width of the first prompts plus `max_new_tokens`.
+      all turns; 0 for the prompt columns in `init` plus `max_new_tokens`.
     stop_token: the token that ends every sequence; -1 for none. `Sampling` can
       add stop tokens for each sequence.
-    prefill_chunk: the maximum number of prompt tokens in a step, not counting
-      those in the columns of slots that do not decode.
+    prefill_chunk: the maximum number of columns for prompt tokens in a step. A
+      slot that does not decode can take one prompt token more.
     admissions: R, the maximum number of sequences that are admitted in a step.
-    window: the number of waiting sequences that are compared; those with the
-      longest cached prefix are admitted first.
-    max_overtaken: how many later sequences may be admitted before a waiting
-      one. A later sequence overtakes if its cached prefix is longer, at equal
-      priority; or, at any priority, if the next page of the waiting one is
-      being computed, or if pages are scarce and the later one needs fewer.
-    draft_tokens: K, the maximum number of tokens guessed for a sequence in a
-      step; 0 for no speculation. Rejected guesses are dropped, so speculation
-      changes no token.
-    draft_match: the length of an n-gram match. The guess is the text after the
-      last place in the prompt, or in one of its samples, with the same n-gram
-      as the end of the sequence.
-    draft_columns: the maximum number of guessed tokens in a step.
+    window: the number of waiting sequences that are compared. At equal
+      priority, the one with the longest cached prefix is admitted first.
+    max_overtaken: the maximum number of later sequences that overtake a waiting
+      one. A sequence of equal priority overtakes with a longer cached prefix.
+      One of any priority overtakes while the next page of the waiting one is
+      being computed, or while free pages suffice only for the later one.
+    draft_tokens: K, the maximum number of tokens drafted for a sequence in a
+      step; 0 for no speculation. Rejected drafts are dropped, so speculation
+      does not change which tokens are sampled.
+    draft_match: n, the length of an n-gram match. The draft is the text after
+      the last place, in the prompt or its samples, at which the last n tokens
+      of the sequence occurred.
+    draft_columns: the maximum number of draft tokens in a step.
     raw_log_probs: whether to record the log-prob of each sampled token under
       the model's distribution, before `Sampling` and `process` change it.
-    unfiltered_log_probs: True to record the log-prob of each sampled token at
-      its temperature, after penalties and `process`, before `min_p`, `top_k`
-      and `top_p`. Unlike the log-prob as drawn, it is one of a softmax over all
-      tokens, which `grpo_loss` needs.
+    unfiltered_log_probs: whether to record the log-prob of each sampled token
+      at its temperature, after penalties and `process`, before `min_p`, `top_k`
+      and `top_p`. Its softmax is over all tokens, as `grpo_loss` requires.
     entropy: whether to record the entropy of the model's distribution in nats,
       at temperature 1. (In `score`, at the temperature of the call.)
     top_log_probs: the number of most likely tokens of the model's distribution
       to record, with their log-probs at temperature 1.
     prompt_log_probs: whether to record `raw_log_probs`, also of the tokens of
       prompts and of `extend`, except a sequence's first token. Prompts are then
-      computed in full, without cached prefixes. After a change of weights, the
-      values of a prompt that is computed again may be of either version.
+      computed in full, without cached prefixes. If a prompt is computed again
+      after a change of weights, its values may be of either version.
     numerics: "exact" for a model with exact numerics
       (`jaxkv.models.Decoder.numerics`). Tokens and log-probs are then
-      bit-identical in every slot, and equal to those of a trainer and of
+      bit-identical in every slot. Log-probs equal those of a trainer and of
       `score` at the same temperature, unless other fields of `Sampling` or
       `process` change the distribution.
     record_experts: whether to record the experts of each token, also in prompts
@@ -69,11 +68,11 @@ class RolloutConfig:
       ids, as from `jaxkv.models.init_kv(record_experts=True)`.
     timeline: X, the number of recent calls of the model that `timeline` can
       show.
-    decode_steps: k, the maximum number of calls of the model for which tokens
-      are scheduled, pages reserved and tokens committed together. Calls after
-      the first only decode, so there are none while a prompt is incomplete. A
-      sequence that ends is idle, and a waiting one is not admitted, until the
-      last of them. Sampled tokens do not depend on it.
+    decode_steps: k, the maximum number of calls of the model in one iteration
+      of the loop, which schedules, reserves pages and commits once. Calls after
+      the first only decode, so there are none while a prompt is incomplete. If
+      a sequence ends before the last call, its slot stays idle until then.
+      Sampled tokens do not depend on this option.
 
   Raises:
     TypeError: a number is not an int, or an option not a bool.

@@ -14,8 +14,8 @@ from jax import Array
 class Count:
   """A count below 2**64, or an array of counts.
 
-  It has two words, because jax's integers have 32 bits by default. On the host,
-  `int(count)` or `numpy.asarray(count)`, which is uint64, returns its value.
+  It has two words, because JAX's integers have 32 bits by default. On the host,
+  `int(count)` returns the value, and `numpy.asarray(count)` a uint64 array.
 
   Attributes:
     low: the count modulo 2**32.  # uint32[...]
@@ -44,7 +44,7 @@ class Count:
     return Count(low=low, high=self.high + (low < self.low).astype(jnp.uint32))
 
   def since(self, earlier: "Count") -> Array:
-    """Returns the difference, int32[...], which must be below 2**31."""
+    """Returns the count minus an earlier one, int32[...]; it must fit."""
     return (self.low - earlier.low).astype(jnp.int32)
 
   def modulo(self, size: int) -> Array:
@@ -71,22 +71,21 @@ class Count:
 class Counters:
   """Totals since the start of a rollout.
 
-  Most are 64-bit `Count`s: read them with `int(counters.steps)`, or with
-  `numpy.asarray` for `calls` and for the counters of several rollouts.
+  All but the peaks are 64-bit `Count`s: read them with `int(counters.steps)`,
+  or with `numpy.asarray` for `calls` and for the counters of several rollouts.
 
   Attributes:
     steps: calls of the model. An iteration of the loop makes up to
       `RolloutConfig.decode_steps` calls.
     calls: calls of the model by width, the number of columns beyond one for
-      each slot. The widths are 0, a quarter of `prefill_chunk` if that is at
-      least 64, and `prefill_chunk`. With speculation, these repeat for each
-      number of draft columns: 0, a quarter of `draft_columns` if that is at
-      least 2, and `draft_columns`.  # [X]
+      each slot. The widths are 0, a quarter of `prefill_chunk` if the quarter
+      is at least 64, and `prefill_chunk`. With speculation, these repeat for
+      each number of draft columns: 0, a quarter of `draft_columns` if the
+      quarter is at least 2, and `draft_columns`.  # [X]
     rows: columns of all calls, including padding.
-    generated: sampled tokens. The token from whose logits each was sampled
-      counts here, and not in `prefilled`.
+    generated: sampled tokens.
     prefilled: tokens of prompts and `extend` computed for the first time,
-      except tokens whose logits are sampled.
+      except tokens from whose logits a token was sampled.
     recomputed: tokens computed again: after preemption, in a later turn, or
       with new weights.
     drafted: draft tokens that were computed.

@@ -2,10 +2,10 @@
 
 With `RolloutConfig.decode_steps` a step schedules once for up to that many
 calls. The first call may compute tokens of prompts. In each further call, the
-model reads the token that a sequence sampled in the call before, and the
-sequence samples the next one.
-Pages for these tokens are reserved together, and all tokens of a step are
-committed together. A sequence that ends early is idle for the rest of the step.
+model computes the token that each sequence sampled in the call before, and the
+sequence samples its next one. Pages for these tokens are reserved together, and
+all tokens of a step are committed together. A sequence that ends early is idle
+for the rest of the step.
 """
 
 from typing import Any
@@ -45,9 +45,9 @@ class Round(NamedTuple):
   """The results of a step's calls so far.
 
   Attributes:
-    num_calls: int32[], the further calls in which at least one slot decoded.
+    num_calls: int32[], the number of further calls in which a slot decoded.
     counts: int32[B], the number of tokens that each slot computed.
-    sampled: the totals of all calls.
+    sampled: the results of sampling in all calls.
     log: see `RolloutState.log`.
   """
 
@@ -88,17 +88,17 @@ def reserve(
   # The model never reads the last token of a sequence.
   room = indexing.take(queue.limit, slots.row) - 1 - lengths(queue, slots)
   if recurrent.has_states(sizes):
-    # Only a commit keeps the state at the end of a page, so no slot passes one.
+    # Only a commit saves recurrent state, so no slot passes the end of a page.
     begun = elementwise.remainder(cache.length, sizes.page_size)
     room = jnp.minimum(room, sizes.page_size - begun - counts)
-  # A slot whose prompt is incomplete would be idle in further calls. The next
-  # step computes more of the prompt at once.
+  # A slot with an incomplete prompt would be idle in further calls, while the
+  # next step can compute many tokens of the prompt.
   is_complete = ~jnp.any(missing_tokens(queue, slots, cache) > counts)
   room = jnp.where(samples & is_complete, jnp.maximum(room, 0), 0)
   number = jnp.arange(1, config.decode_steps, dtype=jnp.int32)
 
   def tokens_with(number: Array) -> Array:
-    """Returns each slot's number of tokens, with at most `number` further."""
+    """Returns each slot's tokens if `number` calls follow; 0 if it is idle."""
     further = jnp.minimum(room, number)
     return jnp.where(further > 0, counts + further, 0)
 
@@ -135,7 +135,7 @@ def decode(
     queue: the sequences, with the tokens sampled after the first call.
     slots: their slots.
     memory: the cache before the step's commit, and its K/V pages.
-    first: the round after the first call.
+    first: the results of the first call.
     tokens: int32[B], the maximum number of further tokens, from `reserve`.
     step: int32[], the place of the first call in the log.
     config: the options.
@@ -143,7 +143,7 @@ def decode(
     process: see `Process`.
 
   Returns:
-    The queue, the memory and the round.
+    The queue, the K/V memory, and the results of all calls.
   """
   cache = memory.cache
   version = cache.epoch.astype(jnp.int32)
@@ -197,8 +197,8 @@ def decode(
 
   def goes_on(loop: Any) -> Array:
     number, going, *_ = loop
-    # On an accelerator the trip count is static, because idle calls cost less
-    # than a host wait before each call.
+    # On an accelerator the trip count is static, because an idle call costs
+    # less than a wait for the host before each call.
     is_needed = lax.platform_dependent(
       going, cpu=jnp.any, default=lambda going: jnp.any(going) | True
     )

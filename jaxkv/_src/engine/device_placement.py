@@ -10,12 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 
 def beside(tree: Any, memory: jax.Array) -> Any:
-  """Moves arrays to the devices of the memory.
+  """Moves uncommitted arrays to the device, or all devices, of the memory.
 
-  Arrays that were put on a device, or computed from such arrays, stay there.
-  The others go to the memory's device, or to each device of its mesh. Otherwise
-  the first call of a program would move them, and the second would compile
-  again. Nothing moves if the memory is traced or uncommitted.
+  Committed arrays stay on their devices. Without this function, the first call
+  of a program would move the arrays, and the second call would compile again.
+  Nothing moves if the memory is traced, uncommitted, or on several devices
+  without a mesh.
   """
   if isinstance(memory, Tracer) or not memory.committed:
     return tree
@@ -39,8 +39,8 @@ def beside(tree: Any, memory: jax.Array) -> Any:
 def without_shared_arrays(tree: Any, arguments: Any) -> Any:
   """Copies the arrays that `tree` shares with the caller's arguments.
 
-  Otherwise donating the tree would delete the caller's arrays, which may serve
-  further rollouts. Traced arrays are not copied: they cannot be deleted.
+  Without copies, donating the tree would delete the caller's arrays, which may
+  serve further rollouts. Traced arrays cannot be deleted and are not copied.
   """
   shared = {
     id(leaf)

@@ -1,12 +1,11 @@
 """Rollouts on several devices: examples with `jaxkv.sharding`.
 
-The examples use these names; sizes are those of one shard:
+The examples use these names:
 
 | name | value |
 |---|---|
 | `params`, `model` | the parameters, and the model, as for `rollout.generate` |
-| `memory` | makes the cache and its pages: `lambda: (jaxkv.init(sizes, |
-| | secret), jaxkv.models.init_kv(decoder, sizes))` |
+| `memory` | makes the memory of one shard, see `sharding.init_memory` |
 | `requests`, `key`, `config` | as for `rollout.init` |
 
 Data parallel. Each device has its own cache, memory and queue:
@@ -38,22 +37,22 @@ All three continue as follows; `rebalance` needs `axes.data`.
 
 What depends on the devices. Samples depend on `key` and the id of a sequence,
 not on its shard. In data-parallel rollouts, sequences equal those of one
-device, bit for bit with exact numerics. In tensor-parallel ones the devices add
-partial sums, so logits differ by rounding: in float32 tokens are rarely
-different, in bfloat16 often, and exact numerics are refused.
+device, bit for bit with exact numerics. In tensor-parallel rollouts, devices
+add partial sums, so logits differ by rounding: tokens differ rarely in float32,
+and often in bfloat16. These rollouts refuse exact numerics.
 
-Attention. With `axes.model`, XLA partitions the backend "xla" alone. Other
-backends, and all with latents, need an argument of `jaxkv.models.forward` or
-`jaxkv.kv.attend`: `head_sharding=NamedSharding(mesh, P("model"))`.
+Attention. With `axes.model`, XLA can partition only the backend "xla". Other
+backends, and all backends with latents, need an argument of `models.forward` or
+`kv.attend`: `head_sharding=NamedSharding(mesh, P("model"))`.
 
-Several processes. Each begins as follows (gloo is for CPUs), and then runs the
-same program. All devices get all results.
+Several processes. Each process begins as follows, and then runs the same
+program. Only CPUs need the first line. All devices get all results.
 
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(address, num_processes, process_id)
 
-Snapshots, in the middle of generation. A target needs as many shards as were
-saved; a device can have several, which run one after another.
+Snapshots, between calls of `generate`. The target must have as many shards as
+were saved. A device can have several shards, which run one after another.
 
   jaxkv.checkpoint.save(folder, state)
 

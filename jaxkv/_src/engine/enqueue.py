@@ -34,15 +34,15 @@ def new_queue(
   """Returns a queue with all samples of requests as waiting sequences.
 
   A sequence is FAILED if its length or budget is out of range, or if their sum
-  exceeds the width.
+  exceeds the width. Rows beyond `Requests.num_samples` are EMPTY.
 
   Args:
     requests: from `as_requests`.
     ids: int32[P], the id of each prompt's first sample.
     key: key[], from which the keys of sequences are derived.
-    width: W, the columns of the queue: the most tokens of a sequence.
+    width: W, the maximum number of tokens of a sequence.
     cache: the cache; page keys depend on its secret and its epoch.
-    kv: its memory, which gives the shape of `Queue.experts`.
+    kv: the K/V memory, which gives the shape of `Queue.experts`.
     config: the options.
   """
   sampling, samples = requests.sampling, config.num_samples
@@ -54,16 +54,16 @@ def new_queue(
   ids = jnp.repeat(ids, samples) + sample
   column = jnp.arange(columns, dtype=jnp.int32)[None]
   tokens = jnp.repeat(jnp.asarray(requests.tokens), samples, axis=0)
-  # Padding becomes 0. Page keys are computed from all columns, so they must not
-  # depend on the padding that a caller chose.
+  # Page keys are computed from all columns, and must not depend on the padding
+  # that a caller chose.
   tokens = jnp.where(column < lengths[:, None], tokens, 0)
   tokens = jnp.pad(tokens, ((0, 0), (0, width - columns)))
   budget = jnp.full((total,), config.max_new_tokens, jnp.int32)
   # `max_tokens` is read once, here. The loop compares lengths with `limit`.
   if sampling.max_tokens is not None:
     budget = jnp.minimum(budget, sampling.max_tokens)
-  # `init` refuses bad numbers that are concrete. Traced numbers, and those of
-  # `submit`, are first checked here.
+  # `init` raises for bad numbers that are concrete. Traced numbers, and all
+  # numbers of `submit`, are first checked here.
   is_bad = (lengths < 1) | (lengths > columns) | (budget < 1)
   # A difference, because the sum of length and budget can overflow.
   is_bad |= lengths > width - budget
@@ -113,7 +113,7 @@ def new_queue(
 
 
 def sequence_keys(key: Array, ids: Array, seed: Array | None) -> Array:
-  """Returns key[Q], from `seed` where it is not negative, else from `ids`."""
+  """Returns key[Q], from `seed` where this is >= 0, else from `key` and ids."""
   keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, ids)
   if seed is None:
     return keys

@@ -1,8 +1,8 @@
 """Records the experts of tokens, for a trainer to replay.
 
-The model stores them beside its K/V, in `jaxkv.kv.ExpertIdPages`, so cached
-prefixes have them too. They are read when a sequence leaves its slot, before
-its pages are reused.
+The model writes expert ids into `jaxkv.kv.ExpertIdPages`, beside its K/V, so
+cached prefixes have expert ids too. When a sequence leaves its slot, its ids
+are copied to the queue, before its pages are reused.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jaxkv._src.kv.pools import Pools
 
 
 def check_experts(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
-  """Raises ValueError unless the memory records experts, if requested."""
+  """Raises ValueError if `config` records experts and the memory cannot."""
   if not config.record_experts:
     return
   pool = kv[-1] if isinstance(kv, tuple) else kv
@@ -35,15 +35,15 @@ def check_experts(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
   kind = sizes.groups[pool.group]
   if kind.skips_pages:
     raise ValueError(
-      "`ExpertIdPages.group` must be a group that keeps its pages in a rollout,"
-      f" got {pool.group}, {kind}; use one of FullAttention."
+      "`ExpertIdPages.group` must be a group that keeps all of its pages, got "
+      f"{pool.group}, {kind}; use a FullAttention group."
     )
 
 
 def unknown_experts(
   kv: Pools, tokens: Array, config: RolloutConfig
 ) -> Array | None:
-  """Returns -1 for all tokens, [Q, W, J, k]; None without experts."""
+  """Returns the initial `Queue.experts`, all -1; None if not recorded."""
   if not config.record_experts:
     return None
   pool = _pool(kv)
@@ -54,15 +54,16 @@ def unknown_experts(
 def save_experts(
   queue: Queue, kv: Pools, cache: CacheState, rows: Array
 ) -> Queue:
-  """Copies the experts of slots' pages to their sequences.
+  """Copies expert ids from the pages of slots to the queue.
 
-  Tokens that a resumed sequence has not computed again keep theirs.
+  If a resumed sequence has not computed a token again, the queue keeps the
+  token's earlier ids.
 
   Args:
     queue: all sequences.
-    kv: the memory.
+    kv: the K/V memory.
     cache: the cache.
-    rows: int32[B], the row of the sequence in each slot, Q for none.
+    rows: int32[B], the row of the sequence to copy from each slot; Q for none.
   """
   if queue.experts is None:
     return queue
@@ -71,8 +72,7 @@ def save_experts(
   table = cache.page_table[:, pool.group, :columns]
 
   def save_one(loop: tuple[Array, Array]) -> tuple[Array, Array]:
-    # A slot at a time, because all of them would take as much memory as their
-    # sequences.
+    # One slot at a time, because ids of all slots would need a large buffer.
     rows, experts = loop
     slot = jnp.argmax(rows < no_row).astype(jnp.int32)
     row = rows[slot]

@@ -1,4 +1,4 @@
-"""Sequences on their way from one rollout to another."""
+"""Sequences that move from one rollout to another."""
 
 import dataclasses
 from typing import Any
@@ -16,8 +16,7 @@ from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.kv.page_contents import arrays_of
 from jaxkv._src.kv.page_contents import page_shape
 
-# Options that decide what a sequence samples and what is recorded. The others
-# decide only when it is computed.
+# Options that affect which tokens a sequence samples and what is recorded.
 _OPTIONS = (
   "num_samples",
   "stop_token",
@@ -38,29 +37,28 @@ Layout = tuple[tuple[str, str], ...]
 class Exported(Outcome):
   """The result of `export`; a row is OK if its sequence was removed.
 
-  R sequences that belong to no rollout. The arrays can be saved, or sent to
-  another process, which is as safe as doing so with a `RolloutState`: they hold
-  tokens, and the K/V that a later reader trusts. A is W / page_size, rounded
-  up.
+  The R sequences belong to no rollout. Their arrays can be saved, or sent to
+  another process. Protect them like a `RolloutState`: they contain tokens, and
+  an importing rollout trusts their K/V. A is W / page_size, rounded up.
 
   Attributes:
     code: a `Status` for each sequence.  # int32[R]
-    queue: the sequences, without page keys. Those that ran wait.
-    sample: the place of each sequence among the samples of its prompt.
+    queue: the sequences, without page keys. Sequences that ran are WAITING.
+    sample: the index of each sequence among the samples of its prompt.
       # int32[R]
     runs: True for sequences that ran in a slot.  # bool[R]
-    num_computed: the number of tokens whose pages travel.  # int32[R]
+    num_computed: the number of tokens whose pages are exported.  # int32[R]
     version: the version of the source's weights.  # uint32[]
-    fingerprint: is equal in rollouts whose caches have the same secret and
+    fingerprint: a value that is equal for caches with the same secret and
       version; None without prefix caching.  # uint32[4]
-    page: the contents of each column, an index of `contents`; X for none.
+    page: the index in `contents` of each page of a sequence; X for none.
       # int32[R, G, A]
     contents: the contents of X pages, an array for each array of the memory;
       None without pages.  # storage dtype[X, ...]
     page_size: tokens of a page.
-    layout: the names and values of the settings that the other rollout must
-      have.
-    memory_layout: the same for the settings on which pages depend.
+    layout: the names and values of the settings that the importing rollout must
+      share.
+    memory_layout: those that it must share to import the pages.
   """
 
   queue: Queue
@@ -80,8 +78,8 @@ def fingerprint_of(cache: CacheState) -> Array | None:
   """Returns `Exported.fingerprint` of the sequences of a cache."""
   if cache.secret is None or cache.root is None:
     return None
-  # Masked like the key of a page, because the root itself would disclose a part
-  # of the secret.
+  # Masked with the secret like a page key, because the root itself would
+  # disclose a part of the secret.
   return hashing.group_key(cache.secret, cache.root, jnp.int32(0))
 
 
@@ -110,7 +108,7 @@ def layout_of(queue: Queue, config: RolloutConfig) -> Layout:
 
 
 def memory_layout_of(state: RolloutState) -> Layout:
-  """Returns what the contents of pages depend on, with their names."""
+  """Returns the settings on which pages depend, with their names."""
   types = [
     f"{array.dtype}{page_shape(array, num_layers)}"
     for array, num_layers in arrays_of(state.memory.kv)
@@ -120,11 +118,11 @@ def memory_layout_of(state: RolloutState) -> Layout:
 
 
 def check_exported(exported: Any, state: RolloutState) -> Exported:
-  """Returns `exported`; raises unless a rollout can continue its sequences.
+  """Returns `exported`; raises unless `state` can continue its sequences.
 
   Raises:
-    TypeError: it does not come from `export`.
-    ValueError: the rollout has other settings, or a memory of other pages.
+    TypeError: `exported` is not an `Exported`.
+    ValueError: settings of `state`, or arrays of its memory, are different.
   """
   if not isinstance(exported, Exported):
     hint = "unpack what `export` returned: `state, exported = ...`"
@@ -139,17 +137,18 @@ def check_exported(exported: Any, state: RolloutState) -> Exported:
     if value != setting:
       raise ValueError(
         f"`exported` must come from a rollout with the same {name}, {setting}, "
-        f"got {value}; make both alike, or for pages export with max_pages=0."
+        f"got {value}; use equal settings, or export with max_pages=0 if only "
+        "the pages differ."
       )
   return exported
 
 
 def num_columns(state: RolloutState) -> int:
-  """Returns A, the pages of the longest sequence in one group."""
+  """Returns A, the maximum number of pages of a sequence in one group."""
   return -(-state.queue.width // state.memory.cache.config.page_sizes[0])
 
 
 def has_usable_pages(exported: Exported, state: RolloutState) -> bool:
-  """Returns True for contents of pages of the same size as in a rollout."""
+  """Returns True if pages were exported, with the page size of `state`."""
   size = state.memory.cache.config.page_sizes[0]
   return exported.contents is not None and exported.page_size == size

@@ -1,4 +1,4 @@
-"""Forks: the samples of a prompt share the pages that one of them computed."""
+"""Forks the samples of a prompt from the leader that computed the prompt."""
 
 import dataclasses
 from typing import NamedTuple
@@ -24,11 +24,11 @@ from jaxkv._src.kv.pools import copy as copy_pages
 
 
 class Forks(NamedTuple):
-  """Samples that fork from the prompt of another sample in this step.
+  """Samples that fork from their leaders in this step.
 
   Attributes:
     ready: bool[B], the slots that fork.
-    sources: int32[B], the slots whose pages they share.
+    sources: int32[B], the leader of each slot, whose pages it shares.
   """
 
   ready: Array
@@ -36,13 +36,12 @@ class Forks(NamedTuple):
 
 
 def ready_forks(queue: Queue, slots: Slots, cache: CacheState) -> Forks:
-  """Returns the samples whose leader has computed the prompt.
+  """Returns the samples whose leader has computed all but the last token.
 
-  Its last token is left out, because it gives the logits of each sample's first
-  token.
+  Each sample computes the last token of the prompt, for the logits from which
+  its first token is sampled.
   """
   rest = prompt_rest(queue, slots, cache)
-  # The prompts of a slot and of its leader are equal.
   rest = indexing.take(rest, slots.leader, fill=1)
   return Forks(ready=rest == 0, sources=slots.leader)
 
@@ -50,13 +49,13 @@ def ready_forks(queue: Queue, slots: Slots, cache: CacheState) -> Forks:
 def share_full_pages(
   slots: Slots, cache: CacheState, forks: Forks
 ) -> tuple[Slots, CacheState]:
-  """Shares the full pages of prompts, and ends the wait for their leaders."""
+  """Shares the full pages of prompts with forks, and clears their leaders."""
   slot = jnp.arange(slots.size, dtype=jnp.int32)
 
   def share(cache: CacheState) -> CacheState:
     return share_prefix(cache, forks.sources, slot, forks.ready)
 
-  # Most steps fork nothing. A conditional would copy the arrays of the cache.
+  # Most steps fork nothing. A conditional, unlike a loop, would copy the cache.
   with jax.named_scope("rare/share"):
     cache = loops.at_most_once(jnp.any(forks.ready), share, cache)
   leader = jnp.where(forks.ready, slots.no_slot, slots.leader)
@@ -64,9 +63,10 @@ def share_full_pages(
 
 
 def copy_partial_pages(memory: Memory, forks: Forks, forked: Array) -> Memory:
-  """Copies the partly full page of a prompt to the forks bool[B] with a page.
+  """Copies the partly full page of a prompt to each fork that got a page.
 
-  The other forks give up the prompt's tokens: their sequences wait again.
+  `forked`, bool[B], is True for these forks. The others lose the prompt's
+  tokens, and `count_forked` returns their sequences to the queue.
   """
   cache = memory.cache
   slot = jnp.arange(cache.config.num_slots, dtype=jnp.int32)
@@ -77,8 +77,8 @@ def copy_partial_pages(memory: Memory, forks: Forks, forked: Array) -> Memory:
   with jax.named_scope("rare/copy"):
     kv = loops.at_most_once(jnp.any(forked), copy, memory.kv)
   refused = forks.ready & ~forked
-  # `share_prefix` has set the length of all forks, also of those that then got
-  # no page. A slot without pages must have length 0.
+  # `share_prefix` set the length of every fork. The sequences of refused forks
+  # leave, and a slot without a sequence must have length 0.
   length = jnp.where(refused, 0, cache.length)
   cache = dataclasses.replace(cache, length=length)
   return dataclasses.replace(memory, cache=cache, kv=kv)
@@ -92,14 +92,14 @@ def count_forked(
   forked: Array,
   config: RolloutConfig,
 ) -> Queue:
-  """Records the prompt's tokens in the rows of forks; requeues the others.
+  """Counts the prompt's tokens as computed by forks; requeues refused forks.
 
   Args:
     queue: the sequences.
     slots: their slots.
     cache: the cache, with the lengths of forks.
     forks: the samples that were ready to fork.
-    forked: bool[B], those that got a page.
+    forked: bool[B], the samples among these that got a page.
     config: the options.
   """
   place = indexing.where_valid(forked, slots.row)
@@ -109,8 +109,8 @@ def count_forked(
     raw = indexing.put(raw, place, values=indexing.take(raw, source))
     records = dataclasses.replace(queue.records, raw_log_probs=raw)
     queue = dataclasses.replace(queue, records=records)
-  # The prompt's tokens were computed for another sample, but are not computed
-  # again for this one.
+  # The leader computed these tokens. If this sample computes them later, after
+  # a preemption, they count as recomputed.
   computed = indexing.put(queue.computed, place, values=cache.length)
   queue = dataclasses.replace(queue, computed=computed)
   refused = forks.ready & ~forked

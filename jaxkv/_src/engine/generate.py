@@ -40,20 +40,20 @@ def generate(
 ) -> RolloutState:
   """Generates tokens until all sequences have ended, or a limit is reached.
 
-  One `while_loop`, which never returns to Python. On a GPU, XLA's runtime reads
-  the conditions of loops on the host, less often with a larger
-  `RolloutConfig.decode_steps`. Jit it with the state donated, as
+  Runs one `while_loop`, which never returns to Python. On a GPU, the host reads
+  the conditions of loops; a larger `RolloutConfig.decode_steps` makes this less
+  frequent. Jit this function with the state donated, as
   `jax.jit(functools.partial(generate, model=model), donate_argnums=1)`, so that
   the K/V memory is updated in place.
 
-  A sequence that can never run, because too many pages are held elsewhere, is
-  FAILED, with the reason in its `code`. A sequence without finite logits to
-  sample from fails with BAD_LOGITS and keeps its earlier tokens.
+  A sequence gets the status FAILED if it can never run, because pages held
+  elsewhere leave too few for it, or if a token has no finite log-prob. The
+  reason is in `Queue.code`, and the sequence keeps its earlier tokens.
 
   Args:
     params: the model's parameters.
-    state: from `init`, or from an earlier call, which it resumes.
-    until: when to return; None for the end of all sequences.
+    state: from `init`, or from an earlier call.
+    until: when to return; None to return after all sequences have ended.
     model: such as `functools.partial(models.forward, config=config)`; see
       `Model`.
     process: changes logits before a token is sampled, see `Process`.
@@ -64,11 +64,12 @@ def generate(
     The state. `is_done` tests for the end; `generated` returns the tokens.
 
   Raises:
-    TypeError: `until` is not an `Until`, the model is no function, the logits
-      are not floats, or the model returns a memory of other arrays.
-    ValueError: a number of `until` is negative; the model returns logits of
-      another shape, or a memory that it has not written; or a
-      `functools.partial` of a model has other numerics than the rollout.
+    TypeError: `until`, `model` or a result of a function has the wrong type or
+      dtype, or the model returns a memory of other arrays.
+    ValueError: a number of `until` is negative or not scalar; the model returns
+      logits of another shape or a memory that it has not written, or `draft`
+      arrays of another shape; or `model` is a `functools.partial` whose config
+      has other numerics than the rollout.
   """
   check_model(model)
   check_numerics(state.config, model)
@@ -95,12 +96,12 @@ def generate(
 
 
 def _init_buffers(params: Any, state: RolloutState, model: Model) -> Buffers:
-  """Returns the buffers of a loop."""
+  """Returns the initial buffers of the loop."""
   queue, slots, config = state.queue, state.slots, state.config
   has_drafts = config.draft_tokens > 0
   if not has_drafts and not penalties.needs_seen(queue.sampling):
-    # The size of the vocabulary is not needed. To find it, the model would be
-    # traced once more, which takes seconds for a model of many unrolled layers.
+    # The size of the vocabulary is not needed. Finding it traces the model once
+    # more, which takes seconds for a model of many unrolled layers.
     return Buffers()
   logits = shape_of_logits(
     params, queue, slots, state.memory, config, model=model

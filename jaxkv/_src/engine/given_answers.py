@@ -1,11 +1,12 @@
 """Scores given answers, which are computed like the rest of a prompt.
 
-The queue holds the tokens of prompt and answer. The length of a sequence is one
-less, because its last token is never computed. So a sequence ends when all its
-tokens are computed. The column of a token gives the log-prob of the next one.
+A row of the queue holds the tokens of a prompt and an answer. `Queue.length` is
+one less than their number, because the last token is never computed. A sequence
+ends when `Queue.length` tokens are computed. The logits of a token give the
+log-prob of the next token.
 
-Samples of a prompt fork from it after all but its last token. A step computes
-either tokens before this point, which need no logits, or tokens after it.
+Samples fork before the last token of their prompt. A step computes either
+tokens before this point, which need no logits, or tokens after it.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ class Scoring(NamedTuple):
   """The options of `score` that a step needs.
 
   Attributes:
-    widths: the columns of a call for prompts, and of one for answers.
+    widths: the width of a call for prompts, and that of a call for answers.
     temperature: float32[], above 0.
     entropy: True to record the entropy of each token's distribution.
     top_log_probs: the number of most likely tokens to record.
@@ -66,11 +67,11 @@ class AnswerCounts(NamedTuple):
   """Counts of a call of `score` so far, for N prompts.
 
   Attributes:
-    computed: int32[N], computed tokens.
-    cached: int32[N], tokens that lookups found in the cache.
-    keeps_prompts: bool[], True if a prompt waits in its slot until all samples
+    computed: int32[N], the number of computed tokens.
+    cached: int32[N], the number of tokens that lookups found in the cache.
+    keeps_prompts: bool[], True if a prompt stays in its slot until all samples
       have forked from it. False if there is one slot, or after pages ran out,
-      because samples could then wait for ever.
+      because samples could then wait forever.
   """
 
   computed: Array
@@ -92,10 +93,10 @@ def count_answers(
     counts: before the step.
     queue: the sequences.
     slots: their slots.
-    num_found: int32[B], tokens that a sequence found in the cache when it
-      entered in this step.
-    tokens: int32[B], the tokens that each slot computed.
-    starved: bool[B], slots without pages.
+    num_found: int32[B], the number of cached tokens of each sequence that
+      entered in this step; 0 for other slots.
+    tokens: int32[B], the number of tokens that each slot computed.
+    starved: bool[B], slots that got no page.
   """
   samples = queue.size // counts.computed.shape[0]
   group = indexing.where_valid(slots.row < queue.no_row, slots.row // samples)
@@ -109,19 +110,19 @@ def count_answers(
 def keep_prompts(
   queue: Queue, slots: Slots, cache: CacheState, samples: int
 ) -> Array:
-  """Returns bool[B], slots to keep at the end of their prompt.
+  """Returns bool[B], slots that stop before the last token of their prompt.
 
-  Samples that wait in the queue will fork from it.
+  Samples that wait in the queue will fork from such a slot.
   """
   waits = (queue.status == SequenceStatus.WAITING).reshape(-1, samples)
   group = slots.row // samples
-  # A prompt of one token is its last token, so nothing is shared.
+  # A prompt of one token has no token to share before its last one.
   has_prompt = indexing.take(queue.prompt_length, slots.row) > 1
   can_lead = are_computing(queue, slots) & has_prompt
   can_lead &= prompt_rest(queue, slots, cache) >= 0
   can_lead &= indexing.take(jnp.any(waits, axis=1), group, fill=False)
-  # Samples follow the first slot of their prompt, see `admission_order`. The
-  # others go on, or they could hold all slots and wait for ever.
+  # Samples fork from the first slot of their prompt, see `admission_order`. The
+  # other slots go on, because they could hold all slots and wait forever.
   is_rival = (group[:, None] == group[None]) & can_lead[None]
   return can_lead & ~jnp.any(jnp.tril(is_rival, k=-1), axis=1)
 
@@ -132,10 +133,10 @@ def limit_to_phase(rest: Array, missing: Array) -> tuple[Array, Array]:
   Args:
     rest: int32[B], the missing tokens before the last one of the prompt, see
       `prompt_rest`; negative after the prompt.
-    missing: int32[B], the tokens that each slot could compute.
+    missing: int32[B], the number of tokens that each slot could compute.
 
   Returns:
-    int32[B], the tokens; int32[], the index of their width.
+    int32[B], the number to compute; int32[], an index of `Scoring.widths`.
   """
   is_answer = ~jnp.any(rest > 0)
   tokens = jnp.where(is_answer, missing, jnp.maximum(rest, 0))
@@ -143,11 +144,11 @@ def limit_to_phase(rest: Array, missing: Array) -> tuple[Array, Array]:
 
 
 def rows_of_columns(queue: Queue, rows: Rows, positions: Array) -> Rows:
-  """Returns the `Rows` that sampling would have seen after each column.
+  """Returns the `Rows` that sampling would get after each column's token.
 
   Args:
     queue: the sequences.
-    rows: the sequence of each column.
+    rows: the `Rows` of the columns, with the full lengths.
     positions: int32[C], the position of each column's token.
   """
   exists = rows.numbers < queue.no_row
@@ -169,17 +170,16 @@ def record_scores(
   logits: Array,
   scoring: Scoring,
 ) -> Scores:
-  """Records statistics of the tokens after those of a call.
+  """Records statistics of the answer tokens that follow the tokens of a call.
 
   Args:
     scores: the statistics so far.
     queue: the sequences.
     rows: int32[C], the row of each column's sequence; Q for none.
     positions: int32[C], the position of each column's token.
-    logits: [C, V].
+    logits: [C, V], the logits of the columns, which predict the next tokens.
     scoring: the options.
   """
-  # The logits at a token's column predict the next token.
   logits, after = as_logits(logits), positions + 1
   tokens = indexing.take(queue.tokens, rows, after)
   temperature = jnp.broadcast_to(scoring.temperature, tokens.shape)

@@ -20,7 +20,7 @@ def free_behind_windows(
   """Frees the pages behind the sliding windows of running sequences."""
   if not cache.config.skips_pages:
     return cache
-  # `score` leaves the pages of a rollout that is interrupted as they are.
+  # Without a row, a slot may hold pages of a rollout that `score` interrupts.
   return recycle(cache, mask=slots.row < queue.no_row)[0]
 
 
@@ -37,7 +37,7 @@ def grow(
     queue: the sequences.
     slots: their slots.
     cache: the cache.
-    drafts: int32[B], draft tokens of each slot; None without speculation.
+    drafts: int32[B], the number of draft tokens; None without speculation.
     config: the options.
 
   Returns:
@@ -61,11 +61,11 @@ def needed_pages(
 
 
 def num_new_pages(cache: CacheState, tokens: Array) -> Array:
-  """Returns the pages that slots lack for their next tokens, int32[].
+  """Returns the number of pages that slots lack for their next tokens, int32[].
 
   Args:
     cache: the cache.
-    tokens: int32[B], the tokens of each slot; 0 for an idle one.
+    tokens: int32[B], the number of next tokens; 0 for an idle slot.
   """
   columns = cache.config.sizes.columns_for(
     cache.length + tokens, jnp.zeros_like(tokens)

@@ -1,4 +1,4 @@
-"""The arguments of the caller's functions that describe sequences."""
+"""The caller's functions that take part in sampling, and their arguments."""
 
 from typing import Any
 from typing import NamedTuple
@@ -15,9 +15,9 @@ class Rows(NamedTuple):
   """The sequences of R rows of logits, or of R tokens of a call.
 
   Attributes:
-    numbers: int32[R], the row of `Queue`; Q for none.
+    numbers: int32[R], the row of the sequence in `Queue`; Q for none.
     ids: int32[R], the id of the sequence.
-    counts: int32[R], tokens sampled so far in this turn.
+    counts: int32[R], the number of tokens sampled so far in this turn.
     lengths: int32[R], the current length, including the prompt.
     last_tokens: int32[R], the last token.
     extra: values of these sequences, a pytree of arrays [R, ...]; see
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 class Process(Protocol):
   """A function that changes the logits of a step before tokens are sampled.
 
-  It is called once for every token that a sequence samples.
+  One call serves the next token of all slots.
   """
 
   def __call__(
@@ -62,7 +62,7 @@ class Draft(Protocol):
   def __call__(
     self, params: Any, rows: Rows, tokens: Array, /
   ) -> tuple[Array, Array]:
-    """Returns proposed tokens int32[B, K] and their numbers int32[B].
+    """Returns draft tokens and their numbers.
 
     Args:
       params: weights, as `generate` received them.
@@ -71,9 +71,9 @@ class Draft(Protocol):
         the queue.
 
     Returns:
-      Tokens int32[B, K], where K is `RolloutConfig.draft_tokens`, and how many
-      of each row count, int32[B]. The loop verifies them: a wrong one costs
-      time and changes no token.
+      Tokens int32[B, K], where K is `RolloutConfig.draft_tokens`, and the
+      number of drafts in each row, int32[B]. The loop verifies drafts: a wrong
+      draft costs time, but does not change the sampled tokens.
     """
     ...
 

@@ -50,16 +50,17 @@ def check_invariants(state: RolloutState) -> dict[str, Array]:
   | order     | `order` sorts the rows by priority and id; `place` is its    |
   |           | inverse                                                      |
   | lengths   | prompt <= start <= length <= limit <= W; later tokens are 0  |
-  | drawn     | only tokens after the prompt are sampled, by a version up to |
-  |           | the current one; others there are tokens of `extend`         |
+  | drawn     | sampled tokens follow the prompt and have a version up to    |
+  |           | the current one; all tokens after `start` are sampled; other |
+  |           | tokens have log-prob 0                                       |
   | ends      | `finish` has a reason if and only if a sequence ended        |
   | slots     | each running sequence has exactly one slot and tokens left   |
   |           | to compute; other slots hold no pages                        |
   | leaders   | a sample waits for the slot of a sample of the same prompt   |
-  | page_keys | the key of each page filled by a slot is that of its tokens  |
+  | page_keys | each full page of a slot has the key of its tokens           |
 
-  Those of the cache have the prefix "cache_". The cost grows with the pool and
-  with the queue.
+  The cache's invariants have names that begin with "cache_". The cost grows
+  with the pool and the queue.
 
   Args:
     state: the rollout.
@@ -126,7 +127,6 @@ def _drawn(queue: Queue, cache: CacheState) -> Array:
   epoch = cache.epoch.astype(jnp.int32)
   is_version = (queue.versions >= 0) & (queue.versions <= epoch)
   holds = ~is_sampled | (inside & is_version)
-  # All tokens of this turn are sampled.
   in_turn = inside & (column >= queue.start[:, None])
   holds &= ~in_turn | is_sampled
   holds &= is_sampled | (queue.log_probs == 0)
@@ -169,7 +169,7 @@ def _leaders(
   holds = (row < queue.no_row) & (first < queue.no_row)
   holds &= indexing.take(are_computing(queue, slots), leader)
   holds &= row // samples == first // samples
-  # The leader computes no more than the common prompt.
+  # The leader has not yet computed the last token of the common prompt.
   holds &= indexing.take(cache.length, leader) < lengths(queue, slots)
   return jnp.all(~waits | holds)
 
@@ -187,7 +187,7 @@ def _page_keys(queue: Queue, slots: Slots, cache: CacheState) -> Array:
   config = cache.config
   page = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
   stop = (page + 1) * config.page_size
-  # The last page of those that all groups end.
+  # Computed pages have keys only where all groups end a page.
   is_end = stop % config.alignment == 0
   is_filled = is_end & (stop <= cache.length[:, None])
   is_current = indexing.take(queue.epochs, rows) == cache.epoch

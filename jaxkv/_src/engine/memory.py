@@ -48,7 +48,7 @@ class Memory:
 
 
 def move_pages(memory: Memory) -> Memory:
-  """Moves pages between device and host memory, as the cache requires."""
+  """Makes the cache's pending moves of pages between device and host memory."""
   pool, host = memory.cache.pool, memory.host
   if pool.host is None or host is None:
     return memory
@@ -61,18 +61,19 @@ def check_memory(memory: Memory, config: RolloutConfig) -> None:
   """Raises unless a rollout can begin with a memory.
 
   Raises:
-    TypeError: the memory does not hold pages.
-    ValueError: its parts do not fit together, or a slot of the cache is in use.
+    TypeError: a part of the memory has the wrong type.
+    ValueError: the parts do not fit together or are not supported in a rollout,
+      or a slot of the cache is in use.
   """
   cache = memory.cache
   check_pools(memory, config)
   check_experts(cache.config, memory.kv, config)
   if isinstance(cache.num_pages, Tracer):
     return
-  # A slot in use would never be freed by the rollout.
+  # The rollout would never free such a slot.
   if np.any(np.asarray(cache.num_pages)):
     raise ValueError(
-      "`cache` must have no slot in use, got some; free them before a rollout."
+      "`cache` must have no slot in use, got some; call jaxkv.free first."
     )
 
 
@@ -84,7 +85,7 @@ def check_pools(memory: Memory, config: RolloutConfig) -> None:
   if len(set(sizes.page_sizes)) > 1:
     raise ValueError(
       "`cache` must have one page size for all groups, got "
-      f"{sizes.page_sizes}; a rollout has pools of one page size."
+      f"{sizes.page_sizes}; a rollout supports one page size only."
     )
   if sizes.holds_encoder:
     raise ValueError(
@@ -130,12 +131,12 @@ def _check_kinds(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
 def has_version(cache: CacheState, version: Array | int | None) -> Array:
   """Returns bool[], True if `version` is that of the cache's weights.
 
-  None is accepted if the cache is not known to hold pages.
+  None is accepted for a traced cache, and for one without cached pages.
 
   Raises:
-    TypeError: the version is not an integer.
-    ValueError: the version is not a scalar. Outside of a trace, also if it
-      differs from the cache's epoch, or is None while the cache holds pages.
+    TypeError: `version` is not an integer.
+    ValueError: `version` is not a scalar. Outside of a trace, also if it
+      differs from `cache.epoch`, or is None while the cache has cached pages.
   """
   epoch, index = cache.epoch, cache.pool.index
   # NumPy, because in a trace jax would trace even concrete arrays.
@@ -147,7 +148,7 @@ def has_version(cache: CacheState, version: Array | int | None) -> Array:
     raise ValueError(
       "`version` must be given, because the cache holds pages of the weights "
       f"of version {int(epoch)}; give this version if the weights are the "
-      "same, and if they have changed, first call jaxkv.new_epoch or "
+      "same. If they have changed, first call jaxkv.new_epoch or "
       "jaxkv.rollout.update_weights."
     )
   # `as_int32` refuses a traced uint32, which is the dtype of `epoch`.

@@ -45,8 +45,8 @@ class Model(Protocol):
 
   It writes the keys and values of all tokens into the memory, attends through
   `jaxkv.kv`, and returns logits of the columns that need them.
-  `functools.partial(jaxkv.models.forward, config=decoder)` is one, and
-  `all_logits` converts a function that returns logits of every token.
+  `functools.partial(jaxkv.models.forward, config=decoder)` is a `Model`, and
+  `all_logits` makes one from a function that returns logits of every token.
   """
 
   def __call__(
@@ -56,15 +56,15 @@ class Model(Protocol):
 
     Args:
       params: weights, as `generate` received them.
-      batch: the tokens of all sequences in one row of C columns: their
+      batch: the tokens of all sequences in one row of C columns, with their
         positions, a `jaxkv.kv.PackedView` for each group of the cache, the X
         columns whose logits are needed, and the sequence of each column.
       kv: K/V memory, as `init` received it: a pool or a tuple of pools.
 
     Returns:
-      Logits [X, V] of any float dtype, which are sampled from in float32, and
-      `kv` with the same structure, shapes and dtypes; None in place of `kv` if
-      the model writes nothing.
+      Logits [X, V] of any float dtype, which sampling converts to float32; and
+      `kv` with the same structure, shapes and dtypes, or None if the model
+      writes nothing.
     """
     ...
 
@@ -76,7 +76,7 @@ def all_logits(model: Callable[..., tuple[Array, Any]]) -> Model:
     model: `(params, batch, kv) -> (logits [1, C, V], kv)`.
 
   Raises:
-    ValueError: during the call, if the logits have the wrong shape.
+    ValueError: in a call of the result, if the logits have the wrong shape.
   """
 
   def select_columns(params: Any, batch: Batch, kv: Pools) -> Any:
@@ -99,7 +99,7 @@ def check_model(model: Any) -> None:
 
 
 def check_numerics(config: RolloutConfig, model: Model) -> None:
-  """Raises ValueError if a `functools.partial` model has other numerics."""
+  """Raises ValueError if `model` is a partial with different numerics."""
   if not isinstance(model, functools.partial):
     return
   numerics = getattr(model.keywords.get("config"), "numerics", None)
@@ -151,8 +151,8 @@ def call_model(
     params: the model's parameters.
     queue: the sequences.
     slots: their slots.
-    memory: the cache and its memory.
-    work: the tokens.
+    memory: the cache and the K/V memory.
+    work: the tokens and the width.
     drafts: int32[B, K], drafts of each slot; None without speculation.
     draft_logits: a buffer for the logits of drafts, from `init_draft_logits`.
     config: the options.
@@ -160,7 +160,7 @@ def call_model(
     model: see `Model`.
 
   Returns:
-    The queue, with log-probs of given tokens; the memory; and the logits.
+    The queue, with log-probs of given tokens; the K/V memory; and the logits.
   """
   call = _StepCall(
     params, queue, slots, memory.cache, work, drafts, config, scoring, model
@@ -189,7 +189,7 @@ def call_model(
     return kv, Logits(last, of_drafts), scores
 
   def run_from(number: int, carry: Any) -> Any:
-    """Runs the call, whose width is at least `number`."""
+    """Runs the call in `work.width`, an index that is at least `number`."""
     if number == len(widths) - 1:
       return run(number, carry)
     # A conditional, or a switch, would copy the memory.
@@ -222,7 +222,7 @@ def call_decode(
 ) -> tuple[Queue, Pools, Logits]:
   """Calls the model with one token of each slot that decodes.
 
-  As `call_model` with the smallest width, which needs no conditional here.
+  It equals `call_model` in the smallest width, without a choice of the width.
   """
   call = _StepCall(
     params, queue, slots, memory.cache, work, None, config, None, model
@@ -274,7 +274,7 @@ class _StepCall:
     last = jnp.concatenate([self._work.last, drafts])
     is_prompt = self._scoring is not None and number == 0
     if is_prompt:
-      # One column, because a model may need one. Nobody reads its logits.
+      # One column, because a model may need one. Its logits are not used.
       columns = columns[:1]
     elif self._scoring is None and not config.prompt_log_probs:
       columns = last
@@ -292,7 +292,7 @@ class _StepCall:
     return logits, kv, scores
 
   def _batch(self, kv: Pools, width: Width) -> Batch:
-    """Returns the tokens of a width, without the columns that need logits."""
+    """Returns the batch of a width, with `columns` still to be set."""
     num_slots, work, cache = self._slots.size, self._work, self._cache
     singles = num_slots + width.drafts
     # A width without drafts has no columns for them.
@@ -304,7 +304,7 @@ class _StepCall:
     if width.prompts:
       chunks = schedule.chunk_views(cache, work)
       row, chunk_positions = packed_positions(chunks[0], width.prompts)
-      # Columns of padding have the row after the last one, which is no slot.
+      # Padding columns have a row past the last one, so they get no slot.
       chunk_slots = indexing.take(
         schedule.chunk_slots(work), row, fill=num_slots
       )
@@ -315,7 +315,7 @@ class _StepCall:
       positions = jnp.concatenate([positions, chunk_positions])
       slot_of = jnp.concatenate([slot_of, chunk_slots])
     numbers = indexing.take(self._slots.row, slot_of, fill=self._queue.no_row)
-    # A model may add what it knows of a sequence, such as an adapter.
+    # A model may use data of the sequences, such as the adapter of each.
     rows = rows_of(self._queue, numbers)
     if self._scoring is not None:
       rows = rows_of_columns(self._queue, rows, positions)
@@ -338,14 +338,14 @@ class _StepCall:
     return jnp.concatenate([tokens[:num_slots], draft])
 
   def _tokens_at(self, slots: Array, positions: Array) -> Array:
-    """Returns tokens of sequences in slots, int32[X]; 0 for an empty slot."""
+    """Returns the tokens at positions of slots, int32[X]; 0 if empty."""
     rows = indexing.take(self._slots.row, slots, fill=self._queue.no_row)
     return indexing.take(self._queue.tokens, rows, positions)
 
   def _with_shared_pages(
     self, kv: Pools, views: tuple[View, ...]
   ) -> tuple[View, ...]:
-    """Returns views that mark the pages that forks share, where that pays."""
+    """Returns views that mark the pages that forks share, if this is faster."""
     num_slots, samples = self._slots.size, self._config.num_samples
     pool = _first_kv_pool(kv)
     if samples == 1 or pool is None:
@@ -440,7 +440,7 @@ def _first_rows(views: tuple[View, ...], count: int) -> tuple[View, ...]:
 
 
 def _first_kv_pool(memory: Pools) -> KVPages | None:
-  """Returns the first K/V pool, whose sizes decide if sharing pays."""
+  """Returns the first K/V pool, whose sizes decide whether to mark pages."""
   pools = memory if isinstance(memory, tuple) else (memory,)
   for pool in pools:
     if isinstance(pool, KVPages) and pool.v is not None:

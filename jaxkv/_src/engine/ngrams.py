@@ -1,9 +1,9 @@
-"""N-gram tables: propose the text that followed an earlier match.
+"""N-gram tables: propose the text that followed an earlier match as a draft.
 
-A proposal is the text after the last place at which the sequence's last n-gram
-occurred in the prompt, in the sequence, or in another sample of the prompt. A
-hash table for each prompt has the last place of each n-gram; a place counts
-only if its tokens match.
+A draft is the text after the last place at which the sequence's last n-gram
+occurred in its prompt or in any sample of the prompt. A hash table for each
+prompt has the last place of each n-gram. As n-grams can collide, a place is a
+match only if its tokens are equal.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 from jaxkv._src.engine.config import RolloutConfig
 
-LIKELY = 0.5  # Least probability that a draft and all before it are accepted.
+LIKELY = 0.5  # Minimum probability that all drafts of a step are accepted.
 _FIRST_RATE = 0.8  # Initial acceptance rate.
 _DECAY = 0.8  # Decay of the moving average of acceptance rates.
-_RECOVERY = 0.01  # Added to a low rate at each match that was not computed.
+_RECOVERY = 0.01  # Added to a low rate at each match without a draft.
 
 
 @jax.tree_util.register_dataclass
@@ -52,7 +52,7 @@ def init_tables(
   if not config.draft_tokens:
     return None
   total, width = tokens.shape
-  # So many n-grams that few places are used twice, and a power of two.
+  # A power of two, and at least twice the n-grams, so that few of them collide.
   size = 1 << (2 * width * config.num_samples - 1).bit_length()
   tables = NgramTables(
     table=jnp.zeros((total // config.num_samples, size), jnp.int32),
@@ -69,7 +69,7 @@ def reset_rows(
   rows: Array,
   config: RolloutConfig,
 ) -> NgramTables:
-  """Resets the tables of new sequences, int32[R]; R is whole groups."""
+  """Resets the tables of new sequences in rows int32[R], in whole groups."""
   samples, no_row = config.num_samples, tokens.shape[0]
   # A group shares one table, whose first n-grams are those of the prompt.
   first = rows[::samples]
@@ -94,9 +94,10 @@ def add_tokens(
   config: RolloutConfig,
   max_tokens: int,
 ) -> NgramTables:
-  """Adds the tokens `start .. stop` of rows to the tables, int32[R] each.
+  """Adds the tokens `start` to `stop - 1` of each row to its table.
 
-  At most `max_tokens` tokens of a row are added; row Q has no tokens.
+  `rows`, `start` and `stop` are int32[R]. At most `max_tokens` tokens of a row
+  are added; row Q has no tokens.
   """
   samples, no_row = config.num_samples, tokens.shape[0]
   column = start[:, None] + jnp.arange(max_tokens, dtype=jnp.int32)[None]
@@ -104,7 +105,7 @@ def add_tokens(
   inside &= (rows < no_row)[:, None]
   place = _place(tables, _ngrams_before(tokens, rows, column, config))
   group = indexing.where_valid(inside, (rows // samples)[:, None])
-  # The last column wins, whatever the order of the writes.
+  # The maximum keeps the last of equal n-grams.
   value = column * samples + (rows % samples)[:, None] + 1
   table = indexing.put_max(tables.table, group, place, values=value)
   return dataclasses.replace(tables, table=table)
@@ -162,7 +163,7 @@ def propose(
     counts = jnp.where(has_match, stop - column, 0)
     return indexing.take(tokens, source[:, None], ahead), counts
 
-  # Most steps of most jobs have no match, and gather nothing.
+  # Most steps have no match, so the gather is usually skipped.
   drafted, counts = lax.cond(
     jnp.any(has_match), drafts, lambda: (sharding.zeros_like(ahead), column & 0)
   )
@@ -172,7 +173,7 @@ def propose(
 def likely_lengths(
   tables: NgramTables, rows: Array, config: RolloutConfig
 ) -> Array:
-  """Returns how many drafts of rows are all accepted with probability 1/2."""
+  """Returns the most drafts all accepted with a probability >= LIKELY."""
   rate = indexing.take(tables.rate, rows)
   powers = jnp.cumprod(
     jnp.broadcast_to(rate[:, None], (rate.shape[0], config.draft_tokens)),

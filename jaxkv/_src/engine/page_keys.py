@@ -1,4 +1,4 @@
-"""Computes chain keys of pages, before any of them is computed."""
+"""Computes the chain keys of pages from tokens, before any K/V is computed."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def page_keys(
 
 
 def rehash(queue: Queue, cache: CacheState, rows: Array) -> Queue:
-  """Hashes all tokens of rows int32[R] for the current epoch."""
+  """Replaces the page keys of rows int32[R] by those of the current epoch."""
   salts = queue.salts
   keys = page_keys(
     cache,

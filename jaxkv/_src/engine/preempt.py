@@ -1,4 +1,4 @@
-"""Preempts a running sequence if one of them got no page."""
+"""Preempts one running sequence if any of them got no page."""
 
 import dataclasses
 from typing import NamedTuple
@@ -19,13 +19,13 @@ from jaxkv._src.engine.slots import places
 
 
 class Victims(NamedTuple):
-  """The sequence that gives up its pages, and those that waited for it.
+  """The sequence to preempt, and the samples that wait to fork from it.
 
   Attributes:
     is_victim: bool[B], at most one slot.
     leaves: bool[B], the victim, and the samples that wait for its prompt.
-    is_alone: bool[], True if no other sequence runs. More pages can then never
-      become free, so the victim fails.
+    is_alone: bool[], True if no other sequence holds pages. More pages can then
+      never become free, so the victim fails.
   """
 
   is_victim: Array
@@ -36,7 +36,7 @@ class Victims(NamedTuple):
 def choose_victim(
   queue: Queue, slots: Slots, cache: CacheState, starved: Array
 ) -> Victims:
-  """Chooses a victim if a slot of bool[B] `starved` got no page.
+  """Chooses a victim if a slot in `starved`, bool[B], got no page.
 
   The victim has the lowest priority, then the fewest computed tokens, then the
   last place in the queue.
@@ -47,7 +47,7 @@ def choose_victim(
     priority = indexing.take(queue.priority, slots.row)
     priority = jnp.where(candidates, priority, jnp.int32(-(2**31)))
     candidates &= priority == jnp.max(priority)
-  # The fewest tokens are then computed again.
+  # This choice minimizes the tokens to compute again.
   length = jnp.where(candidates, cache.length, indexing.NOWHERE)
   candidates &= length == jnp.min(length)
   place = jnp.where(candidates, places(queue, slots), -1)
@@ -63,7 +63,7 @@ def choose_victim(
 
 
 def requeue_victims(queue: Queue, slots: Slots, victims: Victims) -> Queue:
-  """Puts the sequences back into the queue, or fails one that is alone."""
+  """Puts victims back into the queue; a victim that is alone fails instead."""
   rows = slots.row
   queue = set_status(queue, rows, victims.leaves, SequenceStatus.WAITING)
   code = jnp.full_like(rows, Status.OUT_OF_PAGES)
@@ -71,7 +71,7 @@ def requeue_victims(queue: Queue, slots: Slots, victims: Victims) -> Queue:
 
 
 def vacate(slots: Slots, leaves: Array, no_row: int) -> Slots:
-  """Removes the sequences of slots bool[B], whose pages stay for now."""
+  """Removes the sequences of slots bool[B]; the caller frees their pages."""
   return dataclasses.replace(
     slots,
     row=jnp.where(leaves, no_row, slots.row),

@@ -25,8 +25,8 @@ class SequenceStatus(enum.IntEnum):
 
   WAITING: waits for a slot.
   RUNNING: occupies a slot.
-  DONE: has ended; `finish` has the reason.
-  FAILED: cannot run; `code` has the reason.
+  DONE: has ended; `Queue.finish` has the reason.
+  FAILED: has ended with an error; `Queue.code` has the reason.
   EMPTY: the row has no sequence.
   """
 
@@ -41,11 +41,11 @@ class Finish(enum.IntEnum):
   """Reason for the end of a sequence.
 
   UNFINISHED: the sequence has not ended.
-  STOP_TOKEN: it sampled a stop token, which is kept and is in `stop`.
+  STOP_TOKEN: it sampled the stop token `stop`, which is its last token.
   STOP_STRING: its text contains the stop string with the index `stop`.
   LENGTH: it reached its maximum length.
   ABORTED: `abort` ended it.
-  FAILED: it cannot run; `code` has the reason.
+  FAILED: an error ended it; `Queue.code` has the reason.
   """
 
   UNFINISHED = 0
@@ -61,8 +61,8 @@ class Finish(enum.IntEnum):
 class Records:
   """Optional statistics of each token, if `RolloutConfig` enables them.
 
-  All but one describe the model's distribution before `Sampling` changes it.
-  Columns without a record are 0.
+  All but `unfiltered_log_probs` describe the model's distribution before
+  `Sampling` changes it. Columns without a record are 0.
 
   Attributes:
     raw_log_probs: the log-prob of the token.  # float32[Q, W]
@@ -94,10 +94,10 @@ class Queue:
     ids: the id of the sequence in each row.  # int32[Q]
     prompt_length: the length of the first prompt.  # int32[Q]
     length: the total number of tokens.  # int32[Q]
-    start: the length at the start of this turn: that of the prompt, or that
-      after `extend`.  # int32[Q]
+    start: the length at the start of this turn, after the prompt or `extend`.
+      # int32[Q]
     limit: the length at which the sequence ends.  # int32[Q]
-    budget: the maximum number of tokens sampled in the first turn.  # int32[Q]
+    budget: the default maximum number of tokens sampled in a turn.  # int32[Q]
     log_probs: the log-prob of each sampled token in the distribution that it
       was sampled from; 0 elsewhere.  # float32[Q, W]
     versions: the version of the weights that sampled each token; NOT_SAMPLED
@@ -114,16 +114,15 @@ class Queue:
     sampling: settings of each sequence; fields that are None are not compiled.
     extra: the values for `process` and the model, a pytree of arrays [Q, ...];
       None for no values.
-    computed: the maximum number of tokens of each sequence that was ever
-      computed.  # int32[Q]
-    overtaken: how many later sequences entered before each one.  # int32[Q]
+    computed: the largest number of tokens computed so far.  # int32[Q]
+    overtaken: the number of later sequences that entered first.  # int32[Q]
     order: the rows, sorted by priority, then by id.  # int32[Q]
     place: the position of each row in `order`.  # int32[Q]
     epochs: the epoch for which a row's page keys are valid. In other epochs the
       sequence does not look up pages.  # uint32[Q]
-    page_keys: the chain key after each page of a prompt, and after each run of
-      computed pages at which all groups end a page; None without prefix
-      caching.  # uint32[Q, W // S, 4]
+    page_keys: the chain key after each page of a prompt. After the prompt, keys
+      are set only at computed positions where all groups end a page. None
+      without prefix caching.  # uint32[Q, W // S, 4]
     next_id: the id of the next sequence that `submit` adds.  # int32[]
     priority: lower numbers are admitted first and preempted last; None for
       equal priorities.  # int32[Q]
@@ -180,9 +179,8 @@ class Queue:
 
   @property
   def no_row(self) -> int:
-    """The index that stands for no sequence, which is Q."""
-    # Out of range, so that a gather returns its fill value and a scatter writes
-    # nothing.
+    """The sentinel Q for no sequence."""
+    # Out of range: gathers return the fill value, and scatters write nothing.
     return self.size
 
 
@@ -215,14 +213,14 @@ def first_of(condition: Array, count: int) -> Array:
 
 
 def set_status(queue: Queue, rows: Array, mask: Array, status: int) -> Queue:
-  """Sets the status of rows int32[R] where `mask` holds."""
+  """Sets the status of rows int32[R] where `mask` is True."""
   place = indexing.where_valid(mask, rows)
   status_of = indexing.put(queue.status, place, values=status)
   return dataclasses.replace(queue, status=status_of)
 
 
 def fail(queue: Queue, rows: Array, mask: Array, code: Array) -> Queue:
-  """Sets the status FAILED, and codes int32[R], of rows where `mask` holds."""
+  """Sets the status FAILED and codes int32[R] of rows where `mask` is True."""
   queue = set_status(queue, rows, mask, SequenceStatus.FAILED)
   place = indexing.where_valid(mask, rows)
   return dataclasses.replace(

@@ -33,15 +33,15 @@ class Requests:
   Attributes:
     tokens: the prompts, padded at the end.  # int32[P, L]
     lengths: the length of each prompt, 1 .. L.  # int32[P]
-    sampling: settings of each sample. `submit` can set only fields that `init`
-      has set, because the others are not compiled, and `max_tokens` and `seed`.
+    sampling: settings of each sample. `submit` can set `max_tokens`, `seed` and
+      the fields that `init` has set; other fields are not compiled.
     num_samples: the number of samples of each prompt, 0 .. G in `init` and
       1 .. G in `submit`; None for G.  # int32[P]
     priority: lower numbers are admitted first and preempted last; None for
       equal priorities. If pages are scarce, later sequences that need fewer may
-      still enter first, up to `RolloutConfig.max_overtaken` times. The negated
-      expected length starts the longest sequences first, which keeps slots busy
-      to the end.  # int32[P * G]
+      still enter first, up to `RolloutConfig.max_overtaken` times. With negated
+      expected lengths, the longest sequences start first, which keeps slots
+      busy to the end.  # int32[P * G]
     salts: see `jaxkv.salt`. Samples with different salts, such as those of
       different adapters, share no pages. None for no salts.
       # uint32[P * G, 4]
@@ -68,8 +68,8 @@ def as_requests(requests: Any, config: RolloutConfig) -> Requests:
   """Returns requests whose fields are arrays of the documented shapes.
 
   Raises:
-    TypeError: `requests` is not a `Requests`, or a field has the wrong dtype.
-    ValueError: a field has the wrong shape.
+    TypeError: `requests` or a field has the wrong type or dtype.
+    ValueError: a field has the wrong shape or invalid values.
   """
   if not isinstance(requests, Requests):
     raise TypeError(
@@ -104,7 +104,7 @@ def as_requests(requests: Any, config: RolloutConfig) -> Requests:
   sampling = as_sampling(requests.sampling, total)
   strings = sampling.stop_strings
   if strings is not None:
-    # Each sample gets an entry of its own, which `submit` can replace.
+    # One entry for each sample, which `submit` can replace.
     strings = dataclasses.replace(strings, start=strings.init(total))
     sampling = dataclasses.replace(sampling, stop_strings=strings)
   return Requests(
@@ -126,13 +126,13 @@ def map_rows(
 ) -> Requests:
   """Maps functions over the arrays of requests, as `jax.tree.map` does.
 
-  The tables of stop strings are those of the first requests.
+  The tables of stop strings are not mapped, but taken from `requests`.
 
   Args:
     of_prompts: a function of arrays with a row for each prompt.
     of_samples: a function of arrays with a row for each sample.
     requests: requests from `as_requests`.
-    *others: requests with the same optional fields.
+    *others: further requests, with the same optional fields.
   """
 
   def parts(requests: Requests) -> tuple[Any, Any]:
@@ -183,7 +183,7 @@ def as_extra(name: str, extra: Any, rows: int) -> Any:
 
 
 def width_of(columns: int, config: RolloutConfig) -> int:
-  """Returns W for prompts of `columns` tokens; raises ValueError if too few."""
+  """Returns W for prompts of `columns` tokens; raises if W is too small."""
   width = config.max_length or columns + config.max_new_tokens
   check_columns(columns, width)
   return width
@@ -199,7 +199,7 @@ def check_columns(columns: int, width: int) -> None:
 
 
 def check_num_samples(requests: Requests, config: RolloutConfig) -> None:
-  """Raises ValueError unless known numbers of samples are in 0 .. G."""
+  """Raises ValueError if a concrete number of samples is not in 0 .. G."""
   counts, maximum = requests.num_samples, config.num_samples
   if counts is None or isinstance(counts, Tracer):
     return
@@ -252,7 +252,7 @@ def check_fits(
 def _longest(
   requests: Requests, sampling: Sampling, config: RolloutConfig
 ) -> int:
-  """Returns the maximum length of a sequence, 0 without sequences."""
+  """Returns the maximum length of a sequence, 0 for none; checks lengths."""
   # NumPy, because in a trace jax would trace even concrete arrays.
   lengths = np.asarray(requests.lengths)
   columns = requests.tokens.shape[1]
@@ -276,18 +276,19 @@ def _longest(
 def max_pages(
   sizes: CacheConfig, in_flight: int, longest: int
 ) -> tuple[int, ...]:
-  """Returns the maximum pages of one sequence of `longest` tokens, by group.
+  """Returns the maximum number of pages of one sequence, by group.
 
-  A recurrent group holds the page of the last state and one for the next,
-  because a step never passes the end of a page.
+  The sequence has up to `longest` tokens, and a step computes up to `in_flight`
+  of them. In a recurrent group it holds the page of the last state and one for
+  the next, because a step never passes the end of a page.
   """
 
   def most(kind: GroupKind, size: int) -> int:
     if kind.holds_states:
       return 2
     pages = kind.most_pages(size, in_flight, longest)
-    # `ChunkedLocal.most_pages` is vLLM's bound, for chunks of whole pages.
-    # Another chunk can begin inside a page.
+    # `ChunkedLocal.most_pages` is vLLM's bound, for chunks of whole pages. A
+    # chunk of another size can begin inside a page.
     return pages + (isinstance(kind, ChunkedLocal) and kind.chunk % size > 0)
 
   return tuple(

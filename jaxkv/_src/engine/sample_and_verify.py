@@ -1,8 +1,8 @@
-"""Samples the tokens of a step.
+"""Samples the tokens of a step, and verifies drafts.
 
-Without speculation a sequence samples one token. With it, sampling continues
-while the token equals the draft, whose logits are then the next token's. So
-speculation changes no token, whatever `Sampling` and `process` do.
+Without speculation a sequence samples one token. With speculation, if the token
+equals the draft, it samples the next token from the logits of the draft, and so
+on. So speculation changes no token, whatever `Sampling` and `process` do.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class Tally(NamedTuple):
   """Token counts of the sequences in the slots, for penalties.
 
   Attributes:
-    rows: int32[B], the row of the sequence that each entry counts.
+    rows: int32[B], the queue row of the counted sequence; Q for none.
     counts: uint16[B, V], see `penalties.seen_in`.
   """
 
@@ -59,9 +59,9 @@ class Sampled(NamedTuple):
   """Results of sampling in a step.
 
   Attributes:
-    ended: bool[B], sequences that ended.
-    counts: int32[B], tokens sampled by each slot.
-    tally: None without penalties.
+    ended: bool[B], slots whose sequence ended or failed.
+    counts: int32[B], the number of tokens that each slot sampled.
+    tally: the counts after sampling; None without penalties.
   """
 
   ended: Array
@@ -70,7 +70,7 @@ class Sampled(NamedTuple):
 
 
 def init_tally(queue: Queue, slots: Slots, vocab_size: int) -> Tally | None:
-  """Returns entries that count no sequence; None without penalties."""
+  """Returns a tally without sequences; None without penalties."""
   if not penalties.needs_seen(queue.sampling):
     return None
   rows = jnp.full((slots.size,), queue.no_row, jnp.int32)
@@ -89,7 +89,7 @@ def count_entrants(
     return (tally.rows != slots.row) & (slots.row < queue.no_row)
 
   def count_one(tally: Tally) -> Tally:
-    # A sequence at a time, because few enter in one step.
+    # One sequence at a time, because few enter in one step.
     slot = jnp.argmax(is_new(tally)).astype(jnp.int32)
     row = slots.row[slot][None]
     counts = penalties.seen_in(
@@ -126,17 +126,17 @@ def sample_tokens(
   Args:
     queue: the sequences.
     slots: their slots.
-    work: the columns of the logits.
+    work: the tokens of the step, from `schedule`.
     samples: bool[B], the slots that sample.
     logits: from `call_model`.
-    drafts: int32[B, K], drafts of each slot; None without speculation.
+    drafts: int32[B, K], draft tokens of each slot; None without speculation.
     tally: from `count_entrants`.
-    read: int32[], see `loops.read_before`.
+    read: int32[], depends on earlier reads of `queue`; see `loops.read_before`.
     version: int32[], the version of the weights.
     config: the options.
     process: see `generate`.
   """
-  assert logits.last is not None  # Tokens are sampled.
+  assert logits.last is not None  # It is None only in `score`.
   sampler = _Sampler(slots, read, version, config, process)
   sampled = Sampled(
     ended=sharding.zeros_like(samples),
@@ -185,9 +185,9 @@ class _Sampler:
   def sample(
     self, queue: Queue, sampled: Sampled, samples: Array, logits: Array
   ) -> tuple[Queue, Sampled, Array]:
-    """Samples a token of each slot in bool[B], from logits [B, V].
+    """Samples a token for each slot in `samples` bool[B] from logits [B, V].
 
-    A sequence whose token has no finite log-prob fails instead.
+    If the log-prob of its token is not finite, a sequence fails instead.
 
     Returns:
       The queue, the results, and the tokens int32[B].
@@ -205,8 +205,8 @@ class _Sampler:
       extra = jax.tree.map(
         lambda old, new: indexing.put(old, place, values=new), extra, new_extra
       )
-    # The key is the sequence's, and the count its own. So a draw depends on
-    # neither the slot nor the step.
+    # The key and the count of generated tokens belong to the sequence, so a
+    # draw depends on neither the slot nor the step.
     drawn = sample.draw(
       queue.keys[jnp.minimum(row, queue.no_row - 1)],
       indexing.take(num_generated(queue), row),
@@ -219,12 +219,11 @@ class _Sampler:
       top_log_probs=config.top_log_probs,
       exact=config.numerics == "exact",
     )
-    # Such a token would be arbitrary.
+    # These logits are not a distribution, so the token would be arbitrary.
     fails = samples & ~jnp.isfinite(drawn.log_probs)
     samples &= ~fails
     ending = endings(queue, rows, drawn.tokens, sampling, config)
-    # The writes must depend on all reads of the queue's arrays, which XLA would
-    # otherwise copy.
+    # XLA copies the queue's arrays unless the writes depend on all reads.
     read = jnp.maximum(self._read, jnp.max(drawn.tokens))
     queue = dataclasses.replace(queue, extra=extra)
     queue, ended = _append(
@@ -271,10 +270,10 @@ def _append(
   version: Array,
   ending: Ending,
 ) -> tuple[Queue, Array]:
-  """Appends a token to rows int32[B] where `mask` holds; ends complete ones.
+  """Appends a token to queue rows int32[B] where `mask` is True.
 
   Returns:
-    The queue; and bool[B], the rows that ended.
+    The queue; bool[B], True for sequences that ended with this token.
   """
   # Rows that do not sample are out of range, so that nothing is written.
   place = indexing.where_valid(mask, rows)

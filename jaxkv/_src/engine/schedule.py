@@ -1,8 +1,8 @@
-"""Schedules the tokens of a step and packs them into one call.
+"""Schedules the tokens of a step and packs them into one call of the model.
 
-Each slot that decodes has one column. Prompt tokens fill the columns of other
-slots and C further columns, in the order of their sequences. C is one of a few
-widths, so a step without prompts costs only its decoding.
+A call has a single column for each slot, then draft columns, then chunk
+columns. A slot that decodes uses its single column. Prompt tokens, in queue
+order, fill the chunk columns and then the single columns that are idle.
 """
 
 import itertools
@@ -21,15 +21,15 @@ from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
 
 CHUNK_ROWS = 8
-"""The most sequences with tokens among the C columns of a step."""
+"""The maximum number of sequences with tokens in the chunk columns."""
 
 
 class Width(NamedTuple):
-  """Columns of a call beyond one for each slot.
+  """Numbers of columns of a call, without the single columns.
 
   Attributes:
-    drafts: for guessed tokens.
-    prompts: for tokens of prompts.
+    drafts: the number of draft columns.
+    prompts: the number of chunk columns.
   """
 
   drafts: int
@@ -37,17 +37,17 @@ class Width(NamedTuple):
 
 
 class Work(NamedTuple):
-  """Tokens of a step; B slots, at most D columns for drafts.
+  """Tokens of a step, for B slots and at most D draft columns.
 
   Attributes:
-    counts: int32[B], tokens of each slot, without drafts.
-    width: int32[], the chosen width, as an index of `widths`.
-    order: int32[B], slots that prefill, oldest sequence first; then others.
-    chunks: int32[B], tokens in the prompts' columns, by `order`.
-    slots: int32[B + D], the slot of each single column; B for none. The drafts
-      come last.
-    offsets: int32[B + D], the token's index among its slot's tokens.
-    last: int32[B], the column of each slot's last token, without drafts.
+    counts: int32[B], the number of tokens of each slot, without drafts.
+    width: int32[], the chosen width, an index into the tuple from `widths`.
+    order: int32[B], slots that prefill, in queue order; then the other slots.
+    chunks: int32[B], tokens in chunk columns, for each slot of `order`.
+    slots: int32[B + D], the slot of each single column, then of each draft
+      column; B for none.
+    offsets: int32[B + D], the token's index, counted from the committed tokens.
+    last: int32[B], the column of each slot's last token, ignoring drafts.
     drafts: int32[B], drafts of each slot; None without speculation.
     begins: int32[B], the index of each slot's first draft among all drafts.
   """
@@ -64,12 +64,12 @@ class Work(NamedTuple):
 
 
 def widths(config: RolloutConfig) -> tuple[Width, ...]:
-  """Returns the widths of calls, in ascending order, starting at 0.
+  """Returns all widths that a call can have, in ascending order.
 
-  Prompts have a width of a chunk and of a quarter of it, so that the end of a
-  prompt costs little. A quarter below 64 is left out: it would save little on
-  an accelerator, and each width compiles the model once. Drafts have the width
-  `draft_columns`, and a quarter of it if that is at least 2.
+  The number of chunk columns is 0, `prefill_chunk` or a quarter of
+  `prefill_chunk`, which makes the end of a prompt cheap. A quarter below 64 is
+  omitted: it would save little, and each width compiles the model once. The
+  number of draft columns is 0, `draft_columns` or, unless below 2, a quarter.
   """
   prompts = _sizes(config.prefill_chunk, 64)
   drafts = (0,)
@@ -84,7 +84,7 @@ def _sizes(largest: int, smallest: int) -> tuple[int, ...]:
 
 
 def max_drafts(sizes: tuple[Width, ...]) -> int:
-  """Returns D, the maximum number of columns for drafts."""
+  """Returns D, the maximum number of draft columns."""
   return sizes[-1].drafts
 
 
@@ -100,44 +100,45 @@ def schedule(
 ) -> Work:
   """Chooses the tokens of a step.
 
-  To limit padding, a width is chosen only if tokens fill three quarters of it,
-  except the smallest width for prompts. Drafts without a column are dropped.
+  To limit padding, a width is chosen only if tokens fill three quarters of it.
+  But prompt tokens that do not fit into idle single columns get at least the
+  smallest number of chunk columns. Drafts without a column are dropped.
 
   Args:
-    missing: int32[B], tokens that each slot could compute; 0 for none.
-    prefills: bool[B], slots whose tokens may wait for a later step. The others
-      have one token.
-    places: int32[B], a sort key for each slot; lower ones come first.
+    missing: int32[B], the number of tokens that each slot could compute.
+    prefills: bool[B], slots whose tokens may wait for a later step. The other
+      slots have at most one token.
+    places: int32[B], a sort key for each slot; the lowest comes first.
     sizes: from `widths`.
     drafts: int32[B], drafts of slots that decode; None without speculation.
-    one_part: True if a sequence's tokens must be in one part of the call, as
-      recurrent layers require. Idle slots then get no prompt tokens.
-    width: int32[], the index of the width in `sizes`; None to choose one, for
-      which the first of `sizes` must be 0.
+    one_part: True to compute prompt tokens in chunk columns only, as recurrent
+      layers require.
+    width: int32[], the index of the width in `sizes`; None to choose one. To
+      choose, the first of `sizes` must have no chunk columns.
   """
   num_slots = missing.shape[0]
   slot = jnp.arange(num_slots, dtype=jnp.int32)
   decodes = (missing > 0) & ~prefills
   prefills &= missing > 0
-  # The oldest sequence gets tokens first, so that it ends first. Slots without
-  # prompt tokens come last.
+  # Sequences that are earlier in the queue get tokens first, so that they end
+  # first. Slots without prompt tokens come last.
   place = jnp.where(prefills, places, indexing.NOWHERE)
   order = jnp.argsort(place, stable=True).astype(jnp.int32)
   waiting = jnp.where(prefills, missing, 0)[order]
   ends = jnp.cumsum(waiting, dtype=jnp.int32)
   begins, total = ends - waiting, ends[-1]
   idle = num_slots - jnp.sum(decodes, dtype=jnp.int32)
-  # Single columns and chunks are different rows of a view. A recurrent layer
-  # must have all tokens of a sequence in one row, because states pass along it.
+  # Single columns and chunks are different rows of a view, and a recurrent
+  # layer passes its state along a row, so a sequence must be in one row.
   if one_part:
     idle = sharding.zeros_like(idle)
-  # A view of chunks has this many rows. Later sequences get idle columns only.
+  # A view of chunks has CHUNK_ROWS rows. Later sequences get idle columns only.
   max_chunks = ends[:CHUNK_ROWS][-1]
   if width is None:
     columns = jnp.asarray(sorted({size.prompts for size in sizes}), jnp.int32)
     overflow = jnp.minimum(total - idle, max_chunks)
     # A width that is less than three quarters full would compute more padding
-    # than calls of the next smaller width.
+    # than several calls of the next smaller width.
     is_filled = (4 * overflow >= 3 * columns) & (columns > 0)
     width = jnp.sum(is_filled, dtype=jnp.int32)
     width = jnp.where(overflow > 0, jnp.maximum(width, 1), 0)
@@ -172,7 +173,7 @@ def schedule(
   if drafts is not None:
     work, num_drafts = _with_drafts(work, jnp.where(decodes, drafts, 0), sizes)
     first += num_drafts
-  # Chunk columns come after the single columns and those of drafts.
+  # Chunk columns come after the single columns and the draft columns.
   last = jnp.where(
     final < size,
     first + final,
@@ -182,11 +183,11 @@ def schedule(
 
 
 def decode_work(going: Array, offsets: Array) -> Work:
-  """Returns the work of a call in which slots compute one token each.
+  """Returns the work of a call in which each slot of `going` decodes one token.
 
   Args:
     going: bool[B], the slots that decode.
-    offsets: int32[B], the index of each token, counted from the committed ones.
+    offsets: int32[B], the token's index, counted from the committed tokens.
   """
   num_slots = going.shape[0]
   slot = jnp.arange(num_slots, dtype=jnp.int32)
@@ -205,7 +206,7 @@ def decode_work(going: Array, offsets: Array) -> Work:
 def _with_drafts(
   work: Work, drafts: Array, sizes: tuple[Width, ...]
 ) -> tuple[Work, Array]:
-  """Adds columns for drafts, int32[B]; returns the number of columns too."""
+  """Adds columns for `drafts` int32[B]; also returns the number of columns."""
   columns = jnp.asarray(sorted({size.drafts for size in sizes}), jnp.int32)
   num_prompt_widths = len({size.prompts for size in sizes})
   total = jnp.sum(drafts, dtype=jnp.int32)
@@ -226,7 +227,7 @@ def _with_drafts(
     return offsets + no_slot, offsets, zeros, zeros
 
   no_slot = jnp.int32(drafts.shape[0])
-  # Most steps have no drafts, and locating them is a search.
+  # Most steps have no drafts, and then need no search by `locate`.
   slots, offsets, drafts, begins = lax.cond(width > 0, place_drafts, no_drafts)
   work = work._replace(
     width=work.width + width * num_prompt_widths,
@@ -239,7 +240,7 @@ def _with_drafts(
 
 
 def single_views(cache: CacheState, work: Work) -> tuple[View, ...]:
-  """Returns the views of the single columns, including drafts, by group."""
+  """Returns a view of the single and draft columns for each group."""
   valid = work.slots < cache.config.num_slots
   starts = indexing.take(cache.length, work.slots) + work.offsets
   num_tokens = valid.astype(jnp.int32)
@@ -247,12 +248,12 @@ def single_views(cache: CacheState, work: Work) -> tuple[View, ...]:
 
 
 def chunk_slots(work: Work) -> Array:
-  """Returns the slot of each chunk of a call, int32[R]."""
+  """Returns the slot of each row of `chunk_views`, int32[R]."""
   return work.order[:CHUNK_ROWS]
 
 
 def chunk_views(cache: CacheState, work: Work) -> tuple[View, ...]:
-  """Returns the views of the prompts' columns, by group."""
+  """Returns a view of the chunk columns for each group."""
   slots = chunk_slots(work)
   starts = indexing.take(cache.length, slots)
   return views(cache, slots, starts, work.chunks[:CHUNK_ROWS])
@@ -264,7 +265,7 @@ def views(
   starts: Array,
   num_tokens: Array,
 ) -> tuple[View, ...]:
-  """Returns the views of slots, int32[R], B for none, by group."""
+  """Returns a view of `slots` int32[R] for each group; slot B is padding."""
   tables = indexing.take(cache.page_table, slots, fill=cache.config.no_page)
   return tuple(
     View(
@@ -280,7 +281,7 @@ def views(
 def packed(
   single: tuple[View, ...], chunks: tuple[View, ...] | None
 ) -> tuple[PackedView, ...]:
-  """Returns the views of a call, one for each group."""
+  """Returns the `PackedView` of a call for each group."""
   prefills = chunks or (None,) * len(single)
   return tuple(
     PackedView(decode=decode, prefill=prefill)

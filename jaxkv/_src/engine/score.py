@@ -1,4 +1,4 @@
-"""score: log-probabilities of completions, through the cache of a rollout."""
+"""score: computes log-probs of given completions, with a paged cache."""
 
 import dataclasses
 from typing import Any
@@ -87,19 +87,18 @@ def score(
 ) -> tuple[Any, Any]:
   """Computes log-probs of G completions of each of N prompts.
 
-  A prompt is computed once for all its completions, and only beyond its cached
-  prefix; computed pages are cached. So scoring a rollout's own samples costs
-  little more than the completions.
+  The model computes each prompt once for all its completions, and only the
+  tokens after its cached prefix. Computed pages are cached. So scoring the
+  samples of a rollout costs little more than the completions.
 
-  A `while_loop`, which never returns to Python. Jit it with the state donated,
-  as `jax.jit(functools.partial(score, model=model), donate_argnums=1)`, so that
-  the K/V memory is updated in place. Not differentiable;
-  `jaxkv.models.grouped_log_probs` is.
+  The loop is a `while_loop` on the device. Jit it with the state donated, as
+  `jax.jit(functools.partial(score, model=model), donate_argnums=1)`, so that
+  the K/V memory is updated in place. For gradients, call
+  `jaxkv.models.grouped_log_probs` instead.
 
-  Uses empty slots only, and frees them afterwards; running sequences are
-  unchanged. Completions share their prompt's pages. If only one slot is empty,
-  or pages are scarce, a completion may recompute the last, partial page of the
-  prompt.
+  Scoring uses only empty slots and frees them at the end. Running sequences are
+  unchanged. Completions share the pages of their prompt. If only one slot is
+  empty, or pages are scarce, a completion may recompute the last, partial page.
 
   After a change of the weights, call `update_weights`, or `jaxkv.new_epoch` for
   the cache of a `Memory`; otherwise pages of the old weights are reused.
@@ -112,35 +111,35 @@ def score(
     params: the model's parameters.
     state: a `RolloutState` between calls of `generate`, or a `Memory`.
     prompts: int32[N, P], padded at the end.
-    prompt_lengths: int32[N], 1 .. P; 0 for a group without completions.
+    prompt_lengths: int32[N], 1 .. P, or 0 if all completions of the prompt have
+      the length 0.
     completions: int32[N, G, R], padded at the end.
     completion_lengths: int32[N, G], 0 .. R.
-    model: see `Model`. `Batch.rows` numbers the sequences 0 .. N * G - 1; their
-      lengths are those during sampling.
-    temperature: float32[]: the distribution is softmax(logits / temperature); 0
-      means temperature 1.
-    entropy: static; whether to compute the distribution's entropy.
+    model: see `Model`. `Batch.rows` numbers the sequences 0 .. N * G - 1, and
+      has the lengths that they had while they were sampled.
+    temperature: float32[], divides the logits before the softmax; 0 means 1.
+    entropy: static; True to compute the entropy of each distribution.
     top_log_probs: static; the number of most likely tokens to return.
-    chunk: static; the maximum number of tokens in a call of the model, beside
-      one column for each slot.
+    chunk: static; a call of the model computes at most `chunk` tokens, plus one
+      for each slot.
     salts: uint32[N, 4], see `jaxkv.salt`; None for no salts.
     extra: values of each group for the model, a pytree of arrays [N, ...].
-    version: int32[], the version of the weights, as in `init`. If the cache has
-      another one, a traced version makes all groups STALE, and a concrete one
-      raises. None to skip the check.
+    version: int32[], the version of the weights, as in `init`. If it differs
+      from `cache.epoch`, the call raises, or in a traced call all groups are
+      STALE. None to skip the check.
 
   Returns:
-    The state, and a `Scored` with a code for each group: OK;
-    OUT_OF_PAGES, if no slot is empty, or the pool has too few free pages for
-    the prompt and a completion; SLOT_FULL, if their tokens, without the last
-    one, exceed a slot; BAD_LENGTH, if a length is out of range; or STALE. A
-    group that fails has NaN log-probs and holds no pages.
+    The state, and a `Scored` with a code for each group: OK; OUT_OF_PAGES, if
+    no slot is empty, or the pool has too few free pages for the prompt and a
+    completion; SLOT_FULL, if the prompt and its longest completion, without
+    the last token, exceed a slot; BAD_LENGTH, if a length is out of range; or
+    STALE. A group that fails has NaN log-probs and holds no pages.
 
   Raises:
     TypeError: an argument has the wrong type or dtype.
-    ValueError: an argument or the logits have the wrong shape; the cache has a
-      CrossAttention group or has a different concrete version; or the memory
-      does not fit the cache.
+    ValueError: an argument is out of range; an argument or the logits have the
+      wrong shape; the cache is not supported, such as one with CrossAttention;
+      the memory does not fit the cache; or `version` differs from its epoch.
 
   Examples:
     >>> import functools, jax, jaxkv
@@ -229,21 +228,21 @@ def _score(
   model: Model,
   version: Array | int | None,
 ) -> tuple[Any, Scored]:
-  """Scores with one state."""
+  """Computes the result of `score` for one state."""
   memory = state.memory if isinstance(state, RolloutState) else state
   is_current = jnp.ones((), bool)
   if version is not None:
     is_current = has_version(memory.cache, version)
   busy = jnp.zeros((memory.cache.config.num_slots,), bool)
   if isinstance(state, RolloutState):
-    # `is_empty` misses a sequence that has just entered and holds no page yet.
+    # A slot without pages is also in use if its sequence has just entered it.
     busy = state.slots.row < state.queue.no_row
   work = _begin(memory, groups, config, busy, is_current)
   is_usable = (work.slots.row == work.queue.no_row) & is_empty(
     memory.cache, jnp.arange(work.slots.size, dtype=jnp.int32)
   )
   num_usable = jnp.sum(is_usable, dtype=jnp.int32)
-  # No slot becomes empty if running sequences hold all.
+  # If running sequences occupy all slots, no slot becomes empty.
   work = dataclasses.replace(work, queue=_fail_all(work.queue, num_usable == 0))
   counts = jnp.zeros((2, groups.completions.shape[0]), jnp.int32)
   buffers = Buffers(answers=AnswerCounts(counts[0], counts[1], num_usable > 1))
@@ -264,7 +263,7 @@ def _score(
 
 
 def _check_state(state: Any) -> None:
-  """Raises unless `state` has a cache and a memory that `score` can use."""
+  """Raises unless `score` supports the cache and the memory of `state`."""
   if not isinstance(state, RolloutState | Memory):
     hint = "make a Memory of a cache and its K/V memory"
     if isinstance(state, list):
@@ -274,7 +273,6 @@ def _check_state(state: Any) -> None:
       f"{type(state).__name__}; {hint}."
     )
   memory = state.memory if isinstance(state, RolloutState) else state
-  # A memory that a rollout may use, whatever its options are.
   check_pools(memory, RolloutConfig())
 
 
@@ -317,7 +315,7 @@ def _as_groups(
 
 
 def _widths(groups: _Groups, chunk: int) -> tuple[Width, Width]:
-  """Returns the columns of calls, no more than there can be tokens."""
+  """Returns the widths for prompts and for completions, limited to `chunk`."""
   num_prompts, columns = groups.prompts.shape
   prompt = min(chunk, max(num_prompts * (columns - 1), 1))
   return Width(0, prompt), Width(0, min(chunk, groups.completions.size))
@@ -330,14 +328,14 @@ def _begin(
   busy: Array,
   is_current: Array,
 ) -> RolloutState:
-  """Returns a rollout whose completions are given.
+  """Returns a rollout whose queue holds the completions as tokens to compute.
 
   Args:
     memory: the cache and its memory.
     groups: the prompts and completions.
     config: the options.
-    busy: bool[B], slots that may not be used.
-    is_current: bool[], False if the pages are those of other weights.
+    busy: bool[B], slots with a running sequence, which scoring must not use.
+    is_current: bool[], False if other weights computed the cached pages.
   """
   num_prompts, samples, columns = groups.completions.shape
   width = groups.prompts.shape[1] + columns
@@ -363,7 +361,7 @@ def _begin(
   rows = jnp.arange(queue.size, dtype=jnp.int32)[:, None]
   place = indexing.where_valid(exists, queue.prompt_length[:, None] + column)
   answers = groups.completions.reshape(-1, columns)
-  # A completion without tokens has nothing to compute.
+  # An empty completion has nothing to compute.
   status = jnp.where(
     lengths > 0,
     jnp.int32(SequenceStatus.WAITING),
@@ -379,7 +377,7 @@ def _begin(
     code=code,
   )
   slots = init_slots(busy.shape[0], queue)
-  # `no_row + 1` marks a slot as neither running nor empty.
+  # The row `no_row + 1` makes a slot count as neither running nor empty.
   row = jnp.where(busy, queue.no_row + 1, slots.row)
   return RolloutState(
     config=config,
@@ -394,7 +392,7 @@ def _begin(
 def _codes(groups: _Groups, slot_tokens: int, is_current: Array) -> Array:
   """Returns the codes of groups before any computation, int32[N]."""
   prompt, lengths = groups.prompt_lengths, groups.lengths
-  # For a prompt without samples, `rollout.grouped` returns a void group.
+  # For a prompt without samples, `rollout.grouped` returns length 0.
   is_void = (prompt == 0) & jnp.all(lengths == 0, axis=1)
   is_bad = ((prompt < 1) & ~is_void) | (prompt > groups.prompts.shape[1])
   longest = groups.completions.shape[2]
@@ -408,7 +406,7 @@ def _codes(groups: _Groups, slot_tokens: int, is_current: Array) -> Array:
 
 
 def _fail_all(queue: Queue, mask: Array) -> Queue:
-  """Fails all waiting sequences if bool[] `mask` is True."""
+  """Fails all waiting sequences with OUT_OF_PAGES if `mask` bool[] is True."""
   rows = jnp.arange(queue.size, dtype=jnp.int32)
   waits = queue.status == SequenceStatus.WAITING
   code = jnp.full_like(rows, Status.OUT_OF_PAGES)
@@ -428,7 +426,7 @@ def _scored(state: RolloutState, groups: _Groups, buffers: Buffers) -> Scored:
   place = queue.prompt_length[:, None] + column
   row = jnp.arange(queue.size, dtype=jnp.int32)[:, None]
   lengths = groups.lengths[..., None]
-  # With a negative length, all columns get the value of a failure.
+  # With a negative length, no column is padding: all get the failure's value.
   is_real = (column[None] < lengths) | (lengths < 0)
 
   def of_groups(array: Any, failure: float) -> Any:

@@ -1,4 +1,4 @@
-"""The slots: the sequence that each row of the cache belongs to."""
+"""The slots of a rollout: the sequence in each slot of the cache."""
 
 import dataclasses
 
@@ -18,12 +18,12 @@ from jaxkv._src.engine.queue import Queue
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slots:
-  """B slots, in each of which at most one sequence runs.
+  """B slots, each with at most one running sequence.
 
   Attributes:
     row: the row of the queue with the slot's sequence; Q for none.  # int32[B]
-    leader: the slot that computes this slot's prompt, which then forks from it;
-      B for none.  # int32[B]
+    leader: the slot that computes the prompt that this slot waits to fork; B if
+      it does not wait.  # int32[B]
   """
 
   row: Array
@@ -36,7 +36,7 @@ class Slots:
 
   @property
   def no_slot(self) -> int:
-    """The index that stands for no slot, which is B."""
+    """B, the sentinel for no slot."""
     return self.size
 
 
@@ -54,8 +54,8 @@ def are_computing(queue: Queue, slots: Slots) -> Array:
 
 
 def are_followed(slots: Slots) -> Array:
-  """Returns bool[B], slots whose prompt another slot waits for."""
-  # One entry more, for slots without a leader.
+  """Returns bool[B], slots whose prompt another slot waits to fork."""
+  # Slots without a leader write to the extra entry.
   followed = jnp.zeros((slots.size + 1,), bool)
   return followed.at[slots.leader].set(True)[: slots.size]
 
@@ -77,10 +77,10 @@ def missing_tokens(queue: Queue, slots: Slots, cache: CacheState) -> Array:
 
 
 def prompt_rest(queue: Queue, slots: Slots, cache: CacheState) -> Array:
-  """Returns the missing tokens of prompts but for their last one, int32[B].
+  """Returns the number of tokens to compute before a prompt forks, int32[B].
 
-  Forks share all but the last token of a prompt, because that one gives the
-  logits of a sample's first token. Negative after the prompt.
+  Forks share all but the last token of a prompt, because each sample needs the
+  logits of the last one. Negative if the whole prompt is computed.
   """
   return indexing.take(queue.prompt_length, slots.row) - 1 - cache.length
 
@@ -88,8 +88,8 @@ def prompt_rest(queue: Queue, slots: Slots, cache: CacheState) -> Array:
 def chunk_size(sizes: CacheConfig, config: RolloutConfig) -> int:
   """Returns the maximum number of tokens of a sequence in a step.
 
-  With sliding windows, chunks bound the number of pages that a sequence holds.
-  Otherwise it reserves pages for all its tokens at the start.
+  If groups skip pages, as sliding windows do, the limit bounds the pages that a
+  sequence holds. Otherwise all tokens of a slot can be computed in one step.
   """
   if recurrent.has_states(sizes):
     return min(config.prefill_chunk, sizes.page_size)
@@ -101,7 +101,7 @@ def limit_to_chunk(
 ) -> Array:
   """Returns how many of the missing tokens a step may compute, int32[B].
 
-  Recurrent groups stop at the end of a page, where the state is kept.
+  With recurrent groups it stops at the end of a page, to store the state there.
   """
   sizes = cache.config
   tokens = jnp.minimum(missing, chunk_size(sizes, config))
@@ -112,6 +112,6 @@ def limit_to_chunk(
 
 
 def slots_of(queue: Queue, slots: Slots, rows: Array) -> Array:
-  """Returns bool[B], slots with a sequence of rows int32[R]; Q for none."""
+  """Returns bool[B], slots of the queue rows int32[R]; row Q is ignored."""
   is_same = (slots.row[:, None] == rows[None]) & (rows < queue.no_row)[None]
   return jnp.any(is_same, axis=1)

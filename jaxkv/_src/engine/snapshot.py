@@ -22,11 +22,11 @@ from jaxkv._src.extras import extra_package
 from jaxkv._src.kv.host_memory import HOST
 
 FORMAT = 1
-"""The version of the format; a later jaxkv reads earlier versions."""
+"""The version of the snapshot format. Earlier versions can be restored."""
 
 _FACTS = ("pages", "static", "shapes", "dtypes", "keys", "sums")
-# A snapshot without pages keeps only these arrays of the memory.
 _MEMORY = ".memory."
+# A snapshot without pages has only these arrays of the memory.
 _IDENTITY = tuple(
   f".memory.cache.{name}" for name in ("secret", "root", "epoch", "stats")
 )
@@ -35,17 +35,17 @@ _IDENTITY = tuple(
 def save(
   folder: str | pathlib.Path, state: RolloutState, *, pages: bool = True
 ) -> None:
-  """Saves a rollout, in the middle of generation or at its end.
+  """Saves a rollout, between calls of `generate`.
 
   The folder appears only when it is complete. All processes of a job must call
-  this together.
+  `save` together.
 
   Args:
     folder: the path of a new folder.
     state: the rollout, on any devices, sharded or not.
-    pages: saves the cache and its K/V memory. Without them the snapshot has
-      some 16 bytes for each token of the queue; sequences that run now wait
-      in it, and their tokens are computed again.
+    pages: True to save the cache and its K/V memory. If False, the snapshot has
+      about 16 bytes for each token of the queue. Its running sequences are
+      saved as waiting, and their tokens are computed again.
 
   Raises:
     TypeError: `state` is not a RolloutState.
@@ -88,25 +88,25 @@ def save(
 def restore(folder: str | pathlib.Path, target: RolloutState) -> RolloutState:
   """Restores a rollout that `save` wrote.
 
-  Later results equal those of an uninterrupted rollout up to rounding. They
-  have the same bits with exact numerics, and with pages if the number of
-  devices is the same.
+  The results then equal those of an uninterrupted rollout up to rounding. They
+  are bit-identical with exact numerics, or if the snapshot has pages and the
+  number of devices is the same.
 
   Args:
     folder: the folder.
     target: a rollout of the same sizes and options, or its shapes from
-      `jax.eval_shape`. It says where the arrays go: to the sharding of each
-      array, and to the default device for shapes without one. The numbers of
-      devices may differ. Its values are not read.
+      `jax.eval_shape`. Each restored array has the sharding of the target's
+      array, or is on the default device if that has no sharding. The number of
+      devices may differ from the saved one. Values of `target` are not read.
 
   Returns:
     The rollout.
 
   Raises:
     TypeError: `target` is not a RolloutState.
-    ValueError: the folder has no snapshot, or one that is damaged or of a newer
-      format; or the options, the sizes or the number formats differ from those
-      of `target`.
+    ValueError: the folder has no snapshot; the snapshot is damaged or of a
+      newer format; or its options, shapes or dtypes differ from those of
+      `target`.
     ImportError: orbax is not installed (extra `checkpoints`).
   """
   ocp, folder = _orbax(), _path(folder)
@@ -171,7 +171,7 @@ def _named(state: RolloutState) -> list[tuple[str, Any]]:
 
 
 def _is_kept(name: str) -> bool:
-  """True for the arrays of a snapshot without pages."""
+  """Returns True for an array that a snapshot without pages contains."""
   return not name.startswith(_MEMORY) or name.startswith(_IDENTITY)
 
 
@@ -210,7 +210,7 @@ def _all_wait(state: RolloutState) -> RolloutState:
     where = leaf.sharding
     if not isinstance(where, NamedSharding):
       return leaf
-    assert isinstance(where.mesh, Mesh)  # Always for a concrete array.
+    assert isinstance(where.mesh, Mesh)  # Only a tracer has an abstract mesh.
     mesh, kind = auto_mesh(where.mesh), where.memory_kind
     return jax.device_put(
       leaf, NamedSharding(mesh, where.spec, memory_kind=kind)
@@ -290,7 +290,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def _stored_shape(leaf: Any, dtype: str) -> jax.ShapeDtypeStruct:
-  """Returns shape and place of a saved array that becomes `leaf`."""
+  """Returns the shape, dtype and sharding to restore the array of `leaf`."""
   where = getattr(leaf, "sharding", None)
   if where is None:
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -301,15 +301,15 @@ def _stored_shape(leaf: Any, dtype: str) -> jax.ShapeDtypeStruct:
 
 
 def _checksums(data: dict[str, Array]) -> dict[str, int]:
-  """Returns a checksum of the bits of each array, on any devices."""
-  # One after another: on a CPU with more devices than cores, several programs
-  # that communicate can wait for each other's threads.
+  """Returns a checksum of the bits of each array."""
+  # `int` waits for each program. On a CPU with more devices than cores, two
+  # programs with collectives can block each other's threads.
   return {name: int(_checksum(array)) for name, array in data.items()}
 
 
 @jax.jit
 def _checksum(array: Array) -> Array:
-  """Returns uint32[], a sum weighted by the position."""
+  """Returns uint32[], a sum of the bits of elements, weighted by position."""
   if jax.typeof(array).memory_space != jax.memory.Space.Host:
     return _weighted_sum(array)
 
@@ -327,7 +327,7 @@ def _weighted_sum(array: Array) -> Array:
     array = array.astype(jnp.uint8)
   bits = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
   words = jax.lax.bitcast_convert_type(array, bits).astype(jnp.uint32)
-  # Flattening an array that is split over devices would gather it.
+  # Flattening a sharded array would gather it on each device.
   index = jnp.zeros(array.shape, jnp.uint32)
   for axis in range(array.ndim):
     place = jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
@@ -342,7 +342,7 @@ def _restored(data: Array, leaf: Any, impl: str | None) -> Array:
     data = jax.lax.bitcast_convert_type(data, leaf.dtype)
   where = getattr(leaf, "sharding", None)
   if where is not None and where.memory_kind == HOST:
-    # Orbax restores to host memory, but the array's type omits it.
+    # Orbax restores to host memory, but the array's type does not say so.
     data = jax.device_put(np.asarray(data), where)
   return data
 
@@ -350,8 +350,8 @@ def _restored(data: Array, leaf: Any, impl: str | None) -> Array:
 def _empty_memory(
   target: RolloutState, arrays: dict[str, Array]
 ) -> dict[str, Array]:
-  """Returns the arrays that `arrays` lacks, for a memory without pages."""
-  # Any key: the secret and the root are those of the snapshot.
+  """Returns the arrays of an empty memory that are missing from `arrays`."""
+  # The key does not matter: `arrays` has the secret and the root.
   key = jnp.zeros((KEY_WORDS,), jnp.uint32)
   cache = init_cache(target.memory.cache.config, key)
   empty = dataclasses.replace(target.memory, cache=cache)
@@ -360,7 +360,7 @@ def _empty_memory(
   for name, leaf in _named(target):
     if name in arrays:
       continue
-    # K/V memory that was never written is zero.
+    # A new K/V memory is zero.
     is_page = not name.startswith(".memory.cache")
     value = np.zeros((), leaf.dtype) if is_page else np.asarray(values[name])
     where = getattr(leaf, "sharding", None)

@@ -1,4 +1,4 @@
-"""Chooses the draft tokens of a step, limited by the number of free pages."""
+"""Chooses the draft tokens of a step, at most as many as free pages allow."""
 
 import dataclasses
 from typing import Any
@@ -31,8 +31,8 @@ class Drafts(NamedTuple):
 
   Attributes:
     tokens: int32[B, K].
-    counts: int32[B], the number of drafts.
-    found: bool[B], slots with an n-gram match.
+    counts: int32[B], the number of draft tokens, at most K.
+    found: bool[B], slots with an n-gram match, or with tokens from a `Draft`.
   """
 
   tokens: Array
@@ -65,7 +65,7 @@ def propose_drafts(
       draft(params, rows_of(queue, rows), buffer), slots.size, config
     )
     has_match = decodes & (counts > 0)
-  # The last token of a sequence is sampled and never a draft.
+  # The last token within the limit is never an input, so never a draft.
   room = indexing.take(queue.limit, rows) - indexing.take(queue.length, rows)
   likely = ngrams.likely_lengths(tables, rows, config)
   counts = jnp.minimum(jnp.minimum(likely, room - 1), counts)
@@ -81,8 +81,7 @@ def propose_drafts(
 def _as_drafts(
   drafts: Any, num_slots: int, config: RolloutConfig
 ) -> tuple[Array, Array]:
-  """Returns a user's drafts as int32; raises for wrong types and shapes."""
-  # The function is traced, so a mistake is reported before anything runs.
+  """Returns the results of a `Draft` as int32; raises for invalid ones."""
   tokens, counts = drafts
   tokens, counts = as_int32("tokens", tokens), as_int32("counts", counts)
   expected = (num_slots, config.draft_tokens)
@@ -98,7 +97,7 @@ def _fits(
   counts: Array,
   config: RolloutConfig,
 ) -> Array:
-  """Returns bool[B], drafts that fit pages that no other slot needs now."""
+  """Returns bool[B], slots whose drafts fit into pages not needed otherwise."""
   columns_for, zero = cache.config.sizes.columns_for, jnp.zeros_like(counts)
   missing = missing_tokens(queue, slots, cache)
   tokens = jnp.minimum(missing, chunk_size(cache.config, config))
@@ -107,9 +106,9 @@ def _fits(
   columns -= jnp.maximum(without, cache.num_pages)
   columns = jnp.sum(jnp.maximum(columns, 0), axis=1, dtype=jnp.int32)
   num_free = cache.pool.queue.num_free
-  # Tokens that must be computed come before drafts.
+  # Pages for tokens that are not drafts are needed first.
   num_free -= needed_pages(queue, slots, cache, config)
-  # Each running sequence keeps a page to grow.
+  # For each running sequence, one page in each group stays free.
   num_running = jnp.sum(are_computing(queue, slots), dtype=jnp.int32)
   num_free -= num_running * len(cache.config.groups)
   return jnp.cumsum(columns, dtype=jnp.int32) <= num_free
@@ -127,7 +126,7 @@ def learn_from(
   """Updates the n-gram tables and acceptance rates with sampled tokens.
 
   Args:
-    queue: with the sampled tokens.
+    queue: the sequences, with the sampled tokens.
     slots: the slots of this step.
     work: the tokens of this step.
     drafts: the drafts; None without speculation.

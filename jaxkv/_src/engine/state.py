@@ -80,19 +80,19 @@ def init(
       rollouts.
     kv: the K/V memory of the cache's pages, a pool or a tuple of pools (see
       `jaxkv.kv`). The model receives it in the same form. Recurrent groups need
-      `StatePages`. In such a cache, one call computes tokens of at most one
-      page of each sequence, all in `PackedView.decode` or all in `prefill`.
+      `StatePages`. With them a call of the model has tokens of at most one page
+      of each sequence, all in `PackedView.decode` or all in `prefill`.
       `RolloutConfig.record_experts` needs `ExpertIdPages` as the last pool.
     requests: P prompts, with the settings of their samples. The queue has
       `RolloutConfig.num_samples` rows for each prompt. If
-      `Requests.num_samples` asks for fewer, the other rows are EMPTY. Set each
-      field of `sampling` that a later `submit` sets: the program has no code
-      for a field that is None here.
+      `Requests.num_samples` asks for fewer, the other rows are EMPTY. Fields of
+      `sampling` that are None here are not compiled, so set each field that a
+      later `submit` sets.
     key: key[]; equal keys give equal samples.
     config: static options.
-    first_sequence: int32[], the id of the first sequence of this state. Ids are
-      unique over all shards of a job, see `devices`. Samples depend on `key`
-      and the id alone, not on how the job is split.
+    first_sequence: int32[], the id of the first sequence of this state. Ids
+      must be unique over all shards of a job, see `devices`. Without
+      `Sampling.seed`, a sample's random key depends only on `key` and its id.
     version: int32[], the version of the weights: the number of updates since
       the cache was made, see `update_weights` and `jaxkv.new_epoch`. Required
       if the cache holds pages, because other weights may have computed them.
@@ -107,16 +107,15 @@ def init(
     TypeError: an argument has the wrong type or dtype, such as a `key` that is
       not a `jax.random.key`.
     ValueError: an argument has the wrong shape or is out of range; the cache
-      has slots in use, a CrossAttention group or pages of another version; `kv`
-      or `host` does not fit the cache, or lacks a pool; a recurrent group is
-      combined with `draft_tokens`, or has `num_speculative` > 0; or the longest
-      sequence exceeds a slot or the pool. Traced lengths and versions are not
-      checked; sequences with invalid ones fail individually, see `Queue.code`.
-      Traced slots are not checked either: no sequence enters one in use, so
-      `generate` needs a limit of steps if all are.
+      has slots in use, several page sizes, a CrossAttention group or pages of
+      another version; `kv` or `host` does not fit the cache, or lacks a pool; a
+      recurrent group is combined with `draft_tokens`, or has `num_speculative`
+      > 0; or the longest sequence exceeds a slot or the pool. If lengths or the
+      version are traced, sequences with invalid ones fail instead, see
+      `Queue.code`. Traced slots are not checked: if all are in use, no sequence
+      can run, and `generate` returns only at a limit of steps.
   """
   _check_key(key)
-  # Kept, so that below the state gets copies of the caller's arrays.
   arguments = key, requests, version
   requests = as_requests(requests, config)
   memory = Memory(cache=cache, kv=kv, host=host)
@@ -198,7 +197,7 @@ def _as_first(first: Any, requests: Requests, config: RolloutConfig) -> Array:
 
 
 def _next_id(queue: Queue, first: Array, config: RolloutConfig) -> Array:
-  """Returns int32[]: the id after all samples of the last prompt in use."""
+  """Returns the id after the last prompt that has a sequence, int32[]."""
   exists = queue.status != SequenceStatus.EMPTY
   exists = exists.reshape(-1, config.num_samples)
   last = queue.ids.reshape(exists.shape)[:, -1] + 1
@@ -207,5 +206,5 @@ def _next_id(queue: Queue, first: Array, config: RolloutConfig) -> Array:
 
 
 def is_done(state: RolloutState) -> Array:
-  """Returns bool[], True if no sequence waits or runs."""
+  """Returns bool[], True if no sequence is waiting or running."""
   return jnp.all(state.queue.status >= SequenceStatus.DONE)

@@ -10,18 +10,18 @@ Each step has these parts, in order; a part without work costs almost nothing:
 | draft    | speculation proposes tokens, if pages are free for them        |
 | grow     | reserves pages for the next tokens of all slots                |
 | schedule | chooses the tokens of the step                                 |
-| model    | one call: the next token of each sequence that decodes, and    |
+| model    | one call: the last token of each sequence that decodes, and    |
 |          | tokens of prompts                                              |
 | commit   | the tokens become final; full pages are cached                 |
 | sample   | sequences whose tokens are all computed sample the next one    |
 | free     | sequences that ended, or lost their slots, return their pages  |
 
-With drafts, sampling comes before commit, because sampling decides which drafts
-are kept. So it does with `RolloutConfig.decode_steps`, where further calls of
-the model and further samples follow before all are committed; see
-`decode_round`. In `score` nothing is sampled; see `given_answers`.
+With drafts, sampling comes before the commit, because it decides which drafts
+are accepted. With `RolloutConfig.decode_steps`, the model is called and tokens
+are sampled several times before the commit; see `decode_round`. In `score`
+nothing is sampled; see `given_answers`.
 
-When the pool is empty, a running sequence is preempted, see `preempt`: it
+If a running sequence gets no page, one sequence is preempted, see `preempt`: it
 returns to the queue and later resumes with the same samples. Its pages stay
 cached until they are evicted. Admission keeps one page free for each running
 sequence and group, so preemption is rare. No sequence is admitted while a
@@ -88,11 +88,11 @@ from jaxkv._src.engine.state import RolloutState
 
 
 class Buffers(NamedTuple):
-  """Arrays that a loop carries from step to step, beside the state.
+  """Arrays that the loop carries from step to step, beside the state.
 
   Attributes:
-    tally: token counts for penalties; None without them.
-    draft_logits: [D, V], space for the logits of drafts; None without
+    tally: token counts for penalties; None without penalties.
+    draft_logits: [D, V], a buffer for the logits of drafts; None without
       speculation.
     answers: the counts of `score`; None if tokens are sampled.
   """
@@ -125,12 +125,11 @@ def step(
   hooks: Hooks,
   max_calls: Array | None = None,
 ) -> tuple[RolloutState, Buffers]:
-  """Runs one step, with at most `max_calls` calls of the model, int32[]."""
+  """Runs one step, of at most `max_calls` int32[] model calls if not None."""
   queue, slots, memory = state.queue, state.slots, state.memory
   config, counters = state.config, state.counters
   cache = without_moves(memory.cache)
-  # Comes first, because the freed pages serve the forks and entrants of this
-  # step.
+  # First, so that this step's forks and admissions can use the freed pages.
   cache = grow.free_behind_windows(queue, slots, cache)
   with jax.named_scope("fork"):
     forks = fork.ready_forks(queue, slots, cache)
@@ -140,7 +139,7 @@ def step(
     memory = dataclasses.replace(memory, cache=cache)
     state = _replaced(state, queue, slots, memory)
     state = _admit(state, is_scoring=hooks.scoring is not None)
-  # A sequence that has just entered has only the tokens that its lookup found.
+  # A sequence that has just entered has only the tokens of its cached prefix.
   has_entered = state.slots.row != slots.row
   queue, slots, cache = state.queue, state.slots, state.memory.cache
   num_found = jnp.where(has_entered, cache.length, 0)
@@ -149,12 +148,11 @@ def step(
   num_drafts = None if drafts is None else drafts.counts
   with jax.named_scope("grow"):
     cache, starved = grow.grow(queue, slots, cache, num_drafts, config)
-    # Pages that admission and growth took are saved before they are written.
+    # Evicted pages move to host memory before new tokens overwrite them.
     memory = move_pages(dataclasses.replace(memory, cache=cache))
     state = _replaced(state, queue, slots, memory)
     state, leaving = _make_way(state, forks, starved)
-  # After admission and preemption, so that the tally is of the sequences that
-  # sample in this step.
+  # After admission and preemption, which change the sequences in the slots.
   tally = count_entrants(state.queue, state.slots, buffers.tally)
   work, is_complete = _schedule(
     state, starved, num_drafts, hooks.scoring, buffers.answers
@@ -298,8 +296,7 @@ def _admit(state: RolloutState, *, is_scoring: bool) -> RolloutState:
     memory = dataclasses.replace(memory, cache=cache)
     return _replaced(state, queue, slots, memory)
 
-  # The loop carries the whole state, which XLA passes through without a copy.
-  # Most steps admit nothing.
+  # Most steps admit nothing. XLA carries the state through without a copy.
   is_possible = admit.can_admit(
     state.queue, state.slots, state.memory.cache, config
   )
@@ -360,12 +357,12 @@ def _schedule(
   """Chooses the tokens of the step.
 
   Returns:
-    The tokens; bool[B], slots whose tokens are then all computed.
+    The tokens; bool[B], slots that complete their missing tokens in this step.
   """
   queue, slots, cache = state.queue, state.slots, state.memory.cache
   missing = missing_tokens(queue, slots, cache)
   missing = jnp.where(starved, 0, missing)
-  # A slot that others will fork from stops before the last token of its prompt.
+  # A slot that others wait to fork stops before the last token of its prompt.
   is_followed = are_followed(slots)
   if answers is not None:
     keeps = keep_prompts(queue, slots, cache, state.config.num_samples)
@@ -376,7 +373,7 @@ def _schedule(
   sizes = schedule.widths(state.config)
   if scoring is not None:
     tokens, width = limit_to_phase(rest, tokens)
-    # No slot decodes, so no column is reserved for each slot.
+    # No slot decodes, so each single column can have any slot's token.
     is_prefill, sizes = jnp.ones_like(is_prefill), scoring.widths
   work = schedule.schedule(
     limit_to_chunk(cache, tokens, state.config),

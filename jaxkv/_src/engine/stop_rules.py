@@ -14,7 +14,7 @@ from jaxkv._src.sampling.settings import Sampling
 
 
 class Ending(NamedTuple):
-  """The end of sequences after a new token, and its reason.
+  """The reason why each sequence ends at its new token, if it does.
 
   Attributes:
     finish: int32[R], a `Finish`; 0 for sequences that continue.
@@ -35,9 +35,10 @@ def endings(
   sampling: Sampling,
   config: RolloutConfig,
 ) -> Ending:
-  """Decides whether and why each sequence ends after its new token.
+  """Decides which sequences end at their new token, and the reason.
 
-  If several apply, the reason is the first of: stop token, stop string, length.
+  If several rules apply, the reason is the first of: stop token, stop string,
+  length.
 
   Args:
     queue: the queue before the tokens are appended.
@@ -53,8 +54,8 @@ def endings(
   if sampling.stop_strings is not None and queue.stop_states is not None:
     start = indexing.take(sampling.stop_strings.start, rows.numbers)
     before = indexing.take(queue.stop_states, rows.numbers)
-    # A stop string must lie within the tokens since the last prompt, so the
-    # first of them restarts the automaton.
+    # A stop string counts only within the sampled tokens of one turn, so the
+    # first of these tokens restarts the automaton.
     states, string = sampling.stop_strings.advance(
       jnp.where(rows.counts == 0, start, before), tokens
     )

@@ -37,9 +37,9 @@ class Texts(NamedTuple):
     texts: for each prompt, the texts of its samples, without the prompt.
     results: tokens, masks and log-probs of all samples, for a loss; sample g of
       prompt p has row p * G + g.
-    state: the rollout, which can be extended, and has the counters.
+    state: the final state of the rollout, for example for `extend`.
     seconds: the duration of the loop.
-    compile_seconds: the duration of its compilation.
+    compile_seconds: the duration of the loop's compilation.
   """
 
   texts: list[list[str]]
@@ -66,7 +66,7 @@ def generate_texts(
 ) -> Texts:
   """Generates samples of each prompt with a pretrained model.
 
-  Each call compiles the loop, which takes some 10 s, or less with jax's
+  Each call compiles the loop, which takes about 10 s, or less with jax's
   persistent compilation cache. For more control, call `init` and `generate`.
 
   Args:
@@ -78,9 +78,9 @@ def generate_texts(
     sampling: settings of the P * G samples; None for temperature 1. The stop
       tokens of the model apply unless `stop_tokens` is set.
     key: key[]; None for `jax.random.key(0)`, so that calls give equal samples.
-    num_slots: the maximum number of sequences at a time.
+    num_slots: the maximum number of sequences that run at the same time.
     page_size: tokens per page.
-    num_pages: pages of the cache; None for enough.
+    num_pages: pages of the cache; None for enough to fill all slots.
     first_sequence: the id of the first sample, see `init`.
     progress: True to show a progress bar on stderr.
     **options: further fields of `RolloutConfig`; `prefill_chunk` is 64 if it is
@@ -119,12 +119,12 @@ def generate_texts(
     max_length=longest,
   )
   if num_pages is None:
-    # All slots at full length, a page more for each to grow, the null page.
+    # The null page, and full length plus one page for each slot and group.
     num_groups = len(sizes(num_pages=2).groups)
     num_pages = 1 + num_slots * num_groups * (1 + -(-longest // page_size))
   config = sizes(num_pages=num_pages)
   state = init(
-    # Each process draws a secret, because no other one sees this cache.
+    # Processes need no common secret, because they do not share the cache.
     init_cache(config, jnp.asarray(np.frombuffer(os.urandom(16), np.uint32))),
     model.init_kv(config),
     Requests(tokens, lengths, sampling=sampling),
@@ -163,9 +163,9 @@ def _encode(
     row = _encode_one(model, f"prompts[{number}]", prompt)
     if not 0 < len(row) <= room:
       raise ValueError(
-        f"`prompts[{number}]` must have 1 to {room} tokens, which "
-        f"max_new_tokens leaves of the {model.max_length} that the model was "
-        f"made for, got {len(row)}; shorten it or lower max_new_tokens."
+        f"`prompts[{number}]` must have 1 to {room} tokens, so that it and "
+        f"max_new_tokens fit the model's maximum of {model.max_length}, got "
+        f"{len(row)}; shorten it or lower max_new_tokens."
       )
     rows.append(row)
   lengths = np.asarray([len(row) for row in rows], np.int32)
@@ -223,7 +223,7 @@ def _run(
 
 
 def _num_sampled(state: RolloutState) -> int:
-  """Counts sampled tokens, and all possible tokens of sequences that ended."""
+  """Counts sampled tokens; an ended sequence counts as `max_new_tokens`."""
   queue = state.queue
   sampled = queue.length - queue.prompt_length
   limit = state.config.max_new_tokens

@@ -1,4 +1,4 @@
-"""timeline: a log of each slot's work on the device, and its picture."""
+"""timeline: returns the recent work of each slot, and draws it."""
 
 import itertools
 from collections.abc import Iterator
@@ -42,18 +42,18 @@ class Span(NamedTuple):
 class Timeline(NamedTuple):
   """The last X steps of a rollout, which a notebook shows as a picture.
 
-  A step here is one call of the model, as in `Counters.steps`.
+  Here a step is one call of the model, as in `Counters.steps`.
 
   `notebooks/04_rollouts` has examples.
 
   Attributes:
     start: the first step.
     sequences: the id of the sequence in each slot, -1 for none.  # int32[X, B]
-    kinds: IDLE, PREFILL, DECODE, WAIT or PREEMPT. DECODE: one token, and drafts
-      if any, are computed and the next one sampled. WAIT: the slot waits for a
-      prompt to fork from, a column of the call, or a page. PREEMPT: the
-      sequence loses its pages, because it is preempted, finds no page to fork,
-      or fails.  # int32[X, B]
+    kinds: IDLE, PREFILL, DECODE, WAIT or PREEMPT. DECODE: the step computes one
+      token and its drafts, and samples the next token. WAIT: the sequence waits
+      to fork a prompt, or gets no column or no page. PREEMPT: the sequence
+      loses its pages, because it is preempted, gets no page for its fork, or
+      fails.  # int32[X, B]
     tokens: the number of tokens computed.  # int32[X, B]
   """
 
@@ -80,11 +80,11 @@ class Timeline(NamedTuple):
           )
 
   def svg(self, width: int = 900, row: int = 14) -> str:
-    """Returns the picture: a row for each slot, steps from left to right.
+    """Returns an SVG picture: a row for each slot, steps from left to right.
 
     Args:
-      width: pixels of all steps.
-      row: pixels of a slot.
+      width: the width of all steps in pixels.
+      row: the height of a slot's row in pixels.
     """
     steps, slots = self.kinds.shape
     scale, left, bottom = width / max(steps, 1), 48, slots * row + 16
@@ -104,7 +104,7 @@ class Timeline(NamedTuple):
         f" steps {span.start} .. {span.stop - 1}, {span.tokens} tokens"
         "</title></rect>"
       )
-      # Once for each stay in a slot, where there is room.
+      # The id is written once for each stay in a slot, where it fits.
       named &= (span.slot, span.sequence, span.start) == end
       end = span.slot, span.sequence, span.stop
       if not named and size * scale > 8 * len(str(span.sequence)):
@@ -147,11 +147,11 @@ def record(
   decodes: Array,
   leaving: Array | None = None,
 ) -> Array | None:
-  """Returns `RolloutState.log` with a call of the model.
+  """Adds a call of the model to `RolloutState.log`.
 
   Args:
-    log: the log; None if none is kept.
-    place: int32[], the row of the log; its size for none.
+    log: the log; None if `RolloutConfig.timeline` is 0.
+    place: int32[], the row of the log to write; X to write nothing.
     queue: the sequences.
     slots: their slots.
     counts: int32[B], tokens that the call computes.
@@ -176,19 +176,18 @@ def timeline(state: RolloutState) -> Timeline:
   """Returns the work of each slot in the last steps.
 
   Args:
-    state: of a rollout with a positive `RolloutConfig.timeline`.
+    state: a rollout with a positive `RolloutConfig.timeline`.
 
   Returns:
-    Up to `RolloutConfig.timeline` steps. `print(timeline(state).svg())` prints
-    the picture that a notebook shows.
+    The last steps, at most `RolloutConfig.timeline`.
 
   Raises:
     ValueError: `RolloutConfig.timeline` is 0.
   """
   if state.log is None:
     raise ValueError(
-      "`state` must keep its last steps, got RolloutConfig.timeline=0; set it "
-      "to a number of steps."
+      "`state` must have a log of its steps, got RolloutConfig.timeline=0; set "
+      "this option to the number of steps."
     )
   log, steps = np.asarray(state.log), int(state.counters.steps)
   num_kept = min(steps, log.shape[0])

@@ -19,18 +19,18 @@ from jaxkv._src.engine.state import RolloutState
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Until:
-  """Limits of a `generate` call, which returns at the first one reached.
+  """Limits of a `generate` call, which returns when it reaches one of them.
 
   It also returns when all sequences have ended. Numbers may be traced: a new
   number does not compile again, but a number in place of None does. `groups`
-  and `sequences` include those that ended before the call, until `harvest`
-  removes them or `extend` resumes them, so a call may return at once.
+  and `sequences` also count sequences that ended before the call and are still
+  in the queue, so a call may return at once.
 
   Attributes:
-    steps: calls of the model; None for no limit.  # int32[]
-    groups: prompts in the queue whose samples have all ended; None for all.
-      Later calls resume the others.  # int32[]
-    sequences: ended sequences in the queue; None for all. With 1, a server can
+    steps: the number of model calls; None for no limit.  # int32[]
+    groups: the number of prompts whose samples have all ended; None for all.
+      Later calls continue the other prompts.  # int32[]
+    sequences: the number of ended sequences; None for all. With 1, a server can
       harvest each answer when it ends.  # int32[]
 
   Examples:
@@ -48,9 +48,9 @@ def as_until(until: Until | None) -> Until:
   """Returns `until` with int32[] numbers.
 
   Raises:
-    TypeError: it is not an `Until`, or a number is not an integer.
-    ValueError: a number is not a scalar, is negative or exceeds int32. Traced
-      numbers are not checked.
+    TypeError: `until` is not an `Until`, or a number is not an integer.
+    ValueError: a number is not a scalar, is negative or exceeds int32. The sign
+      of a traced number is not checked.
   """
   if until is None:
     return Until()
@@ -96,14 +96,14 @@ def goes_on(until: Until, state: RolloutState, begin: Count) -> Array:
 
 
 def calls_left(until: Until, state: RolloutState, begin: Count) -> Array | None:
-  """Returns how often the model may still be called; None for no limit."""
+  """Returns the number of model calls left, int32[]; None for no limit."""
   if until.steps is None:
     return None
   return until.steps - state.counters.steps.since(begin)
 
 
 def ended_groups(state: RolloutState) -> Array:
-  """Returns bool[P], True for prompts whose samples, at least one, ended."""
+  """Returns bool[P], True for prompts with samples that have all ended."""
   status = state.queue.status.reshape(-1, state.config.num_samples)
   # The rows of a group without sequences are EMPTY.
   exists = jnp.any(has_ended(status), axis=1)

@@ -1,4 +1,4 @@
-"""Checks that a model returned what a step needs, while it is traced."""
+"""Checks the results of a model, while it is traced."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ from jaxkv._src.sampling.logits import check_floats
 def check_result(
   logits: Any, new_kv: Any, kv: Pools, shape: tuple[int, ...], name: str
 ) -> None:
-  """Raises unless a model returned logits and the memory that it wrote.
+  """Raises unless a model returned logits and the memory after its writes.
 
   Args:
     logits: the first value that the model returned, expected to be
       float[*shape, V].
     new_kv: the second value; None if the model writes nothing.
     kv: the memory that the model received.
-    shape: the sizes of the logits without V.
-    name: the model, for messages.
+    shape: the expected shape of the logits without V.
+    name: a phrase for the model in messages.
 
   Raises:
     TypeError: `logits` is not an array of floats, or `new_kv` does not have the
@@ -41,8 +41,8 @@ def check_result(
       hint = f"as {name} returns"
     raise ValueError(
       f"`logits` must have the shape [{sizes}, V], {hint}, got "
-      f"{list(logits.shape)}; a function that returns logits of all tokens "
-      "goes through jaxkv.rollout.all_logits."
+      f"{list(logits.shape)}; convert a function that returns logits of all "
+      "tokens with jaxkv.rollout.all_logits."
     )
   check_floats(logits)
   if new_kv is not None:
@@ -59,10 +59,10 @@ def _check_memory(new_kv: Any, kv: Pools, name: str) -> None:
   old_pools = kv if isinstance(kv, tuple) else (kv,)
   new_pools = new_kv if isinstance(new_kv, tuple) else (new_kv,)
   for old, new in zip(old_pools, new_pools, strict=True):
-    # Expert ids need not be written: a model may have none to record.
+    # A model without experts writes no expert ids.
     if not isinstance(old, KVPages | StatePages):
       continue
-    # A traced array that is written becomes another object.
+    # A write to a traced array returns another object.
     leaves = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
     if all(leaf is new_leaf for leaf, new_leaf in leaves):
       raise ValueError(

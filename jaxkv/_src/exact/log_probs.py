@@ -1,18 +1,18 @@
-"""Log-probabilities with the same bits in a rollout, a score and a trainer."""
+"""Log-probs that are bit-identical in `generate`, `score` and a trainer."""
 
 import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.exact import row_loop
 
-# Rows of a tile. Reductions over fewer rows would round differently.
+# The rows of a tile. Reductions over fewer rows would round differently.
 ROWS = 8
 
 
 def of_tokens(logits: Array, tokens: Array, temperature: Array) -> Array:
   """Returns log-probs of tokens in softmax(logits / temperature).
 
-  The result of a row has the same bits in every program. Differentiable.
+  The result is differentiable. Its bits are the same in every program.
 
   Args:
     logits: float32[X, V], X rows for a vocabulary of V tokens.

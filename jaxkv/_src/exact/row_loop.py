@@ -1,4 +1,4 @@
-"""Computes rows a tile at a time, so that no row depends on other rows.
+"""Computes rows a tile at a time, so that no row's bits depend on other rows.
 
 The rounding of a matrix product depends on its number of rows, because
 libraries choose a kernel by this number. Sums over the last axis round
@@ -20,7 +20,7 @@ from jaxkv._src.arrays import sharding
 
 RowWise = Callable[..., Any]
 """`(weights, *rows) -> rows`. The rows are pytrees of arrays [X, ...]. The
-function computes each of the X rows from `weights` and that row alone."""
+function computes each row of the result from `weights` and that row alone."""
 
 
 def in_tiles(
@@ -139,14 +139,14 @@ def _loop(
   count = jax.tree.leaves(rows)[0].shape[0]
   if not count:
     return function(weights, *rows)
-  # Pads to at least tile + 1 rows, so that iterations read different rows. If
-  # all read the same rows, XLA moves the body out of the loop and fuses it with
-  # the operations around it.
+  # Pads to at least tile + 1 rows, so that the rows of an iteration depend on
+  # its index. Otherwise XLA would move the body out of the loop and fuse it
+  # with the operations around it.
   padding = max(tile + 1 - count, 0)
   if padding:
     rows = jax.tree.map(lambda x: _pad(x, padding), rows)
-  # The barrier hides constants from XLA, such as weights in the closure of the
-  # function that is compiled. XLA would transpose them, which changes rounding.
+  # The barrier hides constants from XLA, such as weights that a jitted function
+  # closes over. XLA would transpose constants, which changes rounding.
   weights, rows = lax.optimization_barrier((weights, rows))
   last_start = count + padding - tile
 

@@ -1,10 +1,10 @@
 """Attention whose bits do not depend on the other queries of a call.
 
 A tile is a few queries of one sequence. A row is one or more tiles of the same
-sequence, which share one gather of its keys. A decoding query has a row to
-itself. Every call runs the same loop, which computes a fixed number of rows at
+sequence, which share one gather of its keys. A decoding query has a separate
+row. Every call runs the same loop, which computes a fixed number of rows at
 once, one tile of each row at a time. So decode steps, chunks of prompts and a
-trainer's whole sequences use products of the same shapes, which round alike.
+trainer's whole sequences use products of the same shapes and round equally.
 """
 
 import dataclasses
@@ -58,10 +58,10 @@ def check_exact(
     expected = (
       f"of a page size that divides {kernels.BLOCK_TOKENS} with exact=True"
     )
-    arguments.refuse(ValueError, "kv", expected, f"one of {page_size}")
+    arguments.refuse(ValueError, "kv", expected, page_size)
   if not causal:
     arguments.refuse(ValueError, "causal", "True with exact=True", causal)
-  reason = "no other program has such queries, with exact=True"
+  reason = "exact=True supports only causal queries"
   options.refuse(reason, "tree_mask")
 
 
@@ -73,10 +73,10 @@ def attend_packed(
   Args:
     sequences: the sequences of the queries.
     q: [T, H, D].
-    call: further arguments of `kernels.paged_attention_padded`.
+    call: the other arguments of `kernels.paged_attention_padded`.
 
   Returns:
-    [T, H, Dv]; float32[T, H], log-sum-exps.
+    [T, H, Dv], the attention; float32[T, H], its log-sum-exps.
   """
   num_queries = q.shape[0]
   ends = jnp.cumsum(sequences.num_tokens, dtype=jnp.int32)
@@ -95,15 +95,15 @@ def attend_packed(
 def attend_rectangle(
   sequences: TokenRows, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes causal attention of queries with an axis of columns.
+  """Computes causal attention of queries padded to T for each sequence.
 
   Args:
     sequences: the sequences of the queries.
     q: [B, T, H, D].
-    call: further arguments of `kernels.paged_attention_padded`.
+    call: the other arguments of `kernels.paged_attention_padded`.
 
   Returns:
-    [B, T, H, Dv]; float32[B, T, H], log-sum-exps.
+    [B, T, H, Dv], the attention; float32[B, T, H], its log-sum-exps.
   """
   batch, columns = q.shape[:2]
   width = _width(batch * columns, columns, _tile(sequences, q))
@@ -132,8 +132,8 @@ def _tile(sequences: TokenRows, q: jax.Array) -> int:
 
 def _width(queries: int, longest: int, tile: int) -> int:
   """Returns the number of queries in a row, a multiple of `tile`."""
-  # With this many tiles in a row, `_ROWS` rows hold all queries of the call, so
-  # one iteration computes them.
+  # With this many tiles in a row, `_ROWS` rows have room for all queries of the
+  # call, so the loop needs one iteration.
   tiles_of_row = -(-queries // (tile * _ROWS))
   return tile * max(min(tiles_of_row, -(-longest // tile), _MAX_TILES), 1)
 
@@ -141,7 +141,7 @@ def _width(queries: int, longest: int, tile: int) -> int:
 def _read(
   rows: TokenRows, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes attention of [Z, Y, H, D], Z rows of Y queries."""
+  """Computes attention of queries [Z, Y, H, D], in Z rows of Y queries."""
   attention: Callable[..., Any] = kernels.paged_attention_padded
   if len(rows.pools) == 1:
     attention = kernels.mla_attention_padded

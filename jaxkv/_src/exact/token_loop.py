@@ -15,7 +15,7 @@ from jax import lax
 from jaxkv._src.arrays import sharding
 from jaxkv._src.exact import row_loop
 
-# The number of sequences whose recurrences are computed together.
+# The number of sequences in a tile of `recur`.
 _ROWS = 8
 
 Recurrence = Callable[..., tuple[jax.Array, Any]]

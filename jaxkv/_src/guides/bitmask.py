@@ -1,8 +1,8 @@
-"""Bitmasks of tokens, and their application to logits.
+"""Bitmasks over the vocabulary, and their application to logits.
 
 Token t is bit t % 32 of word t // 32, where bit 0 is the least significant. The
 bits beyond the last token are 0. Other libraries for guided decoding use the
-same order with int32 words, which `words.view(jnp.uint32)` converts.
+same bit order in int32 words; `words.view(jnp.uint32)` converts them.
 """
 
 import chex
@@ -10,20 +10,20 @@ import jax.numpy as jnp
 from jax import Array
 
 BITS = 32
-"""The number of bits of a word."""
+"""The number of bits in a word."""
 
 
 def num_words(vocab_size: int) -> int:
-  """Returns the number of words for V tokens, ceil(V / 32)."""
+  """Returns ceil(V / 32), the number of words in a bitmask of V tokens."""
   return -(-vocab_size // BITS)
 
 
 def mask_logits(logits: Array, bits: Array) -> Array:
-  """Sets the logits of tokens outside of a bitmask to -inf.
+  """Sets the logits of tokens whose bit is 0 to -inf.
 
   Args:
     logits: floats [..., V].
-    bits: uint32[..., ceil(V / 32)], 1 for allowed tokens.
+    bits: uint32[..., ceil(V / 32)], with the bits of allowed tokens set.
 
   Returns:
     Logits of the same shape and dtype.
@@ -36,8 +36,8 @@ def mask_logits(logits: Array, bits: Array) -> Array:
   *lead, size = logits.shape
   chex.assert_shape(bits, (*lead, num_words(size)))
   chex.assert_type(bits, jnp.uint32)
-  # An AND with 32 single-bit words expands each word elementwise. A gather of
-  # each token's word would read V indices per row.
+  # A broadcast AND with 32 single-bit words unpacks the bits without a gather,
+  # which would need V indices per row.
   places = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)
   places = places.reshape(*(1,) * bits.ndim, BITS)
   ones = (bits[..., None] & places) != jnp.uint32(0)

@@ -11,17 +11,17 @@ LAST = 0x10FFFF
 """The last code point of Unicode."""
 
 Ranges = Iterable[tuple[int, int]]
-"""Ranges of code points, as pairs of the first and the last, inclusive."""
+"""Ranges of code points: pairs (first, last), both inclusive."""
 
-# All characters of a range have UTF-8 encodings of the same length. The gap
-# excludes surrogates, which are not characters and have no UTF-8 encoding.
+# Ranges of code points whose UTF-8 encodings have the same length. The gap from
+# 0xD800 to 0xDFFF excludes surrogates, which have no UTF-8 encoding.
 _LENGTHS = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF))
 _LENGTHS += ((0x10000, LAST),)
 _TAIL_LOW, _TAIL_HIGH = 0x80, 0xBF
 
 
 def characters(ranges: Ranges) -> Grammar:
-  """Returns the grammar of single characters from ranges, in UTF-8."""
+  """Returns the grammar of one character from the ranges, in UTF-8."""
   parts = []
   for low, high in ranges:
     for first, last in _LENGTHS:
@@ -42,14 +42,14 @@ def others(ranges: Ranges, last: int = LAST) -> list[tuple[int, int]]:
 
 
 def _byte_strings(low: bytes, high: bytes) -> list[Grammar]:
-  """Returns grammars of the UTF-8 strings `low` .. `high` of equal length."""
+  """Returns grammars of the encodings `low` .. `high`, of equal length."""
   if len(low) == 1:
     return [byte_range(low[0], high[0])]
   size = len(low) - 1
   tail_low, tail_high = bytes([_TAIL_LOW]) * size, bytes([_TAIL_HIGH]) * size
   if low[0] == high[0]:
     return _with_first_byte(low[0], low[1:], high[1:])
-  # Only the lowest and the highest first byte limit the bytes that follow.
+  # Later bytes are restricted only after the lowest or the highest first byte.
   parts, begin, end = [], low[0], high[0]
   if low[1:] != tail_low:
     parts += _with_first_byte(begin, low[1:], tail_high)

@@ -18,7 +18,7 @@ from jaxkv._src.guides.nfa import Nfa
 from jaxkv._src.guides.nfa import check_size
 
 START = 1
-"""The start state of a DFA."""
+"""The start state of every `ByteDfa`."""
 
 MOST_STATES = 100_000
 """The maximum number of states of a DFA before its minimization."""
@@ -41,17 +41,17 @@ class ByteDfa:
 
   @property
   def num_states(self) -> int:
-    """S, including the dead state."""
+    """The number of states S, including the dead state."""
     return len(self.accepts)
 
   @property
   def max_bytes(self) -> int | None:
-    """Length of the longest accepted string, in bytes; None if unbounded."""
+    """The length of the longest accepted string; None if unbounded."""
     longest = longest_accepted(self.next, self.accepts)[START]
     return None if longest >= 2**30 else int(longest)
 
   def matches(self, text: str | bytes) -> bool:
-    """Returns True if the DFA accepts a string, in UTF-8 if it is a `str`."""
+    """Returns True if the DFA accepts a text; a `str` is encoded as UTF-8."""
     state = START
     for byte in text.encode() if isinstance(text, str) else text:
       state = self.next[state, byte]
@@ -62,6 +62,7 @@ def compile_grammar(grammar: Grammar) -> ByteDfa:
   """Compiles a grammar to its minimal DFA.
 
   Raises:
+    TypeError: `grammar` is not a `Grammar`.
     ValueError: the grammar matches nothing, or needs too many states.
 
   Examples:
@@ -78,7 +79,7 @@ def compile_grammar(grammar: Grammar) -> ByteDfa:
     raise ValueError(
       "`grammar` must match some text, got one that matches nothing."
     )
-  # One column for each byte, because the device does not look up byte classes.
+  # One column for each byte, so that the device needs one look-up per byte.
   return ByteDfa(next=table[:, classes], accepts=accepts)
 
 
@@ -86,11 +87,12 @@ def _byte_classes(nfa: Nfa) -> tuple[np.ndarray, dict[int, list[int]]]:
   """Groups bytes that belong to the same byte sets of the NFA.
 
   Returns:
-    The class of each byte, int[256], and the classes in each byte set.
+    The class of each byte, int[256], and a dict from each byte set, as a mask,
+    to its classes.
   """
   masks = sorted({mask for edges in nfa.byte_edges for mask, _ in edges})
-  # The extra column stays False. Without it, an NFA that has no edges would
-  # give an empty matrix.
+  # The last column stays False, so that the matrix is not empty for an NFA
+  # without byte edges.
   members = np.zeros((256, len(masks) + 1), bool)
   for column, mask in enumerate(masks):
     bits = np.frombuffer(mask.to_bytes(32, "little"), np.uint8)
@@ -110,12 +112,10 @@ def _determinize(
   """Determinizes an NFA by subset construction.
 
   Returns:
-    The class of each byte, int[256], the state after each state and byte class,
-    int32[S, C], and True for accepting states, bool[S]. Here the start is state
-    0, and the dead state is the last one; `minimize` renumbers them.
+    The class of each byte, int[256]; the state after a state and a class,
+    int32[S, C]; and bool[S], True for accepting states. The start is state 0
+    and the dead state is S - 1, until `minimize` renumbers the states.
   """
-  # Bytes of one class lead to the same states, so the table needs only one
-  # column for each of the C classes.
   classes, classes_of_mask = _byte_classes(nfa)
   closure = nfa.closure(final)
   numbers = {closure(0): 0}
@@ -131,7 +131,7 @@ def _determinize(
       row[byte_class] = numbers[subset]
     rows.append(row)
     check_size(len(numbers), MOST_STATES, "states")
-  # The last state is the dead state, to which all pairs without an edge lead.
+  # A state without an edge for a class leads to the dead state, the last one.
   table = np.full((len(rows) + 1, int(classes.max()) + 1), len(rows), np.int32)
   for state, row in enumerate(rows):
     table[state, [*row]] = [*row.values()]
@@ -145,7 +145,7 @@ def _moves(
   classes_of_mask: dict[int, list[int]],
   closure: Callable[[int], frozenset[int]],
 ) -> dict[int, frozenset[int]]:
-  """Returns the set of NFA states that each byte class leads to."""
+  """Maps each byte class to the NFA states to which it leads from `subset`."""
   moves: dict[int, set[int]] = collections.defaultdict(set)
   for state in subset:
     for mask, target in nfa.byte_edges[state]:

@@ -4,7 +4,7 @@ import dataclasses
 
 
 class Grammar:
-  """A set of byte strings. The subclasses below are its forms.
+  """A set of byte strings; the base class of the forms below.
 
   Examples:
     >>> from jaxkv.rollout import json_schema, regex
@@ -12,7 +12,7 @@ class Grammar:
   """
 
   def __add__(self, other: "Grammar") -> "Grammar":
-    """Concatenates each string of one set with each of the other."""
+    """Returns all strings that are one of `self`, then one of `other`."""
     return chain(self, other)
 
   def __or__(self, other: "Grammar") -> "Grammar":
@@ -22,10 +22,10 @@ class Grammar:
 
 @dataclasses.dataclass(frozen=True)
 class ByteSet(Grammar):
-  """The strings that consist of one byte of a set.
+  """The strings of one byte that is in a set.
 
   Attributes:
-    mask: bit b is set if byte b is in the set.
+    mask: an integer whose bit b is set if byte b is in the set.
   """
 
   mask: int
@@ -61,23 +61,23 @@ class Repeat(Grammar):
 
 
 def byte_range(low: int, high: int) -> ByteSet:
-  """Returns the bytes `low` .. `high`, inclusive."""
+  """Returns the set of single bytes `low` .. `high`, inclusive."""
   return ByteSet((1 << (high + 1)) - (1 << low))
 
 
 def literal(text: str | bytes) -> Grammar:
-  """Returns the set of one string, in UTF-8 if it is a `str`."""
+  """Returns the set of one text; a `str` is encoded as UTF-8."""
   data = text.encode() if isinstance(text, str) else text
   return Chain(tuple(ByteSet(1 << byte) for byte in data))
 
 
 def chain(*parts: Grammar) -> Grammar:
-  """Concatenates parts."""
+  """Returns the concatenation of parts."""
   return parts[0] if len(parts) == 1 else Chain(parts)
 
 
 def choice(*parts: Grammar) -> Grammar:
-  """Returns the union of parts, with all single bytes in one `ByteSet`."""
+  """Returns the union of parts, with all `ByteSet` parts merged."""
   mask = 0
   longer: list[Grammar] = []
   for part in parts:

@@ -29,18 +29,18 @@ from jaxkv._src.guides.token_masks import TokenMasks
 from jaxkv._src.guides.token_masks import token_masks
 
 AnyGrammar = str | bytes | Grammar | None
-"""A regular expression or another grammar, or None to allow every token."""
+"""A regular expression, a `Grammar`, or None to allow every token."""
 
 NO_LIMIT = UNREACHABLE
 """A token limit above the length of any sequence."""
 
 
 class GuideState(NamedTuple):
-  """The state of each sequence in its grammar, which the rollout carries.
+  """The grammar state of each sequence, which the rollout carries.
 
   Attributes:
-    state: the DFA's state after the tokens that `process` has read.  # int32[Q]
-    limit: the most tokens of a text, the stop token included.  # int32[Q]
+    state: the index in `Guide.next` after the tokens read so far.  # int32[Q]
+    limit: the most tokens of a text, including its stop token.  # int32[Q]
   """
 
   state: Array
@@ -53,7 +53,7 @@ class Guide:
   """N grammars compiled to tables of S states in total, over V tokens.
 
   Pass a guide to a jitted function as an argument. If the function closed over
-  the guide, its tables would become constants of the program. A rollout of
+  the guide, the tables would become constants of the program. A rollout of
   `Requests(..., extra=guide.init(Q))` runs as:
 
     @jax.jit
@@ -65,22 +65,22 @@ class Guide:
   Any token can be the stop token, even one that has bytes.
 
   The mask of a state depends on the number of remaining tokens. So each state
-  has consecutive entries in `rows`. The first entry is for `distance` remaining
-  tokens, and each following entry for one more. The last entry is also for all
+  has consecutive entries in `rows`, one for each number of remaining tokens.
+  The first entry is for `distance` tokens. The last entry also applies to all
   larger numbers.
 
   Attributes:
     start: the start state of each grammar.  # int32[N]
     home: for each state, the start state of its grammar.  # int32[S]
     next: the state after a state and a byte.  # int32[S, 256]
-    distance: the fewest tokens that complete a text from each state, the stop
-      token included; 2**30 if no tokens can.  # int32[S]
+    distance: the fewest tokens that complete a text from each state, including
+      the stop token; 2**30 if no tokens can.  # int32[S]
     first: the index of each state's first entry in `rows`.  # int32[S]
     last: the index of each state's last entry in `rows`.  # int32[S]
     rows: each entry's row in `masks`.  # int32[X]
     masks: distinct bitmasks, see `bitmask`.  # uint32[U, ceil(V / 32)]
     tokens: the bytes of all tokens.
-    max_bytes: bytes of the longest text of all grammars; None if unbounded.
+    max_bytes: the length of the longest text in bytes; None if unbounded.
   """
 
   start: Array
@@ -105,15 +105,16 @@ class Guide:
 
     Args:
       num_sequences: Q.
-      grammars: int32[Q], each sequence's grammar; None if there is only one.
-      max_tokens: int32[] or int32[Q], the most tokens of a text, the stop token
-        included. All texts end within the limit, because a token is allowed
-        only if the remaining tokens can complete the text. None for no limit.
+      grammars: int32[Q], the index of each sequence's grammar; None if there is
+        only one grammar.
+      max_tokens: int32[] or int32[Q], the maximum number of tokens of a text
+        and its stop token. A token is allowed only if the remaining tokens can
+        complete the text. None for no limit. A grammar None has no limit.
 
     Raises:
       TypeError: `grammars` or `max_tokens` does not hold integers.
       ValueError: a shape is wrong, an index is out of range, `grammars` is None
-        for several grammars, or `max_tokens` is below the shortest text of a
+        for several grammars, or `max_tokens` is too small for any text of a
         grammar. Traced numbers are not checked.
     """
     shape = (num_sequences,)
@@ -136,12 +137,12 @@ class Guide:
     return GuideState(state=state, limit=jnp.copy(limit))
 
   def _grammars(self, grammars: Any, shape: tuple[int]) -> Any:
-    """Checks the argument `grammars` of `init`."""
+    """Checks the argument `grammars` of `init`, and returns int32[Q]."""
     num_grammars = self.start.shape[0]
     if grammars is None and num_grammars > 1:
       raise ValueError(
-        f"`grammars` must say which of the {num_grammars} grammars each "
-        "sequence has, got None."
+        f"`grammars` must be the index of one of {num_grammars} grammars for "
+        "each sequence, got None."
       )
     indices = np.zeros(shape, np.int32) if grammars is None else grammars
     indices = as_int32("grammars", indices)
@@ -160,13 +161,13 @@ class Guide:
   ) -> tuple[Array, GuideState]:
     """Sets the logits of tokens that the grammar does not allow to -inf.
 
-    Call it before each token is drawn. The first call of a turn begins a new
-    text, where a turn is the tokens drawn after one prompt. Later calls advance
+    Call it before each token is drawn. A turn is the tokens drawn after one
+    prompt. The first call of a turn begins a new text, and later calls advance
     the state by the last token.
 
-    A token that was drawn from other logits can lead out of the grammar. Then
-    only the stop token is allowed. If too few tokens remain to complete a text,
-    only tokens on the shortest way to the end of the text are allowed.
+    If a token was drawn against the mask, the text cannot match the grammar,
+    and only stop tokens are allowed. If too few tokens remain to complete the
+    text, only tokens on a shortest path to its end are allowed.
 
     Args:
       logits: floats [R, V].
@@ -192,11 +193,11 @@ class Guide:
         f"each of the guide's tokens, got {[*logits.shape]}; use `vocab_size` "
         "of token_bytes if a model has more columns than tokens."
       )
-    # At the first call of a turn `read` is not used, because the last token
-    # then belongs to the prompt.
+    # The first call of a turn does not use `read`, because its last token
+    # belongs to the prompt.
     read = advance_states(self.next, self.tokens, extra.state, rows.last_tokens)
-    # No byte leads to a state of another grammar. So the state determines the
-    # start state, and the index of the grammar is not stored.
+    # No byte leads to a state of another grammar. So any state determines its
+    # grammar, and `GuideState` does not store the index of the grammar.
     home = indexing.take(self.home, extra.state)
     state = jnp.where(rows.counts == 0, home, read)
     bits = self.allowed(state, extra.limit - rows.counts)
@@ -207,11 +208,10 @@ class Guide:
 
     Args:
       state: int32[R].
-      left: int32[R], the remaining tokens, the stop token included.
+      left: int32[R], the number of remaining tokens, including a stop token.
     """
-    # With fewer tokens than `distance`, the text cannot end in time. Then the
-    # mask for `distance` tokens allows the tokens on the shortest way to its
-    # end.
+    # With fewer than `distance` tokens left, the text cannot be completed. The
+    # mask for `distance` then allows the tokens on a shortest path to its end.
     extra_tokens = jnp.maximum(left - indexing.take(self.distance, state), 0)
     entry = indexing.take(self.first, state)
     num_entries = indexing.take(self.last, state) - entry
@@ -227,21 +227,22 @@ def guide(
 ) -> Guide:
   r"""Compiles grammars to a guide, on the host.
 
-  A state takes about 1 KiB, and each distinct mask V / 8 bytes.
+  Each state takes about 1 KiB, and each distinct mask V / 8 bytes.
 
   Args:
-    grammars: a regular expression, see `regex`, or another grammar, such as
-      `json_schema`; or a list, from which `init` assigns one to each sequence.
-      None in a list allows every token.
-    tokens: the bytes of V tokens. The guide has a copy, so that a state with a
-      guide can be donated.
+    grammars: a regular expression (see `regex`), a `Grammar` such as from
+      `json_schema`, or None to allow every token; or a list of these, from
+      which `init` assigns one to each sequence.
+    tokens: the bytes of V tokens. The guide has a copy, so that `tokens`
+      survives a donation of the guide.
     stop_token: the token that ends a text, or several such tokens. A stop token
-      is allowed where the grammar lets a text end.
+      is allowed where a text of the grammar can end.
 
   Raises:
-    TypeError: a grammar has a wrong type.
-    ValueError: a grammar is malformed, matches nothing, or has no text that the
-      tokens can spell, or a stop token is out of range.
+    TypeError: a grammar has a wrong type, or a stop token is not an integer.
+    ValueError: a stop token is out of range, `grammars` or `stop_token` is an
+      empty list, or a grammar is malformed, too large, or matches no text that
+      the tokens can spell.
 
   Examples:
     >>> from jaxkv.rollout import token_bytes
@@ -249,7 +250,7 @@ def guide(
     >>> yes_or_no = guide("yes|no", tokens, stop_token=4)
     >>> state = yes_or_no.init(1).state
     >>> bits = yes_or_no.allowed(state, jnp.asarray([10]))
-    >>> [f"{row:05b}" for row in bits[:, 0].tolist()]  # "no" and "y"
+    >>> [f"{row:05b}" for row in bits[:, 0].tolist()]  # Tokens 2 and 0.
     ['00101']
   """
   texts = tokens.texts()
@@ -297,7 +298,7 @@ def _tables(
 
 
 def _unrestricted(vocab_size: int) -> _GrammarTables:
-  """Returns tables that allow every token, even those without bytes."""
+  """Returns tables that allow every token, even tokens without bytes."""
   masks = np.zeros((1, num_words(vocab_size) * BITS), np.uint8)
   masks[:, :vocab_size] = 1
   words = np.packbits(masks, axis=1, bitorder="little").view("<u4")
@@ -313,7 +314,7 @@ def _concatenate(parts: Sequence[_GrammarTables]) -> dict[str, Array]:
   sizes = np.array([len(part.next) for part in parts])
   first_states = np.cumsum(sizes) - sizes
   first_entries = np.cumsum([0, *(len(part.masks.rows) for part in parts)])
-  # Equal masks of several grammars, such as the dead state's, are stored once.
+  # Equal masks are stored once, such as those of the dead states.
   masks = np.concatenate([part.masks.masks for part in parts])
   numbering = Numbering()
   row_of_masks = np.array([numbering.of(mask) for mask in masks])

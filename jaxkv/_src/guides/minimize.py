@@ -1,16 +1,16 @@
 """Minimizes a DFA by partition refinement (Moore's algorithm).
 
-A partition divides the states into blocks. An iteration splits each block whose
-states lead to different blocks (Moore, "Gedanken-experiments on sequential
-machines", 1956). The first partition already separates states by the lengths of
-the shortest and longest string that they accept. Without these lengths, a
-repeat such as `a{1000}` would take 1,000 iterations.
+A partition divides the states into blocks. Each iteration splits the blocks
+whose states lead to different blocks (Moore, "Gedanken-experiments on
+sequential machines", 1956). The initial partition already separates states by
+the lengths of the shortest and the longest string that they accept. Otherwise,
+a repeat such as `a{1000}` would take 1,000 iterations.
 """
 
 import numpy as np
 
 DEAD = 0
-"""The state from which no string is accepted."""
+"""The state from which no accepting state can be reached."""
 
 
 def minimize(
@@ -46,10 +46,10 @@ def minimize(
 
 def _refine(table: np.ndarray, origin: np.ndarray) -> np.ndarray:
   """Splits blocks until all states of a block lead to the same blocks."""
-  # Each block gets a random label. The hash of a state is the weighted sum of
-  # its own label and the labels of its next states. Hashes are compared first,
-  # because this is fast, but they can collide. So the last iterations compare
-  # the blocks themselves.
+  # Each block gets a random label. The hash of a state is a weighted sum of the
+  # labels of the state and of its next states. Iterations compare hashes, which
+  # is fast, until the blocks are stable. Hashes can collide, so the last
+  # iterations compare the blocks themselves.
   random = np.random.default_rng(0)
   # Weights are odd, because a product with an even number would lose bits.
   weights = random.integers(0, 2**63, table.shape[1] + 1, np.uint64) * 2 + 1
@@ -69,7 +69,7 @@ def _refine(table: np.ndarray, origin: np.ndarray) -> np.ndarray:
 
 
 def _blocks(rows: np.ndarray) -> np.ndarray:
-  """Numbers rows so that equal rows get equal numbers, int[S]."""
+  """Numbers the S rows of a matrix; equal rows get equal numbers, int[S]."""
   return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
 
 
@@ -127,8 +127,8 @@ def longest_accepted(table: np.ndarray, ends: np.ndarray) -> np.ndarray:
   first = np.searchsorted(end[order], np.arange(len(table) + 1))
   open_edges = np.bincount(begin, minlength=len(table))
   lengths = np.where(ends, 0, -1)
-  # A state enters the queue after all its next states. A state on a cycle, or
-  # with a path to a cycle, never enters it, so its strings are unbounded.
+  # A state enters the queue after all its live next states. A state with a path
+  # to a cycle never enters the queue, and its strings are unbounded.
   leaves = np.flatnonzero(open_edges == 0)
   queue = [state for state in leaves if state != DEAD]
   is_finite = np.zeros(len(table), bool)

@@ -13,11 +13,11 @@ from jaxkv._src.guides.grammars import Grammar
 from jaxkv._src.guides.grammars import Repeat
 
 MOST_STATES = 1_000_000
-"""The most states of an NFA."""
+"""The maximum number of states of an NFA."""
 
 
 class Nfa:
-  """A nondeterministic finite automaton, to which `add` adds grammars.
+  """A nondeterministic finite automaton (NFA), to which `add` adds grammars.
 
   Attributes:
     byte_edges: for each state, its edges that read a byte, as pairs of a set of
@@ -30,14 +30,14 @@ class Nfa:
     self.epsilon_edges: list[list[int]] = []
 
   def new_state(self) -> int:
-    """Adds a state without edges."""
+    """Adds a state without edges, and returns its number."""
     check_size(len(self.epsilon_edges), MOST_STATES, "parts")
     self.byte_edges.append([])
     self.epsilon_edges.append([])
     return len(self.epsilon_edges) - 1
 
   def add(self, grammar: Grammar, start: int) -> int:
-    """Adds a grammar that begins in a state, and returns its final state."""
+    """Adds a grammar that begins in `start`, and returns its final state."""
     if isinstance(grammar, ByteSet):
       end = self.new_state()
       if grammar.mask:
@@ -48,8 +48,8 @@ class Nfa:
         start = self.add(part, start)
       return start
     if isinstance(grammar, Choice):
-      # Each part gets a start state of its own. Otherwise a loop at the start
-      # of one part could lead into the other parts.
+      # Each part gets a separate start state. Otherwise a loop at the start of
+      # one part could lead into the other parts.
       end = self.new_state()
       for part in grammar.parts:
         part_end = self.add(part, self._successor(start))
@@ -60,7 +60,7 @@ class Nfa:
     raise TypeError(f"`grammar` must be a Grammar, got {grammar!r}.")
 
   def _successor(self, start: int) -> int:
-    """Adds a state that an epsilon edge from `start` reaches."""
+    """Adds a state with an epsilon edge from `start`, and returns it."""
     state = self.new_state()
     self.epsilon_edges[start].append(state)
     return state
@@ -70,14 +70,14 @@ class Nfa:
     if grammar.least == 0:
       self.epsilon_edges[start].append(end)
     begin = state = start
-    # An unbounded repeat has at least one copy of the item, because a loop goes
-    # back to the beginning of the last copy.
+    # An unbounded repeat has at least one copy of the item, because its loop
+    # leads back to the start of the last copy.
     copies = grammar.most
     if copies is None:
       copies = max(grammar.least, 1)
     for copy in range(copies):
-      # The item gets a state `begin` of its own, because a loop back to `state`
-      # could take other edges of `state`.
+      # The copy gets a separate start state `begin`, because after a loop back
+      # to `state`, other edges of `state` could follow.
       begin = self._successor(state)
       state = self.add(grammar.item, begin)
       if copy + 1 >= grammar.least:
@@ -89,8 +89,8 @@ class Nfa:
   def closure(self, final: int) -> Callable[[int], frozenset[int]]:
     """Returns a cached function from a state to its epsilon closure.
 
-    The closure keeps only `final` and states with byte edges, because no other
-    state affects which bytes are accepted next.
+    The closure has only `final` and states with byte edges, because other
+    states affect neither the next bytes nor acceptance.
     """
 
     @functools.cache
@@ -107,9 +107,9 @@ class Nfa:
 
 
 def check_size(size: int, limit: int, unit: str) -> None:
-  """Raises ValueError if a grammar needs an automaton beyond a limit."""
+  """Raises ValueError if the automaton of a grammar exceeds a limit."""
   if size > limit:
     raise ValueError(
-      f"`grammar` must need at most {limit} {unit}, got more; repeat less in "
-      "it, or make it less ambiguous."
+      f"`grammar` must compile to at most {limit} {unit}, got more; lower its "
+      "counts of repeats, or make it less ambiguous."
     )

@@ -4,11 +4,12 @@ r"""Parses regular expressions to grammars.
 |--------------------|------------------------------------------------------|
 | `abc`, `é`         | these characters                                     |
 | `.`                | any character but a newline                          |
-| `[a-z_]`, `[^"\n]` | one character in a set, or one not in it             |
+| `[a-z_]`, `[^"\n]` | one character in a set, or outside of a set          |
 | `\d` `\w` `\s`     | ASCII digits, word characters, white space;          |
 |                    | `\D` `\W` `\S` match all other characters            |
-| `\n` `\t` `\r`     | a control character, also `\f` `\v` `\a`; `\xHH`, in |
-|                    | a `str` also `\uHHHH` and `\UHHHHHHHH`               |
+| `\n` `\t` `\r`     | a control character, also `\f` `\v` `\a`             |
+| `\xHH`             | the character with this code; in a `str`, also       |
+|                    | `\uHHHH` and `\UHHHHHHHH`                            |
 | `\.` `\"` `\\`     | a literal punctuation character                      |
 | `(ab)`, `(?:ab)`   | a group                                              |
 | `a|b`              | alternatives                                         |
@@ -43,18 +44,17 @@ _MAX_REPEATS = 100_000
 
 
 def regex(pattern: str | bytes) -> Grammar:
-  r"""Parses a regular expression that must match the whole text.
+  r"""Parses a regular expression to the grammar of the texts that it matches.
 
-  A `str` pattern matches characters, which the grammar encodes as UTF-8. A
-  `bytes` pattern matches bytes. The module's docstring lists the syntax.
-
-  Args:
-    pattern: the expression.
+  The pattern must match the whole text. A `str` pattern matches characters,
+  which the grammar encodes as UTF-8. A `bytes` pattern matches bytes. The
+  docstring of this module lists the syntax.
 
   Raises:
     TypeError: `pattern` is neither `str` nor `bytes`.
-    ValueError: `pattern` is malformed, or uses unsupported syntax: look-around,
-      references, names, flags, lazy or possessive quantifiers, anchors.
+    ValueError: `pattern` is malformed, has a repeat above 100,000, or uses
+      unsupported syntax: look-around, references, names, flags, lazy or
+      possessive quantifiers, anchors.
 
   Examples:
     >>> from jaxkv._src.guides.dfa import compile_grammar
@@ -75,7 +75,7 @@ def regex(pattern: str | bytes) -> Grammar:
 
 
 class _Parser:
-  """A recursive descent parser, which reads bytes as characters 0 .. 255."""
+  """A recursive descent parser. It reads bytes as characters 0 .. 255."""
 
   def __init__(self, pattern: str | bytes):
     self._is_bytes = isinstance(pattern, bytes)
@@ -201,15 +201,15 @@ class _Parser:
     return minimum, maximum
 
   def _set(self) -> Ranges:
-    """Parses the rest of `[...]` after the opening bracket."""
+    """Parses `[...]` after its opening bracket."""
     negated = self._take_if("^")
     ranges: list[tuple[int, int]] = []
-    # As in Python's `re`, a `]` in the first place is a member of the set.
+    # As in Python's `re`, a `]` as the first character is a member of the set.
     first = True
     while first or self.peek() != "]":
       first = False
       low = self._member()
-      # A `-` in front of the closing bracket is a member, not a range.
+      # A `-` before the closing bracket is a member, not a range.
       follows = self._text[self._position + 1 : self._position + 2]
       if self.peek() != "-" or follows in ("]", ""):
         ranges += low
@@ -238,7 +238,7 @@ class _Parser:
     return _single(ord(start))
 
   def _escape(self) -> Ranges:
-    """Parses the rest of an escape after its backslash."""
+    """Parses an escape after its backslash."""
     start = self._take()
     if start.lower() in _SETS:
       ranges = _SETS[start.lower()]
@@ -248,13 +248,13 @@ class _Parser:
     if start in _CODES and (start == "x" or not self._is_bytes):
       return _single(self._code(_CODES[start]))
     # Other letters and digits are refused, because a reference or an anchor
-    # must not turn into a literal.
+    # must not be read as a literal.
     if not start or (start.isascii() and start.isalnum()):
       # The message points at the backslash.
       self._position -= 2
       self.fail(
         "have only supported escapes",
-        "leave out references and anchors, and the backslash of other letters",
+        "remove references and anchors, and write letters without a backslash",
       )
     return _single(ord(start))
 
@@ -262,7 +262,8 @@ class _Parser:
     """Parses the hexadecimal digits of an escape."""
     text = self._text[self._position : self._position + digits]
     try:
-      number = int(text, 16) if text.isalnum() else LAST + 1
+      is_plain = text.isascii() and text.isalnum()
+      number = int(text, 16) if is_plain else LAST + 1
     except ValueError:
       number = LAST + 1
     if len(text) < digits or number > LAST or 0xD800 <= number < 0xE000:

@@ -8,12 +8,11 @@
 |                                                  | not recursively           |
 | `properties`, `required`, `additionalProperties` | yes                       |
 | `items`, `minItems`, `maxItems`                  | yes                       |
-| `minLength`, `maxLength`, `pattern`              | lengths or a pattern      |
+| `minLength`, `maxLength`, `pattern`              | lengths, or a pattern     |
 | `format`                                         | date, date-time, uuid     |
 | `title`, `description`, `default` and the like   | ignored                   |
 
-Any other keyword is refused, because the grammar would not enforce it and a
-generated text could violate it.
+Other keywords raise ValueError, because generated texts could violate them.
 """
 
 import json
@@ -59,15 +58,13 @@ _ESCAPED = (1 << 32) - 1 | 1 << ord('"') | 1 << ord("\\")
 
 
 def json_schema(schema: Schema | str, *, whitespace: str = "[ ]?") -> Grammar:
-  r"""Returns the JSON texts that a JSON schema describes, as a grammar.
+  r"""Returns a grammar of JSON texts that are valid under a JSON schema.
 
-  Every text of the grammar is valid under the schema, but not every valid text
-  is in the grammar. Properties come in the order of the schema. If a schema
-  lists `properties`, its objects have no others, even if
-  `additionalProperties` allows others.
-  Strings have no `\uXXXX` escapes. If a schema does not describe the contents
-  of an object or array, these nest a few levels at most. The module's table
-  lists the keywords.
+  The grammar does not have all valid texts. Properties appear in the order of
+  the schema. If a schema lists `properties`, objects have no other properties,
+  even if `additionalProperties` allows them. Strings have no `\uXXXX` escapes.
+  If a schema does not describe the contents of an object or array, the contents
+  nest only a few levels. The docstring of this module lists the keywords.
 
   Needs the extra `schema` (`outlines_core`).
 
@@ -79,8 +76,8 @@ def json_schema(schema: Schema | str, *, whitespace: str = "[ ]?") -> Grammar:
 
   Raises:
     ImportError: `outlines_core` is not installed.
-    ValueError: a keyword is not supported or contradicts another one. The
-      message names the path of the keyword.
+    ValueError: the schema is not valid JSON, or has a keyword that is not
+      supported or contradicts another one. The message has its path.
 
   Examples:
     >>> from jaxkv._src.guides.dfa import compile_grammar
@@ -104,11 +101,11 @@ def json_schema(schema: Schema | str, *, whitespace: str = "[ ]?") -> Grammar:
 
 
 class _Reducer:
-  """Checks a schema and reduces it to keywords that outlines_core expresses.
+  """Checks a schema and reduces it to keywords that outlines_core supports.
 
   outlines_core ignores unknown keywords. It also ignores one of two keywords
   that it cannot combine, such as `pattern` and `maxLength`. So this class
-  builds a new schema, which has only checked keywords.
+  builds a new schema of checked keywords only.
   """
 
   def __init__(self, root: Schema):
@@ -129,8 +126,8 @@ class _Reducer:
     keywords = set(schema) - _ANNOTATIONS
     for form in ("$ref", "anyOf", "enum", "const"):
       if form in keywords:
-        # `type` is redundant beside `enum` and `const`, whose values have
-        # types, as long as it allows them.
+        # Beside `enum` or `const`, `type` is only checked against the values,
+        # whose types are known.
         allowed = {form, "type"} if form in ("enum", "const") else {form}
         _check_keywords(keywords - allowed, path, f"beside `{form}`")
         if "type" in keywords and len(allowed) > 1:
@@ -147,9 +144,9 @@ class _Reducer:
     allowed = set().union(*(_KEYWORDS_OF_TYPE[name] for name in types))
     place = f"for {' or '.join(types) or 'a value without a type'}"
     _check_keywords(keywords - allowed - {"type"}, path, place)
-    # Without a type, all types are written out. For `{}` outlines_core returns
-    # an alternation without parentheses. Inside a larger expression, its `|`
-    # would split the whole expression.
+    # A schema without a type is expanded to all types. For `{}`, outlines_core
+    # would return alternatives without parentheses, whose `|` would split a
+    # larger expression.
     names = types or ("object", "array", "string", "number", "boolean", "null")
     parts = [self._reduce_type(name, schema, path, refs) for name in names]
     return {"anyOf": parts} if len(parts) > 1 else parts[0]
@@ -229,7 +226,7 @@ def _reduce_string(reduced: dict[str, Any], path: str) -> None:
     _refuse(f"{path}.format", rule, reduced["format"], "use `pattern`")
   if "pattern" in reduced:
     # JSON Schema lets a pattern match anywhere in a string. The grammar has
-    # only strings that match as a whole, so outer anchors are redundant.
+    # only strings that it matches as a whole, so outer anchors are redundant.
     pattern = reduced["pattern"].removeprefix("^")
     if pattern.endswith("$") and not pattern.endswith("\\$"):
       pattern = pattern[:-1]
@@ -247,7 +244,7 @@ def _reduce_string(reduced: dict[str, Any], path: str) -> None:
 
 
 def _has_escaped(grammar: Grammar) -> bool:
-  """Returns True if a text of a grammar may have a byte of `_ESCAPED`."""
+  """Returns True if a text of a grammar can have a byte of `_ESCAPED`."""
   match grammar:
     case ByteSet(mask):
       return bool(mask & _ESCAPED)
@@ -259,7 +256,7 @@ def _has_escaped(grammar: Grammar) -> bool:
 
 
 def _check_types(values: list[Any], types: Any, path: str) -> None:
-  """Raises unless all values have one of the types of a schema."""
+  """Raises ValueError unless each value has one of the types."""
   types = [types] if isinstance(types, str) else list(types)
   for value in values:
     names = {_TYPE_NAMES.get(type(value), "")}
@@ -272,7 +269,7 @@ def _check_types(values: list[Any], types: Any, path: str) -> None:
 
 
 def _check_keywords(keywords: set[str], path: str, place: str) -> None:
-  """Raises if there are keywords that the grammar cannot enforce."""
+  """Raises ValueError if a set of unsupported keywords is not empty."""
   if keywords:
     raise ValueError(
       f"`schema` at {path} must not have `{min(keywords)}` {place}, because a "

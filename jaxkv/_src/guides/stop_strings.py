@@ -1,8 +1,8 @@
 """Stop strings, which end a sequence when its text contains one of them.
 
-An Aho-Corasick automaton searches all strings of a sequence at once ("Efficient
-string matching: an aid to bibliographic search", 1975). It reads the bytes of
-generated tokens, so a string can begin in one token and end in a later one.
+An Aho-Corasick automaton searches for all stop strings of a sequence at once
+("Efficient string matching: an aid to bibliographic search", 1975). It reads
+the bytes of tokens, so a string can begin in one token and end in a later one.
 """
 
 import collections
@@ -25,7 +25,7 @@ from jaxkv._src.guides.token_bytes import fold_bytes
 from jaxkv._src.guides.token_bytes import read_byte
 
 Strings = Sequence[str | bytes]
-"""The stop strings of one sequence, or of all. A `str` is encoded as UTF-8."""
+"""A list of stop strings. A `str` is encoded as UTF-8."""
 
 
 @jax.tree_util.register_dataclass
@@ -41,8 +41,8 @@ class StopStrings:
     start: the first state of each sequence, or a scalar if all sequences have
       the same strings.  # int32[Q] or int32[]
     next: the state after a state and a byte.  # int32[S, 256]
-    ends: the stop string that ends in each state, as an index into its list; -1
-      for no string.  # int32[S]
+    ends: the index, in its list, of the stop string that ends in each state; -1
+      for none.  # int32[S]
     tokens: the bytes of all tokens.
   """
 
@@ -67,12 +67,12 @@ class StopStrings:
     """Returns stop strings that assign the existing lists to new sequences.
 
     Args:
-      lists: int32[Q], for each new sequence, the index of its list.
+      lists: int32[Q], the index of an existing list for each new sequence.
 
     Raises:
       TypeError: `lists` does not hold integers.
-      ValueError: `lists` has another rank, or a number out of range, unless it
-        is traced; or all sequences share one list.
+      ValueError: `lists` does not have one axis, or has an index out of range,
+        which is not checked if traced; or all sequences share one list.
     """
     lists = as_int32("lists", lists)
     check_shape("lists", lists, ("Q",))
@@ -96,10 +96,10 @@ class StopStrings:
       numbers: int32[R], the token that each sequence reads.
 
     Returns:
-      The states after the token, int32[R], and the stop string that the token
-      completes, int32[R], as an index into its list; -1 for none. If a token
-      completes several strings, the first one to end counts. If several strings
-      end at the same byte, the one with the lowest index counts.
+      The states after the token, int32[R], and the index, in its list, of the
+      stop string that the token completes, int32[R]; -1 for none. If a token
+      completes several strings, the index is that of the first one to end. If
+      several end at the same byte, it is the lowest index.
     """
     dfa, states, numbers = sharding.match_varying_axes((self, states, numbers))
 
@@ -108,7 +108,7 @@ class StopStrings:
     ) -> tuple[Array, Array]:
       states, completed = carry
       states = read_byte(dfa.next, states, byte, reads)
-      # The first completed string wins, so it is not overwritten by later ones.
+      # A string that ends later in the token does not replace the first one.
       ended = indexing.take(dfa.ends, states, fill=-1)
       return states, jnp.where(reads & (completed < 0), ended, completed)
 
@@ -122,13 +122,13 @@ def stop_strings(
   """Builds the automaton of stop strings, on the host.
 
   The automaton has at most one state for each byte of the distinct lists, and
-  one more for each list. A state takes 1 KiB.
+  one more for each such list. A state takes 1 KiB.
 
   Args:
-    strings: a list for all sequences, or a list for each of Q sequences, where
-      None and an empty list mean no stop strings.
-    tokens: the bytes of all tokens. The result has a copy, so that a state with
-      stop strings can be donated.
+    strings: a list of strings for all sequences; or a list of Q such lists, one
+      for each sequence, where None or an empty list means no stop strings.
+    tokens: the bytes of all tokens. The result has a copy, so that `tokens`
+      survives a donation of the result.
 
   Raises:
     TypeError: `strings` is a single string, or has entries of a wrong type.
@@ -147,7 +147,7 @@ def stop_strings(
   tables: list[np.ndarray] = []
   ends: list[np.ndarray] = []
   size = 0
-  # Equal lists share an automaton. One table holds all automata in sequence.
+  # Equal lists share an automaton. The tables of all automata are concatenated.
   for row in lists:
     if row in starts:
       continue
@@ -182,8 +182,8 @@ def _build_automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
       ends[state] = index
   table = np.zeros((len(children), 256), np.int32)
   # `fallback` is the failure function: the state of the longest proper suffix
-  # of the bytes read. In breadth-first order it is ready before it is used,
-  # because a suffix is shorter than the bytes read.
+  # of the bytes read that is a prefix of a string. The suffix is shorter, so in
+  # breadth-first order its state is complete before it is used.
   fallback = [0] * len(children)
   queue = collections.deque([0])
   while queue:

@@ -17,7 +17,7 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 
 UNROLL = 4
-"""The bytes that one iteration reads, so that few iterations are needed."""
+"""The number of bytes that each iteration of `fold_bytes` reads."""
 
 Carry = TypeVar("Carry")
 
@@ -29,7 +29,7 @@ class TokenBytes:
 
   Attributes:
     data: the bytes of all tokens.  # uint8[X]
-    starts: the index of each token's first byte, then X.  # int32[V + 1]
+    starts: the start of each token, then the end of the last.  # int32[V + 1]
   """
 
   data: Array
@@ -47,7 +47,7 @@ class TokenBytes:
     return [data[i:j] for i, j in itertools.pairwise(starts)]
 
   def copy(self) -> "TokenBytes":
-    """Returns a copy in new buffers, for a state that will be donated."""
+    """Returns a copy in new buffers, for a pytree that will be donated."""
     return jax.tree.map(jnp.copy, self)
 
 
@@ -59,13 +59,13 @@ def token_bytes(
   Args:
     tokens: the bytes of each token, in the order of token ids. Special tokens
       have empty bytes, because they represent no text.
-    vocab_size: V, if the model's logits have more columns than `tokens` has
-      entries. The additional tokens have no bytes.
+    vocab_size: V, the number of columns of the model's logits; None for the
+      number of entries of `tokens`. Additional tokens have no bytes.
 
   Raises:
     TypeError: a token is not `bytes`.
-    ValueError: `tokens` is empty, or has more than V entries or 2**31 - 1
-      bytes.
+    ValueError: `tokens` is empty, has more than V entries, or has more than
+      2**31 - 1 bytes.
 
   Examples:
     >>> tokens = token_bytes([b"a", b"", b"bc"], vocab_size=4)
@@ -83,8 +83,8 @@ def token_bytes(
   size = len(pieces) if vocab_size is None else vocab_size
   if not 0 < len(pieces) <= size:
     raise ValueError(
-      f"`tokens` must be 1 .. {size} tokens, got {len(pieces)}; raise "
-      "`vocab_size` for more."
+      f"`tokens` must have at least one entry, and at most {size} for this "
+      f"`vocab_size`, got {len(pieces)}."
     )
   # Lengths are int64, so that the check below sees a sum beyond int32.
   lengths = np.zeros(size + 1, np.int64)
@@ -115,7 +115,7 @@ def fold_bytes(
     numbers: int32[R], the token of each row; a token out of range has no bytes.
     body: maps the carry, the next byte of each row (int32[R]) and a mask of the
       rows that have a next byte (bool[R]) to the next carry.
-    carry: any pytree of arrays.
+    carry: the initial carry, any pytree of arrays.
   """
   start = indexing.take(tokens.starts, numbers)
   has_bytes = (numbers >= 0) & (numbers < tokens.vocab_size)
@@ -174,6 +174,6 @@ def advance_states(
 
 
 def read_byte(next: Array, states: Array, byte: Array, reads: Array) -> Array:
-  """Advances states by a byte, in rows where `reads` is True."""
+  """Advances states by a byte in the rows where `reads` is True."""
   inside = (states >= 0) & (states < next.shape[0])
   return jnp.where(reads & inside, indexing.take(next, states, byte), states)

@@ -1,8 +1,8 @@
-"""Computes the token masks of a DFA, the tokens allowed in each state.
+"""Computes the token masks of a DFA: the tokens allowed in each state.
 
 The effect of a token is an array that maps each state to the state after the
-token. A vocabulary of 50,000 tokens has at most a few thousand different
-effects. So masks are computed over effects, and expanded to tokens at the end.
+token. Typically, 50,000 tokens have at most a few thousand distinct effects. So
+masks are computed over effects, and expanded to tokens at the end.
 """
 
 import dataclasses
@@ -25,11 +25,10 @@ class TokenMasks:
   """The allowed tokens of each state, by the number of remaining tokens.
 
   A state has one entry in `rows` for each number of remaining tokens, from its
-  `distance` up to the number beyond which the mask does not change.
+  `distance` up to the number above which the mask does not change.
 
   Attributes:
-    distance: the fewest tokens that complete a text from each state, the stop
-      token included; UNREACHABLE if no tokens can.  # int32[S]
+    distance: see `Guide.distance`.  # int32[S]
     first: see `Guide.first`.  # int32[S]
     last: see `Guide.last`.  # int32[S]
     rows: each entry's row in `masks`.  # int32[X]
@@ -48,10 +47,10 @@ def token_masks(
 ) -> TokenMasks:
   """Computes the token masks of a DFA over V tokens.
 
-  A token is allowed if the text can be completed within the tokens that remain
-  after it. Stop tokens, whose bytes are ignored, are allowed in accepting
-  states. In a state from which no text can be completed, only stop tokens are
-  allowed. Other tokens without bytes are never allowed.
+  A token is allowed if the tokens that remain after it can complete the text.
+  Stop tokens are allowed in accepting states, and their bytes are ignored. In a
+  state from which no text can be completed, only stop tokens are allowed. Other
+  tokens without bytes are never allowed.
   """
   texts = [b"" if i in stop_tokens else text for i, text in enumerate(tokens)]
   effect, effects = _group_by_effect(dfa.next, texts)
@@ -73,9 +72,9 @@ def _group_by_effect(
   """Groups tokens by their effect on the states.
 
   Returns:
-    The effect of each token, int[V], and the next states of each of E effects,
-    int32[E, S]. The effect is -1 for a token that has no bytes or leads every
-    state to the dead state.
+    The number of each token's effect, int[V], and the E effects, int32[E, S].
+    The number is -1 for a token that has no bytes or leads every state to the
+    dead state.
   """
   states = np.arange(len(next), dtype=np.int32)
   numbering = Numbering()
@@ -87,8 +86,8 @@ def _group_by_effect(
   effect = np.where(lengths > 0, 0, -1)
   unread = np.flatnonzero(lengths > 0)
   index = 0
-  # An iteration reads one byte of each token. Tokens with the same effect so
-  # far and the same next byte share one table look-up.
+  # Each iteration reads the next byte of every token. Tokens with the same
+  # effect so far and the same next byte share one table look-up.
   while len(unread):
     keys = effect[unread] * 256 + data[starts[unread] + index]
     pairs, pair_of_token = np.unique(keys, return_inverse=True)
@@ -126,8 +125,8 @@ class Numbering:
 
 def _distances(effects: np.ndarray, accepts: np.ndarray) -> np.ndarray:
   """Returns the fewest tokens that complete a text from each state, int[S]."""
-  # The breadth-first search begins at the accepting states, at distance 1,
-  # because a text needs the stop token there.
+  # A breadth-first search backwards from the accepting states. These have the
+  # distance 1, because only the stop token is missing.
   distance = np.where(accepts, 1, UNREACHABLE)
   if not len(effects):
     return distance
@@ -144,12 +143,12 @@ def _distances(effects: np.ndarray, accepts: np.ndarray) -> np.ndarray:
 def _mask_table(
   needed: np.ndarray, effect: np.ndarray, distance: np.ndarray
 ) -> TokenMasks:
-  """Builds the masks of all states and numbers of remaining tokens.
+  """Builds the masks of each state, one for each number of remaining tokens.
 
   Args:
     needed: int[S, E], for each state and effect, the fewest tokens that
-      complete a text and begin with a token of this effect.
-    effect: int[V], each token's effect; -1 for tokens never allowed.
+      complete a text if the first of them has this effect.
+    effect: int[V], each token's column of `needed`; -1 if never allowed.
     distance: int[S], see `TokenMasks`.
   """
   numbering, effect_sets = Numbering(), []

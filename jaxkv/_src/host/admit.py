@@ -1,4 +1,4 @@
-"""Gives a request without pages a slot, its hit and its first pages."""
+"""Admits requests that hold no page yet."""
 
 from typing import Any
 
@@ -19,23 +19,27 @@ def admit(
   num_found: int,
   demand: Demand,
 ) -> CachePages | None:
-  """Gives a request a vacant slot and its first pages, if all are free.
+  """Gives a request a slot, the pages of its hit, and new pages.
 
   The pages of `hit` hold the first `num_found` tokens of the request.
 
+  Returns:
+    The new pages; None, with no page or slot taken, if the request has to wait.
+
   Raises:
-    ValueError: the pages of the hit do not hold the request's tokens.
+    ValueError: the pages of the hit do not hold the request's tokens, or a
+      token is not a 32-bit integer.
     RuntimeError: `max_requests` requests already hold pages.
   """
   config = state.config
   if not state.vacant:
-    # If there are as many slots as pages, the pool limits the requests.
+    # With a slot for each usable page, no page is free either.
     if config.num_slots < state.limits.max_requests:
       return None
     raise RuntimeError(
-      f"`max_requests` must be more than {config.num_slots} for this request "
-      "to hold pages too; free one first, or make the CacheManager with a "
-      "larger number."
+      f"`max_requests` must be more than {config.num_slots} to admit another "
+      "request; free a request first, or make the CacheManager with a larger "
+      "number."
     )
   hashed = None
   if config.prefix_caching:
@@ -51,8 +55,7 @@ def admit(
       "`new_computed_pages` must hold the tokens that "
       f"{fields.request_id!r} begins with, got {hit}; look it up again."
     )
-  # Nothing of the state has changed yet. If the pages do not fit, the new
-  # object is dropped.
+  # The state does not refer to this object until the pages are allocated.
   held = HeldSequence(
     fields.request_id,
     state.vacant[-1],
@@ -65,7 +68,6 @@ def admit(
   pages = allocate(state, held, demand, hit.pages, hashed)
   if pages is None:
     return None
-  # The slot is taken last, because a refused request must not use one up.
   state.undo_log.replace(state, vacant=state.vacant[:-1])
   state.undo_log.save_key(state.held, fields.request_id)
   state.held[fields.request_id] = held

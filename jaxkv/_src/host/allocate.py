@@ -1,7 +1,7 @@
-"""Allocates pages for the tokens of a request: all of them, or none.
+"""Allocates all pages that the tokens of a request need, or none.
 
-The order of the steps is that of vLLM: free the pages behind windows, count the
-pages that are needed, attach the hit, pop the others, publish full pages.
+The steps are in vLLM's order: free the pages behind windows, count the pages
+that are needed, attach the pages of the hit, pop new pages, publish full pages.
 """
 
 from collections.abc import Sequence
@@ -16,19 +16,19 @@ from jaxkv._src.host.state import HostState
 from jaxkv._src.host.types import CachePages
 
 Hits = Sequence[list[int]]
-"""The pages with which a new request begins, by group."""
+"""The pages of a hit, by group, from column 0 on; 0 for a null page."""
 
 
 class _Growth(NamedTuple):
-  """The columns of a group after an allocation, in ascending order."""
+  """The growth of a group's table; `first` to `stop` are ascending columns."""
 
   group: LayerGroup
-  first: int  # one past the leading null pages of a new request
-  hit: int  # one past the pages that are attached or held already
-  external: int  # one past the pages for tokens from elsewhere
+  first: int  # one past the leading null pages of a new request; else 0
+  hit: int  # one past the pages of the hit, or past those held already
+  external: int  # one past the new pages for external tokens
   fresh: int  # the first column of the other new pages
   stop: int  # one past the last column
-  moved: int  # scratch pages that move to the columns before `fresh`
+  moved: int  # scratch pages that move to the columns right before `fresh`
 
   @property
   def num_fresh(self) -> int:
@@ -46,17 +46,16 @@ def allocate(
   hits: Hits | None = None,
   hashed: HashedTokens | None = None,
 ) -> CachePages | None:
-  """Allocates for a request; None if too few pages are free.
+  """Returns the pages allocated for a request; None if it has to wait.
 
-  A new request has empty tables. It begins with the pages `hits`, and its
-  tokens up to `demand.publish` are hashed if there is prefix caching.
+  For a new request, `hits` are the pages of its hit, and `hashed` its hashed
+  tokens, or None without prefix caching. For a running request, both are None.
   """
   plan = _plan(state, held, demand, hits)
   if demand.whole and not _whole_fits(state, held, demand, plan, hits):
     return None
-  # Pages behind windows are freed even if the allocation then fails, as in
-  # vLLM. So the free pages are counted after this step. The lengths of tables,
-  # and so the plan, stay as they are.
+  # As in vLLM, pages behind windows are freed even if the allocation then
+  # fails. The plan stays valid, because the tables keep their lengths.
   if hits is None:
     drop_behind(state, held, demand.num_computed)
   if not _apply(state, held, demand, plan, hits):
@@ -70,7 +69,7 @@ def allocate(
 
 
 def grow(state: HostState, held: HeldSequence, demand: Demand) -> Plan | None:
-  """Pops the pages of a running request; None if too few are free."""
+  """Pops new pages of a running request; returns None if too few are free."""
   plan = _plan(state, held, demand, None)
   return plan if _apply(state, held, demand, plan, None) else None
 
@@ -82,16 +81,16 @@ def _apply(
   plan: Plan,
   hits: Hits | None,
 ) -> bool:
-  """Attaches the hit and pops the other pages; False if too few are free."""
+  """Attaches the hit and pops new pages; False if the request has to wait."""
   pool = state.pool
-  # Lists, because a generator takes longer for so few groups.
+  # For few groups, a list takes less time than a generator.
   need = sum([growth.num_fresh for growth in plan])
   if hits is not None:
     need += _num_free(state, plan, hits)
   if need > pool.num_free - demand.keep_free - demand.reserved:
     return False
   if hits is not None:
-    # Refused for this step only: the scheduler tries the request again.
+    # The scheduler tries the request again in a later step.
     if _is_unwritten(state, hits):
       return False
     # All groups attach their hits before any page is popped. Otherwise a new
@@ -111,13 +110,13 @@ def _apply(
 
 
 def drop_behind(state: HostState, held: HeldSequence, tokens: int) -> None:
-  """Frees the pages that a request does not need after some tokens."""
+  """Frees the pages to which no token after the first `tokens` attends."""
   if not held.tables[state.config.first_self_group]:
     return
   for group in state.skipping:
     number, table = group.number, held.tables[group.number]
-    # Pages before `start` were freed earlier, also if fewer tokens count now: a
-    # window does not move back.
+    # Pages before `start` were freed earlier. If `tokens` is less than it was
+    # then, nothing is freed.
     start = held.skipped[number]
     stop = min(group.skipped_pages(tokens), len(table))
     if group.keeps_last_page and held.length >= group.size:
@@ -136,8 +135,8 @@ def drop_behind(state: HostState, held: HeldSequence, tokens: int) -> None:
 def release(state: HostState, held: HeldSequence) -> None:
   """Frees all pages of a request, group by group, the last page first."""
   for table in held.tables:
-    # Group by group, as vLLM frees: of the pages without a key, those of the
-    # last group are evicted first.
+    # In vLLM's order of groups. Uncached pages go to the front of the queue, so
+    # those of the last group are used first.
     state.pool.release(reversed(table))
   vacate(state, held)
 
@@ -156,20 +155,20 @@ def num_needed_pages(
   begins: bool,
   capped: bool,
 ) -> int:
-  """Counts the pages that a request needs besides those that it holds.
+  """Counts the pages that a request needs in addition to those that it holds.
 
   Args:
-    state: the state.
-    columns: the columns that it holds, by group.
+    state: the manager's state.
+    columns: the number of columns in the request's table of each group.
     tokens: the arguments of `LayerGroup.columns_for`.
-    begins: True if no column holds its own tokens yet.
-    capped: counts for a window the most pages that a request holds at once.
+    begins: True if the request has no page for its own tokens yet.
+    capped: limits the columns of groups without states to `most_pages`.
   """
   needed = 0
   for group, num_held in zip(state.groups, columns, strict=True):
     required = limit = group.columns_for(*tokens)
     if group.holds_states:
-      # The columns between two states hold the null page.
+      # The columns before the running state hold the null page.
       limit = 1 + (group.scratch if begins else 0)
     elif capped:
       required = min(required, group.most_pages)
@@ -184,11 +183,11 @@ def _whole_fits(
   plan: Plan,
   hits: Hits | None,
 ) -> bool:
-  """True if all tokens of a sequence fit, without those that it gives back.
+  """True if enough pages are free for all `demand.whole` tokens of a sequence.
 
-  As in vLLM, a sequence counts the most pages that it holds at once, without
-  those that a hit or a window covers. A recurrent group counts its running
-  state, even if another one arrives for external tokens, and scratch pages.
+  As in vLLM, a group counts the most pages that the sequence holds at once,
+  less the columns of the hit or behind a window. A recurrent group counts its
+  running state, even if external tokens have a state too, and scratch pages.
   """
   begins = not held.tables[state.config.first_self_group]
   columns = [growth.hit for growth in plan]
@@ -209,7 +208,7 @@ def _whole_fits(
 def _plan(
   state: HostState, held: HeldSequence, demand: Demand, hits: Hits | None
 ) -> Plan:
-  """Plans the tables of a request."""
+  """Plans how the tables of a request grow."""
   begins = not held.tables[state.config.first_self_group]
   attaches = hits is not None and (any(hits) or demand.external > 0)
   plan = []
@@ -217,7 +216,7 @@ def _plan(
     first, hit = 0, len(held.tables[group.number])
     external = hit
     if hits is not None and attaches:
-      # A window needs no page for the tokens behind it, hit or not.
+      # Columns behind a window are null, even those after the hit.
       skipped = group.skipped_tokens(demand.num_computed)
       first = skipped // group.size
       external = hit = max(first, len(hits[group.number]))
@@ -234,17 +233,16 @@ def _plan(
 def _pop(
   state: HostState, held: HeldSequence, plan: Plan, silent: Sequence[int]
 ) -> None:
-  """Pops the new pages, those for external tokens of all groups first."""
+  """Pops pages for the external tokens of all groups, then all other pages."""
   pool, log = state.pool, state.undo_log
-  # vLLM pops the pages for loaded tokens of all groups before any other page,
-  # and page numbers depend on this order.
+  # Page numbers depend on this order, which is vLLM's.
   for growth in plan:
     table = held.tables[growth.group.number]
     log.save_length(table)
     table += pool.pop(growth.external - growth.hit)
   for growth in plan:
     table = held.tables[growth.group.number]
-    # Only states have gaps between their columns.
+    # Only recurrent groups have null pages between other pages.
     if growth.group.holds_states:
       _place_scratch(state, table, growth)
     table += pool.pop(growth.stop - growth.fresh)
@@ -264,32 +262,33 @@ def room_of(state: HostState, held: HeldSequence) -> int:
 
 
 def _place_scratch(state: HostState, table: list[int], growth: _Growth) -> None:
-  """Adds null pages, and moves scratch pages behind the running state."""
+  """Appends null columns, and moves scratch pages to the last of them."""
   held, scratch = len(table), growth.group.scratch
   start = growth.fresh - growth.moved
   table += [0] * (growth.fresh - held)
   moved = range(held - scratch, held - scratch + growth.moved)
   state.undo_log.save_items(table, moved)
-  # The old and the new columns may overlap, so the pages move one by one.
   for offset, column in enumerate(moved):
     table[start + offset] = table[column]
     table[column] = 0
 
 
 def new_pages(state: HostState, held: HeldSequence, plan: Plan) -> CachePages:
-  """Returns the pages of a plan after those of hits and external tokens."""
+  """Returns the pages in a plan's columns from `external` on."""
   cached = state.pool.is_cached
   pages = [
     table[growth.external :]
     for table, growth in zip(held.tables, plan, strict=True)
   ]
-  # Pages that `publish` cached in this call are left out.
-  unhashed = [[page for page in column if not cached[page]] for column in pages]
+  # Null pages, and pages that `publish` cached in this call, are left out.
+  unhashed = [
+    [page for page in column if page and not cached[page]] for column in pages
+  ]
   return CachePages(tuple(pages), tuple(unhashed))
 
 
 def _num_free(state: HostState, plan: Plan, hits: Hits) -> int:
-  """Counts the pages of a hit that cost a free page: free ones, host pages."""
+  """Counts the pages of a hit that take a free page: free pages, host pages."""
   counts, num_pages = state.pool.ref_count, state.config.num_pages
   return sum(
     1
@@ -300,9 +299,9 @@ def _num_free(state: HostState, plan: Plan, hits: Hits) -> int:
 
 
 def _is_unwritten(state: HostState, hits: Hits) -> bool:
-  """True if a hit is a state that was published in this step.
+  """True if a hit ends with a state that was published in this step.
 
-  Its request computes the state in the same step, so it is not readable yet.
+  The model computes the state in the same step, so it cannot be read yet.
   """
   pool = state.pool
   for group, pages in zip(state.groups, hits, strict=True):

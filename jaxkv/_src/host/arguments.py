@@ -1,4 +1,4 @@
-"""Checks the arguments of a manager's calls."""
+"""Checks the arguments of the methods of `CacheManager`."""
 
 import operator
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from jaxkv._src.host.types import CachePages
 
 
 class Demand(NamedTuple):
-  """The sizes of an allocation, all in tokens unless it says otherwise."""
+  """The sizes of an allocation, in tokens unless a comment says otherwise."""
 
-  num_computed: int = 0  # computed before the new ones, here or elsewhere
-  external: int = 0  # the part of `num_computed` whose K/V is loaded
+  num_computed: int = 0  # computed and external tokens, without those in flight
+  external: int = 0  # the external tokens, whose K/V is loaded from elsewhere
   room: int = 0  # tokens that need pages, lookahead included
-  tokens: int = 0  # the part of `room` that recurrent groups count
+  tokens: int = 0  # tokens that need states: `room` without lookahead
   encoder: int = 0  # tokens of the encoder that need pages
-  whole: int = 0  # tokens that must fit now, or nothing is done; 0: none
+  whole: int = 0  # tokens of the whole sequence if it must fit, else 0
   keep_free: int = 0  # pages that must stay free
-  reserved: int = 0  # further pages, which a whole sequence may count on
-  publish: int = 0  # tokens that are final
+  reserved: int = 0  # further pages that must stay free, except for `whole`
+  publish: int = 0  # final tokens, whose full pages are published
   silent: Sequence[int] = ()  # groups whose new pages need no zeroing
 
 
@@ -55,7 +55,7 @@ def demand_of(
   silent: Sequence[int],
   **counts: int,
 ) -> Demand:
-  """Checks the arguments of `allocate_slots` and returns its sizes."""
+  """Checks the arguments of `allocate_slots`; `counts` are its token counts."""
   counts = _as_counts(limits, request, counts)
   num_found = counts["num_new_computed_tokens"]
   external = counts["num_external_computed_tokens"]
@@ -69,7 +69,7 @@ def demand_of(
   num_computed = counts["num_computed_tokens"] + num_found + external
   total = num_computed + counts["num_new_tokens"]
   check_length(limits, request.request_id, total)
-  # Steps in flight still write to the pages of these tokens.
+  # Steps in flight still write to pages of these tokens, so none is freed.
   in_flight = counts["num_in_flight_tokens"] if holds_pages else 0
   longest = limits.max_model_len
   waits = request.status in ("waiting", "preempted")
@@ -97,7 +97,7 @@ def _as_counts(
     "num_in_flight_tokens": request.num_in_flight_tokens,
   }
   for name, number in numbers.items():
-    # The usual case, without a call.
+    # Most numbers are valid, and are then checked without a call.
     if number.__class__ is not int or number < 0:
       numbers[name] = at_least(name, number, 0)
   counts = numbers
@@ -124,7 +124,7 @@ def _check_hit(
   *,
   holds_pages: bool,
 ) -> None:
-  """Raises for an impossible hit; `holds_tokens` compares its tokens."""
+  """Raises for a hit that no lookup returns; does not compare its tokens."""
   name, pages = request.request_id, ()
   if hit is not None:
     if not isinstance(hit, CachePages):
@@ -163,7 +163,7 @@ def _check_hit(
 def _check_pages(config: CacheConfig, name: str, column: list[int]) -> None:
   last = config.num_numbers - 1
   try:
-    # One call for all pages, of which there can be hundreds.
+    # `map` is faster than a loop over pages, of which there can be hundreds.
     pages = [*map(operator.index, column)]
   except TypeError as error:
     raise TypeError(

@@ -28,7 +28,7 @@ class UndoLog:
   and an interrupted undo can simply run again.
 
   Attributes:
-    lock: held by the thread whose call runs.
+    lock: held by the thread that runs an atomic method.
     entries: the changes since `commit`.
     record: appends an entry, `(function, *arguments)`.
     commit: makes all changes final.
@@ -48,7 +48,7 @@ class UndoLog:
     self.record((setattr, owner, name, getattr(owner, name)))
 
   def replace(self, owner: Any, **values: Any) -> None:
-    """Changes attributes; their old values stay as they are."""
+    """Records attributes and sets them to new values."""
     for name, value in values.items():
       self.record((setattr, owner, name, getattr(owner, name)))
       setattr(owner, name, value)
@@ -77,16 +77,16 @@ class UndoLog:
 def atomic(
   method: Callable[Concatenate[Any, Args], Out],
 ) -> Callable[Concatenate[Any, Args], Out]:
-  """Makes a method atomic. Its object has an `UndoLog` as `undo_log`.
+  """Makes a method atomic; `self.undo_log` must be an `UndoLog`.
 
-  If one atomic method calls another, both are one change.
+  If one atomic method calls another, the changes of both are made together.
   """
 
   @functools.wraps(method)
   def call(self: Any, *args: Args.args, **kwargs: Args.kwargs) -> Out:
     log = self.undo_log
-    # An atomic method calls this one. It may catch the error and go on, so only
-    # the changes of this method are undone.
+    # The caller is an atomic method. It may catch an error of this method and
+    # go on, so only the changes of this method are undone.
     if log.lock._is_owned():
       first = len(log.entries)
       try:
@@ -95,13 +95,13 @@ def atomic(
         log.undo(first)
         raise
     with log.lock:
-      # Only an interrupted undo leaves entries behind.
+      # Entries of an earlier call are left only if its undo was interrupted.
       if log.entries:
         log.undo()
       try:
         result = method(self, *args, **kwargs)
-        # An interrupt before `commit` undoes the call. After it the log is
-        # empty, so `undo` changes nothing.
+        # An interrupt before `commit` undoes the call. After `commit` the log
+        # is empty, so `undo` changes nothing.
         log.commit()
         return result
       except BaseException:

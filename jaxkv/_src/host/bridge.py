@@ -1,4 +1,4 @@
-"""Builds the device state of a manager, and continues from one."""
+"""Converts the state of a manager to a `CacheState`, and back."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -39,16 +39,17 @@ from jaxkv._src.host.state import HostState
 def to_device(state: HostState) -> CacheState:
   """Returns the state of a manager as a value on the device.
 
-  Its arrays are copies, so it stays valid when the manager goes on.
+  The arrays are copies, which later calls of the manager do not change.
 
   Raises:
-    ValueError: a request has fewer tokens than are published, or moves wait.
+    ValueError: a request has fewer tokens than are published, or one that is
+      not a 32-bit integer; or `saved.moves` is not empty.
   """
   saved = state.pool.saved
   if saved is not None and saved.moves:
     raise ValueError(
-      "`take_moves` must be called before `state` is read, because its moves "
-      f"come before those of the state's verbs; {len(saved.moves)} wait."
+      "`take_moves` must be called before `state` is read, got "
+      f"{len(saved.moves)} moves that were not taken; make them first."
     )
   config, held, keys = state.config, state.all_held(), state.device_keys
   rows = config.num_slots, config.num_groups
@@ -63,7 +64,7 @@ def to_device(state: HostState) -> CacheState:
     skipped[sequence.slot] = sequence.skipped
     length[sequence.slot] = sequence.length
   counts = {name: _words(count) for name, count in state.pool.counts.items()}
-  # Typed Any: the arrays are of numpy here, and of jax after `device_put`.
+  # `Any`, because the fields of `CacheState` are annotated as JAX arrays.
   make: Any = CacheState
   built = make(
     config=config,
@@ -73,12 +74,12 @@ def to_device(state: HostState) -> CacheState:
     length=length,
     secret=keys and keys.secret.copy(),
     root=keys and np.array(keys.root_key(bytes(16)), np.uint32),
-    # The keys of all pages are computed at once, then those of slots exist.
+    # Before `hashes`, so that the keys of all pages are computed in one pass.
     pool=_pool(state),
     hashes=keys and _slot_hashes(state, keys, held),
     stats=Stats(**counts),
     epoch=_words(keys.epoch if keys else 0),
-    # Errors of the host are exceptions, so none is recorded.
+    # A manager raises exceptions and records no error.
     error=np.int32(Status.OK),
   )
   # One transfer for all arrays.
@@ -86,7 +87,7 @@ def to_device(state: HostState) -> CacheState:
 
 
 def _words(numbers: int | Sequence[int]) -> Any:
-  """Returns a number or numbers modulo 2**32, as a device counts."""
+  """Converts ints to uint32, modulo 2**32, as the device counts."""
   return np.array(numbers, np.int64).astype(np.uint32)
 
 
@@ -117,9 +118,9 @@ def _slot_hashes(
 def _chain_ends(
   state: HostState, keys: DeviceKeys, held: Sequence[HeldSequence]
 ) -> list[tuple[PrefixNode, PrefixNode]]:
-  """Returns each sequence's root and the node of its chain, with their keys."""
-  # The chain ends at the last multiple of the alignment, A tokens. The tail has
-  # the tokens after it.
+  """Returns each sequence's root and last chained node; computes their keys."""
+  # `SlotHashes.chain` covers the tokens up to the last multiple of A, which is
+  # `CacheConfig.alignment`, and `SlotHashes.tail` the tokens after it.
   config, ends = state.config, []
   for sequence in held:
     root = sequence.root
@@ -131,13 +132,13 @@ def _chain_ends(
 
 
 def _aligned(config: CacheConfig, tokens: int) -> int:
-  """Returns the last multiple of A that is not more than `tokens`."""
+  """Rounds a number of tokens down to a multiple of A."""
   return tokens // config.alignment * config.alignment
 
 
 def _tail(state: HostState, held: HeldSequence) -> np.ndarray:
   """Returns the published tokens after the last multiple of A, masked."""
-  # No node has the tokens of a page that is not full, so the request is read.
+  # Nodes have only the tokens of full pages, so the request is read.
   config, stop = state.config, held.length
   begin = _aligned(config, stop)
   if begin == stop:
@@ -209,7 +210,7 @@ def from_device(
   _check_identity(state, device)
   host: Any = jax.device_get(device)
   sequences = _sequences(state, host, requests)
-  # `free_pages` still needs the pages of a removed request.
+  # Removed requests stay in `popped` until `free_pages` frees their pages.
   popped = {
     slot: (waiting, sequences.pop(slot))
     for slot, (waiting, _) in state.popped.items()
@@ -257,25 +258,25 @@ def from_device(
 
 def _continued(before: int, numbers: Any) -> Any:
   """Returns the counts closest to `before` that are `numbers` modulo 2**32."""
-  # A device counts modulo 2**32, and the host does not. A state that is older
-  # than the host's lowers the count.
+  # The device counts modulo 2**32, but the host does not. The distance is
+  # negative if the state is older than the manager's.
   distance = (numbers.astype(np.int64) - before + 2**31) % 2**32 - 2**31
   return (before + distance).tolist()
 
 
 def _check_identity(state: HostState, device: CacheState) -> None:
-  """Raises unless a state can have come from this manager."""
+  """Raises if a state is not from this manager, or has a recorded error."""
   if device.config != state.config:
     raise ValueError(
       f"`state` must have the manager's config, {state.config}, got "
-      f"{device.config}; take back a state that `manager.state` began."
+      f"{device.config}; take a state that began as `manager.state`."
     )
   keys = state.device_keys
   if keys is not None and device.secret is not None:
     if not np.array_equal(np.asarray(device.secret), keys.secret):
       raise ValueError(
-        "`state` must have the manager's secret, got another one; take back a "
-        "state that `manager.state` began."
+        "`state` must have the manager's secret, got another one; take a state "
+        "that began as `manager.state`."
       )
     if int(device.epoch) != keys.epoch:
       raise ValueError(
@@ -294,7 +295,7 @@ def _check_identity(state: HostState, device: CacheState) -> None:
 def _sequences(
   state: HostState, host: Any, requests: Mapping[int, Any]
 ) -> dict[int, HeldSequence]:
-  """Returns the sequences of a state that is on the host, by slot."""
+  """Returns the sequences of a state, by slot; `host` has its NumPy arrays."""
   occupied = np.flatnonzero(host.num_pages.any(axis=1)).tolist()
   wrong = sorted(set(requests) - set(occupied))
   if wrong:
@@ -334,7 +335,7 @@ def _sequence(
   request: Any,
 ) -> HeldSequence:
   """Returns the sequence in a slot, with nodes for its published tokens."""
-  # The loop filled a slot that is named, so nothing of an old sequence stays.
+  # The loop filled the slots in `requests`, so their old sequences are dropped.
   if request is not None:
     name, old = request.request_id, None
   else:
@@ -357,8 +358,8 @@ def _sequence(
   config = state.config
   count = held.length // config.page_size
   if old is not None:
-    # The chain of the device proves tokens up to the last multiple of A. A loop
-    # may have replaced the tokens after it, so these are hashed again.
+    # `_check_hashes` compares the hash of the tokens up to the last multiple of
+    # A. The loop may have replaced later tokens, so these are hashed again.
     held.root = old.root
     held.nodes = old.nodes[: _aligned(config, held.length) // config.page_size]
   # Without a new full page the request need not be read.
@@ -386,10 +387,9 @@ def _check_hashes(
         f"sequence, got {held.request_id!r} with the salt {salt.hex()}; admit "
         "with the request's salt."
       )
-    # The chain covers the tokens up to the last multiple of A.
     chain = tuple(hashes.chain[slot].tolist())
     if chain != end.key:
-      # A loop may have replaced tokens of old nodes.
+      # The loop may have replaced tokens of the old nodes.
       held.nodes = []
       held.nodes = more_nodes(state, held, _read(held), held.length)
       end = _chain_ends(state, keys, [held])[0][1]
@@ -403,7 +403,7 @@ def _check_hashes(
 
 
 def _adopt_host_pages(saved: SavedPages, host_pages: Any, log: UndoLog) -> None:
-  """Takes over the queue and the counters; the loop has made its moves."""
+  """Takes over the queue and the counters; no moves are left to make."""
   saved.queue.replace(queue_arrays.in_order(host_pages.queue))
   counts = {
     name: _continued(count, getattr(host_pages, f"num_{name}"))
@@ -413,10 +413,10 @@ def _adopt_host_pages(saved: SavedPages, host_pages: Any, log: UndoLog) -> None:
 
 
 def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
-  """Takes over the contents of pages, and the pages that are cached."""
-  # The contents that pages got on the host since the last crossing are lost.
-  # For the others, equal keys and stamps mean equal contents. The position is
-  # not compared, because an equal page may have moved to another place.
+  """Takes over the contents of pages, and the set of cached pages."""
+  # Contents that pages got on the host after `arrays` was updated are lost, so
+  # these pages differ. Others differ if their key, stamp or presence in the
+  # index does. A page's position in the index can change without its content.
   pool, index, ages = state.pool, host.pool.index, host.pool.ages
   before, cached = arrays.index.entry, are_cached(index.entry)
   differs = (before != index.entry)[:, : KEY_WORDS + 1].any(axis=1)
@@ -426,11 +426,11 @@ def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
   clock = _continued(pool.clock, index.clock)
 
   def clocks(stamps: np.ndarray) -> list[int]:
-    # Stamps keep their distance from the clock.
+    # The distance between stamp and clock is the same on device and host.
     return (clock - (index.clock - stamps).astype(np.int64)).tolist()
 
   pages = changed.tolist()
-  # A content that moved between the memories keeps its prefix.
+  # A content that moved between device and host memory keeps its node.
   sources = np.flatnonzero(differs & ~is_fresh).tolist()
   keys = map(tuple, before[sources, :KEY_WORDS].tolist())
   page_of_key = dict(zip(keys, sources, strict=True))
@@ -444,9 +444,9 @@ def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
     cached[changed].tolist(),
   )
   state.undo_log.replace(pool, clock=clock)
-  # Copies, because a loop may be given the memory of the state.
+  # Copies, because the arrays may share memory with a state that is donated.
   arrays.replace(jax.tree.map(np.copy, index), clock)
-  # The states that a loop has published are written.
+  # The loop has written all states that it published.
   state.undo_log.replace(state, step_clock=clock)
   if ages is not None:
     state.undo_log.replace(
@@ -462,7 +462,7 @@ def _contents(
 ) -> tuple[list[Any], list[int]]:
   """Returns the contents of changed pages, and their groups; 0 if unknown.
 
-  `page_of_key` has a page of the manager for some keys.
+  `page_of_key` maps keys to pages whose content the manager already has.
   """
   index, log = host.pool.index, host.pool.events
   group_of = dict.fromkeys(pages, 0)
@@ -488,7 +488,7 @@ def _add_held(
   group_of: dict[int, int],
 ) -> None:
   """Gives the pages of a request their prefix nodes and groups."""
-  # With nodes, lookups need no keys of the device.
+  # Lookups find pages that have nodes without the keys of the device.
   for group in state.groups:
     nodes = held.nodes[group.step - 1 :: group.step]
     stop = group.final_pages(held.length)

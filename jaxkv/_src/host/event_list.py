@@ -20,8 +20,8 @@ class EventList(PageListener):
   """A log of events, whose keys are computed when the log is read.
 
   Attributes:
-    size: the most events between two readings.
-    num_lost: later events, for which the log had no room.
+    size: the maximal number of events between two readings.
+    num_lost: the number of later events, for which the log had no room.
   """
 
   def __init__(
@@ -35,20 +35,20 @@ class EventList(PageListener):
     self.num_lost = 0
     self._pool, self._keys, self._groups = pool, keys, groups
     self._log = pool.undo_log
-    # Events of a device are in their final form. The others are tuples of the
-    # class of the event, its page, group, node and, if stored, its tokens. The
-    # node is kept, because the page may hold another prefix at the reading.
+    # `Cleared` and the events of a device are final. Other events are tuples:
+    # class, page, group, content and, for `Stored`, tokens. They include the
+    # content, because the page may have another one when the log is read.
     self._events: list[Any] = []
 
   def stored(
     self, request: Any, group: int, first: int, pages: Sequence[int]
   ) -> None:
-    """Records published pages with their tokens, without masks."""
+    """Records published pages with their original, unmasked tokens."""
     size, token_ids = self._groups[group].size, tokens_of(request)
     for column, page in enumerate(pages, first):
       if page:
         tokens = token_ids[column * size : (column + 1) * size]
-        # Numbers of numpy become ints, which consumers can serialize.
+        # NumPy integers become ints, which consumers can serialize.
         tokens = tuple(int(token) for token in tokens)
         self._add((Stored, page, group, self._pool.content[page], tokens))
 
@@ -82,15 +82,15 @@ class EventList(PageListener):
     self._events.append(event)
 
   def _finished(self, event: Any) -> Any:
-    """Returns an event of `jaxkv.telemetry`."""
+    """Converts an element of the log to an event of `jaxkv.telemetry`."""
     if type(event) is not tuple:
       return event
     make, page, group, node = event[:4]
     key = key_bytes(self._keys.group_key(node, group))
-    # Only pages with a known prefix are recorded as stored.
+    # A `DevicePage` can only be removed, because `stored` records nodes.
     if make is Removed or isinstance(node, DevicePage):
       return make(page, group, key)
-    # The page before in this group ends `step` nodes earlier.
+    # The preceding page of the group ends `step` nodes earlier.
     path, before = node.path(), None
     if len(path) > self._groups[group].step:
       parent = path[-self._groups[group].step - 1]

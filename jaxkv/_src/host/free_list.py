@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from jaxkv._src.host.atomic import UndoLog
 
-# The null page is never free. So its links hold both ends of the queue: the
-# first page is its successor, and the last one its predecessor.
+# The null page is never free, so it is the sentinel of the list: its successor
+# is the first free page, and its predecessor the last.
 _ENDS = 0
 
 
@@ -24,8 +24,8 @@ class FreeList:
     self.replace(pages)
 
   def replace(self, pages: Sequence[int]) -> None:
-    """Replaces the queue by pages in eviction order."""
-    # The new lists replace the old ones, so the log needs no copy of those.
+    """Replaces the whole queue by pages in eviction order."""
+    # New lists, so that an undo can restore the old ones without a copy.
     for name in ("_next", "_previous", "num_free"):
       self._log.save_attribute(self, name)
     self._next, self._previous = ([_ENDS] * len(self._next) for _ in range(2))
@@ -54,8 +54,8 @@ class FreeList:
   def remove(self, pages: Iterable[int]) -> None:
     """Removes pages from any place; all must be in the queue."""
     following, previous = self._next, self._previous
-    # The list has each page before its links change, so an interrupt at any
-    # point can be undone.
+    # A page is added to `removed` before its links change, so an interrupt at
+    # any point can be undone.
     removed: list[tuple[int, int, int]] = []
     self._log.save_attribute(self, "num_free")
     self._log.record((self._insert, removed))
@@ -78,8 +78,8 @@ class FreeList:
 
   def _replace(self, old: Sequence[int], new: Sequence[int]) -> None:
     """Replaces a part of the list; both parts have the same two ends."""
-    # The links of a page that leaves stay as they are. They are written before
-    # the page enters the queue again, and not read until then.
+    # The links of a removed page are not cleared. They are not read until the
+    # page is pushed again, which overwrites them.
     self._log.save_attribute(self, "num_free")
     self._log.record((self._link, old))
     self._link(new)
@@ -95,7 +95,7 @@ class FreeList:
       before = page
 
   def _insert(self, removed: list[tuple[int, int, int]]) -> None:
-    # The last one first, because its saved links are those of its removal, when
-    # the earlier ones had left already.
+    # In reverse order, because the links of a page were saved when the pages
+    # before it in `removed` had left the queue.
     for links in reversed(removed):
       self._link(links)

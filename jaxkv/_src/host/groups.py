@@ -1,4 +1,4 @@
-"""The layer groups of a manager: their kinds' rules for Python numbers."""
+"""The layer groups of a manager, which apply their kinds to Python numbers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,21 +11,21 @@ from jaxkv._src.cache.prefix import prefix_rules
 
 
 class LayerGroup:
-  """A layer group, which computes the rules of its kind.
+  """A layer group, which computes page counts by the rules of its kind.
 
   Attributes:
     number: its index among the groups.
     kind: its kind; `holds_states`, `holds_encoder`, `skips_pages` and
       `keeps_last_page` are attributes of the kind.
     size: tokens a page.
-    step: prefix nodes a page, `size` in units of `CacheConfig.page_size`.
+    step: `PrefixNode`s a page, one for each `CacheConfig.page_size` tokens.
     scratch: scratch pages of a sequence, for the states of draft tokens.
     most_pages: the most pages that one sequence holds at once.
   """
 
   def __init__(self, number: int, config: CacheConfig, most_pages: int):
     self.number = number
-    # The rules take numbers of Python, but are written for arrays of jax.
+    # `Any`, because the methods of kinds are annotated for JAX arrays only.
     kind: Any = config.groups[number]
     self.kind, self.size = kind, config.page_sizes[number]
     _check_kind(kind, self.size)
@@ -36,7 +36,7 @@ class LayerGroup:
     self.holds_encoder: bool = kind.holds_encoder
     self.skips_pages: bool = kind.skips_pages
     self.keeps_last_page: bool = kind.keeps_last_page
-    # Most kinds inherit these rules, which are then computed here, to save a
+    # Most kinds inherit these two rules. They are computed here, which saves a
     # call of the kind in every allocation.
     self._has_plain_columns = type(kind).num_columns is GroupKind.num_columns
     self._publishes_all = (
@@ -60,11 +60,11 @@ class LayerGroup:
     return int(self.kind.num_columns(tokens, self.size))
 
   def skipped_tokens(self, tokens: int) -> int:
-    """Counts the leading tokens that no token after `tokens` attends to."""
+    """Counts the tokens to which no token after the first `tokens` attends."""
     return int(self.kind.num_skipped_tokens(tokens))
 
   def skipped_pages(self, tokens: int) -> int:
-    """Counts the leading pages that no token after `tokens` attends to."""
+    """Counts the pages to which no token after the first `tokens` attends."""
     return int(self.kind.num_skipped_tokens(tokens)) // self.size
 
   def final_pages(self, tokens: int) -> int:
@@ -80,8 +80,9 @@ class LayerGroup:
   ) -> tuple[int, int]:
     """Plans the growth of a table from `held` to `stop` columns.
 
-    In a recurrent group only the running state gets a page. New columns before
-    it are null, and the scratch pages before it move to the columns after it.
+    In a recurrent group, a table ends with the running state and the scratch
+    pages. Other new columns are null. Old scratch pages before the column of
+    the running state move to the first new columns that are not null.
 
     Returns:
       The first column that gets a page from the free queue, and the number of
@@ -89,8 +90,7 @@ class LayerGroup:
     """
     if not self.holds_states or stop <= held:
       return held, 0
-    # The scratch pages fill the last columns of a table. A request that begins
-    # has none yet.
+    # A request that begins has no scratch pages yet.
     running = stop - self.scratch - 1
     moved = 0
     if not begins:
@@ -116,9 +116,9 @@ class LayerGroup:
 
 
 def _check_kind(kind: Any, size: int) -> None:
-  """Raises unless a kind answers with numbers and arrays of the host."""
-  # A user's kind may compute with jax.numpy. It would start a device, and each
-  # call of a scheduler would wait for it.
+  """Raises unless a kind returns Python numbers or NumPy arrays."""
+  # A user's kind may compute with jax.numpy. It would initialize a device, and
+  # each call of a scheduler would wait for that device.
   hits, row = np.ones((1, 4), bool), np.ones((1,), np.int32)
   calls: dict[str, tuple[Any, ...]] = {
     "num_skipped_tokens": (3,),
@@ -135,7 +135,7 @@ def _check_kind(kind: Any, size: int) -> None:
       answer, text, cause = None, repr(error), error
     if not isinstance(answer, int | np.generic | np.ndarray):
       raise TypeError(
-        f"`{type(kind).__name__}.{name}` must answer for Python numbers and "
-        f"numpy arrays, got {text}; compute with operators, and with numpy for "
-        "arguments that are no jax arrays."
+        f"`{type(kind).__name__}.{name}` must return a Python number or numpy "
+        f"array for such arguments, got {text}; compute with operators, and "
+        "with jax.numpy only for jax arrays."
       ) from cause

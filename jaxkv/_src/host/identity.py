@@ -1,4 +1,7 @@
-"""Separates requests with equal tokens by a salt, and by items at pages."""
+"""Keeps requests with equal tokens but other inputs from sharing pages.
+
+A salt separates all pages of a request. Items separate the pages they touch.
+"""
 
 import dataclasses
 import hashlib
@@ -11,7 +14,7 @@ import numpy as np
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 
 _NO_SALT = bytes(16)
-# Most requests have none of these attributes, and are then served without work.
+# The attributes that separate requests.
 _SEPARATING = (
   "cache_salt",
   "lora_name",
@@ -38,9 +41,9 @@ class Placed(NamedTuple):
     return cls(identifier, place.offset, place.offset + place.length)
 
   def key(self, begin: int, end: int) -> Any:
-    """Returns the input's part of the key of the tokens `begin .. end`."""
-    # Only what the page contains counts. So a start before it is negative, and
-    # an end after it is cut off.
+    """Identifies the input, and its place relative to tokens `begin .. end`."""
+    # An input that ends after `end` is cut off there, since later tokens do not
+    # matter. A start before `begin` is negative.
     stop = min(self.stop, end)
     return ("mm", self.identifier, self.start - begin, stop - begin)
 
@@ -52,14 +55,14 @@ class Embeddings:
   digest: bytes
   start: int
   stop: int
-  # The digest covers the rows, and arrays have no single truth value.
+  # Not compared: `digest` covers the rows, and `==` of arrays is no bool.
   rows: np.ndarray = dataclasses.field(compare=False)
 
   @classmethod
   def of(cls, name: str, values: Any) -> "Embeddings":
-    """Reads embeddings [P, D] of numpy, jax or torch."""
+    """Reads a NumPy, JAX or torch array [P, D], with one row for each token."""
     if str(getattr(values, "dtype", "")).startswith("torch."):
-      # numpy has no bfloat16.
+      # NumPy cannot convert torch's bfloat16.
       values = values.detach().cpu().float()
     rows = np.asarray(values)
     if rows.ndim != 2 or rows.dtype == object:
@@ -70,12 +73,12 @@ class Embeddings:
     return cls(_digest_of(rows), 0, len(rows), rows)
 
   def key(self, begin: int, end: int) -> Any:
-    """Returns the embeddings' part of the key of the tokens `begin .. end`."""
+    """Identifies the embeddings of the tokens `begin .. end`."""
     return ("prompt_embeds", _digest_of(self.rows[begin:end]))
 
 
 def _digest_of(rows: np.ndarray) -> bytes:
-  # Equal bytes of another shape or type are other embeddings.
+  # The same bytes in another shape or dtype are different embeddings.
   digest = hashlib.sha256(f"{rows.dtype}{rows.shape}".encode())
   digest.update(np.ascontiguousarray(rows).tobytes())
   return digest.digest()
@@ -85,7 +88,7 @@ Item = Placed | Embeddings
 
 
 def identity_of(request: Any) -> tuple[bytes, tuple[Item, ...]]:
-  """Returns a salt of 16 bytes for all pages, and items at some pages.
+  """Returns a request's salt, 16 bytes, and its items.
 
   Raises:
     TypeError, ValueError: an attribute that separates requests cannot be read.
@@ -126,7 +129,7 @@ def _first_of(feature: Any, name: str, other: str) -> Any:
 
 
 def _parts_of_salt(name: str, attributes: dict[str, Any]) -> dict[str, bytes]:
-  """Returns the data that separates all pages of a request, by attribute."""
+  """Returns the data that the salt of a request covers, by attribute."""
   parts = {}
   for tag in ("cache_salt", "lora_name"):
     value = attributes.get(tag, "")
@@ -147,8 +150,8 @@ def _parts_of_salt(name: str, attributes: dict[str, Any]) -> dict[str, bytes]:
         f"`lora_request` of {name!r} must have a lora_name, got {adapter!r}."
       )
     parts["lora_request"] = repr(values).encode()
-  # Pixels have no name. Without one, requests with different images would share
-  # pages.
+  # Pixels have no identifier. Without one, requests with different images would
+  # share pages.
   for tag in ("pixel_values", "pixel_values_videos"):
     if tag in attributes and not {"mm", "mm_features"} & set(attributes):
       raise ValueError(
@@ -159,7 +162,6 @@ def _parts_of_salt(name: str, attributes: dict[str, Any]) -> dict[str, bytes]:
 
 
 def _digest(parts: dict[str, bytes]) -> bytes:
-  """Hashes the parts to 16 bytes."""
   # Tags and lengths separate the parts, so that one part cannot imitate two.
   digest = hashlib.blake2b(digest_size=16, person=b"jaxkv-request")
   for tag, data in parts.items():
@@ -170,11 +172,11 @@ def _digest(parts: dict[str, bytes]) -> bytes:
 def salt_of(salt: bytes, items: Sequence[Item], size: int) -> bytes:
   """Returns the salt of a request's page keys, 16 bytes.
 
-  With pages of less than 4 tokens the salt covers all items, so that requests
+  With pages of fewer than 4 tokens, the salt covers all items, so that requests
   share pages only if all their items are equal.
   """
-  # A mask has 32 bits for each token of a page. On smaller pages these are less
-  # than 128, too few to keep different items apart.
+  # A mask has 32 bits for each token of a page. Masks of less than 128 bits
+  # could be equal for different items.
   if not items or size >= KEY_WORDS:
     return salt
   keys = [item.key(0, item.stop) for item in items]
@@ -214,7 +216,7 @@ def mask_items(
     # `repr` quotes strings, so different keys have different texts.
     stream = hashlib.shake_256(secret + repr(keys).encode()).digest(4 * size)
     mask = np.frombuffer(stream, "<i4")
-    # The tokens may begin or end within the page, whose mask covers all of it.
+    # `tokens` can begin or end inside the page, but `mask` has its full length.
     first, last = max(begin, start), min(end, stop)
     tokens[first - start : last - start] ^= mask[first - begin : last - begin]
   return tokens

@@ -1,4 +1,4 @@
-"""The prefix index of a manager in the form that it has on a device."""
+"""Converts the prefix index of a manager to a `PrefixIndex`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,15 +22,15 @@ _STAMP, _POSITION = KEY_WORDS, KEY_WORDS + 1
 
 
 class IndexArrays:
-  """The prefix index as it last went to a device, or came back.
+  """The prefix index as of the last conversion to or from a `CacheState`.
 
-  The next index is a copy with changes, so Python handles only the pages that
-  changed. No array is changed in place, because an undo may need the old ones,
-  and jax can use their memory.
+  `update` copies the arrays and writes only the pages that changed. It changes
+  no array in place, because an undo may restore the old arrays, and JAX arrays
+  may share their memory.
 
   Attributes:
-    index: a `PrefixIndex` with arrays of numpy.
-    clock: the pool's clock at that time.
+    index: a `PrefixIndex` of NumPy arrays.
+    clock: the pool's clock at the last conversion.
   """
 
   def __init__(
@@ -43,7 +43,7 @@ class IndexArrays:
     self._pool, self._keys, self._groups = pool, keys, groups
     num_numbers = config.num_numbers
     num_buckets = prefix_index.num_buckets(num_numbers)
-    # Typed Any: the arrays are of numpy here, and of jax on a device.
+    # `Any`, because the fields of `PrefixIndex` are annotated as JAX arrays.
     make: Any = PrefixIndex
     self.index = make(
       buckets=np.zeros((num_buckets, BUCKET_PAGES), np.int32),
@@ -60,7 +60,7 @@ class IndexArrays:
     pool, index = self._pool, jax.tree.map(np.copy, self.index)
     was_cached, is_fresh = are_cached(index.entry), self.are_fresh()
     is_cached = np.array(pool.is_cached, bool)
-    # Before the entries are written: the old keys lead to the old buckets.
+    # Before new keys are written, because the old keys lead to the buckets.
     _remove(index, np.flatnonzero(was_cached & (is_fresh | ~is_cached)))
     if is_fresh.any():
       self._write(index, np.flatnonzero(is_fresh).tolist())
@@ -74,25 +74,21 @@ class IndexArrays:
     self._pool.undo_log.replace(self, index=index, clock=clock)
 
   def are_fresh(self) -> np.ndarray:
-    """Marks the pages that got a content since the last crossing.
-
-    Returns:
-      bool[X]; X is `CacheConfig.num_numbers`.
-    """
-    # Every content has a stamp of its own, and keeps it where it moves.
+    """Returns bool[num_numbers]: True where a content is newer than `index`."""
+    # Stamps are unique. A content that moves to another page keeps its stamp.
     stamp = np.array(self._pool.stamp, np.int64)
     has_moved = stamp % 2**32 != self.index.entry[:, _STAMP]
     return (stamp >= self.clock) | ((stamp >= 0) & has_moved)
 
   def _write(self, index: Any, pages: list[int]) -> None:
-    """Writes the keys, stamps and tokens of pages, at least one."""
+    """Writes the keys, stamps and tokens of one or more pages."""
     pool, keys, rows, words = self._pool, self._keys, [], []
     width = index.tokens.shape[1]
     keys.compute(pool.content[page] for page in pages)
     for page in pages:
       content, group = pool.content[page], pool.group[page]
       words.append(keys.group_key(content, group))
-      # A row has the tokens of the largest page, and zeros after a smaller one.
+      # Zeros follow the tokens of a page that is smaller than the largest.
       tokens = content.last_tokens(self._groups[group].step)
       rows.append(tokens.ljust(TOKEN_BYTES * width, b"\0"))
     index.entry[pages, :KEY_WORDS] = words
@@ -102,7 +98,7 @@ class IndexArrays:
 
 
 def are_cached(entry: np.ndarray) -> np.ndarray:
-  """Returns bool[N] of uint32[N, 6]: the pages in the buckets."""
+  """Converts `PrefixIndex.entry` to bool[X]: True for pages in the buckets."""
   return entry[:, _POSITION] < NOWHERE
 
 
@@ -113,8 +109,8 @@ def _remove(index: Any, pages: np.ndarray) -> None:
   index.buckets[bucket, place] = 0
   index.entry[pages, _POSITION] = NOWHERE
   visited = _first_bucket(index, keys)
-  # A full bucket counts in `overflow` the pages that went on to the next one.
-  # So every bucket before that of the page has counted it.
+  # `overflow` counts the pages that passed a full bucket. A page has passed all
+  # buckets of its probe sequence before the one that it is in.
   while (passed := visited != bucket).any():
     keys, visited, bucket = keys[passed], visited[passed], bucket[passed]
     np.add.at(index.overflow, visited, -1)

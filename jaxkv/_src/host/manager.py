@@ -33,38 +33,38 @@ class CacheManager(ManagerReports):
   """Manages the pages of requests like the managers of vLLM and eSurge.
 
   It has the methods that schedulers call on vLLM's `KVCacheManager` or eSurge's
-  `CacheManager`, and returns the same page ids, hits and order. It is plain
-  Python. Without `key`, no device is initialized before `state` is read.
+  `CacheManager`, and returns the same page ids, hits and eviction order. It is
+  plain Python. Without `key`, it initializes no device before `state` is read.
 
   Args:
     num_pages: pages of the pool, including the null page 0; ids begin at 1.
-    groups: the layer groups, each with its `page_size`.
+    groups: the kinds of the layer groups, each with a `page_size`.
     max_model_len: tokens of the longest sequence.
-    enable_caching: publishes pages and looks them up.
-    use_eagle: computes the last page of a hit again, for a draft model.
-    policy: "current" for the order of vLLM since 0.25, where pages without a
-      key are used first; "classic" for earlier versions and eSurge.
-    prefix_retention_interval: the prefixes that a window keeps; see
-      `CacheConfig`.
+    enable_caching: True to publish full pages and to find them again.
+    use_eagle: True to compute the last page of a hit again, for a draft model.
+    policy: "current" for the rules of vLLM since 0.25, which reuses uncached
+      pages first; "classic" for those of earlier versions and of eSurge.
+    prefix_retention_interval: selects the prefixes that windows and states keep
+      findable; see `CacheConfig`.
     watermark: fraction of the pages kept free when a waiting request is
       admitted.
-    max_in_flight: the most tokens scheduled at once, used by
+    max_in_flight: the most tokens of one request scheduled at once, used by
       `full_sequence_must_fit`; None for `max_model_len`.
     max_encoder_tokens: tokens of the longest encoder input, for groups of
       `CrossAttention`; None for `max_model_len`.
     max_requests: the most requests that hold pages at once.
-    num_events: events kept until `take_events`; 0 for none.
+    num_events: the most events between two `take_events`; 0 records none.
     track_new_pages: enables `take_new_page_ids`.
     track_residency: adds the ages of evicted pages to the statistics.
     host_pages: pages in host memory, for cached pages that are evicted; call
       `take_moves` in each step.
-    host_policy: the pages that are worth a move, see `CacheConfig`.
+    host_policy: the pages that return from host memory; see `CacheConfig`.
     page_bytes: bytes of a page, for a `HostPolicy`.
     key: the secret of the page keys, see `jaxkv.init`; None for a random one.
 
   Attributes:
-    config: sizes of the device state.
-    pages: the pages, for engines that hold references to them.
+    config: the sizes and options of the cache.
+    pages: single pages, for engines that hold references to them.
     undo_log: the changes of the current call; see `PageListener`.
 
   Raises:
@@ -132,11 +132,11 @@ class CacheManager(ManagerReports):
   @property
   @atomic
   def state(self) -> CacheState:
-    """The cache as a value for device loops; the manager keeps no part of it.
+    """A copy of the cache as a value for device loops.
 
     Raises:
-      ValueError: a request has fewer tokens than are published, or moves wait
-        for `take_moves`.
+      ValueError: a request has fewer tokens than are published, or one that is
+        not a 32-bit integer; or `take_moves` must be called first.
     """
     return bridge.to_device(self._state)
 
@@ -148,19 +148,19 @@ class CacheManager(ManagerReports):
 
     | in the state | afterwards |
     |---|---|
-    | a slot has more tokens | its request has them too, and must list them |
+    | a slot has more tokens | its request must have them in `token_ids` |
     | a slot is empty | its request holds no page, and its name is returned |
     | a slot was filled, again or for the first time | see `requests` |
     | a slot is a fork | as one that was filled; shared pages stay shared |
     | pages are pinned | the pins stay; `pages.release` removes them |
 
-    What the manager did since `manager.state` was read is lost. Only its events
-    that were not read yet stay in the log.
+    Calls of the manager after `manager.state` was read are undone, except that
+    the event log keeps events that were not read yet.
 
     Args:
       state: the state; not donated.
-      requests: slot -> request, for each slot that the loop filled. A request
-        of the manager whose slot was filled again holds no page any more.
+      requests: a dictionary from each slot that the loop filled to its request.
+        Another request that had the slot before holds no page any more.
 
     Returns:
       The names of the requests that hold no page any more.
@@ -168,8 +168,8 @@ class CacheManager(ManagerReports):
     Raises:
       TypeError: `state` is not a CacheState.
       ValueError: `state` has another config, secret or epoch, or a recorded
-        error; or a slot is not named; or `token_ids` of a request differ from
-        the tokens that its slot has.
+        error; or `requests` does not fit its slots; or `token_ids` of a request
+        differ from the tokens that its slot has.
     """
     return bridge.from_device(self._state, state, requests or {})
 
@@ -181,7 +181,7 @@ class CacheManager(ManagerReports):
 
     Args:
       request: any object with the attributes of `Request`.
-      max_hit_tokens: the most tokens of the prefix; None for no other limit.
+      max_hit_tokens: the most tokens of the prefix; None for all but one.
 
     Returns:
       The prefix's pages by group, with null pages where a window needs none,
@@ -217,41 +217,42 @@ class CacheManager(ManagerReports):
   ) -> CachePages | None:
     """Allocates pages for a request's tokens and publishes its full pages.
 
-    Pages behind a window are freed first, even if the allocation then fails.
+    Pages behind a window are freed first, even if too few pages are then free.
 
     Args:
       request: any object with the attributes of `Request`.
       num_new_tokens: tokens to compute, drafts included.
-      num_new_computed_tokens: tokens that a lookup found.
-      new_computed_pages: the result of the lookup, whose hashes are reused.
-      num_lookahead_tokens: further tokens that need pages after the new ones.
+      num_new_computed_tokens: tokens of the hit that a lookup found.
+      new_computed_pages: the hit, as `get_computed_pages` returned it.
+      num_lookahead_tokens: tokens after the new ones that need pages too.
       num_external_computed_tokens: tokens after the hit whose K/V is loaded
         from elsewhere.
-      delay_cache_pages: leaves publishing to `cache_pages`, because the K/V has
-        not arrived yet.
-      full_sequence_must_fit: requires free pages for the whole sequence.
-      reserved_pages: pages promised to other requests.
-      has_scheduled_requests: applies the watermark.
+      delay_cache_pages: True to publish no new page before `cache_pages`,
+        because the K/V has not arrived yet.
+      full_sequence_must_fit: True to change nothing and return None unless the
+        free pages suffice for the whole sequence.
+      reserved_pages: free pages that are promised to other requests.
+      has_scheduled_requests: True to apply the watermark to waiting requests.
       num_encoder_tokens: encoder tokens that need pages in `CrossAttention`
         groups.
       skip_zeroing_group_ids: groups whose new pages `take_new_page_ids` omits.
 
     Returns:
-      The new pages, after those of the hit and of external tokens; None, with
-      no page taken, if too few are free.
+      The new pages, without those of the hit and of external tokens. None, with
+      no page taken, if too few are free or a state of the hit is not written.
 
     Raises:
-      TypeError: a number is not an int.
-      ValueError: all token counts are 0, a number is negative, the sequence is
-        too long, or no lookup returned this hit.
+      TypeError: an argument has the wrong type.
+      ValueError: all token counts are 0, a number is out of range, the sequence
+        is too long, or the hit is not one that a lookup returns now.
       RuntimeError: `max_requests` requests already hold pages.
     """
     state, limits = self._state, self._state.limits
     held = state.held.get(request.request_id)
     if held is not None:
       state.set_request(held, request)
-      # A running request has none of these arguments in most steps. They, and
-      # numbers that are wrong, need the checks below.
+      # These arguments, and invalid numbers, need the checks below. In most
+      # steps a running request has none of them.
       is_special = (
         num_new_computed_tokens
         or new_computed_pages is not None
@@ -305,9 +306,9 @@ class CacheManager(ManagerReports):
   ) -> list[CachePages | None]:
     """Allocates for many running requests in one call.
 
-    Serves the requests in order, like `allocate_slots` for each. But all free
-    their pages behind windows before any allocates, and all allocate before any
-    publishes.
+    Equals `allocate_slots` for each request in order, except that all requests
+    free pages behind windows before any of them allocates, and all allocate
+    before any of them publishes.
 
     Args:
       running: different requests that hold pages.
@@ -315,12 +316,12 @@ class CacheManager(ManagerReports):
       num_lookahead_tokens: further tokens that need pages.
 
     Returns:
-      The new pages of each request; None if too few are free. Later requests
-      that need fewer may still succeed.
+      The new pages of each request; None for a request for which too few are
+      free. Later requests that need fewer pages may still succeed.
 
     Raises:
       KeyError: a request holds no page.
-      TypeError: a number is not an int.
+      TypeError: `running` is not a sequence, or a number is not an int.
       ValueError: a number is too small, a sequence too long, or a request
         repeated.
     """
@@ -328,13 +329,13 @@ class CacheManager(ManagerReports):
 
   @atomic
   def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
-    """Publishes the full pages of the tokens whose K/V is written.
+    """Publishes the full pages of a request's first tokens.
 
-    Call it when external tokens have arrived, or drafts are accepted.
+    Call it when the K/V of external tokens has arrived, or drafts are accepted.
 
     Raises:
       KeyError: the request holds no page.
-      ValueError: the number is negative.
+      TypeError, ValueError: the number is not an int, or is negative.
     """
     state = self._state
     held = state.held.get(request.request_id)
@@ -348,9 +349,10 @@ class CacheManager(ManagerReports):
   def remove_skipped_pages(
     self, request_id: str, num_computed_tokens: int
   ) -> None:
-    """Frees the pages behind the windows of a request; ignores unknown ones.
+    """Frees the pages that the windows of a request have passed.
 
-    `num_computed_tokens` are tokens to which no step in flight writes.
+    The windows end after `num_computed_tokens` tokens, to which no step in
+    flight may write. A request without pages is ignored.
     """
     num_tokens = at_least("num_computed_tokens", num_computed_tokens, 0)
     held = self._state.held.get(request_id)
@@ -360,10 +362,9 @@ class CacheManager(ManagerReports):
 
   @atomic
   def free(self, request: Any) -> None:
-    """Frees all pages of a request, the last page first.
+    """Frees all pages of a request, if any, the last page first.
 
-    They stay cached until they are allocated again. A request without pages is
-    ignored.
+    Cached pages stay cached until they are allocated again.
     """
     state = self._state
     held = state.held.get(request.request_id)
@@ -375,11 +376,11 @@ class CacheManager(ManagerReports):
   def pop_pages_for_free(self, request: Any) -> PoppedPages | None:
     """Removes a request but keeps its pages until `free_pages`.
 
-    Use it while a step in flight may still write to them.
+    Use it while a step in flight may still write to the pages.
 
     Returns:
-      The argument for `free_pages`, the same object at each call until then;
-      None for a request without pages.
+      The argument for `free_pages`; the same object if the call is repeated
+      before `free_pages`. None for a request without pages.
     """
     state, name = self._state, request.request_id
     held = state.held.get(name)
@@ -400,7 +401,7 @@ class CacheManager(ManagerReports):
     """Frees popped pages in the order of `free`; does nothing for None.
 
     Raises:
-      ValueError: they were freed before.
+      ValueError: the pages were freed before.
     """
     if popped is None:
       return
@@ -417,7 +418,7 @@ class CacheManager(ManagerReports):
 
   @atomic
   def evict_pages(self, page_ids: Iterable[int]) -> None:
-    """Removes pages, cached or not, from the cache; requests keep them.
+    """Removes pages from the prefix cache; requests keep them.
 
     Raises:
       TypeError: an id is not an int.
@@ -431,7 +432,7 @@ class CacheManager(ManagerReports):
 
   @atomic
   def reset_prefix_cache(self) -> bool:
-    """Removes all pages from the cache; False if not all pages are free."""
+    """Empties the prefix cache if all pages are free; else returns False."""
     state = self._state
     if state.pool.num_free < self.config.num_pages - 1:
       return False
@@ -442,7 +443,6 @@ class CacheManager(ManagerReports):
 
   @atomic
   def new_step_starts(self) -> None:
-    """Starts a scheduling step; states published before it count as written."""
-    # Pages that get a content from now on belong to the new step.
+    """Starts a scheduling step; states published earlier count as written."""
     state = self._state
     state.undo_log.replace(state, step_clock=state.pool.clock)

@@ -15,7 +15,7 @@ class Limits:
   """The limits that a manager enforces.
 
   Attributes:
-    config: the sizes of the device state.
+    config: the sizes and options of the cache.
     max_model_len: tokens of the longest sequence.
     max_encoder_tokens: tokens of the longest encoder input.
     max_requests: the most requests that hold pages at once.
@@ -42,9 +42,9 @@ def make(
   watermark: float,
   **options: Any,
 ) -> Limits:
-  """Returns the limits of a `CacheManager` from its arguments.
+  """Returns the limits of a `CacheManager` with these arguments.
 
-  `options` are fields of `CacheConfig`.
+  `options` are further fields of `CacheConfig`.
   """
   as_count("max_model_len", max_model_len, 1)
   as_count("max_requests", max_requests, 1)
@@ -67,12 +67,12 @@ def make(
   sizes = [group.page_size or 0 for group in groups]
   alignment, page_size = math.lcm(*sizes), math.gcd(*sizes)
   scratch = max(group.num_speculative for group in groups) * page_size
-  # A row has whole pages of every group, so its length is such a multiple.
+  # A slot has whole pages of every group: a multiple of the alignment.
   slot_pages = -(-max(encoder, max_model_len + scratch) // alignment)
   config = CacheConfig(
     page_size=page_size,
-    # Each request writes to a page that no other one holds. So more slots than
-    # pages would never be used.
+    # Each request writes to a page that no other request holds, so more slots
+    # than usable pages would never be occupied.
     num_slots=min(max_requests, max(1, options["num_pages"] - 1)),
     pages_per_slot=slot_pages * (alignment // page_size),
     groups=tuple(groups),
@@ -142,7 +142,7 @@ def _check_caching(
 def _longest_encoder(
   groups: Sequence[GroupKind], max_model_len: int, limit: int | None
 ) -> int:
-  """Returns the tokens of the longest encoder input; 0 without such a group."""
+  """Returns the tokens of the longest encoder input; 0 if there is none."""
   if any(group.holds_encoder for group in groups):
     limit = max_model_len if limit is None else limit
     return as_count("max_encoder_tokens", limit, 1)

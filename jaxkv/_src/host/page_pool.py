@@ -1,4 +1,4 @@
-"""The pages of a cache on the host: references, free queue, cached pages."""
+"""The page pool of a manager: references, free queue and prefix index."""
 
 import itertools
 from collections.abc import Hashable
@@ -18,60 +18,60 @@ Index = dict[Hashable, tuple[int, ...]]
 
 
 class PageListener(Protocol):
-  """A listener of `jaxkv.host.CacheManager`: hears of cached pages.
+  """Listens to changes of the prefix cache of a `CacheManager`.
 
-  Its methods are called during a call of the manager. To be undone with that
-  call, a change must be recorded in `CacheManager.undo_log` before it is made.
+  The manager calls these methods inside its own methods. A listener must record
+  each change of its state in `CacheManager.undo_log` first, so that the change
+  is undone if the method of the manager raises.
   """
 
   def stored(
     self, request: Any, group: int, first: int, pages: Sequence[int]
   ) -> None:
-    """Hears that a request filled the columns of a group from `first` on.
+    """Receives the columns of a group, from `first` on, that a request filled.
 
-    `pages` has a page for each column that this call published, and 0 for the
-    others: those that no lookup can find, and pages that were cached before.
+    `pages` has the page of each column, or 0 if this call did not publish it:
+    no lookup can find the page, or it was cached before.
     """
 
   def removed(self, page: int, group: int) -> None:
-    """Hears that a page left the prefix cache."""
+    """Receives a page that left the prefix cache."""
 
   def cleared(self) -> None:
-    """Hears that all pages left the prefix cache."""
+    """Is called when all pages have left the prefix cache."""
 
 
 class HostPool:
   """Pages with references, a free queue and an index of cached pages.
 
-  The methods are the steps of atomic calls: each records in `undo_log` how to
-  undo its changes, and the caller commits them. They check nothing.
+  The methods run inside atomic methods of the manager. They record changes in
+  `undo_log`, but do not commit them, and do not check arguments.
 
-  A content is a `PrefixNode` or a `DevicePage`. The lists `content`, `group`,
-  `stamp` and `is_cached` also have the numbers of host pages.
+  The content of a page is a `PrefixNode` or a `DevicePage`. The lists
+  `content`, `group`, `stamp` and `is_cached` include host pages.
 
   Attributes:
     undo_log: the changes of the current call.
     unhashed_first: True if pages that are not cached go to the front of the
       free queue; see `CacheConfig.free_policy`.
-    ref_count: the references of each page, with its pins.
-    pin_count: how many of a page's references belong to callers of `Pages`.
+    ref_count: the number of references to each page, pins included.
+    pin_count: the number of references to each page that `Pages` handed out.
     queue: the free pages.
-    content: the content that each page got last; None for none.
-    group: the group in which each page got it.
-    stamp: the clock when each page got it; -1 for none.
+    content: the latest content of each page; None for none.
+    group: the group in which each page got its content.
+    stamp: the clock when each page got its content; -1 for none.
     is_cached: True for pages that a lookup can find.
     clock: the number of pages that got a content, published or not.
-    new: pages popped since `take_new`; None if they are not tracked.
+    new: True for pages popped since `take_new`; None if they are not tracked.
     released: the clock when each page's last reference was removed; None if
       ages are not tracked.
     lifetime, idle: evicted pages by age, as in `jaxkv.telemetry.Residency`.
-    counts: the fields of `jaxkv.Stats`.
-    listeners: hear of pages that enter or leave the index.
+    counts: the values of the counters `Stats.names()`.
+    listeners: the `PageListener`s to call.
     saved: the pages in host memory; None without `CacheConfig.host_pages`.
-    index: for each group, the pages with a digest: first those on the device,
-      then those in host memory, each in the order of their stamps. The last
-      index has the pages of all groups that are known by their key on the
-      device only.
+    index: for each group, a dictionary from digests to cached pages, which are
+      in `lookup_order`. One more dictionary has the cached pages of all groups
+      whose content is a `DevicePage`.
   """
 
   def __init__(self, config: CacheConfig, undo_log: UndoLog):
@@ -101,7 +101,7 @@ class HostPool:
 
   @property
   def knows_device_pages(self) -> bool:
-    """True if a cached page is known by its key on the device only."""
+    """True if the content of a cached page is a `DevicePage`."""
     return bool(self.index[-1])
 
   def count(self, name: str, amount: int) -> None:
@@ -110,7 +110,7 @@ class HostPool:
     self.counts[name] += amount
 
   def pop(self, count: int) -> list[int]:
-    """Pops pages, with one reference each; `count` must be free."""
+    """Pops `count` pages, which must be free, with one reference each."""
     if not count:
       return []
     pages = self.queue.pop(count)
@@ -128,7 +128,7 @@ class HostPool:
     """Removes popped pages from the index, before they are overwritten.
 
     Returns:
-      The host page to which the content of each saved page goes.
+      A dictionary from each saved page to the host page that gets its content.
     """
     cached, saved = self.is_cached, self.saved
     evicted = [page for page in pages if cached[page]]
@@ -144,9 +144,9 @@ class HostPool:
     return self._save(saved, evicted)
 
   def _save(self, saved: SavedPages, pages: list[int]) -> dict[int, int]:
-    """Moves contents to the oldest host pages, whose contents are forgotten."""
+    """Saves contents of pages to host pages; returns the host page of each."""
     targets: list[int] = []
-    # More pages than there are host pages replace each other.
+    # If there are more pages than host pages, later pages replace earlier ones.
     while len(targets) < len(pages):
       batch = saved.next_targets(len(pages) - len(targets))
       forgotten = [page for page in batch if self.is_cached[page]]
@@ -159,10 +159,10 @@ class HostPool:
     return dict(zip(pages, targets, strict=True))
 
   def hold_hits(self, columns: list[list[int]]) -> list[list[int]]:
-    """Adds a reference for each page of hits, after its return to the device.
+    """Restores the host pages of a hit, and adds a reference to each page.
 
     Returns:
-      The pages, with the numbers of device pages.
+      The pages, with device pages in place of the host pages.
     """
     pages = [page for column in columns for page in column]
     saved, on_host = self.saved, []
@@ -171,7 +171,7 @@ class HostPool:
     if saved is None or not on_host:
       self.hold(pages)
       return columns
-    # Hits on the device are held first, so that no restored page evicts them.
+    # Device pages are held first, so that no restored page evicts them.
     self.hold([page for page in pages if not saved.is_on_host(page)])
     places = self._restore(saved, list(dict.fromkeys(on_host)))
     self.undo_log.save_items(self.ref_count, [*places.values()])
@@ -180,25 +180,25 @@ class HostPool:
     return [[places.get(page, page) for page in column] for column in columns]
 
   def _restore(self, saved: SavedPages, pages: list[int]) -> dict[int, int]:
-    """Moves host pages to free device pages, and returns those."""
-    # The contents leave their numbers first, because a page that makes room can
-    # be saved to the same host page.
+    """Restores host pages to free pages; returns the new page of each."""
+    # The contents are lifted first, because a page that is evicted to make room
+    # can be saved to one of these host pages.
     contents = self._lift(pages)
     saved.to_front(pages)
     places = self.queue.pop(len(pages))
     targets = self._evict(places)
     self._settle(places, contents)
-    # A restored page has its content already.
+    # Restored pages have a content, so they must not be zeroed.
     self.mark_new(places, is_new=False)
     saved.record(places, targets, dict(zip(places, pages, strict=True)))
     saved.count("restored", len(pages))
     return dict(zip(pages, places, strict=True))
 
   def _lift(self, pages: Sequence[int]) -> list[tuple[Any, int, int]]:
-    """Removes cached pages from the index, unheard by listeners.
+    """Removes cached pages from the index, without a call of listeners.
 
     Returns:
-      The content of each page, with its group and stamp, for `_settle`.
+      The content, group and stamp of each page, for `_settle`.
     """
     self.set_listed(pages, is_listed=False)
     return [
@@ -208,13 +208,12 @@ class HostPool:
   def _settle(
     self, pages: Sequence[int], lifted: list[tuple[Any, int, int]]
   ) -> None:
-    """Gives lifted contents to pages that are not cached."""
+    """Gives the contents that `_lift` returned to pages that are not cached."""
     contents, groups, stamps = zip(*lifted, strict=True)
     self.set_contents(pages, contents, groups, stamps, [True] * len(lifted))
 
   def hold(self, pages: Sequence[int]) -> None:
-    """Adds a reference for each page; null pages are ignored."""
-    # Pages behind a window are null, and the null page has no references.
+    """Adds a reference to each page; null pages are ignored."""
     counts, pages = self.ref_count, [page for page in pages if page]
     self.undo_log.save_items(counts, pages)
     # A page can occur twice, but it leaves the queue once.
@@ -224,15 +223,15 @@ class HostPool:
       counts[page] += 1
 
   def release(self, pages: Iterable[int]) -> None:
-    """Removes a reference for each page, in eviction order.
+    """Removes a reference from each page; null pages are ignored.
 
-    The first page that becomes free is evicted first. Null pages are ignored.
+    The first page that becomes free is evicted first.
     """
     counts, pages = self.ref_count, [page for page in pages if page]
     self.undo_log.save_items(counts, pages)
     for page in pages:
       counts[page] -= 1
-    # The last of several references to a page makes it free.
+    # A page that occurs more than once becomes free at its last occurrence.
     freed = [page for page in pages if not counts[page]]
     if len(set(freed)) < len(freed):
       freed = list(dict.fromkeys(reversed(freed)))[::-1]
@@ -240,8 +239,8 @@ class HostPool:
       self.undo_log.save_items(self.released, freed)
       for page in freed:
         self.released[page] = self.clock
-    # Pages without a key cannot be hit, so they are used before any cached page
-    # is evicted. They keep the order in which they were released.
+    # No lookup finds uncached pages, so they are used before any cached page is
+    # evicted. They keep the order in which they were released.
     if self.unhashed_first:
       cached = self.is_cached
       self.queue.push_front([page for page in freed if not cached[page]])
@@ -261,11 +260,10 @@ class HostPool:
     group: int,
     published: Sequence[bool],
   ) -> None:
-    """Gives full pages of a group their contents; publishes some of them."""
+    """Sets the contents of full pages; publishes those marked `published`."""
     stamps = range(self.clock, self.clock + len(pages))
     groups = itertools.repeat(group)
     self.set_contents(pages, contents, groups, stamps, published)
-    # Every content advances the clock, published or not, as on the device.
     self.undo_log.replace(self, clock=stamps.stop)
     self.count("published_pages", sum(published))
 
@@ -277,10 +275,10 @@ class HostPool:
     stamps: Iterable[int],
     published: Sequence[bool],
   ) -> None:
-    """Sets the contents of pages that are not cached; publishes some."""
+    """Sets contents of uncached pages; publishes those marked `published`."""
     for values in (self.content, self.group, self.stamp):
       self.undo_log.save_items(values, pages)
-    # The pages set the length, because `groups` may be endless.
+    # Not strict, because `groups` can be an infinite iterator.
     content_of, group_of, stamp_of = self.content, self.group, self.stamp
     rows = zip(pages, contents, groups, stamps, strict=False)
     for page, content, group, stamp in rows:
@@ -288,30 +286,29 @@ class HostPool:
     self.set_listed(itertools.compress(pages, published), True)
 
   def unpublish(self, pages: Iterable[int]) -> None:
-    """Removes pages from the index; those that are not cached are ignored."""
-    # A caller may name a page twice, but it leaves the index once.
+    """Removes pages from the index; uncached pages are ignored."""
     cached = [page for page in dict.fromkeys(pages) if self.is_cached[page]]
     self.set_listed(cached, False)
-    # After the index has changed, so that listeners find the page not cached.
+    # Listeners are called after the index has changed, so they see the change.
     for listener in self.listeners:
       for page in cached:
         listener.removed(page, self.group[page])
 
   def equal_pages(self, page: int) -> tuple[int, ...]:
-    """Returns the pages with the digest of a cached page, by their stamps."""
+    """Returns the cached pages with the same digest as a cached page."""
     content = self.content[page]
-    # The key of a page from a device is another one in every group.
+    # A key of the device depends on the group, so one index has all groups.
     number = -1 if content.is_from_device else self.group[page]
     return self.index[number][content.digest]
 
   def lookup_order(self, page: int) -> tuple[bool, int]:
-    """Returns the order of equal pages: on the device first, then by stamp."""
+    """Returns the sort key of equal pages: device pages first, then stamps."""
     is_on_host = self.saved is not None and self.saved.is_on_host(page)
     return is_on_host, self.stamp[page]
 
   def clear(self) -> None:
     """Removes all pages from the index; the queue keeps its order."""
-    # New objects, so that an undo can put the old ones back as they were.
+    # New objects, so that an undo can restore the old ones.
     self.undo_log.replace(
       self,
       index=[{} for _ in self.index],
@@ -333,7 +330,7 @@ class HostPool:
     return pages
 
   def mark_new(self, pages: Sequence[int], *, is_new: bool) -> None:
-    """Adds pages to those that `take_new` will return, or removes them."""
+    """Adds pages to the result of the next `take_new`, or removes them."""
     if self.new is not None:
       self.undo_log.save_items(self.new, pages)
       for page in pages:
@@ -351,12 +348,9 @@ class HostPool:
     self.undo_log.replace(self, lifetime=lifetime, idle=idle)
 
   def set_listed(self, pages: Iterable[int], is_listed: bool) -> None:
-    """Adds pages with contents to the index, or removes cached ones.
-
-    No listener hears of it.
-    """
+    """Adds pages to the index, or removes them, without calling listeners."""
     # Each entry is recorded before its change. If an interrupt comes between
-    # the two, the undo writes what is still there.
+    # the two, the undo writes the value that is still there.
     before: list[tuple[int, Index, Hashable, tuple[int, ...]]] = []
     self.undo_log.record((self._restore_index, before))
     contents, groups, cached = self.content, self.group, self.is_cached

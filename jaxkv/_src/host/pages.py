@@ -19,11 +19,11 @@ class Pages:
   """The pages of a `CacheManager`: references, keys and listeners.
 
   A reference that is taken here belongs to the caller, until `release`. Page
-  ids are 1 to N - 1. `cached_in_order` and `find` also return host pages, with
-  numbers N + 1 + h, which only `keys` and `groups` accept.
+  ids are 1 to N - 1, where N is `num_pages`. `cached_in_order` and `find` also
+  return host pages, as N + 1 + h, which only `keys` and `groups` accept.
 
   Attributes:
-    undo_log: that of the manager.
+    undo_log: see `CacheManager.undo_log`.
   """
 
   def __init__(self, state: HostState):
@@ -31,23 +31,22 @@ class Pages:
     self.undo_log = state.undo_log
 
   def add_listener(self, listener: PageListener) -> None:
-    """Calls a listener whenever a page enters or leaves the prefix cache."""
+    """Adds a listener for pages that enter or leave the prefix cache."""
     self._state.pool.listeners.append(listener)
 
   @atomic
   def detach(self, request: Any) -> list[int]:
-    """Removes a request; its references belong to the caller now.
+    """Removes a request, whose references then belong to the caller.
 
     Returns:
-      Its pages, group by group, without null pages; empty if it holds none.
+      The request's pages, group by group, without null pages.
     """
     state = self._state
     held = state.held.get(request.request_id)
     if held is None:
       return []
     pages = [page for table in held.tables for page in table if page]
-    # The references stay. From now on they count as pins, which `release`
-    # removes.
+    # The references stay, and become pins, which `release` can remove.
     state.pool.pin(pages, 1)
     state.forget(held)
     allocate.vacate(state, held)
@@ -55,17 +54,17 @@ class Pages:
 
   @atomic
   def take(self, count: int) -> list[int]:
-    """Takes pages from the front of the free queue; they are evicted.
+    """Pops `count` free pages, which leave the prefix cache.
 
     Raises:
       TypeError: `count` is not an int.
-      ValueError: it is negative, or too few are free.
+      ValueError: `count` is negative, or too few pages are free.
     """
     pool = self._state.pool
     if at_least("count", count, 0) > pool.num_free:
       raise ValueError(
-        f"`count` must be at most {pool.num_free}, got {count}: more pages are "
-        "not free."
+        f"`count` must be at most {pool.num_free}, the number of free pages, "
+        f"got {count}."
       )
     pages = pool.pop(count)
     pool.pin(pages, 1)
@@ -80,15 +79,16 @@ class Pages:
 
   @atomic
   def release(self, page_ids: Sequence[int]) -> None:
-    """Gives references back; the first page that becomes free is evicted first.
+    """Removes a reference from each page; the first page is evicted first.
 
     Raises:
-      ValueError: a page has fewer references of callers than are given back.
+      ValueError: an id is out of range, or names a page more often than callers
+        have references to it.
     """
     self._check(page_ids)
     pool = self._state.pool
-    # Counted down first, so that a page that is named twice is found. The undo
-    # log restores the counts if the call raises.
+    # Decremented before the check, so that it finds a page that is named too
+    # often. If it raises, the undo log restores the counts.
     pool.pin(page_ids, -1)
     wrong = sorted({page for page in page_ids if pool.pin_count[page] < 0})
     if wrong:
@@ -106,7 +106,7 @@ class Pages:
 
   @atomic
   def ref_counts(self, page_ids: Iterable[int] | None = None) -> list[int]:
-    """Returns the references of pages; None for all pages."""
+    """Returns the number of references to each page; None for all pages."""
     counts = self._state.pool.ref_count
     if page_ids is None:
       return counts[:]
@@ -117,8 +117,8 @@ class Pages:
     """Counts a request's leading pages with enough references, by group.
 
     Args:
-      request_id: a request; one without pages has none.
-      num_references: the fewest references of these pages, of any holders.
+      request_id: a request; the counts are 0 if it holds no page.
+      num_references: the references that a page needs, from any holders.
     """
     held = self._state.held.get(request_id)
     if held is None:
@@ -145,7 +145,7 @@ class Pages:
 
   @atomic
   def keys(self, page_ids: Iterable[int]) -> list[bytes | None]:
-    """Returns the keys of pages in their groups; None for uncached pages."""
+    """Returns the key of each page in its group; None for uncached pages."""
     pool, page_ids = self._state.pool, list(page_ids)
     cached = [page for page in page_ids if pool.is_cached[page]]
     keys = self._state.device_keys
@@ -179,8 +179,8 @@ class Pages:
     pool = self._state.pool
     if not pool.knows_device_pages:
       return sum(map(len, pool.index))
-    # A page may be known by its key, and another one with that key by its
-    # prefix, so that their digests differ.
+    # A `DevicePage` and a `PrefixNode` with the same key have different
+    # digests, so keys are compared.
     pages = pool.cached_pages()
     return len({*self.keys(pages)})
 

@@ -28,10 +28,11 @@ class HashedTokens(NamedTuple):
 
   Attributes:
     token_ids: the tokens.
-    salt, items: those of the request, see `RequestFields`.
+    salt, items: see `RequestFields`.
     root: the node before the first page.
-    pages: the whole pages of S tokens, masked, as int32 bytes.
+    pages: the masked tokens of the whole pages of S tokens, as int32 bytes.
     digests: the digest of the prefix that ends with each of these pages.
+    secret: see `HostState`.
   """
 
   token_ids: list[int]
@@ -45,9 +46,9 @@ class HashedTokens(NamedTuple):
   def serves(
     self, request: RequestFields, num_tokens: int, secret: bytes
   ) -> bool:
-    """True if these begin with the first `num_tokens` tokens of the request.
+    """True if the first `num_tokens` tokens of a request are hashed here.
 
-    The secret must be that of the same manager.
+    False if the hashes have another secret, that of another manager.
     """
     # A request may change after its lookup, so the contents are compared.
     if self.salt != request.salt or self.items != request.items:
@@ -67,10 +68,10 @@ class HashedTokens(NamedTuple):
   ) -> list[PrefixNode]:
     """Returns nodes for the first `count` pages.
 
-    The path to `last_hit` is reused if it is the path of these pages.
+    The path to `last_hit` is reused if its digests are those of these pages.
     """
-    # Requests with equal prefixes then share nodes, and keys on the device are
-    # computed once.
+    # Requests with equal prefixes then share nodes, whose keys are computed
+    # only once.
     page_bytes = len(self.pages) // max(len(self.digests), 1)
     nodes = last_hit.path() if last_hit is not None else []
     begin = len(nodes)
@@ -114,8 +115,8 @@ def find_prefix(
   num_tokens, longest = _agree(state, pages, limit, len(hashed.digests))
   first = [group.skipped_pages(num_tokens) for group in state.groups]
   stop = [num_tokens // group.size for group in state.groups]
-  # If no group needs a page of the prefix, as for a chunk that ends there, the
-  # cache proves nothing about these tokens. So this is a miss.
+  # A group can need no page of the prefix, as `ChunkedLocal` layers if a chunk
+  # ends there. If no group needs a page, no tokens were compared: a miss.
   if not any(a < b for a, b in zip(first, stop, strict=True)):
     num_tokens, first, stop = 0, [0] * len(first), [0] * len(stop)
   columns = tuple(
@@ -131,7 +132,7 @@ def find_prefix(
 def _worth_restoring(
   config: CacheConfig, pages: list[list[int]]
 ) -> list[list[int]]:
-  """Computes `longest_hit.worth_restoring` for the pages of each column."""
+  """Computes `longest_hit.worth_restoring` for lists of pages by group."""
   padded = _as_array(pages, max(map(len, pages)))
   worth: Any = worth_restoring(config, padded)
   rows = zip(worth[0].tolist(), pages, strict=True)
@@ -139,7 +140,7 @@ def _worth_restoring(
 
 
 def _as_array(pages: list[list[int]], num_columns: int) -> Any:
-  """Returns int32[1, G, P]; 0 after the pages of a group."""
+  """Pads G lists with zeros to int32[1, G, num_columns]."""
   array = np.zeros((1, len(pages), num_columns), np.int32)
   for row, column in zip(array[0], pages, strict=True):
     row[: len(column)] = column
@@ -149,9 +150,9 @@ def _as_array(pages: list[list[int]], num_columns: int) -> Any:
 def _agree(
   state: HostState, pages: list[list[int]], limit: int, num_digests: int
 ) -> tuple[int, int]:
-  """Computes `longest_hit.agree` for the cached pages of each column."""
+  """Computes `longest_hit.agree` for lists of pages by group."""
   config = state.config
-  # Numpy takes longer than the rest of a short lookup. Usually all groups
+  # NumPy would take longer than the rest of a short lookup. Usually all groups
   # accept the hit of full attention, which ends before its first miss.
   if state.has_plain_hits:
     num_tokens = limit
@@ -183,8 +184,8 @@ def holds_tokens(
 ) -> bool:
   """True if the pages of a hit still hold the tokens of the request.
 
-  After the lookup a page may have been evicted and given to another request.
-  The pages that are skipped after `num_computed` tokens are not compared.
+  After the lookup, a page may have been evicted and given to another request.
+  Pages that a group skips after `num_computed` tokens are not compared.
   """
   contents, cached = state.pool.content, state.pool.is_cached
   for group, pages in zip(state.groups, hits, strict=True):
@@ -198,8 +199,8 @@ def holds_tokens(
     digests = [
       contents[page].digest if cached[page] else None for page in hit_pages
     ]
-    # Digests are the fast check. A page from a device has none of a prefix, so
-    # the lookup is repeated.
+    # Most pages pass this fast check. A `DevicePage` has a digest of another
+    # kind, so the lookup is repeated.
     if digests != expected:
       cached_pages = _cached_pages(state, hashed, group)[first : len(pages)]
       if cached_pages != hit_pages:
@@ -213,13 +214,13 @@ def _cached_pages(
   """Returns the cached page of each column of a group; 0 for none."""
   pool = state.pool
   digests = hashed.digests[group.step - 1 :: group.step]
-  # `map` looks digests up without a Python call for each. As in vLLM, the hit
-  # is the page published first, which is the first of the tuple.
+  # `map` looks digests up without a Python call for each. Of equal pages, the
+  # first in `lookup_order` is the hit, as in vLLM.
   pages = [
     listed[0] if listed else 0
     for listed in map(pool.index[group.number].get, digests)
   ]
-  # Keys of the device take long to compute, so only if a page needs them.
+  # Keys of the device take long to compute. Only a `DevicePage` needs them.
   if pool.knows_device_pages and state.device_keys is not None:
     nodes = hashed.nodes(len(hashed.digests))
     state.device_keys.compute(nodes)
@@ -238,7 +239,7 @@ def _cached_pages(
 def _add_device_pages(
   state: HostState, group: LayerGroup, nodes: list[PrefixNode], pages: list[int]
 ) -> None:
-  """Adds hits among the pages that are known by their key on the device."""
+  """Adds hits among the pages whose content is a `DevicePage`."""
   pool, keys = state.pool, state.device_keys
   assert keys is not None
   for column, node in enumerate(nodes[group.step - 1 :: group.step]):

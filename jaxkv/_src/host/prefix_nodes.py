@@ -30,19 +30,19 @@ Key = tuple[int, int, int, int]
 
 TOKEN_BYTES = 4
 _MASK = 0xFFFFFFFF
-# Fewer rows than this are permuted faster as Python numbers than by numpy.
+# Below this number of rows, Python numbers are faster than NumPy.
 _FEW_ROWS = 8
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class PrefixNode:
-  """A prefix of whole pages: the last page's tokens, and the node before it.
+  """A prefix of whole pages: the last page's tokens, and a parent node.
 
   Attributes:
     digest: 16 bytes, equal for equal prefixes; the key in the host's index.
     parent: the node of the prefix without the last page; None for a root.
     tokens: the S tokens of the last page as int32 bytes; for a root, its salt.
-    key: the key on the device before the mask of a group; None until
+    key: the key on the device, without the mask of a group; None until
       `DeviceKeys.compute`.
   """
 
@@ -75,7 +75,7 @@ class PrefixNode:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class DevicePage:
-  """A page known by its key on the device; its prefix is unknown.
+  """The content of a page that a device loop filled, without its prefix.
 
   Attributes:
     digest: the key on the device, in the group of the page.
@@ -87,7 +87,7 @@ class DevicePage:
   is_from_device: ClassVar[bool] = True
 
   def last_tokens(self, count: int) -> bytes:
-    """Returns all tokens; a device pads those of a small page with zeros."""
+    """Returns all tokens, with zeros after those of a small page."""
     return self.tokens
 
 
@@ -97,7 +97,7 @@ def chain_digests(root: bytes, tokens: bytes, page_bytes: int) -> list[bytes]:
   # `struct` cuts all pages in one call, and ignores an incomplete page.
   cut = struct.Struct(f"{page_bytes}s" * (len(tokens) // page_bytes))
   for page in cut.unpack_from(tokens):
-    # The digest before has a fixed size, so the bytes are unambiguous.
+    # Digests have a fixed size, so the concatenation is unambiguous.
     digest = blake2b(digest + page, digest_size=16).digest()
     digests.append(digest)
   return digests
@@ -106,7 +106,7 @@ def chain_digests(root: bytes, tokens: bytes, page_bytes: int) -> list[bytes]:
 def grow_path(
   last: PrefixNode, digests: Iterable[bytes], tokens: bytes, page_bytes: int
 ) -> list[PrefixNode]:
-  """Returns nodes for the pages of tokens that follow a node."""
+  """Returns the nodes after `last`, one for each page of `tokens`."""
   nodes = []
   for place, digest in enumerate(digests):
     begin = place * page_bytes
@@ -116,11 +116,11 @@ def grow_path(
 
 
 class DeviceKeys:
-  """Computes the same keys as the device, with the secret of its state.
+  """Computes the same keys as the device.
 
   Attributes:
     secret: uint32[2 + G, 4], as `hashing.make_secret` computes it.
-    epoch: the version of the weights, as in `CacheState`.
+    epoch: always 0; see `CacheState.epoch`.
   """
 
   epoch = 0
@@ -150,8 +150,8 @@ class DeviceKeys:
     pages = list(itertools.chain.from_iterable(levels))
     if not pages:
       return
-    # Only the chain needs the keys of the level before. So the digests of all
-    # pages are computed in one pass of numpy.
+    # Only the chain is computed level by level. The digests of all pages are
+    # computed in one pass of NumPy.
     digests, begin = self._page_digests(pages), 0
     for level in levels:
       parents = [node.parent.key for node in level if node.parent]

@@ -24,9 +24,9 @@ def publish(
 ) -> None:
   """Makes a request's first tokens final, and publishes their full pages.
 
-  The request is read only if a page became full. Of a request that begins,
-  `hashed` are the hashed tokens, and `first` has each group's first column
-  after the hit. If fewer tokens are final than before, nothing changes.
+  For a new request, `hashed` are its hashed tokens, and `first` has each
+  group's first column after the hit. A running request is read only if a page
+  became full. If `num_tokens` tokens were final before, nothing changes.
   """
   # Tokens beyond the tables have no page yet.
   before, num_tokens = held.length, min(num_tokens, held.room)
@@ -45,7 +45,7 @@ def publish(
     state.undo_log.save_length(held.nodes)
     held.nodes += new_nodes
   else:
-    # If the call fails, a request that begins is dropped, so nothing is saved.
+    # A new request is dropped if the call fails, so no undo is recorded.
     held.nodes = hashed.nodes(num_tokens // size, _last_hit(state, held))
   for group in state.groups:
     stop = group.final_pages(num_tokens)
@@ -55,7 +55,7 @@ def publish(
 
 
 def _last_hit(state: HostState, held: HeldSequence) -> PrefixNode | None:
-  """Returns the node of the last page of a hit; None if it has none."""
+  """Returns the node of the last page of a request's hit; None without one."""
   # New pages are not cached yet, so the cached ones are those of the hit.
   for table in held.tables:
     for page in reversed(table):
@@ -68,7 +68,7 @@ def _last_hit(state: HostState, held: HeldSequence) -> PrefixNode | None:
 def more_nodes(
   state: HostState, held: HeldSequence, request: RequestFields, num_tokens: int
 ) -> list[PrefixNode]:
-  """Returns nodes for a request's full pages that follow its own nodes."""
+  """Returns nodes for the full pages after those in `held.nodes`."""
   size, nodes = state.config.page_size, held.nodes
   begin, end = len(nodes) * size, num_tokens // size * size
   tokens = content(request, begin, end, size, state.secret).tobytes()
@@ -88,8 +88,8 @@ def _publish_group(
     columns.start * step + step - 1 : columns.stop * step : step
   ]
   pages = table[columns.start : columns.stop]
-  # Pages behind a window are null. A page may be cached already, because forks
-  # share a full page that waits for its key, and each fork publishes it.
+  # Pages behind a window are null. A page can be cached already: forks can
+  # share a full page without a key, and each of them then publishes it.
   is_fresh = [page > 0 and not pool.is_cached[page] for page in pages]
   pool.fill(
     list(itertools.compress(pages, is_fresh)),
@@ -98,7 +98,7 @@ def _publish_group(
     list(itertools.compress(is_listed, is_fresh)),
   )
   if pool.listeners:
-    # Listeners get every column, so that they can count tokens from `start` on.
+    # Listeners get every column, so that they can count tokens.
     flags = zip(pages, is_fresh, is_listed, strict=True)
     stored = [page if fresh and listed else 0 for page, fresh, listed in flags]
     for listener in pool.listeners:

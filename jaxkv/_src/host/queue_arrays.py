@@ -1,4 +1,4 @@
-"""The free queue of a manager in the form that it has on a device."""
+"""Converts the free queue of a manager to a `FreeQueue`, and back."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from jaxkv._src.cache.pool.free_queue import FreeQueue
 
 
 def from_order(num_pages: int, order: list[int]) -> FreeQueue:
-  """Returns a queue of the pages, with arrays of numpy."""
-  # No entry is stale, so the queue is the ring's beginning.
+  """Returns a `FreeQueue` of NumPy arrays with pages in eviction order."""
+  # No entry is stale, so the entries fill the beginning of the ring.
   pages = np.array(order, np.int32)
   ring = np.zeros((free_queue.capacity(num_pages),), np.int32)
   position = np.full((num_pages,), NOWHERE, np.int32)
@@ -25,9 +25,9 @@ def from_order(num_pages: int, order: list[int]) -> FreeQueue:
 
 
 def in_order(queue: Any) -> list[int]:
-  """Returns the pages of a queue of numpy in eviction order."""
-  # A page that left the middle of the queue leaves a stale entry. The page's
-  # position no longer names the place of the entry.
+  """Returns the pages of a `FreeQueue` of NumPy arrays in eviction order."""
+  # An entry is stale if its page was removed from the middle of the queue. The
+  # position of the page is then not that of the entry.
   capacity = len(queue.ring)
   place = (int(queue.head) + np.arange(int(queue.span))) % capacity
   pages = queue.ring[place]

@@ -1,4 +1,4 @@
-"""The answers of a manager about its requests, pages and statistics."""
+"""The methods of a manager that report on requests, pages and statistics."""
 
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.pool.host_pages import Moves
@@ -15,7 +15,7 @@ class ManagerReports:
   """The methods of `CacheManager` that allocate, publish and free nothing.
 
   Attributes:
-    config: sizes of the device state.
+    config: the sizes and options of the cache.
     undo_log: the changes of the current call; see `PageListener`.
   """
 
@@ -34,7 +34,7 @@ class ManagerReports:
 
   @property
   def is_full(self) -> bool:
-    """True if as many requests hold pages as can."""
+    """True if no further request can hold pages."""
     return not self._state.vacant
 
   @property
@@ -56,7 +56,7 @@ class ManagerReports:
     *,
     capped: bool = True,
   ) -> int:
-    """Counts the pages that a request needs besides those that it holds.
+    """Counts the pages that a request needs in addition to those that it holds.
 
     Args:
       request_id: a request, with or without pages.
@@ -64,8 +64,7 @@ class ManagerReports:
       num_state_tokens: the tokens that recurrent groups count; None for
         `num_tokens`.
       num_encoder_tokens: encoder tokens that need pages.
-      capped: counts, for a group that frees pages, the most that a sequence
-        holds at once.
+      capped: True to count at most `most_pages` for a group without states.
     """
     if num_state_tokens is None:
       num_state_tokens = num_tokens
@@ -92,7 +91,10 @@ class ManagerReports:
 
   @atomic
   def get_num_common_prefix_pages(self, request_id: str) -> list[int]:
-    """Counts the leading pages that all requests hold; 0 for windows."""
+    """Counts a request's leading pages that all requests hold, by group.
+
+    The count is 0 for groups other than `FullAttention`.
+    """
     state, common = self._state, []
     held = state.held.get(request_id)
     tables = held.tables if held is not None else [[] for _ in state.groups]
@@ -107,11 +109,11 @@ class ManagerReports:
     return common
 
   def _is_common(self, group: int, column: int, page: int) -> bool:
-    """True if all requests hold a page in a column."""
+    """True if all requests hold `page` in this column."""
     state = self._state
     if state.pool.ref_count[page] < len(state.held):
       return False
-    # Without references of others, the count proves it.
+    # If all references are from requests, their number proves it.
     if not state.popped and not state.pool.pin_count[page]:
       return True
     return all(
@@ -147,8 +149,8 @@ class ManagerReports:
     """
     if not self.config.track_new_pages:
       raise ValueError(
-        "`track_new_pages` must be True for new pages; make the CacheManager "
-        "with it."
+        "`track_new_pages` must be True for take_new_page_ids, got False; make "
+        "the CacheManager with it."
       )
     return self._state.pool.take_new()
 
@@ -157,8 +159,8 @@ class ManagerReports:
     """Returns the moves between device and host memory since the last call.
 
     Make them with `jaxkv.kv.move` before anything is written to the pages that
-    were allocated meanwhile. The arrays are of numpy, int32[X], where X is
-    `num_pages` or, after more moves, a multiple of it.
+    were allocated since that call. The result has NumPy arrays, int32[X], where
+    X is a multiple of `num_pages`.
 
     Raises:
       ValueError: `host_pages` is 0.
@@ -194,5 +196,5 @@ class ManagerReports:
 
   @property
   def usage(self) -> float:
-    """The fraction of the pages that are held, without the null page."""
+    """The fraction of pages that are held; the null page is not counted."""
     return 1 - self.num_free_pages / (self.config.num_pages - 1)

@@ -39,19 +39,19 @@ class Request:
 
   Requests of vLLM and eSurge have further attributes. Requests that differ in
   `lora_request` (its `lora_name`, `lora_path` or `lora_int_id`) share no page.
-  A page with an item of `mm_features` is shared only with the same item there,
-  which has an `identifier` or `mm_hash`, and a range of tokens, `mm_position`
-  or `placeholder_range`. With an item without a range, no page is shared with
-  requests that lack the item. `skip_reading_prefix_cache`, or in its absence
-  `sampling_params.prompt_logprobs`, skips the lookup.
+  An item of `mm_features` has an `identifier` or `mm_hash`. Its range of tokens
+  is `mm_position` or `placeholder_range`. A page in this range is shared only
+  if the other request has the same item there. If an item has no range, no page
+  is shared with requests that lack the item. `skip_reading_prefix_cache` skips
+  the lookup; if it is missing, `sampling_params.prompt_logprobs` does.
 
   Attributes:
     request_id: the request's name.
     token_ids: the tokens of prompt and output.
     num_prompt_tokens: tokens of the prompt; None for all initial tokens.
     num_computed_tokens: tokens with computed K/V, as the scheduler counts.
-    num_in_flight_tokens: those of `num_computed_tokens` whose step still runs.
-      Their pages are not freed before it ends.
+    num_in_flight_tokens: the last of these tokens, whose step still runs. Pages
+      that this step needs are not freed.
     status: "waiting", "running" or "preempted".
     cache_salt: a str or bytes; requests with different salts share no page. ""
       and None are the same, as in vLLM.
@@ -59,8 +59,8 @@ class Request:
     mm: images and similar inputs with placeholders among the tokens.
     prompt_embeds: embeddings that replace the first tokens, a row for each;
       pages with different embeddings are not shared.
-    prompt_logprobs: computes the whole prompt without a lookup; its pages are
-      still cached for others.
+    prompt_logprobs: True to compute the whole prompt without a lookup. Its
+      pages are still cached for other requests.
     shared_prefix_boundary: the length of a prefix that some groups, but not
       all, had cached at the lookup; 0 to use the length that the lookup found.
   """
@@ -108,8 +108,8 @@ def read_request(request: Any) -> RequestFields:
   """Reads any object with the attributes of `Request`.
 
   Raises:
-    AttributeError: it lacks one of the three required attributes.
-    TypeError, ValueError: as `identity_of`.
+    AttributeError: the request lacks one of the three required attributes.
+    TypeError, ValueError: see `identity_of`.
   """
   tokens = tokens_of(request)
   salt, items = identity_of(request)
@@ -131,9 +131,9 @@ def read_request(request: Any) -> RequestFields:
 
 
 def tokens_of(request: Any) -> Sequence[int]:
-  """Returns a request's tokens, prompt and output."""
-  # Requests of eSurge and vLLM have `all_token_ids`. For these a default costs
-  # less than the exception of a missing attribute.
+  """Returns the tokens of a request's prompt and output."""
+  # Requests of eSurge and vLLM have `all_token_ids`. For them, `getattr` with a
+  # default is faster than an AttributeError.
   tokens = getattr(request, "token_ids", None)
   return request.all_token_ids if tokens is None else tokens
 
@@ -141,7 +141,6 @@ def tokens_of(request: Any) -> Sequence[int]:
 def first_tokens(request: RequestFields, count: int) -> list[int]:
   """Returns a copy of a request's first tokens."""
   tokens = request.token_ids[:count]
-  # A slice of a list is a copy already.
   return tokens if isinstance(tokens, list) else list(tokens)
 
 
@@ -154,13 +153,12 @@ def _status_of(request: Any, computed: int) -> str:
 
 
 def _skips_lookup(request: Any) -> bool:
-  # vLLM derives this attribute from the sampling parameters, so it takes
-  # precedence over them.
+  # vLLM derives this attribute from `sampling_params`, so it is read first.
   skips = getattr(request, "skip_reading_prefix_cache", None)
   if skips is not None:
     return bool(skips)
-  # A number of 0 in the sampling parameters asks for log-probs too, of the
-  # prompt's tokens without alternatives. Only None asks for none.
+  # In `sampling_params`, 0 requests log-probs too: those of the prompt's tokens
+  # without alternatives. Only None requests none.
   sampling = getattr(request, "sampling_params", None)
   return (
     bool(getattr(request, "prompt_logprobs", None))
@@ -173,8 +171,8 @@ def content(
 ) -> np.ndarray:
   """Returns the contents of tokens `start .. stop`, int32[stop - start].
 
-  Where an item touches a page of `size` tokens, its tokens are masked by a hash
-  of the item and the secret.
+  If an item touches a page of `size` tokens, the tokens of the page are masked;
+  see `mask_items`.
   """
   try:
     tokens = int32s(request.token_ids[start:stop])
@@ -204,6 +202,6 @@ def int32s(values: Sequence[int]) -> np.ndarray:
   try:
     return np.frombuffer(struct.pack(f"{len(values)}i", *values), np.int32)
   except struct.error:
-    # `struct.error` does not tell types from values out of range. `array`
-    # raises TypeError for one and OverflowError for the other.
+    # `array` raises TypeError for a wrong type and OverflowError for a value
+    # out of range. `struct.error` does not distinguish them.
     return np.asarray(array.array("i", values))

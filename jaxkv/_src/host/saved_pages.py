@@ -1,6 +1,8 @@
-"""The pages in host memory of a manager, with the rules of `pool.host_pages`.
+"""The pages in host memory of a `CacheManager`; see `cache/pool/host_pages`.
 
-Host page h, 0 .. N2 - 1, has the number N + 1 + h in the lists of `HostPool`.
+Host page h, 0 <= h < `CacheConfig.host_pages`, has the number N + 1 + h in
+`HostPool` and in the methods of `SavedPages`, 1 + h in `SavedPages.queue`, and
+h in `SavedPages.moves`. N is `CacheConfig.num_pages`.
 """
 
 from collections.abc import Iterable
@@ -15,20 +17,20 @@ from jaxkv._src.host.atomic import UndoLog
 from jaxkv._src.host.free_list import FreeList
 
 COUNTERS: tuple[str, ...] = ("saved", "restored", "forgotten", "dropped")
-"""The counters `<name>_pages` of `jaxkv.Stats`."""
+"""The names of the counters; `jaxkv.Stats` calls them `saved_pages` etc."""
 
 
 class SavedPages:
-  """The queue of the host pages, and the moves that the engine has to make.
+  """The queue of host pages, and the moves between device and host memory.
 
   Attributes:
     saves: True if evicted pages are saved; False if `CacheConfig.host_policy`
-      restores none.
-    queue: all host pages in the order in which they will be overwritten, as
-      1 .. N2.
-    moves: device page, host page saved to and host page restored from, 0 .. N2
-      - 1 or `Moves.NONE`, for each move since `take_moves`.
-    counts: `COUNTERS` since the manager was made.
+      never restores a page.
+    queue: all host pages, in the order in which they will be overwritten.
+    moves: the moves since the last `take_moves`, in order. Each is a device
+      page, the host page that gets its content, and the host page whose content
+      it gets; `Moves.NONE` for no host page.
+    counts: the value of each counter in `COUNTERS`.
   """
 
   def __init__(self, config: CacheConfig, undo_log: UndoLog):
@@ -44,22 +46,22 @@ class SavedPages:
     return page > self._num_pages
 
   def next_targets(self, count: int) -> list[int]:
-    """Returns the numbers of the next host pages to overwrite, at most N2.
+    """Returns `count` host pages to overwrite, or all if there are fewer.
 
-    They go to the back of the queue.
+    The pages move from the front of the queue to its back.
     """
     pages = self.queue.pop(min(count, self._num_host_pages))
     self.queue.push_back(pages)
     return [self._num_pages + page for page in pages]
 
   def to_front(self, numbers: Sequence[int]) -> None:
-    """Makes host pages the next to be overwritten, in the given order."""
+    """Moves host pages to the front of the queue, in the given order."""
     pages = [number - self._num_pages for number in numbers]
     self.queue.remove(pages)
     self.queue.push_front(pages)
 
   def count(self, name: str, amount: int) -> None:
-    """Adds to a counter."""
+    """Adds `amount` to the counter `name`."""
     self._undo_log.save_key(self.counts, name)
     self.counts[name] += amount
 
@@ -69,7 +71,10 @@ class SavedPages:
     saved_to: dict[int, int],
     restored_from: dict[int, int],
   ) -> None:
-    """Records a move of each page; the dictionaries have host page numbers."""
+    """Records a move of each device page that a dictionary maps to a host page.
+
+    A page that is in neither dictionary is ignored.
+    """
     self._undo_log.save_length(self.moves)
     for page in pages:
       targets = saved_to.get(page), restored_from.get(page)
@@ -81,20 +86,21 @@ class SavedPages:
         self.moves.append((page, saved, restored))
 
   def take_moves(self) -> Moves:
-    """Returns the moves since the last call, as arrays of numpy."""
+    """Returns the moves since the last call, as NumPy arrays."""
     moves = as_arrays(self.moves, self._num_pages)
     self._undo_log.replace(self, moves=[])
     return moves
 
 
 def as_arrays(moves: list[tuple[int, int, int]], num_pages: int) -> Moves:
-  """Returns moves, see `SavedPages.moves`, as arrays of numpy."""
-  # Whole multiples of N, so that few shapes are compiled.
+  """Converts moves, in the form of `SavedPages.moves`, to NumPy arrays."""
+  # The arrays are padded to a multiple of N, so that programs that take them
+  # are compiled for few shapes.
   size = max(1, -(-len(moves) // num_pages)) * num_pages
   rows = np.zeros((size, 3), np.int32)
   rows[: len(moves)] = np.array(moves, np.int32).reshape(-1, 3)
   page, saved_to, restored_from = rows.T.copy()
-  # Typed Any: the arrays are of numpy here, and of jax on a device.
+  # `Any`, because the fields of `Moves` are annotated as JAX arrays.
   make: Any = Moves
   return make(
     page=page,

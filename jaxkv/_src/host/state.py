@@ -25,23 +25,23 @@ from jaxkv._src.host.types import PrefixCacheStats
 
 @dataclasses.dataclass(slots=True, eq=False)
 class HeldSequence:
-  """The pages of a request, which has a row in the device state.
+  """The pages of a request, which occupies a slot.
 
-  Once a request is in `HostState.held`, the undo log records each change of a
-  field, except that of `request`.
+  Once it is in `HostState.held`, the undo log records each change of a field.
 
   Attributes:
     request_id: the name of the request.
-    slot: its row in the device state.
+    slot: the row of the request in `CacheState`.
     tables: a list of page numbers for each group; 0 for the null page.
-    skipped: the leading pages of each table that a hit left out or that were
-      freed. A recurrent table can have more null pages after them.
-    request: the scheduler's object at the last call.
+    skipped: the number of leading null pages in each table, left out by the hit
+      or freed. A recurrent table can have null pages after other pages too.
+    request: the newest object that the scheduler passed for the request.
     length: the number of published tokens.
     room: the number of tokens that fit the tables.
     root: the node before the first page; None without prefix caching.
     nodes: a node for each S published tokens.
-    prompt_length, boundary: as in `SlotHashes`.
+    prompt_length: see `SlotHashes`.
+    boundary: see `SlotHashes.shared_prefix_boundary`.
   """
 
   request_id: str
@@ -61,12 +61,12 @@ class HostState:
   """The pages of requests, the pool and the prefix index.
 
   Attributes:
-    limits: the limits.
-    config: the sizes of the device state.
+    limits: the limits that the manager enforces.
+    config: the sizes and options of the cache.
     undo_log: the changes of the current call.
     groups: the layer groups.
-    skipping: the groups that skip pages while a sequence runs.
-    skipping_kinds: one of them for each kind, since equal kinds skip equally.
+    skipping: the groups with `skips_pages`.
+    skipping_kinds: one of these groups for each kind and page size.
     has_plain_hits: see `prefix_rules.has_plain_hits`.
     pool: the pages.
     held: the requests that hold pages, by name.
@@ -74,11 +74,11 @@ class HostState:
     vacant: slots without pages; the last one in the list is used next.
     secret: the secret of digests and masks.
     device_keys: computes keys as the device does; None without prefix caching.
-    index_arrays: the prefix index of the device; None without prefix caching.
-    events: None unless `num_events` is positive.
-    statistics: the statistics since the last reading, without the ages.
-    read_ages: `lifetime` and `idle` of the pool at that reading.
-    read_moves: the counters of host memory at that reading; empty without.
+    index_arrays: converts the prefix index; None without prefix caching.
+    events: the event log; None if `num_events` is 0.
+    statistics: hits and resets since the last `take_statistics`.
+    read_ages: `lifetime` and `idle` of the pool at that call.
+    read_moves: `SavedPages.counts` at that call; empty without host pages.
     step_clock: the pool's clock when the scheduling step started.
   """
 
@@ -103,7 +103,7 @@ class HostState:
     self.index_arrays: IndexArrays | None = None
     self.events: EventList | None = None
     self.secret = b""
-    # `as_secret` makes a jax array, so only a secret that is given pays for it.
+    # `as_secret` makes a JAX array, so it is called only if there is a key.
     words: Any = np.frombuffer(os.urandom(16), "<u4")
     if key is not None:
       words = np.asarray(as_secret("key", key))
@@ -118,7 +118,7 @@ class HostState:
     self.read_ages = self.pool.lifetime, self.pool.idle
     self.read_moves = self._move_counts()
     self.step_clock = 0
-    # No call has to undo how the parts were made.
+    # The construction is never undone.
     self.undo_log.commit()
 
   def root_of(self, request: RequestFields) -> PrefixNode:
@@ -129,7 +129,7 @@ class HostState:
     return PrefixNode(digest.digest(), None, salt)
 
   def set_request(self, held: HeldSequence, request: Any) -> None:
-    """Keeps the newest object of a request, whose tokens the bridge reads."""
+    """Stores the newest object of a request, whose tokens are read later."""
     if held.request is not request:
       self.undo_log.replace(held, request=request)
 
@@ -145,7 +145,7 @@ class HostState:
   def take_statistics(self) -> PrefixCacheStats:
     """Returns the statistics since the last call."""
     statistics = self.statistics
-    # The pool never resets its counts, so a reading returns the differences.
+    # The pool does not reset its counts, so the last ones are subtracted.
     ages = self.pool.lifetime, self.pool.idle
     if self.pool.released is not None:
       lifetime, idle = (
@@ -162,7 +162,7 @@ class HostState:
     return statistics
 
   def lower_readings(self) -> None:
-    """Bounds the last readings by counts that an older state has lowered."""
+    """Limits the last readings to counts, which an older state can decrease."""
     ages = tuple(
       [min(pair) for pair in zip(read, counts, strict=True)]
       for read, counts in zip(

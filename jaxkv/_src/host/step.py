@@ -53,7 +53,11 @@ def _rows(
   num_new_tokens: Any,
   num_lookahead_tokens: int,
 ) -> list[tuple[int, HeldSequence, Demand]]:
-  """Serves requests quietly; returns the others, with their places."""
+  """Calls `advance_quietly` for each request.
+
+  Returns:
+    The place, sequence and demand of each request that still must be served.
+  """
   rows: list[tuple[int, HeldSequence, Demand]] = []
   names: set[str] = set()
   counts = _new_tokens(num_new_tokens, len(running))
@@ -81,12 +85,12 @@ def advance_quietly(
   num_new_tokens: int,
   num_lookahead_tokens: int,
 ) -> Demand | None:
-  """Serves a running request that needs, frees and fills no page, as most do.
+  """Serves a running request if it needs, frees and fills no page.
 
   Returns:
-    None if it was served; else its sizes, for `allocate`.
+    None if the request was served; else the argument for `allocate`.
   """
-  # These lines run for every request in every step, so they call little.
+  # This code runs for every request in every step, so it makes few calls.
   computed, limits = request.num_computed_tokens, state.limits
   if computed.__class__ is not int or computed < 0:
     computed = at_least("num_computed_tokens", computed, 0)
@@ -96,8 +100,7 @@ def advance_quietly(
   room, final = total + num_lookahead_tokens, len(tokens_of(request))
   if final > total:
     final = total
-  # The conditions are those under which an allocation would do nothing but set
-  # the length: it needs no page, frees none behind a window, and fills none.
+  # A call is quiet if an allocation would only set the length.
   before, size = held.length, state.config.page_size
   is_quiet = room <= held.room and (
     final <= before or final // size == before // size
@@ -112,7 +115,7 @@ def advance_quietly(
     room = min(room, limits.max_model_len)
     return Demand(num_computed=computed, room=room, tokens=total, publish=final)
   if final > before:
-    # `save_attribute` would look the value up; this is the hottest line.
+    # Faster than `save_attribute`, which looks the value up.
     state.undo_log.record((setattr, held, "length", before))
     held.length = final
   return None
@@ -121,7 +124,7 @@ def advance_quietly(
 def _frees_pages(
   state: HostState, held: HeldSequence, num_computed: int
 ) -> bool:
-  """True if a page is behind a window after some tokens."""
+  """True if a page is behind a window after `num_computed` tokens."""
   for group in state.skipping_kinds:
     if group.skipped_pages(num_computed) > held.skipped[group.number]:
       return True
@@ -134,7 +137,7 @@ def not_held(name: str) -> KeyError:
 
 
 def _new_tokens(num_new_tokens: Any, num_running: int) -> Iterable[int]:
-  """Returns the new tokens of each request."""
+  """Returns the number of new tokens of each request."""
   if isinstance(num_new_tokens, int):
     return [at_least("num_new_tokens", num_new_tokens, 1)] * num_running
   counts = np.asarray(num_new_tokens)

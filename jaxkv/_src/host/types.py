@@ -12,13 +12,13 @@ class CachePages:
 
   Attributes:
     pages: a list of page ids for each group.
-    unhashed: the ids that were not cached when the call returned.
-    shared_prefix_boundary: tokens that some groups had cached but not all, in a
-      lookup; 0 if all agreed.
+    unhashed: by group, the ids of new pages that the call did not publish.
+    shared_prefix_boundary: the length of a longer prefix that some groups, but
+      not all, had cached at the lookup; 0 for none.
     lookup: the hashed tokens of a lookup, for the allocation that follows.
   """
 
-  # Only ids are compared: equal pages may come from different calls.
+  # Only ids are compared, so results of different calls can be equal.
   pages: tuple[list[int], ...]
   unhashed: tuple[list[int], ...] = dataclasses.field(
     default=(), compare=False, repr=False
@@ -48,20 +48,20 @@ class CachePages:
     return self.pages
 
   def get_unhashed_page_ids(self) -> list[int]:
-    """Returns the page ids of the first group that the call left uncached."""
+    """Returns `unhashed` of the first group."""
     return [*self.unhashed[0]] if self.unhashed else []
 
   def get_unhashed_page_ids_all_groups(self) -> tuple[list[int], ...]:
-    """Returns the page ids that the call left uncached, by group."""
+    """Returns `unhashed`, by group."""
     return self.unhashed or self.new_empty().pages
 
   def new_empty(self) -> "CachePages":
-    """Returns empty pages with as many groups."""
+    """Returns a `CachePages` with the same number of groups, all empty."""
     return CachePages(tuple([] for _ in self.pages))
 
 
 class PoppedPages(NamedTuple):
-  """Pages of a removed request, which keep its slot until they are freed.
+  """Pages of a removed request, whose slot is occupied until they are freed.
 
   Attributes:
     slot: the slot.
@@ -83,13 +83,13 @@ class PrefixCacheStats:
       lookup.
     queries: tokens that were looked up.
     hits: looked-up tokens that were cached.
-    preempted_requests, preempted_queries, preempted_hits: the same for
-      preempted requests, which the first three exclude.
+    preempted_requests, preempted_queries, preempted_hits: the same counts for
+      preempted requests, which `requests`, `queries` and `hits` exclude.
     reset: True if the cache was reset.
     lifetime, idle: evicted pages by age, see `jaxkv.telemetry.Residency`; empty
       without `track_residency`.
     saved, restored: pages that moved to host memory, and back.
-    forgotten: saved pages that later ones replaced.
+    forgotten: saved pages that later saved pages replaced.
     dropped: cached pages that were evicted and not saved, with `host_pages`.
   """
 
@@ -110,12 +110,12 @@ class PrefixCacheStats:
   def counting(
     self, num_tokens: int, num_hits: int, *, is_preempted: bool
   ) -> "PrefixCacheStats":
-    """Adds the lookup of an admitted request to the statistics."""
-    # As in vLLM, preempted requests are counted apart. They often hit pages
-    # that they computed themselves.
+    """Returns the statistics plus the lookup of an admitted request."""
+    # As in vLLM, preempted requests are counted separately, because they often
+    # hit pages that they computed themselves.
     prefix = "preempted_" if is_preempted else ""
     added = {"requests": 1, "queries": num_tokens, "hits": num_hits}
-    # `dataclasses.replace` takes as long as a short lookup.
+    # `copy` is faster than `dataclasses.replace`.
     totals = copy.copy(self)
     for name, number in added.items():
       setattr(totals, prefix + name, getattr(self, prefix + name) + number)

@@ -1,8 +1,9 @@
 """An engine that serves a client's calls with one rollout of fixed shapes.
 
-The program is compiled once. A call submits prompts to the empty queue, runs
-the rollout to its end and harvests the answers. The pages persist, so a later
-prompt hits the prefix that it shares with an earlier prompt or answer.
+A call submits prompts to the empty queue, runs the rollout to its end and
+harvests the answers. All calls have the same shapes, so few programs are
+compiled. Pages stay cached between calls, so a prompt hits the prefix that it
+shares with an earlier prompt or answer.
 """
 
 import dataclasses
@@ -37,10 +38,10 @@ from jaxkv.rollout import RolloutState
 
 
 class QueueEngine:
-  """Serves batches of `Job`s, one batch after another.
+  """Serves `Job`s, in one or more batches of fixed shape.
 
-  An engine is not thread-safe. If a call raises, the pages are lost and the
-  next call begins with an empty cache.
+  Calls of `run` must not overlap. If the compiled program raises, the pages are
+  lost, and the next call starts with an empty cache.
 
   Attributes:
     sizes: the fixed shapes.
@@ -65,7 +66,7 @@ class QueueEngine:
       scaled: True to return log-probs of logits divided by the temperature.
       banned: tokens that only jobs with `may_draw_banned` may draw.
       salted: True if jobs can have salts, see `Job`.
-      mesh: the devices of the state.
+      mesh: the devices that hold the state; None for the default device.
       split_heads: True to shard the K/V heads of pages over the mesh axis "tp".
     """
     self.sizes = sizes
@@ -90,8 +91,8 @@ class QueueEngine:
     )
     self._state: RolloutState | None = None
     self._is_stale = False
-    # Counters are copied to the host, because a call in another thread can
-    # donate the state.
+    # A copy on the host, because a thread can read the counters while `run`
+    # donates the state in another thread.
     self._counters: dict[str, Any] = {}
     options = None
     if jax.default_backend() == "cpu" and jax.__version__.startswith("0.10."):
@@ -110,11 +111,11 @@ class QueueEngine:
       params: the model's parameters.
       jobs: any number of jobs.
       log_probs: True to return log-probs. The first such call compiles again,
-        and all later calls record log-probs.
+        and all later calls return log-probs, too.
 
     Raises:
       RuntimeError: the pool has too few pages for a sample.
-      ValueError: a job does not fit.
+      ValueError: a job does not fit `sizes`.
     """
     for job in jobs:
       client_jobs.check(job, self.sizes)
@@ -130,18 +131,15 @@ class QueueEngine:
     return answers
 
   def forget(self) -> None:
-    """Drops all cached pages, because the weights have changed."""
+    """Invalidates all cached pages at the next `run`, for changed weights."""
     self._is_stale = True
 
   def counters(self) -> dict[str, Any]:
-    """Returns the counts of work since the cache was last made.
-
-    See `jaxkv.rollout.Counters`.
-    """
+    """Returns the `jaxkv.rollout.Counters` of the current cache, by name."""
     return dict(self._counters)
 
   def num_bytes(self) -> int:
-    """Returns the bytes of keys and values."""
+    """Returns the size of all keys and values in bytes."""
     pages = jax.eval_shape(lambda: self._init_kv(self._cache))
     leaves = jax.tree.leaves(pages)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -168,8 +166,8 @@ class QueueEngine:
       batch = batch._replace(requests=requests)
     # The state is donated, so it is lost if the call raises.
     state, self._state = self._state, None
-    # Clients call in the contexts of different meshes, and each context would
-    # compile the program again.
+    # Clients call `run` in the contexts of different meshes. For each of them,
+    # jit would compile the program again.
     with no_mesh():
       if state is None:
         state = self._new_state()
@@ -241,7 +239,7 @@ class QueueEngine:
   def _program(
     self, params: Any, state: RolloutState, batch: JobBatch, stale: Array
   ) -> tuple[RolloutState, dict[str, Any]]:
-    """Runs the device program of one call."""
+    """Submits a batch, generates its samples and harvests them, under jit."""
     cache = _drop_pages(state.memory.cache, stale)
     state = dataclasses.replace(
       state, memory=dataclasses.replace(state.memory, cache=cache)
@@ -274,7 +272,7 @@ class QueueEngine:
 
 
 def _drop_pages(cache: CacheState, stale: Array) -> CacheState:
-  """Prevents hits of all earlier pages, if `stale` is True."""
+  """Invalidates all cached pages if `stale` is True."""
   # Selects only the two small arrays that `new_epoch` changes. A `lax.cond`
   # would pass the whole cache through both branches.
   next_epoch, _ = new_epoch(cache)
@@ -291,7 +289,7 @@ def _drop_pages(cache: CacheState, stale: Array) -> CacheState:
 def _with_filters(
   state: RolloutState, sampling: rollout.Sampling | None
 ) -> RolloutState:
-  """Sets the rollout's top-k and top-p to the batch's, which may be None."""
+  """Replaces the top-k and top-p of the queue; None removes both."""
   # A filter that is None is not compiled. Between calls both filters are None,
   # so that programs with and without filters take the same state.
   sampling = sampling or rollout.Sampling()
@@ -318,7 +316,7 @@ def _scaled_model(model: rollout.Model) -> rollout.Model:
 
 
 def _ban(tokens: tuple[int, ...]) -> rollout.Process:
-  """Makes a `Process` that sets the logits of banned tokens to -inf."""
+  """Makes a `Process` that masks tokens where `may_draw` is False."""
 
   def process(
     logits: Array, rows: rollout.Rows, extra: Any

@@ -18,13 +18,13 @@ class Job:
   Attributes:
     prompt: the tokens.  # int32[L]
     seeds: a non-negative seed for each sample.
-    max_tokens: the most tokens of each sample.
-    temperature: 0 takes the most likely token.
+    max_tokens: the maximum number of tokens of each sample.
+    temperature: the sampling temperature; 0 for greedy decoding.
     top_k: 0 for all tokens.
     top_p: 1 for all tokens.
     stop_tokens: tokens that end a sample.
     may_draw_banned: True if samples may draw the engine's banned tokens.
-    adapter: the index of the model's adapter.
+    adapter: the index of the LoRA adapter.
     salt: part of the page keys, so that jobs with different salts share no
       page.  # uint32[4]
   """
@@ -50,12 +50,12 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-  """A sample.
+  """One sample of a job.
 
   Attributes:
     tokens: the drawn tokens, the stop token included.  # int32[T]
-    log_probs: the log-prob of each token, from the model's logits or from its
-      scaled logits; None if not requested.  # float32[T]
+    log_probs: the log-prob of each token, before `top_k` and `top_p`. A scaled
+      engine applies the temperature first. None if not recorded.  # float32[T]
     finish: a `jaxkv.rollout.Finish`.
   """
 
@@ -65,9 +65,7 @@ class Answer:
 
 
 class JobBatch(NamedTuple):
-  """Arrays of fixed shape for P jobs of up to G samples.
-
-  `EngineSizes` defines P, G and W.
+  """Arrays for up to P jobs, padded to the shapes of `EngineSizes`.
 
   Attributes:
     requests: the prompts and the settings of their samples.
@@ -84,9 +82,9 @@ class EngineSizes:
 
   Attributes:
     num_jobs: P, the number of prompts in the queue.
-    num_samples: G, the most samples of a job.
-    max_length: W, the most tokens of a sample, its prompt included.
-    num_stop_tokens: the most stop tokens of a job.
+    num_samples: G, the maximum number of samples of a job.
+    max_length: the maximum number of tokens of a sample and its prompt.
+    num_stop_tokens: the maximum number of stop tokens of a job.
     num_slots: the number of samples that run at once.
     num_pages: pages of the pool, the null page included.
     page_size: tokens of a page.
@@ -104,7 +102,7 @@ class EngineSizes:
 
   @property
   def total(self) -> int:
-    """Q, the number of samples."""
+    """Q, the number of samples in the queue."""
     return self.num_jobs * self.num_samples
 
 
@@ -139,7 +137,7 @@ def split(jobs: list[Job], limit: int) -> list[tuple[int, Job]]:
 
 
 def check(job: Job, sizes: EngineSizes) -> None:
-  """Checks that a job fits the shapes of an engine, or raises ValueError."""
+  """Raises ValueError unless a job fits the shapes of an engine."""
   length = len(job.prompt)
   if not length:
     raise ValueError("`prompt` must have at least one token, got none.")
@@ -161,7 +159,7 @@ def check(job: Job, sizes: EngineSizes) -> None:
 
 
 def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> JobBatch:
-  """Converts up to P jobs, which `check` has accepted, to arrays.
+  """Converts up to `sizes.num_jobs` jobs, which `check` accepts, to arrays.
 
   `scaled` is True if the model divides its logits by the temperature.
   """
@@ -221,12 +219,12 @@ def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> JobBatch:
 
 
 def seeds(root: Any, count: int) -> tuple[int, ...]:
-  """Derives seeds of samples from `root`, with `numpy.random.SeedSequence`.
+  """Derives seeds for `count` samples from the entropy `root`.
 
   Examples:
     >>> seeds(7, 2) == seeds(7, 3)[:2], len(set(seeds([7, 1], 100)))
     (True, 100)
   """
   words = np.random.SeedSequence(root).generate_state(count, np.uint32)
-  # Seeds get 31 bits, because a negative seed of `Sampling` is ignored.
+  # Seeds have 31 bits, because `Sampling` ignores a negative int32 seed.
   return tuple((words >> np.uint32(1)).tolist())

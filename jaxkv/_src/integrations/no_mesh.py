@@ -10,11 +10,11 @@ import numpy as np
 
 @contextlib.contextmanager
 def no_mesh() -> Iterator[None]:
-  """Hides the mesh of the context from layers that look it up.
+  """Hides the current mesh from the layers of a model.
 
-  Layers constrain the batch to be sharded over a mesh axis. A packed call has a
-  batch of one row, which cannot be sharded. Without a mesh, a program is also
-  compiled only once for all contexts in which it is called.
+  Layers that find a mesh shard the batch over a mesh axis. A packed call has a
+  batch of one row, which cannot be sharded. Hiding the mesh also lets calls in
+  the contexts of different meshes share one compiled program.
   """
   with contextlib.ExitStack() as stack:
     with warnings.catch_warnings():

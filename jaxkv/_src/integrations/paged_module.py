@@ -19,8 +19,8 @@ from jaxkv.kv import LayerPlan
 from jaxkv.kv import plan_layers
 
 Replaced = type | tuple[type, str] | str
-"""The method to replace: `__call__` of a class; another method of a class, as
-`(Class, "method")`; or `__call__` of the layer at a path, as "layers.0.mlp"."""
+"""The name of a method to replace. A class, or the path of a layer such as
+"layers.0.mlp", names `__call__`. `(Class, "method")` names another method."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,9 @@ class PagedModule:
     graphdef: the decoder's structure.
     params: the decoder's variables, the first argument of `model`. They are one
       `nnx` state, or a tuple of several.
-    plan: the group of each layer.
-    num_kv_heads: K.
-    head_dim: D.
+    plan: the layer group and the memory of each layer.
+    num_kv_heads: K, the number of key-value heads.
+    head_dim: D, elements of a key.
     dtype: the dtype of keys and values.
     call: see `paged_module`.
     methods: see `paged_module`.
@@ -78,7 +78,7 @@ class PagedModule:
     memory = LayerMemory(self.plan, batch, kv)
     states = params if type(params) is tuple else (params,)
     module = bind(nnx.merge(self.graphdef, *states), self.methods, memory)
-    # The decoder's code can rely on promotions that jaxkv's users forbid.
+    # The decoder may need promotions that the caller's settings forbid.
     with (
       jax.numpy_dtype_promotion("standard"),
       jax.numpy_rank_promotion("allow"),
@@ -105,17 +105,17 @@ def paged_module(
 
   Args:
     module: the decoder.
-    call: `(module, memory, tokens int32[1, C], positions int32[1, C]) -> logits
-      [1, C, V]`, or [1, X, V] if a layer calls `memory.pick`. Padding has
-      position 0.
-    methods: the function `(layer, memory, *args, **kwargs)` that replaces each
-      method, see `Replaced`. It takes a `LayerMemory` before the method's other
-      arguments, and returns the same type of value. It can call the original as
-      `super(type(layer), layer).__call__`.
+    call: runs the module: `(module, memory, tokens, positions) -> logits`.
+      Tokens and positions are int32[1, C], and padding has position 0. Logits
+      are [1, C, V], or [1, X, V] after `memory.pick`, see `LayerMemory`.
+    methods: maps the methods to replace, see `Replaced`, to functions `(layer,
+      memory, *args, **kwargs)`. `memory` is a `LayerMemory`; the arguments
+      after it and the result are those of the method. A function can call the
+      original method as `super(type(layer), layer).__call__`.
     windows: the sliding window of each layer, in the order in which the layers
       attend; None for full attention.
-    num_kv_heads: K.
-    head_dim: D.
+    num_kv_heads: K, the number of key-value heads.
+    head_dim: D, elements of a key.
     dtype: the dtype of keys and values, as in `jaxkv.kv.init`.
 
   Returns:
@@ -158,7 +158,7 @@ def bind(
   Args:
     module: the module to change.
     methods: see `paged_module`.
-    memory: the second argument of each method.
+    memory: the second argument of the functions in `methods`.
 
   Returns:
     The module.

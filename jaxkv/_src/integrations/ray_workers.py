@@ -15,7 +15,7 @@ from jaxkv._src.extras import extra_package
 
 
 class _Key(NamedTuple):
-  """A `jax.random.key`, which cannot be pickled, as its numbers."""
+  """The data of a `jax.random.key`, because a key cannot be pickled."""
 
   data: np.ndarray
   impl: str
@@ -25,10 +25,10 @@ class _StoredWeights(NamedTuple):
   """Weights in Ray's object store.
 
   Attributes:
-    source: the weights that were stored. Versions alone do not distinguish
-      them, because each pool counts its own.
-    params: the reference of the stored arrays.
-    checksum: of the arrays, before they were stored.
+    source: the weights before they were stored. They identify the update,
+      because each pool counts versions separately.
+    params: Ray's reference to the stored arrays.
+    checksum: the checksum of the arrays before they were stored.
   """
 
   source: Any
@@ -39,8 +39,8 @@ class _StoredWeights(NamedTuple):
 class RayWorkers:
   """Makes workers that are Ray actors, for `jaxkv.workers.Pool`.
 
-  An actor that dies is a worker that fails: the pool makes another one. Weights
-  go through the object store, once for each update. An actor refuses weights
+  If an actor dies, the pool replaces it, as any worker that fails. Weights are
+  put into Ray's object store once for each update. An actor refuses weights
   whose checksum differs.
 
     ray.init()
@@ -59,8 +59,8 @@ class RayWorkers:
     """Creates the maker of actors.
 
     Args:
-      make: makes the worker inside of its actor, for the place in the pool,
-        usually a `jaxkv.workers.LocalWorker`. Ray copies the function there.
+      make: a function from a place in the pool to a worker, usually a
+        `jaxkv.workers.LocalWorker`. Ray copies it to an actor and calls it.
       timeout: seconds after which a call of an actor fails, compilation
         included; None for no limit.
       **options: options of the actors, such as `num_gpus`.
@@ -84,7 +84,7 @@ class RayWorkers:
     return RayWorker(self._ray, actor, self._stored, self._timeout)
 
   def _stored(self, params: Any) -> _StoredWeights:
-    """Returns weights in the object store, where all workers read them."""
+    """Puts weights into the object store, unless the last call stored them."""
     with self._lock:
       if self._weights is None or self._weights.source is not params:
         arrays = jax.device_get(params)
@@ -132,7 +132,7 @@ class RayWorker:
   ) -> list[int]:
     """See `jaxkv.workers.Worker`."""
     weights = self._stored(params)
-    # An argument of its own, so that Ray replaces the reference by the arrays.
+    # Ray resolves a reference only if it is an argument, not a part of one.
     return self._call(
       "update_weights", weights.params, weights.checksum, version, max_age
     )
@@ -152,7 +152,7 @@ class RayWorker:
 
 
 class _Actor:
-  """The process of a worker."""
+  """The Ray actor of a worker."""
 
   def __init__(self, make: Callable[[int], workers.Worker], place: int):
     self._worker = make(place)
@@ -184,7 +184,7 @@ def checksum_of(params: Any) -> bytes:
 
 
 def _without_keys(tree: Any) -> Any:
-  """Replaces random keys by their numbers, and other jax arrays by numpy's."""
+  """Replaces random keys by `_Key`s, and other jax arrays by numpy arrays."""
 
   def replaced(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
@@ -198,7 +198,7 @@ def _without_keys(tree: Any) -> Any:
 
 
 def _with_keys(tree: Any) -> Any:
-  """Makes random keys of their numbers again; other arrays stay numpy's."""
+  """Replaces each `_Key` by its random key, and keeps all other leaves."""
 
   def replaced(leaf: Any) -> Any:
     if not isinstance(leaf, _Key):

@@ -15,9 +15,9 @@ _SUPPORTED = {"llama3": "Llama3Attention", "qwen3": "Qwen3Attention"}
 def paged_module_of(module: Any) -> PagedModule:
   """Adapts a decoder of SkyRL-tx for rollouts.
 
-  These decoders take one adapter for each row of a batch. So each column of a
-  packed call becomes a row of one token. `rows.extra["adapter"]` has the
-  adapter's index.
+  These decoders take one LoRA adapter for each row of a batch. So each column
+  of a packed call becomes a row of one token, whose adapter index is in
+  `batch.rows.extra["adapter"]`.
 
   Args:
     module: an instance of tx's Llama 3 or Qwen3, with or without experts.
@@ -63,7 +63,7 @@ def _call(module: Any, memory: LayerMemory, tokens: Any, positions: Any) -> Any:
 
 
 def _attention(library: Any) -> Any:
-  """Returns the attention of Llama 3, and of Qwen3, which normalizes heads."""
+  """Returns paged attention for Llama 3 and Qwen3."""
 
   def attention(
     layer: Any,

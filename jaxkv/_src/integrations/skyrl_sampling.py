@@ -1,4 +1,4 @@
-"""Samples for the server of SkyRL-tx with the paged engine."""
+"""Samples for the server of SkyRL-tx with a `QueueEngine`."""
 
 import dataclasses
 import hashlib
@@ -30,14 +30,14 @@ class SamplingOptions:
   """Sizes of an engine. A field that is None is set from the first call.
 
   Attributes:
-    num_samples: the most samples of a prompt that share its computation.
+    num_samples: the maximum number of samples that share one prefill.
     num_jobs: the number of prompts in the queue.
-    num_pages: pages of the pool; None for half the memory of a dense cache for
-      the first call.
+    num_pages: pages of the pool; None for half of those that a dense cache
+      would need for the first call.
     page_size: tokens of a page.
     prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
-    max_length: the most tokens of a prompt with its answer. A longer request
-      raises it to the next power of two, and compiles again.
+    max_length: the maximum number of tokens of a prompt with its answer. A
+      longer request creates a larger engine, for the next power of two.
   """
 
   num_samples: int | None = None
@@ -81,11 +81,13 @@ class SkyrlSampler:
     Raises:
       NotImplementedError: the backend runs in several processes, or shards
         experts.
+      RuntimeError: the pool has too few pages for a sample.
+      ValueError: a prompt is empty, or its `max_tokens` is below 1.
     """
     if jax.process_count() > 1 or backend.mesh.shape["ep"] > 1:
       raise NotImplementedError(
-        "Sampling by jaxkv is for one process, and for a mesh that does not "
-        'split experts; set "expert_parallel_size" to 1.'
+        "jaxkv samples only in one process, and on a mesh that does not shard "
+        'experts; set "expert_parallel_size" to 1.'
       )
     if not batch.all_prompts:
       return {}
@@ -115,17 +117,14 @@ class SkyrlSampler:
     return results
 
   def counters(self) -> dict[str, Any]:
-    """Returns the counts of work since the cache was last made.
-
-    See `jaxkv.rollout.Counters`. A longer request can make a new cache.
-    """
+    """Returns the `jaxkv.rollout.Counters` of the current cache, by name."""
     return {} if self._engine is None else self._engine.counters()
 
   def _jobs(
     self, backend: Any, batch: Any, adapters: list[int], params: Any
   ) -> list[Job]:
-    """Makes one job from adjacent prompts that differ only in their seeds."""
-    # A salt digests an adapter's weights, so new weights invalidate all salts.
+    """Makes jobs; adjacent prompts that differ only in seeds share a job."""
+    # A salt is a digest of an adapter's weights, so new weights need new salts.
     if self._watch.has_changed(params[0], by_contents=False):
       self._salts = {}
     jobs: list[Job] = []
@@ -184,8 +183,8 @@ class SkyrlSampler:
 
   def _sizes(self, jobs: list[Job], stops: int) -> EngineSizes:
     options, size = self.options, self.options.page_size
-    # A new engine for one long call also serves the others, so it has at least
-    # the sizes of the old one.
+    # The new engine must also serve calls like earlier ones, so its queue is
+    # not smaller than the old one's.
     old = self._engine.sizes if self._engine is not None else None
     samples = max(len(job.seeds) for job in jobs)
     samples = options.num_samples or max(samples, old.num_samples if old else 1)
@@ -201,7 +200,7 @@ class SkyrlSampler:
       num_pages=options.num_pages or max(half, columns + 2),
       page_size=size,
       prefill_chunk=options.prefill_chunk,
-      num_stop_tokens=max(8, stops),
+      num_stop_tokens=max(8, stops, old.num_stop_tokens if old else 0),
     )
 
   def _sequence(
@@ -225,17 +224,14 @@ class SkyrlSampler:
   def _prompt_log_probs(
     self, backend: Any, prompt: list[int], adapter: int
   ) -> list[float]:
-    """Computes log-probs of a prompt's tokens from the second on.
-
-    The model's own forward pass computes them, without the paged cache.
-    """
+    """Computes log-probs of a prompt's second and later tokens, uncached."""
     models = packages.of_skyrl("tx.utils.models")
     width = models.round_up_seq_len(len(prompt))
     tokens = np.zeros((1, width), np.int32)
     tokens[0, : len(prompt)] = prompt
     mask = (np.arange(width) < len(prompt)).astype(np.int32)[None]
     params = (backend.lora_params, backend.non_lora_params)
-    # The model's own forward pass runs on the mesh of the backend.
+    # The model's layers look up the backend's mesh.
     with jax.set_mesh(backend.mesh):
       scores = self._scores(
         params, tokens, mask, np.asarray([adapter], np.int32)
@@ -259,12 +255,10 @@ def sample(
 ) -> dict[str, Any]:
   """Samples for SkyRL-tx like its `JaxBackendImpl.sample`, but with jaxkv.
 
-  The first call for a backend creates an engine and stores it there.
-
   Args:
     backend: a `JaxBackendImpl`.
     batch: tx's `PreparedSampleBatch`.
-    options: sizes of the engine, read in the first call only.
+    options: sizes of the engine, read only in a backend's first call.
 
   Returns:
     `{request_id: SampleOutput}`.
@@ -295,7 +289,7 @@ def install(options: SamplingOptions | None = None) -> Callable[[], None]:
   def sampled(self: Any, prepared_batch: Any) -> dict[str, Any]:
     return sample(self, prepared_batch, options)
 
-  # Annotations are copied, because SkyRL's workers read argument types there.
+  # SkyRL's workers read the types of arguments from the annotations.
   sampled.__annotations__ = dict(original.__annotations__)
   kind.sample = sampled
 

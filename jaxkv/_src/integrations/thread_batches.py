@@ -1,4 +1,4 @@
-"""Batches of the calls of several threads."""
+"""Serves concurrent calls of several threads in batches."""
 
 import threading
 from collections.abc import Callable
@@ -16,7 +16,7 @@ class _Call:
 
 
 class ThreadBatches:
-  """Serves requests of several threads in batches, on the calling threads.
+  """Serves requests of several threads in batches, in the calling threads.
 
   If no batch is in progress, a call serves its request at once. Requests that
   arrive during a batch form the next batch, in the order of their arrival. The
@@ -24,7 +24,7 @@ class ThreadBatches:
   """
 
   def __init__(self, serve: Callable[[list[Any]], list[Any]]):
-    """Creates batches without requests.
+    """Creates an empty queue of requests.
 
     `serve` maps a list of requests to their results. It never runs in two
     threads at once. If `serve` raises, each call of the batch raises.

@@ -98,7 +98,7 @@ def _adapt(
 
 
 def _rotary(module: Any, library: Any, dtype: Any) -> PagedModule:
-  """Adapts Llama 3, and Qwen3, which normalizes heads."""
+  """Adapts Llama 3 or Qwen3."""
 
   def attention(
     layer: Any,

@@ -1,4 +1,4 @@
-"""Implements tunix's interface `BaseRollout` with an engine."""
+"""Implements tunix's interface `BaseRollout` with a `QueueEngine`."""
 
 import itertools
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from jaxkv._src.integrations.tunix_models import paged_module_of
 from jaxkv._src.integrations.weight_changes import WeightWatch
 
 _SOLO_JOBS = 16
-"""The queue size of an engine if its first call has only one prompt."""
+"""`num_jobs` of an engine whose first call has one prompt with one sample."""
 _MAX_SLOTS = 256
 
 
@@ -49,22 +49,23 @@ class TunixRollout:
     """Creates a rollout; the first `generate` compiles its program.
 
     Args:
-      rollout_actor: the policy: a model of tunix, or any model with `decoder`.
-      tokenizer: the tokenizer, as tunix takes it.
+      rollout_actor: the policy, a model of tunix; with `decoder`, any module.
+      tokenizer: a tokenizer that tunix supports.
       mesh: the devices of the state; None for jax's default device.
       rollout_config: tunix's `RolloutConfig`, or a dictionary from modes to
         configs.
       decoder: the adapted policy; None for a supported model of tunix.
-      num_samples: the most samples of a prompt that share its computation; None
+      num_samples: the maximum number of samples that share one prefill; None
         for the longest run of equal prompts in the first call.
       num_jobs: number of prompts in the queue; None for the number of prompts
         in the first call.
-      num_pages: pages of the pool; None for half the memory of a dense cache
-        for the first call.
+      num_pages: pages of the pool; None for half of those that a dense cache
+        would need for the first call.
       page_size: tokens of a page.
       prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
-      max_length: the most tokens of a prompt with its answer; None for
-        `kv_cache_size`.
+      max_length: the maximum number of tokens of a prompt with its answer; None
+        for the largest `kv_cache_size` of `rollout_config`. If a call has a
+        larger `kv_cache_size`, an engine for this length replaces the old one.
       keep_eos: True to keep final stop tokens, unlike tunix's vanilla engine.
       seed: the seed of calls whose config has no seed.
     """
@@ -98,11 +99,13 @@ class TunixRollout:
 
     Args:
       prompts: texts, or one text.
-      rollout_config: tunix's `RolloutConfig`; numbers can differ between calls.
+      rollout_config: tunix's `RolloutConfig`, which can differ between calls.
       **kwargs: ignored.
 
     Raises:
-      ValueError: a prompt with its answer exceeds `max_length` tokens.
+      RuntimeError: the pool has too few pages for a sample.
+      ValueError: a prompt is empty, or it, its limit or its stop tokens do not
+        fit the engine.
     """
     del kwargs
     if isinstance(prompts, str):
@@ -136,10 +139,10 @@ class TunixRollout:
   ) -> None:
     """Replaces the weights from the next call on.
 
-    Cached pages are dropped if the weights have changed. Weights are compared
-    by the identity of arrays. From the first call without `filter_types` on,
-    they are compared by contents, because such calls come from trainers that
-    move weights between devices and host.
+    The next call invalidates cached pages if the weights have changed. Arrays
+    are compared by identity. From the first call without `filter_types` on, new
+    arrays are also compared by contents, because such calls come from trainers
+    that move weights between devices and host.
 
     Args:
       params: all variables, or those of `filter_types`.
@@ -168,10 +171,7 @@ class TunixRollout:
     return nnx.merge(self._graphdef, self._params)
 
   def counters(self) -> dict[str, Any]:
-    """Returns the counts of work since the cache was last made.
-
-    See `jaxkv.rollout.Counters`. A longer request can make a new cache.
-    """
+    """Returns the `jaxkv.rollout.Counters` of the current cache, by name."""
     return {} if self._engine is None else self._engine.counters()
 
   def num_bytes(self) -> int:
@@ -209,7 +209,7 @@ class TunixRollout:
 
   def _entropy(self, seed: Any) -> list[int]:
     """Returns the entropy from which the seeds of a call are derived."""
-    # Without a seed, the call's number makes each call draw other samples.
+    # Without a seed, each call is seeded by its number, so that samples differ.
     if seed is None:
       return [self._seed, next(self._calls)]
     if isinstance(seed, jax.Array):
@@ -222,8 +222,8 @@ class TunixRollout:
   ) -> list[list[Answer] | ValueError]:
     """Serves the requests of several threads in one batch.
 
-    The result of a request that does not fit is its error, so that the other
-    threads get their answers.
+    For a request that does not fit, the error is returned instead of raised, so
+    that the other threads get their answers.
     """
     engine = self._engine_for(requests)
     errors = [_error_of(part, engine.sizes) for part, _, _ in requests]
@@ -263,7 +263,7 @@ class TunixRollout:
     return results
 
   def _place(self, params: Any) -> Any:
-    """Moves weights to the shardings that the first weights had.
+    """Moves weights to the shardings of the weights in the first call.
 
     With other shardings the program would be compiled again.
     """
@@ -311,11 +311,11 @@ class TunixRollout:
     return self._engine
 
   def _sizes(self, jobs: list[Job]) -> EngineSizes:
-    """Chooses the fixed shapes, by default from the largest call so far."""
+    """Chooses the shapes of an engine that fits `jobs` and the old sizes."""
     num_samples, num_jobs, num_pages = self._sizes_of_caller
     num_rows = sum(len(job.seeds) for job in jobs)
-    # A new engine for one long call also serves the others, so it has at least
-    # the sizes of the old one.
+    # The new engine must also serve calls like earlier ones, so its queue is
+    # not smaller than the old one's.
     old = self._engine.sizes if self._engine is not None else None
     if num_samples is None:
       num_samples = max(len(job.seeds) for job in jobs)
@@ -327,8 +327,8 @@ class TunixRollout:
     size = self._page_size
     columns = -(-self._max_length // size)
     if num_pages is None:
-      # A page holds `size` tokens of each memory layer, which is the part of
-      # one decoder layer. The pool must have room for the longest sequence.
+      # A page holds `size` tokens of `num_memory_layers` decoder layers. The
+      # pool must have room for the longest sequence.
       plan = self._decoder.plan
       tokens = num_jobs * num_samples * self._max_length
       page = size * plan.num_memory_layers
@@ -375,7 +375,7 @@ class TunixRollout:
 
 
 def _max_tokens(config: Any) -> int:
-  """Returns the longest sequence of tunix's configs, in tokens."""
+  """Returns the largest `kv_cache_size` of tunix's configs, or 0 for None."""
   if config is None:
     return 0
   if isinstance(config, Mapping):
@@ -395,7 +395,7 @@ def _reshard(params: Any, current: Any, reshard: Any) -> Any:
 
 
 def _merge(current: Any, params: Any, nnx: Any) -> Any:
-  """Replaces some of the current weights and keeps the current dtypes."""
+  """Replaces the weights that are in `params`, and keeps the current dtypes."""
   old, new = nnx.to_pure_dict(current), params
   if not isinstance(params, dict):
     new = nnx.to_pure_dict(params)
@@ -406,8 +406,7 @@ def _merge(current: Any, params: Any, nnx: Any) -> Any:
     leaf if leaf.dtype == old_leaf.dtype else leaf.astype(old_leaf.dtype)
     for leaf, (_, old_leaf) in zip(leaves, old_leaves, strict=True)
   ]
-  # Without the cast above, weights in another dtype would compile the program
-  # again.
+  # Without the cast above, other dtypes would compile the program again.
   merged = jax.tree.unflatten(structure, leaves)
   state = jax.tree.map(lambda leaf: leaf, current)
   nnx.replace_by_pure_dict(state, merged)

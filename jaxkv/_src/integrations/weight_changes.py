@@ -13,8 +13,8 @@ class WeightWatch:
   """Remembers the last weights and reports a change.
 
   A trainer that keeps its weights on the host between calls passes new arrays
-  with equal contents. For such a trainer the contents are compared. Only a
-  64-bit digest of each array is stored for this, and no copy of the weights.
+  with equal contents. To compare contents, the object stores a 64-bit digest of
+  each array, not a copy.
   """
 
   def __init__(self):
@@ -25,7 +25,7 @@ class WeightWatch:
     """Returns True if the weights differ from those of the last call.
 
     With `by_contents`, new arrays with equal contents are not a change if the
-    call before was also made with `by_contents`. The first call returns True.
+    last weights were also passed `by_contents`. The first call returns True.
     """
     leaves = jax.tree.leaves(tree)
     is_same = len(leaves) == len(self._leaves) and all(
@@ -44,7 +44,7 @@ class WeightWatch:
 
 
 def digest(leaves: list[Array]) -> tuple[int, ...]:
-  """Returns a hash of the ordered contents of each array, two words each.
+  """Returns a hash of the contents of each array, two 32-bit words each.
 
   Examples:
     >>> one, other = jnp.ones((2, 3)), jnp.ones((2, 3))
@@ -57,14 +57,14 @@ def digest(leaves: list[Array]) -> tuple[int, ...]:
 
 @jax.jit
 def _digest(leaf: Array) -> Array:
-  """Returns uint32[2], two sums of hashed words."""
+  """Returns the hash of one array, uint32[2]."""
   if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     leaf = jax.random.key_data(leaf)
   bits = leaf.reshape(-1)
   if bits.dtype == jnp.bool_:
     bits = bits.astype(jnp.uint8)
   width = bits.dtype.itemsize
-  # Bits are hashed and not values, because 0.0 equals -0.0, and NaN is not NaN.
+  # Bits are hashed, not values, because 0.0 == -0.0, and NaN != NaN.
   bits = jax.lax.bitcast_convert_type(
     bits, {1: jnp.uint8, 2: jnp.uint16}.get(width, jnp.uint32)
   )

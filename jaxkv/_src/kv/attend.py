@@ -42,15 +42,15 @@ def attend(
   """Computes causal attention of new tokens over their sequences, in one layer.
 
   The query at position p sees positions 0 .. p, so write the new tokens first.
-  With `options.window`, `attend` reads all positions inside the window. It must
-  be that of the group's `SlidingWindow`, because the cache frees the pages
-  behind it. A layer with another window needs a group of its own.
+  `options.window` must be the window of the view's group, or None for a group
+  of `FullAttention`. Pages behind the group's window may be free, so a layer
+  with another window needs a separate group.
 
   Shared pages. With a view from `share`, one column and no window, `attend`
-  reads each shared page once for all its rows. This changes only the rounding
-  of results. A row that no longer begins with shared pages is read separately.
-  `attend` looks for such rows in every layer, unless you call
-  `jaxkv.kv.refresh_shared`, which looks for them once.
+  reads each shared page once for all rows of a cluster. This changes only the
+  rounding of results. A row that no longer begins with the shared pages is read
+  separately. `attend` finds these rows in every layer; with the view from
+  `jaxkv.kv.refresh_shared`, they are found once for all layers.
 
   Latents. For pages with a `value_dim`, pass absorbed queries: the part of a
   query without rotation, times the up-projection of the keys, followed by the
@@ -68,24 +68,25 @@ def attend(
     view: the rows and their new tokens; for a `PackedView`, B is 1. Backends
       that take plans use `view.plan`.
     layer: int32[], 0..L-1.
-    q: [B, T, H, D], H heads in T columns; H is a multiple of K, the K/V heads.
-    options: all options but `k_scale` and `v_scale`, because `kv` has its own
-      scales. Latents require `scale`, and take neither `sinks` nor
+    q: [B, T, H, D], H query heads in T columns. H is a multiple of K, the
+      number of K/V heads.
+    options: any options except `k_scale` and `v_scale`, because `kv` has its
+      own scales. Latents require `scale`, and support neither `sinks` nor
       `alibi_slopes`. `tree_mask` is bool[B, T, X], for trees of draft tokens:
-      column t of row b sees column j <= t only if `tree_mask[b, t, j]`.
+      for j < X, column t sees column j only if j <= t and `tree_mask[b, t, j]`.
     causal: False to attend to the tokens of an encoder; not supported with
       `window`, `alibi_slopes`, `tree_mask` or latents.
     exact: True for outputs whose bits do not depend on the other queries of the
-      call. Decode steps, chunks and whole sequences then agree, at a higher
-      cost. The page size must divide 64. With `xla`, all such page sizes give
-      the same bits. `view.shared` and `view.plan` are ignored. Not supported
-      with `causal=False` or `tree_mask`.
+      call. Decode steps, chunks and whole sequences then give equal bits, at a
+      higher cost. The page size must divide 64. With the backend "xla", all
+      such page sizes give the same bits. `view.shared` and `view.plan` are
+      ignored. Not supported with `causal=False` or `tree_mask`.
     backend: one of `jaxkv.kernels.BACKENDS`.
-    head_sharding: the sharding of the heads of the pages, over one mesh axis,
-      such as `NamedSharding(mesh, P("model"))`. Each device then calls the
-      backend with its own heads. Without `head_sharding`, XLA can split the
-      operations of `xla`, but not the kernels of other backends. On GPUs it
-      then gathers the pages of all heads; for TPUs compilation fails.
+    head_sharding: the sharding of the K/V heads over one mesh axis, such as
+      `NamedSharding(mesh, P("model"))`. Each device then attends with its own
+      heads. Without it, XLA can shard the backend "xla", but not the kernels of
+      other backends: on GPUs it gathers the pages of all heads, and on TPUs
+      compilation fails.
 
   Returns:
     [B, T, H, D] in q's dtype, or [B, T, H, Dv] for latents with `value_dim` Dv.
@@ -121,7 +122,7 @@ def attend_with_lse(
   backend: str = "auto",
   head_sharding: NamedSharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes `attend` and the log-sum-exps of its logits.
+  """Computes the output of `attend`, and the log-sum-exps of its logits.
 
   Takes the arguments of `attend`. `jaxkv.kernels.merge_states` can merge the
   results with those of attention over other keys.
@@ -207,7 +208,6 @@ def _by_head(
   head_sharding: NamedSharding,
 ) -> Callable[..., Any]:
   """Maps `_attend` over the devices that hold the heads."""
-  # `axis_names` and the specs below name one axis.
   axis = head_sharding.spec[0] if len(head_sharding.spec) == 1 else None
   if not isinstance(axis, str):
     expected = "a NamedSharding over one mesh axis"
@@ -326,7 +326,7 @@ def _packed(
 def _attend_single(
   kv: KVPages, view: View | FreshView, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes attention of one query for each row, q [B, H, D]."""
+  """Computes attention of one query in each row, q [B, H, D]."""
   rows = rows_of(view)
   lengths = decode_lengths(rows)
   if kv.v is None:

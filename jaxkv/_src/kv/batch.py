@@ -14,16 +14,16 @@ from jaxkv._src.kv.view import View
 class Batch:
   """The tokens of one call of a model, and their pages.
 
-  A rollout packs the tokens of all sequences into one row of C columns, and B
-  is 1. A loop of your own can have a row for each sequence.
+  A rollout packs the tokens of all sequences into one row, so B is 1 and T is
+  C, the number of packed columns. Other loops can use one row for each
+  sequence.
 
   Attributes:
-    tokens: the tokens.  # int32[B, T], in a rollout [1, C]
+    tokens: the tokens.  # int32[B, T]
     positions: the position of each token in its sequence.  # int32[B, T]
     views: a view for each layer group of the cache, in a rollout a
       `PackedView`.
-    columns: the columns of a packed call that need logits; None for all.
-      # int32[X]
+    columns: the X packed columns that need logits; None for all.  # int32[X]
     rows: the sequence of each column, a `jaxkv.rollout.Rows` of C rows; None
       outside of a rollout.
   """

@@ -7,18 +7,19 @@ from jaxkv._src.kv.pools import pools_of
 
 
 def check(kv: Pools, config: CacheConfig) -> None:
-  """Raises unless every pool fits a cache, in the number and size of pages.
+  """Raises unless every pool has the number and size of pages of a cache.
 
-  Compares sizes only, so it costs nothing under `jit`. Memory from `init` with
-  the same config always passes.
+  Compares static sizes only, so it costs nothing under `jit`. Memory from
+  `init` with the same config always passes.
 
   Args:
     kv: the pages, of one pool or of a tuple of pools.
     config: the configuration of the cache, `state.config`.
 
   Raises:
-    TypeError: `config` is not a CacheConfig, or `kv` holds no pools of pages.
-    ValueError: the number of pages differs, or no group has pages of that size.
+    TypeError: `config` is not a CacheConfig, or `kv` is not made of pools.
+    ValueError: `kv` has no pool, or a pool has another number of pages than the
+      cache, or a page size that no group has.
 
   Examples:
     >>> import jaxkv
@@ -29,7 +30,7 @@ def check(kv: Pools, config: CacheConfig) -> None:
     >>> jaxkv.kv.check(kv, config)
   """
   check_config(config)
-  # Page sizes may differ between groups, and a pool can serve one group only.
+  # Page sizes may differ between groups, and a pool may serve only one group.
   sizes = sorted(set(config.page_sizes))
   for number, pool in enumerate(pools_of(kv)):
     if pool.num_pages != config.num_pages or pool.page_size not in sizes:

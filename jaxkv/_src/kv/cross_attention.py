@@ -1,8 +1,8 @@
 """Attention of new tokens over all tokens of an encoder.
 
 All queries of a row see the same keys. So the queries of several columns are
-passed to a decode kernel as one query with more heads, at most 64 for each K/V
-head, and the kernel reads each key once for all of them.
+passed to a decode kernel as one query with more heads. The kernel then reads
+each key once for all of these columns.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import rows_of
 
-# Every backend serves up to this number of query heads for each K/V head.
+# Every backend supports up to this number of query heads for each K/V head.
 _HEADS = 64
 
 

@@ -20,16 +20,16 @@ def plan_decode(
 ) -> View:
   """Cuts a decode step's work into equal pieces, once for all layers.
 
-  Call it once a decode step, before the layers. Without a plan a backend cuts
-  each row separately, in every layer, and long rows get longer pieces. A plan
-  changes only the rounding of results, which then depends on the other rows.
-  `attend` ignores the plan in calls with several columns or `shared` pages.
+  Call it once per decode step, before the layers. Without a plan, a backend
+  cuts each row separately, in every layer, and long rows get longer pieces. A
+  plan changes only the rounding of results, which then depends on the other
+  rows. `attend` ignores it in calls with several columns or `shared` pages.
 
   Args:
     kv: the pages; only their shape is used.
     view: the rows, with at most one new token each.
-    window: the window of most layers, or None. In layers with another window
-      the pieces are less equal.
+    window: the window of most layers; None for full attention. In layers with
+      another window, the pieces differ in work.
     backend: the `backend` that you pass to `attend`.
 
   Returns:

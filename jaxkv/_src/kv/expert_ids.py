@@ -90,9 +90,10 @@ def init_expert_ids(
     The pages.
 
   Raises:
-    TypeError: `config` is not a CacheConfig, or a size is not an integer.
-    ValueError: a size is below 1, the group does not exist, or `dtype` is not
-      supported.
+    TypeError: `config` is not a CacheConfig, or `group` or a size is not an
+      integer.
+    ValueError: a size is below 1, the group does not exist, `dtype` is not one
+      of these, or L * N does not fit int32.
 
   Examples:
     >>> import jaxkv
@@ -126,11 +127,11 @@ def write_expert_ids(
 
   Args:
     pages: the expert ids.
-    view: the new tokens of each row, a view of group `pages.group`. For a
+    view: a view of group `pages.group`, with the new tokens of each row. For a
       `PackedView`, B is 1.
     layer: int32[], 0..L-1.
-    values: integers[B, T, X]. They are cast to the pages' dtype, and must be
-      in its range, which is not checked.
+    values: integers[B, T, X]. They are cast to the dtype of the pages. Their
+      range is not checked.
 
   Returns:
     The pages.
@@ -186,7 +187,7 @@ def read_expert_ids(
 
   Args:
     pages: the expert ids.
-    page_table: int32[R, M], of the group `pages.group`.
+    page_table: int32[R, M], page ids of R sequences in group `pages.group`.
     lengths: int32[R], tokens of each sequence.
 
   Returns:

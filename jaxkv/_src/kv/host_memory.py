@@ -1,4 +1,4 @@
-"""Pages of K/V memory that are kept in host memory, and moves to and from it.
+"""Pages of the K/V memory in host memory, and moves between host and device.
 
 The pages in host memory are page-major: all layers of a page are contiguous, so
 that one transfer moves a page. On the device, each layer has its own pages.
@@ -44,10 +44,10 @@ class HostMemory:
   """Pages in host memory; see `init_host`.
 
   Attributes:
-    pages: one array for each array of the device's pools, in their order. Its
-      second axis is the one over which the device's array can be split, such as
-      the K/V heads.  # storage dtype[N2, K, X, 128], or [N2, K, 1, Y] if the Y
-      numbers of a head are no multiple of 128
+    pages: for each array of the device's pools, N2 = `host_pages` pages. K is
+      the axis that can be sharded, such as heads. The last two axes have the Y
+      elements of all layers for a page and head; they are [1, Y] if 128 does
+      not divide Y.  # storage dtype[N2, K, Y // 128, 128]
   """
 
   pages: tuple[Array, ...]
@@ -58,15 +58,16 @@ def init_host(kv: Pools, config: CacheConfig) -> HostMemory:
 
   Args:
     kv: the pages on the device, of one pool or of a tuple of pools. If they are
-      split over a mesh by heads, the pages in host memory are split alike.
+      sharded by heads, the pages in host memory are sharded in the same way.
     config: the configuration of the cache, with `host_pages`.
 
   Returns:
     `config.host_pages` pages of zeros in the memory `pinned_host`.
 
   Raises:
-    TypeError: `config` is not a CacheConfig, or `kv` holds no pools of pages.
-    ValueError: `config` has no host pages, or the platform has no such memory.
+    TypeError: `config` is not a CacheConfig, or `kv` is not made of pools.
+    ValueError: `config` has no host pages, `kv` has no pool, or the platform
+      has no memory `pinned_host`.
 
   Examples:
     >>> import jaxkv
@@ -94,7 +95,7 @@ def init_host(kv: Pools, config: CacheConfig) -> HostMemory:
 
 
 def _zeros(shape: tuple[int, ...], array: Array) -> Array:
-  """Makes zeros in host memory, placed like an array of pages."""
+  """Makes zeros in host memory, sharded like `array`."""
   if isinstance(array, Tracer):
     return jax.device_put(jnp.zeros(shape, array.dtype), jax.memory.Space.Host)
   place = array.sharding
@@ -119,12 +120,12 @@ def move(
 ) -> tuple[Memory, HostMemory]:
   """Moves page contents between the device and host memory.
 
-  Make the moves of `admit`, `allocate`, `fork`, `truncate` and `pin` in the
-  order of the calls, once each, before `copy` and before anything is written,
-  because these verbs give out pages whose contents are still to be saved.
-  Donate both memories, or carry them through a loop: a call without moves then
-  costs one comparison. Without donation, each call copies both memories. `vmap`
-  of this function is not supported.
+  Call it after each `admit`, `allocate`, `fork`, `truncate` and `pin`, in the
+  order of these calls, and before `copy` and any write. The reason is that
+  these verbs hand out pages whose old contents are not saved yet. Donate both
+  memories, or carry them through a loop: a call without moves then costs one
+  comparison. Without donation, each call copies both memories. Not supported
+  under `vmap`.
 
   Args:
     kv: the pages on the device.
@@ -135,8 +136,8 @@ def move(
     Both memories.
 
   Raises:
-    TypeError: an argument has another type.
-    ValueError: `host` was made for other pages.
+    TypeError: an argument has a type that is not supported.
+    ValueError: `host` was made for other pages, or is not in host memory.
 
   Examples:
     >>> import jaxkv
@@ -162,8 +163,8 @@ def check_host(kv: Pools, host: HostMemory | None, config: CacheConfig) -> None:
 
   Raises:
     TypeError: `host` is not a HostMemory.
-    ValueError: it has another number or another shape of pages, or the cache
-      has no pages in host memory.
+    ValueError: the number, shape, dtype or memory of the pages in `host` is
+      wrong, or the cache has no pages in host memory.
   """
   if host is None and not config.host_pages:
     return
@@ -213,9 +214,9 @@ def _move(
   pools = arrays_of(kv)
   structure = jax.tree.structure(kv)
 
-  # One move is: read the host page, save the device page, write what was read.
-  # A host page can thus exchange places with a device page. Each part has a
-  # loop of its own, so that only the pages that move are transferred.
+  # Each move reads a host page into `stage`, saves the device page, and writes
+  # `stage` to the device page. So two pages can exchange their contents. A move
+  # without a read or a save skips it, so only pages that move are transferred.
   def trip(index: Array, loop):
     device, far, stage = loop
     page = moves.page[index]
@@ -264,7 +265,7 @@ def _move(
     loop = sharding.match_varying_axes((*loop, stage))
     return lax.fori_loop(0, moves.count, trip, loop)[:2]
 
-  # A call without moves does not even make the staging page.
+  # A call without moves does not create `stage`.
   loop = tuple(array for array, _ in pools), host.pages
   device, far = loops.at_most_once(moves.count > 0, move_all, loop)
   return jax.tree.unflatten(structure, device), HostMemory(pages=far)
@@ -275,7 +276,7 @@ def _slice(pages: Array, index: Array) -> Array:
 
 
 def _read_of(contents: Any) -> Array:
-  """Returns int32[], not negative, that depends on the contents of a page."""
+  """Returns a number for `read_before`, computed from a page's contents."""
   total = jnp.zeros((), jnp.uint32)
   for content in contents:
     bits = np.dtype(f"uint{8 * content.dtype.itemsize}")

@@ -252,7 +252,7 @@ def check_group(config: CacheConfig, group: int) -> None:
 def check_sizes(
   config: CacheConfig, group: int, *, num_layers: int, **sizes: int
 ) -> None:
-  """Raises unless the group exists and the sizes are valid integers."""
+  """Raises unless the group exists, sizes are valid and L * N fits int32."""
   for name, size in {"num_layers": num_layers, **sizes}.items():
     check_size(name, size)
   check_group(config, group)
@@ -309,8 +309,8 @@ class Layered(Protocol):
 def check_layer(kv: Layered, layer: jax.Array | int) -> None:
   """Raises unless `layer` is an integer, and in range if it is on the host.
 
-  A jax array is not checked: if its value is out of range, writes are dropped
-  and reads are meaningless.
+  The value of a jax array is not checked. If it is out of range, writes are
+  dropped and reads are meaningless.
   """
   arguments.check_integer("layer", layer)
   if not isinstance(layer, jax.Array) and not 0 <= layer < kv.num_layers:

@@ -66,7 +66,7 @@ class LayerPlan:
 
 
 def plan_layers(windows: Sequence[int | None]) -> LayerPlan:
-  """Divides layers into groups of equal size if possible.
+  """Divides layers into groups, of equal size if possible.
 
   All layers of a group have the same window. The size of a group is the number
   of layers of the rarest window, so other windows can have several groups.
@@ -112,9 +112,9 @@ def plan_layers(windows: Sequence[int | None]) -> LayerPlan:
 class LayerMemory:
   """The paged memory in one call of a model.
 
-  Each layer calls `attend` once, in order. The object lives for one trace, and
-  each call mutates it. So calls inside a nested `scan`, `remat` or `jit` are
-  not allowed. Letters: C columns of packed tokens, X columns that get logits,
+  Each layer calls `attend` once, in order. `attend` mutates the object, so do
+  not call it inside a nested `scan`, `remat` or `jit`, and create a new object
+  in each trace. Letters: C columns of packed tokens, X columns that get logits,
   H query heads, K key-value heads, D head size, E embedding width, V vocabulary
   size. A model in plain JAX, with `plan` from `plan_layers`:
 
@@ -144,7 +144,7 @@ class LayerMemory:
     self._has_picked = False
 
   def __getitem__(self, name: Any) -> "LayerMemory":
-    """Returns itself, because models index their cache by layer."""
+    """Returns `self`, because some models index their cache by layer."""
     return self
 
   def attend(
@@ -171,7 +171,7 @@ class LayerMemory:
       soft_cap: a cap c > 0 maps each attention logit x to c * tanh(x / c).
       sinks: float[H], an additional logit of each head's softmax.
       alibi_slopes: float[H], the slope of each head's position bias.
-      **options: arguments of `jaxkv.kv.attend`, such as `backend`.
+      **options: other arguments of `jaxkv.kv.attend`, such as `backend`.
 
     Returns:
       [1, C, H, D], in q's dtype.
@@ -182,7 +182,7 @@ class LayerMemory:
     if self._layer == len(self._plan.windows):
       raise ValueError(
         f"`windows` must have an entry for each layer that attends, got "
-        f"{len(self._plan.windows)}; add the others."
+        f"{len(self._plan.windows)}; add the missing ones."
       )
     window = self._plan.windows[self._layer]
     group, layer = self._plan.places[self._layer]
@@ -205,10 +205,9 @@ class LayerMemory:
     Call it before the output layer, to skip the logits of all other columns.
     """
     self._has_picked = True
-    # None stands for all columns, as outside of a rollout.
-    if self.batch.columns is None:
+    if self.batch.columns is None:  # All columns get logits.
       return x
-    # "clip", because padding in the columns can be out of range. The logits of
+    # "clip", because padding in `columns` can be out of range. The logits of
     # padding are never read.
     return x.at[:, self.batch.columns].get(mode="clip")
 
@@ -228,9 +227,9 @@ class LayerMemory:
     """
     if self._layer != len(self._plan.windows):
       raise ValueError(
-        "`plan_layers` must get a window for each layer that attends, got "
-        f"{len(self._plan.windows)} for {self._layer} calls of `attend`; give "
-        "one for each of them, and replace the attention of all layers."
+        "`windows` must have an entry for each layer that attends, got "
+        f"{len(self._plan.windows)} for {self._layer} calls of `attend`; drop "
+        "the others, or replace the attention of the layers that made no call."
       )
     logits = jnp.asarray(logits)
     return logits[0] if self._has_picked else self.of_columns(logits[0])

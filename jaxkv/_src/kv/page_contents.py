@@ -1,4 +1,4 @@
-"""Contents of whole pages, as they leave a memory and enter another one.
+"""Contents of whole pages, in the layout for moves between memories.
 
 The contents are page-major: all layers of a page are contiguous, so that one
 transfer moves a page. In a pool, each layer has its own pages.
@@ -18,7 +18,7 @@ from jaxkv._src.kv.pools import Memory
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.pools import pools_of
 
-# The size of a TPU's vector registers, by which host memory is tiled.
+# The number of lanes of a TPU's vector register, by which host memory is tiled.
 _LANES = 128
 # Bounds the temporary arrays of `write_pages`.
 _PAGES_AT_ONCE = 16
@@ -34,7 +34,7 @@ def arrays_of(kv: Pools) -> list[tuple[Array, int]]:
 
 
 def page_shape(array: Array, num_layers: int) -> tuple[int, ...]:
-  """Returns the shape of a page's contents, for one array of a pool."""
+  """Returns the shape of a page's contents in one array; see `HostMemory`."""
   rows = array.shape[1] if array.ndim > 1 else 1
   size = num_layers * math.prod(array.shape[1:]) // rows
   lanes = _LANES if size % _LANES == 0 else size
@@ -42,7 +42,7 @@ def page_shape(array: Array, num_layers: int) -> tuple[int, ...]:
 
 
 def gathered(array: Array, num_layers: int, pages: Array) -> Array:
-  """Gathers all layers of pages int32[X]: [X, ...], see `page_shape`."""
+  """Reads all layers of `pages`, int32[X], as [X, ...]; see `page_shape`."""
   contents = array[_rows(array, num_layers, pages)]
   rows, *_ = page_shape(array, num_layers)
   contents = contents.reshape(num_layers, pages.shape[0], rows, -1)
@@ -53,7 +53,7 @@ def gathered(array: Array, num_layers: int, pages: Array) -> Array:
 def scattered(
   array: Array, num_layers: int, pages: Array, contents: Array
 ) -> Array:
-  """Writes all layers of pages int32[X]; drops those that are NOWHERE."""
+  """Writes all layers of `pages`, int32[X]; skips pages that are NOWHERE."""
   size, rows = contents.shape[:2]
   contents = jnp.moveaxis(contents.reshape(size, rows, num_layers, -1), 2, 0)
   contents = contents.reshape(num_layers, size, *array.shape[1:])
@@ -63,11 +63,7 @@ def scattered(
 
 
 def read_pages(kv: Pools, pages: Array) -> tuple[Array, ...]:
-  """Reads pages int32[X] of all pools.
-
-  Returns:
-    An array [X, ...] for each array of the pools, see `page_shape`.
-  """
+  """Returns `gathered` of `pages`, int32[X], for each array of all pools."""
   return tuple(
     gathered(array, num_layers, pages) for array, num_layers in arrays_of(kv)
   )
@@ -76,7 +72,7 @@ def read_pages(kv: Pools, pages: Array) -> tuple[Array, ...]:
 def write_pages(
   kv: Memory, contents: tuple[Array, ...], sources: Array, pages: Array
 ) -> Memory:
-  """Writes the contents `sources[e]` into page `pages[e]`.
+  """Writes row `sources[e]` of `contents` into page `pages[e]`.
 
   Args:
     kv: the memory.
@@ -86,7 +82,7 @@ def write_pages(
   """
   pools, structure = arrays_of(kv), jax.tree.structure(kv)
   is_page = pages > 0
-  # The entries to write come first, so the loop visits no others.
+  # The entries to write come first, so the loop visits only them.
   order = jnp.argsort(~is_page, stable=True).astype(jnp.int32)
   num_trips = -(-jnp.sum(is_page, dtype=jnp.int32) // _PAGES_AT_ONCE)
   places = indexing.where_valid(is_page, pages)
@@ -110,6 +106,6 @@ def write_pages(
 
 
 def _rows(array: Array, num_layers: int, pages: Array) -> Array:
-  """Returns int32[L, X]: the places of pages in all layers."""
+  """Returns int32[L, X]: the index in `array` of each page in each layer."""
   layers = jnp.arange(num_layers, dtype=jnp.int32)[:, None]
   return layers * (array.shape[0] // num_layers) + pages[None]

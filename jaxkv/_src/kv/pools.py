@@ -50,7 +50,8 @@ def page_bytes(kv: Pools) -> int:
       `jax.eval_shape`.
 
   Raises:
-    TypeError: `kv` holds no pools of pages.
+    TypeError: `kv` is neither a pool nor a tuple of pools.
+    ValueError: the tuple is empty.
 
   Examples:
     >>> import functools
@@ -97,7 +98,7 @@ def copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
 @functools.partial(jax.jit, inline=True)
 def _copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
   pools = tuple(_copy_in_pool(pool, src, dst) for pool in pools_of(kv))
-  # A loop may carry the memory, so a single pool must not become a tuple.
+  # A loop may carry the memory, so its structure must not change.
   memory: object = pools if isinstance(kv, tuple) else pools[0]
   return memory  # pyright: ignore[reportReturnType]
 

@@ -1,8 +1,8 @@
 """Memory of recurrent layers: one state for each page of tokens.
 
-The state after t tokens is in the page of token t - 1, where it replaces the
-state after fewer tokens; see `jaxkv._src.cache.pool.recurrent`. A step reads
-the state before its new tokens and writes the state after them.
+The state after t tokens is in the page of the token at position t - 1, where it
+replaces the state after fewer tokens; see `jaxkv._src.cache.pool.recurrent`. A
+step reads the state before its new tokens and writes the state after them.
 """
 
 import dataclasses
@@ -87,9 +87,10 @@ def init_states(
     The states.
 
   Raises:
-    TypeError: `config` is not a CacheConfig, or a size is not an integer.
+    TypeError: `config` is not a CacheConfig, or `group` or a size is not an
+      integer.
     ValueError: a size is below 1, the group does not exist or is not recurrent,
-      `shapes` is empty, or a dtype is not supported.
+      `shapes` is empty, a dtype is not supported, or L * N does not fit int32.
 
   Examples:
     >>> import jaxkv
@@ -191,10 +192,10 @@ def write_state(
   Other sequences may reuse a full page, so a full page must hold the state
   after its last token. If the new tokens begin inside a page and go past its
   end, call this function twice. In the first call, pass the state at the end of
-  that page, and as `num_tokens` the tokens up to there. Tokens that begin at
-  the start of a page can span several pages in one call if a single `allocate`
-  made room for them. That `allocate` popped only the last of these pages, so
-  there is no other page to write.
+  that page and a view whose `num_tokens` ends there. Tokens that begin at the
+  start of a page can span several pages in one call if a single `allocate` made
+  room for them. That `allocate` popped only the last of these pages, so there
+  is no other page to write.
 
   Args:
     pages: the states.
@@ -262,7 +263,8 @@ def _state_rows(
   The index is L * N for a state without a page.
   """
   columns = rows.page_table.shape[1]
-  # After 0 tokens there is no state. A column past the table reads as page 0.
+  # After 0 tokens there is no state. The read of a column past the table gives
+  # page 0.
   column = jnp.where(tokens > 0, (tokens - 1) // pages.page_size, columns)
   row = jnp.arange(tokens.shape[0], dtype=jnp.int32)
   ids = rows.page_table.at[row, column].get(mode="fill", fill_value=0)
@@ -291,7 +293,7 @@ def copy_states(
 
 
 def _group_of(config: CacheConfig, group: int | None) -> int:
-  """Checks that a group is recurrent; returns the first such group for None."""
+  """Returns `group` if it is recurrent; for None the first recurrent group."""
   recurrent = [kind.holds_states for kind in config.groups]
   if True not in recurrent:
     raise ValueError(

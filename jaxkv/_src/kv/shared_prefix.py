@@ -25,8 +25,8 @@ def share(
 ) -> View:
   """Finds the pages that rows share, so that `attend` reads them once.
 
-  Call it once a decode step, and then `jaxkv.kv.refresh_shared` before the
-  layers. Rows share pages if their page tables begin with the same pages. For
+  Call it before one or more decode steps, and `jaxkv.kv.refresh_shared` in each
+  step. Rows share pages if their page tables begin with the same pages. For
   example, forks of one prompt share its full pages, and so do rows with the
   same cached prefix. `attend` reads every row separately if sharing would save
   too little, or if the call has several columns or a window.
@@ -36,18 +36,18 @@ def share(
     view: the rows, with at most one new token each.
     num_clusters: the maximum number of clusters. A cluster is a set of rows
       that share pages. The work grows with `num_clusters * cluster_size`, so
-      keep this product near B: with n samples of each prompt, use B / n
-      clusters of n rows.
+      keep this product near B, the number of rows. For n samples of each
+      prompt, use B / n clusters of n rows.
     cluster_size: the maximum number of rows of a cluster.
-    clusters: int32[B], the cluster of each row, 0 to `num_clusters - 1`; any
-      other number puts a row in no cluster. Rows of a cluster past its first
-      `cluster_size` are read separately. None: rows with the same first page
-      form clusters of at most `cluster_size`.
+    clusters: int32[B], the cluster of each row, 0 to `num_clusters - 1`, or any
+      other number for a row in no cluster. If a cluster has more than
+      `cluster_size` rows, `attend` reads the last ones separately. None to
+      group the rows that have the same first page.
     backend: the `backend` that you pass to `attend`.
 
   Returns:
-    The view with `shared`, which is None for latents, or if sharing can never
-    save time with these shapes.
+    The view with `shared`. It is None for latents, and if sharing cannot save
+    time with these shapes.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.

@@ -3,12 +3,12 @@
 import jax
 import numpy as np
 
-import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 
-# The number formats, each with the integer dtype in which a CPU stores its
-# bits, or None. XLA for a CPU would convert a whole pool of bfloat16 or float8
-# to update one number, but not a pool of integers.
+# The number formats. Each maps to the integer dtype in which a CPU stores its
+# bits by default, or to None if it is stored as itself. On a CPU, XLA converts
+# a whole buffer of bfloat16 or float8 to update one element, but not a buffer
+# of integers. float8_e5m2 has that cost too: uint8 means float8_e4m3fn.
 _BITS = {
   "float32": None,
   "bfloat16": "uint16",
@@ -32,21 +32,18 @@ def resolve(
   """Returns `storage_dtype`, or the default one in place of None.
 
   Raises:
-    ValueError: `dtype` is not a number format, or `storage_dtype` does not
-      store it.
+    ValueError: `dtype` is not one of the formats above, or `storage_dtype` is
+      neither the format itself nor the integer dtype of its bits.
   """
   if dtype.name not in _BITS:
     expected = f"one of {', '.join(_BITS)}"
     arguments.refuse(ValueError, "dtype", expected, dtype)
   if storage_dtype is None:
     return default_for(dtype)
-  # The bits are accepted on every device, though only a CPU needs them.
-  if kernels.logical_dtype(storage_dtype) != dtype:
-    bits = _BITS[dtype.name]
-    expected = (
-      dtype.name if bits is None else f"{dtype.name} or {bits}, its bits"
-    )
-    arguments.refuse(
-      ValueError, "storage_dtype", expected, np.dtype(storage_dtype)
-    )
-  return np.dtype(storage_dtype)
+  # Bits are accepted on every backend, though they are the default on a CPU.
+  bits = _BITS[dtype.name]
+  for name in (dtype.name, bits):
+    if name is not None and storage_dtype == np.dtype(name):
+      return np.dtype(name)
+  expected = dtype.name if bits is None else f"{dtype.name}, or {bits} for bits"
+  arguments.refuse(ValueError, "storage_dtype", expected, storage_dtype)

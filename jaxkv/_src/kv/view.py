@@ -21,9 +21,9 @@ from jaxkv._src.kv.kv_pages import check_group
 class View:
   """The pages of B sequences, and their new tokens in this call.
 
-  Arrays of a call have T columns in each row. The first `num_tokens[b]` columns
-  of row b are tokens at positions `starts[b]`, `starts[b] + 1` ...; the others
-  are padding. `jaxkv.view` makes views.
+  Each row has T columns, as in keys [B, T, K, D]. The first `num_tokens[b]`
+  columns of row b are tokens at positions `starts[b]`, `starts[b] + 1` ...; the
+  other columns are padding. `jaxkv.view` makes views.
 
   For the next step, replace `starts` and `num_tokens`; you can keep `shared`
   and `plan`. `attend` checks which rows still begin with the pages in `shared`,
@@ -37,8 +37,8 @@ class View:
     num_tokens: the number of new tokens in each row; 0 for an idle row.
     shared: pages that rows have in common, from `jaxkv.kv.share`; or None.
     plan: equal pieces of decode work, from `jaxkv.kv.plan_decode`; or None.
-    kind: the kind of the layer group, which decides the windows that `attend`
-      accepts; None to accept all.
+    kind: the kind of the layer group, whose window `attend` requires; None to
+      accept any window.
   """
 
   page_table: jax.Array  # int32[B, M]
@@ -57,11 +57,11 @@ class FreshView:
   """A view whose `shared` is already checked, so `attend` skips the check.
 
   `jaxkv.kv.refresh_shared` makes it for the layers of one step. `write` and
-  `attend` take it in place of the view. For the next step, change the view and
-  call `refresh_shared` again.
+  `attend` take it in place of the view. For the next step, update the `View`
+  and pass it to `refresh_shared` again.
 
   Attributes:
-    view: the view, with `shared` refreshed.
+    view: the view. Its `shared` has only rows that still share pages.
   """
 
   view: View
@@ -73,18 +73,18 @@ class PackedView:
   """Tokens of many sequences in one row, for steps that decode and prefill.
 
   A call has a single row of B + C columns. Column b < B is the new token of row
-  b of `decode`. Columns from B on are the new tokens of `prefill`, one row
-  after another: `prefill.num_tokens[p]` for row p, then padding. So the cost of
-  a step grows with its number of tokens, not with the length of its longest
-  row. Tokens of `decode` use the decode kernel, which costs less than a chunk
-  of one token.
+  b of `decode`. The other C columns are the new tokens of `prefill`: the
+  `num_tokens[0]` tokens of its row 0, those of row 1 and so on, then padding.
+  So the cost of a step grows with its number of tokens, not with the length of
+  its longest row. Tokens of `decode` use the decode kernel, which costs less
+  than a chunk of one token.
 
   A sequence can have tokens in both parts, in any order, because `write` stores
   all of them before `attend` reads.
 
   Attributes:
     decode: B rows of at most one new token each; can have `shared` and `plan`.
-    prefill: P rows; None if C is 0.
+    prefill: P rows with C tokens at most; None if C is 0.
   """
 
   decode: View | FreshView
@@ -104,24 +104,23 @@ def view(
 
   Args:
     state: the cache.
-    group: the layer group, 0..G-1.
+    group: the index of the layer group.
     num_tokens: int32[B], the number of new tokens of each slot in this call; 0
       for an idle slot. Any integer array or list is cast.
     num_encoder_tokens: int32[B], tokens of each slot's encoder, as passed to
-      `admit` and `allocate`; required for groups of `CrossAttention`, None for
-      others.
+      `admit` and `allocate`. Required for groups of kind `CrossAttention`; must
+      be None for other kinds.
 
   Returns:
     The view. `starts` is the length of each slot. For `CrossAttention` it is
     `num_encoder_tokens`, so that `attend(causal=False)` sees all these tokens.
 
   Raises:
-    TypeError: `state` is not a CacheState, or `num_tokens` does not hold
+    TypeError: `state` is not a CacheState, or another argument is not made of
       integers.
-    ValueError: `state` is a stack of states, the group does not exist,
-      `num_tokens` or `num_encoder_tokens` has a shape or value that is not
-      supported, or `num_encoder_tokens` is missing for an encoder's group or
-      set for another.
+    ValueError: `state` is a stack of states, the group does not exist, a number
+      of tokens has a shape or value that is not supported, or
+      `num_encoder_tokens` is missing or set for the wrong kind of group.
 
   Examples:
     >>> import jaxkv
@@ -178,7 +177,7 @@ def positions(view: View, columns: int) -> jax.Array:
 
 
 def packed_positions(view: View, columns: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the row and the position of each of C packed columns.
+  """Computes the row and the position of each of C packed columns.
 
   Returns:
     int32[C] rows, out of range for padding; int32[C] positions, -1 for padding.
@@ -212,7 +211,7 @@ def check_view(view: View) -> None:
 
 
 def check_rows(view: AnyView, name: str, array: jax.Array) -> None:
-  """Raises unless an array has a view's rows, or a PackedView's columns."""
+  """Raises unless an array fits a view's rows, or a PackedView's columns."""
   arguments.check_array(name, array)
   if isinstance(view, PackedView):
     _check_columns(view, name, array)

@@ -31,17 +31,17 @@ def write(
 ) -> KVPages:
   """Writes the new tokens' keys and values in one layer.
 
-  Does not write columns past `view.num_tokens`. Does not write tokens whose
-  entry in the page table is 0 (the null page), out of range or missing. Call
-  `jaxkv.allocate` first, which reports the rows that get no pages. Not
-  differentiable: for integer storage, `jax.grad` gives zeros and no error.
+  Skips columns past `view.num_tokens`, and tokens whose entry in the page table
+  is 0 (the null page), out of range or missing. Call `jaxkv.allocate` first. It
+  reports the rows that get no pages. Not differentiable: for integer storage,
+  `jax.grad` gives zeros and no error.
 
   Args:
     kv: the pages.
     view: the rows and their new tokens; for a `PackedView`, B is 1.
     layer: int32[], 0..L-1.
-    k: [B, T, K, D], keys of T columns in B rows; written as `kv.dtype`, 8-bit
-      formats with a scale for each token and head.
+    k: [B, T, K, D], keys of T columns in B rows. They are converted to
+      `kv.dtype`; 8-bit formats get a scale for each token and head.
     v: [B, T, K, D], values; None for latents, which contain their values.
 
   Returns:

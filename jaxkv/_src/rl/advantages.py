@@ -24,21 +24,20 @@ def group_normalized(
 
   Args:
     rewards: floats, integers or bools [N, G], the rewards of G samples of each
-      of N prompts; or [Q], where samples of the same prompt follow one another,
+      of N prompts; or [Q], with the G samples of a prompt in adjacent entries,
       as in a rollout.
-    num_samples: G, the number of samples of each prompt, a divisor of Q; can be
-      None for [N, G].
-    mask: bool like `rewards`, the samples to use; None for all samples.
+    num_samples: G, a divisor of Q; None for the G of [N, G].
+    mask: bool, of the shape of `rewards`: the samples to use; None for all.
     normalized: True to divide by the standard deviation.
     eps: added to the standard deviation.
 
   Returns:
-    float32 like `rewards`; 0 where `mask` is False, and where a group's rewards
-    are equal.
+    float32, of the shape of `rewards`; 0 where `mask` is False, and in a group
+    whose rewards are equal.
 
   Raises:
-    TypeError: `mask` is not bool, `num_samples` is not an int, or rewards are
-      not real numbers.
+    TypeError: `mask` is not bool, `num_samples` is not an int, `eps` is not a
+      number, or rewards are not real numbers.
     ValueError: an argument has the wrong shape.
 
   Examples:
@@ -47,7 +46,7 @@ def group_normalized(
   """
   shape = np.shape(rewards)
   rewards, is_used = _groups(rewards, num_samples, mask)
-  # At least 1, because a group without used samples would compute 0 / 0.
+  # At least 1, because in a group without used samples 0 / 0 would be NaN.
   count = jnp.maximum(jnp.sum(is_used, axis=1, keepdims=True), 1)
   mean = jnp.sum(rewards, axis=1, keepdims=True) / count
   advantages = jnp.where(is_used > 0, rewards - mean, 0)
@@ -71,11 +70,11 @@ def leave_one_out(
   Args:
     rewards: see `group_normalized`.
     num_samples: see `group_normalized`.
-    mask: bool like `rewards`, the samples to use; None for all samples.
+    mask: see `group_normalized`.
 
   Returns:
-    float32 like `rewards`; 0 where `mask` is False, and for the only sample of
-    a group.
+    float32, of the shape of `rewards`; 0 where `mask` is False, and for the
+    only used sample of a group.
 
   Raises:
     TypeError: `mask` is not bool, `num_samples` is not an int, or rewards are
@@ -99,7 +98,7 @@ def leave_one_out(
 def _groups(
   rewards: jax.Array, num_samples: int | None, mask: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns shifted rewards and the mask, float32[N, G] each."""
+  """Returns rewards minus a constant per group, and the mask; float32[N, G]."""
   rewards = arguments.as_real("rewards", rewards)
   if num_samples is None and rewards.ndim == 2:
     num_samples = rewards.shape[1]
@@ -116,8 +115,8 @@ def _groups(
   is_used = per_token.as_mask("mask", mask, rewards, ", one for each reward")
   is_used = is_used.reshape(-1, num_samples)
   rewards = rewards.astype(jnp.float32).reshape(-1, num_samples)
-  # The first used reward is subtracted, so that equal rewards become zeros. The
-  # mean of zeros is exact, but the mean of other equal floats can be rounded.
+  # The first used reward is subtracted, so equal rewards become zeros. The mean
+  # of zeros is exact, but the mean of other equal floats can be rounded.
   first = jnp.argmax(is_used, axis=1, keepdims=True)
   rewards = rewards - jnp.take_along_axis(rewards, first, axis=1)
   return jnp.where(is_used, rewards, 0), is_used.astype(jnp.float32)

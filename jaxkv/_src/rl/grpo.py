@@ -56,8 +56,8 @@ def grpo_loss(
   reference policy, `kl_weight` times the divergence from it is added.
 
   Args:
-    log_probs: floats[Q, T], log-probs of the policy in training. All arrays
-      can also be [N, G, R].
+    log_probs: floats[Q, T], log-probs of the policy in training. This and the
+      arrays below can also be [N, G, R].
     old: floats[Q, T], log-probs of the policy at the beginning of the update.
       They get no gradient. `log_probs` and `old` must be log-probs of a softmax
       over all tokens at the same temperature, without top-k, top-p or
@@ -77,7 +77,7 @@ def grpo_loss(
     kl_weight: factor of the divergence.
     estimator: static; estimator of the divergence, see `kl`.
     entropy: floats[Q, T], the entropy of the policy's distribution of each
-      token, in nats, with its gradient; None for no bonus.
+      token in nats, which gets a gradient; None for no entropy bonus.
     entropy_weight: factor of the entropy, which is subtracted from the loss.
     mean: "sequence" averages over the tokens of each sequence, and then over
       the sequences with tokens. "token" averages over all drawn tokens. A
@@ -89,8 +89,9 @@ def grpo_loss(
 
   Raises:
     TypeError: `mask` is not bool, `kl_weight` or `entropy_weight` is not a
-      number, or another argument but `advantages` is not floats.
-    ValueError: an argument has the wrong shape, or is out of range.
+      number, or another array, except `advantages`, is not floats.
+    ValueError: an argument has the wrong shape or is out of range; `estimator`
+      is unknown; or `clip` or `mean` has the wrong type.
 
   Examples:
     Both tokens became twice as likely. The first one is clipped, because its
@@ -110,8 +111,8 @@ def grpo_loss(
   log_probs = per_token.as_log_probs("log_probs", log_probs)
   mask = per_token.as_mask("mask", mask, log_probs)
   old = per_token.as_floats_like("old", jax.lax.stop_gradient(old), log_probs)
-  # The mask comes before `exp`, because an inf or NaN makes gradients NaN even
-  # if it is masked later.
+  # Masks before `exp`, because an inf or NaN makes gradients NaN even if it is
+  # masked later.
   log_ratio = jnp.where(mask, log_probs - old, 0)
   advantages = _by_token(advantages, mask)
   factor = mask.astype(jnp.float32)
@@ -186,7 +187,7 @@ def _mean(values: jax.Array, mask: jax.Array, mean: Mean) -> jax.Array:
   if isinstance(mean, str) and mean == "token":
     return jnp.sum(values) / jnp.maximum(jnp.sum(is_drawn), 1)
   is_number = arguments.is_number(mean)
-  # A traced number passes, because its value is not known here.
+  # The value of a traced number cannot be checked.
   if not is_number or (arguments.is_concrete(mean) and not mean > 0):
     raise ValueError(
       f'`mean` must be "sequence", "token" or a positive number, got {mean!r}.'

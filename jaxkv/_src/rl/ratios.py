@@ -80,7 +80,7 @@ def importance_weights(
   lag: jax.Array | None = None,
   max_lag: int | None = None,
 ) -> jax.Array:
-  """Computes truncated importance weights (Ionides, 2008), without gradient.
+  """Computes truncated importance weights (Ionides, 2008), without a gradient.
 
   A weight is min(exp(log_probs - behavior), most). It corrects the loss of a
   token that was drawn by an older policy, or with other rounding.
@@ -91,8 +91,8 @@ def importance_weights(
       as `generated(state).log_probs`.
     mask: bool[Q, T], the tokens that were drawn.
     most: the largest weight; None for no bound.
-    lag: integers[Q, T], the number of updates since each token was drawn: the
-      current version of the parameters minus `generated(state).versions`.
+    lag: integers[Q, T], the number of updates since each token was drawn, that
+      is the version of the parameters minus `generated(state).versions`.
     max_lag: an integer; tokens with a greater lag get weight 0. `lag` and
       `max_lag` must be given together.
 
@@ -144,6 +144,6 @@ def _bound(value: Any) -> jax.Array:
 def _as_integer(name: str, value: Any, other: jax.Array) -> Any:
   """Converts an integer, which can be traced, for a comparison with `other`."""
   arguments.check_integer(name, value)
-  # A Python int is weakly typed and takes the dtype of `other` by itself.
+  # A Python int is weakly typed and is promoted to the dtype of `other`.
   is_concrete = arguments.is_concrete(value)
   return int(value) if is_concrete else value.astype(other.dtype)

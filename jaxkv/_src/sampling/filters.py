@@ -8,8 +8,8 @@ Top-k and top-p use the same search. Each token has an amount, which is 1 for
 top-k, and its probability in units of 2**-30 for top-p. The search finds the
 highest cutoff at which the amounts of the kept tokens sum to a target or more.
 
-The search bisects the bits of the weights, because non-negative floats sort
-like their bits. An iteration reads all weights once and keeps a quarter of the
+The search uses the bits of the weights as integers, which have the same order
+as the weights. Each iteration reads all weights once and keeps a quarter of the
 interval. The search ends after about ten iterations, when the interval of each
 row contains at most one distinct weight.
 """
@@ -76,7 +76,7 @@ def cutoff(
     needs_search |= top_p < 1
   if top_k is None and top_p is None:
     return floor
-  # The search is skipped at run time if every row has its filters turned off.
+  # The search is skipped at run time if top-k and top-p are off in every row.
   return lax.cond(
     jnp.any(needs_search),
     lambda: _search_in_parts(weights, floor, top_k, top_p),
@@ -87,7 +87,7 @@ def cutoff(
 def _search_in_parts(
   weights: Array, floor: Array, top_k: Array | None, top_p: Array | None
 ) -> Array:
-  """Calls `_search_cutoff`, on a CPU for a few rows at a time."""
+  """Calls `_search_cutoff`; on a CPU, for a few rows at a time."""
   arrays = weights, floor, top_k, top_p
   rows, size = weights.shape
   rows_per_batch = max(1, _IN_CACHE // size)
@@ -98,7 +98,8 @@ def _search_in_parts(
     return _search_cutoff(*jax.tree.map(lambda array: array[None], row))[0]
 
   # A search reads the weights about ten times, and a CPU sums faster than it
-  # reads from memory. So a CPU searches as few rows at a time as fit its cache.
+  # reads from memory. So a CPU searches only as many rows at once as fit in its
+  # cache.
   return lax.platform_dependent(
     *arrays,
     cpu=lambda *arrays: lax.map(search_row, arrays, batch_size=rows_per_batch),
@@ -126,7 +127,7 @@ def _weight(bits: Array) -> Array:
 
 
 def _keep_count(weights: Array, floor: Array, top_k: Array) -> Array:
-  """Returns the bits of the top-k cutoff, at least `floor`."""
+  """Returns the bits of the top-k cutoff, or `floor` if that is higher."""
   unit = jnp.int32(1)
   active = (top_k > 0) & (top_k < weights.shape[1])
   cutoff = _search(
@@ -146,7 +147,7 @@ def _keep_mass(weights: Array, floor: Array, top_p: Array) -> Array:
     def amount_of(lightest: Array) -> Array:
       return _units(_weight(lightest), unit)
 
-    # The target is at least 1, because 0 is reached even if no token is kept.
+    # The target is at least 1: even an empty set of tokens would reach 0.
     target = jnp.maximum((top_p * _ONE).astype(jnp.int32), 1)
     return _search(weights, amounts, amount_of, floor, target, top_p < 1)
 
@@ -169,9 +170,9 @@ def _search(
 
   Args:
     weights: float32[R, V].
-    amounts: int32[R, V] or int32[], which must not decrease with the weight.
+    amounts: int32[R, V] or int32[], not decreasing with the weight.
     amount_of: maps the bits of weights, int32[R], to their amounts.
-    floor: int32[R], the bits of a cutoff that reaches the target.
+    floor: int32[R], the bits of a cutoff at which the target is reached.
     target: int32[R], at least 1.
     active: bool[R], the rows to search. The cutoff of other rows is `floor`.
   """
@@ -191,9 +192,9 @@ def _search(
     for pivot, total_of_pivot in zip(pivots[::-1], sums[::-1], strict=True):
       high = jnp.where(total_of_pivot < target, pivot, high)
     # `low` is final if the weights >= `low` would miss the target without the
-    # lightest of them, whose amount is at least that of `low`. The search also
-    # ends if the cutoff is negligible, as it is if fewer than `top_k` weights
-    # are above 0.
+    # lowest of them, whose amount is at least that of `low`. The search also
+    # ends if the cutoff is negligible, for example if fewer than `top_k`
+    # weights are above 0.
     done = (total - amount_of(low) < target) | (high <= _NEVER_DRAWN)
     return low, jnp.where(done, low, high)
 
@@ -210,7 +211,7 @@ def _pivots(low: Array, high: Array) -> list[Array]:
   step = (size >> 2) + 1
   # The first interval spans 128 powers of two, but most cutoffs are near its
   # upper end. So the first iteration tests two pivots there, and one near the
-  # lower end to find rows in which too few tokens have any weight.
+  # lower end to detect rows with a negligible cutoff.
   uneven = low + (size >> 5), high - (size >> 4) - 2, high - (size >> 6) - 2
   return [
     jnp.clip(jnp.where(low > 0, low + step * number, first + 1), low, high)
@@ -222,7 +223,7 @@ def _sums(
   weights: Array, amounts: Array, pivots: list[Array]
 ) -> tuple[Any, ...]:
   """Sums the amounts of weights >= each pivot, int32[R] for each pivot."""
-  # One variadic reduction reads the weights once. The amounts are integers,
+  # A variadic reduction reads the weights only once. The amounts are integers,
   # because their sum is exact in any order, and because XLA does not vectorize
   # a variadic reduction of floats on a CPU.
   zero = jnp.int32(0)

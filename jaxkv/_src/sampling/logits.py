@@ -16,6 +16,6 @@ def check_floats(logits: Any) -> None:
   """Raises TypeError unless logits are floats."""
   if not jnp.issubdtype(logits.dtype, jnp.floating):
     raise TypeError(
-      f"`logits` must be floats, got {logits.dtype}; let the model return its "
-      "last layer's output."
+      f"`logits` must be floats, got {logits.dtype}; return the output of the "
+      "model's last layer."
     )

@@ -10,13 +10,13 @@ from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.arrays.arguments import check_shape
 
 PADDING = -1
-"""An id that no token has."""
+"""The id of padding, which no token has."""
 
 _ONE_EACH = ", one list for each sequence"
 
 
 def as_lists(name: str, value: Any, total: int, depth: int) -> list[Any]:
-  """Returns Q lists, one for each sequence. Repeats a single list Q times.
+  """Returns Q lists, one for each sequence; repeats a single list Q times.
 
   Args:
     name: the argument's name, for error messages.
@@ -45,7 +45,7 @@ def as_lists(name: str, value: Any, total: int, depth: int) -> list[Any]:
 
 
 def _is_nested(value: Any, depth: int) -> bool:
-  """Returns True if all leaves are at this depth, where 0 means no list."""
+  """Returns True if all leaves are inside `depth` levels of lists."""
   if not isinstance(value, list | tuple | np.ndarray):
     return depth == 0
   return depth > 0 and all(_is_nested(item, depth - 1) for item in value)
@@ -64,11 +64,11 @@ def padded_tokens(name: str, lists: list[Any]) -> np.ndarray:
 
 
 def padded_words(name: str, lists: list[Any]) -> np.ndarray:
-  """Pads words with -1 in front of their tokens, to int32[Q, X, Y].
+  """Pads words with -1 before their tokens, to int32[Q, X, Y].
 
-  A word is a list of tokens. X is the most words of a sequence and Y the most
-  tokens of a word. Raises TypeError or ValueError unless each word has one or
-  more non-negative int32.
+  A word is a list of tokens. X is the maximum number of words of a sequence,
+  and Y that of tokens of a word. Raises TypeError or ValueError unless each
+  word has at least one token, and tokens are non-negative int32.
   """
   count = max([1, *map(len, lists)])
   width = max([1, *(len(word) for words in lists for word in words)])
@@ -123,12 +123,12 @@ def padded_biases(
 def as_tokens(name: str, value: Array, total: int, rank: int) -> Any:
   """Converts an array to int32 with a row for each of Q sequences.
 
-  An array without the axis of sequences is repeated for all sequences.
+  An array with `rank - 1` axes is repeated for all sequences.
 
   Raises:
     TypeError: the array does not hold integers.
     ValueError: the array has neither `rank` axes with Q rows, nor `rank - 1`
-      axes.
+      axes; or an axis is empty.
   """
   tokens = as_int32(name, value)
   if tokens.ndim == rank - 1:

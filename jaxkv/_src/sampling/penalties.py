@@ -12,23 +12,23 @@ from jaxkv._src.sampling.padding import PADDING
 from jaxkv._src.sampling.settings import Sampling
 
 _IN_PROMPT = 1 << 15
-"""The bit of `seen` for tokens of the prompt. The lower bits are a count."""
+"""The bit of `seen` that marks tokens of the prompt. Lower bits are a count."""
 
 _MAX_COUNT = _IN_PROMPT - 1
 _LARGEST = float(np.finfo(np.float32).max)
 _CHUNK = 2**16 - 1
-"""The most columns that are counted at once, so that a count fits 16 bits."""
+"""The maximum number of columns counted at once; counts fit 16 bits."""
 
 
 class History(NamedTuple):
-  """Facts that `adjust` needs about the tokens of R sequences so far.
+  """The tokens of R sequences so far, in the forms that `adjust` needs.
 
   Attributes:
     counts: int32[R], the number of tokens drawn since the last prompt.
     seen: uint16[R, V], the tally of each token from `seen_in`; None if there
       are no penalties.
     last_tokens: int32[R, Y - 1] from `last_tokens_of`, for bad words of up to Y
-      tokens; None if bad words have only one token.
+      tokens; None if no bad word has several tokens.
     stop_token: the stop token of all sequences; -1 if there is none.
   """
 
@@ -51,7 +51,7 @@ def needs_seen(sampling: Sampling) -> bool:
 
 
 def num_last_tokens(sampling: Sampling) -> int:
-  """Returns the number of last tokens that `adjust` needs: Y - 1."""
+  """Returns Y - 1, for bad words of up to Y tokens; 0 without bad words."""
   words = sampling.bad_words
   return 0 if words is None else words.shape[2] - 1
 
@@ -88,8 +88,8 @@ def seen_in(
   Args:
     tokens: int32[R, W].
     lengths: int32[R], the number of tokens in each row.
-    drawn: bool[R, W], True for tokens that the sequence has drawn. The others
-      count as tokens of the prompt.
+    drawn: bool[R, W], True for tokens that the sequence has drawn, False for
+      tokens of the prompt.
     vocab_size: V.
 
   Returns:
@@ -106,8 +106,8 @@ def seen_in(
   rows, width = tokens.shape
   is_token = indexing.between(jnp.zeros_like(lengths), lengths, width)
   # One scatter counts drawn tokens in the lower 16 bits and tokens of the
-  # prompt in the upper 16. A chunk has so few columns that the lower half
-  # cannot overflow.
+  # prompt in the upper 16. The lower half cannot overflow in a chunk of
+  # `_CHUNK` columns.
   increments = jnp.where(drawn, jnp.uint32(1), jnp.uint32(1 << 16))
   column = jnp.where(is_token, tokens, indexing.NOWHERE)
   row = _rows(tokens)
@@ -130,7 +130,7 @@ def see(tally: Array, tokens: Array, mask: Array) -> Array:
   """Adds one drawn token of each row in `mask` to a tally of `seen_in`."""
   row = jnp.arange(tally.shape[0], dtype=jnp.int32)
   count = indexing.take(tally, row, tokens)
-  # A full count is not increased, because it would carry into the prompt's bit.
+  # The highest count is not increased, as it would carry into `_IN_PROMPT`.
   is_full = (count & jnp.uint16(_MAX_COUNT)) == jnp.uint16(_MAX_COUNT)
   column = indexing.where_valid(mask & ~is_full, tokens)
   return indexing.put(tally, row, column, values=count + jnp.uint16(1))
@@ -140,9 +140,9 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
   """Applies biases, bans and penalties to the logits.
 
   The order is `logit_bias`, `min_tokens`, `bad_words`, `repetition_penalty`,
-  `frequency_penalty`, `presence_penalty`. `sample.draw` applies the other
-  settings. The logits of banned tokens become -inf. Other finite logits stay
-  finite, because values that would overflow are clipped to the float32 range.
+  `frequency_penalty`, `presence_penalty`. `sample.draw` applies the temperature
+  and the filters. The logits of banned tokens become -inf. Other finite logits
+  stay finite, because values that would overflow are clipped.
 
   Args:
     logits: floats [R, V].
@@ -153,7 +153,8 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
     float32[R, V]; the same array if no setting changes it.
 
   Raises:
-    ValueError: `history` lacks a field that the settings need.
+    TypeError: `logits` are not floats.
+    ValueError: a field of `history` that the settings need is None.
   """
   logits = as_logits(logits)
   bias = sampling.logit_bias
@@ -178,7 +179,7 @@ def _rows(matrix: Array) -> Array:
 
 
 def _saturate(logits: Array, original: Array) -> Array:
-  """Clips logits to the float32 range where they were finite originally."""
+  """Clips logits to the float32 range where `original` is finite."""
   return jnp.where(
     jnp.isfinite(original),
     jnp.clip(logits, -_LARGEST, _LARGEST),
@@ -234,8 +235,7 @@ def _penalize(logits: Array, sampling: Sampling, tally: Array | None) -> Array:
   count = (tally & _MAX_COUNT).astype(jnp.float32)
   if sampling.frequency_penalty is not None:
     penalty = sampling.frequency_penalty[:, None]
-    # The product must be finite, because for a banned logit -inf - (-inf) is
-    # NaN.
+    # A product of -inf would turn a banned logit into -inf - (-inf), a NaN.
     penalty = jnp.clip(penalty * count, -_LARGEST, _LARGEST)
     logits = _saturate(logits - penalty, logits)
   if sampling.presence_penalty is not None:

@@ -1,13 +1,13 @@
 """Sums and maxima of rows, and of the blocks into which a row is divided.
 
-On a CPU, XLA hands a single float reduction to a library, which first writes
-its operand to memory and wakes other threads. For two reductions at once, XLA
-emits a loop that is two to ten times faster. So `sums` and `maxima` compute a
-second reduction beside the one that they need. The second one is over integers,
-because XLA would not vectorize two float reductions.
+On a CPU, XLA compiles a single float reduction to a library call, which first
+writes the operand to memory and wakes other threads. It compiles a variadic
+reduction to a loop that is two to ten times faster. So `sums` and `maxima` add
+a second reduction, over integers, because XLA would not vectorize two float
+reductions.
 
 A row of V tokens is divided into blocks of about sqrt(V) tokens. Rows are not
-padded to whole blocks, because a CPU pads slower than it reduces the blocks.
+padded to whole blocks, because on a CPU this takes longer than the reduction.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ class Block(NamedTuple):
   """One block of each row.
 
   Attributes:
-    values: [R, Y]. If the last block of a row is short, the first values belong
-      to the block before it.
+    values: [R, Y]. If the last block of a row is short, the first values are
+      those of the block before it, and not valid.
     columns: int32[R, Y], the column of each value in its row.
     valid: bool[R, Y], True for values that belong to the block.
   """
@@ -43,8 +43,8 @@ def sums(values: Array) -> Array:
   zeros = jnp.float32(0), jnp.int32(0)
   nonzero = (values != 0).astype(jnp.int32)
   total, count = lax.reduce((values, nonzero), zeros, add, (values.ndim - 1,))
-  # The condition is always true, but XLA cannot know this. Without a use of
-  # `count` XLA would drop the integer reduction and use the slow library call.
+  # The condition is always true, but XLA cannot infer this. If `count` were not
+  # used, XLA would drop the integer reduction and call the slow library.
   return jnp.where(count >= 0, total, 0)
 
 
@@ -73,7 +73,7 @@ def _as_ordered_int(values: Array) -> Array:
 
 
 def _ordered_bits(bits: Array) -> Array:
-  """Converts bits of floats to ordered integers, and back."""
+  """Converts the bits of floats to integers of the same order, and back."""
   # Negative floats sort in reverse of their bits, so all bits but the sign are
   # flipped. The map is its own inverse.
   return bits ^ ((bits >> 31) & jnp.int32(2**31 - 1))

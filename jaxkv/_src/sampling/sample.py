@@ -1,7 +1,7 @@
 """Samples a token from logits, with its log-probability.
 
 The V tokens of a row are divided into blocks of about sqrt(V) tokens. `draw`
-first draws a block, then a token of this block. Both use inverse transform
+first draws a block, then a token of this block, each by inverse transform
 sampling, which inverts a cumulative distribution at one uniform number. So a
 row needs only two random numbers for any V, and neither Gumbel noise nor a
 sort.
@@ -79,9 +79,9 @@ class _Weights(NamedTuple):
   cutoff: Array | None = None
 
   def scaled(self, logits: Array) -> Array:
-    """Returns the log-weights of logits [R, X] of the rows."""
-    # The division comes last. Differences are at most 0, so a low temperature
-    # cannot make them overflow to +inf.
+    """Returns the log-weights of logits [R, X]; the highest logit has 0."""
+    # The division comes after the subtraction. Differences are at most 0, so a
+    # low temperature cannot make them overflow to +inf.
     scaled = logits - self.best
     return scaled if self.divisor is None else scaled / self.divisor
 
@@ -97,8 +97,8 @@ class _Weights(NamedTuple):
       block = reductions.read_block(self.logits, number)
       weights = jnp.exp(self.scaled(block.values))
     else:
-      # Weights are not recomputed, because other rounding could move a token
-      # across the cutoff. The block was drawn by the sum of these weights.
+      # Weights are not recomputed, because they could be rounded differently
+      # and cross the cutoff. The block was drawn by the sum of these weights.
       block = reductions.read_block(self.unfiltered, number)
       weights = jnp.where(block.values >= self.cutoff, block.values, 0)
     return jnp.where(block.valid, weights, 0), block.columns
@@ -139,16 +139,15 @@ def draw(
     unfiltered_log_probs: True to return log-probs before the filters.
     entropy: True to return the entropy of the model's distribution.
     top_log_probs: X, the number of most likely tokens to return.
-    exact: True to make the result of a row independent of the other rows, bit
-      for bit. Without filters the log-probs then equal those of
-      `log_probs.of_tokens`.
+    exact: True to make the bits of a row's result independent of other rows.
+      Without filters, `log_probs` are then those of `log_probs.of_tokens`.
 
   Returns:
     The tokens and their statistics. The log-prob of a greedy token is taken at
     temperature 1.
 
   Raises:
-    TypeError: `logits` are not floats.
+    TypeError: `logits` or `raw_logits` are not floats.
     ValueError: `top_log_probs` is more than V.
   """
   logits = as_logits(logits)
@@ -211,7 +210,7 @@ def _draw_exactly(
     counts, logits, sampling, raw = rows
     return draw_tile(keys, counts, logits, sampling, raw_logits=raw)
 
-  # Other fields are left out, because `row_loop` would slice them by rows.
+  # Passes only the fields that `draw` reads: `row_loop` slices fields by rows.
   names = ("temperature", "min_p", "top_k", "top_p")
   sampling = Sampling(**{name: getattr(sampling, name) for name in names})
   rows = (keys, counts, logits, sampling, raw_logits)
@@ -247,7 +246,7 @@ _OFF = {"min_p": 0, "top_k": 0, "top_p": 1}
 def _is_allowed(sampling: Sampling) -> Array | None:
   """Returns bool[R], True if a row's settings are in range; None if unset.
 
-  Traced settings cannot be checked earlier. If they are out of range, the
+  Traced settings can only be checked here. With settings out of range, the
   search for a cutoff might not terminate.
   """
   checks = []
@@ -303,14 +302,14 @@ def _sample_or_greedy(
     return jnp.where(greedy, _most_likely(weights), sampled)
 
   def with_conditions() -> Array:
-    # A batch of only greedy or only sampled rows skips the work of the others.
+    # If all rows are greedy, no row is sampled; if none is, no argmax is taken.
     # `& 0` gives zeros that vary over the mesh axes of `greedy`.
     sampled = lax.cond(
       jnp.all(greedy), lambda: greedy.astype(jnp.int32) & 0, sample
     )
     return lax.cond(jnp.any(greedy), select, lambda sampled: sampled, sampled)
 
-  # On a GPU a condition costs a host wait, which takes longer than the work.
+  # On a GPU a condition waits for the host, which takes longer than the work.
   return lax.platform_dependent(
     cpu=with_conditions, default=lambda: select(sample())
   )
@@ -355,7 +354,7 @@ def _inverse_cdf(weights: Array, uniforms: Array) -> Array:
   ends = jnp.matmul(weights, upper_triangle, precision=lax.Precision.HIGHEST)
   exceeds = (ends > uniforms[:, None] * ends[:, -1:]) & (weights > 0)
   # Prefix sums are rounded independently, so the last one can be smaller than
-  # another, and `exceeds` can be empty. Then the largest weight is drawn.
+  # an earlier one, and `exceeds` all False. Then the largest weight is drawn.
   heaviest = weights == reductions.maxima(weights)[:, None]
   return reductions.first_of(
     jnp.where(jnp.any(exceeds, axis=1)[:, None], exceeds, heaviest)

@@ -1,4 +1,4 @@
-"""Sampling settings: how each sequence draws its tokens, and when it ends."""
+"""Sampling settings: how a sequence draws its tokens, and when it ends."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,8 +22,7 @@ from jaxkv._src.sampling.temperature import RANGE
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _NO_LIMIT = 2**30
-# Fields that are read once, when a sequence is created. The compiled loop does
-# not read them.
+# Fields that are read when a sequence is created, and not in the compiled loop.
 _READ_ONCE = ("max_tokens", "seed")
 
 
@@ -48,52 +47,51 @@ class Sampling:
   Names and semantics follow vLLM's `SamplingParams`, except that
   `stop_token_ids` is `stop_tokens` here, and `stop` is `stop_strings`. A number
   applies to all sequences. A list or an array has one number for each sequence.
-  A field that is None is not compiled and costs nothing.
+  A field that is None adds nothing to the compiled program.
 
   The fields change the logits in this order: `logit_bias`, `min_tokens`,
   `bad_words`, `repetition_penalty`, `frequency_penalty`, `presence_penalty`,
   the caller's `process` function, `temperature`. Then the filters `min_p`,
   `top_k` and `top_p` remove unlikely tokens, in this order. `top_p` normalizes
-  over the tokens that remain. In all lists, tokens beyond the vocabulary are
-  ignored. Logits that would overflow are clipped to the float32 range.
+  over the tokens that `min_p` and `top_k` keep. Tokens beyond the vocabulary
+  are ignored in all lists. Logits that would overflow are clipped.
 
   Attributes:
     temperature: divides the logits. 0 takes the most likely token and ignores
       `top_k`, `top_p` and `min_p`. None means 1.  # float32[Q]
-    top_k: the number of most likely tokens to draw from; 0 or -1 for all.
-      Tokens as likely as the last of them are kept, too.  # int32[Q]
+    top_k: the number of most likely tokens to draw from; 0 or -1 for all. Other
+      tokens as likely as the last of these are kept, too.  # int32[Q]
     top_p: draws from the fewest most likely tokens whose probability sums to at
-      least this number, in (0, 1]. Tokens as likely as the last of them are
-      kept, too.  # float32[Q]
+      least this number, in (0, 1]. Other tokens as likely as the last of these
+      are kept, too.  # float32[Q]
     min_p: the lowest probability to draw, relative to that of the most likely
       token, in [0, 1].  # float32[Q]
     presence_penalty: is subtracted from the logits of tokens that the sequence
       has drawn.  # float32[Q]
     frequency_penalty: is subtracted from a token's logit once for each time
       that the sequence has drawn the token.  # float32[Q]
-    repetition_penalty: divides the positive logits, and multiplies the negative
-      ones, of tokens in the prompt or among the drawn tokens.  # float32[Q]
+    repetition_penalty: for tokens that are in the prompt or were drawn, divides
+      positive logits and multiplies negative logits.  # float32[Q]
     min_tokens: the number of tokens a sequence draws before it may draw one of
       `stop_tokens` or `RolloutConfig.stop_token`.  # int32[Q]
-    max_tokens: the most tokens a sequence draws, if less than
+    max_tokens: the maximum number of tokens a sequence draws, if less than
       `RolloutConfig.max_new_tokens`.  # int32[Q]
     stop_tokens: tokens that end a sequence, as does `RolloutConfig.stop_token`.
-      A list for all sequences, or a list of lists with one for each. The stored
-      array is padded with -1.  # int32[Q, X]
+      A list for all sequences, or one list for each sequence. The stored array
+      is padded with -1.  # int32[Q, X]
     stop_strings: a `StopStrings` with the strings that end each sequence.
     logit_bias: a dictionary from tokens to biases, which are added to logits,
       or a list with one dictionary for each sequence. Stored as `LogitBias`.
-    bad_words: words, as lists of tokens, that are never completed. A list for
-      all sequences, or a list of such lists. The stored array is padded with -1
-      in front of each word, so a word ends in the last column.
-      # int32[Q, X, Y]
+    bad_words: words, as lists of tokens, that are never completed. A list of
+      words for all sequences, or one such list for each sequence. The stored
+      array is padded with -1 before each word.  # int32[Q, X, Y]
     seed: seeds the random key of a sequence; a negative seed is ignored.
       # int32[Q]
 
   Raises:
     TypeError: a field has values of a wrong type.
-    ValueError: a value is out of range. Arrays on a device are not checked
-      here, but by `init` and `submit`. Traced values are never checked.
+    ValueError: a value is out of range. The values of arrays on a device are
+      checked by `init` and `submit` instead. Traced values are never checked.
 
   Examples:
     >>> sampling = Sampling(temperature=[0.0, 0.7], logit_bias={5: -100.0})
@@ -144,15 +142,15 @@ def _flatten(sampling: Sampling) -> tuple[Any, None]:
 
 
 def _unflatten(_: None, leaves: Any) -> Sampling:
-  """Makes settings without checks, because jax can pass placeholders."""
+  """Makes settings without the checks of the constructor."""
   sampling = object.__new__(Sampling)
   for name, leaf in zip(_FIELDS, leaves, strict=True):
     object.__setattr__(sampling, name, leaf)
   return sampling
 
 
-# Not `register_dataclass`, because it would call the constructor, whose checks
-# refuse the placeholders that jax puts into trees.
+# `register_dataclass` would call the constructor, whose checks refuse the
+# placeholders that jax puts into trees.
 jax.tree_util.register_pytree_with_keys(Sampling, _flatten, _unflatten)
 
 
@@ -211,8 +209,6 @@ _RULES = {
 def as_sampling(sampling: Sampling | None, total: int) -> Sampling:
   """Checks settings and converts them to new arrays for Q sequences.
 
-  Traced values are not checked.
-
   Args:
     sampling: the caller's settings; None for the defaults.
     total: Q, the number of sequences.
@@ -220,7 +216,8 @@ def as_sampling(sampling: Sampling | None, total: int) -> Sampling:
   Raises:
     TypeError: `sampling` is not a `Sampling`, or a field has values of a wrong
       type.
-    ValueError: a field does not have Q entries, or a value is out of range.
+    ValueError: a field does not have Q entries, a value is out of range, or
+      `min_tokens` exceeds `max_tokens`. Traced values are not checked.
 
   Examples:
     >>> as_sampling(Sampling(top_k=50, stop_tokens=[2, 3]), 2).stop_tokens
@@ -256,7 +253,7 @@ def _copy(value: Any, dtype: Any) -> Array:
 
 
 def _as_numbers(name: str, value: Any, rule: _Rule) -> Any:
-  """Converts numbers, and checks their range unless they are on a device."""
+  """Converts numbers, and checks their range if they are on the host."""
   as_kind = as_int32 if rule.dtype == jnp.int32 else as_real_numbers
   value = as_kind(name, value)
   if value.ndim > 1:
@@ -408,7 +405,7 @@ def put(sampling: Sampling, numbers: Array, new: Sampling) -> Sampling:
   """Replaces the settings of R sequences.
 
   A field that is None in `new` is turned off for these sequences. Stop strings
-  do not change, because the caller selects them with `StopStrings.select`.
+  do not change; the caller replaces them.
 
   Args:
     sampling: from `as_sampling`, of Q sequences.
@@ -479,7 +476,7 @@ def _pad_to(
     limit - n for n, limit in zip(values.shape[1:], sizes, strict=True)
   ]
   # Axis 1 has the entries of a list, padded at the end. Axis 2, if any, has the
-  # tokens of a word, padded in front to keep the last one in the last column.
+  # tokens of a word, padded at the front, so that it ends in the last column.
   padding = [(0, 0), *((0, count) for count in missing[:1])]
   padding += [(count, 0) for count in missing[1:]]
   return jnp.pad(values, padding, constant_values=fill)

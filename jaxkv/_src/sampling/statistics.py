@@ -40,14 +40,14 @@ def observe(
   Args:
     logits: float32[R, V].
     tokens: int32[R].
-    log_probs: float32[R], log-probs of the drawn tokens. Their only use is to
+    log_probs: float32[R], log-probs of the drawn tokens. They are used only to
       make XLA finish the draw first.
     entropy: True to compute the entropy.
     top_log_probs: X, the number of most likely tokens, at most V.
   """
   # XLA would run independent work on another CPU thread, and the handoff takes
   # longer than the work. So the logits depend on the draw by a condition that
-  # is always true, which XLA cannot know.
+  # is always true, which XLA cannot infer.
   done = lax.bitcast_convert_type(log_probs, jnp.int32) & jnp.int32(2**31 - 1)
   logits = jnp.where(done[:, None] >= 0, logits, jnp.nan)
   best = reductions.maxima(logits)[:, None]
@@ -57,7 +57,7 @@ def observe(
   chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
   entropy_nats = top_tokens = top_logits = None
   if entropy:
-    # Without the mask a token of probability 0 would give 0 * -inf, a NaN.
+    # Without the mask, a token of probability 0 would give 0 * -inf, a NaN.
     parts = jnp.where(weights > 0, weights * (logits - best), 0)
     mean = reductions.sums(parts) / total
     entropy_nats = mass[:, 0] - mean
@@ -92,14 +92,14 @@ def most_likely(logits: Array, count: int) -> tuple[Array, Array]:
   rows, size = logits.shape
   if count > size:
     raise ValueError(
-      f"`top_log_probs` must be at most {size}, the tokens there are, got "
-      f"{count}."
+      f"`top_log_probs` must be at most {size}, the size of the vocabulary, "
+      f"got {count}."
     )
   maxima = reductions.by_block(reductions.maxima, logits)
   block_ids = jnp.arange(maxima.shape[1], dtype=jnp.int32)[None]
 
-  # Each iteration reads one block and finds one token. Only tokens that come
-  # after the last found token are candidates, so logits are not overwritten.
+  # Each iteration reads one block and finds one token. Only tokens in order
+  # after the last one found are candidates, so no logit has to be overwritten.
   def trip(
     loop: tuple[Array, Array, Array], _: None
   ) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:

@@ -13,9 +13,9 @@ from jaxkv._src.arrays.arguments import check_shape
 LEAST = float(np.finfo(np.float32).tiny)
 """The lowest temperature above 0. Some devices flush lower ones to 0."""
 HIGHEST = 2.0**126
-"""The highest temperature. XLA can divide by multiplying with the reciprocal. A
-higher temperature has a subnormal reciprocal, which some devices flush to 0.
-Then a logit of -inf becomes -inf * 0, which is NaN."""
+"""The highest temperature. XLA may multiply by the reciprocal in place of a
+division. The reciprocal of a higher temperature is subnormal, and some devices
+flush it to 0. A logit of -inf would then become -inf * 0, which is NaN."""
 RANGE = f"0, or a finite float32 of {LEAST:.2g} .. {HIGHEST:.2g}"
 
 

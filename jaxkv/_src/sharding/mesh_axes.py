@@ -18,15 +18,15 @@ from jaxkv._src.arrays.sharding import auto_mesh
 class MeshAxes:
   """A mesh, and the names of the axes over which a rollout is split.
 
-  The devices can belong to several processes. All functions accept axes of the
-  types Auto and Explicit, and return arrays on this mesh.
+  The devices can belong to several processes. The functions of
+  `jaxkv.sharding` accept axes of the types Auto and Explicit.
 
   Attributes:
     mesh: the devices.
-    data: the axis of X shards, each with its own cache, memory and queue; None
-      for a single rollout.
+    data: the axis over which X shards are distributed, each with its own cache,
+      memory and queue; None for a single rollout.
     model: the axis over which K/V heads and the model's parameters are split;
-      None to keep them whole.
+      None to replicate them.
 
   Raises:
     TypeError: `mesh` is not a `jax.sharding.Mesh`.
@@ -64,32 +64,32 @@ class MeshAxes:
 
   @property
   def num_shards(self) -> int:
-    """The number of devices along `data`, a divisor of X; 1 without it."""
+    """The number of devices along `data`, which divides X; 1 if it is None."""
     return 1 if self.data is None else self.mesh.shape[self.data]
 
   @property
   def num_parts(self) -> int:
-    """The number of devices along `model`; 1 without it."""
+    """The number of devices along `model`; 1 if it is None."""
     return 1 if self.model is None else self.mesh.shape[self.model]
 
   @property
   def auto(self) -> Mesh:
-    """The same mesh with axes of type Auto, along which the compiler splits."""
+    """The same mesh with axes of type Auto."""
     return auto_mesh(self.mesh)
 
   def by_shard(self) -> NamedSharding:
-    """Returns the sharding of arrays with an entry for each shard."""
+    """Returns the sharding of arrays whose first axis is the shards."""
     return NamedSharding(self.mesh, P(self.data) if self.data else P())
 
   def everywhere(self) -> NamedSharding:
-    """Returns the sharding of arrays that all devices have."""
+    """Returns the sharding of replicated arrays."""
     return NamedSharding(self.mesh, P())
 
 
 def on_auto_axes(function: Callable, arguments: Any, axes: MeshAxes) -> Any:
-  """Calls a function in which no array has an explicit sharding.
+  """Calls a function with all axes of the mesh of type Auto.
 
-  The loop of a rollout has no annotations for explicit axes.
+  The rollout loop does not have the annotations that Explicit axes require.
   """
   auto = axes.auto
 
@@ -105,7 +105,7 @@ def on_auto_axes(function: Callable, arguments: Any, axes: MeshAxes) -> Any:
 
 
 def placed(tree: Any, shardings: Any) -> Any:
-  """Gives arrays their shardings, a tree of NamedSharding or one for all."""
+  """Reshards arrays; `shardings` is a tree of NamedSharding, or one for all."""
 
   def place(leaf: Any, where: NamedSharding) -> Any:
     if AxisType.Explicit in where.mesh.axis_types:

@@ -1,9 +1,9 @@
 """Shardings of a decoder's parameters for tensor parallelism.
 
 Each layer has two all-reduces, after the output projections of attention and of
-the MLP; a `DeltaNet` has only the second. In this table, `params` defines the
-letters, and the marked dimension is split. All other arrays are replicated:
-embeddings, norms, routers, and biases that are added to the residual stream.
+the MLP; a `DeltaNet` has only the second. The table has the split dimension of
+each split array between asterisks; `models.decoder.params` defines the letters.
+All other arrays are replicated, such as embeddings, norms and routers.
 
 | layer             | split arrays                                             |
 |-------------------|----------------------------------------------------------|
@@ -42,16 +42,15 @@ _ATTENTION = {
   "sinks": 0,
   "output": 0,
 }
-# Every device computes the latents of all tokens, because the pages of latents
-# are replicated.
+# `latent` is not split, because the pages of latents are replicated.
 _LATENT_ATTENTION = {"query": 1, "key": 1, "value": 1, "output": 0}
-# The channels of the convolution are queries, keys and values one after
-# another, so a device's heads are not contiguous in the stored states. With any
-# array split by heads, XLA splits the pages of states too, and moves all of
-# them in each call.
+# The channels of the convolution are all queries, then all keys, then all
+# values, so the heads of a device are not contiguous in the stored states. If
+# any array were split by heads, XLA would also split the pages of states, and
+# move all of them in each call.
 _DELTA_NET: dict[str, int] = {}
-# Experts are split by F and not by X. `ragged_dot` needs the rows of all
-# experts, so with split experts XLA gathers their weights on a GPU or TPU.
+# Experts are split along F and not along X. `ragged_dot` reads the weights of
+# all experts, so if X were split, XLA would gather them on a GPU or TPU.
 _MLP = {
   "gate": 1,
   "up": 1,
@@ -72,9 +71,9 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
 
   Along `axes.model`, attention heads and the inner dimension of MLPs and of
   experts are split, and XLA partitions `jaxkv.models.forward` with two
-  all-reduces of activations for each layer. Embeddings, routers, norms,
-  latents and layers with a `DeltaNet` are replicated, and so is everything
-  without `axes.model`.
+  all-reduces of activations for each layer. Embeddings, routers, norms, latents
+  and the mixers of `DeltaNet` layers are replicated. Without `axes.model`, all
+  parameters are replicated.
 
   Args:
     params: from `jaxkv.models.init_params` or `jaxkv.models.load`, or their
@@ -86,9 +85,8 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
     `jax.device_put`.
 
   Raises:
-    ValueError: `params` are not those of a decoder, or the size of the axis
-      does not divide a dimension that is split, such as the number of K/V
-      heads.
+    ValueError: `params` are not those of a decoder, or the size of `axes.model`
+      does not divide a dimension that is split, such as that of K/V heads.
 
   Examples:
     >>> import jax
@@ -134,8 +132,8 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
 
 
 def _split_dimensions(layer: Params) -> dict[str, int]:
-  """Returns the split dimension of arrays, for the kind of the layer."""
-  # Several kinds have names such as "query". Each of these two is in one kind.
+  """Returns the split dimension of each split array of a layer."""
+  # Several kinds of layers have a "query". Each name below is in only one kind.
   if "latent" in layer:
     return _LATENT_ATTENTION | _MLP
   if "convolution" in layer:
@@ -144,10 +142,10 @@ def _split_dimensions(layer: Params) -> dict[str, int]:
 
 
 def _spec(name: str, leaf: Any, dimension: int | None, axes: MeshAxes) -> P:
-  """Returns the spec of one array; None as its dimension replicates it."""
+  """Returns the spec of an array; P() if `dimension` is None."""
   if dimension is None:
     return P()
-  # The first axis of an array has the repetitions of the layer.
+  # The first axis of an array is the repetitions of the layer.
   dimension += 1
   if leaf.shape[dimension] % axes.num_parts:
     arguments.refuse(

@@ -1,4 +1,4 @@
-"""rebalance: evens the work of shards."""
+"""rebalance: moves sequences to shards with less work."""
 
 import functools
 
@@ -25,31 +25,31 @@ def rebalance(
   max_groups: int = 4,
   max_pages: int = 0,
 ) -> RolloutState:
-  """Moves sequences from shards with much work left to others.
+  """Moves sequences from shards with more remaining work to others.
 
   Call it between calls of `generate` with a limit of steps, jitted with the
   state donated. Sequences keep their ids and sample the same tokens. The work
-  left is the number of tokens that unfinished sequences may still sample, so
-  known lengths help, as `Sampling.max_tokens`. Each shard compares itself with
-  one other shard at a time, ceil(log2(X)) times, and the two exchange groups of
-  samples: the one with more work gives the last groups of its queue, and gets
-  groups that have ended, or EMPTY rows. Groups without a slot move first.
+  of a shard is the number of tokens that its unfinished sequences may still
+  sample, so limits such as `Sampling.max_tokens` make it more accurate. In each
+  of ceil(log2(X)) rounds, each of the X shards exchanges groups of samples with
+  at most one other shard. The shard with more work sends the last groups of its
+  queue, first those without a slot, and gets as many ended or EMPTY groups.
 
   Args:
     state: the rollout, from `jaxkv.sharding.init`.
     axes: the mesh, with `axes.data`, and one shard on each of its devices.
     max_groups: static; the maximum number of groups that two shards exchange.
     max_pages: static; the maximum number of pages that a shard sends in an
-      exchange. Its device holds copies of as many for a moment. With 0, only
-      sequences without a slot move.
+      exchange. Copies of these pages take memory on its device for a moment.
+      With 0, only sequences without a slot move.
 
   Returns:
     The rollout. Two shards with different versions of weights exchange nothing.
 
   Raises:
     TypeError: `max_groups` or `max_pages` is not an int.
-    ValueError: one is out of range, `axes.data` is None, or a device has
-      several shards.
+    ValueError: `max_groups` or `max_pages` is out of range, `axes.data` is
+      None, or a device has several shards.
   """
   max_groups = as_count("max_groups", max_groups, 1)
   max_pages = as_count("max_pages", max_pages, 0)
@@ -74,7 +74,7 @@ def _rebalance(
 def _exchange(
   state: RolloutState, bit: int, axes: MeshAxes, max_groups: int, max_pages: int
 ) -> RolloutState:
-  """Evens the work of each pair of shards whose numbers differ in one bit."""
+  """Exchanges groups in each pair of shards whose numbers differ in `bit`."""
   pairs = [
     (shard, shard ^ bit)
     for shard in range(axes.num_shards)
@@ -92,19 +92,19 @@ def _exchange(
   left = jnp.sum(left.reshape(-1, samples), axis=1)
   runs = jnp.any(status == SequenceStatus.RUNNING, axis=1)
   load = jnp.sum(left)
-  # A shard without a partner receives zeros, which are no sequences.
+  # A shard without a partner receives zeros, so `is_paired` is False.
   is_paired = other(jnp.ones((), bool))
   is_paired &= other(state.memory.cache.epoch) == state.memory.cache.epoch
   excess = jnp.where(is_paired, load - other(load), jnp.float32(0))
   movable = _last(left, runs, queue.place, samples, excess, max_pages > 0)
   free = left == 0
   count = jnp.minimum(jnp.sum(movable), max_groups)
-  # The partner gives as many groups without work as it gets.
+  # The partner sends as many groups without work as it receives.
   count = jnp.minimum(count, other(jnp.sum(free)))
   count = jnp.where(excess > 0, count, other(count))
   place = jnp.max(queue.place.reshape(-1, samples), axis=1)
   is_empty = jnp.all(status == SequenceStatus.EMPTY, axis=1)
-  # EMPTY groups first, because nothing of them moves.
+  # EMPTY groups come first, because they have no sequences to move.
   order = jnp.where(
     excess > 0,
     _sorted(~movable, runs, -place),
@@ -134,18 +134,18 @@ def _last(
   excess: Array,
   moves_running: bool,
 ) -> Array:
-  """Returns bool[P], the last groups, with half of the `excess` of tokens."""
+  """Returns bool[P], the last groups, which have about half of `excess`."""
   movable = left > 0
   if not moves_running:
     movable &= ~runs
   last = jnp.max(place.reshape(-1, samples), axis=1)
   order = _sorted(~movable, runs, -last)
   number = jnp.where(movable, left, jnp.float32(0))[order]
-  # A group moves if that brings the two shards closer to each other.
+  # A group moves if this reduces the difference between the two shards.
   fits = movable[order] & (2 * jnp.cumsum(number) - number < excess)
   return indexing.put(jnp.zeros_like(movable), order, values=fits)
 
 
 def _sorted(*keys: Array) -> Array:
-  """Returns the order of groups int32[P], by the first key, then the next."""
+  """Returns the groups int32[P], sorted by the first key, then the next."""
   return jnp.lexsort(keys[::-1]).astype(jnp.int32)

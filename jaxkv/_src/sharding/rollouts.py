@@ -1,4 +1,4 @@
-"""The functions of a rollout, for a rollout on a mesh."""
+"""The main functions of `jaxkv.rollout`, for a rollout on a mesh."""
 
 import dataclasses
 import functools
@@ -39,7 +39,6 @@ from jaxkv._src.sharding.mesh_axes import on_auto_axes
 from jaxkv._src.sharding.mesh_axes import placed
 from jaxkv._src.sharding.shards import each_shard
 from jaxkv._src.sharding.shards import map_shards
-from jaxkv._src.sharding.state_shardings import check_shards
 from jaxkv._src.sharding.state_shardings import tree_shardings
 
 
@@ -52,9 +51,9 @@ def init_memory(
   """Makes the cache and the K/V memory of each shard, on its devices.
 
   Args:
-    make: returns those of one shard, as `lambda: (jaxkv.init(sizes, secret),
-      jaxkv.models.init_kv(model, sizes))`. All shards get the same secret, so
-      that pages can move between them.
+    make: returns the cache and the memory of one shard, for example `lambda:
+      (jaxkv.init(sizes, secret), jaxkv.models.init_kv(model, sizes))`. All
+      shards get the same secret, so that pages can move between them.
     axes: the mesh.
     num_shards: X, a multiple of the size of `axes.data`; None for that size.
 
@@ -64,20 +63,25 @@ def init_memory(
 
   Raises:
     TypeError: `num_shards` is not an int.
-    ValueError: it is not such a multiple, or the pools cannot be split, see
-      `state_shardings`.
+    ValueError: `num_shards` is not such a multiple, or the pools cannot be
+      split, see `state_shardings`.
   """
   if num_shards is None:
     num_shards = axes.num_shards
   num_shards = as_count("num_shards", num_shards, 1)
+  if num_shards % axes.num_shards or (axes.data is None and num_shards > 1):
+    raise ValueError(
+      f"`num_shards` must be 1 without `axes.data`, or else a multiple of "
+      f"{axes.num_shards}, the size of the axis {axes.data!r}, got "
+      f"{num_shards}."
+    )
 
-  # Its argument tells the program which devices it runs on.
+  # The sharding of the argument makes the program run on all devices.
   @functools.partial(jax.jit, keep_unused=True)
   def make_all(shards: Array) -> tuple[CacheState, Pools]:
     return each_shard(lambda _: make(), shards, axes=axes)
 
   shards = np.arange(num_shards, dtype=np.int32)
-  check_shards("num_shards", shards, axes)
   return make_all(jax.device_put(shards, axes.by_shard()))
 
 
@@ -94,13 +98,13 @@ def init(
 ) -> RolloutState:
   """Returns the initial state of a rollout on a mesh.
 
-  Each shard gets an equal part of the prompts, in order. If X shards do not
-  divide P prompts, the last ones get fewer, and their queues have EMPTY rows.
+  Each shard gets an equal part of the prompts, in order. If the number of
+  shards does not divide P, the last shards get fewer prompts, and EMPTY rows.
   A sequence has the same id, and so the same samples, as on one device.
 
   Args:
     cache: the caches of all shards, from `init_memory` or an earlier rollout.
-    kv: their K/V memory.
+    kv: the K/V memory of all shards.
     requests: P prompts, see `jaxkv.rollout.init`.
     key: key[]; equal keys give equal samples.
     config: static options.
@@ -133,7 +137,7 @@ def init(
   check_num_samples(requests, config)
   check_fits(requests, cache.config, config)
   if getattr(cache.epoch, "is_fully_addressable", False):
-    # For all shards at once, because `_init` cannot check concrete versions.
+    # Checked here, because in `_init` the epochs are traced.
     has_version(dataclasses.replace(cache, epoch=jnp.max(cache.epoch)), version)
   first = jnp.asarray(first_sequence, jnp.int32)
   state = _init(
@@ -155,7 +159,7 @@ def _init(cache, kv, requests, key, first, version, *, config, axes):
     state = rollout.init(
       cache, kv, part, key, config, first_sequence=first, version=version
     )
-    # The program returns no memory, because it would copy the pages.
+    # The program does not return the memory, because that would copy the pages.
     return dataclasses.replace(state, memory=None)
 
   shards = jnp.arange(num_shards, dtype=jnp.int32)
@@ -200,7 +204,7 @@ def generate(
     params: the model's parameters, on the devices of the mesh. For
       `axes.model`, place those of `jaxkv.models` with `param_shardings`.
     state: from `init`, or from an earlier call.
-    until: a limit for each shard; None for the end of all sequences.
+    until: a limit for each shard; None to run until all sequences have ended.
     axes: the mesh.
     model: see `jaxkv.rollout.generate`.
     process: see `jaxkv.rollout.generate`.
@@ -212,7 +216,7 @@ def generate(
   Raises:
     TypeError: see `jaxkv.rollout.generate`.
     ValueError: see `jaxkv.rollout.generate`; or a parameter is not on the
-      devices of the mesh. Inside `jit`, only axes of type Explicit are checked.
+      devices of the mesh. Inside `jit`, this is checked for Explicit axes only.
   """
   _check_placed(params, axes)
   return _generate(params, state, until, axes, model, process, draft)
@@ -248,9 +252,9 @@ def _check_placed(params: Any, axes: MeshAxes) -> None:
 def generated(state: RolloutState, *, axes: MeshAxes) -> Generated:
   """Returns the sequences of all shards, see `jaxkv.rollout.generated`.
 
-  Groups of G samples are sorted by id, so they have the order of the prompts
-  also after `rebalance`. Groups without a sequence are last. All devices, and
-  so all processes, get all sequences.
+  Groups of G samples are sorted by id, so they keep the order of the prompts
+  after `rebalance`. Groups without a sequence come last. The results are
+  replicated on all devices, and so in all processes.
   """
   return _generated(state, axes)
 
@@ -272,7 +276,7 @@ def harvest(
   Args:
     state: the rollout.
     axes: the mesh.
-    groups: static; whether to keep sequences until all samples of their prompt
+    groups: static; True to keep sequences until all samples of their prompt
       have ended.
 
   Returns:
@@ -295,9 +299,9 @@ def _harvest(state, axes, groups):
 
 
 def _in_order(tree: Any, rows: Generated, axes: MeshAxes) -> Any:
-  """Concatenates the rows [X, Q, ...] of all shards, sorted by id.
+  """Concatenates arrays [X, Q, ...] of X shards, with groups sorted by id.
 
-  Groups stay together, and those without a sequence are last.
+  Groups without a sequence come last.
   """
   if axes.data is None:
     return tree

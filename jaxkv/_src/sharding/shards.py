@@ -30,7 +30,7 @@ def each_shard(
 
   Args:
     function: returns a pytree of arrays, such as a rollout.
-    split: arrays [X, ...], of which each shard gets [...].
+    split: a pytree of arrays [X, ...]; shard i gets element i of each.
     *shared: arrays that are the same on all shards.
     axes: the mesh.
 
@@ -38,7 +38,7 @@ def each_shard(
     The results, [X, ...], on the devices of their shards.
 
   Raises:
-    ValueError: the size of the axis does not divide the number of shards.
+    ValueError: the size of `axes.data` does not divide X.
   """
 
   def of_all(split: Any, *shared: Any) -> Any:
@@ -51,7 +51,7 @@ def each_shard(
 def map_shards(
   function: Callable, split: Any, *shared: Any, axes: MeshAxes
 ) -> Any:
-  """Calls a function for each shard, where no axis is explicit."""
+  """Implements `each_shard`, inside of `on_auto_axes`."""
   if axes.data is None:
     return function(split, *shared)
   for leaf in jax.tree.leaves(split):
@@ -70,6 +70,6 @@ def map_shards(
     axis_names={axes.data},
     in_specs=(by_shard, *(P() for _ in shared)),
     out_specs=by_shard,
-    # JAX cannot check this where the compiler splits other axes.
+    # JAX cannot check varying axes if another axis has the type Auto.
     check_vma=False,
   )(split, *shared)

@@ -32,7 +32,7 @@ def state_shardings(state: RolloutState, *, axes: MeshAxes) -> RolloutState:
 
   Raises:
     ValueError: the size of `axes.model` does not divide the number of K/V
-      heads, or that of `axes.data` the number of shards.
+      heads, or the size of `axes.data` does not divide the number of shards.
 
   Examples:
     >>> import jaxkv, jax.numpy as jnp
@@ -54,7 +54,7 @@ def state_shardings(state: RolloutState, *, axes: MeshAxes) -> RolloutState:
   places = tree_shardings(state, axes)
   memory = places.memory
   if memory.host is not None:
-    # Pages in host memory are split along the same axis as those in `kv`.
+    # Pages in host memory have the same partition specs as pages in `kv`.
     on_host: Any = tuple(
       NamedSharding(axes.mesh, place.spec, memory_kind=HOST)
       for place in jax.tree.leaves(memory.kv)
@@ -64,9 +64,9 @@ def state_shardings(state: RolloutState, *, axes: MeshAxes) -> RolloutState:
 
 
 def tree_shardings(tree: Any, axes: MeshAxes) -> Any:
-  """Returns the shardings of arrays of all shards, and of pools among them."""
+  """Returns the shardings of a pytree; `KVPages` in it are split by heads."""
   by_shard = axes.by_shard()
-  # An axis without a name is replicated.
+  # The axes of `KVPages` after shards: pages, heads, tokens, elements.
   by_head = NamedSharding(axes.mesh, P(*by_shard.spec, None, axes.model))
 
   def places(node: Any) -> Any:
@@ -82,7 +82,7 @@ def tree_shardings(tree: Any, axes: MeshAxes) -> Any:
 
 
 def check_shards(name: str, leaf: Any, axes: MeshAxes) -> None:
-  """Raises unless an array [X, ...] or key[X] fits the shards of a mesh."""
+  """Raises ValueError unless [X, ...] can be split along `axes.data`."""
   if axes.data is None:
     return
   shards = leaf.shape[0] if leaf.shape else "none"
@@ -95,17 +95,17 @@ def check_shards(name: str, leaf: Any, axes: MeshAxes) -> None:
 
 
 def check_one_shard_each(state: RolloutState, axes: MeshAxes) -> None:
-  """Raises unless each device along `axes.data` has one shard."""
+  """Raises ValueError unless each device along `axes.data` has one shard."""
   if axes.data is None or state.key.shape != (axes.num_shards,):
     raise ValueError(
       "`state` must have one shard for each device of `axes.data`, got "
-      f"{[*state.key.shape]} and {axes.num_shards}: shards on one device run "
-      "one after another, and cannot exchange sequences or prompts."
+      f"{[*state.key.shape]} shards on {axes.num_shards} devices: shards on a "
+      "device run one after another, and cannot exchange sequences or prompts."
     )
 
 
 def _check_heads(pool: KVPages, axes: MeshAxes) -> None:
-  """Raises unless the size of an axis divides the number of K/V heads."""
+  """Raises ValueError unless K/V heads can be split along `axes.model`."""
   number = pool.k.shape[-3]
   if number % axes.num_parts:
     raise ValueError(

@@ -1,4 +1,4 @@
-"""Chooses the shard of each new prompt."""
+"""submit: adds prompts to the shards with the least work."""
 
 import dataclasses
 import functools
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
+from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
 from jaxkv._src.engine.queue import SequenceStatus
@@ -36,12 +37,12 @@ def submit(
     state: the rollout.
     requests: P prompts, see `jaxkv.rollout.submit`.
     axes: the mesh.
-    ids: int32[P], the id of each prompt's first sample; None for the next ids
-      of all shards.
+    ids: int32[P], the id of each prompt's first sample; None to continue after
+      the ids of all shards.
 
   Returns:
     The rollout, and per prompt a `Status` and an id, see
-    `jaxkv.rollout.submit`. QUEUE_FULL: no shard has EMPTY rows left.
+    `jaxkv.rollout.submit`. QUEUE_FULL means that no shard has EMPTY rows left.
 
   Raises:
     TypeError: see `jaxkv.rollout.submit`.
@@ -64,23 +65,28 @@ def _submit(state, requests, ids, axes):
     queue = state.queue
     shard = lax.axis_index(axes.data)
     all_next = lax.pmax(queue.next_id, axes.data)
+    requests = verb.matching(queue, requests, state.config)
+    _, is_bad = verb.new_rows(state, requests)
     if ids is None:
-      ids = all_next + jnp.arange(num_prompts, dtype=jnp.int32) * samples
-    # A later call continues after the ids of this one on every shard.
+      ids = all_next + _rank(~is_bad) * samples
+    # All shards continue after the largest id of any shard.
     queue = dataclasses.replace(queue, next_id=all_next)
-    owner = _choose_shards(queue.status, num_prompts, samples, axes)
-    is_taken = verb.are_taken(
-      queue, ids, jnp.ones((num_prompts,), bool), samples
-    )
+    is_taken = verb.are_taken(queue, ids, ~is_bad, samples)
+    is_taken = lax.pmax(is_taken, axes.data)
+    # Refused prompts take no rows, so shards are chosen for the others alone.
+    owners = _choose_shards(queue.status, num_prompts, samples, axes)
+    owner = indexing.take(owners, _rank(~is_bad & ~is_taken))
     refused = first_code(
-      (lax.pmax(is_taken, axes.data), Status.BAD_SEQUENCE),
+      (is_bad, Status.BAD_LENGTH),
+      (is_taken, Status.BAD_SEQUENCE),
       (owner < 0, Status.QUEUE_FULL),
     )
     is_mine = (owner == shard) & (refused == Status.OK)
     state, out = verb.submit(
       dataclasses.replace(state, queue=queue), requests, ids=ids, mask=is_mine
     )
-    # Of each prompt, one shard reports, so the sums are its code and its id.
+    # One shard reports each prompt, shard 0 if it is refused, and the others
+    # report 0. So the sums are the code and the id.
     code = jnp.where(is_mine, out.code, jnp.where(shard == 0, refused, 0))
     new_ids = jnp.where(is_mine, out.ids + 1, 0)
     return state, lax.psum((code, new_ids), axes.data)
@@ -90,19 +96,25 @@ def _submit(state, requests, ids, axes):
   return state, Submitted(code=code[0], ids=ids[0] - 1)
 
 
+def _rank(is_valid: Array) -> Array:
+  """Returns the number of valid prompts before each valid one, int32[P]."""
+  return jnp.cumsum(is_valid, dtype=jnp.int32) - 1
+
+
 def _choose_shards(
   status: Array, num_prompts: int, samples: int, axes: MeshAxes
 ) -> Array:
   """Returns the least loaded shard for each prompt, int32[P].
 
-  A shard without EMPTY rows for the prompt is not chosen; -1 if none has them.
+  A prompt gets -1 if no shard has EMPTY rows left for it.
   """
   groups = status.reshape(-1, samples)
   is_free = jnp.all(groups == SequenceStatus.EMPTY, axis=1)
   num_free = jnp.sum(is_free, dtype=jnp.int32)
   load = jnp.sum(status < SequenceStatus.DONE, dtype=jnp.int32)
   num_free, load = lax.all_gather((num_free, load), axes.data)
-  # The load of a shard before each further prompt; the lowest are taken.
+  # `loads[x, i]` is the load of shard x after it gets i of the prompts. The
+  # lowest P loads determine the shards.
   further = jnp.arange(num_prompts, dtype=jnp.int32)
   loads = load[:, None] + further[None] * samples
   is_free = further[None] < num_free[:, None]

@@ -33,8 +33,7 @@ from jaxkv._src.workers.worker import Room
 class LocalWorker:
   """A `Worker` that runs a rollout on devices of this process.
 
-  It owns the state: each call donates it to the next, so that no call copies
-  the pages.
+  It owns the state and donates it to each call, so that no call copies pages.
   """
 
   def __init__(
@@ -54,20 +53,21 @@ class LocalWorker:
 
     Args:
       params: the model's parameters.
-      state: a rollout without sequences, as of prompts with `num_samples` 0. A
-        pool does not know the ids of others, and counts their end as a failure.
+      state: a rollout without sequences, such as one of prompts with
+        `num_samples` 0. The end of a sequence that the pool did not submit
+        counts as a failure of the worker.
       model: see `jaxkv.rollout.generate`.
       process: see `jaxkv.rollout.generate`.
       draft: see `jaxkv.rollout.generate`.
-      steps: the calls of the model in each call of `advance`. Prompts enter and
-        results leave only in between.
+      steps: the number of calls of the model in each `advance`. Prompts enter
+        and results leave only between calls of `advance`.
     """
     self._hooks = {"model": model, "process": process, "draft": draft}
     self._until = Until(steps=jnp.int32(as_count("steps", steps, 1)))
     self._params, self._state = jax.tree.map(jnp.asarray, params), state
 
   def room(self) -> Room:
-    """Returns the numbers of prompts that fit, and that keep slots busy."""
+    """Returns the `Room` for further prompts."""
     samples, queue = self._state.config.num_samples, self._state.queue
     status = np.asarray(queue.status).reshape(-1, samples)
     prompts = int(np.sum(np.all(status == SequenceStatus.EMPTY, axis=1)))
@@ -110,7 +110,7 @@ class LocalWorker:
     return np.asarray(out.ok)[:count].tolist()
 
   def _padded(self, requests: Requests) -> tuple[Requests, int]:
-    """Returns requests of a shape that many calls share, and their number."""
+    """Pads requests to one of few shapes; returns them and their number."""
     count = len(requests.lengths)
     prompts = split(requests, self._state.config)
     prompts += prompts[-1:] * (_padded_size(count) - count)
@@ -138,18 +138,18 @@ class LocalWorker:
   def update_weights(
     self, params: Any, version: int, max_age: int | None
   ) -> list[int]:
-    """Replaces the weights; the new ones compute all K/V again."""
+    """Replaces the weights; the K/V of the old weights is not reused."""
     dropped = [] if max_age is None else self._drop(version - max_age)
     while int(self._state.memory.cache.epoch) < version:
       self._state = _update_weights(self._state)
-    # On the devices of the old ones.
+    # The new weights go to the devices of the old weights.
     self._params = jax.tree.map(
       lambda old, new: jax.device_put(new, old.sharding), self._params, params
     )
     return dropped
 
   def _drop(self, oldest: int) -> list[int]:
-    """Removes groups with an unfinished sample of versions before `oldest`."""
+    """Removes groups with an unfinished sample older than version `oldest`."""
     queue, samples = self._state.queue, self._state.config.num_samples
     status, versions, ids = jax.device_get(
       (queue.status, queue.versions, queue.ids)
@@ -190,11 +190,11 @@ class LocalWorker:
 
 
 def _padded_size(count: int) -> int:
-  """Returns the next power of 2, so that few sizes are compiled."""
+  """Rounds up to a power of 2, so that few sizes are compiled."""
   return 1 << (count - 1).bit_length()
 
 
-# Not of each worker, so that a worker with the same functions compiles nothing.
+# At module level, so that workers with the same functions share programs.
 _generate = jax.jit(
   generate, static_argnames=("model", "process", "draft"), donate_argnums=1
 )

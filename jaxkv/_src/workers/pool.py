@@ -25,15 +25,15 @@ from jaxkv._src.workers.worker import Group
 from jaxkv._src.workers.worker import Worker
 
 _LOOKAHEAD = 128
-"""The prompts from which a worker chooses."""
+"""The number of waiting prompts from which a worker chooses."""
 
 
 class _Moving(NamedTuple):
-  """Sequences of a worker that left.
+  """Sequences of a worker that was removed.
 
   Attributes:
     exported: the sequences.
-    prompts: their prompts, by their ids.
+    prompts: their prompts, by id.
     version: the version of the worker's weights.
   """
 
@@ -43,18 +43,18 @@ class _Moving(NamedTuple):
 
 
 class _Refused(Exception):
-  """A prompt is at fault, and not the worker."""
+  """A worker refused an invalid prompt, which is not a worker's failure."""
 
 
 class _Member:
-  """A place in the pool, and the worker that has it.
+  """A place in the pool, which has one worker at a time.
 
   Attributes:
     seen: the prefixes of the worker.
-    prompts: the prompts that run on the worker, by their ids.
-    version: the version of its weights.
-    num_failures: how often its workers have failed in a row.
-    leaves: True if it gives its sequences to the others.
+    prompts: the prompts that run on the worker, by id.
+    version: the version of the worker's weights.
+    num_failures: how often workers of this place have failed in a row.
+    leaves: True after `remove`; the sequences then move to other workers.
   """
 
   def __init__(self) -> None:
@@ -68,10 +68,10 @@ class _Member:
 class Pool:
   """Runs a stream of prompts on workers.
 
-  A prompt goes to the worker that has its longest prefix, even if it must wait
-  for room there, or to another one whose slots would be empty. The prompts of a
-  worker that fails run again on any worker, with the same ids, so they get the
-  same samples from the same weights. Each prompt is returned once.
+  A prompt waits for the worker that has its longest prefix, unless another
+  worker would have empty slots. The prompts of a worker that fails run again on
+  any worker, with the same ids, so equal weights give them equal samples. Each
+  prompt is returned once.
 
   A thread for each worker makes all of its calls, so workers never wait for
   each other. Use the pool in a `with` statement, or call `close`.
@@ -95,16 +95,16 @@ class Pool:
     """Starts a pool.
 
     Args:
-      make: returns a new worker with the weights of version 0, for a place from
-        0 on. It is called again for the place of a worker that failed.
+      make: returns a new worker for a place (0, 1, ...), with the weights of
+        version 0. It is called again for the place of a worker that failed.
       count: the number of workers.
       config: the options of the workers' rollouts.
-      max_waiting: the most prompts that no worker has taken; `submit` waits
-        until there are fewer.
+      max_waiting: the maximum number of prompts that no worker has taken;
+        `submit` blocks until there are fewer.
       max_age: if an unfinished sequence has tokens that are more than this
         number of versions older than the weights, its prompt runs again from
         its start. None for no limit.
-      max_failures: how often a place may fail in a row before the pool does.
+      max_failures: the failures in a row of one place that the pool tolerates.
     """
     self._make, self._config = make, config
     self._max_waiting = as_count("max_waiting", max_waiting, 1)
@@ -150,7 +150,11 @@ class Pool:
     return place
 
   def remove(self, place: int) -> None:
-    """Removes a worker; the others continue its sequences."""
+    """Removes a worker; the other workers continue its sequences.
+
+    Raises:
+      ValueError: `place` has no worker, or the only one that remains.
+    """
     with self._changed:
       if place not in self._members:
         raise ValueError(
@@ -164,14 +168,14 @@ class Pool:
       self._changed.notify_all()
 
   def submit(self, requests: Requests, ids: Any = None) -> list[int]:
-    """Adds prompts, and waits while too many wait.
+    """Adds prompts; blocks while `max_waiting` prompts wait.
 
     Args:
       requests: P prompts, see `jaxkv.rollout.Requests`. All prompts of a pool
-        have the same optional fields, and lists of the same `StopStrings`.
-      ids: int32[P], the id of each prompt's first sample, which seeds its
-        draws; the next G - 1 are those of its other samples. None for the next
-        ids.
+        have the same optional fields, and select from the same `StopStrings`.
+      ids: int32[P], the id of each prompt's first sample; its G - 1 successors
+        are the ids of the other samples. A sample's id seeds its draws. None
+        for the next ids.
 
     Returns:
       The ids of the prompts.
@@ -222,8 +226,8 @@ class Pool:
     """Yields groups as they end, until all submitted prompts have ended.
 
     Raises:
-      RuntimeError: the workers of a place failed too often, or refused a
-        prompt. The pool stops.
+      RuntimeError: the pool is closed, or it has stopped because a place failed
+        too often or a worker refused a prompt.
     """
     while True:
       with self._changed:
@@ -244,8 +248,8 @@ class Pool:
   def update_weights(self, params: Any) -> int:
     """Gives new weights to all workers, and returns their version.
 
-    A worker that prepares its next call of `advance` may make it with the old
-    ones. All later calls have the new ones.
+    A worker that is preparing a call of `advance` may still use the old weights
+    in this call. All later calls use the new weights.
     """
     with self._changed:
       self._version += 1
@@ -291,7 +295,7 @@ class Pool:
     _closed(worker)
 
   def _waits_for_work(self, member: _Member) -> bool:
-    """Returns False if the pool is closed or failed."""
+    """Waits for work; returns False if the pool is closed or has failed."""
 
     def has_work() -> bool:
       return bool(
@@ -328,7 +332,7 @@ class Pool:
     return prompt
 
   def _put_back(self, prompts: list[Prompt]) -> None:
-    """Puts prompts before those that wait, in their order."""
+    """Puts prompts at the front of the waiting ones, in their order."""
     self._waiting.extendleft(reversed(prompts))
 
   def _update(self, member: _Member, worker: Worker) -> None:
@@ -342,16 +346,16 @@ class Pool:
       self._put_back([self._forget(member, number) for number in dropped])
 
   def _take_moving(self, member: _Member, worker: Worker) -> None:
-    """Takes sequences of workers that left, if there is room."""
+    """Takes sequences of removed workers, if there is room."""
     if not self._moving or not worker.room().prompts:
       return
     with self._changed:
-      # A worker with older weights takes them after it has the new ones.
+      # A worker with older weights must first get the new weights.
       if not self._moving or self._moving[-1].version > member.version:
         return
       moving = self._moving.pop()
     entered: list[int] = []
-    # Under later weights, their tokens could be too old.
+    # Under newer weights, tokens could be older than `max_age` allows.
     if self._max_age is None or moving.version == member.version:
       try:
         ids = list(moving.prompts)
@@ -367,14 +371,14 @@ class Pool:
       if moving.prompts and entered:
         self._moving.append(moving)
       else:
-        # Refused in spite of room, such as for other weights: they begin again.
+        # If none entered in spite of room, the prompts begin again.
         self._put_back(list(moving.prompts.values()))
       self._changed.notify_all()
 
   def _take_waiting(self, member: _Member, worker: Worker) -> None:
     room = worker.room()
     with self._changed:
-      # More than there is room for, because others may be better for some.
+      # More than fit, because other workers may have longer prefixes of some.
       waiting = list(itertools.islice(self._waiting, _LOOKAHEAD))
     if not waiting or not room.prompts:
       return
@@ -385,7 +389,7 @@ class Pool:
     cached = {p.id: int(n) for p, n in zip(waiting, num_cached, strict=True)}
     with self._changed:
       member.seen.cached = cached
-      # Another worker may have taken some in the meantime.
+      # Another worker may have taken some prompts in the meantime.
       ids = {prompt.id for prompt in self._waiting}
       others = [
         other.seen
@@ -417,7 +421,7 @@ class Pool:
       self._put_back(refused)
 
   def _leave(self, place: int, member: _Member, worker: Worker | None) -> None:
-    """Gives the sequences of a place to the others."""
+    """Removes a place; other workers can then take its sequences."""
     moving = []
     if worker is not None and member.prompts:
       self._update(member, worker)

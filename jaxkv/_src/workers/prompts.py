@@ -11,7 +11,7 @@ from jaxkv._src.engine.requests import as_requests
 from jaxkv._src.engine.requests import map_rows
 
 BLOCK = 16
-"""Tokens of a block, by which prefixes of prompts are compared."""
+"""The number of tokens in a block; prefixes are compared by whole blocks."""
 
 
 class Prompt(NamedTuple):
@@ -31,8 +31,8 @@ class Prompt(NamedTuple):
 def split(requests: Requests, config: RolloutConfig) -> list[Requests]:
   """Returns each prompt of requests, with the settings of its samples.
 
-  They are arrays of numpy. Only the tables of stop strings, which all prompts
-  share, may be on a device.
+  All arrays are NumPy arrays, except the tables of stop strings, which the
+  prompts share.
 
   Raises:
     TypeError: see `as_requests`.
@@ -66,7 +66,7 @@ def prefixes_of(prompt: Requests) -> tuple[int, ...]:
 
 
 def join(prompts: list[Requests], columns: int = 0) -> Requests:
-  """Returns prompts from `split` together, with at least `columns` columns."""
+  """Joins prompts from `split`, padded to at least `columns` columns."""
   columns = max(columns, *(prompt.tokens.shape[1] for prompt in prompts))
 
   def widened(prompt: Requests) -> Requests:

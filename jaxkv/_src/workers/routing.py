@@ -13,8 +13,8 @@ class Seen:
   """The prefixes of a worker, as far as a pool knows.
 
   Attributes:
-    cached: the cached tokens of prompts that wait, by their ids.
-    running: the number of prompts of the worker with each prefix.
+    cached: the number of cached tokens of each waiting prompt, by its id.
+    running: the number of the worker's prompts that have each prefix.
   """
 
   cached: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -23,14 +23,14 @@ class Seen:
   )
 
   def forget(self, prompt: Prompt) -> None:
-    """Counts a prompt of the worker no longer."""
+    """Removes a prompt from `running`."""
     self.running.subtract(prompt.prefixes)
     for prefix in prompt.prefixes:
       if not self.running[prefix]:
         del self.running[prefix]
 
   def num_shared(self, prompt: Prompt) -> int:
-    """Returns the tokens of a prompt that the worker has, or will have."""
+    """Returns the number of tokens that are cached, or soon will be."""
     count = 0
     for prefix in prompt.prefixes:
       if not self.running[prefix]:
@@ -44,8 +44,8 @@ def choose(
 ) -> list[Prompt]:
   """Returns the prompts that a worker takes, and counts them as running.
 
-  It takes those of which it has the longest prefix of all workers. Others it
-  takes only to keep its slots busy, those first of which it lacks the least.
+  It takes the prompts of which no other worker has a longer prefix. To keep its
+  slots busy it also takes other prompts, in order of how far it is behind.
   """
   chosen, later = [], []
   for prompt in waiting:
@@ -58,7 +58,7 @@ def choose(
       seen.running.update(prompt.prefixes)
     else:
       later.append((best - own, prompt))
-  # The sort is stable, so equal ones stay in the order of their arrival.
+  # The sort is stable, so ties stay in the order of their arrival.
   later.sort(key=lambda pair: pair[0])
   missing = max(min(room.needed, room.prompts) - len(chosen), 0)
   for _, prompt in later[:missing]:

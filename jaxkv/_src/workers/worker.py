@@ -16,7 +16,7 @@ class Group(NamedTuple):
 
   Attributes:
     id: the id of the prompt's first sample.
-    results: the samples, as arrays of numpy with G rows.
+    results: the samples, as NumPy arrays with G rows.
   """
 
   id: int
@@ -24,11 +24,11 @@ class Group(NamedTuple):
 
 
 class Room(NamedTuple):
-  """The number of prompts that a worker can still take.
+  """Room for further prompts on a worker.
 
   Attributes:
-    prompts: prompts that fit into its queue.
-    needed: further prompts that keep all slots busy during the next `advance`.
+    prompts: the number of prompts that fit into its queue.
+    needed: the number that keeps all slots busy during the next `advance`.
   """
 
   prompts: int
@@ -36,7 +36,7 @@ class Room(NamedTuple):
 
 
 class Worker(Protocol):
-  """A rollout somewhere: in this process, another one, or on another machine.
+  """A rollout in this process, in another process, or on another machine.
 
   A pool calls a worker from one thread. If a call raises, the pool replaces the
   worker, and its prompts run again. But a ValueError of `submit` means that a
@@ -50,7 +50,7 @@ class Worker(Protocol):
   def match(self, requests: Requests) -> np.ndarray:
     """Returns the number of cached tokens of each prompt, int32[P].
 
-    Only tokens, lengths and salts are given.
+    `requests` has only tokens, lengths and salts.
     """
     ...
 
@@ -87,7 +87,7 @@ class Worker(Protocol):
 
     Args:
       exported: from `export` of another worker.
-      ids: the prompts to add; others of `exported` stay out.
+      ids: the ids of the prompts to add; other prompts are ignored.
 
     Returns:
       The ids of the prompts that entered, with all of their samples.
@@ -95,5 +95,5 @@ class Worker(Protocol):
     ...
 
   def close(self) -> None:
-    """Releases what the worker holds, also after a failure."""
+    """Releases the worker's resources; is also called after a failure."""
     ...

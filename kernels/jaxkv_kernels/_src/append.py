@@ -3,19 +3,19 @@
 | function | pools |
 |---|---|
 | `append_kv` | keys and values; optionally with one fixed scale for each head |
-| `append_quantized` | 8-bit keys and values, and a scale for each token |
+| `append_quantized` | 8-bit keys and values, with a scale per token and head |
 | `append_pages` | one pool, such as that of latent vectors |
 
 Each function writes token t to page `page_ids[t] + page_offset` at offset
-`offsets[t]`. Writes are in place if the pools are donated or carried by a loop,
-except on a CPU for the formats that `formats` names. A token is dropped if its
-offset is out of range, or if its page id is out of range before or after
-`page_offset` is added. If two tokens have the same page and offset, it is
-undefined which of them is kept.
+`offsets[t]`. Writes are in place if the pools are donated or carried by a loop.
+On a CPU, pools of dtype bfloat16 or float8 are the exception (see `formats`). A
+token is dropped if its offset is out of range, or if its page id is out of
+range before or after `page_offset` is added. If two tokens have the same page
+and offset, it is undefined which of them is written.
 
-`append_kv` and `append_pages` round floats to the pool's format. They store
-values of the pool's dtype, such as those from `quantize`, unchanged. An int8
-pool takes no floats without a scale.
+`append_kv` and `append_pages` round floats to the pool's format. Without a
+scale, they store values of the pool's dtype unchanged, and an int8 pool does
+not accept floats.
 
 Letters: a pool has N pages of S tokens, with K heads of D or Dv elements. A
 call has T new tokens.
@@ -55,7 +55,7 @@ def append_kv(
     offsets: int32[T], 0..S-1.
     page_offset: int32[], added to every page id.
     k_scale: float32[K], by which `k_new` is divided; `k_new` must then be
-      floats. Pass the same scale to `AttentionOptions`. 8-bit formats saturate.
+      floats. Pass the same scale to `AttentionOptions`.
     v_scale: float32[K], the same for `v_new`.
 
   Returns:
@@ -105,8 +105,8 @@ def append_quantized(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
   """Writes new tokens into 8-bit pools, and their scales into pools of scales.
 
-  Each token and head gets a scale that maps its largest element to the largest
-  number of the format, so nothing saturates. If an element is NaN or infinite,
+  Each token and head gets a scale that maps its element of largest magnitude to
+  the largest number of the format. If one of its elements is NaN or infinite,
   the scale is NaN.
 
   Args:
@@ -182,7 +182,7 @@ def append_pages(
     ValueError: an argument has a shape or value that is not supported.
 
   Examples:
-    For latent vectors in 8 bits, the scales are a pool of vectors of size 1:
+    Writes an 8-bit latent vector, and its scale as a vector of size 1:
 
     >>> import jax.numpy as jnp
     >>> pages = jnp.zeros((2, 1, 4, 2), jnp.int8)
@@ -214,21 +214,21 @@ def append_pages(
 def _target_pages(
   pages: jax.Array, page_ids: jax.Array, offsets: jax.Array, page_offset
 ) -> jax.Array:
-  """Returns int32[T], the page of each token; N drops the token."""
+  """Returns int32[T], the page of each token, or N for a token to drop."""
   check.vector("offsets", offsets, page_ids.size)
   check.scalar("page_offset", page_offset, jnp.integer)
   total, page_size = pages.shape[0], pages.shape[2]
   chex.assert_equal_shape([page_ids, offsets])
   targets = page_ids + jnp.asarray(page_offset, jnp.int32)
-  # Ids are checked before the offset is added, because the offset would turn -1
-  # into a page of the previous layer. mode="drop" wraps negative indices.
+  # An id of -1 plus the offset would be a page of the previous layer, so ids
+  # are checked before the addition. mode="drop" would wrap negative targets.
   fits = (page_ids >= 0) & (page_ids < total) & (targets >= 0)
   fits &= (offsets >= 0) & (offsets < page_size)
   return jnp.where(fits, targets, total)
 
 
 def _put(pages, new, targets, offsets) -> jax.Array:
-  """Writes `new` [T, K, ...] into [N, K, S, ...]; page N drops the token."""
+  """Writes `new` [T, K, ...] into [N, K, S, ...]; drops tokens of page N."""
   chex.assert_shape(new, (*targets.shape, pages.shape[1], *pages.shape[3:]))
   pages, offsets = jnp.asarray(pages), jnp.asarray(offsets)
   return lax.platform_dependent(
@@ -244,9 +244,9 @@ def _put_all_heads(pages, new, targets, offsets) -> jax.Array:
 
 def _put_by_head(pages, new, targets, offsets) -> jax.Array:
   """Scatters each head of a token with its own index, for a TPU."""
-  # A window over all heads would be strided in memory, so XLA for a TPU would
-  # transpose the whole pool around a loop. A drawback: if the compiler splits
-  # heads over some axes of a mesh only, it gathers the heads of new tokens.
+  # A scatter window over all heads would be strided in memory, so XLA for a TPU
+  # would transpose the whole pool before and after a loop. A drawback: if heads
+  # are sharded over only some mesh axes, XLA all-gathers the new tokens' heads.
   heads = jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
   index = targets[:, None], heads, offsets[:, None]
   return pages.at[index].set(new, mode="drop")
@@ -291,7 +291,7 @@ def _check_floats(name: str, new: jax.Array) -> None:
   """Raises `TypeError` unless new tokens are floats."""
   # `_check_new` accepts floats and the pool's dtype. Only floats can be scaled.
   if not jnp.issubdtype(new.dtype, jnp.floating):
-    hint = "elements of the pool cannot be scaled"
+    hint = "pass values that are not quantized yet"
     check.refuse(TypeError, name, "floats", new.dtype, hint)
 
 
@@ -326,7 +326,7 @@ def _targets_of_pair(
 def _check_new(
   name: str, new: jax.Array, pages: jax.Array, tokens: int
 ) -> None:
-  """Raises unless `new` is [T, K, D], floats or of the pool's dtype."""
+  """Raises unless `new` is [T, K, D], in floats or the pool's dtype."""
   check.is_array(name, new)
   shape = (tokens, pages.shape[1], pages.shape[3])
   expected = f"floats or {pages.dtype}, {list(shape)}"

@@ -1,8 +1,8 @@
-"""Checks arguments during tracing: types, shapes, static values.
+"""Checks types, shapes and static values of arguments, which may be traced.
 
 Each check accepts the arguments that its docstring names. For other arguments
 it raises a `TypeError` if a type or dtype is wrong, and a `ValueError` if a
-shape or value is wrong. Messages read "`name` must be X, got Y; do Z.".
+shape, value or device is wrong. Messages read "`name` must be X, got Y; do Z.".
 """
 
 import functools
@@ -37,7 +37,7 @@ def refuse(
   Args:
     error: `TypeError` or `ValueError`.
     name: the argument's name.
-    expected: X, the values that are allowed.
+    expected: X, a description of the values that are allowed.
     value: the argument's value, which `describe` formats as Y.
     hint: Z; empty if the remedy is obvious.
   """
@@ -46,7 +46,7 @@ def refuse(
 
 
 def describe(value: Any) -> str:
-  """Returns `dtype[shape]` for an array, `repr` for other values."""
+  """Returns `dtype[shape]` for an array, a dtype's name, or else `repr`."""
   if isinstance(value, np.dtype):
     return value.name
   if isinstance(value, (jax.Array, np.ndarray)):
@@ -98,11 +98,11 @@ def pool_pair(k_pages: jax.Array, v_pages: jax.Array) -> None:
     refuse(TypeError, "v_pages", expected, v_pages.dtype)
   if k_pages.shape[:3] != v_pages.shape[:3]:
     sizes = ", ".join(map(str, k_pages.shape[:3]))
-    refuse(ValueError, "v_pages", f"[{sizes}, Dv], as k_pages is", v_pages)
+    refuse(ValueError, "v_pages", f"[{sizes}, Dv], like k_pages", v_pages)
 
 
 def pool(name: str, pages: jax.Array) -> None:
-  """Accepts [N, K, S, D] without empty axes, in a dtype of `formats`."""
+  """Accepts [N, K, S, D] without empty axes, in one of the pool dtypes."""
   is_array(name, pages)
   if pages.ndim != 4 or 0 in pages.shape:
     refuse(ValueError, name, "[N, K, S, D] with no axis of size 0", pages)
@@ -110,7 +110,7 @@ def pool(name: str, pages: jax.Array) -> None:
 
 
 def pool_dtype(name: str, value: Any) -> np.dtype:
-  """Converts `value` to a dtype; accepts only the dtypes of `formats`."""
+  """Converts `value` to a dtype; accepts only the pool dtypes of `formats`."""
   try:
     dtype = None if value is None else np.dtype(value)
   except (TypeError, ValueError):
@@ -145,7 +145,7 @@ def same_devices(name: str, array: jax.Array, **arrays: Any) -> None:
 @functools.cache
 def architectures() -> frozenset[int]:
   """Returns compute capabilities of the local GPUs, such as 90 for sm_90."""
-  # A GPU without the attribute counts as a Hopper. AMD's are names.
+  # A GPU without the attribute counts as a Hopper. AMD's names are skipped.
   found = (
     str(getattr(device, "compute_capability", "9.0")).replace(".", "")
     for device in jax.local_devices()
@@ -156,7 +156,7 @@ def architectures() -> frozenset[int]:
 
 def devices_of(array) -> set[Any] | None:
   """Returns the devices that an array is committed to, if any."""
-  # The devices of a tracer are unknown until lowering, where jax checks them.
+  # The devices of a tracer are unknown until lowering. Then jax checks them.
   if isinstance(array, core.Tracer) or not isinstance(array, jax.Array):
     return None
   return array.devices() if array.committed else None
@@ -169,7 +169,7 @@ def _names(devices: set[Any]) -> str:
 def table(
   page_table: jax.Array, batch: int | None, name: str = "page_table"
 ) -> None:
-  """Accepts int32[B, M], B and M at least 1; any B if `batch` is None."""
+  """Accepts int32[batch, M] with M >= 1; any batch >= 1 if `batch` is None."""
   integers(name, page_table)
   shape = page_table.shape
   rows = shape[:1] if batch is None else (batch,)
@@ -195,7 +195,7 @@ def integers(name: str, values: jax.Array) -> None:
 
 
 def max_query_len(value: int | None, rows: int) -> int:
-  """Returns the maximum number of queries of a sequence; `rows` for None."""
+  """Returns `max_query_len`; its default is `rows`, but at least 1."""
   if value is None:
     return max(rows, 1)
   count("max_query_len", value)
@@ -235,7 +235,7 @@ def per_head(name: str, values: jax.Array | None, heads: int) -> None:
 
 
 def scales(name: str, values: jax.Array | None, pages: jax.Array) -> None:
-  """Accepts float32[K] or float32[N, K, S] for a pool [N, K, S, D]; or None."""
+  """Accepts None, and float32[K] or float32[N, K, S] for pages [N, K, S, D]."""
   if values is None:
     return
   head, token = list(pages.shape[1:2]), list(pages.shape[:3])
@@ -258,7 +258,7 @@ def float32(name: str, values: jax.Array, expected: str = "float32") -> None:
 def tree_mask(
   mask: jax.Array | None, leading: tuple[int, ...], name: str = "tree_mask"
 ) -> None:
-  """Accepts bool[*leading, X], X at least 1; or None."""
+  """Accepts bool[*leading, X] with X >= 1, or None."""
   if mask is None:
     return
   is_array(name, mask)
@@ -278,7 +278,7 @@ def count(name: str, value: int) -> None:
 
 
 def scalar(name: str, value, kind) -> None:
-  """Accepts an integer that fits int32, or a float, as `kind` requires."""
+  """Accepts a scalar of `kind`: np.integer that fits int32, or np.floating."""
   expected = "an integer scalar" if kind is np.integer else "a float scalar"
   # Python counts a bool as an int, but here it is a mistake.
   if isinstance(value, bool):

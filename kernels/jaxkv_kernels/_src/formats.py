@@ -1,8 +1,8 @@
 """Number formats of page pools.
 
 XLA for a CPU rewrites a whole bfloat16 or 8-bit float array to update one
-element. On a CPU such pools therefore hold the same bits in an integer type,
-and only the elements that a call reads or writes are reinterpreted.
+element. On a CPU, pools should therefore store the same bits in an integer
+dtype. Calls then reinterpret only the elements that they read or write.
 
 | pool dtype | its elements |
 |---|---|
@@ -12,7 +12,7 @@ and only the elements that a call reads or writes are reinterpreted.
 | uint8 | float8_e4m3fn bits |
 | int8 | integers from -127 to 127, times a scale |
 
-float8_e5m2 has no integer form, so on a CPU each write rewrites its whole pool.
+float8_e5m2 has no integer form, so on a CPU each write rewrites the whole pool.
 """
 
 import jax
@@ -34,8 +34,8 @@ _LOGICAL_DTYPE = {
   _E5M2: _E5M2,
   np.dtype(np.int8): np.dtype(np.int8),
 }
-# The largest numbers of the 8-bit formats. Larger numbers would become NaN or
-# infinite, so `store` clips them.
+# The largest numbers of the 8-bit formats, to which `store` clips. Conversion
+# of a larger number to a float8 would give NaN or infinity.
 _LARGEST = {np.dtype(np.int8): 127.0, _E4M3: 448.0, _E5M2: 57344.0}
 
 
@@ -60,7 +60,7 @@ def logical_dtype(pool_dtype) -> np.dtype:
 
 
 def scaled_dtype(name: str, pool_dtype) -> np.dtype:
-  """Returns `logical_dtype` of an 8-bit pool; raises for other formats."""
+  """Returns `logical_dtype` of an 8-bit pool; raises for other dtypes."""
   dtype = _LOGICAL_DTYPE[check.pool_dtype(name, pool_dtype)]
   if dtype not in _LARGEST:
     expected = "int8, float8_e4m3fn, float8_e5m2 or uint8 to have scales"
@@ -69,10 +69,10 @@ def scaled_dtype(name: str, pool_dtype) -> np.dtype:
 
 
 def load(stored: jax.Array) -> jax.Array:
-  """Converts elements of a pool to numbers, without scales.
+  """Converts elements of a pool to numbers, without applying scales.
 
-  Call it on elements gathered from a pool. On a whole pool, a CPU would copy
-  all of it.
+  Call it on elements gathered from a pool. Applied to a whole pool, it would
+  copy the pool on a CPU.
   """
   check.is_array("stored", stored)
   dtype = _LOGICAL_DTYPE[check.pool_dtype("stored", stored.dtype)]
@@ -82,9 +82,9 @@ def load(stored: jax.Array) -> jax.Array:
 
 
 def store(values: jax.Array, pool_dtype) -> jax.Array:
-  """Rounds numbers to the format of a pool, and returns its elements.
+  """Rounds numbers to the format of a pool, and returns them in its dtype.
 
-  8-bit formats saturate: a number out of range becomes the end of the range.
+  Numbers outside the range of an 8-bit format are clipped to it.
   """
   check.real("values", values)
   dtype = logical_dtype(pool_dtype)
@@ -102,12 +102,12 @@ def store(values: jax.Array, pool_dtype) -> jax.Array:
 
 
 def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
-  """Quantizes vectors to 8 bits, with one scale for each.
+  """Quantizes vectors to 8 bits, with one scale per vector.
 
-  Vectors lie along the last axis. A vector's scale maps its largest element to
-  the largest number of the format, so the result times the scale approximates
-  the vector. A vector of zeros has scale 1. A vector with a NaN or an infinity
-  has scale NaN. Elements below about 1e-36 lose digits.
+  Vectors lie along the last axis. A vector's scale maps its element of largest
+  magnitude to the largest number of the format. The result times the scale
+  approximates the vector. A vector of zeros has scale 1. A vector with a NaN or
+  an infinity has scale NaN. Vectors of numbers below about 1e-36 lose digits.
 
   Args:
     values: float[..., D].
@@ -117,7 +117,7 @@ def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
     (elements of the pool dtype, [..., D]; scales, float32[...]).
 
   Raises:
-    TypeError: the pool's format has more than 8 bits.
+    TypeError: `values` are not numbers, or `pool_dtype` is not an 8-bit format.
     ValueError: `values` is a scalar or D is 0.
 
   Examples:

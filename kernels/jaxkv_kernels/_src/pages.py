@@ -20,7 +20,7 @@ def copy_pages(
   Reads all sources before it writes any destination. Works in place if the pool
   is donated or carried by a loop. Skips pairs with an id out of range. A call
   that skips all pairs costs nothing, except under `vmap`, where every call has
-  the full cost. If destinations are equal, it is undefined which pair is kept.
+  the full cost. Of pairs with equal destinations, an undefined one is copied.
 
   Args:
     pages: [L * N, K, S, D].
@@ -58,7 +58,7 @@ def copy_pages(
 
   def copy_layer(layer: jax.Array, pool: jax.Array) -> jax.Array:
     first = layer * per_layer
-    # Clipping is enough, because the scatter drops pairs that do not fit.
+    # Ids out of range may read any page, because the scatter drops their pairs.
     content = pool.at[src + first].get(mode="clip")
     return pool.at[jnp.where(fits, dst + first, total)].set(
       content, mode="drop"
@@ -79,11 +79,12 @@ def gather_pages(
 
   Args:
     pages: [L * N, K, S, D].
-    page_table: int32[B, M]; an id outside of the pool reads as a page of zeros.
+    page_table: int32[B, M]; an id out of range reads as a page of zeros.
     page_offset: int32[], added to every page id.
 
   Returns:
-    [B, M * S, K, D]; elements past the length of a sequence are arbitrary.
+    [B, M * S, K, D] in the `logical_dtype`. Elements past the end of a sequence
+    are arbitrary.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.

@@ -125,6 +125,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     _EXPERTS
     | {
       "head_dim": 16,
+      # More experts than tensors, because one tensor has those of a layer.
+      "num_local_experts": 64,
       "sliding_window": 6,
       "rope_parameters": _YARN | {"truncate": False},
     },

@@ -102,6 +102,15 @@ class TestByteLevel:
       assert b"".join(pieces[i] for i in found) == plain.encode()
     assert rollout.token_bytes(pieces).vocab_size == len(pieces)
 
+  def test_bytes_of_added_tokens(self):
+    """Only a decoder that turns the block into a space does so in the bytes."""
+    own = _tokenizer(_byte_facts("gpt-2"))
+    own.core.add_tokens(["<tool▁calls>", "[é]"])
+    added = own.encode("<tool▁calls>[é]").tolist()
+    assert len(added) == 2
+    joined = b"".join(own.token_bytes()[i] for i in added)
+    assert joined.decode(errors="replace") == own.decode(added)
+
   def test_chat(self):
     own = _tokenizer(_byte_facts())
     pytest.importorskip("jinja2", reason="it renders templates")
@@ -151,6 +160,11 @@ class TestSentencePieces:
     assert pieces == ["▁", "<0xC3>", "<0xA9>"]
     assert own.token_bytes()[3:8] == [b"\n", b"\xc3", b"\xa9", b" ", b"a"]
 
+  def test_only_two_digits_are_a_byte(self):
+    own = _tokenizer(self._facts())
+    own.core.add_tokens(["<0xZZ>"])
+    assert own.token_bytes()[-1] == b"<0xZZ>"
+
   def test_no_space_is_put_before_a_text(self):
     facts = self._facts() | {"tokenizer.ggml.add_space_prefix": False}
     own = _tokenizer(facts)
@@ -191,9 +205,15 @@ def test_a_folder_gives_what_the_library_gives(tmp_path):
   made.enable_truncation(4)
   made.enable_padding(length=8)
   made.save(str(tmp_path / "tokenizer.json"))
-  config = '{"eos_token": {"content": "<|im_end|>"}, "chat_template": "x"}'
-  (tmp_path / "tokenizer_config.json").write_text(config)
-  (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}")
+  config = {
+    "eos_token": {"content": "<|im_end|>"},
+    "bos_token": None,
+    "add_bos_token": True,
+    "chat_template": "x",
+  }
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+  template = "{{ bos_token }}{{ eos_token }}{{ add_bos_token }}"
+  (tmp_path / "chat_template.jinja").write_text(template)
   own = tokenizers_of.from_folder(tmp_path)
   made.no_truncation()
   made.no_padding()

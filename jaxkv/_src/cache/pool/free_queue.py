@@ -1,11 +1,11 @@
 """The free pages in eviction order: a ring with lazy deletion.
 
-The entry at ring position q is live if its page points back at q, that is, if
-`position[ring[q]] == q`; other entries are stale. Removing a page from the
-middle only clears its position, so no entry moves and the cost does not depend
-on the number of pages. `pop` skips stale entries at the front. If the ring has
-no room left, a sweep rewrites it without stale entries. With N pages the ring
-has at least 2 N entries, so sweeps are rare.
+The queue's entries are a span of ring positions. The entry at position q is
+live if its page points back at q, that is, if `position[ring[q]] == q`; other
+entries are stale. Removing a page from the middle only clears its position, so
+no entry moves and the cost does not depend on the number of pages. `pop` skips
+stale entries at the front. If the ring is full, a sweep rewrites it without
+stale entries. The ring has room for at least 2 N entries, so sweeps are rare.
 """
 
 import dataclasses
@@ -31,11 +31,10 @@ class FreeQueue:
   C is the ring's capacity, a power of two of at least 2 N.
 
   Attributes:
-    ring: page numbers; the entries are at `head .. head + span`, modulo C.
-      # int32[C]
-    position: the ring position of a free page's live entry. For a page in use,
-      any number except the position of an entry with this page. For the null
-      page, NOWHERE.  # int32[N]
+    ring: page numbers. The `span` positions from `head` on, modulo C, are the
+      entries of the queue.  # int32[C]
+    position: the ring position of a free page's entry. For other pages, any
+      number up to NOWHERE that makes no entry live.  # int32[N]
     head: the position of the first entry.  # int32[]
     span: the number of entries, stale ones included.  # int32[]
     num_free: the number of live entries.  # int32[]
@@ -49,11 +48,11 @@ class FreeQueue:
 
 
 class Front(NamedTuple):
-  """A window over the front of the queue.
+  """The first W entries of the queue, some of which `pop` removed.
 
   Attributes:
     pages: int32[W], the page of each entry.
-    rank: int32[W], 0-based position among the pages popped by this call.
+    rank: int32[W], the 0-based rank of a popped page among all popped pages.
     valid: bool[W], True if the entry was popped.
   """
 
@@ -91,12 +90,12 @@ def pop(
 ) -> tuple[FreeQueue, Front]:
   """Pops up to `num_pages` pages from the first `window` entries.
 
-  `keeps` maps pages, int32[W], to bool[W]; the first live page for which it is
-  True, and all after it, stay in the queue. None to pop any page.
+  `keeps` maps pages, int32[W], to bool[W]. The first live page for which it is
+  True stays in the queue, and so do all pages after it. None to pop any page.
 
-  Stale entries in the window make the result shorter. The caller then calls
-  again for the missing pages. If `num_pages <= num_free`, repeated calls find
-  all pages, because each call also removes stale entries from the front.
+  If the window has stale entries, fewer pages are popped, and the caller calls
+  again for the rest. Without `keeps`, repeated calls pop `num_pages` pages, if
+  that many are free, because each call also removes stale entries.
   """
   lanes = jnp.arange(window, dtype=jnp.int32)
   pages, live = entries_at(queue, lanes)
@@ -124,7 +123,7 @@ def entries_at(queue: FreeQueue, lanes: Array) -> tuple[Array, Array]:
   """Reads entries of the queue by their distance from its head, int32[W].
 
   Returns:
-    int32[W], the page of each entry, and bool[W], False for stale entries.
+    int32[W], the page of each entry, and bool[W], True for live entries.
   """
   place = _wrap(queue, queue.head + lanes)
   pages = indexing.take(queue.ring, place)
@@ -160,9 +159,9 @@ def push_back(
     queue: the queue.
     pages: int32[W].
     valid: bool[W], the pages to append, all distinct.
-    marks: int32[W], positions of marked pages, for `page_pool.to_front`.
-    marked: bool[W], pages that stay outside of the queue and get a mark. A
-      marked page must not be valid.
+    marks: int32[W], see `marked`.
+    marked: bool[W], pages that stay outside of the queue, none of them valid.
+      Their `position` becomes their mark, which `page_pool.to_front` reads.
   """
   chex.assert_equal_shape([pages, valid, marks, marked])
   rank = loops.cumulative_sum(valid)
@@ -178,7 +177,7 @@ def push(
   *,
   turn: Array,
 ) -> FreeQueue:
-  """Appends some pages in the given order, and prepends others by their turn.
+  """Appends some pages in the given order, and prepends other pages.
 
   Args:
     queue: the queue, with room reserved.
@@ -186,8 +185,8 @@ def push(
     to_back: bool[W], the pages to append, all distinct.
     to_front: bool[W], the pages to prepend one by one, all distinct and none of
       `to_back`.
-    turn: int32[W], 0-based ranks of the pages in `to_front`; the last of them
-      becomes the first page of the queue.
+    turn: int32[W], the 0-based order in which to prepend pages. The page with
+      the highest turn becomes the first in the queue.
   """
   rank = loops.cumulative_sum(to_back)
   back, front = queue.head + queue.span + rank - 1, queue.head - 1 - turn
@@ -207,7 +206,7 @@ def has_room(queue: FreeQueue, count: Array) -> Array:
 
 
 def reserve(queue: FreeQueue, count: Array) -> FreeQueue:
-  """Makes room for `count` pushes, by a sweep if the ring is too full."""
+  """Makes room for `count` pushes; sweeps the ring if it is too full."""
   size = queue.ring.shape[0]
 
   def sweep(queue: FreeQueue) -> FreeQueue:
@@ -229,7 +228,7 @@ def reserve(queue: FreeQueue, count: Array) -> FreeQueue:
 def mark_last(
   position: Array, pages: Array, valid: Array
 ) -> tuple[Array, Array]:
-  """Finds the last valid item of each page.
+  """Finds the last valid item of each page; item i is the page `pages[i]`.
 
   Args:
     position: int32[N], `FreeQueue.position`; at most NOWHERE for valid pages.
@@ -237,7 +236,7 @@ def mark_last(
     valid: bool[W].
 
   Returns:
-    `position` with temporary marks for all valid pages, which the caller must
+    `position` with a temporary mark for each valid page, which the caller must
     overwrite, and bool[W], True for the last valid item of each page.
   """
   # The mark of an item grows with its index, so the maximum of a page's marks

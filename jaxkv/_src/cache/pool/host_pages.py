@@ -1,11 +1,11 @@
 """Pages in host memory, to which the device evicts cached pages.
 
-The two memories are exclusive: the content of a cached page is on the device or
-on the host. A page that is evicted from the device is saved over the first page
-of the host's queue, which then goes to the back. A hit in host memory returns
-to a free device page. Its host page goes to the front of the host's queue, so
-the next saved page replaces it. Often that is the page which made room, and the
-two exchange places. So both queues together are one queue in LRU order.
+A cached page is either on the device or on the host, never on both. A page that
+is evicted from the device overwrites the first page of the host's queue, which
+then goes to the back. A hit in host memory returns to a free device page. Its
+host page goes to the front of the host's queue, so that the next saved page
+overwrites it. Often that is the page evicted for the hit, and the two contents
+exchange places. So both queues together keep cached pages in LRU order.
 
 Host page h, 0 .. N2 - 1, has the number N + 1 + h in the index, and 1 + h in
 the queue, where 0 is not a page.
@@ -35,18 +35,18 @@ from jaxkv._src.cache.prefix.prefix_index import RemovedPages
 class Moves:
   """Moves of page contents between device and host, in order.
 
-  Each move first copies device page `page` to host page `saved_to`, and then
-  copies to `page` what host page `restored_from` held before the move. The two
-  host pages can be the same one. X = N.
+  Each move saves device page `page` to host page `saved_to`, and then restores
+  to `page` the content that host page `restored_from` had before the move. The
+  two host pages can be the same one. X is a multiple of N.
 
   Attributes:
     page: the device page of each move.  # int32[X]
-    saved_to: the host page that gets the content of `page`; NONE for none.
+    saved_to: the host page that gets the content of `page`, or NONE.
       # int32[X]
-    restored_from: the host page whose content `page` gets; NONE for none.
+    restored_from: the host page whose content `page` gets, or NONE.
       # int32[X]
-    count: the number of moves; later entries are not moves.  # int32[]
-    NONE: stands for no host page.
+    count: the number of moves; later entries are ignored.  # int32[]
+    NONE: the sentinel for no host page.
   """
 
   NONE: ClassVar[int] = indexing.NOWHERE
@@ -64,14 +64,14 @@ class HostPages:
 
   Attributes:
     saves: True if evicted pages are saved; False if `CacheConfig.host_policy`
-      restores none.
+      restores no page.
     queue: all host pages, in the order in which they will be overwritten.
-    moves: the moves since the last call of a verb.
+    moves: the moves of the last call of a verb.
     stale_before: the clock of the prefix index at the last `new_epoch`. Pages
-      published before it are not saved.  # uint32[]
+      published before this time are not saved.  # uint32[]
     num_saved: pages saved since `init`, modulo 2**32.  # uint32[]
     num_restored: pages restored since `init`, modulo 2**32.  # uint32[]
-    num_forgotten: saved pages that were overwritten, modulo 2**32.  # uint32[]
+    num_forgotten: cached host pages overwritten, modulo 2**32.  # uint32[]
     num_dropped: pages evicted but not saved, modulo 2**32.  # uint32[]
   """
 
@@ -90,10 +90,10 @@ class Exchanged(NamedTuple):
 
   Attributes:
     evicted: the popped device pages that were cached.
-    removed: the pages whose contents are in neither memory any more.
-    numbers: int32[2 W], the numbers of `removed`.
+    removed: the pages that left the index.
+    numbers: int32[2 W], the page number of each item of `removed`.
     sources: int32[X], the numbers of pages whose contents moved.
-    targets: int32[X], the numbers of the pages to which they moved.
+    targets: int32[X], the numbers of the pages to which the contents moved.
     moved: bool[X], False for items without a move.
   """
 
@@ -142,16 +142,18 @@ def must_stay(
   first_number: int,
   without_loops: bool,
 ) -> Array:
-  """Marks the pages at which a pop must stop.
+  """Marks the pages that must stay in the device's queue.
 
-  There the first W entries of the host's queue are used up.
+  One call can save one page for each live entry among the first W entries of
+  the host's queue.
 
   Args:
     host: the host pages.
     index: the prefix index.
     pages: int32[W], the pages at the front of the device's queue.
     first_number: page q of the host's queue has the number `first_number` + q.
-    without_loops: True if no page may leave the index in a loop.
+    without_loops: True to stop before a page whose removal needs a loop, see
+      `prefix_index.remove`.
 
   Returns:
     bool[W]; a pop takes only pages before the first True.
@@ -161,7 +163,7 @@ def must_stay(
   entries = prefix_index.entries_of(index, pages, pages >= 0)
   saved = entries.valid & _are_saved(host, index, entries.stamps)
   if without_loops:
-    # Host pages from the first one that only a loop can remove do not count.
+    # Only host pages before the first one whose removal needs a loop count.
     passed = live & prefix_index.has_passed(index, first_number + targets)
     live &= loops.cumulative_sum(passed) == 0
   num_targets = jnp.sum(live, dtype=jnp.int32)
@@ -181,7 +183,7 @@ def exchange(
   restored: Array | None = None,
   without_loops: bool = False,
 ) -> tuple[HostPages, PrefixIndex, Exchanged]:
-  """Saves the contents of popped device pages, and restores others into them.
+  """Saves the contents of popped device pages, and restores host pages to them.
 
   Args:
     host: the host pages.
@@ -189,12 +191,12 @@ def exchange(
     pages: int32[W].
     valid: bool[W], the pages that were popped; `must_stay` is False for them.
     first_number: page q of the host's queue has the number `first_number` + q.
-    restored: int32[W], the host page to restore into each page, as numbered in
-      the queue; 0 for none. None if there are none.
+    restored: int32[W], the host page to restore to each page, as numbered in
+      the queue, or 0. None to restore no page.
     without_loops: see `must_stay`.
   """
-  # One read and one write of both lists, because XLA would copy the index if a
-  # read of one list did not precede the write of the other.
+  # The entries of saved and restored pages are read together and then written
+  # together. XLA would copy the index if a write came before a read.
   evicted = prefix_index.entries_of(index, pages, valid)
   saved = evicted.valid & _are_saved(host, index, evicted.stamps)
   sources, moved = pages, saved
@@ -263,7 +265,7 @@ def to_front(host: HostPages, pages: Array, valid: Array) -> HostPages:
   The first valid page becomes the first in the queue.
   """
   rank = loops.cumulative_sum(valid)
-  # Removed first, so that a sweep makes room for as many pages.
+  # The pages are removed first, so that a sweep makes room for all of them.
   queue, _ = free_queue.remove(host.queue, pages, valid)
   queue = free_queue.reserve(queue, rank[-1])
   queue = free_queue.push(
@@ -285,7 +287,7 @@ def _are_saved(host: HostPages, index: PrefixIndex, stamps: Array) -> Array:
 def _appended(
   moves: Moves, pages: Array, valid: Array, target: Array, restored: Array
 ) -> Moves:
-  """Appends the moves of popped pages; 0 stands for no host page."""
+  """Appends the moves of popped pages; host pages are as in the queue, or 0."""
   valid &= (target > 0) | (restored > 0)
   rank = loops.cumulative_sum(valid)
   place = indexing.where_valid(valid, moves.count + rank - 1)

@@ -45,8 +45,8 @@ class PoolState:
     queue: the free pages in eviction order.
     index: the cached pages; None without prefix caching.
     events: the event log; None unless `CacheConfig.event_log` > 0.
-    new: True for pages popped since the last `take_new_pages`; None unless
-      `CacheConfig.track_new_pages`.  # bool[N]
+    new: True for pages popped for new tokens since the last `take_new_pages`;
+      None unless `CacheConfig.track_new_pages`.  # bool[N]
     ages: release times and histograms of ages; None unless
       `CacheConfig.track_residency`.
     host: the pages in host memory; None without `CacheConfig.host_pages`.
@@ -68,7 +68,7 @@ class Popped(NamedTuple):
 
   Attributes:
     pages: int32[W], page numbers.
-    rank: int32[W], 0-based position among the pages popped by this call.
+    rank: int32[W], the 0-based rank of a popped page among all popped pages.
     valid: bool[W], True if the page was popped.
     num_evicted: int32[], the number of popped pages that were cached.
   """
@@ -110,12 +110,12 @@ def pop(
   without_loops: bool = False,
   restored: Callable[[Array], Array] | None = None,
 ) -> tuple[PoolState, Popped]:
-  """Pops up to `num_pages` free pages and evicts what is cached in them.
+  """Pops up to `num_pages` free pages, and evicts those that are cached.
 
-  It reads the first `window` entries of the queue. Some can be stale, so it can
-  pop fewer pages; the caller then calls again. With `without_loops` it stops
+  Reads the first `window` entries of the queue. Some can be stale, so fewer
+  pages can be popped; the caller then calls again. With `without_loops`, stops
   before the first page whose removal from the index needs a loop. `restored`
-  maps ranks, int32[W], to the host pages to restore into the popped pages.
+  maps ranks, int32[W], to the host pages to restore to the popped pages.
   """
   index, host, keeps = pool.index, pool.host, None
   if host is not None and index is not None:
@@ -169,8 +169,8 @@ def restore(
     valid: bool[X].
 
   Returns:
-    The pool; int32[X], the device page of each valid item, with one reference
-    for each item; and int32[], the number of evicted pages.
+    The pool; int32[X], the device page of each valid item; and int32[], the
+    number of evicted pages. Each valid item adds one reference to its page.
   """
   assert pool.host is not None
   # A page is popped for the first item of each host page.
@@ -237,14 +237,14 @@ def drop(
   """Removes a reference for each valid item, and queues unreferenced pages.
 
   With `unhashed_first`, unreferenced pages that are not cached stay outside of
-  the queue. The caller must pass them to `to_front`, in the order in which they
-  are to be prepended.
+  the queue. The caller must pass them to `to_front`, in the order in which to
+  prepend them.
 
   Args:
     pool: the pool, with room reserved in its queue.
     pages: int32[W]; repeats are allowed, and each valid page has a reference.
-    owner: int32[W], a number for each holder of references, such as the index
-      of its range of columns; `to_front` takes the same numbers.
+    owner: int32[W], the number of the holder of each reference, such as the
+      index of a range of columns. `to_front` takes the same numbers.
     valid: bool[W].
 
   Returns:
@@ -264,19 +264,19 @@ def drop(
 def drop_ranges(
   pool: PoolState, pages: Array, items: Items, counts: Array, valid: Array
 ) -> PoolState:
-  """Combines `drop` and `to_front`, for all pages of ranges of columns.
+  """Combines `drop` and `to_front` for all pages in ranges of columns.
 
   Args:
     pool: the pool, with room reserved in its queue.
-    pages: int32[W], as in a call of `drop`.
+    pages: int32[W], see `drop`.
     items: the range of each page, and the page's offset from the range's last
       column.
     counts: int32[X], the number of items of each range.
     valid: bool[W].
   """
   pool, freed, unqueued = _unreference(pool, pages, valid)
-  # A range lists its last column first, but prepends it last. So the ranges are
-  # prepended in order, and the items of each range in reverse.
+  # Items list the last column of a range first, but it must be prepended last.
+  # So ranges are prepended in order, and the items of each range in reverse.
   rank = loops.cumulative_sum(unqueued)
   begin = jnp.arange(pages.shape[0], dtype=jnp.int32) - items.offset
   end = begin + indexing.take(counts, items.row)
@@ -297,12 +297,12 @@ def to_front(
   Args:
     pool: the pool.
     pages: int32[W], distinct where valid. A page is ignored unless `drop` left
-      it outside for the same owner.
+      it outside of the queue for the same owner.
     owner: int32[W], as in the call of `drop`.
     valid: bool[W].
   """
-  # If several owners dropped a page, it has the mark of the last one only, so
-  # it is prepended once.
+  # If several owners dropped a page, it has the mark of the last owner. So it
+  # is prepended once.
   unqueued = indexing.take(pool.queue.position, pages) == _mark_of(owner)
   valid &= unqueued
   turn = loops.cumulative_sum(valid) - 1
@@ -319,8 +319,8 @@ def _unreference(
 
   Returns:
     The pool, and two bool[W]: the items that removed the last reference to a
-    page, and those among them whose pages `drop` does not append to the queue.
-    The caller must write the queue positions of the pages.
+    page, and the items among them whose pages stay outside of the queue. The
+    caller must write the queue positions of the pages of all these items.
   """
   place = indexing.where_valid(valid, pages)
   ref_count = indexing.add(pool.ref_count, place, values=-1)
@@ -358,7 +358,7 @@ def unpublish(
   """Removes valid pages, all distinct, from the index.
 
   Returns:
-    The pool, and int32[]: how many of the pages were cached.
+    The pool, and int32[]: the number of pages that were cached.
   """
   pool, removed = _unpublish(pool, pages, valid)
   return pool, jnp.int32(0) if removed is None else removed.total
@@ -377,10 +377,10 @@ def clear(pool: PoolState, done: Array) -> PoolState:
 
 
 def end_epoch(pool: PoolState) -> PoolState:
-  """Makes the pages published so far unfit for host memory."""
+  """Excludes pages published so far from being saved to host memory."""
   if pool.host is None or pool.index is None:
     return pool
-  # The sum gives the value a buffer of its own, so that both can be donated.
+  # The sum makes a new buffer: leaves of a donated state must not share one.
   clock = pool.index.clock + jnp.uint32(0)
   host = dataclasses.replace(pool.host, stale_before=clock)
   return dataclasses.replace(pool, host=host)
@@ -393,8 +393,8 @@ def free_pages(pool: PoolState) -> Array:
 
 def _most_pushes(pool: PoolState, num_references: Array) -> Array:
   """Returns int32[]: the most pages that `num_references` drops can free."""
-  # Each page in use can become free only once, so there are at most as many
-  # pushes as pages in use. Without stale entries, the queue has room for all.
+  # Each page in use can become free only once, so the number of pages in use
+  # bounds the pushes. After a sweep, the queue has room for all of them.
   in_use = jnp.int32(pool.ref_count.shape[0] - 1) - pool.queue.num_free
   return jnp.minimum(num_references, in_use)
 

@@ -67,13 +67,6 @@ def ranges(slots: Array, start: Array, stop: Array) -> Ranges:
   )
 
 
-def concatenated(first: Ranges, second: Ranges) -> Ranges:
-  """Concatenates two lists of ranges."""
-  return Ranges(
-    *(jnp.concatenate(parts) for parts in zip(first, second, strict=True))
-  )
-
-
 def attach(
   pool: PoolState,
   table: Array,
@@ -130,8 +123,8 @@ def grow(
   """
   total = jnp.sum(filled.counts, dtype=jnp.int32)
 
-  # Not `for_each`, because an iteration pops fewer pages than its window if the
-  # queue has stale entries.
+  # `for_each` does not fit, because an iteration pops fewer pages than its
+  # window if the queue has stale entries.
   def trip(loop, *, is_first: bool = False):
     done, evicted, pool, table = loop
     window = loops.GPU_WINDOW if is_first else loops.WINDOW
@@ -157,7 +150,7 @@ def grow(
 def shrink(
   pool: PoolState, table: Array, cleared: Ranges, *, replacement: int
 ) -> tuple[PoolState, Array]:
-  """Drops the pages in all columns of ranges and overwrites the columns.
+  """Drops the pages in all columns of ranges, and overwrites the columns.
 
   A range releases its last column first, so the end of a sequence is evicted
   before its prefix.
@@ -178,7 +171,7 @@ def shrink(
     pool = page_pool.reserve(pool, total)
     return _release(pool, table, cleared, replacement)
 
-  # One predicate decides for all loops of `_release`, so the host waits once.
+  # One predicate covers all loops of `_release`, so a GPU's host waits once.
   def straight(loop: tuple[PoolState, Array]) -> tuple[PoolState, Array]:
     pool, table = loop
     fits = (total <= loops.GPU_WINDOW) & page_pool.has_room(pool, total)
@@ -217,7 +210,7 @@ def _release(
   )
   # The page that is pushed to the front last is popped first. This must be the
   # last page of a range, so this pass visits columns in ascending order. It
-  # begins at the first page that is not cached, usually the last page.
+  # begins at the range's first page that is not cached, usually its last page.
   unqueued = cleared._replace(start=first_unqueued)
   if pool.unhashed_first:
     pool = loops.for_each(unqueued.counts, push_front, pool)

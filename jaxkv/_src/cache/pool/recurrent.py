@@ -1,10 +1,10 @@
-"""Page-table columns of recurrent groups: few pages, with gaps between them.
+"""Page-table columns of recurrent groups, most of which hold the null page.
 
-The state after t tokens is in the column of token t - 1. Columns between two
-states hold the null page. The last state is the running state. The columns
-after the running state hold the scratch pages, one for each speculative token.
-So the scratch pages move when the sequence grows. Without recurrent groups, the
-functions here do not change the table.
+The state after t tokens is in the column of token t - 1, counted from 0.
+Columns between two states hold the null page. The last state is the running
+state. The columns after it hold the scratch pages, one for each draft token. So
+scratch pages move to later columns when the sequence grows. Without recurrent
+groups, the functions of this module do not change the table.
 """
 
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def first_fresh(
   Args:
     config: the cache's groups.
     held: int32[R, G], columns in use.
-    stop: int32[R, G], columns in use afterwards, at least `held`.
+    stop: int32[R, G], columns in use after the call, at least `held`.
     begins: bool[R], True for new sequences, which have no scratch pages yet.
 
   Returns:
@@ -79,7 +79,7 @@ def retract_scratch(
   keep: Array,
   num_remaining: Array,
 ) -> Array:
-  """Moves the scratch pages of shortened sequences to the columns after `keep`.
+  """Moves scratch pages of shortened sequences to the columns from `keep` on.
 
   Args:
     config: the cache's groups.
@@ -99,7 +99,7 @@ def retract_scratch(
 
 
 def num_scratch(config: CacheConfig, held: Array, keep: Array) -> Array:
-  """Counts the scratch pages in the columns `keep .. held`: int32[R, G]."""
+  """Counts scratch pages from column `keep` to `held - 1`: int32[R, G]."""
   scratch = jnp.broadcast_to(_scratch(config), held.shape)
   return jnp.clip(held - keep, 0, scratch)
 
@@ -107,13 +107,12 @@ def num_scratch(config: CacheConfig, held: Array, keep: Array) -> Array:
 def num_pages(
   config: CacheConfig, table: Array, slots: Array, start: Array, stop: Array
 ) -> Array:
-  """Counts the pages in the columns `start .. stop`, without null pages.
+  """Counts the pages from column `start` to `stop - 1`, without null pages.
 
-  The columns are int32[R, G], the slots and the counts int32[R].
+  `start` and `stop` are int32[R, G], `slots` and the counts int32[R].
   """
   counts = stop - start
   if has_states(config):
-    # The columns between two states hold null pages, which are not counted.
     inside = indexing.between(start, stop, table.shape[-1])
     held = indexing.take(table, slots) > 0
     counts = jnp.sum(inside & held, axis=2, dtype=jnp.int32)
@@ -140,8 +139,9 @@ def can_continue(
   last = config.sizes.by_group(lambda _, size: (tokens - 1) // size)
   group = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
   page = indexing.take(table, slots[:, None], group, last)
-  # A page holds the state after its last token, but the last page holds the
-  # running state. So a state inside a page is lost once later tokens follow.
+  # A page holds the state after its last token, and the page in which the
+  # sequence ends holds the running state. So only the running state can end
+  # inside a page.
   inside = config.sizes.open_pages(tokens) & (tokens < length)[:, None]
   available = ((page > 0) & ~inside) | ~holds_states(config)
   return (tokens == 0) | jnp.all(available, axis=1)
@@ -150,9 +150,9 @@ def can_continue(
 def _growth(
   config: CacheConfig, held: Array, stop: Array, begins: Array
 ) -> tuple[Array, Array]:
-  """Returns columns of running states, and numbers of scratch pages to move."""
+  """Returns the new columns of running states, and counts of pages to move."""
   # Scratch pages in columns before the new running state move to columns after
-  # it. The others stay.
+  # it. Other scratch pages stay.
   scratch = _scratch(config)
   running = stop - scratch - 1
   num_moved = jnp.minimum(held, running) - (held - scratch)

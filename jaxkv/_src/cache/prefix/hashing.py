@@ -1,4 +1,4 @@
-"""Page keys: 128-bit, secret, chained page by page.
+"""Page keys: 128-bit hashes under a secret, chained page by page.
 
 The only primitive is the Chaskey permutation of four 32-bit words with 8 rounds
 (Mouha et al., "Chaskey: An Efficient MAC Algorithm for 32-bit
@@ -10,12 +10,12 @@ digests of the pages, which are then chained:
     chain_i  = permute(chain_{i-1} ^ digest_i),  chain_{-1} = root(epoch, salt)
     key_i    = chain_i ^ mask of the group
 
-Only the chain is sequential, with one permutation a page. Anyone can invert the
-permutation, so a secret masks all its inputs and outputs. An attacker who sees
+Only the chain is sequential, with one permutation per page. Anyone can invert
+the permutation, so secrets mask its inputs and outputs. An attacker who sees
 the keys and chooses the tokens, but does not know the secret, cannot construct
-two prefixes with the same key. (Chaskey's bound: an attack must see so many
-tokens and compute so many permutations that the product of both numbers reaches
-2**128.) A lookup also compares the page's own tokens, see `prefix_index`.
+two prefixes with the same key. (Chaskey's bound: the number of tokens that an
+attack sees, times the number of permutations that it computes, must reach
+2**128.) A lookup also compares the tokens of the page, see `prefix_index`.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ NUM_ROUNDS = 8
 # each group has one row.
 SECRET_OF_DIGESTS, SECRET_OF_ROOTS, SECRET_OF_GROUPS = range(3)
 
-# A key is uint32[..., 4] outside of this file and a tuple of four uint32[...]
-# inside. XLA compiles the tuple to straight-line code. If the words were
-# stacked between rounds, XLA would recompute the earlier rounds for each word.
+# This file computes keys as tuples of four uint32[...], but takes and returns
+# them as uint32[..., 4]. XLA compiles tuples to straight-line code. If words
+# were stacked between rounds, it would repeat earlier rounds for each word.
 Words = tuple[Array, Array, Array, Array]
 
 
@@ -84,7 +84,7 @@ def make_secret(key: Array, num_groups: int) -> Array:
 
 
 def secret_purposes(num_groups: int) -> np.ndarray:
-  """Returns uint32[2 + G, 4], public words that tell the secrets apart."""
+  """Returns uint32[2 + G, 4]: a distinct, public label for each secret."""
   labels = [number.to_bytes(4, "little") for number in range(2 + num_groups)]
   return np.stack([_blake2(b"secret", label) for label in labels])
 
@@ -113,14 +113,14 @@ def root_key(secret: Array, epoch: Array, salts: Array | None) -> Array:
 def group_key(secret: Array, chain: Array, group: Array) -> Array:
   """Computes the keys of pages in their groups from the keys of the chain.
 
-  The keys are uint32[..., 4] and the groups int32[...]. The function is its own
-  inverse: applied to the keys of pages, it returns the keys of the chain.
+  `chain` is uint32[..., 4] and `group` int32[...]. The function is an
+  involution: given the keys of pages, it returns the keys of the chain.
   """
   return chain ^ secret.at[SECRET_OF_GROUPS + group].get(mode="clip")
 
 
 def page_digests(secret: Array, tokens: Array) -> Array:
-  """Digests the tokens of single pages, int32[..., S], to uint32[..., 4]."""
+  """Computes digests of pages of tokens: int32[..., S] to uint32[..., 4]."""
   batch, size = tokens.shape[:-1], tokens.shape[-1]
   padding = -size % KEY_WORDS
   words = lax.bitcast_convert_type(tokens, jnp.uint32)
@@ -148,10 +148,10 @@ def row_keys(secret: Array, previous: Array, pages: Array) -> Array:
 def keys_of_group(
   config: CacheConfig, secret: Array, chain: Array, group: int
 ) -> Array:
-  """Computes the keys of a group's pages, of `page_size` or more tokens each.
+  """Computes the keys of a group's pages, which can have more than S tokens.
 
-  `chain` has the key after every `page_size` tokens, uint32[R, P, 4]. Returns
-  the keys of the group's X whole pages, uint32[R, X, 4].
+  `chain` has the key after every S tokens, uint32[R, P, 4]. Returns the keys of
+  the group's X whole pages, uint32[R, X, 4].
   """
   step = config.page_sizes[group] // config.page_size
   group_chain = _unstack(chain[:, step - 1 :: step])
@@ -180,8 +180,8 @@ def _permute(words: Words, at_once: int = 2) -> Words:
   On a CPU the rounds are a loop, with `at_once` rounds in each iteration.
   """
   # XLA:CPU computes one word at a time. In straight-line code it would
-  # recompute the values that words share, so there the rounds are a loop. On an
-  # accelerator a loop would cost a dozen launches instead of one.
+  # recompute the values that words share. On an accelerator, a loop would cost
+  # a dozen kernel launches instead of one.
   return lax.platform_dependent(
     words,
     cpu=functools.partial(_rounds, at_once=at_once),
@@ -246,8 +246,8 @@ class SlotHashes:
     root: the key before the slot's first page.  # uint32[B, 4]
     chain: the key after the last multiple of A tokens; `root` if the slot has
       fewer than A tokens.  # uint32[B, 4]
-    tail: the tokens after that multiple. The first `length[b] % A` tokens of
-      slot b are valid.  # int32[B, A]
+    tail: the tokens after the last multiple of A. The first `length[b] % A`
+      entries of slot b are valid.  # int32[B, A]
     prompt_length: tokens of the prompt with which the slot was admitted; None
       unless `CacheConfig.prefix_retention_interval` is set.  # int32[B]
     shared_prefix_boundary: the length of a prompt prefix that some groups, but
@@ -297,7 +297,8 @@ def start_slots(
     rows: the slots.
     starts: bool[R], the rows that start a sequence.
     root: uint32[R, 4] or uint32[4], the keys before the first pages.
-    chain: uint32[R, 4], the keys after cached prefixes; None for `root`.
+    chain: uint32[R, 4], the keys after the cached prefixes; None if no sequence
+      has a cached prefix.
     prompt_length: int32[R]; None for zeros.
     boundary: int32[R], see `SlotHashes.shared_prefix_boundary`; None for zeros.
   """

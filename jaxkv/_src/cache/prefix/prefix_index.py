@@ -2,9 +2,9 @@
 
 A bucket holds eight page numbers. `insert` follows the probe sequence of a
 page's key to the first bucket with an empty place, and stores the page there.
-`overflow` counts, for each full bucket, the pages that passed it. A lookup
-continues past a bucket only if this count is not zero. Removing a page
-decrements the same counts, so the table needs no tombstones. Any number of
+`overflow` counts, for each bucket, the pages that passed it because it was
+full. A lookup continues past a bucket only if this count is not zero. Removing
+a page decrements the same counts, so tombstones are not needed. Any number of
 pages can have the same key. (This is the scheme of F14: Bronson and Shi,
 "Open-sourcing F14 for faster, more memory-efficient hash tables", 2019.)
 """
@@ -36,24 +36,24 @@ _POSITION = KEY_WORDS + 1  # The column of `entry` with the position.
 class PrefixIndex:
   """The cached pages and their keys.
 
-  Z is the number of buckets, a power of two of at least N / 2. With pages in
-  host memory, N stands here for `CacheConfig.num_numbers`.
+  Z is the number of buckets, a power of two of at least N / 2. Here N is
+  `CacheConfig.num_numbers`, and S is the largest page size of a group.
 
   Attributes:
     buckets: page numbers, 0 for an empty place.  # int32[Z, 8]
-    overflow: the number of pages that found the bucket full.  # int32[Z]
+    overflow: the number of cached pages that passed the bucket.  # int32[Z]
     entry: for each page, its key, the value of `clock` when the key was stored,
       and the page's position in the flattened buckets, or NOWHERE if the page
       is not cached.  # uint32[N, 6]
-    tokens: the tokens of each full page, padded with zeros if another group has
-      larger pages. When a page leaves the index, its tokens and key stay
-      readable until the page is filled again.  # int32[N, S]
-    clock: pages stored by `insert` so far, modulo 2**32.  # uint32[]
+    tokens: the tokens of each full page, padded with zeros. When a page leaves
+      the index, its tokens and key stay readable until the page is filled
+      again.  # int32[N, S]
+    clock: pages to which `insert` gave a key, modulo 2**32.  # uint32[]
   """
 
   buckets: Array
   overflow: Array
-  entry: Array  # Three values in one row, so publishing needs one scatter.
+  entry: Array  # One array for three values, so publishing needs one scatter.
   tokens: Array
   clock: Array
 
@@ -64,7 +64,7 @@ class Moving(NamedTuple):
   Attributes:
     entry: uint32[X, 6], see `PrefixIndex.entry`.
     tokens: int32[X, S].
-    valid: bool[X], the pages that are cached.
+    valid: bool[X], the pages that were cached.
   """
 
   entry: Array
@@ -78,7 +78,7 @@ class RemovedPages(NamedTuple):
   Attributes:
     valid: bool[X], the pages that were cached.
     keys: uint32[X, 4], their keys.
-    stamps: uint32[X], values of the clock when they were published.
+    stamps: uint32[X], the clock when each page got its key.
     total: int32[], the number of valid pages.
   """
 
@@ -131,11 +131,6 @@ def key_of(index: PrefixIndex, pages: Array) -> Array:
   return _split(indexing.take(index.entry, pages))[0]
 
 
-def stamp_of(index: PrefixIndex, pages: Array) -> Array:
-  """Returns uint32[...]: the clock when each cached page was published."""
-  return _split(indexing.take(index.entry, pages))[1]
-
-
 def lookup(
   index: PrefixIndex,
   keys: Array,
@@ -150,11 +145,11 @@ def lookup(
     keys: uint32[X, 4].
     tokens: int32[X, S], the tokens of the pages. A page with the same key and
       other tokens (a collision) is not found.
-    preferred: pages below this number are found before all others; None for no
+    preferred: page numbers below this one are preferred; None for no
       preference.
 
   Returns:
-    int32[X]: a page with the key and the tokens, 0 for none.
+    int32[X]: the first published page with the key and the tokens; 0 for none.
   """
   chex.assert_shape(keys, (None, KEY_WORDS))
   chex.assert_shape(tokens, (keys.shape[0], index.tokens.shape[1]))
@@ -170,8 +165,8 @@ def lookup(
     # the stamp. So 0 means no match.
     age = index.clock - stamp
     if preferred is not None:
-      # The highest bit makes preferred pages the oldest ones. So ages of 2**31
-      # or more count as equal.
+      # The highest bit makes preferred pages older than all other pages. The
+      # ages use the lower bits, so ages of 2**31 or more count as equal.
       is_preferred = (candidates < preferred).astype(jnp.uint32)
       age = jnp.minimum(age, jnp.uint32(2**31 - 1)) | is_preferred << 31
     matches = jnp.all(key == keys[:, None, :], axis=-1) & (candidates > 0)
@@ -183,9 +178,9 @@ def lookup(
     best_age = jnp.maximum(age, best_age)
     following = _next_bucket(index, keys, bucket)
     probes = active & (indexing.take(index.overflow, bucket) > 0)
-    probes &= following != first  # Back at `first`, all buckets were visited.
-    # Rows of `index.tokens` are long, so only that of the best page is read. If
-    # the tokens differ (a collision), the search restarts with smaller ages.
+    probes &= following != first  # Visits each bucket once.
+    # Rows of `index.tokens` are long, so only the best page's row is read. If
+    # its tokens differ (a collision), the search restarts for younger pages.
     has_tokens = jnp.all(indexing.take(index.tokens, best) == tokens, axis=-1)
     restarts = active & ~probes & (best > 0) & ~has_tokens
     return (
@@ -210,18 +205,18 @@ def insert(
   valid: Array,
   published: Array,
 ) -> PrefixIndex:
-  """Stores keys and tokens of valid pages, and publishes some, in order.
+  """Stores the keys and tokens of valid pages, and publishes some pages.
 
   Args:
     index: the index.
-    pages: int32[X], distinct and not cached. The cost grows with the square of
-      X. A CPU passes INSERT_WINDOW pages at once, a GPU more, see
-      `loops.for_each`.
+    pages: int32[X], distinct and not cached; they get stamps in this order. The
+      cost grows with the square of X. Programs for CPUs pass INSERT_WINDOW
+      pages in a call, programs for GPUs more, see `loops.for_each`.
     keys: uint32[X, 4].
     tokens: int32[X, S].
     valid: bool[X].
-    published: bool[X], the pages that lookups can find afterwards. Other valid
-      pages only get a key and tokens.
+    published: bool[X], the pages to publish. Other valid pages only get a key
+      and tokens.
   """
   chex.assert_shape(keys, (pages.size, KEY_WORDS))
   chex.assert_shape(tokens, (pages.size, index.tokens.shape[1]))
@@ -234,7 +229,7 @@ def insert(
   def place_in(buckets, bucket, position, pending):
     target = indexing.where_valid(pending, bucket)
     vacant = indexing.take(buckets, target) == 0
-    # If several pages probe one bucket, each takes a different empty place, in
+    # If several pages probe one bucket, each page takes a different place, in
     # the order of `pages`, so that no place is written twice.
     rivals = earlier & (bucket[:, None] == bucket[None, :]) & pending[None, :]
     turn = jnp.sum(rivals, axis=1, dtype=jnp.int32)
@@ -292,20 +287,21 @@ def remove(
 ) -> tuple[PrefixIndex, RemovedPages]:
   """Removes valid pages, int32[X], all distinct, from the index.
 
-  Their keys and tokens stay readable. A page that is not cached is unchanged.
-  With `without_loops`, all cached pages must be in their first bucket.
+  Their keys and tokens stay readable. Pages that are not cached do not change.
+  `without_loops` requires that all valid cached pages are in the first bucket
+  of their key.
   """
   # An invalid item reads NOWHERE as its position, so it counts as not cached.
   place = indexing.where_valid(valid, pages)
   entry = indexing.take(index.entry, place, fill=NOWHERE)
-  # The barrier keeps a GPU's program from reading `entry` again after the write
-  # below, for which it would copy the array.
+  # Without the barrier, a program for GPUs would read `entry` again after the
+  # write below, and so would copy the array.
   keys, stamps, position = _split(lax.optimization_barrier(entry))
   valid = position < NOWHERE
   count = jnp.sum(valid, dtype=jnp.int32)
   home = elementwise.quotient(position, BUCKET_PAGES)
   way = elementwise.remainder(position, BUCKET_PAGES)
-  # `entry` was read above. Without this dependency XLA would copy it.
+  # Without this dependency on the read above, XLA would copy `entry`.
   place = loops.read_before(count, indexing.where_valid(valid, pages))
   overflow = index.overflow
   if not without_loops:
@@ -334,9 +330,9 @@ def entries_of(index: PrefixIndex, pages: Array, valid: Array) -> RemovedPages:
 def lift(
   index: PrefixIndex, pages: Array, valid: Array
 ) -> tuple[PrefixIndex, Moving]:
-  """Takes valid pages, int32[X], all distinct, out of the index.
+  """Takes the entries of valid pages, int32[X], all distinct, out of the index.
 
-  Their places in the buckets stay reserved. `settle` must give the entries to
+  Their places in the buckets stay occupied. `settle` must give the entries to
   other pages before the next lookup.
   """
   place = indexing.where_valid(valid, pages)
@@ -355,8 +351,8 @@ def lift(
 def settle(index: PrefixIndex, pages: Array, moving: Moving) -> PrefixIndex:
   """Gives lifted entries to pages, int32[X], that are not cached.
 
-  An entry keeps its key, its stamp and its place in the buckets, so moving it
-  needs no search, and the order of equal pages does not change.
+  An entry keeps its key, stamp and place in the buckets. So a move needs no
+  search, and does not change the order of pages with equal keys.
   """
   position = _split(moving.entry)[2]
   home = elementwise.quotient(position, BUCKET_PAGES)
@@ -418,8 +414,8 @@ def _count_passed(
       overflow, indexing.where_valid(active, bucket), values=amount
     )
     bucket = _next_bucket(index, keys, bucket)
-    # If a state breaks its invariants, a page can be in none of the buckets of
-    # its key. The loop then ends after one round of all buckets.
+    # The second test ends the loop after all buckets even if a state breaks its
+    # invariants, and a page is in none of the buckets of its key.
     return overflow, bucket, active & (bucket != home) & (bucket != first)
 
   with jax.named_scope("rare/overflow"):

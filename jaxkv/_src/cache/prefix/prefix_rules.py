@@ -31,8 +31,8 @@ def final_pages_of(config: CacheConfig, size: int, tokens: Any) -> Any:
   """Computes `final_pages` for groups with pages of `size` tokens."""
   # A hit ends where all groups end a page. Pages past the last such position
   # cannot be hit yet, so they get their keys later. With a draft model, one
-  # page past the position gets a key too. A lookup finds this page and drops
-  # it, so the hit ends at the position.
+  # page past the position gets a key too: a lookup finds this page and drops
+  # it, so that the hit ends at the position.
   if config.prefix_rules == "classic":
     return elementwise.quotient(tokens, size)
   aligned = elementwise.quotient(tokens, config.alignment) * config.alignment
@@ -111,23 +111,24 @@ def lookup_bound(
   """Bounds a kind's lookup, and selects the rows in which it drops a page.
 
   In each round of `longest_hit.agree`, every kind of group shortens the
-  candidate for a prefix. With a draft model, a kind looks one page past the
-  candidate and drops the last page that it finds. With the classic rules, a
-  kind looks up to the end of the candidate, and drops a page in every round.
+  candidate for a prefix. With a draft model, a kind searches one page past the
+  candidate (unless it is recurrent) and drops the last page that it finds. With
+  the classic rules, a kind searches only up to the end of the candidate, and
+  drops a page in every round.
 
   Args:
     config: the cache's groups and rules.
     kind: the kind of a group.
-    size: the group's tokens a page.
+    size: the group's tokens per page.
     length: int32[R], tokens of the candidate.
     num_hashed: int32[R], tokens in the whole pages of the sequence.
-    dropped: bool[R], True if the kind dropped a page at this length before.
+    dropped: bool[R], True if the kind already dropped a page at this length.
 
   Returns:
     int32[R], the bound in tokens, and bool[R], True to drop the last page.
   """
-  # At each length of the candidate, a kind drops only one page. Otherwise every
-  # round would shorten the candidate, until several kinds agree on length 0.
+  # A kind drops only one page at each length of the candidate. Otherwise two
+  # kinds would shorten the candidate in every round, down to length 0.
   drop = config.use_eagle & ~dropped
   if config.prefix_rules == "classic":
     return length, drop | config.use_eagle
@@ -137,15 +138,15 @@ def lookup_bound(
 
 
 def drops_last_page(config: CacheConfig, drop: Any) -> Any:
-  """Returns `drop`, bool[...], with a draft model, and False without one."""
+  """Returns `drop`, bool[...], with `use_eagle`, and False without it."""
   return drop & config.use_eagle
 
 
 def has_plain_hits(config: CacheConfig) -> bool:
   """Returns True if full attention usually decides the length of a hit.
 
-  Its longest hit is then that of all groups, unless another group lacks a page
-  that it needs there.
+  The longest hit of full attention is then the hit of all groups, unless
+  another group lacks a page that it needs to continue from there.
   """
   kinds = set(config.groups)
   full = [type(kind) for kind in kinds if isinstance(kind, FullAttention)]
@@ -153,7 +154,7 @@ def has_plain_hits(config: CacheConfig) -> bool:
     return False
   if config.num_groups == 1:
     return True
-  # A user's kind may have another rule. With a draft model the kinds drop
+  # A user's kind may have another rule. With a draft model, kinds drop
   # different numbers of pages.
   standard = {
     kind.longest_hit for kind in (GroupKind, SlidingWindow, Recurrent)
@@ -163,12 +164,12 @@ def has_plain_hits(config: CacheConfig) -> bool:
 
 
 def reports_boundary(config: CacheConfig) -> bool:
-  """Returns True if a lookup reports where an earlier prompt diverged."""
+  """Returns True if `jaxkv.host` reports where an earlier prompt diverged."""
   return config.prefix_rules == "current"
 
 
 def _hit_pages(config: CacheConfig, tokens: Any, size: int) -> Any:
-  """Counts the pages of a hit in int32[X] tokens, with the page to drop."""
+  """Counts the pages of a hit in int32[X] tokens, plus the page to drop."""
   aligned = tokens // config.alignment * config.alignment
   return aligned // size + int(config.use_eagle)
 
@@ -178,9 +179,9 @@ def _retained_prefixes(
 ) -> tuple[Any, ...]:
   """Returns lengths of retained prefixes, int32[X] each; negative for none."""
   # Later prompts may repeat this prompt, begin with it, or diverge from it at
-  # `boundary`. The prefixes that they would hit are retained. With a draft
-  # model a hit is a page shorter. Without one, as in vLLM, the prefix that only
-  # a longer prompt can hit is not retained.
+  # `boundary`. The prefixes that such prompts would hit are retained. With a
+  # draft model, hits are up to A tokens shorter. Without one, the prefix that
+  # only a longer prompt can hit is not retained, as in vLLM.
   boundary = elementwise.where(boundary > 0, boundary, -1)
   if not config.use_eagle:
     return prompt_length - 1, boundary

@@ -27,8 +27,8 @@ from jaxkv._src.cache.state import roots
 class Prefix(NamedTuple):
   """The longest cached prefixes of R sequences.
 
-  P is T // S, the whole pages of `page_size` tokens in T tokens, or 0 without
-  prefix caching. A column is one page of a group.
+  P is T // S, the number of whole pages of `page_size` tokens in T tokens, or 0
+  without prefix caching. A column is one page of a group.
 
   Attributes:
     num_cached_tokens: int32[R], tokens of the prefix.
@@ -40,7 +40,7 @@ class Prefix(NamedTuple):
     root: uint32[R, 4], the hash with which the chain of page keys starts.
     chain: uint32[R, 4], the chained hash after the prefix's last token.
     boundary: int32[R], tokens of the longest prefix that at least one kind of
-      group has found, if longer than `num_cached_tokens`; else 0.
+      group found, if it is longer than `num_cached_tokens`; else 0.
   """
 
   num_cached_tokens: Array
@@ -117,8 +117,8 @@ def find_prefix(
     num_cached, longest = agree(config, pages > 0, possible, num_hashed)
     first = config.sizes.skipped_pages(num_cached)
     stop = config.sizes.full_pages(num_cached)
-    # A group can need no page of the prefix, as in `ChunkedLocal` layers if a
-    # chunk ends where the prefix ends. If this holds for all groups, no stored
+    # A group may need no page of the prefix, such as a `ChunkedLocal` group if
+    # a chunk ends where the prefix ends. If no group needs a page, no stored
     # tokens were compared, so this is a miss.
     num_cached = jnp.where(jnp.any(first < stop, axis=1), num_cached, 0)
     first, stop = (
@@ -134,8 +134,8 @@ def find_prefix(
     boundary = jnp.where(longest > num_cached, longest, 0)
     return Prefix(num_cached, first, stop, pages, root, last_key, boundary)
 
-  # Hashing and lookup cost most, so they run only if a hit is possible. Both
-  # branches only read the index, so XLA does not copy it.
+  # Hashing and lookup are expensive, so they run only if a hit is possible.
+  # Both branches only read the index, so XLA does not copy it.
   return lax.cond(jnp.any(possible >= config.page_size), search, lambda: miss)
 
 
@@ -158,8 +158,7 @@ def _look_up(
   Returns:
     int32[R, G, P], 0 where no page is cached.
   """
-  # One lookup serves all groups, so that its loop runs once and not once for
-  # each group.
+  # One lookup serves all groups, so that there is one loop for all of them.
   width = max(config.page_sizes)
   queries, contents, shapes = [], [], []
   for group, size in enumerate(config.page_sizes):
@@ -187,9 +186,9 @@ def _look_up(
 
 
 def worth_restoring(config: CacheConfig, pages: Array) -> Array:
-  """Drops hits in host memory that are not worth their return.
+  """Replaces hits in host memory that are not worth restoring by 0.
 
-  With an array of numpy, as `jaxkv.host` has, no device is used.
+  Uses no device for a numpy array, such as `jaxkv.host` passes.
 
   Args:
     config: the cache.
@@ -197,9 +196,9 @@ def worth_restoring(config: CacheConfig, pages: Array) -> Array:
   """
   on_host = pages > config.num_pages
   count = on_host.astype(np.int32)
-  # If all groups have one page size, a column has the same tokens in each of
-  # them. Then the groups that need all pages of a prefix restore the pages of a
-  # column together. Any other page is judged alone.
+  # If all groups have one page size, a column has the same tokens in each
+  # group. Then the groups that need all pages of a prefix restore the pages of
+  # a column together. All other pages are judged one by one.
   together = np.asarray([not kind.skips_pages for kind in config.groups])
   if len(set(config.page_sizes)) == 1:
     mask = together[None, :, None]
@@ -214,8 +213,8 @@ class _Kind(NamedTuple):
 
   Attributes:
     kind: the kind.
-    size: tokens a page.
-    hits: bool[R, P], True for columns that all these groups have cached.
+    size: tokens per page.
+    hits: bool[R, P], True for columns that are cached in all these groups.
   """
 
   kind: GroupKind
@@ -235,8 +234,8 @@ class _Candidate(NamedTuple):
     length: int32[R], tokens of the candidate.
     dropped: bool[R] for each kind, True if the kind has dropped a page at this
       length, see `prefix_rules.lookup_bound`.
-    full: int32[R] for each kind, tokens that it accepted in its last search.
-      Only those of full-attention kinds are read.
+    full: int32[R] for each kind, the tokens that its last search accepted. Only
+      the entries of full-attention kinds are read.
     longest: int32[R], tokens of the longest hit of any kind so far.
   """
 
@@ -251,8 +250,8 @@ def agree(
 ) -> tuple[Array, Array]:
   """Finds the longest prefix from which all groups can continue.
 
-  As in vLLM, each kind in turn shortens a candidate until all kinds agree. With
-  arrays of numpy, as `jaxkv.host` has, no device is used.
+  As in vLLM, each kind in turn shortens a candidate until all kinds agree. Uses
+  no device for numpy arrays, such as `jaxkv.host` passes.
 
   Args:
     config: the cache's groups.
@@ -262,7 +261,7 @@ def agree(
 
   Returns:
     int32[R], tokens of the prefix, and int32[R], tokens of the longest hit of
-    any kind in any round; 0 with one group.
+    any kind in any round, which is 0 if there is only one group.
   """
   members: dict[tuple[GroupKind, int], list[int]] = {}
   for group, key in enumerate(
@@ -274,7 +273,7 @@ def agree(
     for key, numbers in members.items()
   ]
   # Full attention comes first. Every shorter prefix of its hit is a hit too, so
-  # it is searched in the first round only. That hit limits later rounds.
+  # only the first round searches for it. This hit limits later rounds.
   kinds.sort(key=lambda kind: not kind.is_full)
   zero = sharding.zeros_like(limit)
   if config.num_groups == 1:
@@ -325,7 +324,7 @@ def _round(
     )
     shorter = _shorten(config, kind, bound, drop)
     # A kind drops at most one page while the length stays the same. If a kind
-    # shortens the candidate without a drop, every kind can drop again.
+    # shortens the candidate without a drop, every kind may drop a page again.
     shrank = ~drop & (shorter < length)
     dropped = [was_dropped & ~shrank for was_dropped in dropped]
     dropped[number] = dropped[number] | drop

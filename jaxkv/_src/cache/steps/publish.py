@@ -27,7 +27,7 @@ from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.stats import counted
 
 ROWS_AT_ONCE = 32
-"""The least number of rows whose tokens are hashed in one iteration."""
+"""A lower bound on the rows hashed in one iteration, if a call has as many."""
 
 
 class _Stream(NamedTuple):
@@ -44,8 +44,8 @@ class _Stream(NamedTuple):
     tail_length: int32[R], the number of valid tokens in the tail.
     first: int32[R, G], the first column of the pages that become final.
     stop: int32[R, G], one past the last such column.
-    num_aligned: int32[R], the tokens before the stream, divided by A.
-    num_completed: int32[R], the number of multiples of A that the length of a
+    num_aligned: int32[R], the number of tokens before the stream, divided by A.
+    num_completed: int32[R], the number of multiples of A that the length of the
       slot reaches or passes with the new tokens.
   """
 
@@ -66,7 +66,7 @@ class _Progress(NamedTuple):
     pool: the pool.
     page_table: int32[B, G, M].
     chain: uint32[B, 4], see `SlotHashes`.
-    num_published: int32[R], the number of published pages.
+    num_published: int32[R], the number of pages published or merged.
     num_merged: int32[], the number of pages replaced by an equal cached page.
   """
 
@@ -84,7 +84,7 @@ class _FinalPages(NamedTuple):
     place: slot, group and column in the page table, int32[W] each.
     keys: uint32[W, 4], the keys of the pages.
     tokens: int32[W, S], their tokens.
-    published: bool[W], the pages that can be part of a hit.
+    published: bool[W], the pages to publish.
     parents: uint32[W, 4], the keys of the preceding pages.
     roots: uint32[W, 4], the keys before the sequences' first pages.
   """
@@ -112,14 +112,14 @@ def publish(
     rows: the slots, distinct for rows with new tokens.
     tokens: int32[R, T].
     num_tokens: int32[R], 0 .. T, the number of new tokens of each row.
-    first: int32[R, G], the first column without a key, for slots of length 0
-      whose new tokens begin with cached pages. None to compute it from the
-      length.
-    keys: uint32[R, P, 4], the key after each page of `tokens`, if the caller
-      has them and all slots have length 0. None to compute them here.
+    first: int32[R, G], the first column without a key. Required if the new
+      tokens of a slot of length 0 begin with cached pages. None to compute it
+      from the length.
+    keys: uint32[R, P, 4], the key after each page of `tokens`; only if all
+      slots have length 0. None to compute the keys.
 
   Returns:
-    The cache, and int32[R]: the number of published pages.
+    The cache, and int32[R]: the number of pages published or merged.
   """
   chex.assert_shape(tokens, (num_tokens.shape[0], None))
   chex.assert_equal_shape([num_tokens, rows.slots])
@@ -142,7 +142,7 @@ def publish(
     num_aligned=num_aligned,
     num_completed=elementwise.quotient(after, config.alignment) - num_aligned,
   )
-  # Only rows that complete a page, or a multiple of A tokens, enter the loop.
+  # The loop visits only rows that complete a page, or a multiple of A tokens.
   completes = jnp.any(stream.stop > stream.first, axis=1)
   completes |= stream.num_completed > 0
   done = loops.for_each(
@@ -178,7 +178,7 @@ def publish(
 def _rows_at_once(config: CacheConfig, num_rows: int, num_tokens: int) -> int:
   """Returns the number of rows whose tokens are hashed in one iteration."""
   # Only rows that complete a page are hashed. If every row gets `num_tokens`
-  # tokens, these are `expected` rows on average.
+  # tokens, about `expected` rows complete a page.
   expected = num_rows * num_tokens // config.page_size
   return min(num_rows, max(ROWS_AT_ONCE, min(expected, loops.WINDOW)))
 
@@ -196,8 +196,8 @@ def needs_skipped_page(
   moved = aligned < length // config.alignment * config.alignment
   group = config.token_group
   if config.groups[group].holds_states:
-    # A recurrent group has too few pages to read a tail from them. So it can
-    # only go back to a multiple of A, where the tail is empty.
+    # A recurrent group has too few pages to read a tail from them. So the slot
+    # can only go back to a multiple of A, where the tail is empty.
     return moved & (aligned < lengths)
   begin = jnp.maximum(aligned - 1, 0) // config.page_sizes[group]
   return moved & (begin < num_skipped[:, group])
@@ -218,9 +218,9 @@ def roll_back(
     rows: the slots.
     lengths: int32[R], the new lengths.
     served: bool[R], the rows to roll back.
-    last: int32[R, G], the last page of each row at its new length if it was
-      full before; else NO_PAGE.
-    reopened: bool[R, G], True if this page was full and must leave the index.
+    last: int32[R, G], the last page of each row at its new length, if the page
+      was full before; else NO_PAGE.
+    reopened: bool[R, G], True if this page must leave the index.
   """
   config, hashes, secret = state.config, state.hashes, state.secret
   index = state.pool.index
@@ -255,8 +255,8 @@ def roll_back(
   # would copy the index.
   last = loops.read_before(jnp.max(key >> 1).astype(jnp.int32), last)
   if state.pool.host is not None:
-    # The tokens must be read before a page that returns from the host writes
-    # its own.
+    # The tokens must also be read before a restored page overwrites a row of
+    # `index.tokens`.
     last = loops.read_before(jnp.max(tail & jnp.int32(2**31 - 1)), last)
   pool, _ = page_pool.unpublish(
     state.pool, last.reshape(-1), (reopened & served[:, None]).reshape(-1)
@@ -274,8 +274,8 @@ def _publish_rows(
   items: Items,
 ) -> _Progress:
   """Hashes the streams of a window of rows and publishes their final pages."""
-  # The caller loops over windows of rows. `row_window` is one of them. The
-  # inner loop below goes over the columns of the rows in that window.
+  # The caller loops over windows of rows, and this call processes one window.
+  # The inner loop below goes over the columns of the window's rows.
   row_window = indexing.where_valid(items.valid, items.row)
   slots = indexing.take(stream.slots, row_window, fill=indexing.NOWHERE)
   pages = _stream_pages(config, stream, row_window)
@@ -303,7 +303,7 @@ def _publish_rows(
   def publish_columns(done: _Progress, items: Items) -> _Progress:
     place = page_table.place_of(final, items)
     slot, group, column = place
-    # `final` has G ranges a row, so this is the row's place in `row_window`.
+    # `final` has G ranges per row, so this is the row's place in `row_window`.
     position = elementwise.quotient(items.row, config.num_groups)
     row = indexing.take(row_window, position, fill=indexing.NOWHERE)
     step = indexing.take(page_steps, group)
@@ -361,7 +361,7 @@ def _stream_pages(config: CacheConfig, stream: _Stream, rows: Array) -> Array:
 def _page_tokens(
   config: CacheConfig, pages: Array, row: Array, begin: Array, step: Array
 ) -> Array:
-  """Returns int32[W, S]: tokens of pages that span `step` pages of a stream."""
+  """Returns int32[W, S]: tokens of pages that span `step` stream pages each."""
   max_step = max(config.page_sizes) // config.page_size
   if max_step == 1:
     return indexing.take(pages, row, begin)
@@ -394,14 +394,14 @@ def _reserve_queue_room(
 def _insert(
   config: CacheConfig, done: _Progress, final: _FinalPages
 ) -> tuple[_Progress, Array]:
-  """Publishes pages; also returns bool[W], True for pages cached or merged."""
+  """Publishes pages; also returns bool[W], the pages published or merged."""
   pool, table = done.pool, done.page_table
   assert pool.index is not None
   pages = indexing.take(table, *final.place)
   valid, repeated = pages > 0, sharding.zeros_like(final.published)
   if config.alignment > min(config.page_sizes):
-    # If A exceeds the size of a page, a full page waits for its key. A fork can
-    # share it in the meantime, and then several rows publish it here.
+    # If A exceeds the size of a page, a full page gets its key later. If forks
+    # share the page by then, several rows publish it, here or in other calls.
     valid &= ~page_pool.is_cached(pool, pages)
     repeated = valid & indexing.any_earlier(pages, valid)
   published = final.published & valid

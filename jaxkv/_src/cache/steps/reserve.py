@@ -1,4 +1,4 @@
-"""Reserves pages for the rows of a call, in all verbs that take pages.
+"""Reserves pages for the rows of a call, in all verbs that allocate pages.
 
 A verb plans a `Reservation`: the columns that its rows will have. `reserve`
 then counts the pages that each row needs, serves rows in order while pages
@@ -35,18 +35,15 @@ class Reservation(NamedTuple):
 
   Attributes:
     first: int32[R, G], the first column after the leading null pages.
-    hit: int32[R, G], one past the pages that are attached or held already.
-    external: int32[R, G], one past the fresh pages for external tokens, whose
-      K/V is loaded and not computed; equal to `hit` without such tokens.
-    fresh: int32[R, G], the first column of the other fresh pages. Recurrent
-      groups may have null and scratch pages before it.
+    hit: int32[R, G], one past the last column that is attached or held already.
+    fresh: int32[R, G], the first column of the fresh pages. Recurrent groups
+      may have null and scratch pages before this column.
     stop: int32[R, G], one past the last column.
-    begins: bool[R], True if the sequence starts with this call.
+    begins: bool[R], True if the sequence is new in this call.
   """
 
   first: Array
   hit: Array
-  external: Array
   fresh: Array
   stop: Array
   begins: Array
@@ -54,15 +51,14 @@ class Reservation(NamedTuple):
   @property
   def num_fresh(self) -> Array:
     """int32[R, G]: the number of pages to pop."""
-    return self.external - self.hit + self.stop - self.fresh
+    return self.stop - self.fresh
 
   def of(self, valid: Array) -> "Reservation":
     """Keeps the columns of valid rows; other rows get empty ranges."""
-    first, hit, external, fresh, stop = (
+    first, hit, fresh, stop = (
       jnp.where(valid[:, None], columns, 0) for columns in self[:-1]
     )
-    begins = self.begins & valid
-    return Reservation(first, hit, external, fresh, stop, begins)
+    return Reservation(first, hit, fresh, stop, self.begins & valid)
 
 
 def reservation(
@@ -72,16 +68,14 @@ def reservation(
   stop: Array,
   begins: Array,
   first: Array | None = None,
-  external: Array | None = None,
 ) -> Reservation:
-  """Plans rows that end at `stop`, or at `external` if that is larger."""
+  """Plans rows that end at column `stop`, or at `hit` if it is larger."""
   first = sharding.zeros_like(hit) if first is None else first
-  external = hit if external is None else external
-  chex.assert_equal_shape([first, hit, external, stop])
+  chex.assert_equal_shape([first, hit, stop])
   chex.assert_shape(begins, hit.shape[:1])
-  stop = jnp.maximum(stop, external)
-  fresh = recurrent.first_fresh(state.config, external, stop, begins)
-  return Reservation(first, hit, external, fresh, stop, begins)
+  stop = jnp.maximum(stop, hit)
+  fresh = recurrent.first_fresh(state.config, hit, stop, begins)
+  return Reservation(first, hit, fresh, stop, begins)
 
 
 def reserve(
@@ -98,7 +92,7 @@ def reserve(
   """Serves rows in order, all-or-nothing for each row.
 
   A row that does not fit changes nothing, and a later row that needs fewer
-  pages may still be served.
+  pages can still be served.
 
   Args:
     state: the cache.
@@ -149,8 +143,8 @@ def attach(
 ) -> CacheState:
   """Attaches shared pages in the columns `first .. hit` of new sequences.
 
-  Rows with `begins` are new sequences. Other rows hold these pages already.
-  With `holds` each page gets a reference; otherwise it has this one already.
+  New sequences are the rows with `begins`. Other rows hold these pages already.
+  `holds` is False if the caller has already added the references to the pages.
   """
   served &= plan.begins
   plan, slots = plan.of(served), rows.where(served)
@@ -178,17 +172,11 @@ def take(
   """Pops the fresh pages of served rows and writes their columns."""
   config, slots = state.config, rows.where(served)
   num_pages = rows.write(state.num_pages, served, plan.stop)
-  # Without external tokens, `reservation` uses `hit` itself as `external`. So
-  # this test is static, and such a call compiles no second list of ranges.
-  has_external = plan.external is not plan.hit
   plan = plan.of(served)
   table = recurrent.place_scratch(
-    config, state.page_table, slots, plan.external, plan.stop, plan.begins
+    config, state.page_table, slots, plan.hit, plan.stop, plan.begins
   )
   filled = page_table.ranges(slots, plan.fresh, plan.stop)
-  if has_external:
-    external = page_table.ranges(slots, plan.hit, plan.external)
-    filled = page_table.concatenated(external, filled)
   pool, table, evicted = page_table.grow(state.pool, table, filled)
   return dataclasses.replace(
     state,
@@ -211,9 +199,9 @@ def grant(
 ) -> Array:
   """Returns `code` with OUT_OF_PAGES for the rows that do not fit.
 
-  A row costs the pages that it pops, the hits that it removes from the free
-  queue, and the hits in host memory. A hit that an earlier row paid costs
-  nothing.
+  A row costs one free page for each page that it pops, each hit that it removes
+  from the free queue, and each hit in host memory. A hit that an earlier row
+  attaches too costs nothing.
   """
   chex.assert_equal_shape([code, plan.begins])
   asked, available = code == Status.OK, state.pool.queue.num_free
@@ -233,7 +221,7 @@ def in_order(
   """Serves rows in order and skips rows that do not fit.
 
   Args:
-    need: int32[R], the pages that a row needs, not negative.
+    need: int32[R], the number of pages that a row needs, not negative.
     asked: bool[R], the rows to serve.
     available: int32[], the number of free pages.
     keep_free: int32[R], pages that must stay free after a row is served, not
@@ -242,13 +230,11 @@ def in_order(
   Returns:
     bool[R], the rows served.
   """
-  # Each iteration finds the first row that does not fit, and the pages that
-  # the rows before it leave free. It refuses this row, and each later row that
-  # needs more than those pages. If all rows fit, no iteration runs. Rows that
-  # can never fit are refused before the loop. Needs are clipped to the free
-  # pages, which bounds their sum.
+  # Each iteration finds the first row that does not fit, and the number of
+  # pages that the rows before it leave free. It refuses this row, and each
+  # later row that needs more than this number. If all rows fit, no iteration
+  # runs. Rows that can never fit are refused before the loop.
   hopeless = asked & (need > available - keep_free)
-  need, keep_free = (jnp.minimum(n, available) for n in (need, keep_free))
 
   def overdrawn(granted: Array) -> Array:
     num_taken = loops.cumulative_sum(jnp.where(granted, need, 0))
@@ -286,7 +272,7 @@ def pages_in_column(
 def hold_hits(
   state: CacheState, hits: Array, wanted: Array
 ) -> tuple[CacheState, Array]:
-  """Adds a reference for each wanted hit, after moving it to the device.
+  """Adds a reference for each wanted hit, and moves host pages to the device.
 
   Args:
     state: the cache; it has host pages, and a free page for each wanted hit in
@@ -295,7 +281,7 @@ def hold_hits(
     wanted: bool[R, G, P].
 
   Returns:
-    The cache, and the hits with the numbers of device pages.
+    The cache, and `hits` with device pages in place of wanted host pages.
   """
   if hits.size == 0:
     return state, hits
@@ -332,9 +318,9 @@ def hold_hits(
 
 
 def free_hits(state: CacheState, plan: Reservation, hits: Array) -> Array:
-  """Returns bool[R, G, P]: True for hits that cost a new sequence a free page.
+  """Returns bool[R, G, P]: True for hits that cost a free page.
 
-  These are free pages, and pages in host memory.
+  These are hits of new sequences that are free or in host memory.
   """
   attached = _attached(plan, hits)
   costs = page_pool.is_free(state.pool, hits)
@@ -357,7 +343,7 @@ def _grant_with_hits(
   asked: Array,
   keep_free: Array,
 ) -> Array:
-  """Serves rows like `in_order`, but counts a hit that rows share once."""
+  """Serves rows like `in_order`, but counts a hit of several rows once."""
   available = state.pool.queue.num_free
   free = free_hits(state, plan, hits) & asked[:, None, None]
   max_need = need + jnp.sum(free, axis=(1, 2), dtype=jnp.int32)

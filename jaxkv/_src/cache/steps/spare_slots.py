@@ -1,4 +1,4 @@
-"""Spare slots: further rows of page tables, for the time of one call."""
+"""Spare slots: additional slots that exist during one call."""
 
 import dataclasses
 
@@ -14,8 +14,8 @@ from jaxkv._src.cache.state import CacheState
 def with_spare_slots(state: CacheState, num_slots: int) -> CacheState:
   """Returns a cache of the same pages with `num_slots` other slots, all empty.
 
-  The slots of both caches together hold the references to the pages, so only
-  one of them may change until `take_slots` unites them.
+  The reference counts of the pages include the slots of both caches. So only
+  the returned cache may change until `take_slots` moves its sequences over.
   """
   config = dataclasses.replace(state.config, num_slots=num_slots)
   rows = (num_slots, config.num_groups)
@@ -39,7 +39,7 @@ def take_slots(
 
   Args:
     state: the cache.
-    spare_cache: from `with_spare_slots`, changed by verbs since.
+    spare_cache: the result of `with_spare_slots`, after calls of verbs.
     slots: int32[R], distinct empty slots; out of range for an empty spare slot.
 
   Returns:

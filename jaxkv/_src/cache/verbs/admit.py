@@ -32,8 +32,8 @@ class Matched:
 
   Attributes:
     num_cached_tokens: tokens of the longest cached prefix.  # int32[R]
-    pages: the cached page of each column. NO_PAGE past the end of the prefix,
-      and in columns that a group no longer needs. Host page h has the number
+    pages: the cached page of each column; NO_PAGE past the end of the prefix,
+      and in columns that a group does not need. Host page h has the number
       NO_PAGE + 1 + h.  # int32[R, G, P]
   """
 
@@ -68,7 +68,7 @@ def match(
 
   Only full pages are cached. A prefix has at most `length - 1` tokens, since
   the last token must be computed for its logits. All groups must be able to
-  continue from the prefix. For that, a sliding-window group needs only the
+  continue from the prefix, for which a sliding-window group needs only the
   pages of the last window. Does not change the state or its counters.
 
   Args:
@@ -114,19 +114,18 @@ def admit(
   """Starts sequences in empty slots, each after its longest cached prefix.
 
   Attaches the pages of the prefix, which are shared and not copied, and
-  allocates pages for the other tokens. Hits in host memory return to the
-  device; each takes a free page, as a page for new tokens does. `length`
-  becomes the number of cached tokens. The caller computes the K/V of the other
-  tokens and commits them.
+  allocates pages for the other tokens. Each hit in host memory returns to a
+  free page of the device. `length` becomes the number of cached tokens. The
+  caller computes the K/V of the other tokens and commits them.
 
   All-or-nothing per sequence, in row order. A sequence that does not fit
-  changes nothing, and a later one that needs fewer pages can still be served.
-  A batch equals one call for each row in turn, except that:
+  changes nothing, and a later sequence that needs fewer pages can still be
+  served. A batch equals one call for each row in turn, except that:
 
   - all lookups see the cache as it was before the call;
   - the hits of all served sequences are attached before any page is popped, so
-    no sequence evicts the hit of another one;
-  - the second row with the same slot is refused, even if the first one was out
+    no sequence evicts the hit of another sequence;
+  - the second row with the same slot is refused, even if the first row was out
     of pages, or had no room for scratch pages.
 
   Args:
@@ -137,8 +136,8 @@ def admit(
     salts: uint32[R, 4], see `salt`; None for no salt.
     mask: bool[R], the rows to process; None for all.
     num_tokens: int32[R], at least 1, the number of tokens after the cached
-      prefix that get pages now, such as the first chunk of a prompt. `allocate`
-      makes room for later chunks. None for all tokens.
+      prefix to allocate pages for, such as the first chunk of a prompt.
+      `allocate` makes room for later chunks. None for all tokens.
     keep_free: int32[R], pages that must stay free after the sequence is served,
       as a reserve for running sequences (a watermark) or for later chunks of
       the prompt. None for 0.
@@ -199,9 +198,9 @@ def admit_found(
     find: maps the rows to look up, bool[R], to the prefixes of all rows.
     max_length: the maximal number of tokens of a sequence.
     skipped: bool[R], the rows that are masked out.
-    pops: False to only check that enough pages are free for the uncached
-      tokens. A later `allocate.make_room` pops these pages, so other calls must
-      leave them free until then.
+    pops: False to attach hits and check that enough other pages are free, but
+      pop none of these. A later `allocate.make_room` pops them, so other calls
+      must leave them free until then.
     num_tokens: see `admit`.
     keep_free: see `admit`.
     num_encoder_tokens: see `admit`.
@@ -220,14 +219,13 @@ def admit_found(
     (bad_length, Status.BAD_LENGTH),
     (jnp.maximum(lengths, encoder) > config.slot_tokens, Status.SLOT_FULL),
   )
-  # A row that is refused already does not fill its slot, so a later row can
-  # still get the slot.
+  # A row refused above does not fill its slot, so a later row can get the slot.
   repeated = ~skipped & indexing.any_earlier(slots, code == Status.OK)
   code = jnp.where(repeated, jnp.int32(Status.SLOT_IN_USE), code)
   asked = code == Status.OK
   prefix = find(asked)
   cached = prefix.num_cached_tokens
-  # This is min(cached + num_tokens, lengths) without a sum that can overflow.
+  # This is `min(cached + num_tokens, lengths)`, but the sum cannot overflow.
   room = cached + jnp.minimum(num_tokens, lengths - cached)
   # The sizes of refused rows may be out of range, so they count as 0.
   stop = config.sizes.columns_for(

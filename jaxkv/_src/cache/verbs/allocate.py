@@ -49,7 +49,7 @@ def allocate(
   slot starts a new sequence without a salt.
 
   Does not write K/V or advance `length`: `commit` advances it when the tokens
-  are final. `truncate` gives back room that was not needed.
+  are final. `truncate` releases room that was not needed.
 
   Args:
     state: the cache.
@@ -57,9 +57,9 @@ def allocate(
       draft tokens. A slot with 0 does not change.
     slots: int32[R], the slots of the rows; None for all B slots in order.
     mask: bool[R], the rows to process; None for all.
-    num_encoder_tokens: int32[R], the number of all tokens of the encoder. If
-      `num_tokens` is not 0, `CrossAttention` groups get room for them. None for
-      0.
+    num_encoder_tokens: int32[R], the total number of the encoder's tokens.
+      `CrossAttention` groups get room for these unless `num_tokens` is 0. None
+      for 0.
 
   Returns:
     The cache, and per row OK, SKIPPED, BAD_SLOT (out of range, or repeated),
@@ -79,7 +79,7 @@ def allocate(
   state, out = make_room(
     state, rows, num_tokens, num_encoder_tokens=num_encoder_tokens
   )
-  # The hash starts only in served rows, because a failed row changes nothing.
+  # A failed row changes nothing, so only served rows start a hash.
   hashes = hashing.start_slots(
     state.hashes, rows, begins & (out.num_new_pages > 0), roots(state, None)
   )
@@ -123,14 +123,14 @@ def _required_columns(
   """Returns the columns that rows need, int32[R, G], and the rows' statuses."""
   config, length = state.config, rows.read(state.length)
   # `length + num_tokens` can overflow int32, so this subtracts instead. The sum
-  # below is computed only of counts that fit a slot.
+  # below uses only counts that fit a slot.
   too_many = num_tokens > config.slot_tokens - length
   too_many |= encoder > config.slot_tokens
   num_new, num_encoder = (
     jnp.where(too_many, 0, jnp.maximum(n, 0)) for n in (num_tokens, encoder)
   )
   stop = config.sizes.columns_for(length + num_new, num_encoder)
-  # A row without new tokens must not change, even if its encoder needs pages.
+  # A slot with 0 new tokens must not change, even if its encoder needs pages.
   stop = jnp.where(num_tokens[:, None] > 0, stop, 0)
   code = first_code(
     ((num_tokens < 0) | (encoder < 0), Status.BAD_LENGTH),

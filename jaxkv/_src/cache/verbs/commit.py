@@ -22,7 +22,7 @@ class Committed(Outcome):
 
   Attributes:
     code: a `Status` for each slot.  # int32[R]
-    num_published_pages: pages of the slot that were published.  # int32[R]
+    num_published_pages: pages that were published or merged.  # int32[R]
   """
 
   num_published_pages: Array
@@ -39,10 +39,10 @@ def commit(
 ) -> tuple[CacheState, Committed]:
   """Declares tokens final: their K/V is written and will not change.
 
-  Advances `length`. A page that becomes full is hashed together with the key of
-  the preceding page. It is then published, so that `match` and `admit` find it.
-  With `merge_duplicates`, if an equal page is already cached, the page table
-  gets that page, and the new page returns to the pool.
+  Advances `length`. The key of a page that becomes full is a hash of its tokens
+  and of the preceding page's key. If a hit can include the page, the page is
+  published under this key, so that `match` and `admit` find it. See also
+  `CacheConfig.merge_duplicates`.
 
   All-or-nothing per slot. `allocate` must have made room for the tokens.
 
@@ -56,8 +56,8 @@ def commit(
 
   Returns:
     The cache, and per row OK, SKIPPED, BAD_SLOT (out of range, or repeated),
-    SLOT_EMPTY, BAD_LENGTH (negative or more than T) or NO_ROOM (more tokens
-    than the slot's pages have room for).
+    SLOT_EMPTY, BAD_LENGTH (negative or more than T) or NO_ROOM (too few pages
+    in the slot for the tokens).
 
   Examples:
     >>> import jaxkv

@@ -47,15 +47,15 @@ def fork(
   of an encoder are shared.
 
   In a recurrent group, `dst` continues from the state after the last token. The
-  page of this state is shared if that token fills the page, and copied
+  page of this state is shared if the token fills the page, and copied
   otherwise. `dst` gets fresh scratch pages.
 
   Does not copy contents: apply `copies` (`jaxkv.kv.copy`) before writing.
 
   All-or-nothing per row, in row order. A batch equals one call for each row in
   turn, except that sources are read as they were before the call, and that the
-  second row with the same `dst` is refused even if the first was RECYCLED or
-  out of pages.
+  second row with the same `dst` is refused even if the first row is RECYCLED or
+  OUT_OF_PAGES.
 
   Args:
     state: the cache.
@@ -65,8 +65,8 @@ def fork(
 
   Returns:
     The cache, and per row OK, SKIPPED, BAD_SLOT, SLOT_EMPTY (`src`),
-    SLOT_IN_USE (`dst`, also if repeated), RECYCLED (the page of a state was not
-    kept) or OUT_OF_PAGES.
+    SLOT_IN_USE (`dst`, also if repeated), RECYCLED (a recurrent group does not
+    hold the last token's state) or OUT_OF_PAGES.
 
   Examples:
     >>> import jaxkv
@@ -108,9 +108,9 @@ def share_prefix(
 ) -> CacheState:
   """Makes `dst` share the full pages of `src`, and all pages of an encoder.
 
-  If the last page of `src` is partly full, `dst` has one page too few for its
-  length. The caller must then call `allocate.make_room` for one more token,
-  which pops that page, and make the copies that `owed_copies` returns.
+  If the last page of `src` is partly full, `dst` lacks a page for its last
+  tokens. The caller must then call `allocate.make_room` for one more token,
+  which pops this page, and make the copies that `owed_copies` returns.
 
   Args:
     state: the cache.
@@ -186,8 +186,8 @@ def _first_code(
   has_states = recurrent.can_continue(
     state.config, state.page_table, src, length, length
   )
-  # A repeated `dst` is an error only if an earlier row with it passed the tests
-  # above.
+  # A repeated `dst` is an error only if an earlier row for the same slot passed
+  # the tests above.
   return first_code(
     (code != Status.OK, code),
     (indexing.any_earlier(dst, code == Status.OK), Status.SLOT_IN_USE),

@@ -22,8 +22,8 @@ def free(
   """Releases sequences; their slots become empty.
 
   Every page of a sequence loses one reference: group by group, the last page
-  first. Pages without references go to the free queue and stay cached until
-  they are popped. So the prefix of a sequence stays cached longer than its end.
+  first. Pages without references go to the free queue. Published pages stay
+  cached until they are popped, so a prefix stays cached longer than its end.
 
   Args:
     state: the cache.

@@ -20,7 +20,7 @@ from jaxkv._src.cache.telemetry import Residency
 
 @verb
 def stats(state: CacheState) -> Stats:
-  """Returns the counters; subtract two readings to get an interval.
+  """Returns the counters; subtract two readings to count an interval.
 
   Args:
     state: the cache.
@@ -51,17 +51,18 @@ def stats(state: CacheState) -> Stats:
 def residency(state: CacheState) -> Residency:
   """Returns the ages of evicted pages; subtract two readings for an interval.
 
-  Counts pages when they leave the device, not when host memory forgets them,
-  and not pages that `evict`, `truncate` or a reset remove from the index.
+  Counts a page when it is popped, not when its copy in host memory is
+  overwritten, and not when `evict`, `truncate` or `reset_prefix_cache` removes
+  it from the index.
 
   Args:
     state: a cache with `CacheConfig.track_residency`.
 
   Returns:
-    The number of pages by age.
+    Histograms of the ages.
 
   Raises:
-    ValueError: the cache does not keep ages.
+    ValueError: the cache does not track ages.
 
   Examples:
     >>> import jaxkv.telemetry
@@ -108,8 +109,8 @@ def num_common_prefix_pages(state: CacheState) -> Array:
     state: the cache.
 
   Returns:
-    int32[G]; 0 if no slot holds a page, or if a first page was skipped. With
-    one sequence that keeps all its pages, all of them count.
+    int32[G]; 0 if no slot holds a page, or if a first page was skipped. If a
+    single sequence keeps all its pages, all of them count.
 
   Examples:
     >>> import jaxkv
@@ -118,8 +119,8 @@ def num_common_prefix_pages(state: CacheState) -> Array:
     >>> jaxkv.num_common_prefix_pages(state).tolist()
     [0]
   """
-  # Compares page numbers, because a reference count does not tell who holds the
-  # page. Several forks of one sequence raise the count too, and so do pins.
+  # Compares page numbers, because a reference count does not tell which slots
+  # hold the page: it also includes pins.
   active = state.num_pages[:, state.config.first_self_group] > 0
   first_row = state.page_table[jnp.argmax(active)]
   is_shared = (state.page_table == first_row[None]) | ~active[:, None, None]
@@ -210,11 +211,10 @@ def drain_events(state: CacheState) -> tuple[CacheState, Drained]:
 def take_new_pages(state: CacheState) -> tuple[CacheState, Array]:
   """Returns the pages popped since the last call, and clears the record.
 
-  If layers require zeroed pages, such as recurrent states, zero these pages
-  before the next step, after the moves that verbs returned. Leave out the
-  destinations of copies, which are among them. Pages of a hit are not returned,
-  unless they were popped since the last call.
-  The cost grows with the pool.
+  If layers require zeroed pages, such as recurrent states, make the moves that
+  verbs returned, then zero these pages before the next step. Do not zero the
+  destinations of copies, which are returned too. Pages restored from host
+  memory are not returned. The cost grows with the pool.
 
   Args:
     state: a cache with `CacheConfig.track_new_pages`.
@@ -223,7 +223,7 @@ def take_new_pages(state: CacheState) -> tuple[CacheState, Array]:
     The cache, and bool[N].
 
   Raises:
-    ValueError: the cache does not keep its new pages.
+    ValueError: the cache does not track new pages.
 
   Examples:
     >>> import jaxkv.telemetry
@@ -256,5 +256,5 @@ def _are_cached(pool: PoolState) -> Array:
 
 def _copied(counters):
   """Copies counters to new buffers."""
-  # If the caller donates the state, its buffers are deleted, but these stay.
+  # The copies stay valid if the caller donates the state.
   return jax.tree.map(lambda counter: counter + jnp.uint32(0), counters)

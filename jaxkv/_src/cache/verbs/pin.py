@@ -1,4 +1,4 @@
-"""touch, pin, unpin, evict: hold, release or unpublish single pages."""
+"""touch, pin, unpin, evict: hold, release or unpublish given pages."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ class Pinned(Outcome):
   Attributes:
     code: a `Status` for each sequence.  # int32[R]
     num_cached_tokens: tokens of the pinned prefix.  # int32[R]
-    pages: the pinned page of each column. NO_PAGE past the end of the prefix,
+    pages: the pinned page of each column; NO_PAGE past the end of the prefix,
       and in columns that a group does not need. Pass this array to `unpin`.
       # int32[R, G, P]
   """
@@ -48,12 +48,12 @@ def touch(
   """Adds one reference (a pin) to each given page.
 
   A free page that is cached leaves the free queue, so it cannot be evicted.
-  `unpin` removes the reference. For a page in host memory, see `pin`.
+  `unpin` removes the reference. To pin pages in host memory, use `pin`.
 
   Args:
     state: the cache.
-    pages: int32[...], pages in use or cached; a repeated page gets several
-      pins. NO_PAGE is ignored.
+    pages: int32[...], pages in use or cached; a repeated page gets one pin for
+      each occurrence. NO_PAGE is ignored.
     mask: bool[...], the pages to process; None for all.
 
   Returns:
@@ -91,14 +91,14 @@ def pin(
   """Pins the cached prefixes of sequences, so that they cannot be evicted.
 
   Combines `match` and `touch`. Hits in host memory return to the device. To
-  keep a system prompt cached, commit a sequence that begins with it, then pin
-  it.
+  keep a system prompt cached, commit a sequence that begins with the prompt,
+  then pin the prompt.
 
   Args:
     state: the cache.
     tokens: int32[R, T], padded at the end.
     lengths: int32[R], 1 .. T; as in `match`, at most `length - 1` tokens are
-      pinned. To pin a prompt of whole pages, append any token.
+      pinned. To pin a prompt of whole pages entirely, append any token.
     salts: uint32[R, 4], see `salt`; None for no salt.
     mask: bool[R], the rows to process; None for all.
 
@@ -157,14 +157,14 @@ def unpin(
 ) -> tuple[CacheState, Outcome]:
   """Removes one pin from each given page.
 
-  The last page along the last axis is released first, as in `free`, so the
-  start of a prefix is evicted after its end. The other axes are processed in
-  order.
+  The pages along the last axis are released in reverse, as in `free`, so that
+  the start of a prefix is evicted after its end. The other axes are processed
+  in ascending order.
 
   Args:
     state: the cache.
-    pages: int32[...], such as `Pinned.pages`; a repeated page loses several
-      pins. NO_PAGE is ignored.
+    pages: int32[...], such as `Pinned.pages`; a repeated page loses one pin for
+      each occurrence. NO_PAGE is ignored.
     mask: bool[...], the pages to process; None for all.
 
   Returns:
@@ -188,8 +188,8 @@ def unpin(
   code = _first_code(state, flat_pages, (earlier >= pins, Status.NOT_PINNED))
   served = code == Status.OK
   # If a call removes several pins of a page, only the last removal can free the
-  # page. `shrink` below drops that reference, so that freed pages are queued in
-  # release order. All other counts are decremented here.
+  # page. `shrink` below drops this reference, so that freed pages are queued in
+  # release order. All other references are dropped here.
   is_last = served & ((later == 0) | (earlier == pins - 1))
   pool = dataclasses.replace(
     state.pool,
@@ -223,13 +223,13 @@ def evict(
 
   Args:
     state: the cache.
-    pages: int32[...], cached pages, also those in host memory, see `Matched`.
-      NO_PAGE is ignored.
+    pages: int32[...], cached pages on the device or in host memory, with the
+      numbers of `Matched.pages`. NO_PAGE is ignored.
     mask: bool[...], the pages to process; None for all.
 
   Returns:
     The cache, and per page OK, SKIPPED (masked out, or NO_PAGE), BAD_PAGE or
-    NOT_CACHED (not cached, or already named earlier in this call).
+    NOT_CACHED (not cached, or a repeat of an earlier page).
 
   Examples:
     >>> import jaxkv
@@ -250,16 +250,16 @@ def evict(
   code = _first_code(
     state, flat_pages, (is_missing, Status.NOT_CACHED), last_page
   )
-  # In a step, earlier verbs read the index, and their `num_free` depends on
-  # what they read. A write that depends on `num_free` comes after these reads,
-  # so XLA updates the index in place instead of copying it.
+  # Earlier verbs of the same program read the index, and `num_free` depends on
+  # these reads. A write that depends on `num_free` comes after the reads, so
+  # XLA updates the index in place instead of copying it.
   place = loops.read_before(state.pool.queue.num_free, flat_pages)
   pool, _ = page_pool.unpublish(state.pool, place, code == Status.OK)
   return _result(state, pool, code, pages)
 
 
 def _flatten(state: CacheState, pages: Array, mask: Array | None) -> Array:
-  """Returns int32[X]: the pages as one row, NO_PAGE if masked out."""
+  """Returns int32[X]: the flattened pages, NO_PAGE if masked out."""
   if mask is not None:
     pages = jnp.where(mask, pages, jnp.int32(state.config.no_page))
   return pages.reshape(-1)
@@ -281,7 +281,7 @@ def _first_code(
 
 
 def _repeats(flat_pages: Array, columns: int) -> tuple[Array, Array]:
-  """Counts earlier and later releases of each page: int32[X], int32[X]."""
+  """Returns int32[X] twice: counts of earlier and later releases of a page."""
   # Rows of `columns` pages are released in order, each from its end.
 
   def reverse_rows(values: Array) -> Array:

@@ -41,19 +41,18 @@ def recycle(
 ) -> tuple[CacheState, Recycled]:
   """Releases pages that no later token of their sequence needs.
 
-  These are the pages before a sliding window or a chunk, and the states of a
-  recurrent group before the last one. The null page replaces them in the page
-  table. The last of these pages is released first. Published
-  pages stay cached until they are popped. If a loop calls this verb before
-  `allocate`, a sequence with a window of w tokens has at most
-  `ceil((w - 1) / S) + 1` pages, plus the pages for new tokens. If there is
-  nothing to release, the cost is negligible.
+  These are the pages before a sliding window or a chunk, and all states of a
+  recurrent group but the last. The null page replaces them in the page table.
+  The last of these pages is released first. Published pages stay cached until
+  they are popped. If a loop calls this verb before `allocate`, a sequence with
+  a window of w tokens has at most `ceil((w - 1) / S) + 1` pages, plus the pages
+  for new tokens.
 
   Args:
     state: the cache.
     lengths: int32[R], at most `state.length` of the slot: the number of tokens
-      whose forward pass has finished. Pages that a token after these attends to
-      stay. A negative number releases nothing. None for `state.length`.
+      whose forward pass has finished. Pages that later tokens attend to stay. A
+      negative number releases nothing. None for `state.length`.
     slots: int32[R], the slots of the rows; None for all B slots in order.
     mask: bool[R], the rows to process; None for all.
 
@@ -101,7 +100,7 @@ def drop_behind(
   lengths = jnp.clip(lengths, 0, config.slot_tokens)
   stop = jnp.minimum(config.sizes.skipped_pages(lengths), held)
   stop = config.sizes.keep_last_page(stop, rows.read(state.length))
-  # Skipped pages do not come back if `lengths` is less than in an earlier call.
+  # Skipped pages do not come back, even if an earlier `lengths` was larger.
   stop = jnp.where(served[:, None], jnp.maximum(first, stop), first)
   slots = rows.where(served)
   num_pages = recurrent.num_pages(config, state.page_table, slots, first, stop)

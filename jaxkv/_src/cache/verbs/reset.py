@@ -41,7 +41,7 @@ def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Outcome]:
   """Removes all pages from the prefix index if no page is referenced.
 
   The free queue keeps its order. The cost grows with the pool. In a loop, use
-  `new_epoch`, which makes all older pages unreachable at a constant cost.
+  `new_epoch`, which has a constant cost.
 
   Args:
     state: the cache.
@@ -68,13 +68,12 @@ def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Outcome]:
 def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
   """Makes every page cached so far unreachable, at a constant cost.
 
-  Call it after a change of weights, so that no lookup hits K/V of the old
-  weights. Running sequences keep their pages. Pages that they publish later are
-  unreachable too, since their K/V depends on old K/V. A sequence counts as
-  running once it is admitted, even before its first commit. When a running
-  sequence fills a page, `merge_duplicates` can still replace that page with an
-  equal old page. Old pages stay cached until they reach the front of the free
-  queue and are evicted. Pages published before this call never move to host
+  Call it after a change of weights, so that no lookup finds K/V of the old
+  weights. Sequences that are already in slots keep their pages and their epoch.
+  Lookups do not find pages that these sequences publish later, since their K/V
+  depends on old K/V. But `merge_duplicates` can still replace such a page by an
+  equal page of the same epoch. Unreachable pages stay in the index until they
+  are evicted. Pages published before this call are no longer saved to host
   memory.
 
   Args:
@@ -93,7 +92,8 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
   """
   epoch, root = state.epoch + jnp.uint32(1), state.root
   if root is not None and state.secret is not None:
-    # XOR with zeros of the old root lets XLA reuse that root's donated buffer.
+    # Without a use of the old root, `jit` would drop this input, and so could
+    # not reuse its donated buffer for the new root.
     root = sharding.zeros_like(root) ^ hashing.root_key(
       state.secret, epoch, None
     )
@@ -104,7 +104,7 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
 
 @verb
 def clear_error(state: CacheState) -> tuple[CacheState, ClearedError]:
-  """Clears the recorded failure.
+  """Clears `state.error`, the first recorded failure.
 
   Args:
     state: the cache.

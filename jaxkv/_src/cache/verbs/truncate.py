@@ -48,29 +48,30 @@ def truncate(
   Whole pages past the new end are released, the last page first, including
   pages allocated ahead. Truncating to 0 empties the slot, as `free` does.
 
-  The new last page may have been full, and therefore cached or shared. Later
-  tokens will be written to it, so:
+  If the new end is inside a page that was full, this page can be cached or
+  shared. Later tokens will be written to it, so:
 
   | the page is           | action                                           |
   |-----------------------|--------------------------------------------------|
   | referenced only here  | it is removed from the prefix index              |
-  | shared or pinned      | a fresh page replaces it, with a copy to make    |
+  | shared or pinned      | a fresh page replaces it, see `copies`           |
 
   Does not copy contents: apply `copies` (`jaxkv.kv.copy`) before writing.
 
   Pages of an encoder stay until the slot is empty. With a recurrent group, the
   new length must be 0, the old length (to release only pages allocated ahead),
-  or the end of a page whose state is held. If no group keeps all pages, this
-  end must also be a multiple of A. Scratch pages move to the new end.
+  or the end of a page whose state is held. If no group keeps all pages, prefix
+  caching can also require a multiple of `CacheConfig.alignment`. Scratch pages
+  move to the new end.
 
   Pages that `recycle` released, or that `admit` did not attach, do not come
   back. So a slot is refused if a window, a state or the hash of its tokens
-  needs one of them. (With speculation, call `recycle` only after tokens were
-  accepted, or keep the old state.)
+  needs such a page. (With speculative decoding, call `recycle` only after draft
+  tokens were accepted, or keep the old state.)
 
   All-or-nothing per slot. A batch differs from one call for each row in turn:
-  it counts references and free pages before any row is served. First all rows
-  release pages, and then all rows pop fresh pages, each time in row order.
+  references and free pages are counted before any row is served. Then all rows
+  release pages, and after that all rows pop fresh pages, each in row order.
 
   Args:
     state: the cache.
@@ -115,7 +116,7 @@ def truncate(
     state,
     hit=keep - shared.astype(jnp.int32),
     stop=keep,
-    # True, so that the plan moves no scratch pages. `_release_columns` does.
+    # True, because `_release_columns` and not the plan moves scratch pages.
     begins=jnp.ones_like(rows.skipped),
   )
   code = reserve.grant(state, plan, code)

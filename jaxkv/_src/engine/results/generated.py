@@ -40,8 +40,7 @@ class Generated:
     positions: 0 .. W - 1.  # int32[R, W]
     lengths: the length of each sequence, including its prompt.  # int32[R]
     prompt_lengths: the length of the first prompt.  # int32[R]
-    turn_starts: the number of tokens before the last turn's samples.
-      # int32[R]
+    turn_starts: the length at the start of the last turn.  # int32[R]
     mask: True for sampled tokens, which a loss uses.  # bool[R, W]
     log_probs: the log-prob of each sampled token in the distribution that it
       was sampled from, after `Sampling` and `process`; 0 elsewhere.
@@ -57,8 +56,8 @@ class Generated:
     finish: the reason for the end of each sequence, a `Finish`.  # int32[R]
     stop: the stop token, or the index of the stop string, that ended it; -1 for
       none.  # int32[R]
-    is_new: True for sequences that ended in the last call of `generate`, which
-      other calls have not returned as ended.  # bool[R]
+    is_new: True for sequences that ended in the last call of `generate`.
+      # bool[R]
     valid: True for rows with a sequence. Other rows are 0, but -1 in `ids`,
       `versions`, `stop` and `experts`. `positions` are the same in all rows.
       # bool[R]
@@ -84,14 +83,14 @@ class Generated:
 
 
 def generated(state: RolloutState) -> Generated:
-  """Returns the current tokens of the sequences of all Q rows, in order."""
+  """Returns the sequences of all Q rows in order, ended or not."""
   return _generated(state)
 
 
 @jax.jit
 def _generated(state: RolloutState) -> Generated:
   memory = state.memory
-  # Experts of running sequences are still in their pages.
+  # Expert ids of running sequences are still in their pages.
   queue = save_experts(state.queue, memory.kv, memory.cache, state.slots.row)
   rows = jnp.arange(queue.size, dtype=jnp.int32)
   is_valid = queue.status != SequenceStatus.EMPTY
@@ -154,18 +153,18 @@ def harvest(
 
   Args:
     state: the rollout.
-    ids: int32[R], ids of sequences; None for all Q rows, where sequences that
-      have not ended are SKIPPED.
+    ids: int32[R], ids of sequences; None for all Q rows, of which those without
+      an ended sequence are SKIPPED.
     mask: bool[R], the rows to process; None for all.
-    groups: static; whether to keep sequences until all samples of their prompt
-      have ended.
+    groups: static; True to remove a sequence only after all samples of its
+      prompt have ended.
 
   Returns:
     The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or UNFINISHED if the
     sequence, or with `groups` its group, has not ended.
 
   Raises:
-    TypeError: `ids` does not hold integers, or `mask` bools.
+    TypeError: `ids` are not integers, or `mask` is not bool.
     ValueError: an argument has the wrong shape.
   """
   if ids is not None:

@@ -29,8 +29,8 @@ class Grouped:
 
   Attributes:
     prompts: the first prompt of each group; then 0.  # int32[N, P]
-    prompt_lengths: 0 for a group without samples; -1 for a group with different
-      prompts.  # int32[N]
+    prompt_lengths: the length of each prompt, even if it exceeds P; 0 for a
+      group without samples, -1 for one with different prompts.  # int32[N]
     completions: the samples; then 0.  # int32[N, G, R]
     completion_lengths: the length of each sample, even if it exceeds R; 0 for a
       row without one.  # int32[N, G]
@@ -65,18 +65,18 @@ def grouped(
   The first four fields are arguments of `jaxkv.models.grouped_log_probs`, which
   computes each prompt once.
 
-  Prompts and samples that do not fit keep their lengths, and
-  `grouped_log_probs` returns NaN for all samples of the prompt. This mask
-  leaves them out of a loss:
+  A prompt or sample that does not fit is cut, but keeps its length. All samples
+  of such a prompt get NaN from `grouped_log_probs`. This mask leaves them out
+  of a loss:
 
     fits = (out.prompt_lengths <= prompt_columns) & jnp.all(
       out.completion_lengths <= completion_columns, axis=1
     )
     mask = out.mask & fits[:, None, None]
 
-  All sequences of a group must have the same prompt. Under `jax.jit`, which
-  cannot check this, a group of several prompts gets the prompt length -1, which
-  gives NaN in `grouped_log_probs` and BAD_LENGTH in `score`.
+  All sequences of a group must have the same prompt. Under `jax.jit`, where
+  this is not checked, a group with different prompts gets the prompt length -1,
+  for which `grouped_log_probs` returns NaN, and `score` BAD_LENGTH.
 
   Args:
     results: from `generated(state)`, or the `results` of `harvest`; all rows.
@@ -89,8 +89,8 @@ def grouped(
 
   Raises:
     TypeError: `results` is not a `Generated`, or a number is not an int.
-    ValueError: G does not divide the number of rows, a group is known to have
-      different prompts, or a number of columns is not in 1 .. W.
+    ValueError: G does not divide the number of rows, a number of columns is not
+      in 1 .. W, or, outside of `jax.jit`, a group has different prompts.
 
   Examples:
     >>> import jaxkv
@@ -150,7 +150,7 @@ def grouped(
 
 
 def _check_results(results: Any) -> None:
-  """Raises TypeError unless there are results of a rollout."""
+  """Raises TypeError unless `results` is a `Generated`."""
   if isinstance(results, Generated):
     return
   remedy = "give generated(state), or the `results` that harvest returns"
@@ -188,11 +188,11 @@ def _check_prompts(differs: np.ndarray, num_samples: int) -> None:
 def _grouped(
   results: Generated, num_samples: int, prompt_width: int, width: int
 ) -> tuple[Grouped, Array]:
-  """Returns groups, and bool[Q], the sequences with a different prompt."""
+  """Returns groups, and bool[Q], rows with another prompt than their group."""
   begins = results.prompt_lengths
   real = jnp.arange(width, dtype=jnp.int32)[None]
   real = real < (results.lengths - begins)[:, None]
-  # Rows without a sequence have no prompt; the others of a group have the same.
+  # Rows without a sequence have no prompt, so take that of the first valid row.
   valid = results.valid.reshape(-1, num_samples)
   group = jnp.arange(valid.shape[0], dtype=jnp.int32) * num_samples
   first = group + jnp.argmax(valid, axis=1).astype(jnp.int32)
@@ -203,7 +203,7 @@ def _grouped(
   in_prompt = in_prompt < lengths[:, None]
 
   def samples(values: Array, fill: Any = 0) -> Array:
-    """[Q, W, ...] as [N, G, R, ...]."""
+    """Converts [Q, W, ...] to [N, G, R, ...]."""
     place = begins[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     row = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None]
     selected = values.at[row, place].get(mode="clip")
@@ -211,7 +211,7 @@ def _grouped(
     return selected.reshape(-1, num_samples, width, *values.shape[2:])
 
   def prompts(values: Array, fill: Any = 0) -> Array:
-    """[Q, W, ...] as [N, P, ...]."""
+    """Converts [Q, W, ...] to [N, P, ...]."""
     selected = values.at[first, :prompt_width].get(mode="clip")
     return _where(in_prompt, selected, fill)
 

@@ -11,24 +11,25 @@ from jaxkv._src.cache.state import Outcome
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scored(Outcome):
-  """Log-probs of G completions of each of N prompts.
+  """Log-probs of G completions, of up to R tokens, of each of N prompts.
 
-  Padding is 0. All tokens of a failed group are NaN, and 0 in `top_tokens`; if
-  the length of a completion is out of range, all its columns are. X is
-  `top_log_probs`.
+  Columns past the end of a completion are 0. The other columns of a failed
+  group are NaN, or 0 in `top_tokens`. A completion whose length is out of range
+  counts as R tokens long.
 
   Attributes:
-    code: the `Status` of each group; `ok` is True for OK.  # int32[N]
+    code: the `Status` of each prompt with its completions.  # int32[N]
     log_probs: the log-prob of each token.  # float32[N, G, R]
-    entropy: the entropy of each token's distribution in nats; None if not
+    entropy: the entropy in nats of the distribution of each token; None if not
       requested.  # float32[N, G, R]
-    top_tokens: the most likely tokens at each position, descending; None if not
-      requested.  # int32[N, G, R, X]
-    top_log_probs: their log-probs.  # float32[N, G, R, X]
+    top_tokens: the X most likely tokens at each position, most likely first;
+      None if not requested.  # int32[N, G, R, X]
+    top_log_probs: the log-probs of `top_tokens`.  # float32[N, G, R, X]
     computed_tokens: tokens that the model computed for each group, without
       padding.  # int32[N]
-    cached_tokens: tokens of each prompt found in the cache, summed over all
-      lookups: one, or several if slots or pages are scarce.  # int32[N]
+    cached_tokens: tokens of each prompt that were found in the cache. If slots
+      or pages are scarce, a prompt is looked up several times, and the tokens
+      of all lookups are added.  # int32[N]
   """
 
   log_probs: Array

@@ -24,7 +24,7 @@ from jaxkv._src.engine.verbs.find_sequences import leave_slots
 def abort(
   state: RolloutState, ids: Array, *, mask: Array | None = None
 ) -> tuple[RolloutState, Outcome]:
-  """Ends sequences. Keeps their tokens and frees their pages.
+  """Ends sequences, keeps their tokens and frees their pages.
 
   Args:
     state: the rollout.
@@ -33,7 +33,7 @@ def abort(
 
   Returns:
     The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or ENDED if the sequence
-    had already ended.
+    had already ended or failed.
 
   Raises:
     TypeError: `ids` does not hold integers, or `mask` bools.
@@ -61,8 +61,8 @@ def requeue(
 ) -> tuple[RolloutState, Outcome]:
   """Puts running sequences back into the queue and frees their pages.
 
-  They resume later with the same samples; their pages stay cached until they
-  are evicted. A waiting sequence is unchanged.
+  They resume later and sample the same tokens. Their pages stay cached until
+  they are evicted. A waiting sequence is unchanged.
 
   Args:
     state: the rollout.
@@ -70,7 +70,7 @@ def requeue(
     mask: bool[R], the rows to process; None for all.
 
   Returns:
-    The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or ENDED.
+    The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or ENDED as in `abort`.
 
   Raises:
     TypeError: `ids` does not hold integers, or `mask` bools.

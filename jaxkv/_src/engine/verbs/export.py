@@ -1,4 +1,4 @@
-"""export: removes sequences from a rollout, to continue in another one."""
+"""export: removes sequences from a rollout, to continue in another rollout."""
 
 import dataclasses
 import math
@@ -44,22 +44,21 @@ def export(
   """Removes sequences from a rollout, so that another one can continue them.
 
   `import_sequences` adds them to another rollout, where they sample the same
-  tokens. Sequences of any status can move. To copy them instead, keep the old
-  state; but let only one rollout continue them.
+  tokens. Sequences of any status can move. The old state still contains them,
+  but only one rollout may continue a sequence.
 
-  With its pages, a running sequence takes all computed tokens along, also those
-  of a page that is not full, and recurrent states. A sequence that waits or has
-  ended takes its cached prefix; pages in host memory stay behind. The cache
-  keeps the full pages of the removed sequences until they are evicted.
+  Of a running sequence the pages of all computed tokens are exported, including
+  a partial last page and recurrent states. Of a waiting or ended sequence the
+  cached prefix is exported, but no page in host memory. The full pages of the
+  removed sequences also stay cached here until they are evicted.
 
   Args:
     state: the rollout.
     ids: int32[R], ids of sequences.
     mask: bool[R], the rows to process; None for all.
-    max_pages: static; X, the number of pages for which the result has room, 0
-      for none. A page that sequences share counts once. A sequence whose pages
-      do not fit travels without any. None for all that the sequences, or the
-      pool, can have.
+    max_pages: static; X, the maximum number of exported pages. A page that
+      sequences share counts once. A sequence whose pages do not all fit is
+      exported without pages. None for no limit.
 
   Returns:
     The rollout, and the sequences, with the code OK, SKIPPED or BAD_SEQUENCE
@@ -113,10 +112,10 @@ def _export(
     runs, num_tokens, pages = _computed(state, rows)
     sources, page = _numbered(pages, total)
     contents = read_pages(kv, sources)
-  # All pages of a sequence travel, or none.
+  # Either all pages of a sequence are exported, or none.
   is_carried = jnp.all((pages == 0) | (page < total), axis=(1, 2))
   page = jnp.where(is_carried[:, None, None], page, total)
-  # After the pages were found: those that are not cached are then lost.
+  # Only after the pages were read, because `leave_slots` frees them.
   state = leave_slots(state, slots_of(state.queue, state.slots, rows))
   exported = Exported(
     code=code,
@@ -139,16 +138,16 @@ def _export(
 
 
 def _computed(state: RolloutState, rows: Array) -> tuple[Array, Array, Array]:
-  """Finds the tokens of sequences whose pages are in the cache.
+  """Finds the computed tokens of sequences, and their pages.
 
   Args:
     state: the rollout.
     rows: int32[R]; Q for none.
 
   Returns:
-    bool[R], True for sequences in a slot; int32[R], the number of tokens; and
-    int32[R, G, A], the pages from which a sequence can continue, 0 for columns
-    that it does not need.
+    bool[R], True for sequences that compute in a slot; int32[R], the number of
+    tokens; int32[R, G, A], their pages, 0 for columns that are not needed to
+    continue. A is `num_columns`.
   """
   queue, slots, cache = state.queue, state.slots, state.memory.cache
   sizes, columns = cache.config, num_columns(state)
@@ -158,7 +157,7 @@ def _computed(state: RolloutState, rows: Array) -> tuple[Array, Array, Array]:
   slot = jnp.argmax(in_slot, axis=1).astype(jnp.int32)
   slot = jnp.where(runs, slot, slots.no_slot)
   length = indexing.take(queue.length, rows)
-  # The prefix that admission would find. A cached token yields no log-prob.
+  # As in admission, a hit must not skip a token without a recorded log-prob.
   if state.config.prompt_log_probs:
     computed = indexing.take(queue.computed, rows)
     length = jnp.minimum(length, computed + 1)
@@ -177,7 +176,7 @@ def _computed(state: RolloutState, rows: Array) -> tuple[Array, Array, Array]:
   pages = jnp.where(runs[:, None, None], table, cached)
   first = sizes.sizes.skipped_pages(num_tokens)
   stop = sizes.sizes.columns_for(num_tokens, jnp.zeros_like(num_tokens))
-  # Pages that were reserved for later tokens, or are behind a window, stay.
+  # Pages reserved for later tokens, or behind a window, are not exported.
   is_needed = indexing.between(first, stop, columns)
   pages = jnp.where(is_needed & (pages < sizes.no_page), pages, 0)
   return runs, num_tokens, pages
@@ -199,7 +198,8 @@ def _numbered(pages: Array, total: int) -> tuple[Array, Array]:
     total: X, the length of the list.
 
   Returns:
-    int32[X], the pages; int32[R, G, A], the place of each page, X for none.
+    int32[X], the list; int32[R, G, A], the index of each page in the list, X
+    for none.
   """
   flat = pages.reshape(-1)
   is_page = flat > 0
@@ -217,7 +217,7 @@ def _numbered(pages: Array, total: int) -> tuple[Array, Array]:
 
 
 def _taken(queue: Queue, rows: Array) -> Queue:
-  """Copies rows int32[R]; rows out of range are EMPTY."""
+  """Copies rows int32[R] of a queue; a row out of range becomes EMPTY."""
 
   def taken(array: Array) -> Array:
     # Keys have no fill value.

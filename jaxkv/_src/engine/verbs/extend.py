@@ -38,14 +38,13 @@ def extend(
 ) -> tuple[RolloutState, Outcome]:
   """Appends tokens of a tool or a user, and resumes the sequences.
 
-  A sequence that has ended waits again; one that runs leaves its slot first.
-  Pages of earlier turns are found in the cache unless they were evicted, so
-  little more than the new tokens is computed. `Generated.mask` is False for the
-  new tokens.
+  Ended and running sequences return to the queue. Pages of earlier turns are
+  found in the cache unless they were evicted, so little more than the new
+  tokens is computed. `Generated.mask` is False for the new tokens.
 
-  `max_tokens`, `min_tokens`, stop strings and `Rows.counts` count the tokens of
-  this turn only. A call with other shapes compiles again, so pad the tokens to
-  one width and mask unused rows.
+  `max_tokens`, `min_tokens`, stop strings and `Rows.counts` consider only
+  tokens of this turn. A call with other shapes compiles again, so pad the
+  tokens to one width and mask unused rows.
 
   Args:
     state: the rollout.
@@ -112,7 +111,7 @@ def _extend(
   )
   served = code == Status.OK
   place = indexing.where_valid(served, rows)
-  # A running sequence enters again with its new length. Its pages are hits.
+  # A running sequence is admitted again, and its pages are hits.
   state = leave_slots(state, slots_of(state.queue, state.slots, place))
   column = jnp.arange(columns, dtype=jnp.int32)[None]
   inside = served[:, None] & (column < lengths[:, None])

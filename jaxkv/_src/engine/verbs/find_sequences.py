@@ -25,13 +25,14 @@ from jaxkv._src.engine.state import RolloutState
 def as_ids(ids: Any) -> Array:
   """Returns ids of sequences as int32[R]; raises for other types or shapes."""
   ids = as_int32("ids", ids)
-  rows = ids.shape[0] if ids.ndim == 1 else "R"  # R may be 0.
+  # A letter matches no size of 0, but R may be 0.
+  rows = ids.shape[0] if ids.ndim == 1 else "R"
   check_shape("ids", ids, (rows,), ", a list of numbers")
   return jnp.asarray(ids)
 
 
 def as_mask(mask: Any, rows: int) -> Array:
-  """Returns the rows to process, bool[R]; all for None."""
+  """Returns `mask` as bool[R], all True for None; raises for other shapes."""
   if mask is None:
     return jnp.ones((rows,), bool)
   mask = as_bool("mask", mask)
@@ -40,7 +41,7 @@ def as_mask(mask: Any, rows: int) -> Array:
 
 
 def as_counts(name: str, counts: Any, rows: int) -> Array:
-  """Returns a number for each row, int32[R]; raises for other shapes."""
+  """Returns `counts` as int32[R]; raises for other types or shapes."""
   counts = as_int32(name, counts)
   check_shape(name, counts, (rows,), ", one for each row")
   return jnp.asarray(counts)
@@ -56,7 +57,7 @@ def find(queue: Queue, ids: Array, mask: Array) -> tuple[Array, Array, Array]:
   exists = queue.status != SequenceStatus.EMPTY
   is_same = (ids[:, None] == queue.ids[None]) & exists[None]
   row = jnp.argmax(is_same, axis=1).astype(jnp.int32)
-  # The second row with the same id is refused.
+  # A row that repeats an earlier id is refused.
   exists_once = jnp.any(is_same, axis=1) & ~indexing.any_earlier(ids, mask)
   code = first_code(
     (~mask, Status.SKIPPED), (~exists_once, Status.BAD_SEQUENCE)
@@ -69,14 +70,14 @@ def find(queue: Queue, ids: Array, mask: Array) -> tuple[Array, Array, Array]:
 def leave_slots(state: RolloutState, leaving: Array) -> RolloutState:
   """Frees slots bool[B] and puts their sequences back into the queue.
 
-  Samples that wait for a prompt in one of them also return to the queue.
+  Samples that wait to fork a prompt in these slots also return to the queue.
   """
   queue, slots, cache = state.queue, state.slots, state.memory.cache
   slot = jnp.arange(slots.size, dtype=jnp.int32)
   leaving |= indexing.take(leaving, slots.leader, fill=False)
   holds = leaving & ~is_empty(cache, slot)
   rows = jnp.where(holds, slots.row, queue.no_row)
-  # Before the pages are freed, which hold the expert ids.
+  # The expert ids are in the pages, so they are read before the pages are free.
   queue = save_experts(queue, state.memory.kv, cache, rows)
   cache, _ = free(cache, mask=holds)
   queue = set_status(queue, slots.row, leaving, SequenceStatus.WAITING)

@@ -47,46 +47,46 @@ def import_sequences(
 ) -> tuple[RolloutState, Outcome]:
   """Adds sequences that another rollout exported.
 
-  They keep their ids, keys and settings, so they sample the same tokens as in
-  the other rollout, in any slot and beside any other sequences. The models, and
-  the values of guides and stop strings, must be the same.
+  Sequences keep their ids, keys and settings, so they sample the same tokens as
+  in the other rollout. Both rollouts must have the same model, guides and stop
+  strings.
 
-  A sequence that ran there enters an empty slot with its pages, if pages are
-  free for it as in admission. The others wait, or stay ended, and their full
-  pages become cached pages. Pages that are cached here already are shared.
+  A sequence that was running enters an empty slot with its pages, if enough
+  pages are free to admit it. Other sequences wait, or stay ended, and their
+  full pages become cached. Pages that are already cached here are shared.
 
   | sequence                             | tokens that are computed again      |
   |--------------------------------------|-------------------------------------|
   | enters a slot with its pages         | none                                |
   | waits, with cached pages             | those after its last full page; in  |
   |                                      | models with windows or states, also |
-  |                                      | those before it, up to all          |
-  | has no pages, or pages of another    | all but prefixes cached here        |
-  | secret, version of weights, or size  |                                     |
+  |                                      | earlier tokens, possibly all        |
+  | has no pages, or its pages have      | all but the prefix that is cached   |
+  | another secret, version or page size | here                                |
 
-  After an import, `submit` without `ids` continues after the largest id, which
-  another rollout may give to its own prompts too. So where sequences move, pass
-  `ids` to every `submit`.
+  After an import, `submit` without `ids` continues after the largest imported
+  id. Another rollout may give these ids to other prompts. So if sequences move
+  between rollouts, pass `ids` to every `submit`.
 
   Args:
-    state: the rollout. It needs the options of the other one that decide what
-      is sampled and recorded, and the same `max_length`. The numbers of slots,
-      pages and rows may differ.
+    state: the rollout. The options that decide what is sampled and recorded,
+      and `max_length`, must equal those of the other rollout. The numbers of
+      slots, pages and rows may differ.
     exported: from `export`. Its pages are trusted: whoever made it decides what
       later hits read, see SECURITY.md.
     mask: bool[R], the rows to process; None for all.
 
   Returns:
-    The rollout, and per row OK, SKIPPED (also where `export` failed), STALE
-    (the weights here are of an earlier version, see `update_weights`),
-    BAD_SEQUENCE (the id is in use) or QUEUE_FULL. Samples of one prompt share
-    a group of rows, and need an EMPTY group or the one with the others.
+    The rollout, and per row OK, SKIPPED (also if `export` failed), STALE (the
+    weights here are of an earlier version, see `update_weights`), BAD_SEQUENCE
+    (the id is in use) or QUEUE_FULL (no group of rows is EMPTY; samples of the
+    same prompt share a group).
 
   Raises:
     TypeError: `exported` does not come from `export`, or `mask` does not hold
       bools.
-    ValueError: the other rollout had other settings, its pages are of another
-      memory, or `mask` has the wrong shape.
+    ValueError: the other rollout had other settings, its memory has another
+      layout, or `mask` has the wrong shape.
   """
   exported = check_exported(exported, state)
   if exported.code.shape[0] == 0:
@@ -183,13 +183,13 @@ def _rows_of(
 def _with_pages(
   state: RolloutState, exported: Exported, place: Array
 ) -> RolloutState:
-  """Gives sequences in rows int32[R] their pages; those that ran get slots."""
+  """Imports pages of sequences in rows int32[R]; those that ran get slots."""
   assert exported.contents is not None
   queue, slots, memory = state.queue, state.slots, state.memory
   cache = without_moves(memory.cache)
   is_wanted = (place < queue.no_row) & (exported.num_computed > 0)
   is_wanted &= _has_same_keys(cache, exported)
-  # In the order of the call, as many as there are empty slots.
+  # Sequences get the empty slots in the order of the call.
   runs = is_wanted & exported.runs
   rank = jnp.cumsum(runs, dtype=jnp.int32) - 1
   empty = first_of(empty_slots(queue, slots, cache), place.shape[0])
@@ -197,20 +197,20 @@ def _with_pages(
   spare_cache, pages = _in_spare_slots(
     state, exported, is_wanted, slot < slots.no_slot
   )
-  # The pages that were popped are saved before they are written.
+  # Evicted pages move to host memory before they are overwritten.
   memory = move_pages(dataclasses.replace(memory, cache=spare_cache))
   sources, pages = exported.page.reshape(-1), pages.reshape(-1)
   kv = write_pages(memory.kv, exported.contents, sources, pages)
   is_held = memory.cache.length > 0
   slot = jnp.where(is_held, slot, slots.no_slot)
   runs = slot < slots.no_slot
-  # After the contents are written, because free pages can be evicted.
+  # Only after the contents are written, because free pages can be evicted.
   spare_cache, _ = free(memory.cache, mask=is_held & ~runs)
   memory = dataclasses.replace(
     memory, cache=take_slots(cache, spare_cache, slot), kv=kv
   )
   queue = set_status(queue, place, runs, SequenceStatus.RUNNING)
-  # Without its pages, a sequence waits like one that was preempted.
+  # A sequence that did not get its pages waits, like a preempted one.
   row = indexing.put(slots.row, slot, values=place)
   slots = dataclasses.replace(slots, row=row)
   # After `update_weights("keep")`, pages can have keys of an older epoch.
@@ -242,18 +242,18 @@ def _in_spare_slots(
   Args:
     state: the rollout.
     exported: R sequences.
-    is_wanted: bool[R], those with pages.
-    enters: bool[R], those that will enter a slot.
+    is_wanted: bool[R], sequences whose pages are imported.
+    enters: bool[R], sequences that will enter a slot.
 
   Returns:
     The cache with R spare slots, which hold the sequences whose pages fit;
-    int32[R, G, A], the pages that need contents, 0 for the others.
+    int32[R, G, A], the pages that need contents, 0 for other columns.
   """
   queue, slots = state.queue, state.slots
   cache = without_moves(state.memory.cache)
   sizes, num_tokens = cache.config.sizes, exported.num_computed
-  # As in admission: pages for the rest of each sequence, and one more to grow
-  # for each that runs.
+  # As in admission, pages for the rest of each sequence stay free, and one page
+  # in each group for each running sequence.
   held = sizes.columns_for(num_tokens, jnp.zeros_like(num_tokens))
   held -= sizes.skipped_pages(num_tokens)
   later = pages_at_once(cache.config, exported.queue.length, state.config)
@@ -262,13 +262,13 @@ def _in_spare_slots(
   keep_free = promised_pages(queue, slots, cache, state.config)
   keep_free += jnp.sum(later, dtype=jnp.int32)
   keep_free += cache.config.num_groups * running.astype(jnp.int32)
-  # Those that enter come first, because the others give their pages back.
+  # Sequences that enter a slot come first. The pages of others become free.
   order = jnp.where(is_wanted, jnp.where(enters, 0, 1), 2)
   order = jnp.argsort(order, stable=True).astype(jnp.int32)
-  # `argsort` returns indices that vary over no axis.
+  # In `shard_map`, the result of `argsort` varies over no mesh axis.
   order, is_wanted = sharding.match_varying_axes((order, is_wanted))
 
-  # One after another, so that samples of a prompt share its pages.
+  # One sequence after another, so that samples of a prompt share its pages.
   def enter(
     index: Array, loop: tuple[CacheState, Array]
   ) -> tuple[CacheState, Array]:
@@ -331,7 +331,7 @@ def _enter(
     rows,
     plan,
     sharding.zeros_like(row),
-    # A column more, because `reserve` skips windows only beside hits.
+    # `reserve` marks skipped columns only if `hits` has at least one column.
     hits=jnp.pad(prefix.pages, ((0, 0), (0, 0), (0, 1))),
     keep_free=keep_free,
   )
@@ -342,9 +342,9 @@ def _enter(
   cache = dataclasses.replace(cache, hashes=hashes)
   reserved = indexing.take(cache.page_table, row)[..., :columns]
   num_tokens = jnp.where(is_served, num_tokens, 0)
-  # Cached pages keep their keys.
+  # Hits are published already.
   cache, _ = publish(cache, rows, tokens, num_tokens, first=plan.hit)
   final = indexing.take(cache.page_table, row)[..., :columns]
-  # A page that was merged with a cached one has its contents.
+  # If `publish` used a cached page instead, that page has its contents.
   is_new = indexing.between(plan.hit, plan.stop, columns) & (final == reserved)
   return cache, jnp.where(is_new & is_served[:, None, None], final, 0)

@@ -39,8 +39,8 @@ class Submitted(Outcome):
 
   Attributes:
     code: a `Status` for each prompt.  # int32[P]
-    ids: the id of the first sample of each prompt, which the other samples' ids
-      follow; -1 if the prompt was refused.  # int32[P]
+    ids: the id of the first sample of each prompt, followed by the ids of its
+      other samples; -1 if the prompt was refused.  # int32[P]
   """
 
   ids: Array
@@ -56,19 +56,19 @@ def submit(
   """Adds prompts to the queue, in EMPTY rows.
 
   A prompt needs a group of G rows that are all EMPTY: never used, or harvested.
-  Prompts are placed in order; those that find no rows are refused, and can be
+  Prompts get groups in order. A prompt without a group is refused, and can be
   submitted again after a harvest.
 
   Args:
     state: the rollout.
     requests: P prompts, of fewer than W columns. `salts` and stop strings are
-      required if and only if `init` had them. `priority` is None for 0, and
-      must be None if `init` had none. `extra` has the tree, shapes and dtypes
-      of that of `init`. Another field of `sampling` is off if it is None, and
-      must be None if it was in `init`, except `max_tokens` and `seed`.
-    ids: int32[P], the id of each prompt's first sample; its G - 1 successors
-      are the ids of the other samples. The id seeds a sample's random draws.
-      None for the next ids.
+      required if and only if `init` had them. `priority` defaults to 0, and
+      must be None if it was None in `init`; so must all fields of `sampling`
+      but `max_tokens` and `seed`. A field of `sampling` is off if it is None.
+      `extra` has the tree, row shapes and dtypes of `extra` in `init`.
+    ids: int32[P], the id of each prompt's first sample. The other samples have
+      the next G - 1 ids. A sample's random key depends on its id. None to
+      continue after the largest id so far.
     mask: bool[P], the prompts to process; None for all.
 
   Returns:
@@ -79,27 +79,27 @@ def submit(
 
   Raises:
     TypeError: an argument has the wrong type or dtype.
-    ValueError: an argument has the wrong shape, or sets a field that `init` has
-      not set.
+    ValueError: an argument has the wrong shape, or the fields of `requests` do
+      not match those of `init`.
   """
   requests = as_requests(requests, state.config)
-  num_prompts, columns = requests.tokens.shape
-  check_columns(columns, state.queue.width)
-  requests = _matching(state.queue, requests, state.config)
+  requests = matching(state.queue, requests, state.config)
+  num_prompts = requests.tokens.shape[0]
   if ids is not None:
     ids = as_counts("ids", ids, num_prompts)
   return _submit(state, requests, ids, as_mask(mask, num_prompts))
 
 
-def _matching(
+def matching(
   queue: Queue, requests: Requests, config: RolloutConfig
 ) -> Requests:
-  """Returns requests with the optional fields that `init` had; else raises."""
+  """Returns requests with the same fields as the queue, or raises."""
+  check_columns(requests.tokens.shape[1], queue.width)
   priority = requests.priority
   if queue.priority is None and priority is not None:
     raise ValueError(
-      "`requests.priority` must be None, because `init` had none; give `init` "
-      "one."
+      "`requests.priority` must be None, because it was None in `init`, got an "
+      "array; also set it in `init`."
     )
   if queue.priority is not None and priority is None:
     total = requests.tokens.shape[0] * config.num_samples
@@ -123,8 +123,8 @@ def _matching(
   )
   if old_shapes != new_shapes:
     raise ValueError(
-      "`requests.extra` must have the tree, shapes and dtypes of that of "
-      f"`init`, got {new_shapes}, not {old_shapes}; give such a tree."
+      "`requests.extra` must have the tree, row shapes and dtypes that it had "
+      f"in `init`, {old_shapes}, got {new_shapes}."
     )
   return dataclasses.replace(requests, priority=priority)
 
@@ -136,26 +136,11 @@ def _submit(
   state, requests, ids, mask = sharding.match_varying_axes(
     (state, requests, ids, mask)
   )
-  queue, memory, config = state.queue, state.memory, state.config
+  queue, config = state.queue, state.config
   num_prompts, samples = requests.tokens.shape[0], config.num_samples
   sampling = requests.sampling
   assert sampling is not None  # `as_requests` sets it.
-  # The status of new rows does not depend on their ids, which follow below.
-  new = new_queue(
-    requests,
-    jnp.zeros((num_prompts,), jnp.int32),
-    state.key,
-    queue.width,
-    memory.cache,
-    memory.kv,
-    config,
-  )
-  is_bad = (new.status == SequenceStatus.FAILED).reshape(-1, samples)
-  is_bad = jnp.any(is_bad, axis=1)
-  counts = requests.num_samples
-  if counts is not None:
-    counts = jnp.asarray(counts)
-    is_bad |= (counts < 1) | (counts > samples)
+  new, is_bad = new_rows(state, requests)
   is_taken = jnp.zeros_like(is_bad)
   if ids is not None:
     is_taken = are_taken(queue, ids, mask & ~is_bad, samples)
@@ -191,6 +176,32 @@ def _submit(
     queue = dataclasses.replace(queue, ngrams=tables)
   state = dataclasses.replace(state, queue=queue)
   return state, Submitted(code=code, ids=jnp.where(served, first, -1))
+
+
+def new_rows(state: RolloutState, requests: Requests) -> tuple[Queue, Array]:
+  """Returns the rows of P prompts without their ids, and the bad ones, bool[P].
+
+  A prompt is bad if a length, `num_samples` or `max_tokens` is out of range.
+  """
+  memory, config = state.memory, state.config
+  num_prompts, samples = requests.tokens.shape[0], config.num_samples
+  # The caller sets the ids. They do not affect the status of the rows.
+  new = new_queue(
+    requests,
+    jnp.zeros((num_prompts,), jnp.int32),
+    state.key,
+    state.queue.width,
+    memory.cache,
+    memory.kv,
+    config,
+  )
+  is_bad = (new.status == SequenceStatus.FAILED).reshape(-1, samples)
+  is_bad = jnp.any(is_bad, axis=1)
+  counts = requests.num_samples
+  if counts is not None:
+    counts = jnp.asarray(counts)
+    is_bad |= (counts < 1) | (counts > samples)
+  return new, is_bad
 
 
 def are_taken(queue: Queue, ids: Array, mask: Array, samples: int) -> Array:

@@ -24,7 +24,7 @@ Policy = Literal["recompute", "keep", "drop"]
 def update_weights(
   state: RolloutState, policy: Policy = "recompute"
 ) -> RolloutState:
-  """Starts a new version of the weights, before `generate` receives them.
+  """Starts a new version of the weights; call it before using new weights.
 
   The version, `state.memory.cache.epoch`, increases by one. Pages of earlier
   versions are never hit again, in this rollout or a later one of the same
@@ -34,17 +34,14 @@ def update_weights(
   |-------------|------------------------------------------------------------|
   | "recompute" | keep their tokens; the new weights recompute all K/V       |
   | "keep"      | keep running with their K/V                                |
-  | "drop"      | lose their samples, and restart from the first prompt      |
+  | "drop"      | lose their sampled tokens, restart from the first prompt   |
 
-  Sequences that have ended are unchanged. With "keep", log-probs of later
-  tokens belong to a mixture of versions.
+  Sequences that have ended are unchanged. With "keep", later tokens attend to
+  K/V of several versions, so their log-probs match none of the versions.
 
   Args:
     state: the rollout.
     policy: static; see the table.
-
-  Returns:
-    The rollout.
 
   Raises:
     ValueError: `policy` is not in the table.
@@ -64,7 +61,7 @@ def _update_weights(state: RolloutState, policy: Policy) -> RolloutState:
   waits = queue.status == SequenceStatus.WAITING
   if policy == "drop":
     queue = _restart(queue, waits)
-  # After the slots are free: their pages belong to the old epoch.
+  # Only after slots are freed, because their pages belong to the old epoch.
   cache, _ = new_epoch(state.memory.cache)
   rows = jnp.arange(queue.size, dtype=jnp.int32)
   queue = rehash(queue, cache, indexing.where_valid(waits, rows))

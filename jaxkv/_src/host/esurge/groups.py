@@ -24,10 +24,10 @@ class ChunkKeepingLastPage(ChunkedLocal):
 
 
 def spec_of(group: Any) -> Any:
-  """Returns a group that is a kind, or else its `kv_cache_spec`.
+  """Returns a group itself if it is a `GroupKind`, else its `kv_cache_spec`.
 
   Raises:
-    TypeError: the group is neither.
+    TypeError: the group has no `kv_cache_spec` with a `page_size`.
   """
   if isinstance(group, GroupKind):
     return group
@@ -41,7 +41,7 @@ def spec_of(group: Any) -> Any:
 
 
 def has_states(spec: Any) -> bool:
-  """True if a group holds states, one page a sequence."""
+  """True if the layers of a spec have states, with one page a sequence."""
   return hasattr(spec, "shapes")
 
 
@@ -51,19 +51,19 @@ def kinds_of(
   """Returns the kind of each group.
 
   Args:
-    specs: kinds, or objects that have a `page_size`, and `sliding_window`,
-      `attention_chunk_size` or `shapes`. A spec that has both window and chunk,
-      even None, is full attention.
+    specs: kinds, or objects with a `page_size`. The attribute `sliding_window`,
+      `attention_chunk_size` or `shapes` determines the kind. With both of the
+      first two, even if None, or none of the three, it is full attention.
     max_model_len: tokens of the longest sequence.
     caching: True if pages are published.
 
   Raises:
-    ValueError: a size is out of range.
+    TypeError, ValueError: a size is not an int, or is out of range.
   """
   at_least("max_model_len", max_model_len, 1)
   sizes = [spec.page_size or 1 for spec in specs if not has_states(spec)]
-  # A state needs one page for a whole sequence. A multiple of the other sizes
-  # keeps the alignment of all groups, their common multiple, as small.
+  # A page of states spans a whole sequence. It is a multiple of the other page
+  # sizes, so that the least common multiple of all sizes is not larger.
   block = math.lcm(*sizes)
   state_size = -(-max_model_len // block) * block
   return tuple(_kind_of(spec, state_size, caching) for spec in specs)

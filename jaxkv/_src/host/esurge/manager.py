@@ -1,4 +1,4 @@
-"""eSurge's cache manager, over `jaxkv.host.CacheManager`."""
+"""eSurge's cache manager, implemented with `jaxkv.host.CacheManager`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +21,8 @@ class EsurgeCacheManager:
       as `jaxkv.FullAttention(page_size=16)`. Without groups nothing is cached
       and no request needs a page.
     max_model_len: tokens of the longest sequence.
-    enable_caching: publishes pages and looks them up.
-    use_eagle: computes the last page of a hit again, for a draft model.
+    enable_caching: True to publish full pages and to find them again.
+    use_eagle: True to compute the last page of a hit again, for a draft model.
     max_requests: the most requests that hold pages at once.
     key: the secret of the page keys, see `jaxkv.init`; None for a random one.
 
@@ -73,7 +73,7 @@ class EsurgeCacheManager:
     kinds = groups.kinds_of(specs, max_model_len, caching=publishes)
     self.host = CacheManager(
       num_pages,
-      # A manager has at least one group; without groups no request enters it.
+      # `CacheManager` needs a group. If the model has none, it stays unused.
       kinds or (FullAttention(page_size=1),),
       max_model_len,
       publishes,
@@ -88,7 +88,7 @@ class EsurgeCacheManager:
     self.enable_caching = enable_caching
     self.use_eagle = use_eagle
     self.page_pool = PagePool(self.host)
-    # True for groups that keep and cache every page.
+    # For each group, True if it keeps and caches every page.
     self._shares_prefixes = [
       enable_caching and isinstance(kind, FullAttention) and not has_states
       for kind, has_states in zip(kinds, have_states, strict=True)
@@ -96,7 +96,7 @@ class EsurgeCacheManager:
 
   @property
   def usage(self) -> float:
-    """The fraction of the pages that are not free, with the null page."""
+    """The fraction of pages that are not free, with the null page."""
     return self.page_pool.get_usage()
 
   def get_computed_pages(
@@ -111,8 +111,8 @@ class EsurgeCacheManager:
     Args:
       request: eSurge's `EngineRequest`, or any object with the attributes of
         `jaxkv.host.Request`.
-      dp_shard_hint: None or 0.
-      data_parallel_size: None or 1, or a number that does not divide the pages.
+      dp_shard_hint: None or 0; ignored if `data_parallel_size` is ignored.
+      data_parallel_size: None or 1; ignored if it does not divide `num_pages`.
 
     Returns:
       The prefix's pages by group, with null pages where a window needs none,
@@ -142,8 +142,8 @@ class EsurgeCacheManager:
     Returns:
       The new pages; None, with no page taken, if too few are free.
     """
-    # Nearly every call is for a running request without shards. So the checks
-    # for other calls are kept to a few comparisons.
+    # Nearly every call is for a running request without shards. For it, the
+    # checks are only a few comparisons.
     if dp_shard_hint or data_parallel_size not in (1, None):
       refuse_shards(self.num_pages, dp_shard_hint, data_parallel_size)
     if num_new_tokens == 0:
@@ -174,16 +174,16 @@ class EsurgeCacheManager:
     """Does nothing: `free` already forgets the page keys of a request."""
 
   def reset_prefix_cache(self) -> bool:
-    """Resets the prefix cache and returns True, if all pages are free."""
+    """Empties the prefix cache if all pages are free; else returns False."""
     return self.host.reset_prefix_cache()
 
   def get_num_common_prefix_pages(
     self, request: Any, num_scheduled_requests: int
   ) -> list[int]:
-    """Counts leading pages with enough references, by group.
+    """Counts a request's leading pages with enough references, by group.
 
-    A page counts if it has at least `num_scheduled_requests` references, of any
-    holders. The count is 0 for windows, chunks and states, and without caching.
+    A page needs at least `num_scheduled_requests` references, from any holders.
+    The count is 0 for windows, chunks and states, and without caching.
 
     Raises:
       ValueError: the request is not running.
@@ -198,7 +198,6 @@ class EsurgeCacheManager:
     counts = self.host.pages.num_leading(
       request.request_id, num_scheduled_requests
     )
-    # The host manager has a group even if the model has none.
     return [
       count if shares else 0
       for shares, count in zip(self._shares_prefixes, counts, strict=False)
@@ -214,7 +213,7 @@ class EsurgeCacheManager:
 
     Raises:
       KeyError: the request holds no page.
-      ValueError: the number is negative.
+      TypeError, ValueError: the number is not an int, or is negative.
     """
     if self.enable_caching:
       self.host.cache_pages(request, num_computed_tokens)

@@ -10,34 +10,34 @@ from jaxkv._src.host.pages import Pages
 def refuse_shards(
   num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None
 ) -> None:
-  """Raises for more than one shard.
+  """Raises ValueError if the arguments name more than one shard.
 
-  Ignores shards that do not divide the pages, as eSurge does.
+  As in eSurge, a number of shards that does not divide the pages is ignored.
   """
-  # eSurge's schedulers pass 1 to engines without data parallelism.
+  # Without data parallelism, eSurge's schedulers pass 1.
   shards = data_parallel_size or 1
   if shards > 1 and num_pages % shards:
     return
   if dp_shard_hint not in (None, 0) or shards != 1:
     raise ValueError(
-      "`dp_shard_hint` and `data_parallel_size` must be None or 0 and None or "
-      f"1, got {dp_shard_hint} and {data_parallel_size}; make a CacheManager "
-      "for each shard."
+      "`dp_shard_hint` must be None or 0, and `data_parallel_size` None or 1, "
+      f"got {dp_shard_hint} and {data_parallel_size}; make a CacheManager for "
+      "each shard."
     )
 
 
 class PagePool:
   """The pages of a manager, by their ids.
 
-  Page 0 is the null page. It is never free, has no references, and is skipped
-  wherever pages are named. The pool removes only references that it added;
+  Page 0 is the null page. It is never free, has no references, and is ignored
+  in arguments. The pool removes only references that it added;
   `CacheManager.free` removes those of requests.
 
   Attributes:
     num_pages: pages, including the null page.
     enable_caching: True if pages are published.
-    cached_page_hash_to_page: has the number of different hashes of cached pages
-      as its length, and nothing else.
+    cached_page_hash_to_page: supports only `len`, which returns the number of
+      different hashes of cached pages.
   """
 
   def __init__(self, host: CacheManager):
@@ -53,16 +53,16 @@ class PagePool:
     dp_shard_hint: int | None = None,
     data_parallel_size: int | None = None,
   ) -> list[int]:
-    """Takes the first free pages, which leave the prefix cache.
+    """Pops the first free pages, which leave the prefix cache.
 
     Raises:
-      ValueError: too few are free.
+      ValueError: too few pages are free, or there is more than one shard.
     """
     refuse_shards(self.num_pages, dp_shard_hint, data_parallel_size)
     return self._host.pages.take(num_pages)
 
   def touch(self, pages: Iterable[Iterable[int]]) -> None:
-    """Adds a reference to each page of each group; free ones leave the queue.
+    """Adds a reference to each page; free pages leave the free queue.
 
     Args:
       pages: page ids by group, such as `CachePages.pages`.
@@ -70,17 +70,17 @@ class PagePool:
     self._host.pages.hold([page for group in pages for page in group if page])
 
   def free_pages(self, ordered_pages: Iterable[int]) -> None:
-    """Removes a reference from each page, the first to be reused first.
+    """Removes a reference from each page; the first one is evicted first.
 
-    Pages without references become free, and stay cached until they are used.
+    A page without references is free, but stays cached until it is allocated.
 
     Raises:
-      ValueError: a page has fewer references of this pool; nothing is done.
+      ValueError: this pool did not add the reference; nothing is removed.
     """
     self._host.pages.release([page for page in ordered_pages if page])
 
   def reset_prefix_cache(self) -> bool:
-    """Removes all pages from the cache and returns True, if all are free."""
+    """Calls `CacheManager.reset_prefix_cache`."""
     return self._host.reset_prefix_cache()
 
   def get_num_free_pages(self) -> int:

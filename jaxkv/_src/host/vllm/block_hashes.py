@@ -1,4 +1,4 @@
-"""The hashes of cached blocks, as vLLM's requests name them, and events."""
+"""Records vLLM's hashes of cached blocks, and vLLM's events."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +16,10 @@ GROUP_BYTES = 4
 
 
 class BlockHashes(PageListener):
-  """Records under which hash of its request each block was cached.
+  """Records for each cached block the hash that its request has for it.
 
   Attributes:
-    undo_log: that of the manager.
+    undo_log: see `CacheManager.undo_log`.
     has_events: True if events are recorded.
     events: the events since `take_events`.
   """
@@ -36,26 +36,26 @@ class BlockHashes(PageListener):
     self.events: list[KVCacheEvent] = []
     self._manager = manager
     self._groups = groups
-    # For each cached block, its hash with its group, and the tokens up to its
-    # end.
+    # For each cached block: the hash and group, and the tokens up to its end.
     self._names: list[tuple[bytes, int] | None]
     self._names = [None] * manager.config.num_pages
-    # The blocks with each hash, the oldest first. None until somebody asks, and
+    # The blocks with each hash, oldest first. None until `index` is called, and
     # after an undo.
     self._index: dict[bytes, list[int]] | None = None
-    # Requests that began with external tokens: their first columns.
+    # For each request that began with external tokens, the first column with a
+    # block in each group.
     self._first: dict[str, list[int]] = {}
     self._states: dict[str, list[tuple[int, int, int]]] = {}
     if manager.config.prefix_caching:
       manager.pages.add_listener(self)
 
   def hash_of(self, block_id: int) -> bytes | None:
-    """Returns a block's hash and group; None if it is not cached."""
+    """Returns the hash and group of a block; None if it is not cached."""
     name = self._names[block_id]
     return None if name is None else name[0]
 
   def num_tokens(self, block_id: int) -> int | None:
-    """Returns the tokens up to a block's end; None if it is not cached."""
+    """Returns the number of tokens up to a block's end; None if not cached."""
     name = self._names[block_id]
     return None if name is None else name[1]
 
@@ -72,7 +72,7 @@ class BlockHashes(PageListener):
     return self._index
 
   def begin(self, request_id: str) -> None:
-    """Excludes null blocks, with which a request began, from its events."""
+    """Excludes the leading null blocks of a new request from its events."""
     if self.has_events:
       tables = self._manager.get_page_ids(request_id)
       self.undo_log.save_key(self._first, request_id)
@@ -82,7 +82,7 @@ class BlockHashes(PageListener):
       ]
 
   def forget(self, request_id: str) -> None:
-    """Forgets a request that loses its blocks."""
+    """Removes a request, which is about to lose its blocks."""
     for mapping in (self._first, self._states):
       if request_id in mapping:
         self.undo_log.save_key(mapping, request_id)
@@ -90,9 +90,10 @@ class BlockHashes(PageListener):
 
   @atomic
   def take_states(self) -> dict[str, list[tuple[int, int, int]]]:
-    """Returns states cached since the last call, of requests with blocks.
+    """Returns the states cached since the last call, by request.
 
-    For each request: group, block, and tokens up to the block's end.
+    A state is (group, block id, tokens up to the block's end). Requests that
+    have lost their blocks are left out.
     """
     self.undo_log.save_attribute(self, "_states")
     states, self._states = self._states, {}
@@ -107,7 +108,7 @@ class BlockHashes(PageListener):
 
   @atomic
   def report_hit(self, request: Any, hit: Sequence[list[int]]) -> None:
-    """Adds an event for each group of blocks that a request found."""
+    """Adds an event for the blocks that a request found in each group."""
     for group, table in zip(self._groups, hit, strict=True):
       if table and self.has_events:
         self._add(stored_event(request, group, 0, [True] * len(table)))
@@ -120,7 +121,7 @@ class BlockHashes(PageListener):
     suffix = group.to_bytes(GROUP_BYTES, "big")
     self.undo_log.save_items(self._names, pages)
     self._save_index()
-    # A block has the hash of its last tokens.
+    # Each block has `step` hashes, of which the last is its hash.
     last = (first + 1) * step - 1
     hashes = request.block_hashes[last : last + len(pages) * step : step]
     if len(hashes) < len(pages):
@@ -141,8 +142,8 @@ class BlockHashes(PageListener):
     if self.has_events:
       skipped = self._first.get(request.request_id)
       start = max(first, skipped[group]) if skipped else first
-      # vLLM reports a span even if no block of it is published, because its
-      # receivers count tokens.
+      # As in vLLM, columns are reported even if none of their blocks is
+      # published, because receivers of events count tokens.
       if listed := pages[start - first :]:
         self._add(stored_event(request, self._groups[group], start, listed))
 
@@ -170,7 +171,7 @@ class BlockHashes(PageListener):
       self._add(AllBlocksCleared())
 
   def _save_index(self) -> None:
-    """Records that an undo of the current call drops the index."""
+    """Makes an undo of the current call drop the index."""
     if self._index is not None:
       self.undo_log.record((setattr, self, "_index", None))
 

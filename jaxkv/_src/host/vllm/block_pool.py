@@ -19,7 +19,7 @@ class KVCacheBlock:
   Attributes:
     block_id: its id.
     pool: the `BlockPool`.
-    is_null: True for the null block, which stands for blocks that left the
+    is_null: True for the null block, which replaces blocks that have left the
       attention window.
   """
 
@@ -32,17 +32,17 @@ class KVCacheBlock:
 
   @property
   def ref_cnt(self) -> int:
-    """Its reference count; 0 for the null block."""
+    """The number of references to the block; 0 for the null block."""
     return self.pool.ref_count(self.block_id)
 
   @property
   def block_hash(self) -> bytes | None:
-    """Its hash, then its group in four bytes; None if it is not cached."""
+    """The block's hash, then its group in 4 bytes; None if it is not cached."""
     return self.pool.hashes.hash_of(self.block_id)
 
   @property
   def block_hash_num_tokens(self) -> int | None:
-    """Number of tokens up to the block's end; None if it is not cached."""
+    """The number of tokens up to the block's end; None if it is not cached."""
     return self.pool.hashes.num_tokens(self.block_id)
 
   def __repr__(self) -> str:
@@ -82,7 +82,7 @@ class KVCacheBlocks:
     return tuple([block.block_id for block in group] for group in groups)
 
   def get_unhashed_block_ids(self) -> list[int]:
-    """Returns the ids of blocks that are not cached now, for a single group.
+    """Returns `get_unhashed_block_ids_all_groups` of the only group.
 
     Raises:
       ValueError: there are several groups.
@@ -91,7 +91,7 @@ class KVCacheBlocks:
     return unhashed
 
   def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
-    """Returns the ids of blocks that are not cached now, except null blocks."""
+    """Returns the ids of blocks that are neither cached nor null, by group."""
     return [
       [
         block.block_id
@@ -155,7 +155,7 @@ class BlockPool:
     return self._manager.num_free_pages
 
   def get_usage(self) -> float:
-    """Returns the fraction of blocks that are held, except the null block."""
+    """Returns the fraction of blocks that are held, without the null block."""
     return self._manager.usage if self.num_gpu_blocks > 1 else 0.0
 
   def ref_count(self, block_id: int) -> int:
@@ -182,10 +182,10 @@ class BlockPool:
     return cached if len(cached) == len(blocks) else None
 
   def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-    """Takes blocks from the front of the free queue; see `free_blocks`.
+    """Pops free blocks, with one reference each; see `free_blocks`.
 
     Raises:
-      ValueError: too few are free.
+      ValueError: too few blocks are free.
     """
     blocks = self._manager.pages.take(num_blocks)
     self.count_allocated(blocks)
@@ -204,7 +204,7 @@ class BlockPool:
     request before `KVCacheManager.pop_blocks_for_free`.
 
     Raises:
-      ValueError: a reference does not exist.
+      ValueError: a block has no such reference.
     """
     self._manager.pages.release(_ids(ordered_blocks))
 
@@ -221,14 +221,14 @@ class BlockPool:
         self.metrics_collector.on_block_evicted(block)
 
   def reset_prefix_cache(self) -> bool:
-    """Removes all blocks from the prefix cache, unless one is held."""
+    """Empties the prefix cache if all blocks are free; else returns False."""
     is_reset = self._manager.reset_prefix_cache()
     if is_reset and self.metrics_collector is not None:
       self.metrics_collector.reset()
     return is_reset
 
   def count_allocated(self, block_ids: Iterable[int]) -> None:
-    """Reports evictions, then new blocks, to the metrics collector."""
+    """Reports each block to the metrics collector: evicted, then allocated."""
     collector = self.metrics_collector
     if collector is not None:
       for block in self.blocks_of(block_ids):
@@ -252,13 +252,13 @@ class QueueEnd:
 
   @property
   def next_free_block(self) -> Any:
-    """The first free block, or the other end of an empty queue."""
+    """The first free block; the tail sentinel if no block is free."""
     blocks = self._queue.get_all_free_blocks()
     return blocks[0] if blocks else self._queue.fake_free_list_tail
 
   @property
   def prev_free_block(self) -> Any:
-    """The last free block, or the other end of an empty queue."""
+    """The last free block; the head sentinel if no block is free."""
     blocks = self._queue.get_all_free_blocks()
     return blocks[-1] if blocks else self._queue.fake_free_list_head
 
@@ -267,7 +267,7 @@ class FreeKVCacheBlockQueue:
   """The free blocks of a pool, in eviction order.
 
   Attributes:
-    fake_free_list_head, fake_free_list_tail: its ends.
+    fake_free_list_head, fake_free_list_tail: sentinels at both ends.
   """
 
   def __init__(self, manager: CacheManager, blocks: Sequence[KVCacheBlock]):
@@ -307,7 +307,7 @@ class BlockHashToBlockMap:
 
   @atomic
   def pop(self, key: bytes, block_id: int) -> KVCacheBlock | None:
-    """Removes and returns a block that is cached under `key`; else None."""
+    """Evicts and returns a block if it is cached under `key`; else None."""
     if block_id not in self._pool.hashes.index().get(key, ()):
       return None
     self._pool.evict_blocks([block_id])

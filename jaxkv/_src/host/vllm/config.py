@@ -16,7 +16,7 @@ from jaxkv._src.cache.group_kinds import Recurrent
 from jaxkv._src.cache.group_kinds import SlidingWindow
 from jaxkv._src.host.vllm.events import EventGroup
 
-# The supported specs, and how events call them.
+# The supported specs, and their names in events.
 _NAMES = {
   "ChunkedLocalAttentionSpec": "chunked_local_attention",
   "CrossAttentionSpec": "cross_attention",
@@ -42,8 +42,8 @@ class RunningState(GroupKind):
   """Layers with one state a sequence, which is never cached.
 
   vLLM's `MambaSpec` with `mamba_cache_mode="none"`. A page is as long as the
-  longest sequence, so there is one, and one more for each of the
-  `num_speculative` draft tokens.
+  longest sequence, so a sequence has one page for its state, and one for each
+  of `num_speculative` draft tokens.
   """
 
   num_speculative: int = dataclasses.field(  # pyright: ignore
@@ -56,8 +56,8 @@ class RunningState(GroupKind):
 
 
 def require(name: str, value: Any, expected: Any) -> None:
-  """Raises if an option has neither the supported value nor a false one."""
-  value = getattr(value, "value", value)  # of a member of an enum
+  """Raises ValueError unless an option is `expected`, 0, False or None."""
+  value = getattr(value, "value", value)  # The value of an enum member.
   if value and value != expected:
     raise ValueError(
       f"`{name}` must be {expected!r}, got {value!r}; use vLLM's own "
@@ -66,7 +66,7 @@ def require(name: str, value: Any, expected: Any) -> None:
 
 
 def require_attributes(owner: Any, **expected: Any) -> None:
-  """Checks attributes like `require`; they may be missing."""
+  """Calls `require` for attributes, which may be missing."""
   for name, value in expected.items():
     require(name, getattr(owner, name, None), value)
 
@@ -79,7 +79,7 @@ def is_attention(spec: Any) -> bool:
 def event_groups(
   specs: Sequence[Any], hash_block_size: int
 ) -> list[EventGroup]:
-  """Returns the groups in events."""
+  """Returns the groups as events describe them."""
   groups = []
   for number, spec in enumerate(specs):
     windows = {
@@ -117,8 +117,8 @@ def group_kinds(
   """Converts vLLM's groups, which have a `kv_cache_spec`, to group kinds.
 
   Raises:
-    ValueError: a group's kind is not supported, or only some of the groups
-      would drop their last block for a draft model.
+    ValueError: a group's spec or one of its options is not supported, or
+      `is_eagle_group` is set for only some groups.
   """
   flagged = {bool(getattr(group, "is_eagle_group", False)) for group in groups}
   if use_eagle and len(flagged) > 1:
@@ -172,7 +172,7 @@ def _kind_of(spec: Any, longest: int) -> GroupKind:
 def check_sizes(
   kinds: Sequence[GroupKind], scheduler_block_size: int, hash_block_size: int
 ) -> None:
-  """Raises for block sizes with which hits in vLLM end inside blocks."""
+  """Raises ValueError if hits in vLLM could end inside blocks."""
   sizes = [kind.page_size or 0 for kind in kinds]
   if scheduler_block_size != math.lcm(*sizes):
     raise ValueError(
@@ -197,7 +197,8 @@ def retention(
   """Reads `prefix_cache_retention_interval` of vLLM's config.
 
   Raises:
-    ValueError: it is not a multiple of the hit's granularity.
+    ValueError: the interval is negative, not a multiple of
+      `scheduler_block_size`, or not supported by the groups.
   """
   name = "prefix_cache_retention_interval"
   interval = getattr(kv_cache_config, name, None)
@@ -220,7 +221,7 @@ def retention(
 
 
 def _layers(spec: Any) -> list[Any]:
-  """Returns the specs of a group's layers, or the spec itself."""
+  """Returns the specs of a group's layers: one if they all have the same."""
   if "UniformTypeKVCacheSpecs" in _classes(spec):
     return list(spec.kv_cache_specs.values())
   return [spec]
@@ -232,10 +233,10 @@ def _classes(spec: Any) -> list[str]:
 
 
 def _supported_class(spec: Any) -> str:
-  """Returns the most special class of a spec that is supported.
+  """Returns the name of the most derived supported class of a spec.
 
   Raises:
-    ValueError: there is none, or the spec is refused.
+    ValueError: no class is supported, or a more derived class is refused.
   """
   for name in _classes(spec):
     if name in _REFUSED:

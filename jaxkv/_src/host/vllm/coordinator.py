@@ -11,7 +11,7 @@ from jaxkv._src.host.vllm.block_pool import BlockPool
 
 
 class RequestView(Mapping[str, Any]):
-  """A mapping from the requests that hold blocks to what a function returns."""
+  """A mapping from requests that hold blocks to the values of a function."""
 
   def __init__(self, manager: CacheManager, value: Callable[[str], Any]):
     self._manager = manager
@@ -33,13 +33,13 @@ class SingleTypeKVCacheManager:
   """A group of layers.
 
   Attributes:
-    kv_cache_spec: vLLM's spec.
-    kv_cache_group_id: its index.
+    kv_cache_spec: vLLM's spec of the group.
+    kv_cache_group_id: the index of the group.
     block_size: tokens a block.
     block_pool: the pool of all groups.
-    req_to_blocks: the blocks of requests.
-    num_cached_block: the number of blocks that their final tokens fill,
-      published or not.
+    req_to_blocks: for each request, its blocks.
+    num_cached_block: for each request, the number of blocks that its final
+      tokens fill, published or not.
   """
 
   def __init__(
@@ -64,8 +64,8 @@ class KVCacheCoordinator:
 
   Attributes:
     single_type_managers: one for each group.
-    block_pool: the pool.
-    enable_partial_hash_hits: False; hits end at ends of blocks.
+    block_pool: the pool of all groups.
+    enable_partial_hash_hits: False, because no hit ends inside a block.
     retention_interval: see `CacheConfig.prefix_retention_interval`.
   """
 
@@ -94,7 +94,7 @@ class KVCacheCoordinator:
     apply_admission_cap: bool = False,
     prefill_end: int = 0,
   ) -> int:
-    """Counts the further blocks that a request with blocks needs.
+    """Counts the new blocks that a running request needs.
 
     The arguments are those of vLLM; `total_computed_tokens`,
     `num_local_computed_tokens` and `prefill_end` are not used.

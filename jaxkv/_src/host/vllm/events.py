@@ -1,4 +1,4 @@
-"""vLLM's events of cached blocks: stored, removed, all cleared."""
+"""vLLM's events: blocks stored, a block removed, all blocks cleared."""
 
 import dataclasses
 import hashlib
@@ -16,21 +16,20 @@ ExternalHash = int | bytes
 
 @dataclasses.dataclass
 class BlockStored:
-  """Blocks of one request and group that one call published.
+  """Successive blocks of one group that a request published or found.
 
   Attributes:
     block_hashes: hashes of the blocks that lookups can find, in order.
     parent_block_hash: hash of the preceding block; None at the beginning.
-    token_ids: all tokens from the first block to the last, also of blocks
-      between them that are not published.
+    token_ids: the tokens of all blocks, even those that no lookup can find.
     block_size: tokens a block.
     lora_id, lora_name: the request's adapter.
     medium: where the blocks are stored.
-    extra_keys: for each hash, the block's key besides its tokens.
+    extra_keys: for each hash, the other inputs of the block, such as images.
     group_idx: the group.
     kv_cache_spec_kind: the kind of the group's layers, such as
       "full_attention".
-    kv_cache_spec_sliding_window: its window, if it has one.
+    kv_cache_spec_sliding_window: the group's window, if it has one.
     locality, ownership, lookahead_token_ids: not used.
     session_id: the request's session.
     type: the name of the class, by which receivers recognize it.
@@ -77,7 +76,7 @@ KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventGroup(NamedTuple):
-  """A group in events, see `BlockStored`; `step` is hashes a block."""
+  """A group in events; each block has `step` hashes in `block_hashes`."""
 
   number: int
   block_size: int
@@ -89,7 +88,7 @@ class EventGroup(NamedTuple):
 def stored_event(
   request: Any, group: EventGroup, first: int, is_listed: Sequence[Any]
 ) -> BlockStored:
-  """Returns the event of consecutive blocks of a request.
+  """Returns an event for consecutive blocks of a request.
 
   Args:
     request: the request that stored the blocks, or found them.
@@ -119,12 +118,12 @@ def stored_event(
 
 
 def removed_event(block_hash: bytes, group: int) -> BlockRemoved:
-  """Returns the event of one block."""
+  """Returns an event for one block."""
   return BlockRemoved([external_hash(block_hash)], MEDIUM_GPU, group)
 
 
 def external_hash(block_hash: bytes) -> ExternalHash:
-  """Converts a hash as vLLM's environment variable says."""
+  """Converts a hash to the type that vLLM's environment variable selects."""
   if os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1") == "0":
     return block_hash
   return int.from_bytes(block_hash[-8:], "big")
@@ -148,7 +147,7 @@ def _extra_keys(request: Any, begin: int, end: int) -> tuple[Any, ...] | None:
 def _embeddings(request: Any, begin: int, end: int) -> Iterator[bytes]:
   if request.prompt_embeds is None:
     return
-  # vLLM keeps the digests that it computed for its own keys.
+  # vLLM's requests store the digests that it computed for its own keys.
   digests = getattr(request, "_prompt_embeds_per_block_hashes", {})
   if (begin, end) in digests:
     yield digests[begin, end]

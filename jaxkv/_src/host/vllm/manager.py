@@ -1,4 +1,4 @@
-"""vLLM's `KVCacheManager`, over the manager of `jaxkv.host`."""
+"""vLLM's `KVCacheManager`, implemented with `jaxkv.host.CacheManager`."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -27,17 +27,17 @@ class KVCacheManager:
     max_model_len: tokens of the longest sequence.
     scheduler_block_size: the least common multiple of all block sizes.
     hash_block_size: tokens of each of a request's `block_hashes`.
-    max_in_flight_tokens: the most tokens scheduled at once, used by
+    max_in_flight_tokens: the most tokens of one request scheduled at once, for
       `full_sequence_must_fit`; None for `max_model_len`.
-    enable_caching: caches blocks and looks them up.
-    use_eagle: computes the last block of a hit again, for a draft model.
+    enable_caching: True to cache full blocks and to find them again.
+    use_eagle: True to compute the last block of a hit again, for a draft model.
     num_hash_lookahead_tokens: must be 0.
-    num_prefill_lookahead: at most 1.
-    log_stats: counts hits.
-    enable_kv_cache_events: records events for `take_events`.
+    num_prefill_lookahead: must be 0 or 1.
+    log_stats: True to count hits.
+    enable_kv_cache_events: True to record events for `take_events`.
     dcp_world_size, pcp_world_size: must be 1.
-    metrics_collector: hears of blocks that are allocated, found and evicted,
-      as vLLM's `KVCacheMetricsCollector`.
+    metrics_collector: an object with the methods of vLLM's
+      `KVCacheMetricsCollector`, or None.
     watermark: fraction of the blocks kept free when a waiting request is
       admitted.
     enable_mamba_shared_prefix_checkpoint: no effect, as in vLLM if no hit ends
@@ -47,7 +47,7 @@ class KVCacheManager:
   Attributes:
     block_pool: the pool of blocks.
     coordinator: the groups.
-    empty_kv_cache_blocks: no blocks, for every group.
+    empty_kv_cache_blocks: a `KVCacheBlocks` without blocks.
     prefix_cache_stats: hits since the last `make_prefix_cache_stats`; None
       without `log_stats`.
     undo_log: the changes of the current call.
@@ -176,7 +176,7 @@ class KVCacheManager:
     pages, num_tokens = self._manager.get_computed_pages(
       request, max_cache_hit_length
     )
-    # The allocation that follows uses the hashes again, also those of a miss.
+    # The allocation that follows reuses the hashes, even after a miss.
     self._lookup = request.request_id, pages.lookup
     mode = getattr(request, "kv_cache_report_mode", "incremental")
     if num_tokens and mode == "full":
@@ -187,7 +187,7 @@ class KVCacheManager:
   def get_computed_blocks_for_connector(
     self, request: Any, max_cache_hit_length: int | None = None
   ) -> tuple[KVCacheBlocks, int, int, bool]:
-    """Calls `get_computed_blocks`; adds False, as all groups share the hit."""
+    """Returns `get_computed_blocks`, and False: the hit is in all groups."""
     return *self.get_computed_blocks(request, max_cache_hit_length), False
 
   def allocate_slots(
@@ -213,8 +213,9 @@ class KVCacheManager:
     blocks for external tokens.
 
     Returns:
-      The new blocks, after those of the hit and of external tokens; None, with
-      no block taken, if too few are free or `max_requests` hold blocks.
+      The new blocks, without those of the hit and of external tokens. None,
+      with no block taken, if too few blocks are free, or if `max_requests`
+      requests hold blocks.
     """
     manager = self._manager
     begins = not manager.holds_pages(request.request_id)
@@ -224,8 +225,8 @@ class KVCacheManager:
     remaining -= num_new_computed_tokens
     external = min(num_external_computed_tokens, remaining)
     num_new_tokens = min(num_new_tokens, remaining - external)
-    # Most calls are for a request that runs. The manager serves them fastest
-    # without further arguments.
+    # Most calls are for a running request. The manager serves it fastest
+    # without other arguments.
     if not (
       begins
       or self._records_new
@@ -298,9 +299,9 @@ class KVCacheManager:
 
     Args:
       request_id: the request.
-      new: its new blocks by group, without those for external tokens.
-      hit: the blocks with which it begins; None if it began before.
-      skipped_groups: groups whose blocks for external tokens others fill.
+      new: the new blocks by group, without those for external tokens.
+      hit: the blocks of the hit of a new request; None for a running one.
+      skipped_groups: groups whose blocks for external tokens are not zeroed.
     """
     new_ids = new
     if hit is not None:
@@ -316,7 +317,7 @@ class KVCacheManager:
         for table, hit_pages in zip(tables, map(set, hit), strict=True)
       ]
     for group, blocks in enumerate(new_ids):
-      # A group with states has the null block for columns that it skips.
+      # A group with states has null blocks in columns before the state.
       self.block_pool.count_allocated([block for block in blocks if block])
       self._zero(group, new[group] if group in skipped_groups else blocks)
 
@@ -334,10 +335,10 @@ class KVCacheManager:
 
   @atomic
   def pop_blocks_for_free(self, request: Any) -> list[KVCacheBlock]:
-    """Removes a request but keeps its blocks until `free_blocks`.
+    """Removes a request but keeps its blocks until `BlockPool.free_blocks`.
 
-    Use it while a step in flight may still write to them. Returns the blocks in
-    order; pass them to `free_blocks` in reverse.
+    Use it while a step in flight may still write to the blocks. Returns them in
+    order; `free_blocks` needs them in reverse order.
     """
     self._hashes.forget(request.request_id)
     pages = self._manager.pages.detach(request)
@@ -349,7 +350,7 @@ class KVCacheManager:
     processed_computed_tokens: int,
     num_prompt_tokens: int | None = None,
   ) -> None:
-    """Frees the blocks that the given number of tokens leaves behind windows.
+    """Frees the blocks that the windows of a request have passed.
 
     Args:
       request_id: a request; one without blocks is ignored.
@@ -364,7 +365,7 @@ class KVCacheManager:
 
   @atomic
   def reset_prefix_cache(self) -> bool:
-    """Resets the prefix cache; returns False if a request holds a block."""
+    """Calls `BlockPool.reset_prefix_cache`; notes success in the statistics."""
     done = self.block_pool.reset_prefix_cache()
     if done and self.prefix_cache_stats is not None:
       stats = dataclasses.replace(self.prefix_cache_stats, reset=True)
@@ -377,7 +378,7 @@ class KVCacheManager:
     return [0] * self.num_kv_cache_groups
 
   def take_events(self) -> list[KVCacheEvent]:
-    """Returns events since the last call; none unless they are enabled."""
+    """Returns the events since the last call; none unless they are enabled."""
     return self.block_pool.take_events()
 
   def get_blocks(self, request_id: str) -> KVCacheBlocks:
@@ -391,7 +392,7 @@ class KVCacheManager:
   def get_block_ids_for_computed_tokens(
     self, request_id: str, num_computed_tokens: int
   ) -> tuple[list[int], ...]:
-    """Returns a request's block ids, in attention only up to these tokens."""
+    """Returns a request's block ids; attention groups only up to the tokens."""
     tables = list(self.get_block_ids(request_id))
     for group, kind in enumerate(self._manager.config.groups):
       if self._is_attention[group] and not kind.holds_encoder:
@@ -400,7 +401,7 @@ class KVCacheManager:
     return tuple(tables)
 
   def estimate_cached_tokens(self, request: Any) -> int:
-    """Returns the tokens up to which all groups have a cached block."""
+    """Returns the end of the last cached block; the least of all groups."""
     if not self.enable_caching:
       return 0
     ends = []
@@ -429,7 +430,7 @@ class KVCacheManager:
   def truncate_computed_blocks(
     self, blocks: KVCacheBlocks, num_computed_tokens: int
   ) -> KVCacheBlocks:
-    """Returns the blocks of a lookup that the first tokens fill."""
+    """Returns the blocks of a hit that `num_computed_tokens` tokens fill."""
     sizes = self._manager.config.page_sizes
     return self.create_kv_cache_blocks(
       tuple(
@@ -467,10 +468,7 @@ class KVCacheManager:
   def take_boundary_state_offloads(
     self,
   ) -> dict[str, list[tuple[int, int, int]]]:
-    """Returns states cached since the last call, for a connector to copy.
-
-    For each request: group, block, and tokens up to the block's end.
-    """
+    """Returns `BlockHashes.take_states`, for a connector to copy."""
     return self._hashes.take_states()
 
   def finalize_partial_tail_offloads(
@@ -484,7 +482,7 @@ class KVCacheManager:
     self._manager.new_step_starts()
 
   def _blocks_of(self, ids: Sequence[Sequence[int]]) -> KVCacheBlocks:
-    """Returns blocks with these ids, or the shared object without blocks."""
+    """Returns blocks by id; `empty_kv_cache_blocks` if there are none."""
     if not any(ids):
       return self.empty_kv_cache_blocks
     return KVCacheBlocks(tuple(map(self.block_pool.blocks_of, ids)))

@@ -1,11 +1,11 @@
 """Input and output projections of attention and recurrent layers.
 
-A token mixer is attention or a recurrence, and runs in `kv_access`. Each kind
-of mixer has two functions here, which compute each token on its own. A function
-`project_...` computes the inputs of the mixer, and `output_...` projects the
-mixer's output to the residual stream. Letters: B sequences of T tokens, E
-embedding width, H query heads, K key-value heads, D head size, X size of a
-head's output, C channels of the convolution.
+A token mixer is attention or a recurrence, and runs in `kv_access`. For each
+kind of mixer, a function `project_...` computes the mixer's inputs from x, the
+layer's normalized input [B, T, E]. A function `output_...` projects the mixer's
+output to [B, T, E]. Both compute each token independently. Letters: B sequences
+of T tokens, E embedding width, H query heads (value heads in a `DeltaNet`), K
+key-value heads, D head size, X `value_dim`, C channels of the convolution.
 
 | kind              | result of `project_` | mixer's output |
 |-------------------|----------------------|----------------|
@@ -34,15 +34,15 @@ Angles = tuple[jax.Array, jax.Array]
 """Cosines and sines of the rotary angles, from `rope.rotation`."""
 
 Rotations = tuple[Angles, ...]
-"""The angles of each distinct rotary encoding of a decoder."""
+"""The `Angles` of each distinct rotary encoding of a decoder."""
 
 
 class SoftmaxInputs(NamedTuple):
   """Queries, keys and values of a layer with `Attention`.
 
   Attributes:
-    q: [B, T, H, D], rotated queries.
-    k: [B, T, K, D], rotated keys.
+    q: [B, T, H, D], queries, rotated if the layer has rotary positions.
+    k: [B, T, K, D], keys, rotated like the queries.
     v: [B, T, K, D], values.
     gate: [B, T, H, D], a factor of attention's output; None for no gate.
   """
@@ -59,7 +59,7 @@ class LatentInputs(NamedTuple):
   Attributes:
     plain_query: [B, T, H, plain_dim], the part of queries without rotation.
     rotated_query: [B, T, H, rotated_dim], the rotated part of queries.
-    latent: [B, T, latent_dim], which is projected to keys and values.
+    latent: [B, T, latent_dim], from which keys and values are projected.
     rotated_key: [B, T, 1, rotated_dim], the rotated part of keys, which all
       heads share.
   """
@@ -75,7 +75,7 @@ class RecurrenceInputs(NamedTuple):
 
   Attributes:
     channels: [B, T, C], queries, keys and values before the convolution.
-    beta: [B, T, H], 0 .. 1, the share of a stored value that is replaced.
+    beta: [B, T, H], 0 .. 1, the share of the stored value to replace.
     decay: float32[B, T, H], logarithms of the state's decay factors.
     gate: float32[B, T, H, X], a factor of the recurrence's output.
   """
@@ -87,7 +87,7 @@ class RecurrenceInputs(NamedTuple):
 
 
 def rotations(decoder: Decoder, positions: jax.Array) -> Rotations:
-  """Computes the angles of positions [B, T] for each rotary encoding."""
+  """Computes the angles of positions [B, T] for each distinct encoding."""
   return tuple(
     ropes.rotation(rope, dim, positions) for rope, dim in _encodings(decoder)
   )
@@ -96,7 +96,7 @@ def rotations(decoder: Decoder, positions: jax.Array) -> Rotations:
 def angles_of(
   layer: Layer, rotations: Rotations, decoder: Decoder
 ) -> Angles | None:
-  """Returns the angles of a layer; None if it has no rotary positions."""
+  """Selects a layer's angles; None if the layer has no rotary positions."""
   key = _rotation_of(layer)
   return None if key is None else rotations[_encodings(decoder).index(key)]
 
@@ -104,8 +104,8 @@ def angles_of(
 @functools.cache
 def _encodings(decoder: Decoder) -> tuple[tuple[ropes.Rope, int], ...]:
   """Returns the distinct rotary encodings, in the order of the layers."""
-  # The result is a tuple and not a dict, because jax sorts the keys of a dict,
-  # and a `Rope` has no order.
+  # `Rotations` is a tuple in this order and not a dict with encodings as keys,
+  # because jax sorts the keys of a dict, and a `Rope` has no order.
   keys = map(_rotation_of, decoder.layers)
   return tuple(dict.fromkeys(key for key in keys if key is not None))
 
@@ -126,7 +126,7 @@ def project_softmax(
   angles: Angles | None,
   decoder: Decoder,
 ) -> SoftmaxInputs:
-  """Projects normalized tokens [B, T, E] to the inputs of attention."""
+  """Projects x to the inputs of softmax attention."""
   q = queries(x, weights, attention, decoder)
   k, v = keys_and_values(x, weights, attention, decoder)
   if attention.rope is not None and angles is not None:
@@ -138,7 +138,7 @@ def project_softmax(
 def queries(
   x: jax.Array, weights: Params, attention: Attention, decoder: Decoder
 ) -> jax.Array:
-  """Projects tokens to queries [B, T, H, D], before the rotation."""
+  """Projects x to queries [B, T, H, D], before the rotation."""
   q = jnp.einsum("bte,ehd->bthd", x, weights["query"])
   if attention.biased:
     q = q + weights["query_bias"][None, None]
@@ -151,7 +151,7 @@ def queries(
 def keys_and_values(
   x: jax.Array, weights: Params, attention: Attention, decoder: Decoder
 ) -> tuple[jax.Array, jax.Array]:
-  """Projects tokens to keys and values [B, T, K, D], before the rotation."""
+  """Projects x to keys and values [B, T, K, D], before the rotation."""
   k = jnp.einsum("bte,ekd->btkd", x, weights["key"])
   v = jnp.einsum("bte,ekd->btkd", x, weights["value"])
   if attention.biased:
@@ -166,7 +166,7 @@ def keys_and_values(
 def gate(
   x: jax.Array, weights: Params, attention: Attention
 ) -> jax.Array | None:
-  """Computes the gate [B, T, H, D], or returns None if there is no gate."""
+  """Returns the gate [B, T, H, D], or None if the layer has no gate."""
   if not attention.gated:
     return None
   return jax.nn.sigmoid(jnp.einsum("bte,ehd->bthd", x, weights["query_gate"]))
@@ -196,7 +196,7 @@ def project_latents(
   angles: Angles,
   decoder: Decoder,
 ) -> LatentInputs:
-  """Projects tokens to the inputs of multi-head latent attention."""
+  """Projects x to the inputs of multi-head latent attention."""
   eps, offset = decoder.norm_eps, decoder.norm_offset
   compressed = x
   if attention.query_rank is not None:
@@ -218,12 +218,12 @@ def project_latents(
 def output_latents(
   out: jax.Array, weights: Params, dtype: jnp.dtype
 ) -> jax.Array:
-  """Projects attention's output [B, T, H, value_dim] to [B, T, E]."""
+  """Projects attention's output [B, T, H, X] to [B, T, E]."""
   return jnp.einsum("bthv,hve->bte", out.astype(dtype), weights["output"])
 
 
 def project_recurrence(x: jax.Array, weights: Params) -> RecurrenceInputs:
-  """Projects tokens to the inputs of the gated delta rule (Qwen3-Next)."""
+  """Projects x to the inputs of the gated delta rule (Qwen3-Next)."""
   # Queries, keys and values are concatenated below, because one convolution
   # runs over the channels of all three.
   channels = [
@@ -251,7 +251,7 @@ def recur(
   *,
   attention: DeltaNet,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Runs the convolution and the delta rule, see `Recurrence`."""
+  """Implements a `recurrent_pages.Recurrence`: convolution and delta rule."""
   a, (channels, beta, decay) = attention, inputs
   channels, last = delta_net.causal_conv(
     channels, weights["convolution"], states["convolution"], num_tokens
@@ -265,7 +265,7 @@ def recur(
     part.reshape(*part.shape[:2], count, -1)
     for part, count in zip(parts, heads, strict=True)
   )
-  # With keys of length 1, an update cannot move the stored value past v.
+  # If a key has length 1, its update cannot move the stored value past v.
   q, k = delta_net.l2_normalized(q), delta_net.l2_normalized(k)
   out, delta = delta_net.gated_delta_rule(
     q, k, v, decay, beta, states["delta"], num_tokens

@@ -23,7 +23,7 @@ def attend_causal(
     q: [B, T, H, D] queries.
     k: [B, T, K, D] keys; K divides H.
     v: [B, T, K, X] values.
-    window: static; the number of tokens that a token attends to, itself
+    window: static; each token attends to this many most recent tokens, itself
       included; None for itself and all tokens before it.
     scale: static; factor of the attention logits; None for D ** -0.5.
     soft_cap: static; a cap c maps each attention logit x to c * tanh(x / c);
@@ -31,7 +31,7 @@ def attend_causal(
     sinks: [H], an additional logit of each head's softmax; None for no sinks.
 
   Returns:
-    [B, T, H, X].
+    [B, T, H, X] in q's dtype.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -58,8 +58,8 @@ def attend_causal(
     scores = soft_cap * jnp.tanh(scores / soft_cap)
   scores = jnp.where(mask[None, None, None], scores, -jnp.inf)
   if sinks is not None:
-    # A sink takes part in the softmax. Its weight is dropped below, because it
-    # multiplies no value.
+    # A sink adds to the sum of the softmax, but it has no value. So its weight
+    # is dropped below.
     logits = sinks.astype(jnp.float32).reshape(1, num_kv_heads, -1, 1, 1)
     logits = jnp.broadcast_to(logits, (*scores.shape[:-1], 1))
     scores = jnp.concatenate([scores, logits], axis=-1)

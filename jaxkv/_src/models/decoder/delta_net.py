@@ -3,17 +3,17 @@
 Gated DeltaNet layers (Yang, Kautz and Hatamizadeh, 2025), as in Qwen3-Next, do
 not store the keys and values of tokens. Each head stores one matrix S, which
 maps keys to values. Token t decays S, moves the value that S stores for key k_t
-towards v_t, and reads S with query q_t:
+towards v_t, and reads S with query q_t. With row vectors k_t, v_t and q_t:
 
   S = exp(decay_t) S
-  S = S + beta_t k_t (v_t - k_t S)
-  out_t = q_t S
+  S = S + beta_t k_t^T (v_t - k_t S)
+  out_t = q_t S / sqrt(Dk)
 
 `jaxkv.kv.write_state` stores S and the last inputs of the convolution in pages.
-All functions are differentiable. Functions take T tokens of each of B
-sequences, one sequence per row. Only the first `num_tokens` tokens of a row are
-valid. The others are padding, which does not change the state. Letters: C
-channels, W kernel width, K key heads of size Dk, H value heads of size Dv.
+All functions are differentiable. They take T tokens of each of B sequences, one
+sequence per row. Only the first `num_tokens` tokens of a row are valid. The
+rest is padding, which does not change the state. Letters: C channels, W kernel
+width, K heads of queries and keys of size Dk, H value heads of size Dv.
 """
 
 from typing import NamedTuple
@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-# On a GPU or TPU the default may round float32 products to fewer bits. A state
-# would sum these errors over all tokens of a sequence.
+# By default a GPU or TPU may multiply float32 values with fewer bits. The state
+# would accumulate these errors over all tokens of a sequence.
 _PRECISION = lax.Precision.HIGHEST
 
 
@@ -40,11 +40,11 @@ def causal_conv(
   Applies no activation.
 
   Args:
-    x: float[B, T, C].
-    weight: float[C, W]; the last column weights the current token.
+    x: float[B, T, C], inputs.
+    weight: float[C, W]; the last column multiplies the current token.
     state: float[B, C, W - 1], the inputs before the first token, oldest first;
       zeros at the start of a sequence.
-    num_tokens: int32[B], tokens of each row.
+    num_tokens: int32[B], number of valid tokens of each row.
 
   Returns:
     The outputs [B, T, C] in x's dtype, and the state after `num_tokens` tokens,
@@ -92,7 +92,7 @@ def l2_normalized(x: Array) -> Array:
 
 
 def log_decay(a: Array, a_log: Array, dt_bias: Array) -> Array:
-  """Returns the logarithms of the decays: -exp(a_log) softplus(a + dt_bias).
+  """Returns logarithms of decay factors: -exp(a_log) softplus(a + dt_bias).
 
   Args:
     a: float[B, T, H], projections of the tokens.
@@ -122,15 +122,15 @@ def gated_delta_rule(
   """Runs the gated delta rule over the tokens of each row.
 
   Args:
-    q: float[B, T, K, Dk], queries.
+    q: float[B, T, K, Dk], queries, which the function scales by Dk ** -0.5.
     k: float[B, T, K, Dk], keys of length 1, from `l2_normalized`. With longer
       keys the state can diverge.
     v: float[B, T, H, Dv], values; H is a multiple of K. Value head h uses the
       query and key head h // (H // K).
     decay: float[B, T, H], logarithms of the decay factors; at most 0.
-    beta: float[B, T, H], 0 .. 1, the share of a stored value that is replaced.
+    beta: float[B, T, H], 0 .. 1, the share of the stored value to replace.
     state: float[B, H, Dk, Dv]; zeros at the start of a sequence.
-    num_tokens: int32[B], tokens of each row, 0 .. T.
+    num_tokens: int32[B], number of valid tokens of each row, 0 .. T.
     chunk: static; the number of tokens that are computed together.
 
   Returns:
@@ -191,7 +191,7 @@ class _Tokens(NamedTuple):
   """T tokens of each row and head, in float32.
 
   Attributes:
-    q: [B, H, T, Dk], scaled.
+    q: [B, H, T, Dk], scaled by Dk ** -0.5.
     k: [B, H, T, Dk].
     v: [B, H, T, Dv].
     decay: [B, H, T].
@@ -248,9 +248,9 @@ def _scan_chunks(
 def _chunk(state: Array, tokens: _Tokens) -> tuple[Array, Array]:
   """Runs all tokens of a chunk together, as one triangular system.
 
-  Token t adds k_t d_t to the state. The change d_t depends on earlier changes
-  of the chunk: d_t = beta_t (v_t - e^(G_t) k_t S - sum_(j<t) e^(G_t - G_j)
-  (k_t k_j) d_j), where G is the cumulative sum of the decays.
+  Token t adds k_t^T d_t to the state. The change d_t depends on earlier ones:
+  d_t = beta_t (v_t - e^(G_t) k_t S - sum_(j<t) e^(G_t - G_j) (k_t k_j^T) d_j),
+  with S the state before the chunk and G the cumulative sum of `decay`.
   """
   q, k, v, decay, beta = tokens
   size = k.shape[2]
@@ -258,8 +258,8 @@ def _chunk(state: Array, tokens: _Tokens) -> tuple[Array, Array]:
   index = jnp.arange(size, dtype=jnp.int32)
   is_before = index[:, None] > index[None]
   is_causal = (index[:, None] >= index[None])[None, None]
-  # The mask comes before the exponential. Positive differences could overflow
-  # to inf, which makes gradients NaN even if a mask after `exp` removes it.
+  # The mask comes before `exp`, because `exp` of the positive differences could
+  # overflow to inf. Then gradients would be NaN, even with a mask after `exp`.
   decays = total[..., :, None] - total[..., None, :]
   decays = jnp.exp(jnp.where(is_causal, decays, -jnp.inf))
   key_products = _einsum("bhtk,bhjk->bhtj", k, k) * decays
@@ -278,7 +278,7 @@ def _chunk(state: Array, tokens: _Tokens) -> tuple[Array, Array]:
   scores = _einsum("bhtk,bhjk->bhtj", q, k) * decays
   out = _einsum("bhtk,bhkv->bhtv", q, state) * state_decay
   out = out + _einsum("bhtj,bhjv->bhtv", scores, changes)
-  # The last row of `decays` has the decay of each change up to the chunk's end.
+  # The last row of `decays` is the decay from each token to the chunk's end.
   decayed_keys = decays[:, :, -1][..., None] * k
   state = state * state_decay[:, :, -1][..., None]
   return state + _einsum("bhjk,bhjv->bhkv", decayed_keys, changes), out
@@ -289,9 +289,9 @@ def to_rows(packed: Array, num_tokens: Array, width: int) -> Array:
 
   Args:
     packed: [C, ...], the tokens of P rows. Here C is the number of columns.
-    num_tokens: int32[P], tokens of each row.
-    width: static; T. Tokens of a row beyond T are dropped. In a rollout no row
-      has more, because a packed row is scheduled at most a page of tokens.
+    num_tokens: int32[P], number of tokens of each row.
+    width: static; T. Tokens of a row past T are dropped. A rollout drops none,
+      because it schedules at most a page of tokens per packed row.
 
   Returns:
     [P, T, ...], with arbitrary tokens past `num_tokens`.
@@ -312,8 +312,8 @@ def to_columns(rows: Array, num_tokens: Array, columns: int) -> Array:
 
   Args:
     rows: [P, T, ...], tokens of P rows.
-    num_tokens: int32[P], tokens of each row, at most T.
-    columns: C, the length of the result.
+    num_tokens: int32[P], number of tokens of each row, at most T.
+    columns: static; C, the length of the result.
   """
   begins = jnp.cumsum(num_tokens, dtype=jnp.int32) - num_tokens
   column = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]

@@ -19,7 +19,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 _Scores = Literal["softmax", "chosen_softmax", "sigmoid"]
 _GroupScore = Literal["best", "best_two"]
 
-# Constants, because defaults of dataclass fields must not be calls (RUF009).
+# These are constants, because a field's default must not be a call (RUF009).
 _HALVES = Rope()
 _PAIRS = Rope(interleaved=True)
 
@@ -32,8 +32,8 @@ class Attention:
     num_heads: H.
     num_kv_heads: K, a divisor of H.
     head_dim: D. H * D can differ from E.
-    window: number of tokens that a token attends to, itself included; None for
-      itself and all tokens before it.
+    window: each token attends to this many most recent tokens, itself included;
+      None for itself and all tokens before it.
     rope: rotary positions; None for no rotation.
     scale: factor of the attention logits; None for D ** -0.5.
     soft_cap: a cap c maps each attention logit x to c * tanh(x / c); None for
@@ -44,8 +44,8 @@ class Attention:
     output_biased: True if the output projection has a bias.
     sinks: True if each head has an attention sink: an additional logit in the
       softmax, whose weight multiplies no value.
-    gated: True to multiply the output by a gate, the sigmoid of a projection of
-      the layer's input.
+    gated: True to multiply the output, before its projection, by a gate: the
+      sigmoid of a projection of the layer's normalized input.
   """
 
   num_heads: int
@@ -135,13 +135,13 @@ class DeltaNet:
     _sizes(self, *(field.name for field in dataclasses.fields(self)))
     if self.num_value_heads % self.num_key_heads:
       raise ValueError(
-        f"`num_value_heads` must be a multiple of {self.num_key_heads} key "
-        f"heads, got {self.num_value_heads}."
+        "`num_value_heads` must be a multiple of num_key_heads, "
+        f"{self.num_key_heads}, got {self.num_value_heads}."
       )
 
   @property
   def num_channels(self) -> int:
-    """C, the channels of queries, keys and values together."""
+    """C, the number of channels of queries, keys and values together."""
     keys = 2 * self.num_key_heads * self.key_dim
     return keys + self.num_value_heads * self.value_dim
 
@@ -169,27 +169,28 @@ class Experts:
 
   Attributes:
     num_experts: X.
-    num_chosen: number of experts that each token uses.
+    num_chosen: number of experts that the router chooses for each token.
     inner_dim: F of an expert.
     activation: activation of the gate.
-    scores: how the router's logits become the weights of experts: "softmax"
-      over all experts, "chosen_softmax" over the chosen experts, or "sigmoid".
+    scores: function from the router's logits to the weights of experts:
+      "softmax" over all experts, "chosen_softmax" over chosen experts, or
+      "sigmoid".
     normalized: True to divide the weights of a token's experts by their sum.
     scale: factor of the weights of experts.
     corrected: True if a bias per expert changes the choice of experts, but not
       their weights.
-    num_groups: number of groups of experts; 1 for no groups. A token first
-      chooses `num_chosen_groups` groups, then experts within them.
-    num_chosen_groups: number of groups that each token chooses.
-    group_score: a group's score is the score of its best expert ("best"), or
-      the sum of its two best scores ("best_two").
+    num_groups: number of groups of experts; 1 for no groups. The router first
+      chooses `num_chosen_groups` groups, then experts of these groups.
+    num_chosen_groups: number of groups that the router chooses for each token.
+    group_score: "best" to choose groups by the score of their best expert,
+      "best_two" to choose them by the sum of their two best scores.
     router_biased: True if the router has a bias.
     biased: True if the MLPs of experts have biases.
-    limit: None for plain gated MLPs. With a limit, an expert computes
-      down((up + 1) * gate * sigmoid(1.702 * gate)), as in gpt-oss, where the
-      gate is clipped to at most `limit` and `up` to -limit .. limit.
-    shared_dim: F of a shared MLP, which every token uses in addition to its
-      experts; None for no shared MLP.
+    limit: None for plain gated MLPs. With a limit, an expert ignores
+      `activation` and computes down((up + 1) * gate * sigmoid(1.702 * gate)),
+      with gate at most `limit` and up clipped to -limit .. limit (gpt-oss).
+    shared_dim: F of a shared MLP, whose output is added for every token; None
+      for no shared MLP.
     shared_gated: True to multiply the shared MLP's output by a sigmoid gate.
   """
 
@@ -229,9 +230,8 @@ class Experts:
     least = -(-self.num_chosen // size)
     if not least <= self.num_chosen_groups <= self.num_groups:
       raise ValueError(
-        f"`num_chosen_groups` must be from {least}, to have {self.num_chosen} "
-        f"experts, to num_groups, {self.num_groups}, got "
-        f"{self.num_chosen_groups}."
+        f"`num_chosen_groups` must be {least} .. {self.num_groups}, enough for "
+        f"{self.num_chosen} experts, got {self.num_chosen_groups}."
       )
     if self.num_groups > 1 and self.group_score == "best_two" and size < 2:
       raise ValueError(
@@ -247,8 +247,8 @@ class Layer:
   Attributes:
     attention: the token mixer.
     mlp: the MLP or mixture of experts.
-    post_norms: True to also normalize the outputs of attention and MLP, before
-      they are added to the residual stream.
+    post_norms: True to also normalize the output of the mixer and that of the
+      MLP, before each is added to the residual stream.
   """
 
   attention: Attention | LatentAttention | DeltaNet
@@ -265,29 +265,29 @@ class Decoder:
     embed_dim: E.
     layers: L layers, from first to last.
     norm_eps: added to the mean square in RMSNorm.
-    norm_offset: added to the weights of norms, such as 1 in Gemma.
+    norm_offset: added to the weights of norms; 1 in Gemma.
     embed_scale: factor of the embeddings, rounded to `dtype`.
     logit_cap: a cap c maps each logit x to c * tanh(x / c); None for no cap.
     tied_embeddings: True if the embedding is also the output projection.
-    numerics: "fast" or "exact". With "exact", the logits of a token are
-      bit-identical in `forward`, `forward_uncached` and `grouped_log_probs`,
-      with and without a gradient. Slots, chunks, pages and the batch do not
-      change a bit. All calls must use the same kind of device, jax version and
-      `backend`, and weights must not be sharded. The page size must be 16 on a
-      GPU or TPU, and a divisor of 64 on a CPU. Gradients are computed as with
-      "fast", and only in reverse mode.
+    numerics: "fast" or "exact". With "exact", `forward`, `forward_uncached` and
+      `grouped_log_probs` compute bit-identical logits for a token, with and
+      without a gradient. The bits do not depend on slots, chunks, pages or the
+      other tokens of a batch. All calls must use the same kind of device, jax
+      version and `backend`, and weights must not be sharded. The page size must
+      be 16 on a GPU or TPU, and a divisor of 64 on a CPU. Gradients are
+      computed as with "fast", and only in reverse mode.
     tile: with "exact", the number of tokens that are computed together. Sampler
       and trainer need the same tile, because rounding depends on it. Decode
       steps are fastest if `tile` is the number of slots. Other calls are
       fastest with a tile of 64.
     dtype: dtype of parameters and activations. Norms, rotations, softmax and
-      logits are always float32.
+      logits are always computed in float32.
 
   Raises:
     ValueError: a field is out of range.
 
   Examples:
-    Three repetitions of five layers with a window and one without:
+    Five layers with a window and one without, three times:
 
     >>> local, full = (
     ...   Layer(
@@ -354,7 +354,7 @@ def _check_rope(rope: Rope, name: str, dim: int) -> None:
   rotated = dim if rope.dim is None else rope.dim
   if rotated % 2 or not 0 < rotated <= dim:
     raise ValueError(
-      f"`rope.dim` must be even and at most {dim}, since pairs are rotated, "
+      f"`rope.dim` must be even and in 2 .. {dim}, since pairs are rotated, "
       f"got {rotated}."
     )
 

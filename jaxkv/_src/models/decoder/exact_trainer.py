@@ -1,8 +1,8 @@
 """Uncached attention that is bit-identical to paged attention.
 
-A trainer has no cache. With `numerics="exact"` it still writes the keys and
-values of a call to temporary pages, and calls the attention code of rollouts.
-So it sums the same products in the same order as a rollout.
+A trainer has no cache. But with `numerics="exact"`, each call writes its keys
+and values to temporary pages and runs the paged attention of rollouts. So it
+sums the same products in the same order as a rollout.
 """
 
 import dataclasses
@@ -45,10 +45,10 @@ def uncached_access(
   tree: Tree | None = None,
   kv_dtype: Any = None,
 ) -> UncachedKV:
-  """Returns the `UncachedKV` that fits the decoder's numerics.
+  """Returns the `UncachedKV` for a decoder's numerics.
 
-  With a tree, rows of tokens are laid out as `prompt_tree` describes. Otherwise
-  each row is one sequence.
+  If `tree` is None, each row of tokens is one sequence. Otherwise each row is a
+  tree in the layout of `prompt_tree`. See `forward_uncached` for `kv_dtype`.
   """
   if not is_exact(config):
     if kv_dtype is not None:
@@ -69,7 +69,7 @@ def uncached_access(
 
 @dataclasses.dataclass(frozen=True)
 class ExactUncachedKV(UncachedKV):
-  """An `UncachedKV` with outputs bit-identical to `kv_access.PagedKV`.
+  """An `UncachedKV` with outputs bit-identical to those of a `PagedKV`.
 
   Gradients are those of `UncachedKV`.
 
@@ -143,7 +143,7 @@ class ExactUncachedKV(UncachedKV):
 
 @dataclasses.dataclass(frozen=True)
 class ExactTreeKV(ExactUncachedKV, TreeKV):
-  """A `TreeKV` with outputs bit-identical to `kv_access.PagedKV`."""
+  """A `TreeKV` with outputs bit-identical to those of a `PagedKV`."""
 
   @property
   def _tree(self) -> Tree | None:
@@ -151,7 +151,7 @@ class ExactTreeKV(ExactUncachedKV, TreeKV):
 
 
 def _fast(tree: Tree | None) -> UncachedKV:
-  """Returns the `UncachedKV` of fast numerics, which computes gradients."""
+  """Returns the `UncachedKV` of fast numerics, for the gradient."""
   return UncachedKV() if tree is None else TreeKV(tree=tree)
 
 
@@ -162,7 +162,7 @@ def _attend_tree(
   v: jax.Array | None,
   **options: Any,
 ) -> jax.Array:
-  """Computes causal attention [N, T, H, D] in N trees, or in N sequences."""
+  """Computes causal attention [N, T, H, D] in trees, or in N sequences."""
   if tree is None:
     zeros = jnp.zeros(q.shape[:1], jnp.int32)
     return _attend(q, k, v, zeros, **options)
@@ -193,21 +193,21 @@ def _attend(
   dtype: Any,
   value_dim: int | None = None,
 ) -> jax.Array:
-  """Computes causal attention of the last tokens of Z sequences.
+  """Computes causal attention of Y consecutive tokens in each of Z sequences.
 
   Args:
-    q: [Z, Y, H, D], queries of the last Y tokens.
-    k: [Z, T, K, D], keys of all tokens.
+    q: [Z, Y, H, D], queries of the Y tokens.
+    k: [Z, T, K, D], keys of all tokens, or latents.
     v: [Z, T, K, D], values of all tokens; None for latents.
-    starts: int32[Z], the number of tokens before the queries.
+    starts: int32[Z], the number of tokens before the first query.
     options: see `jaxkv.kv.attend`.
     dtype: format of keys and values in pages.
-    value_dim: needed for latents, see `jaxkv.kv.init`.
+    value_dim: see `jaxkv.kv.init`; None unless `k` has latents.
   """
   rows, tokens, heads, dim = k.shape
   pages = -(-tokens // _PAGE_SIZE)
-  # One page more than the sequences need, because page 0 is the null page of a
-  # cache, which is never written.
+  # One page more than the sequences need, because page 0 of a cache is the null
+  # page, which is never written.
   config = CacheConfig(
     num_pages=rows * pages + 1,
     page_size=_PAGE_SIZE,

@@ -35,7 +35,7 @@ class Routing(NamedTuple):
 
 @functools.cache
 def routing_of(decoder: Decoder, name: str = "decoder") -> Routing:
-  """Returns a decoder's `Routing`; `name` is the argument in error messages."""
+  """Returns a decoder's `Routing`; error messages call the decoder `name`."""
   mlps = [
     layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Experts)
   ]
@@ -63,13 +63,13 @@ def num_expert_layers(decoder: Decoder, stop: int) -> int:
 
 
 def init_pool(decoder: Decoder, config: CacheConfig) -> ExpertIdPages:
-  """Creates the pool for the expert ids of all tokens, see `init_kv`."""
+  """Creates the pool that records expert ids, see `init_kv`."""
   routing = routing_of(decoder)
   return init_expert_ids(
     config,
     num_layers=routing.num_layers,
     width=routing.num_chosen,
-    # The smallest dtype that fits all ids, because each token has J * k ids.
+    # The smallest possible dtype, because each token has J * k ids.
     dtype=jnp.uint8 if routing.num_experts <= 2**8 else jnp.uint16,
     group=_full_group(decoder),
   )
@@ -77,8 +77,8 @@ def init_pool(decoder: Decoder, config: CacheConfig) -> ExpertIdPages:
 
 def _full_group(decoder: Decoder) -> int:
   """Returns the index of the first layer group that keeps all tokens."""
-  # Groups with a window free the pages of old tokens, which would free the
-  # records of these tokens, too.
+  # A group with a window frees the pages of old tokens, and with them their
+  # records.
   kinds = groups.group_kinds(decoder)
   is_full = [isinstance(kind, FullAttention) for kind in kinds]
   if True not in is_full:
@@ -107,7 +107,7 @@ def check_pool(pool: ExpertIdPages, decoder: Decoder) -> None:
 def check_experts(
   experts: jax.Array | np.ndarray | None, tokens: jax.Array, decoder: Decoder
 ) -> None:
-  """Raises unless recorded experts fit the tokens and the decoder."""
+  """Raises an error unless recorded experts fit the tokens and the decoder."""
   if experts is None:
     return
   num_layers, num_chosen, _ = routing_of(decoder, "config")
@@ -128,7 +128,7 @@ def check_experts(
 def of_layer(
   experts: jax.Array | None, layer: jax.Array | int
 ) -> jax.Array | None:
-  """Returns the records of one layer, int32[B, T, k], from [B, T, J, k]."""
+  """Selects one layer's records: int32[B, T, k] from experts [B, T, J, k]."""
   if experts is None:
     return None
   records = jax.lax.dynamic_index_in_dim(experts, layer, axis=2, keepdims=False)

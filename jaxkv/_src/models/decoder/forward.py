@@ -3,9 +3,9 @@
 | function           | keys and values           | used for |
 |--------------------|---------------------------|----------|
 | `forward`          | paged memory (`jaxkv.kv`) | decoding |
-| `forward_uncached` | of the same call only     | training |
+| `forward_uncached` | those of the same call    | training |
 
-`grouped_log_probs` trains on sequences that share prompts.
+To train on sequences that share prompts, use `grouped_log_probs`.
 
 Letters: B rows of T tokens, V vocabulary size, J layers with experts, k experts
 per token in each such layer.
@@ -52,31 +52,30 @@ def forward(
 ) -> tuple[jax.Array, Any]:
   """Runs tokens through the decoder with keys and values in pages.
 
-  Writes keys and values of row b's first `num_tokens[b]` tokens after its
-  `starts[b]` cached tokens, which the views of the batch give. Each token
-  attends to itself and to all tokens before it, or to those within the layer's
-  window. Prefill, chunked prefill and decode are the same call with different T
-  and `num_tokens`. With a `PackedView`, B is 1 and T is the number of its
-  columns. A row's logits do not depend on other rows, except for rounding if
-  the view has `shared` pages or a `plan`. Layers with a window do not use
-  `shared` pages.
+  Row b has `starts[b]` cached tokens; `starts` and `num_tokens` are fields of
+  the views. The call writes the keys and values of the row's first
+  `num_tokens[b]` tokens after the cached ones. Each token attends to itself and
+  to all tokens before it, or to those within the layer's window. Prefill,
+  chunked prefill and decode are the same call with different T and
+  `num_tokens`. With a `PackedView`, B is 1 and T is the number of columns. A
+  row's logits do not depend on other rows, except for rounding if the view has
+  `shared` pages or a `plan`.
 
-  `kv` is not donated, so outside your own `jit` each call copies all pages.
+  `forward` does not donate `kv`, so a call outside your own `jit` copies it.
 
   Args:
     params: parameters as returned by `init_params`.
     batch: the tokens. `positions` set only the rotary angles; normally they are
       `starts[b] + arange(T)` in row b. `views` has a view for each group of
-      `cache_groups(config)`, which differ only in their page tables. `rows` are
-      ignored. A token outside the vocabulary makes logits of its row NaN,
-      unless the token is past the row's `num_tokens`.
-    kv: the memory from `init_kv`, a tuple if layers need different kinds of
-      memory.
+      `cache_groups(config)`; the views differ only in their page tables. `rows`
+      is ignored. A token outside the vocabulary, at a column below
+      `num_tokens[b]`, makes its logits and those of later tokens NaN.
+    kv: the memory from `init_kv`.
     config: static; the decoder.
     logits: static; the tokens that get logits if `batch.columns` is None:
       "all", "last" or "none". "last" is the token at `num_tokens[b] - 1`, whose
-      logits are meaningless for a row without tokens. "none" suits all chunks
-      of a long prompt but the last.
+      logits are meaningless for a row without tokens; not for a `PackedView`.
+      "none" suits all chunks of a long prompt but the last.
     backend: static; see `jaxkv.kv.attend`.
     head_sharding: static; see `jaxkv.kv.attend`.
     experts: see `forward_uncached`. If `kv` is from
@@ -85,12 +84,13 @@ def forward(
 
   Returns:
     (logits, kv): logits are float32[B, P, V], where P is T, 1 or 0 for "all",
-    "last" and "none", or float32[X, V] with `batch.columns`. The logits of
-    tokens past a row's `num_tokens` are meaningless.
+    "last" and "none", or float32[X, V] for X columns in `batch.columns`. The
+    logits of tokens past a row's `num_tokens` are meaningless.
 
   Raises:
-    TypeError: `batch` is not a `Batch`, or its tokens are not integers.
-    ValueError: the views, the memory or the parameters do not fit the decoder.
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument does not fit the decoder, or the view does not
+      support `logits`.
 
   Examples:
     >>> import jax, jax.numpy as jnp, jaxkv
@@ -114,14 +114,13 @@ def forward(
   tokens, positions, views = batch.tokens, batch.positions, batch.views
   columns = batch.columns
   all_logits.check_tokens(tokens, positions)
-  # `type` and not `isinstance`, because a single pool can be a NamedTuple.
   pools = kv if type(kv) is tuple else (kv,)
   check_pools(pools, views, config)
   num_tokens = None if isinstance(views[0], PackedView) else views[0].num_tokens
   expert_records.check_experts(experts, tokens, config)
   is_decode = isinstance(views[0], PackedView) or tokens.shape[1:] == (1,)
-  # With shared pages attention merges partial results, which rounds differently
-  # from one pass over all keys. So exact attention does not share pages.
+  # Exact numerics do not use shared pages. With shared pages attention merges
+  # partial results, which rounds differently from one pass over all keys.
   if is_decode and not is_exact(config):
     views = _with_shared_pages(pools, views, config)
   access = kv_access.PagedKV(
@@ -156,7 +155,7 @@ def _with_shared_pages(
   pool_of_group = groups.pool_of_group(config)
   for group, kind in enumerate(groups.group_kinds(config)):
     pool = pools[pool_of_group[group]]
-    # Other views stay as they are, because `attend` ignores `shared` in layers
+    # Other views need no check, because `attend` ignores `shared` in layers
     # with a window or with latents.
     has_keys = isinstance(pool, KVPages) and pool.v is not None
     if has_keys and not kind.skips_pages:
@@ -181,8 +180,8 @@ def forward_uncached(
   `jit` with a mesh whose axes are `AxisType.Auto`; see `grouped_log_probs`.
 
   `experts` replays the routing of a rollout: tokens use the recorded experts,
-  even if new weights or other rounding would make the router choose others.
-  The factors of the experts' outputs are still computed from `params`.
+  even if new weights or rounding would change the router's choice. The factors
+  of the experts' outputs are still computed from `params`.
 
   Args:
     params: parameters as returned by `init_params`.
@@ -202,7 +201,7 @@ def forward_uncached(
     token NaN, and can also make the logits of later tokens NaN.
 
   Raises:
-    TypeError: `tokens`, `positions` or `experts` is not an array of integers.
+    TypeError: an argument has a type or dtype that is not supported.
     ValueError: a shape does not fit the decoder, the decoder has no experts to
       replay, or `kv_dtype` is given without exact numerics.
 

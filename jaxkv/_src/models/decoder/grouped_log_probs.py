@@ -20,7 +20,7 @@ from jaxkv._src.sampling.temperature import as_temperature
 from jaxkv._src.sampling.temperature import divisor
 
 Levels = jax.Array | tuple[jax.Array, ...]
-"""An array for all completions, or a tuple with one per level of a tree."""
+"""One array for all completions, or a tuple of arrays, one per tree level."""
 
 
 def grouped_log_probs(
@@ -39,25 +39,25 @@ def grouped_log_probs(
   """Computes log-probs of completions that share prompts.
 
   The log-probs are those that `forward_uncached` gives for each prompt followed
-  by each of its completions. In contrast to it, each prompt is computed once,
-  forward and backward, and logits are computed in chunks, only for tokens of
+  by each of its completions. But each prompt is computed only once, forward and
+  backward, and logits are computed in chunks and only for tokens of
   completions. With exact numerics, gradients exist only in reverse mode (not
-  `jax.jvp`). To score a sequence on its own, pass its first token as the
+  `jax.jvp`). To score a sequence without a prompt, pass its first token as the
   prompt. Letters: N prompts of up to P tokens, with G completions of up to R
   tokens; J layers with experts, k experts per token in each such layer.
 
-  Completions can form a tree, such as the turns of a search. Then
+  Completions can form a tree, such as the turns of a tree search. Then
   `completions` is a tuple of levels: int32[N, G, R], int32[N, G, G', R'],
   int32[N, G, G', G'', R''] and so on. Lengths have the same shapes without the
   last axis. Each of the G branches of the first level has G' continuations at
-  the second level. A token attends to all its ancestors, and its position is
-  the number of its ancestors' tokens plus those before it in its branch.
+  the second level. A token attends to all tokens before it on the path from the
+  prompt, and their number is its position.
 
-  On several devices, call it in `jax.shard_map` with all arrays split by N.
-  Then no array is gathered, and exact numerics give the same bits as on one
-  device. Under `jit` without `shard_map`, exact numerics gather the whole batch
-  on each device. The axes of the mesh must then be `AxisType.Auto`, because
-  with `AxisType.Explicit` jax raises a ShardingTypeError.
+  On several devices, call it in `jax.shard_map`, with prompts, completions,
+  lengths and experts split by N. Then no array is gathered, and exact numerics
+  give the same bits as on one device. Under `jit` without `shard_map`, exact
+  numerics gather the whole batch on each device, and the axes of the mesh must
+  be `AxisType.Auto`, because jax raises a ShardingTypeError for `Explicit`.
 
   Args:
     params: parameters as returned by `init_params`.
@@ -68,11 +68,11 @@ def grouped_log_probs(
       means no completion.
     config: static; the decoder.
     temperature: divisor of the logits, as in `Sampling`. As in a rollout and in
-      `score`, 0 has the effect of 1. A traced temperature that is negative,
-      infinite or NaN gives NaN.
-    experts: recorded experts of prompts and completions: signed integers
-      [N, P, J, k] and [N, G, R, J, k], or a tuple of levels; see
-      `forward_uncached`.
+      `score`, 0 has the effect of 1. A traced temperature out of range gives
+      NaN.
+    experts: recorded experts, see `forward_uncached`: a tuple of those of
+      prompts, signed integers [N, P, J, k], and those of completions,
+      [N, G, R, J, k] or a tuple of levels.
     remat: static; True to save only each layer's input for the gradient, which
       then recomputes the layer. This needs less memory and up to a third more
       time.
@@ -91,7 +91,7 @@ def grouped_log_probs(
     TypeError: an argument has the wrong type, such as tokens that are floats.
     ValueError: a shape does not fit the decoder, the decoder has no experts to
       replay, `kv_dtype` is given without exact numerics, or the temperature is
-      negative, infinite or NaN.
+      out of range.
 
   Examples:
     Two completions of a prompt, of 2 and of 3 tokens:
@@ -136,7 +136,7 @@ def grouped_log_probs(
     (prompts, *_levels(completions)),
     (prompt_lengths, *_levels(completion_lengths)),
   )
-  # The check is outside of the jitted function, where the value is known.
+  # Checked outside of the jitted function, in which the value is traced.
   temperature = divisor(as_temperature(temperature))
   records = _checked_experts(experts, levels, config)
   out = _log_probs_of_levels(
@@ -168,14 +168,14 @@ def _log_probs_of_levels(
   remat: bool,
   kv_dtype: Any,
 ) -> tuple[jax.Array, ...]:
-  """Computes `grouped_log_probs` of checked arguments, level by level."""
+  """Computes `grouped_log_probs` from checked arrays, one for each level."""
   logits.check_params(params, config)
   widths = [level.shape[-1] for level in levels]
   lengths = tuple(_flat(length, 0) for length in lengths)
   is_valid = _lengths_fit(lengths, widths)
-  # Wrong lengths become 0 and padding becomes token 0, so that neither produces
-  # NaN. A mask on the result would not suffice for gradients, because it
-  # multiplies them by 0, and 0 * NaN is NaN.
+  # Lengths out of range become 0 and padding becomes token 0, so that neither
+  # produces NaN. A mask on the result would not suffice for gradients, because
+  # it multiplies them by 0, and 0 * NaN is NaN.
   lengths = tuple(jnp.where(is_valid[:, None], x, 0) for x in lengths)
   tokens = _padded([_flat(level, 1) for level in levels], lengths, 0)
   records = None
@@ -207,7 +207,7 @@ def _head_of_levels(
   temperature: jax.Array,
   config: Decoder,
 ) -> list[jax.Array]:
-  """Returns log-probs float32[N, C, R] of each level, from x [N, T, E]."""
+  """Returns log-probs of each level, float32[N, C_l, R_l], from x [N, T, E]."""
   outs = []
   for level, targets in enumerate(tokens[1:], 1):
     # The last token of a parent predicts the first token of each child, so its
@@ -227,7 +227,7 @@ def _head_of_levels(
 def _padded(
   levels: list[jax.Array], lengths: tuple[jax.Array, ...], fill: int
 ) -> list[jax.Array]:
-  """Fills levels [N, C, R, ...] with a number past the lengths."""
+  """Replaces values past the lengths in levels [N, C, R, ...] by `fill`."""
   padded = []
   for level, length in zip(levels, lengths, strict=True):
     mask = prompt_tree.columns(level.shape[2]) < length[..., None]
@@ -237,7 +237,7 @@ def _padded(
 
 
 def _flat(values: jax.Array, dims: int) -> jax.Array:
-  """Merges all axes except the first and the last `dims`: [N, C, ...]."""
+  """Merges the axes between the first and the last `dims`: [N, C, ...]."""
   last = values.shape[values.ndim - dims :]
   return values.reshape(values.shape[0], -1, *last)
 

@@ -1,15 +1,15 @@
-"""Divides a decoder's layers into cache groups, memory pools and loops.
+"""Divides a decoder's layers into layer groups, memory pools and loops.
 
-Layers of one cache group share a page table. Layer i of L is in group i % C,
-where the number of groups C is the length of the pattern that the layers
-repeat. For example, C is 1 if all layers are alike, and 6 if every sixth layer
-has full attention and the others have a window.
+Layers of one layer group share a page table. Layer i of L is in group i % C,
+where the number of groups C is the period of the layers: the length of the
+shortest pattern that they repeat. For example, C is 1 if all layers are alike,
+and 6 if every sixth layer has full attention and the others have a window.
 
 A page holds the data of all layers of its group. The part of one layer is a
 memory layer: layer i uses memory layer i // C. All pages have the same number
-of memory layers, so the last one of some groups stays unused if C does not
-divide L. A pool is the memory for the pages of all groups whose layers store
-the same kind and size of data.
+of memory layers. If C does not divide L, some groups do not use the last one. A
+pool is the memory for the pages of all groups whose layers store the same kind
+and size of data.
 
 A stretch is a run of layers in which a pattern of P layers repeats R times. A
 `lax.scan` over the repetitions runs the stretch, so XLA compiles the pattern
@@ -34,7 +34,7 @@ PoolKey = tuple[str, tuple[int, ...]]
 """The kind and sizes of a pool's data. Layers with equal keys share a pool."""
 
 _MAX_PATTERN = 16
-"""The most layers of a pattern, a limit that bounds the search."""
+"""The maximum P of a pattern that repeats. It bounds the search for one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +83,13 @@ def period(decoder: Decoder) -> int:
 
 @functools.cache
 def group_kinds(decoder: Decoder) -> tuple[GroupKind, ...]:
-  """Returns the kinds of the C groups, for `CacheConfig.groups`."""
+  """Returns the kinds of the C layer groups, for `CacheConfig.groups`."""
   return tuple(kind_of(layer) for layer in decoder.layers[: period(decoder)])
 
 
 @functools.cache
 def pool_of_group(decoder: Decoder) -> tuple[int, ...]:
-  """Returns the index of each group's pool."""
+  """Returns each layer group's index into `pools`."""
   first = decoder.layers[: period(decoder)]
   index = {key: number for number, key in enumerate(pools(decoder))}
   return tuple(index[pool_key(layer.attention)] for layer in first)
@@ -97,14 +97,13 @@ def pool_of_group(decoder: Decoder) -> tuple[int, ...]:
 
 @functools.cache
 def num_memory_layers(decoder: Decoder) -> int:
-  """Returns the number of memory layers of a page, equal in all pools."""
+  """Returns the number of memory layers of a page, the same in all pools."""
   return -(-len(decoder.layers) // period(decoder))
 
 
 @functools.cache
 def pools(decoder: Decoder) -> tuple[PoolKey, ...]:
-  """Returns the distinct pools of a decoder's memory."""
-  # A dict and not a set, because the order of the layers must be kept.
+  """Returns the distinct pools that a decoder needs, in the order of layers."""
   return tuple(
     dict.fromkeys(pool_key(layer.attention) for layer in decoder.layers)
   )
@@ -134,7 +133,7 @@ def _period(items: list) -> int:
 
 
 def _longest_stretch(layers: tuple[Layer, ...], period: int) -> tuple[int, int]:
-  """Returns pattern size and repetitions of the longest stretch at the start.
+  """Returns P and R of the longest stretch that begins at the first layer.
 
   If no pattern repeats, the stretch is one repetition of `period` layers.
   """

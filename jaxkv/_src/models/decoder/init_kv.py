@@ -21,7 +21,8 @@ _DELTA_NET = [field.name for field in dataclasses.fields(DeltaNet)]
 def cache_groups(decoder: Decoder) -> tuple[GroupKind, ...]:
   """Returns `CacheConfig.groups` for a decoder.
 
-  Layer i is in group i % C, where C is the length of the pattern of layers.
+  Layer i is in group i % C, where C is the length of the shortest pattern that
+  the layers repeat.
 
   Examples:
     >>> from jaxkv import models
@@ -51,7 +52,7 @@ def init_kv(
     dtype: format of keys and values, see `jaxkv.kv.init`; None for the
       decoder's dtype.
     record_experts: True to also record the experts of each token, in all layers
-      with `Experts`. `jaxkv.kv.read_expert_ids(kv[-1], ...)` reads them.
+      with `Experts`. `jaxkv.kv.read_expert_ids(kv[-1], ...)` reads the records.
 
   Returns:
     `KVPages`, or a tuple if layers need different kinds of memory. With
@@ -59,8 +60,8 @@ def init_kv(
 
   Raises:
     ValueError: the cache has another number of groups than the decoder. With
-      `record_experts`, also if no layer has experts, if layers differ in the
-      number of experts per token, or if all layers have a window.
+      `record_experts`, also if no layer has experts or full attention, or if
+      layers differ in the number of experts per token.
 
   Examples:
     >>> import jaxkv
@@ -79,7 +80,7 @@ def init_kv(
   num_groups = groups.period(decoder)
   if len(config.groups) != num_groups:
     raise ValueError(
-      f"`config.groups` must be the {num_groups} of the decoder, got "
+      f"`config.groups` must be the {num_groups} groups of the decoder, got "
       f"{len(config.groups)}; make the cache with groups=cache_groups(decoder)."
     )
   layers = groups.num_memory_layers(decoder)
@@ -95,7 +96,7 @@ def init_kv(
         )
       )  # fmt: skip
     elif name == "latents":
-      # A latent is stored once, although attention reads it as key and value.
+      # A latent is stored once, and attention reads it as both key and value.
       pools.append(
         init_pages(
           config, num_layers=layers, num_kv_heads=1, head_dim=sum(sizes),

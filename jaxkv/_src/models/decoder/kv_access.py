@@ -3,7 +3,7 @@
 | class        | keys and values         | used for |
 |--------------|-------------------------|----------|
 | `PagedKV`    | in pages (`jaxkv.kv`)   | decoding |
-| `UncachedKV` | of the same call only   | training |
+| `UncachedKV` | those of the same call  | training |
 
 The classes have the same methods. `tree_attention.TreeKV` is an `UncachedKV`
 for trees of tokens. The module `attention` defines the letters of axes.
@@ -37,7 +37,7 @@ class Location(NamedTuple):
   """The place of a layer in the memory of a decoder.
 
   Attributes:
-    group: index of the layer's cache group (see `groups`).
+    group: index of the layer group (see `groups`).
     layer: int32[], the memory layer: the part of each page that holds this
       layer's data (see `groups`).
     pool: index of the pool that has the group's pages.
@@ -55,7 +55,7 @@ class Mixer(NamedTuple):
 
   Attributes:
     kind: an `Attention`, a `LatentAttention` or a `DeltaNet`.
-    location: the place of the layer's keys and values.
+    location: the place of the layer's keys and values, or of its state.
     weights: parameters of the layer.
   """
 
@@ -65,7 +65,7 @@ class Mixer(NamedTuple):
 
 
 Pools = tuple[Any, ...]
-"""The memory of all layers, which is empty without a cache."""
+"""The pools of all layers; an empty tuple without a cache."""
 
 MixerOutput = tuple[jax.Array, Pools]
 """The mixer's output [B, T, H, X], before the projection, and the pools."""
@@ -76,7 +76,7 @@ class PagedKV:
   """Keys and values in pages.
 
   Attributes:
-    views: a view per cache group, which says where tokens are in pages.
+    views: one view per layer group, which maps tokens to pages.
     backend: see `jaxkv.kv.attend`.
     head_sharding: see `jaxkv.kv.attend`.
     experts: see `UncachedKV`.
@@ -143,7 +143,7 @@ class PagedKV:
     inputs: tuple[jax.Array, ...],
     pools: Pools,
   ) -> MixerOutput:
-    """Reads, advances and writes states; see `UncachedKV.recurrent`."""
+    """Reads states, runs a recurrence from them, and writes the new states."""
     location = mixer.location
     pool, view = pools[location.pool], self.views[location.group]
     layer = location.layer
@@ -159,7 +159,7 @@ class PagedKV:
   def record_experts(
     self, location: Location, experts: jax.Array, pools: Pools
   ) -> Pools:
-    """Writes expert ids int32[B, T, k], if there is a pool for expert ids."""
+    """Writes expert ids int32[B, T, k] if `pools` has an `ExpertIdPages`."""
     pool = pools[-1]
     if not isinstance(pool, ExpertIdPages):
       return pools
@@ -235,7 +235,7 @@ class UncachedKV:
 
 
 def cached_latents(inputs: LatentInputs) -> jax.Array:
-  """Returns the vectors that pages hold: [B, T, 1, latent + rotated_dim]."""
+  """Returns the vectors to write: [B, T, 1, latent_dim + rotated_dim]."""
   return jnp.concatenate(
     [inputs.latent[:, :, None], inputs.rotated_key], axis=-1
   )
@@ -244,13 +244,13 @@ def cached_latents(inputs: LatentInputs) -> jax.Array:
 def latent_queries(
   weights: jax.Array, plain: jax.Array, rotated: jax.Array
 ) -> jax.Array:
-  """Projects queries into latent space: [B, T, H, latent + rotated_dim]."""
+  """Projects queries to latents: [B, T, H, latent_dim + rotated_dim]."""
   absorbed = jnp.einsum("bthd,lhd->bthl", plain, weights)
   return jnp.concatenate([absorbed, rotated], axis=-1)
 
 
 def latent_values(weights: jax.Array, out: jax.Array) -> jax.Array:
-  """Projects attended latents to values: [B, T, H, value_dim]."""
+  """Projects attention's output [B, T, H, latent_dim] to [B, T, H, X]."""
   return jnp.einsum("bthl,lhv->bthv", out, weights)
 
 

@@ -1,4 +1,4 @@
-"""A decoder layer: attention and an MLP, each added to its input.
+"""A decoder layer: a token mixer and an MLP, each with a residual connection.
 
 Steps that compute each token independently run through `numerics.token_wise`,
 on all tokens together or on one tile of tokens at a time. Between these steps
@@ -44,7 +44,7 @@ def run(
 ) -> Carry:
   """Runs one layer, with a `PagedKV` or `UncachedKV` as `access`."""
   (x, pools), call = carry, token_wise(decoder)
-  # Exact numerics require functions that close over no arrays. So `bind` fixes
+  # Exact numerics require functions that close over no arrays. So `bind` binds
   # only static descriptions, and all arrays are arguments.
   bind = functools.partial
   angles = attentions.angles_of(layer, rotations, decoder)
@@ -96,7 +96,7 @@ def _mix(
 ) -> kv_access.MixerOutput:
   """Runs the token mixer, the only step that depends on other tokens."""
   if isinstance(mixer.kind, DeltaNet):
-    # `output_recurrence` multiplies by the gate later.
+    # The gate is left out, because `output_recurrence` multiplies by it.
     arrays = (inputs.channels, inputs.beta, inputs.decay)
     run = recurrence(decoder, mixer.kind, mixer.weights)
     return access.recurrent(mixer, run, arrays, pools)
@@ -137,7 +137,7 @@ def _after_mixer(
   gate: jax.Array | None,
   replay: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Adds the outputs of mixer and MLP to x, and returns x and expert ids."""
+  """Adds the outputs of mixer and MLP to x. Also returns any expert ids."""
   x = _add_mixer_output(layer, decoder, weights, x, out, gate)
   y, experts = _norm(x, weights, "mlp_norm", decoder), None
   if isinstance(layer.mlp, Mlp):

@@ -35,7 +35,7 @@ def llama(
     embed_dim: E, width of the residual stream.
     num_heads: H, query heads.
     num_kv_heads: K, key-value heads, a divisor of H.
-    head_dim: D, the even size of a head. H * D can differ from E.
+    head_dim: D, size of a head, an even number. H * D can differ from E.
     mlp_dim: F, inner width of the gated MLP.
     windows: a pattern of windows, which repeats over the layers; see
       `Attention.window`.
@@ -46,8 +46,8 @@ def llama(
     dtype: dtype of parameters and activations.
 
   Raises:
-    ValueError: an argument is out of range, or two arguments contradict each
-      other.
+    ValueError: an argument is out of range, or two arguments do not fit
+      together.
 
   Examples:
     Two layers with a window of 8 and one without, twice:
@@ -70,7 +70,7 @@ def llama(
       f"`rope_base` must have a base for each of the {len(windows)} windows, "
       f"got {rope_base}; or give one number for all layers."
     )
-  # `Decoder` checks the other sizes, but has no field for this one.
+  # `Decoder` cannot check this size, because it has no field for it.
   check_size("num_layers", num_layers)
   pattern = [
     Layer(

@@ -10,8 +10,8 @@ from jaxkv._src.models.decoder.numerics import is_exact
 from jaxkv._src.models.decoder.params import Params
 
 _MAX_LOGITS = 2**24
-"""The most logits in memory at a time. They take 64 MiB, and are those of 341
-positions for a vocabulary of 49,152."""
+"""The maximum number of logits in memory at a time. They take 64 MiB. With a
+vocabulary of 49,152 they are those of 341 positions."""
 
 
 def of_tokens(
@@ -29,11 +29,11 @@ def of_tokens(
 
   Args:
     params: parameters of the decoder.
-    x: [..., E], output of the last layer at X positions in all.
+    x: [..., E], output of the last layer at each position.
     tokens: int32[..., S], S alternative next tokens of each position.
     temperature: float32[], above 0, the divisor of the logits.
     config: static; the decoder.
-    max_logits: static; the most logits in memory at a time.
+    max_logits: static; the maximum number of logits in memory at a time.
 
   Returns:
     float32[..., S]; NaN for a token outside the vocabulary.
@@ -67,7 +67,7 @@ def of_tokens(
     return token_logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
   # `prevent_cse` costs time. It is not needed, because XLA cannot merge the
-  # recomputation with the forward pass if both are in loops.
+  # recomputation with the forward pass if each is in a loop.
   out = jax.lax.map(jax.checkpoint(of_chunk, prevent_cse=False), (x, tokens))
   return out.reshape(number * size, -1)[:rows].reshape(shape)
 
@@ -75,10 +75,9 @@ def of_tokens(
 def _exact(
   logits: jax.Array, tokens: jax.Array, temperature: jax.Array
 ) -> jax.Array:
-  """Returns exact log-probs float32[X, S] for float32[X, V], int32[X, S]."""
+  """Returns float32[X, S] for logits float32[X, V] and tokens int32[X, S]."""
   count = tokens.shape[1]
-  # Logits are repeated, because the exact function takes one token per row of
-  # logits.
+  # `log_probs.of_tokens` takes only one token per row of logits.
   if count > 1:
     logits = jnp.repeat(logits, count, axis=0)
   temperatures = jnp.broadcast_to(temperature, (tokens.size,))

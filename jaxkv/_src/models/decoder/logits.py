@@ -37,8 +37,8 @@ def run(
     positions: int32[B, T].
     pools: the memory that `access` reads and writes.
     access: a `PagedKV` or `UncachedKV` of `kv_access`.
-    num_tokens: int32[B], tokens of each sequence, which "last" needs.
-    selection: the tokens that get logits, by name or as columns int32[P].
+    num_tokens: int32[B], tokens of each sequence; needed only for "last".
+    selection: the P tokens that get logits, by name or as columns int32[P].
     config: static; the decoder.
   """
   _check_selection(tokens, num_tokens, selection)
@@ -63,8 +63,8 @@ def _head(config: Decoder, weights: Params, x: jax.Array) -> jax.Array:
   x = rms_norm(x, weights["final_norm"], config.norm_eps, config.norm_offset)
   unembed = weights["unembed"]
   if config.tied_embeddings:
-    # The transpose is inside this function, which exact numerics compile as a
-    # program of its own.
+    # Transposed here and not by the caller, because exact numerics compile this
+    # function separately.
     unembed = unembed.T
   logits = jnp.einsum(
     "...e,ev->...v", x, unembed, preferred_element_type=jnp.float32
@@ -91,14 +91,13 @@ def _select(
       '`logits` must be "all" or "none" with a PackedView, got "last"; give '
       "`columns`."
     )
-  # The index is 0 for a sequence without tokens, because -1 would count from
-  # the end.
+  # Sequences without tokens take token 0, because -1 would count from the end.
   last = jnp.maximum(num_tokens - 1, 0)[:, None, None]
   return jnp.take_along_axis(x, last, axis=1, mode="fill")
 
 
 def check_tokens(tokens: jax.Array, positions: jax.Array) -> None:
-  """Raises unless tokens and positions are integers [B, T]."""
+  """Raises an error unless tokens and positions are integers [B, T]."""
   arguments.check_integers("tokens", tokens)
   arguments.check_integers("positions", positions)
   if tokens.ndim != 2:
@@ -127,11 +126,11 @@ def _check_selection(
 
 
 def check_params(params: Params, config: Decoder) -> None:
-  """Raises unless the embedding in `params` fits the decoder."""
+  """Raises an error unless the embedding in `params` fits the decoder."""
   if not isinstance(params, Mapping) or "embed" not in params:
     description = type(params).__name__
     if isinstance(params, Mapping):
-      description = f"one of {sorted(map(str, params))}"
+      description = f"a dict with {sorted(map(str, params))}"
     raise TypeError(
       f'`params` must be a dict with "embed", got {description}; pass what '
       "`init_params` or `load` returns."

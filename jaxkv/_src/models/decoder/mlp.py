@@ -14,7 +14,7 @@ from jaxkv._src.models.decoder.description import Mlp
 from jaxkv._src.models.decoder.params import Params
 
 _SLOPE = 1.702
-"""Makes x * sigmoid(_SLOPE * x) an approximation of GELU, as in gpt-oss."""
+"""The factor in x * sigmoid(_SLOPE * x), gpt-oss's approximation of GELU."""
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
@@ -27,7 +27,7 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
 
 
 def gated(x: jax.Array, weights: Params, mlp: Mlp) -> jax.Array:
-  """Applies a gated MLP to [B, T, E]."""
+  """Applies a gated MLP to x [B, T, E]."""
   return _gated(
     x, weights["gate"], weights["up"], weights["down"], mlp.activation
   )
@@ -111,7 +111,7 @@ def route(
 
 def _scores(x: jax.Array, weights: Params, experts: Experts) -> jax.Array:
   """Computes the router's scores float32[N, X], before the correction."""
-  # Scores are float32, because bfloat16 could not distinguish close scores.
+  # Logits are float32, because bfloat16 could not distinguish close scores.
   logits = jnp.einsum(
     "ne,ex->nx", x, weights["router"], preferred_element_type=jnp.float32
   )
@@ -125,7 +125,7 @@ def _scores(x: jax.Array, weights: Params, experts: Experts) -> jax.Array:
 
 
 def _in_best_groups(ranking: jax.Array, experts: Experts) -> jax.Array:
-  """Returns scores with -inf for experts outside the best groups."""
+  """Replaces scores by -inf for experts outside a token's best groups."""
   by_group = ranking.reshape(ranking.shape[0], experts.num_groups, -1)
   count = 2 if experts.group_score == "best_two" else 1
   best = jnp.sum(jax.lax.top_k(by_group, count)[0], axis=-1)
@@ -143,7 +143,7 @@ def _run_experts(
   weights: Params,
   experts: Experts,
 ) -> jax.Array:
-  """Returns the weighted sum of each token's experts, [N, E]."""
+  """Returns the weighted sum of the outputs of each token's experts, [N, E]."""
   count = choice.shape[1]
   expert = choice.reshape(-1)
   # A row is a pair of a token and one of its experts. Rows are sorted by

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 def rms_norm(
   x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0
 ) -> jax.Array:
-  """Divides x [..., X] by the root mean square of its last axis.
+  """Normalizes the last axis of x by its root mean square, and scales it.
 
   Args:
-    x: floats of any dtype; the norm is computed in float32.
-    weight: [X], a factor of each element.
+    x: float[..., X] of any dtype; the norm is computed in float32.
+    weight: float[X], a factor of each element.
     eps: added to the mean square.
-    offset: added to the weights.
+    offset: added to `weight`.
   """
   wide = x.astype(jnp.float32)
   square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)

@@ -22,10 +22,10 @@ def is_exact(decoder: Decoder) -> bool:
 
 
 def token_wise(decoder: Decoder) -> TokenWise:
-  """Returns a `TokenWise`, which runs in tiles if numerics are exact."""
+  """Returns a `TokenWise`, which runs tile by tile if numerics are exact."""
   if not is_exact(decoder):
     return lambda function, weights, *arrays: function(weights, *arrays)
-  # Rounding depends on the number of tokens in a product, which a tile fixes.
+  # A tile fixes the number of tokens in a product, on which rounding depends.
   return functools.partial(token_loop.in_tiles, decoder.tile)
 
 

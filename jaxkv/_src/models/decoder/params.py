@@ -1,11 +1,12 @@
 """Parameters of a decoder: names, shapes and random initialization.
 
-The tree has "embed" [V, E], "final_norm" [E], "unembed" [E, V] unless tied, and
-"layers". A stretch is a run of layers that repeat a pattern R times (see
-`groups`). "layers" is a tuple with one entry per stretch, and an entry is a
-tuple with one dict per layer of the pattern. All arrays of a dict have a
-leading axis of R repetitions, so that a scan can slice them. The tables list
-the arrays of a dict without this axis. `description` defines the letters.
+The parameters are a dict with "embed" [V, E], "final_norm" [E], "unembed"
+[E, V] unless tied, and "layers". A stretch is a run of layers that repeat a
+pattern R times (see `groups`). "layers" is a tuple with one entry per stretch,
+and an entry is a tuple with one dict per layer of the pattern. All arrays of a
+dict have a leading axis of R repetitions, so that a scan can slice them. The
+tables omit this axis. `description` defines the letters, and `delta_net` those
+of `DeltaNet`. Names of sizes, such as latent, are those of fields.
 
 | name                       | of `Attention`                                  |
 |----------------------------|-------------------------------------------------|
@@ -92,10 +93,10 @@ class Leaf:
 
   Attributes:
     shape: shape of the array.
-    fan_in: number of inputs of a projection, whose weights are drawn at random.
+    fan_in: number of inputs of a projection, whose weights are drawn at random;
       None for a parameter of ones, 0 for a parameter of zeros.
     residual: True if the projection's output is added to the residual stream.
-    offset: True for a norm's weights, to which `Decoder.norm_offset` is added.
+    offset: True to subtract `Decoder.norm_offset` from a parameter of ones.
     dtype: dtype of the array; None for the decoder's dtype.
   """
 
@@ -107,7 +108,7 @@ class Leaf:
 
 
 def layer_leaves(layer: Layer, embed_dim: int) -> dict[str, Leaf]:
-  """Returns the leaves of one layer, without the axis of repetitions."""
+  """Returns a `Leaf` for each parameter of a layer, for one repetition."""
   attention = layer.attention
   leaves = {
     "attention_norm": Leaf((embed_dim,)),
@@ -163,7 +164,7 @@ def _latent(a: LatentAttention, e: int) -> dict[str, Leaf]:
     "output": Leaf((h, a.value_dim, e), h * a.value_dim, residual=True),
   }
   if rank is not None:
-    # Tokens are projected to the rank, normalized, and projected to the heads.
+    # A low-rank query projection has two matrices, with a norm between them.
     leaves["query_down"] = Leaf((e, rank), e)
     leaves["query_norm"] = Leaf((rank,))
   return leaves
@@ -249,7 +250,7 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
 
   Returns:
     A dict with "embed" [V, E], "final_norm" [E], "unembed" [E, V] unless tied,
-    and "layers": dicts of arrays, each stacked over R repeated layers.
+    and "layers": tuples of dicts of arrays, stacked over R repeated layers.
 
   Examples:
     >>> import jax
@@ -278,7 +279,7 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
     nonlocal cursor
     dtype = leaf.dtype or decoder.dtype
     if not leaf.fan_in:
-      # A norm multiplies by weight + offset, which must be 1 at first.
+      # A norm multiplies by weight + offset, which must be 1 initially.
       offset = decoder.norm_offset if leaf.offset else 0
       value = 0 if leaf.fan_in == 0 else 1 - offset
       return jnp.full(leaf.shape, value, dtype)
@@ -287,8 +288,8 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
     return (noise[begin:cursor].reshape(leaf.shape) * gain).astype(dtype)
 
   def arrays(node: Any) -> Any:
-    # `jax.tree.map` would sort the names. Then the same random key would give
-    # other parameters.
+    # Keeps the order of names in `leaves_of`. `jax.tree.map` would sort them,
+    # which would change the parameters of a random key.
     if isinstance(node, Leaf):
       return array(node)
     if isinstance(node, dict):

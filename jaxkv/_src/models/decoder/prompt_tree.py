@@ -4,7 +4,7 @@ The root of a tree is a prompt, at level 0. Each branch of a level continues a
 branch of the level above. One row has all tokens of a tree, level after level
 and branch after branch:
 
-  | prompt, P columns | G branches of R columns each | G * G' of R' | ...
+  | prompt, R_0 columns | C_1 branches of R_1 columns each | C_2 of R_2 | ...
 
 Letters: N trees, T columns of a row, C_l branches of level l in a tree (C_0 is
 1, and C_l divides C_(l+1)), R_l columns of a branch of level l.
@@ -59,18 +59,19 @@ class Tree:
     return jnp.concatenate(flat, axis=1)
 
   def positions(self) -> list[jax.Array]:
-    """Returns positions from the root, int32[N, C_l, R_l] of each level."""
+    """Returns int32[N, C_l, R_l] of each level, the positions from the root."""
     return [
       start[..., None] + columns(width)
       for start, width in zip(self.starts, self.widths, strict=True)
     ]
 
   def paths(self, x: jax.Array, level: int) -> jax.Array:
-    """Copies rows [N, T, ...] to one sequence per branch of a level.
+    """Copies rows [N, T, ...] to one sequence per branch of level l.
 
     Returns:
-      [N * C_l, R_0 + ... + R_l, ...]: the tokens of all ancestors and of the
-      branch, without padding between them; arbitrary values at the end.
+      [N * C_l, R_0 + ... + R_l, ...]: the tokens of all ancestors of the branch
+      and then of the branch, without padding between them; arbitrary values
+      after them.
     """
     count, stop = self.branches[level], sum(self.widths[: level + 1])
     dims = x.shape[2:]
@@ -80,8 +81,7 @@ class Tree:
         path, part, start, 0
       )
     )
-    # The order is from the root down, so that each part overwrites the padding
-    # of the part before it.
+    # From the root down, so that each part overwrites the padding before it.
     for part, start in zip(
       self.split(x)[: level + 1], self.starts, strict=False
     ):
@@ -93,8 +93,8 @@ class Tree:
   def last(self, level: int) -> jax.Array:
     """Returns the column of the last token on each path, int32[N, C_l].
 
-    For an empty branch, returns the column of the nearest ancestor's last
-    token, or 0 if all ancestors are empty.
+    For an empty branch, returns that of its nearest ancestor that has tokens,
+    or 0 if all ancestors are empty.
     """
     begin, column = 0, jnp.zeros_like(self.lengths[0])
     for number in range(level + 1):
@@ -108,7 +108,7 @@ class Tree:
 
 
 def of_lengths(widths: Sequence[int], lengths: Sequence[jax.Array]) -> Tree:
-  """Returns trees whose branches have these widths and lengths."""
+  """Returns a `Tree` with the given fields `widths` and `lengths`."""
   # A branch starts after its parent's tokens, because positions skip padding.
   starts = [jnp.zeros_like(lengths[0])]
   for parent, child in itertools.pairwise(lengths):

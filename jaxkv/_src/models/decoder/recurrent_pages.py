@@ -1,4 +1,4 @@
-"""Runs recurrences over states that are stored in pages."""
+"""Runs recurrences whose states are stored in pages."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from jaxkv._src.models.decoder.description import DeltaNet
 
 Recurrence = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
 """A function `(inputs, states, num_tokens) -> (outputs, states)` that runs the
-first `num_tokens` int32[R] of T tokens of each of R sequences. Inputs and
-outputs are [R, T, ...]. States are those before and after these tokens."""
+first `num_tokens` int32[R] of T tokens in each of R sequences, from the states
+before them to the states after. Inputs and outputs are [R, T, ...]."""
 
 
 def run_rows(
@@ -35,8 +35,8 @@ def run_rows(
   if inputs[0].shape[1] == 1:
     return _run_stored(run, inputs, pool, rows, layer)
   # Other sequences can reuse a full page as a prefix, so a full page must hold
-  # the state at its end. A row is therefore run in two parts. The head of a row
-  # is the tokens that fill a partly filled page. The tail is the other tokens.
+  # the state at its end. If a row goes past the end of a partly filled page,
+  # its tokens up to there (the head) run first, and then the rest (the tail).
   room = -rows.starts % size
   head_counts = jnp.where(room < rows.num_tokens, room, 0)
 
@@ -71,7 +71,7 @@ def _columns(
 ) -> tuple[jax.Array, ...]:
   """Gathers the columns int32[B, T] of arrays [B, T, ...]."""
   row = jnp.arange(column.shape[0], dtype=jnp.int32)[:, None]
-  # "clip" is safe, because a column past the end is also past the row's count.
+  # "clip" is safe, because a column past the end is padding.
   return tuple(array.at[row, column].get(mode="clip") for array in arrays)
 
 

@@ -25,7 +25,7 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-  """Divides low frequencies by a factor and keeps high ones (Llama 3).
+  """Divides low frequencies by a factor, as in Llama 3.
 
   Attributes:
     factor: divisor of the low frequencies.
@@ -44,7 +44,7 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-  """Divides low frequencies and keeps high ones (YaRN, Peng et al., 2023).
+  """Divides low frequencies by a factor, as in YaRN (Peng et al., 2023).
 
   Attributes:
     factor: divisor of the low frequencies.
@@ -129,7 +129,7 @@ def _yarn(
   plain: np.ndarray, base: float, dim: int, scaling: YarnScaling
 ) -> np.ndarray:
   def pair_of(turns: float) -> float:
-    """Returns the pair that makes this number of turns in the context."""
+    """Returns the pair with this number of turns in `original_length`."""
     wavelength = scaling.original_length / (turns * 2 * math.pi)
     return dim * math.log(wavelength) / (2 * math.log(base))
 
@@ -149,7 +149,7 @@ def rotation(
   """Returns cosines and sines float32[B, T, 1, dim / 2] for positions."""
   frequency = jnp.asarray(frequencies(rope, head_dim))[None, None, None]
   angles = positions.astype(jnp.float32)[:, :, None, None] * frequency
-  # Programs without YaRN do not multiply, because their factor would be 1.0.
+  # Only YaRN has a factor. Without one, the program has no multiplication.
   factor = 1.0
   if isinstance(rope.scaling, YarnScaling):
     factor = rope.scaling.attention_factor

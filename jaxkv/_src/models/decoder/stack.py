@@ -38,10 +38,10 @@ def run(
   *,
   remat: bool = False,
 ) -> Carry:
-  """Runs all layers, and returns [B, T, E] before the last norm, and the pools.
+  """Returns the last layer's output [B, T, E], before the norm, and the pools.
 
-  With `remat` only the input of each layer is saved for a gradient, which then
-  recomputes the layer.
+  With `remat`, only the input of each layer is saved for a gradient. The
+  backward pass then recomputes the layer.
   """
   embed = functools.partial(_embed, decoder)
   x, rotations = token_wise(decoder)(embed, params["embed"], tokens, positions)
@@ -86,7 +86,7 @@ def _repeat(
   function: LayerFunction,
   decoder: Decoder,
 ) -> Carry:
-  """Applies a function to each layer of a stretch."""
+  """Applies `function` to each layer of a stretch."""
   size = len(stretch.pattern)
 
   def apply(
@@ -124,7 +124,7 @@ def _location(
   number: int,
   repetition: jax.Array | int,
 ) -> Location:
-  """Returns the `Location` of a pattern's layer `number` in a repetition."""
+  """Returns the `Location` of layer `number` of the pattern in a repetition."""
   period, index = groups.period(decoder), stretch.first + number
   group = index % period
   # A repetition advances whole periods, so the group is static and only the
@@ -145,7 +145,7 @@ def _read_weights(
 ) -> Params:
   """Slices the weights of one layer, after its input x is computed."""
   # Without the dependency on x, XLA copies the weights of all layers of the
-  # repetition before the first layer. The copy takes as much memory as these
+  # repetition before it runs the first. The copy takes as much memory as these
   # weights, and doubles the time of a decode step on a CPU.
   computed = (x[0, 0, 0] > 0).astype(jnp.int32)
   index = loops.read_before(computed, repetition)

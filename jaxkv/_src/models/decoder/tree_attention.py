@@ -6,8 +6,7 @@ with the queries of all its completions, so that the keys are read once.
 
 Letters in addition to those of `prompt_tree`: H query heads, K key-value heads,
 D head size, X size of a value, g query heads per key-value head, l level of the
-queries, j level of the keys, Q queries in all descendants of a branch at level
-j.
+queries, j level of the keys, Q queries of level l below one branch of level j.
 """
 
 import dataclasses
@@ -154,8 +153,9 @@ def _softmax(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
   """Computes one softmax over the last axes of all parts.
 
   There is one part per level j of keys: the scores [N, C_j, K, g, Q, R_j] of
-  the same queries with these keys, grouped by the branches of the keys. The
-  last part is grouped by the branches of the queries, because there j = l.
+  the same queries with these keys, grouped by the branches of the keys. For
+  j = l these are the branches of the queries. Sinks are a further, last part
+  of one column, grouped by the branches of the queries.
   """
   maxima = [_by_query_branch(jnp.max(part, axis=-1), parts) for part in parts]
   maximum = maxima[0]
@@ -185,7 +185,7 @@ def _softmax_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _sum(parts: list[jax.Array]) -> jax.Array:
-  """Sums over the last axes of all parts: [N, C_l, K, g, R_l]."""
+  """Sums the last axes of all parts, to one array [N, C_l, K, g, R_l]."""
   total = jnp.float32(0)
   for part in parts:
     total = total + _by_query_branch(jnp.sum(part, axis=-1), parts)

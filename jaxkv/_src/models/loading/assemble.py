@@ -1,7 +1,6 @@
 """Assembles parameters from the tensors of a checkpoint."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -18,19 +17,18 @@ from jaxkv._src.models.loading.weight_maps import Sources
 from jaxkv._src.models.loading.weight_maps import WeightMap
 
 _MAX_NAMES = 3
-"""The most tensors that an error message lists."""
+"""The maximum number of tensors that an error message lists."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-  """An opened checkpoint of any format. Its tensors are read later.
+  """An open checkpoint of any format. Its tensors are read on demand.
 
   Attributes:
     name: name of the file or folder, for error messages.
-    dtype: returns the default dtype of the parameters; raises ValueError if it
-      is not supported.
-    weight_map: takes a dtype and returns the `WeightMap` of parameters with
-      that dtype.
+    dtype: returns the checkpoint's dtype; raises ValueError if it is not
+      supported.
+    weight_map: returns the `WeightMap` for parameters of a given dtype.
     tensors: the tensors, by their names in Hugging Face's format.
     stop_tokens: ids of the tokens that end a text or a chat message.
     max_length: the longest sequence that the model was trained for, in tokens.
@@ -47,13 +45,13 @@ class Checkpoint:
 
 
 def check(weight_map: WeightMap, tensors: Tensors, file: str) -> None:
-  """Checks names, shapes and dtypes of all tensors without reading them."""
+  """Raises ValueError unless the tensors' names, shapes and dtypes fit."""
   shapes: dict[str, tuple[int, ...]] = {}
   missing: dict[str, None] = {}
   for source in sources_of(weight_map):
     shapes |= dict(source.tensors)
     missing |= {name: None for name, _ in source.tensors if name not in tensors}
-    # Stops early, because a damaged config.json can name billions of layers.
+    # Stops early, because a damaged config.json can name billions of tensors.
     if len(missing) > 2 * _MAX_NAMES:
       break
   if missing:
@@ -94,10 +92,9 @@ def assemble(
   """Reads the tensors and assembles the parameters.
 
   Args:
-    weight_map: the weight map, checked by `check`.
+    weight_map: the weight map. Call `check` first.
     tensors: the tensors.
-    tick: called after each source (see `weight_maps.Source`) is read, so
-      `num_sources` times.
+    tick: called after each `Source` is read, so `num_sources` times.
   """
   dtype = weight_map.decoder.dtype
 
@@ -105,7 +102,7 @@ def assemble(
     leaf: leaves.Leaf, sources: list[Source], is_stacked: bool
   ) -> jax.Array:
     # A stacked array is filled layer by layer and in its final dtype. So at
-    # most one layer's tensor is in memory in addition to the parameters.
+    # most one source is in memory in addition to the parameters.
     out = np.empty(leaf.shape, leaf.dtype or dtype)
     slices = out if is_stacked else out[None]
     for layer_slice, source in zip(slices, sources, strict=True):
@@ -139,10 +136,7 @@ def assemble(
 def _repetitions(
   weight_map: WeightMap, stretch: groups.Stretch
 ) -> Iterator[list[Sources]]:
-  """Yields one list per layer of a pattern: the sources of its repetitions.
-
-  `decoder/groups.py` defines stretches, patterns and repetitions.
-  """
+  """Yields the sources of all repetitions of each layer of the pattern."""
   size = len(stretch.pattern)
   for index in range(size):
     yield [
@@ -153,11 +147,9 @@ def _repetitions(
 
 def sources_of(weight_map: WeightMap) -> Iterator[Source]:
   """Yields the sources of all parameters."""
-  layers = range(weight_map.decoder.num_layers)
-  return itertools.chain(
-    weight_map.top.values(),
-    *(weight_map.layer(number).values() for number in layers),
-  )
+  yield from weight_map.top.values()
+  for number in range(weight_map.decoder.num_layers):
+    yield from weight_map.layer(number).values()
 
 
 def num_sources(weight_map: WeightMap) -> int:

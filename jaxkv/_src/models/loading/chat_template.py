@@ -9,7 +9,7 @@ from jaxkv._src.extras import extra_package
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
-  """Renders a template with variables such as `messages`."""
+  """Renders a template with the given variables, such as `messages`."""
   task = "To render a chat template"
   sandbox = extra_package("jinja2.sandbox", install="jaxkv[hf]", task=task)
   # A template is a program of a third party, so it runs in a sandbox. The
@@ -27,7 +27,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
     return environment.from_string(template).render(**variables)
   except _RefusedError as error:
     raise ValueError(str(error)) from error
-  # A template can raise any exception, so all become a ValueError with a hint.
+  # A template can raise any exception. All are converted to a ValueError.
   except Exception as error:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     raise ValueError(

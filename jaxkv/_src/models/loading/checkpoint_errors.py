@@ -1,8 +1,7 @@
 """Converts errors of a damaged checkpoint to one line that names its file.
 
-The code that reads a checkpoint checks most values itself. This module is for
-all other errors that a damaged file can cause, such as errors that another
-package raises.
+The code that reads a checkpoint checks most values itself. This module handles
+the other errors that a damaged file can cause, such as those of other packages.
 """
 
 import contextlib
@@ -16,9 +15,9 @@ def one_line_errors(name: str) -> Iterator[None]:
   """Converts errors of a `with` block to one line that contains `name`.
 
   Raises:
-    ImportError: a package is not installed.
-    OSError: a file cannot be read.
-    ValueError: the block failed in any other way.
+    ImportError, OSError, MemoryError: the block raised this error.
+    ValueError: the block raised another `Exception`, or a package in Rust
+      panicked.
   """
   try:
     yield

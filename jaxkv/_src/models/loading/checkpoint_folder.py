@@ -26,7 +26,7 @@ _OUTER_KEYS = (
   "tie_word_embeddings",
   "torch_dtype",
 )
-# The longest sequence, in tokens, of a checkpoint that states none.
+# The `max_length` of a checkpoint whose config.json does not give it.
 _DEFAULT_LENGTH = 4096
 _VISION = re.compile(
   r"(model\.)?(vision_tower|multi_modal_projector|vision_model)\..*"
@@ -35,7 +35,7 @@ _TEXT = re.compile(r"(model\.language_model\.|language_model\.model\.)")
 
 
 def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
-  """Reads the configuration and the headers of the tensor files."""
+  """Opens a checkpoint: reads config.json and the headers of tensor files."""
   file = str(folder / "config.json")
   values = json_object(folder / "config.json")
   family = family_of(values.get("architectures"), file)
@@ -43,7 +43,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
   outer = ConfigFile(values, file)
   quantization = outer.table("quantization_config")
   # In a multimodal checkpoint the keys of the language model are in the table
-  # `text_config`, but the keys below can be outside of it.
+  # `text_config`, but `_OUTER_KEYS` can be outside of it.
   if "text_config" in values:
     outer, values = values, dict(outer.table("text_config"))
     for key in _OUTER_KEYS:

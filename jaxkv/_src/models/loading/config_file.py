@@ -23,28 +23,24 @@ _HARMLESS = frozenset(
   unsloth_version use_bfloat16 use_cache use_return_dict
   """.split()
 )
-"""Keys that do not affect logits, because they configure training, tokens or
-other programs. `checkpoint_folder.py` reads `quantization_config`."""
+"""Keys that a model family need not read, because they do not affect logits.
+`checkpoint_folder.py` reads `quantization_config`."""
 
 
 _MAX_INT = 2**31 - 1
-_COUNTS_OF_TENSORS = {
-  "num_hidden_layers",
-  "num_experts",
-  "num_local_experts",
-  "n_routed_experts",
-  "num_nextn_predict_layers",
-}
-"""Keys that count layers or experts. Each of these has tensors of its own, so a
-count is at most the number of tensors."""
+_COUNTS_OF_LAYERS = {"num_hidden_layers", "num_nextn_predict_layers"}
+"""Keys that count layers. Their maximum is the number of tensors."""
+_COUNTS_OF_EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
+_MAX_EXPERTS = 2**16
+"""One tensor can have all experts. Pools of expert ids are of 16 bits."""
 
 
 class ConfigFile:
   """The values of a config.json, with checked types.
 
   A method that returns a value raises a ValueError if the value has the wrong
-  type, or if the value is missing and the caller gives no default. A null
-  counts as missing. At the end, `check_all_read` refuses unknown keys.
+  type, or if it is missing and the method is called without a default. A null
+  counts as missing. Call `check_all_read` last, to refuse unknown keys.
   """
 
   def __init__(
@@ -55,8 +51,8 @@ class ConfigFile:
     Args:
       values: the JSON object.
       file: name of the file, for error messages.
-      num_tensors: number of tensors in the checkpoint, which bounds the numbers
-        of layers and of experts.
+      num_tensors: number of tensors in the checkpoint, which bounds the number
+        of layers.
     """
     self.file = file
     self._num_tensors = num_tensors
@@ -86,7 +82,7 @@ class ConfigFile:
     value = self.get(key, default)
     if value is None:
       return None
-    # bool is a subclass of int, so it must be refused separately.
+    # bool is a subclass of int, so it needs a separate check.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # The bound refuses an int of 400 digits, for which `float` would raise an
     # OverflowError.
@@ -127,24 +123,28 @@ class ConfigFile:
     value = self.get(key, default)
     if value is None:
       return None
-    # The bound keeps a damaged count from starting a loop over 2**31 layers.
-    maximum = self._num_tensors if key in _COUNTS_OF_TENSORS else _MAX_INT
+    # The bounds prevent a loop over 2**31 layers if a count is damaged.
+    maximum = _MAX_INT
+    if key in _COUNTS_OF_LAYERS:
+      maximum = self._num_tensors
+    elif key in _COUNTS_OF_EXPERTS:
+      maximum = _MAX_EXPERTS
     if type(value) is not int or value < minimum:
       raise self.wrong(key, f"an int of at least {minimum}")
     if value > maximum:
-      suffix = ", the number of tensors" if maximum < _MAX_INT else ""
+      suffix = ", the number of tensors" if key in _COUNTS_OF_LAYERS else ""
       raise self.wrong(key, f"at most {maximum}{suffix}")
     return value
 
   def only(self, key: str, *allowed: Any) -> None:
-    """Refuses a key unless it is missing or has one of the allowed values."""
+    """Raises ValueError unless a key is missing or has an allowed value."""
     value = self.get(key, None)
     if value is not None and value not in allowed:
       names = " or ".join(repr(name) for name in allowed)
-      raise self.wrong(key, f"{names or 'null'}, as others are not supported")
+      raise self.wrong(key, f"{names or 'null'}, as no other is supported")
 
   def ignore(self, *keys: str) -> None:
-    """Marks keys as read. It is for keys without effect in a model family."""
+    """Marks keys as read, because they have no effect in a model family."""
     self._read.update(keys)
 
   def check_all_read(self) -> None:

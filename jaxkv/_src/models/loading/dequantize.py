@@ -17,7 +17,7 @@ _E2M1 = np.array(
 
 
 def fp8_blocks(tensors: Tensors, block: tuple[int, int]) -> Tensors:
-  """Dequantizes each float8_e4m3fn tensor `X` by its scales `X_scale_inv`.
+  """Dequantizes each float8_e4m3fn tensor `X` with its scales `X_scale_inv`.
 
   Args:
     tensors: the tensors of a checkpoint.
@@ -57,7 +57,7 @@ def _fp8_reader(tensor: LazyTensor, scales: LazyTensor, block: tuple[int, int]):
 
 
 def mxfp4(tensors: Tensors) -> Tensors:
-  """Dequantizes each `X_blocks` [..., N, G, 16] by `X_scales` [..., N, G].
+  """Dequantizes each `X_blocks` [..., N, G, 16] with `X_scales` [..., N, G].
 
   N is the number of outputs. Each output has G blocks of 32 values along the
   input axis, and each byte stores two values. The result `X` is [..., 32 G, N].
@@ -92,8 +92,7 @@ def _mxfp4_reader(blocks: LazyTensor, scales: LazyTensor):
     # The low nibble of a byte is the first of its two values.
     values[..., 0] = _E2M1[packed & 15]
     values[..., 1] = _E2M1[packed >> 4]
-    # Scales are float8 E8M0, so a byte is an exponent of two with a bias of
-    # 127.
+    # Scales are float8 E8M0: a byte is an exponent of two with a bias of 127.
     exponents = scales.read().view(np.uint8).astype(np.int32) - 127
     values = values.reshape(*lead, groups, 2 * width)
     values = np.ldexp(values, exponents[..., None], out=values)

@@ -34,8 +34,8 @@ _SIZES = {
   "feed_forward_length": "intermediate_size",
   "attention.head_count": "num_attention_heads",
 }
-# The largest number of keys, and of tensors, in a file. A damaged file can
-# announce any number, so this limit bounds the loops over them.
+# The maximum number of keys, and of tensors. It bounds the loops over them,
+# because a damaged file can state any number.
 _MAX_COUNT = 1 << 16
 
 
@@ -56,8 +56,7 @@ def open_checkpoint(path: pathlib.Path) -> Checkpoint:
   metadata.check_all_read()
   config = ConfigFile(values, str(path), num_tensors=len(tensors))
   weight_map = functools.partial(_FAMILIES[name], config)
-  # `eos` ends a text, and chat models end a message with `eot`. Both stop the
-  # generation.
+  # `eos` ends a text, and chat models end a message with `eot`.
   keys = (f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot"))
   tokens = (metadata.count(key, None) for key in keys)
   stop_tokens = dict.fromkeys(token for token in tokens if token is not None)
@@ -73,10 +72,10 @@ def open_checkpoint(path: pathlib.Path) -> Checkpoint:
 
 
 def read(gguf: Any, path: pathlib.Path) -> tuple[ConfigFile, Tensors]:
-  """Reads the metadata, and opens the tensors by their names in the file.
+  """Reads the metadata, and opens the tensors, under their names in the file.
 
   Tensors have their outermost axis first. They are dequantized to float32 when
-  they are read, so the file must stay in place until then.
+  they are read, so the file must exist until then.
   """
   try:
     with path.open("rb") as file:
@@ -98,9 +97,9 @@ def read(gguf: Any, path: pathlib.Path) -> tuple[ConfigFile, Tensors]:
     ) from error
   metadata = ConfigFile(values, str(path), num_tensors=len(reader.tensors))
   metadata.only("split.count", 0, 1)
-  # Two kinds of keys may stay unread, because they do not change logits. Keys
-  # whose value is zero or empty turn a feature off. Keys without the prefix of
-  # the architecture do not describe layers.
+  # Two kinds of keys are ignored, because they do not change logits. A key with
+  # the value zero or an empty value turns a feature off. A key without the
+  # prefix of the architecture does not describe layers.
   prefix = f"{values.get('general.architecture')}."
   metadata.ignore(
     *(k for k, v in values.items() if not v or not k.startswith(prefix))
@@ -127,7 +126,7 @@ def _config(
   metadata.ignore(f"{name}.vocab_size", f"{name}.tensor_data_layout")
   kv_heads = metadata.size(f"{name}.attention.head_count_kv", heads)
   eps = metadata.number(f"{name}.attention.layer_norm_rms_epsilon")
-  # The rotary base that llama.cpp uses for files without one.
+  # If a file has no rotary base, llama.cpp uses this one.
   base = 1e6 if name == "gemma3" else 1e4
   config |= {
     "num_key_value_heads": kv_heads,
@@ -148,12 +147,12 @@ def _config(
 
 
 def _gemma(metadata: ConfigFile, config: dict[str, Any]) -> dict[str, Any]:
-  """Returns the keys that only Gemma 3 has."""
+  """Returns the values of config.json that only Gemma 3 has."""
   window = "gemma3.attention.sliding_window"
   scale = config["head_dim"]
   # Gemma 3 27B scales attention logits by (hidden_size / heads) ** -0.5, and
-  # the other sizes by head_dim ** -0.5. A GGUF file has no key for this, but
-  # only 27B has 62 layers.
+  # other sizes of Gemma 3 by head_dim ** -0.5. A GGUF file has no key for the
+  # scale, but only 27B has 62 layers.
   if config["num_hidden_layers"] == 62:
     scale = config["hidden_size"] // config["num_attention_heads"]
   keys = {
@@ -173,7 +172,7 @@ def _scaling(
 ) -> dict[str, Any] | None:
   """Returns `rope_scaling` of an equivalent config.json.
 
-  Llama 3 stores its scaling as a tensor, which is removed from `tensors`.
+  A Llama 3 file has the scaling as a tensor, which is removed from `tensors`.
   """
   prefix = f"{name}.rope.scaling."
   metadata.ignore(f"{prefix}finetuned")
@@ -210,13 +209,13 @@ def _renamed(
   }
 
   def split_halves(weights: np.ndarray) -> np.ndarray:
-    """Puts the first rows of a head's rotary pairs before all second rows."""
+    """Moves the first row of each rotary pair to the first half of its head."""
     pairs = weights.reshape(-1, config["head_dim"] // 2, 2, *weights.shape[1:])
     return pairs.swapaxes(1, 2).reshape(weights.shape)
 
   renamed = {}
   for key, tensor in tensors.items():
-    # llama.cpp adds the offset of 1 to Gemma's norm weights and interleaves the
+    # llama.cpp adds the offset, 1, to Gemma's norm weights, and interleaves the
     # rotary pairs of Llama's queries and keys. Both are undone here.
     if name == "gemma3" and key.endswith("norm.weight"):
       tensor = transformed(tensor, lambda weights: weights - np.float32(1))
@@ -228,7 +227,7 @@ def _renamed(
 
 
 def _reader_class(gguf: Any) -> Any:
-  """Returns a `GGUFReader` that reads arrays fast and checks all bounds."""
+  """Returns a subclass of `GGUFReader` that is faster and checks all bounds."""
 
   class Reader(gguf.GGUFReader):
     def _get(self, offset: int, dtype: Any, count: int = 1, **_: Any) -> Any:

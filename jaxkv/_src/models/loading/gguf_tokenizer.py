@@ -11,19 +11,19 @@ from jaxkv._src.models.loading.tokenizer import Tokenizer
 _GGML = "tokenizer.ggml."
 # Token types of llama.cpp.
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
-# GPT-4's regular expression for words. %s stands for the expression for digits.
+# GPT-4's regular expression for words. `%` inserts an expression for digits.
 _WORDS = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
   r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The expression for digits of each pre-tokenizer. None selects GPT-2's regular
+# Each pre-tokenizer's expression for digits. None selects GPT-2's regular
 # expression for words.
 _DIGITS = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
 _DIGITS |= dict.fromkeys(("default", "gpt-2", "smollm"))
 
 
 def open_tokenizer(metadata: ConfigFile) -> Tokenizer:
-  """Builds the tokenizer, or raises the errors of `Pretrained.tokenizer`."""
+  """Builds the tokenizer. Raises the errors of `Pretrained.tokenizer`."""
   library = extra_package("tokenizers", install="jaxkv[gguf]", task=TASK)
   metadata.only(f"{_GGML}model", "gpt2", "llama")
   is_sentence_piece = metadata.get(f"{_GGML}model") == "llama"
@@ -52,8 +52,8 @@ def open_tokenizer(metadata: ConfigFile) -> Tokenizer:
     pairs = zip(tokens, kinds, strict=False)
     names = [token for token, token_kind in pairs if token_kind == kind]
     add([library.AddedToken(name, normalized=False) for name in names])
-  # For files without the flags `add_bos_token` and `add_eos_token`, the
-  # defaults are those of llama.cpp.
+  # The defaults of the flags `add_bos_token` and `add_eos_token` are those of
+  # llama.cpp.
   adds_bos = (
     is_sentence_piece or metadata.get(f"{_GGML}pre", None) == "llama-bpe"
   )
@@ -80,7 +80,7 @@ def _byte_level(
   merges = metadata.items(f"{_GGML}merges", str)
   pairs = [tuple(pair.split(" ", 1)) for pair in merges]
   model = library.models.BPE(vocabulary, pairs)
-  # In llama-bpe a word that is a token stays whole, even if no merges form it.
+  # In llama-bpe, a word in the vocabulary is one token, even without merges.
   model.ignore_merges = kind == "llama-bpe"
   core = library.Tokenizer(model)
   if kind == "qwen2":
@@ -126,7 +126,7 @@ def _sentence_piece(
 def _merges(ranks: dict[str, tuple[float, int]]) -> list[tuple[str, str]]:
   """Returns the pairs that SentencePiece merges, ordered by rank."""
   # SentencePiece has no list of merges. It merges any two adjacent pieces whose
-  # concatenation is a piece, and the concatenation with the best score first.
+  # concatenation is a piece, in the order of the concatenations' scores.
   merges = []
   for token, rank in ranks.items():
     for middle in range(1, len(token)):

@@ -6,12 +6,12 @@ import re
 from jaxkv._src.extras import extra_package
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
-# The files that `checkpoint_folder.py` reads, without pickles and images.
+# The files that `load` reads. Others, such as pickles, are not downloaded.
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
 def is_id(source: str) -> bool:
-  """Returns True if a name has the form of a model id of the hub.
+  """Returns True if a name has the form of a hub model id: owner/name.
 
   Examples:
     >>> is_id("Qwen/Qwen3-0.6B"), is_id("./folder/inner"), is_id("name")
@@ -21,14 +21,14 @@ def is_id(source: str) -> bool:
 
 
 def download(source: str, *, local_files_only: bool = False) -> pathlib.Path:
-  """Returns the local folder of a model, after a download if necessary."""
+  """Downloads a model unless it is cached, and returns its local folder."""
   task = f"There is no folder {source}; to get a model of that name"
   hub = extra_package("huggingface_hub", install="jaxkv[hub]", task=task)
   try:
     folder = hub.snapshot_download(
       source, allow_patterns=_FILES, local_files_only=local_files_only
     )
-  # The package raises its own errors and those of HTTP and file libraries.
+  # The package also raises errors of HTTP and file libraries.
   except Exception as error:
     reason = str(error).strip().splitlines() or [type(error).__name__]
     raise ValueError(

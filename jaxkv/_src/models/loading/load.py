@@ -55,7 +55,7 @@ class Pretrained:
       ImportError: the package `tokenizers` is not installed.
       ValueError: the checkpoint has no tokenizer, or a damaged one.
     """
-    # Read on demand, because training on tokens does not need `tokenizers`.
+    # Read on demand, because not all programs need the package `tokenizers`.
     with checkpoint_errors.one_line_errors(self.name):
       return self.open_tokenizer()
 
@@ -88,7 +88,7 @@ class Pretrained:
 
     Args:
       num_pages: N, pages of all layer groups together.
-      num_slots: B, the most sequences at a time.
+      num_slots: B, the maximum number of sequences at a time.
       page_size: S, tokens per page.
       max_length: the longest sequence, in tokens; None for `self.max_length`.
       **options: further arguments of `jaxkv.CacheConfig`.
@@ -126,8 +126,8 @@ def load(
   """Loads a pretrained decoder.
 
   A checkpoint with unknown tensors, or with unknown keys in its configuration,
-  is refused. Tensors are read one by one, so loading needs little more memory
-  than the parameters.
+  raises a ValueError. Tensors are read one by one, so loading needs little more
+  memory than the parameters.
 
   Args:
     source: one of
@@ -138,15 +138,16 @@ def load(
       - the id of a model on the hub, if the package `huggingface_hub` is
         installed.
     dtype: dtype of parameters and activations: float32, bfloat16 or float16.
-      None for the checkpoint's dtype.
+      None for the checkpoint's dtype, or bfloat16 for a .gguf file.
     local_files_only: True to download nothing.
     progress: True to show a progress bar on stderr.
 
   Raises:
     ImportError: a package is not installed. The message names the extra to
       install.
-    ValueError: the checkpoint does not exist, is damaged, or needs an
-      unsupported feature. The message names the file, key or tensor.
+    TypeError: `dtype` is not a dtype.
+    ValueError: `dtype` is not supported, or the checkpoint does not exist, is
+      damaged, or needs an unsupported feature.
     OSError: a file cannot be read.
 
   Examples:
@@ -169,9 +170,9 @@ def load(
 
 
 def _read(checkpoint: Checkpoint, dtype: Any, progress: bool) -> Pretrained:
-  """Reads the tensors of a checkpoint."""
+  """Checks and reads the tensors of a checkpoint."""
   weight_map = checkpoint.weight_map(dtype)
-  # The check comes first, because reading a large model takes minutes.
+  # Checked before any tensor is read, because reading can take minutes.
   assemble.check(weight_map, checkpoint.tensors, checkpoint.name)
   total = assemble.num_sources(weight_map)
   with tqdm.tqdm(

@@ -20,8 +20,8 @@ def rope_table(config: ConfigFile, default_base: float) -> Table:
   """Returns the rotary settings of config.json as one table.
 
   The new form is the table `rope_parameters`. The old form is a number,
-  `rope_theta`, and a table, `rope_scaling`. In the old table `type` can be
-  written for `rope_type`.
+  `rope_theta`, and a table, `rope_scaling`. In the old form, the key `type` can
+  replace `rope_type`.
   """
   base = config.number("rope_theta", default_base)
   fraction = config.number("partial_rotary_factor", 1.0)
@@ -42,10 +42,10 @@ def rope_of(
   """Converts a table to the `Rope` of a layer.
 
   Args:
-    table: from `rope_table`.
+    table: rotary settings in the format of `rope_table`.
     config: the file, for the context length and for error messages.
-    head_dim: number of elements of a head. A table can rotate only a fraction
-      of them.
+    head_dim: number of elements of a head. `partial_rotary_factor` in the table
+      is the share of them that is rotated.
     interleaved: see `Rope`.
   """
   # A separate `ConfigFile` refuses unknown keys of the table.
@@ -67,8 +67,8 @@ def llama3_table(
   divisors: np.ndarray, base: float, config: ConfigFile, head_dim: int
 ) -> Table:
   """Returns Llama 3's `rope_scaling` for given divisors of the frequencies."""
-  # A GGUF file stores only the divisors. The other settings are the same in all
-  # Llama 3 models, and the check below refuses files with another scaling.
+  # A GGUF file stores only the divisors. The settings except `factor` are the
+  # same in all Llama 3 models. The check below refuses any other scaling.
   table = {
     "rope_type": "llama3",
     "factor": float(divisors.max(initial=1.0)),
@@ -96,7 +96,7 @@ def _no_scaling(settings: ConfigFile, config: ConfigFile) -> Scaling | None:
 
 def _linear(settings: ConfigFile, config: ConfigFile) -> Scaling:
   del config
-  # transformers writes this key for all types, but linear scaling ignores it.
+  # transformers writes this key for all types, but it has no effect here.
   settings.ignore("original_max_position_embeddings")
   return LinearScaling(factor=settings.number("factor"))
 
@@ -115,8 +115,8 @@ def _yarn(settings: ConfigFile, config: ConfigFile) -> Scaling:
   length = _original_length(settings, config)
   if factor is None:
     factor = config.size("max_position_embeddings") / length
-  # Without a key for the attention factor, DeepSeek's files give two
-  # magnitudes, whose ratio is the factor. YaRN's default is one magnitude.
+  # Files of DeepSeek have no `attention_factor`. There it is a ratio of two
+  # magnitudes. In other files without this key it is YaRN's default.
   mscale = settings.number("mscale", 0.0)
   all_dim = settings.number("mscale_all_dim", 0.0)
   attention = settings.number("attention_factor", None)
@@ -139,14 +139,14 @@ def magnitude(factor: float, mscale: float) -> float:
 
   Args:
     factor: new context length divided by the original context length.
-    mscale: weight of the factor's logarithm.
+    mscale: coefficient of the logarithm of `factor`.
   """
   return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _original_length(settings: ConfigFile, config: ConfigFile) -> int:
   key = "original_max_position_embeddings"
-  # Both places are searched, because some files have the key outside the table.
+  # Some files have the key in `config` instead of the rope table.
   length = settings.size(key, None)
   if length is None:
     length = config.size(key, None)

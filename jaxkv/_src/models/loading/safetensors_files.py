@@ -34,7 +34,7 @@ _DTYPES: dict[str, Any] = {
   "U8": np.uint8,
   "BOOL": np.bool_,
 }
-# The longest header that the format allows.
+# The longest header that the format allows, in bytes.
 _MAX_HEADER = 100_000_000
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -71,8 +71,8 @@ def _indexed(folder: pathlib.Path) -> Tensors:
   files: dict[str, Tensors] = {}
   for name in sorted(set(file_of_tensor.values())):
     path = folder / name
-    # A name with a folder is refused, because an index must not name files
-    # outside its own folder.
+    # A name with a "/" is refused, because an index must not name files outside
+    # its folder.
     if path.name != name or not path.exists():
       raise ValueError(
         f"{folder} lacks the shard {name}, which {_INDEX} names; download the "
@@ -105,7 +105,7 @@ def open_file(path: pathlib.Path) -> Tensors:
         "its header; get it again."
       )
     text = file.read(length)
-  # A damaged header can be any JSON, so every access to it can fail.
+  # A damaged header can be any JSON value, so every access to it can fail.
   try:
     header = json.loads(text)
     header.pop("__metadata__", None)
@@ -134,7 +134,7 @@ def open_file(path: pathlib.Path) -> Tensors:
 
 
 def _check_disjoint(path: pathlib.Path, entries: dict[str, Any]) -> None:
-  """Refuses tensors that share bytes."""
+  """Raises ValueError if two tensors share bytes."""
   spans = sorted(
     (begin, end, name) for name, (_, _, begin, end) in entries.items()
   )
@@ -156,8 +156,8 @@ def _tensor(
   kind, shape, begin, end = entry
   if kind not in _DTYPES:
     raise ValueError(
-      f"{path} holds {name} as {kind}, which is not supported; known are "
-      f"{', '.join(_DTYPES)}."
+      f"{path} has {name} in {kind}, which is not supported; convert it to one "
+      f"of {', '.join(_DTYPES)}."
     )
   dtype = np.dtype(_DTYPES[kind])
   begin, end = base + begin, base + end
@@ -196,7 +196,7 @@ def json_object(path: pathlib.Path) -> dict[str, Any]:
       f"cannot read {path}: {error.strerror}; name a folder with a checkpoint."
     ) from error
   except (ValueError, RecursionError) as error:
-    raise ValueError(f"{path} is no JSON ({error}); get it again.") from error
+    raise ValueError(f"{path} is not JSON ({error}); get it again.") from error
   if not isinstance(value, dict):
-    raise ValueError(f"{path} holds no JSON object; get it again.")
+    raise ValueError(f"{path} has no JSON object; get it again.")
   return value

@@ -1,4 +1,4 @@
-"""The tokens that end a text of a checkpoint."""
+"""Reads the stop tokens of a checkpoint."""
 
 import pathlib
 from typing import Any
@@ -27,7 +27,7 @@ def stop_tokens(
   tokens = value if isinstance(value, list) else [value]
   if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
     raise ValueError(
-      f"`eos_token_id` in {folder} must be a token or a list of tokens, got "
+      f"`eos_token_id` in {folder} must be a token id or a list of ids, got "
       f"{value!r}."
     )
   return tuple(tokens)

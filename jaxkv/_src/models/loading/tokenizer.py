@@ -6,6 +6,7 @@ Wraps the package `tokenizers`, which is imported only when it is needed.
 import functools
 import json
 import pathlib
+import re
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -46,7 +47,7 @@ class Tokenizer:
 
   @property
   def vocab_size(self) -> int:
-    """Number of tokens, which can be less than the decoder's `vocab_size`."""
+    """Number of tokens, with added ones; at most `Decoder.vocab_size`."""
     return self.core.get_vocab_size(with_added_tokens=True)
 
   def encode(self, text: str, *, special: bool = True) -> np.ndarray:
@@ -54,8 +55,8 @@ class Tokenizer:
 
     Args:
       text: the text.
-      special: True to add the special tokens that the model expects at the ends
-        of a text. Special tokens within the text are always recognized.
+      special: True to add the special tokens that the model expects before and
+        after a text. Special tokens within the text are always recognized.
     """
     encoded = self.core.encode(text, add_special_tokens=special)
     return np.asarray(encoded.ids, np.int32)
@@ -78,8 +79,8 @@ class Tokenizer:
       **variables: further variables of the template, such as `tools`.
 
     Raises:
-      ValueError: the model has no chat template, or the template refuses the
-        conversation.
+      ValueError: there is no chat template, or it cannot be rendered, for
+        example because it refuses the conversation.
     """
     if self.template is None:
       raise ValueError(
@@ -105,11 +106,11 @@ class Tokenizer:
   def token_bytes(self) -> list[bytes]:
     """Returns the bytes of each token, for `jaxkv.rollout.token_bytes`.
 
-    A special token gets no bytes. The space before a word is part of the word's
-    token.
+    A special token gets no bytes. If a token includes the space before a word,
+    so do its bytes.
 
     Raises:
-      ValueError: the vocabulary has an unknown representation of bytes.
+      ValueError: the tokenizer's decoder does not tell the bytes of a token.
     """
     vocabulary = self.core.get_vocab(with_added_tokens=False)
     added = self.core.get_added_tokens_decoder()
@@ -121,8 +122,9 @@ class Tokenizer:
       if number not in added:
         pieces[number] = convert(piece)
     for number, token in added.items():
+      # The decoder treats them like the tokens of the vocabulary.
       if not token.special:
-        pieces[number] = token.content.replace(SPACE, " ").encode()
+        pieces[number] = convert(token.content)
     return pieces
 
   @functools.cached_property
@@ -130,12 +132,14 @@ class Tokenizer:
     kinds = _decoder_types(self.core)
     if "ByteLevel" in kinds:
       return _byte_level_piece
-    if kinds & {"ByteFallback", "Metaspace", "Replace"}:
+    if "ByteFallback" in kinds:
       return _fallback_piece
+    if kinds & {"Metaspace", "Replace"}:
+      return _spaced_piece
     raise ValueError(
-      "the vocabulary must be byte-level, or have a fallback to bytes, got the "
-      f"decoders {sorted(kinds)}; give `rollout.token_bytes` the bytes of each "
-      "token yourself."
+      "the tokenizer must have a decoder ByteLevel, ByteFallback, Metaspace or "
+      f"Replace, got {sorted(kinds)}; give `rollout.token_bytes` the bytes of "
+      "each token yourself."
     )
 
 
@@ -149,21 +153,23 @@ def _byte_level_piece(piece: str) -> bytes:
   try:
     return bytes(_ALPHABET[character] for character in piece)
   except KeyError:
-    # Some added tokens are in the vocabulary as plain text, not as byte
-    # symbols.
+    # A token with another character is plain text, as for `tokenizers`.
     return piece.encode()
 
 
 def _fallback_piece(piece: str) -> bytes:
-  if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-    return bytes([int(piece[3:5], 16)])
+  byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
+  return bytes.fromhex(byte[1]) if byte else _spaced_piece(piece)
+
+
+def _spaced_piece(piece: str) -> bytes:
   return piece.replace(SPACE, " ").encode()
 
 
 def _alphabet() -> dict[str, int]:
-  """Returns the byte of each character of byte-level vocabularies (GPT-2)."""
-  # A visible character stands for its own byte. The other bytes have characters
-  # from 256 on.
+  """Returns the byte that each character of GPT-2's alphabet represents."""
+  # A visible Latin-1 character represents its code point. The other bytes are
+  # represented, in order, by the characters from code point 256 on.
   visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
   hidden = [byte for byte in range(256) if byte not in set(visible)]
   shifted = {chr(256 + index): byte for index, byte in enumerate(hidden)}
@@ -186,11 +192,7 @@ def from_folder(folder: pathlib.Path) -> Tokenizer:
   return Tokenizer(
     core,
     template=_template(folder, config),
-    variables={
-      key: _content(value)
-      for key, value in config.items()
-      if key.endswith("_token")
-    },
+    variables=_variables(config),
   )
 
 
@@ -201,7 +203,8 @@ def from_file(path: pathlib.Path) -> Any:
     core = tokenizers.Tokenizer.from_file(str(path))
   except Exception as error:  # The package raises nothing more precise.
     raise ValueError(
-      f"{path} cannot be read ({error}); get it again."
+      f"{path} cannot be read ({error}); download it again, or upgrade "
+      "`tokenizers`."
     ) from error
   # A file can store truncation and padding for training. Both are turned off,
   # because they would change the tokens of a text.
@@ -210,9 +213,16 @@ def from_file(path: pathlib.Path) -> Any:
   return core
 
 
-def _content(value: Any) -> Any:
-  """Returns the text of a token that is stored with or without options."""
-  return value.get("content") if isinstance(value, dict) else value
+def _variables(config: dict[str, Any]) -> dict[str, str]:
+  """Returns the text of each named token, such as `bos_token`."""
+  variables = {}
+  for key, value in config.items():
+    # A token is stored as its text, or as options with its text as "content".
+    text = value.get("content") if isinstance(value, dict) else value
+    # A null is a token that the model lacks. A bool is an option.
+    if key.endswith("_token") and isinstance(text, str):
+      variables[key] = text
+  return variables
 
 
 def _template(folder: pathlib.Path, config: dict[str, Any]) -> str | None:
@@ -223,7 +233,7 @@ def _template(folder: pathlib.Path, config: dict[str, Any]) -> str | None:
   processor = folder / "chat_template.json"
   if template is None and processor.exists():
     template = json_object(processor).get("chat_template")
-  # A list has a named template for each purpose, such as "tool_use".
+  # A list has a template per purpose, such as "tool_use"; one is "default".
   if isinstance(template, list):
     templates = {entry["name"]: entry["template"] for entry in template}
     return templates.get("default")

@@ -16,8 +16,8 @@ Shape = tuple[int, ...]
 class Source:
   """The checkpoint tensors of one parameter, and their conversion.
 
-  The parameter belongs to one layer. `assemble` stacks the parameters of
-  repeated layers along a new first axis.
+  For repeated layers, each layer has its own source, and `assemble` stacks the
+  parameters along a new first axis.
 
   Attributes:
     tensors: names and shapes of the checkpoint tensors.
@@ -38,8 +38,8 @@ class WeightMap:
   Attributes:
     decoder: the decoder.
     top: sources of the parameters outside layers.
-    layer: returns the sources of a layer's parameters, by its index.
-    unused: matches the names of tensors that are ignored.
+    layer: returns the sources of the parameters of the layer with an index.
+    unused: matches the names of tensors to ignore.
   """
 
   decoder: Decoder
@@ -49,7 +49,7 @@ class WeightMap:
 
 
 def plain(name: str, *shape: int) -> Source:
-  """Returns the source of a parameter that is stored as it is."""
+  """Returns the source of a parameter that is stored without conversion."""
   return Source(((name, shape),), lambda x: x)
 
 
@@ -91,7 +91,7 @@ def stacked(names: list[str], inputs: int, outputs: int) -> Source:
 def weight_map(
   decoder: Decoder, layer: Callable[[int], Sources], *unused: str
 ) -> WeightMap:
-  """Returns a weight map with the usual names of parameters outside layers.
+  """Returns a weight map with the usual names of tensors outside layers.
 
   Args:
     decoder: the decoder.
@@ -103,8 +103,8 @@ def weight_map(
     "embed": plain("model.embed_tokens.weight", v, e),
     "final_norm": plain("model.norm.weight", e),
   }
-  # Two tensors are ignored: rotary frequencies, which old checkpoints store,
-  # and the head of a tied model, which repeats the embedding.
+  # Two further tensors are ignored: rotary frequencies, which old checkpoints
+  # store, and the head of a tied model, which repeats the embedding.
   patterns = [r".*\.rotary_emb\.inv_freq", *unused]
   if decoder.tied_embeddings:
     patterns.append(r"lm_head\.weight")

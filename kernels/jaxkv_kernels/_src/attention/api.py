@@ -34,11 +34,11 @@ def paged_decode(
   backend: str = "auto",
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes attention of one query for each sequence over its pages.
+  """Computes attention of one query per sequence over the sequence's pages.
 
   The query belongs to the last token of its sequence. Write that token's key
   and value first. Logits, softmax and sums are float32. Unused pages, offsets
-  past a sequence's length and pages behind its window can hold anything,
+  past a sequence's length and tokens before its window can contain any values,
   including NaN, and so can their scales. Page ids are clamped to the pool. So
   an unused table entry can be any number, but a used entry out of range reads
   the wrong page. If a sequence is longer than M * S tokens, its query sees no
@@ -53,24 +53,24 @@ def paged_decode(
     v_pages: [N, K, S, Dv], same dtype.
     page_table: int32[B, M], each sequence's page ids in the order of tokens.
     lengths: int32[B], tokens of each sequence, including the query's token.
-    options: all options but `tree_mask`.
+    options: `tree_mask` must be None.
     page_offset: int32[], added to every page id. If layers share one pool, pass
-      layer * pages per layer.
+      the layer's index times the number of pages of a layer.
     plan: from `plan_decode`, made once for all layers. Backends that take no
-      plans ignore it. A plan for other lengths also gives correct results.
-    backend: "auto", or one of `BACKENDS`.
-    interpret: True, or an interpreter's parameters, to interpret the Pallas
-      backend that `backend` names.
+      plans ignore it. A plan made for other lengths also gives correct results.
+    backend: one of `BACKENDS`.
+    interpret: True, or parameters of a Pallas interpreter, to interpret the
+      Pallas backend that `backend` names.
 
   Returns:
-    [B, H, Dv] in q's dtype, and float32[B, H], log-sum-exps (natural log, with
-    the sinks). A sequence of length 0 gives zeros; its log-sum-exps are the
-    sinks, or -inf without sinks.
+    [B, H, Dv] in q's dtype, and float32[B, H], log-sum-exps (natural log,
+    including the sinks). A sequence of length 0 gives zeros; its log-sum-exps
+    are the sinks, or -inf without sinks.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
     ValueError: an argument has a shape or value that is not supported.
-    NotImplementedError: the backend does not exist, or does not serve the call.
+    NotImplementedError: `backend` is unknown or does not support the call.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -125,12 +125,12 @@ def paged_attention_padded(
 
   The first `counts[b]` columns of row b are queries, at positions `starts[b]`,
   `starts[b] + 1` ... Write their keys and values first. The other columns are
-  padding. Otherwise like `paged_decode`, which is the case T = 1.
+  padding. In all other respects, this function is like `paged_decode`.
 
-  With a tree mask the queries of a row are the nodes of a tree of drafted
-  tokens, parents before children, at consecutive positions. Windows and ALiBi
-  still count positions, not the depth in the tree. The key and value of a node
-  must not be NaN, unless no query of its sequence sees the node.
+  With a tree mask, the queries of a row are the nodes of a tree of draft
+  tokens. Parents come before children, and nodes have consecutive positions.
+  Windows and ALiBi count these positions, not the depth in the tree. If any
+  query of a sequence sees a node, the node's key and value must not be NaN.
 
   Args:
     q: [B, T, H, D], float32, bfloat16 or float16.
@@ -139,22 +139,22 @@ def paged_attention_padded(
     page_table: int32[B, M], each sequence's page ids in the order of tokens.
     starts: int32[B], position of row b's first query.
     counts: int32[B], queries in row b, 0..T; 0 for an idle row.
-    options: all options; the tree mask is bool[B, T, X].
+    options: all options; `tree_mask` is bool[B, T, X] for any X >= 1.
     page_offset: as for `paged_decode`.
-    query_tile: static; the number of columns to compute at a time. The shapes
-      of products, and so their rounding, then do not depend on T. None: all
+    query_tile: static; the number of columns to compute at a time, so that
+      neither the shapes of products nor their rounding depend on T. None: all
       columns at once. Not supported with a tree mask.
-    backend: "auto", or one of `BACKENDS`.
+    backend: one of `BACKENDS`.
     interpret: as for `paged_decode`.
 
   Returns:
-    [B, T, H, Dv] in q's dtype, and float32[B, T, H], log-sum-exps. Padding
-    gives zeros and -inf.
+    [B, T, H, Dv] in q's dtype, and float32[B, T, H], log-sum-exps. Columns of
+    padding give zeros and -inf.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
     ValueError: an argument has a shape or value that is not supported.
-    NotImplementedError: the backend does not exist, or does not serve the call.
+    NotImplementedError: `backend` is unknown or does not support the call.
   """
   check.queries("q", q, "BTHD")
   check.pools(q, k_pages, v_pages)
@@ -188,12 +188,12 @@ def paged_attention(
   backend: str = "auto",
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes causal attention of packed queries: prompts, chunks, tokens.
+  """Computes causal attention of queries packed one sequence after another.
 
   Rows `cu_q_lens[b]:cu_q_lens[b + 1]` of q are the queries of the last tokens
   of sequence b, which has `kv_lens[b]` tokens. Queries are cut into tiles of at
   most 32. So the work grows with T and B, and not with B times the maximum
-  number of queries of a sequence. Otherwise like `paged_attention_padded`.
+  number of queries of a sequence. `paged_attention_padded` documents the rest.
 
   Args:
     q: [T, H, D], float32, bfloat16 or float16.
@@ -203,12 +203,12 @@ def paged_attention(
     kv_lens: int32[B], tokens of each sequence, including its queries.
     cu_q_lens: int32[B + 1], ascending from 0.
     max_query_len: static; the maximum number of queries of one sequence, T if
-      None. Further queries give zeros and -inf. Pass 1 if all sequences decode.
-    options: all options; the tree mask is bool[T, X]: row t of q sees the key
-      of the j-th query of its sequence only if `tree_mask[t, j]`. A query that
+      None. Further queries of a sequence give zeros and -inf.
+    options: all options; `tree_mask` is bool[T, X]: row t of q sees the key of
+      query j (from 0) of its sequence only if `tree_mask[t, j]`. A query that
       is not in a tree needs a mask row of True.
     page_offset: as for `paged_decode`.
-    backend: "auto", or one of `BACKENDS`.
+    backend: one of `BACKENDS`.
     interpret: as for `paged_decode`.
 
   Returns:
@@ -218,7 +218,7 @@ def paged_attention(
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
     ValueError: an argument has a shape or value that is not supported.
-    NotImplementedError: the backend does not exist, or does not serve the call.
+    NotImplementedError: `backend` is unknown or does not support the call.
   """
   check.queries("q", q, "THD")
   check.pools(q, k_pages, v_pages)

@@ -1,16 +1,16 @@
-"""The steps that attention functions share: check, choose a backend, attend.
+"""Steps that the public attention functions share.
 
 | argument | meaning |
 |---|---|
 | `operation` | the name of the public function, for the log and for errors |
-| `backend` | "auto", or one of `BACKENDS` |
+| `backend` | one of `BACKENDS` |
 | `q` | queries, already checked |
 | `pools` | pools of keys and of values, already checked |
 | `options` | the result of `check_options` |
 
-This module checks all other arguments of the public functions. Outputs have the
-dtype of q, log-sum-exps are float32. The docstring of the package `attention`
-defines the letters.
+`decode`, `attend_padded` and `attend_packed` check all other arguments and
+choose the backend. They return outputs in the dtype of q, and float32
+log-sum-exps. The docstring of the package `attention` defines the letters.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ def decode_call(
     k_pages=pools[0],
     v_pages=pools[1],
     page_table=page_table,
-    # The query is the last token. An idle row starts at -1, and sees no key.
+    # The query is the last token. An idle row has length 0 and sees no key.
     starts=lengths - 1,
     counts=jnp.ones_like(lengths),
     options=options,
@@ -169,12 +169,12 @@ def _attend_rectangle(
     return module.attend(call)
   columns = call.q.shape[1]
   # The same compiled code computes every tile of [B, query_tile] queries. There
-  # are at least two tiles. With one tile, XLA would hoist parts of the body out
-  # of the loop, and fuse them with the operations around it.
+  # must be at least two tiles. With one tile, XLA would hoist parts of the body
+  # out of the loop and fuse them with the operations around it.
   num_tiles = max(-(-columns // size), 2)
   padding = num_tiles * size - columns
   q = jnp.pad(call.q, ((0, 0), (0, padding), (0, 0), (0, 0)))
-  # The number of tiles follows from the largest count.
+  # The largest count determines the number of tiles, so it must not exceed T.
   counts = jnp.minimum(call.counts, columns)
   call = dataclasses.replace(call, q=q, counts=counts)
   if getattr(module, "TAKES_QUERY_TILES", False):

@@ -42,21 +42,20 @@ def cascade_decode(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes the same as `paged_decode`, but reads each shared page only once.
 
-  Results differ from those of `paged_decode` in rounding only. If a cluster has
-  more query heads than the backend serves at once, clusters are halved until
-  the heads fit. Each part of a cluster then reads the prefix once.
+  Results differ from those of `paged_decode` in rounding only. A cluster can
+  have more query heads than the backend supports in one sequence. Then all
+  clusters are halved until the heads fit, and each part reads the prefix once.
 
   Args:
     q: [B, H, D], float32, bfloat16 or float16.
     k_pages: [N, K, S, D], as for `paged_decode`.
     v_pages: [N, K, S, Dv], same dtype.
-    shared: from `plan_shared_prefix`, for the page tables and lengths of the B
-      rows in this call. If these may have changed since, first call
-      `SharedPrefix.refreshed`.
-    options: all options but `tree_mask` and `window`. With a window, rows of
+    shared: from `plan_shared_prefix`, for the current page table and lengths of
+      the B rows. After a change of either, first call `SharedPrefix.refreshed`.
+    options: `tree_mask` and `window` must be None. With a window, rows of
       different lengths would see different parts of a prefix.
     page_offset: as for `paged_decode`.
-    backend: "auto", or one of `BACKENDS`.
+    backend: one of `BACKENDS`.
     interpret: as for `paged_decode`.
 
   Returns:
@@ -65,7 +64,7 @@ def cascade_decode(
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
     ValueError: an argument has a shape or value that is not supported.
-    NotImplementedError: the backend does not exist, or does not serve the call.
+    NotImplementedError: `backend` is unknown or does not support the call.
   """
   check.queries("q", q, "BHD")
   check.pools(q, k_pages, v_pages)
@@ -118,7 +117,7 @@ def _parts(
   module: choose.Backend,
   platform: str,
 ) -> SharedPrefix:
-  """Halves all clusters until the backend serves their query heads."""
+  """Halves all clusters until the backend supports their query heads."""
   clusters, size = shared.members.shape
   batch, heads, dim = call.q.shape
 
@@ -158,8 +157,8 @@ def _prefix_states(
 
   def to_heads(rows):
     """Returns [clusters, size, H, ...] as [clusters, size * H, ...]."""
-    # The merged axis is ordered by K/V head, then by row, because in a backend
-    # its head h reads K/V head h // (size * H // K).
+    # The merged axis is ordered by K/V head, then by row, because a backend
+    # maps index h of this axis to K/V head h // (size * H // K).
     shape = rows.shape[3:]
     rows = rows.reshape(clusters, size, kv_heads, -1, *shape).swapaxes(1, 2)
     return rows.reshape(clusters, size * heads, *shape)
@@ -187,9 +186,9 @@ def _prefix_states(
   out, lse = calls.decode_with(module, prefixes)
   out, lse = to_rows(out, 0), to_rows(lse, -jnp.inf)
   if row_slopes is not None:
-    # The pass computed ALiBi as if all queries were at the end of the prefix. A
-    # query is in fact `own_tokens` further on. This adds the same number to all
-    # its logits over the prefix, so it changes `lse` but not `out`.
+    # The pass computed ALiBi as if all queries were at the end of the prefix.
+    # The real position of a query is `own_tokens` later, which adds the same
+    # number to all its logits over the prefix. So only `lse` changes.
     distance = shared.own_tokens.astype(jnp.float32)[:, None]
     lse = lse - row_slopes[None] * distance
   return out, lse

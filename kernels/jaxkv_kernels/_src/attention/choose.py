@@ -11,8 +11,8 @@ the arrays are committed, the device of the abstract mesh in use, jax's default
 device, the default backend. During a trace it is unknown where `jit` will place
 the computation. So code that is compiled ahead of time for another platform, or
 placed on another device, must name its backend, which implies the platform. If
-a named backend does not serve a call, the call fails, and no other backend is
-tried. Outside of a trace, a backend for another platform is also an error.
+a named backend does not support a call, the call fails: no other backend is
+tried. Outside of a trace, naming a backend of another platform is an error.
 """
 
 import functools
@@ -32,7 +32,7 @@ from jaxkv_kernels._src.attention.options import AttentionCall
 _logger = logging.getLogger(__name__)
 
 # Platforms of each backend; None for all platforms. A named backend implies its
-# first platform. `_load` imports backends late, because Pallas imports slowly.
+# first platform. `_load` imports only on use, because importing Pallas is slow.
 _PLATFORMS: dict[str, tuple[str, ...] | None] = {
   "mosaic_gpu": ("cuda",),
   "mosaic_tpu": ("tpu",),
@@ -40,7 +40,7 @@ _PLATFORMS: dict[str, tuple[str, ...] | None] = {
   "xla": None,
 }
 _ORDER = {
-  # mosaic_gpu is left out until it has been checked and timed on a Hopper.
+  # mosaic_gpu has not been checked and timed on a Hopper GPU yet.
   "cuda": ("triton", "xla"),
   "tpu": ("mosaic_tpu", "xla"),
 }
@@ -51,9 +51,9 @@ BACKENDS = ("auto", *_PLATFORMS)
 class Backend(Protocol):
   """Interface of a backend's module.
 
-  Both functions run while tracing. A backend that takes plans also has
-  `parallel_units(k_pages)`, the number of pieces of work that it processes at
-  once, over all K/V heads. A backend that cuts columns into tiles itself has
+  A backend that takes plans also has a function `parallel_units(k_pages)`. It
+  returns the number of pieces of work that the backend processes at once, over
+  all K/V heads. A backend that cuts columns into tiles itself has
   `TAKES_QUERY_TILES = True` and reads `call.query_tile`.
   """
 
@@ -61,19 +61,19 @@ class Backend(Protocol):
     """Computes attention of a rectangle; see `api.paged_attention_padded`.
 
     Returns:
-      (float32[B, T, H, Dv], float32[B, T, H]).
+      (float32[B, T, H, Dv], float32[B, T, H] log-sum-exps).
     """
     ...
 
   def unsupported(self, platform: str, call: AttentionCall) -> str | None:
-    """Returns the reason why this backend does not serve a call, if any.
+    """Returns the reason why this backend does not support a call, if any.
 
     Args:
       platform: the target of compilation: "cpu", "cuda", "tpu" ...
       call: only static values, such as `soft_cap`, shapes and dtypes, are read.
 
     Returns:
-      "`name` must be X, got Y" without a period; None if it serves the call.
+      "`name` must be X, got Y" without a period, or None.
     """
     ...
 
@@ -84,7 +84,7 @@ def choose_backend(
   """Chooses the backend of a call.
 
   Args:
-    operation: the name of the public function, for the log.
+    operation: the name of the public function, for the log and errors.
     backend: one of `BACKENDS`.
     call: as for `Backend.unsupported`.
 
@@ -92,8 +92,8 @@ def choose_backend(
     The backend's module.
 
   Raises:
-    NotImplementedError: the backend does not exist, or does not serve the call.
-    ValueError: `interpret` without the name of a Pallas backend.
+    NotImplementedError: `backend` is unknown or does not support the call.
+    ValueError: `interpret` is set, but `backend` is not a Pallas backend.
   """
   check_name(backend)
   interpret = call.options.interpret
@@ -122,7 +122,7 @@ def choose_backend(
 
 
 def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
-  """Returns the argument `workers` of `plan_decode` for a backend.
+  """Returns the number of `workers` to pass to `plan_decode` for a backend.
 
   Args:
     k_pages: [N, K, S, D]; only shape and dtype are used.
@@ -136,7 +136,7 @@ def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
   Raises:
     TypeError: `k_pages` has a dtype that is not supported.
     ValueError: `k_pages` has a shape that is not supported.
-    NotImplementedError: the backend does not exist.
+    NotImplementedError: `backend` is not in `BACKENDS`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -157,7 +157,7 @@ def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
 
 
 def for_platform(platform: str) -> tuple[str, ...]:
-  """Returns the backends for "cpu", "cuda", "tpu" or another platform."""
+  """Returns the names of the backends that run on a platform."""
   return tuple(
     name
     for name, platforms in _PLATFORMS.items()
@@ -180,7 +180,7 @@ def name_of(backend: Backend) -> str:
 
 
 def target(backend: str, *arrays: Any) -> str:
-  """Returns the platform that a named backend implies, else `platform`."""
+  """Returns the platform that `backend` implies, else that of the arrays."""
   platforms = _PLATFORMS.get(backend)
   return platform(*arrays) if platforms is None else platforms[0]
 

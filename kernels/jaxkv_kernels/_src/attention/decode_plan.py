@@ -17,17 +17,16 @@ _NO_END = np.iinfo(np.int32).max
 
 
 class DecodePlan(NamedTuple):
-  """U units of work: pieces of B rows' contexts. Made by `plan_decode`.
+  """U units of work, each a piece of one row's context; from `plan_decode`.
 
   Unit i has the keys `first[i] <= position < end[i]` of row `row[i]`. Row b has
-  the units `begins[b] <= i < begins[b + 1]`, at least one. A row's first unit
-  begins at token 0, and its last unit has no end. So the units of a row hold
-  each token once, for any length and window. If lengths differ from those that
-  `plan_decode` got, units are less equal, but results are correct. Units from
-  `begins[B]` on are idle; they have row 0 and no tokens.
+  at least one unit, and its units are `begins[b] <= i < begins[b + 1]`. A row's
+  first unit begins at token 0, and its last unit has no end. So the units of a
+  row cover each token once, for any length and window. If lengths differ from
+  those passed to `plan_decode`, units are less equal, but results are correct.
+  Units from `begins[B]` on are idle; they have row 0 and no tokens.
 
-  U is static. A unit begins at a multiple of `block`, an argument of
-  `plan_decode`.
+  U is B + `workers`. Units begin at multiples of the `block` of `plan_decode`.
 
   Attributes:
     row: the row of each unit.
@@ -55,16 +54,15 @@ def plan_decode(
   """Cuts the contexts of a decode step into equal pieces.
 
   Call it once a step and pass the plan to `paged_decode` in every layer. No
-  piece is longer than a worker's fair share of all blocks, rounded up to a
-  block. The pieces depend on all lengths, so with a plan the last bits of a
-  row's result depend on the other rows. `decode_workers` returns the number of
-  workers of a backend.
+  piece has more blocks than the number of all blocks divided by `workers`,
+  rounded up. The pieces depend on all lengths, so with a plan the last bits of
+  a row's result depend on the other rows.
 
   Args:
     lengths: int32[B], tokens of each sequence, as for `paged_decode`.
-    workers: the number of pieces to aim at, such as the number of cores. If a
-      core works on one K/V head at a time, this is the number of cores divided
-      by K, the number of K/V heads.
+    workers: the number of pieces to aim at; `decode_workers` returns it for a
+      backend. If a core processes one K/V head at a time, this is the number of
+      cores divided by K, the number of K/V heads.
     block: pieces begin at multiples of this number of tokens. If it is a
       multiple of the page size, a kernel can read whole pages.
     window: the window of the layers that use this plan, or None. Whole
@@ -114,8 +112,8 @@ def _plan(
   pieces = jnp.maximum((blocks + share - 1) // share, 1)
   ends = jnp.cumsum(pieces, dtype=jnp.int32)
   begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
-  # B + workers units are enough. `total / share` is at most `workers`. Each row
-  # adds at most one, because its number of units is rounded up, to at least 1.
+  # B + workers units are enough: `total / share` is at most `workers`, and the
+  # rounding of each row's number of units, to at least 1, adds at most one.
   unit = jnp.arange(batch + workers, dtype=jnp.int32)
   row = row_of(ends, unit)
   is_used = row < batch

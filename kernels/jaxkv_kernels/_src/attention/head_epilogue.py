@@ -1,6 +1,6 @@
 """Applies options that act on a whole head, outside of a kernel.
 
-The kernel itself then needs only a factor for each head and a plain softmax.
+The kernel then needs only one factor per head, and a softmax without sinks.
 """
 
 import chex
@@ -34,8 +34,8 @@ def finish(
   """Applies sinks, and `v_scale` if it has one number for each head.
 
   Args:
-    out: float32[*X, H, Dv], normalised, 0 for queries that see no key.
-    lse: float32[*X, H], -inf for queries that see no key.
+    out: float32[*X, H, Dv] for axes X, normalised; 0 for queries without keys.
+    lse: float32[*X, H], -inf for queries without keys.
     is_query: bool[*X], False for padding.
     options: options of the call.
 

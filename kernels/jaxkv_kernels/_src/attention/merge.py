@@ -10,19 +10,19 @@ def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Merges attention over X disjoint parts of the keys.
 
   Parts can be merged in any order, and in several calls. A part without keys (a
-  log-sum-exp of -inf) can have any output. Only one part can include the sinks.
+  log-sum-exp of -inf) can have any output. At most one part can include sinks.
 
   Args:
     out: [X, ..., H, Dv], a float dtype.
     lse: float32[X, ..., H], log-sum-exps (natural log) of the parts' logits.
 
   Returns:
-    ([..., H, Dv] in out's dtype, float32[..., H]), attention over all keys;
-    zeros and -inf if no part has a key.
+    ([..., H, Dv] in out's dtype, float32[..., H]), output and log-sum-exps over
+    all keys; zeros and -inf if no part has a key.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
-    ValueError: the shapes do not match, or X is 0.
+    ValueError: an argument has a shape or device that is not supported.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -37,7 +37,7 @@ def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     check.refuse(TypeError, "out", "float[X, ..., H, Dv]", out)
   if out.ndim < 2 or out.shape[0] == 0:
     check.refuse(ValueError, "out", "[X, ..., H, Dv] with X >= 1", out)
-  expected = f"float32{list(out.shape[:-1])}, as out is"
+  expected = f"float32{list(out.shape[:-1])}, the leading axes of out"
   check.float32("lse", lse, expected)
   if lse.shape != out.shape[:-1]:
     check.refuse(ValueError, "lse", expected, lse)

@@ -37,25 +37,25 @@ def mla_decode(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes attention of one query for each sequence over latent vectors.
 
-  A token's vector is its compressed latent followed by the rotated part of its
-  key, such as 512 + 64 elements. The whole vector is the key, and the latent is
-  the value. All heads read the same vector. Queries must be absorbed: the part
-  without rotation, times the up-projection of the keys, followed by the rotated
-  part. Apply the up-projection of the values to the output. Write vectors with
-  `append_pages`, whose example shows how to `quantize` them for 8-bit pools.
+  A token's vector is its compressed latent followed by the part of its key with
+  rotary embedding, such as 512 + 64 elements. The whole vector is the key, and
+  the latent is the value. All heads read the same vector. Queries must be
+  absorbed: multiply the part without rotary embedding by the up-projection of
+  the keys, and append the rotary part. Multiply the output by the up-projection
+  of the values. Write vectors with `append_pages`; its example shows how to
+  `quantize` them for 8-bit pools.
 
   Args:
     q: [B, H, D], float32, bfloat16 or float16; H heads of D elements.
-    pages: [N, 1, S, D], N pages of S tokens, in a dtype of `logical_dtype`.
+    pages: [N, 1, S, D], N pages of S tokens; `logical_dtype` lists the dtypes.
     page_table: int32[B, M], each sequence's page ids in the order of tokens.
     lengths: int32[B], tokens of each sequence, including the query's token.
-    value_dim: Dv, the number of leading elements that are the value, such as
-      512.
+    value_dim: Dv, the size of the latent, such as 512.
     options: `scale` is required: the scale of the heads before absorption, such
       as 1 / sqrt(128 + 64). `k_scale`, float32[1] or float32[N, 1, S], scales
       the vectors. `soft_cap` and `window` are allowed, other options are not.
     page_offset: int32[], added to every page id.
-    backend: "auto", or one of `BACKENDS`; only `triton` and `xla` serve it.
+    backend: one of `BACKENDS`. Only `triton` and `xla` support latents.
     interpret: as for `paged_decode`.
 
   Returns:
@@ -65,7 +65,7 @@ def mla_decode(
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
     ValueError: an argument has a shape or value that is not supported.
-    NotImplementedError: the backend does not exist, or does not serve the call.
+    NotImplementedError: `backend` is unknown or does not support the call.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -106,7 +106,7 @@ def mla_attention_padded(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes causal attention of a rectangle of queries over latents.
 
-  The queries are absorbed, as for `mla_decode`; rows, columns and trees are as
+  Queries must be absorbed, as for `mla_decode`. Rows, columns and trees are as
   for `paged_attention_padded`.
 
   Args:
@@ -129,7 +129,7 @@ def mla_attention_padded(
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
     ValueError: an argument has a shape or value that is not supported.
-    NotImplementedError: the backend does not exist, or does not serve the call.
+    NotImplementedError: `backend` is unknown or does not support the call.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -176,7 +176,7 @@ def mla_attention(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes causal attention of packed queries over latents.
 
-  The queries are absorbed, as for `mla_decode`, and packed as for
+  Queries must be absorbed, as for `mla_decode`, and packed as for
   `paged_attention`.
 
   Args:
@@ -199,7 +199,7 @@ def mla_attention(
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
     ValueError: an argument has a shape or value that is not supported.
-    NotImplementedError: the backend does not exist, or does not serve the call.
+    NotImplementedError: `backend` is unknown or does not support the call.
   """
   check.queries("q", q, "THD")
   call_options = _check(q, pages, value_dim, options, page_offset, interpret)
@@ -228,14 +228,14 @@ def _check(
   check.pool("pages", pages)
   dim = q.shape[-1]
   if pages.shape[1] != 1 or pages.shape[3] != dim:
-    expected = f"[N, 1, S, {dim}], one head of the size of q's"
+    expected = f"[N, 1, S, {dim}], one head with the head size of q"
     check.refuse(ValueError, "pages", expected, pages)
   check.count("value_dim", value_dim)
   if value_dim > dim:
-    expected = f"at most {dim}, the elements of a vector"
+    expected = f"at most {dim}, the size of a latent vector"
     check.refuse(ValueError, "value_dim", expected, value_dim)
   options = as_options(options)
-  # Required, because D is the size of a latent vector and not that of a head.
+  # The default, 1 / sqrt(D), would be wrong: D is not the size of a head.
   check.scalar("options.scale", options.scale, np.floating)
   check.same_devices("q", q, pages=pages)
   options.refuse("k_scale scales keys and values", "v_scale")

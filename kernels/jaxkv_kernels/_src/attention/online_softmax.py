@@ -1,7 +1,7 @@
 """The online softmax of one block of keys, in base 2, for kernels.
 
-Implements FlashAttention (Dao et al. 2022, algorithm 1) on arrays in registers,
-in plain `jax.numpy`, so that tests need no kernel. Y query rows see A keys.
+Implements FlashAttention (Dao et al. 2022, algorithm 1) in plain `jax.numpy`,
+so that tests can call it outside of a kernel. Y query rows see A keys.
 """
 
 import math
@@ -26,14 +26,14 @@ def logits(
   soft_cap: float | None,
   slopes: jax.Array | None,
 ) -> jax.Array:
-  """Returns the logits of products of queries and keys, in base 2.
+  """Converts products of queries and keys to logits in base 2.
 
   Args:
     products: float32[Y, A].
-    factor: float32[], multiplies all products.
+    factor: float32[], by which products are multiplied.
     distance: int32[Y, A], the key's position minus the query's.
     soft_cap: as in `CallOptions`.
-    slopes: float32[Y], of ALiBi; or None.
+    slopes: float32[Y], the ALiBi slope of each row; or None.
 
   Returns:
     float32[Y, A].
@@ -42,7 +42,7 @@ def logits(
     return products * (factor * LOG2_E)
   result = products * factor
   if soft_cap is not None:
-    # tanh(x) = 1 - 2 / (1 + e^2x). The hardware's tanh has 11 correct bits.
+    # tanh(x) = 1 - 2 / (1 + e^2x). The tanh of GPUs has only 11 correct bits.
     power = jnp.exp2(result * (2 * LOG2_E / soft_cap))
     result = soft_cap * (1 - 2 / (1 + power))
   if slopes is not None:
@@ -63,7 +63,7 @@ def absorb(
     total: float32[Y], each row's sum of 2 ** (logit - top).
 
   Returns:
-    (top, total, shrink, weights): the new top and total; float32[Y], a factor
+    (top, total, shrink, weights): the new top and total; float32[Y], the factor
     for sums over earlier blocks; float32[Y, A], 2 ** (logit - top).
   """
   chex.assert_equal_shape([logits, mask])
@@ -95,8 +95,8 @@ def normalise(total: jax.Array, weighted: jax.Array) -> jax.Array:
 def log_sum_exp(top: jax.Array, total: jax.Array) -> jax.Array:
   """Returns natural log-sum-exps, elementwise; -inf if `total` is 0.
 
-  If `top` is large, the result loses digits of `total`. To merge parts of a
-  row, use `top` and `total` instead.
+  A large `top` rounds off digits of `total`. To merge parts of a row, use `top`
+  and `total` instead.
   """
   has_no_key = total == 0
   argument = jnp.where(has_no_key, 1.0, total)

@@ -1,4 +1,4 @@
-"""The options of an attention call, unchecked and checked."""
+"""Options of attention calls, as passed by the caller and as checked."""
 
 import dataclasses
 from typing import Any
@@ -21,25 +21,25 @@ class AttentionOptions:
 
   The options are a pytree, in which `soft_cap` is static and all other fields
   are leaves. A Python number in `scale` or `window` is a constant of the
-  compiled program. If you pass the options to a `jit`, the number is traced.
+  compiled program, unless the options are an argument of a jitted function.
 
   There are H query heads and K key-value heads. The pools have N pages of S
-  tokens. B rows have T queries each.
+  tokens. B rows have T queries each. X is any number.
 
   Attributes:
     scale: factor of the logits; 1 / sqrt(D) if None.
     soft_cap: c > 0 turns a logit x into c * tanh(x / c).
     window: a query at position p sees positions p - window + 1 .. p.
-    sinks: a logit for each head that adds to the softmax's denominator only.
+    sinks: one logit per head, added only to the denominator of the softmax.
     alibi_slopes: a query at position p adds slope * (j - p) to its logit with
       the key at position j.
     k_scale: dequantization factors of the stored keys: one for each key-value
       head, or one for each page, head and token. Requires `v_scale`.
     v_scale: the same for the stored values.
-    tree_mask: for rows with several queries, such as a tree of drafts. Query t
-      of row b sees the key of query j < X only if j <= t and
-      `tree_mask[b, t, j]`; `tree_mask[b, t, t]` may be False. All queries see
-      the keys before the first query.
+    tree_mask: visibility among the queries of a row, such as a tree of draft
+      tokens. For j < X, query t of row b sees the key of query j only if j <= t
+      and `tree_mask[b, t, j]`; `tree_mask[b, t, t]` may be False. The mask does
+      not apply to other keys.
 
   Examples:
     >>> AttentionOptions(window=4096, soft_cap=50.0).window
@@ -58,7 +58,7 @@ class AttentionOptions:
   tree_mask: jax.Array | None = None  # bool[B, T, X]; packed: bool[T, X]
 
   def numbers(self) -> dict[str, Any]:
-    """Returns the fields that hold Python numbers, by name."""
+    """Returns the fields that are Python or NumPy scalars, by name."""
     fields = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
     kinds = (int, float, np.generic)
     return {name: value for name, value in fields if isinstance(value, kinds)}
@@ -67,7 +67,7 @@ class AttentionOptions:
     """Raises `ValueError` unless all named fields are None.
 
     Args:
-      reason: the reason against them, for the message.
+      reason: ends the message, and says why the fields must be None.
       *names: names of fields.
     """
     for name in names:
@@ -87,8 +87,7 @@ class CallOptions:
       at least 1.
     tree_starts: the position of each row's first key to which `tree_mask`
       applies; None if `tree_mask` is None.
-    plan: a division of a decode's work into equal pieces, see `plan_decode`; or
-      None. Backends that take no plans ignore it.
+    plan: from `plan_decode`, or None. Backends that take no plans ignore it.
     value_dim: Dv of latent attention, in which a value is the first Dv elements
       of its key, and `v_pages` is `k_pages`. None for other attention.
     interpret: for `pallas_call(interpret=...)`.
@@ -118,8 +117,8 @@ class AttentionCall:
     k_pages: in a format of `jaxkv_kernels/_src/formats.py`.
     v_pages: in the same format.
     page_table: unused entries may be any number.
-    starts: the position of each row's first query; -1 for a row that sees no
-      key. It may be past the M * S tokens for which a row has pages.
+    starts: the position of each row's first query; -1 for a decode step's row
+      of length 0. It may exceed M * S, the tokens that a row's pages can hold.
     counts: queries of each row.
     options: checked, with defaults filled in.
     query_tile: the number of queries of a row to compute at a time, for
@@ -137,12 +136,12 @@ class AttentionCall:
 
   @property
   def value_dim(self) -> int:
-    """Dv."""
+    """Dv, the size of a value."""
     return self.options.value_dim or self.v_pages.shape[3]
 
   @property
   def capacity(self) -> int:
-    """M * S, the tokens that a row of the page table holds."""
+    """M * S, the maximum number of tokens of a row of the page table."""
     return self.page_table.shape[1] * self.k_pages.shape[2]
 
   @property
@@ -178,7 +177,7 @@ def check_options(
     interpret: not checked.
 
   Returns:
-    The options, arrays in the dtypes that `CallOptions` names.
+    The options, with arrays in the dtypes that `CallOptions` names.
 
   Raises:
     TypeError: an option has a type or dtype that is not supported.
@@ -212,7 +211,7 @@ def check_options(
   for name in ("sinks", "alibi_slopes", "k_scale", "v_scale"):
     fields[name] = _float32(fields[name])
   fields["scale"] = dim**-0.5 if options.scale is None else options.scale
-  # Positions are int32, also with 64-bit types.
+  # Positions are int32 even in 64-bit mode.
   if options.window is not None and not isinstance(options.window, int):
     fields["window"] = jnp.asarray(options.window, jnp.int32)
   return CallOptions(

@@ -1,4 +1,4 @@
-"""Cuts packed queries into tiles, and packs the results of tiles.
+"""Cuts packed queries into tiles, and packs the outputs of tiles.
 
 The docstring of the package `attention` defines the letters.
 """
@@ -9,9 +9,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-# The maximum number of queries of a tile. A tile reads its sequence's whole
-# context, so with larger tiles a context is read less often. A decoding
-# sequence takes a whole tile for one query, so smaller tiles waste less.
+# The maximum number of queries of a tile. With larger tiles, each context is
+# read fewer times, because every tile reads it once. With smaller tiles, less
+# is wasted on a decoding sequence, which needs a whole tile for one query.
 TILE = 32
 
 
@@ -23,9 +23,8 @@ class QueryTiles(NamedTuple):
     starts: the position of each tile's first query in its sequence.
     counts: the number of queries of each tile.
     run_starts: the position of the first query of each tile's sequence.
-    source: for each column of a tile, the row in the packed array; T for
-      padding.
-    flat: each packed row's index in the flattened tiles; Z * size for padding.
+    source: the packed row of each column of a tile; T for padding.
+    flat: each packed row's index in the flattened tiles; Z * size for no tile.
   """
 
   sequences: jax.Array  # int32[Z]
@@ -53,7 +52,7 @@ class QueryTiles(NamedTuple):
 
 
 def row_of(ends: jax.Array, items: jax.Array) -> jax.Array:
-  """Returns the row of each item, where the items of a row are consecutive.
+  """Returns the row to which each item belongs; a row's items are consecutive.
 
   Args:
     ends: int32[B], one past each row's last item, ascending.
@@ -62,7 +61,7 @@ def row_of(ends: jax.Array, items: jax.Array) -> jax.Array:
   Returns:
     int32[X]; B for an item past all rows.
   """
-  # An unrolled search is one kernel. A loop would start several in each step.
+  # An unrolled search is one kernel. A loop would start several at each step.
   row = jnp.searchsorted(ends, items, side="right", method="scan_unrolled")
   return row.astype(jnp.int32)
 
@@ -75,7 +74,7 @@ def tile_queries(
   *,
   size: int = TILE,
 ) -> QueryTiles:
-  """Cuts the runs of packed queries into tiles; a run is a sequence's queries.
+  """Cuts packed queries into tiles; a run is the queries of one sequence.
 
   Args:
     kv_lens: int32[B], tokens of each sequence, including its queries.
@@ -89,7 +88,7 @@ def tile_queries(
   """
   batch = kv_lens.shape[0]
   size = min(size, max_query_len, max(rows, 1))
-  # This many tiles are enough, because each sequence wastes less than one tile.
+  # These tiles are enough, because each sequence wastes less than one tile.
   num = -(-rows // size) + batch - 1
   num = max(1, min(num, batch * -(-max_query_len // size), rows))
   runs = jnp.maximum(cu_q_lens[1:] - cu_q_lens[:-1], 0)
@@ -110,8 +109,8 @@ def tile_queries(
   row = jnp.arange(rows, dtype=jnp.int32)
   run = row_of(cu_q_lens[1:], row)
   offset = row - cu_q_lens[jnp.minimum(run, batch - 1)]
-  # A run's tiles are consecutive, so an offset in the run is also an offset in
-  # its tiles.
+  # A run's tiles are consecutive, so a query has the same offset in its run as
+  # in the run's flattened tiles.
   flat = begins[jnp.minimum(run, batch - 1)] * size + offset
   run_start = kv_lens[sequence] - runs[sequence]
   has_tile = (run < batch) & (offset >= 0) & (offset < max_query_len)

@@ -1,8 +1,8 @@
 """Cuts rectangles of queries into tiles of rows, and finds their keys.
 
-A row is one query head of one query. The Y rows of a tile that share a K/V head
-are multiplied with the keys of that head in one product. The docstring of the
-package `attention` defines the other letters.
+A row is one query head of one query. A kernel multiplies the Y rows of a tile
+that share a K/V head with the keys of that head in one product. The docstring
+of the package `attention` defines the other letters.
 """
 
 from typing import Any
@@ -19,10 +19,10 @@ class Tiles(NamedTuple):
   """Queries in tiles, and the range of keys that they see.
 
   Attributes:
-    q: the rows of Z tiles. For each K/V head, row t * H / K + h of a tile is
+    q: the rows of Z tiles. For each K/V head, row t * (H / K) + h of a tile is
       query t with the h-th query head of that K/V head; padding follows.
-    reach: the positions of each row's first key, of one past its last key, and
-      of its query. The first two are 0 for padding.
+    reach: three positions for each row: its first key, one past its last key,
+      and its query. The first two are 0 for padding.
     first: the first key that any row of each tile sees.
     end: one past the last key of each tile, 0 if no row sees a key.
     position: the position of each tile's first query.
@@ -56,8 +56,8 @@ def span(
 
   Args:
     position: int32[...], -1 for a query without keys; may exceed the capacity.
-    capacity: M * S, tokens of a row of the page table; no key is past it.
-    window: as in `CallOptions`. It ends at `position`, even past the table.
+    capacity: M * S; keys have lower positions.
+    window: as in `CallOptions`. It ends at `position`, even past the capacity.
   """
   end = jnp.clip(position + 1, 0, capacity)
   if window is None:
@@ -121,8 +121,8 @@ def trees(
     tokens: A.
 
   Returns:
-    (int8[Z, J, Y, A], 0 for a key that a row does not see; int32[B], the first
-    of the J blocks of keys that each sequence's tree overlaps).
+    (int8[Z, J, Y, A], 0 for a key that the tree mask hides from a row;
+    int32[B], the first of the J blocks of keys that each tree overlaps).
   """
   mask, starts = options.tree_mask, options.tree_starts
   assert mask is not None and starts is not None
@@ -133,7 +133,7 @@ def trees(
   key = jnp.arange(num * tokens, dtype=jnp.int32)[None]
   key = first[:, None] * tokens + key
   node = (key - starts[:, None])[:, None]
-  # True for keys outside of the tree, which only other masks can hide.
+  # True for keys outside of the tree, to which the mask does not apply.
   tiles = jnp.take_along_axis(mask, jnp.clip(node, 0, nodes - 1), axis=2)
   tiles = tiles | (node < 0) | (node >= nodes)
   tiles = jnp.pad(tiles, ((0, 0), (0, -columns % size), (0, 0)))
@@ -146,8 +146,8 @@ def trees(
 
 def float32(shape: tuple[int, ...], inputs: Any) -> jax.ShapeDtypeStruct:
   """Returns the type of a kernel's float32 output."""
-  # Under `shard_map` the output varies over all mesh axes of the inputs. A sum
-  # of zeros, one computed from each input, varies over the same axes.
+  # Under `shard_map`, the output varies over the mesh axes of all inputs. So
+  # does the sum of zeros that are computed from the inputs.
   zero = sum(
     jnp.zeros_like(array, jnp.float32, shape=())
     for array in jax.tree.leaves(inputs)

@@ -1,16 +1,16 @@
 """The reference for paged attention, in float64 NumPy.
 
-It is slow but easy to check, because it computes one sequence, one head and one
-query at a time. It does not check arguments. Tests compare every backend with
-it. The docstring of the package `attention` defines the letters.
+It is slow but easy to verify, because it computes one sequence, one head and
+one query at a time. It does not check arguments. Tests compare every backend
+with it. The docstring of the package `attention` defines the letters.
 
 A query at absolute position p sees the keys at positions 0..p, or with
 `window=w` at positions p-w+1..p. `soft_cap=c` turns a logit x into
-`c * tanh(x / c)`; then `alibi_slopes` add, for each head, slope * (j - p) to
-the logit of the key at position j. `sinks` adds, for each head, a logit to the
-softmax's denominator only. A query that sees no key gives zeros, and its sink
-as log-sum-exp, or -inf without sinks. A sequence has no keys past position
-M * S - 1; windows still count from the query's position.
+`c * tanh(x / c)`. Then `alibi_slopes` adds slope * (j - p) to the logit of the
+key at position j. `sinks` adds one logit per head to the denominator of the
+softmax. A query that sees no key gives zeros, and its sink as log-sum-exp, or
+-inf without sinks. A sequence has no keys past position M * S - 1, but windows
+and ALiBi count from the query's position.
 """
 
 import ml_dtypes
@@ -55,10 +55,10 @@ def paged_attention_padded(
     window: int or None.
     sinks: float[H] or None.
     alibi_slopes: float[H] or None.
-    k_scale: factors of the pool's numbers, float[K] or float[N, K, S]; or None.
-    v_scale: the same for values.
-    tree_mask: bool[B, T, X] or None: True if query t of row b sees the key at
-      position `starts[b] + j`, j < X.
+    k_scale: factors of `k_pages`, float[K] or float[N, K, S]; or None.
+    v_scale: the same for `v_pages`.
+    tree_mask: bool[B, T, X] or None. For j < X, query t of row b sees the key
+      at position `starts[b] + j` only if `tree_mask[b, t, j]`.
 
   Returns:
     (float64[B, T, H, Dv], float64[B, T, H] natural-log log-sum-exp).
@@ -95,7 +95,7 @@ def paged_attention_padded(
 def paged_decode(q, k_pages, v_pages, page_table, lengths, **options):
   """Computes attention of each sequence's last token.
 
-  Takes the arguments of `api.paged_decode`, with the options of
+  Takes the arrays of `api.paged_decode`, and the keyword arguments of
   `paged_attention_padded`. Returns (float64[B, H, Dv], float64[B, H]).
   """
   lengths = np.asarray(lengths)
@@ -124,7 +124,7 @@ def paged_attention(
 ):
   """Computes attention of queries packed one sequence after another.
 
-  Takes the arguments of `api.paged_attention`, with the options of
+  Takes the arrays of `api.paged_attention`, and the keyword arguments of
   `paged_attention_padded`; `tree_mask` is bool[T, X]. Returns (float64[T, H,
   Dv], float64[T, H]); rows after the last query are zeros and -inf.
   """
@@ -153,7 +153,7 @@ def paged_attention(
 def mla_decode(q, pages, page_table, lengths, *, value_dim, **options):
   """Computes attention of each sequence's last token over latent vectors.
 
-  Takes the arguments of `mla.mla_decode`, with the options of
+  Takes arrays and `value_dim` of `mla.mla_decode`, and keyword arguments of
   `paged_attention_padded`. Returns (float64[B, H, Dv], float64[B, H]).
   """
   values = pages[..., :value_dim]

@@ -35,9 +35,9 @@ class SharedPrefix(NamedTuple):
     members: the rows of each cluster; B for an entry without a row.
     tokens: the number of tokens that the rows of each cluster share, in whole
       pages; 0 if sharing does not pay.
-    prefix_table: page ids that begin with those that each cluster shares.
-    own_tokens: the number of tokens of each row after its shared tokens.
-    own_table: the page ids of those tokens.
+    prefix_table: page ids of each cluster, of which the first are shared.
+    own_tokens: the number of remaining tokens of each row, after shared ones.
+    own_table: the page table of these remaining tokens.
   """
 
   members: jax.Array  # int32[clusters, size]
@@ -49,11 +49,11 @@ class SharedPrefix(NamedTuple):
   def refreshed(
     self, page_table: jax.Array, lengths: jax.Array, *, page_size: int
   ) -> "SharedPrefix":
-    """Returns the clusters without rows that no longer belong to them.
+    """Removes the rows that no longer belong to their clusters.
 
     A row stays in its cluster if its table still begins with the cluster's
-    pages, its last token is not in these pages, and its table holds all its
-    tokens. Other rows are decoded separately, over their whole tables.
+    pages, its last token is not in these pages, and its table has room for all
+    its tokens. Other rows are decoded separately, over their whole tables.
 
     Args:
       page_table: int32[B, M], with the M of the call of `plan_shared_prefix`.
@@ -71,7 +71,7 @@ class SharedPrefix(NamedTuple):
     belongs &= (lengths > shared) & (lengths <= columns * page_size)
     shared = jnp.where(belongs, shared, 0)
     stays = belongs.at[self.members].get(mode="fill", fill_value=False)
-    # A row's remaining pages begin behind its shared pages.
+    # A row's remaining pages begin after its shared pages.
     suffix = column + (shared // page_size)[:, None]
     return self._replace(
       members=jnp.where(stays, self.members, batch),
@@ -96,12 +96,13 @@ def plan_shared_prefix(
 
   Call it once a step and pass the result to `cascade_decode` in every layer. A
   cluster is a set of rows whose tables begin with the same pages. The rows
-  share these pages, but no page that holds the last token of one of them.
-  Rows of length 0, and rows with more tokens than the table holds, are in no
-  cluster. Rows of a cluster past its first `cluster_size` are removed from it.
-  A row without a cluster is decoded separately, which is slower but correct. If
-  sharing saves fewer bytes than it costs, no cluster shares anything. If tables
-  of this size can never save enough, the result is None: use `paged_decode`.
+  share these pages up to, but not including, the page of the last token of the
+  shortest row. Rows of length 0, and rows with more tokens than the table has
+  room for, are in no cluster. A cluster keeps only its first `cluster_size`
+  rows. Rows in no cluster are decoded separately, which is slower but correct.
+  If sharing would save too few bytes to pay for its cost, no cluster shares
+  anything. If tables of this size can never save enough, the result is None:
+  use `paged_decode`.
 
   Args:
     page_table: int32[B, M], each sequence's page ids in the order of tokens.
@@ -112,8 +113,8 @@ def plan_shared_prefix(
       with `num_clusters * cluster_size`, so keep that product near B.
     cluster_size: the maximum number of rows of a cluster.
     clusters: int32[B], the cluster of each row, 0 to `num_clusters - 1`; any
-      other number puts a row in no cluster. None: rows that begin with the same
-      page form clusters of at most `cluster_size`.
+      other number means no cluster. None: rows that begin with the same page
+      form clusters of at most `cluster_size` rows.
     backend: the backend that you pass to `cascade_decode`.
 
   Returns:
@@ -122,7 +123,7 @@ def plan_shared_prefix(
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
     ValueError: an argument has a shape or value that is not supported.
-    NotImplementedError: the backend does not exist.
+    NotImplementedError: `backend` is not in `BACKENDS`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -222,8 +223,8 @@ def _find(
   lockstep: bool,
 ) -> SharedPrefix:
   batch, columns = page_table.shape
-  # A row can be longer than its table, and then attends to fewer tokens than
-  # its length. `own_tokens` cannot hold both numbers, so the row is not split.
+  # A row that is longer than its table attends to fewer tokens than its length.
+  # `own_tokens` cannot represent both numbers, so the row is not split.
   is_active = (lengths > 0) & (lengths <= columns * page_size)
   if clusters is None:
     clusters = _cluster_by_first_page(page_table[:, 0], is_active, cluster_size)
@@ -232,7 +233,7 @@ def _find(
   is_member = members < batch
   prefix_table = tables[:, 0]
   matches = (tables == prefix_table[:, None]) | ~is_member[:, :, None]
-  # The product is 0 for the first page in which rows differ, and later pages.
+  # The product is 0 from the first page in which rows differ on.
   common = jnp.cumprod(jnp.all(matches, axis=1), axis=1, dtype=jnp.int32)
   # The page of a row's last token is not shared, so no row's suffix is empty.
   full_pages = lengths.at[members].get(mode="fill", fill_value=0) - 1
@@ -294,7 +295,7 @@ def _members(
   cluster = jnp.where(fits, clusters, num_clusters)
   order = jnp.argsort(cluster, stable=True).astype(jnp.int32)
   cluster = cluster[order]
-  # A search in the sorted clusters gives the first position of each cluster.
+  # The position in `order` of the first row of each row's cluster.
   begin = row_of(cluster, cluster - 1)
   rank = jnp.arange(batch, dtype=jnp.int32) - begin
   members = jnp.full((num_clusters, cluster_size), batch, jnp.int32)
@@ -302,7 +303,7 @@ def _members(
 
 
 def _to_rows(members: jax.Array, values: jax.Array, batch: int) -> jax.Array:
-  """Returns values [clusters, ...] for the B rows, 0 outside of clusters."""
+  """Returns each row's cluster's value, [B, ...]; 0 for rows in no cluster."""
   chex.assert_equal_shape_prefix([members, values], 1)
   shape = values.shape[1:]
   copies = jnp.broadcast_to(values[:, None], (*members.shape, *shape))

@@ -25,7 +25,7 @@ def deepseek_v2(config: ConfigFile, dtype: Any) -> WeightMap:
   config.only("scoring_func", "softmax")
   config.only("topk_method", "greedy", "group_limited_greedy")
   has_groups = config.get("topk_method", "greedy") != "greedy"
-  # Files without groups can also have these keys, which then have no effect.
+  # Without groups these keys have no effect.
   config.ignore("n_group", "topk_group")
   experts = Experts(
     num_experts=_num_experts(config, 64),
@@ -56,7 +56,7 @@ def deepseek_v3(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def _num_experts(config: ConfigFile, default: int) -> int:
-  # A config.json uses one of two names for the number of experts.
+  # The key has one of two names.
   number = config.size("n_routed_experts", default)
   return config.size("num_local_experts", number)
 
@@ -109,8 +109,8 @@ def _map(
       return sources | layers.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
     return sources | _experts_sources(experts, e, f"{path}mlp.")
 
-  # Layers after `num_layers` are not loaded, because they predict further
-  # tokens, which only training uses.
+  # Layers after `num_layers` are not loaded. They are for multi-token
+  # prediction, which is not supported.
   count = config.count("num_nextn_predict_layers", 0)
   ignored = [rf"model\.layers\.{num_layers + i}\..*" for i in range(count)]
   return weight_map(decoder, layer, *ignored)
@@ -145,7 +145,7 @@ def _attention_sources(
   h, latent, rank = a.num_heads, a.latent_dim, a.query_rank
   n, v = a.plain_dim, a.value_dim
   size = n + a.rotated_dim
-  # One tensor has, for each head, its key projection and its value projection.
+  # One tensor has the key projection and the value projection of each head.
   keys_values = ((f"{path}kv_b_proj.weight", (h * (n + v), latent)),)
 
   def heads(w: Any) -> Any:

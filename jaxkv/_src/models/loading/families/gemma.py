@@ -21,7 +21,7 @@ _GLOBAL_BASE = 1_000_000.0
 
 
 def gemma2(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps Gemma 2, with soft caps and a window in every second layer."""
+  """Maps Gemma 2, with soft caps and a window in every other layer."""
   dim = config.size("head_dim", 256)
   rope = rope_config.rope_of(
     rope_config.rope_table(config, _FIXED_BASE), config, dim
@@ -74,8 +74,8 @@ def _map(
   query_key_norm: bool = False,
 ) -> WeightMap:
   config.only("attention_bias", False)
-  # Older files have "gelu" here, but the models always use the tanh form of
-  # `hidden_activation`.
+  # Older files have "gelu" here, but the models use `hidden_activation`, whose
+  # default is the tanh approximation.
   config.ignore("hidden_act")
   mlp = Mlp(
     inner_dim=config.size("intermediate_size"),

@@ -26,26 +26,26 @@ MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 def activation(config: ConfigFile, key: str, default: str) -> Activation:
-  """Returns the activation that a key names."""
+  """Returns the `Activation` for the value of a key."""
   config.only(key, *_ACTIVATIONS)
   return _ACTIVATIONS[config.get(key, default)]
 
 
 def head_dim_of(config: ConfigFile) -> int:
-  """Returns D, which defaults to width // heads."""
+  """Returns the head size, by default hidden_size // num_attention_heads."""
   heads, width = config.size("num_attention_heads"), config.size("hidden_size")
-  # Without the bound, a damaged file with more heads than elements gives D = 0.
+  # Without `max`, a damaged file with more heads than elements would give 0.
   return config.size("head_dim", max(width // heads, 1))
 
 
 def windows_of(
   config: ConfigFile, default: list[str], window: int | None
 ) -> list[int | None]:
-  """Returns the window of each layer, from `layer_types` or its default."""
+  """Returns each layer's window, by `layer_types`, or `default` without it."""
   types = config.items("layer_types", str, default)
   num_layers = config.size("num_hidden_layers")
   names = {"full_attention", "sliding_attention"}
-  # Refuses unknown types, which would otherwise be treated as full attention.
+  # Unknown types would otherwise be treated as full attention.
   if len(types) != num_layers or not names.issuperset(types):
     raise ValueError(
       f"`layer_types` in {config.file} must be {num_layers} of "
@@ -82,7 +82,7 @@ def attention_sources(a: Attention, e: int, path: str) -> dict[str, Source]:
 def mlp_sources(
   f: int, e: int, path: str, prefix: str = ""
 ) -> dict[str, Source]:
-  """Returns the sources of a gated MLP, under names with a prefix."""
+  """Returns the sources of a gated MLP, by parameter names with a prefix."""
   return {
     f"{prefix}gate": linear(f"{path}gate_proj.weight", e, f),
     f"{prefix}up": linear(f"{path}up_proj.weight", e, f),

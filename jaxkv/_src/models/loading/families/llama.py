@@ -1,6 +1,6 @@
 """Llama and its relatives: Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE.
 
-They differ in biases, norms of queries and keys, windows, and experts.
+The families differ in biases, norms of queries and keys, windows, and experts.
 """
 
 import dataclasses
@@ -60,8 +60,8 @@ def qwen3(config: ConfigFile, dtype: Any) -> WeightMap:
 
 def mixtral(config: ConfigFile, dtype: Any) -> WeightMap:
   """Maps Mixtral, with experts in every layer."""
-  # Mixtral computes a softmax over the chosen experts. That equals a normalized
-  # softmax over all experts, which is the default of `Experts`.
+  # Mixtral computes a softmax over the chosen experts. This equals a normalized
+  # softmax over all experts, the default of `Experts`.
   experts = Experts(
     num_experts=config.size("num_local_experts", 8),
     num_chosen=config.size("num_experts_per_tok", 2),
@@ -75,7 +75,7 @@ def mixtral(config: ConfigFile, dtype: Any) -> WeightMap:
 
 def qwen3_moe(config: ConfigFile, dtype: Any) -> WeightMap:
   """Maps Qwen3-MoE, with experts in most layers."""
-  # Windows are not supported in this family, so a file must not enable them.
+  # Windows are not supported in this family.
   config.only("use_sliding_window", False)
   config.ignore("sliding_window", "max_window_layers")
   biased = config.flag("attention_bias", False)
@@ -87,7 +87,7 @@ def qwen3_moe(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def sparse_mlps(config: ConfigFile, **fields: Any) -> list[Mlp | Experts]:
-  """Returns the MLPs of Qwen3-MoE, with further `fields` of `Experts`."""
+  """Returns each layer's MLP. `fields` are further fields of `Experts`."""
   kind = layers.activation(config, "hidden_act", "silu")
   number = config.size("num_experts", None)
   experts = Experts(
@@ -136,11 +136,11 @@ def _same_windows(config: ConfigFile) -> list[int | None]:
 
 def _later_windows(config: ConfigFile) -> list[int | None]:
   """Returns windows for layers from `max_window_layers` on, if enabled."""
-  # Only the flag enables windows, because files without windows can have the
-  # key `sliding_window`, too.
+  # Files without windows may have the key `sliding_window`, too. So only the
+  # flag enables windows.
   is_enabled = config.flag("use_sliding_window", False)
   window = config.size("sliding_window", None)
-  first = config.count("max_window_layers", 0)
+  first = config.count("max_window_layers", 28)  # The default of transformers.
   num_layers = config.size("num_hidden_layers")
   first = first if is_enabled and window is not None else num_layers
   types = [

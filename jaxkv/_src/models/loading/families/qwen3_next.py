@@ -57,7 +57,7 @@ def qwen3_next(config: ConfigFile, dtype: Any) -> WeightMap:
       return sources | layers.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
     return sources | _experts_sources(mlp, e, f"{path}mlp.")
 
-  # Tensors of multi-token prediction are ignored, as only training uses them.
+  # Tensors of multi-token prediction are ignored, as it is not supported.
   return weight_map(decoder, layer, r"mtp\..*")
 
 
@@ -103,7 +103,7 @@ def _delta(config: ConfigFile) -> DeltaNet:
 
 def _attention_sources(a: Attention, e: int, path: str) -> dict[str, Source]:
   h, d = a.num_heads, a.head_dim
-  # One tensor has, for each head, its query projection and its gate.
+  # One tensor has the query projection and the gate of each head.
   query_gate = ((f"{path}q_proj.weight", (2 * h * d, e)),)
 
   def halves(w: np.ndarray) -> np.ndarray:
@@ -118,8 +118,8 @@ def _attention_sources(a: Attention, e: int, path: str) -> dict[str, Source]:
 def _delta_sources(a: DeltaNet, e: int, path: str) -> dict[str, Source]:
   k, h = a.num_key_heads, a.num_value_heads
   key, value = a.key_dim, h // k * a.value_dim
-  # The tensor has a block of rows per key head. A block has the head's query
-  # and key, then the values and the gates of the head's h // k value heads.
+  # `in_proj_qkvz` has a block of rows per key head: its query and key, then the
+  # values and the gates of the h // k value heads that use this key head.
   ends = np.cumsum([key, key, value, value])
   mixed = ((f"{path}in_proj_qkvz.weight", (k * int(ends[-1]), e)),)
   beta_decay = ((f"{path}in_proj_ba.weight", (2 * h, e)),)

@@ -3,10 +3,10 @@
 A tile is a few queries of one row. A unit of work is a piece of the keys that a
 tile sees. The kernel computes attention over each piece. `merge_pieces` merges
 the results, weighted by the sums of their softmaxes. Without a plan, a row's
-pieces depend only on its length, so its result does not depend on other rows.
+pieces do not depend on the lengths of other rows, and neither do its results.
 
-Tests compile the kernel for an H200 but do not run it on one. A CPU interprets
-it with race detection, and with plain products in place of tensor core
+Tests compile the kernel for an H200 but do not run it on one. They interpret it
+on a CPU, with race detection and with plain products in place of tensor core
 products. The docstring of the package `attention` defines the letters.
 """
 
@@ -32,18 +32,19 @@ from jaxkv_kernels._src.attention.triton.merge import merge_pieces
 
 # sm_90, Hopper: only these GPUs have the instruction `wgmma`.
 _ARCHITECTURE = 90
-# Multiprocessors of an H100 or H200 SXM. Other GPUs get less even work.
+# Thread blocks: one for each multiprocessor of an H100 or H200 SXM. Other GPUs
+# share the work less evenly.
 _BLOCKS = 132
-# The number of blocks in an interpreter, whose streams then share the units.
+# Thread blocks in the interpreter: few, so that streams get several units each.
 _INTERPRETED_BLOCKS = 2
 # Units for each stream if contexts fill their tables. With fewer units, some
 # streams would get much more work than others.
 _UNITS_PER_STREAM = 4
-# The minimum tokens of a piece: in all, and for each of its query rows. Reading
-# fewer tokens would cost less than writing and merging the output.
+# The minimum tokens of a piece, in total and per query row. Reading fewer
+# tokens would cost less than writing and merging the output.
 _MIN_TOKENS = 128
 _MIN_TOKENS_PER_ROW = 16
-# Bytes of shared memory of a block of threads, without barriers and sums.
+# Bytes of shared memory of a thread block, less 2 KiB for barriers and sums.
 _SHARED = 227 * 2**10 - 2 * 2**10
 _MAX_STAGES = 4
 _NO_WINDOW = 2**30
@@ -99,7 +100,7 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   )
   out = query_tiles.untile(out, call, size)
   lse = query_tiles.untile(lse[..., None], call, size)[..., 0]
-  # Padding holds arbitrary numbers, because a product always computes 64 rows.
+  # The kernel also computes rows of padding; their results are arbitrary.
   is_query = call.is_query
   out = jnp.where(is_query[..., None, None], out, jnp.float32(0))
   lse = jnp.where(is_query[..., None], lse, -jnp.inf)
@@ -107,7 +108,7 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
 
 
 def unsupported(platform: str, call: AttentionCall) -> str | None:
-  """Returns the reason why this backend does not serve a call, if any."""
+  """Returns the reason why this backend does not support a call, if any."""
   q, k_pages, options = call.q, call.k_pages, call.options
   kv_heads, size = k_pages.shape[1:3]
   dims = k_pages.shape[3], call.v_pages.shape[3]
@@ -132,13 +133,13 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
     f" got {size}": size not in (8, 16, 32) and size % TOKENS != 0,
     "`k_pages` and `v_pages` must have equal head sizes of 64, 128, 192 or 256,"
     f" got {dims}": dims[0] != dims[1] or dims[0] not in (64, 128, 192, 256),
-    # With larger heads the sums leave too few registers for widening 8 bits.
+    # Sums of larger heads leave too few registers to widen 8-bit numbers.
     f"`k_pages` must have a head size of 64 or 128 for 8 bits, got {dims[0]}": (
       pool not in _FLOATS and dims[0] not in (64, 128)
     ),
-    # Eight copies of scales beside eight of pages take too many registers.
+    # To copy eight pages and their scales would take too many registers.
     f"`k_pages` must have pages of 16, 32 or a multiple of {TOKENS} tokens"
-    f" with scales of tokens, got {size}": (
+    f" if tokens have scales, got {size}": (
       size == 8 and bool(_token_scales(options))
     ),
     f"`q` must have at most {ROWS} heads for each of the {kv_heads} K/V heads,"
@@ -167,7 +168,7 @@ def _static(
     k_stages=k_stages,
     v_stages=v_stages,
     blocks=_INTERPRETED_BLOCKS if options.interpret else _BLOCKS,
-    # A tile with one query needs no mask, because its rows see the same keys.
+    # All rows of a tile with one query see the same keys.
     causal=size > 1,
     soft_cap=options.soft_cap,
     alibi=options.alibi_slopes is not None,
@@ -177,14 +178,14 @@ def _static(
 
 
 def streams(dim: int) -> int:
-  """Returns the number of streams that fit a block of threads' registers."""
+  """Returns the number of streams whose sums fit a thread block's registers."""
   return 2 if dim <= 128 else 1
 
 
 def stages(
   dim: int, itemsize: int = 2, scaled: int | None = None
 ) -> tuple[int, int]:
-  """Returns the numbers of stages, F, of keys and values in shared memory.
+  """Returns the number of stages of the ring of keys, and of that of values.
 
   Args:
     dim: D.
@@ -216,14 +217,14 @@ def work_list(
   Args:
     tiles: the tiles of all sequences.
     tree_first: int32[B], the block in which each sequence's tree begins.
-    capacity: tokens that a row of the page table holds.
+    capacity: M * S.
     static: sizes of the kernel.
     options: options of the call.
 
   Returns:
     (int32[U, 8], `Unit`s; int32[Z + 1], the first unit of each tile, then the
     first idle unit; the maximum number of results of a tile, or None if the
-    results of tiles follow each other without gaps).
+    results of tiles are stored one after another without gaps).
   """
   num = tiles.q.shape[0]
   per_row = num // tree_first.shape[0]
@@ -253,7 +254,7 @@ def work_list(
   unit = Unit(
     sequence=sequence,
     tile=tile,
-    # A plan's piece that is behind the window or past the table has no tokens.
+    # A plan's piece that is before the window or past the table has no tokens.
     first=jnp.where(first < end, first, 0),
     end=jnp.where(first < end, end, 0),
     position=tiles.position[tile],
@@ -271,14 +272,14 @@ def cuts(
 
   Args:
     tiles: the tiles of all sequences.
-    capacity: tokens that a row of the page table holds.
+    capacity: M * S.
     static: sizes of the kernel.
 
   Returns:
     (the minimum number of blocks of a piece, the maximum pieces of a tile).
   """
-  # Only shapes set the limits, so that a tile's pieces depend only on the keys
-  # that it sees.
+  # The limits depend on shapes only, so a tile's pieces do not depend on the
+  # lengths of other rows.
   contexts, rows = tiles.q.shape[0] * static.kv_heads, tiles.q.shape[2]
   workers = static.blocks * static.streams
   max_pieces = -(-_UNITS_PER_STREAM * workers // contexts)
@@ -299,9 +300,8 @@ def _trees(
   """Returns the masks of trees as inputs of the kernel.
 
   Returns:
-    ({"trees": int8[Z, J, 64, A], the tree mask of each row; "shown": int32[Z,
-    J, A], 1 for keys that any row of a tile sees, after all masks}, or {}
-    without trees; int32[B], the block in which each tree begins).
+    (the inputs "trees" and "shown" of `work.Refs`, {} without a tree mask;
+    int32[B], the block in which each tree begins).
   """
   if options.tree_mask is None:
     return {}, jnp.zeros((batch,), jnp.int32)
@@ -326,7 +326,7 @@ def _token_scales(options: CallOptions) -> dict[str, jax.Array]:
     for name, scale in scales.items()
     if scale is not None and scale.ndim == 3
   }
-  # Before jax 0.11 a copy of a short row also reads the next, which must exist.
+  # Before jax 0.11 a copy of a short row takes two rows, so two must exist.
   return {
     name: jnp.pad(scale, ((0, max(0, 2 - len(scale))), (0, 0)))
     for name, scale in rows.items()

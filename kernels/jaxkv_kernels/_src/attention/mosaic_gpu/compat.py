@@ -1,7 +1,7 @@
 """Hides differences between releases of Pallas' Mosaic GPU, from jax 0.10 on.
 
 The interpreter of jax 0.10 does not support layouts. No release's interpreter
-supports products of registers. With `interpreted`, these functions avoid both.
+multiplies operands in registers. With `interpreted`, functions avoid both.
 """
 
 import inspect
@@ -16,18 +16,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 MATRIX = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
-# The layout for 8-bit numbers, which are read four at a time.
+# In this layout a thread reads 8-bit numbers four at a time.
 UPCAST = plgpu.Layout.WGMMA_UPCAST_2X
 
 _load: Any = plgpu.load
-# Before jax 0.11 `load` requires an index after the ref, which 0.11 deprecates.
+# Before jax 0.11, `load` requires an argument `idx`, which 0.11 deprecates.
 _index = inspect.signature(_load).parameters.get("idx")
 _INDEXED = _index is not None and _index.default is inspect.Parameter.empty
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-  """Returns shared memory for an operand of a product, tiled and swizzled."""
-  # Tensor cores can read operands only in this layout.
+  """Returns shared memory for operands that tensor cores read."""
+  # Tensor cores require tiled and swizzled operands.
   size = jnp.dtype(dtype).itemsize
   width = swizzle(shape[-1] * size)
   tile = plgpu.TilingTransform((8, width // size))
@@ -37,15 +37,15 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def swizzle(row: int) -> int:
-  """Returns the bytes of the swizzle for rows of `row` bytes."""
+  """Returns the width in bytes of the swizzle for rows of `row` bytes."""
   return 128 if row % 128 == 0 else 64
 
 
 def min_rows(tokens: int, interpreted: bool) -> int:
   """Returns the minimum number of rows float32[tokens] of one copy."""
-  # Before jax 0.11 a copy has at least 128 bytes, so it may copy several rows,
-  # of which only the first is used. On a GPU, rows past an array's end read as
-  # zeros. In the interpreter they do not, so it copies one row.
+  # Before jax 0.11 a copy must have at least 128 bytes. Of several short rows
+  # that it copies, only the first is used. On a GPU, rows past an array's end
+  # read as zeros. In the interpreter they do not, so it copies one row.
   return max(1, 32 // tokens) if _INDEXED and not interpreted else 1
 
 
@@ -81,7 +81,7 @@ def iota(
 
 
 def products(left: Any, right: Any, *, interpreted: bool) -> jax.Array:
-  """Returns the products of two refs in shared memory, [X, D] and [A, D]."""
+  """Returns [X, A], the product of refs [X, D] and [A, D] in shared memory."""
   if interpreted:
     return _dot(left[...], right[...].T)
   # Transposing is a method since jax 0.11, and was a function before.
@@ -100,7 +100,7 @@ def products(left: Any, right: Any, *, interpreted: bool) -> jax.Array:
 def add_product(
   total: jax.Array, left: jax.Array, right: Any, *, interpreted: bool
 ) -> jax.Array:
-  """Adds the product of registers and a ref to registers, in float32."""
+  """Returns `total + left @ right`; only `right` is in shared memory."""
   if interpreted:
     return total + _dot(left, right[...])
 
@@ -113,7 +113,7 @@ def add_product(
 
 def _dot(left, right):
   """Returns a plain product, for the interpreter."""
-  # The reads of the product must finish before a copy overwrites the memory.
-  # Tensor cores ensure that themselves.
+  # The operands must be read before a copy overwrites their memory. On a GPU,
+  # `wgmma` ensures that.
   plgpu.commit_smem()
   return jnp.dot(left, right, preferred_element_type=jnp.float32)

@@ -1,12 +1,12 @@
 """The Hopper kernel of paged attention, in Pallas' Mosaic GPU dialect.
 
-A block of threads has one or two streams. A stream is a pair of warpgroups: one
-copies pages into a ring in shared memory, the other multiplies. Units of work
-are dealt to streams in turn. The copying warpgroup runs ahead of its partner by
-up to the length of the ring, also into the next unit. The arithmetic follows
+A thread block has one or two streams. A stream is a pair of warpgroups: one
+copies pages into a ring in shared memory, the other multiplies. Streams take
+units of work in turn. The copying warpgroup runs ahead of the other one by up
+to the length of the ring, even into the next unit. The arithmetic follows
 FlashAttention 3 (Shah et al. 2024), but does not overlap two products, because
-decoding is bound by memory. The docstring of the package `attention` defines
-the letters.
+decoding is bound by memory bandwidth. The docstring of the package `attention`
+defines the letters.
 """
 
 import functools
@@ -47,7 +47,7 @@ def call(
   """Runs the kernel.
 
   Args:
-    static: sizes.
+    static: sizes and choices of the kernel.
     arrays: the inputs in `Refs`, by name. The inputs of its two `Side`s are
       `k_pages`, `v_pages` and, if tokens have scales, `k_scale` and `v_scale`.
     interpret: as in `CallOptions`.
@@ -104,7 +104,7 @@ def _with_scratch(static: GpuStatic, dtype, fields: dict[str, Any]) -> None:
     _memory(static, static.v_stages, dtype, **sides[1]),
     strict=True,
   )
-  # Keep this order, which determines addresses and affects register assignment.
+  # Keep this order: it determines addresses and affects register allocation.
   pl.run_scoped(
     scoped,
     compat.tiled((streams, ROWS, dim), dtype),
@@ -120,7 +120,7 @@ def _with_scratch(static: GpuStatic, dtype, fields: dict[str, Any]) -> None:
 
 
 def _memory(static: GpuStatic, stages: int, dtype, *, pages, scale) -> tuple:
-  """Returns shared memory of a `Side`: (ring, full, free, others by name)."""
+  """Returns shared memory of a `Side`: ring, full, free, optional fields."""
   streams, dim = static.streams, pages.shape[-1]
   num_stages = streams * stages
   # A stage is full after one copy for each page, and one for the page's scales.
@@ -141,12 +141,12 @@ def _memory(static: GpuStatic, stages: int, dtype, *, pages, scale) -> tuple:
 
 
 def _kernel(static: GpuStatic, refs: Refs) -> None:
-  """Runs one block of threads: one half multiplies, the other copies."""
+  """Runs one thread block: half of its warpgroups multiply, the others copy."""
   warpgroup = lax.axis_index("warpgroup")
   multiplies = warpgroup < static.streams
   stream = remainder(warpgroup, static.streams)
   # With two streams, warpgroups that multiply take registers from those that
-  # copy. A single stream has enough by default.
+  # copy. With one stream, the default number is enough.
   is_crowded = static.streams == 2
 
   @pl.when(multiplies)
@@ -167,9 +167,9 @@ def _kernel(static: GpuStatic, refs: Refs) -> None:
 
 
 def _each_unit(static: GpuStatic, refs: Refs, stream, work) -> jax.Array:
-  """Calls `work(stream, head, unit, used)` for each unit of a stream.
+  """Calls `work(stream, head, unit, used)` for each unit and K/V head.
 
-  `used` is the number of blocks in earlier units. Returns the number in all.
+  `used` is the number of blocks of earlier calls. Returns the total number.
   """
   # Both warpgroups of a stream count the same blocks, so they agree on stages.
   first = lax.axis_index("block") * static.streams + stream
@@ -190,7 +190,7 @@ def _each_unit(static: GpuStatic, refs: Refs, stream, work) -> jax.Array:
 
 def _await_all(side: Side, stream, num_copied) -> None:
   """Waits until the multiplying warpgroup has freed the last blocks."""
-  # A kernel must not end before each arrival at a barrier has been awaited.
+  # Before a kernel ends, it must wait for every arrival at a barrier.
   stages = side.ring.shape[1]
   for stage in range(stages):
 
@@ -339,7 +339,7 @@ def _visible(static: GpuStatic, unit: Unit, base):
 
 
 def _in_tree(static: GpuStatic, masks, unit: Unit, base, layout):
-  """Returns a block's tree mask, int32, 0 only for hidden keys of the tree."""
+  """Returns a block's tree mask in int32; 0 for tree keys that it hides."""
   blocks = masks.shape[1]
   index = quotient(base, TOKENS) - unit.tree
   outside = jnp.where((index < 0) | (index >= blocks), 1, 0)
@@ -355,7 +355,7 @@ def _clear_unused(
   static: GpuStatic, refs: Refs, unit: Unit, base, values
 ) -> None:
   """Writes zeros over the values of a block that no row of the unit sees."""
-  # 0 * NaN is NaN, so a weight of zero would not exclude a value. Integers have
+  # 0 * NaN is NaN, so a weight of zero would not exclude a NaN. Integers have
   # no NaN. Only the first and last block of a unit, and blocks of a tree, have
   # values that no row sees.
   if jnp.issubdtype(refs.v.pages.dtype, jnp.integer):
@@ -383,12 +383,12 @@ def _clear_unused(
 
 
 def _write(refs: Refs, stream, index, top, total, weighted) -> None:
-  """Writes a unit's output: Y of the 64 rows, through shared memory."""
+  """Writes a unit's results: Y rows of output, and the sums of all rows."""
   out = online_softmax.normalise(total, weighted)
   rows, value_dim = refs.out.shape[1:]
   refs.sums[stream, 0] = top
   refs.sums[stream, 1] = total
-  # `RESULT` columns at a time, as the rings take most of the shared memory.
+  # The rings leave little shared memory, so copy `RESULT` columns at a time.
   for start in range(0, value_dim, RESULT):
     refs.result[stream] = out[:, start : start + RESULT]
     plgpu.commit_smem()

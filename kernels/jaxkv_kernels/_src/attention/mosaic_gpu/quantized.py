@@ -1,10 +1,10 @@
-"""Blocks of 8-bit numbers in the Hopper kernel.
+"""Blocks of 8-bit numbers, and scales of tokens, in the Hopper kernel.
 
-Pages are copied as 8-bit numbers, which halves the bytes. A block is then
-widened in registers to the format of the queries, which holds every 8-bit
-number exactly. After that, the block's stage of the ring is free. Scales of
-tokens are copied with the pages. They multiply logits and weights in float32.
-The docstring of the package `attention` defines the letters.
+8-bit pages are copied to shared memory unchanged. A block is then widened in
+registers to the format of the queries, which represents every 8-bit number
+exactly. After that, the block's stage of the ring is free. Scales of tokens are
+copied with the pages. They multiply products and weights in float32. The
+docstring of the package `attention` defines the letters.
 """
 
 from typing import Any
@@ -23,23 +23,23 @@ from jaxkv_kernels._src.attention.mosaic_gpu.work import GpuStatic
 from jaxkv_kernels._src.attention.mosaic_gpu.work import Side
 
 # The lower bound of a row's divisor, so that a row of zeros is not divided by
-# zero. If all weights of a row are smaller, they add less to a float16 output
-# than the smallest number of that format, 2**-24.
+# zero. It costs digits only if all weights of a row are smaller. These add less
+# to an output than the smallest float16, 2**-24.
 _MIN_DIVISOR = 2.0**-60
 
 
 def unpack(
   static: GpuStatic, side: Side, stream: jax.Array, stage: jax.Array
 ) -> tuple[Any, jax.Array | None]:
-  """Returns a block [A, D] in 16-bit numbers, and float32[A] scales, if any.
+  """Returns a block [A, D] in 16-bit numbers, and float32[A] scales or None.
 
   Afterwards the stages of an 8-bit block and of its scales can be freed.
   """
-  # The memory that is written here is no longer in use, because all threads
-  # synchronise between two blocks of keys, and between two blocks of values.
+  # It is safe to overwrite `side.wide` and `side.factors` here, because all
+  # threads synchronise between two blocks of keys, and of values.
   narrow = side.ring.at[stream, stage]
   if side.scales is not None and side.wide is None:
-    # With 16-bit pages, only this call makes threads synchronise.
+    # With 16-bit pages, nothing else makes threads synchronise.
     plgpu.commit_smem()
   if side.scales is not None:
     rows = min(static.page_size, TOKENS)
@@ -65,8 +65,8 @@ def _widen(static: GpuStatic, narrow: Any, wide: Any) -> None:
   """Converts a block [A, D] to the format of `wide` [A, D]."""
   block = compat.load(narrow, UPCAST, interpreted=static.interpreted)
   if jnp.issubdtype(block.dtype, jnp.floating):
-    # The hardware converts 8-bit floats only to float16, which is converted to
-    # float32 here.
+    # The hardware converts 8-bit floats only to float16, so the conversion to
+    # bfloat16 takes a step through float32.
     block = block.astype(jnp.float32)
   wide[...] = block.astype(wide.dtype)
 
@@ -91,16 +91,16 @@ def scaled_weights(
     dtype: the format of the product with values, bfloat16 or float16.
 
   Returns:
-    (weights, float32[Y, A]; the factor by which the caller must multiply the
-    sums of each row, float32[Y], or None for no factor).
+    (float32[Y, A], the scaled weights; float32[Y], the factor by which the
+    caller must multiply each row of their product with values, or None for 1).
   """
   if factors is None:
     return weights, None
   weights = jnp.where(mask, scaled(weights, factors), 0.0)
   if dtype != jnp.float16:
     return weights, None
-  # A weight times a scale can be outside the range of float16, so rows are
-  # divided by their largest number.
+  # A weight times a scale can be outside the range of float16, so each row is
+  # divided by its largest magnitude.
   largest = jnp.maximum(jnp.max(weights, axis=1), jnp.max(-weights, axis=1))
   largest = jnp.maximum(largest, _MIN_DIVISOR)
   return weights / lax.broadcast_in_dim(largest, weights.shape, [0]), largest

@@ -1,7 +1,7 @@
 """Units of work, sizes and references of the Hopper kernel.
 
 The docstring of the package `attention` defines the letters. Here Y is a
-multiple of 8 up to 64, and F differs between the rings of keys and of values.
+multiple of 8 up to 64, and the rings of keys and of values can differ in F.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 # Rows of a product on the tensor cores. Rows past the end of a tile are
-# undefined. This is harmless, because no row's result depends on another row.
+# undefined, which is harmless, because rows do not depend on each other.
 ROWS = 64
 # A, tokens of a block.
 TOKENS = 64
@@ -22,7 +22,7 @@ RESULT = 32
 
 
 class Unit(NamedTuple):
-  """A unit of work: a piece of the keys of a tile. One row of int32[U, 8].
+  """A unit of work, a piece of the keys of a tile; one row of `Refs.units`.
 
   Attributes:
     sequence: the row of the page table.
@@ -53,10 +53,10 @@ class GpuStatic:
     kv_heads: K.
     per_kv_head: H / K.
     page_size: S.
-    streams: the number of streams of a block of threads, see `kernel`.
-    k_stages: F, the number of stages of a ring, for keys.
-    v_stages: F for values.
-    blocks: the number of blocks of threads, one for each multiprocessor.
+    streams: the number of streams of a thread block, see `kernel`.
+    k_stages: the number of stages of a ring of keys.
+    v_stages: the number of stages of a ring of values.
+    blocks: the number of thread blocks.
     causal: True if rows of a tile see different keys.
     soft_cap: as in `CallOptions`.
     alibi: True if the call has ALiBi slopes.
@@ -79,7 +79,7 @@ class GpuStatic:
 
   @property
   def pages(self) -> int:
-    """The number of pages, or parts of pages, in a block of tokens."""
+    """The number of pages, or 1 for part of a page, in a block of tokens."""
     return scales_of_block(self.page_size)[0]
 
 
@@ -128,15 +128,15 @@ class Refs(NamedTuple):
 
 
 def scales_of_block(page_size: int) -> tuple[int, int, int]:
-  """Returns the shape of a block's scales: pages, rows of each, tokens."""
+  """Returns the shape of a block's scales: [pages, rows of a page, tokens]."""
   # A copy to shared memory must begin at a multiple of 128 bytes. So a page of
-  # fewer than 32 tokens gets several rows, of which only the first is used.
+  # fewer than 32 tokens gets several rows, but uses only the first.
   tokens = min(page_size, TOKENS)
   return TOKENS // tokens, max(1, 32 // tokens), tokens
 
 
 def quotient(number: Any, divisor: int) -> jax.Array:
-  """Divides a non-negative int32; the result is int32 in 64-bit mode too."""
+  """Divides a non-negative int32. The result is int32 even in 64-bit mode."""
   return lax.div(number, np.int32(divisor))
 
 
@@ -146,7 +146,7 @@ def remainder(number: Any, divisor: int) -> jax.Array:
 
 
 def first_block(unit: Unit) -> jax.Array:
-  """Returns the block in which a unit begins, counted in its sequence."""
+  """Returns the index, in the sequence, of the block in which a unit begins."""
   return quotient(unit.first, TOKENS)
 
 
@@ -158,7 +158,7 @@ def num_blocks(unit: Unit) -> jax.Array:
 def stage_of(
   ring: Any, stream: jax.Array, used: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the stage of block `used`, and the index of its barriers."""
+  """Returns the stage of block number `used`, and the index of its barriers."""
   stages = ring.shape[1]
   stage = remainder(used, stages)
   return stage, stream * stages + stage

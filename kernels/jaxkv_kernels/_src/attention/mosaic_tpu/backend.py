@@ -17,11 +17,11 @@ from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import CallOptions
 
 # Query rows of a tile: the matrix unit takes 128 at once. A multiple of 16 rows
-# fills whole sublanes, even if a sublane holds two 16-bit rows.
+# fills registers, whose 8 sublanes have two 16-bit rows each.
 _ROWS, _MULTIPLE = 128, 16
 # Lanes of a vector register. An array [Y, 1] takes the memory of [Y, 128].
 _LANES = 128
-# Tokens of a block, if its pages fit in memory.
+# The maximum number of tokens of a block of several pages.
 _TOKENS = 256
 # The maximum number of bytes of the ring. The smallest VMEM has 64 MiB (v7x).
 _RING_BYTES = 24 * 2**20
@@ -51,7 +51,7 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   # Page ids are clipped here, because the kernel copies pages unchecked.
   table = jnp.clip(call.page_table + options.page_offset, 0, num_pages - 1)
   inputs = {
-    # Passed twice, because a grid step also copies the next step's first pages.
+    # Passed twice, because a grid step also reads the next step's page ids.
     "table": table[:, None],
     "next_table": table[:, None],
     "q": tiles.q,
@@ -78,7 +78,7 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
 
 
 def unsupported(platform: str, call: AttentionCall) -> str | None:
-  """Returns the reason why this backend does not serve a call, if any."""
+  """Returns the reason why this backend does not support a call, if any."""
   q, k_pages, v_pages = call.q, call.k_pages, call.v_pages
   size = k_pages.shape[2]
   dims = k_pages.shape[3], v_pages.shape[3]
@@ -105,7 +105,7 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
     f" {_RING_BYTES // BUFFERS} bytes together, got"
     f" {_page_bytes(k_pages, v_pages)}": block * BUFFERS > _RING_BYTES,
     f"`q` must have few enough heads that a query takes at most {MEMORY_BYTES}"
-    f" bytes, got {q.shape[-2]} heads for {k_pages.shape[1]} of k_pages, which"
+    f" bytes, got {q.shape[-2]} heads for {k_pages.shape[1]} K/V heads, which"
     f" take {min_memory}": min_memory > MEMORY_BYTES,
   }
   return next((reason for reason, holds in reasons.items() if holds), None)
@@ -114,7 +114,7 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
 def _per_head(
   options: CallOptions, heads: int, kv_heads: int, size: int, rows: int
 ) -> dict[str, jax.Array]:
-  """Returns options with a number for each query head, as float32[K, Y, 1]."""
+  """Returns per-head options for the rows of a tile, as float32[K, Y, 1]."""
 
   def spread(values: jax.Array) -> jax.Array:
     values = jnp.tile(values.reshape(kv_heads, -1), (1, size))
@@ -132,11 +132,11 @@ def _token_scales(
 ) -> dict[str, jax.Array]:
   """Returns scales of tokens, as float32[B, J, K, A] for J blocks of a row.
 
-  The scales take 8 * K bytes for each token that the page table can hold. If
-  the table is long and the pool is small, this is more than the pool takes.
+  Both take 8 * K bytes for each token of the page table's capacity. If the
+  table is long and the pool is small, this is more than the pool takes.
   """
-  # Gathered outside of the kernel, because its copies cannot write into part of
-  # a row of 128 numbers.
+  # Gathered here, because the kernel's copies cannot write into part of a row
+  # of 128 numbers.
   result = {}
   for name in ("k_scale", "v_scale"):
     scale = getattr(options, name)
@@ -145,7 +145,7 @@ def _token_scales(
     padding = -table.shape[1] % static.pages
     ids = jnp.pad(table, ((0, 0), (0, padding)))
     batch, kv_heads = ids.shape[0], scale.shape[1]
-    # Gathers long rows, because XLA would first copy a pool of short rows.
+    # XLA gathers rows of K * S numbers directly. It would copy shorter rows.
     tokens = scale.reshape(scale.shape[0], -1)[ids]
     tokens = tokens.reshape(batch, -1, kv_heads, static.page_size)
     tokens = tokens.swapaxes(1, 2)  # [B, K, M, S]
@@ -155,7 +155,7 @@ def _token_scales(
 
 
 def _queries(call: AttentionCall) -> int:
-  """Returns the queries of a tile: enough for the matrix unit, if they fit."""
+  """Returns queries per tile: enough for the matrix unit, if they fit VMEM."""
   columns, heads = call.q.shape[1:3]
   size = min(columns, max(1, _ROWS * call.k_pages.shape[1] // heads))
   while size > 1 and _memory(size, call) > MEMORY_BYTES:
@@ -164,7 +164,7 @@ def _queries(call: AttentionCall) -> int:
 
 
 def _memory(size: int, call: AttentionCall) -> int:
-  """Returns the maximum number of bytes that tiles of `size` queries take."""
+  """Returns an upper bound of the VMEM that tiles of `size` queries take."""
   q, k_pages, v_pages = call.q, call.k_pages, call.v_pages
   kv_heads, page_size, dim = k_pages.shape[1:]
   value_dim = v_pages.shape[3]
@@ -172,8 +172,8 @@ def _memory(size: int, call: AttentionCall) -> int:
   tokens = pages * page_size
   ring = BUFFERS * pages * _page_bytes(k_pages, v_pages)
   values = kv_heads * tokens * value_dim * 4
-  # For each row: query, output; log-sum-exp, factor and slope; top and total;
-  # logits and weights. Double-buffered inputs and outputs count twice.
+  # Each row has a query and an output; a log-sum-exp, a factor and a slope; a
+  # top and a total; logits and weights. Inputs and outputs are double-buffered.
   row = 2 * (dim * q.dtype.itemsize + value_dim * 4)
   row += (2 * 3 + 2) * _LANES * 4 + 2 * tokens * 4
   tree = 0
@@ -194,7 +194,7 @@ def _page_bytes(k_pages: jax.Array, v_pages: jax.Array) -> int:
 
 
 def _pages_per_block(k_pages: jax.Array, v_pages: jax.Array) -> int:
-  """Returns the pages of a block: `_TOKENS` tokens, if they fit in memory."""
+  """Returns the number of pages of a block."""
   # A block takes memory in each stage of the ring, and for its float32 values.
   values = 4 * v_pages.size // v_pages.shape[0]
   fit = _RING_BYTES // (BUFFERS * _page_bytes(k_pages, v_pages) + values)
@@ -202,7 +202,7 @@ def _pages_per_block(k_pages: jax.Array, v_pages: jax.Array) -> int:
 
 
 def _compute_dtype(q: jax.Array, k_pages: jax.Array) -> jnp.dtype:
-  """Returns the format of products: float32 if q or pages have it."""
+  """Returns the dtype of products: float32 if q or pages are float32."""
   if jnp.dtype(jnp.float32) in (q.dtype, k_pages.dtype):
     return jnp.dtype(jnp.float32)
   # Also for 8-bit pages, because bfloat16 holds every 8-bit number exactly.

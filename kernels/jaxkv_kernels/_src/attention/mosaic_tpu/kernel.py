@@ -1,14 +1,14 @@
 """The TPU kernel of paged attention, in Pallas' Mosaic dialect.
 
-One grid step serves one tile of queries: it loops over the blocks of pages that
-the tile sees. Pages are copied into a ring of buffers, with one copy per page
-for all heads. While a step works on its last blocks, it fetches the first
+One grid step computes one tile of queries: it loops over the blocks of pages
+that the tile sees. Pages are copied into a ring of buffers, with one copy per
+page for all heads. While a step works on its last blocks, it fetches the first
 blocks of the next step, so the ring is empty only at the end of the grid. The
 online softmax is that of FlashAttention (Dao et al. 2022, algorithm 1).
 
 The kernel uses only features that the TPU interpreter supports (no
-`ref.reshape` or `ref.bitcast`), so a CPU can check numbers and races. The
-docstring of the package `attention` defines the letters.
+`ref.reshape` or `ref.bitcast`), so tests on a CPU can check results and races.
+The docstring of the package `attention` defines the letters.
 """
 
 import dataclasses
@@ -73,9 +73,9 @@ def call(
   """Runs the kernel.
 
   Args:
-    static: sizes.
+    static: sizes and choices of the kernel.
     firsts: int32[Z], the first token that each tile sees.
-    ends: int32[Z], one past the last token, 0 if the tile sees none.
+    ends: int32[Z], one past the last token; 0 if a tile sees no token.
     inputs: arrays by name, see `_in_specs`; scales, slopes and trees are
       optional.
     interpret: as in `CallOptions`.
@@ -99,7 +99,7 @@ def call(
     ),
     out_shape=[out, lse],
     compiler_params=pltpu.CompilerParams(
-      # Grid steps must run in order: each fetches first blocks of the next one.
+      # Grid steps must run in order, as each fetches blocks of the next one.
       dimension_semantics=("arbitrary",),
       vmem_limit_bytes=MEMORY_BYTES,
     ),
@@ -111,13 +111,13 @@ def call(
 def _in_specs(
   static: TpuStatic, inputs: dict[str, jax.Array]
 ) -> dict[str, Any]:
-  """Returns the block of each input that a grid step sees."""
+  """Returns the block spec of each input."""
   num, columns = inputs["q"].shape[0], inputs["table"].shape[2]
   # These inputs stay in HBM, and the kernel copies the pages that it needs.
   in_place = pl.BlockSpec(memory_space=pl.ANY)
 
   def table(step: int) -> pl.BlockSpec:
-    """Returns the spec of the page ids for a grid step, `step` steps ahead."""
+    """Returns the spec of the page ids of the grid step `step` steps ahead."""
     return pl.BlockSpec(
       (1, 1, columns),
       lambda z, *_: (
@@ -185,11 +185,11 @@ class _Step(NamedTuple):
 
   Attributes:
     table: page ids of the step's sequence.
-    row: the sequence.
-    first_page: first page that the tile sees, counted within the sequence.
-    end_page: one past the last page.
-    first: first block.
-    num: number of blocks, 0 if the tile sees no key.
+    row: the row of the page table.
+    first_page: the column of the page table of the first page.
+    end_page: one past the column of the last page.
+    first: the index of the first block in the sequence.
+    num: the number of blocks, 0 if the tile sees no key.
   """
 
   table: Any  # int32[1, 1, M]
@@ -201,7 +201,7 @@ class _Step(NamedTuple):
 
 
 def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
-  """Serves one tile of queries; refs as in `_in_specs` and `_scratch`."""
+  """Computes one tile of queries; refs as in `_in_specs` and `_scratch`."""
   index = pl.program_id(0)
   step = _step(static, index, firsts, ends, inputs["table"])
   next_step = _step(static, index + 1, firsts, ends, inputs["next_table"])
@@ -221,8 +221,8 @@ def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
     _copies(static, blocks, block, slot, inputs, scratch, lambda c: c.start())
 
   # The previous step has fetched one block of this step after each of its last
-  # `BUFFERS` blocks. If it had fewer blocks, this loop fetches the rest that
-  # fits the ring.
+  # `BUFFERS` blocks. If it had fewer blocks, this loop fetches the remaining
+  # blocks that fit the ring.
   @pl.loop(0, jnp.clip(BUFFERS - previous_step.num, 0, step.num))
   def _(block):
     fetch(step, block, stage(block))
@@ -283,7 +283,7 @@ def _copies(
   size = static.page_size
 
   # Pages that the tile does not see are not copied. Their part of the stage
-  # keeps old numbers, which the masks exclude.
+  # keeps its old contents, which the masks exclude.
   @pl.loop(
     jnp.maximum(base, step.first_page),
     jnp.minimum(base + static.pages, step.end_page),
@@ -351,8 +351,8 @@ def _in_tree(block, tree):
 
 def _hidden(mask):
   """Returns bool[1, A, 1], True for tokens that no row of `mask` sees."""
-  # A product with ones moves the A tokens from lanes to sublanes, where the
-  # tokens of values are.
+  # A product with ones moves the A tokens from lanes to sublanes, because the
+  # tokens of values are in sublanes.
   ones = jnp.ones((mask.shape[0], 128), jnp.float32)
   mask = mask.astype(jnp.int32).astype(jnp.float32)
   rows = lax.dot_general(
@@ -365,7 +365,7 @@ def _hidden(mask):
 
 
 def _values(base, first, end, ref, is_hidden):
-  """Returns a block's values, with zeros for those that no row sees."""
+  """Returns a block's values, with zeros for tokens that no row sees."""
   values = ref[...]
   # 0 * NaN is NaN, so a weight of 0 would not exclude a NaN. int8 has no NaN.
   if values.dtype == jnp.int8:
@@ -378,7 +378,7 @@ def _values(base, first, end, ref, is_hidden):
 
 
 def _dot(static: TpuStatic, left, right, contracted: int):
-  """Contracts the last axis of [K, Y, ...] with an axis of [K, A, X]."""
+  """Contracts the last axis of `left` with axis `contracted` of `right`."""
   is_float32 = static.dtype == jnp.float32
   return lax.dot_general(
     _convert(left, static.dtype),
@@ -390,7 +390,7 @@ def _dot(static: TpuStatic, left, right, contracted: int):
 
 
 def _convert(values, dtype):
-  """Converts through float32, which every TPU generation supports."""
+  """Converts through float32; every TPU generation supports both steps."""
   if values.dtype == dtype:
     return values
   return values.astype(jnp.float32).astype(dtype)

@@ -2,10 +2,10 @@
 
 A query row is one head of one query. A program computes up to 64 query rows
 that share a K/V head, as one tile for the tensor cores. It reads each key and
-value once, token by token through the page table, so it supports any page size.
-If there are too few programs, or one has too much work, keys are split into
-parts. `_merge` adds the parts, weighted by the sums of their softmaxes.
-The docstring of the package `attention` defines the letters.
+value once. It looks up the page of each token, so it supports any page size. If
+there are too few programs, or one has too much work, keys are split into parts.
+`_merge` merges the parts, weighted by the sums of their softmaxes. The
+docstring of the package `attention` defines the letters.
 """
 
 import functools
@@ -30,20 +30,20 @@ from jaxkv_kernels._src.formats import logical_dtype
 # at most 64 fit in registers.
 _MIN_ROWS, _MAX_ROWS = 16, 64
 # Bytes of K, and of V, in a block. With three stages of both in each program,
-# two programs then fit in the 227 KB of a core.
+# two programs then fit in a multiprocessor's 227 KB of shared memory.
 _BLOCK_BYTES = 16 * 1024
 _MAX_BLOCK = 128
-# Programs to aim at: two on each of an H100's or H200's 132 cores.
+# Programs to aim at: two on each of the 132 multiprocessors of an H100 or H200.
 _PROGRAMS = 264
 _MAX_SPLITS = 64
-# The maximum and minimum tokens of a program. Longer rows are split, so that
-# programs end together. Shorter programs take longer to start than to work.
+# The maximum and minimum number of tokens of a program. Longer rows are split,
+# so that programs end together. A shorter program would mostly be overhead.
 _MAX_TOKENS, _MIN_TOKENS = 4096, 1024
-# The maximum number of bytes of all parts, which are float32 copies of the
-# output. It does not limit splits that are needed to fill all cores.
+# The maximum number of bytes of all parts, each of which is as large as the
+# output in float32. Splits that are needed to fill the GPU may exceed it.
 _PART_BYTES = 64 * 2**20
 _LARGEST_HEAD = 256
-# The maximum sizes of a latent vector's value and of the elements after it.
+# The maximum sizes of the value in a latent vector, and of the rest.
 _LARGEST_VALUE, _LARGEST_BEHIND = 512, 64
 
 
@@ -79,7 +79,7 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
       query_tiles.float32((*shape, sizes.value_dim), inputs),
       query_tiles.float32((2, *shape), inputs),
     ),
-    # Programs with more sums get twice the threads, so that no register spills.
+    # With more sums, a program needs twice the threads to avoid spills.
     num_warps=4 if has_few_sums else 8,
     num_stages=3,
     interpret=options.interpret,
@@ -88,7 +88,7 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
 
 
 def unsupported(platform: str, call: AttentionCall) -> str | None:
-  """Returns the reason why this backend does not serve a call, if any."""
+  """Returns the reason why this backend does not support a call, if any."""
   if platform != "cuda":
     return f"the platform must be cuda, got {platform}"
   reason = _too_large(call)
@@ -108,14 +108,14 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
 
 
 def _too_large(call: AttentionCall) -> str | None:
-  """Returns a reason that names vectors or pools that are too large, if any."""
+  """Returns the reason if vectors are too large or pools cannot be indexed."""
   latent = call.options.value_dim
   if latent is not None:
     suffix = call.q.shape[-1] - latent
     if latent > _LARGEST_VALUE or suffix > _LARGEST_BEHIND:
       return (
         f"`value_dim` must be at most {_LARGEST_VALUE}, with at most"
-        f" {_LARGEST_BEHIND} elements behind it, got {latent} and {suffix}"
+        f" {_LARGEST_BEHIND} elements after it, got {latent} and {suffix}"
       )
   for name, pages in (("k_pages", call.k_pages), ("v_pages", call.v_pages)):
     if latent is None and pages.shape[3] > _LARGEST_HEAD:
@@ -123,7 +123,7 @@ def _too_large(call: AttentionCall) -> str | None:
         f"`{name}` must have a head size of at most {_LARGEST_HEAD}, got"
         f" {pages.shape[3]}"
       )
-    # Pallas-Triton indexes pools of up to 4 GiB with a signed 32-bit number.
+    # Pallas-Triton indexes pools of up to 4 GiB with int32, which overflows.
     if pages.dtype.itemsize == 1 and 2**31 < pages.size <= 2**32:
       return (
         f"`{name}` must have at most 2**31 or more than 2**32 elements of 8"
@@ -143,11 +143,11 @@ def _as_int8(mask: jax.Array | None) -> jax.Array | None:
 
 
 def _sizes(call: AttentionCall) -> Sizes:
-  """Returns the sizes of programs, from shapes alone."""
+  """Returns the sizes of programs, which depend only on static values."""
   batch, columns, heads, dim = call.q.shape
   latent, value_dim = call.options.value_dim, call.value_dim
   capacity, pool_dtype = call.capacity, call.k_pages.dtype
-  # In one part, 512 + 64 elements would be padded to a power of two: 1,024.
+  # As one part, 512 + 64 elements would be padded to a power of two: 1,024.
   cuts = (0, dim) if latent in (None, dim) else (0, latent, dim)
   parts = tuple((a, b - a) for a, b in itertools.pairwise(cuts))
   pages, kv_heads, page_size, _ = call.k_pages.shape
@@ -161,7 +161,7 @@ def _sizes(call: AttentionCall) -> Sizes:
   programs = batch * kv_heads * tiles
   has_idle_cores = programs < _PROGRAMS
   part_bytes = batch * columns * heads * value_dim * 4
-  # Even if enough programs fill the cores, splits make their work more even.
+  # If programs already fill the GPU, splits still balance their work.
   extra_splits = min(-(-capacity // _MAX_TOKENS), _PART_BYTES // part_bytes)
   splits = max(-(-_PROGRAMS // programs), extra_splits)
   splits = min(splits, _MAX_SPLITS, -(-capacity // block))
@@ -197,10 +197,10 @@ def _block(
 ) -> int:
   """Returns the number of tokens of a step."""
   if latent:
-    # A latent vector can take the space of a key and a value, as it is both.
+    # A latent vector replaces a key and a value, so it can take the bytes of
+    # both.
     return max(2 * _BLOCK_BYTES // (size * dtype.itemsize), 16)
-  # 8-bit numbers are widened in registers. With many rows, few registers are
-  # free for that.
+  # Widening 8-bit numbers takes registers, and many rows leave few of them.
   has_few_rows = rows == _MIN_ROWS
   width = max(pool_dtype.itemsize, dtype.itemsize // (2 if has_few_rows else 1))
   limit = _MAX_BLOCK if has_few_rows else _MAX_BLOCK // 2
@@ -208,10 +208,10 @@ def _block(
 
 
 def _compute_dtype(query_dtype, pool_dtype) -> np.dtype:
-  """Returns the format of the products with keys and values."""
+  """Returns the dtype of the products with keys and values."""
   query_dtype, pool_dtype = np.dtype(query_dtype), np.dtype(pool_dtype)
-  # All wider formats hold 8-bit numbers exactly. If queries and pages have two
-  # different wider formats, only float32 holds the numbers of both.
+  # Every query dtype represents 8-bit numbers exactly. If queries and pages
+  # have different dtypes of 16 bits or more, only float32 represents both.
   if pool_dtype.itemsize == 1 or pool_dtype == query_dtype:
     return query_dtype
   return np.dtype(np.float32)

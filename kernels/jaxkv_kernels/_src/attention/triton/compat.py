@@ -1,7 +1,7 @@
-"""The one place that calls Pallas-Triton, which jax deprecated in 0.11.
+"""Calls Pallas-Triton kernels. jax deprecated Pallas-Triton in 0.11.
 
-Until jax removes Pallas-Triton, it serves pages and GPUs that Mosaic GPU does
-not, and a CPU interprets it quickly.
+Until jax removes it, it supports page sizes and GPUs that Mosaic GPU does not,
+and its interpreter is fast on a CPU.
 """
 
 import warnings
@@ -12,8 +12,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-# The user of a program would see the warning when a kernel is lowered, but can
-# do nothing about it.
+# Users would see the warning for each kernel, but can do nothing about it.
 warnings.filterwarnings(
   "ignore",
   message="The Pallas Triton backend is deprecated",
@@ -41,8 +40,8 @@ def call(
     grid: the number of programs along each axis.
     out_shape: shapes and dtypes of the outputs.
     num_warps: warps of 32 threads in a program.
-    num_stages: the number of a loop's steps whose loads are in flight.
-    interpret: true to run in Pallas's interpreter.
+    num_stages: the number of loop steps whose loads are in flight.
+    interpret: True, or a true value, to run in Pallas's interpreter.
   """
   return pl.pallas_call(
     kernel,

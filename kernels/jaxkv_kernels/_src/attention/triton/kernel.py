@@ -1,4 +1,4 @@
-"""The kernel of the backend `triton`: a tile of queries, a part of its keys.
+"""The kernel of the backend `triton`.
 
 Pallas-Triton requires sizes that are powers of two, so arrays are padded and
 masks exclude the padding. Pallas's interpreter runs the kernel unchanged. The
@@ -31,7 +31,7 @@ class Sizes:
     heads: H.
     kv_heads: K.
     key_parts: (begin, size) of each part of a query or key. There is one part,
-      of size D; a latent has two, and the first of them is the value.
+      of size D; latents have two, the value and the rest, unless Dv = D.
     value_dim: Dv.
     pages: N.
     page_size: S.
@@ -68,12 +68,12 @@ class Sizes:
 
 
 def power_of_two(number: int) -> int:
-  """Returns a number, rounded up to a power of two."""
+  """Returns `number`, rounded up to a power of two."""
   return 1 << (number - 1).bit_length()
 
 
 def _width(dim: int) -> int:
-  """Returns a size that tensor cores can multiply, at least `dim`."""
+  """Returns `dim`, rounded up to a size that tensor cores can multiply."""
   return max(power_of_two(dim), 16)
 
 
@@ -136,7 +136,7 @@ class _Rows:
     position: the position of each row's query in the sequence.
     first: the first key that each row sees.
     end: one past the last key that each row sees, 0 for padding.
-    reach: the first key that any row sees, and one past the last.
+    reach: the first key that any row sees, and one past the last such key.
   """
 
   batch: jax.Array  # int32[]
@@ -157,8 +157,8 @@ class _Rows:
 
 def _rows(refs, sizes: Sizes) -> _Rows:
   """Returns the rows of this program."""
-  # The tile varies fastest over programs, so that an L2 cache serves the keys
-  # that the tiles of a row share.
+  # The tile varies fastest over programs, so that the tiles of a row, which
+  # share keys, read them from the L2 cache.
   program = pl.program_id(0)
   head_index = _divide(program, sizes.tiles)
   tile = program - head_index * sizes.tiles
@@ -224,7 +224,7 @@ def _step(refs, rows: _Rows, q, index, carry, sizes: Sizes, soft_cap):
   )
   if refs["tree"] is not None:
     mask &= _allowed(refs, rows, position)
-    # A node that no query sees can hold NaN, so its value is not read.
+    # The value of a node that no row sees may be NaN, so it is not read.
     is_read &= jnp.max(mask.astype(jnp.int32), axis=0) > 0
   logits = jnp.where(mask, logits, -jnp.inf)
   highest = jnp.maximum(top, jnp.max(logits, axis=1))
@@ -236,7 +236,7 @@ def _step(refs, rows: _Rows, q, index, carry, sizes: Sizes, soft_cap):
   if refs["v"] is not None:
     values = load(_read(refs["v"], place, is_read, 0, sizes.value_dim))
   elif refs["tree"] is not None:
-    # The keys of latents were loaded before the mask was known.
+    # Latents were read before the tree mask, so they may contain NaN.
     values = jnp.where(is_read[:, None], values, 0)
   if refs["v_scale"] is not None:
     weights *= _scale(refs["v_scale"], place, is_read)[None]
@@ -256,8 +256,8 @@ def _logits(sizes: Sizes, q, keys):
 
 def _weighted(weights, values, sizes: Sizes, has_scales: bool):
   """Returns the weighted sums of a block's values: float32[Y, Dv]."""
-  # A weight times a scale can be outside the range of float16. So the weights
-  # of a row are divided by the largest, and the sums are multiplied by it.
+  # A weight times a scale can be outside the range of float16. So each row of
+  # weights is divided by its largest magnitude, which then multiplies the sums.
   largest = None
   if has_scales and sizes.dtype == np.dtype(np.float16):
     largest = jnp.max(jnp.abs(weights), axis=1)
@@ -329,14 +329,14 @@ def _allowed(refs, rows: _Rows, position):
   shows = plt.load(
     refs["tree"].at[rows.batch, rows.column[:, None], node],
     mask=mask,
-    # Keys outside of the tree count as visible. Other masks decide about them.
+    # The tree mask does not apply to keys outside of the tree.
     other=jnp.int8(1),
   )
   return shows != 0
 
 
 def _divide(numbers, divisor: int):
-  """Divides non-negative int32, without the operations for signs of `//`."""
+  """Divides non-negative int32, without the sign handling of `//`."""
   return lax.div(numbers, jnp.full_like(numbers, divisor))
 
 

@@ -1,9 +1,9 @@
 """Merges the results of units of work, as one small Pallas-Triton kernel.
 
 A unit of work is a piece of the keys of a tile of queries. The number of pieces
-is known only at run time, so XLA would need a loop, with at least one kernel
-for each step. Here each program merges one query row, and reads only the pieces
-that exist. The docstring of the package `attention` defines the letters.
+is known only at run time. XLA would need a loop with a kernel for each step.
+Here each program merges one query row, and reads only the pieces that exist.
+The docstring of the package `attention` defines the letters.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jaxkv_kernels._src.attention import query_tiles
 from jaxkv_kernels._src.attention.online_softmax import LOWEST
 from jaxkv_kernels._src.attention.triton import compat
 
-# Pieces that a program reads at once, with one wait for memory.
+# Pieces that a program reads at once, to wait for memory only once.
 _PIECES = 16
 
 
@@ -36,19 +36,19 @@ def merge_pieces(
 ) -> tuple[jax.Array, jax.Array]:
   """Merges the results of pieces into results of tiles.
 
-  A tile's pieces are merged in their order, weighted by the sums of their
-  softmaxes. A NaN in a piece does not affect other tiles.
+  A tile's pieces are merged in order, weighted by the sums of their softmaxes.
+  A NaN in a piece does not affect other tiles.
 
   Args:
-    out: float32[O, K, >=Y, Dv], results of pieces; unwritten results can hold
-      anything.
+    out: float32[O, K, >=Y, Dv], results of pieces. Results to which no piece
+      belongs can be arbitrary.
     totals: float32[O, K, 2, >=Y], `top` and `total` of `online_softmax`.
     begins: int32[Z + 1]; tile z has `begins[z + 1] - begins[z]` pieces.
-    max_pieces: the maximum number of pieces of a tile. The results of tile z
-      then begin at index `z * max_pieces`, and O is Z * max_pieces. None: they
-      begin at index `begins[z]`.
+    max_pieces: the maximum number of pieces of a tile, if the results of tile z
+      begin at index `z * max_pieces` and O is Z * max_pieces. None: they begin
+      at index `begins[z]`.
     rows: Y.
-    interpret: true to run in Pallas's interpreter.
+    interpret: as for `compat.call`.
 
   Returns:
     (float32[Z, K, Y, Dv], float32[Z, K, Y] natural log-sum-exps), 0 and -inf
@@ -57,7 +57,7 @@ def merge_pieces(
   chex.assert_shape(totals, (*out.shape[:2], 2, None))
   tiles, (kv_heads, _, dim) = begins.size - 1, out.shape[1:]
   # If each tile has at most one piece, no kernel is needed. The result of an
-  # absent piece is unwritten memory, which may hold NaN.
+  # absent piece is unwritten memory, which may contain NaN.
   if max_pieces == 1:
     has_piece = (begins[1:] > begins[:-1])[:, None, None]
     top, total = totals[:, :, 0, :rows], totals[:, :, 1, :rows]

@@ -4,14 +4,14 @@ All sequences advance in lockstep over blocks of a fixed number of tokens, with
 the online softmax of FlashAttention (Dao et al. 2022, algorithm 1) in float32.
 It runs on any device that XLA supports.
 
-Unused memory can hold NaN (see `api`). The logits of unused keys are masked
+Unused memory may contain NaN (see `api`). The logits of unused keys are masked
 after the product with queries. Values that no query of the sequence sees become
 zeros before the product with weights.
 
 By default all T columns are computed together. With `query_tile`, fixed-size
 tiles make results independent of T. Arrays then have a leading axis of tiles,
-and all tiles read a block before the loop gathers the next one. The docstring
-of the package `attention` defines the letters.
+and all tiles share each block that the loop gathers. The docstring of the
+package `attention` defines the letters.
 """
 
 import functools
@@ -30,7 +30,7 @@ from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.formats import load
 
 # Tokens per block. The number is fixed, so that all page sizes that divide it
-# give the same results. Of the numbers timed, 64 is within 5 % of the best for
+# give the same results. In benchmarks, 64 was within 5 % of the best number for
 # every shape, because a block of keys stays in a core's cache.
 BLOCK_TOKENS = 64
 
@@ -77,7 +77,7 @@ class _Columns(NamedTuple):
   """T queries of each sequence.
 
   Attributes:
-    scaled: queries times the scale, Y = T * H / K rows for each K/V head.
+    scaled: queries times the scale; Y is T * H / K.
     positions: positions of the queries.
     mask: True for the tokens of the current block that a query sees.
   """
@@ -97,7 +97,7 @@ class _Attended(NamedTuple):
 def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   """Computes attention of a rectangle; see `choose.Backend`.
 
-  With a `query_tile`, T must be a multiple of it, with at least two tiles.
+  With a `query_tile`, T must be a multiple of it, and at least twice as large.
   """
   options, page_table = call.options, call.page_table
   batch, columns, heads, dim = call.q.shape
@@ -139,7 +139,7 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   carry = _init_carry(queries.shape[:-1], value_dim, inputs)
   carry = lax.fori_loop(first_block, end_block, step, carry)
   is_query = split(call.is_query)
-  # Tiles in which no row has a query are not computed, and keep these values.
+  # Tiles without queries are not computed, and keep these values.
   init = _Attended(
     out=jnp.zeros_like(carry.total, shape=(*is_query.shape, heads, value_dim)),
     lse=jnp.zeros_like(carry.total, shape=(*is_query.shape, heads)) - jnp.inf,
@@ -150,7 +150,7 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
 
 
 def unsupported(platform: str, call: AttentionCall) -> str | None:
-  """Returns None: this backend serves every checked call on every platform."""
+  """Returns None: this backend supports every call on every platform."""
   del platform, call
   return None
 
@@ -160,12 +160,12 @@ def _identity(x: jax.Array) -> jax.Array:
 
 
 def _split(tile: int, x: jax.Array) -> jax.Array:
-  """Returns [B, J * tile, ...] as [J, B, tile, ...]."""
+  """Returns [B, X * tile, ...] as [X, B, tile, ...]."""
   return x.reshape(x.shape[0], -1, tile, *x.shape[2:]).swapaxes(0, 1)
 
 
 def _join(x: jax.Array) -> jax.Array:
-  """Returns [J, B, tile, ...] as [B, J * tile, ...]."""
+  """Returns [X, B, tile, ...] as [B, X * tile, ...]."""
   x = x.swapaxes(0, 1)
   return x.reshape(x.shape[0], -1, *x.shape[3:])
 
@@ -184,9 +184,9 @@ def _apply_by_tile(
     end: int32[], the number of tiles to compute. It must not be a constant, as
       XLA might unroll the loop.
     function: takes the rows and the output of a tile; returns its new output.
-    rows: leaves [J, ...] with J >= 2, because for J = 1 XLA would hoist parts
-      of the loop's body.
-    out: leaves [J, ...].
+    rows: a tree with leaves [X, ...] for X tiles. X is at least 2, because for
+      one tile XLA would hoist parts of the loop's body.
+    out: a tree with leaves [X, ...].
   """
 
   def body(index: jax.Array, out: Any) -> Any:
@@ -205,7 +205,7 @@ def _apply_by_tile(
 
 
 def _arrays(options: CallOptions) -> tuple[jax.Array | None, ...]:
-  """Returns the arrays among the options that the loop reads."""
+  """Returns the option arrays that the loop reads."""
   return (
     options.page_offset,
     options.alibi_slopes,
@@ -234,7 +234,7 @@ def _init_carry(shape: tuple[int, ...], value_dim: int, inputs) -> _Carry:
 def _blocks(
   reach: query_tiles.Reach, block: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the first block that some query sees, and one past the last."""
+  """Returns the first block that any query sees, and one past the last."""
   end = jnp.max(reach.end)
   first = jnp.min(jnp.where(reach.end > 0, reach.first, end))
   return first // block, (end + block - 1) // block
@@ -259,7 +259,7 @@ def _gather(
   return _Block(
     positions=positions,
     keys=keys,
-    # 0 * NaN is NaN, so a weight of zero would not exclude a value.
+    # 0 * NaN is NaN, so a weight of zero would not exclude a NaN.
     values=jnp.where(is_used[..., None], values, jnp.float32(0)),
     k_scale=_read_scale(options.k_scale, ids, page_size),
     v_scale=v_scale,
@@ -279,7 +279,7 @@ def _read(pages: jax.Array, ids: jax.Array) -> jax.Array:
     mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
   )
   batch, kv_heads, num, size, dim = tiles.shape
-  # Converted after the gather, or XLA for a CPU would convert the whole pool.
+  # Loaded after the gather, because XLA for a CPU would convert the whole pool.
   tiles = tiles.reshape(batch, kv_heads, num * size, dim)
   return load(tiles).astype(jnp.float32)
 
