@@ -1,4 +1,4 @@
-"""Computes functions of tokens so that no token's bits depend on other tokens.
+"""Computes functions of tokens with bits that do not depend on the batch.
 
 `in_tiles` calls a function on one tile of tokens at a time; the function must
 treat tokens independently. `recur` runs a recurrence one token at a time.
@@ -19,9 +19,9 @@ from jaxkv._src.exact import row_loop
 _ROWS = 8
 
 Recurrence = Callable[..., tuple[jax.Array, Any]]
-"""`(weights, inputs, states, num_tokens) -> (out, states)`. The inputs and the
-outputs are [B, T, ...]. The first `num_tokens[b]` inputs of sequence b are
-tokens, and the others are padding."""
+"""`(weights, inputs, states, num_tokens) -> (out, states)`. `inputs` and `out`
+are [B, T, ...], and `states` are [B, ...]. The first `num_tokens[b]` inputs of
+sequence b are tokens, and the others are padding."""
 
 
 def in_tiles(
@@ -52,7 +52,9 @@ def in_tiles(
 def recur(
   run: Recurrence, weights: Any, *arguments: Any
 ) -> tuple[jax.Array, Any]:
-  """Runs a recurrence token by token, with the gradient of `run` on all tokens.
+  """Runs a recurrence token by token.
+
+  The gradient is that of one call of `run` on all tokens.
 
   Args:
     run: the recurrence; it must not close over arrays.

@@ -3,8 +3,8 @@
 A lookup on the host compares digests (BLAKE2b, chained page by page from a
 secret) and then the tokens of the page. The 128-bit keys of the device
 (`cache/prefix/hashing`) take longer to compute in Python. They are computed
-only for the device state, for events and for `Pages`, and to find pages whose
-keys came from a device.
+only to convert to or from a `CacheState`, for events, for methods of `Pages`,
+and to look up pages that a loop on the device filled (`DevicePage`).
 """
 
 import dataclasses
@@ -87,7 +87,10 @@ class DevicePage:
   is_from_device: ClassVar[bool] = True
 
   def last_tokens(self, count: int) -> bytes:
-    """Returns all tokens, with zeros after those of a small page."""
+    """Returns the tokens of the page, and ignores `count`.
+
+    If other groups have larger pages, zeros follow the tokens.
+    """
     return self.tokens
 
 
@@ -150,8 +153,8 @@ class DeviceKeys:
     pages = list(itertools.chain.from_iterable(levels))
     if not pages:
       return
-    # Only the chain is computed level by level. The digests of all pages are
-    # computed in one pass of NumPy.
+    # A digest of `hashing.page_digests` does not depend on the parent, so one
+    # pass of NumPy computes all of them. The chain needs a pass for each level.
     digests, begin = self._page_digests(pages), 0
     for level in levels:
       parents = [node.parent.key for node in level if node.parent]
@@ -164,8 +167,8 @@ class DeviceKeys:
     self, nodes: Iterable[PrefixNode | DevicePage]
   ) -> list[list[PrefixNode]]:
     """Returns the nodes without a key, each in the level after its parent."""
-    # Paths share nodes, so a walk towards the root ends at a node that an
-    # earlier walk has visited.
+    # Paths share nodes, so a walk towards the root stops early at a node that
+    # an earlier walk has visited.
     depth_of: dict[int, int] = {}
     levels: list[list[PrefixNode]] = []
     for node in nodes:

@@ -44,7 +44,7 @@ def recycle(
   These are the pages before a sliding window or a chunk, and all states of a
   recurrent group but the last. The null page replaces them in the page table.
   The last of these pages is released first. Published pages stay cached until
-  they are popped. If a loop calls this verb before `allocate`, a sequence with
+  they are evicted. If a loop calls this verb before `allocate`, a sequence with
   a window of w tokens has at most `ceil((w - 1) / S) + 1` pages, plus the pages
   for new tokens.
 
@@ -96,7 +96,7 @@ def drop_behind(
   if not config.skips_pages:
     return state, jnp.zeros_like(lengths)
   held, first = rows.read(state.num_pages), rows.read(state.num_skipped_pages)
-  # `quotient` needs numbers of at least 0. Refused rows may have other numbers.
+  # `quotient` needs numbers of at least 0, but a negative length is allowed.
   lengths = jnp.clip(lengths, 0, config.slot_tokens)
   stop = jnp.minimum(config.sizes.skipped_pages(lengths), held)
   stop = config.sizes.keep_last_page(stop, rows.read(state.length))

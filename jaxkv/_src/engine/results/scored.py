@@ -27,9 +27,10 @@ class Scored(Outcome):
     top_log_probs: the log-probs of `top_tokens`.  # float32[N, G, R, X]
     computed_tokens: tokens that the model computed for each group, without
       padding.  # int32[N]
-    cached_tokens: tokens of each prompt that were found in the cache. If slots
-      or pages are scarce, a prompt is looked up several times, and the tokens
-      of all lookups are added.  # int32[N]
+    cached_tokens: tokens of each group that lookups found in the cache. If
+      slots or pages are scarce, a group is looked up several times, and the
+      tokens of all lookups are added. After a preemption a lookup can also find
+      tokens of a completion.  # int32[N]
   """
 
   log_probs: Array
