@@ -57,7 +57,8 @@ def test_a_global_layer_and_five_windows():
   # Larger logits: a wrong one leads to other tokens soon.
   params = models.init_params(jax.random.key(0), _MODEL)
   params |= {"embed": params["embed"] * 3}
-  state = _arguments(jnp.asarray(prompts), lengths, 200)
+  # Few pages: sequences are preempted and resume.
+  state = _arguments(jnp.asarray(prompts), lengths, 33)
   expected = jax.jit(
     functools.partial(uncached.generate, decoder=_MODEL, config=_OPTIONS)
   )(params, state.queue, jnp.float32(1))
@@ -81,8 +82,4 @@ def test_a_global_layer_and_five_windows():
     state.queue.log_probs, expected.log_probs, atol=1e-5
   )
   assert hits > 0 and int(state.counters.forked) > 0
-  # Few pages: sequences are preempted and resume.
-  scarce = _arguments(jnp.asarray(prompts), lengths, 33)
-  end = program(scarce, 1.0)
-  np.testing.assert_array_equal(end.queue.tokens, expected.tokens)
-  assert int(end.counters.preempted) > 0
+  assert int(state.counters.preempted) > 0

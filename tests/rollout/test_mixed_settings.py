@@ -119,8 +119,8 @@ def _outcome(state: rollout.RolloutState, row: int) -> list[Any]:
 @pytest.mark.parametrize(
   ("drafts", "decode_steps"),
   [
-    (0, 1),
     (3, 1),
+    pytest.param(0, 1, marks=pytest.mark.deep),
     pytest.param(0, 3, marks=pytest.mark.deep),
     pytest.param(0, 8, marks=pytest.mark.deep),
     pytest.param(0, 16, marks=pytest.mark.deep),
