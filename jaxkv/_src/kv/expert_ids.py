@@ -224,13 +224,3 @@ def _read(
   return jnp.where(
     is_token[:, :, None, None], values, jnp.full_like(values, -1)
   )
-
-
-def copy_expert_ids(
-  pages: ExpertIdPages, src: jax.Array, dst: jax.Array
-) -> ExpertIdPages:
-  """Implements `jaxkv.kv.copy`; `dst` must not contain the null page."""
-  pool = kernels.copy_pages(
-    pages.values[:, None], src, dst, num_layers=pages.num_layers
-  )
-  return dataclasses.replace(pages, values=pool[:, 0])

@@ -166,26 +166,6 @@ def init(
   )
 
 
-def copy_kv(kv: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
-  """Implements `jaxkv.kv.copy`; `dst` must not contain the null page."""
-
-  def copy_in(pages: jax.Array | None) -> jax.Array | None:
-    if pages is None:
-      return None
-    # `copy_pages` takes four axes, so a scale becomes a vector of one element.
-    vectors = pages.reshape(*pages.shape[:3], -1)
-    vectors = kernels.copy_pages(vectors, src, dst, num_layers=kv.num_layers)
-    return vectors.reshape(pages.shape)
-
-  return dataclasses.replace(
-    kv,
-    k=copy_in(kv.k),
-    v=copy_in(kv.v),
-    k_scale=copy_in(kv.k_scale),
-    v_scale=copy_in(kv.v_scale),
-  )
-
-
 def gather(
   kv: KVPages, layer: jax.Array | int, page_table: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

@@ -6,13 +6,11 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.kv.expert_ids import ExpertIdPages
-from jaxkv._src.kv.expert_ids import copy_expert_ids
 from jaxkv._src.kv.kv_pages import KVPages
-from jaxkv._src.kv.kv_pages import copy_kv
 from jaxkv._src.kv.recurrent_pages import StatePages
-from jaxkv._src.kv.recurrent_pages import copy_states
 
 Pool = KVPages | StatePages | ExpertIdPages
 Pools = Pool | tuple[Pool, ...]
@@ -97,17 +95,22 @@ def copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
 
 @functools.partial(jax.jit, inline=True)
 def _copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
-  pools = tuple(_copy_in_pool(pool, src, dst) for pool in pools_of(kv))
-  # A loop may carry the memory, so its structure must not change.
-  memory: object = pools if isinstance(kv, tuple) else pools[0]
-  return memory  # pyright: ignore[reportReturnType]
+  def copy_in(pool: Pool) -> Pool:
+    return _copy_in_pool(pool, src, dst)
+
+  # The tree ends at pools, because each has its own L.
+  return jax.tree.map(copy_in, kv, is_leaf=lambda kv: isinstance(kv, Pool))
 
 
 def _copy_in_pool(pool: Pool, src: jax.Array, dst: jax.Array) -> Pool:
   # The null page becomes an id out of range, which `copy_pages` drops.
   dst = jnp.where(dst == 0, pool.num_pages, dst)
-  if isinstance(pool, StatePages):
-    return copy_states(pool, src, dst)
-  if isinstance(pool, ExpertIdPages):
-    return copy_expert_ids(pool, src, dst)
-  return copy_kv(pool, src, dst)
+
+  def copy_in(array: jax.Array) -> jax.Array:
+    # A TPU tiles the last two axes, so reshaping them would copy the pool.
+    tile = (1, 1, *array.shape[1:])[-2:]
+    pages = array.reshape(array.shape[0], -1, *tile)
+    pages = kernels.copy_pages(pages, src, dst, num_layers=pool.num_layers)
+    return pages.reshape(array.shape)
+
+  return jax.tree.map(copy_in, pool)

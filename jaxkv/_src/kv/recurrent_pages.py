@@ -276,22 +276,6 @@ def _state_rows(
   return jnp.where(has_page, ids + layer * pages.num_pages, out_of_range)
 
 
-def copy_states(
-  pages: StatePages, src: jax.Array, dst: jax.Array
-) -> StatePages:
-  """Implements `jaxkv.kv.copy`; `dst` must not contain the null page."""
-
-  def copy_in(array: jax.Array) -> jax.Array:
-    # A TPU tiles the last two axes, so reshaping them would copy the pool.
-    tile = (1, 1, *array.shape[1:])[-2:]
-    pool = array.reshape(array.shape[0], -1, *tile)
-    pool = kernels.copy_pages(pool, src, dst, num_layers=pages.num_layers)
-    return pool.reshape(array.shape)
-
-  copies = {name: copy_in(array) for name, array in pages.states.items()}
-  return dataclasses.replace(pages, states=copies)
-
-
 def _group_of(config: CacheConfig, group: int | None) -> int:
   """Returns `group` if it is recurrent; for None the first recurrent group."""
   recurrent = [kind.holds_states for kind in config.groups]
