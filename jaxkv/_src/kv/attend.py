@@ -265,7 +265,8 @@ def _attend(
     rectangle = cross_attention.attend_rectangle
     packed = cross_attention.attend_packed
   elif exact:
-    rectangle, packed = _exact_rectangle, _exact_packed
+    rectangle = functools.partial(_exact, tiled_attention.attend_rectangle)
+    packed = functools.partial(_exact, tiled_attention.attend_packed)
   if not isinstance(view, PackedView):
     return rectangle(kv, view, q, call)
   # Decoding tokens take the path of a decode step. On the path of packed
@@ -351,22 +352,16 @@ def _attend_single(
   return out, jnp.where((rows.num_tokens > 0)[:, None], lse, -jnp.inf)
 
 
-def _exact_rectangle(
-  kv: KVPages, view: View | FreshView, q: jax.Array, call: dict[str, Any]
+def _exact(
+  attention: Callable[..., Any],
+  kv: KVPages,
+  view: View | FreshView,
+  q: jax.Array,
+  call: dict[str, Any],
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes exact attention of queries [B, T, H, D]."""
-  sequences = _sequences(kv, rows_of(view))
-  return tiled_attention.attend_rectangle(sequences, q, call)
-
-
-def _exact_packed(
-  kv: KVPages, rows: View, q: jax.Array, call: dict[str, Any]
-) -> tuple[jax.Array, jax.Array]:
-  """Computes exact attention of packed queries [C, H, D]."""
-  return tiled_attention.attend_packed(_sequences(kv, rows), q, call)
-
-
-def _sequences(kv: KVPages, rows: View) -> tiled_attention.TokenRows:
-  return tiled_attention.TokenRows(
+  """Computes attention with a function of `tiled_attention`."""
+  rows = rows_of(view)
+  sequences = tiled_attention.TokenRows(
     _pools(kv), rows.page_table, rows.starts, rows.num_tokens
   )
+  return attention(sequences, q, call)
