@@ -10,7 +10,7 @@ from jaxkv._src.commands import doctor
 from jaxkv._src.commands import grpo
 from jaxkv._src.commands import replay
 from jaxkv._src.commands import rollout
-from jaxkv._src.commands.errors import CommandError
+from jaxkv._src.commands.output import CommandError
 
 _EPILOG = (
   "JAX_COMPILATION_CACHE_DIR=FOLDER saves compiled programs for later runs."

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from jaxkv._src.commands import output
-from jaxkv._src.commands.errors import CommandError
+from jaxkv._src.commands.output import CommandError
 
 
 def test_a_new_file_has_the_usual_mode(tmp_path):

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from jaxkv._src.commands import replay
-from jaxkv._src.commands.errors import CommandError
+from jaxkv._src.commands.output import CommandError
 
 KEYS = [
   "requests",

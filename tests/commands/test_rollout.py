@@ -13,7 +13,7 @@ from jaxkv import __main__ as command_line
 from jaxkv import models
 from jaxkv._src.commands import characters
 from jaxkv._src.commands import rollout as command
-from jaxkv._src.commands.errors import CommandError
+from jaxkv._src.commands.output import CommandError
 from tests.models import small_model as texts
 
 _PARAGRAPHS = "\n\n".join(

@@ -1,4 +1,4 @@
-"""Reads the inputs of commands, and writes their results atomically."""
+"""Inputs, results and errors of commands; results are written atomically."""
 
 import argparse
 import contextlib
@@ -10,7 +10,12 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
-from jaxkv._src.commands.errors import CommandError
+
+class CommandError(Exception):
+  """An error that the user can correct; one line without a final period.
+
+  `python -m jaxkv` prints the line after `error: ` and exits with status 2.
+  """
 
 
 def whole_number(lower: int, upper: int) -> Callable[[str], int]:

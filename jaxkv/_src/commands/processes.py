@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxkv import rollout
-from jaxkv._src.commands.errors import CommandError
+from jaxkv._src.commands.output import CommandError
 
 _HEARTBEAT_SECONDS = 10
 """Time without a heartbeat after which jax considers a process dead."""

@@ -44,7 +44,7 @@ from jax import lax
 
 import jaxkv
 from jaxkv._src.commands import output
-from jaxkv._src.commands.errors import CommandError
+from jaxkv._src.commands.output import CommandError
 
 BLOCK_TOKENS = 512
 """Tokens of a block, fixed by the trace format."""

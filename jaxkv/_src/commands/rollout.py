@@ -22,7 +22,7 @@ from jaxkv import rollout
 from jaxkv._src.commands import characters
 from jaxkv._src.commands import output
 from jaxkv._src.commands import processes
-from jaxkv._src.commands.errors import CommandError
+from jaxkv._src.commands.output import CommandError
 
 CLOSE = 1e-3
 """Log-probs count as equal if they differ by less than this.
