@@ -1,10 +1,10 @@
 """Divergences and importance weights between policies."""
 
-from typing import Any
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jaxkv._src.arrays import arguments
 from jaxkv._src.rl import per_token
@@ -110,7 +110,6 @@ def importance_weights(
     >>> importance_weights(new, jnp.array([[-0.5, -9.0, 0.0]]), mask=drawn)
     Array([[1., 2., 0.]], dtype=float32)
   """
-  bound = None if most is None else _bound(most)
   if (lag is None) != (max_lag is None):
     raise ValueError(
       "`lag` and `max_lag` must be given together, got "
@@ -125,25 +124,15 @@ def importance_weights(
     arguments.check_shape("lag", lag, log_ratio.shape, ", one for each token")
     if not jnp.issubdtype(lag.dtype, jnp.integer):
       raise TypeError(f"`lag` must be integers, got {lag.dtype.name}.")
-    is_used &= lag <= _as_integer("max_lag", max_lag, lag)
+    arguments.check_integer("max_lag", max_lag)
+    # A Python int is weakly typed and is promoted to the dtype of `lag`.
+    is_traced = isinstance(max_lag, Tracer)
+    is_used &= lag <= (max_lag.astype(lag.dtype) if is_traced else int(max_lag))
   # Masked before `exp`, because unused tokens can have huge log-ratios.
   weights = jnp.exp(jnp.where(is_used, log_ratio, 0))
-  if bound is not None:
+  if most is not None:
+    bound = arguments.as_number("most", most)
+    if arguments.is_concrete(most) and not most > 0:
+      raise ValueError(f"`most` must be positive, got {most}.")
     weights = jnp.minimum(weights, bound)
   return jax.lax.stop_gradient(jnp.where(is_used, weights, 0))
-
-
-def _bound(value: Any) -> jax.Array:
-  """Converts the largest weight to float32[]; raises unless it is positive."""
-  bound = arguments.as_number("most", value)
-  if arguments.is_concrete(value) and not value > 0:
-    raise ValueError(f"`most` must be positive, got {value}.")
-  return bound
-
-
-def _as_integer(name: str, value: Any, other: jax.Array) -> Any:
-  """Converts an integer, which can be traced, for a comparison with `other`."""
-  arguments.check_integer(name, value)
-  # A Python int is weakly typed and is promoted to the dtype of `other`.
-  is_concrete = arguments.is_concrete(value)
-  return int(value) if is_concrete else value.astype(other.dtype)
