@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -145,26 +144,18 @@ def token_places(
     ids, offsets = zip(*parts, strict=True)
     return jnp.concatenate(ids), jnp.concatenate(offsets)
   rows = rows_of(view)
-  ids, offsets = locate(kv, rows, positions(rows, columns))
+  row = jnp.arange(rows.starts.shape[0], dtype=jnp.int32)[:, None]
+  ids, offsets = _locate(kv, rows, row, positions(rows, columns))
   return ids.reshape(-1), offsets.reshape(-1)
-
-
-def locate(
-  kv: Layered, view: View, position: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the page of each position, int32[B, T], and the offset in it.
-
-  A page id is out of range for position -1 and for positions without a page.
-  """
-  chex.assert_equal_shape_prefix([position, view.page_table], 1)
-  row = jnp.arange(position.shape[0], dtype=jnp.int32)[:, None]
-  return _locate(kv, view, row, position)
 
 
 def _locate(
   kv: Layered, view: View, row: jax.Array, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Implements `locate` for rows and positions that broadcast."""
+  """Returns the page of each position, and the offset in it.
+
+  A page id is out of range for position -1 and for positions without a page.
+  """
   # Position -1 reads past the table, because -1 would be the last column.
   column = jnp.where(
     position >= 0, position // kv.page_size, view.page_table.shape[1]
