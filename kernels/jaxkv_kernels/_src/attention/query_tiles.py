@@ -146,14 +146,17 @@ def trees(
 
 def float32(shape: tuple[int, ...], inputs: Any) -> jax.ShapeDtypeStruct:
   """Returns the type of a kernel's float32 output."""
-  # Under `shard_map`, the output varies over the mesh axes of all inputs. So
-  # does the sum of zeros that are computed from the inputs.
-  zero = sum(
+  axes = jax.typeof(zero(inputs)).manual_axis_type
+  return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=axes)
+
+
+def zero(inputs: Any) -> Any:
+  """Returns a float32 0 that varies over the mesh axes of all inputs."""
+  # Under `shard_map`, a sum varies over the mesh axes of all its terms.
+  return sum(
     jnp.zeros_like(array, jnp.float32, shape=())
     for array in jax.tree.leaves(inputs)
   )
-  axes = jax.typeof(zero).manual_axis_type
-  return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=axes)
 
 
 def untile(rows: jax.Array, call: AttentionCall, size: int) -> jax.Array:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv_kernels._src.attention import query_tiles
+from jaxkv_kernels._src.attention.online_softmax import LOWEST
 from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.formats import load
@@ -35,9 +36,6 @@ from jaxkv_kernels._src.formats import load
 BLOCK_TOKENS = 64
 
 TAKES_QUERY_TILES = True
-
-# Below all logits, but finite, because -inf - -inf would be NaN.
-_LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 class _Carry(NamedTuple):
@@ -218,14 +216,10 @@ def _arrays(options: CallOptions) -> tuple[jax.Array | None, ...]:
 
 def _init_carry(shape: tuple[int, ...], value_dim: int, inputs) -> _Carry:
   """Returns the carry before the first block, for rows [..., B, K, Y]."""
-  # Under `shard_map`, the initial carry of a loop must vary over the same mesh
-  # axes as later carries, and so over all axes of the inputs.
-  zero = sum(
-    jnp.zeros_like(array, jnp.float32, shape=())
-    for array in jax.tree.leaves(inputs)
-  )
+  # The initial carry of a loop must vary over the same mesh axes as later ones.
+  zero = query_tiles.zero(inputs)
   return _Carry(
-    top=jnp.full(shape, _LOWEST, jnp.float32) + zero,
+    top=jnp.full(shape, LOWEST, jnp.float32) + zero,
     total=jnp.zeros(shape, jnp.float32) + zero,
     weighted=jnp.zeros((*shape, value_dim), jnp.float32) + zero,
   )
