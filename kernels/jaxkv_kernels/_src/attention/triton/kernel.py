@@ -226,11 +226,7 @@ def _step(refs, rows: _Rows, q, index, carry, sizes: Sizes, soft_cap):
     mask &= _allowed(refs, rows, position)
     # The value of a node that no row sees may be NaN, so it is not read.
     is_read &= jnp.max(mask.astype(jnp.int32), axis=0) > 0
-  logits = jnp.where(mask, logits, -jnp.inf)
-  highest = jnp.maximum(top, jnp.max(logits, axis=1))
-  shrink = jnp.exp2(top - highest)
-  weights = jnp.exp2(logits - highest[:, None])
-  total = total * shrink + jnp.sum(weights, axis=1)
+  top, total, shrink, weights = online_softmax.absorb(logits, mask, top, total)
   # Unread values are zeros, because 0 * NaN is NaN.
   values = keys[0]
   if refs["v"] is not None:
@@ -241,7 +237,7 @@ def _step(refs, rows: _Rows, q, index, carry, sizes: Sizes, soft_cap):
   if refs["v_scale"] is not None:
     weights *= _scale(refs["v_scale"], place, is_read)[None]
   update = _weighted(weights, values, sizes, refs["v_scale"] is not None)
-  return highest, total, weighted * shrink[:, None] + update
+  return top, total, weighted * shrink[:, None] + update
 
 
 def _logits(sizes: Sizes, q, keys):
