@@ -30,7 +30,7 @@ from jaxkv._src.models.decoder.description import DeltaNet
 from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
 
-PoolKey = tuple[str, tuple[int, ...]]
+PoolKey = tuple[str, Any]
 """The kind and sizes of a pool's data. Layers with equal keys share a pool."""
 
 _MAX_PATTERN = 16
@@ -68,7 +68,7 @@ def pool_key(attention: Any) -> PoolKey:
     return "keys and values", (attention.num_kv_heads, attention.head_dim)
   if isinstance(attention, LatentAttention):
     return "latents", (attention.latent_dim, attention.rotated_dim)
-  return "states", dataclasses.astuple(attention)
+  return "states", attention
 
 
 @functools.cache

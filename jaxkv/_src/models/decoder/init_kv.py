@@ -1,6 +1,5 @@
 """Creates and checks the memory that a decoder's layers need."""
 
-import dataclasses
 from typing import Any
 
 from jaxkv._src.cache.config import CacheConfig
@@ -13,9 +12,6 @@ from jaxkv._src.models.decoder import expert_records
 from jaxkv._src.models.decoder import groups
 from jaxkv._src.models.decoder import recurrent_pages
 from jaxkv._src.models.decoder.description import Decoder
-from jaxkv._src.models.decoder.description import DeltaNet
-
-_DELTA_NET = [field.name for field in dataclasses.fields(DeltaNet)]
 
 
 def cache_groups(decoder: Decoder) -> tuple[GroupKind, ...]:
@@ -104,9 +100,7 @@ def init_kv(
         )
       )  # fmt: skip
     else:
-      shapes = recurrent_pages.state_shapes(
-        DeltaNet(**dict(zip(_DELTA_NET, sizes, strict=True)))
-      )
+      shapes = recurrent_pages.state_shapes(sizes)
       pools.append(init_states(config, num_layers=layers, shapes=shapes))
   # The expert ids come last, so that the indices of other pools do not depend
   # on `record_experts`.
