@@ -38,19 +38,25 @@ def head_dim_of(config: ConfigFile) -> int:
   return config.size("head_dim", max(width // heads, 1))
 
 
-def windows_of(
-  config: ConfigFile, default: list[str], window: int | None
-) -> list[int | None]:
-  """Returns each layer's window, by `layer_types`, or `default` without it."""
+def layer_types(config: ConfigFile, default: list[str], kind: str) -> list[str]:
+  """Returns `layer_types` or `default`: "full_attention" or `kind` for each."""
   types = config.items("layer_types", str, default)
   num_layers = config.size("num_hidden_layers")
-  names = {"full_attention", "sliding_attention"}
-  # Unknown types would otherwise be treated as full attention.
+  names = {"full_attention", kind}
+  # Unknown types would otherwise be treated as one of the two.
   if len(types) != num_layers or not names.issuperset(types):
     raise ValueError(
       f"`layer_types` in {config.file} must be {num_layers} of "
       f"{sorted(names)}, got {types!r}."
     )
+  return types
+
+
+def windows_of(
+  config: ConfigFile, default: list[str], window: int | None
+) -> list[int | None]:
+  """Returns each layer's window, by `layer_types`, or `default` without it."""
+  types = layer_types(config, default, "sliding_attention")
   if window is None and "sliding_attention" in types:
     raise ValueError(f"{config.file} lacks `sliding_window`; complete it.")
   return [window if kind == "sliding_attention" else None for kind in types]

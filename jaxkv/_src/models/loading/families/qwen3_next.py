@@ -36,8 +36,8 @@ def qwen3_next(config: ConfigFile, dtype: Any) -> WeightMap:
     vocab_size=config.size("vocab_size"),
     embed_dim=e,
     layers=tuple(
-      Layer(attention=attention if full else delta, mlp=mlp)
-      for full, mlp in zip(_is_full(config), mlps, strict=True)
+      Layer(attention=attention if kind == "full_attention" else delta, mlp=mlp)
+      for kind, mlp in zip(_layer_types(config), mlps, strict=True)
     ),
     norm_eps=config.number("rms_norm_eps", 1e-6),
     norm_offset=1.0,
@@ -61,21 +61,13 @@ def qwen3_next(config: ConfigFile, dtype: Any) -> WeightMap:
   return weight_map(decoder, layer, r"mtp\..*")
 
 
-def _is_full(config: ConfigFile) -> list[bool]:
-  num_layers = config.size("num_hidden_layers")
+def _layer_types(config: ConfigFile) -> list[str]:
   interval = config.size("full_attention_interval", 4)
-  kinds = {"full_attention": True, "linear_attention": False}
   default = [
     "linear_attention" if (number + 1) % interval else "full_attention"
-    for number in range(num_layers)
+    for number in range(config.size("num_hidden_layers"))
   ]
-  types = config.items("layer_types", str, default)
-  if len(types) != num_layers or not set(kinds).issuperset(types):
-    raise ValueError(
-      f"`layer_types` in {config.file} must be {num_layers} of "
-      f"{sorted(kinds)}, got {types!r}."
-    )
-  return [kinds[kind] for kind in types]
+  return layers.layer_types(config, default, "linear_attention")
 
 
 def _attention(config: ConfigFile) -> Attention:
