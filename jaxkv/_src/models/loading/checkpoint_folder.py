@@ -18,7 +18,7 @@ from jaxkv._src.models.loading.safetensors_files import json_object
 from jaxkv._src.models.loading.stop_tokens import stop_tokens
 from jaxkv._src.models.loading.weight_maps import WeightMap
 
-_DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16")
 _OUTER_KEYS = (
   "architectures",
   "dtype",
@@ -71,9 +71,9 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
 
 def _dtype(values: dict[str, Any], file: str) -> Any:
   name = values.get("dtype") or values.get("torch_dtype") or "float32"
-  if name not in _DTYPES:
+  if name not in DTYPES:
     raise ValueError(
-      f"`dtype` in {file} must be one of {', '.join(_DTYPES)}, got {name!r}; "
+      f"`dtype` in {file} must be one of {', '.join(DTYPES)}, got {name!r}; "
       "name one in `load(dtype=)`."
     )
   return jnp.dtype(name)

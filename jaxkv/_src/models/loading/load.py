@@ -22,9 +22,8 @@ from jaxkv._src.models.loading import checkpoint_folder
 from jaxkv._src.models.loading import gguf_checkpoint
 from jaxkv._src.models.loading import hub
 from jaxkv._src.models.loading.assemble import Checkpoint
+from jaxkv._src.models.loading.checkpoint_folder import DTYPES
 from jaxkv._src.models.loading.tokenizer import Tokenizer
-
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,9 +158,9 @@ def load(
     ValueError: `source` must be a folder with a config.json, ...
   """
   # `dtype` is checked first, because opening a checkpoint can start a download.
-  if dtype is not None and jnp.dtype(dtype).name not in _DTYPES:
+  if dtype is not None and jnp.dtype(dtype).name not in DTYPES:
     raise ValueError(
-      f"`dtype` must be one of {', '.join(_DTYPES)}, got "
+      f"`dtype` must be one of {', '.join(DTYPES)}, got "
       f"{jnp.dtype(dtype).name}."
     )
   with checkpoint_errors.one_line_errors(os.fspath(source)):
