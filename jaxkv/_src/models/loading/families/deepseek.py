@@ -28,11 +28,10 @@ def deepseek_v2(config: ConfigFile, dtype: Any) -> WeightMap:
   # Without groups these keys have no effect.
   config.ignore("n_group", "topk_group")
   experts = Experts(
-    num_experts=_num_experts(config, 64),
     normalized=False,
     num_groups=config.size("n_group") if has_groups else 1,
     num_chosen_groups=config.size("topk_group") if has_groups else 1,
-    **_expert_sizes(config, 1.0),
+    **_expert_sizes(config, num_experts=64, scale=1.0),
   )
   return _map(config, dtype, experts, interleaved=True)
 
@@ -42,29 +41,28 @@ def deepseek_v3(config: ConfigFile, dtype: Any) -> WeightMap:
   config.only("scoring_func", "sigmoid")
   config.only("topk_method", "noaux_tc")
   experts = Experts(
-    num_experts=_num_experts(config, 256),
     scores="sigmoid",
     normalized=config.flag("norm_topk_prob", True),
     corrected=True,
     num_groups=config.size("n_group", 8),
     num_chosen_groups=config.size("topk_group", 4),
     group_score="best_two",
-    **_expert_sizes(config, 2.5),
+    **_expert_sizes(config, num_experts=256, scale=2.5),
   )
   interleaved = config.flag("rope_interleave", True)
   return _map(config, dtype, experts, interleaved=interleaved)
 
 
-def _num_experts(config: ConfigFile, default: int) -> int:
+def _expert_sizes(
+  config: ConfigFile, *, num_experts: int, scale: float
+) -> dict[str, Any]:
+  """Returns sizes of experts; the arguments are defaults of their keys."""
   # The key has one of two names.
-  number = config.size("n_routed_experts", default)
-  return config.size("num_local_experts", number)
-
-
-def _expert_sizes(config: ConfigFile, scale: float) -> dict[str, Any]:
+  num_experts = config.size("n_routed_experts", num_experts)
   inner = config.size("moe_intermediate_size")
   shared = config.count("n_shared_experts", 0)
   return {
+    "num_experts": config.size("num_local_experts", num_experts),
     "num_chosen": config.size("num_experts_per_tok"),
     "inner_dim": inner,
     "activation": layers.activation(config, "hidden_act", "silu"),
