@@ -80,12 +80,12 @@ def count_step(
   sampled: Array,
   sizes: tuple[Width, ...],
   num_decodes: Array | None,
-) -> Counters:
-  """Adds a step to the counters.
+) -> tuple[Counters, Queue]:
+  """Adds a step to the counters and to `Queue.computed`.
 
   Args:
     counters: the counters before the step.
-    queue: the sequences, with `computed` as before the step.
+    queue: the sequences.
     slots: the slots of the step.
     before: the cache before the tokens were committed.
     cache: the cache after they were committed.
@@ -114,7 +114,9 @@ def count_step(
     drafted += jnp.sum(work.drafts, dtype=jnp.int32)
     accepted += jnp.sum(jnp.maximum(sampled - 1, 0), dtype=jnp.int32)
   prefilled = jnp.sum(counts - recomputed - last, dtype=jnp.int32)
-  return dataclasses.replace(
+  computed = jnp.maximum(computed, before.length + counts)
+  computed = indexing.put(queue.computed, place, values=computed)
+  counters = dataclasses.replace(
     counters,
     steps=counters.steps + num_calls,
     calls=counters.calls + calls,
@@ -127,18 +129,4 @@ def count_step(
     peak_pages=jnp.maximum(counters.peak_pages, in_use),
     peak_shared=jnp.maximum(counters.peak_shared, shared),
   )
-
-
-def count_computed(
-  queue: Queue, slots: Slots, length: Array, counts: Array
-) -> Queue:
-  """Updates `Queue.computed` after a step.
-
-  A slot has computed `counts` int32[B] tokens, after `length` int32[B] others.
-  """
-  place = indexing.where_valid(counts > 0, slots.row)
-  computed = indexing.take(queue.computed, place)
-  computed = jnp.maximum(computed, length + counts)
-  return dataclasses.replace(
-    queue, computed=indexing.put(queue.computed, place, values=computed)
-  )
+  return counters, dataclasses.replace(queue, computed=computed)

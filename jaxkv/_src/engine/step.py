@@ -51,7 +51,6 @@ from jaxkv._src.engine import preempt
 from jaxkv._src.engine import schedule
 from jaxkv._src.engine import timeline
 from jaxkv._src.engine.commit import commit_tokens
-from jaxkv._src.engine.commit import count_computed
 from jaxkv._src.engine.commit import count_step
 from jaxkv._src.engine.commit import read_of
 from jaxkv._src.engine.decode_round import Round
@@ -236,7 +235,7 @@ def step(
       )
       num_decodes, counts, sampled, log = later
     queue, cache = commit_tokens(queue, slots, before, counts)
-  counters = count_step(
+  counters, queue = count_step(
     state.counters,
     queue,
     slots,
@@ -248,7 +247,6 @@ def step(
     schedule.widths(config) if hooks.scoring is None else hooks.scoring.widths,
     num_decodes,
   )
-  queue = count_computed(queue, slots, before.length, counts)
   queue = learn_from(queue, slots, work, drafts, sampled.counts, config, first)
   # Pages of ended and of preempted sequences are freed in one call.
   leaving = jnp.where(sampled.ended, slots.row, leaving)
