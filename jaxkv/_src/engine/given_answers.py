@@ -23,7 +23,6 @@ from jaxkv._src.engine.hooks import Rows
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import Records
 from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.schedule import Width
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import are_computing
@@ -220,8 +219,3 @@ def _observe(
   return row_loop.loop(
     observe_tile, scoring.temperature, arrays, tile=log_probs.ROWS
   )
-
-
-def end_answers(queue: Queue, slots: Slots, ended: Array) -> Queue:
-  """Ends the sequences in slots bool[B], whose tokens are all computed."""
-  return set_status(queue, slots.row, ended, SequenceStatus.DONE)

@@ -196,11 +196,6 @@ def order_of(ids: Array, priority: Array | None) -> tuple[Array, Array]:
   return order, jnp.zeros_like(order).at[order].set(place)
 
 
-def num_generated(queue: Queue) -> Array:
-  """Returns the number of tokens after the first prompt, int32[Q]."""
-  return queue.length - queue.prompt_length
-
-
 def first_of(condition: Array, count: int) -> Array:
   """Returns the first `count` indices of True in bool[X], padded with X."""
   size = condition.shape[0]

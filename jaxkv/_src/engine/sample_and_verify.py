@@ -28,7 +28,6 @@ from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import Records
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import fail
-from jaxkv._src.engine.queue import num_generated
 from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.schedule import Work
 from jaxkv._src.engine.slots import Slots
@@ -209,7 +208,7 @@ class _Sampler:
     # draw depends on neither the slot nor the step.
     drawn = sample.draw(
       queue.keys[jnp.minimum(row, queue.no_row - 1)],
-      indexing.take(num_generated(queue), row),
+      indexing.take(queue.length - queue.prompt_length, row),
       adjusted,
       sampling,
       raw_logits=raw,

@@ -59,7 +59,6 @@ from jaxkv._src.engine.fork import Forks
 from jaxkv._src.engine.given_answers import AnswerCounts
 from jaxkv._src.engine.given_answers import Scoring
 from jaxkv._src.engine.given_answers import count_answers
-from jaxkv._src.engine.given_answers import end_answers
 from jaxkv._src.engine.given_answers import keep_prompts
 from jaxkv._src.engine.given_answers import limit_to_phase
 from jaxkv._src.engine.hooks import Draft
@@ -69,6 +68,8 @@ from jaxkv._src.engine.memory import move_pages
 from jaxkv._src.engine.model_call import Model
 from jaxkv._src.engine.model_call import call_model
 from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.sample_and_verify import Sampled
 from jaxkv._src.engine.sample_and_verify import Tally
 from jaxkv._src.engine.sample_and_verify import count_entrants
@@ -205,7 +206,7 @@ def step(
   num_decodes = None
   if hooks.scoring is not None:
     queue, cache = commit_tokens(queue, slots, before, counts)
-    queue = end_answers(queue, slots, is_complete)
+    queue = set_status(queue, slots.row, is_complete, SequenceStatus.DONE)
     sampled = Sampled(is_complete, jnp.zeros_like(counts), None)
     log = record(state.log, counts=counts)
   elif drafts is None and num_more is None:
