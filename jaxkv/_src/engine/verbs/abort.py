@@ -1,6 +1,7 @@
 """abort, requeue: remove sequences from their slots before they end."""
 
 import dataclasses
+import functools
 
 import jax
 from jax import Array
@@ -40,20 +41,7 @@ def abort(
     ValueError: an argument has the wrong shape.
   """
   ids = as_ids(ids)
-  return _abort(state, ids, as_mask(mask, ids.shape[0]))
-
-
-@jax.jit
-def _abort(
-  state: RolloutState, ids: Array, mask: Array
-) -> tuple[RolloutState, Outcome]:
-  state, rows, code = _leave(state, ids, mask)
-  served = code == Status.OK
-  queue = set_status(state.queue, rows, served, SequenceStatus.DONE)
-  place = indexing.where_valid(served, rows)
-  finish = indexing.put(queue.finish, place, values=int(Finish.ABORTED))
-  queue = dataclasses.replace(queue, finish=finish)
-  return dataclasses.replace(state, queue=queue), Outcome(code=code)
+  return _leave(state, ids, as_mask(mask, ids.shape[0]), ends=True)
 
 
 def requeue(
@@ -77,31 +65,27 @@ def requeue(
     ValueError: an argument has the wrong shape.
   """
   ids = as_ids(ids)
-  return _requeue(state, ids, as_mask(mask, ids.shape[0]))
+  return _leave(state, ids, as_mask(mask, ids.shape[0]), ends=False)
 
 
-@jax.jit
-def _requeue(
-  state: RolloutState, ids: Array, mask: Array
-) -> tuple[RolloutState, Outcome]:
-  state, _, code = _leave(state, ids, mask)
-  return state, Outcome(code=code)
-
-
+@functools.partial(jax.jit, static_argnames="ends")
 def _leave(
-  state: RolloutState, ids: Array, mask: Array
-) -> tuple[RolloutState, Array, Array]:
-  """Puts sequences that have not ended back into the queue.
-
-  Returns:
-    The rollout, the rows int32[R], and the codes int32[R].
-  """
+  state: RolloutState, ids: Array, mask: Array, *, ends: bool
+) -> tuple[RolloutState, Outcome]:
+  """Puts sequences back into the queue, or `ends` them."""
   state, ids, mask = sharding.match_varying_axes((state, ids, mask))
   rows, status, code = find(state.queue, ids, mask)
   code = first_code(
     (code != Status.OK, code),
     (status >= SequenceStatus.DONE, Status.ENDED),
   )
-  place = indexing.where_valid(code == Status.OK, rows)
+  served = code == Status.OK
+  place = indexing.where_valid(served, rows)
   leaving = slots_of(state.queue, state.slots, place)
-  return leave_slots(state, leaving), rows, code
+  state = leave_slots(state, leaving)
+  if not ends:
+    return state, Outcome(code=code)
+  queue = set_status(state.queue, rows, served, SequenceStatus.DONE)
+  finish = indexing.put(queue.finish, place, values=int(Finish.ABORTED))
+  queue = dataclasses.replace(queue, finish=finish)
+  return dataclasses.replace(state, queue=queue), Outcome(code=code)
