@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
+from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.pool import page_pool
 from tests.cache.by_hand import ints
 
@@ -27,7 +28,7 @@ def pool():
 
 def free(pool) -> list[int]:
   """The free pages in eviction order."""
-  return page_pool.free_pages(pool).tolist()[: int(pool.queue.num_free)]
+  return free_queue.in_order(pool.queue).tolist()[: int(pool.queue.num_free)]
 
 
 def test_pop_takes_the_first_pages(pool):

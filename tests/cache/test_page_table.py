@@ -5,6 +5,7 @@ import pytest
 
 import jaxkv
 from jaxkv._src.arrays import indexing
+from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
 from tests.cache.by_hand import ints
@@ -29,7 +30,7 @@ def table():
 
 def free(pool) -> list[int]:
   """The free pages in eviction order."""
-  return page_pool.free_pages(pool).tolist()[: int(pool.queue.num_free)]
+  return free_queue.in_order(pool.queue).tolist()[: int(pool.queue.num_free)]
 
 
 def test_ranges_go_group_by_group_within_a_slot():

@@ -386,11 +386,6 @@ def end_epoch(pool: PoolState) -> PoolState:
   return dataclasses.replace(pool, host=host)
 
 
-def free_pages(pool: PoolState) -> Array:
-  """Returns int32[C]: the free pages in eviction order, then zeros."""
-  return free_queue.in_order(pool.queue)
-
-
 def _most_pushes(pool: PoolState, num_references: Array) -> Array:
   """Returns int32[]: the most pages that `num_references` drops can free."""
   # Each page in use can become free only once, so the number of pages in use

@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array
 
 from jaxkv._src.cache import telemetry
+from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.state import CacheState
@@ -149,7 +150,7 @@ def free_pages(state: CacheState) -> list[int]:
     [1, 2, 3]
   """
   check_single(state)
-  pages = np.asarray(_free_pages(state.pool))
+  pages = np.asarray(_in_order(state.pool.queue))
   return pages[pages > 0].tolist()
 
 
@@ -244,7 +245,7 @@ def take_new_pages(state: CacheState) -> tuple[CacheState, Array]:
   return dataclasses.replace(state, pool=pool), new
 
 
-_free_pages = jax.jit(page_pool.free_pages)
+_in_order = jax.jit(free_queue.in_order)
 
 
 @jax.jit
