@@ -156,7 +156,7 @@ class BlockPool:
 
   def get_usage(self) -> float:
     """Returns the fraction of blocks that are held, without the null block."""
-    return self._manager.usage if self.num_gpu_blocks > 1 else 0.0
+    return self._manager.usage
 
   def ref_count(self, block_id: int) -> int:
     """Returns the number of references to a block."""
