@@ -290,7 +290,9 @@ class TestArguments:
 
   def test_shards_that_do_not_fit(self):
     names, axes = recipes.attention_alone(), axes_of(data=2)
-    with pytest.raises(ValueError, match=r"`num_shards` .* multiple of 2, .* got 3"):
+    with pytest.raises(
+      ValueError, match=r"`num_shards` .* multiple of 2, .* got 3"
+    ):
       sharding.init_memory(names["memory"], axes=axes, num_shards=3)
     state = recipes.begun_on(names, axes)
     with pytest.raises(ValueError, match="a multiple of 4 shards"):
