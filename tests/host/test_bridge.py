@@ -316,5 +316,5 @@ def test_a_kind_that_needs_a_device_is_refused_by_name():
     def num_skipped_tokens(self, num_tokens):
       return jnp.zeros_like(num_tokens)
 
-  with pytest.raises(TypeError, match=r"`Mine.num_skipped_tokens` must answer"):
+  with pytest.raises(TypeError, match=r"`Mine.num_skipped_tokens` must return"):
     CacheManager(11, [Mine(page_size=4)], 64)

@@ -107,8 +107,8 @@ class TestAppend:
     [
       # Page 12, out of range, would exist in the second pool; offset 3 of the
       # first pool would not.
-      (jnp.zeros((13, 2, 4, 8)), r"`v_pages` .* \[12, 2, 4, Dv\], as k_p"),
-      (jnp.zeros((12, 2, 2, 8)), r"`v_pages` .* \[12, 2, 4, Dv\], as k_p"),
+      (jnp.zeros((13, 2, 4, 8)), r"`v_pages` .* \[12, 2, 4, Dv\], like k_p"),
+      (jnp.zeros((12, 2, 2, 8)), r"`v_pages` .* \[12, 2, 4, Dv\], like k_p"),
       (jnp.zeros(POOL, jnp.float16), "`v_pages` must .* float16"),
     ],
   )

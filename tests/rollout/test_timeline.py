@@ -39,5 +39,5 @@ def test_a_rollout_that_keeps_none():
   without = by_hand.begun(
     by_hand.sizes(60, 2), rollout.RolloutConfig(max_new_tokens=5)
   )
-  with pytest.raises(ValueError, match=r"got RolloutConfig.timeline=0; set it"):
+  with pytest.raises(ValueError, match=r"got RolloutConfig.timeline=0; set "):
     rollout.timeline(without)
