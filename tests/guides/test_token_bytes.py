@@ -29,8 +29,8 @@ class TestTokenBytes:
     ("tokens", "size", "error", "message"),
     [
       (["a"], None, TypeError, r"`tokens\[0\]` must be bytes, got 'a'"),
-      ([], None, ValueError, "at most 0 .*, got 0"),
-      ([b"a", b"b"], 1, ValueError, "at most 1 .*, got 2"),
+      ([], None, ValueError, "at least one entry, got 0"),
+      ([b"a", b"b"], 1, ValueError, "at most `vocab_size`, 1, got 2"),
     ],
   )
   def test_wrong_arguments(self, tokens, size, error, message):

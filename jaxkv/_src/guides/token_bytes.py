@@ -82,9 +82,9 @@ def token_bytes(
       )
   size = len(pieces) if vocab_size is None else vocab_size
   if not 0 < len(pieces) <= size:
+    limit = "" if vocab_size is None else f" and at most `vocab_size`, {size}"
     raise ValueError(
-      f"`tokens` must have at least one entry, and at most {size} for this "
-      f"`vocab_size`, got {len(pieces)}."
+      f"`tokens` must have at least one entry{limit}, got {len(pieces)}."
     )
   # Lengths are int64, so that the check below sees a sum beyond int32.
   lengths = np.zeros(size + 1, np.int64)
