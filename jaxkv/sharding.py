@@ -7,7 +7,8 @@ A mesh and the names of its axes decide how a rollout is split:
 | `data`  | the sequences: each shard has its own cache, memory and queue, and |
 |         | runs until its sequences end. Shards do not communicate            |
 | `model` | K/V heads and the model's parameters, with two all-reduces of      |
-|         | activations in each layer                                          |
+|         | activations in each layer. Logits are split by vocabulary, and     |
+|         | sampled from without a gather                                      |
 
 | function | purpose |
 |---|---|

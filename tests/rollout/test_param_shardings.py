@@ -232,7 +232,7 @@ def test_other_compilers_need_two_all_reduces(target, name):
   )
   forward = jax.jit(
     functools.partial(models.forward_uncached, config=_decoder(name)),
-    out_shardings=everywhere,
+    out_shardings=NamedSharding(mesh, P(None, None, "model")),
   )
   with jax.set_mesh(mesh):
     lowered = forward.lower(params, tokens, tokens)
@@ -254,6 +254,7 @@ def test_splits_heads_and_inner_dimensions(name):
   found = sharding.param_shardings(shapes, axes=axes)
   everywhere = NamedSharding(mesh, P())
   wanted = jax.tree.map(lambda _: everywhere, shapes)
+  wanted["unembed"] = NamedSharding(mesh, P(None, "model"))
   for layer, split in zip(wanted["layers"][0], _SPLIT[name], strict=True):
     for leaf, dimension in split.items():
       layer[leaf] = NamedSharding(mesh, P(None, *[None] * dimension, "model"))

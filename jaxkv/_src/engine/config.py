@@ -73,6 +73,10 @@ class RolloutConfig:
       the first only decode, so there are none while a prompt is incomplete. If
       a sequence ends before the last call, its slot stays idle until then.
       Sampled tokens do not depend on this option.
+    vocab_parts: the number of devices that split the logits by vocabulary; 1 if
+      they are not split. The sampler then gathers no logits. Sampled tokens
+      depend on this option only by the rounding of sums.
+      `jaxkv.sharding.generate` sets it with `axes.model`.
 
   Raises:
     TypeError: a number is not an int, or an option not a bool.
@@ -100,6 +104,7 @@ class RolloutConfig:
   record_experts: bool = False
   timeline: int = 0
   decode_steps: int = 1
+  vocab_parts: int = 1
 
   def __post_init__(self):
     for field in dataclasses.fields(self):

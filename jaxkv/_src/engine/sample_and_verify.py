@@ -217,6 +217,7 @@ class _Sampler:
       entropy=config.entropy,
       top_log_probs=config.top_log_probs,
       exact=config.numerics == "exact",
+      parts=config.vocab_parts,
     )
     # These logits are not a distribution, so the token would be arbitrary.
     fails = samples & ~jnp.isfinite(drawn.log_probs)

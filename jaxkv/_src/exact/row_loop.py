@@ -191,12 +191,13 @@ def _pad(x: Array, padding: int) -> Array:
 def _opaque(number: int, tree: Any) -> Array:
   """Returns a number as int32[] that XLA cannot recognize as a constant."""
   for leaf in jax.tree.leaves(tree):
+    # Not by `ravel`, for which XLA would gather an array that devices split.
     if jnp.issubdtype(leaf.dtype, jnp.floating):
-      value = lax.convert_element_type(leaf.ravel()[0], jnp.float32)
+      value = lax.convert_element_type(leaf[(0,) * leaf.ndim], jnp.float32)
       bits = lax.bitcast_convert_type(value, jnp.int32)
       break
     if jnp.issubdtype(leaf.dtype, jnp.integer):
-      bits = leaf.ravel()[0].astype(jnp.int32)
+      bits = leaf[(0,) * leaf.ndim].astype(jnp.int32)
       break
   else:
     raise TypeError("`rows` must have an array of numbers.")

@@ -8,6 +8,11 @@ reductions.
 
 A row of V tokens is divided into blocks of about sqrt(V) tokens. Rows are not
 padded to whole blocks, because on a CPU this takes longer than the reduction.
+
+Under tensor parallelism, devices split rows by vocabulary into `parts` of V /
+parts tokens. XLA partitions sums, maxima and reads of single tokens, for which
+devices exchange a few numbers for each row. It would gather whole rows for
+slices, and for blocks that belong to two parts. So these have another form.
 """
 
 from collections.abc import Callable
@@ -15,8 +20,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax import lax
+
+from jaxkv._src.arrays import indexing
 
 
 class Block(NamedTuple):
@@ -106,7 +114,34 @@ def by_block(reduce: Callable[[Array], Array], values: Array) -> Array:
   return jnp.concatenate(parts, axis=1)
 
 
-def read_block(values: Array, block: Array) -> Block:
+def block_sums(values: Array, parts: int = 1) -> Array:
+  """Sums each block of float32[R, V], and returns [R, X].
+
+  The blocks do not depend on `parts`, a divisor of V, or samples would.
+  """
+  if parts == 1:
+    return by_block(sums, values)
+  rows, total = values.shape
+  size, width = total // parts, width_of(total)
+  count = -(-size // width)
+  padding = (0, 0), (0, 0), (0, count * width - size)
+  runs = jnp.pad(values.reshape(rows, parts, size), padding)
+  runs = runs.reshape(rows, parts, count, width)
+  # A part can begin within a block. Then each run of `width` tokens of the part
+  # has tokens of two blocks, with the border at the same place in all its runs.
+  starts = np.arange(parts, dtype=np.int32)[:, None] * size
+  is_first = np.arange(width, dtype=np.int32) < width - starts % width
+  of_block = np.stack([is_first, ~is_first])[None, :, :, None]
+  # One axis, so that the devices exchange these sums and not the indices below.
+  pieces = sums(jnp.where(of_block, runs[:, None], 0)).reshape(rows, -1)
+  block = starts // width + np.arange(count, dtype=np.int32)
+  block = jnp.stack([block, block + 1]).reshape(1, -1)
+  row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+  masses = jnp.zeros((rows, -(-total // width)), jnp.float32)
+  return indexing.add(masses, row, block, values=pieces)
+
+
+def read_block(values: Array, block: Array, parts: int = 1) -> Block:
   """Reads one block of each row of [R, V]; `block` is int32[R]."""
   # A slice must not pass the end of a row. So the slice for a short last block
   # begins before the block, and `valid` marks the columns of the block.
@@ -119,8 +154,13 @@ def read_block(values: Array, block: Array) -> Block:
     return lax.dynamic_slice(row, (start_of_row,), (width,))
 
   columns = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+  if parts == 1:
+    values = jax.vmap(read)(values, start)
+  else:
+    # For slices XLA would gather whole rows.
+    values = jnp.take_along_axis(values, columns, axis=1)
   return Block(
-    values=jax.vmap(read)(values, start),
+    values=values,
     columns=columns,
     valid=columns >= begin[:, None],
   )

@@ -69,6 +69,7 @@ class _Weights(NamedTuple):
       if no row has a filter.
     cutoff: float32[R, 1], the lowest weight that can be drawn; None if no row
       has a filter.
+    parts: static; see `reductions`.
   """
 
   logits: Array
@@ -77,6 +78,7 @@ class _Weights(NamedTuple):
   greedy: Array | None = None
   unfiltered: Array | None = None
   cutoff: Array | None = None
+  parts: int = 1
 
   def scaled(self, logits: Array) -> Array:
     """Returns the log-weights of logits [R, X]; the highest logit has 0."""
@@ -94,12 +96,12 @@ class _Weights(NamedTuple):
   def block_weights(self, number: Array) -> tuple[Array, Array]:
     """Returns weights and token ids of one block of each row, [R, Y] each."""
     if self.unfiltered is None or self.cutoff is None:
-      block = reductions.read_block(self.logits, number)
+      block = reductions.read_block(self.logits, number, self.parts)
       weights = jnp.exp(self.scaled(block.values))
     else:
       # Weights are not recomputed, because they could be rounded differently
       # and cross the cutoff. The block was drawn by the sum of these weights.
-      block = reductions.read_block(self.unfiltered, number)
+      block = reductions.read_block(self.unfiltered, number, self.parts)
       weights = jnp.where(block.values >= self.cutoff, block.values, 0)
     return jnp.where(block.valid, weights, 0), block.columns
 
@@ -116,6 +118,7 @@ def draw(
   entropy: bool = False,
   top_log_probs: int = 0,
   exact: bool = False,
+  parts: int = 1,
 ) -> Drawn:
   """Draws one token for each row with the row's settings.
 
@@ -141,6 +144,8 @@ def draw(
     top_log_probs: X, the number of most likely tokens to return.
     exact: True to make the bits of a row's result independent of other rows.
       Without filters, `log_probs` are then those of `log_probs.of_tokens`.
+    parts: the number of devices that split rows by vocabulary, see
+      `reductions`. Ignored unless it divides V, or if `exact`.
 
   Returns:
     The tokens and their statistics. The log-prob of a greedy token is taken at
@@ -165,8 +170,10 @@ def draw(
       unfiltered_log_probs,
       functools.partial(draw, entropy=entropy, top_log_probs=top_log_probs),
     )
-  weights = _weights(logits, sampling)
-  masses = reductions.by_block(reductions.sums, weights.filtered())
+  if logits.shape[1] % parts:
+    parts = 1
+  weights = _weights(logits, sampling)._replace(parts=parts)
+  masses = reductions.block_sums(weights.filtered(), parts)
   tokens = _sample_or_greedy(keys, counts, weights, masses)
   token_logits = jnp.take_along_axis(logits, tokens[:, None], axis=1)
   scores = weights.scaled(token_logits)[:, 0] - jnp.log(reductions.sums(masses))
@@ -183,6 +190,7 @@ def draw(
       scores,
       entropy=entropy,
       top_log_probs=top_log_probs,
+      parts=parts,
     )
     drawn = drawn._replace(
       raw_log_probs=observed.log_probs if raw_log_probs else None,

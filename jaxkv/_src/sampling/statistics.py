@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax import lax
@@ -34,6 +35,7 @@ def observe(
   *,
   entropy: bool,
   top_log_probs: int,
+  parts: int = 1,
 ) -> Observed:
   """Computes log-probs of tokens, and optionally entropy and top tokens.
 
@@ -44,6 +46,7 @@ def observe(
       make XLA finish the draw first.
     entropy: True to compute the entropy.
     top_log_probs: X, the number of most likely tokens, at most V.
+    parts: a divisor of V, see `reductions`.
   """
   # XLA would run independent work on another CPU thread, and the handoff takes
   # longer than the work. So the logits depend on the draw by a condition that
@@ -58,11 +61,11 @@ def observe(
   entropy_nats = top_tokens = top_logits = None
   if entropy:
     # Without the mask, a token of probability 0 would give 0 * -inf, a NaN.
-    parts = jnp.where(weights > 0, weights * (logits - best), 0)
-    mean = reductions.sums(parts) / total
+    terms = jnp.where(weights > 0, weights * (logits - best), 0)
+    mean = reductions.sums(terms) / total
     entropy_nats = mass[:, 0] - mean
   if top_log_probs:
-    top_tokens, top_logits = most_likely(logits, top_log_probs)
+    top_tokens, top_logits = most_likely(logits, top_log_probs, parts)
     top_logits = top_logits - best - mass
   return Observed(
     log_probs=(chosen - best - mass)[:, 0],
@@ -72,7 +75,9 @@ def observe(
   )
 
 
-def most_likely(logits: Array, count: int) -> tuple[Array, Array]:
+def most_likely(
+  logits: Array, count: int, parts: int = 1
+) -> tuple[Array, Array]:
   """Finds the X tokens with the highest logits in descending order.
 
   Tokens of equal logits are in ascending order. If fewer than X logits are
@@ -81,6 +86,7 @@ def most_likely(logits: Array, count: int) -> tuple[Array, Array]:
   Args:
     logits: float32[R, V].
     count: X. More than V raises ValueError.
+    parts: a divisor of V, see `reductions`.
 
   Returns:
     The tokens, int32[R, X], and their logits, float32[R, X].
@@ -95,6 +101,8 @@ def most_likely(logits: Array, count: int) -> tuple[Array, Array]:
       f"`top_log_probs` must be at most {size}, the size of the vocabulary, "
       f"got {count}."
     )
+  if parts > 1:
+    return _most_likely_of_parts(logits, count, parts)
   maxima = reductions.by_block(reductions.maxima, logits)
   block_ids = jnp.arange(maxima.shape[1], dtype=jnp.int32)[None]
 
@@ -121,6 +129,25 @@ def most_likely(logits: Array, count: int) -> tuple[Array, Array]:
     trip, sharding.match_varying_axes((maxima, *start)), None, length=count
   )
   return tokens.T, values.T
+
+
+def _most_likely_of_parts(
+  logits: Array, count: int, parts: int
+) -> tuple[Array, Array]:
+  """Computes `most_likely` from the most likely tokens of each part."""
+  rows, size = logits.shape[0], logits.shape[1] // parts
+  tokens, values = jax.vmap(
+    lambda part: most_likely(part, min(count, size)), in_axes=1, out_axes=1
+  )(logits.reshape(rows, parts, size))
+  tokens += jnp.arange(parts, dtype=jnp.int32)[None, :, None] * size
+  bits = lax.bitcast_convert_type(values, jnp.int32)
+  # One axis, which XLA does not split. So each device gets all candidates.
+  candidates = jnp.stack([tokens, bits], axis=1).reshape(rows, -1)
+  tokens, bits = jnp.split(candidates, 2, axis=1)
+  values = lax.bitcast_convert_type(bits, jnp.float32)
+  # Tokens of equal logits are in ascending order, also over the parts.
+  place, values = most_likely(values, count)
+  return jnp.take_along_axis(tokens, place, axis=1), values
 
 
 def _comes_after(block: Block, value: Array, token: Array) -> Array:

@@ -3,7 +3,11 @@
 Each layer has two all-reduces, after the output projections of attention and of
 the MLP; a `DeltaNet` has only the second. The table has the split dimension of
 each split array between asterisks; `models.decoder.params` defines the letters.
-All other arrays are replicated, such as embeddings, norms and routers.
+All other arrays are replicated, such as untied embeddings, norms and routers.
+
+The head is split by vocabulary, and so are the logits, which the sampler does
+not gather. Tied embeddings are the head, and need one more all-reduce after the
+lookup. If the number of devices does not divide V, the head is replicated.
 
 | layer             | split arrays                                             |
 |-------------------|----------------------------------------------------------|
@@ -17,6 +21,7 @@ All other arrays are replicated, such as embeddings, norms and routers.
 | `Experts`         | `expert_gate`, `expert_up` [X, E, *F*]                   |
 |                   | their biases [X, *F*], `expert_down` [X, *F*, E]         |
 |                   | the shared MLP, like an `Mlp`                            |
+| the head          | `unembed` [E, *V*], or tied `embed` [*V*, E]             |
 """
 
 from collections.abc import Mapping
@@ -71,8 +76,9 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
 
   Along `axes.model`, attention heads and the inner dimension of MLPs and of
   experts are split, and XLA partitions `jaxkv.models.forward` with two
-  all-reduces of activations for each layer. Embeddings, routers, norms, latents
-  and the mixers of `DeltaNet` layers are replicated. Without `axes.model`, all
+  all-reduces of activations for each layer. The head is split by vocabulary, if
+  the size of the axis divides V. Untied embeddings, routers, norms, latents and
+  the mixers of `DeltaNet` layers are replicated. Without `axes.model`, all
   parameters are replicated.
 
   Args:
@@ -125,6 +131,11 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
     for name, part in params.items()
     if name != "layers"
   }
+  # With tied embeddings there is no `unembed`.
+  head, dimension = ("unembed", 1) if "unembed" in params else ("embed", 0)
+  if head in params and params[head].shape[dimension] % axes.num_parts == 0:
+    spec = P(*[None] * dimension, axes.model)
+    shardings[head] = NamedSharding(axes.mesh, spec)
   shardings["layers"] = jax.tree_util.tree_map_with_path(
     of_layer, params["layers"], is_leaf=lambda node: isinstance(node, Mapping)
   )

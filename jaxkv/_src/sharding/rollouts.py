@@ -225,9 +225,14 @@ def generate(
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _generate(params, state, until, axes, model, process, draft):
   def of_shard(state, params, until):
-    return loop.generate(
+    config = state.config
+    if axes.model is not None:
+      parts = dataclasses.replace(config, vocab_parts=axes.num_parts)
+      state = dataclasses.replace(state, config=parts)
+    state = loop.generate(
       params, state, until, model=model, process=process, draft=draft
     )
+    return dataclasses.replace(state, config=config)
 
   return each_shard(of_shard, state, params, until, axes=axes)
 
