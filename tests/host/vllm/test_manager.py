@@ -184,7 +184,7 @@ class TestPool:
     assert admit(cache, request("b", range(50, 60))) is None
     pool.free_blocks(blocks)
     assert free_ids(cache) == [3, 4, 5, 6, 7, 8, 9, 10, 2, 1]
-    with pytest.raises(ValueError, match="at most 10, got 11"):
+    with pytest.raises(ValueError, match=r"at most 10, .* got 11"):
       pool.get_new_blocks(11)
 
   def test_names_lead_to_blocks(self, cache):
