@@ -4,7 +4,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from jaxkv._src.arrays import arguments
 from jaxkv._src.rl import per_token
@@ -126,8 +125,9 @@ def importance_weights(
       raise TypeError(f"`lag` must be integers, got {lag.dtype.name}.")
     arguments.check_integer("max_lag", max_lag)
     # A Python int is weakly typed and is promoted to the dtype of `lag`.
-    is_traced = isinstance(max_lag, Tracer)
-    is_used &= lag <= (max_lag.astype(lag.dtype) if is_traced else int(max_lag))
+    is_concrete = arguments.is_concrete(max_lag)
+    limit = int(max_lag) if is_concrete else jnp.asarray(max_lag, lag.dtype)
+    is_used &= lag <= limit
   # Masked before `exp`, because unused tokens can have huge log-ratios.
   weights = jnp.exp(jnp.where(is_used, log_ratio, 0))
   if most is not None:

@@ -55,7 +55,8 @@ def init_memory(
       (jaxkv.init(sizes, secret), jaxkv.models.init_kv(model, sizes))`. All
       shards get the same secret, so that pages can move between them.
     axes: the mesh.
-    num_shards: X, a multiple of the size of `axes.data`; None for that size.
+    num_shards: X, a multiple of the size of `axes.data`, or 1 without this
+      axis; None for the smallest.
 
   Returns:
     The cache and the pools, with a leading axis of shards if there is
@@ -63,8 +64,8 @@ def init_memory(
 
   Raises:
     TypeError: `num_shards` is not an int.
-    ValueError: `num_shards` is not such a multiple, or the pools cannot be
-      split, see `state_shardings`.
+    ValueError: `num_shards` is another number, or the pools cannot be split,
+      see `state_shardings`.
   """
   if num_shards is None:
     num_shards = axes.num_shards

@@ -114,16 +114,16 @@ def reserve(
   # All hits are attached before any page is popped. Otherwise the fresh pages
   # of one row could evict the hit of another row.
   if hits is not None and hits.shape[-1] > 0:
-    found = hits
+    pages = hits
     if state.pool.host is not None:
       inside = _attached(plan, hits)
-      state, found = hold_hits(state, hits, inside & served[:, None, None])
+      state, pages = hold_hits(state, hits, inside & served[:, None, None])
     state = attach(
       state,
       rows,
       plan,
       served,
-      lambda _, row, group, column: indexing.take(found, row, group, column),
+      lambda _, row, group, column: indexing.take(pages, row, group, column),
       holds=state.pool.host is None,
     )
   if pops:
@@ -270,30 +270,30 @@ def pages_in_column(
 
 
 def hold_hits(
-  state: CacheState, hits: Array, wanted: Array
+  state: CacheState, hits: Array, mask: Array
 ) -> tuple[CacheState, Array]:
-  """Adds a reference for each wanted hit, and moves host pages to the device.
+  """Adds a reference for each hit in `mask`, and restores host pages.
 
   Args:
-    state: the cache; it has host pages, and a free page for each wanted hit in
+    state: the cache; it has host pages, and a free page for each such hit in
       host memory.
     hits: int32[R, G, P].
-    wanted: bool[R, G, P].
+    mask: bool[R, G, P], the hits to hold.
 
   Returns:
-    The cache, and `hits` with device pages in place of wanted host pages.
+    The cache, and `hits` with device pages in place of the held host pages.
   """
   if hits.size == 0:
     return state, hits
-  first_number, is_wanted = state.config.num_pages, wanted.reshape(-1)
+  first_number, is_held = state.config.num_pages, mask.reshape(-1)
 
   def hold(
     loop: tuple[PoolState, Array, Array],
   ) -> tuple[PoolState, Array, Array]:
     pool, pages, _ = loop
-    on_host = is_wanted & (pages > first_number)
+    on_host = is_held & (pages > first_number)
     # Hits on the device are held first, so that no restored page evicts them.
-    pool = page_pool.hold(pool, pages, is_wanted & ~on_host)
+    pool = page_pool.hold(pool, pages, is_held & ~on_host)
 
     def restore(
       loop: tuple[PoolState, Array, Array],
@@ -310,7 +310,7 @@ def hold_hits(
 
   pages = hits.reshape(-1)
   loop = state.pool, pages, sharding.zeros_like(pages[0])
-  pool, pages, evicted = loops.at_most_once(jnp.any(wanted), hold, loop)
+  pool, pages, evicted = loops.at_most_once(jnp.any(mask), hold, loop)
   state = dataclasses.replace(
     state, pool=pool, stats=counted(state.stats, evicted_pages=evicted)
   )

@@ -31,7 +31,8 @@ from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
 
 PoolKey = tuple[str, Any]
-"""The kind and sizes of a pool's data. Layers with equal keys share a pool."""
+"""The kind of a pool, with its sizes or, for states, the `DeltaNet`. Layers
+with equal keys share a pool."""
 
 _MAX_PATTERN = 16
 """The maximum P of a pattern that repeats. It bounds the search for one."""
@@ -63,7 +64,7 @@ def kind_of(layer: Layer) -> GroupKind:
 
 
 def pool_key(attention: Any) -> PoolKey:
-  """Returns the kind and sizes of the pool that a token mixer needs."""
+  """Returns the key of the pool that a token mixer needs."""
   if isinstance(attention, Attention):
     return "keys and values", (attention.num_kv_heads, attention.head_dim)
   if isinstance(attention, LatentAttention):

@@ -82,9 +82,9 @@ def init_kv(
   layers = groups.num_memory_layers(decoder)
   dtype = decoder.dtype if dtype is None else dtype
   pools = []
-  for name, sizes in groups.pools(decoder):
+  for name, layout in groups.pools(decoder):
     if name == "keys and values":
-      heads, dim = sizes
+      heads, dim = layout
       pools.append(
         init_pages(
           config, num_layers=layers, num_kv_heads=heads, head_dim=dim,
@@ -95,12 +95,12 @@ def init_kv(
       # A latent is stored once, and attention reads it as both key and value.
       pools.append(
         init_pages(
-          config, num_layers=layers, num_kv_heads=1, head_dim=sum(sizes),
-          value_dim=sizes[0], dtype=dtype,
+          config, num_layers=layers, num_kv_heads=1, head_dim=sum(layout),
+          value_dim=layout[0], dtype=dtype,
         )
       )  # fmt: skip
     else:
-      shapes = recurrent_pages.state_shapes(sizes)
+      shapes = recurrent_pages.state_shapes(layout)
       pools.append(init_states(config, num_layers=layers, shapes=shapes))
   # The expert ids come last, so that the indices of other pools do not depend
   # on `record_experts`.
