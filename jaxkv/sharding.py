@@ -2,13 +2,15 @@
 
 A mesh and the names of its axes decide how a rollout is split:
 
-| axis    | what is split                                                      |
-|---------|--------------------------------------------------------------------|
-| `data`  | the sequences: each shard has its own cache, memory and queue, and |
-|         | runs until its sequences end. Shards do not communicate            |
-| `model` | K/V heads and the model's parameters, with two all-reduces of      |
-|         | activations in each layer. Logits are split by vocabulary, and     |
-|         | sampled from without a gather                                      |
+| axis      | what is split                                                    |
+|-----------|------------------------------------------------------------------|
+| `data`    | the sequences: each shard has its own cache, memory and queue,   |
+|           | and runs until its sequences end. Shards do not communicate      |
+| `model`   | K/V heads and the model's parameters, with two all-reduces of    |
+|           | activations in each layer. Logits are split by vocabulary, and   |
+|           | sampled from without a gather                                    |
+| `experts` | the experts of each layer, along `data`: a layer gathers the     |
+|           | inputs of all shards, which step together, and scatters outputs  |
 
 | function | purpose |
 |---|---|

@@ -22,7 +22,8 @@ TITLES = (
   "Data parallel",
   "Tensor parallel",
   "Both",
-  "All three",
+  "Attention data parallel",
+  "All four",
   "What depends",
   "Several processes",
   "Snapshots",
@@ -61,7 +62,7 @@ def run(title: str, names: dict[str, Any], piece: int = 0) -> None:
   exec(compile(pieces(title)[piece], f"example: {title}", "exec"), names)
 
 
-def _names(model, params, sizes, config, pages, prompts) -> dict[str, Any]:
+def names_of(model, params, sizes, config, pages, prompts) -> dict[str, Any]:
   """Returns the names that examples read; samples have temperature 1."""
   width = max(map(len, prompts))
   rows = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
@@ -104,7 +105,7 @@ def attention_alone() -> dict[str, Any]:
     )
     return _poisoned(kv)
 
-  return _names(
+  return names_of(
     rollout.all_logits(by_hand.model),
     None,
     sizes,
@@ -126,7 +127,7 @@ def llama(**options: Any) -> dict[str, Any]:
   sizes = jaxkv.CacheConfig(
     num_pages=1500, page_size=4, num_slots=3, pages_per_slot=5
   )
-  return _names(
+  return names_of(
     functools.partial(models.forward, config=LLAMA, **options),
     models.init_params(jax.random.key(0), LLAMA),
     sizes,

@@ -191,7 +191,7 @@ class TestExamples:
   def test_every_mesh(self, title, alone):
     names = recipes.llama()
     recipes.run(title, names)
-    program = recipes.pieces("All three")[0]
+    program = recipes.pieces("All four")[0]
     if title == "Tensor parallel":
       program = program.replace("rebalance(generate(*x))", "generate(*x)")
     exec(program, names)

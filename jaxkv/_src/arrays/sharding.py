@@ -39,6 +39,23 @@ def match_varying_axes(tree: Any) -> Any:
   return jax.tree.map(widen, tree)
 
 
+def any_shard(condition: Array, axis: str | None) -> Array:
+  """Returns whether a condition bool[] is True on any device along an axis.
+
+  Args:
+    condition: bool[], of this device.
+    axis: an axis of the surrounding `shard_map`; None for one device alone.
+  """
+  if axis is None:
+    return condition
+  return largest_of_shards(condition.astype(jnp.int32), axis) > 0
+
+
+def largest_of_shards(number: Array, axis: str | None) -> Array:
+  """Returns the largest number of all devices along an axis."""
+  return number if axis is None else lax.pmax(number, axis)
+
+
 def auto_mesh(mesh: Mesh) -> Mesh:
   """Returns a mesh of the same devices and names, with axes of type Auto."""
   types = (AxisType.Auto,) * len(mesh.axis_names)

@@ -77,6 +77,10 @@ class RolloutConfig:
       they are not split. The sampler then gathers no logits. Sampled tokens
       depend on this option only by the rounding of sums.
       `jaxkv.sharding.generate` sets it with `axes.model`.
+    lockstep_axis: the axis of a mesh along which the model communicates, so
+      that all shards must call it together, and in the same width; None if
+      each shard can call it alone. A shard without work then makes idle calls.
+      `jaxkv.sharding.generate` sets it with `axes.experts`.
 
   Raises:
     TypeError: a number is not an int, or an option not a bool.
@@ -105,11 +109,18 @@ class RolloutConfig:
   timeline: int = 0
   decode_steps: int = 1
   vocab_parts: int = 1
+  lockstep_axis: str | None = None
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      if field.name == "numerics":
+      if field.name == "lockstep_axis":
+        if not isinstance(value, str | None):
+          raise TypeError(
+            "`RolloutConfig.lockstep_axis` must be the name of an axis or "
+            f"None, got {value!r}."
+          )
+      elif field.name == "numerics":
         if value not in ("fast", "exact"):
           raise ValueError(
             f'`numerics` must be "fast" or "exact", got {value!r}.'

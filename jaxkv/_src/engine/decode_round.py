@@ -93,7 +93,8 @@ def reserve(
     room = jnp.minimum(room, sizes.page_size - begun - counts)
   # A slot with an incomplete prompt would be idle in further calls, while the
   # next step can compute many tokens of the prompt.
-  is_complete = ~jnp.any(missing_tokens(queue, slots, cache) > counts)
+  is_incomplete = jnp.any(missing_tokens(queue, slots, cache) > counts)
+  is_complete = ~sharding.any_shard(is_incomplete, config.lockstep_axis)
   room = jnp.where(samples & is_complete, jnp.maximum(room, 0), 0)
   number = jnp.arange(1, config.decode_steps, dtype=jnp.int32)
 
@@ -150,6 +151,9 @@ def decode(
   max_counts = first.counts + tokens
   size_of_log = max(config.timeline, 1)
 
+  def is_decoding(going: Array) -> Array:
+    return sharding.any_shard(jnp.any(going), config.lockstep_axis)
+
   def going_in(round_: Round, has_sampled: Array) -> Array:
     return has_sampled & ~round_.sampled.ended & (round_.counts < max_counts)
 
@@ -183,7 +187,7 @@ def decode(
       process=process,
     )
     after = Round(
-      num_calls=before.num_calls + jnp.any(going).astype(jnp.int32),
+      num_calls=before.num_calls + is_decoding(going).astype(jnp.int32),
       counts=before.counts + work.counts,
       sampled=Sampled(
         ended=before.sampled.ended | sampled.ended,
@@ -200,7 +204,7 @@ def decode(
     # On an accelerator the trip count is static, because an idle call costs
     # less than a wait for the host before each call.
     is_needed = lax.platform_dependent(
-      going, cpu=jnp.any, default=lambda going: jnp.any(going) | True
+      is_decoding(going), cpu=lambda x: x, default=lambda x: x | True
     )
     return (number < config.decode_steps) & is_needed
 
@@ -210,5 +214,5 @@ def decode(
 
   going = going_in(first, first.sampled.counts > 0)
   loop = going, queue, memory.kv, first
-  _, queue, kv, last = loops.at_most_once(jnp.any(going), calls, loop)
+  _, queue, kv, last = loops.at_most_once(is_decoding(going), calls, loop)
   return queue, kv, last

@@ -23,7 +23,14 @@ Both:
   mesh = jax.make_mesh((4, 2), ("data", "model"))
   axes = sharding.MeshAxes(mesh, data="data", model="model")
 
-All three continue as follows; `rebalance` needs `axes.data`.
+Attention data parallel, with the experts of each layer along the same axis, as
+for DeepSeek's models. The shards step together, so balance matters more:
+
+  mesh = jax.make_mesh((8,), ("data",))
+  axes = sharding.MeshAxes(mesh, data="data", experts="data")
+  model = functools.partial(model, expert_axis="data")
+
+All four continue as follows; `rebalance` needs `axes.data`.
 
   params = jax.device_put(params, sharding.param_shardings(params, axes=axes))
   cache, kv = sharding.init_memory(memory, axes=axes)
@@ -39,7 +46,9 @@ What depends on the devices. Samples depend on `key` and the id of a sequence,
 not on its shard. In data-parallel rollouts, sequences equal those of one
 device, bit for bit with exact numerics. In tensor-parallel rollouts, devices
 add partial sums, so logits differ by rounding: tokens differ rarely in float32,
-and often in bfloat16. These rollouts refuse exact numerics.
+and often in bfloat16. So do devices that split experts. Both kinds of rollouts
+refuse exact numerics. `score` and `forward_uncached` need all experts on each
+device.
 
 Attention. With `axes.model`, XLA can partition only the backend "xla". Other
 backends, and all backends with latents, need an argument of `models.forward` or

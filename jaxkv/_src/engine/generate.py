@@ -86,7 +86,8 @@ def generate(
     return step(params, *loop, hooks, max_calls)
 
   def is_unfinished(loop: _Loop) -> Array:
-    return goes_on(limits, loop[0], begin)
+    goes = goes_on(limits, loop[0], begin)
+    return sharding.any_shard(goes, state.config.lockstep_axis)
 
   had_ended = has_ended(state.queue.status)
   state = lax.while_loop(is_unfinished, one_step, (state, buffers))[0]

@@ -97,6 +97,7 @@ def schedule(
   *,
   one_part: bool = False,
   width: Array | None = None,
+  axis: str | None = None,
 ) -> Work:
   """Chooses the tokens of a step.
 
@@ -115,6 +116,7 @@ def schedule(
       layers require.
     width: int32[], the index of the width in `sizes`; None to choose one. To
       choose, the first of `sizes` must have no chunk columns.
+    axis: see `RolloutConfig.lockstep_axis`.
   """
   num_slots = missing.shape[0]
   slot = jnp.arange(num_slots, dtype=jnp.int32)
@@ -142,6 +144,7 @@ def schedule(
     is_filled = (4 * overflow >= 3 * columns) & (columns > 0)
     width = jnp.sum(is_filled, dtype=jnp.int32)
     width = jnp.where(overflow > 0, jnp.maximum(width, 1), 0)
+    width = sharding.largest_of_shards(width, axis)
   else:
     columns = jnp.asarray([size.prompts for size in sizes], jnp.int32)
   size = jnp.minimum(columns[width], max_chunks)
@@ -171,7 +174,8 @@ def schedule(
   )
   first = jnp.int32(num_slots)
   if drafts is not None:
-    work, num_drafts = _with_drafts(work, jnp.where(decodes, drafts, 0), sizes)
+    drafts = jnp.where(decodes, drafts, 0)
+    work, num_drafts = _with_drafts(work, drafts, sizes, axis)
     first += num_drafts
   # Chunk columns come after the single columns and the draft columns.
   last = jnp.where(
@@ -204,13 +208,14 @@ def decode_work(going: Array, offsets: Array) -> Work:
 
 
 def _with_drafts(
-  work: Work, drafts: Array, sizes: tuple[Width, ...]
+  work: Work, drafts: Array, sizes: tuple[Width, ...], axis: str | None
 ) -> tuple[Work, Array]:
   """Adds columns for `drafts` int32[B]; also returns the number of columns."""
   columns = jnp.asarray(sorted({size.drafts for size in sizes}), jnp.int32)
   num_prompt_widths = len({size.prompts for size in sizes})
   total = jnp.sum(drafts, dtype=jnp.int32)
   width = jnp.sum((4 * total >= 3 * columns) & (columns > 0), dtype=jnp.int32)
+  width = sharding.largest_of_shards(width, axis)
   column = jnp.arange(max_drafts(sizes), dtype=jnp.int32)
 
   def place_drafts() -> tuple[Array, Array, Array, Array]:

@@ -382,5 +382,6 @@ def _schedule(
     num_drafts,
     one_part=recurrent.has_states(cache.config),
     width=width,
+    axis=state.config.lockstep_axis,
   )
   return work, (work.counts > 0) & (work.counts == missing)

@@ -27,11 +27,14 @@ class MeshAxes:
       memory and queue; None for a single rollout.
     model: the axis over which K/V heads and the model's parameters are split;
       None to replicate them.
+    experts: the axis over which the experts of each layer are distributed, by
+      number; `data` or None. The shards then step together, because in each
+      layer with experts they exchange tokens. Attention stays in its shard.
 
   Raises:
     TypeError: `mesh` is not a `jax.sharding.Mesh`.
-    ValueError: an axis is not in the mesh, both axes are the same, or both are
-      None.
+    ValueError: an axis is not in the mesh, `data` and `model` are the same or
+      both None, or `experts` is another axis than `data`.
 
   Examples:
     >>> import jax
@@ -42,6 +45,7 @@ class MeshAxes:
   mesh: Mesh
   data: str | None = None
   model: str | None = None
+  experts: str | None = None
 
   def __post_init__(self) -> None:
     if not isinstance(self.mesh, Mesh):
@@ -60,6 +64,12 @@ class MeshAxes:
       raise ValueError(
         "`data` and `model` must be two axes of the mesh, or one of them None, "
         f"got {self.data!r} for both."
+      )
+    if self.experts not in (None, self.data):
+      raise ValueError(
+        f"`experts` must be None or the axis `data`, {self.data!r}, got "
+        f"{self.experts!r}; along `model`, each expert is split by its inner "
+        "dimension."
       )
 
   @property

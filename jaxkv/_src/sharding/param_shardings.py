@@ -1,9 +1,10 @@
-"""Shardings of a decoder's parameters for tensor parallelism.
+"""Shardings of a decoder's parameters over the axes of a mesh.
 
-Each layer has two all-reduces, after the output projections of attention and of
-the MLP; a `DeltaNet` has only the second. The table has the split dimension of
-each split array between asterisks; `models.decoder.params` defines the letters.
-All other arrays are replicated, such as untied embeddings, norms and routers.
+Along `MeshAxes.model`, each layer has two all-reduces, after the output
+projections of attention and of the MLP; a `DeltaNet` has only the second. The
+table has the split dimension of each split array between asterisks;
+`models.decoder.params` defines the letters. All other arrays are replicated,
+such as untied embeddings, norms and routers.
 
 The head is split by vocabulary, and so are the logits, which the sampler does
 not gather. Tied embeddings are the head, and need one more all-reduce after the
@@ -22,6 +23,9 @@ lookup. If the number of devices does not divide V, the head is replicated.
 |                   | their biases [X, *F*], `expert_down` [X, *F*, E]         |
 |                   | the shared MLP, like an `Mlp`                            |
 | the head          | `unembed` [E, *V*], or tied `embed` [*V*, E]             |
+
+Along `MeshAxes.experts`, the arrays of `Experts` are split by number, which is
+their dimension X, except those of the shared MLP.
 """
 
 from collections.abc import Mapping
@@ -54,8 +58,9 @@ _LATENT_ATTENTION = {"query": 1, "key": 1, "value": 1, "output": 0}
 # any array were split by heads, XLA would also split the pages of states, and
 # move all of them in each call.
 _DELTA_NET: dict[str, int] = {}
-# Experts are split along F and not along X. `ragged_dot` reads the weights of
-# all experts, so if X were split, XLA would gather them on a GPU or TPU.
+# Along `axes.model`, experts are split along F and not along X. `ragged_dot`
+# reads the weights of all experts, so if X were split, XLA would gather them on
+# a GPU or TPU.
 _MLP = {
   "gate": 1,
   "up": 1,
@@ -78,12 +83,12 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
   experts are split, and XLA partitions `jaxkv.models.forward` with two
   all-reduces of activations for each layer. The head is split by vocabulary, if
   the size of the axis divides V. Untied embeddings, routers, norms, latents and
-  the mixers of `DeltaNet` layers are replicated. Without `axes.model`, all
-  parameters are replicated.
+  the mixers of `DeltaNet` layers are replicated. Along `axes.experts`, experts
+  are split by number. Without both axes, all parameters are replicated.
 
   Args:
     params: from `jaxkv.models.init_params` or `jaxkv.models.load`, or their
-      shapes. Without `axes.model`, any pytree.
+      shapes. Without both axes, any pytree.
     axes: the mesh.
 
   Returns:
@@ -91,8 +96,9 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
     `jax.device_put`.
 
   Raises:
-    ValueError: `params` are not those of a decoder, or the size of `axes.model`
-      does not divide a dimension that is split, such as that of K/V heads.
+    ValueError: `params` are not those of a decoder, the size of an axis does
+      not divide a dimension that is split, such as that of K/V heads, or there
+      are no experts to split along `axes.experts`.
 
   Examples:
     >>> import jax
@@ -108,7 +114,7 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
     True
   """
   everywhere = axes.everywhere()
-  if axes.model is None:
+  if axes.model is None and axes.experts is None:
     return jax.tree.map(lambda _: everywhere, params)
   if not isinstance(params, Mapping) or "layers" not in params:
     raise ValueError(
@@ -117,14 +123,16 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
     )
 
   def of_layer(path: tuple[Any, ...], layer: Params) -> Params:
-    split = _split_dimensions(layer)
     prefix = f"params['layers']{jax.tree_util.keystr(path)}"
-    return {
-      name: NamedSharding(
-        axes.mesh, _spec(f"{prefix}[{name!r}]", leaf, split.get(name), axes)
-      )
-      for name, leaf in layer.items()
-    }
+    split = _split_dimensions(layer) if axes.model else {}
+    places = {}
+    for name, leaf in layer.items():
+      axis_of = {split[name]: axes.model} if name in split else {}
+      if axes.experts and name.startswith("expert_"):
+        axis_of[0] = axes.experts
+      spec = _spec(f"{prefix}[{name!r}]", leaf, axis_of, axes)
+      places[name] = NamedSharding(axes.mesh, spec)
+    return places
 
   shardings = {
     name: jax.tree.map(lambda _: everywhere, part)
@@ -133,13 +141,25 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
   }
   # With tied embeddings there is no `unembed`.
   head, dimension = ("unembed", 1) if "unembed" in params else ("embed", 0)
-  if head in params and params[head].shape[dimension] % axes.num_parts == 0:
+  divides = head in params
+  divides = divides and params[head].shape[dimension] % axes.num_parts == 0
+  if axes.model and divides:
     spec = P(*[None] * dimension, axes.model)
     shardings[head] = NamedSharding(axes.mesh, spec)
+  if axes.experts and not _has_experts(params["layers"]):
+    raise ValueError(
+      "`axes.experts` must be None for a decoder without experts, got "
+      f"{axes.experts!r}."
+    )
   shardings["layers"] = jax.tree_util.tree_map_with_path(
     of_layer, params["layers"], is_leaf=lambda node: isinstance(node, Mapping)
   )
   return shardings
+
+
+def _has_experts(layers: Any) -> bool:
+  paths = jax.tree_util.tree_leaves_with_path(layers)
+  return any("expert_gate" in jax.tree_util.keystr(path) for path, _ in paths)
 
 
 def _split_dimensions(layer: Params) -> dict[str, int]:
@@ -152,19 +172,23 @@ def _split_dimensions(layer: Params) -> dict[str, int]:
   return _ATTENTION | _MLP
 
 
-def _spec(name: str, leaf: Any, dimension: int | None, axes: MeshAxes) -> P:
-  """Returns the spec of an array; P() if `dimension` is None."""
-  if dimension is None:
-    return P()
+def _spec(
+  name: str, leaf: Any, axis_of: dict[int, str | None], axes: MeshAxes
+) -> P:
+  """Returns the spec of an array; `axis_of` has the axis of each dimension."""
   # The first axis of an array is the repetitions of the layer.
-  dimension += 1
-  if leaf.shape[dimension] % axes.num_parts:
-    arguments.refuse(
-      ValueError,
-      name,
-      f"an array whose dimension {dimension} is a multiple of the "
-      f"{axes.num_parts} devices of the axis {axes.model!r}",
-      tuple(leaf.shape),
-      "use fewer devices, and data-parallel shards for the rest",
-    )
-  return P(*[None] * dimension, axes.model)
+  places = {dimension + 1: axis for dimension, axis in axis_of.items()}
+  for dimension, axis in places.items():
+    size = axes.mesh.shape[axis]
+    if leaf.shape[dimension] % size:
+      arguments.refuse(
+        ValueError,
+        name,
+        f"an array whose dimension {dimension} is a multiple of the "
+        f"{size} devices of the axis {axis!r}",
+        tuple(leaf.shape),
+        "use fewer devices, and data-parallel shards for the rest"
+        if axis == axes.model
+        else "use fewer devices",
+      )
+  return P(*map(places.get, range(max(places, default=-1) + 1)))

@@ -11,6 +11,8 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.arguments import as_count
@@ -37,6 +39,7 @@ from jaxkv._src.kv.pools import Pools
 from jaxkv._src.sharding.mesh_axes import MeshAxes
 from jaxkv._src.sharding.mesh_axes import on_auto_axes
 from jaxkv._src.sharding.mesh_axes import placed
+from jaxkv._src.sharding.param_shardings import param_shardings
 from jaxkv._src.sharding.shards import each_shard
 from jaxkv._src.sharding.shards import map_shards
 from jaxkv._src.sharding.state_shardings import tree_shardings
@@ -197,17 +200,20 @@ def generate(
   """Generates tokens on all shards, see `jaxkv.rollout.generate`.
 
   A shard returns when its own sequences have ended, or at `until`; the shards
-  do not communicate. Jit it with the state donated, as
+  do not communicate. With `axes.experts`, the shards step together, and return
+  when each of them has reached that point. Jit it with the state donated, as
   `jax.jit(functools.partial(generate, axes=axes, model=model),
   donate_argnums=1)`, so that the K/V memory is updated in place.
 
   Args:
     params: the model's parameters, on the devices of the mesh. For
-      `axes.model`, place those of `jaxkv.models` with `param_shardings`.
+      `axes.model` and `axes.experts`, place those of `jaxkv.models` with
+      `param_shardings`.
     state: from `init`, or from an earlier call.
     until: a limit for each shard; None to run until all sequences have ended.
     axes: the mesh.
-    model: see `jaxkv.rollout.generate`.
+    model: see `jaxkv.rollout.generate`. With `axes.experts`, give
+      `models.forward` the same axis as `expert_axis`.
     process: see `jaxkv.rollout.generate`.
     draft: see `jaxkv.rollout.generate`.
 
@@ -227,15 +233,34 @@ def generate(
 def _generate(params, state, until, axes, model, process, draft):
   def of_shard(state, params, until):
     config = state.config
+    on_mesh = dataclasses.replace(config, lockstep_axis=axes.experts)
     if axes.model is not None:
-      parts = dataclasses.replace(config, vocab_parts=axes.num_parts)
-      state = dataclasses.replace(state, config=parts)
+      on_mesh = dataclasses.replace(on_mesh, vocab_parts=axes.num_parts)
+    state = dataclasses.replace(state, config=on_mesh)
     state = loop.generate(
       params, state, until, model=model, process=process, draft=draft
     )
     return dataclasses.replace(state, config=config)
 
-  return each_shard(of_shard, state, params, until, axes=axes)
+  specs = None
+  if axes.experts is not None:
+    shardings = param_shardings(params, axes=axes)
+    # `shard_map` splits along `axes.data` only, XLA along `axes.model`.
+    specs = (
+      jax.tree.map(lambda place: _along(axes.data, place), shardings),
+      P(),
+    )
+
+  def of_all(state, params, until):
+    return map_shards(of_shard, state, params, until, axes=axes, specs=specs)
+
+  state = on_auto_axes(of_all, (state, params, until), axes)
+  return placed(state, tree_shardings(state, axes))
+
+
+def _along(axis: str | None, place: NamedSharding) -> P:
+  """Returns the part of a sharding's spec along one axis."""
+  return P(*(name if name == axis else None for name in place.spec))
 
 
 def _check_placed(params: Any, axes: MeshAxes) -> None:

@@ -49,9 +49,16 @@ def each_shard(
 
 
 def map_shards(
-  function: Callable, split: Any, *shared: Any, axes: MeshAxes
+  function: Callable,
+  split: Any,
+  *shared: Any,
+  axes: MeshAxes,
+  specs: tuple[Any, ...] | None = None,
 ) -> Any:
-  """Implements `each_shard`, inside of `on_auto_axes`."""
+  """Implements `each_shard`, inside of `on_auto_axes`.
+
+  `specs` are those of `shared` along `axes.data`, if not all are replicated.
+  """
   if axes.data is None:
     return function(split, *shared)
   for leaf in jax.tree.leaves(split):
@@ -68,7 +75,7 @@ def map_shards(
     of_device,
     mesh=axes.auto,
     axis_names={axes.data},
-    in_specs=(by_shard, *(P() for _ in shared)),
+    in_specs=(by_shard, *(specs or (P() for _ in shared))),
     out_specs=by_shard,
     # JAX cannot check varying axes if another axis has the type Auto.
     check_vma=False,

@@ -37,7 +37,14 @@ _AnyView = View | PackedView
 
 
 @functools.partial(
-  jax.jit, static_argnames=("config", "logits", "backend", "head_sharding")
+  jax.jit,
+  static_argnames=(
+    "config",
+    "logits",
+    "backend",
+    "head_sharding",
+    "expert_axis",
+  ),
 )
 def forward(
   params: Params,
@@ -49,6 +56,7 @@ def forward(
   backend: str = "auto",
   head_sharding: jax.sharding.NamedSharding | None = None,
   experts: jax.Array | None = None,
+  expert_axis: str | None = None,
 ) -> tuple[jax.Array, Any]:
   """Runs tokens through the decoder with keys and values in pages.
 
@@ -81,6 +89,11 @@ def forward(
     experts: see `forward_uncached`. If `kv` is from
       `init_kv(record_experts=True)`, the call also records the experts of each
       token in `kv`.
+    expert_axis: static; inside `jax.shard_map`, the axis over which the experts
+      of each layer are distributed, as by `jaxkv.sharding.MeshAxes.experts`;
+      None if each device has all experts. Devices exchange the inputs and
+      outputs of experts, so they must call this function together, with equal
+      shapes.
 
   Returns:
     (logits, kv): logits are float32[B, P, V], where P is T, 1 or 0 for "all",
@@ -89,8 +102,8 @@ def forward(
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument does not fit the decoder, or the view does not
-      support `logits`.
+    ValueError: an argument does not fit the decoder, the view does not support
+      `logits`, or `expert_axis` is given with exact numerics.
 
   Examples:
     >>> import jax, jax.numpy as jnp, jaxkv
@@ -118,13 +131,25 @@ def forward(
   check_pools(pools, views, config)
   num_tokens = None if isinstance(views[0], PackedView) else views[0].num_tokens
   expert_records.check_experts(experts, tokens, config)
+  if expert_axis is not None and is_exact(config):
+    raise ValueError(
+      '`expert_axis` must be None with numerics="exact", got '
+      f"{expert_axis!r}: devices compute the experts of all tokens together, "
+      "and the bits of a token depend on their number."
+    )
   is_decode = isinstance(views[0], PackedView) or tokens.shape[1:] == (1,)
   # Exact numerics do not use shared pages. With shared pages attention merges
   # partial results, which rounds differently from one pass over all keys.
   if is_decode and not is_exact(config):
     views = _with_shared_pages(pools, views, config)
   access = kv_access.PagedKV(
-    views, backend, head_sharding, experts, is_exact(config), token_wise(config)
+    views,
+    backend,
+    head_sharding,
+    experts,
+    is_exact(config),
+    token_wise(config),
+    expert_axis,
   )
   selection = logits if columns is None else columns
   out, pools = all_logits.run(

@@ -11,6 +11,7 @@ for trees of tokens. The module `attention` defines the letters of axes.
 
 import dataclasses
 from typing import Any
+from typing import ClassVar
 from typing import NamedTuple
 
 import jax
@@ -82,6 +83,7 @@ class PagedKV:
     experts: see `UncachedKV`.
     exact: see `jaxkv.kv.attend`.
     token_wise: see `numerics.token_wise`.
+    expert_axis: see `forward`.
   """
 
   views: tuple[AnyView, ...]
@@ -90,6 +92,7 @@ class PagedKV:
   experts: jax.Array | None
   exact: bool
   token_wise: TokenWise
+  expert_axis: str | None = None
 
   def softmax(
     self, mixer: Mixer, inputs: SoftmaxInputs, pools: Pools
@@ -180,6 +183,8 @@ class UncachedKV:
   """
 
   experts: jax.Array | None = None
+  # A trainer has all experts on each device.
+  expert_axis: ClassVar[None] = None
 
   def softmax(
     self, mixer: Mixer, inputs: SoftmaxInputs, pools: Pools

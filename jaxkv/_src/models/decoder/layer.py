@@ -55,8 +55,9 @@ def run(
   gate = None if isinstance(inputs, attentions.LatentInputs) else inputs.gate
   replay = None
   if not isinstance(layer.mlp, Mlp):
+    mlps.check_experts(weights, layer.mlp, access.expert_axis)
     replay = expert_records.of_layer(access.experts, location.expert_layer)
-  after = bind(_after_mixer, layer, decoder)
+  after = bind(_after_mixer, layer, decoder, access.expert_axis)
   x, experts = call(after, weights, x, out, gate, replay)
   if experts is not None:
     pools = access.record_experts(location, experts, pools)
@@ -131,6 +132,7 @@ def _add_mixer_output(
 def _after_mixer(
   layer: Layer,
   decoder: Decoder,
+  expert_axis: str | None,
   weights: Params,
   x: jax.Array,
   out: jax.Array,
@@ -143,7 +145,7 @@ def _after_mixer(
   if isinstance(layer.mlp, Mlp):
     out = mlps.gated(y, weights, layer.mlp)
   else:
-    out, experts = mlps.mixture(y, weights, layer.mlp, replay)
+    out, experts = mlps.mixture(y, weights, layer.mlp, replay, expert_axis)
   if layer.post_norms:
     out = _norm(out, weights, "post_mlp_norm", decoder)
   return x + out, experts

@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxkv._src.arrays import arguments
 from jaxkv._src.models.decoder.description import Activation
 from jaxkv._src.models.decoder.description import Experts
 from jaxkv._src.models.decoder.description import Mlp
@@ -50,6 +51,7 @@ def mixture(
   weights: Params,
   experts: Experts,
   replay: jax.Array | None = None,
+  axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Applies a mixture of experts.
 
@@ -60,6 +62,8 @@ def mixture(
     replay: int32[B, T, k], experts to use in place of the router's choice. The
       router chooses if all k ids of a token are negative, or if `replay` is
       None. An id out of range makes the output of its token NaN.
+    axis: static; the mesh axis over which the experts are distributed; None if
+      each device has all of them.
 
   Returns:
     The output [B, T, E] and the experts that each token used, int32[B, T, k].
@@ -68,7 +72,11 @@ def mixture(
   if replay is not None:
     replay = replay.reshape(tokens.shape[0], -1)
   choice, factors = route(tokens, weights, experts, replay)
-  out = _run_experts(tokens, choice, factors, weights, experts).reshape(x.shape)
+  if axis is None:
+    out = _run_experts(tokens, choice, factors, weights, experts)
+  else:
+    out = _run_distributed(tokens, choice, factors, weights, experts, axis)
+  out = out.reshape(x.shape)
   if experts.shared_dim is not None:
     shared = _gated(
       x,
@@ -136,20 +144,64 @@ def _in_best_groups(ranking: jax.Array, experts: Experts) -> jax.Array:
   return scores.reshape(ranking.shape)
 
 
+def check_experts(weights: Params, experts: Experts, axis: str | None) -> None:
+  """Raises ValueError unless the weights have the experts of one device."""
+  found = weights["expert_gate"].shape[0]
+  size = 1 if axis is None else jax.lax.axis_size(axis)
+  if found * size != experts.num_experts:
+    arguments.refuse(
+      ValueError,
+      'params["layers"][...]["expert_gate"]',
+      f"an array with {experts.num_experts} experts on {size} devices",
+      f"{found} experts on each",
+      "give models.forward `expert_axis`, if `MeshAxes.experts` is set",
+    )
+
+
+def _run_distributed(
+  x: jax.Array,
+  choice: jax.Array,
+  factors: jax.Array,
+  weights: Params,
+  experts: Experts,
+  axis: str,
+) -> jax.Array:
+  """Implements `_run_experts` for experts on several devices.
+
+  Each device gathers the tokens of all devices, runs its own experts, and
+  returns to each device the sums for its tokens. No token is dropped, however
+  many of them choose the same expert.
+  """
+  x, choice, factors = jax.lax.all_gather(
+    (x, choice, factors), axis, tiled=True
+  )
+  number = weights["expert_gate"].shape[0]
+  choice = choice - jax.lax.axis_index(axis) * number
+  is_local = (choice >= 0) & (choice < number)
+  choice = jnp.where(is_local, choice, number)
+  out = _run_experts(x, choice, factors, weights, experts, is_local)
+  return jax.lax.psum_scatter(out, axis, tiled=True)
+
+
 def _run_experts(
   x: jax.Array,
   choice: jax.Array,
   factors: jax.Array,
   weights: Params,
   experts: Experts,
+  is_local: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns the weighted sum of the outputs of each token's experts, [N, E]."""
-  count = choice.shape[1]
+  """Returns the weighted sum of the outputs of each token's experts, [N, E].
+
+  If `is_local` bool[N, k] is given, only the chosen experts that it marks are
+  in `weights` and in the sum.
+  """
+  count, number = choice.shape[1], weights["expert_gate"].shape[0]
   expert = choice.reshape(-1)
   # A row is a pair of a token and one of its experts. Rows are sorted by
   # expert, because `ragged_dot` requires contiguous rows for each expert.
   order = jnp.argsort(expert, stable=True).astype(jnp.int32)
-  sizes = jnp.zeros((experts.num_experts,), jnp.int32).at[expert].add(1)
+  sizes = jnp.zeros((number,), jnp.int32).at[expert].add(1)
   rows = x[order // count]
   expert_of_row = expert[order]
   product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
@@ -176,5 +228,8 @@ def _run_experts(
     .set(jnp.arange(order.shape[0], dtype=jnp.int32))
   )
   parts = out[inverse].reshape(x.shape[0], count, -1)
+  if is_local is not None:
+    # `ragged_dot` does not define the rows that belong to no expert.
+    parts = jnp.where(is_local[:, :, None], parts, 0)
   parts = parts * factors[:, :, None].astype(parts.dtype)
   return jnp.sum(parts, axis=1).astype(x.dtype)

@@ -1,0 +1,240 @@
+"""Experts split by number over shards: equal tokens, and no weights move."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkv
+from jaxkv import models
+from jaxkv import rollout
+from jaxkv import sharding
+from tests.rollout import recipes
+from tests.tools.collectives import collectives
+
+pytestmark = pytest.mark.skipif(
+  jax.device_count() < 8, reason="needs eight devices"
+)
+_VOCABULARY = 48
+_EXPERTS = models.Experts(
+  num_experts=8, num_chosen=2, inner_dim=16, shared_dim=8, shared_gated=True
+)
+_BIASED = models.Experts(
+  num_experts=16, num_chosen=4, inner_dim=8, router_biased=True, biased=True
+)
+_LATENTS = models.LatentAttention(
+  num_heads=4,
+  latent_dim=12,
+  plain_dim=8,
+  rotated_dim=4,
+  value_dim=8,
+  query_rank=10,
+)
+_SOFTMAX = models.Attention(num_heads=4, num_kv_heads=2, head_dim=4)
+_MLP = models.Mlp(inner_dim=32)
+# A dense layer comes first, as in DeepSeek's models.
+_FAMILIES = {
+  "deepseek": (
+    models.Layer(attention=_LATENTS, mlp=_MLP),
+    models.Layer(attention=_LATENTS, mlp=_EXPERTS),
+    models.Layer(attention=_LATENTS, mlp=_EXPERTS),
+  ),
+  "gpt_oss": (models.Layer(attention=_SOFTMAX, mlp=_BIASED),) * 2,
+}
+
+
+def _names(name, **options):
+  """Names as in `recipes`; shards end after different numbers of steps."""
+  decoder = models.Decoder(
+    vocab_size=_VOCABULARY,
+    embed_dim=24,
+    layers=_FAMILIES[name],
+    tied_embeddings=False,
+  )
+  sizes = jaxkv.CacheConfig(
+    num_pages=60,
+    page_size=4,
+    num_slots=3,
+    pages_per_slot=6,
+    groups=models.cache_groups(decoder),
+  )
+  config = rollout.RolloutConfig(
+    num_samples=2,
+    max_new_tokens=9,
+    stop_token=3,
+    prefill_chunk=8,
+    raw_log_probs=True,
+    record_experts=True,
+    **options,
+  )
+  rng = np.random.default_rng(1)
+  prompts = [
+    rng.integers(0, _VOCABULARY, 1 + 3 * row % 13).tolist() for row in range(13)
+  ]
+  params = models.init_params(jax.random.key(0), decoder)
+  # Larger than the initial biases, which are zeros.
+  params = jax.tree.map(lambda leaf: jnp.where(leaf == 0, 0.1, leaf), params)
+  model = functools.partial(models.forward, config=decoder)
+
+  def kv():
+    pools = models.init_kv(decoder, sizes, record_experts=True)
+    return jax.tree.map(
+      lambda x: x * np.nan if x.dtype == np.float32 else x, pools
+    )
+
+  return recipes.names_of(model, params, sizes, config, kv, prompts)
+
+
+def _axes(data, model=0):
+  axes = recipes.axes_of(data=data, model=model)
+  return dataclasses.replace(axes, experts="data")
+
+
+def _program(names, axes, state, **options):
+  model = functools.partial(names["model"], expert_axis="data", **options)
+  run = functools.partial(sharding.generate, axes=axes, model=model)
+  arguments = names["params"], state, rollout.Until(steps=5)
+  return jax.jit(run, donate_argnums=1).lower(*arguments).compile()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("name", "data", "model", "options"),
+  [
+    ("deepseek", 4, 0, {"decode_steps": 3}),
+    pytest.param("deepseek", 2, 2, {}, marks=pytest.mark.deep),
+    pytest.param("gpt_oss", 2, 2, {"decode_steps": 3}, marks=pytest.mark.deep),
+    ("gpt_oss", 4, 0, {"draft_tokens": 2}),
+  ],
+)
+def test_tokens_are_those_of_one_device(name, data, model, options):
+  """Shards that have nothing to do make idle calls for the others."""
+  names, axes = _names(name, **options), _axes(data, model)
+  wanted = rollout.generated(recipes.done(names, recipes.begun(names)))
+  state = recipes.begun_on(names, axes)
+  layer = names["params"]["layers"][-1][0]
+  for leaf in ("expert_gate", "expert_up", "expert_down"):
+    number = layer[leaf].shape[1] // data
+    assert layer[leaf].addressable_shards[0].data.shape[1] == number
+  heads = {}
+  if model and name == "deepseek":
+    heads["head_sharding"] = NamedSharding(axes.mesh, P("model"))
+  compiled, steps = _program(names, axes, state, **heads), []
+  while not rollout.is_done(state):
+    state = compiled(names["params"], state, rollout.Until(steps=5))
+    steps.append(np.asarray(state.counters.steps).tolist())
+  # All shards count all calls, and none passes the limit.
+  for number, counts in enumerate(steps, 1):
+    assert len(set(counts)) == 1 and counts[0] <= 5 * number, steps
+  results = sharding.generated(state, axes=axes)
+  recipes.assert_equal_results(results, wanted)
+  count = len(wanted.lengths)
+  np.testing.assert_array_equal(results.experts[:count], wanted.experts)
+  np.testing.assert_allclose(
+    results.records.raw_log_probs[:count],
+    wanted.records.raw_log_probs,
+    rtol=1e-5,
+    atol=1e-5,
+  )
+
+
+def _sizes(lines, opcode):
+  """The numbers of elements of the collective operations of one kind."""
+  return [
+    math.prod(map(int, shape.split(",")))
+    for line in lines
+    if line.opcode.startswith(opcode)
+    for shape in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", line.text)
+  ]
+
+
+def test_only_activations_move():
+  """In a layer, inputs are gathered once and outputs are scattered once."""
+  names, axes = _names("deepseek"), _axes(4)
+  state = recipes.begun_on(names, axes)
+  lines = collectives(_program(names, axes, state).as_text())
+  layers = {
+    name: lines
+    for name, lines in lines.items()
+    if any("reduce-scatter" in line.opcode for line in lines)
+  }
+  # One loop over the layers with experts for each width.
+  assert len(layers) == np.asarray(state.counters.calls).shape[-1]
+  weights = names["params"]["layers"][-1][0]["expert_gate"]
+  for lines in layers.values():
+    kinds = {line.opcode.removesuffix("-start") for line in lines}
+    assert kinds == {"all-gather", "reduce-scatter"}, lines
+    assert max(map(max, map(functools.partial(_sizes, lines), kinds))) < (
+      weights[0].size
+    )
+
+
+@pytest.mark.slow
+def test_the_example():
+  """The program of `help(jaxkv.rollout.devices)`, with twelve lines."""
+  names = _names("deepseek")
+  wanted = rollout.generated(recipes.done(names, recipes.begun(names)))
+  recipes.run("Attention data parallel", names)
+  recipes.run("All four", names)
+  recipes.assert_equal_results(names["results"], wanted)
+  pieces = map(recipes.pieces, ("Attention data parallel", "All four"))
+  lines = "".join(next(zip(*pieces, strict=False))).split("\n")
+  assert sum(bool(line.strip()) for line in lines) <= 12
+
+
+@pytest.mark.deep
+def test_two_shards_on_each_device():
+  names, axes = _names("deepseek"), _axes(2)
+  wanted = rollout.generated(recipes.done(names, recipes.begun(names)))
+  state = recipes.begun_on(names, axes, num_shards=4)
+  names["model"] = functools.partial(names["model"], expert_axis="data")
+  state = recipes.done(names, state, axes)
+  results = sharding.generated(state, axes=axes)
+  recipes.assert_equal_results(results, wanted)
+
+
+class TestArguments:
+  def test_an_axis_without_shards(self):
+    axes = recipes.axes_of(data=2, model=2)
+    with pytest.raises(ValueError, match="`experts` must be None or the axis"):
+      dataclasses.replace(axes, experts="model")
+
+  def test_too_many_devices(self):
+    params = _names("deepseek")["params"]
+    with pytest.raises(ValueError, match="multiple of the 3 devices") as error:
+      sharding.param_shardings(params, axes=_axes(3))
+    assert "['expert_" in str(error.value)
+
+  def test_a_decoder_without_experts(self):
+    with pytest.raises(ValueError, match="experts` must be None for"):
+      sharding.param_shardings(recipes.llama()["params"], axes=_axes(2))
+
+  def test_a_model_without_the_axis(self):
+    names, axes = _names("deepseek"), _axes(2)
+    state = recipes.begun_on(names, axes)
+    with pytest.raises(ValueError, match="expert_axis`, if"):
+      sharding.generate(names["params"], state, axes=axes, model=names["model"])
+
+  def test_exact_numerics(self):
+    names = _names("deepseek")
+    decoder = names["model"].keywords["config"]
+    decoder = dataclasses.replace(decoder, numerics="exact")
+    config = dataclasses.replace(names["config"], numerics="exact")
+    names |= {"config": config}
+    state = recipes.begun(names)
+    model = functools.partial(
+      models.forward, config=decoder, expert_axis="data"
+    )
+    with pytest.raises(ValueError, match="`expert_axis` must be None with"):
+      rollout.generate(names["params"], state, model=model)
+
+  def test_a_bad_axis_of_the_loop(self):
+    with pytest.raises(TypeError, match="lockstep_axis` must be"):
+      rollout.RolloutConfig(lockstep_axis=3)
