@@ -50,6 +50,7 @@ def test_group_kinds_of_pages(state):
   assert page_kinds(pinned)[3] == "pinned"
 
 
+@pytest.mark.slow
 def test_pages_slots_and_the_free_queue_are_drawn(state):
   texts = _texts(show(state, title="A fork"))
   assert texts[0] == "A fork"

@@ -62,6 +62,7 @@ def _texts(path):
 
 
 class TestRollout:
+  @pytest.mark.slow
   def test_writes_what_it_prints(self, main, tmp_path, capsys):
     path, target = tmp_path / "prompts.txt", tmp_path / "out.json"
     # Blank lines are no prompts.

@@ -80,6 +80,7 @@ class TestShare:
     least = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
     monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", least)
 
+  @pytest.mark.slow
   @pytest.mark.parametrize("steps", [1, 3])
   def test_forks_are_found_and_attention_stays_the_same(
     self, always, forked, steps

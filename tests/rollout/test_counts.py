@@ -34,6 +34,7 @@ def _later(state, before):
   return dataclasses.replace(state, counters=counters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "before",
   [

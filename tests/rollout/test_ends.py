@@ -6,6 +6,7 @@ The model is told what every sequence says, so it takes no time to compile.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxkv import rollout
 from tests.rollout import by_hand
@@ -47,6 +48,7 @@ def _program(draft=None):
   )
 
 
+@pytest.mark.slow
 def test_stop_strings_after_enough_tokens():
   """`ab` is drawn as tokens 1 and 2, 3 and 4, and so on.
 
@@ -91,6 +93,7 @@ def test_no_token_is_guessed_behind_the_last():
   assert kinds == {"decode"}
 
 
+@pytest.mark.slow
 def test_a_sequence_that_begins_again_has_its_first_limit():
   """Of three tokens, not the one that its second turn might draw."""
   config = rollout.RolloutConfig(max_new_tokens=3, max_length=9)

@@ -198,6 +198,7 @@ class TestSpans:
       state = _through_host_memory(run(state, until))
     chex.assert_trees_all_equal(_numbers(state), _numbers(whole))
 
+  @pytest.mark.slow
   def test_compiled_once_whatever_the_lengths(self, small_model, program):
     """Nor is any number of steps too large."""
     state = _initial(small_model, 3, 40, 8, 1)

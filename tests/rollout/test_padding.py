@@ -21,6 +21,7 @@ def _log_prob(tokens: list[int]) -> float:
   return float(jax.nn.log_softmax(logits)[tokens[-1]])
 
 
+@pytest.mark.slow
 def test_scores_after_prompts_of_one_token():
   sizes = by_hand.sizes(200, _SLOTS)
   kv = jaxkv.kv.init(

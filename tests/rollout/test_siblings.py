@@ -1,6 +1,7 @@
 """Samples of one prompt: one computes it, the others follow and share it."""
 
 import numpy as np
+import pytest
 
 from jaxkv import rollout
 from tests.rollout import by_hand
@@ -8,6 +9,7 @@ from tests.rollout import by_hand
 _PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.slow
 def test_salts_that_differ_in_some_words():
   """Two samples share the prompt's pages only if their salts are equal."""
   config = rollout.RolloutConfig(

@@ -18,7 +18,6 @@ from jaxkv import rollout
 from jaxkv import sharding
 from tests.rollout import by_hand
 from tests.rollout import recipes
-from tests.tools.tiers import slow_except
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec("orbax") is None,
@@ -63,8 +62,7 @@ def assert_same_results(found, wanted, exact=True):
   )
 
 
-@slow_except("pages", [True, False], False)
-@slow_except("host_pages", [0, 20], 0)
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [True, False], ids=["pages", "no pages"])
 @pytest.mark.parametrize("host_pages", [0, 20], ids=["", "host"])
 def test_goes_on_as_if_undisturbed(pages, host_pages, tmp_path):

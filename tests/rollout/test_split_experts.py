@@ -155,6 +155,7 @@ def _sizes(lines, opcode):
   ]
 
 
+@pytest.mark.slow
 def test_only_activations_move():
   """In a layer, inputs are gathered once and outputs are scattered once."""
   names, axes = _names("deepseek"), _axes(4)
@@ -216,12 +217,14 @@ class TestArguments:
     with pytest.raises(ValueError, match="experts` must be None for"):
       sharding.param_shardings(recipes.llama()["params"], axes=_axes(2))
 
+  @pytest.mark.slow
   def test_a_model_without_the_axis(self):
     names, axes = _names("deepseek"), _axes(2)
     state = recipes.begun_on(names, axes)
     with pytest.raises(ValueError, match="expert_axis`, if"):
       sharding.generate(names["params"], state, axes=axes, model=names["model"])
 
+  @pytest.mark.slow
   def test_exact_numerics(self):
     names = _names("deepseek")
     decoder = names["model"].keywords["config"]

@@ -26,7 +26,9 @@ _OPTIONS = {"raw_log_probs": True, "entropy": True, "top_log_probs": 3}
 @pytest.mark.parametrize(
   "parts", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
 )
-@pytest.mark.parametrize("size", [40, 4000, 4096])
+@pytest.mark.parametrize(
+  "size", [40, *(pytest.param(n, marks=pytest.mark.slow) for n in (4000, 4096))]
+)
 @pytest.mark.parametrize("has_filters", [False, True])
 def test_draws_are_those_of_whole_rows(size, parts, has_filters):
   """Parts can begin within a block, or be smaller than one."""

@@ -248,6 +248,7 @@ class TestWeights:
 
 
 class TestRouting:
+  @pytest.mark.slow
   def test_families_of_prompts_stay_together(self):
     """40 families over 4 workers, beside one cache of their pages."""
     own = random.Random(5)
