@@ -83,6 +83,7 @@ def test_every_group_has_a_row():
   assert "null page" in texts
 
 
+@pytest.mark.slow
 def test_axes_can_be_given(state):
   import matplotlib.figure
 

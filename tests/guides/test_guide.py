@@ -275,6 +275,7 @@ def check_json(schema, tokens, stop_token, limit, count=1000):
 
 
 class TestJson:
+  @pytest.mark.slow
   def test_a_thousand_samples_at_temperature_2_parse(self):
     tokens = small_vocabulary.tokens()
     texts, full = check_json({"type": "object"}, tokens, 0, limit=32)

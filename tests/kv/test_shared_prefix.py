@@ -73,6 +73,7 @@ def next_tokens(state, kv, steps):
   return view, kv
 
 
+@pytest.mark.slow
 class TestShare:
   @pytest.fixture
   def always(self, monkeypatch):
@@ -80,7 +81,6 @@ class TestShare:
     least = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
     monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", least)
 
-  @pytest.mark.slow
   @pytest.mark.parametrize("steps", [1, 3])
   def test_forks_are_found_and_attention_stays_the_same(
     self, always, forked, steps
@@ -139,7 +139,6 @@ class TestShare:
     out = memory.attend(kv, shared, 1, q, options=WINDOW)
     np.testing.assert_array_equal(out, wanted)
 
-  @pytest.mark.slow
   def test_small_savings_are_not_shared(self, forked, monkeypatch):
     view, kv = next_tokens(*forked, 1)
     never = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
@@ -152,7 +151,6 @@ class TestShare:
       memory.attend(kv, shared, 1, q), memory.attend(kv, view, 1, q)
     )
 
-  @pytest.mark.slow
   @pytest.mark.parametrize("change", ["later", "earlier", "idle", "other"])
   def test_rows_that_have_changed_since_share(self, always, forked, change):
     """Pages that a row no longer shares are not read for it."""
@@ -185,7 +183,6 @@ class TestShare:
     np.testing.assert_allclose(lse, wanted[1], atol=1e-5)
     np.testing.assert_array_equal(out[moved.num_tokens == 0], 0)
 
-  @pytest.mark.slow
   def test_a_plan_for_tables_of_another_width(self, always, forked):
     view, kv = next_tokens(*forked, 1)
     view = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
@@ -235,6 +232,12 @@ class TestRefreshShared:
     assert isinstance(fresh.view, memory.View)
     with pytest.raises(TypeError, match="`view` must be a View, got FreshView"):
       memory.refresh_shared(kv, fresh)
+
+  def test_packed_views_are_refused(self, shared):
+    view, kv = shared
+    packed = memory.PackedView(decode=view)
+    with pytest.raises(TypeError, match="must be a View, got PackedView"):
+      memory.share(kv, packed, num_clusters=1, cluster_size=2)
 
   def test_a_view_without_shared_pages(self, shared):
     view, kv = shared

@@ -65,6 +65,7 @@ def test_stop_strings_after_enough_tokens():
   assert set(end.queue.finish.tolist()) == {rollout.Finish.STOP_STRING}
 
 
+@pytest.mark.slow
 def test_no_token_is_guessed_behind_the_last():
   """All guesses are right, so those not accepted are behind the last token."""
 

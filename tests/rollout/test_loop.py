@@ -224,6 +224,7 @@ class TestSpans:
       assert bool(rollout.is_done(begun))
     assert program._cache_size() == before
 
+  @pytest.mark.slow
   def test_nothing_is_transferred(self, small_model, program):
     """Of a call whose arguments are on the device."""
     state = _initial(small_model, 3, 40, 8, 1)

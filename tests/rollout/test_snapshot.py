@@ -99,6 +99,7 @@ def _values(state):
   return jax.tree.map(value, state)
 
 
+@pytest.mark.slow
 def test_without_pages_is_small(tmp_path):
   state = begun()
   checkpoint.save(tmp_path / "small", state, pages=False)
@@ -111,6 +112,7 @@ def test_without_pages_is_small(tmp_path):
   assert size <= 64 * state.queue.tokens.size
 
 
+@pytest.mark.slow
 def test_pages_go_to_the_devices_of_the_target(tmp_path):
   """From two devices to one, and to eight."""
   if jax.device_count() < 8:

@@ -67,6 +67,9 @@ class TestArguments:
       rollout.generate_texts(small_model, ["1 is", ""])
     with pytest.raises(TypeError, match=r"`prompts\[0\]` must hold integers"):
       rollout.generate_texts(small_model, [[1.7, 2.2]])
+    for prompts, shape in (([3, 1, 4], r"\[\]"), ([[[3], [1]]], r"\[2, 1\]")):
+      with pytest.raises(ValueError, match=rf"token ids, .* shape {shape}"):
+        rollout.generate_texts(small_model, prompts)
     room = small_model.max_length - 8
     with pytest.raises(ValueError, match=rf"`prompts\[0\]` .* {room} tokens"):
       rollout.generate_texts(small_model, ["1" * (room + 1)], max_new_tokens=8)

@@ -21,8 +21,8 @@ class CacheConfig:
   Attributes:
     num_pages: N, pages in the pool. Page 0 is the null page, which holds no
       tokens, so `num_pages - 1` pages are usable.
-    page_size: S, tokens per page. A group can have larger pages, of a multiple
-      of S tokens. Sequences are hashed in blocks of S tokens.
+    page_size: S, tokens per page. A group can have larger pages, whose size is
+      a multiple of S tokens. Sequences are hashed in blocks of S tokens.
     num_slots: B, the maximal number of sequences in the cache at a time.
     pages_per_slot: M, columns of a slot's row in the page table. A sequence has
       at most `pages_per_slot * page_size` tokens.
@@ -36,8 +36,8 @@ class CacheConfig:
     prefix_rules: the rules by which pages are published and found. "current":
       the rules of vLLM since 0.25, which publish only pages that a hit can use.
       "classic": the rules of earlier versions and of eSurge, which publish
-      every full page. With `use_eagle`, the classic rules can drop more than
-      one page of a hit, see `prefix_rules.lookup_bound`.
+      every full page. With `use_eagle`, the classic rules can shorten a hit by
+      more than one page, see `prefix_rules.lookup_bound`.
     merge_duplicates: True to store equal pages once. If a page becomes full and
       a page with the same tokens and prefix is already cached, the sequence
       gets the cached page instead and releases its new page.
@@ -45,30 +45,30 @@ class CacheConfig:
       the tokens of that page again, because a draft model (EAGLE) needs their
       hidden states.
     prefix_retention_interval: selects the prefixes for which sliding-window and
-      recurrent groups publish pages. None: prefixes of every length. 0: the
-      prompt without its last token, and the prompt up to the token where an
-      earlier prompt diverged. Both are rounded down to a multiple of
-      `alignment` tokens, and shortened further with `use_eagle`. k: also one
-      prefix every k tokens.
+      recurrent groups publish pages. None selects prefixes of every length. 0
+      selects the prompt without its last token, and the part of the prompt
+      before the token where an earlier prompt diverged. Both end at multiples
+      of `alignment` tokens, and `use_eagle` shortens them further. A number k
+      above 0 also selects one prefix every k tokens.
     event_log: the capacity of the event log, in events; 0 for no log. See
       `jaxkv.telemetry.drain_events`.
     track_new_pages: True to record the pages that leave the free queue for new
       tokens, for `jaxkv.telemetry.take_new_pages`.
     track_residency: True to record the ages of evicted pages, for
       `jaxkv.telemetry.residency`.
-    host_pages: N2, the number of pages in host memory. Cached pages that the
-      device evicts are saved there; 0 for none. See `jaxkv.kv.move`.
-    host_policy: the pages that return from host memory. "always": all pages.
-      "never": no page. A `HostPolicy`: pages whose return takes less time than
+    host_pages: N2, the number of pages in host memory, 0 for none. Cached pages
+      that the device evicts are saved there. See `jaxkv.kv.move`.
+    host_policy: the pages that can return from host memory. "always": all.
+      "never": none. A `HostPolicy`: pages whose return takes less time than
       computing their tokens again. A lookup treats other pages in host memory
       as not cached. If no page can return, evicted pages are not saved.
     page_bytes: bytes of a page over all layers, `jaxkv.kv.page_bytes(kv)`. Only
-      a `HostPolicy` needs this number; 0 if it is unknown.
+      a `HostPolicy` needs this number; 0 if it is not known.
 
   Raises:
     TypeError: a field has the wrong type, or `groups` is empty.
-    ValueError: a field is out of range or not one of its choices, or two fields
-      contradict each other.
+    ValueError: a field is out of range, is not one of its choices, or cannot be
+      combined with another field.
   """
 
   num_pages: int
@@ -109,17 +109,18 @@ class CacheConfig:
 
   def _check_host_policy(self):
     if not isinstance(self.host_policy, HostPolicy):
-      choices = "always", "never", "a HostPolicy"
-      _check_choice("host_policy", self.host_policy, choices)
+      choices = "always", "never"
+      _check_choice("host_policy", self.host_policy, choices, "a HostPolicy")
     elif not self.page_bytes:
       raise ValueError(
         "`CacheConfig.page_bytes` must be at least 1 with a HostPolicy, got 0; "
-        "use jaxkv.kv.page_bytes(kv), with `kv` made for another host_policy."
+        'use jaxkv.kv.page_bytes(kv) of a kv made with host_policy="always".'
       )
 
   def _check_sizes(self):
-    # The free queue's ring has up to 4 N positions. They must stay below the
-    # sentinel NOWHERE, 2**30, because the queue stores larger numbers as marks.
+    # The ring of a free queue has up to 4 positions for each page. Positions
+    # must be below NOWHERE, 2**30, because the queue uses larger numbers as
+    # marks.
     if max(self.num_numbers, self.slot_tokens) > 2**28:
       raise ValueError(
         "`CacheConfig.num_pages` and `host_pages` together, and "
@@ -146,8 +147,8 @@ class CacheConfig:
           f"`CacheConfig.groups` must hold group kinds, got {kind!r}; use "
           "FullAttention(), SlidingWindow(window) or a subclass of GroupKind."
         )
-    # A slot must hold whole pages of every group. Pages must end at multiples
-    # of `page_size` tokens, because keys are computed only there.
+    # A slot must hold a whole number of pages of every group. Pages must end at
+    # multiples of `page_size` tokens, because only these positions have keys.
     for size in self.page_sizes:
       if size % self.page_size or self.slot_tokens % size:
         raise ValueError(
@@ -187,7 +188,7 @@ class CacheConfig:
     if interval % self.alignment:
       raise ValueError(
         "`CacheConfig.prefix_retention_interval` must be a multiple of "
-        f"{self.alignment}, as every hit is, got {interval}."
+        f"{self.alignment}, because hits end there, got {interval}."
       )
     if self.prefix_rules == "classic":
       raise ValueError(
@@ -217,9 +218,8 @@ class CacheConfig:
 
   @property
   def token_group(self) -> int:
-    """The index of the group from whose pages a sequence's tokens are read."""
-    # Prefers a group that keeps all pages, because tokens of skipped pages
-    # cannot be read.
+    """The group from whose pages the tokens of a sequence are read back."""
+    # Prefers a group that keeps all pages, because skipped pages are lost.
     keeps = [
       not kind.skips_pages and not kind.holds_encoder for kind in self.groups
     ]
@@ -227,7 +227,7 @@ class CacheConfig:
 
   @functools.cached_property
   def first_self_group(self) -> int:
-    """The index of the first group that is not an encoder's."""
+    """The index of the first group without `GroupKind.holds_encoder`."""
     return [kind.holds_encoder for kind in self.groups].index(False)
 
   @property
@@ -248,13 +248,13 @@ class CacheConfig:
   @property
   def no_page(self) -> int:
     """NO_PAGE = N: the entry of a page-table column without a page."""
-    # Out of range on purpose, so that a scatter drops it. A negative index
-    # would mean the last page.
+    # Out of range, so that a scatter drops the update. JAX would wrap a
+    # negative index to a page.
     return self.num_pages
 
   @functools.cached_property
   def max_restored_pages(self) -> int:
-    """The maximal number of pages of a column that `host_policy` restores."""
+    """The most pages to restore in one column, over all groups together."""
     if isinstance(self.host_policy, HostPolicy):
       size = min(self.page_sizes)
       return self.host_policy.max_pages(self.page_bytes, size)
@@ -262,7 +262,7 @@ class CacheConfig:
 
   @property
   def preferred_pages(self) -> int | None:
-    """N, below which lookups prefer page numbers; None without host pages."""
+    """The argument `preferred` of lookups: N with host pages, else None."""
     return self.num_pages if self.host_pages else None
 
   @property
@@ -289,8 +289,11 @@ def _check_int(name: str, value: object, minimum: int) -> None:
     )
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def _check_choice(
+  name: str, value: object, choices: tuple[str, ...], other: str = ""
+) -> None:
   if value not in choices:
+    other = other and f" or {other}"
     raise ValueError(
-      f"`CacheConfig.{name}` must be one of {choices}, got {value!r}."
+      f"`CacheConfig.{name}` must be one of {choices}{other}, got {value!r}."
     )

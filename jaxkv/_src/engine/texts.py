@@ -66,13 +66,13 @@ def generate_texts(
 ) -> Texts:
   """Generates samples of each prompt with a pretrained model.
 
-  Each call compiles the loop, which takes about 10 s, or less with jax's
+  Each call compiles the loop, which takes about 10 s, or less with JAX's
   persistent compilation cache. For more control, call `init` and `generate`.
 
   Args:
     model: a `jaxkv.models.Pretrained`.
-    prompts: texts; chats, each a list of messages `{"role": , "content": }`; or
-      token ids int32[L].
+    prompts: a list of prompts. Each is a text, token ids int32[L], or a chat: a
+      list of messages `{"role": ..., "content": ...}`.
     num_samples: G, the number of samples of each prompt.
     max_new_tokens: the maximum number of tokens of a sample.
     sampling: settings of the P * G samples; None for temperature 1. The stop
@@ -83,8 +83,8 @@ def generate_texts(
     num_pages: pages of the cache; None for enough to fill all slots.
     first_sequence: the id of the first sample, see `init`.
     progress: True to show a progress bar on stderr.
-    **options: further fields of `RolloutConfig`; `prefill_chunk` is 64 if it is
-      not given.
+    **options: further fields of `RolloutConfig`. The default of `prefill_chunk`
+      is 64 here.
 
   Raises:
     TypeError: an argument has the wrong type.
@@ -119,7 +119,7 @@ def generate_texts(
     max_length=longest,
   )
   if num_pages is None:
-    # The null page, and full length plus one page for each slot and group.
+    # Besides the null page, admission keeps one page free per slot and group.
     num_groups = len(sizes(num_pages=2).groups)
     num_pages = 1 + num_slots * num_groups * (1 + -(-longest // page_size))
   config = sizes(num_pages=num_pages)
@@ -150,7 +150,7 @@ def generate_texts(
 def _encode(
   model: Any, prompts: Sequence[Any], max_new_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns int32[P, L] tokens and int32[P] lengths."""
+  """Returns the prompts' tokens, int32[P, L], and lengths, int32[P]."""
   if isinstance(prompts, str) or not isinstance(prompts, Sequence):
     raise TypeError(
       f"`prompts` must be a list, got {type(prompts).__name__}; write "
@@ -180,7 +180,13 @@ def _encode_one(model: Any, name: str, prompt: Any) -> np.ndarray:
     return model.tokenizer.encode(prompt)
   if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
     return model.tokenizer.encode_chat(prompt)
-  return np.asarray(as_int32(name, prompt))
+  ids = np.asarray(as_int32(name, prompt))
+  if ids.ndim != 1:
+    raise ValueError(
+      f"`{name}` must be a list of token ids, got an array of shape "
+      f"{list(ids.shape)}; write [ids] for one prompt."
+    )
+  return ids
 
 
 def _run(

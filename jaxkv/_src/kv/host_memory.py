@@ -7,7 +7,6 @@ that one transfer moves a page. On the device, each layer has its own pages.
 import dataclasses
 import functools
 from typing import Any
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +34,6 @@ from jaxkv._src.kv.pools import Pools
 
 HOST = "pinned_host"
 
-Carry = TypeVar("Carry")
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,25 +41,26 @@ class HostMemory:
   """Pages in host memory; see `init_host`.
 
   Attributes:
-    pages: for each array of the device's pools, N2 = `host_pages` pages. K is
-      the axis that can be sharded, such as heads. The last two axes have the Y
-      elements of all layers for a page and head; they are [1, Y] if 128 does
-      not divide Y.  # storage dtype[N2, K, Y // 128, 128]
+    pages: one array for each array of the pools on the device. N2 is
+      `CacheConfig.host_pages`, K is the size of the device array's second axis,
+      such as heads, and a page has K * Y elements in all layers. If 128 does
+      not divide Y, the last two axes are [1, Y].
+      # storage dtype[N2, K, Y // 128, 128]
   """
 
   pages: tuple[Array, ...]
 
 
 def init_host(kv: Pools, config: CacheConfig) -> HostMemory:
-  """Makes pages in host memory, to which pages of `kv` can move.
+  """Makes pages of zeros in host memory, to which pages of `kv` can move.
 
   Args:
     kv: the pages on the device, of one pool or of a tuple of pools. If they are
       sharded by heads, the pages in host memory are sharded in the same way.
-    config: the configuration of the cache, with `host_pages`.
+    config: the configuration of the cache, with `host_pages` above 0.
 
   Returns:
-    `config.host_pages` pages of zeros in the memory `pinned_host`.
+    `config.host_pages` pages in the memory `pinned_host`.
 
   Raises:
     TypeError: `config` is not a CacheConfig, or `kv` is not made of pools.
@@ -121,8 +119,8 @@ def move(
   """Moves page contents between the device and host memory.
 
   Call it after each `admit`, `allocate`, `fork`, `truncate` and `pin`, in the
-  order of these calls, and before `copy` and any write. The reason is that
-  these verbs hand out pages whose old contents are not saved yet. Donate both
+  order of these calls, and before `copy` and any write. These verbs give pages
+  to sequences before the old contents of the pages are saved. Donate both
   memories, or carry them through a loop: a call without moves then costs one
   comparison. Without donation, each call copies both memories. Not supported
   under `vmap`.
@@ -133,7 +131,7 @@ def move(
     moves: `out.moves` of the verb.
 
   Returns:
-    Both memories.
+    The pages on the device and the pages in host memory.
 
   Raises:
     TypeError: an argument has a type that is not supported.
@@ -216,7 +214,7 @@ def _move(
 
   # Each move reads a host page into `stage`, saves the device page, and writes
   # `stage` to the device page. So two pages can exchange their contents. A move
-  # without a read or a save skips it, so only pages that move are transferred.
+  # that restores or saves nothing skips this transfer.
   def trip(index: Array, loop):
     device, far, stage = loop
     page = moves.page[index]
@@ -276,7 +274,7 @@ def _slice(pages: Array, index: Array) -> Array:
 
 
 def _read_of(contents: Any) -> Array:
-  """Returns a number for `read_before`, computed from a page's contents."""
+  """Returns the argument `read` of `read_before`, for a page's contents."""
   total = jnp.zeros((), jnp.uint32)
   for content in contents:
     bits = np.dtype(f"uint{8 * content.dtype.itemsize}")

@@ -46,8 +46,8 @@ def share(
     backend: the `backend` that you pass to `attend`.
 
   Returns:
-    The view with `shared`. It is None for latents, and if sharing cannot save
-    time with these shapes.
+    The view with a new `shared`, which is None for latents, and if sharing
+    cannot save time with these shapes.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -71,7 +71,8 @@ def share(
     Array([768], dtype=int32)
   """
   # The old `shared` is not checked, because it may be for another page table.
-  check_view(dataclasses.replace(view, shared=None))
+  is_view = isinstance(view, View)
+  check_view(dataclasses.replace(view, shared=None) if is_view else view)
   # `cascade_decode` does not support latents.
   if kv.v is None:
     return dataclasses.replace(view, shared=None)

@@ -27,26 +27,25 @@ from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.stats import counted
 
 ROWS_AT_ONCE = 32
-"""A lower bound on the rows hashed in one iteration, if a call has as many."""
+"""An iteration hashes at least this many rows, or all rows of the call."""
 
 
 class _Stream(NamedTuple):
   """For each row, the tokens that the chained hash of its slot does not cover.
 
-  The hash of a slot covers a multiple of A tokens, `CacheConfig.alignment`. The
-  tail of a slot is the tokens after that multiple. A row's stream is this tail,
-  followed by the row's new tokens. A page becomes final when it gets its key.
+  A is `CacheConfig.alignment`. The chained hash of a slot covers a multiple of
+  A tokens. The slot's tail is the tokens after this multiple. A row's stream is
+  the tail, then the new tokens. A page becomes final when it gets its key.
 
   Attributes:
     slots: int32[R], NOWHERE for a row without new tokens.
     tokens: int32[R, T], the new tokens.
-    tail: int32[R, A], the tokens before the new ones.
+    tail: int32[R, A], the tail of each row's slot.
     tail_length: int32[R], the number of valid tokens in the tail.
     first: int32[R, G], the first column of the pages that become final.
     stop: int32[R, G], one past the last such column.
     num_aligned: int32[R], the number of tokens before the stream, divided by A.
-    num_completed: int32[R], the number of multiples of A that the length of the
-      slot reaches or passes with the new tokens.
+    num_completed: int32[R], the blocks of A tokens that new tokens complete.
   """
 
   slots: Array
@@ -86,7 +85,7 @@ class _FinalPages(NamedTuple):
     tokens: int32[W, S], their tokens.
     published: bool[W], the pages to publish.
     parents: uint32[W, 4], the keys of the preceding pages.
-    roots: uint32[W, 4], the keys before the sequences' first pages.
+    roots: uint32[W, 4], the roots of the sequences, see `hashing.root_key`.
   """
 
   place: tuple[Array, Array, Array]
@@ -103,20 +102,17 @@ def publish(
   tokens: Array,
   num_tokens: Array,
   first: Array | None = None,
-  keys: Array | None = None,
 ) -> tuple[CacheState, Array]:
   """Appends tokens to slots, and publishes the pages that become full.
 
   Args:
     state: the cache.
-    rows: the slots, distinct for rows with new tokens.
+    rows: the slots; rows with new tokens must have distinct slots.
     tokens: int32[R, T].
     num_tokens: int32[R], 0 .. T, the number of new tokens of each row.
-    first: int32[R, G], the first column without a key. Required if the new
-      tokens of a slot of length 0 begin with cached pages. None to compute it
-      from the length.
-    keys: uint32[R, P, 4], the key after each page of `tokens`; only if all
-      slots have length 0. None to compute the keys.
+    first: int32[R, G], the first column without a key. None to compute it from
+      the length. Required if a slot has length 0 but already holds the cached
+      pages of the first new tokens.
 
   Returns:
     The cache, and int32[R]: the number of pages published or merged.
@@ -147,7 +143,7 @@ def publish(
   completes |= stream.num_completed > 0
   done = loops.for_each(
     completes.astype(jnp.int32),
-    functools.partial(_publish_rows, config, secret, hashes, stream, keys),
+    functools.partial(_publish_rows, config, secret, hashes, stream),
     _Progress(
       pool=_reserve_queue_room(config, state.pool, stream),
       page_table=state.page_table,
@@ -177,7 +173,7 @@ def publish(
 
 def _rows_at_once(config: CacheConfig, num_rows: int, num_tokens: int) -> int:
   """Returns the number of rows whose tokens are hashed in one iteration."""
-  # Only rows that complete a page are hashed. If every row gets `num_tokens`
+  # Only rows that complete a page are hashed. If each row gets `num_tokens` new
   # tokens, about `expected` rows complete a page.
   expected = num_rows * num_tokens // config.page_size
   return min(num_rows, max(ROWS_AT_ONCE, min(expected, loops.WINDOW)))
@@ -196,8 +192,8 @@ def needs_skipped_page(
   moved = aligned < length // config.alignment * config.alignment
   group = config.token_group
   if config.groups[group].holds_states:
-    # A recurrent group has too few pages to read a tail from them. So the slot
-    # can only go back to a multiple of A, where the tail is empty.
+    # A recurrent group lacks most pages from which the tail would be read. So
+    # the slot can only go back to a multiple of A, where the tail is empty.
     return moved & (aligned < lengths)
   begin = jnp.maximum(aligned - 1, 0) // config.page_sizes[group]
   return moved & (begin < num_skipped[:, group])
@@ -227,7 +223,7 @@ def roll_back(
   if hashes is None or index is None or secret is None:
     return state
   # The index keeps the keys and tokens of full pages. So the chain and the tail
-  # are read back from the pages of one group instead of hashed again.
+  # are read from the entries of one group's pages, and nothing is hashed again.
   size, slots = config.page_sizes[config.token_group], rows.slots
   group = jnp.full_like(slots, config.token_group)
   aligned = lengths // config.alignment
@@ -251,12 +247,12 @@ def roll_back(
     chain=rows.write(hashes.chain, moved, chain),
     tail=rows.write(hashes.tail, moved, tail),
   )
-  # The keys must be read before the index changes. Without this dependency XLA
+  # The keys must be read before the index changes. Without this dependency, XLA
   # would copy the index.
   last = loops.read_before(jnp.max(key >> 1).astype(jnp.int32), last)
   if state.pool.host is not None:
-    # The tokens must also be read before a restored page overwrites a row of
-    # `index.tokens`.
+    # With host pages, a later move writes to `index.tokens`. So the tokens must
+    # also be read before the index changes.
     last = loops.read_before(jnp.max(tail & jnp.int32(2**31 - 1)), last)
   pool, _ = page_pool.unpublish(
     state.pool, last.reshape(-1), (reopened & served[:, None]).reshape(-1)
@@ -269,21 +265,16 @@ def _publish_rows(
   secret: Array,
   hashes: SlotHashes,
   stream: _Stream,
-  given_keys: Array | None,
   done: _Progress,
   items: Items,
 ) -> _Progress:
   """Hashes the streams of a window of rows and publishes their final pages."""
-  # The caller loops over windows of rows, and this call processes one window.
-  # The inner loop below goes over the columns of the window's rows.
+  # The loop at the end visits the columns of the window's rows.
   row_window = indexing.where_valid(items.valid, items.row)
   slots = indexing.take(stream.slots, row_window, fill=indexing.NOWHERE)
   pages = _stream_pages(config, stream, row_window)
   before = indexing.take(done.chain, slots)
-  if given_keys is None:
-    keys = hashing.row_keys(secret, before, pages)
-  else:
-    keys = indexing.take(given_keys, row_window)
+  keys = hashing.row_keys(secret, before, pages)
   steps = config.alignment // config.page_size
   num_completed = indexing.take(stream.num_completed, row_window)
   last = jnp.maximum(num_completed * steps - 1, 0)[:, None, None]
@@ -303,14 +294,14 @@ def _publish_rows(
   def publish_columns(done: _Progress, items: Items) -> _Progress:
     place = page_table.place_of(final, items)
     slot, group, column = place
-    # `final` has G ranges per row, so this is the row's place in `row_window`.
+    # `final` has G ranges for each row of `row_window`.
     position = elementwise.quotient(items.row, config.num_groups)
     row = indexing.take(row_window, position, fill=indexing.NOWHERE)
     step = indexing.take(page_steps, group)
     begin = column * step - indexing.take(stream.num_aligned, row) * steps
     key = indexing.take(keys, position, begin + step - 1)
     parent = indexing.take(keys, position, begin - 1)
-    # The parent of a stream's first page is the key of the slot's chain.
+    # The chained hash of the slot is the parent of the stream's first page.
     parent = jnp.where(
       (begin == 0)[:, None], indexing.take(before, position), parent
     )
@@ -361,7 +352,7 @@ def _stream_pages(config: CacheConfig, stream: _Stream, rows: Array) -> Array:
 def _page_tokens(
   config: CacheConfig, pages: Array, row: Array, begin: Array, step: Array
 ) -> Array:
-  """Returns int32[W, S]: tokens of pages that span `step` stream pages each."""
+  """Returns int32[W, S]: the tokens of `step` stream pages from `begin` on."""
   max_step = max(config.page_sizes) // config.page_size
   if max_step == 1:
     return indexing.take(pages, row, begin)
@@ -384,7 +375,7 @@ def _new_tail(config: CacheConfig, stream: _Stream, num_tokens: Array) -> Array:
 def _reserve_queue_room(
   config: CacheConfig, pool: PoolState, stream: _Stream
 ) -> PoolState:
-  """Reserves room in the free queue for the pages that merging may free."""
+  """Makes room in the free queue for the pages that merging can free."""
   if not config.merge_duplicates:
     return pool
   final = jnp.maximum(stream.stop - stream.first, 0)
@@ -400,8 +391,8 @@ def _insert(
   pages = indexing.take(table, *final.place)
   valid, repeated = pages > 0, sharding.zeros_like(final.published)
   if config.alignment > min(config.page_sizes):
-    # If A exceeds the size of a page, a full page gets its key later. If forks
-    # share the page by then, several rows publish it, here or in other calls.
+    # If A exceeds the size of a page, a page can be full before it gets a key.
+    # If forks share it by then, several rows publish it, in one or more calls.
     valid &= ~page_pool.is_cached(pool, pages)
     repeated = valid & indexing.any_earlier(pages, valid)
   published = final.published & valid
@@ -452,7 +443,7 @@ def _merge(
   )
   merges = published & (first > 0) & (first != pages)
   owner = jnp.zeros_like(pages)
-  # The duplicate leaves the index before it is dropped. So `drop` treats it as
+  # A duplicate leaves the index before it is dropped. So `drop` treats it as
   # not cached, and with `unhashed_first` it goes to the front of the queue.
   pool, _ = page_pool.unpublish(pool, pages, merges & ~repeated)
   pool = page_pool.hold(pool, first, merges)

@@ -64,27 +64,26 @@ def import_sequences(
   | has no pages, or its pages have      | all but the prefix that is cached   |
   | another secret, version or page size | here                                |
 
-  After an import, `submit` without `ids` continues after the largest imported
-  id. Another rollout may give these ids to other prompts. So if sequences move
+  After an import, `submit` without `ids` uses ids above the imported ones. The
+  other rollout may use the same ids for other prompts. So if sequences move
   between rollouts, pass `ids` to every `submit`.
 
   Args:
     state: the rollout. The options that decide what is sampled and recorded,
       and `max_length`, must equal those of the other rollout. The numbers of
       slots, pages and rows may differ.
-    exported: from `export`. Its pages are trusted: whoever made it decides what
-      later hits read, see SECURITY.md.
+    exported: from `export`, by a trusted source, because later prompts can hit
+      its pages; see SECURITY.md.
     mask: bool[R], the rows to process; None for all.
 
   Returns:
-    The rollout, and per row OK, SKIPPED (also if `export` failed), STALE (the
-    weights here are of an earlier version, see `update_weights`), BAD_SEQUENCE
-    (the id is in use) or QUEUE_FULL (no group of rows is EMPTY; samples of the
-    same prompt share a group).
+    The rollout, and per row OK, SKIPPED (also if `export` did not remove the
+    sequence), STALE (the weights here are of an earlier version, see
+    `update_weights`), BAD_SEQUENCE (the id is in use) or QUEUE_FULL (no group
+    of rows is EMPTY, and none has other samples of the prompt).
 
   Raises:
-    TypeError: `exported` does not come from `export`, or `mask` does not hold
-      bools.
+    TypeError: `exported` is not an `Exported`, or `mask` has the wrong dtype.
     ValueError: the other rollout had other settings, its memory has another
       layout, or `mask` has the wrong shape.
   """
@@ -119,8 +118,11 @@ def _import(
   if queue.ngrams is not None:
     first = indexing.where_valid(opens_group, rows // samples * samples)
     group = first[:, None] + jnp.arange(samples, dtype=jnp.int32)[None]
+    # EMPTY rows still have the tokens of removed sequences.
+    is_empty = queue.status == SequenceStatus.EMPTY
+    lengths = jnp.where(is_empty, 0, queue.length)
     tables = ngrams.reset_rows(
-      queue.ngrams, queue.tokens, queue.length, group.reshape(-1), state.config
+      queue.ngrams, queue.tokens, lengths, group.reshape(-1), state.config
     )
     tables = ngrams.add_tokens(
       tables,
@@ -183,13 +185,13 @@ def _rows_of(
 def _with_pages(
   state: RolloutState, exported: Exported, place: Array
 ) -> RolloutState:
-  """Imports pages of sequences in rows int32[R]; those that ran get slots."""
+  """Imports pages of rows `place`, int32[R]; seats those that were running."""
   assert exported.contents is not None
   queue, slots, memory = state.queue, state.slots, state.memory
   cache = without_moves(memory.cache)
   is_wanted = (place < queue.no_row) & (exported.num_computed > 0)
   is_wanted &= _has_same_keys(cache, exported)
-  # Sequences get the empty slots in the order of the call.
+  # Sequences get the empty slots in the order of `exported`.
   runs = is_wanted & exported.runs
   rank = jnp.cumsum(runs, dtype=jnp.int32) - 1
   empty = first_of(empty_slots(queue, slots, cache), place.shape[0])
@@ -226,7 +228,7 @@ def _with_pages(
 
 
 def _has_same_keys(cache: CacheState, exported: Exported) -> Array:
-  """Returns bool[], True for equal versions and secrets of page keys."""
+  """Returns bool[], True if the caches have the same version and secret."""
   is_same = cache.epoch == exported.version
   fingerprint, other = fingerprint_of(cache), exported.fingerprint
   if fingerprint is None or other is None:
@@ -262,7 +264,7 @@ def _in_spare_slots(
   keep_free = promised_pages(queue, slots, cache, state.config)
   keep_free += jnp.sum(later, dtype=jnp.int32)
   keep_free += cache.config.num_groups * running.astype(jnp.int32)
-  # Sequences that enter a slot come first. The pages of others become free.
+  # Sequences that enter a slot come first, because they keep their pages.
   order = jnp.where(is_wanted, jnp.where(enters, 0, 1), 2)
   order = jnp.argsort(order, stable=True).astype(jnp.int32)
   # In `shard_map`, the result of `argsort` varies over no mesh axis.
@@ -314,8 +316,7 @@ def _enter(
   root = prefix.root
   if cache.secret is not None:
     root = hashing.root_key(cache.secret, epoch[0], salts)
-  # As in the other rollout, columns behind a window hold no page, and a state
-  # is in the column of the last token.
+  # Columns behind a window get no page. A state is in the last token's column.
   first = sizes.skipped_pages(num_tokens)
   plan = reservation(
     cache,
