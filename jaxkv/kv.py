@@ -28,7 +28,7 @@ the letters of array shapes.
 
 | type | description |
 |---|---|
-| `View`, `PackedView`, `FreshView` | the cache state that one call reads |
+| `View`, `PackedView`, `FreshView` | the part of the state that a call reads |
 | `Batch` | the tokens of one call of a model, and their views |
 | `LayerPlan`, `LayerMemory` | layers of a model, and their memory in a call |
 | `KVPages`, `StatePages`, `ExpertIdPages` | pools of pages |
@@ -38,8 +38,8 @@ the letters of array shapes.
 All functions are pure and donate nothing. Writes are in place if you donate the
 pages to your own `jit`, or carry them through a loop.
 
-A cache state is always valid with the pages of the same time. With later pages
-it is valid until another sequence gets a page that the state holds or caches.
+A snapshot of the cache state is valid with the pages of the same step. With
+later pages, it is valid until one of its pages goes to another sequence.
 
 Models in plain JAX. A model is a function of its weights, a `Batch` and the
 memory, and returns logits and the new memory. `plan_layers` divides its layers
@@ -69,8 +69,8 @@ for example after a fork. `share` lets `attend` read such pages once:
 
   view = jaxkv.kv.share(kv, view, num_clusters=4, cluster_size=8)
 
-Call `share` once per decode step. A function that takes a view and loops over
-layers should call `refresh_shared` once before the loop, as
+Call `share` before one or more decode steps. A function that takes a view and
+loops over layers should call `refresh_shared` once before the loop, as
 `jaxkv.models.forward` does. Otherwise `attend` checks in every layer which rows
 still share pages. Compiled for an H200 with `triton`, a layer then starts 25
 kernels instead of 17. If sharing would save too little, `attend` reads all
@@ -90,9 +90,9 @@ Plans. `plan_decode` puts a plan into a view for `mosaic_gpu`, the only backend
 that takes plans. With a plan, all pieces of work have the same length, and a
 layer starts 8 kernels instead of 12.
 
-Latents. Multi-head latent attention (MLA) stores one vector for each token: its
-key, whose leading elements are also its value. Pages made with `value_dim` hold
-such vectors. Then `write` takes no values, and `attend` takes absorbed queries:
+Latents. Multi-head latent attention (MLA) stores one vector for each token. The
+vector is the key, and its leading elements are the value. With `value_dim`,
+pages hold such vectors, and `attend` takes absorbed queries:
 
   kv = jaxkv.kv.init(
     config, num_layers=27, num_kv_heads=1, head_dim=576, value_dim=512
@@ -152,8 +152,8 @@ A lookup prefers a page on the device to an equal page on the host. Pages cached
 before the last `new_epoch` do not move to the host when they are evicted. A
 page in use never moves, and `merge_duplicates` does not replace a page with one
 on the host. All counts of free pages, `keep_free` and the watermark of a
-rollout count device pages only. The hits equal those of one pool as large as
-both memories, unless equal pages are cached twice, for example because two
+rollout count device pages only. One pool as large as both memories would have
+the same hits, unless equal pages are cached twice, for example because two
 sequences computed them at once. If the memory is a tuple of pools, a page moves
 in all of them. In tests, moves run on CPUs and are compiled for TPUs; no GPU
 has run them yet.

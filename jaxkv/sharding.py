@@ -9,8 +9,8 @@ A mesh and the names of its axes decide how a rollout is split:
 | `model`   | K/V heads and the model's parameters, with two all-reduces of    |
 |           | activations in each layer. Logits are split by vocabulary, and   |
 |           | sampled from without a gather                                    |
-| `experts` | the experts of each layer, along `data`: a layer gathers the     |
-|           | inputs of all shards, which step together, and scatters outputs  |
+| `experts` | the experts of each layer, along `data`. Each layer gathers the  |
+|           | inputs of all shards, so the shards step together                |
 
 | function | purpose |
 |---|---|
@@ -23,8 +23,8 @@ A mesh and the names of its axes decide how a rollout is split:
 | `rebalance` | moves sequences to shards with less work |
 | `each_shard` | applies another function of `jaxkv.rollout` to each shard |
 
-`help(jaxkv.rollout.devices)` has examples. The functions never make a mesh, and
-never call `jax.distributed.initialize`.
+`help(jaxkv.rollout.devices)` has examples. The caller makes the mesh, and calls
+`jax.distributed.initialize` if there are several processes.
 """
 
 from jaxkv._src.sharding.mesh_axes import MeshAxes

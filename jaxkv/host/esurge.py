@@ -1,72 +1,71 @@
 """A drop-in replacement for the cache manager of EasyDeL eSurge.
 
 `CacheManager` has the methods that eSurge's schedulers call on the manager of
-`easydel.inference.esurge.core.manager`, with the same meanings. They run with
-the import changed:
+`easydel.inference.esurge.core.manager`. The schedulers only need another
+import:
 
     from jaxkv.host.esurge import CacheManager
 
-A scheduler gets the same page ids, hits and order in every step.
-`tests/host/esurge/test_scheduler.py` runs it over both managers.
-`CacheManager.host`, a `jaxkv.host.CacheManager`, does the work. Every call
-takes effect completely or not at all, even if ctrl-C or a signal handler raises
-during it.
+In every step, a scheduler gets the same page ids, hits and eviction order.
+`tests/host/esurge/test_scheduler.py` runs a scheduler with both managers. All
+calls are delegated to `CacheManager.host`, a `jaxkv.host.CacheManager`.
 
-The differences from eSurge are intended. Those of `jaxkv.host` from its
-reference apply here too.
+The following differences from eSurge are intended. The list in `jaxkv.host`
+applies too.
 
 **Prefixes**
 
-- Windows no longer than a page: only equal prefixes hit. In eSurge the hashes
-  start over behind the window, so unseen prompts hit and real prefixes miss.
-- Several page sizes: each group is hashed by its own pages. eSurge hashes all
-  by the first group's, so that pages of the others hit with half their tokens.
-- Images separate the pages of their placeholders and all later pages, also of
-  output; without a `placeholder_range`, all pages. `pixel_values` without
-  `mm_features` are refused. In eSurge images do not separate pages of output,
-  and pixels alone separate nothing.
-- `cache_salt`, `lora_request` and `prompt_embeds` separate requests. eSurge
-  ignores them.
-- A window of one token needs no page, so other groups decide. In eSurge its
-  last page must be cached.
-- Output after a preemption is looked up. eSurge looks up only pages that had
-  hashes before; with a window it raises IndexError.
-- Page keys depend on a secret, and PYTHONHASHSEED may be "random", with which
-  eSurge fails. In eSurge a new manager draws another `none_hash`, so that older
-  managers lose their pages.
+- Windows of at most one page: a hit needs an equal prefix. In eSurge, hashes
+  do not cover the tokens before the window, so different prompts can hit and
+  equal prefixes can miss.
+- Several page sizes: each group has hashes of its own pages. eSurge uses the
+  hashes of the first group's pages for all groups, so that a larger page can
+  hit if only the first of its tokens are equal.
+- Images: requests with different images do not share pages from the first
+  placeholder on, or any page if there is no `placeholder_range`. In eSurge, a
+  later turn misses pages of output, whose hashes do not cover images.
+- `pixel_values` without `mm_features`: raise `ValueError`. eSurge ignores them.
+- `cache_salt`, `lora_request` and `prompt_embeds`: requests that differ in them
+  do not share pages. eSurge ignores them.
+- A window of one token: the group needs no page for a hit. In eSurge, its last
+  page must be cached.
+- A preempted request: its output is looked up too. eSurge looks up only pages
+  that had hashes before, and raises `IndexError` with a window.
+- Page keys depend on a secret of the manager. In eSurge, a new manager replaces
+  the global `none_hash`, so that older managers no longer hit their pages.
+  eSurge also fails with `PYTHONHASHSEED=random`.
 - Groups of three kinds, kinds in any order, and chunks with a draft model are
   accepted. eSurge refuses them.
 
 **Requests**
 
-- `dp_shard_hint` must be None or 0, `data_parallel_size` None or 1: use one
-  manager for each shard. eSurge has one for all shards. Both ignore the
-  arguments if the number of shards does not divide the pages.
+- `dp_shard_hint` must be None or 0, and `data_parallel_size` None or 1: each
+  shard needs a manager. eSurge has one for all shards. Both ignore the two
+  arguments if the number of shards does not divide the number of pages.
 - `max_requests` (256 by default) limits the requests that hold pages.
-- A request without pages may count computed tokens. eSurge's scheduler does
-  so if it preempts a request in the step that scheduled it. Here and in eSurge
-  all its pages are allocated anew. With a window, eSurge can raise IndexError.
-- `cache_pages` with fewer tokens than before changes nothing. eSurge hashes
-  pages twice and fails.
-- `cache_pages` beyond the request's tokens stops at their end. eSurge fails.
-- Groups of states: one page a request, whatever their `page_size`, and no page
-  of the model is cached, because no hit is possible. In eSurge a request longer
-  than their page fails, and pages get hashes that are never found.
+- A request without pages whose `num_computed_tokens` is above 0, after a
+  preemption in the step that scheduled it: all its pages are allocated again,
+  as in eSurge. With a window, eSurge can raise `IndexError`.
+- `cache_pages` with fewer tokens than before: does nothing. eSurge fails.
+- `cache_pages` with more tokens than the request has: stops at the last token.
+  eSurge fails.
+- Groups with states: a request has one page for its state, whatever the
+  `page_size`. No group caches pages, because no hit is possible. In eSurge,
+  requests longer than a page of states fail, and cached pages are never hit.
 
 **Pages**
 
-- Pages are ids, in `CachePages` and `PagePool`. In eSurge they are objects with
-  a count, a hash and neighbors in the free queue. `CacheManager.host` reads and
-  changes these: `pages.ref_counts`, `pages.keys`, `evict_pages`, `free_queue`.
-- `PagePool` is always a part of a manager, without the methods that look up and
-  cache pages. `cached_page_hash_to_page` has a length and nothing else.
-- The null page has no references. eSurge counts them, below zero too.
-  `num_pages` is at least 2 here, 1 in eSurge.
-- `free_pages` accepts only references that the pool gave (`CacheManager.free`
-  returns those of a request), and queues a page that is named twice once.
-  eSurge does not check, and counts below zero.
-- `coordinator` and `req_to_page_hashes` are absent.
-- eSurge's assertions are `ValueError` or `RuntimeError` here.
+- `CachePages` and `PagePool` have page ids. eSurge has objects, with a
+  reference count, a hash and neighbors in the free queue. `CacheManager.host`
+  has methods for these: `pages.ref_counts`, `pages.keys`, `free_queue`.
+- `PagePool` only exists as a part of a manager, and has no methods that look up
+  or cache pages. `cached_page_hash_to_page` has only a length.
+- The null page has no references. eSurge counts them, even below zero.
+- `num_pages` must be at least 2. In eSurge, 1 is enough.
+- `free_pages` removes only references that the pool added, else it raises
+  `ValueError`. eSurge does not check this.
+- `coordinator` and `req_to_page_hashes` are missing.
+- `ValueError` or `RuntimeError` replaces the assertions of eSurge.
 """
 
 from jaxkv._src.host.esurge.manager import EsurgeCacheManager as CacheManager

@@ -305,7 +305,7 @@ def test_tokens_of_a_request_that_are_refused(cache):
   with pytest.raises(ValueError, match="'a' must begin with the tokens"):
     cache.take(state, {slot: other})
   salted = request("a", [*range(9), *range(7)], cache_salt="other")
-  with pytest.raises(ValueError, match="with the salt of its sequence"):
+  with pytest.raises(ValueError, match="a request with the salt of slot"):
     cache.take(state, {slot: salted})
   with pytest.raises(
     ValueError, match=r"must name slots with pages, .* \[11\]"

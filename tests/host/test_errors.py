@@ -34,7 +34,7 @@ def cache():
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
-    ({"num_new_tokens": 0}, "must not all be 0, as for 'new'"),
+    ({"num_new_tokens": 0}, "'new' must not all be 0"),
     ({"num_new_tokens": -1}, "num_new_tokens.* -1"),
     ({"num_new_computed_tokens": -4}, "num_new_computed_tokens.* -4"),
     ({"num_lookahead_tokens": -2}, "num_lookahead_tokens.* -2"),
@@ -205,7 +205,7 @@ def test_deferred_pages_are_given_back_once(cache):
   popped = cache.pop_pages_for_free(running())
   cache.free_pages(popped)
   with unchanged(cache):
-    with pytest.raises(ValueError, match="must be given back once"):
+    with pytest.raises(ValueError, match="must be freed only once"):
       cache.free_pages(popped)
     assert cache.pop_pages_for_free(running()) is None
     cache.free_pages(None)

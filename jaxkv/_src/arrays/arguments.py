@@ -1,8 +1,8 @@
 """Checks of arguments, and casts to the library's dtypes.
 
-A wrong type or dtype is a `TypeError`, a wrong shape or value a `ValueError`.
-Messages read "`name` must be X, got Y; do Z.". The checks run while the caller
-is traced, so a compiled program contains none.
+A wrong type or dtype raises `TypeError`. A wrong shape or value raises
+`ValueError`. Messages read "`name` must be X, got Y; do Z.". The checks run
+during the trace, so compiled programs contain none of them.
 """
 
 import operator
@@ -36,8 +36,8 @@ def refuse(
     error: `TypeError` or `ValueError`.
     name: the argument's name.
     requirement: X.
-    value: Y, as `describe` prints it.
-    hint: Z; empty if the remedy is obvious.
+    value: the argument's value; `describe` formats it as Y.
+    hint: "do Z"; empty if the remedy is obvious.
   """
   tail = f"; {hint}." if hint else "."
   raise error(f"`{name}` must be {requirement}, got {describe(value)}{tail}")
@@ -61,11 +61,11 @@ def as_int(name: str, value: Any) -> int:
 
 
 def as_count(name: str, value: Any, minimum: int) -> int:
-  """Converts a static integer of at least `minimum` that fits int32.
+  """Converts a static integer, and checks its range.
 
   Raises:
     TypeError: the value is not an int.
-    ValueError: the value is out of range.
+    ValueError: the value is below `minimum` or does not fit int32.
   """
   count = as_int(name, value)
   if not minimum <= count <= _INT32.max:
@@ -120,7 +120,7 @@ def as_number(name: str, value: Any) -> Array:
 
 
 def check_integer(name: str, value: Any) -> None:
-  """Raises unless `value` is an integer scalar.
+  """Raises TypeError or ValueError unless `value` is an integer scalar.
 
   A value that is not traced must also fit int32.
   """
@@ -134,12 +134,12 @@ def check_integer(name: str, value: Any) -> None:
 
 
 def as_int32(name: str, value: Any) -> Any:
-  """Converts integers to int32; a value on the host becomes a NumPy array.
+  """Converts integers to int32; values on the host become a NumPy array.
 
   Raises:
-    TypeError: the elements are not integers, such as floats or bools, or are
-      traced with a dtype that may not fit int32.
-    ValueError: a number does not fit int32.
+    TypeError: the elements are not integers (for example, bools), or they are
+      traced with a dtype whose values may not fit int32.
+    ValueError: a number does not fit int32, or the rows differ in length.
   """
   if isinstance(value, jax.Array):
     if value.dtype == jnp.int32:
@@ -155,7 +155,7 @@ def as_int32(name: str, value: Any) -> Any:
   array = _on_host(name, value)
   if isinstance(array, jax.Array):
     return as_int32(name, array)
-  # NumPy converts an empty list to a float64 array, whose dtype means nothing.
+  # NumPy makes an empty list a float64 array, so its dtype is not checked.
   if array.size == 0 and not hasattr(value, "dtype"):
     return array.astype(np.int32)
   _check_kind(name, array.dtype, "iu", "integers")
@@ -168,10 +168,10 @@ def as_int32(name: str, value: Any) -> Any:
 
 
 def as_real_numbers(name: str, value: Any) -> Any:
-  """Converts floats or integers to an array of the same dtype.
+  """Converts floats or integers to an array, without a change of dtype.
 
   Raises:
-    TypeError: the elements are of another kind, such as bools.
+    TypeError: the elements are neither floats nor integers, such as bools.
   """
   array = value if isinstance(value, jax.Array) else _on_host(name, value)
   kinds = (jnp.floating, jnp.integer)
@@ -190,7 +190,7 @@ def as_bool(name: str, value: Any) -> Any:
 def as_key(
   name: str, value: Any, remedy: str = "make it with jaxkv.salt"
 ) -> Any:
-  """Converts salts or keys to an array; raises TypeError unless uint32."""
+  """Converts salts or keys to an array; raises TypeError if not uint32."""
   array = value if isinstance(value, jax.Array) else _on_host(name, value)
   if array.dtype != np.uint32:
     raise TypeError(f"`{name}` must be uint32, got {array.dtype}; {remedy}.")
@@ -202,11 +202,11 @@ def as_secret(name: str, value: Any) -> Array:
 
   Raises:
     TypeError: the value is neither uint32 nor a `jax.random.key`.
-    ValueError: the value has the wrong shape, or is None under a trace or with
-      several processes.
+    ValueError: the value has the wrong shape, or it is None in a traced
+      function or with several processes.
   """
   if value is None:
-    # Under a trace even a new constant is a tracer.
+    # During a trace, even a new constant is a tracer.
     tracing = isinstance(jnp.zeros((), bool), Tracer)
     if tracing or jax.process_count() > 1:
       raise ValueError(
@@ -225,11 +225,10 @@ def as_secret(name: str, value: Any) -> Array:
 
 
 def _on_host(name: str, value: Any) -> Any:
-  """Returns a numpy array, or a jax array for a list of traced values."""
+  """Returns a NumPy array, or a JAX array for a list that holds tracers."""
   try:
     return np.asarray(value)
   except jax.errors.TracerArrayConversionError:
-    # A list that holds tracers cannot become a NumPy array.
     return jnp.asarray(value)
   except ValueError as error:
     raise ValueError(f"`{name}` must be a rectangular array: {error}") from None
@@ -294,7 +293,8 @@ def check_shape(
     name: the argument's name, for the message.
     value: the argument.
     shape: the expected shape; a letter matches any size but 0.
-    meaning: a phrase that explains the rows, such as ", one for each slot".
+    meaning: text that follows the shape in the message, such as ", one for each
+      slot".
   """
   if not _fits(value, shape):
     letters = ", ".join(map(str, shape))
@@ -328,7 +328,7 @@ def check_sizes(
     expected: the result of `shapes_of` for a new state with the same config.
   """
   actual = shapes_of(value)
-  # An array that is missing from one of the two states is also an error.
+  # A path that only one of the two states has is also an error.
   for path in expected | actual:
     expected_shape, actual_shape = (
       expected.get(path, "no array"),
@@ -343,12 +343,12 @@ def check_sizes(
 
 
 def check_rows(arguments: dict[str, Any], lead: str, num_slots: int) -> None:
-  """Raises ValueError unless a verb's arguments have the same number of rows.
+  """Raises ValueError unless the shapes of a verb's arguments agree.
 
   Args:
-    arguments: the arguments by name; None for an omitted one.
-    lead: the name of the argument that defines the rows. If "slots" is omitted,
-      the rows are all B slots. In "pages" each element is a row.
+    arguments: the arguments by name; None for an omitted argument.
+    lead: the name of the argument that defines the rows. Each element of
+      "pages" is a row. If "slots" is None, the rows are all B slots.
     num_slots: B, the number of slots.
   """
   first, meaning = arguments.get(lead), f", one for each row of `{lead}`"
@@ -370,4 +370,4 @@ _TRAILING_AXES: dict[str, Shape] = {
   "tokens": ("T",),
   "salts": (4,),
 }
-"""The shape of each row of an argument that has more than one axis."""
+"""The axes after the first, of arguments that have more than one axis."""

@@ -9,6 +9,6 @@ CPU_COMPILER_OPTIONS = {
 XLA:CPU splits a small gather or scatter over threads if its operand is large,
 and runs independent small operations on several threads. Handing the work to
 another thread costs more than the work itself. The first option disables the
-pass that splits. The second option chooses a schedule that saves memory, which
-leaves few operations independent. Other compilers ignore both options.
+compiler pass that splits operations. The second option makes the schedule save
+memory, so few operations run at the same time. Other backends ignore both.
 """

@@ -1,8 +1,8 @@
-"""Elementwise functions of Python numbers, numpy arrays and jax arrays.
+"""Elementwise functions of Python numbers, NumPy arrays and JAX arrays.
 
-The methods of `cache.group_kinds` are called in compiled programs and also by
-the Python manager `jaxkv.host`. For values on the host, these functions use
-numpy or plain Python, so the manager does not initialize a device.
+Compiled programs and the Python manager `jaxkv.host` both call the methods of
+`cache.group_kinds`, which use these functions. For values on the host, the
+functions use NumPy or plain Python, so the manager needs no device.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from jax import lax
 
 
 def numpy_for(*values: Any) -> Any:
-  """Returns `jax.numpy` if a value is a jax array or traced, else `numpy`."""
+  """Returns `jax.numpy` if any value is a JAX array or traced, else `numpy`."""
   is_jax = any(isinstance(value, Array) for value in values)
   return jnp if is_jax else np
 
@@ -51,7 +51,7 @@ def quotient(number: Any, divisor: int) -> Any:
     return number >> (divisor.bit_length() - 1)
   if not isinstance(number, Array):
     return number // divisor
-  # For `//`, XLA would also compute signs and remainders, to round down.
+  # The `//` of JAX rounds down, so it would also compute signs and remainders.
   return lax.div(number, lax.full_like(number, divisor))
 
 

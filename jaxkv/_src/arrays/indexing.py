@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-# Larger than every array. Adding an offset to it does not overflow int32.
+# Below the maximum of int32, so that adding an offset does not overflow.
 NOWHERE = 2**30
-"""The sentinel for no index: outside of every array of the cache."""
+"""The sentinel for "no index", which is out of range for all arrays here."""
 
 
 def where_valid(valid: Array, index: Array) -> Array:
@@ -19,8 +19,8 @@ def where_valid(valid: Array, index: Array) -> Array:
   return jnp.where(valid, index, jnp.int32(NOWHERE))
 
 
-# By default JAX wraps a negative index, and clamps an index past the end to the
-# last element. Both would turn a sentinel into a page of another sequence.
+# By default JAX wraps a negative index, and a gather clamps an index past the
+# end. Both would turn a sentinel into the index of some other element.
 def take(array: Array, *index: Array, fill=0) -> Array:
   """Returns `array[index]`, and `fill` for an index outside of its axis."""
   return array.at[index].get(
@@ -38,7 +38,7 @@ def put(array: Array, *index: Array, values) -> Array:
 
 
 def add(array: Array, *index: Array, values) -> Array:
-  """Adds `values` to `array[index]`; repeated indices accumulate."""
+  """Adds `values` to `array[index]`; repeated indices add up."""
   return array.at[index].add(values, mode="drop", wrap_negative_indices=False)
 
 
@@ -100,7 +100,7 @@ def between(start: Array, stop: Array, size: int) -> Array:
 
 
 def num_earlier(values: Array) -> Array:
-  """Counts how many earlier elements equal each element of int32[X]."""
+  """Counts, for each element of int32[X], the earlier elements equal to it."""
   if values.shape[0] == 0:
     return values
   # The count of an element is its distance from the start of its run.
@@ -129,11 +129,11 @@ def _runs(values: Array) -> tuple[Array, Array, Array]:
 
 
 def any_earlier(values: Array, counts: Array) -> Array:
-  """Finds the elements that repeat an earlier element.
+  """Finds the elements that are equal to an earlier element.
 
   Args:
     values: int32[X].
-    counts: bool[X], False for elements that later elements may repeat.
+    counts: bool[X], the elements to consider as earlier elements.
 
   Returns:
     bool[X].

@@ -1,7 +1,7 @@
-"""Loops over items of ranges, in which arrays are updated in place.
+"""Loops over the items of ranges, which update arrays in place.
 
-On a GPU the host reads the predicate of a loop before every iteration, and the
-device waits for it. So on a GPU the first items are processed without a loop.
+On a GPU, the host reads the predicate of a loop before every iteration while
+the device waits. So on a GPU the first items are processed without a loop.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def read_before(read: Array, index: Array) -> Array:
   the whole array, in every iteration of a loop.
 
   Args:
-    read: int32[], computed from the values that were read, never negative.
+    read: int32[], at least 0, computed from the values that were read.
     index: int32[...], the index of the update.
 
   Returns:
@@ -77,7 +77,7 @@ class Items(NamedTuple):
   Attributes:
     row: int32[W], the index of the range that contains the item.
     offset: int32[W], the item's 0-based position in that range.
-    valid: bool[W], False for places without an item.
+    valid: bool[W], False for entries of the window that are not items.
   """
 
   row: Array
@@ -107,8 +107,8 @@ def _num_ended_by_search(ends: Array, item: Array) -> Array:
   size = ends.shape[0]
   steps = size.bit_length()
 
-  # A loop, because XLA:CPU would repeat an unrolled search for each use of the
-  # result.
+  # The search is not unrolled, because XLA:CPU would then repeat it for each
+  # use of the result.
   def halve(step: Array, count: Array) -> Array:
     larger = count + (jnp.int32(1 << (steps - 1)) >> step)
     end = ends.at[larger - 1].get(mode="clip")
@@ -154,8 +154,8 @@ def while_loop(
 ) -> Carry:
   """Computes a `lax.while_loop`; on a GPU the first iteration needs no loop.
 
-  On a GPU `body` is called once before the condition is checked. So it must
-  return a carry unchanged if the condition does not hold.
+  On a GPU, `body` runs once before the condition is checked. So `body` must
+  return the carry unchanged if the condition does not hold.
   """
   carry = on_gpu(body, lambda carry: carry, carry)
   with jax.named_scope("rare/rest"):
@@ -176,17 +176,17 @@ def for_each(
     counts: int32[X], the number of items in each range, not negative.
     body: a function from a carry and a window of items to a carry.
     carry: any pytree of arrays.
-    window: W, the items of one iteration of the loop; None for WINDOW.
-    longest: an upper bound on the items of a range, if one is known. If X *
-      longest is at most 4 * GPU_WINDOW, a GPU passes all items to `body` at
-      once, without a loop and without a search for their ranges.
+    window: W, the number of items in one iteration; None for WINDOW.
+    longest: an upper bound on every count, if the caller has one. If X *
+      longest is at most 4 * GPU_WINDOW, a GPU calls `body` once with all items,
+      without a loop and without a search for their ranges.
   """
   total = jnp.sum(counts, dtype=jnp.int32)
   width = window or WINDOW
   lanes = jnp.arange(width, dtype=jnp.int32)
 
   # The number of iterations depends on the total number of items, not on the
-  # number of ranges. Without items, only the condition is computed.
+  # number of ranges. If there are no items, `body` does not run.
   def trip(loop: tuple[Array, Carry]) -> tuple[Array, Carry]:
     begin, carry = loop
     return begin + width, body(carry, locate(counts, begin + lanes))
@@ -201,8 +201,8 @@ def for_each(
     return loop[0], body(loop[1], _all_items(counts, longest))
 
   start = sharding.zeros_like(total), carry
-  # The search for ranges is the expensive part of a window. Without it a GPU
-  # can process four times as many items, so fewer calls need the loop.
+  # The search for ranges is the expensive part of a window. Without the search,
+  # a window on a GPU can have four times as many items.
   if longest * counts.shape[0] <= 4 * GPU_WINDOW:
     return on_gpu(all_at_once, in_windows, start)[1]
   start = on_gpu(first_window, lambda loop: loop, start)
@@ -217,9 +217,9 @@ def first_items(counts: Array) -> Items:
 
 
 def _all_items(counts: Array, longest: int) -> Items:
-  """Returns `longest` items per range, invalid ones past the range's end.
+  """Returns `longest` items for each range; items past its end are invalid.
 
-  Their order is that of `locate`, but invalid items lie between valid ones.
+  The order is that of `locate`, but invalid items lie between valid items.
   """
   row = jnp.arange(counts.shape[0], dtype=jnp.int32)[:, None]
   offset = jnp.arange(longest, dtype=jnp.int32)[None, :]

@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 
 
 def zeros_like(array: Array) -> Array:
-  """Returns zeros (False for bool) that vary over the mesh axes of an array.
+  """Returns zeros that vary over the same mesh axes as an int or bool array.
 
-  Use it for the first carry of a loop, because the carry must vary over the
-  same axes in every iteration.
+  The first carry of a loop needs such zeros, because the carry must vary over
+  the same axes in every iteration.
   """
   # `jnp.zeros_like` makes a constant, which varies over no axis.
   return array & False if array.dtype == jnp.bool_ else array ^ array
@@ -23,7 +23,7 @@ def zeros_like(array: Array) -> Array:
 def match_varying_axes(tree: Any) -> Any:
   """Makes all arrays vary over every mesh axis over which any of them varies.
 
-  Outside of `shard_map` it returns the tree unchanged.
+  Returns the tree unchanged outside of `shard_map`.
   """
   # For example, the tokens may differ between devices while the state is the
   # same on all of them. In a loop that combines the two, the carry would start
@@ -40,11 +40,11 @@ def match_varying_axes(tree: Any) -> Any:
 
 
 def any_shard(condition: Array, axis: str | None) -> Array:
-  """Returns whether a condition bool[] is True on any device along an axis.
+  """Returns bool[]: True if a condition holds on any device along an axis.
 
   Args:
-    condition: bool[], of this device.
-    axis: an axis of the surrounding `shard_map`; None for one device alone.
+    condition: bool[], the condition on this device.
+    axis: an axis of the surrounding `shard_map`; None for this device alone.
   """
   if axis is None:
     return condition
@@ -52,12 +52,12 @@ def any_shard(condition: Array, axis: str | None) -> Array:
 
 
 def largest_of_shards(number: Array, axis: str | None) -> Array:
-  """Returns the largest number of all devices along an axis."""
+  """Returns the maximum of a number over all devices along an axis."""
   return number if axis is None else lax.pmax(number, axis)
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
-  """Returns a mesh of the same devices and names, with axes of type Auto."""
+  """Returns a mesh with the same devices and axis names, all of type Auto."""
   types = (AxisType.Auto,) * len(mesh.axis_names)
   return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 

@@ -8,11 +8,11 @@ own line of this table and on the lines below it:
 |---|---|
 | `verbs/` | the public functions, one file for each verb or family of verbs |
 | `steps/` | steps that verbs share: find a prefix, reserve pages, publish |
-| `state` | the state, statuses, and the decorator `verb` |
+| `state`, `stats` | the state, its counters, statuses, the decorator `verb` |
 | `pool/` | pages: reference counts, the free queue, page-table rows |
 | `telemetry` | the event log, and the ages of evicted pages |
 | `prefix/` | page keys, the prefix index, publication rules |
-| `config` | the static sizes and options |
+| `config`, `host_policy` | the static sizes and options |
 | `group_kinds` | kinds of layer groups, and their sizes in pages |
 
 `invariants` checks a state; `describe` formats it for `repr`.

@@ -9,18 +9,18 @@ import numpy as np
 
 
 def describe(state: Any, status: type[enum.IntEnum]) -> str:
-  """Describes a cache in one line.
+  """Returns a line that describes a cache.
 
-  The line has the contents of the cache if its values can be read, for instance
+  If the arrays can be read, the line describes the contents of the cache, as in
   `CacheState(5 of 63 pages in use, 12 free pages cached; 2 of 4 slots, 30
-  tokens; FullAttention; OK)`. Otherwise it has only the sizes.
+  tokens; FullAttention; OK)`. Otherwise it has the sizes and the obstacle.
 
   Args:
     state: a CacheState, or a tree with its structure.
     status: the enum that names the values of `state.error`.
   """
   # JAX formats states in its error messages, even if their leaves are tracers,
-  # shapes, stacks or donated buffers. So this must never raise.
+  # shapes or donated buffers. So this function must never raise.
   config = state.config
   kinds = ", ".join(_kind_names(config.groups))
   obstacle = _obstacle(state)

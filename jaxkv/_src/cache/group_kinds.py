@@ -2,10 +2,10 @@
 
 Layers with the same cache behaviour form a group. The group's kind is a static
 object with pure methods over arrays of R sequences. Users can define further
-kinds as subclasses. P is the number of the group's columns. The docstring of
+kinds as subclasses. P is the number of columns in a lookup. The docstring of
 `jaxkv` defines the terms.
 
-The methods take jax arrays, numpy arrays and Python numbers, because
+The methods take JAX arrays, NumPy arrays and Python numbers, because
 `jaxkv.host` calls them without a device. A kind whose methods use `jax.numpy`
 works in compiled programs only.
 
@@ -34,7 +34,7 @@ class GroupKind:
 
   Raises:
     TypeError: a field is not an int. Fields of subclasses must be ints too.
-    ValueError: a field is less than 1, or than the `minimum` of its metadata.
+    ValueError: a field is less than `minimum` in its metadata, by default 1.
   """
 
   page_size: int | None = dataclasses.field(default=None, kw_only=True)
@@ -46,7 +46,7 @@ class GroupKind:
   """True if pages hold the encoder's tokens, not the sequence's tokens."""
 
   num_speculative: ClassVar[int] = 0
-  """Scratch pages of a sequence, which hold the states after draft tokens."""
+  """The number of a sequence's scratch pages, for states after draft tokens."""
 
   keeps_last_page: ClassVar[bool] = False
   """True if `recycle` never releases the last full page of a sequence."""
@@ -95,9 +95,9 @@ class GroupKind:
 
     Args:
       hits: bool[R, P], True for columns with a cached page.
-      limit: int32[R], pages that end after this many tokens do not count.
-      drop: bool[R], True if the prefix must end one page before the last cached
-        page, because a draft model needs that page computed again.
+      limit: int32[R], the maximal number of tokens before the drop.
+      drop: bool[R], True to drop the last page of the longest prefix, because a
+        draft model needs that page computed again.
       page_size: tokens per page.
       align: the prefix ends at a multiple of this many pages.
 
@@ -134,16 +134,16 @@ class GroupKind:
     ends: tuple[Array, ...],
     drop: int,
   ) -> Array:
-    """Selects the full pages to publish: those that can be part of a hit.
+    """Selects the full pages to publish: the pages that a hit can include.
 
     Args:
       pages: int32[X], the columns of the pages in the page table.
       page_size: tokens per page.
       align: hits end at multiples of this many pages.
-      every: prefixes must be findable at every multiple of this many pages. 0
+      every: a lookup must find a prefix at every multiple of this many pages. 0
         for only the prefixes in `ends`, None for prefixes of every length.
-      ends: int32[X] each, the lengths in pages of other prefixes that must be
-        findable; negative for none. A length includes the page to drop.
+      ends: int32[X] each, the lengths in pages of other prefixes that a lookup
+        must find; negative for none. A length includes the page to drop.
       drop: the number of pages, 0 or 1, that a hit drops at its end.
 
     Returns:
@@ -178,7 +178,7 @@ class FullAttention(GroupKind):
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindow(GroupKind):
-  """Layers that attend to the last `window` tokens, including the query's own.
+  """Layers that attend to the last `window` tokens, the query's token included.
 
   Attributes:
     window: the number of tokens.
@@ -194,9 +194,9 @@ class SlidingWindow(GroupKind):
     self, hits: Array, limit: Array, drop: Array, page_size: int, align: int
   ) -> Array:
     """See `GroupKind`."""
-    # Hits must equal those of vLLM. It rounds a prefix that is shorter than the
-    # window down to a multiple of `align` pages both before and after it drops
-    # the last page. So for `align` > 1, its prefix is `align` pages shorter.
+    # Hits must equal those of vLLM. If a prefix is shorter than the window,
+    # vLLM rounds it down to a multiple of `align` pages, drops the last page,
+    # and rounds again. So for `align` > 1 it loses `align` pages.
     num_pages = super().longest_hit(hits, limit, drop, page_size, align)
     short = drop & (num_pages * page_size < self.window - 1)
     lost = elementwise.where(short, align if align > 1 else 0, 0)
@@ -226,7 +226,7 @@ class SlidingWindow(GroupKind):
     return is_kept
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
-    """See `GroupKind`. A window can begin inside a page, hence the `+ 1`."""
+    """See `GroupKind`. The first page of a window can be partly outside it."""
     tokens = min(self.window - 1 + in_flight, longest)
     return -(-tokens // page_size) + 1
 
@@ -260,8 +260,8 @@ class Recurrent(GroupKind):
   state to the page.
 
   Attributes:
-    num_speculative: the number of draft tokens in a step. The state after each
-      draft token has a scratch page.
+    num_speculative: the number of draft tokens in a step. A scratch page holds
+      the state after each draft token.
   """
 
   num_speculative: int = dataclasses.field(  # pyright: ignore
@@ -373,7 +373,7 @@ class GroupSizes:
     )
 
   def keep_last_page(self, columns: Array, lengths: Array) -> Array:
-    """Excludes the last full page of `keeps_last_page` groups from `columns`.
+    """Limits `columns` to keep the last full page of `keeps_last_page` groups.
 
     Args:
       columns: int32[..., G], the number of leading columns to skip.
@@ -406,7 +406,7 @@ class GroupSizes:
   def exceed_slot(self, columns: Array) -> Array:
     """Returns bool[R]: True if a row's columns, int32[R, G], exceed its slot.
 
-    If no group has scratch pages, returns False, bool[].
+    Returns a scalar False if no group has scratch pages.
     """
     # Callers have checked that the tokens fit a slot, so columns can exceed the
     # slot only because of scratch pages.
@@ -432,7 +432,7 @@ class GroupSizes:
     return jnp.where(self.holds_encoder(columns), held, columns)
 
   def encoder_tokens(self, counts: Array | None, rows: Array) -> Array:
-    """Returns the argument `num_encoder_tokens`, int32[R], or zeros for None.
+    """Returns `counts`, a verb's `num_encoder_tokens`, or zeros like `rows`.
 
     Raises:
       ValueError: no group holds tokens of an encoder.

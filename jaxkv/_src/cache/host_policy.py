@@ -8,8 +8,8 @@ import math
 class HostPolicy:
   """The speeds that decide whether pages return from host memory.
 
-  A page returns from host memory only if that takes less time than computing
-  its tokens again. `python -m jaxkv doctor` measures both speeds.
+  A page returns from host memory only if the copy takes less time than
+  computing its tokens again. `python -m jaxkv doctor` measures both speeds.
 
   Attributes:
     bytes_per_second: the speed of copies from host memory to the device.
@@ -44,15 +44,15 @@ class HostPolicy:
         )
 
   def restores(self, bytes_per_token: float) -> bool:
-    """Returns True if restoring a token is faster than computing it."""
+    """Returns True if copying a token's K/V is faster than computing it."""
     seconds = bytes_per_token / self.bytes_per_second
     return seconds < 1 / self.tokens_per_second
 
   def max_pages(self, page_bytes: int, page_size: int) -> int:
-    """Returns the maximal number of pages of a column that is worth restoring.
+    """Returns the maximal number of pages to restore for `page_size` tokens.
 
-    A column has one page in each group. The time to restore the pages together
-    is compared with the time to compute the column's tokens.
+    Each group can have a page for the same tokens. Copying all of these pages
+    must take less time than computing the tokens.
 
     Args:
       page_bytes: bytes of a page over all layers.

@@ -20,13 +20,13 @@ from jaxkv._src.cache.state import verb
 
 
 class CacheError(RuntimeError):
-  """The cache broke an invariant, or a call recorded a misuse; see `check`."""
+  """The error that `check` raises for a broken invariant or a misuse."""
 
 
 def check(state: CacheState) -> None:
   """Raises if the cache broke an invariant, or if a call recorded a misuse.
 
-  Runs on the host. A misuse is any recorded failure except OUT_OF_PAGES.
+  Runs on the host. Every failure except OUT_OF_PAGES is a misuse.
 
   Args:
     state: the cache.
@@ -35,7 +35,7 @@ def check(state: CacheState) -> None:
     CacheError: an invariant does not hold, or `state.error` is a misuse.
     TypeError: `state` is not a CacheState.
     ValueError: `state` is a stack of states or was donated, or an array does
-      not have the size that `state.config` requires.
+      not have the shape that `state.config` requires.
 
   Examples:
     >>> import jaxkv
@@ -54,8 +54,8 @@ def check(state: CacheState) -> None:
   if error not in (Status.OK, Status.OUT_OF_PAGES):
     raise CacheError(
       f"A call failed with {error.name}, and `state.error` recorded it. See "
-      "jaxkv.Status for its meaning and the `code` of the calls for the row; "
-      "jaxkv.clear_error clears it."
+      "jaxkv.Status for its meaning. The `out.code` of that call has the row. "
+      "jaxkv.clear_error clears the error."
     )
 
 
@@ -93,7 +93,7 @@ def _tables(state: CacheState) -> Array:
   skipped = column[None, None] < state.num_skipped_pages[..., None]
   table = state.page_table
   no_page = state.config.no_page
-  # In recurrent groups, null pages also fill the columns between two states.
+  # A recurrent group also has null pages in the columns between two states.
   may_be_null = recurrent.holds_states(state.config)[..., None]
   return (
     jnp.all(jnp.where(held, (table >= 0) & (table < no_page), table == no_page))
@@ -165,12 +165,12 @@ def _index(state: CacheState) -> Array:
   position = prefix_index.position_of(index, pages)
   keys = prefix_index.key_of(index, pages)
   is_placed = indexing.take(position, entries, fill=-1) == places
-  # If several pages have one key, a lookup returns the page that was published
-  # first. So this compares the keys of pages instead of page numbers.
+  # If several pages have the same key, a lookup returns the page published
+  # first. So the test compares the keys of pages, not the page numbers.
   first = prefix_index.lookup(index, keys, index.tokens)
   same_key = prefix_index.key_of(index, first) == keys
-  # A lookup stops at a bucket whose overflow count is 0, so a count that is too
-  # small would hide a page.
+  # A lookup ends at a bucket whose overflow count is 0. So a count that is too
+  # small would hide pages.
   overflow = prefix_index.recount(index, cached)
   return (
     jnp.all(jnp.where(cached, indexing.take(entries, position) == pages, True))
@@ -215,12 +215,12 @@ def _keys(state: CacheState) -> Array:
 def _chain_read_back(
   state: CacheState, secret: Array, hashes: SlotHashes, index: PrefixIndex
 ) -> tuple[Array, Array]:
-  """Recomputes the keys of each slot from the tokens in its pages.
+  """Recomputes the chained hashes of each slot from the tokens in its pages.
 
   Returns:
-    uint32[B, M, 4], the key after every S tokens, and int32[B], the number of
-    tokens read. The number is -1 for an empty slot, and for a slot with a page
-    that a window skipped or a recurrent group did not keep.
+    uint32[B, M, 4], the hash after every S tokens, and int32[B], the number of
+    tokens read. The number is -1 for an empty slot, and for a slot that no
+    longer has all the pages to read.
   """
   config, group = state.config, state.config.token_group
   size, slots = config.page_sizes[group], config.num_slots

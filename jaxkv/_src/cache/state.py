@@ -42,27 +42,27 @@ class Status(enum.IntEnum):
 
   OK: the row succeeded.
   SKIPPED: the row is masked out. This is not a failure.
-  OUT_OF_PAGES: too few pages are free. This is not a mistake of the caller:
-    retry after pages are freed.
+  OUT_OF_PAGES: too few pages are free. This is not a mistake of the caller.
+    Retry after pages are freed.
   SLOT_FULL: the sequence needs more pages than a slot holds.
   BAD_SLOT: a slot number is out of range, or repeated.
   SLOT_IN_USE: the slot holds pages already.
   SLOT_EMPTY: the slot holds no page, or `fork` finds no committed token in it.
   BAD_LENGTH: a length or a count is zero, negative or too large.
-  NO_ROOM: there are more tokens than the slot's pages have room for.
+  NO_ROOM: the slot's pages do not have room for the tokens.
   BAD_PAGE: a page number is out of range, or the null page.
   NOT_CACHED: the page is missing from the index, or no prefix is cached.
   NOT_PINNED: the page has no pin to remove.
   STILL_HELD: a page is still referenced.
-  RECYCLED: a required page was released by `recycle` or not attached by
-    `admit`, or a required recurrent state was not kept.
-  STALE: the pages were computed with weights other than the current ones.
-  BAD_SEQUENCE: no sequence has this id, or the id is already in use, or the
-    call repeats it.
+  RECYCLED: `recycle` released a required page, or `admit` did not attach it, or
+    a required recurrent state was not kept.
+  STALE: the pages were computed with weights other than the current weights.
+  BAD_SEQUENCE: no sequence has this id, or the id is already in use, or an
+    earlier row of the call has the same id.
   ENDED: the sequence has ended or failed.
   UNFINISHED: the sequence is waiting or running.
   QUEUE_FULL: the queue has too few empty rows for the sequences of a prompt.
-    This is not a mistake of the caller: retry after `harvest`.
+    This is not a mistake of the caller. Retry after `harvest`.
   BAD_LOGITS: the logits of a sequence, after its sampling settings, are not a
     distribution: one is NaN or +inf, or all are -inf.
   """
@@ -116,16 +116,16 @@ class CacheState:
   """The immutable state of a cache: verbs take a state and return a new one.
 
   Invariants, each tested by `check_invariants`:
-    tables: row (b, g) holds `num_skipped_pages[b, g]` null pages, then pages up
-      to column `num_pages[b, g]`, then NO_PAGE. In a recurrent group, some of
-      these pages can be null pages.
+    tables: row (b, g) has `num_skipped_pages[b, g]` columns with null pages,
+      then pages before column `num_pages[b, g]`, then NO_PAGE. In a recurrent
+      group, null pages can be between the pages.
     lengths: the pages of a slot have room for its tokens.
     refs: `ref_count` of a page is the number of page-table entries that hold
       the page, plus its pins.
     free: the queue holds each page without references once, except page 0. The
       queue of host pages holds each host page once.
     index: the buckets hold each cached page under its key, and no other page.
-    keys: the keys of a slot's pages are the chained hashes of its tokens.
+    keys: the keys and hashes of a slot match the tokens in its pages.
 
   Attributes:
     config: the static sizes and options.
@@ -138,11 +138,11 @@ class CacheState:
     length: the number of committed tokens, whose K/V is final.  # int32[B]
     secret: the secrets of the page keys, see `hashing.make_secret`; None
       without prefix caching.  # uint32[2 + G, 4]
-    root: the key before the first page of a sequence without a salt, in this
-      epoch; None without prefix caching.  # uint32[4]
+    root: the `hashing.root_key` of sequences without a salt in this epoch; None
+      without prefix caching.  # uint32[4]
     hashes: the running hash of each slot; None without prefix caching.
     pool: the pages' reference counts, the free queue and the prefix index.
-    stats: counters.
+    stats: counters; `jaxkv.stats` adds the counters of host pages.
     epoch: the version of the weights; `new_epoch` adds 1.  # uint32[]
     error: the `Status` of the first failure, see `sticky`.  # int32[]
   """
@@ -167,7 +167,7 @@ class CacheState:
 class Copies(NamedTuple):
   """Copies of page contents that the caller must make before the next write.
 
-  With pages in host memory, make the moves of the same call first.
+  With pages in host memory, make the moves of the same call before the copies.
 
   The source of one copy may be the destination of another copy. So read all
   sources before you write any destination, as `jaxkv.kv.copy` does.
@@ -186,17 +186,17 @@ def init(config: CacheConfig, key: Array | None = None) -> CacheState:
 
   Args:
     config: the sizes and options.
-    key: the secret of the page keys, uint32[4] or a `jax.random.key`. Without
-      it, nobody can construct two prefixes with the same page key. None draws
-      128 random bits from the system. Page numbers and hits do not depend on
-      the secret.
+    key: the secret of the page keys, uint32[4] or a `jax.random.key`. An
+      attacker without the secret cannot construct two prefixes with the same
+      page key. None draws 128 random bits from the system. Page numbers and
+      hits do not depend on the secret. Ignored without prefix caching.
 
   Returns:
     A state that can be donated: its arrays share no buffers.
 
   Raises:
-    TypeError: `config` is not a CacheConfig, or `key` has another type.
-    ValueError: `key` has another shape; or it is None inside a traced function,
+    TypeError: `config` is not a CacheConfig, or `key` has a wrong type.
+    ValueError: `key` has a wrong shape. Or it is None in a traced function,
       where all calls would share one draw, or with several processes, which
       must share one secret.
 
@@ -259,8 +259,8 @@ def check_single(state: Any) -> None:
   """Raises unless `state` is a single CacheState that was not donated.
 
   Raises:
-    TypeError: `state` is not a CacheState (e.g. the whole `(state, out)` pair
-      was passed).
+    TypeError: `state` is not a CacheState, but for example the `(state, out)`
+      pair that a verb returned.
     ValueError: `state` is a stack of states, as `vmap` makes them, or its
       arrays were donated to an earlier call.
   """
@@ -306,12 +306,11 @@ def _is_deleted(array: Any) -> bool:
 def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
   """Turns a function whose first argument is a state into a public verb.
 
-  The verb converts its arguments to arrays (`mask` must hold bools and `salts`
-  uint32; other arguments become int32). It checks their shapes, which
-  `arguments.check_rows` derives from their names. It calls the function under
-  `jit` and checks the array sizes of the state during the trace. If the
-  function returns a state and an Outcome, the verb counts the failed rows and
-  records the error in that state.
+  The verb converts its arguments to arrays: `mask` must hold bools and `salts`
+  uint32, and other arguments become int32. `arguments.check_rows` checks their
+  shapes. The verb calls the function under `jit`, and checks the array shapes
+  of the state during the trace. If the function returns a state and an Outcome,
+  the verb counts the failed rows and records the error in that state.
 
   Inside `shard_map`, all arguments are made to vary over the same mesh axes.
   """
@@ -323,7 +322,7 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
     if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
   ]
   # If `slots` can be None, the rows of the verb are slots. Otherwise the first
-  # argument other than `slots` defines the number of rows.
+  # argument other than `slots` and the state defines the number of rows.
   slots = parameters.get("slots")
   other_names = [name for name in parameters if name != "slots"]
   all_slots = slots is not None and slots.default is None
@@ -339,9 +338,9 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
     return _record(plain(without_moves(state), **named))
 
   body.__name__ = plain.__name__  # Profiles show this name.
-  # Jitted once, so that equal shapes compile once. The state is not donated,
-  # because it must stay usable. Callers who want donation call the verb inside
-  # their own `jit`, where it is inlined.
+  # Jitted here and not in `call`, so that equal shapes compile once. The state
+  # is not donated, because it must stay usable. Callers who want donation call
+  # the verb inside their own `jit`, where it is inlined.
   jitted = jax.jit(body)
 
   @functools.wraps(function)
@@ -387,7 +386,7 @@ def rows_of(
 
 
 def mask_or_all(mask: Array | None, rows: Array) -> Array:
-  """Returns `mask`, or bool[R] of True if it is None; `rows` is [R, ...]."""
+  """Returns `mask`, or all True if it is None; `rows` is any array [R, ...]."""
   return jnp.ones(rows.shape[:1], bool) if mask is None else mask
 
 
@@ -398,16 +397,16 @@ def in_range(state: CacheState, slots: Array) -> Array:
 
 def is_empty(state: CacheState, slots: Array) -> Array:
   """Returns bool[R]: True for slots without pages, and slots out of range."""
-  # In an encoder's group, a slot in use can have no page.
+  # A slot in use can lack pages in an encoder's group, but not in this group.
   group = jnp.int32(state.config.first_self_group)
   return indexing.take(state.num_pages, slots, group) == 0
 
 
 def roots(state: CacheState, salts: Array | None) -> Array:
-  """Returns the root keys of sequences, see `hashing.root_key`.
+  """Returns the roots of sequences, see `hashing.root_key`.
 
-  The result is uint32[R, 4] for salts uint32[R, 4], and uint32[4] for None or
-  without prefix caching.
+  The result is uint32[R, 4] for salts, uint32[R, 4]. It is uint32[4] without
+  salts or without prefix caching.
   """
   if state.secret is None or state.root is None:
     return jnp.zeros((hashing.KEY_WORDS,), jnp.uint32)
@@ -418,7 +417,7 @@ def roots(state: CacheState, salts: Array | None) -> Array:
 
 
 def without_moves(state: CacheState) -> CacheState:
-  """Forgets the moves of earlier calls, which the caller has made by now."""
+  """Removes the moves of earlier calls, which the caller has already made."""
   if state.pool.host is None:
     return state
   host = host_pages.without_moves(state.pool.host)
@@ -428,7 +427,7 @@ def without_moves(state: CacheState) -> CacheState:
 
 
 def _record(result: Any) -> Any:
-  """Records failed rows in the state, and adds the moves to the Outcome."""
+  """Records failed rows in the state, and copies the moves to the Outcome."""
   if not isinstance(result, tuple) or not isinstance(result[1], Outcome):
     return result
   state, out = result

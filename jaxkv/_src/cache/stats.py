@@ -24,11 +24,11 @@ class Stats:
     published_pages: full pages that were published or merged.
     merged_pages: full pages replaced by an equal cached page.
     failed_rows: rows whose code is neither OK nor SKIPPED.
-    saved_pages: pages saved to host memory. This counter and the following ones
-      are None without host pages.
+    saved_pages: pages saved to host memory. Only `jaxkv.stats` sets this and
+      the following counters; they are None without host pages.
     restored_pages: pages restored from host memory.
     forgotten_pages: cached host pages that saved pages overwrote.
-    dropped_pages: cached pages that the device evicted without saving them.
+    dropped_pages: cached pages that the device evicted and did not save.
   """
 
   queried_tokens: Array
@@ -58,7 +58,7 @@ class Stats:
 
 
 def counted(stats: Stats, **amounts: Array) -> Stats:
-  """Adds the sum of each keyword argument to the counter of that name."""
+  """Adds the sum of each keyword argument to the counter of the same name."""
   return dataclasses.replace(
     stats,
     **{

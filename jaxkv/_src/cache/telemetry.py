@@ -1,12 +1,12 @@
 """Telemetry of a cache: the event log, and the ages of evicted pages.
 
-The log has a fixed size. It records pages that are stored, removed or cleared,
-so that another program, such as a router, can mirror the prefix index. When the
-log is full, further events are counted but not stored.
+The log has a fixed size. It records the changes of the prefix index, so that
+another program, such as a router, can mirror the index. When the log is full,
+further events are counted but not stored.
 
 Ages are measured by `PrefixIndex.clock`, which advances by one for each page
 that gets a key. So an age is a number of pages and does not depend on speed.
-The ages of evicted pages show which of them a larger cache would have kept.
+The ages of evicted pages show how many pages a larger cache would have kept.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ NUM_BINS = 33
 class EventLog:
   """The first E events since the last reading, oldest first.
 
-  `column`, `parent`, `root` and `tokens` are set for stored pages only.
+  A REMOVED event sets only `page`, `group` and `key`. CLEARED sets none.
 
   Attributes:
     kind: STORED, REMOVED or CLEARED.  # int32[E]
@@ -43,7 +43,7 @@ class EventLog:
     column: the page's column in the page table.  # int32[E]
     key: the page's key.  # uint32[E, 4]
     parent: the key of the preceding page.  # uint32[E, 4]
-    root: the key before the sequence's first page.  # uint32[E, 4]
+    root: the root of the sequence, see `hashing.root_key`.  # uint32[E, 4]
     tokens: the page's tokens.  # int32[E, S]
     count: events since the last reading, including lost events.  # int32[]
     group_of: the group of the latest STORED event of each page.  # int32[N]
@@ -67,10 +67,10 @@ class Stored(NamedTuple):
   Attributes:
     page: the page's number.
     group: the page's group.
-    key: 16 bytes; equal tokens after an equal prefix give an equal key.
+    key: 16 bytes, a hash of the root, the group and all tokens so far.
     parent: the key of the preceding page in this group, published or not; None
       for the first page of a sequence.
-    root: 16 bytes, equal for all sequences of one salt and epoch.
+    root: 16 bytes, equal for all sequences with the same salt and epoch.
     tokens: the page's tokens.
   """
 
@@ -83,10 +83,10 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-  """A page left the index: evicted, dropped, or replaced by an equal page.
+  """A page left the index, such as by eviction.
 
-  A page that moves to host memory or back is not removed. The move changes its
-  number, so `page` can differ from the number in the page's `Stored` event.
+  A move to host memory or back is not logged, but it changes the page's number.
+  So `page` can differ from the number in the page's `Stored` event.
   """
 
   page: int
@@ -103,8 +103,8 @@ class Drained(NamedTuple):
 
   Attributes:
     events: oldest first.
-    num_lost: the number of later events for which the log had no room. If it is
-      not 0, a mirror must start again from `jaxkv.cached_pages`.
+    num_lost: the number of later events, for which the log had no room. If this
+      is not 0, a mirror must start again from `jaxkv.cached_pages`.
   """
 
   events: list[Stored | Removed | Cleared]
@@ -144,8 +144,8 @@ def log_stored(
     group: int32[W], the group of each page.
     **fields: column, key, parent, root and tokens, as in `EventLog`.
   """
-  # The REMOVED event needs the group. The log stores it, because the pool does
-  # not know the groups of its pages.
+  # The group is stored for the REMOVED event of the page, because the pool does
+  # not have the groups of its pages.
   place = indexing.where_valid(valid, pages)
   log = dataclasses.replace(
     log, group_of=indexing.put(log.group_of, place, values=group)
@@ -168,8 +168,8 @@ def move_groups(
 ) -> EventLog:
   """Moves the groups of valid pages, int32[X], whose contents move."""
   groups = indexing.take(log.group_of, sources)
-  # This write depends on the groups that `log_removed` read from `group_of` and
-  # logged. So it follows that read, and XLA does not copy the array.
+  # `log_removed` read `group_of` and wrote the groups to the log. This update
+  # depends on the log, so it follows that read, and XLA copies no array.
   place = indexing.where_valid(valid, targets)
   place = loops.read_before(log.group[0], place)
   return with_groups(log, indexing.put(log.group_of, place, values=groups))
@@ -181,7 +181,7 @@ def log_cleared(log: EventLog, done: Array) -> EventLog:
 
 
 def empty_log(log: EventLog) -> EventLog:
-  """Empties the log after a reading."""
+  """Removes all events from the log."""
   return dataclasses.replace(log, count=jnp.zeros_like(log.count))
 
 
@@ -193,7 +193,7 @@ def _push(log: EventLog, valid: Array, **fields: Array) -> EventLog:
     name: indexing.put(getattr(log, name), place, values=values)
     for name, values in fields.items()
   }
-  # The count saturates far beyond the size of any log, so it cannot wrap.
+  # The count saturates at NOWHERE, so it cannot overflow.
   count = jnp.minimum(log.count, indexing.NOWHERE - rank[-1]) + rank[-1]
   return dataclasses.replace(log, count=count, **written)
 
@@ -272,8 +272,8 @@ def stamp_released(
   ages: PageAges, pages: Array, valid: Array, clock: Array
 ) -> PageAges:
   """Stores the release time of valid pages, int32[W], which are distinct."""
-  # `count_evicted` read `released` and changed the histogram. Because this
-  # write depends on the histogram, it follows the read, and XLA does not copy
+  # `count_evicted` read `released` and wrote to the histogram. This update
+  # depends on the histogram, so it follows that read, and XLA does not copy
   # `released`.
   count = (ages.evicted.idle[0] >> 1).astype(jnp.int32)
   place = loops.read_before(count, indexing.where_valid(valid, pages))
@@ -289,8 +289,8 @@ def count_evicted(
 
   Args:
     ages: the ages so far.
-    pages: int32[W], popped pages.
-    valid: bool[W], the pages that were cached.
+    pages: int32[W], the popped pages.
+    valid: bool[W], the popped pages that were cached.
     stamps: uint32[W], the clock when each page got its key.
     clock: uint32[], the current clock.
   """
@@ -299,7 +299,7 @@ def count_evicted(
   return dataclasses.replace(
     ages,
     evicted=Residency(
-      # `insert` advanced the clock by 1 for the page, after its stamp.
+      # After `insert` took the stamp, it advanced the clock by 1 for the page.
       lifetime=_count(counts.lifetime, clock - stamps - 1, valid),
       idle=_count(counts.idle, clock - freed_at, valid),
     ),

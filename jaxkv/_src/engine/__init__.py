@@ -1,1 +1,1 @@
-"""The rollout engine: a queue, slots and memory; one step; two loops."""
+"""The rollout engine: its state, its step, and the loops over steps."""

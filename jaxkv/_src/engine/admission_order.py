@@ -1,15 +1,15 @@
-"""Ranks waiting sequences and chooses the ones that enter empty slots.
+"""Ranks waiting sequences and chooses those that are admitted in a step.
 
-Sequences wait in the order of their priorities, then of their ids. Among the
-first sequences of equal priority, the one with the longest cached prefix enters
-first, because this prefix may be evicted later. Two rules take precedence:
+Waiting sequences are sorted by priority, then by id. In a window at the front
+of the queue, sequences of equal priority are admitted in the order of their
+cached prefixes, longest first, before these are evicted. Two rules come first:
 
-- If a running sequence is computing the next page of a waiting one, the waiting
-  one stays in the queue for a step or two, until the page is cached.
-- A sequence that was overtaken `max_overtaken` times enters before all others.
+- If a running sequence is computing the next page of a waiting sequence, the
+  waiting sequence stays in the queue until the page is cached.
+- A sequence that was overtaken `max_overtaken` times precedes all others.
 
-Samples of a prompt take slots together. One of them, the leader, computes the
-prompt. The others hold no pages until then, and fork from the leader.
+Samples of a prompt are admitted together. One of them, the leader, computes the
+prompt. The others then fork from it; until then they hold no pages.
 """
 
 from typing import NamedTuple
@@ -41,14 +41,15 @@ class Candidates(NamedTuple):
   Attributes:
     rows: int32[X], the row of each in the queue; Q for none.
     valid: bool[X], True for entries with a sequence.
-    priority: int32[X]; None if all are equal.
-    overtaken: int32[X], how often each was overtaken.
+    priority: int32[X]; None if all priorities are equal.
+    overtaken: int32[X], see `Queue.overtaken`.
     found: the cached prefix of each.
-    is_blocked: bool[X], True if a running sequence is computing the next page.
+    is_blocked: bool[X], True if a slot computes the candidate's next page.
     needs_page_of: bool[X, X], True if candidate j would compute the next page
       of candidate i.
-    siblings: bool[X, X], True for fresh samples of one prompt, see `_siblings`.
-    slot_of_leader: int32[X], the slot computing the same prompt; B for none.
+    siblings: bool[X, X], True if candidates i and j are fresh samples of one
+      prompt, see `_siblings`.
+    slot_of_leader: int32[X], a slot from which each can fork; B for none.
   """
 
   rows: Array
@@ -63,13 +64,13 @@ class Candidates(NamedTuple):
 
 
 class Chosen(NamedTuple):
-  """Up to R <= `RolloutConfig.admissions` candidates, in admission order.
+  """Up to R candidates, in admission order; see `choose`.
 
   Attributes:
     candidates: int32[R], the index of each in `Candidates`; X for none.
-    row_of_leader: int32[R], the position in `candidates` of each one's leader;
-      its own position if none of them leads it.
-    slot_of_leader: int32[R], the slot of a running leader of each one; B for
+    row_of_leader: int32[R], the index in `candidates` of the leader of each;
+      the index of the entry itself if no other chosen candidate leads it.
+    slot_of_leader: int32[R], the slot of a leader that already runs; B for
       none.
   """
 
@@ -93,14 +94,14 @@ def first_candidates(
     slots: the running sequences.
     cache: the cache.
     config: the options.
-    is_scoring: static; True if the answers are given, see `given_answers`.
+    is_scoring: static; True in `score`.
   """
   window = min(config.window, queue.size)
   waits = queue.status == SequenceStatus.WAITING
   first = first_of(waits[queue.order], window)
   rows = indexing.take(queue.order, first, fill=queue.no_row)
   if is_scoring:
-    # Samples of one prompt enter at a time, so that all of them find slots.
+    # Only samples of the first prompt are candidates, so that all find slots.
     group = rows // config.num_samples
     rows = jnp.where(group == group[0], rows, queue.no_row)
   valid, length = rows < queue.no_row, indexing.take(queue.length, rows)
@@ -116,8 +117,8 @@ def first_candidates(
   # Page keys of another epoch match no cached page.
   is_hashed = valid & (indexing.take(queue.epochs, rows) == cache.epoch)
   max_hit, computed = length, indexing.take(queue.computed, rows)
-  # A cached token yields no log-prob. So where log-probs are recorded, a hit
-  # may contain only tokens that were computed before for this sequence.
+  # A cached token has no logits. So if log-probs are recorded, a hit contains
+  # only tokens that were already computed for this sequence.
   if config.prompt_log_probs:
     max_hit = jnp.minimum(length, computed + 1)
   if is_scoring:
@@ -162,7 +163,7 @@ def _with_shared_work(
   page_keys: Array,
   max_hit: Array,
 ) -> Candidates:
-  """Finds the candidates whose next page another sequence computes.
+  """Sets `is_blocked` and `needs_page_of` of the candidates.
 
   Args:
     waiting: the candidates.
@@ -170,11 +171,11 @@ def _with_shared_work(
     slots: the running sequences.
     cache: the cache.
     page_keys: uint32[X, W // S, 4], the `Queue.page_keys` of the candidates.
-    max_hit: int32[X], one more than the number of tokens of the longest
-      possible hit; 0 if the page keys are of another epoch.
+    max_hit: int32[X], an exclusive bound on the number of cached tokens; 0 if
+      the page keys are of another epoch.
   """
   all_keys = queue.page_keys
-  assert all_keys is not None  # The candidates have keys.
+  assert all_keys is not None  # See `first_candidates`.
   # The next position at which all groups end a page.
   stop = waiting.found.num_cached_tokens + cache.config.alignment
   page = elementwise.quotient(stop, cache.config.page_size) - 1
@@ -185,7 +186,7 @@ def _with_shared_work(
   )
 
   def computes(rows: Array) -> Array:
-    """Returns bool[X, Y]: at [i, j], True if prompt j has i's next page."""
+    """Returns bool[X, Y]: whether the prompt in rows[j] has i's next page."""
     other_key = indexing.take(all_keys, rows[None], page[:, None])
     prompt_length = indexing.take(queue.start, rows)
     is_inside = stop[:, None] <= prompt_length[None]
@@ -210,8 +211,8 @@ def _siblings(
 ) -> tuple[Array, Array]:
   """Returns `Candidates.siblings` and `slot_of_leader` of rows int32[X].
 
-  A sample is fresh while it has only its first prompt, or in `score` until this
-  prompt is computed. A prompt of one token shares nothing.
+  A sample is fresh until its first token is sampled; in `score`, until its
+  prompt is computed. A prompt of one token has no token that forks can share.
   """
   samples = config.num_samples
 
@@ -236,8 +237,8 @@ def _siblings(
 
   fresh = is_fresh(rows)[:, None]
   siblings = fresh & is_fresh(rows)[None] & have_one_prompt(rows)
-  # A slot cannot lead if its pages are of older weights, or if it is past its
-  # prompt, and so has written to the page that a fork would copy.
+  # A slot cannot lead if older weights computed its pages, or if it has already
+  # computed the last token of the prompt, which each fork computes itself.
   can_lead = are_computing(queue, slots) & is_fresh(slots.row)
   can_lead &= indexing.take(queue.epochs, slots.row) == cache.epoch
   can_lead &= prompt_rest(queue, slots, cache) >= 0
@@ -250,7 +251,7 @@ def _siblings(
 def choose(
   waiting: Candidates, num_slots: int, num_empty: Array, config: RolloutConfig
 ) -> Chosen:
-  """Chooses up to R candidates that enter in this step.
+  """Chooses up to R candidates to admit in this step.
 
   Args:
     waiting: the candidates.
@@ -261,15 +262,15 @@ def choose(
   window = waiting.rows.shape[0]
   rows = min(config.admissions, num_slots)
   position = jnp.arange(window, dtype=jnp.int32)
-  # Leaders are numbered: 0 .. R - 1 are the chosen candidates, in order, and
-  # R .. R + B - 1 are the slots.
+  # The number of a leader is 0 .. R - 1 for a chosen candidate, R .. R + B - 1
+  # for a slot, and R + B for none.
   no_leader = rows + num_slots
   num_cached = waiting.found.num_cached_tokens
 
   def choose_one(row, carry):
     chosen, remaining, overtaken, is_blocked, leader = carry
     # A candidate that was overtaken too often is chosen next, even if it is
-    # blocked. No other one is chosen after it, even if it then finds no room.
+    # blocked. It is the step's last choice, as a later one might overtake it.
     is_overdue = waiting.valid & (overtaken >= config.max_overtaken)
     overdue = remaining & is_overdue
     first = overdue & (position == jnp.argmax(overdue).astype(jnp.int32))
@@ -282,11 +283,11 @@ def choose(
       eligible &= priority == jnp.min(priority)
     score = jnp.where(has_leader, jnp.int32(indexing.NOWHERE), num_cached)
     pick = jnp.argmax(jnp.where(eligible, score, -1)).astype(jnp.int32)
-    # A chosen candidate may find no room and keep waiting. No further choice
-    # may then overtake it too often.
+    # A chosen candidate that finds too few free pages stays in the queue. Later
+    # choices may overtake it, so there are none once it is overdue.
     enters = jnp.any(eligible) & (row < num_empty)
     enters &= ~jnp.any(is_overdue & ~remaining)
-    # Siblings of the pick get its leader, or the pick itself if it has none.
+    # Siblings follow the leader of the pick, or the pick if it has no leader.
     leader_of_pick = leader.at[pick].get(mode="clip")
     follows = enters & waiting.siblings[:, pick] & ~has_leader
     leader_of_pick = jnp.where(leader_of_pick < no_leader, leader_of_pick, row)

@@ -1,8 +1,8 @@
-"""Admits, into empty slots, the sequences that `admission_order` chose.
+"""Admits chosen sequences: attaches cached prefixes, and assigns slots.
 
-Admission attaches the pages of a cached prefix, and checks that enough other
-pages are free, beyond those that running sequences need. `grow` allocates these
-pages. No sequence enters while a running one lacks pages.
+Admission attaches the pages of a cached prefix. It also checks that the pages
+for the next tokens are free, in addition to those that running sequences need;
+`grow` allocates them. No sequence is admitted while a running one lacks pages.
 """
 
 import dataclasses
@@ -43,9 +43,9 @@ class Entrants(NamedTuple):
     slots: int32[R], the empty slot for each; B for none.
     slot_of_leader: int32[R], the slot that computes the prompt of each; B for
       none.
-    enters: bool[R], True if it enters its slot.
+    enters: bool[R], True if the sequence is admitted.
     is_hopeless: bool[R], True if it can never run, for the reason in `code`.
-    code: int32[R], a `Status`.
+    code: int32[R], the `Status` of the admission.
     candidates: int32[R], the index of each in `Candidates`.
   """
 
@@ -59,8 +59,8 @@ class Entrants(NamedTuple):
 
 
 def empty_slots(queue: Queue, slots: Slots, cache: CacheState) -> Array:
-  """Returns bool[B], slots that a sequence can enter."""
-  # In `score`, a slot without a row may hold pages of another rollout.
+  """Returns bool[B], slots without a sequence and without pages."""
+  # A `Memory` that `score` receives may have slots in use.
   slot = jnp.arange(slots.size, dtype=jnp.int32)
   return (slots.row == queue.no_row) & is_empty(cache, slot)
 
@@ -68,7 +68,7 @@ def empty_slots(queue: Queue, slots: Slots, cache: CacheState) -> Array:
 def can_admit(
   queue: Queue, slots: Slots, cache: CacheState, config: RolloutConfig
 ) -> Array:
-  """Returns bool[], False if no waiting sequence can enter in this step."""
+  """Returns bool[], False if no sequence can be admitted in this step."""
   waits = jnp.any(queue.status == SequenceStatus.WAITING)
   needed = needed_pages(queue, slots, cache, config)
   fits = needed <= cache.pool.queue.num_free
@@ -83,7 +83,7 @@ def attach_prefixes(
   chosen: Chosen,
   config: RolloutConfig,
 ) -> tuple[CacheState, Entrants]:
-  """Attaches the cached prefixes of candidates for which pages are free."""
+  """Attaches the cached prefixes of candidates that get enough pages."""
   row = jnp.arange(chosen.candidates.shape[0], dtype=jnp.int32)
   place = first_of(empty_slots(queue, slots, cache), row.shape[0])
   rows = indexing.take(waiting.rows, chosen.candidates, fill=queue.no_row)
@@ -95,8 +95,8 @@ def attach_prefixes(
   at_once = jnp.minimum(length, chunk_size(cache.config, config))
   num_running = jnp.sum(slots.row < queue.no_row, dtype=jnp.int32)
   num_groups = len(cache.config.groups)
-  # One page for each group of each sequence. Without this reserve, newcomers
-  # would take the last pages, and growth would soon preempt a sequence.
+  # The reserve is one page per group for each running or chosen sequence. If
+  # admission took the last pages, `grow` would soon preempt a sequence.
   reserve = num_groups * (num_running + jnp.cumsum(exists, dtype=jnp.int32))
   promised = promised_pages(queue, slots, cache, config)
   later = _pages_after_chunk(queue, cache.config, rows, prefix, at_once, config)
@@ -112,7 +112,7 @@ def attach_prefixes(
     num_tokens=at_once,
     keep_free=promised + later + jnp.where(num_running + row > 0, reserve, 0),
   )
-  # A sample enters only if its leader does.
+  # A sample is admitted only if its leader is.
   follows = exists & ~follows_slot & (chosen.row_of_leader != row)
   follows &= indexing.take(admitted.ok, chosen.row_of_leader)
   leader = jnp.where(follows_slot, chosen.slot_of_leader, slots.no_slot)
@@ -120,8 +120,8 @@ def attach_prefixes(
     follows, indexing.take(place, chosen.row_of_leader), leader
   )
   enters = admitted.ok | follows | follows_slot
-  # A lack of pages is final only for the first candidate, and only while no
-  # sequence runs, because all free pages are then available to it.
+  # A lack of pages is final only for the first candidate while no sequence
+  # runs, because it could then use every page.
   is_alone = ~jnp.any(enters) & (num_running == 0) & (row == 0)
   is_hopeless = is_failure(admitted.code) & (
     is_alone | (admitted.code != Status.OUT_OF_PAGES)
@@ -149,9 +149,9 @@ def seat(slots: Slots, entrants: Entrants) -> Slots:
 def mark_running(
   queue: Queue, entrants: Entrants, waiting: Candidates, epoch: Array
 ) -> Queue:
-  """Sets the status of entrants, and updates `Queue.overtaken` of others."""
+  """Updates the rows of entrants, and `Queue.overtaken` of other rows."""
   rows, enters = entrants.rows, entrants.enters
-  # First, because `overtaken` counts only for sequences that still wait.
+  # The status comes first: `overtaken` changes only in rows that still wait.
   queue = set_status(queue, rows, enters, SequenceStatus.RUNNING)
   queue = _clear_stale_keys(queue, rows, enters, epoch)
   entered = jnp.where(enters, entrants.candidates, -1)
@@ -168,7 +168,7 @@ def mark_running(
 def _clear_stale_keys(
   queue: Queue, rows: Array, enters: Array, epoch: Array
 ) -> Queue:
-  """Clears the page keys of admitted rows int32[R] if of another epoch."""
+  """Clears page keys of other epochs in rows int32[R], where `enters`."""
   is_stale = enters & (indexing.take(queue.epochs, rows) != epoch)
   keys = queue.page_keys
   if keys is not None:
@@ -182,7 +182,7 @@ def _clear_stale_keys(
 def promised_pages(
   queue: Queue, slots: Slots, cache: CacheState, config: RolloutConfig
 ) -> Array:
-  """Returns the number of pages that running sequences need, int32[]."""
+  """Returns the number of pages to keep for running sequences, int32[]."""
   in_step = needed_pages(queue, slots, cache, config)
   if not cache.config.skips_pages:
     return in_step
@@ -202,7 +202,7 @@ def _pages_after_chunk(
   at_once: Array,
   config: RolloutConfig,
 ) -> Array:
-  """Returns the number of pages needed after the first chunk, int32[R]."""
+  """Returns the number of pages that rows need for later chunks, int32[R]."""
   length = indexing.take(queue.length, rows)
   if not sizes.skips_pages:
     return jnp.zeros_like(length)
@@ -215,7 +215,7 @@ def _pages_after_chunk(
 def pages_at_once(
   sizes: CacheConfig, length: Array, config: RolloutConfig
 ) -> Array:
-  """Returns the maximum number of pages held at once, int32[R, G]."""
+  """Returns the most pages held at once, by length and group, int32[R, G]."""
   columns = sizes.sizes.columns_for(length, jnp.zeros_like(length))
   most_in_flight = chunk_size(sizes, config) + config.decode_steps - 1
   limits = max_pages(sizes, most_in_flight, sizes.slot_tokens)

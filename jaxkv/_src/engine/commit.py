@@ -63,7 +63,7 @@ def commit_tokens(
 
 
 def read_of(cache: CacheState) -> Array:
-  """Returns `read` for `loops.read_before`, from the committed tokens."""
+  """Returns an int32[] for `read_before` that depends on committed tokens."""
   if cache.hashes is None:
     return jnp.zeros((), jnp.int32)
   return jnp.max(cache.hashes.tail) & jnp.int32(2**31 - 1)
@@ -89,11 +89,11 @@ def count_step(
     slots: the slots of the step.
     before: the cache before the tokens were committed.
     cache: the cache after they were committed.
-    work: the tokens of the step.
-    counts: int32[B], the number of tokens that each slot computed and kept.
+    work: the tokens of the first call.
+    counts: int32[B], the number of tokens that each slot committed.
     sampled: int32[B], the number of tokens that each slot sampled.
     sizes: the widths from which `work.width` was chosen.
-    num_decodes: int32[], the number of further calls; None if there are none.
+    num_decodes: int32[], the number of calls after the first; None for 0.
   """
   columns = jnp.asarray([sum(size) for size in sizes], jnp.int32)
   widths = jnp.arange(len(sizes), dtype=jnp.int32)

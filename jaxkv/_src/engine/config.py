@@ -22,70 +22,71 @@ class RolloutConfig:
 
   Attributes:
     num_samples: G, the number of sequences generated for each prompt. Samples
-      admitted in one step prefill the prompt once, and then fork.
+      that are admitted together compute the prompt once, and then fork.
     max_new_tokens: the maximum number of tokens that a sequence generates in a
-      turn. `Sampling` can lower it, and `extend` can set another limit.
+      turn. `Sampling.max_tokens` can lower it, and `extend` can replace it.
     max_length: W, the maximum length of a sequence, including its prompt and
-      all turns; 0 for the prompt columns in `init` plus `max_new_tokens`.
+      all turns; 0 for the number of prompt columns plus `max_new_tokens`.
     stop_token: the token that ends every sequence; -1 for none. `Sampling` can
       add stop tokens for each sequence.
-    prefill_chunk: the maximum number of columns for prompt tokens in a step. A
-      slot that does not decode can take one prompt token more.
+    prefill_chunk: the maximum number of prompt tokens in a step. Each slot that
+      does not decode can add one token.
     admissions: R, the maximum number of sequences that are admitted in a step.
-    window: the number of waiting sequences that are compared. At equal
+    window: the number of waiting sequences that a step considers. At equal
       priority, the one with the longest cached prefix is admitted first.
     max_overtaken: the maximum number of later sequences that overtake a waiting
-      one. A sequence of equal priority overtakes with a longer cached prefix.
-      One of any priority overtakes while the next page of the waiting one is
-      being computed, or while free pages suffice only for the later one.
+      sequence. A later sequence of equal priority overtakes if more of its
+      prompt is cached or shared. One of any priority overtakes while another
+      sequence computes the next page of the waiting one, or if the free pages
+      suffice only for the later one.
     draft_tokens: K, the maximum number of tokens drafted for a sequence in a
-      step; 0 for no speculation. Rejected drafts are dropped, so speculation
-      does not change which tokens are sampled.
-    draft_match: n, the length of an n-gram match. The draft is the text after
-      the last place, in the prompt or its samples, at which the last n tokens
-      of the sequence occurred.
+      step; 0 for no speculation. Each draft is verified, so speculation does
+      not change the sampled tokens.
+    draft_match: n, the length of an n-gram match. A draft repeats the tokens
+      that followed the last n tokens of the sequence at their last earlier
+      occurrence, in the prompt or in any sample of it.
     draft_columns: the maximum number of draft tokens in a step.
     raw_log_probs: whether to record the log-prob of each sampled token under
       the model's distribution, before `Sampling` and `process` change it.
     unfiltered_log_probs: whether to record the log-prob of each sampled token
       at its temperature, after penalties and `process`, before `min_p`, `top_k`
-      and `top_p`. Its softmax is over all tokens, as `grpo_loss` requires.
+      and `top_p`. The softmax is over all tokens, as `grpo_loss` requires.
     entropy: whether to record the entropy of the model's distribution in nats,
       at temperature 1. (In `score`, at the temperature of the call.)
     top_log_probs: the number of most likely tokens of the model's distribution
       to record, with their log-probs at temperature 1.
-    prompt_log_probs: whether to record `raw_log_probs`, also of the tokens of
-      prompts and of `extend`, except a sequence's first token. Prompts are then
-      computed in full, without cached prefixes. If a prompt is computed again
-      after a change of weights, its values may be of either version.
+    prompt_log_probs: whether to record `raw_log_probs` of all tokens, including
+      those of prompts and `extend`, but not a sequence's first token. A cached
+      prefix is then used only for tokens that were already computed for the
+      sequence. After a change of weights, old values may remain.
     numerics: "exact" for a model with exact numerics
-      (`jaxkv.models.Decoder.numerics`). Tokens and log-probs are then
-      bit-identical in every slot. Log-probs equal those of a trainer and of
-      `score` at the same temperature, unless other fields of `Sampling` or
-      `process` change the distribution.
+      (`jaxkv.models.Decoder.numerics`). Tokens and log-probs then depend on
+      neither the slot nor the other sequences, bit for bit. Log-probs equal
+      those of a trainer and of `score` at the same temperature, unless other
+      fields of `Sampling` or `process` change the distribution.
     record_experts: whether to record the experts of each token, also in prompts
       and cached prefixes, for a trainer to replay. Needs a memory with expert
       ids, as from `jaxkv.models.init_kv(record_experts=True)`.
     timeline: X, the number of recent calls of the model that `timeline` can
       show.
-    decode_steps: k, the maximum number of calls of the model in one iteration
-      of the loop, which schedules, reserves pages and commits once. Calls after
-      the first only decode, so there are none while a prompt is incomplete. If
-      a sequence ends before the last call, its slot stays idle until then.
+    decode_steps: the maximum number of calls of the model in one iteration of
+      the loop, which schedules, reserves pages and commits once. Calls after
+      the first only decode, and are skipped while a prompt is incomplete. If a
+      sequence ends early, its slot is idle for the rest of the iteration.
       Sampled tokens do not depend on this option.
-    vocab_parts: the number of devices that split the logits by vocabulary; 1 if
-      they are not split. The sampler then gathers no logits. Sampled tokens
-      depend on this option only by the rounding of sums.
-      `jaxkv.sharding.generate` sets it with `axes.model`.
-    lockstep_axis: the axis of a mesh along which the model communicates, so
-      that all shards must call it together, and in the same width; None if
-      each shard can call it alone. A shard without work then makes idle calls.
-      `jaxkv.sharding.generate` sets it with `axes.experts`.
+    vocab_parts: the number of devices over which the logits are split by
+      vocabulary, so that the sampler need not gather them; 1 for no split. The
+      option changes sampled tokens only through the rounding of sums.
+      `jaxkv.sharding.generate` sets it to the size of `axes.model`.
+    lockstep_axis: the mesh axis along which the model communicates. All shards
+      then call the model together, with equal shapes; a shard without work
+      makes idle calls. None if shards call the model independently.
+      `jaxkv.sharding.generate` sets it to `axes.experts`.
 
   Raises:
-    TypeError: a number is not an int, or an option not a bool.
+    TypeError: a number, a bool or `lockstep_axis` has the wrong type.
     ValueError: a number is out of range, `numerics` is neither "fast" nor
-      "exact", or `draft_tokens` is set with several `decode_steps`.
+      "exact", or `draft_tokens` is positive and `decode_steps` is not 1.
   """
 
   num_samples: int = 1

@@ -44,13 +44,13 @@ class Count:
     return Count(low=low, high=self.high + (low < self.low).astype(jnp.uint32))
 
   def since(self, earlier: "Count") -> Array:
-    """Returns the count minus an earlier one, int32[...]; it must fit."""
+    """Returns the difference from an earlier count; it must fit int32[...]."""
     return (self.low - earlier.low).astype(jnp.int32)
 
   def modulo(self, size: int) -> Array:
     """Returns the remainder of the division by `size`, int32[...].
 
-    Correct while `high * size` is below 2**32: for a size of 10**6, that is for
+    Correct while `high * size` is below 2**32, so with a size of 10**6 for
     counts below 2**44.
     """
     number = jnp.uint32(size)
@@ -77,11 +77,11 @@ class Counters:
   Attributes:
     steps: calls of the model. An iteration of the loop makes up to
       `RolloutConfig.decode_steps` calls.
-    calls: calls of the model by width, the number of columns beyond one for
-      each slot. The widths are 0, a quarter of `prefill_chunk` if the quarter
-      is at least 64, and `prefill_chunk`. With speculation, these repeat for
-      each number of draft columns: 0, a quarter of `draft_columns` if the
-      quarter is at least 2, and `draft_columns`.  # [X]
+    calls: calls of the model by width. A width is a number of columns beyond
+      one for each slot: 0, a quarter of `prefill_chunk` if that is at least 64,
+      or `prefill_chunk`. With speculation, this list repeats for each number of
+      draft columns: 0, a quarter of `draft_columns` if that is at least 2, and
+      `draft_columns`.  # [X], for X widths
     rows: columns of all calls, including padding.
     generated: sampled tokens.
     prefilled: tokens of prompts and `extend` computed for the first time,
@@ -90,10 +90,10 @@ class Counters:
       with new weights.
     drafted: draft tokens that were computed.
     accepted: draft tokens that were accepted.
-    forked: samples that shared another sample's prefill.
-    preempted: preemptions of running sequences. Samples that wait for a
-      preempted prompt, or that find no page to fork, return to the queue and do
-      not count.
+    forked: samples that forked a prompt that another sample computed.
+    preempted: preemptions of running sequences. Samples that return to the
+      queue because their leader was preempted, or because no page was free for
+      their fork, do not count.
     peak_pages: maximum number of pages in use.  # int32[]
     peak_shared: maximum of (page-table entries - pages in use).  # int32[]
   """

@@ -1,10 +1,10 @@
 """Further calls of the model in a step, in which sequences only decode.
 
-With `RolloutConfig.decode_steps` a step schedules once for up to that many
-calls. The first call may compute tokens of prompts. In each further call, the
-model computes the token that each sequence sampled in the call before, and the
-sequence samples its next one. Pages for these tokens are reserved together, and
-all tokens of a step are committed together. A sequence that ends early is idle
+A step schedules once for up to `RolloutConfig.decode_steps` calls. The first
+call may compute tokens of prompts. In each further call, the model computes the
+token that each sequence sampled in the previous call, and the sequence samples
+its next token. Pages for these tokens are reserved together, and all tokens of
+a step are committed together. The slot of a sequence that ends early is idle
 for the rest of the step.
 """
 
@@ -47,7 +47,7 @@ class Round(NamedTuple):
   Attributes:
     num_calls: int32[], the number of further calls in which a slot decoded.
     counts: int32[B], the number of tokens that each slot computed.
-    sampled: the results of sampling in all calls.
+    sampled: the results of sampling.
     log: see `RolloutState.log`.
   """
 
@@ -78,17 +78,17 @@ def reserve(
     cache: the cache, with pages for the tokens of the first call.
     counts: int32[B], the number of tokens of each slot in the first call.
     samples: bool[B], the slots that sample after the first call.
-    max_calls: int32[], the maximum number of calls; None for no limit.
+    max_calls: int32[], the most calls in the step; None for no limit.
     config: the options.
 
   Returns:
     The cache; int32[B], the maximum number of further tokens of each slot.
   """
   sizes = cache.config
-  # The model never reads the last token of a sequence.
+  # The last token of a sequence is never an input of the model.
   room = indexing.take(queue.limit, slots.row) - 1 - lengths(queue, slots)
   if recurrent.has_states(sizes):
-    # Only a commit saves recurrent state, so no slot passes the end of a page.
+    # A step stops at the end of a page, where its commit stores the state.
     begun = elementwise.remainder(cache.length, sizes.page_size)
     room = jnp.minimum(room, sizes.page_size - begun - counts)
   # A slot with an incomplete prompt would be idle in further calls, while the
@@ -99,7 +99,7 @@ def reserve(
   number = jnp.arange(1, config.decode_steps, dtype=jnp.int32)
 
   def tokens_with(number: Array) -> Array:
-    """Returns each slot's tokens if `number` calls follow; 0 if it is idle."""
+    """Returns int32[B]: all tokens of each slot that decodes again, else 0."""
     further = jnp.minimum(room, number)
     return jnp.where(further > 0, counts + further, 0)
 
@@ -138,7 +138,7 @@ def decode(
     memory: the cache before the step's commit, and its K/V pages.
     first: the results of the first call.
     tokens: int32[B], the maximum number of further tokens, from `reserve`.
-    step: int32[], the place of the first call in the log.
+    step: int32[], the row of the first call in the log.
     config: the options.
     model: see `Model`.
     process: see `Process`.
@@ -201,8 +201,8 @@ def decode(
 
   def goes_on(loop: Any) -> Array:
     number, going, *_ = loop
-    # On an accelerator the trip count is static, because an idle call costs
-    # less than a wait for the host before each call.
+    # On an accelerator, the trip count is static: an idle call costs less than
+    # the wait for the host before each call of a dynamic loop.
     is_needed = lax.platform_dependent(
       is_decoding(going), cpu=lambda x: x, default=lambda x: x | True
     )

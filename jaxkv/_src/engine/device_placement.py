@@ -10,12 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 
 def beside(tree: Any, memory: jax.Array) -> Any:
-  """Moves uncommitted arrays to the device, or all devices, of the memory.
+  """Commits uncommitted arrays to the device, or all devices, of the memory.
 
-  Committed arrays stay on their devices. Without this function, the first call
-  of a program would move the arrays, and the second call would compile again.
-  Nothing moves if the memory is traced, uncommitted, or on several devices
-  without a mesh.
+  Otherwise, the first call of a jitted function would return committed arrays,
+  so the second call would compile again. Committed arrays stay on their
+  devices. Nothing moves if the memory is traced, uncommitted, or on several
+  devices without a mesh.
   """
   if isinstance(memory, Tracer) or not memory.committed:
     return tree
@@ -39,8 +39,8 @@ def beside(tree: Any, memory: jax.Array) -> Any:
 def without_shared_arrays(tree: Any, arguments: Any) -> Any:
   """Copies the arrays that `tree` shares with the caller's arguments.
 
-  Without copies, donating the tree would delete the caller's arrays, which may
-  serve further rollouts. Traced arrays cannot be deleted and are not copied.
+  Otherwise, donating the tree would delete arrays that the caller may use
+  again. Traced arrays cannot be donated and are not copied.
   """
   shared = {
     id(leaf)

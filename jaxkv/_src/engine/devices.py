@@ -5,7 +5,7 @@ The examples use these names:
 | name | value |
 |---|---|
 | `params`, `model` | the parameters, and the model, as for `rollout.generate` |
-| `memory` | makes the memory of one shard, see `sharding.init_memory` |
+| `memory` | a function, the argument `make` of `sharding.init_memory` |
 | `requests`, `key`, `config` | as for `rollout.init` |
 
 Data parallel. Each device has its own cache, memory and queue:
@@ -23,14 +23,15 @@ Both:
   mesh = jax.make_mesh((4, 2), ("data", "model"))
   axes = sharding.MeshAxes(mesh, data="data", model="model")
 
-Attention data parallel, with the experts of each layer along the same axis, as
-for DeepSeek's models. The shards step together, so balance matters more:
+Data parallel attention, with the experts of each layer split over the same
+axis, as for DeepSeek's models. All shards step together, so each step takes as
+long as on the slowest shard:
 
   mesh = jax.make_mesh((8,), ("data",))
   axes = sharding.MeshAxes(mesh, data="data", experts="data")
   model = functools.partial(model, expert_axis="data")
 
-All four continue as follows; `rebalance` needs `axes.data`.
+All four continue as follows, without `rebalance` if `axes.data` is None:
 
   params = jax.device_put(params, sharding.param_shardings(params, axes=axes))
   cache, kv = sharding.init_memory(memory, axes=axes)
@@ -42,26 +43,25 @@ All four continue as follows; `rebalance` needs `axes.data`.
     state = run(params, state, rollout.Until(steps=64))
   results = sharding.generated(state, axes=axes)
 
-What depends on the devices. Samples depend on `key` and the id of a sequence,
-not on its shard. In data-parallel rollouts, sequences equal those of one
-device, bit for bit with exact numerics. In tensor-parallel rollouts, devices
-add partial sums, so logits differ by rounding: tokens differ rarely in float32,
-and often in bfloat16. So do devices that split experts. Both kinds of rollouts
-refuse exact numerics. `score` and `forward_uncached` need all experts on each
-device.
+Results: samples depend on `key` and the id of a sequence, not on its shard. In
+data-parallel rollouts, sequences equal those of one device, bit for bit with
+exact numerics. In tensor-parallel rollouts, or if experts are split, sums are
+added in another order, so logits differ by rounding. Tokens then differ rarely
+in float32, and often in bfloat16; exact numerics are not supported. `score` and
+`forward_uncached` need all experts on each device.
 
-Attention. With `axes.model`, XLA can partition only the backend "xla". Other
-backends, and all backends with latents, need an argument of `models.forward` or
-`kv.attend`: `head_sharding=NamedSharding(mesh, P("model"))`.
+Attention: with `axes.model`, XLA can partition only the backend "xla". With
+other backends, and with latents in general, pass `models.forward` or
+`kv.attend` the argument `head_sharding=NamedSharding(mesh, P("model"))`.
 
-Several processes. Each process begins as follows, and then runs the same
-program. Only CPUs need the first line. All devices get all results.
+Several processes: each process begins as follows, and then runs the same
+program. Only CPUs need the first line. All processes get all results.
 
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(address, num_processes, process_id)
 
-Snapshots, between calls of `generate`. The target must have as many shards as
-were saved. A device can have several shards, which run one after another.
+Snapshots: save between calls of `generate`. The target of `restore` must have
+as many shards as were saved. Several shards on one device run in turn.
 
   jaxkv.checkpoint.save(folder, state)
 

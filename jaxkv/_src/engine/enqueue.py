@@ -1,4 +1,4 @@
-"""Makes the rows of the queue for new sequences."""
+"""Makes a queue of new sequences."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def new_queue(
   """Returns a queue with all samples of requests as waiting sequences.
 
   A sequence is FAILED if its length or budget is out of range, or if their sum
-  exceeds the width. Rows beyond `Requests.num_samples` are EMPTY.
+  exceeds the width. Rows of samples beyond `Requests.num_samples` are EMPTY.
 
   Args:
     requests: from `as_requests`.
@@ -59,13 +59,12 @@ def new_queue(
   tokens = jnp.where(column < lengths[:, None], tokens, 0)
   tokens = jnp.pad(tokens, ((0, 0), (0, width - columns)))
   budget = jnp.full((total,), config.max_new_tokens, jnp.int32)
-  # `max_tokens` is read once, here. The loop compares lengths with `limit`.
   if sampling.max_tokens is not None:
     budget = jnp.minimum(budget, sampling.max_tokens)
-  # `init` raises for bad numbers that are concrete. Traced numbers, and all
-  # numbers of `submit`, are first checked here.
+  # `init` raises for concrete numbers that are out of range. Traced numbers,
+  # and all numbers of `submit`, are checked only here.
   is_bad = (lengths < 1) | (lengths > columns) | (budget < 1)
-  # A difference, because the sum of length and budget can overflow.
+  # The sum of length and budget can overflow, so this subtracts instead.
   is_bad |= lengths > width - budget
   status = jnp.where(
     is_bad, jnp.int32(SequenceStatus.FAILED), jnp.int32(SequenceStatus.WAITING)
@@ -81,7 +80,7 @@ def new_queue(
     tokens=tokens,
     ids=ids,
     prompt_length=lengths,
-    # A sum makes a new buffer: one buffer cannot be donated twice.
+    # `+ 0` makes a new buffer, because one buffer cannot be donated twice.
     length=lengths + 0,
     start=lengths + 0,
     limit=lengths + budget,
@@ -113,7 +112,7 @@ def new_queue(
 
 
 def sequence_keys(key: Array, ids: Array, seed: Array | None) -> Array:
-  """Returns key[Q], from `seed` where this is >= 0, else from `key` and ids."""
+  """Returns key[Q], from `seed` where `seed >= 0`, else from `key` and ids."""
   keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, ids)
   if seed is None:
     return keys

@@ -1,8 +1,8 @@
 """Records the experts of tokens, for a trainer to replay.
 
 The model writes expert ids into `jaxkv.kv.ExpertIdPages`, beside its K/V, so
-cached prefixes have expert ids too. When a sequence leaves its slot, its ids
-are copied to the queue, before its pages are reused.
+cached prefixes have expert ids too. When a sequence leaves its slot, its expert
+ids are copied to the queue, because its pages may be reused.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jaxkv._src.kv.pools import Pools
 
 
 def check_experts(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
-  """Raises ValueError if `config` records experts and the memory cannot."""
+  """Raises ValueError if `config` records experts that `kv` cannot store."""
   if not config.record_experts:
     return
   pool = kv[-1] if isinstance(kv, tuple) else kv
@@ -56,8 +56,8 @@ def save_experts(
 ) -> Queue:
   """Copies expert ids from the pages of slots to the queue.
 
-  If a resumed sequence has not computed a token again, the queue keeps the
-  token's earlier ids.
+  Tokens that a resumed sequence has not recomputed have no ids in the pages,
+  and keep their ids in the queue.
 
   Args:
     queue: all sequences.
@@ -72,7 +72,7 @@ def save_experts(
   table = cache.page_table[:, pool.group, :columns]
 
   def save_one(loop: tuple[Array, Array]) -> tuple[Array, Array]:
-    # One slot at a time, because ids of all slots would need a large buffer.
+    # One slot at a time, because the ids of all slots would need much memory.
     rows, experts = loop
     slot = jnp.argmax(rows < no_row).astype(jnp.int32)
     row = rows[slot]

@@ -1,4 +1,4 @@
-"""Sequences that move from one rollout to another."""
+"""The format in which sequences move from one rollout to another."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.kv.page_contents import arrays_of
 from jaxkv._src.kv.page_contents import page_shape
 
-# Options that affect which tokens a sequence samples and what is recorded.
+# The options that change the sampled tokens or the records.
 _OPTIONS = (
   "num_samples",
   "stop_token",
@@ -37,18 +37,19 @@ Layout = tuple[tuple[str, str], ...]
 class Exported(Outcome):
   """The result of `export`; a row is OK if its sequence was removed.
 
-  The R sequences belong to no rollout. Their arrays can be saved, or sent to
+  The R sequences belong to no rollout. The arrays can be saved, or sent to
   another process. Protect them like a `RolloutState`: they contain tokens, and
-  an importing rollout trusts their K/V. A is W / page_size, rounded up.
+  a rollout that imports them does not verify their K/V. In the shape of `page`,
+  G is the number of layer groups, and A is W / page_size, rounded up.
 
   Attributes:
     code: a `Status` for each sequence.  # int32[R]
     queue: the sequences, without page keys. Sequences that ran are WAITING.
     sample: the index of each sequence among the samples of its prompt.
       # int32[R]
-    runs: True for sequences that ran in a slot.  # bool[R]
+    runs: True for sequences in slots; False without `contents`.  # bool[R]
     num_computed: the number of tokens whose pages are exported.  # int32[R]
-    version: the version of the source's weights.  # uint32[]
+    version: the version of the exporting rollout's weights.  # uint32[]
     fingerprint: a value that is equal for caches with the same secret and
       version; None without prefix caching.  # uint32[4]
     page: the index in `contents` of each page of a sequence; X for none.
@@ -56,9 +57,8 @@ class Exported(Outcome):
     contents: the contents of X pages, an array for each array of the memory;
       None without pages.  # storage dtype[X, ...]
     page_size: tokens of a page.
-    layout: the names and values of the settings that the importing rollout must
-      share.
-    memory_layout: those that it must share to import the pages.
+    layout: names and values of settings that the importing rollout must share.
+    memory_layout: the same for settings that it must share to import pages.
   """
 
   queue: Queue
@@ -75,16 +75,15 @@ class Exported(Outcome):
 
 
 def fingerprint_of(cache: CacheState) -> Array | None:
-  """Returns `Exported.fingerprint` of the sequences of a cache."""
+  """Returns `Exported.fingerprint` for a cache."""
   if cache.secret is None or cache.root is None:
     return None
-  # Masked with the secret like a page key, because the root itself would
-  # disclose a part of the secret.
+  # Masked with the secret, because the root itself would disclose a part of it.
   return hashing.group_key(cache.secret, cache.root, jnp.int32(0))
 
 
 def layout_of(queue: Queue, config: RolloutConfig) -> Layout:
-  """Returns the settings on which sequences depend, with their names."""
+  """Returns `Exported.layout`: the settings on which sequences depend."""
 
   def shapes(tree: Any, axes: int = 1) -> str:
     types = jax.tree.map(lambda leaf: f"{leaf.dtype}{leaf.shape[axes:]}", tree)
@@ -108,7 +107,7 @@ def layout_of(queue: Queue, config: RolloutConfig) -> Layout:
 
 
 def memory_layout_of(state: RolloutState) -> Layout:
-  """Returns the settings on which pages depend, with their names."""
+  """Returns `Exported.memory_layout`: the settings on which pages depend."""
   types = [
     f"{array.dtype}{page_shape(array, num_layers)}"
     for array, num_layers in arrays_of(state.memory.kv)
@@ -122,7 +121,8 @@ def check_exported(exported: Any, state: RolloutState) -> Exported:
 
   Raises:
     TypeError: `exported` is not an `Exported`.
-    ValueError: settings of `state`, or arrays of its memory, are different.
+    ValueError: a setting of `state` differs from `layout`, or from
+      `memory_layout` if the pages can be imported.
   """
   if not isinstance(exported, Exported):
     hint = "unpack what `export` returned: `state, exported = ...`"

@@ -1,4 +1,4 @@
-"""The generation loop over the steps of the engine."""
+"""generate: runs steps of a rollout in a loop on the device."""
 
 import dataclasses
 from typing import Any
@@ -40,15 +40,16 @@ def generate(
 ) -> RolloutState:
   """Generates tokens until all sequences have ended, or a limit is reached.
 
-  Runs one `while_loop`, which never returns to Python. On a GPU, the host reads
-  the conditions of loops; a larger `RolloutConfig.decode_steps` makes this less
-  frequent. Jit this function with the state donated, as
+  The loop is one `lax.while_loop`, without callbacks to Python. On a GPU, the
+  host reads the predicate before each iteration; with a larger
+  `RolloutConfig.decode_steps` there are fewer iterations. Jit this function
+  with the state donated, as
   `jax.jit(functools.partial(generate, model=model), donate_argnums=1)`, so that
   the K/V memory is updated in place.
 
-  A sequence gets the status FAILED if it can never run, because pages held
-  elsewhere leave too few for it, or if a token has no finite log-prob. The
-  reason is in `Queue.code`, and the sequence keeps its earlier tokens.
+  A sequence gets the status FAILED if it needs more pages than it can ever get,
+  or if the log-prob of its next token is not finite. `Queue.code` has the
+  reason, and the sequence keeps its earlier tokens.
 
   Args:
     params: the model's parameters.
@@ -61,15 +62,14 @@ def generate(
       `RolloutConfig.draft_tokens` is positive.
 
   Returns:
-    The state. `is_done` tests for the end; `generated` returns the tokens.
+    The state. `is_done` tests for its end; `generated` returns the tokens.
 
   Raises:
-    TypeError: `until`, `model` or a result of a function has the wrong type or
-      dtype, or the model returns a memory of other arrays.
-    ValueError: a number of `until` is negative or not scalar; the model returns
-      logits of another shape or a memory that it has not written, or `draft`
-      arrays of another shape; or `model` is a `functools.partial` whose config
-      has other numerics than the rollout.
+    TypeError: `until`, `model`, or a result of `model` or `draft` has the wrong
+      type or dtype, or `model` returns a memory with other arrays.
+    ValueError: a number of `until` is out of range or not a scalar; a result of
+      `model` or `draft` has the wrong shape; `model` returns a memory that it
+      did not write; or the `config` of `model` has other numerics.
   """
   check_model(model)
   check_numerics(state.config, model)
@@ -101,8 +101,8 @@ def _init_buffers(params: Any, state: RolloutState, model: Model) -> Buffers:
   queue, slots, config = state.queue, state.slots, state.config
   has_drafts = config.draft_tokens > 0
   if not has_drafts and not penalties.needs_seen(queue.sampling):
-    # The size of the vocabulary is not needed. Finding it traces the model once
-    # more, which takes seconds for a model of many unrolled layers.
+    # No buffer needs the size of the vocabulary. To find it, `shape_of_logits`
+    # traces the model, which takes seconds if many layers are unrolled.
     return Buffers()
   logits = shape_of_logits(
     params, queue, slots, state.memory, config, model=model

@@ -1,12 +1,12 @@
-"""Scores given answers, which are computed like the rest of a prompt.
+"""Scoring of given answers, which the model computes like prompts.
 
-A row of the queue holds the tokens of a prompt and an answer. `Queue.length` is
-one less than their number, because the last token is never computed. A sequence
-ends when `Queue.length` tokens are computed. The logits of a token give the
-log-prob of the next token.
+A row of the queue contains the tokens of a prompt and an answer. `Queue.length`
+is one less than their number, because the last token is never computed. A
+sequence ends when `Queue.length` tokens are computed. The logits of a token
+give the log-prob of the next token.
 
 Samples fork before the last token of their prompt. A step computes either
-tokens before this point, which need no logits, or tokens after it.
+tokens before this point, which need no logits, or later tokens.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class Scoring(NamedTuple):
   """The options of `score` that a step needs.
 
   Attributes:
-    widths: the width of a call for prompts, and that of a call for answers.
+    widths: the widths of a call for prompts and of a call for answers.
     temperature: float32[], above 0.
     entropy: True to record the entropy of each token's distribution.
     top_log_probs: the number of most likely tokens to record.
@@ -51,7 +51,7 @@ class Scoring(NamedTuple):
 
 
 class Scores(NamedTuple):
-  """Statistics that calls of the model record.
+  """Log-probs and statistics of the tokens that were scored so far.
 
   Attributes:
     log_probs: float32[Q, W], as `Queue.log_probs`.
@@ -63,14 +63,14 @@ class Scores(NamedTuple):
 
 
 class AnswerCounts(NamedTuple):
-  """Counts of a call of `score` so far, for N prompts.
+  """Counts for N prompts, which the loop of `score` carries.
 
   Attributes:
     computed: int32[N], the number of computed tokens.
     cached: int32[N], the number of tokens that lookups found in the cache.
     keeps_prompts: bool[], True if a prompt stays in its slot until all samples
-      have forked from it. False if there is one slot, or after pages ran out,
-      because samples could then wait forever.
+      have forked from it. False with a single usable slot, or after a slot got
+      no page, because the samples could then wait forever.
   """
 
   computed: Array
@@ -120,22 +120,22 @@ def keep_prompts(
   can_lead = are_computing(queue, slots) & has_prompt
   can_lead &= prompt_rest(queue, slots, cache) >= 0
   can_lead &= indexing.take(jnp.any(waits, axis=1), group, fill=False)
-  # Samples fork from the first slot of their prompt, see `admission_order`. The
-  # other slots go on, because they could hold all slots and wait forever.
+  # Samples fork from the first slot of their prompt, see `admission_order`. If
+  # other slots of the prompt stopped too, the samples might never get a slot.
   is_rival = (group[:, None] == group[None]) & can_lead[None]
   return can_lead & ~jnp.any(jnp.tril(is_rival, k=-1), axis=1)
 
 
 def limit_to_phase(rest: Array, missing: Array) -> tuple[Array, Array]:
-  """Keeps only tokens of prompts while any prompt is incomplete.
+  """Limits a step to tokens of prompts while any prompt is incomplete.
 
   Args:
-    rest: int32[B], the missing tokens before the last one of the prompt, see
-      `prompt_rest`; negative after the prompt.
+    rest: int32[B], the number of missing tokens before the last token of the
+      prompt; negative if the whole prompt is computed.
     missing: int32[B], the number of tokens that each slot could compute.
 
   Returns:
-    int32[B], the number to compute; int32[], an index of `Scoring.widths`.
+    int32[B], the number of tokens; int32[], the index in `Scoring.widths`.
   """
   is_answer = ~jnp.any(rest > 0)
   tokens = jnp.where(is_answer, missing, jnp.maximum(rest, 0))
@@ -143,11 +143,11 @@ def limit_to_phase(rest: Array, missing: Array) -> tuple[Array, Array]:
 
 
 def rows_of_columns(queue: Queue, rows: Rows, positions: Array) -> Rows:
-  """Returns the `Rows` that sampling would get after each column's token.
+  """Returns the `Rows` with which the token after each column was sampled.
 
   Args:
     queue: the sequences.
-    rows: the `Rows` of the columns, with the full lengths.
+    rows: the `Rows` of the columns, with the lengths of whole sequences.
     positions: int32[C], the position of each column's token.
   """
   exists = rows.numbers < queue.no_row
@@ -210,8 +210,8 @@ def _observe(
   )
 
   def observe_tile(temperature: Array, logits: Array, *rows: Array) -> Any:
-    # The maximum is subtracted first, because logits over a small temperature
-    # may be infinite.
+    # The maximum is subtracted first, because large logits overflow if they are
+    # divided by a small temperature.
     highest = reductions.maxima(logits)[:, None]
     return observe((logits - highest) / temperature, *rows)
 

@@ -20,7 +20,7 @@ def free_behind_windows(
   """Frees the pages behind the sliding windows of running sequences."""
   if not cache.config.skips_pages:
     return cache
-  # Without a row, a slot may hold pages of a rollout that `score` interrupts.
+  # In `score`, slots of the interrupted rollout keep their pages.
   return recycle(cache, mask=slots.row < queue.no_row)[0]
 
 
@@ -41,27 +41,27 @@ def grow(
     config: the options.
 
   Returns:
-    The cache; bool[B], slots whose sequence got no pages.
+    The cache; bool[B], slots with missing tokens that got no pages.
   """
   missing = missing_tokens(queue, slots, cache)
   tokens = limit_to_chunk(cache, missing, config)
   if drafts is not None:
     tokens += drafts
   cache, room = make_room(cache, rows_of(cache, None, None), tokens)
-  # Drafts starve no slot: `propose_drafts` proposes only drafts that fit.
+  # Drafts starve no slot: `propose_drafts` counts the free pages first.
   return cache, (missing > 0) & ~room.ok
 
 
 def needed_pages(
   queue: Queue, slots: Slots, cache: CacheState, config: RolloutConfig
 ) -> Array:
-  """Returns the number of pages that `grow` takes for the slots, int32[]."""
+  """Returns the number of pages that `grow` needs without drafts, int32[]."""
   missing = missing_tokens(queue, slots, cache)
   return num_new_pages(cache, limit_to_chunk(cache, missing, config))
 
 
 def num_new_pages(cache: CacheState, tokens: Array) -> Array:
-  """Returns the number of pages that slots lack for their next tokens, int32[].
+  """Returns the number of new pages that slots need for tokens, int32[].
 
   Args:
     cache: the cache.

@@ -1,4 +1,4 @@
-"""The caller's functions that take part in sampling, and their arguments."""
+"""Protocols of the functions `process` and `draft`, and their arguments."""
 
 from typing import Any
 from typing import NamedTuple
@@ -12,14 +12,14 @@ from jaxkv._src.engine.queue import Queue
 
 
 class Rows(NamedTuple):
-  """The sequences of R rows of logits, or of R tokens of a call.
+  """The sequence of each of R rows of logits, or of R tokens of a call.
 
   Attributes:
     numbers: int32[R], the row of the sequence in `Queue`; Q for none.
     ids: int32[R], the id of the sequence.
     counts: int32[R], the number of tokens sampled so far in this turn.
     lengths: int32[R], the current length, including the prompt.
-    last_tokens: int32[R], the last token.
+    last_tokens: int32[R], the last token of the sequence.
     extra: values of these sequences, a pytree of arrays [R, ...]; see
       `Requests`.
   """
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 class Process(Protocol):
   """A function that changes the logits of a step before tokens are sampled.
 
-  One call serves the next token of all slots.
+  One call processes the logits for the next token of every slot.
   """
 
   def __call__(
@@ -62,24 +62,24 @@ class Draft(Protocol):
   def __call__(
     self, params: Any, rows: Rows, tokens: Array, /
   ) -> tuple[Array, Array]:
-    """Returns draft tokens and their numbers.
+    """Returns draft tokens and the number of drafts of each row.
 
     Args:
       params: weights, as `generate` received them.
-      rows: the sequence of each slot, B rows.
+      rows: the sequence of each of B slots; Q for a slot that does not decode.
       tokens: int32[B, W], the tokens of each slot's sequence; W is the width of
         the queue.
 
     Returns:
       Tokens int32[B, K], where K is `RolloutConfig.draft_tokens`, and the
-      number of drafts in each row, int32[B]. The loop verifies drafts: a wrong
+      number of drafts in each row, int32[B]. All drafts are verified: a wrong
       draft costs time, but does not change the sampled tokens.
     """
     ...
 
 
 def rows_of(queue: Queue, numbers: Array) -> Rows:
-  """Returns the `Rows` of the sequences in rows int32[R] of the queue."""
+  """Returns the `Rows` of the sequences in queue rows `numbers`, int32[R]."""
   length = indexing.take(queue.length, numbers)
   return Rows(
     numbers=numbers,

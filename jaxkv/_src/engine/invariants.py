@@ -1,4 +1,4 @@
-"""Checks the invariants of a rollout between two steps."""
+"""Checks the invariants of a rollout between two calls."""
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,13 @@ from jaxkv._src.engine.state import RolloutState
 
 
 def check(state: RolloutState) -> None:
-  """Raises on the host if a rollout, or its cache, breaks an invariant.
+  """Raises if a rollout or its cache breaks an invariant; runs on the host.
 
   Args:
     state: the rollout.
 
   Raises:
-    CacheError: names the invariants that do not hold.
+    CacheError: an invariant does not hold.
   """
   laws = check_invariants(state)
   broken = [name for name, holds in laws.items() if not np.all(holds)]
@@ -49,24 +49,24 @@ def check_invariants(state: RolloutState) -> dict[str, Array]:
   | numbers   | the ids of sequences are distinct and below `next_id`        |
   | order     | `order` sorts the rows by priority and id; `place` is its    |
   |           | inverse                                                      |
-  | lengths   | prompt <= start <= length <= limit <= W; later tokens are 0  |
-  | drawn     | sampled tokens follow the prompt and have a version up to    |
-  |           | the current one; all tokens after `start` are sampled; other |
-  |           | tokens have log-prob 0                                       |
-  | ends      | `finish` has a reason if and only if a sequence ended        |
-  | slots     | each running sequence has exactly one slot and tokens left   |
-  |           | to compute; other slots hold no pages                        |
-  | leaders   | a sample waits for the slot of a sample of the same prompt   |
+  | lengths   | prompt <= start <= length <= limit <= W; the padding is 0    |
+  | drawn     | sampled tokens follow the prompt, and no version exceeds     |
+  |           | the current one; all tokens from `start` on are sampled;     |
+  |           | tokens that are not sampled have log-prob 0                  |
+  | ends      | `finish` is a reason if and only if the sequence has ended   |
+  | slots     | each running sequence has one slot, and either waits to fork |
+  |           | without pages or has tokens left; empty slots have no pages  |
+  | leaders   | a leader computes the prompt of each slot that waits for it  |
   | page_keys | each full page of a slot has the key of its tokens           |
 
-  The cache's invariants have names that begin with "cache_". The cost grows
-  with the pool and the queue.
+  The names of the cache's invariants begin with "cache_". The cost grows with
+  the pool and the queue.
 
   Args:
     state: the rollout.
 
   Returns:
-    bool[] by the name of the invariant.
+    bool[] for each name, True if the invariant holds.
   """
   return _check_invariants(state)
 
@@ -169,7 +169,7 @@ def _leaders(
   holds = (row < queue.no_row) & (first < queue.no_row)
   holds &= indexing.take(are_computing(queue, slots), leader)
   holds &= row // samples == first // samples
-  # The leader has not yet computed the last token of the common prompt.
+  # A leader has not computed the last token of the prompt.
   holds &= indexing.take(cache.length, leader) < lengths(queue, slots)
   return jnp.all(~waits | holds)
 
@@ -187,7 +187,7 @@ def _page_keys(queue: Queue, slots: Slots, cache: CacheState) -> Array:
   config = cache.config
   page = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
   stop = (page + 1) * config.page_size
-  # Computed pages have keys only where all groups end a page.
+  # Pages after the prompt have keys only where all groups end a page.
   is_end = stop % config.alignment == 0
   is_filled = is_end & (stop <= cache.length[:, None])
   is_current = indexing.take(queue.epochs, rows) == cache.epoch

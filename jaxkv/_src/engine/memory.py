@@ -1,4 +1,4 @@
-"""The memory: the cache, and the K/V pages that it manages."""
+"""The memory of a rollout: the cache, and the K/V pages that it manages."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ class Memory:
   Attributes:
     cache: the cache; `cache.epoch` is the version of the weights.
     kv: the K/V memory: a pool or a tuple of pools.
-    host: the pages in host memory, see `jaxkv.kv.init_host`; None without
+    host: pages in host memory, from `jaxkv.kv.init_host`; None without
       `CacheConfig.host_pages`.
   """
 
@@ -48,7 +48,7 @@ class Memory:
 
 
 def move_pages(memory: Memory) -> Memory:
-  """Makes the cache's pending moves of pages between device and host memory."""
+  """Moves the pages that the cache has scheduled to or from host memory."""
   pool, host = memory.cache.pool, memory.host
   if pool.host is None or host is None:
     return memory
@@ -58,7 +58,7 @@ def move_pages(memory: Memory) -> Memory:
 
 
 def check_memory(memory: Memory, config: RolloutConfig) -> None:
-  """Raises unless a rollout can begin with a memory.
+  """Raises unless a new rollout can use a memory.
 
   Raises:
     TypeError: a part of the memory has the wrong type.
@@ -78,7 +78,7 @@ def check_memory(memory: Memory, config: RolloutConfig) -> None:
 
 
 def check_pools(memory: Memory, config: RolloutConfig) -> None:
-  """Raises unless the cache and its memory are supported and fit together."""
+  """Raises unless the cache and the pools are supported and fit together."""
   cache, kv = memory.cache, memory.kv
   check_single(cache)
   sizes = cache.config
@@ -131,12 +131,12 @@ def _check_kinds(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
 def has_version(cache: CacheState, version: Array | int | None) -> Array:
   """Returns bool[], True if `version` is that of the cache's weights.
 
-  None is accepted for a traced cache, and for one without cached pages.
+  Also True if `version` is None and the cache is traced or has no cached pages.
 
   Raises:
     TypeError: `version` is not an integer.
-    ValueError: `version` is not a scalar. Outside of a trace, also if it
-      differs from `cache.epoch`, or is None while the cache has cached pages.
+    ValueError: `version` is not a scalar; or outside of a trace, it differs
+      from `cache.epoch`, or is None while the cache has cached pages.
   """
   epoch, index = cache.epoch, cache.pool.index
   # NumPy, because in a trace jax would trace even concrete arrays.

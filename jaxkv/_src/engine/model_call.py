@@ -76,7 +76,7 @@ def all_logits(model: Callable[..., tuple[Array, Any]]) -> Model:
     model: `(params, batch, kv) -> (logits [1, C, V], kv)`.
 
   Raises:
-    ValueError: in a call of the result, if the logits have the wrong shape.
+    TypeError, ValueError: in a call of the result, for invalid logits or `kv`.
   """
 
   def select_columns(params: Any, batch: Batch, kv: Pools) -> Any:
@@ -99,7 +99,7 @@ def check_model(model: Any) -> None:
 
 
 def check_numerics(config: RolloutConfig, model: Model) -> None:
-  """Raises ValueError if `model` is a partial with different numerics."""
+  """Raises ValueError if the `config` bound in `model` has other numerics."""
   if not isinstance(model, functools.partial):
     return
   numerics = getattr(model.keywords.get("config"), "numerics", None)
@@ -113,7 +113,7 @@ def check_numerics(config: RolloutConfig, model: Model) -> None:
 def run_model(
   model: Model, params: Any, batch: Batch, kv: Pools
 ) -> tuple[Array, Pools]:
-  """Calls a model, and raises unless it returns logits and its memory."""
+  """Calls a model and checks its results."""
   assert batch.columns is not None
   logits, new_kv = model(params, batch, kv)
   check_result(logits, new_kv, kv, batch.columns.shape, "`model`")
@@ -154,13 +154,13 @@ def call_model(
     memory: the cache and the K/V memory.
     work: the tokens and the width.
     drafts: int32[B, K], drafts of each slot; None without speculation.
-    draft_logits: a buffer for the logits of drafts, from `init_draft_logits`.
+    draft_logits: [D, V], from `init_draft_logits`.
     config: the options.
     scoring: the options of `score`; None if tokens are sampled.
     model: see `Model`.
 
   Returns:
-    The queue, with log-probs of given tokens; the K/V memory; and the logits.
+    The queue, with records of given tokens; the K/V memory; and the logits.
   """
   call = _StepCall(
     params, queue, slots, memory.cache, work, drafts, config, scoring, model
@@ -169,8 +169,7 @@ def call_model(
   scores = Scores(queue.log_probs, queue.records)
   last = None
   if scoring is None:
-    # The loops below carry the logits, so their shape must be known before the
-    # first call.
+    # The loops below carry the logits, so they need a buffer of this shape.
     shape = jax.eval_shape(
       lambda kv: call.run(kv, scores, 0, widths[0])[0], memory.kv
     )
@@ -189,14 +188,14 @@ def call_model(
     return kv, Logits(last, of_drafts), scores
 
   def run_from(number: int, carry: Any) -> Any:
-    """Runs the call in `work.width`, an index that is at least `number`."""
+    """Calls the model in `work.width`, which is an index >= `number`."""
     if number == len(widths) - 1:
       return run(number, carry)
-    # A conditional, or a switch, would copy the memory.
+    # `lax.cond` and `lax.switch` would copy the memory.
     carry = loops.at_most_once(
       work.width == number, functools.partial(run, number), carry
     )
-    # Nested, because on a GPU each loop costs a wait even if it does not run.
+    # Nested, because a GPU waits for the host at each loop, even an empty one.
     with jax.named_scope("rare/wider"):
       return loops.at_most_once(
         work.width > number, functools.partial(run_from, number + 1), carry
@@ -222,7 +221,7 @@ def call_decode(
 ) -> tuple[Queue, Pools, Logits]:
   """Calls the model with one token of each slot that decodes.
 
-  It equals `call_model` in the smallest width, without a choice of the width.
+  Equivalent to `call_model` in the smallest width, but without the loops.
   """
   call = _StepCall(
     params, queue, slots, memory.cache, work, None, config, None, model
@@ -265,7 +264,7 @@ class _StepCall:
 
     Returns:
       Logits [B + D, V] of last tokens and drafts, which `score` does not use;
-      the memory; and the statistics of given tokens.
+      the memory; and the scores of given tokens.
     """
     num_slots, config = self._slots.size, self._config
     batch = self._batch(kv, width)
@@ -274,7 +273,7 @@ class _StepCall:
     last = jnp.concatenate([self._work.last, drafts])
     is_prompt = self._scoring is not None and number == 0
     if is_prompt:
-      # One column, because a model may need one. Its logits are not used.
+      # A model may require at least one column. Its logits are not used.
       columns = columns[:1]
     elif self._scoring is None and not config.prompt_log_probs:
       columns = last
@@ -295,7 +294,6 @@ class _StepCall:
     """Returns the batch of a width, with `columns` still to be set."""
     num_slots, work, cache = self._slots.size, self._work, self._cache
     singles = num_slots + width.drafts
-    # A width without drafts has no columns for them.
     views, slot_of = _first_rows(self._single, singles), work.slots[:singles]
     if not width.drafts:
       views = self._with_shared_pages(kv, views)
@@ -327,25 +325,25 @@ class _StepCall:
     )
 
   def _single_tokens(self, drafts: Array | None) -> Array:
-    """Returns the tokens of the single columns, int32[B + D]."""
+    """Returns the tokens of single and draft columns, int32[B + D]."""
     work, num_slots = self._work, self._slots.size
     tokens = self._tokens_at(work.slots, self._single[0].starts)
     if drafts is None:
       return tokens
-    # A draft's offset counts from its slot's last token.
+    # The slot's last token has offset 0, so its first draft has offset 1.
     number = work.offsets[num_slots:] - 1
     draft = indexing.take(drafts, work.slots[num_slots:], number)
     return jnp.concatenate([tokens[:num_slots], draft])
 
   def _tokens_at(self, slots: Array, positions: Array) -> Array:
-    """Returns the tokens at positions of slots, int32[X]; 0 if empty."""
+    """Returns the tokens at positions of slots, int32[X]; 0 for no slot."""
     rows = indexing.take(self._slots.row, slots, fill=self._queue.no_row)
     return indexing.take(self._queue.tokens, rows, positions)
 
   def _with_shared_pages(
     self, kv: Pools, views: tuple[View, ...]
   ) -> tuple[View, ...]:
-    """Returns views that mark the pages that forks share, if this is faster."""
+    """Returns views with the pages that forks share; see `share`."""
     num_slots, samples = self._slots.size, self._config.num_samples
     pool = _first_kv_pool(kv)
     if samples == 1 or pool is None:
@@ -365,11 +363,11 @@ class _StepCall:
   def _with_prompts(
     self, records: Records, logits: Array, batch: Batch
   ) -> Records:
-    """Records log-probs of tokens that were not sampled.
+    """Records log-probs of prompt tokens and of tokens from `extend`.
 
     Args:
       records: the records.
-      logits: [C, V], of every column.
+      logits: [C, V], the logits of every column.
       batch: the columns.
     """
     queue, raw = self._queue, records.raw_log_probs
@@ -440,7 +438,7 @@ def _first_rows(views: tuple[View, ...], count: int) -> tuple[View, ...]:
 
 
 def _first_kv_pool(memory: Pools) -> KVPages | None:
-  """Returns the first K/V pool, whose sizes decide whether to mark pages."""
+  """Returns the first pool with keys and values, or None if there is none."""
   pools = memory if isinstance(memory, tuple) else (memory,)
   for pool in pools:
     if isinstance(pool, KVPages) and pool.v is not None:

@@ -1,9 +1,9 @@
-"""N-gram tables: propose the text that followed an earlier match as a draft.
+"""Proposes draft tokens from n-gram matches.
 
-A draft is the text after the last place at which the sequence's last n-gram
-occurred in its prompt or in any sample of the prompt. A hash table for each
-prompt has the last place of each n-gram. As n-grams can collide, a place is a
-match only if its tokens are equal.
+A draft is the text that followed the last N tokens of a sequence at their last
+occurrence, in its prompt or in any sample of the prompt. N is
+`RolloutConfig.draft_match`. The table of a prompt maps the hash of an n-gram to
+its last occurrence. Hashes can collide, so the tokens are compared too.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 from jaxkv._src.engine.config import RolloutConfig
 
-LIKELY = 0.5  # Minimum probability that all drafts of a step are accepted.
+LIKELY = 0.5  # Minimum probability that all drafts of a row are accepted.
 _FIRST_RATE = 0.8  # Initial acceptance rate.
 _DECAY = 0.8  # Decay of the moving average of acceptance rates.
 _RECOVERY = 0.01  # Added to a low rate at each match without a draft.
@@ -27,11 +27,11 @@ _RECOVERY = 0.01  # Added to a low rate at each match without a draft.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NgramTables:
-  """Tables of n-grams with Z entries, and acceptance rates.
+  """A table of Z entries for each of P prompts, and acceptance rates.
 
   Attributes:
-    table: the last place of each n-gram as column * G + sample + 1; 0 for none.
-      One table for each prompt.  # int32[P, Z]
+    table: column * G + sample + 1, where `column` follows the last occurrence
+      of an n-gram in one of the G samples; 0 for none.  # int32[P, Z]
     rate: the acceptance rate of each sequence's drafts.  # float32[Q]
   """
 
@@ -46,13 +46,14 @@ def init_tables(
 
   Args:
     tokens: int32[Q, W], the sequences.
-    lengths: int32[Q].
+    lengths: int32[Q], the lengths of the prompts.
     config: the options.
   """
   if not config.draft_tokens:
     return None
   total, width = tokens.shape
-  # A power of two, and at least twice the n-grams, so that few of them collide.
+  # At least twice the number of n-grams, so that few collide. `_place` needs a
+  # power of two.
   size = 1 << (2 * width * config.num_samples - 1).bit_length()
   tables = NgramTables(
     table=jnp.zeros((total // config.num_samples, size), jnp.int32),
@@ -69,7 +70,7 @@ def reset_rows(
   rows: Array,
   config: RolloutConfig,
 ) -> NgramTables:
-  """Resets the tables of new sequences in rows int32[R], in whole groups."""
+  """Resets tables and rates in rows int32[R], the rows of whole groups."""
   samples, no_row = config.num_samples, tokens.shape[0]
   # A group shares one table, whose first n-grams are those of the prompt.
   first = rows[::samples]
@@ -94,10 +95,10 @@ def add_tokens(
   config: RolloutConfig,
   max_tokens: int,
 ) -> NgramTables:
-  """Adds the tokens `start` to `stop - 1` of each row to its table.
+  """Adds the n-grams before columns `start` to `stop - 1` of rows to tables.
 
-  `rows`, `start` and `stop` are int32[R]. At most `max_tokens` tokens of a row
-  are added; row Q has no tokens.
+  `rows`, `start` and `stop` are int32[R]. At most `max_tokens` columns of a row
+  are used, and none of row Q.
   """
   samples, no_row = config.num_samples, tokens.shape[0]
   column = start[:, None] + jnp.arange(max_tokens, dtype=jnp.int32)[None]
@@ -105,7 +106,7 @@ def add_tokens(
   inside &= (rows < no_row)[:, None]
   place = _place(tables, _ngrams_before(tokens, rows, column, config))
   group = indexing.where_valid(inside, (rows // samples)[:, None])
-  # The maximum keeps the last of equal n-grams.
+  # The maximum keeps the last place of an n-gram.
   value = column * samples + (rows % samples)[:, None] + 1
   table = indexing.put_max(tables.table, group, place, values=value)
   return dataclasses.replace(tables, table=table)
@@ -143,8 +144,8 @@ def propose(
   """Proposes the next tokens of rows, int32[B], where `decodes` is True.
 
   Returns:
-    int32[B, K], the drafts; int32[B], their number; and bool[B], rows with an
-    n-gram match, see `learn`.
+    int32[B, K], the drafts; int32[B], the number of tokens after the match,
+    which may exceed K; and bool[B], rows with an n-gram match, see `learn`.
   """
   samples, max_drafts = config.num_samples, config.draft_tokens
   length = indexing.take(lengths, rows)
@@ -173,7 +174,7 @@ def propose(
 def likely_lengths(
   tables: NgramTables, rows: Array, config: RolloutConfig
 ) -> Array:
-  """Returns the most drafts all accepted with a probability >= LIKELY."""
+  """Returns int32[B], the most drafts with P(all accepted) >= LIKELY."""
   rate = indexing.take(tables.rate, rows)
   powers = jnp.cumprod(
     jnp.broadcast_to(rate[:, None], (rate.shape[0], config.draft_tokens)),
@@ -194,10 +195,10 @@ def learn(
   Args:
     tables: the tables.
     rows: int32[B]; Q for none.
-    has_match: bool[B], rows with an n-gram match. The rate of rows that match
-      but have no draft recovers slowly, so they are tried again later.
+    has_match: bool[B], rows with an n-gram match. If a row matches but has no
+      drafts, its rate rises slowly, so that drafts are tried again later.
     drafted: int32[B], the number of draft tokens.
-    accepted: int32[B], the number of accepted tokens.
+    accepted: int32[B], the number of accepted draft tokens.
   """
 
   def learned() -> Array:

@@ -1,4 +1,4 @@
-"""Computes the chain keys of pages from tokens, before any K/V is computed."""
+"""Computes the keys of pages from tokens, before any K/V is computed."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from jaxkv._src.engine.queue import Queue
 def page_keys(
   cache: CacheState, tokens: Array, salts: Array | None
 ) -> Array | None:
-  """Returns the key after each page of tokens int32[R, X].
+  """Returns the chain key after each page of S tokens, in int32[R, X] tokens.
 
   The keys are uint32[R, X // S, 4]; None without prefix caching.
   """
@@ -33,7 +33,7 @@ def page_keys(
 
 
 def rehash(queue: Queue, cache: CacheState, rows: Array) -> Queue:
-  """Replaces the page keys of rows int32[R] by those of the current epoch."""
+  """Sets the page keys of rows int32[R] to those of the current epoch."""
   salts = queue.salts
   keys = page_keys(
     cache,

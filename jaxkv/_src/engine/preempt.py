@@ -1,4 +1,4 @@
-"""Preempts one running sequence if any of them got no page."""
+"""Preempts a running sequence if a slot got no page for its next tokens."""
 
 import dataclasses
 from typing import NamedTuple
@@ -22,10 +22,11 @@ class Victims(NamedTuple):
   """The sequence to preempt, and the samples that wait to fork from it.
 
   Attributes:
-    is_victim: bool[B], at most one slot.
-    leaves: bool[B], the victim, and the samples that wait for its prompt.
-    is_alone: bool[], True if no other sequence holds pages. More pages can then
-      never become free, so the victim fails.
+    is_victim: bool[B], True for the victim's slot; at most one is True.
+    leaves: bool[B], True for the victim's slot, and for the slots of samples
+      that wait to fork from the victim.
+    is_alone: bool[], True if no other sequence of the rollout holds pages. The
+      victim then fails, because no page can become free for it.
   """
 
   is_victim: Array
@@ -36,10 +37,10 @@ class Victims(NamedTuple):
 def choose_victim(
   queue: Queue, slots: Slots, cache: CacheState, starved: Array
 ) -> Victims:
-  """Chooses a victim if a slot in `starved`, bool[B], got no page.
+  """Chooses a victim if `starved`, bool[B], is True for any slot.
 
-  The victim has the lowest priority, then the fewest computed tokens, then the
-  last place in the queue.
+  The victim has the highest `Queue.priority`; among equals, the fewest computed
+  tokens; among these, the last place in the queue.
   """
   computing = are_computing(queue, slots)
   candidates = computing
@@ -47,11 +48,10 @@ def choose_victim(
     priority = indexing.take(queue.priority, slots.row)
     priority = jnp.where(candidates, priority, jnp.int32(-(2**31)))
     candidates &= priority == jnp.max(priority)
-  # This choice minimizes the tokens to compute again.
   length = jnp.where(candidates, cache.length, indexing.NOWHERE)
   candidates &= length == jnp.min(length)
   place = jnp.where(candidates, places(queue, slots), -1)
-  # Of equal sequences the last one leaves, so the first one always advances.
+  # Of equals, the last in the queue is preempted, so that the first advances.
   slot = jnp.arange(slots.size, dtype=jnp.int32)
   chosen = jnp.argmax(place).astype(jnp.int32)
   is_victim = jnp.any(starved) & (slot == chosen) & candidates
@@ -63,7 +63,7 @@ def choose_victim(
 
 
 def requeue_victims(queue: Queue, slots: Slots, victims: Victims) -> Queue:
-  """Puts victims back into the queue; a victim that is alone fails instead."""
+  """Sets sequences that leave to WAITING, but a victim alone to FAILED."""
   rows = slots.row
   queue = set_status(queue, rows, victims.leaves, SequenceStatus.WAITING)
   code = jnp.full_like(rows, Status.OUT_OF_PAGES)
@@ -71,7 +71,7 @@ def requeue_victims(queue: Queue, slots: Slots, victims: Victims) -> Queue:
 
 
 def vacate(slots: Slots, leaves: Array, no_row: int) -> Slots:
-  """Removes the sequences of slots bool[B]; the caller frees their pages."""
+  """Empties the slots in `leaves`, bool[B]; the caller frees their pages."""
   return dataclasses.replace(
     slots,
     row=jnp.where(leaves, no_row, slots.row),

@@ -1,7 +1,7 @@
 """The queue: all sequences of a rollout, their settings and their results.
 
-One row holds a sequence's prompt, its generated tokens and the tokens of
-`extend`, so preempted and extended sequences are admitted like new ones.
+A row has all tokens of a sequence, from its prompt, from sampling and from
+`extend`. So preempted and extended sequences are admitted like new ones.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxkv._src.engine.ngrams import NgramTables
 from jaxkv._src.sampling.settings import Sampling
 
 NOT_SAMPLED = -1
-"""The version of a token that was not sampled."""
+"""The value of `Queue.versions` for a token that was not sampled."""
 
 
 class SequenceStatus(enum.IntEnum):
@@ -41,8 +41,8 @@ class Finish(enum.IntEnum):
   """Reason for the end of a sequence.
 
   UNFINISHED: the sequence has not ended.
-  STOP_TOKEN: it sampled the stop token `stop`, which is its last token.
-  STOP_STRING: its text contains the stop string with the index `stop`.
+  STOP_TOKEN: it sampled the stop token `Queue.stop`.
+  STOP_STRING: its text contains the stop string with the index `Queue.stop`.
   LENGTH: it reached its maximum length.
   ABORTED: `abort` ended it.
   FAILED: an error ended it; `Queue.code` has the reason.
@@ -69,8 +69,8 @@ class Records:
     unfiltered_log_probs: the log-prob of the token at its temperature, before
       `min_p`, `top_k` and `top_p`.  # float32[Q, W]
     entropy: the entropy of the distribution in nats.  # float32[Q, W]
-    top_tokens: the most likely tokens, descending.  # int32[Q, W, X]
-    top_log_probs: their log-probs.  # float32[Q, W, X]
+    top_tokens: the X most likely tokens, most likely first.  # int32[Q, W, X]
+    top_log_probs: the log-probs of `top_tokens`.  # float32[Q, W, X]
   """
 
   raw_log_probs: Array | None = None
@@ -83,19 +83,18 @@ class Records:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Queue:
-  """Q sequences of up to W tokens; rows p * G to p * G + G - 1 are a group.
+  """Q sequences of up to W tokens.
 
-  A group has the G samples of one prompt. All arrays [Q, W] are aligned with
-  `tokens`.
+  Rows p * G to p * G + G - 1 are the group of prompt p: its G samples. All
+  arrays [Q, W] are aligned with `tokens`.
 
   Attributes:
     tokens: the prompt, then sampled tokens and those of `extend`, then 0.
       # int32[Q, W]
     ids: the id of the sequence in each row.  # int32[Q]
-    prompt_length: the length of the first prompt.  # int32[Q]
+    prompt_length: the length of the prompt in `Requests`.  # int32[Q]
     length: the total number of tokens.  # int32[Q]
-    start: the length at the start of this turn, after the prompt or `extend`.
-      # int32[Q]
+    start: the length at the start of the current turn.  # int32[Q]
     limit: the length at which the sequence ends.  # int32[Q]
     budget: the default maximum number of tokens sampled in a turn.  # int32[Q]
     log_probs: the log-prob of each sampled token in the distribution that it
@@ -114,15 +113,15 @@ class Queue:
     sampling: settings of each sequence; fields that are None are not compiled.
     extra: the values for `process` and the model, a pytree of arrays [Q, ...];
       None for no values.
-    computed: the largest number of tokens computed so far.  # int32[Q]
-    overtaken: the number of later sequences that entered first.  # int32[Q]
+    computed: the largest length in the cache so far.  # int32[Q]
+    overtaken: the number of later sequences admitted before it.  # int32[Q]
     order: the rows, sorted by priority, then by id.  # int32[Q]
     place: the position of each row in `order`.  # int32[Q]
     epochs: the epoch for which a row's page keys are valid. In other epochs the
       sequence does not look up pages.  # uint32[Q]
-    page_keys: the chain key after each page of a prompt. After the prompt, keys
-      are set only at computed positions where all groups end a page. None
-      without prefix caching.  # uint32[Q, W // S, 4]
+    page_keys: the chain key after each page of S tokens. A page with sampled
+      tokens gets a key when it is committed, if all groups end a page there.
+      None without prefix caching.  # uint32[Q, W // S, 4]
     next_id: the id of the next sequence that `submit` adds.  # int32[]
     priority: lower numbers are admitted first and preempted last; None for
       equal priorities.  # int32[Q]
@@ -130,10 +129,10 @@ class Queue:
       for no salts.  # uint32[Q, 4]
     stop_states: the stop-string automaton's state of each sequence; None
       without stop strings.  # int32[Q]
-    experts: the experts of each token, written when the sequence leaves a slot;
-      -1 if unknown. None unless `RolloutConfig.record_experts`.
-      # int16 or int32[Q, W, J, k]
-    ngrams: tables of n-grams for speculation; None without it.
+    experts: the k experts of each token in each of J layers, written when the
+      sequence leaves a slot; -1 if unknown. None unless
+      `RolloutConfig.record_experts`.  # int16 or int32[Q, W, J, k]
+    ngrams: tables of n-grams; None without speculation.
   """
 
   tokens: Array
@@ -197,7 +196,7 @@ def order_of(ids: Array, priority: Array | None) -> tuple[Array, Array]:
 
 
 def first_of(condition: Array, count: int) -> Array:
-  """Returns the first `count` indices of True in bool[X], padded with X."""
+  """Returns the first `count` indices where bool[X] is True, padded with X."""
   size = condition.shape[0]
   rank = jnp.cumsum(condition, dtype=jnp.int32) - 1
   return indexing.put(
@@ -215,7 +214,7 @@ def set_status(queue: Queue, rows: Array, mask: Array, status: int) -> Queue:
 
 
 def fail(queue: Queue, rows: Array, mask: Array, code: Array) -> Queue:
-  """Sets the status FAILED and codes int32[R] of rows where `mask` is True."""
+  """Fails rows int32[R] with codes int32[R] where `mask` is True."""
   queue = set_status(queue, rows, mask, SequenceStatus.FAILED)
   place = indexing.where_valid(mask, rows)
   return dataclasses.replace(

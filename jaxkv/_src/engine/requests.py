@@ -1,4 +1,4 @@
-"""Requests: prompts, and the settings of the samples that they ask for."""
+"""Requests: prompts, and the settings of their samples."""
 
 import dataclasses
 from collections.abc import Callable
@@ -38,10 +38,10 @@ class Requests:
     num_samples: the number of samples of each prompt, 0 .. G in `init` and
       1 .. G in `submit`; None for G.  # int32[P]
     priority: lower numbers are admitted first and preempted last; None for
-      equal priorities. If pages are scarce, later sequences that need fewer may
-      still enter first, up to `RolloutConfig.max_overtaken` times. With negated
-      expected lengths, the longest sequences start first, which keeps slots
-      busy to the end.  # int32[P * G]
+      equal priorities. If pages are scarce, up to `RolloutConfig.max_overtaken`
+      later sequences that need fewer pages may still be admitted first. With
+      negated expected lengths as priorities, the longest sequences start first,
+      which keeps slots busy to the end.  # int32[P * G]
     salts: see `jaxkv.salt`. Samples with different salts, such as those of
       different adapters, share no pages. None for no salts.
       # uint32[P * G, 4]
@@ -104,7 +104,7 @@ def as_requests(requests: Any, config: RolloutConfig) -> Requests:
   sampling = as_sampling(requests.sampling, total)
   strings = sampling.stop_strings
   if strings is not None:
-    # One entry for each sample, which `submit` can replace.
+    # A start state for each sample, because `submit` writes rows of the queue.
     strings = dataclasses.replace(strings, start=strings.init(total))
     sampling = dataclasses.replace(sampling, stop_strings=strings)
   return Requests(
@@ -126,7 +126,7 @@ def map_rows(
 ) -> Requests:
   """Maps functions over the arrays of requests, as `jax.tree.map` does.
 
-  The tables of stop strings are not mapped, but taken from `requests`.
+  The result has the tables of stop strings of `requests`, unchanged.
 
   Args:
     of_prompts: a function of arrays with a row for each prompt.
@@ -190,7 +190,7 @@ def width_of(columns: int, config: RolloutConfig) -> int:
 
 
 def check_columns(columns: int, width: int) -> None:
-  """Raises ValueError if prompts leave no column of W for a new token."""
+  """Raises ValueError unless `columns` is below `width`."""
   if columns >= width:
     raise ValueError(
       f"`requests.tokens` must have fewer than {width} columns, got {columns}; "
@@ -216,7 +216,7 @@ def check_fits(
 ) -> None:
   """Raises ValueError unless the sequences fit into slots, rows and the pool.
 
-  Traced numbers are not checked.
+  If a length or a limit is traced, only the shapes are checked.
   """
   columns = requests.tokens.shape[1]
   width = width_of(columns, config)
@@ -252,8 +252,8 @@ def check_fits(
 def _longest(
   requests: Requests, sampling: Sampling, config: RolloutConfig
 ) -> int:
-  """Returns the maximum length of a sequence, 0 for none; checks lengths."""
-  # NumPy, because in a trace jax would trace even concrete arrays.
+  """Returns the maximum length of a sequence; raises for invalid lengths."""
+  # NumPy, because inside a trace jnp would trace even concrete arrays.
   lengths = np.asarray(requests.lengths)
   columns = requests.tokens.shape[1]
   # A prompt without samples may have any length.
@@ -279,8 +279,8 @@ def max_pages(
   """Returns the maximum number of pages of one sequence, by group.
 
   The sequence has up to `longest` tokens, and a step computes up to `in_flight`
-  of them. In a recurrent group it holds the page of the last state and one for
-  the next, because a step never passes the end of a page.
+  of them. In a recurrent group, a sequence holds the page of the last state and
+  one for the next state, because a step never passes the end of a page.
   """
 
   def most(kind: GroupKind, size: int) -> int:
@@ -288,7 +288,7 @@ def max_pages(
       return 2
     pages = kind.most_pages(size, in_flight, longest)
     # `ChunkedLocal.most_pages` is vLLM's bound, for chunks of whole pages. A
-    # chunk of another size can begin inside a page.
+    # chunk of another size can begin inside a page, and then needs one more.
     return pages + (isinstance(kind, ChunkedLocal) and kind.chunk % size > 0)
 
   return tuple(

@@ -1,8 +1,9 @@
 """Samples the tokens of a step, and verifies drafts.
 
-Without speculation a sequence samples one token. With speculation, if the token
-equals the draft, it samples the next token from the logits of the draft, and so
-on. So speculation changes no token, whatever `Sampling` and `process` do.
+Without speculation, a sequence samples one token in a step. With speculation,
+while the sampled token equals the draft token at its position, the sequence
+samples another token, from the logits of that draft. So speculation changes no
+token, whatever `Sampling` and `process` do.
 """
 
 import dataclasses
@@ -69,7 +70,7 @@ class Sampled(NamedTuple):
 
 
 def init_tally(queue: Queue, slots: Slots, vocab_size: int) -> Tally | None:
-  """Returns a tally without sequences; None without penalties."""
+  """Returns an empty tally; None without penalties."""
   if not penalties.needs_seen(queue.sampling):
     return None
   rows = jnp.full((slots.size,), queue.no_row, jnp.int32)
@@ -88,7 +89,6 @@ def count_entrants(
     return (tally.rows != slots.row) & (slots.row < queue.no_row)
 
   def count_one(tally: Tally) -> Tally:
-    # One sequence at a time, because few enter in one step.
     slot = jnp.argmax(is_new(tally)).astype(jnp.int32)
     row = slots.row[slot][None]
     counts = penalties.seen_in(
@@ -130,7 +130,7 @@ def sample_tokens(
     logits: from `call_model`.
     drafts: int32[B, K], draft tokens of each slot; None without speculation.
     tally: from `count_entrants`.
-    read: int32[], depends on earlier reads of `queue`; see `loops.read_before`.
+    read: int32[], a value from earlier reads of `queue`, see `read_before`.
     version: int32[], the version of the weights.
     config: the options.
     process: see `generate`.
@@ -186,7 +186,7 @@ class _Sampler:
   ) -> tuple[Queue, Sampled, Array]:
     """Samples a token for each slot in `samples` bool[B] from logits [B, V].
 
-    If the log-prob of its token is not finite, a sequence fails instead.
+    A sequence fails if the log-prob of its token is not finite.
 
     Returns:
       The queue, the results, and the tokens int32[B].
@@ -204,8 +204,8 @@ class _Sampler:
       extra = jax.tree.map(
         lambda old, new: indexing.put(old, place, values=new), extra, new_extra
       )
-    # The key and the count of generated tokens belong to the sequence, so a
-    # draw depends on neither the slot nor the step.
+    # A draw depends on the sequence's key and number of tokens, but on neither
+    # the slot nor the step.
     drawn = sample.draw(
       queue.keys[jnp.minimum(row, queue.no_row - 1)],
       indexing.take(queue.length - queue.prompt_length, row),
@@ -219,7 +219,7 @@ class _Sampler:
       exact=config.numerics == "exact",
       parts=config.vocab_parts,
     )
-    # These logits are not a distribution, so the token would be arbitrary.
+    # A log-prob is not finite if the logits define no distribution.
     fails = samples & ~jnp.isfinite(drawn.log_probs)
     samples &= ~fails
     ending = endings(queue, rows, drawn.tokens, sampling, config)
@@ -275,7 +275,7 @@ def _append(
   Returns:
     The queue; bool[B], True for sequences that ended with this token.
   """
-  # Rows that do not sample are out of range, so that nothing is written.
+  # Where `mask` is False, `place` is out of range, so nothing is written.
   place = indexing.where_valid(mask, rows)
   length = indexing.take(queue.length, place)
   ended = mask & (ending.finish > 0)

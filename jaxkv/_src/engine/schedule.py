@@ -25,7 +25,7 @@ CHUNK_ROWS = 8
 
 
 class Width(NamedTuple):
-  """Numbers of columns of a call, without the single columns.
+  """The width of a call: its numbers of columns besides the single columns.
 
   Attributes:
     drafts: the number of draft columns.
@@ -43,12 +43,15 @@ class Work(NamedTuple):
     counts: int32[B], the number of tokens of each slot, without drafts.
     width: int32[], the chosen width, an index into the tuple from `widths`.
     order: int32[B], slots that prefill, in queue order; then the other slots.
-    chunks: int32[B], tokens in chunk columns, for each slot of `order`.
+    chunks: int32[B], the number of tokens in chunk columns of each slot, in the
+      order of `order`.
     slots: int32[B + D], the slot of each single column, then of each draft
       column; B for none.
-    offsets: int32[B + D], the token's index, counted from the committed tokens.
+    offsets: int32[B + D], the number of the slot's uncommitted tokens before
+      the column's token.
     last: int32[B], the column of each slot's last token, ignoring drafts.
-    drafts: int32[B], drafts of each slot; None without speculation.
+    drafts: int32[B], the number of drafts of each slot; None without
+      speculation.
     begins: int32[B], the index of each slot's first draft among all drafts.
   """
 
@@ -68,8 +71,9 @@ def widths(config: RolloutConfig) -> tuple[Width, ...]:
 
   The number of chunk columns is 0, `prefill_chunk` or a quarter of
   `prefill_chunk`, which makes the end of a prompt cheap. A quarter below 64 is
-  omitted: it would save little, and each width compiles the model once. The
-  number of draft columns is 0, `draft_columns` or, unless below 2, a quarter.
+  omitted: it would save little, and the model is compiled for each width. The
+  number of draft columns is 0, `draft_columns` or a quarter of `draft_columns`,
+  if the quarter is at least 2.
   """
   prompts = _sizes(config.prefill_chunk, 64)
   drafts = (0,)
@@ -101,9 +105,10 @@ def schedule(
 ) -> Work:
   """Chooses the tokens of a step.
 
-  To limit padding, a width is chosen only if tokens fill three quarters of it.
-  But prompt tokens that do not fit into idle single columns get at least the
-  smallest number of chunk columns. Drafts without a column are dropped.
+  To limit padding, a width is chosen only if tokens fill three quarters of its
+  columns. But if prompt tokens do not fit into the idle single columns, at
+  least the smallest width with chunk columns is chosen. Drafts without a column
+  are dropped.
 
   Args:
     missing: int32[B], the number of tokens that each slot could compute.
@@ -111,11 +116,12 @@ def schedule(
       slots have at most one token.
     places: int32[B], a sort key for each slot; the lowest comes first.
     sizes: from `widths`.
-    drafts: int32[B], drafts of slots that decode; None without speculation.
+    drafts: int32[B], the number of drafts of slots that decode; None without
+      speculation.
     one_part: True to compute prompt tokens in chunk columns only, as recurrent
       layers require.
-    width: int32[], the index of the width in `sizes`; None to choose one. To
-      choose, the first of `sizes` must have no chunk columns.
+    width: int32[], the index of the width in `sizes`; None to choose one, if
+      the first width has no chunk columns.
     axis: see `RolloutConfig.lockstep_axis`.
   """
   num_slots = missing.shape[0]
@@ -134,7 +140,7 @@ def schedule(
   # layer passes its state along a row, so a sequence must be in one row.
   if one_part:
     idle = sharding.zeros_like(idle)
-  # A view of chunks has CHUNK_ROWS rows. Later sequences get idle columns only.
+  # The view of chunks has CHUNK_ROWS rows, one for each sequence.
   max_chunks = ends[:CHUNK_ROWS][-1]
   if width is None:
     columns = jnp.asarray(sorted({size.prompts for size in sizes}), jnp.int32)
@@ -191,7 +197,7 @@ def decode_work(going: Array, offsets: Array) -> Work:
 
   Args:
     going: bool[B], the slots that decode.
-    offsets: int32[B], the token's index, counted from the committed tokens.
+    offsets: int32[B], the number of uncommitted tokens before the token.
   """
   num_slots = going.shape[0]
   slot = jnp.arange(num_slots, dtype=jnp.int32)
@@ -210,7 +216,7 @@ def decode_work(going: Array, offsets: Array) -> Work:
 def _with_drafts(
   work: Work, drafts: Array, sizes: tuple[Width, ...], axis: str | None
 ) -> tuple[Work, Array]:
-  """Adds columns for `drafts` int32[B]; also returns the number of columns."""
+  """Returns the work with draft columns, and the number of these columns."""
   columns = jnp.asarray(sorted({size.drafts for size in sizes}), jnp.int32)
   num_prompt_widths = len({size.prompts for size in sizes})
   total = jnp.sum(drafts, dtype=jnp.int32)

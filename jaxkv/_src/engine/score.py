@@ -87,9 +87,9 @@ def score(
 ) -> tuple[Any, Any]:
   """Computes log-probs of G completions of each of N prompts.
 
-  The model computes each prompt once for all its completions, and only the
-  tokens after its cached prefix. Computed pages are cached. So scoring the
-  samples of a rollout costs little more than the completions.
+  The model computes each prompt once for all of its completions, without the
+  prefix that is cached. Computed pages become cached. So scoring the samples of
+  a rollout costs little more than computing the completions.
 
   The loop is a `while_loop` on the device. Jit it with the state donated, as
   `jax.jit(functools.partial(score, model=model), donate_argnums=1)`, so that
@@ -98,7 +98,8 @@ def score(
 
   Scoring uses only empty slots and frees them at the end. Running sequences are
   unchanged. Completions share the pages of their prompt. If only one slot is
-  empty, or pages are scarce, a completion may recompute the last, partial page.
+  empty, or pages are scarce, a completion may recompute the prompt's tokens
+  after its last full page.
 
   After a change of the weights, call `update_weights`, or `jaxkv.new_epoch` for
   the cache of a `Memory`; otherwise pages of the old weights are reused.
@@ -115,8 +116,8 @@ def score(
       the length 0.
     completions: int32[N, G, R], padded at the end.
     completion_lengths: int32[N, G], 0 .. R.
-    model: see `Model`. `Batch.rows` numbers the sequences 0 .. N * G - 1, and
-      has the lengths that they had while they were sampled.
+    model: see `Model`. In `Batch.rows`, sequences have the numbers and ids
+      0 .. N * G - 1, and the lengths with which their next token was sampled.
     temperature: float32[], divides the logits before the softmax; 0 means 1.
     entropy: static; True to compute the entropy of each distribution.
     top_log_probs: static; the number of most likely tokens to return.
@@ -139,7 +140,7 @@ def score(
     TypeError: an argument has the wrong type or dtype.
     ValueError: an argument is out of range; an argument or the logits have the
       wrong shape; the cache is not supported, such as one with CrossAttention;
-      the memory does not fit the cache; or `version` differs from its epoch.
+      the memory does not fit the cache; or `version` is not `cache.epoch`.
 
   Examples:
     >>> import functools, jax, jaxkv
@@ -186,7 +187,7 @@ def score(
     num_samples=samples,
     max_new_tokens=columns,
     prefill_chunk=chunk,
-    # All samples of a prompt can enter in one step, and then fork from it.
+    # All samples of a prompt can be admitted in one step, and then fork.
     admissions=max(samples, 16),
     window=max(samples, 32),
     entropy=entropy,
@@ -235,14 +236,14 @@ def _score(
     is_current = has_version(memory.cache, version)
   busy = jnp.zeros((memory.cache.config.num_slots,), bool)
   if isinstance(state, RolloutState):
-    # A slot without pages is also in use if its sequence has just entered it.
+    # A slot without pages is in use if its sequence waits to fork.
     busy = state.slots.row < state.queue.no_row
   work = _begin(memory, groups, config, busy, is_current)
   is_usable = (work.slots.row == work.queue.no_row) & is_empty(
     memory.cache, jnp.arange(work.slots.size, dtype=jnp.int32)
   )
   num_usable = jnp.sum(is_usable, dtype=jnp.int32)
-  # If running sequences occupy all slots, no slot becomes empty.
+  # Running sequences keep their slots, so the loop would never end.
   work = dataclasses.replace(work, queue=_fail_all(work.queue, num_usable == 0))
   counts = jnp.zeros((2, groups.completions.shape[0]), jnp.int32)
   buffers = Buffers(answers=AnswerCounts(counts[0], counts[1], num_usable > 1))
@@ -361,7 +362,6 @@ def _begin(
   rows = jnp.arange(queue.size, dtype=jnp.int32)[:, None]
   place = indexing.where_valid(exists, queue.prompt_length[:, None] + column)
   answers = groups.completions.reshape(-1, columns)
-  # An empty completion has nothing to compute.
   status = jnp.where(
     lengths > 0,
     jnp.int32(SequenceStatus.WAITING),
@@ -390,7 +390,7 @@ def _begin(
 
 
 def _codes(groups: _Groups, slot_tokens: int, is_current: Array) -> Array:
-  """Returns the codes of groups before any computation, int32[N]."""
+  """Returns the `Status` of each group before it is computed, int32[N]."""
   prompt, lengths = groups.prompt_lengths, groups.lengths
   # For a prompt without samples, `rollout.grouped` returns length 0.
   is_void = (prompt == 0) & jnp.all(lengths == 0, axis=1)
@@ -420,13 +420,13 @@ def _scored(state: RolloutState, groups: _Groups, buffers: Buffers) -> Scored:
   shape = groups.completions.shape
   failed = queue.status == SequenceStatus.FAILED
   code = jnp.where(failed, queue.code, jnp.int32(Status.OK))
-  # A failed sample fails its group, because a loss needs all of them.
+  # A failed completion fails its group, because a loss needs the whole group.
   code = jnp.max(code.reshape(shape[:2]), axis=1)
   column = jnp.arange(shape[2], dtype=jnp.int32)[None]
   place = queue.prompt_length[:, None] + column
   row = jnp.arange(queue.size, dtype=jnp.int32)[:, None]
   lengths = groups.lengths[..., None]
-  # With a negative length, no column is padding: all get the failure's value.
+  # All columns of a completion with a negative length get NaN.
   is_real = (column[None] < lengths) | (lengths < 0)
 
   def of_groups(array: Any, failure: float) -> Any:

@@ -71,7 +71,7 @@ def places(queue: Queue, slots: Slots) -> Array:
 
 
 def missing_tokens(queue: Queue, slots: Slots, cache: CacheState) -> Array:
-  """Returns the number of tokens that each slot must compute, int32[B]."""
+  """Returns the number of tokens that each slot has to compute, int32[B]."""
   missing = lengths(queue, slots) - cache.length
   return jnp.where(are_computing(queue, slots), missing, 0)
 
@@ -79,8 +79,8 @@ def missing_tokens(queue: Queue, slots: Slots, cache: CacheState) -> Array:
 def prompt_rest(queue: Queue, slots: Slots, cache: CacheState) -> Array:
   """Returns the number of tokens to compute before a prompt forks, int32[B].
 
-  Forks share all but the last token of a prompt, because each sample needs the
-  logits of the last one. Negative if the whole prompt is computed.
+  Forks share all but the last token of a prompt, which each sample computes for
+  the logits. Negative if the whole prompt is computed.
   """
   return indexing.take(queue.prompt_length, slots.row) - 1 - cache.length
 
@@ -88,8 +88,9 @@ def prompt_rest(queue: Queue, slots: Slots, cache: CacheState) -> Array:
 def chunk_size(sizes: CacheConfig, config: RolloutConfig) -> int:
   """Returns the maximum number of tokens of a sequence in a step.
 
-  If groups skip pages, as sliding windows do, the limit bounds the pages that a
-  sequence holds. Otherwise all tokens of a slot can be computed in one step.
+  It is at most a page with recurrent groups. With groups that skip pages, such
+  as sliding windows, the maximum bounds the pages that a sequence holds. With
+  other groups, one step can compute all tokens of a slot.
   """
   if recurrent.has_states(sizes):
     return min(config.prefill_chunk, sizes.page_size)
@@ -99,9 +100,10 @@ def chunk_size(sizes: CacheConfig, config: RolloutConfig) -> int:
 def limit_to_chunk(
   cache: CacheState, missing: Array, config: RolloutConfig
 ) -> Array:
-  """Returns how many of the missing tokens a step may compute, int32[B].
+  """Returns the number of missing tokens that a step may compute, int32[B].
 
-  With recurrent groups it stops at the end of a page, to store the state there.
+  With recurrent groups, a step stops at the end of a page, because the state is
+  stored there.
   """
   sizes = cache.config
   tokens = jnp.minimum(missing, chunk_size(sizes, config))
@@ -112,6 +114,6 @@ def limit_to_chunk(
 
 
 def slots_of(queue: Queue, slots: Slots, rows: Array) -> Array:
-  """Returns bool[B], slots of the queue rows int32[R]; row Q is ignored."""
+  """Returns bool[B], slots whose row is in `rows`, int32[R]; ignores row Q."""
   is_same = (slots.row[:, None] == rows[None]) & (rows < queue.no_row)[None]
   return jnp.any(is_same, axis=1)

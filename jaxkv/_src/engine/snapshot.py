@@ -44,8 +44,8 @@ def save(
     folder: the path of a new folder.
     state: the rollout, on any devices, sharded or not.
     pages: True to save the cache and its K/V memory. If False, the snapshot has
-      about 16 bytes for each token of the queue. Its running sequences are
-      saved as waiting, and their tokens are computed again.
+      about 16 bytes for each token of the queue. Running sequences are saved as
+      waiting, and their tokens are computed again.
 
   Raises:
     TypeError: `state` is not a RolloutState.
@@ -88,16 +88,16 @@ def save(
 def restore(folder: str | pathlib.Path, target: RolloutState) -> RolloutState:
   """Restores a rollout that `save` wrote.
 
-  The results then equal those of an uninterrupted rollout up to rounding. They
-  are bit-identical with exact numerics, or if the snapshot has pages and the
-  number of devices is the same.
+  The restored rollout generates the same results as an uninterrupted one, up to
+  rounding. They are bit-identical with exact numerics, or if the snapshot has
+  pages and the number of devices is the same.
 
   Args:
-    folder: the folder.
+    folder: the path that was given to `save`.
     target: a rollout of the same sizes and options, or its shapes from
-      `jax.eval_shape`. Each restored array has the sharding of the target's
-      array, or is on the default device if that has no sharding. The number of
-      devices may differ from the saved one. Values of `target` are not read.
+      `jax.eval_shape`. Each restored array gets the sharding of the array in
+      `target`, or is on the default device if that array has no sharding. The
+      number of devices may have changed. Values of `target` are not read.
 
   Returns:
     The rollout.
@@ -273,14 +273,14 @@ def _check_arrays(facts: dict[str, Any], targets: dict[str, Any]) -> None:
         f"the shape {saved} in the folder, got {got}."
       )
     stored, dtype = facts["dtypes"][name], str(targets[name].dtype)
-    # On a CPU, pools hold bfloat16 and 8-bit floats as integers of their bits.
-    # `_check_static` has compared the pools' `dtype`, which is the format.
+    # On a CPU, pools store bfloat16 and 8-bit floats as integers of that size.
+    # `_check_static` has compared the number formats, in the pools' `dtype`.
     is_pool = name.startswith((".memory.kv", ".memory.host"))
     if stored != dtype and not (
       is_pool and _itemsize(stored) == _itemsize(dtype)
     ):
       raise ValueError(
-        f"`target` must have the number formats of the saved rollout: "
+        f"`target` must have the dtypes of the saved rollout: "
         f"`{name[1:]}` was {stored}, got {dtype}."
       )
 
@@ -290,7 +290,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def _stored_shape(leaf: Any, dtype: str) -> jax.ShapeDtypeStruct:
-  """Returns the shape, dtype and sharding to restore the array of `leaf`."""
+  """Returns the shape, dtype and sharding with which orbax restores `leaf`."""
   where = getattr(leaf, "sharding", None)
   if where is None:
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -302,8 +302,8 @@ def _stored_shape(leaf: Any, dtype: str) -> jax.ShapeDtypeStruct:
 
 def _checksums(data: dict[str, Array]) -> dict[str, int]:
   """Returns a checksum of the bits of each array."""
-  # `int` waits for each program. On a CPU with more devices than cores, two
-  # programs with collectives can block each other's threads.
+  # `int` waits for each program, because two programs with collectives can
+  # block each other on a CPU with more devices than cores.
   return {name: int(_checksum(array)) for name, array in data.items()}
 
 
@@ -342,7 +342,7 @@ def _restored(data: Array, leaf: Any, impl: str | None) -> Array:
     data = jax.lax.bitcast_convert_type(data, leaf.dtype)
   where = getattr(leaf, "sharding", None)
   if where is not None and where.memory_kind == HOST:
-    # Orbax restores to host memory, but the array's type does not say so.
+    # Orbax restores to host memory, but the array's type does not show this.
     data = jax.device_put(np.asarray(data), where)
   return data
 

@@ -1,4 +1,4 @@
-"""Chooses the draft tokens of a step, at most as many as free pages allow."""
+"""Proposes the draft tokens of a step, and learns from the accepted ones."""
 
 import dataclasses
 from typing import Any
@@ -30,7 +30,7 @@ class Drafts(NamedTuple):
   """Draft tokens of each slot.
 
   Attributes:
-    tokens: int32[B, K].
+    tokens: int32[B, K], the draft tokens.
     counts: int32[B], the number of draft tokens, at most K.
     found: bool[B], slots with an n-gram match, or with tokens from a `Draft`.
   """
@@ -48,7 +48,7 @@ def propose_drafts(
   config: RolloutConfig,
   draft: Draft | None,
 ) -> Drafts | None:
-  """Proposes the next tokens of slots that decode; None without speculation."""
+  """Returns drafts for which pages are free; None without speculation."""
   tables = queue.ngrams
   if tables is None:
     return None
@@ -65,7 +65,7 @@ def propose_drafts(
       draft(params, rows_of(queue, rows), buffer), slots.size, config
     )
     has_match = decodes & (counts > 0)
-  # The last token within the limit is never an input, so never a draft.
+  # The last token of a sequence is never an input, so it is never a draft.
   room = indexing.take(queue.limit, rows) - indexing.take(queue.length, rows)
   likely = ngrams.likely_lengths(tables, rows, config)
   counts = jnp.minimum(jnp.minimum(likely, room - 1), counts)
@@ -97,7 +97,7 @@ def _fits(
   counts: Array,
   config: RolloutConfig,
 ) -> Array:
-  """Returns bool[B], slots whose drafts fit into pages not needed otherwise."""
+  """Returns bool[B], slots for whose drafts enough pages are free."""
   columns_for, zero = cache.config.sizes.columns_for, jnp.zeros_like(counts)
   missing = missing_tokens(queue, slots, cache)
   tokens = jnp.minimum(missing, chunk_size(cache.config, config))
@@ -106,7 +106,6 @@ def _fits(
   columns -= jnp.maximum(without, cache.num_pages)
   columns = jnp.sum(jnp.maximum(columns, 0), axis=1, dtype=jnp.int32)
   num_free = cache.pool.queue.num_free
-  # Pages for tokens that are not drafts are needed first.
   num_free -= needed_pages(queue, slots, cache, config)
   # For each running sequence, one page in each group stays free.
   num_running = jnp.sum(are_computing(queue, slots), dtype=jnp.int32)

@@ -48,9 +48,9 @@ class RolloutState:
     memory: the cache and the K/V memory.
     key: the key from which the sequences' keys are derived.  # key[]
     counters: totals since `init`, see `Counters`.
-    log: the sequence, the kind of work and the number of tokens of each slot in
-      the last X calls of the model; None unless `RolloutConfig.timeline` is
-      set.  # int32[X, 3, B]
+    log: the sequence id, the kind of work and the number of tokens of each slot
+      in the last `RolloutConfig.timeline` calls of the model; None if this
+      option is 0.  # int32[X, 3, B]
   """
 
   config: RolloutConfig = dataclasses.field(metadata={"static": True})
@@ -80,19 +80,19 @@ def init(
       rollouts.
     kv: the K/V memory of the cache's pages, a pool or a tuple of pools (see
       `jaxkv.kv`). The model receives it in the same form. Recurrent groups need
-      `StatePages`. With them a call of the model has tokens of at most one page
-      of each sequence, all in `PackedView.decode` or all in `prefill`.
+      `StatePages`, and limit a call of the model to one page of tokens of each
+      sequence, all in `PackedView.decode` or all in `PackedView.prefill`.
       `RolloutConfig.record_experts` needs `ExpertIdPages` as the last pool.
     requests: P prompts, with the settings of their samples. The queue has
       `RolloutConfig.num_samples` rows for each prompt. If
-      `Requests.num_samples` asks for fewer, the other rows are EMPTY. Fields of
-      `sampling` that are None here are not compiled, so set each field that a
-      later `submit` sets.
+      `Requests.num_samples` is lower, the other rows are EMPTY. Set each field
+      of `sampling` that a later `submit` needs, because fields that are None
+      here are not compiled.
     key: key[]; equal keys give equal samples.
     config: static options.
     first_sequence: int32[], the id of the first sequence of this state. Ids
       must be unique over all shards of a job, see `devices`. Without
-      `Sampling.seed`, a sample's random key depends only on `key` and its id.
+      `Sampling.seed`, a sample's random key depends only on `key` and the id.
     version: int32[], the version of the weights: the number of updates since
       the cache was made, see `update_weights` and `jaxkv.new_epoch`. Required
       if the cache holds pages, because other weights may have computed them.
@@ -111,9 +111,9 @@ def init(
       another version; `kv` or `host` does not fit the cache, or lacks a pool; a
       recurrent group is combined with `draft_tokens`, or has `num_speculative`
       > 0; or the longest sequence exceeds a slot or the pool. If lengths or the
-      version are traced, sequences with invalid ones fail instead, see
-      `Queue.code`. Traced slots are not checked: if all are in use, no sequence
-      can run, and `generate` returns only at a limit of steps.
+      version are traced and invalid, the sequences fail instead, see
+      `Queue.code`. A traced cache is not checked for slots in use: if all are,
+      no sequence can run, and `generate` returns only at a limit of steps.
   """
   _check_key(key)
   arguments = key, requests, version
@@ -150,7 +150,7 @@ def _init(
   width = width_of(columns, config)
   ids = first + jnp.arange(num_prompts, dtype=jnp.int32) * config.num_samples
   queue = new_queue(requests, ids, key, width, cache, kv, config)
-  # If the cache holds pages of other weights, prompts could hit them.
+  # With another version, prompts could hit pages that other weights computed.
   rows = jnp.arange(queue.size, dtype=jnp.int32)
   is_stale = ~is_current & (queue.status == SequenceStatus.WAITING)
   queue = fail(queue, rows, is_stale, jnp.full_like(rows, Status.STALE))
@@ -197,7 +197,7 @@ def _as_first(first: Any, requests: Requests, config: RolloutConfig) -> Array:
 
 
 def _next_id(queue: Queue, first: Array, config: RolloutConfig) -> Array:
-  """Returns the id after the last prompt that has a sequence, int32[]."""
+  """Returns the id after those of the last prompt with samples, int32[]."""
   exists = queue.status != SequenceStatus.EMPTY
   exists = exists.reshape(-1, config.num_samples)
   last = queue.ids.reshape(exists.shape)[:, -1] + 1

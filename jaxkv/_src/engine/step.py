@@ -5,7 +5,7 @@ Each step has these parts, in order; a part without work costs almost nothing:
 | part     | action                                                         |
 |----------|----------------------------------------------------------------|
 | windows  | pages behind sliding windows are freed                         |
-| fork     | further samples of a prompt share the pages of the first one   |
+| fork     | further samples of a prompt share the pages of the first       |
 | admit    | waiting sequences take empty slots and cached prefixes         |
 | draft    | speculation proposes tokens, if pages are free for them        |
 | grow     | reserves pages for the next tokens of all slots                |
@@ -13,7 +13,7 @@ Each step has these parts, in order; a part without work costs almost nothing:
 | model    | one call: the last token of each sequence that decodes, and    |
 |          | tokens of prompts                                              |
 | commit   | the tokens become final; full pages are cached                 |
-| sample   | sequences whose tokens are all computed sample the next one    |
+| sample   | sequences whose tokens are all computed sample another token   |
 | free     | sequences that ended, or lost their slots, return their pages  |
 
 With drafts, sampling comes before the commit, because it decides which drafts
@@ -21,11 +21,11 @@ are accepted. With `RolloutConfig.decode_steps`, the model is called and tokens
 are sampled several times before the commit; see `decode_round`. In `score`
 nothing is sampled; see `given_answers`.
 
-If a running sequence gets no page, one sequence is preempted, see `preempt`: it
-returns to the queue and later resumes with the same samples. Its pages stay
-cached until they are evicted. Admission keeps one page free for each running
-sequence and group, so preemption is rare. No sequence is admitted while a
-running one lacks a page, so one sequence always advances.
+If a running sequence gets no page, the victim that `preempt` chooses returns to
+the queue, and later resumes and samples the same tokens. Its pages stay cached
+until they are evicted. Admission keeps one page free for each running sequence
+and group, so preemption is rare. No sequence is admitted while a running one
+lacks a page, so one sequence always advances.
 """
 
 import dataclasses
@@ -125,7 +125,7 @@ def step(
   hooks: Hooks,
   max_calls: Array | None = None,
 ) -> tuple[RolloutState, Buffers]:
-  """Runs one step, of at most `max_calls` int32[] model calls if not None."""
+  """Runs one step; `max_calls`, int32[], limits its calls of the model."""
   queue, slots, memory = state.queue, state.slots, state.memory
   config, counters = state.config, state.counters
   cache = without_moves(memory.cache)
@@ -217,8 +217,8 @@ def step(
     log = record(state.log, counts=counts)
   else:
     queue, sampled = sample(queue, read=jnp.zeros((), jnp.int32))
-    # Only accepted drafts are committed. The last sampled token is computed in
-    # the next step.
+    # A slot that decodes commits its last token and the accepted drafts, which
+    # are together as many tokens as it sampled.
     counts = jnp.maximum(counts, sampled.counts)
     log = record(state.log, counts=counts)
     if num_more is not None:

@@ -14,7 +14,7 @@ from jaxkv._src.sampling.settings import Sampling
 
 
 class Ending(NamedTuple):
-  """The reason why each sequence ends at its new token, if it does.
+  """The sequences that end at their new token, and the reasons.
 
   Attributes:
     finish: int32[R], a `Finish`; 0 for sequences that continue.
@@ -35,7 +35,7 @@ def endings(
   sampling: Sampling,
   config: RolloutConfig,
 ) -> Ending:
-  """Decides which sequences end at their new token, and the reason.
+  """Returns the sequences that end at their new token, and the reasons.
 
   If several rules apply, the reason is the first of: stop token, stop string,
   length.
@@ -45,7 +45,7 @@ def endings(
     rows: the sequences.
     tokens: int32[R], the sampled tokens.
     sampling: the settings of these sequences.
-    config: has the stop token that all sequences share.
+    config: the options, with the stop token of all sequences.
   """
   limit = indexing.take(queue.limit, rows.numbers)
   is_full = rows.lengths + 1 >= limit
@@ -64,7 +64,7 @@ def endings(
     string = jnp.where(rows.counts >= minimum, string, -1)
     finish = jnp.where(string >= 0, jnp.int32(Finish.STOP_STRING), finish)
     stop = jnp.where(string >= 0, string, stop)
-  # Stop tokens need no `min_tokens` here, because sampling masks early ones.
+  # `min_tokens` needs no check here, because sampling masks early stop tokens.
   is_stop = tokens == config.stop_token
   if sampling.stop_tokens is not None:
     is_stop |= jnp.any(tokens[:, None] == sampling.stop_tokens, axis=1)

@@ -44,8 +44,6 @@ class Timeline(NamedTuple):
 
   Here a step is one call of the model, as in `Counters.steps`.
 
-  `notebooks/04_rollouts` has examples.
-
   Attributes:
     start: the first step.
     sequences: the id of the sequence in each slot, -1 for none.  # int32[X, B]
@@ -104,7 +102,7 @@ class Timeline(NamedTuple):
         f" steps {span.start} .. {span.stop - 1}, {span.tokens} tokens"
         "</title></rect>"
       )
-      # The id is written once for each stay in a slot, where it fits.
+      # The first span that is wide enough for a sequence's id shows the id.
       named &= (span.slot, span.sequence, span.start) == end
       end = span.slot, span.sequence, span.stop
       if not named and size * scale > 8 * len(str(span.sequence)):
@@ -130,7 +128,7 @@ class Timeline(NamedTuple):
       f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 8}"'
       f' height="{bottom + 8}" font-family="sans-serif"'
       f' font-size="{min(row - 4, 10)}" fill="#222">'
-      # A dark page would hide the text.
+      # The text would be unreadable on a dark background.
       f'<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>'
     )
 

@@ -21,17 +21,17 @@ from jaxkv._src.engine.state import RolloutState
 class Until:
   """Limits of a `generate` call, which returns when it reaches one of them.
 
-  It also returns when all sequences have ended. Numbers may be traced: a new
-  number does not compile again, but a number in place of None does. `groups`
-  and `sequences` also count sequences that ended before the call and are still
-  in the queue, so a call may return at once.
+  It also returns when all sequences have ended. The numbers may be traced, so
+  that `generate` is not compiled for each value. `groups` and `sequences` also
+  count sequences that ended before the call and are still in the queue, so a
+  call may return at once.
 
   Attributes:
     steps: the number of model calls; None for no limit.  # int32[]
-    groups: the number of prompts whose samples have all ended; None for all.
-      Later calls continue the other prompts.  # int32[]
-    sequences: the number of ended sequences; None for all. With 1, a server can
-      harvest each answer when it ends.  # int32[]
+    groups: the number of prompts whose samples have all ended; None for no
+      limit.  # int32[]
+    sequences: the number of ended sequences; None for no limit. With 1, a
+      server can harvest each sequence when it ends.  # int32[]
 
   Examples:
     >>> from jaxkv import rollout

@@ -14,7 +14,7 @@ from jaxkv._src.sampling.logits import check_floats
 def check_result(
   logits: Any, new_kv: Any, kv: Pools, shape: tuple[int, ...], name: str
 ) -> None:
-  """Raises unless a model returned logits and the memory after its writes.
+  """Raises unless a model returned valid logits and the updated memory.
 
   Args:
     logits: the first value that the model returned, expected to be
@@ -25,9 +25,10 @@ def check_result(
     name: a phrase for the model in messages.
 
   Raises:
-    TypeError: `logits` is not an array of floats, or `new_kv` does not have the
-      arrays of `kv`.
-    ValueError: the logits have another shape, or a pool was not written.
+    TypeError: `logits` is not an array of floats, or the structure, shapes or
+      dtypes of `new_kv` are not those of `kv`.
+    ValueError: the logits have another shape, or the model did not write a pool
+      of K/V or states, but returned the pool that it received.
   """
   if not isinstance(logits, jax.Array | np.ndarray):
     raise TypeError(
@@ -53,16 +54,17 @@ def _check_memory(new_kv: Any, kv: Pools, name: str) -> None:
   before, after = _shapes(kv), _shapes(new_kv)
   if before != after:
     raise TypeError(
-      f"`kv` that {name} returns must have the pools that it received, got "
-      f"{after}, not {before}; return the memory after the last `write`."
+      f"`kv` that {name} returns must have the structure, shapes and dtypes of "
+      f"the `kv` that it received, {before}, got {after}; return the memory "
+      "after the last `write`."
     )
   old_pools = kv if isinstance(kv, tuple) else (kv,)
   new_pools = new_kv if isinstance(new_kv, tuple) else (new_kv,)
   for old, new in zip(old_pools, new_pools, strict=True):
-    # A model without experts writes no expert ids.
+    # A model without experts does not write `ExpertIdPages`.
     if not isinstance(old, KVPages | StatePages):
       continue
-    # A write to a traced array returns another object.
+    # A write to a traced array returns a new object.
     leaves = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
     if all(leaf is new_leaf for leaf, new_leaf in leaves):
       raise ValueError(

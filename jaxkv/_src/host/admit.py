@@ -24,7 +24,7 @@ def admit(
   The pages of `hit` hold the first `num_found` tokens of the request.
 
   Returns:
-    The new pages; None, with no page or slot taken, if the request has to wait.
+    The new pages. None, with nothing changed, if the request has to wait.
 
   Raises:
     ValueError: the pages of the hit do not hold the request's tokens, or a
@@ -33,7 +33,7 @@ def admit(
   """
   config = state.config
   if not state.vacant:
-    # With a slot for each usable page, no page is free either.
+    # The pool is too small for `max_requests` slots, so the request waits.
     if config.num_slots < state.limits.max_requests:
       return None
     raise RuntimeError(
@@ -53,9 +53,9 @@ def admit(
   ):
     raise ValueError(
       "`new_computed_pages` must hold the tokens that "
-      f"{fields.request_id!r} begins with, got {hit}; look it up again."
+      f"{fields.request_id!r} begins with, got {hit}; look up the hit again."
     )
-  # The state does not refer to this object until the pages are allocated.
+  # Added to `state.held` only after the allocation, which can fail.
   held = HeldSequence(
     fields.request_id,
     state.vacant[-1],

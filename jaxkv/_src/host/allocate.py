@@ -1,7 +1,7 @@
 """Allocates all pages that the tokens of a request need, or none.
 
-The steps are in vLLM's order: free the pages behind windows, count the pages
-that are needed, attach the pages of the hit, pop new pages, publish full pages.
+The steps are in vLLM's order: free the pages outside windows, count the needed
+pages, attach the pages of the hit, pop new pages, publish full pages.
 """
 
 from collections.abc import Sequence
@@ -16,19 +16,19 @@ from jaxkv._src.host.state import HostState
 from jaxkv._src.host.types import CachePages
 
 Hits = Sequence[list[int]]
-"""The pages of a hit, by group, from column 0 on; 0 for a null page."""
+"""The pages of a hit by group, from column 0 on. 0 is the null page."""
 
 
 class _Growth(NamedTuple):
-  """The growth of a group's table; `first` to `stop` are ascending columns."""
+  """The growth of a table: first <= hit <= external <= fresh <= stop."""
 
   group: LayerGroup
-  first: int  # one past the leading null pages of a new request; else 0
-  hit: int  # one past the pages of the hit, or past those held already
+  first: int  # one past the leading null columns of a hit; else 0
+  hit: int  # one past the hit; for a running request, past the old table
   external: int  # one past the new pages for external tokens
   fresh: int  # the first column of the other new pages
-  stop: int  # one past the last column
-  moved: int  # scratch pages that move to the columns right before `fresh`
+  stop: int  # one past the last column of the new table
+  moved: int  # the number of scratch pages that move to just before `fresh`
 
   @property
   def num_fresh(self) -> int:
@@ -46,16 +46,16 @@ def allocate(
   hits: Hits | None = None,
   hashed: HashedTokens | None = None,
 ) -> CachePages | None:
-  """Returns the pages allocated for a request; None if it has to wait.
+  """Allocates and publishes pages; returns None if the request has to wait.
 
-  For a new request, `hits` are the pages of its hit, and `hashed` its hashed
-  tokens, or None without prefix caching. For a running request, both are None.
+  For a new request, `hits` has its hit's pages, and `hashed` its hashed tokens
+  (None without prefix caching). For a running request, both are None.
   """
   plan = _plan(state, held, demand, hits)
   if demand.whole and not _whole_fits(state, held, demand, plan, hits):
     return None
-  # As in vLLM, pages behind windows are freed even if the allocation then
-  # fails. The plan stays valid, because the tables keep their lengths.
+  # As in vLLM, pages outside windows are freed even if too few pages are free
+  # afterwards. The plan stays valid, because the tables keep their lengths.
   if hits is None:
     drop_behind(state, held, demand.num_computed)
   if not _apply(state, held, demand, plan, hits):
@@ -69,7 +69,7 @@ def allocate(
 
 
 def grow(state: HostState, held: HeldSequence, demand: Demand) -> Plan | None:
-  """Pops new pages of a running request; returns None if too few are free."""
+  """Pops pages for a running request; returns None if too few are free."""
   plan = _plan(state, held, demand, None)
   return plan if _apply(state, held, demand, plan, None) else None
 
@@ -115,8 +115,8 @@ def drop_behind(state: HostState, held: HeldSequence, tokens: int) -> None:
     return
   for group in state.skipping:
     number, table = group.number, held.tables[group.number]
-    # Pages before `start` were freed earlier. If `tokens` is less than it was
-    # then, nothing is freed.
+    # Columns before `start` are null already. If `tokens` is smaller than in an
+    # earlier call, `stop` can be less than `start`.
     start = held.skipped[number]
     stop = min(group.skipped_pages(tokens), len(table))
     if group.keeps_last_page and held.length >= group.size:
@@ -135,8 +135,8 @@ def drop_behind(state: HostState, held: HeldSequence, tokens: int) -> None:
 def release(state: HostState, held: HeldSequence) -> None:
   """Frees all pages of a request, group by group, the last page first."""
   for table in held.tables:
-    # In vLLM's order of groups. Uncached pages go to the front of the queue, so
-    # those of the last group are used first.
+    # In vLLM's order of groups. If uncached pages go to the front of the queue,
+    # the pages of the last group are popped first.
     state.pool.release(reversed(table))
   vacate(state, held)
 
@@ -161,8 +161,8 @@ def num_needed_pages(
     state: the manager's state.
     columns: the number of columns in the request's table of each group.
     tokens: the arguments of `LayerGroup.columns_for`.
-    begins: True if the request has no page for its own tokens yet.
-    capped: limits the columns of groups without states to `most_pages`.
+    begins: True if the request has no page yet, except for encoder tokens.
+    capped: True to count at most `most_pages` for a group without states.
   """
   needed = 0
   for group, num_held in zip(state.groups, columns, strict=True):
@@ -185,9 +185,9 @@ def _whole_fits(
 ) -> bool:
   """True if enough pages are free for all `demand.whole` tokens of a sequence.
 
-  As in vLLM, a group counts the most pages that the sequence holds at once,
-  less the columns of the hit or behind a window. A recurrent group counts its
-  running state, even if external tokens have a state too, and scratch pages.
+  As in vLLM, a group needs the most pages that the sequence holds at once,
+  minus the columns of the hit or outside the window. For a new request, a
+  recurrent group needs only the running state and the scratch pages.
   """
   begins = not held.tables[state.config.first_self_group]
   columns = [growth.hit for growth in plan]
@@ -208,7 +208,7 @@ def _whole_fits(
 def _plan(
   state: HostState, held: HeldSequence, demand: Demand, hits: Hits | None
 ) -> Plan:
-  """Plans how the tables of a request grow."""
+  """Plans the growth of a request's tables."""
   begins = not held.tables[state.config.first_self_group]
   attaches = hits is not None and (any(hits) or demand.external > 0)
   plan = []
@@ -216,7 +216,7 @@ def _plan(
     first, hit = 0, len(held.tables[group.number])
     external = hit
     if hits is not None and attaches:
-      # Columns behind a window are null, even those after the hit.
+      # Columns outside a window are null, even after the end of the hit.
       skipped = group.skipped_tokens(demand.num_computed)
       first = skipped // group.size
       external = hit = max(first, len(hits[group.number]))
@@ -233,7 +233,7 @@ def _plan(
 def _pop(
   state: HostState, held: HeldSequence, plan: Plan, silent: Sequence[int]
 ) -> None:
-  """Pops pages for the external tokens of all groups, then all other pages."""
+  """Pops every group's pages for external tokens, then all other new pages."""
   pool, log = state.pool, state.undo_log
   # Page numbers depend on this order, which is vLLM's.
   for growth in plan:
@@ -280,7 +280,7 @@ def new_pages(state: HostState, held: HeldSequence, plan: Plan) -> CachePages:
     table[growth.external :]
     for table, growth in zip(held.tables, plan, strict=True)
   ]
-  # Null pages, and pages that `publish` cached in this call, are left out.
+  # `unhashed` omits null pages and the pages that this call has published.
   unhashed = [
     [page for page in column if page and not cached[page]] for column in pages
   ]
@@ -288,7 +288,7 @@ def new_pages(state: HostState, held: HeldSequence, plan: Plan) -> CachePages:
 
 
 def _num_free(state: HostState, plan: Plan, hits: Hits) -> int:
-  """Counts the pages of a hit that take a free page: free pages, host pages."""
+  """Counts the free pages that a hit takes: one for each free or host page."""
   counts, num_pages = state.pool.ref_count, state.config.num_pages
   return sum(
     1
@@ -301,7 +301,7 @@ def _num_free(state: HostState, plan: Plan, hits: Hits) -> int:
 def _is_unwritten(state: HostState, hits: Hits) -> bool:
   """True if a hit ends with a state that was published in this step.
 
-  The model computes the state in the same step, so it cannot be read yet.
+  The model has not written this state yet.
   """
   pool = state.pool
   for group, pages in zip(state.groups, hits, strict=True):

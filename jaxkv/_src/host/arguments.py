@@ -14,20 +14,20 @@ from jaxkv._src.host.types import CachePages
 class Demand(NamedTuple):
   """The sizes of an allocation, in tokens unless a comment says otherwise."""
 
-  num_computed: int = 0  # computed and external tokens, without those in flight
-  external: int = 0  # the external tokens, whose K/V is loaded from elsewhere
+  num_computed: int = 0  # computed, hit and external, minus in-flight tokens
+  external: int = 0  # tokens whose K/V is loaded from elsewhere
   room: int = 0  # tokens that need pages, lookahead included
   tokens: int = 0  # tokens that need states: `room` without lookahead
-  encoder: int = 0  # tokens of the encoder that need pages
-  whole: int = 0  # tokens of the whole sequence if it must fit, else 0
+  encoder: int = 0  # encoder tokens that need pages
+  whole: int = 0  # tokens of the sequence if all of it must fit, else 0
   keep_free: int = 0  # pages that must stay free
-  reserved: int = 0  # further pages that must stay free, except for `whole`
+  reserved: int = 0  # further pages that must stay free; `whole` ignores them
   publish: int = 0  # final tokens, whose full pages are published
   silent: Sequence[int] = ()  # groups whose new pages need no zeroing
 
 
 def at_least(name: str, value: int, minimum: int) -> int:
-  """Returns the value as an int; raises if it is not one or is too small."""
+  """Converts an integer of at least `minimum`; raises for other values."""
   number = as_int(name, value)
   if number < minimum:
     raise ValueError(f"`{name}` must be at least {minimum}, got {number}.")
@@ -55,7 +55,7 @@ def demand_of(
   silent: Sequence[int],
   **counts: int,
 ) -> Demand:
-  """Checks the arguments of `allocate_slots`; `counts` are its token counts."""
+  """Checks the arguments of `allocate_slots`; returns the call's demand."""
   counts = _as_counts(limits, request, counts)
   num_found = counts["num_new_computed_tokens"]
   external = counts["num_external_computed_tokens"]
@@ -69,7 +69,7 @@ def demand_of(
   num_computed = counts["num_computed_tokens"] + num_found + external
   total = num_computed + counts["num_new_tokens"]
   check_length(limits, request.request_id, total)
-  # Steps in flight still write to pages of these tokens, so none is freed.
+  # Pages that steps in flight still use must not be freed.
   in_flight = counts["num_in_flight_tokens"] if holds_pages else 0
   longest = limits.max_model_len
   waits = request.status in ("waiting", "preempted")
@@ -97,21 +97,21 @@ def _as_counts(
     "num_in_flight_tokens": request.num_in_flight_tokens,
   }
   for name, number in numbers.items():
-    # Most numbers are valid, and are then checked without a call.
+    # Most numbers are valid, and this test avoids a function call for them.
     if number.__class__ is not int or number < 0:
       numbers[name] = at_least(name, number, 0)
   counts = numbers
   if counts["num_encoder_tokens"] > limits.max_encoder_tokens:
     raise ValueError(
       f"`num_encoder_tokens` must be at most {limits.max_encoder_tokens}, got "
-      f"{counts['num_encoder_tokens']}; raise max_encoder_tokens (0 without a "
-      "CrossAttention group)."
+      f"{counts['num_encoder_tokens']}; increase max_encoder_tokens (0 without "
+      "a CrossAttention group)."
     )
   tokens = ("new", "new_computed", "external_computed")
   if not any(counts[f"num_{name}_tokens"] for name in tokens):
     raise ValueError(
-      "`num_new_tokens`, found and external tokens must not all be 0, as for "
-      f"{request.request_id!r}."
+      "`num_new_tokens`, the tokens of the hit and external tokens of "
+      f"{request.request_id!r} must not all be 0."
     )
   return counts
 
@@ -124,7 +124,7 @@ def _check_hit(
   *,
   holds_pages: bool,
 ) -> None:
-  """Raises for a hit that no lookup returns; does not compare its tokens."""
+  """Raises if no lookup can return the hit; does not compare its tokens."""
   name, pages = request.request_id, ()
   if hit is not None:
     if not isinstance(hit, CachePages):
@@ -138,13 +138,13 @@ def _check_hit(
   if holds_pages and (num_found or any(pages)):
     raise ValueError(
       f"`new_computed_pages` of {name!r} must be empty, and "
-      f"`num_new_computed_tokens` 0, got {hit} and {num_found}: it holds pages "
-      "already."
+      f"`num_new_computed_tokens` 0, got {hit} and {num_found}: the request "
+      "holds pages already."
     )
   if not holds_pages and request.num_computed_tokens:
     raise ValueError(
       f"`num_computed_tokens` of {name!r} must be 0, got "
-      f"{request.num_computed_tokens}: it holds no page."
+      f"{request.num_computed_tokens}: the request holds no page."
     )
   # Every hit ends where all groups end a page.
   if num_found % config.alignment:

@@ -23,9 +23,9 @@ _MISSING = object()
 class UndoLog:
   """The changes of the current call, and how to undo them.
 
-  Every entry is a function and its arguments. The function writes the old
-  values back. So an entry can be undone twice, or before its change was made,
-  and an interrupted undo can simply run again.
+  Each entry is a function and its arguments. The function writes old values
+  back. It does no harm if it runs twice, or if the change was never made, so an
+  interrupted undo can be repeated.
 
   Attributes:
     lock: held by the thread that runs an atomic method.
@@ -69,8 +69,7 @@ class UndoLog:
     """Undoes the changes from entry `first` on, newest first."""
     for function, *arguments in reversed(self.entries[first:]):
       function(*arguments)
-    # The entries stay until all are undone, so an interrupted undo can be
-    # repeated.
+    # Removed last, so that an interrupted undo can be repeated.
     del self.entries[first:]
 
 
@@ -79,14 +78,14 @@ def atomic(
 ) -> Callable[Concatenate[Any, Args], Out]:
   """Makes a method atomic; `self.undo_log` must be an `UndoLog`.
 
-  If one atomic method calls another, the changes of both are made together.
+  If one atomic method calls another, the outer one commits all changes.
   """
 
   @functools.wraps(method)
   def call(self: Any, *args: Args.args, **kwargs: Args.kwargs) -> Out:
     log = self.undo_log
-    # The caller is an atomic method. It may catch an error of this method and
-    # go on, so only the changes of this method are undone.
+    # This thread is in an outer atomic method. That method may catch an error
+    # of this one and continue, so only the changes of this one are undone.
     if log.lock._is_owned():
       first = len(log.entries)
       try:

@@ -42,8 +42,8 @@ def to_device(state: HostState) -> CacheState:
   The arrays are copies, which later calls of the manager do not change.
 
   Raises:
-    ValueError: a request has fewer tokens than are published, or one that is
-      not a 32-bit integer; or `saved.moves` is not empty.
+    ValueError: a request has fewer tokens than are published, or a token that
+      is not a 32-bit integer; or `saved.moves` is not empty.
   """
   saved = state.pool.saved
   if saved is not None and saved.moves:
@@ -118,9 +118,9 @@ def _slot_hashes(
 def _chain_ends(
   state: HostState, keys: DeviceKeys, held: Sequence[HeldSequence]
 ) -> list[tuple[PrefixNode, PrefixNode]]:
-  """Returns each sequence's root and last chained node; computes their keys."""
+  """Returns the nodes of `SlotHashes.root` and `chain`; computes their keys."""
   # `SlotHashes.chain` covers the tokens up to the last multiple of A, which is
-  # `CacheConfig.alignment`, and `SlotHashes.tail` the tokens after it.
+  # `CacheConfig.alignment`. `SlotHashes.tail` has the tokens after it.
   config, ends = state.config, []
   for sequence in held:
     root = sequence.root
@@ -132,12 +132,12 @@ def _chain_ends(
 
 
 def _aligned(config: CacheConfig, tokens: int) -> int:
-  """Rounds a number of tokens down to a multiple of A."""
+  """Rounds a number of tokens down to a multiple of the alignment."""
   return tokens // config.alignment * config.alignment
 
 
 def _tail(state: HostState, held: HeldSequence) -> np.ndarray:
-  """Returns the published tokens after the last multiple of A, masked."""
+  """Returns a sequence's `SlotHashes.tail`: masked tokens, without padding."""
   # Nodes have only the tokens of full pages, so the request is read.
   config, stop = state.config, held.length
   begin = _aligned(config, stop)
@@ -196,7 +196,7 @@ def _host_pages(config: CacheConfig, saved: SavedPages) -> HostPages:
       config.host_pages + 1, saved.queue.in_order()
     ),
     moves=as_arrays([], config.num_pages),
-    # A manager has no epochs, so all pages are of the current weights.
+    # A manager has no epochs, so no page is stale.
     stale_before=_words(0),
     **{f"num_{name}": _words(saved.counts[name]) for name in COUNTERS},
   )
@@ -259,13 +259,13 @@ def from_device(
 def _continued(before: int, numbers: Any) -> Any:
   """Returns the counts closest to `before` that are `numbers` modulo 2**32."""
   # The device counts modulo 2**32, but the host does not. The distance is
-  # negative if the state is older than the manager's.
+  # negative if the manager has counted further than the state.
   distance = (numbers.astype(np.int64) - before + 2**31) % 2**32 - 2**31
   return (before + distance).tolist()
 
 
 def _check_identity(state: HostState, device: CacheState) -> None:
-  """Raises if a state is not from this manager, or has a recorded error."""
+  """Raises for a state of another manager or epoch, or with an error."""
   if device.config != state.config:
     raise ValueError(
       f"`state` must have the manager's config, {state.config}, got "
@@ -295,7 +295,7 @@ def _check_identity(state: HostState, device: CacheState) -> None:
 def _sequences(
   state: HostState, host: Any, requests: Mapping[int, Any]
 ) -> dict[int, HeldSequence]:
-  """Returns the sequences of a state, by slot; `host` has its NumPy arrays."""
+  """Returns the sequences by slot of `host`, a state with NumPy arrays."""
   occupied = np.flatnonzero(host.num_pages.any(axis=1)).tolist()
   wrong = sorted(set(requests) - set(occupied))
   if wrong:
@@ -358,11 +358,11 @@ def _sequence(
   config = state.config
   count = held.length // config.page_size
   if old is not None:
-    # `_check_hashes` compares the hash of the tokens up to the last multiple of
-    # A. The loop may have replaced later tokens, so these are hashed again.
+    # `_check_hashes` checks these nodes. The loop may have replaced the tokens
+    # after the last multiple of the alignment, so their nodes are recomputed.
     held.root = old.root
     held.nodes = old.nodes[: _aligned(config, held.length) // config.page_size]
-  # Without a new full page the request need not be read.
+  # The request is read only if a node is missing.
   if old is None or len(held.nodes) < count:
     fields = _read(held)
     held.root = held.root or state.root_of(fields)
@@ -383,13 +383,13 @@ def _check_hashes(
     if tuple(hashes.root[slot].tolist()) != root.key:
       salt = state.root_of(read_request(held.request)).tokens
       raise ValueError(
-        f"`requests` must name for slot {slot} a request with the salt of its "
-        f"sequence, got {held.request_id!r} with the salt {salt.hex()}; admit "
-        "with the request's salt."
+        f"`requests` must name a request with the salt of slot {slot}, got "
+        f"{held.request_id!r} with the salt {salt.hex()}; pass this salt to "
+        "jaxkv.admit."
       )
     chain = tuple(hashes.chain[slot].tolist())
     if chain != end.key:
-      # The loop may have replaced tokens of the old nodes.
+      # The loop may have replaced tokens that the old nodes cover.
       held.nodes = []
       held.nodes = more_nodes(state, held, _read(held), held.length)
       end = _chain_ends(state, keys, [held])[0][1]
@@ -403,7 +403,7 @@ def _check_hashes(
 
 
 def _adopt_host_pages(saved: SavedPages, host_pages: Any, log: UndoLog) -> None:
-  """Takes over the queue and the counters; no moves are left to make."""
+  """Copies the queue and the counters of a state, and clears the moves."""
   saved.queue.replace(queue_arrays.in_order(host_pages.queue))
   counts = {
     name: _continued(count, getattr(host_pages, f"num_{name}"))
@@ -413,10 +413,10 @@ def _adopt_host_pages(saved: SavedPages, host_pages: Any, log: UndoLog) -> None:
 
 
 def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
-  """Takes over the contents of pages, and the set of cached pages."""
-  # Contents that pages got on the host after `arrays` was updated are lost, so
-  # these pages differ. Others differ if their key, stamp or presence in the
-  # index does. A page's position in the index can change without its content.
+  """Copies the contents and ages of pages, and the set of cached pages."""
+  # Pages that got a content on the host since `arrays` was updated differ, as
+  # `take` drops that content. Others differ if their key or stamp changed, or
+  # they were published or evicted. A position can change without the content.
   pool, index, ages = state.pool, host.pool.index, host.pool.ages
   before, cached = arrays.index.entry, are_cached(index.entry)
   differs = (before != index.entry)[:, : KEY_WORDS + 1].any(axis=1)
@@ -446,7 +446,7 @@ def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
   state.undo_log.replace(pool, clock=clock)
   # Copies, because the arrays may share memory with a state that is donated.
   arrays.replace(jax.tree.map(np.copy, index), clock)
-  # The loop has written all states that it published.
+  # The model has written all states that the loop published.
   state.undo_log.replace(state, step_clock=clock)
   if ages is not None:
     state.undo_log.replace(
@@ -460,9 +460,9 @@ def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
 def _contents(
   state: HostState, host: Any, pages: list[int], page_of_key: dict[Any, int]
 ) -> tuple[list[Any], list[int]]:
-  """Returns the contents of changed pages, and their groups; 0 if unknown.
+  """Returns the content and group of each changed page; group 0 if unknown.
 
-  `page_of_key` maps keys to pages whose content the manager already has.
+  `page_of_key` maps keys to the pages that have these contents in the manager.
   """
   index, log = host.pool.index, host.pool.events
   group_of = dict.fromkeys(pages, 0)
@@ -487,8 +487,8 @@ def _add_held(
   contents: dict[int, Any],
   group_of: dict[int, int],
 ) -> None:
-  """Gives the pages of a request their prefix nodes and groups."""
-  # Lookups find pages that have nodes without the keys of the device.
+  """Sets the contents and groups of the changed pages that a request holds."""
+  # A lookup finds a page with a `PrefixNode` without computing device keys.
   for group in state.groups:
     nodes = held.nodes[group.step - 1 :: group.step]
     stop = group.final_pages(held.length)

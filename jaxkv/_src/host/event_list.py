@@ -20,8 +20,8 @@ class EventList(PageListener):
   """A log of events, whose keys are computed when the log is read.
 
   Attributes:
-    size: the maximal number of events between two readings.
-    num_lost: the number of later events, for which the log had no room.
+    size: the capacity of the log, in events.
+    num_lost: the number of events dropped because the log was full.
   """
 
   def __init__(
@@ -35,9 +35,9 @@ class EventList(PageListener):
     self.num_lost = 0
     self._pool, self._keys, self._groups = pool, keys, groups
     self._log = pool.undo_log
-    # `Cleared` and the events of a device are final. Other events are tuples:
-    # class, page, group, content and, for `Stored`, tokens. They include the
-    # content, because the page may have another one when the log is read.
+    # `Cleared` and the events of a device are kept unchanged. Other events are
+    # tuples: class, page, group, content and, for `Stored`, tokens. The content
+    # is included, because the page can get another one before the log is read.
     self._events: list[Any] = []
 
   def stored(
@@ -69,7 +69,7 @@ class EventList(PageListener):
   def drain(self) -> Drained:
     """Returns the events and empties the log."""
     events, num_lost = self._events, self.num_lost
-    # The keys of all events together cost little more than those of one.
+    # One call, which computes the keys of all events together.
     self._keys.compute(event[3] for event in events if type(event) is tuple)
     self._log.replace(self, _events=[], num_lost=0)
     return Drained([self._finished(event) for event in events], num_lost)

@@ -78,8 +78,8 @@ class FreeList:
 
   def _replace(self, old: Sequence[int], new: Sequence[int]) -> None:
     """Replaces a part of the list; both parts have the same two ends."""
-    # The links of a removed page are not cleared. They are not read until the
-    # page is pushed again, which overwrites them.
+    # The links of a removed page are not cleared. No method reads them before
+    # the page is pushed again, which overwrites them.
     self._log.save_attribute(self, "num_free")
     self._log.record((self._link, old))
     self._link(new)
@@ -95,7 +95,7 @@ class FreeList:
       before = page
 
   def _insert(self, removed: list[tuple[int, int, int]]) -> None:
-    # In reverse order, because the links of a page were saved when the pages
-    # before it in `removed` had left the queue.
+    # In reverse order, because the saved links of a page may refer to a page
+    # that was removed later.
     for links in reversed(removed):
       self._link(links)

@@ -1,4 +1,4 @@
-"""The layer groups of a manager, which apply their kinds to Python numbers."""
+"""The layer groups of a manager, which compute with Python numbers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +16,9 @@ class LayerGroup:
   Attributes:
     number: its index among the groups.
     kind: its kind; `holds_states`, `holds_encoder`, `skips_pages` and
-      `keeps_last_page` are attributes of the kind.
-    size: tokens a page.
-    step: `PrefixNode`s a page, one for each `CacheConfig.page_size` tokens.
+      `keeps_last_page` are copies of the kind's attributes.
+    size: tokens per page.
+    step: `PrefixNode`s per page; each has `CacheConfig.page_size` tokens.
     scratch: scratch pages of a sequence, for the states of draft tokens.
     most_pages: the most pages that one sequence holds at once.
   """
@@ -36,8 +36,8 @@ class LayerGroup:
     self.holds_encoder: bool = kind.holds_encoder
     self.skips_pages: bool = kind.skips_pages
     self.keeps_last_page: bool = kind.keeps_last_page
-    # Most kinds inherit these two rules. They are computed here, which saves a
-    # call of the kind in every allocation.
+    # Most kinds inherit these two methods. Their results are then computed
+    # without a call of the kind, which would slow down every allocation.
     self._has_plain_columns = type(kind).num_columns is GroupKind.num_columns
     self._publishes_all = (
       config.prefix_rules == "classic"
@@ -68,11 +68,11 @@ class LayerGroup:
     return int(self.kind.num_skipped_tokens(tokens)) // self.size
 
   def final_pages(self, tokens: int) -> int:
-    """Counts the pages that have a content after `tokens` final tokens."""
+    """Counts the pages that have a key after `tokens` final tokens."""
     return prefix_rules.final_pages_of(self._config, self.size, tokens)
 
   def room(self, columns: int) -> int:
-    """Returns the number of tokens that fit columns."""
+    """Returns the number of tokens that fit in a number of columns."""
     return max(columns - self.scratch, 0) * self.size
 
   def first_fresh(
@@ -80,9 +80,9 @@ class LayerGroup:
   ) -> tuple[int, int]:
     """Plans the growth of a table from `held` to `stop` columns.
 
-    In a recurrent group, a table ends with the running state and the scratch
-    pages. Other new columns are null. Old scratch pages before the column of
-    the running state move to the first new columns that are not null.
+    In a recurrent group, the new table ends with the running state and the
+    scratch pages. Other new columns are null. Old scratch pages in columns
+    before the running state move to the first new columns that are not null.
 
     Returns:
       The first column that gets a page from the free queue, and the number of
@@ -90,7 +90,7 @@ class LayerGroup:
     """
     if not self.holds_states or stop <= held:
       return held, 0
-    # A request that begins has no scratch pages yet.
+    # A new request has no scratch pages yet.
     running = stop - self.scratch - 1
     moved = 0
     if not begins:
@@ -101,7 +101,7 @@ class LayerGroup:
   def published(
     self, columns: range, prompt_length: int, boundary: int
   ) -> Sequence[bool]:
-    """Returns, for each full page, True if a hit can include it."""
+    """Returns, for each of the columns, True if a hit can include its page."""
     if self._publishes_all:
       return [True] * len(columns)
     by_prompt = self._config.publishes_by_prompt
@@ -136,6 +136,6 @@ def _check_kind(kind: Any, size: int) -> None:
     if not isinstance(answer, int | np.generic | np.ndarray):
       raise TypeError(
         f"`{type(kind).__name__}.{name}` must return a Python number or numpy "
-        f"array for such arguments, got {text}; compute with operators, and "
-        "with jax.numpy only for jax arrays."
+        f"array if it gets these, got {text}; compute with operators, and with "
+        "jax.numpy only for jax arrays."
       ) from cause

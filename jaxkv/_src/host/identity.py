@@ -1,6 +1,6 @@
-"""Keeps requests with equal tokens but other inputs from sharing pages.
+"""Keeps requests with equal tokens but different inputs from sharing pages.
 
-A salt separates all pages of a request. Items separate the pages they touch.
+A salt applies to all pages of a request, an image to the pages it overlaps.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 
 _NO_SALT = bytes(16)
-# The attributes that separate requests.
+# The attributes that `identity_of` reads.
 _SEPARATING = (
   "cache_salt",
   "lora_name",
@@ -41,7 +41,7 @@ class Placed(NamedTuple):
     return cls(identifier, place.offset, place.offset + place.length)
 
   def key(self, begin: int, end: int) -> Any:
-    """Identifies the input, and its place relative to tokens `begin .. end`."""
+    """Returns the identifier, and the place relative to `begin .. end`."""
     # An input that ends after `end` is cut off there, since later tokens do not
     # matter. A start before `begin` is negative.
     stop = min(self.stop, end)
@@ -55,7 +55,7 @@ class Embeddings:
   digest: bytes
   start: int
   stop: int
-  # Not compared: `digest` covers the rows, and `==` of arrays is no bool.
+  # Not compared: `digest` covers the rows, and `==` of arrays is not a bool.
   rows: np.ndarray = dataclasses.field(compare=False)
 
   @classmethod
@@ -73,7 +73,7 @@ class Embeddings:
     return cls(_digest_of(rows), 0, len(rows), rows)
 
   def key(self, begin: int, end: int) -> Any:
-    """Identifies the embeddings of the tokens `begin .. end`."""
+    """Returns the digest of the embeddings of tokens `begin .. end`."""
     return ("prompt_embeds", _digest_of(self.rows[begin:end]))
 
 
@@ -91,7 +91,8 @@ def identity_of(request: Any) -> tuple[bytes, tuple[Item, ...]]:
   """Returns a request's salt, 16 bytes, and its items.
 
   Raises:
-    TypeError, ValueError: an attribute that separates requests cannot be read.
+    TypeError: an attribute that separates requests has the wrong type.
+    ValueError: pixel values come without `mm` and `mm_features`.
   """
   attributes = {}
   for name in _SEPARATING:
@@ -175,7 +176,7 @@ def salt_of(salt: bytes, items: Sequence[Item], size: int) -> bytes:
   With pages of fewer than 4 tokens, the salt covers all items, so that requests
   share pages only if all their items are equal.
   """
-  # A mask has 32 bits for each token of a page. Masks of less than 128 bits
+  # A mask has 32 bits for each token of a page. Masks of fewer than 128 bits
   # could be equal for different items.
   if not items or size >= KEY_WORDS:
     return salt
@@ -192,11 +193,11 @@ def mask_items(
   size: int,
   secret: bytes,
 ) -> np.ndarray:
-  """Masks the tokens of pages that items touch.
+  """Masks the tokens of pages that overlap items.
 
-  The mask of a page is a hash of the secret and of these items, `32 * size`
-  bits. So pages with different items have different contents. See `salt_of` for
-  small pages. The tokens, int32[X], are those from position `start` on.
+  `tokens`, int32[X], begin at position `start` of the request. The mask of a
+  page, `32 * size` bits, is a hash of the secret and of the page's items, so
+  pages with different items have different contents. See also `salt_of`.
   """
   stop, tokens = start + len(tokens), tokens.copy()
   pages = {
@@ -216,7 +217,7 @@ def mask_items(
     # `repr` quotes strings, so different keys have different texts.
     stream = hashlib.shake_256(secret + repr(keys).encode()).digest(4 * size)
     mask = np.frombuffer(stream, "<i4")
-    # `tokens` can begin or end inside the page, but `mask` has its full length.
+    # `tokens` can begin or end inside the page, but `mask` covers all of it.
     first, last = max(begin, start), min(end, stop)
     tokens[first - start : last - start] ^= mask[first - begin : last - begin]
   return tokens

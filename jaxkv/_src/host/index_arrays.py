@@ -60,7 +60,7 @@ class IndexArrays:
     pool, index = self._pool, jax.tree.map(np.copy, self.index)
     was_cached, is_fresh = are_cached(index.entry), self.are_fresh()
     is_cached = np.array(pool.is_cached, bool)
-    # Before new keys are written, because the old keys lead to the buckets.
+    # Before new keys are written, because old keys lead to the old buckets.
     _remove(index, np.flatnonzero(was_cached & (is_fresh | ~is_cached)))
     if is_fresh.any():
       self._write(index, np.flatnonzero(is_fresh).tolist())
@@ -70,12 +70,12 @@ class IndexArrays:
     return index
 
   def replace(self, index: PrefixIndex, clock: int) -> None:
-    """Replaces the arrays; `clock` is the pool's clock that goes with them."""
+    """Replaces the arrays and the clock."""
     self._pool.undo_log.replace(self, index=index, clock=clock)
 
   def are_fresh(self) -> np.ndarray:
-    """Returns bool[num_numbers]: True where a content is newer than `index`."""
-    # Stamps are unique. A content that moves to another page keeps its stamp.
+    """Returns bool[num_numbers]: True for pages whose content `index` lacks."""
+    # Content that moved from another page keeps its stamp. Stamps are unique.
     stamp = np.array(self._pool.stamp, np.int64)
     has_moved = stamp % 2**32 != self.index.entry[:, _STAMP]
     return (stamp >= self.clock) | ((stamp >= 0) & has_moved)
@@ -88,7 +88,7 @@ class IndexArrays:
     for page in pages:
       content, group = pool.content[page], pool.group[page]
       words.append(keys.group_key(content, group))
-      # Zeros follow the tokens of a page that is smaller than the largest.
+      # Zeros pad the tokens of pages that are smaller than the largest pages.
       tokens = content.last_tokens(self._groups[group].step)
       rows.append(tokens.ljust(TOKEN_BYTES * width, b"\0"))
     index.entry[pages, :KEY_WORDS] = words
@@ -98,12 +98,12 @@ class IndexArrays:
 
 
 def are_cached(entry: np.ndarray) -> np.ndarray:
-  """Converts `PrefixIndex.entry` to bool[X]: True for pages in the buckets."""
+  """Returns bool[X]: True for rows of `PrefixIndex.entry` in a bucket."""
   return entry[:, _POSITION] < NOWHERE
 
 
 def _remove(index: Any, pages: np.ndarray) -> None:
-  """Removes pages int32[X] from the buckets that they are in."""
+  """Removes pages, int32[X], from their buckets."""
   keys, position = index.entry[pages, :KEY_WORDS], index.entry[pages, _POSITION]
   bucket, place = np.divmod(position.astype(np.int64), BUCKET_PAGES)
   index.buckets[bucket, place] = 0
@@ -118,12 +118,12 @@ def _remove(index: Any, pages: np.ndarray) -> None:
 
 
 def _insert(index: Any, pages: np.ndarray) -> None:
-  """Inserts pages int32[X], whose keys are in `entry`, into the buckets."""
+  """Inserts pages, int32[X], into the buckets by their keys in `entry`."""
   keys = index.entry[pages, :KEY_WORDS]
   bucket = _first_bucket(index, keys)
   while pages.size:
-    # The pages of one bucket take its empty places in order: `turn` is the rank
-    # of a page in its bucket, and also that of its empty place.
+    # `turn` is the rank of a page among the pages for the same bucket. The page
+    # takes the empty place of the same rank.
     order = np.argsort(bucket, kind="stable")
     pages, keys, bucket = pages[order], keys[order], bucket[order]
     begins = np.r_[True, bucket[1:] != bucket[:-1]]

@@ -41,19 +41,19 @@ class CacheManager(ManagerReports):
     groups: the kinds of the layer groups, each with a `page_size`.
     max_model_len: tokens of the longest sequence.
     enable_caching: True to publish full pages and to find them again.
-    use_eagle: True to compute the last page of a hit again, for a draft model.
+    use_eagle: True to shorten every hit by its last page, for a draft model.
     policy: "current" for the rules of vLLM since 0.25, which reuses uncached
       pages first; "classic" for those of earlier versions and of eSurge.
-    prefix_retention_interval: selects the prefixes that windows and states keep
-      findable; see `CacheConfig`.
-    watermark: fraction of the pages kept free when a waiting request is
-      admitted.
+    prefix_retention_interval: selects the prefixes for which sliding-window and
+      recurrent groups publish pages; see `CacheConfig`.
+    watermark: fraction of the pages to keep free when a waiting request is
+      admitted while others run.
     max_in_flight: the most tokens of one request scheduled at once, used by
       `full_sequence_must_fit`; None for `max_model_len`.
     max_encoder_tokens: tokens of the longest encoder input, for groups of
       `CrossAttention`; None for `max_model_len`.
     max_requests: the most requests that hold pages at once.
-    num_events: the most events between two `take_events`; 0 records none.
+    num_events: the capacity of the event log, in events; 0 for no log.
     track_new_pages: enables `take_new_page_ids`.
     track_residency: adds the ages of evicted pages to the statistics.
     host_pages: pages in host memory, for cached pages that are evicted; call
@@ -135,8 +135,8 @@ class CacheManager(ManagerReports):
     """A copy of the cache as a value for device loops.
 
     Raises:
-      ValueError: a request has fewer tokens than are published, or one that is
-        not a 32-bit integer; or `take_moves` must be called first.
+      ValueError: a request has fewer tokens than are published, or a token that
+        is not a 32-bit integer; or `take_moves` must be called first.
     """
     return bridge.to_device(self._state)
 
@@ -144,32 +144,32 @@ class CacheManager(ManagerReports):
   def take(
     self, state: CacheState, requests: Mapping[int, Any] | None = None
   ) -> list[str]:
-    """Continues from a state that began as `manager.state`.
+    """Continues from a state that a loop derived from `manager.state`.
 
-    | in the state | afterwards |
+    | in the state | rule |
     |---|---|
     | a slot has more tokens | its request must have them in `token_ids` |
-    | a slot is empty | its request holds no page, and its name is returned |
+    | a slot is empty | its request loses its pages, and its name is returned |
     | a slot was filled, again or for the first time | see `requests` |
-    | a slot is a fork | as one that was filled; shared pages stay shared |
+    | a slot is a fork | it counts as filled; shared pages stay shared |
     | pages are pinned | the pins stay; `pages.release` removes them |
 
     Calls of the manager after `manager.state` was read are undone, except that
-    the event log keeps events that were not read yet.
+    the event log keeps unread events.
 
     Args:
       state: the state; not donated.
       requests: a dictionary from each slot that the loop filled to its request.
-        Another request that had the slot before holds no page any more.
+        Another request that had the slot before loses its pages.
 
     Returns:
-      The names of the requests that hold no page any more.
+      The names of the requests that lost their pages.
 
     Raises:
       TypeError: `state` is not a CacheState.
       ValueError: `state` has another config, secret or epoch, or a recorded
-        error; or `requests` does not fit its slots; or `token_ids` of a request
-        differ from the tokens that its slot has.
+        error; or `requests` does not fit the slots of `state`; or a request has
+        another salt or other `token_ids` than its slot.
     """
     return bridge.from_device(self._state, state, requests or {})
 
@@ -177,17 +177,21 @@ class CacheManager(ManagerReports):
   def get_computed_pages(
     self, request: Any, max_hit_tokens: int | None = None
   ) -> tuple[CachePages, int]:
-    """Finds the longest cached prefix that leaves a token to compute.
+    """Finds the longest cached prefix that omits at least the last token.
 
     Args:
       request: any object with the attributes of `Request`.
-      max_hit_tokens: the most tokens of the prefix; None for all but one.
+      max_hit_tokens: the most tokens of the prefix; None for no further limit.
 
     Returns:
-      The prefix's pages by group, with null pages where a window needs none,
-      and its number of tokens. Pages in host memory have numbers above
-      `num_pages`; `allocate_slots` moves them to the device, and then
-      `get_page_ids` has their new numbers.
+      The prefix's pages by group, with null pages outside windows, and its
+      number of tokens. Pages in host memory have numbers above `num_pages`;
+      `allocate_slots` moves them to the device, and then `get_page_ids` has
+      their new numbers.
+
+    Raises:
+      ValueError: the request has more than `max_model_len` tokens, or a token
+        that is not a 32-bit integer.
     """
     fields = read_request(request)
     if not self.config.prefix_caching or fields.skips_lookup:
@@ -217,7 +221,7 @@ class CacheManager(ManagerReports):
   ) -> CachePages | None:
     """Allocates pages for a request's tokens and publishes its full pages.
 
-    Pages behind a window are freed first, even if too few pages are then free.
+    Pages outside windows are freed first, even if the call then returns None.
 
     Args:
       request: any object with the attributes of `Request`.
@@ -238,8 +242,8 @@ class CacheManager(ManagerReports):
       skip_zeroing_group_ids: groups whose new pages `take_new_page_ids` omits.
 
     Returns:
-      The new pages, without those of the hit and of external tokens. None, with
-      no page taken, if too few are free or a state of the hit is not written.
+      The new pages, without those of the hit and of external tokens. None if
+      too few pages are free, or if the hit ends with a state not written yet.
 
     Raises:
       TypeError: an argument has the wrong type.
@@ -307,11 +311,11 @@ class CacheManager(ManagerReports):
     """Allocates for many running requests in one call.
 
     Equals `allocate_slots` for each request in order, except that all requests
-    free pages behind windows before any of them allocates, and all allocate
+    free pages outside windows before any of them allocates, and all allocate
     before any of them publishes.
 
     Args:
-      running: different requests that hold pages.
+      running: requests that hold pages, each listed once.
       num_new_tokens: tokens of each request, at least 1, or one number for all.
       num_lookahead_tokens: further tokens that need pages.
 
@@ -335,7 +339,8 @@ class CacheManager(ManagerReports):
 
     Raises:
       KeyError: the request holds no page.
-      TypeError, ValueError: the number is not an int, or is negative.
+      TypeError: the number is not an int.
+      ValueError: the number is negative, or a token is not a 32-bit integer.
     """
     state = self._state
     held = state.held.get(request.request_id)
@@ -349,10 +354,10 @@ class CacheManager(ManagerReports):
   def remove_skipped_pages(
     self, request_id: str, num_computed_tokens: int
   ) -> None:
-    """Frees the pages that the windows of a request have passed.
+    """Frees a request's pages that are outside windows after some tokens.
 
-    The windows end after `num_computed_tokens` tokens, to which no step in
-    flight may write. A request without pages is ignored.
+    `num_computed_tokens` must not include tokens of steps in flight. A request
+    without pages is ignored.
     """
     num_tokens = at_least("num_computed_tokens", num_computed_tokens, 0)
     held = self._state.held.get(request_id)
@@ -408,13 +413,13 @@ class CacheManager(ManagerReports):
     state = self._state
     waiting, held = state.popped.get(popped.slot, (None, None))
     if waiting is not popped or held is None:
-      raise ValueError(f"`popped` must be given back once, got {popped} again.")
+      raise ValueError(f"`popped` must be freed only once, got {popped} again.")
     state.undo_log.save_key(state.popped, popped.slot)
     del state.popped[popped.slot]
     allocate.release(state, held)
 
   def free_page_hashes(self, request: Any) -> None:
-    """Does nothing: `free` already forgets the page keys of a request."""
+    """Does nothing, because `free` also removes a request's page keys."""
 
   @atomic
   def evict_pages(self, page_ids: Iterable[int]) -> None:

@@ -71,8 +71,8 @@ def make(
   slot_pages = -(-max(encoder, max_model_len + scratch) // alignment)
   config = CacheConfig(
     page_size=page_size,
-    # Each request writes to a page that no other request holds, so more slots
-    # than usable pages would never be occupied.
+    # A request usually writes to a page that no other request holds, so more
+    # slots than usable pages would rarely be occupied.
     num_slots=min(max_requests, max(1, options["num_pages"] - 1)),
     pages_per_slot=slot_pages * (alignment // page_size),
     groups=tuple(groups),

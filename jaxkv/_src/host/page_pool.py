@@ -28,14 +28,14 @@ class PageListener(Protocol):
   def stored(
     self, request: Any, group: int, first: int, pages: Sequence[int]
   ) -> None:
-    """Receives the columns of a group, from `first` on, that a request filled.
+    """Is called when a request filled columns of a group, from `first` on.
 
-    `pages` has the page of each column, or 0 if this call did not publish it:
-    no lookup can find the page, or it was cached before.
+    `pages` has the page of each column, or 0 if this call did not publish it: a
+    null page, a page that was cached before, or one that no hit can include.
     """
 
   def removed(self, page: int, group: int) -> None:
-    """Receives a page that left the prefix cache."""
+    """Is called when a page has left the prefix cache."""
 
   def cleared(self) -> None:
     """Is called when all pages have left the prefix cache."""
@@ -55,7 +55,7 @@ class HostPool:
     unhashed_first: True if pages that are not cached go to the front of the
       free queue; see `CacheConfig.free_policy`.
     ref_count: the number of references to each page, pins included.
-    pin_count: the number of references to each page that `Pages` handed out.
+    pin_count: the number of references to each page that users of `Pages` hold.
     queue: the free pages.
     content: the latest content of each page; None for none.
     group: the group in which each page got its content.
@@ -69,9 +69,9 @@ class HostPool:
     counts: the values of the counters `Stats.names()`.
     listeners: the `PageListener`s to call.
     saved: the pages in host memory; None without `CacheConfig.host_pages`.
-    index: for each group, a dictionary from digests to cached pages, which are
-      in `lookup_order`. One more dictionary has the cached pages of all groups
-      whose content is a `DevicePage`.
+    index: for each group, a dictionary from a digest to the cached pages with
+      this digest, sorted by `lookup_order`. A last dictionary has the pages of
+      all groups whose content is a `DevicePage`.
   """
 
   def __init__(self, config: CacheConfig, undo_log: UndoLog):
@@ -101,7 +101,7 @@ class HostPool:
 
   @property
   def knows_device_pages(self) -> bool:
-    """True if the content of a cached page is a `DevicePage`."""
+    """True if the content of at least one cached page is a `DevicePage`."""
     return bool(self.index[-1])
 
   def count(self, name: str, amount: int) -> None:
@@ -110,7 +110,7 @@ class HostPool:
     self.counts[name] += amount
 
   def pop(self, count: int) -> list[int]:
-    """Pops `count` pages, which must be free, with one reference each."""
+    """Pops `count` free pages, which must exist; sets one reference to each."""
     if not count:
       return []
     pages = self.queue.pop(count)
@@ -248,7 +248,7 @@ class HostPool:
     self.queue.push_back(freed)
 
   def pin(self, pages: Sequence[int], amount: int) -> None:
-    """Adds `amount` to the pins of each page, but not to its references."""
+    """Adds `amount` to the `pin_count` of each page; keeps `ref_count`."""
     self.undo_log.save_items(self.pin_count, pages)
     for page in pages:
       self.pin_count[page] += amount
@@ -297,12 +297,12 @@ class HostPool:
   def equal_pages(self, page: int) -> tuple[int, ...]:
     """Returns the cached pages with the same digest as a cached page."""
     content = self.content[page]
-    # A key of the device depends on the group, so one index has all groups.
+    # A device key depends on the group, so all groups share one dictionary.
     number = -1 if content.is_from_device else self.group[page]
     return self.index[number][content.digest]
 
   def lookup_order(self, page: int) -> tuple[bool, int]:
-    """Returns the sort key of equal pages: device pages first, then stamps."""
+    """Returns a sort key for equal pages: device pages first, oldest first."""
     is_on_host = self.saved is not None and self.saved.is_on_host(page)
     return is_on_host, self.stamp[page]
 
@@ -349,8 +349,8 @@ class HostPool:
 
   def set_listed(self, pages: Iterable[int], is_listed: bool) -> None:
     """Adds pages to the index, or removes them, without calling listeners."""
-    # Each entry is recorded before its change. If an interrupt comes between
-    # the two, the undo writes the value that is still there.
+    # Each entry is recorded before its change. After an interrupt between the
+    # two, the undo writes the value that the entry still has.
     before: list[tuple[int, Index, Hashable, tuple[int, ...]]] = []
     self.undo_log.record((self._restore_index, before))
     contents, groups, cached = self.content, self.group, self.is_cached

@@ -18,12 +18,9 @@ from jaxkv._src.host.state import HostState
 class Pages:
   """The pages of a `CacheManager`: references, keys and listeners.
 
-  A reference that is taken here belongs to the caller, until `release`. Page
+  A reference that a method adds belongs to the caller, until `release`. Page
   ids are 1 to N - 1, where N is `num_pages`. `cached_in_order` and `find` also
-  return host pages, as N + 1 + h, which only `keys` and `groups` accept.
-
-  Attributes:
-    undo_log: see `CacheManager.undo_log`.
+  return N + 1 + h for host page h. Only `keys` and `groups` accept such ids.
   """
 
   def __init__(self, state: HostState):
@@ -72,7 +69,11 @@ class Pages:
 
   @atomic
   def hold(self, page_ids: Sequence[int]) -> None:
-    """Adds a reference to each page; free ones leave the free queue."""
+    """Adds a reference to each page; free pages leave the free queue.
+
+    Raises:
+      ValueError: an id is out of range.
+    """
     self._check(page_ids)
     self._state.pool.hold(page_ids)
     self._state.pool.pin(page_ids, 1)
@@ -87,8 +88,8 @@ class Pages:
     """
     self._check(page_ids)
     pool = self._state.pool
-    # Decremented before the check, so that it finds a page that is named too
-    # often. If it raises, the undo log restores the counts.
+    # Decremented first, so that a page that is named too often has a negative
+    # count. If the check raises, the undo log restores the counts.
     pool.pin(page_ids, -1)
     wrong = sorted({page for page in page_ids if pool.pin_count[page] < 0})
     if wrong:
@@ -118,7 +119,7 @@ class Pages:
 
     Args:
       request_id: a request; the counts are 0 if it holds no page.
-      num_references: the references that a page needs, from any holders.
+      num_references: the number of references that a page needs.
     """
     held = self._state.held.get(request_id)
     if held is None:

@@ -30,7 +30,7 @@ class HashedTokens(NamedTuple):
     token_ids: the tokens.
     salt, items: see `RequestFields`.
     root: the node before the first page.
-    pages: the masked tokens of the whole pages of S tokens, as int32 bytes.
+    pages: masked tokens in whole pages of `page_size` tokens, as int32 bytes.
     digests: the digest of the prefix that ends with each of these pages.
     secret: see `HostState`.
   """
@@ -48,7 +48,7 @@ class HashedTokens(NamedTuple):
   ) -> bool:
     """True if the first `num_tokens` tokens of a request are hashed here.
 
-    False if the hashes have another secret, that of another manager.
+    False if the hashes were computed with the secret of another manager.
     """
     # A request may change after its lookup, so the contents are compared.
     if self.salt != request.salt or self.items != request.items:
@@ -68,9 +68,9 @@ class HashedTokens(NamedTuple):
   ) -> list[PrefixNode]:
     """Returns nodes for the first `count` pages.
 
-    The path to `last_hit` is reused if its digests are those of these pages.
+    The nodes up to `last_hit` are reused if they are a prefix of these pages.
     """
-    # Requests with equal prefixes then share nodes, whose keys are computed
+    # Requests with equal prefixes then share nodes, and each key is computed
     # only once.
     page_bytes = len(self.pages) // max(len(self.digests), 1)
     nodes = last_hit.path() if last_hit is not None else []
@@ -115,8 +115,8 @@ def find_prefix(
   num_tokens, longest = _agree(state, pages, limit, len(hashed.digests))
   first = [group.skipped_pages(num_tokens) for group in state.groups]
   stop = [num_tokens // group.size for group in state.groups]
-  # A group can need no page of the prefix, as `ChunkedLocal` layers if a chunk
-  # ends there. If no group needs a page, no tokens were compared: a miss.
+  # If no group needs a page, no tokens were compared, so this is a miss. For
+  # example, `ChunkedLocal` needs no page of a prefix that ends with a chunk.
   if not any(a < b for a, b in zip(first, stop, strict=True)):
     num_tokens, first, stop = 0, [0] * len(first), [0] * len(stop)
   columns = tuple(
@@ -152,8 +152,8 @@ def _agree(
 ) -> tuple[int, int]:
   """Computes `longest_hit.agree` for lists of pages by group."""
   config = state.config
-  # NumPy would take longer than the rest of a short lookup. Usually all groups
-  # accept the hit of full attention, which ends before its first miss.
+  # Usually, all groups accept the hit of full attention, which ends before its
+  # first miss. Then NumPy is avoided, which is slow for a short lookup.
   if state.has_plain_hits:
     num_tokens = limit
     for group, column in zip(state.groups, pages, strict=True):
@@ -199,8 +199,8 @@ def holds_tokens(
     digests = [
       contents[page].digest if cached[page] else None for page in hit_pages
     ]
-    # Most pages pass this fast check. A `DevicePage` has a digest of another
-    # kind, so the lookup is repeated.
+    # Most pages pass this fast check. It fails for a `DevicePage`, whose digest
+    # is a device key, so the lookup is repeated.
     if digests != expected:
       cached_pages = _cached_pages(state, hashed, group)[first : len(pages)]
       if cached_pages != hit_pages:

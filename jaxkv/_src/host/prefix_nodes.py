@@ -41,9 +41,9 @@ class PrefixNode:
   Attributes:
     digest: 16 bytes, equal for equal prefixes; the key in the host's index.
     parent: the node of the prefix without the last page; None for a root.
-    tokens: the S tokens of the last page as int32 bytes; for a root, its salt.
-    key: the key on the device, without the mask of a group; None until
-      `DeviceKeys.compute`.
+    tokens: the last page's tokens as int32 bytes; for a root, its salt.
+    key: the key on the device, before `group_key` adapts it to a group; None
+      until `DeviceKeys.compute`.
   """
 
   digest: bytes
@@ -148,7 +148,7 @@ class DeviceKeys:
     return _xor(node.key, self._groups[group])
 
   def compute(self, nodes: Iterable[PrefixNode | DevicePage]) -> None:
-    """Computes the missing keys of nodes, and of all nodes before them."""
+    """Computes the missing keys of nodes and of all their ancestors."""
     levels = self._levels_without_key(nodes)
     pages = list(itertools.chain.from_iterable(levels))
     if not pages:
@@ -166,7 +166,7 @@ class DeviceKeys:
   def _levels_without_key(
     self, nodes: Iterable[PrefixNode | DevicePage]
   ) -> list[list[PrefixNode]]:
-    """Returns the nodes without a key, each in the level after its parent."""
+    """Returns nodes without a key by level, parents first; sets roots' keys."""
     # Paths share nodes, so a walk towards the root stops early at a node that
     # an earlier walk has visited.
     depth_of: dict[int, int] = {}

@@ -24,9 +24,9 @@ def publish(
 ) -> None:
   """Makes a request's first tokens final, and publishes their full pages.
 
-  For a new request, `hashed` are its hashed tokens, and `first` has each
-  group's first column after the hit. A running request is read only if a page
-  became full. If `num_tokens` tokens were final before, nothing changes.
+  For a new request, `hashed` has its hashed tokens, and `first` each group's
+  first column after the hit. A running request is read only if a page became
+  full. If at least `num_tokens` tokens were final before, nothing changes.
   """
   # Tokens beyond the tables have no page yet.
   before, num_tokens = held.length, min(num_tokens, held.room)
@@ -34,8 +34,8 @@ def publish(
     return
   state.undo_log.replace(held, length=num_tokens)
   size = state.config.page_size
-  # Every page of every group ends at a multiple of S tokens. Most steps pass
-  # none, and return before the request is read.
+  # Every page of every group ends at a multiple of `size` tokens. Most steps
+  # fill no page, and return before the request is read.
   is_filled = num_tokens // size > before // size
   if not state.config.prefix_caching or not is_filled:
     return
@@ -88,8 +88,8 @@ def _publish_group(
     columns.start * step + step - 1 : columns.stop * step : step
   ]
   pages = table[columns.start : columns.stop]
-  # Pages behind a window are null. A page can be cached already: forks can
-  # share a full page without a key, and each of them then publishes it.
+  # Pages outside windows are null. A page may be cached already, because forks
+  # can share a full page without a key, which each of them then publishes.
   is_fresh = [page > 0 and not pool.is_cached[page] for page in pages]
   pool.fill(
     list(itertools.compress(pages, is_fresh)),

@@ -12,12 +12,7 @@ from jaxkv._src.host.types import PrefixCacheStats
 
 
 class ManagerReports:
-  """The methods of `CacheManager` that allocate, publish and free nothing.
-
-  Attributes:
-    config: the sizes and options of the cache.
-    undo_log: the changes of the current call; see `PageListener`.
-  """
+  """The methods of `CacheManager` that allocate, publish and free nothing."""
 
   def __init__(self, state: HostState):
     self.config = state.config
@@ -34,7 +29,7 @@ class ManagerReports:
 
   @property
   def is_full(self) -> bool:
-    """True if no further request can hold pages."""
+    """True if no slot is vacant, so that no further request is admitted."""
     return not self._state.vacant
 
   @property
@@ -61,7 +56,7 @@ class ManagerReports:
     Args:
       request_id: a request, with or without pages.
       num_tokens: tokens that need pages.
-      num_state_tokens: the tokens that recurrent groups count; None for
+      num_state_tokens: tokens that need states in recurrent groups; None for
         `num_tokens`.
       num_encoder_tokens: encoder tokens that need pages.
       capped: True to count at most `most_pages` for a group without states.
@@ -113,7 +108,7 @@ class ManagerReports:
     state = self._state
     if state.pool.ref_count[page] < len(state.held):
       return False
-    # If all references are from requests, their number proves it.
+    # If only the requests in `held` have references, their number proves it.
     if not state.popped and not state.pool.pin_count[page]:
       return True
     return all(
@@ -128,7 +123,7 @@ class ManagerReports:
 
   @atomic
   def take_events(self) -> Drained:
-    """Returns the pages published and removed since the last call.
+    """Returns the events of the prefix cache since the last call.
 
     Raises:
       ValueError: `num_events` is 0.
@@ -150,7 +145,7 @@ class ManagerReports:
     if not self.config.track_new_pages:
       raise ValueError(
         "`track_new_pages` must be True for take_new_page_ids, got False; make "
-        "the CacheManager with it."
+        "the CacheManager with track_new_pages=True."
       )
     return self._state.pool.take_new()
 
@@ -158,9 +153,9 @@ class ManagerReports:
   def take_moves(self) -> Moves:
     """Returns the moves between device and host memory since the last call.
 
-    Make them with `jaxkv.kv.move` before anything is written to the pages that
-    were allocated since that call. The result has NumPy arrays, int32[X], where
-    X is a multiple of `num_pages`.
+    Perform them with `jaxkv.kv.move` before anything is written to the pages
+    that were allocated since that call. The result has NumPy arrays, int32[X],
+    where X is a multiple of `num_pages`.
 
     Raises:
       ValueError: `host_pages` is 0.
@@ -176,7 +171,7 @@ class ManagerReports:
   def free_queue(self, count: int | None = None) -> list[int]:
     """Returns the free pages in eviction order, the first `count` or all."""
     queue = self._state.pool.queue
-    # The queue is a linked list, so its first pages cost no walk to its end.
+    # The first pages of the linked list are read without a walk to its end.
     if count is None or count > queue.num_free:
       return queue.in_order()
     return queue.first(at_least("count", count, 0))
@@ -196,5 +191,5 @@ class ManagerReports:
 
   @property
   def usage(self) -> float:
-    """The fraction of pages that are held; the null page is not counted."""
+    """The fraction of usable pages, without the null page, that are held."""
     return 1 - self.num_free_pages / (self.config.num_pages - 1)

@@ -40,18 +40,19 @@ class Request:
   Requests of vLLM and eSurge have further attributes. Requests that differ in
   `lora_request` (its `lora_name`, `lora_path` or `lora_int_id`) share no page.
   An item of `mm_features` has an `identifier` or `mm_hash`. Its range of tokens
-  is `mm_position` or `placeholder_range`. A page in this range is shared only
-  if the other request has the same item there. If an item has no range, no page
-  is shared with requests that lack the item. `skip_reading_prefix_cache` skips
-  the lookup; if it is missing, `sampling_params.prompt_logprobs` does.
+  is `mm_position` or `placeholder_range`. A page that overlaps this range is
+  shared only if the other request has the same item there. If an item has no
+  range, no page is shared with requests that lack the item. The lookup is
+  skipped if `skip_reading_prefix_cache` is true. If it is missing, the lookup
+  is skipped if `sampling_params.prompt_logprobs` is not None.
 
   Attributes:
     request_id: the request's name.
     token_ids: the tokens of prompt and output.
     num_prompt_tokens: tokens of the prompt; None for all initial tokens.
     num_computed_tokens: tokens with computed K/V, as the scheduler counts.
-    num_in_flight_tokens: the last of these tokens, whose step still runs. Pages
-      that this step needs are not freed.
+    num_in_flight_tokens: the number of these tokens whose steps still run. They
+      are the last ones. Pages that these steps need are not freed.
     status: "waiting", "running" or "preempted".
     cache_salt: a str or bytes; requests with different salts share no page. ""
       and None are the same, as in vLLM.
@@ -169,17 +170,16 @@ def _skips_lookup(request: Any) -> bool:
 def content(
   request: RequestFields, start: int, stop: int, size: int, secret: bytes
 ) -> np.ndarray:
-  """Returns the contents of tokens `start .. stop`, int32[stop - start].
+  """Returns the tokens from `start` to `stop` as int32[stop - start].
 
-  If an item touches a page of `size` tokens, the tokens of the page are masked;
-  see `mask_items`.
+  Tokens of pages that overlap an item are masked; see `mask_items`.
   """
   try:
     tokens = int32s(request.token_ids[start:stop])
   except (OverflowError, TypeError) as error:
     raise ValueError(
       f"`token_ids` of {request.request_id!r} must be 32-bit integers, got "
-      f"another value from {start} to {stop}: {error}."
+      f"another value between {start} and {stop}: {error}."
     ) from error
   # Most requests have no items, and need no copy of the read-only array.
   if not request.items:

@@ -71,9 +71,9 @@ class SavedPages:
     saved_to: dict[int, int],
     restored_from: dict[int, int],
   ) -> None:
-    """Records a move of each device page that a dictionary maps to a host page.
+    """Records a move of each page that is in `saved_to` or `restored_from`.
 
-    A page that is in neither dictionary is ignored.
+    Both dictionaries map device pages to host pages.
     """
     self._undo_log.save_length(self.moves)
     for page in pages:

@@ -33,13 +33,13 @@ class HeldSequence:
     request_id: the name of the request.
     slot: the row of the request in `CacheState`.
     tables: a list of page numbers for each group; 0 for the null page.
-    skipped: the number of leading null pages in each table, left out by the hit
-      or freed. A recurrent table can have null pages after other pages too.
+    skipped: the number of leading null columns of each table, which the hit
+      omits or which were freed. A recurrent table can have later null columns.
     request: the newest object that the scheduler passed for the request.
     length: the number of published tokens.
     room: the number of tokens that fit the tables.
     root: the node before the first page; None without prefix caching.
-    nodes: a node for each S published tokens.
+    nodes: a node for every `CacheConfig.page_size` published tokens.
     prompt_length: see `SlotHashes`.
     boundary: see `SlotHashes.shared_prefix_boundary`.
   """
@@ -66,7 +66,7 @@ class HostState:
     undo_log: the changes of the current call.
     groups: the layer groups.
     skipping: the groups with `skips_pages`.
-    skipping_kinds: one of these groups for each kind and page size.
+    skipping_kinds: one group of `skipping` for each kind and page size.
     has_plain_hits: see `prefix_rules.has_plain_hits`.
     pool: the pages.
     held: the requests that hold pages, by name.
@@ -77,8 +77,8 @@ class HostState:
     index_arrays: converts the prefix index; None without prefix caching.
     events: the event log; None if `num_events` is 0.
     statistics: hits and resets since the last `take_statistics`.
-    read_ages: `lifetime` and `idle` of the pool at that call.
-    read_moves: `SavedPages.counts` at that call; empty without host pages.
+    read_ages: `lifetime` and `idle` of the pool at the last `take_statistics`.
+    read_moves: `SavedPages.counts` at that time; empty without host pages.
     step_clock: the pool's clock when the scheduling step started.
   """
 
@@ -145,7 +145,7 @@ class HostState:
   def take_statistics(self) -> PrefixCacheStats:
     """Returns the statistics since the last call."""
     statistics = self.statistics
-    # The pool does not reset its counts, so the last ones are subtracted.
+    # The pool does not reset its counts, so earlier readings are subtracted.
     ages = self.pool.lifetime, self.pool.idle
     if self.pool.released is not None:
       lifetime, idle = (
@@ -162,7 +162,7 @@ class HostState:
     return statistics
 
   def lower_readings(self) -> None:
-    """Limits the last readings to counts, which an older state can decrease."""
+    """Lowers readings to the current counts, which `take` may have lowered."""
     ages = tuple(
       [min(pair) for pair in zip(read, counts, strict=True)]
       for read, counts in zip(

@@ -32,7 +32,6 @@ def step(
   if not running:
     return []
   rows = _rows(state, running, num_new_tokens, num_lookahead_tokens)
-  # Each of the loops serves all requests, before the next loop begins.
   for _, held, demand in rows:
     allocate.drop_behind(state, held, demand.num_computed)
   plans = [allocate.grow(state, held, demand) for _, held, demand in rows]
@@ -56,7 +55,7 @@ def _rows(
   """Calls `advance_quietly` for each request.
 
   Returns:
-    The place, sequence and demand of each request that still must be served.
+    The place, sequence and demand of each request that is not served yet.
   """
   rows: list[tuple[int, HeldSequence, Demand]] = []
   names: set[str] = set()
@@ -85,7 +84,7 @@ def advance_quietly(
   num_new_tokens: int,
   num_lookahead_tokens: int,
 ) -> Demand | None:
-  """Serves a running request if it needs, frees and fills no page.
+  """Serves a running request if it pops, frees and fills no page.
 
   Returns:
     None if the request was served; else the argument for `allocate`.
@@ -124,7 +123,7 @@ def advance_quietly(
 def _frees_pages(
   state: HostState, held: HeldSequence, num_computed: int
 ) -> bool:
-  """True if a page is behind a window after `num_computed` tokens."""
+  """True if a held page is outside a window after `num_computed` tokens."""
   for group in state.skipping_kinds:
     if group.skipped_pages(num_computed) > held.skipped[group.number]:
       return True

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 @dataclasses.dataclass(slots=True)
 class CachePages:
-  """Page ids by group, with the null page 0 behind a window.
+  """Page ids by group, with the null page 0 outside windows.
 
   Attributes:
     pages: a list of page ids for each group.
@@ -89,7 +89,7 @@ class PrefixCacheStats:
     lifetime, idle: evicted pages by age, see `jaxkv.telemetry.Residency`; empty
       without `track_residency`.
     saved, restored: pages that moved to host memory, and back.
-    forgotten: saved pages that later saved pages replaced.
+    forgotten: cached host pages that later saved pages overwrote.
     dropped: cached pages that were evicted and not saved, with `host_pages`.
   """
 

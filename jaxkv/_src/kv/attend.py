@@ -43,14 +43,14 @@ def attend(
 
   The query at position p sees positions 0 .. p, so write the new tokens first.
   `options.window` must be the window of the view's group, or None for a group
-  of `FullAttention`. Pages behind the group's window may be free, so a layer
-  with another window needs a separate group.
+  of `FullAttention`. The cache frees pages behind the group's window, so a
+  layer with another window needs a separate group.
 
-  Shared pages. With a view from `share`, one column and no window, `attend`
-  reads each shared page once for all rows of a cluster. This changes only the
-  rounding of results. A row that no longer begins with the shared pages is read
-  separately. `attend` finds these rows in every layer; with the view from
-  `jaxkv.kv.refresh_shared`, they are found once for all layers.
+  Shared pages. In a decode step without a window, with a view from `share`,
+  `attend` reads each shared page once for all rows that share it. This changes
+  only the rounding of results. Rows that no longer begin with the shared pages
+  are read separately. `attend` looks for such rows in every layer; call
+  `jaxkv.kv.refresh_shared` before the layers to do this once.
 
   Latents. For pages with a `value_dim`, pass absorbed queries: the part of a
   query without rotation, times the up-projection of the keys, followed by the
@@ -74,6 +74,7 @@ def attend(
       own scales. Latents require `scale`, and support neither `sinks` nor
       `alibi_slopes`. `tree_mask` is bool[B, T, X], for trees of draft tokens:
       for j < X, column t sees column j only if j <= t and `tree_mask[b, t, j]`.
+      `tree_mask` is not supported for a `PackedView`.
     causal: False to attend to the tokens of an encoder; not supported with
       `window`, `alibi_slopes`, `tree_mask` or latents.
     exact: True for outputs whose bits do not depend on the other queries of the
@@ -95,7 +96,7 @@ def attend(
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
     ValueError: an argument has a shape or value that is not supported.
-    NotImplementedError: the backend does not exist, or does not serve the call.
+    NotImplementedError: `backend` is unknown or does not support the call.
   """
   return attend_with_lse(
     kv,
@@ -122,10 +123,10 @@ def attend_with_lse(
   backend: str = "auto",
   head_sharding: NamedSharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes the output of `attend`, and the log-sum-exps of its logits.
+  """Computes the output of `attend`, and the log-sum-exps of the logits.
 
-  Takes the arguments of `attend`. `jaxkv.kernels.merge_states` can merge the
-  results with those of attention over other keys.
+  Takes the arguments of `attend`. `jaxkv.kernels.merge_states` merges the
+  results of attention over disjoint sets of keys.
 
   Returns:
     The output of `attend`, and float32[B, T, H], log-sum-exps (natural log,
@@ -179,7 +180,7 @@ def _check_options(
 
 
 def _check_window(view: AnyView, options: kernels.AttentionOptions) -> None:
-  """Raises unless the window is that of the view's layer group."""
+  """Raises unless `options.window` is the window of the view's layer group."""
   rows = rows_of(view.decode if isinstance(view, PackedView) else view)
   if not isinstance(rows.kind, FullAttention | SlidingWindow):
     return
@@ -193,7 +194,7 @@ def _check_window(view: AnyView, options: kernels.AttentionOptions) -> None:
 
 
 def _check_encoder(kv: KVPages, options: kernels.AttentionOptions) -> None:
-  """Raises if an argument has no meaning for an encoder's tokens."""
+  """Raises for latents, and for options that require causal attention."""
   if kv.value_dim is not None:
     expected = "pages of keys and values with causal=False"
     arguments.refuse(ValueError, "kv", expected, f"latents of {kv.value_dim}")
@@ -269,8 +270,8 @@ def _attend(
     packed = functools.partial(_exact, tiled_attention.attend_packed)
   if not isinstance(view, PackedView):
     return rectangle(kv, view, q, call)
-  # Decoding tokens take the path of a decode step. On the path of packed
-  # queries, each token would take a tile of 32 columns.
+  # Decoding tokens use the decode kernels. Packed attention would compute a
+  # whole tile of columns for each of them.
   batch = rows_of(view.decode).page_table.shape[0]
   out, lse = rectangle(kv, view.decode, q[0, :batch, None], call)
   out, lse = out[:, 0], lse[:, 0]
@@ -336,8 +337,8 @@ def _attend_single(
   # would see different parts of the prefix.
   elif rows.shared is not None and call["options"].window is None:
     shared = rows.shared
-    # Rows may have changed since `share`. Those of a FreshView were checked by
-    # `refresh_shared`.
+    # Rows may have changed since `share`. For a FreshView, `refresh_shared` has
+    # already checked them.
     if not isinstance(view, FreshView):
       shared = shared.refreshed(
         rows.page_table, lengths, page_size=kv.page_size

@@ -21,11 +21,11 @@ class Batch:
   Attributes:
     tokens: the tokens.  # int32[B, T]
     positions: the position of each token in its sequence.  # int32[B, T]
-    views: a view for each layer group of the cache, in a rollout a
-      `PackedView`.
+    views: one view for each layer group of the cache; a `PackedView` in a
+      rollout.
     columns: the X packed columns that need logits; None for all.  # int32[X]
-    rows: the sequence of each column, a `jaxkv.rollout.Rows` of C rows; None
-      outside of a rollout.
+    rows: a `jaxkv.rollout.Rows` that gives the sequence of each packed column;
+      None outside of a rollout.
   """
 
   tokens: jax.Array

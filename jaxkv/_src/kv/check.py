@@ -7,7 +7,7 @@ from jaxkv._src.kv.pools import pools_of
 
 
 def check(kv: Pools, config: CacheConfig) -> None:
-  """Raises unless every pool has the number and size of pages of a cache.
+  """Raises unless every pool has the page count and a page size of a cache.
 
   Compares static sizes only, so it costs nothing under `jit`. Memory from
   `init` with the same config always passes.

@@ -57,7 +57,7 @@ def attend_rectangle(
   rows = rows_of(view)
   batch, columns, heads, dim = q.shape
   groups = kv.num_kv_heads
-  # A piece is several columns, with at most `_HEADS` query heads a K/V head.
+  # A piece is a run of columns that becomes one query of the decode kernel.
   size = max(1, min(columns, _HEADS * groups // heads))
   pieces = -(-columns // size)
   q = jnp.pad(q, ((0, 0), (0, pieces * size - columns), (0, 0), (0, 0)))

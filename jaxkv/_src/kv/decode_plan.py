@@ -23,7 +23,7 @@ def plan_decode(
   Call it once per decode step, before the layers. Without a plan, a backend
   cuts each row separately, in every layer, and long rows get longer pieces. A
   plan changes only the rounding of results, which then depends on the other
-  rows. `attend` ignores it in calls with several columns or `shared` pages.
+  rows. `attend` ignores a plan in calls with several columns or `shared` pages.
 
   Args:
     kv: the pages; only their shape is used.

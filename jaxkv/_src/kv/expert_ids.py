@@ -1,4 +1,4 @@
-"""The ids of the experts that each token used in each layer, in pages.
+"""Pages with the ids of the experts that computed each token in each layer.
 
 The ids are stored like keys and values, so a sequence that reuses a cached
 prefix also finds the expert ids of the prefix.
@@ -92,8 +92,8 @@ def init_expert_ids(
   Raises:
     TypeError: `config` is not a CacheConfig, or `group` or a size is not an
       integer.
-    ValueError: a size is below 1, the group does not exist, `dtype` is not one
-      of these, or L * N does not fit int32.
+    ValueError: a size is below 1, the group does not exist, `dtype` is not
+      uint8 or uint16, or L * N does not fit int32.
 
   Examples:
     >>> import jaxkv
@@ -122,16 +122,15 @@ def write_expert_ids(
 ) -> ExpertIdPages:
   """Writes the expert ids of new tokens in one layer.
 
-  Stores the ids of a token at the page and offset where `jaxkv.kv.write` stores
-  its key, and skips the tokens that `jaxkv.kv.write` skips.
+  The ids of a token get the page and offset that `jaxkv.kv.write` gives to the
+  token's key. Tokens that `jaxkv.kv.write` skips are skipped here too.
 
   Args:
     pages: the expert ids.
     view: a view of group `pages.group`, with the new tokens of each row. For a
       `PackedView`, B is 1.
     layer: int32[], 0..L-1.
-    values: integers[B, T, X]. They are cast to the dtype of the pages. Their
-      range is not checked.
+    values: integers[B, T, X], cast to the dtype of the pages; no range check.
 
   Returns:
     The pages.

@@ -23,22 +23,22 @@ class KVPages:
   index l * N + p. A page holds S tokens with K heads of D elements. Page 0 of
   each layer is the null page, which is never written and never attended to.
 
-  With `value_dim` the pages hold latent vectors (MLA). A latent is the key of a
-  token, and its leading elements are the value, so `v` is None.
+  With `value_dim` the pages hold one latent vector for each token (MLA). The
+  vector is the key, and its leading elements are the value, so `v` is None.
 
   Attributes:
-    k: keys, in the storage dtype of `dtype`.
+    k: keys, in the storage dtype (see `dtype`).
     v: values, in the same dtype; None for latents.
     num_layers: L.
-    dtype: the number format of keys and values, such as "bfloat16". It is also
-      the storage dtype, except on a CPU, which by default stores the bits of
-      bfloat16 in uint16, and of float8_e4m3fn in uint8.
-    k_scale: for 8-bit formats, the factor that multiplies the key of each token
-      and head; None for other formats.
+    dtype: the number format of keys and values, such as "bfloat16". The storage
+      dtype is the same, or the integer dtype of the bits: uint16 for bfloat16
+      and uint8 for float8_e4m3fn.
+    k_scale: for 8-bit formats, the dequantization factor of the key of each
+      token and head; None for other formats.
     v_scale: the same for values; also None for latents.
-    value_dim: Dv, the number of leading elements of a latent that are its
-      value; None for separate keys and values.
-    has_default_dtype: True if `dtype` was not given to `init`.
+    value_dim: Dv, the number of leading elements of a latent vector that are
+      the value; None for separate keys and values.
+    has_default_dtype: True if the caller of `init` did not pass `dtype`.
   """
 
   # Layers have no separate axis, because a scan over such an axis would copy
@@ -102,11 +102,11 @@ def init(
     num_kv_heads: K, the number of key-value heads; 1 for latents.
     head_dim: D, elements of a key, and of a value unless pages hold latents.
     value_dim: Dv for the latents of MLA: the number of leading elements that
-      are the value, such as 512 of 576 for DeepSeek. None for separate values.
+      are the value, such as 512 of 576 for DeepSeek. None for keys and values.
     dtype: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8. With
       the last three `write` computes a scale for each token and head. None for
-      bfloat16; `write` then refuses float32 keys, so that a float32 model is
-      not rounded unnoticed.
+      bfloat16; `write` then refuses float32 keys and values, which would be
+      rounded silently.
     group: the layer group that gives the page size, if page sizes differ.
     storage_dtype: dtype of the buffers. None for `dtype`, except that a CPU
       uses uint16 for bfloat16 and uint8 for float8_e4m3fn. On a CPU each write
@@ -134,7 +134,7 @@ def init(
     >>> kv.k.shape, kv.num_pages
     ((10, 2, 4, 8), 5)
 
-    Latents of 6 elements, followed by 2 rotated elements:
+    Latent vectors of 8 elements, the first 6 of which are the value:
 
     >>> latents = init(
     ...   config, num_layers=2, num_kv_heads=1, head_dim=8, value_dim=6
@@ -174,7 +174,7 @@ def gather(
   Args:
     kv: the pages.
     layer: int32[], 0..L-1.
-    page_table: int32[B, M]; an id out of range reads as a page of zeros.
+    page_table: int32[B, M], page ids; an id out of range reads as zeros.
 
   Returns:
     (keys, values), each [B, M * S, K, D] in the format `kv.dtype`, or for 8-bit

@@ -110,20 +110,13 @@ def plan_layers(windows: Sequence[int | None]) -> LayerPlan:
 
 
 class LayerMemory:
-  """The paged memory in one call of a model.
+  """The paged memory in one call of a model; `help(jaxkv.kv)` has an example.
 
   Each layer calls `attend` once, in order. `attend` mutates the object, so do
   not call it inside a nested `scan`, `remat` or `jit`, and create a new object
   in each trace. Letters: C columns of packed tokens, X columns that get logits,
   H query heads, K key-value heads, D head size, E embedding width, V vocabulary
-  size. A model in plain JAX, with `plan` from `plan_layers`:
-
-    def model(params, batch, kv):
-      memory = jaxkv.kv.LayerMemory(plan, batch, kv)
-      x = params["embed"][batch.tokens]
-      for layer in params["layers"]:
-        x += project(layer, memory.attend(*heads_of(layer, x)))
-      return memory.logits(memory.pick(x) @ params["output"]), memory.kv
+  size.
 
   Attributes:
     kv: the pages, which `attend` replaces.
@@ -159,13 +152,13 @@ class LayerMemory:
     alibi_slopes: jax.Array | None = None,
     **options: Any,
   ) -> jax.Array:
-    """Writes a layer's keys and values, and attends to all tokens so far.
+    """Writes a layer's keys and values, and computes attention over all tokens.
 
     The layer's window comes from the `LayerPlan`.
 
     Args:
-      q: [1, C, H, D], rotated and normalized, not scaled.
-      k: [1, C, K, D], rotated and normalized.
+      q: [1, C, H, D], after any normalization and rotary embedding, not scaled.
+      k: [1, C, K, D], after any normalization and rotary embedding.
       v: [1, C, K, D].
       scale: factor of the attention logits; None for 1 / sqrt(D).
       soft_cap: a cap c > 0 maps each attention logit x to c * tanh(x / c).
@@ -212,7 +205,7 @@ class LayerMemory:
     return x.at[:, self.batch.columns].get(mode="clip")
 
   def of_columns(self, values: jax.Array) -> jax.Array:
-    """Selects the columns that get logits: [C, ...] to [X, ...]."""
+    """Selects the values of columns that get logits: [C, ...] to [X, ...]."""
     columns = self.batch.columns
     return values if columns is None else values.at[columns].get(mode="clip")
 

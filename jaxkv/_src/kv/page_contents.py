@@ -18,7 +18,7 @@ from jaxkv._src.kv.pools import Memory
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.pools import pools_of
 
-# The number of lanes of a TPU's vector register, by which host memory is tiled.
+# The size of the last axis of a TPU's tiles, in host memory too.
 _LANES = 128
 # Bounds the temporary arrays of `write_pages`.
 _PAGES_AT_ONCE = 16
@@ -42,7 +42,7 @@ def page_shape(array: Array, num_layers: int) -> tuple[int, ...]:
 
 
 def gathered(array: Array, num_layers: int, pages: Array) -> Array:
-  """Reads all layers of `pages`, int32[X], as [X, ...]; see `page_shape`."""
+  """Returns the contents of `pages`, int32[X], as [X, *page_shape(...)]."""
   contents = array[_rows(array, num_layers, pages)]
   rows, *_ = page_shape(array, num_layers)
   contents = contents.reshape(num_layers, pages.shape[0], rows, -1)
@@ -53,7 +53,7 @@ def gathered(array: Array, num_layers: int, pages: Array) -> Array:
 def scattered(
   array: Array, num_layers: int, pages: Array, contents: Array
 ) -> Array:
-  """Writes all layers of `pages`, int32[X]; skips pages that are NOWHERE."""
+  """Writes `contents` into `pages`, int32[X]; skips pages that are NOWHERE."""
   size, rows = contents.shape[:2]
   contents = jnp.moveaxis(contents.reshape(size, rows, num_layers, -1), 2, 0)
   contents = contents.reshape(num_layers, size, *array.shape[1:])
@@ -77,7 +77,7 @@ def write_pages(
   Args:
     kv: the memory.
     contents: from `read_pages` of a memory with pages of the same shapes.
-    sources: int32[E].
+    sources: int32[E], rows of `contents`, for E entries.
     pages: int32[E], distinct; 0 for an entry to skip.
   """
   pools, structure = arrays_of(kv), jax.tree.structure(kv)

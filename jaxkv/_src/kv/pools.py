@@ -15,7 +15,7 @@ from jaxkv._src.kv.recurrent_pages import StatePages
 Pool = KVPages | StatePages | ExpertIdPages
 Pools = Pool | tuple[Pool, ...]
 """The memory of a cache: one pool, or a tuple of pools with the same page ids.
-Each layer group uses the pool of its kind."""
+Attention groups use `KVPages`, and recurrent groups use `StatePages`."""
 
 Memory = TypeVar("Memory", bound=Pools)
 
@@ -98,7 +98,7 @@ def _copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
   def copy_in(pool: Pool) -> Pool:
     return _copy_in_pool(pool, src, dst)
 
-  # The tree ends at pools, because each has its own L.
+  # Pools are the leaves, because L can differ between pools.
   return jax.tree.map(copy_in, kv, is_leaf=lambda kv: isinstance(kv, Pool))
 
 

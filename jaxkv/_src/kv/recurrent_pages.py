@@ -72,15 +72,15 @@ def init_states(
 
   Allocates L * N states. A page belongs to at most one layer group, so layers
   of different groups can use the same layer of memory, as in `jaxkv.kv.init`. L
-  is then the number of layers of the largest group. A page of an attention
-  group has a state too, which is unused. Fewer and larger pages waste less.
+  is then the number of layers of the largest group. The pages of attention
+  groups have states too, which are unused. Fewer and larger pages waste less.
 
   Args:
     config: the configuration of the cache. It gives N, the pages of a layer
       including the null page, and S, the tokens of a page.
     num_layers: L.
-    shapes: by array name, the shape and the dtype of one sequence's state in
-      one layer. The dtype is float32, bfloat16 or float16.
+    shapes: maps the name of each array to the shape and the dtype of one state
+      in one layer. The dtype is float32, bfloat16 or float16.
     group: the recurrent group that gives the page size; None for the first one.
 
   Returns:
@@ -194,8 +194,8 @@ def write_state(
   end, call this function twice. In the first call, pass the state at the end of
   that page and a view whose `num_tokens` ends there. Tokens that begin at the
   start of a page can span several pages in one call if a single `allocate` made
-  room for them. That `allocate` popped only the last of these pages, so there
-  is no other page to write.
+  room for them. That `allocate` gives the sequence only the last of these
+  pages, so there is no other state to write.
 
   Args:
     pages: the states.
@@ -263,8 +263,8 @@ def _state_rows(
   The index is L * N for a state without a page.
   """
   columns = rows.page_table.shape[1]
-  # After 0 tokens there is no state. The read of a column past the table gives
-  # page 0.
+  # After 0 tokens there is no state, so the column is past the table, where
+  # reads give page 0.
   column = jnp.where(tokens > 0, (tokens - 1) // pages.page_size, columns)
   row = jnp.arange(tokens.shape[0], dtype=jnp.int32)
   ids = rows.page_table.at[row, column].get(mode="fill", fill_value=0)

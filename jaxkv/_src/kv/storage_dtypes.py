@@ -5,10 +5,10 @@ import numpy as np
 
 from jaxkv._src.arrays import arguments
 
-# The number formats. Each maps to the integer dtype in which a CPU stores its
-# bits by default, or to None if it is stored as itself. On a CPU, XLA converts
-# a whole buffer of bfloat16 or float8 to update one element, but not a buffer
-# of integers. float8_e5m2 has that cost too: uint8 means float8_e4m3fn.
+# Maps each number format to the integer dtype in which a CPU stores its bits by
+# default, or to None if it is stored as itself. On a CPU, XLA converts a whole
+# buffer of bfloat16 or float8 to update one element, but not a buffer of
+# integers. float8_e5m2 maps to None, because uint8 means float8_e4m3fn.
 _BITS = {
   "float32": None,
   "bfloat16": "uint16",
@@ -32,15 +32,15 @@ def resolve(
   """Returns `storage_dtype`, or the default one in place of None.
 
   Raises:
-    ValueError: `dtype` is not one of the formats above, or `storage_dtype` is
-      neither the format itself nor the integer dtype of its bits.
+    ValueError: `dtype` is not one of the formats in `_BITS`, or `storage_dtype`
+      is neither the format itself nor the integer dtype of its bits.
   """
   if dtype.name not in _BITS:
     expected = f"one of {', '.join(_BITS)}"
     arguments.refuse(ValueError, "dtype", expected, dtype)
   if storage_dtype is None:
     return default_for(dtype)
-  # Bits are accepted on every backend, though they are the default on a CPU.
+  # Bits are accepted on every platform, but are the default only on a CPU.
   bits = _BITS[dtype.name]
   for name in (dtype.name, bits):
     if name is not None and storage_dtype == np.dtype(name):

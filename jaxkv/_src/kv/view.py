@@ -37,8 +37,8 @@ class View:
     num_tokens: the number of new tokens in each row; 0 for an idle row.
     shared: pages that rows have in common, from `jaxkv.kv.share`; or None.
     plan: equal pieces of decode work, from `jaxkv.kv.plan_decode`; or None.
-    kind: the kind of the layer group, whose window `attend` requires; None to
-      accept any window.
+    kind: the kind of the layer group, so that `attend` can check the window;
+      None to accept any window.
   """
 
   page_table: jax.Array  # int32[B, M]
@@ -57,8 +57,8 @@ class FreshView:
   """A view whose `shared` is already checked, so `attend` skips the check.
 
   `jaxkv.kv.refresh_shared` makes it for the layers of one step. `write` and
-  `attend` take it in place of the view. For the next step, update the `View`
-  and pass it to `refresh_shared` again.
+  `attend` take it in place of the view. For the next step, update the original
+  `View` and call `refresh_shared` again.
 
   Attributes:
     view: the view. Its `shared` has only rows that still share pages.
@@ -84,7 +84,7 @@ class PackedView:
 
   Attributes:
     decode: B rows of at most one new token each; can have `shared` and `plan`.
-    prefill: P rows with C tokens at most; None if C is 0.
+    prefill: rows with at most C tokens in total; None if C is 0.
   """
 
   decode: View | FreshView
@@ -106,7 +106,7 @@ def view(
     state: the cache.
     group: the index of the layer group.
     num_tokens: int32[B], the number of new tokens of each slot in this call; 0
-      for an idle slot. Any integer array or list is cast.
+      for an idle slot. Lists and other integer dtypes are converted.
     num_encoder_tokens: int32[B], tokens of each slot's encoder, as passed to
       `admit` and `allocate`. Required for groups of kind `CrossAttention`; must
       be None for other kinds.

@@ -156,7 +156,7 @@ def _locate(
 
   A page id is out of range for position -1 and for positions without a page.
   """
-  # Position -1 reads past the table, because -1 would be the last column.
+  # Index -1 would read the last column, so padding reads past the table.
   column = jnp.where(
     position >= 0, position // kv.page_size, view.page_table.shape[1]
   )

@@ -27,9 +27,9 @@ class MeshAxes:
       memory and queue; None for a single rollout.
     model: the axis over which K/V heads and the model's parameters are split;
       None to replicate them.
-    experts: the axis over which the experts of each layer are distributed, by
-      number; `data` or None. The shards then step together, because in each
-      layer with experts they exchange tokens. Attention stays in its shard.
+    experts: the axis over which the experts of each layer are distributed,
+      which must be `data`; None for all experts in each shard. With this axis,
+      the shards step together, because they exchange tokens in these layers.
 
   Raises:
     TypeError: `mesh` is not a `jax.sharding.Mesh`.
@@ -74,7 +74,7 @@ class MeshAxes:
 
   @property
   def num_shards(self) -> int:
-    """The number of devices along `data`, which divides X; 1 if it is None."""
+    """The number of devices along `data`, which divides X; 1 without `data`."""
     return 1 if self.data is None else self.mesh.shape[self.data]
 
   @property
@@ -88,7 +88,7 @@ class MeshAxes:
     return auto_mesh(self.mesh)
 
   def by_shard(self) -> NamedSharding:
-    """Returns the sharding of arrays whose first axis is the shards."""
+    """Returns the sharding of arrays whose first dimension is the shards."""
     return NamedSharding(self.mesh, P(self.data) if self.data else P())
 
   def everywhere(self) -> NamedSharding:
@@ -97,7 +97,7 @@ class MeshAxes:
 
 
 def on_auto_axes(function: Callable, arguments: Any, axes: MeshAxes) -> Any:
-  """Calls a function with all axes of the mesh of type Auto.
+  """Calls `function(*arguments)` with all axes of the mesh as Auto.
 
   The rollout loop does not have the annotations that Explicit axes require.
   """

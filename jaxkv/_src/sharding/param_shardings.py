@@ -24,8 +24,8 @@ lookup. If the number of devices does not divide V, the head is replicated.
 |                   | the shared MLP, like an `Mlp`                            |
 | the head          | `unembed` [E, *V*], or tied `embed` [*V*, E]             |
 
-Along `MeshAxes.experts`, the arrays of `Experts` are split by number, which is
-their dimension X, except those of the shared MLP.
+Along `MeshAxes.experts`, the arrays of `Experts` are split along X, the number
+of experts; the shared MLP is replicated.
 """
 
 from collections.abc import Mapping
@@ -82,13 +82,13 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
   Along `axes.model`, attention heads and the inner dimension of MLPs and of
   experts are split, and XLA partitions `jaxkv.models.forward` with two
   all-reduces of activations for each layer. The head is split by vocabulary, if
-  the size of the axis divides V. Untied embeddings, routers, norms, latents and
-  the mixers of `DeltaNet` layers are replicated. Along `axes.experts`, experts
-  are split by number. Without both axes, all parameters are replicated.
+  the size of the axis divides V. Along `axes.experts`, each device gets an
+  equal part of the experts. All other parameters are replicated.
 
   Args:
     params: from `jaxkv.models.init_params` or `jaxkv.models.load`, or their
-      shapes. Without both axes, any pytree.
+      shapes. If `axes.model` and `axes.experts` are None, any pytree, which is
+      replicated.
     axes: the mesh.
 
   Returns:
@@ -97,8 +97,8 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
 
   Raises:
     ValueError: `params` are not those of a decoder, the size of an axis does
-      not divide a dimension that is split, such as that of K/V heads, or there
-      are no experts to split along `axes.experts`.
+      not divide a dimension that is split, such as the number of K/V heads, or
+      `axes.experts` is set for a decoder without experts.
 
   Examples:
     >>> import jax
@@ -175,8 +175,8 @@ def _split_dimensions(layer: Params) -> dict[str, int]:
 def _spec(
   name: str, leaf: Any, axis_of: dict[int, str | None], axes: MeshAxes
 ) -> P:
-  """Returns the spec of an array; `axis_of` has the axis of each dimension."""
-  # The first axis of an array is the repetitions of the layer.
+  """Returns the spec of an array, from the mesh axis of each dimension."""
+  # `axis_of` does not count the first dimension, the repetitions of the layer.
   places = {dimension + 1: axis for dimension, axis in axis_of.items()}
   for dimension, axis in places.items():
     size = axes.mesh.shape[axis]

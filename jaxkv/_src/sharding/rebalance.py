@@ -27,21 +27,22 @@ def rebalance(
 ) -> RolloutState:
   """Moves sequences from shards with more remaining work to others.
 
-  Call it between calls of `generate` with a limit of steps, jitted with the
-  state donated. Sequences keep their ids and sample the same tokens. The work
-  of a shard is the number of tokens that its unfinished sequences may still
-  sample, so limits such as `Sampling.max_tokens` make it more accurate. In each
-  of ceil(log2(X)) rounds, each of the X shards exchanges groups of samples with
-  at most one other shard. The shard with more work sends the last groups of its
-  queue, first those without a slot, and gets as many ended or EMPTY groups.
+  Call it, jitted with the state donated, between calls of `generate` that have
+  a limit of steps. Sequences keep their ids and sample the same tokens.
+
+  The work of a shard is the number of tokens that its unfinished sequences may
+  still sample; limits such as `Sampling.max_tokens` make this more accurate. In
+  each of ceil(log2(X)) rounds, each of the X shards exchanges groups of samples
+  with at most one other shard. The shard with more work sends its last groups,
+  first those without a slot, and gets as many ended or EMPTY groups in return.
 
   Args:
     state: the rollout, from `jaxkv.sharding.init`.
     axes: the mesh, with `axes.data`, and one shard on each of its devices.
     max_groups: static; the maximum number of groups that two shards exchange.
     max_pages: static; the maximum number of pages that a shard sends in an
-      exchange. Copies of these pages take memory on its device for a moment.
-      With 0, only sequences without a slot move.
+      exchange. During the exchange, its device has copies of these pages. With
+      0, only sequences without a slot move.
 
   Returns:
     The rollout. Two shards with different versions of weights exchange nothing.
@@ -134,7 +135,7 @@ def _last(
   excess: Array,
   moves_running: bool,
 ) -> Array:
-  """Returns bool[P], the last groups, which have about half of `excess`."""
+  """Returns bool[P], the last groups, whose work is about half of `excess`."""
   movable = left > 0
   if not moves_running:
     movable &= ~runs

@@ -59,16 +59,15 @@ def init_memory(
       shards get the same secret, so that pages can move between them.
     axes: the mesh.
     num_shards: X, a multiple of the size of `axes.data`, or 1 without this
-      axis; None for the smallest.
+      axis; None for one shard on each device along `axes.data`.
 
   Returns:
-    The cache and the pools, with a leading axis of shards if there is
-    `axes.data`.
+    The cache and the pools; with `axes.data`, each array is [X, ...].
 
   Raises:
     TypeError: `num_shards` is not an int.
-    ValueError: `num_shards` is another number, or the pools cannot be split,
-      see `state_shardings`.
+    ValueError: `num_shards` is not such a multiple, or the pools cannot be
+      split, see `state_shardings`.
   """
   if num_shards is None:
     num_shards = axes.num_shards
@@ -118,13 +117,13 @@ def init(
       pages.
 
   Returns:
-    The state, with a leading axis of shards if there is `axes.data`.
+    The state; with `axes.data`, each array is [X, ...] for X shards.
 
   Raises:
     TypeError: see `jaxkv.rollout.init`.
     ValueError: see `jaxkv.rollout.init`; or the pools cannot be split, see
-      `state_shardings`; `config.numerics` is "exact" with `axes.model`; or the
-      cache has pages in host memory.
+      `state_shardings`; `config.numerics` is "exact" with several devices along
+      `axes.model`; or the cache has pages in host memory.
   """
   if config.numerics == "exact" and axes.num_parts > 1:
     raise ValueError(
@@ -199,9 +198,9 @@ def generate(
 ) -> RolloutState:
   """Generates tokens on all shards, see `jaxkv.rollout.generate`.
 
-  A shard returns when its own sequences have ended, or at `until`; the shards
-  do not communicate. With `axes.experts`, the shards step together, and return
-  when each of them has reached that point. Jit it with the state donated, as
+  A shard stops when its own sequences have ended, or at `until`; the shards do
+  not communicate. With `axes.experts`, the shards step together, until the last
+  of them can stop. Jit this function with the state donated, as
   `jax.jit(functools.partial(generate, axes=axes, model=model),
   donate_argnums=1)`, so that the K/V memory is updated in place.
 
@@ -330,10 +329,7 @@ def _harvest(state, axes, groups):
 
 
 def _in_order(tree: Any, rows: Generated, axes: MeshAxes) -> Any:
-  """Concatenates arrays [X, Q, ...] of X shards, with groups sorted by id.
-
-  Groups without a sequence come last.
-  """
+  """Concatenates arrays [X, Q, ...] of X shards, with groups sorted by id."""
   if axes.data is None:
     return tree
   samples = rows.config.num_samples

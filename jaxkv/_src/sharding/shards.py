@@ -20,8 +20,8 @@ def each_shard(
   """Calls `function(split, *shared)` for each shard, inside `jit`.
 
   Shards communicate only where `function` calls a collective operation. A
-  device with several shards runs them one after another. Without `axes.data`
-  the function is called once, with the arguments as they are.
+  device with several shards runs them one after another. Without `axes.data`,
+  `function` is called once, with the whole arrays. For example:
 
     update = functools.partial(
       sharding.each_shard, rollout.update_weights, axes=axes
@@ -29,7 +29,7 @@ def each_shard(
     state = jax.jit(update, donate_argnums=0)(state)
 
   Args:
-    function: returns a pytree of arrays, such as a rollout.
+    function: a function that returns a pytree of arrays, such as a rollout.
     split: a pytree of arrays [X, ...]; shard i gets element i of each.
     *shared: arrays that are the same on all shards.
     axes: the mesh.
@@ -57,7 +57,8 @@ def map_shards(
 ) -> Any:
   """Implements `each_shard`, inside of `on_auto_axes`.
 
-  `specs` are those of `shared` along `axes.data`, if not all are replicated.
+  `specs` has, for each of `shared`, its `PartitionSpec`s along `axes.data`;
+  None if all are replicated.
   """
   if axes.data is None:
     return function(split, *shared)

@@ -64,7 +64,7 @@ def state_shardings(state: RolloutState, *, axes: MeshAxes) -> RolloutState:
 
 
 def tree_shardings(tree: Any, axes: MeshAxes) -> Any:
-  """Returns the shardings of a pytree; `KVPages` in it are split by heads."""
+  """Returns the shardings of a pytree; heads of `KVPages` are split."""
   by_shard = axes.by_shard()
   # The axes of `KVPages` after shards: pages, heads, tokens, elements.
   by_head = NamedSharding(axes.mesh, P(*by_shard.spec, None, axes.model))
@@ -82,7 +82,7 @@ def tree_shardings(tree: Any, axes: MeshAxes) -> Any:
 
 
 def check_shards(name: str, leaf: Any, axes: MeshAxes) -> None:
-  """Raises ValueError unless [X, ...] can be split along `axes.data`."""
+  """Raises ValueError unless `leaf` [X, ...] can be split by `axes.data`."""
   if axes.data is None:
     return
   shards = leaf.shape[0] if leaf.shape else "none"

@@ -38,7 +38,7 @@ def submit(
     requests: P prompts, see `jaxkv.rollout.submit`.
     axes: the mesh.
     ids: int32[P], the id of each prompt's first sample; None to continue after
-      the ids of all shards.
+      the largest id of all shards.
 
   Returns:
     The rollout, and per prompt a `Status` and an id, see
@@ -73,7 +73,7 @@ def _submit(state, requests, ids, axes):
     queue = dataclasses.replace(queue, next_id=all_next)
     is_taken = verb.are_taken(queue, ids, ~is_bad, samples)
     is_taken = lax.pmax(is_taken, axes.data)
-    # Refused prompts take no rows, so shards are chosen for the others alone.
+    # Refused prompts take no rows, so shards are chosen for valid prompts only.
     owners = _choose_shards(queue.status, num_prompts, samples, axes)
     owner = indexing.take(owners, _rank(~is_bad & ~is_taken))
     refused = first_code(
@@ -85,8 +85,8 @@ def _submit(state, requests, ids, axes):
     state, out = verb.submit(
       dataclasses.replace(state, queue=queue), requests, ids=ids, mask=is_mine
     )
-    # One shard reports each prompt, shard 0 if it is refused, and the others
-    # report 0. So the sums are the code and the id.
+    # A prompt's code and id come from its shard, or from shard 0 if the prompt
+    # is refused. The other shards add 0.
     code = jnp.where(is_mine, out.code, jnp.where(shard == 0, refused, 0))
     new_ids = jnp.where(is_mine, out.ids + 1, 0)
     return state, lax.psum((code, new_ids), axes.data)

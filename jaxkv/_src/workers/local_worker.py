@@ -48,14 +48,14 @@ class LocalWorker:
   ):
     """Creates a worker of a rollout.
 
-    All workers of a pool need rollouts with equal options and keys, and caches
-    with equal secrets, so that a prompt gets the same samples on each.
+    All workers of a pool need rollouts with equal options and keys, so that a
+    prompt gets the same samples on each; and caches with equal secrets, so that
+    pages can move between workers.
 
     Args:
       params: the model's parameters.
       state: a rollout without sequences, such as one of prompts with
-        `num_samples` 0. The end of a sequence that the pool did not submit
-        counts as a failure of the worker.
+        `num_samples` 0. Only the pool may submit sequences.
       model: see `jaxkv.rollout.generate`.
       process: see `jaxkv.rollout.generate`.
       draft: see `jaxkv.rollout.generate`.
@@ -71,7 +71,8 @@ class LocalWorker:
     samples, queue = self._state.config.num_samples, self._state.queue
     status = np.asarray(queue.status).reshape(-1, samples)
     prompts = int(np.sum(np.all(status == SequenceStatus.EMPTY, axis=1)))
-    # A call of `advance` may end all sequences that run, so as many must wait.
+    # A call of `advance` may end the sequences in all slots, so each slot needs
+    # a waiting sequence too.
     unfinished = int(np.sum(status < SequenceStatus.DONE))
     needed = 2 * self._state.slots.size - unfinished
     return Room(prompts, max(-(-needed // samples), 0))
@@ -93,9 +94,8 @@ class LocalWorker:
     return np.asarray(num_cached)[:count]
 
   def submit(self, requests: Requests, ids: list[int]) -> list[bool]:
-    """Adds prompts to the queue; returns which entered."""
+    """Adds prompts to the queue; returns True for each one that was added."""
     requests, count = self._padded(requests)
-    # Rows of padding are masked out, so their ids are not used.
     numbers = np.zeros(requests.lengths.shape, np.int32)
     numbers[:count] = ids
     mask = np.arange(numbers.size) < count
@@ -110,7 +110,7 @@ class LocalWorker:
     return np.asarray(out.ok)[:count].tolist()
 
   def _padded(self, requests: Requests) -> tuple[Requests, int]:
-    """Pads requests to one of few shapes; returns them and their number."""
+    """Pads requests to one of few shapes; returns them, and their number."""
     count = len(requests.lengths)
     prompts = split(requests, self._state.config)
     prompts += prompts[-1:] * (_padded_size(count) - count)
@@ -118,7 +118,7 @@ class LocalWorker:
     return join(prompts, columns), count
 
   def advance(self) -> list[Group]:
-    """Generates, and removes and returns the groups that ended."""
+    """Generates tokens; removes and returns the groups that have ended."""
     self._state = _generate(
       self._params, self._state, self._until, **self._hooks
     )
@@ -149,7 +149,7 @@ class LocalWorker:
     return dropped
 
   def _drop(self, oldest: int) -> list[int]:
-    """Removes groups with an unfinished sample older than version `oldest`."""
+    """Removes groups with a token before `oldest` in an unfinished sample."""
     queue, samples = self._state.queue, self._state.config.num_samples
     status, versions, ids = jax.device_get(
       (queue.status, queue.versions, queue.ids)

@@ -43,7 +43,7 @@ class _Moving(NamedTuple):
 
 
 class _Refused(Exception):
-  """A worker refused an invalid prompt, which is not a worker's failure."""
+  """A worker refused a prompt that is invalid on every worker."""
 
 
 class _Member:
@@ -69,12 +69,12 @@ class Pool:
   """Runs a stream of prompts on workers.
 
   A prompt waits for the worker that has its longest prefix, unless another
-  worker would have empty slots. The prompts of a worker that fails run again on
-  any worker, with the same ids, so equal weights give them equal samples. Each
-  prompt is returned once.
+  worker needs it to fill empty slots. If a worker fails, its prompts run again
+  on any worker, with the same ids, so equal weights give them equal samples.
+  Each prompt is returned once.
 
-  A thread for each worker makes all of its calls, so workers never wait for
-  each other. Use the pool in a `with` statement, or call `close`.
+  Each worker is called from its own thread, so workers never wait for each
+  other. Use the pool in a `with` statement, or call `close`.
 
     with workers.Pool(make, 4, config=config) as pool:
       pool.submit(requests)
@@ -104,7 +104,8 @@ class Pool:
       max_age: if an unfinished sequence has tokens that are more than this
         number of versions older than the weights, its prompt runs again from
         its start. None for no limit.
-      max_failures: the failures in a row of one place that the pool tolerates.
+      max_failures: the maximum number of consecutive failures at a place; one
+        more stops the pool.
     """
     self._make, self._config = make, config
     self._max_waiting = as_count("max_waiting", max_waiting, 1)
@@ -153,7 +154,7 @@ class Pool:
     """Removes a worker; the other workers continue its sequences.
 
     Raises:
-      ValueError: `place` has no worker, or the only one that remains.
+      ValueError: `place` has no worker, or the last one.
     """
     with self._changed:
       if place not in self._members:
@@ -172,10 +173,10 @@ class Pool:
 
     Args:
       requests: P prompts, see `jaxkv.rollout.Requests`. All prompts of a pool
-        have the same optional fields, and select from the same `StopStrings`.
+        must have the same optional fields, and the same `StopStrings`.
       ids: int32[P], the id of each prompt's first sample; its G - 1 successors
-        are the ids of the other samples. A sample's id seeds its draws. None
-        for the next ids.
+        are the ids of the other samples. A sample's random key depends on its
+        id. None to continue after the largest id so far.
 
     Returns:
       The ids of the prompts.
@@ -332,7 +333,7 @@ class Pool:
     return prompt
 
   def _put_back(self, prompts: list[Prompt]) -> None:
-    """Puts prompts at the front of the waiting ones, in their order."""
+    """Puts prompts in front of the waiting prompts, in their order."""
     self._waiting.extendleft(reversed(prompts))
 
   def _update(self, member: _Member, worker: Worker) -> None:
@@ -378,7 +379,7 @@ class Pool:
   def _take_waiting(self, member: _Member, worker: Worker) -> None:
     room = worker.room()
     with self._changed:
-      # More than fit, because other workers may have longer prefixes of some.
+      # More prompts than fit: some may have longer prefixes on other workers.
       waiting = list(itertools.islice(self._waiting, _LOOKAHEAD))
     if not waiting or not room.prompts:
       return

@@ -29,7 +29,7 @@ class Prompt(NamedTuple):
 
 
 def split(requests: Requests, config: RolloutConfig) -> list[Requests]:
-  """Returns each prompt of requests, with the settings of its samples.
+  """Splits requests into a `Requests` for each prompt.
 
   All arrays are NumPy arrays, except the tables of stop strings, which the
   prompts share.

@@ -10,11 +10,12 @@ from jaxkv._src.workers.worker import Room
 
 @dataclasses.dataclass
 class Seen:
-  """The prefixes of a worker, as far as a pool knows.
+  """The prefixes that a worker has, as far as the pool knows.
 
   Attributes:
-    cached: the number of cached tokens of each waiting prompt, by its id.
-    running: the number of the worker's prompts that have each prefix.
+    cached: the number of cached tokens of waiting prompts, by the prompt's id.
+    running: the number of the worker's prompts with each hash of
+      `Prompt.prefixes`.
   """
 
   cached: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -30,7 +31,7 @@ class Seen:
         del self.running[prefix]
 
   def num_shared(self, prompt: Prompt) -> int:
-    """Returns the number of tokens that are cached, or soon will be."""
+    """Returns the number of the prompt's tokens that are or will be cached."""
     count = 0
     for prefix in prompt.prefixes:
       if not self.running[prefix]:
@@ -44,8 +45,9 @@ def choose(
 ) -> list[Prompt]:
   """Returns the prompts that a worker takes, and counts them as running.
 
-  It takes the prompts of which no other worker has a longer prefix. To keep its
-  slots busy it also takes other prompts, in order of how far it is behind.
+  The worker takes the prompts of which no other worker has a longer prefix. If
+  these are fewer than `Room.needed`, it also takes other prompts: first those
+  with the smallest difference to the longest prefix.
   """
   chosen, later = [], []
   for prompt in waiting:

@@ -28,7 +28,7 @@ class Room(NamedTuple):
 
   Attributes:
     prompts: the number of prompts that fit into its queue.
-    needed: the number that keeps all slots busy during the next `advance`.
+    needed: the number of prompts that keep all slots busy in an `advance`.
   """
 
   prompts: int
@@ -55,11 +55,11 @@ class Worker(Protocol):
     ...
 
   def submit(self, requests: Requests, ids: list[int]) -> list[bool]:
-    """Adds prompts, see `jaxkv.rollout.submit`; returns which entered."""
+    """Adds prompts, see `jaxkv.rollout.submit`; returns True for each added."""
     ...
 
   def advance(self) -> list[Group]:
-    """Generates for a while, and removes and returns the groups that ended."""
+    """Generates tokens; removes and returns the groups that have ended."""
     ...
 
   def update_weights(
@@ -69,9 +69,9 @@ class Worker(Protocol):
 
     Args:
       params: the new weights.
-      version: their version, which is not less than that of the old ones.
-      max_age: prompts with an unfinished sample that has a token of a version
-        before `version - max_age` are removed; None to keep all.
+      version: the version of the new weights, at least that of the old ones.
+      max_age: prompts are removed if an unfinished sample has a token of a
+        version before `version - max_age`; None to keep all.
 
     Returns:
       The ids of the prompts that were removed.

@@ -8,14 +8,14 @@
 
 Each function writes token t to page `page_ids[t] + page_offset` at offset
 `offsets[t]`. Writes are in place if the pools are donated or carried by a loop.
-On a CPU, pools of dtype bfloat16 or float8 are the exception (see `formats`). A
-token is dropped if its offset is out of range, or if its page id is out of
-range before or after `page_offset` is added. If two tokens have the same page
-and offset, it is undefined which of them is written.
+On a CPU this does not hold for pools of dtype bfloat16 or float8 (see
+`formats`). A token is dropped if its offset is out of range, or if its page id
+is out of range before or after `page_offset` is added. If two tokens have the
+same page and offset, it is undefined which of them is written.
 
 `append_kv` and `append_pages` round floats to the pool's format. Without a
-scale, they store values of the pool's dtype unchanged, and an int8 pool does
-not accept floats.
+scale, they store values of the pool's dtype unchanged, and do not accept floats
+for an int8 pool.
 
 Letters: a pool has N pages of S tokens, with K heads of D or Dv elements. A
 call has T new tokens.
@@ -105,9 +105,7 @@ def append_quantized(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
   """Writes new tokens into 8-bit pools, and their scales into pools of scales.
 
-  Each token and head gets a scale that maps its element of largest magnitude to
-  the largest number of the format. If one of its elements is NaN or infinite,
-  the scale is NaN.
+  The vector of each token and head gets a scale, as `quantize` computes it.
 
   Args:
     k_pages: [N, K, S, D], 8-bit.
@@ -221,7 +219,8 @@ def _target_pages(
   chex.assert_equal_shape([page_ids, offsets])
   targets = page_ids + jnp.asarray(page_offset, jnp.int32)
   # An id of -1 plus the offset would be a page of the previous layer, so ids
-  # are checked before the addition. mode="drop" would wrap negative targets.
+  # are checked before the addition. Targets are also checked, because
+  # mode="drop" would wrap negative ones.
   fits = (page_ids >= 0) & (page_ids < total) & (targets >= 0)
   fits &= (offsets >= 0) & (offsets < page_size)
   return jnp.where(fits, targets, total)
@@ -245,7 +244,7 @@ def _put_all_heads(pages, new, targets, offsets) -> jax.Array:
 def _put_by_head(pages, new, targets, offsets) -> jax.Array:
   """Scatters each head of a token with its own index, for a TPU."""
   # A scatter window over all heads would be strided in memory, so XLA for a TPU
-  # would transpose the whole pool before and after a loop. A drawback: if heads
+  # would transpose the whole pool before and after a loop. The cost: if heads
   # are sharded over only some mesh axes, XLA all-gathers the new tokens' heads.
   heads = jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
   index = targets[:, None], heads, offsets[:, None]

@@ -84,8 +84,8 @@ def pools(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
     refuse(ValueError, "k_pages", expected, k_pages)
   if heads % kv_heads != 0:
     raise ValueError(
-      f"`q` must have a multiple of the {kv_heads} heads of k_pages, got"
-      f" {heads}."
+      f"`q` must have a number of heads that is a multiple of {kv_heads}, the"
+      f" number of heads of k_pages, got {heads}."
     )
 
 
@@ -145,7 +145,8 @@ def same_devices(name: str, array: jax.Array, **arrays: Any) -> None:
 @functools.cache
 def architectures() -> frozenset[int]:
   """Returns compute capabilities of the local GPUs, such as 90 for sm_90."""
-  # A GPU without the attribute counts as a Hopper. AMD's names are skipped.
+  # A GPU without the attribute counts as a Hopper GPU. The names of AMD GPUs,
+  # which are not numbers, are skipped.
   found = (
     str(getattr(device, "compute_capability", "9.0")).replace(".", "")
     for device in jax.local_devices()
@@ -195,7 +196,7 @@ def integers(name: str, values: jax.Array) -> None:
 
 
 def max_query_len(value: int | None, rows: int) -> int:
-  """Returns `max_query_len`; its default is `rows`, but at least 1."""
+  """Returns `value` if it is at least 1; for None `rows`, but at least 1."""
   if value is None:
     return max(rows, 1)
   count("max_query_len", value)
@@ -278,9 +279,9 @@ def count(name: str, value: int) -> None:
 
 
 def scalar(name: str, value, kind) -> None:
-  """Accepts a scalar of `kind`: np.integer that fits int32, or np.floating."""
+  """Accepts a float scalar, or an int32 scalar if `kind` is np.integer."""
   expected = "an integer scalar" if kind is np.integer else "a float scalar"
-  # Python counts a bool as an int, but here it is a mistake.
+  # A bool is an int in Python, but as an argument it is a mistake.
   if isinstance(value, bool):
     fits = False
   elif isinstance(value, (int, float)):

@@ -4,7 +4,7 @@ XLA for a CPU rewrites a whole bfloat16 or 8-bit float array to update one
 element. On a CPU, pools should therefore store the same bits in an integer
 dtype. Calls then reinterpret only the elements that they read or write.
 
-| pool dtype | its elements |
+| pool dtype | elements |
 |---|---|
 | float32, float16, bfloat16 | numbers |
 | uint16 | bfloat16 bits |
@@ -106,15 +106,16 @@ def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
 
   Vectors lie along the last axis. A vector's scale maps its element of largest
   magnitude to the largest number of the format. The result times the scale
-  approximates the vector. A vector of zeros has scale 1. A vector with a NaN or
-  an infinity has scale NaN. Vectors of numbers below about 1e-36 lose digits.
+  approximates the vector. The scale is 1 for a vector of zeros, and NaN for a
+  vector with a NaN or an infinity. If all magnitudes are below about 1e-36, the
+  result loses precision.
 
   Args:
     values: float[..., D].
     pool_dtype: int8, float8_e4m3fn, float8_e5m2 or uint8.
 
   Returns:
-    (elements of the pool dtype, [..., D]; scales, float32[...]).
+    ([..., D] in `pool_dtype`, the elements; float32[...], the scales).
 
   Raises:
     TypeError: `values` are not numbers, or `pool_dtype` is not an 8-bit format.

@@ -20,7 +20,7 @@ def copy_pages(
   Reads all sources before it writes any destination. Works in place if the pool
   is donated or carried by a loop. Skips pairs with an id out of range. A call
   that skips all pairs costs nothing, except under `vmap`, where every call has
-  the full cost. Of pairs with equal destinations, an undefined one is copied.
+  the full cost. With equal destinations, it is undefined which pair is copied.
 
   Args:
     pages: [L * N, K, S, D].

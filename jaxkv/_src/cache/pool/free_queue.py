@@ -1,11 +1,11 @@
 """The free pages in eviction order: a ring with lazy deletion.
 
 The queue's entries are a span of ring positions. The entry at position q is
-live if its page points back at q, that is, if `position[ring[q]] == q`; other
-entries are stale. Removing a page from the middle only clears its position, so
-no entry moves and the cost does not depend on the number of pages. `pop` skips
-stale entries at the front. If the ring is full, a sweep rewrites it without
-stale entries. The ring has room for at least 2 N entries, so sweeps are rare.
+live if its page points back at q, that is, if `position[ring[q]] == q`. Other
+entries are stale. To remove a page from the middle, `remove` only clears the
+page's position. So no entry moves, and the cost does not depend on the number
+of pages. `pop` skips stale entries at the front. If the ring is full, a sweep
+rewrites it without stale entries. The ring is large, so sweeps are rare.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ class FreeQueue:
   Attributes:
     ring: page numbers. The `span` positions from `head` on, modulo C, are the
       entries of the queue.  # int32[C]
-    position: the ring position of a free page's entry. For other pages, any
-      number up to NOWHERE that makes no entry live.  # int32[N]
+    position: the ring position of a free page's entry. For a page that is not
+      free, a number of at most NOWHERE that makes no entry live.  # int32[N]
     head: the position of the first entry.  # int32[]
     span: the number of entries, stale ones included.  # int32[]
     num_free: the number of live entries.  # int32[]
@@ -48,7 +48,7 @@ class FreeQueue:
 
 
 class Front(NamedTuple):
-  """The first W entries of the queue, some of which `pop` removed.
+  """The W entries that `pop` read from the front of the queue.
 
   Attributes:
     pages: int32[W], the page of each entry.
@@ -75,9 +75,9 @@ def init(num_pages: int) -> FreeQueue:
 
 
 def capacity(num_pages: int) -> int:
-  """Returns C, the number of entries of the ring."""
-  # A power of two, because `_wrap` is then one bitwise operation. With at least
-  # 2 N entries, there is room for N pushes between two sweeps.
+  """Returns C, the number of positions of the ring."""
+  # A power of two, so that `_wrap` is one bitwise operation. With at least 2 N
+  # positions, there is room for N pushes between two sweeps.
   return 2 << (num_pages - 1).bit_length()
 
 
@@ -90,12 +90,12 @@ def pop(
 ) -> tuple[FreeQueue, Front]:
   """Pops up to `num_pages` pages from the first `window` entries.
 
-  `keeps` maps pages, int32[W], to bool[W]. The first live page for which it is
-  True stays in the queue, and so do all pages after it. None to pop any page.
+  `keeps` maps pages, int32[W], to bool[W]. The first live page for which it
+  returns True stays in the queue, as do all later pages. None to pop any page.
 
-  If the window has stale entries, fewer pages are popped, and the caller calls
-  again for the rest. Without `keeps`, repeated calls pop `num_pages` pages, if
-  that many are free, because each call also removes stale entries.
+  If some of the `window` entries are stale, fewer pages can be popped. The
+  caller then calls `pop` again. Each call also removes stale entries. So
+  without `keeps`, repeated calls pop `num_pages` pages if as many are free.
   """
   lanes = jnp.arange(window, dtype=jnp.int32)
   pages, live = entries_at(queue, lanes)
@@ -120,7 +120,7 @@ def pop(
 
 
 def entries_at(queue: FreeQueue, lanes: Array) -> tuple[Array, Array]:
-  """Reads entries of the queue by their distance from its head, int32[W].
+  """Reads the entries at distances `lanes`, int32[W], from the queue's head.
 
   Returns:
     int32[W], the page of each entry, and bool[W], True for live entries.
@@ -136,8 +136,8 @@ def remove(
 ) -> tuple[FreeQueue, Array]:
   """Removes valid pages, int32[W], from any position of the queue.
 
-  All valid pages must be in the queue; repeats are allowed. Also returns
-  int32[], the number of distinct pages removed.
+  All valid pages must be in the queue; repeats are allowed. Returns the queue,
+  and int32[]: the number of distinct pages removed.
   """
   position, last = mark_last(queue.position, pages, valid)
   count = jnp.sum(last, dtype=jnp.int32)
@@ -159,9 +159,9 @@ def push_back(
     queue: the queue.
     pages: int32[W].
     valid: bool[W], the pages to append, all distinct.
-    marks: int32[W], see `marked`.
-    marked: bool[W], pages that stay outside of the queue, none of them valid.
-      Their `position` becomes their mark, which `page_pool.to_front` reads.
+    marks: int32[W], the values to store as `position` of the marked pages.
+    marked: bool[W], pages that stay outside of the queue. None of them is
+      valid. `page_pool.to_front` reads their marks.
   """
   chex.assert_equal_shape([pages, valid, marks, marked])
   rank = loops.cumulative_sum(valid)
@@ -183,10 +183,10 @@ def push(
     queue: the queue, with room reserved.
     pages: int32[W].
     to_back: bool[W], the pages to append, all distinct.
-    to_front: bool[W], the pages to prepend one by one, all distinct and none of
-      `to_back`.
-    turn: int32[W], the 0-based order in which to prepend pages. The page with
-      the highest turn becomes the first in the queue.
+    to_front: bool[W], the pages to prepend one by one, all distinct. None of
+      them is in `to_back`.
+    turn: int32[W], the 0-based rank of each page in the order of prepending. So
+      the page with the highest rank becomes the first in the queue.
   """
   rank = loops.cumulative_sum(to_back)
   back, front = queue.head + queue.span + rank - 1, queue.head - 1 - turn
@@ -206,7 +206,7 @@ def has_room(queue: FreeQueue, count: Array) -> Array:
 
 
 def reserve(queue: FreeQueue, count: Array) -> FreeQueue:
-  """Makes room for `count` pushes; sweeps the ring if it is too full."""
+  """Makes room for `count` pushes, by a sweep if the ring is too full."""
   size = queue.ring.shape[0]
 
   def sweep(queue: FreeQueue) -> FreeQueue:
@@ -236,12 +236,12 @@ def mark_last(
     valid: bool[W].
 
   Returns:
-    `position` with a temporary mark for each valid page, which the caller must
-    overwrite, and bool[W], True for the last valid item of each page.
+    `position`, in which each valid page has a temporary mark that the caller
+    must overwrite; and bool[W], True for the last valid item of each page.
   """
-  # The mark of an item grows with its index, so the maximum of a page's marks
-  # is the mark of its last item. This avoids a sort or a comparison of all
-  # pairs of items.
+  # The mark of an item grows with its index. So the maximum of a page's marks
+  # is the mark of the page's last item. This is cheaper than a sort or a
+  # comparison of all pairs of items.
   mark = NOWHERE + 1 + jnp.arange(pages.shape[0], dtype=jnp.int32)
   place = indexing.where_valid(valid, pages)
   position = indexing.put_max(position, place, values=mark)

@@ -1,14 +1,14 @@
 """Pages in host memory, to which the device evicts cached pages.
 
-A cached page is either on the device or on the host, never on both. A page that
-is evicted from the device overwrites the first page of the host's queue, which
-then goes to the back. A hit in host memory returns to a free device page. Its
-host page goes to the front of the host's queue, so that the next saved page
-overwrites it. Often that is the page evicted for the hit, and the two contents
-exchange places. So both queues together keep cached pages in LRU order.
+A cached page is either on the device or on the host, never on both. If the
+device evicts a page, its contents overwrite the first page of the host's queue,
+and this host page goes to the back. A hit in host memory returns to a free
+device page. Its host page goes to the front of the host's queue, so the next
+saved page overwrites it. Often this is the page evicted for the hit, so the two
+contents exchange places. Both queues together keep cached pages in LRU order.
 
-Host page h, 0 .. N2 - 1, has the number N + 1 + h in the index, and 1 + h in
-the queue, where 0 is not a page.
+Host page h, 0 .. N2 - 1, has the number N + 1 + h in the index. In the host's
+queue it has the number 1 + h, because 0 is not a page there.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class Moves:
 
   Each move saves device page `page` to host page `saved_to`, and then restores
   to `page` the content that host page `restored_from` had before the move. The
-  two host pages can be the same one. X is a multiple of N.
+  two host pages can be equal. A verb returns X = N entries.
 
   Attributes:
     page: the device page of each move.  # int32[X]
@@ -71,8 +71,8 @@ class HostPages:
       published before this time are not saved.  # uint32[]
     num_saved: pages saved since `init`, modulo 2**32.  # uint32[]
     num_restored: pages restored since `init`, modulo 2**32.  # uint32[]
-    num_forgotten: cached host pages overwritten, modulo 2**32.  # uint32[]
-    num_dropped: pages evicted but not saved, modulo 2**32.  # uint32[]
+    num_forgotten: cached host pages overwritten since `init`.  # uint32[]
+    num_dropped: pages evicted since `init`, but not saved.  # uint32[]
   """
 
   saves: bool = dataclasses.field(metadata={"static": True})
@@ -89,8 +89,9 @@ class Exchanged(NamedTuple):
   """The pages that `exchange` changed.
 
   Attributes:
-    evicted: the popped device pages that were cached.
-    removed: the pages that left the index.
+    evicted: the popped device pages that were cached, saved or not.
+    removed: the pages that left the index: the overwritten host pages, and the
+      popped device pages that were not saved.
     numbers: int32[2 W], the page number of each item of `removed`.
     sources: int32[X], the numbers of pages whose contents moved.
     targets: int32[X], the numbers of the pages to which the contents moved.
@@ -144,8 +145,8 @@ def must_stay(
 ) -> Array:
   """Marks the pages that must stay in the device's queue.
 
-  One call can save one page for each live entry among the first W entries of
-  the host's queue.
+  A call can save at most one page for each live entry among the first W entries
+  of the host's queue. Pages that exceed this limit must stay.
 
   Args:
     host: the host pages.
@@ -156,14 +157,14 @@ def must_stay(
       `prefix_index.remove`.
 
   Returns:
-    bool[W]; a pop takes only pages before the first True.
+    bool[W]. A pop ends before the first live page with True.
   """
   lanes = jnp.arange(pages.shape[0], dtype=jnp.int32)
   targets, live = free_queue.entries_at(host.queue, lanes)
   entries = prefix_index.entries_of(index, pages, pages >= 0)
   saved = entries.valid & _are_saved(host, index, entries.stamps)
   if without_loops:
-    # Only host pages before the first one whose removal needs a loop count.
+    # Counts only the host pages before the first whose removal needs a loop.
     passed = live & prefix_index.has_passed(index, first_number + targets)
     live &= loops.cumulative_sum(passed) == 0
   num_targets = jnp.sum(live, dtype=jnp.int32)
@@ -183,16 +184,16 @@ def exchange(
   restored: Array | None = None,
   without_loops: bool = False,
 ) -> tuple[HostPages, PrefixIndex, Exchanged]:
-  """Saves the contents of popped device pages, and restores host pages to them.
+  """Saves the contents of popped device pages, then restores host pages there.
 
   Args:
     host: the host pages.
     index: the prefix index.
     pages: int32[W].
-    valid: bool[W], the pages that were popped; `must_stay` is False for them.
+    valid: bool[W], the popped pages, all before the first page that must stay.
     first_number: page q of the host's queue has the number `first_number` + q.
-    restored: int32[W], the host page to restore to each page, as numbered in
-      the queue, or 0. None to restore no page.
+    restored: int32[W], the host page to restore to each page, by its number in
+      the host's queue; 0 for none. None to restore no page at all.
     without_loops: see `must_stay`.
   """
   # The entries of saved and restored pages are read together and then written
@@ -215,7 +216,7 @@ def exchange(
     jnp.concatenate([front.valid, valid & ~saved]),
     without_loops=without_loops,
   )
-  # The n-th saved page gets the n-th host page.
+  # The n-th saved page overwrites the n-th popped host page.
   saved_to = indexing.put(
     jnp.zeros_like(pages),
     indexing.where_valid(front.valid, front.rank),
@@ -265,7 +266,7 @@ def to_front(host: HostPages, pages: Array, valid: Array) -> HostPages:
   The first valid page becomes the first in the queue.
   """
   rank = loops.cumulative_sum(valid)
-  # The pages are removed first, so that a sweep makes room for all of them.
+  # The pages are removed first, so that `reserve` can make room for all pages.
   queue, _ = free_queue.remove(host.queue, pages, valid)
   queue = free_queue.reserve(queue, rank[-1])
   queue = free_queue.push(
@@ -275,7 +276,7 @@ def to_front(host: HostPages, pages: Array, valid: Array) -> HostPages:
 
 
 def _are_saved(host: HostPages, index: PrefixIndex, stamps: Array) -> Array:
-  """Returns bool[W]: True for pages to save.
+  """Returns bool[W]: True for cached pages to save, by their stamps.
 
   Pages published before the last `new_epoch` are not saved.
   """
@@ -287,7 +288,7 @@ def _are_saved(host: HostPages, index: PrefixIndex, stamps: Array) -> Array:
 def _appended(
   moves: Moves, pages: Array, valid: Array, target: Array, restored: Array
 ) -> Moves:
-  """Appends the moves of popped pages; host pages are as in the queue, or 0."""
+  """Appends moves of popped pages; `target` and `restored` are 0 for none."""
   valid &= (target > 0) | (restored > 0)
   rank = loops.cumulative_sum(valid)
   place = indexing.where_valid(valid, moves.count + rank - 1)

@@ -34,7 +34,7 @@ from jaxkv._src.cache.telemetry import PageAges
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolState:
-  """The pages: their references, the free queue and the index.
+  """The state of the pool.
 
   Attributes:
     unhashed_first: True if pages that are not cached go to the front of the
@@ -112,10 +112,10 @@ def pop(
 ) -> tuple[PoolState, Popped]:
   """Pops up to `num_pages` free pages, and evicts those that are cached.
 
-  Reads the first `window` entries of the queue. Some can be stale, so fewer
-  pages can be popped; the caller then calls again. With `without_loops`, stops
+  Reads the first `window` entries of the queue. If some of these are stale, it
+  can pop fewer pages, and the caller calls again. With `without_loops`, stops
   before the first page whose removal from the index needs a loop. `restored`
-  maps ranks, int32[W], to the host pages to restore to the popped pages.
+  maps the ranks of popped pages, int32[W], to the host pages to restore there.
   """
   index, host, keeps = pool.index, pool.host, None
   if host is not None and index is not None:
@@ -145,9 +145,9 @@ def pop(
   num_evicted = jnp.int32(0) if removed is None else removed.total
   place, new = indexing.where_valid(valid, pages), pool.new
   if new is not None:
-    # A restored page has its content already.
+    # A restored page gets content of earlier tokens, so it is not new.
     new = indexing.put(new, place, values=restored is None)
-  # A free page has no references, so its count becomes 1 without being read.
+  # A free page has no references, so 1 is written without a read of the count.
   pool = dataclasses.replace(
     pool,
     ref_count=indexing.put(pool.ref_count, place, values=1),
@@ -170,10 +170,10 @@ def restore(
 
   Returns:
     The pool; int32[X], the device page of each valid item; and int32[], the
-    number of evicted pages. Each valid item adds one reference to its page.
+    number of evicted pages. Each valid item gets one reference to its page.
   """
   assert pool.host is not None
-  # A page is popped for the first item of each host page.
+  # Only the first item of each host page pops a device page.
   lanes = jnp.arange(pages.shape[0], dtype=jnp.int32)
   first = indexing.first_equal(indexing.where_valid(valid, pages))
   is_first = valid & (first == lanes)
@@ -223,8 +223,8 @@ def hold(pool: PoolState, pages: Array, valid: Array) -> PoolState:
   queue, count = free_queue.remove(
     pool.queue, pages, valid & is_free(pool, pages)
   )
-  # `is_free` read `ref_count`. If the update did not depend on that read, XLA
-  # would copy the array.
+  # `is_free` read `ref_count`. Without this dependency of the update on that
+  # read, XLA would copy the array.
   place = loops.read_before(count, indexing.where_valid(valid, pages))
   return dataclasses.replace(
     pool, ref_count=indexing.add(pool.ref_count, place, values=1), queue=queue
@@ -243,8 +243,8 @@ def drop(
   Args:
     pool: the pool, with room reserved in its queue.
     pages: int32[W]; repeats are allowed, and each valid page has a reference.
-    owner: int32[W], the number of the holder of each reference, such as the
-      index of a range of columns. `to_front` takes the same numbers.
+    owner: int32[W], a number for the holder of each reference, such as the
+      index of a range of columns. Pass the same numbers to `to_front`.
     valid: bool[W].
 
   Returns:
@@ -275,8 +275,8 @@ def drop_ranges(
     valid: bool[W].
   """
   pool, freed, unqueued = _unreference(pool, pages, valid)
-  # Items list the last column of a range first, but it must be prepended last.
-  # So ranges are prepended in order, and the items of each range in reverse.
+  # The first item of a range is its last column, which must be prepended last.
+  # So ranges are prepended in order, but the items of each range in reverse.
   rank = loops.cumulative_sum(unqueued)
   begin = jnp.arange(pages.shape[0], dtype=jnp.int32) - items.offset
   end = begin + indexing.take(counts, items.row)
@@ -301,8 +301,8 @@ def to_front(
     owner: int32[W], as in the call of `drop`.
     valid: bool[W].
   """
-  # If several owners dropped a page, it has the mark of the last owner. So it
-  # is prepended once.
+  # A page that several owners dropped has the mark of the last owner. So the
+  # page is prepended once.
   unqueued = indexing.take(pool.queue.position, pages) == _mark_of(owner)
   valid &= unqueued
   turn = loops.cumulative_sum(valid) - 1
@@ -319,14 +319,14 @@ def _unreference(
 
   Returns:
     The pool, and two bool[W]: the items that removed the last reference to a
-    page, and the items among them whose pages stay outside of the queue. The
-    caller must write the queue positions of the pages of all these items.
+    page, and those of them whose pages stay outside of the queue. The caller
+    must write the queue position of each page of the first array.
   """
   place = indexing.where_valid(valid, pages)
   ref_count = indexing.add(pool.ref_count, place, values=-1)
   unreferenced = valid & (indexing.take(ref_count, pages, fill=1) == 0)
-  # Several items can refer to one page. Items are served in order, so the last
-  # one removes the last reference and determines the page's place in the queue.
+  # Several items can refer to one page. Items are processed in order, so the
+  # last of these items determines the page's place in the queue.
   position, freed = free_queue.mark_last(
     pool.queue.position, pages, unreferenced
   )
@@ -342,7 +342,7 @@ def _unreference(
 
 
 def reserve(pool: PoolState, num_references: Array) -> PoolState:
-  """Makes room in the queue for the pages freed by `num_references` drops."""
+  """Makes room in the queue to drop `num_references` references, int32[]."""
   count = _most_pushes(pool, num_references)
   return dataclasses.replace(pool, queue=free_queue.reserve(pool.queue, count))
 
@@ -377,7 +377,7 @@ def clear(pool: PoolState, done: Array) -> PoolState:
 
 
 def end_epoch(pool: PoolState) -> PoolState:
-  """Excludes pages published so far from being saved to host memory."""
+  """Excludes all pages published so far from saves to host memory."""
   if pool.host is None or pool.index is None:
     return pool
   # The sum makes a new buffer: leaves of a donated state must not share one.
@@ -443,7 +443,7 @@ def _exchange(
 def _count_ages(
   pool: PoolState, pages: Array, removed: RemovedPages | None
 ) -> PageAges | None:
-  """Adds the ages of removed pages to the histograms."""
+  """Adds the ages of evicted pages to the histograms."""
   ages, index = pool.ages, pool.index
   if ages is None or index is None or removed is None:
     return ages
@@ -458,13 +458,13 @@ def is_free(pool: PoolState, pages: Array) -> Array:
 
 
 def is_cached(pool: PoolState, pages: Array) -> Array:
-  """Returns bool[...]: True for pages that a lookup can find in the index."""
+  """Returns bool[...]: True for pages in the prefix index."""
   if pool.index is None:
     return jnp.zeros(pages.shape, bool)
   return prefix_index.contains(pool.index, pages)
 
 
 def _mark_of(owner: Array) -> Array:
-  """Returns the position that `drop` stores for a page outside of the queue."""
-  # Distinct for each owner, and above NOWHERE, so it is not a ring position.
+  """Returns the mark that `drop` stores as position of an unqueued page."""
+  # Distinct for each owner. Above NOWHERE, so it is never a ring position.
   return indexing.NOWHERE + 1 + owner

@@ -1,7 +1,7 @@
 """Page-table rows: attaches, fills, grows and shrinks ranges of columns.
 
-Every function takes the ranges of many rows at once and processes their columns
-in windows (`loops.for_each`), in row order.
+Every function takes ranges in many rows at once, and processes their columns in
+row order, in windows of W columns (see `loops.for_each`).
 """
 
 import functools
@@ -23,14 +23,14 @@ from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool.page_pool import PoolState
 
 ReadPages = Callable[[Array, Array, Array, Array], Array]
-"""`(table, row, group, column) -> int32[W]`: the pages for `attach`."""
+"""`(table, row, group, column) -> pages`, all int32[W] except the table."""
 
 
 class Ranges(NamedTuple):
   """Ranges of columns in rows of the page table.
 
   Attributes:
-    slot: int32[X], the slot of each range; any number if the range is empty.
+    slot: int32[X], the slot of each range; arbitrary if the range is empty.
     group: int32[X], the group of each range.
     start: int32[X], the first column.
     stop: int32[X], one past the last column; `start` for an empty range.
@@ -86,8 +86,8 @@ def attach(
     start: int32[R, G], the first column to fill; the columns hold no page yet.
     stop: int32[R, G], one past the last column.
     read: returns the pages to write, given the current table; see `ReadPages`.
-      Null pages are written without a reference.
-    holds: False if the pages have these references already.
+      Null pages get no reference.
+    holds: False if the caller already added these references.
 
   Returns:
     The pool and the table.
@@ -123,8 +123,8 @@ def grow(
   """
   total = jnp.sum(filled.counts, dtype=jnp.int32)
 
-  # `for_each` does not fit, because an iteration pops fewer pages than its
-  # window if the queue has stale entries.
+  # This loop cannot be a `for_each`, because an iteration pops fewer pages than
+  # its window has if the queue has stale entries.
   def trip(loop, *, is_first: bool = False):
     done, evicted, pool, table = loop
     window = loops.GPU_WINDOW if is_first else loops.WINDOW
@@ -152,14 +152,14 @@ def shrink(
 ) -> tuple[PoolState, Array]:
   """Drops the pages in all columns of ranges, and overwrites the columns.
 
-  A range releases its last column first, so the end of a sequence is evicted
-  before its prefix.
+  Releases the last column of a range first, so that the end of a sequence is
+  evicted before the start.
 
   Args:
     pool: the pool.
     table: int32[B, G, M]; null pages and NO_PAGE in it are ignored.
     cleared: the columns to clear, all distinct.
-    replacement: the page number that the columns hold afterwards.
+    replacement: the page number to write to the columns.
 
   Returns:
     The pool and the table.
@@ -171,7 +171,7 @@ def shrink(
     pool = page_pool.reserve(pool, total)
     return _release(pool, table, cleared, replacement)
 
-  # One predicate covers all loops of `_release`, so a GPU's host waits once.
+  # One predicate replaces all loops of `_release`, so a GPU waits only once.
   def straight(loop: tuple[PoolState, Array]) -> tuple[PoolState, Array]:
     pool, table = loop
     fits = (total <= loops.GPU_WINDOW) & page_pool.has_room(pool, total)
@@ -208,14 +208,14 @@ def _release(
   pool, first_unqueued = loops.for_each(
     cleared.counts, give_back, (pool, cleared.stop)
   )
-  # The page that is pushed to the front last is popped first. This must be the
-  # last page of a range, so this pass visits columns in ascending order. It
-  # begins at the range's first page that is not cached, usually its last page.
+  # The page pushed to the front last is popped first. To pop the last page of a
+  # range first, this pass visits columns in ascending order. It starts at the
+  # range's first page that is not cached, which is usually the last page.
   unqueued = cleared._replace(start=first_unqueued)
   if pool.unhashed_first:
     pool = loops.for_each(unqueued.counts, push_front, pool)
-  # The loops above read the table, and `fill` writes it. If the write did not
-  # depend on the reads, XLA would copy the table.
+  # The loops above read the table, and `fill` writes to it. Without this
+  # dependency of the write on the reads, XLA would copy the table.
   stop = loops.read_before(pool.queue.num_free, cleared.stop)
   return pool, fill(table, cleared._replace(stop=stop), replacement)
 
@@ -253,8 +253,8 @@ def fill_before(table: Array, slots: Array, first: Array, page: int) -> Array:
 def place_of(
   filled: Ranges, items: Items, *, descending: bool = False
 ) -> tuple[Array, Array, Array]:
-  """Returns slot, group and column of items; invalid items get NOWHERE."""
-  # Stacked, so that one gather replaces three.
+  """Returns slot, group and column; the column of invalid items is NOWHERE."""
+  # The three arrays are stacked, so that one gather reads all of them.
   edge = filled.stop if descending else filled.start
   bounds = jnp.stack([filled.slot, filled.group, edge], axis=-1)
   located = indexing.take(bounds, items.row, fill=indexing.NOWHERE)

@@ -1,10 +1,10 @@
 """Page-table columns of recurrent groups, most of which hold the null page.
 
 The state after t tokens is in the column of token t - 1, counted from 0.
-Columns between two states hold the null page. The last state is the running
-state. The columns after it hold the scratch pages, one for each draft token. So
-scratch pages move to later columns when the sequence grows. Without recurrent
-groups, the functions of this module do not change the table.
+Columns between two states hold the null page. The last state of a sequence is
+the running state. The columns after it hold the scratch pages, one for each
+draft token. Scratch pages move to later columns when the sequence grows.
+Without recurrent groups, the functions of this module do not change the table.
 """
 
 import jax.numpy as jnp
@@ -32,8 +32,8 @@ def first_fresh(
 
   Args:
     config: the cache's groups.
-    held: int32[R, G], columns in use.
-    stop: int32[R, G], columns in use after the call, at least `held`.
+    held: int32[R, G], the number of columns in use.
+    stop: int32[R, G], the number after the call, at least `held`.
     begins: bool[R], True for new sequences, which have no scratch pages yet.
 
   Returns:
@@ -59,8 +59,8 @@ def place_scratch(
 ) -> Array:
   """Writes null pages and moved scratch pages before the first fresh column.
 
-  Takes the arguments of `first_fresh`, and two more: `table`, int32[B, G, M],
-  and `slots`, int32[R], out of range for rows that must not change.
+  `table` is int32[B, G, M]. `slots` is int32[R], out of range for rows that
+  must not change. The other arguments are those of `first_fresh`.
   """
   if not has_states(config):
     return table
@@ -83,12 +83,12 @@ def retract_scratch(
 
   Args:
     config: the cache's groups.
-    table: int32[B, G, M]; the columns from `keep` to the scratch pages are
-      empty.
+    table: int32[B, G, M]; columns from `keep` to the scratch pages hold no
+      page.
     slots: int32[R], out of range for rows that must not change.
-    held: int32[R, G], columns in use; the last ones hold scratch pages.
-    keep: int32[R, G], columns that the remaining tokens need.
-    num_remaining: int32[R, G], scratch pages that remain.
+    held: int32[R, G], columns in use before; the last hold scratch pages.
+    keep: int32[R, G], the number of columns for the remaining tokens.
+    num_remaining: int32[R, G], the number of scratch pages that remain.
   """
   if not has_states(config):
     return table
@@ -109,7 +109,7 @@ def num_pages(
 ) -> Array:
   """Counts the pages from column `start` to `stop - 1`, without null pages.
 
-  `start` and `stop` are int32[R, G], `slots` and the counts int32[R].
+  Takes `slots`, int32[R], `start` and `stop`, int32[R, G]. Returns int32[R].
   """
   counts = stop - start
   if has_states(config):
@@ -139,9 +139,9 @@ def can_continue(
   last = config.sizes.by_group(lambda _, size: (tokens - 1) // size)
   group = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
   page = indexing.take(table, slots[:, None], group, last)
-  # A page holds the state after its last token, and the page in which the
-  # sequence ends holds the running state. So only the running state can end
-  # inside a page.
+  # A page holds the state after its last token. The page in which the sequence
+  # ends holds the running state. So inside a page, only the running state is
+  # available.
   inside = config.sizes.open_pages(tokens) & (tokens < length)[:, None]
   available = ((page > 0) & ~inside) | ~holds_states(config)
   return (tokens == 0) | jnp.all(available, axis=1)
@@ -152,7 +152,7 @@ def _growth(
 ) -> tuple[Array, Array]:
   """Returns the new columns of running states, and counts of pages to move."""
   # Scratch pages in columns before the new running state move to columns after
-  # it. Other scratch pages stay.
+  # this state. Other scratch pages stay.
   scratch = _scratch(config)
   running = stop - scratch - 1
   num_moved = jnp.minimum(held, running) - (held - scratch)
@@ -177,7 +177,7 @@ def _move(
   """
   row = (slots[:, None], jnp.arange(config.num_groups, dtype=jnp.int32)[None])
   # The new and old columns of a row may overlap, so the pages move one by one.
-  # Groups have few scratch pages, so the loop is unrolled.
+  # The loop is unrolled, because groups have few scratch pages.
   for index in range(max(kind.num_speculative for kind in config.groups)):
     moves = index < counts
     old = indexing.where_valid(moves, source + index)

@@ -3,19 +3,19 @@
 The only primitive is the Chaskey permutation of four 32-bit words with 8 rounds
 (Mouha et al., "Chaskey: An Efficient MAC Algorithm for 32-bit
 Microcontrollers", SAC 2014). The tokens of a page are absorbed four words at a
-time into a secret start value, for all pages in parallel. The results are the
-digests of the pages, which are then chained:
+time into a secret start value, for all pages in parallel. This gives a digest
+for each page. The digests are then chained:
 
     digest_i = absorb(secret, tokens of page i)
     chain_i  = permute(chain_{i-1} ^ digest_i),  chain_{-1} = root(epoch, salt)
     key_i    = chain_i ^ mask of the group
 
-Only the chain is sequential, with one permutation per page. Anyone can invert
-the permutation, so secrets mask its inputs and outputs. An attacker who sees
-the keys and chooses the tokens, but does not know the secret, cannot construct
-two prefixes with the same key. (Chaskey's bound: the number of tokens that an
-attack sees, times the number of permutations that it computes, must reach
-2**128.) A lookup also compares the tokens of the page, see `prefix_index`.
+Only the chain is sequential over pages, with one permutation per page. Anyone
+can invert the permutation, so secrets mask its inputs and outputs. An attacker
+who sees the keys and chooses the tokens, but does not know the secret, cannot
+construct two prefixes with the same key. (By Chaskey's bound, the tokens that
+an attack sees, times the permutations that it computes, must reach 2**128.) A
+lookup also compares the tokens of the page, see `prefix_index`.
 """
 
 import dataclasses
@@ -34,18 +34,18 @@ from jaxkv._src.cache.config import CacheConfig
 
 KEY_WORDS = 4
 NUM_ROUNDS = 8
-# Rows of the array that `make_secret` returns. From row SECRET_OF_GROUPS on,
-# each group has one row.
+# Rows of the array that `make_secret` returns. Group g has the row
+# SECRET_OF_GROUPS + g.
 SECRET_OF_DIGESTS, SECRET_OF_ROOTS, SECRET_OF_GROUPS = range(3)
 
-# This file computes keys as tuples of four uint32[...], but takes and returns
-# them as uint32[..., 4]. XLA compiles tuples to straight-line code. If words
-# were stacked between rounds, it would repeat earlier rounds for each word.
+# Public functions of this file take and return keys as uint32[..., 4]. The
+# computation uses tuples of four uint32[...], which XLA compiles to straight-
+# line code. With arrays, XLA would repeat earlier rounds for each word.
 Words = tuple[Array, Array, Array, Array]
 
 
 def salt(text: str | bytes) -> Array:
-  """Makes a salt for `admit`, `match` and `pin`, e.g. from a tenant's name.
+  """Makes a salt, for `admit`, `match` and `pin`, from a name or other text.
 
   Sequences with different salts never share a page.
 
@@ -79,18 +79,18 @@ def make_secret(key: Array, num_groups: int) -> Array:
   """
   purposes = jnp.asarray(secret_purposes(num_groups))
   words = _xor(_unstack(key), _unstack(purposes))
-  # The key masks input and output, because the permutation can be inverted.
+  # Without the key in the output, the inverse permutation would reveal the key.
   return _stack(_xor(_unstack(key), _permute(words)))
 
 
 def secret_purposes(num_groups: int) -> np.ndarray:
-  """Returns uint32[2 + G, 4]: a distinct, public label for each secret."""
+  """Returns uint32[2 + G, 4]: a public label for each secret, all distinct."""
   labels = [number.to_bytes(4, "little") for number in range(2 + num_groups)]
   return np.stack([_blake2(b"secret", label) for label in labels])
 
 
 def root_key(secret: Array, epoch: Array, salts: Array | None) -> Array:
-  """Computes the key before the first page of a sequence.
+  """Computes the root, the chained hash before the first page of a sequence.
 
   Args:
     secret: see `make_secret`.
@@ -105,16 +105,16 @@ def root_key(secret: Array, epoch: Array, salts: Array | None) -> Array:
   root = _stack(_permute(_xor(_unstack(secret[SECRET_OF_ROOTS]), versions)))
   if salts is None:
     salts = jnp.zeros((KEY_WORDS,), jnp.uint32)
-  # A permutation lies between epoch and salt, so no salt can cancel an epoch.
+  # The epoch is permuted before the XOR with a salt, so no salt can cancel it.
   root = jnp.broadcast_to(root, salts.shape)
   return _stack(_permute(_xor(_unstack(root), _unstack(salts))))
 
 
 def group_key(secret: Array, chain: Array, group: Array) -> Array:
-  """Computes the keys of pages in their groups from the keys of the chain.
+  """Computes page keys from chained hashes, or chained hashes from page keys.
 
-  `chain` is uint32[..., 4] and `group` int32[...]. The function is an
-  involution: given the keys of pages, it returns the keys of the chain.
+  Takes `chain`, uint32[..., 4], and the group of each page, int32[...]. Both
+  directions are the same XOR with the secret of the group.
   """
   return chain ^ secret.at[SECRET_OF_GROUPS + group].get(mode="clip")
 
@@ -137,9 +137,9 @@ def page_digests(secret: Array, tokens: Array) -> Array:
 
 
 def row_keys(secret: Array, previous: Array, pages: Array) -> Array:
-  """Computes the keys of consecutive pages of tokens, int32[R, P, S].
+  """Computes the chained hashes of consecutive pages of tokens, int32[R, P, S].
 
-  `previous` has the keys before the first page, uint32[R, 4]. Returns the key
+  `previous` has the hash before the first page, uint32[R, 4]. Returns the hash
   after each page, uint32[R, P, 4].
   """
   return chain_keys(previous, page_digests(secret, pages))
@@ -150,8 +150,8 @@ def keys_of_group(
 ) -> Array:
   """Computes the keys of a group's pages, which can have more than S tokens.
 
-  `chain` has the key after every S tokens, uint32[R, P, 4]. Returns the keys of
-  the group's X whole pages, uint32[R, X, 4].
+  `chain` has the chained hash after every S tokens, uint32[R, P, 4]. Returns
+  the keys of the group's X whole pages, uint32[R, X, 4].
   """
   step = config.page_sizes[group] // config.page_size
   group_chain = _unstack(chain[:, step - 1 :: step])
@@ -164,7 +164,7 @@ def key_bytes(words) -> bytes:
 
 
 def chain_keys(previous: Array, digests: Array) -> Array:
-  """Chains the digests of consecutive pages, uint32[R, P, 4], to keys."""
+  """Computes `row_keys` from the digests of the pages, uint32[R, P, 4]."""
 
   def link(key: Words, digest: Array) -> tuple[Words, Words]:
     key = _permute(_xor(key, _unstack(digest)))
@@ -177,11 +177,11 @@ def chain_keys(previous: Array, digests: Array) -> Array:
 def _permute(words: Words, at_once: int = 2) -> Words:
   """Applies the eight rounds of the permutation.
 
-  On a CPU the rounds are a loop, with `at_once` rounds in each iteration.
+  On a CPU, the rounds run in a loop, with `at_once` rounds in an iteration.
   """
-  # XLA:CPU computes one word at a time. In straight-line code it would
-  # recompute the values that words share. On an accelerator, a loop would cost
-  # a dozen kernel launches instead of one.
+  # XLA:CPU computes one word at a time. Without a loop, it would recompute the
+  # values that several words depend on. On an accelerator, a loop would cost a
+  # dozen kernel launches instead of one.
   return lax.platform_dependent(
     words,
     cpu=functools.partial(_rounds, at_once=at_once),
@@ -238,20 +238,20 @@ def _blake2(purpose: bytes, data: bytes) -> np.ndarray:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotHashes:
-  """The running hash of each slot's tokens; None without prefix caching.
+  """The running hash of each slot's tokens.
 
   A is `CacheConfig.alignment`, so all groups end a page after every A tokens.
 
   Attributes:
-    root: the key before the slot's first page.  # uint32[B, 4]
-    chain: the key after the last multiple of A tokens; `root` if the slot has
-      fewer than A tokens.  # uint32[B, 4]
+    root: the chained hash before the slot's first page.  # uint32[B, 4]
+    chain: the chained hash after the last multiple of A tokens; `root` if the
+      slot has fewer than A tokens.  # uint32[B, 4]
     tail: the tokens after the last multiple of A. The first `length[b] % A`
       entries of slot b are valid.  # int32[B, A]
     prompt_length: tokens of the prompt with which the slot was admitted; None
       unless `CacheConfig.prefix_retention_interval` is set.  # int32[B]
-    shared_prefix_boundary: the length of a prompt prefix that some groups, but
-      not all, had cached; 0 for none. None without `prompt_length`.  # int32[B]
+    shared_prefix_boundary: the length of a prefix of the prompt that only some
+      groups had cached; 0 for none. None without `prompt_length`.  # int32[B]
   """
 
   root: Array
@@ -262,7 +262,7 @@ class SlotHashes:
 
 
 def init_slots(config: CacheConfig) -> SlotHashes | None:
-  """Returns the hashes of empty slots."""
+  """Returns the hashes of empty slots; None without prefix caching."""
   if not config.prefix_caching:
     return None
   slots = config.num_slots
@@ -296,16 +296,16 @@ def start_slots(
     hashes: the hashes of all slots.
     rows: the slots.
     starts: bool[R], the rows that start a sequence.
-    root: uint32[R, 4] or uint32[4], the keys before the first pages.
-    chain: uint32[R, 4], the keys after the cached prefixes; None if no sequence
-      has a cached prefix.
+    root: uint32[R, 4] or uint32[4], the roots, see `root_key`.
+    chain: uint32[R, 4], the chained hashes after the cached prefixes; None if
+      no sequence has a cached prefix.
     prompt_length: int32[R]; None for zeros.
     boundary: int32[R], see `SlotHashes.shared_prefix_boundary`; None for zeros.
   """
   if hashes is None:
     return None
-  # A new sequence has a multiple of A cached tokens, so its `tail` has no valid
-  # token and is not written.
+  # The number of cached tokens is a multiple of A, so no token of `tail` is
+  # valid, and `tail` is not written.
   updates = {"root": root, "chain": root if chain is None else chain}
   if hashes.prompt_length is not None:
     zero = jnp.int32(0)

@@ -2,9 +2,9 @@
 
 A bucket holds eight page numbers. `insert` follows the probe sequence of a
 page's key to the first bucket with an empty place, and stores the page there.
-`overflow` counts, for each bucket, the pages that passed it because it was
-full. A lookup continues past a bucket only if this count is not zero. Removing
-a page decrements the same counts, so tombstones are not needed. Any number of
+`overflow` counts, for each bucket, the pages that passed the bucket because it
+was full. A lookup continues past a bucket only if this count is not zero.
+`remove` decrements the same counts, so tombstones are not needed. Any number of
 pages can have the same key. (This is the scheme of F14: Bronson and Shi,
 "Open-sourcing F14 for faster, more memory-efficient hash tables", 2019.)
 """
@@ -28,7 +28,7 @@ from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 BUCKET_PAGES = 8
 # Small, because `insert` compares all pairs of its pages.
 INSERT_WINDOW = 32
-_POSITION = KEY_WORDS + 1  # The column of `entry` with the position.
+_POSITION = KEY_WORDS + 1  # The column of `PrefixIndex.entry` for the position.
 
 
 @jax.tree_util.register_dataclass
@@ -42,13 +42,13 @@ class PrefixIndex:
   Attributes:
     buckets: page numbers, 0 for an empty place.  # int32[Z, 8]
     overflow: the number of cached pages that passed the bucket.  # int32[Z]
-    entry: for each page, its key, the value of `clock` when the key was stored,
-      and the page's position in the flattened buckets, or NOWHERE if the page
-      is not cached.  # uint32[N, 6]
+    entry: for each page, its key, its stamp (the value of `clock` when the key
+      was stored), and its position in the flattened buckets, NOWHERE if the
+      page is not cached.  # uint32[N, 6]
     tokens: the tokens of each full page, padded with zeros. When a page leaves
       the index, its tokens and key stay readable until the page is filled
       again.  # int32[N, S]
-    clock: pages to which `insert` gave a key, modulo 2**32.  # uint32[]
+    clock: the number of keys that `insert` stored, modulo 2**32.  # uint32[]
   """
 
   buckets: Array
@@ -78,7 +78,7 @@ class RemovedPages(NamedTuple):
   Attributes:
     valid: bool[X], the pages that were cached.
     keys: uint32[X, 4], their keys.
-    stamps: uint32[X], the clock when each page got its key.
+    stamps: uint32[X], their stamps, see `PrefixIndex.entry`.
     total: int32[], the number of valid pages.
   """
 
@@ -102,7 +102,7 @@ def init(num_pages: int, page_size: int) -> PrefixIndex:
 
 def num_buckets(num_pages: int) -> int:
   """Returns the number of buckets of an index."""
-  # With 4 N places or more, less than one bucket in a thousand overflows.
+  # There are at least 4 N places, so under one bucket in a thousand overflows.
   return 1 << (-(-num_pages // 2) - 1).bit_length()
 
 
@@ -145,11 +145,12 @@ def lookup(
     keys: uint32[X, 4].
     tokens: int32[X, S], the tokens of the pages. A page with the same key and
       other tokens (a collision) is not found.
-    preferred: page numbers below this one are preferred; None for no
+    preferred: pages with numbers below this number are preferred; None for no
       preference.
 
   Returns:
-    int32[X]: the first published page with the key and the tokens; 0 for none.
+    int32[X]: the page with the key and the tokens; 0 for none. Of several such
+    pages, the page published first, but preferred pages before other pages.
   """
   chex.assert_shape(keys, (None, KEY_WORDS))
   chex.assert_shape(tokens, (keys.shape[0], index.tokens.shape[1]))
@@ -160,13 +161,13 @@ def lookup(
       index.buckets, indexing.where_valid(active, bucket)
     )
     key, stamp, _ = _split(indexing.take(index.entry, candidates))
-    # Ages are compared instead of stamps because the clock may wrap around. The
-    # age of a page is never 0, since `insert` advances the clock after it takes
-    # the stamp. So 0 means no match.
+    # Ages are compared instead of stamps, because the clock can wrap around.
+    # `insert` advances the clock after it takes a stamp, so the age of a page
+    # is never 0. Here an age of 0 means that the page does not match.
     age = index.clock - stamp
     if preferred is not None:
-      # The highest bit makes preferred pages older than all other pages. The
-      # ages use the lower bits, so ages of 2**31 or more count as equal.
+      # The highest bit makes preferred pages older than all other pages. Only
+      # the lower bits hold the age, so ages of 2**31 or more count as equal.
       is_preferred = (candidates < preferred).astype(jnp.uint32)
       age = jnp.minimum(age, jnp.uint32(2**31 - 1)) | is_preferred << 31
     matches = jnp.all(key == keys[:, None, :], axis=-1) & (candidates > 0)
@@ -178,9 +179,9 @@ def lookup(
     best_age = jnp.maximum(age, best_age)
     following = _next_bucket(index, keys, bucket)
     probes = active & (indexing.take(index.overflow, bucket) > 0)
-    probes &= following != first  # Visits each bucket once.
-    # Rows of `index.tokens` are long, so only the best page's row is read. If
-    # its tokens differ (a collision), the search restarts for younger pages.
+    probes &= following != first  # Ends after all buckets.
+    # Rows of `index.tokens` are long, so only the row of the best page is read.
+    # If the tokens differ (a collision), the search restarts for younger pages.
     has_tokens = jnp.all(indexing.take(index.tokens, best) == tokens, axis=-1)
     restarts = active & ~probes & (best > 0) & ~has_tokens
     return (
@@ -209,9 +210,9 @@ def insert(
 
   Args:
     index: the index.
-    pages: int32[X], distinct and not cached; they get stamps in this order. The
+    pages: int32[X], distinct and not cached, in the order of their stamps. The
       cost grows with the square of X. Programs for CPUs pass INSERT_WINDOW
-      pages in a call, programs for GPUs more, see `loops.for_each`.
+      pages in a call, and programs for GPUs pass more, see `loops.for_each`.
     keys: uint32[X, 4].
     tokens: int32[X, S].
     valid: bool[X].
@@ -229,8 +230,8 @@ def insert(
   def place_in(buckets, bucket, position, pending):
     target = indexing.where_valid(pending, bucket)
     vacant = indexing.take(buckets, target) == 0
-    # If several pages probe one bucket, each page takes a different place, in
-    # the order of `pages`, so that no place is written twice.
+    # If several pages probe the same bucket, they take its empty places in the
+    # order of `pages`, so that no place is written twice.
     rivals = earlier & (bucket[:, None] == bucket[None, :]) & pending[None, :]
     turn = jnp.sum(rivals, axis=1, dtype=jnp.int32)
     rank = jnp.cumsum(vacant, axis=1, dtype=jnp.int32) - 1
@@ -288,8 +289,7 @@ def remove(
   """Removes valid pages, int32[X], all distinct, from the index.
 
   Their keys and tokens stay readable. Pages that are not cached do not change.
-  `without_loops` requires that all valid cached pages are in the first bucket
-  of their key.
+  Set `without_loops` only if `has_passed` is False for all valid pages.
   """
   # An invalid item reads NOWHERE as its position, so it counts as not cached.
   place = indexing.where_valid(valid, pages)
@@ -318,7 +318,7 @@ def remove(
 
 
 def entries_of(index: PrefixIndex, pages: Array, valid: Array) -> RemovedPages:
-  """Returns what `remove` would return for valid pages, int32[X]."""
+  """Returns the result that `remove` would have for valid pages, int32[X]."""
   place = indexing.where_valid(valid, pages)
   keys, stamps, position = _split(
     indexing.take(index.entry, place, fill=NOWHERE)
@@ -332,8 +332,8 @@ def lift(
 ) -> tuple[PrefixIndex, Moving]:
   """Takes the entries of valid pages, int32[X], all distinct, out of the index.
 
-  Their places in the buckets stay occupied. `settle` must give the entries to
-  other pages before the next lookup.
+  The buckets still hold the page numbers. So the caller must call `settle`,
+  which gives the entries to other pages, before the next lookup.
   """
   place = indexing.where_valid(valid, pages)
   entry = lax.optimization_barrier(
@@ -349,10 +349,10 @@ def lift(
 
 
 def settle(index: PrefixIndex, pages: Array, moving: Moving) -> PrefixIndex:
-  """Gives lifted entries to pages, int32[X], that are not cached.
+  """Gives the entries that `lift` returned to pages, int32[X], not cached yet.
 
-  An entry keeps its key, stamp and place in the buckets. So a move needs no
-  search, and does not change the order of pages with equal keys.
+  An entry keeps its key, its stamp and its place in the buckets. So no search
+  is needed, and pages with equal keys keep their order.
   """
   position = _split(moving.entry)[2]
   home = elementwise.quotient(position, BUCKET_PAGES)
@@ -372,7 +372,7 @@ def settle(index: PrefixIndex, pages: Array, moving: Moving) -> PrefixIndex:
 
 
 def clear(index: PrefixIndex) -> PrefixIndex:
-  """Removes all pages; the cost grows with the pool."""
+  """Removes all pages, at a cost that grows with the pool."""
   return dataclasses.replace(
     index,
     buckets=jnp.zeros_like(index.buckets),
@@ -414,8 +414,8 @@ def _count_passed(
       overflow, indexing.where_valid(active, bucket), values=amount
     )
     bucket = _next_bucket(index, keys, bucket)
-    # The second test ends the loop after all buckets even if a state breaks its
-    # invariants, and a page is in none of the buckets of its key.
+    # The last test ends the loop after all buckets. It matters only in a broken
+    # state, where a page is in none of the buckets of its key.
     return overflow, bucket, active & (bucket != home) & (bucket != first)
 
   with jax.named_scope("rare/overflow"):
@@ -449,8 +449,8 @@ def _first_bucket(index: PrefixIndex, keys: Array) -> Array:
 
 def _next_bucket(index: PrefixIndex, keys: Array, bucket: Array) -> Array:
   """Returns the next bucket of the probe sequence of each key."""
-  # An odd stride visits each of 2**k buckets. It comes from another word of the
-  # key, so keys that share their first bucket rarely share the second one.
+  # An odd stride visits each of the 2**k buckets. The stride comes from another
+  # word of the key, so keys with the same first bucket rarely collide again.
   stride = keys[:, 1] | jnp.uint32(1)
   return _bucket(index, bucket.astype(jnp.uint32) + stride)
 

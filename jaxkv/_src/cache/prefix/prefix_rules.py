@@ -1,7 +1,7 @@
 """Rules that select the full pages to publish and the prefixes to find.
 
-Of the device cache, only this module and `CacheConfig` read `prefix_rules`,
-`use_eagle` and `prefix_retention_interval`.
+In the package `cache`, only this module and `CacheConfig` read the options
+`prefix_rules`, `use_eagle` and `prefix_retention_interval`.
 """
 
 from typing import Any
@@ -29,10 +29,10 @@ def final_pages(config: CacheConfig, tokens: Array) -> Array:
 
 def final_pages_of(config: CacheConfig, size: int, tokens: Any) -> Any:
   """Computes `final_pages` for groups with pages of `size` tokens."""
-  # A hit ends where all groups end a page. Pages past the last such position
-  # cannot be hit yet, so they get their keys later. With a draft model, one
-  # page past the position gets a key too: a lookup finds this page and drops
-  # it, so that the hit ends at the position.
+  # A hit ends at a position where all groups end a page. A hit cannot include
+  # pages past the last such position, so they get their keys later. With a
+  # draft model, one page past the position gets a key too. A lookup finds this
+  # page and drops it, so that the hit ends at the position.
   if config.prefix_rules == "classic":
     return elementwise.quotient(tokens, size)
   aligned = elementwise.quotient(tokens, config.alignment) * config.alignment
@@ -50,7 +50,7 @@ def published(
   prompt_length: Array | None,
   boundary: Array | None,
 ) -> Array:
-  """Selects the full pages to publish: those that a hit can include.
+  """Selects the full pages to publish: the pages that a hit can include.
 
   Args:
     config: the cache's groups and rules.
@@ -108,13 +108,13 @@ def lookup_bound(
   num_hashed: Array,
   dropped: Array,
 ) -> tuple[Array, Array]:
-  """Bounds a kind's lookup, and selects the rows in which it drops a page.
+  """Bounds a kind's search, and selects the rows in which it drops a page.
 
   In each round of `longest_hit.agree`, every kind of group shortens the
-  candidate for a prefix. With a draft model, a kind searches one page past the
-  candidate (unless it is recurrent) and drops the last page that it finds. With
-  the classic rules, a kind searches only up to the end of the candidate, and
-  drops a page in every round.
+  candidate for the longest prefix. With `use_eagle`, a kind drops the last page
+  that it finds. To find this page, a kind that is not recurrent searches one
+  page past the candidate. With the classic rules, every kind searches only up
+  to the end of the candidate, and drops a page in every round.
 
   Args:
     config: the cache's groups and rules.
@@ -127,7 +127,7 @@ def lookup_bound(
   Returns:
     int32[R], the bound in tokens, and bool[R], True to drop the last page.
   """
-  # A kind drops only one page at each length of the candidate. Otherwise two
+  # A kind drops at most one page at each length of the candidate. Otherwise two
   # kinds would shorten the candidate in every round, down to length 0.
   drop = config.use_eagle & ~dropped
   if config.prefix_rules == "classic":
@@ -143,9 +143,9 @@ def drops_last_page(config: CacheConfig, drop: Any) -> Any:
 
 
 def has_plain_hits(config: CacheConfig) -> bool:
-  """Returns True if full attention usually decides the length of a hit.
+  """Returns True if full attention alone usually decides the length of a hit.
 
-  The longest hit of full attention is then the hit of all groups, unless
+  Then the longest hit of full attention is the hit of all groups, unless
   another group lacks a page that it needs to continue from there.
   """
   kinds = set(config.groups)
@@ -154,8 +154,8 @@ def has_plain_hits(config: CacheConfig) -> bool:
     return False
   if config.num_groups == 1:
     return True
-  # A user's kind may have another rule. With a draft model, kinds drop
-  # different numbers of pages.
+  # A kind that a user defines may have another rule. With a draft model, kinds
+  # drop different numbers of pages.
   standard = {
     kind.longest_hit for kind in (GroupKind, SlidingWindow, Recurrent)
   }
@@ -169,7 +169,7 @@ def reports_boundary(config: CacheConfig) -> bool:
 
 
 def _hit_pages(config: CacheConfig, tokens: Any, size: int) -> Any:
-  """Counts the pages of a hit in int32[X] tokens, plus the page to drop."""
+  """Counts the pages of a hit in `tokens`, int32[X], plus the page to drop."""
   aligned = tokens // config.alignment * config.alignment
   return aligned // size + int(config.use_eagle)
 
@@ -178,10 +178,10 @@ def _retained_prefixes(
   config: CacheConfig, prompt_length: Any, boundary: Any, size: int
 ) -> tuple[Any, ...]:
   """Returns lengths of retained prefixes, int32[X] each; negative for none."""
-  # Later prompts may repeat this prompt, begin with it, or diverge from it at
+  # A later prompt may repeat this prompt, begin with it, or diverge from it at
   # `boundary`. The prefixes that such prompts would hit are retained. With a
-  # draft model, hits are up to A tokens shorter. Without one, the prefix that
-  # only a longer prompt can hit is not retained, as in vLLM.
+  # draft model, hits are up to A tokens shorter. Without a draft model, as in
+  # vLLM, no prefix is retained that only a longer prompt can hit.
   boundary = elementwise.where(boundary > 0, boundary, -1)
   if not config.use_eagle:
     return prompt_length - 1, boundary

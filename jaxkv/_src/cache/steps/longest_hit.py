@@ -28,19 +28,19 @@ class Prefix(NamedTuple):
   """The longest cached prefixes of R sequences.
 
   P is T // S, the number of whole pages of `page_size` tokens in T tokens, or 0
-  without prefix caching. A column is one page of a group.
+  without prefix caching.
 
   Attributes:
     num_cached_tokens: int32[R], tokens of the prefix.
     first: int32[R, G], the first column that a group needs to continue after
-      the prefix. Windows, chunks and states skip earlier columns.
+      the prefix; larger than 0 for groups that skip pages.
     stop: int32[R, G], one past the last whole page of the prefix.
     pages: int32[R, G, P], the cached page of each column, 0 for none. Columns
       outside of `first <= column < stop` do not belong to the prefix.
-    root: uint32[R, 4], the hash with which the chain of page keys starts.
-    chain: uint32[R, 4], the chained hash after the prefix's last token.
+    root: uint32[R, 4], see `hashing.root_key`.
+    chain: uint32[R, 4], the chained hash after the last token of the prefix.
     boundary: int32[R], tokens of the longest prefix that at least one kind of
-      group found, if it is longer than `num_cached_tokens`; else 0.
+      group found, if this is more than `num_cached_tokens`; else 0.
   """
 
   num_cached_tokens: Array
@@ -52,7 +52,7 @@ class Prefix(NamedTuple):
   boundary: Array
 
   def attached_pages(self, config: CacheConfig, num_columns: int) -> Array:
-    """Returns int32[R, G, num_columns]: the prefix's pages, else NO_PAGE."""
+    """Returns int32[R, G, num_columns]: pages of the prefix, else NO_PAGE."""
     inside = indexing.between(self.first, self.stop, self.pages.shape[2])
     pages = jnp.where(inside, self.pages, jnp.int32(config.no_page))
     missing = num_columns - pages.shape[2]
@@ -81,8 +81,8 @@ def find_prefix(
     lengths: int32[R]; for a length outside of 1 .. T no prefix is found.
     asked: bool[R], the sequences to look up.
     salts: uint32[R, 4]; None for no salts.
-    hashed: the keys of `tokens`, if the caller has them: the key before the
-      first page, uint32[R, 4], and the key after each page, uint32[R, P, 4].
+    hashed: the chained hashes of `tokens`, if the caller has computed them:
+      before the first page, uint32[R, 4], and after each page, uint32[R, P, 4].
       None to compute them here.
   """
   config, index, secret = state.config, state.pool.index, state.secret
@@ -96,8 +96,8 @@ def find_prefix(
     root = jnp.broadcast_to(roots(state, salts), (rows, hashing.KEY_WORDS))
   else:
     root = hashed[0]
-  # A miss is computed from `zero`, not from constants. So inside `shard_map` it
-  # varies over the same axes as a hit, which `lax.cond` requires.
+  # Zeros are computed from `zero` and are not constants. So inside `shard_map`,
+  # a miss varies over the same axes as a hit, which `lax.cond` requires.
   no_columns = config.sizes.full_pages(zero)
   no_pages = jnp.broadcast_to(
     no_columns[..., None], (*no_columns.shape, columns)
@@ -117,9 +117,9 @@ def find_prefix(
     num_cached, longest = agree(config, pages > 0, possible, num_hashed)
     first = config.sizes.skipped_pages(num_cached)
     stop = config.sizes.full_pages(num_cached)
-    # A group may need no page of the prefix, such as a `ChunkedLocal` group if
-    # a chunk ends where the prefix ends. If no group needs a page, no stored
-    # tokens were compared, so this is a miss.
+    # A group may need no page of a prefix. For example, a `ChunkedLocal` group
+    # needs none if a chunk ends where the prefix ends. If no group needs a
+    # page, no stored tokens were compared, so the result is a miss.
     num_cached = jnp.where(jnp.any(first < stop, axis=1), num_cached, 0)
     first, stop = (
       jnp.where((num_cached > 0)[:, None], columns, 0)
@@ -146,19 +146,19 @@ def _look_up(
   keys: Array,
   tokens: Array,
 ) -> Array:
-  """Looks up the page of each group under each key.
+  """Looks up the pages of all groups.
 
   Args:
     config: the cache's groups.
     secret: see `hashing.make_secret`.
     index: the prefix index.
-    keys: uint32[R, P, 4], the key after every S tokens.
+    keys: uint32[R, P, 4], the chained hash after every S tokens.
     tokens: int32[R, P, S].
 
   Returns:
     int32[R, G, P], 0 where no page is cached.
   """
-  # One lookup serves all groups, so that there is one loop for all of them.
+  # One lookup serves all groups, because each lookup needs a loop.
   width = max(config.page_sizes)
   queries, contents, shapes = [], [], []
   for group, size in enumerate(config.page_sizes):
@@ -186,19 +186,19 @@ def _look_up(
 
 
 def worth_restoring(config: CacheConfig, pages: Array) -> Array:
-  """Replaces hits in host memory that are not worth restoring by 0.
+  """Replaces hits in host memory by 0 if they are not worth restoring.
 
-  Uses no device for a numpy array, such as `jaxkv.host` passes.
+  Uses no device for a NumPy array, which `jaxkv.host` passes.
 
   Args:
-    config: the cache.
+    config: the cache's groups and `host_policy`.
     pages: int32[R, G, P].
   """
   on_host = pages > config.num_pages
   count = on_host.astype(np.int32)
-  # If all groups have one page size, a column has the same tokens in each
-  # group. Then the groups that need all pages of a prefix restore the pages of
-  # a column together. All other pages are judged one by one.
+  # If all groups have the same page size, a column has the same tokens in each
+  # group. Then the pages of a column are restored together in all groups that
+  # need every page of a prefix. All other pages are judged one by one.
   together = np.asarray([not kind.skips_pages for kind in config.groups])
   if len(set(config.page_sizes)) == 1:
     mask = together[None, :, None]
@@ -223,7 +223,7 @@ class _Kind(NamedTuple):
 
   @property
   def is_full(self) -> bool:
-    """True if every shorter prefix of a hit is a hit too."""
+    """True if every shorter prefix of a hit is also a hit."""
     return isinstance(self.kind, FullAttention)
 
 
@@ -234,8 +234,8 @@ class _Candidate(NamedTuple):
     length: int32[R], tokens of the candidate.
     dropped: bool[R] for each kind, True if the kind has dropped a page at this
       length, see `prefix_rules.lookup_bound`.
-    full: int32[R] for each kind, the tokens that its last search accepted. Only
-      the entries of full-attention kinds are read.
+    full: int32[R] for each kind, the tokens that the kind's last search found.
+      Only the entries of full-attention kinds are read.
     longest: int32[R], tokens of the longest hit of any kind so far.
   """
 
@@ -251,7 +251,7 @@ def agree(
   """Finds the longest prefix from which all groups can continue.
 
   As in vLLM, each kind in turn shortens a candidate until all kinds agree. Uses
-  no device for numpy arrays, such as `jaxkv.host` passes.
+  no device for NumPy arrays, which `jaxkv.host` passes.
 
   Args:
     config: the cache's groups.
@@ -261,7 +261,7 @@ def agree(
 
   Returns:
     int32[R], tokens of the prefix, and int32[R], tokens of the longest hit of
-    any kind in any round, which is 0 if there is only one group.
+    any kind in any round; zeros if there is only one group.
   """
   members: dict[tuple[GroupKind, int], list[int]] = {}
   for group, key in enumerate(
@@ -272,8 +272,8 @@ def agree(
     _Kind(*key, cached[:, np.asarray(numbers)].all(axis=1))
     for key, numbers in members.items()
   ]
-  # Full attention comes first. Every shorter prefix of its hit is a hit too, so
-  # only the first round searches for it. This hit limits later rounds.
+  # Full attention comes first. Every shorter prefix of its hit is also a hit,
+  # so it searches only in the first round. In later rounds, its hit is a limit.
   kinds.sort(key=lambda kind: not kind.is_full)
   zero = sharding.zeros_like(limit)
   if config.num_groups == 1:
@@ -323,8 +323,8 @@ def _round(
       config, kind.kind, kind.size, length, num_hashed, dropped[number]
     )
     shorter = _shorten(config, kind, bound, drop)
-    # A kind drops at most one page while the length stays the same. If a kind
-    # shortens the candidate without a drop, every kind may drop a page again.
+    # A kind drops at most one page while the length stays the same. After a
+    # kind shortens the candidate without a drop, each kind may drop a page.
     shrank = ~drop & (shorter < length)
     dropped = [was_dropped & ~shrank for was_dropped in dropped]
     dropped[number] = dropped[number] | drop

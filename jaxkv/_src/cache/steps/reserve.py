@@ -1,8 +1,8 @@
 """Reserves pages for the rows of a call, in all verbs that allocate pages.
 
 A verb plans a `Reservation`: the columns that its rows will have. `reserve`
-then counts the pages that each row needs, serves rows in order while pages
-last, attaches shared pages, pops fresh pages and writes the page-table rows.
+then counts the pages that each row needs, serves in order the rows that fit,
+attaches shared pages, pops fresh pages and writes the page-table rows.
 
 A verb that must act between counting and popping calls `grant`, then `take`.
 """
@@ -34,10 +34,10 @@ class Reservation(NamedTuple):
   """The planned columns of page-table rows, as bounds in ascending order.
 
   Attributes:
-    first: int32[R, G], the first column after the leading null pages.
+    first: int32[R, G], the first column to attach, after leading null pages.
     hit: int32[R, G], one past the last column that is attached or held already.
     fresh: int32[R, G], the first column of the fresh pages. Recurrent groups
-      may have null and scratch pages before this column.
+      may have null and scratch pages between `hit` and this column.
     stop: int32[R, G], one past the last column.
     begins: bool[R], True if the sequence is new in this call.
   """
@@ -69,7 +69,7 @@ def reservation(
   begins: Array,
   first: Array | None = None,
 ) -> Reservation:
-  """Plans rows that end at column `stop`, or at `hit` if it is larger."""
+  """Plans rows that end before column `stop`, or `hit` if `hit` is larger."""
   first = sharding.zeros_like(hit) if first is None else first
   chex.assert_equal_shape([first, hit, stop])
   chex.assert_shape(begins, hit.shape[:1])
@@ -89,7 +89,7 @@ def reserve(
   pops: bool = True,
   suffices: bool = False,
 ) -> tuple[CacheState, Array]:
-  """Serves rows in order, all-or-nothing for each row.
+  """Serves rows in order, each completely or not at all.
 
   A row that does not fit changes nothing, and a later row that needs fewer
   pages can still be served.
@@ -100,7 +100,7 @@ def reserve(
     plan: the columns of the rows.
     code: int32[R], the statuses so far; only rows with OK are served.
     hits: int32[R, G, P], the cached page of each column; the columns from
-      `first` to `hit` are attached. None for no hits.
+      `first` to `hit - 1` are attached. None for no hits.
     keep_free: int32[R], pages that must stay free after a row is served.
     pops: False to attach the hits only; a later `reserve` pops the fresh pages.
     suffices: True if the free pages are known to be enough for all rows.
@@ -141,7 +141,7 @@ def attach(
   *,
   holds: bool = True,
 ) -> CacheState:
-  """Attaches shared pages in the columns `first .. hit` of new sequences.
+  """Attaches shared pages from column `first` to `hit - 1` of new sequences.
 
   New sequences are the rows with `begins`. Other rows hold these pages already.
   `holds` is False if the caller has already added the references to the pages.
@@ -200,8 +200,8 @@ def grant(
   """Returns `code` with OUT_OF_PAGES for the rows that do not fit.
 
   A row costs one free page for each page that it pops, each hit that it removes
-  from the free queue, and each hit in host memory. A hit that an earlier row
-  attaches too costs nothing.
+  from the free queue, and each hit in host memory. A hit costs nothing if an
+  earlier row of the call also attaches it.
   """
   chex.assert_equal_shape([code, plan.begins])
   asked, available = code == Status.OK, state.pool.queue.num_free
@@ -230,10 +230,10 @@ def in_order(
   Returns:
     bool[R], the rows served.
   """
-  # Each iteration finds the first row that does not fit, and the number of
-  # pages that the rows before it leave free. It refuses this row, and each
-  # later row that needs more than this number. If all rows fit, no iteration
-  # runs. Rows that can never fit are refused before the loop.
+  # Each iteration finds the first row that does not fit, and counts the pages
+  # that the rows before it leave free. It refuses this row, and each later row
+  # that needs more pages than that. If all rows fit, the loop does not run.
+  # Rows that do not fit even alone are refused before the loop.
   hopeless = asked & (need > available - keep_free)
 
   def overdrawn(granted: Array) -> Array:
@@ -275,8 +275,8 @@ def hold_hits(
   """Adds a reference for each hit in `mask`, and restores host pages.
 
   Args:
-    state: the cache; it has host pages, and a free page for each such hit in
-      host memory.
+    state: a cache with host pages, and with a free page for each hit in `mask`
+      that is in host memory.
     hits: int32[R, G, P].
     mask: bool[R, G, P], the hits to hold.
 
@@ -292,7 +292,7 @@ def hold_hits(
   ) -> tuple[PoolState, Array, Array]:
     pool, pages, _ = loop
     on_host = is_held & (pages > first_number)
-    # Hits on the device are held first, so that no restored page evicts them.
+    # Hits on the device are held first, so that restoring does not evict them.
     pool = page_pool.hold(pool, pages, is_held & ~on_host)
 
     def restore(
@@ -318,9 +318,9 @@ def hold_hits(
 
 
 def free_hits(state: CacheState, plan: Reservation, hits: Array) -> Array:
-  """Returns bool[R, G, P]: True for hits that cost a free page.
+  """Returns bool[R, G, P]: True for the hits that cost a free page.
 
-  These are hits of new sequences that are free or in host memory.
+  These are the attached hits that are in the free queue or in host memory.
   """
   attached = _attached(plan, hits)
   costs = page_pool.is_free(state.pool, hits)
@@ -351,7 +351,7 @@ def _grant_with_hits(
   def one_by_one() -> Array:
     def serve(carry, row):
       granted, budget = carry
-      # A page is in the same column of every sequence that hits it.
+      # A page has the same column in all sequences that hit it.
       equal = free & (hits == hits[row][None])
       touched = jnp.any(equal & granted[:, None, None], axis=0)
       cost = need[row] + jnp.sum(free[row] & ~touched, dtype=jnp.int32)
@@ -364,6 +364,6 @@ def _grant_with_hits(
     return lax.scan(serve, (no_rows, available), row_numbers)[0][0]
 
   max_keep_free = jnp.max(jnp.where(asked, keep_free, 0))
-  # If all rows fit even without sharing hits, no sequential scan is needed.
+  # If all rows fit even if no hit is shared, no sequential scan is needed.
   total = jnp.sum(jnp.where(asked, max_need, 0), dtype=jnp.int32)
   return lax.cond(total <= available - max_keep_free, lambda: asked, one_by_one)

@@ -14,8 +14,8 @@ from jaxkv._src.cache.state import CacheState
 def with_spare_slots(state: CacheState, num_slots: int) -> CacheState:
   """Returns a cache of the same pages with `num_slots` other slots, all empty.
 
-  The reference counts of the pages include the slots of both caches. So only
-  the returned cache may change until `take_slots` moves its sequences over.
+  The reference counts of the returned cache include the slots of both caches.
+  So `state` must not change until `take_slots` moves the sequences to it.
   """
   config = dataclasses.replace(state.config, num_slots=num_slots)
   rows = (num_slots, config.num_groups)
@@ -43,7 +43,7 @@ def take_slots(
     slots: int32[R], distinct empty slots; out of range for an empty spare slot.
 
   Returns:
-    The cache, with the pages of `spare_cache`.
+    The cache, with the pool and the counters of `spare_cache`.
   """
 
   def put(array: Array, values: Array) -> Array:

@@ -48,8 +48,8 @@ class Admitted(Outcome):
 
   Attributes:
     code: a `Status` for each sequence.  # int32[R]
-    num_cached_tokens: the number of leading tokens whose K/V is cached, so that
-      prefill starts after them.  # int32[R]
+    num_cached_tokens: the number of leading tokens whose K/V is cached. Prefill
+      starts after these tokens.  # int32[R]
   """
 
   num_cached_tokens: Array
@@ -68,7 +68,7 @@ def match(
 
   Only full pages are cached. A prefix has at most `length - 1` tokens, since
   the last token must be computed for its logits. All groups must be able to
-  continue from the prefix, for which a sliding-window group needs only the
+  continue from the prefix. For this, a sliding-window group needs only the
   pages of the last window. Does not change the state or its counters.
 
   Args:
@@ -118,15 +118,15 @@ def admit(
   free page of the device. `length` becomes the number of cached tokens. The
   caller computes the K/V of the other tokens and commits them.
 
-  All-or-nothing per sequence, in row order. A sequence that does not fit
-  changes nothing, and a later sequence that needs fewer pages can still be
+  Rows are served in order, each completely or not at all. A row that does not
+  fit changes nothing, and a later row that needs fewer pages can still be
   served. A batch equals one call for each row in turn, except that:
 
   - all lookups see the cache as it was before the call;
   - the hits of all served sequences are attached before any page is popped, so
     no sequence evicts the hit of another sequence;
-  - the second row with the same slot is refused, even if the first row was out
-    of pages, or had no room for scratch pages.
+  - the second row with the same slot is refused, even if the first row is
+    refused with OUT_OF_PAGES, or with SLOT_FULL because of scratch pages.
 
   Args:
     state: the cache.
@@ -135,12 +135,12 @@ def admit(
     lengths: int32[R], 1 .. T.
     salts: uint32[R, 4], see `salt`; None for no salt.
     mask: bool[R], the rows to process; None for all.
-    num_tokens: int32[R], at least 1, the number of tokens after the cached
-      prefix to allocate pages for, such as the first chunk of a prompt.
+    num_tokens: int32[R], at least 1. Pages are allocated for this number of
+      tokens after the cached prefix, such as the first chunk of a prompt.
       `allocate` makes room for later chunks. None for all tokens.
-    keep_free: int32[R], pages that must stay free after the sequence is served,
-      as a reserve for running sequences (a watermark) or for later chunks of
-      the prompt. None for 0.
+    keep_free: int32[R], pages that must stay free after the row is served, as
+      a reserve for running sequences (a watermark) or for later chunks of the
+      prompt. None for 0.
     num_encoder_tokens: int32[R], tokens of the encoder, for `CrossAttention`
       groups; None for 0.
 
@@ -198,9 +198,9 @@ def admit_found(
     find: maps the rows to look up, bool[R], to the prefixes of all rows.
     max_length: the maximal number of tokens of a sequence.
     skipped: bool[R], the rows that are masked out.
-    pops: False to attach hits and check that enough other pages are free, but
-      pop none of these. A later `allocate.make_room` pops them, so other calls
-      must leave them free until then.
+    pops: False to attach the hits and to check that enough other pages are
+      free, but not to pop these. A later `allocate.make_room` pops them, so
+      other calls must leave as many pages free until then.
     num_tokens: see `admit`.
     keep_free: see `admit`.
     num_encoder_tokens: see `admit`.
@@ -211,7 +211,7 @@ def admit_found(
   encoder = config.sizes.encoder_tokens(num_encoder_tokens, slots)
   bad_length = (jnp.minimum(lengths, num_tokens) < 1) | (lengths > max_length)
   bad_length |= jnp.minimum(keep_free, encoder) < 0
-  # A row reports the first case that holds. So the order is part of the API.
+  # A row reports the first case that applies. So the order is part of the API.
   code = first_code(
     (skipped, Status.SKIPPED),
     (~in_range(state, slots), Status.BAD_SLOT),
@@ -219,7 +219,7 @@ def admit_found(
     (bad_length, Status.BAD_LENGTH),
     (jnp.maximum(lengths, encoder) > config.slot_tokens, Status.SLOT_FULL),
   )
-  # A row refused above does not fill its slot, so a later row can get the slot.
+  # If a row is refused above, a later row can still get the same slot.
   repeated = ~skipped & indexing.any_earlier(slots, code == Status.OK)
   code = jnp.where(repeated, jnp.int32(Status.SLOT_IN_USE), code)
   asked = code == Status.OK
@@ -227,7 +227,7 @@ def admit_found(
   cached = prefix.num_cached_tokens
   # This is `min(cached + num_tokens, lengths)`, but the sum cannot overflow.
   room = cached + jnp.minimum(num_tokens, lengths - cached)
-  # The sizes of refused rows may be out of range, so they count as 0.
+  # The arguments of refused rows can be out of range, so they are set to 0.
   stop = config.sizes.columns_for(
     jnp.where(asked, room, 0), jnp.where(asked, encoder, 0)
   )

@@ -43,13 +43,13 @@ def allocate(
 ) -> tuple[CacheState, Allocated]:
   """Makes room for more tokens.
 
-  All-or-nothing per slot, in row order. A refused slot keeps its pages, and a
-  later slot that needs fewer pages can still be served. Pages come from the
-  front of the free queue, and cached pages among them are evicted. An empty
-  slot starts a new sequence without a salt.
+  Rows are served in order, each completely or not at all. A refused slot keeps
+  its pages, and a later slot that needs fewer pages can still be served. Pages
+  come from the front of the free queue, and cached pages among them are
+  evicted. An empty slot starts a new sequence without a salt.
 
-  Does not write K/V or advance `length`: `commit` advances it when the tokens
-  are final. `truncate` releases room that was not needed.
+  Does not write K/V or advance `length`. `commit` advances `length` when the
+  tokens are final. `truncate` releases room that was not needed.
 
   Args:
     state: the cache.
@@ -58,12 +58,12 @@ def allocate(
     slots: int32[R], the slots of the rows; None for all B slots in order.
     mask: bool[R], the rows to process; None for all.
     num_encoder_tokens: int32[R], the total number of the encoder's tokens.
-      `CrossAttention` groups get room for these unless `num_tokens` is 0. None
-      for 0.
+      `CrossAttention` groups get room for these tokens if `num_tokens` is not
+      0. None for 0.
 
   Returns:
     The cache, and per row OK, SKIPPED, BAD_SLOT (out of range, or repeated),
-    BAD_LENGTH (negative), SLOT_FULL or OUT_OF_PAGES.
+    BAD_LENGTH (a negative number), SLOT_FULL or OUT_OF_PAGES.
 
   Examples:
     >>> import jaxkv
@@ -79,7 +79,7 @@ def allocate(
   state, out = make_room(
     state, rows, num_tokens, num_encoder_tokens=num_encoder_tokens
   )
-  # A failed row changes nothing, so only served rows start a hash.
+  # Refused rows popped no page, so only served rows start their hashes.
   hashes = hashing.start_slots(
     state.hashes, rows, begins & (out.num_new_pages > 0), roots(state, None)
   )
@@ -94,7 +94,7 @@ def make_room(
   num_encoder_tokens: Array | None = None,
   suffices: bool = False,
 ) -> tuple[CacheState, Allocated]:
-  """Makes room as `allocate` does, but starts no hash for an empty slot.
+  """Makes room as `allocate` does, but does not start the hashes of new slots.
 
   `suffices` is True if the free pages are known to be enough for all rows.
   """
@@ -122,15 +122,15 @@ def _required_columns(
 ) -> tuple[Array, Array]:
   """Returns the columns that rows need, int32[R, G], and the rows' statuses."""
   config, length = state.config, rows.read(state.length)
-  # `length + num_tokens` can overflow int32, so this subtracts instead. The sum
-  # below uses only counts that fit a slot.
+  # `length + num_tokens` can overflow int32, so this test subtracts instead.
+  # The sum below uses 0 for numbers that are too large.
   too_many = num_tokens > config.slot_tokens - length
   too_many |= encoder > config.slot_tokens
   num_new, num_encoder = (
     jnp.where(too_many, 0, jnp.maximum(n, 0)) for n in (num_tokens, encoder)
   )
   stop = config.sizes.columns_for(length + num_new, num_encoder)
-  # A slot with 0 new tokens must not change, even if its encoder needs pages.
+  # A slot with 0 new tokens must not change, even with encoder tokens.
   stop = jnp.where(num_tokens[:, None] > 0, stop, 0)
   code = first_code(
     ((num_tokens < 0) | (encoder < 0), Status.BAD_LENGTH),

@@ -39,17 +39,17 @@ def commit(
 ) -> tuple[CacheState, Committed]:
   """Declares tokens final: their K/V is written and will not change.
 
-  Advances `length`. The key of a page that becomes full is a hash of its tokens
-  and of the preceding page's key. If a hit can include the page, the page is
-  published under this key, so that `match` and `admit` find it. See also
-  `CacheConfig.merge_duplicates`.
+  Advances `length`. A page that becomes full gets a key, which is a hash of its
+  tokens and of the preceding page's key. If a hit can include the page, the
+  page is published, so that `match` and `admit` find it under this key. See
+  also `CacheConfig.merge_duplicates`.
 
-  All-or-nothing per slot. `allocate` must have made room for the tokens.
+  A slot for which `allocate` or `admit` made too little room does not change.
 
   Args:
     state: the cache.
-    tokens: int32[R, T]; the first `num_tokens[r]` of row r are the slot's next
-      tokens.
+    tokens: int32[R, T]; the first `num_tokens[r]` tokens of row r follow the
+      tokens of its slot.
     num_tokens: int32[R], 0 .. T; a slot with 0 does not change.
     slots: int32[R], the slots of the rows; None for all B slots in order.
     mask: bool[R], the rows to process; None for all.

@@ -47,15 +47,16 @@ def fork(
   of an encoder are shared.
 
   In a recurrent group, `dst` continues from the state after the last token. The
-  page of this state is shared if the token fills the page, and copied
-  otherwise. `dst` gets fresh scratch pages.
+  page of this state is shared if it is full, and copied otherwise. `dst` gets
+  fresh scratch pages.
 
-  Does not copy contents: apply `copies` (`jaxkv.kv.copy`) before writing.
+  Does not copy page contents. Apply `out.copies` with `jaxkv.kv.copy` before
+  the next write.
 
-  All-or-nothing per row, in row order. A batch equals one call for each row in
-  turn, except that sources are read as they were before the call, and that the
-  second row with the same `dst` is refused even if the first row is RECYCLED or
-  OUT_OF_PAGES.
+  Rows are served in order, each completely or not at all. A batch equals one
+  call for each row in turn, with two exceptions. Sources are read as they were
+  before the call. The second row with the same `dst` is refused even if the
+  first row is refused with RECYCLED or OUT_OF_PAGES.
 
   Args:
     state: the cache.
@@ -109,8 +110,8 @@ def share_prefix(
   """Makes `dst` share the full pages of `src`, and all pages of an encoder.
 
   If the last page of `src` is partly full, `dst` lacks a page for its last
-  tokens. The caller must then call `allocate.make_room` for one more token,
-  which pops this page, and make the copies that `owed_copies` returns.
+  tokens. Then the caller must call `allocate.make_room` for one more token,
+  which pops the page, and make the copies that `owed_copies` returns.
 
   Args:
     state: the cache.
@@ -141,7 +142,7 @@ def owed_copies(
   sizes, length = state.config.sizes, indexing.take(state.length, dst)
   full = sizes.full_pages(length)
   partial = sizes.open_pages(length) & served[:, None]
-  # Shapes are fixed, so a row without a copy has NO_PAGE as src and dst.
+  # Where no copy is needed, `src` and `dst` are NO_PAGE.
   return Copies(
     *(
       reserve.pages_in_column(state, slots, full, partial).reshape(-1)
@@ -159,8 +160,8 @@ def _share(
 ) -> CacheState:
   """Attaches the full pages of `src`, and copies its length and hashes."""
 
-  # `table` is a loop's carry, which XLA updates in place. If this function read
-  # `state.page_table`, XLA would keep a copy of it.
+  # `table` is the carry of a loop, which XLA updates in place. If this function
+  # read `state.page_table` instead, XLA would copy that array.
   def read(table: Array, row: Array, group: Array, column: Array) -> Array:
     return indexing.take(table, indexing.take(src, row), group, column)
 

@@ -23,7 +23,7 @@ def free(
 
   Every page of a sequence loses one reference: group by group, the last page
   first. Pages without references go to the free queue. Published pages stay
-  cached until they are popped, so a prefix stays cached longer than its end.
+  cached until they are popped, so the end of a sequence is evicted first.
 
   Args:
     state: the cache.
@@ -46,8 +46,8 @@ def free(
   """
   config = state.config
   rows = rows_of(state, slots, mask)
-  # A repeated slot was released by an earlier row, so its code is SLOT_EMPTY
-  # and not BAD_SLOT.
+  # An earlier row released a repeated slot, so the code of the later row is
+  # SLOT_EMPTY and not BAD_SLOT.
   repeated = rows.bad & (rows.slots >= 0) & (rows.slots < config.num_slots)
   code = first_code(
     (rows.skipped, Status.SKIPPED),
@@ -67,7 +67,7 @@ def free(
     page_table.ranges(place, first, held),
     replacement=config.no_page,
   )
-  # Null pages have no references to drop, so these columns are only cleared.
+  # Null pages have no references, so their columns are only overwritten.
   if config.skips_pages:
     table = page_table.fill_before(table, place, first, config.no_page)
   zeros = jnp.zeros_like(held)

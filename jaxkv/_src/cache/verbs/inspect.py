@@ -52,9 +52,9 @@ def stats(state: CacheState) -> Stats:
 def residency(state: CacheState) -> Residency:
   """Returns the ages of evicted pages; subtract two readings for an interval.
 
-  Counts a page when it is popped, not when its copy in host memory is
-  overwritten, and not when `evict`, `truncate` or `reset_prefix_cache` removes
-  it from the index.
+  Counts a cached page when it is popped from the free queue. Does not count it
+  when its host page is overwritten, or when `evict`, `truncate` or
+  `reset_prefix_cache` removes it from the index.
 
   Args:
     state: a cache with `CacheConfig.track_residency`.
@@ -110,8 +110,8 @@ def num_common_prefix_pages(state: CacheState) -> Array:
     state: the cache.
 
   Returns:
-    int32[G]; 0 if no slot holds a page, or if a first page was skipped. If a
-    single sequence keeps all its pages, all of them count.
+    int32[G]; 0 if no slot holds a page, or if the first page of a sequence was
+    skipped. All pages of a single sequence count.
 
   Examples:
     >>> import jaxkv
@@ -120,14 +120,14 @@ def num_common_prefix_pages(state: CacheState) -> Array:
     >>> jaxkv.num_common_prefix_pages(state).tolist()
     [0]
   """
-  # Compares page numbers, because a reference count does not tell which slots
-  # hold the page: it also includes pins.
+  # Compares page numbers, because a reference count also includes pins, so it
+  # does not tell the number of slots that hold the page.
   active = state.num_pages[:, state.config.first_self_group] > 0
   first_row = state.page_table[jnp.argmax(active)]
   is_shared = (state.page_table == first_row[None]) | ~active[:, None, None]
   has_page = (first_row > 0) & (first_row < state.config.no_page)
   common = jnp.all(is_shared, axis=0) & has_page & jnp.any(active)
-  # The product is 1 before the first column that is not common, then 0.
+  # The cumulative product is 1 before the first column that is not common.
   return jnp.sum(
     jnp.cumprod(common, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32
   )
@@ -212,16 +212,16 @@ def drain_events(state: CacheState) -> tuple[CacheState, Drained]:
 def take_new_pages(state: CacheState) -> tuple[CacheState, Array]:
   """Returns the pages popped since the last call, and clears the record.
 
-  If layers require zeroed pages, such as recurrent states, make the moves that
-  verbs returned, then zero these pages before the next step. Do not zero the
-  destinations of copies, which are returned too. Pages restored from host
-  memory are not returned. The cost grows with the pool.
+  If layers require zeroed pages, as recurrent layers do, first make the moves
+  that verbs returned. Then zero the returned pages before the next step, except
+  the destinations of copies. Pages restored from host memory are not returned.
+  The cost grows with the pool.
 
   Args:
     state: a cache with `CacheConfig.track_new_pages`.
 
   Returns:
-    The cache, and bool[N].
+    The cache, and bool[N]: True for popped pages.
 
   Raises:
     ValueError: the cache does not track new pages.

@@ -27,7 +27,7 @@ from jaxkv._src.cache.steps.reserve import reservation
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pinned(Outcome):
-  """The result of `pin`; P = T // S. A row is OK if its prefix is pinned.
+  """The result of `pin`; a row is OK if its prefix is pinned. P is T // S.
 
   Attributes:
     code: a `Status` for each sequence.  # int32[R]
@@ -91,14 +91,14 @@ def pin(
   """Pins the cached prefixes of sequences, so that they cannot be evicted.
 
   Combines `match` and `touch`. Hits in host memory return to the device. To
-  keep a system prompt cached, commit a sequence that begins with the prompt,
+  keep a system prompt cached, commit a sequence that begins with this prompt,
   then pin the prompt.
 
   Args:
     state: the cache.
     tokens: int32[R, T], padded at the end.
-    lengths: int32[R], 1 .. T; as in `match`, at most `length - 1` tokens are
-      pinned. To pin a prompt of whole pages entirely, append any token.
+    lengths: int32[R], 1 .. T. As in `match`, at most `length - 1` tokens are
+      pinned. To pin the last page of a prompt of whole pages, append a token.
     salts: uint32[R, 4], see `salt`; None for no salt.
     mask: bool[R], the rows to process; None for all.
 
@@ -157,9 +157,9 @@ def unpin(
 ) -> tuple[CacheState, Outcome]:
   """Removes one pin from each given page.
 
-  The pages along the last axis are released in reverse, as in `free`, so that
-  the start of a prefix is evicted after its end. The other axes are processed
-  in ascending order.
+  The pages along the last axis are released in reverse order, as in `free`, so
+  that the end of a prefix is evicted before its start. The other axes are
+  processed in ascending order.
 
   Args:
     state: the cache.
@@ -188,8 +188,8 @@ def unpin(
   code = _first_code(state, flat_pages, (earlier >= pins, Status.NOT_PINNED))
   served = code == Status.OK
   # If a call removes several pins of a page, only the last removal can free the
-  # page. `shrink` below drops this reference, so that freed pages are queued in
-  # release order. All other references are dropped here.
+  # page. `shrink` below drops the last reference, so that pages enter the free
+  # queue in release order. The other references are dropped here.
   is_last = served & ((later == 0) | (earlier == pins - 1))
   pool = dataclasses.replace(
     state.pool,
@@ -219,7 +219,7 @@ def evict(
 ) -> tuple[CacheState, Outcome]:
   """Removes pages from the prefix index, so that no lookup finds them.
 
-  Their references stay, and a free page keeps its position in the queue.
+  The references to the pages stay, and free pages keep their queue positions.
 
   Args:
     state: the cache.
@@ -251,8 +251,8 @@ def evict(
     state, flat_pages, (is_missing, Status.NOT_CACHED), last_page
   )
   # Earlier verbs of the same program read the index, and `num_free` depends on
-  # these reads. A write that depends on `num_free` comes after the reads, so
-  # XLA updates the index in place instead of copying it.
+  # these reads. This dependency on `num_free` places the write after the reads,
+  # so XLA updates the index in place and does not copy it.
   place = loops.read_before(state.pool.queue.num_free, flat_pages)
   pool, _ = page_pool.unpublish(state.pool, place, code == Status.OK)
   return _result(state, pool, code, pages)
@@ -281,8 +281,8 @@ def _first_code(
 
 
 def _repeats(flat_pages: Array, columns: int) -> tuple[Array, Array]:
-  """Returns int32[X] twice: counts of earlier and later releases of a page."""
-  # Rows of `columns` pages are released in order, each from its end.
+  """Counts the earlier and the later releases of each page, int32[X] each."""
+  # Rows of `columns` pages are released in order, and each row from its end.
 
   def reverse_rows(values: Array) -> Array:
     return values.reshape(-1, columns)[:, ::-1].reshape(-1)

@@ -42,17 +42,17 @@ def recycle(
   """Releases pages that no later token of their sequence needs.
 
   These are the pages before a sliding window or a chunk, and all states of a
-  recurrent group but the last. The null page replaces them in the page table.
-  The last of these pages is released first. Published pages stay cached until
-  they are evicted. If a loop calls this verb before `allocate`, a sequence with
-  a window of w tokens has at most `ceil((w - 1) / S) + 1` pages, plus the pages
-  for new tokens.
+  recurrent group except the last. The null page replaces them in the page
+  table. The last of the pages is released first. Published pages stay cached
+  until they are evicted. If a loop calls this verb before `allocate`, a
+  sequence with a window of w tokens has at most `ceil((w - 1) / S) + 1` pages,
+  plus the pages for new tokens.
 
   Args:
     state: the cache.
     lengths: int32[R], at most `state.length` of the slot: the number of tokens
-      whose forward pass has finished. Pages that later tokens attend to stay. A
-      negative number releases nothing. None for `state.length`.
+      whose forward pass has finished. Pages to which later tokens attend stay.
+      A negative number releases nothing. None for `state.length`.
     slots: int32[R], the slots of the rows; None for all B slots in order.
     mask: bool[R], the rows to process; None for all.
 
@@ -96,11 +96,11 @@ def drop_behind(
   if not config.skips_pages:
     return state, jnp.zeros_like(lengths)
   held, first = rows.read(state.num_pages), rows.read(state.num_skipped_pages)
-  # `quotient` needs numbers of at least 0, but a negative length is allowed.
+  # `quotient` needs numbers of at least 0, but a length may be negative.
   lengths = jnp.clip(lengths, 0, config.slot_tokens)
   stop = jnp.minimum(config.sizes.skipped_pages(lengths), held)
   stop = config.sizes.keep_last_page(stop, rows.read(state.length))
-  # Skipped pages do not come back, even if an earlier `lengths` was larger.
+  # Skipped pages stay skipped, even if an earlier call had a larger length.
   stop = jnp.where(served[:, None], jnp.maximum(first, stop), first)
   slots = rows.where(served)
   num_pages = recurrent.num_pages(config, state.page_table, slots, first, stop)

@@ -68,12 +68,12 @@ def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Outcome]:
 def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
   """Makes every page cached so far unreachable, at a constant cost.
 
-  Call it after a change of weights, so that no lookup finds K/V of the old
-  weights. Sequences that are already in slots keep their pages and their epoch.
-  Lookups do not find pages that these sequences publish later, since their K/V
-  depends on old K/V. But `merge_duplicates` can still replace such a page by an
-  equal page of the same epoch. Unreachable pages stay in the index until they
-  are evicted. Pages published before this call are no longer saved to host
+  Call this verb after a change of weights, so that no lookup finds K/V of the
+  old weights. Sequences in slots keep their pages and their epoch. Lookups do
+  not find pages that these sequences publish later, since the K/V of these
+  pages depends on old K/V. But `merge_duplicates` can still replace such a page
+  by an equal page of the same epoch. Unreachable pages stay in the index until
+  they are evicted. Pages published before this call are no longer saved to host
   memory.
 
   Args:
@@ -92,8 +92,8 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
   """
   epoch, root = state.epoch + jnp.uint32(1), state.root
   if root is not None and state.secret is not None:
-    # Without a use of the old root, `jit` would drop this input, and so could
-    # not reuse its donated buffer for the new root.
+    # The old root is used, because `jit` drops unused inputs, and then could
+    # not reuse the donated buffer of the old root for the new root.
     root = sharding.zeros_like(root) ^ hashing.root_key(
       state.secret, epoch, None
     )

@@ -45,33 +45,33 @@ def truncate(
 ) -> tuple[CacheState, Truncated]:
   """Rolls sequences back to fewer tokens.
 
-  Whole pages past the new end are released, the last page first, including
-  pages allocated ahead. Truncating to 0 empties the slot, as `free` does.
+  Releases the pages past the new end, including pages allocated ahead, the last
+  page first. Truncating to 0 empties the slot, as `free` does.
 
   If the new end is inside a page that was full, this page can be cached or
-  shared. Later tokens will be written to it, so:
+  shared. Because later tokens will be written to the page:
 
   | the page is           | action                                           |
   |-----------------------|--------------------------------------------------|
   | referenced only here  | it is removed from the prefix index              |
   | shared or pinned      | a fresh page replaces it, see `copies`           |
 
-  Does not copy contents: apply `copies` (`jaxkv.kv.copy`) before writing.
+  Does not copy page contents. Apply `out.copies` with `jaxkv.kv.copy` before
+  the next write.
 
   Pages of an encoder stay until the slot is empty. With a recurrent group, the
   new length must be 0, the old length (to release only pages allocated ahead),
-  or the end of a page whose state is held. If no group keeps all pages, prefix
-  caching can also require a multiple of `CacheConfig.alignment`. Scratch pages
-  move to the new end.
+  or the end of a page whose state is held. If every group skips pages, prefix
+  caching can require a multiple of `CacheConfig.alignment`. Scratch pages move
+  to the new end.
 
-  Pages that `recycle` released, or that `admit` did not attach, do not come
-  back. So a slot is refused if a window, a state or the hash of its tokens
-  needs such a page. (With speculative decoding, call `recycle` only after draft
-  tokens were accepted, or keep the old state.)
+  A slot is refused if a window, a state or the hash of its tokens needs a page
+  that `recycle` released or `admit` did not attach. With speculative decoding,
+  call `recycle` only after draft tokens are accepted, or keep the old state.
 
-  All-or-nothing per slot. A batch differs from one call for each row in turn:
-  references and free pages are counted before any row is served. Then all rows
-  release pages, and after that all rows pop fresh pages, each in row order.
+  A refused slot does not change. A batch differs from one call for each row in
+  turn: references and free pages are counted before any row is served. Then all
+  rows release pages, and after that all rows pop fresh pages, in row order.
 
   Args:
     state: the cache.
@@ -116,7 +116,7 @@ def truncate(
     state,
     hit=keep - shared.astype(jnp.int32),
     stop=keep,
-    # True, because `_release_columns` and not the plan moves scratch pages.
+    # The plan must not move scratch pages, because `_release_columns` does.
     begins=jnp.ones_like(rows.skipped),
   )
   code = reserve.grant(state, plan, code)
@@ -182,7 +182,7 @@ def _needs_recycled(state: CacheState, rows: SlotRows, lengths: Array) -> Array:
     rows.read(state.length),
     rows.read(state.num_skipped_pages),
   )
-  # Rows with a bad length get another code, but the arithmetic must be valid.
+  # Rows with a bad length get BAD_LENGTH, whatever is computed for them here.
   lengths = jnp.clip(lengths, 0, length)
   is_needed = jnp.any(config.sizes.skipped_pages(lengths) < num_skipped, axis=1)
   is_needed &= lengths > 0

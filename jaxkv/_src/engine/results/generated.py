@@ -39,7 +39,7 @@ class Generated:
       # int32[R, W]
     positions: 0 .. W - 1.  # int32[R, W]
     lengths: the length of each sequence, including its prompt.  # int32[R]
-    prompt_lengths: the length of the first prompt.  # int32[R]
+    prompt_lengths: the length of each prompt in `Requests`.  # int32[R]
     turn_starts: the length at the start of the last turn.  # int32[R]
     mask: True for sampled tokens, which a loss uses.  # bool[R, W]
     log_probs: the log-prob of each sampled token in the distribution that it
@@ -54,8 +54,8 @@ class Generated:
       their last computation. None unless `RolloutConfig.record_experts`.
       # int16 or int32[R, W, J, k]
     finish: the reason for the end of each sequence, a `Finish`.  # int32[R]
-    stop: the stop token, or the index of the stop string, that ended it; -1 for
-      none.  # int32[R]
+    stop: the stop token, or the index of the stop string, that ended the
+      sequence; -1 for none.  # int32[R]
     is_new: True for sequences that ended in the last call of `generate`.
       # bool[R]
     valid: True for rows with a sequence. Other rows are 0, but -1 in `ids`,
@@ -153,8 +153,8 @@ def harvest(
 
   Args:
     state: the rollout.
-    ids: int32[R], ids of sequences; None for all Q rows, of which those without
-      an ended sequence are SKIPPED.
+    ids: int32[R], ids of sequences. None for all Q rows; rows without an ended
+      sequence are then SKIPPED.
     mask: bool[R], the rows to process; None for all.
     groups: static; True to remove a sequence only after all samples of its
       prompt have ended.
@@ -164,7 +164,7 @@ def harvest(
     sequence, or with `groups` its group, has not ended.
 
   Raises:
-    TypeError: `ids` are not integers, or `mask` is not bool.
+    TypeError: `ids` or `mask` has the wrong dtype.
     ValueError: an argument has the wrong shape.
   """
   if ids is not None:

@@ -24,21 +24,22 @@ from jaxkv._src.engine.state import RolloutState
 class Grouped:
   """N prompts of up to P tokens, and G samples of each, of up to R tokens.
 
-  A sample is all that follows the first prompt, including tokens of `extend`.
-  All arrays [N, G, R] are aligned with `completions`.
+  A sample has all tokens after the prompt, including those of `extend`. All
+  arrays [N, G, R] are aligned with `completions`.
 
   Attributes:
-    prompts: the first prompt of each group; then 0.  # int32[N, P]
+    prompts: the prompt of each group; then 0.  # int32[N, P]
     prompt_lengths: the length of each prompt, even if it exceeds P; 0 for a
-      group without samples, -1 for one with different prompts.  # int32[N]
+      group without samples; -1 for a group whose samples have different
+      prompts.  # int32[N]
     completions: the samples; then 0.  # int32[N, G, R]
     completion_lengths: the length of each sample, even if it exceeds R; 0 for a
-      row without one.  # int32[N, G]
+      row without a sample.  # int32[N, G]
     mask: True for sampled tokens.  # bool[N, G, R]
     log_probs: see `Generated`.  # float32[N, G, R]
     versions: see `Generated`.  # int32[N, G, R]
     records: see `Generated`.
-    experts: of prompts and of completions, see `Generated`.
+    experts: the experts of prompts and those of completions, see `Generated`.
       # int16 or int32[N, P, J, k], [N, G, R, J, k]
   """
 
@@ -62,12 +63,11 @@ def grouped(
 ) -> Grouped:
   """Reshapes results into prompts and samples that begin in column 0.
 
-  The first four fields are arguments of `jaxkv.models.grouped_log_probs`, which
-  computes each prompt once.
+  The first four fields of the result are arguments of
+  `jaxkv.models.grouped_log_probs`, which computes each prompt once.
 
-  A prompt or sample that does not fit is cut, but keeps its length. All samples
-  of such a prompt get NaN from `grouped_log_probs`. This mask leaves them out
-  of a loss:
+  A prompt or sample that does not fit is cut, but keeps its length. The whole
+  group then gets NaN from `grouped_log_probs`. A loss can mask such groups:
 
     fits = (out.prompt_lengths <= prompt_columns) & jnp.all(
       out.completion_lengths <= completion_columns, axis=1
@@ -79,7 +79,8 @@ def grouped(
   for which `grouped_log_probs` returns NaN, and `score` BAD_LENGTH.
 
   Args:
-    results: from `generated(state)`, or the `results` of `harvest`; all rows.
+    results: from `generated(state)`, or the `results` of `harvest`, with all of
+      their rows.
     num_samples: static; G; None for `RolloutConfig.num_samples`.
     prompt_columns: static; P; None for W - 1 if `RolloutConfig.max_length` is
       set, else for the columns of the prompts of `init`.
@@ -174,7 +175,7 @@ def _as_columns(name: str, columns: Any, width: int) -> int:
 
 
 def _check_prompts(differs: np.ndarray, num_samples: int) -> None:
-  """Raises ValueError if a sequence differs from the first of its group."""
+  """Raises ValueError if `differs` is True for a row."""
   if differs.any():
     row = int(differs.argmax())
     raise ValueError(
@@ -188,11 +189,11 @@ def _check_prompts(differs: np.ndarray, num_samples: int) -> None:
 def _grouped(
   results: Generated, num_samples: int, prompt_width: int, width: int
 ) -> tuple[Grouped, Array]:
-  """Returns groups, and bool[Q], rows with another prompt than their group."""
+  """Returns the groups; and bool[Q], rows whose prompt is not their group's."""
   begins = results.prompt_lengths
   real = jnp.arange(width, dtype=jnp.int32)[None]
   real = real < (results.lengths - begins)[:, None]
-  # Rows without a sequence have no prompt, so take that of the first valid row.
+  # Rows without a sequence have no prompt, so `first` is the first valid row.
   valid = results.valid.reshape(-1, num_samples)
   group = jnp.arange(valid.shape[0], dtype=jnp.int32) * num_samples
   first = group + jnp.argmax(valid, axis=1).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""abort, requeue: remove sequences from their slots before they end."""
+"""abort, requeue: remove unfinished sequences from their slots."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ def abort(
     had already ended or failed.
 
   Raises:
-    TypeError: `ids` does not hold integers, or `mask` bools.
+    TypeError: `ids` or `mask` has the wrong dtype.
     ValueError: an argument has the wrong shape.
   """
   ids = as_ids(ids)
@@ -61,7 +61,7 @@ def requeue(
     The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or ENDED as in `abort`.
 
   Raises:
-    TypeError: `ids` does not hold integers, or `mask` bools.
+    TypeError: `ids` or `mask` has the wrong dtype.
     ValueError: an argument has the wrong shape.
   """
   ids = as_ids(ids)
@@ -72,7 +72,7 @@ def requeue(
 def _leave(
   state: RolloutState, ids: Array, mask: Array, *, ends: bool
 ) -> tuple[RolloutState, Outcome]:
-  """Puts sequences back into the queue, or `ends` them."""
+  """Puts sequences back into the queue, or ends them if `ends` is True."""
   state, ids, mask = sharding.match_varying_axes((state, ids, mask))
   rows, status, code = find(state.queue, ids, mask)
   code = first_code(

@@ -44,13 +44,13 @@ def export(
   """Removes sequences from a rollout, so that another one can continue them.
 
   `import_sequences` adds them to another rollout, where they sample the same
-  tokens. Sequences of any status can move. The old state still contains them,
-  but only one rollout may continue a sequence.
+  tokens. Sequences of any status can move. The `state` that was passed still
+  contains them, but only one rollout may continue a sequence.
 
-  Of a running sequence the pages of all computed tokens are exported, including
-  a partial last page and recurrent states. Of a waiting or ended sequence the
-  cached prefix is exported, but no page in host memory. The full pages of the
-  removed sequences also stay cached here until they are evicted.
+  For a running sequence, the pages of all computed tokens are exported,
+  including a partial last page and recurrent states. For a waiting or ended
+  sequence, the pages of its cached prefix are exported, up to the first page in
+  host memory. Full pages stay cached here until they are evicted.
 
   Args:
     state: the rollout.
@@ -65,8 +65,7 @@ def export(
     for each row.
 
   Raises:
-    TypeError: `ids` does not hold integers, `mask` bools, or `max_pages` is no
-      int.
+    TypeError: an argument has the wrong type or dtype.
     ValueError: an argument has the wrong shape, or `max_pages` is negative.
 
   Examples:
@@ -112,7 +111,6 @@ def _export(
     runs, num_tokens, pages = _computed(state, rows)
     sources, page = _numbered(pages, total)
     contents = read_pages(kv, sources)
-  # Either all pages of a sequence are exported, or none.
   is_carried = jnp.all((pages == 0) | (page < total), axis=(1, 2))
   page = jnp.where(is_carried[:, None, None], page, total)
   # Only after the pages were read, because `leave_slots` frees them.
@@ -146,8 +144,8 @@ def _computed(state: RolloutState, rows: Array) -> tuple[Array, Array, Array]:
 
   Returns:
     bool[R], True for sequences that compute in a slot; int32[R], the number of
-    tokens; int32[R, G, A], their pages, 0 for columns that are not needed to
-    continue. A is `num_columns`.
+    tokens; int32[R, G, A], their pages in each of the G groups of the cache, 0
+    for columns that are not needed to continue. A is `num_columns`.
   """
   queue, slots, cache = state.queue, state.slots, state.memory.cache
   sizes, columns = cache.config, num_columns(state)
@@ -199,7 +197,7 @@ def _numbered(pages: Array, total: int) -> tuple[Array, Array]:
 
   Returns:
     int32[X], the list; int32[R, G, A], the index of each page in the list, X
-    for none.
+    for no page, or for one that does not fit.
   """
   flat = pages.reshape(-1)
   is_page = flat > 0

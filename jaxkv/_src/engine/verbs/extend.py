@@ -42,17 +42,17 @@ def extend(
   found in the cache unless they were evicted, so little more than the new
   tokens is computed. `Generated.mask` is False for the new tokens.
 
-  `max_tokens`, `min_tokens`, stop strings and `Rows.counts` consider only
-  tokens of this turn. A call with other shapes compiles again, so pad the
-  tokens to one width and mask unused rows.
+  `max_tokens`, `min_tokens`, stop strings and `Rows.counts` consider only the
+  sampled tokens of the new turn. A call with other shapes compiles again, so
+  pad the tokens to one width and mask unused rows.
 
   Args:
     state: the rollout.
     ids: int32[R], ids of sequences.
     tokens: int32[R, X], padded at the end.
     lengths: int32[R], 0 .. X.
-    max_tokens: int32[R], the maximum number of tokens to sample in this turn,
-      at least 1; None for the limit of the first turn.
+    max_tokens: int32[R], the maximum number of tokens to sample in the new
+      turn, at least 1; None for the limit of the first turn.
     mask: bool[R], the rows to process; None for all.
 
   Returns:
@@ -61,7 +61,7 @@ def extend(
     sequence could exceed W tokens.
 
   Raises:
-    TypeError: an argument does not hold integers, or `mask` bools.
+    TypeError: an argument has the wrong dtype.
     ValueError: an argument has the wrong shape.
   """
   ids = as_ids(ids)
@@ -111,7 +111,7 @@ def _extend(
   )
   served = code == Status.OK
   place = indexing.where_valid(served, rows)
-  # A running sequence is admitted again, and its pages are hits.
+  # A running sequence waits too; it hits its pages when it is admitted again.
   state = leave_slots(state, slots_of(state.queue, state.slots, place))
   column = jnp.arange(columns, dtype=jnp.int32)[None]
   inside = served[:, None] & (column < lengths[:, None])

@@ -25,14 +25,14 @@ from jaxkv._src.engine.state import RolloutState
 def as_ids(ids: Any) -> Array:
   """Returns ids of sequences as int32[R]; raises for other types or shapes."""
   ids = as_int32("ids", ids)
-  # A letter matches no size of 0, but R may be 0.
+  # R may be 0, which `check_shape` does not accept for a letter.
   rows = ids.shape[0] if ids.ndim == 1 else "R"
   check_shape("ids", ids, (rows,), ", a list of numbers")
   return jnp.asarray(ids)
 
 
 def as_mask(mask: Any, rows: int) -> Array:
-  """Returns `mask` as bool[R], all True for None; raises for other shapes."""
+  """Returns `mask` as bool[R], all True for None; raises for other arrays."""
   if mask is None:
     return jnp.ones((rows,), bool)
   mask = as_bool("mask", mask)
@@ -48,16 +48,16 @@ def as_counts(name: str, counts: Any, rows: int) -> Array:
 
 
 def find(queue: Queue, ids: Array, mask: Array) -> tuple[Array, Array, Array]:
-  """Finds sequences by `ids`, int32[R], in rows where `mask` is True.
+  """Finds the sequences with `ids`, int32[R], where `mask`, bool[R], is True.
 
   Returns:
-    int32[R], rows of the queue, Q for none; int32[R], their status; int32[R],
-    SKIPPED, BAD_SEQUENCE or OK.
+    int32[R], the row of each in the queue, Q for none; int32[R], its status;
+    int32[R], SKIPPED, BAD_SEQUENCE or OK.
   """
   exists = queue.status != SequenceStatus.EMPTY
   is_same = (ids[:, None] == queue.ids[None]) & exists[None]
   row = jnp.argmax(is_same, axis=1).astype(jnp.int32)
-  # A row that repeats an earlier id is refused.
+  # If `ids` has an id twice, the second one gets BAD_SEQUENCE.
   exists_once = jnp.any(is_same, axis=1) & ~indexing.any_earlier(ids, mask)
   code = first_code(
     (~mask, Status.SKIPPED), (~exists_once, Status.BAD_SEQUENCE)
@@ -68,7 +68,7 @@ def find(queue: Queue, ids: Array, mask: Array) -> tuple[Array, Array, Array]:
 
 
 def leave_slots(state: RolloutState, leaving: Array) -> RolloutState:
-  """Frees slots bool[B] and puts their sequences back into the queue.
+  """Frees slots, bool[B], and puts their sequences back into the queue.
 
   Samples that wait to fork a prompt in these slots also return to the queue.
   """
@@ -77,7 +77,7 @@ def leave_slots(state: RolloutState, leaving: Array) -> RolloutState:
   leaving |= indexing.take(leaving, slots.leader, fill=False)
   holds = leaving & ~is_empty(cache, slot)
   rows = jnp.where(holds, slots.row, queue.no_row)
-  # The expert ids are in the pages, so they are read before the pages are free.
+  # The expert ids are stored in the pages that are freed below.
   queue = save_experts(queue, state.memory.kv, cache, rows)
   cache, _ = free(cache, mask=holds)
   queue = set_status(queue, slots.row, leaving, SequenceStatus.WAITING)

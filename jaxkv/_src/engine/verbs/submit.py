@@ -39,8 +39,8 @@ class Submitted(Outcome):
 
   Attributes:
     code: a `Status` for each prompt.  # int32[P]
-    ids: the id of the first sample of each prompt, followed by the ids of its
-      other samples; -1 if the prompt was refused.  # int32[P]
+    ids: the id of each prompt's first sample, whose other samples have the next
+      G - 1 ids; -1 if the prompt was refused.  # int32[P]
   """
 
   ids: Array
@@ -55,20 +55,19 @@ def submit(
 ) -> tuple[RolloutState, Submitted]:
   """Adds prompts to the queue, in EMPTY rows.
 
-  A prompt needs a group of G rows that are all EMPTY: never used, or harvested.
-  Prompts get groups in order. A prompt without a group is refused, and can be
-  submitted again after a harvest.
+  A prompt needs a group of G rows that are all EMPTY. If there is none, the
+  prompt is refused, and can be submitted again after a `harvest`.
 
   Args:
     state: the rollout.
     requests: P prompts, of fewer than W columns. `salts` and stop strings are
-      required if and only if `init` had them. `priority` defaults to 0, and
-      must be None if it was None in `init`; so must all fields of `sampling`
-      but `max_tokens` and `seed`. A field of `sampling` is off if it is None.
-      `extra` has the tree, row shapes and dtypes of `extra` in `init`.
+      required if and only if `init` had them. `priority`, and the fields of
+      `sampling` except `max_tokens` and `seed`, must be None if they were None
+      in `init`. If `init` had them, None means priority 0, or turns the field
+      off. `extra` has the tree, row shapes and dtypes of `extra` in `init`.
     ids: int32[P], the id of each prompt's first sample. The other samples have
-      the next G - 1 ids. A sample's random key depends on its id. None to
-      continue after the largest id so far.
+      the next G - 1 ids. Without `Sampling.seed`, a sample's random key depends
+      on its id. None to continue after the largest id so far.
     mask: bool[P], the prompts to process; None for all.
 
   Returns:
@@ -93,7 +92,7 @@ def submit(
 def matching(
   queue: Queue, requests: Requests, config: RolloutConfig
 ) -> Requests:
-  """Returns requests with the same fields as the queue, or raises."""
+  """Returns requests with the optional fields of the queue, or raises."""
   check_columns(requests.tokens.shape[1], queue.width)
   priority = requests.priority
   if queue.priority is None and priority is not None:
@@ -179,13 +178,9 @@ def _submit(
 
 
 def new_rows(state: RolloutState, requests: Requests) -> tuple[Queue, Array]:
-  """Returns the rows of P prompts without their ids, and the bad ones, bool[P].
-
-  A prompt is bad if a length, `num_samples` or `max_tokens` is out of range.
-  """
+  """Returns rows for P prompts, without ids; bool[P], True for BAD_LENGTH."""
   memory, config = state.memory, state.config
   num_prompts, samples = requests.tokens.shape[0], config.num_samples
-  # The caller sets the ids. They do not affect the status of the rows.
   new = new_queue(
     requests,
     jnp.zeros((num_prompts,), jnp.int32),
@@ -211,7 +206,7 @@ def are_taken(queue: Queue, ids: Array, mask: Array, samples: int) -> Array:
   is_used = (offset >= 0) & (offset < samples) & exists[None]
   is_taken = jnp.any(is_used, axis=1)
   is_taken |= (ids < 0) | (ids > 2**31 - 1 - samples)
-  # Of two prompts in this call, the first one gets the ids.
+  # If two prompts of this call have a common id, the first one gets it.
   overlap = jnp.abs(ids[:, None] - ids[None]) < samples
   is_earlier = jnp.tril(jnp.ones(overlap.shape, bool), k=-1)
   return is_taken | jnp.any(overlap & is_earlier & mask[None], axis=1)
@@ -238,6 +233,6 @@ def put_rows(queue: Queue, rows: Array, new: Queue) -> Queue:
     strings = dataclasses.replace(strings, start=start)
   sampling = dataclasses.replace(sampling, stop_strings=strings)
   queue = dataclasses.replace(queue, sampling=sampling, **fields)
-  # New rows can lie between old ones, so the whole queue is sorted.
+  # New rows can precede old rows in the order, so all rows are sorted again.
   order, place = order_of(queue.ids, queue.priority)
   return dataclasses.replace(queue, order=order, place=place)

@@ -34,10 +34,11 @@ def update_weights(
   |-------------|------------------------------------------------------------|
   | "recompute" | keep their tokens; the new weights recompute all K/V       |
   | "keep"      | keep running with their K/V                                |
-  | "drop"      | lose their sampled tokens, restart from the first prompt   |
+  | "drop"      | lose all tokens after their prompt, and restart from it    |
 
-  Sequences that have ended are unchanged. With "keep", later tokens attend to
-  K/V of several versions, so their log-probs match none of the versions.
+  Sequences that have ended are unchanged, and so is `extra`. With "keep", later
+  tokens attend to K/V of several versions, so their log-probs match none of the
+  versions.
 
   Args:
     state: the rollout.
@@ -70,7 +71,7 @@ def _update_weights(state: RolloutState, policy: Policy) -> RolloutState:
 
 
 def _restart(queue: Queue, mask: Array) -> Queue:
-  """Resets the sequences in `mask`, bool[Q], to their first prompt."""
+  """Resets the sequences in `mask`, bool[Q], to their prompts."""
   column = jnp.arange(queue.width, dtype=jnp.int32)[None]
   prompt = queue.prompt_length
   is_lost = mask[:, None] & (column >= prompt[:, None])

@@ -1,1 +1,1 @@
-"""The classes of EasyDeL eSurge's cache manager, over the one manager."""
+"""The classes of EasyDeL eSurge's cache manager; see `jaxkv.host.esurge`."""

@@ -1,4 +1,4 @@
-"""Converts eSurge's KV-cache group specs to `GroupKind`."""
+"""Converts eSurge's specs of KV-cache groups to `GroupKind`s."""
 
 import dataclasses
 import math
@@ -17,14 +17,14 @@ from jaxkv._src.host.arguments import at_least
 class ChunkKeepingLastPage(ChunkedLocal):
   """Chunked layers whose sequences keep their last full page, as in eSurge.
 
-  The page is freed when the next one is full.
+  That page is freed when the next page is full.
   """
 
   keeps_last_page: ClassVar[bool] = True
 
 
 def spec_of(group: Any) -> Any:
-  """Returns a group itself if it is a `GroupKind`, else its `kv_cache_spec`.
+  """Returns `group` if it is a `GroupKind`, else its `kv_cache_spec`.
 
   Raises:
     TypeError: the group has no `kv_cache_spec` with a `page_size`.
@@ -41,7 +41,7 @@ def spec_of(group: Any) -> Any:
 
 
 def has_states(spec: Any) -> bool:
-  """True if the layers of a spec have states, with one page a sequence."""
+  """True for eSurge's `MambaSpec`; each sequence has one page for its state."""
   return hasattr(spec, "shapes")
 
 
@@ -51,19 +51,19 @@ def kinds_of(
   """Returns the kind of each group.
 
   Args:
-    specs: kinds, or objects with a `page_size`. The attribute `sliding_window`,
-      `attention_chunk_size` or `shapes` determines the kind. With both of the
-      first two, even if None, or none of the three, it is full attention.
+    specs: for each group, a `GroupKind` or eSurge's spec. The attributes
+      `sliding_window`, `attention_chunk_size` and `shapes` distinguish specs.
     max_model_len: tokens of the longest sequence.
     caching: True if pages are published.
 
   Raises:
-    TypeError, ValueError: a size is not an int, or is out of range.
+    TypeError: a size is not an int.
+    ValueError: a size is out of range.
   """
   at_least("max_model_len", max_model_len, 1)
   sizes = [spec.page_size or 1 for spec in specs if not has_states(spec)]
-  # A page of states spans a whole sequence. It is a multiple of the other page
-  # sizes, so that the least common multiple of all sizes is not larger.
+  # A page of states has room for the longest sequence. Its size is a multiple
+  # of all other sizes, so their least common multiple does not exceed it.
   block = math.lcm(*sizes)
   state_size = -(-max_model_len // block) * block
   return tuple(_kind_of(spec, state_size, caching) for spec in specs)
@@ -74,7 +74,7 @@ def _kind_of(spec: Any, state_size: int, caching: bool) -> GroupKind:
     return spec
   if has_states(spec):
     return FullAttention(page_size=state_size)
-  # Full attention's spec has both attributes, and the others have one each.
+  # eSurge's `FullAttentionSpec` has both attributes, and other specs have one.
   size = spec.page_size
   has_window = hasattr(spec, "sliding_window")
   has_chunk = hasattr(spec, "attention_chunk_size")

@@ -17,9 +17,9 @@ class EsurgeCacheManager:
 
   Args:
     num_pages: pages of the pool, including the null page 0.
-    kv_cache_groups: the layer groups: eSurge's `CacheGroupSpec`, or kinds such
-      as `jaxkv.FullAttention(page_size=16)`. Without groups nothing is cached
-      and no request needs a page.
+    kv_cache_groups: for each layer group, eSurge's `CacheGroupSpec` or a kind
+      such as `jaxkv.FullAttention(page_size=16)`. Without groups, no request
+      needs a page.
     max_model_len: tokens of the longest sequence.
     enable_caching: True to publish full pages and to find them again.
     use_eagle: True to compute the last page of a hit again, for a draft model.
@@ -29,8 +29,7 @@ class EsurgeCacheManager:
   Attributes:
     num_pages, kv_cache_groups, max_model_len, use_eagle: the arguments.
     enable_caching: the argument, but False without groups.
-    host: the manager that does the work; `host.state` is its cache as a value
-      for jitted loops.
+    host: the `jaxkv.host.CacheManager` to which all calls are delegated.
     page_pool: the pages.
 
   Raises:
@@ -73,7 +72,7 @@ class EsurgeCacheManager:
     kinds = groups.kinds_of(specs, max_model_len, caching=publishes)
     self.host = CacheManager(
       num_pages,
-      # `CacheManager` needs a group. If the model has none, it stays unused.
+      # `CacheManager` needs a group. This one is never used.
       kinds or (FullAttention(page_size=1),),
       max_model_len,
       publishes,
@@ -88,7 +87,7 @@ class EsurgeCacheManager:
     self.enable_caching = enable_caching
     self.use_eagle = use_eagle
     self.page_pool = PagePool(self.host)
-    # For each group, True if it keeps and caches every page.
+    # For each group, True if requests keep and publish all their full pages.
     self._shares_prefixes = [
       enable_caching and isinstance(kind, FullAttention) and not has_states
       for kind, has_states in zip(kinds, have_states, strict=True)
@@ -96,7 +95,7 @@ class EsurgeCacheManager:
 
   @property
   def usage(self) -> float:
-    """The fraction of pages that are not free, with the null page."""
+    """The fraction of pages in use, the null page included."""
     return self.page_pool.get_usage()
 
   def get_computed_pages(
@@ -111,8 +110,9 @@ class EsurgeCacheManager:
     Args:
       request: eSurge's `EngineRequest`, or any object with the attributes of
         `jaxkv.host.Request`.
-      dp_shard_hint: None or 0; ignored if `data_parallel_size` is ignored.
-      data_parallel_size: None or 1; ignored if it does not divide `num_pages`.
+      dp_shard_hint: None or 0.
+      data_parallel_size: None or 1. If it does not divide `num_pages`, it and
+        `dp_shard_hint` are ignored.
 
     Returns:
       The prefix's pages by group, with null pages where a window needs none,
@@ -136,14 +136,14 @@ class EsurgeCacheManager:
   ) -> CachePages | None:
     """Allocates pages for a request's tokens and publishes its full pages.
 
-    Arguments and errors are those of `jaxkv.host.CacheManager.allocate_slots`
-    and of `get_computed_pages`; `num_new_tokens` must be at least 1.
+    For the last two arguments, see `get_computed_pages`; for all others and the
+    errors, `jaxkv.host.CacheManager.allocate_slots`. `num_new_tokens` must be
+    at least 1 here.
 
     Returns:
-      The new pages; None, with no page taken, if too few are free.
+      The new pages; None, with no page allocated, if too few are free.
     """
-    # Nearly every call is for a running request without shards. For it, the
-    # checks are only a few comparisons.
+    # Nearly every call names no shard, and then skips the full check.
     if dp_shard_hint or data_parallel_size not in (1, None):
       refuse_shards(self.num_pages, dp_shard_hint, data_parallel_size)
     if num_new_tokens == 0:
@@ -151,9 +151,9 @@ class EsurgeCacheManager:
     if not self.host.holds_pages(request.request_id):
       if not self.kv_cache_groups:
         return CachePages(())
-      # If eSurge's scheduler preempts a request in the step that scheduled it,
-      # it still adds the step's tokens to those computed. Their pages are
-      # freed, so the tokens are allocated again.
+      # eSurge's scheduler adds a step's tokens to `num_computed_tokens` even if
+      # it preempts the request in that step. The preemption freed the pages, so
+      # all these tokens are allocated again.
       if num_lost := request.num_computed_tokens:
         request = _FromTheStart(request)
         num_new_tokens += num_lost
@@ -174,19 +174,20 @@ class EsurgeCacheManager:
     """Does nothing: `free` already forgets the page keys of a request."""
 
   def reset_prefix_cache(self) -> bool:
-    """Empties the prefix cache if all pages are free; else returns False."""
+    """Empties the prefix cache if all pages are free; returns True if so."""
     return self.host.reset_prefix_cache()
 
   def get_num_common_prefix_pages(
     self, request: Any, num_scheduled_requests: int
   ) -> list[int]:
-    """Counts a request's leading pages with enough references, by group.
+    """Counts a request's leading pages that many requests share, by group.
 
-    A page needs at least `num_scheduled_requests` references, from any holders.
-    The count is 0 for windows, chunks and states, and without caching.
+    A counted page has at least `num_scheduled_requests` references, from any
+    holder. The count is 0 for windows, chunks and states, or without caching.
 
     Raises:
-      ValueError: the request is not running.
+      TypeError: `num_scheduled_requests` is not an int.
+      ValueError: this number is negative, or the request is not running.
     """
     status = getattr(request, "status", "running")
     status = getattr(status, "name", status)
@@ -205,7 +206,7 @@ class EsurgeCacheManager:
 
   def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
     """Returns a request's pages by group; empty lists if it holds none."""
-    # The host manager has a group even if the model has none.
+    # `host` has one group even if `kv_cache_groups` is empty.
     return self.host.get_page_ids(request_id)[: len(self.kv_cache_groups)]
 
   def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
@@ -213,18 +214,19 @@ class EsurgeCacheManager:
 
     Raises:
       KeyError: the request holds no page.
-      TypeError, ValueError: the number is not an int, or is negative.
+      TypeError: `num_computed_tokens` is not an int.
+      ValueError: this number is negative, or a token is not a 32-bit integer.
     """
     if self.enable_caching:
       self.host.cache_pages(request, num_computed_tokens)
 
   def create_empty_page_list(self) -> CachePages:
-    """Returns empty pages, with a list for each group."""
+    """Returns `CachePages` with an empty list for each group."""
     return CachePages(tuple([] for _ in self.kv_cache_groups))
 
 
 class _FromTheStart:
-  """A view of a request, without computed tokens."""
+  """A proxy for a request, whose `num_computed_tokens` is 0."""
 
   num_computed_tokens = 0
 

@@ -10,9 +10,10 @@ from jaxkv._src.host.pages import Pages
 def refuse_shards(
   num_pages: int, dp_shard_hint: int | None, data_parallel_size: int | None
 ) -> None:
-  """Raises ValueError if the arguments name more than one shard.
+  """Raises ValueError unless the arguments select the only shard.
 
-  As in eSurge, a number of shards that does not divide the pages is ignored.
+  As in eSurge, both arguments are ignored if the number of shards does not
+  divide the number of pages.
   """
   # Without data parallelism, eSurge's schedulers pass 1.
   shards = data_parallel_size or 1
@@ -27,14 +28,12 @@ def refuse_shards(
 
 
 class PagePool:
-  """The pages of a manager, by their ids.
+  """References to single pages of a manager, which callers add and remove.
 
-  Page 0 is the null page. It is never free, has no references, and is ignored
-  in arguments. The pool removes only references that it added;
-  `CacheManager.free` removes those of requests.
+  Page 0 is the null page, which is never free. Methods ignore it in arguments.
 
   Attributes:
-    num_pages: pages, including the null page.
+    num_pages: the number of pages, including the null page.
     enable_caching: True if pages are published.
     cached_page_hash_to_page: supports only `len`, which returns the number of
       different hashes of cached pages.
@@ -53,10 +52,11 @@ class PagePool:
     dp_shard_hint: int | None = None,
     data_parallel_size: int | None = None,
   ) -> list[int]:
-    """Pops the first free pages, which leave the prefix cache.
+    """Allocates free pages in eviction order, with one reference each.
 
     Raises:
-      ValueError: too few pages are free, or there is more than one shard.
+      ValueError: `num_pages` is negative or exceeds the number of free pages,
+        or there is more than one shard.
     """
     refuse_shards(self.num_pages, dp_shard_hint, data_parallel_size)
     return self._host.pages.take(num_pages)
@@ -70,12 +70,11 @@ class PagePool:
     self._host.pages.hold([page for group in pages for page in group if page])
 
   def free_pages(self, ordered_pages: Iterable[int]) -> None:
-    """Removes a reference from each page; the first one is evicted first.
-
-    A page without references is free, but stays cached until it is allocated.
+    """Removes a reference from each page; the first page is evicted first.
 
     Raises:
-      ValueError: this pool did not add the reference; nothing is removed.
+      ValueError: an id is out of range, or a reference was not added by
+        `get_new_pages` or `touch`. Nothing is removed.
     """
     self._host.pages.release([page for page in ordered_pages if page])
 
@@ -88,12 +87,12 @@ class PagePool:
     return self._host.num_free_pages
 
   def get_usage(self) -> float:
-    """Returns the fraction of pages that are not free, with the null page."""
+    """Returns the fraction of pages in use, the null page included."""
     return 1 - self._host.num_free_pages / self.num_pages
 
 
 class CachedHashes(Sized):
-  """The hashes of cached pages, which schedulers only count."""
+  """Stand-in for eSurge's dictionary of page hashes; has only `len`."""
 
   def __init__(self, pages: Pages):
     self._pages = pages

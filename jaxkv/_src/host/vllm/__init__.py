@@ -1,1 +1,1 @@
-"""vLLM's names for the one manager; see `jaxkv.host.vllm`."""
+"""The classes of vLLM's cache manager; see `jaxkv.host.vllm`."""

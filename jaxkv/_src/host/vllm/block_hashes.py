@@ -16,12 +16,12 @@ GROUP_BYTES = 4
 
 
 class BlockHashes(PageListener):
-  """Records for each cached block the hash that its request has for it.
+  """Records the hashes of cached blocks, from the requests' `block_hashes`.
 
   Attributes:
     undo_log: see `CacheManager.undo_log`.
     has_events: True if events are recorded.
-    events: the events since `take_events`.
+    events: the events since the last `take_events`.
   """
 
   def __init__(
@@ -36,21 +36,21 @@ class BlockHashes(PageListener):
     self.events: list[KVCacheEvent] = []
     self._manager = manager
     self._groups = groups
-    # For each cached block: the hash and group, and the tokens up to its end.
+    # For each cached block: its hash and group, as in `hash_of`, and the number
+    # of tokens up to its end.
     self._names: list[tuple[bytes, int] | None]
     self._names = [None] * manager.config.num_pages
-    # The blocks with each hash, oldest first. None until `index` is called, and
-    # after an undo.
+    # Block ids by hash and group, oldest first. If None, `index` computes it.
     self._index: dict[bytes, list[int]] | None = None
-    # For each request that began with external tokens, the first column with a
-    # block in each group.
+    # For each request that began with external tokens: in each group, the
+    # number of leading null blocks.
     self._first: dict[str, list[int]] = {}
     self._states: dict[str, list[tuple[int, int, int]]] = {}
     if manager.config.prefix_caching:
       manager.pages.add_listener(self)
 
   def hash_of(self, block_id: int) -> bytes | None:
-    """Returns the hash and group of a block; None if it is not cached."""
+    """Returns a block's hash, then its group in 4 bytes; None if not cached."""
     name = self._names[block_id]
     return None if name is None else name[0]
 
@@ -61,7 +61,7 @@ class BlockHashes(PageListener):
 
   @atomic
   def index(self) -> dict[bytes, list[int]]:
-    """Returns the blocks with each hash and group, the oldest first."""
+    """Returns the ids of cached blocks by hash and group, oldest first."""
     if self._index is None:
       index: dict[bytes, list[int]] = {}
       for page in self._manager.pages.cached_in_order():
@@ -82,7 +82,7 @@ class BlockHashes(PageListener):
       ]
 
   def forget(self, request_id: str) -> None:
-    """Removes a request, which is about to lose its blocks."""
+    """Deletes the records of a request that is about to lose its blocks."""
     for mapping in (self._first, self._states):
       if request_id in mapping:
         self.undo_log.save_key(mapping, request_id)
@@ -90,10 +90,10 @@ class BlockHashes(PageListener):
 
   @atomic
   def take_states(self) -> dict[str, list[tuple[int, int, int]]]:
-    """Returns the states cached since the last call, by request.
+    """Returns the recurrent states cached since the last call, by request.
 
-    A state is (group, block id, tokens up to the block's end). Requests that
-    have lost their blocks are left out.
+    A state is a tuple: group, block id, number of tokens up to the block's end.
+    Requests that no longer have blocks are omitted.
     """
     self.undo_log.save_attribute(self, "_states")
     states, self._states = self._states, {}
@@ -108,7 +108,7 @@ class BlockHashes(PageListener):
 
   @atomic
   def report_hit(self, request: Any, hit: Sequence[list[int]]) -> None:
-    """Adds an event for the blocks that a request found in each group."""
+    """Adds an event for each group, with its blocks of a request's hit."""
     for group, table in zip(self._groups, hit, strict=True):
       if table and self.has_events:
         self._add(stored_event(request, group, 0, [True] * len(table)))
@@ -121,7 +121,7 @@ class BlockHashes(PageListener):
     suffix = group.to_bytes(GROUP_BYTES, "big")
     self.undo_log.save_items(self._names, pages)
     self._save_index()
-    # Each block has `step` hashes, of which the last is its hash.
+    # `block_hashes` has `step` hashes for each block. The last is the block's.
     last = (first + 1) * step - 1
     hashes = request.block_hashes[last : last + len(pages) * step : step]
     if len(hashes) < len(pages):
@@ -171,7 +171,7 @@ class BlockHashes(PageListener):
       self._add(AllBlocksCleared())
 
   def _save_index(self) -> None:
-    """Makes an undo of the current call drop the index."""
+    """Lets an undo of the current call reset the index to None."""
     if self._index is not None:
       self.undo_log.record((setattr, self, "_index", None))
 

@@ -14,13 +14,13 @@ from jaxkv._src.host.vllm.events import KVCacheEvent
 
 
 class KVCacheBlock:
-  """A block of a pool. Its properties read the newest state.
+  """A block of a pool. Its properties are read from the current state.
 
   Attributes:
-    block_id: its id.
+    block_id: the block's id.
     pool: the `BlockPool`.
-    is_null: True for the null block, which replaces blocks that have left the
-      attention window.
+    is_null: True for the null block, which replaces blocks that a request no
+      longer needs.
   """
 
   __slots__ = ("block_id", "is_null", "pool")
@@ -54,8 +54,7 @@ class KVCacheBlocks:
   """Blocks by group.
 
   Attributes:
-    blocks: a list for each group, with null blocks for those that left the
-      window; an empty tuple for a group without blocks.
+    blocks: the blocks of each group, including null blocks.
   """
 
   blocks: tuple[Sequence[KVCacheBlock], ...]
@@ -68,10 +67,10 @@ class KVCacheBlocks:
   def get_block_ids(
     self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
   ) -> Any:
-    """Returns ids by group.
+    """Returns block ids by group.
 
     Args:
-      allow_none: returns None if no group has blocks.
+      allow_none: True to return None if no group has blocks.
       group_ids: the groups to return; None for all.
     """
     groups = self.blocks
@@ -82,16 +81,16 @@ class KVCacheBlocks:
     return tuple([block.block_id for block in group] for group in groups)
 
   def get_unhashed_block_ids(self) -> list[int]:
-    """Returns `get_unhashed_block_ids_all_groups` of the only group.
+    """Returns the ids of blocks that are neither cached nor null.
 
     Raises:
-      ValueError: there are several groups.
+      ValueError: there is more than one group.
     """
     (unhashed,) = self.get_unhashed_block_ids_all_groups()
     return unhashed
 
   def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
-    """Returns the ids of blocks that are neither cached nor null, by group."""
+    """Returns `get_unhashed_block_ids` of each group."""
     return [
       [
         block.block_id
@@ -107,7 +106,7 @@ class KVCacheBlocks:
 
 
 class BlockPool:
-  """The blocks of a manager, read from its newest state.
+  """The blocks of a manager, read from its current state.
 
   Attributes:
     num_gpu_blocks: the number of blocks, including the null block.
@@ -116,7 +115,7 @@ class BlockPool:
     blocks: all blocks by id.
     null_block: block 0, which is never allocated.
     free_block_queue: the free blocks.
-    cached_block_hash_to_block: the cached blocks by hash.
+    cached_block_hash_to_block: the cached blocks by hash and group.
     cached_block_hashes_by_block: always empty, because a block has one hash.
     hashes: the hashes of cached blocks.
   """
@@ -155,7 +154,7 @@ class BlockPool:
     return self._manager.num_free_pages
 
   def get_usage(self) -> float:
-    """Returns the fraction of blocks that are held, without the null block."""
+    """Returns the fraction of blocks in use, not counting the null block."""
     return self._manager.usage
 
   def ref_count(self, block_id: int) -> int:
@@ -169,9 +168,9 @@ class BlockPool:
   def get_cached_block(
     self, block_hash: bytes, kv_cache_group_ids: Sequence[int]
   ) -> list[KVCacheBlock] | None:
-    """Returns the oldest block with `block_hash` in each group.
+    """Returns the oldest block with `block_hash` in each of the groups.
 
-    Returns None if a group has no such block.
+    Returns None if one of these groups has no such block.
     """
     find = self.cached_block_hash_to_block.get_one_block
     blocks = [
@@ -182,34 +181,32 @@ class BlockPool:
     return cached if len(cached) == len(blocks) else None
 
   def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-    """Pops free blocks, with one reference each; see `free_blocks`.
+    """Allocates free blocks in eviction order, with one reference each.
 
     Raises:
-      ValueError: too few blocks are free.
+      ValueError: `num_blocks` is negative or exceeds the free blocks.
     """
     blocks = self._manager.pages.take(num_blocks)
     self.count_allocated(blocks)
     return self.blocks_of(blocks)
 
   def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-    """Adds a reference to each block; a free one leaves the free queue."""
+    """Adds a reference to each block; free blocks leave the free queue."""
     touched = _ids(blocks)
     self._manager.pages.hold(touched)
     self.count_accessed(touched)
 
   def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-    """Drops one reference to each block; the first block is evicted first.
-
-    The references come from `get_new_blocks` or `touch`, or belonged to a
-    request before `KVCacheManager.pop_blocks_for_free`.
+    """Removes a reference from each block; the first block is evicted first.
 
     Raises:
-      ValueError: a block has no such reference.
+      ValueError: a reference was not added by `get_new_blocks` or `touch`, and
+        is not from `KVCacheManager.pop_blocks_for_free`.
     """
     self._manager.pages.release(_ids(ordered_blocks))
 
   def evict_blocks(self, block_ids: Iterable[int]) -> None:
-    """Removes blocks from the prefix cache; requests keep them.
+    """Removes blocks from the prefix cache, but not from requests.
 
     Raises:
       ValueError: an id is out of range.
@@ -221,14 +218,14 @@ class BlockPool:
         self.metrics_collector.on_block_evicted(block)
 
   def reset_prefix_cache(self) -> bool:
-    """Empties the prefix cache if all blocks are free; else returns False."""
+    """Empties the prefix cache if all blocks are free; returns True if so."""
     is_reset = self._manager.reset_prefix_cache()
     if is_reset and self.metrics_collector is not None:
       self.metrics_collector.reset()
     return is_reset
 
   def count_allocated(self, block_ids: Iterable[int]) -> None:
-    """Reports each block to the metrics collector: evicted, then allocated."""
+    """Reports allocated blocks to the metrics collector."""
     collector = self.metrics_collector
     if collector is not None:
       for block in self.blocks_of(block_ids):
@@ -238,14 +235,14 @@ class BlockPool:
         collector.on_block_allocated(block)
 
   def count_accessed(self, block_ids: Iterable[int]) -> None:
-    """Reports uses of cached blocks to the metrics collector."""
+    """Reports to the metrics collector that cached blocks were used."""
     if self.metrics_collector is not None:
       for block in self.blocks_of(block_ids):
         self.metrics_collector.on_block_accessed(block)
 
 
 class QueueEnd:
-  """Sentinel before the first or after the last free block."""
+  """Sentinel at the head or the tail of the free queue."""
 
   def __init__(self, queue: "FreeKVCacheBlockQueue"):
     self._queue = queue
@@ -267,7 +264,7 @@ class FreeKVCacheBlockQueue:
   """The free blocks of a pool, in eviction order.
 
   Attributes:
-    fake_free_list_head, fake_free_list_tail: sentinels at both ends.
+    fake_free_list_head, fake_free_list_tail: a `QueueEnd` each.
   """
 
   def __init__(self, manager: CacheManager, blocks: Sequence[KVCacheBlock]):
@@ -288,7 +285,7 @@ class FreeKVCacheBlockQueue:
   def iter_blocks_after(
     self, cursor: KVCacheBlock | None
   ) -> Iterator[KVCacheBlock]:
-    """Returns the free blocks after `cursor`, or all if it is None."""
+    """Iterates over the free blocks after `cursor`; over all if it is None."""
     blocks = self.get_all_free_blocks()
     return iter(blocks[blocks.index(cursor) + 1 if cursor else 0 :])
 
@@ -301,13 +298,13 @@ class BlockHashToBlockMap:
     self.undo_log = manager.undo_log
 
   def get_one_block(self, key: bytes) -> KVCacheBlock | None:
-    """Returns the oldest block with the hash and group `key`, or None."""
+    """Returns the oldest block whose `block_hash` is `key`, or None."""
     numbers = self._pool.hashes.index().get(key)
     return self._pool.blocks[numbers[0]] if numbers else None
 
   @atomic
   def pop(self, key: bytes, block_id: int) -> KVCacheBlock | None:
-    """Evicts and returns a block if it is cached under `key`; else None."""
+    """Evicts a block and returns it; None if its `block_hash` is not `key`."""
     if block_id not in self._pool.hashes.index().get(key, ()):
       return None
     self._pool.evict_blocks([block_id])

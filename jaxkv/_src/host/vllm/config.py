@@ -1,4 +1,4 @@
-"""Converts vLLM's `KVCacheConfig` to group kinds. Refuses unsupported options.
+"""Converts vLLM's `KVCacheConfig` to group kinds; refuses unsupported options.
 
 vLLM is not imported: a spec is recognized by the names of its class and bases.
 """
@@ -16,7 +16,7 @@ from jaxkv._src.cache.group_kinds import Recurrent
 from jaxkv._src.cache.group_kinds import SlidingWindow
 from jaxkv._src.host.vllm.events import EventGroup
 
-# The supported specs, and their names in events.
+# The supported specs, each with its `kv_cache_spec_kind` in events.
 _NAMES = {
   "ChunkedLocalAttentionSpec": "chunked_local_attention",
   "CrossAttentionSpec": "cross_attention",
@@ -27,7 +27,7 @@ _NAMES = {
   "SlidingWindowMLASpec": "sliding_window_mla",
   "SlidingWindowSpec": "sliding_window",
 }
-# Specs that are refused although they are subclasses of a supported one.
+# Specs that are refused even if a base class is supported, as for `RSWASpec`.
 _REFUSED = {
   "CircularBufferSpec",
   "EncoderOnlyAttentionSpec",
@@ -39,11 +39,10 @@ _REFUSED = {
 
 @dataclasses.dataclass(frozen=True)
 class RunningState(GroupKind):
-  """Layers with one state a sequence, which is never cached.
+  """Layers of vLLM's `MambaSpec` with `mamba_cache_mode="none"`.
 
-  vLLM's `MambaSpec` with `mamba_cache_mode="none"`. A page is as long as the
-  longest sequence, so a sequence has one page for its state, and one for each
-  of `num_speculative` draft tokens.
+  A sequence has one page for its latest state, which is never cached, and one
+  for each of `num_speculative` draft tokens.
   """
 
   num_speculative: int = dataclasses.field(  # pyright: ignore
@@ -66,20 +65,20 @@ def require(name: str, value: Any, expected: Any) -> None:
 
 
 def require_attributes(owner: Any, **expected: Any) -> None:
-  """Calls `require` for attributes, which may be missing."""
+  """Calls `require` for attributes of `owner`; a missing one counts as None."""
   for name, value in expected.items():
     require(name, getattr(owner, name, None), value)
 
 
 def is_attention(spec: Any) -> bool:
-  """True for specs whose new blocks vLLM zeroes, if it zeroes any."""
+  """True if all layers of a group's spec are attention layers."""
   return all("AttentionSpec" in _classes(layer) for layer in _layers(spec))
 
 
 def event_groups(
   specs: Sequence[Any], hash_block_size: int
 ) -> list[EventGroup]:
-  """Returns the groups as events describe them."""
+  """Returns the `EventGroup` of each spec."""
   groups = []
   for number, spec in enumerate(specs):
     windows = {
@@ -114,11 +113,10 @@ def group_kinds(
   enable_caching: bool,
   use_eagle: bool,
 ) -> list[GroupKind]:
-  """Converts vLLM's groups, which have a `kv_cache_spec`, to group kinds.
+  """Converts groups, each with a `kv_cache_spec`, to group kinds.
 
   Raises:
-    ValueError: a group's spec or one of its options is not supported, or
-      `is_eagle_group` is set for only some groups.
+    ValueError: a spec or an option of a group is not supported.
   """
   flagged = {bool(getattr(group, "is_eagle_group", False)) for group in groups}
   if use_eagle and len(flagged) > 1:
@@ -134,7 +132,7 @@ def group_kinds(
     specs.append(_layers(group.kv_cache_spec)[0])
   sizes = [spec.block_size for spec in specs if not _is_running_state(spec)]
   align = math.lcm(*sizes)
-  # A page of a running state is at least as long as every sequence.
+  # A page of a running state has room for the longest sequence.
   longest = -(-max_model_len // align) * align
   for spec in filter(_is_running_state, specs):
     if spec.block_size < max_model_len:
@@ -172,13 +170,14 @@ def _kind_of(spec: Any, longest: int) -> GroupKind:
 def check_sizes(
   kinds: Sequence[GroupKind], scheduler_block_size: int, hash_block_size: int
 ) -> None:
-  """Raises ValueError if hits in vLLM could end inside blocks."""
+  """Raises ValueError unless both sizes fit the block sizes of the groups."""
   sizes = [kind.page_size or 0 for kind in kinds]
   if scheduler_block_size != math.lcm(*sizes):
     raise ValueError(
       "`scheduler_block_size` must be the least common multiple of all block "
       f"sizes, {math.lcm(*sizes)}, got {scheduler_block_size}."
     )
+  # With smaller hashes, hits in vLLM can end inside a block of states.
   states = [kind.page_size for kind in kinds if kind.holds_states]
   is_divisor = all(size % hash_block_size == 0 for size in sizes)
   if not is_divisor or any(size != hash_block_size for size in states):
@@ -194,11 +193,11 @@ def retention(
   scheduler_block_size: int,
   enable_caching: bool,
 ) -> int | None:
-  """Reads `prefix_cache_retention_interval` of vLLM's config.
+  """Returns `prefix_cache_retention_interval`; None without caching.
 
   Raises:
     ValueError: the interval is negative, not a multiple of
-      `scheduler_block_size`, or not supported by the groups.
+      `scheduler_block_size`, or positive without a window or Mamba group.
   """
   name = "prefix_cache_retention_interval"
   interval = getattr(kv_cache_config, name, None)
@@ -221,7 +220,7 @@ def retention(
 
 
 def _layers(spec: Any) -> list[Any]:
-  """Returns the specs of a group's layers: one if they all have the same."""
+  """Returns `[spec]`, or the specs that a `UniformTypeKVCacheSpecs` has."""
   if "UniformTypeKVCacheSpecs" in _classes(spec):
     return list(spec.kv_cache_specs.values())
   return [spec]
@@ -236,7 +235,7 @@ def _supported_class(spec: Any) -> str:
   """Returns the name of the most derived supported class of a spec.
 
   Raises:
-    ValueError: no class is supported, or a more derived class is refused.
+    ValueError: there is none, or a more derived class is refused.
   """
   for name in _classes(spec):
     if name in _REFUSED:

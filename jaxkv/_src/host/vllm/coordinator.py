@@ -11,7 +11,7 @@ from jaxkv._src.host.vllm.block_pool import BlockPool
 
 
 class RequestView(Mapping[str, Any]):
-  """A mapping from requests that hold blocks to the values of a function."""
+  """Maps the id of each request that has blocks to `value(id)`."""
 
   def __init__(self, manager: CacheManager, value: Callable[[str], Any]):
     self._manager = manager
@@ -30,16 +30,16 @@ class RequestView(Mapping[str, Any]):
 
 
 class SingleTypeKVCacheManager:
-  """A group of layers.
+  """The blocks of one layer group.
 
   Attributes:
     kv_cache_spec: vLLM's spec of the group.
     kv_cache_group_id: the index of the group.
-    block_size: tokens a block.
+    block_size: tokens per block.
     block_pool: the pool of all groups.
-    req_to_blocks: for each request, its blocks.
-    num_cached_block: for each request, the number of blocks that its final
-      tokens fill, published or not.
+    req_to_blocks: the blocks of each request.
+    num_cached_block: for each request, the number of blocks that its committed
+      tokens fill, cached or not.
   """
 
   def __init__(
@@ -60,10 +60,10 @@ class SingleTypeKVCacheManager:
 
 
 class KVCacheCoordinator:
-  """The groups of a manager.
+  """The layer groups of a manager.
 
   Attributes:
-    single_type_managers: one for each group.
+    single_type_managers: a `SingleTypeKVCacheManager` for each group.
     block_pool: the pool of all groups.
     enable_partial_hash_hits: False, because no hit ends inside a block.
     retention_interval: see `CacheConfig.prefix_retention_interval`.
@@ -94,7 +94,7 @@ class KVCacheCoordinator:
     apply_admission_cap: bool = False,
     prefill_end: int = 0,
   ) -> int:
-    """Counts the new blocks that a running request needs.
+    """Counts the new blocks that a request without a new hit needs.
 
     The arguments are those of vLLM; `total_computed_tokens`,
     `num_local_computed_tokens` and `prefill_end` are not used.

@@ -1,4 +1,4 @@
-"""vLLM's events: blocks stored, a block removed, all blocks cleared."""
+"""vLLM's events about cached blocks: stored, removed, cleared."""
 
 import dataclasses
 import hashlib
@@ -16,23 +16,23 @@ ExternalHash = int | bytes
 
 @dataclasses.dataclass
 class BlockStored:
-  """Successive blocks of one group that a request published or found.
+  """Consecutive blocks of one group that a request cached or hit.
 
   Attributes:
-    block_hashes: hashes of the blocks that lookups can find, in order.
-    parent_block_hash: hash of the preceding block; None at the beginning.
-    token_ids: the tokens of all blocks, even those that no lookup can find.
-    block_size: tokens a block.
+    block_hashes: hashes of the cached blocks, in order.
+    parent_block_hash: hash of the preceding block; None without one.
+    token_ids: the tokens of all blocks, including those that are not cached.
+    block_size: tokens per block.
     lora_id, lora_name: the request's adapter.
-    medium: where the blocks are stored.
-    extra_keys: for each hash, the other inputs of the block, such as images.
-    group_idx: the group.
+    medium: the memory that has the blocks, "GPU".
+    extra_keys: for each hash, the block's other inputs, such as images.
+    group_idx: the index of the group.
     kv_cache_spec_kind: the kind of the group's layers, such as
       "full_attention".
     kv_cache_spec_sliding_window: the group's window, if it has one.
     locality, ownership, lookahead_token_ids: not used.
     session_id: the request's session.
-    type: the name of the class, by which receivers recognize it.
+    type: the name of the class, which receivers need to decode an event.
   """
 
   block_hashes: list[ExternalHash]
@@ -55,7 +55,7 @@ class BlockStored:
 
 @dataclasses.dataclass
 class BlockRemoved:
-  """A block that lookups can no longer find; see `BlockStored`."""
+  """A block that left the prefix cache; see `BlockStored` for the fields."""
 
   block_hashes: list[ExternalHash]
   medium: str | None
@@ -67,7 +67,7 @@ class BlockRemoved:
 
 @dataclasses.dataclass
 class AllBlocksCleared:
-  """Removal of all blocks from the prefix cache; see `BlockStored`."""
+  """Removal of all blocks from the prefix cache."""
 
   type: str = "AllBlocksCleared"
 
@@ -76,7 +76,7 @@ KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventGroup(NamedTuple):
-  """A group in events; each block has `step` hashes in `block_hashes`."""
+  """A group in events; `step` is the number of `block_hashes` per block."""
 
   number: int
   block_size: int
@@ -91,10 +91,10 @@ def stored_event(
   """Returns an event for consecutive blocks of a request.
 
   Args:
-    request: the request that stored the blocks, or found them.
-    group: the group.
-    first: the place of the first block in the request's table.
-    is_listed: for each block, a true value if it is published.
+    request: the request that cached or hit the blocks.
+    group: the group of the blocks.
+    first: the column of the first block in the request's block table.
+    is_listed: for each block, a true value to list its hash.
   """
   size, step, hashes = group.block_size, group.step, request.block_hashes
   listed = [first + n for n, is_found in enumerate(is_listed) if is_found]
@@ -118,19 +118,19 @@ def stored_event(
 
 
 def removed_event(block_hash: bytes, group: int) -> BlockRemoved:
-  """Returns an event for one block."""
+  """Returns an event for a block that left the prefix cache."""
   return BlockRemoved([external_hash(block_hash)], MEDIUM_GPU, group)
 
 
 def external_hash(block_hash: bytes) -> ExternalHash:
-  """Converts a hash to the type that vLLM's environment variable selects."""
+  """Returns a hash for an event: an int, or bytes if vLLM's variable is 0."""
   if os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1") == "0":
     return block_hash
   return int.from_bytes(block_hash[-8:], "big")
 
 
 def _extra_keys(request: Any, begin: int, end: int) -> tuple[Any, ...] | None:
-  """Returns a block's adapter, items, salt and embeddings; None if empty."""
+  """Returns a block's inputs other than tokens; None if it has none."""
   keys: list[Any] = []
   if request.lora_request:
     keys.append(request.lora_request.lora_name)
@@ -147,7 +147,7 @@ def _extra_keys(request: Any, begin: int, end: int) -> tuple[Any, ...] | None:
 def _embeddings(request: Any, begin: int, end: int) -> Iterator[bytes]:
   if request.prompt_embeds is None:
     return
-  # vLLM's requests store the digests that it computed for its own keys.
+  # A request has these digests if vLLM computed them for its block hashes.
   digests = getattr(request, "_prompt_embeds_per_block_hashes", {})
   if (begin, end) in digests:
     yield digests[begin, end]

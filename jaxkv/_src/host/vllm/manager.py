@@ -22,11 +22,11 @@ class KVCacheManager:
   """Manages the KV-cache blocks of requests; see `jaxkv.host.vllm`.
 
   Args:
-    kv_cache_config: an object with `num_blocks` and `kv_cache_groups`, each
-      with a `kv_cache_spec`, as vLLM's.
+    kv_cache_config: vLLM's `KVCacheConfig`, or an object with `num_blocks` and
+      `kv_cache_groups`, each with a `kv_cache_spec`.
     max_model_len: tokens of the longest sequence.
     scheduler_block_size: the least common multiple of all block sizes.
-    hash_block_size: tokens of each of a request's `block_hashes`.
+    hash_block_size: tokens per hash in the `block_hashes` of requests.
     max_in_flight_tokens: the most tokens of one request scheduled at once, for
       `full_sequence_must_fit`; None for `max_model_len`.
     enable_caching: True to cache full blocks and to find them again.
@@ -40,13 +40,13 @@ class KVCacheManager:
       `KVCacheMetricsCollector`, or None.
     watermark: fraction of the blocks kept free when a waiting request is
       admitted.
-    enable_mamba_shared_prefix_checkpoint: no effect, as in vLLM if no hit ends
+    enable_mamba_shared_prefix_checkpoint: has no effect, because no hit ends
       inside a block.
     max_requests: the most requests that hold blocks at once.
 
   Attributes:
     block_pool: the pool of blocks.
-    coordinator: the groups.
+    coordinator: the layer groups.
     empty_kv_cache_blocks: a `KVCacheBlocks` without blocks.
     prefix_cache_stats: hits since the last `make_prefix_cache_stats`; None
       without `log_stats`.
@@ -124,25 +124,25 @@ class KVCacheManager:
     self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
     self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in kinds))
     self._is_attention = [config.is_attention(spec) for spec in specs]
-    # New blocks since `take_new_block_ids`, by group.
+    # By group, the result of the next `take_new_block_ids`.
     self._new_ids: list[list[int]] = [[] for _ in kinds]
     self._zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
     self._records_new = self._zeroes or metrics_collector is not None
-    # The request of the last lookup, and its hashed tokens.
+    # The id and the hashed tokens of the request that was looked up last.
     self._lookup: tuple[str, Any] = "", None
 
   @property
   def usage(self) -> float:
-    """The fraction of the blocks that are held, without the null block."""
+    """The fraction of blocks in use, not counting the null block."""
     return self.block_pool.get_usage()
 
   def prefix_cache_lookup_enabled(self, request: Any) -> bool:
-    """True if a lookup would search for cached blocks."""
+    """True if `get_computed_blocks` searches for a hit of the request."""
     skips = getattr(request, "skip_reading_prefix_cache", False)
     return self.enable_caching and not skips
 
   def record_prefix_cache_stats(self, request: Any, num_hits: int) -> None:
-    """Counts the lookup of an admitted request."""
+    """Adds the lookup of an admitted request to the statistics."""
     stats = self.prefix_cache_stats
     if stats is None or not self.prefix_cache_lookup_enabled(request):
       return
@@ -152,7 +152,7 @@ class KVCacheManager:
     )
 
   def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
-    """Returns the hits since the last call; None without `log_stats`."""
+    """Returns the statistics since the last call; None without `log_stats`."""
     stats = self.prefix_cache_stats
     if stats is not None:
       self.prefix_cache_stats = PrefixCacheStats()
@@ -165,18 +165,18 @@ class KVCacheManager:
 
     Args:
       request: any object with the attributes of vLLM's requests.
-      max_cache_hit_length: tokens of the longest hit; None for all but one.
+      max_cache_hit_length: the most tokens of the prefix; None for all but one.
 
     Returns:
-      The prefix's blocks, its tokens, and the shared-prefix boundary: tokens
-      that some groups have cached but not all, or 0.
+      The blocks of the prefix, its number of tokens, and the length of a longer
+      prefix that some groups, but not all, have cached; 0 for none.
     """
     if not self.prefix_cache_lookup_enabled(request):
       return self.empty_kv_cache_blocks, 0, 0
     pages, num_tokens = self._manager.get_computed_pages(
       request, max_cache_hit_length
     )
-    # The allocation that follows reuses the hashes, even after a miss.
+    # After a miss too, `allocate_slots` needs the hashes of the tokens.
     self._lookup = request.request_id, pages.lookup
     mode = getattr(request, "kv_cache_report_mode", "incremental")
     if num_tokens and mode == "full":
@@ -187,7 +187,7 @@ class KVCacheManager:
   def get_computed_blocks_for_connector(
     self, request: Any, max_cache_hit_length: int | None = None
   ) -> tuple[KVCacheBlocks, int, int, bool]:
-    """Returns `get_computed_blocks`, and False: the hit is in all groups."""
+    """Returns `(*get_computed_blocks(), False)`: no group has a shorter hit."""
     return *self.get_computed_blocks(request, max_cache_hit_length), False
 
   def allocate_slots(
@@ -207,15 +207,14 @@ class KVCacheManager:
   ) -> KVCacheBlocks | None:
     """Allocates blocks for a request's tokens and caches its full blocks.
 
-    Arguments and errors are those of `jaxkv.host.CacheManager.allocate_slots`,
-    with blocks for pages, except for two points. New tokens beyond
-    `max_model_len` are cut off, and `skip_zeroing_group_ids` concerns only
-    blocks for external tokens.
+    See `jaxkv.host.CacheManager.allocate_slots` for arguments and errors. In
+    contrast to it, external and new tokens beyond `max_model_len` are cut off,
+    and `skip_zeroing_group_ids` affects only blocks for external tokens.
 
     Returns:
       The new blocks, without those of the hit and of external tokens. None,
-      with no block taken, if too few blocks are free, or if `max_requests`
-      requests hold blocks.
+      with no block allocated, if too few are free, if the hit ends with a state
+      cached in this step, or if `max_requests` other requests have blocks.
     """
     manager = self._manager
     begins = not manager.holds_pages(request.request_id)
@@ -225,8 +224,8 @@ class KVCacheManager:
     remaining -= num_new_computed_tokens
     external = min(num_external_computed_tokens, remaining)
     num_new_tokens = min(num_new_tokens, remaining - external)
-    # Most calls are for a running request. The manager serves it fastest
-    # without other arguments.
+    # Most calls are for a running request without special arguments. The
+    # manager has a faster path for them.
     if not (
       begins
       or self._records_new
@@ -270,7 +269,7 @@ class KVCacheManager:
     begins: bool,
     **options: Any,
   ) -> CachePages | None:
-    """Allocates, and records the new blocks for events, zeroing and metrics."""
+    """Allocates blocks; updates events, zeroing and metrics accordingly."""
     hit = None
     if begins or any(blocks.blocks):
       name, lookup = self._lookup
@@ -300,7 +299,7 @@ class KVCacheManager:
     Args:
       request_id: the request.
       new: the new blocks by group, without those for external tokens.
-      hit: the blocks of the hit of a new request; None for a running one.
+      hit: by group, the blocks of a new request's hit; else None.
       skipped_groups: groups whose blocks for external tokens are not zeroed.
     """
     new_ids = new
@@ -317,12 +316,12 @@ class KVCacheManager:
         for table, hit_pages in zip(tables, map(set, hit), strict=True)
       ]
     for group, blocks in enumerate(new_ids):
-      # A group with states has null blocks in columns before the state.
+      # In groups with states, new columns before the last can be null.
       self.block_pool.count_allocated([block for block in blocks if block])
       self._zero(group, new[group] if group in skipped_groups else blocks)
 
   def _zero(self, group: int, block_ids: Sequence[int]) -> None:
-    """Adds blocks to `take_new_block_ids`, if their group is zeroed."""
+    """Adds blocks to the next `take_new_block_ids` if vLLM zeroes the group."""
     if self._zeroes and self._is_attention[group]:
       self.undo_log.save_length(self._new_ids[group])
       self._new_ids[group] += block_ids
@@ -337,8 +336,8 @@ class KVCacheManager:
   def pop_blocks_for_free(self, request: Any) -> list[KVCacheBlock]:
     """Removes a request but keeps its blocks until `BlockPool.free_blocks`.
 
-    Use it while a step in flight may still write to the blocks. Returns them in
-    order; `free_blocks` needs them in reverse order.
+    Use it while a step in flight may still write to the blocks. The blocks are
+    returned group by group; pass them to `free_blocks` in reverse order.
     """
     self._hashes.forget(request.request_id)
     pages = self._manager.pages.detach(request)
@@ -350,11 +349,11 @@ class KVCacheManager:
     processed_computed_tokens: int,
     num_prompt_tokens: int | None = None,
   ) -> None:
-    """Frees the blocks that the windows of a request have passed.
+    """Frees the blocks that have left the attention windows of a request.
 
     Args:
-      request_id: a request; one without blocks is ignored.
-      processed_computed_tokens: tokens whose K/V no step in flight writes.
+      request_id: a request; ignored if it has no blocks.
+      processed_computed_tokens: computed tokens, without those in flight.
       num_prompt_tokens: not used.
     """
     self._manager.remove_skipped_pages(request_id, processed_computed_tokens)
@@ -365,7 +364,7 @@ class KVCacheManager:
 
   @atomic
   def reset_prefix_cache(self) -> bool:
-    """Calls `BlockPool.reset_prefix_cache`; notes success in the statistics."""
+    """Calls `BlockPool.reset_prefix_cache`; records success in statistics."""
     done = self.block_pool.reset_prefix_cache()
     if done and self.prefix_cache_stats is not None:
       stats = dataclasses.replace(self.prefix_cache_stats, reset=True)
@@ -374,7 +373,7 @@ class KVCacheManager:
     return done
 
   def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-    """Returns 0 for each group, as vLLM since 0.33."""
+    """Returns 0 for each group, as vLLM 0.33 does."""
     return [0] * self.num_kv_cache_groups
 
   def take_events(self) -> list[KVCacheEvent]:
@@ -392,7 +391,10 @@ class KVCacheManager:
   def get_block_ids_for_computed_tokens(
     self, request_id: str, num_computed_tokens: int
   ) -> tuple[list[int], ...]:
-    """Returns a request's block ids; attention groups only up to the tokens."""
+    """Returns the ids of the blocks for a request's first tokens.
+
+    All blocks of groups with states or an encoder are included.
+    """
     tables = list(self.get_block_ids(request_id))
     for group, kind in enumerate(self._manager.config.groups):
       if self._is_attention[group] and not kind.holds_encoder:
@@ -401,7 +403,7 @@ class KVCacheManager:
     return tuple(tables)
 
   def estimate_cached_tokens(self, request: Any) -> int:
-    """Returns the end of the last cached block; the least of all groups."""
+    """Estimates the cached tokens of a request: the minimum over all groups."""
     if not self.enable_caching:
       return 0
     ends = []
@@ -430,7 +432,7 @@ class KVCacheManager:
   def truncate_computed_blocks(
     self, blocks: KVCacheBlocks, num_computed_tokens: int
   ) -> KVCacheBlocks:
-    """Returns the blocks of a hit that `num_computed_tokens` tokens fill."""
+    """Returns the blocks that the first tokens of a hit fill."""
     sizes = self._manager.config.page_sizes
     return self.create_kv_cache_blocks(
       tuple(
@@ -441,10 +443,10 @@ class KVCacheManager:
 
   @atomic
   def take_new_block_ids(self) -> list[int]:
-    """Returns the new attention blocks since the last call, for zeroing.
+    """Returns the new attention blocks since the last call, to be zeroed.
 
-    In order of groups and allocation; empty unless
-    `kv_cache_config.needs_kv_cache_zeroing`.
+    The order is by group, then by allocation. The list is empty unless
+    `kv_cache_config.needs_kv_cache_zeroing` is True.
     """
     self.undo_log.save_attribute(self, "_new_ids")
     new_ids, self._new_ids = self._new_ids, [[] for _ in self._new_ids]
@@ -454,7 +456,7 @@ class KVCacheManager:
   def record_blocks_for_zeroing(
     self, request_id: str, start_token: int
   ) -> None:
-    """Adds a request's blocks from a token on to `take_new_block_ids`."""
+    """Adds blocks from `start_token` on to the next `take_new_block_ids`."""
     sizes = self._manager.config.page_sizes
     for group, table in enumerate(self.get_block_ids(request_id)):
       self._zero(group, table[start_token // sizes[group] :])
@@ -462,27 +464,27 @@ class KVCacheManager:
   def take_kv_cache_block_copies(
     self,
   ) -> tuple[list[Any], list[KVCacheBlock]]:
-    """Returns empty lists: no hit ends inside a block."""
+    """Returns empty lists, because no hit ends inside a block."""
     return [], []
 
   def take_boundary_state_offloads(
     self,
   ) -> dict[str, list[tuple[int, int, int]]]:
-    """Returns `BlockHashes.take_states`, for a connector to copy."""
+    """Returns `BlockHashes.take_states`: states that a connector can copy."""
     return self._hashes.take_states()
 
   def finalize_partial_tail_offloads(
     self, request: Any
   ) -> list[tuple[int, int, int]]:
-    """Returns an empty list: no partial block is cached."""
+    """Returns an empty list, because no partial block is cached."""
     return []
 
   def new_step_starts(self) -> None:
-    """Starts a scheduling step; states cached before it count as written."""
+    """Starts a scheduling step; hits may then end with any earlier state."""
     self._manager.new_step_starts()
 
   def _blocks_of(self, ids: Sequence[Sequence[int]]) -> KVCacheBlocks:
-    """Returns blocks by id; `empty_kv_cache_blocks` if there are none."""
+    """Returns the blocks with these ids, or `empty_kv_cache_blocks`."""
     if not any(ids):
       return self.empty_kv_cache_blocks
     return KVCacheBlocks(tuple(map(self.block_pool.blocks_of, ids)))

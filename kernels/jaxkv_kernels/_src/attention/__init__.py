@@ -1,6 +1,6 @@
 """Paged attention: one reference, one interface, several backends.
 
-| module | what it holds |
+| module | contents |
 |---|---|
 | `reference` | the definition, in float64 NumPy |
 | `api` | `paged_decode`, `paged_attention_padded`, `paged_attention` |

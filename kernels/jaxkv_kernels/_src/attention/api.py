@@ -1,4 +1,4 @@
-"""The public attention functions: they check arguments and choose a backend.
+"""The public functions of paged attention over keys and values.
 
 | function | queries |
 |---|---|
@@ -59,8 +59,8 @@ def paged_decode(
     plan: from `plan_decode`, made once for all layers. Backends that take no
       plans ignore it. A plan made for other lengths also gives correct results.
     backend: one of `BACKENDS`.
-    interpret: True, or parameters of a Pallas interpreter, to interpret the
-      Pallas backend that `backend` names.
+    interpret: True, or parameters of a Pallas interpreter, to run the kernel in
+      the interpreter. `backend` must then name a Pallas backend.
 
   Returns:
     [B, H, Dv] in q's dtype, and float32[B, H], log-sum-exps (natural log,
@@ -90,7 +90,7 @@ def paged_decode(
   """
   check.queries("q", q, "BHD")
   check.pools(q, k_pages, v_pages)
-  reason = "trees need several queries in a row: use paged_attention_padded"
+  reason = "trees need several queries per sequence: use paged_attention_padded"
   as_options(options).refuse(reason, "tree_mask")
   call_options = check_options(
     options,
@@ -142,8 +142,8 @@ def paged_attention_padded(
     options: all options; `tree_mask` is bool[B, T, X] for any X >= 1.
     page_offset: as for `paged_decode`.
     query_tile: static; the number of columns to compute at a time, so that
-      neither the shapes of products nor their rounding depend on T. None: all
-      columns at once. Not supported with a tree mask.
+      neither the shapes of products nor their rounding depend on T. None for
+      all columns at once. Not supported with a tree mask.
     backend: one of `BACKENDS`.
     interpret: as for `paged_decode`.
 

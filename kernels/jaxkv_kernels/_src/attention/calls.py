@@ -39,7 +39,7 @@ def decode(
   lengths: jax.Array,
   options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
-  """Checks and computes attention of one query [B, H, D] for each sequence."""
+  """Checks a decode step, one query [B, H, D] per sequence, and computes it."""
   check.table(page_table, q.shape[0])
   check.vector("lengths", lengths, q.shape[0])
   check.same_devices("q", q, page_table=page_table, lengths=lengths)
@@ -88,7 +88,7 @@ def attend_padded(
   query_tile: int | None,
   options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
-  """Checks and computes attention of a rectangle of queries [B, T, H, D]."""
+  """Checks a rectangle of queries [B, T, H, D], and computes attention."""
   check.table(page_table, q.shape[0])
   check.vector("starts", starts, q.shape[0])
   check.vector("counts", counts, q.shape[0])
@@ -130,7 +130,7 @@ def attend_packed(
   max_query_len: int | None,
   options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
-  """Checks and computes attention of packed queries [T, H, D]."""
+  """Checks packed queries [T, H, D], and computes attention."""
   check.table(page_table, None)
   check.vector("kv_lens", kv_lens, page_table.shape[0])
   check.vector("cu_q_lens", cu_q_lens, page_table.shape[0] + 1)
@@ -168,9 +168,9 @@ def _attend_rectangle(
   if size is None:
     return module.attend(call)
   columns = call.q.shape[1]
-  # The same compiled code computes every tile of [B, query_tile] queries. There
-  # must be at least two tiles. With one tile, XLA would hoist parts of the body
-  # out of the loop and fuse them with the operations around it.
+  # The same compiled code computes every tile of [B, query_tile] queries, so
+  # that all tiles round equally. There must be at least two tiles, because with
+  # one XLA would hoist parts of the loop's body and compile them differently.
   num_tiles = max(-(-columns // size), 2)
   padding = num_tiles * size - columns
   q = jnp.pad(call.q, ((0, 0), (0, padding), (0, 0), (0, 0)))

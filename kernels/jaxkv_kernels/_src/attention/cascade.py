@@ -128,8 +128,7 @@ def _parts(
     return module.unsupported(platform, prefix_call) is None
 
   rows = size
-  # One row needs no test, because it has q's own H heads, which
-  # `choose_backend` accepted.
+  # One row needs no test, because `choose_backend` accepted the H heads of q.
   while rows > 1 and not is_served(rows):
     rows = -(-rows // 2)
   parts = -(-size // rows)
@@ -187,8 +186,8 @@ def _prefix_states(
   out, lse = to_rows(out, 0), to_rows(lse, -jnp.inf)
   if row_slopes is not None:
     # The pass computed ALiBi as if all queries were at the end of the prefix.
-    # The real position of a query is `own_tokens` later, which adds the same
-    # number to all its logits over the prefix. So only `lse` changes.
+    # The real position of a query is `own_tokens` later, which changes all its
+    # logits over the prefix by the same number. So only `lse` changes.
     distance = shared.own_tokens.astype(jnp.float32)[:, None]
     lse = lse - row_slopes[None] * distance
   return out, lse

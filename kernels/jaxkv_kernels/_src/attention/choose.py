@@ -31,8 +31,8 @@ from jaxkv_kernels._src.attention.options import AttentionCall
 
 _logger = logging.getLogger(__name__)
 
-# Platforms of each backend; None for all platforms. A named backend implies its
-# first platform. `_load` imports only on use, because importing Pallas is slow.
+# The platforms of each backend; None for all platforms. If the caller names a
+# backend, `target` returns the first of its platforms.
 _PLATFORMS: dict[str, tuple[str, ...] | None] = {
   "mosaic_gpu": ("cuda",),
   "mosaic_tpu": ("tpu",),
@@ -51,9 +51,9 @@ BACKENDS = ("auto", *_PLATFORMS)
 class Backend(Protocol):
   """Interface of a backend's module.
 
-  A backend that takes plans also has a function `parallel_units(k_pages)`. It
-  returns the number of pieces of work that the backend processes at once, over
-  all K/V heads. A backend that cuts columns into tiles itself has
+  A backend that takes plans also has a function `parallel_units(k_pages)`,
+  which returns the number of pieces of work that it processes at once, over all
+  K/V heads. A backend that cuts columns into tiles itself has
   `TAKES_QUERY_TILES = True` and reads `call.query_tile`.
   """
 
@@ -247,6 +247,7 @@ def _wrong_platform(backend: str, *arrays: Any) -> str | None:
 
 
 def _load(name: str) -> Backend:
+  # Backends are imported on first use, because importing Pallas is slow.
   module: Any = importlib.import_module(
     f"jaxkv_kernels._src.attention.{name}.backend"
   )

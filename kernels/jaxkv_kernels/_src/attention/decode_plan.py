@@ -21,10 +21,10 @@ class DecodePlan(NamedTuple):
 
   Unit i has the keys `first[i] <= position < end[i]` of row `row[i]`. Row b has
   at least one unit, and its units are `begins[b] <= i < begins[b + 1]`. A row's
-  first unit begins at token 0, and its last unit has no end. So the units of a
-  row cover each token once, for any length and window. If lengths differ from
-  those passed to `plan_decode`, units are less equal, but results are correct.
-  Units from `begins[B]` on are idle; they have row 0 and no tokens.
+  first unit begins at token 0, and the end of its last unit is the largest
+  int32. So the units of a row cover each token once, for any length and window.
+  If lengths differ from those passed to `plan_decode`, results are correct, but
+  the work is less balanced. Units from `begins[B]` on are idle: row 0, no keys.
 
   U is B + `workers`. Units begin at multiples of the `block` of `plan_decode`.
 
@@ -65,9 +65,9 @@ def plan_decode(
       cores divided by K, the number of K/V heads.
     block: pieces begin at multiples of this number of tokens. If it is a
       multiple of the page size, a kernel can read whole pages.
-    window: the window of the layers that use this plan, or None. Whole
-      blocks before the window are not counted when pieces are sized. In layers
-      with another window pieces are less equal.
+    window: the window of the layers that use this plan, or None. Whole blocks
+      before the window do not count as work. In layers with another window, the
+      work is less balanced.
 
   Returns:
     The plan.
@@ -112,8 +112,8 @@ def _plan(
   pieces = jnp.maximum((blocks + share - 1) // share, 1)
   ends = jnp.cumsum(pieces, dtype=jnp.int32)
   begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
-  # B + workers units are enough: `total / share` is at most `workers`, and the
-  # rounding of each row's number of units, to at least 1, adds at most one.
+  # B + workers units are enough: `total / share` is at most `workers`, and each
+  # row adds at most one unit, because its number of units is rounded up.
   unit = jnp.arange(batch + workers, dtype=jnp.int32)
   row = row_of(ends, unit)
   is_used = row < batch

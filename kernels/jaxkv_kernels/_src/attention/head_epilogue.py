@@ -14,7 +14,7 @@ def factors(options: CallOptions, heads: int, kv_heads: int) -> jax.Array:
   """Returns the factor of each query head's logits, before the soft cap.
 
   Args:
-    options: options of the call. If `k_scale` has one number for each head, it
+    options: options of the call. A `k_scale` with one number for each K/V head
       is part of the factor.
     heads: H, the number of query heads.
     kv_heads: K, the number of key-value heads.
@@ -31,10 +31,11 @@ def factors(options: CallOptions, heads: int, kv_heads: int) -> jax.Array:
 def finish(
   out: jax.Array, lse: jax.Array, is_query: jax.Array, options: CallOptions
 ) -> tuple[jax.Array, jax.Array]:
-  """Applies sinks, and `v_scale` if it has one number for each head.
+  """Applies sinks, and `v_scale` if it has one number for each K/V head.
 
   Args:
-    out: float32[*X, H, Dv] for axes X, normalised; 0 for queries without keys.
+    out: float32[*X, H, Dv] for any axes *X, divided by the softmax denominator
+      without sinks; 0 for queries without keys.
     lse: float32[*X, H], -inf for queries without keys.
     is_query: bool[*X], False for padding.
     options: options of the call.
@@ -52,7 +53,7 @@ def finish(
   sinks = options.sinks.astype(jnp.float32)
   sinks = sinks.reshape(*(1,) * (lse.ndim - 1), -1)
   total = jnp.logaddexp(lse, sinks)
-  # If a row has no keys and its sink is -inf, `lse - total` would be NaN.
+  # If a query has no keys and its sink is -inf, `lse - total` would be NaN.
   share = jnp.exp(lse - jnp.where(total == -jnp.inf, jnp.float32(0), total))
   out = out * share[..., None]
   return out, jnp.where(is_query[..., None], total, -jnp.inf)

@@ -1,12 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, section 2.1) over paged latents.
 
-| function | queries |
-|---|---|
-| `mla_decode` | one for each sequence: `[B, H, D]` |
-| `mla_attention_padded` | a rectangle, padded on the right: `[B, T, H, D]` |
-| `mla_attention` | packed one sequence after another: `[T, H, D]` |
-
-The docstring of the package `attention` defines the letters.
+The functions take queries in the same layouts as those of `api`. The docstring
+of the package `attention` defines the letters.
 """
 
 import dataclasses
@@ -37,23 +32,24 @@ def mla_decode(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes attention of one query for each sequence over latent vectors.
 
-  A token's vector is its compressed latent followed by the part of its key with
-  rotary embedding, such as 512 + 64 elements. The whole vector is the key, and
-  the latent is the value. All heads read the same vector. Queries must be
-  absorbed: multiply the part without rotary embedding by the up-projection of
-  the keys, and append the rotary part. Multiply the output by the up-projection
-  of the values. Write vectors with `append_pages`; its example shows how to
-  `quantize` them for 8-bit pools.
+  The latent vector of a token is its compressed representation, followed by the
+  rotary part of its key, such as 512 + 64 elements. The whole vector is the
+  key, and the compressed part is the value. All heads read the same vector.
+  Queries must be absorbed: multiply the part without rotary embedding by the
+  up-projection of the keys, and append the rotary part. Multiply the output by
+  the up-projection of the values. Write vectors with `append_pages`, whose
+  example shows how to `quantize` them for 8-bit pools.
 
   Args:
-    q: [B, H, D], float32, bfloat16 or float16; H heads of D elements.
+    q: [B, H, D], float32, bfloat16 or float16; D is the latent vector's size.
     pages: [N, 1, S, D], N pages of S tokens; `logical_dtype` lists the dtypes.
     page_table: int32[B, M], each sequence's page ids in the order of tokens.
     lengths: int32[B], tokens of each sequence, including the query's token.
-    value_dim: Dv, the size of the latent, such as 512.
-    options: `scale` is required: the scale of the heads before absorption, such
-      as 1 / sqrt(128 + 64). `k_scale`, float32[1] or float32[N, 1, S], scales
-      the vectors. `soft_cap` and `window` are allowed, other options are not.
+    value_dim: Dv, the size of the compressed part, such as 512.
+    options: `scale` is required. It depends on the head size of the queries
+      before absorption, such as 1 / sqrt(128 + 64). `k_scale` dequantizes the
+      vectors, float32[1] or float32[N, 1, S]. `soft_cap` and `window` are
+      allowed, other options are not.
     page_offset: int32[], added to every page id.
     backend: one of `BACKENDS`. Only `triton` and `xla` support latents.
     interpret: as for `paged_decode`.
@@ -81,7 +77,7 @@ def mla_decode(
     ((1, 16, 512), 1.0)
   """
   check.queries("q", q, "BHD")
-  reason = "trees need several queries in a row: use mla_attention_padded"
+  reason = "trees need several queries per sequence: use mla_attention_padded"
   as_options(options).refuse(reason, "tree_mask")
   call_options = _check(q, pages, value_dim, options, page_offset, interpret)
   pools = (pages, pages)
@@ -106,8 +102,8 @@ def mla_attention_padded(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes causal attention of a rectangle of queries over latents.
 
-  Queries must be absorbed, as for `mla_decode`. Rows, columns and trees are as
-  for `paged_attention_padded`.
+  Queries must be absorbed, as for `mla_decode`. In all other respects, this
+  function is like `paged_attention_padded`.
 
   Args:
     q: [B, T, H, D], float32, bfloat16 or float16.
@@ -184,7 +180,7 @@ def mla_attention(
     pages: [N, 1, S, D], as for `mla_decode`.
     page_table: int32[B, M], each sequence's page ids in the order of tokens.
     kv_lens: int32[B], tokens of each sequence, including its queries.
-    cu_q_lens: int32[B + 1], ascending from 0.
+    cu_q_lens: int32[B + 1], as for `paged_attention`.
     value_dim: Dv, as for `mla_decode`.
     options: those of `mla_decode`, and `tree_mask`, bool[T, X].
     max_query_len: as for `paged_attention`.
@@ -235,7 +231,8 @@ def _check(
     expected = f"at most {dim}, the size of a latent vector"
     check.refuse(ValueError, "value_dim", expected, value_dim)
   options = as_options(options)
-  # The default, 1 / sqrt(D), would be wrong: D is not the size of a head.
+  # The default, 1 / sqrt(D), would be wrong, because absorption changes the
+  # head size to D.
   check.scalar("options.scale", options.scale, np.floating)
   check.same_devices("q", q, pages=pages)
   options.refuse("k_scale scales keys and values", "v_scale")

@@ -23,8 +23,8 @@ class AttentionOptions:
   are leaves. A Python number in `scale` or `window` is a constant of the
   compiled program, unless the options are an argument of a jitted function.
 
-  There are H query heads and K key-value heads. The pools have N pages of S
-  tokens. B rows have T queries each. X is any number.
+  There are H query heads of size D, and K key-value heads. The pools have N
+  pages of S tokens. B rows have T queries each. X is any number.
 
   Attributes:
     scale: factor of the logits; 1 / sqrt(D) if None.
@@ -34,7 +34,8 @@ class AttentionOptions:
     alibi_slopes: a query at position p adds slope * (j - p) to its logit with
       the key at position j.
     k_scale: dequantization factors of the stored keys: one for each key-value
-      head, or one for each page, head and token. Requires `v_scale`.
+      head, or one for each page, head and token. Except for latents, requires
+      `v_scale`.
     v_scale: the same for the stored values.
     tree_mask: visibility among the queries of a row, such as a tree of draft
       tokens. For j < X, query t of row b sees the key of query j only if j <= t
@@ -67,7 +68,7 @@ class AttentionOptions:
     """Raises `ValueError` unless all named fields are None.
 
     Args:
-      reason: ends the message, and says why the fields must be None.
+      reason: the end of the message, which tells why the fields must be None.
       *names: names of fields.
     """
     for name in names:
@@ -82,7 +83,7 @@ class CallOptions:
 
   Attributes:
     page_offset: added to every page id, to select a layer of the pool.
-    scale: this field and those up to `tree_mask` are as in `AttentionOptions`.
+    scale: the fields from `scale` to `tree_mask` are as in `AttentionOptions`.
       `k_scale` and `v_scale` are both arrays or both None. A static `window` is
       at least 1.
     tree_starts: the position of each row's first key to which `tree_mask`
@@ -172,9 +173,9 @@ def check_options(
     k_pages: [N, K, S, D], checked.
     v_pages: [N, K, S, Dv], checked.
     page_offset: an integer scalar.
-    plan: for the rows of q, or None.
-    value_dim: checked.
-    interpret: not checked.
+    plan: the plan for the rows of q, or None.
+    value_dim: Dv of latent attention, checked; or None.
+    interpret: passed on unchecked.
 
   Returns:
     The options, with arrays in the dtypes that `CallOptions` names.

@@ -9,9 +9,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-# The maximum number of queries of a tile. With larger tiles, each context is
-# read fewer times, because every tile reads it once. With smaller tiles, less
-# is wasted on a decoding sequence, which needs a whole tile for one query.
+# The maximum number of queries of a tile. Each tile reads the context of its
+# sequence, so larger tiles cause fewer reads. Smaller tiles waste less work on
+# a decoding sequence, which needs a whole tile for one query.
 TILE = 32
 
 
@@ -24,7 +24,8 @@ class QueryTiles(NamedTuple):
     counts: the number of queries of each tile.
     run_starts: the position of the first query of each tile's sequence.
     source: the packed row of each column of a tile; T for padding.
-    flat: each packed row's index in the flattened tiles; Z * size for no tile.
+    flat: the index of each packed row in the tiles, flattened to [Z * size];
+      Z * size for a row without a tile.
   """
 
   sequences: jax.Array  # int32[Z]
@@ -61,7 +62,7 @@ def row_of(ends: jax.Array, items: jax.Array) -> jax.Array:
   Returns:
     int32[X]; B for an item past all rows.
   """
-  # An unrolled search is one kernel. A loop would start several at each step.
+  # An unrolled search is one kernel. A loop would start several in each step.
   row = jnp.searchsorted(ends, items, side="right", method="scan_unrolled")
   return row.astype(jnp.int32)
 
@@ -88,7 +89,7 @@ def tile_queries(
   """
   batch = kv_lens.shape[0]
   size = min(size, max_query_len, max(rows, 1))
-  # These tiles are enough, because each sequence wastes less than one tile.
+  # This many tiles suffice, because each sequence has at most one partial tile.
   num = -(-rows // size) + batch - 1
   num = max(1, min(num, batch * -(-max_query_len // size), rows))
   runs = jnp.maximum(cu_q_lens[1:] - cu_q_lens[:-1], 0)

@@ -145,7 +145,7 @@ def trees(
 
 
 def float32(shape: tuple[int, ...], inputs: Any) -> jax.ShapeDtypeStruct:
-  """Returns the type of a kernel's float32 output."""
+  """Returns the type of a float32 output that varies over axes like `zero`."""
   axes = jax.typeof(zero(inputs)).manual_axis_type
   return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=axes)
 

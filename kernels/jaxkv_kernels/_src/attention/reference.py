@@ -8,9 +8,9 @@ A query at absolute position p sees the keys at positions 0..p, or with
 `window=w` at positions p-w+1..p. `soft_cap=c` turns a logit x into
 `c * tanh(x / c)`. Then `alibi_slopes` adds slope * (j - p) to the logit of the
 key at position j. `sinks` adds one logit per head to the denominator of the
-softmax. A query that sees no key gives zeros, and its sink as log-sum-exp, or
--inf without sinks. A sequence has no keys past position M * S - 1, but windows
-and ALiBi count from the query's position.
+softmax. For a query that sees no key, the output is 0, and the log-sum-exp is
+its sink, or -inf without sinks. A sequence has no keys past position M * S - 1,
+but windows and ALiBi count from the query's position.
 """
 
 import ml_dtypes
@@ -40,7 +40,7 @@ def paged_attention_padded(
   v_scale=None,
   tree_mask=None,
 ):
-  """Computes attention of a rectangle; row b holds `counts[b]` queries.
+  """Computes attention of a rectangle of queries.
 
   Args:
     q: [B, T, H, D].
@@ -61,7 +61,8 @@ def paged_attention_padded(
       at position `starts[b] + j` only if `tree_mask[b, t, j]`.
 
   Returns:
-    (float64[B, T, H, Dv], float64[B, T, H] natural-log log-sum-exp).
+    (float64[B, T, H, Dv], float64[B, T, H] natural log-sum-exps). Padding gives
+    0 and -inf.
   """
   q = np.asarray(q).astype(np.float64)
   batch, columns, heads, dim = q.shape
@@ -211,7 +212,7 @@ def _visible(position, start, window, mask):
 
 
 def _softmax(logits, values, sink):
-  """Returns values weighted by their logits, and the log-sum-exp."""
+  """Returns the sum of values, weighted by a softmax, and the log-sum-exp."""
   all_logits = logits if sink is None else np.append(logits, sink)
   if all_logits.size == 0:
     return np.zeros(values.shape[-1]), -np.inf

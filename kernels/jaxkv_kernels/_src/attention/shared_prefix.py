@@ -35,9 +35,10 @@ class SharedPrefix(NamedTuple):
     members: the rows of each cluster; B for an entry without a row.
     tokens: the number of tokens that the rows of each cluster share, in whole
       pages; 0 if sharing does not pay.
-    prefix_table: page ids of each cluster, of which the first are shared.
+    prefix_table: the page table of each cluster's first row, which begins with
+      the shared pages.
     own_tokens: the number of remaining tokens of each row, after shared ones.
-    own_table: the page table of these remaining tokens.
+    own_table: the page ids of the remaining tokens.
   """
 
   members: jax.Array  # int32[clusters, size]
@@ -303,7 +304,7 @@ def _members(
 
 
 def _to_rows(members: jax.Array, values: jax.Array, batch: int) -> jax.Array:
-  """Returns each row's cluster's value, [B, ...]; 0 for rows in no cluster."""
+  """Returns the value of each row's cluster, [B, ...]; 0 without a cluster."""
   chex.assert_equal_shape_prefix([members, values], 1)
   shape = values.shape[1:]
   copies = jnp.broadcast_to(values[:, None], (*members.shape, *shape))

@@ -35,7 +35,8 @@ _ARCHITECTURE = 90
 # Thread blocks: one for each multiprocessor of an H100 or H200 SXM. Other GPUs
 # share the work less evenly.
 _BLOCKS = 132
-# Thread blocks in the interpreter: few, so that streams get several units each.
+# Thread blocks in the interpreter: few, so that each stream (see `kernel`) gets
+# several units.
 _INTERPRETED_BLOCKS = 2
 # Units for each stream if contexts fill their tables. With fewer units, some
 # streams would get much more work than others.
@@ -137,7 +138,8 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
     f"`k_pages` must have a head size of 64 or 128 for 8 bits, got {dims[0]}": (
       pool not in _FLOATS and dims[0] not in (64, 128)
     ),
-    # To copy eight pages and their scales would take too many registers.
+    # A block would have eight pages, and copying them with their scales takes
+    # too many registers.
     f"`k_pages` must have pages of 16, 32 or a multiple of {TOKENS} tokens"
     f" if tokens have scales, got {size}": (
       size == 8 and bool(_token_scales(options))
@@ -168,7 +170,7 @@ def _static(
     k_stages=k_stages,
     v_stages=v_stages,
     blocks=_INTERPRETED_BLOCKS if options.interpret else _BLOCKS,
-    # All rows of a tile with one query see the same keys.
+    # The rows of a tile with one query all see the same keys.
     causal=size > 1,
     soft_cap=options.soft_cap,
     alibi=options.alibi_slopes is not None,
@@ -178,14 +180,14 @@ def _static(
 
 
 def streams(dim: int) -> int:
-  """Returns the number of streams whose sums fit a thread block's registers."""
+  """Returns the number of streams of a thread block, which registers limit."""
   return 2 if dim <= 128 else 1
 
 
 def stages(
   dim: int, itemsize: int = 2, scaled: int | None = None
 ) -> tuple[int, int]:
-  """Returns the number of stages of the ring of keys, and of that of values.
+  """Returns the numbers of stages of the rings of keys and of values.
 
   Args:
     dim: D.
@@ -254,7 +256,7 @@ def work_list(
   unit = Unit(
     sequence=sequence,
     tile=tile,
-    # A plan's piece that is before the window or past the table has no tokens.
+    # Pieces of a plan that are before the window or past the table are empty.
     first=jnp.where(first < end, first, 0),
     end=jnp.where(first < end, end, 0),
     position=tiles.position[tile],

@@ -1,7 +1,8 @@
 """Hides differences between releases of Pallas' Mosaic GPU, from jax 0.10 on.
 
-The interpreter of jax 0.10 does not support layouts. No release's interpreter
-multiplies operands in registers. With `interpreted`, functions avoid both.
+The interpreter of jax 0.10 does not support layouts, and no release's
+interpreter multiplies operands in registers. With `interpreted=True`, the
+functions use neither.
 """
 
 import inspect
@@ -26,8 +27,7 @@ _INDEXED = _index is not None and _index.default is inspect.Parameter.empty
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-  """Returns shared memory for operands that tensor cores read."""
-  # Tensor cores require tiled and swizzled operands.
+  """Returns tiled and swizzled shared memory, as tensor cores require it."""
   size = jnp.dtype(dtype).itemsize
   width = swizzle(shape[-1] * size)
   tile = plgpu.TilingTransform((8, width // size))
@@ -43,9 +43,9 @@ def swizzle(row: int) -> int:
 
 def min_rows(tokens: int, interpreted: bool) -> int:
   """Returns the minimum number of rows float32[tokens] of one copy."""
-  # Before jax 0.11 a copy must have at least 128 bytes. Of several short rows
-  # that it copies, only the first is used. On a GPU, rows past an array's end
-  # read as zeros. In the interpreter they do not, so it copies one row.
+  # Before jax 0.11 a copy must have at least 128 bytes, so it takes several
+  # short rows, of which only the first is used. On a GPU, rows past an array's
+  # end read as zeros. In the interpreter they do not, so it copies one row.
   return max(1, 32 // tokens) if _INDEXED and not interpreted else 1
 
 

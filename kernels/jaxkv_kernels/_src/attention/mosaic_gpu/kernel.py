@@ -48,7 +48,7 @@ def call(
 
   Args:
     static: sizes and choices of the kernel.
-    arrays: the inputs in `Refs`, by name. The inputs of its two `Side`s are
+    arrays: the inputs of `Refs`, by name. For its fields `k` and `v`, these are
       `k_pages`, `v_pages` and, if tokens have scales, `k_scale` and `v_scale`.
     interpret: as in `CallOptions`.
 
@@ -83,7 +83,7 @@ def call(
 
 
 def _with_scratch(static: GpuStatic, dtype, fields: dict[str, Any]) -> None:
-  """Allocates scratch memory and runs the kernel on arrays by name."""
+  """Allocates scratch memory and runs the kernel; `fields` are input refs."""
   sides = [
     {name: fields.pop(f"{side}_{name}", None) for name in ("pages", "scale")}
     for side in "kv"
@@ -120,7 +120,7 @@ def _with_scratch(static: GpuStatic, dtype, fields: dict[str, Any]) -> None:
 
 
 def _memory(static: GpuStatic, stages: int, dtype, *, pages, scale) -> tuple:
-  """Returns shared memory of a `Side`: ring, full, free, optional fields."""
+  """Returns memory for a `Side`: `ring`, `full`, `free` and optional fields."""
   streams, dim = static.streams, pages.shape[-1]
   num_stages = streams * stages
   # A stage is full after one copy for each page, and one for the page's scales.
@@ -169,7 +169,7 @@ def _kernel(static: GpuStatic, refs: Refs) -> None:
 def _each_unit(static: GpuStatic, refs: Refs, stream, work) -> jax.Array:
   """Calls `work(stream, head, unit, used)` for each unit and K/V head.
 
-  `used` is the number of blocks of earlier calls. Returns the total number.
+  `used` is the number of blocks of earlier calls. Returns that of all calls.
   """
   # Both warpgroups of a stream count the same blocks, so they agree on stages.
   first = lax.axis_index("block") * static.streams + stream

@@ -23,8 +23,8 @@ from jaxkv_kernels._src.attention.mosaic_gpu.work import GpuStatic
 from jaxkv_kernels._src.attention.mosaic_gpu.work import Side
 
 # The lower bound of a row's divisor, so that a row of zeros is not divided by
-# zero. It costs digits only if all weights of a row are smaller. These add less
-# to an output than the smallest float16, 2**-24.
+# zero. Only rows whose weights are all smaller lose precision. Such weights add
+# less to an output than the smallest float16, 2**-24.
 _MIN_DIVISOR = 2.0**-60
 
 
@@ -92,7 +92,7 @@ def scaled_weights(
 
   Returns:
     (float32[Y, A], the scaled weights; float32[Y], the factor by which the
-    caller must multiply each row of their product with values, or None for 1).
+    caller must multiply each row of the product with values, or None for 1).
   """
   if factors is None:
     return weights, None

@@ -79,7 +79,7 @@ class GpuStatic:
 
   @property
   def pages(self) -> int:
-    """The number of pages, or 1 for part of a page, in a block of tokens."""
+    """The number of pages of a block; 1 if a block is part of a page."""
     return scales_of_block(self.page_size)[0]
 
 

@@ -132,8 +132,8 @@ def _token_scales(
 ) -> dict[str, jax.Array]:
   """Returns scales of tokens, as float32[B, J, K, A] for J blocks of a row.
 
-  Both take 8 * K bytes for each token of the page table's capacity. If the
-  table is long and the pool is small, this is more than the pool takes.
+  Both arrays take 8 * K bytes for each token of the page table's capacity. This
+  can be more than the pools take, if the table is long and the pools are small.
   """
   # Gathered here, because the kernel's copies cannot write into part of a row
   # of 128 numbers.
@@ -195,7 +195,8 @@ def _page_bytes(k_pages: jax.Array, v_pages: jax.Array) -> int:
 
 def _pages_per_block(k_pages: jax.Array, v_pages: jax.Array) -> int:
   """Returns the number of pages of a block."""
-  # A block takes memory in each stage of the ring, and for its float32 values.
+  # A block takes memory in each stage of the ring. Its values also take memory
+  # in float32.
   values = 4 * v_pages.size // v_pages.shape[0]
   fit = _RING_BYTES // (BUFFERS * _page_bytes(k_pages, v_pages) + values)
   return max(1, min(_TOKENS // k_pages.shape[2], fit))

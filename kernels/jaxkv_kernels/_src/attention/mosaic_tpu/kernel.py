@@ -220,9 +220,9 @@ def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
   def fetch(blocks: _Step, block, slot) -> None:
     _copies(static, blocks, block, slot, inputs, scratch, lambda c: c.start())
 
-  # The previous step has fetched one block of this step after each of its last
-  # `BUFFERS` blocks. If it had fewer blocks, this loop fetches the remaining
-  # blocks that fit the ring.
+  # After each of its last `BUFFERS` blocks, the previous step fetched one block
+  # of this step. If the previous step had fewer blocks, this loop fetches the
+  # remaining blocks that fit the ring.
   @pl.loop(0, jnp.clip(BUFFERS - previous_step.num, 0, step.num))
   def _(block):
     fetch(step, block, stage(block))
@@ -325,8 +325,8 @@ def _absorb(static: TpuStatic, row, block, slot, inputs, out, scratch) -> None:
     logits = logits + inputs["slopes"][...] * distance[None]
   logits = jnp.where(mask, logits, -jnp.inf)
   old_top = scratch["top"][...]
-  # `top` is finite, so a block in which a row sees no key changes no bit of the
-  # row.
+  # `top` is finite, so a block changes no bit of a row that sees none of its
+  # keys.
   top = jnp.maximum(old_top, jnp.max(logits, axis=2, keepdims=True))
   shrink = jnp.exp(old_top - top)
   weights = jnp.exp(logits - top)

@@ -37,13 +37,13 @@ _MAX_BLOCK = 128
 _PROGRAMS = 264
 _MAX_SPLITS = 64
 # The maximum and minimum number of tokens of a program. Longer rows are split,
-# so that programs end together. A shorter program would mostly be overhead.
+# to balance the work. A shorter program would mostly be overhead.
 _MAX_TOKENS, _MIN_TOKENS = 4096, 1024
 # The maximum number of bytes of all parts, each of which is as large as the
 # output in float32. Splits that are needed to fill the GPU may exceed it.
 _PART_BYTES = 64 * 2**20
 _LARGEST_HEAD = 256
-# The maximum sizes of the value in a latent vector, and of the rest.
+# The maximum sizes of the value in a latent vector, and of the elements after.
 _LARGEST_VALUE, _LARGEST_BEHIND = 512, 64
 
 

@@ -1,7 +1,7 @@
-"""Calls Pallas-Triton kernels. jax deprecated Pallas-Triton in 0.11.
+"""Calls Pallas-Triton kernels.
 
-Until jax removes it, it supports page sizes and GPUs that Mosaic GPU does not,
-and its interpreter is fast on a CPU.
+jax deprecated Pallas-Triton in 0.11, but it supports page sizes and GPUs that
+Mosaic GPU does not, and its interpreter is fast on a CPU.
 """
 
 import warnings
@@ -12,7 +12,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-# Users would see the warning for each kernel, but can do nothing about it.
+# Users can do nothing about this warning, which appears for each kernel.
 warnings.filterwarnings(
   "ignore",
   message="The Pallas Triton backend is deprecated",
@@ -41,7 +41,7 @@ def call(
     out_shape: shapes and dtypes of the outputs.
     num_warps: warps of 32 threads in a program.
     num_stages: the number of loop steps whose loads are in flight.
-    interpret: True, or a true value, to run in Pallas's interpreter.
+    interpret: runs the kernel in Pallas's interpreter if true.
   """
   return pl.pallas_call(
     kernel,

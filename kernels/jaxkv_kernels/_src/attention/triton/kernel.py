@@ -30,8 +30,8 @@ class Sizes:
     columns: T, queries of a row.
     heads: H.
     kv_heads: K.
-    key_parts: (begin, size) of each part of a query or key. There is one part,
-      of size D; latents have two, the value and the rest, unless Dv = D.
+    key_parts: (begin, size) of each part of a query or key. Latents with Dv < D
+      have two parts, the value and the rest; otherwise there is one.
     value_dim: Dv.
     pages: N.
     page_size: S.

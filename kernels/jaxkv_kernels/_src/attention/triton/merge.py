@@ -40,8 +40,8 @@ def merge_pieces(
   A NaN in a piece does not affect other tiles.
 
   Args:
-    out: float32[O, K, >=Y, Dv], results of pieces. Results to which no piece
-      belongs can be arbitrary.
+    out: float32[O, K, >=Y, Dv], results of pieces. Indices without a piece can
+      have any contents.
     totals: float32[O, K, 2, >=Y], `top` and `total` of `online_softmax`.
     begins: int32[Z + 1]; tile z has `begins[z + 1] - begins[z]` pieces.
     max_pieces: the maximum number of pieces of a tile, if the results of tile z
@@ -56,8 +56,8 @@ def merge_pieces(
   """
   chex.assert_shape(totals, (*out.shape[:2], 2, None))
   tiles, (kv_heads, _, dim) = begins.size - 1, out.shape[1:]
-  # If each tile has at most one piece, no kernel is needed. The result of an
-  # absent piece is unwritten memory, which may contain NaN.
+  # If each tile has at most one piece, no kernel is needed. Results of absent
+  # pieces are unwritten memory, which may contain NaN.
   if max_pieces == 1:
     has_piece = (begins[1:] > begins[:-1])[:, None, None]
     top, total = totals[:, :, 0, :rows], totals[:, :, 1, :rows]

@@ -179,7 +179,7 @@ def _apply_by_tile(
   """Applies `function(rows, out)` to the first tiles, one at a time.
 
   Args:
-    end: int32[], the number of tiles to compute. It must not be a constant, as
+    end: int32[], the number of tiles to compute. It must not be a constant, or
       XLA might unroll the loop.
     function: takes the rows and the output of a tile; returns its new output.
     rows: a tree with leaves [X, ...] for X tiles. X is at least 2, because for
@@ -314,8 +314,8 @@ def _absorb(
     logits = logits + slopes * distance.astype(jnp.float32)[:, None, :, None]
   logits = jnp.where(mask[:, None, :, None], logits, -jnp.inf)
   logits = logits.reshape(batch, kv_heads, rows, -1)
-  # `top` is finite, so a block in which a row sees no key changes no bit of the
-  # row. A row's result therefore does not depend on the lengths of other rows.
+  # `top` is finite, so a block changes no bit of a row that sees none of its
+  # keys. A row's result therefore does not depend on the lengths of other rows.
   top = jnp.maximum(carry.top, jnp.max(logits, axis=-1))
   shrink = jnp.exp(carry.top - top)
   weights = jnp.exp(logits - top[..., None])
