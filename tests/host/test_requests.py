@@ -69,7 +69,7 @@ def test_decoded_tokens_are_numbers(cache, token):
   one.token_ids += [9, 9, token]
   with (
     unchanged(cache),
-    pytest.raises(ValueError, match=r"of 'a' must be .* from 8 to 12"),
+    pytest.raises(ValueError, match=r"of 'a' must be .* from 8 to 11"),
   ):
     cache.step([one])
   one.token_ids[11] = 9

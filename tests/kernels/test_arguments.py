@@ -204,7 +204,7 @@ class TestErrors:
     [
       ({"q": jnp.ones((2, 4, 1, 8))}, r"`q` must be \[B, H, D\]"),
       ({"q": jnp.ones((2, 4, 8), jnp.int32)}, "`q` must be float32, bfloat16"),
-      ({"q": jnp.ones((2, 3, 8))}, "multiple of the 2 heads .* got 3"),
+      ({"q": jnp.ones((2, 3, 8))}, "multiple of 2, .* got 3"),
       (
         {"q": jnp.ones((2, 4, 6))},
         r"`k_pages` .*, 6\], with the head size",

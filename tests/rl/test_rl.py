@@ -1,6 +1,7 @@
 """Advantages, weights, divergences and the loss, against values by hand."""
 
 import math
+import sys
 
 import chex
 import jax
@@ -12,6 +13,12 @@ from jaxkv import rl
 
 _DRAW = np.random.default_rng(0)
 _Q, _T = 6, 5
+
+
+@pytest.fixture(autouse=True)
+def _draws_from_the_start(monkeypatch):
+  """Gives each test the same numbers, whichever tests ran before it."""
+  monkeypatch.setattr(sys.modules[__name__], "_DRAW", np.random.default_rng(0))
 
 
 def _log_probs():
@@ -175,6 +182,13 @@ class TestRatios:
         now, now, mask=mask, lag=3 - versions, max_lag=limit
       )
       np.testing.assert_array_equal(found, wanted)
+    # A limit may not fit the dtype of lags.
+    short = jnp.asarray(3 - versions, jnp.int8)
+    for limit, wanted_of_all in ((1000, 1), (-1, 0)):
+      found = rl.importance_weights(
+        now, now, mask=mask, lag=short, max_lag=limit
+      )
+      np.testing.assert_array_equal(found, wanted_of_all)
     found = jax.jit(
       lambda most, limit: rl.importance_weights(
         now, now, mask=mask, most=most, lag=3 - versions, max_lag=limit
@@ -369,6 +383,7 @@ class TestGrpo:
       ({"mean": None}, '`mean` must be "sequence".*got None'),
       ({"clip": (0.1, 0.2, 0.3)}, "`clip` must be"),
       ({"clip": None}, "`clip` must be"),
+      ({"clip": True}, "`clip` must be"),
       ({"estimator": "k9"}, '`estimator` must be "k1"'),
       (
         {"log_probs": np.zeros(3, np.float32)},

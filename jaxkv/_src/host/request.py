@@ -179,7 +179,7 @@ def content(
   except (OverflowError, TypeError) as error:
     raise ValueError(
       f"`token_ids` of {request.request_id!r} must be 32-bit integers, got "
-      f"another value between {start} and {stop}: {error}."
+      f"another value at a position from {start} to {stop - 1}: {error}."
     ) from error
   # Most requests have no items, and need no copy of the read-only array.
   if not request.items:

@@ -66,18 +66,18 @@ def grpo_loss(
       like `log_probs` with a number for each token.
     mask: bool[Q, T], the tokens that were drawn, such as
       `generated(state).mask`. Values elsewhere are ignored and can be NaN.
-      `mask & ~jnp.isnan(log_probs)` also excludes prompts with a length out of
-      range, for which `grouped_log_probs` returns NaN.
-    clip: static; c, or a tuple of one c for ratios below 1 and another for
-      ratios above 1 (Yu et al., 2025, "clip higher").
+      `mask & ~jnp.isnan(log_probs)` also excludes completions with a length out
+      of range, for which `grouped_log_probs` returns NaN.
+    clip: static; c, or a tuple `(below, above)` of the value of c for ratios
+      below 1 and that for ratios above 1 (Yu et al., 2025, "clip higher").
     weights: floats[Q, T], factors of the policy loss, such as
       `importance_weights`; None for 1.
     reference: floats[Q, T], log-probs of the reference policy; None for no
       divergence.
     kl_weight: factor of the divergence.
     estimator: static; estimator of the divergence, see `kl`.
-    entropy: floats[Q, T], the entropy of the policy's distribution of each
-      token in nats, which gets a gradient; None for no entropy bonus.
+    entropy: floats[Q, T], the entropy in nats of the policy's distribution at
+      each token. It gets a gradient. None for no entropy bonus.
     entropy_weight: factor of the entropy, which is subtracted from the loss.
     mean: "sequence" averages over the tokens of each sequence, and then over
       the sequences with tokens. "token" averages over all drawn tokens. A
@@ -111,15 +111,15 @@ def grpo_loss(
   log_probs = per_token.as_log_probs("log_probs", log_probs)
   mask = per_token.as_mask("mask", mask, log_probs)
   old = per_token.as_floats_like("old", jax.lax.stop_gradient(old), log_probs)
-  # Masks before `exp`, because an inf or NaN makes gradients NaN even if it is
-  # masked later.
+  # The mask comes before `exp`, because an inf or NaN makes gradients NaN, even
+  # with a mask after `exp`.
   log_ratio = jnp.where(mask, log_probs - old, 0)
   advantages = _by_token(advantages, mask)
   factor = mask.astype(jnp.float32)
   if weights is not None:
     weights = per_token.as_floats_like("weights", weights, log_probs)
     factor = jnp.where(mask, jax.lax.stop_gradient(weights), 0)
-  # Compares logarithms, because the ratio itself can overflow.
+  # Log-ratios are compared with the bounds, because a ratio can overflow.
   min_log_ratio = math.log1p(-low) if low < 1 else -math.inf
   clipped = (advantages > 0) & (log_ratio > math.log1p(high))
   clipped |= (advantages < 0) & (log_ratio < min_log_ratio)
@@ -154,7 +154,8 @@ def _bounds(clip: Any) -> tuple[float, float]:
   """Returns the bounds of a ratio as distances below and above 1."""
   bounds = clip if isinstance(clip, tuple) else (clip, clip)
   is_pair = len(bounds) == 2 and all(
-    isinstance(bound, int | float | np.number) for bound in bounds
+    isinstance(bound, int | float | np.number) and not isinstance(bound, bool)
+    for bound in bounds
   )
   if not is_pair or not (0 <= bounds[0] <= 1 and bounds[1] >= 0):
     raise ValueError(

@@ -58,7 +58,7 @@ def divergence(log_ratio: jax.Array, estimator: Estimator) -> jax.Array:
     return log_ratio
   if estimator == "k2":
     return log_ratio * log_ratio / 2
-  # expm1 keeps the digits of small differences, which exp(-d) - 1 cancels.
+  # For small d, exp(-d) - 1 would lose digits by cancellation.
   return jnp.expm1(-log_ratio) + log_ratio
 
 
@@ -90,8 +90,8 @@ def importance_weights(
       as `generated(state).log_probs`.
     mask: bool[Q, T], the tokens that were drawn.
     most: the largest weight; None for no bound.
-    lag: integers[Q, T], the number of updates since each token was drawn, that
-      is the version of the parameters minus `generated(state).versions`.
+    lag: integers[Q, T], the number of updates since each token was drawn: the
+      version of the parameters minus `generated(state).versions`.
     max_lag: an integer; tokens with a greater lag get weight 0. `lag` and
       `max_lag` must be given together.
 
@@ -124,10 +124,8 @@ def importance_weights(
     if not jnp.issubdtype(lag.dtype, jnp.integer):
       raise TypeError(f"`lag` must be integers, got {lag.dtype.name}.")
     arguments.check_integer("max_lag", max_lag)
-    # A Python int is weakly typed and is promoted to the dtype of `lag`.
-    is_concrete = arguments.is_concrete(max_lag)
-    limit = int(max_lag) if is_concrete else jnp.asarray(max_lag, lag.dtype)
-    is_used &= lag <= limit
+    # Compared in int32, because `max_lag` may not fit the dtype of `lag`.
+    is_used &= lag.astype(jnp.int32) <= jnp.asarray(max_lag, jnp.int32)
   # Masked before `exp`, because unused tokens can have huge log-ratios.
   weights = jnp.exp(jnp.where(is_used, log_ratio, 0))
   if most is not None:
