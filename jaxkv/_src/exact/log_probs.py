@@ -5,7 +5,7 @@ from jax import Array
 
 from jaxkv._src.exact import row_loop
 
-# The rows of a tile. Reductions over fewer rows would round differently.
+# The number of rows per tile. Reductions over fewer rows round differently.
 ROWS = 8
 
 

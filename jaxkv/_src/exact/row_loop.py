@@ -1,10 +1,10 @@
 """Computes rows a tile at a time, so that no row's bits depend on other rows.
 
 The rounding of a matrix product depends on its number of rows, because
-libraries choose a kernel by this number. Sums over the last axis round
-differently for few rows, and so do operations that XLA fuses differently. To
-give every program the same bits, one loop computes all rows. Its body is
-compiled for one shape, a tile of rows, and computes one tile in each iteration.
+libraries choose a kernel by this number. Sums over the last axis also round
+differently if there are few rows, and fusion by XLA can change rounding. To
+give every program the same bits, a loop computes one tile of rows in each
+iteration. XLA compiles the body of the loop only for the shape of a tile.
 """
 
 import functools
@@ -28,13 +28,13 @@ def in_tiles(
 ) -> Any:
   """Computes `function(weights, *rows)`, a tile of rows at a time.
 
-  Its gradient is that of `function(weights, *rows)`, without tiles.
+  The gradient is that of one call of `function` on all rows, without tiles.
 
   Args:
     function: computes rows; it must not close over arrays.
     weights: a pytree of arrays.
     rows: pytrees of arrays [X, ...].
-    tile: static; the number of rows of a tile, on which rounding depends.
+    tile: static; the number of rows per tile. Rounding depends on it.
 
   Returns:
     Arrays [X, ...].
@@ -54,7 +54,7 @@ def with_gradient(
 
   Args:
     function: computes the result. Neither function may close over arrays.
-    surrogate: differentiated instead; equal to `function` up to rounding.
+    surrogate: the function to differentiate; equals `function` up to rounding.
     *arguments: pytrees of arrays.
   """
   del surrogate
@@ -77,7 +77,7 @@ with_gradient.defvjp(_forward, _backward)
 def loop(
   function: RowWise, weights: Any, rows: tuple[Any, ...], *, tile: int
 ) -> Any:
-  """Implements `in_tiles`, without a gradient.
+  """Computes `in_tiles`, without support for gradients.
 
   Args:
     function: computes rows [tile, ...]; it must not close over arrays.
@@ -88,8 +88,8 @@ def loop(
   Returns:
     Arrays [X, ...].
   """
-  # This replaces the default rule of `vmap`, which would batch the loop, and so
-  # change the shapes of its products.
+  # `custom_vmap` replaces the rule of `vmap`, which would batch the loop's body
+  # and so change the shapes of its products.
   batchable = jax.custom_batching.custom_vmap(
     functools.partial(_loop, function, tile)
   )
@@ -139,8 +139,8 @@ def _loop(
   count = jax.tree.leaves(rows)[0].shape[0]
   if not count:
     return function(weights, *rows)
-  # Pads to at least tile + 1 rows, so that the rows of an iteration depend on
-  # its index. Otherwise XLA would move the body out of the loop and fuse it
+  # With at least tile + 1 rows, the first row of a tile depends on the index of
+  # the iteration. Otherwise XLA would move the body out of the loop and fuse it
   # with the operations around it.
   padding = max(tile + 1 - count, 0)
   if padding:
@@ -171,7 +171,7 @@ def _loop(
       result,
     )
 
-  # XLA might unroll a loop with a constant number of iterations.
+  # If the number of iterations were a constant, XLA might unroll the loop.
   num_tiles = _opaque(-(-count // tile), rows)
   out, num_tiles, _ = sharding.match_varying_axes(
     (out, num_tiles, (rows, weights))
@@ -191,7 +191,7 @@ def _pad(x: Array, padding: int) -> Array:
 def _opaque(number: int, tree: Any) -> Array:
   """Returns a number as int32[] that XLA cannot recognize as a constant."""
   for leaf in jax.tree.leaves(tree):
-    # Not by `ravel`, for which XLA would gather an array that devices split.
+    # With `ravel`, XLA would gather an array that is sharded over devices.
     if jnp.issubdtype(leaf.dtype, jnp.floating):
       value = lax.convert_element_type(leaf[(0,) * leaf.ndim], jnp.float32)
       bits = lax.bitcast_convert_type(value, jnp.int32)
@@ -201,5 +201,5 @@ def _opaque(number: int, tree: Any) -> Array:
       break
   else:
     raise TypeError("`rows` must have an array of numbers.")
-  # Always true, because the sign bit is masked, but XLA does not prove that.
+  # The condition is always true (no sign bit), but XLA does not prove that.
   return jnp.where(bits & jnp.int32(2**31 - 1) >= 0, number, 0)

@@ -1,10 +1,10 @@
 """Attention whose bits do not depend on the other queries of a call.
 
-A tile is a few queries of one sequence. A row is one or more tiles of the same
-sequence, which share one gather of its keys. A decoding query has a separate
-row. Every call runs the same loop, which computes a fixed number of rows at
-once, one tile of each row at a time. So decode steps, chunks of prompts and a
-trainer's whole sequences use products of the same shapes and round equally.
+A tile is a few consecutive queries of one sequence. A row is one or more
+consecutive tiles of a sequence, whose keys are gathered once per row. The query
+of a decode step is a row of its own. Every call runs the same loop, which
+computes `_ROWS` rows at once, one tile of each. So decode steps, chunks of
+prompts and a trainer's whole sequences round equally.
 """
 
 import dataclasses
@@ -24,12 +24,11 @@ from jaxkv._src.exact import row_loop
 # Rounding depends on this number.
 _TILE_HEADS = 8
 
-# The number of rows computed at once. Reductions over fewer rows would round
-# differently.
+# Rows per iteration. Reductions over fewer rows would round differently.
 _ROWS = 8
 
 # The maximum number of tiles in a row, which does not affect the results. In a
-# longer row, tiles with short contexts would wait for the longest context.
+# longer row, tiles with a short context would take as long as the last tile.
 _MAX_TILES = 16
 
 
@@ -72,11 +71,11 @@ def attend_packed(
 
   Args:
     sequences: the sequences of the queries.
-    q: [T, H, D].
+    q: [T, H, D], T queries with H heads of size D.
     call: the other arguments of `kernels.paged_attention_padded`.
 
   Returns:
-    [T, H, Dv], the attention; float32[T, H], its log-sum-exps.
+    The attention [T, H, Dv] and its log-sum-exps float32[T, H].
   """
   num_queries = q.shape[0]
   ends = jnp.cumsum(sequences.num_tokens, dtype=jnp.int32)
@@ -99,11 +98,11 @@ def attend_rectangle(
 
   Args:
     sequences: the sequences of the queries.
-    q: [B, T, H, D].
+    q: [B, T, H, D], T queries of each of B sequences.
     call: the other arguments of `kernels.paged_attention_padded`.
 
   Returns:
-    [B, T, H, Dv], the attention; float32[B, T, H], its log-sum-exps.
+    The attention [B, T, H, Dv] and its log-sum-exps float32[B, T, H].
   """
   batch, columns = q.shape[:2]
   width = _width(batch * columns, columns, _tile(sequences, q))
@@ -126,14 +125,14 @@ def attend_rectangle(
 
 
 def _tile(sequences: TokenRows, q: jax.Array) -> int:
-  """Returns the number of queries of a tile."""
+  """Returns the number of queries per tile."""
   return max(2, _TILE_HEADS * sequences.pools[0].shape[1] // q.shape[-2])
 
 
 def _width(queries: int, longest: int, tile: int) -> int:
   """Returns the number of queries in a row, a multiple of `tile`."""
-  # With this many tiles in a row, `_ROWS` rows have room for all queries of the
-  # call, so the loop needs one iteration.
+  # With this many tiles per row, `_ROWS` rows have room for all queries, so the
+  # loop needs one iteration.
   tiles_of_row = -(-queries // (tile * _ROWS))
   return tile * max(min(tiles_of_row, -(-longest // tile), _MAX_TILES), 1)
 

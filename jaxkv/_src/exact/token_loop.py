@@ -1,4 +1,4 @@
-"""Computes functions of tokens with bits that do not depend on the batch.
+"""Runs functions of tokens so that their bits do not depend on the batch.
 
 `in_tiles` calls a function on one tile of tokens at a time; the function must
 treat tokens independently. `recur` runs a recurrence one token at a time.
@@ -15,7 +15,7 @@ from jax import lax
 from jaxkv._src.arrays import sharding
 from jaxkv._src.exact import row_loop
 
-# The number of sequences in a tile of `recur`.
+# The number of sequences that `recur` computes at a time.
 _ROWS = 8
 
 Recurrence = Callable[..., tuple[jax.Array, Any]]
@@ -30,7 +30,7 @@ def in_tiles(
   """Computes `function(weights, *arrays)`, a tile of tokens at a time.
 
   Args:
-    tile: static; the number of tokens of a tile.
+    tile: static; the number of tokens per tile.
     function: treats tokens independently; it must not close over arrays.
     weights: a pytree of arrays.
     *arrays: pytrees of arrays [B, T, ...].
@@ -59,7 +59,7 @@ def recur(
   Args:
     run: the recurrence; it must not close over arrays.
     weights: a pytree of arrays.
-    *arguments: inputs, states and numbers of tokens, see `Recurrence`.
+    *arguments: the other arguments of `run`, see `Recurrence`.
 
   Returns:
     The result of `run`, up to rounding.

@@ -46,7 +46,7 @@ def group_normalized(
   """
   shape = np.shape(rewards)
   rewards, is_used = _groups(rewards, num_samples, mask)
-  # At least 1, because in a group without used samples 0 / 0 would be NaN.
+  # A group without used samples gets a count of 1, because 0 / 0 is NaN.
   count = jnp.maximum(jnp.sum(is_used, axis=1, keepdims=True), 1)
   mean = jnp.sum(rewards, axis=1, keepdims=True) / count
   advantages = jnp.where(is_used > 0, rewards - mean, 0)
@@ -90,7 +90,7 @@ def leave_one_out(
   num_others = jnp.sum(is_used, axis=1, keepdims=True) - is_used
   sum_others = jnp.sum(rewards, axis=1, keepdims=True) - rewards
   has_baseline = (is_used > 0) & (num_others > 0)
-  # The divisor is 1 if there is no baseline, because 0 / 0 would be NaN.
+  # Without a baseline, the divisor is 1, because 0 / 0 is NaN.
   baseline = sum_others / jnp.where(has_baseline, num_others, 1)
   return jnp.where(has_baseline, rewards - baseline, 0).reshape(shape)
 

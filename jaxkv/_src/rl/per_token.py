@@ -12,7 +12,7 @@ _PER_TOKEN = ", one for each token"
 
 
 def as_log_probs(name: str, values: Any) -> jax.Array:
-  """Converts floats [Q, T] or [N, G, R] to float32, or raises."""
+  """Converts floats [Q, T] or [N, G, R] to float32, or raises an error."""
   values = jnp.asarray(values)
   if values.ndim < 2:
     raise ValueError(
@@ -23,7 +23,7 @@ def as_log_probs(name: str, values: Any) -> jax.Array:
 
 
 def as_floats_like(name: str, values: Any, other: jax.Array) -> jax.Array:
-  """Converts floats with the shape of `other` to float32, or raises."""
+  """Returns `values` as float32. They must be floats like `other` in shape."""
   values = jnp.asarray(values)
   check_shape(name, values, other.shape, _PER_TOKEN)
   return as_floats(name, values)
@@ -32,10 +32,10 @@ def as_floats_like(name: str, values: Any, other: jax.Array) -> jax.Array:
 def as_mask(
   name: str, mask: Any, other: jax.Array, meaning: str = _PER_TOKEN
 ) -> jax.Array:
-  """Converts a bool mask with the shape of `other` to an array, or raises."""
+  """Returns `mask` as an array. It must be bool with the shape of `other`."""
   mask = jnp.asarray(mask)
   check_shape(name, mask, other.shape, meaning)
-  # Numbers are refused, because they could be weights or negative.
+  # Numbers are refused, because they could be weights instead of a mask.
   if mask.dtype != jnp.bool_:
     raise TypeError(
       f"`{name}` must be bool, got {mask.dtype.name}; compare it with 0."

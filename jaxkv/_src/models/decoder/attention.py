@@ -96,7 +96,7 @@ def rotations(decoder: Decoder, positions: jax.Array) -> Rotations:
 def angles_of(
   layer: Layer, rotations: Rotations, decoder: Decoder
 ) -> Angles | None:
-  """Selects a layer's angles; None if the layer has no rotary positions."""
+  """Returns a layer's angles, or None if it has no rotary positions."""
   key = _rotation_of(layer)
   return None if key is None else rotations[_encodings(decoder).index(key)]
 
@@ -251,7 +251,7 @@ def recur(
   *,
   attention: DeltaNet,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Implements a `recurrent_pages.Recurrence`: convolution and delta rule."""
+  """Runs the convolution and the delta rule, as a `token_loop.Recurrence`."""
   a, (channels, beta, decay) = attention, inputs
   channels, last = delta_net.causal_conv(
     channels, weights["convolution"], states["convolution"], num_tokens
@@ -265,7 +265,7 @@ def recur(
     part.reshape(*part.shape[:2], count, -1)
     for part, count in zip(parts, heads, strict=True)
   )
-  # If a key has length 1, its update cannot move the stored value past v.
+  # With keys of length 1, an update cannot move the stored value past v.
   q, k = delta_net.l2_normalized(q), delta_net.l2_normalized(k)
   out, delta = delta_net.gated_delta_rule(
     q, k, v, decay, beta, states["delta"], num_tokens

@@ -10,10 +10,10 @@ towards v_t, and reads S with query q_t. With row vectors k_t, v_t and q_t:
   out_t = q_t S / sqrt(Dk)
 
 `jaxkv.kv.write_state` stores S and the last inputs of the convolution in pages.
-All functions are differentiable. They take T tokens of each of B sequences, one
-sequence per row. Only the first `num_tokens` tokens of a row are valid. The
-rest is padding, which does not change the state. Letters: C channels, W kernel
-width, K heads of queries and keys of size Dk, H value heads of size Dv.
+All functions are differentiable. Rows are B sequences of T tokens. Only the
+first `num_tokens` tokens of a row are valid. The rest is padding, which does
+not change the state. Letters: C channels, W kernel width, K heads of queries
+and keys of size Dk, H value heads of size Dv.
 """
 
 from typing import NamedTuple
@@ -72,8 +72,8 @@ def causal_conv(
   for shift in range(width):
     factor = weight[:, shift].astype(jnp.float32)[None, None]
     out = out + inputs[:, shift : shift + columns] * factor
-  # `inputs` begins W - 1 tokens before x, so its columns from `num_tokens` on
-  # are the last W - 1 valid inputs.
+  # `inputs` begins W - 1 tokens before x, so the W - 1 columns that begin at
+  # `num_tokens` are the last valid inputs.
   last = num_tokens[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None]
   after = jnp.take_along_axis(inputs, last[..., None], axis=1, mode="clip")
   return out.astype(x.dtype), after.swapaxes(1, 2).astype(state.dtype)
@@ -248,9 +248,9 @@ def _scan_chunks(
 def _chunk(state: Array, tokens: _Tokens) -> tuple[Array, Array]:
   """Runs all tokens of a chunk together, as one triangular system.
 
-  Token t adds k_t^T d_t to the state. The change d_t depends on earlier ones:
-  d_t = beta_t (v_t - e^(G_t) k_t S - sum_(j<t) e^(G_t - G_j) (k_t k_j^T) d_j),
-  with S the state before the chunk and G the cumulative sum of `decay`.
+  Token t adds k_t^T d_t to the state. With the state S before the chunk and the
+  cumulative sum G of `decay`, the changes d_t solve
+  d_t = beta_t (v_t - e^(G_t) k_t S - sum_(j<t) e^(G_t - G_j) (k_t k_j^T) d_j).
   """
   q, k, v, decay, beta = tokens
   size = k.shape[2]
@@ -258,7 +258,7 @@ def _chunk(state: Array, tokens: _Tokens) -> tuple[Array, Array]:
   index = jnp.arange(size, dtype=jnp.int32)
   is_before = index[:, None] > index[None]
   is_causal = (index[:, None] >= index[None])[None, None]
-  # The mask comes before `exp`, because `exp` of the positive differences could
+  # The mask comes before `exp`, because `exp` of a positive difference could
   # overflow to inf. Then gradients would be NaN, even with a mask after `exp`.
   decays = total[..., :, None] - total[..., None, :]
   decays = jnp.exp(jnp.where(is_causal, decays, -jnp.inf))
@@ -285,10 +285,10 @@ def _chunk(state: Array, tokens: _Tokens) -> tuple[Array, Array]:
 
 
 def to_rows(packed: Array, num_tokens: Array, width: int) -> Array:
-  """Unpacks tokens that are stored row after row, as in a `PackedView`.
+  """Unpacks the tokens of a packed call into rows.
 
   Args:
-    packed: [C, ...], the tokens of P rows. Here C is the number of columns.
+    packed: [N, ...], N columns with the tokens of P rows, row after row.
     num_tokens: int32[P], number of tokens of each row.
     width: static; T. Tokens of a row past T are dropped. A rollout drops none,
       because it schedules at most a page of tokens per packed row.
@@ -308,12 +308,12 @@ def to_rows(packed: Array, num_tokens: Array, width: int) -> Array:
 
 
 def to_columns(rows: Array, num_tokens: Array, columns: int) -> Array:
-  """Packs rows into [C, ...] with zeros at the end. Inverts `to_rows`.
+  """Packs rows into [N, ...] with zeros at the end. Inverts `to_rows`.
 
   Args:
     rows: [P, T, ...], tokens of P rows.
     num_tokens: int32[P], number of tokens of each row, at most T.
-    columns: static; C, the length of the result.
+    columns: static; N, the length of the result.
   """
   begins = jnp.cumsum(num_tokens, dtype=jnp.int32) - num_tokens
   column = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]

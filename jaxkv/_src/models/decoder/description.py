@@ -270,13 +270,13 @@ class Decoder:
     logit_cap: a cap c maps each logit x to c * tanh(x / c); None for no cap.
     tied_embeddings: True if the embedding is also the output projection.
     numerics: "fast" or "exact". With "exact", `forward`, `forward_uncached` and
-      `grouped_log_probs` compute bit-identical logits for a token, with and
-      without a gradient. The bits do not depend on slots, chunks, pages or the
-      other tokens of a batch. All calls must use the same kind of device, jax
+      `grouped_log_probs` compute bit-identical logits for a token, whether or
+      not a call is differentiated. The bits do not depend on slots, chunks,
+      pages or other sequences. All calls must use the same kind of device, jax
       version and `backend`, and weights must not be sharded. The page size must
       be 16 on a GPU or TPU, and a divisor of 64 on a CPU. Gradients are
       computed as with "fast", and only in reverse mode.
-    tile: with "exact", the number of tokens that are computed together. Sampler
+    tile: with "exact", the number of tokens that are computed together. Rollout
       and trainer need the same tile, because rounding depends on it. Decode
       steps are fastest if `tile` is the number of slots. Other calls are
       fastest with a tile of 64.
@@ -360,7 +360,7 @@ def _check_rope(rope: Rope, name: str, dim: int) -> None:
 
 
 def _check_choice(name: str, value: Any, choices: Any) -> None:
-  """Raises ValueError unless a value is one of a `Literal`."""
+  """Raises ValueError unless a value is in the `Literal` type `choices`."""
   if value not in get_args(choices):
     raise ValueError(
       f"`{name}` must be one of {', '.join(map(repr, get_args(choices)))}, got "

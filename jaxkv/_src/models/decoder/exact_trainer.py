@@ -1,8 +1,8 @@
 """Uncached attention that is bit-identical to paged attention.
 
-A trainer has no cache. But with `numerics="exact"`, each call writes its keys
-and values to temporary pages and runs the paged attention of rollouts. So it
-sums the same products in the same order as a rollout.
+A trainer has no cache. But with `numerics="exact"`, each of its calls writes
+keys and values to temporary pages and runs the paged attention of rollouts. So
+a trainer sums the same products in the same order as a rollout.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from jaxkv._src.models.decoder.tree_attention import TreeKV
 
 _PAGE_SIZE = 16
 """Tokens per page. Rollouts on a GPU or TPU must use the same page size,
-because rounding there depends on it. On a CPU the page size has no effect."""
+because rounding depends on it there. On a CPU it does not affect rounding."""
 
 
 def uncached_access(
@@ -69,12 +69,12 @@ def uncached_access(
 
 @dataclasses.dataclass(frozen=True)
 class ExactUncachedKV(UncachedKV):
-  """An `UncachedKV` with outputs bit-identical to those of a `PagedKV`.
+  """An `UncachedKV` whose outputs are bit-identical to those of a `PagedKV`.
 
   Gradients are those of `UncachedKV`.
 
   Attributes:
-    dtype: format of keys and values in pages.
+    dtype: dtype of keys and values in pages, see `jaxkv.kv.init`.
     token_wise: see `numerics.token_wise`.
   """
 
@@ -143,7 +143,7 @@ class ExactUncachedKV(UncachedKV):
 
 @dataclasses.dataclass(frozen=True)
 class ExactTreeKV(ExactUncachedKV, TreeKV):
-  """A `TreeKV` with outputs bit-identical to those of a `PagedKV`."""
+  """A `TreeKV` whose outputs are bit-identical to those of a `PagedKV`."""
 
   @property
   def _tree(self) -> Tree | None:
@@ -162,7 +162,7 @@ def _attend_tree(
   v: jax.Array | None,
   **options: Any,
 ) -> jax.Array:
-  """Computes causal attention [N, T, H, D] in trees, or in N sequences."""
+  """Computes causal attention in N trees, or in N sequences without a tree."""
   if tree is None:
     zeros = jnp.zeros(q.shape[:1], jnp.int32)
     return _attend(q, k, v, zeros, **options)
@@ -201,13 +201,13 @@ def _attend(
     v: [Z, T, K, D], values of all tokens; None for latents.
     starts: int32[Z], the number of tokens before the first query.
     options: see `jaxkv.kv.attend`.
-    dtype: format of keys and values in pages.
+    dtype: dtype of keys and values in pages.
     value_dim: see `jaxkv.kv.init`; None unless `k` has latents.
   """
   rows, tokens, heads, dim = k.shape
   pages = -(-tokens // _PAGE_SIZE)
-  # One page more than the sequences need, because page 0 of a cache is the null
-  # page, which is never written.
+  # The sequences need one page less, but page 0 of a cache is the null page,
+  # which is never written.
   config = CacheConfig(
     num_pages=rows * pages + 1,
     page_size=_PAGE_SIZE,

@@ -35,7 +35,7 @@ class Routing(NamedTuple):
 
 @functools.cache
 def routing_of(decoder: Decoder, name: str = "decoder") -> Routing:
-  """Returns a decoder's `Routing`; error messages call the decoder `name`."""
+  """Returns a decoder's `Routing`. `name` is its name in error messages."""
   mlps = [
     layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Experts)
   ]
@@ -77,8 +77,8 @@ def init_pool(decoder: Decoder, config: CacheConfig) -> ExpertIdPages:
 
 def _full_group(decoder: Decoder) -> int:
   """Returns the index of the first layer group that keeps all tokens."""
-  # A group with a window frees the pages of old tokens, and with them their
-  # records.
+  # A group with a window frees pages when their tokens leave the window, and
+  # the records in these pages would be lost.
   kinds = groups.group_kinds(decoder)
   is_full = [isinstance(kind, FullAttention) for kind in kinds]
   if True not in is_full:

@@ -77,13 +77,13 @@ def forward(
       `starts[b] + arange(T)` in row b. `views` has a view for each group of
       `cache_groups(config)`; the views differ only in their page tables. `rows`
       is ignored. A token outside the vocabulary, at a column below
-      `num_tokens[b]`, makes its logits and those of later tokens NaN.
+      `num_tokens[b]`, makes the logits of this and all later tokens NaN.
     kv: the memory from `init_kv`.
     config: static; the decoder.
     logits: static; the tokens that get logits if `batch.columns` is None:
-      "all", "last" or "none". "last" is the token at `num_tokens[b] - 1`, whose
-      logits are meaningless for a row without tokens; not for a `PackedView`.
-      "none" suits all chunks of a long prompt but the last.
+      "all", "last" or "none". "last" selects the token at `num_tokens[b] - 1`.
+      It gives meaningless logits for a row without tokens, and a `PackedView`
+      does not support it. "none" suits all but the last chunk of a prompt.
     backend: static; see `jaxkv.kv.attend`.
     head_sharding: static; see `jaxkv.kv.attend`.
     experts: see `forward_uncached`. If `kv` is from
@@ -96,9 +96,9 @@ def forward(
       shapes.
 
   Returns:
-    (logits, kv): logits are float32[B, P, V], where P is T, 1 or 0 for "all",
-    "last" and "none", or float32[X, V] for X columns in `batch.columns`. The
-    logits of tokens past a row's `num_tokens` are meaningless.
+    The logits and the new `kv`. The logits are float32[B, P, V], where P is T
+    for "all", 1 for "last" and 0 for "none", or float32[X, V] for X columns in
+    `batch.columns`. Logits past a row's `num_tokens` are meaningless.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -135,11 +135,11 @@ def forward(
     raise ValueError(
       '`expert_axis` must be None with numerics="exact", got '
       f"{expert_axis!r}: devices compute the experts of all tokens together, "
-      "and the bits of a token depend on their number."
+      "and rounding depends on the number of tokens."
     )
   is_decode = isinstance(views[0], PackedView) or tokens.shape[1:] == (1,)
-  # Exact numerics do not use shared pages. With shared pages attention merges
-  # partial results, which rounds differently from one pass over all keys.
+  # Exact numerics do not use shared pages, with which attention merges partial
+  # results. A merge rounds differently from one pass over all keys.
   if is_decode and not is_exact(config):
     views = _with_shared_pages(pools, views, config)
   access = kv_access.PagedKV(
@@ -175,7 +175,7 @@ def _check_batch(batch: Any) -> None:
 def _with_shared_pages(
   pools: tuple[Any, ...], views: tuple[_AnyView, ...], config: Decoder
 ) -> tuple[_AnyView, ...]:
-  """Checks once, before the loop over layers, which rows still share pages."""
+  """Updates the `shared` pages of views, once before the loop over layers."""
   refreshed: list[Any] = list(views)
   pool_of_group = groups.pool_of_group(config)
   for group, kind in enumerate(groups.group_kinds(config)):

@@ -38,11 +38,11 @@ def grouped_log_probs(
 ) -> Any:
   """Computes log-probs of completions that share prompts.
 
-  The log-probs are those that `forward_uncached` gives for each prompt followed
-  by each of its completions. But each prompt is computed only once, forward and
-  backward, and logits are computed in chunks and only for tokens of
-  completions. With exact numerics, gradients exist only in reverse mode (not
-  `jax.jvp`). To score a sequence without a prompt, pass its first token as the
+  The result equals the log-probs from `forward_uncached`, called with each
+  prompt followed by each of its completions. But each prompt is computed only
+  once, forward and backward, and logits are computed in chunks and only for
+  tokens of completions. With exact numerics, gradients exist only in reverse
+  mode. To score a sequence without a prompt, pass its first token as the
   prompt. Letters: N prompts of up to P tokens, with G completions of up to R
   tokens; J layers with experts, k experts per token in each such layer.
 
@@ -51,7 +51,7 @@ def grouped_log_probs(
   int32[N, G, G', G'', R''] and so on. Lengths have the same shapes without the
   last axis. Each of the G branches of the first level has G' continuations at
   the second level. A token attends to all tokens before it on the path from the
-  prompt, and their number is its position.
+  prompt. The position of a token is the number of these tokens.
 
   On several devices, call it in `jax.shard_map`, with prompts, completions,
   lengths and experts split by N. Then no array is gathered, and exact numerics
@@ -70,12 +70,12 @@ def grouped_log_probs(
     temperature: divisor of the logits, as in `Sampling`. As in a rollout and in
       `score`, 0 has the effect of 1. A traced temperature out of range gives
       NaN.
-    experts: recorded experts, see `forward_uncached`: a tuple of those of
-      prompts, signed integers [N, P, J, k], and those of completions,
-      [N, G, R, J, k] or a tuple of levels.
-    remat: static; True to save only each layer's input for the gradient, which
-      then recomputes the layer. This needs less memory and up to a third more
-      time.
+    experts: a tuple of the recorded experts of prompts, signed integers
+      [N, P, J, k], and those of completions, [N, G, R, J, k] or a tuple of
+      levels; see `forward_uncached`.
+    remat: static; True to save only each layer's input for the backward pass,
+      which then recomputes the layer. This needs less memory and up to a third
+      more time.
     kv_dtype: static; see `forward_uncached`.
 
   Returns:
@@ -89,8 +89,8 @@ def grouped_log_probs(
 
   Raises:
     TypeError: an argument has the wrong type, such as tokens that are floats.
-    ValueError: a shape does not fit the decoder, the decoder has no experts to
-      replay, `kv_dtype` is given without exact numerics, or the temperature is
+    ValueError: a shape is wrong, `experts` is given for a decoder without
+      experts, `kv_dtype` is given without exact numerics, or the temperature is
       out of range.
 
   Examples:
@@ -136,7 +136,7 @@ def grouped_log_probs(
     (prompts, *_levels(completions)),
     (prompt_lengths, *_levels(completion_lengths)),
   )
-  # Checked outside of the jitted function, in which the value is traced.
+  # The check is outside of the jitted function, where the value is traced.
   temperature = divisor(as_temperature(temperature))
   records = _checked_experts(experts, levels, config)
   out = _log_probs_of_levels(
@@ -207,7 +207,7 @@ def _head_of_levels(
   temperature: jax.Array,
   config: Decoder,
 ) -> list[jax.Array]:
-  """Returns log-probs of each level, float32[N, C_l, R_l], from x [N, T, E]."""
+  """Returns log-probs [N, C_l, R_l] of each level below prompts, from x."""
   outs = []
   for level, targets in enumerate(tokens[1:], 1):
     # The last token of a parent predicts the first token of each child, so its
@@ -237,7 +237,7 @@ def _padded(
 
 
 def _flat(values: jax.Array, dims: int) -> jax.Array:
-  """Merges the axes between the first and the last `dims`: [N, C, ...]."""
+  """Merges the axes between the first axis and the last `dims` axes."""
   last = values.shape[values.ndim - dims :]
   return values.reshape(values.shape[0], -1, *last)
 
@@ -264,8 +264,8 @@ def _checked_levels(
       "`completions` and `completion_lengths` must have the same number of "
       f"levels (at least one), got {len(tokens) - 1} and {len(lengths) - 1}."
     )
-  # The tokens of a level have the axes of the level above, with one more axis
-  # of branches before the last.
+  # A level has one more axis than the level above: its branches, before the
+  # last axis.
   shape, levels, sizes = (), [], []
   for level, length in zip(tokens, lengths, strict=True):
     name, axes = ("completions", "GR") if levels else ("prompts", "NP")

@@ -5,11 +5,11 @@ where the number of groups C is the period of the layers: the length of the
 shortest pattern that they repeat. For example, C is 1 if all layers are alike,
 and 6 if every sixth layer has full attention and the others have a window.
 
-A page holds the data of all layers of its group. The part of one layer is a
-memory layer: layer i uses memory layer i // C. All pages have the same number
-of memory layers. If C does not divide L, some groups do not use the last one. A
-pool is the memory for the pages of all groups whose layers store the same kind
-and size of data.
+A page stores data of all layers of its group. The part of a page for one layer
+is a memory layer: layer i uses memory layer i // C. All pages have the same
+number of memory layers. If C does not divide L, some groups leave the last one
+unused. A pool is the memory for the pages of all groups whose layers store the
+same kind and size of data.
 
 A stretch is a run of layers in which a pattern of P layers repeats R times. A
 `lax.scan` over the repetitions runs the stretch, so XLA compiles the pattern
@@ -31,11 +31,11 @@ from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
 
 PoolKey = tuple[str, Any]
-"""The kind of a pool, with its sizes or, for states, the `DeltaNet`. Layers
-with equal keys share a pool."""
+"""The kind of data that a pool stores, and either sizes or, for states, the
+`DeltaNet`. Layers with equal keys share a pool."""
 
 _MAX_PATTERN = 16
-"""The maximum P of a pattern that repeats. It bounds the search for one."""
+"""The maximum length P of a repeated pattern, which bounds the search."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _period(items: list) -> int:
 def _longest_stretch(layers: tuple[Layer, ...], period: int) -> tuple[int, int]:
   """Returns P and R of the longest stretch that begins at the first layer.
 
-  If no pattern repeats, the stretch is one repetition of `period` layers.
+  If no pattern repeats, R is 1 and P is `period`, or less at the end.
   """
   best = (min(period, len(layers)), 1)
   # The group is a static index in the compiled loop, so a layer of the pattern

@@ -51,13 +51,13 @@ def init_kv(
       with `Experts`. `jaxkv.kv.read_expert_ids(kv[-1], ...)` reads the records.
 
   Returns:
-    `KVPages`, or a tuple if layers need different kinds of memory. With
-    `record_experts`, a tuple whose last item is an `ExpertIdPages`.
+    The pool of all layers, such as `KVPages`; a tuple if layers need several
+    pools. With `record_experts`, a tuple that ends with an `ExpertIdPages`.
 
   Raises:
-    ValueError: the cache has another number of groups than the decoder. With
-      `record_experts`, also if no layer has experts or full attention, or if
-      layers differ in the number of experts per token.
+    ValueError: the cache and the decoder differ in the number of groups. With
+      `record_experts`, also if no layer has experts, no layer has full
+      attention, or layers differ in the number of experts per token.
 
   Examples:
     >>> import jaxkv
@@ -130,7 +130,7 @@ def check_pools(
     )
   num_layers = groups.num_memory_layers(config)
   for pool in pools:
-    # Not `!=`, because a pool may have more memory layers than a decoder uses.
+    # A pool may have more memory layers than the decoder uses.
     if pool.num_layers < num_layers:
       raise ValueError(
         f"`kv` must have {num_layers} layers for config, got "

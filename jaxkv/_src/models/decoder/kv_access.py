@@ -162,11 +162,11 @@ class PagedKV:
   def record_experts(
     self, location: Location, experts: jax.Array, pools: Pools
   ) -> Pools:
-    """Writes expert ids int32[B, T, k] if `pools` has an `ExpertIdPages`."""
+    """Writes expert ids int32[B, T, k] if `pools` ends with `ExpertIdPages`."""
     pool = pools[-1]
     if not isinstance(pool, ExpertIdPages):
       return pools
-    # Expert ids are in pages of the pool's group, not of the layer's group.
+    # All layers' ids are in pages of one group, whichever group a layer is in.
     view = self.views[pool.group]
     pool = write_expert_ids(pool, view, location.expert_layer, experts)
     return (*pools[:-1], pool)
@@ -174,7 +174,7 @@ class PagedKV:
 
 @dataclasses.dataclass(frozen=True)
 class UncachedKV:
-  """Keys and values of the same call, without memory.
+  """Keys and values of the same call, without a cache.
 
   Attributes:
     experts: signed integers [B, T, J, k], the k experts that each token must
@@ -249,7 +249,7 @@ def cached_latents(inputs: LatentInputs) -> jax.Array:
 def latent_queries(
   weights: jax.Array, plain: jax.Array, rotated: jax.Array
 ) -> jax.Array:
-  """Projects queries to latents: [B, T, H, latent_dim + rotated_dim]."""
+  """Projects queries to the space of cached latents, see `cached_latents`."""
   absorbed = jnp.einsum("bthd,lhd->bthl", plain, weights)
   return jnp.concatenate([absorbed, rotated], axis=-1)
 
@@ -277,5 +277,5 @@ def _options(mixer: Mixer) -> dict[str, Any]:
 
 
 def _with_pool(pools: Pools, index: int, pool: Any) -> Pools:
-  """Returns a copy of `pools` in which `pool` replaces an item."""
+  """Returns a copy of `pools` in which `pool` replaces item `index`."""
   return (*pools[:index], pool, *pools[index + 1 :])

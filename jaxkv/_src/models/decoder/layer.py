@@ -2,7 +2,7 @@
 
 Steps that compute each token independently run through `numerics.token_wise`,
 on all tokens together or on one tile of tokens at a time. Between these steps
-the token mixer reads and writes keys and values through a class of `kv_access`.
+the token mixer runs as a method of a class of `kv_access`, such as `PagedKV`.
 """
 
 import functools
@@ -44,8 +44,8 @@ def run(
 ) -> Carry:
   """Runs one layer, with a `PagedKV` or `UncachedKV` as `access`."""
   (x, pools), call = carry, token_wise(decoder)
-  # Exact numerics require functions that close over no arrays. So `bind` binds
-  # only static descriptions, and all arrays are arguments.
+  # `call` passes all arrays as arguments, because a `TokenWise` must not close
+  # over arrays. `bind` binds only static arguments.
   bind = functools.partial
   angles = attentions.angles_of(layer, rotations, decoder)
   inputs = call(bind(_mixer_inputs, layer, decoder), weights, x, angles)
@@ -77,7 +77,7 @@ def _mixer_inputs(
   x: jax.Array,
   angles: Angles | None,
 ) -> Any:
-  """Normalizes tokens and projects them, see `attention`."""
+  """Returns the token mixer's inputs: x normalized and then projected."""
   kind, y = layer.attention, _norm(x, weights, "attention_norm", decoder)
   if isinstance(kind, DeltaNet):
     return attentions.project_recurrence(y, weights)
@@ -97,7 +97,7 @@ def _mix(
 ) -> kv_access.MixerOutput:
   """Runs the token mixer, the only step that depends on other tokens."""
   if isinstance(mixer.kind, DeltaNet):
-    # The gate is left out, because `output_recurrence` multiplies by it.
+    # `output_recurrence` applies the gate, so the recurrence does not need it.
     arrays = (inputs.channels, inputs.beta, inputs.decay)
     run = recurrence(decoder, mixer.kind, mixer.weights)
     return access.recurrent(mixer, run, arrays, pools)
@@ -114,7 +114,7 @@ def _add_mixer_output(
   out: jax.Array,
   gate: jax.Array | None,
 ) -> jax.Array:
-  """Projects the mixer's output and adds it to x: [B, T, E]."""
+  """Projects the mixer's output and adds it to x."""
   kind = layer.attention
   if isinstance(kind, DeltaNet):
     assert gate is not None
@@ -139,7 +139,7 @@ def _after_mixer(
   gate: jax.Array | None,
   replay: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Adds the outputs of mixer and MLP to x. Also returns any expert ids."""
+  """Adds the outputs of mixer and MLP to x. Also returns expert ids or None."""
   x = _add_mixer_output(layer, decoder, weights, x, out, gate)
   y, experts = _norm(x, weights, "mlp_norm", decoder), None
   if isinstance(layer.mlp, Mlp):

@@ -27,7 +27,7 @@ def llama(
   tied_embeddings: bool = True,
   dtype: Any = jnp.float32,
 ) -> Decoder:
-  """Describes a Llama-family decoder, with a pattern of windows.
+  """Returns a Llama-family `Decoder`, with a repeated pattern of windows.
 
   Args:
     vocab_size: V, number of tokens.
@@ -68,9 +68,9 @@ def llama(
   if len(bases) not in (1, len(windows)):
     raise ValueError(
       f"`rope_base` must have a base for each of the {len(windows)} windows, "
-      f"got {rope_base}; or give one number for all layers."
+      f"got {rope_base}; or pass one number for all layers."
     )
-  # `Decoder` cannot check this size, because it has no field for it.
+  # `Decoder` does not check `num_layers`, because it has no such field.
   check_size("num_layers", num_layers)
   pattern = [
     Layer(

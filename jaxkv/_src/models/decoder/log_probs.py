@@ -10,8 +10,8 @@ from jaxkv._src.models.decoder.numerics import is_exact
 from jaxkv._src.models.decoder.params import Params
 
 _MAX_LOGITS = 2**24
-"""The maximum number of logits in memory at a time. They take 64 MiB. With a
-vocabulary of 49,152 they are those of 341 positions."""
+"""The maximum number of logits in memory at a time, which take 64 MiB. With a
+vocabulary of 49,152, a chunk has the logits of at most 341 positions."""
 
 
 def of_tokens(
@@ -33,7 +33,8 @@ def of_tokens(
     tokens: int32[..., S], S alternative next tokens of each position.
     temperature: float32[], above 0, the divisor of the logits.
     config: static; the decoder.
-    max_logits: static; the maximum number of logits in memory at a time.
+    max_logits: static; the maximum number of logits per chunk. A chunk has at
+      least one position.
 
   Returns:
     float32[..., S]; NaN for a token outside the vocabulary.

@@ -88,10 +88,10 @@ def _select(
     return x[:, :0]
   if num_tokens is None:
     raise ValueError(
-      '`logits` must be "all" or "none" with a PackedView, got "last"; give '
-      "`columns`."
+      '`logits` must be "all" or "none" with a PackedView, got "last"; set '
+      "`batch.columns`."
     )
-  # Sequences without tokens take token 0, because -1 would count from the end.
+  # A sequence without tokens gets token 0, because -1 would be the last column.
   last = jnp.maximum(num_tokens - 1, 0)[:, None, None]
   return jnp.take_along_axis(x, last, axis=1, mode="fill")
 
@@ -132,8 +132,8 @@ def check_params(params: Params, config: Decoder) -> None:
     if isinstance(params, Mapping):
       description = f"a dict with {sorted(map(str, params))}"
     raise TypeError(
-      f'`params` must be a dict with "embed", got {description}; pass what '
-      "`init_params` or `load` returns."
+      f'`params` must be a dict with "embed", got {description}; pass the '
+      "result of `init_params`, or `load(...).params`."
     )
   embed = (config.vocab_size, config.embed_dim)
   if params["embed"].shape != embed or params["embed"].dtype != config.dtype:

@@ -19,7 +19,7 @@ _SLOPE = 1.702
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
-  """Applies the named activation."""
+  """Applies an activation to x."""
   if activation == "silu":
     return jax.nn.silu(x)
   if activation == "relu":
@@ -145,7 +145,7 @@ def _in_best_groups(ranking: jax.Array, experts: Experts) -> jax.Array:
 
 
 def check_experts(weights: Params, experts: Experts, axis: str | None) -> None:
-  """Raises ValueError unless the weights have the experts of one device."""
+  """Raises ValueError unless `weights` has this device's number of experts."""
   found = weights["expert_gate"].shape[0]
   size = 1 if axis is None else jax.lax.axis_size(axis)
   if found * size != experts.num_experts:
@@ -154,7 +154,7 @@ def check_experts(weights: Params, experts: Experts, axis: str | None) -> None:
       'params["layers"][...]["expert_gate"]',
       f"an array with {experts.num_experts} experts on {size} devices",
       f"{found} experts on each",
-      "give models.forward `expert_axis`, if `MeshAxes.experts` is set",
+      "pass `expert_axis` to models.forward if `MeshAxes.experts` is set",
     )
 
 
@@ -168,9 +168,9 @@ def _run_distributed(
 ) -> jax.Array:
   """Implements `_run_experts` for experts on several devices.
 
-  Each device gathers the tokens of all devices, runs its own experts, and
-  returns to each device the sums for its tokens. No token is dropped, however
-  many of them choose the same expert.
+  Each device gathers the tokens of all devices and runs its own experts on
+  them. A reduce-scatter returns the sums of a device's tokens to this device.
+  No token is dropped, however many tokens choose the same expert.
   """
   x, choice, factors = jax.lax.all_gather(
     (x, choice, factors), axis, tiled=True
@@ -193,8 +193,8 @@ def _run_experts(
 ) -> jax.Array:
   """Returns the weighted sum of the outputs of each token's experts, [N, E].
 
-  If `is_local` bool[N, k] is given, only the chosen experts that it marks are
-  in `weights` and in the sum.
+  If `is_local` bool[N, k] is given, `weights` has only some experts, and the
+  sum has only the chosen experts that `is_local` marks.
   """
   count, number = choice.shape[1], weights["expert_gate"].shape[0]
   expert = choice.reshape(-1)
@@ -229,7 +229,7 @@ def _run_experts(
   )
   parts = out[inverse].reshape(x.shape[0], count, -1)
   if is_local is not None:
-    # `ragged_dot` does not define the rows that belong to no expert.
+    # The output of `ragged_dot` is undefined for rows that belong to no expert.
     parts = jnp.where(is_local[:, :, None], parts, 0)
   parts = parts * factors[:, :, None].astype(parts.dtype)
   return jnp.sum(parts, axis=1).astype(x.dtype)

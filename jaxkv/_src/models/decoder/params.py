@@ -6,7 +6,7 @@ pattern R times (see `groups`). "layers" is a tuple with one entry per stretch,
 and an entry is a tuple with one dict per layer of the pattern. All arrays of a
 dict have a leading axis of R repetitions, so that a scan can slice them. The
 tables omit this axis. `description` defines the letters, and `delta_net` those
-of `DeltaNet`. Names of sizes, such as latent, are those of fields.
+of `DeltaNet`. A word in a shape is a field: latent stands for `latent_dim`.
 
 | name                       | of `Attention`                                  |
 |----------------------------|-------------------------------------------------|
@@ -93,10 +93,10 @@ class Leaf:
 
   Attributes:
     shape: shape of the array.
-    fan_in: number of inputs of a projection, whose weights are drawn at random;
-      None for a parameter of ones, 0 for a parameter of zeros.
+    fan_in: number of inputs of a projection with random initial weights; None
+      for a parameter that is initially 1, 0 for one that is initially 0.
     residual: True if the projection's output is added to the residual stream.
-    offset: True to subtract `Decoder.norm_offset` from a parameter of ones.
+    offset: True to subtract `Decoder.norm_offset` from an initial value of 1.
     dtype: dtype of the array; None for the decoder's dtype.
   """
 
@@ -289,7 +289,7 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
 
   def arrays(node: Any) -> Any:
     # Keeps the order of names in `leaves_of`. `jax.tree.map` would sort them,
-    # which would change the parameters of a random key.
+    # and a given key would then yield other parameters.
     if isinstance(node, Leaf):
       return array(node)
     if isinstance(node, dict):

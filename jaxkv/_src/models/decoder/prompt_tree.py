@@ -66,7 +66,7 @@ class Tree:
     ]
 
   def paths(self, x: jax.Array, level: int) -> jax.Array:
-    """Copies rows [N, T, ...] to one sequence per branch of level l.
+    """Copies rows [N, T, ...] to one sequence per branch of a level l.
 
     Returns:
       [N * C_l, R_0 + ... + R_l, ...]: the tokens of all ancestors of the branch
@@ -81,7 +81,7 @@ class Tree:
         path, part, start, 0
       )
     )
-    # From the root down, so that each part overwrites the padding before it.
+    # Goes from the root down, so that a part overwrites its parent's padding.
     for part, start in zip(
       self.split(x)[: level + 1], self.starts, strict=False
     ):
@@ -91,10 +91,10 @@ class Tree:
     return path
 
   def last(self, level: int) -> jax.Array:
-    """Returns the column of the last token on each path, int32[N, C_l].
+    """Returns the column of each branch's last token, int32[N, C_l].
 
-    For an empty branch, returns that of its nearest ancestor that has tokens,
-    or 0 if all ancestors are empty.
+    For an empty branch, returns the column of the last token of its nearest
+    ancestor with tokens, or 0 if all ancestors are empty.
     """
     begin, column = 0, jnp.zeros_like(self.lengths[0])
     for number in range(level + 1):

@@ -18,9 +18,9 @@ from jaxkv._src.models.decoder import delta_net
 from jaxkv._src.models.decoder.description import DeltaNet
 
 Recurrence = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
-"""A function `(inputs, states, num_tokens) -> (outputs, states)` that runs the
-first `num_tokens` int32[R] of T tokens in each of R sequences, from the states
-before them to the states after. Inputs and outputs are [R, T, ...]."""
+"""`(inputs, states, num_tokens) -> (outputs, states)`. Runs the first
+`num_tokens` int32[R] of T tokens of R sequences, from the states before these
+tokens to the states after them. Inputs and outputs are [R, T, ...]."""
 
 
 def run_rows(
@@ -35,8 +35,8 @@ def run_rows(
   if inputs[0].shape[1] == 1:
     return _run_stored(run, inputs, pool, rows, layer)
   # Other sequences can reuse a full page as a prefix, so a full page must hold
-  # the state at its end. If a row goes past the end of a partly filled page,
-  # its tokens up to there (the head) run first, and then the rest (the tail).
+  # the state at its end. If the tokens of a row go past the end of a partly
+  # filled page, the tokens in it (the head) run first, and then the tail.
   room = -rows.starts % size
   head_counts = jnp.where(room < rows.num_tokens, room, 0)
 
@@ -48,7 +48,7 @@ def run_rows(
     shape = jax.eval_shape(run_head, pool)[0]
     return jnp.zeros(shape.shape, shape.dtype), pool
 
-  # If no row has a head, the first part is skipped at run time.
+  # Skips the heads at run time if no row has one.
   head_out, pool = jax.lax.cond(
     jnp.any(head_counts > 0), run_head, skip_head, pool
   )
@@ -82,7 +82,7 @@ def run_packed(
   view: PackedView,
   layer: jax.Array | int,
 ) -> tuple[jax.Array, StatePages]:
-  """Runs a packed call [1, T, ...]: its decode tokens, then its prompts."""
+  """Runs inputs [1, T, ...]: one decode token per row, then all prompts."""
   decode = rows_of(view.decode)
   count = decode.starts.shape[0]
   single = tuple(array[0, :count, None] for array in inputs)
@@ -91,7 +91,7 @@ def run_packed(
   if view.prefill is not None:
     columns = inputs[0].shape[1] - count
     num_tokens = view.prefill.num_tokens
-    # A prompt has at most a page of tokens here, see `PagedKV.recurrent`.
+    # Each prompt has at most one page of tokens, see `PagedKV.recurrent`.
     width = min(pool.page_size, columns)
     rows = tuple(
       delta_net.to_rows(array[0, count:], num_tokens, width) for array in inputs
@@ -127,7 +127,7 @@ def state_shapes(
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
   """Returns the `shapes` of `jaxkv.kv.init_states` for a recurrent layer."""
   a = attention
-  # float32 even for bfloat16 weights, because a state sums over all tokens.
+  # Not bfloat16, because a state accumulates rounding errors over all tokens.
   return {
     "convolution": ((a.num_channels, a.kernel_size - 1), jnp.float32),
     "delta": ((a.num_value_heads, a.key_dim, a.value_dim), jnp.float32),

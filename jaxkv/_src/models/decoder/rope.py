@@ -53,7 +53,7 @@ class YarnScaling:
       keeps its frequency.
     beta_slow: a pair with fewer turns than this in `original_length` tokens has
       a low frequency. Frequencies in between are interpolated.
-    truncate: True to extend the interpolated range to whole pairs.
+    truncate: True to round the interpolated range outwards to whole pairs.
     attention_factor: factor of all cosines and sines.
   """
 
@@ -104,8 +104,8 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     [1.0, 0.10000000149011612]
   """
   dim = head_dim if rope.dim is None else rope.dim
-  # Positions multiply the error of a frequency, so frequencies are computed on
-  # the host, in float64, and rounded once.
+  # A position multiplies the error of a frequency. So the host computes
+  # frequencies in float64 and rounds them once.
   exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
   plain = rope.base**-exponents
   scaling = rope.scaling
@@ -149,7 +149,7 @@ def rotation(
   """Returns cosines and sines float32[B, T, 1, dim / 2] for positions."""
   frequency = jnp.asarray(frequencies(rope, head_dim))[None, None, None]
   angles = positions.astype(jnp.float32)[:, :, None, None] * frequency
-  # Only YaRN has a factor. Without one, the program has no multiplication.
+  # Only YaRN has a factor. A factor of 1 adds no multiplication to the program.
   factor = 1.0
   if isinstance(rope.scaling, YarnScaling):
     factor = rope.scaling.attention_factor

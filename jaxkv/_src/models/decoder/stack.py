@@ -40,8 +40,8 @@ def run(
 ) -> Carry:
   """Returns the last layer's output [B, T, E], before the norm, and the pools.
 
-  With `remat`, only the input of each layer is saved for a gradient. The
-  backward pass then recomputes the layer.
+  With `remat`, only each layer's input is saved for the backward pass, which
+  then recomputes the layer.
   """
   embed = functools.partial(_embed, decoder)
   x, rotations = token_wise(decoder)(embed, params["embed"], tokens, positions)
@@ -74,7 +74,7 @@ def _embed(
     mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
   )
   if decoder.embed_scale != 1.0:
-    # Gemma rounds the factor to the type of the weights before it multiplies.
+    # Gemma rounds the factor to the dtype of the weights.
     x = x * jnp.asarray(decoder.embed_scale, x.dtype)
   return x, attentions.rotations(decoder, positions)
 
@@ -124,7 +124,7 @@ def _location(
   number: int,
   repetition: jax.Array | int,
 ) -> Location:
-  """Returns the `Location` of layer `number` of the pattern in a repetition."""
+  """Returns the `Location` of the pattern's layer `number` in a repetition."""
   period, index = groups.period(decoder), stretch.first + number
   group = index % period
   # A repetition advances whole periods, so the group is static and only the
@@ -145,8 +145,8 @@ def _read_weights(
 ) -> Params:
   """Slices the weights of one layer, after its input x is computed."""
   # Without the dependency on x, XLA copies the weights of all layers of the
-  # repetition before it runs the first. The copy takes as much memory as these
-  # weights, and doubles the time of a decode step on a CPU.
+  # repetition before it runs the first layer. The copy takes as much memory as
+  # these weights, and doubles the time of a decode step on a CPU.
   computed = (x[0, 0, 0] > 0).astype(jnp.int32)
   index = loops.read_before(computed, repetition)
   return jax.tree.map(

@@ -1,12 +1,13 @@
 """Attention and recurrences in trees of tokens.
 
 `prompt_tree` describes the trees. A token attends to its ancestors and to
-earlier tokens of its branch. One product computes the scores of a prompt's keys
-with the queries of all its completions, so that the keys are read once.
+earlier tokens of its branch, and to itself. One product computes the scores of
+a prompt's keys with the queries of all completions, so keys are read once.
 
 Letters in addition to those of `prompt_tree`: H query heads, K key-value heads,
 D head size, X size of a value, g query heads per key-value head, l level of the
-queries, j level of the keys, Q queries of level l below one branch of level j.
+queries, j level of the keys, Q queries of level l that descend from one branch
+of level j.
 """
 
 import dataclasses
@@ -134,8 +135,8 @@ def _mask(
   if level == ancestor:
     keys = jnp.arange(tree.widths[level], dtype=jnp.int32)
     distance = (keys[:, None] - keys[None])[None, None]
-    # Padding is not masked out here. It attends to itself, so that its softmax
-    # has a finite score.
+    # Padding attends to itself. If it attended to no token, its softmax would
+    # be NaN.
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
   columns = prompt_tree.columns(tree.widths[ancestor])
@@ -152,10 +153,9 @@ def _mask(
 def _softmax(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
   """Computes one softmax over the last axes of all parts.
 
-  There is one part per level j of keys: the scores [N, C_j, K, g, Q, R_j] of
-  the same queries with these keys, grouped by the branches of the keys. For
-  j = l these are the branches of the queries. Sinks are a further, last part
-  of one column, grouped by the branches of the queries.
+  Part j has the scores [N, C_j, K, g, Q, R_j] of the same queries with the keys
+  of level j, grouped by the branches of level j. Sinks are an additional part
+  at the end, with one column, grouped by the branches of level l.
   """
   maxima = [_by_query_branch(jnp.max(part, axis=-1), parts) for part in parts]
   maximum = maxima[0]

@@ -51,7 +51,7 @@ def check(weight_map: WeightMap, tensors: Tensors, file: str) -> None:
   for source in sources_of(weight_map):
     shapes |= dict(source.tensors)
     missing |= {name: None for name, _ in source.tensors if name not in tensors}
-    # Stops early, because a damaged config.json can name billions of tensors.
+    # Stops early, because a damaged config.json can imply billions of tensors.
     if len(missing) > 2 * _MAX_NAMES:
       break
   if missing:
@@ -75,7 +75,7 @@ def check(weight_map: WeightMap, tensors: Tensors, file: str) -> None:
     if tensor.shape != shape:
       raise ValueError(
         f"tensor {name} in {file} must have shape {list(shape)}, as its "
-        f"config.json says, got {list(tensor.shape)}."
+        f"configuration says, got {list(tensor.shape)}."
       )
     if not jax.numpy.issubdtype(tensor.dtype, jax.numpy.floating):
       raise ValueError(
@@ -94,7 +94,7 @@ def assemble(
   Args:
     weight_map: the weight map. Call `check` first.
     tensors: the tensors.
-    tick: called after each `Source` is read, so `num_sources` times.
+    tick: a function to call after each `Source` is read.
   """
   dtype = weight_map.decoder.dtype
 
@@ -136,7 +136,7 @@ def assemble(
 def _repetitions(
   weight_map: WeightMap, stretch: groups.Stretch
 ) -> Iterator[list[Sources]]:
-  """Yields the sources of all repetitions of each layer of the pattern."""
+  """Yields, for each layer of the pattern, the sources of its repetitions."""
   size = len(stretch.pattern)
   for index in range(size):
     yield [

@@ -27,7 +27,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
     return environment.from_string(template).render(**variables)
   except _RefusedError as error:
     raise ValueError(str(error)) from error
-  # A template can raise any exception. All are converted to a ValueError.
+  # A template can raise any exception.
   except Exception as error:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     raise ValueError(

@@ -1,7 +1,7 @@
-"""Converts errors of a damaged checkpoint to one line that names its file.
+"""Converts errors of a damaged checkpoint to one line that names the file.
 
 The code that reads a checkpoint checks most values itself. This module handles
-the other errors that a damaged file can cause, such as those of other packages.
+other errors that a damaged file can cause, such as errors in other packages.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ _MAX_CHARACTERS = 600
 
 @contextlib.contextmanager
 def one_line_errors(name: str) -> Iterator[None]:
-  """Converts errors of a `with` block to one line that contains `name`.
+  """Converts errors in a `with` block to one line that contains `name`.
 
   Raises:
     ImportError, OSError, MemoryError: the block raised this error.
@@ -21,7 +21,7 @@ def one_line_errors(name: str) -> Iterator[None]:
   """
   try:
     yield
-  # These errors are about the machine and not the file, so they pass unchanged.
+  # These errors are about the machine and not the file, so they stay unchanged.
   except (ImportError, OSError, MemoryError):
     raise
   except ValueError as error:

@@ -32,15 +32,15 @@ _COUNTS_OF_LAYERS = {"num_hidden_layers", "num_nextn_predict_layers"}
 """Keys that count layers. Their maximum is the number of tensors."""
 _COUNTS_OF_EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 _MAX_EXPERTS = 2**16
-"""One tensor can have all experts. Pools of expert ids are of 16 bits."""
+"""The maximum of these counts, because recorded expert ids have 16 bits."""
 
 
 class ConfigFile:
   """The values of a config.json, with checked types.
 
   A method that returns a value raises a ValueError if the value has the wrong
-  type, or if it is missing and the method is called without a default. A null
-  counts as missing. Call `check_all_read` last, to refuse unknown keys.
+  type, or if the value is missing and there is no default. A null counts as
+  missing. Call `check_all_read` last, to refuse unknown keys.
   """
 
   def __init__(
@@ -74,7 +74,7 @@ class ConfigFile:
     return self._int(key, default, 1)
 
   def count(self, key: str, default: Any = _REQUIRED) -> int:
-    """Returns an int of at least 0."""
+    """Returns an int of at least 0, or the default, which may be None."""
     return self._int(key, default, 0)
 
   def number(self, key: str, default: Any = _REQUIRED) -> Any:
@@ -144,7 +144,7 @@ class ConfigFile:
       raise self.wrong(key, f"{names or 'null'}, as no other is supported")
 
   def ignore(self, *keys: str) -> None:
-    """Marks keys as read, because they have no effect in a model family."""
+    """Marks keys as read, for keys that have no effect in a model family."""
     self._read.update(keys)
 
   def check_all_read(self) -> None:

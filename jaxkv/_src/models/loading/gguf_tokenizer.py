@@ -52,7 +52,7 @@ def open_tokenizer(metadata: ConfigFile) -> Tokenizer:
     pairs = zip(tokens, kinds, strict=False)
     names = [token for token, token_kind in pairs if token_kind == kind]
     add([library.AddedToken(name, normalized=False) for name in names])
-  # The defaults of the flags `add_bos_token` and `add_eos_token` are those of
+  # The flags `add_bos_token` and `add_eos_token` have the same defaults as in
   # llama.cpp.
   adds_bos = (
     is_sentence_piece or metadata.get(f"{_GGML}pre", None) == "llama-bpe"
@@ -80,7 +80,7 @@ def _byte_level(
   merges = metadata.items(f"{_GGML}merges", str)
   pairs = [tuple(pair.split(" ", 1)) for pair in merges]
   model = library.models.BPE(vocabulary, pairs)
-  # In llama-bpe, a word in the vocabulary is one token, even without merges.
+  # In llama-bpe, a word that is in the vocabulary is one token without merges.
   model.ignore_merges = kind == "llama-bpe"
   core = library.Tokenizer(model)
   if kind == "qwen2":

@@ -6,7 +6,7 @@ import re
 from jaxkv._src.extras import extra_package
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
-# The files that `load` reads. Others, such as pickles, are not downloaded.
+# The files that `load` reads. Other files, such as pickles, are not downloaded.
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
@@ -28,7 +28,7 @@ def download(source: str, *, local_files_only: bool = False) -> pathlib.Path:
     folder = hub.snapshot_download(
       source, allow_patterns=_FILES, local_files_only=local_files_only
     )
-  # The package also raises errors of HTTP and file libraries.
+  # The package passes on errors of HTTP and file libraries.
   except Exception as error:
     reason = str(error).strip().splitlines() or [type(error).__name__]
     raise ValueError(

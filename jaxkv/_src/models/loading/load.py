@@ -83,7 +83,7 @@ class Pretrained:
     max_length: int | None = None,
     **options: Any,
   ) -> CacheConfig:
-    """Returns the sizes of a cache for this decoder.
+    """Returns the `CacheConfig` of a cache for this decoder.
 
     Args:
       num_pages: N, pages of all layer groups together.
@@ -124,8 +124,8 @@ def load(
 ) -> Pretrained:
   """Loads a pretrained decoder.
 
-  A checkpoint with unknown tensors, or with unknown keys in its configuration,
-  raises a ValueError. Tensors are read one by one, so loading needs little more
+  Raises a ValueError if a checkpoint has unknown tensors, or unknown keys in
+  its configuration. Tensors are read one by one, so loading needs little more
   memory than the parameters.
 
   Args:
@@ -138,7 +138,7 @@ def load(
         installed.
     dtype: dtype of parameters and activations: float32, bfloat16 or float16.
       None for the checkpoint's dtype, or bfloat16 for a .gguf file.
-    local_files_only: True to download nothing.
+    local_files_only: True to use only files that are already on this machine.
     progress: True to show a progress bar on stderr.
 
   Raises:

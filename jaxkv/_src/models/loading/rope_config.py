@@ -1,4 +1,4 @@
-"""Reads rotary settings from config.json, in their old and new form."""
+"""Reads rotary settings from config.json, in the old or the new format."""
 
 import math
 from typing import Any
@@ -19,15 +19,15 @@ Table = dict[str, Any]
 def rope_table(config: ConfigFile, default_base: float) -> Table:
   """Returns the rotary settings of config.json as one table.
 
-  The new form is the table `rope_parameters`. The old form is a number,
-  `rope_theta`, and a table, `rope_scaling`. In the old form, the key `type` can
-  replace `rope_type`.
+  The new format is the table `rope_parameters`. The old format has the numbers
+  `rope_theta` and `partial_rotary_factor`, and the table `rope_scaling`. The
+  key `type` can replace `rope_type`.
   """
   base = config.number("rope_theta", default_base)
   fraction = config.number("partial_rotary_factor", 1.0)
   scaling = config.table("rope_scaling")
   table = {"rope_theta": base, "partial_rotary_factor": fraction, **scaling}
-  # If a file has both forms, the new one takes precedence.
+  # If a file has both formats, the new one takes precedence.
   table |= config.table("rope_parameters")
   if "type" in table:
     table.setdefault("rope_type", table["type"])
@@ -45,7 +45,7 @@ def rope_of(
     table: rotary settings in the format of `rope_table`.
     config: the file, for the context length and for error messages.
     head_dim: number of elements of a head. `partial_rotary_factor` in the table
-      is the share of them that is rotated.
+      is the fraction of these elements that are rotated.
     interleaved: see `Rope`.
   """
   # A separate `ConfigFile` refuses unknown keys of the table.
@@ -66,7 +66,7 @@ def rope_of(
 def llama3_table(
   divisors: np.ndarray, base: float, config: ConfigFile, head_dim: int
 ) -> Table:
-  """Returns Llama 3's `rope_scaling` for given divisors of the frequencies."""
+  """Returns the `rope_scaling` of Llama 3 that gives certain `divisors`."""
   # A GGUF file stores only the divisors. The settings except `factor` are the
   # same in all Llama 3 models. The check below refuses any other scaling.
   table = {
@@ -96,7 +96,7 @@ def _no_scaling(settings: ConfigFile, config: ConfigFile) -> Scaling | None:
 
 def _linear(settings: ConfigFile, config: ConfigFile) -> Scaling:
   del config
-  # transformers writes this key for all types, but it has no effect here.
+  # transformers writes this key, but it has no effect on linear scaling.
   settings.ignore("original_max_position_embeddings")
   return LinearScaling(factor=settings.number("factor"))
 
@@ -115,8 +115,8 @@ def _yarn(settings: ConfigFile, config: ConfigFile) -> Scaling:
   length = _original_length(settings, config)
   if factor is None:
     factor = config.size("max_position_embeddings") / length
-  # Files of DeepSeek have no `attention_factor`. There it is a ratio of two
-  # magnitudes. In other files without this key it is YaRN's default.
+  # Without `attention_factor`, DeepSeek's keys `mscale` and `mscale_all_dim`
+  # define the factor as a ratio. Without these keys, it is YaRN's default.
   mscale = settings.number("mscale", 0.0)
   all_dim = settings.number("mscale_all_dim", 0.0)
   attention = settings.number("attention_factor", None)
@@ -135,7 +135,7 @@ def _yarn(settings: ConfigFile, config: ConfigFile) -> Scaling:
 
 
 def magnitude(factor: float, mscale: float) -> float:
-  """Returns YaRN's factor of queries and keys.
+  """Returns the factor by which YaRN multiplies queries and keys.
 
   Args:
     factor: new context length divided by the original context length.

@@ -47,7 +47,7 @@ class Tokenizer:
 
   @property
   def vocab_size(self) -> int:
-    """Number of tokens, with added ones; at most `Decoder.vocab_size`."""
+    """Number of tokens, including added tokens."""
     return self.core.get_vocab_size(with_added_tokens=True)
 
   def encode(self, text: str, *, special: bool = True) -> np.ndarray:
@@ -110,7 +110,7 @@ class Tokenizer:
     so do its bytes.
 
     Raises:
-      ValueError: the tokenizer's decoder does not tell the bytes of a token.
+      ValueError: the tokenizer has a decoder of an unsupported type.
     """
     vocabulary = self.core.get_vocab(with_added_tokens=False)
     added = self.core.get_added_tokens_decoder()
@@ -122,7 +122,7 @@ class Tokenizer:
       if number not in added:
         pieces[number] = convert(piece)
     for number, token in added.items():
-      # The decoder treats them like the tokens of the vocabulary.
+      # The decoder treats the other added tokens like the vocabulary's tokens.
       if not token.special:
         pieces[number] = convert(token.content)
     return pieces
@@ -153,7 +153,7 @@ def _byte_level_piece(piece: str) -> bytes:
   try:
     return bytes(_ALPHABET[character] for character in piece)
   except KeyError:
-    # A token with another character is plain text, as for `tokenizers`.
+    # Like `tokenizers`, treats a token with an unknown character as plain text.
     return piece.encode()
 
 
@@ -233,7 +233,7 @@ def _template(folder: pathlib.Path, config: dict[str, Any]) -> str | None:
   processor = folder / "chat_template.json"
   if template is None and processor.exists():
     template = json_object(processor).get("chat_template")
-  # A list has a template per purpose, such as "tool_use"; one is "default".
+  # A list has one named template per purpose, such as "default" or "tool_use".
   if isinstance(template, list):
     templates = {entry["name"]: entry["template"] for entry in template}
     return templates.get("default")

@@ -38,7 +38,7 @@ class WeightMap:
   Attributes:
     decoder: the decoder.
     top: sources of the parameters outside layers.
-    layer: returns the sources of the parameters of the layer with an index.
+    layer: returns the sources of a layer's parameters, given its index.
     unused: matches the names of tensors to ignore.
   """
 
@@ -54,7 +54,7 @@ def plain(name: str, *shape: int) -> Source:
 
 
 def linear(name: str, inputs: int, outputs: int) -> Source:
-  """Returns the source of [inputs, outputs], which is stored transposed."""
+  """Returns the source of a matrix [inputs, outputs], stored transposed."""
   # torch.nn.Linear stores its weight as [outputs, inputs].
   return Source(((name, (outputs, inputs)),), np.transpose)
 

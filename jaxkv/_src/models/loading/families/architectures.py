@@ -31,7 +31,7 @@ _FAMILIES: dict[str, Family] = {
 
 
 def family_of(architectures: Any, file: str) -> Family:
-  """Returns the family of the first supported architecture of a config.json."""
+  """Returns the family of the first supported name in `architectures`."""
   names = architectures if isinstance(architectures, list) else []
   for name in names:
     if name in _FAMILIES:

@@ -20,7 +20,7 @@ from jaxkv._src.models.loading.weight_maps import weight_map
 
 
 def deepseek_v2(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps DeepSeek V2, with or without groups of experts."""
+  """Returns the weight map of DeepSeek V2, with or without expert groups."""
   config.only("norm_topk_prob", False)
   config.only("scoring_func", "softmax")
   config.only("topk_method", "greedy", "group_limited_greedy")
@@ -37,7 +37,7 @@ def deepseek_v2(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def deepseek_v3(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps DeepSeek V3 and R1, with sigmoid scores and a correction bias."""
+  """Returns the weight map of DeepSeek V3 and R1."""
   config.only("scoring_func", "sigmoid")
   config.only("topk_method", "noaux_tc")
   experts = Experts(
@@ -56,8 +56,8 @@ def deepseek_v3(config: ConfigFile, dtype: Any) -> WeightMap:
 def _expert_sizes(
   config: ConfigFile, *, num_experts: int, scale: float
 ) -> dict[str, Any]:
-  """Returns sizes of experts; the arguments are defaults of their keys."""
-  # The key has one of two names.
+  """Returns fields of `Experts`; the arguments are defaults of two keys."""
+  # Files use one of two keys for the number of experts.
   num_experts = config.size("n_routed_experts", num_experts)
   inner = config.size("moe_intermediate_size")
   shared = config.count("n_shared_experts", 0)
@@ -78,7 +78,7 @@ def _map(
     config.only(key, False)
   config.only("moe_layer_freq", 1)
   # The reference code always uses 1e-6 in the norms of latents, but a `Decoder`
-  # has one eps for all norms. So all norms must use 1e-6.
+  # has one eps for all norms. So `rms_norm_eps` must be 1e-6, too.
   config.only("rms_norm_eps", 1e-6)
   config.ignore("head_dim", "qk_head_dim", "num_key_value_heads")
   attention = _attention(config, interleaved)
@@ -121,7 +121,7 @@ def _attention(config: ConfigFile, interleaved: bool) -> LatentAttention:
   scale = (plain_dim + rotated) ** -0.5
   if table["rope_type"] != "default" and table.get("mscale_all_dim"):
     # YaRN multiplies both queries and keys by `growth`, so it multiplies logits
-    # by the square.
+    # by the square of `growth`.
     growth = rope_config.magnitude(table["factor"], table["mscale_all_dim"])
     scale *= growth * growth
   rank = config.size("q_lora_rank", None)

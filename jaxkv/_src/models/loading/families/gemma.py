@@ -21,7 +21,7 @@ _GLOBAL_BASE = 1_000_000.0
 
 
 def gemma2(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps Gemma 2, with soft caps and a window in every other layer."""
+  """Returns the weight map of Gemma 2: a window in every other layer."""
   dim = config.size("head_dim", 256)
   rope = rope_config.rope_of(
     rope_config.rope_table(config, _FIXED_BASE), config, dim
@@ -32,7 +32,7 @@ def gemma2(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def gemma3(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps Gemma 3, with a window in all but every sixth layer."""
+  """Returns the weight map of Gemma 3: a window in five of six layers."""
   config.only("use_bidirectional_attention", False)
   dim = config.size("head_dim", 256)
   local = config.number("rope_local_base_freq", _FIXED_BASE)
@@ -74,8 +74,8 @@ def _map(
   query_key_norm: bool = False,
 ) -> WeightMap:
   config.only("attention_bias", False)
-  # Older files have "gelu" here, but the models use `hidden_activation`, whose
-  # default is the tanh approximation.
+  # Older files have "gelu" as `hidden_act`, but the models use the key
+  # `hidden_activation`, whose default is the tanh approximation.
   config.ignore("hidden_act")
   mlp = Mlp(
     inner_dim=config.size("intermediate_size"),

@@ -20,11 +20,11 @@ _BASE = 150_000.0
 
 
 def gpt_oss(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps gpt-oss, from dequantized weights."""
+  """Returns the weight map of gpt-oss, for dequantized weights."""
   config.only("hidden_act", "silu")
   # The only supported value is the constant `_SLOPE` of `decoder/mlp.py`.
   config.only("swiglu_alpha", 1.702)
-  # These are older names of keys that are read below.
+  # These are older names of keys that are read under newer names.
   config.ignore("experts_per_token", "initial_context_length")
   num_layers, e = config.size("num_hidden_layers"), config.size("hidden_size")
   types = [
@@ -80,7 +80,7 @@ def gpt_oss(config: ConfigFile, dtype: Any) -> WeightMap:
 
 def _experts(m: Experts, e: int, path: str) -> dict[str, Source]:
   x, f = m.num_experts, m.inner_dim
-  # In a tensor, columns of the gate and of the up projection alternate.
+  # In each tensor, columns of the gate and of the up projection alternate.
   gate_up = ((f"{path}experts.gate_up_proj", (x, e, 2 * f)),)
   biases = ((f"{path}experts.gate_up_proj_bias", (x, 2 * f)),)
   return {

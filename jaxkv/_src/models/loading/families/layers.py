@@ -21,7 +21,7 @@ _ACTIVATIONS: dict[str, Activation] = {
   "relu": "relu",
 }
 
-# Names of an MLP's tensors in all families but Mixtral.
+# The usual names of an MLP's gate, up and down projections.
 MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -39,11 +39,11 @@ def head_dim_of(config: ConfigFile) -> int:
 
 
 def layer_types(config: ConfigFile, default: list[str], kind: str) -> list[str]:
-  """Returns `layer_types` or `default`: "full_attention" or `kind` for each."""
+  """Returns each layer's type. `default` replaces missing `layer_types`."""
   types = config.items("layer_types", str, default)
   num_layers = config.size("num_hidden_layers")
   names = {"full_attention", kind}
-  # Unknown types would otherwise be treated as one of the two.
+  # Callers would treat an unknown type as one of the two.
   if len(types) != num_layers or not names.issuperset(types):
     raise ValueError(
       f"`layer_types` in {config.file} must be {num_layers} of "
@@ -55,7 +55,7 @@ def layer_types(config: ConfigFile, default: list[str], kind: str) -> list[str]:
 def windows_of(
   config: ConfigFile, default: list[str], window: int | None
 ) -> list[int | None]:
-  """Returns each layer's window, by `layer_types`, or `default` without it."""
+  """Returns each layer's window. `default` replaces missing `layer_types`."""
   types = layer_types(config, default, "sliding_attention")
   if window is None and "sliding_attention" in types:
     raise ValueError(f"{config.file} lacks `sliding_window`; complete it.")
@@ -63,7 +63,7 @@ def windows_of(
 
 
 def attention_sources(a: Attention, e: int, path: str) -> dict[str, Source]:
-  """Returns the sources of a layer's attention, with tensors below `path`."""
+  """Returns the sources of attention, whose tensor names begin with `path`."""
   h, k, d = a.num_heads, a.num_kv_heads, a.head_dim
   sources = {
     "query": head_inputs(f"{path}q_proj.weight", e, h, d),
@@ -88,7 +88,7 @@ def attention_sources(a: Attention, e: int, path: str) -> dict[str, Source]:
 def mlp_sources(
   f: int, e: int, path: str, prefix: str = ""
 ) -> dict[str, Source]:
-  """Returns the sources of a gated MLP, by parameter names with a prefix."""
+  """Returns the sources of a gated MLP, with `prefix` before their keys."""
   return {
     f"{prefix}gate": linear(f"{path}gate_proj.weight", e, f),
     f"{prefix}up": linear(f"{path}up_proj.weight", e, f),
@@ -102,7 +102,7 @@ def experts_sources(
   path: str,
   names: tuple[str, str, str] = MLP_NAMES,
 ) -> dict[str, Source]:
-  """Returns the sources of a router and of experts with separate tensors."""
+  """Returns the sources of a router and of experts stored one by one."""
   gate, up, down = (
     [f"{path}experts.{x}.{name}.weight" for x in range(m.num_experts)]
     for name in names

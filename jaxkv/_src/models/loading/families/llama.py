@@ -25,7 +25,7 @@ _MIXTRAL_NAMES = ("block_sparse_moe", ("w1", "w3", "w2"))
 
 
 def llama(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps Llama 1 to 3, and SmolLM2."""
+  """Returns the weight map of Llama 1 to 3, and of SmolLM2."""
   config.only("mlp_bias", False)
   config.only("rope_interleaved", False)
   biased = config.flag("attention_bias", False)
@@ -35,13 +35,13 @@ def llama(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def mistral(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps Mistral, with the same window in all layers, or none."""
+  """Returns the weight map of Mistral: one window for all layers, or none."""
   windows = _same_windows(config)
   return _map(config, dtype, _attention(config), windows, _mlps(config))
 
 
 def qwen2(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps Qwen2 and Qwen2.5, with biases of queries, keys and values."""
+  """Returns the weight map of Qwen2 and Qwen2.5."""
   # Qwen2 always has biases, so config.json has no key for them.
   attention = _attention(config, biased=True)
   windows = _later_windows(config)
@@ -49,7 +49,7 @@ def qwen2(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def qwen3(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps Qwen3, with norms of queries and keys."""
+  """Returns the weight map of Qwen3, with norms of queries and keys."""
   biased = config.flag("attention_bias", False)
   attention = _attention(
     config, biased=biased, output_biased=biased, query_key_norm=True
@@ -59,7 +59,7 @@ def qwen3(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def mixtral(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps Mixtral, with experts in every layer."""
+  """Returns the weight map of Mixtral, with experts in every layer."""
   # Mixtral computes a softmax over the chosen experts. This equals a normalized
   # softmax over all experts, the default of `Experts`.
   experts = Experts(
@@ -74,8 +74,8 @@ def mixtral(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def qwen3_moe(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps Qwen3-MoE, with experts in most layers."""
-  # Windows are not supported in this family.
+  """Returns the weight map of Qwen3-MoE, with experts in most layers."""
+  # Windows are not supported in Qwen3-MoE.
   config.only("use_sliding_window", False)
   config.ignore("sliding_window", "max_window_layers")
   biased = config.flag("attention_bias", False)
@@ -87,7 +87,7 @@ def qwen3_moe(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def sparse_mlps(config: ConfigFile, **fields: Any) -> list[Mlp | Experts]:
-  """Returns each layer's MLP. `fields` are further fields of `Experts`."""
+  """Returns each layer's MLP; `fields` are additional fields of `Experts`."""
   kind = layers.activation(config, "hidden_act", "silu")
   number = config.size("num_experts", None)
   experts = Experts(
@@ -135,9 +135,9 @@ def _same_windows(config: ConfigFile) -> list[int | None]:
 
 
 def _later_windows(config: ConfigFile) -> list[int | None]:
-  """Returns windows for layers from `max_window_layers` on, if enabled."""
-  # Files without windows may have the key `sliding_window`, too. So only the
-  # flag enables windows.
+  """Returns each layer's window; None for layers before `max_window_layers`."""
+  # Files of models without windows can also have the key `sliding_window`. So
+  # only `use_sliding_window` enables windows.
   is_enabled = config.flag("use_sliding_window", False)
   window = config.size("sliding_window", None)
   first = config.count("max_window_layers", 28)  # The default of transformers.

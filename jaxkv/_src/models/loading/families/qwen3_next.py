@@ -23,7 +23,7 @@ from jaxkv._src.models.loading.weight_maps import weight_map
 
 
 def qwen3_next(config: ConfigFile, dtype: Any) -> WeightMap:
-  """Maps Qwen3-Next."""
+  """Returns the weight map of Qwen3-Next."""
   config.only("attention_bias", False)
   e = config.size("hidden_size")
   attention, delta = _attention(config), _delta(config)
@@ -57,7 +57,7 @@ def qwen3_next(config: ConfigFile, dtype: Any) -> WeightMap:
       return sources | layers.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
     return sources | _experts_sources(mlp, e, f"{path}mlp.")
 
-  # Tensors of multi-token prediction are ignored, as it is not supported.
+  # Ignores the tensors of multi-token prediction, which is not supported.
   return weight_map(decoder, layer, r"mtp\..*")
 
 
@@ -95,7 +95,7 @@ def _delta(config: ConfigFile) -> DeltaNet:
 
 def _attention_sources(a: Attention, e: int, path: str) -> dict[str, Source]:
   h, d = a.num_heads, a.head_dim
-  # One tensor has the query projection and the gate of each head.
+  # One tensor has the query projection and the gate projection of each head.
   query_gate = ((f"{path}q_proj.weight", (2 * h * d, e)),)
 
   def halves(w: np.ndarray) -> np.ndarray:
