@@ -221,7 +221,7 @@ class TestArguments:
   def test_a_model_without_the_axis(self):
     names, axes = _names("deepseek"), _axes(2)
     state = recipes.begun_on(names, axes)
-    with pytest.raises(ValueError, match="expert_axis`, if"):
+    with pytest.raises(ValueError, match="pass `expert_axis` to"):
       sharding.generate(names["params"], state, axes=axes, model=names["model"])
 
   @pytest.mark.slow
