@@ -5,12 +5,14 @@ A mesh and the names of its axes decide how a rollout is split:
 | axis      | what is split                                                    |
 |-----------|------------------------------------------------------------------|
 | `data`    | the sequences: each shard has its own cache, memory and queue,   |
-|           | and runs until its sequences end. Shards do not communicate      |
+|           | and runs until its sequences end. Without `experts`, shards do   |
+|           | not communicate                                                  |
 | `model`   | K/V heads and the model's parameters, with two all-reduces of    |
 |           | activations in each layer. Logits are split by vocabulary, and   |
 |           | sampled from without a gather                                    |
-| `experts` | the experts of each layer, along `data`. Each layer gathers the  |
-|           | inputs of all shards, so the shards step together                |
+| `experts` | the experts of each layer, along `data`. Each layer with experts |
+|           | gathers the inputs of all shards and scatters the outputs, so    |
+|           | the shards step together, until all of them have ended           |
 
 | function | purpose |
 |---|---|

@@ -4,10 +4,10 @@ import itertools
 import signal
 import sys
 
-# `python -m jaxkv` imports jax before `__main__` runs. In the meantime, Python
-# could raise KeyboardInterrupt in a callback that drops exceptions, and Ctrl-C
-# would be lost. With SIG_DFL, Ctrl-C ends the process at once. While Python
-# looks for the module to run, sys.argv[0] is "-m".
+# `python -m jaxkv` imports jax before `__main__` runs. During this import,
+# Python could raise KeyboardInterrupt in a callback that discards exceptions,
+# so that Ctrl-C has no effect. With SIG_DFL, Ctrl-C ends the process at once.
+# sys.argv[0] is "-m" until Python has found the module to run.
 _IS_COMMAND = sys.argv[:1] == ["-m"] and ("-m", "jaxkv") in itertools.pairwise(
   sys.orig_argv
 )

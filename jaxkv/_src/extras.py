@@ -16,7 +16,7 @@ def extra_package(name: str, *, install: str, task: str) -> Any:
     The module.
 
   Raises:
-    ImportError: the package is not installed.
+    ImportError: the package, or a dependency of it, is not installed.
 
   Examples:
     >>> extra_package("no_such", install="jaxkv[hf]", task="To read nothing")
@@ -28,7 +28,7 @@ def extra_package(name: str, *, install: str, task: str) -> Any:
     return importlib.import_module(name)
   except ImportError as error:
     package = name.partition(".")[0]
-    # If a dependency of the module is missing, the original error names it.
+    # A dependency is missing, not the package itself; `error` names it.
     if (error.name or "").partition(".")[0] != package:
       raise
     raise ImportError(

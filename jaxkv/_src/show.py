@@ -94,10 +94,9 @@ def show(
   the sequence in tokens. A bar shows how much of the last page is filled. The
   free queue has the free pages in the order in which they will be popped.
 
-  The background is transparent. The figure does not belong to pyplot: a
-  notebook displays the figure only if it is the last expression of a cell, and
-  `figure.savefig` writes it to a file. Call the function outside `jit`, because
-  it draws on the host. Needs matplotlib.
+  A new figure does not belong to pyplot: a notebook displays it only if it is
+  the last expression of a cell, and `figure.savefig` writes it to a file. Call
+  the function outside `jit`, because it draws on the host. Needs matplotlib.
 
   Args:
     state: one cache of at most 4,096 pages.
@@ -105,7 +104,7 @@ def show(
     ax: the matplotlib axes to draw in; None for a new figure.
 
   Returns:
-    The figure that holds the picture.
+    The new figure, or the figure of `ax`.
 
   Raises:
     ImportError: matplotlib is not installed.
@@ -143,7 +142,7 @@ def show(
 
 
 class _Cell(NamedTuple):
-  """A page to draw; the unit of lengths is the side of a cell in the pool."""
+  """A page to draw. Lengths are in units of the side of a cell in the pool."""
 
   x: float
   y: float
@@ -197,7 +196,7 @@ def _draw_slots(picture: _Picture, state: CacheState, kinds: list[str]) -> None:
   if config.num_groups > 1:
     picture.left = _GROUPS_LEFT
   slots = range(config.num_slots)
-  # Of more than _MAX_ROWS slots, only the first _MAX_ROWS in use are drawn.
+  # With more than _MAX_ROWS slots, draws only the first _MAX_ROWS in use.
   if config.num_slots > _MAX_ROWS:
     slots = np.flatnonzero(num_pages.max(axis=1) > 0).tolist()[:_MAX_ROWS]
   for slot in slots:
@@ -239,8 +238,7 @@ def _draw_row(
   count = int(state.num_pages[slot, group])
   for column, page in enumerate(pages[:count].tolist()):
     filled = 1.0
-    # Pages of states and encoders do not fill token by token, so they get no
-    # bar.
+    # Recurrent states and encoder pages do not fill by token: they get no bar.
     if not (kind.holds_states or kind.holds_encoder):
       filled = min(1.0, max(0.0, length / size - column))
     picture.cells.append(
@@ -345,7 +343,7 @@ def _render(picture: _Picture, ax: "Axes | None") -> "Figure":
   figure = ax.get_figure(root=True)
   assert figure is not None
   box = ax.get_window_extent()
-  # The height of a cell in points, by which sizes of texts and dots are scaled.
+  # The height of a cell in points, which scales texts and dots.
   points = 72 / figure.dpi * min(box.width / width, box.height / height)
 
   # One collection, because matplotlib draws thousands of artists slowly.

@@ -38,7 +38,7 @@ def data(file: str, *process: str) -> None:
     assert jax.process_count() == int(number)
   names |= recipes.attention_alone()
   recipes.run("Data parallel", names)
-  recipes.run("All three", names)
+  recipes.run("All four", names)
   results = names["results"]
   np.savez(file, tokens=results.tokens, lengths=results.lengths)
 

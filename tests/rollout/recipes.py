@@ -22,9 +22,9 @@ TITLES = (
   "Data parallel",
   "Tensor parallel",
   "Both",
-  "Attention data parallel",
+  "Data parallel attention",
   "All four",
-  "What depends",
+  "Results",
   "Several processes",
   "Snapshots",
 )

@@ -72,6 +72,7 @@ def _names(name, **options):
     prefill_chunk=8,
     raw_log_probs=True,
     record_experts=True,
+    timeline=64,
     **options,
   )
   rng = np.random.default_rng(1)
@@ -133,6 +134,10 @@ def test_tokens_are_those_of_one_device(name, data, model, options):
   # All shards count all calls, and none passes the limit.
   for number, counts in enumerate(steps, 1):
     assert len(set(counts)) == 1 and counts[0] <= 5 * number, steps
+  for shard in range(data):
+    state_of_shard = jax.tree.map(lambda leaf, i=shard: leaf[i], state)
+    log = rollout.timeline(state_of_shard)
+    np.testing.assert_array_equal(log.kinds == 0, log.sequences == -1)
   results = sharding.generated(state, axes=axes)
   recipes.assert_equal_results(results, wanted)
   count = len(wanted.lengths)
@@ -182,10 +187,10 @@ def test_the_example():
   """The program of `help(jaxkv.rollout.devices)`, with twelve lines."""
   names = _names("deepseek")
   wanted = rollout.generated(recipes.done(names, recipes.begun(names)))
-  recipes.run("Attention data parallel", names)
+  recipes.run("Data parallel attention", names)
   recipes.run("All four", names)
   recipes.assert_equal_results(names["results"], wanted)
-  pieces = map(recipes.pieces, ("Attention data parallel", "All four"))
+  pieces = map(recipes.pieces, ("Data parallel attention", "All four"))
   lines = "".join(next(zip(*pieces, strict=False))).split("\n")
   assert sum(bool(line.strip()) for line in lines) <= 12
 
@@ -226,17 +231,51 @@ class TestArguments:
 
   @pytest.mark.slow
   def test_exact_numerics(self):
-    names = _names("deepseek")
+    names, axes = _names("deepseek"), _axes(2)
     decoder = names["model"].keywords["config"]
     decoder = dataclasses.replace(decoder, numerics="exact")
-    config = dataclasses.replace(names["config"], numerics="exact")
-    names |= {"config": config}
-    state = recipes.begun(names)
-    model = functools.partial(
+    names["config"] = dataclasses.replace(names["config"], numerics="exact")
+    with pytest.raises(ValueError, match='must be "fast" with `axes'):
+      recipes.begun_on(names, axes)
+    state = recipes.begun(_names("deepseek") | {"config": names["config"]})
+    forward = functools.partial(
       models.forward, config=decoder, expert_axis="data"
     )
     with pytest.raises(ValueError, match="`expert_axis` must be None with"):
+      rollout.generate(
+        names["params"], state, model=lambda *values: forward(*values)
+      )
+
+  def test_a_loop_without_the_axis(self):
+    """Shards would wait for each other."""
+    names = _names("deepseek")
+    state = recipes.begun(names)
+    model = functools.partial(names["model"], expert_axis="data")
+    message = "must be the `lockstep_axis` of the rollout, None, got 'data'"
+    with pytest.raises(ValueError, match=message):
       rollout.generate(names["params"], state, model=model)
+    answers = np.ones((1, 1, 1), np.int32)
+    with pytest.raises(ValueError, match=message):
+      rollout.score(
+        names["params"],
+        state.memory,
+        np.ones((1, 2), np.int32),
+        np.ones(1, np.int32),
+        answers,
+        np.ones((1, 1), np.int32),
+        model=model,
+      )
+
+  def test_parameters_that_are_split_otherwise(self):
+    names, axes = _names("deepseek"), _axes(2)
+    state = recipes.begun_on(names, axes)
+    whole = dataclasses.replace(axes, experts=None)
+    options = {"model": names["model"]}
+    with pytest.raises(ValueError, match=r"expert_.* split as `axes` says"):
+      sharding.generate(names["params"], state, axes=whole, **options)
+    params = jax.device_put(names["params"], axes.everywhere())
+    with pytest.raises(ValueError, match=r"expert_.* split as `axes` says"):
+      sharding.generate(params, state, axes=axes, **options)
 
   def test_a_bad_axis_of_the_loop(self):
     with pytest.raises(TypeError, match="lockstep_axis` must be"):

@@ -1,9 +1,9 @@
 """A small character model, trained on this machine and stored in a file.
 
 With random weights, the two largest logits are almost equal at every position,
-so rounding changes tokens as easily as a cache bug does. Therefore this model
-is trained, which takes about a minute, once. The training text ships with
-Python, so examples and tests need no download.
+so a rounding error changes tokens as easily as a cache bug does. Training
+separates these logits. It takes about a minute and runs once. The training text
+ships with Python, so examples and tests need no download.
 """
 
 import functools
@@ -32,7 +32,7 @@ MAX_LENGTH = 512
 
 _STEPS = 600
 _SPAN = 25
-"""Optimizer steps of one compiled call."""
+"""Optimizer steps in one call of the compiled program."""
 _LEARNING_RATE = 9e-3
 _WARMUP = 50
 _SEED = 0
@@ -40,8 +40,8 @@ _BLANK_LINE = re.compile(r"\n\n+")
 
 
 # Pairs (tokens per sequence, sequences per step), one for each sixth of the
-# steps. Most steps use short sequences, which are cheap. Without the long ones,
-# the loss beyond position 128 would be worse by 1 nat per character.
+# steps. Most steps use short sequences, which are cheap. Without the steps that
+# use long sequences, the loss beyond position 128 is 1 nat per token higher.
 _PHASES = (*((64, 32),) * 4, (192, 10), (MAX_LENGTH, 4))
 
 
@@ -112,10 +112,10 @@ def character_model(
 
   Args:
     steps: number of optimizer steps. A few steps give a bad model quickly.
-    text: the training text, longer than `MAX_LENGTH` characters; None for
+    text: the training text, at least `MAX_LENGTH` characters; None for
       `reference_text`.
     folder: the cache folder; None for the path in the environment variable
-      JAXKV_CACHE, or, if it is unset, for `jaxkv` in the user's cache folder.
+      JAXKV_CACHE if it is set, else for `jaxkv` in the user's cache folder.
     progress: True to show a progress bar on stderr.
 
   Returns:
@@ -137,8 +137,8 @@ def character_model(
     head_dim=16,
     mlp_dim=176,
   )
-  # The recipe and the text determine the weights. The file's name has a digest
-  # of both, so that a call with other arguments never loads this file.
+  # The recipe and the text determine the weights. The file name contains a
+  # digest of both, so a call with other arguments reads another file.
   recipe = (config, steps, _PHASES, _SPAN, _LEARNING_RATE, _WARMUP, _SEED)
   digest = hashlib.sha256(f"{recipe}{text}".encode()).hexdigest()
   path = _cache_folder(folder) / f"characters-{digest[:16]}.npz"
@@ -198,16 +198,16 @@ def _cache_folder(folder: str | os.PathLike[str] | None) -> pathlib.Path:
 
 
 def _load(path: pathlib.Path, config: models.Decoder) -> Any:
-  """Returns the weights in the file, or None if they must be trained."""
+  """Returns the weights in the file, or None if it is missing or damaged."""
   if not path.exists():
     return None
   shapes = jax.eval_shape(lambda: models.init_params(jax.random.key(0), config))
   try:
-    # A damaged file raises, because the archive has a checksum of each array.
     with open(path, "rb") as file, np.load(file) as arrays:
       leaves = [jnp.asarray(arrays[name]) for name in arrays.files]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-  # A damaged archive, header or array can raise any exception.
+  # A damaged file can raise any exception. The archive has a checksum of each
+  # array, so a damaged array raises, too.
   except Exception as error:
     warnings.warn(
       f"{path} cannot be used ({error}); training the model again.",
@@ -226,16 +226,16 @@ def train(
   """Trains new parameters on random sections of one token stream.
 
   Returns:
-    The parameters and the losses. Losses are float32[steps], in nats per token,
-    each measured before the step's update.
+    The parameters, and the loss of each step before its update, in nats per
+    token, float32[steps].
 
   Raises:
-    ValueError: there are too few tokens or steps.
+    ValueError: `steps` is below 1, or there are at most `MAX_LENGTH` tokens.
   """
   if steps < 1 or len(tokens) <= MAX_LENGTH:
     raise ValueError(
       f"`steps` must be at least 1 and `text` longer than {MAX_LENGTH}, got "
-      f"{steps} steps and {len(tokens)} tokens."
+      f"{steps} steps and {len(tokens)} tokens; increase them."
     )
   optimizer = _optimizer(steps)
   params = models.init_params(jax.random.key(_SEED), config)
@@ -257,8 +257,8 @@ def train(
 
 def _spans(steps: int) -> Iterator[tuple[tuple[int, int], int, int]]:
   """Yields (phase, first step, last step + 1) of each span of `_SPAN` steps."""
-  # Each pair of span length and phase is compiled. To keep them few, all steps
-  # of a span use its first step's phase, and only the last span can be shorter.
+  # Each pair of span length and phase needs a compilation. So all steps of a
+  # span use the phase of the first step, and only the last span can be shorter.
   for first in range(0, steps, _SPAN):
     phase = _PHASES[first * len(_PHASES) // steps]
     yield phase, first, min(first + _SPAN, steps)
@@ -290,7 +290,7 @@ def _run_span(
   steps: int,
   phase: tuple[int, int],
 ) -> tuple[Any, jax.Array]:
-  """Runs the optimizer steps with the indices `numbers`, int32[X]."""
+  """Runs an optimizer step for each step number in the vector `numbers`."""
   optimizer = _optimizer(steps)
   context, batch_size = phase
   base_key = jax.random.key(_SEED + 1)
@@ -306,7 +306,7 @@ def _run_span(
   def step(state: Any, number: jax.Array) -> tuple[Any, jax.Array]:
     params, moments = state
     key = jax.random.fold_in(base_key, number)
-    # The key depends on the step number, not on the position in the span.
+    # The key depends on the step number, so that spans draw different batches.
     starts = jax.random.randint(
       key, (batch_size,), 0, data.size - context, jnp.int32
     )

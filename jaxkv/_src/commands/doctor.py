@@ -3,8 +3,8 @@
 Bug reports should include the output. The check allocates and commits tokens on
 the default device, attends to them with the backend that "auto" chooses, and
 compares the result with that of the backend "xla". The last two rows help to
-choose the arguments of `jaxkv.HostPolicy`. They are the measured speed of pages
-that return from host memory, and an upper bound of the speed of prefill.
+choose the arguments of `jaxkv.HostPolicy`. They are the measured bandwidth of
+pages restored from host memory, and an upper bound of the prefill speed.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _EXTRAS = {
   "clients": "google-tunix",
   "ray": "ray",
 }
-_TOLERANCE = 2e-2  # The compared values are bfloat16, and near 1.
+_TOLERANCE = 2e-2  # The compared values are bfloat16, of order 1.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Prints the report, and returns 1 if a device or the check fails, else 0."""
+  """Prints the report, and returns 1 if any part of it fails, else 0."""
   del args
   extras = [name for name, package in _EXTRAS.items() if _version(package)]
   rows = [
@@ -89,7 +89,7 @@ def _version(package: str) -> str | None:
 
 
 def _attention() -> str:
-  """Runs the check; returns its backend and the reason for this choice.
+  """Runs the check; returns the backend of "auto" and the reason for it.
 
   Raises:
     ArithmeticError: the result differs from that of the backend "xla".
@@ -106,7 +106,7 @@ def _attention() -> str:
   finally:
     logger.removeHandler(handler)
     logger.setLevel(level)
-  # A message has a reason, in parentheses, only if a preferred backend refused.
+  # A message gives a reason in (...) only if a preferred backend is unfit.
   return "; ".join(
     text if "(" in text else f"{text}, the first choice there"
     for text in messages
@@ -140,7 +140,7 @@ def _check() -> None:
 
 
 def _bytes_per_second() -> str:
-  """Measures the speed of pages that return from host memory."""
+  """Measures the bandwidth of pages restored from host memory."""
   kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
   if "pinned_host" not in kinds:
     return f"no pinned_host memory, only {', '.join(kinds)}"
@@ -174,15 +174,15 @@ def _bytes_per_second() -> str:
 
 
 def _tokens_per_second() -> str:
-  """Measures an upper bound of prefill speed, with a billion parameters."""
+  """Measures a bound of prefill speed for a model of a billion parameters."""
   dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
   left, right = jnp.ones((512, 2048), dtype), jnp.ones((2048, 2048), dtype)
   product = jax.jit(jnp.matmul)
   seconds = _seconds(lambda: product(left, right))
-  # A token takes one multiplication and one addition for each parameter, as a
-  # row of `left` does for each element of `right`.
+  # Prefill needs a multiplication and an addition for each token and parameter.
+  # The product needs both for each row of `left` and element of `right`.
   speed = left.shape[0] * right.size / seconds / 1e9
-  return f"{speed:.3g} at most with a billion parameters; divide by billions"
+  return f"{speed:.3g} at most for 1e9 parameters, times 1e9 / N for N"
 
 
 def _seconds(call: Callable[[], Any]) -> float:

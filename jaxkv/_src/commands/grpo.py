@@ -6,7 +6,7 @@ state and cache are donated to it. With `--numerics exact`, the first update of
 a round computes the same log-probs as the rollout, bit for bit. With `fast`
 they differ by rounding.
 
-An answer token is correct if it equals the prompt token at its position. The
+An answer token is correct if it equals the prompt token at the same index. The
 reward of an answer is its fraction of correct tokens, about 1 / `VOCABULARY`
 before training. The notebook `08_grpo_in_one_program` explains this program.
 """
@@ -42,7 +42,7 @@ INNER_STEPS = 4
 
 _OPTIMIZER = optax.adam(2e-3)
 _FINAL_ROUNDS = 10
-"""Number of rounds at the end whose mean reward is reported."""
+"""Number of last rounds of which the mean reward is reported."""
 
 
 class Carry(NamedTuple):
@@ -67,8 +67,8 @@ class RoundFigures(NamedTuple):
   Attributes:
     reward: the mean reward of all answers.
     counters: the counters of the rollout.
-    mismatch: the largest difference between a token's log-probs in the rollout
-      and in the first update.
+    mismatch: the largest absolute difference between a token's log-prob in the
+      rollout and its log-prob in the first update.
   """
 
   reward: jax.Array  # float32[]
@@ -101,8 +101,7 @@ def run(args: argparse.Namespace) -> int:
     functools.partial(grpo_round, model=model), donate_argnums=0
   )
   init_key, round_key = jax.random.split(jax.random.key(args.seed))
-  # The round is compiled ahead of time, so that no measured time contains the
-  # compilation.
+  # Compiles ahead of time, so that no measured round includes a compilation.
   carry = begin(model, init_key)
   keys = list(jax.random.split(round_key, args.rounds))
   print("compiling a round ...", file=sys.stderr, flush=True)
@@ -146,7 +145,7 @@ def decoder(
 
 
 def begin(model: models.Decoder, key: jax.Array) -> Carry:
-  """Returns random weights and an empty cache.
+  """Returns the initial state: random weights and an empty cache.
 
   Args:
     model: the decoder.
@@ -251,8 +250,8 @@ def _summary(figures: RoundFigures) -> dict[str, Any]:
     "reward_after": float(np.mean(figures.reward[-_FINAL_ROUNDS:])),
     "largest_mismatch": float(np.max(figures.mismatch)),
     "prefilled_tokens": int(np.sum(counters.prefilled)),
-    # The last token of a prompt is not counted here. The counters count it in
-    # `generated`, because it gives the logits of the first answer token.
+    # Excludes the last token of each prompt. The counters include it in
+    # `generated`, because its logits give the first answer token.
     "prompt_tokens": len(figures.reward) * PROMPTS * (TOKENS - 1),
     "generated_tokens": int(np.sum(counters.generated)),
     "computed_rows": int(np.sum(counters.rows)),

@@ -12,9 +12,10 @@ from typing import Any
 
 
 class CommandError(Exception):
-  """An error that the user can correct; one line without a final period.
+  """An error that the user can correct.
 
-  `python -m jaxkv` prints the line after `error: ` and exits with status 2.
+  `python -m jaxkv` prints the message after `error: ` and exits with status 2.
+  The message is one line without a final period.
   """
 
 
@@ -96,7 +97,7 @@ def write_json(path: str | None, value: Any) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
-  """Yields the path of a new file, which replaces `path` when the block ends.
+  """Yields a new path for the block to write; the file then replaces `path`.
 
   If the block raises, the new file is removed and `path` does not change.
   """
@@ -109,7 +110,7 @@ def replacing(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
     yield part
     os.replace(part, target)
   finally:
-    # `missing_ok`, because a successful replacement leaves nothing to remove.
+    # `missing_ok`, because `os.replace` has moved the file if all went well.
     part.unlink(missing_ok=True)
 
 

@@ -26,18 +26,18 @@ _EQUAL_OR_LARGEST = {
 
 
 class Processes(NamedTuple):
-  """The processes that share a command's prompts, as one of them sees them."""
+  """A group of processes that share prompts, and the number of this process."""
 
   address: str  # of process 0
   total: int
   number: int  # of this process
 
   def share_of(self, size: int) -> int:
-    """Returns the largest share of `size` prompts that a process computes."""
+    """Returns the size of the largest part when `size` prompts are split."""
     return -(-size // self.total)
 
   def part_of(self, size: int) -> slice:
-    """Returns the range of the `size` prompts that this process computes."""
+    """Returns the part of the `size` prompts that this process computes."""
     return slice(
       self.number * size // self.total, (self.number + 1) * size // self.total
     )
@@ -62,8 +62,8 @@ def parse(text: str) -> Processes:
 def start(processes: Processes) -> None:
   """Connects this process to the others.
 
-  If a process dies or stops, jax ends all others within 30 s, with a message
-  that names the dead process, or the coordination service for process 0.
+  If a process dies or is stopped, jax ends all others within 30 s. The message
+  names that process, or the coordination service if it is process 0.
 
   Raises:
     CommandError: jax cannot connect the processes.

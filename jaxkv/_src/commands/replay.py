@@ -190,8 +190,8 @@ def _replay(
   ids = [request.hash_ids[: _num_blocks(request, rule)] for request in requests]
   blocks = np.asarray([len(row) for row in ids])
   total = int(blocks.sum())
-  # More pages than the blocks of all requests would change nothing. The 2 pages
-  # in addition are the null page and the page that is never cached.
+  # The cache never uses more pages than all requests have blocks. The 2 extra
+  # pages are the null page and the page that is never cached.
   upper_bound = max(1, total)
   config = jaxkv.CacheConfig(
     num_pages=2 + (min(pages, upper_bound) if pages else upper_bound),
@@ -223,10 +223,10 @@ def _replay(
 
 
 def _tokens(ids: list[tuple[int, ...]], config: jaxkv.CacheConfig) -> Array:
-  """Returns the blocks of all requests as tokens, one array int32[X].
+  """Returns the block ids of all requests as one padded vector of tokens.
 
   Ids can exceed int32, so each is replaced by its rank in order of first use.
-  The array is padded, because `_serve` slices a slot's width from each request.
+  The padding lets `_serve` slice `config.slot_tokens` tokens at any block.
   """
   numbers: dict[int, int] = {}
   flat = [numbers.setdefault(key, len(numbers)) for row in ids for key in row]
@@ -236,7 +236,7 @@ def _tokens(ids: list[tuple[int, ...]], config: jaxkv.CacheConfig) -> Array:
 def _timed_spans(
   config: jaxkv.CacheConfig, tokens: Array, work: np.ndarray
 ) -> tuple[jaxkv.CacheState, np.ndarray, float]:
-  """Returns the final state, the hits, and the seconds without compilation."""
+  """Serves all requests; returns the state, hits per request, and seconds."""
   count = len(work)
   # Spans have equal length, so that one program runs them all. Rows that pad
   # the last span have length 0, so `_serve` skips them.

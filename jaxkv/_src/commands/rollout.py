@@ -27,8 +27,8 @@ from jaxkv._src.commands.output import CommandError
 CLOSE = 1e-3
 """Log-probs count as equal if they differ by less than this.
 
-Another order of float32 sums changes log-probs by about 1e-5. A wrong page
-changes them by about 0.1.
+Summing float32 values in another order changes log-probs by about 1e-5. Reading
+a wrong page changes them by about 0.1.
 """
 
 _MAX_PRINTED = 8
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   add("--prompt", metavar="TEXT", action="append", help="may be repeated")
   add("--prompts", metavar="FILE", help="one prompt a line, UTF-8")
-  add("--chat", action="store_true", help="a prompt is a user's message")
+  add("--chat", action="store_true", help="apply the chat template")
   samples = "answers to each prompt (default: 4, or 1 with --model)"
   add("--samples", metavar="G", type=count, help=samples)
   add("--max-tokens", metavar="T", type=count, default=96, help=default)
@@ -79,13 +79,14 @@ def run(args: argparse.Namespace) -> int:
   """Generates answers, and prints them with a table of figures.
 
   Returns:
-    The exit status: 1 if a log-prob differs by `CLOSE` or more, else 0.
+    The exit status: 1 if a log-prob differs by `CLOSE` or more, else 0. With
+    `--processes`, only process 0 returns 1.
 
   Raises:
     CommandError: an argument, a prompt, a file or the model cannot be used.
   """
-  # All checks come before the compilation. Most need the model, so only files
-  # are checked before it is loaded or trained.
+  # All checks precede the compilation. Only files can be checked before the
+  # model is loaded or trained, because the other checks need the model.
   output.check_writable(args.json, args.prompts, args.model)
   if args.processes:
     processes.start(args.processes)
@@ -175,7 +176,7 @@ def chosen_prompts(
 
 
 def default_prompts(text: str) -> Prompts:
-  """Makes prompts: the start of the text, then the start of a paragraph."""
+  """Returns prompts: the start of the text, then the start of a paragraph."""
   preamble = text[:_PREAMBLE].rstrip() + "\n\n"
   paragraphs = [part.strip() for part in text.split("\n\n")]
   paragraphs = [part for part in paragraphs if len(part) > 2 * _OPENING]
@@ -204,9 +205,9 @@ def _encoded(
       raise CommandError(f"{place}: {_text_of(error)}") from error
     if not 0 < len(row) <= room:
       raise CommandError(
-        f"{place}: a prompt must have 1 to {room} tokens, which "
-        f"--max-tokens leaves of the {model.max_length} that the model was "
-        f"made for, not {len(row)}; shorten it or lower --max-tokens"
+        f"{place}: a prompt must have 1 to {room} tokens, the model's maximum "
+        f"of {model.max_length} less --max-tokens, not {len(row)}; change the "
+        "prompt or lower --max-tokens"
       )
     rows.append(row)
   return rows
@@ -217,7 +218,7 @@ def _generate(
 ) -> rollout.Texts:
   options = {}
   if args.processes:
-    # All processes have arrays of one width, so that they can be gathered.
+    # Arrays must have equal widths in all processes to be gathered.
     longest = max(map(len, prompts)) + args.max_tokens
     part = args.processes.part_of(len(prompts))
     prompts, first = prompts[part], part.start * args.samples
@@ -268,8 +269,7 @@ def largest_difference(
     drawn = (columns[1:] >= begin) & (columns[1:] < end)
     return jnp.max(jnp.where(drawn, jnp.abs(uncached - log_probs[1:]), 0))
 
-  # `map` runs one sequence at a time, because the logits of all sequences may
-  # need too much memory.
+  # `map` bounds the memory of the logits, as it runs one sequence at a time.
   rows = (queue.tokens, queue.prompt_length, queue.length, raw)
   return float(jnp.max(jax.jit(lambda: jax.lax.map(difference, rows))()))
 

@@ -81,7 +81,8 @@ class RolloutConfig:
     lockstep_axis: the mesh axis along which the model communicates. All shards
       then call the model together, with equal shapes; a shard without work
       makes idle calls. None if shards call the model independently.
-      `jaxkv.sharding.generate` sets it to `axes.experts`.
+      A shard at its limit of `Until` continues until all are, except at
+      `Until.steps`. `jaxkv.sharding.generate` sets it to `axes.experts`.
 
   Raises:
     TypeError: a number, a bool or `lockstep_axis` has the wrong type.

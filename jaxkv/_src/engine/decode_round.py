@@ -162,7 +162,8 @@ def decode(
     work = schedule.decode_work(going, before.counts)
     # A call without work is not logged: its place is out of range.
     place = elementwise.remainder(step + number, size_of_log)
-    place = jnp.where(jnp.any(going), place, size_of_log)
+    is_call = is_decoding(going)
+    place = jnp.where(is_call, place, size_of_log)
     log = timeline.record(before.log, place, queue, slots, work.counts, going)
     queue, kv, logits = call_decode(
       params,
@@ -187,7 +188,7 @@ def decode(
       process=process,
     )
     after = Round(
-      num_calls=before.num_calls + is_decoding(going).astype(jnp.int32),
+      num_calls=before.num_calls + is_call.astype(jnp.int32),
       counts=before.counts + work.counts,
       sampled=Sampled(
         ended=before.sampled.ended | sampled.ended,

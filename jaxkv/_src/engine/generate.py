@@ -10,6 +10,7 @@ from jaxkv._src.arrays import sharding
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.model_call import Model
+from jaxkv._src.engine.model_call import check_expert_axis
 from jaxkv._src.engine.model_call import check_model
 from jaxkv._src.engine.model_call import check_numerics
 from jaxkv._src.engine.model_call import init_draft_logits
@@ -73,6 +74,7 @@ def generate(
   """
   check_model(model)
   check_numerics(state.config, model)
+  check_expert_axis(state.config, model)
   limits = as_until(until)
   buffers = _init_buffers(params, state, model)
   params, state, limits, buffers = sharding.match_varying_axes(

@@ -110,6 +110,18 @@ def check_numerics(config: RolloutConfig, model: Model) -> None:
     )
 
 
+def check_expert_axis(config: RolloutConfig, model: Model) -> None:
+  """Raises ValueError if `expert_axis` bound in `model` is not the loop's."""
+  # Without this check, shards whose loops differ would wait for each other.
+  axis = getattr(model, "keywords", {}).get("expert_axis")
+  if axis not in (None, config.lockstep_axis):
+    raise ValueError(
+      "`expert_axis` of `model` must be the `lockstep_axis` of the rollout, "
+      f"{config.lockstep_axis!r}, got {axis!r}; jaxkv.sharding.generate sets "
+      "it to `MeshAxes.experts`, and `score` needs all experts on each device."
+    )
+
+
 def run_model(
   model: Model, params: Any, batch: Batch, kv: Pools
 ) -> tuple[Array, Pools]:

@@ -29,6 +29,7 @@ from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.memory import check_pools
 from jaxkv._src.engine.memory import has_version
 from jaxkv._src.engine.model_call import Model
+from jaxkv._src.engine.model_call import check_expert_axis
 from jaxkv._src.engine.model_call import check_model
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
@@ -193,6 +194,7 @@ def score(
     entropy=entropy,
     top_log_probs=top_log_probs,
   )
+  check_expert_axis(config, model)
   scoring = Scoring(
     widths=_widths(groups, chunk),
     temperature=divisor(as_temperature(temperature)),

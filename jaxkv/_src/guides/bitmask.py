@@ -1,8 +1,9 @@
 """Bitmasks over the vocabulary, and their application to logits.
 
-Token t is bit t % 32 of word t // 32, where bit 0 is the least significant. The
-bits beyond the last token are 0. Other libraries for guided decoding use the
-same bit order in int32 words; `words.view(jnp.uint32)` converts them.
+Bit t % 32 of word t // 32 represents token t, where bit 0 is the least
+significant. The bits beyond the last token are 0. Other libraries for guided
+decoding use the same bit order in int32 words, which `words.view(jnp.uint32)`
+converts.
 """
 
 import chex
@@ -19,7 +20,7 @@ def num_words(vocab_size: int) -> int:
 
 
 def mask_logits(logits: Array, bits: Array) -> Array:
-  """Sets the logits of tokens whose bit is 0 to -inf.
+  """Masks logits: tokens whose bit is 0 get the logit -inf.
 
   Args:
     logits: floats [..., V].

@@ -13,7 +13,7 @@ LAST = 0x10FFFF
 Ranges = Iterable[tuple[int, int]]
 """Ranges of code points: pairs (first, last), both inclusive."""
 
-# Ranges of code points whose UTF-8 encodings have the same length. The gap from
+# Within each range, all UTF-8 encodings have the same length. The gap from
 # 0xD800 to 0xDFFF excludes surrogates, which have no UTF-8 encoding.
 _LENGTHS = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF))
 _LENGTHS += ((0x10000, LAST),)
@@ -21,7 +21,7 @@ _TAIL_LOW, _TAIL_HIGH = 0x80, 0xBF
 
 
 def characters(ranges: Ranges) -> Grammar:
-  """Returns the grammar of one character from the ranges, in UTF-8."""
+  """Returns a grammar of the UTF-8 encodings of characters in `ranges`."""
   parts = []
   for low, high in ranges:
     for first, last in _LENGTHS:
@@ -32,7 +32,7 @@ def characters(ranges: Ranges) -> Grammar:
 
 
 def others(ranges: Ranges, last: int = LAST) -> list[tuple[int, int]]:
-  """Returns the complement of the ranges in 0 .. `last`."""
+  """Returns the ranges of 0 .. `last` that are not in `ranges`."""
   gaps, begin = [], 0
   for low, high in sorted(ranges):
     if begin < low:
@@ -42,14 +42,14 @@ def others(ranges: Ranges, last: int = LAST) -> list[tuple[int, int]]:
 
 
 def _byte_strings(low: bytes, high: bytes) -> list[Grammar]:
-  """Returns grammars of the encodings `low` .. `high`, of equal length."""
+  """Returns grammars whose union is `low` .. `high`, all of equal length."""
   if len(low) == 1:
     return [byte_range(low[0], high[0])]
   size = len(low) - 1
   tail_low, tail_high = bytes([_TAIL_LOW]) * size, bytes([_TAIL_HIGH]) * size
   if low[0] == high[0]:
     return _with_first_byte(low[0], low[1:], high[1:])
-  # Later bytes are restricted only after the lowest or the highest first byte.
+  # After a first byte other than that of `low` or `high`, any tail is valid.
   parts, begin, end = [], low[0], high[0]
   if low[1:] != tail_low:
     parts += _with_first_byte(begin, low[1:], tail_high)
@@ -64,6 +64,6 @@ def _byte_strings(low: bytes, high: bytes) -> list[Grammar]:
 
 
 def _with_first_byte(byte: int, low: bytes, high: bytes) -> list[Grammar]:
-  """Returns grammars of `byte` followed by a string of `low` .. `high`."""
+  """Returns `_byte_strings` of the tails, each preceded by `byte`."""
   first = byte_range(byte, byte)
   return [chain(first, part) for part in _byte_strings(low, high)]

@@ -28,8 +28,8 @@ MOST_STATES = 100_000
 class ByteDfa:
   """The minimal DFA of a set of byte strings.
 
-  State 1 is the start. State 0 is the dead state, from which no accepting state
-  can be reached.
+  State 1 is the start state. State 0 is the dead state, from which no accepting
+  state can be reached.
 
   Attributes:
     next: the next state for each state and byte.  # int32[S, 256]
@@ -46,7 +46,7 @@ class ByteDfa:
 
   @property
   def max_bytes(self) -> int | None:
-    """The length of the longest accepted string; None if unbounded."""
+    """The bytes of the longest accepted string; None if unbounded."""
     longest = longest_accepted(self.next, self.accepts)[START]
     return None if longest >= 2**30 else int(longest)
 
@@ -87,8 +87,8 @@ def _byte_classes(nfa: Nfa) -> tuple[np.ndarray, dict[int, list[int]]]:
   """Groups bytes that belong to the same byte sets of the NFA.
 
   Returns:
-    The class of each byte, int[256], and a dict from each byte set, as a mask,
-    to its classes.
+    The class of each byte, int[256], and a dict from each byte set, in the
+    form of `ByteSet.mask`, to the classes of its bytes.
   """
   masks = sorted({mask for edges in nfa.byte_edges for mask, _ in edges})
   # The last column stays False, so that the matrix is not empty for an NFA
@@ -112,9 +112,9 @@ def _determinize(
   """Determinizes an NFA by subset construction.
 
   Returns:
-    The class of each byte, int[256]; the state after a state and a class,
-    int32[S, C]; and bool[S], True for accepting states. The start is state 0
-    and the dead state is S - 1, until `minimize` renumbers the states.
+    The class of each byte, int[256]; the next state for each of S states and C
+    classes, int32[S, C]; and bool[S], True for accepting states. State 0 is the
+    start, and S - 1 is the dead state, until `minimize` renumbers the states.
   """
   classes, classes_of_mask = _byte_classes(nfa)
   closure = nfa.closure(final)
@@ -131,7 +131,7 @@ def _determinize(
       row[byte_class] = numbers[subset]
     rows.append(row)
     check_size(len(numbers), MOST_STATES, "states")
-  # A state without an edge for a class leads to the dead state, the last one.
+  # Without an edge for a class, a state leads to the dead state, the last one.
   table = np.full((len(rows) + 1, int(classes.max()) + 1), len(rows), np.int32)
   for state, row in enumerate(rows):
     table[state, [*row]] = [*row.values()]
@@ -145,7 +145,7 @@ def _moves(
   classes_of_mask: dict[int, list[int]],
   closure: Callable[[int], frozenset[int]],
 ) -> dict[int, frozenset[int]]:
-  """Maps each byte class to the NFA states to which it leads from `subset`."""
+  """Maps each byte class to the set of NFA states after `subset`."""
   moves: dict[int, set[int]] = collections.defaultdict(set)
   for state in subset:
     for mask, target in nfa.byte_edges[state]:

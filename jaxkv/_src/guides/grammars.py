@@ -4,7 +4,7 @@ import dataclasses
 
 
 class Grammar:
-  """A set of byte strings; the base class of the forms below.
+  """A set of byte strings; the base class of the classes below.
 
   Examples:
     >>> from jaxkv.rollout import json_schema, regex
@@ -12,7 +12,7 @@ class Grammar:
   """
 
   def __add__(self, other: "Grammar") -> "Grammar":
-    """Returns all strings that are one of `self`, then one of `other`."""
+    """Returns all concatenations of a string of `self` and one of `other`."""
     return chain(self, other)
 
   def __or__(self, other: "Grammar") -> "Grammar":
@@ -22,7 +22,7 @@ class Grammar:
 
 @dataclasses.dataclass(frozen=True)
 class ByteSet(Grammar):
-  """The strings of one byte that is in a set.
+  """The strings that consist of one byte of a set.
 
   Attributes:
     mask: an integer whose bit b is set if byte b is in the set.
@@ -61,12 +61,12 @@ class Repeat(Grammar):
 
 
 def byte_range(low: int, high: int) -> ByteSet:
-  """Returns the set of single bytes `low` .. `high`, inclusive."""
+  """Returns the grammar of one byte from `low` to `high`, inclusive."""
   return ByteSet((1 << (high + 1)) - (1 << low))
 
 
 def literal(text: str | bytes) -> Grammar:
-  """Returns the set of one text; a `str` is encoded as UTF-8."""
+  """Returns the grammar of one text; a `str` is encoded as UTF-8."""
   data = text.encode() if isinstance(text, str) else text
   return Chain(tuple(ByteSet(1 << byte) for byte in data))
 

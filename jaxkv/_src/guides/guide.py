@@ -32,15 +32,16 @@ AnyGrammar = str | bytes | Grammar | None
 """A regular expression, a `Grammar`, or None to allow every token."""
 
 NO_LIMIT = UNREACHABLE
-"""A token limit above the length of any sequence."""
+"""The value of `GuideState.limit` that means no limit."""
 
 
 class GuideState(NamedTuple):
   """The grammar state of each sequence, which the rollout carries.
 
   Attributes:
-    state: the index in `Guide.next` after the tokens read so far.  # int32[Q]
-    limit: the most tokens of a text, including its stop token.  # int32[Q]
+    state: the row of `Guide.next` after the tokens read so far.  # int32[Q]
+    limit: the maximum number of tokens of a text and its stop token; `NO_LIMIT`
+      for none.  # int32[Q]
   """
 
   state: Array
@@ -53,16 +54,14 @@ class Guide:
   """N grammars compiled to tables of S states in total, over V tokens.
 
   Pass a guide to a jitted function as an argument. If the function closed over
-  the guide, the tables would become constants of the program. A rollout of
-  `Requests(..., extra=guide.init(Q))` runs as:
+  the guide, the tables would become constants of the program. After
+  `rollout.init` with `Requests(..., extra=guide.init(Q))`, run:
 
     @jax.jit
     def run(params, guide, state):
       return rollout.generate(
         params, state, model=model, process=guide.process
       )
-
-  Any token can be the stop token, even one that has bytes.
 
   The mask of a state depends on the number of remaining tokens. So each state
   has consecutive entries in `rows`, one for each number of remaining tokens.
@@ -74,11 +73,11 @@ class Guide:
     home: for each state, the start state of its grammar.  # int32[S]
     next: the state after a state and a byte.  # int32[S, 256]
     distance: the fewest tokens that complete a text from each state, including
-      the stop token; 2**30 if no tokens can.  # int32[S]
+      the stop token; 2**30 if no text can be completed.  # int32[S]
     first: the index of each state's first entry in `rows`.  # int32[S]
     last: the index of each state's last entry in `rows`.  # int32[S]
-    rows: each entry's row in `masks`.  # int32[X]
-    masks: distinct bitmasks, see `bitmask`.  # uint32[U, ceil(V / 32)]
+    rows: the row in `masks` of each of X entries.  # int32[X]
+    masks: U distinct bitmasks, see `bitmask`.  # uint32[U, ceil(V / 32)]
     tokens: the bytes of all tokens.
     max_bytes: the length of the longest text in bytes; None if unbounded.
   """
@@ -108,14 +107,15 @@ class Guide:
       grammars: int32[Q], the index of each sequence's grammar; None if there is
         only one grammar.
       max_tokens: int32[] or int32[Q], the maximum number of tokens of a text
-        and its stop token. A token is allowed only if the remaining tokens can
-        complete the text. None for no limit. A grammar None has no limit.
+        and its stop token; None for no limit. A token is allowed only if the
+        tokens that remain after it can complete the text. A sequence whose
+        grammar is None ignores the limit.
 
     Raises:
       TypeError: `grammars` or `max_tokens` does not hold integers.
       ValueError: a shape is wrong, an index is out of range, `grammars` is None
-        for several grammars, or `max_tokens` is too small for any text of a
-        grammar. Traced numbers are not checked.
+        for several grammars, or `max_tokens` is too small for every text of a
+        sequence's grammar. Traced values are not checked.
     """
     shape = (num_sequences,)
     numbers = self._grammars(grammars, shape)
@@ -159,20 +159,20 @@ class Guide:
   def process(
     self, logits: Array, rows: Any, extra: GuideState
   ) -> tuple[Array, GuideState]:
-    """Sets the logits of tokens that the grammar does not allow to -inf.
+    """Masks logits: tokens that the grammar does not allow get -inf.
 
-    Call it before each token is drawn. A turn is the tokens drawn after one
-    prompt. The first call of a turn begins a new text, and later calls advance
-    the state by the last token.
+    The rollout calls this before each draw. A turn is the tokens drawn after
+    one prompt. The first call of a turn begins a new text, and later calls
+    advance the state by the last token.
 
-    If a token was drawn against the mask, the text cannot match the grammar,
-    and only stop tokens are allowed. If too few tokens remain to complete the
-    text, only tokens on a shortest path to its end are allowed.
+    If the drawn tokens cannot be completed to a text of the grammar, because a
+    masked token was drawn, only stop tokens are allowed. If too few tokens
+    remain, only tokens on a shortest path to the end of a text are allowed.
 
     Args:
       logits: floats [R, V].
-      rows: has `counts` int32[R], the tokens drawn so far in this turn, and
-        `last_tokens` int32[R], each sequence's last token.
+      rows: has the fields `counts`, int32[R], the number of tokens drawn so far
+        in this turn, and `last_tokens`, int32[R], each sequence's last token.
       extra: the states of the R sequences.
 
     Returns:
@@ -193,11 +193,11 @@ class Guide:
         f"each of the guide's tokens, got {[*logits.shape]}; use `vocab_size` "
         "of token_bytes if a model has more columns than tokens."
       )
-    # The first call of a turn does not use `read`, because its last token
-    # belongs to the prompt.
+    # In the first call of a turn, the last token belongs to the prompt, so
+    # `read` is not used.
     read = advance_states(self.next, self.tokens, extra.state, rows.last_tokens)
-    # No byte leads to a state of another grammar. So any state determines its
-    # grammar, and `GuideState` does not store the index of the grammar.
+    # A state determines its grammar, because no byte leads from one grammar to
+    # another.
     home = indexing.take(self.home, extra.state)
     state = jnp.where(rows.counts == 0, home, read)
     bits = self.allowed(state, extra.limit - rows.counts)
@@ -207,8 +207,8 @@ class Guide:
     """Returns the bitmask of allowed tokens, uint32[R, ceil(V / 32)].
 
     Args:
-      state: int32[R].
-      left: int32[R], the number of remaining tokens, including a stop token.
+      state: int32[R], see `GuideState.state`.
+      left: int32[R], the number of remaining tokens, including the stop token.
     """
     # With fewer than `distance` tokens left, the text cannot be completed. The
     # mask for `distance` then allows the tokens on a shortest path to its end.
@@ -227,16 +227,17 @@ def guide(
 ) -> Guide:
   r"""Compiles grammars to a guide, on the host.
 
-  Each state takes about 1 KiB, and each distinct mask V / 8 bytes.
+  A guide takes about 1 KiB for each state and V / 8 bytes for each distinct
+  mask.
 
   Args:
     grammars: a regular expression (see `regex`), a `Grammar` such as from
       `json_schema`, or None to allow every token; or a list of these, from
       which `init` assigns one to each sequence.
-    tokens: the bytes of V tokens. The guide has a copy, so that `tokens`
+    tokens: the bytes of V tokens. The guide stores a copy, so that `tokens`
       survives a donation of the guide.
     stop_token: the token that ends a text, or several such tokens. A stop token
-      is allowed where a text of the grammar can end.
+      is allowed where a text of the grammar can end. Its bytes are ignored.
 
   Raises:
     TypeError: a grammar has a wrong type, or a stop token is not an integer.
@@ -269,7 +270,7 @@ def guide(
 
 
 class _GrammarTables(NamedTuple):
-  """The tables of one grammar, whose start is state 1."""
+  """The tables of one grammar; state 1 is the start state."""
 
   next: np.ndarray
   masks: TokenMasks
@@ -291,8 +292,8 @@ def _tables(
   masks = token_masks(dfa, texts, stops)
   if masks.distance[START] == UNREACHABLE:
     raise ValueError(
-      "`tokens` must spell a text of each grammar, got tokens that spell none "
-      f"of {grammar!r:.200}."
+      "`tokens` must spell a text of each grammar, got tokens that spell no "
+      f"text of {grammar!r:.200}."
     )
   return _GrammarTables(dfa.next, masks, dfa.max_bytes)
 
@@ -314,7 +315,7 @@ def _concatenate(parts: Sequence[_GrammarTables]) -> dict[str, Array]:
   sizes = np.array([len(part.next) for part in parts])
   first_states = np.cumsum(sizes) - sizes
   first_entries = np.cumsum([0, *(len(part.masks.rows) for part in parts)])
-  # Equal masks are stored once, such as those of the dead states.
+  # A mask that grammars share, such as that of dead states, is stored once.
   masks = np.concatenate([part.masks.masks for part in parts])
   numbering = Numbering()
   row_of_masks = np.array([numbering.of(mask) for mask in masks])

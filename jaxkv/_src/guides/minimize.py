@@ -25,8 +25,8 @@ def minimize(
 
   Returns:
     `next` and `accepts` of the minimal DFA. State 0 is `DEAD`, state 1 is the
-    start, and the others follow in breadth-first order. A DFA that accepts
-    nothing has only the dead state.
+    start, and other states follow in breadth-first order. A DFA that accepts
+    no string has only the dead state.
   """
   shortest = shortest_accepted(next, accepts)
   live = shortest >= 0
@@ -47,11 +47,11 @@ def minimize(
 def _refine(table: np.ndarray, origin: np.ndarray) -> np.ndarray:
   """Splits blocks until all states of a block lead to the same blocks."""
   # Each block gets a random label. The hash of a state is a weighted sum of the
-  # labels of the state and of its next states. Iterations compare hashes, which
-  # is fast, until the blocks are stable. Hashes can collide, so the last
-  # iterations compare the blocks themselves.
+  # labels of the state's block and of the blocks to which it leads. Iterations
+  # compare hashes, which is fast, until the blocks are stable. Hashes can
+  # collide, so the last iterations compare the blocks themselves.
   random = np.random.default_rng(0)
-  # Weights are odd, because a product with an even number would lose bits.
+  # Weights are odd, because a product with an even weight would lose bits.
   weights = random.integers(0, 2**63, table.shape[1] + 1, np.uint64) * 2 + 1
   block, exact = origin, False
   while True:
@@ -69,14 +69,14 @@ def _refine(table: np.ndarray, origin: np.ndarray) -> np.ndarray:
 
 
 def _blocks(rows: np.ndarray) -> np.ndarray:
-  """Numbers the S rows of a matrix; equal rows get equal numbers, int[S]."""
+  """Numbers the rows of a matrix, so that equal rows get equal numbers."""
   return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
 
 
 def _quotient(
   table: np.ndarray, ends: np.ndarray, block: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Merges the states of each block, and numbers states breadth-first."""
+  """Merges the states of each block, and renumbers states breadth-first."""
   _, member = np.unique(block, return_index=True)
   merged = block[table[member]]
   dead_block, start_block = int(block[DEAD]), int(block[1])
@@ -92,10 +92,7 @@ def _quotient(
 
 
 def shortest_accepted(next: np.ndarray, accepts: np.ndarray) -> np.ndarray:
-  """Returns the length of each state's shortest accepted string, -1 for none.
-
-  Lengths are in bytes.
-  """
+  """Returns the length of each state's shortest accepted string, or -1."""
   # A breadth-first search, backwards from the accepting states.
   begin, end = _edges(next)
   order = np.argsort(end, kind="stable")
@@ -116,8 +113,8 @@ def shortest_accepted(next: np.ndarray, accepts: np.ndarray) -> np.ndarray:
 def longest_accepted(table: np.ndarray, ends: np.ndarray) -> np.ndarray:
   """Returns the length of each state's longest accepted string, int[S].
 
-  Lengths are in bytes: -1 for state 0, which must be the only dead state, and
-  2**30 for a state whose strings are unbounded.
+  The length is in bytes, -1 for the dead state, and 2**30 for a state whose
+  strings are unbounded. State 0 must be the only dead state.
   """
   begin, end = _edges(table)
   is_live = (begin != DEAD) & (end != DEAD)

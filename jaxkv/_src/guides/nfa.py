@@ -17,10 +17,10 @@ MOST_STATES = 1_000_000
 
 
 class Nfa:
-  """A nondeterministic finite automaton (NFA), to which `add` adds grammars.
+  """A nondeterministic finite automaton (NFA), which `add` extends.
 
   Attributes:
-    byte_edges: for each state, its edges that read a byte, as pairs of a set of
+    byte_edges: for each state, its edges that read a byte: pairs of a set of
       bytes (see `ByteSet.mask`) and the next state.
     epsilon_edges: for each state, the next states of edges without a byte.
   """
@@ -37,7 +37,7 @@ class Nfa:
     return len(self.epsilon_edges) - 1
 
   def add(self, grammar: Grammar, start: int) -> int:
-    """Adds a grammar that begins in `start`, and returns its final state."""
+    """Adds a grammar from the state `start`, and returns its final state."""
     if isinstance(grammar, ByteSet):
       end = self.new_state()
       if grammar.mask:
@@ -76,8 +76,8 @@ class Nfa:
     if copies is None:
       copies = max(grammar.least, 1)
     for copy in range(copies):
-      # The copy gets a separate start state `begin`, because after a loop back
-      # to `state`, other edges of `state` could follow.
+      # Each copy gets a new start state `begin`, because a loop back to `state`
+      # could continue with edges of `state` that are outside of the copy.
       begin = self._successor(state)
       state = self.add(grammar.item, begin)
       if copy + 1 >= grammar.least:
@@ -89,8 +89,8 @@ class Nfa:
   def closure(self, final: int) -> Callable[[int], frozenset[int]]:
     """Returns a cached function from a state to its epsilon closure.
 
-    The closure has only `final` and states with byte edges, because other
-    states affect neither the next bytes nor acceptance.
+    Of the reached states, only `final` and states with byte edges are returned.
+    Others affect neither the next bytes nor acceptance.
     """
 
     @functools.cache

@@ -53,7 +53,7 @@ def regex(pattern: str | bytes) -> Grammar:
   Raises:
     TypeError: `pattern` is neither `str` nor `bytes`.
     ValueError: `pattern` is malformed, has a repeat above 100,000, or uses
-      unsupported syntax: look-around, references, names, flags, lazy or
+      unsupported syntax: look-around, references, group names, flags, lazy or
       possessive quantifiers, anchors.
 
   Examples:
@@ -75,7 +75,7 @@ def regex(pattern: str | bytes) -> Grammar:
 
 
 class _Parser:
-  """A recursive descent parser. It reads bytes as characters 0 .. 255."""
+  """A recursive descent parser of one pattern."""
 
   def __init__(self, pattern: str | bytes):
     self._is_bytes = isinstance(pattern, bytes)
@@ -103,7 +103,7 @@ class _Parser:
     return character
 
   def _take_if(self, prefix: str) -> bool:
-    """Takes a prefix if it comes next, and returns True if it did."""
+    """Takes `prefix` and returns True if it comes next, else returns False."""
     is_next = self._text.startswith(prefix, self._position)
     self._position += len(prefix) if is_next else 0
     return is_next
@@ -194,7 +194,7 @@ class _Parser:
     largest = minimum if maximum is None else maximum
     if largest > _MAX_REPEATS or largest < minimum:
       self.fail(
-        f"have increasing numbers of at most {_MAX_REPEATS} in `{{...}}`",
+        f"have numbers of at most {_MAX_REPEATS} in `{{...}}`, the lower first",
         "correct the numbers",
       )
     self._position = end + 1
@@ -247,8 +247,8 @@ class _Parser:
       return _single(_CONTROLS[start])
     if start in _CODES and (start == "x" or not self._is_bytes):
       return _single(self._code(_CODES[start]))
-    # Other letters and digits are refused, because a reference or an anchor
-    # must not be read as a literal.
+    # Refuses other letters and digits, because in `re` they are references or
+    # anchors, not literals.
     if not start or (start.isascii() and start.isalnum()):
       # The message points at the backslash.
       self._position -= 2

@@ -53,31 +53,31 @@ _KEYWORDS_OF_TYPE = {
   "null": set(),
 }
 _FORMATS = ("date", "date-time", "uuid")
-# Bytes that a JSON string must escape: control characters, `"` and `\`.
+# The bytes that a JSON string must escape: control characters, `"` and `\`.
 _ESCAPED = (1 << 32) - 1 | 1 << ord('"') | 1 << ord("\\")
 
 
 def json_schema(schema: Schema | str, *, whitespace: str = "[ ]?") -> Grammar:
   r"""Returns a grammar of JSON texts that are valid under a JSON schema.
 
-  The grammar does not have all valid texts. Properties appear in the order of
-  the schema. If a schema lists `properties`, objects have no other properties,
-  even if `additionalProperties` allows them. Strings have no `\uXXXX` escapes.
-  If a schema does not describe the contents of an object or array, the contents
-  nest only a few levels. The docstring of this module lists the keywords.
+  The grammar omits some valid texts. Properties appear in the order of the
+  schema. If a schema lists `properties`, objects have no other properties, even
+  if `additionalProperties` allows them. Strings have no `\uXXXX` escapes. If a
+  schema does not describe the contents of an object or array, the contents nest
+  only a few levels. The docstring of this module lists the keywords.
 
-  Needs the extra `schema` (`outlines_core`).
+  Needs `outlines_core`, which `jaxkv[schema]` installs.
 
   Args:
-    schema: a JSON schema as a mapping or as JSON text. A Pydantic model has one
-      in `model_json_schema()`.
+    schema: a JSON schema as a mapping or as JSON text. For a Pydantic model,
+      pass `model_json_schema()`.
     whitespace: regular expression of the white space around punctuation, by
       default at most one space; "" for none.
 
   Raises:
     ImportError: `outlines_core` is not installed.
-    ValueError: the schema is not valid JSON, or has a keyword that is not
-      supported or contradicts another one. The message has its path.
+    ValueError: the schema is not valid JSON, or a keyword is not supported or
+      contradicts another one. The message has the path of the keyword.
 
   Examples:
     >>> from jaxkv._src.guides.dfa import compile_grammar
@@ -117,7 +117,7 @@ class _Reducer:
     Args:
       schema: a schema or a part of one.
       path: path of the part in the schema, for error messages.
-      refs: references that are being expanded.
+      refs: the references that are being expanded, to detect recursion.
     """
     if schema is True:
       return {}
@@ -126,8 +126,8 @@ class _Reducer:
     keywords = set(schema) - _ANNOTATIONS
     for form in ("$ref", "anyOf", "enum", "const"):
       if form in keywords:
-        # Beside `enum` or `const`, `type` is only checked against the values,
-        # whose types are known.
+        # `type` beside `enum` or `const` adds nothing to the grammar, so it is
+        # only checked against the values.
         allowed = {form, "type"} if form in ("enum", "const") else {form}
         _check_keywords(keywords - allowed, path, f"beside `{form}`")
         if "type" in keywords and len(allowed) > 1:
@@ -225,8 +225,8 @@ def _reduce_string(reduced: dict[str, Any], path: str) -> None:
     rule = f"be in {_FORMATS}"
     _refuse(f"{path}.format", rule, reduced["format"], "use `pattern`")
   if "pattern" in reduced:
-    # JSON Schema lets a pattern match anywhere in a string. The grammar has
-    # only strings that it matches as a whole, so outer anchors are redundant.
+    # In JSON Schema, a pattern can match any part of a string. The grammar has
+    # only strings that the pattern matches as a whole, so it needs no anchors.
     pattern = reduced["pattern"].removeprefix("^")
     if pattern.endswith("$") and not pattern.endswith("\\$"):
       pattern = pattern[:-1]
@@ -244,7 +244,7 @@ def _reduce_string(reduced: dict[str, Any], path: str) -> None:
 
 
 def _has_escaped(grammar: Grammar) -> bool:
-  """Returns True if a text of a grammar can have a byte of `_ESCAPED`."""
+  """Returns True if a text of the grammar can contain an escaped byte."""
   match grammar:
     case ByteSet(mask):
       return bool(mask & _ESCAPED)

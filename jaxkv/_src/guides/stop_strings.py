@@ -33,16 +33,16 @@ Strings = Sequence[str | bytes]
 class StopStrings:
   """The stop strings of Q sequences, as one automaton of S states.
 
-  The rollout stores an int32 state for each sequence. `init` returns the first
-  state, and `advance` updates it with each generated token. The prompt is not
-  searched.
+  The rollout stores an int32 state for each sequence. `init` returns the start
+  states, and `advance` updates them with each generated token. The prompt is
+  not searched.
 
   Attributes:
-    start: the first state of each sequence, or a scalar if all sequences have
+    start: the start state of each sequence, or a scalar if all sequences have
       the same strings.  # int32[Q] or int32[]
     next: the state after a state and a byte.  # int32[S, 256]
-    ends: the index, in its list, of the stop string that ends in each state; -1
-      for none.  # int32[S]
+    ends: for each state, the index of the stop string that ends there, counted
+      in the list of its sequence; -1 for none.  # int32[S]
     tokens: the bytes of all tokens.
   """
 
@@ -52,10 +52,10 @@ class StopStrings:
   tokens: TokenBytes
 
   def init(self, num_sequences: int) -> Array:
-    """Returns the first state of each sequence, int32[Q].
+    """Returns the start state of each of Q sequences, int32[Q].
 
     Raises:
-      ValueError: the number of lists is not Q.
+      ValueError: `num_sequences` is not the number of lists.
     """
     if self.start.ndim == 0:
       return jnp.full((num_sequences,), self.start)
@@ -64,15 +64,15 @@ class StopStrings:
     return jnp.copy(self.start)
 
   def select(self, lists: Any) -> "StopStrings":
-    """Returns stop strings that assign the existing lists to new sequences.
+    """Returns stop strings of new sequences, which use the existing lists.
 
     Args:
       lists: int32[Q], the index of an existing list for each new sequence.
 
     Raises:
       TypeError: `lists` does not hold integers.
-      ValueError: `lists` does not have one axis, or has an index out of range,
-        which is not checked if traced; or all sequences share one list.
+      ValueError: `lists` does not have one axis, an index is out of range, or
+        all sequences share one list. Traced indices are not checked.
     """
     lists = as_int32("lists", lists)
     check_shape("lists", lists, ("Q",))
@@ -96,10 +96,10 @@ class StopStrings:
       numbers: int32[R], the token that each sequence reads.
 
     Returns:
-      The states after the token, int32[R], and the index, in its list, of the
-      stop string that the token completes, int32[R]; -1 for none. If a token
-      completes several strings, the index is that of the first one to end. If
-      several end at the same byte, it is the lowest index.
+      The states after the token, int32[R], and the index of the stop string
+      that the token completes, int32[R], counted in the list of the sequence;
+      -1 for none. If a token completes several strings, returns the index of
+      the string that ends first, or the lowest index if they end together.
     """
     dfa, states, numbers = sharding.match_varying_axes((self, states, numbers))
 
@@ -121,13 +121,13 @@ def stop_strings(
 ) -> StopStrings:
   """Builds the automaton of stop strings, on the host.
 
-  The automaton has at most one state for each byte of the distinct lists, and
-  one more for each such list. A state takes 1 KiB.
+  The automaton has at most one state for each byte in the distinct lists, plus
+  one for each distinct list. A state takes 1 KiB.
 
   Args:
     strings: a list of strings for all sequences; or a list of Q such lists, one
       for each sequence, where None or an empty list means no stop strings.
-    tokens: the bytes of all tokens. The result has a copy, so that `tokens`
+    tokens: the bytes of all tokens. The result stores a copy, so that `tokens`
       survives a donation of the result.
 
   Raises:
@@ -177,13 +177,13 @@ def _build_automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         children.append({})
         ends.append(-1)
       state = children[state][byte]
-    # Among equal strings, the first one gives the index.
+    # If two strings are equal, the first index is kept.
     if ends[state] < 0:
       ends[state] = index
   table = np.zeros((len(children), 256), np.int32)
   # `fallback` is the failure function: the state of the longest proper suffix
-  # of the bytes read that is a prefix of a string. The suffix is shorter, so in
-  # breadth-first order its state is complete before it is used.
+  # of the bytes read that is a prefix of a string. The suffix is shorter, so a
+  # breadth-first search completes its table row before this one.
   fallback = [0] * len(children)
   queue = collections.deque([0])
   while queue:

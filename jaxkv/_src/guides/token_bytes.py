@@ -17,7 +17,7 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 
 UNROLL = 4
-"""The number of bytes that each iteration of `fold_bytes` reads."""
+"""The bytes of each token that an iteration of `fold_bytes` reads."""
 
 Carry = TypeVar("Carry")
 
@@ -28,8 +28,9 @@ class TokenBytes:
   """The bytes of V tokens, concatenated without padding.
 
   Attributes:
-    data: the bytes of all tokens.  # uint8[X]
-    starts: the start of each token, then the end of the last.  # int32[V + 1]
+    data: the X bytes of all tokens.  # uint8[X]
+    starts: the offset in `data` where each token starts, and at the end the
+      offset where the last token ends.  # int32[V + 1]
   """
 
   data: Array
@@ -60,7 +61,7 @@ def token_bytes(
     tokens: the bytes of each token, in the order of token ids. Special tokens
       have empty bytes, because they represent no text.
     vocab_size: V, the number of columns of the model's logits; None for the
-      number of entries of `tokens`. Additional tokens have no bytes.
+      number of entries of `tokens`. Tokens beyond the entries have no bytes.
 
   Raises:
     TypeError: a token is not `bytes`.
@@ -86,7 +87,7 @@ def token_bytes(
     raise ValueError(
       f"`tokens` must have at least one entry{limit}, got {len(pieces)}."
     )
-  # Lengths are int64, so that the check below sees a sum beyond int32.
+  # Lengths are int64, so that their sum does not overflow before the check.
   lengths = np.zeros(size + 1, np.int64)
   lengths[1 : len(pieces) + 1] = [len(piece) for piece in pieces]
   starts = np.cumsum(lengths)
@@ -94,7 +95,7 @@ def token_bytes(
     raise ValueError(
       f"`tokens` must have less than 2**31 bytes, got {starts[-1]}."
     )
-  # `joined` has at least one byte, because a gather cannot read an empty array.
+  # A gather cannot read an empty array, so `joined` has at least one byte.
   joined = b"".join(pieces) or b"\0"
   return TokenBytes(
     data=jnp.asarray(np.frombuffer(joined, np.uint8)),
@@ -108,7 +109,7 @@ def fold_bytes(
   body: Callable[[Carry, Array, Array], Carry],
   carry: Carry,
 ) -> Carry:
-  """Folds `body` over the bytes of one token in each row.
+  """Folds `body` over the bytes of each row's token; returns the last carry.
 
   Args:
     tokens: the bytes of all tokens.

@@ -15,7 +15,7 @@ from jaxkv._src.guides.bitmask import num_words
 from jaxkv._src.guides.dfa import ByteDfa
 
 UNREACHABLE = 2**30
-"""The distance of a state from which no text can be completed."""
+"""The `distance` of a state from which no text can be completed."""
 
 _MAX_BATCH_ENTRIES = 2**23
 
@@ -31,8 +31,8 @@ class TokenMasks:
     distance: see `Guide.distance`.  # int32[S]
     first: see `Guide.first`.  # int32[S]
     last: see `Guide.last`.  # int32[S]
-    rows: each entry's row in `masks`.  # int32[X]
-    masks: distinct bitmasks, see `bitmask`.  # uint32[U, ceil(V / 32)]
+    rows: see `Guide.rows`.  # int32[X]
+    masks: see `Guide.masks`.  # uint32[U, ceil(V / 32)]
   """
 
   distance: np.ndarray
@@ -49,8 +49,8 @@ def token_masks(
 
   A token is allowed if the tokens that remain after it can complete the text.
   Stop tokens are allowed in accepting states, and their bytes are ignored. In a
-  state from which no text can be completed, only stop tokens are allowed. Other
-  tokens without bytes are never allowed.
+  state from which no text can be completed, only stop tokens are allowed.
+  Tokens without bytes that are not stop tokens are never allowed.
   """
   texts = [b"" if i in stop_tokens else text for i, text in enumerate(tokens)]
   effect, effects = _group_by_effect(dfa.next, texts)
@@ -146,8 +146,8 @@ def _mask_table(
   """Builds the masks of each state, one for each number of remaining tokens.
 
   Args:
-    needed: int[S, E], for each state and effect, the fewest tokens that
-      complete a text if the first of them has this effect.
+    needed: int[S, E], for each of S states and E effects, the fewest tokens
+      that complete a text if the first of them has this effect.
     effect: int[V], each token's column of `needed`; -1 if never allowed.
     distance: int[S], see `TokenMasks`.
   """
@@ -176,7 +176,7 @@ def _mask_table(
 
 
 def _expand(sets: np.ndarray, size: int, effect: np.ndarray) -> np.ndarray:
-  """Converts sets of effects to bitmasks of tokens, uint32[U, ceil(V / 32)]."""
+  """Converts packed bitmasks over `size` effects to bitmasks over tokens."""
   words = num_words(len(effect))
   masks = np.zeros((len(sets), words), np.uint32)
   column = np.where(effect < 0, size, effect)

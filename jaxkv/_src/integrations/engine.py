@@ -58,7 +58,7 @@ class QueueEngine:
     mesh: Mesh | None = None,
     split_heads: bool = False,
   ):
-    """Creates an engine; the first `run` compiles it.
+    """Creates an engine; the first `run` compiles its program.
 
     Args:
       decoder: the adapted model, see `paged_module`.
@@ -96,7 +96,7 @@ class QueueEngine:
     self._counters: dict[str, Any] = {}
     options = None
     if jax.default_backend() == "cpu" and jax.__version__.startswith("0.10."):
-      # XLA's older code generator for CPUs compiles in a quarter less time.
+      # XLA's older code generator for CPUs needs 25% less time to compile.
       options = {"xla_cpu_use_fusion_emitters": False}
     self._run = jax.jit(
       self._program, donate_argnums=1, compiler_options=options
@@ -131,7 +131,7 @@ class QueueEngine:
     return answers
 
   def forget(self) -> None:
-    """Invalidates all cached pages at the next `run`, for changed weights."""
+    """Makes the next `run` invalidate all cached pages, for new weights."""
     self._is_stale = True
 
   def counters(self) -> dict[str, Any]:
@@ -166,8 +166,8 @@ class QueueEngine:
       batch = batch._replace(requests=requests)
     # The state is donated, so it is lost if the call raises.
     state, self._state = self._state, None
-    # Clients call `run` in the contexts of different meshes. For each of them,
-    # jit would compile the program again.
+    # Clients call `run` in the contexts of different meshes, and jit would
+    # compile the program again for each mesh.
     with no_mesh():
       if state is None:
         state = self._new_state()
@@ -179,7 +179,7 @@ class QueueEngine:
       name: np.asarray(value).tolist()
       for name, value in results["counters"].items()
     }
-    # The samples of job n are in the rows from n * num_samples on.
+    # The samples of job n start at row n * num_samples.
     firsts = range(0, self.sizes.total, self.sizes.num_samples)
     return [
       [self._answer(results, first + n) for n in range(len(job.seeds))]

@@ -16,12 +16,12 @@ class Job:
   """A prompt and the settings of its samples.
 
   Attributes:
-    prompt: the tokens.  # int32[L]
+    prompt: the L tokens of the prompt.  # int32[L]
     seeds: a non-negative seed for each sample.
     max_tokens: the maximum number of tokens of each sample.
     temperature: the sampling temperature; 0 for greedy decoding.
-    top_k: 0 for all tokens.
-    top_p: 1 for all tokens.
+    top_k: the number of most likely tokens to draw from; 0 for all tokens.
+    top_p: the probability mass to draw from; 1 for all tokens.
     stop_tokens: tokens that end a sample.
     may_draw_banned: True if samples may draw the engine's banned tokens.
     adapter: the index of the LoRA adapter.
@@ -54,8 +54,8 @@ class Answer:
 
   Attributes:
     tokens: the drawn tokens, the stop token included.  # int32[T]
-    log_probs: the log-prob of each token, before `top_k` and `top_p`. A scaled
-      engine applies the temperature first. None if not recorded.  # float32[T]
+    log_probs: the log-prob of each token, before `top_k` and `top_p`, but after
+      the temperature if the engine is scaled; None if absent.  # float32[T]
     finish: a `jaxkv.rollout.Finish`.
   """
 
@@ -82,7 +82,7 @@ class EngineSizes:
 
   Attributes:
     num_jobs: P, the number of prompts in the queue.
-    num_samples: G, the maximum number of samples of a job.
+    num_samples: the maximum number of samples of a prompt in the queue.
     max_length: the maximum number of tokens of a sample and its prompt.
     num_stop_tokens: the maximum number of stop tokens of a job.
     num_slots: the number of samples that run at once.
@@ -102,7 +102,7 @@ class EngineSizes:
 
   @property
   def total(self) -> int:
-    """Q, the number of samples in the queue."""
+    """The maximum number of samples in the queue."""
     return self.num_jobs * self.num_samples
 
 
@@ -143,18 +143,18 @@ def check(job: Job, sizes: EngineSizes) -> None:
     raise ValueError("`prompt` must have at least one token, got none.")
   if job.max_tokens < 1:
     raise ValueError(
-      f"`max_tokens` must be at least 1, got {job.max_tokens}; leave the "
-      "prompt out if nothing is to be drawn."
+      f"`max_tokens` must be at least 1, got {job.max_tokens}; remove prompts "
+      "that need no answer."
     )
   if length + job.max_tokens > sizes.max_length:
     raise ValueError(
       f"`prompt` must leave room for {job.max_tokens} tokens in "
-      f"{sizes.max_length}, got {length}; make the engine for longer sequences."
+      f"{sizes.max_length}, got {length}; increase the engine's `max_length`."
     )
   if len(job.stop_tokens) > sizes.num_stop_tokens:
     raise ValueError(
-      f"`stop_tokens` must be at most {sizes.num_stop_tokens}, got "
-      f"{len(job.stop_tokens)}; give fewer."
+      f"`stop_tokens` must have at most {sizes.num_stop_tokens} tokens, got "
+      f"{len(job.stop_tokens)}; remove some."
     )
 
 

@@ -18,8 +18,7 @@ def no_mesh() -> Iterator[None]:
   """
   with contextlib.ExitStack() as stack:
     with warnings.catch_warnings():
-      # `Mesh` as a context is deprecated, but sets the mesh that layers look
-      # up.
+      # Entering a `Mesh` is deprecated, but sets the mesh that layers see.
       warnings.simplefilter("ignore", DeprecationWarning)
       stack.enter_context(jax.sharding.Mesh(np.empty((), object), ()))
     yield

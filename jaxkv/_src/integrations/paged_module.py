@@ -19,8 +19,8 @@ from jaxkv.kv import LayerPlan
 from jaxkv.kv import plan_layers
 
 Replaced = type | tuple[type, str] | str
-"""The name of a method to replace. A class, or the path of a layer such as
-"layers.0.mlp", names `__call__`. `(Class, "method")` names another method."""
+"""The key of a method to replace. A class, or the path of a layer such as
+"layers.0.mlp", selects `__call__`. `(Class, "f")` selects the method `f`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class PagedModule:
     graphdef: the decoder's structure.
     params: the decoder's variables, the first argument of `model`. They are one
       `nnx` state, or a tuple of several.
-    plan: the layer group and the memory of each layer.
+    plan: the layer group and the memory layer of each decoder layer.
     num_kv_heads: K, the number of key-value heads.
     head_dim: D, elements of a key.
     dtype: the dtype of keys and values.
@@ -172,8 +172,8 @@ def bind(
     }
     if methods_of_layer:
       cls = type(layer)
-      # Each layer gets a class of its own, because Python looks up `__call__`
-      # on the class, and other instances must keep the original method.
+      # Each layer gets its own subclass, because Python looks up `__call__` on
+      # the class, and other instances must keep the original method.
       # `object.__setattr__` bypasses `Module.__setattr__`, which does not
       # accept a class.
       object.__setattr__(

@@ -25,8 +25,8 @@ class _StoredWeights(NamedTuple):
   """Weights in Ray's object store.
 
   Attributes:
-    source: the weights before they were stored. They identify the update,
-      because each pool counts versions separately.
+    source: the weights before they were stored. Their identity distinguishes
+      updates, because two pools can use equal version numbers.
     params: Ray's reference to the stored arrays.
     checksum: the checksum of the arrays before they were stored.
   """
@@ -39,9 +39,9 @@ class _StoredWeights(NamedTuple):
 class RayWorkers:
   """Makes workers that are Ray actors, for `jaxkv.workers.Pool`.
 
-  If an actor dies, the pool replaces it, as any worker that fails. Weights are
-  put into Ray's object store once for each update. An actor refuses weights
-  whose checksum differs.
+  The pool replaces an actor that dies, as it replaces any worker that fails.
+  Weights are put into Ray's object store once for each update. An actor raises
+  ValueError if the checksum of the weights that it gets is wrong.
 
     ray.init()
     make = RayWorkers(make_local_worker, num_gpus=1)
@@ -132,7 +132,7 @@ class RayWorker:
   ) -> list[int]:
     """See `jaxkv.workers.Worker`."""
     weights = self._stored(params)
-    # Ray resolves a reference only if it is an argument, not a part of one.
+    # Ray resolves only references that are arguments, not those nested in one.
     return self._call(
       "update_weights", weights.params, weights.checksum, version, max_age
     )

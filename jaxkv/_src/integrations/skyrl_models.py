@@ -88,7 +88,7 @@ def _attention(library: Any) -> Any:
     q = rotated(heads("q", layer.num_heads))
     k = rotated(heads("k", layer.num_kv_heads))
     v = heads("v", layer.num_kv_heads)
-    # Converts rows of one token, [C, 1, H, D], to a row of C columns.
+    # Converts C rows of one token to one row of C tokens, for packed attention.
     packed = (array.swapaxes(0, 1) for array in (q, k, v))
     out = memory.attend(*packed).swapaxes(0, 1).reshape(*x.shape[:2], -1)
     return layer.o_proj(out, adapter_indices=adapter_indices), (k, v)

@@ -27,17 +27,17 @@ _ADAPTER_NAMES = ("lora_A", "lora_B", "lora_scaling", "lora_ranks")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-  """Sizes of an engine. A field that is None is set from the first call.
+  """Sizes of an engine; None chooses a size for the call that creates it.
 
   Attributes:
     num_samples: the maximum number of samples that share one prefill.
     num_jobs: the number of prompts in the queue.
-    num_pages: pages of the pool; None for half of those that a dense cache
-      would need for the first call.
+    num_pages: pages of the pool; None for half of the pages that a dense cache
+      would need for a full queue.
     page_size: tokens of a page.
     prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
-    max_length: the maximum number of tokens of a prompt with its answer. A
-      longer request creates a larger engine, for the next power of two.
+    max_length: the maximum number of tokens of a prompt with its answer. For a
+      longer request, a new engine has the next power of two.
   """
 
   num_samples: int | None = None
@@ -131,8 +131,7 @@ class SkyrlSampler:
     for prompt, settings, adapter in zip(
       batch.all_prompts, batch.all_sampling_params, adapters, strict=True
     ):
-      # The seed gets 31 bits, because `rollout.Sampling` ignores a negative
-      # seed.
+      # 31 bits, because `rollout.Sampling` ignores a negative int32 seed.
       seed = int(settings.seed) & 0x7FFFFFFF
       jobs.append(
         Job(
@@ -167,7 +166,7 @@ class SkyrlSampler:
       and stops <= engine.sizes.num_stop_tokens
     ):
       return engine
-    # The length is rounded up to a power of two, so that few lengths compile.
+    # The length is rounded up to a power of two, so that few programs compile.
     if longest > self._length:
       self._length = 1 << (longest - 1).bit_length()
     mesh = backend.mesh
@@ -224,7 +223,7 @@ class SkyrlSampler:
   def _prompt_log_probs(
     self, backend: Any, prompt: list[int], adapter: int
   ) -> list[float]:
-    """Computes log-probs of a prompt's second and later tokens, uncached."""
+    """Computes the log-probs of all prompt tokens but the first, uncached."""
     models = packages.of_skyrl("tx.utils.models")
     width = models.round_up_seq_len(len(prompt))
     tokens = np.zeros((1, width), np.int32)
@@ -258,7 +257,7 @@ def sample(
   Args:
     backend: a `JaxBackendImpl`.
     batch: tx's `PreparedSampleBatch`.
-    options: sizes of the engine, read only in a backend's first call.
+    options: sizes of the engine; later calls for the same backend ignore them.
 
   Returns:
     `{request_id: SampleOutput}`.

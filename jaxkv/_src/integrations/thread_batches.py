@@ -39,7 +39,7 @@ class ThreadBatches:
     call = _Call(request)
     with self._access:
       self._calls.append(call)
-    # While this thread waited for the lock, another may have served this call.
+    # Another thread can have served this call while this one waited.
     with self._turn:
       if not call.done:
         self._serve_all()

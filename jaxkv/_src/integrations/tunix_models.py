@@ -50,8 +50,7 @@ def _block(layer: Any, memory: LayerMemory, *args: Any, **kwargs: Any) -> Any:
 
 def _norm_of_picked(layer: Any, memory: LayerMemory, x: Any) -> Any:
   """Applies the final norm to the columns that get logits."""
-  # The output layer follows the final norm, so the logits of other columns are
-  # never computed.
+  # The output layer follows, so it computes no logits of other columns.
   norm: Any = super(type(layer), layer)
   return norm.__call__(memory.pick(x))
 
@@ -73,8 +72,8 @@ def _adapt(
     dtype = module.embedder.input_embedding[...].dtype
     dtype = getattr(config, "dtype", dtype)
   layer = module.layers[0]
-  # Rematerialization traces `block` separately, where `attend` must not mutate
-  # the memory. So `_block` calls it without rematerialization.
+  # Rematerialization would call `block` in a nested trace, in which `attend`
+  # must not mutate the memory. So `_block` calls it without rematerialization.
   remat_classes = [
     cls
     for cls in vars(library).values()

@@ -59,8 +59,8 @@ class TunixRollout:
         for the longest run of equal prompts in the first call.
       num_jobs: number of prompts in the queue; None for the number of prompts
         in the first call.
-      num_pages: pages of the pool; None for half of those that a dense cache
-        would need for the first call.
+      num_pages: pages of the pool; None for half of the pages that a dense
+        cache would need for a full queue.
       page_size: tokens of a page.
       prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
       max_length: the maximum number of tokens of a prompt with its answer; None
@@ -94,8 +94,8 @@ class TunixRollout:
   ) -> Any:
     """Generates answers, and returns a tunix `RolloutOutput`.
 
-    Adjacent equal prompts are treated as samples of one prompt, which is
-    computed once. Several threads can call this method at the same time.
+    Adjacent equal prompts are treated as samples of one prompt, so they share
+    one prefill. Several threads can call this method at the same time.
 
     Args:
       prompts: texts, or one text.
@@ -104,8 +104,8 @@ class TunixRollout:
 
     Raises:
       RuntimeError: the pool has too few pages for a sample.
-      ValueError: a prompt is empty, or it, its limit or its stop tokens do not
-        fit the engine.
+      ValueError: a prompt is empty or too long, there are too many stop tokens,
+        or `max_tokens_to_generate` is below 1.
     """
     del kwargs
     if isinstance(prompts, str):
@@ -121,7 +121,7 @@ class TunixRollout:
   def get_per_token_logps(
     self, prompt_tokens: jax.Array, completion_tokens: jax.Array
   ) -> jax.Array:
-    """Computes log-probs with tunix's own function, [B, T]."""
+    """Returns the log-probs, [B, T], from tunix's own function."""
     common = packages.of_tunix("tunix.rl.common")
     return common.compute_per_token_logps(
       self._graphdef,
@@ -137,12 +137,12 @@ class TunixRollout:
   def update_params(
     self, params: Any, filter_types: tuple[Any, ...] | None = None
   ) -> None:
-    """Replaces the weights from the next call on.
+    """Replaces the weights, from the next `generate` on.
 
-    The next call invalidates cached pages if the weights have changed. Arrays
-    are compared by identity. From the first call without `filter_types` on, new
-    arrays are also compared by contents, because such calls come from trainers
-    that move weights between devices and host.
+    New weights invalidate the cached pages. Arrays are compared by identity.
+    From the first call without `filter_types` on, new arrays are also compared
+    by contents, because such calls come from trainers that move weights between
+    devices and host.
 
     Args:
       params: all variables, or those of `filter_types`.
@@ -189,7 +189,7 @@ class TunixRollout:
     stops = tuple(config.eos_tokens or [self.eos_id()])
     # As in tunix, `top_p=None` is greedy decoding.
     temperature = 0.0 if config.top_p is None else float(config.temperature)
-    # Each prompt gets a seed, because samples of equal prompts must differ.
+    # Each prompt gets its own seed, so that samples of equal prompts differ.
     seeds = client_jobs.seeds(self._entropy(config.seed), len(tokens))
     jobs: list[Job] = []
     for prompt, seed in zip(tokens, seeds, strict=True):
@@ -209,7 +209,7 @@ class TunixRollout:
 
   def _entropy(self, seed: Any) -> list[int]:
     """Returns the entropy from which the seeds of a call are derived."""
-    # Without a seed, each call is seeded by its number, so that samples differ.
+    # If the config has no seed, the call's number makes its samples differ.
     if seed is None:
       return [self._seed, next(self._calls)]
     if isinstance(seed, jax.Array):
@@ -351,7 +351,7 @@ class TunixRollout:
     stops = tuple(config.eos_tokens or [self.eos_id()])
     longest = max(len(prompt) for prompt in tokens)
     width = config.max_prompt_length or 0
-    # The width is rounded up to a power of two, so that few widths compile.
+    # The width is rounded up to a power of two, so that few shapes compile.
     if width < longest:
       width = 1 << (longest - 1).bit_length()
     padded = np.full((len(tokens), width), self.pad_id(), np.int32)

@@ -25,7 +25,7 @@ class WeightWatch:
     """Returns True if the weights differ from those of the last call.
 
     With `by_contents`, new arrays with equal contents are not a change if the
-    last weights were also passed `by_contents`. The first call returns True.
+    last weights were passed with it, too. The first call returns True.
     """
     leaves = jax.tree.leaves(tree)
     is_same = len(leaves) == len(self._leaves) and all(

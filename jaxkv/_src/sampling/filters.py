@@ -8,10 +8,10 @@ Top-k and top-p use the same search. Each token has an amount, which is 1 for
 top-k, and its probability in units of 2**-30 for top-p. The search finds the
 highest cutoff at which the amounts of the kept tokens sum to a target or more.
 
-The search uses the bits of the weights as integers, which have the same order
-as the weights. Each iteration reads all weights once and keeps a quarter of the
-interval. The search ends after about ten iterations, when the interval of each
-row contains at most one distinct weight.
+The search compares the bits of the weights as integers, which have the same
+order as the weights. Each iteration reads all weights once and narrows the
+interval of the cutoff to a quarter. The search ends after about ten iterations,
+when the interval of each row contains at most one distinct weight.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from jaxkv._src.arrays import sharding
 from jaxkv._src.sampling import reductions
 
 _ONE = 2**30
-"""The probability 1 in units of 2**-30. As bits it is the float32 2.0."""
+"""The probability 1 in units of 2**-30; also the bits of the float32 2.0."""
 
 _NEVER_DRAWN = 2**26
 """The bits of a weight of about 1e-36, which is too small to be drawn."""
@@ -66,8 +66,8 @@ def cutoff(
   weights, min_p, top_k, top_p = sharding.match_varying_axes(
     (weights, min_p, top_k, top_p)
   )
-  # The zeros are computed from `weights`, because in `shard_map` they must vary
-  # over the mesh axes of `weights`.
+  # The zeros and the False values are computed from arguments, because in
+  # `shard_map` they must vary over the mesh axes of `weights`.
   floor = _weight(_bits(weights[:, 0]) & 0) if min_p is None else min_p
   needs_search = floor < 0
   if top_k is not None:
@@ -137,7 +137,7 @@ def _keep_count(weights: Array, floor: Array, top_k: Array) -> Array:
 
 
 def _keep_mass(weights: Array, floor: Array, top_p: Array) -> Array:
-  """Returns the bits of the top-p cutoff among weights >= `floor`."""
+  """Returns the bits of the top-p cutoff over weights that `floor` keeps."""
 
   def search() -> Array:
     survivors = jnp.where(weights >= _weight(floor)[:, None], weights, 0)
@@ -147,7 +147,7 @@ def _keep_mass(weights: Array, floor: Array, top_p: Array) -> Array:
     def amount_of(lightest: Array) -> Array:
       return _units(_weight(lightest), unit)
 
-    # The target is at least 1: even an empty set of tokens would reach 0.
+    # The target is at least 1, because an empty set of tokens would reach 0.
     target = jnp.maximum((top_p * _ONE).astype(jnp.int32), 1)
     return _search(weights, amounts, amount_of, floor, target, top_p < 1)
 
@@ -166,7 +166,7 @@ def _search(
   target: Array,
   active: Array,
 ) -> Array:
-  """Finds the highest cutoff at which the kept amounts reach a target.
+  """Returns the bits of the highest cutoff at which amounts reach a target.
 
   Args:
     weights: float32[R, V].
@@ -191,9 +191,9 @@ def _search(
       total = jnp.where(reaches_target, total_of_pivot, total)
     for pivot, total_of_pivot in zip(pivots[::-1], sums[::-1], strict=True):
       high = jnp.where(total_of_pivot < target, pivot, high)
-    # `low` is final if the weights >= `low` would miss the target without the
-    # lowest of them, whose amount is at least that of `low`. The search also
-    # ends if the cutoff is negligible, for example if fewer than `top_k`
+    # `low` is final if the target is missed without the lowest of the weights
+    # >= `low`. The amount of this weight is at least `amount_of(low)`. A row is
+    # also done if its cutoff is negligible, for example if fewer than `top_k`
     # weights are above 0.
     done = (total - amount_of(low) < target) | (high <= _NEVER_DRAWN)
     return low, jnp.where(done, low, high)
@@ -210,8 +210,8 @@ def _pivots(low: Array, high: Array) -> list[Array]:
   size = high - low
   step = (size >> 2) + 1
   # The first interval spans 128 powers of two, but most cutoffs are near its
-  # upper end. So the first iteration tests two pivots there, and one near the
-  # lower end to detect rows with a negligible cutoff.
+  # upper end. So while `low` is 0, two pivots are near the upper end. The other
+  # is near the lower end, to detect rows with a negligible cutoff.
   uneven = low + (size >> 5), high - (size >> 4) - 2, high - (size >> 6) - 2
   return [
     jnp.clip(jnp.where(low > 0, low + step * number, first + 1), low, high)

@@ -20,7 +20,7 @@ def as_lists(name: str, value: Any, total: int, depth: int) -> list[Any]:
 
   Args:
     name: the argument's name, for error messages.
-    value: one list for all sequences, or a list with one list for each.
+    value: one list for all sequences, or a list of Q such lists.
     total: Q, the number of sequences.
     depth: the nesting depth of the list of one sequence.
 
@@ -52,9 +52,10 @@ def _is_nested(value: Any, depth: int) -> bool:
 
 
 def padded_tokens(name: str, lists: list[Any]) -> np.ndarray:
-  """Pads lists of tokens with -1 at the end, to int32[Q, X] with X >= 1.
+  """Pads Q lists of at most X tokens with -1 at the end, to int32[Q, X].
 
-  Raises TypeError or ValueError unless tokens are non-negative int32.
+  X is at least 1. Raises TypeError or ValueError unless tokens are non-negative
+  integers that fit int32.
   """
   width = max([1, *map(len, lists)])
   out = np.full((len(lists), width), PADDING, np.int32)
@@ -66,9 +67,9 @@ def padded_tokens(name: str, lists: list[Any]) -> np.ndarray:
 def padded_words(name: str, lists: list[Any]) -> np.ndarray:
   """Pads words with -1 before their tokens, to int32[Q, X, Y].
 
-  A word is a list of tokens. X is the maximum number of words of a sequence,
-  and Y that of tokens of a word. Raises TypeError or ValueError unless each
-  word has at least one token, and tokens are non-negative int32.
+  A word is a list of tokens. A sequence has at most X words, and a word has at
+  most Y tokens. Raises TypeError or ValueError unless each word has a token,
+  and tokens are non-negative integers that fit int32.
   """
   count = max([1, *map(len, lists)])
   width = max([1, *(len(word) for words in lists for word in words)])
@@ -87,7 +88,7 @@ def padded_words(name: str, lists: list[Any]) -> np.ndarray:
 def padded_biases(
   name: str, value: Any, total: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Converts dictionaries to tokens int32[Q, X] and biases float64[Q, X].
+  """Converts Q dictionaries to padded tokens and biases, each [Q, X].
 
   Raises:
     TypeError: `value` is neither a dictionary nor a list of dictionaries, a

@@ -12,12 +12,12 @@ from jaxkv._src.sampling.padding import PADDING
 from jaxkv._src.sampling.settings import Sampling
 
 _IN_PROMPT = 1 << 15
-"""The bit of `seen` that marks tokens of the prompt. Lower bits are a count."""
+"""The bit of `seen` for tokens of the prompt. Lower bits count drawn tokens."""
 
 _MAX_COUNT = _IN_PROMPT - 1
 _LARGEST = float(np.finfo(np.float32).max)
 _CHUNK = 2**16 - 1
-"""The maximum number of columns counted at once; counts fit 16 bits."""
+"""The maximum number of columns counted at once, so that counts fit 16 bits."""
 
 
 class History(NamedTuple):
@@ -127,7 +127,7 @@ def seen_in(
 
 
 def see(tally: Array, tokens: Array, mask: Array) -> Array:
-  """Adds one drawn token of each row in `mask` to a tally of `seen_in`."""
+  """Adds the drawn token of each row in `mask` to a tally from `seen_in`."""
   row = jnp.arange(tally.shape[0], dtype=jnp.int32)
   count = indexing.take(tally, row, tokens)
   # The highest count is not increased, as it would carry into `_IN_PROMPT`.
@@ -159,8 +159,8 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
   logits = as_logits(logits)
   bias = sampling.logit_bias
   if bias is not None:
-    # Biases of -inf are applied later as bans, because -inf added to a logit
-    # that overflowed to +inf would be NaN.
+    # Biases of -inf are applied later as bans, because `_saturate` would make
+    # their logits finite.
     values = jnp.where(bias.values == -jnp.inf, 0, bias.values)
     biased = indexing.add(logits, _rows(logits), bias.tokens, values=values)
     logits = _saturate(biased, logits)
@@ -207,7 +207,7 @@ def _banned_tokens(sampling: Sampling, history: History) -> list[Array]:
 
 
 def _completes_word(words: Array, last_tokens: Array | None) -> Array:
-  """Returns bool[R, X]: True for words that one more token would complete."""
+  """Returns bool[R, X], True for words that lack only their last token."""
   prefix = words[:, :, :-1]
   if prefix.shape[2] and last_tokens is None:
     raise ValueError(
@@ -235,7 +235,7 @@ def _penalize(logits: Array, sampling: Sampling, tally: Array | None) -> Array:
   count = (tally & _MAX_COUNT).astype(jnp.float32)
   if sampling.frequency_penalty is not None:
     penalty = sampling.frequency_penalty[:, None]
-    # A product of -inf would turn a banned logit into -inf - (-inf), a NaN.
+    # If the product were -inf, a banned logit would be -inf - (-inf), a NaN.
     penalty = jnp.clip(penalty * count, -_LARGEST, _LARGEST)
     logits = _saturate(logits - penalty, logits)
   if sampling.presence_penalty is not None:

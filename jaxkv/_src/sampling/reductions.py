@@ -9,10 +9,10 @@ reductions.
 A row of V tokens is divided into blocks of about sqrt(V) tokens. Rows are not
 padded to whole blocks, because on a CPU this takes longer than the reduction.
 
-Under tensor parallelism, devices split rows by vocabulary into `parts` of V /
-parts tokens. XLA partitions sums, maxima and reads of single tokens, for which
-devices exchange a few numbers for each row. It would gather whole rows for
-slices, and for blocks that belong to two parts. So these have another form.
+Under tensor parallelism, rows are split by vocabulary over `parts` devices. XLA
+partitions sums, maxima and reads of single tokens, for which devices exchange a
+few numbers for each row. It would gather whole rows for slices, and for blocks
+that span two devices. So if `parts` > 1, functions avoid both.
 """
 
 from collections.abc import Callable
@@ -31,8 +31,8 @@ class Block(NamedTuple):
   """One block of each row.
 
   Attributes:
-    values: [R, Y]. If the last block of a row is short, the first values are
-      those of the block before it, and not valid.
+    values: [R, Y]. If the last block of a row is short, `values` begins with
+      values of the block before it, which are not valid.
     columns: int32[R, Y], the column of each value in its row.
     valid: bool[R, Y], True for values that belong to the block.
   """
@@ -88,7 +88,7 @@ def _ordered_bits(bits: Array) -> Array:
 
 
 def first_of(condition: Array) -> Array:
-  """Returns the index of the first True in each row of bool[R, X], or 0."""
+  """Returns the index of each row's first True in bool[R, X]; 0 for none."""
   # Computes a minimum, because `argmax` takes ten times as long on a CPU.
   size = condition.shape[1]
   index = jnp.arange(size, dtype=jnp.int32)[None]
@@ -117,7 +117,7 @@ def by_block(reduce: Callable[[Array], Array], values: Array) -> Array:
 def block_sums(values: Array, parts: int = 1) -> Array:
   """Sums each block of float32[R, V], and returns [R, X].
 
-  The blocks do not depend on `parts`, a divisor of V, or samples would.
+  `parts` must divide V. The blocks do not depend on it, so samples do not.
   """
   if parts == 1:
     return by_block(sums, values)
@@ -132,7 +132,7 @@ def block_sums(values: Array, parts: int = 1) -> Array:
   starts = np.arange(parts, dtype=np.int32)[:, None] * size
   is_first = np.arange(width, dtype=np.int32) < width - starts % width
   of_block = np.stack([is_first, ~is_first])[None, :, :, None]
-  # One axis, so that the devices exchange these sums and not the indices below.
+  # With one axis, devices exchange these sums and not the indices below.
   pieces = sums(jnp.where(of_block, runs[:, None], 0)).reshape(rows, -1)
   block = starts // width + np.arange(count, dtype=np.int32)
   block = jnp.stack([block, block + 1]).reshape(1, -1)
@@ -157,7 +157,7 @@ def read_block(values: Array, block: Array, parts: int = 1) -> Block:
   if parts == 1:
     values = jax.vmap(read)(values, start)
   else:
-    # For slices XLA would gather whole rows.
+    # XLA would gather whole rows for slices.
     values = jnp.take_along_axis(values, columns, axis=1)
   return Block(
     values=values,

@@ -62,7 +62,7 @@ class _Weights(NamedTuple):
   Attributes:
     logits: float32[R, V].
     best: float32[R, 1], the highest logit of each row.
-    divisor: float32[R, 1], the temperature; None if all are 1.
+    divisor: float32[R, 1], the temperature, or 1 if that is 0; None for 1.
     greedy: bool[R], True for rows that take the most likely token; None if no
       row can be greedy.
     unfiltered: float32[R, V], exp of the scaled logits, 1 for the highest; None
@@ -145,7 +145,7 @@ def draw(
     exact: True to make the bits of a row's result independent of other rows.
       Without filters, `log_probs` are then those of `log_probs.of_tokens`.
     parts: the number of devices that split rows by vocabulary, see
-      `reductions`. Ignored unless it divides V, or if `exact`.
+      `reductions`. Ignored if `exact`, or if it does not divide V.
 
   Returns:
     The tokens and their statistics. The log-prob of a greedy token is taken at
@@ -218,7 +218,7 @@ def _draw_exactly(
     counts, logits, sampling, raw = rows
     return draw_tile(keys, counts, logits, sampling, raw_logits=raw)
 
-  # Passes only the fields that `draw` reads: `row_loop` slices fields by rows.
+  # Passes only the fields that `draw` reads, all of which have R rows to slice.
   names = ("temperature", "min_p", "top_k", "top_p")
   sampling = Sampling(**{name: getattr(sampling, name) for name in names})
   rows = (keys, counts, logits, sampling, raw_logits)
@@ -252,7 +252,7 @@ _OFF = {"min_p": 0, "top_k": 0, "top_p": 1}
 
 
 def _is_allowed(sampling: Sampling) -> Array | None:
-  """Returns bool[R], True if a row's settings are in range; None if unset.
+  """Returns bool[R], True for rows with valid settings; None if none are set.
 
   Traced settings can only be checked here. With settings out of range, the
   search for a cutoff might not terminate.

@@ -59,13 +59,12 @@ class Sampling:
   Attributes:
     temperature: divides the logits. 0 takes the most likely token and ignores
       `top_k`, `top_p` and `min_p`. None means 1.  # float32[Q]
-    top_k: the number of most likely tokens to draw from; 0 or -1 for all. Other
-      tokens as likely as the last of these are kept, too.  # int32[Q]
-    top_p: draws from the fewest most likely tokens whose probability sums to at
-      least this number, in (0, 1]. Other tokens as likely as the last of these
-      are kept, too.  # float32[Q]
-    min_p: the lowest probability to draw, relative to that of the most likely
-      token, in [0, 1].  # float32[Q]
+    top_k: the number of most likely tokens to draw from; 0 or -1 for all.
+      Tokens that tie with the last of these are kept, too.  # int32[Q]
+    top_p: the total probability, in (0, 1], that the most likely tokens must
+      reach; less likely tokens are not drawn. Ties are kept.  # float32[Q]
+    min_p: the lowest probability that a drawn token can have, as a fraction of
+      that of the most likely token, in [0, 1].  # float32[Q]
     presence_penalty: is subtracted from the logits of tokens that the sequence
       has drawn.  # float32[Q]
     frequency_penalty: is subtracted from a token's logit once for each time
@@ -82,7 +81,7 @@ class Sampling:
     stop_strings: a `StopStrings` with the strings that end each sequence.
     logit_bias: a dictionary from tokens to biases, which are added to logits,
       or a list with one dictionary for each sequence. Stored as `LogitBias`.
-    bad_words: words, as lists of tokens, that are never completed. A list of
+    bad_words: words (lists of tokens) that are never drawn in full. A list of
       words for all sequences, or one such list for each sequence. The stored
       array is padded with -1 before each word.  # int32[Q, X, Y]
     seed: seeds the random key of a sequence; a negative seed is ignored.
@@ -142,7 +141,7 @@ def _flatten(sampling: Sampling) -> tuple[Any, None]:
 
 
 def _unflatten(_: None, leaves: Any) -> Sampling:
-  """Makes settings without the checks of the constructor."""
+  """Builds settings without the checks of the constructor."""
   sampling = object.__new__(Sampling)
   for name, leaf in zip(_FIELDS, leaves, strict=True):
     object.__setattr__(sampling, name, leaf)
@@ -367,8 +366,8 @@ def _check_biases(name: str, values: np.ndarray) -> None:
 def rows(sampling: Sampling, numbers: Array) -> Sampling:
   """Gathers the settings of the sequences in R rows.
 
-  A row without a sequence is greedy if temperatures are set, and has no other
-  setting. `stop_strings` are not gathered.
+  A row without a sequence is greedy if temperatures are set, and its other
+  settings are off. `stop_strings` are not gathered.
 
   Args:
     sampling: from `as_sampling`.

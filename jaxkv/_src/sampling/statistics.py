@@ -49,8 +49,8 @@ def observe(
     parts: a divisor of V, see `reductions`.
   """
   # XLA would run independent work on another CPU thread, and the handoff takes
-  # longer than the work. So the logits depend on the draw by a condition that
-  # is always true, which XLA cannot infer.
+  # longer than the work. So a condition makes the logits depend on the draw. It
+  # is always true, but XLA cannot infer this.
   done = lax.bitcast_convert_type(log_probs, jnp.int32) & jnp.int32(2**31 - 1)
   logits = jnp.where(done[:, None] >= 0, logits, jnp.nan)
   best = reductions.maxima(logits)[:, None]
@@ -106,8 +106,8 @@ def most_likely(
   maxima = reductions.by_block(reductions.maxima, logits)
   block_ids = jnp.arange(maxima.shape[1], dtype=jnp.int32)[None]
 
-  # Each iteration reads one block and finds one token. Only tokens in order
-  # after the last one found are candidates, so no logit has to be overwritten.
+  # Each iteration reads one block and finds one token. Candidates are tokens
+  # that come after the last token found, so no logit has to be overwritten.
   def trip(
     loop: tuple[Array, Array, Array], _: None
   ) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
@@ -141,11 +141,11 @@ def _most_likely_of_parts(
   )(logits.reshape(rows, parts, size))
   tokens += jnp.arange(parts, dtype=jnp.int32)[None, :, None] * size
   bits = lax.bitcast_convert_type(values, jnp.int32)
-  # One axis, which XLA does not split. So each device gets all candidates.
+  # XLA does not split this single axis, so each device gets all candidates.
   candidates = jnp.stack([tokens, bits], axis=1).reshape(rows, -1)
   tokens, bits = jnp.split(candidates, 2, axis=1)
   values = lax.bitcast_convert_type(bits, jnp.float32)
-  # Tokens of equal logits are in ascending order, also over the parts.
+  # Candidates with equal logits are in ascending order of their tokens.
   place, values = most_likely(values, count)
   return jnp.take_along_axis(tokens, place, axis=1), values
 

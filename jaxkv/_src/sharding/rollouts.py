@@ -123,13 +123,19 @@ def init(
     TypeError: see `jaxkv.rollout.init`.
     ValueError: see `jaxkv.rollout.init`; or the pools cannot be split, see
       `state_shardings`; `config.numerics` is "exact" with several devices along
-      `axes.model`; or the cache has pages in host memory.
+      `axes.model`, or with `axes.experts`; or the cache has pages in host
+      memory.
   """
   if config.numerics == "exact" and axes.num_parts > 1:
     raise ValueError(
       '`config.numerics` must be "fast" with `axes.model`, got "exact": the '
       "devices add partial sums of a matrix product, and their number changes "
       "the last bits; use `axes.data` alone."
+    )
+  if config.numerics == "exact" and axes.experts is not None:
+    raise ValueError(
+      '`config.numerics` must be "fast" with `axes.experts`, got "exact": the '
+      "bits of a token would depend on the number of tokens of other shards."
     )
   if cache.config.host_pages:
     raise ValueError(
@@ -232,7 +238,8 @@ def generate(
 def _generate(params, state, until, axes, model, process, draft):
   def of_shard(state, params, until):
     config = state.config
-    on_mesh = dataclasses.replace(config, lockstep_axis=axes.experts)
+    axis = axes.experts or config.lockstep_axis
+    on_mesh = dataclasses.replace(config, lockstep_axis=axis)
     if axes.model is not None:
       on_mesh = dataclasses.replace(on_mesh, vocab_parts=axes.num_parts)
     state = dataclasses.replace(state, config=on_mesh)
@@ -265,18 +272,30 @@ def _along(axis: str | None, place: NamedSharding) -> P:
 def _check_placed(params: Any, axes: MeshAxes) -> None:
   """Raises ValueError if a parameter is known not to be on all devices."""
   devices = set(axes.mesh.devices.flat)
+  shardings = param_shardings(params, axes=axes) if axes.experts else params
+  places = jax.tree.leaves(shardings)
   is_explicit = AxisType.Explicit in axes.mesh.axis_types
-  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  for (path, leaf), place in zip(leaves, places, strict=True):
     if isinstance(leaf, Tracer):
       is_placed = not is_explicit or not jax.typeof(leaf).sharding.mesh.empty
     else:
       is_placed = isinstance(leaf, Array) and leaf.devices() == devices
+      is_split = bool(axes.experts) and _is_split(place, axes)
+      is_placed = is_placed and _is_split(leaf.sharding, axes) == is_split
     if not is_placed:
       raise ValueError(
         f"`params{jax.tree_util.keystr(path)}` must be on all devices of the "
-        "mesh, or it would move there in each call; call jax.device_put("
+        "mesh, split as `axes` says, or it would move there in each call; call "
+        "jax.device_put("
         "params, jaxkv.sharding.param_shardings(params, axes=axes)) once."
       )
+
+
+def _is_split(place: Any, axes: MeshAxes) -> bool:
+  """Returns whether a sharding splits an array along `axes.data`."""
+  names = jax.tree.leaves(tuple(getattr(place, "spec", ())))
+  return axes.data is not None and axes.data in names
 
 
 def generated(state: RolloutState, *, axes: MeshAxes) -> Generated:

@@ -154,7 +154,9 @@ def check_experts(weights: Params, experts: Experts, axis: str | None) -> None:
       'params["layers"][...]["expert_gate"]',
       f"an array with {experts.num_experts} experts on {size} devices",
       f"{found} experts on each",
-      "pass `expert_axis` to models.forward if `MeshAxes.experts` is set",
+      "pass `expert_axis` to models.forward if `MeshAxes.experts` is set"
+      if axis is None
+      else "set `MeshAxes.experts`, and place `params` with param_shardings",
     )
 
 
