@@ -42,6 +42,7 @@ from jaxkv._src.sharding.mesh_axes import placed
 from jaxkv._src.sharding.param_shardings import param_shardings
 from jaxkv._src.sharding.shards import each_shard
 from jaxkv._src.sharding.shards import map_shards
+from jaxkv._src.sharding.shards import run_shards
 from jaxkv._src.sharding.state_shardings import tree_shardings
 
 
@@ -228,7 +229,9 @@ def generate(
   Raises:
     TypeError: see `jaxkv.rollout.generate`.
     ValueError: see `jaxkv.rollout.generate`; or a parameter is not on the
-      devices of the mesh. Inside `jit`, this is checked for Explicit axes only.
+      devices of the mesh, or is split along `axes.data` where `axes` does not
+      say so, or the reverse. Inside `jit`, only the devices are checked, and
+      for Explicit axes only.
   """
   _check_placed(params, axes)
   return _generate(params, state, until, axes, model, process, draft)
@@ -256,12 +259,7 @@ def _generate(params, state, until, axes, model, process, draft):
       jax.tree.map(lambda place: _along(axes.data, place), shardings),
       P(),
     )
-
-  def of_all(state, params, until):
-    return map_shards(of_shard, state, params, until, axes=axes, specs=specs)
-
-  state = on_auto_axes(of_all, (state, params, until), axes)
-  return placed(state, tree_shardings(state, axes))
+  return run_shards(of_shard, state, params, until, axes=axes, specs=specs)
 
 
 def _along(axis: str | None, place: NamedSharding) -> P:

@@ -40,9 +40,20 @@ def each_shard(
   Raises:
     ValueError: the size of `axes.data` does not divide X.
   """
+  return run_shards(function, split, *shared, axes=axes)
+
+
+def run_shards(
+  function: Callable,
+  split: Any,
+  *shared: Any,
+  axes: MeshAxes,
+  specs: tuple[Any, ...] | None = None,
+) -> Any:
+  """Implements `each_shard`; see `map_shards` for `specs`."""
 
   def of_all(split: Any, *shared: Any) -> Any:
-    return map_shards(function, split, *shared, axes=axes)
+    return map_shards(function, split, *shared, axes=axes, specs=specs)
 
   results = on_auto_axes(of_all, (split, *shared), axes)
   return placed(results, tree_shardings(results, axes))
@@ -55,7 +66,7 @@ def map_shards(
   axes: MeshAxes,
   specs: tuple[Any, ...] | None = None,
 ) -> Any:
-  """Implements `each_shard`, inside of `on_auto_axes`.
+  """Implements `run_shards`, inside of `on_auto_axes`.
 
   `specs` has, for each of `shared`, its `PartitionSpec`s along `axes.data`;
   None if all are replicated.
