@@ -32,7 +32,6 @@ the letters of array shapes.
 | `Batch` | the tokens of one call of a model, and their views |
 | `LayerPlan`, `LayerMemory` | layers of a model, and their memory in a call |
 | `KVPages`, `StatePages`, `ExpertIdPages` | pools of pages |
-| `HostMemory` | pages in host memory |
 | `Pools` | a pool or a tuple of pools |
 
 All functions are pure and donate nothing. Writes are in place if you donate the
@@ -171,7 +170,6 @@ from jaxkv._src.kv.expert_ids import ExpertIdPages
 from jaxkv._src.kv.expert_ids import init_expert_ids
 from jaxkv._src.kv.expert_ids import read_expert_ids
 from jaxkv._src.kv.expert_ids import write_expert_ids
-from jaxkv._src.kv.host_memory import HostMemory
 from jaxkv._src.kv.host_memory import init_host
 from jaxkv._src.kv.host_memory import move
 from jaxkv._src.kv.kv_pages import KVPages
@@ -198,7 +196,6 @@ __all__ = [
   "Batch",
   "ExpertIdPages",
   "FreshView",
-  "HostMemory",
   "KVPages",
   "LayerMemory",
   "LayerPlan",

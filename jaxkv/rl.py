@@ -50,13 +50,11 @@ of a rollout with `RolloutConfig(raw_log_probs=True)` are also valid.
 
 from jaxkv._src.rl.advantages import group_normalized
 from jaxkv._src.rl.advantages import leave_one_out
-from jaxkv._src.rl.grpo import GrpoMetrics
 from jaxkv._src.rl.grpo import grpo_loss
 from jaxkv._src.rl.ratios import importance_weights
 from jaxkv._src.rl.ratios import kl
 
 __all__ = [
-  "GrpoMetrics",
   "group_normalized",
   "grpo_loss",
   "importance_weights",

@@ -36,13 +36,13 @@ Types:
 | `Requests` | prompts and their settings, for `init` and `submit` |
 | `Sampling`, `LogitBias` | settings of each sequence |
 | `Model`, `Process`, `Draft`, `Rows` | your functions, and their arguments |
-| `Guide`, `GuideState`, `Grammar` | guided decoding |
-| `StopStrings`, `TokenBytes` | stop strings, and the bytes of each token |
+| `Guide`, `Grammar` | guided decoding |
+| `StopStrings` | stop strings |
 | `Until` | a limit for `generate` |
 | `RolloutState` | the state: a queue, slots and memory |
-| `Queue`, `Slots`, `Memory`, `Records`, `Counters` | parts of `RolloutState` |
+| `Slots`, `Memory`, `Records`, `Counters` | parts of `RolloutState` |
 | `SequenceStatus`, `Finish` | a sequence's status, and why it ended |
-| `Submitted`, `Harvested`, `Generated`, `Grouped` | results |
+| `Harvested`, `Generated`, `Grouped` | results |
 | `Exported` | sequences between `export` and `import_sequences` |
 | `Scored`, `Texts` | the results of `score` and `generate_texts` |
 | `Timeline`, `Span` | the result of `timeline` |
@@ -75,7 +75,6 @@ from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.model_call import Model
 from jaxkv._src.engine.model_call import all_logits
 from jaxkv._src.engine.queue import Finish
-from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import Records
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.requests import Requests
@@ -102,18 +101,15 @@ from jaxkv._src.engine.verbs.abort import requeue
 from jaxkv._src.engine.verbs.export import export
 from jaxkv._src.engine.verbs.extend import extend
 from jaxkv._src.engine.verbs.import_sequences import import_sequences
-from jaxkv._src.engine.verbs.submit import Submitted
 from jaxkv._src.engine.verbs.submit import submit
 from jaxkv._src.engine.verbs.update_weights import update_weights
 from jaxkv._src.guides.grammars import Grammar
 from jaxkv._src.guides.guide import Guide
-from jaxkv._src.guides.guide import GuideState
 from jaxkv._src.guides.guide import guide
 from jaxkv._src.guides.regex import regex
 from jaxkv._src.guides.schema import json_schema
 from jaxkv._src.guides.stop_strings import StopStrings
 from jaxkv._src.guides.stop_strings import stop_strings
-from jaxkv._src.guides.token_bytes import TokenBytes
 from jaxkv._src.guides.token_bytes import token_bytes
 from jaxkv._src.sampling.settings import LogitBias
 from jaxkv._src.sampling.settings import Sampling
@@ -127,13 +123,11 @@ __all__ = [
   "Grammar",
   "Grouped",
   "Guide",
-  "GuideState",
   "Harvested",
   "LogitBias",
   "Memory",
   "Model",
   "Process",
-  "Queue",
   "Records",
   "Requests",
   "RolloutConfig",
@@ -145,10 +139,8 @@ __all__ = [
   "Slots",
   "Span",
   "StopStrings",
-  "Submitted",
   "Texts",
   "Timeline",
-  "TokenBytes",
   "Until",
   "abort",
   "all_logits",

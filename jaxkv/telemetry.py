@@ -3,7 +3,6 @@
 from jaxkv._src.cache.telemetry import Cleared
 from jaxkv._src.cache.telemetry import Drained
 from jaxkv._src.cache.telemetry import Removed
-from jaxkv._src.cache.telemetry import Residency
 from jaxkv._src.cache.telemetry import Stored
 from jaxkv._src.cache.verbs.inspect import drain_events
 from jaxkv._src.cache.verbs.inspect import residency
@@ -13,7 +12,6 @@ __all__ = [
   "Cleared",
   "Drained",
   "Removed",
-  "Residency",
   "Stored",
   "drain_events",
   "residency",

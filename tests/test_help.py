@@ -83,7 +83,7 @@ def test_names_are_few():
     for module in _public_modules()
     for name in getattr(importlib.import_module(module), "__all__", ())
   }
-  assert len(names | {*jaxkv.__all__}) <= 238
+  assert len(names | {*jaxkv.__all__}) <= 220
 
 
 def test_profiles_name_verbs_steps_and_layers():

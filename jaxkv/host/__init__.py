@@ -28,9 +28,9 @@ group. The null page replaces pages outside a window and pads the rows of a
 batch. `notebooks/03_a_scheduler_in_python` has an example.
 
 `CacheManager.pages` gives access to single pages, for engines that hold
-references to them. `pages.add_listener` adds a `PageListener`, which is called
-when pages enter or leave the prefix cache. Moves between device and host
-memory, and `CacheManager.take`, do not call it.
+references to them. `pages.add_listener` adds a listener, which is called when
+pages enter or leave the prefix cache. Moves between device and host memory, and
+`CacheManager.take`, do not call it.
 
 `jaxkv.host.vllm` and `jaxkv.host.esurge` wrap the manager in the classes of
 vLLM and eSurge, for schedulers that must not be changed. Each module lists the
@@ -91,21 +91,17 @@ vLLM and eSurge. The following differences are intended:
 """
 
 from jaxkv._src.host.manager import CacheManager
-from jaxkv._src.host.page_pool import PageListener
 from jaxkv._src.host.pages import Pages
 from jaxkv._src.host.request import MultimodalItem
 from jaxkv._src.host.request import Request
 from jaxkv._src.host.types import CachePages
-from jaxkv._src.host.types import PoppedPages
 from jaxkv._src.host.types import PrefixCacheStats
 
 __all__ = [
   "CacheManager",
   "CachePages",
   "MultimodalItem",
-  "PageListener",
   "Pages",
-  "PoppedPages",
   "PrefixCacheStats",
   "Request",
 ]

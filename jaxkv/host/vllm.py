@@ -86,23 +86,17 @@ Reports:
 """
 
 from jaxkv._src.host.types import PrefixCacheStats
-from jaxkv._src.host.vllm.block_pool import BlockPool
-from jaxkv._src.host.vllm.block_pool import KVCacheBlock
 from jaxkv._src.host.vllm.block_pool import KVCacheBlocks
 from jaxkv._src.host.vllm.events import AllBlocksCleared
 from jaxkv._src.host.vllm.events import BlockRemoved
 from jaxkv._src.host.vllm.events import BlockStored
-from jaxkv._src.host.vllm.events import KVCacheEvent
 from jaxkv._src.host.vllm.manager import KVCacheManager
 
 __all__ = [
   "AllBlocksCleared",
-  "BlockPool",
   "BlockRemoved",
   "BlockStored",
-  "KVCacheBlock",
   "KVCacheBlocks",
-  "KVCacheEvent",
   "KVCacheManager",
   "PrefixCacheStats",
 ]

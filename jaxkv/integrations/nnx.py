@@ -52,7 +52,6 @@ the same structure.
 """
 
 from jaxkv._src.integrations.paged_module import PagedModule
-from jaxkv._src.integrations.paged_module import Replaced
 from jaxkv._src.integrations.paged_module import bind
 from jaxkv._src.integrations.paged_module import paged_module
 from jaxkv.kv import LayerMemory
@@ -63,7 +62,6 @@ __all__ = [
   "LayerMemory",
   "LayerPlan",
   "PagedModule",
-  "Replaced",
   "bind",
   "paged_module",
   "plan_layers",

@@ -1,6 +1,5 @@
 """Workers of a `jaxkv.workers.Pool` as Ray actors; extra `ray`."""
 
-from jaxkv._src.integrations.ray_workers import RayWorker
 from jaxkv._src.integrations.ray_workers import RayWorkers
 
-__all__ = ["RayWorker", "RayWorkers"]
+__all__ = ["RayWorkers"]

@@ -21,7 +21,6 @@ from jaxkv_kernels._src.attention.mla import mla_attention
 from jaxkv_kernels._src.attention.mla import mla_attention_padded
 from jaxkv_kernels._src.attention.mla import mla_decode
 from jaxkv_kernels._src.attention.options import AttentionOptions
-from jaxkv_kernels._src.attention.query_packing import QueryTiles
 from jaxkv_kernels._src.attention.query_packing import tile_queries
 from jaxkv_kernels._src.attention.shared_prefix import SharedPrefix
 from jaxkv_kernels._src.attention.shared_prefix import plan_shared_prefix
@@ -38,7 +37,6 @@ __all__ = [
   "BLOCK_TOKENS",
   "AttentionOptions",
   "DecodePlan",
-  "QueryTiles",
   "SharedPrefix",
   "append_kv",
   "append_pages",

@@ -13,12 +13,12 @@ from tests.tools.draws import sample
 
 def generate(
   params: Any,
-  queue: rollout.Queue,
+  queue: Any,
   temperature: jax.Array,
   *,
   decoder: models.Decoder,
   config: rollout.RolloutConfig,
-) -> rollout.Queue:
+) -> Any:
   """Runs all sequences to their ends; each draws one token in every step."""
   total, width = queue.tokens.shape
   rows = jnp.arange(total, dtype=jnp.int32)

@@ -181,6 +181,19 @@ class Copies(NamedTuple):
   dst: Array
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Copied(Outcome):
+  """The result of `fork` and `truncate`; a row is OK if its slot changed.
+
+  Attributes:
+    code: a `Status` for each row.  # int32[R]
+    copies: R * G copies of page contents that the caller must make.
+  """
+
+  copies: Copies
+
+
 def init(config: CacheConfig, key: Array | None = None) -> CacheState:
   """Creates an empty cache.
 

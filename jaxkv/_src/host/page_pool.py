@@ -65,7 +65,7 @@ class HostPool:
     new: True for pages popped since `take_new`; None if they are not tracked.
     released: the clock when each page's last reference was removed; None if
       ages are not tracked.
-    lifetime, idle: evicted pages by age, as in `jaxkv.telemetry.Residency`.
+    lifetime, idle: evicted pages by age, as in `jaxkv.telemetry.residency`.
     counts: the values of the counters `Stats.names()`.
     listeners: the `PageListener`s to call.
     saved: the pages in host memory; None without `CacheConfig.host_pages`.

@@ -28,7 +28,14 @@ class Pages:
     self.undo_log = state.undo_log
 
   def add_listener(self, listener: PageListener) -> None:
-    """Adds a listener for pages that enter or leave the prefix cache."""
+    """Adds a listener for pages that enter or leave the prefix cache.
+
+    Args:
+      listener: an object with the methods `stored(request, group, first,
+        pages)`, `removed(page, group)` and `cleared()`. They run inside methods
+        of the manager, so they must record each change of their own state in
+        `CacheManager.undo_log` first.
+    """
     self._state.pool.listeners.append(listener)
 
   @atomic

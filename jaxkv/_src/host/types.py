@@ -86,7 +86,7 @@ class PrefixCacheStats:
     preempted_requests, preempted_queries, preempted_hits: the same counts for
       preempted requests, which `requests`, `queries` and `hits` exclude.
     reset: True if the cache was reset.
-    lifetime, idle: evicted pages by age, see `jaxkv.telemetry.Residency`; empty
+    lifetime, idle: evicted pages by age, see `jaxkv.telemetry.residency`; empty
       without `track_residency`.
     saved, restored: pages that moved to host memory, and back.
     forgotten: cached host pages that later saved pages overwrote.

@@ -85,7 +85,8 @@ def grpo_loss(
       number can be traced, such as the number of drawn tokens on all devices.
 
   Returns:
-    The loss, float32[], and its metrics.
+    The loss, float32[], and its metrics `ratio`, `clipped`, `kl` and
+    `reference_kl`, each float32[] and a mean over all drawn tokens.
 
   Raises:
     TypeError: `mask` is not bool, `kl_weight` or `entropy_weight` is not a

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -11,8 +10,8 @@ from jaxkv._src.arrays.indexing import SlotRows
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Copied
 from jaxkv._src.cache.state import Copies
-from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import in_range
@@ -22,23 +21,10 @@ from jaxkv._src.cache.state import verb
 from jaxkv._src.cache.steps import reserve
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Forked(Outcome):
-  """The result of `fork`; a row is OK if its sequence was forked.
-
-  Attributes:
-    code: a `Status` for each row.  # int32[R]
-    copies: R * G copies of page contents that the caller must make.
-  """
-
-  copies: Copies
-
-
 @verb
 def fork(
   state: CacheState, src: Array, dst: Array, *, mask: Array | None = None
-) -> tuple[CacheState, Forked]:
+) -> tuple[CacheState, Copied]:
   """Makes empty slots continue the sequences of other slots.
 
   `dst` shares the full pages of `src`. If the last page is partly full, both
@@ -101,7 +87,7 @@ def fork(
   rows = SlotRows(dst, False, skipped, skipped)
   state = _share(state, src, rows, plan, served)
   state = reserve.take(state, rows, plan, served)
-  return state, Forked(code=code, copies=owed_copies(state, src, dst, served))
+  return state, Copied(code=code, copies=owed_copies(state, src, dst, served))
 
 
 def share_prefix(

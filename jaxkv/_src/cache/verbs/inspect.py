@@ -60,7 +60,10 @@ def residency(state: CacheState) -> Residency:
     state: a cache with `CacheConfig.track_residency`.
 
   Returns:
-    Histograms of the ages.
+    Histograms, uint32[33]: `lifetime` by the age since a page got a key, and
+    `idle` by the age since it became free. An age is the number of pages that
+    got a key meanwhile. Bin 0 counts ages of 0, and bin i counts ages of
+    `2**(i - 1)` to `2**i - 1`.
 
   Raises:
     ValueError: the cache does not track ages.

@@ -80,7 +80,7 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
     state: the cache.
 
   Returns:
-    The cache, and the new epoch.
+    The cache, and `epoch`, uint32[], the new version of the weights.
 
   Examples:
     >>> import jaxkv
@@ -110,7 +110,7 @@ def clear_error(state: CacheState) -> tuple[CacheState, ClearedError]:
     state: the cache.
 
   Returns:
-    The cache with `error` OK, and the failure that was cleared.
+    The cache with `error` OK, and `code`, int32[], the cleared failure.
 
   Examples:
     >>> import jaxkv

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -11,8 +10,8 @@ from jaxkv._src.arrays.indexing import SlotRows
 from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Copied
 from jaxkv._src.cache.state import Copies
-from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import is_empty
@@ -22,19 +21,6 @@ from jaxkv._src.cache.steps import publish
 from jaxkv._src.cache.steps import reserve
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Truncated(Outcome):
-  """The result of `truncate`; a row is OK if its slot has the new length.
-
-  Attributes:
-    code: a `Status` for each slot.  # int32[R]
-    copies: R * G copies of page contents that the caller must make.
-  """
-
-  copies: Copies
-
-
 @verb
 def truncate(
   state: CacheState,
@@ -42,7 +28,7 @@ def truncate(
   *,
   slots: Array | None = None,
   mask: Array | None = None,
-) -> tuple[CacheState, Truncated]:
+) -> tuple[CacheState, Copied]:
   """Rolls sequences back to fewer tokens.
 
   Releases the pages past the new end, including pages allocated ahead, the last
@@ -141,7 +127,7 @@ def truncate(
     num_skipped_pages=rows.write(state.num_skipped_pages, served, skipped),
     length=rows.write(state.length, served, lengths),
   )
-  return state, Truncated(code=code, copies=copies)
+  return state, Copied(code=code, copies=copies)
 
 
 def _release_columns(
