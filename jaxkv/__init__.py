@@ -28,8 +28,8 @@ or `shard_map`. A verb returns a new state, and the old state stays usable.
 | `view` | makes a `jaxkv.kv.View`, which `jaxkv.kv.write` and `attend` take |
 
 `CacheConfig` has the static sizes and options, `CacheState` is the state, and
-`check` raises `CacheError`. `HostPolicy` decides which evicted pages move to
-host memory.
+`check` raises `CacheError`. `HostPolicy` decides which pages return from host
+memory.
 
 A verb takes the state first and returns `(state, out)`. A query returns only
 its result. `out.code` has a `Status` for each row, and `out.ok` is True for the
@@ -54,8 +54,8 @@ Guarantees:
   secret, `init(key=)`. Without the secret, an attacker who chooses prompts and
   sees hits and keys cannot construct two prefixes with the same key. The state
   contains the secret, so protect saved states.
-- The cost does not depend on the size of the pool. No verb of a decode loop
-  visits all pages, and the compiled loop copies no array of the pool.
+- The cost of a decode loop does not depend on the size of the pool: none of its
+  verbs visits all pages, and the compiled loop copies no array of the pool.
 - With `CacheConfig.host_pages`, cached pages that the device evicts move to
   host memory, in the same LRU order. Verbs return the moves that the caller
   must perform: `kv, host = jaxkv.kv.move(kv, host, out.moves)`.
@@ -83,7 +83,7 @@ Packages. Most packages are imported when they are first used. Only modules of
 |---|---|
 | `jaxkv` | the cache: its state and verbs |
 | `jaxkv.results` | the result types of verbs |
-| `jaxkv.telemetry` | events, and the ages of evicted pages |
+| `jaxkv.telemetry` | events, ages of evicted pages, newly used pages |
 | `jaxkv.kv` | the K/V memory, a second pytree, meant to be donated |
 | `jaxkv.rollout` | the jitted generation loop: queue, prefill, decode, refill |
 | `jaxkv.sharding` | rollouts on several devices |
@@ -109,7 +109,7 @@ Commands (`python -m jaxkv COMMAND --help` lists the options):
 
 | command | description |
 |---|---|
-| `rollout` | continues prompts with a small character model |
+| `rollout` | continues prompts, by default with a small character model |
 | `replay TRACE --pages N` | runs a request trace through the verbs in a scan |
 | `grpo` | trains a small model by GRPO, in one program |
 | `doctor` | prints versions, devices, backends and speeds, and runs a check |
@@ -124,18 +124,18 @@ Terms:
 | term | meaning |
 |---|---|
 | page | memory for the K/V of `page_size` tokens, identified by its number |
-| null page | page 0, which holds no tokens and fills unused columns |
+| null page | page 0, without tokens; replaces pages that a group skips |
 | pool | all pages, with the queue of free pages and the prefix index |
-| slot | a row of the cache that holds one sequence, or is empty |
+| slot | a place in the cache for one sequence, which can be empty |
 | sequence | the tokens of a slot |
 | page table | the page numbers of each slot and group, in order |
 | column | a position in a row of the page table |
 | group | layers with the same cache behaviour; all groups share the pool |
-| row | one entry of the batch of a call |
+| row | one entry of a call's batch; in the page table, a slot and a group |
 | prefix | the first tokens of a sequence, up to the end of a page |
 | key | a 128-bit hash of a page's tokens and of the prefix before them |
 | published | entered in the prefix index under its key |
-| cached | published and not evicted since: a lookup finds the page |
+| cached | published, and still in the prefix index |
 | hit | a cached page that a lookup finds |
 | held | referenced by a page-table entry or a pin |
 

@@ -11,7 +11,7 @@ they do not need a cache. `jaxkv_kernels` has the same names without `jaxkv`.
 - `mla_decode`, `mla_attention`, `mla_attention_padded`: multi-head latent
   attention over one pool, only with `xla` and `triton`
 - `plan_decode`: cuts a decode step into equal pieces of work, for backends that
-  take plans; `decode_workers` returns its argument `workers` for a backend
+  take plans; `decode_workers` computes the argument `workers` of `plan_decode`
 - `tile_queries`: cuts packed queries into tiles of one sequence each
 - `merge_states`: merges attention over disjoint parts of the keys
 - `append_kv`, `append_quantized`, `append_pages`: write new tokens into their
@@ -41,7 +41,7 @@ other backends were not chosen. No backend has been timed on a GPU or a TPU.
   128. Numerics checked: in an interpreter with race detection. Compiled in
   tests for: TPU v5e, v6e, v7x.
 
-`pip install "jaxkv[aot]"` installs these compilers, which need no device.
+`pip install "jaxkv[aot]"` adds the compilers to a machine without GPU and TPU.
 `benchmarks/gpu_suite.py` checks every backend on the GPU at hand and times it
 beside a plain copy and other libraries.
 """

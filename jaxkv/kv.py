@@ -37,8 +37,8 @@ the letters of array shapes.
 All functions are pure and donate nothing. Writes are in place if you donate the
 pages to your own `jit`, or carry them through a loop.
 
-A snapshot of the cache state is valid with the pages of the same step. With
-later pages, it is valid until one of its pages goes to another sequence.
+A snapshot of the cache state is valid with the pages of the same step, and with
+those of later steps until one of these steps overwrites a token in its pages.
 
 Models in plain JAX. A model is a function of its weights, a `Batch` and the
 memory, and returns logits and the new memory. `plan_layers` divides its layers
@@ -61,7 +61,7 @@ and its part of the pages:
 
 `jaxkv.rollout.generate(params, state, model=model)` calls the model in each
 step. The tokens of all sequences are in one row, and `batch.rows` has the
-sequence of each token. The decoders of `jaxkv.models` have the same signature.
+sequence of each token. Given `config`, `jaxkv.models.forward` is such a model.
 
 Shared prefixes. The page tables of several rows can begin with the same pages,
 for example after a fork. `share` lets `attend` read such pages once:
@@ -81,12 +81,12 @@ times as fast.
 
 Mixed steps. A `PackedView` has the tokens of many sequences in one row: one
 token of each decoding sequence, then chunks of prompts. `write` and `attend`
-accept it in place of a `View`. Outside of attention, a model treats tokens
-independently. So a model for tokens [B, T] can run a mixed step of C tokens
-with tokens [1, C].
+accept it in place of a `View`. Outside of attention and recurrent layers, a
+model treats tokens independently. So the same model can take tokens [B, T], or
+tokens [1, C] in a mixed step of C tokens.
 
 Plans. `plan_decode` puts a plan into a view for `mosaic_gpu`, the only backend
-that takes plans. With a plan, all pieces of work have the same length, and a
+that takes plans. With a plan, pieces of work have about the same length, and a
 layer starts 8 kernels instead of 12.
 
 Latents. Multi-head latent attention (MLA) stores one vector for each token. The
@@ -129,19 +129,19 @@ reuses a cached page also reuses its expert ids. With `record_experts=True`,
 Several pools. If layer groups need memory of different shapes, the memory of a
 cache is a tuple of pools, such as `(kv, states)`. Page ids are the same in all
 pools. `copy`, `check`, `page_bytes`, `init_host`, `move` and `jaxkv.rollout`
-take the tuple. The other functions take the pool of one group.
+take the tuple. The other functions take one pool.
 
 Host memory. With `CacheConfig.host_pages`, cached pages that the device evicts
 move to host memory, and return to the device when a sequence hits them. Both
-memories together keep the most recently used pages. Verbs that take pages
+memories together keep the most recently used pages. Verbs that use free pages
 return the necessary moves. Perform the moves before you write to any page:
 
   host = jaxkv.kv.init_host(kv, config)
   state, out = jaxkv.admit(state, slots, tokens, lengths)
   kv, host = jaxkv.kv.move(kv, host, out.moves)
 
-Moves can cost more than they save. With `CacheConfig.host_policy`, pages move
-only if their return takes less time than computing their tokens again:
+A return can cost more than it saves. With a `HostPolicy`, pages return only if
+this takes less time than computing their tokens again:
 
   policy = jaxkv.HostPolicy(bytes_per_second=16.4e9, tokens_per_second=22_900)
   size = jaxkv.kv.page_bytes(jax.eval_shape(init_kv))

@@ -13,9 +13,9 @@ A `Decoder` describes a model layer by layer. Each `Layer` has a token mixer
 | norms after attention and MLP                   | `Layer`                  |
 | norm offsets, scaled embeddings, logit caps     | `Decoder`                |
 
-Layers with a sliding window need fewer pages than layers without one. So
-`cache_groups` puts them in separate groups of the cache, and `forward` takes
-one view per group. For a decoder with five windowed layers per full layer:
+Windows need fewer pages than full attention. So `cache_groups` makes a group
+for each layer of the pattern that the layers repeat, and `forward` takes one
+view per group. Five windowed layers per full layer make six groups:
 
   config = llama(
     num_layers=12, windows=(512,) * 5 + (None,),
@@ -26,7 +26,7 @@ one view per group. For a decoder with five windowed layers per full layer:
 
 One step, which prefills a chunk of a prompt or decodes:
 
-  cache, _ = jaxkv.recycle(cache)  # frees pages outside all windows
+  cache, _ = jaxkv.recycle(cache)  # frees pages behind the windows
   cache, out = jaxkv.allocate(cache, num_tokens)
   views = tuple(
     jaxkv.view(cache, group=group, num_tokens=num_tokens)
@@ -36,8 +36,8 @@ One step, which prefills a chunk of a prompt or decodes:
   logits, kv = forward(params, batch, kv, config=config)
   cache, _ = jaxkv.commit(cache, tokens, num_tokens)
 
-Exact numerics: with `dataclasses.replace(config, numerics="exact")`, the logits
-and log-probs of a token have the same bits in `forward` and in a trainer. So
+Exact numerics: with `dataclasses.replace(config, numerics="exact")`, logits and
+log-probs of a token have the same bits in a rollout and in a trainer. So
 importance ratios are exactly 1 before the first update. See `Decoder`.
 
 Routing replay: with `init_kv(record_experts=True)` the pages also record which

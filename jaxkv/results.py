@@ -1,6 +1,6 @@
 """The result types of the verbs of `jaxkv`, for type annotations.
 
-Every result with a `code` also has `ok`, which is True for rows that succeeded.
+The results with a `code` also have `ok`, which is True for rows that succeeded.
 """
 
 from jaxkv._src.cache.pool.host_pages import Moves

@@ -36,8 +36,9 @@ the distribution that tokens were drawn from, after all changes by `Sampling`
 and `process`. So `out.log_probs` are valid as the old log-probs only if the
 temperature is the only change. With top-k, top-p, min-p, penalties, biases or
 masks, compute the old log-probs with `rollout.score(temperature=)` or, before
-the update, with `grouped_log_probs`. At temperature 1, `records.raw_log_probs`
-of a rollout with `RolloutConfig(raw_log_probs=True)` are also valid.
+the update, with `grouped_log_probs`. Two records of `RolloutConfig` are also
+valid: `raw_log_probs` at temperature 1, and `unfiltered_log_probs` without
+penalties, biases or masks.
 
 | function             | computes                                              |
 |----------------------|-------------------------------------------------------|

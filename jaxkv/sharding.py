@@ -6,7 +6,7 @@ A mesh and the names of its axes decide how a rollout is split:
 |-----------|------------------------------------------------------------------|
 | `data`    | the sequences: each shard has its own cache, memory and queue,   |
 |           | and runs until its sequences end. Without `experts`, shards do   |
-|           | not communicate                                                  |
+|           | not communicate in `generate`                                    |
 | `model`   | K/V heads and the model's parameters, with two all-reduces of    |
 |           | activations in each layer. Logits are split by vocabulary, and   |
 |           | sampled from without a gather                                    |
@@ -18,7 +18,7 @@ A mesh and the names of its axes decide how a rollout is split:
 |---|---|
 | `MeshAxes` | names the axes of a mesh |
 | `param_shardings`, `state_shardings` | return the shardings of arrays |
-| `init_memory`, `init` | make the memory, and the rollout of prompts |
+| `init_memory`, `init` | make caches and memory, and the rollout of prompts |
 | `generate` | runs the loop of each shard |
 | `submit`, `harvest` | add prompts, and remove finished sequences |
 | `generated` | returns the sequences of all shards in order |

@@ -28,7 +28,7 @@ def extra_package(name: str, *, install: str, task: str) -> Any:
     return importlib.import_module(name)
   except ImportError as error:
     package = name.partition(".")[0]
-    # A dependency is missing, not the package itself; `error` names it.
+    # If a dependency is missing, the original error already names it.
     if (error.name or "").partition(".")[0] != package:
       raise
     raise ImportError(

@@ -30,7 +30,7 @@ _LEFT, _GROUPS_LEFT = 4.4, 6.4
 _QUEUE_SCALE = 0.7
 _CELL_INCHES, _FIGURE_INCHES = 0.42, 14.0
 _LEAST_POINTS = 3.0
-# The background is transparent. This grey has 4:1 contrast on black and white.
+# The background is transparent. This grey is readable on black and on white.
 _INK = "#7d8590"
 _DARK, _LIGHT = "#24292f", "#ffffff"
 
@@ -91,8 +91,8 @@ def show(
   by one sequence, shared by several, pinned, free, or free but still cached. A
   dot marks a page that is in use and cached, which a new sequence can share.
   The row of a slot has the pages of its sequence in order, and the length of
-  the sequence in tokens. A bar shows how much of the last page is filled. The
-  free queue has the free pages in the order in which they will be popped.
+  the sequence in tokens. In a page that is not full, a bar shows the filled
+  part. The free queue has free pages in the order in which they will be popped.
 
   A new figure does not belong to pyplot: a notebook displays it only if it is
   the last expression of a cell, and `figure.savefig` writes it to a file. Call
@@ -109,7 +109,7 @@ def show(
   Raises:
     ImportError: matplotlib is not installed.
     TypeError: `state` is not a CacheState, or it is traced.
-    ValueError: `state` is a stack of caches, or its pool is too large.
+    ValueError: `state` is a stack, was donated, or has too large a pool.
   """
   check_single(state)
   if isinstance(state.length, jax.core.Tracer):
@@ -129,7 +129,7 @@ def show(
   )
   kinds = page_kinds(state)
   columns = _COLUMNS
-  # For a large pool, this makes the picture about twice as wide as high.
+  # For a large pool, this makes the pool's grid about twice as wide as high.
   if len(kinds) > _LARGE_POOL:
     columns = 8 * math.ceil(math.sqrt(2 * len(kinds)) / 8)
   picture = _Picture(columns=columns, cached=frozenset(cached_pages(state)))

@@ -2,11 +2,11 @@
 
 `CacheManager` has the methods of vLLM's `KVCacheManager` and of eSurge's
 `CacheManager`, and returns the same page ids, hits and eviction order. It is
-plain Python: nothing is compiled, and no device is initialized. `step`
-allocates for all running requests in one call. A request is any object with
-`request_id`, `token_ids` and `num_computed_tokens`; the manager never writes to
-it. `Request` lists the optional attributes. Some of them, such as salts and
-adapters, keep requests from sharing pages.
+plain Python: nothing is compiled, and only `key` and `state` need a device.
+`step` allocates for all running requests in one call. A request is any object
+with `request_id`, `token_ids` and `num_computed_tokens`; the manager never
+writes to it. `Request` lists the optional attributes. Some of them, such as
+salts and adapters, keep requests from sharing pages.
 
 `manager.state` is a copy of the cache as a `jaxkv.CacheState`, for jitted
 loops. The loop allocates, commits, forks and frees with the verbs of `jaxkv`,
@@ -43,7 +43,8 @@ vLLM and eSurge. The following differences are intended:
   every full-attention group to the length of the hit. The reference cuts only
   those of the first, so a request can write to shared pages of the others.
 - Draft model and several page sizes, `policy="classic"`: the manager aligns
-  hits as with "current". The reference hits prefixes with evicted window pages.
+  hits as with "current". The reference finds prefixes whose window pages were
+  evicted.
 - Chunks that are not a multiple of the page size: the manager checks every page
   that the last chunk of a prefix needs. The reference may skip one.
 - Prefixes for which no group needs a page, as with a window of 1: the manager
@@ -66,9 +67,8 @@ vLLM and eSurge. The following differences are intended:
   `free`. The reference reverses their order.
 - `CrossAttention` with `enable_caching=True`: raises `ValueError`. The
   reference disables caching.
-- Ages of evicted pages (`track_residency`): the manager counts all pages, and
-  measures age in pages that got a key since. The reference samples pages, and
-  measures seconds.
+- Ages of evicted pages (`track_residency`): an age is the number of pages that
+  got a key since. The reference samples pages, and measures seconds.
 - `take_new_page_ids`: includes the pages of groups with states. The reference
   has only pages of attention groups.
 - Data-parallel engines: each shard needs a manager. The reference has one for

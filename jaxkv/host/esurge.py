@@ -40,7 +40,7 @@ applies too.
 **Requests**
 
 - `dp_shard_hint` must be None or 0, and `data_parallel_size` None or 1: each
-  shard needs a manager. eSurge has one for all shards. Both ignore the two
+  shard needs a manager. eSurge has one for all shards. Both managers ignore the
   arguments if the number of shards does not divide the number of pages.
 - `max_requests` (256 by default) limits the requests that hold pages.
 - A request without pages whose `num_computed_tokens` is above 0, after a

@@ -12,8 +12,8 @@ scheduler.KVCacheManager = KVCacheManager
 It returns vLLM's block ids, hits, eviction order and events; `tests/host/vllm`
 runs vLLM's scheduler with both managers. The module does not import vLLM: it
 reads configs, specs and requests by attribute, and recognizes a spec by the
-name of its class. It is plain Python and initializes no device. Each call takes
-effect completely or not at all, even if Ctrl-C interrupts it.
+names of its class and bases. It is plain Python and initializes no device. Each
+call takes effect completely or not at all, even if Ctrl-C interrupts it.
 
 The following differences from vLLM are intended. The list in `jaxkv.host`
 applies too. These options and specs raise `ValueError`:
@@ -24,14 +24,14 @@ applies too. These options and specs raise `ValueError`:
 - `is_eagle_group` in only some groups, with `use_eagle=True`.
 - `hash_block_size` below the block size of a `MambaSpec`, with caching. In
   vLLM, hits can then end inside a block. Because this is impossible here,
-  `take_kv_cache_block_copies` and `finalize_partial_tail_offloads` return
-  nothing, and `enable_mamba_shared_prefix_checkpoint` has no effect.
+  `take_kv_cache_block_copies` and `finalize_partial_tail_offloads` return empty
+  lists, and `enable_mamba_shared_prefix_checkpoint` has no effect.
 - `scheduler_block_size` other than the least common multiple of all block
   sizes, with caching.
 - `RSWASpec`, `CircularBufferSpec`, `EncoderOnlyAttentionSpec`, HiSparse specs;
   windows with `extra_retained_tokens` or `bounded_replay`; a `MambaSpec` with
-  `num_prefill_checkpoint_blocks` or, in mode "none", with blocks shorter than
-  `max_model_len`; a model without groups.
+  `num_prefill_checkpoint_blocks` or, in a mode other than "align", with caching
+  or with blocks shorter than `max_model_len`; a model without groups.
 - `CrossAttentionSpec` with `enable_caching=True`, for which vLLM's
   `cache_blocks` raises.
 

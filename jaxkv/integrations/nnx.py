@@ -2,8 +2,8 @@
 
 `paged_module` replaces the attention of a decoder with a function of yours. The
 function computes queries, keys and values, calls `memory.attend`, and projects
-the output, where `memory` gives the layer access to the cache. The decoder then
-runs in `jaxkv.rollout.generate`. For the Qwen3 of tunix:
+the output. `memory.attend` also writes the keys and values to the cache. The
+decoder then runs in `jaxkv.rollout.generate`. For the Qwen3 of tunix:
 
   def attention(layer, memory, x, positions, *_, **__):
     rotated = functools.partial(apply_rope, head_dim=layer.head_dim)
@@ -21,7 +21,7 @@ runs in `jaxkv.rollout.generate`. For the Qwen3 of tunix:
     num_kv_heads=model_config.num_kv_heads, head_dim=model_config.head_dim,
   )
 
-`memory` is a `jaxkv.kv.LayerMemory`, as a model in plain JAX uses it too.
+`memory` is a `jaxkv.kv.LayerMemory`, which models in plain JAX use, too.
 `decoder.model` is a `jaxkv.rollout.Model`: it takes weights, a `jaxkv.kv.Batch`
 and the pages. The weights are `decoder.params`, or a tree of other weights with
 the same structure.
@@ -45,7 +45,7 @@ the same structure.
 | data of a sequence, like an adapter| `memory.batch.rows.extra`               |
 | `nnx.remat` around the attention   | list the wrapped method in `methods` too|
 | `nnx.scan` over layers             | no, layers must be traced one by one    |
-| layers with other K/V heads, MLA   | no                                      |
+| K/V heads that differ by layer, MLA| no                                      |
 | encoders, images, bidirectional    | no                                      |
 
 `jaxkv.integrations.tunix.paged_module_of` adapts tunix's own models.

@@ -4,8 +4,8 @@
 
   skyrl_tx.install()  # before the server starts
 
-After this, jaxkv runs `JaxBackendImpl.sample`. The rest of the server does not
-change.
+After this, `JaxBackendImpl.sample` samples with jaxkv. The rest of the server
+does not change.
 
 | feature                                | behavior                            |
 |----------------------------------------|-------------------------------------|
@@ -29,8 +29,8 @@ change.
 | DeepSeek V3 (MLA), expert parallel     | not supported                       |
 | meshes, several processes              |                                     |
 
-The first call compiles the whole loop, which takes long on a CPU. In contrast,
-SkyRL's own engine compiles again for each length and limit.
+The first call compiles the whole loop, which takes long on a CPU. But SkyRL's
+own engine compiles again for each length and limit.
 
 Tested with skyrl-tx 0.3.0, which the first call imports.
 """

@@ -17,8 +17,8 @@ Pass options as `functools.partial(JaxkvRollout, page_size=8)`.
 | the first `top_k` or `top_p`, the first| compile once more                   |
 | `return_logprobs`, a longer            |                                     |
 | `kv_cache_size`                        |                                     |
-| more prompts than in the first call    | run in several batches              |
-| calls from several threads             | are gathered to a batch             |
+| more prompts than the queue holds      | run in several batches              |
+| calls from several threads             | form one batch                      |
 | `return_logprobs`                      | log-probs of logits / temperature,  |
 |                                        | before `top_k` and `top_p`, as in   |
 |                                        | the trainer                         |
@@ -30,7 +30,7 @@ Pass options as `functools.partial(JaxkvRollout, page_size=8)`.
 | models                                 | Llama 3, Qwen2, Qwen3, Gemma 3;     |
 |                                        | others with `decoder`               |
 | a mesh                                 | state on all devices, pages sharded |
-|                                        | by heads over the axis "tp"         |
+|                                        | by heads over "tp", if divisible    |
 
 The first `generate` compiles the whole loop. On a CPU this takes 4.5 times as
 long as the compilation of tunix's vanilla engine for 2 layers, and 8.6 times

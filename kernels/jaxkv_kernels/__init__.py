@@ -1,8 +1,8 @@
 """Paged attention and page operations on plain arrays.
 
-The functions take pools of pages, tables of page ids and lengths, and return
-arrays. The package does not depend on caches, requests or slots. `jaxkv`
-imports it, never the reverse.
+The functions work on pools of pages, tables of page ids and vectors of lengths.
+The package does not depend on caches, requests or slots. `jaxkv` imports it,
+never the reverse.
 """
 
 from jaxkv_kernels._src.append import append_kv

@@ -367,3 +367,11 @@ class TestConfig:
       run(params, tokens, positions, config=_config(vocab_size=5))
     with pytest.raises(ValueError, match="logits"):
       _Paged(params, config, 2, 4)(tokens, [0] * 2, [1] * 2, logits="first")
+    kv, table = _pages(config, 2, 4, 4)
+    counts = jnp.full(2, 3, jnp.int32)
+    view = paged.View(page_table=table, starts=counts - 3, num_tokens=counts)
+    batch = paged.Batch(
+      tokens=tokens, positions=positions, views=(view,), columns=counts
+    )
+    with pytest.raises(ValueError, match="columns` must be None with 2 rows"):
+      models.forward(params, batch, kv, config=config)

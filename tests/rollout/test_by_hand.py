@@ -137,6 +137,37 @@ def test_preemption():
   assert int(state.counters.preempted) == 1
 
 
+def test_penalties_count_tokens_of_every_slot():
+  """A sequence is preempted twice, and samples in another slot in between."""
+  prompts = [
+    [9, 8, 4, 6, 3, 3],
+    [5],
+    [7],
+    [1, 6, 5, 8],
+    [7],
+    [0, 4, 3, 2, 2, 10],
+  ]
+  config = rollout.RolloutConfig(max_new_tokens=14, prefill_chunk=4)
+  sampling = rollout.Sampling(
+    temperature=0.0,
+    frequency_penalty=jnp.full((6,), 1.7),
+    max_tokens=jnp.asarray([5, 11, 4, 10, 13, 8]),
+  )
+  small, ample = (
+    by_hand.begun(
+      dataclasses.replace(by_hand.sizes(pages, 4), pages_per_slot=10),
+      config,
+      prompts,
+      sampling=sampling,
+      priority=jnp.asarray([0, 0, 1, 0, 2, 0]),
+    )
+    for pages in (14, 100)
+  )
+  small, ample = (by_hand.program()(state, 0.0) for state in (small, ample))
+  assert int(small.counters.preempted) == 3
+  assert small.queue.tokens.tolist() == ample.queue.tokens.tolist()
+
+
 @pytest.mark.deep
 def test_room():
   """A sequence of six tokens and one of one token, in four pages.

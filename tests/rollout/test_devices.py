@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,6 @@ from tests.rollout.recipes import assert_equal_results
 from tests.rollout.recipes import axes_of
 from tests.tools.collectives import assert_two_all_reduces_a_layer
 from tests.tools.collectives import collectives
-from tests.tools.compiled_programs import num_compiled
 from tests.tools.pool_copies import pool_sized_rewrites
 
 pytestmark = [
@@ -40,32 +40,29 @@ def alone():
   return results
 
 
-@dataclasses.dataclass
 class _Run:
-  """A rollout on a mesh that has made its first call."""
+  """A rollout on a mesh that has made its first call, and its program."""
 
-  names: dict
-  axes: sharding.MeshAxes
-  state: rollout.RolloutState
+  def __init__(self, axes: sharding.MeshAxes, **options: Any):
+    names = recipes.llama(**options)
+    state = recipes.begun_on(names, axes)
+    run = functools.partial(sharding.generate, model=names["model"], axes=axes)
+    inputs = names["params"], state, rollout.Until(steps=recipes.STEPS)
+    self.axes, self._params, _, self._until = axes, *inputs
+    self.compiled = jax.jit(run, donate_argnums=1).lower(*inputs).compile()
+    self.state = self.compiled(*inputs)
 
   def end(self) -> rollout.RolloutState:
-    """The end of the rollout; nothing compiles."""
-    assert not bool(rollout.is_done(self.state))
-    state, before = jax.tree.map(jnp.copy, self.state), num_compiled()
-    state = recipes.done(self.names, state, self.axes)
-    assert num_compiled() == before
+    """The end of the rollout, by one program: it takes what it returns."""
+    state = jax.tree.map(jnp.copy, self.state)
+    assert not bool(rollout.is_done(state))
+    while not bool(rollout.is_done(state)):
+      state = self.compiled(self._params, state, self._until)
     return state
-
-  def compiled(self):
-    model, axes = self.names["model"], self.axes
-    run = functools.partial(sharding.generate, model=model, axes=axes)
-    until = rollout.Until(steps=recipes.STEPS)
-    run = jax.jit(run, donate_argnums=1)
-    return run.lower(self.names["params"], self.state, until).compile()
 
   def assert_pages_stay(self) -> None:
     """Two all-reduces a layer in each call of the model, and nothing else."""
-    compiled, pool = self.compiled(), self.state.memory.kv.k
+    compiled, pool = self.compiled, self.state.memory.kv.k
     shape = pool.addressable_shards[0].data.shape[-4:]
     calls = np.asarray(self.state.counters.calls).shape[-1]
     size = math.prod(shape)
@@ -78,30 +75,20 @@ class _Run:
     assert memory.temp_size_in_bytes < size * 4
 
 
-def _ran(axes, **options) -> _Run:
-  names = recipes.llama(**options)
-  state = recipes.begun_on(names, axes)
-  until, model = rollout.Until(steps=recipes.STEPS), names["model"]
-  state = sharding.generate(
-    names["params"], state, until, axes=axes, model=model
-  )
-  return _Run(names, axes, state)
-
-
 @pytest.fixture(
   scope="module",
   params=[_EXPLICIT, pytest.param(_AUTO, marks=pytest.mark.deep)],
   ids=["explicit", "auto"],
 )
 def data_parallel(request):
-  return _ran(axes_of(data=8, kind=request.param))
+  return _Run(axes_of(data=8, kind=request.param))
 
 
 @pytest.fixture(
   scope="module", params=[2, pytest.param(8, marks=pytest.mark.deep)]
 )
 def tensor_parallel(request):
-  return _ran(axes_of(model=request.param, kind=_EXPLICIT))
+  return _Run(axes_of(model=request.param, kind=_EXPLICIT))
 
 
 class TestDataParallel:
@@ -117,7 +104,7 @@ class TestDataParallel:
       jaxkv.check(jax.tree.map(lambda leaf, i=shard: leaf[i], caches))
 
   def test_nothing_is_communicated(self, data_parallel):
-    compiled = data_parallel.compiled()
+    compiled = data_parallel.compiled
     assert collectives(compiled.as_text()) == {}
     pool = data_parallel.state.memory.kv.k
     assert pool_sized_rewrites(compiled, pool.shape[1:]) == []
@@ -161,7 +148,7 @@ class TestTensorParallel:
   def test_each_device_attends_to_its_own_heads(self, data, alone):
     """As kernels need it that XLA cannot split; here the backend is XLA's."""
     axes = axes_of(data=data, model=4)
-    run = _ran(axes, head_sharding=NamedSharding(axes.mesh, P("model")))
+    run = _Run(axes, head_sharding=NamedSharding(axes.mesh, P("model")))
     assert_equal_results(sharding.generated(run.end(), axes=axes), alone)
     run.assert_pages_stay()
 
@@ -169,7 +156,7 @@ class TestTensorParallel:
 class TestBoth:
   @pytest.mark.deep
   def test_two_shards_of_four_devices(self, alone):
-    run = _ran(axes_of(data=2, model=4, kind=_EXPLICIT))
+    run = _Run(axes_of(data=2, model=4, kind=_EXPLICIT))
     end = run.end()
     assert_equal_results(sharding.generated(end, axes=run.axes), alone)
     assert len(set(np.asarray(end.counters.steps).tolist())) > 1

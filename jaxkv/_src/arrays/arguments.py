@@ -2,7 +2,7 @@
 
 A wrong type or dtype raises `TypeError`. A wrong shape or value raises
 `ValueError`. Messages read "`name` must be X, got Y; do Z.". The checks run
-during the trace, so compiled programs contain none of them.
+before or during a trace, so compiled programs contain none of them.
 """
 
 import operator
@@ -44,7 +44,7 @@ def refuse(
 
 
 def describe(value: Any) -> str:
-  """Describes a value for a message: arrays as `dtype[shape]`, else `repr`."""
+  """Formats arrays as `dtype[shape]`, dtypes by name, and others by `repr`."""
   if isinstance(value, np.dtype):
     return value.name
   if isinstance(value, jax.Array | np.ndarray):
@@ -171,7 +171,7 @@ def as_real_numbers(name: str, value: Any) -> Any:
   """Converts floats or integers to an array, without a change of dtype.
 
   Raises:
-    TypeError: the elements are neither floats nor integers, such as bools.
+    TypeError: the elements have another type, for example bool.
   """
   array = value if isinstance(value, jax.Array) else _on_host(name, value)
   kinds = (jnp.floating, jnp.integer)
@@ -190,7 +190,7 @@ def as_bool(name: str, value: Any) -> Any:
 def as_key(
   name: str, value: Any, remedy: str = "make it with jaxkv.salt"
 ) -> Any:
-  """Converts salts or keys to an array; raises TypeError if not uint32."""
+  """Converts salts or a secret to an array; raises TypeError if not uint32."""
   array = value if isinstance(value, jax.Array) else _on_host(name, value)
   if array.dtype != np.uint32:
     raise TypeError(f"`{name}` must be uint32, got {array.dtype}; {remedy}.")
@@ -347,8 +347,8 @@ def check_rows(arguments: dict[str, Any], lead: str, num_slots: int) -> None:
 
   Args:
     arguments: the arguments by name; None for an omitted argument.
-    lead: the name of the argument that defines the rows. Each element of
-      "pages" is a row. If "slots" is None, the rows are all B slots.
+    lead: the name of the argument that defines the rows. For "pages", each page
+      is a row. For "slots" with the value None, the rows are all B slots.
     num_slots: B, the number of slots.
   """
   first, meaning = arguments.get(lead), f", one for each row of `{lead}`"

@@ -103,7 +103,7 @@ def num_earlier(values: Array) -> Array:
   """Counts, for each element of int32[X], the earlier elements equal to it."""
   if values.shape[0] == 0:
     return values
-  # The count of an element is its distance from the start of its run.
+  # The count is the distance of an element from the start of its run.
   order, lanes, run = _runs(values)
   return jnp.zeros_like(values).at[order].set(lanes - run)
 
@@ -138,7 +138,7 @@ def any_earlier(values: Array, counts: Array) -> Array:
   Returns:
     bool[X].
   """
-  # A call has few rows, so comparing all pairs costs less than a sort.
+  # Callers pass few elements, so comparing all pairs costs less than a sort.
   equal = values[:, None] == values[None, :]
   earlier = jnp.tril(jnp.ones(equal.shape, bool), k=-1)
   return jnp.any(equal & earlier & counts[None, :], axis=1)

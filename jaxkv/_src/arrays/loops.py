@@ -17,13 +17,13 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 
 WINDOW = 128
-"""W, the number of items in one iteration of `for_each`.
+"""W, the default number of items in one iteration of a loop.
 
 Most calls have at most W items, so they need only one iteration.
 """
 
 GPU_WINDOW = 1024
-"""The number of items that a GPU processes without a loop.
+"""The number of items that a GPU processes first, without a loop.
 
 A kernel over this many items takes about as long as one over `WINDOW` items.
 """
@@ -186,7 +186,7 @@ def for_each(
   lanes = jnp.arange(width, dtype=jnp.int32)
 
   # The number of iterations depends on the total number of items, not on the
-  # number of ranges. If there are no items, `body` does not run.
+  # number of ranges. Without items, this loop has no iterations.
   def trip(loop: tuple[Array, Carry]) -> tuple[Array, Carry]:
     begin, carry = loop
     return begin + width, body(carry, locate(counts, begin + lanes))

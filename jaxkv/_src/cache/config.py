@@ -47,13 +47,13 @@ class CacheConfig:
     prefix_retention_interval: selects the prefixes for which sliding-window and
       recurrent groups publish pages. None selects prefixes of every length. 0
       selects the prompt without its last token, and the part of the prompt
-      before the token where an earlier prompt diverged. Both end at multiples
-      of `alignment` tokens, and `use_eagle` shortens them further. A number k
-      above 0 also selects one prefix every k tokens.
+      before the token where an earlier prompt diverged. Both are rounded down
+      to multiples of `alignment` tokens, and `use_eagle` shortens them further.
+      A number k above 0 also selects one prefix every k tokens.
     event_log: the capacity of the event log, in events; 0 for no log. See
       `jaxkv.telemetry.drain_events`.
-    track_new_pages: True to record the pages that leave the free queue for new
-      tokens, for `jaxkv.telemetry.take_new_pages`.
+    track_new_pages: True to record the pages that are popped, except restored
+      pages, for `jaxkv.telemetry.take_new_pages`.
     track_residency: True to record the ages of evicted pages, for
       `jaxkv.telemetry.residency`.
     host_pages: N2, the number of pages in host memory, 0 for none. Cached pages
@@ -66,7 +66,7 @@ class CacheConfig:
       a `HostPolicy` needs this number; 0 if it is not known.
 
   Raises:
-    TypeError: a field has the wrong type, or `groups` is empty.
+    TypeError: a field without choices has the wrong type, or `groups` is empty.
     ValueError: a field is out of range, is not one of its choices, or cannot be
       combined with another field.
   """
@@ -188,7 +188,7 @@ class CacheConfig:
     if interval % self.alignment:
       raise ValueError(
         "`CacheConfig.prefix_retention_interval` must be a multiple of "
-        f"{self.alignment}, because hits end there, got {interval}."
+        f"{self.alignment}, because hits end at its multiples, got {interval}."
       )
     if self.prefix_rules == "classic":
       raise ValueError(

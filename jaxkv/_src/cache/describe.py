@@ -13,7 +13,7 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
 
   If the arrays can be read, the line describes the contents of the cache, as in
   `CacheState(5 of 63 pages in use, 12 free pages cached; 2 of 4 slots, 30
-  tokens; FullAttention; OK)`. Otherwise it has the sizes and the obstacle.
+  tokens; FullAttention; OK)`. Otherwise, it has the sizes and the reason.
 
   Args:
     state: a CacheState, or a tree with its structure.

@@ -26,7 +26,7 @@ from jaxkv._src.arrays import elementwise
 
 @dataclasses.dataclass(frozen=True)
 class GroupKind:
-  """The base of all kinds: layers that attend to every earlier token.
+  """The base of all kinds; its methods are those of full attention.
 
   Attributes:
     page_size: tokens per page of this group, a multiple of
@@ -95,7 +95,7 @@ class GroupKind:
 
     Args:
       hits: bool[R, P], True for columns with a cached page.
-      limit: int32[R], the maximal number of tokens before the drop.
+      limit: int32[R], the maximal number of tokens, with the page to drop.
       drop: bool[R], True to drop the last page of the longest prefix, because a
         draft model needs that page computed again.
       page_size: tokens per page.
@@ -156,7 +156,7 @@ class GroupKind:
 
     Args:
       page_size: tokens per page.
-      in_flight: the maximal number of tokens allocated beyond `length`.
+      in_flight: the maximal number of tokens beyond `CacheState.length`.
       longest: tokens of the longest sequence.
     """
     return -(-longest // page_size)
@@ -171,8 +171,8 @@ class GroupKind:
 class FullAttention(GroupKind):
   """Layers that attend to every earlier token.
 
-  This is also the kind for latent attention (MLA) and attention sinks. They
-  change what a page contains, but not which pages a sequence needs.
+  This is also the kind for latent attention (MLA) and attention sinks. Neither
+  changes which pages a sequence needs.
   """
 
 
@@ -196,7 +196,7 @@ class SlidingWindow(GroupKind):
     """See `GroupKind`."""
     # Hits must equal those of vLLM. If a prefix is shorter than the window,
     # vLLM rounds it down to a multiple of `align` pages, drops the last page,
-    # and rounds again. So for `align` > 1 it loses `align` pages.
+    # and rounds again. So `align` > 1 costs `align` further pages.
     num_pages = super().longest_hit(hits, limit, drop, page_size, align)
     short = drop & (num_pages * page_size < self.window - 1)
     lost = elementwise.where(short, align if align > 1 else 0, 0)
@@ -246,7 +246,7 @@ class ChunkedLocal(GroupKind):
     return elementwise.quotient(num_tokens, self.chunk) * self.chunk
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
-    """See `GroupKind`."""
+    """See `GroupKind`. This is vLLM's bound, for chunks of whole pages."""
     return -(-min(self.chunk + in_flight, longest) // page_size)
 
 
@@ -260,8 +260,8 @@ class Recurrent(GroupKind):
   state to the page.
 
   Attributes:
-    num_speculative: the number of draft tokens in a step. A scratch page holds
-      the state after each draft token.
+    num_speculative: the number of draft tokens in a step. Each of them has a
+      scratch page, which holds the state after this token.
   """
 
   num_speculative: int = dataclasses.field(  # pyright: ignore
@@ -416,7 +416,7 @@ class GroupSizes:
     return jnp.any(columns > _broadcast(limits, columns), axis=1)
 
   def holds_encoder(self, columns: Array) -> Array:
-    """Returns bool[..., G], as `columns`: True for groups of an encoder."""
+    """Returns bool[..., G], shaped like `columns`: True for encoder groups."""
     flags = [kind.holds_encoder for kind in self.groups]
     return _broadcast(flags, columns).astype(bool)
 
@@ -432,7 +432,7 @@ class GroupSizes:
     return jnp.where(self.holds_encoder(columns), held, columns)
 
   def encoder_tokens(self, counts: Array | None, rows: Array) -> Array:
-    """Returns `counts`, a verb's `num_encoder_tokens`, or zeros like `rows`.
+    """Returns a verb's `num_encoder_tokens`; for None, zeros like `rows`.
 
     Raises:
       ValueError: no group holds tokens of an encoder.

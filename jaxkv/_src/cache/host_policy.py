@@ -9,7 +9,7 @@ class HostPolicy:
   """The speeds that decide whether pages return from host memory.
 
   A page returns from host memory only if the copy takes less time than
-  computing its tokens again. `python -m jaxkv doctor` measures both speeds.
+  computing its tokens again. `python -m jaxkv doctor` estimates both speeds.
 
   Attributes:
     bytes_per_second: the speed of copies from host memory to the device.

@@ -54,7 +54,7 @@ def check(state: CacheState) -> None:
   if error not in (Status.OK, Status.OUT_OF_PAGES):
     raise CacheError(
       f"A call failed with {error.name}, and `state.error` recorded it. See "
-      "jaxkv.Status for its meaning. The `out.code` of that call has the row. "
+      "jaxkv.Status for its meaning. `out.code` of that call shows the row. "
       "jaxkv.clear_error clears the error."
     )
 

@@ -56,13 +56,13 @@ class Status(enum.IntEnum):
   STILL_HELD: a page is still referenced.
   RECYCLED: `recycle` released a required page, or `admit` did not attach it, or
     a required recurrent state was not kept.
-  STALE: the pages were computed with weights other than the current weights.
-  BAD_SEQUENCE: no sequence has this id, or the id is already in use, or an
-    earlier row of the call has the same id.
+  STALE: the given version of the weights does not match the cache's version.
+  BAD_SEQUENCE: no sequence has this id, or the id of a new sequence is in use
+    or too large, or an earlier row of the call has the same id.
   ENDED: the sequence has ended or failed.
   UNFINISHED: the sequence is waiting or running.
-  QUEUE_FULL: the queue has too few empty rows for the sequences of a prompt.
-    This is not a mistake of the caller. Retry after `harvest`.
+  QUEUE_FULL: the queue of `jaxkv.rollout` has too few empty rows for a prompt.
+    This is not a mistake of the caller. Retry after `rollout.harvest`.
   BAD_LOGITS: the logits of a sequence, after its sampling settings, are not a
     distribution: one is NaN or +inf, or all are -inf.
   """
@@ -117,8 +117,8 @@ class CacheState:
 
   Invariants, each tested by `check_invariants`:
     tables: row (b, g) has `num_skipped_pages[b, g]` columns with null pages,
-      then pages before column `num_pages[b, g]`, then NO_PAGE. In a recurrent
-      group, null pages can be between the pages.
+      then pages up to column `num_pages[b, g] - 1`, then NO_PAGE. A recurrent
+      group can have null pages between these pages.
     lengths: the pages of a slot have room for its tokens.
     refs: `ref_count` of a page is the number of page-table entries that hold
       the page, plus its pins.
@@ -184,7 +184,7 @@ class Copies(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Copied(Outcome):
-  """The result of `fork` and `truncate`; a row is OK if its slot changed.
+  """The result of `fork` and `truncate`.
 
   Attributes:
     code: a `Status` for each row.  # int32[R]
@@ -293,7 +293,7 @@ def check_single(state: Any) -> None:
   if _is_deleted(state.length):
     raise ValueError(
       "`state` must be the newest, got one whose arrays were donated to an "
-      "earlier call; use the state that this call returned, or make a copy "
+      "earlier call; use the state that it returned, or make a copy "
       "before you donate: jax.tree.map(jnp.copy, state)."
     )
 
@@ -416,10 +416,9 @@ def is_empty(state: CacheState, slots: Array) -> Array:
 
 
 def roots(state: CacheState, salts: Array | None) -> Array:
-  """Returns the roots of sequences, see `hashing.root_key`.
+  """Returns the roots of sequences, uint32[R, 4], see `hashing.root_key`.
 
-  The result is uint32[R, 4] for salts, uint32[R, 4]. It is uint32[4] without
-  salts or without prefix caching.
+  Without salts or without prefix caching, returns one root, uint32[4].
   """
   if state.secret is None or state.root is None:
     return jnp.zeros((hashing.KEY_WORDS,), jnp.uint32)

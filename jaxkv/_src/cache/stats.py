@@ -18,9 +18,8 @@ class Stats:
   Attributes:
     queried_tokens: tokens of admitted sequences.
     hit_tokens: cached tokens of admitted sequences.
-    popped_pages: pages popped from the free queue for new tokens.
-    evicted_pages: cached pages that left the device, for new tokens or for
-      pages that return from host memory.
+    popped_pages: pages popped from the free queue, except restored pages.
+    evicted_pages: cached pages that the device evicted to reuse their memory.
     published_pages: full pages that were published or merged.
     merged_pages: full pages replaced by an equal cached page.
     failed_rows: rows whose code is neither OK nor SKIPPED.

@@ -34,7 +34,8 @@ NUM_BINS = 33
 class EventLog:
   """The first E events since the last reading, oldest first.
 
-  A REMOVED event sets only `page`, `group` and `key`. CLEARED sets none.
+  A REMOVED event has only `kind`, `page`, `group` and `key`, and a CLEARED
+  event only `kind`. N is `CacheConfig.num_numbers`.
 
   Attributes:
     kind: STORED, REMOVED or CLEARED.  # int32[E]
@@ -46,7 +47,7 @@ class EventLog:
     root: the root of the sequence, see `hashing.root_key`.  # uint32[E, 4]
     tokens: the page's tokens.  # int32[E, S]
     count: events since the last reading, including lost events.  # int32[]
-    group_of: the group of the latest STORED event of each page.  # int32[N]
+    group_of: the group of each cached page.  # int32[N]
   """
 
   kind: Array
@@ -83,7 +84,7 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-  """A page left the index, such as by eviction.
+  """A page left the index, for example by eviction.
 
   A move to host memory or back is not logged, but it changes the page's number.
   So `page` can differ from the number in the page's `Stored` event.
@@ -104,7 +105,7 @@ class Drained(NamedTuple):
   Attributes:
     events: oldest first.
     num_lost: the number of later events, for which the log had no room. If this
-      is not 0, a mirror must start again from `jaxkv.cached_pages`.
+      is not 0, a mirror is out of date; see `jaxkv.cached_pages`.
   """
 
   events: list[Stored | Removed | Cleared]
@@ -112,7 +113,7 @@ class Drained(NamedTuple):
 
 
 def init_log(size: int, num_pages: int, page_size: int) -> EventLog:
-  """Returns a log of `size` events, for pages of at most `page_size` tokens."""
+  """Returns a log for `size` events of pages of at most `page_size` tokens."""
   return EventLog(
     kind=jnp.zeros((size,), jnp.int32),
     page=jnp.zeros((size,), jnp.int32),
@@ -128,7 +129,7 @@ def init_log(size: int, num_pages: int, page_size: int) -> EventLog:
 
 
 def with_groups(log: EventLog, groups: Array) -> EventLog:
-  """Sets the group of the latest STORED event of each page, int32[N]."""
+  """Replaces the groups of all pages by `groups`, int32[N]."""
   return dataclasses.replace(log, group_of=groups)
 
 
@@ -166,7 +167,7 @@ def log_removed(
 def move_groups(
   log: EventLog, sources: Array, targets: Array, valid: Array
 ) -> EventLog:
-  """Moves the groups of valid pages, int32[X], whose contents move."""
+  """Copies groups from `sources` to valid `targets`, int32[X] each."""
   groups = indexing.take(log.group_of, sources)
   # `log_removed` read `group_of` and wrote the groups to the log. This update
   # depends on the log, so it follows that read, and XLA copies no array.

@@ -75,8 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if sys.stdout:  # None if it was closed before Python started.
       sys.stdout.flush()
   except BrokenPipeError:
-    # Otherwise Python would flush stdout when it exits, and report the closed
-    # pipe again.
+    # Otherwise Python would flush stdout when it exits, and print this error.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   return status
 
@@ -114,7 +113,7 @@ def _attention() -> str:
 
 
 def _check() -> None:
-  """Caches five tokens, attends to them and checks the state."""
+  """Writes five tokens, attends to them, and checks the outputs and state."""
   config = jaxkv.CacheConfig(
     num_pages=4, page_size=16, num_slots=1, pages_per_slot=2
   )

@@ -6,9 +6,9 @@ state and cache are donated to it. With `--numerics exact`, the first update of
 a round computes the same log-probs as the rollout, bit for bit. With `fast`
 they differ by rounding.
 
-An answer token is correct if it equals the prompt token at the same index. The
-reward of an answer is its fraction of correct tokens, about 1 / `VOCABULARY`
-before training. The notebook `08_grpo_in_one_program` explains this program.
+Each answer token has a reward: 1 if it equals the prompt token at the same
+index, else 0. The mean reward is about 1 / `VOCABULARY` before training. The
+notebook `08_grpo_in_one_program` explains this program.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class RoundFigures(NamedTuple):
   """The measurements of a round.
 
   Attributes:
-    reward: the mean reward of all answers.
+    reward: the mean reward of all answer tokens.
     counters: the counters of the rollout.
     mismatch: the largest absolute difference between a token's log-prob in the
       rollout and its log-prob in the first update.
@@ -197,8 +197,8 @@ def grpo_round(
   forward = functools.partial(models.forward, config=model)
   state = rollout.generate(params, state, model=forward)
   drawn = rollout.grouped(rollout.generated(state))
-  # Rewards are per token. They are normalized over the samples of a prompt, for
-  # each position separately.
+  # Rewards are normalized over the samples of a prompt, for each position
+  # separately.
   is_right = jnp.swapaxes(drawn.completions == drawn.prompts[:, None], 1, 2)
   advantages = rl.group_normalized(is_right.ravel(), num_samples=SAMPLES)
   advantages = jnp.swapaxes(advantages.reshape(is_right.shape), 1, 2)
@@ -250,8 +250,8 @@ def _summary(figures: RoundFigures) -> dict[str, Any]:
     "reward_after": float(np.mean(figures.reward[-_FINAL_ROUNDS:])),
     "largest_mismatch": float(np.max(figures.mismatch)),
     "prefilled_tokens": int(np.sum(counters.prefilled)),
-    # Excludes the last token of each prompt. The counters include it in
-    # `generated`, because its logits give the first answer token.
+    # Excludes the last token of each prompt, as `prefilled` does, because an
+    # answer token is sampled from its logits.
     "prompt_tokens": len(figures.reward) * PROMPTS * (TOKENS - 1),
     "generated_tokens": int(np.sum(counters.generated)),
     "computed_rows": int(np.sum(counters.rows)),

@@ -44,8 +44,8 @@ def check_writable(path: str | None, *inputs: str | None) -> None:
     *inputs: files that the command reads.
 
   Raises:
-    CommandError: the folder is missing or read-only, or `path` is not a regular
-      file or is one of the inputs.
+    CommandError: the folder is missing or read-only, or `path` is one of the
+      inputs, or it exists and is not a regular file.
   """
   if path is None:
     return

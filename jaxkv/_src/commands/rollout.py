@@ -176,7 +176,7 @@ def chosen_prompts(
 
 
 def default_prompts(text: str) -> Prompts:
-  """Returns prompts: the start of the text, then the start of a paragraph."""
+  """Returns prompts that join the text's start and a paragraph's start."""
   preamble = text[:_PREAMBLE].rstrip() + "\n\n"
   paragraphs = [part.strip() for part in text.split("\n\n")]
   paragraphs = [part for part in paragraphs if len(part) > 2 * _OPENING]
@@ -275,7 +275,7 @@ def largest_difference(
 
 
 def _figures(state: rollout.RolloutState) -> dict[str, Any]:
-  """Returns the counters and the sizes of the loop and of the cache."""
+  """Returns the sizes and counters of the rollout and its cache."""
   sizes = state.memory.cache.config
   stats = state.memory.cache.stats
   counts = vars(state.counters) | {
@@ -300,7 +300,7 @@ def _texts(
   num_samples: int,
   tokenizer: models.Tokenizer,
 ) -> list[dict[str, Any]]:
-  """Returns a record of each answer, for the JSON file."""
+  """Returns a record of each answer."""
   done = jax.tree.map(np.asarray, results)
   texts = []
   for number, (row, mask) in enumerate(

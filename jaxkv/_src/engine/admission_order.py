@@ -1,15 +1,14 @@
 """Ranks waiting sequences and chooses those that are admitted in a step.
 
 Waiting sequences are sorted by priority, then by id. In a window at the front
-of the queue, sequences of equal priority are admitted in the order of their
-cached prefixes, longest first, before these are evicted. Two rules come first:
+of the queue, sequences of equal priority are admitted by the length of their
+cached prefixes, longest first, because prefixes may be evicted. Two exceptions:
 
-- If a running sequence is computing the next page of a waiting sequence, the
-  waiting sequence stays in the queue until the page is cached.
+- A sequence stays in the queue while another sequence computes its next page.
 - A sequence that was overtaken `max_overtaken` times precedes all others.
 
-Samples of a prompt are admitted together. One of them, the leader, computes the
-prompt. The others then fork from it; until then they hold no pages.
+Samples of a prompt enter free slots together. One of them, the leader, computes
+the prompt. The others hold no pages until they fork from it.
 """
 
 from typing import NamedTuple
@@ -41,7 +40,7 @@ class Candidates(NamedTuple):
   Attributes:
     rows: int32[X], the row of each in the queue; Q for none.
     valid: bool[X], True for entries with a sequence.
-    priority: int32[X]; None if all priorities are equal.
+    priority: int32[X]; None if `Queue.priority` is None.
     overtaken: int32[X], see `Queue.overtaken`.
     found: the cached prefix of each.
     is_blocked: bool[X], True if a slot computes the candidate's next page.
@@ -70,8 +69,7 @@ class Chosen(NamedTuple):
     candidates: int32[R], the index of each in `Candidates`; X for none.
     row_of_leader: int32[R], the index in `candidates` of the leader of each;
       the index of the entry itself if no other chosen candidate leads it.
-    slot_of_leader: int32[R], the slot of a leader that already runs; B for
-      none.
+    slot_of_leader: int32[R], the slot of a running leader; B for none.
   """
 
   candidates: Array
@@ -101,7 +99,7 @@ def first_candidates(
   first = first_of(waits[queue.order], window)
   rows = indexing.take(queue.order, first, fill=queue.no_row)
   if is_scoring:
-    # Only samples of the first prompt are candidates, so that all find slots.
+    # Only one prompt at a time, because samples of others could take its slots.
     group = rows // config.num_samples
     rows = jnp.where(group == group[0], rows, queue.no_row)
   valid, length = rows < queue.no_row, indexing.take(queue.length, rows)
@@ -117,8 +115,8 @@ def first_candidates(
   # Page keys of another epoch match no cached page.
   is_hashed = valid & (indexing.take(queue.epochs, rows) == cache.epoch)
   max_hit, computed = length, indexing.take(queue.computed, rows)
-  # A cached token has no logits. So if log-probs are recorded, a hit contains
-  # only tokens that were already computed for this sequence.
+  # A cached token has no logits. So a hit ends before the first token whose
+  # logits give a log-prob that is not recorded yet.
   if config.prompt_log_probs:
     max_hit = jnp.minimum(length, computed + 1)
   if is_scoring:
@@ -176,7 +174,7 @@ def _with_shared_work(
   """
   all_keys = queue.page_keys
   assert all_keys is not None  # See `first_candidates`.
-  # The next position at which all groups end a page.
+  # The first position after the hit at which all groups end a page.
   stop = waiting.found.num_cached_tokens + cache.config.alignment
   page = elementwise.quotient(stop, cache.config.page_size) - 1
   columns = page_keys.shape[1]
@@ -186,7 +184,7 @@ def _with_shared_work(
   )
 
   def computes(rows: Array) -> Array:
-    """Returns bool[X, Y]: whether the prompt in rows[j] has i's next page."""
+    """Returns bool[X, Y], True if rows[j] has i's next page before `start`."""
     other_key = indexing.take(all_keys, rows[None], page[:, None])
     prompt_length = indexing.take(queue.start, rows)
     is_inside = stop[:, None] <= prompt_length[None]
@@ -284,7 +282,7 @@ def choose(
     score = jnp.where(has_leader, jnp.int32(indexing.NOWHERE), num_cached)
     pick = jnp.argmax(jnp.where(eligible, score, -1)).astype(jnp.int32)
     # A chosen candidate that finds too few free pages stays in the queue. Later
-    # choices may overtake it, so there are none once it is overdue.
+    # choices may overtake it, so the step ends its choices once it is overdue.
     enters = jnp.any(eligible) & (row < num_empty)
     enters &= ~jnp.any(is_overdue & ~remaining)
     # Siblings follow the leader of the pick, or the pick if it has no leader.

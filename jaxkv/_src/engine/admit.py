@@ -1,8 +1,8 @@
 """Admits chosen sequences: attaches cached prefixes, and assigns slots.
 
-Admission attaches the pages of a cached prefix. It also checks that the pages
-for the next tokens are free, in addition to those that running sequences need;
-`grow` allocates them. No sequence is admitted while a running one lacks pages.
+A sequence without a leader enters only if enough pages are free for its next
+tokens and for the running sequences. `grow` then reserves the pages. No
+sequence is admitted while a running one lacks pages.
 """
 
 import dataclasses
@@ -41,8 +41,7 @@ class Entrants(NamedTuple):
   Attributes:
     rows: int32[R], the row of each in the queue; Q for none.
     slots: int32[R], the empty slot for each; B for none.
-    slot_of_leader: int32[R], the slot that computes the prompt of each; B for
-      none.
+    slot_of_leader: int32[R], the slot from which each will fork; B for none.
     enters: bool[R], True if the sequence is admitted.
     is_hopeless: bool[R], True if it can never run, for the reason in `code`.
     code: int32[R], the `Status` of the admission.
@@ -120,8 +119,8 @@ def attach_prefixes(
     follows, indexing.take(place, chosen.row_of_leader), leader
   )
   enters = admitted.ok | follows | follows_slot
-  # A lack of pages is final only for the first candidate while no sequence
-  # runs, because it could then use every page.
+  # A lack of pages is final only for the first chosen candidate while no
+  # sequence runs, because this candidate could then use every page.
   is_alone = ~jnp.any(enters) & (num_running == 0) & (row == 0)
   is_hopeless = is_failure(admitted.code) & (
     is_alone | (admitted.code != Status.OUT_OF_PAGES)
@@ -149,7 +148,7 @@ def seat(slots: Slots, entrants: Entrants) -> Slots:
 def mark_running(
   queue: Queue, entrants: Entrants, waiting: Candidates, epoch: Array
 ) -> Queue:
-  """Updates the rows of entrants, and `Queue.overtaken` of other rows."""
+  """Marks entrants as running, counts overtakings, and fails hopeless rows."""
   rows, enters = entrants.rows, entrants.enters
   # The status comes first: `overtaken` changes only in rows that still wait.
   queue = set_status(queue, rows, enters, SequenceStatus.RUNNING)
@@ -168,7 +167,7 @@ def mark_running(
 def _clear_stale_keys(
   queue: Queue, rows: Array, enters: Array, epoch: Array
 ) -> Queue:
-  """Clears page keys of other epochs in rows int32[R], where `enters`."""
+  """Clears page keys of other epochs in rows that enter; sets their epochs."""
   is_stale = enters & (indexing.take(queue.epochs, rows) != epoch)
   keys = queue.page_keys
   if keys is not None:
@@ -182,7 +181,7 @@ def _clear_stale_keys(
 def promised_pages(
   queue: Queue, slots: Slots, cache: CacheState, config: RolloutConfig
 ) -> Array:
-  """Returns the number of pages to keep for running sequences, int32[]."""
+  """Returns the number of pages to keep free for running sequences, int32[]."""
   in_step = needed_pages(queue, slots, cache, config)
   if not cache.config.skips_pages:
     return in_step
@@ -215,7 +214,7 @@ def _pages_after_chunk(
 def pages_at_once(
   sizes: CacheConfig, length: Array, config: RolloutConfig
 ) -> Array:
-  """Returns the most pages held at once, by length and group, int32[R, G]."""
+  """Returns the most pages that sequences of a length hold, int32[R, G]."""
   columns = sizes.sizes.columns_for(length, jnp.zeros_like(length))
   most_in_flight = chunk_size(sizes, config) + config.decode_steps - 1
   limits = max_pages(sizes, most_in_flight, sizes.slot_tokens)

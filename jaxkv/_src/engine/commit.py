@@ -29,7 +29,7 @@ def commit_tokens(
     counts: int32[B], the number of tokens to commit in each slot.
 
   Returns:
-    The queue with the keys of pages that became full, and the cache.
+    The queue, with the new keys in `Queue.page_keys`; and the cache.
   """
   size, aligned = cache.config.page_size, cache.config.alignment
   column = jnp.arange(size, dtype=jnp.int32)[None]
@@ -63,7 +63,7 @@ def commit_tokens(
 
 
 def read_of(cache: CacheState) -> Array:
-  """Returns an int32[] for `read_before` that depends on committed tokens."""
+  """Returns int32[] for `read_before`, computed from the committed tokens."""
   if cache.hashes is None:
     return jnp.zeros((), jnp.int32)
   return jnp.max(cache.hashes.tail) & jnp.int32(2**31 - 1)

@@ -21,44 +21,44 @@ class RolloutConfig:
   """Static options of a rollout; a change compiles `generate` again.
 
   Attributes:
-    num_samples: G, the number of sequences generated for each prompt. Samples
-      that are admitted together compute the prompt once, and then fork.
+    num_samples: G, the maximum number of samples of a prompt. Samples that are
+      admitted together compute the prompt once, and then fork.
     max_new_tokens: the maximum number of tokens that a sequence generates in a
       turn. `Sampling.max_tokens` can lower it, and `extend` can replace it.
     max_length: W, the maximum length of a sequence, including its prompt and
       all turns; 0 for the number of prompt columns plus `max_new_tokens`.
-    stop_token: the token that ends every sequence; -1 for none. `Sampling` can
-      add stop tokens for each sequence.
-    prefill_chunk: the maximum number of prompt tokens in a step. Each slot that
-      does not decode can add one token.
+    stop_token: a token that ends each sequence that samples it; -1 for none.
+      `Sampling` can add stop tokens for each sequence.
+    prefill_chunk: the maximum number of prompt tokens in a step, in addition to
+      one for each slot that does not decode.
     admissions: R, the maximum number of sequences that are admitted in a step.
     window: the number of waiting sequences that a step considers. At equal
       priority, the one with the longest cached prefix is admitted first.
-    max_overtaken: the maximum number of later sequences that overtake a waiting
-      sequence. A later sequence of equal priority overtakes if more of its
-      prompt is cached or shared. One of any priority overtakes while another
-      sequence computes the next page of the waiting one, or if the free pages
-      suffice only for the later one.
+    max_overtaken: the maximum number of later sequences that are admitted
+      before a waiting sequence. A later sequence of equal priority overtakes if
+      more of its prompt is cached or shared. At any priority, it overtakes
+      while another sequence computes the next page of the waiting one, or if
+      the free pages suffice only for the later one.
     draft_tokens: K, the maximum number of tokens drafted for a sequence in a
       step; 0 for no speculation. Each draft is verified, so speculation does
       not change the sampled tokens.
-    draft_match: n, the length of an n-gram match. A draft repeats the tokens
-      that followed the last n tokens of the sequence at their last earlier
-      occurrence, in the prompt or in any sample of it.
-    draft_columns: the maximum number of draft tokens in a step.
+    draft_match: n, the length of an n-gram match. The last n tokens of a
+      sequence match their last earlier occurrence in its prompt and all samples
+      of the prompt. The tokens that followed there are its drafts.
+    draft_columns: the maximum number of draft tokens of all slots in a step.
     raw_log_probs: whether to record the log-prob of each sampled token under
       the model's distribution, before `Sampling` and `process` change it.
     unfiltered_log_probs: whether to record the log-prob of each sampled token
       at its temperature, after penalties and `process`, before `min_p`, `top_k`
       and `top_p`. The softmax is over all tokens, as `grpo_loss` requires.
     entropy: whether to record the entropy of the model's distribution in nats,
-      at temperature 1. (In `score`, at the temperature of the call.)
+      at temperature 1.
     top_log_probs: the number of most likely tokens of the model's distribution
       to record, with their log-probs at temperature 1.
     prompt_log_probs: whether to record `raw_log_probs` of all tokens, including
       those of prompts and `extend`, but not a sequence's first token. A cached
       prefix is then used only for tokens that were already computed for the
-      sequence. After a change of weights, old values may remain.
+      sequence. After a change of weights, some values may be of old weights.
     numerics: "exact" for a model with exact numerics
       (`jaxkv.models.Decoder.numerics`). Tokens and log-probs then depend on
       neither the slot nor the other sequences, bit for bit. Log-probs equal
@@ -75,14 +75,14 @@ class RolloutConfig:
       sequence ends early, its slot is idle for the rest of the iteration.
       Sampled tokens do not depend on this option.
     vocab_parts: the number of devices over which the logits are split by
-      vocabulary, so that the sampler need not gather them; 1 for no split. The
+      vocabulary; 1 for no split. Sampling then does not gather the logits. The
       option changes sampled tokens only through the rounding of sums.
       `jaxkv.sharding.generate` sets it to the size of `axes.model`.
     lockstep_axis: the mesh axis along which the model communicates. All shards
       then call the model together, with equal shapes; a shard without work
-      makes idle calls. None if shards call the model independently.
-      A shard at its limit of `Until` continues until all are, except at
-      `Until.steps`. `jaxkv.sharding.generate` sets it to `axes.experts`.
+      makes idle calls. A shard that reaches `Until.groups` or
+      `Until.sequences` continues until all shards can stop. None if shards call
+      the model independently. `sharding.generate` sets it to `axes.experts`.
 
   Raises:
     TypeError: a number, a bool or `lockstep_axis` has the wrong type.

@@ -19,7 +19,7 @@ class Count:
 
   Attributes:
     low: the count modulo 2**32.  # uint32[...]
-    high: how often `low` wrapped around.  # uint32[...]
+    high: the count divided by 2**32, rounded down.  # uint32[...]
 
   Examples:
     >>> count = Count.zeros() + jnp.int32(2**31 - 1) + jnp.int32(2**31 - 1)
@@ -44,14 +44,14 @@ class Count:
     return Count(low=low, high=self.high + (low < self.low).astype(jnp.uint32))
 
   def since(self, earlier: "Count") -> Array:
-    """Returns the difference from an earlier count; it must fit int32[...]."""
+    """Returns the difference from an earlier count, which must fit int32."""
     return (self.low - earlier.low).astype(jnp.int32)
 
   def modulo(self, size: int) -> Array:
     """Returns the remainder of the division by `size`, int32[...].
 
-    Correct while `high * size` is below 2**32, so with a size of 10**6 for
-    counts below 2**44.
+    Correct while `high * size` is below 2**32. With a size of 10**6, this holds
+    for counts below 2**44.
     """
     number = jnp.uint32(size)
     wrapped = self.high * jnp.uint32(2**32 % size) % number
@@ -69,7 +69,7 @@ class Count:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counters:
-  """Totals since the start of a rollout.
+  """Totals and peaks since the start of a rollout.
 
   All but the peaks are 64-bit `Count`s: read them with `int(counters.steps)`,
   or with `numpy.asarray` for `calls` and for the counters of several rollouts.
@@ -79,9 +79,9 @@ class Counters:
       `RolloutConfig.decode_steps` calls.
     calls: calls of the model by width. A width is a number of columns beyond
       one for each slot: 0, a quarter of `prefill_chunk` if that is at least 64,
-      or `prefill_chunk`. With speculation, this list repeats for each number of
-      draft columns: 0, a quarter of `draft_columns` if that is at least 2, and
-      `draft_columns`.  # [X], for X widths
+      or `prefill_chunk`. With speculation, these widths repeat for each number
+      of draft columns: 0, a quarter of `draft_columns` if that is at least 2,
+      or `draft_columns`.  # [X], for X widths
     rows: columns of all calls, including padding.
     generated: sampled tokens.
     prefilled: tokens of prompts and `extend` computed for the first time,

@@ -1,9 +1,9 @@
 """Further calls of the model in a step, in which sequences only decode.
 
 A step schedules once for up to `RolloutConfig.decode_steps` calls. The first
-call may compute tokens of prompts. In each further call, the model computes the
-token that each sequence sampled in the previous call, and the sequence samples
-its next token. Pages for these tokens are reserved together, and all tokens of
+call may compute tokens of prompts. A further call computes, for each sequence,
+the token that was sampled after the previous call, and the sequence samples its
+next token. Pages for the further calls are reserved together, and all tokens of
 a step are committed together. The slot of a sequence that ends early is idle
 for the rest of the step.
 """
@@ -68,9 +68,9 @@ def reserve(
 ) -> tuple[CacheState, Array]:
   """Reserves pages for the tokens of the further calls.
 
-  There are no further calls if a prompt is incomplete after the first call. If
-  too few pages are free, the step makes fewer calls instead of preempting a
-  sequence.
+  There are no further calls if any slot has tokens left to compute after the
+  first call. If too few pages are free, the step makes fewer calls instead of
+  preempting a sequence.
 
   Args:
     queue: the sequences.
@@ -99,7 +99,7 @@ def reserve(
   number = jnp.arange(1, config.decode_steps, dtype=jnp.int32)
 
   def tokens_with(number: Array) -> Array:
-    """Returns int32[B]: all tokens of each slot that decodes again, else 0."""
+    """Returns int32[B], a step's tokens of slots that decode again, else 0."""
     further = jnp.minimum(room, number)
     return jnp.where(further > 0, counts + further, 0)
 
@@ -137,7 +137,7 @@ def decode(
     slots: their slots.
     memory: the cache before the step's commit, and its K/V pages.
     first: the results of the first call.
-    tokens: int32[B], the maximum number of further tokens, from `reserve`.
+    tokens: int32[B], the maximum number of further tokens, see `reserve`.
     step: int32[], the row of the first call in the log.
     config: the options.
     model: see `Model`.

@@ -10,11 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 
 def beside(tree: Any, memory: jax.Array) -> Any:
-  """Commits uncommitted arrays to the device, or all devices, of the memory.
+  """Commits uncommitted arrays to the device or all devices of `memory`.
 
   Otherwise, the first call of a jitted function would return committed arrays,
   so the second call would compile again. Committed arrays stay on their
-  devices. Nothing moves if the memory is traced, uncommitted, or on several
+  devices. Nothing moves if `memory` is traced, uncommitted, or on several
   devices without a mesh.
   """
   if isinstance(memory, Tracer) or not memory.committed:

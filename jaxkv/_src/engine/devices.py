@@ -43,16 +43,16 @@ All four continue as follows, without `rebalance` if `axes.data` is None:
     state = run(params, state, rollout.Until(steps=64))
   results = sharding.generated(state, axes=axes)
 
-Results: samples depend on `key` and the id of a sequence, not on its shard. In
-data-parallel rollouts, sequences equal those of one device, bit for bit with
-exact numerics. In tensor-parallel rollouts, or if experts are split, sums are
-added in another order, so logits differ by rounding. Tokens then differ rarely
-in float32, and often in bfloat16; exact numerics are not supported. `score` and
+Results: the random key of a sequence does not depend on its shard. So in
+data-parallel rollouts, logits equal those of one device up to rounding, and bit
+for bit with exact numerics. In tensor-parallel rollouts, or if experts are
+split, sums are added in another order. Tokens then differ rarely in float32,
+and often in bfloat16; exact numerics are not supported. `score` and
 `forward_uncached` need all experts on each device.
 
-Attention: with `axes.model`, XLA can partition only the backend "xla". With
-other backends, and with latents in general, pass `models.forward` or
-`kv.attend` the argument `head_sharding=NamedSharding(mesh, P("model"))`.
+Attention: with `axes.model`, XLA can partition only the backend "xla". For
+other backends, and always for latents, set the argument `head_sharding` of
+`models.forward` or `kv.attend` to `NamedSharding(mesh, P("model"))`.
 
 Several processes: each process begins as follows, and then runs the same
 program. Only CPUs need the first line. All processes get all results.
@@ -61,7 +61,7 @@ program. Only CPUs need the first line. All processes get all results.
   jax.distributed.initialize(address, num_processes, process_id)
 
 Snapshots: save between calls of `generate`. The target of `restore` must have
-as many shards as were saved. Several shards on one device run in turn.
+as many shards as the saved state. Several shards on one device run in turn.
 
   jaxkv.checkpoint.save(folder, state)
 

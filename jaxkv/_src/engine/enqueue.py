@@ -33,8 +33,8 @@ def new_queue(
 ) -> Queue:
   """Returns a queue with all samples of requests as waiting sequences.
 
-  A sequence is FAILED if its length or budget is out of range, or if their sum
-  exceeds the width. Rows of samples beyond `Requests.num_samples` are EMPTY.
+  A sequence is FAILED if its prompt length or budget is out of range, or if
+  their sum exceeds W. Rows of samples beyond `Requests.num_samples` are EMPTY.
 
   Args:
     requests: from `as_requests`.
@@ -61,8 +61,8 @@ def new_queue(
   budget = jnp.full((total,), config.max_new_tokens, jnp.int32)
   if sampling.max_tokens is not None:
     budget = jnp.minimum(budget, sampling.max_tokens)
-  # `init` raises for concrete numbers that are out of range. Traced numbers,
-  # and all numbers of `submit`, are checked only here.
+  # `init` raises for concrete values that are out of range. Traced values, and
+  # all values from `submit`, are checked only here.
   is_bad = (lengths < 1) | (lengths > columns) | (budget < 1)
   # The sum of length and budget can overflow, so this subtracts instead.
   is_bad |= lengths > width - budget
@@ -112,7 +112,7 @@ def new_queue(
 
 
 def sequence_keys(key: Array, ids: Array, seed: Array | None) -> Array:
-  """Returns key[Q], from `seed` where `seed >= 0`, else from `key` and ids."""
+  """Returns key[Q], from `seed` where `seed >= 0`, else from `key` and id."""
   keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, ids)
   if seed is None:
     return keys
@@ -138,10 +138,10 @@ def _empty_records(total: int, width: int, config: RolloutConfig) -> Records:
 def _prompt_keys(
   cache: CacheState, requests: Requests, tokens: Array, config: RolloutConfig
 ) -> Array | None:
-  """Returns `Queue.page_keys`; hashes a prompt once for all its samples."""
+  """Returns `Queue.page_keys` of new sequences."""
   width, columns = tokens.shape[1], requests.tokens.shape[1]
   samples, salts = config.num_samples, requests.salts
-  # Samples of a prompt have equal keys unless their salts differ.
+  # Without salts, the samples of a prompt have equal keys, computed once.
   repeats = samples if salts is None else 1
   keys = page_keys(cache, tokens[::repeats, :columns], salts)
   if keys is None:

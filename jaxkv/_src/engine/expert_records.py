@@ -1,8 +1,8 @@
 """Records the experts of tokens, for a trainer to replay.
 
-The model writes expert ids into `jaxkv.kv.ExpertIdPages`, beside its K/V, so
+The model writes expert ids into `jaxkv.kv.ExpertIdPages`, beside the K/V, so
 cached prefixes have expert ids too. When a sequence leaves its slot, its expert
-ids are copied to the queue, because its pages may be reused.
+ids are copied to the queue, because other sequences may reuse its pages.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def check_experts(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
 def unknown_experts(
   kv: Pools, tokens: Array, config: RolloutConfig
 ) -> Array | None:
-  """Returns the initial `Queue.experts`, all -1; None if not recorded."""
+  """Returns the initial `Queue.experts`, all -1; None without such records."""
   if not config.record_experts:
     return None
   pool = _pool(kv)
@@ -56,8 +56,8 @@ def save_experts(
 ) -> Queue:
   """Copies expert ids from the pages of slots to the queue.
 
-  Tokens that a resumed sequence has not recomputed have no ids in the pages,
-  and keep their ids in the queue.
+  After a preemption, tokens that are not recomputed yet have no ids in the
+  pages. They keep their ids in the queue.
 
   Args:
     queue: all sequences.

@@ -16,7 +16,7 @@ from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.kv.page_contents import arrays_of
 from jaxkv._src.kv.page_contents import page_shape
 
-# The options that change the sampled tokens or the records.
+# Options that must be equal in both rollouts.
 _OPTIONS = (
   "num_samples",
   "stop_token",
@@ -39,15 +39,16 @@ class Exported(Outcome):
 
   The R sequences belong to no rollout. The arrays can be saved, or sent to
   another process. Protect them like a `RolloutState`: they contain tokens, and
-  a rollout that imports them does not verify their K/V. In the shape of `page`,
+  a rollout that imports them does not verify the K/V. In the shape of `page`,
   G is the number of layer groups, and A is W / page_size, rounded up.
 
   Attributes:
     code: a `Status` for each sequence.  # int32[R]
-    queue: the sequences, without page keys. Sequences that ran are WAITING.
-    sample: the index of each sequence among the samples of its prompt.
-      # int32[R]
-    runs: True for sequences in slots; False without `contents`.  # bool[R]
+    queue: the sequences, without page keys and n-gram tables. Sequences that
+      were RUNNING are WAITING.
+    sample: the index of each among the samples of its prompt.  # int32[R]
+    runs: True for sequences that held pages in a slot; False without
+      `contents`.  # bool[R]
     num_computed: the number of tokens whose pages are exported.  # int32[R]
     version: the version of the exporting rollout's weights.  # uint32[]
     fingerprint: a value that is equal for caches with the same secret and
@@ -58,7 +59,7 @@ class Exported(Outcome):
       None without pages.  # storage dtype[X, ...]
     page_size: tokens of a page.
     layout: names and values of settings that the importing rollout must share.
-    memory_layout: the same for settings that it must share to import pages.
+    memory_layout: those of settings that it must also share to import pages.
   """
 
   queue: Queue
@@ -78,7 +79,7 @@ def fingerprint_of(cache: CacheState) -> Array | None:
   """Returns `Exported.fingerprint` for a cache."""
   if cache.secret is None or cache.root is None:
     return None
-  # Masked with the secret, because the root itself would disclose a part of it.
+  # Masked, because the unmasked root would disclose a part of the secret.
   return hashing.group_key(cache.secret, cache.root, jnp.int32(0))
 
 

@@ -28,7 +28,7 @@ class Forks(NamedTuple):
 
   Attributes:
     ready: bool[B], the slots that fork.
-    sources: int32[B], the leader of each slot, whose pages it shares.
+    sources: int32[B], the leader of each slot, see `Slots.leader`.
   """
 
   ready: Array
@@ -36,10 +36,10 @@ class Forks(NamedTuple):
 
 
 def ready_forks(queue: Queue, slots: Slots, cache: CacheState) -> Forks:
-  """Returns the samples whose leader has one prompt token left to compute.
+  """Returns the samples whose leader has computed all but one prompt token.
 
-  Each sample computes this last token itself, for the logits from which its
-  first token is sampled.
+  Each sample computes the last prompt token itself, to get the logits from
+  which its first token is sampled.
   """
   rest = prompt_rest(queue, slots, cache)
   rest = indexing.take(rest, slots.leader, fill=1)
@@ -49,7 +49,7 @@ def ready_forks(queue: Queue, slots: Slots, cache: CacheState) -> Forks:
 def share_full_pages(
   slots: Slots, cache: CacheState, forks: Forks
 ) -> tuple[Slots, CacheState]:
-  """Shares the full pages of prompts with forks, which then have no leader."""
+  """Shares the full pages of prompts with forks, and clears their leaders."""
   slot = jnp.arange(slots.size, dtype=jnp.int32)
 
   def share(cache: CacheState) -> CacheState:
@@ -65,8 +65,8 @@ def share_full_pages(
 def copy_partial_pages(memory: Memory, forks: Forks, forked: Array) -> Memory:
   """Copies the partly full page of a prompt to each fork that got a page.
 
-  `forked`, bool[B], is True for these forks. The other forks get the length 0,
-  and `count_forked` returns their sequences to the queue.
+  `forked`, bool[B], is True for these forks. The slots of other forks get the
+  length 0, because `count_forked` returns their sequences to the queue.
   """
   cache = memory.cache
   slot = jnp.arange(cache.config.num_slots, dtype=jnp.int32)
@@ -78,7 +78,7 @@ def copy_partial_pages(memory: Memory, forks: Forks, forked: Array) -> Memory:
     kv = loops.at_most_once(jnp.any(forked), copy, memory.kv)
   refused = forks.ready & ~forked
   # `share_prefix` set the length of every fork. A refused fork leaves its slot,
-  # and a slot without a sequence must have length 0.
+  # and an empty slot must have length 0.
   length = jnp.where(refused, 0, cache.length)
   cache = dataclasses.replace(cache, length=length)
   return dataclasses.replace(memory, cache=cache, kv=kv)
@@ -92,14 +92,14 @@ def count_forked(
   forked: Array,
   config: RolloutConfig,
 ) -> Queue:
-  """Updates the rows of forks for the shared tokens; requeues refused forks.
+  """Records the shared tokens in the rows of forks; requeues refused forks.
 
   Args:
     queue: the sequences.
     slots: their slots.
     cache: the cache, with the lengths of forks.
     forks: the samples that were ready to fork.
-    forked: bool[B], the forks that got a page.
+    forked: bool[B], the forks that got a page; the others are refused.
     config: the options.
   """
   place = indexing.where_valid(forked, slots.row)
@@ -109,7 +109,7 @@ def count_forked(
     raw = indexing.put(raw, place, values=indexing.take(raw, source))
     records = dataclasses.replace(queue.records, raw_log_probs=raw)
     queue = dataclasses.replace(queue, records=records)
-  # So shared tokens count as recomputed if a fork is preempted and resumes.
+  # If a fork is preempted and resumes, shared tokens then count as recomputed.
   computed = indexing.put(queue.computed, place, values=cache.length)
   queue = dataclasses.replace(queue, computed=computed)
   refused = forks.ready & ~forked

@@ -42,13 +42,13 @@ def generate(
   """Generates tokens until all sequences have ended, or a limit is reached.
 
   The loop is one `lax.while_loop`, without callbacks to Python. On a GPU, the
-  host reads the predicate before each iteration; with a larger
-  `RolloutConfig.decode_steps` there are fewer iterations. Jit this function
-  with the state donated, as
+  host reads the predicate before each iteration; a larger
+  `RolloutConfig.decode_steps` means fewer iterations. Jit this function with
+  the state donated, as
   `jax.jit(functools.partial(generate, model=model), donate_argnums=1)`, so that
   the K/V memory is updated in place.
 
-  A sequence gets the status FAILED if it needs more pages than it can ever get,
+  A sequence gets the status FAILED if it needs more pages than can become free,
   or if the log-prob of its next token is not finite. `Queue.code` has the
   reason, and the sequence keeps its earlier tokens.
 
@@ -63,14 +63,15 @@ def generate(
       `RolloutConfig.draft_tokens` is positive.
 
   Returns:
-    The state. `is_done` tests for its end; `generated` returns the tokens.
+    The state; test it with `is_done`, and read its tokens with `generated`.
 
   Raises:
     TypeError: `until`, `model`, or a result of `model` or `draft` has the wrong
       type or dtype, or `model` returns a memory with other arrays.
     ValueError: a number of `until` is out of range or not a scalar; a result of
       `model` or `draft` has the wrong shape; `model` returns a memory that it
-      did not write; or the `config` of `model` has other numerics.
+      did not write; or the `config` or `expert_axis` of `model` does not fit
+      `RolloutConfig.numerics` or `lockstep_axis`.
   """
   check_model(model)
   check_numerics(state.config, model)

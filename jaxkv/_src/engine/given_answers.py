@@ -6,7 +6,7 @@ sequence ends when `Queue.length` tokens are computed. The logits of a token
 give the log-prob of the next token.
 
 Samples fork before the last token of their prompt. A step computes either
-tokens before this point, which need no logits, or later tokens.
+tokens before the fork, which need no logits, or later tokens.
 """
 
 import dataclasses
@@ -69,8 +69,8 @@ class AnswerCounts(NamedTuple):
     computed: int32[N], the number of computed tokens.
     cached: int32[N], the number of tokens that lookups found in the cache.
     keeps_prompts: bool[], True if a prompt stays in its slot until all samples
-      have forked from it. False with a single usable slot, or after a slot got
-      no page, because the samples could then wait forever.
+      have forked from it. False with a single usable slot, or once a slot has
+      lacked a page, because samples could then wait forever.
   """
 
   computed: Array
@@ -89,13 +89,13 @@ def count_answers(
   """Adds a step to the counts.
 
   Args:
-    counts: before the step.
+    counts: the counts before the step.
     queue: the sequences.
     slots: their slots.
     num_found: int32[B], the number of cached tokens of each sequence that
       entered in this step; 0 for other slots.
     tokens: int32[B], the number of tokens that each slot computed.
-    starved: bool[B], slots that got no page.
+    starved: bool[B], slots that lacked a page.
   """
   samples = queue.size // counts.computed.shape[0]
   group = indexing.where_valid(slots.row < queue.no_row, slots.row // samples)
@@ -111,7 +111,7 @@ def keep_prompts(
 ) -> Array:
   """Returns bool[B], slots that stop before the last token of their prompt.
 
-  Samples that wait in the queue will fork from such a slot.
+  Samples that wait in the queue will fork from these slots.
   """
   waits = (queue.status == SequenceStatus.WAITING).reshape(-1, samples)
   group = slots.row // samples
@@ -127,7 +127,7 @@ def keep_prompts(
 
 
 def limit_to_phase(rest: Array, missing: Array) -> tuple[Array, Array]:
-  """Limits a step to tokens of prompts while any prompt is incomplete.
+  """Limits a step to tokens before forks while any slot has such tokens left.
 
   Args:
     rest: int32[B], the number of missing tokens before the last token of the
@@ -135,7 +135,7 @@ def limit_to_phase(rest: Array, missing: Array) -> tuple[Array, Array]:
     missing: int32[B], the number of tokens that each slot could compute.
 
   Returns:
-    int32[B], the number of tokens; int32[], the index in `Scoring.widths`.
+    int32[B], the limited numbers; int32[], the index in `Scoring.widths`.
   """
   is_answer = ~jnp.any(rest > 0)
   tokens = jnp.where(is_answer, missing, jnp.maximum(rest, 0))
@@ -169,7 +169,7 @@ def record_scores(
   logits: Array,
   scoring: Scoring,
 ) -> Scores:
-  """Records statistics of the answer tokens that follow the tokens of a call.
+  """Records statistics of the answer tokens that the logits of a call predict.
 
   Args:
     scores: the statistics so far.
@@ -210,7 +210,7 @@ def _observe(
   )
 
   def observe_tile(temperature: Array, logits: Array, *rows: Array) -> Any:
-    # The maximum is subtracted first, because large logits overflow if they are
+    # The maximum is subtracted first, because large logits could overflow when
     # divided by a small temperature.
     highest = reductions.maxima(logits)[:, None]
     return observe((logits - highest) / temperature, *rows)

@@ -1,4 +1,4 @@
-"""Grows the page tables of running sequences for their next tokens."""
+"""Frees and reserves pages of running sequences in a step."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -17,10 +17,10 @@ from jaxkv._src.engine.slots import missing_tokens
 def free_behind_windows(
   queue: Queue, slots: Slots, cache: CacheState
 ) -> CacheState:
-  """Frees the pages behind the sliding windows of running sequences."""
+  """Frees pages of running sequences that their later tokens do not need."""
   if not cache.config.skips_pages:
     return cache
-  # In `score`, slots of the interrupted rollout keep their pages.
+  # In `score`, the slots of the rollout have row Q + 1, and keep their pages.
   return recycle(cache, mask=slots.row < queue.no_row)[0]
 
 
@@ -41,14 +41,14 @@ def grow(
     config: the options.
 
   Returns:
-    The cache; bool[B], slots with missing tokens that got no pages.
+    The cache; bool[B], slots with missing tokens but too few pages.
   """
   missing = missing_tokens(queue, slots, cache)
   tokens = limit_to_chunk(cache, missing, config)
   if drafts is not None:
     tokens += drafts
   cache, room = make_room(cache, rows_of(cache, None, None), tokens)
-  # Drafts starve no slot: `propose_drafts` counts the free pages first.
+  # Drafts starve no slot: `propose_drafts` drops those without free pages.
   return cache, (missing > 0) & ~room.ok
 
 

@@ -33,9 +33,9 @@ class Rows(NamedTuple):
 
 
 class Process(Protocol):
-  """A function that changes the logits of a step before tokens are sampled.
+  """A function that changes logits before tokens are sampled from them.
 
-  One call processes the logits for the next token of every slot.
+  Each call gets the logits for the next token of every slot.
   """
 
   def __call__(
@@ -44,10 +44,9 @@ class Process(Protocol):
     """Returns new logits and new values of `extra`.
 
     Args:
-      logits: float32[R, V].
-      rows: the sequence of each row.
-      extra: the values that the rollout carries for these sequences, a pytree
-        of arrays [R, ...]; see `Requests`.
+      logits: float32[R, V], after penalties.
+      rows: the sequence of each row of logits.
+      extra: `rows.extra`, which a rollout carries from token to token.
 
     Returns:
       Logits float32[R, V] and `extra` with the same structure, shapes and
@@ -66,14 +65,13 @@ class Draft(Protocol):
 
     Args:
       params: weights, as `generate` received them.
-      rows: the sequence of each of B slots; Q for a slot that does not decode.
-      tokens: int32[B, W], the tokens of each slot's sequence; W is the width of
-        the queue.
+      rows: the sequence of each of B slots; none if the slot does not decode.
+      tokens: int32[B, W], the row of `Queue.tokens` of each slot's sequence.
 
     Returns:
       Tokens int32[B, K], where K is `RolloutConfig.draft_tokens`, and the
-      number of drafts in each row, int32[B]. All drafts are verified: a wrong
-      draft costs time, but does not change the sampled tokens.
+      number of drafts in each row, int32[B]. A wrong draft costs time, but does
+      not change the sampled tokens.
     """
     ...
 

@@ -23,7 +23,7 @@ from jaxkv._src.engine.state import RolloutState
 
 
 def check(state: RolloutState) -> None:
-  """Raises if a rollout or its cache breaks an invariant; runs on the host.
+  """Raises if a rollout or its cache breaks an invariant; cannot be jitted.
 
   Args:
     state: the rollout.
@@ -49,13 +49,14 @@ def check_invariants(state: RolloutState) -> dict[str, Array]:
   | numbers   | the ids of sequences are distinct and below `next_id`        |
   | order     | `order` sorts the rows by priority and id; `place` is its    |
   |           | inverse                                                      |
-  | lengths   | prompt <= start <= length <= limit <= W; the padding is 0    |
+  | lengths   | prompt <= start <= length <= limit <= W; the padding is 0;   |
+  |           | this and `drawn` ignore failed sequences                     |
   | drawn     | sampled tokens follow the prompt, and no version exceeds     |
   |           | the current one; all tokens from `start` on are sampled;     |
   |           | tokens that are not sampled have log-prob 0                  |
-  | ends      | `finish` is a reason if and only if the sequence has ended   |
-  | slots     | each running sequence has one slot, and either waits to fork |
-  |           | without pages or has tokens left; empty slots have no pages  |
+  | ends      | `finish` has a reason if and only if the sequence has ended  |
+  | slots     | each running sequence has one slot, and either has tokens    |
+  |           | left, or no pages and a leader; empty slots have no pages    |
   | leaders   | a leader computes the prompt of each slot that waits for it  |
   | page_keys | each full page of a slot has the key of its tokens           |
 

@@ -1,4 +1,4 @@
-"""The memory of a rollout: the cache, and the K/V pages that it manages."""
+"""The memory of a rollout: a cache, and the K/V pages that it manages."""
 
 import dataclasses
 
@@ -48,7 +48,7 @@ class Memory:
 
 
 def move_pages(memory: Memory) -> Memory:
-  """Moves the pages that the cache has scheduled to or from host memory."""
+  """Moves pages to and from host memory, as the cache has planned."""
   pool, host = memory.cache.pool, memory.host
   if pool.host is None or host is None:
     return memory
@@ -70,7 +70,7 @@ def check_memory(memory: Memory, config: RolloutConfig) -> None:
   check_experts(cache.config, memory.kv, config)
   if isinstance(cache.num_pages, Tracer):
     return
-  # The rollout would never free such a slot.
+  # A rollout frees no slots but those of its own sequences.
   if np.any(np.asarray(cache.num_pages)):
     raise ValueError(
       "`cache` must have no slot in use, got some; call jaxkv.free first."

@@ -1,4 +1,4 @@
-"""Calls the model with the tokens of a step, packed into one row."""
+"""Packs the tokens of a step into one row, and calls the model with them."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ from jaxkv._src.sampling.logits import as_logits
 
 
 class Model(Protocol):
-  """A function that computes the logits of the tokens of a step.
+  """A function that computes the logits of the tokens of a call.
 
   It writes the keys and values of all tokens into the memory, attends through
   `jaxkv.kv`, and returns logits of the columns that need them.
@@ -56,7 +56,7 @@ class Model(Protocol):
 
     Args:
       params: weights, as `generate` received them.
-      batch: the tokens of all sequences in one row of C columns, with their
+      batch: the tokens of the call in one row of C columns, with their
         positions, a `jaxkv.kv.PackedView` for each group of the cache, the X
         columns whose logits are needed, and the sequence of each column.
       kv: K/V memory, as `init` received it: a pool or a tuple of pools.
@@ -70,13 +70,13 @@ class Model(Protocol):
 
 
 def all_logits(model: Callable[..., tuple[Array, Any]]) -> Model:
-  """Converts a function that returns logits of all tokens to a `Model`.
+  """Makes a `Model` from a function that returns the logits of all tokens.
 
   Args:
     model: `(params, batch, kv) -> (logits [1, C, V], kv)`.
 
   Raises:
-    TypeError, ValueError: in a call of the result, for invalid logits or `kv`.
+    TypeError, ValueError: in a call of the `Model`, for invalid results.
   """
 
   def select_columns(params: Any, batch: Batch, kv: Pools) -> Any:
@@ -111,14 +111,14 @@ def check_numerics(config: RolloutConfig, model: Model) -> None:
 
 
 def check_expert_axis(config: RolloutConfig, model: Model) -> None:
-  """Raises ValueError if `expert_axis` bound in `model` is not the loop's."""
-  # Without this check, shards whose loops differ would wait for each other.
+  """Raises ValueError unless `expert_axis` is None or `lockstep_axis`."""
+  # Without this check, shards that make fewer calls would block the others.
   axis = getattr(model, "keywords", {}).get("expert_axis")
   if axis not in (None, config.lockstep_axis):
     raise ValueError(
       "`expert_axis` of `model` must be the `lockstep_axis` of the rollout, "
-      f"{config.lockstep_axis!r}, got {axis!r}; jaxkv.sharding.generate sets "
-      "it to `MeshAxes.experts`, and `score` needs all experts on each device."
+      f"{config.lockstep_axis!r}, got {axis!r}; call jaxkv.sharding.generate "
+      "with `MeshAxes.experts`, or omit `expert_axis` in `score`."
     )
 
 
@@ -133,7 +133,7 @@ def run_model(
 
 
 class Logits(NamedTuple):
-  """Logits of a step.
+  """Logits of a call.
 
   Attributes:
     last: [B, V], of each slot's last token, excluding drafts; None in `score`.
@@ -166,7 +166,7 @@ def call_model(
     memory: the cache and the K/V memory.
     work: the tokens and the width.
     drafts: int32[B, K], drafts of each slot; None without speculation.
-    draft_logits: [D, V], from `init_draft_logits`.
+    draft_logits: [D, V], from `init_draft_logits`; None to drop them.
     config: the options.
     scoring: the options of `score`; None if tokens are sampled.
     model: see `Model`.
@@ -181,7 +181,7 @@ def call_model(
   scores = Scores(queue.log_probs, queue.records)
   last = None
   if scoring is None:
-    # The loops below carry the logits, so they need a buffer of this shape.
+    # The loops below carry `last`, so it needs its final shape at the start.
     shape = jax.eval_shape(
       lambda kv: call.run(kv, scores, 0, widths[0])[0], memory.kv
     )
@@ -275,8 +275,8 @@ class _StepCall:
     """Calls the model in one of the widths.
 
     Returns:
-      Logits [B + D, V] of last tokens and drafts, which `score` does not use;
-      the memory; and the scores of given tokens.
+      Logits [B + `width.drafts`, V] of last tokens and drafts, or in `score` of
+      other columns; the memory; and the scores of given tokens.
     """
     num_slots, config = self._slots.size, self._config
     batch = self._batch(kv, width)
@@ -285,7 +285,7 @@ class _StepCall:
     last = jnp.concatenate([self._work.last, drafts])
     is_prompt = self._scoring is not None and number == 0
     if is_prompt:
-      # A model may require at least one column. Its logits are not used.
+      # No logits are used, but a model may require at least one column.
       columns = columns[:1]
     elif self._scoring is None and not config.prompt_log_probs:
       columns = last
@@ -325,7 +325,7 @@ class _StepCall:
       positions = jnp.concatenate([positions, chunk_positions])
       slot_of = jnp.concatenate([slot_of, chunk_slots])
     numbers = indexing.take(self._slots.row, slot_of, fill=self._queue.no_row)
-    # A model may use data of the sequences, such as the adapter of each.
+    # A model may read values of a sequence, such as its adapter.
     rows = rows_of(self._queue, numbers)
     if self._scoring is not None:
       rows = rows_of_columns(self._queue, rows, positions)
@@ -342,7 +342,7 @@ class _StepCall:
     tokens = self._tokens_at(work.slots, self._single[0].starts)
     if drafts is None:
       return tokens
-    # The slot's last token has offset 0, so its first draft has offset 1.
+    # A decoding slot's token has offset 0, and its first draft has offset 1.
     number = work.offsets[num_slots:] - 1
     draft = indexing.take(drafts, work.slots[num_slots:], number)
     return jnp.concatenate([tokens[:num_slots], draft])
@@ -355,7 +355,7 @@ class _StepCall:
   def _with_shared_pages(
     self, kv: Pools, views: tuple[View, ...]
   ) -> tuple[View, ...]:
-    """Returns views with the pages that forks share; see `share`."""
+    """Returns views with `shared` set for forks, see `jaxkv.kv.share`."""
     num_slots, samples = self._slots.size, self._config.num_samples
     pool = _first_kv_pool(kv)
     if samples == 1 or pool is None:
@@ -378,9 +378,9 @@ class _StepCall:
     """Records log-probs of prompt tokens and of tokens from `extend`.
 
     Args:
-      records: the records.
-      logits: [C, V], the logits of every column.
-      batch: the columns.
+      records: the records so far.
+      logits: [C, V], the logits of all columns of `batch`.
+      batch: the tokens of the call.
     """
     queue, raw = self._queue, records.raw_log_probs
     if raw is None:
@@ -450,7 +450,7 @@ def _first_rows(views: tuple[View, ...], count: int) -> tuple[View, ...]:
 
 
 def _first_kv_pool(memory: Pools) -> KVPages | None:
-  """Returns the first pool with keys and values, or None if there is none."""
+  """Returns the first pool with keys and values, or None without such pools."""
   pools = memory if isinstance(memory, tuple) else (memory,)
   for pool in pools:
     if isinstance(pool, KVPages) and pool.v is not None:

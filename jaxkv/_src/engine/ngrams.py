@@ -1,9 +1,9 @@
 """Proposes draft tokens from n-gram matches.
 
-A draft is the text that followed the last N tokens of a sequence at their last
-occurrence, in its prompt or in any sample of the prompt. N is
+Drafts are the tokens that followed another occurrence of the last N tokens of a
+sequence, in its prompt or in any sample of the prompt. N is
 `RolloutConfig.draft_match`. The table of a prompt maps the hash of an n-gram to
-its last occurrence. Hashes can collide, so the tokens are compared too.
+its rightmost occurrence. Hashes can collide, so the tokens are compared too.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ class NgramTables:
   """A table of Z entries for each of P prompts, and acceptance rates.
 
   Attributes:
-    table: column * G + sample + 1, where `column` follows the last occurrence
-      of an n-gram in one of the G samples; 0 for none.  # int32[P, Z]
+    table: column * G + sample + 1, where `column` of `sample` follows the
+      rightmost occurrence of an n-gram; 0 for none.  # int32[P, Z]
     rate: the acceptance rate of each sequence's drafts.  # float32[Q]
   """
 
@@ -70,9 +70,9 @@ def reset_rows(
   rows: Array,
   config: RolloutConfig,
 ) -> NgramTables:
-  """Resets tables and rates in rows int32[R], the rows of whole groups."""
+  """Resets the tables and rates of whole groups, in rows int32[R]."""
   samples, no_row = config.num_samples, tokens.shape[0]
-  # A group shares one table, whose first n-grams are those of the prompt.
+  # A group shares one table, which at first has the n-grams of the prompt.
   first = rows[::samples]
   group = jnp.where(first < no_row, first // samples, tables.table.shape[0])
   tables = dataclasses.replace(
@@ -95,7 +95,7 @@ def add_tokens(
   config: RolloutConfig,
   max_tokens: int,
 ) -> NgramTables:
-  """Adds the n-grams before columns `start` to `stop - 1` of rows to tables.
+  """Adds the n-grams that end before the columns `start` .. `stop - 1`.
 
   `rows`, `start` and `stop` are int32[R]. At most `max_tokens` columns of a row
   are used, and none of row Q.
@@ -106,7 +106,7 @@ def add_tokens(
   inside &= (rows < no_row)[:, None]
   place = _place(tables, _ngrams_before(tokens, rows, column, config))
   group = indexing.where_valid(inside, (rows // samples)[:, None])
-  # The maximum keeps the last place of an n-gram.
+  # The maximum keeps the rightmost occurrence of an n-gram.
   value = column * samples + (rows % samples)[:, None] + 1
   table = indexing.put_max(tables.table, group, place, values=value)
   return dataclasses.replace(tables, table=table)
@@ -126,7 +126,7 @@ def _place(tables: NgramTables, ngrams: Array) -> Array:
   key = jnp.zeros(ngrams.shape[:-1], jnp.uint32)
   for number in range(ngrams.shape[-1]):
     token = ngrams[..., number].astype(jnp.uint32)
-    # Multiplication spreads low bits upwards, and the shift spreads them back.
+    # Multiplication mixes low bits into high bits, and the shift the reverse.
     key = (key ^ token) * jnp.uint32(0x9E3779B1)
     key ^= key >> jnp.uint32(15)
   size = tables.table.shape[1]
@@ -141,7 +141,7 @@ def propose(
   decodes: Array,
   config: RolloutConfig,
 ) -> tuple[Array, Array, Array]:
-  """Proposes the next tokens of rows, int32[B], where `decodes` is True.
+  """Proposes tokens for `rows`, int32[B], where `decodes`, bool[B], is True.
 
   Returns:
     int32[B, K], the drafts; int32[B], the number of tokens after the match,
@@ -174,7 +174,7 @@ def propose(
 def likely_lengths(
   tables: NgramTables, rows: Array, config: RolloutConfig
 ) -> Array:
-  """Returns int32[B], the most drafts with P(all accepted) >= LIKELY."""
+  """Returns int32[B], the largest counts with P(all accepted) >= LIKELY."""
   rate = indexing.take(tables.rate, rows)
   powers = jnp.cumprod(
     jnp.broadcast_to(rate[:, None], (rate.shape[0], config.draft_tokens)),
@@ -195,8 +195,8 @@ def learn(
   Args:
     tables: the tables.
     rows: int32[B]; Q for none.
-    has_match: bool[B], rows with an n-gram match. If a row matches but has no
-      drafts, its rate rises slowly, so that drafts are tried again later.
+    has_match: bool[B], see `speculate.Drafts.found`. If a row matches but has
+      no drafts, a low rate rises slowly, so that drafts are tried again later.
     drafted: int32[B], the number of draft tokens.
     accepted: int32[B], the number of accepted draft tokens.
   """

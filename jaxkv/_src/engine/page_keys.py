@@ -16,9 +16,9 @@ from jaxkv._src.engine.queue import Queue
 def page_keys(
   cache: CacheState, tokens: Array, salts: Array | None
 ) -> Array | None:
-  """Returns the chain key after each page of S tokens, in int32[R, X] tokens.
+  """Returns the chain key after each whole page of `tokens`, int32[R, X].
 
-  The keys are uint32[R, X // S, 4]; None without prefix caching.
+  The keys are uint32[R, X // page_size, 4]; None without prefix caching.
   """
   cache, tokens, salts = sharding.match_varying_axes((cache, tokens, salts))
   if cache.secret is None:
@@ -33,7 +33,7 @@ def page_keys(
 
 
 def rehash(queue: Queue, cache: CacheState, rows: Array) -> Queue:
-  """Sets the page keys of rows int32[R] to those of the current epoch."""
+  """Computes the page keys of rows int32[R] for the current epoch."""
   salts = queue.salts
   keys = page_keys(
     cache,

@@ -39,8 +39,8 @@ def choose_victim(
 ) -> Victims:
   """Chooses a victim if `starved`, bool[B], is True for any slot.
 
-  The victim has the highest `Queue.priority`; among equals, the fewest computed
-  tokens; among these, the last place in the queue.
+  The victim has the highest number in `Queue.priority`; among equals, the
+  fewest computed tokens; among these, the last place in the queue.
   """
   computing = are_computing(queue, slots)
   candidates = computing
@@ -51,7 +51,7 @@ def choose_victim(
   length = jnp.where(candidates, cache.length, indexing.NOWHERE)
   candidates &= length == jnp.min(length)
   place = jnp.where(candidates, places(queue, slots), -1)
-  # Of equals, the last in the queue is preempted, so that the first advances.
+  # The last sequence in the queue is preempted, so that the first advances.
   slot = jnp.arange(slots.size, dtype=jnp.int32)
   chosen = jnp.argmax(place).astype(jnp.int32)
   is_victim = jnp.any(starved) & (slot == chosen) & candidates
@@ -63,7 +63,7 @@ def choose_victim(
 
 
 def requeue_victims(queue: Queue, slots: Slots, victims: Victims) -> Queue:
-  """Sets sequences that leave to WAITING, but a victim alone to FAILED."""
+  """Sets sequences that leave to WAITING, or a lone victim to FAILED."""
   rows = slots.row
   queue = set_status(queue, rows, victims.leaves, SequenceStatus.WAITING)
   code = jnp.full_like(rows, Status.OUT_OF_PAGES)
@@ -71,7 +71,7 @@ def requeue_victims(queue: Queue, slots: Slots, victims: Victims) -> Queue:
 
 
 def vacate(slots: Slots, leaves: Array, no_row: int) -> Slots:
-  """Empties the slots in `leaves`, bool[B]; the caller frees their pages."""
+  """Empties slots where `leaves`, bool[B], is True; frees no pages."""
   return dataclasses.replace(
     slots,
     row=jnp.where(leaves, no_row, slots.row),

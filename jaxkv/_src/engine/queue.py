@@ -62,12 +62,11 @@ class Records:
   """Optional statistics of each token, if `RolloutConfig` enables them.
 
   All but `unfiltered_log_probs` describe the model's distribution before
-  `Sampling` changes it. Columns without a record are 0.
+  `Sampling` and `process` change it. Columns without a record are 0.
 
   Attributes:
     raw_log_probs: the log-prob of the token.  # float32[Q, W]
-    unfiltered_log_probs: the log-prob of the token at its temperature, before
-      `min_p`, `top_k` and `top_p`.  # float32[Q, W]
+    unfiltered_log_probs: see `RolloutConfig`.  # float32[Q, W]
     entropy: the entropy of the distribution in nats.  # float32[Q, W]
     top_tokens: the X most likely tokens, most likely first.  # int32[Q, W, X]
     top_log_probs: the log-probs of `top_tokens`.  # float32[Q, W, X]
@@ -113,16 +112,17 @@ class Queue:
     sampling: settings of each sequence; fields that are None are not compiled.
     extra: the values for `process` and the model, a pytree of arrays [Q, ...];
       None for no values.
-    computed: the largest length in the cache so far.  # int32[Q]
-    overtaken: the number of later sequences admitted before it.  # int32[Q]
+    computed: the maximum number of tokens in the cache so far.  # int32[Q]
+    overtaken: the number of later sequences admitted first.  # int32[Q]
     order: the rows, sorted by priority, then by id.  # int32[Q]
     place: the position of each row in `order`.  # int32[Q]
     epochs: the epoch for which a row's page keys are valid. In other epochs the
       sequence does not look up pages.  # uint32[Q]
-    page_keys: the chain key after each page of S tokens. A page with sampled
-      tokens gets a key when it is committed, if all groups end a page there.
-      None without prefix caching.  # uint32[Q, W // S, 4]
-    next_id: the id of the next sequence that `submit` adds.  # int32[]
+    page_keys: the chain key after each page of S tokens. Pages with sampled
+      tokens get keys in `extend`, in `update_weights`, or in a commit if all
+      groups end a page there. None without prefix caching.
+      # uint32[Q, W // S, 4]
+    next_id: the next id for `submit` without `ids`.  # int32[]
     priority: lower numbers are admitted first and preempted last; None for
       equal priorities.  # int32[Q]
     salts: see `jaxkv.salt`: sequences with different salts share no page. None
@@ -196,7 +196,7 @@ def order_of(ids: Array, priority: Array | None) -> tuple[Array, Array]:
 
 
 def first_of(condition: Array, count: int) -> Array:
-  """Returns the first `count` indices where bool[X] is True, padded with X."""
+  """Returns the first `count` True indices of bool[X], padded with X."""
   size = condition.shape[0]
   rank = jnp.cumsum(condition, dtype=jnp.int32) - 1
   return indexing.put(

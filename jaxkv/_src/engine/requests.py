@@ -27,8 +27,8 @@ from jaxkv._src.sampling.settings import as_sampling
 class Requests:
   """P prompts, and the settings of their P * G samples.
 
-  G is `RolloutConfig.num_samples`. Sample g of prompt p has row p * G + g in
-  all settings. `init` and `submit` check the values.
+  G is `RolloutConfig.num_samples`. In arrays with a row for each sample, sample
+  g of prompt p has row p * G + g. `init` and `submit` check the values.
 
   Attributes:
     tokens: the prompts, padded at the end.  # int32[P, L]
@@ -216,7 +216,7 @@ def check_fits(
 ) -> None:
   """Raises ValueError unless the sequences fit into slots, rows and the pool.
 
-  If a length or a limit is traced, only the shapes are checked.
+  If `lengths`, `num_samples` or `max_tokens` is traced, only W is checked.
   """
   columns = requests.tokens.shape[1]
   width = width_of(columns, config)
@@ -237,8 +237,8 @@ def check_fits(
   longest = _longest(requests, sampling, config)
   if longest > width:
     raise ValueError(
-      f"`RolloutConfig.max_length` must be at least {longest}, for the longest "
-      f"prompt and the tokens that it samples, got {width}."
+      f"`RolloutConfig.max_length` must be at least {longest}, the length that "
+      f"a sequence can reach, got {width}."
     )
   most_in_flight = config.prefill_chunk + config.decode_steps - 1
   needed = sum(max_pages(sizes, most_in_flight, longest))
@@ -252,7 +252,7 @@ def check_fits(
 def _longest(
   requests: Requests, sampling: Sampling, config: RolloutConfig
 ) -> int:
-  """Returns the maximum length of a sequence; raises for invalid lengths."""
+  """Returns the maximum length that a sequence can reach; checks lengths."""
   # NumPy, because inside a trace jnp would trace even concrete arrays.
   lengths = np.asarray(requests.lengths)
   columns = requests.tokens.shape[1]

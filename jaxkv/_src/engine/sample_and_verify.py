@@ -1,9 +1,9 @@
-"""Samples the tokens of a step, and verifies drafts.
+"""Samples tokens after a call of the model, and verifies drafts.
 
-Without speculation, a sequence samples one token in a step. With speculation,
-while the sampled token equals the draft token at its position, the sequence
-samples another token, from the logits of that draft. So speculation changes no
-token, whatever `Sampling` and `process` do.
+Without speculation, a sequence samples one token after a call. With
+speculation, while the sampled token equals the draft at its position, the
+sequence samples another token, from the logits of that draft. So speculation
+changes no token, whatever `Sampling` and `process` do.
 """
 
 import dataclasses
@@ -56,12 +56,12 @@ class Tally(NamedTuple):
 
 
 class Sampled(NamedTuple):
-  """Results of sampling in a step.
+  """Results of sampling after a call of the model.
 
   Attributes:
     ended: bool[B], slots whose sequence ended or failed.
     counts: int32[B], the number of tokens that each slot sampled.
-    tally: the counts after sampling; None without penalties.
+    tally: the `Tally` after sampling; None without penalties.
   """
 
   ended: Array
@@ -84,6 +84,9 @@ def count_entrants(
   if tally is None:
     return None
   vocab_size = tally.counts.shape[1]
+  # A sequence may have sampled in another slot before it returns to its slot.
+  rows = jnp.where(slots.row < queue.no_row, tally.rows, queue.no_row)
+  tally = Tally(rows=rows, counts=tally.counts)
 
   def is_new(tally: Tally) -> Array:
     return (tally.rows != slots.row) & (slots.row < queue.no_row)
@@ -125,9 +128,9 @@ def sample_tokens(
   Args:
     queue: the sequences.
     slots: their slots.
-    work: the tokens of the step, from `schedule`.
+    work: the tokens of the call, from `schedule` or `decode_work`.
     samples: bool[B], the slots that sample.
-    logits: from `call_model`.
+    logits: from `call_model` or `call_decode`.
     drafts: int32[B, K], draft tokens of each slot; None without speculation.
     tally: from `count_entrants`.
     read: int32[], a value from earlier reads of `queue`, see `read_before`.
@@ -204,8 +207,8 @@ class _Sampler:
       extra = jax.tree.map(
         lambda old, new: indexing.put(old, place, values=new), extra, new_extra
       )
-    # A draw depends on the sequence's key and number of tokens, but on neither
-    # the slot nor the step.
+    # The random numbers depend on the sequence's key and its number of tokens
+    # after the prompt, but on neither the slot nor the step.
     drawn = sample.draw(
       queue.keys[jnp.minimum(row, queue.no_row - 1)],
       indexing.take(queue.length - queue.prompt_length, row),

@@ -1,8 +1,8 @@
 """Schedules the tokens of a step and packs them into one call of the model.
 
 A call has a single column for each slot, then draft columns, then chunk
-columns. A slot that decodes uses its single column. Prompt tokens, in queue
-order, fill the chunk columns and then the single columns that are idle.
+columns. A slot that decodes uses its single column. Tokens of other slots, in
+queue order, fill the chunk columns and then the single columns that are idle.
 """
 
 import itertools
@@ -45,8 +45,8 @@ class Work(NamedTuple):
     order: int32[B], slots that prefill, in queue order; then the other slots.
     chunks: int32[B], the number of tokens in chunk columns of each slot, in the
       order of `order`.
-    slots: int32[B + D], the slot of each single column, then of each draft
-      column; B for none.
+    slots: int32[B + D], the slot whose token is in each single column, then in
+      each draft column; B for none.
     offsets: int32[B + D], the number of the slot's uncommitted tokens before
       the column's token.
     last: int32[B], the column of each slot's last token, ignoring drafts.
@@ -120,8 +120,8 @@ def schedule(
       speculation.
     one_part: True to compute prompt tokens in chunk columns only, as recurrent
       layers require.
-    width: int32[], the index of the width in `sizes`; None to choose one, if
-      the first width has no chunk columns.
+    width: int32[], the index of the width in `sizes`. None to choose one; the
+      first one must then have no chunk columns.
     axis: see `RolloutConfig.lockstep_axis`.
   """
   num_slots = missing.shape[0]
@@ -136,8 +136,8 @@ def schedule(
   ends = jnp.cumsum(waiting, dtype=jnp.int32)
   begins, total = ends - waiting, ends[-1]
   idle = num_slots - jnp.sum(decodes, dtype=jnp.int32)
-  # Single columns and chunks are different rows of a view, and a recurrent
-  # layer passes its state along a row, so a sequence must be in one row.
+  # A recurrent layer passes its state along a row of a view. Single columns and
+  # chunk columns are in different rows, so a sequence must not use both.
   if one_part:
     idle = sharding.zeros_like(idle)
   # The view of chunks has CHUNK_ROWS rows, one for each sequence.

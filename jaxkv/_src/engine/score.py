@@ -50,7 +50,7 @@ from jaxkv._src.sampling.temperature import divisor
 
 
 class _Groups(NamedTuple):
-  """The arguments of `score`, as arrays.
+  """The arguments of `score` that have a row for each prompt, as arrays.
 
   Attributes:
     prompts: int32[N, P].
@@ -88,19 +88,18 @@ def score(
 ) -> tuple[Any, Any]:
   """Computes log-probs of G completions of each of N prompts.
 
-  The model computes each prompt once for all of its completions, without the
-  prefix that is cached. Computed pages become cached. So scoring the samples of
-  a rollout costs little more than computing the completions.
+  The model computes each prompt once for all of its completions, and skips its
+  cached prefix. Computed pages become cached. So scoring the samples of a
+  rollout costs little more than computing the completions.
 
-  The loop is a `while_loop` on the device. Jit it with the state donated, as
-  `jax.jit(functools.partial(score, model=model), donate_argnums=1)`, so that
+  The loop is a `while_loop` on the device. Jit `score` with the state donated,
+  as `jax.jit(functools.partial(score, model=model), donate_argnums=1)`, so that
   the K/V memory is updated in place. For gradients, call
   `jaxkv.models.grouped_log_probs` instead.
 
   Scoring uses only empty slots and frees them at the end. Running sequences are
   unchanged. Completions share the pages of their prompt. If only one slot is
-  empty, or pages are scarce, a completion may recompute the prompt's tokens
-  after its last full page.
+  empty, or pages are scarce, completions may recompute tokens of the prompt.
 
   After a change of the weights, call `update_weights`, or `jaxkv.new_epoch` for
   the cache of a `Memory`; otherwise pages of the old weights are reused.
@@ -118,7 +117,8 @@ def score(
     completions: int32[N, G, R], padded at the end.
     completion_lengths: int32[N, G], 0 .. R.
     model: see `Model`. In `Batch.rows`, sequences have the numbers and ids
-      0 .. N * G - 1, and the lengths with which their next token was sampled.
+      0 .. N * G - 1. The length in a column includes the column's token, but no
+      later token of the completion.
     temperature: float32[], divides the logits before the softmax; 0 means 1.
     entropy: static; True to compute the entropy of each distribution.
     top_log_probs: static; the number of most likely tokens to return.
@@ -127,8 +127,8 @@ def score(
     salts: uint32[N, 4], see `jaxkv.salt`; None for no salts.
     extra: values of each group for the model, a pytree of arrays [N, ...].
     version: int32[], the version of the weights, as in `init`. If it differs
-      from `cache.epoch`, the call raises, or in a traced call all groups are
-      STALE. None to skip the check.
+      from `cache.epoch`, the call raises, or in a traced call all valid groups
+      are STALE. None to skip the check.
 
   Returns:
     The state, and a `Scored` with a code for each group: OK; OUT_OF_PAGES, if
@@ -245,7 +245,7 @@ def _score(
     memory.cache, jnp.arange(work.slots.size, dtype=jnp.int32)
   )
   num_usable = jnp.sum(is_usable, dtype=jnp.int32)
-  # Running sequences keep their slots, so the loop would never end.
+  # The loop frees no slot of other sequences, so it would never end.
   work = dataclasses.replace(work, queue=_fail_all(work.queue, num_usable == 0))
   counts = jnp.zeros((2, groups.completions.shape[0]), jnp.int32)
   buffers = Buffers(answers=AnswerCounts(counts[0], counts[1], num_usable > 1))
@@ -331,7 +331,7 @@ def _begin(
   busy: Array,
   is_current: Array,
 ) -> RolloutState:
-  """Returns a rollout whose queue holds the completions as tokens to compute.
+  """Returns a rollout whose sequences are prompts with their completions.
 
   Args:
     memory: the cache and its memory.
@@ -392,7 +392,7 @@ def _begin(
 
 
 def _codes(groups: _Groups, slot_tokens: int, is_current: Array) -> Array:
-  """Returns the `Status` of each group before it is computed, int32[N]."""
+  """Checks the arguments of each group; returns its `Status`, int32[N]."""
   prompt, lengths = groups.prompt_lengths, groups.lengths
   # For a prompt without samples, `rollout.grouped` returns length 0.
   is_void = (prompt == 0) & jnp.all(lengths == 0, axis=1)

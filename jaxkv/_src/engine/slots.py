@@ -21,7 +21,8 @@ class Slots:
   """B slots, each with at most one running sequence.
 
   Attributes:
-    row: the row of the queue with the slot's sequence; Q for none.  # int32[B]
+    row: the row of the queue with the slot's sequence; Q for none. `score` sets
+      Q + 1 for slots that it must not use.  # int32[B]
     leader: the slot that computes the prompt that this slot waits to fork; B if
       it does not wait.  # int32[B]
   """
@@ -54,7 +55,7 @@ def are_computing(queue: Queue, slots: Slots) -> Array:
 
 
 def are_followed(slots: Slots) -> Array:
-  """Returns bool[B], slots whose prompt another slot waits to fork."""
+  """Returns bool[B], slots that are the leader of another slot."""
   # Slots without a leader write to the extra entry.
   followed = jnp.zeros((slots.size + 1,), bool)
   return followed.at[slots.leader].set(True)[: slots.size]
@@ -77,10 +78,10 @@ def missing_tokens(queue: Queue, slots: Slots, cache: CacheState) -> Array:
 
 
 def prompt_rest(queue: Queue, slots: Slots, cache: CacheState) -> Array:
-  """Returns the number of tokens to compute before a prompt forks, int32[B].
+  """Returns int32[B], the tokens to compute before samples fork from a slot.
 
   Forks share all but the last token of a prompt, which each sample computes for
-  the logits. Negative if the whole prompt is computed.
+  the logits. The number is negative if the whole prompt is computed.
   """
   return indexing.take(queue.prompt_length, slots.row) - 1 - cache.length
 
@@ -90,7 +91,7 @@ def chunk_size(sizes: CacheConfig, config: RolloutConfig) -> int:
 
   It is at most a page with recurrent groups. With groups that skip pages, such
   as sliding windows, the maximum bounds the pages that a sequence holds. With
-  other groups, one step can compute all tokens of a slot.
+  other groups, only the number of columns in a call limits the tokens.
   """
   if recurrent.has_states(sizes):
     return min(config.prefill_chunk, sizes.page_size)

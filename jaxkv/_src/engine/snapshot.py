@@ -22,7 +22,7 @@ from jaxkv._src.extras import extra_package
 from jaxkv._src.kv.host_memory import HOST
 
 FORMAT = 1
-"""The version of the snapshot format. Earlier versions can be restored."""
+"""The version of the snapshot format; `restore` reads no later version."""
 
 _FACTS = ("pages", "static", "shapes", "dtypes", "keys", "sums")
 _MEMORY = ".memory."
@@ -44,8 +44,8 @@ def save(
     folder: the path of a new folder.
     state: the rollout, on any devices, sharded or not.
     pages: True to save the cache and its K/V memory. If False, the snapshot has
-      about 16 bytes for each token of the queue. Running sequences are saved as
-      waiting, and their tokens are computed again.
+      about 16 bytes for each token of the queue, plus optional records; running
+      sequences are saved as waiting, and their tokens are computed again.
 
   Raises:
     TypeError: `state` is not a RolloutState.

@@ -1,4 +1,4 @@
-"""Proposes the draft tokens of a step, and learns from the accepted ones."""
+"""Proposes the draft tokens of a step, and learns from the sampled tokens."""
 
 import dataclasses
 from typing import Any

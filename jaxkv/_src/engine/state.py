@@ -184,7 +184,7 @@ def _check_key(key: Any) -> None:
 
 
 def _as_first(first: Any, requests: Requests, config: RolloutConfig) -> Array:
-  """Returns `first_sequence` as int32[]; raises if an id would overflow."""
+  """Returns `first_sequence` as int32[]; raises if it is out of range."""
   first = as_int32("first_sequence", first)
   check_shape("first_sequence", first, ())
   maximum = 2**31 - 1 - requests.tokens.shape[0] * config.num_samples
@@ -197,7 +197,7 @@ def _as_first(first: Any, requests: Requests, config: RolloutConfig) -> Array:
 
 
 def _next_id(queue: Queue, first: Array, config: RolloutConfig) -> Array:
-  """Returns the id after those of the last prompt with samples, int32[]."""
+  """Returns the id after those of all prompts with samples, int32[]."""
   exists = queue.status != SequenceStatus.EMPTY
   exists = exists.reshape(-1, config.num_samples)
   last = queue.ids.reshape(exists.shape)[:, -1] + 1

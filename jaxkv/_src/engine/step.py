@@ -5,27 +5,27 @@ Each step has these parts, in order; a part without work costs almost nothing:
 | part     | action                                                         |
 |----------|----------------------------------------------------------------|
 | windows  | pages behind sliding windows are freed                         |
-| fork     | further samples of a prompt share the pages of the first       |
+| fork     | samples share the prompt's pages with the one that computed it |
 | admit    | waiting sequences take empty slots and cached prefixes         |
 | draft    | speculation proposes tokens, if pages are free for them        |
 | grow     | reserves pages for the next tokens of all slots                |
 | schedule | chooses the tokens of the step                                 |
-| model    | one call: the last token of each sequence that decodes, and    |
-|          | tokens of prompts                                              |
+| model    | one call: the last token of each sequence that decodes, its    |
+|          | drafts, and tokens of prompts                                  |
 | commit   | the tokens become final; full pages are cached                 |
 | sample   | sequences whose tokens are all computed sample another token   |
 | free     | sequences that ended, or lost their slots, return their pages  |
 
 With drafts, sampling comes before the commit, because it decides which drafts
-are accepted. With `RolloutConfig.decode_steps`, the model is called and tokens
-are sampled several times before the commit; see `decode_round`. In `score`
-nothing is sampled; see `given_answers`.
+are accepted. If `RolloutConfig.decode_steps` is above 1, the model is called
+and tokens are sampled several times before the commit; see `decode_round`. In
+`score` nothing is sampled; see `given_answers`.
 
-If a running sequence gets no page, the victim that `preempt` chooses returns to
-the queue, and later resumes and samples the same tokens. Its pages stay cached
-until they are evicted. Admission keeps one page free for each running sequence
-and group, so preemption is rare. No sequence is admitted while a running one
-lacks a page, so one sequence always advances.
+If a running sequence gets no page, `preempt` chooses a victim, which returns to
+the queue, and later resumes and samples the same tokens; a lone victim fails.
+Full pages of a victim stay cached until they are evicted. Admission keeps one
+page free for each running sequence and group, so preemption is rare. No
+sequence is admitted while a running one lacks a page, so one always advances.
 """
 
 import dataclasses
@@ -125,7 +125,7 @@ def step(
   hooks: Hooks,
   max_calls: Array | None = None,
 ) -> tuple[RolloutState, Buffers]:
-  """Runs one step; `max_calls`, int32[], limits its calls of the model."""
+  """Runs one step of at most `max_calls`, int32[], calls, but at least one."""
   queue, slots, memory = state.queue, state.slots, state.memory
   config, counters = state.config, state.counters
   cache = without_moves(memory.cache)
@@ -295,7 +295,7 @@ def _admit(state: RolloutState, *, is_scoring: bool) -> RolloutState:
     memory = dataclasses.replace(memory, cache=cache)
     return _replaced(state, queue, slots, memory)
 
-  # Most steps admit nothing. XLA carries the state through without a copy.
+  # Most steps admit nothing. `lax.cond` would copy the state; a loop does not.
   is_possible = admit.can_admit(
     state.queue, state.slots, state.memory.cache, config
   )
@@ -309,8 +309,8 @@ def _make_way(
   """Completes or cancels forks, and preempts a sequence if a slot got no page.
 
   Returns:
-    The state; int32[B], the row of the sequence that leaves each slot, whose
-    pages are freed at the end of the step; Q for none.
+    The state; int32[B], the row of the sequence that leaves each slot and its
+    pages, which are freed at the end of the step; Q for none.
   """
   queue, slots, memory = state.queue, state.slots, state.memory
   counters, no_row = state.counters, queue.no_row
@@ -342,7 +342,7 @@ def _make_way(
   )
   state = dataclasses.replace(state, counters=counters)
   state = _replaced(state, queue, slots, memory)
-  # At most one of the two is a row. The other is Q, which exceeds every row.
+  # In a slot, at most one of the two is a row; Q exceeds every row.
   return state, jnp.minimum(row_of_victim, leaving)
 
 
@@ -361,7 +361,7 @@ def _schedule(
   queue, slots, cache = state.queue, state.slots, state.memory.cache
   missing = missing_tokens(queue, slots, cache)
   missing = jnp.where(starved, 0, missing)
-  # A slot that others wait to fork stops before the last token of its prompt.
+  # A slot with followers stops before the last token of its prompt.
   is_followed = are_followed(slots)
   if answers is not None:
     keeps = keep_prompts(queue, slots, cache, state.config.num_samples)

@@ -44,7 +44,7 @@ def endings(
     queue: the queue before the tokens are appended.
     rows: the sequences.
     tokens: int32[R], the sampled tokens.
-    sampling: the settings of these sequences.
+    sampling: the settings of these sequences, from `settings.rows`.
     config: the options, with the stop token of all sequences.
   """
   limit = indexing.take(queue.limit, rows.numbers)
@@ -64,7 +64,7 @@ def endings(
     string = jnp.where(rows.counts >= minimum, string, -1)
     finish = jnp.where(string >= 0, jnp.int32(Finish.STOP_STRING), finish)
     stop = jnp.where(string >= 0, string, stop)
-  # `min_tokens` needs no check here, because sampling masks early stop tokens.
+  # Stop tokens need no check of `min_tokens`: sampling masks early ones.
   is_stop = tokens == config.stop_token
   if sampling.stop_tokens is not None:
     is_stop |= jnp.any(tokens[:, None] == sampling.stop_tokens, axis=1)

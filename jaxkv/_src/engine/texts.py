@@ -107,7 +107,7 @@ def generate_texts(
     sampling = dataclasses.replace(sampling, stop_tokens=stop_tokens)
   longest = int(lengths.max()) + max_new_tokens
   longest = max(longest, options.get("max_length") or 0)
-  # More slots than sequences would stay empty, but cost time in each step.
+  # Slots beyond the number of sequences would only cost time in each step.
   num_slots = min(
     as_count("num_slots", num_slots, 1), len(tokens) * num_samples
   )
@@ -154,7 +154,7 @@ def _encode(
   if isinstance(prompts, str) or not isinstance(prompts, Sequence):
     raise TypeError(
       f"`prompts` must be a list, got {type(prompts).__name__}; write "
-      "[prompt] for one."
+      "[prompt] for one prompt."
     )
   if not prompts:
     raise ValueError("`prompts` must have at least one prompt, got none.")

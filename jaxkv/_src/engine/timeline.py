@@ -50,8 +50,8 @@ class Timeline(NamedTuple):
     kinds: IDLE, PREFILL, DECODE, WAIT or PREEMPT. DECODE: the step computes one
       token and its drafts, and samples the next token. WAIT: the sequence waits
       to fork a prompt, or gets no column or no page. PREEMPT: the sequence
-      loses its pages, because it is preempted, gets no page for its fork, or
-      fails.  # int32[X, B]
+      loses its pages, because too few are free: it is preempted, its fork is
+      refused, or it fails.  # int32[X, B]
     tokens: the number of tokens computed.  # int32[X, B]
   """
 

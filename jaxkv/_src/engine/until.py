@@ -21,8 +21,8 @@ from jaxkv._src.engine.state import RolloutState
 class Until:
   """Limits of a `generate` call, which returns when it reaches one of them.
 
-  It also returns when all sequences have ended. The numbers may be traced, so
-  that `generate` is not compiled for each value. `groups` and `sequences` also
+  The call also returns when all sequences have ended. If the numbers are
+  traced, other values need no new compilation. `groups` and `sequences` also
   count sequences that ended before the call and are still in the queue, so a
   call may return at once.
 
@@ -81,7 +81,7 @@ def _as_count(name: str, value: Any) -> Array | None:
 
 
 def goes_on(until: Until, state: RolloutState, begin: Count) -> Array:
-  """Returns bool[], True if a call that began at step `begin` continues."""
+  """Returns bool[], True if a call that began after `begin` steps continues."""
   status = state.queue.status
   going = jnp.any(status < SequenceStatus.DONE)
   num_left = calls_left(until, state, begin)

@@ -22,7 +22,7 @@ def check_result(
     new_kv: the second value; None if the model writes nothing.
     kv: the memory that the model received.
     shape: the expected shape of the logits without V.
-    name: a phrase for the model in messages.
+    name: the phrase that names the model in messages.
 
   Raises:
     TypeError: `logits` is not an array of floats, or the structure, shapes or
@@ -37,9 +37,9 @@ def check_result(
     )
   if logits.shape[:-1] != shape or logits.ndim != len(shape) + 1:
     sizes = ", ".join(map(str, shape))
-    hint = "one row for each of batch.columns, as `model` returns them"
+    hint = "with one row for each of batch.columns"
     if len(shape) > 1:
-      hint = f"as {name} returns"
+      hint = f"the logits of all tokens, from {name}"
     raise ValueError(
       f"`logits` must have the shape [{sizes}, V], {hint}, got "
       f"{list(logits.shape)}; convert a function that returns logits of all "

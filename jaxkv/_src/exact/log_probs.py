@@ -31,7 +31,7 @@ def _of_tokens(
 ) -> Array:
   del weights
   highest = jnp.max(logits, axis=-1, keepdims=True)
-  # The maximum is subtracted first, so that a low temperature cannot overflow.
+  # The maximum is subtracted first, so that division cannot overflow to +inf.
   scaled = (logits - highest) / temperature[:, None]
   logit = jnp.take_along_axis(scaled, tokens[:, None], axis=1, mode="fill")
   # The mode "fill" gives NaN past the vocabulary, but wraps negative tokens.

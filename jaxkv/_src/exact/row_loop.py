@@ -139,8 +139,8 @@ def _loop(
   count = jax.tree.leaves(rows)[0].shape[0]
   if not count:
     return function(weights, *rows)
-  # With at least tile + 1 rows, the first row of a tile depends on the index of
-  # the iteration. Otherwise XLA would move the body out of the loop and fuse it
+  # Padding to tile + 1 rows makes `start` below depend on the index of the
+  # iteration. Otherwise XLA would move the body out of the loop and fuse it
   # with the operations around it.
   padding = max(tile + 1 - count, 0)
   if padding:
@@ -151,7 +151,7 @@ def _loop(
   last_start = count + padding - tile
 
   def compute_tile(index: Array) -> tuple[Any, Array]:
-    # The last tile starts early, and may overlap the tile before it.
+    # The last tile can start early, and then overlaps the tile before it.
     start = jnp.minimum(index * tile, last_start)
     part = jax.tree.map(
       lambda x: lax.dynamic_slice_in_dim(x, start, tile), rows

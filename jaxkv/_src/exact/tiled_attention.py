@@ -1,10 +1,10 @@
 """Attention whose bits do not depend on the other queries of a call.
 
 A tile is a few consecutive queries of one sequence. A row is one or more
-consecutive tiles of a sequence, whose keys are gathered once per row. The query
-of a decode step is a row of its own. Every call runs the same loop, which
-computes `_ROWS` rows at once, one tile of each. So decode steps, chunks of
-prompts and a trainer's whole sequences round equally.
+consecutive tiles of a sequence, and its keys are gathered once. The query of a
+decode step is a row of its own. Every call runs the same loop, which computes
+`_ROWS` rows at once, one tile of each. So decode steps, chunks of prompts and a
+trainer's whole sequences round equally.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ _TILE_HEADS = 8
 # Rows per iteration. Reductions over fewer rows would round differently.
 _ROWS = 8
 
-# The maximum number of tiles in a row, which does not affect the results. In a
-# longer row, tiles with a short context would take as long as the last tile.
+# The maximum number of tiles in a row, which does not affect the results. With
+# more, the first tiles of a row would take as long as its last, longest tile.
 _MAX_TILES = 16
 
 

@@ -2,8 +2,8 @@
 
 Bit t % 32 of word t // 32 represents token t, where bit 0 is the least
 significant. The bits beyond the last token are 0. Other libraries for guided
-decoding use the same bit order in int32 words, which `words.view(jnp.uint32)`
-converts.
+decoding use the same bit order, in int32 words; `words.view(jnp.uint32)`
+converts such words.
 """
 
 import chex

@@ -32,7 +32,7 @@ def characters(ranges: Ranges) -> Grammar:
 
 
 def others(ranges: Ranges, last: int = LAST) -> list[tuple[int, int]]:
-  """Returns the ranges of 0 .. `last` that are not in `ranges`."""
+  """Returns the ranges of code points in 0 .. `last` outside of `ranges`."""
   gaps, begin = [], 0
   for low, high in sorted(ranges):
     if begin < low:
@@ -42,14 +42,14 @@ def others(ranges: Ranges, last: int = LAST) -> list[tuple[int, int]]:
 
 
 def _byte_strings(low: bytes, high: bytes) -> list[Grammar]:
-  """Returns grammars whose union is `low` .. `high`, all of equal length."""
+  """Returns grammars of the UTF-8 strings `low` .. `high`, of equal lengths."""
   if len(low) == 1:
     return [byte_range(low[0], high[0])]
   size = len(low) - 1
   tail_low, tail_high = bytes([_TAIL_LOW]) * size, bytes([_TAIL_HIGH]) * size
   if low[0] == high[0]:
     return _with_first_byte(low[0], low[1:], high[1:])
-  # After a first byte other than that of `low` or `high`, any tail is valid.
+  # If the first byte is between those of `low` and `high`, any tail is valid.
   parts, begin, end = [], low[0], high[0]
   if low[1:] != tail_low:
     parts += _with_first_byte(begin, low[1:], tail_high)
@@ -64,6 +64,6 @@ def _byte_strings(low: bytes, high: bytes) -> list[Grammar]:
 
 
 def _with_first_byte(byte: int, low: bytes, high: bytes) -> list[Grammar]:
-  """Returns `_byte_strings` of the tails, each preceded by `byte`."""
+  """Returns `_byte_strings(low, high)`, with `byte` before each grammar."""
   first = byte_range(byte, byte)
   return [chain(first, part) for part in _byte_strings(low, high)]

@@ -46,7 +46,7 @@ class ByteDfa:
 
   @property
   def max_bytes(self) -> int | None:
-    """The bytes of the longest accepted string; None if unbounded."""
+    """The length of the longest accepted string in bytes; None if unbounded."""
     longest = longest_accepted(self.next, self.accepts)[START]
     return None if longest >= 2**30 else int(longest)
 
@@ -79,7 +79,7 @@ def compile_grammar(grammar: Grammar) -> ByteDfa:
     raise ValueError(
       "`grammar` must match some text, got one that matches nothing."
     )
-  # One column for each byte, so that the device needs one look-up per byte.
+  # One column for each byte lets the device read a byte with one look-up.
   return ByteDfa(next=table[:, classes], accepts=accepts)
 
 
@@ -131,7 +131,7 @@ def _determinize(
       row[byte_class] = numbers[subset]
     rows.append(row)
     check_size(len(numbers), MOST_STATES, "states")
-  # Without an edge for a class, a state leads to the dead state, the last one.
+  # A class without an edge leads to the dead state, which is the last one.
   table = np.full((len(rows) + 1, int(classes.max()) + 1), len(rows), np.int32)
   for state, row in enumerate(rows):
     table[state, [*row]] = [*row.values()]
@@ -145,7 +145,7 @@ def _moves(
   classes_of_mask: dict[int, list[int]],
   closure: Callable[[int], frozenset[int]],
 ) -> dict[int, frozenset[int]]:
-  """Maps each byte class to the set of NFA states after `subset`."""
+  """Maps each byte class with an edge to the NFA states after `subset`."""
   moves: dict[int, set[int]] = collections.defaultdict(set)
   for state in subset:
     for mask, target in nfa.byte_edges[state]:

@@ -64,8 +64,8 @@ class Guide:
       )
 
   The mask of a state depends on the number of remaining tokens. So each state
-  has consecutive entries in `rows`, one for each number of remaining tokens.
-  The first entry is for `distance` tokens. The last entry also applies to all
+  has consecutive entries in `rows`, in the order of this number. The first
+  entry is for `distance` tokens or fewer. The last entry also applies to all
   larger numbers.
 
   Attributes:

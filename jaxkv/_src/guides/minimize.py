@@ -49,7 +49,7 @@ def _refine(table: np.ndarray, origin: np.ndarray) -> np.ndarray:
   # Each block gets a random label. The hash of a state is a weighted sum of the
   # labels of the state's block and of the blocks to which it leads. Iterations
   # compare hashes, which is fast, until the blocks are stable. Hashes can
-  # collide, so the last iterations compare the blocks themselves.
+  # collide, so the last iteration compares the blocks themselves.
   random = np.random.default_rng(0)
   # Weights are odd, because a product with an even weight would lose bits.
   weights = random.integers(0, 2**63, table.shape[1] + 1, np.uint64) * 2 + 1
@@ -92,7 +92,7 @@ def _quotient(
 
 
 def shortest_accepted(next: np.ndarray, accepts: np.ndarray) -> np.ndarray:
-  """Returns the length of each state's shortest accepted string, or -1."""
+  """Returns the length of each state's shortest string; -1 if it has none."""
   # A breadth-first search, backwards from the accepting states.
   begin, end = _edges(next)
   order = np.argsort(end, kind="stable")

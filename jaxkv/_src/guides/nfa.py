@@ -17,7 +17,7 @@ MOST_STATES = 1_000_000
 
 
 class Nfa:
-  """A nondeterministic finite automaton (NFA), which `add` extends.
+  """A nondeterministic finite automaton (NFA), to which `add` adds grammars.
 
   Attributes:
     byte_edges: for each state, its edges that read a byte: pairs of a set of
@@ -31,13 +31,13 @@ class Nfa:
 
   def new_state(self) -> int:
     """Adds a state without edges, and returns its number."""
-    check_size(len(self.epsilon_edges), MOST_STATES, "parts")
+    check_size(len(self.epsilon_edges) + 1, MOST_STATES, "parts")
     self.byte_edges.append([])
     self.epsilon_edges.append([])
     return len(self.epsilon_edges) - 1
 
   def add(self, grammar: Grammar, start: int) -> int:
-    """Adds a grammar from the state `start`, and returns its final state."""
+    """Adds a grammar that starts in `start`, and returns its final state."""
     if isinstance(grammar, ByteSet):
       end = self.new_state()
       if grammar.mask:
@@ -48,8 +48,7 @@ class Nfa:
         start = self.add(part, start)
       return start
     if isinstance(grammar, Choice):
-      # Each part gets a separate start state. Otherwise a loop at the start of
-      # one part could lead into the other parts.
+      # As in Thompson's construction, each part gets a separate start state.
       end = self.new_state()
       for part in grammar.parts:
         part_end = self.add(part, self._successor(start))
@@ -89,8 +88,8 @@ class Nfa:
   def closure(self, final: int) -> Callable[[int], frozenset[int]]:
     """Returns a cached function from a state to its epsilon closure.
 
-    Of the reached states, only `final` and states with byte edges are returned.
-    Others affect neither the next bytes nor acceptance.
+    The closure holds only `final` and states with byte edges. Other states
+    affect neither the next bytes nor acceptance.
     """
 
     @functools.cache

@@ -247,8 +247,8 @@ class _Parser:
       return _single(_CONTROLS[start])
     if start in _CODES and (start == "x" or not self._is_bytes):
       return _single(self._code(_CODES[start]))
-    # Refuses other letters and digits, because in `re` they are references or
-    # anchors, not literals.
+    # Refuses other letters and digits. In `re`, most of these escapes are
+    # references, anchors or errors, not literals.
     if not start or (start.isascii() and start.isalnum()):
       # The message points at the backslash.
       self._position -= 2
@@ -270,7 +270,7 @@ class _Parser:
       # The message points at the backslash, two characters back.
       self._position -= 2
       self.fail(
-        f"have {digits} hexadecimal digits of a character here",
+        f"have the code of a character in {digits} hexadecimal digits here",
         "write the character itself",
       )
     self._position += digits

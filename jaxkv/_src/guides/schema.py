@@ -77,7 +77,7 @@ def json_schema(schema: Schema | str, *, whitespace: str = "[ ]?") -> Grammar:
   Raises:
     ImportError: `outlines_core` is not installed.
     ValueError: the schema is not valid JSON, or a keyword is not supported or
-      contradicts another one. The message has the path of the keyword.
+      contradicts another one; the message then has the path of the keyword.
 
   Examples:
     >>> from jaxkv._src.guides.dfa import compile_grammar
@@ -116,7 +116,7 @@ class _Reducer:
 
     Args:
       schema: a schema or a part of one.
-      path: path of the part in the schema, for error messages.
+      path: the path of `schema` from the root, for error messages.
       refs: the references that are being expanded, to detect recursion.
     """
     if schema is True:
@@ -144,9 +144,9 @@ class _Reducer:
     allowed = set().union(*(_KEYWORDS_OF_TYPE[name] for name in types))
     place = f"for {' or '.join(types) or 'a value without a type'}"
     _check_keywords(keywords - allowed - {"type"}, path, place)
-    # A schema without a type is expanded to all types. For `{}`, outlines_core
-    # would return alternatives without parentheses, whose `|` would split a
-    # larger expression.
+    # Without `types`, the schema is expanded to all types. For `{}`,
+    # outlines_core would return alternatives without parentheses, whose `|`
+    # would split a larger expression.
     names = types or ("object", "array", "string", "number", "boolean", "null")
     parts = [self._reduce_type(name, schema, path, refs) for name in names]
     return {"anyOf": parts} if len(parts) > 1 else parts[0]
@@ -226,7 +226,7 @@ def _reduce_string(reduced: dict[str, Any], path: str) -> None:
     _refuse(f"{path}.format", rule, reduced["format"], "use `pattern`")
   if "pattern" in reduced:
     # In JSON Schema, a pattern can match any part of a string. The grammar has
-    # only strings that the pattern matches as a whole, so it needs no anchors.
+    # only strings that match as a whole, so the anchors are removed.
     pattern = reduced["pattern"].removeprefix("^")
     if pattern.endswith("$") and not pattern.endswith("\\$"):
       pattern = pattern[:-1]
@@ -244,7 +244,7 @@ def _reduce_string(reduced: dict[str, Any], path: str) -> None:
 
 
 def _has_escaped(grammar: Grammar) -> bool:
-  """Returns True if a text of the grammar can contain an escaped byte."""
+  """Returns True if a text of the grammar can contain a byte in `_ESCAPED`."""
   match grammar:
     case ByteSet(mask):
       return bool(mask & _ESCAPED)
@@ -272,8 +272,9 @@ def _check_keywords(keywords: set[str], path: str, place: str) -> None:
   """Raises ValueError if a set of unsupported keywords is not empty."""
   if keywords:
     raise ValueError(
-      f"`schema` at {path} must not have `{min(keywords)}` {place}, because a "
-      "grammar cannot express it; remove it and check the generated text."
+      f"`schema` at {path} must not have `{min(keywords)}` {place}, because "
+      "the grammar would not enforce it; remove it and check the generated "
+      "text."
     )
 
 

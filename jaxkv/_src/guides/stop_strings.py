@@ -1,4 +1,4 @@
-"""Stop strings, which end a sequence when its text contains one of them.
+"""Stop strings, which end a sequence when it generates one of them.
 
 An Aho-Corasick automaton searches for all stop strings of a sequence at once
 ("Efficient string matching: an aid to bibliographic search", 1975). It reads
@@ -31,18 +31,18 @@ Strings = Sequence[str | bytes]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StopStrings:
-  """The stop strings of Q sequences, as one automaton of S states.
+  """The stop strings of Q sequences, as automata of S states in total.
 
   The rollout stores an int32 state for each sequence. `init` returns the start
-  states, and `advance` updates them with each generated token. The prompt is
-  not searched.
+  states, and `advance` updates them with each generated token. The rollout does
+  not search the prompt.
 
   Attributes:
-    start: the start state of each sequence, or a scalar if all sequences have
-      the same strings.  # int32[Q] or int32[]
+    start: the start state of each sequence, or a scalar if one list applies to
+      all sequences.  # int32[Q] or int32[]
     next: the state after a state and a byte.  # int32[S, 256]
-    ends: for each state, the index of the stop string that ends there, counted
-      in the list of its sequence; -1 for none.  # int32[S]
+    ends: for each state, the lowest index of the stop strings that end there,
+      counted in their list; -1 for none.  # int32[S]
     tokens: the bytes of all tokens.
   """
 
@@ -64,7 +64,7 @@ class StopStrings:
     return jnp.copy(self.start)
 
   def select(self, lists: Any) -> "StopStrings":
-    """Returns stop strings of new sequences, which use the existing lists.
+    """Returns stop strings for new sequences, each with an existing list.
 
     Args:
       lists: int32[Q], the index of an existing list for each new sequence.
@@ -119,10 +119,10 @@ class StopStrings:
 def stop_strings(
   strings: Strings | Sequence[Strings | None], tokens: TokenBytes
 ) -> StopStrings:
-  """Builds the automaton of stop strings, on the host.
+  """Builds the automata of stop strings, on the host.
 
-  The automaton has at most one state for each byte in the distinct lists, plus
-  one for each distinct list. A state takes 1 KiB.
+  They have at most one state for each byte in the distinct lists, plus one for
+  each distinct list. A state takes 1 KiB.
 
   Args:
     strings: a list of strings for all sequences; or a list of Q such lists, one

@@ -17,7 +17,7 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 
 UNROLL = 4
-"""The bytes of each token that an iteration of `fold_bytes` reads."""
+"""The number of bytes that one iteration of `fold_bytes` reads per token."""
 
 Carry = TypeVar("Carry")
 

@@ -24,8 +24,7 @@ _MAX_BATCH_ENTRIES = 2**23
 class TokenMasks:
   """The allowed tokens of each state, by the number of remaining tokens.
 
-  A state has one entry in `rows` for each number of remaining tokens, from its
-  `distance` up to the number above which the mask does not change.
+  `Guide` describes the order of the entries in `rows`.
 
   Attributes:
     distance: see `Guide.distance`.  # int32[S]
@@ -86,8 +85,8 @@ def _group_by_effect(
   effect = np.where(lengths > 0, 0, -1)
   unread = np.flatnonzero(lengths > 0)
   index = 0
-  # Each iteration reads the next byte of every token. Tokens with the same
-  # effect so far and the same next byte share one table look-up.
+  # Each iteration reads the next byte of every unread token. Tokens with the
+  # same effect so far and the same next byte share one table look-up.
   while len(unread):
     keys = effect[unread] * 256 + data[starts[unread] + index]
     pairs, pair_of_token = np.unique(keys, return_inverse=True)

@@ -1,7 +1,7 @@
 """Allocates all pages that the tokens of a request need, or none.
 
-The steps are in vLLM's order: free the pages outside windows, count the needed
-pages, attach the pages of the hit, pop new pages, publish full pages.
+The steps are in vLLM's order: free the pages outside windows, compare the need
+with the free pages, attach the hit, pop new pages, publish full pages.
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ def allocate(
 
 
 def grow(state: HostState, held: HeldSequence, demand: Demand) -> Plan | None:
-  """Pops pages for a running request; returns None if too few are free."""
+  """Pops a running request's pages; returns the plan, or None if it waits."""
   plan = _plan(state, held, demand, None)
   return plan if _apply(state, held, demand, plan, None) else None
 
@@ -90,7 +90,7 @@ def _apply(
   if need > pool.num_free - demand.keep_free - demand.reserved:
     return False
   if hits is not None:
-    # The scheduler tries the request again in a later step.
+    # The model writes the state in this step, so the request must wait.
     if _is_unwritten(state, hits):
       return False
     # All groups attach their hits before any page is popped. Otherwise a new
@@ -185,9 +185,9 @@ def _whole_fits(
 ) -> bool:
   """True if enough pages are free for all `demand.whole` tokens of a sequence.
 
-  As in vLLM, a group needs the most pages that the sequence holds at once,
-  minus the columns of the hit or outside the window. For a new request, a
-  recurrent group needs only the running state and the scratch pages.
+  As in vLLM, a group needs a page for each of its first `most_pages` columns,
+  except those that it holds, hits or skips. A recurrent group needs at most one
+  page, and for a new request also the scratch pages.
   """
   begins = not held.tables[state.config.first_self_group]
   columns = [growth.hit for growth in plan]
@@ -288,7 +288,7 @@ def new_pages(state: HostState, held: HeldSequence, plan: Plan) -> CachePages:
 
 
 def _num_free(state: HostState, plan: Plan, hits: Hits) -> int:
-  """Counts the free pages that a hit takes: one for each free or host page."""
+  """Counts the free pages that a hit uses: one per free page or host page."""
   counts, num_pages = state.pool.ref_count, state.config.num_pages
   return sum(
     1

@@ -104,8 +104,8 @@ def _as_counts(
   if counts["num_encoder_tokens"] > limits.max_encoder_tokens:
     raise ValueError(
       f"`num_encoder_tokens` must be at most {limits.max_encoder_tokens}, got "
-      f"{counts['num_encoder_tokens']}; increase max_encoder_tokens (0 without "
-      "a CrossAttention group)."
+      f"{counts['num_encoder_tokens']}; increase max_encoder_tokens (needs a "
+      "CrossAttention group)."
     )
   tokens = ("new", "new_computed", "external_computed")
   if not any(counts[f"num_{name}_tokens"] for name in tokens):
@@ -124,7 +124,7 @@ def _check_hit(
   *,
   holds_pages: bool,
 ) -> None:
-  """Raises if no lookup can return the hit; does not compare its tokens."""
+  """Raises if the request cannot have this hit; does not compare tokens."""
   name, pages = request.request_id, ()
   if hit is not None:
     if not isinstance(hit, CachePages):

@@ -1,7 +1,7 @@
 """Calls that take effect completely or not at all.
 
 A signal handler runs between two bytecodes of the main thread and may raise
-there, as ctrl-C does. So a call records how to undo each change before it makes
+there, as Ctrl-C does. So a call records how to undo each change before it makes
 the change. If the call raises, its changes are undone, newest first.
 """
 
@@ -84,8 +84,8 @@ def atomic(
   @functools.wraps(method)
   def call(self: Any, *args: Args.args, **kwargs: Args.kwargs) -> Out:
     log = self.undo_log
-    # This thread is in an outer atomic method. That method may catch an error
-    # of this one and continue, so only the changes of this one are undone.
+    # An outer atomic method of this thread may catch an error of `method` and
+    # continue, so only the changes of `method` are undone.
     if log.lock._is_owned():
       first = len(log.entries)
       try:

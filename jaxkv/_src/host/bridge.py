@@ -49,7 +49,7 @@ def to_device(state: HostState) -> CacheState:
   if saved is not None and saved.moves:
     raise ValueError(
       "`take_moves` must be called before `state` is read, got "
-      f"{len(saved.moves)} moves that were not taken; make them first."
+      f"{len(saved.moves)} moves that were not taken; perform them first."
     )
   config, held, keys = state.config, state.all_held(), state.device_keys
   rows = config.num_slots, config.num_groups
@@ -119,8 +119,8 @@ def _chain_ends(
   state: HostState, keys: DeviceKeys, held: Sequence[HeldSequence]
 ) -> list[tuple[PrefixNode, PrefixNode]]:
   """Returns the nodes of `SlotHashes.root` and `chain`; computes their keys."""
-  # `SlotHashes.chain` covers the tokens up to the last multiple of A, which is
-  # `CacheConfig.alignment`. `SlotHashes.tail` has the tokens after it.
+  # `SlotHashes.chain` covers the tokens up to the last multiple of
+  # `CacheConfig.alignment`, and `SlotHashes.tail` has the tokens after it.
   config, ends = state.config, []
   for sequence in held:
     root = sequence.root
@@ -220,7 +220,7 @@ def from_device(
   for name in names:
     if names.count(name) > 1:
       raise ValueError(
-        f"`requests` must name each request once, got {name!r} again."
+        f"`requests` must give each slot its own request, got {name!r} twice."
       )
   held = dict(zip(names, sequences.values(), strict=True))
   released = [name for name in state.held if name not in held]
@@ -295,7 +295,7 @@ def _check_identity(state: HostState, device: CacheState) -> None:
 def _sequences(
   state: HostState, host: Any, requests: Mapping[int, Any]
 ) -> dict[int, HeldSequence]:
-  """Returns the sequences by slot of `host`, a state with NumPy arrays."""
+  """Returns the sequence in each slot of `host`, a state of NumPy arrays."""
   occupied = np.flatnonzero(host.num_pages.any(axis=1)).tolist()
   wrong = sorted(set(requests) - set(occupied))
   if wrong:
@@ -334,7 +334,7 @@ def _sequence(
   old: HeldSequence | None,
   request: Any,
 ) -> HeldSequence:
-  """Returns the sequence in a slot, with nodes for its published tokens."""
+  """Returns the sequence in a slot, with nodes for its final tokens."""
   # The loop filled the slots in `requests`, so their old sequences are dropped.
   if request is not None:
     name, old = request.request_id, None
@@ -414,9 +414,9 @@ def _adopt_host_pages(saved: SavedPages, host_pages: Any, log: UndoLog) -> None:
 
 def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
   """Copies the contents and ages of pages, and the set of cached pages."""
-  # Pages that got a content on the host since `arrays` was updated differ, as
-  # `take` drops that content. Others differ if their key or stamp changed, or
-  # they were published or evicted. A position can change without the content.
+  # A page differs if the host filled it after the last update of `arrays`, if
+  # its key or stamp changed, or if it was published or evicted. Positions are
+  # not compared, because a position can change without the content.
   pool, index, ages = state.pool, host.pool.index, host.pool.ages
   before, cached = arrays.index.entry, are_cached(index.entry)
   differs = (before != index.entry)[:, : KEY_WORDS + 1].any(axis=1)
@@ -462,7 +462,7 @@ def _contents(
 ) -> tuple[list[Any], list[int]]:
   """Returns the content and group of each changed page; group 0 if unknown.
 
-  `page_of_key` maps keys to the pages that have these contents in the manager.
+  `page_of_key` maps a key to the page that has this content in the manager.
   """
   index, log = host.pool.index, host.pool.events
   group_of = dict.fromkeys(pages, 0)

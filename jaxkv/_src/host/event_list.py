@@ -37,7 +37,7 @@ class EventList(PageListener):
     self._log = pool.undo_log
     # `Cleared` and the events of a device are kept unchanged. Other events are
     # tuples: class, page, group, content and, for `Stored`, tokens. The content
-    # is included, because the page can get another one before the log is read.
+    # is stored, because the page can get another one before the log is read.
     self._events: list[Any] = []
 
   def stored(
@@ -69,7 +69,7 @@ class EventList(PageListener):
   def drain(self) -> Drained:
     """Returns the events and empties the log."""
     events, num_lost = self._events, self.num_lost
-    # One call, which computes the keys of all events together.
+    # One call computes the keys of all events, which takes less time.
     self._keys.compute(event[3] for event in events if type(event) is tuple)
     self._log.replace(self, _events=[], num_lost=0)
     return Drained([self._finished(event) for event in events], num_lost)
@@ -87,7 +87,7 @@ class EventList(PageListener):
       return event
     make, page, group, node = event[:4]
     key = key_bytes(self._keys.group_key(node, group))
-    # A `DevicePage` can only be removed, because `stored` records nodes.
+    # The content of a `Stored` event is a node, never a `DevicePage`.
     if make is Removed or isinstance(node, DevicePage):
       return make(page, group, key)
     # The preceding page of the group ends `step` nodes earlier.

@@ -11,10 +11,10 @@ _ENDS = 0
 
 
 class FreeList:
-  """The free pages, in the order in which they will be popped.
+  """Free pages, or all host pages, in the order in which they will be popped.
 
   Attributes:
-    num_free: the number of pages in the queue.
+    num_free: the number of pages in the list.
   """
 
   def __init__(self, pages: Sequence[int], num_pages: int, undo_log: UndoLog):
@@ -24,8 +24,8 @@ class FreeList:
     self.replace(pages)
 
   def replace(self, pages: Sequence[int]) -> None:
-    """Replaces the whole queue by pages in eviction order."""
-    # New lists, so that an undo can restore the old ones without a copy.
+    """Replaces the whole list by pages in eviction order."""
+    # New objects, so that an undo can restore the old ones without a copy.
     for name in ("_next", "_previous", "num_free"):
       self._log.save_attribute(self, name)
     self._next, self._previous = ([_ENDS] * len(self._next) for _ in range(2))
@@ -52,7 +52,7 @@ class FreeList:
     return pages
 
   def remove(self, pages: Iterable[int]) -> None:
-    """Removes pages from any place; all must be in the queue."""
+    """Removes pages from any place; all must be in the list."""
     following, previous = self._next, self._previous
     # A page is added to `removed` before its links change, so an interrupt at
     # any point can be undone.
@@ -67,12 +67,12 @@ class FreeList:
       self.num_free -= 1
 
   def push_back(self, pages: Sequence[int]) -> None:
-    """Appends pages, which must not be in the queue."""
+    """Appends pages, which must not be in the list."""
     last = self._previous[_ENDS]
     self._replace((last, _ENDS), (last, *pages, _ENDS))
 
   def push_front(self, pages: Sequence[int]) -> None:
-    """Prepends pages, which must not be in the queue, in the given order."""
+    """Prepends pages, which must not be in the list; keeps their order."""
     first = self._next[_ENDS]
     self._replace((_ENDS, first), (_ENDS, *pages, first))
 
@@ -95,7 +95,7 @@ class FreeList:
       before = page
 
   def _insert(self, removed: list[tuple[int, int, int]]) -> None:
-    # In reverse order, because the saved links of a page may refer to a page
+    # In reverse order, because the saved neighbors of a page can include a page
     # that was removed later.
     for links in reversed(removed):
       self._link(links)

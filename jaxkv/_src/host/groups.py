@@ -36,8 +36,8 @@ class LayerGroup:
     self.holds_encoder: bool = kind.holds_encoder
     self.skips_pages: bool = kind.skips_pages
     self.keeps_last_page: bool = kind.keeps_last_page
-    # Most kinds inherit these two methods. Their results are then computed
-    # without a call of the kind, which would slow down every allocation.
+    # Most kinds inherit `num_columns` and `published`. Their results are then
+    # computed here, because a call of the kind would slow down each allocation.
     self._has_plain_columns = type(kind).num_columns is GroupKind.num_columns
     self._publishes_all = (
       config.prefix_rules == "classic"
@@ -48,7 +48,7 @@ class LayerGroup:
   def columns_for(self, tokens: int, state_tokens: int, encoder: int) -> int:
     """Counts the columns that a sequence needs.
 
-    A recurrent group counts `state_tokens`, an encoder group `encoder` tokens.
+    Recurrent groups use `state_tokens`, encoder groups use `encoder`.
     """
     # As in vLLM, lookahead tokens need no states.
     if self.holds_states:
@@ -135,7 +135,7 @@ def _check_kind(kind: Any, size: int) -> None:
       answer, text, cause = None, repr(error), error
     if not isinstance(answer, int | np.generic | np.ndarray):
       raise TypeError(
-        f"`{type(kind).__name__}.{name}` must return a Python number or numpy "
-        f"array if it gets these, got {text}; compute with operators, and with "
-        "jax.numpy only for jax arrays."
+        f"`{type(kind).__name__}.{name}` must return a Python number or NumPy "
+        f"array for NumPy arguments, got {text}; compute with operators, and "
+        "use jax.numpy only for JAX arrays."
       ) from cause

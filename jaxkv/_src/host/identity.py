@@ -41,7 +41,7 @@ class Placed(NamedTuple):
     return cls(identifier, place.offset, place.offset + place.length)
 
   def key(self, begin: int, end: int) -> Any:
-    """Returns the identifier, and the place relative to `begin .. end`."""
+    """Returns the identifier, and the place relative to `begin`."""
     # An input that ends after `end` is cut off there, since later tokens do not
     # matter. A start before `begin` is negative.
     stop = min(self.stop, end)
@@ -60,7 +60,7 @@ class Embeddings:
 
   @classmethod
   def of(cls, name: str, values: Any) -> "Embeddings":
-    """Reads a NumPy, JAX or torch array [P, D], with one row for each token."""
+    """Reads a NumPy, JAX or torch array [P, D], a row for each of P tokens."""
     if str(getattr(values, "dtype", "")).startswith("torch."):
       # NumPy cannot convert torch's bfloat16.
       values = values.detach().cpu().float()
@@ -173,8 +173,8 @@ def _digest(parts: dict[str, bytes]) -> bytes:
 def salt_of(salt: bytes, items: Sequence[Item], size: int) -> bytes:
   """Returns the salt of a request's page keys, 16 bytes.
 
-  With pages of fewer than 4 tokens, the salt covers all items, so that requests
-  share pages only if all their items are equal.
+  If `size`, the `page_size` of the config, is below 4 tokens, the salt covers
+  all items. Requests then share pages only if all their items are equal.
   """
   # A mask has 32 bits for each token of a page. Masks of fewer than 128 bits
   # could be equal for different items.

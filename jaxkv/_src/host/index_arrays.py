@@ -17,7 +17,7 @@ from jaxkv._src.host.page_pool import HostPool
 from jaxkv._src.host.prefix_nodes import TOKEN_BYTES
 from jaxkv._src.host.prefix_nodes import DeviceKeys
 
-# The columns of an entry: the words of the key, then these two.
+# Columns of `PrefixIndex.entry`. Those before `_STAMP` have the key.
 _STAMP, _POSITION = KEY_WORDS, KEY_WORDS + 1
 
 
@@ -26,7 +26,7 @@ class IndexArrays:
 
   `update` copies the arrays and writes only the pages that changed. It changes
   no array in place, because an undo may restore the old arrays, and JAX arrays
-  may share their memory.
+  may share memory with them.
 
   Attributes:
     index: a `PrefixIndex` of NumPy arrays.
@@ -60,7 +60,7 @@ class IndexArrays:
     pool, index = self._pool, jax.tree.map(np.copy, self.index)
     was_cached, is_fresh = are_cached(index.entry), self.are_fresh()
     is_cached = np.array(pool.is_cached, bool)
-    # Before new keys are written, because old keys lead to the old buckets.
+    # Pages are removed before `_write`, because old keys lead to old buckets.
     _remove(index, np.flatnonzero(was_cached & (is_fresh | ~is_cached)))
     if is_fresh.any():
       self._write(index, np.flatnonzero(is_fresh).tolist())
@@ -75,7 +75,7 @@ class IndexArrays:
 
   def are_fresh(self) -> np.ndarray:
     """Returns bool[num_numbers]: True for pages whose content `index` lacks."""
-    # Content that moved from another page keeps its stamp. Stamps are unique.
+    # Moved content keeps its stamp. Stamps are unique, so they identify it.
     stamp = np.array(self._pool.stamp, np.int64)
     has_moved = stamp % 2**32 != self.index.entry[:, _STAMP]
     return (stamp >= self.clock) | ((stamp >= 0) & has_moved)
@@ -98,7 +98,7 @@ class IndexArrays:
 
 
 def are_cached(entry: np.ndarray) -> np.ndarray:
-  """Returns bool[X]: True for rows of `PrefixIndex.entry` in a bucket."""
+  """Returns bool[X]: True for the rows of `entry` whose pages are cached."""
   return entry[:, _POSITION] < NOWHERE
 
 

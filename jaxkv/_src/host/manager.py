@@ -32,8 +32,8 @@ from jaxkv._src.host.types import PoppedPages
 class CacheManager(ManagerReports):
   """Manages the pages of requests like the managers of vLLM and eSurge.
 
-  It has the methods that schedulers call on vLLM's `KVCacheManager` or eSurge's
-  `CacheManager`, and returns the same page ids, hits and eviction order. It is
+  It has the methods of eSurge's `CacheManager` and, with pages for blocks, of
+  vLLM's `KVCacheManager`. Page ids, hits and eviction order are the same. It is
   plain Python. Without `key`, it initializes no device before `state` is read.
 
   Args:
@@ -65,7 +65,7 @@ class CacheManager(ManagerReports):
   Attributes:
     config: the sizes and options of the cache.
     pages: single pages, for engines that hold references to them.
-    undo_log: the changes of the current call; see `PageListener`.
+    undo_log: the changes of the current call; see `Pages.add_listener`.
 
   Raises:
     TypeError: an argument has the wrong type.
@@ -135,8 +135,8 @@ class CacheManager(ManagerReports):
     """A copy of the cache as a value for device loops.
 
     Raises:
-      ValueError: a request has fewer tokens than are published, or a token that
-        is not a 32-bit integer; or `take_moves` must be called first.
+      ValueError: a request has fewer tokens than its slot, or a token that is
+        not a 32-bit integer; or `take_moves` must be called first.
     """
     return bridge.to_device(self._state)
 
@@ -154,8 +154,10 @@ class CacheManager(ManagerReports):
     | a slot is a fork | it counts as filled; shared pages stay shared |
     | pages are pinned | the pins stay; `pages.release` removes them |
 
-    Calls of the manager after `manager.state` was read are undone, except that
-    the event log keeps unread events.
+    Page tables, free pages and cached pages become those of `state`, whatever
+    the manager did since `manager.state` was read. Free no request in between:
+    without prefix caching, the slot's next request would get the old pages.
+    Unread events are kept.
 
     Args:
       state: the state; not donated.
@@ -185,9 +187,9 @@ class CacheManager(ManagerReports):
 
     Returns:
       The prefix's pages by group, with null pages outside windows, and its
-      number of tokens. Pages in host memory have numbers above `num_pages`;
-      `allocate_slots` moves them to the device, and then `get_page_ids` has
-      their new numbers.
+      number of tokens. Pages in host memory have numbers above `num_pages`.
+      `allocate_slots` moves them to the device, and then `manager.get_page_ids`
+      has their new numbers.
 
     Raises:
       ValueError: the request has more than `max_model_len` tokens, or a token
@@ -221,7 +223,8 @@ class CacheManager(ManagerReports):
   ) -> CachePages | None:
     """Allocates pages for a request's tokens and publishes its full pages.
 
-    Pages outside windows are freed first, even if the call then returns None.
+    Without `full_sequence_must_fit`, the call frees pages outside windows even
+    if it returns None.
 
     Args:
       request: any object with the attributes of `Request`.
@@ -243,20 +246,21 @@ class CacheManager(ManagerReports):
 
     Returns:
       The new pages, without those of the hit and of external tokens. None if
-      too few pages are free, or if the hit ends with a state not written yet.
+      too few pages are free, or if the hit ends with the state of a recurrent
+      group that is not written yet.
 
     Raises:
       TypeError: an argument has the wrong type.
       ValueError: all token counts are 0, a number is out of range, the sequence
-        is too long, or the hit is not one that a lookup returns now.
+        is too long, a token is not a 32-bit integer, or the hit is not current.
       RuntimeError: `max_requests` requests already hold pages.
     """
     state, limits = self._state, self._state.limits
     held = state.held.get(request.request_id)
     if held is not None:
       state.set_request(held, request)
-      # These arguments, and invalid numbers, need the checks below. In most
-      # steps a running request has none of them.
+      # These arguments, a watermark and invalid numbers need the checks below.
+      # Most steps of a running request have none of them.
       is_special = (
         num_new_computed_tokens
         or new_computed_pages is not None
@@ -316,8 +320,8 @@ class CacheManager(ManagerReports):
 
     Args:
       running: requests that hold pages, each listed once.
-      num_new_tokens: tokens of each request, at least 1, or one number for all.
-      num_lookahead_tokens: further tokens that need pages.
+      num_new_tokens: new tokens by request, or one number for all; at least 1.
+      num_lookahead_tokens: further tokens of each request that need pages.
 
     Returns:
       The new pages of each request; None for a request for which too few are
@@ -326,8 +330,8 @@ class CacheManager(ManagerReports):
     Raises:
       KeyError: a request holds no page.
       TypeError: `running` is not a sequence, or a number is not an int.
-      ValueError: a number is too small, a sequence too long, or a request
-        repeated.
+      ValueError: a number is too small, a sequence is too long, a request is
+        repeated, or a token is not a 32-bit integer.
     """
     return step.step(self._state, running, num_new_tokens, num_lookahead_tokens)
 
@@ -419,7 +423,7 @@ class CacheManager(ManagerReports):
     allocate.release(state, held)
 
   def free_page_hashes(self, request: Any) -> None:
-    """Does nothing, because `free` also removes a request's page keys."""
+    """Does nothing, because `free` also forgets a request's hashes."""
 
   @atomic
   def evict_pages(self, page_ids: Iterable[int]) -> None:
@@ -448,6 +452,6 @@ class CacheManager(ManagerReports):
 
   @atomic
   def new_step_starts(self) -> None:
-    """Starts a scheduling step; states published earlier count as written."""
+    """Starts a step; recurrent states published earlier count as written."""
     state = self._state
     state.undo_log.replace(state, step_clock=state.pool.clock)

@@ -35,7 +35,7 @@ class PageListener(Protocol):
     """
 
   def removed(self, page: int, group: int) -> None:
-    """Is called when a page has left the prefix cache."""
+    """Is called when a page, or a host page, has left the prefix cache."""
 
   def cleared(self) -> None:
     """Is called when all pages have left the prefix cache."""
@@ -59,19 +59,19 @@ class HostPool:
     queue: the free pages.
     content: the latest content of each page; None for none.
     group: the group in which each page got its content.
-    stamp: the clock when each page got its content; -1 for none.
+    stamp: the clock when each page's content was first stored; -1 for none.
     is_cached: True for pages that a lookup can find.
     clock: the number of pages that got a content, published or not.
-    new: True for pages popped since `take_new`; None if they are not tracked.
+    new: True for pages that `take_new` returns next; None without tracking.
     released: the clock when each page's last reference was removed; None if
       ages are not tracked.
     lifetime, idle: evicted pages by age, as in `jaxkv.telemetry.residency`.
-    counts: the values of the counters `Stats.names()`.
+    counts: the counters of `Stats.names()`.
     listeners: the `PageListener`s to call.
     saved: the pages in host memory; None without `CacheConfig.host_pages`.
     index: for each group, a dictionary from a digest to the cached pages with
-      this digest, sorted by `lookup_order`. A last dictionary has the pages of
-      all groups whose content is a `DevicePage`.
+      this digest, sorted by `lookup_order`. Cached pages whose content is a
+      `DevicePage` are in one last dictionary instead, whatever their group.
   """
 
   def __init__(self, config: CacheConfig, undo_log: UndoLog):
@@ -146,7 +146,7 @@ class HostPool:
   def _save(self, saved: SavedPages, pages: list[int]) -> dict[int, int]:
     """Saves contents of pages to host pages; returns the host page of each."""
     targets: list[int] = []
-    # If there are more pages than host pages, later pages replace earlier ones.
+    # If there are more pages than host pages, later contents replace earlier.
     while len(targets) < len(pages):
       batch = saved.next_targets(len(pages) - len(targets))
       forgotten = [page for page in batch if self.is_cached[page]]
@@ -208,7 +208,7 @@ class HostPool:
   def _settle(
     self, pages: Sequence[int], lifted: list[tuple[Any, int, int]]
   ) -> None:
-    """Gives the contents that `_lift` returned to pages that are not cached."""
+    """Gives lifted contents to uncached pages, which become cached."""
     contents, groups, stamps = zip(*lifted, strict=True)
     self.set_contents(pages, contents, groups, stamps, [True] * len(lifted))
 
@@ -216,7 +216,7 @@ class HostPool:
     """Adds a reference to each page; null pages are ignored."""
     counts, pages = self.ref_count, [page for page in pages if page]
     self.undo_log.save_items(counts, pages)
-    # A page can occur twice, but it leaves the queue once.
+    # A page can occur twice in `pages`, but it leaves the queue once.
     free = dict.fromkeys(page for page in pages if not counts[page])
     self.queue.remove(free)
     for page in pages:
@@ -302,7 +302,7 @@ class HostPool:
     return self.index[number][content.digest]
 
   def lookup_order(self, page: int) -> tuple[bool, int]:
-    """Returns a sort key for equal pages: device pages first, oldest first."""
+    """Returns a sort key for equal pages: host pages last, then by stamp."""
     is_on_host = self.saved is not None and self.saved.is_on_host(page)
     return is_on_host, self.stamp[page]
 
@@ -323,7 +323,7 @@ class HostPool:
     return sorted(pages, key=self.stamp.__getitem__)
 
   def take_new(self) -> list[int]:
-    """Returns the pages popped since the last call."""
+    """Returns the pages marked as new, and removes the marks."""
     assert self.new is not None
     pages = [page for page, is_new in enumerate(self.new) if is_new]
     self.mark_new(pages, is_new=False)
@@ -342,7 +342,7 @@ class HostPool:
       return
     lifetime, idle = self.lifetime[:], self.idle[:]
     for page in pages:
-      # The page's own content advanced the clock by 1 after its stamp.
+      # The clock advanced by 1 for the page itself, after it got its stamp.
       lifetime[(self.clock - self.stamp[page] - 1).bit_length()] += 1
       idle[(self.clock - self.released[page]).bit_length()] += 1
     self.undo_log.replace(self, lifetime=lifetime, idle=idle)

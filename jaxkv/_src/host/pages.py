@@ -58,7 +58,7 @@ class Pages:
 
   @atomic
   def take(self, count: int) -> list[int]:
-    """Pops `count` free pages, which leave the prefix cache.
+    """Pops `count` free pages, in eviction order, with one reference each.
 
     Raises:
       TypeError: `count` is not an int.
@@ -101,8 +101,8 @@ class Pages:
     wrong = sorted({page for page in page_ids if pool.pin_count[page] < 0})
     if wrong:
       raise ValueError(
-        "`page_ids` must name no page more often than it was taken, held or "
-        f"detached here, got {wrong} too often."
+        "`page_ids` must name no page more often than callers have references "
+        f"to it, got {wrong} too often."
       )
     pool.release(page_ids)
 
@@ -139,7 +139,7 @@ class Pages:
 
   @atomic
   def groups(self, page_ids: Iterable[int]) -> list[int]:
-    """Returns the groups in which pages were last published; 0 if unknown.
+    """Returns the group in which each page was last filled; 0 if unknown.
 
     The group of a page that a device loop filled can be unknown.
     """

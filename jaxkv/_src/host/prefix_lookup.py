@@ -46,11 +46,11 @@ class HashedTokens(NamedTuple):
   def serves(
     self, request: RequestFields, num_tokens: int, secret: bytes
   ) -> bool:
-    """True if the first `num_tokens` tokens of a request are hashed here.
+    """True if the digests cover the first `num_tokens` tokens of a request.
 
-    False if the hashes were computed with the secret of another manager.
+    False if the digests were computed with the secret of another manager.
     """
-    # A request may change after its lookup, so the contents are compared.
+    # A request may change after its lookup, so its tokens are compared.
     if self.salt != request.salt or self.items != request.items:
       return False
     if self.secret != secret:
@@ -199,8 +199,8 @@ def holds_tokens(
     digests = [
       contents[page].digest if cached[page] else None for page in hit_pages
     ]
-    # Most pages pass this fast check. It fails for a `DevicePage`, whose digest
-    # is a device key, so the lookup is repeated.
+    # Most pages pass this fast check. A `DevicePage` fails it, as its digest is
+    # a device key. If any page fails, the lookup is repeated.
     if digests != expected:
       cached_pages = _cached_pages(state, hashed, group)[first : len(pages)]
       if cached_pages != hit_pages:
@@ -220,7 +220,7 @@ def _cached_pages(
     listed[0] if listed else 0
     for listed in map(pool.index[group.number].get, digests)
   ]
-  # Keys of the device take long to compute. Only a `DevicePage` needs them.
+  # Device keys take long to compute. Only lookups of a `DevicePage` need them.
   if pool.knows_device_pages and state.device_keys is not None:
     nodes = hashed.nodes(len(hashed.digests))
     state.device_keys.compute(nodes)

@@ -109,7 +109,7 @@ def chain_digests(root: bytes, tokens: bytes, page_bytes: int) -> list[bytes]:
 def grow_path(
   last: PrefixNode, digests: Iterable[bytes], tokens: bytes, page_bytes: int
 ) -> list[PrefixNode]:
-  """Returns the nodes after `last`, one for each page of `tokens`."""
+  """Returns the nodes after `last`, one for each digest."""
   nodes = []
   for place, digest in enumerate(digests):
     begin = place * page_bytes

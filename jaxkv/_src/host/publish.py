@@ -68,7 +68,7 @@ def _last_hit(state: HostState, held: HeldSequence) -> PrefixNode | None:
 def more_nodes(
   state: HostState, held: HeldSequence, request: RequestFields, num_tokens: int
 ) -> list[PrefixNode]:
-  """Returns nodes for the full pages after those in `held.nodes`."""
+  """Returns nodes for full pages of `num_tokens` tokens, after `held.nodes`."""
   size, nodes = state.config.page_size, held.nodes
   begin, end = len(nodes) * size, num_tokens // size * size
   tokens = content(request, begin, end, size, state.secret).tobytes()
@@ -89,7 +89,7 @@ def _publish_group(
   ]
   pages = table[columns.start : columns.stop]
   # Pages outside windows are null. A page may be cached already, because forks
-  # can share a full page without a key, which each of them then publishes.
+  # can share a full page without a key, which the first of them publishes.
   is_fresh = [page > 0 and not pool.is_cached[page] for page in pages]
   pool.fill(
     list(itertools.compress(pages, is_fresh)),

@@ -26,8 +26,8 @@ def from_order(num_pages: int, order: list[int]) -> FreeQueue:
 
 def in_order(queue: Any) -> list[int]:
   """Returns the pages of a `FreeQueue` of NumPy arrays in eviction order."""
-  # An entry is stale if its page was removed from the middle of the queue. The
-  # position of the page is then not that of the entry.
+  # An entry is stale if its page was removed from the middle of the queue. Then
+  # the page's `position` is not the place of the entry.
   capacity = len(queue.ring)
   place = (int(queue.head) + np.arange(int(queue.span))) % capacity
   pages = queue.ring[place]

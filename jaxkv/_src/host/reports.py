@@ -38,7 +38,7 @@ class ManagerReports:
     return self._state.limits.most_pages
 
   def num_published_tokens(self, request_id: str) -> int:
-    """Returns the number of a request's published tokens; 0 without pages."""
+    """Returns the number of a request's final tokens; 0 without pages."""
     held = self._state.held.get(request_id)
     return 0 if held is None else held.length
 
@@ -108,7 +108,7 @@ class ManagerReports:
     state = self._state
     if state.pool.ref_count[page] < len(state.held):
       return False
-    # If only the requests in `held` have references, their number proves it.
+    # If only requests in `state.held` have references, their number proves it.
     if not state.popped and not state.pool.pin_count[page]:
       return True
     return all(
@@ -118,7 +118,7 @@ class ManagerReports:
 
   @atomic
   def make_prefix_cache_stats(self) -> PrefixCacheStats:
-    """Returns prefix-cache hits and evictions since the last call."""
+    """Returns the statistics of the prefix cache since the last call."""
     return self._state.take_statistics()
 
   @atomic
@@ -154,8 +154,8 @@ class ManagerReports:
     """Returns the moves between device and host memory since the last call.
 
     Perform them with `jaxkv.kv.move` before anything is written to the pages
-    that were allocated since that call. The result has NumPy arrays, int32[X],
-    where X is a multiple of `num_pages`.
+    that were allocated since the last call. The NumPy arrays of the result are
+    int32[X], where X is a multiple of `num_pages`, except for `count`.
 
     Raises:
       ValueError: `host_pages` is 0.

@@ -43,8 +43,8 @@ class Request:
   is `mm_position` or `placeholder_range`. A page that overlaps this range is
   shared only if the other request has the same item there. If an item has no
   range, no page is shared with requests that lack the item. The lookup is
-  skipped if `skip_reading_prefix_cache` is true. If it is missing, the lookup
-  is skipped if `sampling_params.prompt_logprobs` is not None.
+  skipped if `skip_reading_prefix_cache` is true. Without this attribute, it is
+  skipped if `sampling_params.prompt_logprobs` is not None.
 
   Attributes:
     request_id: the request's name.
@@ -56,7 +56,7 @@ class Request:
     status: "waiting", "running" or "preempted".
     cache_salt: a str or bytes; requests with different salts share no page. ""
       and None are the same, as in vLLM.
-    lora_name: requests with different adapters share no page.
+    lora_name: the adapter; requests with different adapters share no page.
     mm: images and similar inputs with placeholders among the tokens.
     prompt_embeds: embeddings that replace the first tokens, a row for each;
       pages with different embeddings are not shared.

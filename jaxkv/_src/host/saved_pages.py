@@ -28,8 +28,8 @@ class SavedPages:
       never restores a page.
     queue: all host pages, in the order in which they will be overwritten.
     moves: the moves since the last `take_moves`, in order. Each is a device
-      page, the host page that gets its content, and the host page whose content
-      it gets; `Moves.NONE` for no host page.
+      page, the host page to which it is saved, and the host page from which it
+      is restored; `Moves.NONE` for no host page.
     counts: the value of each counter in `COUNTERS`.
   """
 

@@ -36,10 +36,10 @@ class HeldSequence:
     skipped: the number of leading null columns of each table, which the hit
       omits or which were freed. A recurrent table can have later null columns.
     request: the newest object that the scheduler passed for the request.
-    length: the number of published tokens.
+    length: the number of final tokens, see `publish`.
     room: the number of tokens that fit the tables.
     root: the node before the first page; None without prefix caching.
-    nodes: a node for every `CacheConfig.page_size` published tokens.
+    nodes: a node for every `CacheConfig.page_size` final tokens.
     prompt_length: see `SlotHashes`.
     boundary: see `SlotHashes.shared_prefix_boundary`.
   """
@@ -72,14 +72,14 @@ class HostState:
     held: the requests that hold pages, by name.
     popped: removed requests whose pages are not freed yet, by slot.
     vacant: slots without pages; the last one in the list is used next.
-    secret: the secret of digests and masks.
+    secret: the secret of digests and masks; empty without prefix caching.
     device_keys: computes keys as the device does; None without prefix caching.
     index_arrays: converts the prefix index; None without prefix caching.
     events: the event log; None if `num_events` is 0.
     statistics: hits and resets since the last `take_statistics`.
     read_ages: `lifetime` and `idle` of the pool at the last `take_statistics`.
-    read_moves: `SavedPages.counts` at that time; empty without host pages.
-    step_clock: the pool's clock when the scheduling step started.
+    read_moves: `SavedPages.counts` at the same time; empty without host pages.
+    step_clock: the pool's clock at the last `new_step_starts` or `take`.
   """
 
   def __init__(self, limits: Limits, key: Any):
@@ -134,7 +134,7 @@ class HostState:
       self.undo_log.replace(held, request=request)
 
   def forget(self, held: HeldSequence) -> None:
-    """Removes a request from `held`; its pages and its slot stay in use."""
+    """Removes a request from `self.held`; its pages and slot stay in use."""
     self.undo_log.save_key(self.held, held.request_id)
     del self.held[held.request_id]
 
@@ -162,7 +162,7 @@ class HostState:
     return statistics
 
   def lower_readings(self) -> None:
-    """Lowers readings to the current counts, which `take` may have lowered."""
+    """Lowers `read_ages` and `read_moves` to counts that `take` lowered."""
     ages = tuple(
       [min(pair) for pair in zip(read, counts, strict=True)]
       for read, counts in zip(

@@ -87,7 +87,7 @@ def advance_quietly(
   """Serves a running request if it pops, frees and fills no page.
 
   Returns:
-    None if the request was served; else the argument for `allocate`.
+    None if the request was served; else its demand.
   """
   # This code runs for every request in every step, so it makes few calls.
   computed, limits = request.num_computed_tokens, state.limits

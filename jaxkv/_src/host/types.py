@@ -12,7 +12,7 @@ class CachePages:
 
   Attributes:
     pages: a list of page ids for each group.
-    unhashed: by group, the ids of new pages that the call did not publish.
+    unhashed: by group, the ids of new pages that are not cached after the call.
     shared_prefix_boundary: the length of a longer prefix that some groups, but
       not all, had cached at the lookup; 0 for none.
     lookup: the hashed tokens of a lookup, for the allocation that follows.
@@ -90,7 +90,7 @@ class PrefixCacheStats:
       without `track_residency`.
     saved, restored: pages that moved to host memory, and back.
     forgotten: cached host pages that later saved pages overwrote.
-    dropped: cached pages that were evicted and not saved, with `host_pages`.
+    dropped: cached pages that were evicted, but not saved; needs `host_pages`.
   """
 
   requests: int = 0

@@ -1,9 +1,9 @@
 """An engine that serves a client's calls with one rollout of fixed shapes.
 
-A call submits prompts to the empty queue, runs the rollout to its end and
-harvests the answers. All calls have the same shapes, so few programs are
-compiled. Pages stay cached between calls, so a prompt hits the prefix that it
-shares with an earlier prompt or answer.
+A batch of jobs enters the empty queue, runs to its end and is harvested. All
+batches have the same shapes, so few programs are compiled. Pages stay cached
+between batches, so a prompt hits the prefix that it shares with an earlier
+prompt or answer.
 """
 
 import dataclasses
@@ -114,7 +114,7 @@ class QueueEngine:
         and all later calls return log-probs, too.
 
     Raises:
-      RuntimeError: the pool has too few pages for a sample.
+      RuntimeError: a sample failed, for example for lack of pages.
       ValueError: a job does not fit `sizes`.
     """
     for job in jobs:
@@ -135,7 +135,7 @@ class QueueEngine:
     self._is_stale = True
 
   def counters(self) -> dict[str, Any]:
-    """Returns the `jaxkv.rollout.Counters` of the current cache, by name."""
+    """Returns `jaxkv.rollout.Counters` by name; a new cache resets them."""
     return dict(self._counters)
 
   def num_bytes(self) -> int:
@@ -190,8 +190,8 @@ class QueueEngine:
     finish, code = int(results["finish"][row]), int(results["code"][row])
     if finish in (rollout.Finish.UNFINISHED, rollout.Finish.FAILED):
       raise RuntimeError(
-        f"A sample could not be drawn: {Status(code).name}; give the engine "
-        f"more pages than {self.sizes.num_pages}."
+        f"A sample could not be drawn: {Status(code).name}; the engine has "
+        f"{self.sizes.num_pages} pages."
       )
     begin = int(results["prompt_lengths"][row])
     end = int(results["lengths"][row])
@@ -255,7 +255,7 @@ class QueueEngine:
     state = rollout.generate(
       params, state, model=self._model, process=self._process
     )
-    # Codes are read before the harvest, which clears them.
+    # `harvest` does not return the codes of sequences.
     code = state.queue.code
     state, out = rollout.harvest(state)
     results = out.results
@@ -273,7 +273,7 @@ class QueueEngine:
 
 def _drop_pages(cache: CacheState, stale: Array) -> CacheState:
   """Invalidates all cached pages if `stale` is True."""
-  # Selects only the two small arrays that `new_epoch` changes. A `lax.cond`
+  # Without host pages, `new_epoch` changes only two small arrays. A `lax.cond`
   # would pass the whole cache through both branches.
   next_epoch, _ = new_epoch(cache)
 

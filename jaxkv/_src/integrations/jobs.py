@@ -55,7 +55,7 @@ class Answer:
   Attributes:
     tokens: the drawn tokens, the stop token included.  # int32[T]
     log_probs: the log-prob of each token, before `top_k` and `top_p`, but after
-      the temperature if the engine is scaled; None if absent.  # float32[T]
+      the temperature if the engine is scaled; None if unrecorded.  # float32[T]
     finish: a `jaxkv.rollout.Finish`.
   """
 
@@ -109,7 +109,7 @@ class EngineSizes:
 def joined(jobs: list[Job]) -> list[Job]:
   """Merges adjacent jobs that differ only in their seeds."""
 
-  # Equality of jobs ignores arrays, so their bytes are part of the key.
+  # Equality of jobs ignores arrays, so the key has the bytes of the arrays.
   def without_seeds(job: Job) -> tuple[Job, bytes, bytes]:
     salt = b"" if job.salt is None else job.salt.tobytes()
     return job, job.prompt.tobytes(), salt
@@ -159,7 +159,7 @@ def check(job: Job, sizes: EngineSizes) -> None:
 
 
 def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> JobBatch:
-  """Converts up to `sizes.num_jobs` jobs, which `check` accepts, to arrays.
+  """Converts at most `sizes.num_jobs` jobs, which `check` accepts, to arrays.
 
   `scaled` is True if the model divides its logits by the temperature.
   """

@@ -56,12 +56,12 @@ class RayWorkers:
     timeout: float | None = None,
     **options: Any,
   ):
-    """Creates the maker of actors.
+    """Creates a maker of workers.
 
     Args:
       make: a function from a place in the pool to a worker, usually a
-        `jaxkv.workers.LocalWorker`. Ray copies it to an actor and calls it.
-      timeout: seconds after which a call of an actor fails, compilation
+        `jaxkv.workers.LocalWorker`. Each actor calls a copy of this function.
+      timeout: seconds after which a call to an actor fails, compilation
         included; None for no limit.
       **options: options of the actors, such as `num_gpus`.
 
@@ -132,7 +132,7 @@ class RayWorker:
   ) -> list[int]:
     """See `jaxkv.workers.Worker`."""
     weights = self._stored(params)
-    # Ray resolves only references that are arguments, not those nested in one.
+    # Ray resolves references that are arguments, not those inside an argument.
     return self._call(
       "update_weights", weights.params, weights.checksum, version, max_age
     )

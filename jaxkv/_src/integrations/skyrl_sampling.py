@@ -81,7 +81,7 @@ class SkyrlSampler:
     Raises:
       NotImplementedError: the backend runs in several processes, or shards
         experts.
-      RuntimeError: the pool has too few pages for a sample.
+      RuntimeError: a sample failed, for example for lack of pages.
       ValueError: a prompt is empty, or its `max_tokens` is below 1.
     """
     if jax.process_count() > 1 or backend.mesh.shape["ep"] > 1:
@@ -123,7 +123,7 @@ class SkyrlSampler:
   def _jobs(
     self, backend: Any, batch: Any, adapters: list[int], params: Any
   ) -> list[Job]:
-    """Makes jobs; adjacent prompts that differ only in seeds share a job."""
+    """Makes jobs; adjacent samples that differ only in seeds share a job."""
     # A salt is a digest of an adapter's weights, so new weights need new salts.
     if self._watch.has_changed(params[0], by_contents=False):
       self._salts = {}

@@ -39,7 +39,7 @@ class ThreadBatches:
     call = _Call(request)
     with self._access:
       self._calls.append(call)
-    # Another thread can have served this call while this one waited.
+    # While this thread waits for the lock, another thread can serve its call.
     with self._turn:
       if not call.done:
         self._serve_all()

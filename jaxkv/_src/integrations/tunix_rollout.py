@@ -57,8 +57,8 @@ class TunixRollout:
       decoder: the adapted policy; None for a supported model of tunix.
       num_samples: the maximum number of samples that share one prefill; None
         for the longest run of equal prompts in the first call.
-      num_jobs: number of prompts in the queue; None for the number of prompts
-        in the first call.
+      num_jobs: number of prompts in the queue; None for as many as the first
+        call needs, or 16 if it has a single sample.
       num_pages: pages of the pool; None for half of the pages that a dense
         cache would need for a full queue.
       page_size: tokens of a page.
@@ -103,7 +103,7 @@ class TunixRollout:
       **kwargs: ignored.
 
     Raises:
-      RuntimeError: the pool has too few pages for a sample.
+      RuntimeError: a sample failed, for example for lack of pages.
       ValueError: a prompt is empty or too long, there are too many stop tokens,
         or `max_tokens_to_generate` is below 1.
     """
@@ -209,7 +209,7 @@ class TunixRollout:
 
   def _entropy(self, seed: Any) -> list[int]:
     """Returns the entropy from which the seeds of a call are derived."""
-    # If the config has no seed, the call's number makes its samples differ.
+    # Without a seed in the config, samples still differ between calls.
     if seed is None:
       return [self._seed, next(self._calls)]
     if isinstance(seed, jax.Array):
@@ -351,7 +351,7 @@ class TunixRollout:
     stops = tuple(config.eos_tokens or [self.eos_id()])
     longest = max(len(prompt) for prompt in tokens)
     width = config.max_prompt_length or 0
-    # The width is rounded up to a power of two, so that few shapes compile.
+    # Longer prompts are padded to a power of two, so that few shapes compile.
     if width < longest:
       width = 1 << (longest - 1).bit_length()
     padded = np.full((len(tokens), width), self.pad_id(), np.int32)

@@ -24,8 +24,9 @@ class WeightWatch:
   def has_changed(self, tree: Any, *, by_contents: bool) -> bool:
     """Returns True if the weights differ from those of the last call.
 
-    With `by_contents`, new arrays with equal contents are not a change if the
-    last weights were passed with it, too. The first call returns True.
+    With `by_contents`, new arrays with equal contents are not a change. This
+    requires that `by_contents` was True for the last weights, too. The first
+    call returns True.
     """
     leaves = jax.tree.leaves(tree)
     is_same = len(leaves) == len(self._leaves) and all(
@@ -70,7 +71,7 @@ def _digest(leaf: Array) -> Array:
   )
   words = bits.reshape(-1).astype(jnp.uint32)
   # Each word is hashed with its index, so that the sum depends on the order of
-  # words. `mix_words` is the finalizer of MurmurHash3.
+  # words. `mix_words` applies the finalizer of MurmurHash3 to every word.
   index = jax.lax.iota(jnp.uint32, words.shape[0]) * jnp.uint32(0x9E3779B9)
 
   def mix_words(start: int) -> Array:

@@ -180,7 +180,7 @@ def _check_options(
 
 
 def _check_window(view: AnyView, options: kernels.AttentionOptions) -> None:
-  """Raises unless `options.window` is the window of the view's layer group."""
+  """Raises if the window of the view's group is known and differs."""
   rows = rows_of(view.decode if isinstance(view, PackedView) else view)
   if not isinstance(rows.kind, FullAttention | SlidingWindow):
     return

@@ -7,7 +7,7 @@ from jaxkv._src.kv.pools import pools_of
 
 
 def check(kv: Pools, config: CacheConfig) -> None:
-  """Raises unless every pool has the page count and a page size of a cache.
+  """Raises unless every pool fits the page count and page sizes of a cache.
 
   Compares static sizes only, so it costs nothing under `jit`. Memory from
   `init` with the same config always passes.
@@ -18,8 +18,8 @@ def check(kv: Pools, config: CacheConfig) -> None:
 
   Raises:
     TypeError: `config` is not a CacheConfig, or `kv` is not made of pools.
-    ValueError: `kv` has no pool, or a pool has another number of pages than the
-      cache, or a page size that no group has.
+    ValueError: `kv` has no pool, or a pool has a page count other than that of
+      the cache, or a page size that no group has.
 
   Examples:
     >>> import jaxkv
@@ -38,6 +38,5 @@ def check(kv: Pools, config: CacheConfig) -> None:
       raise ValueError(
         f"`{name}` must have {config.num_pages} pages of"
         f" {' or '.join(map(str, sizes))} tokens, as the cache has, got"
-        f" {pool.num_pages} of {pool.page_size}; make it with"
-        " jaxkv.kv.init(config, ...)."
+        f" {pool.num_pages} of {pool.page_size}; make it from state.config."
       )

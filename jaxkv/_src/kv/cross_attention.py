@@ -17,7 +17,7 @@ from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import rows_of
 
-# Every backend supports up to this number of query heads for each K/V head.
+# At common head sizes, all backends support this many query heads per K/V head.
 _HEADS = 64
 
 

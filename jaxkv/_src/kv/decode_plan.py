@@ -23,10 +23,10 @@ def plan_decode(
   Call it once per decode step, before the layers. Without a plan, a backend
   cuts each row separately, in every layer, and long rows get longer pieces. A
   plan changes only the rounding of results, which then depends on the other
-  rows. `attend` ignores a plan in calls with several columns or `shared` pages.
+  rows. `attend` ignores plans if a call has several columns or uses `shared`.
 
   Args:
-    kv: the pages; only their shape is used.
+    kv: the pages; their contents are not read.
     view: the rows, with at most one new token each.
     window: the window of most layers; None for full attention. In layers with
       another window, the pieces differ in work.

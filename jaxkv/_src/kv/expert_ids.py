@@ -218,7 +218,7 @@ def _read(
   values = values.swapaxes(2, 3).reshape(rows, *sizes).astype(pages.read_dtype)
   token = jnp.arange(sizes[0], dtype=jnp.int32)[None]
   is_token = jnp.repeat(has_page, pages.page_size, axis=1)
-  # A page allocated beyond the length may hold values of an earlier sequence.
+  # Past the length, a page may hold values of an earlier sequence.
   is_token &= token < lengths[:, None]
   return jnp.where(
     is_token[:, :, None, None], values, jnp.full_like(values, -1)

@@ -1,7 +1,7 @@
 """Pages of the K/V memory in host memory, and moves between host and device.
 
 The pages in host memory are page-major: all layers of a page are contiguous, so
-that one transfer moves a page. On the device, each layer has its own pages.
+that one transfer moves a page. On the device, the layers of a page are apart.
 """
 
 import dataclasses
@@ -162,7 +162,7 @@ def check_host(kv: Pools, host: HostMemory | None, config: CacheConfig) -> None:
   Raises:
     TypeError: `host` is not a HostMemory.
     ValueError: the number, shape, dtype or memory of the pages in `host` is
-      wrong, or the cache has no pages in host memory.
+      wrong, or `host` is given for a cache without host pages.
   """
   if host is None and not config.host_pages:
     return
@@ -214,7 +214,7 @@ def _move(
 
   # Each move reads a host page into `stage`, saves the device page, and writes
   # `stage` to the device page. So two pages can exchange their contents. A move
-  # that restores or saves nothing skips this transfer.
+  # that restores nothing skips the read, and one that saves nothing the save.
   def trip(index: Array, loop):
     device, far, stage = loop
     page = moves.page[index]

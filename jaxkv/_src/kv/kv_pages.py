@@ -287,10 +287,10 @@ class Layered(Protocol):
 
 
 def check_layer(kv: Layered, layer: jax.Array | int) -> None:
-  """Raises unless `layer` is an integer, and in range if it is on the host.
+  """Raises unless `layer` is an integer, and in range if it is no jax array.
 
-  The value of a jax array is not checked. If it is out of range, writes are
-  dropped and reads are meaningless.
+  The value of a jax array can be out of range. Writes are then dropped, and
+  reads are meaningless.
   """
   arguments.check_integer("layer", layer)
   if not isinstance(layer, jax.Array) and not 0 <= layer < kv.num_layers:

@@ -68,10 +68,10 @@ class LayerPlan:
 def plan_layers(windows: Sequence[int | None]) -> LayerPlan:
   """Divides layers into groups, of equal size if possible.
 
-  All layers of a group have the same window. The size of a group is the number
-  of layers of the rarest window, so other windows can have several groups.
-  Layers of different groups use the same memory layers, because no page belongs
-  to two groups at a time.
+  All layers of a group have the same window. A group has at most as many layers
+  as the rarest window, so other windows can have several groups. Layers of
+  different groups use the same memory layers, because no page belongs to two
+  groups at a time.
 
   Args:
     windows: the window of each layer, in the order in which the layers attend;
@@ -152,7 +152,7 @@ class LayerMemory:
     alibi_slopes: jax.Array | None = None,
     **options: Any,
   ) -> jax.Array:
-    """Writes a layer's keys and values, and computes attention over all tokens.
+    """Writes the keys and values of a layer, and computes its attention.
 
     The layer's window comes from the `LayerPlan`.
 
@@ -222,7 +222,7 @@ class LayerMemory:
       raise ValueError(
         "`windows` must have an entry for each layer that attends, got "
         f"{len(self._plan.windows)} for {self._layer} calls of `attend`; drop "
-        "the others, or replace the attention of the layers that made no call."
+        "extra entries, or replace the attention of layers that made no call."
       )
     logits = jnp.asarray(logits)
     return logits[0] if self._has_picked else self.of_columns(logits[0])

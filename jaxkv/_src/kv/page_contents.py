@@ -1,7 +1,7 @@
 """Contents of whole pages, in the layout for moves between memories.
 
 The contents are page-major: all layers of a page are contiguous, so that one
-transfer moves a page. In a pool, each layer has its own pages.
+transfer moves a page. In a pool, the layers of a page are apart.
 """
 
 import math

@@ -59,7 +59,7 @@ def page_bytes(kv: Pools) -> int:
     ... )
     >>> kv = jax.eval_shape(functools.partial(
     ...   jaxkv.kv.init, config, num_layers=3, num_kv_heads=2, head_dim=16))
-    >>> page_bytes(kv)  # Keys and values in two bytes each.
+    >>> page_bytes(kv)  # keys and values in bfloat16
     1536
   """
   pools = pools_of(kv)
@@ -73,12 +73,12 @@ def copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
 
   Reads all sources before it writes any destination. Skips pairs with an id out
   of range, and pairs whose destination is the null page. A call that skips all
-  pairs costs nothing, except under `vmap`, where every call has the full cost.
+  pairs costs nothing, except under `vmap` beside calls that copy pages.
 
   Args:
     kv: the pages, of one pool or of a tuple of pools.
     src: int32[R], ids 0..N-1.
-    dst: int32[R], without duplicates.
+    dst: int32[R]; pairs that are not skipped have different destinations.
 
   Returns:
     The pages.

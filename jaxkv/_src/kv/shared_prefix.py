@@ -27,12 +27,12 @@ def share(
 
   Call it before one or more decode steps, and `jaxkv.kv.refresh_shared` in each
   step. Rows share pages if their page tables begin with the same pages. For
-  example, forks of one prompt share its full pages, and so do rows with the
-  same cached prefix. `attend` reads every row separately if sharing would save
-  too little, or if the call has several columns or a window.
+  example, forks of a prompt share its full pages, and rows with the same cached
+  prefix share the pages of this prefix. `attend` reads every row separately if
+  sharing would save too little, or if the call has several columns or a window.
 
   Args:
-    kv: the pages; only their shape is used.
+    kv: the pages; their contents are not read.
     view: the rows, with at most one new token each.
     num_clusters: the maximum number of clusters. A cluster is a set of rows
       that share pages. The work grows with `num_clusters * cluster_size`, so
@@ -108,7 +108,7 @@ def refresh_shared(
   a loop and pass its result to `attend`. The outputs of `attend` stay the same.
 
   Args:
-    kv: the pages; only their shape is used.
+    kv: the pages; their contents are not read.
     view: the rows, with at most one new token each; or a `PackedView`.
 
   Returns:

@@ -29,7 +29,7 @@ def default_for(dtype: np.dtype) -> np.dtype:
 def resolve(
   dtype: np.dtype, storage_dtype: jax.typing.DTypeLike | None
 ) -> np.dtype:
-  """Returns `storage_dtype`, or the default one in place of None.
+  """Returns `storage_dtype`, or the default storage dtype if it is None.
 
   Raises:
     ValueError: `dtype` is not one of the formats in `_BITS`, or `storage_dtype`

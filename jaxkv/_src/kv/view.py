@@ -25,8 +25,8 @@ class View:
   columns of row b are tokens at positions `starts[b]`, `starts[b] + 1` ...; the
   other columns are padding. `jaxkv.view` makes views.
 
-  For the next step, replace `starts` and `num_tokens`; you can keep `shared`
-  and `plan`. `attend` checks which rows still begin with the pages in `shared`,
+  For the next step, replace the first three fields; you can keep `shared` and
+  `plan`. `attend` checks which rows still begin with the pages in `shared`,
   and reads all other rows separately. An old plan balances the work less well,
   but gives correct results.
 
@@ -79,8 +79,8 @@ class PackedView:
   its longest row. Tokens of `decode` use the decode kernel, which costs less
   than a chunk of one token.
 
-  A sequence can have tokens in both parts, in any order, because `write` stores
-  all of them before `attend` reads.
+  A sequence can have tokens in both parts. Either part can have the earlier
+  tokens, because `write` stores all tokens before `attend` reads.
 
   Attributes:
     decode: B rows of at most one new token each; can have `shared` and `plan`.
@@ -113,7 +113,7 @@ def view(
 
   Returns:
     The view. `starts` is the length of each slot. For `CrossAttention` it is
-    `num_encoder_tokens`, so that `attend(causal=False)` sees all these tokens.
+    `num_encoder_tokens`: `attend(causal=False)` sees the positions below it.
 
   Raises:
     TypeError: `state` is not a CacheState, or another argument is not made of

@@ -39,8 +39,8 @@ def write(
     kv: the pages.
     view: the rows and their new tokens; for a `PackedView`, B is 1.
     layer: int32[], 0..L-1.
-    k: [B, T, K, D], keys of T columns in B rows. They are converted to
-      `kv.dtype`; 8-bit formats get a scale for each token and head.
+    k: [B, T, K, D], keys of T columns in B rows. Keys and values are converted
+      to `kv.dtype`; 8-bit formats have a scale for each token and head.
     v: [B, T, K, D], values; None for latents, which contain their values.
 
   Returns:

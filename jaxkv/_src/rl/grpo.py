@@ -23,8 +23,8 @@ class GrpoMetrics(NamedTuple):
     ratio: a token's probability under the new policy, divided by its
       probability under the old policy.
     clipped: the share of tokens without a gradient because of clipping.
-    kl: the estimate "k3" of KL(old || new), see `kl`. It is 0 in the first step
-      of an update if both policies have the same log-probs.
+    kl: the estimate "k3" of KL(old || new), see `kl`; 0 if both policies have
+      the same log-probs, as in the first step of an update.
     reference_kl: the divergence from the reference; 0 without a reference.
   """
 
@@ -58,9 +58,9 @@ def grpo_loss(
   Args:
     log_probs: floats[Q, T], log-probs of the policy in training. This and the
       arrays below can also be [N, G, R].
-    old: floats[Q, T], log-probs of the policy at the beginning of the update.
-      They get no gradient. `log_probs` and `old` must be log-probs of a softmax
-      over all tokens at the same temperature, without top-k, top-p or
+    old: floats[Q, T], log-probs of the policy at the beginning of the update,
+      which get no gradient. `log_probs` and `old` must be log-probs of a
+      softmax over all tokens at the same temperature, without top-k, top-p or
       penalties; see `jaxkv.rl`.
     advantages: floats[Q] or [N, G] with a number for each sequence, or an array
       like `log_probs` with a number for each token.

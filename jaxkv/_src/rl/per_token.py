@@ -23,7 +23,7 @@ def as_log_probs(name: str, values: Any) -> jax.Array:
 
 
 def as_floats_like(name: str, values: Any, other: jax.Array) -> jax.Array:
-  """Returns `values` as float32. They must be floats like `other` in shape."""
+  """Converts floats of the shape of `other` to float32, or raises an error."""
   values = jnp.asarray(values)
   check_shape(name, values, other.shape, _PER_TOKEN)
   return as_floats(name, values)
@@ -32,7 +32,7 @@ def as_floats_like(name: str, values: Any, other: jax.Array) -> jax.Array:
 def as_mask(
   name: str, mask: Any, other: jax.Array, meaning: str = _PER_TOKEN
 ) -> jax.Array:
-  """Returns `mask` as an array. It must be bool with the shape of `other`."""
+  """Returns bools of the shape of `other` as an array, or raises an error."""
   mask = jnp.asarray(mask)
   check_shape(name, mask, other.shape, meaning)
   # Numbers are refused, because they could be weights instead of a mask.

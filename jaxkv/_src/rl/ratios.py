@@ -85,7 +85,7 @@ def importance_weights(
   token that was drawn by an older policy, or with other rounding.
 
   Args:
-    log_probs: floats[Q, T], log-probs of the policy before the update.
+    log_probs: floats[Q, T], log-probs such as `old` of `grpo_loss`.
     behavior: floats[Q, T], log-probs of the policy that drew the tokens, such
       as `generated(state).log_probs`.
     mask: bool[Q, T], the tokens that were drawn.

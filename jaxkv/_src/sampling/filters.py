@@ -10,8 +10,8 @@ highest cutoff at which the amounts of the kept tokens sum to a target or more.
 
 The search compares the bits of the weights as integers, which have the same
 order as the weights. Each iteration reads all weights once and narrows the
-interval of the cutoff to a quarter. The search ends after about ten iterations,
-when the interval of each row contains at most one distinct weight.
+interval of the cutoff, mostly to a quarter. The search ends after about ten
+iterations, when the interval of each row has at most one distinct weight.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def cutoff(
   top_k: Array | None = None,
   top_p: Array | None = None,
 ) -> Array:
-  """Returns the lowest weight that the filters keep in each row.
+  """Returns the cutoff of each row: the filters keep weights >= the cutoff.
 
   Applies min-p, then top-k, then top-p. Top-p normalizes over the tokens that
   min-p and top-k keep. Tokens of equal weight are kept or dropped together, so
@@ -98,8 +98,8 @@ def _search_in_parts(
     return _search_cutoff(*jax.tree.map(lambda array: array[None], row))[0]
 
   # A search reads the weights about ten times, and a CPU sums faster than it
-  # reads from memory. So a CPU searches only as many rows at once as fit in its
-  # cache.
+  # reads from memory. So a CPU searches only about as many rows at once as fit
+  # in its cache.
   return lax.platform_dependent(
     *arrays,
     cpu=lambda *arrays: lax.map(search_row, arrays, batch_size=rows_per_batch),

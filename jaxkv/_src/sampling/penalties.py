@@ -12,7 +12,7 @@ from jaxkv._src.sampling.padding import PADDING
 from jaxkv._src.sampling.settings import Sampling
 
 _IN_PROMPT = 1 << 15
-"""The bit of `seen` for tokens of the prompt. Lower bits count drawn tokens."""
+"""The bit of a tally for tokens of the prompt. The lower bits count draws."""
 
 _MAX_COUNT = _IN_PROMPT - 1
 _LARGEST = float(np.finfo(np.float32).max)
@@ -127,7 +127,7 @@ def seen_in(
 
 
 def see(tally: Array, tokens: Array, mask: Array) -> Array:
-  """Adds the drawn token of each row in `mask` to a tally from `seen_in`."""
+  """Adds the drawn tokens of rows where `mask` is True to a tally."""
   row = jnp.arange(tally.shape[0], dtype=jnp.int32)
   count = indexing.take(tally, row, tokens)
   # The highest count is not increased, as it would carry into `_IN_PROMPT`.
@@ -150,7 +150,7 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
     history: the tokens of the rows so far.
 
   Returns:
-    float32[R, V]; the same array if no setting changes it.
+    float32[R, V].
 
   Raises:
     TypeError: `logits` are not floats.
@@ -188,7 +188,7 @@ def _saturate(logits: Array, original: Array) -> Array:
 
 
 def _banned_tokens(sampling: Sampling, history: History) -> list[Array]:
-  """Returns arrays of banned tokens int32[R, X], padded with `NOWHERE`."""
+  """Returns arrays int32[R, X] of banned tokens, padded with invalid ones."""
   groups = []
   if (bias := sampling.logit_bias) is not None:
     groups.append(indexing.where_valid(bias.values == -jnp.inf, bias.tokens))

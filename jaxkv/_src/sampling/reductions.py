@@ -7,7 +7,7 @@ a second reduction, over integers, because XLA would not vectorize two float
 reductions.
 
 A row of V tokens is divided into blocks of about sqrt(V) tokens. Rows are not
-padded to whole blocks, because on a CPU this takes longer than the reduction.
+padded to whole blocks: on a CPU, padding takes longer than the reduction.
 
 Under tensor parallelism, rows are split by vocabulary over `parts` devices. XLA
 partitions sums, maxima and reads of single tokens, for which devices exchange a
@@ -117,7 +117,7 @@ def by_block(reduce: Callable[[Array], Array], values: Array) -> Array:
 def block_sums(values: Array, parts: int = 1) -> Array:
   """Sums each block of float32[R, V], and returns [R, X].
 
-  `parts` must divide V. The blocks do not depend on it, so samples do not.
+  `parts` must divide V. The blocks, and so the samples, do not depend on it.
   """
   if parts == 1:
     return by_block(sums, values)
@@ -128,11 +128,11 @@ def block_sums(values: Array, parts: int = 1) -> Array:
   runs = jnp.pad(values.reshape(rows, parts, size), padding)
   runs = runs.reshape(rows, parts, count, width)
   # A part can begin within a block. Then each run of `width` tokens of the part
-  # has tokens of two blocks, with the border at the same place in all its runs.
+  # has tokens of two blocks, with the border at the same place in each run.
   starts = np.arange(parts, dtype=np.int32)[:, None] * size
   is_first = np.arange(width, dtype=np.int32) < width - starts % width
   of_block = np.stack([is_first, ~is_first])[None, :, :, None]
-  # With one axis, devices exchange these sums and not the indices below.
+  # Because of the reshape, devices exchange these sums, not the indices below.
   pieces = sums(jnp.where(of_block, runs[:, None], 0)).reshape(rows, -1)
   block = starts // width + np.arange(count, dtype=np.int32)
   block = jnp.stack([block, block + 1]).reshape(1, -1)

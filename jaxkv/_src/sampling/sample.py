@@ -62,13 +62,14 @@ class _Weights(NamedTuple):
   Attributes:
     logits: float32[R, V].
     best: float32[R, 1], the highest logit of each row.
-    divisor: float32[R, 1], the temperature, or 1 if that is 0; None for 1.
+    divisor: float32[R, 1], the temperature, or 1 for temperature 0; None if no
+      temperature is set.
     greedy: bool[R], True for rows that take the most likely token; None if no
       row can be greedy.
     unfiltered: float32[R, V], exp of the scaled logits, 1 for the highest; None
-      if no row has a filter.
-    cutoff: float32[R, 1], the lowest weight that can be drawn; None if no row
-      has a filter.
+      if no filter is set.
+    cutoff: float32[R, 1], the lowest weight that can be drawn; None if no
+      filter is set.
     parts: static; see `reductions`.
   """
 
@@ -252,10 +253,10 @@ _OFF = {"min_p": 0, "top_k": 0, "top_p": 1}
 
 
 def _is_allowed(sampling: Sampling) -> Array | None:
-  """Returns bool[R], True for rows with valid settings; None if none are set.
+  """Returns bool[R], True for rows whose temperature and filters are valid.
 
-  Traced settings can only be checked here. With settings out of range, the
-  search for a cutoff might not terminate.
+  Returns None if none of them is set. Traced settings can only be checked here.
+  With settings out of range, the search for a cutoff might not terminate.
   """
   checks = []
   if (t := sampling.temperature) is not None:
@@ -361,8 +362,8 @@ def _inverse_cdf(weights: Array, uniforms: Array) -> Array:
   upper_triangle = np.triu(np.ones((weights.shape[1],) * 2, np.float32))
   ends = jnp.matmul(weights, upper_triangle, precision=lax.Precision.HIGHEST)
   exceeds = (ends > uniforms[:, None] * ends[:, -1:]) & (weights > 0)
-  # Prefix sums are rounded independently, so the last one can be smaller than
-  # an earlier one, and `exceeds` all False. Then the largest weight is drawn.
+  # Prefix sums are rounded independently, so the last one can exceed the one at
+  # the last positive weight. Where `exceeds` is all False, `heaviest` is drawn.
   heaviest = weights == reductions.maxima(weights)[:, None]
   return reductions.first_of(
     jnp.where(jnp.any(exceeds, axis=1)[:, None], exceeds, heaviest)

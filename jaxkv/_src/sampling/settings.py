@@ -22,7 +22,7 @@ from jaxkv._src.sampling.temperature import RANGE
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _NO_LIMIT = 2**30
-# Fields that are read when a sequence is created, and not in the compiled loop.
+# Fields that are read only when a sequence is created.
 _READ_ONCE = ("max_tokens", "seed")
 
 
@@ -71,15 +71,15 @@ class Sampling:
       that the sequence has drawn the token.  # float32[Q]
     repetition_penalty: for tokens that are in the prompt or were drawn, divides
       positive logits and multiplies negative logits.  # float32[Q]
-    min_tokens: the number of tokens a sequence draws before it may draw one of
-      `stop_tokens` or `RolloutConfig.stop_token`.  # int32[Q]
+    min_tokens: the number of tokens a sequence draws before it may draw a stop
+      token or end at a stop string.  # int32[Q]
     max_tokens: the maximum number of tokens a sequence draws, if less than
       `RolloutConfig.max_new_tokens`.  # int32[Q]
     stop_tokens: tokens that end a sequence, as does `RolloutConfig.stop_token`.
       A list for all sequences, or one list for each sequence. The stored array
       is padded with -1.  # int32[Q, X]
     stop_strings: a `StopStrings` with the strings that end each sequence.
-    logit_bias: a dictionary from tokens to biases, which are added to logits,
+    logit_bias: a dictionary from tokens to the biases to add to their logits,
       or a list with one dictionary for each sequence. Stored as `LogitBias`.
     bad_words: words (lists of tokens) that are never drawn in full. A list of
       words for all sequences, or one such list for each sequence. The stored
@@ -90,7 +90,7 @@ class Sampling:
   Raises:
     TypeError: a field has values of a wrong type.
     ValueError: a value is out of range. The values of arrays on a device are
-      checked by `init` and `submit` instead. Traced values are never checked.
+      checked by `init` and `submit` instead. Traced values are not checked.
 
   Examples:
     >>> sampling = Sampling(temperature=[0.0, 0.7], logit_bias={5: -100.0})

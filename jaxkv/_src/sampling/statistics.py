@@ -13,7 +13,7 @@ from jaxkv._src.sampling.reductions import Block
 
 
 class Observed(NamedTuple):
-  """Statistics of each row's distribution at temperature 1.
+  """Statistics of each row's distribution; None if not requested.
 
   Attributes:
     log_probs: float32[R], log-probs of the tokens passed to `observe`.
@@ -49,8 +49,8 @@ def observe(
     parts: a divisor of V, see `reductions`.
   """
   # XLA would run independent work on another CPU thread, and the handoff takes
-  # longer than the work. So a condition makes the logits depend on the draw. It
-  # is always true, but XLA cannot infer this.
+  # longer than the work. So a condition makes the logits depend on the draw.
+  # XLA cannot infer that the condition is always true.
   done = lax.bitcast_convert_type(log_probs, jnp.int32) & jnp.int32(2**31 - 1)
   logits = jnp.where(done[:, None] >= 0, logits, jnp.nan)
   best = reductions.maxima(logits)[:, None]
@@ -78,10 +78,10 @@ def observe(
 def most_likely(
   logits: Array, count: int, parts: int = 1
 ) -> tuple[Array, Array]:
-  """Finds the X tokens with the highest logits in descending order.
+  """Finds the X tokens with the highest logits, from the highest logit down.
 
-  Tokens of equal logits are in ascending order. If fewer than X logits are
-  above -inf, the remaining tokens are arbitrary, with logit -inf.
+  Tokens of equal logits are sorted by id. If fewer than X logits are above
+  -inf, the remaining tokens are arbitrary, with logit -inf.
 
   Args:
     logits: float32[R, V].
@@ -151,6 +151,6 @@ def _most_likely_of_parts(
 
 
 def _comes_after(block: Block, value: Array, token: Array) -> Array:
-  """Returns bool[R, Y]: tokens after `token` in the order of `most_likely`."""
+  """Returns bool[R, Y], True where `most_likely` puts tokens after `token`."""
   equal = block.values == value
   return (block.values < value) | (equal & (block.columns > token))

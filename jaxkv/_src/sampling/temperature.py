@@ -41,7 +41,7 @@ def as_temperature(temperature: Any) -> Array:
 
 
 def divisor(temperature: Array) -> Array:
-  """Returns the divisor of logits for log-probs, which is 1 for temperature 0.
+  """Returns the divisor of logits, which is 1 for temperature 0.
 
   Returns NaN for traced temperatures out of range, which `as_temperature`
   cannot check.

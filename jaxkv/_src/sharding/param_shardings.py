@@ -6,9 +6,10 @@ table has the split dimension of each split array between asterisks;
 `models.decoder.params` defines the letters. All other arrays are replicated,
 such as untied embeddings, norms and routers.
 
-The head is split by vocabulary, and so are the logits, which the sampler does
-not gather. Tied embeddings are the head, and need one more all-reduce after the
-lookup. If the number of devices does not divide V, the head is replicated.
+The output head is split by vocabulary, and so are the logits, which the sampler
+does not gather. Tied embeddings serve as the head, and need another all-reduce
+after the lookup. If the number of devices does not divide V, the head is
+replicated.
 
 | layer             | split arrays                                             |
 |-------------------|----------------------------------------------------------|
@@ -81,9 +82,9 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
 
   Along `axes.model`, attention heads and the inner dimension of MLPs and of
   experts are split, and XLA partitions `jaxkv.models.forward` with two
-  all-reduces of activations for each layer. The head is split by vocabulary, if
-  the size of the axis divides V. Along `axes.experts`, each device gets an
-  equal part of the experts. All other parameters are replicated.
+  all-reduces of activations for each layer. The output head is split by
+  vocabulary, if the size of the axis divides V. Along `axes.experts`, each
+  device gets an equal part of the experts. Other parameters are replicated.
 
   Args:
     params: from `jaxkv.models.init_params` or `jaxkv.models.load`, or their
@@ -97,8 +98,8 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
 
   Raises:
     ValueError: `params` are not those of a decoder, the size of an axis does
-      not divide a dimension that is split, such as the number of K/V heads, or
-      `axes.experts` is set for a decoder without experts.
+      not divide a dimension of a layer's split array, such as the number of K/V
+      heads, or `axes.experts` is set for a decoder without experts.
 
   Examples:
     >>> import jax

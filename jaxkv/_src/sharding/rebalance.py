@@ -27,8 +27,8 @@ def rebalance(
 ) -> RolloutState:
   """Moves sequences from shards with more remaining work to others.
 
-  Call it, jitted with the state donated, between calls of `generate` that have
-  a limit of steps. Sequences keep their ids and sample the same tokens.
+  Call it, jitted with the state donated, between calls of `generate` with
+  `Until(steps=...)`. Sequences keep their ids and sample the same tokens.
 
   The work of a shard is the number of tokens that its unfinished sequences may
   still sample; limits such as `Sampling.max_tokens` make this more accurate. In

@@ -124,8 +124,7 @@ def init(
     TypeError: see `jaxkv.rollout.init`.
     ValueError: see `jaxkv.rollout.init`; or the pools cannot be split, see
       `state_shardings`; `config.numerics` is "exact" with several devices along
-      `axes.model`, or with `axes.experts`; or the cache has pages in host
-      memory.
+      `axes.model`, or with `axes.experts`; or `CacheConfig.host_pages` is set.
   """
   if config.numerics == "exact" and axes.num_parts > 1:
     raise ValueError(
@@ -141,7 +140,7 @@ def init(
   if cache.config.host_pages:
     raise ValueError(
       "`cache` must have no pages in host memory, got "
-      f"{cache.config.host_pages}: moves run on one device."
+      f"{cache.config.host_pages}: pages move to the host only without a mesh."
     )
   requests = as_requests(requests, config)
   check_num_samples(requests, config)
@@ -205,9 +204,9 @@ def generate(
 ) -> RolloutState:
   """Generates tokens on all shards, see `jaxkv.rollout.generate`.
 
-  A shard stops when its own sequences have ended, or at `until`; the shards do
-  not communicate. With `axes.experts`, the shards step together, until the last
-  of them can stop. Jit this function with the state donated, as
+  A shard stops when its own sequences have ended, or at `until`, without
+  communication. But with `axes.experts`, the shards step together, until the
+  last of them can stop. Jit this function with the state donated, as
   `jax.jit(functools.partial(generate, axes=axes, model=model),
   donate_argnums=1)`, so that the K/V memory is updated in place.
 
@@ -229,9 +228,9 @@ def generate(
   Raises:
     TypeError: see `jaxkv.rollout.generate`.
     ValueError: see `jaxkv.rollout.generate`; or a parameter is not on the
-      devices of the mesh, or is split along `axes.data` where `axes` does not
-      say so, or the reverse. Inside `jit`, only the devices are checked, and
-      for Explicit axes only.
+      devices of the mesh; or, with `axes.experts`, is not split along
+      `axes.data` as by `param_shardings`. Inside `jit`, only the devices are
+      checked, and for Explicit axes only.
   """
   _check_placed(params, axes)
   return _generate(params, state, until, axes, model, process, draft)
@@ -268,7 +267,7 @@ def _along(axis: str | None, place: NamedSharding) -> P:
 
 
 def _check_placed(params: Any, axes: MeshAxes) -> None:
-  """Raises ValueError if a parameter is known not to be on all devices."""
+  """Raises ValueError if a parameter is known to have a wrong sharding."""
   devices = set(axes.mesh.devices.flat)
   shardings = param_shardings(params, axes=axes) if axes.experts else params
   places = jax.tree.leaves(shardings)
@@ -279,8 +278,8 @@ def _check_placed(params: Any, axes: MeshAxes) -> None:
       is_placed = not is_explicit or not jax.typeof(leaf).sharding.mesh.empty
     else:
       is_placed = isinstance(leaf, Array) and leaf.devices() == devices
-      is_split = bool(axes.experts) and _is_split(place, axes)
-      is_placed = is_placed and _is_split(leaf.sharding, axes) == is_split
+      if is_placed and axes.experts is not None:
+        is_placed = _is_split(leaf.sharding, axes) == _is_split(place, axes)
     if not is_placed:
       raise ValueError(
         f"`params{jax.tree_util.keystr(path)}` must be on all devices of the "
@@ -291,7 +290,7 @@ def _check_placed(params: Any, axes: MeshAxes) -> None:
 
 
 def _is_split(place: Any, axes: MeshAxes) -> bool:
-  """Returns whether a sharding splits an array along `axes.data`."""
+  """Returns True if a sharding splits an array along `axes.data`."""
   names = jax.tree.leaves(tuple(getattr(place, "spec", ())))
   return axes.data is not None and axes.data in names
 

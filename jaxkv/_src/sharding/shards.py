@@ -20,8 +20,8 @@ def each_shard(
   """Calls `function(split, *shared)` for each shard, inside `jit`.
 
   Shards communicate only where `function` calls a collective operation. A
-  device with several shards runs them one after another. Without `axes.data`,
-  `function` is called once, with the whole arrays. For example:
+  device with several shards runs `function` for one after another. Without
+  `axes.data`, `function` is called once, with the whole arrays. For example:
 
     update = functools.partial(
       sharding.each_shard, rollout.update_weights, axes=axes

@@ -18,9 +18,9 @@ def state_shardings(state: RolloutState, *, axes: MeshAxes) -> RolloutState:
   """Returns the shardings of a rollout.
 
   Along `axes.data`, each array is split into its shards. Along `axes.model`,
-  K/V pages are split by heads. All other arrays, including latents, recurrent
-  states and token counts, are replicated. Pass the shardings to
-  `jax.device_put`, `jax.jit(out_shardings=)` or `jax.ShapeDtypeStruct`.
+  K/V pages are split by heads, and all other arrays, including latents and
+  recurrent states, are replicated. Pass the shardings to `jax.device_put`,
+  `jax.jit(out_shardings=)` or `jax.ShapeDtypeStruct`.
 
   Args:
     state: the rollout, from `jaxkv.sharding.init`, or its shapes from
@@ -64,7 +64,7 @@ def state_shardings(state: RolloutState, *, axes: MeshAxes) -> RolloutState:
 
 
 def tree_shardings(tree: Any, axes: MeshAxes) -> Any:
-  """Returns the shardings of a pytree; heads of `KVPages` are split."""
+  """Implements `state_shardings` for any pytree, without host memory."""
   by_shard = axes.by_shard()
   # The axes of `KVPages` after shards: pages, heads, tokens, elements.
   by_head = NamedSharding(axes.mesh, P(*by_shard.spec, None, axes.model))

@@ -85,8 +85,8 @@ def _submit(state, requests, ids, axes):
     state, out = verb.submit(
       dataclasses.replace(state, queue=queue), requests, ids=ids, mask=is_mine
     )
-    # A prompt's code and id come from its shard, or from shard 0 if the prompt
-    # is refused. The other shards add 0.
+    # A prompt's code and id come from its shard; the code of a refused prompt
+    # comes from shard 0. The other shards add 0.
     code = jnp.where(is_mine, out.code, jnp.where(shard == 0, refused, 0))
     new_ids = jnp.where(is_mine, out.ids + 1, 0)
     return state, lax.psum((code, new_ids), axes.data)

@@ -33,7 +33,7 @@ from jaxkv._src.workers.worker import Room
 class LocalWorker:
   """A `Worker` that runs a rollout on devices of this process.
 
-  It owns the state and donates it to each call, so that no call copies pages.
+  It owns the state and donates it, so that calls update the pages in place.
   """
 
   def __init__(
@@ -59,8 +59,8 @@ class LocalWorker:
       model: see `jaxkv.rollout.generate`.
       process: see `jaxkv.rollout.generate`.
       draft: see `jaxkv.rollout.generate`.
-      steps: the number of calls of the model in each `advance`. Prompts enter
-        and results leave only between calls of `advance`.
+      steps: the maximum number of calls of the model in each `advance`. Prompts
+        enter and results leave only between calls of `advance`.
     """
     self._hooks = {"model": model, "process": process, "draft": draft}
     self._until = Until(steps=jnp.int32(as_count("steps", steps, 1)))
@@ -110,7 +110,7 @@ class LocalWorker:
     return np.asarray(out.ok)[:count].tolist()
 
   def _padded(self, requests: Requests) -> tuple[Requests, int]:
-    """Pads requests to one of few shapes; returns them, and their number."""
+    """Pads requests to one of few shapes; also returns the original number."""
     count = len(requests.lengths)
     prompts = split(requests, self._state.config)
     prompts += prompts[-1:] * (_padded_size(count) - count)
@@ -149,7 +149,7 @@ class LocalWorker:
     return dropped
 
   def _drop(self, oldest: int) -> list[int]:
-    """Removes groups with a token before `oldest` in an unfinished sample."""
+    """Removes groups whose unfinished samples have versions before `oldest`."""
     queue, samples = self._state.queue, self._state.config.num_samples
     status, versions, ids = jax.device_get(
       (queue.status, queue.versions, queue.ids)
@@ -160,7 +160,7 @@ class LocalWorker:
     if not groups.size:
       return []
     rows = (groups[:, None] * samples + np.arange(samples)).reshape(-1)
-    # All rows, masked, so that the shapes are always the same.
+    # A mask over all rows has the same shape in each call.
     is_removed = np.zeros(ids.shape, bool)
     is_removed[rows] = status[rows] != SequenceStatus.EMPTY
     unfinished = is_removed & (status < SequenceStatus.DONE)

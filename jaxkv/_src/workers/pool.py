@@ -151,7 +151,7 @@ class Pool:
     return place
 
   def remove(self, place: int) -> None:
-    """Removes a worker; the other workers continue its sequences.
+    """Removes a worker; other workers then run its prompts to their end.
 
     Raises:
       ValueError: `place` has no worker, or the last one.
@@ -174,9 +174,9 @@ class Pool:
     Args:
       requests: P prompts, see `jaxkv.rollout.Requests`. All prompts of a pool
         must have the same optional fields, and the same `StopStrings`.
-      ids: int32[P], the id of each prompt's first sample; its G - 1 successors
-        are the ids of the other samples. A sample's random key depends on its
-        id. None to continue after the largest id so far.
+      ids: int32[P], the id of each prompt's first sample; the other samples
+        have the next G - 1 ids. Without `Sampling.seed`, a sample's random key
+        depends on its id. None to continue after the largest id so far.
 
     Returns:
       The ids of the prompts.
@@ -184,8 +184,8 @@ class Pool:
     Raises:
       TypeError: `requests` is not a `Requests`, or an array has a wrong dtype.
       ValueError: an array has a wrong shape, or an id is out of range or in
-        use. A prompt that `jaxkv.rollout.submit` refuses stops the pool later,
-        see `results`.
+        use. A prompt that is not valid for `jaxkv.rollout.submit` stops the
+        pool later, see `results`.
       RuntimeError: the pool is closed or has failed, see `results`.
     """
     samples, parts = self._config.num_samples, split(requests, self._config)
@@ -249,8 +249,8 @@ class Pool:
   def update_weights(self, params: Any) -> int:
     """Gives new weights to all workers, and returns their version.
 
-    A worker that is preparing a call of `advance` may still use the old weights
-    in this call. All later calls use the new weights.
+    A call of `advance` that runs or is being prepared may still use the old
+    weights. All later calls use the new weights.
     """
     with self._changed:
       self._version += 1
@@ -379,7 +379,7 @@ class Pool:
   def _take_waiting(self, member: _Member, worker: Worker) -> None:
     room = worker.room()
     with self._changed:
-      # More prompts than fit: some may have longer prefixes on other workers.
+      # Reads more prompts than fit, as some may have longer prefixes elsewhere.
       waiting = list(itertools.islice(self._waiting, _LOOKAHEAD))
     if not waiting or not room.prompts:
       return
@@ -434,7 +434,7 @@ class Pool:
       self._changed.notify_all()
 
   def _replace(self, member: _Member, error: Exception) -> None:
-    """Puts the prompts of a worker that failed back into the queue."""
+    """Puts the prompts of a worker that failed back, to wait again."""
     with self._changed:
       self._put_back(list(member.prompts.values()))
       member.prompts, member.seen, member.version = {}, Seen(), 0

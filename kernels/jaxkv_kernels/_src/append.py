@@ -212,7 +212,7 @@ def append_pages(
 def _target_pages(
   pages: jax.Array, page_ids: jax.Array, offsets: jax.Array, page_offset
 ) -> jax.Array:
-  """Returns int32[T], the page of each token, or N for a token to drop."""
+  """Returns int32[T], the page of each token, at least N for one to drop."""
   check.vector("offsets", offsets, page_ids.size)
   check.scalar("page_offset", page_offset, jnp.integer)
   total, page_size = pages.shape[0], pages.shape[2]
@@ -227,7 +227,7 @@ def _target_pages(
 
 
 def _put(pages, new, targets, offsets) -> jax.Array:
-  """Writes `new` [T, K, ...] into [N, K, S, ...]; drops tokens of page N."""
+  """Writes `new` [T, K, ...] to [N, K, S, ...]; drops tokens of pages >= N."""
   chex.assert_shape(new, (*targets.shape, pages.shape[1], *pages.shape[3:]))
   pages, offsets = jnp.asarray(pages), jnp.asarray(offsets)
   return lax.platform_dependent(
@@ -244,8 +244,8 @@ def _put_all_heads(pages, new, targets, offsets) -> jax.Array:
 def _put_by_head(pages, new, targets, offsets) -> jax.Array:
   """Scatters each head of a token with its own index, for a TPU."""
   # A scatter window over all heads would be strided in memory, so XLA for a TPU
-  # would transpose the whole pool before and after a loop. The cost: if heads
-  # are sharded over only some mesh axes, XLA all-gathers the new tokens' heads.
+  # would transpose the whole pool before and after a loop. But if heads are
+  # sharded over only some mesh axes, XLA all-gathers the new tokens' heads.
   heads = jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
   index = targets[:, None], heads, offsets[:, None]
   return pages.at[index].set(new, mode="drop")

@@ -1,8 +1,8 @@
-"""Checks types, shapes and static values of arguments, which may be traced.
+"""Checks types, shapes, devices and static values of arguments.
 
-Each check accepts the arguments that its docstring names. For other arguments
-it raises a `TypeError` if a type or dtype is wrong, and a `ValueError` if a
-shape, value or device is wrong. Messages read "`name` must be X, got Y; do Z.".
+Each check accepts the arguments that its docstring names, which can be traced.
+For others it raises a `TypeError` if a type or dtype is wrong, and a
+`ValueError` otherwise. Messages read "`name` must be X, got Y; do Z.".
 """
 
 import functools
@@ -38,7 +38,7 @@ def refuse(
     error: `TypeError` or `ValueError`.
     name: the argument's name.
     expected: X, a description of the values that are allowed.
-    value: the argument's value, which `describe` formats as Y.
+    value: the argument or its dtype, which `describe` formats as Y.
     hint: Z; empty if the remedy is obvious.
   """
   tail = f"; {hint}." if hint else "."
@@ -46,7 +46,7 @@ def refuse(
 
 
 def describe(value: Any) -> str:
-  """Returns `dtype[shape]` for an array, a dtype's name, or else `repr`."""
+  """Formats an array as `dtype[shape]`, a dtype as its name, else by `repr`."""
   if isinstance(value, np.dtype):
     return value.name
   if isinstance(value, (jax.Array, np.ndarray)):
@@ -64,7 +64,7 @@ def is_array(name: str, value: Any) -> None:
 
 
 def queries(name: str, q: jax.Array, letters: str) -> None:
-  """Accepts float queries with one non-empty axis for each letter."""
+  """Accepts floats of 16 or 32 bits, with one non-empty axis per letter."""
   is_array(name, q)
   if q.ndim != len(letters) or 0 in q.shape:
     expected = f"[{', '.join(letters)}] with no axis of size 0"
@@ -131,7 +131,7 @@ def real(name: str, values: jax.Array) -> None:
 
 
 def same_devices(name: str, array: jax.Array, **arrays: Any) -> None:
-  """Accepts arrays on the devices of `array`, and uncommitted arrays."""
+  """Accepts values that are not committed to other devices than `array`."""
   expected = devices_of(array)
   for argument, value in arrays.items():
     devices = devices_of(value)
@@ -145,8 +145,8 @@ def same_devices(name: str, array: jax.Array, **arrays: Any) -> None:
 @functools.cache
 def architectures() -> frozenset[int]:
   """Returns compute capabilities of the local GPUs, such as 90 for sm_90."""
-  # A GPU without the attribute counts as a Hopper GPU. The names of AMD GPUs,
-  # which are not numbers, are skipped.
+  # A GPU without `compute_capability` counts as a Hopper GPU. An AMD GPU, which
+  # has a name such as gfx942 instead of a number, is skipped.
   found = (
     str(getattr(device, "compute_capability", "9.0")).replace(".", "")
     for device in jax.local_devices()
@@ -157,7 +157,7 @@ def architectures() -> frozenset[int]:
 
 def devices_of(array) -> set[Any] | None:
   """Returns the devices that an array is committed to, if any."""
-  # The devices of a tracer are unknown until lowering. Then jax checks them.
+  # jax knows the devices of a tracer only at lowering, and then checks them.
   if isinstance(array, core.Tracer) or not isinstance(array, jax.Array):
     return None
   return array.devices() if array.committed else None
@@ -196,7 +196,7 @@ def integers(name: str, values: jax.Array) -> None:
 
 
 def max_query_len(value: int | None, rows: int) -> int:
-  """Returns `value` if it is at least 1; for None `rows`, but at least 1."""
+  """Accepts an int of at least 1, or None; returns max(rows, 1) for None."""
   if value is None:
     return max(rows, 1)
   count("max_query_len", value)
@@ -204,7 +204,7 @@ def max_query_len(value: int | None, rows: int) -> int:
 
 
 def window(value: jax.Array | int | None, name: str = "window") -> None:
-  """Accepts an integer scalar from 1 to 2**31 - 1, or None."""
+  """Accepts an integer scalar, 1 to 2**31 - 1 if it is static, or None."""
   if value is None:
     return
   scalar(name, value, np.integer)
@@ -279,7 +279,7 @@ def count(name: str, value: int) -> None:
 
 
 def scalar(name: str, value, kind) -> None:
-  """Accepts a float scalar, or an int32 scalar if `kind` is np.integer."""
+  """Accepts an integer scalar for np.integer, else a float or Python int."""
   expected = "an integer scalar" if kind is np.integer else "a float scalar"
   # A bool is an int in Python, but as an argument it is a mistake.
   if isinstance(value, bool):

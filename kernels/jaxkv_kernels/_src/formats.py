@@ -2,7 +2,7 @@
 
 XLA for a CPU rewrites a whole bfloat16 or 8-bit float array to update one
 element. On a CPU, pools should therefore store the same bits in an integer
-dtype. Calls then reinterpret only the elements that they read or write.
+dtype. Functions then reinterpret only the elements that they read or write.
 
 | pool dtype | elements |
 |---|---|
@@ -71,8 +71,8 @@ def scaled_dtype(name: str, pool_dtype) -> np.dtype:
 def load(stored: jax.Array) -> jax.Array:
   """Converts elements of a pool to numbers, without applying scales.
 
-  Call it on elements gathered from a pool. Applied to a whole pool, it would
-  copy the pool on a CPU.
+  Call it on elements gathered from a pool. On a CPU, a conversion of the whole
+  pool would copy it.
   """
   check.is_array("stored", stored)
   dtype = _LOGICAL_DTYPE[check.pool_dtype("stored", stored.dtype)]
@@ -82,7 +82,7 @@ def load(stored: jax.Array) -> jax.Array:
 
 
 def store(values: jax.Array, pool_dtype) -> jax.Array:
-  """Rounds numbers to the format of a pool, and returns them in its dtype.
+  """Rounds numbers to a pool's format, and returns them in the pool's dtype.
 
   Numbers outside the range of an 8-bit format are clipped to it.
   """

@@ -1,7 +1,7 @@
 """Copies whole pages within a pool, and gathers pages out of it.
 
 Letters: a pool has L layers of N pages of S tokens, with K heads of D elements.
-A table has B rows of M pages.
+A table has B rows of M pages. A copy has R pairs of pages.
 """
 
 import jax
@@ -18,9 +18,10 @@ def copy_pages(
   """Copies page `src[r]` over page `dst[r]`, in every layer.
 
   Reads all sources before it writes any destination. Works in place if the pool
-  is donated or carried by a loop. Skips pairs with an id out of range. A call
-  that skips all pairs costs nothing, except under `vmap`, where every call has
-  the full cost. With equal destinations, it is undefined which pair is copied.
+  is donated or carried by a loop; on a CPU not for bfloat16 or float8. Skips
+  pairs with an id out of range. A call that skips all pairs costs nothing,
+  except under `vmap` beside calls that copy pages. With equal destinations, it
+  is undefined which pair is copied.
 
   Args:
     pages: [L * N, K, S, D].
@@ -79,12 +80,12 @@ def gather_pages(
 
   Args:
     pages: [L * N, K, S, D].
-    page_table: int32[B, M]; an id out of range reads as a page of zeros.
-    page_offset: int32[], added to every page id.
+    page_table: int32[B, M]; an id outside 0..L * N - 1 reads as zeros.
+    page_offset: int32[], added to every page id; sums have the same range.
 
   Returns:
-    [B, M * S, K, D] in the `logical_dtype`. Elements past the end of a sequence
-    are arbitrary.
+    [B, M * S, K, D] in the pool's `logical_dtype`. Elements past the end of a
+    sequence are arbitrary.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.

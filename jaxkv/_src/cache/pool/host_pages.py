@@ -1,10 +1,10 @@
 """Pages in host memory, to which the device evicts cached pages.
 
-A cached page is either on the device or on the host, never on both. If the
-device evicts a page, its contents overwrite the first page of the host's queue,
-and this host page goes to the back. A hit in host memory returns to a free
-device page. Its host page goes to the front of the host's queue, so the next
-saved page overwrites it. Often this is the page evicted for the hit, so the two
+A cached page is either on the device or on the host. If the device evicts a
+page, the page's contents overwrite the first page of the host's queue, and this
+host page goes to the back. A hit in host memory returns to a free device page,
+and its host page goes to the front of the host's queue, where the next saved
+page overwrites it. Often the saved page was evicted for the hit, so the two
 contents exchange places. Both queues together keep cached pages in LRU order.
 
 Host page h, 0 .. N2 - 1, has the number N + 1 + h in the index. In the host's
@@ -60,7 +60,7 @@ class Moves:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostPages:
-  """The pages in host memory.
+  """The pages in host memory, with counters modulo 2**32.
 
   Attributes:
     saves: True if evicted pages are saved; False if `CacheConfig.host_policy`
@@ -69,10 +69,10 @@ class HostPages:
     moves: the moves of the last call of a verb.
     stale_before: the clock of the prefix index at the last `new_epoch`. Pages
       published before this time are not saved.  # uint32[]
-    num_saved: pages saved since `init`, modulo 2**32.  # uint32[]
-    num_restored: pages restored since `init`, modulo 2**32.  # uint32[]
+    num_saved: pages saved since `init`.  # uint32[]
+    num_restored: pages restored since `init`.  # uint32[]
     num_forgotten: cached host pages overwritten since `init`.  # uint32[]
-    num_dropped: pages evicted since `init`, but not saved.  # uint32[]
+    num_dropped: cached pages evicted, but not saved, since `init`.  # uint32[]
   """
 
   saves: bool = dataclasses.field(metadata={"static": True})
@@ -90,8 +90,8 @@ class Exchanged(NamedTuple):
 
   Attributes:
     evicted: the popped device pages that were cached, saved or not.
-    removed: the pages that left the index: the overwritten host pages, and the
-      popped device pages that were not saved.
+    removed: the pages that left the index: cached host pages that saved pages
+      overwrote, and cached device pages that were popped and not saved.
     numbers: int32[2 W], the page number of each item of `removed`.
     sources: int32[X], the numbers of pages whose contents moved.
     targets: int32[X], the numbers of the pages to which the contents moved.
@@ -164,7 +164,7 @@ def must_stay(
   entries = prefix_index.entries_of(index, pages, pages >= 0)
   saved = entries.valid & _are_saved(host, index, entries.stamps)
   if without_loops:
-    # Counts only the host pages before the first whose removal needs a loop.
+    # The count ends before the first host page whose removal needs a loop.
     passed = live & prefix_index.has_passed(index, first_number + targets)
     live &= loops.cumulative_sum(passed) == 0
   num_targets = jnp.sum(live, dtype=jnp.int32)
@@ -266,7 +266,7 @@ def to_front(host: HostPages, pages: Array, valid: Array) -> HostPages:
   The first valid page becomes the first in the queue.
   """
   rank = loops.cumulative_sum(valid)
-  # The pages are removed first, so that `reserve` can make room for all pages.
+  # The pages are removed first, because `push` counts them as new entries.
   queue, _ = free_queue.remove(host.queue, pages, valid)
   queue = free_queue.reserve(queue, rank[-1])
   queue = free_queue.push(

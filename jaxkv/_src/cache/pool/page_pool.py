@@ -45,8 +45,8 @@ class PoolState:
     queue: the free pages in eviction order.
     index: the cached pages; None without prefix caching.
     events: the event log; None unless `CacheConfig.event_log` > 0.
-    new: True for pages popped for new tokens since the last `take_new_pages`;
-      None unless `CacheConfig.track_new_pages`.  # bool[N]
+    new: True for pages popped since the last `take_new_pages`, except restored
+      pages; None unless `CacheConfig.track_new_pages`.  # bool[N]
     ages: release times and histograms of ages; None unless
       `CacheConfig.track_residency`.
     host: the pages in host memory; None without `CacheConfig.host_pages`.
@@ -112,10 +112,10 @@ def pop(
 ) -> tuple[PoolState, Popped]:
   """Pops up to `num_pages` free pages, and evicts those that are cached.
 
-  Reads the first `window` entries of the queue. If some of these are stale, it
-  can pop fewer pages, and the caller calls again. With `without_loops`, stops
-  before the first page whose removal from the index needs a loop. `restored`
-  maps the ranks of popped pages, int32[W], to the host pages to restore there.
+  Reads the first `window` entries of the queue. A call can pop fewer pages, for
+  example if entries are stale. The caller then calls again. `without_loops`
+  stops before the first page whose removal from the index needs a loop.
+  `restored` maps the ranks of popped pages to host pages to restore, int32[W].
   """
   index, host, keeps = pool.index, pool.host, None
   if host is not None and index is not None:
@@ -242,7 +242,7 @@ def drop(
 
   Args:
     pool: the pool, with room reserved in its queue.
-    pages: int32[W]; repeats are allowed, and each valid page has a reference.
+    pages: int32[W]; repeats are allowed. Each valid item has a reference.
     owner: int32[W], a number for the holder of each reference, such as the
       index of a range of columns. Pass the same numbers to `to_front`.
     valid: bool[W].

@@ -1,7 +1,7 @@
-"""Page-table rows: attaches, fills, grows and shrinks ranges of columns.
+"""Attaches, fills, grows and shrinks ranges of page-table columns.
 
-Every function takes ranges in many rows at once, and processes their columns in
-row order, in windows of W columns (see `loops.for_each`).
+The functions take ranges in many rows at once. They process the ranges in
+order, in windows of W columns (see `loops.for_each`).
 """
 
 import functools
@@ -123,8 +123,8 @@ def grow(
   """
   total = jnp.sum(filled.counts, dtype=jnp.int32)
 
-  # This loop cannot be a `for_each`, because an iteration pops fewer pages than
-  # its window has if the queue has stale entries.
+  # This loop cannot be a `for_each`, because an iteration can pop fewer pages
+  # than its window has entries, for example if some entries are stale.
   def trip(loop, *, is_first: bool = False):
     done, evicted, pool, table = loop
     window = loops.GPU_WINDOW if is_first else loops.WINDOW

@@ -1,9 +1,9 @@
-"""Page-table columns of recurrent groups, most of which hold the null page.
+"""The states of recurrent groups, and the page-table columns that hold them.
 
-The state after t tokens is in the column of token t - 1, counted from 0.
-Columns between two states hold the null page. The last state of a sequence is
-the running state. The columns after it hold the scratch pages, one for each
-draft token. Scratch pages move to later columns when the sequence grows.
+The state after t tokens is in the column of token t - 1, where tokens count
+from 0. Columns between two states hold the null page. The last state is the
+running state. The columns after it hold the scratch pages, one for each draft
+token. Scratch pages move to later columns when the sequence grows.
 Without recurrent groups, the functions of this module do not change the table.
 """
 
@@ -86,7 +86,8 @@ def retract_scratch(
     table: int32[B, G, M]; columns from `keep` to the scratch pages hold no
       page.
     slots: int32[R], out of range for rows that must not change.
-    held: int32[R, G], columns in use before; the last hold scratch pages.
+    held: int32[R, G], the number of columns before the call; the last columns
+      hold scratch pages.
     keep: int32[R, G], the number of columns for the remaining tokens.
     num_remaining: int32[R, G], the number of scratch pages that remain.
   """
@@ -107,7 +108,7 @@ def num_scratch(config: CacheConfig, held: Array, keep: Array) -> Array:
 def num_pages(
   config: CacheConfig, table: Array, slots: Array, start: Array, stop: Array
 ) -> Array:
-  """Counts the pages from column `start` to `stop - 1`, without null pages.
+  """Counts pages of all groups, except null pages, from `start` to `stop - 1`.
 
   Takes `slots`, int32[R], `start` and `stop`, int32[R, G]. Returns int32[R].
   """
@@ -151,8 +152,8 @@ def _growth(
   config: CacheConfig, held: Array, stop: Array, begins: Array
 ) -> tuple[Array, Array]:
   """Returns the new columns of running states, and counts of pages to move."""
-  # Scratch pages in columns before the new running state move to columns after
-  # this state. Other scratch pages stay.
+  # Scratch pages before the column of the new running state move to this column
+  # or later columns. Other scratch pages stay.
   scratch = _scratch(config)
   running = stop - scratch - 1
   num_moved = jnp.minimum(held, running) - (held - scratch)

@@ -13,9 +13,9 @@ for each page. The digests are then chained:
 Only the chain is sequential over pages, with one permutation per page. Anyone
 can invert the permutation, so secrets mask its inputs and outputs. An attacker
 who sees the keys and chooses the tokens, but does not know the secret, cannot
-construct two prefixes with the same key. (By Chaskey's bound, the tokens that
-an attack sees, times the permutations that it computes, must reach 2**128.) A
-lookup also compares the tokens of the page, see `prefix_index`.
+construct two prefixes with the same key. (By Chaskey's bound, the hashed tokens
+of an attack, times its computed permutations, must reach 2**128.) A lookup also
+compares the tokens of the page, see `prefix_index`.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ NUM_ROUNDS = 8
 # SECRET_OF_GROUPS + g.
 SECRET_OF_DIGESTS, SECRET_OF_ROOTS, SECRET_OF_GROUPS = range(3)
 
-# Public functions of this file take and return keys as uint32[..., 4]. The
-# computation uses tuples of four uint32[...], which XLA compiles to straight-
-# line code. With arrays, XLA would repeat earlier rounds for each word.
+# Public functions of this file take and return keys as uint32[..., 4]. Private
+# functions use tuples of four uint32[...]. With one array for the four words,
+# XLA would repeat earlier rounds for each word.
 Words = tuple[Array, Array, Array, Array]
 
 
@@ -79,7 +79,7 @@ def make_secret(key: Array, num_groups: int) -> Array:
   """
   purposes = jnp.asarray(secret_purposes(num_groups))
   words = _xor(_unstack(key), _unstack(purposes))
-  # Without the key in the output, the inverse permutation would reveal the key.
+  # Without this XOR, the inverse permutation of a secret would reveal the key.
   return _stack(_xor(_unstack(key), _permute(words)))
 
 
@@ -94,7 +94,7 @@ def root_key(secret: Array, epoch: Array, salts: Array | None) -> Array:
 
   Args:
     secret: see `make_secret`.
-    epoch: uint32[].
+    epoch: uint32[], see `CacheState.epoch`.
     salts: uint32[R, 4], or None for sequences without a salt.
 
   Returns:
@@ -248,9 +248,9 @@ class SlotHashes:
       slot has fewer than A tokens.  # uint32[B, 4]
     tail: the tokens after the last multiple of A. The first `length[b] % A`
       entries of slot b are valid.  # int32[B, A]
-    prompt_length: tokens of the prompt with which the slot was admitted; None
+    prompt_length: tokens of the prompt that `admit` put into the slot; None
       unless `CacheConfig.prefix_retention_interval` is set.  # int32[B]
-    shared_prefix_boundary: the length of a prefix of the prompt that only some
+    shared_prefix_boundary: tokens of the prompt's longest prefix that only some
       groups had cached; 0 for none. None without `prompt_length`.  # int32[B]
   """
 

@@ -210,7 +210,7 @@ def insert(
 
   Args:
     index: the index.
-    pages: int32[X], distinct and not cached, in the order of their stamps. The
+    pages: int32[X], distinct and not cached; they get stamps in this order. The
       cost grows with the square of X. Programs for CPUs pass INSERT_WINDOW
       pages in a call, and programs for GPUs pass more, see `loops.for_each`.
     keys: uint32[X, 4].
@@ -294,14 +294,14 @@ def remove(
   # An invalid item reads NOWHERE as its position, so it counts as not cached.
   place = indexing.where_valid(valid, pages)
   entry = indexing.take(index.entry, place, fill=NOWHERE)
-  # Without the barrier, a program for GPUs would read `entry` again after the
-  # write below, and so would copy the array.
+  # Without the barrier, a program for GPUs would read `index.entry` again after
+  # the write below, and so would copy it.
   keys, stamps, position = _split(lax.optimization_barrier(entry))
   valid = position < NOWHERE
   count = jnp.sum(valid, dtype=jnp.int32)
   home = elementwise.quotient(position, BUCKET_PAGES)
   way = elementwise.remainder(position, BUCKET_PAGES)
-  # Without this dependency on the read above, XLA would copy `entry`.
+  # Without this dependency on the read above, XLA would copy `index.entry`.
   place = loops.read_before(count, indexing.where_valid(valid, pages))
   overflow = index.overflow
   if not without_loops:
@@ -349,7 +349,7 @@ def lift(
 
 
 def settle(index: PrefixIndex, pages: Array, moving: Moving) -> PrefixIndex:
-  """Gives the entries that `lift` returned to pages, int32[X], not cached yet.
+  """Gives the lifted entries to pages, int32[X], that are not cached yet.
 
   An entry keeps its key, its stamp and its place in the buckets. So no search
   is needed, and pages with equal keys keep their order.
@@ -415,7 +415,7 @@ def _count_passed(
     )
     bucket = _next_bucket(index, keys, bucket)
     # The last test ends the loop after all buckets. It matters only in a broken
-    # state, where a page is in none of the buckets of its key.
+    # state, where a position is not in any bucket.
     return overflow, bucket, active & (bucket != home) & (bucket != first)
 
   with jax.named_scope("rare/overflow"):

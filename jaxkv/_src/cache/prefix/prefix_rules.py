@@ -29,12 +29,12 @@ def final_pages(config: CacheConfig, tokens: Array) -> Array:
 
 def final_pages_of(config: CacheConfig, size: int, tokens: Any) -> Any:
   """Computes `final_pages` for groups with pages of `size` tokens."""
+  if config.prefix_rules == "classic":
+    return elementwise.quotient(tokens, size)
   # A hit ends at a position where all groups end a page. A hit cannot include
   # pages past the last such position, so they get their keys later. With a
   # draft model, one page past the position gets a key too. A lookup finds this
   # page and drops it, so that the hit ends at the position.
-  if config.prefix_rules == "classic":
-    return elementwise.quotient(tokens, size)
   aligned = elementwise.quotient(tokens, config.alignment) * config.alignment
   if not config.use_eagle:
     return elementwise.quotient(aligned, size)
@@ -50,7 +50,7 @@ def published(
   prompt_length: Array | None,
   boundary: Array | None,
 ) -> Array:
-  """Selects the full pages to publish: the pages that a hit can include.
+  """Selects the full pages to publish; the classic rules publish all of them.
 
   Args:
     config: the cache's groups and rules.
@@ -110,11 +110,11 @@ def lookup_bound(
 ) -> tuple[Array, Array]:
   """Bounds a kind's search, and selects the rows in which it drops a page.
 
-  In each round of `longest_hit.agree`, every kind of group shortens the
+  In each round of `longest_hit.agree`, the kinds of groups in turn shorten the
   candidate for the longest prefix. With `use_eagle`, a kind drops the last page
   that it finds. To find this page, a kind that is not recurrent searches one
   page past the candidate. With the classic rules, every kind searches only up
-  to the end of the candidate, and drops a page in every round.
+  to the end of the candidate, and drops a page in every search.
 
   Args:
     config: the cache's groups and rules.
@@ -127,8 +127,8 @@ def lookup_bound(
   Returns:
     int32[R], the bound in tokens, and bool[R], True to drop the last page.
   """
-  # A kind drops at most one page at each length of the candidate. Otherwise two
-  # kinds would shorten the candidate in every round, down to length 0.
+  # With the current rules, a kind drops at most one page at each length of the
+  # candidate. Otherwise two kinds could shorten it in every round, down to 0.
   drop = config.use_eagle & ~dropped
   if config.prefix_rules == "classic":
     return length, drop | config.use_eagle
@@ -169,7 +169,7 @@ def reports_boundary(config: CacheConfig) -> bool:
 
 
 def _hit_pages(config: CacheConfig, tokens: Any, size: int) -> Any:
-  """Counts the pages of a hit in `tokens`, int32[X], plus the page to drop."""
+  """Counts the pages of a hit in int32[X] tokens, plus the page to drop."""
   aligned = tokens // config.alignment * config.alignment
   return aligned // size + int(config.use_eagle)
 
@@ -180,8 +180,8 @@ def _retained_prefixes(
   """Returns lengths of retained prefixes, int32[X] each; negative for none."""
   # A later prompt may repeat this prompt, begin with it, or diverge from it at
   # `boundary`. The prefixes that such prompts would hit are retained. With a
-  # draft model, hits are up to A tokens shorter. Without a draft model, as in
-  # vLLM, no prefix is retained that only a longer prompt can hit.
+  # draft model, hits are up to A tokens shorter. Without a draft model, no
+  # prefix is retained only for prompts that begin with this one, as in vLLM.
   boundary = elementwise.where(boundary > 0, boundary, -1)
   if not config.use_eagle:
     return prompt_length - 1, boundary

@@ -33,7 +33,7 @@ class Prefix(NamedTuple):
   Attributes:
     num_cached_tokens: int32[R], tokens of the prefix.
     first: int32[R, G], the first column that a group needs to continue after
-      the prefix; larger than 0 for groups that skip pages.
+      the prefix; above 0 only for groups that skip pages.
     stop: int32[R, G], one past the last whole page of the prefix.
     pages: int32[R, G, P], the cached page of each column, 0 for none. Columns
       outside of `first <= column < stop` do not belong to the prefix.
@@ -250,8 +250,8 @@ def agree(
 ) -> tuple[Array, Array]:
   """Finds the longest prefix from which all groups can continue.
 
-  As in vLLM, each kind in turn shortens a candidate until all kinds agree. Uses
-  no device for NumPy arrays, which `jaxkv.host` passes.
+  As in vLLM, the kinds in turn shorten a candidate until all agree. Uses no
+  device for NumPy arrays, which `jaxkv.host` passes.
 
   Args:
     config: the cache's groups.
@@ -312,7 +312,7 @@ def _round(
   *,
   first: bool,
 ) -> _Candidate:
-  """Lets every kind shorten the candidate once."""
+  """Lets each kind in turn shorten the candidate."""
   length, longest = candidate.length, candidate.longest
   dropped, full = list(candidate.dropped), list(candidate.full)
   for number, kind in enumerate(kinds):

@@ -103,7 +103,7 @@ def publish(
   num_tokens: Array,
   first: Array | None = None,
 ) -> tuple[CacheState, Array]:
-  """Appends tokens to slots, and publishes the pages that become full.
+  """Appends tokens to slots, and publishes the pages that become final.
 
   Args:
     state: the cache.
@@ -138,7 +138,7 @@ def publish(
     num_aligned=num_aligned,
     num_completed=elementwise.quotient(after, config.alignment) - num_aligned,
   )
-  # The loop visits only rows that complete a page, or a multiple of A tokens.
+  # The loop visits only rows with a final page or a new multiple of A tokens.
   completes = jnp.any(stream.stop > stream.first, axis=1)
   completes |= stream.num_completed > 0
   done = loops.for_each(
@@ -174,7 +174,7 @@ def publish(
 def _rows_at_once(config: CacheConfig, num_rows: int, num_tokens: int) -> int:
   """Returns the number of rows whose tokens are hashed in one iteration."""
   # Only rows that complete a page are hashed. If each row gets `num_tokens` new
-  # tokens, about `expected` rows complete a page.
+  # tokens, the rows complete about `expected` pages in total.
   expected = num_rows * num_tokens // config.page_size
   return min(num_rows, max(ROWS_AT_ONCE, min(expected, loops.WINDOW)))
 
@@ -207,16 +207,16 @@ def roll_back(
   last: Array,
   reopened: Array,
 ) -> CacheState:
-  """Rolls slots' `SlotHashes.chain` and `tail` back to a shorter length.
+  """Rolls back `SlotHashes.chain` and `tail`, and unpublishes reopened pages.
 
   Args:
     state: the cache.
     rows: the slots.
     lengths: int32[R], the new lengths.
     served: bool[R], the rows to roll back.
-    last: int32[R, G], the last page of each row at its new length, if the page
-      was full before; else NO_PAGE.
-    reopened: bool[R, G], True if this page must leave the index.
+    last: int32[R, G], the page in which each row ends at its new length, if
+      the page was full before; else NO_PAGE.
+    reopened: bool[R, G], True if the page in `last` must leave the index.
   """
   config, hashes, secret = state.config, state.hashes, state.secret
   index = state.pool.index
@@ -269,7 +269,7 @@ def _publish_rows(
   items: Items,
 ) -> _Progress:
   """Hashes the streams of a window of rows and publishes their final pages."""
-  # The loop at the end visits the columns of the window's rows.
+  # The loop at the end visits the columns of these rows' final pages.
   row_window = indexing.where_valid(items.valid, items.row)
   slots = indexing.take(stream.slots, row_window, fill=indexing.NOWHERE)
   pages = _stream_pages(config, stream, row_window)
@@ -391,8 +391,8 @@ def _insert(
   pages = indexing.take(table, *final.place)
   valid, repeated = pages > 0, sharding.zeros_like(final.published)
   if config.alignment > min(config.page_sizes):
-    # If A exceeds the size of a page, a page can be full before it gets a key.
-    # If forks share it by then, several rows publish it, in one or more calls.
+    # If A exceeds a page size, a page can be full before it gets a key. If
+    # forks share this page, each of them publishes it, in one or more calls.
     valid &= ~page_pool.is_cached(pool, pages)
     repeated = valid & indexing.any_earlier(pages, valid)
   published = final.published & valid
@@ -431,7 +431,7 @@ def _merge(
   published: Array,
   repeated: Array,
 ) -> tuple[_Progress, Array]:
-  """Replaces pages by the first page published under the same key."""
+  """Replaces pages by the earliest published device page that is equal."""
   pool, table = done.pool, done.page_table
   assert pool.index is not None
   pages = indexing.take(table, *final.place)

@@ -1,10 +1,10 @@
 """Reserves pages for the rows of a call, in all verbs that allocate pages.
 
 A verb plans a `Reservation`: the columns that its rows will have. `reserve`
-then counts the pages that each row needs, serves in order the rows that fit,
-attaches shared pages, pops fresh pages and writes the page-table rows.
-
-A verb that must act between counting and popping calls `grant`, then `take`.
+then counts the pages that each row needs, and refuses the rows that do not fit.
+For the other rows, it attaches shared pages, pops fresh pages and writes the
+page table. A verb that must act between counting and popping calls `grant`,
+then `take`.
 """
 
 import dataclasses
@@ -99,8 +99,8 @@ def reserve(
     rows: the slots.
     plan: the columns of the rows.
     code: int32[R], the statuses so far; only rows with OK are served.
-    hits: int32[R, G, P], the cached page of each column; the columns from
-      `first` to `hit - 1` are attached. None for no hits.
+    hits: int32[R, G, P], the cached page of each column; new sequences attach
+      the columns from `first` to `hit - 1`. None for no hits.
     keep_free: int32[R], pages that must stay free after a row is served.
     pops: False to attach the hits only; a later `reserve` pops the fresh pages.
     suffices: True if the free pages are known to be enough for all rows.
@@ -230,10 +230,10 @@ def in_order(
   Returns:
     bool[R], the rows served.
   """
-  # Each iteration finds the first row that does not fit, and counts the pages
-  # that the rows before it leave free. It refuses this row, and each later row
-  # that needs more pages than that. If all rows fit, the loop does not run.
-  # Rows that do not fit even alone are refused before the loop.
+  # Rows that do not fit even alone are refused before the loop. If all other
+  # rows fit, the loop does not run. Each iteration finds the first row that
+  # does not fit, and counts the pages that the rows before it leave free. It
+  # refuses this row, and each later row that does not fit in these free pages.
   hopeless = asked & (need > available - keep_free)
 
   def overdrawn(granted: Array) -> Array:
@@ -272,7 +272,7 @@ def pages_in_column(
 def hold_hits(
   state: CacheState, hits: Array, mask: Array
 ) -> tuple[CacheState, Array]:
-  """Adds a reference for each hit in `mask`, and restores host pages.
+  """Adds a reference for each hit in `mask`; restores those in host memory.
 
   Args:
     state: a cache with host pages, and with a free page for each hit in `mask`
@@ -281,7 +281,7 @@ def hold_hits(
     mask: bool[R, G, P], the hits to hold.
 
   Returns:
-    The cache, and `hits` with device pages in place of the held host pages.
+    The cache, and `hits` with a device page in place of each restored page.
   """
   if hits.size == 0:
     return state, hits

@@ -15,7 +15,7 @@ def with_spare_slots(state: CacheState, num_slots: int) -> CacheState:
   """Returns a cache of the same pages with `num_slots` other slots, all empty.
 
   The reference counts of the returned cache include the slots of both caches.
-  So `state` must not change until `take_slots` moves the sequences to it.
+  So do not call verbs on `state` before `take_slots` moves the sequences there.
   """
   config = dataclasses.replace(state.config, num_slots=num_slots)
   rows = (num_slots, config.num_groups)

@@ -199,8 +199,8 @@ def admit_found(
     max_length: the maximal number of tokens of a sequence.
     skipped: bool[R], the rows that are masked out.
     pops: False to attach the hits and to check that enough other pages are
-      free, but not to pop these. A later `allocate.make_room` pops them, so
-      other calls must leave as many pages free until then.
+      free, but not to pop these. A later `allocate.make_room` pops them. Until
+      then, all other calls must leave this number of pages free.
     num_tokens: see `admit`.
     keep_free: see `admit`.
     num_encoder_tokens: see `admit`.

@@ -39,10 +39,10 @@ def commit(
 ) -> tuple[CacheState, Committed]:
   """Declares tokens final: their K/V is written and will not change.
 
-  Advances `length`. A page that becomes full gets a key, which is a hash of its
-  tokens and of the preceding page's key. If a hit can include the page, the
-  page is published, so that `match` and `admit` find it under this key. See
-  also `CacheConfig.merge_duplicates`.
+  Advances `length`. Full pages get a key, which is a hash of the page's tokens
+  and of the tokens before them. The pages that `CacheConfig.prefix_rules`
+  selects are published, so that `match` and `admit` find them by their keys.
+  See also `CacheConfig.merge_duplicates`.
 
   A slot for which `allocate` or `admit` made too little room does not change.
 

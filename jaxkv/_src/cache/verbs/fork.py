@@ -28,7 +28,7 @@ def fork(
   """Makes empty slots continue the sequences of other slots.
 
   `dst` shares the full pages of `src`. If the last page is partly full, both
-  sequences will write to it, so `dst` gets a fresh page and a copy of the
+  sequences would write to it, so `dst` gets a fresh page and a copy of the
   contents. Pages allocated to `src` beyond its length are not shared. All pages
   of an encoder are shared.
 
@@ -128,7 +128,7 @@ def owed_copies(
   sizes, length = state.config.sizes, indexing.take(state.length, dst)
   full = sizes.full_pages(length)
   partial = sizes.open_pages(length) & served[:, None]
-  # Where no copy is needed, `src` and `dst` are NO_PAGE.
+  # Where no copy is needed, both page numbers are NO_PAGE.
   return Copies(
     *(
       reserve.pages_in_column(state, slots, full, partial).reshape(-1)

@@ -22,8 +22,8 @@ def free(
   """Releases sequences; their slots become empty.
 
   Every page of a sequence loses one reference: group by group, the last page
-  first. Pages without references go to the free queue. Published pages stay
-  cached until they are popped, so the end of a sequence is evicted first.
+  first, so that the end of a sequence is evicted first. Pages without
+  references go to the free queue. Published pages stay cached there.
 
   Args:
     state: the cache.

@@ -52,9 +52,9 @@ def stats(state: CacheState) -> Stats:
 def residency(state: CacheState) -> Residency:
   """Returns the ages of evicted pages; subtract two readings for an interval.
 
-  Counts a cached page when it is popped from the free queue. Does not count it
-  when its host page is overwritten, or when `evict`, `truncate` or
-  `reset_prefix_cache` removes it from the index.
+  Counts a cached page when it is popped from the free queue. Does not count a
+  page in host memory that is overwritten, or a page that `evict`, `truncate` or
+  `reset_prefix_cache` removes from the index.
 
   Args:
     state: a cache with `CacheConfig.track_residency`.
@@ -123,8 +123,7 @@ def num_common_prefix_pages(state: CacheState) -> Array:
     >>> jaxkv.num_common_prefix_pages(state).tolist()
     [0]
   """
-  # Compares page numbers, because a reference count also includes pins, so it
-  # does not tell the number of slots that hold the page.
+  # Reference counts are not used here, because they also include pins.
   active = state.num_pages[:, state.config.first_self_group] > 0
   first_row = state.page_table[jnp.argmax(active)]
   is_shared = (state.page_table == first_row[None]) | ~active[:, None, None]
@@ -216,9 +215,9 @@ def take_new_pages(state: CacheState) -> tuple[CacheState, Array]:
   """Returns the pages popped since the last call, and clears the record.
 
   If layers require zeroed pages, as recurrent layers do, first make the moves
-  that verbs returned. Then zero the returned pages before the next step, except
-  the destinations of copies. Pages restored from host memory are not returned.
-  The cost grows with the pool.
+  that verbs returned. Then zero the returned pages, except the destinations of
+  `Copies`, before the next step. Pages restored from host memory are not
+  returned. The cost grows with the pool.
 
   Args:
     state: a cache with `CacheConfig.track_new_pages`.

@@ -1,4 +1,4 @@
-"""touch, pin, unpin, evict: hold, release or unpublish given pages."""
+"""touch, pin, unpin, evict: hold, release or unpublish pages."""
 
 import dataclasses
 
@@ -188,8 +188,8 @@ def unpin(
   code = _first_code(state, flat_pages, (earlier >= pins, Status.NOT_PINNED))
   served = code == Status.OK
   # If a call removes several pins of a page, only the last removal can free the
-  # page. `shrink` below drops the last reference, so that pages enter the free
-  # queue in release order. The other references are dropped here.
+  # page. `shrink` below drops the reference of this pin, so that pages enter
+  # the free queue in release order. The other references are dropped here.
   is_last = served & ((later == 0) | (earlier == pins - 1))
   pool = dataclasses.replace(
     state.pool,

@@ -69,11 +69,11 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
   """Makes every page cached so far unreachable, at a constant cost.
 
   Call this verb after a change of weights, so that no lookup finds K/V of the
-  old weights. Sequences in slots keep their pages and their epoch. Lookups do
-  not find pages that these sequences publish later, since the K/V of these
-  pages depends on old K/V. But `merge_duplicates` can still replace such a page
-  by an equal page of the same epoch. Unreachable pages stay in the index until
-  they are evicted. Pages published before this call are no longer saved to host
+  old weights. Sequences in slots keep their pages and their epoch. Their later
+  pages depend on old K/V, so these pages get keys of the old epoch, and lookups
+  do not find them. But `merge_duplicates` can still replace such a page by an
+  equal page of the same epoch. Unreachable pages stay in the index until they
+  are evicted. Pages published before this call are no longer saved to host
   memory.
 
   Args:
@@ -104,7 +104,7 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
 
 @verb
 def clear_error(state: CacheState) -> tuple[CacheState, ClearedError]:
-  """Clears `state.error`, the first recorded failure.
+  """Sets `state.error` to OK, and returns the failure that it recorded.
 
   Args:
     state: the cache.

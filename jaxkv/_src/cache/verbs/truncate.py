@@ -34,13 +34,13 @@ def truncate(
   Releases the pages past the new end, including pages allocated ahead, the last
   page first. Truncating to 0 empties the slot, as `free` does.
 
-  If the new end is inside a page that was full, this page can be cached or
-  shared. Because later tokens will be written to the page:
+  If the new end is inside a page that was full, later tokens will be written to
+  this page. So it must not stay cached or shared:
 
   | the page is           | action                                           |
   |-----------------------|--------------------------------------------------|
   | referenced only here  | it is removed from the prefix index              |
-  | shared or pinned      | a fresh page replaces it, see `copies`           |
+  | shared or pinned      | a fresh page replaces it, see `Copied.copies`    |
 
   Does not copy page contents. Apply `out.copies` with `jaxkv.kv.copy` before
   the next write.
@@ -56,8 +56,8 @@ def truncate(
   call `recycle` only after draft tokens are accepted, or keep the old state.
 
   A refused slot does not change. A batch differs from one call for each row in
-  turn: references and free pages are counted before any row is served. Then all
-  rows release pages, and after that all rows pop fresh pages, in row order.
+  turn: references and free pages are counted before any row is served. Then the
+  served rows release pages, and after that they pop fresh pages, in row order.
 
   Args:
     state: the cache.
@@ -136,7 +136,7 @@ def _release_columns(
   plan: reserve.Reservation,
   served: Array,
 ) -> tuple[CacheState, Array]:
-  """Releases the columns past `plan.hit` of served rows, except scratch pages.
+  """Releases columns of served rows from `plan.hit` on, except scratch pages.
 
   Returns:
     The cache, and int32[R, G]: the number of scratch pages that remain.
@@ -160,7 +160,7 @@ def _release_columns(
 
 
 def _needs_recycled(state: CacheState, rows: SlotRows, lengths: Array) -> Array:
-  """Returns bool[R]: rows that need a released page at the new length."""
+  """Returns bool[R]: rows that need a skipped page at the new length."""
   config = state.config
   if not config.skips_pages:
     return lengths < 0

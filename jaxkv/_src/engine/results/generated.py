@@ -147,9 +147,9 @@ def harvest(
   mask: Array | None = None,
   groups: bool = False,
 ) -> tuple[RolloutState, Harvested]:
-  """Removes ended sequences from the queue, and sets their rows to EMPTY.
+  """Removes ended sequences from the queue, and returns their tokens.
 
-  `submit` can reuse the rows of a prompt when all of them are EMPTY.
+  Their rows become EMPTY. `submit` reuses the rows of a whole EMPTY group.
 
   Args:
     state: the rollout.
@@ -157,7 +157,7 @@ def harvest(
       sequence are then SKIPPED.
     mask: bool[R], the rows to process; None for all.
     groups: static; True to remove a sequence only after all samples of its
-      prompt have ended.
+      prompt have ended or were removed.
 
   Returns:
     The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or UNFINISHED if the

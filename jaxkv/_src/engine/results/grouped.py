@@ -79,8 +79,8 @@ def grouped(
   for which `grouped_log_probs` returns NaN, and `score` BAD_LENGTH.
 
   Args:
-    results: from `generated(state)`, or the `results` of `harvest`, with all of
-      their rows.
+    results: from `generated(state)`, or the `results` of `harvest` without
+      `ids`; all rows, in order.
     num_samples: static; G; None for `RolloutConfig.num_samples`.
     prompt_columns: static; P; None for W - 1 if `RolloutConfig.max_length` is
       set, else for the columns of the prompts of `init`.

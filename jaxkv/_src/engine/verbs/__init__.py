@@ -1,1 +1,1 @@
-"""Functions that change a rollout between steps, by sequence id."""
+"""Functions that change a rollout between calls of `generate`."""

@@ -1,4 +1,4 @@
-"""abort, requeue: remove unfinished sequences from their slots."""
+"""abort, requeue: end sequences, or return them to the queue."""
 
 import dataclasses
 import functools
@@ -49,8 +49,8 @@ def requeue(
 ) -> tuple[RolloutState, Outcome]:
   """Puts running sequences back into the queue and frees their pages.
 
-  They resume later and sample the same tokens. Their pages stay cached until
-  they are evicted. A waiting sequence is unchanged.
+  The sequences resume later and sample the same tokens. Their full pages stay
+  cached until they are evicted. A waiting sequence is unchanged.
 
   Args:
     state: the rollout.

@@ -1,4 +1,4 @@
-"""export: removes sequences from a rollout, to continue in another rollout."""
+"""export: removes sequences from a rollout, for another one to continue."""
 
 import dataclasses
 import math
@@ -47,7 +47,7 @@ def export(
   tokens. Sequences of any status can move. The `state` that was passed still
   contains them, but only one rollout may continue a sequence.
 
-  For a running sequence, the pages of all computed tokens are exported,
+  For a running sequence, all pages that it needs to continue are exported,
   including a partial last page and recurrent states. For a waiting or ended
   sequence, the pages of its cached prefix are exported, up to the first page in
   host memory. Full pages stay cached here until they are evicted.
@@ -144,8 +144,8 @@ def _computed(state: RolloutState, rows: Array) -> tuple[Array, Array, Array]:
 
   Returns:
     bool[R], True for sequences that compute in a slot; int32[R], the number of
-    tokens; int32[R, G, A], their pages in each of the G groups of the cache, 0
-    for columns that are not needed to continue. A is `num_columns`.
+    computed tokens; int32[R, G, A], the pages in each of the G groups of the
+    cache, 0 for columns not needed to continue. A is `num_columns`.
   """
   queue, slots, cache = state.queue, state.slots, state.memory.cache
   sizes, columns = cache.config, num_columns(state)
@@ -196,8 +196,8 @@ def _numbered(pages: Array, total: int) -> tuple[Array, Array]:
     total: X, the length of the list.
 
   Returns:
-    int32[X], the list; int32[R, G, A], the index of each page in the list, X
-    for no page, or for one that does not fit.
+    int32[X], the list, then 0; int32[R, G, A], the index of each page in the
+    list, X for no page, or for one that does not fit.
   """
   flat = pages.reshape(-1)
   is_page = flat > 0

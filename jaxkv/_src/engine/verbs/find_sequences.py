@@ -57,7 +57,7 @@ def find(queue: Queue, ids: Array, mask: Array) -> tuple[Array, Array, Array]:
   exists = queue.status != SequenceStatus.EMPTY
   is_same = (ids[:, None] == queue.ids[None]) & exists[None]
   row = jnp.argmax(is_same, axis=1).astype(jnp.int32)
-  # If `ids` has an id twice, the second one gets BAD_SEQUENCE.
+  # If `ids` has an id several times, all but the first get BAD_SEQUENCE.
   exists_once = jnp.any(is_same, axis=1) & ~indexing.any_earlier(ids, mask)
   code = first_code(
     (~mask, Status.SKIPPED), (~exists_once, Status.BAD_SEQUENCE)

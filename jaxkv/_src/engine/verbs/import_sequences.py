@@ -48,12 +48,12 @@ def import_sequences(
   """Adds sequences that another rollout exported.
 
   Sequences keep their ids, keys and settings, so they sample the same tokens as
-  in the other rollout. Both rollouts must have the same model, guides and stop
-  strings.
+  in the other rollout. Both rollouts must have the same model, `process` and
+  stop strings.
 
-  A sequence that was running enters an empty slot with its pages, if enough
-  pages are free to admit it. Other sequences wait, or stay ended, and their
-  full pages become cached. Pages that are already cached here are shared.
+  A sequence that was running enters a slot with its pages, if a slot is empty
+  and enough pages are free to admit it. Other sequences wait, or stay ended,
+  and their full pages become cached. Pages already cached here are shared.
 
   | sequence                             | tokens that are computed again      |
   |--------------------------------------|-------------------------------------|
@@ -206,13 +206,13 @@ def _with_pages(
   is_held = memory.cache.length > 0
   slot = jnp.where(is_held, slot, slots.no_slot)
   runs = slot < slots.no_slot
-  # Only after the contents are written, because free pages can be evicted.
+  # Pages of sequences that enter no slot stay cached until they are evicted.
   spare_cache, _ = free(memory.cache, mask=is_held & ~runs)
   memory = dataclasses.replace(
     memory, cache=take_slots(cache, spare_cache, slot), kv=kv
   )
   queue = set_status(queue, place, runs, SequenceStatus.RUNNING)
-  # A sequence that did not get its pages waits, like a preempted one.
+  # A sequence that was running but got no slot stays WAITING.
   row = indexing.put(slots.row, slot, values=place)
   slots = dataclasses.replace(slots, row=row)
   # After `update_weights("keep")`, pages can have keys of an older epoch.
@@ -346,6 +346,6 @@ def _enter(
   # Hits are published already.
   cache, _ = publish(cache, rows, tokens, num_tokens, first=plan.hit)
   final = indexing.take(cache.page_table, row)[..., :columns]
-  # If `publish` used a cached page instead, that page has its contents.
+  # If `publish` used a cached page instead, this sequence writes no contents.
   is_new = indexing.between(plan.hit, plan.stop, columns) & (final == reserved)
   return cache, jnp.where(is_new & is_served[:, None, None], final, 0)

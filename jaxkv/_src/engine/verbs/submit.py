@@ -29,7 +29,7 @@ from jaxkv._src.engine.verbs.find_sequences import as_mask
 from jaxkv._src.sampling import settings
 
 _OF_WHOLE_QUEUE = {"next_id", "ngrams", "order", "place", "sampling"}
-"""Fields of `Queue` that are not written row by row."""
+"""Fields of `Queue` that `put_rows` does not write like the others."""
 
 
 @jax.tree_util.register_dataclass
@@ -39,8 +39,8 @@ class Submitted(Outcome):
 
   Attributes:
     code: a `Status` for each prompt.  # int32[P]
-    ids: the id of each prompt's first sample, whose other samples have the next
-      G - 1 ids; -1 if the prompt was refused.  # int32[P]
+    ids: the id of each prompt's first sample; the other samples have the next
+      G - 1 ids. -1 if the prompt was refused.  # int32[P]
   """
 
   ids: Array
@@ -74,8 +74,7 @@ def submit(
     The rollout, and per prompt OK, SKIPPED, QUEUE_FULL, BAD_SEQUENCE (an
     id is in use, or out of range, as after 2**31 ids) or BAD_LENGTH (`lengths`,
     `num_samples` or `max_tokens` is out of range, or a sequence could exceed W
-    tokens). `ids`, int32[P], has the id of each prompt's first sample, or -1
-    for a prompt that was refused.
+    tokens).
 
   Raises:
     TypeError: an argument has the wrong type or dtype.

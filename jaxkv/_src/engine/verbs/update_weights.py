@@ -33,12 +33,11 @@ def update_weights(
   | `policy`    | unfinished sequences                                       |
   |-------------|------------------------------------------------------------|
   | "recompute" | keep their tokens; the new weights recompute all K/V       |
-  | "keep"      | keep running with their K/V                                |
+  | "keep"      | keep their K/V if they are running                         |
   | "drop"      | lose all tokens after their prompt, and restart from it    |
 
-  Sequences that have ended are unchanged, and so is `extra`. With "keep", later
-  tokens attend to K/V of several versions, so their log-probs match none of the
-  versions.
+  Ended sequences and `Queue.extra` are unchanged. With "keep", later tokens
+  attend to K/V of several versions, so their log-probs match none of them.
 
   Args:
     state: the rollout.
@@ -62,7 +61,7 @@ def _update_weights(state: RolloutState, policy: Policy) -> RolloutState:
   waits = queue.status == SequenceStatus.WAITING
   if policy == "drop":
     queue = _restart(queue, waits)
-  # Only after slots are freed, because their pages belong to the old epoch.
+  # The epoch changes before `rehash`, which uses it.
   cache, _ = new_epoch(state.memory.cache)
   rows = jnp.arange(queue.size, dtype=jnp.int32)
   queue = rehash(queue, cache, indexing.where_valid(waits, rows))

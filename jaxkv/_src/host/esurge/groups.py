@@ -17,7 +17,7 @@ from jaxkv._src.host.arguments import at_least
 class ChunkKeepingLastPage(ChunkedLocal):
   """Chunked layers whose sequences keep their last full page, as in eSurge.
 
-  That page is freed when the next page is full.
+  That page can be freed only when the next page is full.
   """
 
   keeps_last_page: ClassVar[bool] = True
@@ -63,7 +63,7 @@ def kinds_of(
   at_least("max_model_len", max_model_len, 1)
   sizes = [spec.page_size or 1 for spec in specs if not has_states(spec)]
   # A page of states has room for the longest sequence. Its size is a multiple
-  # of all other sizes, so their least common multiple does not exceed it.
+  # of all other sizes, so the least common multiple of all sizes is not larger.
   block = math.lcm(*sizes)
   state_size = -(-max_model_len // block) * block
   return tuple(_kind_of(spec, state_size, caching) for spec in specs)

@@ -87,7 +87,7 @@ class EsurgeCacheManager:
     self.enable_caching = enable_caching
     self.use_eagle = use_eagle
     self.page_pool = PagePool(self.host)
-    # For each group, True if requests keep and publish all their full pages.
+    # For each group, True if `get_num_common_prefix_pages` counts its pages.
     self._shares_prefixes = [
       enable_caching and isinstance(kind, FullAttention) and not has_states
       for kind, has_states in zip(kinds, have_states, strict=True)
@@ -143,7 +143,7 @@ class EsurgeCacheManager:
     Returns:
       The new pages; None, with no page allocated, if too few are free.
     """
-    # Nearly every call names no shard, and then skips the full check.
+    # Nearly every call passes None, 0 or 1, and needs no further check.
     if dp_shard_hint or data_parallel_size not in (1, None):
       refuse_shards(self.num_pages, dp_shard_hint, data_parallel_size)
     if num_new_tokens == 0:
@@ -226,7 +226,7 @@ class EsurgeCacheManager:
 
 
 class _FromTheStart:
-  """A proxy for a request, whose `num_computed_tokens` is 0."""
+  """A proxy for a request, with `num_computed_tokens` 0."""
 
   num_computed_tokens = 0
 

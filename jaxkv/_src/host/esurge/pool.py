@@ -56,7 +56,7 @@ class PagePool:
 
     Raises:
       ValueError: `num_pages` is negative or exceeds the number of free pages,
-        or there is more than one shard.
+        or the other arguments do not select the only shard.
     """
     refuse_shards(self.num_pages, dp_shard_hint, data_parallel_size)
     return self._host.pages.take(num_pages)

@@ -40,7 +40,7 @@ class BlockHashes(PageListener):
     # of tokens up to its end.
     self._names: list[tuple[bytes, int] | None]
     self._names = [None] * manager.config.num_pages
-    # Block ids by hash and group, oldest first. If None, `index` computes it.
+    # Block ids by hash and group, oldest first; None until `index` computes it.
     self._index: dict[bytes, list[int]] | None = None
     # For each request that began with external tokens: in each group, the
     # number of leading null blocks.
@@ -72,7 +72,7 @@ class BlockHashes(PageListener):
     return self._index
 
   def begin(self, request_id: str) -> None:
-    """Excludes the leading null blocks of a new request from its events."""
+    """Excludes leading null blocks from the events of a new request."""
     if self.has_events:
       tables = self._manager.get_page_ids(request_id)
       self.undo_log.save_key(self._first, request_id)
@@ -108,7 +108,7 @@ class BlockHashes(PageListener):
 
   @atomic
   def report_hit(self, request: Any, hit: Sequence[list[int]]) -> None:
-    """Adds an event for each group, with its blocks of a request's hit."""
+    """Adds, for each group, an event with the blocks of a request's hit."""
     for group, table in zip(self._groups, hit, strict=True):
       if table and self.has_events:
         self._add(stored_event(request, group, 0, [True] * len(table)))
@@ -121,13 +121,13 @@ class BlockHashes(PageListener):
     suffix = group.to_bytes(GROUP_BYTES, "big")
     self.undo_log.save_items(self._names, pages)
     self._save_index()
-    # `block_hashes` has `step` hashes for each block. The last is the block's.
+    # `block_hashes` has `step` hashes per block; the last is the block's hash.
     last = (first + 1) * step - 1
     hashes = request.block_hashes[last : last + len(pages) * step : step]
     if len(hashes) < len(pages):
       raise ValueError(
         f"`block_hashes` of {request.request_id!r} must have a hash for each "
-        f"full block, got {len(request.block_hashes)}."
+        f"full block, got {len(request.block_hashes)} hashes."
       )
     end = first * size
     for page, block_hash in zip(pages, hashes, strict=True):
@@ -142,8 +142,8 @@ class BlockHashes(PageListener):
     if self.has_events:
       skipped = self._first.get(request.request_id)
       start = max(first, skipped[group]) if skipped else first
-      # As in vLLM, columns are reported even if none of their blocks is
-      # published, because receivers of events count tokens.
+      # As in vLLM, the event is added even if it lists no hash, because its
+      # receivers count tokens.
       if listed := pages[start - first :]:
         self._add(stored_event(request, self._groups[group], start, listed))
 

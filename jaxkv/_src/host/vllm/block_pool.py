@@ -14,7 +14,7 @@ from jaxkv._src.host.vllm.events import KVCacheEvent
 
 
 class KVCacheBlock:
-  """A block of a pool. Its properties are read from the current state.
+  """A block of a pool. Its properties read the pool's current state.
 
   Attributes:
     block_id: the block's id.
@@ -84,7 +84,7 @@ class KVCacheBlocks:
     """Returns the ids of blocks that are neither cached nor null.
 
     Raises:
-      ValueError: there is more than one group.
+      ValueError: the number of groups is not 1.
     """
     (unhashed,) = self.get_unhashed_block_ids_all_groups()
     return unhashed
@@ -106,7 +106,7 @@ class KVCacheBlocks:
 
 
 class BlockPool:
-  """The blocks of a manager, read from its current state.
+  """The blocks of a manager, in its current state.
 
   Attributes:
     num_gpu_blocks: the number of blocks, including the null block.
@@ -235,7 +235,7 @@ class BlockPool:
         collector.on_block_allocated(block)
 
   def count_accessed(self, block_ids: Iterable[int]) -> None:
-    """Reports to the metrics collector that cached blocks were used."""
+    """Reports to the metrics collector that blocks were used."""
     if self.metrics_collector is not None:
       for block in self.blocks_of(block_ids):
         self.metrics_collector.on_block_accessed(block)

@@ -27,7 +27,7 @@ _NAMES = {
   "SlidingWindowMLASpec": "sliding_window_mla",
   "SlidingWindowSpec": "sliding_window",
 }
-# Specs that are refused even if a base class is supported, as for `RSWASpec`.
+# Specs that are refused, even those with a supported base, such as `RSWASpec`.
 _REFUSED = {
   "CircularBufferSpec",
   "EncoderOnlyAttentionSpec",
@@ -39,7 +39,7 @@ _REFUSED = {
 
 @dataclasses.dataclass(frozen=True)
 class RunningState(GroupKind):
-  """Layers of vLLM's `MambaSpec` with `mamba_cache_mode="none"`.
+  """Layers of vLLM's `MambaSpec`, unless `mamba_cache_mode` is "align".
 
   A sequence has one page for its latest state, which is never cached, and one
   for each of `num_speculative` draft tokens.
@@ -138,11 +138,11 @@ def group_kinds(
     if spec.block_size < max_model_len:
       raise ValueError(
         "`block_size` of a MambaSpec must be at least max_model_len, "
-        f"{max_model_len}, in mode 'none', got {spec.block_size}."
+        f"{max_model_len}, unless in mode 'align', got {spec.block_size}."
       )
   if enable_caching and any(map(_is_running_state, specs)):
     raise ValueError(
-      "`mamba_cache_mode` must be 'align' with enable_caching=True, got 'none'."
+      "`mamba_cache_mode` must be 'align' with enable_caching, got another one."
     )
   return [_kind_of(spec, longest) for spec in specs]
 
@@ -177,7 +177,7 @@ def check_sizes(
       "`scheduler_block_size` must be the least common multiple of all block "
       f"sizes, {math.lcm(*sizes)}, got {scheduler_block_size}."
     )
-  # With smaller hashes, hits in vLLM can end inside a block of states.
+  # With a smaller `hash_block_size`, hits in vLLM can end inside a Mamba block.
   states = [kind.page_size for kind in kinds if kind.holds_states]
   is_divisor = all(size % hash_block_size == 0 for size in sizes)
   if not is_divisor or any(size != hash_block_size for size in states):

@@ -123,7 +123,7 @@ def removed_event(block_hash: bytes, group: int) -> BlockRemoved:
 
 
 def external_hash(block_hash: bytes) -> ExternalHash:
-  """Returns a hash for an event: an int, or bytes if vLLM's variable is 0."""
+  """Converts a hash for an event: to an int unless the variable below is 0."""
   if os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1") == "0":
     return block_hash
   return int.from_bytes(block_hash[-8:], "big")

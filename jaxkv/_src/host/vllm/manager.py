@@ -38,8 +38,8 @@ class KVCacheManager:
     dcp_world_size, pcp_world_size: must be 1.
     metrics_collector: an object with the methods of vLLM's
       `KVCacheMetricsCollector`, or None.
-    watermark: fraction of the blocks kept free when a waiting request is
-      admitted.
+    watermark: fraction of the blocks to keep free when a waiting request is
+      admitted while others run.
     enable_mamba_shared_prefix_checkpoint: has no effect, because no hit ends
       inside a block.
     max_requests: the most requests that hold blocks at once.
@@ -224,8 +224,8 @@ class KVCacheManager:
     remaining -= num_new_computed_tokens
     external = min(num_external_computed_tokens, remaining)
     num_new_tokens = min(num_new_tokens, remaining - external)
-    # Most calls are for a running request without special arguments. The
-    # manager has a faster path for them.
+    # Most calls are for a running request without special arguments, for which
+    # `CacheManager.allocate_slots` has a faster path.
     if not (
       begins
       or self._records_new
@@ -456,7 +456,7 @@ class KVCacheManager:
   def record_blocks_for_zeroing(
     self, request_id: str, start_token: int
   ) -> None:
-    """Adds blocks from `start_token` on to the next `take_new_block_ids`."""
+    """Lets `take_new_block_ids` return a request's blocks from a token on."""
     sizes = self._manager.config.page_sizes
     for group, table in enumerate(self.get_block_ids(request_id)):
       self._zero(group, table[start_token // sizes[group] :])
@@ -470,7 +470,7 @@ class KVCacheManager:
   def take_boundary_state_offloads(
     self,
   ) -> dict[str, list[tuple[int, int, int]]]:
-    """Returns `BlockHashes.take_states`: states that a connector can copy."""
+    """Returns states for a connector to copy; see `BlockHashes.take_states`."""
     return self._hashes.take_states()
 
   def finalize_partial_tail_offloads(

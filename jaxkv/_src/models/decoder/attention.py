@@ -3,9 +3,9 @@
 A token mixer is attention or a recurrence, and runs in `kv_access`. For each
 kind of mixer, a function `project_...` computes the mixer's inputs from x, the
 layer's normalized input [B, T, E]. A function `output_...` projects the mixer's
-output to [B, T, E]. Both compute each token independently. Letters: B sequences
-of T tokens, E embedding width, H query heads (value heads in a `DeltaNet`), K
-key-value heads, D head size, X `value_dim`, C channels of the convolution.
+output to [B, T, E]. Both kinds compute each token independently. Letters: B
+sequences of T tokens, E embedding width, H query heads (value heads in a
+`DeltaNet`), K key-value heads, D head size, X `value_dim`, C channels.
 
 | kind              | result of `project_` | mixer's output |
 |-------------------|----------------------|----------------|
@@ -265,7 +265,7 @@ def recur(
     part.reshape(*part.shape[:2], count, -1)
     for part, count in zip(parts, heads, strict=True)
   )
-  # With keys of length 1, an update cannot move the stored value past v.
+  # With keys of norm 1, an update cannot move the stored value past v.
   q, k = delta_net.l2_normalized(q), delta_net.l2_normalized(k)
   out, delta = delta_net.gated_delta_rule(
     q, k, v, decay, beta, states["delta"], num_tokens

@@ -80,7 +80,7 @@ def causal_conv(
 
 
 def l2_normalized(x: Array) -> Array:
-  """Normalizes vectors float[..., D] to length 1, in the same dtype.
+  """Normalizes vectors float[..., D] to an L2 norm of 1, in the same dtype.
 
   Examples:
     >>> l2_normalized(jnp.asarray([3.0, 4.0])).round(3).tolist()
@@ -96,8 +96,8 @@ def log_decay(a: Array, a_log: Array, dt_bias: Array) -> Array:
 
   Args:
     a: float[B, T, H], projections of the tokens.
-    a_log: float[H], a parameter of the layer.
-    dt_bias: float[H], a parameter of the layer.
+    a_log: float[H], the layer's parameter `decay_log`.
+    dt_bias: float[H], the layer's parameter `decay_bias`.
 
   Returns:
     float32[B, T, H], at most 0.
@@ -123,8 +123,8 @@ def gated_delta_rule(
 
   Args:
     q: float[B, T, K, Dk], queries, which the function scales by Dk ** -0.5.
-    k: float[B, T, K, Dk], keys of length 1, from `l2_normalized`. With longer
-      keys the state can diverge.
+    k: float[B, T, K, Dk], keys of norm 1, from `l2_normalized`. With larger
+      norms the state can diverge.
     v: float[B, T, H, Dv], values; H is a multiple of K. Value head h uses the
       query and key head h // (H // K).
     decay: float[B, T, H], logarithms of the decay factors; at most 0.

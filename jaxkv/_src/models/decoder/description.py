@@ -19,7 +19,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 _Scores = Literal["softmax", "chosen_softmax", "sigmoid"]
 _GroupScore = Literal["best", "best_two"]
 
-# These are constants, because a field's default must not be a call (RUF009).
+# The defaults of `rope` are constants, since RUF009 forbids calls as defaults.
 _HALVES = Rope()
 _PAIRS = Rope(interleaved=True)
 
@@ -79,9 +79,9 @@ class Attention:
 class LatentAttention:
   """Multi-head latent attention (DeepSeek-V2, section 2.1).
 
-  The cache holds one vector per token. Its first part is the latent, which is
-  projected to keys and values. Its second part is the rotated part of the key,
-  which all heads share.
+  The cache holds one vector per token. It begins with the latent, from which
+  values and the plain part of keys are projected. It ends with the rotated part
+  of the key, which all heads share.
 
   Attributes:
     num_heads: H.
@@ -242,10 +242,10 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer:
-  """A decoder block: attention, then an MLP, each with a residual connection.
+  """A decoder block: token mixer and MLP, each with a residual connection.
 
   Attributes:
-    attention: the token mixer.
+    attention: the token mixer, which is attention or a recurrence.
     mlp: the MLP or mixture of experts.
     post_norms: True to also normalize the output of the mixer and that of the
       MLP, before each is added to the residual stream.
@@ -265,8 +265,8 @@ class Decoder:
     embed_dim: E.
     layers: L layers, from first to last.
     norm_eps: added to the mean square in RMSNorm.
-    norm_offset: added to the weights of norms; 1 in Gemma.
-    embed_scale: factor of the embeddings, rounded to `dtype`.
+    norm_offset: added to norm weights other than `output_norm`; 1 in Gemma.
+    embed_scale: factor of the embeddings; it is rounded to `dtype`.
     logit_cap: a cap c maps each logit x to c * tanh(x / c); None for no cap.
     tied_embeddings: True if the embedding is also the output projection.
     numerics: "fast" or "exact". With "exact", `forward`, `forward_uncached` and
@@ -284,7 +284,7 @@ class Decoder:
       logits are always computed in float32.
 
   Raises:
-    ValueError: a field is out of range.
+    ValueError: a field has a value that is not supported.
 
   Examples:
     Five layers with a window and one without, three times:

@@ -162,7 +162,7 @@ def _attend_tree(
   v: jax.Array | None,
   **options: Any,
 ) -> jax.Array:
-  """Computes causal attention in N trees, or in N sequences without a tree."""
+  """Computes causal attention in N trees, or N sequences if `tree` is None."""
   if tree is None:
     zeros = jnp.zeros(q.shape[:1], jnp.int32)
     return _attend(q, k, v, zeros, **options)

@@ -35,7 +35,7 @@ class Routing(NamedTuple):
 
 @functools.cache
 def routing_of(decoder: Decoder, name: str = "decoder") -> Routing:
-  """Returns a decoder's `Routing`. `name` is its name in error messages."""
+  """Returns the `Routing` of a decoder, which error messages call `name`."""
   mlps = [
     layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Experts)
   ]
@@ -69,7 +69,7 @@ def init_pool(decoder: Decoder, config: CacheConfig) -> ExpertIdPages:
     config,
     num_layers=routing.num_layers,
     width=routing.num_chosen,
-    # The smallest possible dtype, because each token has J * k ids.
+    # The smaller dtype that fits, because each token has J * k ids.
     dtype=jnp.uint8 if routing.num_experts <= 2**8 else jnp.uint16,
     group=_full_group(decoder),
   )

@@ -60,14 +60,13 @@ def forward(
 ) -> tuple[jax.Array, Any]:
   """Runs tokens through the decoder with keys and values in pages.
 
-  Row b has `starts[b]` cached tokens; `starts` and `num_tokens` are fields of
-  the views. The call writes the keys and values of the row's first
-  `num_tokens[b]` tokens after the cached ones. Each token attends to itself and
-  to all tokens before it, or to those within the layer's window. Prefill,
-  chunked prefill and decode are the same call with different T and
-  `num_tokens`. With a `PackedView`, B is 1 and T is the number of columns. A
-  row's logits do not depend on other rows, except for rounding if the view has
-  `shared` pages or a `plan`.
+  `starts` and `num_tokens` are fields of the views. Row b adds `num_tokens[b]`
+  new tokens to `starts[b]` cached tokens, and the call writes the keys and
+  values of the new ones. Each token attends to itself and to all tokens before
+  it, or to those within the layer's window. Prefill, chunked prefill and decode
+  are the same call with different T and `num_tokens`. With a `PackedView`, B is
+  1 and T is the number of columns. Other rows change a row's logits only by
+  rounding, for example if the view has `shared` pages or a `plan`.
 
   `forward` does not donate `kv`, so a call outside your own `jit` copies it.
 
@@ -75,9 +74,9 @@ def forward(
     params: parameters as returned by `init_params`.
     batch: the tokens. `positions` set only the rotary angles; normally they are
       `starts[b] + arange(T)` in row b. `views` has a view for each group of
-      `cache_groups(config)`; the views differ only in their page tables. `rows`
-      is ignored. A token outside the vocabulary, at a column below
-      `num_tokens[b]`, makes the logits of this and all later tokens NaN.
+      `cache_groups(config)`, all with the same tokens. `rows` is ignored. A new
+      token outside the vocabulary gets NaN logits, and so can other tokens of
+      its sequence.
     kv: the memory from `init_kv`.
     config: static; the decoder.
     logits: static; the tokens that get logits if `batch.columns` is None:
@@ -127,6 +126,11 @@ def forward(
   tokens, positions, views = batch.tokens, batch.positions, batch.views
   columns = batch.columns
   all_logits.check_tokens(tokens, positions)
+  if columns is not None and tokens.shape[0] != 1:
+    raise ValueError(
+      f"`batch.columns` must be None with {tokens.shape[0]} rows of tokens; "
+      "pack the tokens into one row, or use `logits`."
+    )
   pools = kv if type(kv) is tuple else (kv,)
   check_pools(pools, views, config)
   num_tokens = None if isinstance(views[0], PackedView) else views[0].num_tokens
@@ -180,8 +184,8 @@ def _with_shared_pages(
   pool_of_group = groups.pool_of_group(config)
   for group, kind in enumerate(groups.group_kinds(config)):
     pool = pools[pool_of_group[group]]
-    # Other views need no check, because `attend` ignores `shared` in layers
-    # with a window or with latents.
+    # `attend` ignores `shared` in layers with a window or with latents, so the
+    # views of these layers are not updated.
     has_keys = isinstance(pool, KVPages) and pool.v is not None
     if has_keys and not kind.skips_pages:
       refreshed[group] = refresh_shared(pool, views[group])
@@ -222,8 +226,8 @@ def forward_uncached(
       rollout passed to `init_kv`; None for the decoder's dtype.
 
   Returns:
-    float32[B, T, V] logits. An expert id out of range makes the logits of its
-    token NaN, and can also make the logits of later tokens NaN.
+    float32[B, T, V] logits. If a token or one of its expert ids is out of
+    range, its logits are NaN, and so can be all logits of its row.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.

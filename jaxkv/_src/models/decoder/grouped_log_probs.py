@@ -38,26 +38,26 @@ def grouped_log_probs(
 ) -> Any:
   """Computes log-probs of completions that share prompts.
 
-  The result equals the log-probs from `forward_uncached`, called with each
-  prompt followed by each of its completions. But each prompt is computed only
-  once, forward and backward, and logits are computed in chunks and only for
-  tokens of completions. With exact numerics, gradients exist only in reverse
-  mode. To score a sequence without a prompt, pass its first token as the
-  prompt. Letters: N prompts of up to P tokens, with G completions of up to R
-  tokens; J layers with experts, k experts per token in each such layer.
+  Up to rounding, the result equals the log-probs from `forward_uncached` for
+  each prompt followed by each of its completions. But each prompt is computed
+  only once, forward and backward, and logits are computed in chunks and only
+  for tokens of completions. With exact numerics, gradients exist only in
+  reverse mode. To score a sequence without a prompt, pass its first token as
+  the prompt. Letters: N prompts of up to P tokens, with G completions of up to
+  R tokens; J layers with experts, k experts per token in each such layer.
 
   Completions can form a tree, such as the turns of a tree search. Then
   `completions` is a tuple of levels: int32[N, G, R], int32[N, G, G', R'],
   int32[N, G, G', G'', R''] and so on. Lengths have the same shapes without the
   last axis. Each of the G branches of the first level has G' continuations at
-  the second level. A token attends to all tokens before it on the path from the
-  prompt. The position of a token is the number of these tokens.
+  the second level. A token attends to itself and to the tokens before it on the
+  path from the prompt. Its position is the number of tokens before it.
 
   On several devices, call it in `jax.shard_map`, with prompts, completions,
   lengths and experts split by N. Then no array is gathered, and exact numerics
-  give the same bits as on one device. Under `jit` without `shard_map`, exact
-  numerics gather the whole batch on each device, and the axes of the mesh must
-  be `AxisType.Auto`, because jax raises a ShardingTypeError for `Explicit`.
+  give the same bits as on one device. Under `jit` without `shard_map`, the axes
+  of the mesh must be `AxisType.Auto`, because jax raises a ShardingTypeError
+  for `Explicit`. Exact numerics then gather the whole batch on each device.
 
   Args:
     params: parameters as returned by `init_params`.
@@ -83,9 +83,9 @@ def grouped_log_probs(
     tokens before it, and 0 past the lengths. If the length of a prompt or of
     one of its completions is out of range, all completions of the prompt get
     NaN. `mask & ~jnp.isnan(log_probs)` excludes these completions from a loss
-    and its gradient. A token outside the vocabulary gets NaN, and so do all
-    tokens after it, also in continuations. Such a token makes all gradients
-    NaN, even if a mask excludes it.
+    and its gradient. A token outside the vocabulary gets NaN, and so can other
+    tokens of its completion and all continuations. It makes all gradients NaN,
+    even if a mask excludes it.
 
   Raises:
     TypeError: an argument has the wrong type, such as tokens that are floats.
@@ -136,7 +136,7 @@ def grouped_log_probs(
     (prompts, *_levels(completions)),
     (prompt_lengths, *_levels(completion_lengths)),
   )
-  # The check is outside of the jitted function, where the value is traced.
+  # The temperature is checked here, because the jitted function traces it.
   temperature = divisor(as_temperature(temperature))
   records = _checked_experts(experts, levels, config)
   out = _log_probs_of_levels(
@@ -207,7 +207,7 @@ def _head_of_levels(
   temperature: jax.Array,
   config: Decoder,
 ) -> list[jax.Array]:
-  """Returns log-probs [N, C_l, R_l] of each level below prompts, from x."""
+  """Computes log-probs [N, C_l, R_l] of all completions from x [N, T, E]."""
   outs = []
   for level, targets in enumerate(tokens[1:], 1):
     # The last token of a parent predicts the first token of each child, so its
@@ -264,8 +264,8 @@ def _checked_levels(
       "`completions` and `completion_lengths` must have the same number of "
       f"levels (at least one), got {len(tokens) - 1} and {len(lengths) - 1}."
     )
-  # A level has one more axis than the level above: its branches, before the
-  # last axis.
+  # Each level has one more axis than the level above, before the last axis: the
+  # branches of one parent.
   shape, levels, sizes = (), [], []
   for level, length in zip(tokens, lengths, strict=True):
     name, axes = ("completions", "GR") if levels else ("prompts", "NP")

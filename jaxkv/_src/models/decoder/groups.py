@@ -1,19 +1,19 @@
 """Divides a decoder's layers into layer groups, memory pools and loops.
 
 Layers of one layer group share a page table. Layer i of L is in group i % C,
-where the number of groups C is the period of the layers: the length of the
-shortest pattern that they repeat. For example, C is 1 if all layers are alike,
-and 6 if every sixth layer has full attention and the others have a window.
+where the number of groups C is the period: the length of the shortest pattern
+that the windows and the cached data of the layers repeat. For example, C is 6
+if every sixth layer has full attention and the others have a window.
 
 A page stores data of all layers of its group. The part of a page for one layer
 is a memory layer: layer i uses memory layer i // C. All pages have the same
-number of memory layers. If C does not divide L, some groups leave the last one
-unused. A pool is the memory for the pages of all groups whose layers store the
-same kind and size of data.
+number of memory layers. If C does not divide L, some groups leave their last
+memory layer unused. A pool is the memory for the pages of all groups whose
+layers store the same kind and size of data.
 
 A stretch is a run of layers in which a pattern of P layers repeats R times. A
 `lax.scan` over the repetitions runs the stretch, so XLA compiles the pattern
-only once. The fewer the stretches, the smaller the program.
+only once.
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ def num_memory_layers(decoder: Decoder) -> int:
 
 @functools.cache
 def pools(decoder: Decoder) -> tuple[PoolKey, ...]:
-  """Returns the distinct pools that a decoder needs, in the order of layers."""
+  """Returns the keys of all pools, in the order of the first layer of each."""
   return tuple(
     dict.fromkeys(pool_key(layer.attention) for layer in decoder.layers)
   )
@@ -136,7 +136,7 @@ def _period(items: list) -> int:
 def _longest_stretch(layers: tuple[Layer, ...], period: int) -> tuple[int, int]:
   """Returns P and R of the longest stretch that begins at the first layer.
 
-  If no pattern repeats, R is 1 and P is `period`, or less at the end.
+  If no pattern repeats, R is 1 and P is `period` or the number of layers left.
   """
   best = (min(period, len(layers)), 1)
   # The group is a static index in the compiled loop, so a layer of the pattern

@@ -18,7 +18,7 @@ def cache_groups(decoder: Decoder) -> tuple[GroupKind, ...]:
   """Returns `CacheConfig.groups` for a decoder.
 
   Layer i is in group i % C, where C is the length of the shortest pattern that
-  the layers repeat.
+  the windows and the cached data of the layers repeat.
 
   Examples:
     >>> from jaxkv import models
@@ -55,9 +55,9 @@ def init_kv(
     pools. With `record_experts`, a tuple that ends with an `ExpertIdPages`.
 
   Raises:
-    ValueError: the cache and the decoder differ in the number of groups. With
-      `record_experts`, also if no layer has experts, no layer has full
-      attention, or layers differ in the number of experts per token.
+    ValueError: `dtype` is not supported, or the cache and the decoder differ in
+      the number of groups. With `record_experts`, also if no layer has experts,
+      none has full attention, or layers differ in the experts per token.
 
   Examples:
     >>> import jaxkv
@@ -133,6 +133,6 @@ def check_pools(
     # A pool may have more memory layers than the decoder uses.
     if pool.num_layers < num_layers:
       raise ValueError(
-        f"`kv` must have {num_layers} layers for config, got "
+        f"`kv` must have {num_layers} layers or more for config, got "
         f"{pool.num_layers}; make it with init_kv."
       )

@@ -5,8 +5,8 @@
 | `PagedKV`    | in pages (`jaxkv.kv`)   | decoding |
 | `UncachedKV` | those of the same call  | training |
 
-The classes have the same methods. `tree_attention.TreeKV` is an `UncachedKV`
-for trees of tokens. The module `attention` defines the letters of axes.
+A layer calls the same methods of both classes. `tree_attention.TreeKV` is an
+`UncachedKV` for trees of tokens. `attention` defines the letters of axes.
 """
 
 import dataclasses
@@ -97,7 +97,7 @@ class PagedKV:
   def softmax(
     self, mixer: Mixer, inputs: SoftmaxInputs, pools: Pools
   ) -> MixerOutput:
-    """Writes keys and values, then attends to all tokens up to each query."""
+    """Writes keys and values, and then computes causal attention."""
     location = mixer.location
     pool, view = pools[location.pool], self.views[location.group]
     # `write` comes first, because tokens of a call attend to each other.
@@ -189,7 +189,7 @@ class UncachedKV:
   def softmax(
     self, mixer: Mixer, inputs: SoftmaxInputs, pools: Pools
   ) -> MixerOutput:
-    """Attends to keys and values of all tokens up to each query."""
+    """Computes causal attention to the keys and values of the call."""
     out = self.attend(inputs.q, inputs.k, inputs.v, **_options(mixer))
     return out, pools
 

@@ -44,8 +44,8 @@ def run(
 ) -> Carry:
   """Runs one layer, with a `PagedKV` or `UncachedKV` as `access`."""
   (x, pools), call = carry, token_wise(decoder)
-  # `call` passes all arrays as arguments, because a `TokenWise` must not close
-  # over arrays. `bind` binds only static arguments.
+  # The functions that `call` runs must not close over arrays. So they get all
+  # arrays as arguments, and `bind` binds only static arguments.
   bind = functools.partial
   angles = attentions.angles_of(layer, rotations, decoder)
   inputs = call(bind(_mixer_inputs, layer, decoder), weights, x, angles)

@@ -10,8 +10,8 @@ from jaxkv._src.models.decoder.numerics import is_exact
 from jaxkv._src.models.decoder.params import Params
 
 _MAX_LOGITS = 2**24
-"""The maximum number of logits in memory at a time, which take 64 MiB. With a
-vocabulary of 49,152, a chunk has the logits of at most 341 positions."""
+"""The default maximum number of logits per chunk, which take 64 MiB. With a
+vocabulary of 49,152, a chunk has at most 341 positions."""
 
 
 def of_tokens(
@@ -78,7 +78,7 @@ def _exact(
 ) -> jax.Array:
   """Returns float32[X, S] for logits float32[X, V] and tokens int32[X, S]."""
   count = tokens.shape[1]
-  # `log_probs.of_tokens` takes only one token per row of logits.
+  # The exact `log_probs.of_tokens` takes only one token per row of logits.
   if count > 1:
     logits = jnp.repeat(logits, count, axis=0)
   temperatures = jnp.broadcast_to(temperature, (tokens.size,))

@@ -37,7 +37,7 @@ def run(
     positions: int32[B, T].
     pools: the memory that `access` reads and writes.
     access: a `PagedKV` or `UncachedKV` of `kv_access`.
-    num_tokens: int32[B], tokens of each sequence; needed only for "last".
+    num_tokens: int32[B], the tokens in each row; needed only for "last".
     selection: the P tokens that get logits, by name or as columns int32[P].
     config: static; the decoder.
   """
@@ -63,8 +63,8 @@ def _head(config: Decoder, weights: Params, x: jax.Array) -> jax.Array:
   x = rms_norm(x, weights["final_norm"], config.norm_eps, config.norm_offset)
   unembed = weights["unembed"]
   if config.tied_embeddings:
-    # Transposed here and not by the caller, because exact numerics compile this
-    # function separately.
+    # Exact numerics run this function in a loop. XLA could not fuse a transpose
+    # outside of the loop with the product.
     unembed = unembed.T
   logits = jnp.einsum(
     "...e,ev->...v", x, unembed, preferred_element_type=jnp.float32
@@ -91,7 +91,7 @@ def _select(
       '`logits` must be "all" or "none" with a PackedView, got "last"; set '
       "`batch.columns`."
     )
-  # A sequence without tokens gets token 0, because -1 would be the last column.
+  # A row without tokens reads column 0, because -1 would be the last column.
   last = jnp.maximum(num_tokens - 1, 0)[:, None, None]
   return jnp.take_along_axis(x, last, axis=1, mode="fill")
 

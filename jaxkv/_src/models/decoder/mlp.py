@@ -171,7 +171,7 @@ def _run_distributed(
   """Implements `_run_experts` for experts on several devices.
 
   Each device gathers the tokens of all devices and runs its own experts on
-  them. A reduce-scatter returns the sums of a device's tokens to this device.
+  them. A reduce-scatter returns to each device the sums of its own tokens.
   No token is dropped, however many tokens choose the same expert.
   """
   x, choice, factors = jax.lax.all_gather(

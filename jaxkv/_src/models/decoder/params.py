@@ -6,7 +6,7 @@ pattern R times (see `groups`). "layers" is a tuple with one entry per stretch,
 and an entry is a tuple with one dict per layer of the pattern. All arrays of a
 dict have a leading axis of R repetitions, so that a scan can slice them. The
 tables omit this axis. `description` defines the letters, and `delta_net` those
-of `DeltaNet`. A word in a shape is a field: latent stands for `latent_dim`.
+of `DeltaNet`. A word in a shape names a field: latent stands for `latent_dim`.
 
 | name                       | of `Attention`                                  |
 |----------------------------|-------------------------------------------------|
@@ -61,7 +61,7 @@ of `DeltaNet`. A word in a shape is a field: latent stands for `latent_dim`.
 | `correction`               | float32[X], if corrected                        |
 | `expert_gate`, `expert_up` | [X, E, F]                                       |
 | `expert_down`              | [X, F, E]                                       |
-| `expert_gate_bias`         | [X, F], if biased; so is `expert_up_bias`       |
+| `expert_gate_bias`         | [X, F], if biased; `expert_up_bias` likewise    |
 | `expert_down_bias`         | [X, E], if biased                               |
 | `shared_gate`, `shared_up` | [E, F'], with a shared MLP                      |
 | `shared_down`              | [F', E], with a shared MLP                      |
@@ -108,7 +108,7 @@ class Leaf:
 
 
 def layer_leaves(layer: Layer, embed_dim: int) -> dict[str, Leaf]:
-  """Returns a `Leaf` for each parameter of a layer, for one repetition."""
+  """Returns a `Leaf` for each parameter of a layer, without the axis R."""
   attention = layer.attention
   leaves = {
     "attention_norm": Leaf((embed_dim,)),
@@ -250,7 +250,7 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
 
   Returns:
     A dict with "embed" [V, E], "final_norm" [E], "unembed" [E, V] unless tied,
-    and "layers": tuples of dicts of arrays, stacked over R repeated layers.
+    and "layers", in which the arrays of repeated layers are stacked.
 
   Examples:
     >>> import jax
@@ -262,7 +262,7 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
     (3, 8, 2, 2)
   """
   tree = leaves_of(decoder)
-  # All arrays are cut from one random draw, because jax compiles a program for
+  # All random arrays are slices of one draw, because jax compiles a program for
   # each shape of a draw.
   size = sum(
     math.prod(leaf.shape)
@@ -288,8 +288,8 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
     return (noise[begin:cursor].reshape(leaf.shape) * gain).astype(dtype)
 
   def arrays(node: Any) -> Any:
-    # Keeps the order of names in `leaves_of`. `jax.tree.map` would sort them,
-    # and a given key would then yield other parameters.
+    # Keeps the order of names in `leaves_of`. `jax.tree.map` would sort the
+    # names, and the same random key would give other parameters.
     if isinstance(node, Leaf):
       return array(node)
     if isinstance(node, dict):

@@ -52,7 +52,7 @@ class Tree:
     """Joins levels [N, C_l, R_l or more, ...] to rows [N, T, ...]."""
     flat = []
     for part, width in zip(parts, self.widths, strict=True):
-      # At the last level a part can have one more token, which rows omit.
+      # At the last level a part can have one more column, which rows omit.
       rows, count, *_ = part.shape
       part = part[:, :, :width]
       flat.append(part.reshape(rows, count * width, *part.shape[3:]))
@@ -66,7 +66,7 @@ class Tree:
     ]
 
   def paths(self, x: jax.Array, level: int) -> jax.Array:
-    """Copies rows [N, T, ...] to one sequence per branch of a level l.
+    """Copies rows [N, T, ...] to one sequence per branch of level l (`level`).
 
     Returns:
       [N * C_l, R_0 + ... + R_l, ...]: the tokens of all ancestors of the branch

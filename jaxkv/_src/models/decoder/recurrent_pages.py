@@ -30,13 +30,13 @@ def run_rows(
   view: View | FreshView,
   layer: jax.Array | int,
 ) -> tuple[jax.Array, StatePages]:
-  """Runs T tokens of each of B sequences, and stores the states after them."""
+  """Runs up to T tokens of each of B sequences, and stores the new states."""
   rows, size = rows_of(view), pool.page_size
   if inputs[0].shape[1] == 1:
     return _run_stored(run, inputs, pool, rows, layer)
   # Other sequences can reuse a full page as a prefix, so a full page must hold
   # the state at its end. If the tokens of a row go past the end of a partly
-  # filled page, the tokens in it (the head) run first, and then the tail.
+  # filled page, the tokens up to this end (the head) run before the tail.
   room = -rows.starts % size
   head_counts = jnp.where(room < rows.num_tokens, room, 0)
 
@@ -127,7 +127,7 @@ def state_shapes(
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
   """Returns the `shapes` of `jaxkv.kv.init_states` for a recurrent layer."""
   a = attention
-  # Not bfloat16, because a state accumulates rounding errors over all tokens.
+  # "delta" is float32, because it accumulates rounding errors over all tokens.
   return {
     "convolution": ((a.num_channels, a.kernel_size - 1), jnp.float32),
     "delta": ((a.num_value_heads, a.key_dim, a.value_dim), jnp.float32),

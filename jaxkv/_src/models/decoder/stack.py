@@ -38,7 +38,7 @@ def run(
   *,
   remat: bool = False,
 ) -> Carry:
-  """Returns the last layer's output [B, T, E], before the norm, and the pools.
+  """Returns the last layer's output [B, T, E], not yet normalized, and pools.
 
   With `remat`, only each layer's input is saved for the backward pass, which
   then recomputes the layer.
@@ -127,8 +127,8 @@ def _location(
   """Returns the `Location` of the pattern's layer `number` in a repetition."""
   period, index = groups.period(decoder), stretch.first + number
   group = index % period
-  # A repetition advances whole periods, so the group is static and only the
-  # memory layer depends on the repetition.
+  # A repetition advances whole periods, so the group does not depend on the
+  # repetition, and can be static.
   size = len(stretch.pattern)
   num_experts = sum(isinstance(x.mlp, Experts) for x in stretch.pattern)
   first_experts = expert_records.num_expert_layers(decoder, index)

@@ -1,8 +1,8 @@
 """Attention and recurrences in trees of tokens.
 
 `prompt_tree` describes the trees. A token attends to its ancestors and to
-earlier tokens of its branch, and to itself. One product computes the scores of
-a prompt's keys with the queries of all completions, so keys are read once.
+earlier tokens of its branch, and to itself. For each level, one product scores
+the queries of all completions with a prompt's keys, so keys are not repeated.
 
 Letters in addition to those of `prompt_tree`: H query heads, K key-value heads,
 D head size, X size of a value, g query heads per key-value head, l level of the
@@ -57,8 +57,8 @@ class TreeKV(kv_access.UncachedKV):
       rows = tuple(x.reshape(-1, *x.shape[2:]) for x in arrays)
       times = tree.branches[level] // tree.branches[max(level - 1, 0)]
       states = jax.tree.map(lambda x, n=times: jnp.repeat(x, n, 0), states)
-      # The last level has no column for the last token of a branch, but lengths
-      # count this token.
+      # At the last level, a length can count a token that has no column; see
+      # `Tree.lengths`.
       num_tokens = jnp.minimum(tree.lengths[level], tree.widths[level]).ravel()
       out, states = run(rows, states, num_tokens)
       outputs.append(out.reshape(*shape, *out.shape[2:]))
@@ -83,7 +83,7 @@ def attend(
   def scores_with(q: jax.Array, level: int, ancestor: int) -> jax.Array:
     """Scores a level's queries with an ancestor level's keys.
 
-    Returns float32[N, C_j, K, g, Q, R_j], grouped by branch of the ancestor.
+    Returns float32[N, C_j, K, g, Q, R_j], grouped by branches of the ancestors.
     """
     scores = jnp.einsum(
       "ncqkgd,ncrkd->nckgqr",

@@ -1,1 +1,1 @@
-"""Checkpoints of other libraries as decoders."""
+"""Loads checkpoints of other libraries as decoders."""

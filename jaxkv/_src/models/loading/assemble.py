@@ -32,7 +32,7 @@ class Checkpoint:
     tensors: the tensors, by their names in Hugging Face's format.
     stop_tokens: ids of the tokens that end a text or a chat message.
     max_length: the longest sequence that the model was trained for, in tokens.
-    open_tokenizer: reads the tokenizer.
+    open_tokenizer: reads and returns the tokenizer.
   """
 
   name: str
@@ -158,6 +158,5 @@ def num_sources(weight_map: WeightMap) -> int:
 
 
 def _listing(names: list[str]) -> str:
-  surplus = len(names) - _MAX_NAMES
-  suffix = f" and {surplus} more" if surplus > 0 else ""
+  suffix = " and more" if len(names) > _MAX_NAMES else ""
   return ", ".join(names[:_MAX_NAMES]) + suffix

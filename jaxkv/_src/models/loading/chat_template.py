@@ -31,7 +31,8 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
   except Exception as error:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     raise ValueError(
-      f"the chat template cannot be used here: {reason}; change the messages."
+      f"the chat template cannot be rendered: {reason}; change the messages or "
+      "the template."
     ) from error
 
 

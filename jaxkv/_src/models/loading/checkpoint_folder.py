@@ -82,7 +82,7 @@ def _dtype(values: dict[str, Any], file: str) -> Any:
 def _text_tensors(tensors: Tensors) -> Tensors:
   """Returns the language model's tensors of a multimodal checkpoint."""
   # A name begins with "model." and "language_model.", in an order that depends
-  # on the version of transformers. Weight maps have only the prefix "model.".
+  # on the version of transformers. Weight maps expect "model." alone.
   renamed = {
     _TEXT.sub("model.", name, count=1).removeprefix("language_model."): tensor
     for name, tensor in tensors.items()

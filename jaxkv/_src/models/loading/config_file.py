@@ -23,20 +23,20 @@ _HARMLESS = frozenset(
   unsloth_version use_bfloat16 use_cache use_return_dict
   """.split()
 )
-"""Keys that a model family need not read, because they do not affect logits.
-`checkpoint_folder.py` reads `quantization_config`."""
+"""Keys that a model family need not read, because they do not affect logits, or
+because `checkpoint_folder` reads them."""
 
 
 _MAX_INT = 2**31 - 1
 _COUNTS_OF_LAYERS = {"num_hidden_layers", "num_nextn_predict_layers"}
-"""Keys that count layers. Their maximum is the number of tensors."""
+"""Keys that count layers. Their values are at most the number of tensors."""
 _COUNTS_OF_EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 _MAX_EXPERTS = 2**16
-"""The maximum of these counts, because recorded expert ids have 16 bits."""
+"""The maximum number of experts, because recorded expert ids have 16 bits."""
 
 
 class ConfigFile:
-  """The values of a config.json, with checked types.
+  """The values of a config.json, or of a similar table, with checked types.
 
   A method that returns a value raises a ValueError if the value has the wrong
   type, or if the value is missing and there is no default. A null counts as

@@ -147,7 +147,7 @@ def _config(
 
 
 def _gemma(metadata: ConfigFile, config: dict[str, Any]) -> dict[str, Any]:
-  """Returns the values of config.json that only Gemma 3 has."""
+  """Returns the values of config.json that only Gemma 3 needs."""
   window = "gemma3.attention.sliding_window"
   scale = config["head_dim"]
   # Gemma 3 27B scales attention logits by (hidden_size / heads) ** -0.5, and
@@ -209,7 +209,7 @@ def _renamed(
   }
 
   def split_halves(weights: np.ndarray) -> np.ndarray:
-    """Moves the first row of each rotary pair to the first half of its head."""
+    """Moves the first rows of a head's rotary pairs before the second rows."""
     pairs = weights.reshape(-1, config["head_dim"] // 2, 2, *weights.shape[1:])
     return pairs.swapaxes(1, 2).reshape(weights.shape)
 

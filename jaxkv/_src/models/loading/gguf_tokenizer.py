@@ -11,7 +11,7 @@ from jaxkv._src.models.loading.tokenizer import Tokenizer
 _GGML = "tokenizer.ggml."
 # Token types of llama.cpp.
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
-# GPT-4's regular expression for words. `%` inserts an expression for digits.
+# GPT-4's regular expression for words. An expression for digits replaces `%s`.
 _WORDS = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
   r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

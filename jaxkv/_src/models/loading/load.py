@@ -35,7 +35,7 @@ class Pretrained:
     params: parameters of the decoder.
     max_length: the longest sequence that the model was trained for, in tokens.
     stop_tokens: ids of the tokens that end a text or a chat message.
-    open_tokenizer: reads the tokenizer.
+    open_tokenizer: reads and returns the tokenizer.
     name: name of the file or folder, for error messages.
   """
 
@@ -52,7 +52,7 @@ class Pretrained:
 
     Raises:
       ImportError: the package `tokenizers` is not installed.
-      ValueError: the checkpoint has no tokenizer, or a damaged one.
+      ValueError: there is no tokenizer, or it is damaged or not supported.
     """
     # Read on demand, because not all programs need the package `tokenizers`.
     with checkpoint_errors.one_line_errors(self.name):
@@ -125,8 +125,8 @@ def load(
   """Loads a pretrained decoder.
 
   Raises a ValueError if a checkpoint has unknown tensors, or unknown keys in
-  its configuration. Tensors are read one by one, so loading needs little more
-  memory than the parameters.
+  its configuration. Parameters are assembled one by one, so loading needs
+  little memory besides them.
 
   Args:
     source: one of

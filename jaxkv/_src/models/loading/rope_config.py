@@ -66,7 +66,7 @@ def rope_of(
 def llama3_table(
   divisors: np.ndarray, base: float, config: ConfigFile, head_dim: int
 ) -> Table:
-  """Returns the `rope_scaling` of Llama 3 that gives certain `divisors`."""
+  """Returns Llama 3's `rope_scaling` that divides frequencies by `divisors`."""
   # A GGUF file stores only the divisors. The settings except `factor` are the
   # same in all Llama 3 models. The check below refuses any other scaling.
   table = {

@@ -15,8 +15,8 @@ def stop_tokens(
     folder: the folder of the checkpoint.
     config: the values of its config.json.
   """
-  # generation_config.json takes precedence, because chat models end a message
-  # with a token that config.json lacks.
+  # generation_config.json takes precedence, because chat models can end a
+  # message with a token that config.json lacks.
   value = config.get("eos_token_id")
   path = folder / "generation_config.json"
   if path.exists():

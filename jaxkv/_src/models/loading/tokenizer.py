@@ -122,7 +122,7 @@ class Tokenizer:
       if number not in added:
         pieces[number] = convert(piece)
     for number, token in added.items():
-      # The decoder treats the other added tokens like the vocabulary's tokens.
+      # The decoder treats added tokens that are not special like other tokens.
       if not token.special:
         pieces[number] = convert(token.content)
     return pieces

@@ -103,8 +103,8 @@ def weight_map(
     "embed": plain("model.embed_tokens.weight", v, e),
     "final_norm": plain("model.norm.weight", e),
   }
-  # Two further tensors are ignored: rotary frequencies, which old checkpoints
-  # store, and the head of a tied model, which repeats the embedding.
+  # Rotary frequencies, which old checkpoints store, are ignored. So is the head
+  # of a tied model, which repeats the embedding.
   patterns = [r".*\.rotary_emb\.inv_freq", *unused]
   if decoder.tied_embeddings:
     patterns.append(r"lm_head\.weight")

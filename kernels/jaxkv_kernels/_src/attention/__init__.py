@@ -7,7 +7,7 @@
 | `cascade` | decoding rows that share pages |
 | `shared_prefix` | finding the rows that share pages |
 | `mla` | multi-head latent attention |
-| `options` | the arguments of a call, unchecked and checked |
+| `options` | the options of a call, and its checked arguments |
 | `calls` | the steps that all functions share |
 | `choose` | choosing the backend of a call |
 | `decode_plan` | equal pieces of decode work |
@@ -23,7 +23,7 @@
 
 The folder of a backend has a module `backend`, which implements
 `choose.Backend`. Backends written in Pallas also have a module `kernel`, and
-`compat` if releases of Pallas differ.
+those for GPUs a module `compat`, which wraps functions of Pallas.
 
 Letters in all of these modules:
 

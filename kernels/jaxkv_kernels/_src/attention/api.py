@@ -130,7 +130,7 @@ def paged_attention_padded(
   With a tree mask, the queries of a row are the nodes of a tree of draft
   tokens. Parents come before children, and nodes have consecutive positions.
   Windows and ALiBi count these positions, not the depth in the tree. If any
-  query of a sequence sees a node, the node's key and value must not be NaN.
+  query of a row sees a node, the node's key and value must not contain NaN.
 
   Args:
     q: [B, T, H, D], float32, bfloat16 or float16.

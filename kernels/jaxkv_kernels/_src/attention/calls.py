@@ -39,7 +39,7 @@ def decode(
   lengths: jax.Array,
   options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
-  """Checks a decode step, one query [B, H, D] per sequence, and computes it."""
+  """Checks and computes a decode step: one query [B, H, D] per sequence."""
   check.table(page_table, q.shape[0])
   check.vector("lengths", lengths, q.shape[0])
   check.same_devices("q", q, page_table=page_table, lengths=lengths)
@@ -88,7 +88,7 @@ def attend_padded(
   query_tile: int | None,
   options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
-  """Checks a rectangle of queries [B, T, H, D], and computes attention."""
+  """Checks arguments, and computes attention of a rectangle [B, T, H, D]."""
   check.table(page_table, q.shape[0])
   check.vector("starts", starts, q.shape[0])
   check.vector("counts", counts, q.shape[0])
@@ -130,7 +130,7 @@ def attend_packed(
   max_query_len: int | None,
   options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
-  """Checks packed queries [T, H, D], and computes attention."""
+  """Checks arguments, and computes attention of packed queries [T, H, D]."""
   check.table(page_table, None)
   check.vector("kv_lens", kv_lens, page_table.shape[0])
   check.vector("cu_q_lens", cu_q_lens, page_table.shape[0] + 1)

@@ -6,13 +6,13 @@
 | tpu | mosaic_tpu, xla |
 | any other | xla |
 
-The platform is taken from the first of these that exists: the device to which
-the arrays are committed, the device of the abstract mesh in use, jax's default
-device, the default backend. During a trace it is unknown where `jit` will place
+The platform is that of the first of these that exists: the devices to which an
+array is committed, the device of the abstract mesh in use, jax's default
+device, `jax.devices()[0]`. During a trace it is unknown where `jit` will place
 the computation. So code that is compiled ahead of time for another platform, or
-placed on another device, must name its backend, which implies the platform. If
-a named backend does not support a call, the call fails: no other backend is
-tried. Outside of a trace, naming a backend of another platform is an error.
+placed on another device, must name its backend, which implies the platform. A
+call fails if the named backend does not support it: no other is tried. Outside
+of a trace, it also fails on another platform, unless `interpret` is set.
 """
 
 import functools
@@ -125,7 +125,7 @@ def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
   """Returns the number of `workers` to pass to `plan_decode` for a backend.
 
   Args:
-    k_pages: [N, K, S, D]; only shape and dtype are used.
+    k_pages: [N, K, S, D]; its elements are not read.
     backend: the backend that you pass to `paged_decode`. "auto" means the first
       backend of the platform that takes plans.
 
@@ -174,7 +174,7 @@ def check_name(backend: str) -> None:
 
 
 def name_of(backend: Backend) -> str:
-  """Returns the name of a backend in `BACKENDS`."""
+  """Returns the name in `BACKENDS` of a backend."""
   module: Any = backend
   return module.__name__.split(".")[-2]
 

@@ -33,8 +33,8 @@ class DecodePlan(NamedTuple):
     first: the first position of each unit.
     end: one past the last position of each unit.
     begins: the first unit of each row, then the first idle unit.
-    tokens: the maximum number of tokens in a unit, for the lengths and the
-      window of `plan_decode`.
+    tokens: an upper bound of the tokens that a unit reads, for the lengths and
+      the window of `plan_decode`.
   """
 
   row: jax.Array  # int32[U]

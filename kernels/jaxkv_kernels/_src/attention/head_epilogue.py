@@ -1,6 +1,6 @@
 """Applies options that act on a whole head, outside of a kernel.
 
-The kernel then needs only one factor per head, and a softmax without sinks.
+The kernel then needs one factor for the logits of a head, and no sinks.
 """
 
 import chex

@@ -1,7 +1,7 @@
 """The online softmax of one block of keys, in base 2, for kernels.
 
-Implements FlashAttention (Dao et al. 2022, algorithm 1) in plain `jax.numpy`,
-so that tests can call it outside of a kernel. Y query rows see A keys.
+Implements the softmax of FlashAttention (Dao et al. 2022, algorithm 1) in plain
+`jax.numpy`, which tests can call without a kernel. Y query rows see A keys.
 """
 
 import math
@@ -42,7 +42,7 @@ def logits(
     return products * (factor * LOG2_E)
   result = products * factor
   if soft_cap is not None:
-    # tanh(x) = 1 - 2 / (1 + e^2x). The tanh of GPUs has only 11 correct bits.
+    # tanh(x) = 1 - 2 / (1 + e^2x). Mosaic GPU's tanh has 11 correct bits.
     power = jnp.exp2(result * (2 * LOG2_E / soft_cap))
     result = soft_cap * (1 - 2 / (1 + power))
   if slopes is not None:

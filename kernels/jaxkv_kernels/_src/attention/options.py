@@ -30,7 +30,7 @@ class AttentionOptions:
     scale: factor of the logits; 1 / sqrt(D) if None.
     soft_cap: c > 0 turns a logit x into c * tanh(x / c).
     window: a query at position p sees positions p - window + 1 .. p.
-    sinks: one logit per head, added only to the denominator of the softmax.
+    sinks: one logit per head, only in the denominator of the softmax.
     alibi_slopes: a query at position p adds slope * (j - p) to its logit with
       the key at position j.
     k_scale: dequantization factors of the stored keys: one for each key-value
@@ -47,7 +47,7 @@ class AttentionOptions:
     4096
   """
 
-  scale: jax.Array | float | None = None  # float or float32[]
+  scale: jax.Array | float | None = None  # float or float[]
   soft_cap: float | None = dataclasses.field(
     default=None, metadata={"static": True}
   )
@@ -68,7 +68,7 @@ class AttentionOptions:
     """Raises `ValueError` unless all named fields are None.
 
     Args:
-      reason: the end of the message, which tells why the fields must be None.
+      reason: the end of the message: a reason, or what to do instead.
       *names: names of fields.
     """
     for name in names:
@@ -87,7 +87,7 @@ class CallOptions:
       `k_scale` and `v_scale` are both arrays or both None. A static `window` is
       at least 1.
     tree_starts: the position of each row's first key to which `tree_mask`
-      applies; None if `tree_mask` is None.
+      applies; None without a mask, or until `calls` sets it.
     plan: from `plan_decode`, or None. Backends that take no plans ignore it.
     value_dim: Dv of latent attention, in which a value is the first Dv elements
       of its key, and `v_pages` is `k_pages`. None for other attention.
@@ -95,7 +95,7 @@ class CallOptions:
   """
 
   page_offset: jax.Array  # int32[]
-  scale: jax.Array | float  # float or float32[]
+  scale: jax.Array | float  # float or float[]
   soft_cap: float | None = None
   window: jax.Array | int | None = None  # int or int32[]
   sinks: jax.Array | None = None  # float32[H]
@@ -116,14 +116,14 @@ class AttentionCall:
   Attributes:
     q: [B, T, H, D]. For a decode step, [B, H, D] until a backend is chosen.
     k_pages: in a format of `jaxkv_kernels/_src/formats.py`.
-    v_pages: in the same format.
+    v_pages: in the format of `k_pages`.
     page_table: unused entries may be any number.
     starts: the position of each row's first query; -1 for a decode step's row
-      of length 0. It may exceed M * S, the tokens that a row's pages can hold.
+      of length 0. Positions may exceed M * S, the tokens of a row's pages.
     counts: queries of each row.
     options: checked, with defaults filled in.
-    query_tile: the number of queries of a row to compute at a time, for
-      backends that take it; or None.
+    query_tile: the number of columns to compute at a time, or None. Only
+      backends with `TAKES_QUERY_TILES` read it.
   """
 
   q: jax.Array
@@ -165,7 +165,7 @@ def check_options(
 ) -> CallOptions:
   """Checks the options of a call and fills in defaults.
 
-  Does not check `tree_mask`, whose shape depends on the public function.
+  Checks only the device of `tree_mask`; `calls` checks its dtype and shape.
 
   Args:
     options: the caller's options.
@@ -212,7 +212,7 @@ def check_options(
   for name in ("sinks", "alibi_slopes", "k_scale", "v_scale"):
     fields[name] = _float32(fields[name])
   fields["scale"] = dim**-0.5 if options.scale is None else options.scale
-  # Positions are int32 even in 64-bit mode.
+  # Windows are int32 even in 64-bit mode, because positions are.
   if options.window is not None and not isinstance(options.window, int):
     fields["window"] = jnp.asarray(options.window, jnp.int32)
   return CallOptions(

@@ -1,4 +1,4 @@
-"""Cuts rectangles of queries into tiles of rows, and finds their keys.
+"""Cuts rectangles of queries into tiles of rows, and finds the keys they see.
 
 A row is one query head of one query. A kernel multiplies the Y rows of a tile
 that share a K/V head with the keys of that head in one product. The docstring
@@ -127,7 +127,7 @@ def trees(
   mask, starts = options.tree_mask, options.tree_starts
   assert mask is not None and starts is not None
   columns, nodes = mask.shape[1:]
-  # A tree can begin inside a block, and then overlaps one more block.
+  # A tree that begins inside a block can overlap one more block.
   num = -(-nodes // tokens) + 1
   first = jnp.maximum(starts, 0) // tokens
   key = jnp.arange(num * tokens, dtype=jnp.int32)[None]
@@ -145,7 +145,7 @@ def trees(
 
 
 def float32(shape: tuple[int, ...], inputs: Any) -> jax.ShapeDtypeStruct:
-  """Returns the type of a float32 output that varies over axes like `zero`."""
+  """Returns the type of a float32 output that varies over axes of `inputs`."""
   axes = jax.typeof(zero(inputs)).manual_axis_type
   return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=axes)
 

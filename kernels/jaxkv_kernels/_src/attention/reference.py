@@ -9,7 +9,7 @@ A query at absolute position p sees the keys at positions 0..p, or with
 `c * tanh(x / c)`. Then `alibi_slopes` adds slope * (j - p) to the logit of the
 key at position j. `sinks` adds one logit per head to the denominator of the
 softmax. For a query that sees no key, the output is 0, and the log-sum-exp is
-its sink, or -inf without sinks. A sequence has no keys past position M * S - 1,
+the sink, or -inf without sinks. A sequence has no keys past position M * S - 1,
 but windows and ALiBi count from the query's position.
 """
 
@@ -212,7 +212,7 @@ def _visible(position, start, window, mask):
 
 
 def _softmax(logits, values, sink):
-  """Returns the sum of values, weighted by a softmax, and the log-sum-exp."""
+  """Returns the softmax-weighted sum of values, and the log-sum-exp."""
   all_logits = logits if sink is None else np.append(logits, sink)
   if all_logits.size == 0:
     return np.zeros(values.shape[-1]), -np.inf

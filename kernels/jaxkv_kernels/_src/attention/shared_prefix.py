@@ -1,6 +1,6 @@
 """Finds the rows that begin with the same pages.
 
-This runs once a step, on page tables and lengths; `cascade` uses the result.
+`plan_shared_prefix` runs once a step; `cascade` uses its result in each layer.
 The docstring of the package `attention` defines the letters.
 """
 
@@ -35,8 +35,7 @@ class SharedPrefix(NamedTuple):
     members: the rows of each cluster; B for an entry without a row.
     tokens: the number of tokens that the rows of each cluster share, in whole
       pages; 0 if sharing does not pay.
-    prefix_table: the page table of each cluster's first row, which begins with
-      the shared pages.
+    prefix_table: the page ids of each cluster's first row, shared pages first.
     own_tokens: the number of remaining tokens of each row, after shared ones.
     own_table: the page ids of the remaining tokens.
   """
@@ -50,7 +49,7 @@ class SharedPrefix(NamedTuple):
   def refreshed(
     self, page_table: jax.Array, lengths: jax.Array, *, page_size: int
   ) -> "SharedPrefix":
-    """Removes the rows that no longer belong to their clusters.
+    """Adapts the clusters to a new page table and new lengths.
 
     A row stays in its cluster if its table still begins with the cluster's
     pages, its last token is not in these pages, and its table has room for all
@@ -108,8 +107,8 @@ def plan_shared_prefix(
   Args:
     page_table: int32[B, M], each sequence's page ids in the order of tokens.
     lengths: int32[B], tokens of each sequence, including the query's token.
-    k_pages: [N, K, S, D]; only shape and dtype are used.
-    v_pages: [N, K, S, Dv]; only shape and dtype are used.
+    k_pages: [N, K, S, D]; its elements are not read.
+    v_pages: [N, K, S, Dv]; its elements are not read.
     num_clusters: the maximum number of clusters. The work over prefixes grows
       with `num_clusters * cluster_size`, so keep that product near B.
     cluster_size: the maximum number of rows of a cluster.
@@ -234,7 +233,7 @@ def _find(
   is_member = members < batch
   prefix_table = tables[:, 0]
   matches = (tables == prefix_table[:, None]) | ~is_member[:, :, None]
-  # The product is 0 from the first page in which rows differ on.
+  # The product is 1 for the pages before the first in which rows differ.
   common = jnp.cumprod(jnp.all(matches, axis=1), axis=1, dtype=jnp.int32)
   # The page of a row's last token is not shared, so no row's suffix is empty.
   full_pages = lengths.at[members].get(mode="fill", fill_value=0) - 1
@@ -267,17 +266,17 @@ def _cluster_by_first_page(
   """
   batch = first.shape[0]
   position = jnp.arange(batch, dtype=jnp.int32)
-  # Sorting by page makes runs of rows with the same page; idle rows come last.
+  # Sorting makes runs of active rows with the same page; other rows come last.
   order = jnp.lexsort((first, ~is_active)).astype(jnp.int32)
   page = first[order]
   begins = jnp.concatenate([jnp.ones((1,), bool), page[1:] != page[:-1]])
-  # `rank` is the position in a run. Each `max_rows`-th row begins a cluster.
+  # `rank` is the position in a run. Every `max_rows`-th row begins a new run.
   rank = position - lax.cummax(jnp.where(begins, position, 0))
   begins = (begins | (rank % max_rows == 0)) & is_active[order]
   run = jnp.cumsum(begins, dtype=jnp.int32) - 1
   run = jnp.where(is_active[order], run, batch)
   size = jnp.zeros((batch,), jnp.int32).at[run].add(1, mode="drop")
-  # A row without a partner shares nothing, so only larger runs get a number.
+  # A row without a partner shares nothing, so only longer runs are clusters.
   number = jnp.cumsum(size > 1, dtype=jnp.int32) - 1
   number = jnp.where(size > 1, number, batch)
   number = number.at[run].get(mode="fill", fill_value=batch)

@@ -56,7 +56,7 @@ def deepseek_v3(config: ConfigFile, dtype: Any) -> WeightMap:
 def _expert_sizes(
   config: ConfigFile, *, num_experts: int, scale: float
 ) -> dict[str, Any]:
-  """Returns fields of `Experts`; the arguments are defaults of two keys."""
+  """Returns fields of `Experts`; `num_experts` and `scale` are defaults."""
   # Files use one of two keys for the number of experts.
   num_experts = config.size("n_routed_experts", num_experts)
   inner = config.size("moe_intermediate_size")
@@ -107,8 +107,8 @@ def _map(
       return sources | layers.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
     return sources | _experts_sources(experts, e, f"{path}mlp.")
 
-  # Layers after `num_layers` are not loaded. They are for multi-token
-  # prediction, which is not supported.
+  # The tensors of layers after the first `num_layers` are ignored. They are for
+  # multi-token prediction, which is not supported.
   count = config.count("num_nextn_predict_layers", 0)
   ignored = [rf"model\.layers\.{num_layers + i}\..*" for i in range(count)]
   return weight_map(decoder, layer, *ignored)

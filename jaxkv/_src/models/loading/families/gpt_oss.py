@@ -80,7 +80,7 @@ def gpt_oss(config: ConfigFile, dtype: Any) -> WeightMap:
 
 def _experts(m: Experts, e: int, path: str) -> dict[str, Source]:
   x, f = m.num_experts, m.inner_dim
-  # In each tensor, columns of the gate and of the up projection alternate.
+  # In `gate_up_proj` and its bias, columns of gate and up projection alternate.
   gate_up = ((f"{path}experts.gate_up_proj", (x, e, 2 * f)),)
   biases = ((f"{path}experts.gate_up_proj_bias", (x, 2 * f)),)
   return {

@@ -42,7 +42,7 @@ def mistral(config: ConfigFile, dtype: Any) -> WeightMap:
 
 def qwen2(config: ConfigFile, dtype: Any) -> WeightMap:
   """Returns the weight map of Qwen2 and Qwen2.5."""
-  # Qwen2 always has biases, so config.json has no key for them.
+  # Qwen2 always has biases of queries, keys and values, so there is no key.
   attention = _attention(config, biased=True)
   windows = _later_windows(config)
   return _map(config, dtype, attention, windows, _mlps(config))
@@ -137,7 +137,7 @@ def _same_windows(config: ConfigFile) -> list[int | None]:
 def _later_windows(config: ConfigFile) -> list[int | None]:
   """Returns each layer's window; None for layers before `max_window_layers`."""
   # Files of models without windows can also have the key `sliding_window`. So
-  # only `use_sliding_window` enables windows.
+  # without `layer_types`, only `use_sliding_window` enables windows.
   is_enabled = config.flag("use_sliding_window", False)
   window = config.size("sliding_window", None)
   first = config.count("max_window_layers", 28)  # The default of transformers.

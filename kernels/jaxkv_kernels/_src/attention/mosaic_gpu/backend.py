@@ -5,9 +5,9 @@ tile sees. The kernel computes attention over each piece. `merge_pieces` merges
 the results, weighted by the sums of their softmaxes. Without a plan, a row's
 pieces do not depend on the lengths of other rows, and neither do its results.
 
-Tests compile the kernel for an H200 but do not run it on one. They interpret it
-on a CPU, with race detection and with plain products in place of tensor core
-products. The docstring of the package `attention` defines the letters.
+Tests compile the kernel for an H200, and run it if there is a Hopper GPU. On a
+CPU they interpret it, with race detection and with plain products in place of
+tensor core products. The docstring of `attention` defines the letters.
 """
 
 import math

@@ -1,9 +1,9 @@
 """The Hopper kernel of paged attention, in Pallas' Mosaic GPU dialect.
 
 A thread block has one or two streams. A stream is a pair of warpgroups: one
-copies pages into a ring in shared memory, the other multiplies. Streams take
-units of work in turn. The copying warpgroup runs ahead of the other one by up
-to the length of the ring, even into the next unit. The arithmetic follows
+copies pages into two rings in shared memory, for keys and for values; the other
+multiplies. Streams take units of work in turn. The copying warpgroup runs ahead
+by up to the length of a ring, even into the next unit. The arithmetic follows
 FlashAttention 3 (Shah et al. 2024), but does not overlap two products, because
 decoding is bound by memory bandwidth. The docstring of the package `attention`
 defines the letters.
@@ -83,7 +83,7 @@ def call(
 
 
 def _with_scratch(static: GpuStatic, dtype, fields: dict[str, Any]) -> None:
-  """Allocates scratch memory and runs the kernel; `fields` are input refs."""
+  """Allocates scratch and runs the kernel; `fields` are inputs and outputs."""
   sides = [
     {name: fields.pop(f"{side}_{name}", None) for name in ("pages", "scale")}
     for side in "kv"
@@ -167,9 +167,9 @@ def _kernel(static: GpuStatic, refs: Refs) -> None:
 
 
 def _each_unit(static: GpuStatic, refs: Refs, stream, work) -> jax.Array:
-  """Calls `work(stream, head, unit, used)` for each unit and K/V head.
+  """Calls `work(stream, head, unit, used)` for a stream's units and K/V heads.
 
-  `used` is the number of blocks of earlier calls. Returns that of all calls.
+  `used` counts the blocks of earlier calls. Returns the count for all calls.
   """
   # Both warpgroups of a stream count the same blocks, so they agree on stages.
   first = lax.axis_index("block") * static.streams + stream
@@ -200,7 +200,7 @@ def _await_all(side: Side, stream, num_copied) -> None:
 
 
 def _copy(static: GpuStatic, refs: Refs, stream, head, unit, used) -> None:
-  """Copies a unit's blocks into the ring, after `used` earlier blocks."""
+  """Copies a unit's blocks into the rings, after `used` earlier blocks."""
   size, pieces = static.page_size, range(static.pages)
   rows = min(size, TOKENS)
   last = quotient(unit.end - 1, size)
@@ -339,7 +339,7 @@ def _visible(static: GpuStatic, unit: Unit, base):
 
 
 def _in_tree(static: GpuStatic, masks, unit: Unit, base, layout):
-  """Returns a block's tree mask in int32; 0 for tree keys that it hides."""
+  """Returns a block of `masks` in int32; above 0 outside of the tree."""
   blocks = masks.shape[1]
   index = quotient(base, TOKENS) - unit.tree
   outside = jnp.where((index < 0) | (index >= blocks), 1, 0)

@@ -145,7 +145,7 @@ def _token_scales(
     padding = -table.shape[1] % static.pages
     ids = jnp.pad(table, ((0, 0), (0, padding)))
     batch, kv_heads = ids.shape[0], scale.shape[1]
-    # XLA gathers rows of K * S numbers directly. It would copy shorter rows.
+    # Gathers long rows, because XLA would first copy an array of short rows.
     tokens = scale.reshape(scale.shape[0], -1)[ids]
     tokens = tokens.reshape(batch, -1, kv_heads, static.page_size)
     tokens = tokens.swapaxes(1, 2)  # [B, K, M, S]
@@ -164,7 +164,7 @@ def _queries(call: AttentionCall) -> int:
 
 
 def _memory(size: int, call: AttentionCall) -> int:
-  """Returns an upper bound of the VMEM that tiles of `size` queries take."""
+  """Returns an estimate of the VMEM that tiles of `size` queries take."""
   q, k_pages, v_pages = call.q, call.k_pages, call.v_pages
   kv_heads, page_size, dim = k_pages.shape[1:]
   value_dim = v_pages.shape[3]

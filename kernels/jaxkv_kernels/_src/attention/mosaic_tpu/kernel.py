@@ -3,8 +3,8 @@
 One grid step computes one tile of queries: it loops over the blocks of pages
 that the tile sees. Pages are copied into a ring of buffers, with one copy per
 page for all heads. While a step works on its last blocks, it fetches the first
-blocks of the next step, so the ring is empty only at the end of the grid. The
-online softmax is that of FlashAttention (Dao et al. 2022, algorithm 1).
+blocks of the next step, so that copies do not pause between steps. The online
+softmax is that of FlashAttention (Dao et al. 2022, algorithm 1).
 
 The kernel uses only features that the TPU interpreter supports (no
 `ref.reshape` or `ref.bitcast`), so tests on a CPU can check results and races.
@@ -113,7 +113,7 @@ def _in_specs(
 ) -> dict[str, Any]:
   """Returns the block spec of each input."""
   num, columns = inputs["q"].shape[0], inputs["table"].shape[2]
-  # These inputs stay in HBM, and the kernel copies the pages that it needs.
+  # Pools and scales stay in HBM. The kernel copies the parts that it needs.
   in_place = pl.BlockSpec(memory_space=pl.ANY)
 
   def table(step: int) -> pl.BlockSpec:
@@ -365,7 +365,7 @@ def _hidden(mask):
 
 
 def _values(base, first, end, ref, is_hidden):
-  """Returns a block's values, with zeros for tokens that no row sees."""
+  """Returns a block's values; floats of tokens that no row sees become 0."""
   values = ref[...]
   # 0 * NaN is NaN, so a weight of 0 would not exclude a NaN. int8 has no NaN.
   if values.dtype == jnp.int8:

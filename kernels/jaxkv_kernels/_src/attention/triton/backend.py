@@ -3,7 +3,7 @@
 A query row is one head of one query. A program computes up to 64 query rows
 that share a K/V head, as one tile for the tensor cores. It reads each key and
 value once. It looks up the page of each token, so it supports any page size. If
-there are too few programs, or one has too much work, keys are split into parts.
+programs are too few or could get too much work, keys are split into parts.
 `_merge` merges the parts, weighted by the sums of their softmaxes. The
 docstring of the package `attention` defines the letters.
 """
@@ -36,14 +36,14 @@ _MAX_BLOCK = 128
 # Programs to aim at: two on each of the 132 multiprocessors of an H100 or H200.
 _PROGRAMS = 264
 _MAX_SPLITS = 64
-# The maximum and minimum number of tokens of a program. Longer rows are split,
-# to balance the work. A shorter program would mostly be overhead.
+# Bounds of the tokens of a program. The maximum balances the work, as far as
+# `_PART_BYTES` permits. The minimum limits overhead, if no cores are idle.
 _MAX_TOKENS, _MIN_TOKENS = 4096, 1024
 # The maximum number of bytes of all parts, each of which is as large as the
 # output in float32. Splits that are needed to fill the GPU may exceed it.
 _PART_BYTES = 64 * 2**20
 _LARGEST_HEAD = 256
-# The maximum sizes of the value in a latent vector, and of the elements after.
+# The maximum sizes of the value in a latent vector, and of the rest of it.
 _LARGEST_VALUE, _LARGEST_BEHIND = 512, 64
 
 
@@ -123,7 +123,7 @@ def _too_large(call: AttentionCall) -> str | None:
         f"`{name}` must have a head size of at most {_LARGEST_HEAD}, got"
         f" {pages.shape[3]}"
       )
-    # Pallas-Triton indexes pools of up to 4 GiB with int32, which overflows.
+    # Pallas-Triton indexes pools of up to 4 GiB with int32, which can overflow.
     if pages.dtype.itemsize == 1 and 2**31 < pages.size <= 2**32:
       return (
         f"`{name}` must have at most 2**31 or more than 2**32 elements of 8"

@@ -1,6 +1,6 @@
 """The kernel of the backend `triton`.
 
-Pallas-Triton requires sizes that are powers of two, so arrays are padded and
+Pallas-Triton requires sizes that are powers of two. So reads are padded, and
 masks exclude the padding. Pallas's interpreter runs the kernel unchanged. The
 docstring of the package `attention` defines the letters.
 """
@@ -132,10 +132,10 @@ class _Rows:
     kv_head: the K/V head of all rows.
     column: the column of each row's query.
     head: the query head of each row.
-    exists: False for padding.
+    exists: False past the T * H / K rows of the K/V head.
     position: the position of each row's query in the sequence.
     first: the first key that each row sees.
-    end: one past the last key that each row sees, 0 for padding.
+    end: one past the last key that each row sees, 0 if it is no query.
     reach: the first key that any row sees, and one past the last such key.
   """
 
@@ -157,8 +157,8 @@ class _Rows:
 
 def _rows(refs, sizes: Sizes) -> _Rows:
   """Returns the rows of this program."""
-  # The tile varies fastest over programs, so that the tiles of a row, which
-  # share keys, read them from the L2 cache.
+  # The tile varies fastest over programs, so that the tiles of a K/V head read
+  # their keys, which they share, from the L2 cache.
   program = pl.program_id(0)
   head_index = _divide(program, sizes.tiles)
   tile = program - head_index * sizes.tiles

@@ -82,7 +82,7 @@ def merge_pieces(
 
 
 def _kernel(refs, out_ref, lse_ref, *, max_pieces: int | None) -> None:
-  """Merges all pieces of one row of queries, `_PIECES` at a time."""
+  """Merges all pieces of one query row, `_PIECES` at a time."""
   pieces_ref, totals_ref, begins_ref = refs
   dim = pieces_ref.shape[3]
   kv_heads = jnp.int32(pieces_ref.shape[1])

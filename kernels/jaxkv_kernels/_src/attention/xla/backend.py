@@ -2,7 +2,7 @@
 
 All sequences advance in lockstep over blocks of a fixed number of tokens, with
 the online softmax of FlashAttention (Dao et al. 2022, algorithm 1) in float32.
-It runs on any device that XLA supports.
+The backend runs on any device that XLA supports.
 
 Unused memory may contain NaN (see `api`). The logits of unused keys are masked
 after the product with queries. Values that no query of the sequence sees become
@@ -30,7 +30,7 @@ from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.formats import load
 
-# Tokens per block. The number is fixed, so that all page sizes that divide it
+# Tokens per block, if the page size divides this number. All such page sizes
 # give the same results. In benchmarks, 64 was within 5 % of the best number for
 # every shape, because a block of keys stays in a core's cache.
 BLOCK_TOKENS = 64
@@ -124,7 +124,7 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
     ids = lax.dynamic_slice_in_dim(
       table, index * pages_per_block, pages_per_block, axis=1
     )
-    # Unused entries may be any number, but the gather promises ids in range.
+    # The gather must get ids in range, but unused entries may be any number.
     ids = jnp.clip(ids + options.page_offset, 0, total_pages - 1)
     key_positions = index * block + jnp.arange(block, dtype=jnp.int32)
     mask = _mask(key_positions, reach, options)  # bool[B, T, A]
@@ -273,7 +273,7 @@ def _read(pages: jax.Array, ids: jax.Array) -> jax.Array:
     mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
   )
   batch, kv_heads, num, size, dim = tiles.shape
-  # Loaded after the gather, because XLA for a CPU would convert the whole pool.
+  # Before the gather, XLA for a CPU would convert the whole pool.
   tiles = tiles.reshape(batch, kv_heads, num * size, dim)
   return load(tiles).astype(jnp.float32)
 
