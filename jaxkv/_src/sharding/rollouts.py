@@ -228,9 +228,9 @@ def generate(
   Raises:
     TypeError: see `jaxkv.rollout.generate`.
     ValueError: see `jaxkv.rollout.generate`; or a parameter is not on the
-      devices of the mesh; or, with `axes.experts`, is not split along
-      `axes.data` as by `param_shardings`. Inside `jit`, only the devices are
-      checked, and for Explicit axes only.
+      devices of the mesh, or is split along `axes.data` where `axes` does not
+      say so, or the reverse. Inside `jit`, only the devices are checked, and
+      for Explicit axes only.
   """
   _check_placed(params, axes)
   return _generate(params, state, until, axes, model, process, draft)
@@ -278,8 +278,8 @@ def _check_placed(params: Any, axes: MeshAxes) -> None:
       is_placed = not is_explicit or not jax.typeof(leaf).sharding.mesh.empty
     else:
       is_placed = isinstance(leaf, Array) and leaf.devices() == devices
-      if is_placed and axes.experts is not None:
-        is_placed = _is_split(leaf.sharding, axes) == _is_split(place, axes)
+      is_split = bool(axes.experts) and _is_split(place, axes)
+      is_placed = is_placed and _is_split(leaf.sharding, axes) == is_split
     if not is_placed:
       raise ValueError(
         f"`params{jax.tree_util.keystr(path)}` must be on all devices of the "

@@ -124,7 +124,7 @@ class TestByteLevel:
     with pytest.raises(ValueError, match="refuses the conversation: no"):
       refusing.chat(messages)
     damaged = Tokenizer(own.core, template="{% for %}")
-    with pytest.raises(ValueError, match="cannot be used"):
+    with pytest.raises(ValueError, match="cannot be rendered"):
       damaged.chat(messages)
     with pytest.raises(ValueError, match="no chat template"):
       Tokenizer(own.core).chat(messages)
