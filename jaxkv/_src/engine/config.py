@@ -43,8 +43,8 @@ class RolloutConfig:
       step; 0 for no speculation. Each draft is verified, so speculation does
       not change the sampled tokens.
     draft_match: n, the length of an n-gram match. The last n tokens of a
-      sequence match their last earlier occurrence in its prompt and all samples
-      of the prompt. The tokens that followed there are its drafts.
+      sequence match their rightmost other occurrence in its prompt and all
+      samples of the prompt. The tokens that followed there are its drafts.
     draft_columns: the maximum number of draft tokens of all slots in a step.
     raw_log_probs: whether to record the log-prob of each sampled token under
       the model's distribution, before `Sampling` and `process` change it.

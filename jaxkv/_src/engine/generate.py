@@ -49,8 +49,8 @@ def generate(
   the K/V memory is updated in place.
 
   A sequence gets the status FAILED if it needs more pages than can become free,
-  or if the log-prob of its next token is not finite. `Queue.code` has the
-  reason, and the sequence keeps its earlier tokens.
+  or if the log-prob of its next token is not finite. `state.queue.code` has
+  the reason, and the sequence keeps its earlier tokens.
 
   Args:
     params: the model's parameters.

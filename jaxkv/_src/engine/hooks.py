@@ -15,7 +15,7 @@ class Rows(NamedTuple):
   """The sequence of each of R rows of logits, or of R tokens of a call.
 
   Attributes:
-    numbers: int32[R], the row of the sequence in `Queue`; Q for none.
+    numbers: int32[R], the row of the sequence in `state.queue`; Q for none.
     ids: int32[R], the id of the sequence.
     counts: int32[R], the number of tokens sampled so far in this turn.
     lengths: int32[R], the current length, including the prompt.
@@ -66,7 +66,7 @@ class Draft(Protocol):
     Args:
       params: weights, as `generate` received them.
       rows: the sequence of each of B slots; none if the slot does not decode.
-      tokens: int32[B, W], the row of `Queue.tokens` of each slot's sequence.
+      tokens: int32[B, W], the tokens of each slot's sequence, then 0.
 
     Returns:
       Tokens int32[B, K], where K is `RolloutConfig.draft_tokens`, and the

@@ -25,8 +25,8 @@ class SequenceStatus(enum.IntEnum):
 
   WAITING: waits for a slot.
   RUNNING: occupies a slot.
-  DONE: has ended; `Queue.finish` has the reason.
-  FAILED: has ended with an error; `Queue.code` has the reason.
+  DONE: has ended; `queue.finish` has the reason.
+  FAILED: has ended with an error; `queue.code` has the reason.
   EMPTY: the row has no sequence.
   """
 
@@ -41,11 +41,11 @@ class Finish(enum.IntEnum):
   """Reason for the end of a sequence.
 
   UNFINISHED: the sequence has not ended.
-  STOP_TOKEN: it sampled the stop token `Queue.stop`.
-  STOP_STRING: its text contains the stop string with the index `Queue.stop`.
+  STOP_TOKEN: it sampled the stop token `queue.stop`.
+  STOP_STRING: its text contains the stop string with the index `queue.stop`.
   LENGTH: it reached its maximum length.
   ABORTED: `abort` ended it.
-  FAILED: an error ended it; `Queue.code` has the reason.
+  FAILED: an error ended it; `queue.code` has the reason.
   """
 
   UNFINISHED = 0

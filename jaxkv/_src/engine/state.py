@@ -43,7 +43,8 @@ class RolloutState:
 
   Attributes:
     config: static options.
-    queue: the sequences, their settings and their results.
+    queue: the sequences: `ids`, `tokens`, `length`, `status`, `finish`, `code`,
+      other results, and their settings; see `help(type(state.queue))`.
     slots: the sequence in each slot.
     memory: the cache and the K/V memory.
     key: the key from which the sequences' keys are derived.  # key[]
@@ -112,7 +113,7 @@ def init(
       recurrent group is combined with `draft_tokens`, or has `num_speculative`
       > 0; or the longest sequence exceeds a slot or the pool. If lengths or the
       version are traced and invalid, the sequences fail instead, see
-      `Queue.code`. A traced cache is not checked for slots in use: if all are,
+      `queue.code`. A traced cache is not checked for slots in use: if all are,
       no sequence can run, and `generate` returns only at a limit of steps.
   """
   _check_key(key)

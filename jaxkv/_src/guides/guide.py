@@ -207,7 +207,7 @@ class Guide:
     """Returns the bitmask of allowed tokens, uint32[R, ceil(V / 32)].
 
     Args:
-      state: int32[R], see `GuideState.state`.
+      state: int32[R], the row of `next` after the tokens read so far.
       left: int32[R], the number of remaining tokens, including the stop token.
     """
     # With fewer than `distance` tokens left, the text cannot be completed. The

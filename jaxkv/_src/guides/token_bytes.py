@@ -63,6 +63,11 @@ def token_bytes(
     vocab_size: V, the number of columns of the model's logits; None for the
       number of entries of `tokens`. Tokens beyond the entries have no bytes.
 
+  Returns:
+    `data`, uint8[X], the X bytes of all tokens, and `starts`, int32[V + 1], the
+    offset of each token in `data`. The method `copy` makes a copy for a pytree
+    that will be donated.
+
   Raises:
     TypeError: a token is not `bytes`.
     ValueError: `tokens` is empty, has more than V entries, or has more than

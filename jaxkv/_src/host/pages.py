@@ -31,9 +31,12 @@ class Pages:
     """Adds a listener for pages that enter or leave the prefix cache.
 
     Args:
-      listener: an object with the methods `stored(request, group, first,
-        pages)`, `removed(page, group)` and `cleared()`. They run inside methods
-        of the manager, so they must record each change of their own state in
+      listener: an object with three methods. `stored(request, group, first,
+        pages)`: a request filled columns of a group, from `first` on; `pages`
+        has 0 for columns that this call did not publish. `removed(page,
+        group)`: a page, perhaps of host memory, left the prefix cache.
+        `cleared()`: all pages left it. The methods run inside those of the
+        manager, so they must record each change of their own state in
         `CacheManager.undo_log` first.
     """
     self._state.pool.listeners.append(listener)

@@ -255,7 +255,7 @@ class QueueEngine:
     state = rollout.generate(
       params, state, model=self._model, process=self._process
     )
-    # `harvest` does not return the codes of sequences.
+    # Read here, because `harvest` does not return the codes of sequences.
     code = state.queue.code
     state, out = rollout.harvest(state)
     results = out.results

@@ -19,8 +19,7 @@ from jaxkv.kv import LayerPlan
 from jaxkv.kv import plan_layers
 
 Replaced = type | tuple[type, str] | str
-"""The key of a method to replace. A class, or the path of a layer such as
-"layers.0.mlp", selects `__call__`. `(Class, "f")` selects the method `f`."""
+"""The key of a method to replace, see `paged_module`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +107,12 @@ def paged_module(
     call: runs the module: `(module, memory, tokens, positions) -> logits`.
       Tokens and positions are int32[1, C], and padding has position 0. Logits
       are [1, C, V], or [1, X, V] after `memory.pick`, see `LayerMemory`.
-    methods: maps the methods to replace, see `Replaced`, to functions `(layer,
-      memory, *args, **kwargs)`. `memory` is a `LayerMemory`; the arguments
-      after it and the result are those of the method. A function can call the
-      original method as `super(type(layer), layer).__call__`.
+    methods: maps the methods to replace to functions `(layer, memory, *args,
+      **kwargs)`. A key is a class, or the path of a layer such as
+      "layers.0.mlp", to replace `__call__`; or `(Class, "f")`, to replace the
+      method `f`. `memory` is a `LayerMemory`; the arguments after it and the
+      result are those of the method. A function can call the original method as
+      `super(type(layer), layer).__call__`.
     windows: the sliding window of each layer, in the order in which the layers
       attend; None for full attention.
     num_kv_heads: K, the number of key-value heads.

@@ -149,7 +149,7 @@ class LocalWorker:
     return dropped
 
   def _drop(self, oldest: int) -> list[int]:
-    """Removes groups whose unfinished samples have versions before `oldest`."""
+    """Removes groups with an unfinished token of a version before `oldest`."""
     queue, samples = self._state.queue, self._state.config.num_samples
     status, versions, ids = jax.device_get(
       (queue.status, queue.versions, queue.ids)

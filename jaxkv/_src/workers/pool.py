@@ -69,9 +69,9 @@ class Pool:
   """Runs a stream of prompts on workers.
 
   A prompt waits for the worker that has its longest prefix, unless another
-  worker needs it to fill empty slots. If a worker fails, its prompts run again
-  on any worker, with the same ids, so equal weights give them equal samples.
-  Each prompt is returned once.
+  worker needs it to keep its slots busy. If a worker fails, its prompts run
+  again on any worker, with the same ids, so equal weights give them equal
+  samples. Each prompt is returned once.
 
   Each worker is called from its own thread, so workers never wait for each
   other. Use the pool in a `with` statement, or call `close`.
@@ -101,9 +101,9 @@ class Pool:
       config: the options of the workers' rollouts.
       max_waiting: the maximum number of prompts that no worker has taken;
         `submit` blocks until there are fewer.
-      max_age: if an unfinished sequence has tokens that are more than this
-        number of versions older than the weights, its prompt runs again from
-        its start. None for no limit.
+      max_age: a prompt runs again from its start if an unfinished sample has a
+        token that was sampled more than this number of versions ago. None for
+        no limit.
       max_failures: the maximum number of consecutive failures at a place; one
         more stops the pool.
     """
@@ -201,8 +201,8 @@ class Pool:
       is_used = len({*numbers} - self._unfinished) < len(numbers)
       if is_used or not all(0 <= number < 2**31 - 1 for number in numbers):
         raise ValueError(
-          f"`ids` must be {samples} apart, from 0 to {2**31 - 1 - samples} and "
-          f"not in use, got {ids}."
+          f"`ids` must be at least {samples} apart, from 0 to "
+          f"{2**31 - 1 - samples} and not in use, got {ids}."
         )
       prompts = [
         Prompt(number, part, prefixes_of(part))
@@ -249,7 +249,7 @@ class Pool:
   def update_weights(self, params: Any) -> int:
     """Gives new weights to all workers, and returns their version.
 
-    A call of `advance` that runs or is being prepared may still use the old
+    A `Worker.advance` that runs or is about to run may still use the old
     weights. All later calls use the new weights.
     """
     with self._changed:
@@ -356,7 +356,7 @@ class Pool:
         return
       moving = self._moving.pop()
     entered: list[int] = []
-    # Under newer weights, tokens could be older than `max_age` allows.
+    # Not under newer weights, where tokens could exceed `max_age`.
     if self._max_age is None or moving.version == member.version:
       try:
         ids = list(moving.prompts)
@@ -434,7 +434,7 @@ class Pool:
       self._changed.notify_all()
 
   def _replace(self, member: _Member, error: Exception) -> None:
-    """Puts the prompts of a worker that failed back, to wait again."""
+    """Puts back the prompts of a worker that failed, to wait again."""
     with self._changed:
       self._put_back(list(member.prompts.values()))
       member.prompts, member.seen, member.version = {}, Seen(), 0

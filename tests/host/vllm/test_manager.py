@@ -142,7 +142,7 @@ class TestPool:
     assert cache.usage == pytest.approx(0.6)
     cache.block_pool.free_blocks(reversed(blocks))
     assert free_ids(cache) == [6, 3, 7, 8, 9, 10, 5, 4, 2, 1]
-    with pytest.raises(ValueError, match=r"held or detached here, got \[1\]"):
+    with pytest.raises(ValueError, match=r"references to it, got \[1\]"):
       cache.block_pool.free_blocks(blocks[:1])
 
   def test_a_request_begins_again_before_its_blocks_are_free(self, cache):

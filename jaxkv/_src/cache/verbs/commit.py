@@ -39,10 +39,10 @@ def commit(
 ) -> tuple[CacheState, Committed]:
   """Declares tokens final: their K/V is written and will not change.
 
-  Advances `length`. Full pages get a key, which is a hash of the page's tokens
-  and of the tokens before them. The pages that `CacheConfig.prefix_rules`
-  selects are published, so that `match` and `admit` find them by their keys.
-  See also `CacheConfig.merge_duplicates`.
+  Advances `length`. Full pages get a key, a hash of the page's tokens and of
+  the tokens before them, once a hit can end after them. The pages that
+  `CacheConfig.prefix_rules` selects are published, so that `match` and `admit`
+  find them by their keys. See also `CacheConfig.merge_duplicates`.
 
   A slot for which `allocate` or `admit` made too little room does not change.
 

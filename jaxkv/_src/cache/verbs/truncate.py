@@ -48,12 +48,12 @@ def truncate(
   Pages of an encoder stay until the slot is empty. With a recurrent group, the
   new length must be 0, the old length (to release only pages allocated ahead),
   or the end of a page whose state is held. If every group skips pages, prefix
-  caching can require a multiple of `CacheConfig.alignment`. Scratch pages move
-  to the new end.
+  caching can limit lengths to multiples of `CacheConfig.alignment`. The scratch
+  pages of `Recurrent.num_speculative` move to the new end.
 
   A slot is refused if a window, a state or the hash of its tokens needs a page
   that `recycle` released or `admit` did not attach. With speculative decoding,
-  call `recycle` only after draft tokens are accepted, or keep the old state.
+  call `recycle` only after draft tokens are accepted, or keep the old cache.
 
   A refused slot does not change. A batch differs from one call for each row in
   turn: references and free pages are counted before any row is served. Then the
@@ -102,7 +102,7 @@ def truncate(
     state,
     hit=keep - shared.astype(jnp.int32),
     stop=keep,
-    # The plan must not move scratch pages, because `_release_columns` does.
+    # True keeps scratch pages in place; `_release_columns` moves them.
     begins=jnp.ones_like(rows.skipped),
   )
   code = reserve.grant(state, plan, code)

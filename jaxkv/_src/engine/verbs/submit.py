@@ -74,7 +74,8 @@ def submit(
     The rollout, and per prompt OK, SKIPPED, QUEUE_FULL, BAD_SEQUENCE (an
     id is in use, or out of range, as after 2**31 ids) or BAD_LENGTH (`lengths`,
     `num_samples` or `max_tokens` is out of range, or a sequence could exceed W
-    tokens).
+    tokens). `ids`, int32[P], has the id of each prompt's first sample, or -1
+    for a prompt that was refused.
 
   Raises:
     TypeError: an argument has the wrong type or dtype.

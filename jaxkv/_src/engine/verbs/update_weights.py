@@ -36,7 +36,7 @@ def update_weights(
   | "keep"      | keep their K/V if they are running                         |
   | "drop"      | lose all tokens after their prompt, and restart from it    |
 
-  Ended sequences and `Queue.extra` are unchanged. With "keep", later tokens
+  Ended sequences and `queue.extra` are unchanged. With "keep", later tokens
   attend to K/V of several versions, so their log-probs match none of them.
 
   Args:

@@ -187,7 +187,7 @@ class KVCacheManager:
   def get_computed_blocks_for_connector(
     self, request: Any, max_cache_hit_length: int | None = None
   ) -> tuple[KVCacheBlocks, int, int, bool]:
-    """Returns `(*get_computed_blocks(), False)`: no group has a shorter hit."""
+    """Returns `(*get_computed_blocks(), False)`: all groups have this hit."""
     return *self.get_computed_blocks(request, max_cache_hit_length), False
 
   def allocate_slots(
@@ -213,8 +213,8 @@ class KVCacheManager:
 
     Returns:
       The new blocks, without those of the hit and of external tokens. None,
-      with no block allocated, if too few are free, if the hit ends with a state
-      cached in this step, or if `max_requests` other requests have blocks.
+      with no block allocated, if too few are free, if the hit ends with a Mamba
+      state of this step, or if `max_requests` other requests have blocks.
     """
     manager = self._manager
     begins = not manager.holds_pages(request.request_id)
@@ -334,7 +334,7 @@ class KVCacheManager:
 
   @atomic
   def pop_blocks_for_free(self, request: Any) -> list[KVCacheBlock]:
-    """Removes a request but keeps its blocks until `BlockPool.free_blocks`.
+    """Removes a request but keeps its blocks until `block_pool.free_blocks`.
 
     Use it while a step in flight may still write to the blocks. The blocks are
     returned group by group; pass them to `free_blocks` in reverse order.
@@ -359,12 +359,12 @@ class KVCacheManager:
     self._manager.remove_skipped_pages(request_id, processed_computed_tokens)
 
   def evict_blocks(self, block_ids: Iterable[int]) -> None:
-    """Calls `BlockPool.evict_blocks`."""
+    """Calls `block_pool.evict_blocks`."""
     self.block_pool.evict_blocks(block_ids)
 
   @atomic
   def reset_prefix_cache(self) -> bool:
-    """Calls `BlockPool.reset_prefix_cache`; records success in statistics."""
+    """Calls `block_pool.reset_prefix_cache`; records success in statistics."""
     done = self.block_pool.reset_prefix_cache()
     if done and self.prefix_cache_stats is not None:
       stats = dataclasses.replace(self.prefix_cache_stats, reset=True)
@@ -480,7 +480,7 @@ class KVCacheManager:
     return []
 
   def new_step_starts(self) -> None:
-    """Starts a scheduling step; hits may then end with any earlier state."""
+    """Starts a step; hits may now end with Mamba states of earlier steps."""
     self._manager.new_step_starts()
 
   def _blocks_of(self, ids: Sequence[Sequence[int]]) -> KVCacheBlocks:

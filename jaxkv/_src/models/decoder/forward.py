@@ -97,12 +97,13 @@ def forward(
   Returns:
     The logits and the new `kv`. The logits are float32[B, P, V], where P is T
     for "all", 1 for "last" and 0 for "none", or float32[X, V] for X columns in
-    `batch.columns`. Logits past a row's `num_tokens` are meaningless.
+    `batch.columns` if B is 1. Logits past a row's `num_tokens` are meaningless.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
     ValueError: an argument does not fit the decoder, the view does not support
-      `logits`, or `expert_axis` is given with exact numerics.
+      `logits`, `batch.columns` is given with several rows, or `expert_axis` is
+      given with exact numerics.
 
   Examples:
     >>> import jax, jax.numpy as jnp, jaxkv

@@ -85,7 +85,10 @@ def tile_queries(
     size: the maximum number of queries of a tile.
 
   Returns:
-    The tiles.
+    Z tiles: `sequences`, `starts` and `counts`, int32[Z], have the sequence of
+    each tile, the position of its first query and the number of its queries.
+    `pack(q)` returns packed [T, ...] as tiles [Z, size, ...]; `unpack(out,
+    lse)` returns tiles [Z, size, H, Dv] and [Z, size, H] as packed arrays.
   """
   batch = kv_lens.shape[0]
   size = min(size, max_query_len, max(rows, 1))

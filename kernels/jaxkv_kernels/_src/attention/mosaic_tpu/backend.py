@@ -1,4 +1,4 @@
-"""Paged attention for TPUs: tiles of queries around the kernel.
+"""Paged attention for TPUs: cuts queries into tiles and calls the kernel.
 
 Tests interpret the kernel on a CPU and compile it for v5e, v6e and v7x. It has
 not been timed. The docstring of the package `attention` defines the letters.
@@ -16,14 +16,14 @@ from jaxkv_kernels._src.attention.mosaic_tpu.kernel import TpuStatic
 from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import CallOptions
 
-# Query rows of a tile: the matrix unit takes 128 at once. A multiple of 16 rows
+# Query rows of a tile: the matrix unit of a v5e has 128. A multiple of 16 rows
 # fills registers, whose 8 sublanes have two 16-bit rows each.
 _ROWS, _MULTIPLE = 128, 16
 # Lanes of a vector register. An array [Y, 1] takes the memory of [Y, 128].
 _LANES = 128
-# The maximum number of tokens of a block of several pages.
+# The maximum number of tokens of a block, unless one page has more.
 _TOKENS = 256
-# The maximum number of bytes of the ring. The smallest VMEM has 64 MiB (v7x).
+# The maximum number of bytes of the ring of K/V buffers; VMEM has 64 MiB (v7x).
 _RING_BYTES = 24 * 2**20
 
 _FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
@@ -35,7 +35,7 @@ _BYTES = (
 
 
 def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
-  """Computes attention of a rectangle; see `choose.Backend`."""
+  """Computes attention of queries [B, T, H, D]; see `choose.Backend`."""
   options, k_pages, v_pages = call.options, call.k_pages, call.v_pages
   columns, heads = call.q.shape[1:3]
   num_pages, kv_heads, page_size = k_pages.shape[:3]
@@ -104,9 +104,9 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
     "`k_pages` and `v_pages` must have pages of at most"
     f" {_RING_BYTES // BUFFERS} bytes together, got"
     f" {_page_bytes(k_pages, v_pages)}": block * BUFFERS > _RING_BYTES,
-    f"`q` must have few enough heads that a query takes at most {MEMORY_BYTES}"
-    f" bytes, got {q.shape[-2]} heads for {k_pages.shape[1]} K/V heads, which"
-    f" take {min_memory}": min_memory > MEMORY_BYTES,
+    "`q` must have few enough heads that the kernel takes at most"
+    f" {MEMORY_BYTES} bytes, got {q.shape[-2]} heads for {k_pages.shape[1]} K/V"
+    f" heads, with which it takes {min_memory}": min_memory > MEMORY_BYTES,
   }
   return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -145,7 +145,7 @@ def _token_scales(
     padding = -table.shape[1] % static.pages
     ids = jnp.pad(table, ((0, 0), (0, padding)))
     batch, kv_heads = ids.shape[0], scale.shape[1]
-    # Gathers long rows, because XLA would first copy an array of short rows.
+    # Flattened, because XLA would copy `scale` to gather its short last axis.
     tokens = scale.reshape(scale.shape[0], -1)[ids]
     tokens = tokens.reshape(batch, -1, kv_heads, static.page_size)
     tokens = tokens.swapaxes(1, 2)  # [B, K, M, S]
@@ -172,8 +172,8 @@ def _memory(size: int, call: AttentionCall) -> int:
   tokens = pages * page_size
   ring = BUFFERS * pages * _page_bytes(k_pages, v_pages)
   values = kv_heads * tokens * value_dim * 4
-  # Each row has a query and an output; a log-sum-exp, a factor and a slope; a
-  # top and a total; logits and weights. Inputs and outputs are double-buffered.
+  # Double-buffered for each row: query and output; log-sum-exp, factor, slope.
+  # Single: the maximum and the sum of the softmax; logits and weights.
   row = 2 * (dim * q.dtype.itemsize + value_dim * 4)
   row += (2 * 3 + 2) * _LANES * 4 + 2 * tokens * 4
   tree = 0
