@@ -47,7 +47,7 @@ Guarantees:
   is evicted first. A sequence releases its last page first, so its prefix is
   evicted last. `CacheConfig.free_policy` decides when free pages that are not
   cached are reused.
-- There are no false hits. A page is a hit only if its stored tokens equal the
+- Hits are never false. A page is a hit only if its stored tokens equal the
   tokens looked up, and if its 128-bit key matches. The key is a hash of these
   tokens and of the preceding page's key. For the first page, the salt and the
   number of calls of `new_epoch` replace the preceding key. All keys depend on a

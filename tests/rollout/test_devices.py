@@ -40,6 +40,14 @@ def alone():
   return results
 
 
+def _cache_keys(state):
+  """Returns types and shardings of arrays; jit compiles once for equal ones."""
+  return [
+    (jax.typeof(leaf), leaf.sharding, leaf.committed)
+    for leaf in jax.tree.leaves(state)
+  ]
+
+
 class _Run:
   """A rollout on a mesh that has made its first call, and its program."""
 
@@ -53,11 +61,12 @@ class _Run:
     self.state = self.compiled(*inputs)
 
   def end(self) -> rollout.RolloutState:
-    """The end of the rollout, by one program: it takes what it returns."""
+    """The end of the rollout; nothing compiles."""
     state = jax.tree.map(jnp.copy, self.state)
     assert not bool(rollout.is_done(state))
     while not bool(rollout.is_done(state)):
       state = self.compiled(self._params, state, self._until)
+    assert _cache_keys(state) == _cache_keys(self.state)
     return state
 
   def assert_pages_stay(self) -> None:

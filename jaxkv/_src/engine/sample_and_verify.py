@@ -84,12 +84,13 @@ def count_entrants(
   if tally is None:
     return None
   vocab_size = tally.counts.shape[1]
-  # A sequence may have sampled in another slot before it returns to its slot.
-  rows = jnp.where(slots.row < queue.no_row, tally.rows, queue.no_row)
-  tally = Tally(rows=rows, counts=tally.counts)
+  # The row of an empty slot is cleared, because its sequence may sample in
+  # another slot before it returns.
+  rows = jnp.where(slots.row < queue.no_row, tally.rows, slots.row)
+  tally = tally._replace(rows=rows)
 
   def is_new(tally: Tally) -> Array:
-    return (tally.rows != slots.row) & (slots.row < queue.no_row)
+    return tally.rows != slots.row
 
   def count_one(tally: Tally) -> Tally:
     slot = jnp.argmax(is_new(tally)).astype(jnp.int32)
