@@ -86,6 +86,7 @@ def test_names_are_few():
   assert len(names | {*jaxkv.__all__}) <= 220
 
 
+@pytest.mark.slow
 def test_profiles_name_verbs_steps_and_layers():
   """Names of scopes are in the metadata of compiled programs."""
   sizes = jaxkv.CacheConfig(

@@ -1,5 +1,7 @@
 """commit: tokens become final, and full pages can be found."""
 
+import pytest
+
 import jaxkv
 from jaxkv import Status
 from tests.cache.by_hand import ints
@@ -30,6 +32,7 @@ def test_of_equal_pages_the_older_one_is_found():
   assert jaxkv.match(state, *prompt(1, 2, 3)).pages[0, 0, 0] == 1
 
 
+@pytest.mark.slow
 def test_equal_pages_are_merged_where_that_is_asked_for():
   """Slot 1 fills page 2 like page 1, and goes on with page 1 instead."""
   state = write(tiny(merge_duplicates=True), 0, 1, 2)

@@ -410,6 +410,7 @@ class TestAdversary:
     assert np.array_equal(theirs[:, 0], theirs[:, 1])
     assert distinct(ours) == [20_000] * 2
 
+  @pytest.mark.slow
   @pytest.mark.parametrize("first", [0, 1])
   def test_collisions_of_another_key_in_a_cache(self, first, pytestconfig):
     rng = np.random.default_rng(first)

@@ -178,6 +178,7 @@ def _reordered(moves, order):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [_left_out, _doubled, _reversed])
 def test_every_move_matters(change):
   with pytest.raises(FalseContent):

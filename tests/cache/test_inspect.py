@@ -18,6 +18,7 @@ def test_pages_of_a_cache_in_use():
   assert float(jaxkv.usage(state)) == pytest.approx(2 / 7)
 
 
+@pytest.mark.slow
 def test_common_pages_are_those_of_all_sequences():
   """Slot 1 is a fork of 1 2 | 3 4 | 5 in slot 0: pages 1 and 2 are common."""
   state = write(tiny(), 0, 1, 2, 3, 4, 5)

@@ -31,6 +31,7 @@ def taken(state):
   return state, jnp.flatnonzero(new).tolist()
 
 
+@pytest.mark.slow
 def test_pages_are_told_once():
   state, new = taken(admitted(jaxkv.init(CONFIG), 0))
   assert new == [1, 2, 3]

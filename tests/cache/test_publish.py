@@ -16,6 +16,7 @@ from tests.cache.by_hand import tiny
 from tests.cache.by_hand import write
 
 
+@pytest.mark.slow
 def test_pages_that_no_hit_can_use_are_not_published():
   """A window of 2 beside full attention with pages of 4, seven tokens.
 
@@ -66,6 +67,7 @@ def test_the_page_behind_is_published():
   assert jaxkv.cached_pages(state) == [1, 6, 7]
 
 
+@pytest.mark.slow
 def test_a_page_that_several_slots_merge_is_free():
   """Slot 0 has 1 2 | 3 in pages of 2, and slots 1 and 2 fork the same tokens.
 

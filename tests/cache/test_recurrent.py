@@ -56,6 +56,7 @@ class TestColumns:
     state = grown(state, 4, 7)
     assert columns(state) == [0, 0, 0, 2, 0, 4, 3, 5]
 
+  @pytest.mark.slow
   def test_scratch_pages_count_towards_a_full_slot(self):
     state, out = jaxkv.allocate(jaxkv.init(ALONE), ints(13, 12))
     assert out.code.tolist() == [jaxkv.Status.SLOT_FULL, jaxkv.Status.OK]
@@ -145,6 +146,7 @@ class TestTruncate:
     assert columns(state) == [0, 1, 0, 3, 2, 4]
     return state
 
+  @pytest.mark.slow
   def test_back_to_a_state(self):
     state, code = self.cut(self.twice_grown(), 4)
     assert (code, columns(state)) == (jaxkv.Status.OK, [0, 1, 2, 4])

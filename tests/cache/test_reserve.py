@@ -49,6 +49,7 @@ def test_two_rows_pay_once_for_a_page_that_both_hit():
   assert jaxkv.free_pages(state) == []
 
 
+@pytest.mark.slow
 def test_a_hit_counts_where_it_stands_in_the_queue():
   """Of 4 free pages, one is hit and three more are needed, one kept free."""
   state = write(tiny(num_pages=5), 0, 1, 2)

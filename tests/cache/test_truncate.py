@@ -62,6 +62,7 @@ def test_lengths_that_a_slot_never_had_are_refused():
   assert state.length.tolist() == [2, 0, 0]
 
 
+@pytest.mark.slow
 def test_rolled_back_to_where_pages_are_gone():
   state, _ = jaxkv.recycle(held(10, SlidingWindow(4)))
   refused, out = jaxkv.truncate(state, ints(7))

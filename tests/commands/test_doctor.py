@@ -23,6 +23,7 @@ def _run(redirection=""):
   )
 
 
+@pytest.mark.slow
 def test_reports_versions_devices_and_the_backend():
   done = _run()
   assert done.returncode == 0

@@ -144,9 +144,8 @@ def test_a_loop_decodes_and_the_scheduler_goes_on(cache):
   assert decode(cache, one, [30, 31]) is not None
 
 
-@pytest.mark.parametrize(
-  "page_sizes", [pytest.param((4,), marks=pytest.mark.slow), (8, 4)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page_sizes", [(4,), (8, 4)], ids=str)
 def test_tokens_that_a_loop_replaces(page_sizes):
   """Their pages get the keys of the new tokens, not of the old ones."""
   groups = [FullAttention(page_size=size) for size in page_sizes]
@@ -183,6 +182,7 @@ def _with_a_state_of_a_loop():
   return cache, tokens
 
 
+@pytest.mark.slow
 def test_states_that_a_loop_has_published_are_written():
   cache, tokens = _with_a_state_of_a_loop()
   # In this step already, without `new_step_starts`.

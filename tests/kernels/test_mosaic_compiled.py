@@ -89,7 +89,9 @@ PER_TOKEN = dict.fromkeys(
 @slow_except("target", BACKENDS, "h200", "v7x")
 @over_targets
 class TestAllTargets:
-  @pytest.mark.parametrize("dim", [128, 256])
+  @pytest.mark.parametrize(
+    "dim", [128, pytest.param(256, marks=pytest.mark.slow)]
+  )
   def test_decode(self, target, dim):
     compiled(
       target, kernels.paged_decode, (BATCH,), vector(), dim=dim, **EVERYTHING

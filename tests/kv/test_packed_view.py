@@ -82,7 +82,9 @@ def one_row(array, tokens):
 
 
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize(
+  "fresh", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_equals_a_call_for_each_sequence(window, fresh):
   k, v = (normal(i, 4, 7, KV_HEADS, DIM) for i in (7, 8))
   q = normal(9, 4, 7, HEADS, DIM)

@@ -149,9 +149,11 @@ class TestDecoder:
   @pytest.mark.parametrize(
     ("page_size", "num_heads", "num_kv_heads"),
     [
-      (1, 4, 4),  # every head has its own keys
+      # Every head has its own keys.
+      pytest.param(1, 4, 4, marks=pytest.mark.slow),
       (4, 4, 2),  # grouped
-      (16, 4, 1),  # one key head for all
+      # One key head for all.
+      pytest.param(16, 4, 1, marks=pytest.mark.slow),
     ],
   )
   def test_pages_change_nothing(self, page_size, num_heads, num_kv_heads):

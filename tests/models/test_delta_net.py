@@ -93,6 +93,7 @@ class TestRule:
     out, after = _rule(*inputs, state, jnp.full(_ROWS, 3, jnp.int32))
     assert (out.dtype, after.dtype) == (jnp.bfloat16, jnp.float32)
 
+  @pytest.mark.slow
   def test_gradients(self):
     inputs = _as_float32(*_inputs(5))
     state = jnp.asarray(_drawn(9, _ROWS, _HEADS, _KEY, _VALUE), jnp.float32)

@@ -422,6 +422,7 @@ def test_settings_and_automata_travel():
   assert len(set(moved.queue.length.tolist())) > 1
 
 
+@pytest.mark.slow
 def test_drafts_do_not_copy_removed_sequences():
   """A group is imported without the sample that was in its first row."""
   config = dataclasses.replace(_CONFIG, draft_tokens=2, draft_match=1)

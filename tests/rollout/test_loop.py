@@ -233,6 +233,7 @@ class TestSpans:
       end = program(small_model.params, state, _END)
     assert bool(rollout.is_done(end))
 
+  @pytest.mark.slow
   def test_the_program_never_asks_the_host(self, small_model, program):
     state = _initial(small_model, 3, 40, 8, 1)
     compiled = program.lower(small_model.params, state, _END).compile()

@@ -163,6 +163,7 @@ def test_shards_go_to_other_numbers_of_devices(pages, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_bits_of_a_cpu_become_numbers(tmp_path):
   """A CPU stores bfloat16 as integers, accelerators as it is."""
   bits = begun(dtype="bfloat16")

@@ -109,7 +109,7 @@ def _program(names, axes, state, **options):
 @pytest.mark.parametrize(
   ("name", "data", "model", "options"),
   [
-    ("deepseek", 4, 0, {"decode_steps": 3}),
+    pytest.param("deepseek", 4, 0, {"decode_steps": 3}, marks=pytest.mark.deep),
     pytest.param("deepseek", 2, 2, {}, marks=pytest.mark.deep),
     pytest.param("gpt_oss", 2, 2, {"decode_steps": 3}, marks=pytest.mark.deep),
     ("gpt_oss", 4, 0, {"draft_tokens": 2}),
@@ -212,6 +212,7 @@ class TestArguments:
     with pytest.raises(ValueError, match="`experts` must be None or the axis"):
       dataclasses.replace(axes, experts="model")
 
+  @pytest.mark.slow
   def test_too_many_devices(self):
     params = _names("deepseek")["params"]
     with pytest.raises(ValueError, match="multiple of the 3 devices") as error:

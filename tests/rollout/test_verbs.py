@@ -41,6 +41,7 @@ def _codes(out) -> list[int]:
   return out.code.tolist()
 
 
+@pytest.mark.slow
 def test_find():
   """Numbers of nobody, numbers twice, and rows that do not count."""
   state = _begun()
@@ -87,6 +88,7 @@ def test_leaving():
     assert int(after.queue.finish[0]) == rollout.Finish.ABORTED
 
 
+@pytest.mark.slow
 def test_extend():
   """All that says where a sequence ends, and the keys of its pages."""
   state, _ = rollout.abort(_begun(), [2])
@@ -151,6 +153,7 @@ def test_submit():
   assert _codes(out) == [full]
 
 
+@pytest.mark.slow
 def test_ids():
   """Numbers of others, in the queue or in the call, are refused."""
   _, out = rollout.submit(

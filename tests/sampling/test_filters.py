@@ -151,6 +151,7 @@ def _is_near(logits: np.ndarray, row: Row) -> bool:
 
 
 class TestAgainstTheDefinition:
+  @pytest.mark.slow
   @given(
     st.lists(_numbers, min_size=4, max_size=4),
     st.sampled_from([1, 2, 5, 33, 300]),

@@ -196,6 +196,7 @@ class TestMixed:
     np.testing.assert_allclose(found, expected, atol=5 * 0.5 / count**0.5)
     assert not np.any(found[expected == 0])
 
+  @pytest.mark.slow
   @slow_except("temperature", [0.0, 0.7, 1.0], 0.7)
   @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
   def test_one_temperature_is_that_of_all(self, temperature):

@@ -126,7 +126,9 @@ def test_moved_sequences_are_not_computed_again():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_age", [0, 1])
+@pytest.mark.parametrize(
+  "max_age", [0, pytest.param(1, marks=pytest.mark.deep)]
+)
 def test_versions_reproduce_the_log_probs(max_age):
   """Of each token, by `score` with the weights that sampled it."""
   config = rollout.RolloutConfig(
