@@ -289,6 +289,7 @@ class TestJson:
     texts, _ = check_json(TOOLS[tool], tokens, 0, limit=120, count=200)
     assert len(set(texts)) > 100
 
+  @pytest.mark.slow
   def test_the_shortest_limit(self):
     tokens = small_vocabulary.tokens()
     texts, _ = check_json({}, tokens, 0, limit=3, count=200)

@@ -16,10 +16,7 @@ from tests.models import exact_families as families
 pytestmark = pytest.mark.slow
 _deep = pytest.mark.deep
 _FAMILIES = [
-  name
-  # The windows of gemma are those of gpt_oss.
-  if name in ("llama", "gpt_oss")
-  else pytest.param(name, marks=_deep)
+  name if name == "llama" else pytest.param(name, marks=_deep)
   for name in families.NAMES
 ]
 _DTYPES = [jnp.float32, pytest.param(jnp.bfloat16, marks=_deep)]

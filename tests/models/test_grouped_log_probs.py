@@ -214,7 +214,12 @@ def test_trees(name):
   ("name", "arguments"),
   [
     ("llama", _completions),
-    *((name, _trees) for name in _LAYERS),
+    *(
+      pytest.param(name, _trees, marks=pytest.mark.deep)
+      if name in ("states", "latents")
+      else (name, _trees)
+      for name in _LAYERS
+    ),
     # A tree of two levels has the branches of completions, and its own.
     *(
       pytest.param(name, _completions, marks=pytest.mark.deep)

@@ -150,10 +150,8 @@ class TestTensorParallel:
   def test_two_all_reduces_a_layer(self, tensor_parallel):
     tensor_parallel.assert_pages_stay()
 
-  @pytest.mark.slow
-  @pytest.mark.parametrize(
-    "data", [0, pytest.param(2, marks=pytest.mark.deep)], ids=["one", "shards"]
-  )
+  @pytest.mark.deep
+  @pytest.mark.parametrize("data", [0, 2], ids=["one", "shards"])
   def test_each_device_attends_to_its_own_heads(self, data, alone):
     """As kernels need it that XLA cannot split; here the backend is XLA's."""
     axes = axes_of(data=data, model=4)

@@ -161,20 +161,12 @@ def _alone(name):
 
 
 _WHOLE = ("deepseek", "qwen3_next")
-_slow, _deep = pytest.mark.slow, pytest.mark.deep
 
 
 @needs_eight
-@pytest.mark.parametrize(
-  "count", [2, pytest.param(4, marks=_deep), pytest.param(8, marks=_deep)]
-)
-@pytest.mark.parametrize(
-  "name",
-  [
-    pytest.param(name, marks=_slow if name == "qwen3_next" else _deep)
-    for name in _FAMILIES
-  ],
-)
+@pytest.mark.deep
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("name", _FAMILIES)
 def test_a_rollout_is_one_devices(name, count):
   """Pages stay where they are, and activations meet twice in a layer."""
   job, axes = _Job(name), _axes(count)
@@ -213,7 +205,7 @@ def test_a_rollout_is_one_devices(name, count):
   )
 
 
-@_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _FAMILIES)
 @pytest.mark.parametrize(
   "target", [pytest.param(x, marks=needs(x)) for x in ("h200", "v5e")]

@@ -107,6 +107,7 @@ def test_scarce_pages():
   rollout.check(state)
 
 
+@pytest.mark.deep
 def test_several_calls_of_a_step():
   """With pages for all, and with so few that steps have fewer calls."""
   config = dataclasses.replace(_CONFIG, draft_tokens=0, decode_steps=4)

@@ -29,7 +29,9 @@ _OPTIONS = {"raw_log_probs": True, "entropy": True, "top_log_probs": 3}
 @pytest.mark.parametrize(
   "size", [40, *(pytest.param(n, marks=pytest.mark.slow) for n in (4000, 4096))]
 )
-@pytest.mark.parametrize("has_filters", [False, True])
+@pytest.mark.parametrize(
+  "has_filters", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_draws_are_those_of_whole_rows(size, parts, has_filters):
   """Parts can begin within a block, or be smaller than one."""
   logits = np.random.default_rng(size).normal(size=(12, size)) * 2
@@ -59,10 +61,8 @@ def test_draws_are_those_of_whole_rows(size, parts, has_filters):
     np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ("data", "parts"), [(0, 8), pytest.param(2, 4, marks=pytest.mark.deep)]
-)
+@pytest.mark.deep
+@pytest.mark.parametrize(("data", "parts"), [(0, 8), (2, 4)])
 def test_rollouts_gather_no_logits(data, parts):
   """Without shards `unembed` is split, and with them tied embeddings."""
   names, axes = recipes.llama(), recipes.axes_of(data=data, model=parts)

@@ -241,6 +241,7 @@ class TestMixed:
     assert set(drawn.tokens.tolist()) == {3, 23}
     np.testing.assert_allclose(drawn.log_probs, np.log(0.5), rtol=1e-6)
 
+  @pytest.mark.slow
   def test_half_precision(self):
     logits = jnp.asarray([[1.0, 3.0, 2.0]], jnp.bfloat16)
     _, half = self._draw([Row(top_k=2)], logits)

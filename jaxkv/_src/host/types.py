@@ -12,9 +12,10 @@ class CachePages:
 
   Attributes:
     pages: a list of page ids for each group.
-    unhashed: by group, the ids of new pages that are not cached after the call.
-    shared_prefix_boundary: the length of a longer prefix that some groups, but
-      not all, had cached at the lookup; 0 for none.
+    unhashed: by group, the ids of the pages that an allocation took and did not
+      publish.
+    shared_prefix_boundary: the length of a prefix, longer than the hit, that
+      some groups, but not all, have cached; 0 for none, or if not looked up.
     lookup: the hashed tokens of a lookup, for the allocation that follows.
   """
 
@@ -39,7 +40,7 @@ class CachePages:
     def joined(left, right):
       return tuple(a + b for a, b in zip(left, right, strict=True))
 
-    # The sum is not the result of one lookup, so it has no hashed tokens.
+    # `lookup` and the boundary are those of one lookup, so a sum has neither.
     parts = (part.get_unhashed_page_ids_all_groups() for part in (self, other))
     return CachePages(joined(self.pages, other.pages), joined(*parts))
 
@@ -89,7 +90,7 @@ class PrefixCacheStats:
     lifetime, idle: evicted pages by age, see `jaxkv.telemetry.residency`; empty
       without `track_residency`.
     saved, restored: pages that moved to host memory, and back.
-    forgotten: cached host pages that later saved pages overwrote.
+    forgotten: cached host pages that were overwritten.
     dropped: cached pages that were evicted, but not saved; needs `host_pages`.
   """
 

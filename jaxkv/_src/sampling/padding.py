@@ -88,12 +88,15 @@ def padded_words(name: str, lists: list[Any]) -> np.ndarray:
 def padded_biases(
   name: str, value: Any, total: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Converts Q dictionaries to padded tokens and biases, each [Q, X].
+  """Converts dictionaries to padded tokens and biases, each [Q, X].
+
+  One dictionary is for all Q sequences.
 
   Raises:
     TypeError: `value` is neither a dictionary nor a list of dictionaries, a
       token is not an integer, or a bias is not real.
-    ValueError: the number of dictionaries is not Q, or a token is negative.
+    ValueError: a list has not Q dictionaries, or a token is not in int32 or
+      negative.
   """
   if isinstance(value, Mapping):
     value = [value] * total

@@ -42,7 +42,8 @@ def submit(
 
   Returns:
     The rollout, and per prompt a `Status` and an id, see
-    `jaxkv.rollout.submit`. QUEUE_FULL means that no shard has EMPTY rows left.
+    `jaxkv.rollout.submit`. QUEUE_FULL means that no shard has a group of
+    EMPTY rows left.
 
   Raises:
     TypeError: see `jaxkv.rollout.submit`.
@@ -106,15 +107,15 @@ def _choose_shards(
 ) -> Array:
   """Returns the least loaded shard for each prompt, int32[P].
 
-  A prompt gets -1 if no shard has EMPTY rows left for it.
+  A prompt gets -1 if no shard has a group of EMPTY rows left for it.
   """
   groups = status.reshape(-1, samples)
   is_free = jnp.all(groups == SequenceStatus.EMPTY, axis=1)
   num_free = jnp.sum(is_free, dtype=jnp.int32)
   load = jnp.sum(status < SequenceStatus.DONE, dtype=jnp.int32)
   num_free, load = lax.all_gather((num_free, load), axes.data)
-  # `loads[x, i]` is the load of shard x after it gets i of the prompts. The
-  # lowest P loads determine the shards.
+  # `loads[x, i]` is the load of shard x after it gets i prompts with all of
+  # their samples. The lowest P loads determine the shards.
   further = jnp.arange(num_prompts, dtype=jnp.int32)
   loads = load[:, None] + further[None] * samples
   is_free = further[None] < num_free[:, None]

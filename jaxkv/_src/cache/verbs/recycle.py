@@ -43,10 +43,10 @@ def recycle(
 
   These are the pages before a sliding window or a chunk, and all states of a
   recurrent group except the last. The null page replaces them in the page
-  table. The last column is released first. Published pages stay cached until
-  they are evicted. If a loop calls this verb before `allocate`, a sequence with
-  a window of w tokens has at most `ceil((w - 1) / S) + 1` pages, plus the pages
-  for new tokens.
+  table. Of these pages, the last one is released first. Published pages stay
+  cached until they are evicted. If a loop calls this verb before `allocate`, a
+  sequence with a window of w tokens has at most `ceil((w - 1) / S) + 1` pages,
+  plus the pages for new tokens.
 
   Args:
     state: the cache.

@@ -22,7 +22,8 @@ class QueryTiles(NamedTuple):
     sequences: the sequence of each tile.
     starts: the position of each tile's first query in its sequence.
     counts: the number of queries of each tile.
-    run_starts: the position of the first query of each tile's sequence.
+    run_starts: the position, in a tile's sequence, of the first query that this
+      sequence has in any tile.
     source: the packed row of each column of a tile; T for padding.
     flat: the index of each packed row in the tiles, flattened to [Z * size];
       Z * size for a row without a tile.
@@ -53,14 +54,14 @@ class QueryTiles(NamedTuple):
 
 
 def row_of(ends: jax.Array, items: jax.Array) -> jax.Array:
-  """Returns the row to which each item belongs; a row's items are consecutive.
+  """Returns the range that contains each item; ranges are consecutive.
 
   Args:
-    ends: int32[B], one past each row's last item, ascending.
+    ends: int32[B], one past each range's last item, ascending.
     items: int32[X], indices of items.
 
   Returns:
-    int32[X]; B for an item past all rows.
+    int32[X], the number of the range; B for an item past all ranges.
   """
   # An unrolled search is one kernel. A loop would start several in each step.
   row = jnp.searchsorted(ends, items, side="right", method="scan_unrolled")
@@ -87,8 +88,9 @@ def tile_queries(
   Returns:
     Z tiles: `sequences`, `starts` and `counts`, int32[Z], have the sequence of
     each tile, the position of its first query and the number of its queries.
-    `pack(q)` returns packed [T, ...] as tiles [Z, size, ...]; `unpack(out,
-    lse)` returns tiles [Z, size, H, Dv] and [Z, size, H] as packed arrays.
+    `pack(q)` returns packed [T, ...] as tiles [Z, S, ...], where S is at
+    most `size`; `unpack(out, lse)` returns tiles [Z, S, H, Dv] and [Z, S, H] as
+    packed arrays.
   """
   batch = kv_lens.shape[0]
   size = min(size, max_query_len, max(rows, 1))
