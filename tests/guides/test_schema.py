@@ -58,6 +58,11 @@ _SCHEMAS = {
     "properties": {"a": {}, "b": {"type": "array", "items": {}}},
     "required": ["a", "b"],
   },
+  "true inside": {"properties": {"a": True}, "required": ["a"]},
+  "names that JSON escapes": {
+    "properties": {name: {"type": "null"} for name in ('a"b', "a\\", "ü\n")},
+    "required": ['a"b'],
+  },
   "an array that is not empty": {"type": "array", "minItems": 1},
   "two or three items": {
     "type": "array",
@@ -123,6 +128,16 @@ def test_what_is_read():
 def test_white_space():
   dfa = _dfa({"properties": {"a": {}}, "required": ["a"]}, whitespace="")
   assert dfa.matches('{"a":1}') and not dfa.matches('{"a": 1}')
+
+
+def test_white_space_with_alternatives():
+  schema = {"properties": {"a": {"type": "null"}}, "required": ["a"]}
+  dfa = _dfa(schema, whitespace=" |\n")
+  assert dfa.matches('{ "a"\n: null\n}')
+  for text in ("{ ", '\n"a" ', "\n}", '{"a":null}'):
+    assert not dfa.matches(text)
+  with pytest.raises(ValueError, match=r"`whitespace`: `pattern` must have a"):
+    rollout.json_schema(schema, whitespace=" )|(")
 
 
 _RECURSIVE = {

@@ -76,8 +76,9 @@ def json_schema(schema: Schema | str, *, whitespace: str = "[ ]?") -> Grammar:
 
   Raises:
     ImportError: `outlines_core` is not installed.
-    ValueError: the schema is not valid JSON, or a keyword is not supported or
-      contradicts another one; the message then has the path of the keyword.
+    ValueError: the schema is not valid JSON, `whitespace` is not a regular
+      expression, or a keyword is not supported or contradicts another one; the
+      message then has the path of the keyword.
 
   Examples:
     >>> from jaxkv._src.guides.dfa import compile_grammar
@@ -95,9 +96,14 @@ def json_schema(schema: Schema | str, *, whitespace: str = "[ ]?") -> Grammar:
   )
   root = json.loads(schema) if isinstance(schema, str) else schema
   reduced = _Reducer(root).reduce(root, "$", ())
-  return regex(
-    outlines.build_regex_from_schema(json.dumps(reduced), whitespace)
-  )
+  try:
+    regex(whitespace)
+  except ValueError as error:
+    raise ValueError(f"`whitespace`: {error}") from None
+  # outlines_core adds no parentheses, without which a `|` would split a larger
+  # expression.
+  space = f"(?:{whitespace})"
+  return regex(outlines.build_regex_from_schema(json.dumps(reduced), space))
 
 
 class _Reducer:
@@ -120,7 +126,7 @@ class _Reducer:
       refs: the references that are being expanded, to detect recursion.
     """
     if schema is True:
-      return {}
+      schema = {}
     if not isinstance(schema, Mapping):
       _refuse(path, "be an object or true", schema, "write a schema")
     keywords = set(schema) - _ANNOTATIONS
@@ -197,19 +203,26 @@ class _Reducer:
     self, reduced: dict[str, Any], path: str, refs: Any
   ) -> None:
     properties = reduced.get("properties", {})
-    for name in reduced.get("required", ()):
+    required = reduced.get("required", ())
+    for name in required:
       if name not in properties:
         rule = "name entries of `properties`"
         _refuse(f"{path}.required", rule, name, "describe that property")
     additional = reduced.pop("additionalProperties", True)
     if properties or additional is False:
       reduced["properties"] = {
-        name: self.reduce(part, f"{path}.properties.{name}", refs)
+        _escape(name): self.reduce(part, f"{path}.properties.{name}", refs)
         for name, part in properties.items()
       }
+      reduced["required"] = [*map(_escape, required)]
     elif additional is not True:
       place = f"{path}.additionalProperties"
       reduced["additionalProperties"] = self.reduce(additional, place, refs)
+
+
+def _escape(name: str) -> str:
+  """Escapes a property name as in JSON, which outlines_core does not do."""
+  return json.dumps(name, ensure_ascii=False)[1:-1]
 
 
 def _reduce_string(reduced: dict[str, Any], path: str) -> None:
