@@ -228,12 +228,13 @@ class Calls:
     for row, prompt in enumerate(prompts):
       first = upcoming if ids is None else ids[row]
       overlaps = any(abs(first - other) < _SAMPLES for other in asked)
+      is_used = first < 0 or present & {*range(first, first + _SAMPLES)}
       code = jaxkv.Status.OK
       if not mask[row]:
         code = jaxkv.Status.SKIPPED
       elif lengths[row] != len(prompt) or not 1 <= counts[row] <= _SAMPLES:
         code = jaxkv.Status.BAD_LENGTH
-      elif first < 0 or overlaps or present & {*range(first, first + _SAMPLES)}:
+      elif is_used or overlaps:
         code = jaxkv.Status.BAD_SEQUENCE
       elif not room:
         code = jaxkv.Status.QUEUE_FULL
@@ -241,10 +242,8 @@ class Calls:
         room -= 1
         self._enter(first, prompt, adapters[row * _SAMPLES :][: counts[row]])
         upcoming += _SAMPLES
-      if ids is not None and code not in (
-        jaxkv.Status.SKIPPED,
-        jaxkv.Status.BAD_LENGTH,
-      ):
+      refused = (jaxkv.Status.SKIPPED, jaxkv.Status.BAD_LENGTH)
+      if ids is not None and code not in refused and not is_used:
         asked.append(first)
       codes.append(code)
       numbers.append(first if code == jaxkv.Status.OK else -1)

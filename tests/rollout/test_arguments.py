@@ -366,6 +366,32 @@ class TestLogits:
       rollout.generate(None, _begin(), model=model)
 
 
+@pytest.mark.parametrize(
+  ("process", "message"),
+  [
+    (
+      lambda logits, rows, extra: logits,
+      r"`process` must return \(logits, extra\), got float32\[2, 7\]",
+    ),
+    (
+      lambda logits, rows, extra: (logits[:, 1:], extra),
+      r"`logits` that `process` returns must .* 7\], got float32\[2, 6\]",
+    ),
+    (
+      lambda logits, rows, extra: (logits, extra / 2),
+      r"`extra` that `process` returns must .*int32\[2\], got float32\[2\]",
+    ),
+  ],
+)
+def test_results_of_a_process(process, message):
+  state = _begin()
+  queue = dataclasses.replace(state.queue, extra=jnp.zeros(2, jnp.int32))
+  state = dataclasses.replace(state, queue=queue)
+  model = _all_logits(lambda logits: logits)
+  with pytest.raises(TypeError, match=message):
+    rollout.generate(None, state, model=model, process=process)
+
+
 def test_a_donated_rollout_leaves_the_callers_arrays():
   """Settings, prompts and what else is given serve any number of rollouts."""
   tokens = rollout.token_bytes([bytes([65 + n]) for n in range(16)])

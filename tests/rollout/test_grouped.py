@@ -121,6 +121,17 @@ def test_every_sample_begins_in_column_0(prompt, columns):
   )
 
 
+def test_experts_of_a_prompt_whose_first_sample_never_ran():
+  results = _results()
+  expected = results.experts[1, :2]
+  # The last sample chose other experts for the first token.
+  experts = results.experts.at[0].set(-1).at[2, 0].set(7)
+  results = dataclasses.replace(results, experts=experts)
+  found, _ = rollout.grouped(results, prompt_columns=4).experts
+  np.testing.assert_array_equal(found[0, :2], expected)
+  np.testing.assert_array_equal(found[0, 2:], -1)
+
+
 @pytest.mark.parametrize(
   ("changes", "message"),
   [

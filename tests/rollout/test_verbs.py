@@ -153,6 +153,34 @@ def test_submit():
   assert _codes(out) == [full]
 
 
+def _with_strings(strings, lists):
+  """Settings of samples that end at one of a few lists of strings."""
+  texts = rollout.token_bytes([bytes([65 + n]) for n in range(11)])
+  strings = rollout.stop_strings(strings, texts).select(lists)
+  return rollout.Sampling(stop_strings=strings)
+
+
+def test_other_stop_strings_are_refused():
+  state = _begun(sampling=_with_strings([["AB"], ["C"]], [0, 1] * 3))
+  for others in ([["AB"], ["CD"]], [["AB"], ["D"]], [["C"], ["AB"]]):
+    sampling = _with_strings(others, [0, 1])
+    with pytest.raises(ValueError, match=r"must have the automata .* `init`"):
+      rollout.submit(state, rollout.Requests([[7]], [1], sampling=sampling))
+
+
+@pytest.mark.slow
+def test_selected_stop_strings():
+  strings = [["AB"], ["C"]]
+  state = _begun(sampling=_with_strings(strings, [0, 1] * 3))
+  new = _with_strings(strings, [1, 1])
+  state, out = rollout.submit(state, rollout.Requests([[7]], [1], sampling=new))
+  assert _codes(out) == [_OK]
+  # The first list has three states.
+  starts = state.queue.sampling.stop_strings.start
+  assert starts.tolist() == [0, 3, 0, 3, 3, 3]
+  assert state.queue.stop_states.tolist() == [0, 3, 0, 3, 3, 3]
+
+
 @pytest.mark.slow
 def test_ids():
   """Numbers of others, in the queue or in the call, are refused."""
@@ -160,6 +188,11 @@ def test_ids():
     _used(), rollout.Requests([[7]] * 4, [1] * 4), ids=[1, 20, 21, -2]
   )
   assert _codes(out) == [_UNKNOWN, _OK, _UNKNOWN, _UNKNOWN]
+  # Those of a prompt that is refused are free for a later one.
+  _, out = rollout.submit(
+    _used(), rollout.Requests([[7]] * 4, [1] * 4), ids=[3, 4, -1, 0]
+  )
+  assert _codes(out) == [_UNKNOWN, _OK, _UNKNOWN, _OK]
   after, out = rollout.submit(
     _used(), rollout.Requests([[7]] * 2, [1] * 2), ids=[0, 30]
   )

@@ -206,7 +206,10 @@ _REFUSED = [
   _Refused("presence_penalty", (_NAN, _INF), ValueError, "be finite"),
   _Refused("frequency_penalty", (_NAN, -_INF), ValueError, "be finite"),
   _Refused(
-    "repetition_penalty", (0, -1, _NAN, _INF), ValueError, "be a finite"
+    "repetition_penalty",
+    (0, -1, _NAN, _INF, np.float16(0), np.float16(_INF)),
+    ValueError,
+    "be a finite",
   ),
   _Refused("min_tokens", (-1,), ValueError, "be at least 0"),
   _Refused("max_tokens", (0, -1), ValueError, "be at least 1"),

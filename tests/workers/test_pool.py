@@ -3,6 +3,7 @@
 import random
 import threading
 
+import numpy as np
 import pytest
 
 from jaxkv import rollout
@@ -13,11 +14,17 @@ from tests.workers.stub import requests_of
 from tests.workers.stub import tokens_of
 
 _CONFIG = rollout.RolloutConfig(max_new_tokens=12)
+_TOKENS = rollout.token_bytes([b"a", b"b"])
 
 
 def _prompts(count, length=5):
   own = random.Random(1)
   return [[own.randrange(9) for _ in range(length)] for _ in range(count)]
+
+
+def _ending_at(string):
+  strings = rollout.stop_strings([string], _TOKENS)
+  return rollout.Sampling(stop_strings=strings)
 
 
 def _results(pool) -> dict:
@@ -85,6 +92,44 @@ class TestStream:
       pool.submit(requests_of(_prompts(1)), ids=[7])
       _results(pool)
       pool.submit(requests_of(_prompts(1)), ids=[7])
+
+  @pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+      ({}, {"priority": [1]}, r"\.priority` must be None, .* got a value"),
+      ({"priority": [1]}, {}, r"\.priority` must have a value, .* got None"),
+      (
+        {},
+        {"extra": {"a": np.zeros(1)}},
+        r"\.extra\['a'\]` must be None, .* got a value",
+      ),
+      (
+        {"extra": np.zeros(1)},
+        {"extra": np.zeros((1, 2))},
+        r"\.extra` must have the tree, .* in the first prompt of the pool",
+      ),
+      (
+        {"sampling": rollout.Sampling(top_k=5)},
+        {"sampling": rollout.Sampling(top_k=5, seed=1)},
+        r"\.sampling\.seed` must be None, .* got a value",
+      ),
+      (
+        {"sampling": _ending_at("a")},
+        {"sampling": _ending_at("b")},
+        r"\.sampling\.stop_strings` must have the automata .* first prompt",
+      ),
+    ],
+  )
+  def test_other_optional_fields_are_refused(self, first, second, message):
+    first, second = (
+      rollout.Requests([[1]], [1], **fields) for fields in (first, second)
+    )
+    with workers.Pool(lambda _: StubWorker(), 1, config=_CONFIG) as pool:
+      ids = pool.submit(first)
+      with pytest.raises(ValueError, match=f"`requests{message}"):
+        pool.submit(second)
+      ids += pool.submit(first)
+      assert _results(pool) == _wanted(ids)
 
   def test_a_closed_pool_is_an_error(self):
     with workers.Pool(lambda _: StubWorker(), 1, config=_CONFIG) as pool:

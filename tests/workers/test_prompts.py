@@ -57,6 +57,32 @@ def test_shorter_tables_are_padded():
   np.testing.assert_array_equal(joined.tokens[0, 20:], 0)
 
 
+def test_shorter_lists_are_padded():
+  def part(**fields):
+    sampling = rollout.Sampling(**fields)
+    requests = rollout.Requests([[1, 2]], [2], sampling=sampling)
+    return prompts.split(requests, _CONFIG)[0]
+
+  joined = prompts.join(
+    [
+      part(stop_tokens=[7], bad_words=[[9]], logit_bias={9: 1.0}),
+      part(
+        stop_tokens=[7, 8],
+        bad_words=[[1], [2, 3]],
+        logit_bias={5: 2.0, 6: 3.0},
+      ),
+    ]
+  )
+  sampling = jax.tree.map(lambda rows: rows[::_SAMPLES], joined.sampling)
+  assert sampling.stop_tokens.tolist() == [[7, -1], [7, 8]]
+  assert sampling.bad_words.tolist() == [
+    [[-1, 9], [-1, -1]],
+    [[-1, 1], [2, 3]],
+  ]
+  assert sampling.logit_bias.tokens.tolist() == [[9, -1], [5, 6]]
+  assert sampling.logit_bias.values.tolist() == [[1, 0], [2, 3]]
+
+
 def test_prefixes_of_whole_blocks():
   parts = prompts.split(_requests(), _CONFIG)
   # The last token of a prompt is never cached, so 16 tokens have no block.

@@ -67,7 +67,8 @@ def generate(
 
   Raises:
     TypeError: `until`, `model`, or a result of `model` or `draft` has the wrong
-      type or dtype, or `model` returns a memory with other arrays.
+      type or dtype; `model` returns a memory with other arrays; or the types or
+      shapes of what `process` returns are not those of its arguments.
     ValueError: a number of `until` is out of range or not a scalar; a result of
       `model` or `draft` has the wrong shape; `model` returns a memory that it
       did not write; or the `config` or `expert_axis` of `model` does not fit

@@ -182,6 +182,61 @@ def as_extra(name: str, extra: Any, rows: int) -> Any:
   return jax.tree_util.tree_map_with_path(checked, extra)
 
 
+def check_extra(extra: Any, expected: Any, origin: str) -> None:
+  """Raises ValueError unless `extra` has the tree and rows of earlier values.
+
+  Args:
+    extra: the new values.
+    expected: the earlier values.
+    origin: the phrase that says where `expected` was given.
+  """
+  new_shapes, old_shapes = (
+    jax.tree.map(lambda leaf: (leaf.shape[1:], leaf.dtype), tree)
+    for tree in (extra, expected)
+  )
+  if old_shapes != new_shapes:
+    raise ValueError(
+      "`requests.extra` must have the tree, row shapes and dtypes that it had "
+      f"{origin}, {old_shapes}, got {new_shapes}."
+    )
+
+
+def check_stop_strings(strings: Any, expected: Any, origin: str) -> None:
+  """Raises ValueError unless two `StopStrings` have equal automata.
+
+  Both may be None. Automata that are traced, or on devices of other processes,
+  are compared by their shapes alone.
+
+  Args:
+    strings: the new stop strings.
+    expected: the earlier stop strings.
+    origin: the phrase that says where `expected` was given.
+  """
+  new_tables, old_tables = (
+    () if tree is None else (tree.next, tree.ends)
+    for tree in (strings, expected)
+  )
+  for new, old in zip(new_tables, old_tables, strict=True):
+    if new is old:
+      continue
+    is_equal = new.shape == old.shape
+    if is_equal and _is_readable(new) and _is_readable(old):
+      is_equal = np.array_equal(new, old)
+    if not is_equal:
+      raise ValueError(
+        "`requests.sampling.stop_strings` must have the automata of those "
+        f"{origin}, got others; make one StopStrings with the strings of all "
+        "sequences, and select from it with StopStrings.select."
+      )
+
+
+def _is_readable(array: Any) -> bool:
+  """Returns True if this process has the values of an array."""
+  if isinstance(array, Tracer):
+    return False
+  return not isinstance(array, Array) or array.is_fully_addressable
+
+
 def width_of(columns: int, config: RolloutConfig) -> int:
   """Returns W for prompts of `columns` tokens; raises if W is too small."""
   width = config.max_length or columns + config.max_new_tokens

@@ -34,6 +34,7 @@ from jaxkv._src.engine.schedule import Work
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.stop_rules import Ending
 from jaxkv._src.engine.stop_rules import endings
+from jaxkv._src.engine.wiring import check_processed
 from jaxkv._src.sampling import penalties
 from jaxkv._src.sampling import sample
 from jaxkv._src.sampling import settings
@@ -203,7 +204,8 @@ class _Sampler:
     adjusted = penalties.adjust(raw, sampling, history)
     extra = queue.extra
     if self._process is not None:
-      adjusted, new_extra = self._process(adjusted, rows, rows.extra)
+      results = self._process(adjusted, rows, rows.extra)
+      adjusted, new_extra = check_processed(results, adjusted, rows.extra)
       place = indexing.where_valid(samples, row)
       extra = jax.tree.map(
         lambda old, new: indexing.put(old, place, values=new), extra, new_extra

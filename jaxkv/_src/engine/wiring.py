@@ -1,9 +1,10 @@
-"""Checks the results of a model, while it is traced."""
+"""Checks the results of a model and of a `Process`, while they are traced."""
 
 from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.pools import Pools
@@ -50,6 +51,39 @@ def check_result(
     _check_memory(new_kv, kv, name)
 
 
+def check_processed(
+  results: Any, logits: Array, extra: Any
+) -> tuple[Array, Any]:
+  """Returns the results of a `Process`, or raises for invalid ones.
+
+  Args:
+    results: the value that the `Process` returned.
+    logits: the logits that it received.
+    extra: the value of `extra` that it received.
+
+  Raises:
+    TypeError: `results` is not a pair, or the structure, shapes or dtypes of
+      its logits or of its `extra` are not those that the `Process` received.
+  """
+  if not isinstance(results, tuple | list) or len(results) != 2:
+    raise TypeError(
+      f"`process` must return (logits, extra), got {_shapes(results)}; return "
+      "the `extra` that it received if it changes only logits."
+    )
+  new_logits, new_extra = results
+  for name, value, received in (
+    ("logits", new_logits, logits),
+    ("extra", new_extra, extra),
+  ):
+    before, after = _shapes(received), _shapes(value)
+    if jax.tree.flatten(before) != jax.tree.flatten(after):
+      raise TypeError(
+        f"`{name}` that `process` returns must have the structure, shapes and "
+        f"dtypes of the `{name}` that it received, {before}, got {after}."
+      )
+  return new_logits, new_extra
+
+
 def _check_memory(new_kv: Any, kv: Pools, name: str) -> None:
   before, after = _shapes(kv), _shapes(new_kv)
   if before != after:
@@ -74,10 +108,10 @@ def _check_memory(new_kv: Any, kv: Pools, name: str) -> None:
       )
 
 
-def _shapes(kv: Any) -> Any:
+def _shapes(tree: Any) -> Any:
   def describe(leaf: Any) -> str:
     if not hasattr(leaf, "dtype"):
       return type(leaf).__name__
     return f"{leaf.dtype}{list(leaf.shape)}"
 
-  return jax.tree.map(describe, kv)
+  return jax.tree.map(describe, tree)

@@ -32,8 +32,8 @@ def group_normalized(
     eps: added to the standard deviation.
 
   Returns:
-    float32, of the shape of `rewards`; 0 where `mask` is False, and in a group
-    whose rewards are equal.
+    float32, of the shape of `rewards`. If `eps` > 0, the values are 0 where
+    `mask` is False, and in a group whose rewards are equal.
 
   Raises:
     TypeError: `mask` is not bool, `num_samples` is not an int, `eps` is not a

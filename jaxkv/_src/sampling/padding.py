@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -139,6 +140,19 @@ def as_tokens(name: str, value: Array, total: int, rank: int) -> Any:
     tokens = tokens[None].repeat(total, axis=0)
   check_shape(name, tokens, (total, "X", "Y")[:rank], _ONE_EACH)
   return tokens
+
+
+def pad_to(values: Any, sizes: tuple[int, ...], fill: float) -> Any:
+  """Pads values to [Q, *sizes]: lists at the end, words at the front."""
+  missing = [
+    limit - n for n, limit in zip(values.shape[1:], sizes, strict=True)
+  ]
+  # Axis 1 has the entries of a list, padded at the end. Axis 2, if any, has the
+  # tokens of a word, padded at the front, so that it ends in the last column.
+  widths = [(0, 0), *((0, count) for count in missing[:1])]
+  widths += [(count, 0) for count in missing[1:]]
+  pad = np.pad if isinstance(values, np.ndarray) else jnp.pad
+  return pad(values, widths, constant_values=fill)
 
 
 def _tokens(name: str, tokens: Any) -> np.ndarray:

@@ -45,9 +45,10 @@ class Sampling:
   """Sampling settings of Q sequences.
 
   Names and semantics follow vLLM's `SamplingParams`, except that
-  `stop_token_ids` is `stop_tokens` here, and `stop` is `stop_strings`. A number
-  applies to all sequences. A list or an array has one number for each sequence.
-  A field that is None adds nothing to the compiled program.
+  `stop_token_ids` is `stop_tokens` here, `stop` is `stop_strings`, and
+  `bad_words` and `seed` differ as described below. A number applies to all
+  sequences. A list or an array has one number for each sequence. A field that
+  is None adds nothing to the compiled program.
 
   The fields change the logits in this order: `logit_bias`, `min_tokens`,
   `bad_words`, `repetition_penalty`, `frequency_penalty`, `presence_penalty`,
@@ -81,11 +82,13 @@ class Sampling:
     stop_strings: a `StopStrings` with the strings that end each sequence.
     logit_bias: a dictionary from tokens to the biases to add to their logits,
       or a list with one dictionary for each sequence. Stored as `LogitBias`.
-    bad_words: words (lists of tokens) that are never drawn in full. A list of
+    bad_words: words (lists of tokens) that no drawn token completes. A word may
+      begin in the prompt, as in transformers and unlike in vLLM. A list of
       words for all sequences, or one such list for each sequence. The stored
       array is padded with -1 before each word.  # int32[Q, X, Y]
-    seed: seeds the random key of a sequence; a negative seed is ignored.
-      # int32[Q]
+    seed: seeds the random key of a sequence; a negative seed is ignored. Unlike
+      in vLLM, one seed for all samples of a prompt gives equal samples; for
+      different samples, pass a list with a seed for each sample.  # int32[Q]
 
   Raises:
     TypeError: a field has values of a wrong type.
@@ -278,7 +281,8 @@ def _column(name: str, value: Any, total: int, rule: _Rule) -> Array:
 
 
 def _check_values(name: str, value: np.ndarray, rule: _Rule) -> None:
-  bad = np.flatnonzero(~np.asarray(rule.fits(value)))
+  # In float16, the bounds would become 0 and infinity.
+  bad = np.flatnonzero(~np.asarray(rule.fits(value.astype(np.float64))))
   if bad.size:
     label = f"{name}[{bad[0]}]" if value.ndim else name
     number = value.reshape(-1)[bad[0]]
@@ -429,7 +433,8 @@ def put(sampling: Sampling, numbers: Array, new: Sampling) -> Sampling:
     if values is None:
       values = jnp.asarray(fill, array.dtype)
     else:
-      values = _pad_to(name, values, array.shape[1:], fill)
+      _check_sizes(name, values.shape[1:], array.shape[1:])
+      values = padding.pad_to(values, array.shape[1:], fill)
     return indexing.put(array, numbers, values=values)
 
   fields = {
@@ -461,21 +466,12 @@ def _check_fields(sampling: Sampling, new: Sampling) -> None:
       )
 
 
-def _pad_to(
-  name: str, values: Array, sizes: tuple[int, ...], fill: float
-) -> Array:
-  """Pads values to `sizes`: lists at the end, words at the front."""
-  if any(n > limit for n, limit in zip(values.shape[1:], sizes, strict=True)):
+def _check_sizes(
+  name: str, sizes: tuple[int, ...], limits: tuple[int, ...]
+) -> None:
+  if any(size > limit for size, limit in zip(sizes, limits, strict=True)):
     raise ValueError(
-      f"`sampling.{name}` must have at most {[*sizes]} entries for a sequence, "
-      f"as in `rollout.init`, got {[*values.shape[1:]]}; pass longer lists to "
+      f"`sampling.{name}` must have at most {[*limits]} entries for a "
+      f"sequence, as in `rollout.init`, got {[*sizes]}; pass longer lists to "
       "`rollout.init`."
     )
-  missing = [
-    limit - n for n, limit in zip(values.shape[1:], sizes, strict=True)
-  ]
-  # Axis 1 has the entries of a list, padded at the end. Axis 2, if any, has the
-  # tokens of a word, padded at the front, so that it ends in the last column.
-  padding = [(0, 0), *((0, count) for count in missing[:1])]
-  padding += [(count, 0) for count in missing[1:]]
-  return jnp.pad(values, padding, constant_values=fill)

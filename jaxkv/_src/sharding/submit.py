@@ -72,8 +72,9 @@ def _submit(state, requests, ids, axes):
       ids = all_next + _rank(~is_bad) * samples
     # All shards continue after the largest id of any shard.
     queue = dataclasses.replace(queue, next_id=all_next)
-    is_taken = verb.are_taken(queue, ids, ~is_bad, samples)
-    is_taken = lax.pmax(is_taken, axes.data)
+    is_used = lax.pmax(verb.are_used(queue, ids, samples), axes.data)
+    is_repeated = verb.are_repeated(ids, ~is_bad & ~is_used, samples)
+    is_taken = is_used | is_repeated
     # Refused prompts take no rows, so shards are chosen for valid prompts only.
     owners = _choose_shards(queue.status, num_prompts, samples, axes)
     owner = indexing.take(owners, _rank(~is_bad & ~is_taken))

@@ -16,6 +16,7 @@ from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.exported import Exported
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.workers.prompts import Prompt
+from jaxkv._src.workers.prompts import check_joinable
 from jaxkv._src.workers.prompts import join
 from jaxkv._src.workers.prompts import prefixes_of
 from jaxkv._src.workers.prompts import split
@@ -117,6 +118,8 @@ class Pool:
     self._finished: collections.deque[Group] = collections.deque()
     self._params: Any = None
     self._version = self._next_id = 0
+    # The first prompt, whose optional fields all others must have.
+    self._first: Requests | None = None
     # The ids of all samples of prompts that have not ended.
     self._unfinished: set[int] = set()
     self._error: Exception | None = None
@@ -183,13 +186,16 @@ class Pool:
 
     Raises:
       TypeError: `requests` is not a `Requests`, or an array has a wrong dtype.
-      ValueError: an array has a wrong shape, or an id is out of range or in
-        use. A prompt that is not valid for `jaxkv.rollout.submit` stops the
+      ValueError: an array has a wrong shape, an id is out of range or in use,
+        or the optional fields or stop strings are not those of the first
+        prompts. A prompt that is not valid for `jaxkv.rollout.submit` stops the
         pool later, see `results`.
       RuntimeError: the pool is closed or has failed, see `results`.
     """
     samples, parts = self._config.num_samples, split(requests, self._config)
     with self._changed:
+      if self._first is not None:
+        check_joinable(parts[0], self._first)
       if ids is None:
         ids = range(
           self._next_id, self._next_id + len(parts) * samples, samples
@@ -208,6 +214,7 @@ class Pool:
         Prompt(number, part, prefixes_of(part))
         for number, part in zip(ids, parts, strict=True)
       ]
+      self._first = self._first or parts[0]
       self._unfinished.update(numbers)
       self._next_id = max([self._next_id, *(number + 1 for number in numbers)])
       for prompt in prompts:

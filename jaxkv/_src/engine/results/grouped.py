@@ -40,6 +40,7 @@ class Grouped:
     versions: see `Generated`.  # int32[N, G, R]
     records: see `Generated`.
     experts: the experts of prompts and those of completions, see `Generated`.
+      A token of a prompt has those of the first sample that computed it.
       # int16 or int32[N, P, J, k], [N, G, R, J, k]
   """
 
@@ -216,6 +217,16 @@ def _grouped(
     selected = values.at[first, :prompt_width].get(mode="clip")
     return _where(in_prompt, selected, fill)
 
+  def prompt_experts(experts: Array) -> Array:
+    """Converts [Q, W, J, k] to [N, P, J, k]."""
+    # A sample that never ran has no ids, so each token has those of the first
+    # sample that has them.
+    has_ids = experts[:, :prompt_width, 0, 0] >= 0
+    has_ids = has_ids.reshape(-1, num_samples, prompt_width)
+    row = group[:, None] + jnp.argmax(has_ids, axis=1).astype(jnp.int32)
+    column = jnp.arange(prompt_width, dtype=jnp.int32)[None]
+    return _where(in_prompt, experts.at[row, column].get(mode="clip"), -1)
+
   experts = results.experts
   out = Grouped(
     prompts=prompts(results.tokens),
@@ -228,7 +239,7 @@ def _grouped(
     records=jax.tree.map(samples, results.records),
     experts=None
     if experts is None
-    else (prompts(experts, -1), samples(experts, -1)),
+    else (prompt_experts(experts), samples(experts, -1)),
   )
   return out, differs
 

@@ -23,6 +23,8 @@ from jaxkv._src.engine.queue import order_of
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_requests
 from jaxkv._src.engine.requests import check_columns
+from jaxkv._src.engine.requests import check_extra
+from jaxkv._src.engine.requests import check_stop_strings
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.verbs.find_sequences import as_counts
 from jaxkv._src.engine.verbs.find_sequences import as_mask
@@ -61,10 +63,13 @@ def submit(
   Args:
     state: the rollout.
     requests: P prompts, of fewer than W columns. `salts` and stop strings are
-      required if and only if `init` had them. `priority`, and the fields of
-      `sampling` except `max_tokens` and `seed`, must be None if they were None
-      in `init`. If `init` had them, None means priority 0, or turns the field
-      off. `extra` has the tree, row shapes and dtypes of `extra` in `init`.
+      required if and only if `init` had them. Stop strings must have the
+      automata of those in `init`, as the results of `StopStrings.select` have;
+      under `jax.jit`, only their shapes are compared. `priority`, and the
+      fields of `sampling` except `max_tokens` and `seed`, must be None if they
+      were None in `init`. If `init` had them, None means priority 0, or turns
+      the field off. `extra` has the tree, row shapes and dtypes of `extra` in
+      `init`.
     ids: int32[P], the id of each prompt's first sample. The other samples have
       the next G - 1 ids. Without `Sampling.seed`, a sample's random key depends
       on its id. None to continue after the largest id so far.
@@ -72,10 +77,10 @@ def submit(
 
   Returns:
     The rollout, and per prompt OK, SKIPPED, QUEUE_FULL, BAD_SEQUENCE (an
-    id is in use, or out of range, as after 2**31 ids) or BAD_LENGTH (`lengths`,
-    `num_samples` or `max_tokens` is out of range, or a sequence could exceed W
-    tokens). `ids`, int32[P], has the id of each prompt's first sample, or -1
-    for a prompt that was refused.
+    id is in use, out of range, as after 2**31 ids, or that of an earlier prompt
+    with valid ids) or BAD_LENGTH (`lengths`, `num_samples` or `max_tokens` is
+    out of range, or a sequence could exceed W tokens). `ids`, int32[P], has the
+    id of each prompt's first sample, or -1 for a prompt that was refused.
 
   Raises:
     TypeError: an argument has the wrong type or dtype.
@@ -112,20 +117,15 @@ def matching(
     )
   sampling = requests.sampling
   assert sampling is not None  # `as_requests` sets it.
-  if queue.sampling.stop_strings is not None and sampling.stop_strings is None:
-    raise ValueError(
-      "`requests.sampling.stop_strings` must be given, because `init` had "
-      "some; select those of the new sequences with StopStrings.select."
-    )
-  old_shapes, new_shapes = (
-    jax.tree.map(lambda leaf: (leaf.shape[1:], leaf.dtype), tree)
-    for tree in (queue.extra, requests.extra)
-  )
-  if old_shapes != new_shapes:
-    raise ValueError(
-      "`requests.extra` must have the tree, row shapes and dtypes that it had "
-      f"in `init`, {old_shapes}, got {new_shapes}."
-    )
+  strings = queue.sampling.stop_strings
+  if strings is not None:
+    if sampling.stop_strings is None:
+      raise ValueError(
+        "`requests.sampling.stop_strings` must be given, because `init` had "
+        "some; select those of the new sequences with StopStrings.select."
+      )
+    check_stop_strings(sampling.stop_strings, strings, "in `init`")
+  check_extra(requests.extra, queue.extra, "in `init`")
   return dataclasses.replace(requests, priority=priority)
 
 
@@ -143,7 +143,9 @@ def _submit(
   new, is_bad = new_rows(state, requests)
   is_taken = jnp.zeros_like(is_bad)
   if ids is not None:
-    is_taken = are_taken(queue, ids, mask & ~is_bad, samples)
+    is_used = are_used(queue, ids, samples)
+    is_repeated = are_repeated(ids, mask & ~is_bad & ~is_used, samples)
+    is_taken = is_used | is_repeated
   code = first_code(
     (~mask, Status.SKIPPED),
     (is_bad, Status.BAD_LENGTH),
@@ -200,17 +202,20 @@ def new_rows(state: RolloutState, requests: Requests) -> tuple[Queue, Array]:
   return new, is_bad
 
 
-def are_taken(queue: Queue, ids: Array, mask: Array, samples: int) -> Array:
-  """Returns bool[P], prompts with ids out of range or already in use."""
+def are_used(queue: Queue, ids: Array, samples: int) -> Array:
+  """Returns bool[P], prompts with ids out of range or of the queue."""
   exists = queue.status != SequenceStatus.EMPTY
   offset = queue.ids[None] - ids[:, None]
   is_used = (offset >= 0) & (offset < samples) & exists[None]
-  is_taken = jnp.any(is_used, axis=1)
-  is_taken |= (ids < 0) | (ids > 2**31 - 1 - samples)
-  # If two prompts of this call have a common id, the first one gets it.
+  is_used = jnp.any(is_used, axis=1)
+  return is_used | (ids < 0) | (ids > 2**31 - 1 - samples)
+
+
+def are_repeated(ids: Array, mask: Array, samples: int) -> Array:
+  """Returns bool[P], prompts with ids of an earlier prompt in `mask`."""
   overlap = jnp.abs(ids[:, None] - ids[None]) < samples
   is_earlier = jnp.tril(jnp.ones(overlap.shape, bool), k=-1)
-  return is_taken | jnp.any(overlap & is_earlier & mask[None], axis=1)
+  return jnp.any(overlap & is_earlier & mask[None], axis=1)
 
 
 def put_rows(queue: Queue, rows: Array, new: Queue) -> Queue:
