@@ -53,7 +53,8 @@ class _Answers(http.server.BaseHTTPRequestHandler):
     if path.startswith(f"/api/models/{_ID}"):
       kind, content = "application/json", self._listing(path)
     elif path.startswith(f"/{_ID}/resolve/"):
-      content = files.get(path.rpartition("/")[2])
+      # The path is /owner/name/resolve/revision/file.
+      content = files.get(path.split("/", 5)[5])
     content = b"" if (missing := content is None) else content
     self.send_response(404 if missing else 200)
     self.send_header("Content-Length", str(len(content)))
@@ -94,6 +95,7 @@ class _Answers(http.server.BaseHTTPRequestHandler):
 def served(folder):
   (folder / "pytorch_model.bin").write_bytes(b"not wanted")
   with _Hub(folder) as server:
+    server.files["original/model.safetensors"] = b"not wanted"
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -139,7 +141,7 @@ def test_a_model_is_downloaded_once(served, load):
   assert load() == "2 bfloat16\n"
   given = [name for name in served.given if "/resolve/" in name]
   wanted = ("config.json", "model.safetensors")
-  assert sorted(name.rpartition("/")[2] for name in given) == sorted(wanted)
+  assert sorted(name.split("/", 5)[5] for name in given) == sorted(wanted)
   served.given.clear()
   assert load("local") == "2 bfloat16\n"
   assert served.given == []

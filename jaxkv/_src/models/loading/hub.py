@@ -8,6 +8,8 @@ from jaxkv._src.extras import extra_package
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
 # The files that `load` reads. Other files, such as pickles, are not downloaded.
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
+# A * also matches a slash, and subfolders can have copies of the weights.
+_SUBFOLDERS = ["*/*"]
 
 
 def is_id(source: str) -> bool:
@@ -26,7 +28,10 @@ def download(source: str, *, local_files_only: bool = False) -> pathlib.Path:
   hub = extra_package("huggingface_hub", install="jaxkv[hub]", task=task)
   try:
     folder = hub.snapshot_download(
-      source, allow_patterns=_FILES, local_files_only=local_files_only
+      source,
+      allow_patterns=_FILES,
+      ignore_patterns=_SUBFOLDERS,
+      local_files_only=local_files_only,
     )
   # The package passes on errors of HTTP and file libraries.
   except Exception as error:
