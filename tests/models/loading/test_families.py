@@ -13,6 +13,7 @@ import pytest
 import jaxkv
 from jaxkv import models
 from jaxkv import rollout
+from jaxkv._src.models.loading.families.architectures import family_of
 from tests.models.loading import families
 from tests.models.loading.families import FAMILIES
 
@@ -111,6 +112,15 @@ def test_unknown_keys_and_tensors(name, checkpoint, tmp_path):
   )
   with pytest.raises(ValueError, match=r"lacks tensors: model.norm.weight; ge"):
     models.load(other)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_default_length(name, transformers):
+  kind, _ = FAMILIES[name]
+  text = "Gemma3Text" if kind == "Gemma3" else kind
+  default = getattr(transformers, f"{text}Config")().max_position_embeddings
+  family = family_of([f"{kind}ForCausalLM"], "config.json")
+  assert family.max_length == default
 
 
 _OLDER = ("Llama 3", "Llama, linear", "Gemma 3", "gpt-oss", "DeepSeek-V3")

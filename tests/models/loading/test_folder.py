@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
+from jaxkv._src.models.loading import checkpoint_folder
 from jaxkv._src.models.loading import dequantize
 from tests.models.loading.llama_folder import CONFIG
 from tests.models.loading.llama_folder import stored
@@ -51,6 +52,20 @@ class TestFolder:
     names = {"architectures": values.pop("architectures"), "torch_dtype": dtype}
     path.write_text(json.dumps(names | {"text_config": values}))
     assert models.load(folder).config.dtype == jnp.bfloat16
+
+  @pytest.mark.parametrize(
+    ("architecture", "length"),
+    [
+      ("Gemma3ForConditionalGeneration", 131_072),
+      ("LlamaForCausalLM", 2048),
+    ],
+  )
+  def test_a_missing_length_is_the_default_of_the_family(
+    self, folder, architecture, length
+  ):
+    _change(folder, architectures=[architecture], max_position_embeddings=None)
+    checkpoint = checkpoint_folder.open_checkpoint(folder)
+    assert checkpoint.max_length == length
 
   def test_a_dtype_that_is_given_replaces_an_unknown_one(self, folder):
     _change(folder, torch_dtype="float64", dtype="float64")

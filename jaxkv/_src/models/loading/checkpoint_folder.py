@@ -26,8 +26,6 @@ _OUTER_KEYS = (
   "tie_word_embeddings",
   "torch_dtype",
 )
-# The `max_length` of a checkpoint whose config.json does not give it.
-_DEFAULT_LENGTH = 4096
 _VISION = re.compile(
   r"(model\.)?(vision_tower|multi_modal_projector|vision_model)\..*"
 )
@@ -54,7 +52,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
   config = ConfigFile(values, file, num_tensors=len(tensors))
 
   def weight_map(dtype: Any) -> WeightMap:
-    result = family(config, dtype)
+    result = family.weight_map(config, dtype)
     config.check_all_read()
     return result
 
@@ -64,7 +62,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
     weight_map=weight_map,
     tensors=tensors,
     stop_tokens=stop_tokens(folder, values),
-    max_length=config.size("max_position_embeddings", _DEFAULT_LENGTH),
+    max_length=config.size("max_position_embeddings", family.max_length),
     open_tokenizer=functools.partial(tokenizer.from_folder, folder),
   )
 

@@ -40,7 +40,8 @@ class ConfigFile:
 
   A method that returns a value raises a ValueError if the value has the wrong
   type, or if the value is missing and there is no default. A null counts as
-  missing. Call `check_all_read` last, to refuse unknown keys.
+  missing, except in `nullable_size` and `nullable_number`. Call
+  `check_all_read` last, to refuse unknown keys.
   """
 
   def __init__(
@@ -73,6 +74,12 @@ class ConfigFile:
     """Returns an int of at least 1, or the default, which may be None."""
     return self._int(key, default, 1)
 
+  def nullable_size(self, key: str, default: int | None) -> int | None:
+    """Returns None for a null, and otherwise the same as `size`."""
+    if self._values.get(key, default) is None:
+      return None
+    return self.size(key, default)
+
   def count(self, key: str, default: Any = _REQUIRED) -> int:
     """Returns an int of at least 0, or the default, which may be None."""
     return self._int(key, default, 0)
@@ -89,6 +96,12 @@ class ConfigFile:
     if not is_number or not -_LARGEST <= value <= _LARGEST:
       raise self.wrong(key, "a finite number")
     return float(value)
+
+  def nullable_number(self, key: str, default: float | None) -> float | None:
+    """Returns None for a null, and otherwise the same as `number`."""
+    if self._values.get(key, default) is None:
+      return None
+    return self.number(key, default)
 
   def flag(self, key: str, default: Any = _REQUIRED) -> bool:
     """Returns a bool."""

@@ -16,15 +16,18 @@ from jaxkv._src.models.loading.config_file import ConfigFile
 Table = dict[str, Any]
 
 
-def rope_table(config: ConfigFile, default_base: float) -> Table:
+def rope_table(
+  config: ConfigFile, default_base: float, default_fraction: float = 1.0
+) -> Table:
   """Returns the rotary settings of config.json as one table.
 
   The new format is the table `rope_parameters`. The old format has the numbers
   `rope_theta` and `partial_rotary_factor`, and the table `rope_scaling`. The
-  key `type` can replace `rope_type`.
+  key `type` can replace `rope_type`. `default_base` and `default_fraction`
+  replace a missing base and a missing fraction.
   """
   base = config.number("rope_theta", default_base)
-  fraction = config.number("partial_rotary_factor", 1.0)
+  fraction = config.number("partial_rotary_factor", default_fraction)
   scaling = config.table("rope_scaling")
   table = {"rope_theta": base, "partial_rotary_factor": fraction, **scaling}
   # If a file has both formats, the new one takes precedence.

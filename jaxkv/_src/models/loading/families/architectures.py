@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from typing import NamedTuple
 
 from jaxkv._src.models.loading.config_file import ConfigFile
 from jaxkv._src.models.loading.families import deepseek
@@ -11,22 +12,34 @@ from jaxkv._src.models.loading.families import llama
 from jaxkv._src.models.loading.families import qwen3_next
 from jaxkv._src.models.loading.weight_maps import WeightMap
 
-Family = Callable[[ConfigFile, Any], WeightMap]
+
+class Family(NamedTuple):
+  """A model family.
+
+  Attributes:
+    weight_map: returns the weight map for a config.json and a dtype.
+    max_length: the value of a missing `max_position_embeddings`, as in
+      transformers.
+  """
+
+  weight_map: Callable[[ConfigFile, Any], WeightMap]
+  max_length: int
+
 
 _FAMILIES: dict[str, Family] = {
-  "DeepseekV2ForCausalLM": deepseek.deepseek_v2,
-  "DeepseekV3ForCausalLM": deepseek.deepseek_v3,
-  "Gemma2ForCausalLM": gemma.gemma2,
-  "Gemma3ForCausalLM": gemma.gemma3,
-  "Gemma3ForConditionalGeneration": gemma.gemma3,
-  "GptOssForCausalLM": gpt_oss.gpt_oss,
-  "LlamaForCausalLM": llama.llama,
-  "MistralForCausalLM": llama.mistral,
-  "MixtralForCausalLM": llama.mixtral,
-  "Qwen2ForCausalLM": llama.qwen2,
-  "Qwen3ForCausalLM": llama.qwen3,
-  "Qwen3MoeForCausalLM": llama.qwen3_moe,
-  "Qwen3NextForCausalLM": qwen3_next.qwen3_next,
+  "DeepseekV2ForCausalLM": Family(deepseek.deepseek_v2, 2048),
+  "DeepseekV3ForCausalLM": Family(deepseek.deepseek_v3, 4096),
+  "Gemma2ForCausalLM": Family(gemma.gemma2, 8192),
+  "Gemma3ForCausalLM": Family(gemma.gemma3, 131_072),
+  "Gemma3ForConditionalGeneration": Family(gemma.gemma3, 131_072),
+  "GptOssForCausalLM": Family(gpt_oss.gpt_oss, 131_072),
+  "LlamaForCausalLM": Family(llama.llama, 2048),
+  "MistralForCausalLM": Family(llama.mistral, 131_072),
+  "MixtralForCausalLM": Family(llama.mixtral, 131_072),
+  "Qwen2ForCausalLM": Family(llama.qwen2, 32_768),
+  "Qwen3ForCausalLM": Family(llama.qwen3, 32_768),
+  "Qwen3MoeForCausalLM": Family(llama.qwen3_moe, 32_768),
+  "Qwen3NextForCausalLM": Family(qwen3_next.qwen3_next, 32_768),
 }
 
 

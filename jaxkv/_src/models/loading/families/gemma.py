@@ -61,7 +61,10 @@ def _windows(config: ConfigFile, interval: int) -> list[int | None]:
     "sliding_attention" if (number + 1) % interval else "full_attention"
     for number in range(num_layers)
   ]
-  return layers.windows_of(config, types, config.size("sliding_window", 4096))
+  window = config.size("sliding_window", 4096)
+  # Some files of Gemma 2 have the window under both keys.
+  config.only("sliding_window_size", window)
+  return layers.windows_of(config, types, window)
 
 
 def _map(
@@ -94,7 +97,7 @@ def _map(
       window=window,
       rope=full if window is None else local,
       scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
-      soft_cap=config.number(
+      soft_cap=config.nullable_number(
         "attn_logit_softcapping", 50.0 if has_caps else None
       ),
       query_key_norm=query_key_norm,
@@ -111,7 +114,7 @@ def _map(
     norm_eps=config.number("rms_norm_eps", 1e-6),
     norm_offset=1.0,
     embed_scale=math.sqrt(e),
-    logit_cap=config.number(
+    logit_cap=config.nullable_number(
       "final_logit_softcapping", 30.0 if has_caps else None
     ),
     tied_embeddings=config.flag("tie_word_embeddings", True),

@@ -17,6 +17,15 @@ from jaxkv._src.models.loading.weight_maps import plain
 from jaxkv._src.models.loading.weight_maps import weight_map
 
 _BASE = 150_000.0
+# The scaling of transformers for a config.json without a rope table.
+_DEFAULT_SCALING: rope_config.Table = {
+  "rope_type": "yarn",
+  "factor": 32.0,
+  "original_max_position_embeddings": 4096,
+  "beta_fast": 32.0,
+  "beta_slow": 1.0,
+  "truncate": False,
+}
 
 
 def gpt_oss(config: ConfigFile, dtype: Any) -> WeightMap:
@@ -39,9 +48,7 @@ def gpt_oss(config: ConfigFile, dtype: Any) -> WeightMap:
     num_heads=config.size("num_attention_heads"),
     num_kv_heads=config.size("num_key_value_heads"),
     head_dim=dim,
-    rope=rope_config.rope_of(
-      rope_config.rope_table(config, _BASE), config, dim
-    ),
+    rope=rope_config.rope_of(_rope_table(config), config, dim),
     biased=biased,
     output_biased=biased,
     sinks=True,
@@ -76,6 +83,15 @@ def gpt_oss(config: ConfigFile, dtype: Any) -> WeightMap:
     return sources | _experts(experts, e, f"{path}mlp.")
 
   return weight_map(decoder, layer)
+
+
+def _rope_table(config: ConfigFile) -> rope_config.Table:
+  table = rope_config.rope_table(config, _BASE)
+  # An empty `rope_parameters` turns scaling off, but a null does not.
+  has_parameters = config.get("rope_parameters", None) is not None
+  if has_parameters or config.table("rope_scaling"):
+    return table
+  return table | _DEFAULT_SCALING
 
 
 def _experts(m: Experts, e: int, path: str) -> dict[str, Source]:

@@ -36,12 +36,13 @@ def llama(config: ConfigFile, dtype: Any) -> WeightMap:
 
 def mistral(config: ConfigFile, dtype: Any) -> WeightMap:
   """Returns the weight map of Mistral: one window for all layers, or none."""
-  windows = _same_windows(config)
+  windows = _same_windows(config, default=4096)
   return _map(config, dtype, _attention(config), windows, _mlps(config))
 
 
 def qwen2(config: ConfigFile, dtype: Any) -> WeightMap:
   """Returns the weight map of Qwen2 and Qwen2.5."""
+  config.only("use_mrope", False)
   # Qwen2 always has biases of queries, keys and values, so there is no key.
   attention = _attention(config, biased=True)
   windows = _later_windows(config)
@@ -69,8 +70,15 @@ def mixtral(config: ConfigFile, dtype: Any) -> WeightMap:
     activation=layers.activation(config, "hidden_act", "silu"),
   )
   mlps: list[Mlp | Experts] = [experts] * config.size("num_hidden_layers")
-  attention, windows = _attention(config), _same_windows(config)
-  return _map(config, dtype, attention, windows, mlps, _MIXTRAL_NAMES)
+  return _map(
+    config,
+    dtype,
+    _attention(config, default_base=1e6),
+    _same_windows(config, default=None),
+    mlps,
+    _MIXTRAL_NAMES,
+    default_eps=1e-5,
+  )
 
 
 def qwen3_moe(config: ConfigFile, dtype: Any) -> WeightMap:
@@ -78,12 +86,17 @@ def qwen3_moe(config: ConfigFile, dtype: Any) -> WeightMap:
   # Windows are not supported in Qwen3-MoE.
   config.only("use_sliding_window", False)
   config.ignore("sliding_window", "max_window_layers")
+  # Files of Qwen3-Coder also have these keys, each with its only valid value.
+  config.only("qkv_bias", False)
+  config.only("use_qk_norm", True)
+  config.only("shared_expert_intermediate_size", 0)
   biased = config.flag("attention_bias", False)
   attention = _attention(
     config, biased=biased, output_biased=biased, query_key_norm=True
   )
   windows = [None] * config.size("num_hidden_layers")
-  return _map(config, dtype, attention, windows, sparse_mlps(config))
+  mlps = sparse_mlps(config, normalized=config.flag("norm_topk_prob", False))
+  return _map(config, dtype, attention, windows, mlps)
 
 
 def sparse_mlps(config: ConfigFile, **fields: Any) -> list[Mlp | Experts]:
@@ -95,7 +108,6 @@ def sparse_mlps(config: ConfigFile, **fields: Any) -> list[Mlp | Experts]:
     num_chosen=config.size("num_experts_per_tok"),
     inner_dim=config.size("moe_intermediate_size"),
     activation=kind,
-    normalized=config.flag("norm_topk_prob", False),
     **fields,
   )
   dense = Mlp(inner_dim=config.size("intermediate_size"), activation=kind)
@@ -107,9 +119,11 @@ def sparse_mlps(config: ConfigFile, **fields: Any) -> list[Mlp | Experts]:
   ]
 
 
-def _attention(config: ConfigFile, **fields: Any) -> Attention:
+def _attention(
+  config: ConfigFile, default_base: float = 10_000.0, **fields: Any
+) -> Attention:
   heads, dim = config.size("num_attention_heads"), layers.head_dim_of(config)
-  table = rope_config.rope_table(config, 10_000.0)
+  table = rope_config.rope_table(config, default_base)
   return Attention(
     num_heads=heads,
     num_kv_heads=config.size("num_key_value_heads", heads),
@@ -127,8 +141,10 @@ def _mlps(config: ConfigFile) -> list[Mlp | Experts]:
   return [mlp] * config.size("num_hidden_layers")
 
 
-def _same_windows(config: ConfigFile) -> list[int | None]:
-  window = config.size("sliding_window", None)
+def _same_windows(
+  config: ConfigFile, *, default: int | None
+) -> list[int | None]:
+  window = config.nullable_size("sliding_window", default)
   num_layers = config.size("num_hidden_layers")
   kind = "full_attention" if window is None else "sliding_attention"
   return layers.windows_of(config, [kind] * num_layers, window)
@@ -139,8 +155,9 @@ def _later_windows(config: ConfigFile) -> list[int | None]:
   # Files of models without windows can also have the key `sliding_window`. So
   # without `layer_types`, only `use_sliding_window` enables windows.
   is_enabled = config.flag("use_sliding_window", False)
-  window = config.size("sliding_window", None)
-  first = config.count("max_window_layers", 28)  # The default of transformers.
+  # The defaults of transformers.
+  window = config.nullable_size("sliding_window", 4096 if is_enabled else None)
+  first = config.count("max_window_layers", 28)
   num_layers = config.size("num_hidden_layers")
   first = first if is_enabled and window is not None else num_layers
   types = [
@@ -157,6 +174,7 @@ def _map(
   windows: Sequence[int | None],
   mlps: Sequence[Mlp | Experts],
   names: tuple[str, tuple[str, str, str]] = _NAMES,
+  default_eps: float = 1e-6,
 ) -> WeightMap:
   decoder = Decoder(
     vocab_size=config.size("vocab_size"),
@@ -165,7 +183,7 @@ def _map(
       Layer(attention=dataclasses.replace(attention, window=window), mlp=mlp)
       for window, mlp in zip(windows, mlps, strict=True)
     ),
-    norm_eps=config.number("rms_norm_eps", 1e-6),
+    norm_eps=config.number("rms_norm_eps", default_eps),
     tied_embeddings=config.flag("tie_word_embeddings", False),
     dtype=dtype,
   )

@@ -25,10 +25,12 @@ from jaxkv._src.models.loading.weight_maps import weight_map
 def qwen3_next(config: ConfigFile, dtype: Any) -> WeightMap:
   """Returns the weight map of Qwen3-Next."""
   config.only("attention_bias", False)
+  config.only("use_sliding_window", False)
   e = config.size("hidden_size")
   attention, delta = _attention(config), _delta(config)
   mlps = sparse_mlps(
     config,
+    normalized=config.flag("norm_topk_prob", True),
     shared_dim=config.size("shared_expert_intermediate_size"),
     shared_gated=True,
   )
@@ -72,7 +74,7 @@ def _layer_types(config: ConfigFile) -> list[str]:
 
 def _attention(config: ConfigFile) -> Attention:
   dim = layers.head_dim_of(config)
-  table = rope_config.rope_table(config, 10_000.0)
+  table = rope_config.rope_table(config, 10_000.0, default_fraction=0.25)
   return Attention(
     num_heads=config.size("num_attention_heads"),
     num_kv_heads=config.size("num_key_value_heads"),
