@@ -10,6 +10,7 @@ import pytest
 import jaxkv
 from jaxkv import FullAttention
 from jaxkv.host import CacheManager
+from jaxkv.host import MultimodalItem
 from tests.host.bridge_walk import Walk
 from tests.host.bridge_walk import differences
 from tests.host.fuzz_setups import SETUPS
@@ -320,3 +321,53 @@ def test_a_kind_that_needs_a_device_is_refused_by_name():
 
   with pytest.raises(TypeError, match=r"`Mine.num_skipped_tokens` must return"):
     CacheManager(11, [Mine(page_size=4)], 64)
+
+
+class TestItems:
+  """The host masks tokens of images and embeddings, and a loop masks none."""
+
+  @staticmethod
+  def _begun(**items):
+    cache = CacheManager(11, [FullAttention(page_size=8)], 64, key=KEY)
+    one = request("a", range(6), **items)
+    admit(cache, one)
+    return cache, one
+
+  @staticmethod
+  def _take_longer(cache, one, tokens):
+    """Takes a state to which a loop appended tokens."""
+    count = [len(tokens)]
+    state, _ = jaxkv.allocate(cache.state, count, slots=[0])
+    state, _ = jaxkv.commit(state, [tokens], count, slots=[0])
+    one.token_ids.extend(tokens)
+    one.num_computed_tokens += len(tokens)
+    assert cache.take(state) == []
+
+  @pytest.mark.parametrize("tokens", [[7], [7, 8], [7, 8, 9, 10, 11, 12, 13]])
+  @pytest.mark.parametrize(
+    "items",
+    [
+      {"mm": [MultimodalItem("cat", 3, 2)]},
+      {"prompt_embeds": np.ones((6, 2), np.float32)},
+    ],
+    ids=["image", "embeddings"],
+  )
+  def test_a_loop_appends_tokens_to_their_last_page(self, items, tokens):
+    cache, one = self._begun(**items)
+    self._take_longer(cache, one, tokens)
+    # A second loop and the host continue.
+    self._take_longer(cache, one, [20])
+    assert decode(cache, one, [21, 22, 23, 24]) is not None
+    jaxkv.check(cache.state)
+
+  def test_a_loop_must_not_commit_an_image(self):
+    cache, one = self._begun(mm=[MultimodalItem("cat", 5, 3)])
+    with pytest.raises(ValueError, match="must begin with the tokens"):
+      self._take_longer(cache, one, [7, 8])
+
+  def test_the_first_tokens_of_a_page_are_masked(self):
+    """A mask of one token is too short to tell images apart."""
+    cache, one = self._begun(mm=[MultimodalItem("cat", 8, 1)])
+    assert decode(cache, one, [6, 7, 8]) is not None
+    with pytest.raises(ValueError, match="must begin with the tokens"):
+      self._take_longer(cache, one, [9])

@@ -12,23 +12,18 @@ from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool.host_pages import HostPages
 from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
-from jaxkv._src.cache.prefix.hashing import SlotHashes
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.cache.stats import Stats
 from jaxkv._src.host import queue_arrays
+from jaxkv._src.host import slot_hashes
 from jaxkv._src.host.allocate import room_of
 from jaxkv._src.host.atomic import UndoLog
 from jaxkv._src.host.index_arrays import IndexArrays
 from jaxkv._src.host.index_arrays import are_cached
-from jaxkv._src.host.prefix_nodes import DeviceKeys
 from jaxkv._src.host.prefix_nodes import DevicePage
-from jaxkv._src.host.prefix_nodes import PrefixNode
 from jaxkv._src.host.publish import more_nodes
-from jaxkv._src.host.request import RequestFields
-from jaxkv._src.host.request import content
-from jaxkv._src.host.request import read_request
 from jaxkv._src.host.saved_pages import COUNTERS
 from jaxkv._src.host.saved_pages import SavedPages
 from jaxkv._src.host.saved_pages import as_arrays
@@ -76,7 +71,7 @@ def to_device(state: HostState) -> CacheState:
     root=keys and np.array(keys.root_key(bytes(16)), np.uint32),
     # Before `hashes`, so that the keys of all pages are computed in one pass.
     pool=_pool(state),
-    hashes=keys and _slot_hashes(state, keys, held),
+    hashes=keys and slot_hashes.of_sequences(state, keys, held),
     stats=Stats(**counts),
     epoch=_words(keys.epoch if keys else 0),
     # A manager raises exceptions and records no error.
@@ -89,74 +84,6 @@ def to_device(state: HostState) -> CacheState:
 def _words(numbers: int | Sequence[int]) -> Any:
   """Converts ints to uint32, modulo 2**32, as the device counts."""
   return np.array(numbers, np.int64).astype(np.uint32)
-
-
-def _slot_hashes(
-  state: HostState, keys: DeviceKeys, held: list[HeldSequence]
-) -> SlotHashes:
-  num_slots = state.config.num_slots
-  by_prompt = state.config.publishes_by_prompt
-  make: Any = SlotHashes
-  hashes = make(
-    root=np.zeros((num_slots, KEY_WORDS), np.uint32),
-    chain=np.zeros((num_slots, KEY_WORDS), np.uint32),
-    tail=np.zeros((num_slots, state.config.alignment), np.int32),
-    prompt_length=np.zeros(num_slots, np.int32) if by_prompt else None,
-    shared_prefix_boundary=np.zeros(num_slots, np.int32) if by_prompt else None,
-  )
-  ends = _chain_ends(state, keys, held)
-  for sequence, (root, end) in zip(held, ends, strict=True):
-    slot, tokens = sequence.slot, _tail(state, sequence)
-    hashes.root[slot], hashes.chain[slot] = root.key, end.key
-    hashes.tail[slot, : len(tokens)] = tokens
-    if by_prompt:
-      hashes.prompt_length[slot] = sequence.prompt_length
-      hashes.shared_prefix_boundary[slot] = sequence.boundary
-  return hashes
-
-
-def _chain_ends(
-  state: HostState, keys: DeviceKeys, held: Sequence[HeldSequence]
-) -> list[tuple[PrefixNode, PrefixNode]]:
-  """Returns the nodes of `SlotHashes.root` and `chain`; computes their keys."""
-  # `SlotHashes.chain` covers the tokens up to the last multiple of
-  # `CacheConfig.alignment`, and `SlotHashes.tail` has the tokens after it.
-  config, ends = state.config, []
-  for sequence in held:
-    root = sequence.root
-    assert root is not None
-    count = _aligned(config, sequence.length) // config.page_size
-    ends.append((root, sequence.nodes[count - 1] if count else root))
-  keys.compute(node for pair in ends for node in pair)
-  return ends
-
-
-def _aligned(config: CacheConfig, tokens: int) -> int:
-  """Rounds a number of tokens down to a multiple of the alignment."""
-  return tokens // config.alignment * config.alignment
-
-
-def _tail(state: HostState, held: HeldSequence) -> np.ndarray:
-  """Returns a sequence's `SlotHashes.tail`: masked tokens, without padding."""
-  # Nodes have only the tokens of full pages, so the request is read.
-  config, stop = state.config, held.length
-  begin = _aligned(config, stop)
-  if begin == stop:
-    return np.zeros((0,), np.int32)
-  fields = _read(held)
-  return content(fields, begin, stop, config.page_size, state.secret)
-
-
-def _read(held: HeldSequence) -> RequestFields:
-  """Reads the request of a sequence; raises if tokens are missing."""
-  fields = read_request(held.request)
-  if fields.num_tokens < held.length:
-    raise ValueError(
-      f"`token_ids` of {held.request_id!r} must have the {held.length} tokens "
-      f"that are published in slot {held.slot}, got {fields.num_tokens}; "
-      "append the new tokens."
-    )
-  return fields
 
 
 def _pool(state: HostState) -> PoolState:
@@ -225,7 +152,14 @@ def from_device(
   held = dict(zip(names, sequences.values(), strict=True))
   released = [name for name in state.held if name not in held]
   if host.hashes is not None and state.device_keys is not None:
-    _check_hashes(state, state.device_keys, host.hashes, [*held.values()])
+    counts = {
+      held.slot: held.length
+      for held in state.all_held()
+      if held.slot not in requests
+    }
+    slot_hashes.check(
+      state, state.device_keys, host.hashes, [*held.values()], counts
+    )
   # All checks are done before the first change.
   log, pool, config = state.undo_log, state.pool, state.config
   log.replace(state, held=held, popped=popped)
@@ -358,48 +292,16 @@ def _sequence(
   config = state.config
   count = held.length // config.page_size
   if old is not None:
-    # `_check_hashes` checks these nodes. The loop may have replaced the tokens
+    # `slot_hashes.check` checks these nodes. The loop may have replaced tokens
     # after the last multiple of the alignment, so their nodes are recomputed.
-    held.root = old.root
-    held.nodes = old.nodes[: _aligned(config, held.length) // config.page_size]
+    end = slot_hashes.aligned(config, held.length)
+    held.root, held.nodes = old.root, old.nodes[: end // config.page_size]
   # The request is read only if a node is missing.
   if old is None or len(held.nodes) < count:
-    fields = _read(held)
+    fields = slot_hashes.read(held, old and old.length)
     held.root = held.root or state.root_of(fields)
     held.nodes += more_nodes(state, held, fields, held.length)
   return held
-
-
-def _check_hashes(
-  state: HostState,
-  keys: DeviceKeys,
-  hashes: SlotHashes,
-  sequences: list[HeldSequence],
-) -> None:
-  """Raises unless the requests have the tokens that the device committed."""
-  ends = _chain_ends(state, keys, sequences)
-  for held, (root, end) in zip(sequences, ends, strict=True):
-    slot, tail = held.slot, _tail(state, held).tolist()
-    if tuple(hashes.root[slot].tolist()) != root.key:
-      salt = state.root_of(read_request(held.request)).tokens
-      raise ValueError(
-        f"`requests` must name a request with the salt of slot {slot}, got "
-        f"{held.request_id!r} with the salt {salt.hex()}; pass this salt to "
-        "jaxkv.admit."
-      )
-    chain = tuple(hashes.chain[slot].tolist())
-    if chain != end.key:
-      # The loop may have replaced tokens that the old nodes cover.
-      held.nodes = []
-      held.nodes = more_nodes(state, held, _read(held), held.length)
-      end = _chain_ends(state, keys, [held])[0][1]
-    is_same = chain == end.key
-    if not is_same or tail != hashes.tail[slot, : len(tail)].tolist():
-      raise ValueError(
-        f"`token_ids` of {held.request_id!r} must begin with the tokens that "
-        f"slot {slot} has; name the request in `requests` if the slot was "
-        "filled again."
-      )
 
 
 def _adopt_host_pages(saved: SavedPages, host_pages: Any, log: UndoLog) -> None:

@@ -192,8 +192,12 @@ def mask_items(
   start: int,
   size: int,
   secret: bytes,
+  num_tokens: int | None = None,
 ) -> np.ndarray:
   """Masks the tokens of pages that overlap items.
+
+  Tokens after the first `num_tokens` ones stay unmasked if they follow the
+  items of their page and four masked tokens; None masks whole pages.
 
   `tokens`, int32[X], begin at position `start` of the request. The mask of a
   page, `32 * size` bits, is a hash of the secret and of the page's items, so
@@ -209,15 +213,17 @@ def mask_items(
   }
   for page in pages:
     begin, end = page * size, (page + 1) * size
-    keys = [
-      item.key(begin, end)
-      for item in items
-      if item.start < end and item.stop > begin
-    ]
+    inside = [item for item in items if item.start < end and item.stop > begin]
+    keys = [item.key(begin, end) for item in inside]
     # `repr` quotes strings, so different keys have different texts.
     stream = hashlib.shake_256(secret + repr(keys).encode()).digest(4 * size)
     mask = np.frombuffer(stream, "<i4")
     # `tokens` can begin or end inside the page, but `mask` covers all of it.
     first, last = max(begin, start), min(end, stop)
+    if num_tokens is not None:
+      items_end = max(item.stop for item in inside)
+      # Fewer tokens would have masks of fewer than 128 bits.
+      masked_end = max(num_tokens, items_end, begin + KEY_WORDS)
+      last = max(first, min(last, masked_end))
     tokens[first - start : last - start] ^= mask[first - begin : last - begin]
   return tokens

@@ -159,10 +159,15 @@ class CacheManager(ManagerReports):
     without prefix caching, the slot's next request would get the old pages.
     Unread events are kept.
 
+    A loop may append tokens to a page with tokens of an image or of
+    `prompt_embeds` if the manager has published these, and at least the first
+    four tokens of the page.
+
     Args:
       state: the state; not donated.
       requests: a dictionary from each slot that the loop filled to its request.
-        Another request that had the slot before loses its pages.
+        Another request that had the slot before loses its pages. A fork must
+        get no tokens in a page with tokens of an image or of `prompt_embeds`.
 
     Returns:
       The names of the requests that lost their pages.

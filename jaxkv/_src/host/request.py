@@ -103,6 +103,8 @@ class RequestFields(NamedTuple):
   items: tuple[Item, ...]  # images and embeddings at ranges of tokens
   skips_lookup: bool
   shared_prefix_boundary: int
+  # A device loop has appended the tokens after these, and has masked none.
+  num_host_tokens: int | None = None
 
 
 def read_request(request: Any) -> RequestFields:
@@ -184,7 +186,9 @@ def content(
   # Most requests have no items, and need no copy of the read-only array.
   if not request.items:
     return tokens
-  return mask_items(tokens, request.items, start, size, secret)
+  return mask_items(
+    tokens, request.items, start, size, secret, request.num_host_tokens
+  )
 
 
 def int32s(values: Sequence[int]) -> np.ndarray:

@@ -55,6 +55,14 @@ def test_too_few_blocks(cache):
   )
 
 
+def test_tokens_beyond_the_limit_get_no_block():
+  cache = manager(num_blocks=21)
+  one = request("a", range(stand_ins.LONGEST))
+  admit(cache, one)
+  assert decode(cache, one, [1]) == ([],)
+  assert decode(cache, one, [2, 3]) == ([],)
+
+
 @pytest.mark.slow
 def test_more_requests_than_slots():
   cache = manager(max_requests=1)

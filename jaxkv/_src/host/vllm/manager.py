@@ -222,6 +222,8 @@ class KVCacheManager:
       return None
     remaining = self.max_model_len - request.num_computed_tokens
     remaining -= num_new_computed_tokens
+    if remaining <= 0 and not begins and num_new_tokens > 0:
+      return self.empty_kv_cache_blocks
     external = min(num_external_computed_tokens, remaining)
     num_new_tokens = min(num_new_tokens, remaining - external)
     # Most calls are for a running request without special arguments, for which
