@@ -37,7 +37,7 @@ class CacheConfig:
       the rules of vLLM since 0.25, which publish only pages that a hit can use.
       "classic": the rules of earlier versions and of eSurge, which publish
       every full page. With `use_eagle`, the classic rules can shorten a hit by
-      more than one page, see `prefix_rules.lookup_bound`.
+      more than one page.
     merge_duplicates: True to store equal pages once. If a page becomes full and
       a page with the same tokens and prefix is already cached, the sequence
       gets the cached page instead and releases its new page.
@@ -46,10 +46,11 @@ class CacheConfig:
       hidden states.
     prefix_retention_interval: selects the prefixes for which sliding-window and
       recurrent groups publish pages. None selects prefixes of every length. 0
-      selects the prompt without its last token, and the part of the prompt
-      before the token where an earlier prompt diverged. Both are rounded down
-      to multiples of `alignment` tokens, and `use_eagle` shortens them further.
-      A number k above 0 also selects one prefix every k tokens.
+      selects the hits of a prompt that repeats this one, and the longest prefix
+      that some groups, but not all, had cached at the lookup, rounded down to
+      multiples of `alignment` tokens. With `use_eagle`, it also selects the
+      hits of a prompt that begins with this one. A number k above 0 also
+      selects one prefix every k tokens.
     event_log: the capacity of the event log, in events; 0 for no log. See
       `jaxkv.telemetry.drain_events`.
     track_new_pages: True to record the pages that are popped, except restored
@@ -218,7 +219,7 @@ class CacheConfig:
 
   @property
   def token_group(self) -> int:
-    """The group from whose pages the tokens of a sequence are read back."""
+    """The group whose index entries give back the tokens of a sequence."""
     # Prefers a group that keeps all pages, because skipped pages are lost.
     keeps = [
       not kind.skips_pages and not kind.holds_encoder for kind in self.groups
@@ -254,7 +255,7 @@ class CacheConfig:
 
   @functools.cached_property
   def max_restored_pages(self) -> int:
-    """The most pages to restore in one column, over all groups together."""
+    """The largest number of pages to restore for a page's worth of tokens."""
     if isinstance(self.host_policy, HostPolicy):
       size = min(self.page_sizes)
       return self.host_policy.max_pages(self.page_bytes, size)
@@ -262,7 +263,7 @@ class CacheConfig:
 
   @property
   def preferred_pages(self) -> int | None:
-    """The argument `preferred` of lookups: N with host pages, else None."""
+    """N, below which a lookup prefers pages; None without host pages."""
     return self.num_pages if self.host_pages else None
 
   @property

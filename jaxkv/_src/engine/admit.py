@@ -1,8 +1,9 @@
 """Admits chosen sequences: attaches cached prefixes, and assigns slots.
 
-A sequence without a leader enters only if enough pages are free for its next
-tokens and for the running sequences. `grow` then reserves the pages. No
-sequence is admitted while a running one lacks pages.
+A sequence enters only if enough pages are free for its next tokens and for the
+running sequences, unless it forks from another sample of its prompt, its
+leader. `grow` then reserves the pages. No sequence is admitted while a running
+one lacks pages.
 """
 
 import dataclasses
@@ -95,7 +96,7 @@ def attach_prefixes(
   num_running = jnp.sum(slots.row < queue.no_row, dtype=jnp.int32)
   num_groups = len(cache.config.groups)
   # The reserve is one page per group for each running or chosen sequence. If
-  # admission took the last pages, `grow` would soon preempt a sequence.
+  # admission took the last pages, a sequence would soon be preempted.
   reserve = num_groups * (num_running + jnp.cumsum(exists, dtype=jnp.int32))
   promised = promised_pages(queue, slots, cache, config)
   later = _pages_after_chunk(queue, cache.config, rows, prefix, at_once, config)

@@ -125,11 +125,11 @@ class Pages:
 
   @atomic
   def num_leading(self, request_id: str, num_references: int) -> list[int]:
-    """Counts a request's leading pages with enough references, by group.
+    """Counts a request's leading pages that many sequences share, by group.
 
     Args:
       request_id: a request; the counts are 0 if it holds no page.
-      num_references: the number of references that a page needs.
+      num_references: the least number of references to a page that counts.
     """
     held = self._state.held.get(request_id)
     if held is None:
@@ -190,8 +190,8 @@ class Pages:
     pool = self._state.pool
     if not pool.knows_device_pages:
       return sum(map(len, pool.index))
-    # A `DevicePage` and a `PrefixNode` with the same key have different
-    # digests, so keys are compared.
+    # The index has other digests for pages that a device loop filled, so equal
+    # contents can have two digests, but have one key.
     pages = pool.cached_pages()
     return len({*self.keys(pages)})
 

@@ -52,8 +52,9 @@ def import_sequences(
   stop strings.
 
   A sequence that was running enters a slot with its pages, if a slot is empty
-  and enough pages are free to admit it. Other sequences wait, or stay ended,
-  and their full pages become cached. Pages already cached here are shared.
+  and enough pages are free to admit it. If only the pages are missing, it waits
+  without pages. Other sequences wait, or stay ended, and their full pages
+  become cached. Pages already cached here are shared.
 
   | sequence                             | tokens that are computed again      |
   |--------------------------------------|-------------------------------------|
@@ -71,16 +72,17 @@ def import_sequences(
   Args:
     state: the rollout. The options that decide what is sampled and recorded,
       and `max_length`, must equal those of the other rollout. The numbers of
-      slots, pages and rows may differ.
+      slots, of pages and of rows of the queue may differ.
     exported: from `export`, by a trusted source, because later prompts can hit
       its pages; see SECURITY.md.
-    mask: bool[R], the rows to process; None for all.
+    mask: bool[R], the sequences of `exported` to add; None for all.
 
   Returns:
-    The rollout, and per row OK, SKIPPED (also if `export` did not remove the
-    sequence), STALE (the weights here are of an earlier version, see
-    `update_weights`), BAD_SEQUENCE (the id is in use) or QUEUE_FULL (no group
-    of rows is EMPTY, and none has other samples of the prompt).
+    The rollout, and per sequence OK, SKIPPED (also if `export` did not remove
+    it), STALE (the weights here are of an earlier version, see
+    `update_weights`), BAD_SEQUENCE (the id is in use) or QUEUE_FULL (the
+    queue has neither a prompt whose G rows are all EMPTY, nor another sample of
+    the same prompt).
 
   Raises:
     TypeError: `exported` is not an `Exported`, or `mask` has the wrong dtype.
@@ -146,8 +148,8 @@ def _rows_of(
   """Finds a row for each sequence.
 
   Returns:
-    The rows, int32[R]; bool[R], True for the first sequence in a group that was
-    EMPTY; and the codes, int32[R].
+    The rows, int32[R]; bool[R], True for the first sequence that enters a group
+    of G EMPTY rows; and the codes, int32[R].
   """
   queue, samples = state.queue, state.config.num_samples
   ids, sample = exported.queue.ids, exported.sample
@@ -211,8 +213,8 @@ def _with_pages(
   memory = dataclasses.replace(
     memory, cache=take_slots(cache, spare_cache, slot), kv=kv
   )
+  # All others that have not ended are WAITING, as `export` left them.
   queue = set_status(queue, place, runs, SequenceStatus.RUNNING)
-  # A sequence that was running but got no slot stays WAITING.
   row = indexing.put(slots.row, slot, values=place)
   slots = dataclasses.replace(slots, row=row)
   # After `update_weights("keep")`, pages can have keys of an older epoch.
@@ -254,8 +256,8 @@ def _in_spare_slots(
   queue, slots = state.queue, state.slots
   cache = without_moves(state.memory.cache)
   sizes, num_tokens = cache.config.sizes, exported.num_computed
-  # As in admission, pages for the rest of each sequence stay free, and one page
-  # in each group for each running sequence.
+  # As in admission, pages stay free for the tokens of each sequence that are
+  # not computed yet, and one page in each group for each running sequence.
   held = sizes.columns_for(num_tokens, jnp.zeros_like(num_tokens))
   held -= sizes.skipped_pages(num_tokens)
   later = pages_at_once(cache.config, exported.queue.length, state.config)
@@ -316,7 +318,8 @@ def _enter(
   root = prefix.root
   if cache.secret is not None:
     root = hashing.root_key(cache.secret, epoch[0], salts)
-  # Columns behind a window get no page. A state is in the last token's column.
+  # Columns behind a window get no page. A recurrent state is in the column of
+  # the last token.
   first = sizes.skipped_pages(num_tokens)
   plan = reservation(
     cache,
