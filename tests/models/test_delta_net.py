@@ -1,12 +1,19 @@
 """The gated delta rule beside a loop over tokens in NumPy and float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
+import jaxkv
+from jaxkv import models
 from jaxkv._src.models.decoder import delta_net
+from tests.kv.memory import view
 
 _ROWS, _HEADS, _KEY_HEADS, _KEY, _VALUE = 3, 4, 2, 8, 6
 
@@ -57,7 +64,7 @@ class TestRule:
     wanted, end = _loop(*inputs, state, num_tokens)
     # Whatever is behind a row's tokens changes nothing.
     for array in inputs:
-      array[1, num_tokens[1] :] = 7
+      array[1, num_tokens[1] :] = array[2] = np.nan
     out, after = _rule(*_as_float32(*inputs, state), num_tokens, chunk=chunk)
     np.testing.assert_allclose(out, wanted, atol=5e-6)
     np.testing.assert_allclose(after, end, atol=5e-6)
@@ -143,6 +150,67 @@ class TestConvolution:
     back = delta_net.to_columns(rows, num_tokens, 9)
     np.testing.assert_array_equal(back[:7], packed[:7].astype(np.float32))
     np.testing.assert_array_equal(back[7:], 0)
+
+
+@pytest.mark.slow
+class TestForward:
+  attention = models.DeltaNet(
+    num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=4, kernel_size=3
+  )
+  layer = models.Layer(attention=attention, mlp=models.Mlp(inner_dim=8))
+  config = models.Decoder(vocab_size=9, embed_dim=8, layers=(layer,))
+
+  def arguments(self, tokens, where, num_pages):
+    """Parameters, a batch and zeros as its memory, with pages of 4 tokens."""
+    sizes = jaxkv.CacheConfig(
+      num_pages=num_pages,
+      page_size=4,
+      num_slots=3,
+      pages_per_slot=2,
+      groups=models.cache_groups(self.config),
+    )
+    tokens = jnp.asarray(tokens, jnp.int32)
+    batch = jaxkv.kv.Batch(
+      tokens=tokens, positions=jnp.zeros_like(tokens), views=(where,)
+    )
+    params = models.init_params(jax.random.key(0), self.config)
+    return params, batch, models.init_kv(self.config, sizes)
+
+  def test_tokens_outside_the_vocabulary_stay_in_their_sequence(self):
+    """Also in packed columns, where the next sequence follows a row's end."""
+    pages = [[1], [2], [3]]
+    where = jaxkv.kv.PackedView(
+      decode=view(pages, [0] * 3, [0] * 3),
+      prefill=view(pages, [0] * 3, [2, 3, 1]),
+    )
+    healthy, broken = [0, 0, 0, 1, 2, 3, 4, 5, 6], [0, 0, 0, 1, 2, -1, 9, 5, 6]
+    (wanted, wanted_kv), (found, kv) = (
+      jax.device_get(
+        models.forward(
+          *self.arguments([tokens], where, num_pages=4), config=self.config
+        )
+      )
+      for tokens in (healthy, broken)
+    )
+    assert np.isfinite(wanted).all() and np.isnan(found[0, 5:8]).all()
+    np.testing.assert_array_equal(found[0, [3, 4, 8]], wanted[0, [3, 4, 8]])
+    for name, states in kv.states.items():
+      wanted = wanted_kv.states[name]
+      np.testing.assert_array_equal(states[[1, 3]], wanted[[1, 3]])
+
+  def test_under_shard_map(self):
+    """Rows that go past the end of a page, on two devices with own pages."""
+    where = view([[1, 2], [1, 2]], [1, 2], [5, 5])
+    arguments = self.arguments(np.ones((2, 5)), where, num_pages=6)
+    rows = P("data")
+    run = jax.shard_map(
+      functools.partial(models.forward, config=self.config),
+      mesh=jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)),
+      in_specs=(P(), rows, rows),
+      out_specs=rows,
+    )
+    logits, _ = jax.eval_shape(run, *arguments)
+    assert logits.shape == (2, 5, 9)
 
 
 def test_equals_the_definition_of_qwen3_next():

@@ -328,10 +328,17 @@ def test_lengths_out_of_range_are_left_out_of_a_loss(name):
 
 
 @pytest.mark.parametrize("numerics", ["fast", "exact"])
-def test_under_shard_map(numerics):
+@pytest.mark.parametrize(
+  "mixer", [_attention(), _DELTA_NET], ids=["attention", "delta_net"]
+)
+def test_under_shard_map(mixer, numerics):
   """Nothing is gathered, and exact numbers are those of one device."""
-  config = dataclasses.replace(_config("llama"), numerics=numerics)
-  params, arguments = _params("llama"), _completions()
+  layers = (_layer(mixer), _layer(_attention()))
+  config = dataclasses.replace(
+    _config("llama"), layers=layers, numerics=numerics
+  )
+  params = models.init_params(jax.random.key(0), config)
+  arguments = _completions()
   arguments = [np.concatenate([array, array[:1]]) for array in arguments]
   call = functools.partial(models.grouped_log_probs, config=config)
   mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))

@@ -24,6 +24,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
+from jaxkv._src.arrays import sharding
+
 # By default a GPU or TPU may multiply float32 values with fewer bits. The state
 # would accumulate these errors over all tokens of a sequence.
 _PRECISION = lax.Precision.HIGHEST
@@ -166,14 +168,15 @@ def gated_delta_rule(
   chex.assert_shape(state, (batch, heads, k.shape[3], value_dim))
   times = heads // k.shape[2]
   is_valid = jnp.arange(columns, dtype=jnp.int32)[None] < num_tokens[:, None]
-  is_valid = is_valid[..., None]
+  # With decay 0 and beta 0, padding does not change the state. The other inputs
+  # are zeros too, because padding can hold NaN, and 0 * NaN is NaN.
+  q, k, v, decay, beta = (_masked(x, is_valid) for x in (q, k, v, decay, beta))
   tokens = _Tokens(
     q=_by_head(jnp.repeat(q, times, axis=2)) * jnp.float32(k.shape[3] ** -0.5),
     k=_by_head(jnp.repeat(k, times, axis=2)),
     v=_by_head(v),
-    # With decay 0 and beta 0, padding does not change the state.
-    decay=_by_head(jnp.where(is_valid, decay, jnp.zeros_like(decay))),
-    beta=_by_head(jnp.where(is_valid, beta, jnp.zeros_like(beta))),
+    decay=_by_head(decay),
+    beta=_by_head(beta),
   )
   state = state.astype(jnp.float32)
   # A single token per row does not depend on other tokens of the call, so it
@@ -183,8 +186,7 @@ def gated_delta_rule(
     out = out[:, :, None]
   else:
     state, out = _scan_chunks(state, tokens, min(chunk, columns))
-  out = jnp.where(is_valid[..., None], out.swapaxes(1, 2), jnp.float32(0))
-  return out.astype(v.dtype), state
+  return _masked(out.swapaxes(1, 2), is_valid).astype(v.dtype), state
 
 
 class _Tokens(NamedTuple):
@@ -203,6 +205,12 @@ class _Tokens(NamedTuple):
   v: Array
   decay: Array
   beta: Array
+
+
+def _masked(x: Array, is_valid: Array) -> Array:
+  """Replaces the padding in [B, T, ...] by zeros; `is_valid` is [B, T]."""
+  is_valid = jnp.expand_dims(is_valid, range(2, x.ndim))
+  return jnp.where(is_valid, x, jnp.zeros_like(x))
 
 
 def _by_head(x: Array) -> Array:
@@ -239,6 +247,8 @@ def _scan_chunks(
     x = x.reshape(*x.shape[:2], num_chunks, chunk, *x.shape[3:])
     return jnp.moveaxis(x, 2, 0)
 
+  # The first state of a sequence is a constant, which varies over no mesh axis.
+  state, tokens = sharding.match_varying_axes((state, tokens))
   state, out = lax.scan(_chunk, state, jax.tree.map(split, tokens))
   out = jnp.moveaxis(out, 0, 2)
   out = out.reshape(*out.shape[:2], num_chunks * chunk, out.shape[-1])

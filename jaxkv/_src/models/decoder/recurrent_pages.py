@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv._src.arrays import sharding
 from jaxkv._src.kv.recurrent_pages import StatePages
 from jaxkv._src.kv.recurrent_pages import read_state
 from jaxkv._src.kv.recurrent_pages import write_state
@@ -46,7 +47,10 @@ def run_rows(
 
   def skip_head(pool: StatePages) -> tuple[jax.Array, StatePages]:
     shape = jax.eval_shape(run_head, pool)[0]
-    return jnp.zeros(shape.shape, shape.dtype), pool
+    out = jnp.zeros(shape.shape, shape.dtype)
+    # Inside `shard_map`, both branches must vary over the same mesh axes.
+    out, pool, _ = sharding.match_varying_axes((out, pool, (inputs, rows)))
+    return out, pool
 
   # Skips the heads at run time if no row has one.
   head_out, pool = jax.lax.cond(
