@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+import jaxkv_kernels as kernels
 from jaxkv import kv as memory
 from tests.kv.memory import DIM
 from tests.kv.memory import HEADS
@@ -67,6 +68,20 @@ def share(where):
 def test_arguments_that_are_not_arrays(call, message):
   with pytest.raises((TypeError, ValueError), match=message):
     call()
+
+
+def test_a_traced_window_is_not_compared():
+  """A group without a window refuses it, because it is not None."""
+  options = kernels.AttentionOptions(window=3)
+
+  def out_of(kind, options):
+    where = replaced(kind=kind)
+    run = functools.partial(memory.attend, KV, where, 0, Q)
+    return jax.eval_shape(lambda options: run(options=options), options)
+
+  assert out_of(jaxkv.SlidingWindow(3), options).shape == Q.shape
+  with pytest.raises(ValueError, match=r"^`options.window` must be None"):
+    out_of(jaxkv.FullAttention(), options)
 
 
 USES = {

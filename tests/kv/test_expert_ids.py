@@ -55,6 +55,7 @@ class TestInit:
       ({"num_layers": 2**30}, "`num_layers` .* fits int32, got 1073741824"),
       ({"group": 1}, "`group` must be from 0 to 0, got 1"),
       ({"dtype": "int32"}, "`dtype` must be one of uint8, uint16, got int32"),
+      ({"dtype": "u3"}, "`dtype` must be one of uint8, uint16, got 'u3'"),
     ],
   )
   def test_bad_arguments(self, changes, message):

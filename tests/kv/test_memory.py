@@ -58,6 +58,7 @@ class TestInit:
       ({"group": 1}, "`group` must be from 0 to 0, got 1"),
       ({"group": True}, "`group` must be a Python int, got True"),
       ({"dtype": "int16"}, "`dtype` must be one of .* got int16"),
+      ({"dtype": "fp8"}, "`dtype` must be one of .* got 'fp8'"),
       (
         {"dtype": "float32", "storage_dtype": "uint16"},
         "`storage_dtype` must be float32, got 'uint16'",

@@ -78,7 +78,8 @@ class TestInit:
     [
       ({"shapes": {}}, "`shapes` must be one array or more"),
       ({"shapes": {"a": ((0,), "float32")}}, r"`shapes\['a'\]` .* least 1"),
-      ({"shapes": {"a": ((2,), "int8")}}, r"`shapes\['a'\]` .* got int8"),
+      ({"shapes": {"a": ((2,), "int8")}}, r"`shapes\['a'\]\[1\]` .* got int8"),
+      ({"shapes": {"a": ((2,), "f3")}}, r"`shapes\['a'\]\[1\]` .* got 'f3'"),
       ({"num_layers": 0}, "`num_layers` must be .* got 0"),
       ({"num_layers": 2**30}, "`num_layers` .* fits int32, got 1073741824"),
       ({"group": 0}, "`group` must be a recurrent one, got 0"),

@@ -316,6 +316,7 @@ class TestConfig:
       ),
       (models.LatentAttention, {"latent_dim": 0}, "`latent_dim` must"),
       (models.DeltaNet, {"kernel_size": -1}, "`kernel_size` must"),
+      (models.DeltaNet, {"kernel_size": 1}, "`kernel_size` must be at least 2"),
       (models.Decoder, {"layers": ()}, "`layers` must be a tuple"),
       (models.Decoder, {"layers": (1,)}, "`layers` must hold Layers"),
     ],

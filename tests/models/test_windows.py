@@ -237,3 +237,15 @@ class TestMemory:
         call(num_views, 2)
     with pytest.raises(ValueError, match=r"`kv` must have 2 layers .* got 1"):
       call(2, 1)
+
+  def test_groups_of_different_page_sizes_are_refused(self):
+    sizes = jaxkv.CacheConfig(
+      num_pages=9,
+      page_size=_PAGE,
+      num_slots=1,
+      pages_per_slot=4,
+      groups=(jaxkv.SlidingWindow(3, page_size=4), jaxkv.FullAttention()),
+    )
+    message = r"`config` must have one page size .* got \(4, 2\)"
+    with pytest.raises(ValueError, match=message):
+      models.init_kv(_config(windows=(3, None)), sizes)

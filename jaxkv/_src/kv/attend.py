@@ -185,7 +185,9 @@ def _check_window(view: AnyView, options: kernels.AttentionOptions) -> None:
   if not isinstance(rows.kind, FullAttention | SlidingWindow):
     return
   window = getattr(rows.kind, "window", None)
-  if options.window != window:
+  # The value of a traced window is unknown, but it differs from None.
+  is_known = window is None or arguments.is_concrete(options.window)
+  if is_known and options.window != window:
     hint = "pass the view of the layer's group, and the window of this group"
     expected = f"{window} for a view of {rows.kind}"
     arguments.refuse(

@@ -14,6 +14,7 @@ import numpy as np
 import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.kv import storage_dtypes
 from jaxkv._src.kv.kv_pages import check_config
 from jaxkv._src.kv.kv_pages import check_layer
 from jaxkv._src.kv.kv_pages import check_sizes
@@ -106,11 +107,7 @@ def init_expert_ids(
   """
   check_config(config)
   check_sizes(config, group, num_layers=num_layers, width=width)
-  dtype = np.dtype(dtype)
-  if dtype.name not in _FORMATS:
-    arguments.refuse(
-      ValueError, "dtype", f"one of {', '.join(_FORMATS)}", dtype
-    )
+  dtype = storage_dtypes.as_dtype("dtype", dtype, _FORMATS)
   shape = (num_layers * config.num_pages, config.page_sizes[group], width)
   return ExpertIdPages(
     values=jnp.zeros(shape, dtype), num_layers=int(num_layers), group=group

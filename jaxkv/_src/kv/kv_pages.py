@@ -146,7 +146,8 @@ def init(
   sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
   check_sizes(config, group, num_layers=num_layers, **sizes)
   _check_latents(num_kv_heads, head_dim, value_dim)
-  is_default, dtype = dtype is None, np.dtype(dtype or jnp.bfloat16)
+  is_default, dtype = dtype is None, dtype or jnp.bfloat16
+  dtype = storage_dtypes.as_dtype("dtype", dtype, storage_dtypes.FORMATS)
   storage_dtype = storage_dtypes.resolve(dtype, storage_dtype)
   pages = num_layers * config.num_pages
   shape = (pages, num_kv_heads, config.page_sizes[group], head_dim)

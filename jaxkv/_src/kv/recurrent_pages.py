@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
@@ -123,10 +122,7 @@ def init_states(
   for name, (shape, dtype) in sorted(shapes.items()):
     for size in shape:
       check_size(f"shapes[{name!r}]", size)
-    dtype = np.dtype(dtype)
-    if dtype.name not in _FORMATS:
-      expected = f"of {', '.join(_FORMATS)}"
-      arguments.refuse(ValueError, f"shapes[{name!r}]", expected, dtype)
+    dtype = storage_dtypes.as_dtype(f"shapes[{name!r}][1]", dtype, _FORMATS)
     rows = num_layers * config.num_pages
     states[name] = jnp.zeros((rows, *shape), storage_dtypes.default_for(dtype))
     dtypes.append((name, dtype.name))

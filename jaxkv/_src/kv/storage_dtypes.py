@@ -1,5 +1,7 @@
 """The dtypes in which a device stores the numbers of a pool."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -19,6 +21,23 @@ _BITS = {
 }
 
 
+FORMATS = tuple(_BITS)
+"""The names of the number formats of keys and values."""
+
+
+def as_dtype(name: str, value: Any, formats: tuple[str, ...]) -> np.dtype:
+  """Converts a dtype; raises ValueError unless it is one of `formats`."""
+  # NumPy's error for an unknown dtype does not name the argument.
+  try:
+    dtype = np.dtype(value)
+  except TypeError:
+    dtype = None
+  if dtype is None or dtype.name not in formats:
+    shown = value if dtype is None else dtype
+    arguments.refuse(ValueError, name, f"one of {', '.join(formats)}", shown)
+  return dtype
+
+
 def default_for(dtype: np.dtype) -> np.dtype:
   """Returns the default storage dtype of a number format."""
   bits = _BITS[dtype.name]
@@ -32,12 +51,9 @@ def resolve(
   """Returns `storage_dtype`, or the default storage dtype if it is None.
 
   Raises:
-    ValueError: `dtype` is not one of the formats in `_BITS`, or `storage_dtype`
-      is neither the format itself nor the integer dtype of its bits.
+    ValueError: `storage_dtype` is neither the format itself nor the integer
+      dtype of its bits.
   """
-  if dtype.name not in _BITS:
-    expected = f"one of {', '.join(_BITS)}"
-    arguments.refuse(ValueError, "dtype", expected, dtype)
   if storage_dtype is None:
     return default_for(dtype)
   # Bits are accepted on every platform, but are the default only on a CPU.

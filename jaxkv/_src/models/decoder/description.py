@@ -122,7 +122,8 @@ class DeltaNet:
     num_value_heads: heads of values, a multiple of `num_key_heads`.
     key_dim: size of a head of queries and keys.
     value_dim: size of a head of values.
-    kernel_size: width of the convolution before the recurrence, in tokens.
+    kernel_size: width of the convolution before the recurrence, in tokens; at
+      least 2.
   """
 
   num_key_heads: int
@@ -133,6 +134,11 @@ class DeltaNet:
 
   def __post_init__(self) -> None:
     _sizes(self, *(field.name for field in dataclasses.fields(self)))
+    # The memory stores `kernel_size - 1` inputs, and no array of size 0.
+    if self.kernel_size < 2:
+      raise ValueError(
+        f"`kernel_size` must be at least 2, got {self.kernel_size}."
+      )
     if self.num_value_heads % self.num_key_heads:
       raise ValueError(
         "`num_value_heads` must be a multiple of num_key_heads, "

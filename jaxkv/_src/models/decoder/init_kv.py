@@ -55,9 +55,10 @@ def init_kv(
     pools. With `record_experts`, a tuple that ends with an `ExpertIdPages`.
 
   Raises:
-    ValueError: `dtype` is not supported, or the cache and the decoder differ in
-      the number of groups. With `record_experts`, also if no layer has experts,
-      none has full attention, or layers differ in the experts per token.
+    ValueError: `dtype` is not supported, the cache and the decoder differ in
+      the number of groups, or groups of the cache differ in the page size. With
+      `record_experts`, also if no layer has experts, none has full attention,
+      or layers differ in the experts per token.
 
   Examples:
     >>> import jaxkv
@@ -78,6 +79,12 @@ def init_kv(
     raise ValueError(
       f"`config.groups` must be the {num_groups} groups of the decoder, got "
       f"{len(config.groups)}; make the cache with groups=cache_groups(decoder)."
+    )
+  # A pool has one page size, and can serve several groups.
+  if len(set(config.page_sizes)) > 1:
+    raise ValueError(
+      "`config` must have one page size for all groups, got "
+      f"{config.page_sizes}; make the cache with groups=cache_groups(decoder)."
     )
   layers = groups.num_memory_layers(decoder)
   dtype = decoder.dtype if dtype is None else dtype

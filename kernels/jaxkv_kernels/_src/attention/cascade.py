@@ -176,7 +176,8 @@ def _prefix_states(
     slopes = jnp.tile(slopes.reshape(kv_heads, 1, -1), (1, size, 1)).ravel()
   # Sinks must count once. The pass over each row's remaining pages adds them.
   options = dataclasses.replace(call.options, sinks=None, alibi_slopes=slopes)
-  queries = to_heads(call.q.at[shared.members].get(mode="fill", fill_value=0))
+  rows = jnp.take(call.q, shared.members, axis=0, mode="fill", fill_value=0)
+  queries = to_heads(rows)
   chex.assert_shape(queries, (clusters, size * heads, dim))
   pools = (call.k_pages, call.v_pages)
   prefixes = calls.decode_call(
