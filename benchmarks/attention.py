@@ -320,7 +320,9 @@ def measure(path: pathlib.Path | None, quick: bool, minutes: float) -> Report:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description="decode attention, timed")
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--quick", action="store_true", help="tiny sizes")
   parser.add_argument("--minutes", type=float, default=60)
   parser.add_argument("--json", type=pathlib.Path, metavar="FILE")

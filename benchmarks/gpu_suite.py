@@ -356,7 +356,9 @@ def run(out: pathlib.Path, minutes: float, quick: bool) -> bool:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=", ".join(STAGES))
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument(
     "--quick", action="store_true", help="tiny, on any device"
   )

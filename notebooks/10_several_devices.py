@@ -156,6 +156,7 @@ figure.tight_layout()
 #
 # In the middle of generation, the eight shards are saved. Two devices go on,
 # with four shards each, which run one after another, and sample the same tokens.
+# This needs `pip install "jaxkv[checkpoints]"`.
 
 # %%
 state = sharding.generate(placed, begin(axes), until, axes=axes, model=model)

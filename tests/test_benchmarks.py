@@ -23,6 +23,15 @@ def _benchmarks_can_be_imported(monkeypatch):
   monkeypatch.syspath_prepend(str(_FOLDER))
 
 
+@pytest.mark.parametrize("name", ["attention", "gpu_suite"])
+def test_help_explains_the_rows(name, monkeypatch, capsys):
+  module = importlib.import_module(name)
+  monkeypatch.setattr(sys, "argv", [name, "--help"])
+  with pytest.raises(SystemExit):
+    module.main()
+  assert module.__doc__.strip() in capsys.readouterr().out
+
+
 def test_tables_share_no_page():
   import attention_cases
 

@@ -62,7 +62,7 @@ def test_outputs_are_kept_and_small(name):
 @over_notebooks
 def test_runs(name):
   if not refresh_notebooks.is_runnable(name):
-    pytest.skip(f"needs {NEEDS[name]}: pip install -e '.[clients]'")
+    pytest.skip(f"needs {NEEDS[name]}; the notebook names the extra")
   # In a process of its own, so that its sockets are gone when it ends. A cell
   # that fails is printed with its traceback.
   command = (sys.executable, "-m", "tests.refresh_notebooks", "--check", name)
