@@ -91,6 +91,8 @@ def test_axes_can_be_given(state):
   left, right = figure.subplots(1, 2)
   assert show(state, ax=right) is figure
   assert not left.texts and right.texts
+  whole = matplotlib.figure.Figure((8, 4))
+  assert show(state, ax=whole.subfigures().subplots()) is whole
 
 
 @pytest.mark.slow

@@ -340,8 +340,9 @@ def _render(picture: _Picture, ax: "Axes | None") -> "Figure":
     ax = figure.add_axes((0, 0, 1, 1))
   ax.set(xlim=(-0.1, width - 0.1), ylim=(height - 0.1, -0.1), aspect="equal")
   ax.axis("off")
-  figure = ax.get_figure(root=True)
-  assert figure is not None
+  # The root figure, also of a subfigure; before matplotlib 3.10, `get_figure`
+  # has no argument `root`.
+  figure = ax.figure.figure
   box = ax.get_window_extent()
   # The height of a cell in points, which scales texts and dots.
   points = 72 / figure.dpi * min(box.width / width, box.height / height)

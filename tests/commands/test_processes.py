@@ -24,6 +24,8 @@ _WORDS = ["--max-tokens", "16", "--samples", "2"]
   [
     ("host:1", "must be ADDRESS,N,ID, such as host:1234,2,0, not 'host:1'"),
     ("host:1,two,0", "must be ADDRESS,N,ID"),
+    ("localhost,2,0", "must be ADDRESS,N,ID"),
+    (",2,0", "must be ADDRESS,N,ID"),
     ("host:1,2,2", "must have an ID of 0 .. N - 1, not 2 of 2"),
   ],
 )

@@ -224,6 +224,11 @@ def test_too_long(model):
   engine.generate(_TEXTS, setup.config())  # It still works.
 
 
+def test_no_prompt(model):
+  with pytest.raises(ValueError, match="at least one prompt, got none"):
+    setup.ours(model).generate([], setup.config())
+
+
 def test_a_text_instead_of_texts(model):
   engine = setup.ours(model)
   one = engine.generate(_GROUPS[1], setup.config())

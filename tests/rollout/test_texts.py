@@ -1,11 +1,15 @@
 """`generate_texts`: texts in, texts out."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import models
 from jaxkv import rollout
+from jaxkv._src.commands import characters
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +61,45 @@ def test_samples_with_their_log_probs(small_model):
   )
 
 
+def test_experts_are_recorded():
+  layer = models.Layer(
+    attention=models.Attention(num_heads=2, num_kv_heads=1, head_dim=8),
+    mlp=models.Experts(num_experts=4, num_chosen=2, inner_dim=8),
+  )
+  config = models.Decoder(vocab_size=9, embed_dim=16, layers=(layer,) * 2)
+  model = models.Pretrained(
+    config=config,
+    params=models.init_params(jax.random.key(0), config),
+    max_length=20,
+    stop_tokens=(),
+    open_tokenizer=lambda: characters.Vocabulary("abcdefgh"),
+  )
+  out = rollout.generate_texts(
+    model, ["abc"], max_new_tokens=2, record_experts=True
+  )
+  experts = out.results.experts
+  assert experts is not None and experts.shape == (1, 5, 2, 2)
+  assert (np.asarray(experts[0, :4]) >= 0).all()
+
+
+def test_a_missing_tokenizer_is_an_error_before_the_loop(small_model):
+  def open_tokenizer():
+    raise ImportError("no tokenizers")
+
+  model = dataclasses.replace(
+    small_model, params=None, open_tokenizer=open_tokenizer
+  )
+  with pytest.raises(ImportError, match="no tokenizers"):
+    rollout.generate_texts(model, [[1, 2]])
+
+
 class TestArguments:
+  def test_types(self, small_model):
+    with pytest.raises(TypeError, match=r"`model` .* got str; .*models\.load"):
+      rollout.generate_texts("SmolLM2-135M", ["1 is"])
+    with pytest.raises(TypeError, match=r"`sampling` .*Sampling, got dict"):
+      rollout.generate_texts(small_model, ["1 is"], sampling={"top_k": 1})
+
   def test_prompts(self, small_model):
     with pytest.raises(ValueError, match="at least one prompt, got none"):
       rollout.generate_texts(small_model, [])
@@ -73,3 +115,7 @@ class TestArguments:
     room = small_model.max_length - 8
     with pytest.raises(ValueError, match=rf"`prompts\[0\]` .* {room} tokens"):
       rollout.generate_texts(small_model, ["1" * (room + 1)], max_new_tokens=8)
+    size = small_model.config.vocab_size
+    for ids in ([3, size], [-1, 3]):
+      with pytest.raises(ValueError, match=rf"ids from 0 to {size - 1}, got"):
+        rollout.generate_texts(small_model, [ids])

@@ -161,6 +161,25 @@ class TestStream:
       thread.join()
       assert len(_results(pool)) == 40
 
+  def test_an_interrupt_leaves_no_id_behind(self, monkeypatch):
+    wait_for, caller = threading.Condition.wait_for, threading.current_thread()
+
+    def interrupted(condition, predicate):
+      if threading.current_thread() is caller and not predicate():
+        raise KeyboardInterrupt
+      return wait_for(condition, predicate)
+
+    with workers.Pool(
+      lambda _: StubWorker(), 1, config=_CONFIG, max_waiting=10
+    ) as pool:
+      with monkeypatch.context() as patch:
+        patch.setattr(threading.Condition, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+          pool.submit(requests_of(_prompts(40)))
+      # No worker took one of the 10 prompts before the interrupt.
+      ids = pool.submit(requests_of(_prompts(5)), ids=range(10, 15))
+      assert _results(pool) == _wanted([*range(10), *ids])
+
 
 class TestFailures:
   def test_prompts_run_again_elsewhere(self):
@@ -199,6 +218,24 @@ class TestFailures:
         _results(pool)
       with pytest.raises(RuntimeError, match="no such machine"):
         pool.submit(requests_of(_prompts(3)))
+
+  def test_groups_that_have_ended_come_before_the_error(self):
+    has_stopped = threading.Event()
+
+    class Last(FailingWorker):
+      def close(self):
+        has_stopped.set()
+
+    with workers.Pool(
+      lambda _: Last(6), 1, config=_CONFIG, max_failures=0
+    ) as pool:
+      pool.submit(requests_of(_prompts(20)))
+      has_stopped.wait()
+      found = {}
+      with pytest.raises(RuntimeError, match="machine was taken away"):
+        for group in pool.results():
+          found[group.id] = group.results
+      assert len(found) >= 4 and found == _wanted(found)
 
 
 class TestMembers:

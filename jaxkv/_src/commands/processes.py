@@ -1,6 +1,7 @@
 """`--processes`: splits the prompts of a command over several JAX processes."""
 
 import argparse
+import re
 from typing import Any
 from typing import NamedTuple
 
@@ -45,13 +46,13 @@ class Processes(NamedTuple):
 
 def parse(text: str) -> Processes:
   """Parses ADDRESS,N,ID, as the `type` of an argument of `argparse`."""
-  address, *numbers = text.split(",")
-  try:
-    total, number = map(int, numbers)
-  except ValueError:
+  # jax does not check that the address has a port.
+  match = re.fullmatch(r"([^,]+:\d+),(\d+),(\d+)", text)
+  if match is None:
     raise argparse.ArgumentTypeError(
       f"must be ADDRESS,N,ID, such as host:1234,2,0, not {text!r}"
-    ) from None
+    )
+  address, total, number = match[1], int(match[2]), int(match[3])
   if not 0 <= number < total:
     raise argparse.ArgumentTypeError(
       f"must have an ID of 0 .. N - 1, not {number} of {total}"

@@ -28,6 +28,7 @@ from jaxkv._src.engine.state import init
 from jaxkv._src.engine.state import is_done
 from jaxkv._src.engine.until import Until
 from jaxkv._src.sampling.settings import Sampling
+from jaxkv._src.sampling.settings import as_sampling
 
 
 class Texts(NamedTuple):
@@ -88,8 +89,9 @@ def generate_texts(
 
   Raises:
     TypeError: an argument has the wrong type.
-    ValueError: there is no prompt, a prompt is empty or too long, or an
-      argument is out of range.
+    ImportError: a package that reads the model's tokenizer is not installed.
+    ValueError: there is no prompt, a prompt is empty or too long, a token id or
+      an argument is out of range, or the tokenizer cannot be read.
 
   Examples:
     >>> from jaxkv import models, rollout
@@ -98,15 +100,27 @@ def generate_texts(
     >>> len(out.texts), out.results.mask.shape[0]  # doctest: +SKIP
     (2, 2)
   """
+  if not hasattr(model, "open_tokenizer"):
+    raise TypeError(
+      "`model` must be a jaxkv.models.Pretrained, got "
+      f"{type(model).__name__}; make one with jaxkv.models.load."
+    )
   num_samples = as_count("num_samples", num_samples, 1)
   max_new_tokens = as_count("max_new_tokens", max_new_tokens, 1)
+  rollout_config = RolloutConfig(
+    num_samples=num_samples,
+    max_new_tokens=max_new_tokens,
+    **{"prefill_chunk": 64, **options},
+  )
+  # Token ids need it only at the end, where its error would lose the samples.
+  tokenizer = model.tokenizer
   tokens, lengths = _encode(model, prompts, max_new_tokens)
-  sampling = Sampling() if sampling is None else sampling
+  sampling = as_sampling(sampling, len(tokens) * num_samples)
   if sampling.stop_tokens is None and model.stop_tokens:
     stop_tokens = list(model.stop_tokens)
     sampling = dataclasses.replace(sampling, stop_tokens=stop_tokens)
   longest = int(lengths.max()) + max_new_tokens
-  longest = max(longest, options.get("max_length") or 0)
+  longest = max(longest, rollout_config.max_length)
   # Slots beyond the number of sequences would only cost time in each step.
   num_slots = min(
     as_count("num_slots", num_slots, 1), len(tokens) * num_samples
@@ -126,20 +140,16 @@ def generate_texts(
   state = init(
     # Processes need no common secret, because they do not share the cache.
     init_cache(config, jnp.asarray(np.frombuffer(os.urandom(16), np.uint32))),
-    model.init_kv(config),
+    model.init_kv(config, record_experts=rollout_config.record_experts),
     Requests(tokens, lengths, sampling=sampling),
     jax.random.key(0) if key is None else key,
-    RolloutConfig(
-      num_samples=num_samples,
-      max_new_tokens=max_new_tokens,
-      **{"prefill_chunk": 64, **options},
-    ),
+    rollout_config,
     first_sequence=first_sequence,
   )
   state, seconds, compile_seconds = _run(model, state, progress)
   results = generated(state)
   rows = zip(np.asarray(results.tokens), np.asarray(results.mask), strict=True)
-  texts = [model.tokenizer.decode(row[mask]) for row, mask in rows]
+  texts = [tokenizer.decode(row[mask]) for row, mask in rows]
   groups = [
     texts[first : first + num_samples]
     for first in range(0, len(texts), num_samples)
@@ -166,6 +176,11 @@ def _encode(
         f"`prompts[{number}]` must have 1 to {room} tokens, so that it and "
         f"max_new_tokens fit the model's maximum of {model.max_length}, got "
         f"{len(row)}; shorten it or lower max_new_tokens."
+      )
+    if row.min() < 0 or row.max() >= model.config.vocab_size:
+      raise ValueError(
+        f"`prompts[{number}]` must have token ids from 0 to "
+        f"{model.config.vocab_size - 1}, got {row.min()} to {row.max()}."
       )
     rows.append(row)
   lengths = np.asarray([len(row) for row in rows], np.int32)

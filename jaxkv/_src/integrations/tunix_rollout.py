@@ -104,13 +104,15 @@ class TunixRollout:
 
     Raises:
       RuntimeError: a sample failed, for example for lack of pages.
-      ValueError: a prompt is empty or too long, there are too many stop tokens,
-        or `max_tokens_to_generate` is below 1.
+      ValueError: there is no prompt, a prompt is empty or too long, there are
+        too many stop tokens, or `max_tokens_to_generate` is below 1.
     """
     del kwargs
     if isinstance(prompts, str):
       prompts = [prompts]
     tokens = [self._tokens(text) for text in prompts]
+    if not tokens:
+      raise ValueError("`prompts` must have at least one prompt, got none.")
     jobs = self._jobs(tokens, rollout_config)
     wants_log_probs = bool(rollout_config.return_logprobs)
     answers = self._batches.call((jobs, wants_log_probs, rollout_config))

@@ -53,7 +53,8 @@ class LocalWorker:
     pages can move between workers.
 
     Args:
-      params: the model's parameters.
+      params: the model's parameters. The worker keeps them, so do not donate
+        them.
       state: a rollout without sequences, such as one of prompts with
         `num_samples` 0. Only the pool may submit sequences.
       model: see `jaxkv.rollout.generate`.

@@ -174,6 +174,8 @@ class Pool:
   def submit(self, requests: Requests, ids: Any = None) -> list[int]:
     """Adds prompts; blocks while `max_waiting` prompts wait.
 
+    After an interrupt, the prompts that were added still run.
+
     Args:
       requests: P prompts, see `jaxkv.rollout.Requests`. All prompts of a pool
         must have the same optional fields, and the same `StopStrings`.
@@ -217,16 +219,23 @@ class Pool:
       self._first = self._first or parts[0]
       self._unfinished.update(numbers)
       self._next_id = max([self._next_id, *(number + 1 for number in numbers)])
-      for prompt in prompts:
-        self._changed.wait_for(
-          lambda: (
-            self._error
-            or self._is_closed
-            or len(self._waiting) < self._max_waiting
+      num_added = 0
+      try:
+        for prompt in prompts:
+          self._changed.wait_for(
+            lambda: (
+              self._error
+              or self._is_closed
+              or len(self._waiting) < self._max_waiting
+            )
           )
-        )
-        self._check()
-        self._waiting.append(prompt)
+          self._check()
+          self._waiting.append(prompt)
+          num_added += 1
+          self._changed.notify_all()
+      finally:
+        # After an interrupt, `results` must not wait for the other prompts.
+        self._unfinished.difference_update(numbers[num_added * samples :])
         self._changed.notify_all()
     return ids
 
@@ -235,7 +244,8 @@ class Pool:
 
     Raises:
       RuntimeError: the pool is closed, or it has stopped because a place failed
-        too often or a worker refused a prompt.
+        too often or a worker refused a prompt. It is raised after the groups
+        that have ended.
     """
     while True:
       with self._changed:
@@ -247,8 +257,8 @@ class Pool:
             or not self._unfinished
           )
         )
-        self._check()
         if not self._finished:
+          self._check()
           return
         group = self._finished.popleft()
       yield group
@@ -257,7 +267,8 @@ class Pool:
     """Gives new weights to all workers, and returns their version.
 
     A `Worker.advance` that runs or is about to run may still use the old
-    weights. All later calls use the new weights.
+    weights. All later calls use the new weights. The pool and its workers keep
+    `params`, so a trainer that donates its weights must pass a copy.
     """
     with self._changed:
       self._version += 1

@@ -197,6 +197,7 @@ def test_any_damage_to_a_gguf_file(tmp_path, kind):
   tokens = [chr(97 + number % 26) * (1 + number // 26) for number in range(320)]
   facts = gguf_writing.sizes(rope__freq_base=1e4) | {
     "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
     "tokenizer.ggml.tokens": tokens,
     "tokenizer.ggml.token_type": [1] * 320,
     "tokenizer.ggml.merges": ["a a"],

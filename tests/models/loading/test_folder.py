@@ -137,6 +137,11 @@ class TestFolder:
     _change(folder, **values)
     _refused(folder, *words)
 
+  def test_a_page_size_of_zero(self, folder):
+    model = models.load(folder)
+    with pytest.raises(ValueError, match="`page_size` must be at least 1"):
+      model.cache_config(num_pages=2, num_slots=1, page_size=0)
+
   def test_no_such_thing(self, tmp_path):
     _refused(tmp_path / "nothing", "`source` must be")
     _refused(tmp_path, "config.json")

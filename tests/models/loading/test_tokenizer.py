@@ -128,6 +128,15 @@ class TestByteLevel:
       damaged.chat(messages)
     with pytest.raises(ValueError, match="no chat template"):
       Tokenizer(own.core).chat(messages)
+    marked = "a {%- generation -%} b{% endgeneration %}\n{{ 'c' }}"
+    assert Tokenizer(own.core, template=marked).chat(messages) == "abc"
+
+  def test_a_lone_surrogate_is_refused(self):
+    own = _tokenizer(_byte_facts())
+    with pytest.raises(
+      ValueError, match=r"got '\\ud83d' at position 2; remove"
+    ):
+      own.encode("a \ud83d")
 
 
 class TestSentencePieces:
@@ -175,13 +184,14 @@ class TestRefused:
   def test_kinds_that_are_not_known(self):
     with pytest.raises(ValueError, match=r"model` in m\.gguf must be 'gpt2'"):
       _tokenizer({"tokenizer.ggml.model": "rwkv"})
-    facts = _byte_facts() | {"tokenizer.ggml.pre": "other"}
-    with pytest.raises(
-      ValueError, match=r"ggml\.pre` in m\.gguf must be .*'other'"
-    ):
-      _tokenizer(facts)
+    for pre in ("other", "default"):
+      facts = _byte_facts() | {"tokenizer.ggml.pre": pre}
+      with pytest.raises(
+        ValueError, match=rf"ggml\.pre` in m\.gguf must be .*'{pre}'"
+      ):
+        _tokenizer(facts)
 
-  @pytest.mark.parametrize("key", ["model", "tokens", "merges"])
+  @pytest.mark.parametrize("key", ["model", "tokens", "merges", "pre"])
   def test_facts_that_are_missing(self, key):
     facts = _byte_facts()
     del facts[f"tokenizer.ggml.{key}"]

@@ -2,10 +2,15 @@
 
 import datetime
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from jaxkv._src.extras import extra_package
+
+# Templates mark the model's answers with this tag, from which transformers
+# computes a mask for training. It renders its content, as `with` does.
+_GENERATION = re.compile(r"(\{%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%\})")
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
@@ -24,6 +29,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
   environment.globals["raise_exception"] = _refuse
   environment.globals["strftime_now"] = _now
   try:
+    template = _GENERATION.sub(r"\1with", template)
     return environment.from_string(template).render(**variables)
   except _RefusedError as error:
     raise ValueError(str(error)) from error

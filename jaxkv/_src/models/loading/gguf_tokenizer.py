@@ -17,9 +17,10 @@ _WORDS = (
   r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # Each pre-tokenizer's expression for digits. None selects GPT-2's regular
-# expression for words.
+# expression for words. llama.cpp's "default", which also replaces a missing
+# name, is a guess that gives the wrong tokens for most models.
 _DIGITS = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
-_DIGITS |= dict.fromkeys(("default", "gpt-2", "smollm"))
+_DIGITS |= dict.fromkeys(("gpt-2", "smollm"))
 
 
 def open_tokenizer(metadata: ConfigFile) -> Tokenizer:
@@ -76,7 +77,7 @@ def _byte_level(
 ) -> Any:
   """Builds a byte-level BPE ("gpt2" in GGUF) with the file's merges."""
   metadata.only(f"{_GGML}pre", *_DIGITS)
-  kind = metadata.get(f"{_GGML}pre", "default")
+  kind = metadata.get(f"{_GGML}pre")
   merges = metadata.items(f"{_GGML}merges", str)
   pairs = [tuple(pair.split(" ", 1)) for pair in merges]
   model = library.models.BPE(vocabulary, pairs)

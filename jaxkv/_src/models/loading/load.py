@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import tqdm
 
+from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.models.decoder import forward as decoder_forward
 from jaxkv._src.models.decoder import init_kv as decoder_kv
@@ -93,6 +94,7 @@ class Pretrained:
       **options: further arguments of `jaxkv.CacheConfig`.
     """
     longest = self.max_length if max_length is None else max_length
+    page_size = as_count("page_size", page_size, 1)
     return CacheConfig(
       num_pages=num_pages,
       page_size=page_size,

@@ -57,7 +57,17 @@ class Tokenizer:
       text: the text.
       special: True to add the special tokens that the model expects before and
         after a text. Special tokens within the text are always recognized.
+
+    Raises:
+      ValueError: the text has half of a surrogate pair, which is no character.
     """
+    try:
+      text.encode()
+    except UnicodeEncodeError as error:
+      raise ValueError(
+        f"`text` must be valid Unicode, got {text[error.start]!r} at position "
+        f"{error.start}; remove it."
+      ) from None
     encoded = self.core.encode(text, add_special_tokens=special)
     return np.asarray(encoded.ids, np.int32)
 
