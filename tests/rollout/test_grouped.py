@@ -127,7 +127,9 @@ def test_experts_of_a_prompt_whose_first_sample_never_ran():
   # The last sample chose other experts for the first token.
   experts = results.experts.at[0].set(-1).at[2, 0].set(7)
   results = dataclasses.replace(results, experts=experts)
-  found, _ = rollout.grouped(results, prompt_columns=4).experts
+  experts = rollout.grouped(results, prompt_columns=4).experts
+  assert experts is not None
+  found, _ = experts
   np.testing.assert_array_equal(found[0, :2], expected)
   np.testing.assert_array_equal(found[0, 2:], -1)
 
