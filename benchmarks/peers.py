@@ -39,6 +39,9 @@ Peers. A peer that cannot be imported is skipped, and the reason is printed.
             pip install --no-deps --no-build-isolation vllm==0.33.0
         then the packages that `import vllm.v1.core.kv_cache_manager` lacks,
         such as transformers, msgspec, cloudpickle, cachetools, pyzmq, xgrammar.
+  esurge
+        `CacheManager` of EasyDeL eSurge, from a checkout of EasyDeL at the path
+        JAXKV_EASYDEL.
 
 A new peer is a module like `peer_vllm.py` and a line in `PEERS`.
 
@@ -71,7 +74,7 @@ from transition_ops import PROMPT
 import jaxkv
 
 PAGES = 65536
-PEERS = {"vllm": "peer_vllm"}
+PEERS = {"vllm": "peer_vllm", "esurge": "peer_esurge"}
 HYBRID = "hybrid"
 
 

@@ -285,9 +285,13 @@ class CacheManager(ManagerReports):
         demand = step.advance_quietly(
           state, held, request, num_new_tokens, num_lookahead_tokens
         )
-        if demand is None:
-          return self.create_empty_page_list()
-        return allocate.allocate(state, held, demand)
+        if demand is not None and demand.room > held.room:
+          return allocate.allocate(state, held, demand)
+        # Without new pages, `allocate` would only free and publish pages.
+        if demand is not None:
+          allocate.drop_behind(state, held, demand.num_computed)
+          publish(state, held, demand.publish)
+        return self.create_empty_page_list()
     fields = read_request(request)
     demand = demand_of(
       limits,

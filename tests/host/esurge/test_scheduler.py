@@ -1,73 +1,26 @@
 """eSurge's own scheduler over its own cache manager, and over this one."""
 
-import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxkv.host import esurge
 from tests.host.esurge import easydel
 from tests.host.esurge.checks import checked_queue
+from tests.host.esurge.schedulers import LONGEST
+from tests.host.esurge.schedulers import Load
+from tests.host.esurge.schedulers import Run
+from tests.host.esurge.schedulers import chunk
+from tests.host.esurge.schedulers import emitting
+from tests.host.esurge.schedulers import full
+from tests.host.esurge.schedulers import plain
+from tests.host.esurge.schedulers import states
+from tests.host.esurge.schedulers import window
 
 pytestmark = easydel.needed
 
-PAGE, LONGEST, STEPS = 4, 64, 500
-
-
-def _spec(kind: str, **fields: Any) -> Any:
-  interface = easydel.module("core.interface")
-  common = {
-    "page_size": PAGE,
-    "num_kv_heads": 1,
-    "head_size": 4,
-    "dtype": jnp.float32,
-    "use_mla": False,
-  }
-  if kind == "Mamba":
-    common = {"shapes": ((4,),), "dtype": jnp.float32}
-  spec = getattr(interface, f"{kind}Spec" if kind == "Mamba" else kind)
-  return interface.CacheGroupSpec(spec(**common | fields))
-
-
-def full(**fields: Any) -> Any:
-  return _spec("FullAttentionSpec", **fields)
-
-
-def window(size: int, **fields: Any) -> Any:
-  return _spec("SlidingWindowSpec", sliding_window=size, **fields)
-
-
-def chunk(size: int) -> Any:
-  return _spec("ChunkedLocalAttentionSpec", attention_chunk_size=size)
-
-
-def states() -> Any:
-  return _spec("Mamba", page_size=LONGEST)
-
-
-@dataclasses.dataclass
-class Load:
-  """A scheduler's options, and its groups.
-
-  Attributes:
-    groups: makes them.
-    num_pages: pages of the pool; few, so that requests are preempted.
-    policy, caching, chunked: of the scheduler.
-    ahead: whether each step is scheduled before the last one's tokens are
-      known.
-    drafts: tokens of a draft model that must have room.
-  """
-
-  groups: Any
-  num_pages: int = 36
-  policy: str = "fcfs"
-  caching: bool = True
-  chunked: bool = True
-  ahead: bool = False
-  drafts: int = 0
-
+STEPS = 500
 
 LOADS = {
   "plain": Load(lambda: [full()]),
@@ -81,114 +34,9 @@ LOADS = {
     lambda: [full(), window(9, page_size=8)], num_pages=48, caching=False
   ),
   "draft model": Load(lambda: [full(), window(9)], num_pages=56, drafts=3),
-  "whole prompts": Load(lambda: [full()], chunked=False),
+  "whole prompts": Load(lambda: [full()], chunked=False, longest_chunk=None),
   "one step ahead": Load(lambda: [full(), window(9)], num_pages=56, ahead=True),
 }
-
-
-class Run:
-  """One scheduler, and the requests that it was given."""
-
-  def __init__(self, load: Load, manager: Any):
-    config = easydel.module("config")
-    name = "async_scheduler" if load.ahead else "scheduler"
-    made = easydel.module("scheduler." + name)
-    parent = easydel.module("scheduler.scheduler")
-    interface = easydel.module("core.interface")
-    before, groups = parent.CacheManager, load.groups()
-    parent.CacheManager = manager or before
-    try:
-      make = made.AsyncScheduler if load.ahead else made.Scheduler
-      self.scheduler = make(
-        config=config.Config(
-          scheduler_config=config.SchedulerConfig(
-            max_num_seqs=8,
-            max_num_batched_tokens=40,
-            max_model_len=LONGEST,
-            policy=load.policy,
-            chunked_prefill_enabled=load.chunked,
-            long_prefill_token_threshold=13 if load.chunked else None,
-            async_scheduling=load.ahead,
-          ),
-          cache_config=config.CacheConfig(
-            num_pages=load.num_pages,
-            page_size=PAGE,
-            enable_prefix_caching=load.caching,
-          ),
-          speculative_config=(
-            config.SpeculativeConfig(load.drafts, "a draft model")
-            if load.drafts
-            else None
-          ),
-        ),
-        kv_cache_config=interface.CacheGroupsConfig(load.num_pages, groups),
-      )
-    finally:
-      parent.CacheManager = before
-    self.cache = self.scheduler.kv_cache_manager
-
-  def add(self, name: str, prompt: list[int], **fields: Any) -> None:
-    request = easydel.module("request").EngineRequest(
-      name,
-      list(prompt),
-      easydel.SamplingParams(
-        max_tokens=fields.pop("max_tokens"),
-        prompt_logprobs=fields.pop("prompt_logprobs", None),
-      ),
-      eos_token_id=1,
-      **fields,
-    )
-    self.scheduler.add_request(request)
-
-  def abort(self, name: str) -> None:
-    request = easydel.module("request")
-    status = request.EngineRequestStatus.FINISHED_ABORTED
-    self.scheduler.finish_requests(name, status)
-
-  def schedule(self) -> Any:
-    """Runs a step; returns None if the scheduler finds its own mistake.
-
-    With priorities it may preempt a request that it has scheduled in the same
-    step, which it only notices later.
-    """
-    try:
-      return self.scheduler.schedule()
-    except (AssertionError, RuntimeError, ValueError) as error:
-      notices = "total scheduled requests", "must be RUNNING"
-      if str(error) and not any(notice in str(error) for notice in notices):
-        raise
-      return None
-
-  def update(self, scheduled: Any, sampled: dict[str, list[int]]) -> Any:
-    names = list(scheduled.num_scheduled_tokens)
-    outputs = easydel.module("outputs")
-    found = self.scheduler.update_from_output(
-      scheduled,
-      outputs.ModelRunnerOutput(
-        req_ids=names,
-        req_id_to_index={name: row for row, name in enumerate(names)},
-        sampled_token_ids=[list(sampled[name]) for name in names],
-        spec_token_ids=None,
-        logprobs=None,
-        prompt_logprobs_dict={},
-      ),
-    )
-    return {
-      client: [dataclasses.asdict(one) for one in outs.outputs]
-      for client, outs in found.items()
-    }
-
-
-def plain(value: Any) -> Any:
-  """A `SchedulerOutput` as lists and dicts."""
-  if dataclasses.is_dataclass(value):
-    names = [field.name for field in dataclasses.fields(value)]
-    return {name: plain(getattr(value, name)) for name in names}
-  if isinstance(value, dict):
-    return {key: plain(one) for key, one in value.items()}
-  if isinstance(value, list | tuple) or hasattr(value, "_x"):
-    return [plain(one) for one in value]
-  return value
 
 
 class Traffic:
@@ -228,23 +76,6 @@ class Traffic:
       name: [int(token) if odd else 5] if name in emitting else []
       for name, token, odd in zip(names, tokens, rare, strict=True)
     }
-
-
-def emitting(run: Run, scheduled: Any, before: dict[str, int]) -> set[str]:
-  """The requests scheduled whose tokens are all computed with this step.
-
-  Args:
-    run: the scheduler.
-    scheduled: what it gave.
-    before: tokens that were still to come before, by request.
-  """
-  requests, names = run.scheduler.requests, set()
-  for name in scheduled.num_scheduled_tokens:
-    one = requests[name]
-    awaited = one.num_output_placeholders > before.get(name, 0)
-    if awaited or one.num_computed_tokens == one.num_tokens:
-      names.add(name)
-  return names
 
 
 class Pair:

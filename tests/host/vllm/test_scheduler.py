@@ -1,103 +1,26 @@
-"""vLLM's scheduler over the facade and over its own manager, side by side.
-
-Needs vLLM 0.33 in the environment; a GPU is not needed.
-"""
+"""vLLM's scheduler over the facade and over its own manager, side by side."""
 
 # pyright: reportMissingImports=false
 
 import dataclasses
-import json
-import math
 import random
-import unittest.mock
-import warnings
-from typing import Any
 
 import pytest
 
 from jaxkv.host import vllm as ours
-
-with warnings.catch_warnings():
-  warnings.simplefilter("ignore")
-  pytest.importorskip("vllm", reason="vLLM is not installed")
-  pytest.importorskip("torch", reason="vLLM needs torch")
-  import torch
-  import vllm.platforms
-  import vllm.v1.core.sched.scheduler as scheduler_module
-  from vllm import SamplingParams
-  from vllm.config import CacheConfig
-  from vllm.config import KVEventsConfig
-  from vllm.config import ModelConfig
-  from vllm.config import SchedulerConfig
-  from vllm.config import VllmConfig
-  from vllm.platforms.cpu import CpuPlatform
-  from vllm.utils.hashing import sha256
-  from vllm.v1.core.kv_cache_manager import KVCacheManager
-  from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-  from vllm.v1.core.kv_cache_utils import init_none_hash
-  from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-  from vllm.v1.core.sched.scheduler import Scheduler
-  from vllm.v1.kv_cache_interface import FullAttentionSpec
-  from vllm.v1.kv_cache_interface import KVCacheConfig
-  from vllm.v1.kv_cache_interface import KVCacheGroupSpec
-  from vllm.v1.kv_cache_interface import MambaSpec
-  from vllm.v1.kv_cache_interface import SlidingWindowSpec
-  from vllm.v1.outputs import ModelRunnerOutput
-  from vllm.v1.request import Request
-  from vllm.v1.request import RequestStatus
-  from vllm.v1.structured_output import StructuredOutputManager
+from tests.host.vllm.schedulers import LONGEST
+from tests.host.vllm.schedulers import Setup
+from tests.host.vllm.schedulers import both_sides
+from tests.host.vllm.schedulers import full
+from tests.host.vllm.schedulers import model_folder
+from tests.host.vllm.schedulers import reaches_end
+from tests.host.vllm.schedulers import states
+from tests.host.vllm.schedulers import told
+from tests.host.vllm.schedulers import window
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-BLOCK = 4
-LONGEST = 96
 STEPS = 500
-_HEADS = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
-_MODEL = {
-  "architectures": ["OPTForCausalLM"],
-  "model_type": "opt",
-  "hidden_size": 64,
-  "ffn_dim": 64,
-  "num_attention_heads": 1,
-  "num_hidden_layers": 1,
-  "max_position_embeddings": 2048,
-  "vocab_size": 128,
-  "word_embed_proj_dim": 64,
-}
-
-
-def full(size=BLOCK):
-  return FullAttentionSpec(block_size=size, **_HEADS)
-
-
-def window(tokens, size=BLOCK):
-  return SlidingWindowSpec(block_size=size, sliding_window=tokens, **_HEADS)
-
-
-def states(mode="align", size=BLOCK):
-  return MambaSpec(
-    block_size=size,
-    shapes=((1, 1),),
-    dtypes=(torch.float32,),
-    mamba_cache_mode=mode,
-  )
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-  """A model, and how its requests are scheduled."""
-
-  specs: tuple[Any, ...]
-  num_blocks: int = 48
-  caching: bool = True
-  policy: str = "fcfs"
-  retention: int | None = None
-  asynchronous: bool = False
-  in_flight: int = 1  # steps scheduled before the output of the first
-  events: bool = True
-  watermark: float = 0.0
-  mamba_cache_mode: str = "none"
-
 
 SETUPS = {
   "full": Setup((full(),)),
@@ -121,142 +44,19 @@ SETUPS = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("model")
-  (folder / "config.json").write_text(json.dumps(_MODEL))
-  init_none_hash(sha256)
-  # Without a GPU vLLM knows its platform only where it was built for CPUs.
-  before = vllm.platforms._current_platform
-  vllm.platforms._current_platform = CpuPlatform()
-  yield str(folder)
-  vllm.platforms._current_platform = before
+def model():
+  with model_folder() as folder:
+    yield folder
 
 
-class Side:
-  """One scheduler, and the events that it published."""
-
-  def __init__(self, setup, model, manager):
-    config = _config(setup, model)
-    groups = [
-      KVCacheGroupSpec([f"layer {n}"], spec)
-      for n, spec in enumerate(setup.specs)
-    ]
-    blocks = KVCacheConfig(
-      num_blocks=setup.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups
-    )
-    blocks.prefix_cache_retention_interval = setup.retention
-    config.cache_config.num_gpu_blocks = setup.num_blocks
-    kind = AsyncScheduler if setup.asynchronous else Scheduler
-    with unittest.mock.patch.object(
-      scheduler_module, "KVCacheManager", manager
-    ):
-      self.scheduler = kind(
-        vllm_config=config,
-        kv_cache_config=blocks,
-        block_size=math.lcm(*[spec.block_size for spec in setup.specs]),
-        hash_block_size=BLOCK,
-        log_stats=True,
-        structured_output_manager=StructuredOutputManager(config),
-      )
-    self.manager = self.scheduler.kv_cache_manager
-    assert isinstance(self.manager, manager)
-    if setup.in_flight > 1:
-      # As with a connector that writes blocks out of order.
-      self.scheduler.defer_block_free = True
-    self.events = []
-    self.scheduler.kv_event_publisher = unittest.mock.Mock(
-      publish=lambda batch: self.events.extend(batch.events)
-    )
-
-  def add(self, name, tokens, most, priority):
-    sampling = SamplingParams(max_tokens=most, ignore_eos=True)
-    sampling.update_from_generation_config({}, 1)
-    hasher = get_request_block_hasher(BLOCK, sha256)
-    self.scheduler.add_request(
-      Request(
-        request_id=name,
-        prompt_token_ids=tokens,
-        sampling_params=sampling,
-        pooling_params=None,
-        arrival_time=float(name),
-        priority=priority,
-        block_hasher=hasher,
-      )
-    )
-
-  def update(self, output, sampled):
-    names = list(output.num_scheduled_tokens)
-    return self.scheduler.update_from_output(
-      output,
-      ModelRunnerOutput(
-        req_ids=names,
-        req_id_to_index={name: n for n, name in enumerate(names)},
-        sampled_token_ids=[sampled[name] for name in names],
-      ),
-    )
-
-  def taken_events(self):
-    events, self.events = self.events, []
-    names = [field.name for field in dataclasses.fields(ours.BlockStored)]
-    return [
-      (type(one).__name__, [getattr(one, name, None) for name in names[:-1]])
-      for one in events
-    ]
-
-  def free_ids(self):
-    queue = self.manager.block_pool.free_block_queue
-    return [block.block_id for block in queue.get_all_free_blocks()]
-
-
-def _config(setup, model):
-  return VllmConfig(
-    model_config=ModelConfig(
-      model=model,
-      dtype="float32",
-      skip_tokenizer_init=True,
-      max_model_len=LONGEST,
-    ),
-    scheduler_config=SchedulerConfig(
-      max_num_seqs=6,
-      max_num_batched_tokens=32,
-      max_model_len=LONGEST,
-      enable_chunked_prefill=True,
-      is_encoder_decoder=False,
-      policy=setup.policy,
-      watermark=setup.watermark,
-      async_scheduling=setup.asynchronous,
-    ),
-    cache_config=CacheConfig(
-      block_size=BLOCK,
-      enable_prefix_caching=setup.caching,
-      mamba_cache_mode=setup.mamba_cache_mode,
-    ),
-    kv_events_config=KVEventsConfig(
-      enable_kv_cache_events=setup.events and setup.caching, publisher="null"
-    ),
-  )
-
-
-def told(output):
-  """Returns a scheduler's output for its workers, as data."""
-  fields = {
-    field.name: getattr(output, field.name)
-    for field in dataclasses.fields(output)
-  }
-  for name, value in fields.items():
-    if name == "scheduled_new_reqs":
-      fields[name] = [
-        (
-          one.req_id,
-          one.prompt_token_ids,
-          one.block_ids,
-          one.num_computed_tokens,
-        )
-        for one in value
-      ]
-    elif dataclasses.is_dataclass(value):
-      fields[name] = dataclasses.asdict(value)
-  return fields
+def taken_events(side):
+  """Returns the events since the last call, as data."""
+  events, side.events = side.events, []
+  names = [field.name for field in dataclasses.fields(ours.BlockStored)]
+  return [
+    (type(one).__name__, [getattr(one, name, None) for name in names[:-1]])
+    for one in events
+  ]
 
 
 class Load:
@@ -282,10 +82,7 @@ class Load:
 
 def run(setup, model, seed, steps):
   """Both schedulers through one load; counts of what happened."""
-  sides = [
-    Side(setup, model, manager)
-    for manager in (KVCacheManager, ours.KVCacheManager)
-  ]
+  sides = both_sides(setup, model)
   load, flying = Load(seed), []
   seen = dict.fromkeys(("new", "hits", "preempted", "aborted", "events"), 0)
   for _ in range(steps):
@@ -297,7 +94,7 @@ def run(setup, model, seed, steps):
       name = load.random.choice(alive)
       seen["aborted"] += 1
       for side in sides:
-        side.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        side.abort(name)
     outputs = [side.scheduler.schedule() for side in sides]
     expected, got = map(told, outputs)
     assert got == expected
@@ -321,7 +118,7 @@ def finish(sides, outputs, load):
   sampled = {}
   for name in outputs[0].num_scheduled_tokens:
     request = sides[0].scheduler.requests.get(name)
-    ends = request is not None and _reaches_end(request)
+    ends = request is not None and reaches_end(request)
     sampled[name] = [load.random.randrange(2, 100)] if ends else []
   answers = [
     side.update(output, sampled)
@@ -335,14 +132,9 @@ def finish(sides, outputs, load):
     assert (
       stats[0] is None or stats[0].kv_cache_usage == stats[1].kv_cache_usage
     )
-  events = [side.taken_events() for side in sides]
+  events = [taken_events(side) for side in sides]
   assert events[1] == events[0]
   return len(events[0])
-
-
-def _reaches_end(request):
-  """True if a step computed the last known token of a request."""
-  return request.num_computed_tokens >= request.num_tokens
 
 
 @pytest.mark.parametrize("name", SETUPS)
