@@ -69,7 +69,12 @@ def allocate(
 
 
 def grow(state: HostState, held: HeldSequence, demand: Demand) -> Plan | None:
-  """Pops a running request's pages; returns the plan, or None if it waits."""
+  """Pops a running request's pages; returns the plan, or None if it waits.
+
+  The plan is empty if all tokens fit the pages that the request has.
+  """
+  if demand.room <= held.room:
+    return []
   plan = _plan(state, held, demand, None)
   return plan if _apply(state, held, demand, plan, None) else None
 
@@ -275,6 +280,8 @@ def _place_scratch(state: HostState, table: list[int], growth: _Growth) -> None:
 
 def new_pages(state: HostState, held: HeldSequence, plan: Plan) -> CachePages:
   """Returns the pages in a plan's columns from `external` on."""
+  if not plan:
+    return CachePages(tuple([[] for _ in state.groups]))
   cached = state.pool.is_cached
   pages = [
     table[growth.external :]

@@ -187,23 +187,24 @@ def salt_of(salt: bytes, items: Sequence[Item], size: int) -> bytes:
 
 
 def mask_items(
-  tokens: np.ndarray,
+  tokens: bytes,
   items: Sequence[Item],
   start: int,
   size: int,
   secret: bytes,
   num_tokens: int | None = None,
-) -> np.ndarray:
+) -> bytes:
   """Masks the tokens of pages that overlap items.
 
   Tokens after the first `num_tokens` ones stay unmasked if they follow the
   items of their page and four masked tokens; None masks whole pages.
 
-  `tokens`, int32[X], begin at position `start` of the request. The mask of a
+  `tokens`, int32 bytes, begin at position `start` of the request. The mask of a
   page, `32 * size` bits, is a hash of the secret and of the page's items, so
   pages with different items have different contents. See also `salt_of`.
   """
-  stop, tokens = start + len(tokens), tokens.copy()
+  masked = np.frombuffer(tokens, "<i4").copy()
+  stop = start + len(masked)
   pages = {
     page
     for item in items
@@ -225,5 +226,5 @@ def mask_items(
       # Fewer tokens would have masks of fewer than 128 bits.
       masked_end = max(num_tokens, items_end, begin + KEY_WORDS)
       last = max(first, min(last, masked_end))
-    tokens[first - start : last - start] ^= mask[first - begin : last - begin]
-  return tokens
+    masked[first - start : last - start] ^= mask[first - begin : last - begin]
+  return masked.tobytes()

@@ -277,13 +277,20 @@ class HostPool:
     Args:
       rows: a page, its content, group and stamp, and True to publish it.
     """
-    pages = [row[0] for row in rows]
-    for values in (self.content, self.group, self.stamp):
-      self.undo_log.save_items(values, pages)
     content_of, group_of, stamp_of = self.content, self.group, self.stamp
+    before = [
+      (row[0], content_of[row[0]], group_of[row[0]], stamp_of[row[0]])
+      for row in rows
+    ]
+    self.undo_log.record((self._restore_contents, before))
     for page, content, group, stamp, _ in rows:
       content_of[page], group_of[page], stamp_of[page] = content, group, stamp
     self.set_listed([row[0] for row in rows if row[4]], True)
+
+  def _restore_contents(self, before: list[tuple[int, Any, int, int]]) -> None:
+    for page, content, group, stamp in before:
+      self.content[page], self.group[page] = content, group
+      self.stamp[page] = stamp
 
   def unpublish(self, pages: Iterable[int]) -> None:
     """Removes pages from the index; uncached pages are ignored."""

@@ -16,6 +16,7 @@ from jaxkv._src.host.prefix_nodes import TOKEN_BYTES
 from jaxkv._src.host.prefix_nodes import PrefixNode
 from jaxkv._src.host.prefix_nodes import chain_digests
 from jaxkv._src.host.prefix_nodes import grow_path
+from jaxkv._src.host.prefix_nodes import split
 from jaxkv._src.host.request import RequestFields
 from jaxkv._src.host.request import content
 from jaxkv._src.host.request import first_tokens
@@ -30,7 +31,8 @@ class HashedTokens(NamedTuple):
     token_ids: the tokens.
     salt, items: see `RequestFields`.
     root: the node before the first page.
-    pages: masked tokens in whole pages of `page_size` tokens, as int32 bytes.
+    pages: masked tokens of each whole page of `page_size` tokens, as int32
+      bytes.
     digests: the digest of the prefix that ends with each of these pages.
     secret: see `HostState`.
   """
@@ -39,7 +41,7 @@ class HashedTokens(NamedTuple):
   salt: bytes
   items: tuple[Any, ...]
   root: PrefixNode
-  pages: bytes
+  pages: tuple[bytes, ...]
   digests: list[bytes]
   secret: bytes
 
@@ -72,14 +74,13 @@ class HashedTokens(NamedTuple):
     """
     # Requests with equal prefixes then share nodes, and each key is computed
     # only once.
-    page_bytes = len(self.pages) // max(len(self.digests), 1)
     nodes = last_hit.path() if last_hit is not None else []
     begin = len(nodes)
     if not 0 < begin <= count or nodes[-1].digest != self.digests[begin - 1]:
       nodes, begin = [], 0
     last = nodes[-1] if nodes else self.root
-    pages = self.pages[begin * page_bytes :]
-    return nodes + grow_path(last, self.digests[begin:count], pages, page_bytes)
+    pages = self.pages[begin:count]
+    return nodes + grow_path(last, self.digests[begin:count], pages)
 
 
 def hash_tokens(
@@ -93,11 +94,11 @@ def hash_tokens(
   size = state.config.page_size
   tokens = first_tokens(request, num_tokens)
   masked = content(request, 0, num_tokens, size, state.secret)
-  whole = masked[: num_tokens // size * size].tobytes()
+  pages = split(masked, size * TOKEN_BYTES)
   root = state.root_of(request)
-  digests = chain_digests(root.digest, whole, size * TOKEN_BYTES)
+  digests = chain_digests(root.digest, pages)
   return HashedTokens(
-    tokens, request.salt, request.items, root, whole, digests, state.secret
+    tokens, request.salt, request.items, root, pages, digests, state.secret
   )
 
 
@@ -225,15 +226,18 @@ def _cached_pages(
     nodes = hashed.nodes(len(hashed.digests))
     state.device_keys.compute(nodes)
     _add_device_pages(state, group, nodes, pages)
-  size = group.size * TOKEN_BYTES
-  for column, page in enumerate(pages):
-    begin = column * size
-    # Equal digests are no proof of equal tokens.
-    if page:
-      tokens = pool.content[page].last_tokens(group.step)
-      if hashed.pages[begin : begin + size] != tokens[:size]:
-        pages[column] = 0
-  return pages
+  # Equal digests are no proof of equal tokens, so the pages are compared.
+  expected, step = hashed.pages, group.step
+  contents = [pool.content[page] for page in pages]
+  if step == 1:
+    found = [content and content.tokens for content in contents]
+  else:
+    expected = split(b"".join(expected), group.size * TOKEN_BYTES)
+    found = [content and content.last_tokens(step) for content in contents]
+  return [
+    page if page and tokens == cached[: len(tokens)] else 0
+    for page, tokens, cached in zip(pages, expected, found, strict=True)
+  ]
 
 
 def _add_device_pages(

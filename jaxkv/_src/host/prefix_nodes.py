@@ -94,12 +94,17 @@ class DevicePage:
     return self.tokens
 
 
-def chain_digests(root: bytes, tokens: bytes, page_bytes: int) -> list[bytes]:
-  """Returns the digest of the prefix that ends with each whole page."""
+def split(tokens: bytes, page_bytes: int) -> tuple[bytes, ...]:
+  """Splits tokens into whole pages; ignores an incomplete page."""
+  # `struct` splits all pages in one call.
+  pages = struct.Struct(f"{page_bytes}s" * (len(tokens) // page_bytes))
+  return pages.unpack_from(tokens)
+
+
+def chain_digests(root: bytes, pages: Iterable[bytes]) -> list[bytes]:
+  """Returns the digest of the prefix that ends with each page of tokens."""
   blake2b, digest, digests = hashlib.blake2b, root, []
-  # `struct` cuts all pages in one call, and ignores an incomplete page.
-  cut = struct.Struct(f"{page_bytes}s" * (len(tokens) // page_bytes))
-  for page in cut.unpack_from(tokens):
+  for page in pages:
     # Digests have a fixed size, so the concatenation is unambiguous.
     digest = blake2b(digest + page, digest_size=16).digest()
     digests.append(digest)
@@ -107,13 +112,12 @@ def chain_digests(root: bytes, tokens: bytes, page_bytes: int) -> list[bytes]:
 
 
 def grow_path(
-  last: PrefixNode, digests: Iterable[bytes], tokens: bytes, page_bytes: int
+  last: PrefixNode, digests: Iterable[bytes], pages: Iterable[bytes]
 ) -> list[PrefixNode]:
-  """Returns the nodes after `last`, one for each digest."""
+  """Returns the nodes after `last`, one for each digest and page of tokens."""
   nodes = []
-  for place, digest in enumerate(digests):
-    begin = place * page_bytes
-    last = PrefixNode(digest, last, tokens[begin : begin + page_bytes])
+  for digest, page in zip(digests, pages, strict=True):
+    last = PrefixNode(digest, last, page)
     nodes.append(last)
   return nodes
 

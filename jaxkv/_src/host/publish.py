@@ -6,6 +6,7 @@ from jaxkv._src.host.prefix_nodes import TOKEN_BYTES
 from jaxkv._src.host.prefix_nodes import PrefixNode
 from jaxkv._src.host.prefix_nodes import chain_digests
 from jaxkv._src.host.prefix_nodes import grow_path
+from jaxkv._src.host.prefix_nodes import split
 from jaxkv._src.host.request import RequestFields
 from jaxkv._src.host.request import content
 from jaxkv._src.host.request import read_request
@@ -69,11 +70,11 @@ def more_nodes(
   """Returns nodes for full pages of `num_tokens` tokens, after `held.nodes`."""
   size, nodes = state.config.page_size, held.nodes
   begin, end = len(nodes) * size, num_tokens // size * size
-  tokens = content(request, begin, end, size, state.secret).tobytes()
+  tokens = content(request, begin, end, size, state.secret)
+  pages = split(tokens, size * TOKEN_BYTES)
   last = nodes[-1] if nodes else held.root
   assert last is not None
-  digests = chain_digests(last.digest, tokens, size * TOKEN_BYTES)
-  return grow_path(last, digests, tokens, size * TOKEN_BYTES)
+  return grow_path(last, chain_digests(last.digest, pages), pages)
 
 
 def _publish_group(

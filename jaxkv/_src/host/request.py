@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
-import numpy as np
-
 from jaxkv._src.host.identity import Item
 from jaxkv._src.host.identity import identity_of
 from jaxkv._src.host.identity import mask_items
@@ -171,8 +169,8 @@ def _skips_lookup(request: Any) -> bool:
 
 def content(
   request: RequestFields, start: int, stop: int, size: int, secret: bytes
-) -> np.ndarray:
-  """Returns the tokens from `start` to `stop` as int32[stop - start].
+) -> bytes:
+  """Returns the tokens from `start` to `stop` as int32 bytes.
 
   Tokens of pages that overlap an item are masked; see `mask_items`.
   """
@@ -183,7 +181,6 @@ def content(
       f"`token_ids` of {request.request_id!r} must be 32-bit integers, got "
       f"another value at a position from {start} to {stop - 1}: {error}."
     ) from error
-  # Most requests have no items, and need no copy of the read-only array.
   if not request.items:
     return tokens
   return mask_items(
@@ -191,8 +188,8 @@ def content(
   )
 
 
-def int32s(values: Sequence[int]) -> np.ndarray:
-  """Converts to read-only int32[len(values)] without rounding or wrapping.
+def int32s(values: Sequence[int]) -> bytes:
+  """Converts integers to int32 bytes without rounding or wrapping.
 
   Raises:
     TypeError: a value is not an integer.
@@ -204,8 +201,8 @@ def int32s(values: Sequence[int]) -> np.ndarray:
   # `struct` is twice as fast as numpy, which would also cast floats and strings
   # of digits.
   try:
-    return np.frombuffer(struct.pack(f"{len(values)}i", *values), np.int32)
+    return struct.pack(f"{len(values)}i", *values)
   except struct.error:
     # `array` raises TypeError for a wrong type and OverflowError for a value
     # out of range. `struct.error` does not distinguish them.
-    return np.asarray(array.array("i", values))
+    return array.array("i", values).tobytes()

@@ -117,7 +117,8 @@ def _tail(
   if begin == stop:
     return np.zeros((0,), np.int32)
   fields = read(held, num_host_tokens)
-  return content(fields, begin, stop, config.page_size, state.secret)
+  tokens = content(fields, begin, stop, config.page_size, state.secret)
+  return np.frombuffer(tokens, "<i4")
 
 
 def read(
