@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 
 _NO_SALT = bytes(16)
@@ -38,7 +39,8 @@ class Placed(NamedTuple):
   @classmethod
   def at(cls, identifier: str, place: Any) -> "Placed":
     """Places an input at a range with `offset` and `length`."""
-    return cls(identifier, place.offset, place.offset + place.length)
+    offset = as_count("offset", place.offset, 0)
+    return cls(identifier, offset, offset + as_count("length", place.length, 0))
 
   def key(self, begin: int, end: int) -> Any:
     """Returns the identifier, and the place relative to `begin`."""
@@ -105,15 +107,11 @@ def identity_of(request: Any) -> tuple[bytes, tuple[Item, ...]]:
   name = request.request_id
   parts = _parts_of_salt(name, attributes)
   items: list[Item] = [
-    Placed.at(item.identifier, item) for item in attributes.get("mm", ())
+    Placed.at(_identifier_of(name, "mm", item), item)
+    for item in attributes.get("mm", ())
   ]
   for number, feature in enumerate(attributes.get("mm_features", ())):
-    identifier = _first_of(feature, "identifier", "mm_hash")
-    if not isinstance(identifier, str):
-      raise TypeError(
-        f"`mm_features` of {name!r} must have an identifier or mm_hash, got "
-        f"{feature!r}."
-      )
+    identifier = _identifier_of(name, "mm_features", feature)
     place = _first_of(feature, "mm_position", "placeholder_range")
     # Without a range, any page may depend on the input.
     if place is None:
@@ -123,6 +121,15 @@ def identity_of(request: Any) -> tuple[bytes, tuple[Item, ...]]:
   if "prompt_embeds" in attributes:
     items.append(Embeddings.of(name, attributes["prompt_embeds"]))
   return _digest(parts) if parts else _NO_SALT, tuple(items)
+
+
+def _identifier_of(name: str, tag: str, item: Any) -> str:
+  identifier = _first_of(item, "identifier", "mm_hash")
+  if not isinstance(identifier, str):
+    raise TypeError(
+      f"`{tag}` of {name!r} must have an identifier or mm_hash, got {item!r}."
+    )
+  return identifier
 
 
 def _first_of(feature: Any, name: str, other: str) -> Any:
