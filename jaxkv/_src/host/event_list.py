@@ -91,9 +91,9 @@ class EventList(PageListener):
     if make is Removed or isinstance(node, DevicePage):
       return make(page, group, key)
     # The preceding page of the group ends `step` nodes earlier.
-    path, before = node.path(), None
-    if len(path) > self._groups[group].step:
-      parent = path[-self._groups[group].step - 1]
+    root, parent, before = node.root, node, None
+    for _ in range(self._groups[group].step):
+      parent = parent.parent
+    if parent is not root:
       before = key_bytes(self._keys.group_key(parent, group))
-    root = key_bytes(path[0].parent.key)
-    return Stored(page, group, key, before, root, event[4])
+    return Stored(page, group, key, before, key_bytes(root.key), event[4])

@@ -42,6 +42,7 @@ class PrefixNode:
     digest: 16 bytes, equal for equal prefixes; the key in the host's index.
     parent: the node of the prefix without the last page; None for a root.
     tokens: the last page's tokens as int32 bytes; for a root, its salt.
+    root: the node before the first page; None for a root.
     key: the key on the device, before `group_key` adapts it to a group; None
       until `DeviceKeys.compute`.
   """
@@ -49,6 +50,7 @@ class PrefixNode:
   digest: bytes
   parent: "PrefixNode | None"
   tokens: bytes
+  root: "PrefixNode | None" = None
   key: Key | None = None
   is_from_device: ClassVar[bool] = False
 
@@ -115,9 +117,9 @@ def grow_path(
   last: PrefixNode, digests: Iterable[bytes], pages: Iterable[bytes]
 ) -> list[PrefixNode]:
   """Returns the nodes after `last`, one for each digest and page of tokens."""
-  nodes = []
+  nodes, root = [], last.root or last
   for digest, page in zip(digests, pages, strict=True):
-    last = PrefixNode(digest, last, page)
+    last = PrefixNode(digest, last, page, root)
     nodes.append(last)
   return nodes
 
