@@ -1,5 +1,8 @@
 """The facade alone: blocks, hits, and what it refuses. Needs no vLLM."""
 
+import threading
+import time
+
 import pytest
 
 from jaxkv.host.vllm import KVCacheBlocks
@@ -71,6 +74,45 @@ def test_more_requests_than_slots():
   assert admit(cache, request("b", range(3))) is None
   cache.free(one)
   assert admit(cache, request("b", range(3))) == ([1],)
+
+
+class Interleaved(stand_ins.Request):
+  """Runs `work` in a thread, but for at most 0.2 s, when `field` is read."""
+
+  field, work = "", None
+
+  def __getattribute__(self, name):
+    if name == type(self).field:
+      type(self).field = ""
+      thread = threading.Thread(target=type(self).work)
+      thread.start()
+      thread.join(0.2)
+    return super().__getattribute__(name)
+
+
+def test_another_thread_takes_the_last_slot(monkeypatch):
+  cache = manager(max_requests=1)
+  other = request("b", range(3))
+  monkeypatch.setattr(Interleaved, "work", lambda: admit(cache, other))
+  monkeypatch.setattr(Interleaved, "field", "num_computed_tokens")
+  assert cache.allocate_slots(Interleaved("a", [*range(3)]), 3) is None
+
+
+def test_threads_count_every_lookup(cache, monkeypatch):
+  other = request("b", range(3))
+
+  def work():
+    cache.record_prefix_cache_stats(other, 0)
+    seen.append(cache.make_prefix_cache_stats())
+
+  seen = []
+  monkeypatch.setattr(Interleaved, "work", work)
+  monkeypatch.setattr(Interleaved, "field", "num_tokens")
+  cache.record_prefix_cache_stats(Interleaved("a", [*range(3)]), 0)
+  deadline = time.monotonic() + 10
+  while not seen and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert [stats.requests for stats in seen] == [2]
 
 
 def test_the_boundary_of_a_shared_prefix():
@@ -194,6 +236,37 @@ class TestPool:
     assert free_ids(cache) == [3, 4, 5, 6, 7, 8, 9, 10, 2, 1]
     with pytest.raises(ValueError, match=r"at most 10, .* got 11"):
       pool.get_new_blocks(11)
+
+  def test_a_collector_that_raises(self):
+    """A call of the pool takes effect completely or not at all."""
+
+    class Collector:
+      fails = False
+
+      def __getattr__(self, name):
+        def on_block(*_):
+          if self.fails:
+            raise RuntimeError(name)
+
+        return on_block
+
+    collector = Collector()
+    cache = manager(metrics_collector=collector)
+    one = request("a", range(9))
+    admit(cache, one)
+    cache.free(one)
+    pool, collector.fails = cache.block_pool, True
+    block = pool.blocks[1]
+    for call in (
+      lambda: pool.get_new_blocks(9),
+      lambda: pool.touch([block]),
+      lambda: pool.evict_blocks([1]),
+      pool.reset_prefix_cache,
+    ):
+      with pytest.raises(RuntimeError):
+        call()
+      assert free_ids(cache) == [3, 4, 5, 6, 7, 8, 9, 10, 2, 1]
+      assert block.block_hash is not None
 
   def test_names_lead_to_blocks(self, cache):
     """The oldest block of a name is found until it is evicted."""

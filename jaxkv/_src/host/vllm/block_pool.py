@@ -118,6 +118,7 @@ class BlockPool:
     cached_block_hash_to_block: the cached blocks by hash and group.
     cached_block_hashes_by_block: always empty, because a block has one hash.
     hashes: the hashes of cached blocks.
+    undo_log: see `CacheManager.undo_log`.
   """
 
   def __init__(
@@ -128,6 +129,7 @@ class BlockPool:
     metrics_collector: Any,
   ):
     self._manager = manager
+    self.undo_log = manager.undo_log
     self.hashes = hashes
     self.num_gpu_blocks = manager.config.num_pages
     self.enable_caching = manager.config.prefix_caching
@@ -180,6 +182,7 @@ class BlockPool:
     cached = [block for block in blocks if block is not None]
     return cached if len(cached) == len(blocks) else None
 
+  @atomic
   def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
     """Allocates free blocks in eviction order, with one reference each.
 
@@ -190,6 +193,7 @@ class BlockPool:
     self.count_allocated(blocks)
     return self.blocks_of(blocks)
 
+  @atomic
   def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
     """Adds a reference to each block; free blocks leave the free queue."""
     touched = _ids(blocks)
@@ -205,6 +209,7 @@ class BlockPool:
     """
     self._manager.pages.release(_ids(ordered_blocks))
 
+  @atomic
   def evict_blocks(self, block_ids: Iterable[int]) -> None:
     """Removes blocks from the prefix cache, but not from requests.
 
@@ -217,6 +222,7 @@ class BlockPool:
       for block in self.blocks_of(evicted):
         self.metrics_collector.on_block_evicted(block)
 
+  @atomic
   def reset_prefix_cache(self) -> bool:
     """Empties the prefix cache if all blocks are free; returns True if so."""
     is_reset = self._manager.reset_prefix_cache()

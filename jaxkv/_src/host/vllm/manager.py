@@ -141,21 +141,24 @@ class KVCacheManager:
     skips = getattr(request, "skip_reading_prefix_cache", False)
     return self.enable_caching and not skips
 
+  @atomic
   def record_prefix_cache_stats(self, request: Any, num_hits: int) -> None:
     """Adds the lookup of an admitted request to the statistics."""
     stats = self.prefix_cache_stats
     if stats is None or not self.prefix_cache_lookup_enabled(request):
       return
     is_preempted = getattr(request, "num_preemptions", 0) > 0
-    self.prefix_cache_stats = stats.counting(
+    stats = stats.counting(
       request.num_tokens, num_hits, is_preempted=is_preempted
     )
+    self.undo_log.replace(self, prefix_cache_stats=stats)
 
+  @atomic
   def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
     """Returns the statistics since the last call; None without `log_stats`."""
     stats = self.prefix_cache_stats
     if stats is not None:
-      self.prefix_cache_stats = PrefixCacheStats()
+      self.undo_log.replace(self, prefix_cache_stats=PrefixCacheStats())
     return stats
 
   def get_computed_blocks(
@@ -218,8 +221,6 @@ class KVCacheManager:
     """
     manager = self._manager
     begins = not manager.holds_pages(request.request_id)
-    if begins and manager.is_full:
-      return None
     remaining = self.max_model_len - request.num_computed_tokens
     remaining -= num_new_computed_tokens
     if remaining <= 0 and not begins and num_new_tokens > 0:
@@ -272,6 +273,8 @@ class KVCacheManager:
     **options: Any,
   ) -> CachePages | None:
     """Allocates blocks; updates events, zeroing and metrics accordingly."""
+    if begins and self._manager.is_full:
+      return None
     hit = None
     if begins or any(blocks.blocks):
       name, lookup = self._lookup
@@ -285,7 +288,7 @@ class KVCacheManager:
     if begins and options["num_external_computed_tokens"]:
       self._hashes.begin(request.request_id)
     if self._records_new:
-      first = hit.pages if hit is not None else None
+      first = [set(blocks) for blocks in hit.pages] if hit is not None else None
       self._record_new(request.request_id, pages.pages, first, skipped_groups)
     return pages
 
@@ -293,7 +296,7 @@ class KVCacheManager:
     self,
     request_id: str,
     new: Sequence[list[int]],
-    hit: Sequence[list[int]] | None,
+    hit: Sequence[set[int]] | None,
     skipped_groups: Sequence[int],
   ) -> None:
     """Records new blocks for zeroing and metrics.
@@ -315,7 +318,7 @@ class KVCacheManager:
       )
       new_ids = [
         [page for page in table if page and page not in hit_pages]
-        for table, hit_pages in zip(tables, map(set, hit), strict=True)
+        for table, hit_pages in zip(tables, hit, strict=True)
       ]
     for group, blocks in enumerate(new_ids):
       # In groups with states, new columns before the last can be null.
@@ -370,8 +373,7 @@ class KVCacheManager:
     done = self.block_pool.reset_prefix_cache()
     if done and self.prefix_cache_stats is not None:
       stats = dataclasses.replace(self.prefix_cache_stats, reset=True)
-      self.undo_log.save_attribute(self, "prefix_cache_stats")
-      self.prefix_cache_stats = stats
+      self.undo_log.replace(self, prefix_cache_stats=stats)
     return done
 
   def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
