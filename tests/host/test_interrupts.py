@@ -2,6 +2,7 @@
 
 import gc
 import signal
+import threading
 
 import jax
 import numpy as np
@@ -220,6 +221,39 @@ def test_signals():
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
     gc.enable()
+
+
+def test_readings_wait_for_calls():
+  """Another thread sees nothing of a call that is undone."""
+  manager, seen = single(CacheManager), []
+
+  def read():
+    seen.append(
+      (
+        manager.num_free_pages,
+        manager.num_published_tokens("a"),
+        manager.is_full,
+        manager.request_ids(),
+      )
+    )
+
+  thread = threading.Thread(target=read)
+
+  class Listener:
+    def stored(self, *_):
+      thread.start()
+      thread.join(0.2)
+      raise Interrupted
+
+  manager.pages.add_listener(Listener())
+  one = request("a", range(3))
+  manager.allocate_slots(one, 3)
+  one.token_ids += range(20)
+  one.num_computed_tokens = 3
+  with pytest.raises(Interrupted):
+    manager.allocate_slots(one, 20)
+  thread.join()
+  assert seen == [(9, 3, False, ["a"])]
 
 
 def test_threads():

@@ -23,11 +23,13 @@ class ManagerReports:
     """True if a request holds pages."""
     return request_id in self._state.held
 
+  @atomic
   def request_ids(self) -> list[str]:
     """Returns the requests that hold pages."""
     return list(self._state.held)
 
   @property
+  @atomic
   def is_full(self) -> bool:
     """True if no slot is vacant, so that no further request is admitted."""
     return not self._state.vacant
@@ -37,6 +39,7 @@ class ManagerReports:
     """The most pages that one sequence ever holds at once, by group."""
     return self._state.limits.most_pages
 
+  @atomic
   def num_published_tokens(self, request_id: str) -> int:
     """Returns the number of a request's final tokens; 0 without pages."""
     held = self._state.held.get(request_id)
@@ -172,9 +175,9 @@ class ManagerReports:
     """Returns the free pages in eviction order, the first `count` or all."""
     queue = self._state.pool.queue
     # The first pages of the linked list are read without a walk to its end.
-    if count is None or count > queue.num_free:
+    if count is None:
       return queue.in_order()
-    return queue.first(at_least("count", count, 0))
+    return queue.first(min(at_least("count", count, 0), queue.num_free))
 
   @atomic
   def cached_page_ids(self) -> set[int]:
@@ -185,6 +188,7 @@ class ManagerReports:
     return set(self._state.pool.cached_pages())
 
   @property
+  @atomic
   def num_free_pages(self) -> int:
     """The number of free pages."""
     return self._state.pool.num_free
