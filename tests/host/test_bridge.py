@@ -267,6 +267,10 @@ def test_new_slots_are_named(cache):
   child = request("child", range(9), num_computed_tokens=9, status="running")
   assert cache.take(state, {(slot + 1) % 10: child}) == []
   assert cache.get_page_ids("child")[0][:2] == cache.get_page_ids("a")[0][:2]
+  with pytest.raises(TypeError, match="`requests` must be a dictionary"):
+    cache.take(state, [child])
+  with pytest.raises(AttributeError, match="request_id"):
+    cache.take(state, {(slot + 1) % 10: None})
   # The child's pages are freed like any other's.
   cache.free(child)
   cache.free(request("a", []))

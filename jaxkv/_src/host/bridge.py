@@ -134,6 +134,10 @@ def from_device(
 ) -> list[str]:
   """Replaces the state of a manager; see `CacheManager.take`."""
   check_single(device)
+  if not isinstance(requests, Mapping):
+    raise TypeError(
+      f"`requests` must be a dictionary from slots to requests, got {requests}."
+    )
   _check_identity(state, device)
   host: Any = jax.device_get(device)
   sequences = _sequences(state, host, requests)
@@ -248,6 +252,7 @@ def _sequences(
       f"`requests` must not name slots {waiting}, whose pages wait for "
       "free_pages."
     )
+  before: dict[int, HeldSequence | None]
   before = {held.slot: held for held in state.all_held()}
   unnamed = set(occupied) - set(before) - set(requests)
   if unnamed:
@@ -255,8 +260,10 @@ def _sequences(
       f"`requests` must name the request in slot {min(unnamed)}, which was "
       f"empty, got {sorted(requests)}; add it."
     )
+  # The loop filled the slots in `requests`, so their old sequences are dropped.
+  before |= dict.fromkeys(requests)
   return {
-    slot: _sequence(state, host, slot, before.get(slot), requests.get(slot))
+    slot: _sequence(state, host, slot, before[slot], requests.get(slot))
     for slot in occupied
   }
 
@@ -269,12 +276,9 @@ def _sequence(
   request: Any,
 ) -> HeldSequence:
   """Returns the sequence in a slot, with nodes for its final tokens."""
-  # The loop filled the slots in `requests`, so their old sequences are dropped.
-  if request is not None:
-    name, old = request.request_id, None
-  else:
-    assert old is not None
-    name, request = old.request_id, old.request
+  if old is not None:
+    request = old.request
+  name = request.request_id if old is None else old.request_id
   tables = [
     host.page_table[slot, group, :count].tolist()
     for group, count in enumerate(host.num_pages[slot].tolist())
