@@ -95,6 +95,7 @@ def test_hits_for_a_request_that_runs(cache):
       ("none", None, 4),
       ("two groups", ([1], [2]), 4),
       ("no group", (), 4),
+      ("no group for no tokens", (), 0),
       ("no page", ([],), 4),
       ("beyond the pool", ([11],), 4),
       ("far beyond the pool", ([2**31 - 1],), 4),
@@ -131,6 +132,12 @@ def test_hits_that_no_lookup_found(cache, pages, tokens):
 def test_hits_that_are_no_pages(cache, pages, error, message):
   with unchanged(cache), pytest.raises(error, match=message):
     cache.allocate_slots(NEW, 1, 4, pages)
+
+
+def test_a_null_page_is_no_hit(cache):
+  """Even where no page is cached."""
+  with unchanged(cache), pytest.raises(ValueError, match="'c' begins with"):
+    cache.allocate_slots(request("c", range(40, 49)), 5, 4, CachePages(([0],)))
 
 
 def test_running_requests_are_a_list(cache):
@@ -292,6 +299,7 @@ def test_more_requests_than_pages(cache):
     ({"policy": "newest"}, ValueError, "policy.* 'newest'"),
     ({"watermark": 1}, ValueError, "watermark.* 1"),
     ({"watermark": -0.1}, ValueError, "watermark.* -0.1"),
+    ({"watermark": "0.1"}, ValueError, "watermark.* '0.1'"),
     ({"prefix_retention_interval": 8}, ValueError, "retention"),
     (
       {"groups": [WINDOW], "prefix_retention_interval": 3},

@@ -191,6 +191,18 @@ class TestStatistics:
     assert (sum(taken.lifetime), taken.reset) == (0, True)
     assert single(CacheManager).make_prefix_cache_stats().lifetime == []
 
+  def test_ages_that_the_device_cannot_count(self):
+    """They are in the last bin."""
+    cache = single(CacheManager, track_residency=True)
+    one = request("a", range(4))
+    admit(cache, one)
+    cache._state.pool.clock += 2**40
+    cache.free(one)
+    cache._state.pool.clock += 2**40
+    admit(cache, request("b", range(100, 140)))
+    taken = cache.make_prefix_cache_stats()
+    assert taken.lifetime[-1] == taken.idle[-1] == 1
+
 
 class TestPages:
   def test_sum(self):
@@ -321,6 +333,15 @@ class TestDeferredFree:
     cache.free_pages(popped)
     assert cache.free_queue() == [3, 6, 8, 9, 10, 5, 4]
     jaxkv.check(cache.state)
+
+  def test_the_newest_pages_of_a_name_are_returned_again(self, cache):
+    one, _ = self._two(cache)
+    first = cache.pop_pages_for_free(one)
+    admit(cache, request("0", range(9)))
+    second = cache.pop_pages_for_free(one)
+    assert cache.pop_pages_for_free(one) is second
+    cache.free_pages(second)
+    assert cache.pop_pages_for_free(one) is first
 
   def test_room_comes_with_the_pages(self, cache):
     one, two = self._two(cache)

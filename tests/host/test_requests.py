@@ -117,10 +117,47 @@ def test_tokens_in_an_array_of_jax(cache):
   assert cache.get_computed_pages(one)[1] == 8
 
 
-@pytest.mark.parametrize("pages", [[1.9], ["1"], "12", [None]])
-def test_evicted_pages_are_ints(cache, pages):
-  with unchanged(cache), pytest.raises(TypeError, match="page_ids` must be"):
-    cache.evict_pages(pages)
+def _calls_with_pages(cache):
+  pages = cache.pages
+  readers = (pages.ref_counts, pages.groups, pages.keys, cache.evict_pages)
+  return *readers, pages.hold, pages.release
+
+
+@pytest.mark.parametrize("pages", [[1.9], ["1"], "12", [None], [True]])
+def test_page_ids_are_ints(cache, pages):
+  for call in _calls_with_pages(cache):
+    with unchanged(cache), pytest.raises(TypeError, match="page_ids` must be"):
+      call(pages)
+
+
+@pytest.mark.parametrize("page", [-1, 11, 2**40])
+def test_page_ids_exist(cache, page):
+  for call in _calls_with_pages(cache):
+    with unchanged(cache), pytest.raises(ValueError, match=rf"\[{page}\]"):
+      call([1, page])
+
+
+def test_ids_of_numpy_do_not_spread(cache):
+  pages = np.array([5, 6], np.uint8)
+  cache.pages.hold(iter(pages))
+  assert cache.pages.ref_counts(pages) == [1, 1]
+  cache.pages.release(iter(pages))
+  one = request("numpy", range(70, 79))
+  admit(cache, one)
+  cache.free(one)
+  hit, num_tokens = cache.get_computed_pages(one)
+  hit = CachePages(([*np.array(hit.pages[0])],))
+  cache.allocate_slots(request("numpy", range(70, 79)), 1, num_tokens, hit)
+  ids = [*cache.get_page_ids("numpy")[0], *cache.free_queue()]
+  assert {type(page) for page in ids} == {int}
+
+
+@pytest.mark.parametrize("count", [99.5, "3", True])
+def test_counts_of_readings_are_ints(cache, count):
+  with pytest.raises(TypeError, match="`count` must be an int"):
+    cache.free_queue(count)
+  with pytest.raises(TypeError, match="`max_hit_tokens` must be an int"):
+    cache.get_computed_pages(request("new", range(9)), count)
 
 
 def test_newcomers_without_a_status_leave_pages_free():

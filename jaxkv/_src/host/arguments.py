@@ -1,6 +1,7 @@
 """Checks the arguments of the methods of `CacheManager`."""
 
 import operator
+from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,6 +33,19 @@ def at_least(name: str, value: int, minimum: int) -> int:
   if number < minimum:
     raise ValueError(f"`{name}` must be at least {minimum}, got {number}.")
   return number
+
+
+def as_page_ids(page_ids: Iterable[int], first: int, last: int) -> list[int]:
+  """Converts page ids from `first` to `last` to ints; raises for others."""
+  # Most ids are ints, and the test avoids a function call for them.
+  pages = [
+    page if page.__class__ is int else as_int("page_ids", page)
+    for page in page_ids
+  ]
+  wrong = [page for page in pages if not first <= page <= last]
+  if wrong:
+    raise ValueError(f"`page_ids` must be {first} to {last}, got {wrong}.")
+  return pages
 
 
 def check_length(limits: Limits, name: str, length: int) -> None:
@@ -125,7 +139,7 @@ def _check_hit(
   holds_pages: bool,
 ) -> None:
   """Raises if the request cannot have this hit; does not compare tokens."""
-  name, pages = request.request_id, ()
+  name, pages = request.request_id, ([],) * config.num_groups
   if hit is not None:
     if not isinstance(hit, CachePages):
       raise TypeError(
@@ -153,7 +167,7 @@ def _check_hit(
       f"{config.alignment}, as every hit is, got {num_found}."
     )
   num_pages = [num_found // size for size in config.page_sizes]
-  if [len(column) for column in pages or [()] * len(num_pages)] != num_pages:
+  if [len(column) for column in pages] != num_pages:
     raise ValueError(
       f"`new_computed_pages` of {name!r} must have {num_pages} pages for "
       f"{num_found} tokens, got {hit}."

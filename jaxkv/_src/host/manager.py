@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
+from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.host_policy import HostPolicy
 from jaxkv._src.cache.state import CacheState
@@ -15,6 +16,7 @@ from jaxkv._src.host import options
 from jaxkv._src.host import prefix_lookup
 from jaxkv._src.host import step
 from jaxkv._src.host.admit import admit
+from jaxkv._src.host.arguments import as_page_ids
 from jaxkv._src.host.arguments import at_least
 from jaxkv._src.host.arguments import check_length
 from jaxkv._src.host.arguments import demand_of
@@ -173,7 +175,7 @@ class CacheManager(ManagerReports):
       The names of the requests that lost their pages.
 
     Raises:
-      TypeError: `state` is not a CacheState.
+      TypeError: `state` is not a CacheState, or `requests` not a dictionary.
       ValueError: `state` has another config, secret or epoch, or a recorded
         error; or `requests` does not fit the slots of `state`; or a request has
         another salt or other `token_ids` than its slot.
@@ -197,9 +199,12 @@ class CacheManager(ManagerReports):
       has their new numbers.
 
     Raises:
+      TypeError: `max_hit_tokens` is not an int.
       ValueError: the request has more than `max_model_len` tokens, or a token
         that is not a 32-bit integer.
     """
+    if max_hit_tokens is not None:
+      max_hit_tokens = as_int("max_hit_tokens", max_hit_tokens)
     fields = read_request(request)
     if not self.config.prefix_caching or fields.skips_lookup:
       return self.create_empty_page_list(), 0
@@ -403,7 +408,8 @@ class CacheManager(ManagerReports):
     state, name = self._state, request.request_id
     held = state.held.get(name)
     if held is None:
-      waiting = [pages for pages, _ in state.popped.values()]
+      # The newest first, because the request may have been admitted again.
+      waiting = [pages for pages, _ in reversed(state.popped.values())]
       return next(
         (pages for pages in waiting if pages.request_id == name), None
       )
@@ -442,11 +448,8 @@ class CacheManager(ManagerReports):
       TypeError: an id is not an int.
       ValueError: an id is out of range.
     """
-    pages = sorted({at_least("page_ids", page_id, 0) for page_id in page_ids})
-    last = self.config.num_numbers - 1
-    if pages and pages[-1] > last:
-      raise ValueError(f"`page_ids` must be 0 to {last}, got {pages}.")
-    self._state.pool.unpublish(pages)
+    pages = as_page_ids(page_ids, 0, self.config.num_numbers - 1)
+    self._state.pool.unpublish(sorted(pages))
 
   @atomic
   def reset_prefix_cache(self) -> bool:

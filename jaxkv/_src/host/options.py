@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import is_number
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
 
@@ -55,9 +56,9 @@ def make(
     raise ValueError(
       f"`policy` must be 'current' or 'classic', got {policy!r}."
     )
-  if not 0 <= watermark < 1:
+  if not (is_number(watermark) and 0 <= watermark < 1):
     raise ValueError(
-      f"`watermark` must be at least 0 and below 1, got {watermark}."
+      f"`watermark` must be at least 0 and below 1, got {watermark!r}."
     )
   _check_groups(groups, options["prefix_retention_interval"])
   _check_caching(groups, options)

@@ -348,10 +348,13 @@ class HostPool:
     if self.released is None:
       return
     lifetime, idle = self.lifetime[:], self.idle[:]
+    # Ages of 2**32 and more, which the device cannot have, are in the last bin.
+    last = NUM_BINS - 1
     for page in pages:
       # The clock advanced by 1 for the page itself, after it got its stamp.
-      lifetime[(self.clock - self.stamp[page] - 1).bit_length()] += 1
-      idle[(self.clock - self.released[page]).bit_length()] += 1
+      age = self.clock - self.stamp[page] - 1
+      lifetime[min(age.bit_length(), last)] += 1
+      idle[min((self.clock - self.released[page]).bit_length(), last)] += 1
     self.undo_log.replace(self, lifetime=lifetime, idle=idle)
 
   def set_listed(self, pages: Iterable[int], is_listed: bool) -> None:

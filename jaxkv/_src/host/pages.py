@@ -1,13 +1,13 @@
 """The pages of a manager, for engines that hold references to them."""
 
 from collections.abc import Iterable
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxkv._src.cache.prefix.hashing import key_bytes
 from jaxkv._src.host import allocate
+from jaxkv._src.host.arguments import as_page_ids
 from jaxkv._src.host.arguments import at_least
 from jaxkv._src.host.atomic import atomic
 from jaxkv._src.host.page_pool import PageListener
@@ -21,6 +21,8 @@ class Pages:
   A reference that a method adds belongs to the caller, until `release`. Page
   ids are 1 to N - 1, where N is `num_pages`. `cached_in_order` and `find` also
   return N + 1 + h for host page h. Only `keys` and `groups` accept such ids.
+  Each method raises `TypeError` for an id that is not an int, and `ValueError`
+  for one that is out of range. Methods that only read accept the null page 0.
   """
 
   def __init__(self, state: HostState):
@@ -78,42 +80,32 @@ class Pages:
     return pages
 
   @atomic
-  def hold(self, page_ids: Sequence[int]) -> None:
-    """Adds a reference to each page; free pages leave the free queue.
-
-    Raises:
-      ValueError: an id is out of range.
-    """
-    self._check(page_ids)
-    self._state.pool.hold(page_ids)
-    self._state.pool.pin(page_ids, 1)
+  def hold(self, page_ids: Iterable[int]) -> None:
+    """Adds a reference to each page; free pages leave the free queue."""
+    pages = as_page_ids(page_ids, 1, self._state.config.num_pages - 1)
+    self._state.pool.hold(pages)
+    self._state.pool.pin(pages, 1)
 
   @atomic
-  def release(self, page_ids: Sequence[int]) -> None:
+  def release(self, page_ids: Iterable[int]) -> None:
     """Removes a reference from each page; the first page is evicted first.
 
     Raises:
-      ValueError: an id is out of range, or names a page more often than callers
-        have references to it.
+      ValueError: an id names a page more often than callers have references to
+        it.
     """
-    self._check(page_ids)
+    pages = as_page_ids(page_ids, 1, self._state.config.num_pages - 1)
     pool = self._state.pool
     # Decremented first, so that a page that is named too often has a negative
     # count. If the check raises, the undo log restores the counts.
-    pool.pin(page_ids, -1)
-    wrong = sorted({page for page in page_ids if pool.pin_count[page] < 0})
+    pool.pin(pages, -1)
+    wrong = sorted({page for page in pages if pool.pin_count[page] < 0})
     if wrong:
       raise ValueError(
         "`page_ids` must name no page more often than callers have references "
         f"to it, got {wrong} too often."
       )
-    pool.release(page_ids)
-
-  def _check(self, page_ids: Iterable[int]) -> None:
-    last = self._state.config.num_pages - 1
-    wrong = [page for page in page_ids if not 0 < page <= last]
-    if wrong:
-      raise ValueError(f"`page_ids` must be 1 to {last}, got {wrong}.")
+    pool.release(pages)
 
   @atomic
   def ref_counts(self, page_ids: Iterable[int] | None = None) -> list[int]:
@@ -121,7 +113,7 @@ class Pages:
     counts = self._state.pool.ref_count
     if page_ids is None:
       return counts[:]
-    return [counts[page] for page in page_ids]
+    return [counts[page] for page in as_page_ids(page_ids, 0, len(counts) - 1)]
 
   @atomic
   def num_leading(self, request_id: str, num_references: int) -> list[int]:
@@ -147,7 +139,7 @@ class Pages:
     The group of a page that a device loop filled can be unknown.
     """
     groups = self._state.pool.group
-    return [groups[page] for page in page_ids]
+    return [groups[page] for page in as_page_ids(page_ids, 0, len(groups) - 1)]
 
   @atomic
   def cached_in_order(self) -> list[int]:
@@ -157,15 +149,15 @@ class Pages:
   @atomic
   def keys(self, page_ids: Iterable[int]) -> list[bytes | None]:
     """Returns the key of each page in its group; None for uncached pages."""
-    pool, page_ids = self._state.pool, list(page_ids)
-    cached = [page for page in page_ids if pool.is_cached[page]]
-    keys = self._state.device_keys
+    pool, keys = self._state.pool, self._state.device_keys
+    pages = as_page_ids(page_ids, 0, len(pool.is_cached) - 1)
+    cached = [page for page in pages if pool.is_cached[page]]
     if keys is None or not cached:
-      return [None] * len(page_ids)
+      return [None] * len(pages)
     keys.compute(pool.content[page] for page in cached)
     return [
       key_bytes(self._key_of(page)) if pool.is_cached[page] else None
-      for page in page_ids
+      for page in pages
     ]
 
   @atomic

@@ -204,7 +204,8 @@ def holds_tokens(
     # a device key. If any page fails, the lookup is repeated.
     if digests != expected:
       cached_pages = _cached_pages(state, hashed, group)[first : len(pages)]
-      if cached_pages != hit_pages:
+      # Both lists have the null page in columns of which no page is cached.
+      if cached_pages != hit_pages or 0 in hit_pages:
         return False
   return True
 
