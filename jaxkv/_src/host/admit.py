@@ -49,14 +49,12 @@ def admit(
     ):
       hashed = prefix_lookup.hash_tokens(state, fields, demand.publish)
   if not prefix_lookup.holds_tokens(
-    state, hit.pages, hashed, demand.num_computed
+    state, demand.hits, hashed, demand.num_computed
   ):
     raise ValueError(
       "`new_computed_pages` must hold the tokens that "
       f"{fields.request_id!r} begins with, got {hit}; look up the hit again."
     )
-  # Integers of NumPy would spread to the free queue.
-  hits = [[*map(int, pages)] for pages in hit.pages]
   # Added to `state.held` only after the allocation, which can fail.
   held = HeldSequence(
     fields.request_id,
@@ -67,7 +65,7 @@ def admit(
     prompt_length=fields.num_prompt_tokens,
     boundary=fields.shared_prefix_boundary or hit.shared_prefix_boundary,
   )
-  pages = allocate(state, held, demand, hits, hashed)
+  pages = allocate(state, held, demand, demand.hits, hashed)
   if pages is None:
     return None
   state.undo_log.replace(state, vacant=state.vacant[:-1])

@@ -25,6 +25,7 @@ class Demand(NamedTuple):
   reserved: int = 0  # further pages that must stay free; `whole` ignores them
   publish: int = 0  # final tokens, whose full pages are published
   silent: Sequence[int] = ()  # groups whose new pages need no zeroing
+  hits: Sequence[list[int]] = ()  # the pages of a new request's hit, by group
 
 
 def at_least(name: str, value: int, minimum: int) -> int:
@@ -73,7 +74,9 @@ def demand_of(
   counts = _as_counts(limits, request, counts)
   num_found = counts["num_new_computed_tokens"]
   external = counts["num_external_computed_tokens"]
-  _check_hit(limits.config, request, num_found, hit, holds_pages=holds_pages)
+  hits = _pages_of_hit(
+    limits.config, request, num_found, hit, holds_pages=holds_pages
+  )
   num_groups = limits.config.num_groups
   if not all(group in range(num_groups) for group in silent):
     raise ValueError(
@@ -98,6 +101,7 @@ def demand_of(
     reserved=counts["reserved_pages"],
     publish=num_found if delay_cache_pages else min(total, request.num_tokens),
     silent=silent,
+    hits=hits,
   )
 
 
@@ -130,25 +134,26 @@ def _as_counts(
   return counts
 
 
-def _check_hit(
+def _pages_of_hit(
   config: CacheConfig,
   request: RequestFields,
   num_found: int,
   hit: CachePages | None,
   *,
   holds_pages: bool,
-) -> None:
-  """Raises if the request cannot have this hit; does not compare tokens."""
-  name, pages = request.request_id, ([],) * config.num_groups
+) -> list[list[int]]:
+  """Returns the pages of a hit as ints.
+
+  Raises if the request cannot have this hit; does not compare tokens.
+  """
+  name, pages = request.request_id, [[] for _ in config.groups]
   if hit is not None:
     if not isinstance(hit, CachePages):
       raise TypeError(
         f"`new_computed_pages` of {name!r} must be CachePages or None, got "
         f"{hit!r}."
       )
-    pages = hit.pages
-    for column in pages:
-      _check_pages(config, name, column)
+    pages = [_as_pages(config, name, column) for column in hit.pages]
   if holds_pages and (num_found or any(pages)):
     raise ValueError(
       f"`new_computed_pages` of {name!r} must be empty, and "
@@ -172,9 +177,10 @@ def _check_hit(
       f"`new_computed_pages` of {name!r} must have {num_pages} pages for "
       f"{num_found} tokens, got {hit}."
     )
+  return pages
 
 
-def _check_pages(config: CacheConfig, name: str, column: list[int]) -> None:
+def _as_pages(config: CacheConfig, name: str, column: list[int]) -> list[int]:
   last = config.num_numbers - 1
   try:
     # `map` is faster than a loop over pages, of which there can be hundreds.
@@ -188,3 +194,4 @@ def _check_pages(config: CacheConfig, name: str, column: list[int]) -> None:
     raise ValueError(
       f"`new_computed_pages` of {name!r} must be 0 to {last}, got {column!r}."
     )
+  return pages
