@@ -231,13 +231,13 @@ def _cached_pages(
   expected, step = hashed.pages, group.step
   contents = [pool.content[page] for page in pages]
   if step == 1:
-    found = [content and content.tokens for content in contents]
+    cached = [content and content.tokens for content in contents]
   else:
     expected = split(b"".join(expected), group.size * TOKEN_BYTES)
-    found = [content and content.last_tokens(step) for content in contents]
+    cached = [content and content.last_tokens(step) for content in contents]
   return [
-    page if page and tokens == cached[: len(tokens)] else 0
-    for page, tokens, cached in zip(pages, expected, found, strict=True)
+    page if page and tokens == page_tokens[: len(tokens)] else 0
+    for page, tokens, page_tokens in zip(pages, expected, cached, strict=True)
   ]
 
 
