@@ -3,31 +3,28 @@
 A side is one implementation of attention. A run is a jitted loop of CALLS
 calls. The result of a call is added to the query of the next call, and this
 addition is timed, too. Successive calls read different pages, shuffled over 256
-MB, which is four times an H200's cache. Sides take turns in every round, and
-figures are medians over the rounds. A round of a side has as many runs as fit
-into 0.2 s. A side whose single run takes longer has two rounds.
+MB. Sides take turns. A round of a side takes about 0.2 s, and figures are
+medians over the rounds.
 
-The host launches the kernels of a loop one after another, ahead of the GPU. A
-launch takes a few microseconds. In cases of a few MB a launch takes longer than
-the kernel, so the figures are times of launches. With the XLA backend the host
-also waits for the trip count of an inner loop.
+In cases of a few MB, launching a kernel takes longer than the kernel, so the
+figures are times of launches. With the XLA backend the host also waits for the
+trip count of an inner loop.
 
 | column | meaning |
 |---|---|
 | us | microseconds a call |
 | GB/s | bytes of K and V, or of latents, divided by that time; a page that
-  sequences share counts once, even if a side reads it more often |
+  sequences share counts once |
 | of copy | GB/s as a share of the bandwidth (reads and writes) of a 1 GB copy
   in the same benchmark |
-| error | relative L2 distance from the XLA backend's result after CALLS calls;
-  the larger of two distances, one before and one after the timed rounds |
+| error | relative L2 distance from the XLA backend's result after CALLS calls,
+  in the first or the last run, whichever is larger |
 
-The sides are our backends. A plan cuts all contexts into equal pieces of work.
-A backend that takes plans is timed with and without one. In cases with shared
-pages, backends are timed with and without reading these pages only once. Cases
-marked `main` add jax's own Pallas kernel with 1, 4 and 16 splits, and cuDNN and
-XLA on a dense cache. Plans and the search for shared pages are not timed,
-because a decode step needs them only once for all layers.
+The sides are our backends. Some are also timed with a plan, and in cases with
+shared pages also with reading these pages only once. Cases marked `main` add
+jax's own Pallas kernel with 1, 4 and 16 splits, and cuDNN and XLA on a dense
+cache. Plans and the search for shared pages are not timed, because a decode
+step needs them only once for all layers.
 
 A side's `rotations` is the number of caches that it reads in turn. A row's
 `bytes` is the size of one cache. Sides with a dense cache always read the same
@@ -46,11 +43,11 @@ exit code is 1 if one of our sides has failed or has an error over TOLERANCE.
 import argparse
 import contextlib
 import faulthandler
+import functools
 import json
 import math
 import pathlib
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -63,6 +60,7 @@ import command
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rows
 from attention_cases import Case
 from attention_sides import ROUNDS
 from attention_sides import Timed
@@ -78,10 +76,7 @@ COPY_BYTES = 2**30
 TOLERANCE = 2e-2
 
 Report = dict[str, Any]
-"""The JSON report. It has facts about the machine, `cases` by name, and in
-`begun` the sides that were interrupted."""
-Watch = Callable[[str], contextlib.AbstractContextManager[None]]
-"""A function that maps the name of a side to the context of `watched`."""
+"""Facts about the machine, `cases` by name, and the interrupted sides."""
 
 
 def copy_speed(size: int, rounds: int) -> float:
@@ -93,13 +88,8 @@ def copy_speed(size: int, rounds: int) -> float:
   # `x` is donated, because otherwise the loop would begin with one more copy.
   jitted = jax.jit(run, donate_argnums=0)
   x = jnp.arange(size // 4, dtype=jnp.int32)
-  samples = []
-  for _ in range(rounds + 1):
-    jax.block_until_ready(x)
-    begin = time.perf_counter()
-    x = jax.block_until_ready(jitted(x))
-    samples.append(time.perf_counter() - begin)
-  return 16 * 2 * x.nbytes / statistics.median(samples[1:])
+  samples, _ = rows.alternated({"copy": (jitted, x)}, rounds)
+  return 16 * 2 * x.nbytes / float(np.median(samples["copy"][:, 0]))
 
 
 @contextlib.contextmanager
@@ -137,7 +127,10 @@ def watched(
 
 
 def measured(
-  case: Case, quick: bool, watch: Watch, reasons: dict[str, str]
+  case: Case,
+  quick: bool,
+  watch: Callable[[str], contextlib.AbstractContextManager[None]],
+  reasons: dict[str, str],
 ) -> dict[str, Timed]:
   """Times the sides of a case, and adds failed ones to `reasons`."""
   timed: dict[str, Timed] = {}
@@ -171,35 +164,20 @@ def row_of(
   start = time.monotonic()
   begun = report["begun"].setdefault(case.name, {})
   reasons = gone(begun)
-
-  def watch(side: str):
-    return watched(save, begun, reasons, side)
-
-  results = {}
+  watch = functools.partial(watched, save, begun, reasons)
+  timed = {}
   if "arrays" not in reasons:
-    results = results_of(case, quick, speed, watch, reasons)
+    timed = measured(case, quick, watch, reasons)
   return {
     "bytes": case.bytes_read(),
     "copy GB/s": speed / 1e9,
     "seconds": time.monotonic() - start,
-    "sides": results,
+    "sides": {
+      name: figures(case, speed, side, timed.get("xla"))
+      for name, side in timed.items()
+    },
     "not timed": reasons,
   }
-
-
-def results_of(
-  case: Case, quick: bool, speed: float, watch: Watch, reasons: dict[str, str]
-) -> dict[str, Any]:
-  """Returns the figures of the sides that could be timed."""
-  timed = measured(case, quick, watch, reasons)
-  results = {}
-  for name, side in timed.items():
-    results[name] = figures(case, speed, side.seconds(), side.rotations)
-    # Only equal rotations are compared, because otherwise the last calls read
-    # different caches.
-    if "xla" in timed and side.rotations == timed["xla"].rotations:
-      results[name]["error"] = distance(side.outs, timed["xla"].outs[0])
-  return results
 
 
 def gone(begun: dict[str, list[str]]) -> dict[str, str]:
@@ -219,16 +197,20 @@ def distance(outs: list[np.ndarray], expected: np.ndarray) -> float | None:
 
 
 def figures(
-  case: Case, speed: float, seconds: float, rotations: int
+  case: Case, speed: float, side: Timed, xla: Timed | None
 ) -> dict[str, Any]:
   """Returns the reported figures of one side."""
-  rate = case.bytes_read() / seconds
+  rate, error = case.bytes_read() / side.seconds(), None
+  # Only equal rotations are compared, because otherwise the last calls read
+  # different caches.
+  if xla is not None and side.rotations == xla.rotations:
+    error = distance(side.outs, xla.outs[0])
   return {
-    "us": seconds * 1e6,
+    "us": side.seconds() * 1e6,
     "GB/s": rate / 1e9,
     "share of copy": rate / speed,
-    "rotations": rotations,
-    "error": None,
+    "rotations": side.rotations,
+    "error": error,
   }
 
 
@@ -280,12 +262,6 @@ def print_case(name: str, row: dict[str, Any]) -> None:
     print(f"  {side:18} {reason[:90].splitlines()[0]}", flush=True)
 
 
-def save(path: pathlib.Path | None, report: Report) -> None:
-  """Writes the report so far if a file was named."""
-  if path is not None:
-    command.write(path, report)
-
-
 def earlier(path: pathlib.Path | None, quick: bool) -> Report:
   """Reads the report of an earlier run of the same kind, or makes a new one."""
   report = {"facts": facts(quick), "copy GB/s": None, "cases": {}, "begun": {}}
@@ -303,7 +279,8 @@ def measure(path: pathlib.Path | None, quick: bool, minutes: float) -> Report:
   report = earlier(path, quick)
   speed = copy_speed(2**20 if quick else COPY_BYTES, 2 if quick else 9)
   report["copy GB/s"] = speed / 1e9
-  save(path, report)
+  save = functools.partial(command.write, path, report)
+  save()
   print(f"{facts(quick)}\ncopy {speed / 1e9:.1f} GB/s, read and written")
   for case in attention_cases.cases(quick):
     if case.name in report["cases"]:
@@ -311,10 +288,10 @@ def measure(path: pathlib.Path | None, quick: bool, minutes: float) -> Report:
     if time.monotonic() > end:
       print("the time is over; run it again to continue")
       break
-    row = row_of(case, quick, speed, report, lambda: save(path, report))
+    row = row_of(case, quick, speed, report, save)
     report["cases"][case.name] = row
     del report["begun"][case.name]
-    save(path, report)
+    save()
     print_case(case.name, row)
   return report
 

@@ -106,16 +106,11 @@ def all_cases() -> list[Case]:
     Case(*first, 64, 512, main=True),
     Case(*first, 8, 4096, main=True),
   ]
-  names = [case.name for case in cases]
-  return cases + [c for c in _own_cases(first) if c.name not in names]
-
-
-def _own_cases(first: tuple[str, int, int, int]) -> list[Case]:
-  """Returns the cases in which only our backends are timed."""
-  cases = [
+  cases += [
     Case(*first, batch, context)
     for context in (4096, 512, 16_384, 65_536)
     for batch in (64, 1, 8, 32, 128, 256)
+    if batch * context <= MAX_TOKENS
   ]
   cases += [
     Case(*first, batch, 4096, dtype=dtype)
@@ -141,7 +136,10 @@ def _own_cases(first: tuple[str, int, int, int]) -> list[Case]:
     for batch, context in ((64, 4096), (8, 16_384), (1, 4096))
   ]
   cases += [Case(*first, 128, 32_768, ragged=True, page_size=64)]
-  return [c for c in cases if c.batch * c.context <= MAX_TOKENS or c.ragged]
+  unique: dict[str, Case] = {}
+  for case in cases:
+    unique.setdefault(case.name, case)
+  return list(unique.values())
 
 
 def quick_cases() -> list[Case]:

@@ -37,7 +37,7 @@ def run(
     description=description,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  parser.add_argument("--json", metavar="FILE", help="also write rows here")
+  parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
   parser.add_argument("--quick", action="store_true", help="fewer rows, rounds")
   for flag, settings in (arguments or {}).items():
     parser.add_argument(flag, **settings)
@@ -56,15 +56,14 @@ def run(
   rows = measured(quick, rounds, **options)
   after = os.getloadavg()
   print(f"\nload average now {after[0]:.1f}\nnot measured: {not_measured}")
-  if file:
-    result = {
-      "device": device.device_kind,
-      "jax": jax.__version__,
-      "rounds": rounds,
-      "load_average": [before, after],
-      **rows,
-    }
-    write(pathlib.Path(file), result)
+  report = {
+    "device": device.device_kind,
+    "jax": jax.__version__,
+    "rounds": rounds,
+    "load_average": [before, after],
+    **rows,
+  }
+  write(file, report)
 
 
 def _text(report: dict[str, Any]) -> str:
@@ -85,8 +84,10 @@ def _text(report: dict[str, Any]) -> str:
   return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
-def write(path: pathlib.Path, report: dict[str, Any]) -> None:
-  """Writes a report as JSON, atomically if it is a regular file."""
+def write(path: pathlib.Path | None, report: dict[str, Any]) -> None:
+  """Writes a report as JSON if there is a file, atomically if it is regular."""
+  if path is None:
+    return
   text = _text(report)
   if path.is_symlink() or (path.exists() and not path.is_file()):
     path.write_text(text, "utf-8")

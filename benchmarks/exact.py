@@ -16,53 +16,44 @@ Figures are CPU milliseconds, the minimum and median of calls that take turns.
 
 import dataclasses
 import functools
-import time
-from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
-import command
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rows
+from groups import small_llama
 from rows import Row
-from rows import alternated
-from rows import at_most
-from rows import report
 
 import jaxkv
 from jaxkv import models
 
+_VOCABULARY = 8192
 _STEPS = 8
 _PAGE = 16
 
+_Call = tuple[Any, Any]
+"""A function to time and its input."""
+
 
 def _config(quick: bool, **fields: Any) -> models.Decoder:
-  width = 72 if quick else 576
-  config = models.llama(
-    vocab_size=8192,
-    num_layers=4,
-    embed_dim=width,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=width // 9,
-    mlp_dim=width * 8 // 3,
-  )
+  config = small_llama(_VOCABULARY, 72 if quick else 576)
   return dataclasses.replace(config, **fields)
 
 
-def _cache(config: models.Decoder, rows: int, tokens: int) -> tuple[Any, Any]:
+def _cache(config: models.Decoder, slots: int, tokens: int) -> tuple[Any, Any]:
   """Returns a page table for sequences of `tokens` tokens, and their K/V."""
   columns = -(-tokens // _PAGE)
   sizes = jaxkv.CacheConfig(
-    num_pages=1 + rows * columns,
+    num_pages=1 + slots * columns,
     page_size=_PAGE,
-    num_slots=rows,
+    num_slots=slots,
     pages_per_slot=columns,
   )
   # Pages are shuffled, as in a running cache. Page 0 is the null page.
-  table = 1 + np.random.default_rng(0).permutation(rows * columns)
-  table = jnp.asarray(table.reshape(rows, columns), jnp.int32)
+  table = 1 + np.random.default_rng(0).permutation(slots * columns)
+  table = jnp.asarray(table.reshape(slots, columns), jnp.int32)
   return table, models.init_kv(config, sizes)
 
 
@@ -72,11 +63,9 @@ def _view(table: jax.Array, starts: jax.Array, count: int) -> jaxkv.kv.View:
   )
 
 
-def _decode(
-  config: models.Decoder, params: Any, rows: int
-) -> Callable[[], Any]:
-  table, kv = _cache(config, rows, 400)
-  starts = np.random.default_rng(1).integers(200, 390, rows)
+def _decode(config: models.Decoder, params: Any, slots: int) -> _Call:
+  table, kv = _cache(config, slots, 400)
+  starts = np.random.default_rng(1).integers(200, 390, slots)
   starts = jnp.asarray(starts, jnp.int32)
 
   @jax.jit
@@ -92,13 +81,13 @@ def _decode(
 
     return jax.lax.fori_loop(0, _STEPS, decode_step, (kv, tokens, starts))[1]
 
-  return lambda: steps(params, kv, jnp.ones((rows, 1), jnp.int32))
+  return functools.partial(steps, params, kv), jnp.ones((slots, 1), jnp.int32)
 
 
-def _prefill(config: models.Decoder, params: Any) -> Callable[[], Any]:
+def _prefill(config: models.Decoder, params: Any) -> _Call:
   chunk, tokens = 256, 1024
   table, kv = _cache(config, 1, tokens)
-  prompt = np.random.default_rng(2).integers(0, 8192, (1, tokens))
+  prompt = np.random.default_rng(2).integers(0, _VOCABULARY, (1, tokens))
 
   @jax.jit
   def chunks(params: Any, kv: Any, prompt: jax.Array) -> Any:
@@ -114,11 +103,11 @@ def _prefill(config: models.Decoder, params: Any) -> Callable[[], Any]:
     # Returns only one element, so that the pages are not copied out.
     return kv.k[1, 0, 0, 0]
 
-  return lambda: chunks(params, kv, jnp.asarray(prompt, jnp.int32))
+  return functools.partial(chunks, params, kv), jnp.asarray(prompt, jnp.int32)
 
 
-def _gradient(config: models.Decoder, params: Any) -> Callable[[], Any]:
-  tokens = np.random.default_rng(3).integers(0, 8192, (4, 1, 255))
+def _gradient(config: models.Decoder, params: Any) -> _Call:
+  tokens = np.random.default_rng(3).integers(0, _VOCABULARY, (4, 1, 255))
   tokens = jnp.asarray(tokens, jnp.int32)
   prompts, ones = tokens[:, 0, :1], jnp.ones((4,), jnp.int32)
 
@@ -128,15 +117,15 @@ def _gradient(config: models.Decoder, params: Any) -> Callable[[], Any]:
     )
     return jnp.mean(log_probs)
 
-  gradient = jax.jit(jax.value_and_grad(loss))
-  return lambda: gradient(params)
+  return jax.jit(jax.value_and_grad(loss)), params
 
 
-def _rows(quick: bool, rounds: int) -> Iterator[Row]:
+def rows_of(quick: bool, rounds: int) -> Iterator[Row]:
+  """Yields all rows."""
   params = models.init_params(jax.random.key(0), _config(quick))
   works: tuple[tuple[str, Any, float, tuple[int, ...]], ...] = (
-    ("decode 16", functools.partial(_decode, rows=16), 1.15, (16,)),
-    ("decode 64", functools.partial(_decode, rows=64), 1.15, (16, 64)),
+    ("decode 16", functools.partial(_decode, slots=16), 1.15, (16,)),
+    ("decode 64", functools.partial(_decode, slots=64), 1.15, (16, 64)),
     ("prefill", _prefill, 1.4, (16, 64)),
     ("gradient", _gradient, 1.3, (16, 64)),
   )
@@ -145,25 +134,21 @@ def _rows(quick: bool, rounds: int) -> Iterator[Row]:
     for tile in tiles:
       config = _config(quick, numerics="exact", tile=tile)
       sides[f"tile {tile}"] = make(config, params)
-    seconds = alternated(sides, rounds, time.process_time)
-    fast = float(np.median(seconds["fast"]))
-    for side, times in seconds.items():
-      yield Row(name, f"{side}, CPU ms, least", min(times) * 1e3)
-      yield Row(name, f"{side}, CPU ms, median", float(np.median(times)) * 1e3)
+    seconds, _ = rows.alternated(sides, rounds)
+    fast = float(np.median(seconds["fast"][:, 1]))
+    for side in sides:
+      least = float(seconds[side][:, 1].min())
+      median = float(np.median(seconds[side][:, 1]))
+      yield Row(name, f"{side}, CPU ms, least", least * 1e3)
+      yield Row(name, f"{side}, CPU ms, median", median * 1e3)
       if side != "fast":
-        times = float(np.median(times)) / fast
-        yield at_most(name, f"{side}, times fast", times, bound)
-
-
-def measured(quick: bool, rounds: int) -> dict[str, Any]:
-  """Measures and prints all rows."""
-  return report(_rows(quick, rounds))
+        yield rows.at_most(name, f"{side}, times fast", median / fast, bound)
 
 
 if __name__ == "__main__":
-  command.run(
+  rows.run(
     __doc__,
-    measured,
+    rows_of,
     rounds=9,
     quick_rounds=2,
     not_measured="compilation, accelerators, bfloat16, other families",

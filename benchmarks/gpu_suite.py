@@ -28,7 +28,6 @@ checkout, without an installation of the project.
 import argparse
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -41,6 +40,8 @@ import time
 import traceback
 from typing import Any
 from typing import NamedTuple
+
+import jax
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _BENCHMARKS = _ROOT / "benchmarks"
@@ -78,8 +79,6 @@ class Part(NamedTuple):
 
 def parts(quick: bool) -> dict[str, Part]:
   """Returns the parts of numerics by name, parts for kernels first."""
-  import jax
-
   attention = ("tests/kernels/test_paged_attention.py",)
   if quick:
     return {"xla": Part(attention, "TestNumerics and xla", "xla")}
@@ -141,8 +140,7 @@ def run_part(
     The report, with bools `ended` and `complete` (everything passed).
   """
   command = [sys.executable, "-m", "pytest", "-v", "--color=no", *part.files]
-  # Turns off pytest's cache, which would stay in the checkout, and
-  # pytest-benchmark, which warns about `-n`.
+  # pytest's cache would stay in the checkout. pytest-benchmark warns of `-n`.
   command += ["-p", "no:cacheprovider", "-p", "no:benchmark"]
   # Tests run in parallel, because most of the time is compilation on the host.
   processes = 0 if quick else min(os.cpu_count() or 1, _MAX_PROCESSES)
@@ -307,25 +305,19 @@ def _complete(report: dict[str, Any]) -> bool:
   return report.get("complete", False)
 
 
-def run_facts(quick: bool) -> dict[str, Any]:
-  """Returns the code, jax version, device and sizes behind the results."""
-  import jax
-
+def check_same(path: pathlib.Path, quick: bool) -> None:
+  """Writes the code, jax version and device, or exits if the file differs."""
   digest = hashlib.sha256()
   for folder in ("kernels", "jaxkv", "benchmarks", "tests"):
-    for path in sorted((_ROOT / folder).rglob("*.py")):
-      digest.update(path.read_bytes())
-  return {
+    for file in sorted((_ROOT / folder).rglob("*.py")):
+      digest.update(file.read_bytes())
+  facts = {
     "code": digest.hexdigest()[:16],
-    "jax": importlib.metadata.version("jax"),
+    "jax": jax.__version__,
     "device": jax.devices()[0].device_kind,
     "quick": quick,
   }
-
-
-def check_same(path: pathlib.Path, quick: bool) -> None:
-  """Writes the facts to a new folder, or exits if the folder's facts differ."""
-  facts, earlier = run_facts(quick), _read(path)
+  earlier = _read(path)
   if earlier not in ({}, facts):
     sys.exit(
       f"{path.parent} has results of {earlier}, and this is {facts}; name a new"
@@ -359,22 +351,13 @@ def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument(
-    "--quick", action="store_true", help="tiny, on any device"
-  )
+  parser.add_argument("--quick", action="store_true", help="tiny sizes")
   parser.add_argument("--minutes", type=float, default=29.5)
-  parser.add_argument(
-    "--out",
-    type=pathlib.Path,
-    default=_BENCHMARKS / "results" / "gpu",
-    metavar="FOLDER",
-  )
+  folder = _BENCHMARKS / "results" / "gpu"
+  parser.add_argument("--out", type=pathlib.Path, default=folder)
   arguments = parser.parse_args()
-  # The variables are set here, because jax reads them when it first uses a
-  # device.
+  # jax reads the variables when it first uses a device.
   os.environ.update(_GPU_VARIABLES)
-  import jax
-
   if not arguments.quick and jax.default_backend() != "gpu":
     sys.exit("jax sees no GPU; --quick needs none")
   out = arguments.out.resolve()

@@ -10,8 +10,8 @@ of decode steps:
 | rollout | a step of `jaxkv.rollout.generate` with 64 slots, k            |
 |         | `decode_steps` and the model of `rollout.py`, a stub         |
 
-Method. The instructions in the compiled text of the largest loop are counted,
-those of inner loops included, and divided by k. A kernel is an instruction that
+The instructions in the compiled text of the largest loop are counted, those of
+inner loops included, and divided by k. A kernel is an instruction that
 the GPU's runtime launches, or a copy. A loop or conditional whose predicate is
 computed on the device makes the host wait: a loop once for each evaluation of
 its condition, a conditional once. There are two cases:
@@ -25,8 +25,6 @@ its condition, a conditional once. There are two cases:
 In the common case all slots decode, some fill a page, one sequence ends and
 nobody enters. Bodies with a trip count that the compiler knows are multiplied.
 
-Not measured: time, and what a launch costs.
-
   python benchmarks/launches.py [--quick] [--json FILE] [--target TARGET]
 
 `gpu_suite.py` calls `by_part` instead, which counts and times the cache on the
@@ -37,7 +35,6 @@ waits are in a graph, so they are counted as without graphs.
 import functools
 import pathlib
 import re
-import statistics
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -51,7 +48,6 @@ import rollout
 import rows
 import transition_ops as ops
 from rows import Row
-from rows import show
 from transitions import COMPILER_OPTIONS
 
 import jaxkv
@@ -223,15 +219,14 @@ def counted(target: str, quick: bool) -> Iterator[Row]:
   for name, make, k, bounds in programs:
     text = compile_for(target, *make(k)).text
     name = f"{name}, k = {k}"
-    for is_common in (False, True):
-      found = in_largest_loop(text, is_common=is_common)
-      case = "common" if is_common else "upper bound"
-      for metric in ("kernels", "waits"):
-        value = getattr(found, metric) / k
-        row = Row(name, f"{metric} a token, {case}", value)
-        if is_common:
-          row = row._replace(bound=getattr(bounds, metric), side="at most")
-        yield row
+    most = in_largest_loop(text)
+    yield Row(name, "kernels a token, upper bound", most.kernels / k)
+    yield Row(name, "waits a token, upper bound", most.waits / k)
+    common = in_largest_loop(text, is_common=True)
+    for metric, value, bound in zip(
+      Launches._fields, common, bounds, strict=True
+    ):
+      yield rows.at_most(name, f"{metric} a token, common", value / k, bound)
 
 
 def by_part(name: str, quick: bool) -> None:
@@ -262,29 +257,23 @@ def timed(
   ending = np.arange(steps)
   tokens = tokens.at[ending, ending, 0].set(_LAST)
   compiled = program.lower(begin, tokens).compile(compiler_options=options)
-  calls = [
-    rollout.timed(compiled, jax.tree.map(jnp.copy, begin), tokens)
-    for _ in range(rounds + 1)
-  ]
-  seconds, ends = zip(*calls, strict=True)
-  assert int(ends[-1].error) == 0
-  assert np.array_equal(ends[-1].length[steps:], lengths[steps:] + steps * k)
   name = f"cache, {slots} slots, k = {k} {arm}".strip()
-  launches = in_largest_loop(compiled.as_text() or "", is_common=True)
-  for metric in ("kernels", "waits"):
-    value = getattr(launches, metric) / k
-    yield Row(name, f"{metric} a token, common case", value)
-  for metric, pick in (("median", statistics.median), ("minimum", min)):
-    us = pick(seconds[1:]) * 1e6 / (steps * k)
-    yield Row(name, f"us a token, {metric}", us)
+  samples, results = rows.alternated({name: (compiled, begin, tokens)}, rounds)
+  end = results[name]
+  assert int(end.error) == 0
+  assert np.array_equal(end.length[steps:], lengths[steps:] + steps * k)
+  found = in_largest_loop(compiled.as_text() or "", is_common=True)
+  yield Row(name, "kernels a token, common case", found.kernels / k)
+  yield Row(name, "waits a token, common case", found.waits / k)
+  us = samples[name][:, 0] * 1e6 / (steps * k)
+  yield Row(name, "us a token, median", float(np.median(us)))
+  yield Row(name, "us a token, minimum", float(us.min()))
 
 
 def measured(quick: bool, rounds: int, target: str) -> dict[str, Any]:
   """Counts and prints all rows."""
   del rounds  # Nothing is timed.
-  print(f"\n{'program':26} {'metric':42} {'value':>10} {'bound':>20}")
-  counts = show(counted(target, quick))
-  return {"target": target, "rows": [row.as_json() for row in counts]}
+  return {"target": target, **rows.report(counted(target, quick))}
 
 
 def main() -> None:

@@ -20,15 +20,13 @@ of 1,024 tokens, and 96 of its 256 sequences have 1,024 to 1,536 tokens. All
 times include hashing.
 
 Method. A side is jaxkv or a peer. All sides run in one process and take turns
-in every round, after one round of warm-up. A call of jaxkv is a step of a
-compiled loop over a donated state. The time of the same program without steps
-is subtracted, as in `transitions.py`. On a CPU the program is compiled with
-`jaxkv.CPU_COMPILER_OPTIONS`. A call of a Python manager consists of the calls
-that a scheduler makes for the same purpose, in a plain Python loop, with the
-garbage collector's heap frozen. Making a request hashes its prompt, so
-admit_4096 times this, too. The other ops use requests that were made before.
-All sides get equal lengths and numbers of steps. Times are microseconds per
-step, the median and the minimum over the rounds.
+in every round, after one round of warm-up. jaxkv is timed as in
+`transitions.py`, on a CPU with `jaxkv.CPU_COMPILER_OPTIONS`. A call of a Python
+manager consists of the calls that a scheduler makes for the same purpose, in a
+plain Python loop, with the garbage collector's heap frozen. Making a request
+hashes its prompt, so admit_4096 times this, too. The other ops use requests
+that were made before. All sides get equal lengths and numbers of steps. Times
+are microseconds per step.
 
 Peers. A peer that cannot be imported is skipped, and the reason is printed.
 
@@ -37,13 +35,10 @@ Peers. A peer that cannot be imported is skipped, and the reason is printed.
           pip install torch setuptools setuptools_scm cmake ninja wheel jinja2
           VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0+cpu \
             pip install --no-deps --no-build-isolation vllm==0.33.0
-        then the packages that `import vllm.v1.core.kv_cache_manager` lacks,
-        such as transformers, msgspec, cloudpickle, cachetools, pyzmq, xgrammar.
+        then the packages that `import vllm.v1.core.kv_cache_manager` lacks.
   esurge
         `CacheManager` of EasyDeL eSurge, from a checkout of EasyDeL at the path
         JAXKV_EASYDEL.
-
-A new peer is a module like `peer_vllm.py` and a line in `PEERS`.
 
 Not measured: the rest of a scheduler; the block tables that a host manager must
 upload at every step; compilation; dispatch from Python; K/V memory and the
@@ -52,7 +47,6 @@ model. jaxkv runs on jax's default device. A Python manager uses no device.
   python benchmarks/peers.py [--quick] [--json FILE]
 """
 
-import dataclasses
 import gc
 import importlib
 import statistics
@@ -68,14 +62,16 @@ import numpy as np
 import transition_ops as ops
 import transitions
 from jax import lax
-from transition_ops import PAGE_SIZE
-from transition_ops import PROMPT
 
 import jaxkv
 
 PAGES = 65536
 PEERS = {"vllm": "peer_vllm", "esurge": "peer_esurge"}
-HYBRID = "hybrid"
+# The sequences that an op frees, and their pages.
+FREED = {
+  "free_4096": (1, ops.PROMPT // ops.PAGE_SIZE),
+  "free_16": (ops.FREED, ops.FREED_PAGES),
+}
 
 
 class Case(NamedTuple):
@@ -88,22 +84,14 @@ class Case(NamedTuple):
   @property
   def config(self) -> jaxkv.CacheConfig:
     """The cache of this row."""
-    config = jaxkv.CacheConfig(
-      num_pages=PAGES,
-      page_size=PAGE_SIZE,
-      num_slots=self.slots,
-      pages_per_slot=PROMPT // PAGE_SIZE,
-    )
-    if self.mode == HYBRID:
-      config = dataclasses.replace(config, groups=ops.WINDOWS)
-    return config
+    return ops.config_of(self.slots, PAGES, self.mode == "hybrid")
 
 
 CASES = (
   Case("decode_step", "full", 64),
   Case("decode_step", "full", 256),
   Case("decode_step", "full", 1024),
-  Case("decode_step", HYBRID, 256),
+  Case("decode_step", "hybrid", 256),
   Case("admit_4096", "hit", 256),
   Case("admit_4096", "miss", 256),
   Case("free_4096", "", 256),
@@ -128,7 +116,6 @@ class Peer(Protocol):
 
   def new(self, tokens: list[int]) -> Any:
     """Makes a request with hashed tokens, without pages."""
-    ...
 
   def start(self, request: Any) -> int:
     """Hits, takes and publishes pages, and returns the number of hit tokens."""
@@ -136,11 +123,9 @@ class Peer(Protocol):
 
   def extend(self, request: Any, tokens: list[int]) -> None:
     """Appends tokens to a request; hashes, takes and publishes pages."""
-    ...
 
   def free(self, request: Any) -> None:
     """Frees the request's pages, the last one first."""
-    ...
 
 
 def jaxkv_op(case: Case) -> ops.Op:
@@ -148,25 +133,23 @@ def jaxkv_op(case: Case) -> ops.Op:
   config = case.config
   if case.op == "decode_step":
     return ops.decode_op(config, "short")
-  if case.op == "free_16":
-    return ops.free_op(config)
-  _, _, hit, miss = ops.prompt_ops(config)
   if case.op == "admit_4096":
+    _, _, hit, miss = ops.prompt_ops(config)
     return _admit_op(hit if case.mode == "hit" else miss)
-  return _free_one_op(config, hit.steps)
+  return ops.free_op(config, *FREED[case.op])
 
 
 def _admit_op(admit: ops.Op) -> ops.Op:
   """Returns `admit`, followed by a `commit` of the tokens that did not hit."""
 
   def step(state, prompts, trip):
-    length = jnp.full((1,), PROMPT, jnp.int32)
+    length = jnp.full((1,), ops.PROMPT, jnp.int32)
     state, out = jaxkv.admit(state, trip[None], prompts[trip], length)
     hits = out.num_cached_tokens
     tail = lax.dynamic_slice(
-      jnp.pad(prompts[trip], ((0, 0), (0, PROMPT))),
+      jnp.pad(prompts[trip], ((0, 0), (0, ops.PROMPT))),
       (jnp.int32(0), hits[0]),
-      (1, PROMPT),
+      (1, ops.PROMPT),
     )
     state, done = jaxkv.commit(state, tail, length - hits, slots=trip[None])
     failed = ~(out.ok[0] & done.ok[0])
@@ -175,54 +158,26 @@ def _admit_op(admit: ops.Op) -> ops.Op:
   return admit._replace(step=step)
 
 
-def _free_one_op(config: jaxkv.CacheConfig, steps: int) -> ops.Op:
-  def prepare(state, rng):
-    tokens = ops.random_tokens(rng, (config.num_slots, PROMPT))
-    lengths = [PROMPT] * steps
-    return ops.fill_slots(ops.free_all(state, rng), tokens, lengths), ()
-
-  def step(state, _, trip):
-    state, out = jaxkv.free(state, slots=trip[None])
-    return state, jnp.sum(out.ok, dtype=jnp.int32)
-
-  return ops.Op("free_4096", "", steps, prepare, step, steps)
-
-
-class JaxSide:
-  """jaxkv in one case."""
-
-  name = "jaxkv"
-
-  def __init__(self, case: Case, state: jaxkv.CacheState):
-    """Compiles the operation, and copies the state."""
-    platform = jax.default_backend()
-    options = jaxkv.CPU_COMPILER_OPTIONS if platform == "cpu" else None
-    op = jaxkv_op(case)
-    run = transitions.compile_steps(op.step, options)
-    rng = np.random.default_rng(case.slots)
-    self.case, self.steps = case, op.steps
-    self._side = transitions.Side(case.config, op, run, state, rng)
-
-  def round(self, *, record: bool) -> None:
-    """Prepares, times and checks one call."""
-    self._side.round(record=record)
-
-  def times(self) -> dict[str, float]:
-    """Returns the microseconds a step."""
-    row = self._side.row()
-    return {key: row[key] for key in ("us_median", "us_min")}
+def jaxkv_side(case: Case, state: jaxkv.CacheState) -> transitions.Side:
+  """Returns jaxkv in one case, with a copy of the state."""
+  is_cpu = jax.default_backend() == "cpu"
+  options = jaxkv.CPU_COMPILER_OPTIONS if is_cpu else None
+  op = jaxkv_op(case)
+  run = transitions.compile_steps(op.step, options)
+  rng = np.random.default_rng(case.slots)
+  return transitions.Side(case.config, op, run, state, rng)
 
 
 class PeerSide:
   """A peer in one case, with its manager and its samples (us per step)."""
 
-  def __init__(self, name: str, peer: type[Peer], case: Case, steps: int):
+  def __init__(self, peer: type[Peer], case: Case, steps: int):
     """Makes a manager whose pages are all cached and free."""
     config = case.config
     windows = [getattr(kind, "window", None) for kind in config.groups]
-    self.name, self.case, self.steps = name, case, steps
+    self.case, self.steps = case, steps
     self.samples: list[float] = []
-    self._manager = peer(config.num_pages, PAGE_SIZE, windows, PROMPT)
+    self._manager = peer(config.num_pages, ops.PAGE_SIZE, windows, ops.PROMPT)
     self._rng = np.random.default_rng(case.slots)
     self._running: list[Any] = []
     self._age()
@@ -249,9 +204,9 @@ class PeerSide:
     config, manager, running = self.case.config, self._manager, self._running
     slots = config.num_slots
     begin, end = ops.decode_lengths(config, "short")
-    lengths = np.arange(slots) % PAGE_SIZE
-    lengths += PAGE_SIZE * self._rng.integers(
-      begin // PAGE_SIZE, end // PAGE_SIZE, slots
+    lengths = np.arange(slots) % ops.PAGE_SIZE
+    lengths += ops.PAGE_SIZE * self._rng.integers(
+      begin // ops.PAGE_SIZE, end // ops.PAGE_SIZE, slots
     )
     lengths = np.maximum(lengths, 1)
     self._fill(lengths)
@@ -279,11 +234,11 @@ class PeerSide:
 
   def _admit(self):
     manager = self._manager
-    prompts = [self._tokens(PROMPT) for _ in range(self.steps)]
+    prompts = [self._tokens(ops.PROMPT) for _ in range(self.steps)]
     expected = 0
     if self.case.mode == "hit":
       # The last token's page is never a hit.
-      expected = PROMPT - PAGE_SIZE
+      expected = ops.PROMPT - ops.PAGE_SIZE
       for prompt in prompts:
         self._start(prompt)
       self._release()
@@ -297,10 +252,8 @@ class PeerSide:
     return run
 
   def _free(self):
-    count, length = 1, PROMPT
-    if self.case.op == "free_16":
-      count, length = ops.FREED, ops.FREED_PAGES * PAGE_SIZE
-    self._fill([length] * (count * self.steps))
+    count, pages = FREED[self.case.op]
+    self._fill([pages * ops.PAGE_SIZE] * (count * self.steps))
     requests, self._running = self._running, []
     free = self._manager.free
 
@@ -321,7 +274,7 @@ class PeerSide:
   def _release(self) -> None:
     """Fills and caches partial pages, then frees all requests."""
     for request in self._running:
-      missing = -request.num_tokens % PAGE_SIZE
+      missing = -request.num_tokens % ops.PAGE_SIZE
       if missing:
         self._manager.extend(request, self._tokens(missing))
       self._manager.free(request)
@@ -329,10 +282,10 @@ class PeerSide:
 
   def _age(self) -> None:
     config = self.case.config
-    left = (PAGES - 1) // config.num_groups * PAGE_SIZE
+    left = (PAGES - 1) // config.num_groups * ops.PAGE_SIZE
     while left > 0:
-      self._fill([min(left, PROMPT)])
-      left -= PROMPT
+      self._fill([min(left, ops.PROMPT)])
+      left -= ops.PROMPT
     self._release()
 
   def _tokens(self, count: int) -> list[int]:
@@ -368,38 +321,34 @@ def measured(quick: bool, rounds: int) -> dict[str, Any]:
       states = {
         config: ops.full_cache(config, np.random.default_rng(case.slots))
       }
-    ours = JaxSide(case, states[config])
-    peers = [
-      PeerSide(name, module.Manager, case, ours.steps)
-      for name, module in modules.items()
-    ]
-    new = timed([ours, *peers], rounds)
+    ours = jaxkv_side(case, states[config])
+    sides: dict[str, Any] = {"jaxkv": ours}
+    for name, module in modules.items():
+      sides[name] = PeerSide(module.Manager, case, ours.op.steps)
+    new = timed(case, sides, rounds)
     for row in new:
       print_row(row, new[0])
     rows += new
   return {"peers": versions, "rows": rows}
 
 
-def timed(sides: list[Any], rounds: int) -> list[dict[str, Any]]:
+def timed(
+  case: Case, sides: dict[str, Any], rounds: int
+) -> list[dict[str, Any]]:
   """Times sides in turns, and returns their rows."""
-  for side in sides:
+  for side in sides.values():
     side.round(record=False)
   # The heap is frozen, because the collector would scan all managers' requests.
   gc.collect()
   gc.freeze()
   for _ in range(rounds):
-    for side in sides:
+    for side in sides.values():
       side.round(record=True)
   gc.unfreeze()
+  sizes = {"pages": PAGES, "page_size": ops.PAGE_SIZE}
   return [
-    {
-      **side.case._asdict(),
-      "pages": PAGES,
-      "page_size": PAGE_SIZE,
-      "side": side.name,
-      **side.times(),
-    }
-    for side in sides
+    {**case._asdict(), **sizes, "side": name, **side.times()}
+    for name, side in sides.items()
   ]
 
 

@@ -1,7 +1,7 @@
 """Counts the work of the rollout loop with a stub in place of the model."""
 
 import functools
-import time
+import math
 from collections.abc import Iterator
 from typing import Any
 from typing import NamedTuple
@@ -10,27 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rollout_ideal as ideal
+import rows
 from rollout_ideal import Workload
 from rows import Row
-from rows import at_least
-from rows import at_most
 
 import jaxkv
 from jaxkv import rollout
 from jaxkv._src.engine import schedule
-
-ROWS_A_USEFUL_ROW = 1.25
-ROOFLINE_TIME = 1.2
-BUSY = 0.99
-SMALL_POOL = 0.35
-SMALL_POOL_BUSY = 0.58
-SMALL_POOL_RECOMPUTED = 30_000
-SAME_BATCH_TOKENS = 176
-GRPO_TOKENS = 1.05
-FAMILIES_HITS = {32: 0.55, 200: 0.69}
-WAIT = 1
-
-TIME = "roofline time against ideal mixed batches"
 
 
 class Run(NamedTuple):
@@ -73,21 +59,19 @@ def _model(
 ) -> tuple[jax.Array, None]:
   """A stub that repeats a prompt's last token until its answer ends."""
   del kv  # It writes nothing.
-  number = batch.tokens[0].at[batch.columns].get(mode="clip")
-  position = batch.positions[0].at[batch.columns].get(mode="clip")
-  drawn = forced_tokens(stops, number, position)
+  drawn = forced_tokens(stops, batch)
   return jax.nn.one_hot(drawn, stops.shape[0] + 1, dtype=jnp.float32), None
 
 
-def forced_tokens(stops: jax.Array, number: Any, position: Any) -> jax.Array:
+def forced_tokens(stops: jax.Array, batch: jaxkv.kv.Batch) -> jax.Array:
   """Returns the next tokens, int32[X], that give every answer its length.
 
-  Args:
-    stops: int32[P], the last position to compute for each prompt's samples.
-    number: int32[X], the last token of a sequence, which is the index of its
-      prompt. The next token repeats it, or is P, which ends the sequence.
-    position: int32[X], the position of the last token.
+  The last token of a sequence is the index of its prompt. The next token
+  repeats it, or is P, which ends the sequence. `stops` int32[P] has the last
+  position to compute for the samples of each prompt.
   """
+  number = batch.tokens[0].at[batch.columns].get(mode="clip")
+  position = batch.positions[0].at[batch.columns].get(mode="clip")
   ends = position + 1 >= stops.at[number].get(mode="clip")
   return jnp.where(ends, stops.shape[0], number)
 
@@ -156,9 +140,7 @@ def run_workload(work: Workload, pages: int, timeline: int = 0) -> Run:
   )
   inputs = (last_positions(work), state)
   compiled = program.lower(*inputs).compile()
-  begin = time.perf_counter()
-  end = jax.block_until_ready(compiled(*inputs))
-  seconds = time.perf_counter() - begin
+  seconds, _, end = rows.timed(compiled, *inputs)
   check_answers(work, end)
   return Run(work, pages, end, seconds)
 
@@ -169,17 +151,16 @@ def common(name: str, run: Run) -> Iterator[Row]:
   stats, limit = run.end.memory.cache.stats, run.end.config.max_overtaken
   hits = int(stats.hit_tokens) / max(int(stats.queried_tokens), 1)
   steps = run.count("steps")
-  yield at_most(
-    name,
-    "rows a useful row",
-    run.count("rows") / useful,
-    ROWS_A_USEFUL_ROW,
+  yield rows.at_most(
+    name, "rows a useful row", run.count("rows") / useful, 1.25
   )
   yield Row(name, "pages", run.pages)
   yield Row(name, "most pages in use", run.count("peak_pages"))
   yield Row(name, "steps", steps)
   yield Row(name, "hit rate", hits)
-  yield at_most(name, "overtaken", int(run.end.queue.overtaken.max()), limit)
+  yield rows.at_most(
+    name, "overtaken", int(run.end.queue.overtaken.max()), limit
+  )
   yield Row(name, "us a step without a model", run.seconds * 1e6 / steps)
 
 
@@ -188,8 +169,7 @@ def small(quick: bool) -> Iterator[Row]:
   work = ideal.same_batch()
   run = run_workload(work, 400)
   yield from common("same_batch", run)
-  tokens = run.count("prefilled")
-  yield at_most("same_batch", "prompt tokens", tokens, SAME_BATCH_TOKENS)
+  yield rows.at_most("same_batch", "prompt tokens", run.count("prefilled"), 176)
   fewest = int(ideal.new_tokens(work).sum())
   yield Row("same_batch", "least prompt tokens", fewest)
   if quick:
@@ -199,75 +179,63 @@ def small(quick: bool) -> Iterator[Row]:
   run = run_workload(work, 4000)
   yield from common("grpo", run)
   fewest = int(ideal.new_tokens(work).sum())
-  bound = fewest * GRPO_TOKENS
-  yield at_most("grpo", "prompt tokens", run.count("prefilled"), bound)
+  tokens = run.count("prefilled")
+  yield rows.at_most("grpo", "prompt tokens", tokens, fewest * 1.05)
   yield Row("grpo", "least prompt tokens", fewest)
 
   for pages in (40, 80, 120, 200):
-    for window, hits in FAMILIES_HITS.items():
+    for window, hits in ((32, 0.55), (200, 0.69)):
       work = ideal.families(window)
       name = f"families {window}, {pages}"
       for row in common(name, run_workload(work, pages)):
         # With a window of the whole queue, all pools have the same bound. With
         # the small window, only the smallest pool has a bound.
         if row.metric == "hit rate" and (pages == 40 or window > 32):
-          row = at_least(name, row.metric, row.value, hits)
+          row = rows.at_least(name, row.metric, row.value, hits)
         yield row
 
 
 def long(quick: bool) -> Iterator[Row]:
   """Yields the rows of lengths, with an eighth of all sizes if `quick`."""
   work = ideal.lengths(64, 8, 8) if quick else ideal.lengths()
-  mixed = ideal.schedule(work, ideal.mixed_room)
-  equal = ideal.schedule(work, ideal.loop_room(work.slots))
-  ample = run_workload(work, 20_000)
-  name = "lengths"
-  yield from common(name, ample)
-  yield Row(name, "roofline time in rows", ample.cost)
+  name, time = "lengths", "roofline time against ideal mixed batches"
+  run = run_workload(work, 20_000)
+  mixed, equal = _ideals(work)
+  yield from common(name, run)
+  yield Row(name, "roofline time in rows", run.cost)
   yield Row(name, "roofline time, ideal mixed batches", mixed.cost)
   yield Row(name, "roofline time, ideal equal columns", equal.cost)
-  yield at_most(name, TIME, ample.cost / mixed.cost, ROOFLINE_TIME)
-  yield Row(
-    name, "roofline time against equal columns", ample.cost / equal.cost
-  )
-  yield from _busy_rows(name, ample, mixed, equal)
-  yield at_least(
-    name, "busy against ideal mixed batches", ample.busy / mixed.busy, BUSY
-  )
-  yield at_least(
-    name, "busy against ideal equal columns", ample.busy / equal.busy, BUSY
-  )
-
-  need = ideal.reserved_pages(work)
-  pages = int(need * SMALL_POOL)
-  name = "lengths, 35 % of need"
-  run = run_workload(work, pages)
-  yield from common(name, run)
-  yield Row(name, "pages of the need", need)
-  yield from _small_pool_rows(name, run)
-
-
-def _busy_rows(
-  name: str, run: Run, mixed: ideal.Schedule, equal: ideal.Schedule
-) -> Iterator[Row]:
-  """Yields the share of busy slots, of the loop and of both ideals."""
+  yield rows.at_most(name, time, run.cost / mixed.cost, 1.2)
+  yield Row(name, "roofline time against equal columns", run.cost / equal.cost)
   yield Row(name, "busy", run.busy)
   yield Row(name, "busy, ideal mixed batches", mixed.busy)
   yield Row(name, "busy, ideal equal columns", equal.busy)
+  for kind, best in (("mixed batches", mixed), ("equal columns", equal)):
+    share = run.busy / best.busy
+    yield rows.at_least(name, f"busy against ideal {kind}", share, 0.99)
 
-
-def _small_pool_rows(name: str, run: Run) -> Iterator[Row]:
-  """Yields the costs of a small pool."""
-  work, pages = run.work, run.pages
-  mixed = ideal.schedule(work, ideal.mixed_room, pages)
-  equal = ideal.schedule(work, ideal.loop_room(work.slots), pages)
-  busy, *ideal_rows = _busy_rows(name, run, mixed, equal)
-  yield at_least(*busy[:3], SMALL_POOL_BUSY)
-  yield from ideal_rows
-  recomputed = run.count("recomputed")
-  yield at_most(name, "recomputed", recomputed, SMALL_POOL_RECOMPUTED)
-  yield Row(name, TIME, run.cost / mixed.cost)
+  need = ideal.reserved_pages(work)
+  name, pages = "lengths, 35 % of need", int(need * 0.35)
+  run = run_workload(work, pages)
+  mixed, equal = _ideals(work, pages)
+  yield from common(name, run)
+  yield Row(name, "pages of the need", need)
+  yield rows.at_least(name, "busy", run.busy, 0.58)
+  yield Row(name, "busy, ideal mixed batches", mixed.busy)
+  yield Row(name, "busy, ideal equal columns", equal.busy)
+  yield rows.at_most(name, "recomputed", run.count("recomputed"), 30_000)
+  yield Row(name, time, run.cost / mixed.cost)
   yield Row(name, "preempted", run.count("preempted"))
+
+
+def _ideals(
+  work: Workload, pages: float = math.inf
+) -> tuple[ideal.Schedule, ideal.Schedule]:
+  """Returns the ideal schedules with mixed batches and with equal columns."""
+  return (
+    ideal.schedule(work, ideal.mixed_room, pages),
+    ideal.schedule(work, ideal.loop_room(work.slots), pages),
+  )
 
 
 def stall(quick: bool) -> Iterator[Row]:
@@ -277,7 +245,7 @@ def stall(quick: bool) -> Iterator[Row]:
   for name, pages in list(pools.items())[: 1 if quick else None]:
     run = run_workload(work, pages, timeline=1 << 12)
     wait = longest_wait(rollout.timeline(run.end))
-    yield at_most(name, "longest wait in steps", wait, WAIT)
+    yield rows.at_most(name, "longest wait in steps", wait, 1)
     yield Row(name, "preempted", run.count("preempted"))
 
 

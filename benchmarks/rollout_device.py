@@ -11,15 +11,13 @@ the logit of the token to draw.
 | whole | the whole job in one call: tokens per second, drawn and computed, |
 |       | a part for each number of `decode_steps`                          |
 
-Parts with the same `decode_steps` use one compiled program. Each part is
-written as soon as it has run, and a second run with the same file runs the
-missing parts.
+Parts with the same `decode_steps` use one compiled program.
 """
 
 import functools
 import statistics
-import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,6 +26,7 @@ import numpy as np
 import rollout_counts as counts
 import rollout_ideal as ideal
 import rows
+from groups import small_llama
 from rows import Row
 
 import jaxkv
@@ -45,33 +44,15 @@ MODEL = models.llama(
   mlp_dim=2560,
   dtype=jnp.bfloat16,
 )
-QUICK_MODEL = models.llama(
-  vocab_size=512,
-  num_layers=2,
-  embed_dim=32,
-  num_heads=3,
-  num_kv_heads=1,
-  head_dim=16,
-  mlp_dim=64,
-  dtype=jnp.bfloat16,
-)
+QUICK_MODEL = small_llama(512, 72, jnp.bfloat16)
 DECODE_STEPS = (1, 4, 8, 16)
 _SINGLE_STEPS = 400
+_ALL_STEPS = 2**31 - 1
 _FORCE = 1e6
-
-
-def require_accelerator(quick: bool) -> None:
-  """Exits with a message if jax has only a CPU, unless `quick`."""
-  if not quick and jax.default_backend() == "cpu":
-    sys.exit(
-      "--device times a model of 360 M parameters and jax has only a CPU; run "
-      "it on a GPU or TPU, or test it with --quick"
-    )
 
 
 def by_part(name: str, quick: bool = False) -> list[dict[str, Any]]:
   """Runs the parts that a file lacks, and writes each one when it ends."""
-  require_accelerator(quick)
 
   # Only the latest job is kept, because each has weights of its own.
   @functools.lru_cache(maxsize=1)
@@ -82,9 +63,6 @@ def by_part(name: str, quick: bool = False) -> list[dict[str, Any]]:
   for k in DECODE_STEPS:
     parts[f"whole, decode_steps = {k}"] = lambda k=k: job(k).whole()
   return rows.by_part(name, parts)
-
-
-_ALL_STEPS = 2**31 - 1
 
 
 class Job:
@@ -101,13 +79,13 @@ class Job:
     self.pages = 400 if quick else 6000
     params = models.init_params(jax.random.key(0), self.model)
     self._inputs = params, counts.last_positions(self.work)
-    self._program = jax.jit(
+    program = jax.jit(
       functools.partial(rollout.generate, model=self._call), donate_argnums=1
     )
     begin = time.perf_counter()
     state = self._initial_state()
     inputs = self._inputs, state, rollout.Until(steps=0)
-    self._compiled = self._program.lower(*inputs).compile()
+    self._compiled = program.lower(*inputs).compile()
     # Freed, because memory may not have room for a second pool.
     del state, inputs
     self.compiling = time.perf_counter() - begin
@@ -120,9 +98,7 @@ class Job:
     """Calls the model, with logits that force `counts.forced_tokens`."""
     params, stops = inputs
     logits, kv = models.forward(params, batch, kv, config=self.model)
-    number = batch.tokens[0].at[batch.columns].get(mode="clip")
-    place = batch.positions[0].at[batch.columns].get(mode="clip")
-    drawn = counts.forced_tokens(stops, number, place)
+    drawn = counts.forced_tokens(stops, batch)
     forced = jax.nn.one_hot(drawn, logits.shape[1], dtype=logits.dtype)
     return logits + forced * _FORCE, kv
 
@@ -134,14 +110,11 @@ class Job:
     self, state: rollout.RolloutState, steps: int
   ) -> tuple[float, rollout.RolloutState]:
     """Returns the seconds of some steps, and the state after them."""
-    limit = rollout.Until(steps=jnp.int32(steps))
-    jax.block_until_ready((state, limit))
-    begin = time.perf_counter()
-    inputs = self._inputs, state, limit
-    state = jax.block_until_ready(self._compiled(*inputs))
-    return time.perf_counter() - begin, state
+    until = rollout.Until(steps=jnp.int32(steps))
+    seconds, _, state = rows.timed(self._compiled, self._inputs, state, until)
+    return seconds, state
 
-  def steps(self) -> list[Row]:
+  def steps(self) -> Iterator[Row]:
     """Times single steps, by number of columns."""
     state = self._initial_state()
     widths = schedule.widths(state.config)
@@ -152,19 +125,16 @@ class Job:
       calls = np.asarray(state.counters.calls)
       samples[widths[int(np.argmax(calls - before))]].append(seconds)
       before = calls
-    table = [Row(self.name, "seconds to compile", self.compiling)]
+    yield Row(self.name, "seconds to compile", self.compiling)
     for size, seconds in samples.items():
       metric = f"step, {self.work.slots} + {size.prompts} columns"
-      table.append(Row(self.name, f"{metric}, count", len(seconds)))
+      yield Row(self.name, f"{metric}, count", len(seconds))
       if seconds:
         ms = statistics.median(seconds) * 1e3
-        table.append(Row(self.name, f"{metric}, ms, median", ms))
-        table.append(
-          Row(self.name, f"{metric}, ms, minimum", min(seconds) * 1e3)
-        )
-    return table
+        yield Row(self.name, f"{metric}, ms, median", ms)
+        yield Row(self.name, f"{metric}, ms, minimum", min(seconds) * 1e3)
 
-  def whole(self) -> list[Row]:
+  def whole(self) -> Iterator[Row]:
     """Times the whole job."""
     _, state = self._run(self._initial_state(), 4)  # Warms up.
     # Freed, because memory may not have room for a second pool.
@@ -174,10 +144,8 @@ class Job:
     steps = int(end.counters.steps)
     drawn = int(end.counters.generated)
     computed = drawn + int(end.counters.prefilled)
-    return [
-      Row(self.name, "seconds", seconds),
-      Row(self.name, "steps", steps),
-      Row(self.name, "ms a step, mean", seconds * 1e3 / steps),
-      Row(self.name, "tokens drawn a second", drawn / seconds),
-      Row(self.name, "tokens computed a second", computed / seconds),
-    ]
+    yield Row(self.name, "seconds", seconds)
+    yield Row(self.name, "steps", steps)
+    yield Row(self.name, "ms a step, mean", seconds * 1e3 / steps)
+    yield Row(self.name, "tokens drawn a second", drawn / seconds)
+    yield Row(self.name, "tokens computed a second", computed / seconds)

@@ -23,16 +23,16 @@ Ideal schedulers are simulated on the host, in plain Python.
 |                | for each slot                                              |
 
 Both take sequences in the order of the queue, fill a slot in the step after it
-becomes empty, serve prompts in the order of entry, and compute only needed
-rows. A prompt's last row draws the first token. If sequences do not fit into
-the pool, the earliest ones in the slots run and the others pause, without
-losing their K/V. With a small pool the simulation is a reference and not a
-bound, because another order can be faster.
+becomes empty, and compute only needed rows. A prompt's last row draws the first
+token. If sequences do not fit into the pool, the earliest ones in the slots run
+and the others pause, without losing their K/V. With a small pool another order
+can be faster.
 
 A step costs max(rows, 295), because a bfloat16 call on an accelerator reads the
 weights in the time in which it computes 295 rows.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -129,26 +129,20 @@ class Schedule(NamedTuple):
     steps: the number of model calls.
     cost: the sum of rows over all calls, each with at least `RIDGE` rows.
     busy: the share of slots that draw a token, over all steps.
-    most_pages: the most pages in use at once.
   """
 
   steps: int
   cost: int
   busy: float
-  most_pages: int
 
 
+@dataclasses.dataclass
 class _Running:
-  """A running sequence.
+  """A running sequence."""
 
-  Attributes:
-    compute: number of tokens to compute.
-    draw: number of tokens to draw.
-    held: number of tokens in pages.
-  """
-
-  def __init__(self, compute: int, draw: int, held: int):
-    self.compute, self.draw, self.held = compute, draw, held
+  compute: int  # Tokens to compute.
+  draw: int  # Tokens to draw.
+  held: int  # Tokens in pages.
 
 
 def mixed_room(decoding: int) -> int:
@@ -166,50 +160,34 @@ def schedule(
 ) -> Schedule:
   """Simulates an ideal scheduler for one sample of each prompt.
 
-  The first of several prompts that share pages computes these pages. The count
-  of pages in use ignores sharing. `room` maps the number of decoding sequences
-  to the number of prompt tokens that a step may compute.
+  The first of several prompts that share pages computes these pages. Whether
+  sequences fit into `pages` is decided without sharing. `room` maps the number
+  of decoding sequences to the number of prompt tokens that a step may compute.
   """
-  queue = [
-    _Running(*sequence)
-    for sequence in zip(
-      (new_tokens(work) + 1).tolist(),
-      work.answers.tolist(),
-      work.lengths.tolist(),
-      strict=True,
-    )
-  ]
-  queue.reverse()
+  sequences = zip(new_tokens(work) + 1, work.answers, work.lengths, strict=True)
+  queue = [_Running(*map(int, sequence)) for sequence in sequences][::-1]
   slots: list[_Running] = []
-  steps = cost = drawn = most_pages = 0
+  steps = cost = drawn = 0
   while queue or slots:
     while queue and len(slots) < work.slots:
       slots.append(queue.pop())
-    active, in_use = _fitting(slots, pages, work.page_size)
-    most_pages = max(most_pages, in_use)
-    rows, draws = _step(active, room)
+    rows, draws = _step(_fitting(slots, pages, work.page_size), room)
     slots = [running for running in slots if running.draw]
     steps, cost, drawn = steps + 1, cost + max(rows, RIDGE), drawn + draws
-  return Schedule(
-    steps=steps,
-    cost=cost,
-    busy=drawn / (steps * work.slots),
-    most_pages=most_pages,
-  )
+  return Schedule(steps, cost, busy=drawn / (steps * work.slots))
 
 
 def _fitting(
   slots: list[_Running], pages: float, page_size: int
-) -> tuple[list[_Running], int]:
-  """Returns the first sequences that fit into the pool, and their pages."""
+) -> list[_Running]:
+  """Returns the first sequences that fit into the pool."""
   active, in_use = [], 0
   for running in slots:
-    needed = in_use - (-running.held // page_size)
-    if needed > pages:
+    in_use += -(-running.held // page_size)
+    if in_use > pages:
       break
-    in_use = needed
     active.append(running)
-  return active, in_use
+  return active
 
 
 def _step(

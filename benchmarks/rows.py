@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import command
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 
 class Row(NamedTuple):
@@ -52,26 +54,38 @@ def at_least(workload: str, metric: str, value: float, bound: float) -> Row:
   return Row(workload, metric, value, bound, "at least")
 
 
+def timed(call: Callable[..., Any], *inputs: Any) -> tuple[float, float, Any]:
+  """Returns the wall seconds and CPU seconds of a call, and its result."""
+  # Waits for the calls that compute the inputs, because they must not be timed.
+  jax.block_until_ready(inputs)
+  wall, processor = time.perf_counter(), time.process_time()
+  result = jax.block_until_ready(call(*inputs))
+  return time.perf_counter() - wall, time.process_time() - processor, result
+
+
 def alternated(
-  calls: Mapping[str, Callable[[], Any]],
-  rounds: int,
-  clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
+  calls: Mapping[Any, tuple[Any, ...]], rounds: int
+) -> tuple[dict[Any, np.ndarray], dict[Any, Any]]:
   """Times calls in turns, after one round of warm-up.
 
+  Args:
+    calls: a function and its inputs by name. Each call gets copies of the
+      inputs, because it may donate them. Making copies is not timed.
+    rounds: the number of timed calls of each function.
+
   Returns:
-    The seconds of each call by its name, one for each round.
+    The wall seconds and CPU seconds, [rounds, 2], and the last result, by name.
   """
   # The calls take turns, so that changes of the machine's speed affect all
   # alike.
-  seconds: dict[str, list[float]] = {name: [] for name in calls}
-  for number in range(rounds + 1):
-    for name, call in calls.items():
-      begin = clock()
-      jax.block_until_ready(call())
-      if number:
-        seconds[name].append(clock() - begin)
-  return seconds
+  seconds: dict[Any, list[tuple[float, float]]] = {name: [] for name in calls}
+  results = {}
+  for _ in range(rounds + 1):
+    for name, (call, *inputs) in calls.items():
+      copies = jax.tree.map(jnp.copy, inputs)
+      wall, processor, results[name] = timed(call, *copies)
+      seconds[name].append((wall, processor))
+  return {name: np.array(seconds[name][1:]) for name in calls}, results
 
 
 def show(rows: Iterable[Row]) -> list[Row]:
@@ -97,26 +111,25 @@ def by_part(
   """Runs the parts that a file lacks, and writes each one when it ends.
 
   Args:
-    name: the file, or an empty string to write none.
+    name: the file.
     parts: for each part, a function that measures its rows.
 
   Returns:
     The rows of all parts.
   """
-  path = pathlib.Path(name) if name else None
+  path = pathlib.Path(name)
   done: dict[str, list[dict[str, Any]]] = {}
-  if path and path.exists():
+  if path.exists():
     done = json.loads(path.read_text("utf-8"))["parts"]
   for part in [part for part in parts if part not in done]:
     done[part] = [row.as_json() for row in show(parts[part]())]
-    if path:
-      report = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "parts": done,
-        "complete": done.keys() >= parts.keys(),
-      }
-      command.write(path, report)
+    report = {
+      "device": jax.devices()[0].device_kind,
+      "jax": jax.__version__,
+      "parts": done,
+      "complete": done.keys() >= parts.keys(),
+    }
+    command.write(path, report)
   return [row for rows in done.values() for row in rows]
 
 
@@ -133,6 +146,18 @@ def report(rows: Iterable[Row]) -> dict[str, Any]:
   done = show(rows)
   print(f"\n{summary(done)}")
   return {"rows": [row.as_json() for row in done]}
+
+
+def run(
+  description: str | None,
+  rows_of: Callable[[bool, int], Iterable[Row]],
+  **settings: Any,
+) -> None:
+  """Runs a benchmark whose rows are `rows_of(quick, rounds)`.
+
+  The other arguments are those of `command.run`.
+  """
+  command.run(description, lambda *sizes: report(rows_of(*sizes)), **settings)
 
 
 def summary(rows: Iterable[Row]) -> str:

@@ -1,5 +1,6 @@
 """The operations that `transitions.py` times, and the states they run on."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
@@ -20,6 +21,19 @@ NUM_LONG = 96  # sequences of a hybrid that are longer than the window
 LONG_HYBRID = (1024, 1536)  # their first and last lengths
 FREED = 16
 FREED_PAGES = 64
+
+
+def config_of(
+  slots: int, pages: int, is_hybrid: bool = False
+) -> jaxkv.CacheConfig:
+  """Returns the config of a cache for prompts of PROMPT tokens."""
+  config = jaxkv.CacheConfig(
+    num_pages=pages,
+    page_size=PAGE_SIZE,
+    num_slots=slots,
+    pages_per_slot=PROMPT // PAGE_SIZE,
+  )
+  return dataclasses.replace(config, groups=WINDOWS) if is_hybrid else config
 
 
 class Op(NamedTuple):
@@ -188,18 +202,21 @@ def prompt_ops(config: jaxkv.CacheConfig) -> list[Op]:
   ]
 
 
-def free_op(config: jaxkv.CacheConfig) -> Op:
-  held = min(config.num_slots, (config.num_pages - 1) // FREED_PAGES)
-  steps = held // FREED
+def free_op(
+  config: jaxkv.CacheConfig, count: int = FREED, pages: int = FREED_PAGES
+) -> Op:
+  """Returns `free` of `count` sequences of `pages` pages."""
+  held = min(config.num_slots, (config.num_pages - 1) // pages)
+  steps = min(held // count, 64)
 
   def prepare(state, rng):
     tokens = random_tokens(rng, (config.num_slots, PROMPT))
-    lengths = [FREED_PAGES * config.page_size] * (steps * FREED)
+    lengths = [pages * config.page_size] * (steps * count)
     return fill_slots(free_all(state, rng), tokens, lengths), ()
 
   def step(state, _, trip):
-    slots = trip * FREED + jnp.arange(FREED, dtype=jnp.int32)
+    slots = trip * count + jnp.arange(count, dtype=jnp.int32)
     state, out = jaxkv.free(state, slots=slots)
     return state, jnp.sum(out.ok, dtype=jnp.int32)
 
-  return Op("free_16", "cached", steps, prepare, step, steps * FREED)
+  return Op("free_16", "cached", steps, prepare, step, steps * count)

@@ -31,34 +31,30 @@ Method. A timed call is one `fori_loop` whose trip count is an argument and
 whose carry is the donated state. The time of the same program without trips is
 subtracted (minimum from minimum, median from median), which removes the
 dispatch. Every `admit` fills another slot with another prompt, and every `free`
-frees other slots. The state is prepared between calls, which is not timed.
-Small pools have fewer steps. All sizes alternate in every round.
+frees other slots. The state is prepared between calls, which is not timed. All
+sizes alternate in every round.
 
-Not measured: dispatch from Python, compilation, K/V memory, the model, sweeps
-of the free queue's ring (after hits, at most one per `num_pages` releases), and
-an accelerator unless jax runs on one.
+Not measured: dispatch from Python, compilation, K/V memory, the model, and
+sweeps of the free queue's ring (after hits, at most one per `num_pages`
+releases).
 
   python benchmarks/transitions.py [--quick] [--json FILE]
 
 `gpu_suite.py` calls `by_row` instead, which writes each row at once.
 """
 
-import dataclasses
 import json
 import pathlib
 import statistics
-import time
 from typing import Any
 
 import command
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rows
 import transition_ops as ops
 from jax import lax
-from transition_ops import PAGE_SIZE
-from transition_ops import PAGES
-from transition_ops import PROMPT
 
 import jaxkv
 
@@ -102,10 +98,10 @@ class Side:
   def round(self, *, record: bool) -> None:
     """Prepares, times and checks one call."""
     state, inputs = self.op.prepare(self._state, self._rng)
-    state, inputs = jax.block_until_ready((state, inputs))
     before = int(state.stats.evicted_pages), int(state.stats.popped_pages)
-    state, empty, _ = timed(self._run, state, inputs, 0)
-    state, full, total = timed(self._run, state, inputs, self.op.steps)
+    idle, _, (state, _) = rows.timed(self._run, state, inputs, jnp.int32(0))
+    steps = jnp.int32(self.op.steps)
+    full, _, (state, total) = rows.timed(self._run, state, inputs, steps)
     assert self.op.expected in (None, int(total)), (self.op.name, int(total))
     assert int(state.error) == 0
     evicted = int(state.stats.evicted_pages) - before[0]
@@ -113,7 +109,7 @@ class Side:
     self._state = state
     if record:
       self.samples.append(full * 1e6)
-      self.idle.append(empty * 1e6)
+      self.idle.append(idle * 1e6)
 
   def row(self) -> dict[str, Any]:
     """Returns the row of the report."""
@@ -123,6 +119,12 @@ class Side:
       "pages": self.config.num_pages,
       "page_size": self.config.page_size,
       "mode": self.op.mode,
+      **self.times(),
+    }
+
+  def times(self) -> dict[str, float]:
+    """Returns the microseconds a step."""
+    return {
       "us_median": self._per_step(statistics.median),
       "us_min": self._per_step(min),
     }
@@ -131,25 +133,14 @@ class Side:
     return (pick(self.samples) - pick(self.idle)) / self.op.steps
 
 
-def timed(run, state, inputs, count):
-  count, begin = jnp.int32(count), time.perf_counter()
-  state, total = jax.block_until_ready(run(state, inputs, count))
-  return state, time.perf_counter() - begin, total
-
-
 def sides_of(slots: int, pages: int) -> list[Side]:
   """Returns all ops at one size, except those that do not fit."""
-  config = jaxkv.CacheConfig(
-    num_pages=pages,
-    page_size=PAGE_SIZE,
-    num_slots=slots,
-    pages_per_slot=PROMPT // PAGE_SIZE,
-  )
+  config = ops.config_of(slots, pages)
   decode_ops = [ops.decode_op(config, mode) for mode in ("short", "long")]
   other_ops = [ops.allocate_op(config), *ops.prompt_ops(config)]
   sides = sides_with(config, [*decode_ops, *other_ops, ops.free_op(config)])
   if (slots, pages) == HYBRID:
-    config = dataclasses.replace(config, groups=ops.WINDOWS)
+    config = ops.config_of(slots, pages, is_hybrid=True)
     sides += sides_with(config, [ops.decode_op(config, "hybrid")])
   return sides
 
@@ -184,7 +175,7 @@ def by_row(name: str, rounds: int = 5) -> None:
   done = {tuple(row[key] for key in keys) for row in report["rows"]}
   # Rows are in the order of their importance: all ops with 65,536 pages, then
   # decode_step with the smallest and the largest pool.
-  for pages in (HYBRID[1], PAGES[0], PAGES[-1]):
+  for pages in (HYBRID[1], ops.PAGES[0], ops.PAGES[-1]):
     for side in sides_of(HYBRID[0], pages):
       op = side.op
       elsewhere = pages != HYBRID[1] and op.name != "decode_step"
@@ -198,26 +189,23 @@ def by_row(name: str, rounds: int = 5) -> None:
   command.write(path, {**report, "complete": True})
 
 
-def measured(all_slots, rounds: int) -> list[dict[str, Any]]:
+def measured(quick: bool, rounds: int) -> dict[str, Any]:
   """Measures and prints all rows."""
   print(
     f"\n{'op':12} {'mode':25} {'slots':>5} {'pages':>7} {'page':>4}"
     f" {'us min':>9} {'median':>9}"
   )
-  rows: list[dict[str, Any]] = []
-  for slots in all_slots:
-    sides = [side for pages in PAGES for side in sides_of(slots, pages)]
+  table: list[dict[str, Any]] = []
+  for slots in (256,) if quick else SLOTS:
+    sides = [side for pages in ops.PAGES for side in sides_of(slots, pages)]
     for number in range(rounds + 1):
       for side in sides:
         side.round(record=number > 0)
-    new = sorted(
-      (side.row() for side in sides),
-      key=lambda row: (row["op"], row["mode"]),
-    )
-    for row in new:
-      print_row(row)
-    rows += new
-  return rows
+    sides.sort(key=lambda side: (side.op.name, side.op.mode))
+    for side in sides:
+      table.append(side.row())
+      print_row(table[-1])
+  return {"rows": table}
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -232,11 +220,8 @@ def print_row(row: dict[str, Any]) -> None:
 if __name__ == "__main__":
   command.run(
     __doc__,
-    lambda quick, rounds: {
-      "rows": measured((256,) if quick else SLOTS, rounds)
-    },
+    measured,
     rounds=15,
     quick_rounds=5,
-    not_measured="dispatch, compilation, K/V memory, sweeps of the ring,"
-    " accelerators",
+    not_measured="dispatch, compilation, K/V memory, sweeps of the ring",
   )

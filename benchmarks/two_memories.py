@@ -21,18 +21,15 @@ the compiled scan, without the pages themselves.
 For a trace: `python -m jaxkv replay TRACE --pages 3000 --host-pages 30000`.
 """
 
-import time
-from typing import Any
+from collections.abc import Iterator
 from typing import NamedTuple
 
-import command
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rows
 from jax import lax
 from rows import Row
-from rows import at_least
-from rows import report
 
 import jaxkv
 
@@ -61,36 +58,36 @@ class Work(NamedTuple):
     """Tokens of a whole conversation."""
     return self.first + (2 * self.rounds - 1) * self.more
 
+  def prompt_lengths(self) -> np.ndarray:
+    """Returns the length of a client's prompt in each round."""
+    return self.first + 2 * self.more * np.arange(self.rounds)
+
 
 PAGE_SIZE = 16
 
 
-def config_of(work: Work, pages: int, host_pages: int) -> jaxkv.CacheConfig:
-  return jaxkv.CacheConfig(
+def serve(
+  work: Work, pages: int, host_pages: int, rounds: int
+) -> tuple[np.ndarray, jaxkv.CacheState, float]:
+  """Serves all requests, and repeats this to time it.
+
+  Returns:
+    The hits of each round of requests, the cache, and the least seconds.
+  """
+  config = jaxkv.CacheConfig(
     num_pages=1 + pages,
     page_size=PAGE_SIZE,
     num_slots=1,
     pages_per_slot=-(-work.longest // PAGE_SIZE),
     host_pages=host_pages,
   )
-
-
-def requests(work: Work) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the client and the prompt's length of each request, in order."""
   rng = np.random.default_rng(0)
   clients = [rng.permutation(work.clients) for _ in range(work.rounds)]
-  lengths = work.first + 2 * work.more * np.arange(work.rounds)
-  return np.concatenate(clients), np.repeat(lengths, work.clients)
-
-
-def serve(
-  work: Work, config: jaxkv.CacheConfig
-) -> tuple[np.ndarray, jaxkv.CacheState, float]:
-  """Serves all requests; returns hits [rounds], the cache, and seconds."""
+  clients = jnp.asarray(np.concatenate(clients))
+  lengths = jnp.asarray(np.repeat(work.prompt_lengths(), work.clients))
   rng = np.random.default_rng(1)
-  width = config.slot_tokens
-  texts = jnp.asarray(rng.integers(0, 32_000, (work.clients, width)), jnp.int32)
-  clients, lengths = requests(work)
+  texts = rng.integers(0, 32_000, (work.clients, config.slot_tokens))
+  texts = jnp.asarray(texts, jnp.int32)
   slot = jnp.zeros((1,), jnp.int32)
 
   def one(state, request):
@@ -108,59 +105,50 @@ def serve(
 
   @jax.jit
   def scan(state):
-    return lax.scan(one, state, (jnp.asarray(clients), jnp.asarray(lengths)))
+    return lax.scan(one, state, (clients, lengths))
 
   state = jaxkv.init(config, jnp.zeros(4, jnp.uint32))
   program = scan.lower(state).compile()
-  begin = time.perf_counter()
-  state, hits = jax.block_until_ready(program(state))
-  seconds = time.perf_counter() - begin
+  runs = [rows.timed(program, state) for _ in range(rounds)]
+  seconds, _, results = zip(*runs, strict=True)
+  state, hits = results[0]
   jaxkv.check(state)
-  return np.asarray(hits).reshape(work.rounds, -1).sum(1), state, seconds
+  hits = np.asarray(hits).reshape(work.rounds, -1).sum(1)
+  return hits, state, min(seconds)
 
 
-def measured(quick: bool, rounds: int) -> dict[str, Any]:
-  """Measures and prints all rows."""
+def rows_of(quick: bool, rounds: int) -> Iterator[Row]:
+  """Yields all rows."""
   work = Work()
   if quick:
     work = Work(clients=8, rounds=3, first=64, more=16, pages=24, host_pages=60)
+  count = work.clients * work.rounds
   needed = work.clients * -(-work.longest // PAGE_SIZE)
   sizes = {
     "unlimited": (needed, 0),
     "two memories": (work.pages, work.host_pages),
     "one memory": (work.pages, 0),
   }
-  lengths = work.first + 2 * work.more * np.arange(work.rounds)
-  rows, most = [], None
+  most = 0.0
   for name, (pages, host_pages) in sizes.items():
-    config = config_of(work, pages, host_pages)
-    served = [serve(work, config) for _ in range(rounds)]
-    hits, state, _ = served[0]
-    shares = hits / (lengths * work.clients)
-    last = float(hits[-1])
-    most = last if most is None else most
+    hits, state, seconds = serve(work, pages, host_pages, rounds)
+    shares = hits / (work.prompt_lengths() * work.clients)
+    most = most or float(hits[-1])
     print(f"\n{name}: hits by round", *(f"{share:.1%}" for share in shares))
-    rows.append(Row(name, "hits of the last round", float(shares[-1])))
-    share = last / most
-    if name == "two memories":
-      rows.append(at_least(name, "of the hits of unlimited", share, 0.95))
-    else:
-      rows.append(Row(name, "of the hits of unlimited", share))
-    count = len(lengths) * work.clients
+    yield Row(name, "hits of the last round", float(shares[-1]))
+    row = Row(name, "of the hits of unlimited", float(hits[-1]) / most)
+    yield rows.at_least(*row[:3], 0.95) if name == "two memories" else row
     stats = jaxkv.stats(state)
     if stats.saved_pages is not None and stats.restored_pages is not None:
       moves = int(stats.saved_pages) + int(stats.restored_pages)
-      rows.append(Row(name, "moves", moves / count))
-    rows.append(
-      Row(name, "us", min(seconds for *_, seconds in served) / count * 1e6)
-    )
-  return report(rows)
+      yield Row(name, "moves", moves / count)
+    yield Row(name, "us", seconds / count * 1e6)
 
 
 if __name__ == "__main__":
-  command.run(
+  rows.run(
     __doc__,
-    measured,
+    rows_of,
     rounds=2,
     quick_rounds=1,
     not_measured="the model, K/V memory, transfers, accelerators",

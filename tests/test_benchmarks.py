@@ -120,12 +120,13 @@ class TestAttention:
 
   def test_errors_are_numbers_or_none(self, tmp_path):
     import attention
+    import command
 
     right, bad = np.ones(4), np.array([1.0, 1.0, np.nan, 1.0])
     assert attention.distance([right, 2 * right], right) == 1
     assert attention.distance([right, bad], right) is None
     with pytest.raises(ValueError, match="JSON"):
-      attention.save(tmp_path / "x.json", {"error": np.nan})
+      command.write(tmp_path / "x.json", {"error": np.nan})
 
   def test_a_side_that_twice_ends_the_run_is_passed_over(self, monkeypatch):
     import attention
@@ -412,11 +413,10 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 def test_two_memories_keep_what_one_forgets():
   import two_memories
 
-  rows = two_memories.measured(quick=True, rounds=1)["rows"]
   found = {
-    row["workload"]: row["value"]
-    for row in rows
-    if row["metric"] == "of the hits of unlimited"
+    row.workload: row.value
+    for row in two_memories.rows_of(quick=True, rounds=1)
+    if row.metric == "of the hits of unlimited"
   }
   assert found["two memories"] == 1
   assert found["one memory"] < 0.5

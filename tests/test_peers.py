@@ -40,7 +40,7 @@ class Peer:
 @pytest.mark.parametrize("number", range(8))
 def test_a_round_gives_everything_back(number):
   case = peers.CASES[number]
-  side = peers.PeerSide("peer", Peer, case, steps=3)
+  side = peers.PeerSide(Peer, case, steps=3)
   for record in (False, True):
     side.round(record=record)
     assert side._manager.running == []
@@ -52,7 +52,7 @@ def test_a_round_gives_everything_back(number):
 
 def test_a_decode_step_extends_every_sequence():
   case = peers.Case("decode_step", "full", 64)
-  side = peers.PeerSide("peer", Peer, case, steps=200)
+  side = peers.PeerSide(Peer, case, steps=200)
   manager = side._manager
   run = side._decode()
   before = manager.extended, manager.ended
@@ -69,13 +69,11 @@ def test_a_peer_that_is_not_here_is_skipped(monkeypatch, capsys):
   monkeypatch.setattr(peers, "QUICK_CASES", peers.CASES[:1])
   monkeypatch.setattr(peers.ops, "full_cache", lambda *_: None)
   ours = types.SimpleNamespace(
-    case=peers.CASES[0],
-    steps=1,
-    name="jaxkv",
+    op=types.SimpleNamespace(steps=1),
     round=lambda record: None,
     times=lambda: {"us_median": 2.0, "us_min": 1.0},
   )
-  monkeypatch.setattr(peers, "JaxSide", lambda *_: ours)
+  monkeypatch.setattr(peers, "jaxkv_side", lambda *_: ours)
   report = peers.measured(quick=True, rounds=1)
   assert "no_such_module" in report["peers"]["none"]
   assert report["rows"] == [
