@@ -342,11 +342,13 @@ def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
   page_of_key = dict(zip(keys, sources, strict=True))
   contents, groups = _contents(state, host, pages, page_of_key)
   pool.set_listed([page for page in pages if pool.is_cached[page]], False)
-  stamps = clocks(index.entry[changed, KEY_WORDS])
-  rows = zip(
-    pages, contents, groups, stamps, cached[changed].tolist(), strict=True
+  pool.set_contents(
+    pages,
+    contents,
+    groups,
+    clocks(index.entry[changed, KEY_WORDS]),
+    cached[changed].tolist(),
   )
-  pool.set_contents([*rows])
   state.undo_log.replace(pool, clock=clock)
   # Copies, because the arrays may share memory with a state that is donated.
   arrays.replace(jax.tree.map(np.copy, index), clock)

@@ -1,5 +1,6 @@
 """The page pool of a manager: references, free queue and prefix index."""
 
+import itertools
 from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -208,8 +209,8 @@ class HostPool:
     self, pages: Sequence[int], lifted: list[tuple[Any, int, int]]
   ) -> None:
     """Gives lifted contents to uncached pages, which become cached."""
-    rows = zip(pages, lifted, strict=True)
-    self.set_contents([(page, *content, True) for page, content in rows])
+    contents, groups, stamps = zip(*lifted, strict=True)
+    self.set_contents(pages, contents, groups, stamps, [True] * len(lifted))
 
   def hold(self, pages: Sequence[int]) -> None:
     """Adds a reference to each page; null pages are ignored."""
@@ -252,45 +253,37 @@ class HostPool:
     for page in pages:
       self.pin_count[page] += amount
 
-  def fill(self, pages: Sequence[tuple[int, Any, bool]], group: int) -> None:
-    """Sets the contents of full pages of a group.
-
-    Args:
-      pages: a page, its content, and True to publish it.
-      group: the group.
-    """
-    clock = self.clock
-    self.set_contents(
-      [
-        (page, content, group, stamp, is_published)
-        for stamp, (page, content, is_published) in enumerate(pages, clock)
-      ]
-    )
-    self.undo_log.replace(self, clock=clock + len(pages))
-    self.count("published_pages", sum([row[2] for row in pages]))
+  def fill(
+    self,
+    pages: Sequence[int],
+    contents: Sequence[Any],
+    group: int,
+    published: Sequence[bool],
+  ) -> None:
+    """Sets the contents of full pages; publishes those marked `published`."""
+    stamps = range(self.clock, self.clock + len(pages))
+    groups = itertools.repeat(group)
+    self.set_contents(pages, contents, groups, stamps, published)
+    self.undo_log.replace(self, clock=stamps.stop)
+    self.count("published_pages", sum(published))
 
   def set_contents(
-    self, rows: Sequence[tuple[int, Any, int, int, bool]]
+    self,
+    pages: Sequence[int],
+    contents: Sequence[Any],
+    groups: Iterable[int],
+    stamps: Iterable[int],
+    published: Sequence[bool],
   ) -> None:
-    """Sets the contents of uncached pages.
-
-    Args:
-      rows: a page, its content, group and stamp, and True to publish it.
-    """
+    """Sets contents of uncached pages; publishes those marked `published`."""
+    for values in (self.content, self.group, self.stamp):
+      self.undo_log.save_items(values, pages)
+    # Not strict, because `groups` can be an infinite iterator.
     content_of, group_of, stamp_of = self.content, self.group, self.stamp
-    before = [
-      (row[0], content_of[row[0]], group_of[row[0]], stamp_of[row[0]])
-      for row in rows
-    ]
-    self.undo_log.record((self._restore_contents, before))
-    for page, content, group, stamp, _ in rows:
+    rows = zip(pages, contents, groups, stamps, strict=False)
+    for page, content, group, stamp in rows:
       content_of[page], group_of[page], stamp_of[page] = content, group, stamp
-    self.set_listed([row[0] for row in rows if row[4]], True)
-
-  def _restore_contents(self, before: list[tuple[int, Any, int, int]]) -> None:
-    for page, content, group, stamp in before:
-      self.content[page], self.group[page] = content, group
-      self.stamp[page] = stamp
+    self.set_listed(itertools.compress(pages, published), True)
 
   def unpublish(self, pages: Iterable[int]) -> None:
     """Removes pages from the index; uncached pages are ignored."""

@@ -227,6 +227,8 @@ def _cached_pages(
     nodes = hashed.nodes(len(hashed.digests))
     state.device_keys.compute(nodes)
     _add_device_pages(state, group, nodes, pages)
+  if not any(pages):
+    return pages
   # Equal digests are no proof of equal tokens, so the pages are compared.
   expected, step = hashed.pages, group.step
   contents = [pool.content[page] for page in pages]

@@ -1,5 +1,7 @@
 """Publishes the full pages of a request's final tokens."""
 
+import itertools
+
 from jaxkv._src.host.groups import LayerGroup
 from jaxkv._src.host.prefix_lookup import HashedTokens
 from jaxkv._src.host.prefix_nodes import TOKEN_BYTES
@@ -89,15 +91,16 @@ def _publish_group(
   pages = table[columns.start : columns.stop]
   # Pages outside windows are null. A page may be cached already, because forks
   # can share a full page without a key, which the first of them publishes.
-  fresh = [
-    row
-    for row in zip(pages, nodes, is_listed, strict=True)
-    if row[0] and not pool.is_cached[row[0]]
-  ]
-  pool.fill(fresh, group.number)
+  is_fresh = [page > 0 and not pool.is_cached[page] for page in pages]
+  pool.fill(
+    list(itertools.compress(pages, is_fresh)),
+    list(itertools.compress(nodes, is_fresh)),
+    group.number,
+    list(itertools.compress(is_listed, is_fresh)),
+  )
   if pool.listeners:
     # Listeners get every column, so that they can count tokens.
-    new = {page for page, _, listed in fresh if listed}
-    stored = [page if page in new else 0 for page in pages]
+    flags = zip(pages, is_fresh, is_listed, strict=True)
+    stored = [page if fresh and listed else 0 for page, fresh, listed in flags]
     for listener in pool.listeners:
       listener.stored(held.request, group.number, columns.start, stored)
