@@ -4,9 +4,6 @@ Page ids are in `tests.host.test_manager_traces`, many requests at once in
 `tests.host.test_step`, bad calls in `tests.host.test_errors`.
 """
 
-import enum
-import types
-
 import numpy as np
 import pytest
 
@@ -418,38 +415,6 @@ class TestReadings:
 
 
 class TestRequests:
-  @pytest.mark.parametrize("field", ["token_ids", "all_token_ids"])
-  def test_any_object_will_do(self, cache, field):
-    def make(name, tokens):
-      return types.SimpleNamespace(
-        request_id=name, num_computed_tokens=0, **{field: list(tokens)}
-      )
-
-    one, two = make("0", range(10)), make("1", range(14))
-    assert cache.get_computed_pages(one)[1] == 0
-    assert cache.allocate_slots(one, 10).get_page_ids() == ([1, 2, 3],)
-    found, tokens = cache.get_computed_pages(two)
-    assert (found.get_page_ids(), tokens) == (([1, 2],), 8)
-    new = cache.allocate_slots(two, 6, tokens, found)
-    assert new.get_page_ids() == ([4, 5],)
-    two.num_computed_tokens = 14
-    getattr(two, field).extend([14, 15, 16])
-    assert cache.step([two], 3) == [CachePages(([6],))]
-    assert cache.cached_page_ids() == {1, 2, 4, 5}
-    cache.free(one)
-    cache.free(two)
-    assert cache.num_free_pages == 10
-
-  def test_status_may_be_an_enum(self):
-    status = enum.Enum("Status", ["WAITING", "RUNNING", "PREEMPTED"])
-    cache = single(CacheManager, watermark=0.2)
-    one = request("0", range(36))
-    for waiting in (status.WAITING, status.PREEMPTED):
-      one.status = waiting
-      assert cache.allocate_slots(one, 36) is None
-    one.status = status.RUNNING
-    assert cache.allocate_slots(one, 36) is not None
-
   def test_names_come_back(self, cache):
     """A finished request's name and slot serve the next one."""
     for number in range(40):

@@ -1,5 +1,6 @@
 """Requests as others make them: what counts as a token, a count, a status."""
 
+import enum
 import types
 
 import jax.numpy as jnp
@@ -188,3 +189,39 @@ def test_null_pages_are_not_new():
   new = cache.allocate_slots(request("0", range(14)), 14)
   assert new.get_page_ids()[0] == [0, 0, 0, 1]
   assert new.get_unhashed_page_ids() == [1]
+
+
+@pytest.mark.parametrize("field", ["token_ids", "all_token_ids"])
+def test_any_object_will_do(field):
+  cache = single(CacheManager)
+
+  def make(name, tokens):
+    return types.SimpleNamespace(
+      request_id=name, num_computed_tokens=0, **{field: list(tokens)}
+    )
+
+  one, two = make("0", range(10)), make("1", range(14))
+  assert cache.get_computed_pages(one)[1] == 0
+  assert cache.allocate_slots(one, 10).get_page_ids() == ([1, 2, 3],)
+  found, tokens = cache.get_computed_pages(two)
+  assert (found.get_page_ids(), tokens) == (([1, 2],), 8)
+  new = cache.allocate_slots(two, 6, tokens, found)
+  assert new.get_page_ids() == ([4, 5],)
+  two.num_computed_tokens = 14
+  getattr(two, field).extend([14, 15, 16])
+  assert cache.step([two], 3) == [CachePages(([6],))]
+  assert cache.cached_page_ids() == {1, 2, 4, 5}
+  cache.free(one)
+  cache.free(two)
+  assert cache.num_free_pages == 10
+
+
+def test_status_may_be_an_enum():
+  status = enum.Enum("Status", ["WAITING", "RUNNING", "PREEMPTED"])
+  cache = single(CacheManager, watermark=0.2)
+  one = request("0", range(36))
+  for waiting in (status.WAITING, status.PREEMPTED):
+    one.status = waiting
+    assert cache.allocate_slots(one, 36) is None
+  one.status = status.RUNNING
+  assert cache.allocate_slots(one, 36) is not None
