@@ -1,6 +1,6 @@
 """A pytest plugin that runs vLLM's own tests with `jaxkv.host.vllm`.
 
-It replaces names in vLLM's modules before the tests import them:
+It replaces names in vLLM's modules before other modules import them:
 
   PYTHONPATH=tests/host/vllm pytest -p replace_manager VLLM/tests/v1/core/FILE
 
@@ -10,10 +10,14 @@ The plugin is named by this path, because vLLM's tests are also a package named
 
 # pyright: reportMissingImports=false
 
+import pytest
+
 from jaxkv.host import vllm as ours
 
 
-def pytest_configure() -> None:
+# Later, vLLM's conftest.py imports the scheduler, which binds names.
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
   """Replaces the manager, its blocks and its events."""
   import vllm.distributed.kv_events as kv_events
   import vllm.v1.core.block_pool as block_pool
