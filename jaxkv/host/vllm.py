@@ -82,8 +82,8 @@ Reports:
 - `block_pool` and `coordinator` have the methods that schedulers and connectors
   call. They lack `cache_full_blocks`, `contain`, the links of the free queue,
   and a class for each kind of group.
-- `PrefixCacheStats` has no `hits_by_source`. `prefix_cache_stats` is replaced by
-  each count, not changed in place.
+- `PrefixCacheStats` has no `hits_by_source`. Each count replaces
+  `prefix_cache_stats` by a new object.
 """
 
 from jaxkv._src.host.types import PrefixCacheStats
