@@ -82,16 +82,18 @@ class IndexArrays:
 
   def _write(self, index: Any, pages: list[int]) -> None:
     """Writes the keys, stamps and tokens of one or more pages."""
-    pool, keys, rows, words = self._pool, self._keys, [], []
-    width = index.tokens.shape[1]
-    keys.compute(pool.content[page] for page in pages)
-    for page in pages:
-      content, group = pool.content[page], pool.group[page]
-      words.append(keys.group_key(content, group))
-      # Zeros pad the tokens of pages that are smaller than the largest pages.
-      tokens = content.last_tokens(self._groups[group].step)
-      rows.append(tokens.ljust(TOKEN_BYTES * width, b"\0"))
-    index.entry[pages, :KEY_WORDS] = words
+    pool, width = self._pool, index.tokens.shape[1]
+    contents = [pool.content[page] for page in pages]
+    groups = [pool.group[page] for page in pages]
+    # Zeros pad the tokens of pages that are smaller than the largest pages.
+    rows = [
+      content.last_tokens(self._groups[group].step).ljust(
+        TOKEN_BYTES * width, b"\0"
+      )
+      for content, group in zip(contents, groups, strict=True)
+    ]
+    self._keys.compute(contents)
+    index.entry[pages, :KEY_WORDS] = self._keys.group_keys(contents, groups)
     index.entry[pages, _STAMP] = [pool.stamp[page] % 2**32 for page in pages]
     tokens = np.frombuffer(b"".join(rows), "<i4")
     index.tokens[pages] = tokens.reshape(-1, width)
