@@ -159,7 +159,8 @@ class CacheManager(ManagerReports):
     Page tables, free pages and cached pages become those of `state`, whatever
     the manager did since `manager.state` was read. Free no request in between:
     without prefix caching, the slot's next request would get the old pages.
-    Unread events are kept.
+    Unread events are kept. Take a state once, because each call appends its
+    events.
 
     A loop may append tokens to a page with tokens of an image or of
     `prompt_embeds` if the manager has published these, and at least the first
