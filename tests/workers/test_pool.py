@@ -1,6 +1,7 @@
 """Pools of workers without a model: routing, failures, weights."""
 
 import random
+import sys
 import threading
 
 import numpy as np
@@ -213,11 +214,40 @@ class TestFailures:
     with workers.Pool(make, 2, config=_CONFIG, max_failures=2) as pool:
       pool.submit(requests_of(_prompts(3)))
       with pytest.raises(
-        RuntimeError, match="failed 3 times in a row: no such"
+        RuntimeError, match="failed 3 times before a group ended: no such"
       ):
         _results(pool)
       with pytest.raises(RuntimeError, match="no such machine"):
         pool.submit(requests_of(_prompts(3)))
+
+  def test_calls_that_end_no_group_do_not_reset_the_count(self, caplog):
+    with workers.Pool(
+      lambda _: FailingWorker(1, steps=1), 1, config=_CONFIG, max_failures=2
+    ) as pool:
+      pool.submit(requests_of(_prompts(1)))
+      with pytest.raises(RuntimeError, match="failed 3 times before a group"):
+        _results(pool)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["The worker of place 0 failed."] * 3
+    assert "the machine was taken away" in caplog.text
+
+  def test_an_exit_is_a_failure_like_others(self):
+    made = []
+
+    class Exits(StubWorker):
+      def advance(self):
+        if len(made) == 1:
+          sys.exit(3)
+        return super().advance()
+
+    def make(_):
+      made.append(Exits())
+      return made[-1]
+
+    with workers.Pool(make, 1, config=_CONFIG) as pool:
+      ids = pool.submit(requests_of(_prompts(3)))
+      assert _results(pool) == _wanted(ids)
+    assert len(made) == 2 and made[0].is_closed
 
   def test_groups_that_have_ended_come_before_the_error(self):
     has_stopped = threading.Event()
@@ -327,6 +357,23 @@ class TestWeights:
       versions = [version for _, version in tokens]
       ages.append(versions[-1] - versions[0])
     assert max(ages) <= (9 if max_age is None else max_age)
+
+  def test_a_trainer_may_change_its_tree_after_an_update(self):
+    trees = []
+
+    class Records(StubWorker):
+      def update_weights(self, params, version, max_age):
+        trees.append(params)
+        return []
+
+    params = {}
+    with workers.Pool(lambda _: Records(), 1, config=_CONFIG) as pool:
+      for number in (1, 2):
+        params["layer"] = number
+        pool.update_weights(params)
+        pool.submit(requests_of(_prompts(1)))
+        _results(pool)
+    assert trees == [{"layer": 1}, {"layer": 2}]
 
 
 class TestRouting:

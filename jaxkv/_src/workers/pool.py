@@ -3,11 +3,14 @@
 import collections
 import contextlib
 import itertools
+import logging
 import threading
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 from typing import NamedTuple
+
+import jax
 
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int32
@@ -24,6 +27,8 @@ from jaxkv._src.workers.routing import Seen
 from jaxkv._src.workers.routing import choose
 from jaxkv._src.workers.worker import Group
 from jaxkv._src.workers.worker import Worker
+
+_LOGGER = logging.getLogger("jaxkv")
 
 _LOOKAHEAD = 128
 """The number of waiting prompts from which a worker chooses."""
@@ -54,7 +59,7 @@ class _Member:
     seen: the prefixes of the worker.
     prompts: the prompts that run on the worker, by id.
     version: the version of the worker's weights.
-    num_failures: how often workers of this place have failed in a row.
+    num_failures: the failures of this place since a group last ended there.
     leaves: True after `remove`; the sequences then move to other workers.
   """
 
@@ -105,8 +110,9 @@ class Pool:
       max_age: a prompt runs again from its start if an unfinished sample has a
         token that was sampled more than this number of versions ago. None for
         no limit.
-      max_failures: the maximum number of consecutive failures at a place; one
-        more stops the pool.
+      max_failures: the maximum number of failures at a place without a group
+        that ends there in between; one more stops the pool. Each failure is
+        logged as a warning.
     """
     self._make, self._config = make, config
     self._max_waiting = as_count("max_waiting", max_waiting, 1)
@@ -122,7 +128,7 @@ class Pool:
     self._first: Requests | None = None
     # The ids of all samples of prompts that have not ended.
     self._unfinished: set[int] = set()
-    self._error: Exception | None = None
+    self._error: BaseException | None = None
     self._is_closed = False
     self._members: dict[int, _Member] = {}
     self._threads: list[threading.Thread] = []
@@ -272,7 +278,9 @@ class Pool:
     """
     with self._changed:
       self._version += 1
-      self._params = params
+      # A new tree, so that the caller can change the old one, and workers can
+      # tell updates apart by identity.
+      self._params = jax.tree.map(lambda leaf: leaf, params)
       self._changed.notify_all()
       return self._version
 
@@ -303,12 +311,13 @@ class Pool:
         if worker is None:
           worker = self._make(place)
         self._serve_once(member, worker)
-        member.num_failures = 0
       except _Refused as error:
         with self._changed:
           self._error = error
           self._changed.notify_all()
-      except Exception as error:
+      # BaseException, because SystemExit would silently end the thread.
+      except BaseException as error:
+        _LOGGER.warning("The worker of place %d failed.", place, exc_info=error)
         self._replace(member, error)
         worker = _closed(worker)
     _closed(worker)
@@ -337,6 +346,8 @@ class Pool:
     if not member.prompts:
       return
     groups = worker.advance()
+    if groups:
+      member.num_failures = 0
     with self._changed:
       for group in groups:
         self._forget(member, group.id)
@@ -379,7 +390,7 @@ class Pool:
       try:
         ids = list(moving.prompts)
         entered = worker.import_sequences(moving.exported, ids)
-      except Exception:
+      except BaseException:
         with self._changed:
           self._moving.append(moving)
         raise
@@ -451,7 +462,7 @@ class Pool:
       del self._members[place]
       self._changed.notify_all()
 
-  def _replace(self, member: _Member, error: Exception) -> None:
+  def _replace(self, member: _Member, error: BaseException) -> None:
     """Puts back the prompts of a worker that failed, to wait again."""
     with self._changed:
       self._put_back(list(member.prompts.values()))
@@ -459,7 +470,8 @@ class Pool:
       member.num_failures += 1
       if member.num_failures > self._max_failures:
         self._error = RuntimeError(
-          f"a worker failed {member.num_failures} times in a row: {error}"
+          f"a worker failed {member.num_failures} times before a group ended: "
+          f"{error}"
         )
         self._error.__cause__ = error
       self._changed.notify_all()
@@ -468,5 +480,5 @@ class Pool:
 def _closed(worker: Worker | None) -> None:
   """Closes a worker, which may have failed already."""
   if worker is not None:
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(BaseException):
       worker.close()
