@@ -1,5 +1,6 @@
 """Pools of rollouts: equal tokens, whichever worker computes them."""
 
+import dataclasses
 import functools
 
 import jax
@@ -123,6 +124,28 @@ def test_moved_sequences_are_not_computed_again():
   while len(groups) < 3:
     groups += second.advance()
   assert int(second._state.counters.recomputed) == 0
+
+
+def test_a_rollout_of_other_weights_or_with_sequences_is_refused():
+  state = _by_hand(0)._state
+  cache = dataclasses.replace(state.memory.cache, epoch=jnp.uint32(3))
+  queue = dataclasses.replace(state.queue, status=state.queue.status * 0)
+  for other, text in (
+    (by_hand.with_cache(state, cache), "version 3 and 0 sequences"),
+    (dataclasses.replace(state, queue=queue), "version 0 and 12 sequences"),
+  ):
+    with pytest.raises(ValueError, match=f"no sequences, got {text}"):
+      workers.LocalWorker(None, other, model=_BY_HAND)
+
+
+def test_new_weights_keep_the_dtypes():
+  state = _by_hand(0)._state
+  params = {"weight": jnp.ones((2,), jnp.bfloat16)}
+  worker = workers.LocalWorker(params, state, model=_BY_HAND)
+  for number in (np.float32(3), jnp.float32(4)):
+    worker.update_weights({"weight": number * np.ones((2,))}, 0, None)
+    weight = worker._params["weight"]
+    assert weight.dtype == jnp.bfloat16 and weight.tolist() == [number] * 2
 
 
 @pytest.mark.slow

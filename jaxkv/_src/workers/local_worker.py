@@ -55,14 +55,28 @@ class LocalWorker:
     Args:
       params: the model's parameters. The worker keeps them, so do not donate
         them.
-      state: a rollout without sequences, such as one of prompts with
-        `num_samples` 0. Only the pool may submit sequences.
+      state: a rollout of version 0 without sequences, such as one of prompts
+        with `num_samples` 0. Only the pool may submit sequences.
       model: see `jaxkv.rollout.generate`.
       process: see `jaxkv.rollout.generate`.
       draft: see `jaxkv.rollout.generate`.
       steps: the maximum number of calls of the model in each `advance`. Prompts
         enter and results leave only between calls of `advance`.
+
+    Raises:
+      TypeError: `steps` is not an int.
+      ValueError: `state` has sequences or another version, or `steps` is below
+        1.
     """
+    version = int(state.memory.cache.epoch)
+    count = int(np.sum(np.asarray(state.queue.status) < SequenceStatus.EMPTY))
+    # With another version, `update_weights` would keep K/V of old weights.
+    if version or count:
+      raise ValueError(
+        "`state` must have version 0 and no sequences, got version "
+        f"{version} and {count} sequences; make it of a new cache and of "
+        "prompts with `num_samples` 0."
+      )
     self._hooks = {"model": model, "process": process, "draft": draft}
     self._until = Until(steps=jnp.int32(as_count("steps", steps, 1)))
     self._params, self._state = jax.tree.map(jnp.asarray, params), state
@@ -139,14 +153,14 @@ class LocalWorker:
   def update_weights(
     self, params: Any, version: int, max_age: int | None
   ) -> list[int]:
-    """Replaces the weights; the K/V of the old weights is not reused."""
+    """Replaces the weights, which keep their dtypes and devices.
+
+    The K/V of the old weights is not reused.
+    """
     dropped = [] if max_age is None else self._drop(version - max_age)
     while int(self._state.memory.cache.epoch) < version:
       self._state = _update_weights(self._state)
-    # The new weights go to the devices of the old weights.
-    self._params = jax.tree.map(
-      lambda old, new: jax.device_put(new, old.sharding), self._params, params
-    )
+    self._params = jax.tree.map(_like, self._params, params)
     return dropped
 
   def _drop(self, oldest: int) -> list[int]:
@@ -188,6 +202,14 @@ class LocalWorker:
   def close(self) -> None:
     """Releases the rollout and the weights."""
     del self._state, self._params
+
+
+def _like(old: jax.Array, new: Any) -> jax.Array:
+  """Returns new weights with the dtype and on the devices of the old ones."""
+  # Another dtype would compile again, and change the log-probs.
+  if new.dtype != old.dtype:
+    new = new.astype(old.dtype)
+  return jax.device_put(new, old.sharding)
 
 
 def _padded_size(count: int) -> int:
