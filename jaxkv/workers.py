@@ -7,7 +7,7 @@
 | `LocalWorker` | a worker in this process |
 
 `jaxkv.integrations.ray` has workers on other machines. A pool starts threads,
-but no processes, and uses no devices itself.
+but no processes, and calls no model itself.
 """
 
 from jaxkv._src.workers.local_worker import LocalWorker
