@@ -210,6 +210,9 @@ def test_what_is_no_snapshot_is_refused(saved, tmp_path):
   target = begun()
   with pytest.raises(ValueError, match="must not exist"):
     checkpoint.save(saved, target)
+  for call in (checkpoint.save, checkpoint.restore):
+    with pytest.raises(ValueError, match="a local folder, got 'gs://bucket/a'"):
+      call("gs://bucket/a", target)
   with pytest.raises(ValueError, match=r"complete snapshot.*no_such"):
     checkpoint.restore(tmp_path / "no_such", target)
   with pytest.raises(

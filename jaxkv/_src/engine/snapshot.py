@@ -49,7 +49,7 @@ def save(
 
   Raises:
     TypeError: `state` is not a RolloutState.
-    ValueError: `folder` exists.
+    ValueError: `folder` exists, or is a URL.
     ImportError: orbax is not installed (extra `checkpoints`).
   """
   ocp, folder = _orbax(), _path(folder)
@@ -104,8 +104,8 @@ def restore(folder: str | pathlib.Path, target: RolloutState) -> RolloutState:
 
   Raises:
     TypeError: `target` is not a RolloutState.
-    ValueError: the folder has no snapshot; the snapshot is damaged or of a
-      newer format; or its options, shapes or dtypes differ from those of
+    ValueError: `folder` is a URL or has no snapshot; the snapshot is damaged or
+      of a newer format; or its options, shapes or dtypes differ from those of
       `target`.
     ImportError: orbax is not installed (extra `checkpoints`).
   """
@@ -160,6 +160,12 @@ def _orbax() -> Any:
 
 
 def _path(folder: str | pathlib.Path) -> pathlib.Path:
+  # `Path` would turn a URL into a local path.
+  if "://" in str(folder):
+    raise ValueError(
+      f"`folder` must be the path of a local folder, got {folder!r}; mount the "
+      "storage."
+    )
   # Orbax accepts only absolute paths.
   return pathlib.Path(folder).absolute()
 
