@@ -199,6 +199,19 @@ def test_weights_that_only_moved_keep_their_pages(model):
   assert engine.counters()["prefilled"] - before >= tokens - 4
 
 
+def test_weights_of_another_model_are_refused(model):
+  nnx = importlib.import_module("flax.nnx")
+  engine = setup.ours(model)
+  params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+  shorter = jax.tree.map(lambda leaf: leaf[:1], params)
+  for other, text in (
+    ({"model": params}, r"`params\['model'\].* no variable, got"),
+    (shorter, r"policy's variable, \(32, 32\), got \(1, 32\)"),
+  ):
+    with pytest.raises(ValueError, match=text):
+      engine.update_params(other)
+
+
 def test_config_by_mode(model):
   rl = setup.module("rl.rl_cluster")
   small, large = setup.config(), setup.config(kv_cache_size=128)

@@ -149,6 +149,10 @@ class TunixRollout:
     Args:
       params: all variables, or those of `filter_types`.
       filter_types: the types of the variables; None for all.
+
+    Raises:
+      ValueError: the policy has no variable of a name in `params`, or one of
+        another shape.
     """
     nnx = packages.nnx()
     if filter_types is None:
@@ -403,6 +407,15 @@ def _merge(current: Any, params: Any, nnx: Any) -> Any:
     new = nnx.to_pure_dict(params)
   old_leaves, structure = jax.tree_util.tree_flatten_with_path(old)
   by_path = dict(jax.tree_util.tree_leaves_with_path(new))
+  shapes = {path: leaf.shape for path, leaf in old_leaves}
+  for path, leaf in by_path.items():
+    shape = shapes.get(path, "no variable")
+    if leaf.shape != shape:
+      raise ValueError(
+        f"`params{jax.tree_util.keystr(path)}` must have the shape of the "
+        f"policy's variable, {shape}, got {leaf.shape}; pass the state of an "
+        "equal model."
+      )
   leaves = [by_path.get(path, leaf) for path, leaf in old_leaves]
   leaves = [
     leaf if leaf.dtype == old_leaf.dtype else leaf.astype(old_leaf.dtype)
