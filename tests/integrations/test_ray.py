@@ -201,6 +201,14 @@ def test_damaged_weights_are_refused(ray):
   worker.close()
 
 
+@pytest.mark.parametrize("name", ["max_restarts", "max_task_retries"])
+def test_only_the_pool_replaces_actors(name):
+  from jaxkv.integrations.ray import RayWorkers
+
+  with pytest.raises(ValueError, match=f"`{name}` must be 0, got -1"):
+    RayWorkers(_make, **{name: -1})
+
+
 def test_ray_must_be_started():
   ray = pytest.importorskip("ray")
   from jaxkv.integrations.ray import RayWorkers

@@ -68,7 +68,15 @@ class RayWorkers:
     Raises:
       ImportError: Ray is not installed (extra `ray`).
       RuntimeError: Ray was not started.
+      ValueError: `options` has `max_restarts` or `max_task_retries`.
     """
+    # A restarted actor has neither its prompts nor the newest weights.
+    for name in ("max_restarts", "max_task_retries"):
+      if options.get(name):
+        raise ValueError(
+          f"`{name}` must be 0, got {options[name]}; the pool replaces actors "
+          "that die."
+        )
     self._ray = extra_package(
       "ray", install="jaxkv[ray]", task="To run workers as Ray actors"
     )
