@@ -377,6 +377,21 @@ class TestWeights:
 
 
 class TestRouting:
+  def test_a_worker_with_a_long_queue_leaves_prompts_to_others(self):
+    all_have_prompts = threading.Barrier(4, timeout=20)
+
+    class Waits(StubWorker):
+      def advance(self):
+        if not self.num_steps:
+          all_have_prompts.wait()
+        return super().advance()
+
+    with workers.Pool(
+      lambda _: Waits(rows=100), 4, config=_CONFIG, max_failures=0
+    ) as pool:
+      ids = pool.submit(requests_of(_prompts(40)))
+      assert _results(pool) == _wanted(ids)
+
   @pytest.mark.slow
   def test_families_of_prompts_stay_together(self):
     """40 families over 4 workers, beside one cache of their pages."""

@@ -45,13 +45,14 @@ def choose(
 ) -> list[Prompt]:
   """Returns the prompts that a worker takes, and counts them as running.
 
-  The worker takes the prompts of which no other worker has a longer prefix. If
-  these are fewer than `Room.needed`, it also takes other prompts: first those
-  with the smallest difference to the longest prefix.
+  The worker first takes prompts of which no other worker has a longer prefix,
+  then those with the smallest difference to the longest prefix. If there are
+  other workers, it takes at most `Room.needed`, so that each gets a share.
   """
   chosen, later = [], []
+  limit = min(room) if others else room.prompts
   for prompt in waiting:
-    if len(chosen) == room.prompts:
+    if len(chosen) == limit:
       return chosen
     own = seen.num_shared(prompt)
     best = max((other.num_shared(prompt) for other in others), default=0)
@@ -62,8 +63,7 @@ def choose(
       later.append((best - own, prompt))
   # The sort is stable, so ties stay in the order of their arrival.
   later.sort(key=lambda pair: pair[0])
-  missing = max(min(room.needed, room.prompts) - len(chosen), 0)
-  for _, prompt in later[:missing]:
+  for _, prompt in later[: limit - len(chosen)]:
     chosen.append(prompt)
     seen.running.update(prompt.prefixes)
   return chosen
