@@ -138,6 +138,15 @@ def test_a_rollout_of_other_weights_or_with_sequences_is_refused():
       workers.LocalWorker(None, other, model=_BY_HAND)
 
 
+@pytest.mark.slow
+def test_prompts_that_are_refused_are_named():
+  requests = rollout.Requests(_requests().tokens[:3], [8, 0, 12])
+  with pytest.raises(
+    ValueError, match="got BAD_LENGTH for id 2, BAD_LENGTH for id 4;"
+  ):
+    _by_hand(0).submit(requests, [0, 2, 4])
+
+
 def test_new_weights_keep_the_dtypes():
   state = _by_hand(0)._state
   params = {"weight": jnp.ones((2,), jnp.bfloat16)}

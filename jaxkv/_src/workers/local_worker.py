@@ -115,12 +115,15 @@ class LocalWorker:
     numbers[:count] = ids
     mask = np.arange(numbers.size) < count
     self._state, out = _submit(self._state, requests, ids=numbers, mask=mask)
-    refused = set(np.asarray(out.code)[:count].tolist())
-    refused -= {Status.OK, Status.QUEUE_FULL}
+    refused = [
+      f"{Status(code).name} for id {number}"
+      for code, number in zip(out.code.tolist(), ids, strict=False)
+      if code not in (Status.OK, Status.QUEUE_FULL)
+    ]
     if refused:
       raise ValueError(
-        f"`requests` must be valid prompts, got {Status(min(refused)).name} "
-        f"for one of the ids {ids}; see jaxkv.rollout.submit."
+        f"`requests` must be valid prompts, got {', '.join(refused)}; see "
+        "jaxkv.rollout.submit."
       )
     return np.asarray(out.ok)[:count].tolist()
 
