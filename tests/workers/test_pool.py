@@ -9,6 +9,10 @@ import pytest
 
 from jaxkv import rollout
 from jaxkv import workers
+from jaxkv._src.workers.prompts import Prompt
+from jaxkv._src.workers.prompts import split
+from jaxkv._src.workers.routing import Seen
+from jaxkv._src.workers.routing import choose
 from tests.workers.stub import FailingWorker
 from tests.workers.stub import StubWorker
 from tests.workers.stub import requests_of
@@ -391,6 +395,20 @@ class TestRouting:
     ) as pool:
       ids = pool.submit(requests_of(_prompts(40)))
       assert _results(pool) == _wanted(ids)
+
+  @pytest.mark.parametrize("counts", [[1, 1, 1, 1, 1, 1], [4, 4], [3, 3, 3]])
+  def test_a_worker_takes_the_samples_that_it_needs(self, counts):
+    config = rollout.RolloutConfig(num_samples=4)
+    requests = rollout.Requests(
+      [[1]] * len(counts), [1] * len(counts), num_samples=counts
+    )
+    waiting = [
+      Prompt(number, part, ())
+      for number, part in enumerate(split(requests, config))
+    ]
+    taken = choose(waiting, workers.Room(9, 4), Seen(), [Seen()])
+    assert 4 <= sum(prompt.num_samples for prompt in taken) <= 6
+    assert choose(waiting, workers.Room(9, 4), Seen(), []) == waiting
 
   @pytest.mark.slow
   def test_families_of_prompts_stay_together(self):

@@ -89,8 +89,7 @@ class LocalWorker:
     # A call of `advance` may end the sequences in all slots, so each slot needs
     # a waiting sequence too.
     unfinished = int(np.sum(status < SequenceStatus.DONE))
-    needed = 2 * self._state.slots.size - unfinished
-    return Room(prompts, max(-(-needed // samples), 0))
+    return Room(prompts, max(2 * self._state.slots.size - unfinished, 0))
 
   def match(self, requests: Requests) -> np.ndarray:
     """Returns the number of cached tokens of each prompt, int32[P]."""

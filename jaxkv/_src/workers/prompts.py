@@ -33,6 +33,11 @@ class Prompt(NamedTuple):
   requests: Requests
   prefixes: tuple[int, ...]
 
+  @property
+  def num_samples(self) -> int:
+    """The number of samples of the prompt."""
+    return int(self.requests.num_samples[0])
+
 
 def split(requests: Requests, config: RolloutConfig) -> list[Requests]:
   """Splits requests into a `Requests` for each prompt.

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 
 from jaxkv._src.workers.prompts import BLOCK
 from jaxkv._src.workers.prompts import Prompt
@@ -47,23 +48,27 @@ def choose(
 
   The worker first takes prompts of which no other worker has a longer prefix,
   then those with the smallest difference to the longest prefix. If there are
-  other workers, it takes at most `Room.needed`, so that each gets a share.
+  other workers, it stops at `Room.needed` samples, so that each gets a share.
   """
   chosen, later = [], []
-  limit = min(room) if others else room.prompts
+  needed = room.needed if others else math.inf
   for prompt in waiting:
-    if len(chosen) == limit:
+    if len(chosen) == room.prompts or needed <= 0:
       return chosen
     own = seen.num_shared(prompt)
     best = max((other.num_shared(prompt) for other in others), default=0)
     if own >= best:
       chosen.append(prompt)
       seen.running.update(prompt.prefixes)
+      needed -= prompt.num_samples
     else:
       later.append((best - own, prompt))
   # The sort is stable, so ties stay in the order of their arrival.
   later.sort(key=lambda pair: pair[0])
-  for _, prompt in later[: limit - len(chosen)]:
+  for _, prompt in later:
+    if len(chosen) == room.prompts or needed <= 0:
+      break
     chosen.append(prompt)
     seen.running.update(prompt.prefixes)
+    needed -= prompt.num_samples
   return chosen

@@ -28,7 +28,7 @@ class Room(NamedTuple):
 
   Attributes:
     prompts: the number of prompts that fit into its queue.
-    needed: the number of further prompts that keep all slots busy in `advance`.
+    needed: the number of further samples that keep all slots busy in `advance`.
   """
 
   prompts: int
