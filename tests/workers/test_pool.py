@@ -142,6 +142,8 @@ class TestStream:
     with pytest.raises(RuntimeError, match="pool is closed"):
       pool.submit(requests_of(_prompts(1)))
     with pytest.raises(RuntimeError, match="pool is closed"):
+      pool.add()
+    with pytest.raises(RuntimeError, match="pool is closed"):
       _results(pool)
 
   def test_too_many_prompts_wait_outside(self):

@@ -148,8 +148,13 @@ class Pool:
     return len(self._waiting)
 
   def add(self) -> int:
-    """Adds a worker, and returns its place."""
+    """Adds a worker, and returns its place.
+
+    Raises:
+      RuntimeError: the pool is closed or has failed, see `results`.
+    """
     with self._changed:
+      self._check()
       place, self._next_place = self._next_place, self._next_place + 1
       member = self._members[place] = _Member()
       thread = threading.Thread(
