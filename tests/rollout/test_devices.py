@@ -292,6 +292,14 @@ class TestArguments:
     with pytest.raises(ValueError, match="a multiple of 4 shards"):
       sharding.state_shardings(state, axes=axes_of(data=4))
 
+  @pytest.mark.parametrize("first", [-5, 2**31 - 3])
+  def test_ids_out_of_range(self, first):
+    names, axes = recipes.attention_alone(), axes_of(data=2)
+    memory = sharding.init_memory(names["memory"], axes=axes)
+    arguments = names["requests"], names["key"], names["config"]
+    with pytest.raises(ValueError, match=f"`first_sequence` .* got {first}"):
+      sharding.init(*memory, *arguments, axes=axes, first_sequence=first)
+
   def test_exact_numerics_and_host_pages(self):
     names, axes = recipes.llama(), axes_of(model=2)
     names["config"] = dataclasses.replace(names["config"], numerics="exact")

@@ -123,7 +123,7 @@ def init(
   check_memory(memory, config)
   check_num_samples(requests, config)
   check_fits(requests, cache.config, config)
-  first = _as_first(first_sequence, requests, config)
+  first = as_first(first_sequence, requests, config)
   is_current = has_version(cache, version)
   state = _init(cache, kv, requests, key, first, is_current, config=config)
   # The pages may fill a device, so they are not copied.
@@ -184,7 +184,7 @@ def _check_key(key: Any) -> None:
   check_shape("key", key, ())
 
 
-def _as_first(first: Any, requests: Requests, config: RolloutConfig) -> Array:
+def as_first(first: Any, requests: Requests, config: RolloutConfig) -> Array:
   """Returns `first_sequence` as int32[]; raises if it is out of range."""
   first = as_int32("first_sequence", first)
   check_shape("first_sequence", first, ())

@@ -148,7 +148,7 @@ def init(
   if getattr(cache.epoch, "is_fully_addressable", False):
     # Checked here, because in `_init` the epochs are traced.
     has_version(dataclasses.replace(cache, epoch=jnp.max(cache.epoch)), version)
-  first = jnp.asarray(first_sequence, jnp.int32)
+  first = rollout.as_first(first_sequence, requests, config)
   state = _init(
     cache, kv, requests, key, first, version, config=config, axes=axes
   )
