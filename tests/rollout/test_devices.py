@@ -300,6 +300,14 @@ class TestArguments:
     with pytest.raises(ValueError, match=f"`first_sequence` .* got {first}"):
       sharding.init(*memory, *arguments, axes=axes, first_sequence=first)
 
+  def test_slots_in_use(self):
+    names, axes = recipes.attention_alone(), axes_of(data=2)
+    cache, kv = sharding.init_memory(names["memory"], axes=axes)
+    cache = dataclasses.replace(cache, num_pages=cache.num_pages + 1)
+    arguments = names["requests"], names["key"], names["config"]
+    with pytest.raises(ValueError, match="must have no slot in use"):
+      sharding.init(cache, kv, *arguments, axes=axes)
+
   def test_exact_numerics_and_host_pages(self):
     names, axes = recipes.llama(), axes_of(model=2)
     names["config"] = dataclasses.replace(names["config"], numerics="exact")

@@ -68,10 +68,14 @@ def check_memory(memory: Memory, config: RolloutConfig) -> None:
   cache = memory.cache
   check_pools(memory, config)
   check_experts(cache.config, memory.kv, config)
-  if isinstance(cache.num_pages, Tracer):
-    return
+  check_slots_unused(cache)
+
+
+def check_slots_unused(cache: CacheState) -> None:
+  """Raises ValueError if a slot is in use; a traced cache is not checked."""
+  num_pages = cache.num_pages
   # A rollout frees no slots but those of its own sequences.
-  if np.any(np.asarray(cache.num_pages)):
+  if not isinstance(num_pages, Tracer) and np.any(np.asarray(num_pages)):
     raise ValueError(
       "`cache` must have no slot in use, got some; call jaxkv.free first."
     )

@@ -23,6 +23,7 @@ from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.memory import Memory
+from jaxkv._src.engine.memory import check_slots_unused
 from jaxkv._src.engine.memory import has_version
 from jaxkv._src.engine.model_call import Model
 from jaxkv._src.engine.requests import Requests
@@ -146,7 +147,8 @@ def init(
   check_num_samples(requests, config)
   check_fits(requests, cache.config, config)
   if getattr(cache.epoch, "is_fully_addressable", False):
-    # Checked here, because in `_init` the epochs are traced.
+    # Checked here, because in `_init` the cache is traced.
+    check_slots_unused(cache)
     has_version(dataclasses.replace(cache, epoch=jnp.max(cache.epoch)), version)
   first = rollout.as_first(first_sequence, requests, config)
   state = _init(
