@@ -175,10 +175,18 @@ def test_other_settings_are_refused(changes, name):
 
 
 @pytest.mark.slow
-def test_pages_of_another_memory_are_refused():
-  sizes = by_hand.sizes(60, 7)
+@pytest.mark.parametrize(
+  "other",
+  [
+    {"dtype": jnp.bfloat16},
+    # The page has as many elements.
+    {"num_layers": 2, "head_dim": by_hand.WIDTH // 2},
+  ],
+)
+def test_pages_of_another_memory_are_refused(other):
+  size = {"num_layers": 1, "num_kv_heads": 1, "head_dim": by_hand.WIDTH}
   kv = jaxkv.kv.init(
-    sizes, num_layers=1, num_kv_heads=1, head_dim=4, dtype=jnp.bfloat16
+    by_hand.sizes(60, 7), **(size | {"dtype": jnp.float32} | other)
   )
   _, exported = rollout.export(_begun((1, 0, 0, 0)), [0])
   state = _begun(_EMPTY)

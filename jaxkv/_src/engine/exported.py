@@ -14,7 +14,6 @@ from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.kv.page_contents import arrays_of
-from jaxkv._src.kv.page_contents import page_shape
 
 # Options that must be equal in both rollouts.
 _OPTIONS = (
@@ -110,7 +109,7 @@ def layout_of(queue: Queue, config: RolloutConfig) -> Layout:
 def memory_layout_of(state: RolloutState) -> Layout:
   """Returns `Exported.memory_layout`: the settings on which pages depend."""
   types = [
-    f"{array.dtype}{page_shape(array, num_layers)}"
+    f"{array.dtype}{(num_layers, *array.shape[1:])}"
     for array, num_layers in arrays_of(state.memory.kv)
   ]
   groups = state.memory.cache.config.groups
