@@ -320,6 +320,21 @@ class TestArguments:
     with pytest.raises(ValueError, match="no pages in host memory, got 4"):
       recipes.begun_on(names, axes)
 
+  def test_all_shards_instead_of_one_rollout(self):
+    names = recipes.attention_alone()
+    state = recipes.begun_on(names, axes_of(data=2))
+    for call in (
+      lambda state: rollout.generate(None, state, model=names["model"]),
+      rollout.generated,
+      rollout.harvest,
+      rollout.update_weights,
+      lambda state: rollout.submit(state, names["requests"]),
+      lambda state: rollout.abort(state, [0]),
+      lambda state: rollout.export(state, [0]),
+    ):
+      with pytest.raises(ValueError, match=r"a stack of shape \(2,\); call"):
+        jax.eval_shape(call, state)
+
   def test_parameters_that_were_not_placed(self):
     names, axes = recipes.llama(), axes_of(data=2, kind=_EXPLICIT)
     params = names["params"]

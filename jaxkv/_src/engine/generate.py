@@ -15,6 +15,7 @@ from jaxkv._src.engine.model_call import check_model
 from jaxkv._src.engine.model_call import check_numerics
 from jaxkv._src.engine.model_call import init_draft_logits
 from jaxkv._src.engine.model_call import shape_of_logits
+from jaxkv._src.engine.queue import check_single
 from jaxkv._src.engine.queue import has_ended
 from jaxkv._src.engine.sample_and_verify import init_tally
 from jaxkv._src.engine.state import RolloutState
@@ -74,6 +75,7 @@ def generate(
       did not write; or the `config` or `expert_axis` of `model` does not fit
       `RolloutConfig.numerics` or `lockstep_axis`.
   """
+  check_single(state.queue)
   check_model(model)
   check_numerics(state.config, model)
   check_expert_axis(state.config, model)

@@ -17,6 +17,7 @@ from jaxkv._src.engine.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import Records
 from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import check_single
 from jaxkv._src.engine.queue import has_ended
 from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.state import RolloutState
@@ -84,6 +85,7 @@ class Generated:
 
 def generated(state: RolloutState) -> Generated:
   """Returns the sequences of all Q rows in order, ended or not."""
+  check_single(state.queue)
   return _generated(state)
 
 
@@ -167,6 +169,7 @@ def harvest(
     TypeError: `ids` or `mask` has the wrong dtype.
     ValueError: an argument has the wrong shape.
   """
+  check_single(state.queue)
   if ids is not None:
     ids = as_ids(ids)
   rows = state.queue.size if ids is None else ids.shape[0]

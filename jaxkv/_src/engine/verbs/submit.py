@@ -18,6 +18,7 @@ from jaxkv._src.engine.enqueue import new_queue
 from jaxkv._src.engine.enqueue import sequence_keys
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import check_single
 from jaxkv._src.engine.queue import first_of
 from jaxkv._src.engine.queue import order_of
 from jaxkv._src.engine.requests import Requests
@@ -87,6 +88,7 @@ def submit(
     ValueError: an argument has the wrong shape, or the fields of `requests` do
       not match those of `init`.
   """
+  check_single(state.queue)
   requests = as_requests(requests, state.config)
   requests = matching(state.queue, requests, state.config)
   num_prompts = requests.tokens.shape[0]
