@@ -4,7 +4,6 @@ import jax.numpy as jnp
 
 from jaxkv._src.sampling import reductions
 from jaxkv._src.sampling import sample as drawing
-from jaxkv._src.sampling.logits import as_logits
 from jaxkv._src.sampling.settings import Sampling
 
 
@@ -20,7 +19,7 @@ def probabilities(logits, sampling):
 
   A row with temperature 0 has 1 for its most likely token.
   """
-  logits = as_logits(logits)
+  logits = logits.astype(jnp.float32)
   weights = drawing._weights(logits, sampling)
   shares = weights.filtered()
   shares = shares / reductions.sums(shares)[:, None]

@@ -31,7 +31,6 @@ from jaxkv._src.exact import log_probs
 from jaxkv._src.exact import row_loop
 from jaxkv._src.sampling import reductions
 from jaxkv._src.sampling import statistics
-from jaxkv._src.sampling.logits import as_logits
 
 
 class Scoring(NamedTuple):
@@ -179,7 +178,7 @@ def record_scores(
     logits: [C, V], the logits of the columns, which predict the next tokens.
     scoring: the options.
   """
-  logits, after = as_logits(logits), positions + 1
+  logits, after = logits.astype(jnp.float32), positions + 1
   tokens = indexing.take(queue.tokens, rows, after)
   temperature = jnp.broadcast_to(scoring.temperature, tokens.shape)
   values = log_probs.of_tokens(logits, tokens, temperature)

@@ -37,7 +37,6 @@ from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.shared_prefix import share
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import packed_positions
-from jaxkv._src.sampling.logits import as_logits
 
 
 class Model(Protocol):
@@ -391,7 +390,8 @@ class _StepCall:
     is_given &= version == NOT_SAMPLED
     token = indexing.take(queue.tokens, rows, after)
     temperature = jnp.ones(token.shape, jnp.float32)
-    values = log_probs.of_tokens(as_logits(logits), token, temperature)
+    logits = logits.astype(jnp.float32)
+    values = log_probs.of_tokens(logits, token, temperature)
     place = indexing.where_valid(is_given, rows)
     raw = indexing.put(raw, place, after, values=values)
     return dataclasses.replace(records, raw_log_probs=raw)

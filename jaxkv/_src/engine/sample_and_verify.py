@@ -38,7 +38,6 @@ from jaxkv._src.engine.wiring import check_processed
 from jaxkv._src.sampling import penalties
 from jaxkv._src.sampling import sample
 from jaxkv._src.sampling import settings
-from jaxkv._src.sampling.logits import as_logits
 from jaxkv._src.sampling.penalties import History
 from jaxkv._src.sampling.sample import Drawn
 from jaxkv._src.sampling.settings import Sampling
@@ -199,7 +198,7 @@ class _Sampler:
     config, row = self._config, self._slots.row
     rows = rows_of(queue, row)
     sampling = settings.rows(queue.sampling, row)
-    raw = as_logits(logits)
+    raw = logits.astype(jnp.float32)
     history = self._history(queue, sampling, rows, sampled.tally)
     adjusted = penalties.adjust(raw, sampling, history)
     extra = queue.extra

@@ -3,13 +3,13 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.recurrent_pages import StatePages
-from jaxkv._src.sampling.logits import check_floats
 
 
 def check_result(
@@ -46,7 +46,11 @@ def check_result(
       f"{list(logits.shape)}; convert a function that returns logits of all "
       "tokens with jaxkv.rollout.all_logits."
     )
-  check_floats(logits)
+  if not jnp.issubdtype(logits.dtype, jnp.floating):
+    raise TypeError(
+      f"`logits` must be floats, got {logits.dtype}; return the output of the "
+      "model's last layer."
+    )
   if new_kv is not None:
     _check_memory(new_kv, kv, name)
 

@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array
 
 from jaxkv._src.arrays import indexing
-from jaxkv._src.sampling.logits import as_logits
+from jaxkv._src.arrays.arguments import as_floats
 from jaxkv._src.sampling.padding import PADDING
 from jaxkv._src.sampling.settings import Sampling
 
@@ -156,7 +156,7 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
     TypeError: `logits` are not floats.
     ValueError: a field of `history` that the settings need is None.
   """
-  logits = as_logits(logits)
+  logits = as_floats("logits", logits)
   bias = sampling.logit_bias
   if bias is not None:
     # Biases of -inf are applied later as bans, because `_saturate` would make

@@ -19,12 +19,12 @@ from jax import Array
 from jax import lax
 
 from jaxkv._src.arrays import sharding
+from jaxkv._src.arrays.arguments import as_floats
 from jaxkv._src.exact import log_probs
 from jaxkv._src.exact import row_loop
 from jaxkv._src.sampling import filters
 from jaxkv._src.sampling import reductions
 from jaxkv._src.sampling import statistics
-from jaxkv._src.sampling.logits import as_logits
 from jaxkv._src.sampling.settings import Sampling
 from jaxkv._src.sampling.temperature import HIGHEST
 from jaxkv._src.sampling.temperature import LEAST
@@ -156,17 +156,20 @@ def draw(
     TypeError: `logits` or `raw_logits` are not floats.
     ValueError: `top_log_probs` is more than V.
   """
-  logits = as_logits(logits)
+  logits = as_floats("logits", logits)
   keys, counts, logits, sampling = sharding.match_varying_axes(
     (keys, counts, logits, sampling)
   )
+  if raw_logits is None:
+    raw_logits = logits
+  raw_logits = as_floats("raw_logits", raw_logits)
   if exact:
     return _draw_exactly(
       keys,
       counts,
       logits,
       sampling,
-      logits if raw_logits is None else as_logits(raw_logits),
+      raw_logits,
       raw_log_probs,
       unfiltered_log_probs,
       functools.partial(draw, entropy=entropy, top_log_probs=top_log_probs),
@@ -183,7 +186,6 @@ def draw(
     drawn = drawn._replace(
       unfiltered_log_probs=_unfiltered(logits, tokens, sampling)
     )
-  raw_logits = logits if raw_logits is None else as_logits(raw_logits)
   if raw_log_probs or entropy or top_log_probs:
     observed = statistics.observe(
       raw_logits,
