@@ -31,7 +31,7 @@ from jaxkv._src.engine.grow import num_new_pages
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.model_call import Model
-from jaxkv._src.engine.model_call import call_decode
+from jaxkv._src.engine.model_call import call_model
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.sample_and_verify import Sampled
 from jaxkv._src.engine.sample_and_verify import sample_tokens
@@ -150,6 +150,7 @@ def decode(
   version = cache.epoch.astype(jnp.int32)
   max_counts = first.counts + tokens
   size_of_log = max(config.timeline, 1)
+  widths = schedule.widths(config)[:1]
 
   def is_decoding(going: Array) -> Array:
     return sharding.any_shard(jnp.any(going), config.lockstep_axis)
@@ -165,13 +166,16 @@ def decode(
     is_call = is_decoding(going)
     place = jnp.where(is_call, place, size_of_log)
     log = timeline.record(before.log, place, queue, slots, work.counts, going)
-    queue, kv, logits = call_decode(
+    queue, kv, logits = call_model(
       params,
       queue,
       slots,
       Memory(cache=cache, kv=kv),
       work,
+      None,
+      None,
       config,
+      widths,
       model=model,
     )
     queue, sampled = sample_tokens(

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
@@ -13,7 +14,6 @@ from jaxkv._src.engine.model_call import Model
 from jaxkv._src.engine.model_call import check_expert_axis
 from jaxkv._src.engine.model_call import check_model
 from jaxkv._src.engine.model_call import check_numerics
-from jaxkv._src.engine.model_call import init_draft_logits
 from jaxkv._src.engine.model_call import shape_of_logits
 from jaxkv._src.engine.queue import check_single
 from jaxkv._src.engine.queue import has_ended
@@ -113,7 +113,8 @@ def _init_buffers(params: Any, state: RolloutState, model: Model) -> Buffers:
   logits = shape_of_logits(
     params, queue, slots, state.memory, config, model=model
   )
-  return Buffers(
-    tally=init_tally(queue, slots, logits.shape[1]),
-    draft_logits=init_draft_logits(logits, config),
-  )
+  tally, draft_logits = init_tally(queue, slots, logits.shape[1]), None
+  if has_drafts:
+    shape = config.draft_columns, logits.shape[1]
+    draft_logits = jnp.zeros(shape, logits.dtype)
+  return Buffers(tally=tally, draft_logits=draft_logits)

@@ -34,6 +34,7 @@ from jaxkv._src.exact import log_probs
 from jaxkv._src.kv.batch import Batch
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.pools import pools_of
 from jaxkv._src.kv.shared_prefix import share
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import packed_positions
@@ -121,16 +122,6 @@ def check_expert_axis(config: RolloutConfig, model: Model) -> None:
     )
 
 
-def run_model(
-  model: Model, params: Any, batch: Batch, kv: Pools
-) -> tuple[Array, Pools]:
-  """Calls a model and checks its results."""
-  assert batch.columns is not None
-  logits, new_kv = model(params, batch, kv)
-  check_result(logits, new_kv, kv, batch.columns.shape, "`model`")
-  return logits, kv if new_kv is None else new_kv
-
-
 class Logits(NamedTuple):
   """Logits of a call.
 
@@ -152,6 +143,7 @@ def call_model(
   drafts: Array | None,
   draft_logits: Array | None,
   config: RolloutConfig,
+  widths: tuple[Width, ...],
   scoring: Scoring | None = None,
   *,
   model: Model,
@@ -165,8 +157,9 @@ def call_model(
     memory: the cache and the K/V memory.
     work: the tokens and the width.
     drafts: int32[B, K], drafts of each slot; None without speculation.
-    draft_logits: [D, V], from `init_draft_logits`; None to drop them.
+    draft_logits: [D, V], a buffer for logits of drafts; None to drop them.
     config: the options.
+    widths: the widths from which `work.width` was chosen.
     scoring: the options of `score`; None if tokens are sampled.
     model: see `Model`.
 
@@ -176,10 +169,9 @@ def call_model(
   call = _StepCall(
     params, queue, slots, memory.cache, work, drafts, config, scoring, model
   )
-  widths = schedule.widths(config) if scoring is None else scoring.widths
   scores = Scores(queue.log_probs, queue.records)
   last = None
-  if scoring is None:
+  if scoring is None and len(widths) > 1:
     # The loops below carry `last`, so it needs its final shape at the start.
     shape = jax.eval_shape(
       lambda kv: call.run(kv, scores, 0, widths[0])[0], memory.kv
@@ -188,14 +180,13 @@ def call_model(
 
   def run(number: int, carry: Any) -> Any:
     width = widths[number]
-    kv, (last, of_drafts), scores = carry
+    kv, (_, of_drafts), scores = carry
     logits, kv, scores = call.run(kv, scores, number, width)
     if width.drafts and of_drafts is not None:
       of_drafts = lax.dynamic_update_slice(
         of_drafts, logits[slots.size :], (0, 0)
       )
-    if last is not None:
-      last = logits[: slots.size]
+    last = logits[: slots.size] if scoring is None else None
     return kv, Logits(last, of_drafts), scores
 
   def run_from(number: int, carry: Any) -> Any:
@@ -218,32 +209,6 @@ def call_model(
     queue, log_probs=scores.log_probs, records=scores.records
   )
   return queue, kv, logits
-
-
-def call_decode(
-  params: Any,
-  queue: Queue,
-  slots: Slots,
-  memory: Memory,
-  work: Work,
-  config: RolloutConfig,
-  *,
-  model: Model,
-) -> tuple[Queue, Pools, Logits]:
-  """Calls the model with one token of each slot that decodes.
-
-  Equivalent to `call_model` in the smallest width, but without the loops.
-  """
-  call = _StepCall(
-    params, queue, slots, memory.cache, work, None, config, None, model
-  )
-  scores = Scores(queue.log_probs, queue.records)
-  width = schedule.widths(config)[0]
-  last, kv, scores = call.run(memory.kv, scores, 0, width)
-  queue = dataclasses.replace(
-    queue, log_probs=scores.log_probs, records=scores.records
-  )
-  return queue, kv, Logits(last, None)
 
 
 class _StepCall:
@@ -289,7 +254,9 @@ class _StepCall:
     elif self._scoring is None and not config.prompt_log_probs:
       columns = last
     batch = dataclasses.replace(batch, columns=columns)
-    logits, kv = run_model(self._model, self._params, batch, kv)
+    logits, new_kv = self._model(self._params, batch, kv)
+    check_result(logits, new_kv, kv, columns.shape, "`model`")
+    kv = kv if new_kv is None else new_kv
     if self._scoring is not None and not is_prompt:
       rows, positions = batch.rows.numbers, batch.positions[0]
       scores = record_scores(
@@ -356,14 +323,18 @@ class _StepCall:
   ) -> tuple[View, ...]:
     """Returns views with `shared` set for forks, see `jaxkv.kv.share`."""
     num_slots, samples = self._slots.size, self._config.num_samples
-    pool = _first_kv_pool(kv)
-    if samples == 1 or pool is None:
+    pools = [
+      pool
+      for pool in pools_of(kv)
+      if isinstance(pool, KVPages) and pool.v is not None
+    ]
+    if samples == 1 or not pools:
       return views
     return tuple(
       view
       if kind.skips_pages
       else share(
-        pool,
+        pools[0],
         view,
         num_clusters=-(-num_slots // samples),
         cluster_size=samples,
@@ -397,19 +368,6 @@ class _StepCall:
     return dataclasses.replace(records, raw_log_probs=raw)
 
 
-def init_draft_logits(logits: Any, config: RolloutConfig) -> Array | None:
-  """Returns zeros [D, V] for the logits of drafts; None without speculation.
-
-  Args:
-    logits: the shape and dtype of logits, from `shape_of_logits`.
-    config: the options.
-  """
-  columns = schedule.max_drafts(schedule.widths(config))
-  if not columns:
-    return None
-  return jnp.zeros((columns, logits.shape[1]), logits.dtype)
-
-
 def shape_of_logits(
   params: Any,
   queue: Queue,
@@ -420,16 +378,13 @@ def shape_of_logits(
   model: Model,
 ) -> Any:
   """Returns the shape [B, V] and the dtype of the model's logits."""
-  widths = schedule.widths(config)
 
   def last_logits(queue: Queue, slots: Slots, memory: Memory) -> Array:
-    zeros, drafts = jnp.zeros((slots.size,), jnp.int32), None
-    counts = zeros if schedule.max_drafts(widths) else None
-    work = schedule.schedule(zeros, zeros > 0, zeros, widths, counts)
-    if counts is not None:
-      drafts = jnp.zeros((slots.size, config.draft_tokens), jnp.int32)
+    zeros = jnp.zeros((slots.size,), jnp.int32)
+    work = schedule.decode_work(zeros > 0, zeros)
+    width = schedule.widths(config)[:1]
     logits = call_model(
-      params, queue, slots, memory, work, drafts, None, config, model=model
+      params, queue, slots, memory, work, None, None, config, width, model=model
     )[2]
     assert logits.last is not None  # Tokens are sampled.
     return logits.last
@@ -447,12 +402,3 @@ def _first_rows(views: tuple[View, ...], count: int) -> tuple[View, ...]:
     )
     for view in views
   )
-
-
-def _first_kv_pool(memory: Pools) -> KVPages | None:
-  """Returns the first pool with keys and values, or None without such pools."""
-  pools = memory if isinstance(memory, tuple) else (memory,)
-  for pool in pools:
-    if isinstance(pool, KVPages) and pool.v is not None:
-      return pool
-  return None

@@ -131,7 +131,7 @@ def sample_tokens(
     slots: their slots.
     work: the tokens of the call, from `schedule` or `decode_work`.
     samples: bool[B], the slots that sample.
-    logits: from `call_model` or `call_decode`.
+    logits: from `call_model`.
     drafts: int32[B, K], draft tokens of each slot; None without speculation.
     tally: from `count_entrants`.
     read: int32[], a value from earlier reads of `queue`, see `read_before`.

@@ -87,11 +87,6 @@ def _sizes(largest: int, smallest: int) -> tuple[int, ...]:
   return (0, quarter, largest) if quarter >= smallest else (0, largest)
 
 
-def max_drafts(sizes: tuple[Width, ...]) -> int:
-  """Returns D, the maximum number of draft columns."""
-  return sizes[-1].drafts
-
-
 def schedule(
   missing: Array,
   prefills: Array,
@@ -222,7 +217,7 @@ def _with_drafts(
   total = jnp.sum(drafts, dtype=jnp.int32)
   width = jnp.sum((4 * total >= 3 * columns) & (columns > 0), dtype=jnp.int32)
   width = sharding.largest_of_shards(width, axis)
-  column = jnp.arange(max_drafts(sizes), dtype=jnp.int32)
+  column = jnp.arange(sizes[-1].drafts, dtype=jnp.int32)
 
   def place_drafts() -> tuple[Array, Array, Array, Array]:
     begins = jnp.cumsum(drafts, dtype=jnp.int32) - drafts

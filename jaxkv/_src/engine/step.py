@@ -74,6 +74,7 @@ from jaxkv._src.engine.sample_and_verify import Sampled
 from jaxkv._src.engine.sample_and_verify import Tally
 from jaxkv._src.engine.sample_and_verify import count_entrants
 from jaxkv._src.engine.sample_and_verify import sample_tokens
+from jaxkv._src.engine.schedule import Width
 from jaxkv._src.engine.schedule import Work
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import are_followed
@@ -154,8 +155,11 @@ def step(
     state, leaving = _make_way(state, forks, starved)
   # After admission and preemption, which change the sequences in the slots.
   tally = count_entrants(state.queue, state.slots, buffers.tally)
+  widths = schedule.widths(config)
+  if hooks.scoring is not None:
+    widths = hooks.scoring.widths
   work, is_complete = _schedule(
-    state, starved, num_drafts, hooks.scoring, buffers.answers
+    state, starved, num_drafts, widths, buffers.answers
   )
   tokens = None if drafts is None else drafts.tokens
   queue, slots, memory = state.queue, state.slots, state.memory
@@ -169,6 +173,7 @@ def step(
       tokens,
       buffers.draft_logits,
       config,
+      widths,
       hooks.scoring,
       model=hooks.model,
     )
@@ -245,7 +250,7 @@ def step(
     work,
     counts,
     sampled.counts,
-    schedule.widths(config) if hooks.scoring is None else hooks.scoring.widths,
+    widths,
     num_decodes,
   )
   queue = learn_from(queue, slots, work, drafts, sampled.counts, config, first)
@@ -350,7 +355,7 @@ def _schedule(
   state: RolloutState,
   starved: Array,
   num_drafts: Array | None,
-  scoring: Scoring | None,
+  widths: tuple[Width, ...],
   answers: AnswerCounts | None,
 ) -> tuple[Work, Array]:
   """Chooses the tokens of the step.
@@ -369,16 +374,15 @@ def _schedule(
   rest = jnp.minimum(prompt_rest(queue, slots, cache), missing)
   tokens = jnp.where(is_followed, rest, missing)
   is_prefill, width = (missing > 1) | is_followed, None
-  sizes = schedule.widths(state.config)
-  if scoring is not None:
+  if answers is not None:
     tokens, width = limit_to_phase(rest, tokens)
     # No slot decodes, so each single column can have any slot's token.
-    is_prefill, sizes = jnp.ones_like(is_prefill), scoring.widths
+    is_prefill = jnp.ones_like(is_prefill)
   work = schedule.schedule(
     limit_to_chunk(cache, tokens, state.config),
     is_prefill,
     places(queue, slots),
-    sizes,
+    widths,
     num_drafts,
     one_part=recurrent.has_states(cache.config),
     width=width,
