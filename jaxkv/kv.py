@@ -35,7 +35,9 @@ the letters of array shapes.
 | `Pools` | a pool or a tuple of pools |
 
 All functions are pure and donate nothing. Writes are in place if you donate the
-pages to your own `jit`, or carry them through a loop.
+pages to your own `jit`, or carry them through a loop. An argument whose type or
+dtype is not supported raises TypeError, one whose shape or value is not
+supported ValueError, and an unknown backend NotImplementedError.
 
 A snapshot of the cache state is valid with the pages of the same step, and with
 those of later steps until one of these steps overwrites a token in its pages.

@@ -85,15 +85,7 @@ def first_candidates(
   *,
   is_scoring: bool,
 ) -> Candidates:
-  """Returns the first waiting sequences and their cached prefixes.
-
-  Args:
-    queue: all sequences.
-    slots: the running sequences.
-    cache: the cache.
-    config: the options.
-    is_scoring: static; True in `score`.
-  """
+  """Returns the first waiting sequences and their cached prefixes."""
   window = min(config.window, queue.size)
   waits = queue.status == SequenceStatus.WAITING
   first = first_of(waits[queue.order], window)
@@ -163,14 +155,9 @@ def _with_shared_work(
 ) -> Candidates:
   """Sets `is_blocked` and `needs_page_of` of the candidates.
 
-  Args:
-    waiting: the candidates.
-    queue: all sequences.
-    slots: the running sequences.
-    cache: the cache.
-    page_keys: uint32[X, W // S, 4], the `Queue.page_keys` of the candidates.
-    max_hit: int32[X], an exclusive bound on the number of cached tokens; 0 if
-      the page keys are of another epoch.
+  `page_keys` are the `Queue.page_keys` of the candidates. `max_hit`, int32[X],
+  is an exclusive bound on the number of cached tokens; 0 if the page keys are
+  of another epoch.
   """
   all_keys = queue.page_keys
   assert all_keys is not None  # See `first_candidates`.
@@ -251,11 +238,7 @@ def choose(
 ) -> Chosen:
   """Chooses up to R candidates to admit in this step.
 
-  Args:
-    waiting: the candidates.
-    num_slots: B, the number of slots.
-    num_empty: int32[], the number of empty slots.
-    config: the options; R is `admissions`, or B if that is less.
+  R is `RolloutConfig.admissions`, or the number of slots if that is less.
   """
   window = waiting.rows.shape[0]
   rows = min(config.admissions, num_slots)

@@ -20,13 +20,7 @@ from jaxkv._src.engine.slots import Slots
 def commit_tokens(
   queue: Queue, slots: Slots, cache: CacheState, counts: Array
 ) -> tuple[Queue, CacheState]:
-  """Commits each slot's next tokens, at most one page per iteration.
-
-  Args:
-    queue: the sequences.
-    slots: their slots.
-    cache: the cache.
-    counts: int32[B], the number of tokens to commit in each slot.
+  """Commits the next `counts`, int32[B], tokens of each slot.
 
   Returns:
     The queue, with the new keys in `Queue.page_keys`; and the cache.
@@ -83,17 +77,9 @@ def count_step(
 ) -> tuple[Counters, Queue]:
   """Adds a step to the counters and to `Queue.computed`.
 
-  Args:
-    counters: the counters before the step.
-    queue: the sequences.
-    slots: the slots of the step.
-    before: the cache before the tokens were committed.
-    cache: the cache after they were committed.
-    work: the tokens of the first call.
-    counts: int32[B], the number of tokens that each slot committed.
-    sampled: int32[B], the number of tokens that each slot sampled.
-    sizes: the widths from which `work.width` was chosen.
-    num_decodes: int32[], the number of calls after the first; None for 0.
+  Each slot committed `counts` and sampled `sampled` tokens, int32[B] each.
+  `before` is the cache before the commit. After the first call, with `work`,
+  there were `num_decodes`, int32[], further calls; None for 0.
   """
   columns = jnp.asarray([sum(size) for size in sizes], jnp.int32)
   widths = jnp.arange(len(sizes), dtype=jnp.int32)

@@ -70,16 +70,9 @@ def reserve(
 
   There are no further calls if any slot has tokens left to compute after the
   first call. If too few pages are free, the step makes fewer calls instead of
-  preempting a sequence.
-
-  Args:
-    queue: the sequences.
-    slots: their slots.
-    cache: the cache, with pages for the tokens of the first call.
-    counts: int32[B], the number of tokens of each slot in the first call.
-    samples: bool[B], the slots that sample after the first call.
-    max_calls: int32[], the most calls in the step; None for no limit.
-    config: the options.
+  preempting a sequence. A step makes at most `max_calls`, int32[], calls; None
+  for no limit. In the first call, each slot computes `counts`, int32[B],
+  tokens, for which it has pages. Then the slots in `samples`, bool[B], sample.
 
   Returns:
     The cache; int32[B], the maximum number of further tokens of each slot.
@@ -129,19 +122,11 @@ def decode(
   model: Model,
   process: Process | None,
 ) -> tuple[Queue, Pools, Round]:
-  """Runs the further calls of a step.
+  """Runs the further calls of a step, after `first`, the results of its first.
 
-  Args:
-    params: the model's parameters.
-    queue: the sequences, with the tokens sampled after the first call.
-    slots: their slots.
-    memory: the cache before the step's commit, and its K/V pages.
-    first: the results of the first call.
-    tokens: int32[B], the maximum number of further tokens, see `reserve`.
-    step: int32[], the row of the first call in the log.
-    config: the options.
-    model: see `Model`.
-    process: see `Process`.
+  `queue` has the tokens sampled after the first call, and `memory` the cache
+  before the commit. `tokens`, int32[B], limits further tokens, see `reserve`.
+  `step`, int32[], is the row of the first call in the log.
 
   Returns:
     The queue, the K/V memory, and the results of all calls.

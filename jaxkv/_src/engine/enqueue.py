@@ -34,16 +34,10 @@ def new_queue(
   """Returns a queue with all samples of requests as waiting sequences.
 
   A sequence is FAILED if its prompt length or budget is out of range, or if
-  their sum exceeds W. Rows of samples beyond `Requests.num_samples` are EMPTY.
-
-  Args:
-    requests: from `as_requests`.
-    ids: int32[P], the id of each prompt's first sample.
-    key: key[], from which the keys of sequences are derived.
-    width: W, the maximum number of tokens of a sequence.
-    cache: the cache; page keys depend on its secret and its epoch.
-    kv: the K/V memory, which gives the shape of `Queue.experts`.
-    config: the options.
+  their sum exceeds W, the `width`. Rows of samples beyond
+  `Requests.num_samples` are EMPTY. `ids`, int32[P], are those of each prompt's
+  first sample. The keys of sequences are derived from `key`. `kv` gives the
+  shape of `Queue.experts`.
   """
   sampling, samples = requests.sampling, config.num_samples
   assert sampling is not None  # `as_requests` sets it.

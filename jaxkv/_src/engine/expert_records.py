@@ -54,16 +54,11 @@ def unknown_experts(
 def save_experts(
   queue: Queue, kv: Pools, cache: CacheState, rows: Array
 ) -> Queue:
-  """Copies expert ids from the pages of slots to the queue.
+  """Copies expert ids from the pages of slots to queue rows `rows`, int32[B].
 
-  After a preemption, tokens that are not recomputed yet have no ids in the
-  pages. They keep their ids in the queue.
-
-  Args:
-    queue: all sequences.
-    kv: the K/V memory.
-    cache: the cache.
-    rows: int32[B], the row of the sequence to copy from each slot; Q for none.
+  The row is Q for a slot that is not copied. After a preemption, tokens that
+  are not recomputed yet have no ids in the pages. They keep their ids in the
+  queue.
   """
   if queue.experts is None:
     return queue

@@ -65,8 +65,8 @@ def share_full_pages(
 def copy_partial_pages(memory: Memory, forks: Forks, forked: Array) -> Memory:
   """Copies the partly full page of a prompt to each fork that got a page.
 
-  `forked`, bool[B], is True for these forks. The slots of other forks get the
-  length 0, because `count_forked` returns their sequences to the queue.
+  The slots of other forks get the length 0, because `count_forked` returns
+  their sequences to the queue.
   """
   cache = memory.cache
   slot = jnp.arange(cache.config.num_slots, dtype=jnp.int32)
@@ -94,13 +94,7 @@ def count_forked(
 ) -> Queue:
   """Records the shared tokens in the rows of forks; requeues refused forks.
 
-  Args:
-    queue: the sequences.
-    slots: their slots.
-    cache: the cache, with the lengths of forks.
-    forks: the samples that were ready to fork.
-    forked: bool[B], the forks that got a page; the others are refused.
-    config: the options.
+  `forked`, bool[B], is True for forks that got a page; the others are refused.
   """
   place = indexing.where_valid(forked, slots.row)
   raw = queue.records.raw_log_probs

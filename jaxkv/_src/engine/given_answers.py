@@ -87,14 +87,8 @@ def count_answers(
 ) -> AnswerCounts:
   """Adds a step to the counts.
 
-  Args:
-    counts: the counts before the step.
-    queue: the sequences.
-    slots: their slots.
-    num_found: int32[B], the number of cached tokens of each sequence that
-      entered in this step; 0 for other slots.
-    tokens: int32[B], the number of tokens that each slot computed.
-    starved: bool[B], slots that lacked a page.
+  `num_found`, int32[B], is the number of cached tokens of each sequence that
+  entered in this step, and `tokens`, int32[B], that of computed tokens.
   """
   samples = queue.size // counts.computed.shape[0]
   group = indexing.where_valid(slots.row < queue.no_row, slots.row // samples)
@@ -128,10 +122,8 @@ def keep_prompts(
 def limit_to_phase(rest: Array, missing: Array) -> tuple[Array, Array]:
   """Limits a step to tokens before forks while any slot has such tokens left.
 
-  Args:
-    rest: int32[B], the number of missing tokens before the last token of the
-      prompt; negative if the whole prompt is computed.
-    missing: int32[B], the number of tokens that each slot could compute.
+  Of the `missing` tokens that a slot could compute, `rest` are before the last
+  token of the prompt; `rest` is negative if the whole prompt is computed.
 
   Returns:
     int32[B], the limited numbers; int32[], the index in `Scoring.widths`.
@@ -144,10 +136,8 @@ def limit_to_phase(rest: Array, missing: Array) -> tuple[Array, Array]:
 def rows_of_columns(queue: Queue, rows: Rows, positions: Array) -> Rows:
   """Returns the `Rows` with which the token after each column was sampled.
 
-  Args:
-    queue: the sequences.
-    rows: the `Rows` of the columns, with the lengths of whole sequences.
-    positions: int32[C], the position of each column's token.
+  `rows` has the lengths of whole sequences. `positions`, int32[C], are those of
+  the tokens in the columns.
   """
   exists = rows.numbers < queue.no_row
   prompt = indexing.take(queue.prompt_length, rows.numbers)
@@ -170,13 +160,8 @@ def record_scores(
 ) -> Scores:
   """Records statistics of the answer tokens that the logits of a call predict.
 
-  Args:
-    scores: the statistics so far.
-    queue: the sequences.
-    rows: int32[C], the row of each column's sequence; Q for none.
-    positions: int32[C], the position of each column's token.
-    logits: [C, V], the logits of the columns, which predict the next tokens.
-    scoring: the options.
+  The logits [C, V] are those of columns with the tokens at `positions` of queue
+  rows `rows`, int32[C] each; the row is Q for none.
   """
   logits, after = logits.astype(jnp.float32), positions + 1
   tokens = indexing.take(queue.tokens, rows, after)

@@ -31,14 +31,7 @@ def grow(
   drafts: Array | None,
   config: RolloutConfig,
 ) -> tuple[CacheState, Array]:
-  """Reserves pages for the tokens of this step.
-
-  Args:
-    queue: the sequences.
-    slots: their slots.
-    cache: the cache.
-    drafts: int32[B], the number of draft tokens; None without speculation.
-    config: the options.
+  """Reserves pages for the tokens of this step, including `drafts`, int32[B].
 
   Returns:
     The cache; bool[B], slots with missing tokens but too few pages.
@@ -61,12 +54,7 @@ def needed_pages(
 
 
 def num_new_pages(cache: CacheState, tokens: Array) -> Array:
-  """Returns the number of new pages that slots need for tokens, int32[].
-
-  Args:
-    cache: the cache.
-    tokens: int32[B], the number of next tokens; 0 for an idle slot.
-  """
+  """Returns int32[], the new pages that slots need for `tokens`, int32[B]."""
   columns = cache.config.sizes.columns_for(
     cache.length + tokens, jnp.zeros_like(tokens)
   )

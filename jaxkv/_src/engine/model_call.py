@@ -150,18 +150,8 @@ def call_model(
 ) -> tuple[Queue, Pools, Logits]:
   """Calls the model with the tokens of a step, in the scheduled width.
 
-  Args:
-    params: the model's parameters.
-    queue: the sequences.
-    slots: their slots.
-    memory: the cache and the K/V memory.
-    work: the tokens and the width.
-    drafts: int32[B, K], drafts of each slot; None without speculation.
-    draft_logits: [D, V], a buffer for logits of drafts; None to drop them.
-    config: the options.
-    widths: the widths from which `work.width` was chosen.
-    scoring: the options of `score`; None if tokens are sampled.
-    model: see `Model`.
+  `work.width` is an index into `widths`. `drafts`, int32[B, K], are the drafts
+  of each slot, and `draft_logits` [D, V] is a buffer for their logits.
 
   Returns:
     The queue, with records of given tokens; the K/V memory; and the logits.
@@ -345,13 +335,7 @@ class _StepCall:
   def _with_prompts(
     self, records: Records, logits: Array, batch: Batch
   ) -> Records:
-    """Records log-probs of prompt tokens and of tokens from `extend`.
-
-    Args:
-      records: the records so far.
-      logits: [C, V], the logits of all columns of `batch`.
-      batch: the tokens of the call.
-    """
+    """Records log-probs of prompt tokens and of tokens from `extend`."""
     queue, raw = self._queue, records.raw_log_probs
     if raw is None:
       return records

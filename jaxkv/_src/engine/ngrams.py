@@ -42,13 +42,7 @@ class NgramTables:
 def init_tables(
   tokens: Array, lengths: Array, config: RolloutConfig
 ) -> NgramTables | None:
-  """Returns tables with the prompts' n-grams; None without speculation.
-
-  Args:
-    tokens: int32[Q, W], the sequences.
-    lengths: int32[Q], the lengths of the prompts.
-    config: the options.
-  """
+  """Returns tables with the prompts' n-grams; None without speculation."""
   if not config.draft_tokens:
     return None
   total, width = tokens.shape
@@ -190,15 +184,11 @@ def learn(
   drafted: Array,
   accepted: Array,
 ) -> NgramTables:
-  """Updates the acceptance rates of rows.
+  """Updates the acceptance rates of rows int32[B]; ignores row Q.
 
-  Args:
-    tables: the tables.
-    rows: int32[B]; Q for none.
-    has_match: bool[B], see `speculate.Drafts.found`. If a row matches but has
-      no drafts, a low rate rises slowly, so that drafts are tried again later.
-    drafted: int32[B], the number of draft tokens.
-    accepted: int32[B], the number of accepted draft tokens.
+  If a row has a match but no drafts, a low rate rises slowly, so that drafts
+  are tried again later. `drafted` and `accepted`, int32[B], are numbers of
+  draft tokens.
   """
 
   def learned() -> Array:

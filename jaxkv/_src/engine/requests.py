@@ -126,13 +126,9 @@ def map_rows(
 ) -> Requests:
   """Maps functions over the arrays of requests, as `jax.tree.map` does.
 
-  The result has the tables of stop strings of `requests`, unchanged.
-
-  Args:
-    of_prompts: a function of arrays with a row for each prompt.
-    of_samples: a function of arrays with a row for each sample.
-    requests: requests from `as_requests`.
-    *others: further requests, with the same optional fields.
+  `of_prompts` is applied to arrays with a row for each prompt, and `of_samples`
+  to those with a row for each sample. The result has the tables of stop strings
+  of `requests`, unchanged.
   """
 
   def parts(requests: Requests) -> tuple[Any, Any]:
@@ -185,10 +181,8 @@ def as_extra(name: str, extra: Any, rows: int) -> Any:
 def check_extra(extra: Any, expected: Any, origin: str) -> None:
   """Raises ValueError unless `extra` has the tree and rows of earlier values.
 
-  Args:
-    extra: the new values.
-    expected: the earlier values.
-    origin: the phrase that says where `expected` was given.
+  `origin` is the phrase that says where `expected`, the earlier values, were
+  given.
   """
   new_shapes, old_shapes = (
     jax.tree.map(lambda leaf: (leaf.shape[1:], leaf.dtype), tree)
@@ -205,12 +199,7 @@ def check_stop_strings(strings: Any, expected: Any, origin: str) -> None:
   """Raises ValueError unless two `StopStrings` have equal automata.
 
   Both may be None. Automata that are traced, or on devices of other processes,
-  are compared by their shapes alone.
-
-  Args:
-    strings: the new stop strings.
-    expected: the earlier stop strings.
-    origin: the phrase that says where `expected` was given.
+  are compared by their shapes alone. `origin` is as in `check_extra`.
   """
   new_tables, old_tables = (
     () if tree is None else (tree.next, tree.ends)

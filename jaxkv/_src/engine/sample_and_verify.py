@@ -126,18 +126,8 @@ def sample_tokens(
 ) -> tuple[Queue, Sampled]:
   """Samples the next tokens of slots, and appends them to their sequences.
 
-  Args:
-    queue: the sequences.
-    slots: their slots.
-    work: the tokens of the call, from `schedule` or `decode_work`.
-    samples: bool[B], the slots that sample.
-    logits: from `call_model`.
-    drafts: int32[B, K], draft tokens of each slot; None without speculation.
-    tally: from `count_entrants`.
-    read: int32[], a value from earlier reads of `queue`, see `read_before`.
-    version: int32[], the version of the weights.
-    config: the options.
-    process: see `generate`.
+  The slots in `samples`, bool[B], sample. `read`, int32[], is a value from
+  earlier reads of `queue`, see `read_before`.
   """
   assert logits.last is not None  # It is None only in `score`.
   sampler = _Sampler(slots, read, version, config, process)

@@ -188,11 +188,9 @@ def schedule(
 
 
 def decode_work(going: Array, offsets: Array) -> Work:
-  """Returns the work of a call in which each slot of `going` decodes one token.
+  """Returns the work of a call in which slots in `going` decode one token.
 
-  Args:
-    going: bool[B], the slots that decode.
-    offsets: int32[B], the number of uncommitted tokens before the token.
+  `offsets`, int32[B], are the numbers of uncommitted tokens before the token.
   """
   num_slots = going.shape[0]
   slot = jnp.arange(num_slots, dtype=jnp.int32)

@@ -333,12 +333,8 @@ def _begin(
 ) -> RolloutState:
   """Returns a rollout whose sequences are prompts with their completions.
 
-  Args:
-    memory: the cache and its memory.
-    groups: the prompts and completions.
-    config: the options.
-    busy: bool[B], slots with a running sequence, which scoring must not use.
-    is_current: bool[], False if other weights computed the cached pages.
+  Scoring must not use slots in `busy`, bool[B]. If `is_current`, bool[], is
+  False, other weights computed the cached pages.
   """
   num_prompts, samples, columns = groups.completions.shape
   width = groups.prompts.shape[1] + columns

@@ -124,14 +124,8 @@ def learn_from(
 ) -> Queue:
   """Updates the n-gram tables and acceptance rates with sampled tokens.
 
-  Args:
-    queue: the sequences, with the sampled tokens.
-    slots: the slots of this step.
-    work: the tokens of this step.
-    drafts: the drafts; None without speculation.
-    sampled: int32[B], the number of tokens that each slot sampled.
-    config: the options.
-    first: int32[B], the length of each sequence before this step.
+  `first`, int32[B], is the length of each sequence before this step, and
+  `sampled`, int32[B], the number of tokens that its slot sampled.
   """
   tables = queue.ngrams
   if tables is None or drafts is None or work.drafts is None:

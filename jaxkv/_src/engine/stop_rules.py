@@ -38,14 +38,7 @@ def endings(
   """Returns the sequences that end at their new token, and the reasons.
 
   If several rules apply, the reason is the first of: stop token, stop string,
-  length.
-
-  Args:
-    queue: the queue before the tokens are appended.
-    rows: the sequences.
-    tokens: int32[R], the sampled tokens.
-    sampling: the settings of these sequences, from `settings.rows`.
-    config: the options, with the stop token of all sequences.
+  length. `queue` and `rows` are those before the tokens are appended.
   """
   limit = indexing.take(queue.limit, rows.numbers)
   is_full = rows.lengths + 1 >= limit

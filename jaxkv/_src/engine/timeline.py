@@ -145,18 +145,12 @@ def record(
   decodes: Array,
   leaving: Array | None = None,
 ) -> Array | None:
-  """Adds a call of the model to `RolloutState.log`.
+  """Writes a call of the model into row `place`, int32[], of the log.
 
-  Args:
-    log: the log; None if `RolloutConfig.timeline` is 0.
-    place: int32[], the row of the log to write; X to write nothing.
-    queue: the sequences.
-    slots: their slots.
-    counts: int32[B], tokens that the call computes.
-    decodes: bool[B], slots that compute their last token, perhaps with drafts,
-      and sample the next one.
-    leaving: int32[B], the row of the sequence that leaves each slot, Q for
-      none; None if no sequence leaves.
+  A log of X rows does not change if `place` is X. Slots compute `counts`,
+  int32[B], tokens. Those in `decodes`, bool[B], compute their last token,
+  perhaps with drafts, and sample the next one. `leaving`, int32[B], is the row
+  of the sequence that leaves each slot, Q for none; None if no sequence leaves.
   """
   if log is None:
     return None

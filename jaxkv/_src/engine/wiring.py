@@ -15,15 +15,10 @@ from jaxkv._src.kv.recurrent_pages import StatePages
 def check_result(
   logits: Any, new_kv: Any, kv: Pools, shape: tuple[int, ...], name: str
 ) -> None:
-  """Raises unless a model returned valid logits and the updated memory.
+  """Raises unless a model returned float[*shape, V] and the updated memory.
 
-  Args:
-    logits: the first value that the model returned, expected to be
-      float[*shape, V].
-    new_kv: the second value; None if the model writes nothing.
-    kv: the memory that the model received.
-    shape: the expected shape of the logits without V.
-    name: the phrase that names the model in messages.
+  `name` is the phrase that names the model in messages. `new_kv` is None if the
+  model writes nothing.
 
   Raises:
     TypeError: `logits` is not an array of floats, or the structure, shapes or
@@ -58,16 +53,10 @@ def check_result(
 def check_processed(
   results: Any, logits: Array, extra: Any
 ) -> tuple[Array, Any]:
-  """Returns the results of a `Process`, or raises for invalid ones.
+  """Returns the results of a `Process`, or raises TypeError for invalid ones.
 
-  Args:
-    results: the value that the `Process` returned.
-    logits: the logits that it received.
-    extra: the value of `extra` that it received.
-
-  Raises:
-    TypeError: `results` is not a pair, or the structure, shapes or dtypes of
-      its logits or of its `extra` are not those that the `Process` received.
+  They must be a pair with the structure, shapes and dtypes of the logits and of
+  the `extra` that the `Process` received.
   """
   if not isinstance(results, tuple | list) or len(results) != 2:
     raise TypeError(

@@ -94,8 +94,6 @@ def attend(
     Zeros in columns past `view.num_tokens`.
 
   Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
     NotImplementedError: `backend` is unknown or does not support the call.
   """
   return attend_with_lse(

@@ -36,11 +36,6 @@ def plan_decode(
     The view with `plan`, which is None for latents, and for backends that take
     no plans.
 
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
-    NotImplementedError: the backend does not exist.
-
   Examples:
     >>> import jax.numpy as jnp
     >>> import jaxkv

@@ -132,10 +132,6 @@ def write_expert_ids(
   Returns:
     The pages.
 
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
-
   Examples:
     >>> import jax.numpy as jnp
     >>> import jaxkv
@@ -189,10 +185,6 @@ def read_expert_ids(
   Returns:
     [R, M * S, L, X], int16 for pages of uint8, int32 for pages of uint16. -1
     past a sequence's length and in missing pages.
-
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape that is not supported.
   """
   arguments.check_int32("page_table", page_table, ("B", "M"))
   arguments.check_int32("lengths", lengths, (page_table.shape[0],))

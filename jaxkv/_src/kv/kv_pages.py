@@ -181,10 +181,6 @@ def gather(
     (keys, values), each [B, M * S, K, D] in the format `kv.dtype`, or for 8-bit
     formats in float32 with scales applied. Values of latents are
     [B, M * S, 1, Dv]. Elements past a sequence's length are arbitrary.
-
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
   """
   check_layer(kv, layer)
   arguments.check_int32("page_table", page_table, ("B", "M"))

@@ -82,10 +82,6 @@ def copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
 
   Returns:
     The pages.
-
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape that is not supported.
   """
   pools_of(kv)
   arguments.check_int32("src", src, ("R",))

@@ -152,10 +152,6 @@ def read_state(
   Returns:
     Arrays [B, ...] by name, in the formats of `pages.dtypes`. Zeros for rows
     whose `starts` is 0 or whose page is missing.
-
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
   """
   rows = _rows(view)
   check_layer(pages, layer)
@@ -197,15 +193,11 @@ def write_state(
     pages: the states.
     view: a view of a recurrent group.
     layer: int32[], 0..L-1.
-    states: float[B, ...] by name, rounded to the formats of `pages.dtypes`.
+    states: float[B, ...] for each name in `pages.states`, rounded to the
+      formats of `pages.dtypes`.
 
   Returns:
     The states.
-
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported, or the
-      names in `states` differ from those of `pages`.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -49,11 +49,6 @@ def share(
     The view with a new `shared`, which is None for latents, and if sharing
     cannot save time with these shapes.
 
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
-    NotImplementedError: the backend does not exist.
-
   Examples:
     >>> import jax.numpy as jnp
     >>> import jaxkv
@@ -114,10 +109,6 @@ def refresh_shared(
   Returns:
     A `FreshView` whose `shared` has only rows that still share pages; or the
     `PackedView`, with such a `FreshView` as `decode`.
-
-  Raises:
-    TypeError: a field of the view has a type or dtype that is not supported.
-    ValueError: a field of the view has a shape that is not supported.
 
   Examples:
     >>> import dataclasses

@@ -45,10 +45,6 @@ def write(
 
   Returns:
     The pages.
-
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
   """
   new_tokens = {"k": k, "v": v}
   if kv.v is None:

@@ -164,10 +164,6 @@ def harvest(
   Returns:
     The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or UNFINISHED if the
     sequence, or with `groups` its group, has not ended.
-
-  Raises:
-    TypeError: `ids` or `mask` has the wrong dtype.
-    ValueError: an argument has the wrong shape.
   """
   check_single(state.queue)
   if ids is not None:

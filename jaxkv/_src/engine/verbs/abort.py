@@ -35,10 +35,6 @@ def abort(
   Returns:
     The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or ENDED if the sequence
     had already ended or failed.
-
-  Raises:
-    TypeError: `ids` or `mask` has the wrong dtype.
-    ValueError: an argument has the wrong shape.
   """
   ids = as_ids(ids)
   return _leave(state, ids, as_mask(mask, ids.shape[0]), ends=True)
@@ -59,10 +55,6 @@ def requeue(
 
   Returns:
     The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or ENDED as in `abort`.
-
-  Raises:
-    TypeError: `ids` or `mask` has the wrong dtype.
-    ValueError: an argument has the wrong shape.
   """
   ids = as_ids(ids)
   return _leave(state, ids, as_mask(mask, ids.shape[0]), ends=False)

@@ -64,10 +64,6 @@ def export(
     The rollout, and the sequences, with the code OK, SKIPPED or BAD_SEQUENCE
     for each row.
 
-  Raises:
-    TypeError: an argument has the wrong type or dtype.
-    ValueError: an argument has the wrong shape, or `max_pages` is negative.
-
   Examples:
     >>> import jaxkv
     >>> from jaxkv import rollout
@@ -136,11 +132,7 @@ def _export(
 
 
 def _computed(state: RolloutState, rows: Array) -> tuple[Array, Array, Array]:
-  """Finds the computed tokens of sequences, and their pages.
-
-  Args:
-    state: the rollout.
-    rows: int32[R]; Q for none.
+  """Finds the computed tokens of rows int32[R], and their pages.
 
   Returns:
     bool[R], True for sequences that compute in a slot; int32[R], the number of
@@ -189,15 +181,11 @@ def _without_host_hits(cache: CacheState) -> CacheState:
 
 
 def _numbered(pages: Array, total: int) -> tuple[Array, Array]:
-  """Lists the distinct pages of sequences.
-
-  Args:
-    pages: int32[R, G, A]; 0 for none.
-    total: X, the length of the list.
+  """Lists the distinct pages in int32[R, G, A], where 0 means none.
 
   Returns:
-    int32[X], the list, then 0; int32[R, G, A], the index of each page in the
-    list, X for no page, or for one that does not fit.
+    int32[X], a list of X = `total` pages, then 0; int32[R, G, A], the index of
+    each page in the list, X for no page, or for one that does not fit.
   """
   flat = pages.reshape(-1)
   is_page = flat > 0

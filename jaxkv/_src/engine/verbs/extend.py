@@ -59,10 +59,6 @@ def extend(
     The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, ENDED for a failed
     sequence, or BAD_LENGTH if `lengths` or `max_tokens` is out of range or the
     sequence could exceed W tokens.
-
-  Raises:
-    TypeError: an argument has the wrong dtype.
-    ValueError: an argument has the wrong shape.
   """
   ids = as_ids(ids)
   rows = ids.shape[0]

@@ -243,11 +243,8 @@ def _in_spare_slots(
 ) -> tuple[CacheState, Array]:
   """Reserves and publishes the pages of sequences, without their contents.
 
-  Args:
-    state: the rollout.
-    exported: R sequences.
-    is_wanted: bool[R], sequences whose pages are imported.
-    enters: bool[R], sequences that will enter a slot.
+  The pages of sequences in `is_wanted`, bool[R], are imported. Sequences in
+  `enters`, bool[R], will enter a slot.
 
   Returns:
     The cache with R spare slots, which hold the sequences whose pages fit;
