@@ -133,14 +133,26 @@ def check_integer(name: str, value: Any) -> None:
     refuse(ValueError, name, f"{requirement} that fits int32", value)
 
 
-def as_int32(name: str, value: Any) -> Any:
+def as_int32(
+  name: str, value: Any, shape: Shape | None = None, meaning: str = ""
+) -> Any:
   """Converts integers to int32; values on the host become a NumPy array.
+
+  `shape` and `meaning` are those of `check_shape`; None allows any shape.
 
   Raises:
     TypeError: the elements are not integers (for example, bools), or they are
       traced with a dtype whose values may not fit int32.
-    ValueError: a number does not fit int32, or the rows differ in length.
+    ValueError: a number does not fit int32, the rows differ in length, or the
+      shape is not the expected one.
   """
+  array = _as_int32(name, value)
+  if shape is not None:
+    check_shape(name, array, shape, meaning)
+  return array
+
+
+def _as_int32(name: str, value: Any) -> Any:
   if isinstance(value, jax.Array):
     if value.dtype == jnp.int32:
       return value
@@ -154,7 +166,7 @@ def as_int32(name: str, value: Any) -> Any:
       )
   array = _on_host(name, value)
   if isinstance(array, jax.Array):
-    return as_int32(name, array)
+    return _as_int32(name, array)
   # NumPy makes an empty list a float64 array, so its dtype is not checked.
   if array.size == 0 and not hasattr(value, "dtype"):
     return array.astype(np.int32)

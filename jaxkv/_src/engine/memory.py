@@ -9,7 +9,6 @@ from jax import Array
 from jax.core import Tracer
 
 from jaxkv._src.arrays.arguments import as_int32
-from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
@@ -158,8 +157,7 @@ def has_version(cache: CacheState, version: Array | int | None) -> Array:
   # `as_int32` refuses a traced uint32, which is the dtype of `epoch`.
   if getattr(version, "dtype", None) == jnp.uint32:
     version = jnp.asarray(version).astype(jnp.int32)
-  number = as_int32("version", version)
-  check_shape("version", number, ())
+  number = as_int32("version", version, ())
   if isinstance(number, Tracer) or isinstance(epoch, Tracer):
     return jnp.asarray(number).astype(jnp.uint32) == epoch
   if int(number) != int(epoch):

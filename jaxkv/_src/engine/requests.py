@@ -76,12 +76,12 @@ def as_requests(requests: Any, config: RolloutConfig) -> Requests:
       f"`requests` must be a Requests, got {type(requests).__name__}; make one "
       "with jaxkv.rollout.Requests(tokens, lengths)."
     )
-  tokens = as_int32("requests.tokens", requests.tokens)
-  lengths = as_int32("requests.lengths", requests.lengths)
-  check_shape("requests.tokens", tokens, ("P", "L"))
+  tokens = as_int32("requests.tokens", requests.tokens, ("P", "L"))
   num_prompts = tokens.shape[0]
   per_prompt, per_sample = ", one for each prompt", ", one for each sample"
-  check_shape("requests.lengths", lengths, (num_prompts,), per_prompt)
+  lengths = as_int32(
+    "requests.lengths", requests.lengths, (num_prompts,), per_prompt
+  )
   total = num_prompts * config.num_samples
   if total >= 2**31:
     raise ValueError(
@@ -90,12 +90,13 @@ def as_requests(requests: Any, config: RolloutConfig) -> Requests:
     )
   num_samples, priority = requests.num_samples, requests.priority
   if num_samples is not None:
-    num_samples = as_int32("requests.num_samples", num_samples)
-    check_shape("requests.num_samples", num_samples, (num_prompts,), per_prompt)
+    num_samples = as_int32(
+      "requests.num_samples", num_samples, (num_prompts,), per_prompt
+    )
   if priority is not None:
-    priority = as_int32("requests.priority", priority)
-    check_shape("requests.priority", priority, (total,), per_sample)
-    priority = jnp.asarray(priority)
+    priority = jnp.asarray(
+      as_int32("requests.priority", priority, (total,), per_sample)
+    )
   salts = requests.salts
   if salts is not None:
     salts = jnp.asarray(as_key("requests.salts", salts))

@@ -288,17 +288,19 @@ def _as_groups(
   extra: Any,
 ) -> _Groups:
   """Returns the arguments as arrays; raises for invalid ones."""
-  prompts = as_int32("prompts", prompts)
-  prompt_lengths = as_int32("prompt_lengths", prompt_lengths)
-  completions = as_int32("completions", completions)
-  lengths = as_int32("completion_lengths", completion_lengths)
-  check_shape("prompts", prompts, ("N", "P"))
+  prompts = as_int32("prompts", prompts, ("N", "P"))
   num_prompts = prompts.shape[0]
   per_prompt = ", one for each prompt"
-  check_shape("prompt_lengths", prompt_lengths, (num_prompts,), per_prompt)
-  check_shape("completions", completions, (num_prompts, "G", "R"), per_prompt)
+  prompt_lengths = as_int32(
+    "prompt_lengths", prompt_lengths, (num_prompts,), per_prompt
+  )
+  completions = as_int32(
+    "completions", completions, (num_prompts, "G", "R"), per_prompt
+  )
   shape = completions.shape[:2]
-  check_shape("completion_lengths", lengths, shape, ", one for each")
+  lengths = as_int32(
+    "completion_lengths", completion_lengths, shape, ", one for each"
+  )
   if num_prompts * shape[1] >= 2**31:
     raise ValueError(
       "`completions` must be fewer than 2**31, got "

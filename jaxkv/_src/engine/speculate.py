@@ -10,7 +10,6 @@ from jax import lax
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.arguments import as_int32
-from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.engine import ngrams
 from jaxkv._src.engine.config import RolloutConfig
@@ -83,10 +82,9 @@ def _as_drafts(
 ) -> tuple[Array, Array]:
   """Returns the results of a `Draft` as int32; raises for invalid ones."""
   tokens, counts = drafts
-  tokens, counts = as_int32("tokens", tokens), as_int32("counts", counts)
-  expected = (num_slots, config.draft_tokens)
-  check_shape("tokens", tokens, expected, ", as `draft` returns them")
-  check_shape("counts", counts, (num_slots,), ", as `draft` returns them")
+  meaning, shape = ", as `draft` returns them", (num_slots, config.draft_tokens)
+  tokens = as_int32("tokens", tokens, shape, meaning)
+  counts = as_int32("counts", counts, (num_slots,), meaning)
   return jnp.asarray(tokens), jnp.asarray(counts)
 
 

@@ -186,8 +186,7 @@ def _check_key(key: Any) -> None:
 
 def as_first(first: Any, requests: Requests, config: RolloutConfig) -> Array:
   """Returns `first_sequence` as int32[]; raises if it is out of range."""
-  first = as_int32("first_sequence", first)
-  check_shape("first_sequence", first, ())
+  first = as_int32("first_sequence", first, ())
   maximum = 2**31 - 1 - requests.tokens.shape[0] * config.num_samples
   if not isinstance(first, Tracer) and not 0 <= int(first) <= maximum:
     raise ValueError(

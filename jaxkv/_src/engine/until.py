@@ -9,7 +9,6 @@ from jax import Array
 from jax.core import Tracer
 
 from jaxkv._src.arrays.arguments import as_int32
-from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.engine.counters import Count
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import has_ended
@@ -70,8 +69,7 @@ def as_until(until: Until | None) -> Until:
 def _as_count(name: str, value: Any) -> Array | None:
   if value is None:
     return None
-  number = as_int32(f"until.{name}", value)
-  check_shape(f"until.{name}", number, ())
+  number = as_int32(f"until.{name}", value, ())
   if not isinstance(number, Tracer) and int(number) < 0:
     raise ValueError(
       f"`until.{name}` must be at least 0, got {int(number)}; use None for no "

@@ -145,8 +145,8 @@ class Guide:
         "each sequence, got None."
       )
     indices = np.zeros(shape, np.int32) if grammars is None else grammars
-    indices = as_int32("grammars", indices)
-    check_shape("grammars", indices, shape, ", a number for each sequence")
+    meaning = ", a number for each sequence"
+    indices = as_int32("grammars", indices, shape, meaning)
     if not isinstance(indices, Tracer):
       fits = (np.asarray(indices) >= 0) & (np.asarray(indices) < num_grammars)
       for row in np.flatnonzero(~fits).tolist():

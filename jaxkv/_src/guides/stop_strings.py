@@ -74,8 +74,7 @@ class StopStrings:
       ValueError: `lists` does not have one axis, an index is out of range, or
         all sequences share one list. Traced indices are not checked.
     """
-    lists = as_int32("lists", lists)
-    check_shape("lists", lists, ("Q",))
+    lists = as_int32("lists", lists, ("Q",))
     check_shape("start", self.start, ("Q",), ", one for each list")
     count = self.start.shape[0]
     if not isinstance(lists, Tracer):

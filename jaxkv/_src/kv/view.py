@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.arrays.arguments import as_int32
-from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
@@ -132,11 +131,9 @@ def view(
   """
   check_single(state)
   check_group(state.config, group)
-  num_tokens = as_int32("num_tokens", num_tokens)
-  check_shape(
-    "num_tokens", num_tokens, state.length.shape, ", one for each slot"
-  )
   kind, starts = state.config.groups[group], state.length
+  shape, meaning = starts.shape, ", one for each slot"
+  num_tokens = as_int32("num_tokens", num_tokens, shape, meaning)
   if kind.holds_encoder != (num_encoder_tokens is not None):
     expected = "given" if kind.holds_encoder else "None"
     raise ValueError(
@@ -144,12 +141,10 @@ def view(
     )
   if kind.holds_encoder:
     # Queries see positions 0 .. starts - 1: all of the encoder's tokens.
-    name = "num_encoder_tokens"
-    starts = jnp.asarray(as_int32(name, num_encoder_tokens))
-    check_shape(name, starts, state.length.shape, ", one for each slot")
+    starts = as_int32("num_encoder_tokens", num_encoder_tokens, shape, meaning)
   return View(
     page_table=state.page_table[:, group],
-    starts=starts,
+    starts=jnp.asarray(starts),
     num_tokens=jnp.asarray(num_tokens),
     kind=kind,
   )

@@ -14,7 +14,6 @@ import jax
 
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int32
-from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.exported import Exported
 from jaxkv._src.engine.requests import Requests
@@ -213,8 +212,7 @@ class Pool:
         ids = range(
           self._next_id, self._next_id + len(parts) * samples, samples
         )
-      ids = as_int32("ids", ids)
-      check_shape("ids", ids, (len(parts),), ", one for each prompt")
+      ids = as_int32("ids", ids, (len(parts),), ", one for each prompt")
       ids = ids.tolist()
       numbers = [number + row for number in ids for row in range(samples)]
       is_used = len({*numbers} - self._unfinished) < len(numbers)

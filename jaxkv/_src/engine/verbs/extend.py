@@ -9,7 +9,6 @@ from jax import Array
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 from jaxkv._src.arrays.arguments import as_int32
-from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
@@ -62,22 +61,15 @@ def extend(
   """
   ids = as_ids(ids)
   rows = ids.shape[0]
-  tokens = as_int32("tokens", tokens)
-  check_shape("tokens", tokens, (rows, "X"), ", a row for each sequence")
+  meaning = ", a row for each sequence"
+  tokens = jnp.asarray(as_int32("tokens", tokens, (rows, "X"), meaning))
   if max_tokens is not None:
     max_tokens = as_counts("max_tokens", max_tokens, rows)
   lengths = as_counts("lengths", lengths, rows)
   mask = as_mask(mask, rows)
   if rows == 0:  # There are no tokens to hash.
     return state, Outcome(code=jnp.zeros((0,), jnp.int32))
-  return _extend(
-    state,
-    ids,
-    jnp.asarray(tokens),
-    lengths,
-    max_tokens,
-    mask,
-  )
+  return _extend(state, ids, tokens, lengths, max_tokens, mask)
 
 
 @jax.jit

@@ -43,9 +43,7 @@ def as_mask(mask: Any, rows: int) -> Array:
 
 def as_counts(name: str, counts: Any, rows: int) -> Array:
   """Returns `counts` as int32[R]; raises for other types or shapes."""
-  counts = as_int32(name, counts)
-  check_shape(name, counts, (rows,), ", one for each row")
-  return jnp.asarray(counts)
+  return jnp.asarray(as_int32(name, counts, (rows,), ", one for each row"))
 
 
 def find(queue: Queue, ids: Array, mask: Array) -> tuple[Array, Array, Array]:

@@ -269,13 +269,11 @@ def _checked_levels(
   shape, levels, sizes = (), [], []
   for level, length in zip(tokens, lengths, strict=True):
     name, axes = ("completions", "GR") if levels else ("prompts", "NP")
-    level = arguments.as_int32(name, level)
-    arguments.check_shape(name, level, (*shape, *axes))
+    level = arguments.as_int32(name, level, (*shape, *axes))
     shape, label = level.shape[:-1], f"{name.removesuffix('s')}_lengths"
-    length = arguments.as_int32(label, length)
-    arguments.check_shape(label, length, shape, f", one for each row of {name}")
+    meaning = f", one for each row of {name}"
     levels.append(level)
-    sizes.append(length)
+    sizes.append(arguments.as_int32(label, length, shape, meaning))
   return tuple(levels), tuple(sizes)
 
 
