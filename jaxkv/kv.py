@@ -166,7 +166,6 @@ int8. The last three have a scale for each token and head.
 from jaxkv._src.kv.attend import attend
 from jaxkv._src.kv.attend import attend_with_lse
 from jaxkv._src.kv.batch import Batch
-from jaxkv._src.kv.check import check
 from jaxkv._src.kv.decode_plan import plan_decode
 from jaxkv._src.kv.expert_ids import ExpertIdPages
 from jaxkv._src.kv.expert_ids import init_expert_ids
@@ -181,6 +180,7 @@ from jaxkv._src.kv.layer_memory import LayerMemory
 from jaxkv._src.kv.layer_memory import LayerPlan
 from jaxkv._src.kv.layer_memory import plan_layers
 from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.pools import check
 from jaxkv._src.kv.pools import copy
 from jaxkv._src.kv.pools import page_bytes
 from jaxkv._src.kv.recurrent_pages import StatePages

@@ -85,7 +85,7 @@ from jaxkv._src.engine.results.generated import generated
 from jaxkv._src.engine.results.generated import harvest
 from jaxkv._src.engine.results.grouped import Grouped
 from jaxkv._src.engine.results.grouped import grouped
-from jaxkv._src.engine.results.scored import Scored
+from jaxkv._src.engine.score import Scored
 from jaxkv._src.engine.score import score
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.state import RolloutState

@@ -15,12 +15,13 @@ from jaxkv._src.cache.state import check_single
 from jaxkv._src.cache.state import without_moves
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.expert_records import check_experts
-from jaxkv._src.kv.check import check
 from jaxkv._src.kv.host_memory import HostMemory
 from jaxkv._src.kv.host_memory import check_host
 from jaxkv._src.kv.host_memory import move
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.pools import check
+from jaxkv._src.kv.pools import pools_of
 from jaxkv._src.kv.recurrent_pages import StatePages
 
 
@@ -108,7 +109,7 @@ def check_pools(memory: Memory, config: RolloutConfig) -> None:
 
 def _check_kinds(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
   """Raises ValueError unless each group is supported and has a pool."""
-  pools = kv if isinstance(kv, tuple) else (kv,)
+  pools = pools_of(kv)
   for kind in sizes.groups:
     pool_type = StatePages if kind.holds_states else KVPages
     if not any(isinstance(pool, pool_type) for pool in pools):

@@ -17,6 +17,7 @@ from jaxkv._src.arrays.arguments import as_key
 from jaxkv._src.arrays.arguments import check_bool
 from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.prefix import hashing
+from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import is_empty
@@ -31,12 +32,10 @@ from jaxkv._src.engine.memory import has_version
 from jaxkv._src.engine.model_call import Model
 from jaxkv._src.engine.model_call import check_expert_axis
 from jaxkv._src.engine.model_call import check_model
-from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import fail
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_extra
-from jaxkv._src.engine.results.scored import Scored
 from jaxkv._src.engine.schedule import Width
 from jaxkv._src.engine.slots import init_slots
 from jaxkv._src.engine.state import RolloutState
@@ -47,6 +46,39 @@ from jaxkv._src.engine.step import step
 from jaxkv._src.sampling.settings import Sampling
 from jaxkv._src.sampling.temperature import as_temperature
 from jaxkv._src.sampling.temperature import divisor
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scored(Outcome):
+  """Log-probs of G completions, of up to R tokens, of each of N prompts.
+
+  Columns past the end of a completion are 0. The other columns of a failed
+  group are NaN, or 0 in `top_tokens`. A completion whose length is out of range
+  counts as R tokens long.
+
+  Attributes:
+    code: the `Status` of each prompt with its completions.  # int32[N]
+    log_probs: the log-prob of each token.  # float32[N, G, R]
+    entropy: the entropy in nats of the distribution of each token; None if not
+      requested.  # float32[N, G, R]
+    top_tokens: the X most likely tokens at each position, most likely first;
+      None if not requested.  # int32[N, G, R, X]
+    top_log_probs: the log-probs of `top_tokens`.  # float32[N, G, R, X]
+    computed_tokens: tokens that the model computed for each group, without
+      padding.  # int32[N]
+    cached_tokens: tokens of each group that lookups found in the cache. If
+      slots or pages are scarce, a group is looked up several times, and the
+      tokens of all lookups are added. After a preemption a lookup can also find
+      tokens of a completion.  # int32[N]
+  """
+
+  log_probs: Array
+  entropy: Array | None
+  top_tokens: Array | None
+  top_log_probs: Array | None
+  computed_tokens: Array
+  cached_tokens: Array
 
 
 class _Groups(NamedTuple):
@@ -246,7 +278,11 @@ def _score(
   )
   num_usable = jnp.sum(is_usable, dtype=jnp.int32)
   # The loop frees no slot of other sequences, so it would never end.
-  work = dataclasses.replace(work, queue=_fail_all(work.queue, num_usable == 0))
+  rows = jnp.arange(work.queue.size, dtype=jnp.int32)
+  fails = (work.queue.status == SequenceStatus.WAITING) & (num_usable == 0)
+  code = jnp.full_like(rows, Status.OUT_OF_PAGES)
+  queue = fail(work.queue, rows, fails, code)
+  work = dataclasses.replace(work, queue=queue)
   counts = jnp.zeros((2, groups.completions.shape[0]), jnp.int32)
   buffers = Buffers(answers=AnswerCounts(counts[0], counts[1], num_usable > 1))
   params, work, scoring_arrays, buffers = sharding.match_varying_axes(
@@ -403,14 +439,6 @@ def _codes(groups: _Groups, slot_tokens: int, is_current: Array) -> Array:
     (total > slot_tokens, Status.SLOT_FULL),
     (~is_current, Status.STALE),
   )
-
-
-def _fail_all(queue: Queue, mask: Array) -> Queue:
-  """Fails all waiting sequences with OUT_OF_PAGES if `mask` bool[] is True."""
-  rows = jnp.arange(queue.size, dtype=jnp.int32)
-  waits = queue.status == SequenceStatus.WAITING
-  code = jnp.full_like(rows, Status.OUT_OF_PAGES)
-  return fail(queue, rows, waits & mask, code)
 
 
 def _scored(state: RolloutState, groups: _Groups, buffers: Buffers) -> Scored:
