@@ -70,16 +70,13 @@ for example after a fork. `share` lets `attend` read such pages once:
 
   view = jaxkv.kv.share(kv, view, num_clusters=4, cluster_size=8)
 
-Call `share` before one or more decode steps. A function that takes a view and
-loops over layers should call `refresh_shared` once before the loop, as
-`jaxkv.models.forward` does. Otherwise `attend` checks in every layer which rows
-still share pages. Compiled for an H200 with `triton`, a layer then starts 25
-kernels instead of 17. If sharing would save too little, `attend` reads all
-pages of each row. Sharing was timed on two CPU cores, with 4 prompts of 1,024
-tokens, 8 samples of each, and 128 more tokens in each sample. With 8 K/V heads
-of 64 elements and 32 query heads, a step is 2.2 times as fast. With 2 K/V heads
-and 14 query heads, arithmetic costs more than reads, and a step is 1.7 to 1.9
-times as fast.
+Call `share` before one or more decode steps, and `refresh_shared` once in each
+step, before the layers, as `jaxkv.models.forward` does. Compiled for an H200
+with `triton`, a layer then starts 17 kernels instead of 25. Sharing was timed
+on two CPU cores, with 4 prompts of 1,024 tokens, 8 samples of each, and 128
+more tokens in each sample. With 8 K/V heads of 64 elements and 32 query heads,
+a step is 2.2 times as fast. With 2 K/V heads and 14 query heads, arithmetic
+costs more than reads, and a step is 1.7 to 1.9 times as fast.
 
 Mixed steps. A `PackedView` has the tokens of many sequences in one row: one
 token of each decoding sequence, then chunks of prompts. `write` and `attend`

@@ -46,11 +46,9 @@ def attend(
   of `FullAttention`. The cache frees pages behind the group's window, so a
   layer with another window needs a separate group.
 
-  Shared pages. In a decode step without a window, with a view from `share`,
-  `attend` reads each shared page once for all rows that share it. This changes
-  only the rounding of results. Rows that no longer begin with the shared pages
-  are read separately. `attend` looks for such rows in every layer; call
-  `jaxkv.kv.refresh_shared` before the layers to do this once.
+  In a decode step without a window, with a view from `jaxkv.kv.share`, `attend`
+  reads each shared page once for all rows that share it. This changes only the
+  rounding of results.
 
   Latents. For pages with a `value_dim`, pass absorbed queries: the part of a
   query without rotation, times the up-projection of the keys, followed by the

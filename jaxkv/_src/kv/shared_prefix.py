@@ -50,6 +50,7 @@ def share(
     cannot save time with these shapes.
 
   Examples:
+    >>> import dataclasses
     >>> import jax.numpy as jnp
     >>> import jaxkv
     >>> config = jaxkv.CacheConfig(
@@ -64,6 +65,9 @@ def share(
     >>> view = jaxkv.kv.share(kv, view, num_clusters=1, cluster_size=2)
     >>> view.shared.tokens  # three pages, read once for both
     Array([768], dtype=int32)
+    >>> ended = dataclasses.replace(view, num_tokens=jnp.zeros((2,), jnp.int32))
+    >>> jaxkv.kv.refresh_shared(kv, ended).view.shared.tokens
+    Array([0], dtype=int32)
   """
   # The old `shared` is not checked, because it may be for another page table.
   is_view = isinstance(view, View)
@@ -108,25 +112,8 @@ def refresh_shared(
 
   Returns:
     A `FreshView` whose `shared` has only rows that still share pages; or the
-    `PackedView`, with such a `FreshView` as `decode`.
-
-  Examples:
-    >>> import dataclasses
-    >>> import jax.numpy as jnp
-    >>> import jaxkv
-    >>> config = jaxkv.CacheConfig(
-    ...   num_pages=32, page_size=256, num_slots=2, pages_per_slot=4
-    ... )
-    >>> kv = jaxkv.kv.init(config, num_layers=1, num_kv_heads=8, head_dim=64)
-    >>> view = jaxkv.kv.View(
-    ...   page_table=jnp.asarray([[5, 6, 7, 8], [5, 6, 7, 9]], jnp.int32),
-    ...   starts=jnp.asarray([800, 900], jnp.int32),
-    ...   num_tokens=jnp.asarray([1, 1], jnp.int32),
-    ... )
-    >>> view = jaxkv.kv.share(kv, view, num_clusters=1, cluster_size=2)
-    >>> ended = dataclasses.replace(view, num_tokens=jnp.zeros((2,), jnp.int32))
-    >>> jaxkv.kv.refresh_shared(kv, ended).view.shared.tokens
-    Array([0], dtype=int32)
+    `PackedView`, with such a `FreshView` as `decode`. See the example of
+    `share`.
   """
   if isinstance(view, PackedView):
     decode = view.decode
