@@ -65,12 +65,7 @@ class Requests:
 
 
 def as_requests(requests: Any, config: RolloutConfig) -> Requests:
-  """Returns requests whose fields are arrays of the documented shapes.
-
-  Raises:
-    TypeError: `requests` or a field has the wrong type or dtype.
-    ValueError: a field has the wrong shape or invalid values.
-  """
+  """Returns requests whose fields are arrays of the documented shapes."""
   if not isinstance(requests, Requests):
     raise TypeError(
       f"`requests` must be a Requests, got {type(requests).__name__}; make one "
@@ -132,35 +127,16 @@ def map_rows(
   of `requests`, unchanged.
   """
 
-  def parts(requests: Requests) -> tuple[Any, Any]:
-    sampling = requests.sampling
-    assert sampling is not None  # `as_requests` sets it.
-    strings: Any = sampling.stop_strings
-    start = None if strings is None else strings.start
-    sampling = dataclasses.replace(sampling, stop_strings=None)
-    of_samples = requests.priority, requests.salts, requests.extra
-    return (
-      (requests.tokens, requests.lengths, requests.num_samples),
-      (sampling, start, *of_samples),
-    )
+  def mapped(path: Any, array: Any, *other_arrays: Any) -> Any:
+    name = jax.tree_util.keystr(path)
+    if name in (".tokens", ".lengths", ".num_samples"):
+      return of_prompts(array, *other_arrays)
+    strings = ".sampling.stop_strings."
+    if name.startswith(strings) and name != f"{strings}start":
+      return array
+    return of_samples(array, *other_arrays)
 
-  prompts, samples = zip(*map(parts, (requests, *others)), strict=True)
-  tokens, lengths, num_samples = jax.tree.map(of_prompts, *prompts)
-  sampling, start, *optional = jax.tree.map(of_samples, *samples)
-  assert requests.sampling is not None
-  strings = requests.sampling.stop_strings
-  if strings is not None:
-    strings = dataclasses.replace(strings, start=start)
-  priority, salts, extra = optional
-  return Requests(
-    tokens,
-    lengths,
-    sampling=dataclasses.replace(sampling, stop_strings=strings),
-    num_samples=num_samples,
-    priority=priority,
-    salts=salts,
-    extra=extra,
-  )
+  return jax.tree_util.tree_map_with_path(mapped, requests, *others)
 
 
 def as_extra(name: str, extra: Any, rows: int) -> Any:
