@@ -208,21 +208,6 @@ class TestCalls:
     assert found.dtype == jnp.float32
     assert float(found[0, 0]) == np.float32(2.001)
 
-  @pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-      ("presence_penalty", 0.5, "`history.seen` must be given for penalties"),
-      ("frequency_penalty", 0.5, "`history.seen` must be given for penalties"),
-      ("repetition_penalty", 2.0, "`history.seen` must be given for penalties"),
-      ("bad_words", [[1, 2]], "`history.last_tokens` must be given for bad"),
-    ],
-  )
-  def test_what_is_missing(self, field, value, message):
-    sampling = settings.as_sampling(Sampling(**{field: value}), 1)
-    history = History(counts=jnp.zeros((1,), jnp.int32))
-    with pytest.raises(ValueError, match=message):
-      adjust(jnp.asarray([_LOGITS]), sampling, history)
-
   def test_words_of_one_token_need_no_last_tokens(self):
     sampling = settings.as_sampling(Sampling(bad_words=[[1], [99]]), 1)
     history = History(counts=jnp.zeros((1,), jnp.int32))

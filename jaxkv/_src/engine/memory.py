@@ -58,13 +58,7 @@ def move_pages(memory: Memory) -> Memory:
 
 
 def check_memory(memory: Memory, config: RolloutConfig) -> None:
-  """Raises unless a new rollout can use a memory.
-
-  Raises:
-    TypeError: a part of the memory has the wrong type.
-    ValueError: the parts do not fit together or are not supported in a rollout,
-      or a slot of the cache is in use.
-  """
+  """Raises unless a new rollout can use a memory; no slot may be in use."""
   cache = memory.cache
   check_pools(memory, config)
   check_experts(cache.config, memory.kv, config)

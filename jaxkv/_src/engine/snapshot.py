@@ -76,7 +76,10 @@ def save(
       if _is_key(leaf)
     },
   }
-  data = {name: _data(leaf) for name, leaf in arrays.items()}
+  data = {
+    name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    for name, leaf in arrays.items()
+  }
   facts["sums"] = _checksums(data)
   with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
     items = ocp.args.Composite(
@@ -201,11 +204,6 @@ def _static(tree: Any, path: str) -> Iterator[tuple[str, str]]:
 
 def _is_key(leaf: Any) -> bool:
   return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _data(leaf: Array) -> Array:
-  """Returns the array that is saved for a leaf."""
-  return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 def _all_wait(state: RolloutState) -> RolloutState:

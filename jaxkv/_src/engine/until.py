@@ -44,13 +44,7 @@ class Until:
 
 
 def as_until(until: Until | None) -> Until:
-  """Returns `until` with int32[] numbers.
-
-  Raises:
-    TypeError: `until` is not an `Until`, or a number is not an integer.
-    ValueError: a number is not a scalar, is negative or exceeds int32. The sign
-      of a traced number is not checked.
-  """
+  """Returns `until` with int32[] numbers; traced signs are not checked."""
   if until is None:
     return Until()
   if not isinstance(until, Until):

@@ -85,10 +85,6 @@ def page_bytes(kv: Pools) -> int:
     kv: the pages, of one pool or of a tuple of pools, or their shapes from
       `jax.eval_shape`.
 
-  Raises:
-    TypeError: `kv` is neither a pool nor a tuple of pools.
-    ValueError: the tuple is empty.
-
   Examples:
     >>> import functools
     >>> import jaxkv

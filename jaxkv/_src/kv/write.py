@@ -46,11 +46,11 @@ def write(
   Returns:
     The pages.
   """
-  new_tokens = {"k": k, "v": v}
-  if kv.v is None:
-    _refuse_values(kv, new_tokens.pop("v"))
-  elif v is None:
+  new_tokens = {"k": k} if kv.v is None else {"k": k, "v": v}
+  if (v is None) != (kv.v is None):
     expected = "an array, unless the pages hold latents"
+    if kv.v is None:
+      expected = f"None for latents, whose values are k[..., :{kv.value_dim}]"
     arguments.refuse(TypeError, "v", expected, v)
   for name, array in new_tokens.items():
     arguments.check_array(name, array)
@@ -67,13 +67,6 @@ def write(
   check_rows(view, "k", k)
   check_layer(kv, layer)
   return _write(kv, view, jnp.asarray(layer, jnp.int32), k, v)
-
-
-def _refuse_values(kv: KVPages, v: jax.Array | None) -> None:
-  """Raises `TypeError` if a call passes values for latents."""
-  if v is not None:
-    expected = f"None for latents, whose values are k[..., :{kv.value_dim}]"
-    arguments.refuse(TypeError, "v", expected, v)
 
 
 # Inlined into a caller's `jit`, which decides whether to donate the pools.

@@ -151,10 +151,6 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
 
   Returns:
     float32[R, V].
-
-  Raises:
-    TypeError: `logits` are not floats.
-    ValueError: a field of `history` that the settings need is None.
   """
   logits = as_floats("logits", logits)
   bias = sampling.logit_bias
@@ -209,24 +205,16 @@ def _banned_tokens(sampling: Sampling, history: History) -> list[Array]:
 def _completes_word(words: Array, last_tokens: Array | None) -> Array:
   """Returns bool[R, X], True for words that lack only their last token."""
   prefix = words[:, :, :-1]
-  if prefix.shape[2] and last_tokens is None:
-    raise ValueError(
-      "`history.last_tokens` must be given for bad words of several tokens, "
-      "got None; make it with last_tokens_of."
-    )
-  if last_tokens is None:
+  if not prefix.shape[2]:
     return jnp.ones(words.shape[:2], bool)
+  assert last_tokens is not None  # See `num_last_tokens`.
   return jnp.all((prefix == PADDING) | (prefix == last_tokens[:, None]), axis=2)
 
 
 def _penalize(logits: Array, sampling: Sampling, tally: Array | None) -> Array:
   if not needs_seen(sampling):
     return logits
-  if tally is None:
-    raise ValueError(
-      "`history.seen` must be given for penalties, got None; make it with "
-      "seen_in."
-    )
+  assert tally is not None  # See `needs_seen`.
   if sampling.repetition_penalty is not None:
     penalty = sampling.repetition_penalty[:, None]
     penalized = jnp.where(logits > 0, logits / penalty, logits * penalty)

@@ -68,16 +68,12 @@ def maxima(values: Array) -> Array:
   # A maximum of integers would lose NaN, so the second reduction counts NaNs.
   lowest = jnp.int32(-(2**31)), jnp.int32(0)
   nans = jnp.isnan(values).astype(jnp.int32)
+  ordered = _ordered_bits(lax.bitcast_convert_type(values, jnp.int32))
   highest, count = lax.reduce(
-    (_as_ordered_int(values), nans), lowest, combine, (values.ndim - 1,)
+    (ordered, nans), lowest, combine, (values.ndim - 1,)
   )
   highest = lax.bitcast_convert_type(_ordered_bits(highest), jnp.float32)
   return jnp.where(count > 0, jnp.nan, highest)
-
-
-def _as_ordered_int(values: Array) -> Array:
-  """Maps floats to integers of the same order."""
-  return _ordered_bits(lax.bitcast_convert_type(values, jnp.int32))
 
 
 def _ordered_bits(bits: Array) -> Array:

@@ -151,10 +151,6 @@ def draw(
   Returns:
     The tokens and their statistics. The log-prob of a greedy token is taken at
     temperature 1.
-
-  Raises:
-    TypeError: `logits` or `raw_logits` are not floats.
-    ValueError: `top_log_probs` is more than V.
   """
   logits = as_floats("logits", logits)
   keys, counts, logits, sampling = sharding.match_varying_axes(

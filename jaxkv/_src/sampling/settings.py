@@ -215,12 +215,6 @@ def as_sampling(sampling: Sampling | None, total: int) -> Sampling:
     sampling: the caller's settings; None for the defaults.
     total: Q, the number of sequences.
 
-  Raises:
-    TypeError: `sampling` is not a `Sampling`, or a field has values of a wrong
-      type.
-    ValueError: a field does not have Q entries, a value is out of range, or
-      `min_tokens` exceeds `max_tokens`. Traced values are not checked.
-
   Examples:
     >>> as_sampling(Sampling(top_k=50, stop_tokens=[2, 3]), 2).stop_tokens
     Array([[2, 3],

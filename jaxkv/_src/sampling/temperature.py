@@ -20,14 +20,7 @@ RANGE = f"0, or a finite float32 of {LEAST:.2g} .. {HIGHEST:.2g}"
 
 
 def as_temperature(temperature: Any) -> Array:
-  """Converts a temperature to float32[].
-
-  The value of a traced temperature is not checked.
-
-  Raises:
-    TypeError: `temperature` is not a real number.
-    ValueError: `temperature` is not a scalar, or is outside of `RANGE`.
-  """
+  """Converts a temperature to float32[]; a traced value is not checked."""
   name = "temperature"
   value = as_real_numbers(name, temperature)
   check_shape(name, value, ())
