@@ -24,6 +24,10 @@ float16, float8_e4m3fn, float8_e5m2 or int8. The last three have a scale for
 each head, or for each token and head. Unused pages can have any contents, even
 NaN. Attention has no gradient rule, so it cannot be used in a training loss.
 
+An argument whose type or dtype is not supported raises TypeError, one whose
+shape, value or device is not supported ValueError, and a backend that is
+unknown or does not support the call NotImplementedError.
+
 The same tests compare four backends with one float64 reference.
 `backend="auto"` chooses by platform, shapes and number formats. The logger
 `jaxkv_kernels` reports each choice once, at level INFO, with the reasons why

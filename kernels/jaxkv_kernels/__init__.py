@@ -3,6 +3,10 @@
 The functions work on pools of pages, tables of page ids and vectors of lengths.
 The package does not depend on caches, requests or slots. `jaxkv` imports it,
 never the reverse.
+
+An argument whose type or dtype is not supported raises TypeError, one whose
+shape, value or device is not supported ValueError, and a backend that is
+unknown or does not support the call NotImplementedError.
 """
 
 from jaxkv_kernels._src.append import append_kv

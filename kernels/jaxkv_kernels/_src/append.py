@@ -61,10 +61,6 @@ def append_kv(
   Returns:
     (k_pages, v_pages).
 
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
-
   Examples:
     >>> import jax.numpy as jnp
     >>> zeros = jnp.zeros((3, 1, 4, 2))
@@ -121,10 +117,6 @@ def append_quantized(
   Returns:
     (k_pages, v_pages, k_scale, v_scale).
 
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
-
   Examples:
     >>> import jax.numpy as jnp
     >>> pages = jnp.zeros((2, 1, 4, 2), jnp.int8)
@@ -174,10 +166,6 @@ def append_pages(
 
   Returns:
     The pool.
-
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
 
   Examples:
     Writes an 8-bit latent vector, and its scale as a vector of size 1:

@@ -32,10 +32,6 @@ def copy_pages(
   Returns:
     The pool.
 
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
-
   Examples:
     >>> import jax.numpy as jnp
     >>> pool = jnp.arange(4.0).reshape(4, 1, 1, 1)
@@ -86,10 +82,6 @@ def gather_pages(
   Returns:
     [B, M * S, K, D] in the pool's `logical_dtype`. Elements past the end of a
     sequence are arbitrary.
-
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
   """
   check.pool("pages", pages)
   check.table(page_table, None)

@@ -67,11 +67,6 @@ def paged_decode(
     including the sinks). A sequence of length 0 gives zeros; its log-sum-exps
     are the sinks, or -inf without sinks.
 
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
-    NotImplementedError: `backend` is unknown or does not support the call.
-
   Examples:
     >>> import jax.numpy as jnp
     >>> k_pages = jnp.zeros((9, 2, 4, 8))
@@ -150,11 +145,6 @@ def paged_attention_padded(
   Returns:
     [B, T, H, Dv] in q's dtype, and float32[B, T, H], log-sum-exps. Columns of
     padding give zeros and -inf.
-
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
-    NotImplementedError: `backend` is unknown or does not support the call.
   """
   check.queries("q", q, "BTHD")
   check.pools(q, k_pages, v_pages)
@@ -214,11 +204,6 @@ def paged_attention(
   Returns:
     [T, H, Dv] in q's dtype, and float32[T, H], log-sum-exps. Rows from
     `cu_q_lens[-1]` on give zeros and -inf.
-
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
-    NotImplementedError: `backend` is unknown or does not support the call.
   """
   check.queries("q", q, "THD")
   check.pools(q, k_pages, v_pages)

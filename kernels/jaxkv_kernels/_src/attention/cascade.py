@@ -60,11 +60,6 @@ def cascade_decode(
 
   Returns:
     [B, H, Dv] in q's dtype, and float32[B, H], log-sum-exps.
-
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
-    NotImplementedError: `backend` is unknown or does not support the call.
   """
   check.queries("q", q, "BHD")
   check.pools(q, k_pages, v_pages)

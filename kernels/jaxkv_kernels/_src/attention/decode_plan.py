@@ -72,10 +72,6 @@ def plan_decode(
   Returns:
     The plan.
 
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
-
   Examples:
     >>> import jax.numpy as jnp
     >>> lengths = jnp.asarray([512, 0, 64], jnp.int32)

@@ -20,10 +20,6 @@ def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     ([..., H, Dv] in out's dtype, float32[..., H]), output and log-sum-exps over
     all keys; zeros and -inf if no part has a key.
 
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or device that is not supported.
-
   Examples:
     >>> import jax.numpy as jnp
     >>> out, lse = merge_states(

@@ -58,11 +58,6 @@ def mla_decode(
     [B, H, Dv] in q's dtype, and float32[B, H], log-sum-exps (natural log). A
     sequence of length 0 gives zeros and -inf.
 
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
-    NotImplementedError: `backend` is unknown or does not support the call.
-
   Examples:
     >>> import jax.numpy as jnp
     >>> out, lse = mla_decode(
@@ -121,11 +116,6 @@ def mla_attention_padded(
   Returns:
     [B, T, H, Dv] in q's dtype, and float32[B, T, H], log-sum-exps. Padding
     gives zeros and -inf.
-
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
-    NotImplementedError: `backend` is unknown or does not support the call.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -191,11 +181,6 @@ def mla_attention(
   Returns:
     [T, H, Dv] in q's dtype, and float32[T, H], log-sum-exps. Rows from
     `cu_q_lens[-1]` on give zeros and -inf.
-
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
-    NotImplementedError: `backend` is unknown or does not support the call.
   """
   check.queries("q", q, "THD")
   call_options = _check(q, pages, value_dim, options, page_offset, interpret)

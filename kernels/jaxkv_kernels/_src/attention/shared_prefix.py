@@ -120,11 +120,6 @@ def plan_shared_prefix(
   Returns:
     The clusters, or None.
 
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported.
-    NotImplementedError: `backend` is not in `BACKENDS`.
-
   Examples:
     >>> import jax.numpy as jnp
     >>> pool = jnp.zeros((64, 8, 256, 64))
