@@ -77,17 +77,7 @@ with_gradient.defvjp(_forward, _backward)
 def loop(
   function: RowWise, weights: Any, rows: tuple[Any, ...], *, tile: int
 ) -> Any:
-  """Computes `in_tiles`, without support for gradients.
-
-  Args:
-    function: computes rows [tile, ...]; it must not close over arrays.
-    weights: a pytree of arrays.
-    rows: pytrees of arrays [X, ...].
-    tile: static; see `in_tiles`.
-
-  Returns:
-    Arrays [X, ...].
-  """
+  """Computes `in_tiles`, without support for gradients."""
   # `custom_vmap` replaces the rule of `vmap`, which would batch the loop's body
   # and so change the shapes of its products.
   batchable = jax.custom_batching.custom_vmap(

@@ -69,13 +69,11 @@ def attend_packed(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes causal attention of queries packed one sequence after another.
 
-  Args:
-    sequences: the sequences of the queries.
-    q: [T, H, D], T queries with H heads of size D.
-    call: the other arguments of `kernels.paged_attention_padded`.
+  `call` has the other arguments of `kernels.paged_attention_padded`.
 
   Returns:
-    The attention [T, H, Dv] and its log-sum-exps float32[T, H].
+    For queries [T, H, D], the attention [T, H, Dv] and float32[T, H], its
+    log-sum-exps.
   """
   num_queries = q.shape[0]
   ends = jnp.cumsum(sequences.num_tokens, dtype=jnp.int32)
@@ -94,16 +92,7 @@ def attend_packed(
 def attend_rectangle(
   sequences: TokenRows, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes causal attention of queries padded to T for each sequence.
-
-  Args:
-    sequences: the sequences of the queries.
-    q: [B, T, H, D], T queries of each of B sequences.
-    call: the other arguments of `kernels.paged_attention_padded`.
-
-  Returns:
-    The attention [B, T, H, Dv] and its log-sum-exps float32[B, T, H].
-  """
+  """Computes causal attention of queries [B, T, H, D]; see `attend_packed`."""
   batch, columns = q.shape[:2]
   width = _width(batch * columns, columns, _tile(sequences, q))
   num_rows = -(-columns // width)

@@ -29,14 +29,7 @@ def in_tiles(
 ) -> Any:
   """Computes `function(weights, *arrays)`, a tile of tokens at a time.
 
-  Args:
-    tile: static; the number of tokens per tile.
-    function: treats tokens independently; it must not close over arrays.
-    weights: a pytree of arrays.
-    *arrays: pytrees of arrays [B, T, ...].
-
-  Returns:
-    Arrays [B, T, ...].
+  Equals `row_loop.in_tiles` for pytrees of arrays [B, T, ...].
   """
   shape = jax.tree.leaves(arrays)[0].shape[:2]
 

@@ -26,15 +26,12 @@ def attend_packed(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes attention of queries that are packed one row after another.
 
-  Args:
-    kv: the pages.
-    rows: row b has `num_tokens[b]` queries, which see positions
-      0 .. starts[b] - 1.
-    q: [C, H, D], C queries with H heads.
-    call: further arguments of `kernels.paged_decode`.
+  Row b has `num_tokens[b]` queries, which see positions 0 .. starts[b] - 1.
+  `call` has further arguments of `kernels.paged_decode`.
 
   Returns:
-    [C, H, D]; float32[C, H], log-sum-exps.
+    For queries [C, H, D], the attention [C, H, D] and float32[C, H], its
+    log-sum-exps.
   """
   begins = jnp.zeros((1,), jnp.int32)
   ends = jnp.cumsum(rows.num_tokens, dtype=jnp.int32)
