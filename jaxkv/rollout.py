@@ -76,7 +76,6 @@ from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.model_call import Model
 from jaxkv._src.engine.model_call import all_logits
 from jaxkv._src.engine.queue import Finish
-from jaxkv._src.engine.queue import Records
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.results.generated import Generated
@@ -114,6 +113,7 @@ from jaxkv._src.guides.stop_strings import stop_strings
 from jaxkv._src.guides.token_bytes import token_bytes
 from jaxkv._src.sampling.settings import LogitBias
 from jaxkv._src.sampling.settings import Sampling
+from jaxkv._src.sampling.statistics import Records
 
 __all__ = [
   "Counters",

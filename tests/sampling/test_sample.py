@@ -311,20 +311,29 @@ class TestTheModelsOwn:
       [[0, 0, 9, 0]], own, raw_log_probs=True, entropy=True, top_log_probs=3
     )
     assert drawn.tokens.tolist() == [2] and drawn.log_probs.tolist() == [0]
-    np.testing.assert_allclose(drawn.raw_log_probs, np.log([0.25]), rtol=1e-6)
-    np.testing.assert_allclose(drawn.entropy, [1.75 * np.log(2)], rtol=1e-6)
-    assert drawn.top_tokens.tolist() == [[0, 2, 1]]
     np.testing.assert_allclose(
-      drawn.top_log_probs, np.log([[0.5, 0.25, 0.125]]), rtol=1e-6
+      drawn.records.raw_log_probs, np.log([0.25]), rtol=1e-6
+    )
+    np.testing.assert_allclose(
+      drawn.records.entropy, [1.75 * np.log(2)], rtol=1e-6
+    )
+    assert drawn.records.top_tokens.tolist() == [[0, 2, 1]]
+    np.testing.assert_allclose(
+      drawn.records.top_log_probs, np.log([[0.5, 0.25, 0.125]]), rtol=1e-6
     )
 
   def test_only_what_is_asked_for(self):
     drawn = self._rows([[0.0, 1.0]])
-    assert drawn[2:] == (None,) * 5
+    assert not jax.tree.leaves(drawn.records)
     drawn = self._rows([[0.0, 1.0]], entropy=True)
-    assert drawn.entropy is not None and drawn.raw_log_probs is None
+    assert (
+      drawn.records.entropy is not None and drawn.records.raw_log_probs is None
+    )
     drawn = self._rows([[0.0, 1.0]], top_log_probs=1)
-    assert drawn.top_tokens.tolist() == [[1]] and drawn.entropy is None
+    assert (
+      drawn.records.top_tokens.tolist() == [[1]]
+      and drawn.records.entropy is None
+    )
 
   @pytest.mark.parametrize("exact", [False, True])
   def test_log_probs_before_the_filters(self, exact):
@@ -342,13 +351,13 @@ class TestTheModelsOwn:
     )
     assert drawn.tokens.tolist() == [0] and drawn.log_probs.tolist() == [0]
     np.testing.assert_allclose(
-      drawn.unfiltered_log_probs, np.log([2 / 3]), rtol=1e-6
+      drawn.records.unfiltered_log_probs, np.log([2 / 3]), rtol=1e-6
     )
 
   def test_without_logits_of_its_own(self):
     drawn = self._rows([[0.0, 1.0]], raw_log_probs=True)
     np.testing.assert_allclose(
-      drawn.raw_log_probs, [-np.log1p(np.exp(-1))], rtol=1e-6
+      drawn.records.raw_log_probs, [-np.log1p(np.exp(-1))], rtol=1e-6
     )
 
 

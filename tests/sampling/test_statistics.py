@@ -68,7 +68,7 @@ class TestObserve:
       top_log_probs=1,
     )
     np.testing.assert_allclose(
-      found.log_probs, scores[np.arange(8), tokens], atol=1e-4
+      found.raw_log_probs, scores[np.arange(8), tokens], atol=1e-4
     )
     np.testing.assert_allclose(found.entropy, nats, atol=1e-4)
     np.testing.assert_allclose(
@@ -79,5 +79,5 @@ class TestObserve:
     logits = jnp.asarray([[-jnp.inf, 3.0, -jnp.inf]])
     one, score = jnp.ones((1,), jnp.int32), jnp.full((1,), jnp.nan)
     found = observe(logits, one, score, entropy=True, top_log_probs=0)
-    assert found.log_probs.tolist() == [0] and found.entropy.tolist() == [0]
+    assert found.raw_log_probs.tolist() == [0] and found.entropy.tolist() == [0]
     assert found.top_tokens is None

@@ -15,11 +15,11 @@ from jaxkv._src.engine.page_keys import page_keys
 from jaxkv._src.engine.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue import Finish
 from jaxkv._src.engine.queue import Queue
-from jaxkv._src.engine.queue import Records
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import order_of
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.kv.pools import Pools
+from jaxkv._src.sampling.statistics import Records
 
 
 def new_queue(

@@ -14,6 +14,7 @@ import functools
 from typing import Any
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -21,7 +22,6 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.engine.hooks import Rows
 from jaxkv._src.engine.queue import Queue
-from jaxkv._src.engine.queue import Records
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.schedule import Width
 from jaxkv._src.engine.slots import Slots
@@ -31,6 +31,7 @@ from jaxkv._src.exact import log_probs
 from jaxkv._src.exact import row_loop
 from jaxkv._src.sampling import reductions
 from jaxkv._src.sampling import statistics
+from jaxkv._src.sampling.statistics import Records
 
 
 class Scoring(NamedTuple):
@@ -172,12 +173,11 @@ def record_scores(
   records = scores.records
   if scoring.entropy or scoring.top_log_probs:
     observed = _observe(logits, tokens, values, scoring)
-    kept = {
-      name: indexing.put(array, *place, values=getattr(observed, name))
-      for name in ("entropy", "top_tokens", "top_log_probs")
-      if (array := getattr(records, name)) is not None
-    }
-    records = dataclasses.replace(records, **kept)
+    records = jax.tree.map(
+      lambda array, new: indexing.put(array, *place, values=new),
+      records,
+      dataclasses.replace(observed, raw_log_probs=None),
+    )
   return Scores(
     log_probs=indexing.put(scores.log_probs, *place, values=values),
     records=records,
@@ -186,7 +186,7 @@ def record_scores(
 
 def _observe(
   logits: Array, tokens: Array, values: Array, scoring: Scoring
-) -> statistics.Observed:
+) -> Records:
   observe = functools.partial(
     statistics.observe,
     entropy=scoring.entropy,

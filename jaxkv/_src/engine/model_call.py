@@ -25,7 +25,6 @@ from jaxkv._src.engine.hooks import rows_of
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue import Queue
-from jaxkv._src.engine.queue import Records
 from jaxkv._src.engine.schedule import Width
 from jaxkv._src.engine.schedule import Work
 from jaxkv._src.engine.slots import Slots
@@ -38,6 +37,7 @@ from jaxkv._src.kv.pools import pools_of
 from jaxkv._src.kv.shared_prefix import share
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import packed_positions
+from jaxkv._src.sampling.statistics import Records
 
 
 class Model(Protocol):

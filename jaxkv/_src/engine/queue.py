@@ -15,6 +15,7 @@ from jax import Array
 from jaxkv._src.arrays import indexing
 from jaxkv._src.engine.ngrams import NgramTables
 from jaxkv._src.sampling.settings import Sampling
+from jaxkv._src.sampling.statistics import Records
 
 NOT_SAMPLED = -1
 """The value of `Queue.versions` for a token that was not sampled."""
@@ -54,29 +55,6 @@ class Finish(enum.IntEnum):
   LENGTH = 3
   ABORTED = 4
   FAILED = 5
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Records:
-  """Optional statistics of each token, if `RolloutConfig` enables them.
-
-  All but `unfiltered_log_probs` describe the model's distribution before
-  `Sampling` and `process` change it. Columns without a record are 0.
-
-  Attributes:
-    raw_log_probs: the log-prob of the token.  # float32[Q, W]
-    unfiltered_log_probs: see `RolloutConfig`.  # float32[Q, W]
-    entropy: the entropy of the distribution in nats.  # float32[Q, W]
-    top_tokens: the X most likely tokens, most likely first.  # int32[Q, W, X]
-    top_log_probs: the log-probs of `top_tokens`.  # float32[Q, W, X]
-  """
-
-  raw_log_probs: Array | None = None
-  unfiltered_log_probs: Array | None = None
-  entropy: Array | None = None
-  top_tokens: Array | None = None
-  top_log_probs: Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -26,7 +26,6 @@ from jaxkv._src.engine.hooks import rows_of
 from jaxkv._src.engine.model_call import Logits
 from jaxkv._src.engine.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue import Queue
-from jaxkv._src.engine.queue import Records
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import fail
 from jaxkv._src.engine.queue import set_status
@@ -274,11 +273,11 @@ def _append(
   place = indexing.where_valid(mask, rows)
   length = indexing.take(queue.length, place)
   ended = mask & (ending.finish > 0)
-  new_records = {
-    name: indexing.put(array, place, length, values=getattr(drawn, name))
-    for name in (field.name for field in dataclasses.fields(Records))
-    if (array := getattr(queue.records, name)) is not None
-  }
+  records = jax.tree.map(
+    lambda array, values: indexing.put(array, place, length, values=values),
+    queue.records,
+    drawn.records,
+  )
   states = queue.stop_states
   if states is not None and ending.states is not None:
     states = indexing.put(states, place, values=ending.states)
@@ -291,7 +290,7 @@ def _append(
     length=indexing.add(queue.length, place, values=1),
     log_probs=log_probs,
     versions=indexing.put(queue.versions, place, length, values=version),
-    records=dataclasses.replace(queue.records, **new_records),
+    records=records,
     finish=indexing.put(queue.finish, place, values=ending.finish),
     stop=indexing.put(queue.stop, place, values=ending.stop),
     stop_states=states,

@@ -7,6 +7,7 @@ row needs only two random numbers for any V, and neither Gumbel noise nor a
 sort.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -26,34 +27,24 @@ from jaxkv._src.sampling import filters
 from jaxkv._src.sampling import reductions
 from jaxkv._src.sampling import statistics
 from jaxkv._src.sampling.settings import Sampling
+from jaxkv._src.sampling.statistics import Records
 from jaxkv._src.sampling.temperature import HIGHEST
 from jaxkv._src.sampling.temperature import LEAST
 
 
 class Drawn(NamedTuple):
-  """Sampled tokens and their statistics, which are None unless requested.
+  """Sampled tokens and their statistics.
 
   Attributes:
     tokens: int32[R].
     log_probs: float32[R], log-probs of `tokens` in the distribution that they
       were drawn from.
-    raw_log_probs: float32[R], log-probs of `tokens` in the model's distribution
-      before settings change it.
-    unfiltered_log_probs: float32[R], log-probs of `tokens` at the temperature,
-      before `min_p`, `top_k` and `top_p`.
-    entropy: float32[R], entropy of the model's distribution, in nats.
-    top_tokens: int32[R, X], the X most likely tokens of the model's
-      distribution, in descending order.
-    top_log_probs: float32[R, X], log-probs of `top_tokens`.
+    records: statistics with R rows in place of [Q, W]; None unless requested.
   """
 
   tokens: Array
   log_probs: Array
-  raw_log_probs: Array | None = None
-  unfiltered_log_probs: Array | None = None
-  entropy: Array | None = None
-  top_tokens: Array | None = None
-  top_log_probs: Array | None = None
+  records: Records
 
 
 class _Weights(NamedTuple):
@@ -177,13 +168,11 @@ def draw(
   tokens = _sample_or_greedy(keys, counts, weights, masses)
   token_logits = jnp.take_along_axis(logits, tokens[:, None], axis=1)
   scores = weights.scaled(token_logits)[:, 0] - jnp.log(reductions.sums(masses))
-  drawn = Drawn(tokens=tokens, log_probs=scores)
+  unfiltered, records = None, Records()
   if unfiltered_log_probs:
-    drawn = drawn._replace(
-      unfiltered_log_probs=_unfiltered(logits, tokens, sampling)
-    )
+    unfiltered = _unfiltered(logits, tokens, sampling)
   if raw_log_probs or entropy or top_log_probs:
-    observed = statistics.observe(
+    records = statistics.observe(
       raw_logits,
       tokens,
       scores,
@@ -191,13 +180,12 @@ def draw(
       top_log_probs=top_log_probs,
       parts=parts,
     )
-    drawn = drawn._replace(
-      raw_log_probs=observed.log_probs if raw_log_probs else None,
-      entropy=observed.entropy,
-      top_tokens=observed.top_tokens,
-      top_log_probs=observed.top_log_probs,
-    )
-  return drawn
+  records = dataclasses.replace(
+    records,
+    raw_log_probs=records.raw_log_probs if raw_log_probs else None,
+    unfiltered_log_probs=unfiltered,
+  )
+  return Drawn(tokens, scores, records)
 
 
 def _draw_exactly(
@@ -222,19 +210,20 @@ def _draw_exactly(
   sampling = Sampling(**{name: getattr(sampling, name) for name in names})
   rows = (keys, counts, logits, sampling, raw_logits)
   drawn = row_loop.loop(sample_tile, (), rows, tile=log_probs.ROWS)
+  records = drawn.records
   ones = jnp.ones(counts.shape, jnp.float32)
   filters = sampling.top_k, sampling.top_p, sampling.min_p
   has_filters = any(setting is not None for setting in filters)
   if unfiltered_log_probs or not has_filters:
     scores = _unfiltered(logits, drawn.tokens, sampling)
     if unfiltered_log_probs:
-      drawn = drawn._replace(unfiltered_log_probs=scores)
+      records = dataclasses.replace(records, unfiltered_log_probs=scores)
     if not has_filters:
       drawn = drawn._replace(log_probs=scores)
   if raw_log_probs:
     scores = log_probs.of_tokens(raw_logits, drawn.tokens, ones)
-    drawn = drawn._replace(raw_log_probs=scores)
-  return drawn
+    records = dataclasses.replace(records, raw_log_probs=scores)
+  return drawn._replace(records=records)
 
 
 def _unfiltered(logits: Array, tokens: Array, sampling: Sampling) -> Array:

@@ -1,6 +1,6 @@
 """Statistics of the model's distribution, before settings change it."""
 
-from typing import NamedTuple
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +12,27 @@ from jaxkv._src.sampling import reductions
 from jaxkv._src.sampling.reductions import Block
 
 
-class Observed(NamedTuple):
-  """Statistics of each row's distribution; None if not requested.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Records:
+  """Optional statistics of each token, if `RolloutConfig` enables them.
+
+  All but `unfiltered_log_probs` describe the model's distribution before
+  `Sampling` and `process` change it. Columns without a record are 0.
 
   Attributes:
-    log_probs: float32[R], log-probs of the tokens passed to `observe`.
-    entropy: float32[R], in nats.
-    top_tokens: int32[R, X], the most likely tokens in descending order.
-    top_log_probs: float32[R, X], log-probs of `top_tokens`.
+    raw_log_probs: the log-prob of the token.  # float32[Q, W]
+    unfiltered_log_probs: see `RolloutConfig`.  # float32[Q, W]
+    entropy: the entropy of the distribution in nats.  # float32[Q, W]
+    top_tokens: the X most likely tokens, most likely first.  # int32[Q, W, X]
+    top_log_probs: the log-probs of `top_tokens`.  # float32[Q, W, X]
   """
 
-  log_probs: Array
-  entropy: Array | None
-  top_tokens: Array | None
-  top_log_probs: Array | None
+  raw_log_probs: Array | None = None
+  unfiltered_log_probs: Array | None = None
+  entropy: Array | None = None
+  top_tokens: Array | None = None
+  top_log_probs: Array | None = None
 
 
 def observe(
@@ -36,8 +43,10 @@ def observe(
   entropy: bool,
   top_log_probs: int,
   parts: int = 1,
-) -> Observed:
+) -> Records:
   """Computes log-probs of tokens, and optionally entropy and top tokens.
+
+  The arrays of the result have R rows in place of [Q, W].
 
   Args:
     logits: float32[R, V].
@@ -67,8 +76,8 @@ def observe(
   if top_log_probs:
     top_tokens, top_logits = most_likely(logits, top_log_probs, parts)
     top_logits = top_logits - best - mass
-  return Observed(
-    log_probs=(chosen - best - mass)[:, 0],
+  return Records(
+    raw_log_probs=(chosen - best - mass)[:, 0],
     entropy=entropy_nats,
     top_tokens=top_tokens,
     top_log_probs=top_logits,

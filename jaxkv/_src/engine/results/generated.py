@@ -15,7 +15,6 @@ from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.expert_records import save_experts
 from jaxkv._src.engine.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue import Queue
-from jaxkv._src.engine.queue import Records
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import check_single
 from jaxkv._src.engine.queue import has_ended
@@ -24,6 +23,7 @@ from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.verbs.find_sequences import as_ids
 from jaxkv._src.engine.verbs.find_sequences import as_mask
 from jaxkv._src.engine.verbs.find_sequences import find
+from jaxkv._src.sampling.statistics import Records
 
 
 @jax.tree_util.register_dataclass
