@@ -93,7 +93,7 @@ class TestInit:
     ("changes", "message"),
     [
       ({"value_dim": DIM + 1}, "`value_dim` must be at most head_dim, 24, got"),
-      ({"value_dim": 0}, "`value_dim` must be an integer of at least 1, got 0"),
+      ({"value_dim": 0}, "`value_dim` must be at least 1 .* got 0"),
       ({"num_kv_heads": 2}, "`num_kv_heads` must be 1 with value_dim"),
     ],
   )

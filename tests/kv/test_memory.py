@@ -52,8 +52,8 @@ class TestInit:
   @pytest.mark.parametrize(
     ("changes", "message"),
     [
-      ({"num_layers": 0}, "`num_layers` must be .* at least 1, got 0"),
-      ({"head_dim": 2.0}, "`head_dim` must be an integer .* got 2.0"),
+      ({"num_layers": 0}, "`num_layers` must be at least 1 .* got 0"),
+      ({"head_dim": 2.0}, "`head_dim` must be an int, got 2.0"),
       ({"num_layers": 2**30}, "`num_layers` .* fits int32, got 1073741824"),
       ({"group": 1}, "`group` must be from 0 to 0, got 1"),
       ({"group": True}, "`group` must be a Python int, got True"),

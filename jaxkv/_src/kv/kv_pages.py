@@ -231,7 +231,7 @@ def check_sizes(
 ) -> None:
   """Raises unless the group exists, sizes are valid and L * N fits int32."""
   for name, size in {"num_layers": num_layers, **sizes}.items():
-    check_size(name, size)
+    arguments.as_count(name, size, 1)
   check_group(config, group)
   # The index of a page over all layers must fit int32.
   if num_layers * config.num_pages > np.iinfo(np.int32).max:
@@ -247,21 +247,13 @@ def _check_latents(
   """Raises unless `value_dim` is None, or at most `head_dim` with one head."""
   if value_dim is None:
     return
-  check_size("value_dim", value_dim)
+  arguments.as_count("value_dim", value_dim, 1)
   if value_dim > head_dim:
     expected = f"at most head_dim, {head_dim}"
     arguments.refuse(ValueError, "value_dim", expected, value_dim)
   if num_kv_heads != 1:
     expected = "1 with value_dim: all query heads read the same latents"
     arguments.refuse(ValueError, "num_kv_heads", expected, num_kv_heads)
-
-
-def check_size(name: str, size: int) -> None:
-  """Raises unless `size` is an integer of at least 1."""
-  if not isinstance(size, (int, np.integer)) or isinstance(size, bool):
-    arguments.refuse(TypeError, name, "an integer of at least 1", size)
-  if size < 1:
-    arguments.refuse(ValueError, name, "an integer of at least 1", size)
 
 
 class Layered(Protocol):

@@ -20,7 +20,6 @@ from jaxkv._src.kv import storage_dtypes
 from jaxkv._src.kv.kv_pages import check_config
 from jaxkv._src.kv.kv_pages import check_group
 from jaxkv._src.kv.kv_pages import check_layer
-from jaxkv._src.kv.kv_pages import check_size
 from jaxkv._src.kv.kv_pages import check_sizes
 from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import PackedView
@@ -121,7 +120,7 @@ def init_states(
   # depend on the order of a caller's dict.
   for name, (shape, dtype) in sorted(shapes.items()):
     for size in shape:
-      check_size(f"shapes[{name!r}]", size)
+      arguments.as_count(f"shapes[{name!r}]", size, 1)
     dtype = storage_dtypes.as_dtype(f"shapes[{name!r}][1]", dtype, _FORMATS)
     rows = num_layers * config.num_pages
     states[name] = jnp.zeros((rows, *shape), storage_dtypes.default_for(dtype))
