@@ -105,8 +105,6 @@ def generate_texts(
       "`model` must be a jaxkv.models.Pretrained, got "
       f"{type(model).__name__}; make one with jaxkv.models.load."
     )
-  num_samples = as_count("num_samples", num_samples, 1)
-  max_new_tokens = as_count("max_new_tokens", max_new_tokens, 1)
   rollout_config = RolloutConfig(
     num_samples=num_samples,
     max_new_tokens=max_new_tokens,

@@ -148,9 +148,7 @@ def write_expert_ids(
     >>> read_expert_ids(pages, table, cache.length)[0, :4, 0].tolist()
     [[1, 6], [0, 3], [5, 4], [-1, -1]]
   """
-  arguments.check_array("values", values)
-  if not jnp.issubdtype(values.dtype, jnp.integer):
-    arguments.refuse(TypeError, "values", "integers", values.dtype)
+  arguments.check_integers("values", values)
   if values.ndim != 3 or values.shape[2] != pages.width:
     arguments.refuse(ValueError, "values", f"[B, T, {pages.width}]", values)
   check_rows(view, "values", values)
