@@ -50,9 +50,10 @@ Types:
 `submit`, `harvest`, `extend`, `abort`, `requeue`, `export` and
 `import_sequences` return the new state and an outcome with a `jaxkv.Status` for
 each row. A row that fails changes nothing. `score` returns a status for each
-prompt. `generate` and `update_weights` return the state. An argument of the
-wrong type or dtype raises TypeError, and one of the wrong shape ValueError. All
-of these functions are pure and can be called inside `jit`.
+prompt. `generate` and `update_weights` return the state. All of these functions
+are pure and can be called inside `jit`. An argument, or a result of your
+functions, raises TypeError if its type or dtype is wrong, and ValueError if its
+shape is wrong.
 
 Call `generate` inside `jit`, with the state donated. Outside of `jit`, every
 call compiles again. Compilation takes about 15 s. With the persistent cache of

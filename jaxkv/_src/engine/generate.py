@@ -67,13 +67,11 @@ def generate(
     The state; test it with `is_done`, and read its tokens with `generated`.
 
   Raises:
-    TypeError: `until`, `model`, or a result of `model` or `draft` has the wrong
-      type or dtype; `model` returns a memory with other arrays; or the types or
-      shapes of what `process` returns are not those of its arguments.
-    ValueError: a number of `until` is out of range or not a scalar; a result of
-      `model` or `draft` has the wrong shape; `model` returns a memory that it
-      did not write; or the `config` or `expert_axis` of `model` does not fit
-      `RolloutConfig.numerics` or `lockstep_axis`.
+    TypeError: `model` returns a memory with other arrays, or `process` returns
+      other types or shapes than those of its arguments.
+    ValueError: a number of `until` is out of range; `model` returns a memory
+      that it did not write; or the `config` or `expert_axis` of `model` does
+      not fit `RolloutConfig.numerics` or `lockstep_axis`.
   """
   check_single(state.queue)
   check_model(model)

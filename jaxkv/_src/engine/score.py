@@ -170,10 +170,9 @@ def score(
     STALE. A group that fails has NaN log-probs and holds no pages.
 
   Raises:
-    TypeError: an argument has the wrong type or dtype.
-    ValueError: an argument is out of range; an argument or the logits have the
-      wrong shape; the cache is not supported, such as one with CrossAttention;
-      the memory does not fit the cache; or `version` is not `cache.epoch`.
+    ValueError: an argument is out of range; the cache is not supported, such as
+      one with CrossAttention; the memory does not fit the cache; or `version`
+      is not `cache.epoch`.
 
   Examples:
     >>> import functools, jax, jaxkv

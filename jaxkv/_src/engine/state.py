@@ -89,7 +89,7 @@ def init(
       `Requests.num_samples` is lower, the other rows are EMPTY. Set each field
       of `sampling` that a later `submit` needs, because fields that are None
       here are not compiled.
-    key: key[]; equal keys give equal samples.
+    key: key[], from `jax.random.key`; equal keys give equal samples.
     config: static options.
     first_sequence: int32[], the id of the first sequence of this state. Ids
       must be unique over all shards of a job, see `devices`. Without
@@ -105,16 +105,14 @@ def init(
     `cache`, `kv` and `host`, but no other argument.
 
   Raises:
-    TypeError: an argument has the wrong type or dtype, such as a `key` that is
-      not a `jax.random.key`.
-    ValueError: an argument has the wrong shape or is out of range; the cache
-      has slots in use, several page sizes, a CrossAttention group or pages of
-      another version; `kv` or `host` does not fit the cache, or lacks a pool; a
-      recurrent group is combined with `draft_tokens`, or has `num_speculative`
-      > 0; or the longest sequence exceeds a slot or the pool. If lengths or the
-      version are traced and invalid, the sequences fail instead, see
-      `queue.code`. A traced cache is not checked for slots in use: if all are,
-      no sequence can run, and `generate` returns only at a limit of steps.
+    ValueError: an argument is out of range; the cache has slots in use, several
+      page sizes, a CrossAttention group or pages of another version; `kv` or
+      `host` does not fit the cache, or lacks a pool; a recurrent group is
+      combined with `draft_tokens`, or has `num_speculative` > 0; or the longest
+      sequence exceeds a slot or the pool. If lengths or the version are traced
+      and invalid, the sequences fail instead, see `queue.code`. A traced cache
+      is not checked for slots in use: if all are, no sequence can run, and
+      `generate` returns only at a limit of steps.
   """
   _check_key(key)
   arguments = key, requests, version

@@ -24,14 +24,7 @@ _MAX_BATCH_ENTRIES = 2**23
 class TokenMasks:
   """The allowed tokens of each state, by the number of remaining tokens.
 
-  `Guide` describes the order of the entries in `rows`.
-
-  Attributes:
-    distance: see `Guide.distance`.  # int32[S]
-    first: see `Guide.first`.  # int32[S]
-    last: see `Guide.last`.  # int32[S]
-    rows: see `Guide.rows`.  # int32[X]
-    masks: see `Guide.masks`.  # uint32[U, ceil(V / 32)]
+  `Guide` describes the fields.
   """
 
   distance: np.ndarray

@@ -30,10 +30,8 @@ _FORMATS = ("uint8", "uint16")
 class ExpertIdPages:
   """Expert ids of all tokens and layers, in the pages of one layer group.
 
-  The first axis holds the N pages of each of L layers: page p of layer l is at
-  index l * N + p. L counts only the layers with experts, so it may be smaller
-  than the L of K/V pools. Page 0 of each layer is the null page and is never
-  written.
+  The first axis is that of `KVPages`, but L counts only the layers with
+  experts, so it may be smaller than the L of K/V pools.
 
   Attributes:
     values: X expert ids of each token.  # uint8 or uint16[L * N, S, X]
@@ -82,19 +80,10 @@ def init_expert_ids(
   Args:
     config: the configuration of the cache. It gives N, the pages of a layer
       including the null page, and S, the tokens of a page.
-    num_layers: L.
+    num_layers: L. L * N must fit int32.
     width: X, expert ids of a token in one layer.
     dtype: uint8 or uint16.
     group: the layer group whose pages hold the ids.
-
-  Returns:
-    The pages.
-
-  Raises:
-    TypeError: `config` is not a CacheConfig, or `group` or a size is not an
-      integer.
-    ValueError: a size is below 1, the group does not exist, `dtype` is not
-      uint8 or uint16, or L * N does not fit int32.
 
   Examples:
     >>> import jaxkv

@@ -63,9 +63,8 @@ def init_host(kv: Pools, config: CacheConfig) -> HostMemory:
     `config.host_pages` pages in the memory `pinned_host`.
 
   Raises:
-    TypeError: `config` is not a CacheConfig, or `kv` is not made of pools.
-    ValueError: `config` has no host pages, `kv` has no pool, or the platform
-      has no memory `pinned_host`.
+    ValueError: `config` has no host pages, or the platform has no memory
+      `pinned_host`.
 
   Examples:
     >>> import jaxkv
@@ -134,7 +133,6 @@ def move(
     The pages on the device and the pages in host memory.
 
   Raises:
-    TypeError: an argument has a type that is not supported.
     ValueError: `host` was made for other pages, or is not in host memory.
 
   Examples:

@@ -98,11 +98,12 @@ def init(
   Args:
     config: the configuration of the cache. It gives N, the pages of a layer
       including the null page, and S, the tokens of a page.
-    num_layers: L.
+    num_layers: L. L * N must fit int32.
     num_kv_heads: K, the number of key-value heads; 1 for latents.
     head_dim: D, elements of a key, and of a value unless pages hold latents.
     value_dim: Dv for the latents of MLA: the number of leading elements that
-      are the value, such as 512 of 576 for DeepSeek. None for keys and values.
+      are the value, at most D, such as 512 of 576 for DeepSeek. None for keys
+      and values.
     dtype: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8. With
       the last three `write` computes a scale for each token and head. None for
       bfloat16; `write` then refuses float32 keys and values, which would be
@@ -111,17 +112,6 @@ def init(
     storage_dtype: dtype of the buffers. None for `dtype`, except that a CPU
       uses uint16 for bfloat16 and uint8 for float8_e4m3fn. On a CPU each write
       into a pool of float8_e5m2 rewrites the whole buffer, which is slow.
-
-  Returns:
-    The pages.
-
-  Raises:
-    TypeError: `config` is not a CacheConfig, or `group` or a size is not an
-      integer.
-    ValueError: a size is below 1, the group does not exist, `dtype` is not one
-      of these formats, `storage_dtype` cannot store it, `value_dim` is more
-      than `head_dim`, `num_kv_heads` is not 1 with `value_dim`, or L * N does
-      not fit int32.
 
   Examples:
     >>> import jaxkv

@@ -52,11 +52,6 @@ def check(kv: Pools, config: CacheConfig) -> None:
     kv: the pages, of one pool or of a tuple of pools.
     config: the configuration of the cache, `state.config`.
 
-  Raises:
-    TypeError: `config` is not a CacheConfig, or `kv` is not made of pools.
-    ValueError: `kv` has no pool, or a pool has a page count other than that of
-      the cache, or a page size that no group has.
-
   Examples:
     >>> import jaxkv
     >>> config = jaxkv.CacheConfig(

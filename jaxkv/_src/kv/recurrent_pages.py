@@ -35,8 +35,7 @@ _FORMATS = ("float32", "bfloat16", "float16")
 class StatePages:
   """States of all recurrent layers, one in each page.
 
-  The first axis holds the N pages of each of L layers: page p of layer l is at
-  index l * N + p. Page 0 of each layer is the null page and is never written.
+  The first axis is that of `KVPages`.
 
   Attributes:
     states: arrays by name, in their storage dtypes.  # [L * N, ...]
@@ -76,19 +75,10 @@ def init_states(
   Args:
     config: the configuration of the cache. It gives N, the pages of a layer
       including the null page, and S, the tokens of a page.
-    num_layers: L.
+    num_layers: L. L * N must fit int32.
     shapes: maps the name of each array to the shape and the dtype of one state
       in one layer. The dtype is float32, bfloat16 or float16.
     group: the recurrent group that gives the page size; None for the first one.
-
-  Returns:
-    The states.
-
-  Raises:
-    TypeError: `config` is not a CacheConfig, or `group` or a size is not an
-      integer.
-    ValueError: a size is below 1, the group does not exist or is not recurrent,
-      `shapes` is empty, a dtype is not supported, or L * N does not fit int32.
 
   Examples:
     >>> import jaxkv

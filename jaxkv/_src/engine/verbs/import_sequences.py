@@ -85,9 +85,8 @@ def import_sequences(
     the same prompt).
 
   Raises:
-    TypeError: `exported` is not an `Exported`, or `mask` has the wrong dtype.
-    ValueError: the other rollout had other settings, its memory has another
-      layout, or `mask` has the wrong shape.
+    ValueError: the other rollout had other settings, or its memory has another
+      layout.
   """
   exported = check_exported(exported, state)
   if exported.code.shape[0] == 0:

@@ -84,9 +84,7 @@ def submit(
     id of each prompt's first sample, or -1 for a prompt that was refused.
 
   Raises:
-    TypeError: an argument has the wrong type or dtype.
-    ValueError: an argument has the wrong shape, or the fields of `requests` do
-      not match those of `init`.
+    ValueError: the fields of `requests` do not match those of `init`.
   """
   check_single(state.queue)
   requests = as_requests(requests, state.config)
