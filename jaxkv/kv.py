@@ -85,8 +85,7 @@ model treats tokens independently. So the same model can take tokens [B, T], or
 tokens [1, C] in a mixed step of C tokens.
 
 Plans. `plan_decode` puts a plan into a view for `mosaic_gpu`, the only backend
-that takes plans. With a plan, pieces of work have about the same length, and a
-layer starts 8 kernels instead of 12.
+that takes plans. A layer then starts 8 kernels instead of 12.
 
 Latents. Multi-head latent attention (MLA) stores one vector for each token. The
 vector is the key, and its leading elements are the value. With `value_dim`,

@@ -1,9 +1,7 @@
-"""Proposes draft tokens from n-gram matches.
+"""Proposes draft tokens from n-gram matches, see `RolloutConfig.draft_match`.
 
-Drafts are the tokens that followed another occurrence of the last N tokens of a
-sequence, in its prompt or in any sample of the prompt. N is
-`RolloutConfig.draft_match`. The table of a prompt maps the hash of an n-gram to
-its rightmost occurrence. Hashes can collide, so the tokens are compared too.
+The table of a prompt maps the hash of an n-gram to its rightmost occurrence.
+Hashes can collide, so the tokens are compared too.
 """
 
 import dataclasses

@@ -74,18 +74,14 @@ class Queue:
     start: the length at the start of the current turn.  # int32[Q]
     limit: the length at which the sequence ends.  # int32[Q]
     budget: the default maximum number of tokens sampled in a turn.  # int32[Q]
-    log_probs: the log-prob of each sampled token in the distribution that it
-      was sampled from; 0 elsewhere.  # float32[Q, W]
-    versions: the version of the weights that sampled each token; NOT_SAMPLED
-      for other tokens.  # int32[Q, W]
-    records: optional statistics of each token.
+    log_probs: see `Generated`.  # float32[Q, W]
+    versions: see `Generated`; NOT_SAMPLED is -1.  # int32[Q, W]
+    records: see `Generated`.
     status: a `SequenceStatus`.  # int32[Q]
     code: the reason for a failure, a `jaxkv.Status`.  # int32[Q]
-    finish: the reason for the end, a `Finish`.  # int32[Q]
-    stop: the stop token, or the index of the stop string, that ended the
-      sequence; -1 for none.  # int32[Q]
-    is_new: True for sequences that ended in the last call of `generate`.
-      # bool[Q]
+    finish: see `Generated`.  # int32[Q]
+    stop: see `Generated`.  # int32[Q]
+    is_new: see `Generated`.  # bool[Q]
     keys: the random key of each sequence.  # key[Q]
     sampling: settings of each sequence; fields that are None are not compiled.
     extra: the values for `process` and the model, a pytree of arrays [Q, ...];

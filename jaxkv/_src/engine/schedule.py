@@ -67,13 +67,10 @@ class Work(NamedTuple):
 
 
 def widths(config: RolloutConfig) -> tuple[Width, ...]:
-  """Returns all widths that a call can have, in ascending order.
+  """Returns all widths that a call can have, see `Counters.calls`, ascending.
 
-  The number of chunk columns is 0, `prefill_chunk` or a quarter of
-  `prefill_chunk`, which makes the end of a prompt cheap. A quarter below 64 is
-  omitted: it would save little, and the model is compiled for each width. The
-  number of draft columns is 0, `draft_columns` or a quarter of `draft_columns`,
-  if the quarter is at least 2.
+  A quarter of `prefill_chunk` makes the end of a prompt cheap. A quarter below
+  64 would save little, and the model is compiled for each width.
   """
   prompts = _sizes(config.prefill_chunk, 64)
   drafts = (0,)
