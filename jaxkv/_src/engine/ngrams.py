@@ -1,7 +1,7 @@
 """Proposes draft tokens from n-gram matches, see `RolloutConfig.draft_match`.
 
-The table of a prompt maps the hash of an n-gram to its rightmost occurrence.
-Hashes can collide, so the tokens are compared too.
+The table of a prompt maps the hash of an n-gram of N tokens to its rightmost
+occurrence. Hashes can collide, so the tokens are compared too.
 """
 
 import dataclasses
