@@ -19,13 +19,14 @@ from jaxkv._src.engine.queue import Queue
 from jaxkv._src.kv.expert_ids import ExpertIdPages
 from jaxkv._src.kv.expert_ids import read_expert_ids
 from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.pools import pools_of
 
 
 def check_experts(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
   """Raises ValueError if `config` records experts that `kv` cannot store."""
   if not config.record_experts:
     return
-  pool = kv[-1] if isinstance(kv, tuple) else kv
+  pool = pools_of(kv)[-1]
   if not isinstance(pool, ExpertIdPages):
     raise ValueError(
       "`kv` must have ExpertIdPages as its last pool with"
@@ -85,6 +86,6 @@ def save_experts(
 
 
 def _pool(kv: Pools) -> ExpertIdPages:
-  pool = kv[-1] if isinstance(kv, tuple) else kv
+  pool = pools_of(kv)[-1]
   assert isinstance(pool, ExpertIdPages)  # See `check_experts`.
   return pool

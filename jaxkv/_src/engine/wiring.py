@@ -9,6 +9,7 @@ from jax import Array
 
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.pools import pools_of
 from jaxkv._src.kv.recurrent_pages import StatePages
 
 
@@ -85,9 +86,7 @@ def _check_memory(new_kv: Any, kv: Pools, name: str) -> None:
       f"the `kv` that it received, {before}, got {after}; return the memory "
       "after the last `write`."
     )
-  old_pools = kv if isinstance(kv, tuple) else (kv,)
-  new_pools = new_kv if isinstance(new_kv, tuple) else (new_kv,)
-  for old, new in zip(old_pools, new_pools, strict=True):
+  for old, new in zip(pools_of(kv), pools_of(new_kv), strict=True):
     # A model without experts does not write `ExpertIdPages`.
     if not isinstance(old, KVPages | StatePages):
       continue
