@@ -123,8 +123,8 @@ def keep_prompts(
 def limit_to_phase(rest: Array, missing: Array) -> tuple[Array, Array]:
   """Limits a step to tokens before forks while any slot has such tokens left.
 
-  Of the `missing` tokens that a slot could compute, `rest` are before the last
-  token of the prompt; `rest` is negative if the whole prompt is computed.
+  Of the `missing` tokens that a slot could compute, int32[B], `rest` are before
+  the last token of the prompt; negative if the whole prompt is computed.
 
   Returns:
     int32[B], the limited numbers; int32[], the index in `Scoring.widths`.
