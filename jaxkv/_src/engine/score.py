@@ -277,10 +277,11 @@ def _score(
   )
   num_usable = jnp.sum(is_usable, dtype=jnp.int32)
   # The loop frees no slot of other sequences, so it would never end.
+  is_full = num_usable == 0
   rows = jnp.arange(work.queue.size, dtype=jnp.int32)
-  fails = (work.queue.status == SequenceStatus.WAITING) & (num_usable == 0)
+  waits = work.queue.status == SequenceStatus.WAITING
   code = jnp.full_like(rows, Status.OUT_OF_PAGES)
-  queue = fail(work.queue, rows, fails, code)
+  queue = fail(work.queue, rows, waits & is_full, code)
   work = dataclasses.replace(work, queue=queue)
   counts = jnp.zeros((2, groups.completions.shape[0]), jnp.int32)
   buffers = Buffers(answers=AnswerCounts(counts[0], counts[1], num_usable > 1))
