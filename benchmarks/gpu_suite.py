@@ -145,6 +145,8 @@ def run_part(
   # Tests run in parallel, because most of the time is compilation on the host.
   processes = 0 if quick else min(os.cpu_count() or 1, _MAX_PROCESSES)
   command += ["-n", str(processes), "-rs", "-k", part.keyword]
+  # On a GPU, the tests of all tiers run.
+  command += ["--all"] * (not quick)
   # `--deselect` takes the beginning of a name. A name that ends in "]" is
   # whole, so it deselects no other test.
   for test in previous.get("tests", []):

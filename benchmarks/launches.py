@@ -48,7 +48,6 @@ import rollout
 import rows
 import transition_ops as ops
 from rows import Row
-from transitions import COMPILER_OPTIONS
 
 import jaxkv
 
@@ -63,6 +62,16 @@ _NO_LAUNCH = {
   "tuple",
   "while",
 }
+
+GRAPHS = {
+  "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,WHILE,CONDITIONAL",
+  "xla_gpu_graph_min_graph_size": 1,
+}
+"""Compiler options for CUDA graphs of loops whose trip count depends on data.
+
+On an H200, jax 0.11.2 compiled the cache's loop with them to a program that
+gives wrong lengths. So jaxkv does not offer them.
+"""
 
 _PAGES, _PAGE, _COLUMNS = 65_536, 16, 256
 # The token that ends a sequence.
@@ -232,7 +241,9 @@ def counted(target: str, quick: bool) -> Iterator[Row]:
 def by_part(name: str, quick: bool) -> None:
   """Counts and times the cache on this device, and writes part by part."""
   # CUDA graphs come last, because a graph that fails ends the process.
-  arms = {"": None} if quick else COMPILER_OPTIONS[jax.default_backend()]
+  arms: dict[str, dict[str, Any] | None] = {"": None}
+  if not quick and jax.default_backend() == "gpu":
+    arms["graphs"] = GRAPHS
   parts = {
     f"k = {k} {arm}".strip(): functools.partial(timed, k, arm, options, quick)
     for arm, options in arms.items()
@@ -260,8 +271,9 @@ def timed(
   name = f"cache, {slots} slots, k = {k} {arm}".strip()
   samples, results = rows.alternated({name: (compiled, begin, tokens)}, rounds)
   end = results[name]
-  assert int(end.error) == 0
-  assert np.array_equal(end.length[steps:], lengths[steps:] + steps * k)
+  is_wrong = np.asarray(end.length[steps:] != lengths[steps:] + steps * k)
+  num_wrong = int(is_wrong.sum()) + (int(end.error) != 0)
+  yield rows.at_most(name, "errors and wrong lengths", num_wrong, 0)
   found = in_largest_loop(compiled.as_text() or "", is_common=True)
   yield Row(name, "kernels a token, common case", found.kernels / k)
   yield Row(name, "waits a token, common case", found.waits / k)

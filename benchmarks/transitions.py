@@ -23,8 +23,6 @@ all_hit: 255 of 256 pages are hits in the free queue. The page of the last token
 none_hit, none_hit_evicting: no page is a hit, so `admit` takes 256 pages.
 unsplit: compiled with `jaxkv.CPU_COMPILER_OPTIONS`, so that XLA:CPU does not
   hand small operations to other threads, which costs more than it saves.
-graphs: compiled for a GPU so that loops whose trip count depends on data are
-  part of a CUDA graph.
 All pages are cached beforehand, so taking a page evicts its contents.
 
 Method. A timed call is one `fori_loop` whose trip count is an argument and
@@ -60,13 +58,9 @@ import jaxkv
 
 SLOTS = (64, 256, 1024)
 HYBRID = (256, 65536)  # slots and pages
-GRAPHS = {
-  "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,WHILE,CONDITIONAL",
-  "xla_gpu_graph_min_graph_size": 1,
-}
 COMPILER_OPTIONS = {
   "cpu": {"": None, "unsplit": jaxkv.CPU_COMPILER_OPTIONS},
-  "gpu": {"": None, "graphs": GRAPHS},
+  "gpu": {"": None},
   "tpu": {"": None},
 }
 """Compiler options to time, by platform and mode."""

@@ -31,16 +31,20 @@ unknown or does not support the call NotImplementedError.
 The same tests compare four backends with one float64 reference.
 `backend="auto"` chooses by platform, shapes and number formats. The logger
 `jaxkv_kernels` reports each choice once, at level INFO, with the reasons why
-other backends were not chosen. No backend has been timed on a GPU or a TPU.
+other backends were not chosen. No backend has run on a TPU. An H200 with jax
+0.11.2 has run the others; its times are of one layer of Llama-3.1-8B, 64
+sequences of 4,096 tokens in bfloat16, where a device copy moves 3.9 TB/s.
 
 - `xla`, a loop over blocks of tokens. For: CPUs, and calls that no other
-  backend serves. Numerics checked: on CPUs. Compiled in tests for: CPUs, H200,
-  TPU v5e, v6e, v7x.
+  backend serves. Numerics checked: on CPUs and an H200 (3.5 ms). Compiled in
+  tests for: CPUs, H200, TPU v5e, v6e, v7x.
 - `triton`, Pallas-Triton. For: NVIDIA GPUs from sm_80. Numerics checked: in an
-  interpreter. Compiled in tests for: H200; A100, L40 in fewer shapes.
+  interpreter and on an H200 (0.249 ms, 4.3 TB/s). Compiled in tests for: H200;
+  A100, L40 in fewer shapes.
 - `mosaic_gpu`, Pallas Mosaic GPU, which "auto" never chooses. For: Hopper, with
   16-bit pools, and 8-bit pools with head sizes of 64 and 128. Numerics checked:
-  in an interpreter, except tensor core products. Compiled in tests for: H200.
+  in an interpreter, except tensor core products, and on an H200 (0.277 ms;
+  0.265 ms with a plan). Compiled in tests for: H200.
 - `mosaic_tpu`, Pallas Mosaic TPU. For: TPUs, head sizes that are multiples of
   128. Numerics checked: in an interpreter with race detection. Compiled in
   tests for: TPU v5e, v6e, v7x.

@@ -152,8 +152,7 @@ on the host. All counts of free pages, `keep_free` and the watermark of a
 rollout count device pages only. One pool as large as both memories would have
 the same hits, unless equal pages are cached twice, for example because two
 sequences computed them at once. If the memory is a tuple of pools, a page moves
-in all of them. In tests, moves run on CPUs and are compiled for TPUs; no GPU
-has run them yet.
+in all of them. In tests, moves run on CPUs and GPUs and are compiled for TPUs.
 
 Formats. Pools hold float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or
 int8. The last three have a scale for each token and head.

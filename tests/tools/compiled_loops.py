@@ -11,6 +11,8 @@ _NO_WORK = {
   "conditional",
   "dynamic-update-slice",
   "fusion",
+  # Of an asynchronous fusion. Its operations are in the computation it calls.
+  "fusion-done",
   "get-tuple-element",
   "parameter",
   "scatter",

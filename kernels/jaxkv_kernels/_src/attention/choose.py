@@ -40,7 +40,8 @@ _PLATFORMS: dict[str, tuple[str, ...] | None] = {
   "xla": None,
 }
 _ORDER = {
-  # mosaic_gpu has not been checked and timed on a Hopper GPU yet.
+  # On an H200, triton took 6 to 21 % less time than mosaic_gpu, unless lengths
+  # differed much and mosaic_gpu had a plan.
   "cuda": ("triton", "xla"),
   "tpu": ("mosaic_tpu", "xla"),
 }
