@@ -14,7 +14,7 @@ They convert K/V memory between accelerators and a CPU, which stores bfloat16 as
 integers. Restore only snapshots that you trust, see SECURITY.md.
 """
 
-from jaxkv._src.engine.snapshot import restore
-from jaxkv._src.engine.snapshot import save
+from jaxkv._src.transfer.snapshot import restore
+from jaxkv._src.transfer.snapshot import save
 
 __all__ = ["restore", "save"]

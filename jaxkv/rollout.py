@@ -60,13 +60,11 @@ call compiles again. Compilation takes about 15 s. With the persistent cache of
 jax, `jax.config.update("jax_compilation_cache_dir", FOLDER)`, the first call of
 a later process takes about 2 s.
 
-`help(jaxkv.rollout.devices)` explains rollouts on several devices, and saving.
+`help(jaxkv.sharding)` explains rollouts on several devices, and saving.
 """
 
-from jaxkv._src.engine import devices
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.counters import Counters
-from jaxkv._src.engine.exported import Exported
 from jaxkv._src.engine.generate import generate
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Process
@@ -91,17 +89,13 @@ from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import init
 from jaxkv._src.engine.state import is_done
-from jaxkv._src.engine.texts import Texts
-from jaxkv._src.engine.texts import generate_texts
 from jaxkv._src.engine.timeline import Span
 from jaxkv._src.engine.timeline import Timeline
 from jaxkv._src.engine.timeline import timeline
 from jaxkv._src.engine.until import Until
 from jaxkv._src.engine.verbs.abort import abort
 from jaxkv._src.engine.verbs.abort import requeue
-from jaxkv._src.engine.verbs.export import export
 from jaxkv._src.engine.verbs.extend import extend
-from jaxkv._src.engine.verbs.import_sequences import import_sequences
 from jaxkv._src.engine.verbs.submit import submit
 from jaxkv._src.engine.verbs.update_weights import update_weights
 from jaxkv._src.guides.grammars import Grammar
@@ -115,6 +109,11 @@ from jaxkv._src.guides.token_bytes import token_bytes
 from jaxkv._src.sampling.settings import LogitBias
 from jaxkv._src.sampling.settings import Sampling
 from jaxkv._src.sampling.statistics import Records
+from jaxkv._src.texts import Texts
+from jaxkv._src.texts import generate_texts
+from jaxkv._src.transfer.export import export
+from jaxkv._src.transfer.exported import Exported
+from jaxkv._src.transfer.import_sequences import import_sequences
 
 __all__ = [
   "Counters",
@@ -148,7 +147,6 @@ __all__ = [
   "all_logits",
   "check",
   "check_invariants",
-  "devices",
   "export",
   "extend",
   "generate",

@@ -297,4 +297,4 @@ assert (weights <= 2).all()
 # %% [markdown]
 # `help(jaxkv.rl)` lists what a loss can be made of,
 # `help(jaxkv.models.Decoder)` says what exact numerics are, and
-# `help(jaxkv.rollout.devices)` how such a program runs on many devices.
+# `help(jaxkv.sharding)` how such a program runs on many devices.

@@ -32,6 +32,7 @@ _LAYERS = (
     "jaxkv.workers",
   ),
   ("jaxkv._src.sharding", "jaxkv._src.workers"),
+  ("jaxkv._src.texts", "jaxkv._src.transfer"),
   (
     "jaxkv._src.engine",
     "jaxkv._src.host",
@@ -52,7 +53,7 @@ _CLIENTS = ("jaxkv._src.commands", "jaxkv._src.integrations")
 # Imports a package that an extra installs; it has nothing of the cache.
 _OPEN_TO_CLIENTS = {"jaxkv._src.extras"}
 # Modules of `_src` that are not in a package.
-_LOOSE = {"extras", "show"}
+_LOOSE = {"extras", "show", "texts"}
 
 # Inside the cache, likewise; of `invariants`, only `jaxkv` knows.
 _CACHE_LAYERS = (

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jaxkv
-from jaxkv import rollout
+from jaxkv import sharding
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _TEXT = (_ROOT / "README.md").read_text("utf-8")
@@ -42,7 +42,7 @@ def test_the_first_program_is_short():
 
 def test_the_program_for_several_devices_is_that_of_help():
   """Tests of rollouts on devices run it there."""
-  text = inspect.cleandoc(rollout.devices.__doc__)
+  text = inspect.cleandoc(sharding.__doc__)
   lines = [line.strip() for line in text.splitlines()]
   program = [line.strip() for line in _ON_DEVICES.splitlines()]
   assert len(program) <= 12

@@ -125,13 +125,16 @@ _OF_VERBS = {
     returned(lambda out, g: replace(out, limit=g.queue.limit)),
     _VERBS + "test_update_weights",
   ),
+}
+
+_OF_TRANSFER = {
   "imported pages have the contents of their neighbours": (
-    "verbs.import_sequences:write_pages",
+    "import_sequences:write_pages",
     given(sources=lambda g: g.sources[::-1]),
     _EXPORT + "test_sequences_continue_elsewhere",
   ),
   "a page that is not full stays behind": (
-    "verbs.export:_computed",
+    "export:_computed",
     returned(lambda out, g: (out[0], out[1] // 2 * 2, out[2])),
     _EXPORT + "test_sequences_continue_elsewhere",
   ),
@@ -141,14 +144,13 @@ _OF_VERBS = {
     _EXPORT + "test_other_secrets_and_versions_compute_again",
   ),
   "imported samples find no group": (
-    "verbs.import_sequences:_rows_of",
+    "import_sequences:_rows_of",
     given(exported=lambda g: replace(g.exported, sample=g.exported.sample * 0)),
     _EXPORT + "test_codes",
   ),
 }
 
-MUTANTS = table(
-  "jaxkv._src.engine",
-  "tests/rollout",
-  _QUEUE | _LOOP | _OF_VERBS,
-)
+MUTANTS = {
+  **table("jaxkv._src.engine", "tests/rollout", _QUEUE | _LOOP | _OF_VERBS),
+  **table("jaxkv._src.transfer", "tests/rollout", _OF_TRANSFER),
+}

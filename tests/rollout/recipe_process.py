@@ -1,4 +1,4 @@
-"""A process that runs the examples of `jaxkv.rollout.devices`, for tests.
+"""A process that runs the examples of `jaxkv.sharding`, for tests.
 
 | command | effect |
 |---|---|

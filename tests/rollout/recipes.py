@@ -1,4 +1,4 @@
-"""Runs the examples in the docstring of `jaxkv.rollout.devices`."""
+"""Runs the examples in the docstring of `jaxkv.sharding`."""
 
 import dataclasses
 import functools
@@ -15,7 +15,6 @@ from jaxkv import kv as kv_memory
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv import sharding
-from jaxkv.rollout import devices
 from tests.rollout import by_hand
 
 TITLES = (
@@ -44,7 +43,7 @@ LLAMA = models.llama(
 
 def pieces(title: str) -> list[str]:
   """Returns the pieces of code of an example, in order."""
-  text = devices.__doc__ or ""
+  text = sharding.__doc__ or ""
   begins = {name: text.index(f"\n\n{name}") for name in TITLES}
   later = [place for place in begins.values() if place > begins[title]]
   lines = text[begins[title] : min(later, default=None)].split("\n")

@@ -171,7 +171,7 @@ class TestBoth:
 
 
 class TestExamples:
-  """The programs of `help(jaxkv.rollout.devices)`, as they stand there."""
+  """The programs of `help(jaxkv.sharding)`, as they stand there."""
 
   @pytest.mark.slow
   @pytest.mark.parametrize(

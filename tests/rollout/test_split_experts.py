@@ -184,7 +184,7 @@ def test_only_activations_move():
 
 @pytest.mark.slow
 def test_the_example():
-  """The program of `help(jaxkv.rollout.devices)`, with twelve lines."""
+  """The program of `help(jaxkv.sharding)`, with twelve lines."""
   names = _names("deepseek")
   wanted = rollout.generated(recipes.done(names, recipes.begun(names)))
   recipes.run("Data parallel attention", names)

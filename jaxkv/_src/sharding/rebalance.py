@@ -11,11 +11,11 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.state import RolloutState
-from jaxkv._src.engine.verbs.export import export
-from jaxkv._src.engine.verbs.import_sequences import import_sequences
 from jaxkv._src.sharding.mesh_axes import MeshAxes
 from jaxkv._src.sharding.shards import each_shard
 from jaxkv._src.sharding.state_shardings import check_one_shard_each
+from jaxkv._src.transfer.export import export
+from jaxkv._src.transfer.import_sequences import import_sequences
 
 
 def rebalance(

@@ -9,7 +9,6 @@ import numpy as np
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.verbs.admit import match
-from jaxkv._src.engine.exported import Exported
 from jaxkv._src.engine.generate import generate
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Process
@@ -20,10 +19,11 @@ from jaxkv._src.engine.results.generated import harvest
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.until import Until
 from jaxkv._src.engine.verbs.abort import abort
-from jaxkv._src.engine.verbs.export import export
-from jaxkv._src.engine.verbs.import_sequences import import_sequences
 from jaxkv._src.engine.verbs.submit import submit
 from jaxkv._src.engine.verbs.update_weights import update_weights
+from jaxkv._src.transfer.export import export
+from jaxkv._src.transfer.exported import Exported
+from jaxkv._src.transfer.import_sequences import import_sequences
 from jaxkv._src.workers.prompts import join
 from jaxkv._src.workers.prompts import split
 from jaxkv._src.workers.worker import Group

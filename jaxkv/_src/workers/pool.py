@@ -15,8 +15,8 @@ import jax
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.engine.config import RolloutConfig
-from jaxkv._src.engine.exported import Exported
 from jaxkv._src.engine.requests import Requests
+from jaxkv._src.transfer.exported import Exported
 from jaxkv._src.workers.prompts import Prompt
 from jaxkv._src.workers.prompts import check_joinable
 from jaxkv._src.workers.prompts import join

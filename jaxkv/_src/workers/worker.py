@@ -6,9 +6,9 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxkv._src.engine.exported import Exported
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.results.generated import Generated
+from jaxkv._src.transfer.exported import Exported
 
 
 class Group(NamedTuple):

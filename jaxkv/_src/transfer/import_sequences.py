@@ -27,10 +27,6 @@ from jaxkv._src.engine import ngrams
 from jaxkv._src.engine.admit import empty_slots
 from jaxkv._src.engine.admit import pages_at_once
 from jaxkv._src.engine.admit import promised_pages
-from jaxkv._src.engine.exported import Exported
-from jaxkv._src.engine.exported import check_exported
-from jaxkv._src.engine.exported import fingerprint_of
-from jaxkv._src.engine.exported import has_usable_pages
 from jaxkv._src.engine.memory import move_pages
 from jaxkv._src.engine.page_keys import page_keys
 from jaxkv._src.engine.queue import SequenceStatus
@@ -40,6 +36,10 @@ from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.verbs.find_sequences import as_mask
 from jaxkv._src.engine.verbs.submit import put_rows
 from jaxkv._src.kv.page_contents import write_pages
+from jaxkv._src.transfer.exported import Exported
+from jaxkv._src.transfer.exported import check_exported
+from jaxkv._src.transfer.exported import fingerprint_of
+from jaxkv._src.transfer.exported import has_usable_pages
 
 
 def import_sequences(

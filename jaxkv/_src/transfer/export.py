@@ -13,11 +13,6 @@ from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.steps.longest_hit import find_prefix
-from jaxkv._src.engine.exported import Exported
-from jaxkv._src.engine.exported import fingerprint_of
-from jaxkv._src.engine.exported import layout_of
-from jaxkv._src.engine.exported import memory_layout_of
-from jaxkv._src.engine.exported import num_columns
 from jaxkv._src.engine.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
@@ -32,6 +27,11 @@ from jaxkv._src.engine.verbs.find_sequences import find
 from jaxkv._src.engine.verbs.find_sequences import leave_slots
 from jaxkv._src.kv.page_contents import read_pages
 from jaxkv._src.sampling import settings
+from jaxkv._src.transfer.exported import Exported
+from jaxkv._src.transfer.exported import fingerprint_of
+from jaxkv._src.transfer.exported import layout_of
+from jaxkv._src.transfer.exported import memory_layout_of
+from jaxkv._src.transfer.exported import num_columns
 
 
 def export(

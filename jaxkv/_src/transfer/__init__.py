@@ -1,0 +1,1 @@
+"""Rollouts that leave a program: exported sequences and snapshots."""
