@@ -115,6 +115,23 @@ class TestRebalance:
     state = sharding.rebalance(state, axes=axes)
     assert np.asarray(state.queue.ids).tolist() == [[0, 1], [2, 3]]
 
+  @pytest.mark.slow
+  def test_ids_that_both_shards_use_stay(self):
+    """Each shard has a sequence 0, and no sequence is lost."""
+    axes = axes_of(data=2)
+    names = _of_lengths(np.asarray([9, 8, 1, 1], np.int32))
+    state = recipes.begun_on(names, axes)
+    ids = jnp.asarray([[0, 1], [0, 7]], jnp.int32)
+    queue = dataclasses.replace(state.queue, ids=ids)
+    state = dataclasses.replace(state, queue=queue)
+    # The short sequences end, so their rows are free for others.
+    state = sharding.generate(
+      None, state, rollout.Until(steps=3), axes=axes, model=names["model"]
+    )
+    state = sharding.rebalance(state, axes=axes, max_pages=30)
+    assert np.asarray(state.queue.ids).tolist() == [[0, 7], [0, 1]]
+    assert np.all(np.asarray(state.queue.status) < by_hand.EMPTY)
+
 
 class TestPrompts:
   @pytest.mark.slow

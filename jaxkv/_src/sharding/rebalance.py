@@ -35,6 +35,7 @@ def rebalance(
   each of ceil(log2(X)) rounds, each of the X shards exchanges groups of samples
   with at most one other shard. The shard with more work sends its last groups,
   first those without a slot, and gets as many ended or EMPTY groups in return.
+  A group stays where it is if the other shard uses one of its ids.
 
   Args:
     state: the rollout, from `jaxkv.sharding.init`.
@@ -91,20 +92,29 @@ def _exchange(
   left = jnp.maximum(queue.limit - queue.length, 1).astype(jnp.float32)
   left = jnp.where(queue.status < SequenceStatus.DONE, left, jnp.float32(0))
   left = jnp.sum(left.reshape(-1, samples), axis=1)
+  is_empty = jnp.all(status == SequenceStatus.EMPTY, axis=1)
+  # An id that both shards use would be refused there, and its sequence lost.
+  sample = jnp.arange(samples, dtype=jnp.int32)
+  first = queue.ids.reshape(-1, samples) - sample[None]
+  exists = status != SequenceStatus.EMPTY
+  first = jnp.max(jnp.where(exists, first, -samples), axis=1)
+  overlaps = jnp.abs(first[:, None] - other(first)[None]) < samples
+  may_move = is_empty | ~jnp.any(overlaps, axis=1)
   runs = jnp.any(status == SequenceStatus.RUNNING, axis=1)
   load = jnp.sum(left)
   # A shard without a partner receives zeros, so `is_paired` is False.
   is_paired = other(jnp.ones((), bool))
   is_paired &= other(state.memory.cache.epoch) == state.memory.cache.epoch
   excess = jnp.where(is_paired, load - other(load), jnp.float32(0))
-  movable = _last(left, runs, queue.place, samples, excess, max_pages > 0)
-  free = left == 0
+  is_candidate = may_move if max_pages else may_move & ~runs
+  work = jnp.where(is_candidate, left, jnp.float32(0))
+  movable = _last(work, runs, queue.place, samples, excess)
+  free = may_move & (left == 0)
   count = jnp.minimum(jnp.sum(movable), max_groups)
   # The partner sends as many groups without work as it receives.
   count = jnp.minimum(count, other(jnp.sum(free)))
   count = jnp.where(excess > 0, count, other(count))
   place = jnp.max(queue.place.reshape(-1, samples), axis=1)
-  is_empty = jnp.all(status == SequenceStatus.EMPTY, axis=1)
   # EMPTY groups come first, because they have no sequences to move.
   order = jnp.where(
     excess > 0,
@@ -114,7 +124,6 @@ def _exchange(
   max_groups = min(max_groups, status.shape[0])
   rank = jnp.arange(max_groups, dtype=jnp.int32)
   groups = jnp.where(rank < count, order[:max_groups], status.shape[0])
-  sample = jnp.arange(samples, dtype=jnp.int32)
   rows = (groups[:, None] * samples + sample[None]).reshape(-1)
   exists = indexing.take(queue.status, rows, fill=SequenceStatus.EMPTY)
   state, exported = export(
@@ -128,20 +137,13 @@ def _exchange(
 
 
 def _last(
-  left: Array,
-  runs: Array,
-  place: Array,
-  samples: int,
-  excess: Array,
-  moves_running: bool,
+  work: Array, runs: Array, place: Array, samples: int, excess: Array
 ) -> Array:
   """Returns bool[P], the last groups, whose work is about half of `excess`."""
-  movable = left > 0
-  if not moves_running:
-    movable &= ~runs
+  movable = work > 0
   last = jnp.max(place.reshape(-1, samples), axis=1)
   order = _sorted(~movable, runs, -last)
-  number = jnp.where(movable, left, jnp.float32(0))[order]
+  number = work[order]
   # A group moves if this reduces the difference between the two shards.
   fits = movable[order] & (2 * jnp.cumsum(number) - number < excess)
   return indexing.put(jnp.zeros_like(movable), order, values=fits)

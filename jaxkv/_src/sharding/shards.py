@@ -28,6 +28,9 @@ def each_shard(
     )
     state = jax.jit(update, donate_argnums=0)(state)
 
+  To add prompts, use `jaxkv.sharding.submit`: with `rollout.submit`, several
+  shards can use the same id, and `rebalance` does not move such sequences.
+
   Args:
     function: a function that returns a pytree of arrays, such as a rollout.
     split: a pytree of arrays [X, ...]; shard i gets element i of each.
