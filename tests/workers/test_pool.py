@@ -146,6 +146,24 @@ class TestStream:
     with pytest.raises(RuntimeError, match="pool is closed"):
       _results(pool)
 
+  def test_a_worker_in_an_endless_call_is_closed(self):
+    has_begun, is_killed = threading.Event(), threading.Event()
+
+    class Waits(StubWorker):
+      def advance(self):
+        has_begun.set()
+        is_killed.wait()
+        return super().advance()
+
+      def close(self):
+        is_killed.set()
+
+    pool = workers.Pool(lambda _: Waits(), 1, config=_CONFIG)
+    pool.submit(requests_of(_prompts(1)))
+    has_begun.wait()
+    pool.close(timeout=0)
+    assert is_killed.is_set()
+
   def test_too_many_prompts_wait_outside(self):
     is_open = threading.Event()
 

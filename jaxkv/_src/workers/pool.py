@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -55,6 +56,7 @@ class _Member:
   """A place in the pool, which has one worker at a time.
 
   Attributes:
+    worker: the worker; None until there is work, and after a failure.
     seen: the prefixes of the worker.
     prompts: the prompts that run on the worker, by id.
     version: the version of the worker's weights.
@@ -63,6 +65,7 @@ class _Member:
   """
 
   def __init__(self) -> None:
+    self.worker: Worker | None = None
     self.seen = Seen()
     self.prompts: dict[int, Prompt] = {}
     self.version = 0
@@ -130,7 +133,7 @@ class Pool:
     self._error: BaseException | None = None
     self._is_closed = False
     self._members: dict[int, _Member] = {}
-    self._threads: list[threading.Thread] = []
+    self._threads: list[tuple[threading.Thread, _Member]] = []
     self._next_place = 0
     for _ in range(as_count("count", count, 1)):
       self.add()
@@ -159,7 +162,7 @@ class Pool:
       thread = threading.Thread(
         target=self._serve, args=(place, member), daemon=True
       )
-      self._threads.append(thread)
+      self._threads.append((thread, member))
       thread.start()
     return place
 
@@ -287,13 +290,23 @@ class Pool:
       self._changed.notify_all()
       return self._version
 
-  def close(self) -> None:
-    """Ends all threads. Unfinished prompts are lost."""
+  def close(self, timeout: float = 60.0) -> None:
+    """Ends all threads. Unfinished prompts are lost.
+
+    Args:
+      timeout: seconds to wait for calls of workers. After that, workers that
+        are still in a call are closed, which kills a Ray actor, and their
+        threads end when the calls return.
+    """
     with self._changed:
       self._is_closed = True
       self._changed.notify_all()
-    for thread in self._threads:
-      thread.join()
+    end = time.monotonic() + timeout
+    for thread, member in self._threads:
+      thread.join(max(end - time.monotonic(), 0.0))
+      # A Ray actor that waits for resources returns only when it is killed.
+      if thread.is_alive():
+        _closed(member.worker)
 
   def _check(self) -> None:
     if self._is_closed:
@@ -305,15 +318,14 @@ class Pool:
 
   def _serve(self, place: int, member: _Member) -> None:
     """Runs the workers of a place; the target of its thread."""
-    worker = None
     while self._waits_for_work(member):
       try:
         if member.leaves:
-          self._leave(place, member, worker)
+          self._leave(place, member, member.worker)
           break
-        if worker is None:
-          worker = self._make(place)
-        self._serve_once(member, worker)
+        if member.worker is None:
+          member.worker = self._make(place)
+        self._serve_once(member, member.worker)
       except _Refused as error:
         with self._changed:
           self._error = error
@@ -322,8 +334,8 @@ class Pool:
       except BaseException as error:
         _LOGGER.warning("The worker of place %d failed.", place, exc_info=error)
         self._replace(member, error)
-        worker = _closed(worker)
-    _closed(worker)
+        member.worker = _closed(member.worker)
+    member.worker = _closed(member.worker)
 
   def _waits_for_work(self, member: _Member) -> bool:
     """Waits for work; returns False if the pool is closed or has failed."""

@@ -95,5 +95,9 @@ class Worker(Protocol):
     ...
 
   def close(self) -> None:
-    """Releases the worker's resources; is also called after a failure."""
+    """Releases the worker's resources; is also called after a failure.
+
+    It can be called twice, and by another thread during a call that does not
+    return when the pool closes.
+    """
     ...
