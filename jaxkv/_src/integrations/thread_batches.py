@@ -59,6 +59,8 @@ class ThreadBatches:
     except BaseException as error:
       for call in calls:
         call.error = error
+      # Raised here too, because `calls` is still empty if it came too early.
+      raise
     finally:
       for call in calls:
         call.done = True
