@@ -237,6 +237,14 @@ def test_too_long(model):
   engine.generate(_TEXTS, setup.config())  # It still works.
 
 
+def test_an_engine_that_cannot_be_made_changes_nothing(model):
+  engine = setup.ours(model)
+  with pytest.raises(ValueError, match="`pages_per_slot"):
+    engine.generate(_TEXTS[:1], setup.config(kv_cache_size=2**40))
+  engine.generate(_TEXTS[:1], setup.config())
+  assert engine._engine.sizes.max_length == 64
+
+
 def test_no_prompt(model):
   with pytest.raises(ValueError, match="at least one prompt, got none"):
     setup.ours(model).generate([], setup.config())

@@ -300,8 +300,8 @@ class TunixRollout:
       return self._engine
     # A longer sequence does not fit the compiled shapes, so a new engine with
     # an empty cache replaces the old one.
-    self._max_length = longest
-    sizes = self._sizes([job for part, _, _ in requests for job in part])
+    jobs = [job for part, _, _ in requests for job in part]
+    sizes = self._sizes(jobs, longest)
     mesh = self._mesh
     num_shards = 1 if mesh is None else mesh.shape.get("tp", 1)
     self._engine = QueueEngine(
@@ -314,9 +314,11 @@ class TunixRollout:
       split_heads=num_shards > 1
       and self._decoder.num_kv_heads % num_shards == 0,
     )
+    # Only now, because the old engine stays if the new one cannot be made.
+    self._max_length = longest
     return self._engine
 
-  def _sizes(self, jobs: list[Job]) -> EngineSizes:
+  def _sizes(self, jobs: list[Job], max_length: int) -> EngineSizes:
     """Chooses the shapes of an engine that fits `jobs` and the old sizes."""
     num_samples, num_jobs, num_pages = self._sizes_of_caller
     num_rows = sum(len(job.seeds) for job in jobs)
@@ -331,12 +333,12 @@ class TunixRollout:
       num_jobs = _SOLO_JOBS if len(parts) == 1 and num_rows == 1 else len(parts)
       num_jobs = max(num_jobs, old.num_jobs if old else 1)
     size = self._page_size
-    columns = -(-self._max_length // size)
+    columns = -(-max_length // size)
     if num_pages is None:
       # A page holds `size` tokens of `num_memory_layers` decoder layers. The
       # pool must have room for the longest sequence.
       plan = self._decoder.plan
-      tokens = num_jobs * num_samples * self._max_length
+      tokens = num_jobs * num_samples * max_length
       page = size * plan.num_memory_layers
       half = tokens * len(plan.windows) // (2 * page)
       num_pages = max(half, (columns + 1) * len(plan.kinds) + 1)
