@@ -174,6 +174,20 @@ def test_other_settings_are_refused(changes, name):
     jax.eval_shape(rollout.import_sequences, state, exported)
 
 
+@pytest.mark.parametrize(
+  "change",
+  [lambda layout: layout[:-1], lambda layout: (*layout, ("option", "1"))],
+)
+def test_another_version_is_refused(change):
+  """Another version of jaxkv has fewer or more options."""
+  state = _begun((1, 0, 0, 0))
+  _, exported = rollout.export(state, [0], max_pages=0)
+  layout = change(exported.layout)
+  exported = dataclasses.replace(exported, layout=layout)
+  with pytest.raises(ValueError, match="equal settings and versions of jaxkv"):
+    jax.eval_shape(rollout.import_sequences, state, exported)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "other",

@@ -133,12 +133,14 @@ def check_exported(exported: Any, state: RolloutState) -> Exported:
   if has_usable_pages(exported, state):
     settings += memory_layout_of(state)
     values += exported.memory_layout
-  for (name, setting), (_, value) in zip(settings, values, strict=True):
+  settings, values = dict(settings), dict(values)
+  for name in settings | values:
+    setting, value = settings.get(name), values.get(name)
     if value != setting:
       raise ValueError(
         f"`exported` must come from a rollout with the same {name}, {setting}, "
-        f"got {value}; use equal settings, or export with max_pages=0 if only "
-        "the pages differ."
+        f"got {value}; use equal settings and versions of jaxkv, or export "
+        "with max_pages=0 if only the pages differ."
       )
   return exported
 
