@@ -206,6 +206,13 @@ def test_another_target_is_refused(make, text, saved):
     checkpoint.restore(saved, make())
 
 
+def test_the_default_dtype_is_the_same_by_name(tmp_path):
+  checkpoint.save(tmp_path / "default", begun(dtype=None))
+  target = begun(dtype="bfloat16")
+  found = checkpoint.restore(tmp_path / "default", target)
+  assert jax.tree.structure(found) == jax.tree.structure(target)
+
+
 def test_what_is_no_snapshot_is_refused(saved, tmp_path):
   target = begun()
   with pytest.raises(ValueError, match="must not exist"):
@@ -221,6 +228,18 @@ def test_what_is_no_snapshot_is_refused(saved, tmp_path):
     checkpoint.save(tmp_path / "new", 3)
   with pytest.raises(TypeError, match="`target` must be a RolloutState"):
     checkpoint.restore(saved, target.queue)
+
+
+@pytest.mark.parametrize("kind", [MemoryError, jax.errors.JaxRuntimeError])
+def test_out_of_memory_is_not_called_damage(kind, saved, monkeypatch):
+  ocp = pytest.importorskip("orbax.checkpoint")
+
+  def exhausted(*_):
+    raise kind("out of memory")
+
+  monkeypatch.setattr(ocp.Checkpointer, "restore", exhausted)
+  with pytest.raises(kind, match="out of memory"):
+    checkpoint.restore(saved, begun())
 
 
 def test_a_newer_format_is_refused(tmp_path):
