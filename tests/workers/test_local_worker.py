@@ -117,6 +117,8 @@ def test_moved_sequences_are_not_computed_again():
   assert first.submit(some, [0, 2, 4]) == [True] * 3
   groups = first.advance()
   exported = first.export()
+  # The pool has 59 pages.
+  assert exported.contents[0].shape[0] == 16
   moved = sorted({0, 2, 4} - {group.id for group in groups})
   # In two calls, as if there were no room at first.
   assert second.import_sequences(exported, moved[:1]) == moved[:1]

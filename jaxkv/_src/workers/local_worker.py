@@ -186,12 +186,24 @@ class LocalWorker:
     return ids[groups * samples].tolist()
 
   def export(self) -> Exported:
-    """Removes and returns all sequences, with their pages."""
-    ids, status = jax.device_get(
-      (self._state.queue.ids, self._state.queue.status)
+    """Removes and returns all sequences, and the pages of running ones.
+
+    Other sequences keep the pages that they share with running ones.
+    """
+    queue, cache = self._state.queue, self._state.memory.cache
+    ids, status, table = jax.device_get(
+      (queue.ids, queue.status, cache.page_table)
     )
-    exists = status != SequenceStatus.EMPTY
-    self._state, exported = _export(self._state, ids, mask=exists)
+    # The export copies pages on the device, where a copy of the whole pool may
+    # not fit. Multiples of 16, so that fewer sizes are compiled.
+    num_held = np.unique(table[table < cache.config.no_page]).size
+    max_pages = -(-num_held // 16) * 16
+    # Pages go to the first sequences.
+    rows = np.argsort(status != SequenceStatus.RUNNING, kind="stable")
+    exists = status[rows] != SequenceStatus.EMPTY
+    self._state, exported = _export(
+      self._state, ids[rows], mask=exists, max_pages=max_pages
+    )
     return jax.device_get(exported)
 
   def import_sequences(self, exported: Exported, ids: list[int]) -> list[int]:
@@ -227,7 +239,7 @@ _submit = jax.jit(submit, donate_argnums=0)
 _harvest = jax.jit(harvest, static_argnames="groups", donate_argnums=0)
 _abort = jax.jit(abort, donate_argnums=0)
 _update_weights = jax.jit(update_weights, donate_argnums=0)
-_export = jax.jit(export, donate_argnums=0)
+_export = jax.jit(export, static_argnames="max_pages", donate_argnums=0)
 _import = jax.jit(import_sequences, donate_argnums=0)
 
 
