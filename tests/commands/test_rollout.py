@@ -177,6 +177,19 @@ class TestRollout:
     assert "error: " in error
     assert re.search(message, error)
 
+  @pytest.mark.parametrize("number", [0, 1])
+  def test_only_process_0_needs_the_folder(
+    self, main, monkeypatch, capsys, number
+  ):
+    def start(_):
+      raise CommandError("no other process")
+
+    monkeypatch.setattr(command.processes, "start", start)
+    words = ["--json", "/no/such/folder/x.json"]
+    assert _status(main, *words, "--processes", f"host:1,2,{number}") == 2
+    message = "no other process" if number else "cannot write"
+    assert message in _last_line(capsys)
+
   def test_a_folder_that_cannot_keep_the_model(
     self, tmp_path, monkeypatch, capsys
   ):

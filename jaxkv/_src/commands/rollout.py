@@ -87,7 +87,9 @@ def run(args: argparse.Namespace) -> int:
   """
   # All checks precede the compilation. Only files can be checked before the
   # model is loaded or trained, because the other checks need the model.
-  output.check_writable(args.json, args.prompts, args.model)
+  is_writer = not args.processes or args.processes.number == 0
+  if is_writer:
+    output.check_writable(args.json, args.prompts, args.model)
   if args.processes:
     processes.start(args.processes)
   model = _model(args)
@@ -116,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     results, result = processes.gathered(
       results, result, args.processes.share_of(len(prompts)) * args.samples
     )
-    if args.processes.number:
+    if not is_writer:
       return 0
   result["texts"] = _texts(
     list(prompts.values()), results, args.samples, model.tokenizer
