@@ -206,6 +206,14 @@ def test_another_target_is_refused(make, text, saved):
     checkpoint.restore(saved, make())
 
 
+def test_shapes_go_to_a_device_of_this_process(saved, monkeypatch):
+  device = jax.devices()[-1]
+  monkeypatch.setattr(jax, "local_devices", lambda **_: [device])
+  target = jax.eval_shape(lambda state: state, begun())
+  found = checkpoint.restore(saved, target)
+  assert found.queue.tokens.devices() == {device}
+
+
 def test_the_default_dtype_is_the_same_by_name(tmp_path):
   checkpoint.save(tmp_path / "default", begun(dtype=None))
   target = begun(dtype="bfloat16")

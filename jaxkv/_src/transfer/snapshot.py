@@ -99,8 +99,9 @@ def restore(folder: str | pathlib.Path, target: RolloutState) -> RolloutState:
     folder: the path that was given to `save`.
     target: a rollout of the same sizes and options, or its shapes from
       `jax.eval_shape`. Each restored array gets the sharding of the array in
-      `target`, or is on the default device if that array has no sharding. The
-      number of devices may have changed. Values of `target` are not read.
+      `target`, or is on the first device of this process if that array has no
+      sharding. The number of devices may have changed. Values of `target` are
+      not read.
 
   Returns:
     The rollout.
@@ -305,7 +306,7 @@ def _stored_shape(leaf: Any, dtype: str) -> jax.ShapeDtypeStruct:
   """Returns the shape, dtype and sharding with which orbax restores `leaf`."""
   where = getattr(leaf, "sharding", None)
   if where is None:
-    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   if not _is_key(leaf):
     return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=where)
   data = jax.eval_shape(jax.random.key_data, leaf)
