@@ -88,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
   # All checks precede the compilation. Only files can be checked before the
   # model is loaded or trained, because the other checks need the model.
   is_writer = not args.processes or args.processes.number == 0
-  if is_writer:
-    output.check_writable(args.json, args.prompts, args.model)
+  path = args.json if is_writer else None
+  output.check_writable(path, args.prompts, args.model)
   if args.processes:
     processes.start(args.processes)
   model = _model(args)
