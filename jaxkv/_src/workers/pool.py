@@ -111,7 +111,8 @@ class Pool:
         `submit` blocks until there are fewer.
       max_age: a prompt runs again from its start if an unfinished sample has a
         token that was sampled more than this number of versions ago. None for
-        no limit.
+        no limit. If new weights come faster than samples end, prompts begin
+        again without end.
       max_failures: the maximum number of failures at a place without a group
         that ends there in between; one more stops the pool. Each failure is
         logged as a warning.
