@@ -7,7 +7,6 @@ one lacks pages.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -21,7 +20,8 @@ from jaxkv._src.cache.state import is_failure
 from jaxkv._src.cache.steps.longest_hit import Prefix
 from jaxkv._src.cache.verbs.admit import admit_found
 from jaxkv._src.engine.admission_order import Candidates
-from jaxkv._src.engine.admission_order import Chosen
+from jaxkv._src.engine.admission_order import choose
+from jaxkv._src.engine.admission_order import first_candidates
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.grow import needed_pages
 from jaxkv._src.engine.queue import Queue
@@ -33,29 +33,6 @@ from jaxkv._src.engine.requests import max_pages
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import are_computing
 from jaxkv._src.engine.slots import chunk_size
-from jaxkv._src.engine.slots import lengths
-
-
-class Entrants(NamedTuple):
-  """The outcome of admission for up to R chosen candidates.
-
-  Attributes:
-    rows: int32[R], the row of each in the queue; Q for none.
-    slots: int32[R], the empty slot for each; B for none.
-    slot_of_leader: int32[R], the slot from which each will fork; B for none.
-    enters: bool[R], True if the sequence is admitted.
-    is_hopeless: bool[R], True if it can never run, for the reason in `code`.
-    code: int32[R], the `Status` of the admission.
-    candidates: int32[R], the index of each in `Candidates`.
-  """
-
-  rows: Array
-  slots: Array
-  slot_of_leader: Array
-  enters: Array
-  is_hopeless: Array
-  code: Array
-  candidates: Array
 
 
 def empty_slots(queue: Queue, slots: Slots, cache: CacheState) -> Array:
@@ -75,17 +52,21 @@ def can_admit(
   return fits & waits & jnp.any(empty_slots(queue, slots, cache))
 
 
-def attach_prefixes(
+def admit(
   queue: Queue,
   slots: Slots,
   cache: CacheState,
-  waiting: Candidates,
-  chosen: Chosen,
   config: RolloutConfig,
-) -> tuple[CacheState, Entrants]:
-  """Attaches the cached prefixes of candidates that get enough pages."""
+  *,
+  is_scoring: bool,
+) -> tuple[Queue, Slots, CacheState]:
+  """Admits the waiting sequences that get a slot and enough pages."""
+  waiting = first_candidates(queue, slots, cache, config, is_scoring=is_scoring)
+  empty = empty_slots(queue, slots, cache)
+  num_empty = jnp.sum(empty, dtype=jnp.int32)
+  chosen = choose(waiting, slots.size, num_empty, config)
   row = jnp.arange(chosen.candidates.shape[0], dtype=jnp.int32)
-  place = first_of(empty_slots(queue, slots, cache), row.shape[0])
+  place = first_of(empty, row.shape[0])
   rows = indexing.take(waiting.rows, chosen.candidates, fill=queue.no_row)
   exists = (rows < queue.no_row) & (place < slots.no_slot)
   follows_slot = exists & (chosen.slot_of_leader < slots.no_slot)
@@ -99,7 +80,7 @@ def attach_prefixes(
   # admission took the last pages, a sequence would soon be preempted.
   reserve = num_groups * (num_running + jnp.cumsum(exists, dtype=jnp.int32))
   promised = promised_pages(queue, slots, cache, config)
-  later = _pages_after_chunk(queue, cache.config, rows, prefix, at_once, config)
+  later = _pages_after_chunk(cache.config, length, prefix, at_once, config)
   later = jnp.cumsum(jnp.where(is_leader, later, 0), dtype=jnp.int32)
   cache, admitted = admit_found(
     cache,
@@ -126,43 +107,31 @@ def attach_prefixes(
   is_hopeless = is_failure(admitted.code) & (
     is_alone | (admitted.code != Status.OUT_OF_PAGES)
   )
-  return cache, Entrants(
-    rows=rows,
-    slots=place,
-    slot_of_leader=leader,
-    enters=enters,
-    is_hopeless=is_hopeless,
-    code=admitted.code,
-    candidates=chosen.candidates,
-  )
-
-
-def seat(slots: Slots, entrants: Entrants) -> Slots:
-  """Assigns the slots to the sequences that enter."""
-  place = indexing.where_valid(entrants.enters, entrants.slots)
-  return Slots(
-    row=indexing.put(slots.row, place, values=entrants.rows),
-    leader=indexing.put(slots.leader, place, values=entrants.slot_of_leader),
-  )
-
-
-def mark_running(
-  queue: Queue, entrants: Entrants, waiting: Candidates, epoch: Array
-) -> Queue:
-  """Marks entrants as running, counts overtakings, and fails hopeless rows."""
-  rows, enters = entrants.rows, entrants.enters
   # The status comes first: `overtaken` changes only in rows that still wait.
   queue = set_status(queue, rows, enters, SequenceStatus.RUNNING)
-  queue = _clear_stale_keys(queue, rows, enters, epoch)
-  entered = jnp.where(enters, entrants.candidates, -1)
+  queue = _clear_stale_keys(queue, rows, enters, cache.epoch)
+  entered = jnp.where(enters, chosen.candidates, -1)
+  queue = _count_overtaken(queue, waiting, entered)
+  queue = fail(queue, rows, is_hopeless, admitted.code)
+  place = indexing.where_valid(enters, place)
+  slots = Slots(
+    row=indexing.put(slots.row, place, values=rows),
+    leader=indexing.put(slots.leader, place, values=leader),
+  )
+  return queue, slots, cache
+
+
+def _count_overtaken(
+  queue: Queue, waiting: Candidates, entered: Array
+) -> Queue:
+  """Counts the candidates in `entered`, int32[R], that overtook others."""
   position = jnp.arange(waiting.rows.shape[0], dtype=jnp.int32)
   passed = jnp.sum(entered[None] > position[:, None], axis=1, dtype=jnp.int32)
   status = indexing.take(queue.status, waiting.rows, fill=SequenceStatus.DONE)
   is_waiting = status == SequenceStatus.WAITING
   place = indexing.where_valid(is_waiting, waiting.rows)
   overtaken = indexing.add(queue.overtaken, place, values=passed)
-  queue = dataclasses.replace(queue, overtaken=overtaken)
-  return fail(queue, rows, entrants.is_hopeless, entrants.code)
+  return dataclasses.replace(queue, overtaken=overtaken)
 
 
 def _clear_stale_keys(
@@ -186,7 +155,9 @@ def promised_pages(
   in_step = needed_pages(queue, slots, cache, config)
   if not cache.config.skips_pages:
     return in_step
-  needed = pages_at_once(cache.config, lengths(queue, slots), config)
+  needed = pages_at_once(
+    cache.config, indexing.take(queue.length, slots.row), config
+  )
   needed = jnp.where(are_computing(queue, slots)[:, None], needed, 0)
   # Columns behind a window hold the null page, which is not allocated.
   held = cache.num_pages - cache.num_skipped_pages
@@ -195,15 +166,13 @@ def promised_pages(
 
 
 def _pages_after_chunk(
-  queue: Queue,
   sizes: CacheConfig,
-  rows: Array,
+  length: Array,
   prefix: Prefix,
   at_once: Array,
   config: RolloutConfig,
 ) -> Array:
-  """Returns the number of pages that rows need for later chunks, int32[R]."""
-  length = indexing.take(queue.length, rows)
+  """Returns the number of pages to keep free for later chunks, int32[R]."""
   if not sizes.skips_pages:
     return jnp.zeros_like(length)
   first = jnp.minimum(prefix.num_cached_tokens + at_once, length)

@@ -36,7 +36,6 @@ from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.sample_and_verify import Sampled
 from jaxkv._src.engine.sample_and_verify import sample_tokens
 from jaxkv._src.engine.slots import Slots
-from jaxkv._src.engine.slots import lengths
 from jaxkv._src.engine.slots import missing_tokens
 from jaxkv._src.kv.pools import Pools
 
@@ -79,7 +78,8 @@ def reserve(
   """
   sizes = cache.config
   # The last token of a sequence is never an input of the model.
-  room = indexing.take(queue.limit, slots.row) - 1 - lengths(queue, slots)
+  room = indexing.take(queue.limit, slots.row) - 1
+  room -= indexing.take(queue.length, slots.row)
   if recurrent.has_states(sizes):
     # A step stops at the end of a page, where its commit stores the state.
     begun = elementwise.remainder(cache.length, sizes.page_size)

@@ -1,7 +1,6 @@
 """Forks the samples of a prompt from the leader that computed the prompt."""
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,60 +22,51 @@ from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.pools import copy as copy_pages
 
 
-class Forks(NamedTuple):
-  """Samples that fork from their leaders in this step.
-
-  Attributes:
-    ready: bool[B], the slots that fork.
-    sources: int32[B], the leader of each slot, see `Slots.leader`.
-  """
-
-  ready: Array
-  sources: Array
-
-
-def ready_forks(queue: Queue, slots: Slots, cache: CacheState) -> Forks:
-  """Returns the samples whose leader has computed all but one prompt token.
+def ready_forks(queue: Queue, slots: Slots, cache: CacheState) -> Array:
+  """Returns bool[B], slots whose leader has computed all but one prompt token.
 
   Each sample computes the last prompt token itself, to get the logits from
   which its first token is sampled.
   """
   rest = prompt_rest(queue, slots, cache)
-  rest = indexing.take(rest, slots.leader, fill=1)
-  return Forks(ready=rest == 0, sources=slots.leader)
+  return indexing.take(rest, slots.leader, fill=1) == 0
 
 
 def share_full_pages(
-  slots: Slots, cache: CacheState, forks: Forks
+  slots: Slots, cache: CacheState, ready: Array
 ) -> tuple[Slots, CacheState]:
-  """Shares the full pages of prompts with forks, and clears their leaders."""
+  """Shares full pages of prompts with slots in `ready`, bool[B].
+
+  These slots no longer have a leader.
+  """
   slot = jnp.arange(slots.size, dtype=jnp.int32)
 
   def share(cache: CacheState) -> CacheState:
-    return share_prefix(cache, forks.sources, slot, forks.ready)
+    return share_prefix(cache, slots.leader, slot, ready)
 
   # Most steps fork nothing. `lax.cond` would copy the cache; a loop does not.
   with jax.named_scope("rare/share"):
-    cache = loops.at_most_once(jnp.any(forks.ready), share, cache)
-  leader = jnp.where(forks.ready, slots.no_slot, slots.leader)
+    cache = loops.at_most_once(jnp.any(ready), share, cache)
+  leader = jnp.where(ready, slots.no_slot, slots.leader)
   return dataclasses.replace(slots, leader=leader), cache
 
 
-def copy_partial_pages(memory: Memory, forks: Forks, forked: Array) -> Memory:
-  """Copies the partly full page of a prompt to each fork that got a page.
+def copy_partial_pages(
+  memory: Memory, leaders: Array, forked: Array, refused: Array
+) -> Memory:
+  """Copies the partly full page of a prompt to the slots in `forked`, bool[B].
 
-  The slots of other forks get the length 0, because `count_forked` returns
-  their sequences to the queue.
+  `leaders`, int32[B], are the slots that they forked from. Slots in `refused`,
+  bool[B], get the length 0.
   """
   cache = memory.cache
   slot = jnp.arange(cache.config.num_slots, dtype=jnp.int32)
 
   def copy(kv: Pools) -> Pools:
-    return copy_pages(kv, *owed_copies(cache, forks.sources, slot, forked))
+    return copy_pages(kv, *owed_copies(cache, leaders, slot, forked))
 
   with jax.named_scope("rare/copy"):
     kv = loops.at_most_once(jnp.any(forked), copy, memory.kv)
-  refused = forks.ready & ~forked
   # `share_prefix` set the length of every fork. A refused fork leaves its slot,
   # and an empty slot must have length 0.
   length = jnp.where(refused, 0, cache.length)
@@ -88,23 +78,24 @@ def count_forked(
   queue: Queue,
   slots: Slots,
   cache: CacheState,
-  forks: Forks,
+  leaders: Array,
   forked: Array,
+  refused: Array,
   config: RolloutConfig,
 ) -> Queue:
   """Records the shared tokens in the rows of forks; requeues refused forks.
 
-  `forked`, bool[B], is True for forks that got a page; the others are refused.
+  Slots in `forked`, bool[B], forked from `leaders`, int32[B]. Those in
+  `refused`, bool[B], got no page.
   """
   place = indexing.where_valid(forked, slots.row)
   raw = queue.records.raw_log_probs
   if raw is not None and config.prompt_log_probs:
-    source = indexing.take(slots.row, forks.sources)
+    source = indexing.take(slots.row, leaders)
     raw = indexing.put(raw, place, values=indexing.take(raw, source))
     records = dataclasses.replace(queue.records, raw_log_probs=raw)
     queue = dataclasses.replace(queue, records=records)
   # If a fork is preempted and resumes, shared tokens then count as recomputed.
   computed = indexing.put(queue.computed, place, values=cache.length)
   queue = dataclasses.replace(queue, computed=computed)
-  refused = forks.ready & ~forked
   return set_status(queue, slots.row, refused, SequenceStatus.WAITING)

@@ -20,7 +20,6 @@ from jaxkv._src.engine.queue import has_ended
 from jaxkv._src.engine.sample_and_verify import init_tally
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.step import Buffers
-from jaxkv._src.engine.step import Hooks
 from jaxkv._src.engine.step import step
 from jaxkv._src.engine.until import Until
 from jaxkv._src.engine.until import as_until
@@ -83,11 +82,17 @@ def generate(
     (params, state, limits, buffers)
   )
   begin = state.counters.steps
-  hooks = Hooks(model, process, draft)
 
   def one_step(loop: _Loop) -> _Loop:
     max_calls = calls_left(limits, loop[0], begin)
-    return step(params, *loop, hooks, max_calls)
+    return step(
+      params,
+      *loop,
+      model=model,
+      process=process,
+      draft=draft,
+      max_calls=max_calls,
+    )
 
   def is_unfinished(loop: _Loop) -> Array:
     goes = goes_on(limits, loop[0], begin)

@@ -20,6 +20,7 @@ from jax import Array
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.hooks import Rows
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
@@ -40,26 +41,10 @@ class Scoring(NamedTuple):
   Attributes:
     widths: the widths of a call for prompts and of a call for answers.
     temperature: float32[], above 0.
-    entropy: True to record the entropy of each token's distribution.
-    top_log_probs: the number of most likely tokens to record.
   """
 
   widths: tuple[Width, Width]
   temperature: Array
-  entropy: bool
-  top_log_probs: int
-
-
-class Scores(NamedTuple):
-  """Log-probs and statistics of the tokens that were scored so far.
-
-  Attributes:
-    log_probs: float32[Q, W], as `Queue.log_probs`.
-    records: as `Queue.records`.
-  """
-
-  log_probs: Array
-  records: Records
 
 
 class AnswerCounts(NamedTuple):
@@ -152,45 +137,48 @@ def rows_of_columns(queue: Queue, rows: Rows, positions: Array) -> Rows:
 
 
 def record_scores(
-  scores: Scores,
+  scores: tuple[Array, Records],
   queue: Queue,
   rows: Array,
   positions: Array,
   logits: Array,
-  scoring: Scoring,
-) -> Scores:
+  temperature: Array,
+  config: RolloutConfig,
+) -> tuple[Array, Records]:
   """Records statistics of the answer tokens that the logits of a call predict.
 
+  `scores` are the `Queue.log_probs` and `Queue.records` so far.
   The logits [C, V] are those of columns with the tokens at `positions` of queue
   rows `rows`, int32[C] each; the row is Q for none.
   """
   logits, after = logits.astype(jnp.float32), positions + 1
   tokens = indexing.take(queue.tokens, rows, after)
-  temperature = jnp.broadcast_to(scoring.temperature, tokens.shape)
-  values = log_probs.of_tokens(logits, tokens, temperature)
+  divisors = jnp.broadcast_to(temperature, tokens.shape)
+  values = log_probs.of_tokens(logits, tokens, divisors)
   is_answer = after >= indexing.take(queue.prompt_length, rows)
   place = indexing.where_valid(is_answer, rows), after
-  records = scores.records
-  if scoring.entropy or scoring.top_log_probs:
-    observed = _observe(logits, tokens, values, scoring)
+  all_values, records = scores
+  if config.entropy or config.top_log_probs:
+    observed = _observe(logits, tokens, values, temperature, config)
     records = jax.tree.map(
       lambda array, new: indexing.put(array, *place, values=new),
       records,
       dataclasses.replace(observed, raw_log_probs=None),
     )
-  return Scores(
-    log_probs=indexing.put(scores.log_probs, *place, values=values),
-    records=records,
-  )
+  return indexing.put(all_values, *place, values=values), records
 
 
 def _observe(
-  logits: Array, tokens: Array, values: Array, scoring: Scoring
+  logits: Array,
+  tokens: Array,
+  values: Array,
+  temperature: Array,
+  config: RolloutConfig,
 ) -> Records:
   observe = functools.partial(
     statistics.observe,
-    entropy=scoring.entropy,
-    top_log_probs=scoring.top_log_probs,
+    entropy=config.entropy,
+    top_log_probs=config.top_log_probs,
   )
 
   def observe_tile(temperature: Array, logits: Array, *rows: Array) -> Any:
@@ -200,6 +188,4 @@ def _observe(
     return observe((logits - highest) / temperature, *rows)
 
   arrays = (logits, tokens, values)
-  return row_loop.loop(
-    observe_tile, scoring.temperature, arrays, tile=log_probs.ROWS
-  )
+  return row_loop.loop(observe_tile, temperature, arrays, tile=log_probs.ROWS)

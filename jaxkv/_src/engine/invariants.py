@@ -18,7 +18,6 @@ from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import order_of
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import are_computing
-from jaxkv._src.engine.slots import lengths
 from jaxkv._src.engine.state import RolloutState
 
 
@@ -144,7 +143,7 @@ def _ends(queue: Queue) -> Array:
 
 
 def _slots(queue: Queue, slots: Slots, cache: CacheState) -> Array:
-  row = slots.row
+  row, length = slots.row, indexing.take(queue.length, slots.row)
   slot = jnp.arange(slots.size, dtype=jnp.int32)
   num_slots_of = indexing.add(
     jnp.zeros((queue.size,), jnp.int32),
@@ -156,7 +155,7 @@ def _slots(queue: Queue, slots: Slots, cache: CacheState) -> Array:
   return (
     jnp.all(num_slots_of == runs.astype(jnp.int32))
     & jnp.all(computing | is_empty(cache, slot))
-    & jnp.all(~computing | (cache.length < lengths(queue, slots)))
+    & jnp.all(~computing | (cache.length < length))
     & jnp.all((row >= 0) & (row <= queue.no_row))
   )
 
@@ -165,13 +164,14 @@ def _leaders(
   queue: Queue, slots: Slots, cache: CacheState, samples: int
 ) -> Array:
   row, leader = slots.row, slots.leader
+  length = indexing.take(queue.length, row)
   waits = leader < slots.no_slot
   first = indexing.take(row, leader, fill=queue.no_row)
   holds = (row < queue.no_row) & (first < queue.no_row)
   holds &= indexing.take(are_computing(queue, slots), leader)
   holds &= row // samples == first // samples
   # A leader has not computed the last token of the prompt.
-  holds &= indexing.take(cache.length, leader) < lengths(queue, slots)
+  holds &= indexing.take(cache.length, leader) < length
   return jnp.all(~waits | holds)
 
 

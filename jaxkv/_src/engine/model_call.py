@@ -17,7 +17,6 @@ from jaxkv._src.arrays import loops
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.engine import schedule
 from jaxkv._src.engine.config import RolloutConfig
-from jaxkv._src.engine.given_answers import Scores
 from jaxkv._src.engine.given_answers import Scoring
 from jaxkv._src.engine.given_answers import record_scores
 from jaxkv._src.engine.given_answers import rows_of_columns
@@ -35,6 +34,7 @@ from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.pools import pools_of
 from jaxkv._src.kv.shared_prefix import share
+from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import packed_positions
 from jaxkv._src.sampling.statistics import Records
@@ -159,7 +159,7 @@ def call_model(
   call = _StepCall(
     params, queue, slots, memory.cache, work, drafts, config, scoring, model
   )
-  scores = Scores(queue.log_probs, queue.records)
+  scores = queue.log_probs, queue.records
   last = None
   if scoring is None and len(widths) > 1:
     # The loops below carry `last`, so it needs its final shape at the start.
@@ -194,10 +194,8 @@ def call_model(
       )
 
   carry = memory.kv, Logits(last, draft_logits), scores
-  kv, logits, scores = run_from(0, carry)
-  queue = dataclasses.replace(
-    queue, log_probs=scores.log_probs, records=scores.records
-  )
+  kv, logits, (values, records) = run_from(0, carry)
+  queue = dataclasses.replace(queue, log_probs=values, records=records)
   return queue, kv, logits
 
 
@@ -220,17 +218,25 @@ class _StepCall:
     self._config, self._scoring = config, scoring
     self._queue, self._slots, self._cache = queue, slots, cache
     self._work = work
-    self._single = schedule.single_views(cache, work)
+    exists = work.slots < slots.size
+    starts = indexing.take(cache.length, work.slots) + work.offsets
+    self._single = _views(cache, work.slots, starts, exists.astype(jnp.int32))
     self._tokens = self._single_tokens(drafts)
 
   def run(
-    self, kv: Pools, scores: Scores, number: int, width: Width
-  ) -> tuple[Array, Pools, Scores]:
+    self,
+    kv: Pools,
+    scores: tuple[Array, Records],
+    number: int,
+    width: Width,
+  ) -> tuple[Array, Pools, tuple[Array, Records]]:
     """Calls the model in one of the widths.
+
+    `scores` are `Queue.log_probs` and `Queue.records`.
 
     Returns:
       Logits [B + `width.drafts`, V] of last tokens and drafts, or in `score` of
-      other columns; the memory; and the scores of given tokens.
+      other columns; the memory; and `scores` with those of given tokens.
     """
     num_slots, config = self._slots.size, self._config
     batch = self._batch(kv, width)
@@ -250,11 +256,17 @@ class _StepCall:
     if self._scoring is not None and not is_prompt:
       rows, positions = batch.rows.numbers, batch.positions[0]
       scores = record_scores(
-        scores, self._queue, rows, positions, logits, self._scoring
+        scores,
+        self._queue,
+        rows,
+        positions,
+        logits,
+        self._scoring.temperature,
+        config,
       )
     elif self._scoring is None and config.prompt_log_probs:
-      records = self._with_prompts(scores.records, logits, batch)
-      scores = scores._replace(records=records)
+      values, records = scores
+      scores = values, self._with_prompts(records, logits, batch)
       logits = logits.at[last].get(mode="clip")
     return logits, kv, scores
 
@@ -266,14 +278,16 @@ class _StepCall:
     if not width.drafts:
       views = self._with_shared_pages(kv, views)
     tokens = self._tokens[:singles]
-    positions, chunks = self._single[0].starts[:singles], None
+    positions = self._single[0].starts[:singles]
+    chunks: tuple[View | None, ...] = (None,) * len(views)
     if width.prompts:
-      chunks = schedule.chunk_views(cache, work)
+      slots_of_rows = work.order[: schedule.CHUNK_ROWS]
+      starts = indexing.take(cache.length, slots_of_rows)
+      num_tokens = work.chunks[: schedule.CHUNK_ROWS]
+      chunks = _views(cache, slots_of_rows, starts, num_tokens)
       row, chunk_positions = packed_positions(chunks[0], width.prompts)
       # Padding columns have a row past the last one, so they get no slot.
-      chunk_slots = indexing.take(
-        schedule.chunk_slots(work), row, fill=num_slots
-      )
+      chunk_slots = indexing.take(slots_of_rows, row, fill=num_slots)
       chunk_tokens = self._tokens_at(chunk_slots, chunk_positions)
       tokens = jnp.concatenate([tokens, chunk_tokens])
       # Padding has position -1, for which a model may have no embedding.
@@ -288,7 +302,10 @@ class _StepCall:
     return Batch(
       tokens=tokens[None],
       positions=positions[None],
-      views=schedule.packed(views, chunks),
+      views=tuple(
+        PackedView(decode=single, prefill=chunk)
+        for single, chunk in zip(views, chunks, strict=True)
+      ),
       rows=rows,
     )
 
@@ -374,6 +391,22 @@ def shape_of_logits(
     return logits.last
 
   return jax.eval_shape(last_logits, queue, slots, memory)
+
+
+def _views(
+  cache: CacheState, slots: Array, starts: Array, num_tokens: Array
+) -> tuple[View, ...]:
+  """Returns a view of `slots` int32[R] for each group; slot B is padding."""
+  tables = indexing.take(cache.page_table, slots, fill=cache.config.no_page)
+  return tuple(
+    View(
+      page_table=tables[:, group],
+      starts=starts,
+      num_tokens=num_tokens,
+      kind=kind,
+    )
+    for group, kind in enumerate(cache.config.groups)
+  )
 
 
 def _first_rows(views: tuple[View, ...], count: int) -> tuple[View, ...]:

@@ -1,7 +1,6 @@
 """Preempts a running sequence if a slot got no page for its next tokens."""
 
 import dataclasses
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -15,32 +14,22 @@ from jaxkv._src.engine.queue import fail
 from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import are_computing
-from jaxkv._src.engine.slots import places
 
 
-class Victims(NamedTuple):
-  """The sequence to preempt, and the samples that wait to fork from it.
-
-  Attributes:
-    is_victim: bool[B], True for the victim's slot; at most one is True.
-    leaves: bool[B], True for the victim's slot, and for the slots of samples
-      that wait to fork from the victim.
-    is_alone: bool[], True if no other sequence of the rollout holds pages. The
-      victim then fails, because no page can become free for it.
-  """
-
-  is_victim: Array
-  leaves: Array
-  is_alone: Array
-
-
-def choose_victim(
+def preempt(
   queue: Queue, slots: Slots, cache: CacheState, starved: Array
-) -> Victims:
-  """Chooses a victim if `starved`, bool[B], is True for any slot.
+) -> tuple[Queue, Slots, Array, Array]:
+  """Preempts one sequence if `starved`, bool[B], is True for any slot.
 
   The victim has the highest number in `Queue.priority`; among equals, the
-  fewest computed tokens; among these, the last place in the queue.
+  fewest computed tokens; among these, the last place in the queue. It returns
+  to the queue, with the samples that wait to fork from it. If no other sequence
+  of the rollout holds pages, no page can become free, and the victim fails.
+
+  Returns:
+    The queue; the slots; int32[B], the row of the victim in its slot, whose
+    pages are still to be freed, and Q elsewhere; int32[], the number of
+    sequences that were preempted and did not fail, 0 or 1.
   """
   computing = are_computing(queue, slots)
   candidates = computing
@@ -50,24 +39,19 @@ def choose_victim(
     candidates &= priority == jnp.max(priority)
   length = jnp.where(candidates, cache.length, indexing.NOWHERE)
   candidates &= length == jnp.min(length)
-  place = jnp.where(candidates, places(queue, slots), -1)
+  place = jnp.where(candidates, indexing.take(queue.place, slots.row), -1)
   # The last sequence in the queue is preempted, so that the first advances.
   slot = jnp.arange(slots.size, dtype=jnp.int32)
   chosen = jnp.argmax(place).astype(jnp.int32)
   is_victim = jnp.any(starved) & (slot == chosen) & candidates
-  return Victims(
-    is_victim=is_victim,
-    leaves=is_victim | (jnp.any(is_victim) & (slots.leader == chosen)),
-    is_alone=jnp.sum(computing, dtype=jnp.int32) == 1,
-  )
-
-
-def requeue_victims(queue: Queue, slots: Slots, victims: Victims) -> Queue:
-  """Sets sequences that leave to WAITING, or a lone victim to FAILED."""
-  rows = slots.row
-  queue = set_status(queue, rows, victims.leaves, SequenceStatus.WAITING)
-  code = jnp.full_like(rows, Status.OUT_OF_PAGES)
-  return fail(queue, rows, victims.is_victim & victims.is_alone, code)
+  leaves = is_victim | (jnp.any(is_victim) & (slots.leader == chosen))
+  is_alone = jnp.sum(computing, dtype=jnp.int32) == 1
+  queue = set_status(queue, slots.row, leaves, SequenceStatus.WAITING)
+  code = jnp.full_like(slots.row, Status.OUT_OF_PAGES)
+  queue = fail(queue, slots.row, is_victim & is_alone, code)
+  row = jnp.where(is_victim, slots.row, queue.no_row)
+  slots = vacate(slots, leaves, queue.no_row)
+  return queue, slots, row, jnp.sum(is_victim & ~is_alone, dtype=jnp.int32)
 
 
 def vacate(slots: Slots, leaves: Array, no_row: int) -> Slots:

@@ -15,10 +15,7 @@ from jax import lax
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
-from jaxkv._src.cache.state import CacheState
 from jaxkv._src.engine.config import RolloutConfig
-from jaxkv._src.kv.view import PackedView
-from jaxkv._src.kv.view import View
 
 CHUNK_ROWS = 8
 """The maximum number of sequences with tokens in the chunk columns."""
@@ -238,53 +235,3 @@ def _with_drafts(
     begins=begins,
   )
   return work, columns[width]
-
-
-def single_views(cache: CacheState, work: Work) -> tuple[View, ...]:
-  """Returns a view of the single and draft columns for each group."""
-  valid = work.slots < cache.config.num_slots
-  starts = indexing.take(cache.length, work.slots) + work.offsets
-  num_tokens = valid.astype(jnp.int32)
-  return views(cache, work.slots, starts, num_tokens)
-
-
-def chunk_slots(work: Work) -> Array:
-  """Returns the slot of each row of `chunk_views`, int32[R]."""
-  return work.order[:CHUNK_ROWS]
-
-
-def chunk_views(cache: CacheState, work: Work) -> tuple[View, ...]:
-  """Returns a view of the chunk columns for each group."""
-  slots = chunk_slots(work)
-  starts = indexing.take(cache.length, slots)
-  return views(cache, slots, starts, work.chunks[:CHUNK_ROWS])
-
-
-def views(
-  cache: CacheState,
-  slots: Array,
-  starts: Array,
-  num_tokens: Array,
-) -> tuple[View, ...]:
-  """Returns a view of `slots` int32[R] for each group; slot B is padding."""
-  tables = indexing.take(cache.page_table, slots, fill=cache.config.no_page)
-  return tuple(
-    View(
-      page_table=tables[:, group],
-      starts=starts,
-      num_tokens=num_tokens,
-      kind=kind,
-    )
-    for group, kind in enumerate(cache.config.groups)
-  )
-
-
-def packed(
-  single: tuple[View, ...], chunks: tuple[View, ...] | None
-) -> tuple[PackedView, ...]:
-  """Returns the `PackedView` of a call for each group."""
-  prefills = chunks or (None,) * len(single)
-  return tuple(
-    PackedView(decode=decode, prefill=prefill)
-    for decode, prefill in zip(single, prefills, strict=True)
-  )

@@ -41,7 +41,6 @@ from jaxkv._src.engine.slots import init_slots
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import is_done
 from jaxkv._src.engine.step import Buffers
-from jaxkv._src.engine.step import Hooks
 from jaxkv._src.engine.step import step
 from jaxkv._src.sampling.settings import Sampling
 from jaxkv._src.sampling.temperature import as_temperature
@@ -229,8 +228,6 @@ def score(
   scoring = Scoring(
     widths=_widths(groups, chunk),
     temperature=divisor(as_temperature(temperature)),
-    entropy=entropy,
-    top_log_probs=top_log_probs,
   )
   results = [
     _score(weights, target, groups, config, scoring, model, version)
@@ -285,13 +282,13 @@ def _score(
   work = dataclasses.replace(work, queue=queue)
   counts = jnp.zeros((2, groups.completions.shape[0]), jnp.int32)
   buffers = Buffers(answers=AnswerCounts(counts[0], counts[1], num_usable > 1))
-  params, work, scoring_arrays, buffers = sharding.match_varying_axes(
+  params, work, temperature, buffers = sharding.match_varying_axes(
     (params, work, scoring.temperature, buffers)
   )
-  hooks = Hooks(model, scoring=scoring._replace(temperature=scoring_arrays))
+  scoring = scoring._replace(temperature=temperature)
   work, buffers = lax.while_loop(
     lambda loop: ~is_done(loop[0]),
-    lambda loop: step(params, *loop, hooks),
+    lambda loop: step(params, *loop, model=model, scoring=scoring),
     (work, buffers),
   )
   scored = _scored(work, groups, buffers)

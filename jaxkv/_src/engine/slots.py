@@ -61,19 +61,9 @@ def are_followed(slots: Slots) -> Array:
   return followed.at[slots.leader].set(True)[: slots.size]
 
 
-def lengths(queue: Queue, slots: Slots) -> Array:
-  """Returns the length of the sequence in each slot, 0 for none, int32[B]."""
-  return indexing.take(queue.length, slots.row)
-
-
-def places(queue: Queue, slots: Slots) -> Array:
-  """Returns the place of each slot's sequence in the queue, int32[B]."""
-  return indexing.take(queue.place, slots.row)
-
-
 def missing_tokens(queue: Queue, slots: Slots, cache: CacheState) -> Array:
   """Returns the number of tokens that each slot has to compute, int32[B]."""
-  missing = lengths(queue, slots) - cache.length
+  missing = indexing.take(queue.length, slots.row) - cache.length
   return jnp.where(are_computing(queue, slots), missing, 0)
 
 

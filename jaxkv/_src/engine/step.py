@@ -37,12 +37,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import without_moves
 from jaxkv._src.cache.verbs.free import free
-from jaxkv._src.engine import admission_order
 from jaxkv._src.engine import admit
 from jaxkv._src.engine import decode_round
 from jaxkv._src.engine import fork
@@ -55,7 +55,6 @@ from jaxkv._src.engine.commit import count_step
 from jaxkv._src.engine.commit import read_of
 from jaxkv._src.engine.decode_round import Round
 from jaxkv._src.engine.expert_records import save_experts
-from jaxkv._src.engine.fork import Forks
 from jaxkv._src.engine.given_answers import AnswerCounts
 from jaxkv._src.engine.given_answers import Scoring
 from jaxkv._src.engine.given_answers import count_answers
@@ -78,10 +77,8 @@ from jaxkv._src.engine.schedule import Width
 from jaxkv._src.engine.schedule import Work
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import are_followed
-from jaxkv._src.engine.slots import lengths
 from jaxkv._src.engine.slots import limit_to_chunk
 from jaxkv._src.engine.slots import missing_tokens
-from jaxkv._src.engine.slots import places
 from jaxkv._src.engine.slots import prompt_rest
 from jaxkv._src.engine.speculate import learn_from
 from jaxkv._src.engine.speculate import propose_drafts
@@ -103,61 +100,53 @@ class Buffers(NamedTuple):
   answers: AnswerCounts | None = None
 
 
-class Hooks(NamedTuple):
-  """The caller's functions, see `generate`, and the options of `score`.
-
-  Attributes:
-    model: see `Model`.
-    process: see `Process`.
-    draft: see `Draft`.
-    scoring: the options of `score`; None if tokens are sampled.
-  """
-
-  model: Model
-  process: Process | None = None
-  draft: Draft | None = None
-  scoring: Scoring | None = None
-
-
 def step(
   params: Any,
   state: RolloutState,
   buffers: Buffers,
-  hooks: Hooks,
+  *,
+  model: Model,
+  process: Process | None = None,
+  draft: Draft | None = None,
+  scoring: Scoring | None = None,
   max_calls: Array | None = None,
 ) -> tuple[RolloutState, Buffers]:
-  """Runs one step of at most `max_calls`, int32[], calls, but at least one."""
+  """Runs one step of at most `max_calls`, int32[], calls, but at least one.
+
+  `model`, `process` and `draft` are as in `generate`. `scoring` has the options
+  of `score`, and is None if tokens are sampled.
+  """
   queue, slots, memory = state.queue, state.slots, state.memory
   config, counters = state.config, state.counters
   cache = without_moves(memory.cache)
   # First, so that this step's forks and admissions can use the freed pages.
   cache = grow.free_behind_windows(queue, slots, cache)
   with jax.named_scope("fork"):
-    forks = fork.ready_forks(queue, slots, cache)
+    forks, leaders = fork.ready_forks(queue, slots, cache), slots.leader
     if config.num_samples > 1:
       slots, cache = fork.share_full_pages(slots, cache, forks)
   with jax.named_scope("admit"):
     memory = dataclasses.replace(memory, cache=cache)
     state = _replaced(state, queue, slots, memory)
-    state = _admit(state, is_scoring=hooks.scoring is not None)
+    state = _admit(state, is_scoring=scoring is not None)
   # A sequence that has just entered has only the tokens of its cached prefix.
   has_entered = state.slots.row != slots.row
   queue, slots, cache = state.queue, state.slots, state.memory.cache
   num_found = jnp.where(has_entered, cache.length, 0)
   with jax.named_scope("draft"):
-    drafts = propose_drafts(params, queue, slots, cache, config, hooks.draft)
+    drafts = propose_drafts(params, queue, slots, cache, config, draft)
   num_drafts = None if drafts is None else drafts.counts
   with jax.named_scope("grow"):
     cache, starved = grow.grow(queue, slots, cache, num_drafts, config)
     # Evicted pages move to host memory before new tokens overwrite them.
     memory = move_pages(dataclasses.replace(memory, cache=cache))
     state = _replaced(state, queue, slots, memory)
-    state, leaving = _make_way(state, forks, starved)
+    state, leaving = _make_way(state, forks, leaders, starved)
   # After admission and preemption, which change the sequences in the slots.
   tally = count_entrants(state.queue, state.slots, buffers.tally)
   widths = schedule.widths(config)
-  if hooks.scoring is not None:
-    widths = hooks.scoring.widths
+  if scoring is not None:
+    widths = scoring.widths
   work, is_complete = _schedule(
     state, starved, num_drafts, widths, buffers.answers
   )
@@ -174,13 +163,13 @@ def step(
       buffers.draft_logits,
       config,
       widths,
-      hooks.scoring,
-      model=hooks.model,
+      scoring,
+      model=model,
     )
   before, counts, host = memory.cache, work.counts, memory.host
-  first = lengths(queue, slots)
+  first = indexing.take(queue.length, slots.row)
   num_more = None
-  if config.decode_steps > 1 and hooks.scoring is None:
+  if config.decode_steps > 1 and scoring is None:
     with jax.named_scope("reserve"):
       before, num_more = decode_round.reserve(
         queue, slots, before, counts, is_complete, max_calls, config
@@ -206,10 +195,10 @@ def step(
     tally=tally,
     version=before.epoch.astype(jnp.int32),
     config=config,
-    process=hooks.process,
+    process=process,
   )
   num_decodes = None
-  if hooks.scoring is not None:
+  if scoring is not None:
     queue, cache = commit_tokens(queue, slots, before, counts)
     queue = set_status(queue, slots.row, is_complete, SequenceStatus.DONE)
     sampled = Sampled(is_complete, jnp.zeros_like(counts), None)
@@ -236,8 +225,8 @@ def step(
         num_more,
         place,
         config,
-        model=hooks.model,
-        process=hooks.process,
+        model=model,
+        process=process,
       )
       num_decodes, counts, sampled, log = later
     queue, cache = commit_tokens(queue, slots, before, counts)
@@ -284,20 +273,14 @@ def _admit(state: RolloutState, *, is_scoring: bool) -> RolloutState:
   config = state.config
 
   def enter(state: RolloutState) -> RolloutState:
-    queue, slots, memory = state.queue, state.slots, state.memory
-    cache = memory.cache
-    waiting = admission_order.first_candidates(
-      queue, slots, cache, config, is_scoring=is_scoring
+    queue, slots, cache = admit.admit(
+      state.queue,
+      state.slots,
+      state.memory.cache,
+      config,
+      is_scoring=is_scoring,
     )
-    empty = admit.empty_slots(queue, slots, cache)
-    num_empty = jnp.sum(empty, dtype=jnp.int32)
-    chosen = admission_order.choose(waiting, slots.size, num_empty, config)
-    cache, entrants = admit.attach_prefixes(
-      queue, slots, cache, waiting, chosen, config
-    )
-    queue = admit.mark_running(queue, entrants, waiting, cache.epoch)
-    slots = admit.seat(slots, entrants)
-    memory = dataclasses.replace(memory, cache=cache)
+    memory = dataclasses.replace(state.memory, cache=cache)
     return _replaced(state, queue, slots, memory)
 
   # Most steps admit nothing. `lax.cond` would copy the state; a loop does not.
@@ -309,9 +292,12 @@ def _admit(state: RolloutState, *, is_scoring: bool) -> RolloutState:
 
 
 def _make_way(
-  state: RolloutState, forks: Forks, starved: Array
+  state: RolloutState, forks: Array, leaders: Array, starved: Array
 ) -> tuple[RolloutState, Array]:
   """Completes or cancels forks, and preempts a sequence if a slot got no page.
+
+  Slots in `forks`, bool[B], fork from `leaders`, int32[B]. Slots in `starved`,
+  bool[B], got no page.
 
   Returns:
     The state; int32[B], the row of the sequence that leaves each slot and its
@@ -321,27 +307,22 @@ def _make_way(
   counters, no_row = state.counters, queue.no_row
   leaving = jnp.full_like(slots.row, no_row)
   if state.config.num_samples > 1:
-    forked, refused = forks.ready & ~starved, forks.ready & starved
+    forked, refused = forks & ~starved, forks & starved
     slot = jnp.arange(slots.size, dtype=jnp.int32)
     holds_pages = refused & ~is_empty(memory.cache, slot)
     leaving = jnp.where(holds_pages, slots.row, no_row)
     queue = fork.count_forked(
-      queue, slots, memory.cache, forks, forked, state.config
+      queue, slots, memory.cache, leaders, forked, refused, state.config
     )
-    memory = fork.copy_partial_pages(memory, forks, forked)
+    memory = fork.copy_partial_pages(memory, leaders, forked, refused)
     slots = dataclasses.replace(
       slots, row=jnp.where(refused, no_row, slots.row)
     )
     num_forked = counters.forked + jnp.sum(forked, dtype=jnp.int32)
     counters = dataclasses.replace(counters, forked=num_forked)
-  victims = preempt.choose_victim(
-    queue, slots, memory.cache, starved & ~forks.ready
+  queue, slots, row_of_victim, num_preempted = preempt.preempt(
+    queue, slots, memory.cache, starved & ~forks
   )
-  queue = preempt.requeue_victims(queue, slots, victims)
-  row_of_victim = jnp.where(victims.is_victim, slots.row, no_row)
-  slots = preempt.vacate(slots, victims.leaves, no_row)
-  num_preempted = victims.is_victim & ~victims.is_alone
-  num_preempted = jnp.sum(num_preempted, dtype=jnp.int32)
   counters = dataclasses.replace(
     counters, preempted=counters.preempted + num_preempted
   )
@@ -381,7 +362,7 @@ def _schedule(
   work = schedule.schedule(
     limit_to_chunk(cache, tokens, state.config),
     is_prefill,
-    places(queue, slots),
+    indexing.take(queue.place, slots.row),
     widths,
     num_drafts,
     one_part=recurrent.has_states(cache.config),
