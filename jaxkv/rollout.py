@@ -65,15 +65,16 @@ a later process takes about 2 s.
 
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.counters import Counters
+from jaxkv._src.engine.generate import Until
 from jaxkv._src.engine.generate import generate
 from jaxkv._src.engine.hooks import Draft
+from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.hooks import Rows
+from jaxkv._src.engine.hooks import all_logits
 from jaxkv._src.engine.invariants import check
 from jaxkv._src.engine.invariants import check_invariants
 from jaxkv._src.engine.memory import Memory
-from jaxkv._src.engine.model_call import Model
-from jaxkv._src.engine.model_call import all_logits
 from jaxkv._src.engine.queue import Finish
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.requests import Requests
@@ -92,7 +93,6 @@ from jaxkv._src.engine.state import is_done
 from jaxkv._src.engine.timeline import Span
 from jaxkv._src.engine.timeline import Timeline
 from jaxkv._src.engine.timeline import timeline
-from jaxkv._src.engine.until import Until
 from jaxkv._src.engine.verbs.abort import abort
 from jaxkv._src.engine.verbs.abort import requeue
 from jaxkv._src.engine.verbs.extend import extend

@@ -18,6 +18,7 @@ from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.cache.state import init as init_cache
 from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.generate import Until
 from jaxkv._src.engine.generate import generate
 from jaxkv._src.engine.queue import has_ended
 from jaxkv._src.engine.requests import Requests
@@ -26,7 +27,6 @@ from jaxkv._src.engine.results.generated import generated
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import init
 from jaxkv._src.engine.state import is_done
-from jaxkv._src.engine.until import Until
 from jaxkv._src.sampling.settings import Sampling
 from jaxkv._src.sampling.settings import as_sampling
 

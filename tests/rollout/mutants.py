@@ -73,7 +73,7 @@ _QUEUE = {
 
 _LOOP = {
   "steps of earlier calls count": (
-    "until:goes_on",
+    "generate:goes_on",
     given(begin=lambda g: g.begin * 0),
     _BY_HAND + "test_preemption",
   ),
@@ -103,7 +103,7 @@ _LOOP = {
     _PARTS + "test_pages_of_guesses",
   ),
   "a rollout is not brought to its memory": (
-    "device_placement:beside",
+    "state:_beside",
     returned(lambda out, g: g.tree),
     "test_devices.py::TestPlaces::test_on_one_device",
   ),

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxkv import rollout
+from jaxkv._src.engine import generate
 from jaxkv._src.engine import ngrams
 from jaxkv._src.engine import speculate
-from jaxkv._src.engine import until
 from jaxkv._src.engine.counters import Count
 from jaxkv._src.engine.hooks import rows_of
 from jaxkv._src.engine.stop_rules import endings
@@ -46,9 +46,9 @@ def test_until():
     ({"sequences": 4}, True),
     ({"steps": 9, "groups": 1, "sequences": 9}, False),
   ):
-    limits = until.as_until(rollout.Until(**limits))
+    limits = generate.as_until(rollout.Until(**limits))
     begin = Count.zeros() + jnp.int32(4)
-    assert bool(until.goes_on(limits, state, begin)) == goes_on, limits
+    assert bool(generate.goes_on(limits, state, begin)) == goes_on, limits
 
 
 def test_endings():
@@ -74,15 +74,15 @@ def test_endings():
     ([2, 3, 3], [1, 2, 1], [2, 1, 3]),
     ([4, 0, 0], [1, 3, 3], [4, -1, -1]),
   ]
-  for count, (tokens, finish, stop) in enumerate(wanted):
+  for count, (tokens, *expected) in enumerate(wanted):
     lengths = jnp.full((3,), 1 + min(count, 2), jnp.int32)
     lengths = jnp.where(count == 2, 2, lengths).astype(jnp.int32)
     at = rows._replace(counts=jnp.full((3,), count, jnp.int32), lengths=lengths)
     tokens = jnp.asarray(tokens, jnp.int32)
-    found = endings(queue, at, tokens, queue.sampling, config)
-    assert found.finish.tolist() == finish, count
-    assert found.stop.tolist() == stop, count
-    queue = dataclasses.replace(queue, stop_states=found.states)
+    finish, stop, states = endings(queue, at, tokens, queue.sampling, config)
+    assert finish.tolist() == expected[0], count
+    assert stop.tolist() == expected[1], count
+    queue = dataclasses.replace(queue, stop_states=states)
 
 
 _GUESSES = rollout.RolloutConfig(

@@ -28,9 +28,9 @@ from jaxkv._src.engine import schedule
 from jaxkv._src.engine import timeline
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.grow import num_new_pages
+from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.memory import Memory
-from jaxkv._src.engine.model_call import Model
 from jaxkv._src.engine.model_call import call_model
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.sample_and_verify import Sampled

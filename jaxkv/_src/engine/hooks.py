@@ -1,14 +1,24 @@
-"""Protocols of the functions `process` and `draft`, and their arguments."""
+"""Protocols of a caller's functions, their arguments, and checks of results."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxkv._src.arrays import indexing
+from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.queue import Queue
+from jaxkv._src.kv.batch import Batch
+from jaxkv._src.kv.kv_pages import KVPages
+from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.pools import pools_of
+from jaxkv._src.kv.recurrent_pages import StatePages
 
 
 class Rows(NamedTuple):
@@ -30,6 +40,35 @@ class Rows(NamedTuple):
   lengths: Array
   last_tokens: Array
   extra: Any
+
+
+class Model(Protocol):
+  """A function that computes the logits of the tokens of a call.
+
+  It writes the keys and values of all tokens into the memory, attends through
+  `jaxkv.kv`, and returns logits of the columns that need them.
+  `functools.partial(jaxkv.models.forward, config=decoder)` is a `Model`, and
+  `all_logits` makes one from a function that returns logits of every token.
+  """
+
+  def __call__(
+    self, params: Any, batch: Batch, kv: Any, /
+  ) -> tuple[Array, Any]:
+    """Returns logits and the new K/V memory.
+
+    Args:
+      params: weights, as `generate` received them.
+      batch: the tokens of the call in one row of C columns, with their
+        positions, a `jaxkv.kv.PackedView` for each group of the cache, the X
+        columns whose logits are needed, and the sequence of each column.
+      kv: K/V memory, as `init` received it: a pool or a tuple of pools.
+
+    Returns:
+      Logits [X, V] of any float dtype, which sampling converts to float32; and
+      `kv` with the same structure, shapes and dtypes, or None if the model
+      writes nothing.
+    """
+    ...
 
 
 class Process(Protocol):
@@ -87,3 +126,152 @@ def rows_of(queue: Queue, numbers: Array) -> Rows:
     last_tokens=indexing.take(queue.tokens, numbers, length - 1),
     extra=jax.tree.map(lambda leaf: indexing.take(leaf, numbers), queue.extra),
   )
+
+
+def all_logits(model: Callable[..., tuple[Array, Any]]) -> Model:
+  """Makes a `Model` from a function that returns the logits of all tokens.
+
+  Args:
+    model: `(params, batch, kv) -> (logits [1, C, V], kv)`.
+
+  Raises:
+    TypeError, ValueError: in a call of the `Model`, for invalid results.
+  """
+
+  def select_columns(params: Any, batch: Batch, kv: Pools) -> Any:
+    logits, new_kv = model(params, batch, kv)
+    columns = batch.tokens.shape[1]
+    check_result(logits, new_kv, kv, (1, columns), "the model of all_logits")
+    return logits[0].at[batch.columns].get(mode="clip"), new_kv
+
+  return select_columns
+
+
+def check_model(model: Any) -> None:
+  """Raises TypeError unless `model` is callable."""
+  if not callable(model):
+    raise TypeError(
+      "`model` must be a function, see `Model`, got "
+      f"{type(model).__name__}; give functools.partial(models.forward, "
+      "config=config)."
+    )
+
+
+def check_numerics(config: RolloutConfig, model: Model) -> None:
+  """Raises ValueError if the `config` bound in `model` has other numerics."""
+  if not isinstance(model, functools.partial):
+    return
+  numerics = getattr(model.keywords.get("config"), "numerics", None)
+  if numerics is not None and numerics != config.numerics:
+    raise ValueError(
+      f'`RolloutConfig.numerics` must be "{numerics}", as the model\'s, got '
+      f'"{config.numerics}".'
+    )
+
+
+def check_expert_axis(config: RolloutConfig, model: Model) -> None:
+  """Raises ValueError unless `expert_axis` is None or `lockstep_axis`."""
+  # Without this check, shards that make fewer calls would block the others.
+  axis = getattr(model, "keywords", {}).get("expert_axis")
+  if axis not in (None, config.lockstep_axis):
+    raise ValueError(
+      "`expert_axis` of `model` must be the `lockstep_axis` of the rollout, "
+      f"{config.lockstep_axis!r}, got {axis!r}; call jaxkv.sharding.generate "
+      "with `MeshAxes.experts`, or omit `expert_axis` in `score`."
+    )
+
+
+def check_result(
+  logits: Any, new_kv: Any, kv: Pools, shape: tuple[int, ...], name: str
+) -> None:
+  """Raises unless a model returned float[*shape, V] and the updated memory.
+
+  `name` is the phrase that names the model in messages. `new_kv` is None if the
+  model writes nothing.
+
+  Raises:
+    TypeError: `logits` is not an array of floats, or the structure, shapes or
+      dtypes of `new_kv` are not those of `kv`.
+    ValueError: the logits have another shape, or the model did not write a pool
+      of K/V or states, but returned the pool that it received.
+  """
+  if not isinstance(logits, jax.Array | np.ndarray):
+    raise TypeError(
+      f"`logits` must be an array, got {type(logits).__name__}; let {name} "
+      "return (logits, kv), in this order."
+    )
+  if logits.shape[:-1] != shape or logits.ndim != len(shape) + 1:
+    sizes = ", ".join(map(str, shape))
+    hint = "with one row for each of batch.columns"
+    if len(shape) > 1:
+      hint = f"the logits of all tokens, from {name}"
+    raise ValueError(
+      f"`logits` must have the shape [{sizes}, V], {hint}, got "
+      f"{list(logits.shape)}; convert a function that returns logits of all "
+      "tokens with jaxkv.rollout.all_logits."
+    )
+  if not jnp.issubdtype(logits.dtype, jnp.floating):
+    raise TypeError(
+      f"`logits` must be floats, got {logits.dtype}; return the output of the "
+      "model's last layer."
+    )
+  if new_kv is not None:
+    _check_memory(new_kv, kv, name)
+
+
+def check_processed(
+  results: Any, logits: Array, extra: Any
+) -> tuple[Array, Any]:
+  """Returns the results of a `Process`, or raises TypeError for invalid ones.
+
+  They must be a pair with the structure, shapes and dtypes of the logits and of
+  the `extra` that the `Process` received.
+  """
+  if not isinstance(results, tuple | list) or len(results) != 2:
+    raise TypeError(
+      f"`process` must return (logits, extra), got {_shapes(results)}; return "
+      "the `extra` that it received if it changes only logits."
+    )
+  new_logits, new_extra = results
+  for name, value, received in (
+    ("logits", new_logits, logits),
+    ("extra", new_extra, extra),
+  ):
+    before, after = _shapes(received), _shapes(value)
+    if jax.tree.flatten(before) != jax.tree.flatten(after):
+      raise TypeError(
+        f"`{name}` that `process` returns must have the structure, shapes and "
+        f"dtypes of the `{name}` that it received, {before}, got {after}."
+      )
+  return new_logits, new_extra
+
+
+def _check_memory(new_kv: Any, kv: Pools, name: str) -> None:
+  before, after = _shapes(kv), _shapes(new_kv)
+  if before != after:
+    raise TypeError(
+      f"`kv` that {name} returns must have the structure, shapes and dtypes of "
+      f"the `kv` that it received, {before}, got {after}; return the memory "
+      "after the last `write`."
+    )
+  for old, new in zip(pools_of(kv), pools_of(new_kv), strict=True):
+    # A model without experts does not write `ExpertIdPages`.
+    if not isinstance(old, KVPages | StatePages):
+      continue
+    # A write to a traced array returns a new object.
+    leaves = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    if all(leaf is new_leaf for leaf, new_leaf in leaves):
+      raise ValueError(
+        f"`kv` that {name} returns must be the memory after `write`, got the "
+        f"{type(old).__name__} that it received; return the result of the last "
+        "jaxkv.kv.write, or None for a model that writes nothing."
+      )
+
+
+def _shapes(tree: Any) -> Any:
+  def describe(leaf: Any) -> str:
+    if not hasattr(leaf, "dtype"):
+      return type(leaf).__name__
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+  return jax.tree.map(describe, tree)

@@ -14,7 +14,6 @@ from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.cache.state import without_moves
 from jaxkv._src.engine.config import RolloutConfig
-from jaxkv._src.engine.expert_records import check_experts
 from jaxkv._src.kv.host_memory import HostMemory
 from jaxkv._src.kv.host_memory import check_host
 from jaxkv._src.kv.host_memory import move
@@ -55,14 +54,6 @@ def move_pages(memory: Memory) -> Memory:
   with jax.named_scope("rare/move"):
     kv, host = move(memory.kv, host, pool.host.moves)
   return Memory(cache=without_moves(memory.cache), kv=kv, host=host)
-
-
-def check_memory(memory: Memory, config: RolloutConfig) -> None:
-  """Raises unless a new rollout can use a memory; no slot may be in use."""
-  cache = memory.cache
-  check_pools(memory, config)
-  check_experts(cache.config, memory.kv, config)
-  check_slots_unused(cache)
 
 
 def check_slots_unused(cache: CacheState) -> None:

@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +18,8 @@ from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.given_answers import Scoring
 from jaxkv._src.engine.given_answers import record_scores
 from jaxkv._src.engine.given_answers import rows_of_columns
+from jaxkv._src.engine.hooks import Model
+from jaxkv._src.engine.hooks import check_result
 from jaxkv._src.engine.hooks import rows_of
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.queue import NOT_SAMPLED
@@ -27,7 +27,6 @@ from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.schedule import Width
 from jaxkv._src.engine.schedule import Work
 from jaxkv._src.engine.slots import Slots
-from jaxkv._src.engine.wiring import check_result
 from jaxkv._src.exact import log_probs
 from jaxkv._src.kv.batch import Batch
 from jaxkv._src.kv.kv_pages import KVPages
@@ -38,88 +37,6 @@ from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import packed_positions
 from jaxkv._src.sampling.statistics import Records
-
-
-class Model(Protocol):
-  """A function that computes the logits of the tokens of a call.
-
-  It writes the keys and values of all tokens into the memory, attends through
-  `jaxkv.kv`, and returns logits of the columns that need them.
-  `functools.partial(jaxkv.models.forward, config=decoder)` is a `Model`, and
-  `all_logits` makes one from a function that returns logits of every token.
-  """
-
-  def __call__(
-    self, params: Any, batch: Batch, kv: Any, /
-  ) -> tuple[Array, Any]:
-    """Returns logits and the new K/V memory.
-
-    Args:
-      params: weights, as `generate` received them.
-      batch: the tokens of the call in one row of C columns, with their
-        positions, a `jaxkv.kv.PackedView` for each group of the cache, the X
-        columns whose logits are needed, and the sequence of each column.
-      kv: K/V memory, as `init` received it: a pool or a tuple of pools.
-
-    Returns:
-      Logits [X, V] of any float dtype, which sampling converts to float32; and
-      `kv` with the same structure, shapes and dtypes, or None if the model
-      writes nothing.
-    """
-    ...
-
-
-def all_logits(model: Callable[..., tuple[Array, Any]]) -> Model:
-  """Makes a `Model` from a function that returns the logits of all tokens.
-
-  Args:
-    model: `(params, batch, kv) -> (logits [1, C, V], kv)`.
-
-  Raises:
-    TypeError, ValueError: in a call of the `Model`, for invalid results.
-  """
-
-  def select_columns(params: Any, batch: Batch, kv: Pools) -> Any:
-    logits, new_kv = model(params, batch, kv)
-    columns = batch.tokens.shape[1]
-    check_result(logits, new_kv, kv, (1, columns), "the model of all_logits")
-    return logits[0].at[batch.columns].get(mode="clip"), new_kv
-
-  return select_columns
-
-
-def check_model(model: Any) -> None:
-  """Raises TypeError unless `model` is callable."""
-  if not callable(model):
-    raise TypeError(
-      "`model` must be a function, see `Model`, got "
-      f"{type(model).__name__}; give functools.partial(models.forward, "
-      "config=config)."
-    )
-
-
-def check_numerics(config: RolloutConfig, model: Model) -> None:
-  """Raises ValueError if the `config` bound in `model` has other numerics."""
-  if not isinstance(model, functools.partial):
-    return
-  numerics = getattr(model.keywords.get("config"), "numerics", None)
-  if numerics is not None and numerics != config.numerics:
-    raise ValueError(
-      f'`RolloutConfig.numerics` must be "{numerics}", as the model\'s, got '
-      f'"{config.numerics}".'
-    )
-
-
-def check_expert_axis(config: RolloutConfig, model: Model) -> None:
-  """Raises ValueError unless `expert_axis` is None or `lockstep_axis`."""
-  # Without this check, shards that make fewer calls would block the others.
-  axis = getattr(model, "keywords", {}).get("expert_axis")
-  if axis not in (None, config.lockstep_axis):
-    raise ValueError(
-      "`expert_axis` of `model` must be the `lockstep_axis` of the rollout, "
-      f"{config.lockstep_axis!r}, got {axis!r}; call jaxkv.sharding.generate "
-      "with `MeshAxes.experts`, or omit `expert_axis` in `score`."
-    )
 
 
 class Logits(NamedTuple):

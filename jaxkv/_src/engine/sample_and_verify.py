@@ -7,6 +7,7 @@ changes no token, whatever `Sampling` and `process` do.
 """
 
 import dataclasses
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.state import Status
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.hooks import Process
-from jaxkv._src.engine.hooks import Rows
+from jaxkv._src.engine.hooks import check_processed
 from jaxkv._src.engine.hooks import rows_of
 from jaxkv._src.engine.model_call import Logits
 from jaxkv._src.engine.queue import NOT_SAMPLED
@@ -31,15 +32,12 @@ from jaxkv._src.engine.queue import fail
 from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.schedule import Work
 from jaxkv._src.engine.slots import Slots
-from jaxkv._src.engine.stop_rules import Ending
 from jaxkv._src.engine.stop_rules import endings
-from jaxkv._src.engine.wiring import check_processed
 from jaxkv._src.sampling import penalties
 from jaxkv._src.sampling import sample
 from jaxkv._src.sampling import settings
 from jaxkv._src.sampling.penalties import History
 from jaxkv._src.sampling.sample import Drawn
-from jaxkv._src.sampling.settings import Sampling
 
 
 class Tally(NamedTuple):
@@ -66,14 +64,6 @@ class Sampled(NamedTuple):
   ended: Array
   counts: Array
   tally: Tally | None
-
-
-def init_tally(queue: Queue, slots: Slots, vocab_size: int) -> Tally | None:
-  """Returns an empty tally; None without penalties."""
-  if not penalties.needs_seen(queue.sampling):
-    return None
-  rows = jnp.full((slots.size,), queue.no_row, jnp.int32)
-  return Tally(rows, jnp.zeros((slots.size, vocab_size), jnp.uint16))
 
 
 def count_entrants(
@@ -129,13 +119,20 @@ def sample_tokens(
   earlier reads of `queue`, see `read_before`.
   """
   assert logits.last is not None  # It is None only in `score`.
-  sampler = _Sampler(slots, read, version, config, process)
+  sample_one = functools.partial(
+    _sample,
+    slots=slots,
+    read=read,
+    version=version,
+    config=config,
+    process=process,
+  )
   sampled = Sampled(
     ended=sharding.zeros_like(samples),
     counts=sharding.zeros_like(work.counts),
     tally=tally,
   )
-  queue, sampled, tokens = sampler.sample(queue, sampled, samples, logits.last)
+  queue, sampled, tokens = sample_one(queue, sampled, samples, logits.last)
   draft_logits, counts, begins = logits.drafts, work.drafts, work.begins
   if drafts is None or draft_logits is None or counts is None or begins is None:
     return queue, sampled
@@ -147,7 +144,7 @@ def sample_tokens(
   def verify(loop):
     queue, sampled, going, number = loop
     rows = begins + number - 1
-    queue, sampled, tokens = sampler.sample(
+    queue, sampled, tokens = sample_one(
       queue, sampled, going, draft_logits.at[rows].get(mode="clip")
     )
     going = accepted(going, tokens, sampled, number)
@@ -160,100 +157,82 @@ def sample_tokens(
   return lax.while_loop(lambda loop: jnp.any(loop[2]), verify, start)[:2]
 
 
-class _Sampler:
-  """Samples one token of each slot from logits."""
+def _sample(
+  queue: Queue,
+  sampled: Sampled,
+  samples: Array,
+  logits: Array,
+  *,
+  slots: Slots,
+  read: Array,
+  version: Array,
+  config: RolloutConfig,
+  process: Process | None,
+) -> tuple[Queue, Sampled, Array]:
+  """Samples a token for each slot in `samples` bool[B] from logits [B, V].
 
-  def __init__(
-    self,
-    slots: Slots,
-    read: Array,
-    version: Array,
-    config: RolloutConfig,
-    process: Process | None,
-  ):
-    self._slots, self._read, self._version = slots, read, version
-    self._config, self._process = config, process
+  A sequence fails if the log-prob of its token is not finite.
 
-  def sample(
-    self, queue: Queue, sampled: Sampled, samples: Array, logits: Array
-  ) -> tuple[Queue, Sampled, Array]:
-    """Samples a token for each slot in `samples` bool[B] from logits [B, V].
-
-    A sequence fails if the log-prob of its token is not finite.
-
-    Returns:
-      The queue, the results, and the tokens int32[B].
-    """
-    config, row = self._config, self._slots.row
-    rows = rows_of(queue, row)
-    sampling = settings.rows(queue.sampling, row)
-    raw = logits.astype(jnp.float32)
-    history = self._history(queue, sampling, rows, sampled.tally)
-    adjusted = penalties.adjust(raw, sampling, history)
-    extra = queue.extra
-    if self._process is not None:
-      results = self._process(adjusted, rows, rows.extra)
-      adjusted, new_extra = check_processed(results, adjusted, rows.extra)
-      place = indexing.where_valid(samples, row)
-      extra = jax.tree.map(
-        lambda old, new: indexing.put(old, place, values=new), extra, new_extra
-      )
-    # The random numbers depend on the sequence's key and its number of tokens
-    # after the prompt, but on neither the slot nor the step.
-    drawn = sample.draw(
-      queue.keys[jnp.minimum(row, queue.no_row - 1)],
-      indexing.take(queue.length - queue.prompt_length, row),
-      adjusted,
-      sampling,
-      raw_logits=raw,
-      raw_log_probs=queue.records.raw_log_probs is not None,
-      unfiltered_log_probs=config.unfiltered_log_probs,
-      entropy=config.entropy,
-      top_log_probs=config.top_log_probs,
-      exact=config.numerics == "exact",
-      parts=config.vocab_parts,
+  Returns:
+    The queue, the results, and the tokens int32[B].
+  """
+  row, tally = slots.row, sampled.tally
+  rows = rows_of(queue, row)
+  sampling = settings.rows(queue.sampling, row)
+  raw = logits.astype(jnp.float32)
+  count, last = penalties.num_last_tokens(sampling), None
+  if count:
+    last = penalties.last_tokens_of(queue.tokens, row, rows.lengths, count)
+  history = History(
+    counts=rows.counts,
+    seen=None if tally is None else tally.counts,
+    last_tokens=last,
+    stop_token=config.stop_token,
+  )
+  adjusted = penalties.adjust(raw, sampling, history)
+  extra = queue.extra
+  if process is not None:
+    results = process(adjusted, rows, rows.extra)
+    adjusted, new_extra = check_processed(results, adjusted, rows.extra)
+    place = indexing.where_valid(samples, row)
+    extra = jax.tree.map(
+      lambda old, new: indexing.put(old, place, values=new), extra, new_extra
     )
-    # A log-prob is not finite if the logits define no distribution.
-    fails = samples & ~jnp.isfinite(drawn.log_probs)
-    samples &= ~fails
-    ending = endings(queue, rows, drawn.tokens, sampling, config)
-    # XLA copies the queue's arrays unless the writes depend on all reads.
-    read = jnp.maximum(self._read, jnp.max(drawn.tokens))
-    queue = dataclasses.replace(queue, extra=extra)
-    queue, ended = _append(
-      queue,
-      loops.read_before(read, row),
-      samples,
-      drawn,
-      self._version,
-      ending,
-    )
-    queue = fail(queue, row, fails, jnp.full_like(row, Status.BAD_LOGITS))
-    tally = sampled.tally
-    if tally is not None:
-      counts = penalties.see(tally.counts, drawn.tokens, samples)
-      tally = tally._replace(counts=counts)
-    sampled = Sampled(
-      ended=sampled.ended | ended | fails,
-      counts=sampled.counts + samples.astype(jnp.int32),
-      tally=tally,
-    )
-    return queue, sampled, drawn.tokens
-
-  def _history(
-    self, queue: Queue, sampling: Sampling, rows: Rows, tally: Tally | None
-  ) -> History:
-    count, last = penalties.num_last_tokens(sampling), None
-    if count:
-      last = penalties.last_tokens_of(
-        queue.tokens, rows.numbers, rows.lengths, count
-      )
-    return History(
-      counts=rows.counts,
-      seen=None if tally is None else tally.counts,
-      last_tokens=last,
-      stop_token=self._config.stop_token,
-    )
+  # The random numbers depend on the sequence's key and its number of tokens
+  # after the prompt, but on neither the slot nor the step.
+  drawn = sample.draw(
+    queue.keys[jnp.minimum(row, queue.no_row - 1)],
+    indexing.take(queue.length - queue.prompt_length, row),
+    adjusted,
+    sampling,
+    raw_logits=raw,
+    raw_log_probs=queue.records.raw_log_probs is not None,
+    unfiltered_log_probs=config.unfiltered_log_probs,
+    entropy=config.entropy,
+    top_log_probs=config.top_log_probs,
+    exact=config.numerics == "exact",
+    parts=config.vocab_parts,
+  )
+  # A log-prob is not finite if the logits define no distribution.
+  fails = samples & ~jnp.isfinite(drawn.log_probs)
+  samples &= ~fails
+  ending = endings(queue, rows, drawn.tokens, sampling, config)
+  # XLA copies the queue's arrays unless the writes depend on all reads.
+  read = jnp.maximum(read, jnp.max(drawn.tokens))
+  queue = dataclasses.replace(queue, extra=extra)
+  queue, ended = _append(
+    queue, loops.read_before(read, row), samples, drawn, version, ending
+  )
+  queue = fail(queue, row, fails, jnp.full_like(row, Status.BAD_LOGITS))
+  if tally is not None:
+    counts = penalties.see(tally.counts, drawn.tokens, samples)
+    tally = tally._replace(counts=counts)
+  sampled = Sampled(
+    ended=sampled.ended | ended | fails,
+    counts=sampled.counts + samples.astype(jnp.int32),
+    tally=tally,
+  )
+  return queue, sampled, drawn.tokens
 
 
 def _append(
@@ -262,9 +241,11 @@ def _append(
   mask: Array,
   drawn: Drawn,
   version: Array,
-  ending: Ending,
+  ending: tuple[Array, Array, Array | None],
 ) -> tuple[Queue, Array]:
   """Appends a token to queue rows int32[B] where `mask` is True.
+
+  `ending` is the result of `endings`.
 
   Returns:
     The queue; bool[B], True for sequences that ended with this token.
@@ -272,15 +253,16 @@ def _append(
   # Where `mask` is False, `place` is out of range, so nothing is written.
   place = indexing.where_valid(mask, rows)
   length = indexing.take(queue.length, place)
-  ended = mask & (ending.finish > 0)
+  finish, stop, stop_states = ending
+  ended = mask & (finish > 0)
   records = jax.tree.map(
     lambda array, values: indexing.put(array, place, length, values=values),
     queue.records,
     drawn.records,
   )
   states = queue.stop_states
-  if states is not None and ending.states is not None:
-    states = indexing.put(states, place, values=ending.states)
+  if states is not None and stop_states is not None:
+    states = indexing.put(states, place, values=stop_states)
   log_probs = indexing.put(
     queue.log_probs, place, length, values=drawn.log_probs
   )
@@ -291,8 +273,8 @@ def _append(
     log_probs=log_probs,
     versions=indexing.put(queue.versions, place, length, values=version),
     records=records,
-    finish=indexing.put(queue.finish, place, values=ending.finish),
-    stop=indexing.put(queue.stop, place, values=ending.stop),
+    finish=indexing.put(queue.finish, place, values=finish),
+    stop=indexing.put(queue.stop, place, values=stop),
     stop_states=states,
   )
   return set_status(queue, rows, ended, SequenceStatus.DONE), ended

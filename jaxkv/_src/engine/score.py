@@ -26,12 +26,12 @@ from jaxkv._src.engine.counters import init_counters
 from jaxkv._src.engine.enqueue import new_queue
 from jaxkv._src.engine.given_answers import AnswerCounts
 from jaxkv._src.engine.given_answers import Scoring
+from jaxkv._src.engine.hooks import Model
+from jaxkv._src.engine.hooks import check_expert_axis
+from jaxkv._src.engine.hooks import check_model
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.memory import check_pools
 from jaxkv._src.engine.memory import has_version
-from jaxkv._src.engine.model_call import Model
-from jaxkv._src.engine.model_call import check_expert_axis
-from jaxkv._src.engine.model_call import check_model
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import fail
 from jaxkv._src.engine.requests import Requests

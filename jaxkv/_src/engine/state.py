@@ -8,19 +8,22 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
-from jaxkv._src.engine import device_placement
 from jaxkv._src.engine import schedule
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.counters import Counters
 from jaxkv._src.engine.counters import init_counters
 from jaxkv._src.engine.enqueue import new_queue
+from jaxkv._src.engine.expert_records import check_experts
 from jaxkv._src.engine.memory import Memory
-from jaxkv._src.engine.memory import check_memory
+from jaxkv._src.engine.memory import check_pools
+from jaxkv._src.engine.memory import check_slots_unused
 from jaxkv._src.engine.memory import has_version
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
@@ -118,7 +121,9 @@ def init(
   arguments = key, requests, version
   requests = as_requests(requests, config)
   memory = Memory(cache=cache, kv=kv, host=host)
-  check_memory(memory, config)
+  check_pools(memory, config)
+  check_experts(cache.config, kv, config)
+  check_slots_unused(cache)
   check_num_samples(requests, config)
   check_fits(requests, cache.config, config)
   first = as_first(first_sequence, requests, config)
@@ -126,8 +131,8 @@ def init(
   state = _init(cache, kv, requests, key, first, is_current, config=config)
   # The pages may fill a device, so they are not copied.
   state = dataclasses.replace(state, memory=memory, key=key)
-  state = device_placement.without_shared_arrays(state, arguments)
-  return device_placement.beside(state, jax.tree.leaves(kv)[0])
+  state = _without_shared_arrays(state, arguments)
+  return _beside(state, jax.tree.leaves(kv)[0])
 
 
 # Jitted as a whole, because compiling each operation alone takes seconds. It
@@ -201,6 +206,49 @@ def _next_id(queue: Queue, first: Array, config: RolloutConfig) -> Array:
   last = queue.ids.reshape(exists.shape)[:, -1] + 1
   used = jnp.where(jnp.any(exists, axis=1), last, jnp.int32(0))
   return jnp.maximum(jnp.max(used, initial=0), first)
+
+
+def _beside(tree: Any, memory: Array) -> Any:
+  """Commits uncommitted arrays to the device or all devices of `memory`.
+
+  Otherwise, the first call of a jitted function would return committed arrays,
+  so the second call would compile again. Committed arrays stay on their
+  devices. Nothing moves if `memory` is traced, uncommitted, or on several
+  devices without a mesh.
+  """
+  if isinstance(memory, Tracer) or not memory.committed:
+    return tree
+  where = memory.sharding
+  if isinstance(where, NamedSharding):
+    where = NamedSharding(where.mesh, P())
+  elif len(where.device_set) > 1:
+    return tree
+  leaves, structure = jax.tree.flatten(tree)
+  free = [
+    number
+    for number, leaf in enumerate(leaves)
+    if not isinstance(leaf, Tracer) and not leaf.committed
+  ]
+  moved = jax.device_put([leaves[number] for number in free], where)
+  for number, leaf in zip(free, moved, strict=True):
+    leaves[number] = leaf
+  return jax.tree.unflatten(structure, leaves)
+
+
+def _without_shared_arrays(tree: Any, arguments: Any) -> Any:
+  """Copies the arrays that `tree` shares with the caller's arguments.
+
+  Otherwise, donating the tree would delete arrays that the caller may use
+  again. Traced arrays cannot be donated and are not copied.
+  """
+  shared = {
+    id(leaf)
+    for leaf in jax.tree.leaves(arguments)
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+  }
+  return jax.tree.map(
+    lambda leaf: jnp.copy(leaf) if id(leaf) in shared else leaf, tree
+  )
 
 
 def is_done(state: RolloutState) -> Array:

@@ -61,10 +61,10 @@ from jaxkv._src.engine.given_answers import count_answers
 from jaxkv._src.engine.given_answers import keep_prompts
 from jaxkv._src.engine.given_answers import limit_to_phase
 from jaxkv._src.engine.hooks import Draft
+from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.memory import move_pages
-from jaxkv._src.engine.model_call import Model
 from jaxkv._src.engine.model_call import call_model
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus

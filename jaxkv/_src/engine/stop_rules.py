@@ -1,7 +1,5 @@
 """Stop rules: stop tokens, stop strings and the maximum length."""
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jax import Array
 
@@ -13,32 +11,22 @@ from jaxkv._src.engine.queue import Queue
 from jaxkv._src.sampling.settings import Sampling
 
 
-class Ending(NamedTuple):
-  """The sequences that end at their new token, and the reasons.
-
-  Attributes:
-    finish: int32[R], a `Finish`; 0 for sequences that continue.
-    stop: int32[R], the stop token, or the index of the stop string; -1 for
-      neither.
-    states: int32[R], see `Queue.stop_states`; None without stop strings.
-  """
-
-  finish: Array
-  stop: Array
-  states: Array | None = None
-
-
 def endings(
   queue: Queue,
   rows: Rows,
   tokens: Array,
   sampling: Sampling,
   config: RolloutConfig,
-) -> Ending:
+) -> tuple[Array, Array, Array | None]:
   """Returns the sequences that end at their new token, and the reasons.
 
   If several rules apply, the reason is the first of: stop token, stop string,
   length. `queue` and `rows` are those before the tokens are appended.
+
+  Returns:
+    int32[R], a `Finish`, 0 for sequences that continue; int32[R], the stop
+    token, or the index of the stop string, -1 for neither; int32[R], see
+    `Queue.stop_states`, None without stop strings.
   """
   limit = indexing.take(queue.limit, rows.numbers)
   is_full = rows.lengths + 1 >= limit
@@ -62,4 +50,4 @@ def endings(
   if sampling.stop_tokens is not None:
     is_stop |= jnp.any(tokens[:, None] == sampling.stop_tokens, axis=1)
   finish = jnp.where(is_stop, jnp.int32(Finish.STOP_TOKEN), finish)
-  return Ending(finish, jnp.where(is_stop, tokens, stop), states)
+  return finish, jnp.where(is_stop, tokens, stop), states

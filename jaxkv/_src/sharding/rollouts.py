@@ -20,12 +20,13 @@ from jaxkv._src.cache.state import CacheState
 from jaxkv._src.engine import generate as loop
 from jaxkv._src.engine import state as rollout
 from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.generate import Until
 from jaxkv._src.engine.hooks import Draft
+from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.memory import check_slots_unused
 from jaxkv._src.engine.memory import has_version
-from jaxkv._src.engine.model_call import Model
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_requests
 from jaxkv._src.engine.requests import check_fits
@@ -35,7 +36,6 @@ from jaxkv._src.engine.results import generated as results
 from jaxkv._src.engine.results.generated import Generated
 from jaxkv._src.engine.results.generated import Harvested
 from jaxkv._src.engine.state import RolloutState
-from jaxkv._src.engine.until import Until
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.sharding.mesh_axes import MeshAxes
 from jaxkv._src.sharding.mesh_axes import on_auto_axes

@@ -9,15 +9,15 @@ import numpy as np
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.verbs.admit import match
+from jaxkv._src.engine.generate import Until
 from jaxkv._src.engine.generate import generate
 from jaxkv._src.engine.hooks import Draft
+from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
-from jaxkv._src.engine.model_call import Model
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.results.generated import harvest
 from jaxkv._src.engine.state import RolloutState
-from jaxkv._src.engine.until import Until
 from jaxkv._src.engine.verbs.abort import abort
 from jaxkv._src.engine.verbs.submit import submit
 from jaxkv._src.engine.verbs.update_weights import update_weights

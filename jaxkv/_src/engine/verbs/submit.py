@@ -228,9 +228,9 @@ def put_rows(queue: Queue, rows: Array, new: Queue) -> Queue:
       getattr(new, name),
     )
 
-  names = {field.name for field in dataclasses.fields(Queue)}
+  names = [field.name for field in dataclasses.fields(Queue)]
   # Rows out of range are those of refused sequences, and are not written.
-  fields = {name: put(name) for name in names - _OF_WHOLE_QUEUE}
+  fields = {name: put(name) for name in names if name not in _OF_WHOLE_QUEUE}
   sampling = settings.put(queue.sampling, rows, new.sampling)
   strings = queue.sampling.stop_strings
   if strings is not None:
