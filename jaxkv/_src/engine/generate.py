@@ -15,7 +15,6 @@ from jaxkv._src.engine.counters import Count
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
-from jaxkv._src.engine.hooks import check_expert_axis
 from jaxkv._src.engine.hooks import check_model
 from jaxkv._src.engine.hooks import check_numerics
 from jaxkv._src.engine.model_call import shape_of_logits
@@ -102,9 +101,8 @@ def generate(
       not fit `RolloutConfig.numerics` or `lockstep_axis`.
   """
   check_single(state.queue)
-  check_model(model)
+  check_model(model, state.config)
   check_numerics(state.config, model)
-  check_expert_axis(state.config, model)
   limits = as_until(until)
   buffers = _init_buffers(params, state, model)
   params, state, limits, buffers = sharding.match_varying_axes(

@@ -64,18 +64,20 @@ class AnswerCounts(NamedTuple):
 
 
 def count_answers(
-  counts: AnswerCounts,
+  counts: AnswerCounts | None,
   queue: Queue,
   slots: Slots,
   num_found: Array,
   tokens: Array,
   starved: Array,
-) -> AnswerCounts:
-  """Adds a step to the counts.
+) -> AnswerCounts | None:
+  """Adds a step to the counts; None if tokens are sampled.
 
   `num_found`, int32[B], is the number of cached tokens of each sequence that
   entered in this step, and `tokens`, int32[B], that of computed tokens.
   """
+  if counts is None:
+    return None
   samples = queue.size // counts.computed.shape[0]
   group = indexing.where_valid(slots.row < queue.no_row, slots.row // samples)
   return AnswerCounts(

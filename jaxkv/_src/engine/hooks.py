@@ -147,13 +147,21 @@ def all_logits(model: Callable[..., tuple[Array, Any]]) -> Model:
   return select_columns
 
 
-def check_model(model: Any) -> None:
-  """Raises TypeError unless `model` is callable."""
+def check_model(model: Any, config: RolloutConfig) -> None:
+  """Raises unless `model` is callable and its `expert_axis` fits `config`."""
   if not callable(model):
     raise TypeError(
       "`model` must be a function, see `Model`, got "
       f"{type(model).__name__}; give functools.partial(models.forward, "
       "config=config)."
+    )
+  # Without this check, shards that make fewer calls would block the others.
+  axis = getattr(model, "keywords", {}).get("expert_axis")
+  if axis not in (None, config.lockstep_axis):
+    raise ValueError(
+      "`expert_axis` of `model` must be the `lockstep_axis` of the rollout, "
+      f"{config.lockstep_axis!r}, got {axis!r}; call jaxkv.sharding.generate "
+      "with `MeshAxes.experts`, or omit `expert_axis` in `score`."
     )
 
 
@@ -166,18 +174,6 @@ def check_numerics(config: RolloutConfig, model: Model) -> None:
     raise ValueError(
       f'`RolloutConfig.numerics` must be "{numerics}", as the model\'s, got '
       f'"{config.numerics}".'
-    )
-
-
-def check_expert_axis(config: RolloutConfig, model: Model) -> None:
-  """Raises ValueError unless `expert_axis` is None or `lockstep_axis`."""
-  # Without this check, shards that make fewer calls would block the others.
-  axis = getattr(model, "keywords", {}).get("expert_axis")
-  if axis not in (None, config.lockstep_axis):
-    raise ValueError(
-      "`expert_axis` of `model` must be the `lockstep_axis` of the rollout, "
-      f"{config.lockstep_axis!r}, got {axis!r}; call jaxkv.sharding.generate "
-      "with `MeshAxes.experts`, or omit `expert_axis` in `score`."
     )
 
 

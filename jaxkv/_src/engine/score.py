@@ -27,7 +27,6 @@ from jaxkv._src.engine.enqueue import new_queue
 from jaxkv._src.engine.given_answers import AnswerCounts
 from jaxkv._src.engine.given_answers import Scoring
 from jaxkv._src.engine.hooks import Model
-from jaxkv._src.engine.hooks import check_expert_axis
 from jaxkv._src.engine.hooks import check_model
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.memory import check_pools
@@ -206,7 +205,6 @@ def score(
   all_params, states = ((params,), (state,)) if is_single else (params, state)
   for target in states:
     _check_state(target)
-  check_model(model)
   check_bool("entropy", entropy)
   top_log_probs = as_count("top_log_probs", top_log_probs, 0)
   chunk = as_count("chunk", chunk, 1)
@@ -224,7 +222,7 @@ def score(
     entropy=entropy,
     top_log_probs=top_log_probs,
   )
-  check_expert_axis(config, model)
+  check_model(model, config)
   scoring = Scoring(
     widths=_widths(groups, chunk),
     temperature=divisor(as_temperature(temperature)),

@@ -29,7 +29,6 @@ sequence is admitted while a running one lacks a page, so one always advances.
 """
 
 import dataclasses
-import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -144,9 +143,7 @@ def step(
     state, leaving = _make_way(state, forks, leaders, starved)
   # After admission and preemption, which change the sequences in the slots.
   tally = count_entrants(state.queue, state.slots, buffers.tally)
-  widths = schedule.widths(config)
-  if scoring is not None:
-    widths = scoring.widths
+  widths = schedule.widths(config) if scoring is None else scoring.widths
   work, is_complete = _schedule(
     state, starved, num_drafts, widths, buffers.answers
   )
@@ -177,58 +174,53 @@ def step(
       memory = move_pages(Memory(cache=before, kv=kv, host=host))
       before, kv, host = memory.cache, memory.kv, memory.host
   place = counters.steps.modulo(max(config.timeline, 1))
-  record = functools.partial(
-    timeline.record,
-    place=place,
-    queue=queue,
-    slots=slots,
-    decodes=is_complete & (work.counts == 1),
-    leaving=leaving,
-  )
-  sample = functools.partial(
-    sample_tokens,
-    slots=slots,
-    work=work,
-    samples=is_complete,
-    logits=logits,
-    drafts=tokens,
-    tally=tally,
-    version=before.epoch.astype(jnp.int32),
-    config=config,
-    process=process,
-  )
-  num_decodes = None
-  if scoring is not None:
+  decodes = is_complete & (counts == 1)
+  # Otherwise later tokens of the step depend on what is sampled.
+  commits_first = drafts is None and num_more is None
+  if commits_first:
     queue, cache = commit_tokens(queue, slots, before, counts)
+  if scoring is not None:
     queue = set_status(queue, slots.row, is_complete, SequenceStatus.DONE)
     sampled = Sampled(is_complete, jnp.zeros_like(counts), None)
-    log = record(state.log, counts=counts)
-  elif drafts is None and num_more is None:
-    queue, cache = commit_tokens(queue, slots, before, counts)
-    # Sampling writes to arrays that the commit has read. Sampling must wait for
-    # the commit, or XLA would copy the arrays.
-    queue, sampled = sample(queue, read=read_of(cache))
-    log = record(state.log, counts=counts)
   else:
-    queue, sampled = sample(queue, read=jnp.zeros((), jnp.int32))
+    queue, sampled = sample_tokens(
+      queue,
+      slots=slots,
+      work=work,
+      samples=is_complete,
+      logits=logits,
+      drafts=tokens,
+      tally=tally,
+      # Sampling writes to arrays that the commit has read. It must wait for
+      # the commit, or XLA would copy the arrays.
+      read=read_of(cache) if commits_first else jnp.zeros((), jnp.int32),
+      version=before.epoch.astype(jnp.int32),
+      config=config,
+      process=process,
+    )
+  if not commits_first:
     # A slot that decodes commits its last token and the accepted drafts, which
     # are together as many tokens as it sampled.
     counts = jnp.maximum(counts, sampled.counts)
-    log = record(state.log, counts=counts)
-    if num_more is not None:
-      queue, kv, later = decode_round.decode(
-        params,
-        queue,
-        slots,
-        Memory(cache=before, kv=kv),
-        Round(jnp.zeros((), jnp.int32), counts, sampled, log),
-        num_more,
-        place,
-        config,
-        model=model,
-        process=process,
-      )
-      num_decodes, counts, sampled, log = later
+  log = timeline.record(
+    state.log, place, queue, slots, counts, decodes, leaving
+  )
+  num_decodes = None
+  if num_more is not None:
+    first_call = Round(jnp.zeros((), jnp.int32), counts, sampled, log)
+    queue, kv, (num_decodes, counts, sampled, log) = decode_round.decode(
+      params,
+      queue,
+      slots,
+      Memory(cache=before, kv=kv),
+      first_call,
+      num_more,
+      place,
+      config,
+      model=model,
+      process=process,
+    )
+  if not commits_first:
     queue, cache = commit_tokens(queue, slots, before, counts)
   counters, queue = count_step(
     state.counters,
@@ -256,9 +248,9 @@ def step(
     counters=counters,
     log=log,
   )
-  answers = buffers.answers
-  if answers is not None:
-    answers = count_answers(answers, queue, slots, num_found, counts, starved)
+  answers = count_answers(
+    buffers.answers, queue, slots, num_found, counts, starved
+  )
   return state, Buffers(sampled.tally, logits.drafts, answers)
 
 
