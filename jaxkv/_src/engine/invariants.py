@@ -10,7 +10,7 @@ from jaxkv._src.cache.invariants import CacheError
 from jaxkv._src.cache.invariants import check_invariants as cache_invariants
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import is_empty
-from jaxkv._src.engine.page_keys import page_keys
+from jaxkv._src.engine.page_keys import keys_of_rows
 from jaxkv._src.engine.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue import Finish
 from jaxkv._src.engine.queue import Queue
@@ -179,12 +179,8 @@ def _page_keys(queue: Queue, slots: Slots, cache: CacheState) -> Array:
   keys = queue.page_keys
   if keys is None or keys.shape[1] == 0:
     return jnp.ones((), bool)
-  rows, salts = slots.row, queue.salts
-  expected = page_keys(
-    cache,
-    indexing.take(queue.tokens, rows),
-    None if salts is None else indexing.take(salts, rows),
-  )
+  rows = slots.row
+  expected = keys_of_rows(queue, cache, rows)
   config = cache.config
   page = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
   stop = (page + 1) * config.page_size

@@ -191,7 +191,8 @@ class _StepCall:
     """Returns the batch of a width, with `columns` still to be set."""
     num_slots, work, cache = self._slots.size, self._work, self._cache
     singles = num_slots + width.drafts
-    views, slot_of = _first_rows(self._single, singles), work.slots[:singles]
+    views = jax.tree.map(lambda array: array[:singles], self._single)
+    slot_of = work.slots[:singles]
     if not width.drafts:
       views = self._with_shared_pages(kv, views)
     tokens = self._tokens[:singles]
@@ -323,16 +324,4 @@ def _views(
       kind=kind,
     )
     for group, kind in enumerate(cache.config.groups)
-  )
-
-
-def _first_rows(views: tuple[View, ...], count: int) -> tuple[View, ...]:
-  return tuple(
-    dataclasses.replace(
-      view,
-      page_table=view.page_table[:count],
-      starts=view.starts[:count],
-      num_tokens=view.num_tokens[:count],
-    )
-    for view in views
   )

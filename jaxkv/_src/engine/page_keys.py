@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -32,14 +33,17 @@ def page_keys(
   return hashing.row_keys(cache.secret, root, pages)
 
 
-def rehash(queue: Queue, cache: CacheState, rows: Array) -> Queue:
-  """Computes the page keys of rows int32[R] for the current epoch."""
-  salts = queue.salts
-  keys = page_keys(
-    cache,
-    indexing.take(queue.tokens, rows),
-    None if salts is None else indexing.take(salts, rows),
+def keys_of_rows(queue: Queue, cache: CacheState, rows: Array) -> Array | None:
+  """Returns the page keys of rows int32[R] for the current epoch."""
+  tokens, salts = jax.tree.map(
+    lambda array: indexing.take(array, rows), (queue.tokens, queue.salts)
   )
+  return page_keys(cache, tokens, salts)
+
+
+def rehash(queue: Queue, cache: CacheState, rows: Array) -> Queue:
+  """Sets the page keys of rows int32[R] to those of the current epoch."""
+  keys = keys_of_rows(queue, cache, rows)
   if keys is not None and queue.page_keys is not None:
     keys = indexing.put(queue.page_keys, rows, values=keys)
   epochs = indexing.put(queue.epochs, rows, values=cache.epoch)
