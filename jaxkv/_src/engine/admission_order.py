@@ -39,9 +39,6 @@ class Candidates(NamedTuple):
 
   Attributes:
     rows: int32[X], the row of each in the queue; Q for none.
-    valid: bool[X], True for entries with a sequence.
-    priority: int32[X]; None if `Queue.priority` is None.
-    overtaken: int32[X], see `Queue.overtaken`.
     found: the cached prefix of each.
     is_blocked: bool[X], True if a slot computes the candidate's next page.
     needs_page_of: bool[X, X], True if candidate j would compute the next page
@@ -52,9 +49,6 @@ class Candidates(NamedTuple):
   """
 
   rows: Array
-  valid: Array
-  priority: Array | None
-  overtaken: Array
   found: Prefix
   is_blocked: Array
   needs_page_of: Array
@@ -95,9 +89,6 @@ def first_candidates(
     group = rows // config.num_samples
     rows = jnp.where(group == group[0], rows, queue.no_row)
   valid, length = rows < queue.no_row, indexing.take(queue.length, rows)
-  priority = queue.priority
-  if priority is not None:
-    priority = indexing.take(priority, rows)
   no_pair = jnp.zeros((window, window), bool)
   siblings, leader = no_pair, jnp.full_like(rows, slots.no_slot)
   if config.num_samples > 1:
@@ -127,42 +118,44 @@ def first_candidates(
     is_hashed,
     hashed=None if page_keys is None else (root, page_keys),
   )
-  waiting = Candidates(
+  is_blocked, needs_page_of = jnp.zeros_like(valid), no_pair
+  # With `prompt_log_probs`, a sequence hits no page that another one computes.
+  if (
+    page_keys is not None and page_keys.shape[1] and not config.prompt_log_probs
+  ):
+    max_hit = jnp.where(is_hashed, max_hit, 0)
+    is_blocked, needs_page_of = _shared_work(
+      queue, slots, cache, rows, prefixes.num_cached_tokens, page_keys, max_hit
+    )
+  return Candidates(
     rows=rows,
-    valid=valid,
-    priority=priority,
-    overtaken=indexing.take(queue.overtaken, rows),
     found=prefixes,
-    is_blocked=jnp.zeros_like(valid),
-    needs_page_of=no_pair,
+    is_blocked=is_blocked,
+    needs_page_of=needs_page_of,
     siblings=siblings,
     slot_of_leader=leader,
   )
-  if page_keys is None or page_keys.shape[1] == 0 or config.prompt_log_probs:
-    return waiting
-  return _with_shared_work(
-    waiting, queue, slots, cache, page_keys, jnp.where(is_hashed, max_hit, 0)
-  )
 
 
-def _with_shared_work(
-  waiting: Candidates,
+def _shared_work(
   queue: Queue,
   slots: Slots,
   cache: CacheState,
+  candidates: Array,
+  num_cached: Array,
   page_keys: Array,
   max_hit: Array,
-) -> Candidates:
-  """Sets `is_blocked` and `needs_page_of` of the candidates.
+) -> tuple[Array, Array]:
+  """Returns `is_blocked` and `needs_page_of` of rows `candidates`, int32[X].
 
-  `page_keys` are the `Queue.page_keys` of the candidates. `max_hit`, int32[X],
-  is an exclusive bound on the number of cached tokens; 0 if the page keys are
-  of another epoch.
+  `page_keys` are the `Queue.page_keys` of the candidates. `num_cached`,
+  int32[X], is the number of their cached tokens, and `max_hit`, int32[X], an
+  exclusive bound of it; 0 if the page keys are of another epoch.
   """
   all_keys = queue.page_keys
   assert all_keys is not None  # See `first_candidates`.
   # The first position after the hit at which all groups end a page.
-  stop = waiting.found.num_cached_tokens + cache.config.alignment
+  stop = num_cached + cache.config.alignment
   page = elementwise.quotient(stop, cache.config.page_size) - 1
   columns = page_keys.shape[1]
   needs_page = (stop < max_hit) & (page < columns)
@@ -179,10 +172,8 @@ def _with_shared_work(
 
   is_blocked = computes(slots.row) & are_computing(queue, slots)[None]
   is_blocked &= cache.length[None] < stop[:, None]
-  return waiting._replace(
-    is_blocked=jnp.any(is_blocked, axis=1) & needs_page,
-    needs_page_of=computes(waiting.rows) & needs_page[:, None],
-  )
+  is_blocked = jnp.any(is_blocked, axis=1) & needs_page
+  return is_blocked, computes(candidates) & needs_page[:, None]
 
 
 def _siblings(
@@ -234,7 +225,11 @@ def _siblings(
 
 
 def choose(
-  waiting: Candidates, num_slots: int, num_empty: Array, config: RolloutConfig
+  queue: Queue,
+  waiting: Candidates,
+  num_slots: int,
+  num_empty: Array,
+  config: RolloutConfig,
 ) -> Chosen:
   """Chooses up to R candidates to admit in this step.
 
@@ -247,20 +242,23 @@ def choose(
   # for a slot, and R + B for none.
   no_leader = rows + num_slots
   num_cached = waiting.found.num_cached_tokens
+  exists, priorities = waiting.rows < queue.no_row, queue.priority
+  if priorities is not None:
+    priorities = indexing.take(priorities, waiting.rows)
 
   def choose_one(row, carry):
     chosen, remaining, overtaken, is_blocked, leader = carry
     # A candidate that was overtaken too often is chosen next, even if it is
     # blocked. It is the step's last choice, as a later one might overtake it.
-    is_overdue = waiting.valid & (overtaken >= config.max_overtaken)
+    is_overdue = exists & (overtaken >= config.max_overtaken)
     overdue = remaining & is_overdue
     first = overdue & (position == jnp.argmax(overdue).astype(jnp.int32))
     has_leader = leader < no_leader
     eligible = jnp.where(
       jnp.any(overdue), first, remaining & (~is_blocked | has_leader)
     )
-    if waiting.priority is not None:
-      priority = jnp.where(eligible, waiting.priority, jnp.int32(2**31 - 1))
+    if priorities is not None:
+      priority = jnp.where(eligible, priorities, jnp.int32(2**31 - 1))
       eligible &= priority == jnp.min(priority)
     score = jnp.where(has_leader, jnp.int32(indexing.NOWHERE), num_cached)
     pick = jnp.argmax(jnp.where(eligible, score, -1)).astype(jnp.int32)
@@ -286,8 +284,8 @@ def choose(
   )
   start = (
     jnp.full((rows,), window, jnp.int32),
-    waiting.valid,
-    waiting.overtaken,
+    exists,
+    indexing.take(queue.overtaken, waiting.rows),
     waiting.is_blocked,
     leader.astype(jnp.int32),
   )

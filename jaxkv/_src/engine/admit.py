@@ -64,7 +64,7 @@ def admit(
   waiting = first_candidates(queue, slots, cache, config, is_scoring=is_scoring)
   empty = empty_slots(queue, slots, cache)
   num_empty = jnp.sum(empty, dtype=jnp.int32)
-  chosen = choose(waiting, slots.size, num_empty, config)
+  chosen = choose(queue, waiting, slots.size, num_empty, config)
   row = jnp.arange(chosen.candidates.shape[0], dtype=jnp.int32)
   place = first_of(empty, row.shape[0])
   rows = indexing.take(waiting.rows, chosen.candidates, fill=queue.no_row)

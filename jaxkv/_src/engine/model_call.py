@@ -74,35 +74,31 @@ def call_model(
     The queue, with records of given tokens; the K/V memory; and the logits.
   """
   call = _StepCall(
-    params, queue, slots, memory.cache, work, drafts, config, scoring, model
+    params,
+    queue,
+    slots,
+    memory.cache,
+    work,
+    drafts,
+    config,
+    widths,
+    scoring,
+    model,
   )
-  scores = queue.log_probs, queue.records
-  last = None
+  scores, last = (queue.log_probs, queue.records), None
   if scoring is None and len(widths) > 1:
     # The loops below carry `last`, so it needs its final shape at the start.
-    shape = jax.eval_shape(
-      lambda kv: call.run(kv, scores, 0, widths[0])[0], memory.kv
-    )
-    last = jnp.zeros((slots.size, shape.shape[1]), shape.dtype)
-
-  def run(number: int, carry: Any) -> Any:
-    width = widths[number]
-    kv, (_, of_drafts), scores = carry
-    logits, kv, scores = call.run(kv, scores, number, width)
-    if width.drafts and of_drafts is not None:
-      of_drafts = lax.dynamic_update_slice(
-        of_drafts, logits[slots.size :], (0, 0)
-      )
-    last = logits[: slots.size] if scoring is None else None
-    return kv, Logits(last, of_drafts), scores
+    carry = Logits(None, draft_logits), scores
+    logits = jax.eval_shape(lambda kv: call.run(0, (kv, *carry))[1], memory.kv)
+    last = jnp.zeros(logits.last.shape, logits.last.dtype)
 
   def run_from(number: int, carry: Any) -> Any:
     """Calls the model in `work.width`, which is an index >= `number`."""
     if number == len(widths) - 1:
-      return run(number, carry)
+      return call.run(number, carry)
     # `lax.cond` and `lax.switch` would copy the memory.
     carry = loops.at_most_once(
-      work.width == number, functools.partial(run, number), carry
+      work.width == number, functools.partial(call.run, number), carry
     )
     # Nested, because a GPU waits for the host at each loop, even an empty one.
     with jax.named_scope("rare/wider"):
@@ -128,11 +124,12 @@ class _StepCall:
     work: Work,
     drafts: Array | None,
     config: RolloutConfig,
+    widths: tuple[Width, ...],
     scoring: Scoring | None,
     model: Model,
   ):
     self._params, self._model = params, model
-    self._config, self._scoring = config, scoring
+    self._config, self._widths, self._scoring = config, widths, scoring
     self._queue, self._slots, self._cache = queue, slots, cache
     self._work = work
     exists = work.slots < slots.size
@@ -140,21 +137,16 @@ class _StepCall:
     self._single = _views(cache, work.slots, starts, exists.astype(jnp.int32))
     self._tokens = self._single_tokens(drafts)
 
-  def run(
-    self,
-    kv: Pools,
-    scores: tuple[Array, Records],
-    number: int,
-    width: Width,
-  ) -> tuple[Array, Pools, tuple[Array, Records]]:
-    """Calls the model in one of the widths.
+  def run(self, number: int, carry: Any) -> Any:
+    """Calls the model in the width `number`.
 
-    `scores` are `Queue.log_probs` and `Queue.records`.
+    `carry` has the K/V memory; `Logits`; `Queue.log_probs` and `Queue.records`.
 
     Returns:
-      Logits [B + `width.drafts`, V] of last tokens and drafts, or in `score` of
-      other columns; the memory; and `scores` with those of given tokens.
+      `carry` with the results of the call.
     """
+    kv, (_, of_drafts), scores = carry
+    width = self._widths[number]
     num_slots, config = self._slots.size, self._config
     batch = self._batch(kv, width)
     columns = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
@@ -185,7 +177,12 @@ class _StepCall:
       values, records = scores
       scores = values, self._with_prompts(records, logits, batch)
       logits = logits.at[last].get(mode="clip")
-    return logits, kv, scores
+    if width.drafts and of_drafts is not None:
+      of_drafts = lax.dynamic_update_slice(
+        of_drafts, logits[num_slots:], (0, 0)
+      )
+    last_logits = logits[:num_slots] if self._scoring is None else None
+    return kv, Logits(last_logits, of_drafts), scores
 
   def _batch(self, kv: Pools, width: Width) -> Batch:
     """Returns the batch of a width, with `columns` still to be set."""

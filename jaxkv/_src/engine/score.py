@@ -20,7 +20,7 @@ from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
-from jaxkv._src.cache.state import is_empty
+from jaxkv._src.engine.admit import empty_slots
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.counters import init_counters
 from jaxkv._src.engine.enqueue import new_queue
@@ -267,9 +267,7 @@ def _score(
     # A slot without pages is in use if its sequence waits to fork.
     busy = state.slots.row < state.queue.no_row
   work = _begin(memory, groups, config, busy, is_current)
-  is_usable = (work.slots.row == work.queue.no_row) & is_empty(
-    memory.cache, jnp.arange(work.slots.size, dtype=jnp.int32)
-  )
+  is_usable = empty_slots(work.queue, work.slots, memory.cache)
   num_usable = jnp.sum(is_usable, dtype=jnp.int32)
   # The loop frees no slot of other sequences, so it would never end.
   is_full = num_usable == 0
