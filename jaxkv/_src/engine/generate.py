@@ -192,7 +192,11 @@ def goes_on(until: Until, state: RolloutState, begin: Count) -> Array:
   if num_left is not None:
     going &= num_left > 0
   if until.groups is not None:
-    going &= jnp.sum(ended_groups(state), dtype=jnp.int32) < until.groups
+    group_status = status.reshape(-1, state.config.num_samples)
+    # The rows of a group without sequences are EMPTY.
+    exists = jnp.any(has_ended(group_status), axis=1)
+    ended = exists & jnp.all(group_status >= SequenceStatus.DONE, axis=1)
+    going &= jnp.sum(ended, dtype=jnp.int32) < until.groups
   if until.sequences is not None:
     ended = jnp.sum(has_ended(status), dtype=jnp.int32)
     going &= ended < until.sequences
@@ -204,11 +208,3 @@ def calls_left(until: Until, state: RolloutState, begin: Count) -> Array | None:
   if until.steps is None:
     return None
   return until.steps - state.counters.steps.since(begin)
-
-
-def ended_groups(state: RolloutState) -> Array:
-  """Returns bool[P], True for prompts with samples that have all ended."""
-  status = state.queue.status.reshape(-1, state.config.num_samples)
-  # The rows of a group without sequences are EMPTY.
-  exists = jnp.any(has_ended(status), axis=1)
-  return exists & jnp.all(status >= SequenceStatus.DONE, axis=1)

@@ -163,16 +163,16 @@ def step(
       scoring,
       model=model,
     )
-  before, counts, host = memory.cache, work.counts, memory.host
+  memory, counts = dataclasses.replace(memory, kv=kv), work.counts
   first = indexing.take(queue.length, slots.row)
   num_more = None
   if config.decode_steps > 1 and scoring is None:
     with jax.named_scope("reserve"):
-      before, num_more = decode_round.reserve(
-        queue, slots, before, counts, is_complete, max_calls, config
+      cache, num_more = decode_round.reserve(
+        queue, slots, memory.cache, counts, is_complete, max_calls, config
       )
-      memory = move_pages(Memory(cache=before, kv=kv, host=host))
-      before, kv, host = memory.cache, memory.kv, memory.host
+      memory = move_pages(dataclasses.replace(memory, cache=cache))
+  before = memory.cache
   place = counters.steps.modulo(max(config.timeline, 1))
   decodes = is_complete & (counts == 1)
   # Otherwise later tokens of the step depend on what is sampled.
@@ -212,7 +212,7 @@ def step(
       params,
       queue,
       slots,
-      Memory(cache=before, kv=kv),
+      memory,
       first_call,
       num_more,
       place,
@@ -220,6 +220,7 @@ def step(
       model=model,
       process=process,
     )
+    memory = dataclasses.replace(memory, kv=kv)
   if not commits_first:
     queue, cache = commit_tokens(queue, slots, before, counts)
   counters, queue = count_step(
@@ -237,14 +238,14 @@ def step(
   queue = learn_from(queue, slots, work, drafts, sampled.counts, config, first)
   # Pages of ended and of preempted sequences are freed in one call.
   leaving = jnp.where(sampled.ended, slots.row, leaving)
-  queue = save_experts(queue, kv, cache, leaving)
+  queue = save_experts(queue, memory.kv, cache, leaving)
   cache, _ = free(cache, mask=leaving < queue.no_row)
   row = jnp.where(sampled.ended, queue.no_row, slots.row)
   state = dataclasses.replace(
     state,
     queue=queue,
     slots=dataclasses.replace(slots, row=row),
-    memory=Memory(cache=cache, kv=kv, host=host),
+    memory=dataclasses.replace(memory, cache=cache),
     counters=counters,
     log=log,
   )
