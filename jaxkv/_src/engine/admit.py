@@ -7,6 +7,7 @@ one lacks pages.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -19,7 +20,6 @@ from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import is_failure
 from jaxkv._src.cache.steps.longest_hit import Prefix
 from jaxkv._src.cache.verbs.admit import admit_found
-from jaxkv._src.engine.admission_order import Candidates
 from jaxkv._src.engine.admission_order import choose
 from jaxkv._src.engine.admission_order import first_candidates
 from jaxkv._src.engine.config import RolloutConfig
@@ -33,6 +33,30 @@ from jaxkv._src.engine.requests import max_pages
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import are_computing
 from jaxkv._src.engine.slots import chunk_size
+
+
+class Entrants(NamedTuple):
+  """The outcome of admission for up to R chosen candidates.
+
+  Attributes:
+    rows: int32[R], the row of each in the queue; Q for none.
+    slots: int32[R], the empty slot for each; B for none.
+    leaders: int32[R], the slot from which each will fork; B for none.
+    enters: bool[R], True if the sequence is admitted.
+    is_hopeless: bool[R], True if it can never run, for the reason in `code`.
+    code: int32[R], the `Status` of the admission.
+    candidates: int32[R], the index of each among the waiting candidates.
+    waiting: int32[C], the rows of the waiting candidates.
+  """
+
+  rows: Array
+  slots: Array
+  leaders: Array
+  enters: Array
+  is_hopeless: Array
+  code: Array
+  candidates: Array
+  waiting: Array
 
 
 def empty_slots(queue: Queue, slots: Slots, cache: CacheState) -> Array:
@@ -52,15 +76,15 @@ def can_admit(
   return fits & waits & jnp.any(empty_slots(queue, slots, cache))
 
 
-def admit(
+def attach_prefixes(
   queue: Queue,
   slots: Slots,
   cache: CacheState,
   config: RolloutConfig,
   *,
   is_scoring: bool,
-) -> tuple[Queue, Slots, CacheState]:
-  """Admits the waiting sequences that get a slot and enough pages."""
+) -> tuple[CacheState, Entrants]:
+  """Attaches the cached prefixes of candidates that get enough pages."""
   waiting = first_candidates(queue, slots, cache, config, is_scoring=is_scoring)
   empty = empty_slots(queue, slots, cache)
   num_empty = jnp.sum(empty, dtype=jnp.int32)
@@ -107,31 +131,43 @@ def admit(
   is_hopeless = is_failure(admitted.code) & (
     is_alone | (admitted.code != Status.OUT_OF_PAGES)
   )
+  return cache, Entrants(
+    rows=rows,
+    slots=place,
+    leaders=leader,
+    enters=enters,
+    is_hopeless=is_hopeless,
+    code=admitted.code,
+    candidates=chosen.candidates,
+    waiting=waiting.rows,
+  )
+
+
+def enter(
+  queue: Queue, slots: Slots, entrants: Entrants, epoch: Array
+) -> tuple[Queue, Slots]:
+  """Seats entrants, counts whom they overtake, and fails hopeless rows."""
+  rows, enters = entrants.rows, entrants.enters
   # The status comes first: `overtaken` changes only in rows that still wait.
   queue = set_status(queue, rows, enters, SequenceStatus.RUNNING)
-  queue = _clear_stale_keys(queue, rows, enters, cache.epoch)
-  entered = jnp.where(enters, chosen.candidates, -1)
-  queue = _count_overtaken(queue, waiting, entered)
-  queue = fail(queue, rows, is_hopeless, admitted.code)
-  place = indexing.where_valid(enters, place)
+  queue = _clear_stale_keys(queue, rows, enters, epoch)
+  entered = jnp.where(enters, entrants.candidates, -1)
+  position = jnp.arange(entrants.waiting.shape[0], dtype=jnp.int32)
+  passed = jnp.sum(entered[None] > position[:, None], axis=1, dtype=jnp.int32)
+  status = indexing.take(
+    queue.status, entrants.waiting, fill=SequenceStatus.DONE
+  )
+  is_waiting = status == SequenceStatus.WAITING
+  place = indexing.where_valid(is_waiting, entrants.waiting)
+  overtaken = indexing.add(queue.overtaken, place, values=passed)
+  queue = dataclasses.replace(queue, overtaken=overtaken)
+  queue = fail(queue, rows, entrants.is_hopeless, entrants.code)
+  place = indexing.where_valid(enters, entrants.slots)
   slots = Slots(
     row=indexing.put(slots.row, place, values=rows),
-    leader=indexing.put(slots.leader, place, values=leader),
+    leader=indexing.put(slots.leader, place, values=entrants.leaders),
   )
-  return queue, slots, cache
-
-
-def _count_overtaken(
-  queue: Queue, waiting: Candidates, entered: Array
-) -> Queue:
-  """Counts the candidates in `entered`, int32[R], that overtook others."""
-  position = jnp.arange(waiting.rows.shape[0], dtype=jnp.int32)
-  passed = jnp.sum(entered[None] > position[:, None], axis=1, dtype=jnp.int32)
-  status = indexing.take(queue.status, waiting.rows, fill=SequenceStatus.DONE)
-  is_waiting = status == SequenceStatus.WAITING
-  place = indexing.where_valid(is_waiting, waiting.rows)
-  overtaken = indexing.add(queue.overtaken, place, values=passed)
-  return dataclasses.replace(queue, overtaken=overtaken)
+  return queue, slots
 
 
 def _clear_stale_keys(

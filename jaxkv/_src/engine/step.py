@@ -266,14 +266,12 @@ def _admit(state: RolloutState, *, is_scoring: bool) -> RolloutState:
   config = state.config
 
   def enter(state: RolloutState) -> RolloutState:
-    queue, slots, cache = admit.admit(
-      state.queue,
-      state.slots,
-      state.memory.cache,
-      config,
-      is_scoring=is_scoring,
+    queue, slots, memory = state.queue, state.slots, state.memory
+    cache, entrants = admit.attach_prefixes(
+      queue, slots, memory.cache, config, is_scoring=is_scoring
     )
-    memory = dataclasses.replace(state.memory, cache=cache)
+    queue, slots = admit.enter(queue, slots, entrants, cache.epoch)
+    memory = dataclasses.replace(memory, cache=cache)
     return _replaced(state, queue, slots, memory)
 
   # Most steps admit nothing. `lax.cond` would copy the state; a loop does not.
