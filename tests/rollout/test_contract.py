@@ -25,7 +25,11 @@ from tests.tools.tiers import slow_except
 # Any of them compiles the rollout that they share.
 pytestmark = pytest.mark.slow
 
-_VERBS = ("jaxkv._src.engine.verbs", "jaxkv._src.engine.results.generated")
+_VERBS = (
+  "jaxkv._src.engine.verbs",
+  "jaxkv._src.engine.results.generated",
+  "jaxkv._src.transfer",
+)
 _OK, _SKIPPED = int(jaxkv.Status.OK), int(jaxkv.Status.SKIPPED)
 
 
