@@ -71,9 +71,9 @@ class RolloutConfig:
       show.
     decode_steps: the maximum number of calls of the model in one iteration of
       the loop, which schedules, reserves pages and commits once. Calls after
-      the first only decode, and are skipped while a prompt is incomplete. If a
-      sequence ends early, its slot is idle for the rest of the iteration.
-      Sampled tokens do not depend on this option.
+      the first only decode. They are skipped while a prompt is incomplete or a
+      sequence lacks a page. If a sequence ends early, its slot is idle for the
+      rest of the iteration. Sampled tokens do not depend on this option.
     vocab_parts: the number of devices over which the logits are split by
       vocabulary; 1 for no split. Sampling then does not gather the logits. The
       option changes sampled tokens only through the rounding of sums.

@@ -76,9 +76,10 @@ def generate(
   `jax.jit(functools.partial(generate, model=model), donate_argnums=1)`, so that
   the K/V memory is updated in place.
 
-  A sequence gets the status FAILED if it needs more pages than can become free,
-  or if the log-prob of its next token is not finite. `state.queue.code` has
-  the reason, and the sequence keeps its earlier tokens.
+  A sequence gets the status FAILED if it can never be admitted, if it needs
+  more pages than can become free, or if the log-prob of its next token is not
+  finite. `state.queue.code` has the reason, and the sequence keeps its earlier
+  tokens.
 
   Args:
     params: the model's parameters.

@@ -31,7 +31,7 @@ def grow(
   drafts: Array | None,
   config: RolloutConfig,
 ) -> tuple[CacheState, Array]:
-  """Reserves pages for the tokens of this step, including `drafts`, int32[B].
+  """Reserves pages for missing tokens, at most a chunk, and `drafts`, int32[B].
 
   Returns:
     The cache; bool[B], slots with missing tokens but too few pages.

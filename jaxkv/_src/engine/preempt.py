@@ -23,8 +23,8 @@ def preempt(
 
   The victim has the highest number in `Queue.priority`; among equals, the
   fewest computed tokens; among these, the last place in the queue. It returns
-  to the queue, with the samples that wait to fork from it. If no other sequence
-  of the rollout holds pages, no page can become free, and the victim fails.
+  to the queue, with the samples that wait to fork from it. If all other slots
+  are empty or wait to fork, no page can become free, and the victim fails.
 
   Returns:
     The queue; the slots; int32[B], the row of the victim in its slot, whose

@@ -70,7 +70,8 @@ class Queue:
       # int32[Q, W]
     ids: the id of the sequence in each row.  # int32[Q]
     prompt_length: the length of the prompt in `Requests`.  # int32[Q]
-    length: the total number of tokens.  # int32[Q]
+    length: the total number of tokens; in `score`, of those that the model
+      computes, which are all but the last.  # int32[Q]
     start: the length at the start of the current turn.  # int32[Q]
     limit: the length at which the sequence ends.  # int32[Q]
     budget: the default maximum number of tokens sampled in a turn.  # int32[Q]

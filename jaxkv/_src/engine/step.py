@@ -1,6 +1,7 @@
 """One step of the engine.
 
-Each step has these parts, in order; a part without work costs almost nothing:
+Each step has these parts, in order. All but the model cost almost nothing if
+they have no work:
 
 | part     | action                                                         |
 |----------|----------------------------------------------------------------|
@@ -8,7 +9,10 @@ Each step has these parts, in order; a part without work costs almost nothing:
 | fork     | samples share the prompt's pages with the one that computed it |
 | admit    | waiting sequences take empty slots and cached prefixes         |
 | draft    | speculation proposes tokens, if pages are free for them        |
-| grow     | reserves pages for the next tokens of all slots                |
+| grow     | reserves pages for the next tokens of all slots; evicted pages |
+|          | move to host memory                                            |
+| make way | forks without a page return to the queue; a sequence is        |
+|          | preempted if another one got no page                           |
 | schedule | chooses the tokens of the step                                 |
 | model    | one call: the last token of each sequence that decodes, its    |
 |          | drafts, and tokens of prompts                                  |
@@ -16,16 +20,17 @@ Each step has these parts, in order; a part without work costs almost nothing:
 | sample   | sequences whose tokens are all computed sample another token   |
 | free     | sequences that ended, or lost their slots, return their pages  |
 
-With drafts, sampling comes before the commit, because it decides which drafts
-are accepted. If `RolloutConfig.decode_steps` is above 1, the model is called
-and tokens are sampled several times before the commit; see `decode_round`. In
-`score` nothing is sampled; see `given_answers`.
+With speculation, sampling comes before the commit, because it decides which
+drafts are accepted. If `RolloutConfig.decode_steps` is above 1, the model is
+called and tokens are sampled several times before the commit; see
+`decode_round`. In `score` nothing is sampled; see `given_answers`.
 
 If a running sequence gets no page, `preempt` chooses a victim, which returns to
 the queue, and later resumes and samples the same tokens; a lone victim fails.
 Full pages of a victim stay cached until they are evicted. Admission keeps one
-page free for each running sequence and group, so preemption is rare. No
-sequence is admitted while a running one lacks a page, so one always advances.
+page free for each running sequence and group of layers, so preemption is rare.
+No sequence is admitted while a running one lacks a page, so one advances, in
+this step or, with the pages of the victim, in the next.
 """
 
 import dataclasses

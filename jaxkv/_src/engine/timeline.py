@@ -52,7 +52,8 @@ class Timeline(NamedTuple):
       to fork a prompt, or gets no column or no page. PREEMPT: the sequence
       loses its pages, because too few are free: it is preempted, its fork is
       refused, or it fails.  # int32[X, B]
-    tokens: the number of tokens computed.  # int32[X, B]
+    tokens: the number of tokens computed, without rejected drafts.
+      # int32[X, B]
   """
 
   start: int
