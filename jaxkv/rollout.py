@@ -51,8 +51,8 @@ Types:
 `import_sequences` return the new state and an outcome with a `jaxkv.Status` for
 each row. A row that fails changes nothing. `score` returns a status for each
 prompt. `generate` and `update_weights` return the state. All of these functions
-are pure and can be called inside `jit`. An argument, or a result of your
-functions, raises TypeError if its type or dtype is wrong, and ValueError if its
+are pure and can be called inside `jit`. Unless a function says otherwise, an
+argument raises TypeError if its type or dtype is wrong, and ValueError if its
 shape is wrong.
 
 Call `generate` inside `jit`, with the state donated. Outside of `jit`, every

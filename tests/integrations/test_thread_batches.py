@@ -23,8 +23,15 @@ class _InterruptedLock(contextlib.AbstractContextManager):
 
 
 def test_an_interrupt_before_the_batch_is_raised():
-  batches = ThreadBatches(lambda requests: [2 * value for value in requests])
+  served = []
+
+  def serve(requests):
+    served.append(requests)
+    return [2 * value for value in requests]
+
+  batches = ThreadBatches(serve)
   batches._access = _InterruptedLock()
   with pytest.raises(KeyboardInterrupt):
     batches.call(3)
   assert batches.call(4) == 8
+  assert served == [[4]]

@@ -331,6 +331,8 @@ class TestArguments:
       lambda state: rollout.submit(state, names["requests"]),
       lambda state: rollout.abort(state, [0]),
       lambda state: rollout.export(state, [0]),
+      lambda state: rollout.import_sequences(state, None),
+      rollout.check,
     ):
       with pytest.raises(ValueError, match=r"a stack of shape \(2,\); call"):
         jax.eval_shape(call, state)

@@ -5,6 +5,7 @@ import functools
 import gc
 import importlib.util
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -225,9 +226,12 @@ def test_what_is_no_snapshot_is_refused(saved, tmp_path):
   target = begun()
   with pytest.raises(ValueError, match="must not exist"):
     checkpoint.save(saved, target)
-  for call in (checkpoint.save, checkpoint.restore):
-    with pytest.raises(ValueError, match="a local folder, got 'gs://bucket/a'"):
-      call("gs://bucket/a", target)
+  for folder in ("gs://bucket/a", pathlib.Path("gs://bucket/a")):
+    for call in (checkpoint.save, checkpoint.restore):
+      with pytest.raises(
+        ValueError, match=r"a local folder, got .*gs:/+bucket"
+      ):
+        call(folder, target)
   with pytest.raises(ValueError, match=r"complete snapshot.*no_such"):
     checkpoint.restore(tmp_path / "no_such", target)
   with pytest.raises(

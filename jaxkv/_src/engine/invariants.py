@@ -15,6 +15,7 @@ from jaxkv._src.engine.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue import Finish
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import check_single
 from jaxkv._src.engine.queue import order_of
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import are_computing
@@ -29,7 +30,9 @@ def check(state: RolloutState) -> None:
 
   Raises:
     CacheError: an invariant does not hold.
+    ValueError: `state` is a stack of rollouts.
   """
+  check_single(state.queue)
   laws = check_invariants(state)
   broken = [name for name, holds in laws.items() if not np.all(holds)]
   if broken:

@@ -95,7 +95,7 @@ def init(
     key: key[], from `jax.random.key`; equal keys give equal samples.
     config: static options.
     first_sequence: int32[], the id of the first sequence of this state. Ids
-      must be unique over all shards of a job, see `devices`. Without
+      must be unique over all shards of a job, see `jaxkv.sharding`. Without
       `Sampling.seed`, a sample's random key depends only on `key` and the id.
     version: int32[], the version of the weights: the number of updates since
       the cache was made, see `update_weights` and `jaxkv.new_epoch`. Required

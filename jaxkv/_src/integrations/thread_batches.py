@@ -39,10 +39,16 @@ class ThreadBatches:
     call = _Call(request)
     with self._access:
       self._calls.append(call)
-    # While this thread waits for the lock, another thread can serve its call.
-    with self._turn:
-      if not call.done:
-        self._serve_all()
+    try:
+      # While this thread waits for the lock, another thread can serve its call.
+      with self._turn:
+        if not call.done:
+          self._serve_all()
+    finally:
+      # After an interrupt, no later batch serves the call.
+      with self._access:
+        if call in self._calls:
+          self._calls.remove(call)
     if call.error is not None:
       raise call.error
     return call.result

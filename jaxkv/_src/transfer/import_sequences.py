@@ -30,6 +30,7 @@ from jaxkv._src.engine.admit import promised_pages
 from jaxkv._src.engine.memory import move_pages
 from jaxkv._src.engine.page_keys import page_keys
 from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import check_single
 from jaxkv._src.engine.queue import first_of
 from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.state import RolloutState
@@ -86,8 +87,9 @@ def import_sequences(
 
   Raises:
     ValueError: the other rollout had other settings, or its memory has another
-      layout.
+      layout; or `state` is a stack of rollouts.
   """
+  check_single(state.queue)
   exported = check_exported(exported, state)
   if exported.code.shape[0] == 0:
     return state, Outcome(code=exported.code)

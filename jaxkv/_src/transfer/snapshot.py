@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -166,8 +167,9 @@ def _orbax() -> Any:
 
 
 def _path(folder: str | pathlib.Path) -> pathlib.Path:
-  # `Path` would turn a URL into a local path.
-  if "://" in str(folder):
+  # `Path` turns a URL into a local path, with one slash. A single letter in
+  # front of the colon is a drive.
+  if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(folder)):
     raise ValueError(
       f"`folder` must be the path of a local folder, got {folder!r}; mount the "
       "storage."

@@ -326,6 +326,8 @@ class Pool:
           break
         if member.worker is None:
           member.worker = self._make(place)
+          # The pool may have been closed meanwhile.
+          continue
         self._serve_once(member, member.worker)
       except _Refused as error:
         with self._changed:
@@ -333,8 +335,12 @@ class Pool:
           self._changed.notify_all()
       # BaseException, because SystemExit would silently end the thread.
       except BaseException as error:
-        _LOGGER.warning("The worker of place %d failed.", place, exc_info=error)
-        self._replace(member, error)
+        # `close` ends calls, which then fail.
+        if not self._is_closed:
+          _LOGGER.warning(
+            "The worker of place %d failed.", place, exc_info=error
+          )
+          self._replace(member, error)
         member.worker = _closed(member.worker)
     member.worker = _closed(member.worker)
 

@@ -44,10 +44,6 @@ def split(requests: Requests, config: RolloutConfig) -> list[Requests]:
 
   All arrays are NumPy arrays, except the tables of stop strings, which the
   prompts share.
-
-  Raises:
-    TypeError: see `as_requests`.
-    ValueError: see `as_requests`.
   """
   requests, samples = as_requests(requests, config), config.num_samples
   if requests.num_samples is None:
