@@ -1,7 +1,6 @@
 """A pool of workers."""
 
 import collections
-import contextlib
 import itertools
 import logging
 import threading
@@ -9,7 +8,6 @@ import time
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
-from typing import NamedTuple
 
 import jax
 
@@ -17,7 +15,8 @@ from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.requests import Requests
-from jaxkv._src.transfer.exported import Exported
+from jaxkv._src.workers.member import Member
+from jaxkv._src.workers.member import MovingPrompts
 from jaxkv._src.workers.prompts import Prompt
 from jaxkv._src.workers.prompts import check_joinable
 from jaxkv._src.workers.prompts import join
@@ -34,43 +33,8 @@ _LOOKAHEAD = 128
 """The number of waiting prompts from which a worker chooses."""
 
 
-class _Moving(NamedTuple):
-  """Sequences of a worker that was removed.
-
-  Attributes:
-    exported: the sequences.
-    prompts: their prompts, by id.
-    version: the version of the worker's weights.
-  """
-
-  exported: Exported
-  prompts: dict[int, Prompt]
-  version: int
-
-
 class _Refused(Exception):
   """A worker refused a prompt that is invalid on every worker."""
-
-
-class _Member:
-  """A place in the pool, which has one worker at a time.
-
-  Attributes:
-    worker: the worker; None until there is work, and after a failure.
-    seen: the prefixes of the worker.
-    prompts: the prompts that run on the worker, by id.
-    version: the version of the worker's weights.
-    num_failures: the failures of this place since a group last ended there.
-    leaves: True after `remove`; the sequences then move to other workers.
-  """
-
-  def __init__(self) -> None:
-    self.worker: Worker | None = None
-    self.seen = Seen()
-    self.prompts: dict[int, Prompt] = {}
-    self.version = 0
-    self.num_failures = 0
-    self.leaves = False
 
 
 class Pool:
@@ -123,7 +87,7 @@ class Pool:
     self._max_failures = as_count("max_failures", max_failures, 0)
     self._changed = threading.Condition()
     self._waiting: collections.deque[Prompt] = collections.deque()
-    self._moving: list[_Moving] = []
+    self._moving: list[MovingPrompts] = []
     self._finished: collections.deque[Group] = collections.deque()
     self._params: Any = None
     self._version = self._next_id = 0
@@ -133,8 +97,8 @@ class Pool:
     self._unfinished: set[int] = set()
     self._error: BaseException | None = None
     self._is_closed = False
-    self._members: dict[int, _Member] = {}
-    self._threads: list[tuple[threading.Thread, _Member]] = []
+    self._members: dict[int, Member] = {}
+    self._threads: list[tuple[threading.Thread, Member]] = []
     self._next_place = 0
     for _ in range(as_count("count", count, 1)):
       self.add()
@@ -159,7 +123,7 @@ class Pool:
     with self._changed:
       self._check()
       place, self._next_place = self._next_place, self._next_place + 1
-      member = self._members[place] = _Member()
+      member = self._members[place] = Member()
       thread = threading.Thread(
         target=self._serve, args=(place, member), daemon=True
       )
@@ -307,7 +271,7 @@ class Pool:
       thread.join(max(end - time.monotonic(), 0.0))
       # A Ray actor that waits for resources returns only when it is killed.
       if thread.is_alive():
-        _closed(member.worker)
+        member.close()
 
   def _check(self) -> None:
     if self._is_closed:
@@ -317,7 +281,7 @@ class Pool:
         f"The pool has stopped: {self._error}"
       ) from self._error
 
-  def _serve(self, place: int, member: _Member) -> None:
+  def _serve(self, place: int, member: Member) -> None:
     """Runs the workers of a place; the target of its thread."""
     while self._waits_for_work(member):
       try:
@@ -337,14 +301,11 @@ class Pool:
       except BaseException as error:
         # `close` ends calls, which then fail.
         if not self._is_closed:
-          _LOGGER.warning(
-            "The worker of place %d failed.", place, exc_info=error
-          )
-          self._replace(member, error)
-        member.worker = _closed(member.worker)
-    member.worker = _closed(member.worker)
+          self._replace(place, member, error)
+        member.close()
+    member.close()
 
-  def _waits_for_work(self, member: _Member) -> bool:
+  def _waits_for_work(self, member: Member) -> bool:
     """Waits for work; returns False if the pool is closed or has failed."""
 
     def has_work() -> bool:
@@ -361,7 +322,7 @@ class Pool:
       self._changed.wait_for(has_work)
       return not (self._is_closed or self._error)
 
-  def _serve_once(self, member: _Member, worker: Worker) -> None:
+  def _serve_once(self, member: Member, worker: Worker) -> None:
     self._update(member, worker)
     self._take_moving(member, worker)
     self._take_waiting(member, worker)
@@ -378,7 +339,7 @@ class Pool:
         self._unfinished.difference_update(numbers)
       self._changed.notify_all()
 
-  def _forget(self, member: _Member, number: int) -> Prompt:
+  def _forget(self, member: Member, number: int) -> Prompt:
     prompt = member.prompts.pop(number)
     member.seen.forget(prompt)
     return prompt
@@ -387,7 +348,7 @@ class Pool:
     """Puts prompts in front of the waiting prompts, in their order."""
     self._waiting.extendleft(reversed(prompts))
 
-  def _update(self, member: _Member, worker: Worker) -> None:
+  def _update(self, member: Member, worker: Worker) -> None:
     with self._changed:
       params, version = self._params, self._version
     if member.version == version:
@@ -397,7 +358,7 @@ class Pool:
       member.version = version
       self._put_back([self._forget(member, number) for number in dropped])
 
-  def _take_moving(self, member: _Member, worker: Worker) -> None:
+  def _take_moving(self, member: Member, worker: Worker) -> None:
     """Takes sequences of removed workers, if there is room."""
     if not self._moving or not worker.room().prompts:
       return
@@ -427,7 +388,7 @@ class Pool:
         self._put_back(list(moving.prompts.values()))
       self._changed.notify_all()
 
-  def _take_waiting(self, member: _Member, worker: Worker) -> None:
+  def _take_waiting(self, member: Member, worker: Worker) -> None:
     room = worker.room()
     with self._changed:
       # Reads more prompts than fit, as some may have longer prefixes elsewhere.
@@ -472,20 +433,21 @@ class Pool:
       ]
       self._put_back(refused)
 
-  def _leave(self, place: int, member: _Member, worker: Worker | None) -> None:
+  def _leave(self, place: int, member: Member, worker: Worker | None) -> None:
     """Removes a place; other workers can then take its sequences."""
     moving = []
     if worker is not None and member.prompts:
       self._update(member, worker)
       exported = worker.export()
-      moving = [_Moving(exported, member.prompts, member.version)]
+      moving = [MovingPrompts(exported, member.prompts, member.version)]
     with self._changed:
       self._moving += moving
       del self._members[place]
       self._changed.notify_all()
 
-  def _replace(self, member: _Member, error: BaseException) -> None:
+  def _replace(self, place: int, member: Member, error: BaseException) -> None:
     """Puts back the prompts of a worker that failed, to wait again."""
+    _LOGGER.warning("The worker of place %d failed.", place, exc_info=error)
     with self._changed:
       self._put_back(list(member.prompts.values()))
       member.prompts, member.seen, member.version = {}, Seen(), 0
@@ -497,10 +459,3 @@ class Pool:
         )
         self._error.__cause__ = error
       self._changed.notify_all()
-
-
-def _closed(worker: Worker | None) -> None:
-  """Closes a worker, which may have failed already."""
-  if worker is not None:
-    with contextlib.suppress(BaseException):
-      worker.close()
