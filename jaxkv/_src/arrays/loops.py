@@ -4,6 +4,7 @@ On a GPU, the host reads the predicate of a loop before every iteration while
 the device waits. So on a GPU the first items are processed without a loop.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 from typing import TypeVar
@@ -69,6 +70,17 @@ def at_most_once(
 
   start = sharding.match_varying_axes((condition, carry))
   return lax.while_loop(lambda loop: loop[0], trip, start)[1]
+
+
+def if_needed(
+  condition: Array, body: Callable[[Carry], Carry], carry: Carry
+) -> Carry:
+  """Computes `body(carry)` if `condition`, else `carry`, updated in place.
+
+  On a GPU, `body` always runs, because the host would wait for the condition.
+  So `body` must return the carry unchanged if the condition does not hold.
+  """
+  return on_gpu(body, functools.partial(at_most_once, condition, body), carry)
 
 
 class Items(NamedTuple):

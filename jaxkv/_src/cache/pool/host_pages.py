@@ -89,7 +89,6 @@ class Exchanged(NamedTuple):
   """The pages that `exchange` changed.
 
   Attributes:
-    evicted: the popped device pages that were cached, saved or not.
     removed: the pages that left the index: cached host pages that saved pages
       overwrote, and cached device pages that were popped and not saved.
     numbers: int32[2 W], the page number of each item of `removed`.
@@ -98,7 +97,6 @@ class Exchanged(NamedTuple):
     moved: bool[X], False for items without a move.
   """
 
-  evicted: RemovedPages
   removed: RemovedPages
   numbers: Array
   sources: Array
@@ -159,25 +157,31 @@ def must_stay(
   Returns:
     bool[W]. A pop ends before the first live page with True.
   """
-  lanes = jnp.arange(pages.shape[0], dtype=jnp.int32)
-  targets, live = free_queue.entries_at(host.queue, lanes)
   entries = prefix_index.entries_of(index, pages, pages >= 0)
-  saved = entries.valid & _are_saved(host, index, entries.stamps)
-  if without_loops:
-    # The count ends before the first host page whose removal needs a loop.
-    passed = live & prefix_index.has_passed(index, first_number + targets)
-    live &= loops.cumulative_sum(passed) == 0
-  num_targets = jnp.sum(live, dtype=jnp.int32)
-  stays = loops.cumulative_sum(saved) > num_targets
-  if without_loops:
-    stays |= ~saved & prefix_index.has_passed(index, pages)
-  return stays
+
+  def cached_that_stay(stays: Array) -> Array:
+    lanes = jnp.arange(pages.shape[0], dtype=jnp.int32)
+    targets, live = free_queue.entries_at(host.queue, lanes)
+    saved = entries.valid & _are_saved(host, index, entries.stamps)
+    if without_loops:
+      # The count ends before the first host page whose removal needs a loop.
+      passed = live & prefix_index.has_passed(index, first_number + targets)
+      live &= loops.cumulative_sum(passed) == 0
+    num_targets = jnp.sum(live, dtype=jnp.int32)
+    stays |= loops.cumulative_sum(saved) > num_targets
+    if without_loops:
+      stays |= ~saved & prefix_index.has_passed(index, pages)
+    return stays
+
+  none = jnp.zeros_like(entries.valid)
+  return loops.if_needed(entries.total > 0, cached_that_stay, none)
 
 
 def exchange(
   host: HostPages,
   index: PrefixIndex,
   pages: Array,
+  evicted: RemovedPages,
   valid: Array,
   *,
   first_number: int,
@@ -190,6 +194,7 @@ def exchange(
     host: the host pages.
     index: the prefix index.
     pages: int32[W].
+    evicted: the entries of the popped pages that are cached.
     valid: bool[W], the popped pages, all before the first page that must stay.
     first_number: page q of the host's queue has the number `first_number` + q.
     restored: int32[W], the host page to restore to each page, by its number in
@@ -198,7 +203,6 @@ def exchange(
   """
   # The entries of saved and restored pages are read together and then written
   # together. XLA would copy the index if a write came before a read.
-  evicted = prefix_index.entries_of(index, pages, valid)
   saved = evicted.valid & _are_saved(host, index, evicted.stamps)
   sources, moved = pages, saved
   if restored is None:
@@ -249,14 +253,7 @@ def exchange(
   return (
     host,
     index,
-    Exchanged(
-      evicted,
-      removed,
-      numbers,
-      sources=sources,
-      targets=targets,
-      moved=moved,
-    ),
+    Exchanged(removed, numbers, sources=sources, targets=targets, moved=moved),
   )
 
 

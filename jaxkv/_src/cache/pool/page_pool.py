@@ -416,28 +416,47 @@ def _exchange(
   *,
   without_loops: bool,
 ) -> tuple[PoolState, RemovedPages]:
-  """Moves contents between popped device pages and host pages."""
+  """Moves contents between popped device pages and host pages.
+
+  Returns:
+    The pool, and the popped pages that were cached, saved or not.
+  """
   assert pool.host is not None
   assert pool.index is not None
-  host, index, exchanged = host_pages.exchange(
-    pool.host,
-    pool.index,
-    pages,
-    valid,
-    first_number=pool.ref_count.shape[0],
-    restored=restored,
-    without_loops=without_loops,
-  )
-  log, removed = pool.events, exchanged.removed
-  if log is not None:
-    log = telemetry.log_removed(
-      log, removed.valid, exchanged.numbers, removed.keys
+  evicted = prefix_index.entries_of(pool.index, pages, valid)
+
+  def exchange(
+    loop: tuple[HostPages, PrefixIndex, EventLog | None],
+  ) -> tuple[HostPages, PrefixIndex, EventLog | None]:
+    host, index, log = loop
+    host, index, exchanged = host_pages.exchange(
+      host,
+      index,
+      pages,
+      evicted,
+      valid,
+      first_number=pool.ref_count.shape[0],
+      restored=restored,
+      without_loops=without_loops,
     )
-    log = telemetry.move_groups(
-      log, exchanged.sources, exchanged.targets, exchanged.moved
-    )
+    if log is not None:
+      removed = exchanged.removed
+      log = telemetry.log_removed(
+        log, removed.valid, exchanged.numbers, removed.keys
+      )
+      log = telemetry.move_groups(
+        log, exchanged.sources, exchanged.targets, exchanged.moved
+      )
+    return host, index, log
+
+  loop = pool.host, pool.index, pool.events
+  if restored is None:
+    loop = loops.if_needed(evicted.total > 0, exchange, loop)
+  else:
+    loop = exchange(loop)
+  host, index, log = loop
   pool = dataclasses.replace(pool, host=host, index=index, events=log)
-  return pool, exchanged.evicted
+  return pool, evicted
 
 
 def _count_ages(
