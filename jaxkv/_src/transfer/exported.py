@@ -37,10 +37,11 @@ Layout = tuple[tuple[str, str], ...]
 class Exported(Outcome):
   """The result of `export`; a row is OK if its sequence was removed.
 
-  The R sequences belong to no rollout. The arrays can be saved, or sent to
-  another process. Protect them like a `RolloutState`: they contain tokens, and
-  a rollout that imports them does not verify the K/V. In the shape of `page`,
-  G is the number of layer groups, and A is W / page_size, rounded up.
+  The R sequences belong to no rollout. They can be pickled, for example to send
+  them to another process. Protect them like a `RolloutState`: they contain
+  tokens, and a rollout that imports them does not verify the K/V. In the shape
+  of `page`, G is the number of layer groups, and A is W / page_size, rounded
+  up.
 
   Attributes:
     code: a `Status` for each sequence.  # int32[R]
