@@ -192,10 +192,7 @@ def test_damaged_weights_are_refused(ray):
   make = ray_workers.RayWorkers(_make, num_cpus=0.5)
   worker = make(0)
   params = jax.device_get(_params(1))
-  stored = ray_workers._StoredWeights(
-    params, ray.put(params), b"another checksum"
-  )
-  make._weights = stored
+  make._stored = params, ray.put((params, b"another checksum"))
   with pytest.raises(ValueError, match="stored as version 1, got other bytes"):
     worker.update_weights(params, 1, None)
   worker.close()

@@ -245,6 +245,15 @@ def test_an_engine_that_cannot_be_made_changes_nothing(model):
   assert engine._engine.sizes.max_length == 64
 
 
+def test_a_call_that_no_engine_fits_fails_alone(model):
+  """In one batch with the call of another thread."""
+  engine = setup.ours(model)
+  config, large = setup.config(), setup.config(kv_cache_size=2**40)
+  jobs = engine._jobs([engine._tokens(_TEXTS[0])], config)
+  results = engine._serve([(jobs, False, config), (jobs, False, large)])
+  assert len(results[0]) == 1 and "`pages_per_slot" in str(results[1])
+
+
 def test_no_prompt(model):
   with pytest.raises(ValueError, match="at least one prompt, got none"):
     setup.ours(model).generate([], setup.config())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,18 @@ def test_sequences_continue_elsewhere():
     prompt = by_hand.PROMPTS[number // 2 if number < 100 else 0]
     expected = by_hand.expected(number, prompt, 1.0, _CONFIG)
     by_hand.check_sequence(*found[number], expected)
+
+
+def test_exported_sequences_can_be_pickled():
+  _, exported = rollout.export(_begun((2, 1, 0, 0)), [0, 1, 2], max_pages=1)
+  copy = pickle.loads(pickle.dumps(jax.device_get(exported)))
+  assert jax.tree.structure(copy) == jax.tree.structure(exported)
+  data = [
+    jax.random.key_data(keys) for keys in (copy.queue.keys, exported.queue.keys)
+  ]
+  np.testing.assert_array_equal(*data)
+  _, out = rollout.import_sequences(_target(), copy)
+  assert out.ok.all()
 
 
 @pytest.mark.deep

@@ -2,6 +2,7 @@
 
 import collections
 import random
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,11 @@ class _Running:
   def __init__(self, number: int, blocks: list[bytes]):
     self.number, self.blocks = number, blocks
     self.tokens: list[tuple[int, int]] = []
+
+
+class _Exported(NamedTuple):
+  version: int
+  running: list[_Running]
 
 
 class StubWorker:
@@ -109,10 +115,10 @@ class StubWorker:
 
   def export(self):
     moved, self._running, self._waiting = self._running + self._waiting, [], []
-    return moved
+    return _Exported(self.version, moved)
 
   def import_sequences(self, exported, ids) -> list[int]:
-    entered = [one for one in exported if one.number in ids]
+    entered = [one for one in exported.running if one.number in ids]
     entered = entered[: self.room().prompts]
     self._waiting = entered + self._waiting
     return [one.number for one in entered]

@@ -128,6 +128,20 @@ def test_moved_sequences_are_not_computed_again():
   assert int(second._state.counters.recomputed) == 0
 
 
+@pytest.mark.slow
+def test_groups_do_not_keep_the_results_of_others():
+  worker, groups = _by_hand(0), []
+  requests = _requests()
+  some = rollout.Requests(requests.tokens[:3], requests.lengths[:3])
+  worker.submit(some, [0, 2, 4])
+  while len(groups) < 3:
+    groups += worker.advance()
+  for array in jax.tree.leaves(groups[0].results):
+    assert array.base is None or array.base.size == array.size
+  worker.close()
+  worker.close()
+
+
 def test_a_rollout_of_other_weights_or_with_sequences_is_refused():
   state = _by_hand(0)._state
   cache = dataclasses.replace(state.memory.cache, epoch=jnp.uint32(3))

@@ -9,9 +9,9 @@ import pytest
 
 from jaxkv import rollout
 from jaxkv import workers
+from jaxkv._src.workers.member import Member
 from jaxkv._src.workers.prompts import Prompt
 from jaxkv._src.workers.prompts import split
-from jaxkv._src.workers.routing import Seen
 from jaxkv._src.workers.routing import choose
 from tests.workers.stub import FailingWorker
 from tests.workers.stub import StubWorker
@@ -334,6 +334,31 @@ class TestMembers:
           pool.remove(0)
       assert found == _wanted(ids)
 
+  def test_sequences_that_cannot_be_imported_begin_again(self):
+    """Each failure uses up an export, so they cannot fail for ever."""
+    has_begun, may_go_on, failures = threading.Event(), threading.Event(), []
+
+    class Refuses(StubWorker):
+      def advance(self):
+        has_begun.set()
+        may_go_on.wait()
+        return super().advance()
+
+      def import_sequences(self, exported, ids):
+        failures.append(ids)
+        raise OSError("out of memory")
+
+    with workers.Pool(
+      lambda _: Refuses(steps=1), 1, config=_CONFIG, max_failures=8
+    ) as pool:
+      ids = pool.submit(requests_of(_prompts(30)))
+      has_begun.wait()
+      pool.add()
+      pool.remove(0)
+      may_go_on.set()
+      assert _results(pool) == _wanted(ids)
+    assert failures
+
   def test_a_place_without_a_worker_is_removed_without_one(self):
     made = []
 
@@ -351,6 +376,10 @@ class TestMembers:
     with workers.Pool(lambda _: StubWorker(), 1, config=_CONFIG) as pool:
       with pytest.raises(ValueError, match="must not be the last worker"):
         pool.remove(0)
+      pool.remove(pool.add())
+      with pytest.raises(ValueError, match="must not be the last worker"):
+        pool.remove(0)
+      pool.remove(1)
       with pytest.raises(ValueError, match=r"`place` must be one of \[0\]"):
         pool.remove(5)
 
@@ -426,9 +455,10 @@ class TestRouting:
       Prompt(number, part, ())
       for number, part in enumerate(split(requests, config))
     ]
-    taken = choose(waiting, workers.Room(9, 4), Seen(), [Seen()])
-    assert 4 <= sum(prompt.num_samples for prompt in taken) <= 6
-    assert choose(waiting, workers.Room(9, 4), Seen(), []) == waiting
+    room, member, peer = workers.Room(9, 4), Member(0, print), Member(1, print)
+    taken = choose(waiting, room, member, [peer])
+    assert 4 <= sum(counts[prompt.id] for prompt in taken) <= 6
+    assert choose(waiting, room, member, []) == waiting
 
   @pytest.mark.slow
   def test_families_of_prompts_stay_together(self):

@@ -50,11 +50,16 @@ def test_any_order():
     np.testing.assert_array_equal(array, other)
 
 
-def test_shorter_tables_are_padded():
-  parts = prompts.split(_requests(), _CONFIG)
-  joined = prompts.join(parts[:1], 32)
-  assert joined.tokens.shape == (1, 32)
-  np.testing.assert_array_equal(joined.tokens[0, 20:], 0)
+def test_shorter_prompts_are_padded():
+  rows = [[1, 2, 3]], [[4]]
+  parts = [
+    prompts.split(rollout.Requests(row, [len(row[0])]), _CONFIG)[0]
+    for row in rows
+  ]
+  joined = prompts.join(parts)
+  assert joined.lengths.tolist() == [3, 1]
+  assert joined.tokens.shape == (2, 3)
+  assert joined.tokens[0].tolist() == [1, 2, 3] and joined.tokens[1, 0] == 4
 
 
 def test_shorter_lists_are_padded():

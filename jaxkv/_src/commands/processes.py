@@ -1,6 +1,7 @@
 """`--processes`: splits the prompts of a command over several JAX processes."""
 
 import argparse
+import pickle
 import re
 from typing import Any
 from typing import NamedTuple
@@ -32,10 +33,6 @@ class Processes(NamedTuple):
   address: str  # of process 0
   total: int
   number: int  # of this process
-
-  def share_of(self, size: int) -> int:
-    """Returns the size of the largest part when `size` prompts are split."""
-    return -(-size // self.total)
 
   def part_of(self, size: int) -> slice:
     """Returns the part of the `size` prompts that this process computes."""
@@ -80,32 +77,26 @@ def start(processes: Processes) -> None:
 
 
 def gathered(
-  results: rollout.Generated, figures: dict[str, Any], share: int
+  results: rollout.Generated, figures: dict[str, Any]
 ) -> tuple[rollout.Generated, dict[str, Any]]:
   """Gathers the samples of all processes, in order, and combines the figures.
 
-  Args:
-    results: the samples of this process. Their width is equal in all processes.
-    figures: the figures of this process, numbers by name.
-    share: the maximum number of samples of a process.
+  The samples of all processes must have equal widths.
   """
-
-  def padded(array: Any) -> np.ndarray:
-    array = np.asarray(array)
-    rows = ((0, share - len(array)),) + ((0, 0),) * (array.ndim - 1)
-    return np.pad(array, rows)
-
-  # Gathered as bytes, because jax converts 64-bit numbers to 32 bits.
-  numbers = np.asarray(list(figures.values()), np.float64).view(np.uint8)
-  results, numbers = multihost_utils.process_allgather(
-    (jax.tree.map(padded, results), numbers)
-  )
-  results = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
-  exists = np.asarray(results.valid)
-  results = jax.tree.map(lambda x: np.asarray(x)[exists], results)
+  # As bytes, because jax gathers arrays of equal shapes, and converts 64-bit
+  # numbers to 32 bits. The processes run one command, and trust each other.
+  data = pickle.dumps((jax.device_get(results), figures))
+  size = np.max(multihost_utils.process_allgather(np.int32(len(data))))
+  padded = np.frombuffer(data.ljust(int(size)), np.uint8)
+  parts = [
+    # `loads` ignores the padding after a pickle.
+    pickle.loads(row.tobytes())
+    for row in np.asarray(multihost_utils.process_allgather(padded))
+  ]
+  samples, numbers = zip(*parts, strict=True)
+  results = jax.tree.map(lambda *rows: np.concatenate(rows), *samples)
   totals = {}
-  numbers = np.asarray(numbers).reshape(-1, 8 * len(figures)).view(np.float64)
-  for (name, number), values in zip(figures.items(), numbers.T, strict=True):
+  for name in figures:
     of_all = np.max if name in _EQUAL_OR_LARGEST else np.sum
-    totals[name] = type(number)(of_all(values))
+    totals[name] = of_all([part[name] for part in numbers]).item()
   return results, totals

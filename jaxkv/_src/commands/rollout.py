@@ -115,9 +115,7 @@ def run(args: argparse.Namespace) -> int:
     result["largest_difference"] = largest_difference(model, out.state)
   results = out.results
   if args.processes:
-    results, result = processes.gathered(
-      results, result, args.processes.share_of(len(prompts)) * args.samples
-    )
+    results, result = processes.gathered(results, result)
     if not is_writer:
       return 0
   result["texts"] = _texts(

@@ -1,39 +1,16 @@
 """Workers of a `jaxkv.workers.Pool` as Ray actors."""
 
+import functools
 import hashlib
 import threading
 from collections.abc import Callable
 from typing import Any
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import workers
 from jaxkv._src.extras import extra_package
-
-
-class _Key(NamedTuple):
-  """The data of a `jax.random.key`, because a key cannot be pickled."""
-
-  data: np.ndarray
-  impl: str
-
-
-class _StoredWeights(NamedTuple):
-  """Weights in Ray's object store.
-
-  Attributes:
-    source: the weights before they were stored. Their identity distinguishes
-      updates, because two pools can use equal version numbers.
-    params: Ray's reference to the stored arrays.
-    checksum: the checksum of the arrays before they were stored.
-  """
-
-  source: Any
-  params: Any
-  checksum: bytes
 
 
 class RayWorkers:
@@ -84,78 +61,49 @@ class RayWorkers:
       raise RuntimeError("Ray must be started first; call ray.init().")
     self._actor = self._ray.remote(_Actor).options(**options)
     self._make, self._timeout = make, timeout
-    self._lock, self._weights = threading.Lock(), None
+    self._lock = threading.Lock()
+    # The weights of the last update, and Ray's reference to their copy.
+    self._stored: tuple[Any, Any] | None = None
 
-  def __call__(self, place: int) -> "RayWorker":
+  def __call__(self, place: int) -> Any:
     """Returns a new worker for a place of the pool."""
     actor = self._actor.remote(self._make, place)
-    return RayWorker(self._ray, actor, self._stored, self._timeout)
+    return _RayWorker(self._ray, actor, self._store, self._timeout)
 
-  def _stored(self, params: Any) -> _StoredWeights:
-    """Puts weights into the object store, unless the last call stored them."""
+  def _store(self, params: Any) -> Any:
+    """Returns a reference to weights and their checksum in the object store."""
     with self._lock:
-      if self._weights is None or self._weights.source is not params:
+      # By identity, because two pools can use equal version numbers.
+      if self._stored is None or self._stored[0] is not params:
         arrays = jax.device_get(params)
-        self._weights = _StoredWeights(
-          params, self._ray.put(arrays), checksum_of(arrays)
-        )
-      return self._weights
+        copy = self._ray.put((arrays, checksum_of(arrays)))
+        self._stored = params, copy
+      return self._stored[1]
 
 
-class RayWorker:
-  """A `jaxkv.workers.Worker` in a Ray actor; `RayWorkers` makes it."""
+class _RayWorker:
+  """A worker in a Ray actor, with all methods of `jaxkv.workers.Worker`."""
 
   def __init__(
-    self,
-    ray: Any,
-    actor: Any,
-    stored: Callable[..., _StoredWeights],
-    timeout: Any,
+    self, ray: Any, actor: Any, store: Callable[[Any], Any], timeout: Any
   ):
     self._ray, self._actor = ray, actor
-    self._stored, self._timeout = stored, timeout
+    self._store, self._timeout = store, timeout
 
-  def _call(self, name: str, *arguments: Any) -> Any:
-    result = getattr(self._actor, name).remote(*arguments)
-    return self._ray.get(result, timeout=self._timeout)
+  def __getattr__(self, name: str) -> Callable[..., Any]:
+    return functools.partial(self._get, self._actor.call, name)
 
-  def room(self) -> workers.Room:
-    """See `jaxkv.workers.Worker`."""
-    return self._call("call", "room")
-
-  def match(self, requests: Any) -> np.ndarray:
-    """See `jaxkv.workers.Worker`."""
-    return self._call("call", "match", requests)
-
-  def submit(self, requests: Any, ids: list[int]) -> list[bool]:
-    """See `jaxkv.workers.Worker`."""
-    return self._call("call", "submit", requests, ids)
-
-  def advance(self) -> list[workers.Group]:
-    """See `jaxkv.workers.Worker`."""
-    return self._call("call", "advance")
+  def _get(self, method: Any, *arguments: Any) -> Any:
+    # Ray replaces references among `arguments` by the stored objects.
+    return self._ray.get(method.remote(*arguments), timeout=self._timeout)
 
   def update_weights(
     self, params: Any, version: int, max_age: int | None
   ) -> list[int]:
-    """See `jaxkv.workers.Worker`."""
-    weights = self._stored(params)
-    # Ray resolves references that are arguments, not those inside an argument.
-    return self._call(
-      "update_weights", weights.params, weights.checksum, version, max_age
-    )
-
-  def export(self) -> Any:
-    """See `jaxkv.workers.Worker`."""
-    return _with_keys(self._call("call", "export"))
-
-  def import_sequences(self, exported: Any, ids: list[int]) -> list[int]:
-    """See `jaxkv.workers.Worker`."""
-    exported = _without_keys(exported)
-    return self._call("call", "import_sequences", exported, ids)
+    stored = self._store(params)
+    return self._get(self._actor.update_weights, stored, version, max_age)
 
   def close(self) -> None:
-    """Ends the actor."""
     self._ray.kill(self._actor)
 
 
@@ -166,12 +114,12 @@ class _Actor:
     self._worker = make(place)
 
   def call(self, name: str, *arguments: Any) -> Any:
-    arguments = tuple(map(_with_keys, arguments))
-    return _without_keys(getattr(self._worker, name)(*arguments))
+    return getattr(self._worker, name)(*arguments)
 
   def update_weights(
-    self, params: Any, checksum: bytes, version: int, max_age: int | None
+    self, stored: tuple[Any, bytes], version: int, max_age: int | None
   ) -> list[int]:
+    params, checksum = stored
     if checksum_of(params) != checksum:
       raise ValueError(
         f"`params` must be the weights that were stored as version {version}, "
@@ -189,30 +137,3 @@ def checksum_of(params: Any) -> bytes:
     checksum.update(repr(name).encode())
     checksum.update(array.reshape(-1).view(np.uint8).data)
   return checksum.digest()
-
-
-def _without_keys(tree: Any) -> Any:
-  """Replaces random keys by `_Key`s, and other jax arrays by numpy arrays."""
-
-  def replaced(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.Array):
-      return leaf
-    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      return np.asarray(leaf)
-    impl = str(jax.random.key_impl(leaf))
-    return _Key(np.asarray(jax.random.key_data(leaf)), impl)
-
-  return jax.tree.map(replaced, tree)
-
-
-def _with_keys(tree: Any) -> Any:
-  """Replaces each `_Key` by its random key, and keeps all other leaves."""
-
-  def replaced(leaf: Any) -> Any:
-    if not isinstance(leaf, _Key):
-      return leaf
-    return jax.random.wrap_key_data(jnp.asarray(leaf.data), impl=leaf.impl)
-
-  return jax.tree.map(
-    replaced, tree, is_leaf=lambda leaf: isinstance(leaf, _Key)
-  )

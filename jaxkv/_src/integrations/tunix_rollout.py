@@ -231,7 +231,13 @@ class TunixRollout:
     For a request that does not fit, the error is returned instead of raised, so
     that the other threads get their answers.
     """
-    engine = self._engine_for(requests)
+    try:
+      engine = self._engine_for(requests)
+    except ValueError as error:
+      if len(requests) == 1:
+        return [error]
+      # No engine fits one of them, and alone it cannot fail the others.
+      return [self._serve([request])[0] for request in requests]
     errors = [_error_of(part, engine.sizes) for part, _, _ in requests]
     good = [
       request

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxkv._src.cache.prefix import hashing
@@ -36,10 +37,11 @@ Layout = tuple[tuple[str, str], ...]
 class Exported(Outcome):
   """The result of `export`; a row is OK if its sequence was removed.
 
-  The R sequences belong to no rollout. The arrays can be saved, or sent to
-  another process. Protect them like a `RolloutState`: they contain tokens, and
-  a rollout that imports them does not verify the K/V. In the shape of `page`,
-  G is the number of layer groups, and A is W / page_size, rounded up.
+  The R sequences belong to no rollout. They can be pickled, for example to send
+  them to another process. Protect them like a `RolloutState`: they contain
+  tokens, and a rollout that imports them does not verify the K/V. In the shape
+  of `page`, G is the number of layer groups, and A is W / page_size, rounded
+  up.
 
   Attributes:
     code: a `Status` for each sequence.  # int32[R]
@@ -72,6 +74,19 @@ class Exported(Outcome):
   page_size: int = dataclasses.field(metadata={"static": True})
   layout: Layout = dataclasses.field(metadata={"static": True})
   memory_layout: Layout = dataclasses.field(metadata={"static": True})
+
+  def __getstate__(self) -> dict[str, Any]:
+    # Random keys cannot be pickled, only their data.
+    data = np.asarray(jax.random.key_data(self.queue.keys))
+    impl = str(jax.random.key_impl(self.queue.keys))
+    queue = dataclasses.replace(self.queue, keys=(data, impl))
+    return vars(self) | {"queue": queue}
+
+  def __setstate__(self, state: dict[str, Any]) -> None:
+    queue = state["queue"]
+    data, impl = queue.keys
+    keys = jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
+    vars(self).update(state, queue=dataclasses.replace(queue, keys=keys))
 
 
 def fingerprint_of(cache: CacheState) -> Array | None:

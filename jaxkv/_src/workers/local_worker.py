@@ -1,5 +1,7 @@
 """A worker in this process."""
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.requests import Requests
+from jaxkv._src.engine.requests import as_requests
 from jaxkv._src.engine.results.generated import harvest
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.verbs.abort import abort
@@ -24,8 +27,7 @@ from jaxkv._src.engine.verbs.update_weights import update_weights
 from jaxkv._src.transfer.export import export
 from jaxkv._src.transfer.exported import Exported
 from jaxkv._src.transfer.import_sequences import import_sequences
-from jaxkv._src.workers.prompts import join
-from jaxkv._src.workers.prompts import split
+from jaxkv._src.workers.prompts import take
 from jaxkv._src.workers.worker import Group
 from jaxkv._src.workers.worker import Room
 
@@ -77,7 +79,9 @@ class LocalWorker:
         f"{version} and {count} sequences; make it of a new cache and of "
         "prompts with `num_samples` 0."
       )
-    self._hooks = {"model": model, "process": process, "draft": draft}
+    self._generate = functools.partial(
+      _generate, model=model, process=process, draft=draft
+    )
     self._until = Until(steps=jnp.int32(as_count("steps", steps, 1)))
     self._params, self._state = jax.tree.map(jnp.asarray, params), state
 
@@ -93,27 +97,22 @@ class LocalWorker:
 
   def match(self, requests: Requests) -> np.ndarray:
     """Returns the number of cached tokens of each prompt, int32[P]."""
-    count, salts = len(requests.lengths), requests.salts
-    rows = np.minimum(np.arange(_padded_size(count)), count - 1)
-    tokens = np.asarray(requests.tokens)[rows]
-    missing = self._state.queue.width - 1 - tokens.shape[1]
-    if salts is not None:
-      salts = np.asarray(salts)[rows * self._state.config.num_samples]
-    num_cached = _match(
+    padded, samples = self._padded(requests), self._state.config.num_samples
+    matched = match(
       self._state.memory.cache,
-      np.pad(tokens, ((0, 0), (0, max(missing, 0)))),
-      np.asarray(requests.lengths)[rows],
-      salts,
+      padded.tokens,
+      padded.lengths,
+      salts=None if padded.salts is None else padded.salts[::samples],
     )
-    return np.asarray(num_cached)[:count]
+    return np.asarray(matched.num_cached_tokens)[: len(requests.lengths)]
 
   def submit(self, requests: Requests, ids: list[int]) -> list[bool]:
     """Adds prompts to the queue; returns True for each one that was added."""
-    requests, count = self._padded(requests)
-    numbers = np.zeros(requests.lengths.shape, np.int32)
-    numbers[:count] = ids
-    mask = np.arange(numbers.size) < count
-    self._state, out = _submit(self._state, requests, ids=numbers, mask=mask)
+    padded = self._padded(requests)
+    mask = np.arange(len(padded.lengths)) < len(ids)
+    numbers = np.zeros(mask.shape, np.int32)
+    numbers[mask] = ids
+    self._state, out = _submit(self._state, padded, ids=numbers, mask=mask)
     refused = [
       f"{Status(code).name} for id {number}"
       for code, number in zip(out.code.tolist(), ids, strict=False)
@@ -124,30 +123,33 @@ class LocalWorker:
         f"`requests` must be valid prompts, got {', '.join(refused)}; see "
         "jaxkv.rollout.submit."
       )
-    return np.asarray(out.ok)[:count].tolist()
+    return np.asarray(out.ok)[mask].tolist()
 
-  def _padded(self, requests: Requests) -> tuple[Requests, int]:
-    """Pads requests to one of few shapes; also returns the original number."""
-    count = len(requests.lengths)
-    prompts = split(requests, self._state.config)
-    prompts += prompts[-1:] * (_padded_size(count) - count)
-    columns = self._state.queue.width - 1
-    return join(prompts, columns), count
+  def _padded(self, requests: Requests) -> Requests:
+    """Pads requests to one of few shapes, so that few sizes are compiled."""
+    requests = as_requests(requests, self._state.config)
+    count, samples = len(requests.lengths), self._state.config.num_samples
+    # The last prompt is repeated, up to a power of 2.
+    rows = np.minimum(np.arange(1 << (count - 1).bit_length()), count - 1)
+    requests = take(requests, rows, samples)
+    # A prompt that is too long is refused by `submit`, and has no match.
+    missing = max(self._state.queue.width - 1 - requests.tokens.shape[1], 0)
+    tokens = np.pad(requests.tokens, ((0, 0), (0, missing)))
+    return dataclasses.replace(requests, tokens=tokens)
 
   def advance(self) -> list[Group]:
     """Generates tokens; removes and returns the groups that have ended."""
-    self._state = _generate(
-      self._params, self._state, self._until, **self._hooks
-    )
+    self._state = self._generate(self._params, self._state, self._until)
     self._state, out = _harvest(self._state, groups=True)
     samples = self._state.config.num_samples
-    is_ready = np.asarray(out.ok).reshape(-1, samples).any(axis=1)
-    if not is_ready.any():
+    starts = np.flatnonzero(np.asarray(out.ok)[::samples]) * samples
+    if not starts.size:
       return []
     results = jax.device_get(out.results)
     groups = []
-    for number in np.flatnonzero(is_ready).tolist():
-      rows = slice(number * samples, (number + 1) * samples)
+    for start in starts.tolist():
+      # Not a slice, which would keep the results of all rows in memory.
+      rows = np.arange(start, start + samples)
       group = jax.tree.map(lambda array, rows=rows: array[rows], results)
       groups.append(Group(int(group.ids[0]), group))
     return groups
@@ -162,7 +164,13 @@ class LocalWorker:
     dropped = [] if max_age is None else self._drop(version - max_age)
     while int(self._state.memory.cache.epoch) < version:
       self._state = _update_weights(self._state)
-    self._params = jax.tree.map(_like, self._params, params)
+
+    def placed(old: jax.Array, new: Any) -> jax.Array:
+      # Other dtypes or devices would compile again, and other dtypes would
+      # change the log-probs.
+      return jax.device_put(new.astype(old.dtype, copy=False), old.sharding)
+
+    self._params = jax.tree.map(placed, self._params, params)
     return dropped
 
   def _drop(self, oldest: int) -> list[int]:
@@ -171,19 +179,16 @@ class LocalWorker:
     status, versions, ids = jax.device_get(
       (queue.status, queue.versions, queue.ids)
     )
+    is_unfinished = status < SequenceStatus.DONE
     is_old = np.any((versions >= 0) & (versions < oldest), axis=1)
-    is_old &= status < SequenceStatus.DONE
-    groups = np.flatnonzero(is_old.reshape(-1, samples).any(axis=1))
-    if not groups.size:
+    is_old = (is_old & is_unfinished).reshape(-1, samples).any(axis=1)
+    if not is_old.any():
       return []
-    rows = (groups[:, None] * samples + np.arange(samples)).reshape(-1)
+    is_removed = np.repeat(is_old, samples)
     # A mask over all rows has the same shape in each call.
-    is_removed = np.zeros(ids.shape, bool)
-    is_removed[rows] = status[rows] != SequenceStatus.EMPTY
-    unfinished = is_removed & (status < SequenceStatus.DONE)
-    self._state, _ = _abort(self._state, ids, mask=unfinished)
+    self._state, _ = _abort(self._state, ids, mask=is_removed & is_unfinished)
     self._state, _ = _harvest(self._state, mask=is_removed)
-    return ids[groups * samples].tolist()
+    return ids[::samples][is_old].tolist()
 
   def export(self) -> Exported:
     """Removes and returns all sequences, and the pages of running ones.
@@ -215,20 +220,7 @@ class LocalWorker:
 
   def close(self) -> None:
     """Releases the rollout and the weights."""
-    del self._state, self._params
-
-
-def _like(old: jax.Array, new: Any) -> jax.Array:
-  """Returns new weights with the dtype and on the devices of the old ones."""
-  # Another dtype would compile again, and change the log-probs.
-  if new.dtype != old.dtype:
-    new = new.astype(old.dtype)
-  return jax.device_put(new, old.sharding)
-
-
-def _padded_size(count: int) -> int:
-  """Rounds up to a power of 2, so that few sizes are compiled."""
-  return 1 << (count - 1).bit_length()
+    vars(self).clear()
 
 
 # At module level, so that workers with the same functions share programs.
@@ -241,8 +233,3 @@ _abort = jax.jit(abort, donate_argnums=0)
 _update_weights = jax.jit(update_weights, donate_argnums=0)
 _export = jax.jit(export, static_argnames="max_pages", donate_argnums=0)
 _import = jax.jit(import_sequences, donate_argnums=0)
-
-
-@jax.jit
-def _match(cache: Any, tokens: Any, lengths: Any, salts: Any) -> jax.Array:
-  return match(cache, tokens, lengths, salts=salts).num_cached_tokens

@@ -1,47 +1,63 @@
-"""The places of a pool, and what moves between them."""
+"""A place in a pool, with its worker."""
 
+import collections
 import contextlib
-from typing import NamedTuple
+import threading
+from collections.abc import Callable
 
-from jaxkv._src.transfer.exported import Exported
+from jaxkv._src.workers.prompts import BLOCK
 from jaxkv._src.workers.prompts import Prompt
-from jaxkv._src.workers.routing import Seen
 from jaxkv._src.workers.worker import Worker
-
-
-class MovingPrompts(NamedTuple):
-  """Sequences of a worker that was removed.
-
-  Attributes:
-    exported: the sequences.
-    prompts: their prompts, by id.
-    version: the version of the worker's weights.
-  """
-
-  exported: Exported
-  prompts: dict[int, Prompt]
-  version: int
 
 
 class Member:
   """A place in the pool, which has one worker at a time.
 
   Attributes:
+    place: the number of the place.
+    thread: the thread that calls the worker.
     worker: the worker; None until there is work, and after a failure.
-    seen: the prefixes of the worker.
-    prompts: the prompts that run on the worker, by id.
     version: the version of the worker's weights.
+    prompts: the prompts that run on the worker, by id.
+    cached: the number of cached tokens of waiting prompts, by id.
     num_failures: the failures of this place since a group last ended there.
     leaves: True after `remove`; the sequences then move to other workers.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, place: int, serve: Callable[["Member"], None]):
+    self.place = place
+    self.thread = threading.Thread(target=serve, args=(self,), daemon=True)
     self.worker: Worker | None = None
-    self.seen = Seen()
-    self.prompts: dict[int, Prompt] = {}
     self.version = 0
+    self.prompts: dict[int, Prompt] = {}
+    self.cached: dict[int, int] = {}
     self.num_failures = 0
     self.leaves = False
+    # The number of the worker's prompts with each hash of `Prompt.prefixes`.
+    self._running: collections.Counter[int] = collections.Counter()
+
+  def add(self, prompt: Prompt) -> None:
+    """Adds a prompt, which will run on the worker."""
+    self.prompts[prompt.id] = prompt
+    self._running.update(prompt.prefixes)
+
+  def pop(self, number: int) -> Prompt:
+    """Removes and returns the prompt of an id."""
+    prompt = self.prompts.pop(number)
+    for prefix in prompt.prefixes:
+      self._running[prefix] -= 1
+      if not self._running[prefix]:
+        del self._running[prefix]
+    return prompt
+
+  def num_shared(self, prompt: Prompt) -> int:
+    """Returns the number of the prompt's tokens that are or will be cached."""
+    count = 0
+    for prefix in prompt.prefixes:
+      if prefix not in self._running:
+        break
+      count += BLOCK
+    return max(count, self.cached.get(prompt.id, 0))
 
   def close(self) -> None:
     """Closes the worker, which may have failed already."""

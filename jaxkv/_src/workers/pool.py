@@ -10,19 +10,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.requests import Requests
+from jaxkv._src.transfer.exported import Exported
 from jaxkv._src.workers.member import Member
-from jaxkv._src.workers.member import MovingPrompts
 from jaxkv._src.workers.prompts import Prompt
 from jaxkv._src.workers.prompts import check_joinable
 from jaxkv._src.workers.prompts import join
 from jaxkv._src.workers.prompts import prefixes_of
 from jaxkv._src.workers.prompts import split
-from jaxkv._src.workers.routing import Seen
 from jaxkv._src.workers.routing import choose
 from jaxkv._src.workers.worker import Group
 from jaxkv._src.workers.worker import Worker
@@ -31,10 +31,6 @@ _LOGGER = logging.getLogger("jaxkv")
 
 _LOOKAHEAD = 128
 """The number of waiting prompts from which a worker chooses."""
-
-
-class _Refused(Exception):
-  """A worker refused a prompt that is invalid on every worker."""
 
 
 class Pool:
@@ -86,20 +82,17 @@ class Pool:
     self._max_age = None if max_age is None else as_count("max_age", max_age, 0)
     self._max_failures = as_count("max_failures", max_failures, 0)
     self._changed = threading.Condition()
-    self._waiting: collections.deque[Prompt] = collections.deque()
-    self._moving: list[MovingPrompts] = []
+    self._members: list[Member] = []
+    self._waiting: dict[int, Prompt] = {}
     self._finished: collections.deque[Group] = collections.deque()
     self._params: Any = None
     self._version = self._next_id = 0
     # The first prompt, whose optional fields all others must have.
     self._first: Requests | None = None
-    # The ids of all samples of prompts that have not ended.
+    # The ids of prompts that have not ended.
     self._unfinished: set[int] = set()
-    self._error: BaseException | None = None
-    self._is_closed = False
-    self._members: dict[int, Member] = {}
-    self._threads: list[tuple[threading.Thread, Member]] = []
-    self._next_place = 0
+    # Set when the pool is closed or has failed.
+    self._error: RuntimeError | None = None
     for _ in range(as_count("count", count, 1)):
       self.add()
 
@@ -122,29 +115,25 @@ class Pool:
     """
     with self._changed:
       self._check()
-      place, self._next_place = self._next_place, self._next_place + 1
-      member = self._members[place] = Member()
-      thread = threading.Thread(
-        target=self._serve, args=(place, member), daemon=True
-      )
-      self._threads.append((thread, member))
-      thread.start()
-    return place
+      member = Member(len(self._members), self._serve)
+      # The thread first waits for the lock, which this thread holds.
+      member.thread.start()
+      self._members.append(member)
+      return member.place
 
   def remove(self, place: int) -> None:
     """Removes a worker; other workers then run its prompts to their end.
 
+    Does nothing if the worker was removed before.
+
     Raises:
-      ValueError: `place` has no worker, or the last one.
+      ValueError: `place` never had a worker, or has the last one.
     """
     with self._changed:
-      if place not in self._members:
-        raise ValueError(
-          f"`place` must be one of {sorted(self._members)}, got {place}."
-        )
-      if self._members[place].leaves:
-        return
-      if len([m for m in self._members.values() if not m.leaves]) < 2:
+      places = [member.place for member in self._members if not member.leaves]
+      if not 0 <= place < len(self._members):
+        raise ValueError(f"`place` must be one of {places}, got {place}.")
+      if places == [place]:
         raise ValueError("`place` must not be the last worker; add one first.")
       self._members[place].leaves = True
       self._changed.notify_all()
@@ -177,42 +166,29 @@ class Pool:
       if self._first is not None:
         check_joinable(parts[0], self._first)
       if ids is None:
-        ids = range(
-          self._next_id, self._next_id + len(parts) * samples, samples
-        )
+        ids = [self._next_id + row * samples for row in range(len(parts))]
       ids = as_int32("ids", ids, (len(parts),), ", one for each prompt")
-      ids = ids.tolist()
-      numbers = [number + row for number in ids for row in range(samples)]
-      is_used = len({*numbers} - self._unfinished) < len(numbers)
-      if is_used or not all(0 <= number < 2**31 - 1 for number in numbers):
+      ids, highest = ids.tolist(), 2**31 - 1 - samples
+      distances = np.diff(np.sort([*self._unfinished, *ids]))
+      if np.any(distances < samples) or min(ids) < 0 or max(ids) > highest:
         raise ValueError(
-          f"`ids` must be at least {samples} apart, from 0 to "
-          f"{2**31 - 1 - samples} and not in use, got {ids}."
+          f"`ids` must be at least {samples} apart, from 0 to {highest} and "
+          f"not in use, got {ids}."
         )
-      prompts = [
-        Prompt(number, part, prefixes_of(part))
-        for number, part in zip(ids, parts, strict=True)
-      ]
       self._first = self._first or parts[0]
-      self._unfinished.update(numbers)
-      self._next_id = max([self._next_id, *(number + 1 for number in numbers)])
+      self._unfinished.update(ids)
+      self._next_id = max(self._next_id, max(ids) + samples)
       num_added = 0
       try:
-        for prompt in prompts:
-          self._changed.wait_for(
-            lambda: (
-              self._error
-              or self._is_closed
-              or len(self._waiting) < self._max_waiting
-            )
-          )
+        for number, part in zip(ids, parts, strict=True):
+          self._wait_for(lambda: len(self._waiting) < self._max_waiting)
           self._check()
-          self._waiting.append(prompt)
+          self._waiting[number] = Prompt(number, part, prefixes_of(part))
           num_added += 1
           self._changed.notify_all()
       finally:
         # After an interrupt, `results` must not wait for the other prompts.
-        self._unfinished.difference_update(numbers[num_added * samples :])
+        self._unfinished.difference_update(ids[num_added:])
         self._changed.notify_all()
     return ids
 
@@ -226,14 +202,7 @@ class Pool:
     """
     while True:
       with self._changed:
-        self._changed.wait_for(
-          lambda: (
-            self._error
-            or self._is_closed
-            or self._finished
-            or not self._unfinished
-          )
-        )
+        self._wait_for(lambda: self._finished or not self._unfinished)
         if not self._finished:
           self._check()
           return
@@ -263,69 +232,61 @@ class Pool:
         are still in a call are closed, which kills a Ray actor, and their
         threads end when the calls return.
     """
-    with self._changed:
-      self._is_closed = True
-      self._changed.notify_all()
+    self._end("The pool is closed.")
     end = time.monotonic() + timeout
-    for thread, member in self._threads:
-      thread.join(max(end - time.monotonic(), 0.0))
+    for member in self._members:
+      member.thread.join(max(end - time.monotonic(), 0.0))
       # A Ray actor that waits for resources returns only when it is killed.
-      if thread.is_alive():
+      if member.thread.is_alive():
         member.close()
 
-  def _check(self) -> None:
-    if self._is_closed:
-      raise RuntimeError("The pool is closed.")
-    if self._error is not None:
-      raise RuntimeError(
-        f"The pool has stopped: {self._error}"
-      ) from self._error
+  def _end(self, message: str, cause: BaseException | None = None) -> None:
+    """Ends all threads, and all calls with a RuntimeError."""
+    with self._changed:
+      self._error = RuntimeError(message)
+      self._error.__cause__ = cause
+      self._changed.notify_all()
 
-  def _serve(self, place: int, member: Member) -> None:
+  def _check(self) -> None:
+    if self._error is not None:
+      raise self._error
+
+  def _wait_for(self, condition: Callable[[], Any]) -> None:
+    """Waits for a condition, or for the end of the pool."""
+    self._changed.wait_for(lambda: self._error or condition())
+
+  def _serve(self, member: Member) -> None:
     """Runs the workers of a place; the target of its thread."""
     while self._waits_for_work(member):
       try:
-        if member.leaves:
-          self._leave(place, member, member.worker)
-          break
         if member.worker is None:
-          member.worker = self._make(place)
-          # The pool may have been closed meanwhile.
-          continue
-        self._serve_once(member, member.worker)
-      except _Refused as error:
-        with self._changed:
-          self._error = error
-          self._changed.notify_all()
+          # The pool may be closed meanwhile, so the loop waits again.
+          member.worker = self._make(member.place)
+        else:
+          self._serve_once(member, member.worker)
       # BaseException, because SystemExit would silently end the thread.
       except BaseException as error:
         # `close` ends calls, which then fail.
-        if not self._is_closed:
-          self._replace(place, member, error)
+        if self._error is None:
+          self._fail(member, error)
         member.close()
     member.close()
 
   def _waits_for_work(self, member: Member) -> bool:
-    """Waits for work; returns False if the pool is closed or has failed."""
-
-    def has_work() -> bool:
-      return bool(
-        self._is_closed
-        or self._error
-        or member.leaves
-        or member.prompts
-        or self._waiting
-        or self._moving
-      )
-
+    """Waits for work; returns False if there will be none."""
     with self._changed:
-      self._changed.wait_for(has_work)
-      return not (self._is_closed or self._error)
+      self._wait_for(lambda: member.leaves or member.prompts or self._waiting)
+      has_left = member.leaves and not member.prompts
+      return not (self._error or has_left)
 
   def _serve_once(self, member: Member, worker: Worker) -> None:
     self._update(member, worker)
-    self._take_moving(member, worker)
-    self._take_waiting(member, worker)
+    if member.leaves:
+      exported = worker.export()
+      with self._changed:
+        self._put_back(member, list(member.prompts), exported)
+      return
+    self._take(member, worker)
     if not member.prompts:
       return
     groups = worker.advance()
@@ -333,20 +294,10 @@ class Pool:
       member.num_failures = 0
     with self._changed:
       for group in groups:
-        self._forget(member, group.id)
+        member.pop(group.id)
         self._finished.append(group)
-        numbers = range(group.id, group.id + self._config.num_samples)
-        self._unfinished.difference_update(numbers)
+        self._unfinished.remove(group.id)
       self._changed.notify_all()
-
-  def _forget(self, member: Member, number: int) -> Prompt:
-    prompt = member.prompts.pop(number)
-    member.seen.forget(prompt)
-    return prompt
-
-  def _put_back(self, prompts: list[Prompt]) -> None:
-    """Puts prompts in front of the waiting prompts, in their order."""
-    self._waiting.extendleft(reversed(prompts))
 
   def _update(self, member: Member, worker: Worker) -> None:
     with self._changed:
@@ -356,43 +307,25 @@ class Pool:
     dropped = worker.update_weights(params, version, self._max_age)
     with self._changed:
       member.version = version
-      self._put_back([self._forget(member, number) for number in dropped])
+      self._put_back(member, dropped)
 
-  def _take_moving(self, member: Member, worker: Worker) -> None:
-    """Takes sequences of removed workers, if there is room."""
-    if not self._moving or not worker.room().prompts:
-      return
-    with self._changed:
-      # A worker with older weights must first get the new weights.
-      if not self._moving or self._moving[-1].version > member.version:
-        return
-      moving = self._moving.pop()
-    entered: list[int] = []
-    # Not under newer weights, where tokens could exceed `max_age`.
-    if self._max_age is None or moving.version == member.version:
-      try:
-        ids = list(moving.prompts)
-        entered = worker.import_sequences(moving.exported, ids)
-      except BaseException:
-        with self._changed:
-          self._moving.append(moving)
-        raise
-    with self._changed:
-      for number in entered:
-        prompt = member.prompts[number] = moving.prompts.pop(number)
-        member.seen.running.update(prompt.prefixes)
-      if moving.prompts and entered:
-        self._moving.append(moving)
-      else:
-        # If none entered in spite of room, the prompts begin again.
-        self._put_back(list(moving.prompts.values()))
-      self._changed.notify_all()
+  def _put_back(
+    self, member: Member, ids: list[int], exported: Exported | None = None
+  ) -> None:
+    """Makes prompts of a worker wait again, before all others.
 
-  def _take_waiting(self, member: Member, worker: Worker) -> None:
+    They continue from `exported`, or begin again if it is None.
+    """
+    prompts = {n: member.pop(n)._replace(exported=exported) for n in ids}
+    self._waiting = prompts | self._waiting
+    self._changed.notify_all()
+
+  def _take(self, member: Member, worker: Worker) -> None:
+    """Gives waiting prompts to a worker that has room for them."""
     room = worker.room()
     with self._changed:
       # Reads more prompts than fit, as some may have longer prefixes elsewhere.
-      waiting = list(itertools.islice(self._waiting, _LOOKAHEAD))
+      waiting = list(itertools.islice(self._waiting.values(), _LOOKAHEAD))
     if not waiting or not room.prompts:
       return
     joined = join([prompt.requests for prompt in waiting])
@@ -401,61 +334,57 @@ class Pool:
     )
     cached = {p.id: int(n) for p, n in zip(waiting, num_cached, strict=True)}
     with self._changed:
-      member.seen.cached = cached
-      # Another worker may have taken some prompts in the meantime.
-      ids = {prompt.id for prompt in self._waiting}
-      others = [
-        other.seen
-        for other in self._members.values()
-        if other is not member and not other.leaves
-      ]
-      waiting = [prompt for prompt in waiting if prompt.id in ids]
-      chosen = choose(waiting, room, member.seen, others)
-      taken = {prompt.id: prompt for prompt in chosen}
-      self._waiting = collections.deque(
-        prompt for prompt in self._waiting if prompt.id not in taken
-      )
-      member.prompts.update(taken)
+      member.cached = cached
+      # Other workers may have taken some prompts in the meantime.
+      waiting = [self._waiting[n] for n in cached if n in self._waiting]
+      peers = [m for m in self._members if m is not member and not m.leaves]
+      chosen = choose(waiting, room, member, peers)
+      for prompt in chosen:
+        del self._waiting[prompt.id]
+        # If it does not enter, or the worker fails, it begins again.
+        member.add(prompt._replace(exported=None))
       self._changed.notify_all()
-    if not chosen:
-      return
-    try:
-      joined = join([prompt.requests for prompt in chosen])
-      entered = worker.submit(joined, list(taken))
-    except ValueError as error:
-      # Every worker would refuse the prompt.
-      raise _Refused(str(error)) from error
+    entered = self._give(member, worker, chosen)
     with self._changed:
-      refused = [
-        self._forget(member, prompt.id)
-        for prompt, is_in in zip(chosen, entered, strict=True)
-        if not is_in
-      ]
-      self._put_back(refused)
+      refused = [prompt.id for prompt in chosen if prompt.id not in entered]
+      self._put_back(member, refused)
 
-  def _leave(self, place: int, member: Member, worker: Worker | None) -> None:
-    """Removes a place; other workers can then take its sequences."""
-    moving = []
-    if worker is not None and member.prompts:
-      self._update(member, worker)
-      exported = worker.export()
-      moving = [MovingPrompts(exported, member.prompts, member.version)]
-    with self._changed:
-      self._moving += moving
-      del self._members[place]
-      self._changed.notify_all()
+  def _give(
+    self, member: Member, worker: Worker, prompts: list[Prompt]
+  ) -> set[int]:
+    """Imports or submits prompts; returns the ids of those that entered."""
+    entered: set[int] = set()
+    # One call for the sequences of each export, and one for new prompts.
+    for exported in {id(p.exported): p.exported for p in prompts}.values():
+      part = [p for p in prompts if p.exported is exported]
+      ids = [prompt.id for prompt in part]
+      # Under newer weights, tokens of sequences could exceed `max_age`.
+      if exported is not None and (
+        self._max_age is None or int(exported.version) == member.version
+      ):
+        entered.update(worker.import_sequences(exported, ids))
+        continue
+      try:
+        is_in = worker.submit(join([p.requests for p in part]), ids)
+      except ValueError as error:
+        # Every worker would refuse the prompt.
+        self._end(f"The pool has stopped: {error}", error)
+        break
+      entered.update(itertools.compress(ids, is_in))
+    return entered
 
-  def _replace(self, place: int, member: Member, error: BaseException) -> None:
-    """Puts back the prompts of a worker that failed, to wait again."""
-    _LOGGER.warning("The worker of place %d failed.", place, exc_info=error)
+  def _fail(self, member: Member, error: BaseException) -> None:
+    """Puts back the prompts of a worker that failed, to begin again."""
+    _LOGGER.warning(
+      "The worker of place %d failed.", member.place, exc_info=error
+    )
     with self._changed:
-      self._put_back(list(member.prompts.values()))
-      member.prompts, member.seen, member.version = {}, Seen(), 0
+      self._put_back(member, list(member.prompts))
+      member.cached, member.version = {}, 0
       member.num_failures += 1
-      if member.num_failures > self._max_failures:
-        self._error = RuntimeError(
-          f"a worker failed {member.num_failures} times before a group ended: "
-          f"{error}"
-        )
-        self._error.__cause__ = error
-      self._changed.notify_all()
+    if member.num_failures > self._max_failures:
+      self._end(
+        f"The pool has stopped: a worker failed {member.num_failures} times "
+        f"before a group ended: {error}",
+        error,
+      )

@@ -1,8 +1,6 @@
 """Splits requests into single prompts, and joins them again."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -15,6 +13,7 @@ from jaxkv._src.engine.requests import check_extra
 from jaxkv._src.engine.requests import check_stop_strings
 from jaxkv._src.engine.requests import map_rows
 from jaxkv._src.sampling import padding
+from jaxkv._src.transfer.exported import Exported
 
 BLOCK = 16
 """The number of tokens in a block; prefixes are compared by whole blocks."""
@@ -27,16 +26,14 @@ class Prompt(NamedTuple):
     id: the id of its first sample.
     requests: the prompt and the settings of its samples, see `split`.
     prefixes: a hash of each prefix of whole blocks, the shortest first.
+    exported: the sequences of the removed worker that had the prompt; None if
+      the prompt begins at its start.
   """
 
   id: int
   requests: Requests
   prefixes: tuple[int, ...]
-
-  @property
-  def num_samples(self) -> int:
-    """The number of samples of the prompt."""
-    return int(self.requests.num_samples[0])
+  exported: Exported | None = None
 
 
 def split(requests: Requests, config: RolloutConfig) -> list[Requests]:
@@ -50,14 +47,18 @@ def split(requests: Requests, config: RolloutConfig) -> list[Requests]:
     counts = np.full(requests.lengths.shape, samples, np.int32)
     requests = dataclasses.replace(requests, num_samples=counts)
   requests = map_rows(np.asarray, np.asarray, requests)
-  return [
-    map_rows(
-      lambda array, row=row: array[row : row + 1],
-      lambda array, row=row: array[row * samples : (row + 1) * samples],
-      requests,
-    )
-    for row in range(len(requests.lengths))
-  ]
+  rows = np.arange(len(requests.lengths))[:, None]
+  return [take(requests, row, samples) for row in rows]
+
+
+def take(requests: Requests, rows: np.ndarray, samples: int) -> Requests:
+  """Returns copies of the prompts in rows, which have G `samples` each."""
+  of_samples = (rows[:, None] * samples + np.arange(samples)).reshape(-1)
+  return map_rows(
+    lambda array: np.asarray(array)[rows],
+    lambda array: np.asarray(array)[of_samples],
+    requests,
+  )
 
 
 def prefixes_of(prompt: Requests) -> tuple[int, ...]:
@@ -72,58 +73,34 @@ def prefixes_of(prompt: Requests) -> tuple[int, ...]:
   return tuple(hashes)
 
 
-def join(prompts: list[Requests], columns: int = 0) -> Requests:
-  """Joins prompts from `split`, padded to at least `columns` columns.
+def join(prompts: list[Requests]) -> Requests:
+  """Joins prompts from `split`; pads tokens and the lists of `Sampling`."""
 
-  Shorter lists of `Sampling` are padded too.
-  """
-  columns = max(columns, *(prompt.tokens.shape[1] for prompt in prompts))
-  samplings = _pad_lists([prompt.sampling for prompt in prompts])
-
-  def padded(prompt: Requests, sampling: Any) -> Requests:
-    missing = columns - prompt.tokens.shape[1]
-    tokens = np.pad(prompt.tokens, ((0, 0), (0, missing)))
-    return dataclasses.replace(prompt, tokens=tokens, sampling=sampling)
-
-  def joined(*rows: np.ndarray) -> np.ndarray:
-    return np.concatenate(rows)
-
-  return map_rows(joined, joined, *map(padded, prompts, samplings))
-
-
-def _pad_lists(samplings: Sequence[Any]) -> list[Any]:
-  """Pads the lists of several settings to the same lengths."""
-
-  def largest(*arrays: Any) -> np.ndarray:
-    return np.max([array.shape[1:] for array in arrays], axis=0)
-
-  def padded(array: Any, sizes: np.ndarray) -> Any:
-    if array.shape[1:] == tuple(sizes):
+  def padded(array: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+    if array.shape[1:] == sizes:
       return array
-    # Lists hold tokens, or the biases of tokens, which are floats.
+    # Only tokens, and the biases of tokens, differ in size.
     fill = 0 if array.dtype == np.float32 else padding.PADDING
-    return padding.pad_to(array, tuple(sizes), fill)
+    return padding.pad_to(array, sizes, fill)
 
-  sizes = jax.tree.map(largest, *samplings)
-  return [jax.tree.map(padded, sampling, sizes) for sampling in samplings]
+  def joined(*arrays: np.ndarray) -> np.ndarray:
+    sizes = tuple(np.max([array.shape[1:] for array in arrays], axis=0))
+    return np.concatenate([padded(array, sizes) for array in arrays])
+
+  return map_rows(joined, joined, *prompts)
 
 
 def check_joinable(requests: Requests, first: Requests) -> None:
-  """Raises ValueError unless prompts can be joined with those of a pool.
-
-  Args:
-    requests: a prompt from `split`.
-    first: the first prompt of the pool.
-  """
+  """Raises ValueError unless prompts can be joined with the first prompt."""
 
   def fields(prompt: Requests) -> set[str]:
     leaves = jax.tree_util.tree_leaves_with_path(prompt)
     return {jax.tree_util.keystr(path[:2]) for path, _ in leaves}
 
-  expected_names = fields(first)
-  for name in sorted(fields(requests) ^ expected_names):
+  first_names = fields(first)
+  for name in sorted(fields(requests) ^ first_names):
     rule, presence = "be None", "a value"
-    if name in expected_names:
+    if name in first_names:
       rule, presence = "have a value", "None"
     raise ValueError(
       f"`requests{name}` must {rule}, as in the first prompt of the pool, got "
