@@ -261,9 +261,8 @@ def _in_spare_slots(
   keep_free += cache.config.num_groups * running.astype(jnp.int32)
   keep_free = jnp.where(enters, keep_free, 0)
   # Sequences that enter a slot come first, because they keep their pages.
-  order = jnp.where(is_wanted, jnp.where(enters, 0, 1), 2)
-  order = jnp.argsort(order, stable=True).astype(jnp.int32)
-  # In `shard_map`, the result of `argsort` varies over no mesh axis.
+  order = jnp.lexsort((~enters, ~is_wanted)).astype(jnp.int32)
+  # In `shard_map`, the result of the sort varies over no mesh axis.
   order, is_wanted = sharding.match_varying_axes((order, is_wanted))
 
   # One sequence after another, so that samples of a prompt share its pages.
