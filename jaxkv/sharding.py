@@ -12,7 +12,7 @@ A mesh and the names of its axes decide how a rollout is split:
 |           | sampled from without a gather                                    |
 | `experts` | the experts of each layer, along `data`. Each layer with experts |
 |           | gathers the inputs of all shards and scatters the outputs, so    |
-|           | the shards step together, until all of them have ended           |
+|           | the shards step together, as fast as the slowest, until all end  |
 
 | function | purpose |
 |---|---|
@@ -49,8 +49,7 @@ Both:
   axes = sharding.MeshAxes(mesh, data="data", model="model")
 
 Data parallel attention, with the experts of each layer split over the same
-axis, as for DeepSeek's models. All shards step together, so each step takes as
-long as on the slowest shard:
+axis, as for DeepSeek's models:
 
   mesh = jax.make_mesh((8,), ("data",))
   axes = sharding.MeshAxes(mesh, data="data", experts="data")

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import Mesh
 
 
 def zeros_like(array: Array) -> Array:
@@ -54,12 +52,6 @@ def any_shard(condition: Array, axis: str | None) -> Array:
 def largest_of_shards(number: Array, axis: str | None) -> Array:
   """Returns the maximum of a number over all devices along an axis."""
   return number if axis is None else lax.pmax(number, axis)
-
-
-def auto_mesh(mesh: Mesh) -> Mesh:
-  """Returns a mesh with the same devices and axis names, all of type Auto."""
-  types = (AxisType.Auto,) * len(mesh.axis_names)
-  return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def _axes(leaf: Any) -> frozenset[str]:

@@ -1,35 +1,27 @@
 """The axes of a mesh over which a rollout is split."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
-import jax
-from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-
-from jaxkv._src.arrays.sharding import auto_mesh
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
   """A mesh, and the names of the axes over which a rollout is split.
 
-  The devices can belong to several processes. The functions of
-  `jaxkv.sharding` accept axes of the types Auto and Explicit.
+  The docstring of `jaxkv.sharding` describes the axes, which can have the types
+  Auto and Explicit. The devices can belong to several processes.
 
   Attributes:
     mesh: the devices.
-    data: the axis over which X shards are distributed, each with its own cache,
-      memory and queue; None for a single rollout.
-    model: the axis over which K/V heads and the model's parameters are split;
-      None to replicate them.
+    data: the axis over which X shards are distributed; None for one rollout.
+    model: the axis over which K/V heads and parameters are split; None to
+      replicate them.
     experts: the axis over which the experts of each layer are distributed,
-      which must be `data`; None for all experts in each shard. With this axis,
-      the shards step together, because they exchange tokens in these layers.
+      which must be `data`; None for all experts in each shard.
 
   Raises:
     TypeError: `mesh` is not a `jax.sharding.Mesh`.
@@ -85,7 +77,8 @@ class MeshAxes:
   @property
   def auto(self) -> Mesh:
     """The same mesh with axes of type Auto."""
-    return auto_mesh(self.mesh)
+    types = (AxisType.Auto,) * len(self.mesh.axis_names)
+    return Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=types)
 
   def by_shard(self) -> NamedSharding:
     """Returns the sharding of arrays whose first dimension is the shards."""
@@ -94,34 +87,3 @@ class MeshAxes:
   def everywhere(self) -> NamedSharding:
     """Returns the sharding of replicated arrays."""
     return NamedSharding(self.mesh, P())
-
-
-def on_auto_axes(function: Callable, arguments: Any, axes: MeshAxes) -> Any:
-  """Calls `function(*arguments)` with all axes of the mesh as Auto.
-
-  The rollout loop does not have the annotations that Explicit axes require.
-  """
-  auto = axes.auto
-
-  def without_axes(leaf: Any) -> Any:
-    place = jax.typeof(leaf).sharding
-    if AxisType.Explicit not in place.mesh.axis_types:
-      return leaf
-    return lax.with_sharding_constraint(leaf, NamedSharding(auto, place.spec))
-
-  arguments = jax.tree.map(without_axes, arguments)
-  with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
-    return function(*arguments)
-
-
-def placed(tree: Any, shardings: Any) -> Any:
-  """Reshards arrays; `shardings` is a tree of NamedSharding, or one for all."""
-
-  def place(leaf: Any, where: NamedSharding) -> Any:
-    if AxisType.Explicit in where.mesh.axis_types:
-      return jax.sharding.reshard(leaf, where)
-    return lax.with_sharding_constraint(leaf, where)
-
-  if isinstance(shardings, NamedSharding):
-    return jax.tree.map(lambda leaf: place(leaf, shardings), tree)
-  return jax.tree.map(place, tree, shardings)

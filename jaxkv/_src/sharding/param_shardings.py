@@ -1,34 +1,12 @@
 """Shardings of a decoder's parameters over the axes of a mesh.
 
 Along `MeshAxes.model`, each layer has two all-reduces, after the output
-projections of attention and of the MLP; a `DeltaNet` has only the second. The
-table has the split dimension of each split array between asterisks;
-`models.decoder.params` defines the letters. All other arrays are replicated,
-such as untied embeddings, norms and routers.
-
-The output head is split by vocabulary, and so are the logits, which the sampler
-does not gather. Tied embeddings serve as the head, and need another all-reduce
-after the lookup. If the number of devices does not divide V, the head is
-replicated.
-
-| layer             | split arrays                                             |
-|-------------------|----------------------------------------------------------|
-| `Attention`       | `query`, `query_gate` [E, *H*, D], `query_bias` [*H*, D] |
-|                   | `key`, `value` [E, *K*, D], their biases [*K*, D]        |
-|                   | `sinks` [*H*], `output` [*H*, D, E]                      |
-| `LatentAttention` | `query` [rank, *H*, D], `key`, `value` [latent, *H*, D]  |
-|                   | `output` [*H*, value, E]                                 |
-| `DeltaNet`        | none                                                     |
-| `Mlp`             | `gate`, `up` [E, *F*], `down` [*F*, E]                   |
-| `Experts`         | `expert_gate`, `expert_up` [X, E, *F*]                   |
-|                   | their biases [X, *F*], `expert_down` [X, *F*, E]         |
-|                   | the shared MLP, like an `Mlp`                            |
-| the head          | `unembed` [E, *V*], or tied `embed` [*V*, E]             |
-
-Along `MeshAxes.experts`, the arrays of `Experts` are split along X, the number
-of experts; the shared MLP is replicated.
+projections of attention and of the MLP; a `DeltaNet` has only the second. Tied
+embeddings need another one after the lookup. `models.decoder.params` defines
+the names of the arrays, and the letters of their shapes.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,40 +18,30 @@ from jaxkv._src.arrays import arguments
 from jaxkv._src.models.decoder.params import Params
 from jaxkv._src.sharding.mesh_axes import MeshAxes
 
-# The split dimension of each array, without the leading axis of repetitions.
+# The split dimension of each array, counted from the last one. Other arrays are
+# replicated, such as norms, routers, and `latent`, because the pages of latents
+# are replicated too.
 _ATTENTION = {
-  "query": 1,
-  "query_gate": 1,
-  "query_bias": 0,
-  "key": 1,
-  "key_bias": 0,
-  "value": 1,
-  "value_bias": 0,
-  "sinks": 0,
-  "output": 0,
+  "query": -2,  # [E or rank, H, D]
+  "query_gate": -2,  # [E, H, D]
+  "query_bias": -2,  # [H, D]
+  "key": -2,  # [E, K, D] or [latent, H, D]
+  "key_bias": -2,  # [K, D]
+  "value": -2,  # [E, K, D] or [latent, H, D]
+  "value_bias": -2,  # [K, D]
+  "sinks": -1,  # [H]
+  "output": -3,  # [H, D, E]
 }
-# `latent` is not split, because the pages of latents are replicated.
-_LATENT_ATTENTION = {"query": 1, "key": 1, "value": 1, "output": 0}
-# The channels of the convolution are all queries, then all keys, then all
-# values, so the heads of a device are not contiguous in the stored states. If
-# any array were split by heads, XLA would also split the pages of states, and
-# move all of them in each call.
-_DELTA_NET: dict[str, int] = {}
+# For `Mlp`, and with a prefix for the experts and the shared MLP of `Experts`.
 # Along `axes.model`, experts are split along F and not along X. `ragged_dot`
 # reads the weights of all experts, so if X were split, XLA would gather them on
 # a GPU or TPU.
 _MLP = {
-  "gate": 1,
-  "up": 1,
-  "down": 0,
-  "shared_gate": 1,
-  "shared_up": 1,
-  "shared_down": 0,
-  "expert_gate": 2,
-  "expert_gate_bias": 1,
-  "expert_up": 2,
-  "expert_up_bias": 1,
-  "expert_down": 1,
+  "gate": -1,  # [E, F] or [X, E, F]
+  "up": -1,  # [E, F] or [X, E, F]
+  "down": -2,  # [F, E] or [X, F, E]
+  "gate_bias": -1,  # [X, F]
+  "up_bias": -1,  # [X, F]
 }
 
 
@@ -123,23 +91,18 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
       f"{type(params).__name__}."
     )
 
-  def of_layer(path: tuple[Any, ...], layer: Params) -> Params:
-    prefix = f"params['layers']{jax.tree_util.keystr(path)}"
-    split = _split_dimensions(layer) if axes.model else {}
-    places = {}
-    for name, leaf in layer.items():
-      axis_of = {split[name]: axes.model} if name in split else {}
-      if axes.experts and name.startswith("expert_"):
-        axis_of[0] = axes.experts
-      spec = _spec(f"{prefix}[{name!r}]", leaf, axis_of, axes)
-      places[name] = NamedSharding(axes.mesh, spec)
-    return places
-
-  shardings = {
-    name: jax.tree.map(lambda _: everywhere, part)
-    for name, part in params.items()
-    if name != "layers"
-  }
+  layers = [layer for stretch in params["layers"] for layer in stretch]
+  if axes.experts and not any("expert_gate" in layer for layer in layers):
+    raise ValueError(
+      "`axes.experts` must be None for a decoder without experts, got "
+      f"{axes.experts!r}."
+    )
+  shardings = jax.tree.map(lambda _: everywhere, dict(params))
+  shardings["layers"] = jax.tree_util.tree_map_with_path(
+    functools.partial(_of_layer, axes=axes),
+    params["layers"],
+    is_leaf=lambda node: isinstance(node, Mapping),
+  )
   # With tied embeddings there is no `unembed`.
   head, dimension = ("unembed", 1) if "unembed" in params else ("embed", 0)
   divides = head in params
@@ -147,49 +110,44 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
   if axes.model and divides:
     spec = P(*[None] * dimension, axes.model)
     shardings[head] = NamedSharding(axes.mesh, spec)
-  if axes.experts and not _has_experts(params["layers"]):
-    raise ValueError(
-      "`axes.experts` must be None for a decoder without experts, got "
-      f"{axes.experts!r}."
-    )
-  shardings["layers"] = jax.tree_util.tree_map_with_path(
-    of_layer, params["layers"], is_leaf=lambda node: isinstance(node, Mapping)
-  )
   return shardings
 
 
-def _has_experts(layers: Any) -> bool:
-  paths = jax.tree_util.tree_leaves_with_path(layers)
-  return any("expert_gate" in jax.tree_util.keystr(path) for path, _ in paths)
+def _of_layer(path: tuple[Any, ...], layer: Params, axes: MeshAxes) -> Params:
+  """Returns the shardings of the parameters of a layer."""
+  # Only a `DeltaNet` has a convolution. Its channels are all queries, then all
+  # keys, then all values, so the heads of a device are not contiguous in the
+  # stored states. If any array were split by heads, XLA would also split the
+  # pages of states, and move all of them in each call.
+  split = _MLP if "convolution" in layer else _ATTENTION | _MLP
+  places = {}
+  for name, leaf in layer.items():
+    part = name.removeprefix("expert_").removeprefix("shared_")
+    axis_of = {}
+    if axes.model and part in split:
+      axis_of[len(leaf.shape) + split[part]] = axes.model
+    # X is the dimension after the repetitions of the layer.
+    if axes.experts and name.startswith("expert_"):
+      axis_of[1] = axes.experts
+    where = f"params['layers']{jax.tree_util.keystr(path)}[{name!r}]"
+    _check_divides(where, leaf, axis_of, axes)
+    spec = P(*map(axis_of.get, range(max(axis_of, default=-1) + 1)))
+    places[name] = NamedSharding(axes.mesh, spec)
+  return places
 
 
-def _split_dimensions(layer: Params) -> dict[str, int]:
-  """Returns the split dimension of each split array of a layer."""
-  # Several kinds of layers have a "query". Each name below is in only one kind.
-  if "latent" in layer:
-    return _LATENT_ATTENTION | _MLP
-  if "convolution" in layer:
-    return _DELTA_NET | _MLP
-  return _ATTENTION | _MLP
-
-
-def _spec(
-  name: str, leaf: Any, axis_of: dict[int, str | None], axes: MeshAxes
-) -> P:
-  """Returns the spec of an array, from the mesh axis of each dimension."""
-  # `axis_of` does not count the first dimension, the repetitions of the layer.
-  places = {dimension + 1: axis for dimension, axis in axis_of.items()}
-  for dimension, axis in places.items():
+def _check_divides(
+  name: str, leaf: Any, axis_of: dict[int, str], axes: MeshAxes
+) -> None:
+  """Raises ValueError unless mesh axes divide the dimensions of an array."""
+  for dimension, axis in axis_of.items():
     size = axes.mesh.shape[axis]
     if leaf.shape[dimension] % size:
       arguments.refuse(
         ValueError,
         name,
-        f"an array whose dimension {dimension} is a multiple of the "
-        f"{size} devices of the axis {axis!r}",
+        f"an array whose dimension {dimension} is a multiple of the {size} "
+        f"devices of the axis {axis!r}",
         tuple(leaf.shape),
-        "use fewer devices, and data-parallel shards for the rest"
-        if axis == axes.model
-        else "use fewer devices",
+        "use fewer devices along this axis",
       )
-  return P(*map(places.get, range(max(places, default=-1) + 1)))

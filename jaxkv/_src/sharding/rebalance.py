@@ -88,19 +88,20 @@ def _exchange(
 
   queue, samples = state.queue, state.config.num_samples
   status = queue.status.reshape(-1, samples)
+  place = jnp.max(queue.place.reshape(status.shape), axis=1)
   # Floats, because the sum over a queue can exceed int32.
   left = jnp.maximum(queue.limit - queue.length, 1).astype(jnp.float32)
   left = jnp.where(queue.status < SequenceStatus.DONE, left, jnp.float32(0))
-  left = jnp.sum(left.reshape(-1, samples), axis=1)
+  left = jnp.sum(left.reshape(status.shape), axis=1)
+  runs = jnp.any(status == SequenceStatus.RUNNING, axis=1)
   is_empty = jnp.all(status == SequenceStatus.EMPTY, axis=1)
   # An id that both shards use would be refused there, and its sequence lost.
   sample = jnp.arange(samples, dtype=jnp.int32)
-  first = queue.ids.reshape(-1, samples) - sample[None]
-  exists = status != SequenceStatus.EMPTY
-  first = jnp.max(jnp.where(exists, first, -samples), axis=1)
+  first = queue.ids.reshape(status.shape) - sample[None]
+  first = jnp.where(status != SequenceStatus.EMPTY, first, -samples)
+  first = jnp.max(first, axis=1)
   overlaps = jnp.abs(first[:, None] - other(first)[None]) < samples
   may_move = is_empty | ~jnp.any(overlaps, axis=1)
-  runs = jnp.any(status == SequenceStatus.RUNNING, axis=1)
   load = jnp.sum(left)
   # A shard without a partner receives zeros, so `is_paired` is False.
   is_paired = other(jnp.ones((), bool))
@@ -108,19 +109,18 @@ def _exchange(
   excess = jnp.where(is_paired, load - other(load), jnp.float32(0))
   is_candidate = may_move if max_pages else may_move & ~runs
   work = jnp.where(is_candidate, left, jnp.float32(0))
-  movable = _last(work, runs, queue.place, samples, excess)
+  # The last groups move, first those without a slot.
+  last_first = _sorted(work == 0, runs, -place)
+  number = work[last_first]
+  # A group moves if this reduces the difference between the two shards.
+  moves = (number > 0) & (2 * jnp.cumsum(number) - number < excess)
+  count = jnp.minimum(jnp.sum(moves), max_groups)
+  # The partner sends as many groups without work as it receives. EMPTY groups
+  # come first, because they have no sequences to move.
   free = may_move & (left == 0)
-  count = jnp.minimum(jnp.sum(movable), max_groups)
-  # The partner sends as many groups without work as it receives.
   count = jnp.minimum(count, other(jnp.sum(free)))
   count = jnp.where(excess > 0, count, other(count))
-  place = jnp.max(queue.place.reshape(-1, samples), axis=1)
-  # EMPTY groups come first, because they have no sequences to move.
-  order = jnp.where(
-    excess > 0,
-    _sorted(~movable, runs, -place),
-    _sorted(~free, ~is_empty, place),
-  )
+  order = jnp.where(excess > 0, last_first, _sorted(~free, ~is_empty, place))
   max_groups = min(max_groups, status.shape[0])
   rank = jnp.arange(max_groups, dtype=jnp.int32)
   groups = jnp.where(rank < count, order[:max_groups], status.shape[0])
@@ -134,19 +134,6 @@ def _exchange(
   )
   mask = jnp.broadcast_to(is_paired, rows.shape)
   return import_sequences(state, other(exported), mask=mask)[0]
-
-
-def _last(
-  work: Array, runs: Array, place: Array, samples: int, excess: Array
-) -> Array:
-  """Returns bool[P], the last groups, whose work is about half of `excess`."""
-  movable = work > 0
-  last = jnp.max(place.reshape(-1, samples), axis=1)
-  order = _sorted(~movable, runs, -last)
-  number = work[order]
-  # A group moves if this reduces the difference between the two shards.
-  fits = movable[order] & (2 * jnp.cumsum(number) - number < excess)
-  return indexing.put(jnp.zeros_like(movable), order, values=fits)
 
 
 def _sorted(*keys: Array) -> Array:

@@ -11,7 +11,6 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.sharding import AxisType
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkv._src.arrays import indexing
@@ -38,13 +37,10 @@ from jaxkv._src.engine.results.generated import Harvested
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.sharding.mesh_axes import MeshAxes
-from jaxkv._src.sharding.mesh_axes import on_auto_axes
-from jaxkv._src.sharding.mesh_axes import placed
 from jaxkv._src.sharding.param_shardings import param_shardings
 from jaxkv._src.sharding.shards import each_shard
-from jaxkv._src.sharding.shards import map_shards
+from jaxkv._src.sharding.shards import placed
 from jaxkv._src.sharding.shards import run_shards
-from jaxkv._src.sharding.state_shardings import tree_shardings
 
 
 def init_memory(
@@ -114,9 +110,8 @@ def init(
     key: key[]; equal keys give equal samples.
     config: static options.
     axes: the mesh.
-    first_sequence: int32[], the id of the first sequence.
-    version: int32[], the version of the weights; required if a cache holds
-      pages.
+    first_sequence: int32[], see `jaxkv.rollout.init`.
+    version: int32[], see `jaxkv.rollout.init`.
 
   Returns:
     The state; with `axes.data`, each array is [X, ...] for X shards.
@@ -127,16 +122,11 @@ def init(
       `state_shardings`; `config.numerics` is "exact" with several devices along
       `axes.model`, or with `axes.experts`; or `CacheConfig.host_pages` is set.
   """
-  if config.numerics == "exact" and axes.num_parts > 1:
+  if config.numerics == "exact" and (axes.num_parts > 1 or axes.experts):
     raise ValueError(
-      '`config.numerics` must be "fast" with `axes.model`, got "exact": the '
-      "devices add partial sums of a matrix product, and their number changes "
-      "the last bits; use `axes.data` alone."
-    )
-  if config.numerics == "exact" and axes.experts is not None:
-    raise ValueError(
-      '`config.numerics` must be "fast" with `axes.experts`, got "exact": the '
-      "bits of a token would depend on the number of tokens of other shards."
+      '`config.numerics` must be "fast" with `axes.model` or `axes.experts`, '
+      'got "exact": the last bits of a sum would depend on the number of '
+      "devices, or on the tokens of other shards; use `axes.data` alone."
     )
   if cache.config.host_pages:
     raise ValueError(
@@ -166,7 +156,7 @@ def _init(cache, kv, requests, key, first, version, *, config, axes):
     cache, kv, shard = split
     rows = shard * num_prompts + jnp.arange(num_prompts, dtype=jnp.int32)
     first += shard * num_prompts * config.num_samples
-    part = _select(requests, rows, config) if axes.data else requests
+    part = _select(requests, rows, config)
     state = rollout.init(
       cache, kv, part, key, config, first_sequence=first, version=version
     )
@@ -242,46 +232,48 @@ def generate(
 def _generate(params, state, until, axes, model, process, draft):
   def of_shard(state, params, until):
     config = state.config
-    axis = axes.experts or config.lockstep_axis
-    on_mesh = dataclasses.replace(config, lockstep_axis=axis)
-    if axes.model is not None:
-      on_mesh = dataclasses.replace(on_mesh, vocab_parts=axes.num_parts)
+    on_mesh = dataclasses.replace(
+      config,
+      lockstep_axis=axes.experts or config.lockstep_axis,
+      vocab_parts=axes.num_parts if axes.model else config.vocab_parts,
+    )
     state = dataclasses.replace(state, config=on_mesh)
     state = loop.generate(
       params, state, until, model=model, process=process, draft=draft
     )
     return dataclasses.replace(state, config=config)
 
-  specs = None
-  if axes.experts is not None:
-    shardings = param_shardings(params, axes=axes)
-    # `shard_map` splits along `axes.data` only, XLA along `axes.model`.
-    specs = (
-      jax.tree.map(lambda place: _along(axes.data, place), shardings),
-      P(),
-    )
-  return run_shards(of_shard, state, params, until, axes=axes, specs=specs)
+  specs = jax.tree.map(lambda place: place.spec, _along_data(params, axes))
+  return run_shards(
+    of_shard, state, params, until, axes=axes, specs=(specs, P())
+  )
 
 
-def _along(axis: str | None, place: NamedSharding) -> P:
-  """Returns the part of a sharding's spec along one axis."""
-  return P(*(name if name == axis else None for name in place.spec))
+def _along_data(params: Any, axes: MeshAxes) -> Any:
+  """Returns the shardings of parameters along `axes.data`, for `shard_map`."""
+  if axes.experts is None:
+    return jax.tree.map(lambda _: axes.everywhere(), params)
+  # XLA splits the arrays along `axes.model`.
+  return param_shardings(params, axes=dataclasses.replace(axes, model=None))
 
 
 def _check_placed(params: Any, axes: MeshAxes) -> None:
   """Raises ValueError if a parameter is known to have a wrong sharding."""
   devices = set(axes.mesh.devices.flat)
-  shardings = param_shardings(params, axes=axes) if axes.experts else params
-  places = jax.tree.leaves(shardings)
+  places = jax.tree.leaves(_along_data(params, axes))
   is_explicit = AxisType.Explicit in axes.mesh.axis_types
+
+  def is_split(place: Any) -> bool:
+    names = jax.tree.leaves(tuple(getattr(place, "spec", ())))
+    return axes.data in names
+
   leaves = jax.tree_util.tree_leaves_with_path(params)
   for (path, leaf), place in zip(leaves, places, strict=True):
     if isinstance(leaf, Tracer):
       is_placed = not is_explicit or not jax.typeof(leaf).sharding.mesh.empty
     else:
       is_placed = isinstance(leaf, Array) and leaf.devices() == devices
-      is_split = bool(axes.experts) and _is_split(place, axes)
-      is_placed = is_placed and _is_split(leaf.sharding, axes) == is_split
+      is_placed = is_placed and is_split(leaf.sharding) == is_split(place)
     if not is_placed:
       raise ValueError(
         f"`params{jax.tree_util.keystr(path)}` must be on all devices of the "
@@ -289,12 +281,6 @@ def _check_placed(params: Any, axes: MeshAxes) -> None:
         "jax.device_put("
         "params, jaxkv.sharding.param_shardings(params, axes=axes)) once."
       )
-
-
-def _is_split(place: Any, axes: MeshAxes) -> bool:
-  """Returns True if a sharding splits an array along `axes.data`."""
-  names = jax.tree.leaves(tuple(getattr(place, "spec", ())))
-  return axes.data is not None and axes.data in names
 
 
 def generated(state: RolloutState, *, axes: MeshAxes) -> Generated:
@@ -309,11 +295,8 @@ def generated(state: RolloutState, *, axes: MeshAxes) -> Generated:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _generated(state, axes):
-  def of_all(state):
-    rows = map_shards(results.generated, state, axes=axes)
-    return _in_order(rows, rows, axes)
-
-  return placed(on_auto_axes(of_all, (state,), axes), axes.everywhere())
+  rows = each_shard(results.generated, state, axes=axes)
+  return _in_order(rows, rows, axes)
 
 
 def harvest(
@@ -335,19 +318,15 @@ def harvest(
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _harvest(state, axes, groups):
-  def of_all(state):
-    state, out = map_shards(
-      lambda state: results.harvest(state, groups=groups), state, axes=axes
-    )
-    return state, _in_order(out, out.results, axes)
-
-  state, out = on_auto_axes(of_all, (state,), axes)
-  state = placed(state, tree_shardings(state, axes))
-  return state, placed(out, axes.everywhere())
+  remove = functools.partial(results.harvest, groups=groups)
+  state, out = each_shard(remove, state, axes=axes)
+  return state, _in_order(out, out.results, axes)
 
 
 def _in_order(tree: Any, rows: Generated, axes: MeshAxes) -> Any:
   """Concatenates arrays [X, Q, ...] of X shards, with groups sorted by id."""
+  # Replicated first, because Explicit axes do not allow the gather below.
+  tree, rows = placed((tree, rows), axes.everywhere())
   if axes.data is None:
     return tree
   samples = rows.config.num_samples

@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkv._src.sharding.mesh_axes import MeshAxes
-from jaxkv._src.sharding.mesh_axes import on_auto_axes
-from jaxkv._src.sharding.mesh_axes import placed
 from jaxkv._src.sharding.state_shardings import check_shards
 from jaxkv._src.sharding.state_shardings import tree_shardings
 
@@ -43,7 +43,8 @@ def each_shard(
   Raises:
     ValueError: the size of `axes.data` does not divide X.
   """
-  return run_shards(function, split, *shared, axes=axes)
+  specs = (P(),) * len(shared)
+  return run_shards(function, split, *shared, axes=axes, specs=specs)
 
 
 def run_shards(
@@ -51,33 +52,14 @@ def run_shards(
   split: Any,
   *shared: Any,
   axes: MeshAxes,
-  specs: tuple[Any, ...] | None = None,
+  specs: tuple[Any, ...],
 ) -> Any:
-  """Implements `each_shard`; see `map_shards` for `specs`."""
+  """Implements `each_shard`; `shared` can be split along `axes.data`.
 
-  def of_all(split: Any, *shared: Any) -> Any:
-    return map_shards(function, split, *shared, axes=axes, specs=specs)
-
-  results = on_auto_axes(of_all, (split, *shared), axes)
-  return placed(results, tree_shardings(results, axes))
-
-
-def map_shards(
-  function: Callable,
-  split: Any,
-  *shared: Any,
-  axes: MeshAxes,
-  specs: tuple[Any, ...] | None = None,
-) -> Any:
-  """Implements `run_shards`, inside of `on_auto_axes`.
-
-  `specs` has, for each of `shared`, its `PartitionSpec`s along `axes.data`;
-  None if all are replicated.
+  `specs` has the `PartitionSpec`s along `axes.data` of each of `shared`.
   """
-  if axes.data is None:
-    return function(split, *shared)
   for leaf in jax.tree.leaves(split):
-    check_shards("state", leaf, axes)
+    check_shards(leaf, axes)
 
   def of_device(split: Any, *shared: Any) -> Any:
     if jax.tree.leaves(split)[0].shape[0] > 1:
@@ -85,13 +67,41 @@ def map_shards(
     shard = jax.tree.map(lambda leaf: leaf[0], split)
     return jax.tree.map(lambda leaf: leaf[None], function(shard, *shared))
 
-  by_shard = P(axes.data)
-  return jax.shard_map(
-    of_device,
-    mesh=axes.auto,
-    axis_names={axes.data},
-    in_specs=(by_shard, *(specs or (P() for _ in shared))),
-    out_specs=by_shard,
-    # JAX cannot check varying axes if another axis has the type Auto.
-    check_vma=False,
-  )(split, *shared)
+  call = function
+  if axes.data is not None:
+    call = jax.shard_map(
+      of_device,
+      mesh=axes.auto,
+      axis_names={axes.data},
+      in_specs=(P(axes.data), *specs),
+      out_specs=P(axes.data),
+      # JAX cannot check varying axes if another axis has the type Auto.
+      check_vma=False,
+    )
+  # The rollout loop does not have the annotations that Explicit axes require.
+  arguments = jax.tree.map(
+    lambda leaf: _on_auto_axes(leaf, axes), (split, *shared)
+  )
+  with jax.sharding.use_abstract_mesh(axes.auto.abstract_mesh):
+    results = call(*arguments)
+  return placed(results, tree_shardings(results, axes))
+
+
+def _on_auto_axes(leaf: Any, axes: MeshAxes) -> Any:
+  """Returns an array whose sharding has no axis of type Explicit."""
+  place = jax.typeof(leaf).sharding
+  if AxisType.Explicit not in place.mesh.axis_types:
+    return leaf
+  where = NamedSharding(axes.auto, place.spec)
+  return lax.with_sharding_constraint(leaf, where)
+
+
+def placed(tree: Any, shardings: Any) -> Any:
+  """Reshards arrays; `shardings` is a tree of NamedSharding, or one for all."""
+
+  def place(leaf: Any, where: NamedSharding) -> Any:
+    if AxisType.Explicit in where.mesh.axis_types:
+      return jax.sharding.reshard(leaf, where)
+    return lax.with_sharding_constraint(leaf, where)
+
+  return jax.tree.map(place, tree, jax.tree.broadcast(shardings, tree))

@@ -50,7 +50,7 @@ def state_shardings(state: RolloutState, *, axes: MeshAxes) -> RolloutState:
     >>> places.memory.kv.k.spec == P(None, "model"), places.key.spec == P()
     (True, True)
   """
-  check_shards("state", state.key, axes)
+  check_shards(state.key, axes)
   places = tree_shardings(state, axes)
   memory = places.memory
   if memory.host is not None:
@@ -70,27 +70,31 @@ def tree_shardings(tree: Any, axes: MeshAxes) -> Any:
   by_head = NamedSharding(axes.mesh, P(*by_shard.spec, None, axes.model))
 
   def places(node: Any) -> Any:
-    where = by_shard
-    if axes.model and isinstance(node, KVPages) and node.v is not None:
-      _check_heads(node, axes)
-      where = by_head
-    return jax.tree.map(lambda _: where, node)
+    if not (axes.model and isinstance(node, KVPages) and node.v is not None):
+      return jax.tree.map(lambda _: by_shard, node)
+    num_heads = node.k.shape[-3]
+    if num_heads % axes.num_parts:
+      raise ValueError(
+        f"`axes.model` must be an axis whose size divides {num_heads} K/V "
+        f"heads, got {axes.model!r} of {axes.num_parts} devices; use fewer, "
+        "and `axes.data` for the rest."
+      )
+    return jax.tree.map(lambda _: by_head, node)
 
   return jax.tree.map(
     places, tree, is_leaf=lambda node: isinstance(node, KVPages)
   )
 
 
-def check_shards(name: str, leaf: Any, axes: MeshAxes) -> None:
+def check_shards(leaf: Any, axes: MeshAxes) -> None:
   """Raises ValueError unless `leaf` [X, ...] can be split by `axes.data`."""
   if axes.data is None:
     return
-  shards = leaf.shape[0] if leaf.shape else "none"
   if not leaf.shape or leaf.shape[0] % axes.num_shards:
     raise ValueError(
-      f"`{name}` must have a multiple of {axes.num_shards} shards, the size of "
-      f"the axis {axes.data!r}, got {shards}; make it with "
-      "jaxkv.sharding.init, or use a mesh of another size."
+      f"`state` must have a multiple of {axes.num_shards} shards, the size of "
+      f"the axis {axes.data!r}, got arrays of shape {[*leaf.shape]}; make it "
+      "with jaxkv.sharding.init, or use a mesh of another size."
     )
 
 
@@ -101,15 +105,4 @@ def check_one_shard_each(state: RolloutState, axes: MeshAxes) -> None:
       "`state` must have one shard for each device of `axes.data`, got "
       f"{[*state.key.shape]} shards on {axes.num_shards} devices: shards on a "
       "device run one after another, and cannot exchange sequences or prompts."
-    )
-
-
-def _check_heads(pool: KVPages, axes: MeshAxes) -> None:
-  """Raises ValueError unless K/V heads can be split along `axes.model`."""
-  number = pool.k.shape[-3]
-  if number % axes.num_parts:
-    raise ValueError(
-      f"`axes.model` must be an axis whose size divides {number} K/V heads, "
-      f"got {axes.model!r} of {axes.num_parts} devices; use fewer, and "
-      "`axes.data` for the rest."
     )

@@ -19,8 +19,8 @@ from jaxkv._src.engine.verbs import submit as verb
 from jaxkv._src.engine.verbs.find_sequences import as_counts
 from jaxkv._src.engine.verbs.submit import Submitted
 from jaxkv._src.sharding.mesh_axes import MeshAxes
-from jaxkv._src.sharding.mesh_axes import placed
 from jaxkv._src.sharding.shards import each_shard
+from jaxkv._src.sharding.shards import placed
 from jaxkv._src.sharding.state_shardings import check_one_shard_each
 
 
@@ -64,38 +64,34 @@ def _submit(state, requests, ids, axes):
 
   def of_shard(state, requests, ids):
     queue = state.queue
-    shard = lax.axis_index(axes.data)
-    all_next = lax.pmax(queue.next_id, axes.data)
     requests = verb.matching(queue, requests, state.config)
     _, is_bad = verb.new_rows(state, requests)
-    if ids is None:
-      ids = all_next + _rank(~is_bad) * samples
     # All shards continue after the largest id of any shard.
-    queue = dataclasses.replace(queue, next_id=all_next)
+    next_id = lax.pmax(queue.next_id, axes.data)
+    if ids is None:
+      ids = next_id + _rank(~is_bad) * samples
     is_used = lax.pmax(verb.are_used(queue, ids, samples), axes.data)
     is_repeated = verb.are_repeated(ids, ~is_bad & ~is_used, samples)
     is_taken = is_used | is_repeated
     # Refused prompts take no rows, so shards are chosen for valid prompts only.
     owners = _choose_shards(queue.status, num_prompts, samples, axes)
     owner = indexing.take(owners, _rank(~is_bad & ~is_taken))
-    refused = first_code(
+    code = first_code(
       (is_bad, Status.BAD_LENGTH),
       (is_taken, Status.BAD_SEQUENCE),
       (owner < 0, Status.QUEUE_FULL),
     )
-    is_mine = (owner == shard) & (refused == Status.OK)
-    state, out = verb.submit(
-      dataclasses.replace(state, queue=queue), requests, ids=ids, mask=is_mine
-    )
-    # A prompt's code and id come from its shard; the code of a refused prompt
-    # comes from shard 0. The other shards add 0.
-    code = jnp.where(is_mine, out.code, jnp.where(shard == 0, refused, 0))
-    new_ids = jnp.where(is_mine, out.ids + 1, 0)
-    return state, lax.psum((code, new_ids), axes.data)
+    is_valid = code == Status.OK
+    is_mine = is_valid & (owner == lax.axis_index(axes.data))
+    queue = dataclasses.replace(queue, next_id=next_id)
+    state = dataclasses.replace(state, queue=queue)
+    state, _ = verb.submit(state, requests, ids=ids, mask=is_mine)
+    # All shards compute the same codes and ids.
+    return state, Submitted(code=code, ids=jnp.where(is_valid, ids, -1))
 
-  state, all_shards = each_shard(of_shard, state, requests, ids, axes=axes)
-  code, ids = placed(all_shards, axes.everywhere())
-  return state, Submitted(code=code[0], ids=ids[0] - 1)
+  state, out = each_shard(of_shard, state, requests, ids, axes=axes)
+  out = placed(out, axes.everywhere())
+  return state, jax.tree.map(lambda leaf: leaf[0], out)
 
 
 def _rank(is_valid: Array) -> Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,8 @@ from jax import Array
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 from jaxkv._src.arrays.arguments import as_count
-from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.steps.longest_hit import find_prefix
-from jaxkv._src.engine.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import order_of
@@ -26,12 +25,9 @@ from jaxkv._src.engine.verbs.find_sequences import as_mask
 from jaxkv._src.engine.verbs.find_sequences import find
 from jaxkv._src.engine.verbs.find_sequences import leave_slots
 from jaxkv._src.kv.page_contents import read_pages
-from jaxkv._src.sampling import settings
 from jaxkv._src.transfer.exported import Exported
 from jaxkv._src.transfer.exported import fingerprint_of
 from jaxkv._src.transfer.exported import layout_of
-from jaxkv._src.transfer.exported import memory_layout_of
-from jaxkv._src.transfer.exported import num_columns
 
 
 def export(
@@ -94,9 +90,10 @@ def _export(
   state: RolloutState, ids: Array, mask: Array, max_pages: int | None
 ) -> tuple[RolloutState, Exported]:
   state, ids, mask = sharding.match_varying_axes((state, ids, mask))
-  kv, cache = state.memory.kv, state.memory.cache
-  rows, _, code = find(state.queue, ids, mask)
-  sizes, columns = cache.config, num_columns(state)
+  queue, cache = state.queue, state.memory.cache
+  sizes = cache.config
+  rows, _, code = find(queue, ids, mask)
+  columns = -(-queue.width // sizes.page_sizes[0])
   shape = rows.shape[0], sizes.num_groups, columns
   total = min(sizes.num_pages - 1, math.prod(shape))
   total = total if max_pages is None else min(total, max_pages)
@@ -104,80 +101,69 @@ def _export(
   pages = page = jnp.zeros(shape, jnp.int32)
   contents = None
   if total:
-    runs, num_tokens, pages = _computed(state, rows)
+    runs, num_tokens, pages = _computed(state, rows, columns)
     sources, page = _numbered(pages, total)
-    contents = read_pages(kv, sources)
+    contents = read_pages(state.memory.kv, sources)
   is_carried = jnp.all((pages == 0) | (page < total), axis=(1, 2))
-  page = jnp.where(is_carried[:, None, None], page, total)
   # Only after the pages were read, because `leave_slots` frees them.
-  state = leave_slots(state, slots_of(state.queue, state.slots, rows))
+  state = leave_slots(state, slots_of(queue, state.slots, rows))
   exported = Exported(
     code=code,
-    queue=_taken(state.queue, rows),
+    queue=_sequences(state.queue, rows),
     sample=rows % state.config.num_samples,
     runs=runs,
     num_computed=jnp.where(is_carried, num_tokens, 0),
     # A copy, so that donating it does not delete the state's array.
     version=cache.epoch + jnp.uint32(0),
     fingerprint=fingerprint_of(cache),
-    page=page,
+    page=jnp.where(is_carried[:, None, None], page, total),
     contents=contents,
-    page_size=cache.config.page_sizes[0],
-    layout=layout_of(state.queue, state.config),
-    memory_layout=memory_layout_of(state),
+    page_size=sizes.page_sizes[0],
+    layout=layout_of(state),
   )
   is_removed = code == Status.OK
   queue = set_status(state.queue, rows, is_removed, SequenceStatus.EMPTY)
   return dataclasses.replace(state, queue=queue), exported
 
 
-def _computed(state: RolloutState, rows: Array) -> tuple[Array, Array, Array]:
+def _computed(
+  state: RolloutState, rows: Array, columns: int
+) -> tuple[Array, Array, Array]:
   """Finds the computed tokens of rows int32[R], and their pages.
 
   Returns:
     bool[R], True for sequences that compute in a slot; int32[R], the number of
     computed tokens; int32[R, G, A], the pages in each of the G groups of the
-    cache, 0 for columns not needed to continue. A is `num_columns`.
+    cache, 0 for columns not needed to continue. A is `columns`.
   """
   queue, slots, cache = state.queue, state.slots, state.memory.cache
-  sizes, columns = cache.config, num_columns(state)
+  config, sizes = cache.config, cache.config.sizes
   in_slot = (slots.row[None] == rows[:, None]) & (rows < queue.no_row)[:, None]
   in_slot &= are_computing(queue, slots)[None]
   runs = jnp.any(in_slot, axis=1)
   slot = jnp.argmax(in_slot, axis=1).astype(jnp.int32)
   slot = jnp.where(runs, slot, slots.no_slot)
-  length = indexing.take(queue.length, rows)
-  # As in admission, a hit must not skip a token without a recorded log-prob.
-  if state.config.prompt_log_probs:
-    computed = indexing.take(queue.computed, rows)
-    length = jnp.minimum(length, computed + 1)
+  # Without hits in host memory, whose pages `read_pages` cannot read.
+  on_device = dataclasses.replace(config, host_policy="never")
   salts = queue.salts
   prefix = find_prefix(
-    _without_host_hits(cache),
+    dataclasses.replace(cache, config=on_device),
     indexing.take(queue.tokens, rows),
-    length,
+    indexing.take(queue.length, rows),
     ~runs & (rows < queue.no_row),
     None if salts is None else indexing.take(salts, rows),
   )
-  cached = prefix.attached_pages(sizes, columns)
+  cached = prefix.attached_pages(config, columns)
   table = indexing.take(cache.page_table, slot)[..., :columns]
   in_table = indexing.take(cache.length, slot)
   num_tokens = jnp.where(runs, in_table, prefix.num_cached_tokens)
   pages = jnp.where(runs[:, None, None], table, cached)
-  first = sizes.sizes.skipped_pages(num_tokens)
-  stop = sizes.sizes.columns_for(num_tokens, jnp.zeros_like(num_tokens))
   # Pages reserved for later tokens, or behind a window, are not exported.
+  first = sizes.skipped_pages(num_tokens)
+  stop = sizes.columns_for(num_tokens, jnp.zeros_like(num_tokens))
   is_needed = indexing.between(first, stop, columns)
-  pages = jnp.where(is_needed & (pages < sizes.no_page), pages, 0)
+  pages = jnp.where(is_needed & (pages < config.no_page), pages, 0)
   return runs, num_tokens, pages
-
-
-def _without_host_hits(cache: CacheState) -> CacheState:
-  """Returns a cache whose lookups find pages on the device only."""
-  if not cache.config.host_pages:
-    return cache
-  config = dataclasses.replace(cache.config, host_policy="never")
-  return dataclasses.replace(cache, config=config)
 
 
 def _numbered(pages: Array, total: int) -> tuple[Array, Array]:
@@ -202,40 +188,22 @@ def _numbered(pages: Array, total: int) -> tuple[Array, Array]:
   return listed, place.reshape(pages.shape)
 
 
-def _taken(queue: Queue, rows: Array) -> Queue:
-  """Copies rows int32[R] of a queue; a row out of range becomes EMPTY."""
+def _sequences(queue: Queue, rows: Array) -> Queue:
+  """Copies rows int32[R] of a queue; zeros for a row out of range."""
 
-  def taken(array: Array) -> Array:
+  def taken(path: Any, array: Array) -> Array:
+    name, strings = jax.tree_util.keystr(path), ".sampling.stop_strings."
+    if name == ".next_id":
+      return array + 0
+    # The tables are large, and the other rollout has them too.
+    if name.startswith(strings) and name != f"{strings}start":
+      return array[:0]
     # Keys have no fill value.
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
       return array.at[rows].get(mode="clip")
     return indexing.take(array, rows)
 
-  fills = {"ids": -1, "versions": NOT_SAMPLED, "status": SequenceStatus.EMPTY}
-  fields = {
-    field.name: jax.tree.map(taken, getattr(queue, field.name))
-    for field in dataclasses.fields(Queue)
-    if field.name
-    not in ("page_keys", "ngrams", "order", "place", "next_id", "sampling")
-  }
-  fields |= {
-    name: indexing.take(getattr(queue, name), rows, fill=int(fill))
-    for name, fill in fills.items()
-  }
-  sampling = settings.rows(queue.sampling, rows)
-  strings = queue.sampling.stop_strings
-  if strings is not None:
-    # The tables are large, and the other rollout has them too.
-    strings = jax.tree.map(lambda leaf: leaf[:0], strings)
-    start = taken(queue.sampling.stop_strings.start)
-    strings = dataclasses.replace(strings, start=start)
-  sampling = dataclasses.replace(sampling, stop_strings=strings)
-  order, place = order_of(fields["ids"], fields["priority"])
-  return Queue(
-    **fields,
-    sampling=sampling,
-    order=order,
-    place=place,
-    page_keys=None,
-    next_id=queue.next_id + 0,
-  )
+  queue = dataclasses.replace(queue, page_keys=None, ngrams=None)
+  queue = jax.tree_util.tree_map_with_path(taken, queue)
+  order, place = order_of(queue.ids, queue.priority)
+  return dataclasses.replace(queue, order=order, place=place)

@@ -11,12 +11,11 @@ from jax import Array
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Outcome
-from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.kv.page_contents import arrays_of
 
-# Options that must be equal in both rollouts.
+# Options of `RolloutConfig` that must be equal in both rollouts.
 _OPTIONS = (
   "num_samples",
   "stop_token",
@@ -29,7 +28,8 @@ _OPTIONS = (
   "record_experts",
 )
 
-Layout = tuple[tuple[str, str], ...]
+# Settings that must be equal if pages are imported.
+_OF_PAGES = ("CacheConfig.groups", "pages")
 
 
 @jax.tree_util.register_dataclass
@@ -45,22 +45,22 @@ class Exported(Outcome):
 
   Attributes:
     code: a `Status` for each sequence.  # int32[R]
-    queue: the sequences, without page keys and n-gram tables. Sequences that
-      were RUNNING are WAITING.
+    queue: the sequences, without page keys and n-gram tables; zeros for rows
+      that are not OK. Sequences that were RUNNING are WAITING.
     sample: the index of each among the samples of its prompt.  # int32[R]
     runs: True for sequences that held pages in a slot; False without
       `contents`.  # bool[R]
     num_computed: the number of tokens whose pages are exported.  # int32[R]
     version: the version of the exporting rollout's weights.  # uint32[]
     fingerprint: a value that is equal for caches with the same secret and
-      version; None without prefix caching.  # uint32[4]
+      version; zeros without prefix caching.  # uint32[4]
     page: the index in `contents` of each page of a sequence; X for none.
       # int32[R, G, A]
     contents: the contents of X pages, an array for each array of the memory;
       None without pages.  # storage dtype[X, ...]
     page_size: tokens of a page.
-    layout: names and values of settings that the importing rollout must share.
-    memory_layout: those of settings that it must also share to import pages.
+    layout: names and values of settings that the importing rollout must share,
+      those of pages only if it imports pages.
   """
 
   queue: Queue
@@ -68,12 +68,13 @@ class Exported(Outcome):
   runs: Array
   num_computed: Array
   version: Array
-  fingerprint: Array | None
+  fingerprint: Array
   page: Array
   contents: tuple[Array, ...] | None
   page_size: int = dataclasses.field(metadata={"static": True})
-  layout: Layout = dataclasses.field(metadata={"static": True})
-  memory_layout: Layout = dataclasses.field(metadata={"static": True})
+  layout: tuple[tuple[str, str], ...] = dataclasses.field(
+    metadata={"static": True}
+  )
 
   def __getstate__(self) -> dict[str, Any]:
     # Random keys cannot be pickled, only their data.
@@ -89,80 +90,65 @@ class Exported(Outcome):
     vars(self).update(state, queue=dataclasses.replace(queue, keys=keys))
 
 
-def fingerprint_of(cache: CacheState) -> Array | None:
+def fingerprint_of(cache: CacheState) -> Array:
   """Returns `Exported.fingerprint` for a cache."""
   if cache.secret is None or cache.root is None:
-    return None
+    return jnp.zeros((hashing.KEY_WORDS,), jnp.uint32)
   # Masked, because the unmasked root would disclose a part of the secret.
   return hashing.group_key(cache.secret, cache.root, jnp.int32(0))
 
 
-def layout_of(queue: Queue, config: RolloutConfig) -> Layout:
+def layout_of(state: RolloutState) -> tuple[tuple[str, str], ...]:
   """Returns `Exported.layout`: the settings on which sequences depend."""
 
-  def shapes(tree: Any, axes: int = 1) -> str:
-    types = jax.tree.map(lambda leaf: f"{leaf.dtype}{leaf.shape[axes:]}", tree)
-    return str(types)
+  def types(tree: Any, axes: int = 1) -> str:
+    return str(
+      jax.tree.map(lambda leaf: f"{leaf.dtype}{leaf.shape[axes:]}", tree)
+    )
 
-  options = [
-    (f"RolloutConfig.{name}", str(getattr(config, name))) for name in _OPTIONS
+  queue, memory = state.queue, state.memory
+  pages = [
+    f"{array.dtype}{(num_layers, *array.shape[1:])}"
+    for array, num_layers in arrays_of(memory.kv)
   ]
   strings = queue.sampling.stop_strings
   tables = None if strings is None else (strings.next, strings.ends)
   return (
-    *options,
+    ("CacheConfig.groups", str(memory.cache.config.groups)),
+    ("pages", ", ".join(pages)),
+    *((f"RolloutConfig.{x}", str(getattr(state.config, x))) for x in _OPTIONS),
     ("RolloutConfig.max_length", str(queue.width)),
     ("key", str(queue.keys.dtype)),
-    ("Requests.priority", shapes(queue.priority)),
-    ("Requests.salts", shapes(queue.salts)),
-    ("Requests.extra", shapes(queue.extra)),
-    ("Sampling.stop_strings", shapes(tables, axes=0)),
-    ("experts", shapes(queue.experts)),
+    ("Requests.priority", types(queue.priority)),
+    ("Requests.salts", types(queue.salts)),
+    ("Requests.extra", types(queue.extra)),
+    ("Sampling.stop_strings", types(tables, axes=0)),
+    ("experts", types(queue.experts)),
   )
 
 
-def memory_layout_of(state: RolloutState) -> Layout:
-  """Returns `Exported.memory_layout`: the settings on which pages depend."""
-  types = [
-    f"{array.dtype}{(num_layers, *array.shape[1:])}"
-    for array, num_layers in arrays_of(state.memory.kv)
-  ]
-  groups = state.memory.cache.config.groups
-  return ("CacheConfig.groups", str(groups)), ("pages", ", ".join(types))
-
-
-def check_exported(exported: Any, state: RolloutState) -> Exported:
-  """Returns `exported`; raises unless `state` can continue its sequences.
+def check_exported(exported: Any, state: RolloutState) -> None:
+  """Raises unless `state` can continue the sequences of `exported`.
 
   Raises:
     TypeError: `exported` is not an `Exported`.
-    ValueError: a setting of `state` differs from `layout`, or from
-      `memory_layout` if the pages can be imported.
+    ValueError: a setting of `state` differs from `layout`.
   """
   if not isinstance(exported, Exported):
     hint = "unpack what `export` returned: `state, exported = ...`"
     raise TypeError(
       f"`exported` must be an Exported, got {type(exported).__name__}; {hint}."
     )
-  settings, values = layout_of(state.queue, state.config), exported.layout
-  if has_usable_pages(exported, state):
-    settings += memory_layout_of(state)
-    values += exported.memory_layout
-  settings, values = dict(settings), dict(values)
+  settings, values = dict(layout_of(state)), dict(exported.layout)
+  has_pages = has_usable_pages(exported, state)
   for name in settings | values:
     setting, value = settings.get(name), values.get(name)
-    if value != setting:
+    if value != setting and (has_pages or name not in _OF_PAGES):
       raise ValueError(
         f"`exported` must come from a rollout with the same {name}, {setting}, "
         f"got {value}; use equal settings and versions of jaxkv, or export "
         "with max_pages=0 if only the pages differ."
       )
-  return exported
-
-
-def num_columns(state: RolloutState) -> int:
-  """Returns A, the maximum number of pages of a sequence in one group."""
-  return -(-state.queue.width // state.memory.cache.config.page_sizes[0])
 
 
 def has_usable_pages(exported: Exported, state: RolloutState) -> bool:

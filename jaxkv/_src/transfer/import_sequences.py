@@ -90,7 +90,7 @@ def import_sequences(
       layout; or `state` is a stack of rollouts.
   """
   check_single(state.queue)
-  exported = check_exported(exported, state)
+  check_exported(exported, state)
   if exported.code.shape[0] == 0:
     return state, Outcome(code=exported.code)
   return _import(state, exported, as_mask(mask, exported.code.shape[0]))
@@ -119,13 +119,15 @@ def _import(
   stop = jnp.max(jnp.where(is_ok, stop, 0), initial=0)
   queue = dataclasses.replace(queue, next_id=jnp.maximum(queue.next_id, stop))
   if queue.ngrams is not None:
-    first = indexing.where_valid(opens_group, rows // samples * samples)
+    first = indexing.where_valid(opens_group, rows - exported.sample)
     group = first[:, None] + jnp.arange(samples, dtype=jnp.int32)[None]
-    # EMPTY rows still have the tokens of removed sequences.
-    is_empty = queue.status == SequenceStatus.EMPTY
-    lengths = jnp.where(is_empty, 0, queue.length)
+    # Of no tokens, because EMPTY rows still have those of removed sequences.
     tables = ngrams.reset_rows(
-      queue.ngrams, queue.tokens, lengths, group.reshape(-1), state.config
+      queue.ngrams,
+      queue.tokens,
+      jnp.zeros_like(queue.length),
+      group.reshape(-1),
+      state.config,
     )
     tables = ngrams.add_tokens(
       tables,
@@ -167,20 +169,19 @@ def _rows_of(
   sample_of_row = jnp.arange(queue.size, dtype=jnp.int32) % samples
   firsts = jnp.where(exists, queue.ids - sample_of_row, -1)
   firsts = jnp.max(firsts.reshape(-1, samples), axis=1)
-  is_group = first[:, None] == firsts[None]
-  is_present = jnp.any(is_group, axis=1)
+  num_groups, is_ok = firsts.shape[0], code == Status.OK
+  # The index of the prompt's group, or of its first sequence after all groups.
+  first = indexing.where_valid(is_ok, first)
+  leader = indexing.first_equal(jnp.concatenate([firsts, first]))[num_groups:]
   # Other prompts get EMPTY groups, in order.
-  needs_group = (code == Status.OK) & ~is_present
-  opens_group = needs_group & ~indexing.any_earlier(first, needs_group)
+  row = jnp.arange(ids.shape[0], dtype=jnp.int32)
+  opens_group = is_ok & (leader == num_groups + row)
   rank = jnp.cumsum(opens_group, dtype=jnp.int32) - 1
-  opener = jnp.argmax(
-    (first[:, None] == first[None]) & opens_group[None], axis=1
-  )
+  rank = indexing.take(rank, leader - num_groups)
   empty_groups = first_of(firsts < 0, ids.shape[0])
-  group = indexing.take(empty_groups, rank[opener], fill=firsts.shape[0])
-  present = jnp.argmax(is_group, axis=1).astype(jnp.int32)
-  group = jnp.where(is_present, present, group)
-  has_no_group = (code == Status.OK) & (group >= firsts.shape[0])
+  group = indexing.take(empty_groups, rank, fill=num_groups)
+  group = jnp.where(leader < num_groups, leader, group)
+  has_no_group = is_ok & (group >= num_groups)
   code = jnp.where(has_no_group, jnp.int32(Status.QUEUE_FULL), code)
   return group * samples + sample, opens_group & ~has_no_group, code
 
@@ -190,10 +191,14 @@ def _with_pages(
 ) -> RolloutState:
   """Imports pages of rows `place`, int32[R]; seats those that were running."""
   assert exported.contents is not None
-  queue, slots, memory = state.queue, state.slots, state.memory
-  cache = without_moves(memory.cache)
+  cache = without_moves(state.memory.cache)
+  memory = dataclasses.replace(state.memory, cache=cache)
+  state = dataclasses.replace(state, memory=memory)
+  queue, slots = state.queue, state.slots
   is_wanted = (place < queue.no_row) & (exported.num_computed > 0)
-  is_wanted &= _has_same_keys(cache, exported)
+  # Pages have the same keys in caches of the same version and secret.
+  is_wanted &= cache.epoch == exported.version
+  is_wanted &= jnp.all(fingerprint_of(cache) == exported.fingerprint)
   # Sequences get the empty slots in the order of `exported`.
   runs = is_wanted & exported.runs
   rank = jnp.cumsum(runs, dtype=jnp.int32) - 1
@@ -230,15 +235,6 @@ def _with_pages(
   return dataclasses.replace(state, queue=queue, slots=slots, memory=memory)
 
 
-def _has_same_keys(cache: CacheState, exported: Exported) -> Array:
-  """Returns bool[], True if the caches have the same version and secret."""
-  is_same = cache.epoch == exported.version
-  fingerprint, other = fingerprint_of(cache), exported.fingerprint
-  if fingerprint is None or other is None:
-    return is_same & (fingerprint is other)
-  return is_same & jnp.all(fingerprint == other)
-
-
 def _in_spare_slots(
   state: RolloutState, exported: Exported, is_wanted: Array, enters: Array
 ) -> tuple[CacheState, Array]:
@@ -251,8 +247,7 @@ def _in_spare_slots(
     The cache with R spare slots, which hold the sequences whose pages fit;
     int32[R, G, A], the pages that need contents, 0 for other columns.
   """
-  queue, slots = state.queue, state.slots
-  cache = without_moves(state.memory.cache)
+  queue, slots, cache = state.queue, state.slots, state.memory.cache
   sizes, num_tokens = cache.config.sizes, exported.num_computed
   # As in admission, pages stay free for the tokens of each sequence that are
   # not computed yet, and one page in each group for each running sequence.
@@ -264,10 +259,10 @@ def _in_spare_slots(
   keep_free = promised_pages(queue, slots, cache, state.config)
   keep_free += jnp.sum(later, dtype=jnp.int32)
   keep_free += cache.config.num_groups * running.astype(jnp.int32)
+  keep_free = jnp.where(enters, keep_free, 0)
   # Sequences that enter a slot come first, because they keep their pages.
-  order = jnp.where(is_wanted, jnp.where(enters, 0, 1), 2)
-  order = jnp.argsort(order, stable=True).astype(jnp.int32)
-  # In `shard_map`, the result of `argsort` varies over no mesh axis.
+  order = jnp.lexsort((~enters, ~is_wanted)).astype(jnp.int32)
+  # In `shard_map`, the result of the sort varies over no mesh axis.
   order, is_wanted = sharding.match_varying_axes((order, is_wanted))
 
   # One sequence after another, so that samples of a prompt share its pages.
@@ -276,19 +271,15 @@ def _in_spare_slots(
   ) -> tuple[CacheState, Array]:
     spare_cache, pages = loop
     row = order[index][None]
-    stays = indexing.take(enters, row)
     spare_cache, new_pages = _enter(
-      spare_cache, exported, row, jnp.where(stays, keep_free, 0)
+      spare_cache, exported, row, indexing.take(keep_free, row)
     )
     return spare_cache, indexing.put(pages, row, values=new_pages)
 
   spare_cache = with_spare_slots(cache, enters.shape[0])
-  count, loop = sharding.match_varying_axes(
-    (
-      jnp.sum(is_wanted, dtype=jnp.int32),
-      (spare_cache, jnp.zeros_like(exported.page)),
-    )
-  )
+  count = jnp.sum(is_wanted, dtype=jnp.int32)
+  loop = spare_cache, jnp.zeros_like(exported.page)
+  count, loop = sharding.match_varying_axes((count, loop))
   return lax.fori_loop(0, count, enter, loop)
 
 
@@ -300,14 +291,10 @@ def _enter(
   Returns:
     The cache; and int32[1, G, A], the pages that need contents.
   """
+  queue = exported.queue
   tokens, length, epoch, salts = jax.tree.map(
     lambda array: indexing.take(array, row),
-    (
-      exported.queue.tokens,
-      exported.queue.length,
-      exported.queue.epochs,
-      exported.queue.salts,
-    ),
+    (queue.tokens, queue.length, queue.epochs, queue.salts),
   )
   num_tokens = indexing.take(exported.num_computed, row)
   sizes, columns = cache.config.sizes, exported.page.shape[-1]

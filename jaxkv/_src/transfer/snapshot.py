@@ -10,23 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
-from jax.sharding import NamedSharding
+from jax.sharding import Sharding
+from jax.sharding import SingleDeviceSharding
 
-from jaxkv._src.arrays.sharding import auto_mesh
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.state import init as init_cache
 from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.state import RolloutState
-from jaxkv._src.engine.verbs.abort import requeue
 from jaxkv._src.extras import extra_package
 from jaxkv._src.kv.host_memory import HOST
 
 FORMAT = 1
 """The version of the snapshot format; `restore` reads no later version."""
 
-_FACTS = ("pages", "static", "shapes", "dtypes", "keys", "sums")
-_MEMORY = ".memory."
+_FACTS = {"format", "pages", "settings", "dtypes", "key_impl", "sums"}
 # A snapshot without pages has only these arrays of the memory.
 _IDENTITY = tuple(
   f".memory.cache.{name}" for name in ("secret", "root", "epoch", "stats")
@@ -46,7 +44,8 @@ def save(
     state: the rollout, on any devices, sharded or not.
     pages: True to save the cache and its K/V memory. If False, the snapshot has
       about 16 bytes for each token of the queue, plus optional records; running
-      sequences are saved as waiting, and their tokens are computed again.
+      sequences are saved as waiting, and their tokens are computed again, with
+      the experts of `RolloutConfig.record_experts`.
 
   Raises:
     TypeError: `state` is not a RolloutState.
@@ -62,26 +61,18 @@ def save(
     raise ValueError(f"`folder` must not exist, got {str(folder)!r}.")
   if not pages:
     state = _all_wait(state)
-  arrays = {
-    name: leaf for name, leaf in _named(state) if pages or _is_kept(name)
+  data = {
+    name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    for name, leaf in _arrays(state, pages).items()
   }
   facts = {
     "format": FORMAT,
     "pages": pages,
-    "static": dict(_static(state, "")),
-    "shapes": {name: list(leaf.shape) for name, leaf in arrays.items()},
-    "dtypes": {name: str(leaf.dtype) for name, leaf in arrays.items()},
-    "keys": {
-      name: str(jax.random.key_impl(leaf))
-      for name, leaf in arrays.items()
-      if _is_key(leaf)
-    },
+    "settings": _settings(state, pages),
+    "dtypes": {name: str(array.dtype) for name, array in data.items()},
+    "key_impl": str(jax.random.key_impl(state.key)),
+    "sums": _checksums(data),
   }
-  data = {
-    name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
-    for name, leaf in arrays.items()
-  }
-  facts["sums"] = _checksums(data)
   with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
     items = ocp.args.Composite(
       facts=ocp.args.JsonSave(facts), arrays=ocp.args.StandardSave(data)
@@ -126,11 +117,8 @@ def restore(folder: str | pathlib.Path, target: RolloutState) -> RolloutState:
       checkpointer, folder, ocp.args.Composite(facts=ocp.args.JsonRestore())
     ).facts
     _check_facts(facts, folder)
-    _check_static(facts, target)
-    targets = dict(_named(target))
-    if not facts["pages"]:
-      targets = {name: x for name, x in targets.items() if _is_kept(name)}
-    _check_arrays(facts, targets)
+    _check_settings(facts["settings"], _settings(target, facts["pages"]))
+    targets = _arrays(target, facts["pages"])
     shapes = {
       name: _stored_shape(leaf, facts["dtypes"][name])
       for name, leaf in targets.items()
@@ -141,20 +129,16 @@ def restore(folder: str | pathlib.Path, target: RolloutState) -> RolloutState:
       ocp.args.Composite(arrays=ocp.args.StandardRestore(shapes)),
     ).arrays
   # The storage of orbax does not check all bytes of an array.
-  sums = _checksums(data)
-  changed = [name for name in sorted(sums) if sums[name] != facts["sums"][name]]
-  if changed:
-    raise ValueError(
-      f"`folder` must hold a complete snapshot of a rollout, got "
-      f"{str(folder)!r}: `{changed[0][1:]}` is damaged."
-    )
+  for name, checksum in _checksums(data).items():
+    if checksum != facts["sums"][name]:
+      raise _incomplete(folder, f"`{name[1:]}` is damaged.")
   arrays = {
-    name: _restored(data[name], leaf, facts["keys"].get(name))
+    name: _restored(data[name], leaf, facts["key_impl"])
     for name, leaf in targets.items()
   }
   if not facts["pages"]:
-    arrays |= _empty_memory(target, arrays)
-  leaves = [arrays[name] for name, _ in _named(target)]
+    arrays |= _empty_memory(target)
+  leaves = [arrays[name] for name in _arrays(target)]
   return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
@@ -178,15 +162,33 @@ def _path(folder: str | pathlib.Path) -> pathlib.Path:
   return pathlib.Path(folder).absolute()
 
 
-def _named(state: RolloutState) -> list[tuple[str, Any]]:
-  """Returns the arrays of a state, each with its name."""
-  leaves = jax.tree_util.tree_flatten_with_path(state)[0]
-  return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+def _arrays(tree: Any, pages: bool = True) -> dict[str, Any]:
+  """Returns the arrays of a snapshot with or without pages, by their names."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  arrays = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+  return {
+    name: leaf
+    for name, leaf in arrays.items()
+    if pages or not name.startswith(".memory.") or name.startswith(_IDENTITY)
+  }
 
 
-def _is_kept(name: str) -> bool:
-  """Returns True for an array that a snapshot without pages contains."""
-  return not name.startswith(_MEMORY) or name.startswith(_IDENTITY)
+def _settings(state: RolloutState, pages: bool) -> dict[str, str]:
+  """Returns static options, and dtypes and shapes of arrays, by their names."""
+  settings = {
+    name: value
+    for name, value in _static(state, "")
+    # It only says how `kv.init` was called; `dtype` is compared.
+    if not name.endswith(".has_default_dtype")
+  }
+  for name, leaf in _arrays(state, pages).items():
+    kind = str(leaf.dtype)
+    # On a CPU, pools store bfloat16 and 8-bit floats as integers of that size.
+    # Their number format is a static option.
+    if name.startswith((".memory.kv", ".memory.host")):
+      kind = f"{8 * leaf.dtype.itemsize} bits "
+    settings[name] = f"{kind}{[*leaf.shape]}"
+  return settings
 
 
 def _static(tree: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -212,28 +214,17 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _all_wait(state: RolloutState) -> RolloutState:
-  """Puts the running sequences back into the queue."""
-
-  def on_auto_axes(leaf: Any) -> Any:
-    # `requeue` does not support mesh axes of type Explicit.
-    where = leaf.sharding
-    if not isinstance(where, NamedSharding):
-      return leaf
-    assert isinstance(where.mesh, Mesh)  # Only a tracer has an abstract mesh.
-    mesh, kind = auto_mesh(where.mesh), where.memory_kind
-    return jax.device_put(
-      leaf, NamedSharding(mesh, where.spec, memory_kind=kind)
-    )
-
-  state = jax.tree.map(on_auto_axes, state)
-  ids, status = state.queue.ids, state.queue.status
-
-  def requeue_all(state: RolloutState, ids: Array, mask: Array) -> RolloutState:
-    return requeue(state, ids, mask=mask)[0]
-
-  for _ in ids.shape[1:]:
-    requeue_all = jax.vmap(requeue_all)
-  return requeue_all(state, ids, status == SequenceStatus.RUNNING)
+  """Puts running sequences back into the queue; does not free their pages."""
+  queue, slots = state.queue, state.slots
+  runs = queue.status == SequenceStatus.RUNNING
+  status = jnp.where(runs, jnp.int32(SequenceStatus.WAITING), queue.status)
+  # The last axes, because the rollout can be a stack.
+  slots = Slots(
+    row=jnp.full_like(slots.row, queue.ids.shape[-1]),
+    leader=jnp.full_like(slots.leader, slots.leader.shape[-1]),
+  )
+  queue = dataclasses.replace(queue, status=status)
+  return dataclasses.replace(state, queue=queue, slots=slots)
 
 
 def _read(checkpointer: Any, folder: pathlib.Path, items: Any) -> Any:
@@ -244,10 +235,14 @@ def _read(checkpointer: Any, folder: pathlib.Path, items: Any) -> Any:
     raise
   # Orbax and its storage raise errors of many types for damaged files.
   except Exception as error:
-    raise ValueError(
-      f"`folder` must hold a complete snapshot of a rollout, got "
-      f"{str(folder)!r}: {error}"
-    ) from error
+    raise _incomplete(folder, str(error)) from error
+
+
+def _incomplete(folder: pathlib.Path, reason: str) -> ValueError:
+  return ValueError(
+    "`folder` must hold a complete snapshot of a rollout, got "
+    f"{str(folder)!r}: {reason}"
+  )
 
 
 def _check_facts(facts: dict[str, Any], folder: pathlib.Path) -> None:
@@ -256,63 +251,38 @@ def _check_facts(facts: dict[str, Any], folder: pathlib.Path) -> None:
       f"`folder` must have format {FORMAT} or less, got {facts['format']} in "
       f"{str(folder)!r}; install the version of jaxkv that wrote it."
     )
-  missing = {"format", *_FACTS} - facts.keys()
+  missing = ", ".join(sorted(_FACTS - facts.keys()))
   if missing:
-    raise ValueError(
-      f"`folder` must hold a complete snapshot of a rollout, got "
-      f"{str(folder)!r} without {', '.join(sorted(missing))}; write it with "
-      "jaxkv.checkpoint.save."
+    raise _incomplete(
+      folder, f"{missing} is missing; write it with jaxkv.checkpoint.save."
     )
 
 
-def _check_static(facts: dict[str, Any], target: RolloutState) -> None:
-  saved, options = facts["static"], dict(_static(target, ""))
-  for name in sorted(saved.keys() | options.keys()):
-    # It only says how `kv.init` was called; `dtype` is compared.
-    if name.endswith(".has_default_dtype"):
-      continue
-    if saved.get(name) != options.get(name):
+def _check_settings(saved: dict[str, str], settings: dict[str, str]) -> None:
+  for name in sorted(saved.keys() | settings.keys()):
+    if saved.get(name) != settings.get(name):
       raise ValueError(
-        f"`target` must have the options of the saved rollout: `{name[1:]}` "
-        f"was {saved.get(name)}, got {options.get(name)}."
+        "`target` must have the options, sizes and dtypes of the saved "
+        f"rollout: `{name[1:]}` was {saved.get(name)}, got "
+        f"{settings.get(name)}."
       )
 
 
-def _check_arrays(facts: dict[str, Any], targets: dict[str, Any]) -> None:
-  for name in sorted(facts["shapes"].keys() | targets.keys()):
-    saved = facts["shapes"].get(name)
-    got = list(targets[name].shape) if name in targets else None
-    if saved != got:
-      raise ValueError(
-        f"`target` must have the sizes of the saved rollout: `{name[1:]}` has "
-        f"the shape {saved} in the folder, got {got}."
-      )
-    stored, dtype = facts["dtypes"][name], str(targets[name].dtype)
-    # On a CPU, pools store bfloat16 and 8-bit floats as integers of that size.
-    # `_check_static` has compared the number formats, in the pools' `dtype`.
-    is_pool = name.startswith((".memory.kv", ".memory.host"))
-    if stored != dtype and not (
-      is_pool and _itemsize(stored) == _itemsize(dtype)
-    ):
-      raise ValueError(
-        f"`target` must have the dtypes of the saved rollout: "
-        f"`{name[1:]}` was {stored}, got {dtype}."
-      )
+def _sharding(leaf: Any) -> Sharding:
+  """Returns the sharding of a target; by default, one device of this process.
 
-
-def _itemsize(dtype: str) -> int:
-  return jnp.dtype(dtype).itemsize
+  Orbax would use the devices of the saved array, which may not exist.
+  """
+  where = getattr(leaf, "sharding", None)
+  return where or SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _stored_shape(leaf: Any, dtype: str) -> jax.ShapeDtypeStruct:
   """Returns the shape, dtype and sharding with which orbax restores `leaf`."""
-  where = getattr(leaf, "sharding", None)
-  if where is None:
-    where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  if not _is_key(leaf):
-    return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=where)
-  data = jax.eval_shape(jax.random.key_data, leaf)
-  return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=where)
+  data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+  return jax.ShapeDtypeStruct(
+    data.shape, jnp.dtype(dtype), sharding=_sharding(leaf)
+  )
 
 
 def _checksums(data: dict[str, Array]) -> dict[str, int]:
@@ -350,34 +320,28 @@ def _weighted_sum(array: Array) -> Array:
   return jnp.sum(words * (2 * index + 1), dtype=jnp.uint32)
 
 
-def _restored(data: Array, leaf: Any, impl: str | None) -> Array:
-  if impl is not None:
-    return jax.random.wrap_key_data(data, impl=impl)
+def _restored(data: Array, leaf: Any, key_impl: str) -> Array:
+  if _is_key(leaf):
+    return jax.random.wrap_key_data(data, impl=key_impl)
   if data.dtype != leaf.dtype:
     data = jax.lax.bitcast_convert_type(data, leaf.dtype)
-  where = getattr(leaf, "sharding", None)
-  if where is not None and where.memory_kind == HOST:
+  if _sharding(leaf).memory_kind == HOST:
     # Orbax restores to host memory, but the array's type does not show this.
-    data = jax.device_put(np.asarray(data), where)
+    data = jax.device_put(np.asarray(data), _sharding(leaf))
   return data
 
 
-def _empty_memory(
-  target: RolloutState, arrays: dict[str, Array]
-) -> dict[str, Array]:
-  """Returns the arrays of an empty memory that are missing from `arrays`."""
-  # The key does not matter: `arrays` has the secret and the root.
+def _empty_memory(target: RolloutState) -> dict[str, Array]:
+  """Returns the arrays that a snapshot without pages does not have."""
+  # The key does not matter: the snapshot has the secret and the root.
   key = jnp.zeros((KEY_WORDS,), jnp.uint32)
-  cache = init_cache(target.memory.cache.config, key)
-  empty = dataclasses.replace(target.memory, cache=cache)
-  values = dict(_named(dataclasses.replace(target, memory=empty)))
-  memory = {}
-  for name, leaf in _named(target):
-    if name in arrays:
-      continue
-    # A new K/V memory is zero.
-    is_page = not name.startswith(".memory.cache")
-    value = np.zeros((), leaf.dtype) if is_page else np.asarray(values[name])
-    where = getattr(leaf, "sharding", None)
-    memory[name] = jax.device_put(np.broadcast_to(value, leaf.shape), where)
+  cache = _arrays(init_cache(target.memory.cache.config, key))
+  saved, memory = _arrays(target, pages=False), {}
+  for name, leaf in _arrays(target).items():
+    if name not in saved:
+      # A new K/V memory is zero.
+      zero = np.zeros((), leaf.dtype)
+      value = cache.get(name.removeprefix(".memory.cache"), zero)
+      value = np.broadcast_to(value, leaf.shape)
+      memory[name] = jax.device_put(value, _sharding(leaf))
   return memory
