@@ -132,6 +132,33 @@ def test_a_stale_page_is_not_saved():
 
 
 @pytest.mark.slow
+def test_stale_entries_longer_than_a_window():
+  """A hit leaves 300 of them in the host's queue, and one call reads 128."""
+  size = 300
+  config = jaxkv.CacheConfig(
+    num_pages=1 + size,
+    page_size=1,
+    num_slots=1,
+    pages_per_slot=size,
+    host_pages=size + 100,
+  )
+  state, hits = jaxkv.init(config), []
+  first, second, third = np.arange(3 * size).reshape(3, 1, size)
+  for tokens in (first, second, first, third):
+    state, out = jaxkv.admit(state, [0], tokens, [size])
+    hits.append(int(out.num_cached_tokens[0]))
+    rest = np.roll(tokens, -hits[-1])
+    state, _ = jaxkv.commit(state, rest, size - out.num_cached_tokens)
+    state, _ = jaxkv.free(state, slots=[0])
+  assert hits == [0, 0, size - 1, 0]
+  stats = jaxkv.stats(state)
+  assert int(stats.saved_pages) == 3 * size
+  # Of these pages, one prompt returned, and as many are left as fit.
+  assert int(stats.forgotten_pages) == 3 * size - hits[2] - config.host_pages
+  jaxkv.check(state)
+
+
+@pytest.mark.slow
 def test_pin_needs_free_pages_for_hits_on_the_host():
   config = jaxkv.CacheConfig(
     num_pages=4, page_size=2, num_slots=2, pages_per_slot=4, host_pages=4

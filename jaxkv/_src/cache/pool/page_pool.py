@@ -451,7 +451,11 @@ def _exchange(
 
   loop = pool.host, pool.index, pool.events
   if restored is None:
-    loop = loops.if_needed(evicted.total > 0, exchange, loop)
+    # Also if no cached page was popped because `must_stay` held them all. Then
+    # `exchange` removes stale entries of the host's queue, so that the next
+    # call finds host pages for them.
+    window = prefix_index.entries_of(pool.index, pages, pages >= 0)
+    loop = loops.if_needed(window.total > 0, exchange, loop)
   else:
     loop = exchange(loop)
   host, index, log = loop
