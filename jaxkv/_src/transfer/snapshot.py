@@ -44,8 +44,8 @@ def save(
     state: the rollout, on any devices, sharded or not.
     pages: True to save the cache and its K/V memory. If False, the snapshot has
       about 16 bytes for each token of the queue, plus optional records; running
-      sequences are saved as waiting, and their tokens are computed again, with
-      the experts of `RolloutConfig.record_experts`.
+      sequences are saved as waiting, and their tokens are computed again. Until
+      then, the experts of `RolloutConfig.record_experts` are -1.
 
   Raises:
     TypeError: `state` is not a RolloutState.
