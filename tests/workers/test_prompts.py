@@ -59,7 +59,7 @@ def test_shorter_prompts_are_padded():
   joined = prompts.join(parts)
   assert joined.lengths.tolist() == [3, 1]
   assert joined.tokens.shape == (2, 3)
-  assert joined.tokens[0].tolist() == [1, 2, 3] and joined.tokens[1, 0] == 4
+  assert joined.tokens.tolist() == [[1, 2, 3], [4, 0, 0]]
 
 
 def test_shorter_lists_are_padded():

@@ -76,18 +76,23 @@ def prefixes_of(prompt: Requests) -> tuple[int, ...]:
 def join(prompts: list[Requests]) -> Requests:
   """Joins prompts from `split`; pads tokens and the lists of `Sampling`."""
 
-  def padded(array: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+  def padded(
+    array: np.ndarray, sizes: tuple[int, ...], fill: int
+  ) -> np.ndarray:
     if array.shape[1:] == sizes:
       return array
-    # Only tokens, and the biases of tokens, differ in size.
-    fill = 0 if array.dtype == np.float32 else padding.PADDING
     return padding.pad_to(array, sizes, fill)
 
-  def joined(*arrays: np.ndarray) -> np.ndarray:
+  def joined(fill: int, arrays: tuple[np.ndarray, ...]) -> np.ndarray:
     sizes = tuple(np.max([array.shape[1:] for array in arrays], axis=0))
-    return np.concatenate([padded(array, sizes) for array in arrays])
+    return np.concatenate([padded(array, sizes, fill) for array in arrays])
 
-  return map_rows(joined, joined, *prompts)
+  def of_samples(*arrays: np.ndarray) -> np.ndarray:
+    # Lists hold tokens, or the biases of tokens, which are floats.
+    is_bias = arrays[0].dtype == np.float32
+    return joined(0 if is_bias else padding.PADDING, arrays)
+
+  return map_rows(lambda *arrays: joined(0, arrays), of_samples, *prompts)
 
 
 def check_joinable(requests: Requests, first: Requests) -> None:

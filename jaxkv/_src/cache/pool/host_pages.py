@@ -173,8 +173,8 @@ def must_stay(
       stays |= ~saved & prefix_index.has_passed(index, pages)
     return stays
 
-  none = jnp.zeros_like(entries.valid)
-  return loops.if_needed(entries.total > 0, cached_that_stay, none)
+  stays = jnp.zeros_like(entries.valid)
+  return loops.if_needed(entries.total > 0, cached_that_stay, stays)
 
 
 def exchange(
