@@ -6,7 +6,9 @@ import gc
 import importlib.util
 import json
 import pathlib
+import shutil
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,13 +30,13 @@ pytestmark = pytest.mark.skipif(
 _CONFIG = rollout.RolloutConfig(num_samples=2, max_new_tokens=6, stop_token=4)
 
 
-def begun(config=_CONFIG, host_pages=0, **pool):
+def begun(config=_CONFIG, host_pages=0, extra=None, **pool):
   """Makes a rollout in few pages, so that it preempts and evicts."""
   sizes = dataclasses.replace(by_hand.sizes(12, 3), host_pages=host_pages)
   pool = {"num_kv_heads": 1, "head_dim": by_hand.WIDTH, **pool}
   pool = {"dtype": jnp.float32, **pool}
   kv = jaxkv.kv.init(sizes, num_layers=1, **pool)
-  return by_hand.begun(sizes, config, kv=kv)
+  return by_hand.begun(sizes, config, kv=kv, extra=extra)
 
 
 def with_random_pages(state):
@@ -163,22 +165,31 @@ def test_shards_go_to_other_numbers_of_devices(pages, tmp_path):
 
 
 @pytest.mark.slow
-def test_bits_of_a_cpu_become_numbers(tmp_path):
+@pytest.mark.parametrize("host_pages", [0, 20], ids=["", "host"])
+def test_bits_of_a_cpu_become_numbers(host_pages, tmp_path):
   """A CPU stores bfloat16 as integers, accelerators as it is."""
-  bits = begun(dtype="bfloat16")
-  numbers = begun(dtype="bfloat16", storage_dtype="bfloat16")
+  options = {"dtype": "bfloat16", "host_pages": host_pages}
+  bits, numbers = begun(**options), begun(**options, storage_dtype="bfloat16")
   assert bits.memory.kv.k.dtype != numbers.memory.kv.k.dtype
-  ones = jnp.full_like(numbers.memory.kv.k, 1.5)
+
+  def ones(array):
+    values = jnp.full(array.shape, 1.5, jnp.bfloat16)
+    values = jax.lax.bitcast_convert_type(values, array.dtype)
+    return jax.device_put(values, array.sharding)
+
+  def of_ones(state):
+    kv, host = jax.tree.map(ones, (state.memory.kv, state.memory.host))
+    memory = dataclasses.replace(state.memory, kv=kv, host=host)
+    return dataclasses.replace(state, memory=memory)
+
   for saved, target in ((bits, numbers), (numbers, bits)):
-    name = str(saved.memory.kv.k.dtype)
-    values = jax.lax.bitcast_convert_type(ones, saved.memory.kv.k.dtype)
-    kv = dataclasses.replace(saved.memory.kv, k=values)
-    memory = dataclasses.replace(saved.memory, kv=kv)
-    checkpoint.save(tmp_path / name, dataclasses.replace(saved, memory=memory))
-    found = checkpoint.restore(tmp_path / name, target).memory.kv.k
-    assert found.dtype == target.memory.kv.k.dtype
-    found = jax.lax.bitcast_convert_type(found, jnp.bfloat16)
-    np.testing.assert_array_equal(found, ones)
+    folder = tmp_path / str(saved.memory.kv.k.dtype)
+    checkpoint.save(folder, of_ones(saved))
+    found, wanted = checkpoint.restore(folder, target), of_ones(target)
+    for name in ("kv", "host"):
+      chex.assert_trees_all_equal(
+        getattr(found.memory, name), getattr(wanted.memory, name)
+      )
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +271,46 @@ def test_a_newer_format_is_refused(tmp_path):
   path.write_text(json.dumps(facts | {"format": 99}), "utf-8")
   with pytest.raises(ValueError, match="format 1 or less, got 99 in"):
     checkpoint.restore(folder, target)
+
+
+@pytest.mark.parametrize(
+  "damage",
+  [
+    lambda text: "null",
+    lambda text: "[3]",
+    lambda text: text[: len(text) // 2],
+    lambda text: text.replace("int32", "int33", 1),
+    lambda text: text.replace(".queue.place", ".queue.plaze", 1),
+    lambda text: text.replace('"pages": true', '"pages": false'),
+    lambda text: text.replace('"format": 1', '"format": "1"'),
+  ],
+)
+def test_damaged_facts_are_refused(damage, saved, tmp_path):
+  folder = tmp_path / "damaged"
+  shutil.copytree(saved, folder)
+  path = folder / "facts/metadata"
+  text = path.read_text("utf-8")
+  path.write_text(damage(text), "utf-8")
+  assert path.read_text("utf-8") != text
+  with pytest.raises(
+    ValueError, match="`folder` must hold a complete snapshot"
+  ):
+    checkpoint.restore(folder, begun())
+
+
+@pytest.mark.parametrize(
+  "extra",
+  [
+    jax.random.split(jax.random.key(1, impl="rbg"), 8),
+    np.arange(8) * np.complex64(1 + 2j),
+  ],
+  ids=["keys", "complex"],
+)
+def test_extra_of_any_dtype(extra, tmp_path):
+  state = begun(extra=extra)
+  checkpoint.save(tmp_path / "saved", state)
+  found = checkpoint.restore(tmp_path / "saved", state)
+  chex.assert_trees_all_equal(found.queue.extra, state.queue.extra)
 
 
 # After one error, orbax never reads the results of its other tasks.

@@ -1,6 +1,8 @@
 """Snapshots of rollouts on disk, written and read by orbax."""
 
 import dataclasses
+import hashlib
+import json
 import pathlib
 import re
 from collections.abc import Iterator
@@ -24,7 +26,6 @@ from jaxkv._src.kv.host_memory import HOST
 FORMAT = 1
 """The version of the snapshot format; `restore` reads no later version."""
 
-_FACTS = {"format", "pages", "settings", "dtypes", "key_impl", "sums"}
 # A snapshot without pages has only these arrays of the memory.
 _IDENTITY = tuple(
   f".memory.cache.{name}" for name in ("secret", "root", "epoch", "stats")
@@ -61,18 +62,24 @@ def save(
     raise ValueError(f"`folder` must not exist, got {str(folder)!r}.")
   if not pages:
     state = _all_wait(state)
+  leaves = _arrays(state, pages)
   data = {
     name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
-    for name, leaf in _arrays(state, pages).items()
+    for name, leaf in leaves.items()
   }
   facts = {
     "format": FORMAT,
     "pages": pages,
     "settings": _settings(state, pages),
     "dtypes": {name: str(array.dtype) for name, array in data.items()},
-    "key_impl": str(jax.random.key_impl(state.key)),
+    "key_impls": {
+      name: str(jax.random.key_impl(leaf))
+      for name, leaf in leaves.items()
+      if _is_key(leaf)
+    },
     "sums": _checksums(data),
   }
+  facts["digest"] = _digest(facts)
   with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
     items = ocp.args.Composite(
       facts=ocp.args.JsonSave(facts), arrays=ocp.args.StandardSave(data)
@@ -133,7 +140,7 @@ def restore(folder: str | pathlib.Path, target: RolloutState) -> RolloutState:
     if checksum != facts["sums"][name]:
       raise _incomplete(folder, f"`{name[1:]}` is damaged.")
   arrays = {
-    name: _restored(data[name], leaf, facts["key_impl"])
+    name: _restored(data[name], leaf, facts["key_impls"].get(name))
     for name, leaf in targets.items()
   }
   if not facts["pages"]:
@@ -245,16 +252,25 @@ def _incomplete(folder: pathlib.Path, reason: str) -> ValueError:
   )
 
 
-def _check_facts(facts: dict[str, Any], folder: pathlib.Path) -> None:
-  if facts.get("format", FORMAT) > FORMAT:
+def _digest(facts: dict[str, Any]) -> str:
+  """Returns a checksum of all facts but the checksum itself."""
+  rest = {name: facts[name] for name in facts.keys() - {"digest"}}
+  text = json.dumps(rest, sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_facts(facts: Any, folder: pathlib.Path) -> None:
+  facts = facts if isinstance(facts, dict) else {}
+  number = facts.get("format")
+  if isinstance(number, int) and number > FORMAT:
     raise ValueError(
-      f"`folder` must have format {FORMAT} or less, got {facts['format']} in "
+      f"`folder` must have format {FORMAT} or less, got {number} in "
       f"{str(folder)!r}; install the version of jaxkv that wrote it."
     )
-  missing = ", ".join(sorted(_FACTS - facts.keys()))
-  if missing:
+  if facts.get("digest") != _digest(facts):
     raise _incomplete(
-      folder, f"{missing} is missing; write it with jaxkv.checkpoint.save."
+      folder,
+      "its facts are damaged, or not written by jaxkv.checkpoint.save.",
     )
 
 
@@ -310,24 +326,27 @@ def _checksum(array: Array) -> Array:
 def _weighted_sum(array: Array) -> Array:
   if array.dtype == bool:
     array = array.astype(jnp.uint8)
-  bits = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
+  if jnp.iscomplexobj(array):
+    array = jnp.stack([array.real, array.imag], axis=-1)
+  # Elements of 64 bits become two words, in another axis.
+  bits = jnp.dtype(f"uint{min(8 * array.dtype.itemsize, 32)}")
   words = jax.lax.bitcast_convert_type(array, bits).astype(jnp.uint32)
   # Flattening a sharded array would gather it on each device.
-  index = jnp.zeros(array.shape, jnp.uint32)
-  for axis in range(array.ndim):
-    place = jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+  index = jnp.zeros(words.shape, jnp.uint32)
+  for axis in range(words.ndim):
+    place = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
     index = (index + place + 1) * jnp.uint32(0x9E3779B1)
   return jnp.sum(words * (2 * index + 1), dtype=jnp.uint32)
 
 
-def _restored(data: Array, leaf: Any, key_impl: str) -> Array:
-  if _is_key(leaf):
+def _restored(data: Array, leaf: Any, key_impl: str | None) -> Array:
+  if key_impl is not None:
     return jax.random.wrap_key_data(data, impl=key_impl)
-  if data.dtype != leaf.dtype:
-    data = jax.lax.bitcast_convert_type(data, leaf.dtype)
   if _sharding(leaf).memory_kind == HOST:
     # Orbax restores to host memory, but the array's type does not show this.
-    data = jax.device_put(np.asarray(data), _sharding(leaf))
+    return jax.device_put(np.asarray(data).view(leaf.dtype), _sharding(leaf))
+  if data.dtype != leaf.dtype:
+    data = jax.lax.bitcast_convert_type(data, leaf.dtype)
   return data
 
 
