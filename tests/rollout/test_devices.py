@@ -292,6 +292,10 @@ class TestArguments:
     with pytest.raises(ValueError, match="a multiple of 4 shards"):
       sharding.state_shardings(state, axes=axes_of(data=4))
 
+  def test_only_shards_are_balanced(self):
+    with pytest.raises(ValueError, match="`axes` must have the axis `data`"):
+      sharding.rebalance(None, axes=axes_of(model=2))
+
   @pytest.mark.parametrize("first", [-5, 2**31 - 3])
   def test_ids_out_of_range(self, first):
     names, axes = recipes.attention_alone(), axes_of(data=2)

@@ -187,6 +187,23 @@ def test_other_settings_are_refused(changes, name):
     jax.eval_shape(rollout.import_sequences, state, exported)
 
 
+def test_stacks_and_other_sampling_are_refused():
+  state = _begun((1, 0, 0, 0))
+  _, exported = rollout.export(state, [0], max_pages=0)
+  stack = jax.tree.map(lambda leaf: leaf[None], exported)
+  with pytest.raises(
+    ValueError, match=r"`exported` .* stack of shape \[1, 1\]"
+  ):
+    rollout.import_sequences(state, stack)
+  sampling = dataclasses.replace(
+    exported.queue.sampling, top_k=jnp.ones(1, jnp.int32)
+  )
+  queue = dataclasses.replace(exported.queue, sampling=sampling)
+  other = dataclasses.replace(exported, queue=queue)
+  with pytest.raises(ValueError, match=r"`exported` must .*sampling.top_k"):
+    jax.eval_shape(rollout.import_sequences, state, other)
+
+
 @pytest.mark.parametrize(
   "change",
   [lambda layout: layout[:-1], lambda layout: (*layout, ("option", "1"))],

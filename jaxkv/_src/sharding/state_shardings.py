@@ -100,9 +100,12 @@ def check_shards(leaf: Any, axes: MeshAxes) -> None:
 
 def check_one_shard_each(state: RolloutState, axes: MeshAxes) -> None:
   """Raises ValueError unless each device along `axes.data` has one shard."""
-  if axes.data is None or state.key.shape != (axes.num_shards,):
+  if axes.data is None:
+    raise ValueError("`axes` must have the axis `data`, got None.")
+  if state.key.shape != (axes.num_shards,):
     raise ValueError(
       "`state` must have one shard for each device of `axes.data`, got "
-      f"{[*state.key.shape]} shards on {axes.num_shards} devices: shards on a "
-      "device run one after another, and cannot exchange sequences or prompts."
+      f"arrays of {[*state.key.shape]} shards for {axes.num_shards} devices; "
+      "make it with jaxkv.sharding.init. Several shards on a device run one "
+      "after another, and cannot exchange sequences or prompts."
     )

@@ -132,22 +132,29 @@ def check_exported(exported: Any, state: RolloutState) -> None:
 
   Raises:
     TypeError: `exported` is not an `Exported`.
-    ValueError: a setting of `state` differs from `layout`.
+    ValueError: a setting of `state` differs from `layout`, or `exported` is a
+      stack.
   """
   if not isinstance(exported, Exported):
     hint = "unpack what `export` returned: `state, exported = ...`"
     raise TypeError(
       f"`exported` must be an Exported, got {type(exported).__name__}; {hint}."
     )
+  if len(exported.code.shape) != 1:
+    raise ValueError(
+      "`exported` must come from a single rollout, got a stack of shape "
+      f"{[*exported.code.shape]}; use jax.vmap or jaxkv.sharding.each_shard."
+    )
   settings, values = dict(layout_of(state)), dict(exported.layout)
   has_pages = has_usable_pages(exported, state)
   for name in settings | values:
     setting, value = settings.get(name), values.get(name)
-    if value != setting and (has_pages or name not in _OF_PAGES):
+    is_of_pages = name in _OF_PAGES
+    if value != setting and (has_pages or not is_of_pages):
+      hint = ", or export with max_pages=0" if is_of_pages else ""
       raise ValueError(
         f"`exported` must come from a rollout with the same {name}, {setting}, "
-        f"got {value}; use equal settings and versions of jaxkv, or export "
-        "with max_pages=0 if only the pages differ."
+        f"got {value}; use equal settings and versions of jaxkv{hint}."
       )
 
 

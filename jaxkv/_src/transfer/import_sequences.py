@@ -72,7 +72,9 @@ def import_sequences(
 
   Args:
     state: the rollout. The options that decide what is sampled and recorded,
-      and `max_length`, must equal those of the other rollout. The numbers of
+      and `max_length`, must equal those of the other rollout. Each field of
+      `Sampling` that the other rollout has, except `max_tokens` and `seed`, is
+      required here too, with lists that are at least as long. The numbers of
       slots, of pages and of rows of the queue may differ.
     exported: from `export`, by a trusted source, because later prompts can hit
       its pages; see SECURITY.md.
@@ -87,7 +89,7 @@ def import_sequences(
 
   Raises:
     ValueError: the other rollout had other settings, or its memory has another
-      layout; or `state` is a stack of rollouts.
+      layout; or `state` or `exported` is a stack.
   """
   check_single(state.queue)
   check_exported(exported, state)
@@ -114,7 +116,13 @@ def _import(
     overtaken=jnp.zeros_like(sequences.overtaken),
     page_keys=page_keys(cache, sequences.tokens, sequences.salts),
   )
-  queue = put_rows(queue, place, new)
+  try:
+    queue = put_rows(queue, place, new)
+  except ValueError as error:
+    raise ValueError(
+      "`exported` must come from a rollout whose settings this one has too: "
+      f"{error}"
+    ) from error
   stop = sequences.ids - exported.sample + samples
   stop = jnp.max(jnp.where(is_ok, stop, 0), initial=0)
   queue = dataclasses.replace(queue, next_id=jnp.maximum(queue.next_id, stop))
