@@ -50,6 +50,15 @@ def _of_lengths(lengths, num_samples=1, slots=2) -> dict:
   return names | {"config": config, "memory": memory, "requests": requests}
 
 
+def _local(leaf, shard):
+  """Returns a shard's array [1, ...] as [...], read on its own device.
+
+  An index of the whole array would be a program with collectives, and several
+  of these can block each other on a CPU with fewer cores than devices.
+  """
+  return leaf.addressable_shards[shard].data[0]
+
+
 def _balanced(names, axes, state, **options) -> rollout.RolloutState:
   """Alternates between steps and moves, until the end."""
   until, model = rollout.Until(steps=3), names["model"]
@@ -57,7 +66,7 @@ def _balanced(names, axes, state, **options) -> rollout.RolloutState:
     state = sharding.generate(None, state, until, axes=axes, model=model)
     state = sharding.rebalance(state, axes=axes, **options)
     for shard in range(axes.num_shards):
-      rollout.check(jax.tree.map(lambda leaf, i=shard: leaf[i], state))
+      rollout.check(jax.tree.map(lambda leaf, i=shard: _local(leaf, i), state))
   return state
 
 
