@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import signal as signals
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ _WORDS = ["--max-tokens", "16", "--samples", "2"]
     ("host:1,two,0", "must be ADDRESS,N,ID"),
     ("localhost,2,0", "must be ADDRESS,N,ID"),
     (",2,0", "must be ADDRESS,N,ID"),
+    ("host:65536,2,0", "must have a port of 1 .. 65535: 'host:65536,2,0'"),
     ("host:1,2,2", "must have an ID of 0 .. N - 1, not 2 of 2"),
   ],
 )
@@ -98,14 +100,15 @@ def test_texts_are_those_of_one_process(count, alone):
 
 
 @pytest.mark.deep
-def test_others_name_a_process_that_dies(alone):
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGTERM"])
+def test_others_name_a_process_that_dies(signal, alone):
   folder, _ = alone
   started = _all_started(folder, 3)
   # All have joined when this one begins to compile.
   for line in started[2].stdout:
     if "compiling" in line:
       break
-  started[2].kill()
+  started[2].send_signal(getattr(signals, signal))
   begin = time.monotonic()
   started[2].communicate(timeout=_SECONDS)
   for process in started[:2]:

@@ -50,6 +50,11 @@ def parse(text: str) -> Processes:
       f"must be ADDRESS,N,ID, such as host:1234,2,0, not {text!r}"
     )
   address, total, number = match[1], int(match[2]), int(match[3])
+  port = int(address.rpartition(":")[2])
+  if not 1 <= port < 2**16:
+    raise argparse.ArgumentTypeError(
+      f"must have a port of 1 .. 65535: {text!r}"
+    )
   if not 0 <= number < total:
     raise argparse.ArgumentTypeError(
       f"must have an ID of 0 .. N - 1, not {number} of {total}"
@@ -62,10 +67,13 @@ def start(processes: Processes) -> None:
 
   If a process dies or is stopped, jax ends all others within 30 s. The message
   names that process, or the coordination service if it is process 0.
+  SIGTERM ends a process, as without `--processes`.
 
   Raises:
     CommandError: jax cannot connect the processes.
   """
+  # Otherwise jax would catch SIGTERM, for programs that save their state.
+  jax.config.update("jax_enable_preemption_service", False)
   try:
     jax.distributed.initialize(
       *processes,
