@@ -10,6 +10,7 @@ from jaxkv import rollout
 from jaxkv import workers
 
 BLOCK = 16
+CONFIG = rollout.RolloutConfig(max_new_tokens=12)
 
 
 def tokens_of(number: int, version: int) -> list[tuple[int, int]]:
@@ -56,7 +57,8 @@ class StubWorker:
 
   def room(self) -> workers.Room:
     count = len(self._waiting) + len(self._running)
-    return workers.Room(self._rows - count, max(2 * self._slots - count, 0))
+    needed = max(2 * self._slots - count, 0)
+    return workers.Room(self._rows - count, needed, self._slots)
 
   def match(self, requests) -> np.ndarray:
     rows = zip(requests.tokens, requests.lengths, strict=True)
@@ -153,3 +155,21 @@ def requests_of(prompts: list[list[int]]) -> rollout.Requests:
   return rollout.Requests(
     np.asarray(rows, np.int32), np.asarray(lengths, np.int32)
   )
+
+
+def random_prompts(count, length=5):
+  own = random.Random(1)
+  return [[own.randrange(9) for _ in range(length)] for _ in range(count)]
+
+
+def results_of(pool) -> dict:
+  """The results of a pool by id, each of which comes once."""
+  found = {}
+  for group in pool.results():
+    assert group.id not in found
+    found[group.id] = group.results
+  return found
+
+
+def wanted_of(ids, version=0) -> dict:
+  return {number: tokens_of(number, version) for number in ids}

@@ -9,22 +9,16 @@ import pytest
 
 from jaxkv import rollout
 from jaxkv import workers
-from jaxkv._src.workers.member import Member
-from jaxkv._src.workers.prompts import Prompt
-from jaxkv._src.workers.prompts import split
-from jaxkv._src.workers.routing import choose
+from tests.workers.stub import CONFIG
 from tests.workers.stub import FailingWorker
 from tests.workers.stub import StubWorker
+from tests.workers.stub import random_prompts
 from tests.workers.stub import requests_of
+from tests.workers.stub import results_of
 from tests.workers.stub import tokens_of
+from tests.workers.stub import wanted_of
 
-_CONFIG = rollout.RolloutConfig(max_new_tokens=12)
 _TOKENS = rollout.token_bytes([b"a", b"b"])
-
-
-def _prompts(count, length=5):
-  own = random.Random(1)
-  return [[own.randrange(9) for _ in range(length)] for _ in range(count)]
 
 
 def _ending_at(string):
@@ -32,29 +26,16 @@ def _ending_at(string):
   return rollout.Sampling(stop_strings=strings)
 
 
-def _results(pool) -> dict:
-  """The results of a pool by id, each of which comes once."""
-  found = {}
-  for group in pool.results():
-    assert group.id not in found
-    found[group.id] = group.results
-  return found
-
-
-def _wanted(ids, version=0) -> dict:
-  return {number: tokens_of(number, version) for number in ids}
-
-
 class TestStream:
   def test_every_prompt_comes_back_once(self):
-    with workers.Pool(lambda _: StubWorker(), 3, config=_CONFIG) as pool:
-      ids = pool.submit(requests_of(_prompts(100)))
+    with workers.Pool(lambda _: StubWorker(), 3, config=CONFIG) as pool:
+      ids = pool.submit(requests_of(random_prompts(100)))
       assert ids == list(range(100))
-      assert _results(pool) == _wanted(ids)
+      assert results_of(pool) == wanted_of(ids)
       # The pool goes on.
-      more = pool.submit(requests_of(_prompts(20)), ids=range(500, 520))
-      assert _results(pool) == _wanted(more)
-      assert pool.submit(requests_of(_prompts(1))) == [520]
+      more = pool.submit(requests_of(random_prompts(20)), ids=range(500, 520))
+      assert results_of(pool) == wanted_of(more)
+      assert pool.submit(requests_of(random_prompts(1))) == [520]
 
   def test_slots_are_busy_while_there_are_prompts(self):
     made, pools = [], []
@@ -66,10 +47,10 @@ class TestStream:
       made.append(StubWorker(steps=1, has_prompts=has_prompts))
       return made[-1]
 
-    with workers.Pool(make, 4, config=_CONFIG) as pool:
+    with workers.Pool(make, 4, config=CONFIG) as pool:
       pools.append(pool)
-      pool.submit(requests_of(_prompts(600)))
-      assert len(_results(pool)) == 600
+      pool.submit(requests_of(random_prompts(600)))
+      assert len(results_of(pool)) == 600
     assert [worker.idle_steps for worker in made] == [0] * 4
     assert sum(worker.num_steps for worker in made) > 600
 
@@ -85,18 +66,18 @@ class TestStream:
     ],
   )
   def test_ids_of_another_number_or_range(self, ids, error, message):
-    with workers.Pool(lambda _: StubWorker(), 1, config=_CONFIG) as pool:
+    with workers.Pool(lambda _: StubWorker(), 1, config=CONFIG) as pool:
       with pytest.raises(error, match=message):
-        pool.submit(requests_of(_prompts(2)), ids=ids)
-      assert _results(pool) == {}
+        pool.submit(requests_of(random_prompts(2)), ids=ids)
+      assert results_of(pool) == {}
 
   def test_ids_in_use_are_refused(self):
-    with workers.Pool(lambda _: StubWorker(), 1, config=_CONFIG) as pool:
+    with workers.Pool(lambda _: StubWorker(), 1, config=CONFIG) as pool:
       with pytest.raises(ValueError, match=r"not in use, got \[7, 7"):
-        pool.submit(requests_of(_prompts(2)), ids=[7, 7])
-      pool.submit(requests_of(_prompts(1)), ids=[7])
-      _results(pool)
-      pool.submit(requests_of(_prompts(1)), ids=[7])
+        pool.submit(requests_of(random_prompts(2)), ids=[7, 7])
+      pool.submit(requests_of(random_prompts(1)), ids=[7])
+      results_of(pool)
+      pool.submit(requests_of(random_prompts(1)), ids=[7])
 
   @pytest.mark.parametrize(
     ("first", "second", "message"),
@@ -129,22 +110,31 @@ class TestStream:
     first, second = (
       rollout.Requests([[1]], [1], **fields) for fields in (first, second)
     )
-    with workers.Pool(lambda _: StubWorker(), 1, config=_CONFIG) as pool:
+    with workers.Pool(lambda _: StubWorker(), 1, config=CONFIG) as pool:
       ids = pool.submit(first)
       with pytest.raises(ValueError, match=f"`requests{message}"):
         pool.submit(second)
       ids += pool.submit(first)
-      assert _results(pool) == _wanted(ids)
+      assert results_of(pool) == wanted_of(ids)
+
+  def test_lengths_beyond_the_tokens_are_refused(self):
+    requests = rollout.Requests([[7, 7]], [3])
+    with workers.Pool(lambda _: StubWorker(), 1, config=CONFIG) as pool:
+      with pytest.raises(ValueError, match=r"lengths\[0\]` must be 1 .. 2"):
+        pool.submit(requests)
+      assert results_of(pool) == {}
 
   def test_a_closed_pool_is_an_error(self):
-    with workers.Pool(lambda _: StubWorker(), 1, config=_CONFIG) as pool:
-      pool.submit(requests_of(_prompts(1)))
+    with workers.Pool(lambda _: StubWorker(), 1, config=CONFIG) as pool:
+      pool.submit(requests_of(random_prompts(1)))
     with pytest.raises(RuntimeError, match="pool is closed"):
-      pool.submit(requests_of(_prompts(1)))
+      pool.submit(requests_of(random_prompts(1)))
     with pytest.raises(RuntimeError, match="pool is closed"):
       pool.add()
     with pytest.raises(RuntimeError, match="pool is closed"):
-      _results(pool)
+      pool.update_weights("weights 1")
+    with pytest.raises(RuntimeError, match="pool is closed"):
+      results_of(pool)
 
   def test_a_worker_in_an_endless_call_is_closed(self):
     has_begun, is_killed = threading.Event(), threading.Event()
@@ -158,8 +148,8 @@ class TestStream:
       def close(self):
         is_killed.set()
 
-    pool = workers.Pool(lambda _: Waits(), 1, config=_CONFIG)
-    pool.submit(requests_of(_prompts(1)))
+    pool = workers.Pool(lambda _: Waits(), 1, config=CONFIG)
+    pool.submit(requests_of(random_prompts(1)))
     has_begun.wait()
     pool.close(timeout=0)
     assert is_killed.is_set()
@@ -173,10 +163,10 @@ class TestStream:
         return super().advance()
 
     with workers.Pool(
-      lambda _: Slow(rows=4), 1, config=_CONFIG, max_waiting=10
+      lambda _: Slow(rows=4), 1, config=CONFIG, max_waiting=10
     ) as pool:
       thread = threading.Thread(
-        target=pool.submit, args=(requests_of(_prompts(40)),)
+        target=pool.submit, args=(requests_of(random_prompts(40)),)
       )
       thread.start()
       thread.join(0.5)
@@ -184,7 +174,7 @@ class TestStream:
       assert thread.is_alive() and pool.num_waiting == 10
       is_open.set()
       thread.join()
-      assert len(_results(pool)) == 40
+      assert len(results_of(pool)) == 40
 
   def test_an_interrupt_leaves_no_id_behind(self, monkeypatch):
     wait_for, caller = threading.Condition.wait_for, threading.current_thread()
@@ -195,15 +185,15 @@ class TestStream:
       return wait_for(condition, predicate)
 
     with workers.Pool(
-      lambda _: StubWorker(), 1, config=_CONFIG, max_waiting=10
+      lambda _: StubWorker(), 1, config=CONFIG, max_waiting=10
     ) as pool:
       with monkeypatch.context() as patch:
         patch.setattr(threading.Condition, "wait_for", interrupted)
         with pytest.raises(KeyboardInterrupt):
-          pool.submit(requests_of(_prompts(40)))
+          pool.submit(requests_of(random_prompts(40)))
       # No worker took one of the 10 prompts before the interrupt.
-      ids = pool.submit(requests_of(_prompts(5)), ids=range(10, 15))
-      assert _results(pool) == _wanted([*range(10), *ids])
+      ids = pool.submit(requests_of(random_prompts(5)), ids=range(10, 15))
+      assert results_of(pool) == wanted_of([*range(10), *ids])
 
 
 class TestFailures:
@@ -215,9 +205,9 @@ class TestFailures:
       made.append(FailingWorker(own.randint(3, 9)))
       return made[-1]
 
-    with workers.Pool(make, 4, config=_CONFIG, max_failures=100) as pool:
-      ids = pool.submit(requests_of(_prompts(200)))
-      assert _results(pool) == _wanted(ids)
+    with workers.Pool(make, 4, config=CONFIG, max_failures=100) as pool:
+      ids = pool.submit(requests_of(random_prompts(200)))
+      assert results_of(pool) == wanted_of(ids)
     assert len(made) > 10
     assert all(worker.is_closed for worker in made)
 
@@ -226,34 +216,74 @@ class TestFailures:
       def submit(self, requests, ids):
         raise ValueError("`requests` must be valid prompts")
 
-    with workers.Pool(lambda _: Strict(), 2, config=_CONFIG) as pool:
-      pool.submit(requests_of(_prompts(3)))
+    with workers.Pool(lambda _: Strict(), 2, config=CONFIG) as pool:
+      pool.submit(requests_of(random_prompts(3)))
       with pytest.raises(RuntimeError, match="stopped: `requests` must be"):
-        _results(pool)
+        results_of(pool)
 
   def test_a_place_that_always_fails_is_an_error(self):
     def make(_):
       raise OSError("no such machine")
 
-    with workers.Pool(make, 2, config=_CONFIG, max_failures=2) as pool:
-      pool.submit(requests_of(_prompts(3)))
+    with workers.Pool(make, 2, config=CONFIG, max_failures=2) as pool:
+      pool.submit(requests_of(random_prompts(3)))
       with pytest.raises(
         RuntimeError, match="failed 3 times before a group ended: no such"
       ):
-        _results(pool)
+        results_of(pool)
       with pytest.raises(RuntimeError, match="no such machine"):
-        pool.submit(requests_of(_prompts(3)))
+        pool.submit(requests_of(random_prompts(3)))
 
   def test_calls_that_end_no_group_do_not_reset_the_count(self, caplog):
     with workers.Pool(
-      lambda _: FailingWorker(1, steps=1), 1, config=_CONFIG, max_failures=2
+      lambda _: FailingWorker(1, steps=1), 1, config=CONFIG, max_failures=2
     ) as pool:
-      pool.submit(requests_of(_prompts(1)))
+      pool.submit(requests_of(random_prompts(1)))
       with pytest.raises(RuntimeError, match="failed 3 times before a group"):
-        _results(pool)
+        results_of(pool)
     messages = [record.getMessage() for record in caplog.records]
     assert messages == ["The worker of place 0 failed."] * 3
     assert "the machine was taken away" in caplog.text
+
+  def test_unknown_groups_do_not_reset_the_count(self):
+    class Wrong(StubWorker):
+      def advance(self):
+        return [workers.Group(10**6, [])]
+
+    with workers.Pool(
+      lambda _: Wrong(), 1, config=CONFIG, max_failures=2
+    ) as pool:
+      pool.submit(requests_of(random_prompts(1)))
+      with pytest.raises(RuntimeError, match="failed 3 times before a group"):
+        results_of(pool)
+
+  def test_a_place_that_was_removed_may_fail(self):
+    has_prompts, has_failed = threading.Event(), threading.Event()
+
+    class Waits(StubWorker):
+      def advance(self):
+        assert has_prompts.wait(20)
+        return super().advance()
+
+    class Fails(StubWorker):
+      def advance(self):
+        has_prompts.set()
+        return []
+
+      def export(self):
+        has_failed.set()
+        raise OSError("the machine was taken away")
+
+    def make(place):
+      return Waits() if place else Fails()
+
+    with workers.Pool(make, 2, config=CONFIG, max_failures=0) as pool:
+      ids = pool.submit(requests_of(random_prompts(60)))
+      found = {}
+      for group in pool.results():
+        found[group.id] = group.results
+        pool.remove(0)
+      assert has_failed.is_set() and found == wanted_of(ids)
 
   def test_an_exit_is_a_failure_like_others(self):
     made = []
@@ -268,9 +298,9 @@ class TestFailures:
       made.append(Exits())
       return made[-1]
 
-    with workers.Pool(make, 1, config=_CONFIG) as pool:
-      ids = pool.submit(requests_of(_prompts(3)))
-      assert _results(pool) == _wanted(ids)
+    with workers.Pool(make, 1, config=CONFIG) as pool:
+      ids = pool.submit(requests_of(random_prompts(3)))
+      assert results_of(pool) == wanted_of(ids)
     assert len(made) == 2 and made[0].is_closed
 
   def test_groups_that_have_ended_come_before_the_error(self):
@@ -281,15 +311,15 @@ class TestFailures:
         has_stopped.set()
 
     with workers.Pool(
-      lambda _: Last(6), 1, config=_CONFIG, max_failures=0
+      lambda _: Last(6), 1, config=CONFIG, max_failures=0
     ) as pool:
-      pool.submit(requests_of(_prompts(20)))
+      pool.submit(requests_of(random_prompts(20)))
       has_stopped.wait()
       found = {}
       with pytest.raises(RuntimeError, match="machine was taken away"):
         for group in pool.results():
           found[group.id] = group.results
-      assert len(found) >= 4 and found == _wanted(found)
+      assert len(found) >= 4 and found == wanted_of(found)
 
 
 class TestMembers:
@@ -300,8 +330,8 @@ class TestMembers:
       made.append(StubWorker(steps=1))
       return made[-1]
 
-    with workers.Pool(make, 3, config=_CONFIG) as pool:
-      ids = pool.submit(requests_of(_prompts(120)))
+    with workers.Pool(make, 3, config=CONFIG) as pool:
+      ids = pool.submit(requests_of(random_prompts(120)))
       # Added first: a worker is made only if prompts wait.
       assert pool.add() == 3
       found = {}
@@ -309,7 +339,7 @@ class TestMembers:
         found[group.id] = group.results
         if len(found) == 20:
           pool.remove(1)
-      assert found == _wanted(ids)
+      assert found == wanted_of(ids)
     # A sequence that began again would take more steps.
     tokens = sum(map(len, found.values()))
     assert sum(worker.num_steps for worker in made) * 4 >= tokens
@@ -323,8 +353,8 @@ class TestMembers:
       made.append(StubWorker(steps=1, rows=40 if place == 0 else 8))
       return made[-1]
 
-    with workers.Pool(make, 4, config=_CONFIG) as pool:
-      ids = pool.submit(requests_of(_prompts(150)))
+    with workers.Pool(make, 4, config=CONFIG) as pool:
+      ids = pool.submit(requests_of(random_prompts(150)))
       found = {}
       for group in pool.results():
         assert group.id not in found
@@ -332,7 +362,7 @@ class TestMembers:
         if len(found) == 10:
           pool.remove(0)
           pool.remove(0)
-      assert found == _wanted(ids)
+      assert found == wanted_of(ids)
 
   def test_sequences_that_cannot_be_imported_begin_again(self):
     """Each failure uses up an export, so they cannot fail for ever."""
@@ -349,14 +379,14 @@ class TestMembers:
         raise OSError("out of memory")
 
     with workers.Pool(
-      lambda _: Refuses(steps=1), 1, config=_CONFIG, max_failures=8
+      lambda _: Refuses(steps=1), 1, config=CONFIG, max_failures=8
     ) as pool:
-      ids = pool.submit(requests_of(_prompts(30)))
+      ids = pool.submit(requests_of(random_prompts(30)))
       has_begun.wait()
       pool.add()
       pool.remove(0)
       may_go_on.set()
-      assert _results(pool) == _wanted(ids)
+      assert results_of(pool) == wanted_of(ids)
     assert failures
 
   def test_a_place_without_a_worker_is_removed_without_one(self):
@@ -366,14 +396,14 @@ class TestMembers:
       made.append(place)
       return StubWorker()
 
-    with workers.Pool(make, 3, config=_CONFIG) as pool:
+    with workers.Pool(make, 3, config=CONFIG) as pool:
       pool.remove(1)
-      ids = pool.submit(requests_of(_prompts(20)))
-      assert _results(pool) == _wanted(ids)
+      ids = pool.submit(requests_of(random_prompts(20)))
+      assert results_of(pool) == wanted_of(ids)
     assert 1 not in made
 
   def test_one_worker_must_stay(self):
-    with workers.Pool(lambda _: StubWorker(), 1, config=_CONFIG) as pool:
+    with workers.Pool(lambda _: StubWorker(), 1, config=CONFIG) as pool:
       with pytest.raises(ValueError, match="must not be the last worker"):
         pool.remove(0)
       pool.remove(pool.add())
@@ -388,9 +418,9 @@ class TestWeights:
   @pytest.mark.parametrize("max_age", [0, 1, None])
   def test_no_sequence_mixes_more_versions_than_allowed(self, max_age):
     with workers.Pool(
-      lambda _: StubWorker(steps=1), 3, config=_CONFIG, max_age=max_age
+      lambda _: StubWorker(steps=1), 3, config=CONFIG, max_age=max_age
     ) as pool:
-      ids = pool.submit(requests_of(_prompts(200)))
+      ids = pool.submit(requests_of(random_prompts(200)))
       found = {}
       for group in pool.results():
         found[group.id] = group.results
@@ -420,80 +450,10 @@ class TestWeights:
         return []
 
     params = {}
-    with workers.Pool(lambda _: Records(), 1, config=_CONFIG) as pool:
+    with workers.Pool(lambda _: Records(), 1, config=CONFIG) as pool:
       for number in (1, 2):
         params["layer"] = number
         pool.update_weights(params)
-        pool.submit(requests_of(_prompts(1)))
-        _results(pool)
+        pool.submit(requests_of(random_prompts(1)))
+        results_of(pool)
     assert trees == [{"layer": 1}, {"layer": 2}]
-
-
-class TestRouting:
-  def test_a_worker_with_a_long_queue_leaves_prompts_to_others(self):
-    all_have_prompts = threading.Barrier(4, timeout=20)
-
-    class Waits(StubWorker):
-      def advance(self):
-        if not self.num_steps:
-          all_have_prompts.wait()
-        return super().advance()
-
-    with workers.Pool(
-      lambda _: Waits(rows=100), 4, config=_CONFIG, max_failures=0
-    ) as pool:
-      ids = pool.submit(requests_of(_prompts(40)))
-      assert _results(pool) == _wanted(ids)
-
-  @pytest.mark.parametrize("counts", [[1, 1, 1, 1, 1, 1], [4, 4], [3, 3, 3]])
-  def test_a_worker_takes_the_samples_that_it_needs(self, counts):
-    config = rollout.RolloutConfig(num_samples=4)
-    requests = rollout.Requests(
-      [[1]] * len(counts), [1] * len(counts), num_samples=counts
-    )
-    waiting = [
-      Prompt(number, part, ())
-      for number, part in enumerate(split(requests, config))
-    ]
-    room, member, peer = workers.Room(9, 4), Member(0, print), Member(1, print)
-    taken = choose(waiting, room, member, [peer])
-    assert 4 <= sum(counts[prompt.id] for prompt in taken) <= 6
-    assert choose(waiting, room, member, []) == waiting
-
-  @pytest.mark.slow
-  def test_families_of_prompts_stay_together(self):
-    """40 families over 4 workers, beside one cache of their pages."""
-    own = random.Random(5)
-    heads = [[own.randrange(99) for _ in range(64)] for _ in range(40)]
-    prompts = [
-      own.choice(heads) + [own.randrange(99) for _ in range(20)]
-      for _ in range(1200)
-    ]
-    # A worker's cache has 12 of the families, and not all 40.
-    options = {"capacity": 12 * 4 + 16, "rows": 16}
-
-    def hits_of(count, **options):
-      made = []
-
-      def make(_):
-        made.append(StubWorker(**options))
-        return made[-1]
-
-      with workers.Pool(make, count, config=_CONFIG) as pool:
-        for start in range(0, 1200, 100):
-          pool.submit(requests_of(prompts[start : start + 100]))
-        assert len(_results(pool)) == 1200
-      return sum(worker.hits for worker in made)
-
-    in_pool = hits_of(4, **options)
-    one = hits_of(1, slots=16, rows=64, capacity=4 * options["capacity"])
-    in_turn = 0
-    for place in range(4):
-      worker = StubWorker(**options)
-      for start in range(place, 1200, 32):
-        some = prompts[start : start + 32 : 4]
-        worker.submit(requests_of(some), list(range(len(some))))
-        while worker.room().prompts < 16:
-          worker.advance()
-      in_turn += worker.hits
-    assert in_pool >= 0.9 * one > 1.3 * in_turn, (in_pool, one, in_turn)

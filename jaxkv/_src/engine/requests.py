@@ -270,14 +270,15 @@ def check_fits(
     )
 
 
-def _longest(
-  requests: Requests, sampling: Sampling, config: RolloutConfig
-) -> int:
-  """Returns the maximum length that a sequence can reach; checks lengths."""
+def check_lengths(requests: Requests) -> np.ndarray:
+  """Raises ValueError unless prompts with samples have 1 .. L tokens.
+
+  Returns:
+    bool[P], True for prompts with samples; the others may have any length.
+  """
   # NumPy, because inside a trace jnp would trace even concrete arrays.
   lengths = np.asarray(requests.lengths)
   columns = requests.tokens.shape[1]
-  # A prompt without samples may have any length.
   exists = np.full(lengths.shape, True)
   if requests.num_samples is not None:
     exists = np.asarray(requests.num_samples) > 0
@@ -287,6 +288,15 @@ def _longest(
         f"`requests.lengths[{row}]` must be 1 .. {columns}, the tokens of a "
         f"prompt, got {lengths[row]}."
       )
+  return exists
+
+
+def _longest(
+  requests: Requests, sampling: Sampling, config: RolloutConfig
+) -> int:
+  """Returns the maximum length that a sequence can reach; checks lengths."""
+  exists = check_lengths(requests)
+  lengths = np.asarray(requests.lengths)
   budget = np.full(lengths.shape, config.max_new_tokens)
   if sampling.max_tokens is not None:
     limits = np.asarray(sampling.max_tokens).reshape(-1, config.num_samples)

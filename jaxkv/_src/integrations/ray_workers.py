@@ -57,8 +57,7 @@ class RayWorkers:
     self._ray = extra_package(
       "ray", install="jaxkv[ray]", task="To run workers as Ray actors"
     )
-    if not self._ray.is_initialized():
-      raise RuntimeError("Ray must be started first; call ray.init().")
+    self._check_started()
     self._actor = self._ray.remote(_Actor).options(**options)
     self._make, self._timeout = make, timeout
     self._lock = threading.Lock()
@@ -67,8 +66,14 @@ class RayWorkers:
 
   def __call__(self, place: int) -> Any:
     """Returns a new worker for a place of the pool."""
+    self._check_started()
     actor = self._actor.remote(self._make, place)
     return _RayWorker(self._ray, actor, self._store, self._timeout)
+
+  def _check_started(self) -> None:
+    # Otherwise Ray would start itself, on this machine alone.
+    if not self._ray.is_initialized():
+      raise RuntimeError("Ray must be started first; call ray.init().")
 
   def _store(self, params: Any) -> Any:
     """Returns a reference to weights and their checksum in the object store."""

@@ -58,7 +58,8 @@ class LocalWorker:
       params: the model's parameters. The worker keeps them, so do not donate
         them.
       state: a rollout of version 0 without sequences, such as one of prompts
-        with `num_samples` 0. Only the pool may submit sequences.
+        with `num_samples` 0. Only the pool may submit sequences. Each worker
+        needs a state with a cache and a memory of its own, which it donates.
       model: see `jaxkv.rollout.generate`.
       process: see `jaxkv.rollout.generate`.
       draft: see `jaxkv.rollout.generate`.
@@ -93,7 +94,8 @@ class LocalWorker:
     # A call of `advance` may end the sequences in all slots, so each slot needs
     # a waiting sequence too.
     unfinished = int(np.sum(status < SequenceStatus.DONE))
-    return Room(prompts, max(2 * self._state.slots.size - unfinished, 0))
+    slots = self._state.slots.size
+    return Room(prompts, max(2 * slots - unfinished, 0), slots)
 
   def match(self, requests: Requests) -> np.ndarray:
     """Returns the number of cached tokens of each prompt, int32[P]."""

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.requests import Requests
@@ -37,9 +38,10 @@ class Pool:
   """Runs a stream of prompts on workers.
 
   A prompt waits for the worker that has its longest prefix, unless another
-  worker needs it to keep its slots busy. If a worker fails, its prompts run
-  again on any worker, with the same ids, so equal weights give them equal
-  samples. Each prompt is returned once.
+  worker needs it to keep its slots busy. Otherwise workers take prompts in the
+  order of `submit`; `Requests.priority` orders the sequences of one worker. If
+  a worker fails, its prompts run again on any worker, with the same ids, so
+  equal weights give them equal samples. Each prompt is returned once.
 
   Each worker is called from its own thread, so workers never wait for each
   other. Use the pool in a `with` statement, or call `close`.
@@ -66,7 +68,8 @@ class Pool:
       make: returns a new worker for a place (0, 1, ...), with the weights of
         version 0. It is called again for the place of a worker that failed.
       count: the number of workers.
-      config: the options of the workers' rollouts.
+      config: the options of the workers' rollouts, of which the pool itself
+        needs `num_samples`.
       max_waiting: the maximum number of prompts that no worker has taken;
         `submit` blocks until there are fewer.
       max_age: a prompt runs again from its start if an unfinished sample has a
@@ -74,9 +77,13 @@ class Pool:
         no limit. If new weights come faster than samples end, prompts begin
         again without end.
       max_failures: the maximum number of failures at a place without a group
-        that ends there in between; one more stops the pool. Each failure is
-        logged as a warning.
+        that ends there in between; one more stops the pool, unless the place
+        was removed. Each failure is logged as a warning.
     """
+    if not isinstance(config, RolloutConfig):
+      raise TypeError(
+        f"`config` must be a RolloutConfig, got {type(config).__name__}."
+      )
     self._make, self._config = make, config
     self._max_waiting = as_count("max_waiting", max_waiting, 1)
     self._max_age = None if max_age is None else as_count("max_age", max_age, 0)
@@ -127,8 +134,10 @@ class Pool:
     Does nothing if the worker was removed before.
 
     Raises:
+      TypeError: `place` is not an int.
       ValueError: `place` never had a worker, or has the last one.
     """
+    place = as_int("place", place)
     with self._changed:
       places = [member.place for member in self._members if not member.leaves]
       if not 0 <= place < len(self._members):
@@ -155,10 +164,10 @@ class Pool:
 
     Raises:
       TypeError: `requests` is not a `Requests`, or an array has a wrong dtype.
-      ValueError: an array has a wrong shape, an id is out of range or in use,
-        or the optional fields or stop strings are not those of the first
-        prompts. A prompt that is not valid for `jaxkv.rollout.submit` stops the
-        pool later, see `results`.
+      ValueError: an array has a wrong shape, a length or id is out of range, an
+        id is in use, or the optional fields or stop strings are not those of
+        the first prompts. A prompt that is not valid for another reason, see
+        `jaxkv.rollout.submit`, stops the pool later, see `results`.
       RuntimeError: the pool is closed or has failed, see `results`.
     """
     samples, parts = self._config.num_samples, split(requests, self._config)
@@ -215,8 +224,12 @@ class Pool:
     A `Worker.advance` that runs or is about to run may still use the old
     weights. All later calls use the new weights. The pool and its workers keep
     `params`, so a trainer that donates its weights must pass a copy.
+
+    Raises:
+      RuntimeError: the pool is closed or has failed, see `results`.
     """
     with self._changed:
+      self._check()
       self._version += 1
       # A new tree, so that the caller can change the old one, and workers can
       # tell updates apart by identity.
@@ -290,13 +303,12 @@ class Pool:
     if not member.prompts:
       return
     groups = worker.advance()
-    if groups:
-      member.num_failures = 0
     with self._changed:
       for group in groups:
         member.pop(group.id)
         self._finished.append(group)
         self._unfinished.remove(group.id)
+        member.num_failures = 0
       self._changed.notify_all()
 
   def _update(self, member: Member, worker: Worker) -> None:
@@ -358,10 +370,7 @@ class Pool:
     for exported in {id(p.exported): p.exported for p in prompts}.values():
       part = [p for p in prompts if p.exported is exported]
       ids = [prompt.id for prompt in part]
-      # Under newer weights, tokens of sequences could exceed `max_age`.
-      if exported is not None and (
-        self._max_age is None or int(exported.version) == member.version
-      ):
+      if exported is not None and self._can_continue(member, exported):
         entered.update(worker.import_sequences(exported, ids))
         continue
       try:
@@ -373,6 +382,13 @@ class Pool:
       entered.update(itertools.compress(ids, is_in))
     return entered
 
+  def _can_continue(self, member: Member, exported: Exported) -> bool:
+    """Returns True if the worker of `member` may continue moved sequences."""
+    age = member.version - int(exported.version)
+    # Under newer weights, tokens could exceed `max_age`. No sequence goes back
+    # to older weights.
+    return age == 0 or (age > 0 and self._max_age is None)
+
   def _fail(self, member: Member, error: BaseException) -> None:
     """Puts back the prompts of a worker that failed, to begin again."""
     _LOGGER.warning(
@@ -382,7 +398,8 @@ class Pool:
       self._put_back(member, list(member.prompts))
       member.cached, member.version = {}, 0
       member.num_failures += 1
-    if member.num_failures > self._max_failures:
+    # The prompts of a place that was removed run elsewhere.
+    if member.num_failures > self._max_failures and not member.leaves:
       self._end(
         f"The pool has stopped: a worker failed {member.num_failures} times "
         f"before a group ended: {error}",

@@ -10,6 +10,7 @@ from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_requests
 from jaxkv._src.engine.requests import check_extra
+from jaxkv._src.engine.requests import check_lengths
 from jaxkv._src.engine.requests import check_stop_strings
 from jaxkv._src.engine.requests import map_rows
 from jaxkv._src.sampling import padding
@@ -35,6 +36,11 @@ class Prompt(NamedTuple):
   prefixes: tuple[int, ...]
   exported: Exported | None = None
 
+  @property
+  def num_samples(self) -> int:
+    """The number of samples of the prompt."""
+    return int(self.requests.num_samples[0])
+
 
 def split(requests: Requests, config: RolloutConfig) -> list[Requests]:
   """Splits requests into a `Requests` for each prompt.
@@ -43,6 +49,8 @@ def split(requests: Requests, config: RolloutConfig) -> list[Requests]:
   prompts share.
   """
   requests, samples = as_requests(requests, config), config.num_samples
+  # Here, because `join` adds columns.
+  check_lengths(requests)
   if requests.num_samples is None:
     counts = np.full(requests.lengths.shape, samples, np.int32)
     requests = dataclasses.replace(requests, num_samples=counts)

@@ -14,7 +14,8 @@ def choose(
 
   The worker first takes prompts of which no peer has a longer prefix, then
   those with the smallest difference to the longest prefix. If there are peers,
-  it stops at `Room.needed` samples, so that each gets a share.
+  it takes at most `Room.needed` samples, and for more than its free slots only
+  those that remain when the free slots of all peers are filled.
   """
 
   def rank(prompt: Prompt) -> tuple[bool, int]:
@@ -22,12 +23,17 @@ def choose(
     missing = max(longest - member.num_shared(prompt), 0)
     return prompt.exported is None, missing
 
-  chosen, needed = [], room.needed if peers else math.inf
+  chosen, needed = [], math.inf
+  if peers:
+    # All workers usually have the same number of slots.
+    free = sum(max(room.slots - peer.num_samples, 0) for peer in peers)
+    remaining = sum(prompt.num_samples for prompt in waiting) - free
+    needed = min(room.needed, max(room.needed - room.slots, remaining))
   # The sort is stable, so ties stay in the order of their arrival.
   for prompt in sorted(waiting, key=rank):
     is_enough = needed <= 0 and prompt.exported is None
     if len(chosen) == room.prompts or is_enough:
       break
     chosen.append(prompt)
-    needed -= int(prompt.requests.num_samples[0])
+    needed -= prompt.num_samples
   return chosen

@@ -28,11 +28,14 @@ class Room(NamedTuple):
 
   Attributes:
     prompts: the number of prompts that fit into its queue.
-    needed: the number of further samples that keep all slots busy in `advance`.
+    needed: the number of further samples that keep all slots busy in `advance`,
+      also after sequences have ended.
+    slots: the number of samples that it computes at the same time.
   """
 
   prompts: int
   needed: int
+  slots: int
 
 
 class Worker(Protocol):
@@ -86,7 +89,8 @@ class Worker(Protocol):
     """Adds the sequences of some prompts.
 
     Args:
-      exported: from `export` of another worker.
+      exported: from `export` of another worker, with weights of the same
+        version, or without `max_age` also of an earlier one.
       ids: the ids of the prompts to add; other prompts are ignored.
 
     Returns:

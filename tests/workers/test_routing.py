@@ -1,0 +1,95 @@
+"""Which worker of a pool takes which prompts."""
+
+import random
+import threading
+
+import pytest
+
+from jaxkv import rollout
+from jaxkv import workers
+from jaxkv._src.workers.member import Member
+from jaxkv._src.workers.prompts import Prompt
+from jaxkv._src.workers.prompts import split
+from jaxkv._src.workers.routing import choose
+from tests.workers.stub import CONFIG
+from tests.workers.stub import StubWorker
+from tests.workers.stub import random_prompts
+from tests.workers.stub import requests_of
+from tests.workers.stub import results_of
+from tests.workers.stub import wanted_of
+
+
+def test_workers_leave_prompts_to_others_with_free_slots():
+  all_have_prompts = threading.Barrier(4, timeout=20)
+
+  class Waits(StubWorker):
+    def advance(self):
+      if not self.num_steps:
+        all_have_prompts.wait()
+      return super().advance()
+
+  with workers.Pool(
+    lambda _: Waits(rows=100), 4, config=CONFIG, max_failures=0
+  ) as pool:
+    # As many as there are slots.
+    ids = pool.submit(requests_of(random_prompts(16)))
+    assert results_of(pool) == wanted_of(ids)
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1, 1, 1, 1], [4, 4], [3, 3, 3]])
+def test_a_worker_takes_the_samples_that_it_needs(counts):
+  config = rollout.RolloutConfig(num_samples=4)
+  requests = rollout.Requests(
+    [[1]] * len(counts), [1] * len(counts), num_samples=counts
+  )
+  waiting = [
+    Prompt(number, part, ())
+    for number, part in enumerate(split(requests, config))
+  ]
+  room = workers.Room(prompts=9, needed=8, slots=4)
+  member, peer = Member(0, print), Member(1, print)
+  taken = choose(waiting, room, member, [peer])
+  assert 4 <= sum(counts[prompt.id] for prompt in taken) <= 6
+  for number, part in enumerate(split(requests, config), 100):
+    peer.add(Prompt(number, part, ()))
+  assert choose(waiting, room, member, [peer]) == waiting
+  assert choose(waiting, room, member, []) == waiting
+
+
+@pytest.mark.slow
+def test_families_of_prompts_stay_together():
+  """40 families over 4 workers, beside one cache of their pages."""
+  own = random.Random(5)
+  heads = [[own.randrange(99) for _ in range(64)] for _ in range(40)]
+  prompts = [
+    own.choice(heads) + [own.randrange(99) for _ in range(20)]
+    for _ in range(1200)
+  ]
+  # A worker's cache has 12 of the families, and not all 40.
+  options = {"capacity": 12 * 4 + 16, "rows": 16}
+
+  def hits_of(count, **options):
+    made = []
+
+    def make(_):
+      made.append(StubWorker(**options))
+      return made[-1]
+
+    with workers.Pool(make, count, config=CONFIG) as pool:
+      for start in range(0, 1200, 100):
+        pool.submit(requests_of(prompts[start : start + 100]))
+      assert len(results_of(pool)) == 1200
+    return sum(worker.hits for worker in made)
+
+  in_pool = hits_of(4, **options)
+  one = hits_of(1, slots=16, rows=64, capacity=4 * options["capacity"])
+  in_turn = 0
+  for place in range(4):
+    worker = StubWorker(**options)
+    for start in range(place, 1200, 32):
+      some = prompts[start : start + 32 : 4]
+      worker.submit(requests_of(some), list(range(len(some))))
+      while worker.room().prompts < 16:
+        worker.advance()
+    in_turn += worker.hits
+  assert in_pool >= 0.9 * one > 1.3 * in_turn, (in_pool, one, in_turn)
