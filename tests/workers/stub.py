@@ -109,10 +109,11 @@ class StubWorker:
       return []
     old = [
       one
-      for one in self._running
+      for one in self._running + self._waiting
       if one.tokens and min(v for _, v in one.tokens) < version - max_age
     ]
     self._running = [one for one in self._running if one not in old]
+    self._waiting = [one for one in self._waiting if one not in old]
     return [one.number for one in old]
 
   def export(self):
