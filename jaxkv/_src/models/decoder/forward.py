@@ -25,6 +25,7 @@ from jaxkv._src.models.decoder import expert_records
 from jaxkv._src.models.decoder import groups
 from jaxkv._src.models.decoder import kv_access
 from jaxkv._src.models.decoder import logits as all_logits
+from jaxkv._src.models.decoder import prompt_tree
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.exact_trainer import uncached_access
 from jaxkv._src.models.decoder.init_kv import check_pools
@@ -248,7 +249,8 @@ def forward_uncached(
   """
   all_logits.check_tokens(tokens, positions)
   expert_records.check_experts(experts, tokens, config)
-  access = uncached_access(config, experts, kv_dtype=kv_dtype)
+  tree = prompt_tree.of_sequences(*tokens.shape)
+  access = uncached_access(config, tree, experts, kv_dtype)
   return all_logits.run(
     params, tokens, positions, (), access, None, "all", config
   )[0]

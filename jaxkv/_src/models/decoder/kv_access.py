@@ -5,8 +5,9 @@
 | `PagedKV`    | in pages (`jaxkv.kv`)   | decoding |
 | `UncachedKV` | those of the same call  | training |
 
-A layer calls the same methods of both classes. `tree_attention.TreeKV` is an
-`UncachedKV` for trees of tokens. `attention` defines the letters of axes.
+A layer calls the same methods of both classes. `attention` defines the letters
+of axes. Without a cache, each row of tokens is a tree (see `prompt_tree`). A
+whole sequence is a tree of one branch.
 """
 
 import dataclasses
@@ -25,13 +26,14 @@ from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.write import write
 from jaxkv._src.models.decoder import recurrent_pages
+from jaxkv._src.models.decoder import tree_attention
 from jaxkv._src.models.decoder.attention import LatentInputs
 from jaxkv._src.models.decoder.attention import SoftmaxInputs
-from jaxkv._src.models.decoder.causal_attention import attend_causal
 from jaxkv._src.models.decoder.description import Attention
 from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.numerics import TokenWise
 from jaxkv._src.models.decoder.params import Params
+from jaxkv._src.models.decoder.prompt_tree import Tree
 
 
 class Location(NamedTuple):
@@ -177,11 +179,13 @@ class UncachedKV:
   """Keys and values of the same call, without a cache.
 
   Attributes:
+    tree: the layout of the trees in rows.
     experts: signed integers [B, T, J, k], the k experts that each token must
       use in each of the J layers with experts (see `expert_records`); None lets
       the router choose.
   """
 
+  tree: Tree
   experts: jax.Array | None = None
   # A trainer has all experts on each device.
   expert_axis: ClassVar[None] = None
@@ -196,8 +200,8 @@ class UncachedKV:
   def attend(
     self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any
   ) -> jax.Array:
-    """Computes causal attention [B, T, H, X], see `attend_causal`."""
-    return attend_causal(q, k, v, **options)
+    """Computes causal attention [B, T, H, X], see `tree_attention.attend`."""
+    return tree_attention.attend(self.tree, q, k, v, **options)
 
   def latent(
     self, mixer: Mixer, inputs: LatentInputs, pools: Pools
@@ -223,13 +227,21 @@ class UncachedKV:
     inputs: tuple[jax.Array, ...],
     pools: Pools,
   ) -> MixerOutput:
-    """Runs a recurrence on inputs [B, T, ...] of whole sequences."""
-    rows, tokens = inputs[0].shape[:2]
-    # `num_tokens` includes the padding at the end of each sequence. A
-    # recurrence only looks back, so padding does not change earlier outputs.
-    num_tokens = jnp.full((rows,), tokens, jnp.int32)
-    state = recurrent_pages.empty_state(mixer.kind, rows)
-    return run(inputs, state, num_tokens)[0], pools
+    """Runs a recurrence; a branch starts from its parent's final state."""
+    tree, outputs = self.tree, []
+    states = recurrent_pages.empty_state(mixer.kind, inputs[0].shape[0])
+    levels = zip(*(tree.split(array) for array in inputs), strict=True)
+    for level, arrays in enumerate(levels):
+      shape = arrays[0].shape[:3]
+      rows = tuple(x.reshape(-1, *x.shape[2:]) for x in arrays)
+      times = tree.branches[level] // tree.branches[max(level - 1, 0)]
+      states = jax.tree.map(lambda x, n=times: jnp.repeat(x, n, 0), states)
+      # At the last level, a length can count a token that has no column; see
+      # `Tree.lengths`.
+      num_tokens = jnp.minimum(tree.lengths[level], tree.widths[level]).ravel()
+      out, states = run(rows, states, num_tokens)
+      outputs.append(out.reshape(*shape, *out.shape[2:]))
+    return tree.join(outputs), pools
 
   def record_experts(
     self, location: Location, experts: jax.Array, pools: Pools
