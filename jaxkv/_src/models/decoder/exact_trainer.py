@@ -26,7 +26,6 @@ from jaxkv._src.models.decoder.kv_access import Mixer
 from jaxkv._src.models.decoder.kv_access import MixerOutput
 from jaxkv._src.models.decoder.kv_access import Pools
 from jaxkv._src.models.decoder.kv_access import UncachedKV
-from jaxkv._src.models.decoder.numerics import TokenWise
 from jaxkv._src.models.decoder.numerics import is_exact
 from jaxkv._src.models.decoder.numerics import token_wise
 from jaxkv._src.models.decoder.params import Params
@@ -50,12 +49,8 @@ def uncached_access(
         f'`kv_dtype` must be None with numerics="fast", got {kv_dtype!r}.'
       )
     return UncachedKV(tree, experts)
-  return ExactUncachedKV(
-    tree,
-    experts,
-    dtype=config.dtype if kv_dtype is None else kv_dtype,
-    token_wise=token_wise(config),
-  )
+  dtype = config.dtype if kv_dtype is None else kv_dtype
+  return ExactUncachedKV(tree, experts, dtype=dtype, decoder=config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +61,11 @@ class ExactUncachedKV(UncachedKV):
 
   Attributes:
     dtype: dtype of keys and values in pages, see `jaxkv.kv.init`.
-    token_wise: see `numerics.token_wise`.
+    decoder: the decoder.
   """
 
   dtype: Any = dataclasses.field(kw_only=True)
-  token_wise: TokenWise = dataclasses.field(kw_only=True)
+  decoder: Decoder = dataclasses.field(kw_only=True)
 
   def attend(
     self,
@@ -99,9 +94,10 @@ class ExactUncachedKV(UncachedKV):
   ) -> MixerOutput:
     """See `UncachedKV`."""
     attention: LatentAttention = mixer.kind
+    call = token_wise(self.decoder)
 
     def exact(tree: Any, weights: Params, inputs: Any) -> jax.Array:
-      queries = self.token_wise(
+      queries = call(
         kv_access.latent_queries,
         weights["key"],
         inputs.plain_query,
@@ -117,7 +113,7 @@ class ExactUncachedKV(UncachedKV):
         dtype=self.dtype,
         value_dim=attention.latent_dim,
       )
-      return self.token_wise(kv_access.latent_values, weights["value"], out)
+      return call(kv_access.latent_values, weights["value"], out)
 
     def fast(tree: Any, weights: Params, inputs: Any) -> jax.Array:
       bound = mixer._replace(weights=weights)

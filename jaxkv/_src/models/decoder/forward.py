@@ -31,7 +31,6 @@ from jaxkv._src.models.decoder.exact_trainer import uncached_access
 from jaxkv._src.models.decoder.init_kv import check_pools
 from jaxkv._src.models.decoder.logits import LogitSelection
 from jaxkv._src.models.decoder.numerics import is_exact
-from jaxkv._src.models.decoder.numerics import token_wise
 from jaxkv._src.models.decoder.params import Params
 
 _AnyView = View | PackedView
@@ -149,13 +148,7 @@ def forward(
   if is_decode and not is_exact(config):
     views = _with_shared_pages(pools, views, config)
   access = kv_access.PagedKV(
-    views,
-    backend,
-    head_sharding,
-    experts,
-    is_exact(config),
-    token_wise(config),
-    expert_axis,
+    views, backend, head_sharding, experts, config, expert_axis
   )
   selection = logits if columns is None else columns
   out, pools = all_logits.run(

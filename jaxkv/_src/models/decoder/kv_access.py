@@ -30,8 +30,10 @@ from jaxkv._src.models.decoder import tree_attention
 from jaxkv._src.models.decoder.attention import LatentInputs
 from jaxkv._src.models.decoder.attention import SoftmaxInputs
 from jaxkv._src.models.decoder.description import Attention
+from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import LatentAttention
-from jaxkv._src.models.decoder.numerics import TokenWise
+from jaxkv._src.models.decoder.numerics import is_exact
+from jaxkv._src.models.decoder.numerics import token_wise
 from jaxkv._src.models.decoder.params import Params
 from jaxkv._src.models.decoder.prompt_tree import Tree
 
@@ -83,8 +85,7 @@ class PagedKV:
     backend: see `jaxkv.kv.attend`.
     head_sharding: see `jaxkv.kv.attend`.
     experts: see `UncachedKV`.
-    exact: see `jaxkv.kv.attend`.
-    token_wise: see `numerics.token_wise`.
+    decoder: the decoder, whose numerics apply.
     expert_axis: see `forward`.
   """
 
@@ -92,53 +93,53 @@ class PagedKV:
   backend: str
   head_sharding: jax.sharding.NamedSharding | None
   experts: jax.Array | None
-  exact: bool
-  token_wise: TokenWise
+  decoder: Decoder
   expert_axis: str | None = None
 
   def softmax(
     self, mixer: Mixer, inputs: SoftmaxInputs, pools: Pools
   ) -> MixerOutput:
     """Writes keys and values, and then computes causal attention."""
-    location = mixer.location
-    pool, view = pools[location.pool], self.views[location.group]
-    # `write` comes first, because tokens of a call attend to each other.
-    pool = write(pool, view, location.layer, inputs.k, inputs.v)
-    out = attend(
-      pool,
-      view,
-      location.layer,
-      inputs.q,
-      options=kernels.AttentionOptions(**_options(mixer)),
-      exact=self.exact,
-      backend=self.backend,
-      head_sharding=self.head_sharding,
-    )
-    return out, _with_pool(pools, location.pool, pool)
+    options = kernels.AttentionOptions(**_options(mixer))
+    stored = (inputs.k, inputs.v)
+    return self._attend(mixer.location, stored, inputs.q, options, pools)
 
   def latent(
     self, mixer: Mixer, inputs: LatentInputs, pools: Pools
   ) -> MixerOutput:
     """Writes latents and attends to them; see `UncachedKV.latent`."""
-    location, weights = mixer.location, mixer.weights
-    pool, view = pools[location.pool], self.views[location.group]
-    pool = write(pool, view, location.layer, cached_latents(inputs))
+    weights, call = mixer.weights, token_wise(self.decoder)
     # The key projection is applied to the queries (DeepSeek-V2, section 2.1.2),
     # so that attention reads latents and never builds keys.
-    queries = self.token_wise(
+    queries = call(
       latent_queries, weights["key"], inputs.plain_query, inputs.rotated_query
     )
+    options = kernels.AttentionOptions(scale=scale_of(mixer.kind))
+    stored = (cached_latents(inputs),)
+    out, pools = self._attend(mixer.location, stored, queries, options, pools)
+    return call(latent_values, weights["value"], out), pools
+
+  def _attend(
+    self,
+    location: Location,
+    stored: tuple[jax.Array, ...],
+    queries: jax.Array,
+    options: kernels.AttentionOptions,
+    pools: Pools,
+  ) -> MixerOutput:
+    pool, view = pools[location.pool], self.views[location.group]
+    # `write` comes first, because tokens of a call attend to each other.
+    pool = write(pool, view, location.layer, *stored)
     out = attend(
       pool,
       view,
       location.layer,
       queries,
-      options=kernels.AttentionOptions(scale=scale_of(mixer.kind)),
-      exact=self.exact,
+      options=options,
+      exact=is_exact(self.decoder),
       backend=self.backend,
       head_sharding=self.head_sharding,
     )
-    out = self.token_wise(latent_values, weights["value"], out)
     return out, _with_pool(pools, location.pool, pool)
 
   def recurrent(
