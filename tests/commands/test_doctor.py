@@ -11,11 +11,10 @@ import jaxkv
 from jaxkv import __main__ as command_line
 
 
-def _run(redirection=""):
+def _run():
   """Runs the command in a new process, because a choice is logged once."""
-  command = f"{sys.executable} -m jaxkv doctor {redirection}"
   return subprocess.run(
-    ["bash", "-o", "pipefail", "-c", command],
+    [sys.executable, "-m", "jaxkv", "doctor"],
     capture_output=True,
     env=os.environ | {"JAX_PLATFORMS": "cpu"},
     text=True,
@@ -45,10 +44,3 @@ def test_a_failure_is_a_line_and_a_status(capsys, monkeypatch):
   assert command_line.main(["doctor"]) == 1
   last = capsys.readouterr().out.splitlines()[-1]
   assert last.split(maxsplit=1) == ["FAILED", "RuntimeError: no driver found"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("redirection", [">&-", "| true"])
-def test_output_that_nobody_reads(redirection):
-  done = _run(redirection)
-  assert (done.returncode, done.stderr) == (0, "")

@@ -52,7 +52,7 @@ _TABLE = {
   ),
   "states that differ late are one": (
     "minimize:_refine",
-    returned(lambda out, g: g.origin),
+    returned(lambda out, g: g.block),
     _DFA + "TestByHand::test_states_that_differ_late_are_two",
   ),
   "states that accept the same are two": (

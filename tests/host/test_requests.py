@@ -101,9 +101,9 @@ def test_counts_of_a_request_are_ints(fields):
       "computed_tokens` must be at least",
     ),
     ({"num_computed_tokens": 2**40}, (1,), "got 1099511627777"),
-    ({}, (2**63 - 1,), "got 9223372036854775816"),
-    ({}, ([2**63 - 1],), "got 9223372036854775816"),
-    ({}, ([2**40],), "got 1099511627785"),
+    ({}, (2**63 - 1,), "got 9223372036854775807"),
+    ({}, ([2**63 - 1],), "got 9223372036854775807"),
+    ({}, ([2**40],), "got 1099511627776"),
   ],
 )
 def test_counts_of_a_step_fit(cache, fields, step, message):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxkv import models
 from jaxkv._src.models.decoder import logits as all_logits
+from jaxkv._src.models.decoder import prompt_tree
 from jaxkv._src.models.decoder.expert_records import routing_of
 from jaxkv._src.models.decoder.kv_access import UncachedKV
 
@@ -36,7 +37,7 @@ def chosen_experts(params, tokens, positions, *, config, experts=None):
   assert isinstance(config, models.Decoder)
   sizes = routing_of(config, "config")[:2]
   pools = (jnp.zeros((*tokens.shape, *sizes), jnp.int32),)
-  access = _Recorded(experts)
+  access = _Recorded(prompt_tree.of_sequences(*tokens.shape), experts)
   return all_logits.run(
     params, tokens, positions, pools, access, None, "none", config
   )[1][0]

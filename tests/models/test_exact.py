@@ -157,7 +157,7 @@ class TestArguments:
 
   def test_other_numerics(self):
     with pytest.raises(
-      ValueError, match='`numerics` must be "fast" or "exact"'
+      ValueError, match="`numerics` must be one of 'fast', 'exact'"
     ):
       families.decoder("llama", numerics="slow")
 

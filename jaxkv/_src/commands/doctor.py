@@ -10,9 +10,7 @@ pages restored from host memory, and an upper bound of the prefill speed.
 import argparse
 import importlib.metadata
 import logging
-import os
 import platform
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -70,13 +68,7 @@ def run(args: argparse.Namespace) -> int:
     text = " ".join(str(error).split())
     rows.append(("FAILED", f"{type(error).__name__}: {text}"))
     status = 1
-  try:
-    output.print_table(*rows)
-    if sys.stdout:  # None if it was closed before Python started.
-      sys.stdout.flush()
-  except BrokenPipeError:
-    # Otherwise Python would flush stdout when it exits, and print this error.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+  output.print_table(*rows)
   return status
 
 

@@ -20,11 +20,11 @@ from jaxkv._src.guides.bitmask import num_words
 from jaxkv._src.guides.dfa import START
 from jaxkv._src.guides.dfa import compile_grammar
 from jaxkv._src.guides.grammars import Grammar
+from jaxkv._src.guides.minimize import Numbering
 from jaxkv._src.guides.regex import regex
 from jaxkv._src.guides.token_bytes import TokenBytes
 from jaxkv._src.guides.token_bytes import advance_states
 from jaxkv._src.guides.token_masks import UNREACHABLE
-from jaxkv._src.guides.token_masks import Numbering
 from jaxkv._src.guides.token_masks import TokenMasks
 from jaxkv._src.guides.token_masks import token_masks
 

@@ -13,6 +13,7 @@ import numpy as np
 from jaxkv._src.guides.bitmask import BITS
 from jaxkv._src.guides.bitmask import num_words
 from jaxkv._src.guides.dfa import ByteDfa
+from jaxkv._src.guides.minimize import Numbering
 
 UNREACHABLE = 2**30
 """The `distance` of a state from which no text can be completed."""
@@ -103,16 +104,6 @@ def _group_by_effect(
   table = [effects[number] for number in used[shift:]]
   stacked = np.stack(table) if table else np.zeros((0, len(next)), np.int32)
   return effect_of_used.reshape(-1) - shift, stacked
-
-
-class Numbering:
-  """Numbers distinct arrays from 0 on. Equal arrays get the same number."""
-
-  def __init__(self):
-    self._numbers: dict[bytes, int] = {}
-
-  def of(self, array: np.ndarray) -> int:
-    return self._numbers.setdefault(array.tobytes(), len(self._numbers))
 
 
 def _distances(effects: np.ndarray, accepts: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.host.options import Limits
@@ -26,14 +27,6 @@ class Demand(NamedTuple):
   publish: int = 0  # final tokens, whose full pages are published
   silent: Sequence[int] = ()  # groups whose new pages need no zeroing
   hits: Sequence[list[int]] = ()  # the pages of a new request's hit, by group
-
-
-def at_least(name: str, value: int, minimum: int) -> int:
-  """Converts an integer of at least `minimum`; raises for other values."""
-  number = as_int(name, value)
-  if number < minimum:
-    raise ValueError(f"`{name}` must be at least {minimum}, got {number}.")
-  return number
 
 
 def as_page_ids(page_ids: Iterable[int], first: int, last: int) -> list[int]:
@@ -117,7 +110,7 @@ def _as_counts(
   for name, number in numbers.items():
     # Most numbers are valid, and this test avoids a function call for them.
     if number.__class__ is not int or number < 0:
-      numbers[name] = at_least(name, number, 0)
+      numbers[name] = as_count(name, number, 0)
   counts = numbers
   if counts["num_encoder_tokens"] > limits.max_encoder_tokens:
     raise ValueError(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
+from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.host_policy import HostPolicy
@@ -17,7 +18,6 @@ from jaxkv._src.host import prefix_lookup
 from jaxkv._src.host import step
 from jaxkv._src.host.admit import admit
 from jaxkv._src.host.arguments import as_page_ids
-from jaxkv._src.host.arguments import at_least
 from jaxkv._src.host.arguments import check_length
 from jaxkv._src.host.arguments import demand_of
 from jaxkv._src.host.atomic import atomic
@@ -365,7 +365,7 @@ class CacheManager(ManagerReports):
     held = state.held.get(request.request_id)
     if held is None:
       raise step.not_held(request.request_id)
-    num_tokens = at_least("num_computed_tokens", num_computed_tokens, 0)
+    num_tokens = as_count("num_computed_tokens", num_computed_tokens, 0)
     state.set_request(held, request)
     publish(state, held, min(num_tokens, len(tokens_of(request))))
 
@@ -378,7 +378,7 @@ class CacheManager(ManagerReports):
     `num_computed_tokens` must not include tokens of steps in flight. A request
     without pages is ignored.
     """
-    num_tokens = at_least("num_computed_tokens", num_computed_tokens, 0)
+    num_tokens = as_count("num_computed_tokens", num_computed_tokens, 0)
     held = self._state.held.get(request_id)
     if held is not None and num_tokens > 0:
       tokens = min(num_tokens, self.config.slot_tokens)

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.prefix.hashing import key_bytes
 from jaxkv._src.host import allocate
 from jaxkv._src.host.arguments import as_page_ids
-from jaxkv._src.host.arguments import at_least
 from jaxkv._src.host.atomic import atomic
 from jaxkv._src.host.page_pool import PageListener
 from jaxkv._src.host.prefix_nodes import Key
@@ -70,7 +70,7 @@ class Pages:
       ValueError: `count` is negative, or too few pages are free.
     """
     pool = self._state.pool
-    if at_least("count", count, 0) > pool.num_free:
+    if as_count("count", count, 0) > pool.num_free:
       raise ValueError(
         f"`count` must be at most {pool.num_free}, the number of free pages, "
         f"got {count}."

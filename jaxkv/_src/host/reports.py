@@ -1,10 +1,10 @@
 """The methods of a manager that report on requests, pages and statistics."""
 
+from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.pool.host_pages import Moves
 from jaxkv._src.cache.telemetry import Drained
 from jaxkv._src.host import allocate
-from jaxkv._src.host.arguments import at_least
 from jaxkv._src.host.atomic import atomic
 from jaxkv._src.host.state import HostState
 from jaxkv._src.host.types import CachePages
@@ -177,7 +177,7 @@ class ManagerReports:
     # The first pages of the linked list are read without a walk to its end.
     if count is None:
       return queue.in_order()
-    return queue.first(min(at_least("count", count, 0), queue.num_free))
+    return queue.first(min(as_count("count", count, 0), queue.num_free))
 
   @atomic
   def cached_page_ids(self) -> set[int]:

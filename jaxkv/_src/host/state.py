@@ -77,8 +77,8 @@ class HostState:
     index_arrays: converts the prefix index; None without prefix caching.
     events: the event log; None if `num_events` is 0.
     statistics: hits and resets since the last `take_statistics`.
-    read_ages: `lifetime` and `idle` of the pool at the last `take_statistics`.
-    read_moves: `SavedPages.counts` at the same time; empty without host pages.
+    read_counts: the pool's counts, by their names in `PrefixCacheStats`, at the
+      last `take_statistics`.
     step_clock: the pool's clock at the last `new_step_starts` or `take`.
   """
 
@@ -115,8 +115,7 @@ class HostState:
         self.events = EventList(config.event_log, self.pool, keys, self.groups)
         self.pool.listeners.append(self.events)
     self.statistics = PrefixCacheStats()
-    self.read_ages = self.pool.lifetime, self.pool.idle
-    self.read_moves = self._move_counts()
+    self.read_counts = self._counts()
     self.step_clock = 0
     # The construction is never undone.
     self.undo_log.commit()
@@ -144,37 +143,31 @@ class HostState:
 
   def take_statistics(self) -> PrefixCacheStats:
     """Returns the statistics since the last call."""
-    statistics = self.statistics
     # The pool does not reset its counts, so earlier readings are subtracted.
-    ages = self.pool.lifetime, self.pool.idle
-    if self.pool.released is not None:
-      lifetime, idle = (
-        [new - old for new, old in zip(counts, read, strict=True)]
-        for counts, read in zip(ages, self.read_ages, strict=True)
-      )
-      statistics = dataclasses.replace(statistics, lifetime=lifetime, idle=idle)
-    counts = self._move_counts()
-    new = {name: counts[name] - read for name, read in self.read_moves.items()}
-    statistics = dataclasses.replace(statistics, **new)
+    counts = self._counts()
+    new = {
+      name: (count - self.read_counts[name]).tolist()
+      for name, count in counts.items()
+    }
+    statistics = dataclasses.replace(self.statistics, **new)
     self.undo_log.replace(
-      self, statistics=PrefixCacheStats(), read_ages=ages, read_moves=counts
+      self, statistics=PrefixCacheStats(), read_counts=counts
     )
     return statistics
 
   def lower_readings(self) -> None:
-    """Lowers `read_ages` and `read_moves` to counts that `take` lowered."""
-    ages = tuple(
-      [min(pair) for pair in zip(read, counts, strict=True)]
-      for read, counts in zip(
-        self.read_ages, (self.pool.lifetime, self.pool.idle), strict=True
-      )
-    )
-    counts = self._move_counts()
-    moves = {
-      name: min(read, counts[name]) for name, read in self.read_moves.items()
+    """Lowers `read_counts` to counts that `take` lowered."""
+    counts = {
+      name: np.minimum(count, self.read_counts[name])
+      for name, count in self._counts().items()
     }
-    self.undo_log.replace(self, read_ages=ages, read_moves=moves)
+    self.undo_log.replace(self, read_counts=counts)
 
-  def _move_counts(self) -> dict[str, Any]:
-    saved = self.pool.saved
-    return dict(saved.counts) if saved is not None else {}
+  def _counts(self) -> dict[str, np.ndarray]:
+    """Returns the ages of evicted pages and the counts of moves, if any."""
+    pool, counts = self.pool, {}
+    if pool.released is not None:
+      counts |= {"lifetime": pool.lifetime, "idle": pool.idle}
+    if pool.saved is not None:
+      counts |= pool.saved.counts
+    return {name: np.array(count, np.int64) for name, count in counts.items()}

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.host import allocate
 from jaxkv._src.host.arguments import Demand
-from jaxkv._src.host.arguments import at_least
 from jaxkv._src.host.arguments import check_length
 from jaxkv._src.host.publish import publish
 from jaxkv._src.host.request import tokens_of
@@ -26,7 +26,7 @@ def step(
   """Runs `CacheManager.step`."""
   if not isinstance(running, Sequence):
     raise TypeError(f"`running` must be a list of requests, got {running!r}.")
-  num_lookahead_tokens = at_least(
+  num_lookahead_tokens = as_count(
     "num_lookahead_tokens", num_lookahead_tokens, 0
   )
   if not running:
@@ -92,7 +92,7 @@ def advance_quietly(
   # This code runs for every request in every step, so it makes few calls.
   computed, limits = request.num_computed_tokens, state.limits
   if computed.__class__ is not int or computed < 0:
-    computed = at_least("num_computed_tokens", computed, 0)
+    computed = as_count("num_computed_tokens", computed, 0)
   total = computed + num_new_tokens
   if total > limits.max_model_len:
     check_length(limits, request.request_id, total)
@@ -107,7 +107,7 @@ def advance_quietly(
   if state.skipping:
     in_flight = getattr(request, "num_in_flight_tokens", 0)
     if in_flight.__class__ is not int or in_flight < 0:
-      in_flight = at_least("num_in_flight_tokens", in_flight, 0)
+      in_flight = as_count("num_in_flight_tokens", in_flight, 0)
     computed = max(computed - in_flight, 0)
     is_quiet = is_quiet and not _frees_pages(state, held, computed)
   if not is_quiet:
@@ -138,7 +138,7 @@ def not_held(name: str) -> KeyError:
 def _new_tokens(num_new_tokens: Any, num_running: int) -> Iterable[int]:
   """Returns the number of new tokens of each request."""
   if isinstance(num_new_tokens, int):
-    return [at_least("num_new_tokens", num_new_tokens, 1)] * num_running
+    return [as_count("num_new_tokens", num_new_tokens, 1)] * num_running
   counts = np.asarray(num_new_tokens)
   if counts.dtype.kind not in "iu":
     raise TypeError(f"`num_new_tokens` must be ints, got {num_new_tokens!r}.")
@@ -147,5 +147,5 @@ def _new_tokens(num_new_tokens: Any, num_running: int) -> Iterable[int]:
       f"`num_new_tokens` must be one number, or one for each of {num_running} "
       f"requests, got an array of shape {counts.shape}."
     )
-  at_least("num_new_tokens", counts.min(), 1)
+  as_count("num_new_tokens", counts.min(), 1)
   return np.broadcast_to(counts, (num_running,)).tolist()

@@ -7,8 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxkv.kv import LayerPlan
 from jaxkv.rollout import Requests
 from jaxkv.rollout import Sampling
+
+_SOLO_JOBS = 16
+"""`num_jobs` of an engine whose first call has one prompt with one sample."""
+_MAX_SLOTS = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,12 +103,86 @@ class EngineSizes:
   num_pages: int
   page_size: int
   prefill_chunk: int
-  num_stop_tokens: int = 8
+  num_stop_tokens: int
 
   @property
   def total(self) -> int:
     """The maximum number of samples in the queue."""
     return self.num_jobs * self.num_samples
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+  """Sizes of an engine; None chooses a size for the call that creates it.
+
+  Attributes:
+    num_samples: the maximum number of samples that share one prefill.
+    num_jobs: the number of prompts in the queue.
+    num_pages: pages of the pool; None for half of the pages that a dense cache
+      would need for a full queue.
+    page_size: tokens of a page.
+    prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
+    max_length: the maximum number of tokens of a prompt with its answer. For a
+      longer request, a new engine replaces the old one.
+  """
+
+  num_samples: int | None = None
+  num_jobs: int | None = None
+  num_pages: int | None = None
+  page_size: int = 16
+  prefill_chunk: int = 128
+  max_length: int | None = None
+
+
+def choose_sizes(
+  options: SamplingOptions,
+  jobs: list[Job],
+  max_length: int,
+  plan: LayerPlan,
+  old: EngineSizes | None,
+) -> EngineSizes:
+  """Chooses the shapes of an engine for `jobs`.
+
+  Args:
+    options: the sizes that the user has chosen.
+    jobs: the jobs of the first call.
+    max_length: the maximum number of tokens of a prompt with its answer.
+    plan: the layer groups of the model.
+    old: sizes of the engine that the new one replaces; None for the first.
+  """
+  # The new engine must also serve calls like earlier ones, so its queue is not
+  # smaller than the old one's.
+  num_samples = options.num_samples
+  if num_samples is None:
+    num_samples = max(len(job.seeds) for job in jobs)
+    num_samples = max(num_samples, old.num_samples if old else 1)
+  num_jobs = options.num_jobs
+  if num_jobs is None:
+    num_jobs = len(split(jobs, num_samples))
+    if num_jobs == 1 and len(jobs[0].seeds) == 1:
+      num_jobs = _SOLO_JOBS
+    num_jobs = max(num_jobs, old.num_jobs if old else 1)
+  size = options.page_size
+  columns = -(-max_length // size)
+  num_pages = options.num_pages
+  if num_pages is None:
+    # A page holds `size` tokens of `num_memory_layers` decoder layers. The pool
+    # must have room for the longest sequence.
+    tokens = num_jobs * num_samples * max_length
+    page = size * plan.num_memory_layers
+    half = tokens * len(plan.windows) // (2 * page)
+    num_pages = max(half, (columns + 1) * len(plan.kinds) + 1)
+  stops = max(len(job.stop_tokens) for job in jobs)
+  return EngineSizes(
+    num_jobs=num_jobs,
+    num_samples=num_samples,
+    max_length=columns * size,
+    num_slots=min(num_jobs * num_samples, _MAX_SLOTS),
+    num_pages=num_pages,
+    page_size=size,
+    prefill_chunk=options.prefill_chunk,
+    num_stop_tokens=max(8, stops, old.num_stop_tokens if old else 0),
+  )
 
 
 def joined(jobs: list[Job]) -> list[Job]:

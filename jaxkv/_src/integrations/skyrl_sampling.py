@@ -14,8 +14,8 @@ from jaxkv._src.integrations import jobs as client_jobs
 from jaxkv._src.integrations import packages
 from jaxkv._src.integrations.engine import QueueEngine
 from jaxkv._src.integrations.jobs import Answer
-from jaxkv._src.integrations.jobs import EngineSizes
 from jaxkv._src.integrations.jobs import Job
+from jaxkv._src.integrations.jobs import SamplingOptions
 from jaxkv._src.integrations.paged_module import PagedModule
 from jaxkv._src.integrations.skyrl_models import paged_module_of
 from jaxkv._src.integrations.weight_changes import WeightWatch
@@ -23,29 +23,6 @@ from jaxkv._src.integrations.weight_changes import digest
 from jaxkv.rollout import Finish
 
 _ADAPTER_NAMES = ("lora_A", "lora_B", "lora_scaling", "lora_ranks")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-  """Sizes of an engine; None chooses a size for the call that creates it.
-
-  Attributes:
-    num_samples: the maximum number of samples that share one prefill.
-    num_jobs: the number of prompts in the queue.
-    num_pages: pages of the pool; None for half of the pages that a dense cache
-      would need for a full queue.
-    page_size: tokens of a page.
-    prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
-    max_length: the maximum number of tokens of a prompt with its answer. For a
-      longer request, a new engine has the next power of two.
-  """
-
-  num_samples: int | None = None
-  num_jobs: int | None = None
-  num_pages: int | None = None
-  page_size: int = 16
-  prefill_chunk: int = 128
-  max_length: int | None = None
 
 
 class SkyrlSampler:
@@ -173,34 +150,18 @@ class SkyrlSampler:
     split = mesh.shape["tp"] > 1 and backend.config.shard_attention_heads
     self._engine = QueueEngine(
       self._decoder,
-      self._sizes(jobs, stops),
+      client_jobs.choose_sizes(
+        self.options,
+        jobs,
+        self._length,
+        self._decoder.plan,
+        engine.sizes if engine is not None else None,
+      ),
       salted=True,
       mesh=mesh,
       split_heads=split,
     )
     return self._engine
-
-  def _sizes(self, jobs: list[Job], stops: int) -> EngineSizes:
-    options, size = self.options, self.options.page_size
-    # The new engine must also serve calls like earlier ones, so its queue is
-    # not smaller than the old one's.
-    old = self._engine.sizes if self._engine is not None else None
-    samples = max(len(job.seeds) for job in jobs)
-    samples = options.num_samples or max(samples, old.num_samples if old else 1)
-    num_jobs = len(client_jobs.split(jobs, samples))
-    num_jobs = options.num_jobs or max(num_jobs, old.num_jobs if old else 1)
-    columns = -(-self._length // size)
-    half = num_jobs * samples * columns // 2
-    return EngineSizes(
-      num_jobs=num_jobs,
-      num_samples=samples,
-      max_length=columns * size,
-      num_slots=min(num_jobs * samples, 256),
-      num_pages=options.num_pages or max(half, columns + 2),
-      page_size=size,
-      prefill_chunk=options.prefill_chunk,
-      num_stop_tokens=max(8, stops, old.num_stop_tokens if old else 0),
-    )
 
   def _sequence(
     self, backend: Any, types: Any, answer: Answer, settings: Any

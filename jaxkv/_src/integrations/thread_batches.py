@@ -2,17 +2,8 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
-
-
-class _Call:
-  """A thread's request and its result or error."""
-
-  def __init__(self, request: Any):
-    self.request = request
-    self.result: Any = None
-    self.error: BaseException | None = None
-    self.done = False
 
 
 class ThreadBatches:
@@ -32,41 +23,36 @@ class ThreadBatches:
     self._serve = serve
     self._turn = threading.Lock()
     self._access = threading.Lock()
-    self._calls: list[_Call] = []
+    self._requests: dict[Future, Any] = {}
 
   def call(self, request: Any) -> Any:
     """Returns the result of a request, or raises the error of `serve`."""
-    call = _Call(request)
+    call = Future()
     with self._access:
-      self._calls.append(call)
+      self._requests[call] = request
     try:
       # While this thread waits for the lock, another thread can serve its call.
       with self._turn:
-        if not call.done:
+        if not call.done():
           self._serve_all()
     finally:
       # After an interrupt, no later batch serves the call.
       with self._access:
-        if call in self._calls:
-          self._calls.remove(call)
-    if call.error is not None:
-      raise call.error
-    return call.result
+        self._requests.pop(call, None)
+    return call.result()
 
   def _serve_all(self) -> None:
-    calls: list[_Call] = []
+    requests: dict[Future, Any] = {}
     try:
       with self._access:
-        calls, self._calls = self._calls, []
-      results = self._serve([call.request for call in calls])
-      for call, result in zip(calls, results, strict=True):
-        call.result = result
+        requests, self._requests = self._requests, {}
+      results = self._serve([*requests.values()])
+      for call, result in zip(requests, results, strict=True):
+        call.set_result(result)
     # BaseException, because the waiting threads must end on Ctrl-C as well.
     except BaseException as error:
-      for call in calls:
-        call.error = error
-      # Raised here too, because `calls` is still empty if it came too early.
+      for call in requests:
+        if not call.done():
+          call.set_exception(error)
+      # Raised here too, because `requests` is still empty if it came too early.
       raise
-    finally:
-      for call in calls:
-        call.done = True

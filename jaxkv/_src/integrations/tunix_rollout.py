@@ -14,16 +14,12 @@ from jaxkv._src.integrations import jobs as client_jobs
 from jaxkv._src.integrations import packages
 from jaxkv._src.integrations.engine import QueueEngine
 from jaxkv._src.integrations.jobs import Answer
-from jaxkv._src.integrations.jobs import EngineSizes
 from jaxkv._src.integrations.jobs import Job
+from jaxkv._src.integrations.jobs import SamplingOptions
 from jaxkv._src.integrations.paged_module import PagedModule
 from jaxkv._src.integrations.thread_batches import ThreadBatches
 from jaxkv._src.integrations.tunix_models import paged_module_of
 from jaxkv._src.integrations.weight_changes import WeightWatch
-
-_SOLO_JOBS = 16
-"""`num_jobs` of an engine whose first call has one prompt with one sample."""
-_MAX_SLOTS = 256
 
 
 class TunixRollout:
@@ -77,8 +73,13 @@ class TunixRollout:
     self._decoder = decoder or paged_module_of(rollout_actor)
     self._graphdef, self._params = nnx.split(rollout_actor)
     self._mesh = mesh
-    self._sizes_of_caller = (num_samples, num_jobs, num_pages)
-    self._page_size, self._chunk = page_size, prefill_chunk
+    self._options = SamplingOptions(
+      num_samples=num_samples,
+      num_jobs=num_jobs,
+      num_pages=num_pages,
+      page_size=page_size,
+      prefill_chunk=prefill_chunk,
+    )
     self._max_length = max_length or _max_tokens(rollout_config)
     self._keep_eos = keep_eos
     self._seed = seed
@@ -232,24 +233,18 @@ class TunixRollout:
     that the other threads get their answers.
     """
     try:
-      engine = self._engine_for(requests)
+      return [*self._serve_together(requests)]
     except ValueError as error:
       if len(requests) == 1:
         return [error]
-      # No engine fits one of them, and alone it cannot fail the others.
+      # One of them does not fit the engine. Nothing was generated yet. Alone it
+      # cannot fail the others.
       return [self._serve([request])[0] for request in requests]
-    errors = [_error_of(part, engine.sizes) for part, _, _ in requests]
-    good = [
-      request
-      for request, error in zip(requests, errors, strict=True)
-      if error is None
-    ]
-    served = iter(self._serve_good(engine, good) if good else ())
-    return [next(served) if error is None else error for error in errors]
 
-  def _serve_good(
-    self, engine: QueueEngine, requests: list[tuple[list[Job], bool, Any]]
+  def _serve_together(
+    self, requests: list[tuple[list[Job], bool, Any]]
   ) -> list[list[Answer]]:
+    engine = self._engine_for(requests)
     # `_params` is read once, because another thread can call `update_params`.
     params = self._params
     if self._watch.has_changed(params, by_contents=self._moves_weights):
@@ -306,8 +301,13 @@ class TunixRollout:
       return self._engine
     # A longer sequence does not fit the compiled shapes, so a new engine with
     # an empty cache replaces the old one.
-    jobs = [job for part, _, _ in requests for job in part]
-    sizes = self._sizes(jobs, longest)
+    sizes = client_jobs.choose_sizes(
+      self._options,
+      [job for part, _, _ in requests for job in part],
+      longest,
+      self._decoder.plan,
+      self._engine.sizes if self._engine is not None else None,
+    )
     mesh = self._mesh
     num_shards = 1 if mesh is None else mesh.shape.get("tp", 1)
     self._engine = QueueEngine(
@@ -323,40 +323,6 @@ class TunixRollout:
     # Only now, because the old engine stays if the new one cannot be made.
     self._max_length = longest
     return self._engine
-
-  def _sizes(self, jobs: list[Job], max_length: int) -> EngineSizes:
-    """Chooses the shapes of an engine that fits `jobs` and the old sizes."""
-    num_samples, num_jobs, num_pages = self._sizes_of_caller
-    num_rows = sum(len(job.seeds) for job in jobs)
-    # The new engine must also serve calls like earlier ones, so its queue is
-    # not smaller than the old one's.
-    old = self._engine.sizes if self._engine is not None else None
-    if num_samples is None:
-      num_samples = max(len(job.seeds) for job in jobs)
-      num_samples = max(num_samples, old.num_samples if old else 1)
-    if num_jobs is None:
-      parts = client_jobs.split(jobs, num_samples)
-      num_jobs = _SOLO_JOBS if len(parts) == 1 and num_rows == 1 else len(parts)
-      num_jobs = max(num_jobs, old.num_jobs if old else 1)
-    size = self._page_size
-    columns = -(-max_length // size)
-    if num_pages is None:
-      # A page holds `size` tokens of `num_memory_layers` decoder layers. The
-      # pool must have room for the longest sequence.
-      plan = self._decoder.plan
-      tokens = num_jobs * num_samples * max_length
-      page = size * plan.num_memory_layers
-      half = tokens * len(plan.windows) // (2 * page)
-      num_pages = max(half, (columns + 1) * len(plan.kinds) + 1)
-    return EngineSizes(
-      num_jobs=num_jobs,
-      num_samples=num_samples,
-      max_length=columns * size,
-      num_slots=min(num_jobs * num_samples, _MAX_SLOTS),
-      num_pages=num_pages,
-      page_size=size,
-      prefill_chunk=self._chunk,
-    )
 
   def _output(
     self, tokens: list[np.ndarray], answers: list[Answer], config: Any
@@ -434,12 +400,3 @@ def _merge(current: Any, params: Any, nnx: Any) -> Any:
   state = jax.tree.map(lambda leaf: leaf, current)
   nnx.replace_by_pure_dict(state, merged)
   return state
-
-
-def _error_of(jobs: list[Job], sizes: EngineSizes) -> ValueError | None:
-  try:
-    for job in jobs:
-      client_jobs.check(job, sizes)
-  except ValueError as error:
-    return error
-  return None

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 from typing import ClassVar
 
+from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.group_kinds import ChunkedLocal
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import SlidingWindow
-from jaxkv._src.host.arguments import at_least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ def kinds_of(
     TypeError: a size is not an int.
     ValueError: a size is out of range.
   """
-  at_least("max_model_len", max_model_len, 1)
+  as_count("max_model_len", max_model_len, 1)
   sizes = [spec.page_size or 1 for spec in specs if not has_states(spec)]
   # A page of states has room for the longest sequence. Its size is a multiple
   # of all other sizes, so the least common multiple of all sizes is not larger.

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.group_kinds import FullAttention
-from jaxkv._src.host.arguments import at_least
 from jaxkv._src.host.esurge import groups
 from jaxkv._src.host.esurge.pool import PagePool
 from jaxkv._src.host.esurge.pool import refuse_shards
@@ -195,7 +195,7 @@ class EsurgeCacheManager:
       raise ValueError(
         f"`status` of {request.request_id!r} must be RUNNING, got {status}."
       )
-    at_least("num_scheduled_requests", num_scheduled_requests, 0)
+    as_count("num_scheduled_requests", num_scheduled_requests, 0)
     counts = self.host.pages.num_leading(
       request.request_id, num_scheduled_requests
     )

@@ -127,49 +127,25 @@ def project_softmax(
   decoder: Decoder,
 ) -> SoftmaxInputs:
   """Projects x to the inputs of softmax attention."""
-  q = queries(x, weights, attention, decoder)
-  k, v = keys_and_values(x, weights, attention, decoder)
-  if attention.rope is not None and angles is not None:
-    q = ropes.rotate(q, angles, attention.rope)
-    k = ropes.rotate(k, angles, attention.rope)
-  return SoftmaxInputs(q, k, v, gate(x, weights, attention))
-
-
-def queries(
-  x: jax.Array, weights: Params, attention: Attention, decoder: Decoder
-) -> jax.Array:
-  """Projects x to queries [B, T, H, D], before the rotation."""
   q = jnp.einsum("bte,ehd->bthd", x, weights["query"])
-  if attention.biased:
-    q = q + weights["query_bias"][None, None]
-  if attention.query_key_norm:
-    eps, offset = decoder.norm_eps, decoder.norm_offset
-    q = rms_norm(q, weights["query_norm"], eps, offset)
-  return q
-
-
-def keys_and_values(
-  x: jax.Array, weights: Params, attention: Attention, decoder: Decoder
-) -> tuple[jax.Array, jax.Array]:
-  """Projects x to keys and values [B, T, K, D], before the rotation."""
   k = jnp.einsum("bte,ekd->btkd", x, weights["key"])
   v = jnp.einsum("bte,ekd->btkd", x, weights["value"])
   if attention.biased:
+    q = q + weights["query_bias"][None, None]
     k = k + weights["key_bias"][None, None]
     v = v + weights["value_bias"][None, None]
   if attention.query_key_norm:
     eps, offset = decoder.norm_eps, decoder.norm_offset
+    q = rms_norm(q, weights["query_norm"], eps, offset)
     k = rms_norm(k, weights["key_norm"], eps, offset)
-  return k, v
-
-
-def gate(
-  x: jax.Array, weights: Params, attention: Attention
-) -> jax.Array | None:
-  """Returns the gate [B, T, H, D], or None if the layer has no gate."""
-  if not attention.gated:
-    return None
-  return jax.nn.sigmoid(jnp.einsum("bte,ehd->bthd", x, weights["query_gate"]))
+  if attention.rope is not None and angles is not None:
+    q = ropes.rotate(q, angles, attention.rope)
+    k = ropes.rotate(k, angles, attention.rope)
+  gate = None
+  if attention.gated:
+    gate = jnp.einsum("bte,ehd->bthd", x, weights["query_gate"])
+    gate = jax.nn.sigmoid(gate)
+  return SoftmaxInputs(q, k, v, gate)
 
 
 def output_softmax(

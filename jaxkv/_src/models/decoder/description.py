@@ -16,6 +16,7 @@ import numpy as np
 from jaxkv._src.models.decoder.rope import Rope
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Numerics = Literal["fast", "exact"]
 _Scores = Literal["softmax", "chosen_softmax", "sigmoid"]
 _GroupScore = Literal["best", "best_two"]
 
@@ -319,16 +320,13 @@ class Decoder:
   embed_scale: float = 1.0
   logit_cap: float | None = None
   tied_embeddings: bool = True
-  numerics: Literal["fast", "exact"] = "fast"
+  numerics: Numerics = "fast"
   tile: int = 16
   dtype: Any = jnp.float32
 
   def __post_init__(self) -> None:
     _sizes(self, "vocab_size", "embed_dim", "tile")
-    if self.numerics not in ("fast", "exact"):
-      raise ValueError(
-        f'`numerics` must be "fast" or "exact", got {self.numerics!r}.'
-      )
+    _check_choice("numerics", self.numerics, Numerics)
     if not isinstance(self.layers, tuple) or not self.layers:
       raise ValueError(
         f"`layers` must be a tuple of one or more Layers, got {self.layers!r}."

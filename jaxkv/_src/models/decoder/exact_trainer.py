@@ -26,12 +26,10 @@ from jaxkv._src.models.decoder.kv_access import Mixer
 from jaxkv._src.models.decoder.kv_access import MixerOutput
 from jaxkv._src.models.decoder.kv_access import Pools
 from jaxkv._src.models.decoder.kv_access import UncachedKV
-from jaxkv._src.models.decoder.numerics import TokenWise
 from jaxkv._src.models.decoder.numerics import is_exact
 from jaxkv._src.models.decoder.numerics import token_wise
 from jaxkv._src.models.decoder.params import Params
 from jaxkv._src.models.decoder.prompt_tree import Tree
-from jaxkv._src.models.decoder.tree_attention import TreeKV
 
 _PAGE_SIZE = 16
 """Tokens per page. Rollouts on a GPU or TPU must use the same page size,
@@ -39,32 +37,20 @@ because rounding depends on it there. On a CPU it does not affect rounding."""
 
 
 def uncached_access(
-  config: Decoder,
-  experts: jax.Array | None,
-  *,
-  tree: Tree | None = None,
-  kv_dtype: Any = None,
+  config: Decoder, tree: Tree, experts: jax.Array | None, kv_dtype: Any
 ) -> UncachedKV:
   """Returns the `UncachedKV` for a decoder's numerics.
 
-  If `tree` is None, each row of tokens is one sequence. Otherwise each row is a
-  tree in the layout of `prompt_tree`. See `forward_uncached` for `kv_dtype`.
+  See `forward_uncached` for `kv_dtype`.
   """
   if not is_exact(config):
     if kv_dtype is not None:
       raise ValueError(
         f'`kv_dtype` must be None with numerics="fast", got {kv_dtype!r}.'
       )
-    if tree is None:
-      return UncachedKV(experts)
-    return TreeKV(experts, tree=tree)
-  options: Any = {
-    "dtype": config.dtype if kv_dtype is None else kv_dtype,
-    "token_wise": token_wise(config),
-  }
-  if tree is None:
-    return ExactUncachedKV(experts, **options)
-  return ExactTreeKV(experts, tree=tree, **options)
+    return UncachedKV(tree, experts)
+  dtype = config.dtype if kv_dtype is None else kv_dtype
+  return ExactUncachedKV(tree, experts, dtype=dtype, decoder=config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +61,11 @@ class ExactUncachedKV(UncachedKV):
 
   Attributes:
     dtype: dtype of keys and values in pages, see `jaxkv.kv.init`.
-    token_wise: see `numerics.token_wise`.
+    decoder: the decoder.
   """
 
   dtype: Any = dataclasses.field(kw_only=True)
-  token_wise: TokenWise = dataclasses.field(kw_only=True)
-
-  @property
-  def _tree(self) -> Tree | None:
-    return None
+  decoder: Decoder = dataclasses.field(kw_only=True)
 
   def attend(
     self,
@@ -103,18 +85,19 @@ class ExactUncachedKV(UncachedKV):
       return _attend_tree(tree, q, k, v, options=options, dtype=self.dtype)
 
     def fast(tree: Any, q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
-      return _fast(tree).attend(q, k, v, sinks=sinks, **numbers)
+      return UncachedKV(tree).attend(q, k, v, sinks=sinks, **numbers)
 
-    return row_loop.with_gradient(exact, fast, self._tree, q, k, v, sinks)
+    return row_loop.with_gradient(exact, fast, self.tree, q, k, v, sinks)
 
   def latent(
     self, mixer: Mixer, inputs: LatentInputs, pools: Pools
   ) -> MixerOutput:
     """See `UncachedKV`."""
     attention: LatentAttention = mixer.kind
+    call = token_wise(self.decoder)
 
     def exact(tree: Any, weights: Params, inputs: Any) -> jax.Array:
-      queries = self.token_wise(
+      queries = call(
         kv_access.latent_queries,
         weights["key"],
         inputs.plain_query,
@@ -130,42 +113,25 @@ class ExactUncachedKV(UncachedKV):
         dtype=self.dtype,
         value_dim=attention.latent_dim,
       )
-      return self.token_wise(kv_access.latent_values, weights["value"], out)
+      return call(kv_access.latent_values, weights["value"], out)
 
     def fast(tree: Any, weights: Params, inputs: Any) -> jax.Array:
-      return _fast(tree).latent(mixer._replace(weights=weights), inputs, ())[0]
+      bound = mixer._replace(weights=weights)
+      return UncachedKV(tree).latent(bound, inputs, ())[0]
 
     weights = {name: mixer.weights[name] for name in ("key", "value")}
-    tree = self._tree
-    out: Any = row_loop.with_gradient(exact, fast, tree, weights, inputs)
+    out: Any = row_loop.with_gradient(exact, fast, self.tree, weights, inputs)
     return out, pools
 
 
-@dataclasses.dataclass(frozen=True)
-class ExactTreeKV(ExactUncachedKV, TreeKV):
-  """A `TreeKV` whose outputs are bit-identical to those of a `PagedKV`."""
-
-  @property
-  def _tree(self) -> Tree | None:
-    return self.tree
-
-
-def _fast(tree: Tree | None) -> UncachedKV:
-  """Returns the `UncachedKV` of fast numerics, for the gradient."""
-  return UncachedKV() if tree is None else TreeKV(tree=tree)
-
-
 def _attend_tree(
-  tree: Tree | None,
+  tree: Tree,
   q: jax.Array,
   k: jax.Array,
   v: jax.Array | None,
   **options: Any,
 ) -> jax.Array:
-  """Computes causal attention in N trees, or N sequences if `tree` is None."""
-  if tree is None:
-    zeros = jnp.zeros(q.shape[:1], jnp.int32)
-    return _attend(q, k, v, zeros, **options)
+  """Computes causal attention in N trees."""
   outs = []
   # A rollout runs each branch as a separate sequence. To get the same bits, the
   # branch's keys are preceded by copies of its ancestors' keys.

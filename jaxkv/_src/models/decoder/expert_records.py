@@ -56,12 +56,6 @@ def routing_of(decoder: Decoder, name: str = "decoder") -> Routing:
   return Routing(len(mlps), chosen[0], num_experts)
 
 
-@functools.cache
-def num_expert_layers(decoder: Decoder, stop: int) -> int:
-  """Counts the layers with experts among the first `stop` layers."""
-  return sum(isinstance(x.mlp, Experts) for x in decoder.layers[:stop])
-
-
 def init_pool(decoder: Decoder, config: CacheConfig) -> ExpertIdPages:
   """Creates the pool that records expert ids, see `init_kv`."""
   routing = routing_of(decoder)

@@ -25,12 +25,12 @@ from jaxkv._src.models.decoder import expert_records
 from jaxkv._src.models.decoder import groups
 from jaxkv._src.models.decoder import kv_access
 from jaxkv._src.models.decoder import logits as all_logits
+from jaxkv._src.models.decoder import prompt_tree
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.exact_trainer import uncached_access
 from jaxkv._src.models.decoder.init_kv import check_pools
 from jaxkv._src.models.decoder.logits import LogitSelection
 from jaxkv._src.models.decoder.numerics import is_exact
-from jaxkv._src.models.decoder.numerics import token_wise
 from jaxkv._src.models.decoder.params import Params
 
 _AnyView = View | PackedView
@@ -148,13 +148,7 @@ def forward(
   if is_decode and not is_exact(config):
     views = _with_shared_pages(pools, views, config)
   access = kv_access.PagedKV(
-    views,
-    backend,
-    head_sharding,
-    experts,
-    is_exact(config),
-    token_wise(config),
-    expert_axis,
+    views, backend, head_sharding, experts, config, expert_axis
   )
   selection = logits if columns is None else columns
   out, pools = all_logits.run(
@@ -248,7 +242,8 @@ def forward_uncached(
   """
   all_logits.check_tokens(tokens, positions)
   expert_records.check_experts(experts, tokens, config)
-  access = uncached_access(config, experts, kv_dtype=kv_dtype)
+  tree = prompt_tree.of_sequences(*tokens.shape)
+  access = uncached_access(config, tree, experts, kv_dtype)
   return all_logits.run(
     params, tokens, positions, (), access, None, "all", config
   )[0]

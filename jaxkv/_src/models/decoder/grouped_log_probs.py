@@ -183,12 +183,8 @@ def _log_probs_of_levels(
     records = _padded([_flat(level, 3) for level in experts], lengths, -1)
   # The tree omits the last column of the last level, which predicts no token.
   tree = prompt_tree.of_lengths([*widths[:-1], max(widths[-1] - 1, 1)], lengths)
-  access = uncached_access(
-    config,
-    None if records is None else tree.join(records),
-    tree=tree,
-    kv_dtype=kv_dtype,
-  )
+  rows = None if records is None else tree.join(records)
+  access = uncached_access(config, tree, rows, kv_dtype)
   row, positions = tree.join(tokens), tree.join(tree.positions())
   x, _ = stack.run(params, row, positions, (), access, config, remat=remat)
   outs = _head_of_levels(params, x, tokens, tree, temperature, config)

@@ -77,9 +77,14 @@ def period(decoder: Decoder) -> int:
   """Returns C, the number of layer groups."""
   # All pages of a group are in one pool, so layers that need different pools
   # must be in different groups.
-  return _period(
-    [(kind_of(layer), pool_key(layer.attention)) for layer in decoder.layers]
-  )
+  needs = [
+    (kind_of(layer), pool_key(layer.attention)) for layer in decoder.layers
+  ]
+  # The last repetition can be incomplete.
+  for period in range(1, len(needs)):
+    if all(need == needs[i % period] for i, need in enumerate(needs)):
+      return period
+  return len(needs)
 
 
 @functools.cache
@@ -96,7 +101,6 @@ def pool_of_group(decoder: Decoder) -> tuple[int, ...]:
   return tuple(index[pool_key(layer.attention)] for layer in first)
 
 
-@functools.cache
 def num_memory_layers(decoder: Decoder) -> int:
   """Returns the number of memory layers of a page, the same in all pools."""
   return -(-len(decoder.layers) // period(decoder))
@@ -120,17 +124,6 @@ def stretches(decoder: Decoder) -> tuple[Stretch, ...]:
     result.append(Stretch(first, pattern, repetitions))
     first += size * repetitions
   return tuple(result)
-
-
-def _period(items: list) -> int:
-  """Returns the length of the shortest pattern that a list repeats.
-
-  The last repetition can be incomplete.
-  """
-  for period in range(1, len(items)):
-    if all(item == items[i % period] for i, item in enumerate(items)):
-      return period
-  return len(items)
 
 
 def _longest_stretch(layers: tuple[Layer, ...], period: int) -> tuple[int, int]:

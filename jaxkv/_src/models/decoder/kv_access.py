@@ -5,8 +5,9 @@
 | `PagedKV`    | in pages (`jaxkv.kv`)   | decoding |
 | `UncachedKV` | those of the same call  | training |
 
-A layer calls the same methods of both classes. `tree_attention.TreeKV` is an
-`UncachedKV` for trees of tokens. `attention` defines the letters of axes.
+A layer calls the same methods of both classes. `attention` defines the letters
+of axes. Without a cache, each row of tokens is a tree (see `prompt_tree`). A
+whole sequence is a tree of one branch.
 """
 
 import dataclasses
@@ -25,13 +26,16 @@ from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.write import write
 from jaxkv._src.models.decoder import recurrent_pages
+from jaxkv._src.models.decoder import tree_attention
 from jaxkv._src.models.decoder.attention import LatentInputs
 from jaxkv._src.models.decoder.attention import SoftmaxInputs
-from jaxkv._src.models.decoder.causal_attention import attend_causal
 from jaxkv._src.models.decoder.description import Attention
+from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import LatentAttention
-from jaxkv._src.models.decoder.numerics import TokenWise
+from jaxkv._src.models.decoder.numerics import is_exact
+from jaxkv._src.models.decoder.numerics import token_wise
 from jaxkv._src.models.decoder.params import Params
+from jaxkv._src.models.decoder.prompt_tree import Tree
 
 
 class Location(NamedTuple):
@@ -81,8 +85,7 @@ class PagedKV:
     backend: see `jaxkv.kv.attend`.
     head_sharding: see `jaxkv.kv.attend`.
     experts: see `UncachedKV`.
-    exact: see `jaxkv.kv.attend`.
-    token_wise: see `numerics.token_wise`.
+    decoder: the decoder, whose numerics apply.
     expert_axis: see `forward`.
   """
 
@@ -90,53 +93,53 @@ class PagedKV:
   backend: str
   head_sharding: jax.sharding.NamedSharding | None
   experts: jax.Array | None
-  exact: bool
-  token_wise: TokenWise
+  decoder: Decoder
   expert_axis: str | None = None
 
   def softmax(
     self, mixer: Mixer, inputs: SoftmaxInputs, pools: Pools
   ) -> MixerOutput:
     """Writes keys and values, and then computes causal attention."""
-    location = mixer.location
-    pool, view = pools[location.pool], self.views[location.group]
-    # `write` comes first, because tokens of a call attend to each other.
-    pool = write(pool, view, location.layer, inputs.k, inputs.v)
-    out = attend(
-      pool,
-      view,
-      location.layer,
-      inputs.q,
-      options=kernels.AttentionOptions(**_options(mixer)),
-      exact=self.exact,
-      backend=self.backend,
-      head_sharding=self.head_sharding,
-    )
-    return out, _with_pool(pools, location.pool, pool)
+    options = kernels.AttentionOptions(**_options(mixer))
+    stored = (inputs.k, inputs.v)
+    return self._attend(mixer.location, stored, inputs.q, options, pools)
 
   def latent(
     self, mixer: Mixer, inputs: LatentInputs, pools: Pools
   ) -> MixerOutput:
     """Writes latents and attends to them; see `UncachedKV.latent`."""
-    location, weights = mixer.location, mixer.weights
-    pool, view = pools[location.pool], self.views[location.group]
-    pool = write(pool, view, location.layer, cached_latents(inputs))
+    weights, call = mixer.weights, token_wise(self.decoder)
     # The key projection is applied to the queries (DeepSeek-V2, section 2.1.2),
     # so that attention reads latents and never builds keys.
-    queries = self.token_wise(
+    queries = call(
       latent_queries, weights["key"], inputs.plain_query, inputs.rotated_query
     )
+    options = kernels.AttentionOptions(scale=scale_of(mixer.kind))
+    stored = (cached_latents(inputs),)
+    out, pools = self._attend(mixer.location, stored, queries, options, pools)
+    return call(latent_values, weights["value"], out), pools
+
+  def _attend(
+    self,
+    location: Location,
+    stored: tuple[jax.Array, ...],
+    queries: jax.Array,
+    options: kernels.AttentionOptions,
+    pools: Pools,
+  ) -> MixerOutput:
+    pool, view = pools[location.pool], self.views[location.group]
+    # `write` comes first, because tokens of a call attend to each other.
+    pool = write(pool, view, location.layer, *stored)
     out = attend(
       pool,
       view,
       location.layer,
       queries,
-      options=kernels.AttentionOptions(scale=scale_of(mixer.kind)),
-      exact=self.exact,
+      options=options,
+      exact=is_exact(self.decoder),
       backend=self.backend,
       head_sharding=self.head_sharding,
     )
-    out = self.token_wise(latent_values, weights["value"], out)
     return out, _with_pool(pools, location.pool, pool)
 
   def recurrent(
@@ -177,11 +180,13 @@ class UncachedKV:
   """Keys and values of the same call, without a cache.
 
   Attributes:
+    tree: the layout of the trees in rows.
     experts: signed integers [B, T, J, k], the k experts that each token must
       use in each of the J layers with experts (see `expert_records`); None lets
       the router choose.
   """
 
+  tree: Tree
   experts: jax.Array | None = None
   # A trainer has all experts on each device.
   expert_axis: ClassVar[None] = None
@@ -196,8 +201,8 @@ class UncachedKV:
   def attend(
     self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any
   ) -> jax.Array:
-    """Computes causal attention [B, T, H, X], see `attend_causal`."""
-    return attend_causal(q, k, v, **options)
+    """Computes causal attention [B, T, H, X], see `tree_attention.attend`."""
+    return tree_attention.attend(self.tree, q, k, v, **options)
 
   def latent(
     self, mixer: Mixer, inputs: LatentInputs, pools: Pools
@@ -223,13 +228,21 @@ class UncachedKV:
     inputs: tuple[jax.Array, ...],
     pools: Pools,
   ) -> MixerOutput:
-    """Runs a recurrence on inputs [B, T, ...] of whole sequences."""
-    rows, tokens = inputs[0].shape[:2]
-    # `num_tokens` includes the padding at the end of each sequence. A
-    # recurrence only looks back, so padding does not change earlier outputs.
-    num_tokens = jnp.full((rows,), tokens, jnp.int32)
-    state = recurrent_pages.empty_state(mixer.kind, rows)
-    return run(inputs, state, num_tokens)[0], pools
+    """Runs a recurrence; a branch starts from its parent's final state."""
+    tree, outputs = self.tree, []
+    states = recurrent_pages.empty_state(mixer.kind, inputs[0].shape[0])
+    levels = zip(*(tree.split(array) for array in inputs), strict=True)
+    for level, arrays in enumerate(levels):
+      shape = arrays[0].shape[:3]
+      rows = tuple(x.reshape(-1, *x.shape[2:]) for x in arrays)
+      times = tree.branches[level] // tree.branches[max(level - 1, 0)]
+      states = jax.tree.map(lambda x, n=times: jnp.repeat(x, n, 0), states)
+      # At the last level, a length can count a token that has no column; see
+      # `Tree.lengths`.
+      num_tokens = jnp.minimum(tree.lengths[level], tree.widths[level]).ravel()
+      out, states = run(rows, states, num_tokens)
+      outputs.append(out.reshape(*shape, *out.shape[2:]))
+    return tree.join(outputs), pools
 
   def record_experts(
     self, location: Location, experts: jax.Array, pools: Pools

@@ -122,6 +122,11 @@ def of_lengths(widths: Sequence[int], lengths: Sequence[jax.Array]) -> Tree:
   )
 
 
+def of_sequences(rows: int, width: int) -> Tree:
+  """Returns trees of one branch each: N (`rows`) sequences of T tokens."""
+  return of_lengths([width], [jnp.full((rows, 1), width, jnp.int32)])
+
+
 def columns(width: int) -> jax.Array:
   """Returns 0 .. R - 1 as int32[1, 1, R]."""
   return jnp.arange(width, dtype=jnp.int32)[None, None]

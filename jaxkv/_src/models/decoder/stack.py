@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jaxkv._src.arrays import loops
 from jaxkv._src.models.decoder import attention as attentions
-from jaxkv._src.models.decoder import expert_records
 from jaxkv._src.models.decoder import groups
 from jaxkv._src.models.decoder import layer as layers
 from jaxkv._src.models.decoder.description import Decoder
@@ -131,7 +130,9 @@ def _location(
   # repetition, and can be static.
   size = len(stretch.pattern)
   num_experts = sum(isinstance(x.mlp, Experts) for x in stretch.pattern)
-  first_experts = expert_records.num_expert_layers(decoder, index)
+  first_experts = sum(
+    isinstance(x.mlp, Experts) for x in decoder.layers[:index]
+  )
   return Location(
     group=group,
     layer=index // period + repetition * (size // period),

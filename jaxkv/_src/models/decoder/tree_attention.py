@@ -1,4 +1,4 @@
-"""Attention and recurrences in trees of tokens.
+"""Softmax attention in trees of tokens, without a cache.
 
 `prompt_tree` describes the trees. A token attends to its ancestors and to
 earlier tokens of its branch, and to itself. For each level, one product scores
@@ -10,59 +10,13 @@ queries, j level of the keys, Q queries of level l that descend from one branch
 of level j.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv._src.models.decoder import kv_access
 from jaxkv._src.models.decoder import prompt_tree
-from jaxkv._src.models.decoder import recurrent_pages
-from jaxkv._src.models.decoder.kv_access import Mixer
-from jaxkv._src.models.decoder.kv_access import MixerOutput
-from jaxkv._src.models.decoder.kv_access import Pools
 from jaxkv._src.models.decoder.prompt_tree import Tree
-
-
-@dataclasses.dataclass(frozen=True)
-class TreeKV(kv_access.UncachedKV):
-  """Keys and values of the same call, in trees of tokens.
-
-  Attributes:
-    tree: the layout of the trees in rows.
-  """
-
-  tree: Tree = dataclasses.field(kw_only=True)
-
-  def attend(
-    self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any
-  ) -> jax.Array:
-    """See `UncachedKV`."""
-    return attend(self.tree, q, k, v, **options)
-
-  def recurrent(
-    self,
-    mixer: Mixer,
-    run: recurrent_pages.Recurrence,
-    inputs: tuple[jax.Array, ...],
-    pools: Pools,
-  ) -> MixerOutput:
-    """See `UncachedKV`; a branch starts from the final state of its parent."""
-    tree, outputs = self.tree, []
-    states = recurrent_pages.empty_state(mixer.kind, inputs[0].shape[0])
-    levels = zip(*(tree.split(array) for array in inputs), strict=True)
-    for level, arrays in enumerate(levels):
-      shape = arrays[0].shape[:3]
-      rows = tuple(x.reshape(-1, *x.shape[2:]) for x in arrays)
-      times = tree.branches[level] // tree.branches[max(level - 1, 0)]
-      states = jax.tree.map(lambda x, n=times: jnp.repeat(x, n, 0), states)
-      # At the last level, a length can count a token that has no column; see
-      # `Tree.lengths`.
-      num_tokens = jnp.minimum(tree.lengths[level], tree.widths[level]).ravel()
-      out, states = run(rows, states, num_tokens)
-      outputs.append(out.reshape(*shape, *out.shape[2:]))
-    return tree.join(outputs), pools
 
 
 def attend(
@@ -76,7 +30,21 @@ def attend(
   soft_cap: float | None = None,
   sinks: jax.Array | None = None,
 ) -> jax.Array:
-  """Computes softmax attention [N, T, H, X] in trees; see `attend_causal`."""
+  """Computes softmax attention in trees.
+
+  Args:
+    tree: the layout of the trees in rows.
+    q: [N, T, H, D] queries.
+    k: [N, T, K, D] keys; K divides H.
+    v: [N, T, K, X] values.
+    window: static; see `Attention`.
+    scale: static; see `Attention`.
+    soft_cap: static; see `Attention`.
+    sinks: [H], an additional logit of each head's softmax; None for no sinks.
+
+  Returns:
+    [N, T, H, X] in q's dtype.
+  """
   factor = q.shape[3] ** -0.5 if scale is None else scale
   keys, values = tree.split(k), tree.split(v)
 

@@ -13,7 +13,6 @@ from jaxkv._src.models.decoder import params as leaves
 from jaxkv._src.models.loading.lazy_tensor import Tensors
 from jaxkv._src.models.loading.tokenizer import Tokenizer
 from jaxkv._src.models.loading.weight_maps import Source
-from jaxkv._src.models.loading.weight_maps import Sources
 from jaxkv._src.models.loading.weight_maps import WeightMap
 
 _MAX_NAMES = 3
@@ -116,33 +115,23 @@ def assemble(
     name: array(tree[name], [source], False)
     for name, source in weight_map.top.items()
   }
-  params["layers"] = tuple(
-    tuple(
-      {
-        name: array(leaf, [sources[name] for sources in repetitions], True)
-        for name, leaf in layer.items()
-      }
-      for layer, repetitions in zip(
-        pattern, _repetitions(weight_map, stretch), strict=True
+  stretches = []
+  for pattern, stretch in zip(
+    tree["layers"], groups.stretches(weight_map.decoder), strict=True
+  ):
+    size, layers = len(pattern), []
+    for first, layer in enumerate(pattern, stretch.first):
+      numbers = range(first, first + size * stretch.repetitions, size)
+      repetitions = [weight_map.layer(number) for number in numbers]
+      layers.append(
+        {
+          name: array(leaf, [sources[name] for sources in repetitions], True)
+          for name, leaf in layer.items()
+        }
       )
-    )
-    for pattern, stretch in zip(
-      tree["layers"], groups.stretches(weight_map.decoder), strict=True
-    )
-  )
+    stretches.append(tuple(layers))
+  params["layers"] = tuple(stretches)
   return params
-
-
-def _repetitions(
-  weight_map: WeightMap, stretch: groups.Stretch
-) -> Iterator[list[Sources]]:
-  """Yields, for each layer of the pattern, the sources of its repetitions."""
-  size = len(stretch.pattern)
-  for index in range(size):
-    yield [
-      weight_map.layer(stretch.first + index + size * repetition)
-      for repetition in range(stretch.repetitions)
-    ]
 
 
 def sources_of(weight_map: WeightMap) -> Iterator[Source]:
@@ -150,11 +139,6 @@ def sources_of(weight_map: WeightMap) -> Iterator[Source]:
   yield from weight_map.top.values()
   for number in range(weight_map.decoder.num_layers):
     yield from weight_map.layer(number).values()
-
-
-def num_sources(weight_map: WeightMap) -> int:
-  """Counts the sources of all parameters."""
-  return sum(1 for _ in sources_of(weight_map))
 
 
 def _listing(names: list[str]) -> str:

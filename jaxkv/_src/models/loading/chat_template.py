@@ -1,6 +1,7 @@
 """Renders chat templates, which are Jinja programs, in a sandbox."""
 
 import datetime
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -25,7 +26,9 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
     lstrip_blocks=True,
     extensions=["jinja2.ext.loopcontrols"],
   )
-  environment.filters["tojson"] = _json
+  # Jinja's own filter `tojson` escapes characters for HTML.
+  to_json = functools.partial(json.dumps, ensure_ascii=False)
+  environment.filters["tojson"] = to_json
   environment.globals["raise_exception"] = _refuse
   environment.globals["strftime_now"] = _now
   try:
@@ -55,20 +58,3 @@ def _refuse(message: str) -> None:
 
 def _now(form: str) -> str:
   return datetime.datetime.now().strftime(form)
-
-
-def _json(
-  value: Any,
-  ensure_ascii: bool = False,
-  indent: int | None = None,
-  separators: tuple[str, str] | None = None,
-  sort_keys: bool = False,
-) -> str:
-  """Serializes to JSON without the HTML escapes of Jinja's own `tojson`."""
-  return json.dumps(
-    value,
-    ensure_ascii=ensure_ascii,
-    indent=indent,
-    separators=separators,
-    sort_keys=sort_keys,
-  )

@@ -15,7 +15,6 @@ from jaxkv._src.models.loading.config_file import ConfigFile
 from jaxkv._src.models.loading.families.architectures import family_of
 from jaxkv._src.models.loading.lazy_tensor import Tensors
 from jaxkv._src.models.loading.safetensors_files import json_object
-from jaxkv._src.models.loading.stop_tokens import stop_tokens
 from jaxkv._src.models.loading.weight_maps import WeightMap
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -61,7 +60,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
     dtype=functools.partial(_dtype, values, file),
     weight_map=weight_map,
     tensors=tensors,
-    stop_tokens=stop_tokens(folder, values),
+    stop_tokens=_stop_tokens(folder, values),
     max_length=config.size("max_position_embeddings", family.max_length),
     open_tokenizer=functools.partial(tokenizer.from_folder, folder),
   )
@@ -75,6 +74,33 @@ def _dtype(values: dict[str, Any], file: str) -> Any:
       "name one in `load(dtype=)`."
     )
   return jnp.dtype(name)
+
+
+def _stop_tokens(
+  folder: pathlib.Path, config: dict[str, Any]
+) -> tuple[int, ...]:
+  """Returns the ids of the tokens that end a text or a chat message.
+
+  Args:
+    folder: the folder of the checkpoint.
+    config: the values of its config.json.
+  """
+  # generation_config.json takes precedence, because chat models can end a
+  # message with a token that config.json lacks.
+  value = config.get("eos_token_id")
+  path = folder / "generation_config.json"
+  if path.exists():
+    generation = json_object(path).get("eos_token_id")
+    value = value if generation is None else generation
+  if value is None:
+    return ()
+  tokens = value if isinstance(value, list) else [value]
+  if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
+    raise ValueError(
+      f"`eos_token_id` in {folder} must be a token id or a list of ids, got "
+      f"{value!r}."
+    )
+  return tuple(tokens)
 
 
 def _text_tensors(tensors: Tensors) -> Tensors:
@@ -98,20 +124,12 @@ def _dequantized(tensors: Tensors, quantization: Any, file: str) -> Tensors:
   method = quantization.get("quant_method")
   if method == "mxfp4":
     return dequantize.mxfp4(tensors)
-  block = quantization.get("weight_block_size")
-  if method == "fp8" and _is_pair(block):
-    return dequantize.fp8_blocks(tensors, (block[0], block[1]))
+  match quantization.get("weight_block_size"):
+    case [int() as rows, int() as columns] if min(rows, columns) > 0:
+      if method == "fp8":
+        return dequantize.fp8_blocks(tensors, (rows, columns))
   raise ValueError(
     f"`quantization_config` in {file} must be mxfp4, or fp8 with a "
     f"`weight_block_size`, got {quantization!r}; load weights that are not "
     "quantized."
-  )
-
-
-def _is_pair(block: Any) -> bool:
-  """Returns True if a value is a list of two positive ints."""
-  return (
-    isinstance(block, list)
-    and len(block) == 2
-    and all(type(size) is int and size > 0 for size in block)
   )

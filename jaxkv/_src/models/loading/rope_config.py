@@ -56,7 +56,7 @@ def rope_of(
   base = settings.number("rope_theta")
   dim = int(head_dim * settings.number("partial_rotary_factor", 1.0))
   settings.only("rope_type", "default", "linear", "llama3", "yarn")
-  scaling = _SCALINGS[settings.get("rope_type")](settings, config)
+  scaling = _scaling(settings, config)
   settings.check_all_read()
   return Rope(
     base=base,
@@ -92,25 +92,23 @@ def llama3_table(
   return table
 
 
-def _no_scaling(settings: ConfigFile, config: ConfigFile) -> Scaling | None:
-  del settings, config
+def _scaling(settings: ConfigFile, config: ConfigFile) -> Scaling | None:
+  """Reads the scaling of a table."""
+  match settings.get("rope_type"):
+    case "linear":
+      # transformers writes this key, but it has no effect on linear scaling.
+      settings.ignore("original_max_position_embeddings")
+      return LinearScaling(factor=settings.number("factor"))
+    case "llama3":
+      return Llama3Scaling(
+        factor=settings.number("factor"),
+        low_frequency_factor=settings.number("low_freq_factor"),
+        high_frequency_factor=settings.number("high_freq_factor"),
+        original_length=_original_length(settings, config),
+      )
+    case "yarn":
+      return _yarn(settings, config)
   return None
-
-
-def _linear(settings: ConfigFile, config: ConfigFile) -> Scaling:
-  del config
-  # transformers writes this key, but it has no effect on linear scaling.
-  settings.ignore("original_max_position_embeddings")
-  return LinearScaling(factor=settings.number("factor"))
-
-
-def _llama3(settings: ConfigFile, config: ConfigFile) -> Scaling:
-  return Llama3Scaling(
-    factor=settings.number("factor"),
-    low_frequency_factor=settings.number("low_freq_factor"),
-    high_frequency_factor=settings.number("high_freq_factor"),
-    original_length=_original_length(settings, config),
-  )
 
 
 def _yarn(settings: ConfigFile, config: ConfigFile) -> Scaling:
@@ -154,11 +152,3 @@ def _original_length(settings: ConfigFile, config: ConfigFile) -> int:
   if length is None:
     length = config.size(key, None)
   return config.size("max_position_embeddings") if length is None else length
-
-
-_SCALINGS = {
-  "default": _no_scaling,
-  "linear": _linear,
-  "llama3": _llama3,
-  "yarn": _yarn,
-}

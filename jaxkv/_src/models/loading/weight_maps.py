@@ -1,6 +1,7 @@
 """Weight maps: the checkpoint tensors from which each parameter is made."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -8,6 +9,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.description import Layer
+from jaxkv._src.models.decoder.params import Leaf
+from jaxkv._src.models.decoder.params import layer_leaves
+from jaxkv._src.models.decoder.params import leaves_of
 
 Shape = tuple[int, ...]
 
@@ -30,6 +35,11 @@ class Source:
 
 Sources = Mapping[str, Source]
 
+Name = str | Source
+"""The name of a parameter's tensor in the checkpoint, without the prefix of the
+layer. In the name of an expert's tensor, "{}" stands for the expert's number. A
+`Source` with such names replaces it for a tensor in an unusual layout."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightMap:
@@ -48,67 +58,72 @@ class WeightMap:
   unused: re.Pattern[str]
 
 
-def plain(name: str, *shape: int) -> Source:
+def unchanged(name: str, *shape: int) -> Source:
   """Returns the source of a parameter that is stored without conversion."""
-  return Source(((name, shape),), lambda x: x)
+  return Source(((name, shape),), lambda array: array)
 
 
-def linear(name: str, inputs: int, outputs: int) -> Source:
-  """Returns the source of a matrix [inputs, outputs], stored transposed."""
-  # torch.nn.Linear stores its weight as [outputs, inputs].
-  return Source(((name, (outputs, inputs)),), np.transpose)
+def _source(name: Name, prefix: str, leaf: Leaf) -> Source:
+  """Returns the source of a parameter, by default in the layout of torch.
 
-
-def head_inputs(name: str, inputs: int, heads: int, dim: int) -> Source:
-  """Returns the source of [inputs, heads, dim] from [heads * dim, inputs]."""
+  torch stores a projection as a matrix [outputs, inputs], and each expert
+  separately. Other parameters are vectors.
+  """
+  if isinstance(name, Source):
+    tensors = tuple((prefix + part, shape) for part, shape in name.tensors)
+    return dataclasses.replace(name, tensors=tensors)
+  if "{}" in name:
+    count, *shape = leaf.shape
+    expert = dataclasses.replace(leaf, shape=tuple(shape))
+    parts = [_source(name.format(i), prefix, expert) for i in range(count)]
+    return Source(
+      tuple(part.tensors[0] for part in parts),
+      lambda *arrays: np.stack([parts[0].convert(array) for array in arrays]),
+    )
+  size, inputs = math.prod(leaf.shape), leaf.fan_in
+  shape = (size // inputs, inputs) if inputs else (size,)
   return Source(
-    ((name, (heads * dim, inputs)),),
-    lambda w: w.reshape(heads, dim, inputs).transpose(2, 0, 1),
-  )
-
-
-def head_outputs(name: str, heads: int, dim: int, outputs: int) -> Source:
-  """Returns the source of [heads, dim, outputs] from [outputs, heads * dim]."""
-  return Source(
-    ((name, (outputs, heads * dim)),),
-    lambda w: w.T.reshape(heads, dim, outputs),
-  )
-
-
-def head_bias(name: str, heads: int, dim: int) -> Source:
-  """Returns the source of [heads, dim] from [heads * dim]."""
-  return Source(((name, (heads * dim,)),), lambda b: b.reshape(heads, dim))
-
-
-def stacked(names: list[str], inputs: int, outputs: int) -> Source:
-  """Returns the source of [X, inputs, outputs] from X stored matrices."""
-  return Source(
-    tuple((name, (outputs, inputs)) for name in names),
-    lambda *weights: np.stack([w.T for w in weights]),
+    ((prefix + name, shape),), lambda array: array.T.reshape(leaf.shape)
   )
 
 
 def weight_map(
-  decoder: Decoder, layer: Callable[[int], Sources], *unused: str
+  decoder: Decoder,
+  names_of: Callable[[Layer], Mapping[str, Name]],
+  *unused: str,
 ) -> WeightMap:
   """Returns a weight map with the usual names of tensors outside layers.
 
   Args:
     decoder: the decoder.
-    layer: see `WeightMap`.
+    names_of: returns a `Name` for at least each parameter of a layer.
     *unused: regular expressions for names of further tensors to ignore.
   """
   v, e = decoder.vocab_size, decoder.embed_dim
-  sources = {
-    "embed": plain("model.embed_tokens.weight", v, e),
-    "final_norm": plain("model.norm.weight", e),
+  names: dict[str, Name] = {
+    "embed": unchanged("model.embed_tokens.weight", v, e),
+    "final_norm": "model.norm.weight",
+    "unembed": "lm_head.weight",
   }
+  leaves = leaves_of(decoder)
+  del leaves["layers"]
+
+  def layer(number: int) -> Sources:
+    prefix, kind = f"model.layers.{number}.", decoder.layers[number]
+    names = names_of(kind)
+    return {
+      name: _source(names[name], prefix, leaf)
+      for name, leaf in layer_leaves(kind, e).items()
+    }
+
   # Rotary frequencies, which old checkpoints store, are ignored. So is the head
   # of a tied model, which repeats the embedding.
   patterns = [r".*\.rotary_emb\.inv_freq", *unused]
   if decoder.tied_embeddings:
     patterns.append(r"lm_head\.weight")
-  else:
-    sources["unembed"] = linear("lm_head.weight", e, v)
-  pattern = re.compile("|".join(patterns))
-  return WeightMap(decoder=decoder, top=sources, layer=layer, unused=pattern)
+  return WeightMap(
+    decoder=decoder,
+    top={name: _source(names[name], "", leaf) for name, leaf in leaves.items()},
+    layer=layer,
+    unused=re.compile("|".join(patterns)),
+  )

@@ -10,12 +10,9 @@ from jaxkv._src.models.decoder.description import Mlp
 from jaxkv._src.models.loading import rope_config
 from jaxkv._src.models.loading.config_file import ConfigFile
 from jaxkv._src.models.loading.families import layers
+from jaxkv._src.models.loading.weight_maps import Name
 from jaxkv._src.models.loading.weight_maps import Source
 from jaxkv._src.models.loading.weight_maps import WeightMap
-from jaxkv._src.models.loading.weight_maps import head_inputs
-from jaxkv._src.models.loading.weight_maps import head_outputs
-from jaxkv._src.models.loading.weight_maps import linear
-from jaxkv._src.models.loading.weight_maps import plain
 from jaxkv._src.models.loading.weight_maps import weight_map
 
 
@@ -82,14 +79,14 @@ def _map(
   config.only("rms_norm_eps", 1e-6)
   config.ignore("head_dim", "qk_head_dim", "num_key_value_heads")
   attention = _attention(config, interleaved)
-  num_layers, e = config.size("num_hidden_layers"), config.size("hidden_size")
+  num_layers = config.size("num_hidden_layers")
   first = config.count("first_k_dense_replace", 0)
   mlp = Mlp(
     inner_dim=config.size("intermediate_size"), activation=experts.activation
   )
   decoder = Decoder(
     vocab_size=config.size("vocab_size"),
-    embed_dim=e,
+    embed_dim=config.size("hidden_size"),
     layers=tuple(
       Layer(attention=attention, mlp=mlp if number < first else experts)
       for number in range(num_layers)
@@ -99,19 +96,11 @@ def _map(
     dtype=dtype,
   )
 
-  def layer(number: int) -> dict[str, Source]:
-    path = f"model.layers.{number}."
-    sources = layers.norm_sources(e, path)
-    sources |= _attention_sources(attention, e, f"{path}self_attn.")
-    if number < first:
-      return sources | layers.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
-    return sources | _experts_sources(experts, e, f"{path}mlp.")
-
   # The tensors of layers after the first `num_layers` are ignored. They are for
   # multi-token prediction, which is not supported.
   count = config.count("num_nextn_predict_layers", 0)
   ignored = [rf"model\.layers\.{num_layers + i}\..*" for i in range(count)]
-  return weight_map(decoder, layer, *ignored)
+  return weight_map(decoder, lambda _: _names(attention), *ignored)
 
 
 def _attention(config: ConfigFile, interleaved: bool) -> LatentAttention:
@@ -137,43 +126,31 @@ def _attention(config: ConfigFile, interleaved: bool) -> LatentAttention:
   )
 
 
-def _attention_sources(
-  a: LatentAttention, e: int, path: str
-) -> dict[str, Source]:
-  h, latent, rank = a.num_heads, a.latent_dim, a.query_rank
+def _names(a: LatentAttention) -> dict[str, Name]:
+  h, latent = a.num_heads, a.latent_dim
   n, v = a.plain_dim, a.value_dim
-  size = n + a.rotated_dim
+
   # One tensor has the key projection and the value projection of each head.
-  keys_values = ((f"{path}kv_b_proj.weight", (h * (n + v), latent)),)
+  tensors = (("self_attn.kv_b_proj.weight", (h * (n + v), latent)),)
 
   def heads(w: Any) -> Any:
     return w.reshape(h, n + v, latent).transpose(2, 0, 1)
 
-  sources = {
-    "latent": linear(
-      f"{path}kv_a_proj_with_mqa.weight", e, latent + a.rotated_dim
-    ),
-    "latent_norm": plain(f"{path}kv_a_layernorm.weight", latent),
-    "key": Source(keys_values, lambda w: heads(w)[..., :n]),
-    "value": Source(keys_values, lambda w: heads(w)[..., n:]),
-    "output": head_outputs(f"{path}o_proj.weight", h, v, e),
+  shared = "mlp.shared_experts."
+  names = layers.NAMES | {
+    "latent": "self_attn.kv_a_proj_with_mqa.weight",
+    "latent_norm": "self_attn.kv_a_layernorm.weight",
+    "key": Source(tensors, lambda w: heads(w)[..., :n]),
+    "value": Source(tensors, lambda w: heads(w)[..., n:]),
+    "correction": "mlp.gate.e_score_correction_bias",
+    "shared_gate": f"{shared}gate_proj.weight",
+    "shared_up": f"{shared}up_proj.weight",
+    "shared_down": f"{shared}down_proj.weight",
   }
-  if rank is None:
-    sources["query"] = head_inputs(f"{path}q_proj.weight", e, h, size)
-    return sources
-  return sources | {
-    "query_down": linear(f"{path}q_a_proj.weight", e, rank),
-    "query_norm": plain(f"{path}q_a_layernorm.weight", rank),
-    "query": head_inputs(f"{path}q_b_proj.weight", rank, h, size),
-  }
-
-
-def _experts_sources(m: Experts, e: int, path: str) -> dict[str, Source]:
-  sources = layers.experts_sources(m, e, path)
-  if m.corrected:
-    name = f"{path}gate.e_score_correction_bias"
-    sources["correction"] = plain(name, m.num_experts)
-  if m.shared_dim is not None:
-    path = f"{path}shared_experts."
-    sources |= layers.mlp_sources(m.shared_dim, e, path, "shared_")
-  return sources
+  if a.query_rank is not None:
+    names |= {
+      "query_down": "self_attn.q_a_proj.weight",
+      "query_norm": "self_attn.q_a_layernorm.weight",
+      "query": "self_attn.q_b_proj.weight",
+    }
+  return names

@@ -10,10 +10,10 @@ from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.loading import rope_config
 from jaxkv._src.models.loading.config_file import ConfigFile
 from jaxkv._src.models.loading.families import layers
+from jaxkv._src.models.loading.weight_maps import Name
 from jaxkv._src.models.loading.weight_maps import Source
 from jaxkv._src.models.loading.weight_maps import WeightMap
-from jaxkv._src.models.loading.weight_maps import linear
-from jaxkv._src.models.loading.weight_maps import plain
+from jaxkv._src.models.loading.weight_maps import unchanged
 from jaxkv._src.models.loading.weight_maps import weight_map
 
 _BASE = 150_000.0
@@ -35,7 +35,7 @@ def gpt_oss(config: ConfigFile, dtype: Any) -> WeightMap:
   config.only("swiglu_alpha", 1.702)
   # These are older names of keys that are read under newer names.
   config.ignore("experts_per_token", "initial_context_length")
-  num_layers, e = config.size("num_hidden_layers"), config.size("hidden_size")
+  num_layers = config.size("num_hidden_layers")
   types = [
     "full_attention" if number % 2 else "sliding_attention"
     for number in range(num_layers)
@@ -64,7 +64,7 @@ def gpt_oss(config: ConfigFile, dtype: Any) -> WeightMap:
   )
   decoder = Decoder(
     vocab_size=config.size("vocab_size"),
-    embed_dim=e,
+    embed_dim=config.size("hidden_size"),
     layers=tuple(
       Layer(
         attention=dataclasses.replace(attention, window=window), mlp=experts
@@ -75,14 +75,8 @@ def gpt_oss(config: ConfigFile, dtype: Any) -> WeightMap:
     tied_embeddings=config.flag("tie_word_embeddings", False),
     dtype=dtype,
   )
-
-  def layer(number: int) -> dict[str, Source]:
-    path = f"model.layers.{number}."
-    sources = layers.norm_sources(e, path)
-    sources |= layers.attention_sources(attention, e, f"{path}self_attn.")
-    return sources | _experts(experts, e, f"{path}mlp.")
-
-  return weight_map(decoder, layer)
+  names = _names(experts, decoder.embed_dim)
+  return weight_map(decoder, lambda _: names)
 
 
 def _rope_table(config: ConfigFile) -> rope_config.Table:
@@ -94,18 +88,18 @@ def _rope_table(config: ConfigFile) -> rope_config.Table:
   return table | _DEFAULT_SCALING
 
 
-def _experts(m: Experts, e: int, path: str) -> dict[str, Source]:
+def _names(m: Experts, e: int) -> dict[str, Name]:
   x, f = m.num_experts, m.inner_dim
   # In `gate_up_proj` and its bias, columns of gate and up projection alternate.
-  gate_up = ((f"{path}experts.gate_up_proj", (x, e, 2 * f)),)
-  biases = ((f"{path}experts.gate_up_proj_bias", (x, 2 * f)),)
-  return {
-    "router": linear(f"{path}router.weight", e, x),
-    "router_bias": plain(f"{path}router.bias", x),
+  gate_up = (("mlp.experts.gate_up_proj", (x, e, 2 * f)),)
+  biases = (("mlp.experts.gate_up_proj_bias", (x, 2 * f)),)
+  return layers.NAMES | {
+    "router": "mlp.router.weight",
+    "router_bias": "mlp.router.bias",
     "expert_gate": Source(gate_up, lambda w: w[..., 0::2]),
     "expert_up": Source(gate_up, lambda w: w[..., 1::2]),
-    "expert_down": plain(f"{path}experts.down_proj", x, f, e),
+    "expert_down": unchanged("mlp.experts.down_proj", x, f, e),
     "expert_gate_bias": Source(biases, lambda b: b[..., 0::2]),
     "expert_up_bias": Source(biases, lambda b: b[..., 1::2]),
-    "expert_down_bias": plain(f"{path}experts.down_proj_bias", x, e),
+    "expert_down_bias": unchanged("mlp.experts.down_proj_bias", x, e),
   }

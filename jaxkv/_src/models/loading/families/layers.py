@@ -1,16 +1,8 @@
-"""Sources (see `weight_maps`) and settings that several families share."""
+"""Names of tensors and settings that several families share."""
 
 from jaxkv._src.models.decoder.description import Activation
-from jaxkv._src.models.decoder.description import Attention
-from jaxkv._src.models.decoder.description import Experts
 from jaxkv._src.models.loading.config_file import ConfigFile
-from jaxkv._src.models.loading.weight_maps import Source
-from jaxkv._src.models.loading.weight_maps import head_bias
-from jaxkv._src.models.loading.weight_maps import head_inputs
-from jaxkv._src.models.loading.weight_maps import head_outputs
-from jaxkv._src.models.loading.weight_maps import linear
-from jaxkv._src.models.loading.weight_maps import plain
-from jaxkv._src.models.loading.weight_maps import stacked
+from jaxkv._src.models.loading.weight_maps import Name
 
 _ACTIVATIONS: dict[str, Activation] = {
   "silu": "silu",
@@ -21,8 +13,29 @@ _ACTIVATIONS: dict[str, Activation] = {
   "relu": "relu",
 }
 
-# The usual names of an MLP's gate, up and down projections.
-MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
+# The usual names of a layer's tensors, see `weight_maps.Name`.
+NAMES: dict[str, Name] = {
+  "attention_norm": "input_layernorm.weight",
+  "query": "self_attn.q_proj.weight",
+  "key": "self_attn.k_proj.weight",
+  "value": "self_attn.v_proj.weight",
+  "output": "self_attn.o_proj.weight",
+  "query_bias": "self_attn.q_proj.bias",
+  "key_bias": "self_attn.k_proj.bias",
+  "value_bias": "self_attn.v_proj.bias",
+  "output_bias": "self_attn.o_proj.bias",
+  "query_norm": "self_attn.q_norm.weight",
+  "key_norm": "self_attn.k_norm.weight",
+  "sinks": "self_attn.sinks",
+  "mlp_norm": "post_attention_layernorm.weight",
+  "gate": "mlp.gate_proj.weight",
+  "up": "mlp.up_proj.weight",
+  "down": "mlp.down_proj.weight",
+  "router": "mlp.gate.weight",
+  "expert_gate": "mlp.experts.{}.gate_proj.weight",
+  "expert_up": "mlp.experts.{}.up_proj.weight",
+  "expert_down": "mlp.experts.{}.down_proj.weight",
+}
 
 
 def activation(config: ConfigFile, key: str, default: str) -> Activation:
@@ -60,64 +73,3 @@ def windows_of(
   if window is None and "sliding_attention" in types:
     raise ValueError(f"{config.file} lacks `sliding_window`; complete it.")
   return [window if kind == "sliding_attention" else None for kind in types]
-
-
-def attention_sources(a: Attention, e: int, path: str) -> dict[str, Source]:
-  """Returns the sources of attention, whose tensor names begin with `path`."""
-  h, k, d = a.num_heads, a.num_kv_heads, a.head_dim
-  sources = {
-    "query": head_inputs(f"{path}q_proj.weight", e, h, d),
-    "key": head_inputs(f"{path}k_proj.weight", e, k, d),
-    "value": head_inputs(f"{path}v_proj.weight", e, k, d),
-    "output": head_outputs(f"{path}o_proj.weight", h, d, e),
-  }
-  if a.biased:
-    sources["query_bias"] = head_bias(f"{path}q_proj.bias", h, d)
-    sources["key_bias"] = head_bias(f"{path}k_proj.bias", k, d)
-    sources["value_bias"] = head_bias(f"{path}v_proj.bias", k, d)
-  if a.output_biased:
-    sources["output_bias"] = plain(f"{path}o_proj.bias", e)
-  if a.query_key_norm:
-    sources["query_norm"] = plain(f"{path}q_norm.weight", d)
-    sources["key_norm"] = plain(f"{path}k_norm.weight", d)
-  if a.sinks:
-    sources["sinks"] = plain(f"{path}sinks", h)
-  return sources
-
-
-def mlp_sources(
-  f: int, e: int, path: str, prefix: str = ""
-) -> dict[str, Source]:
-  """Returns the sources of a gated MLP, with `prefix` before their keys."""
-  return {
-    f"{prefix}gate": linear(f"{path}gate_proj.weight", e, f),
-    f"{prefix}up": linear(f"{path}up_proj.weight", e, f),
-    f"{prefix}down": linear(f"{path}down_proj.weight", f, e),
-  }
-
-
-def experts_sources(
-  m: Experts,
-  e: int,
-  path: str,
-  names: tuple[str, str, str] = MLP_NAMES,
-) -> dict[str, Source]:
-  """Returns the sources of a router and of experts stored one by one."""
-  gate, up, down = (
-    [f"{path}experts.{x}.{name}.weight" for x in range(m.num_experts)]
-    for name in names
-  )
-  return {
-    "router": linear(f"{path}gate.weight", e, m.num_experts),
-    "expert_gate": stacked(gate, e, m.inner_dim),
-    "expert_up": stacked(up, e, m.inner_dim),
-    "expert_down": stacked(down, m.inner_dim, e),
-  }
-
-
-def norm_sources(e: int, path: str) -> dict[str, Source]:
-  """Returns the sources of the norms before attention and MLP."""
-  return {
-    "attention_norm": plain(f"{path}input_layernorm.weight", e),
-    "mlp_norm": plain(f"{path}post_attention_layernorm.weight", e),
-  }

@@ -15,13 +15,16 @@ from jaxkv._src.models.decoder.description import Mlp
 from jaxkv._src.models.loading import rope_config
 from jaxkv._src.models.loading.config_file import ConfigFile
 from jaxkv._src.models.loading.families import layers
-from jaxkv._src.models.loading.weight_maps import Source
+from jaxkv._src.models.loading.weight_maps import Name
 from jaxkv._src.models.loading.weight_maps import WeightMap
 from jaxkv._src.models.loading.weight_maps import weight_map
 
-# The path of an MLP and the names of its gate, up and down projections.
-_NAMES = ("mlp", layers.MLP_NAMES)
-_MIXTRAL_NAMES = ("block_sparse_moe", ("w1", "w3", "w2"))
+_MIXTRAL_NAMES: dict[str, Name] = {
+  "router": "block_sparse_moe.gate.weight",
+  "expert_gate": "block_sparse_moe.experts.{}.w1.weight",
+  "expert_up": "block_sparse_moe.experts.{}.w3.weight",
+  "expert_down": "block_sparse_moe.experts.{}.w2.weight",
+}
 
 
 def llama(config: ConfigFile, dtype: Any) -> WeightMap:
@@ -76,7 +79,7 @@ def mixtral(config: ConfigFile, dtype: Any) -> WeightMap:
     _attention(config, default_base=1e6),
     _same_windows(config, default=None),
     mlps,
-    _MIXTRAL_NAMES,
+    names=layers.NAMES | _MIXTRAL_NAMES,
     default_eps=1e-5,
   )
 
@@ -173,7 +176,8 @@ def _map(
   attention: Attention,
   windows: Sequence[int | None],
   mlps: Sequence[Mlp | Experts],
-  names: tuple[str, tuple[str, str, str]] = _NAMES,
+  *,
+  names: dict[str, Name] = layers.NAMES,
   default_eps: float = 1e-6,
 ) -> WeightMap:
   decoder = Decoder(
@@ -187,16 +191,4 @@ def _map(
     tied_embeddings=config.flag("tie_word_embeddings", False),
     dtype=dtype,
   )
-  e = decoder.embed_dim
-
-  def layer(number: int) -> dict[str, Source]:
-    path, mlp = f"model.layers.{number}.", decoder.layers[number].mlp
-    sources = layers.norm_sources(e, path)
-    sources |= layers.attention_sources(attention, e, f"{path}self_attn.")
-    if isinstance(mlp, Mlp):
-      sources |= layers.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
-    else:
-      sources |= layers.experts_sources(mlp, e, f"{path}{names[0]}.", names[1])
-    return sources
-
-  return weight_map(decoder, layer)
+  return weight_map(decoder, lambda _: names)

@@ -1,5 +1,6 @@
 """Qwen3-Next: three layers of the gated delta rule per attention layer."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -7,26 +8,29 @@ import numpy as np
 from jaxkv._src.models.decoder.description import Attention
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import DeltaNet
-from jaxkv._src.models.decoder.description import Experts
 from jaxkv._src.models.decoder.description import Layer
-from jaxkv._src.models.decoder.description import Mlp
 from jaxkv._src.models.loading import rope_config
 from jaxkv._src.models.loading.config_file import ConfigFile
 from jaxkv._src.models.loading.families import layers
 from jaxkv._src.models.loading.families.llama import sparse_mlps
+from jaxkv._src.models.loading.weight_maps import Name
 from jaxkv._src.models.loading.weight_maps import Source
 from jaxkv._src.models.loading.weight_maps import WeightMap
-from jaxkv._src.models.loading.weight_maps import head_outputs
-from jaxkv._src.models.loading.weight_maps import linear
-from jaxkv._src.models.loading.weight_maps import plain
 from jaxkv._src.models.loading.weight_maps import weight_map
+
+_SHARED = "mlp.shared_expert."
+_NAMES = layers.NAMES | {
+  "shared_gate": f"{_SHARED}gate_proj.weight",
+  "shared_up": f"{_SHARED}up_proj.weight",
+  "shared_down": f"{_SHARED}down_proj.weight",
+  "shared_switch": "mlp.shared_expert_gate.weight",
+}
 
 
 def qwen3_next(config: ConfigFile, dtype: Any) -> WeightMap:
   """Returns the weight map of Qwen3-Next."""
   config.only("attention_bias", False)
   config.only("use_sliding_window", False)
-  e = config.size("hidden_size")
   attention, delta = _attention(config), _delta(config)
   mlps = sparse_mlps(
     config,
@@ -36,7 +40,7 @@ def qwen3_next(config: ConfigFile, dtype: Any) -> WeightMap:
   )
   decoder = Decoder(
     vocab_size=config.size("vocab_size"),
-    embed_dim=e,
+    embed_dim=config.size("hidden_size"),
     layers=tuple(
       Layer(attention=attention if kind == "full_attention" else delta, mlp=mlp)
       for kind, mlp in zip(_layer_types(config), mlps, strict=True)
@@ -47,20 +51,27 @@ def qwen3_next(config: ConfigFile, dtype: Any) -> WeightMap:
     dtype=dtype,
   )
 
-  def layer(number: int) -> dict[str, Source]:
-    path, description = f"model.layers.{number}.", decoder.layers[number]
-    mlp = description.mlp
-    sources = layers.norm_sources(e, path)
-    if isinstance(description.attention, Attention):
-      sources |= _attention_sources(attention, e, f"{path}self_attn.")
-    else:
-      sources |= _delta_sources(delta, e, f"{path}linear_attn.")
-    if isinstance(mlp, Mlp):
-      return sources | layers.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
-    return sources | _experts_sources(mlp, e, f"{path}mlp.")
-
   # Ignores the tensors of multi-token prediction, which is not supported.
-  return weight_map(decoder, layer, r"mtp\..*")
+  names = functools.partial(_names, e=decoder.embed_dim)
+  return weight_map(decoder, names, r"mtp\..*")
+
+
+def _names(layer: Layer, e: int) -> dict[str, Name]:
+  a = layer.attention
+  if isinstance(a, DeltaNet):
+    return _NAMES | _delta_names(a, e)
+  assert isinstance(a, Attention)
+  h, d = a.num_heads, a.head_dim
+  # One tensor has the query projection and the gate projection of each head.
+  tensors = (("self_attn.q_proj.weight", (2 * h * d, e)),)
+
+  def halves(w: np.ndarray) -> np.ndarray:
+    return w.reshape(h, 2, d, e).transpose(1, 3, 0, 2)
+
+  return _NAMES | {
+    "query": Source(tensors, lambda w: halves(w)[0]),
+    "query_gate": Source(tensors, lambda w: halves(w)[1]),
+  }
 
 
 def _layer_types(config: ConfigFile) -> list[str]:
@@ -95,29 +106,15 @@ def _delta(config: ConfigFile) -> DeltaNet:
   )
 
 
-def _attention_sources(a: Attention, e: int, path: str) -> dict[str, Source]:
-  h, d = a.num_heads, a.head_dim
-  # One tensor has the query projection and the gate projection of each head.
-  query_gate = ((f"{path}q_proj.weight", (2 * h * d, e)),)
-
-  def halves(w: np.ndarray) -> np.ndarray:
-    return w.reshape(h, 2, d, e).transpose(1, 3, 0, 2)
-
-  return layers.attention_sources(a, e, path) | {
-    "query": Source(query_gate, lambda w: halves(w)[0]),
-    "query_gate": Source(query_gate, lambda w: halves(w)[1]),
-  }
-
-
-def _delta_sources(a: DeltaNet, e: int, path: str) -> dict[str, Source]:
+def _delta_names(a: DeltaNet, e: int) -> dict[str, Name]:
   k, h = a.num_key_heads, a.num_value_heads
   key, value = a.key_dim, h // k * a.value_dim
   # `in_proj_qkvz` has a block of rows per key head: its query and key, then the
   # values and the gates of the h // k value heads that use this key head.
   ends = np.cumsum([key, key, value, value])
-  mixed = ((f"{path}in_proj_qkvz.weight", (k * int(ends[-1]), e)),)
-  beta_decay = ((f"{path}in_proj_ba.weight", (2 * h, e)),)
-  channels = 2 * k * key + h * a.value_dim
+  mixed = (("linear_attn.in_proj_qkvz.weight", (k * int(ends[-1]), e)),)
+  beta_decay = (("linear_attn.in_proj_ba.weight", (2 * h, e)),)
+  convolution = (a.num_channels, 1, a.kernel_size)
 
   def cut(number: int, dim: int) -> Source:
     def convert(w: np.ndarray) -> np.ndarray:
@@ -140,20 +137,10 @@ def _delta_sources(a: DeltaNet, e: int, path: str) -> dict[str, Source]:
     "beta": half(0),
     "decay": half(1),
     "convolution": Source(
-      ((f"{path}conv1d.weight", (channels, 1, a.kernel_size)),),
-      lambda w: w[:, 0],
+      (("linear_attn.conv1d.weight", convolution),), lambda w: w[:, 0]
     ),
-    "decay_bias": plain(f"{path}dt_bias", h),
-    "decay_log": plain(f"{path}A_log", h),
-    "output_norm": plain(f"{path}norm.weight", a.value_dim),
-    "output": head_outputs(f"{path}out_proj.weight", h, a.value_dim, e),
+    "decay_bias": "linear_attn.dt_bias",
+    "decay_log": "linear_attn.A_log",
+    "output_norm": "linear_attn.norm.weight",
+    "output": "linear_attn.out_proj.weight",
   }
-
-
-def _experts_sources(m: Experts, e: int, path: str) -> dict[str, Source]:
-  assert m.shared_dim is not None
-  sources = layers.experts_sources(m, e, path)
-  shared = f"{path}shared_expert."
-  sources |= layers.mlp_sources(m.shared_dim, e, shared, "shared_")
-  sources["shared_switch"] = linear(f"{path}shared_expert_gate.weight", e, 1)
-  return sources
