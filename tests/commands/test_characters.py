@@ -79,7 +79,7 @@ class TestKeptWeights:
       del tokens, steps, progress
       calls.append(None)
       key = jax.random.key(len(calls))
-      return models.init_params(key, config)
+      return models.init_params(key, config), np.zeros(1, np.float32)
 
     monkeypatch.setattr(characters, "train", train)
     return calls

@@ -14,6 +14,7 @@ import pydoc_data.topics
 import re
 import tempfile
 import warnings
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ MAX_LENGTH = 512
 """Length of the longest training sequences, in tokens."""
 
 _STEPS = 600
+_SPAN = 25
+"""Optimizer steps in one call of the compiled program."""
 _LEARNING_RATE = 9e-3
 _WARMUP = 50
 _SEED = 0
@@ -136,7 +139,7 @@ def character_model(
   )
   # The recipe and the text determine the weights. The file name contains a
   # digest of both, so a call with other arguments reads another file.
-  recipe = (config, steps, _PHASES, _LEARNING_RATE, _WARMUP, _SEED)
+  recipe = (config, steps, _PHASES, _SPAN, _LEARNING_RATE, _WARMUP, _SEED)
   digest = hashlib.sha256(f"{recipe}{text}".encode()).hexdigest()
   path = _cache_folder(folder) / f"characters-{digest[:16]}.npz"
   params = _load(path, config)
@@ -144,7 +147,7 @@ def character_model(
     # Raises before the minute of training if the folder is not writable.
     path.parent.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=path.parent).close()
-    params = train(
+    params, _ = train(
       training_tokens(text, vocabulary), config, steps, progress=progress
     )
     # The file is replaced as a whole, because several processes can share it.
@@ -219,8 +222,12 @@ def train(
   steps: int,
   *,
   progress: bool = True,
-) -> Any:
+) -> tuple[Any, np.ndarray]:
   """Trains new parameters on random sections of one token stream.
+
+  Returns:
+    The parameters, and the loss of each step before its update, in nats per
+    token, float32[steps].
 
   Raises:
     ValueError: `steps` is below 1, or there are at most `MAX_LENGTH` tokens.
@@ -233,18 +240,28 @@ def train(
   optimizer = _optimizer(steps)
   params = models.init_params(jax.random.key(_SEED), config)
   state = (params, optimizer.init(params))
-  data = jnp.asarray(tokens, jnp.int32)
+  data, losses = jnp.asarray(tokens, jnp.int32), []
   with tqdm.tqdm(
     total=steps, desc="training", unit="step", disable=not progress
   ) as bar:
-    for number in range(steps):
-      phase = _PHASES[number * len(_PHASES) // steps]
-      state, loss = _step(
-        state, data, jnp.int32(number), config=config, steps=steps, phase=phase
+    for phase, first, last in _spans(steps):
+      numbers = jnp.arange(first, last, dtype=jnp.int32)
+      state, span_losses = _run_span(
+        state, data, numbers, config=config, steps=steps, phase=phase
       )
-      bar.set_postfix_str(f"{loss:.2f} nats", refresh=False)
-      bar.update()
-  return state[0]
+      losses.append(np.asarray(span_losses))
+      bar.set_postfix_str(f"{losses[-1].mean():.2f} nats", refresh=False)
+      bar.update(last - first)
+  return state[0], np.concatenate(losses)
+
+
+def _spans(steps: int) -> Iterator[tuple[tuple[int, int], int, int]]:
+  """Yields (phase, first step, last step + 1) of each span of `_SPAN` steps."""
+  # Each pair of span length and phase needs a compilation. So all steps of a
+  # span use the phase of the first step, and only the last span can be shorter.
+  for first in range(0, steps, _SPAN):
+    phase = _PHASES[first * len(_PHASES) // steps]
+    yield phase, first, min(first + _SPAN, steps)
 
 
 def _optimizer(steps: int) -> optax.GradientTransformation:
@@ -264,36 +281,42 @@ def _optimizer(steps: int) -> optax.GradientTransformation:
 @functools.partial(
   jax.jit, static_argnames=("config", "steps", "phase"), donate_argnums=0
 )
-def _step(
+def _run_span(
   state: Any,
   data: jax.Array,
-  number: jax.Array,
+  numbers: jax.Array,
   *,
   config: models.Decoder,
   steps: int,
   phase: tuple[int, int],
 ) -> tuple[Any, jax.Array]:
-  """Runs one optimizer step, and returns the loss before its update."""
-  params, moments = state
+  """Runs an optimizer step for each step number in the vector `numbers`."""
+  optimizer = _optimizer(steps)
   context, batch_size = phase
-  # The key depends on the step number, so that steps draw different batches.
-  key = jax.random.fold_in(jax.random.key(_SEED + 1), number)
-  starts = jax.random.randint(
-    key, (batch_size,), 0, data.size - context, jnp.int32
-  )
-  offsets = jnp.arange(context + 1, dtype=jnp.int32)
-  batch = data.at[starts[:, None] + offsets[None]].get(mode="fill")
+  base_key = jax.random.key(_SEED + 1)
 
-  def loss_of(params: Any) -> jax.Array:
+  def loss_of(params: Any, batch: jax.Array) -> jax.Array:
     inputs, targets = batch[:, :-1], batch[:, 1:]
-    positions = jnp.broadcast_to(offsets[None, :-1], inputs.shape)
+    steps = jnp.arange(context, dtype=jnp.int32)
+    positions = jnp.broadcast_to(steps[None], inputs.shape)
     logits = models.forward_uncached(params, inputs, positions, config=config)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return jnp.mean(losses)
 
-  loss, gradients = jax.value_and_grad(loss_of)(params)
-  # adamw mixes a Python float with an int32 count, which raises if the caller
-  # has set strict dtype promotion.
-  with jax.numpy_dtype_promotion("standard"):
-    updates, moments = _optimizer(steps).update(gradients, moments, params)
-  return (optax.apply_updates(params, updates), moments), loss
+  def step(state: Any, number: jax.Array) -> tuple[Any, jax.Array]:
+    params, moments = state
+    key = jax.random.fold_in(base_key, number)
+    # The key depends on the step number, so that spans draw different batches.
+    starts = jax.random.randint(
+      key, (batch_size,), 0, data.size - context, jnp.int32
+    )
+    offsets = jnp.arange(context + 1, dtype=jnp.int32)
+    batch = data.at[starts[:, None] + offsets[None]].get(mode="fill")
+    loss, gradients = jax.value_and_grad(loss_of)(params, batch)
+    # adamw mixes a Python float with an int32 count, which raises if the caller
+    # has set strict dtype promotion.
+    with jax.numpy_dtype_promotion("standard"):
+      updates, moments = optimizer.update(gradients, moments, params)
+    return (optax.apply_updates(params, updates), moments), loss
+
+  return jax.lax.scan(step, state, numbers)
