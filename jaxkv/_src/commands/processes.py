@@ -44,13 +44,12 @@ class Processes(NamedTuple):
 def parse(text: str) -> Processes:
   """Parses ADDRESS,N,ID, as the `type` of an argument of `argparse`."""
   # jax does not check that the address has a port.
-  match = re.fullmatch(r"([^,]+:\d+),(\d+),(\d+)", text)
+  match = re.fullmatch(r"([^,]+:(\d+)),(\d+),(\d+)", text)
   if match is None:
     raise argparse.ArgumentTypeError(
       f"must be ADDRESS,N,ID, such as host:1234,2,0, not {text!r}"
     )
-  address, total, number = match[1], int(match[2]), int(match[3])
-  port = int(address.rpartition(":")[2])
+  address, port, total, number = match[1], *map(int, match.groups()[1:])
   if not 1 <= port < 2**16:
     raise argparse.ArgumentTypeError(
       f"must have a port of 1 .. 65535: {text!r}"

@@ -19,7 +19,6 @@ class Member:
     worker: the worker; None until there is work, and after a failure.
     version: the version of the worker's weights.
     prompts: the prompts that run on the worker, by id.
-    num_samples: the number of samples of these prompts.
     cached: the number of cached tokens of waiting prompts, by id.
     num_failures: the failures of this place since a group last ended there.
     leaves: True after `remove`; the sequences then move to other workers.
@@ -31,23 +30,25 @@ class Member:
     self.worker: Worker | None = None
     self.version = 0
     self.prompts: dict[int, Prompt] = {}
-    self.num_samples = 0
     self.cached: dict[int, int] = {}
     self.num_failures = 0
     self.leaves = False
     # The number of the worker's prompts with each hash of `Prompt.prefixes`.
     self._running: collections.Counter[int] = collections.Counter()
 
+  @property
+  def num_samples(self) -> int:
+    """The number of samples of the prompts that run on the worker."""
+    return sum(prompt.num_samples for prompt in self.prompts.values())
+
   def add(self, prompt: Prompt) -> None:
     """Adds a prompt, which will run on the worker."""
     self.prompts[prompt.id] = prompt
-    self.num_samples += prompt.num_samples
     self._running.update(prompt.prefixes)
 
   def pop(self, number: int) -> Prompt:
     """Removes and returns the prompt of an id."""
     prompt = self.prompts.pop(number)
-    self.num_samples -= prompt.num_samples
     for prefix in prompt.prefixes:
       self._running[prefix] -= 1
       if not self._running[prefix]:
