@@ -186,8 +186,14 @@ def test_counts_are_ints(cache, count):
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
-    ({"num_new_tokens": 0}, "num_new_tokens` must be at least 1 .*, got 0"),
-    ({"num_new_tokens": [-1]}, "num_new_tokens` must be at least 1 .*, got -1"),
+    (
+      {"num_new_tokens": 0},
+      "num_new_tokens` must be at least 1 and below 2..31, got 0",
+    ),
+    (
+      {"num_new_tokens": [-1]},
+      "num_new_tokens` must be at least 1 and below 2..31, got -1",
+    ),
     ({"num_new_tokens": [1, 2]}, r"each of 1 requests, got.* \(2,\)"),
     ({"num_new_tokens": [[1]]}, r"each of 1 requests, got.* \(1, 1\)"),
     ({"num_lookahead_tokens": -1}, "num_lookahead_tokens` must be at least 0"),

@@ -124,10 +124,11 @@ def _dequantized(tensors: Tensors, quantization: Any, file: str) -> Tensors:
   method = quantization.get("quant_method")
   if method == "mxfp4":
     return dequantize.mxfp4(tensors)
-  match quantization.get("weight_block_size"):
-    case [int() as rows, int() as columns] if min(rows, columns) > 0:
-      if method == "fp8":
-        return dequantize.fp8_blocks(tensors, (rows, columns))
+  block = quantization.get("weight_block_size")
+  # Types are compared, because a bool is an int.
+  is_pair = isinstance(block, list) and [*map(type, block)] == [int, int]
+  if method == "fp8" and is_pair and min(block) > 0:
+    return dequantize.fp8_blocks(tensors, (block[0], block[1]))
   raise ValueError(
     f"`quantization_config` in {file} must be mxfp4, or fp8 with a "
     f"`weight_block_size`, got {quantization!r}; load weights that are not "

@@ -100,7 +100,8 @@ def _map(
   # multi-token prediction, which is not supported.
   count = config.count("num_nextn_predict_layers", 0)
   ignored = [rf"model\.layers\.{num_layers + i}\..*" for i in range(count)]
-  return weight_map(decoder, lambda _: _names(attention), *ignored)
+  names = _names(attention)
+  return weight_map(decoder, lambda _: names, *ignored)
 
 
 def _attention(config: ConfigFile, interleaved: bool) -> LatentAttention:
