@@ -95,7 +95,7 @@ def parts(quick: bool) -> dict[str, Part]:
       ("tests/kernels/test_quantized_pages.py", "tests/kernels/test_pages.py")
     ),
     "xla": Part(attention, "not triton and not mosaic_gpu", "xla"),
-    "host": Part(("tests/kv/test_host_memory.py",)),
+    "offload": Part(("tests/kv/test_offload_memory.py",)),
     "exact": Part(("tests/models/test_exact.py",), "change_no_bit", "llama"),
   }
   if getattr(jax.devices()[0], "compute_capability", "") != "9.0":

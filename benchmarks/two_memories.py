@@ -9,7 +9,7 @@ need 23,300 pages of 16 tokens.
 | row | pages |
 |---|---|
 | one memory | 3,000 on the device |
-| two memories | 3,000 on the device, 22,000 in host memory |
+| two memories | 3,000 on the device, 22,000 in offload memory |
 | unlimited | as many on the device as all conversations need |
 
 A figure is the share of a round's prompt tokens that were cached. `moves` are
@@ -18,7 +18,7 @@ the compiled scan, without the pages themselves.
 
   python benchmarks/two_memories.py [--quick] [--json FILE]
 
-For a trace: `python -m jaxkv replay TRACE --pages 3000 --host-pages 30000`.
+For a trace: `python -m jaxkv replay TRACE --pages 3000 --offload-pages 30000`.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ class Work(NamedTuple):
     first: tokens of the first prompt.
     more: tokens that each later prompt adds, and tokens of an answer.
     pages: pages on the device.
-    host_pages: pages in host memory.
+    offload_pages: offloaded pages.
   """
 
   clients: int = 128
@@ -51,7 +51,7 @@ class Work(NamedTuple):
   first: int = 1000
   more: int = 100
   pages: int = 3000
-  host_pages: int = 22_000
+  offload_pages: int = 22_000
 
   @property
   def longest(self) -> int:
@@ -67,7 +67,7 @@ PAGE_SIZE = 16
 
 
 def serve(
-  work: Work, pages: int, host_pages: int, rounds: int
+  work: Work, pages: int, offload_pages: int, rounds: int
 ) -> tuple[np.ndarray, jaxkv.CacheState, float]:
   """Serves all requests, and repeats this to time it.
 
@@ -79,7 +79,7 @@ def serve(
     page_size=PAGE_SIZE,
     num_slots=1,
     pages_per_slot=-(-work.longest // PAGE_SIZE),
-    host_pages=host_pages,
+    offload_pages=offload_pages,
   )
   rng = np.random.default_rng(0)
   clients = [rng.permutation(work.clients) for _ in range(work.rounds)]
@@ -121,17 +121,19 @@ def rows_of(quick: bool, rounds: int) -> Iterator[Row]:
   """Yields all rows."""
   work = Work()
   if quick:
-    work = Work(clients=8, rounds=3, first=64, more=16, pages=24, host_pages=60)
+    work = Work(
+      clients=8, rounds=3, first=64, more=16, pages=24, offload_pages=60
+    )
   count = work.clients * work.rounds
   needed = work.clients * -(-work.longest // PAGE_SIZE)
   sizes = {
     "unlimited": (needed, 0),
-    "two memories": (work.pages, work.host_pages),
+    "two memories": (work.pages, work.offload_pages),
     "one memory": (work.pages, 0),
   }
   most = 0.0
-  for name, (pages, host_pages) in sizes.items():
-    hits, state, seconds = serve(work, pages, host_pages, rounds)
+  for name, (pages, offload_pages) in sizes.items():
+    hits, state, seconds = serve(work, pages, offload_pages, rounds)
     shares = hits / (work.prompt_lengths() * work.clients)
     most = most or float(hits[-1])
     print(f"\n{name}: hits by round", *(f"{share:.1%}" for share in shares))

@@ -28,8 +28,8 @@ or `shard_map`. A verb returns a new state, and the old state stays usable.
 | `view` | makes a `jaxkv.kv.View`, which `jaxkv.kv.write` and `attend` take |
 
 `CacheConfig` has the static sizes and options, `CacheState` is the state, and
-`check` raises `CacheError`. `HostPolicy` decides which pages return from host
-memory.
+`check` raises `CacheError`. `OffloadPolicy` decides which pages return from
+host memory.
 
 A verb takes the state first and returns `(state, out)`. A query returns only
 its result. `out.code` has a `Status` for each row, and `out.ok` is True for the
@@ -56,9 +56,9 @@ Guarantees:
   contains the secret, so protect saved states.
 - The cost of a decode loop does not depend on the size of the pool: none of its
   verbs visits all pages, and the compiled loop copies no array of the pool.
-- With `CacheConfig.host_pages`, cached pages that the device evicts move to
-  host memory, in the same LRU order. Verbs return the moves that the caller
-  must perform: `kv, host = jaxkv.kv.move(kv, host, out.moves)`.
+- With `CacheConfig.offload_pages`, cached pages that the device evicts move to
+  offload memory, in the same LRU order. Verbs return the moves that the caller
+  must perform: `kv, offload = jaxkv.kv.move(kv, offload, out.moves)`.
 - `fork` and `truncate` do not copy page contents. They return the copies that
   the caller must perform: `kv = jaxkv.kv.copy(kv, *out.copies)`.
 
@@ -147,7 +147,7 @@ Letters of array shapes:
 | B | slots |
 | R | rows of one call |
 | M | columns of a page-table row |
-| N, N2 | pages in the pool, pages in host memory |
+| N, N2 | pages in the pool, offloaded pages |
 | S | tokens per page |
 | T | tokens |
 | P | whole pages in T tokens, T // S |
@@ -171,10 +171,10 @@ from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import Recurrent
 from jaxkv._src.cache.group_kinds import SlidingWindow
-from jaxkv._src.cache.host_policy import HostPolicy
 from jaxkv._src.cache.invariants import CacheError
 from jaxkv._src.cache.invariants import check
 from jaxkv._src.cache.invariants import check_invariants
+from jaxkv._src.cache.offload_policy import OffloadPolicy
 from jaxkv._src.cache.prefix.hashing import salt
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
@@ -227,7 +227,7 @@ __all__ = [
   "CrossAttention",
   "FullAttention",
   "GroupKind",
-  "HostPolicy",
+  "OffloadPolicy",
   "Recurrent",
   "SlidingWindow",
   "Status",

@@ -15,8 +15,8 @@ the letters of array shapes.
 | `attend` | computes attention over the tokens of a sequence or an encoder |
 | `attend_with_lse` | the same, and returns the log-sum-exps |
 | `copy` | copies pages in every layer, as `fork` and `truncate` require |
-| `page_bytes` | counts the bytes of a page, for a `HostPolicy` |
-| `init_host` | makes empty pages in host memory, for evicted pages |
+| `page_bytes` | counts the bytes of a page, for a `OffloadPolicy` |
+| `init_offload` | makes empty pages in host memory, for evicted pages |
 | `move` | moves pages between device and host, as verbs require |
 | `gather` | gathers sequences into dense arrays |
 | `init_states` | makes empty states of recurrent layers, one for each page |
@@ -126,24 +126,25 @@ reuses a cached page also reuses its expert ids. With `record_experts=True`,
 
 Several pools. If layer groups need memory of different shapes, the memory of a
 cache is a tuple of pools, such as `(kv, states)`. Page ids are the same in all
-pools. `copy`, `check`, `page_bytes`, `init_host`, `move` and `jaxkv.rollout`
+pools. `copy`, `check`, `page_bytes`, `init_offload`, `move` and `jaxkv.rollout`
 take the tuple. The other functions take one pool.
 
-Host memory. With `CacheConfig.host_pages`, cached pages that the device evicts
-move to host memory, and return to the device when a sequence hits them. Both
-memories together keep the most recently used pages. Verbs that use free pages
-return the necessary moves. Perform the moves before you write to any page:
+Offload memory. With `CacheConfig.offload_pages`, cached pages that the device
+evicts move to offload memory, and return to the device when a sequence hits
+them. Both memories together keep the most recently used pages. Verbs that use
+free pages return the necessary moves. Perform the moves before you write to any
+page:
 
-  host = jaxkv.kv.init_host(kv, config)
+  offload = jaxkv.kv.init_offload(kv, config)
   state, out = jaxkv.admit(state, slots, tokens, lengths)
-  kv, host = jaxkv.kv.move(kv, host, out.moves)
+  kv, offload = jaxkv.kv.move(kv, offload, out.moves)
 
-A return can cost more than it saves. With a `HostPolicy`, pages return only if
-this takes less time than computing their tokens again:
+A return can cost more than it saves. With a `OffloadPolicy`, pages return only
+if this takes less time than computing their tokens again:
 
-  policy = jaxkv.HostPolicy(bytes_per_second=16.4e9, tokens_per_second=22_900)
+  policy = jaxkv.OffloadPolicy(bytes_per_second=16e9, tokens_per_second=23e3)
   size = jaxkv.kv.page_bytes(jax.eval_shape(init_kv))
-  config = jaxkv.CacheConfig(..., host_policy=policy, page_bytes=size)
+  config = jaxkv.CacheConfig(..., offload_policy=policy, page_bytes=size)
 
 A lookup prefers a page on the device to an equal page on the host. Pages cached
 before the last `new_epoch` do not move to the host when they are evicted. A
@@ -166,14 +167,14 @@ from jaxkv._src.kv.expert_ids import ExpertIdPages
 from jaxkv._src.kv.expert_ids import init_expert_ids
 from jaxkv._src.kv.expert_ids import read_expert_ids
 from jaxkv._src.kv.expert_ids import write_expert_ids
-from jaxkv._src.kv.host_memory import init_host
-from jaxkv._src.kv.host_memory import move
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.kv_pages import gather
 from jaxkv._src.kv.kv_pages import init
 from jaxkv._src.kv.layer_memory import LayerMemory
 from jaxkv._src.kv.layer_memory import LayerPlan
 from jaxkv._src.kv.layer_memory import plan_layers
+from jaxkv._src.kv.offload_memory import init_offload
+from jaxkv._src.kv.offload_memory import move
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.pools import check
 from jaxkv._src.kv.pools import copy
@@ -207,7 +208,7 @@ __all__ = [
   "gather",
   "init",
   "init_expert_ids",
-  "init_host",
+  "init_offload",
   "init_states",
   "move",
   "page_bytes",

@@ -3,7 +3,7 @@
 The results with a `code` also have `ok`, which is True for rows that succeeded.
 """
 
-from jaxkv._src.cache.pool.host_pages import Moves
+from jaxkv._src.cache.pool.offload_pages import Moves
 from jaxkv._src.cache.state import Copied
 from jaxkv._src.cache.state import Copies
 from jaxkv._src.cache.state import Outcome

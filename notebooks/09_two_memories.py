@@ -17,8 +17,8 @@
 # # Two memories
 #
 # A device holds the prefixes of a few conversations. The host has room for many
-# more. With `CacheConfig.host_pages`, a cached page that the device evicts moves
-# to host memory, and returns when a sequence hits it. Both memories together
+# more. With `CacheConfig.offload_pages`, a cached page that the device evicts moves
+# to offload memory, and returns when a sequence hits it. Both memories together
 # are one cache in LRU order. Nothing in this notebook leaves the compiled
 # program: index, queues and decisions are on the device, and only the contents
 # of pages are far away.
@@ -39,13 +39,13 @@ config = jaxkv.CacheConfig(
   page_size=4,
   num_slots=1,
   pages_per_slot=4,
-  host_pages=6,
+  offload_pages=6,
 )
 kv = jaxkv.kv.init(
   config, num_layers=2, num_kv_heads=2, head_dim=32, dtype="float32"
 )
-host = jaxkv.kv.init_host(kv, config)
-print(host.pages[0].shape, host.pages[0].sharding.memory_kind)
+offload = jaxkv.kv.init_offload(kv, config)
+print(offload.pages[0].shape, offload.pages[0].sharding.memory_kind)
 
 # %% [markdown]
 # ## Verbs return moves
@@ -58,12 +58,12 @@ print(host.pages[0].shape, host.pages[0].sharding.memory_kind)
 SLOT = jnp.zeros((1,), jnp.int32)
 
 
-def serve(state, kv, host, tokens):
+def serve(state, kv, offload, tokens):
   """Serves one sequence: admit, move, write, commit, free."""
   tokens = jnp.asarray(tokens)[None]
   length = jnp.full((1,), tokens.shape[1], jnp.int32)
   state, out = jaxkv.admit(state, SLOT, tokens, length)
-  kv, host = jaxkv.kv.move(kv, host, out.moves)
+  kv, offload = jaxkv.kv.move(kv, offload, out.moves)
   new = length - out.num_cached_tokens
   view = jaxkv.view(state, num_tokens=new)
   rest = jnp.roll(tokens, -out.num_cached_tokens[0], axis=1)
@@ -72,25 +72,25 @@ def serve(state, kv, host, tokens):
     kv = jaxkv.kv.write(kv, view, layer, x.astype(jnp.float32), -x * 1.0)
   state, _ = jaxkv.commit(state, rest, new)
   state, _ = jaxkv.free(state, slots=SLOT)
-  return state, kv, host, out
+  return state, kv, offload, out
 
 
 first, second = np.arange(1, 14), np.arange(101, 114)
 state = jaxkv.init(config)
-state, kv, host, _ = serve(state, kv, host, first)
-state, kv, host, out = serve(state, kv, host, second)
+state, kv, offload, _ = serve(state, kv, offload, first)
+state, kv, offload, out = serve(state, kv, offload, second)
 print("the second prompt moved", int(out.moves.count), "pages out")
 print(state)
 
 # %% [markdown]
-# The first prompt is now in host memory. `match` gives its pages numbers above
+# The first prompt is now in offload memory. `match` gives its pages numbers above
 # `num_pages`. When it returns, its pages exchange places with those of the
 # second prompt, and hold the same bits as before.
 
 # %%
 found = jaxkv.match(state, first[None], [13])
 print("pages of the first prompt:", found.pages[0, 0].tolist())
-state, kv, host, out = serve(state, kv, host, first)
+state, kv, offload, out = serve(state, kv, offload, first)
 print("cached tokens:", int(out.num_cached_tokens[0]))
 page = int(out.moves.page[0])
 assert kv.k[page, 0, :, 0].tolist() == [1, 2, 3, 4]
@@ -124,8 +124,8 @@ def turn(state, request):
   state, _ = jaxkv.free(state, slots=SLOT)
   buckets = state.pool.index.buckets
   on_device = jnp.sum((buckets > 0) & (buckets < state.config.num_pages))
-  on_host = jnp.sum(buckets > state.config.num_pages)
-  return state, (out.num_cached_tokens[0], on_device, on_host)
+  is_offloaded = jnp.sum(buckets > state.config.num_pages)
+  return state, (out.num_cached_tokens[0], on_device, is_offloaded)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -139,7 +139,7 @@ sizes = jaxkv.CacheConfig(
 )
 caches = {
   "one memory": sizes,
-  "two memories": dataclasses.replace(sizes, host_pages=2300),
+  "two memories": dataclasses.replace(sizes, offload_pages=2300),
   "unlimited": dataclasses.replace(sizes, num_pages=2501),
 }
 order = np.random.default_rng(1)
@@ -176,18 +176,20 @@ figure.tight_layout()
 # ## When it pays
 #
 # A page must travel, and a short prompt of a small model can be computed faster
-# than it returns. A `HostPolicy` compares both. `python -m jaxkv doctor`
+# than it returns. A `OffloadPolicy` compares both. `python -m jaxkv doctor`
 # measures its two speeds on your machine. A page that would not return is not
 # saved either.
 
 # %%
 kv_bytes = jaxkv.kv.page_bytes(kv)
 for tokens_per_second in (1_000, 100_000_000):
-  policy = jaxkv.HostPolicy(16e9, tokens_per_second)
-  chosen = dataclasses.replace(config, host_policy=policy, page_bytes=kv_bytes)
+  policy = jaxkv.OffloadPolicy(16e9, tokens_per_second)
+  chosen = dataclasses.replace(
+    config, offload_policy=policy, page_bytes=kv_bytes
+  )
   state = jaxkv.init(chosen)
   for prompt in (first, second, first):
-    state, _, _, _ = serve(state, kv, host, prompt)
+    state, _, _, _ = serve(state, kv, offload, prompt)
   stats = jaxkv.stats(state)
   print(
     f"a model of {tokens_per_second:,} tokens a second:",

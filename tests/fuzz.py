@@ -36,7 +36,7 @@ class Side:
   Attributes:
     manager: the cache manager.
     make_request: the manager's class of requests.
-    has_host: True if there are pages in host memory.
+    has_offload: True if there are offloaded pages.
     requests: the requests by name.
     hits: the pages of each request's last lookup, by name.
   """
@@ -45,10 +45,10 @@ class Side:
     self,
     manager: Any,
     make_request: Callable[..., Any],
-    has_host: bool = False,
+    has_offload: bool = False,
   ):
     self.manager = manager
-    self.has_host = has_host
+    self.has_offload = has_offload
     self.make_request = make_request
     self.requests: dict[str, Any] = {}
     self.hits: dict[str, Any] = {}
@@ -158,7 +158,7 @@ def _view(side):
     "free_queue": [int(page) for page in manager.free_queue()],
     "cached_page_ids": sorted(map(int, manager.cached_page_ids())),
   }
-  if side.has_host:
+  if side.has_offload:
     view["moves"] = move_rows(manager.take_moves())
   return view
 
@@ -177,7 +177,7 @@ class Factory:
   def make(self, setup: Setup, policy: str) -> Side:
     """Makes a side of a configuration."""
     manager = self.manager(**setup.arguments(policy))
-    return Side(manager, self.request, "host_pages" in setup.options)
+    return Side(manager, self.request, "offload_pages" in setup.options)
 
 
 REFERENCE = Factory(ReferenceManager, Request)

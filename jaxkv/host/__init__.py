@@ -12,8 +12,8 @@ salts and adapters, keep requests from sharing pages.
 loops. The loop allocates, commits, forks and frees with the verbs of `jaxkv`,
 and `manager.take` continues from the state that the loop returns.
 
-With `CacheManager(host_pages=)`, cached pages that are evicted move to host
-memory, as with `CacheConfig.host_pages`. If a hit has pages in host memory,
+With `CacheManager(offload_pages=)`, cached pages that are evicted move to host
+memory, as with `CacheConfig.offload_pages`. If a hit has offloaded pages,
 `allocate_slots` assigns a free device page to each of them. In each step,
 before the model runs, the engine must perform the moves from `take_moves` with
 `jaxkv.kv.move`. Read `state` only after all moves are performed.
@@ -29,7 +29,8 @@ batch. `notebooks/03_a_scheduler_in_python` has an example.
 
 `CacheManager.pages` gives access to single pages, for engines that hold
 references to them. `pages.add_listener` adds a listener, which is called when
-pages enter or leave the prefix cache. Moves between device and host memory, and
+pages enter or leave the prefix cache. Moves between device and offload memory,
+and
 `CacheManager.take`, do not call it.
 
 `jaxkv.host.vllm` and `jaxkv.host.esurge` wrap the manager in the classes of

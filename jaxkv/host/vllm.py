@@ -61,9 +61,9 @@ Allocation:
 - `free_blocks` of a reference that is not from `touch`, `get_new_blocks` or
   `pop_blocks_for_free`: raises `ValueError`. vLLM does not check this.
 
-Host memory: `KVCacheManager` has no `host_pages`, because vLLM's scheduler does
-not call `take_moves`. `jaxkv.host.CacheManager(host_pages=)` differs from
-vLLM's offloading connector as follows:
+Offload memory: `KVCacheManager` has no `offload_pages`, because vLLM's
+scheduler does not call `take_moves`. `jaxkv.host.CacheManager(offload_pages=)`
+differs from vLLM's offloading connector as follows:
 
 - A cached block is in one of the memories, with one LRU order for both. vLLM's
   connector copies blocks that stay on the device, and orders them separately.
@@ -71,7 +71,7 @@ vLLM's offloading connector as follows:
   vLLM's connector loads blocks asynchronously, so a request waits some steps.
 - One lookup covers both memories. In vLLM, the connector's blocks are external
   tokens, after the hit on the device.
-- All groups, including states and windows, can have blocks in host memory.
+- All groups, including states and windows, can have blocks in offload memory.
 
 Reports:
 

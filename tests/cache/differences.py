@@ -9,7 +9,7 @@ from tests.model_of_the_cache.verbs import Oracle
 
 def differences(oracle: Oracle, state: CacheState) -> list[str]:
   """Returns all differences of a state from the oracle, one a line."""
-  expected, actual = _expected(oracle), _found(state)
+  expected, actual = _expected(oracle), _actual(state)
   return [
     f"{name}: oracle {expected[name]}, state {actual[name]}"
     for name in expected
@@ -46,13 +46,13 @@ def _expected(oracle):
     "merged_pages": pool.merged,
     "failed_rows": oracle.failed,
     **({"lifetime": pool.lifetime, "idle": pool.idle} if aged else {}),
-    **(_expected_host(pool) if config.host_pages else {}),
+    **(_expected_offload(pool) if config.offload_pages else {}),
   }
 
 
-def _expected_host(pool):
+def _expected_offload(pool):
   return {
-    "host_queue": [page - pool.num_pages for page in pool.host],
+    "offload_queue": [page - pool.num_pages for page in pool.offload],
     "num_saved": pool.saved,
     "num_restored": pool.restored,
     "num_forgotten": pool.forgotten,
@@ -60,26 +60,26 @@ def _expected_host(pool):
   }
 
 
-def _found(state):
-  host = jax.device_get(state)
+def _actual(state):
+  fetched = jax.device_get(state)
   fields = {
-    "page_table": host.page_table,
-    "num_pages": host.num_pages,
-    "num_skipped_pages": host.num_skipped_pages,
-    "length": host.length,
-    "ref_count": host.pool.ref_count,
-    "pin_count": host.pool.pin_count,
-    "free_pages": _in_order(host.pool.queue),
-    "cached_pages": _cached(host.pool.index),
-    "epoch": host.epoch,
-    "error": host.error,
+    "page_table": fetched.page_table,
+    "num_pages": fetched.num_pages,
+    "num_skipped_pages": fetched.num_skipped_pages,
+    "length": fetched.length,
+    "ref_count": fetched.pool.ref_count,
+    "pin_count": fetched.pool.pin_count,
+    "free_pages": _in_order(fetched.pool.queue),
+    "cached_pages": _cached(fetched.pool.index),
+    "epoch": fetched.epoch,
+    "error": fetched.error,
   }
-  fields |= {name: getattr(host.stats, name) for name in vars(host.stats)}
-  if host.pool.ages is not None:
-    fields |= vars(host.pool.ages.evicted)
-  if host.pool.host is not None:
-    fields |= vars(host.pool.host)
-    fields["host_queue"] = _in_order(host.pool.host.queue)
+  fields |= {name: getattr(fetched.stats, name) for name in vars(fetched.stats)}
+  if fetched.pool.ages is not None:
+    fields |= vars(fetched.pool.ages.evicted)
+  if fetched.pool.offload is not None:
+    fields |= vars(fetched.pool.offload)
+    fields["offload_queue"] = _in_order(fetched.pool.offload.queue)
     del fields["queue"], fields["moves"]
   return {
     name: np.asarray(value).tolist()

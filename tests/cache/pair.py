@@ -68,7 +68,7 @@ class Pair:
       out = result
     else:
       self.state, out = result
-    if self.setup.config.host_pages and verb not in QUERIES:
+    if self.setup.config.offload_pages and verb not in QUERIES:
       errors = self._compare_moves(out)
     else:
       errors = []
@@ -102,8 +102,8 @@ class Pair:
       (
         int(page),
         *(
-          None if host == jaxkv.results.Moves.NONE else first + host
-          for host in pair
+          None if offload == jaxkv.results.Moves.NONE else first + offload
+          for offload in pair
         ),
       )
       for page, *pair in zip(

@@ -12,7 +12,7 @@ from jaxkv import ChunkedLocal
 from jaxkv import CrossAttention
 from jaxkv import FullAttention
 from jaxkv import GroupKind
-from jaxkv import HostPolicy
+from jaxkv import OffloadPolicy
 from jaxkv import Recurrent
 from jaxkv import SlidingWindow
 from jaxkv._src.arrays import loops
@@ -249,8 +249,8 @@ SETUPS = {
     **DRAFT,
     **CLASSIC,
   ),
-  # With pages in host memory.
-  "host": small(35, 2, worse="tight", num_pages=12, host_pages=6, **AGES),
+  # With offloaded pages.
+  "offload": small(35, 2, worse="tight", num_pages=12, offload_pages=6, **AGES),
   "host_hybrid": small(
     36,
     1,
@@ -258,9 +258,9 @@ SETUPS = {
     window=3,
     worse="crowded tight",
     num_pages=24,
-    host_pages=12,
+    offload_pages=12,
     # One of a column's two pages may return, not both.
-    host_policy=HostPolicy(10, 10),
+    offload_policy=OffloadPolicy(10, 10),
     page_bytes=1,
     **LONG,
     **MERGE,
@@ -271,7 +271,7 @@ SETUPS = {
     (State(), Full(page_size=4)),
     window=2,
     num_pages=16,
-    host_pages=5,
+    offload_pages=5,
     **LONG,
     **CLASSIC,
   ),

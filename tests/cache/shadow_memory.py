@@ -61,7 +61,7 @@ class ShadowMemory:
   Attributes:
     config: the cache's config.
     content: names by page number, and 0 where nothing was written; pages in
-      host memory included.  # int64[X, S]
+      offload memory included.  # int64[X, S]
     table: the last page table.  # int32[B, G, M]
     length: the last lengths.  # int32[B]
     cached: True for pages in the index, by number.  # bool[X]
@@ -167,7 +167,7 @@ class ShadowMemory:
     self.content[page] = self._in_group(name, group)
 
   def move(self, moves: Moves) -> None:
-    """Makes moves to and from host memory."""
+    """Makes moves to and from offload memory."""
     first, count = self.config.no_page + 1, int(moves.count)
     for index in range(count):
       page = moves.page[index]

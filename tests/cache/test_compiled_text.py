@@ -117,7 +117,7 @@ HYBRID = {
   "track_residency": True,
 }
 
-HOST = {"host_pages": 70_000}
+PINNED_HOST = {"offload_pages": 70_000}
 
 CASES = {
   "decode_scan": (decode, scanned, {}),
@@ -135,8 +135,8 @@ CASES = {
   "branching": (branching, scanned, {}),
   "branching_hybrid": (branching, scanned, HYBRID),
   "forgetting": (forgetting, scanned, {}),
-  "decode_host": (decode, scanned, HOST),
-  "branching_host": (branching, scanned, HYBRID | HOST),
+  "decode_host": (decode, scanned, PINNED_HOST),
+  "branching_host": (branching, scanned, HYBRID | PINNED_HOST),
 }
 
 

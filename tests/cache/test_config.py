@@ -29,9 +29,9 @@ def test_groups_share_the_smallest_page_size():
     ({"num_pages": 1}, "`CacheConfig.num_pages` must be at least 2, got 1"),
     ({"page_size": 0}, "page_size` must be at least 1, got 0"),
     ({"num_pages": 2**28 + 1}, r"must be at most 2\*\*28"),
-    ({"num_pages": 2**27, "host_pages": 2**27}, r"must be at most 2\*\*28"),
-    ({"host_policy": 3}, r"'never'\) or a HostPolicy, got 3"),
-    ({"host_policy": "a HostPolicy"}, "got 'a HostPolicy'"),
+    ({"num_pages": 2**27, "offload_pages": 2**27}, r"must be at most 2\*\*28"),
+    ({"offload_policy": 3}, r"'never'\) or an OffloadPolicy, got 3"),
+    ({"offload_policy": "an OffloadPolicy"}, "got 'an OffloadPolicy'"),
     (
       {"num_slots": 2**20, "pages_per_slot": 2**12},
       r"num_slots \* pages_per_slot` must be below 2\*\*31",

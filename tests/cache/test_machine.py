@@ -133,7 +133,7 @@ _LIKE_OTHERS = {
   "draft_sliding",
   "draft_windows",
   "groups",
-  "host",
+  "offload",
   "host_classic",
   "latest_kept",
   "merge_pages",
@@ -205,7 +205,7 @@ _deep = pytest.mark.deep
   "name",
   [
     "three_kinds",
-    pytest.param("host", marks=_deep),
+    pytest.param("offload", marks=_deep),
     pytest.param("scratch", marks=_deep),
   ],
 )

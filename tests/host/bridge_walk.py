@@ -98,13 +98,13 @@ class Walk:
     out = None
     if call is not None and self._draws.random() < self._on_host:
       ok = call()
-      if self.config.host_pages:
+      if self.config.offload_pages:
         self._shadow.move(self.manager.take_moves())
     else:
       self.num_switches += 2
       state, ok, outs = _run(self.manager.state, verbs)
       out = outs[-1]
-      for result in outs if self.config.host_pages else ():
+      for result in outs if self.config.offload_pages else ():
         self._shadow.move(result.moves)
       names = dict([request]) if request and ok else {}
       released = self.manager.take(state, names)
@@ -335,7 +335,7 @@ class ShadowPages:
         self._content[dst] = rows
 
   def move(self, moves: Any) -> None:
-    """Makes moves between the pages and those in host memory, in order."""
+    """Makes moves between the pages and those in offload memory, in order."""
     for page, saved_to, restored_from in move_rows(moves):
       returned = self._on_host.get(restored_from, {})
       if saved_to != moves.NONE:
@@ -397,7 +397,7 @@ def _fields(state: jaxkv.CacheState) -> dict[str, Any]:
   lists = {name: np.asarray(value).tolist() for name, value in fields.items()}
   lists["free_pages"] = jaxkv.free_pages(state)
   lists["cached_pages"] = jaxkv.cached_pages(state)
-  if pool.host is not None:
+  if pool.offload is not None:
     queue = free_queue.in_order(pool.host.queue)
-    lists["host pages"] = np.asarray(queue).tolist()
+    lists["offload pages"] = np.asarray(queue).tolist()
   return lists

@@ -6,7 +6,7 @@ from typing import Any
 from jaxkv import ChunkedLocal
 from jaxkv import CrossAttention
 from jaxkv import FullAttention
-from jaxkv import HostPolicy
+from jaxkv import OffloadPolicy
 from jaxkv import Recurrent
 from jaxkv import SlidingWindow
 
@@ -112,7 +112,7 @@ _ALL = (
   _setup("full_drafts", "full/4", 20, 40, drafts=3),
   _setup("full_eagle", "full/4", 20, 40, drafts=2, **EAGLE),
   _setup("full_external", "full/4", 20, 40, **ELSEWHERE),
-  _setup("full_host", "full/4", 14, 40, host_pages=9),
+  _setup("full_host", "full/4", 14, 40, offload_pages=9),
   _setup("full_watermark", "full/4", 14, 40, watermark=0.25),
   _setup("full_off", "full/4", 20, 40, drafts=2, **OFF),
   _setup("full_off_external", "full/4", 20, 40, **OFF, **ELSEWHERE),
@@ -171,16 +171,16 @@ _ALL = (
     **EAGLE,
   ),
   _setup(
-    "full_window_host", "full/4 window6/4", 24, 48, host_pages=20, **EAGLE
+    "full_window_host", "full/4 window6/4", 24, 48, offload_pages=20, **EAGLE
   ),
   _setup(
     "full_window_host_costs",
     "full/4 full/4 window6/4",
     40,
     48,
-    host_pages=12,
+    offload_pages=12,
     # One page of a column is worth its return.
-    host_policy=HostPolicy(5.0, 4.0),
+    offload_policy=OffloadPolicy(5.0, 4.0),
     page_bytes=4,
   ),
   _setup("full_window_watermark", "full/4 window6/4", 32, 48, watermark=0.1),

@@ -336,12 +336,12 @@ def test_more_requests_than_pages(cache):
       "num_events.* need enable_caching=True",
     ),
     (
-      {"host_pages": 9, "enable_caching": False},
+      {"offload_pages": 9, "enable_caching": False},
       ValueError,
-      "host_pages` need enable_caching=True",
+      "offload_pages` need enable_caching=True",
     ),
-    ({"host_pages": -1}, ValueError, "host_pages.* -1"),
-    ({"host_policy": "often"}, ValueError, "host_policy.*'often'"),
+    ({"offload_pages": -1}, ValueError, "offload_pages.* -1"),
+    ({"offload_policy": "often"}, ValueError, "offload_policy.*'often'"),
   ],
 )
 def test_options(change, error, text):

@@ -24,7 +24,7 @@ EVERY = 29
 """Without --deep, one point of so many is tried."""
 
 
-def begun(num_pages=61, host_pages=0):
+def begun(num_pages=61, offload_pages=0):
   """A manager with two requests that run and one that came back, and them."""
   manager = CacheManager(
     num_pages,
@@ -33,7 +33,7 @@ def begun(num_pages=61, host_pages=0):
     key=KEY,
     num_events=64,
     track_new_pages=True,
-    host_pages=host_pages,
+    offload_pages=offload_pages,
   )
   requests = {
     name: request(name, range(first, first + 13))
@@ -81,7 +81,7 @@ def prepared(name):
   manager, requests = begun()
   if "moves" in name:
     # The pages of d are on the host, and those that it takes are cached.
-    manager, requests = begun(num_pages=37, host_pages=20)
+    manager, requests = begun(num_pages=37, offload_pages=20)
     requests["d"] = request("d", range(300, 313))
     for first in (300, 400, 500):
       one = request("one", range(first, first + 13))
@@ -138,7 +138,7 @@ def test_every_point(name, pytestconfig):
     admit(one, requests, "c")
     point += 1 if pytestconfig.getoption("deep") else EVERY
   assert point > 20
-  if one.config.host_pages:
+  if one.config.offload_pages:
     one.take_moves()
   jaxkv.check(one.state)
   if pytestconfig.getoption("deep") and outcomes[0] != outcomes[1]:

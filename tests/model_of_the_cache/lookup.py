@@ -98,12 +98,14 @@ def _worth_restoring(pool: Pool, pages: dict, groups: list[Group]) -> dict:
       if other == column
       and (group == number or (needs_all(group) and needs_all(number)))
     ]
-    return sum(page is not None and pool.is_on_host(page) for page in together)
+    return sum(
+      page is not None and pool.is_offloaded(page) for page in together
+    )
 
   return {
     place: None
     if page is not None
-    and pool.is_on_host(page)
+    and pool.is_offloaded(page)
     and price(*place) > pool.max_restored
     else page
     for place, page in pages.items()

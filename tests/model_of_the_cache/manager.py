@@ -125,8 +125,8 @@ class ReferenceManager:
     max_in_flight: tokens that steps in flight may write; None for
       `max_model_len`.
     max_encoder_tokens: tokens of the longest encoder input; not used.
-    host_pages: pages in host memory, which the reference systems do not have.
-    host_policy, page_bytes: the pages that move there, see `CacheConfig`.
+    offload_pages: offloaded pages, which the reference systems do not have.
+    offload_policy, page_bytes: the pages that move there, see `CacheConfig`.
 
   Raises:
     ValueError: two options contradict each other.
@@ -145,8 +145,8 @@ class ReferenceManager:
     watermark: float = 0.0,
     max_in_flight: int | None = None,
     max_encoder_tokens: int | None = None,
-    host_pages: int = 0,
-    host_policy: Any = "always",
+    offload_pages: int = 0,
+    offload_policy: Any = "always",
     page_bytes: int = 0,
   ):
     sizes = [group.page_size for group in groups]
@@ -159,10 +159,12 @@ class ReferenceManager:
     )
     _check_options(self.rules, groups, policy, enable_caching)
     self.groups = [Group(kind, kind.page_size, self.rules) for kind in groups]
-    max_restored = {"always": math.inf, "never": 0}.get(host_policy)
+    max_restored = {"always": math.inf, "never": 0}.get(offload_policy)
     if max_restored is None:
-      max_restored = host_policy.max_pages(page_bytes, min(sizes))
-    self.pool = Pool(num_pages, policy == "current", host_pages, max_restored)
+      max_restored = offload_policy.max_pages(page_bytes, min(sizes))
+    self.pool = Pool(
+      num_pages, policy == "current", offload_pages, max_restored
+    )
     self.caching, self.watermark = enable_caching, watermark
     self.longest = max_model_len
     self.in_flight = max_model_len if max_in_flight is None else max_in_flight
@@ -295,7 +297,8 @@ class ReferenceManager:
 
   def _unheld(self, pages):
     return sum(
-      page != NULL and (self.pool.is_on_host(page) or self.pool.refs[page] == 0)
+      page != NULL
+      and (self.pool.is_offloaded(page) or self.pool.refs[page] == 0)
       for page in pages
     )
 

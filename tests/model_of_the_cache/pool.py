@@ -18,27 +18,27 @@ class Pool:
     born: page -> value of the clock when it got its key.
     released: value of the clock when each page last became free.
     lifetime, idle: evicted pages by the bits of their age.
-    host: the numbers of pages in host memory, in the order in which they will
+    host: the numbers of offloaded pages, in the order in which they will
       be overwritten; they are larger than those of all device pages.
     stale_before: value of the clock at the last epoch. Pages that got their key
       before are not saved.
     max_restored: the number of pages of a column that return at most.
     saved, restored, forgotten, dropped: as in `Stats`.
-    moves: device page, host page saved to, host page restored from, for each
-      move of the latest verb; None for no host page.
+    moves: device page, offload page saved to, offload page restored from, for
+      each move of the latest verb; None for no offload page.
   """
 
   def __init__(
     self,
     num_pages: int,
     unhashed_first: bool = True,
-    host_pages: int = 0,
+    offload_pages: int = 0,
     max_restored: float = float("inf"),
   ):
     self.max_restored = max_restored
     self.unhashed_first = unhashed_first
     self.num_pages = num_pages
-    self.host = [num_pages + 1 + page for page in range(host_pages)]
+    self.offload = [num_pages + 1 + page for page in range(offload_pages)]
     self.stale_before = self.saved = self.restored = self.forgotten = 0
     self.dropped = 0
     self.moves: list[tuple[int, int | None, int | None]] = []
@@ -59,7 +59,7 @@ class Pool:
     if key is not None:
       self.evicted += 1
       is_current = self.born[page] >= self.stale_before
-      if self.host and self.max_restored > 0 and is_current:
+      if self.offload and self.max_restored > 0 and is_current:
         self._save(page, key)
       else:
         self.dropped += 1
@@ -70,22 +70,22 @@ class Pool:
     return page
 
   def _save(self, page: int, key: tuple) -> None:
-    """Moves the content of a device page to the oldest host page."""
-    target = self.host.pop(0)
-    self.host.append(target)
+    """Moves the content of a device page to the oldest offload page."""
+    target = self.offload.pop(0)
+    self.offload.append(target)
     self.forgotten += self.keys.pop(target, None) is not None
     self.keys[target], self.born[target] = key, self.born[page]
     self.saved += 1
     self.moves.append((page, target, None))
 
-  def is_on_host(self, page: int) -> bool:
-    """Returns True for the number of a page in host memory."""
+  def is_offloaded(self, page: int) -> bool:
+    """Returns True for the number of an offloaded page."""
     return page > self.num_pages
 
   def restore(self, pages: list[int]) -> dict[int, int]:
-    """Moves host pages to fresh device pages; returns the device pages."""
+    """Moves offload pages to fresh device pages; returns the device pages."""
     contents = {page: (self.keys.pop(page), self.born[page]) for page in pages}
-    self.host = pages + [page for page in self.host if page not in pages]
+    self.offload = pages + [page for page in self.offload if page not in pages]
     places = {}
     for page, (key, born) in contents.items():
       num_moves = len(self.moves)
@@ -100,9 +100,9 @@ class Pool:
 
   def hold_hits(self, pages: list[int]) -> list[int]:
     """Adds a reference to each page, on the device; returns device pages."""
-    on_host = list(dict.fromkeys(p for p in pages if self.is_on_host(p)))
-    self.hold([page for page in pages if page not in on_host])
-    places = self.restore(on_host)
+    offloaded = list(dict.fromkeys(p for p in pages if self.is_offloaded(p)))
+    self.hold([page for page in pages if page not in offloaded])
+    places = self.restore(offloaded)
     for page in pages:
       if page in places:
         self.refs[places[page]] += 1
@@ -141,7 +141,7 @@ class Pool:
     pages = [page for page, k in self.keys.items() if k == key]
     return min(
       pages,
-      key=lambda page: (self.is_on_host(page), self.born[page]),
+      key=lambda page: (self.is_offloaded(page), self.born[page]),
       default=None,
     )
 

@@ -83,8 +83,8 @@ def publish(
       continue
     older = pool.find(key)
     pool.published += 1
-    # A page in host memory replaces no page.
-    if merge and older is not None and not pool.is_on_host(older):
+    # An offloaded page replaces no page.
+    if merge and older is not None and not pool.is_offloaded(older):
       pool.merged += 1
       pool.hold([older])
       pool.release([page])

@@ -45,7 +45,7 @@ class Slots:
     self.pool = Pool(
       config.num_pages,
       config.free_policy == "unhashed_first",
-      config.host_pages,
+      config.offload_pages,
       config.max_restored_pages,
     )
     self.epoch = 0

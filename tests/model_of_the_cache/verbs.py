@@ -132,10 +132,10 @@ class Arriving(Slots):
     return Status.OK, need + len(wakes)
 
   def _cost(self, hits):
-    """Returns the hits that cost a free page: free ones, and host pages."""
+    """Returns the hits that cost a free page: free ones, and offload pages."""
     pool = self.pool
     return {
-      page for page in hits if pool.is_on_host(page) or not pool.refs[page]
+      page for page in hits if pool.is_offloaded(page) or not pool.refs[page]
     }
 
   def pin(self, tokens, lengths, salts=None, mask=None):
@@ -368,7 +368,7 @@ class Ending(Slots):
     if page == self.config.no_page:
       return Status.SKIPPED
     stop = self.config.num_pages
-    if verb == self._evict and self.pool.host:
+    if verb == self._evict and self.pool.offload:
       stop = self.config.num_numbers
     if not 0 < page < stop:
       return Status.BAD_PAGE

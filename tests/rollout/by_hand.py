@@ -134,14 +134,14 @@ def begun(
   """Makes a rollout of the prompts in a memory of NaN.
 
   `options` are those of `init` and of its `Requests`; `kv` is the memory of
-  another model. Pages in host memory are made if `sizes` has some.
+  another model. Offloaded pages are made if `sizes` has some.
   """
   kv = options.pop("kv", None) or kv_memory.init(
     sizes, num_layers=1, num_kv_heads=1, head_dim=WIDTH, dtype=jnp.float32
   )
   kv = jax.tree.map(_poisoned, kv)
-  if sizes.host_pages:
-    options["host"] = kv_memory.init_host(kv, sizes)
+  if sizes.offload_pages:
+    options["offload"] = kv_memory.init_offload(kv, sizes)
   width = max(map(len, prompts))
   rows = [[*prompt, *[10] * (width - len(prompt))] for prompt in prompts]
   lengths = [len(prompt) for prompt in prompts]

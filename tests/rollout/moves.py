@@ -41,7 +41,7 @@ class Place:
   groups: int
   page_size: int = 4
   secret: int = 1
-  host_pages: int = 0
+  offload_pages: int = 0
   options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -54,7 +54,7 @@ def begun(config, place: Place, **cache_options) -> rollout.RolloutState:
     num_slots=place.slots,
     pages_per_slot=-(-WIDTH // place.page_size) + 1,
     groups=cache_groups,
-    host_pages=place.host_pages,
+    offload_pages=place.offload_pages,
     **cache_options,
   )
   fields = {
@@ -81,7 +81,7 @@ def begun(config, place: Place, **cache_options) -> rollout.RolloutState:
     requests,
     jax.random.key(0),
     options,
-    host=jaxkv.kv.init_host(kv, sizes) if place.host_pages else None,
+    offload=jaxkv.kv.init_offload(kv, sizes) if place.offload_pages else None,
   )
 
 

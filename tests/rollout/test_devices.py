@@ -312,16 +312,16 @@ class TestArguments:
     with pytest.raises(ValueError, match="must have no slot in use"):
       sharding.init(cache, kv, *arguments, axes=axes)
 
-  def test_exact_numerics_and_host_pages(self):
+  def test_exact_numerics_and_offload_pages(self):
     names, axes = recipes.llama(), axes_of(model=2)
     names["config"] = dataclasses.replace(names["config"], numerics="exact")
     with pytest.raises(ValueError, match=r'must be "fast" with `axes\.model`'):
       recipes.begun_on(names, axes)
     names, axes = recipes.attention_alone(), axes_of(data=2)
-    sizes = dataclasses.replace(names["sizes"], host_pages=4)
+    sizes = dataclasses.replace(names["sizes"], offload_pages=4)
     pages = names["memory"]()[1]
     names["memory"] = lambda: (jaxkv.init(sizes, jax.random.key(4)), pages)
-    with pytest.raises(ValueError, match="no pages in host memory, got 4"):
+    with pytest.raises(ValueError, match="no offloaded pages, got 4"):
       recipes.begun_on(names, axes)
 
   def test_all_shards_instead_of_one_rollout(self):

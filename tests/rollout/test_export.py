@@ -247,7 +247,7 @@ _ROOM = (moves.Place(20, 200, 8), moves.Place(24, 300, 10))
 _SCARCE = (
   moves.Place(4, 24, 8),
   moves.Place(6, 30, 10, page_size=8),
-  moves.Place(5, 16, 8, host_pages=60),
+  moves.Place(5, 16, 8, offload_pages=60),
 )
 """No slot is empty for long, and page sizes differ."""
 _ALONE = moves.Place(5, 200, 8)

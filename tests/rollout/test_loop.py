@@ -195,7 +195,7 @@ class TestSpans:
     whole = run(state, _END)
     while not bool(rollout.is_done(state)):
       until = rollout.Until(steps=jnp.int32(7))
-      state = _through_host_memory(run(state, until))
+      state = _through_offload_memory(run(state, until))
     chex.assert_trees_all_equal(_numbers(state), _numbers(whole))
 
   @pytest.mark.slow
@@ -320,7 +320,9 @@ def _numbers(state: rollout.RolloutState) -> rollout.RolloutState:
   return by_hand.with_queue(state, keys=jax.random.key_data(state.queue.keys))
 
 
-def _through_host_memory(state: rollout.RolloutState) -> rollout.RolloutState:
+def _through_offload_memory(
+  state: rollout.RolloutState,
+) -> rollout.RolloutState:
   """A checkpoint: the state as numpy arrays, and back."""
   kept = jax.tree.map(np.array, _numbers(state))
   state = jax.tree.map(jnp.asarray, kept)

@@ -30,9 +30,9 @@ pytestmark = pytest.mark.skipif(
 _CONFIG = rollout.RolloutConfig(num_samples=2, max_new_tokens=6, stop_token=4)
 
 
-def begun(config=_CONFIG, host_pages=0, extra=None, **pool):
+def begun(config=_CONFIG, offload_pages=0, extra=None, **pool):
   """Makes a rollout in few pages, so that it preempts and evicts."""
-  sizes = dataclasses.replace(by_hand.sizes(12, 3), host_pages=host_pages)
+  sizes = dataclasses.replace(by_hand.sizes(12, 3), offload_pages=offload_pages)
   pool = {"num_kv_heads": 1, "head_dim": by_hand.WIDTH, **pool}
   pool = {"dtype": jnp.float32, **pool}
   kv = jaxkv.kv.init(sizes, num_layers=1, **pool)
@@ -67,9 +67,9 @@ def assert_same_results(found, wanted, exact=True):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [True, False], ids=["pages", "no pages"])
-@pytest.mark.parametrize("host_pages", [0, 20], ids=["", "host"])
-def test_goes_on_as_if_undisturbed(pages, host_pages, tmp_path):
-  run, state = program(), begun(host_pages=host_pages)
+@pytest.mark.parametrize("offload_pages", [0, 20], ids=["", "offload"])
+def test_goes_on_as_if_undisturbed(pages, offload_pages, tmp_path):
+  run, state = program(), begun(offload_pages=offload_pages)
   wanted = run(state, 0.7)
   middle = found = state
   for number, steps in enumerate((1, 4, 9)):
@@ -165,10 +165,10 @@ def test_shards_go_to_other_numbers_of_devices(pages, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host_pages", [0, 20], ids=["", "host"])
-def test_bits_of_a_cpu_become_numbers(host_pages, tmp_path):
+@pytest.mark.parametrize("offload_pages", [0, 20], ids=["", "offload"])
+def test_bits_of_a_cpu_become_numbers(offload_pages, tmp_path):
   """A CPU stores bfloat16 as integers, accelerators as it is."""
-  options = {"dtype": "bfloat16", "host_pages": host_pages}
+  options = {"dtype": "bfloat16", "offload_pages": offload_pages}
   bits, numbers = begun(**options), begun(**options, storage_dtype="bfloat16")
   assert bits.memory.kv.k.dtype != numbers.memory.kv.k.dtype
 
@@ -178,15 +178,15 @@ def test_bits_of_a_cpu_become_numbers(host_pages, tmp_path):
     return jax.device_put(values, array.sharding)
 
   def of_ones(state):
-    kv, host = jax.tree.map(ones, (state.memory.kv, state.memory.host))
-    memory = dataclasses.replace(state.memory, kv=kv, host=host)
+    kv, offload = jax.tree.map(ones, (state.memory.kv, state.memory.offload))
+    memory = dataclasses.replace(state.memory, kv=kv, offload=offload)
     return dataclasses.replace(state, memory=memory)
 
   for saved, target in ((bits, numbers), (numbers, bits)):
     folder = tmp_path / str(saved.memory.kv.k.dtype)
     checkpoint.save(folder, of_ones(saved))
     found, wanted = checkpoint.restore(folder, target), of_ones(target)
-    for name in ("kv", "host"):
+    for name in ("kv", "offload"):
       chex.assert_trees_all_equal(
         getattr(found.memory, name), getattr(wanted.memory, name)
       )
@@ -206,7 +206,10 @@ def saved(tmp_path_factory):
       lambda: begun(dataclasses.replace(_CONFIG, prefill_chunk=8)),
       "`config.prefill_chunk` was 256, got 8",
     ),
-    (lambda: begun(host_pages=4), "cache.config.host_pages` was 0, got 4"),
+    (
+      lambda: begun(offload_pages=4),
+      "cache.config.offload_pages` was 0, got 4",
+    ),
     (lambda: begun(dtype="bfloat16"), "kv.dtype` was 'float32', got 'bfloat16"),
     (lambda: begun(head_dim=8), r"memory.kv.k` was .*\[12.*4\], got .*8\]"),
   ],

@@ -12,7 +12,7 @@ own line of this table and on the lines below it:
 | `pool/` | pages: reference counts, the free queue, page-table rows |
 | `telemetry` | the event log, and the ages of evicted pages |
 | `prefix/` | page keys, the prefix index, publication rules |
-| `config`, `host_policy` | the static sizes and options |
+| `config`, `offload_policy` | the static sizes and options |
 | `group_kinds` | kinds of layer groups, and their sizes in pages |
 
 `invariants` checks a state; `describe` formats it for `repr`.

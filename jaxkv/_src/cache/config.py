@@ -7,9 +7,9 @@ import math
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import GroupSizes
-from jaxkv._src.cache.host_policy import HostPolicy
+from jaxkv._src.cache.offload_policy import OffloadPolicy
 
-_CAN_BE_0 = ("event_log", "host_pages", "page_bytes")
+_CAN_BE_0 = ("event_log", "offload_pages", "page_bytes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,14 +57,14 @@ class CacheConfig:
       pages, for `jaxkv.telemetry.take_new_pages`.
     track_residency: True to record the ages of evicted pages, for
       `jaxkv.telemetry.residency`.
-    host_pages: N2, the number of pages in host memory, 0 for none. Cached pages
+    offload_pages: N2, the number of offloaded pages, 0 for none. Cached pages
       that the device evicts are saved there. See `jaxkv.kv.move`.
-    host_policy: the pages that can return from host memory. "always": all.
-      "never": none. A `HostPolicy`: pages whose return takes less time than
-      computing their tokens again. A lookup treats other pages in host memory
+    offload_policy: the pages that can return from offload memory. "always":
+      all. "never": none. A `OffloadPolicy`: pages whose return takes less time
+      than computing their tokens again. A lookup treats other offloaded pages
       as not cached. If no page can return, evicted pages are not saved.
     page_bytes: bytes of a page over all layers, `jaxkv.kv.page_bytes(kv)`. Only
-      a `HostPolicy` needs this number; 0 if it is not known.
+      a `OffloadPolicy` needs this number; 0 if it is not known.
 
   Raises:
     TypeError: a field without choices has the wrong type, or `groups` is empty.
@@ -86,8 +86,8 @@ class CacheConfig:
   event_log: int = 0
   track_new_pages: bool = False
   track_residency: bool = False
-  host_pages: int = 0
-  host_policy: str | HostPolicy = "always"
+  offload_pages: int = 0
+  offload_policy: str | OffloadPolicy = "always"
   page_bytes: int = 0
 
   def __post_init__(self):
@@ -102,20 +102,23 @@ class CacheConfig:
         )
     _check_choice("free_policy", self.free_policy, ("unhashed_first", "lru"))
     _check_choice("prefix_rules", self.prefix_rules, ("current", "classic"))
-    self._check_host_policy()
+    self._check_offload_policy()
     self._check_groups()
     self._check_sizes()
     self._check_retention()
     self._check_caching()
 
-  def _check_host_policy(self):
-    if not isinstance(self.host_policy, HostPolicy):
+  def _check_offload_policy(self):
+    if not isinstance(self.offload_policy, OffloadPolicy):
       choices = "always", "never"
-      _check_choice("host_policy", self.host_policy, choices, "a HostPolicy")
+      _check_choice(
+        "offload_policy", self.offload_policy, choices, "an OffloadPolicy"
+      )
     elif not self.page_bytes:
       raise ValueError(
-        "`CacheConfig.page_bytes` must be at least 1 with a HostPolicy, got 0; "
-        'use jaxkv.kv.page_bytes(kv) of a kv made with host_policy="always".'
+        "`CacheConfig.page_bytes` must be at least 1 with an OffloadPolicy, "
+        "got 0; use jaxkv.kv.page_bytes(kv) of a kv made with "
+        'offload_policy="always".'
       )
 
   def _check_sizes(self):
@@ -124,7 +127,7 @@ class CacheConfig:
     # marks.
     if max(self.num_numbers, self.slot_tokens) > 2**28:
       raise ValueError(
-        "`CacheConfig.num_pages` and `host_pages` together, and "
+        "`CacheConfig.num_pages` and `offload_pages` together, and "
         "`pages_per_slot * page_size`, must be at most 2**28, got "
         f"{self.num_numbers} and {self.slot_tokens}; use larger pages."
       )
@@ -168,7 +171,7 @@ class CacheConfig:
       "merge_duplicates": "equal pages are recognized by their keys",
       "event_log": "the log records published pages",
       "track_residency": "ages are counted for cached pages",
-      "host_pages": "only cached pages move to host memory",
+      "offload_pages": "only cached pages move to offload memory",
     }
     for name, reason in needs_keys.items():
       if getattr(self, name) and not self.prefix_caching:
@@ -256,21 +259,23 @@ class CacheConfig:
   @functools.cached_property
   def max_restored_pages(self) -> int:
     """The largest number of pages to restore for a page's worth of tokens."""
-    if isinstance(self.host_policy, HostPolicy):
+    if isinstance(self.offload_policy, OffloadPolicy):
       size = min(self.page_sizes)
-      return self.host_policy.max_pages(self.page_bytes, size)
-    return self.num_groups if self.host_policy == "always" else 0
+      return self.offload_policy.max_pages(self.page_bytes, size)
+    return self.num_groups if self.offload_policy == "always" else 0
 
   @property
   def preferred_pages(self) -> int | None:
-    """N, below which a lookup prefers pages; None without host pages."""
-    return self.num_pages if self.host_pages else None
+    """N, below which a lookup prefers pages; None without offload pages."""
+    return self.num_pages if self.offload_pages else None
 
   @property
   def num_numbers(self) -> int:
-    """The number of page numbers: N, or N + 1 + N2 with host pages."""
-    # Host page h has the number N + 1 + h, because N is NO_PAGE.
-    return self.num_pages + (1 + self.host_pages if self.host_pages else 0)
+    """The number of page numbers: N, or N + 1 + N2 with offload pages."""
+    # Offload page h has the number N + 1 + h, because N is NO_PAGE.
+    return self.num_pages + (
+      1 + self.offload_pages if self.offload_pages else 0
+    )
 
   @property
   def slot_tokens(self) -> int:

@@ -40,9 +40,11 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
     on_device = cached[cached < config.num_pages]
     free = np.asarray(state.pool.ref_count)[on_device] == 0
     pages.append(f"{np.count_nonzero(free)} free pages cached")
-    if state.pool.host is not None:
-      num_on_host = len(cached) - len(on_device)
-      pages.append(f"{num_on_host} of {config.host_pages} host pages cached")
+    if state.pool.offload is not None:
+      num_offloaded = len(cached) - len(on_device)
+      pages.append(
+        f"{num_offloaded} of {config.offload_pages} offload pages cached"
+      )
   error = int(state.error)
   return (
     f"CacheState({', '.join(pages)};"

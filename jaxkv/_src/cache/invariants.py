@@ -124,8 +124,8 @@ def _refs(state: CacheState) -> Array:
 
 def _free(state: CacheState) -> Array:
   holds = _is_consistent(state.pool.queue, state.pool.ref_count == 0)
-  if state.pool.host is not None:
-    queue = state.pool.host.queue
+  if state.pool.offload is not None:
+    queue = state.pool.offload.queue
     holds &= _is_consistent(queue, jnp.ones(queue.position.shape, bool))
   return holds
 

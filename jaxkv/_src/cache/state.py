@@ -24,9 +24,9 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.describe import describe
-from jaxkv._src.cache.pool import host_pages
+from jaxkv._src.cache.pool import offload_pages
 from jaxkv._src.cache.pool import page_pool
-from jaxkv._src.cache.pool.host_pages import Moves
+from jaxkv._src.cache.pool.offload_pages import Moves
 from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix.hashing import SlotHashes
@@ -97,8 +97,9 @@ class Outcome:
   Attributes:
     code: a `Status` for each row, for each page in verbs that take pages, or
       for the whole call.  # int32[...]
-    moves: the moves between device and host memory that the call requires, see
-      `jaxkv.kv.move`; None without `CacheConfig.host_pages`.
+    moves: the moves between device and offload memory that the call requires,
+      see
+      `jaxkv.kv.move`; None without `CacheConfig.offload_pages`.
   """
 
   code: Array
@@ -123,7 +124,7 @@ class CacheState:
     refs: `ref_count` of a page is the number of page-table entries that hold
       the page, plus its pins.
     free: the queue holds each page without references once, except page 0. The
-      queue of host pages holds each host page once.
+      queue of offload pages holds each offload page once.
     index: the buckets hold each cached page under its key, and no other page.
     keys: the keys and hashes of a slot match the tokens in its pages.
 
@@ -142,7 +143,7 @@ class CacheState:
       without prefix caching.  # uint32[4]
     hashes: the running hash of each slot; None without prefix caching.
     pool: the pages' reference counts, the free queue and the prefix index.
-    stats: counters; `jaxkv.stats` adds the counters of host pages.
+    stats: counters; `jaxkv.stats` adds the counters of offload pages.
     epoch: the version of the weights; `new_epoch` adds 1.  # uint32[]
     error: the `Status` of the first failure, see `sticky`.  # int32[]
   """
@@ -167,7 +168,7 @@ class CacheState:
 class Copies(NamedTuple):
   """Copies of page contents that the caller must make before the next write.
 
-  With pages in host memory, make the moves of the same call before the copies.
+  With offloaded pages, make the moves of the same call before the copies.
 
   The source of one copy may be the destination of another copy. So read all
   sources before you write any destination, as `jaxkv.kv.copy` does.
@@ -430,11 +431,11 @@ def roots(state: CacheState, salts: Array | None) -> Array:
 
 def without_moves(state: CacheState) -> CacheState:
   """Removes the moves of earlier calls, which the caller has already made."""
-  if state.pool.host is None:
+  if state.pool.offload is None:
     return state
-  host = host_pages.without_moves(state.pool.host)
+  offload = offload_pages.without_moves(state.pool.offload)
   return dataclasses.replace(
-    state, pool=dataclasses.replace(state.pool, host=host)
+    state, pool=dataclasses.replace(state.pool, offload=offload)
   )
 
 
@@ -443,8 +444,8 @@ def _record(result: Any) -> Any:
   if not isinstance(result, tuple) or not isinstance(result[1], Outcome):
     return result
   state, out = result
-  if state.pool.host is not None:
-    out = dataclasses.replace(out, moves=state.pool.host.moves)
+  if state.pool.offload is not None:
+    out = dataclasses.replace(out, moves=state.pool.offload.moves)
   if out.code.size == 0:
     return state, out
   failed = is_failure(out.code)

@@ -23,10 +23,10 @@ class Stats:
     published_pages: full pages that were published or merged.
     merged_pages: full pages replaced by an equal cached page.
     failed_rows: rows whose code is neither OK nor SKIPPED.
-    saved_pages: pages saved to host memory. Only `jaxkv.stats` sets this and
-      the following counters; they are None without host pages.
-    restored_pages: pages restored from host memory.
-    forgotten_pages: cached host pages that saved pages overwrote.
+    saved_pages: pages saved to offload memory. Only `jaxkv.stats` sets this and
+      the following counters; they are None without offload pages.
+    restored_pages: pages restored from offload memory.
+    forgotten_pages: cached offload pages that saved pages overwrote.
     dropped_pages: cached pages that the device evicted and did not save.
   """
 

@@ -86,8 +86,8 @@ class Stored(NamedTuple):
 class Removed(NamedTuple):
   """A page left the index, for example by eviction.
 
-  A move to host memory or back is not logged, but it changes the page's number.
-  So `page` can differ from the number in the page's `Stored` event.
+  A move to offload memory or back is not logged, but it changes the page's
+  number. So `page` can differ from the number in the page's `Stored` event.
   """
 
   page: int

@@ -3,8 +3,8 @@
 Bug reports should include the output. The check allocates and commits tokens on
 the default device, attends to them with the backend that "auto" chooses, and
 compares the result with that of the backend "xla". The last two rows help to
-choose the arguments of `jaxkv.HostPolicy`. They are the measured bandwidth of
-pages restored from host memory, and an upper bound of the prefill speed.
+choose the arguments of `jaxkv.OffloadPolicy`. They are the measured bandwidth
+of pages restored from offload memory, and an upper bound of the prefill speed.
 """
 
 import argparse
@@ -131,7 +131,7 @@ def _check() -> None:
 
 
 def _bytes_per_second() -> str:
-  """Measures the bandwidth of pages restored from host memory."""
+  """Measures the bandwidth of pages restored from offload memory."""
   kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
   if "pinned_host" not in kinds:
     return f"no pinned_host memory, only {', '.join(kinds)}"
@@ -141,10 +141,10 @@ def _bytes_per_second() -> str:
     page_size=16,
     num_slots=1,
     pages_per_slot=1,
-    host_pages=count,
+    offload_pages=count,
   )
   kv = jaxkv.kv.init(config, num_layers=8, num_kv_heads=8, head_dim=128)
-  host = jaxkv.kv.init_host(kv, config)
+  offload = jaxkv.kv.init_offload(kv, config)
   pages = jnp.arange(1 + count, dtype=jnp.int32)
   moves = jaxkv.results.Moves(
     page=pages + 1,
@@ -153,7 +153,7 @@ def _bytes_per_second() -> str:
     count=jnp.int32(count),
   )
   total = count * jaxkv.kv.page_bytes(kv)
-  memories = [kv, host]
+  memories = [kv, offload]
   # Donated, because a copy of the pools would take longer than the moves.
   move = jax.jit(jaxkv.kv.move, donate_argnums=(0, 1))
 

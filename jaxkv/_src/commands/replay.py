@@ -85,11 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="blocks that the cache has room for; 0 for no limit",
   )
   add(
-    "--host-pages",
+    "--offload-pages",
     metavar="N",
     type=output.whole_number(0, 2**28),
     default=0,
-    help="blocks that host memory has room for (default 0)",
+    help="blocks that offload memory has room for (default 0)",
   )
   add(
     "--rule",
@@ -114,14 +114,14 @@ def run(args: argparse.Namespace) -> int:
         f"{args.trace} line {request.line}: the request needs {blocks} pages, "
         f"--pages is {args.pages}"
       )
-  result = _replay(requests, args.rule, args.pages, args.host_pages)
+  result = _replay(requests, args.rule, args.pages, args.offload_pages)
   output.write_json(args.json, result)
   pages = f"{args.pages:,}" if args.pages else "unlimited"
   output.print_table(
     ("requests", f"{result['requests']:,}"),
     (f"blocks (rule {args.rule})", f"{result['blocks']:,}"),
     ("pages", pages),
-    *[("host pages", f"{args.host_pages:,}")] * (args.host_pages > 0),
+    *[("offload pages", f"{args.offload_pages:,}")] * (args.offload_pages > 0),
     ("hits", f"{result['hit_blocks']:,}"),
     ("hit rate", f"{result['hit_rate']:.2%}"),
     ("evictions", f"{result['evicted']:,}"),
@@ -184,7 +184,7 @@ def _num_blocks(request: TraceRequest, rule: str) -> int:
 
 
 def _replay(
-  requests: list[TraceRequest], rule: str, pages: int, host_pages: int
+  requests: list[TraceRequest], rule: str, pages: int, offload_pages: int
 ) -> dict[str, Any]:
   """Replays requests and returns the figures to print and write."""
   ids = [request.hash_ids[: _num_blocks(request, rule)] for request in requests]
@@ -198,7 +198,7 @@ def _replay(
     page_size=1,
     num_slots=1,
     pages_per_slot=1 + int(blocks.max()),
-    host_pages=host_pages,
+    offload_pages=offload_pages,
   )
   # With rule `full`, a prompt that ends with a full block must not hit it.
   lengths = np.asarray([request.input_length for request in requests])

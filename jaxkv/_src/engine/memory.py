@@ -14,10 +14,10 @@ from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.cache.state import without_moves
 from jaxkv._src.engine.config import RolloutConfig
-from jaxkv._src.kv.host_memory import HostMemory
-from jaxkv._src.kv.host_memory import check_host
-from jaxkv._src.kv.host_memory import move
 from jaxkv._src.kv.kv_pages import KVPages
+from jaxkv._src.kv.offload_memory import OffloadMemory
+from jaxkv._src.kv.offload_memory import check_offload
+from jaxkv._src.kv.offload_memory import move
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.pools import check
 from jaxkv._src.kv.pools import pools_of
@@ -37,23 +37,23 @@ class Memory:
   Attributes:
     cache: the cache; `cache.epoch` is the version of the weights.
     kv: the K/V memory: a pool or a tuple of pools.
-    host: pages in host memory, from `jaxkv.kv.init_host`; None without
-      `CacheConfig.host_pages`.
+    host: offloaded pages, from `jaxkv.kv.init_offload`; None without
+      `CacheConfig.offload_pages`.
   """
 
   cache: CacheState
   kv: Pools
-  host: HostMemory | None = None
+  offload: OffloadMemory | None = None
 
 
 def move_pages(memory: Memory) -> Memory:
-  """Moves pages to and from host memory, as the cache has planned."""
-  pool, host = memory.cache.pool, memory.host
-  if pool.host is None or host is None:
+  """Moves pages to and from offload memory, as the cache has planned."""
+  pool, offload = memory.cache.pool, memory.offload
+  if pool.offload is None or offload is None:
     return memory
   with jax.named_scope("rare/move"):
-    kv, host = move(memory.kv, host, pool.host.moves)
-  return Memory(cache=without_moves(memory.cache), kv=kv, host=host)
+    kv, offload = move(memory.kv, offload, pool.offload.moves)
+  return Memory(cache=without_moves(memory.cache), kv=kv, offload=offload)
 
 
 def check_slots_unused(cache: CacheState) -> None:
@@ -88,7 +88,7 @@ def check_pools(memory: Memory, config: RolloutConfig) -> None:
       f"{sizes.slot_tokens}, got {config.decode_steps}."
     )
   check(kv, sizes)
-  check_host(kv, memory.host, sizes)
+  check_offload(kv, memory.offload, sizes)
   _check_kinds(sizes, kv, config)
 
 

@@ -35,7 +35,7 @@ from jaxkv._src.engine.requests import check_num_samples
 from jaxkv._src.engine.requests import width_of
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import init_slots
-from jaxkv._src.kv.host_memory import HostMemory
+from jaxkv._src.kv.offload_memory import OffloadMemory
 from jaxkv._src.kv.pools import Pools
 
 
@@ -75,7 +75,7 @@ def init(
   *,
   first_sequence: Array | int = 0,
   version: Array | int | None = None,
-  host: HostMemory | None = None,
+  offload: OffloadMemory | None = None,
 ) -> RolloutState:
   """Returns the initial state of a rollout.
 
@@ -100,17 +100,17 @@ def init(
     version: int32[], the version of the weights: the number of updates since
       the cache was made, see `update_weights` and `jaxkv.new_epoch`. Required
       if the cache holds pages, because other weights may have computed them.
-    host: the pages in host memory, from `jaxkv.kv.init_host`; None without
-      `CacheConfig.host_pages`.
+    offload: the offloaded pages, from `jaxkv.kv.init_offload`; None without
+      `CacheConfig.offload_pages`.
 
   Returns:
     The state for `generate`, on the devices of `kv`. Donating it deletes
-    `cache`, `kv` and `host`, but no other argument.
+    `cache`, `kv` and `offload`, but no other argument.
 
   Raises:
     ValueError: an argument is out of range; the cache has slots in use, several
       page sizes, a CrossAttention group or pages of another version; `kv` or
-      `host` does not fit the cache, or lacks a pool; a recurrent group is
+      `offload` does not fit the cache, or lacks a pool; a recurrent group is
       combined with `draft_tokens`, or has `num_speculative` > 0; or the longest
       sequence exceeds a slot or the pool. If lengths or the version are traced
       and invalid, the sequences fail instead, see `queue.code`. A traced cache
@@ -120,7 +120,7 @@ def init(
   _check_key(key)
   arguments = key, requests, version
   requests = as_requests(requests, config)
-  memory = Memory(cache=cache, kv=kv, host=host)
+  memory = Memory(cache=cache, kv=kv, offload=offload)
   check_pools(memory, config)
   check_experts(cache.config, kv, config)
   check_slots_unused(cache)

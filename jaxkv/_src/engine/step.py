@@ -10,7 +10,7 @@ they have no work:
 | admit    | waiting sequences take empty slots and cached prefixes         |
 | draft    | speculation proposes tokens, if pages are free for them        |
 | grow     | reserves pages for the next tokens of all slots; evicted pages |
-|          | move to host memory                                            |
+|          | move to offload memory                                            |
 | make way | forks without a page return to the queue; a sequence is        |
 |          | preempted if another one got no page                           |
 | schedule | chooses the tokens of the step                                 |
@@ -142,7 +142,7 @@ def step(
   num_drafts = None if drafts is None else drafts.counts
   with jax.named_scope("grow"):
     cache, starved = grow.grow(queue, slots, cache, num_drafts, config)
-    # Evicted pages move to host memory before new tokens overwrite them.
+    # Evicted pages move to offload memory before new tokens overwrite them.
     memory = move_pages(dataclasses.replace(memory, cache=cache))
     state = _replaced(state, queue, slots, memory)
     state, leaving = _make_way(state, forks, leaders, starved)

@@ -295,7 +295,7 @@ def new_pages(state: HostState, held: HeldSequence, plan: Plan) -> CachePages:
 
 
 def _num_free(state: HostState, plan: Plan, hits: Hits) -> int:
-  """Counts the free pages that a hit uses: one per free page or host page."""
+  """Counts the free pages that a hit uses: one per free or offloaded page."""
   counts, num_pages = state.pool.ref_count, state.config.num_pages
   return sum(
     1

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.pool.host_pages import HostPages
+from jaxkv._src.cache.pool.offload_pages import OffloadPages
 from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.state import CacheState
@@ -111,16 +111,16 @@ def _pool(state: HostState) -> PoolState:
     events=log,
     new=None if pool.new is None else np.array(pool.new, bool),
     ages=ages,
-    host=pool.saved and _host_pages(config, pool.saved),
+    host=pool.saved and _offload_pages(config, pool.saved),
   )
 
 
-def _host_pages(config: CacheConfig, saved: SavedPages) -> HostPages:
-  make: Any = HostPages
+def _offload_pages(config: CacheConfig, saved: SavedPages) -> OffloadPages:
+  make: Any = OffloadPages
   return make(
     saves=saved.saves,
     queue=queue_arrays.from_order(
-      config.host_pages + 1, saved.queue.in_order()
+      config.offload_pages + 1, saved.queue.in_order()
     ),
     moves=as_arrays([], config.num_pages),
     # A manager has no epochs, so no page is stale.
@@ -184,7 +184,7 @@ def from_device(
   )
   pool.queue.replace(queue_arrays.in_order(host.pool.queue))
   if pool.saved is not None:
-    _adopt_host_pages(pool.saved, host.pool.host, log)
+    _adopt_offload_pages(pool.saved, host.pool.offload, log)
   if host.pool.events is not None and state.events is not None:
     events = telemetry.read_log(host.pool.events, config.page_sizes)
     state.events.extend(events)
@@ -308,11 +308,13 @@ def _sequence(
   return held
 
 
-def _adopt_host_pages(saved: SavedPages, host_pages: Any, log: UndoLog) -> None:
+def _adopt_offload_pages(
+  saved: SavedPages, offload_pages: Any, log: UndoLog
+) -> None:
   """Copies the queue and the counters of a state, and clears the moves."""
-  saved.queue.replace(queue_arrays.in_order(host_pages.queue))
+  saved.queue.replace(queue_arrays.in_order(offload_pages.queue))
   counts = {
-    name: _continued(count, getattr(host_pages, f"num_{name}"))
+    name: _continued(count, getattr(offload_pages, f"num_{name}"))
     for name, count in saved.counts.items()
   }
   log.replace(saved, counts=counts, moves=[])
@@ -336,7 +338,7 @@ def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
     return (clock - (index.clock - stamps).astype(np.int64)).tolist()
 
   pages = changed.tolist()
-  # A content that moved between device and host memory keeps its node.
+  # A content that moved between device and offload memory keeps its node.
   sources = np.flatnonzero(differs & ~is_fresh).tolist()
   keys = map(tuple, before[sources, :KEY_WORDS].tolist())
   page_of_key = dict(zip(keys, sources, strict=True))

@@ -11,7 +11,7 @@ _ENDS = 0
 
 
 class FreeList:
-  """Free pages, or all host pages, in the order in which they will be popped.
+  """Free pages, or all offload pages, in the order in which they are popped.
 
   Attributes:
     num_free: the number of pages in the list.

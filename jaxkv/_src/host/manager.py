@@ -9,7 +9,7 @@ from typing import Any
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.cache.group_kinds import GroupKind
-from jaxkv._src.cache.host_policy import HostPolicy
+from jaxkv._src.cache.offload_policy import OffloadPolicy
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.host import allocate
 from jaxkv._src.host import bridge
@@ -58,10 +58,11 @@ class CacheManager(ManagerReports):
     num_events: the capacity of the event log, in events; 0 for no log.
     track_new_pages: enables `take_new_page_ids`.
     track_residency: adds the ages of evicted pages to the statistics.
-    host_pages: pages in host memory, for cached pages that are evicted; call
+    offload_pages: offloaded pages, for cached pages that are evicted; call
       `take_moves` in each step.
-    host_policy: the pages that return from host memory; see `CacheConfig`.
-    page_bytes: bytes of a page, for a `HostPolicy`.
+    offload_policy: the pages that return from offload memory; see
+      `CacheConfig`.
+    page_bytes: bytes of a page, for a `OffloadPolicy`.
     key: the secret of the page keys, see `jaxkv.init`; None for a random one.
 
   Attributes:
@@ -104,8 +105,8 @@ class CacheManager(ManagerReports):
     num_events: int = 0,
     track_new_pages: bool = False,
     track_residency: bool = False,
-    host_pages: int = 0,
-    host_policy: HostPolicy | str = "always",
+    offload_pages: int = 0,
+    offload_policy: OffloadPolicy | str = "always",
     page_bytes: int = 0,
     key: Any = None,
   ):
@@ -124,8 +125,8 @@ class CacheManager(ManagerReports):
       event_log=num_events,
       track_new_pages=track_new_pages,
       track_residency=track_residency,
-      host_pages=host_pages,
-      host_policy=host_policy,
+      offload_pages=offload_pages,
+      offload_policy=offload_policy,
       page_bytes=page_bytes,
     )
     super().__init__(HostState(limits, key))
@@ -195,7 +196,7 @@ class CacheManager(ManagerReports):
 
     Returns:
       The prefix's pages by group, with null pages outside windows, and its
-      number of tokens. Pages in host memory have numbers above `num_pages`.
+      number of tokens. Offloaded pages have numbers above `num_pages`.
       `allocate_slots` moves them to the device, and then `manager.get_page_ids`
       has their new numbers.
 

@@ -132,10 +132,10 @@ def _check_caching(
       "`enable_caching` must be False with CrossAttention: K/V depends on the "
       "encoder's input, which page keys do not cover."
     )
-  fields = ("event_log", "track_residency", "host_pages")
+  fields = ("event_log", "track_residency", "offload_pages")
   if not caching and any(options[field] for field in fields):
     raise ValueError(
-      "`num_events`, `track_residency` and `host_pages` need "
+      "`num_events`, `track_residency` and `offload_pages` need "
       "enable_caching=True: they are about published pages."
     )
 

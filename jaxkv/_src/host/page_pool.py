@@ -35,7 +35,7 @@ class PageListener(Protocol):
     """
 
   def removed(self, page: int, group: int) -> None:
-    """Is called when a page, or a host page, has left the prefix cache."""
+    """Is called when a page, or an offload page, has left the prefix cache."""
 
   def cleared(self) -> None:
     """Is called when all pages have left the prefix cache."""
@@ -48,7 +48,7 @@ class HostPool:
   `undo_log`, but do not commit them, and do not check arguments.
 
   The content of a page is a `PrefixNode` or a `DevicePage`. The lists
-  `content`, `group`, `stamp` and `is_cached` include host pages.
+  `content`, `group`, `stamp` and `is_cached` include offload pages.
 
   Attributes:
     undo_log: the changes of the current call.
@@ -68,7 +68,7 @@ class HostPool:
     lifetime, idle: evicted pages by age, as in `jaxkv.telemetry.residency`.
     counts: the counters of `Stats.names()`.
     listeners: the `PageListener`s to call.
-    saved: the pages in host memory; None without `CacheConfig.host_pages`.
+    saved: the offloaded pages; None without `CacheConfig.offload_pages`.
     index: for each group, a dictionary from a digest to the cached pages with
       this digest, sorted by `lookup_order`. Cached pages whose content is a
       `DevicePage` are in one last dictionary instead, whatever their group.
@@ -91,7 +91,7 @@ class HostPool:
     self.lifetime, self.idle = [0] * NUM_BINS, [0] * NUM_BINS
     self.counts = dict.fromkeys(Stats.names(), 0)
     self.listeners: list[PageListener] = []
-    self.saved = SavedPages(config, undo_log) if config.host_pages else None
+    self.saved = SavedPages(config, undo_log) if config.offload_pages else None
     self.index: list[Index] = [{} for _ in range(config.num_groups + 1)]
 
   @property
@@ -128,7 +128,8 @@ class HostPool:
     """Removes popped pages from the index, before they are overwritten.
 
     Returns:
-      A dictionary from each saved page to the host page that gets its content.
+      A dictionary from each saved page to the offload page that gets its
+      content.
     """
     cached, saved = self.is_cached, self.saved
     evicted = [page for page in pages if cached[page]]
@@ -144,9 +145,10 @@ class HostPool:
     return self._save(saved, evicted)
 
   def _save(self, saved: SavedPages, pages: list[int]) -> dict[int, int]:
-    """Saves contents of pages to host pages; returns the host page of each."""
+    """Saves contents of pages; returns the offload page of each page."""
     targets: list[int] = []
-    # If there are more pages than host pages, later contents replace earlier.
+    # If there are more pages than offload pages, later contents replace
+    # earlier.
     while len(targets) < len(pages):
       batch = saved.next_targets(len(pages) - len(targets))
       forgotten = [page for page in batch if self.is_cached[page]]
@@ -159,30 +161,31 @@ class HostPool:
     return dict(zip(pages, targets, strict=True))
 
   def hold_hits(self, columns: list[list[int]]) -> list[list[int]]:
-    """Restores the host pages of a hit, and adds a reference to each page.
+    """Restores the offload pages of a hit, and adds a reference to each page.
 
     Returns:
-      The pages, with device pages in place of the host pages.
+      The pages, with device pages in place of the offload pages.
     """
     pages = [page for column in columns for page in column]
-    saved, on_host = self.saved, []
+    saved = self.saved
+    offloaded: list[int] = []
     if saved is not None:
-      on_host = [page for page in pages if saved.is_on_host(page)]
-    if saved is None or not on_host:
+      offloaded = [page for page in pages if saved.is_offloaded(page)]
+    if saved is None or not offloaded:
       self.hold(pages)
       return columns
     # Device pages are held first, so that no restored page evicts them.
-    self.hold([page for page in pages if not saved.is_on_host(page)])
-    places = self._restore(saved, list(dict.fromkeys(on_host)))
+    self.hold([page for page in pages if not saved.is_offloaded(page)])
+    places = self._restore(saved, list(dict.fromkeys(offloaded)))
     self.undo_log.save_items(self.ref_count, [*places.values()])
-    for page in on_host:
+    for page in offloaded:
       self.ref_count[places[page]] += 1
     return [[places.get(page, page) for page in column] for column in columns]
 
   def _restore(self, saved: SavedPages, pages: list[int]) -> dict[int, int]:
-    """Restores host pages to free pages; returns the new page of each."""
+    """Restores offload pages to free pages; returns the new page of each."""
     # The contents are lifted first, because a page that is evicted to make room
-    # can be saved to one of these host pages.
+    # can be saved to one of these offload pages.
     contents = self._lift(pages)
     saved.to_front(pages)
     places = self.queue.pop(len(pages))
@@ -302,9 +305,9 @@ class HostPool:
     return self.index[number][content.digest]
 
   def lookup_order(self, page: int) -> tuple[bool, int]:
-    """Returns a sort key for equal pages: host pages last, then by stamp."""
-    is_on_host = self.saved is not None and self.saved.is_on_host(page)
-    return is_on_host, self.stamp[page]
+    """Returns a sort key for equal pages: offload pages last, then by stamp."""
+    is_offloaded = self.saved is not None and self.saved.is_offloaded(page)
+    return is_offloaded, self.stamp[page]
 
   def clear(self) -> None:
     """Removes all pages from the index; the queue keeps its order."""

@@ -20,7 +20,7 @@ class Pages:
 
   A reference that a method adds belongs to the caller, until `release`. Page
   ids are 1 to N - 1, where N is `num_pages`. `cached_in_order` and `find` also
-  return N + 1 + h for host page h. Only `keys` and `groups` accept such ids.
+  return N + 1 + h for offload page h. Only `keys` and `groups` accept such ids.
   Each method raises `TypeError` for an id that is not an int, and `ValueError`
   for one that is out of range. Methods that only read accept the null page 0.
   """
@@ -36,7 +36,7 @@ class Pages:
       listener: an object with three methods. `stored(request, group, first,
         pages)`: a request filled columns of a group, from `first` on; `pages`
         has 0 for columns that this call did not publish. `removed(page,
-        group)`: a page, perhaps of host memory, left the prefix cache.
+        group)`: a page, perhaps of offload memory, left the prefix cache.
         `cleared()`: all pages left it. The methods run inside those of the
         manager, so they must record each change of their own state in
         `CacheManager.undo_log` first.

@@ -108,7 +108,7 @@ def find_prefix(
   """Finds the longest cached prefix; see `CacheManager.get_computed_pages`."""
   config = state.config
   pages = [_cached_pages(state, hashed, group) for group in state.groups]
-  if config.host_pages and config.max_restored_pages < config.num_groups:
+  if config.offload_pages and config.max_restored_pages < config.num_groups:
     pages = _worth_restoring(config, pages)
   # The model computes at least the last token, whose logits give the next one.
   limit = len(hashed.token_ids) - 1

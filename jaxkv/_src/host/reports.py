@@ -2,7 +2,7 @@
 
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.group_kinds import FullAttention
-from jaxkv._src.cache.pool.host_pages import Moves
+from jaxkv._src.cache.pool.offload_pages import Moves
 from jaxkv._src.cache.telemetry import Drained
 from jaxkv._src.host import allocate
 from jaxkv._src.host.atomic import atomic
@@ -154,19 +154,19 @@ class ManagerReports:
 
   @atomic
   def take_moves(self) -> Moves:
-    """Returns the moves between device and host memory since the last call.
+    """Returns the moves between device and offload memory since the last call.
 
     Perform them with `jaxkv.kv.move` before anything is written to the pages
     that were allocated since the last call. The NumPy arrays of the result are
     int32[X], where X is a multiple of `num_pages`, except for `count`.
 
     Raises:
-      ValueError: `host_pages` is 0.
+      ValueError: `offload_pages` is 0.
     """
     if self._state.pool.saved is None:
       raise ValueError(
-        "`host_pages` must be at least 1 for moves; make the CacheManager with "
-        "the number of pages in host memory."
+        "`offload_pages` must be at least 1 for moves; make the CacheManager "
+        "with the number of offload pages."
       )
     return self._state.pool.saved.take_moves()
 
@@ -183,7 +183,7 @@ class ManagerReports:
   def cached_page_ids(self) -> set[int]:
     """Returns the pages that a lookup can find.
 
-    Host page h has the number `num_pages + 1 + h`.
+    Offload page h has the number `num_pages + 1 + h`.
     """
     return set(self._state.pool.cached_pages())
 

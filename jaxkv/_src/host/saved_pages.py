@@ -1,6 +1,7 @@
-"""The pages in host memory of a `CacheManager`; see `cache/pool/host_pages`.
+"""The offloaded pages of a `CacheManager`; see `cache/pool/offload_pages`.
 
-Host page h, 0 <= h < `CacheConfig.host_pages`, has the number N + 1 + h in
+Offload page h, 0 <= h < `CacheConfig.offload_pages`, has the number N + 1 + h
+in
 `HostPool` and in the methods of `SavedPages`, 1 + h in `SavedPages.queue`, and
 h in `SavedPages.moves`. N is `CacheConfig.num_pages`.
 """
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.pool.host_pages import Moves
+from jaxkv._src.cache.pool.offload_pages import Moves
 from jaxkv._src.host.atomic import UndoLog
 from jaxkv._src.host.free_list import FreeList
 
@@ -21,41 +22,41 @@ COUNTERS: tuple[str, ...] = ("saved", "restored", "forgotten", "dropped")
 
 
 class SavedPages:
-  """The queue of host pages, and the moves between device and host memory.
+  """The queue of offload pages, and the moves to and from offload memory.
 
   Attributes:
-    saves: True if evicted pages are saved; False if `CacheConfig.host_policy`
-      never restores a page.
-    queue: all host pages, in the order in which they will be overwritten.
+    saves: True if evicted pages are saved; False if
+      `CacheConfig.offload_policy` never restores a page.
+    queue: all offload pages, in the order in which they will be overwritten.
     moves: the moves since the last `take_moves`, in order. Each is a device
-      page, the host page to which it is saved, and the host page from which it
-      is restored; `Moves.NONE` for no host page.
+      page, the offload page to which it is saved, and the offload page from
+      which it is restored; `Moves.NONE` for no offload page.
     counts: the value of each counter in `COUNTERS`.
   """
 
   def __init__(self, config: CacheConfig, undo_log: UndoLog):
     self._undo_log, self._num_pages = undo_log, config.num_pages
-    self._num_host_pages = count = config.host_pages
+    self._num_offload_pages = count = config.offload_pages
     self.saves = config.max_restored_pages > 0
     self.queue = FreeList(range(1, count + 1), count + 1, undo_log)
     self.moves: list[tuple[int, int, int]] = []
     self.counts = dict.fromkeys(COUNTERS, 0)
 
-  def is_on_host(self, page: int) -> bool:
-    """True for the number of a host page."""
+  def is_offloaded(self, page: int) -> bool:
+    """True for the number of an offload page."""
     return page > self._num_pages
 
   def next_targets(self, count: int) -> list[int]:
-    """Returns `count` host pages to overwrite, or all if there are fewer.
+    """Returns `count` offload pages to overwrite, or all if there are fewer.
 
     The pages move from the front of the queue to its back.
     """
-    pages = self.queue.pop(min(count, self._num_host_pages))
+    pages = self.queue.pop(min(count, self._num_offload_pages))
     self.queue.push_back(pages)
     return [self._num_pages + page for page in pages]
 
   def to_front(self, numbers: Sequence[int]) -> None:
-    """Moves host pages to the front of the queue, in the given order."""
+    """Moves offload pages to the front of the queue, in the given order."""
     pages = [number - self._num_pages for number in numbers]
     self.queue.remove(pages)
     self.queue.push_front(pages)
@@ -73,7 +74,7 @@ class SavedPages:
   ) -> None:
     """Records a move of each page that is in `saved_to` or `restored_from`.
 
-    Both dictionaries map device pages to host pages.
+    Both dictionaries map device pages to offload pages.
     """
     self._undo_log.save_length(self.moves)
     for page in pages:

@@ -89,9 +89,10 @@ class PrefixCacheStats:
     reset: True if the cache was reset.
     lifetime, idle: evicted pages by age, see `jaxkv.telemetry.residency`; empty
       without `track_residency`.
-    saved, restored: pages that moved to host memory, and back.
-    forgotten: cached host pages that were overwritten.
-    dropped: cached pages that were evicted, but not saved; needs `host_pages`.
+    saved, restored: pages that moved to offload memory, and back.
+    forgotten: cached offload pages that were overwritten.
+    dropped: cached pages that were evicted, but not saved; needs
+      `offload_pages`.
   """
 
   requests: int = 0

@@ -273,8 +273,8 @@ class QueueEngine:
 
 def _drop_pages(cache: CacheState, stale: Array) -> CacheState:
   """Invalidates all cached pages if `stale` is True."""
-  # Without host pages, `new_epoch` changes only two small arrays. A `lax.cond`
-  # would pass the whole cache through both branches.
+  # Without offload pages, `new_epoch` changes only two small arrays. A
+  # `lax.cond` would pass the whole cache through both branches.
   next_epoch, _ = new_epoch(cache)
 
   def select(new: Array, old: Array) -> Array:

@@ -18,7 +18,7 @@ from jaxkv._src.kv.pools import Memory
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.pools import pools_of
 
-# The size of the last axis of a TPU's tiles, in host memory too.
+# The size of the last axis of a TPU's tiles, in offload memory too.
 _LANES = 128
 # Bounds the temporary arrays of `write_pages`.
 _PAGES_AT_ONCE = 16
@@ -34,7 +34,7 @@ def arrays_of(kv: Pools) -> list[tuple[Array, int]]:
 
 
 def page_shape(array: Array, num_layers: int) -> tuple[int, ...]:
-  """Returns the shape of a page's contents in one array; see `HostMemory`."""
+  """Returns the shape of a page's contents in an array of `OffloadMemory`."""
   rows = array.shape[1] if array.ndim > 1 else 1
   size = num_layers * math.prod(array.shape[1:]) // rows
   lanes = _LANES if size % _LANES == 0 else size

@@ -120,7 +120,8 @@ def init(
     TypeError: see `jaxkv.rollout.init`.
     ValueError: see `jaxkv.rollout.init`; or the pools cannot be split, see
       `state_shardings`; `config.numerics` is "exact" with several devices along
-      `axes.model`, or with `axes.experts`; or `CacheConfig.host_pages` is set.
+      `axes.model`, or with `axes.experts`; or `CacheConfig.offload_pages` is
+      set.
   """
   if config.numerics == "exact" and (axes.num_parts > 1 or axes.experts):
     raise ValueError(
@@ -128,10 +129,11 @@ def init(
       'got "exact": the last bits of a sum would depend on the number of '
       "devices, or on the tokens of other shards; use `axes.data` alone."
     )
-  if cache.config.host_pages:
+  if cache.config.offload_pages:
     raise ValueError(
-      "`cache` must have no pages in host memory, got "
-      f"{cache.config.host_pages}: pages move to the host only without a mesh."
+      "`cache` must have no offloaded pages, got "
+      f"{cache.config.offload_pages}: pages are offloaded only "
+      "without a mesh."
     )
   requests = as_requests(requests, config)
   check_num_samples(requests, config)

@@ -8,9 +8,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkv._src.engine.state import RolloutState
-from jaxkv._src.kv.host_memory import HOST
-from jaxkv._src.kv.host_memory import HostMemory
 from jaxkv._src.kv.kv_pages import KVPages
+from jaxkv._src.kv.offload_memory import PINNED_HOST
+from jaxkv._src.kv.offload_memory import OffloadMemory
 from jaxkv._src.sharding.mesh_axes import MeshAxes
 
 
@@ -53,18 +53,18 @@ def state_shardings(state: RolloutState, *, axes: MeshAxes) -> RolloutState:
   check_shards(state.key, axes)
   places = tree_shardings(state, axes)
   memory = places.memory
-  if memory.host is not None:
-    # Pages in host memory have the same partition specs as pages in `kv`.
-    on_host: Any = tuple(
-      NamedSharding(axes.mesh, place.spec, memory_kind=HOST)
+  if memory.offload is not None:
+    # Offloaded pages have the same partition specs as pages in `kv`.
+    offloaded: Any = tuple(
+      NamedSharding(axes.mesh, place.spec, memory_kind=PINNED_HOST)
       for place in jax.tree.leaves(memory.kv)
     )
-    memory = dataclasses.replace(memory, host=HostMemory(pages=on_host))
+    memory = dataclasses.replace(memory, offload=OffloadMemory(pages=offloaded))
   return dataclasses.replace(places, memory=memory)
 
 
 def tree_shardings(tree: Any, axes: MeshAxes) -> Any:
-  """Implements `state_shardings` for any pytree, without host memory."""
+  """Implements `state_shardings` for any pytree, without offload memory."""
   by_shard = axes.by_shard()
   # The axes of `KVPages` after shards: pages, heads, tokens, elements.
   by_head = NamedSharding(axes.mesh, P(*by_shard.spec, None, axes.model))

@@ -46,7 +46,7 @@ def export(
   For a running sequence, all pages that it needs to continue are exported,
   including a partial last page and recurrent states. For a waiting or ended
   sequence, the pages of its cached prefix are exported, up to the first page in
-  host memory. Full pages stay cached here until they are evicted.
+  offload memory. Full pages stay cached here until they are evicted.
 
   Args:
     state: the rollout.
@@ -143,8 +143,8 @@ def _computed(
   runs = jnp.any(in_slot, axis=1)
   slot = jnp.argmax(in_slot, axis=1).astype(jnp.int32)
   slot = jnp.where(runs, slot, slots.no_slot)
-  # Without hits in host memory, whose pages `read_pages` cannot read.
-  on_device = dataclasses.replace(config, host_policy="never")
+  # Without hits in offload memory, whose pages `read_pages` cannot read.
+  on_device = dataclasses.replace(config, offload_policy="never")
   salts = queue.salts
   prefix = find_prefix(
     dataclasses.replace(cache, config=on_device),

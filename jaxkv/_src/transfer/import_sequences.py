@@ -215,7 +215,7 @@ def _with_pages(
   spare_cache, pages = _in_spare_slots(
     state, exported, is_wanted, slot < slots.no_slot
   )
-  # Evicted pages move to host memory before they are overwritten.
+  # Evicted pages move to offload memory before they are overwritten.
   memory = move_pages(dataclasses.replace(memory, cache=spare_cache))
   sources, pages = exported.page.reshape(-1), pages.reshape(-1)
   kv = write_pages(memory.kv, exported.contents, sources, pages)

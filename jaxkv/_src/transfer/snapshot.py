@@ -21,7 +21,7 @@ from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.extras import extra_package
-from jaxkv._src.kv.host_memory import HOST
+from jaxkv._src.kv.offload_memory import PINNED_HOST
 
 FORMAT = 1
 """The version of the snapshot format; `restore` reads no later version."""
@@ -192,7 +192,7 @@ def _settings(state: RolloutState, pages: bool) -> dict[str, str]:
     kind = str(leaf.dtype)
     # On a CPU, pools store bfloat16 and 8-bit floats as integers of that size.
     # Their number format is a static option.
-    if name.startswith((".memory.kv", ".memory.host")):
+    if name.startswith((".memory.kv", ".memory.offload")):
       kind = f"{8 * leaf.dtype.itemsize} bits "
     settings[name] = f"{kind}{[*leaf.shape]}"
   return settings
@@ -342,8 +342,8 @@ def _weighted_sum(array: Array) -> Array:
 def _restored(data: Array, leaf: Any, key_impl: str | None) -> Array:
   if key_impl is not None:
     return jax.random.wrap_key_data(data, impl=key_impl)
-  if _sharding(leaf).memory_kind == HOST:
-    # Orbax restores to host memory, but the array's type does not show this.
+  if _sharding(leaf).memory_kind == PINNED_HOST:
+    # Orbax restores to offload memory, but the array's type does not show this.
     return jax.device_put(np.asarray(data).view(leaf.dtype), _sharding(leaf))
   if data.dtype != leaf.dtype:
     data = jax.lax.bitcast_convert_type(data, leaf.dtype)

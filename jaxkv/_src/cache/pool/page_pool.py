@@ -21,9 +21,9 @@ from jaxkv._src.arrays.loops import Items
 from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool import free_queue
-from jaxkv._src.cache.pool import host_pages
+from jaxkv._src.cache.pool import offload_pages
 from jaxkv._src.cache.pool.free_queue import FreeQueue
-from jaxkv._src.cache.pool.host_pages import HostPages
+from jaxkv._src.cache.pool.offload_pages import OffloadPages
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix.prefix_index import PrefixIndex
 from jaxkv._src.cache.prefix.prefix_index import RemovedPages
@@ -49,7 +49,7 @@ class PoolState:
       pages; None unless `CacheConfig.track_new_pages`.  # bool[N]
     ages: release times and histograms of ages; None unless
       `CacheConfig.track_residency`.
-    host: the pages in host memory; None without `CacheConfig.host_pages`.
+    host: the offloaded pages; None without `CacheConfig.offload_pages`.
   """
 
   unhashed_first: bool = dataclasses.field(metadata={"static": True})
@@ -60,7 +60,7 @@ class PoolState:
   events: EventLog | None = None
   new: Array | None = None
   ages: PageAges | None = None
-  host: HostPages | None = None
+  offload: OffloadPages | None = None
 
 
 class Popped(NamedTuple):
@@ -98,7 +98,7 @@ def init(config: CacheConfig) -> PoolState:
     else None,
     new=jnp.zeros((pages,), bool) if config.track_new_pages else None,
     ages=telemetry.init_ages(pages) if config.track_residency else None,
-    host=host_pages.init(config) if config.host_pages else None,
+    offload=offload_pages.init(config) if config.offload_pages else None,
   )
 
 
@@ -115,13 +115,14 @@ def pop(
   Reads the first `window` entries of the queue. A call can pop fewer pages, for
   example if entries are stale. The caller then calls again. `without_loops`
   stops before the first page whose removal from the index needs a loop.
-  `restored` maps the ranks of popped pages to host pages to restore, int32[W].
+  `restored` maps the ranks of popped pages to offload pages to restore,
+  int32[W].
   """
-  index, host, keeps = pool.index, pool.host, None
-  if host is not None and index is not None:
+  index, offload, keeps = pool.index, pool.offload, None
+  if offload is not None and index is not None:
     keeps = functools.partial(
-      host_pages.must_stay,
-      host,
+      offload_pages.must_stay,
+      offload,
       index,
       first_number=pool.ref_count.shape[0],
       without_loops=without_loops,
@@ -132,7 +133,7 @@ def pop(
     pool.queue, num_pages, window=window, keeps=keeps
   )
   pages, rank, valid = popped
-  if host is not None:
+  if offload is not None:
     pool, removed = _exchange(
       pool,
       pages,
@@ -161,19 +162,20 @@ def pop(
 def restore(
   pool: PoolState, pages: Array, valid: Array
 ) -> tuple[PoolState, Array, Array]:
-  """Moves the contents of host pages to fresh device pages, in order.
+  """Moves the contents of offload pages to fresh device pages, in order.
 
   Args:
-    pool: the pool, with a free page for each valid host page.
-    pages: int32[X], host pages as numbered in their queue; repeats are allowed.
+    pool: the pool, with a free page for each valid offload page.
+    pages: int32[X], offload pages as numbered in their queue; repeats are
+      allowed.
     valid: bool[X].
 
   Returns:
     The pool; int32[X], the device page of each valid item; and int32[], the
     number of evicted pages. Each valid item gets one reference to its page.
   """
-  assert pool.host is not None
-  # Only the first item of each host page pops a device page.
+  assert pool.offload is not None
+  # Only the first item of each offload page pops a device page.
   lanes = jnp.arange(pages.shape[0], dtype=jnp.int32)
   first = indexing.first_equal(indexing.where_valid(valid, pages))
   is_first = valid & (first == lanes)
@@ -184,7 +186,7 @@ def restore(
     indexing.where_valid(is_first, rank - 1),
     values=pages,
   )
-  host = host_pages.to_front(pool.host, listed, lanes < total)
+  offload = offload_pages.to_front(pool.offload, listed, lanes < total)
 
   def trip(loop):
     done, evicted, pool, device_pages = loop
@@ -202,7 +204,7 @@ def restore(
   start = (
     sharding.zeros_like(total),
     sharding.zeros_like(total),
-    dataclasses.replace(pool, host=host),
+    dataclasses.replace(pool, offload=offload),
     sharding.zeros_like(listed),
   )
   _, evicted, pool, device_pages = lax.while_loop(
@@ -377,13 +379,13 @@ def clear(pool: PoolState, done: Array) -> PoolState:
 
 
 def end_epoch(pool: PoolState) -> PoolState:
-  """Excludes all pages published so far from saves to host memory."""
-  if pool.host is None or pool.index is None:
+  """Excludes all pages published so far from saves to offload memory."""
+  if pool.offload is None or pool.index is None:
     return pool
   # The sum makes a new buffer: leaves of a donated state must not share one.
   clock = pool.index.clock + jnp.uint32(0)
-  host = dataclasses.replace(pool.host, stale_before=clock)
-  return dataclasses.replace(pool, host=host)
+  offload = dataclasses.replace(pool.offload, stale_before=clock)
+  return dataclasses.replace(pool, offload=offload)
 
 
 def _most_pushes(pool: PoolState, num_references: Array) -> Array:
@@ -416,21 +418,21 @@ def _exchange(
   *,
   without_loops: bool,
 ) -> tuple[PoolState, RemovedPages]:
-  """Moves contents between popped device pages and host pages.
+  """Moves contents between popped device pages and offload pages.
 
   Returns:
     The pool, and the popped pages that were cached, saved or not.
   """
-  assert pool.host is not None
+  assert pool.offload is not None
   assert pool.index is not None
   evicted = prefix_index.entries_of(pool.index, pages, valid)
 
   def exchange(
-    loop: tuple[HostPages, PrefixIndex, EventLog | None],
-  ) -> tuple[HostPages, PrefixIndex, EventLog | None]:
-    host, index, log = loop
-    host, index, exchanged = host_pages.exchange(
-      host,
+    loop: tuple[OffloadPages, PrefixIndex, EventLog | None],
+  ) -> tuple[OffloadPages, PrefixIndex, EventLog | None]:
+    offload, index, log = loop
+    offload, index, exchanged = offload_pages.exchange(
+      offload,
       index,
       pages,
       evicted,
@@ -447,19 +449,19 @@ def _exchange(
       log = telemetry.move_groups(
         log, exchanged.sources, exchanged.targets, exchanged.moved
       )
-    return host, index, log
+    return offload, index, log
 
-  loop = pool.host, pool.index, pool.events
+  loop = pool.offload, pool.index, pool.events
   if restored is None:
     # Also if no cached page was popped because `must_stay` held them all. Then
-    # `exchange` removes stale entries of the host's queue, so that the next
-    # call finds host pages for them.
+    # `exchange` removes stale entries of the offload queue, so that the next
+    # call finds offload pages for them.
     window = prefix_index.entries_of(pool.index, pages, pages >= 0)
     loop = loops.if_needed(window.total > 0, exchange, loop)
   else:
     loop = exchange(loop)
-  host, index, log = loop
-  pool = dataclasses.replace(pool, host=host, index=index, events=log)
+  offload, index, log = loop
+  pool = dataclasses.replace(pool, offload=offload, index=index, events=log)
   return pool, evicted
 
 

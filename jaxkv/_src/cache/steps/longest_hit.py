@@ -111,7 +111,7 @@ def find_prefix(
     page_tokens = page_tokens.reshape(rows, columns, config.page_size)
     chain = hashed[1] if hashed else hashing.row_keys(secret, root, page_tokens)
     pages = _look_up(config, secret, index, chain, page_tokens)
-    if config.host_pages and config.max_restored_pages < config.num_groups:
+    if config.offload_pages and config.max_restored_pages < config.num_groups:
       pages = worth_restoring(config, pages)
     num_hashed = (possible + 1) // config.page_size * config.page_size
     num_cached, longest = agree(config, pages > 0, possible, num_hashed)
@@ -186,16 +186,16 @@ def _look_up(
 
 
 def worth_restoring(config: CacheConfig, pages: Array) -> Array:
-  """Replaces hits in host memory by 0 if they are not worth restoring.
+  """Replaces hits in offload memory by 0 if they are not worth restoring.
 
   Uses no device for a NumPy array, which `jaxkv.host` passes.
 
   Args:
-    config: the cache's groups and `host_policy`.
+    config: the cache's groups and `offload_policy`.
     pages: int32[R, G, P].
   """
-  on_host = pages > config.num_pages
-  count = on_host.astype(np.int32)
+  is_offloaded = pages > config.num_pages
+  count = is_offloaded.astype(np.int32)
   # If all groups have the same page size, a column has the same tokens in each
   # group. Then the pages of a column are restored together in all groups that
   # need every page of a prefix. All other pages are judged one by one.
@@ -205,7 +205,7 @@ def worth_restoring(config: CacheConfig, pages: Array) -> Array:
     total = (mask.astype(np.int32) * count).sum(axis=1, keepdims=True)
     count = elementwise.where(mask, total, count)
   is_worth = count <= config.max_restored_pages
-  return elementwise.where(on_host & ~is_worth, 0, pages)
+  return elementwise.where(is_offloaded & ~is_worth, 0, pages)
 
 
 class _Kind(NamedTuple):

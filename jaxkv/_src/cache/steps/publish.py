@@ -250,9 +250,9 @@ def roll_back(
   # The keys must be read before the index changes. Without this dependency, XLA
   # would copy the index.
   last = loops.read_before(jnp.max(key >> 1).astype(jnp.int32), last)
-  if state.pool.host is not None:
-    # With host pages, a later move writes to `index.tokens`. So the tokens must
-    # also be read before the index changes.
+  if state.pool.offload is not None:
+    # With offload pages, a later move writes to `index.tokens`. So the tokens
+    # must also be read before the index changes.
     last = loops.read_before(jnp.max(tail & jnp.int32(2**31 - 1)), last)
   pool, _ = page_pool.unpublish(
     state.pool, last.reshape(-1), (reopened & served[:, None]).reshape(-1)

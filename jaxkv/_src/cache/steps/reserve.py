@@ -115,7 +115,7 @@ def reserve(
   # of one row could evict the hit of another row.
   if hits is not None and hits.shape[-1] > 0:
     pages = hits
-    if state.pool.host is not None:
+    if state.pool.offload is not None:
       inside = _attached(plan, hits)
       state, pages = hold_hits(state, hits, inside & served[:, None, None])
     state = attach(
@@ -124,7 +124,7 @@ def reserve(
       plan,
       served,
       lambda _, row, group, column: indexing.take(pages, row, group, column),
-      holds=state.pool.host is None,
+      holds=state.pool.offload is None,
     )
   if pops:
     return take(state, rows, plan, served), code
@@ -200,7 +200,7 @@ def grant(
   """Returns `code` with OUT_OF_PAGES for the rows that do not fit.
 
   A row costs one free page for each page that it pops, each hit that it removes
-  from the free queue, and each hit in host memory. A hit costs nothing if an
+  from the free queue, and each hit in offload memory. A hit costs nothing if an
   earlier row of the call also attaches it.
   """
   chex.assert_equal_shape([code, plan.begins])
@@ -272,11 +272,11 @@ def pages_in_column(
 def hold_hits(
   state: CacheState, hits: Array, mask: Array
 ) -> tuple[CacheState, Array]:
-  """Adds a reference for each hit in `mask`; restores those in host memory.
+  """Adds a reference for each hit in `mask`; restores those in offload memory.
 
   Args:
-    state: a cache with host pages, and with a free page for each hit in `mask`
-      that is in host memory.
+    state: a cache with offload pages, and with a free page for each hit in
+      `mask` that is in offload memory.
     hits: int32[R, G, P].
     mask: bool[R, G, P], the hits to hold.
 
@@ -291,22 +291,22 @@ def hold_hits(
     loop: tuple[PoolState, Array, Array],
   ) -> tuple[PoolState, Array, Array]:
     pool, pages, _ = loop
-    on_host = is_held & (pages > first_number)
+    is_offloaded = is_held & (pages > first_number)
     # Hits on the device are held first, so that restoring does not evict them.
-    pool = page_pool.hold(pool, pages, is_held & ~on_host)
+    pool = page_pool.hold(pool, pages, is_held & ~is_offloaded)
 
     def restore(
       loop: tuple[PoolState, Array, Array],
     ) -> tuple[PoolState, Array, Array]:
       pool, pages, _ = loop
       pool, restored, evicted = page_pool.restore(
-        pool, pages - first_number, on_host
+        pool, pages - first_number, is_offloaded
       )
-      return pool, jnp.where(on_host, restored, pages), evicted
+      return pool, jnp.where(is_offloaded, restored, pages), evicted
 
     loop = pool, pages, sharding.zeros_like(pages[0])
     with jax.named_scope("rare/restore"):
-      return loops.at_most_once(jnp.any(on_host), restore, loop)
+      return loops.at_most_once(jnp.any(is_offloaded), restore, loop)
 
   pages = hits.reshape(-1)
   loop = state.pool, pages, sharding.zeros_like(pages[0])
@@ -320,11 +320,11 @@ def hold_hits(
 def free_hits(state: CacheState, plan: Reservation, hits: Array) -> Array:
   """Returns bool[R, G, P]: True for the hits that cost a free page.
 
-  These are the attached hits that are in the free queue or in host memory.
+  These are the attached hits that are in the free queue or in offload memory.
   """
   attached = _attached(plan, hits)
   costs = page_pool.is_free(state.pool, hits)
-  if state.pool.host is not None:
+  if state.pool.offload is not None:
     costs |= hits > state.config.num_pages
   return attached & costs
 

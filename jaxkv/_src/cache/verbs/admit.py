@@ -33,7 +33,7 @@ class Matched:
   Attributes:
     num_cached_tokens: tokens of the longest cached prefix.  # int32[R]
     pages: the cached page of each column; NO_PAGE past the end of the prefix,
-      and in columns that a group does not need. Host page h has the number
+      and in columns that a group does not need. Offload page h has the number
       NO_PAGE + 1 + h.  # int32[R, G, P]
   """
 
@@ -114,7 +114,7 @@ def admit(
   """Starts sequences in empty slots, each after its longest cached prefix.
 
   Attaches the pages of the prefix, which are shared and not copied, and
-  allocates pages for the other tokens. Each hit in host memory returns to a
+  allocates pages for the other tokens. Each hit in offload memory returns to a
   free page of the device. `length` becomes the number of cached tokens. The
   caller computes the K/V of the other tokens and commits them.
 

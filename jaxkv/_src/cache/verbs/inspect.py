@@ -36,14 +36,14 @@ def stats(state: CacheState) -> Stats:
     >>> int(jaxkv.stats(state).evicted_pages)
     0
   """
-  counters, host = state.stats, state.pool.host
-  if host is not None:
+  counters, offload = state.stats, state.pool.offload
+  if offload is not None:
     counters = dataclasses.replace(
       counters,
-      saved_pages=host.num_saved,
-      restored_pages=host.num_restored,
-      forgotten_pages=host.num_forgotten,
-      dropped_pages=host.num_dropped,
+      saved_pages=offload.num_saved,
+      restored_pages=offload.num_restored,
+      forgotten_pages=offload.num_forgotten,
+      dropped_pages=offload.num_dropped,
     )
   return _copied(counters)
 
@@ -53,7 +53,7 @@ def residency(state: CacheState) -> Residency:
   """Returns the ages of evicted pages; subtract two readings for an interval.
 
   Counts a cached page when it is popped from the free queue. Does not count a
-  page in host memory that is overwritten, or a page that `evict`, `truncate` or
+  offloaded page that is overwritten, or a page that `evict`, `truncate` or
   `reset_prefix_cache` removes from the index.
 
   Args:
@@ -163,7 +163,7 @@ def cached_pages(state: CacheState) -> list[int]:
     state: the cache.
 
   Returns:
-    Page numbers; host page h has the number `num_pages + 1 + h`.
+    Page numbers; offload page h has the number `num_pages + 1 + h`.
 
   Examples:
     >>> import jaxkv
@@ -216,7 +216,7 @@ def take_new_pages(state: CacheState) -> tuple[CacheState, Array]:
 
   If layers require zeroed pages, as recurrent layers do, first make the moves
   that verbs returned. Then zero the returned pages, except the destinations of
-  `Copies`, before the next step. Pages restored from host memory are not
+  `Copies`, before the next step. Pages restored from offload memory are not
   returned. The cost grows with the pool.
 
   Args:

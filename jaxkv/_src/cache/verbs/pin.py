@@ -48,7 +48,7 @@ def touch(
   """Adds one reference (a pin) to each given page.
 
   A free page that is cached leaves the free queue, so it cannot be evicted.
-  `unpin` removes the reference. To pin pages in host memory, use `pin`.
+  `unpin` removes the reference. To pin offloaded pages, use `pin`.
 
   Args:
     state: the cache.
@@ -90,7 +90,7 @@ def pin(
 ) -> tuple[CacheState, Pinned]:
   """Pins the cached prefixes of sequences, so that they cannot be evicted.
 
-  Combines `match` and `touch`. Hits in host memory return to the device. To
+  Combines `match` and `touch`. Hits in offload memory return to the device. To
   keep a system prompt cached, commit a sequence that begins with this prompt,
   then pin the prompt.
 
@@ -105,7 +105,7 @@ def pin(
   Returns:
     The cache, and per row OK, SKIPPED, BAD_LENGTH, NOT_CACHED (no prefix
     of at most `length - 1` tokens is cached) or OUT_OF_PAGES (too few pages are
-    free for hits in host memory). `unpin(state, out.pages)` releases the
+    free for hits in offload memory). `unpin(state, out.pages)` releases the
     prefix.
 
   Examples:
@@ -129,7 +129,7 @@ def pin(
   )
   pages = prefix.attached_pages(config, tokens.shape[1] // config.page_size)
   num_cached_tokens = prefix.num_cached_tokens
-  if state.pool.host is None:
+  if state.pool.offload is None:
     flat_pages = pages.reshape(-1)
     pool = _hold(state.pool, flat_pages, flat_pages < config.no_page)
   else:
@@ -223,7 +223,7 @@ def evict(
 
   Args:
     state: the cache.
-    pages: int32[...], cached pages on the device or in host memory, with the
+    pages: int32[...], cached pages on the device or in offload memory, with the
       numbers of `Matched.pages`. NO_PAGE is ignored.
     mask: bool[...], the pages to process; None for all.
 

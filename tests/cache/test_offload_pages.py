@@ -25,13 +25,13 @@ def _conversations():
   return prompts, np.asarray([length for _, length in turns], np.int32)
 
 
-def _sizes(num_pages, host_pages=0):
+def _sizes(num_pages, offload_pages=0):
   return jaxkv.CacheConfig(
     num_pages=num_pages,
     page_size=2,
     num_slots=1,
     pages_per_slot=8,
-    host_pages=host_pages,
+    offload_pages=offload_pages,
   )
 
 
@@ -72,9 +72,9 @@ def _serve(config, change=lambda moves: moves):
 @pytest.mark.parametrize("split", [(12, 40), (26, 26), (44, 8)])
 def test_hits_equal_those_of_one_pool(split):
   """Integer for integer, with conversations that grow and return."""
-  num_pages, host_pages = split
-  expected, _ = _serve(_sizes(1 + num_pages + host_pages))
-  hits, stats = _serve(_sizes(1 + num_pages, host_pages))
+  num_pages, offload_pages = split
+  expected, _ = _serve(_sizes(1 + num_pages + offload_pages))
+  hits, stats = _serve(_sizes(1 + num_pages, offload_pages))
   assert hits == expected
   assert int(stats.restored_pages) > 20
   assert int(stats.forgotten_pages) > 20
@@ -89,7 +89,7 @@ def test_events_follow_contents_through_both_memories():
     page_size=2,
     num_slots=1,
     pages_per_slot=8,
-    host_pages=28,
+    offload_pages=28,
     event_log=500,
     groups=(jaxkv.FullAttention(), jaxkv.FullAttention()),
   )
@@ -116,7 +116,7 @@ def test_events_follow_contents_through_both_memories():
 @pytest.mark.slow
 def test_a_stale_page_is_not_saved():
   config = jaxkv.CacheConfig(
-    num_pages=4, page_size=2, num_slots=1, pages_per_slot=4, host_pages=4
+    num_pages=4, page_size=2, num_slots=1, pages_per_slot=4, offload_pages=4
   )
   state = jaxkv.init(config)
   state, _ = jaxkv.allocate(state, [6])
@@ -133,14 +133,14 @@ def test_a_stale_page_is_not_saved():
 
 @pytest.mark.slow
 def test_stale_entries_longer_than_a_window():
-  """A hit leaves 300 of them in the host's queue, and one call reads 128."""
+  """A hit leaves 300 of them in the offload queue, and one call reads 128."""
   size = 300
   config = jaxkv.CacheConfig(
     num_pages=1 + size,
     page_size=1,
     num_slots=1,
     pages_per_slot=size,
-    host_pages=size + 100,
+    offload_pages=size + 100,
   )
   state, hits = jaxkv.init(config), []
   first, second, third = np.arange(3 * size).reshape(3, 1, size)
@@ -154,14 +154,14 @@ def test_stale_entries_longer_than_a_window():
   stats = jaxkv.stats(state)
   assert int(stats.saved_pages) == 3 * size
   # Of these pages, one prompt returned, and as many are left as fit.
-  assert int(stats.forgotten_pages) == 3 * size - hits[2] - config.host_pages
+  assert int(stats.forgotten_pages) == 3 * size - hits[2] - config.offload_pages
   jaxkv.check(state)
 
 
 @pytest.mark.slow
 def test_pin_needs_free_pages_for_hits_on_the_host():
   config = jaxkv.CacheConfig(
-    num_pages=4, page_size=2, num_slots=2, pages_per_slot=4, host_pages=4
+    num_pages=4, page_size=2, num_slots=2, pages_per_slot=4, offload_pages=4
   )
   state = jaxkv.init(config)
   state, _ = jaxkv.allocate(state, [3, 0])
@@ -220,7 +220,7 @@ def test_a_restored_page_is_not_new():
     page_size=2,
     num_slots=2,
     pages_per_slot=8,
-    host_pages=4,
+    offload_pages=4,
     track_new_pages=True,
   )
   state = jaxkv.init(config)

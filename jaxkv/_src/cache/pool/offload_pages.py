@@ -1,14 +1,15 @@
-"""Pages in host memory, to which the device evicts cached pages.
+"""Offloaded pages, to which the device evicts cached pages.
 
-A cached page is either on the device or on the host. If the device evicts a
-page, the page's contents overwrite the first page of the host's queue, and this
-host page goes to the back. A hit in host memory returns to a free device page,
-and its host page goes to the front of the host's queue, where the next saved
-page overwrites it. Often the saved page was evicted for the hit, so the two
-contents exchange places. Both queues together keep cached pages in LRU order.
+A cached page is either on the device or offloaded. If the device evicts a page,
+the page's contents overwrite the first page of the offload queue, and this
+offload page goes to the back. An offloaded hit returns to a free device page,
+and its offload page goes to the front of the offload queue, where the next
+saved page overwrites it. Often the saved page was evicted for the hit, so the
+two contents exchange places. Both queues together keep cached pages in LRU
+order.
 
-Host page h, 0 .. N2 - 1, has the number N + 1 + h in the index. In the host's
-queue it has the number 1 + h, because 0 is not a page there.
+Offload page h, 0 .. N2 - 1, has the number N + 1 + h in the index. In the
+host's queue it has the number 1 + h, because 0 is not a page there.
 """
 
 import dataclasses
@@ -35,18 +36,18 @@ from jaxkv._src.cache.prefix.prefix_index import RemovedPages
 class Moves:
   """Moves of page contents between device and host, in order.
 
-  Each move saves device page `page` to host page `saved_to`, and then restores
-  to `page` the content that host page `restored_from` had before the move. The
-  two host pages can be equal. A verb returns X = N entries.
+  Each move saves device page `page` to offload page `saved_to`, and then
+  restores to `page` the content that offload page `restored_from` had before
+  the move. The two offload pages can be equal. A verb returns X = N entries.
 
   Attributes:
     page: the device page of each move.  # int32[X]
-    saved_to: the host page that gets the content of `page`, or NONE.
+    saved_to: the offload page that gets the content of `page`, or NONE.
       # int32[X]
-    restored_from: the host page whose content `page` gets, or NONE.
+    restored_from: the offload page whose content `page` gets, or NONE.
       # int32[X]
     count: the number of moves; later entries are ignored.  # int32[]
-    NONE: the sentinel for no host page.
+    NONE: the sentinel for no offload page.
   """
 
   NONE: ClassVar[int] = indexing.NOWHERE
@@ -59,19 +60,19 @@ class Moves:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HostPages:
-  """The pages in host memory, with counters modulo 2**32.
+class OffloadPages:
+  """The offloaded pages, with counters modulo 2**32.
 
   Attributes:
-    saves: True if evicted pages are saved; False if `CacheConfig.host_policy`
-      restores no page.
-    queue: all host pages, in the order in which they will be overwritten.
+    saves: True if evicted pages are saved; False if
+      `CacheConfig.offload_policy` restores no page.
+    queue: all offload pages, in the order in which they will be overwritten.
     moves: the moves of the last call of a verb.
     stale_before: the clock of the prefix index at the last `new_epoch`. Pages
       published before this time are not saved.  # uint32[]
     num_saved: pages saved since `init`.  # uint32[]
     num_restored: pages restored since `init`.  # uint32[]
-    num_forgotten: cached host pages overwritten since `init`.  # uint32[]
+    num_forgotten: cached offload pages overwritten since `init`.  # uint32[]
     num_dropped: cached pages evicted, but not saved, since `init`.  # uint32[]
   """
 
@@ -89,8 +90,8 @@ class Exchanged(NamedTuple):
   """The pages that `exchange` changed.
 
   Attributes:
-    removed: the pages that left the index: cached host pages that saved pages
-      overwrote, and cached device pages that were popped and not saved.
+    removed: the pages that left the index: cached offload pages that saved
+      pages overwrote, and cached device pages that were popped and not saved.
     numbers: int32[2 W], the page number of each item of `removed`.
     sources: int32[X], the numbers of pages whose contents moved.
     targets: int32[X], the numbers of the pages to which the contents moved.
@@ -104,13 +105,13 @@ class Exchanged(NamedTuple):
   moved: Array
 
 
-def init(config: CacheConfig) -> HostPages:
-  """Returns empty host pages."""
+def init(config: CacheConfig) -> OffloadPages:
+  """Returns empty offload pages."""
   zeros = [jnp.zeros((), jnp.uint32) for _ in range(5)]
   stale_before, num_saved, num_restored, num_forgotten, num_dropped = zeros
-  return HostPages(
+  return OffloadPages(
     saves=config.max_restored_pages > 0,
-    queue=free_queue.init(config.host_pages + 1),
+    queue=free_queue.init(config.offload_pages + 1),
     moves=Moves(
       page=jnp.zeros((config.num_pages,), jnp.int32),
       saved_to=jnp.zeros((config.num_pages,), jnp.int32),
@@ -125,16 +126,16 @@ def init(config: CacheConfig) -> HostPages:
   )
 
 
-def without_moves(host: HostPages) -> HostPages:
+def without_moves(offload: OffloadPages) -> OffloadPages:
   """Forgets the moves of earlier calls."""
   moves = dataclasses.replace(
-    host.moves, count=sharding.zeros_like(host.moves.count)
+    offload.moves, count=sharding.zeros_like(offload.moves.count)
   )
-  return dataclasses.replace(host, moves=moves)
+  return dataclasses.replace(offload, moves=moves)
 
 
 def must_stay(
-  host: HostPages,
+  offload: OffloadPages,
   index: PrefixIndex,
   pages: Array,
   *,
@@ -144,13 +145,13 @@ def must_stay(
   """Marks the pages that must stay in the device's queue.
 
   A call can save at most one page for each live entry among the first W entries
-  of the host's queue. Pages that exceed this limit must stay.
+  of the offload queue. Pages that exceed this limit must stay.
 
   Args:
-    host: the host pages.
+    offload: the offload pages.
     index: the prefix index.
     pages: int32[W], the pages at the front of the device's queue.
-    first_number: page q of the host's queue has the number `first_number` + q.
+    first_number: page q of the offload queue has the number `first_number` + q.
     without_loops: True to stop before a page whose removal needs a loop, see
       `prefix_index.remove`.
 
@@ -161,10 +162,10 @@ def must_stay(
 
   def cached_that_stay(stays: Array) -> Array:
     lanes = jnp.arange(pages.shape[0], dtype=jnp.int32)
-    targets, live = free_queue.entries_at(host.queue, lanes)
-    saved = entries.valid & _are_saved(host, index, entries.stamps)
+    targets, live = free_queue.entries_at(offload.queue, lanes)
+    saved = entries.valid & _are_saved(offload, index, entries.stamps)
     if without_loops:
-      # The count ends before the first host page whose removal needs a loop.
+      # The count ends before the first offload page whose removal needs a loop.
       passed = live & prefix_index.has_passed(index, first_number + targets)
       live &= loops.cumulative_sum(passed) == 0
     num_targets = jnp.sum(live, dtype=jnp.int32)
@@ -178,7 +179,7 @@ def must_stay(
 
 
 def exchange(
-  host: HostPages,
+  offload: OffloadPages,
   index: PrefixIndex,
   pages: Array,
   evicted: RemovedPages,
@@ -187,23 +188,23 @@ def exchange(
   first_number: int,
   restored: Array | None = None,
   without_loops: bool = False,
-) -> tuple[HostPages, PrefixIndex, Exchanged]:
-  """Saves the contents of popped device pages, then restores host pages there.
+) -> tuple[OffloadPages, PrefixIndex, Exchanged]:
+  """Saves contents of popped device pages, then restores offload pages there.
 
   Args:
-    host: the host pages.
+    offload: the offload pages.
     index: the prefix index.
     pages: int32[W].
     evicted: the entries of the popped pages that are cached.
     valid: bool[W], the popped pages, all before the first page that must stay.
-    first_number: page q of the host's queue has the number `first_number` + q.
-    restored: int32[W], the host page to restore to each page, by its number in
-      the host's queue; 0 for none. None to restore no page at all.
+    first_number: page q of the offload queue has the number `first_number` + q.
+    restored: int32[W], the offload page to restore to each page, by its number
+      in the offload queue; 0 for none. None to restore no page at all.
     without_loops: see `must_stay`.
   """
   # The entries of saved and restored pages are read together and then written
   # together. XLA would copy the index if a write came before a read.
-  saved = evicted.valid & _are_saved(host, index, evicted.stamps)
+  saved = evicted.valid & _are_saved(offload, index, evicted.stamps)
   sources, moved = pages, saved
   if restored is None:
     restored = sharding.zeros_like(pages)
@@ -212,7 +213,7 @@ def exchange(
     moved = jnp.concatenate([saved, valid & (restored > 0)])
   index, moving = prefix_index.lift(index, sources, moved)
   num_saved = jnp.sum(saved, dtype=jnp.int32)
-  queue, front = free_queue.pop(host.queue, num_saved, window=pages.shape[0])
+  queue, front = free_queue.pop(offload.queue, num_saved, window=pages.shape[0])
   numbers = jnp.concatenate([first_number + front.pages, pages])
   index, removed = prefix_index.remove(
     index,
@@ -220,7 +221,7 @@ def exchange(
     jnp.concatenate([front.valid, valid & ~saved]),
     without_loops=without_loops,
   )
-  # The n-th saved page overwrites the n-th popped host page.
+  # The n-th saved page overwrites the n-th popped offload page.
   saved_to = indexing.put(
     jnp.zeros_like(pages),
     indexing.where_valid(front.valid, front.rank),
@@ -240,46 +241,49 @@ def exchange(
   )
   num_restored = jnp.sum(valid & (restored > 0), dtype=jnp.uint32)
   num_forgotten = removed.valid[: pages.shape[0]]
-  host = dataclasses.replace(
-    host,
+  offload = dataclasses.replace(
+    offload,
     queue=queue,
-    moves=_appended(host.moves, pages, valid, target, restored),
-    num_saved=host.num_saved + num_saved.astype(jnp.uint32),
-    num_restored=host.num_restored + num_restored,
-    num_forgotten=host.num_forgotten + jnp.sum(num_forgotten, dtype=jnp.uint32),
-    num_dropped=host.num_dropped
+    moves=_appended(offload.moves, pages, valid, target, restored),
+    num_saved=offload.num_saved + num_saved.astype(jnp.uint32),
+    num_restored=offload.num_restored + num_restored,
+    num_forgotten=offload.num_forgotten
+    + jnp.sum(num_forgotten, dtype=jnp.uint32),
+    num_dropped=offload.num_dropped
     + (evicted.total - num_saved).astype(jnp.uint32),
   )
   return (
-    host,
+    offload,
     index,
     Exchanged(removed, numbers, sources=sources, targets=targets, moved=moved),
   )
 
 
-def to_front(host: HostPages, pages: Array, valid: Array) -> HostPages:
-  """Moves valid host pages, int32[X], all distinct, to the queue's front.
+def to_front(offload: OffloadPages, pages: Array, valid: Array) -> OffloadPages:
+  """Moves valid offload pages, int32[X], all distinct, to the queue's front.
 
   The first valid page becomes the first in the queue.
   """
   rank = loops.cumulative_sum(valid)
   # The pages are removed first, because `push` counts them as new entries.
-  queue, _ = free_queue.remove(host.queue, pages, valid)
+  queue, _ = free_queue.remove(offload.queue, pages, valid)
   queue = free_queue.reserve(queue, rank[-1])
   queue = free_queue.push(
     queue, pages, sharding.zeros_like(valid), valid, turn=rank[-1] - rank
   )
-  return dataclasses.replace(host, queue=queue)
+  return dataclasses.replace(offload, queue=queue)
 
 
-def _are_saved(host: HostPages, index: PrefixIndex, stamps: Array) -> Array:
+def _are_saved(
+  offload: OffloadPages, index: PrefixIndex, stamps: Array
+) -> Array:
   """Returns bool[W]: True for cached pages to save, by their stamps.
 
   Pages published before the last `new_epoch` are not saved.
   """
-  if not host.saves:
+  if not offload.saves:
     return jnp.zeros(stamps.shape, bool)
-  return index.clock - stamps <= index.clock - host.stale_before
+  return index.clock - stamps <= index.clock - offload.stale_before
 
 
 def _appended(

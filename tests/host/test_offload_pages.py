@@ -1,4 +1,4 @@
-"""A manager with pages in host memory, and the moves that it asks for.
+"""A manager with offloaded pages, and the moves that it asks for.
 
 `test_conformance` and `test_bridge` compare its moves and queues with those of
 the reference model and of the device.
@@ -22,8 +22,8 @@ NONE = jaxkv.results.Moves.NONE
 
 
 def manager(**options):
-  """Makes a manager of one group with 6 usable pages, and 8 in host memory."""
-  options = {"host_pages": 8, "key": KEY, **options}
+  """Makes a manager of one group with 6 usable pages and 8 offload pages."""
+  options = {"offload_pages": 8, "key": KEY, **options}
   return CacheManager(7, [FULL], LONGEST, **options)
 
 
@@ -56,7 +56,7 @@ def test_contents_follow_the_moves():
   cache = manager(track_new_pages=True)
   kv = jaxkv.kv.init(cache.config, num_layers=1, num_kv_heads=1, head_dim=4)
   kv = jax.tree.map(lambda pool: pool.astype("uint16"), kv)
-  host = jaxkv.kv.init_host(kv, cache.config)
+  offload = jaxkv.kv.init_offload(kv, cache.config)
   move = jax.jit(jaxkv.kv.move, donate_argnums=(0, 1))
 
   @jax.jit
@@ -71,7 +71,7 @@ def test_contents_follow_the_moves():
     one = request(str(turn), range(first, first + 10))
     hit, _ = admit(cache, one)
     moves = cache.take_moves()
-    kv, host = move(kv, host, moves)
+    kv, offload = move(kv, offload, moves)
     pages = cache.get_page_ids(one.request_id)[0]
     restored += int(np.sum(moves.restored_from[: moves.count] != NONE))
     new = cache.take_new_page_ids()
@@ -85,7 +85,7 @@ def test_contents_follow_the_moves():
 
 
 def test_events_tell_what_neither_memory_has():
-  cache = manager(host_pages=1, num_events=64)
+  cache = manager(offload_pages=1, num_events=64)
   for name, first in (("a", 0), ("b", 100), ("c", 200)):
     serve(cache, name, first)
   removed = [
@@ -99,7 +99,7 @@ def test_events_tell_what_neither_memory_has():
   assert removed == [8] * statistics.forgotten
 
 
-def test_evict_and_reset_reach_host_memory():
+def test_evict_and_reset_reach_offload_memory():
   cache = manager()
   for name, first in (("a", 0), ("b", 100), ("c", 200)):
     serve(cache, name, first)
@@ -112,7 +112,7 @@ def test_evict_and_reset_reach_host_memory():
 
 
 def test_a_policy_of_never_moves_nothing():
-  cache = manager(host_policy="never")
+  cache = manager(offload_policy="never")
   for name, first in (("a", 0), ("b", 100), ("c", 200)):
     serve(cache, name, first)
   assert move_rows(cache.take_moves()) == []
@@ -141,15 +141,15 @@ def test_a_loop_goes_on_with_both_memories():
   assert move_rows(cache.take_moves()) == []
 
 
-def test_moves_need_host_pages():
+def test_moves_need_offload_pages():
   cache = CacheManager(7, [FULL], LONGEST)
-  with pytest.raises(ValueError, match="host_pages"):
+  with pytest.raises(ValueError, match="offload_pages"):
     cache.take_moves()
 
 
 def test_more_moves_than_pages():
   """The arrays grow by whole pools, so that few shapes are compiled."""
-  cache = manager(host_pages=30)
+  cache = manager(offload_pages=30)
   for turn in range(8):
     serve(cache, str(turn), 100 * turn)
   moves = cache.take_moves()

@@ -1,18 +1,18 @@
-"""The policy by which pages return from host memory."""
+"""The policy by which pages return from offload memory."""
 
 import dataclasses
 import math
 
 
 @dataclasses.dataclass(frozen=True)
-class HostPolicy:
-  """The speeds that decide whether pages return from host memory.
+class OffloadPolicy:
+  """The speeds that decide whether pages return from offload memory.
 
-  A page returns from host memory only if the copy takes less time than
+  A page returns from offload memory only if the copy takes less time than
   computing its tokens again. `python -m jaxkv doctor` estimates both speeds.
 
   Attributes:
-    bytes_per_second: the speed of copies from host memory to the device.
+    bytes_per_second: the speed of copies from offload memory to the device.
     tokens_per_second: the speed at which the model processes prompts.
 
   Raises:
@@ -23,7 +23,7 @@ class HostPolicy:
     A token of Llama-3-8B has 131,072 bytes of K/V. A TPU v6e processes 22,900
     tokens per second, and moves 16.4 GB, or 125,000 tokens, per second:
 
-    >>> HostPolicy(16.4e9, 22_900).restores(131_072)
+    >>> OffloadPolicy(16.4e9, 22_900).restores(131_072)
     True
   """
 
@@ -35,12 +35,13 @@ class HostPolicy:
       value = getattr(self, field.name)
       if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(
-          f"`HostPolicy.{field.name}` must be a number, got {value!r} of type "
-          f"{type(value).__name__}."
+          f"`OffloadPolicy.{field.name}` must be a number, got {value!r} of "
+          f"type {type(value).__name__}."
         )
       if not 0 < value < math.inf:
         raise ValueError(
-          f"`HostPolicy.{field.name}` must be finite and above 0, got {value}."
+          f"`OffloadPolicy.{field.name}` must be finite and above 0, got "
+          f"{value}."
         )
 
   def restores(self, bytes_per_token: float) -> bool:

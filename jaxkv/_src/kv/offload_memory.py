@@ -1,6 +1,6 @@
-"""Pages of the K/V memory in host memory, and moves between host and device.
+"""Pages of the K/V memory in offload memory, and moves between host and device.
 
-The pages in host memory are page-major: all layers of a page are contiguous, so
+The offloaded pages are page-major: all layers of a page are contiguous, so
 that one transfer moves a page. On the device, the layers of a page are apart.
 """
 
@@ -23,7 +23,7 @@ from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
 from jaxkv._src.arrays.indexing import NOWHERE
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.pool.host_pages import Moves
+from jaxkv._src.cache.pool.offload_pages import Moves
 from jaxkv._src.kv.kv_pages import check_config
 from jaxkv._src.kv.page_contents import arrays_of
 from jaxkv._src.kv.page_contents import gathered
@@ -32,90 +32,91 @@ from jaxkv._src.kv.page_contents import scattered
 from jaxkv._src.kv.pools import Memory
 from jaxkv._src.kv.pools import Pools
 
-HOST = "pinned_host"
+PINNED_HOST = "pinned_host"
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HostMemory:
-  """Pages in host memory; see `init_host`.
+class OffloadMemory:
+  """Offloaded pages; see `init_offload`.
 
   Attributes:
     pages: one array for each array of the pools on the device. N2 is
-      `CacheConfig.host_pages`, K is the size of the device array's second axis,
-      such as heads, and a page has K * Y elements in all layers. If 128 does
-      not divide Y, the last two axes are [1, Y].
+      `CacheConfig.offload_pages`, K is the size of the device array's second
+      axis, such as heads, and a page has K * Y elements in all layers. If 128
+      does not divide Y, the last two axes are [1, Y].
       # storage dtype[N2, K, Y // 128, 128]
   """
 
   pages: tuple[Array, ...]
 
 
-def init_host(kv: Pools, config: CacheConfig) -> HostMemory:
-  """Makes pages of zeros in host memory, to which pages of `kv` can move.
+def init_offload(kv: Pools, config: CacheConfig) -> OffloadMemory:
+  """Makes pages of zeros in offload memory, to which pages of `kv` can move.
 
   Args:
     kv: the pages on the device, of one pool or of a tuple of pools. If they are
-      sharded by heads, the pages in host memory are sharded in the same way.
-    config: the configuration of the cache, with `host_pages` above 0.
+      sharded by heads, the offloaded pages are sharded in the same way.
+    config: the configuration of the cache, with `offload_pages` above 0.
 
   Returns:
-    `config.host_pages` pages in the memory `pinned_host`.
+    `config.offload_pages` pages in the memory `pinned_host`.
 
   Raises:
-    ValueError: `config` has no host pages, or the platform has no memory
+    ValueError: `config` has no offload pages, or the platform has no memory
       `pinned_host`.
 
   Examples:
     >>> import jaxkv
     >>> config = jaxkv.CacheConfig(
-    ...   num_pages=8, page_size=4, num_slots=2, pages_per_slot=4, host_pages=32
+    ...   num_pages=8, page_size=4, num_slots=2, pages_per_slot=4,
+    offload_pages=32
     ... )
     >>> kv = jaxkv.kv.init(config, num_layers=2, num_kv_heads=2, head_dim=16)
-    >>> host = init_host(kv, config)
+    >>> offload = init_offload(kv, config)
     >>> host.pages[0].shape, host.pages[0].sharding.memory_kind
     ((32, 2, 1, 128), 'pinned_host')
   """
   check_config(config)
-  if not config.host_pages:
+  if not config.offload_pages:
     raise ValueError(
-      "`config` must have pages in host memory, got host_pages=0; make it with "
-      "CacheConfig(host_pages=...)."
+      "`config` must have offloaded pages, got offload_pages=0; make it with "
+      "CacheConfig(offload_pages=...)."
     )
   arrays = arrays_of(kv)
-  return HostMemory(
+  return OffloadMemory(
     pages=tuple(
-      _zeros((config.host_pages, *page_shape(array, num_layers)), array)
+      _zeros((config.offload_pages, *page_shape(array, num_layers)), array)
       for array, num_layers in arrays
     )
   )
 
 
 def _zeros(shape: tuple[int, ...], array: Array) -> Array:
-  """Makes zeros in host memory, sharded like `array`."""
+  """Makes zeros in offload memory, sharded like `array`."""
   if isinstance(array, Tracer):
     return jax.device_put(jnp.zeros(shape, array.dtype), jax.memory.Space.Host)
   place = array.sharding
   device = min(place.addressable_devices, key=lambda device: device.id)
   kinds = [memory.kind for memory in device.addressable_memories()]
-  if HOST not in kinds:
+  if PINNED_HOST not in kinds:
     raise ValueError(
-      f"`kv` must be on a platform with the memory {HOST!r}, got "
-      f"{device.platform} with {', '.join(kinds)}; use host_pages=0 there."
+      f"`kv` must be on a platform with the memory {PINNED_HOST!r}, got "
+      f"{device.platform} with {', '.join(kinds)}; use offload_pages=0 there."
     )
   if isinstance(place, NamedSharding):
     split = (*place.spec, None, None)[1]
-    where = NamedSharding(place.mesh, P(None, split), memory_kind=HOST)
+    where = NamedSharding(place.mesh, P(None, split), memory_kind=PINNED_HOST)
   else:
-    where = SingleDeviceSharding(device, memory_kind=HOST)
-  # A jitted `zeros` would not have host memory in its type.
+    where = SingleDeviceSharding(device, memory_kind=PINNED_HOST)
+  # A jitted `zeros` would not have offload memory in its type.
   return jax.device_put(np.zeros(shape, array.dtype), where)
 
 
 def move(
-  kv: Memory, host: HostMemory, moves: Moves
-) -> tuple[Memory, HostMemory]:
-  """Moves page contents between the device and host memory.
+  kv: Memory, offload: OffloadMemory, moves: Moves
+) -> tuple[Memory, OffloadMemory]:
+  """Moves page contents between the device and offload memory.
 
   Call it after each `admit`, `allocate`, `fork`, `truncate` and `pin`, in the
   order of these calls, and before `copy` and any write. These verbs give pages
@@ -126,93 +127,102 @@ def move(
 
   Args:
     kv: the pages on the device.
-    host: the pages in host memory, from `init_host`.
+    offload: the offloaded pages, from `init_offload`.
     moves: `out.moves` of the verb.
 
   Returns:
-    The pages on the device and the pages in host memory.
+    The pages on the device and the offloaded pages.
 
   Raises:
-    ValueError: `host` was made for other pages, or is not in host memory.
+    ValueError: `offload` was made for other pages, or is not in offload memory.
 
   Examples:
     >>> import jaxkv
     >>> config = jaxkv.CacheConfig(
-    ...   num_pages=8, page_size=4, num_slots=2, pages_per_slot=4, host_pages=32
+    ...   num_pages=8, page_size=4, num_slots=2, pages_per_slot=4,
+    offload_pages=32
     ... )
     >>> kv = jaxkv.kv.init(config, num_layers=2, num_kv_heads=2, head_dim=16)
-    >>> host = init_host(kv, config)
+    >>> offload = init_offload(kv, config)
     >>> state, out = jaxkv.allocate(jaxkv.init(config), [5, 0])
-    >>> kv, host = move(kv, host, out.moves)
+    >>> kv, offload = move(kv, offload, out.moves)
     >>> int(out.moves.count)
     0
   """
-  _checked(kv, host)
+  _checked(kv, offload)
   if not isinstance(moves, Moves):
-    expected = "`out.moves` of a verb of a cache with host_pages"
+    expected = "`out.moves` of a verb of a cache with offload_pages"
     arguments.refuse(TypeError, "moves", expected, moves)
-  return _move(kv, host, moves)
+  return _move(kv, offload, moves)
 
 
-def check_host(kv: Pools, host: HostMemory | None, config: CacheConfig) -> None:
-  """Raises unless `host` has the pages that a cache and `kv` require.
+def check_offload(
+  kv: Pools, offload: OffloadMemory | None, config: CacheConfig
+) -> None:
+  """Raises unless `offload` has the pages that a cache and `kv` require.
 
   Raises:
-    TypeError: `host` is not a HostMemory.
-    ValueError: the number, shape, dtype or memory of the pages in `host` is
-      wrong, or `host` is given for a cache without host pages.
+    TypeError: `offload` is not an OffloadMemory.
+    ValueError: the number, shape, dtype or memory of the pages in `offload` is
+      wrong, or `offload` is given for a cache without offload pages.
   """
-  if host is None and not config.host_pages:
+  if offload is None and not config.offload_pages:
     return
-  if not config.host_pages:
+  if not config.offload_pages:
     raise ValueError(
-      "`host` must be None for a cache with host_pages=0; make the cache with "
-      "CacheConfig(host_pages=...)."
+      "`offload` must be None for a cache with offload_pages=0; make the "
+      "cache with CacheConfig(offload_pages=...)."
     )
-  host = _checked(kv, host)
-  if host.pages[0].shape[0] != config.host_pages:
+  offload = _checked(kv, offload)
+  if offload.pages[0].shape[0] != config.offload_pages:
     raise ValueError(
-      f"`host` must have {config.host_pages} pages, as the cache has, got "
-      f"{host.pages[0].shape[0]}; make it with jaxkv.kv.init_host(kv, config)."
+      f"`offload` must have {config.offload_pages} pages, as the cache has, "
+      f"got {offload.pages[0].shape[0]}; make it with "
+      "jaxkv.kv.init_offload(kv, config)."
     )
 
 
-def _checked(kv: Pools, host: Any) -> HostMemory:
-  """Returns `host`; raises unless it has the pages that `kv` requires."""
-  if not isinstance(host, HostMemory):
-    arguments.refuse(TypeError, "host", "a HostMemory, from init_host", host)
+def _checked(kv: Pools, offload: Any) -> OffloadMemory:
+  """Returns `offload`; raises unless it has the pages that `kv` requires."""
+  if not isinstance(offload, OffloadMemory):
+    arguments.refuse(
+      TypeError, "offload", "an OffloadMemory, from init_offload", offload
+    )
   expected = [
     (page_shape(array, num_layers), array.dtype)
     for array, num_layers in arrays_of(kv)
   ]
-  found = [(pages.shape[1:], pages.dtype) for pages in host.pages]
+  found = [(pages.shape[1:], pages.dtype) for pages in offload.pages]
   if found != expected:
     raise ValueError(
-      "`host` must have the pages of `kv` in the shapes and dtypes "
-      f"{expected}, got {found}; make it with jaxkv.kv.init_host(kv, config)."
+      "`offload` must have the pages of `kv` in the shapes and dtypes "
+      f"{expected}, got {found}; make it with "
+      "jaxkv.kv.init_offload(kv, config)."
     )
   if any(
     jax.typeof(pages).memory_space != jax.memory.Space.Host
-    for pages in host.pages
+    for pages in offload.pages
   ):
     raise ValueError(
-      "`host` must have arrays whose type is in host memory, got "
-      f"{', '.join(str(jax.typeof(pages)) for pages in host.pages)}; put numpy "
-      "arrays there with jax.device_put, or make it with jaxkv.kv.init_host."
+      "`offload` must have arrays whose type is in host memory, got "
+      f"{', '.join(str(jax.typeof(pages)) for pages in offload.pages)}; put "
+      "numpy arrays there with jax.device_put, or make it with "
+      "jaxkv.kv.init_offload."
     )
-  return host
+  return offload
 
 
 @functools.partial(jax.jit, inline=True)
 def _move(
-  kv: Memory, host: HostMemory, moves: Moves
-) -> tuple[Memory, HostMemory]:
+  kv: Memory, offload: OffloadMemory, moves: Moves
+) -> tuple[Memory, OffloadMemory]:
   pools = arrays_of(kv)
   structure = jax.tree.structure(kv)
 
-  # Each move reads a host page into `stage`, saves the device page, and writes
-  # `stage` to the device page. So two pages can exchange their contents. A move
-  # that restores nothing skips the read, and one that saves nothing the save.
+  # Each move reads an offload page into `stage`, saves the device page, and
+  # writes `stage` to the device page. So two pages can exchange their contents.
+  # A move that restores nothing skips the read, and one that saves nothing the
+  # save.
   def trip(index: Array, loop):
     device, far, stage = loop
     page = moves.page[index]
@@ -256,15 +266,15 @@ def _move(
 
   def move_all(loop):
     stage = tuple(
-      jnp.zeros((1, *pages.shape[1:]), pages.dtype) for pages in host.pages
+      jnp.zeros((1, *pages.shape[1:]), pages.dtype) for pages in offload.pages
     )
     loop = sharding.match_varying_axes((*loop, stage))
     return lax.fori_loop(0, moves.count, trip, loop)[:2]
 
   # A call without moves does not create `stage`.
-  loop = tuple(array for array, _ in pools), host.pages
+  loop = tuple(array for array, _ in pools), offload.pages
   device, far = loops.at_most_once(moves.count > 0, move_all, loop)
-  return jax.tree.unflatten(structure, device), HostMemory(pages=far)
+  return jax.tree.unflatten(structure, device), OffloadMemory(pages=far)
 
 
 def _slice(pages: Array, index: Array) -> Array:

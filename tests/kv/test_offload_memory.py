@@ -1,4 +1,4 @@
-"""Pages in host memory: their contents, their place and their programs."""
+"""Offloaded pages: their contents, their place and their programs."""
 
 import functools
 import re
@@ -21,13 +21,13 @@ _CONFIG = jaxkv.CacheConfig(
   page_size=4,
   num_slots=2,
   pages_per_slot=4,
-  host_pages=_HOST,
+  offload_pages=_HOST,
   groups=(jaxkv.FullAttention(), jaxkv.Recurrent()),
 )
 
 
 def _moves(*rows, num_pages=_N):
-  """Makes moves from (page, host page saved to, host page restored from)."""
+  """Makes moves from rows of (page, saved to, restored from)."""
   table = np.zeros((num_pages, 3), np.int32)
   for index, row in enumerate(rows):
     table[index] = [Moves.NONE if item is None else item for item in row]
@@ -78,23 +78,23 @@ def _pages(pools):
 def test_contents_of_all_kinds_of_pools():
   """Saved, exchanged, restored in one call and in the next, bit for bit."""
   pools = _pools()
-  host = jaxkv.kv.init_host(pools, _CONFIG)
+  offload = jaxkv.kv.init_offload(pools, _CONFIG)
   before = _pages(pools)
   move = jax.jit(jaxkv.kv.move, donate_argnums=(0, 1))
-  # Page 4 and host page 2 exchange places; so do page 2 and host page 1.
-  pools, host = move(
-    pools, host, _moves((3, 1, None), (4, 2, 2), (5, None, 1), (2, 1, 1))
+  # Page 4 and offload page 2 exchange places; so do page 2 and offload page 1.
+  pools, offload = move(
+    pools, offload, _moves((3, 1, None), (4, 2, 2), (5, None, 1), (2, 1, 1))
   )
   middle = _pages(pools)
   for old, new in zip(before, middle, strict=True):
     np.testing.assert_array_equal(new[:, 4], 0)
     for page, content in ((5, 3), (2, 3), (3, 3), (6, 6), (7, 7), (1, 1)):
       np.testing.assert_array_equal(new[:, page], old[:, content])
-  pools, host = move(pools, host, _moves((6, None, 2), (7, None, 1)))
+  pools, offload = move(pools, offload, _moves((6, None, 2), (7, None, 1)))
   for old, new in zip(before, _pages(pools), strict=True):
     np.testing.assert_array_equal(new[:, 6], old[:, 4])
     np.testing.assert_array_equal(new[:, 7], old[:, 2])
-  kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(host)}
+  kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(offload)}
   assert kinds == {"pinned_host"}
   kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(pools)}
   assert kinds == {"device"}
@@ -105,7 +105,11 @@ def test_pages_are_split_by_heads():
   if jax.device_count() < 2:
     pytest.skip("needs two devices")
   config = jaxkv.CacheConfig(
-    num_pages=_N, page_size=4, num_slots=2, pages_per_slot=4, host_pages=_HOST
+    num_pages=_N,
+    page_size=4,
+    num_slots=2,
+    pages_per_slot=4,
+    offload_pages=_HOST,
   )
   auto = jax.sharding.AxisType.Auto
   mesh = jax.make_mesh((2,), ("model",), axis_types=(auto,))
@@ -116,18 +120,18 @@ def test_pages_are_split_by_heads():
   before = _pages((kv,))
   where = NamedSharding(mesh, P(None, "model"))
   kv = jax.device_put(kv, where)
-  host = jaxkv.kv.init_host(kv, config)
-  assert host.pages[0].sharding.spec == P(None, "model")
+  offload = jaxkv.kv.init_offload(kv, config)
+  assert offload.pages[0].sharding.spec == P(None, "model")
   move = jax.jit(jaxkv.kv.move)
   moves = _moves((3, 1, None), (4, None, 1))
-  text = move.lower(kv, host, moves).compile().as_text()
+  text = move.lower(kv, offload, moves).compile().as_text()
   assert not re.search("all-gather|collective-permute|all-to-all", text)
   # Devices agree on a number that orders reads and writes.
   reduced = [line for line in text.splitlines() if " all-reduce(" in line]
   shapes = re.findall(r"\w\[([\d,]*)\]", " ".join(reduced).split("metadata")[0])
   assert set(shapes) <= {"", "1"}
-  kv, host = move(kv, host, moves)
-  assert host.pages[0].sharding.memory_kind == "pinned_host"
+  kv, offload = move(kv, offload, moves)
+  assert offload.pages[0].sharding.memory_kind == "pinned_host"
   for old, new in zip(before, _pages((kv,)), strict=True):
     np.testing.assert_array_equal(new[:, 4], old[:, 3])
 
@@ -139,7 +143,11 @@ def test_inside_shard_map():
   auto = jax.sharding.AxisType.Auto
   mesh = jax.make_mesh((2,), ("data",), axis_types=(auto,))
   config = jaxkv.CacheConfig(
-    num_pages=_N, page_size=4, num_slots=2, pages_per_slot=4, host_pages=_HOST
+    num_pages=_N,
+    page_size=4,
+    num_slots=2,
+    pages_per_slot=4,
+    offload_pages=_HOST,
   )
 
   @jax.jit
@@ -151,34 +159,34 @@ def test_inside_shard_map():
       config, num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32"
     )
     kv = jax.tree.map(lambda leaf: leaf + numbers[0].astype(jnp.float32), kv)
-    host = jaxkv.kv.init_host(kv, config)
-    kv, host = jaxkv.kv.move(kv, host, _moves((3, 1, None)))
+    offload = jaxkv.kv.init_offload(kv, config)
+    kv, offload = jaxkv.kv.move(kv, offload, _moves((3, 1, None)))
     kv = jax.tree.map(jnp.zeros_like, kv)
-    kv, _ = jaxkv.kv.move(kv, host, _moves((5, None, 1)))
+    kv, _ = jaxkv.kv.move(kv, offload, _moves((5, None, 1)))
     return kv.k[5, 0, 0, :1]
 
   assert run(jnp.asarray([7, 9])).tolist() == [7, 9]
 
 
-def _in_a_loop(kv, host, moves):
+def _in_a_loop(kv, offload, moves):
   """Moves in each iteration of a loop that carries both memories."""
 
   def body(_, loop):
     return jaxkv.kv.move(*loop, moves)
 
-  return jax.lax.fori_loop(0, 3, body, (kv, host))
+  return jax.lax.fori_loop(0, 3, body, (kv, offload))
 
 
 def test_nothing_of_a_pools_size_is_copied():
   config = jaxkv.CacheConfig(
-    num_pages=512, page_size=4, num_slots=2, pages_per_slot=4, host_pages=768
+    num_pages=512, page_size=4, num_slots=2, pages_per_slot=4, offload_pages=768
   )
   kv = jaxkv.kv.init(config, num_layers=2, num_kv_heads=2, head_dim=16)
-  host = jaxkv.kv.init_host(kv, config)
+  offload = jaxkv.kv.init_offload(kv, config)
   moves = _moves((3, 1, None), num_pages=512)
   program = jax.jit(_in_a_loop, donate_argnums=(0, 1))
-  compiled = program.lower(kv, host, moves).compile()
-  smallest = min(leaf.size for leaf in jax.tree.leaves((kv, host)))
+  compiled = program.lower(kv, offload, moves).compile()
+  smallest = min(leaf.size for leaf in jax.tree.leaves((kv, offload)))
   assert work_in_loops(compiled.as_text(), smallest) == {}
   assert compiled.memory_analysis().temp_size_in_bytes < smallest
 
@@ -186,7 +194,7 @@ def test_nothing_of_a_pools_size_is_copied():
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["v5e", "v6e", "v7x"])
 def test_in_place_on_a_tpu(target):
-  """The pages stay in host memory, S(5), and are updated in place."""
+  """The offloaded pages stay in host memory, S(5), and are updated in place."""
   if why := ahead_of_time.why_not(target):
     pytest.skip(why)
   config = jaxkv.CacheConfig(
@@ -194,11 +202,11 @@ def test_in_place_on_a_tpu(target):
     page_size=16,
     num_slots=2,
     pages_per_slot=4,
-    host_pages=16_384,
+    offload_pages=16_384,
   )
   mesh = ahead_of_time.mesh_of(target, "device", 1)
   on_device = NamedSharding(mesh, P())
-  on_host = NamedSharding(mesh, P(), memory_kind="pinned_host")
+  is_offloaded = NamedSharding(mesh, P(), memory_kind="pinned_host")
 
   def placed(tree, where):
     return jax.tree.map(
@@ -217,22 +225,24 @@ def test_in_place_on_a_tpu(target):
       storage_dtype="bfloat16",
     )
   )
-  host = jax.eval_shape(lambda kv: jaxkv.kv.init_host(kv, config), kv)
+  offload = jax.eval_shape(lambda kv: jaxkv.kv.init_offload(kv, config), kv)
   moves = _moves(num_pages=4096)
 
-  def run(kv, host, moves):
+  def run(kv, offload, moves):
     # The type of an argument does not tell that it is in host memory.
-    host = jax.device_put(host, jax.memory.Space.Host)
-    return _in_a_loop(kv, host, moves)
+    offload = jax.device_put(offload, jax.memory.Space.Host)
+    return _in_a_loop(kv, offload, moves)
 
   places = jax.tree.map(lambda _: on_device, kv)
-  host_places = jax.tree.map(lambda _: on_host, host)
+  host_places = jax.tree.map(lambda _: is_offloaded, offload)
   program = jax.jit(
     run, donate_argnums=(0, 1), out_shardings=(places, host_places)
   )
   with jax.set_mesh(mesh):
     lowered = program.trace(
-      placed(kv, on_device), placed(host, on_host), placed(moves, on_device)
+      placed(kv, on_device),
+      placed(offload, is_offloaded),
+      placed(moves, on_device),
     ).lower()
   compiled = lowered.compile()
   assert "S(5)" in str(compiled.as_text())
@@ -245,25 +255,27 @@ def test_refuses_what_it_cannot_use():
     num_pages=_N, page_size=4, num_slots=2, pages_per_slot=4
   )
   kv = jaxkv.kv.init(config, num_layers=2, num_kv_heads=2, head_dim=16)
-  with pytest.raises(ValueError, match="got host_pages=0"):
-    jaxkv.kv.init_host(kv, config)
+  with pytest.raises(ValueError, match="got offload_pages=0"):
+    jaxkv.kv.init_offload(kv, config)
   with pytest.raises(ValueError, match="needs prefix_caching=True"):
     jaxkv.CacheConfig(
       num_pages=_N,
       page_size=4,
       num_slots=2,
       pages_per_slot=4,
-      host_pages=3,
+      offload_pages=3,
       prefix_caching=False,
     )
   pools = _pools()
-  host = jaxkv.kv.init_host(pools, _CONFIG)
-  with pytest.raises(ValueError, match="`host` must have the pages of `kv`"):
-    jaxkv.kv.move(kv, host, _moves())
-  with pytest.raises(TypeError, match="`host` must be a HostMemory"):
+  offload = jaxkv.kv.init_offload(pools, _CONFIG)
+  with pytest.raises(ValueError, match="`offload` must have the pages of `kv`"):
+    jaxkv.kv.move(kv, offload, _moves())
+  with pytest.raises(TypeError, match="`offload` must be an OffloadMemory"):
     jaxkv.kv.move(kv, None, _moves())
   with pytest.raises(TypeError, match="`moves` must be"):
-    jaxkv.kv.move(pools, host, None)
-  on_device = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), host)
+    jaxkv.kv.move(pools, offload, None)
+  on_device = jax.tree.map(
+    lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), offload
+  )
   with pytest.raises(ValueError, match="in host memory"):
     jaxkv.kv.move(pools, on_device, _moves())

@@ -26,14 +26,14 @@ def test_known_models(
   parameters, token_bytes, bytes_per_second, flops, restores
 ):
   speed = _tokens_per_second(parameters, flops)
-  policy = jaxkv.HostPolicy(bytes_per_second, speed)
+  policy = jaxkv.OffloadPolicy(bytes_per_second, speed)
   assert policy.restores(token_bytes) == restores
   # The same for a page of one group.
   assert (policy.max_pages(16 * token_bytes, 16) > 0) == restores
 
 
 def test_counts_pages_of_a_column():
-  policy = jaxkv.HostPolicy(bytes_per_second=100, tokens_per_second=10)
+  policy = jaxkv.OffloadPolicy(bytes_per_second=100, tokens_per_second=10)
   # Computing 4 tokens takes as long as moving 40 bytes.
   assert policy.max_pages(page_bytes=9, page_size=4) == 4
   assert policy.max_pages(page_bytes=10, page_size=4) == 3
@@ -46,7 +46,7 @@ def _config(**options):
     page_size=2,
     num_slots=1,
     pages_per_slot=4,
-    host_pages=4,
+    offload_pages=4,
     **options,
   )
 
@@ -56,10 +56,10 @@ def _config(**options):
   ("options", "num_saved"),
   [
     ({}, 3),
-    ({"host_policy": "always"}, 3),
-    ({"host_policy": "never"}, 0),
-    ({"host_policy": jaxkv.HostPolicy(100, 10), "page_bytes": 19}, 3),
-    ({"host_policy": jaxkv.HostPolicy(100, 10), "page_bytes": 20}, 0),
+    ({"offload_policy": "always"}, 3),
+    ({"offload_policy": "never"}, 0),
+    ({"offload_policy": jaxkv.OffloadPolicy(100, 10), "page_bytes": 19}, 3),
+    ({"offload_policy": jaxkv.OffloadPolicy(100, 10), "page_bytes": 20}, 0),
   ],
 )
 def test_saves_what_may_return(options, num_saved):
@@ -77,10 +77,10 @@ def test_saves_what_may_return(options, num_saved):
 def test_refuses_bad_policies():
   for speeds in ((0, 1), (1, -1), (math.inf, 1), (1, math.nan)):
     with pytest.raises(ValueError, match="must be finite and above 0"):
-      jaxkv.HostPolicy(*speeds)
+      jaxkv.OffloadPolicy(*speeds)
   with pytest.raises(TypeError, match="tokens_per_second` must be a number"):
-    jaxkv.HostPolicy(1.0, "fast")
+    jaxkv.OffloadPolicy(1.0, "fast")
   with pytest.raises(ValueError, match="page_bytes"):
-    _config(host_policy=jaxkv.HostPolicy(1.0, 1.0))
-  with pytest.raises(ValueError, match="host_policy` must be one of"):
-    _config(host_policy="sometimes")
+    _config(offload_policy=jaxkv.OffloadPolicy(1.0, 1.0))
+  with pytest.raises(ValueError, match="offload_policy` must be one of"):
+    _config(offload_policy="sometimes")

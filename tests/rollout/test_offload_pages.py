@@ -1,4 +1,4 @@
-"""Rollouts whose evicted prefixes move to host memory and back."""
+"""Rollouts whose evicted prefixes move to offload memory and back."""
 
 import dataclasses
 import functools
@@ -19,14 +19,14 @@ _COLUMNS = -(-(_PROMPT + _NEW) // _PAGE)
 _ROUNDS = 3
 
 
-def _sizes(config, *, num_pages, host_pages=0):
+def _sizes(config, *, num_pages, offload_pages=0):
   return jaxkv.CacheConfig(
     num_pages=num_pages,
     page_size=_PAGE,
     num_slots=4,
     pages_per_slot=_COLUMNS,
     groups=models.cache_groups(config),
-    host_pages=host_pages,
+    offload_pages=offload_pages,
   )
 
 
@@ -59,7 +59,7 @@ def _rounds_and_memory(config, params, sizes, decode_steps=1):
   generate = _generate(config)
   sampling = rollout.Sampling(temperature=0.8)
   cache, kv = jaxkv.init(sizes), models.init_kv(config, sizes)
-  host = jaxkv.kv.init_host(kv, sizes) if sizes.host_pages else None
+  offload = jaxkv.kv.init_offload(kv, sizes) if sizes.offload_pages else None
   ends = []
   for number in range(_ROUNDS):
     state = rollout.init(
@@ -69,14 +69,14 @@ def _rounds_and_memory(config, params, sizes, decode_steps=1):
       jax.random.key(number),
       options,
       version=0,
-      host=host,
+      offload=offload,
     )
     state = generate(params, state)
     rollout.check(state)
     ends.append((rollout.generated(state), state.counters))
     memory = state.memory
-    cache, kv, host = memory.cache, memory.kv, memory.host
-  memory = rollout.Memory(cache=cache, kv=kv, host=host)
+    cache, kv, offload = memory.cache, memory.kv, memory.offload
+  memory = rollout.Memory(cache=cache, kv=kv, offload=offload)
   return ends, jaxkv.stats(cache), memory
 
 
@@ -90,13 +90,13 @@ def _rounds_and_memory(config, params, sizes, decode_steps=1):
     pytest.param("latents", 1, marks=pytest.mark.deep),
   ],
 )
-def test_the_same_bits_with_host_pages(name, decode_steps):
-  """A small device pool with host pages, and a large one without."""
+def test_the_same_bits_with_offload_pages(name, decode_steps):
+  """A small device pool with offload pages, and a large one without."""
   config, params = families.decoder(name)
   num_groups = len(models.cache_groups(config))
   num_pages = 1 + num_groups * (_COLUMNS * 5 // 2)
   large = _sizes(config, num_pages=1 + 200 * num_groups)
-  small = _sizes(config, num_pages=num_pages, host_pages=150 * num_groups)
+  small = _sizes(config, num_pages=num_pages, offload_pages=150 * num_groups)
   expected, _ = _rounds(config, params, large)
   found, stats = _rounds(config, params, small, decode_steps)
   for (drawn, _), (other, _) in zip(expected, found, strict=True):
@@ -109,10 +109,10 @@ def test_the_same_bits_with_host_pages(name, decode_steps):
 
 
 @pytest.mark.deep
-def test_host_pages_save_computed_tokens():
+def test_offload_pages_save_computed_tokens():
   """The prompts of later rounds are restored, not computed again."""
   config, params = families.decoder("llama")
-  with_host = _sizes(config, num_pages=25, host_pages=100)
+  with_host = _sizes(config, num_pages=25, offload_pages=100)
   ends, stats = _rounds(config, params, with_host)
   alone, _ = _rounds(config, params, _sizes(config, num_pages=25))
   computed, computed_alone = (
@@ -127,13 +127,13 @@ def test_host_pages_save_computed_tokens():
 def test_moves_before_a_rollout_are_not_repeated():
   """A caller has made the moves of `pin`, which exchange pages."""
   config, params = families.decoder("llama")
-  sizes = _sizes(config, num_pages=25, host_pages=100)
+  sizes = _sizes(config, num_pages=25, offload_pages=100)
   ends, _, memory = _rounds_and_memory(config, params, sizes)
   drawn = ends[-1][0]
   tokens, lengths = drawn.tokens[:1], drawn.lengths[:1]
   cache, out = jaxkv.pin(memory.cache, tokens, lengths)
   assert int(out.moves.count) > 0
-  kv, host = jaxkv.kv.move(memory.kv, memory.host, out.moves)
+  kv, offload = jaxkv.kv.move(memory.kv, memory.offload, out.moves)
   pages = out.pages[out.pages < sizes.no_page]
   before = np.asarray(kv.k[pages])
   requests = rollout.Requests(jnp.ones((1, 3), jnp.int32), jnp.asarray([3]))
@@ -145,7 +145,7 @@ def test_moves_before_a_rollout_are_not_repeated():
     jax.random.key(0),
     options,
     version=0,
-    host=host,
+    offload=offload,
   )
   model = functools.partial(models.forward, config=config)
   state = jax.jit(functools.partial(rollout.generate, model=model))(
@@ -172,11 +172,11 @@ def test_score_restores_prompts():
   found = []
   for sizes in (
     _sizes(config, num_pages=200),
-    _sizes(config, num_pages=25, host_pages=100),
+    _sizes(config, num_pages=25, offload_pages=100),
   ):
     kv = models.init_kv(config, sizes)
-    host = jaxkv.kv.init_host(kv, sizes) if sizes.host_pages else None
-    memory = rollout.Memory(cache=jaxkv.init(sizes), kv=kv, host=host)
+    offload = jaxkv.kv.init_offload(kv, sizes) if sizes.offload_pages else None
+    memory = rollout.Memory(cache=jaxkv.init(sizes), kv=kv, offload=offload)
     memory, _ = score(params, memory, *groups)
     memory, scored = score(params, memory, *groups)
     assert scored.ok.all()
@@ -191,8 +191,10 @@ def test_preempted_sequences_find_their_full_pages():
   """Only their partial pages are computed again, in 8 pages of two tokens."""
   config = rollout.RolloutConfig(max_new_tokens=6, num_samples=2)
   program, ends = by_hand.program(), []
-  for host_pages in (0, 60):
-    sizes = dataclasses.replace(by_hand.sizes(9, 4), host_pages=host_pages)
+  for offload_pages in (0, 60):
+    sizes = dataclasses.replace(
+      by_hand.sizes(9, 4), offload_pages=offload_pages
+    )
     end = program(by_hand.begun(sizes, config), 0.7)
     by_hand.check_sequences(end, config, 0.7)
     ends.append(end.counters)
@@ -203,17 +205,17 @@ def test_preempted_sequences_find_their_full_pages():
   assert int(alone.recomputed) > int(alone.preempted)
 
 
-def test_refuses_another_host_pool():
+def test_refuses_another_offload_pool():
   config, _ = families.decoder("llama")
-  sizes = _sizes(config, num_pages=25, host_pages=10)
+  sizes = _sizes(config, num_pages=25, offload_pages=10)
   kv, cache = models.init_kv(config, sizes), jaxkv.init(sizes)
   requests = rollout.Requests(jnp.ones((1, 3), jnp.int32), jnp.asarray([3]))
   options = rollout.RolloutConfig(max_new_tokens=4)
   make = functools.partial(
     rollout.init, cache, kv, requests, jax.random.key(0), options
   )
-  with pytest.raises(TypeError, match="`host` must be a HostMemory"):
+  with pytest.raises(TypeError, match="`offload` must be an OffloadMemory"):
     make()
-  other = _sizes(config, num_pages=25, host_pages=11)
-  with pytest.raises(ValueError, match="`host` must have 10 pages"):
-    make(host=jaxkv.kv.init_host(kv, other))
+  other = _sizes(config, num_pages=25, offload_pages=11)
+  with pytest.raises(ValueError, match="`offload` must have 10 pages"):
+    make(offload=jaxkv.kv.init_offload(kv, other))
