@@ -278,5 +278,4 @@ for turn in range(3):
 # %% [markdown]
 # `help(jaxkv.integrations.tunix)` has a table of what the engine does and does
 # not do. A model of another trainer is adapted in about ten lines, see
-# `help(jaxkv.integrations.nnx)`. The server of SkyRL-tx can use the same engine,
-# see `help(jaxkv.integrations.skyrl_tx)`.
+# `help(jaxkv.integrations.nnx)`.

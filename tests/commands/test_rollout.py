@@ -245,7 +245,6 @@ class TestCommandLine:
         "pages page-size json processes",
       ),
       ("replay", "pages host-pages rule json"),
-      ("grpo", "rounds numerics dtype seed json"),
     ],
   )
   def test_help_names_every_option(self, capsys, name, options):
