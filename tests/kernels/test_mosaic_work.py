@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxkv_kernels as kernels
 from jaxkv_kernels._src.attention import online_softmax
 from jaxkv_kernels._src.attention import query_tiles
 from jaxkv_kernels._src.attention import reference
@@ -43,12 +42,10 @@ merge = jax.jit(
 )
 
 
-def work_of(lengths, columns, *, window=None, plan=None):
+def work_of(lengths, columns, *, window=None):
   """Work lists of decoding: (real units, where tiles begin, most results)."""
   lengths = jnp.asarray(lengths, jnp.int32)
-  options = CallOptions(
-    page_offset=jnp.int32(0), scale=1.0, window=window, plan=plan
-  )
+  options = CallOptions(page_offset=jnp.int32(0), scale=1.0, window=window)
   pool = jnp.zeros((1, 2, 16, 64))
   none = jnp.zeros_like(lengths)
   call = AttentionCall(
@@ -70,14 +67,9 @@ def work_of(lengths, columns, *, window=None, plan=None):
 class TestWorkList:
   @pytest.mark.slow
   @pytest.mark.parametrize("window", [None, 100])
-  @pytest.mark.parametrize("planned", [False, True])
-  def test_every_token_once(self, window, planned):
+  def test_every_token_once(self, window):
     lengths, columns = np.array([1000, 0, 1, 64, 130, 999]), 63
-    plan = None
-    if planned:
-      plan = kernels.plan_decode(jnp.asarray(lengths, jnp.int32), workers=7)
-    work, begins, most = work_of(lengths, columns, window=window, plan=plan)
-    assert (most is None) == planned
+    work, begins, _ = work_of(lengths, columns, window=window)
     seen = np.zeros((len(lengths), columns * 16), int)
     for row, first, end in zip(work.tile, work.first, work.end, strict=True):
       seen[row, first:end] += 1
@@ -105,7 +97,7 @@ class TestWorkList:
     """Not by its table's width, which here is 64 times the longest row."""
     work, begins, most = work_of(lengths, 2**14, window=window)
     assert np.diff(begins).tolist() == list(pieces)
-    assert most is not None and max(pieces) <= most
+    assert max(pieces) <= most
     size = work.end - work.first
     for row, count in enumerate(pieces):
       mine = size[work.tile == row]
@@ -136,9 +128,8 @@ class TestMerge:
   @pytest.mark.slow
   @pytest.mark.parametrize("dim", [5, 192])
   @pytest.mark.parametrize("counts", [(3, 0, 1, 2), (40, 16, 17, 0), (1, 0, 1)])
-  @pytest.mark.parametrize("planned", [False, True])
   @pytest.mark.parametrize("large", [0, 2**20])
-  def test_equals_attention_over_all_keys(self, large, planned, counts, dim):
+  def test_equals_attention_over_all_keys(self, large, counts, dim):
     """Unused results and padding rows may hold anything.
 
     With large logits a log-sum-exp keeps no digits of the sums.
@@ -155,15 +146,10 @@ class TestMerge:
       totals[tile, :count, :, 1, :rows] = rng.uniform(1, 9, tops.shape)
     totals[0, 0, 0] = [[online_softmax.LOWEST], [0]]
     places = [x.reshape(-1, *x.shape[2:]) for x in (out, totals)]
-    if planned:
-      order = np.argsort(np.isnan(places[1][:, 1, 0, 0]), kind="stable")
-      places = [x[order] for x in places]
     tops, sums = np.moveaxis(totals.astype(np.float64), 3, 0)
     with np.errstate(divide="ignore"):
       lse = tops * np.log(2) + np.log(sums)
-    merged = merge(
-      *put(*places, begins), max_pieces=None if planned else most, rows=rows
-    )
+    merged = merge(*put(*places, begins), max_pieces=most, rows=rows)
     for tile, count in enumerate(counts):
       wanted = np.zeros((2, rows, dim)), np.full((2, rows), -np.inf)
       if count:
@@ -173,20 +159,18 @@ class TestMerge:
       for a, b in zip(merged, wanted, strict=True):
         np.testing.assert_allclose(a[tile], b, rtol=2e-7, atol=2e-6)
 
-  @pytest.mark.parametrize("planned", [False, True])
   @pytest.mark.parametrize("bad", [np.nan, np.inf])
-  def test_keeps_a_tile_s_nan(self, planned, bad):
+  def test_keeps_a_tile_s_nan(self, bad):
     """The NaN fills the tile's own result, and no other."""
     rng = np.random.default_rng(0)
     begins = np.array([0, 2, 4, 6], np.int32)
     out = rng.standard_normal((6, 1, 1, 3)).astype(np.float32)
     totals = rng.uniform(1, 9, (6, 1, 2, 1)).astype(np.float32)
-    most = None if planned else 2
-    before = merge(*put(out, totals, begins), max_pieces=most, rows=1)
+    before = merge(*put(out, totals, begins), max_pieces=2, rows=1)
     out[2] = bad
     if np.isnan(bad):
       totals[2] = bad
-    after = merge(*put(out, totals, begins), max_pieces=most, rows=1)
+    after = merge(*put(out, totals, begins), max_pieces=2, rows=1)
     assert not np.isfinite(after[0][1]).any()
     for a, b in zip(before, after, strict=True):
       np.testing.assert_array_equal(a[::2], b[::2])

@@ -89,7 +89,6 @@ USES = {
   "attend": lambda where: memory.attend(KV, where, 0, Q),
   "share": share,
   "refresh_shared": functools.partial(memory.refresh_shared, KV),
-  "plan_decode": functools.partial(memory.plan_decode, KV),
 }
 
 

@@ -227,11 +227,10 @@ class TestAround:
       np.testing.assert_array_equal(getattr(out, name), wanted)
     assert out.v is None
 
-  def test_sharing_and_plans_are_left_out(self):
+  def test_shared_pages_are_left_out(self):
     kv, where = filled(), view(TABLE, [6, 5, 0], [1, 1, 0])
     shared = memory.share(kv, where, num_clusters=1, cluster_size=2)
     assert shared.shared is None
-    assert memory.plan_decode(kv, where, backend="mosaic_gpu").plan is None
     fresh = memory.refresh_shared(kv, where)
     q, options = queries("float32", 3, 1), AttentionOptions(scale=SCALE)
     out = memory.attend(kv, fresh, 2, q, options=options)

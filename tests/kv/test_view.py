@@ -45,7 +45,6 @@ def test_rows_are_the_slots_of_a_group(state, group):
   np.testing.assert_array_equal(rows.starts, [5, 0, 2])
   np.testing.assert_array_equal(rows.num_tokens, [1, 0, 3])
   assert rows.shared is None
-  assert rows.plan is None
 
 
 def test_groups_have_pages_of_their_own(state):
