@@ -63,7 +63,7 @@ class TestPlan:
     [([120, 10, 0, 70], [1, 0, 1, 1]), ([5, 40, 127, 71], [1, 1, 1, 0])],
     ids=["its own", "later"],
   )
-  def test_attention_through_a_plan(
+  def test_attention_with_a_plan_equals_xla(
     self, step, monkeypatch, starts, num_tokens
   ):
     """A plan of these rows, or of the rows of an earlier step."""
@@ -75,11 +75,11 @@ class TestPlan:
       starts=jnp.asarray(starts, jnp.int32),
       num_tokens=jnp.asarray(num_tokens, jnp.int32),
     )
-    wanted = memory.attend_with_lse(kv, view, 1, q, backend="xla")
-    given = []
+    expected = memory.attend_with_lse(kv, view, 1, q, backend="xla")
+    plans = []
 
     def interpreted(*arguments, plan, **options):
-      given.append(plan)
+      plans.append(plan)
       return paged_decode(*arguments, plan=plan, **options)
 
     paged_decode = functools.partial(
@@ -90,22 +90,24 @@ class TestPlan:
     importlib.import_module("jaxkv._src.kv.attend")._attend.clear_cache()
     view = dataclasses.replace(view, plan=pieces)
     out, lse = memory.attend_with_lse(kv, view, 1, q, backend="mosaic_gpu")
-    assert [plan is not None for plan in given] == [True]
+    assert [plan is not None for plan in plans] == [True]
     np.testing.assert_allclose(
       np.asarray(out, np.float32),
-      np.asarray(wanted[0], np.float32),
+      np.asarray(expected[0], np.float32),
       atol=2e-2,  # Two roundings to bfloat16 of numbers up to 2.
     )
-    np.testing.assert_allclose(lse, wanted[1], atol=1e-4)
+    np.testing.assert_allclose(lse, expected[1], atol=1e-4)
 
-  def test_layers_do_not_cut_the_work_again(self, step):
+  def test_layers_do_not_plan_again(self, step):
     """With a plan no layer computes a prefix sum over the rows' pieces."""
     kv, view, q = step
     for planned in (False, True):
       if planned:
         view = memory.plan_decode(kv, view, backend="mosaic_gpu")
       decode = functools.partial(layers, backend="mosaic_gpu")
-      names = {one.primitive.name for one in in_loops(decode, kv, view, q)}
+      names = {
+        equation.primitive.name for equation in in_loops(decode, kv, view, q)
+      }
       assert ("cumsum" in names) != planned
 
   @pytest.mark.parametrize("backend", ["xla", "triton", "mosaic_tpu", "auto"])
@@ -113,19 +115,22 @@ class TestPlan:
     kv, view, _ = step
     assert memory.plan_decode(kv, view, backend=backend).plan is None
 
-  def test_an_ignored_plan_costs_nothing(self, step):
+  def test_ignored_plans_add_no_equation(self, step):
     kv, view, q = step
     planned = memory.plan_decode(kv, view, backend="mosaic_gpu")
-    without, given = (
-      [str(one.primitive) for one in equations(memory.attend, kv, at, 1, q)]
+    without, with_plan = (
+      [
+        str(equation.primitive)
+        for equation in equations(memory.attend, kv, at, 1, q)
+      ]
       for at in (view, planned)
     )
-    assert without == given
+    assert without == with_plan
     np.testing.assert_array_equal(
       memory.attend(kv, planned, 1, q), memory.attend(kv, view, 1, q)
     )
 
-  def test_only_a_decode_uses_a_plan(self, step):
+  def test_several_columns_ignore_a_plan(self, step):
     """Attention over several columns ignores it."""
     kv, view, q = step
     planned = memory.plan_decode(kv, view, backend="mosaic_gpu")
@@ -134,7 +139,7 @@ class TestPlan:
       memory.attend(kv, planned, 1, wide), memory.attend(kv, view, 1, wide)
     )
 
-  def test_pieces_are_of_rows_with_a_token(self, step):
+  def test_pieces_cover_the_tokens_of_each_row(self, step):
     """The new token counts, and a row that is idle has one empty piece."""
     kv, view, _ = step
     view = dataclasses.replace(
@@ -146,7 +151,7 @@ class TestPlan:
     np.testing.assert_array_equal(plan.begins, [0, 2, 3, 4, 5])
     np.testing.assert_array_equal(plan.tokens, 64)
 
-  def test_keeps_shared_pages(self, step):
+  def test_plans_keep_shared_pages(self, step):
     kv, view, _ = step
     view = memory.share(kv, view, num_clusters=1, cluster_size=2)
     assert memory.plan_decode(kv, view).shared is view.shared
