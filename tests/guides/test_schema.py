@@ -112,7 +112,7 @@ def test_random_texts_are_valid(schema):
   )
 
 
-def test_what_is_read():
+def test_schemas_are_dicts_or_json():
   schema = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},

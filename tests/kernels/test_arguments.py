@@ -48,8 +48,8 @@ def packed(**changes):
 
 def appended(**sides):
   """Arguments of a call that appends the same tokens as keys and as values."""
-  both = {f"{side}_{name}": sides[name] for name in sides for side in "kv"}
-  return {**both, **WHERE}
+  arrays = {f"{side}_{name}": sides[name] for name in sides for side in "kv"}
+  return {**arrays, **WHERE}
 
 
 # A valid call of each function, with arrays for as many arguments as possible.
@@ -108,16 +108,16 @@ def refusal(function, changes):
 class TestEveryFunction:
   @over_functions
   def test_names_arguments_that_are_not_arrays(self, function):
-    known = inspect.signature(getattr(kernels, function)).parameters
+    parameters = inspect.signature(getattr(kernels, function)).parameters
     for name in CALLS[function]:
       inside = takes_options(function) and name in OPTIONS
-      optional = inside or known[name].default is None
-      nothing = () if optional else (None,)
-      for value in ("junk", [1.0], (), object(), *nothing):
-        said = refusal(function, {name: value})
-        assert said.startswith(f"{shown(function, name)} must be"), (
+      optional = inside or parameters[name].default is None
+      missing = () if optional else (None,)
+      for value in ("junk", [1.0], (), object(), *missing):
+        message = refusal(function, {name: value})
+        assert message.startswith(f"{shown(function, name)} must be"), (
           value,
-          said,
+          message,
         )
 
   @over_functions
@@ -128,12 +128,12 @@ class TestEveryFunction:
       for name, value in CALLS[function].items()
       if isinstance(value, jax.Array)
     }
-    first, *others = arrays
-    for name in others:
+    first_name, *names = arrays
+    for name in names:
       moved = {name: jax.device_put(arrays[name], cpus[1])}
-      said = refusal(function, arrays | moved)
-      wanted = f"{shown(function, name)} must be on {cpus[0]} like {first}, got"
-      assert said.startswith(wanted), said
+      message = refusal(function, arrays | moved)
+      expected = f"must be on {cpus[0]} like {first_name}, got"
+      assert message.startswith(f"{shown(function, name)} {expected}"), message
 
   @pytest.mark.slow
   @over_functions
@@ -145,10 +145,10 @@ class TestEveryFunction:
       for name, value in call.items()
     }
     verb = functools.partial(run, function)
-    wanted = verb(**call)
+    expected = verb(**call)
     for out in (verb(**numpy), jax.jit(lambda: verb(**numpy))()):
       assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(out))
-      jax.tree.map(np.testing.assert_array_equal, out, wanted)
+      jax.tree.map(np.testing.assert_array_equal, out, expected)
 
   @pytest.mark.parametrize(
     ("function", "changes", "message"),

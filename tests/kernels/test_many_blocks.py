@@ -31,12 +31,12 @@ class TestManyBlocks:
   @over_backends
   @pytest.mark.parametrize("name", LARGE)
   def test_equals_the_reference(self, runner, name):
-    dim, size, dtype, scales = LARGE[name]
+    dim, page_size, dtype, scales = LARGE[name]
     lengths = (1, 4000, *np.random.default_rng(0).integers(2, 4000, 22))
     shape = Shape(
       heads=(32, 8),
       head_dim=dim,
-      page_size=size,
+      page_size=page_size,
       lengths=tuple(map(int, lengths)),
       dtype=dtype,
       query_dtype="bfloat16",
@@ -50,7 +50,7 @@ class TestManyBlocks:
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
   @over_backends
-  def test_a_prompt(self, runner):
+  def test_a_long_prompt_equals_the_reference(self, runner):
     """700 queries of 16 heads over one K/V head, after 3,000 tokens."""
     shape = Shape(
       heads=(16, 1),
@@ -63,6 +63,6 @@ class TestManyBlocks:
     counts = np.array([700], np.int32)
     q = queries(case, shape, 1, 700)
     arguments = (q, *case.pools, case.lengths - counts, counts)
-    wanted = reference.paged_attention_padded(*arguments)
+    expected = reference.paged_attention_padded(*arguments)
     out, lse = runner("paged_attention_padded", *arguments)
-    assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
+    assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)

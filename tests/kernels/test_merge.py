@@ -18,12 +18,12 @@ class TestMerge:
     lse[rng.random(lse.shape) < 0.4] = -np.inf
     lse[:, 1, 2] = -np.inf
     out[lse == -np.inf] = np.nan  # a part without keys
-    wanted = reference.merge_states(np.nan_to_num(out), lse)
-    merged, total = jax.jit(kernels.merge_states)(*put(out, lse))
-    np.testing.assert_allclose(merged, wanted[0], atol=1e-6)
-    np.testing.assert_allclose(total, wanted[1], rtol=1e-6)
+    expected = reference.merge_states(np.nan_to_num(out), lse)
+    merged, merged_lse = jax.jit(kernels.merge_states)(*put(out, lse))
+    np.testing.assert_allclose(merged, expected[0], atol=1e-6)
+    np.testing.assert_allclose(merged_lse, expected[1], rtol=1e-6)
     np.testing.assert_array_equal(merged[1, 2], 0)
-    np.testing.assert_array_equal(total[1, 2], -np.inf)
+    np.testing.assert_array_equal(merged_lse[1, 2], -np.inf)
 
   def test_parts_may_be_merged_in_steps(self):
     rng = np.random.default_rng(1)
@@ -31,21 +31,21 @@ class TestMerge:
       rng.standard_normal((3, 2, 4)).astype(np.float32),
       rng.standard_normal((3, 2)).astype(np.float32),
     )
-    first = kernels.merge_states(out[:2], lse[:2])
-    second = kernels.merge_states(
-      jnp.stack([first[0], out[2]]), jnp.stack([first[1], lse[2]])
+    two_parts = kernels.merge_states(out[:2], lse[:2])
+    all_parts = kernels.merge_states(
+      jnp.stack([two_parts[0], out[2]]), jnp.stack([two_parts[1], lse[2]])
     )
     whole = kernels.merge_states(out, lse)
-    for a, b in zip(second, whole, strict=True):
+    for a, b in zip(all_parts, whole, strict=True):
       np.testing.assert_allclose(a, b, atol=1e-6)
 
-  def test_extreme_log_sum_exps(self):
+  def test_extreme_log_sum_exps_do_not_overflow(self):
     out, lse = put(
       np.array([[[1.0]], [[2.0]]], np.float32),
       np.array([[5e5], [-5e5]], np.float32),
     )
-    merged, total = kernels.merge_states(out, lse)
-    assert (float(merged[0, 0]), float(total[0])) == (1.0, 5e5)
+    merged, merged_lse = kernels.merge_states(out, lse)
+    assert (float(merged[0, 0]), float(merged_lse[0])) == (1.0, 5e5)
 
   @pytest.mark.parametrize(
     ("out", "lse", "message"),
