@@ -60,7 +60,7 @@ def work_of(lengths, columns, *, window=None, plan=None):
     counts=jnp.ones_like(lengths),
     options=options,
   )
-  tiles = query_tiles.tile(call, size=1, multiple=8)
+  tiles = query_tiles.tile(call, tile_size=1, multiple=8)
   units, begins, most = mosaic_gpu.work_list(
     tiles, none, call.capacity, static(), options
   )

@@ -103,26 +103,27 @@ def _plan(
     window = jnp.asarray(window, jnp.int32)
     num_skipped = jnp.maximum(lengths - window, 0) // block
   blocks = (lengths + block - 1) // block - num_skipped
-  total = jnp.sum(blocks, dtype=jnp.int32)
-  share = jnp.maximum((total + workers - 1) // workers, 1)
+  num_blocks = jnp.sum(blocks, dtype=jnp.int32)
+  share = jnp.maximum((num_blocks + workers - 1) // workers, 1)
   pieces = jnp.maximum((blocks + share - 1) // share, 1)
   ends = jnp.cumsum(pieces, dtype=jnp.int32)
-  begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
-  # B + workers units are enough: `total / share` is at most `workers`, and each
-  # row adds at most one unit, because its number of units is rounded up.
+  first_units = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+  # B + workers units are enough: `num_blocks / share` is at most `workers`, and
+  # each row adds at most one unit, because its number of units is rounded up.
   unit = jnp.arange(batch + workers, dtype=jnp.int32)
   row = row_of(ends, unit)
   is_used = row < batch
   row = jnp.where(is_used, row, 0)
-  begin = num_skipped[row] + (unit - begins[row]) * share
+  first_block = num_skipped[row] + (unit - first_units[row]) * share
   # The first unit of a row begins at 0 and the last unit has no end, so that a
   # plan covers every token, even for other lengths or another window.
-  is_first, is_last = unit == begins[row], unit == begins[row + 1] - 1
-  end = jnp.where(is_last, _NO_END, (begin + share) * block)
+  is_first = unit == first_units[row]
+  is_last = unit == first_units[row + 1] - 1
+  end_key = jnp.where(is_last, _NO_END, (first_block + share) * block)
   return DecodePlan(
     row=row,
-    first=jnp.where(is_used & ~is_first, begin * block, 0),
-    end=jnp.where(is_used, end, 0),
-    begins=begins,
+    first=jnp.where(is_used & ~is_first, first_block * block, 0),
+    end=jnp.where(is_used, end_key, 0),
+    begins=first_units,
     tokens=share * block,
   )
