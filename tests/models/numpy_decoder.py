@@ -11,12 +11,12 @@ from jaxkv import models
 def layers_of(params: Any) -> list[dict[str, Any]]:
   """Returns the parameters of each layer, from first to last."""
   layers = []
-  for stretch in params["layers"]:
-    repetitions = len(stretch[0]["mlp_norm"])
+  for segment in params["layers"]:
+    repetitions = len(segment[0]["mlp_norm"])
     for number in range(repetitions):
       layers += [
         {name: leaf[number] for name, leaf in layer.items()}
-        for layer in stretch
+        for layer in segment
       ]
   return layers
 

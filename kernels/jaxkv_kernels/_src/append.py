@@ -248,10 +248,7 @@ def _put_by_head(pages, new, targets, offsets) -> jax.Array:
 
 
 def _to_storage(
-  prefix: str,
-  new: jax.Array,
-  pages: jax.Array,
-  scale: jax.Array | None = None,
+  prefix: str, new: jax.Array, pages: jax.Array, scale: jax.Array | None = None
 ) -> jax.Array:
   """Returns `new` in the pool's dtype; errors name `{prefix}new`."""
   if scale is not None:

@@ -67,10 +67,7 @@ def copy_pages(
 
 
 def gather_pages(
-  pages: jax.Array,
-  page_table: jax.Array,
-  *,
-  page_offset: jax.Array | int = 0,
+  pages: jax.Array, page_table: jax.Array, *, page_offset: jax.Array | int = 0
 ) -> jax.Array:
   """Gathers the pages of each sequence into one dense array.
 

@@ -68,11 +68,7 @@ def full(
 
 
 def iota(
-  shape: tuple[int, ...],
-  axis: int,
-  *,
-  layout: Any = MATRIX,
-  interpreted: bool,
+  shape: tuple[int, ...], axis: int, *, layout: Any = MATRIX, interpreted: bool
 ) -> jax.Array:
   """Returns int32 indices along an axis."""
   if interpreted:

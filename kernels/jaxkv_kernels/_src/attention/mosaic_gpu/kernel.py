@@ -40,9 +40,7 @@ from jaxkv_kernels._src.attention.mosaic_gpu.work import stage_of
 
 
 def call(
-  static: GpuStatic,
-  arrays: dict[str, jax.Array],
-  interpret: Any = None,
+  static: GpuStatic, arrays: dict[str, jax.Array], interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
   """Runs the kernel.
 

@@ -362,10 +362,7 @@ def _hidden(mask):
   ones = jnp.ones((mask.shape[0], 128), jnp.float32)
   mask = mask.astype(jnp.int32).astype(jnp.float32)
   rows = lax.dot_general(
-    mask,
-    ones,
-    (((0,), (0,)), ((), ())),
-    preferred_element_type=jnp.float32,
+    mask, ones, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
   )
   return (rows[:, :1] == 0)[None]
 

@@ -189,10 +189,7 @@ def _rows(refs, static: TritonStatic) -> _Rows:
     position=start + column,
     first=first_key,
     end=jnp.where(column < count, end_key, 0),
-    reach=(
-      span(lowest)[0],
-      jnp.where(highest >= lowest, span(highest)[1], 0),
-    ),
+    reach=(span(lowest)[0], jnp.where(highest >= lowest, span(highest)[1], 0)),
   )
 
 
