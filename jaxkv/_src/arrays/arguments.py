@@ -378,8 +378,5 @@ def check_rows(arguments: dict[str, Any], lead: str, num_slots: int) -> None:
       check_shape(name, value, (*rows, *trailing_axes), meaning)
 
 
-_TRAILING_AXES: dict[str, Shape] = {
-  "tokens": ("T",),
-  "salts": (4,),
-}
+_TRAILING_AXES: dict[str, Shape] = {"tokens": ("T",), "salts": (4,)}
 """The axes after the first, of arguments that have more than one axis."""

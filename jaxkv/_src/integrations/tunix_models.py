@@ -100,12 +100,7 @@ def _rotary(module: Any, library: Any, dtype: Any) -> PagedModule:
   """Adapts Llama 3 or Qwen3."""
 
   def attention(
-    layer: Any,
-    memory: LayerMemory,
-    x: Any,
-    positions: Any,
-    *_: Any,
-    **__: Any,
+    layer: Any, memory: LayerMemory, x: Any, positions: Any, *_: Any, **__: Any
   ) -> Any:
     def rotated(name: str) -> Any:
       out = getattr(layer, f"{name}_proj")(x)

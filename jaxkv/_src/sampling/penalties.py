@@ -177,9 +177,7 @@ def _rows(matrix: Array) -> Array:
 def _saturate(logits: Array, original: Array) -> Array:
   """Clips logits to the float32 range where `original` is finite."""
   return jnp.where(
-    jnp.isfinite(original),
-    jnp.clip(logits, -_LARGEST, _LARGEST),
-    logits,
+    jnp.isfinite(original), jnp.clip(logits, -_LARGEST, _LARGEST), logits
   )
 
 

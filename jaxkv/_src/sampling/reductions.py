@@ -155,8 +155,4 @@ def read_block(values: Array, block: Array, parts: int = 1) -> Block:
   else:
     # XLA would gather whole rows for slices.
     values = jnp.take_along_axis(values, columns, axis=1)
-  return Block(
-    values=values,
-    columns=columns,
-    valid=columns >= begin[:, None],
-  )
+  return Block(values=values, columns=columns, valid=columns >= begin[:, None])

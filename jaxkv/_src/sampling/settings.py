@@ -188,9 +188,7 @@ _RULES = {
   # A row without a sequence is greedy. On a CPU, a batch whose rows are all
   # greedy draws no random numbers.
   "temperature": _numbers(
-    RANGE,
-    lambda x: (x == 0) | ((x >= LEAST) & (x <= HIGHEST)),
-    1,
+    RANGE, lambda x: (x == 0) | ((x >= LEAST) & (x <= HIGHEST)), 1
   )._replace(fill=0),
   "top_k": _counts("at least 1, or 0 or -1 for all tokens", -1, 0),
   "top_p": _numbers("above 0 and at most 1", lambda x: (x > 0) & (x <= 1), 1),

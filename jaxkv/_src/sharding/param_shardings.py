@@ -91,7 +91,7 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
       f"{type(params).__name__}."
     )
 
-  layers = [layer for stretch in params["layers"] for layer in stretch]
+  layers = [layer for segment in params["layers"] for layer in segment]
   if axes.experts and not any("expert_gate" in layer for layer in layers):
     raise ValueError(
       "`axes.experts` must be None for a decoder without experts, got "

@@ -22,9 +22,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
   # options, filters and functions below are those that transformers offers,
   # because templates are written for transformers.
   environment = sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True,
-    lstrip_blocks=True,
-    extensions=["jinja2.ext.loopcontrols"],
+    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
   )
   # Jinja's own filter `tojson` escapes characters for HTML.
   to_json = functools.partial(json.dumps, ensure_ascii=False)

@@ -125,16 +125,16 @@ class Tokenizer:
     vocabulary = self.core.get_vocab(with_added_tokens=False)
     added = self.core.get_added_tokens_decoder()
     # Token ids can have gaps, so the largest one sets the length.
-    size = 1 + max([-1, *vocabulary.values(), *added])
-    pieces = [b""] * size
+    num_tokens = 1 + max([-1, *vocabulary.values(), *added])
+    pieces = [b""] * num_tokens
     convert = self._piece_bytes
-    for piece, number in vocabulary.items():
-      if number not in added:
-        pieces[number] = convert(piece)
-    for number, token in added.items():
+    for piece, token_id in vocabulary.items():
+      if token_id not in added:
+        pieces[token_id] = convert(piece)
+    for token_id, token in added.items():
       # The decoder treats added tokens that are not special like other tokens.
       if not token.special:
-        pieces[number] = convert(token.content)
+        pieces[token_id] = convert(token.content)
     return pieces
 
   @functools.cached_property
@@ -200,9 +200,7 @@ def from_folder(folder: pathlib.Path) -> Tokenizer:
   configured = folder / "tokenizer_config.json"
   config = json_object(configured) if configured.exists() else {}
   return Tokenizer(
-    core,
-    template=_template(folder, config),
-    variables=_variables(config),
+    core, template=_template(folder, config), variables=_variables(config)
   )
 
 
