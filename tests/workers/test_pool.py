@@ -228,33 +228,33 @@ class TestFailures:
     with workers.Pool(make, 2, config=CONFIG, max_failures=2) as pool:
       pool.submit(requests_of(random_prompts(3)))
       with pytest.raises(
-        RuntimeError, match="failed 3 times before a group ended: no such"
+        RuntimeError, match="failed 3 times before a prompt ended: no such"
       ):
         results_of(pool)
       with pytest.raises(RuntimeError, match="no such machine"):
         pool.submit(requests_of(random_prompts(3)))
 
-  def test_calls_that_end_no_group_do_not_reset_the_count(self, caplog):
+  def test_calls_that_end_no_prompt_do_not_reset_the_count(self, caplog):
     with workers.Pool(
       lambda _: FailingWorker(1, steps=1), 1, config=CONFIG, max_failures=2
     ) as pool:
       pool.submit(requests_of(random_prompts(1)))
-      with pytest.raises(RuntimeError, match="failed 3 times before a group"):
+      with pytest.raises(RuntimeError, match="failed 3 times before a prompt"):
         results_of(pool)
     messages = [record.getMessage() for record in caplog.records]
     assert messages == ["The worker of place 0 failed."] * 3
     assert "the machine was taken away" in caplog.text
 
-  def test_unknown_groups_do_not_reset_the_count(self):
+  def test_samples_of_unknown_prompts_do_not_reset_the_count(self):
     class Wrong(StubWorker):
       def advance(self):
-        return [workers.Group(10**6, [])]
+        return [workers.PromptSamples(10**6, [])]
 
     with workers.Pool(
       lambda _: Wrong(), 1, config=CONFIG, max_failures=2
     ) as pool:
       pool.submit(requests_of(random_prompts(1)))
-      with pytest.raises(RuntimeError, match="failed 3 times before a group"):
+      with pytest.raises(RuntimeError, match="failed 3 times before a prompt"):
         results_of(pool)
 
   def test_a_place_that_was_removed_may_fail(self):
@@ -280,8 +280,8 @@ class TestFailures:
     with workers.Pool(make, 2, config=CONFIG, max_failures=0) as pool:
       ids = pool.submit(requests_of(random_prompts(60)))
       found = {}
-      for group in pool.results():
-        found[group.id] = group.results
+      for samples in pool.results():
+        found[samples.id] = samples.results
         pool.remove(0)
       assert has_failed.is_set() and found == wanted_of(ids)
 
@@ -303,7 +303,7 @@ class TestFailures:
       assert results_of(pool) == wanted_of(ids)
     assert len(made) == 2 and made[0].is_closed
 
-  def test_groups_that_have_ended_come_before_the_error(self):
+  def test_prompts_that_have_ended_come_before_the_error(self):
     has_stopped = threading.Event()
 
     class Last(FailingWorker):
@@ -317,12 +317,12 @@ class TestFailures:
       has_stopped.wait()
       found = {}
       with pytest.raises(RuntimeError, match="machine was taken away"):
-        for group in pool.results():
-          found[group.id] = group.results
+        for samples in pool.results():
+          found[samples.id] = samples.results
       assert len(found) >= 4 and found == wanted_of(found)
 
 
-class TestMembers:
+class TestAddAndRemove:
   def test_others_continue_the_sequences_of_one_that_is_removed(self):
     made = []
 
@@ -335,8 +335,8 @@ class TestMembers:
       # Added first: a worker is made only if prompts wait.
       assert pool.add() == 3
       found = {}
-      for group in pool.results():
-        found[group.id] = group.results
+      for samples in pool.results():
+        found[samples.id] = samples.results
         if len(found) == 20:
           pool.remove(1)
       assert found == wanted_of(ids)
@@ -356,9 +356,9 @@ class TestMembers:
     with workers.Pool(make, 4, config=CONFIG) as pool:
       ids = pool.submit(requests_of(random_prompts(150)))
       found = {}
-      for group in pool.results():
-        assert group.id not in found
-        found[group.id] = group.results
+      for samples in pool.results():
+        assert samples.id not in found
+        found[samples.id] = samples.results
         if len(found) == 10:
           pool.remove(0)
           pool.remove(0)
@@ -422,8 +422,8 @@ class TestWeights:
     ) as pool:
       ids = pool.submit(requests_of(random_prompts(200)))
       found = {}
-      for group in pool.results():
-        found[group.id] = group.results
+      for samples in pool.results():
+        found[samples.id] = samples.results
         if len(found) % 20 == 0 and len(found) < 200:
           version = pool.update_weights(f"weights {len(found) // 20}")
           assert version == len(found) // 20

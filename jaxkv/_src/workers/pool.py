@@ -18,15 +18,15 @@ from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.transfer.exported import Exported
-from jaxkv._src.workers.member import Member
 from jaxkv._src.workers.prompts import Prompt
 from jaxkv._src.workers.prompts import check_joinable
 from jaxkv._src.workers.prompts import join
 from jaxkv._src.workers.prompts import prefixes_of
 from jaxkv._src.workers.prompts import split
 from jaxkv._src.workers.routing import choose
-from jaxkv._src.workers.worker import Group
+from jaxkv._src.workers.worker import PromptSamples
 from jaxkv._src.workers.worker import Worker
+from jaxkv._src.workers.worker_state import WorkerState
 
 _LOGGER = logging.getLogger("jaxkv")
 
@@ -48,7 +48,7 @@ class Pool:
 
     with workers.Pool(make, 4, config=config) as pool:
       pool.submit(requests)
-      for group in pool.results():
+      for samples in pool.results():
         ...
   """
 
@@ -89,9 +89,9 @@ class Pool:
     self._max_age = None if max_age is None else as_count("max_age", max_age, 0)
     self._max_failures = as_count("max_failures", max_failures, 0)
     self._changed = threading.Condition()
-    self._members: list[Member] = []
+    self._states: list[WorkerState] = []
     self._waiting: dict[int, Prompt] = {}
-    self._finished: collections.deque[Group] = collections.deque()
+    self._finished: collections.deque[PromptSamples] = collections.deque()
     self._params: Any = None
     self._version = self._next_id = 0
     # The first prompt, whose optional fields all others must have.
@@ -122,11 +122,11 @@ class Pool:
     """
     with self._changed:
       self._check()
-      member = Member(len(self._members), self._serve)
+      state = WorkerState(len(self._states), self._serve)
       # The thread first waits for the lock, which this thread holds.
-      member.thread.start()
-      self._members.append(member)
-      return member.place
+      state.thread.start()
+      self._states.append(state)
+      return state.place
 
   def remove(self, place: int) -> None:
     """Removes a worker; other workers then run its prompts to their end.
@@ -139,12 +139,12 @@ class Pool:
     """
     place = as_int("place", place)
     with self._changed:
-      places = [member.place for member in self._members if not member.leaves]
-      if not 0 <= place < len(self._members):
+      places = [state.place for state in self._states if not state.leaves]
+      if not 0 <= place < len(self._states):
         raise ValueError(f"`place` must be one of {places}, got {place}.")
       if places == [place]:
         raise ValueError("`place` must not be the last worker; add one first.")
-      self._members[place].leaves = True
+      self._states[place].leaves = True
       self._changed.notify_all()
 
   def submit(self, requests: Requests, ids: Any = None) -> list[int]:
@@ -201,7 +201,7 @@ class Pool:
         self._changed.notify_all()
     return ids
 
-  def results(self) -> Iterator[Group]:
+  def results(self) -> Iterator[PromptSamples]:
     """Yields groups as they end, until all submitted prompts have ended.
 
     Raises:
@@ -247,11 +247,11 @@ class Pool:
     """
     self._end("The pool is closed.")
     end = time.monotonic() + timeout
-    for member in self._members:
-      member.thread.join(max(end - time.monotonic(), 0.0))
+    for state in self._states:
+      state.thread.join(max(end - time.monotonic(), 0.0))
       # A Ray actor that waits for resources returns only when it is killed.
-      if member.thread.is_alive():
-        member.close()
+      if state.thread.is_alive():
+        state.close()
 
   def _end(self, message: str, cause: BaseException | None = None) -> None:
     """Ends all threads, and all calls with a RuntimeError."""
@@ -268,71 +268,71 @@ class Pool:
     """Waits for a condition, or for the end of the pool."""
     self._changed.wait_for(lambda: self._error or condition())
 
-  def _serve(self, member: Member) -> None:
+  def _serve(self, state: WorkerState) -> None:
     """Runs the workers of a place; the target of its thread."""
-    while self._waits_for_work(member):
+    while self._waits_for_work(state):
       try:
-        if member.worker is None:
+        if state.worker is None:
           # The pool may be closed meanwhile, so the loop waits again.
-          member.worker = self._make(member.place)
+          state.worker = self._make(state.place)
         else:
-          self._serve_once(member, member.worker)
+          self._serve_once(state, state.worker)
       # BaseException, because SystemExit would silently end the thread.
       except BaseException as error:
         # `close` ends calls, which then fail.
         if self._error is None:
-          self._fail(member, error)
-        member.close()
-    member.close()
+          self._fail(state, error)
+        state.close()
+    state.close()
 
-  def _waits_for_work(self, member: Member) -> bool:
+  def _waits_for_work(self, state: WorkerState) -> bool:
     """Waits for work; returns False if there will be none."""
     with self._changed:
-      self._wait_for(lambda: member.leaves or member.prompts or self._waiting)
-      has_left = member.leaves and not member.prompts
+      self._wait_for(lambda: state.leaves or state.prompts or self._waiting)
+      has_left = state.leaves and not state.prompts
       return not (self._error or has_left)
 
-  def _serve_once(self, member: Member, worker: Worker) -> None:
-    self._update(member, worker)
-    if member.leaves:
+  def _serve_once(self, state: WorkerState, worker: Worker) -> None:
+    self._update(state, worker)
+    if state.leaves:
       exported = worker.export()
       with self._changed:
-        self._put_back(member, list(member.prompts), exported)
+        self._put_back(state, list(state.prompts), exported)
       return
-    self._take(member, worker)
-    if not member.prompts:
+    self._take(state, worker)
+    if not state.prompts:
       return
     groups = worker.advance()
     with self._changed:
       for group in groups:
-        member.pop(group.id)
+        state.pop(group.id)
         self._finished.append(group)
         self._unfinished.remove(group.id)
-        member.num_failures = 0
+        state.num_failures = 0
       self._changed.notify_all()
 
-  def _update(self, member: Member, worker: Worker) -> None:
+  def _update(self, state: WorkerState, worker: Worker) -> None:
     with self._changed:
       params, version = self._params, self._version
-    if member.version == version:
+    if state.version == version:
       return
     dropped = worker.update_weights(params, version, self._max_age)
     with self._changed:
-      member.version = version
-      self._put_back(member, dropped)
+      state.version = version
+      self._put_back(state, dropped)
 
   def _put_back(
-    self, member: Member, ids: list[int], exported: Exported | None = None
+    self, state: WorkerState, ids: list[int], exported: Exported | None = None
   ) -> None:
     """Makes prompts of a worker wait again, before all others.
 
     They continue from `exported`, or begin again if it is None.
     """
-    prompts = {n: member.pop(n)._replace(exported=exported) for n in ids}
+    prompts = {n: state.pop(n)._replace(exported=exported) for n in ids}
     self._waiting = prompts | self._waiting
     self._changed.notify_all()
 
-  def _take(self, member: Member, worker: Worker) -> None:
+  def _take(self, state: WorkerState, worker: Worker) -> None:
     """Gives waiting prompts to a worker that has room for them."""
     room = worker.room()
     with self._changed:
@@ -346,23 +346,23 @@ class Pool:
     )
     cached = {p.id: int(n) for p, n in zip(waiting, num_cached, strict=True)}
     with self._changed:
-      member.cached = cached
+      state.cached = cached
       # Other workers may have taken some prompts in the meantime.
       waiting = [self._waiting[n] for n in cached if n in self._waiting]
-      peers = [m for m in self._members if m is not member and not m.leaves]
-      chosen = choose(waiting, room, member, peers)
+      peers = [m for m in self._states if m is not state and not m.leaves]
+      chosen = choose(waiting, room, state, peers)
       for prompt in chosen:
         del self._waiting[prompt.id]
         # If it does not enter, or the worker fails, it begins again.
-        member.add(prompt._replace(exported=None))
+        state.add(prompt._replace(exported=None))
       self._changed.notify_all()
-    entered = self._give(member, worker, chosen)
+    entered = self._give(state, worker, chosen)
     with self._changed:
       refused = [prompt.id for prompt in chosen if prompt.id not in entered]
-      self._put_back(member, refused)
+      self._put_back(state, refused)
 
   def _give(
-    self, member: Member, worker: Worker, prompts: list[Prompt]
+    self, state: WorkerState, worker: Worker, prompts: list[Prompt]
   ) -> set[int]:
     """Imports or submits prompts; returns the ids of those that entered."""
     entered: set[int] = set()
@@ -370,7 +370,7 @@ class Pool:
     for exported in {id(p.exported): p.exported for p in prompts}.values():
       part = [p for p in prompts if p.exported is exported]
       ids = [prompt.id for prompt in part]
-      if exported is not None and self._can_continue(member, exported):
+      if exported is not None and self._can_continue(state, exported):
         entered.update(worker.import_sequences(exported, ids))
         continue
       try:
@@ -382,26 +382,26 @@ class Pool:
       entered.update(itertools.compress(ids, is_in))
     return entered
 
-  def _can_continue(self, member: Member, exported: Exported) -> bool:
-    """Returns True if the worker of `member` may continue moved sequences."""
-    age = member.version - int(exported.version)
+  def _can_continue(self, state: WorkerState, exported: Exported) -> bool:
+    """Returns True if the worker of `state` may continue moved sequences."""
+    age = state.version - int(exported.version)
     # Under newer weights, tokens could exceed `max_age`. No sequence goes back
     # to older weights.
     return age == 0 or (age > 0 and self._max_age is None)
 
-  def _fail(self, member: Member, error: BaseException) -> None:
+  def _fail(self, state: WorkerState, error: BaseException) -> None:
     """Puts back the prompts of a worker that failed, to begin again."""
     _LOGGER.warning(
-      "The worker of place %d failed.", member.place, exc_info=error
+      "The worker of place %d failed.", state.place, exc_info=error
     )
     with self._changed:
-      self._put_back(member, list(member.prompts))
-      member.cached, member.version = {}, 0
-      member.num_failures += 1
+      self._put_back(state, list(state.prompts))
+      state.cached, state.version = {}, 0
+      state.num_failures += 1
     # The prompts of a place that was removed run elsewhere.
-    if member.num_failures > self._max_failures and not member.leaves:
+    if state.num_failures > self._max_failures and not state.leaves:
       self._end(
-        f"The pool has stopped: a worker failed {member.num_failures} times "
-        f"before a group ended: {error}",
+        f"The pool has stopped: a worker failed {state.num_failures} times "
+        f"before a prompt ended: {error}",
         error,
       )

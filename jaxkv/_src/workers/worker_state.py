@@ -1,4 +1,4 @@
-"""A place in a pool, with its worker."""
+"""The state of a worker of a pool: its prompts, weights and failures."""
 
 import collections
 import contextlib
@@ -10,8 +10,8 @@ from jaxkv._src.workers.prompts import Prompt
 from jaxkv._src.workers.worker import Worker
 
 
-class Member:
-  """A place in the pool, which has one worker at a time.
+class WorkerState:
+  """The state of a place in the pool, which has one worker at a time.
 
   Attributes:
     place: the number of the place.
@@ -20,11 +20,11 @@ class Member:
     version: the version of the worker's weights.
     prompts: the prompts that run on the worker, by id.
     cached: the number of cached tokens of waiting prompts, by id.
-    num_failures: the failures of this place since a group last ended there.
+    num_failures: the failures of this place since a prompt last ended there.
     leaves: True after `remove`; the sequences then move to other workers.
   """
 
-  def __init__(self, place: int, serve: Callable[["Member"], None]):
+  def __init__(self, place: int, serve: Callable[["WorkerState"], None]):
     self.place = place
     self.thread = threading.Thread(target=serve, args=(self,), daemon=True)
     self.worker: Worker | None = None
