@@ -186,15 +186,16 @@ def _assert_scores(results):
     np.testing.assert_array_equal(scores[is_own], recorded[is_own])
 
 
-def test_damaged_weights_are_refused(ray):
+def test_damaged_weights_are_sent_again(ray):
   from jaxkv._src.integrations import ray_workers
 
   make = ray_workers.RayWorkers(_make, num_cpus=0.5)
   worker = make(0)
   params = jax.device_get(_params(1))
-  make._stored = params, ray.put((params, b"another checksum"))
-  with pytest.raises(ValueError, match="stored as version 1, got other bytes"):
-    worker.update_weights(params, 1, None)
+  damaged = ray.put((params, b"another checksum"))
+  make._stored = params, damaged
+  assert worker.update_weights(params, 1, None) == []
+  assert make._stored[0] is params and make._stored[1] is not damaged
   worker.close()
 
 

@@ -1,5 +1,7 @@
 """Pools of workers without a model: routing, failures, weights."""
 
+import logging
+import math
 import random
 import sys
 import threading
@@ -205,7 +207,9 @@ class TestFailures:
       made.append(FailingWorker(own.randint(3, 9)))
       return made[-1]
 
-    with workers.Pool(make, 4, config=CONFIG, max_failures=100) as pool:
+    with workers.Pool(
+      make, 4, config=CONFIG, max_failures=100, retry_pause=0
+    ) as pool:
       ids = pool.submit(requests_of(random_prompts(200)))
       assert results_of(pool) == wanted_of(ids)
     assert len(made) > 10
@@ -221,22 +225,113 @@ class TestFailures:
       with pytest.raises(RuntimeError, match="stopped: `requests` must be"):
         results_of(pool)
 
-  def test_a_place_that_always_fails_is_an_error(self):
-    def make(_):
+  def test_a_pool_without_a_place_is_an_error(self):
+    made = []
+
+    def make(place):
+      made.append(place)
       raise OSError("no such machine")
 
-    with workers.Pool(make, 2, config=CONFIG, max_failures=2) as pool:
+    with workers.Pool(
+      make, 2, config=CONFIG, max_failures=2, retry_pause=0
+    ) as pool:
       pool.submit(requests_of(random_prompts(3)))
       with pytest.raises(
-        RuntimeError, match="failed 3 times before a prompt ended: no such"
+        RuntimeError,
+        match=r"no place is left; place . failed 3 times .* ended: no such",
       ):
         results_of(pool)
       with pytest.raises(RuntimeError, match="no such machine"):
         pool.submit(requests_of(random_prompts(3)))
+    assert sorted(made) == [0, 0, 0, 1, 1, 1]
+
+  def test_other_places_go_on_when_one_is_given_up(self, caplog):
+    tries, is_given_up = [], threading.Event()
+
+    class Waits(StubWorker):
+      def advance(self):
+        assert is_given_up.wait(20)
+        return super().advance()
+
+    def make(place):
+      if place:
+        return Waits()
+      tries.append(place)
+      raise OSError("no such machine")
+
+    class Handler(logging.Handler):
+      def emit(self, record):
+        if "goes on without a place" in record.getMessage():
+          is_given_up.set()
+
+    logger, handler = logging.getLogger("jaxkv"), Handler()
+    logger.addHandler(handler)
+    try:
+      with workers.Pool(
+        make, 2, config=CONFIG, max_failures=5, retry_pause=0
+      ) as pool:
+        ids = pool.submit(requests_of(random_prompts(60)))
+        assert results_of(pool) == wanted_of(ids)
+        with pytest.raises(ValueError, match="must not be the last worker"):
+          pool.remove(1)
+        assert pool.add() == 2
+        pool.remove(1)
+        ids = pool.submit(requests_of(random_prompts(9)))
+        assert results_of(pool) == wanted_of(ids)
+    finally:
+      logger.removeHandler(handler)
+    assert len(tries) == 6
+    assert "place 0 failed 6 times before a prompt ended" in caplog.text
+
+  def test_pauses_after_failures_double(self, monkeypatch):
+    wait_for, tries, pauses = threading.Condition.wait_for, [], []
+
+    def without_pauses(condition, predicate, timeout=None):
+      if timeout is None:
+        return wait_for(condition, predicate)
+      pauses.append(timeout)
+      return predicate()
+
+    def make(place):
+      tries.append(place)
+      if len(tries) <= 9:
+        raise OSError("no such machine")
+      return FailingWorker(12 if len(tries) == 10 else 100)
+
+    monkeypatch.setattr(threading.Condition, "wait_for", without_pauses)
+    with workers.Pool(make, 1, config=CONFIG) as pool:
+      ids = pool.submit(requests_of(random_prompts(60)))
+      assert results_of(pool) == wanted_of(ids)
+    # Prompts have ended before the last failure.
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 1]
+
+  def test_a_removed_place_does_not_wait(self, monkeypatch):
+    """The pauses would last longer than the test may."""
+    has_failed = threading.Event()
+
+    def make(place):
+      if place:
+        return StubWorker()
+      has_failed.set()
+      raise OSError("no such machine")
+
+    with workers.Pool(
+      make, 2, config=CONFIG, retry_pause=1e6, max_retry_pause=1e6
+    ) as pool:
+      ids = pool.submit(requests_of(random_prompts(40)))
+      assert has_failed.wait(20)
+      pool.remove(0)
+      assert results_of(pool) == wanted_of(ids)
+      pool._states[0].thread.join(20)
+      assert not pool._states[0].thread.is_alive()
 
   def test_calls_that_end_no_prompt_do_not_reset_the_count(self, caplog):
     with workers.Pool(
-      lambda _: FailingWorker(1, steps=1), 1, config=CONFIG, max_failures=2
+      lambda _: FailingWorker(1, steps=1),
+      1,
+      config=CONFIG,
+      max_failures=2,
+      retry_pause=0,
     ) as pool:
       pool.submit(requests_of(random_prompts(1)))
       with pytest.raises(RuntimeError, match="failed 3 times before a prompt"):
@@ -251,7 +346,7 @@ class TestFailures:
         return [workers.PromptSamples(10**6, [])]
 
     with workers.Pool(
-      lambda _: Wrong(), 1, config=CONFIG, max_failures=2
+      lambda _: Wrong(), 1, config=CONFIG, max_failures=2, retry_pause=0
     ) as pool:
       pool.submit(requests_of(random_prompts(1)))
       with pytest.raises(RuntimeError, match="failed 3 times before a prompt"):
@@ -298,7 +393,7 @@ class TestFailures:
       made.append(Exits())
       return made[-1]
 
-    with workers.Pool(make, 1, config=CONFIG) as pool:
+    with workers.Pool(make, 1, config=CONFIG, retry_pause=0) as pool:
       ids = pool.submit(requests_of(random_prompts(3)))
       assert results_of(pool) == wanted_of(ids)
     assert len(made) == 2 and made[0].is_closed
@@ -379,7 +474,11 @@ class TestAddAndRemove:
         raise OSError("out of memory")
 
     with workers.Pool(
-      lambda _: Refuses(steps=1), 1, config=CONFIG, max_failures=8
+      lambda _: Refuses(steps=1),
+      1,
+      config=CONFIG,
+      max_failures=8,
+      retry_pause=0,
     ) as pool:
       ids = pool.submit(requests_of(random_prompts(30)))
       has_begun.wait()
@@ -401,6 +500,75 @@ class TestAddAndRemove:
       ids = pool.submit(requests_of(random_prompts(20)))
       assert results_of(pool) == wanted_of(ids)
     assert 1 not in made
+
+  @pytest.mark.parametrize(
+    "call", ["room", "match", "submit", "advance", "export", "update_weights"]
+  )
+  def test_a_hung_worker_is_left_behind(self, call, caplog):
+    has_prompts, is_hung = threading.Event(), threading.Event()
+    may_return, made = threading.Event(), {}
+
+    class Hangs(StubWorker):
+      def advance(self):
+        has_prompts.set()
+        return super().advance() if may_return.is_set() else []
+
+    def hang(worker, *arguments):
+      is_hung.set()
+      may_return.wait()
+      return getattr(super(Hangs, worker), call)(*arguments)
+
+    setattr(Hangs, call, hang)
+
+    def make(place):
+      # The first worker takes prompts before another one exists.
+      assert place == 0 or is_hung.wait(20)
+      made[place] = StubWorker() if place else Hangs(rows=20)
+      return made[place]
+
+    with workers.Pool(make, 2, config=CONFIG) as pool:
+      ids = pool.submit(requests_of(random_prompts(60)))
+      if call in ("export", "update_weights"):
+        assert has_prompts.wait(20)
+      version = int(call == "update_weights")
+      if version:
+        pool.update_weights("weights 1")
+      if call == "export":
+        pool.remove(0, timeout=None)
+      assert is_hung.wait(20)
+      pool.remove(0, timeout=0)
+      assert results_of(pool) == wanted_of(ids, version)
+      may_return.set()
+      pool._states[0].thread.join(20)
+      assert not pool._states[0].thread.is_alive()
+      # What the calls of the hung worker returned late is ignored.
+      ids = pool.submit(requests_of(random_prompts(5)))
+      assert results_of(pool) == wanted_of(ids, version)
+    assert made[0].is_closed and len(made) == 2
+    assert "The worker of place 0 failed" not in caplog.text
+
+  @pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+      ({"make": []}, TypeError, r"`make` must be a function .*, got \[\]"),
+      ({"retry_pause": "1"}, TypeError, "`retry_pause` must be a number of"),
+      ({"retry_pause": -1}, ValueError, "`retry_pause` must be .*, got -1"),
+      ({"max_retry_pause": math.nan}, ValueError, "at least 0 .*, got nan"),
+      ({"max_retry_pause": math.inf}, ValueError, "at most .*, got inf"),
+    ],
+  )
+  def test_options_are_checked_by_the_caller(self, options, error, message):
+    options = {"make": lambda _: StubWorker()} | options
+    with pytest.raises(error, match=message):
+      workers.Pool(options.pop("make"), 1, config=CONFIG, **options)
+
+  def test_timeouts_are_checked(self):
+    with workers.Pool(lambda _: StubWorker(), 2, config=CONFIG) as pool:
+      with pytest.raises(ValueError, match=r"`timeout` must be .*, got -1"):
+        pool.remove(0, timeout=-1)
+      with pytest.raises(TypeError, match=r"`timeout` must be .*, got 'soon'"):
+        pool.remove(0, timeout="soon")
+      assert not pool._states[0].leaves
 
   def test_one_worker_must_stay(self):
     with workers.Pool(lambda _: StubWorker(), 1, config=CONFIG) as pool:

@@ -56,6 +56,17 @@ def test_a_worker_takes_the_samples_that_it_needs(counts):
   assert choose(waiting, room, state, []) == waiting
 
 
+def test_no_prompt_waits_for_a_place_without_a_worker():
+  state = WorkerState(0, print)
+  assert state.takes_prompts
+  state.num_failures = 1
+  assert not state.takes_prompts
+  state.worker = StubWorker()
+  assert state.takes_prompts
+  state.leaves = True
+  assert not state.takes_prompts
+
+
 @pytest.mark.slow
 def test_families_of_prompts_stay_together():
   """40 families over 4 workers, beside one cache of their pages."""

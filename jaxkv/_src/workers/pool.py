@@ -15,6 +15,8 @@ import numpy as np
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import is_number
+from jaxkv._src.arrays.arguments import refuse
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.transfer.exported import Exported
@@ -41,7 +43,9 @@ class Pool:
   worker needs it to keep its slots busy. Otherwise workers take prompts in the
   order of `submit`; `Requests.priority` orders the sequences of one worker. If
   a worker fails, its prompts run again on any worker, with the same ids, so
-  equal weights give them equal samples. Each prompt is returned once.
+  equal weights give them equal samples. Each prompt is returned once. The place
+  of the worker gets a new one after a pause. The pool stops only if no place is
+  left.
 
   Each worker is called from its own thread, so workers never wait for each
   other. Use the pool in a `with` statement, or call `close`.
@@ -60,7 +64,9 @@ class Pool:
     config: RolloutConfig,
     max_waiting: int = 1024,
     max_age: int | None = None,
-    max_failures: int = 3,
+    max_failures: int = 10,
+    retry_pause: float = 1.0,
+    max_retry_pause: float = 60.0,
   ):
     """Starts a pool.
 
@@ -76,10 +82,23 @@ class Pool:
         token that was sampled more than this number of versions ago. None for
         no limit. If new weights come faster than samples end, prompts begin
         again without end.
-      max_failures: the maximum number of failures at a place without a group
-        that ends there in between; one more stops the pool, unless the place
-        was removed. Each failure is logged as a warning.
+      max_failures: the maximum number of failures at a place without a prompt
+        that ends there in between. After one more, the pool gives up the place,
+        as if it were removed. Each failure is logged as a warning.
+      retry_pause: the seconds from the first failure at a place until the pool
+        calls `make` again. Each further failure without a prompt that ends
+        doubles the pause. Other workers go on meanwhile. With the default
+        values, the pool gives up a place after five minutes of pauses.
+      max_retry_pause: the longest pause, in seconds.
+
+    Raises:
+      TypeError: `make` is not callable, `config` is not a `RolloutConfig`, or
+        another argument is not a number.
+      ValueError: a number is out of range.
     """
+    if not callable(make):
+      requirement = "a function from a place to a new worker"
+      refuse(TypeError, "make", requirement, make)
     if not isinstance(config, RolloutConfig):
       raise TypeError(
         f"`config` must be a RolloutConfig, got {type(config).__name__}."
@@ -88,6 +107,8 @@ class Pool:
     self._max_waiting = as_count("max_waiting", max_waiting, 1)
     self._max_age = None if max_age is None else as_count("max_age", max_age, 0)
     self._max_failures = as_count("max_failures", max_failures, 0)
+    self._retry_pause = _as_seconds("retry_pause", retry_pause)
+    self._max_retry_pause = _as_seconds("max_retry_pause", max_retry_pause)
     self._changed = threading.Condition()
     self._states: list[WorkerState] = []
     self._waiting: dict[int, Prompt] = {}
@@ -128,24 +149,56 @@ class Pool:
       self._states.append(state)
       return state.place
 
-  def remove(self, place: int) -> None:
+  def remove(self, place: int, timeout: float | None = 60.0) -> None:
     """Removes a worker; other workers then run its prompts to their end.
 
-    Does nothing if the worker was removed before.
+    They continue its sequences, which it exports after the call that it is in.
+    Returns at once. A worker can be removed again, with a shorter timeout.
+
+    Args:
+      place: the place of the worker.
+      timeout: seconds until a worker that has not exported its sequences, for
+        example because a call does not return, is left behind: its prompts
+        begin again on other workers, it is closed, and what its calls still
+        return is ignored. None for no limit.
 
     Raises:
-      TypeError: `place` is not an int.
-      ValueError: `place` never had a worker, or has the last one.
+      TypeError: `place` is not an int, or `timeout` is not a number.
+      ValueError: `place` never had a worker, or has the last one; or `timeout`
+        is out of range.
     """
     place = as_int("place", place)
+    if timeout is not None:
+      timeout = _as_seconds("timeout", timeout)
     with self._changed:
       places = [state.place for state in self._states if not state.leaves]
       if not 0 <= place < len(self._states):
         raise ValueError(f"`place` must be one of {places}, got {place}.")
       if places == [place]:
         raise ValueError("`place` must not be the last worker; add one first.")
-      self._states[place].leaves = True
+      state = self._states[place]
+      state.leaves = True
       self._changed.notify_all()
+    if timeout is not None:
+      threading.Thread(
+        target=self._leave_behind, args=(state, timeout), daemon=True
+      ).start()
+
+  def _leave_behind(self, state: WorkerState, timeout: float) -> None:
+    """Waits until a worker has no prompts; takes them away after a timeout."""
+    with self._changed:
+      self._changed.wait_for(lambda: self._error or not state.prompts, timeout)
+      if self._error or not state.prompts:
+        return
+      state.is_left_behind = True
+      self._put_back(state, list(state.prompts))
+    _LOGGER.warning(
+      "The worker of place %d did not export its sequences within %g s.",
+      state.place,
+      timeout,
+    )
+    # Outside of the lock, because the worker may not answer.
+    state.close()
 
   def submit(self, requests: Requests, ids: Any = None) -> list[int]:
     """Adds prompts; blocks while `max_waiting` prompts wait.
@@ -202,12 +255,12 @@ class Pool:
     return ids
 
   def results(self) -> Iterator[PromptSamples]:
-    """Yields groups as they end, until all submitted prompts have ended.
+    """Yields prompts as they end, until all submitted prompts have ended.
 
     Raises:
-      RuntimeError: the pool is closed, or it has stopped because a place failed
-        too often or a worker refused a prompt. It is raised after the groups
-        that have ended.
+      RuntimeError: the pool is closed, or it has stopped because every place
+        failed too often or a worker refused a prompt. It is raised after the
+        prompts that have ended.
     """
     while True:
       with self._changed:
@@ -215,8 +268,8 @@ class Pool:
         if not self._finished:
           self._check()
           return
-        group = self._finished.popleft()
-      yield group
+        samples = self._finished.popleft()
+      yield samples
 
   def update_weights(self, params: Any) -> int:
     """Gives new weights to all workers, and returns their version.
@@ -248,6 +301,8 @@ class Pool:
     self._end("The pool is closed.")
     end = time.monotonic() + timeout
     for state in self._states:
+      if state.is_left_behind:
+        continue
       state.thread.join(max(end - time.monotonic(), 0.0))
       # A Ray actor that waits for resources returns only when it is killed.
       if state.thread.is_alive():
@@ -279,10 +334,11 @@ class Pool:
           self._serve_once(state, state.worker)
       # BaseException, because SystemExit would silently end the thread.
       except BaseException as error:
-        # `close` ends calls, which then fail.
-        if self._error is None:
+        # `close` and `remove` end calls, which then fail.
+        if self._error is None and not state.is_left_behind:
           self._fail(state, error)
         state.close()
+        self._pause(state)
     state.close()
 
   def _waits_for_work(self, state: WorkerState) -> bool:
@@ -302,12 +358,12 @@ class Pool:
     self._take(state, worker)
     if not state.prompts:
       return
-    groups = worker.advance()
+    ended = worker.advance()
     with self._changed:
-      for group in groups:
-        state.pop(group.id)
-        self._finished.append(group)
-        self._unfinished.remove(group.id)
+      for samples in ended:
+        state.pop(samples.id)
+        self._finished.append(samples)
+        self._unfinished.remove(samples.id)
         state.num_failures = 0
       self._changed.notify_all()
 
@@ -347,9 +403,12 @@ class Pool:
     cached = {p.id: int(n) for p, n in zip(waiting, num_cached, strict=True)}
     with self._changed:
       state.cached = cached
-      # Other workers may have taken some prompts in the meantime.
+      # The worker may have been removed in the meantime, and left behind.
+      if state.leaves:
+        return
+      # Other workers may have taken some prompts.
       waiting = [self._waiting[n] for n in cached if n in self._waiting]
-      peers = [m for m in self._states if m is not state and not m.leaves]
+      peers = [s for s in self._states if s is not state and s.takes_prompts]
       chosen = choose(waiting, room, state, peers)
       for prompt in chosen:
         del self._waiting[prompt.id]
@@ -376,6 +435,8 @@ class Pool:
       try:
         is_in = worker.submit(join([p.requests for p in part]), ids)
       except ValueError as error:
+        if state.is_left_behind:
+          raise
         # Every worker would refuse the prompt.
         self._end(f"The pool has stopped: {error}", error)
         break
@@ -398,10 +459,33 @@ class Pool:
       self._put_back(state, list(state.prompts))
       state.cached, state.version = {}, 0
       state.num_failures += 1
-    # The prompts of a place that was removed run elsewhere.
-    if state.num_failures > self._max_failures and not state.leaves:
-      self._end(
-        f"The pool has stopped: a worker failed {state.num_failures} times "
-        f"before a prompt ended: {error}",
-        error,
-      )
+      if state.leaves or state.num_failures <= self._max_failures:
+        return
+      state.leaves = True
+      is_last = all(peer.leaves for peer in self._states)
+    message = (
+      f"place {state.place} failed {state.num_failures} times before a prompt "
+      f"ended: {error}"
+    )
+    if is_last:
+      self._end(f"The pool has stopped: no place is left; {message}", error)
+    else:
+      _LOGGER.warning("The pool goes on without a place: %s", message)
+
+  def _pause(self, state: WorkerState) -> None:
+    """Waits after a failure; the end of the place or pool ends the pause."""
+    # Beyond 64 doublings, a float could overflow.
+    doublings = min(max(state.num_failures - 1, 0), 64)
+    seconds = min(self._retry_pause * 2.0**doublings, self._max_retry_pause)
+    with self._changed:
+      self._changed.wait_for(lambda: self._error or state.leaves, seconds)
+
+
+def _as_seconds(name: str, value: Any) -> float:
+  """Returns a time as a float, which a thread can wait for."""
+  if not is_number(value):
+    refuse(TypeError, name, "a number of seconds", value)
+  if not 0 <= value <= threading.TIMEOUT_MAX:
+    requirement = f"at least 0 and at most {threading.TIMEOUT_MAX:g}"
+    refuse(ValueError, name, f"a number of seconds, {requirement}", value)
+  return float(value)

@@ -102,6 +102,6 @@ class Worker(Protocol):
     """Releases the worker's resources; is also called after a failure.
 
     It can be called twice, and by another thread during a call that does not
-    return when the pool closes.
+    return when the pool closes or leaves the worker behind.
     """
     ...

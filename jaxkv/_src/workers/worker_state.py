@@ -21,7 +21,10 @@ class WorkerState:
     prompts: the prompts that run on the worker, by id.
     cached: the number of cached tokens of waiting prompts, by id.
     num_failures: the failures of this place since a prompt last ended there.
-    leaves: True after `remove`; the sequences then move to other workers.
+    leaves: True after `remove` and after too many failures; the sequences then
+      move to other workers.
+    is_left_behind: True if the worker has lost its prompts, because it did not
+      export them in time.
   """
 
   def __init__(self, place: int, serve: Callable[["WorkerState"], None]):
@@ -33,6 +36,7 @@ class WorkerState:
     self.cached: dict[int, int] = {}
     self.num_failures = 0
     self.leaves = False
+    self.is_left_behind = False
     # The number of the worker's prompts with each hash of `Prompt.prefixes`.
     self._running: collections.Counter[int] = collections.Counter()
 
@@ -40,6 +44,15 @@ class WorkerState:
   def num_samples(self) -> int:
     """The number of samples of the prompts that run on the worker."""
     return sum(prompt.num_samples for prompt in self.prompts.values())
+
+  @property
+  def takes_prompts(self) -> bool:
+    """True if the place has a worker for new prompts, or is about to get one.
+
+    A place without a worker after a failure may not get one for a long time.
+    """
+    is_failed = self.worker is None and self.num_failures > 0
+    return not self.leaves and not is_failed
 
   def add(self, prompt: Prompt) -> None:
     """Adds a prompt, which will run on the worker."""
