@@ -163,6 +163,12 @@ class TestSentencePieces:
     assert pieces == ["<s>", "▁", "abc", "▁ab"]
     assert own.decode(own.encode("abc ab")) == "abc ab"
 
+  def test_templates_have_the_names_of_transformers(self):
+    facts = self._facts() | {"tokenizer.ggml.padding_token_id": 2}
+    own = _tokenizer(facts)
+    assert own.variables["unk_token"] == "<unk>"
+    assert own.variables["pad_token"] == "</s>"
+
   def test_bytes_are_the_last_resort(self):
     own = _tokenizer(self._facts())
     pieces = [self._TOKENS[i] for i in own.encode("é", special=False)]
@@ -230,4 +236,5 @@ def test_a_folder_gives_what_the_library_gives(tmp_path):
   for line in lines(10_000):
     assert own.encode(line).tolist() == made.encode(line).ids
   pytest.importorskip("jinja2", reason="it renders templates")
-  assert own.chat([]) == "<|im_end|>"
+  messages = [{"role": "user", "content": "hi"}]
+  assert own.chat(messages) == "<|im_end|>"
