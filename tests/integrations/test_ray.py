@@ -99,7 +99,7 @@ def _paths():
 def undisturbed():
   with workers.Pool(_make, 1, config=_CONFIG) as pool:
     pool.submit(_requests())
-    return {group.id: group.results for group in pool.results()}
+    return {samples.id: samples.results for samples in pool.results()}
 
 
 def _assert_equal(found, wanted):
@@ -126,9 +126,9 @@ def test_actors_that_are_killed(ray, undisturbed):
   found, kills, start = {}, 0, time.monotonic()
   with workers.Pool(make, 4, config=_CONFIG, max_failures=8) as pool:
     pool.submit(_requests())
-    for group in pool.results():
-      assert group.id not in found
-      found[group.id] = group.results
+    for samples in pool.results():
+      assert samples.id not in found
+      found[samples.id] = samples.results
       if kills < 4 and time.monotonic() - start > 20 * (kills + 1):
         ray.kill(actors[kills]._actor)
         kills += 1
@@ -144,8 +144,8 @@ def test_weights_that_change(ray):
   found = []
   with workers.Pool(make, 4, config=_CONFIG, max_age=1) as pool:
     pool.submit(_requests())
-    for group in pool.results():
-      found.append(group.results)
+    for samples in pool.results():
+      found.append(samples.results)
       if len(found) % 18 == 0 and len(found) <= 180:
         assert pool.update_weights(_params(len(found) // 18)) <= 10
   results = jax.tree.map(lambda *rows: np.concatenate(rows), *found)
@@ -186,15 +186,16 @@ def _assert_scores(results):
     np.testing.assert_array_equal(scores[is_own], recorded[is_own])
 
 
-def test_damaged_weights_are_refused(ray):
+def test_damaged_weights_are_sent_again(ray):
   from jaxkv._src.integrations import ray_workers
 
   make = ray_workers.RayWorkers(_make, num_cpus=0.5)
   worker = make(0)
   params = jax.device_get(_params(1))
-  make._stored = params, ray.put((params, b"another checksum"))
-  with pytest.raises(ValueError, match="stored as version 1, got other bytes"):
-    worker.update_weights(params, 1, None)
+  damaged = ray.put((params, b"another checksum"))
+  make._stored = params, damaged
+  assert worker.update_weights(params, 1, None) == []
+  assert make._stored[0] is params and make._stored[1] is not damaged
   worker.close()
 
 

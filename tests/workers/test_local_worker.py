@@ -91,16 +91,16 @@ class _Fails:
 
 
 @pytest.mark.slow
-def test_tokens_do_not_depend_on_failures_or_members():
+def test_tokens_do_not_depend_on_failures_or_removed_workers():
   _Fails.num_failures = 0
   with workers.Pool(
     lambda place: _Fails(_by_hand(place)), 3, config=_CONFIG
   ) as pool:
     pool.submit(_requests())
     found = {}
-    for group in pool.results():
-      assert group.id not in found
-      found[group.id] = group.results
+    for samples in pool.results():
+      assert samples.id not in found
+      found[samples.id] = samples.results
       if len(found) == 5:
         pool.remove(2)
       if len(found) == 9:
@@ -115,28 +115,28 @@ def test_moved_sequences_are_not_computed_again():
   requests = _requests()
   some = rollout.Requests(requests.tokens[:3], requests.lengths[:3])
   assert first.submit(some, [0, 2, 4]) == [True] * 3
-  groups = first.advance()
+  ended = first.advance()
   exported = first.export()
   # The pool has 59 pages.
   assert exported.contents[0].shape[0] == 16
-  moved = sorted({0, 2, 4} - {group.id for group in groups})
+  moved = sorted({0, 2, 4} - {samples.id for samples in ended})
   # In two calls, as if there were no room at first.
   assert second.import_sequences(exported, moved[:1]) == moved[:1]
   assert second.import_sequences(exported, moved[1:]) == moved[1:]
-  while len(groups) < 3:
-    groups += second.advance()
+  while len(ended) < 3:
+    ended += second.advance()
   assert int(second._state.counters.recomputed) == 0
 
 
 @pytest.mark.slow
-def test_groups_do_not_keep_the_results_of_others():
-  worker, groups = _by_hand(0), []
+def test_samples_do_not_keep_the_results_of_other_prompts():
+  worker, ended = _by_hand(0), []
   requests = _requests()
   some = rollout.Requests(requests.tokens[:3], requests.lengths[:3])
   worker.submit(some, [0, 2, 4])
-  while len(groups) < 3:
-    groups += worker.advance()
-  for array in jax.tree.leaves(groups[0].results):
+  while len(ended) < 3:
+    ended += worker.advance()
+  for array in jax.tree.leaves(ended[0].results):
     assert array.base is None or array.base.size == array.size
   worker.close()
   worker.close()
@@ -201,8 +201,8 @@ def test_versions_reproduce_the_log_probs(max_age):
   ) as pool:
     pool.submit(_requests())
     found = []
-    for group in pool.results():
-      found.append(group.results)
+    for samples in pool.results():
+      found.append(samples.results)
       if len(found) in (3, 6, 9, 12):
         pool.update_weights(versions[len(found) // 3])
   assert len(found) == 24

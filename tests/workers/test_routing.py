@@ -7,10 +7,10 @@ import pytest
 
 from jaxkv import rollout
 from jaxkv import workers
-from jaxkv._src.workers.member import Member
 from jaxkv._src.workers.prompts import Prompt
 from jaxkv._src.workers.prompts import split
 from jaxkv._src.workers.routing import choose
+from jaxkv._src.workers.worker_state import WorkerState
 from tests.workers.stub import CONFIG
 from tests.workers.stub import StubWorker
 from tests.workers.stub import random_prompts
@@ -47,13 +47,24 @@ def test_a_worker_takes_the_samples_that_it_needs(counts):
     for number, part in enumerate(split(requests, config))
   ]
   room = workers.Room(prompts=9, needed=8, slots=4)
-  member, peer = Member(0, print), Member(1, print)
-  taken = choose(waiting, room, member, [peer])
+  state, peer = WorkerState(0, print), WorkerState(1, print)
+  taken = choose(waiting, room, state, [peer])
   assert 4 <= sum(counts[prompt.id] for prompt in taken) <= 6
   for number, part in enumerate(split(requests, config), 100):
     peer.add(Prompt(number, part, ()))
-  assert choose(waiting, room, member, [peer]) == waiting
-  assert choose(waiting, room, member, []) == waiting
+  assert choose(waiting, room, state, [peer]) == waiting
+  assert choose(waiting, room, state, []) == waiting
+
+
+def test_no_prompt_waits_for_a_place_without_a_worker():
+  state = WorkerState(0, print)
+  assert state.takes_prompts
+  state.num_failures = 1
+  assert not state.takes_prompts
+  state.worker = StubWorker()
+  assert state.takes_prompts
+  state.leaves = True
+  assert not state.takes_prompts
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +13,18 @@ import numpy as np
 from jaxkv import workers
 from jaxkv._src.extras import extra_package
 
+_LOGGER = logging.getLogger("jaxkv")
+
+_MAX_SENDS = 4
+"""The number of times that an actor gets weights until it counts as failed."""
+
 
 class RayWorkers:
   """Makes workers that are Ray actors, for `jaxkv.workers.Pool`.
 
   The pool replaces an actor that dies, as it replaces any worker that fails.
-  Weights are put into Ray's object store once for each update. An actor raises
-  ValueError if the checksum of the weights that it gets is wrong.
+  Weights are put into Ray's object store once for each update. If the checksum
+  of the weights that an actor gets is wrong, they are stored and sent again.
 
     ray.init()
     make = RayWorkers(make_local_worker, num_gpus=1)
@@ -75,22 +81,26 @@ class RayWorkers:
     if not self._ray.is_initialized():
       raise RuntimeError("Ray must be started first; call ray.init().")
 
-  def _store(self, params: Any) -> Any:
-    """Returns a reference to weights and their checksum in the object store."""
+  def _store(self, params: Any, damaged: Any = None) -> Any:
+    """Returns a reference to weights and their checksum in the object store.
+
+    The weights are stored again if the reference would be `damaged`.
+    """
     with self._lock:
+      stored = self._stored
       # By identity, because two pools can use equal version numbers.
-      if self._stored is None or self._stored[0] is not params:
+      if stored is None or stored[0] is not params or stored[1] is damaged:
         arrays = jax.device_get(params)
-        copy = self._ray.put((arrays, checksum_of(arrays)))
-        self._stored = params, copy
-      return self._stored[1]
+        stored = params, self._ray.put((arrays, checksum_of(arrays)))
+        self._stored = stored
+      return stored[1]
 
 
 class _RayWorker:
   """A worker in a Ray actor, with all methods of `jaxkv.workers.Worker`."""
 
   def __init__(
-    self, ray: Any, actor: Any, store: Callable[[Any], Any], timeout: Any
+    self, ray: Any, actor: Any, store: Callable[[Any, Any], Any], timeout: Any
   ):
     self._ray, self._actor = ray, actor
     self._store, self._timeout = store, timeout
@@ -105,8 +115,18 @@ class _RayWorker:
   def update_weights(
     self, params: Any, version: int, max_age: int | None
   ) -> list[int]:
-    stored = self._store(params)
-    return self._get(self._actor.update_weights, stored, version, max_age)
+    damaged = None
+    for _ in range(_MAX_SENDS):
+      stored = self._store(params, damaged)
+      dropped = self._get(self._actor.update_weights, stored, version, max_age)
+      if dropped is not None:
+        return dropped
+      _LOGGER.warning("An actor got damaged weights of version %d.", version)
+      damaged = stored
+    raise RuntimeError(
+      f"an actor got damaged weights of version {version} {_MAX_SENDS} times; "
+      "check its machine and Ray's object store."
+    )
 
   def close(self) -> None:
     self._ray.kill(self._actor)
@@ -123,13 +143,11 @@ class _Actor:
 
   def update_weights(
     self, stored: tuple[Any, bytes], version: int, max_age: int | None
-  ) -> list[int]:
+  ) -> list[int] | None:
+    """Returns the ids of removed prompts, or None for damaged weights."""
     params, checksum = stored
     if checksum_of(params) != checksum:
-      raise ValueError(
-        f"`params` must be the weights that were stored as version {version}, "
-        "got other bytes; call the pool's update_weights again."
-      )
+      return None
     return self._worker.update_weights(params, version, max_age)
 
 

@@ -33,16 +33,18 @@ def open_tokenizer(metadata: ConfigFile) -> Tokenizer:
   tokens = metadata.items(f"{_GGML}tokens", str)
   kinds = metadata.items(f"{_GGML}token_type", int, [])
   special = {}
+  # Templates use the names of transformers.
+  names = {"unknown": "unk", "padding": "pad"}
   for role in ("bos", "eos", "unknown", "padding", "eot"):
     key = f"{_GGML}{role}_token_id"
     token_id = metadata.count(key, None)
     if token_id is not None and token_id >= len(tokens):
       raise metadata.wrong(key, f"below {len(tokens)}")
     if token_id is not None:
-      special[f"{role}_token"] = tokens[token_id]
+      special[f"{names.get(role, role)}_token"] = tokens[token_id]
   vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
   if is_sentence_piece:
-    unknown = special.get("unknown_token")
+    unknown = special.get("unk_token")
     core = _sentence_piece(library, metadata, vocabulary, unknown)
   else:
     core = _byte_level(library, metadata, vocabulary)
