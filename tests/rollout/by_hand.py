@@ -6,6 +6,7 @@ for each window; None means full attention.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +142,7 @@ def begun(
   kv = options.pop("kv", None) or kv_memory.init(
     sizes, num_layers=1, num_kv_heads=1, head_dim=WIDTH, dtype=jnp.float32
   )
-  kv = jax.tree.map(_poisoned, kv)
+  kv = poisoned(kv)
   if sizes.offload_pages:
     options["offload"] = kv_memory.init_offload(kv, sizes)
   width = max(map(len, prompts))
@@ -154,10 +155,14 @@ def begun(
   return rollout.init(cache, kv, requests, key(), config, **options)
 
 
-def _poisoned(leaf: jax.Array) -> jax.Array:
-  # Integers hold the bits of other formats.
-  is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-  return jnp.full_like(leaf, jnp.nan) if is_float else leaf
+def poisoned(kv: Any) -> Any:
+  """Fills pages with NaN; integers, as bits of other formats, stay."""
+
+  def nan(leaf: jax.Array) -> jax.Array:
+    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jnp.full_like(leaf, jnp.nan) if is_float else leaf
+
+  return jax.tree.map(nan, kv)
 
 
 def with_queue(state: rollout.RolloutState, **changes) -> rollout.RolloutState:

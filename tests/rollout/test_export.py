@@ -76,8 +76,7 @@ def test_moved_sequences_change_no_token():
   source = run(source, 1.0)
   assert int(target.counters.recomputed) == 0
   end_of = {}
-  for state in (source, target):
-    queue = state.queue
+  for queue in (source.queue, target.queue):
     for row in np.flatnonzero(queue.status == by_hand.DONE).tolist():
       end_of[int(queue.ids[row])] = queue, row
   assert sorted(end_of) == [0, 1, 2, 3, 4, 5, 6, 100]
@@ -373,9 +372,8 @@ def test_pages_of_other_secrets_and_versions_are_recomputed():
     assert int(state.counters.recomputed) > 0
     for seq_id in range(7):
       (row,) = np.flatnonzero(state.queue.ids == seq_id)
-      expected = by_hand.expected(
-        seq_id, by_hand.PROMPTS[seq_id // 2], 1.0, _CONFIG
-      )
+      prompt = by_hand.PROMPTS[seq_id // 2]
+      expected = by_hand.expected(seq_id, prompt, 1.0, _CONFIG)
       length = int(state.queue.length[row])
       assert state.queue.tokens[row, :length].tolist() == expected.tokens
 

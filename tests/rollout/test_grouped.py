@@ -14,6 +14,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv import rl
 from jaxkv import rollout
+from tests.rollout.by_forward import arguments_of
 
 _MODEL = models.llama(
   vocab_size=16, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=1,
@@ -235,12 +236,6 @@ class TestPrompts:
     assert out.prompt_lengths.tolist() == [4, 3, 1, 1]
 
 
-def _fields(out: rollout.Grouped) -> tuple[jax.Array, ...]:
-  """Returns the arguments of `grouped_log_probs` and `score`."""
-  prompts = out.prompts, out.prompt_lengths
-  return *prompts, out.completions, out.completion_lengths
-
-
 def _drawn(params: Any) -> rollout.RolloutState:
   """Runs prompts of three lengths; the second one has fewer samples."""
   prompts = jnp.asarray([[3, 1, 4, 1], [5, 9, 2, 0], [6, 0, 0, 0]], jnp.int32)
@@ -292,7 +287,7 @@ def test_trainer_log_probs_equal_those_of_the_rollout():
     def loss(params: Any) -> Any:
       log_probs = models.grouped_log_probs(
         params,
-        *_fields(out),
+        *arguments_of(out),
         config=_MODEL,
         temperature=0.7,
         remat=True,

@@ -15,6 +15,10 @@ from jaxkv._src.engine.counters import Count
 from jaxkv._src.engine.hooks import rows_of
 from jaxkv._src.engine.stop_rules import endings
 from tests.rollout import by_hand
+from tests.rollout.by_hand import DONE
+from tests.rollout.by_hand import EMPTY
+from tests.rollout.by_hand import FAILED
+from tests.rollout.by_hand import RUNS
 
 pytestmark = pytest.mark.slow
 
@@ -29,9 +33,7 @@ def _begun(config=_CONFIG, prompts=((1, 2), (3, 4, 5), (6,)), **options):
 def test_limits_of_a_call():
   """A whole group has ended, half of another one, and one has no sample."""
   state = _begun()
-  done, empty = by_hand.DONE, by_hand.EMPTY
-  failed, runs = by_hand.FAILED, by_hand.RUNS
-  status = [done, failed, runs, done, empty, empty]
+  status = [DONE, FAILED, RUNS, DONE, EMPTY, EMPTY]
   state = by_hand.with_queue(state, status=jnp.asarray(status, jnp.int32))
   steps = state.counters.steps + jnp.int32(5)
   counters = dataclasses.replace(state.counters, steps=steps)

@@ -18,6 +18,7 @@ from jaxkv import sharding
 from jaxkv._src.exact import log_probs
 from tests import as_users
 from tests.models import exact_families as families
+from tests.rollout.by_forward import arguments_of
 
 _SAMPLES, _NEW, _PROMPT = 2, 12, 20
 _HEAT = 0.8
@@ -118,15 +119,6 @@ def _groups(results) -> rollout.Grouped:
   )
 
 
-def _of(groups) -> tuple[Any, ...]:
-  return (
-    groups.prompts,
-    groups.prompt_lengths,
-    groups.completions,
-    groups.completion_lengths,
-  )
-
-
 def _scored(config, params, groups, page_size=4) -> np.ndarray:
   sizes = jaxkv.CacheConfig(
     num_pages=200,
@@ -142,7 +134,7 @@ def _scored(config, params, groups, page_size=4) -> np.ndarray:
   score = as_users.jit(
     functools.partial(rollout.score, model=model, temperature=_HEAT, chunk=24)
   )
-  _, scored = score(params, state, *_of(groups))
+  _, scored = score(params, state, *arguments_of(groups))
   assert scored.ok.all()
   return np.asarray(scored.log_probs)
 
@@ -152,7 +144,11 @@ def _trained(config, params, groups, temperature=_HEAT, remat=False):
 
   def log_probs(params):
     return models.grouped_log_probs(
-      params, *_of(groups), config=config, temperature=temperature, remat=remat
+      params,
+      *arguments_of(groups),
+      config=config,
+      temperature=temperature,
+      remat=remat,
     )
 
   def loss(params):

@@ -13,6 +13,7 @@ from jaxkv import models
 from jaxkv import rollout
 from jaxkv._src.commands import characters
 from tests import as_users
+from tests.rollout.by_forward import arguments_of
 from tests.tools import named_models
 
 pytestmark = pytest.mark.deep
@@ -62,15 +63,6 @@ def _drawn(config, params, prompts, samples, new, slots):
   )
 
 
-def _of(groups):
-  return (
-    groups.prompts,
-    groups.prompt_lengths,
-    groups.completions,
-    groups.completion_lengths,
-  )
-
-
 def _scored(config, params, groups):
   columns = groups.prompts.shape[1] + groups.completions.shape[2]
   pages = -(-columns // 16)
@@ -83,7 +75,7 @@ def _scored(config, params, groups):
   )
   model = functools.partial(models.forward, config=config)
   score = functools.partial(rollout.score, model=model, temperature=_HEAT)
-  _, scored = as_users.jit(score)(params, state, *_of(groups))
+  _, scored = as_users.jit(score)(params, state, *arguments_of(groups))
   assert scored.ok.all()
   return scored.log_probs
 
@@ -93,7 +85,11 @@ def _mismatch(config, params, groups, each):
 
   def loss(params, groups):
     new = models.grouped_log_probs(
-      params, *_of(groups), config=config, temperature=_HEAT, remat=True
+      params,
+      *arguments_of(groups),
+      config=config,
+      temperature=_HEAT,
+      remat=True,
     )
     return jnp.mean(new), new
 

@@ -16,6 +16,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv import sharding
+from tests.rollout import by_hand
 from tests.rollout import recipes
 from tests.tools.collectives import collectives
 
@@ -85,10 +86,7 @@ def _names(name, **options):
   model = functools.partial(models.forward, config=decoder)
 
   def kv():
-    pools = models.init_kv(decoder, sizes, record_experts=True)
-    return jax.tree.map(
-      lambda x: x * np.nan if x.dtype == np.float32 else x, pools
-    )
+    return by_hand.poisoned(models.init_kv(decoder, sizes, record_experts=True))
 
   return recipes.names_of(model, params, sizes, config, kv, prompts)
 
