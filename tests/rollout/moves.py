@@ -86,7 +86,7 @@ def begun(config, spec: Spec, **cache_options) -> rollout.RolloutState:
 
 
 def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
-  """Returns prompts of which some begin alike."""
+  """Returns prompts, some of them with a common prefix."""
   rng = np.random.default_rng(seed)
   stems = rng.integers(0, families.VOCABULARY, (4, PROMPT))
   prompts = []

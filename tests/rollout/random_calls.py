@@ -404,7 +404,7 @@ class Calls:
     self.done[f"weights {how}"] = self.done.get(f"weights {how}", 0) + 1
 
   def _compare(self, name: str) -> None:
-    """Checks the tokens of all sequences, and appends the drawn ones."""
+    """Checks the tokens of all sequences, and appends the sampled ones."""
     left_out = {"keys": None, "records": None, "log_probs": None}
     rows = jax.device_get(dataclasses.replace(self.state.queue, **left_out))
     self._before, self._ids_before = rows.status, rows.ids

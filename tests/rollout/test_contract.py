@@ -80,7 +80,7 @@ NAMING = [
 
 @functools.cache
 def _calls(seed: int) -> tuple[rollout.RolloutState, np.ndarray]:
-  """A rollout in the middle of its life, and its model's weights."""
+  """Returns a rollout after random calls, and its model's weights."""
   calls = Calls(seed)
   while not _is_busy(np.asarray(calls.state.queue.status).reshape(-1, 2)):
     calls.step()
@@ -98,7 +98,7 @@ def _is_busy(status: np.ndarray) -> bool:
 
 
 def _ended(status: np.ndarray) -> np.ndarray:
-  """bool[P]: groups that can be harvested, of int[P, G]."""
+  """Returns the groups that can be harvested, bool[P], of statuses [P, G]."""
   done = np.any(status == rollout.SequenceStatus.DONE, axis=1)
   return done & np.all(status >= rollout.SequenceStatus.DONE, axis=1)
 

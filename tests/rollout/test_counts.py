@@ -45,7 +45,7 @@ def _later(state, start_count):
   ],
 )
 def test_counters_do_not_wrap_around(start_count):
-  """Nor do limits and timelines of a rollout that goes past such a number."""
+  """Counters, limits and timelines are right beyond 2**32."""
   program = by_hand.program()
   state = _begun(timeline=6)
   for steps in (7, by_hand.NO_LIMIT):

@@ -1,4 +1,4 @@
-"""Parts of the loop by hand: when it returns, guesses, endings, and rows."""
+"""Parts of the loop by hand: limits, drafts, stop rules and rows."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def _begun(config=_CONFIG, prompts=((1, 2), (3, 4, 5), (6,)), **options):
 
 
 def test_limits_of_a_call():
-  """A whole group has ended, half of another one, and one has no sample."""
+  """One group has ended, one half, and one has no sample."""
   state = _begun()
   status = [DONE, FAILED, RUNS, DONE, EMPTY, EMPTY]
   state = by_hand.with_queue(state, status=jnp.asarray(status, jnp.int32))

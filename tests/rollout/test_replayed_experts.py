@@ -1,4 +1,4 @@
-"""The experts of all tokens of a rollout, those of cached prefixes included."""
+"""The experts of all tokens of a rollout, also of cached prefixes."""
 
 import dataclasses
 import functools
@@ -73,7 +73,7 @@ def _begun(pages=14, slots=3, config=_CONFIG, prompts=by_hand.PROMPTS):
 
 @functools.cache
 def runner() -> by_hand.Runner:
-  """Compiled once for all tests."""
+  """Returns a rollout that is compiled once for all tests."""
   return by_hand.Runner(rollout.all_logits(_model), jnp.int32(0))
 
 

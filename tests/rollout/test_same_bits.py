@@ -166,7 +166,7 @@ def _trained(config, params, groups, temperature=_HEAT, remat=False):
 
 @functools.lru_cache(maxsize=1)
 def _drawn_in_groups(name, dtype):
-  """A family's decoder, its parameters and the groups of a rollout."""
+  """Returns a decoder, its parameters and the groups of a rollout."""
   config, params = families.decoder(name, dtype)
   groups = _groups(_drawn(config, params, _Setting(slots=3)))
   mask = np.asarray(groups.mask)
@@ -184,7 +184,7 @@ def _equal(left, right):
 
 
 def _families(marks):
-  """Parameters (name, dtype), which are deep unless they have another mark."""
+  """Parametrizes by name and dtype, deep unless `marks` has another mark."""
   pairs = itertools.product(families.NAMES, (jnp.float32, jnp.bfloat16))
   return pytest.mark.parametrize(
     ("name", "dtype"),
@@ -217,7 +217,7 @@ def test_pages_and_chunks_change_no_bit(name, dtype):
 
 @_families({})
 def test_several_calls_of_a_step_change_no_bit(name, dtype):
-  """Also where a state at the end of a page ends a sequence's calls."""
+  """Bits are equal, also where a state at a page's end ends the calls."""
   config, params = families.decoder(name, dtype)
   expected = _drawn(config, params, _Setting(slots=3, page_size=4))
   setting = _Setting(slots=3, page_size=4, decode_steps=5)

@@ -1,4 +1,4 @@
-"""Prompts and sequences that go to the shards of a rollout on a mesh."""
+"""Prompts and sequences of a rollout with several shards."""
 
 import dataclasses
 import functools
@@ -60,7 +60,7 @@ def _local(leaf, shard):
 
 
 def _balanced(names, axes, state, **options) -> rollout.RolloutState:
-  """Alternates between steps and moves, until the end."""
+  """Alternates steps and `rebalance` until the end."""
   until = rollout.Until(steps=3)
   model = names["model"]
   while not bool(rollout.is_done(state)):
@@ -187,7 +187,7 @@ class TestPrompts:
 
   @pytest.mark.slow
   def test_settings_of_samples_go_to_their_shard(self):
-    """Also where the shards do not divide the prompts."""
+    """Settings follow their samples, also with an uneven number of prompts."""
     names = recipes.attention_alone()
     strings = rollout.stop_strings(
       [["b"], ["ca"]], rollout.token_bytes([bytes([97 + n]) for n in range(11)])

@@ -52,7 +52,7 @@ _FAMILIES = {
 
 
 def _names(name, **options):
-  """Names as in `recipes`; shards end after different numbers of steps."""
+  """Returns names as in `recipes`, for shards with different step counts."""
   decoder = models.Decoder(
     vocab_size=_VOCABULARY,
     embed_dim=24,
@@ -150,7 +150,7 @@ def test_results_equal_one_device(name, data, model, options):
 
 
 def _sizes(lines, opcode):
-  """The numbers of elements of the collective operations of one kind."""
+  """Returns the numbers of elements of collectives with an opcode."""
   return [
     math.prod(map(int, shape.split(",")))
     for line in lines
@@ -247,7 +247,7 @@ class TestArguments:
       )
 
   def test_a_loop_without_the_axis(self):
-    """Shards would wait for each other."""
+    """An expert axis without lockstep raises, as shards would wait forever."""
     names = _names("deepseek")
     state = recipes.begun(names)
     model = functools.partial(names["model"], expert_axis="data")

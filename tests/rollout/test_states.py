@@ -47,7 +47,7 @@ def _scores(state, np=jnp):
 
 
 def _hash_rows(states, view, layer, tokens, first_columns):
-  """Hashes rows of packed tokens; the states, and the hash after each token.
+  """Hashes packed tokens; returns the states and the hash after each token.
 
   Args:
     states: the pages.
@@ -76,7 +76,7 @@ def _hash_rows(states, view, layer, tokens, first_columns):
 
 
 def _model(params, batch, kv):
-  """Attention as in `by_hand`, and two recurrent layers."""
+  """Runs the model of `by_hand`, and two recurrent layers."""
   tokens = batch.tokens
   pages, states = kv
   attention = dataclasses.replace(batch, views=batch.views[:1])

@@ -28,7 +28,7 @@ _generate = jax.jit(
 
 
 def _until(**limits: int) -> rollout.Until:
-  """All limits are numbers, so one program serves all tests."""
+  """Returns limits that are all numbers, so one program serves all tests."""
   names = ("steps", "sequences", "groups")
   limits = dict.fromkeys(names, by_hand.NO_LIMIT) | limits
   return rollout.Until(**{k: jnp.int32(v) for k, v in limits.items()})

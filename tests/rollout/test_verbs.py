@@ -30,12 +30,12 @@ _PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 9, 9], [4]]
 
 @functools.cache
 def _program() -> by_hand.Runner:
-  """Compiled once for all tests."""
+  """Returns a rollout that is compiled once for all tests."""
   return by_hand.program()
 
 
 def _begun(counts=(2, 2, 0), prompts=_PROMPTS, **options):
-  """Three prompts, of which the last one has no sample."""
+  """Returns a rollout of three prompts; the last one has no sample."""
   return by_hand.begun(
     by_hand.sizes(40, 3), _CONFIG, prompts, num_samples=list(counts), **options
   )
@@ -150,7 +150,7 @@ def test_submit_reuses_rows():
 
 
 def _with_strings(strings, lists):
-  """Settings of samples that end at one of a few lists of strings."""
+  """Returns settings in which each sample has one of the lists of strings."""
   texts = rollout.token_bytes([bytes([65 + n]) for n in range(11)])
   strings = rollout.stop_strings(strings, texts).select(lists)
   return rollout.Sampling(stop_strings=strings)
@@ -274,7 +274,7 @@ def test_policies_of_update_weights():
 
 @pytest.mark.slow
 def test_tokens_have_the_version_of_their_weights():
-  """Each token has the version of the weights that drew it."""
+  """Each token has the version of the weights that sampled it."""
   program = by_hand.program()
   state = program(_begun((1, 0, 0)), 1.0, 3)
   old_length = int(state.queue.length[0])

@@ -86,7 +86,7 @@ def _gaps(out: rollout.Generated, params, version: int) -> np.ndarray:
 
 
 def _updated(how: str) -> rollout.Generated:
-  """A rollout whose weights change after seven steps."""
+  """Returns results of a rollout whose weights change after seven steps."""
   state = _run(_weights(0), _begun(), 7)
   state = rollout.update_weights(state, how)
   rollout.check(state)
@@ -96,7 +96,7 @@ def _updated(how: str) -> rollout.Generated:
 @pytest.mark.slow
 class TestUpdateWeights:
   def test_recompute(self):
-    """Each token has the log-probability of the weights that drew it."""
+    """Each token has the log-prob of the weights that sampled it."""
     out = _updated("recompute")
     for version in (0, 1):
       gaps = _gaps(out, _weights(version), version)
@@ -149,7 +149,7 @@ class TestUpdateWeights:
 
 @pytest.mark.slow
 def test_a_leader_of_older_weights_is_not_followed():
-  """It keeps its half of the prompt; the other sample computes all anew."""
+  """A kept leader has old K/V, so its sibling computes the whole prompt."""
   prompt = [1, 2, 3, 4, 5, 6, 7, 8]
   sizes = by_hand.sizes(40, 2)
   config = rollout.RolloutConfig(

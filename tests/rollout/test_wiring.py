@@ -115,7 +115,7 @@ def _uncached_logits(params, tokens: list[int]) -> jax.Array:
 
 
 def _begun(dtype="float32") -> rollout.RolloutState:
-  """A rollout; its memory has the default dtype if `dtype` is None."""
+  """Returns a rollout; None for `dtype` means the default dtype."""
   sizes = jaxkv.CacheConfig(
     num_pages=40,
     page_size=2,
@@ -247,7 +247,7 @@ class TestMemory:
     _traced(_begun(), model=model)
 
   def test_all_logits_checks_its_model(self):
-    """It checks the function that it converts, under its own name."""
+    """`all_logits` checks the function that it converts, and names itself."""
 
     def all_tokens(params, batch, kv):
       wiring = _Wiring(selects_columns=False, keeps_memory=False)

@@ -126,7 +126,7 @@ class TestGroups:
     assert admit(cache, req_b) == (([1, 2, 3], [0, 0, 6]), 12, ([7], [8]))
 
   def test_chunks_keep_their_last_full_page(self):
-    """Until the next one is full, though no token attends to it."""
+    """A chunk's last page is held, unread, until the next one is full."""
     cache = manager(full(), chunk(8))
     req_a = EngineRequest("a", range(8))
     admit(cache, req_a)

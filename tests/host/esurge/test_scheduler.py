@@ -69,7 +69,7 @@ class Traffic:
     return new
 
   def sampled(self, names: list[str], emitting: set[str]) -> dict[str, Any]:
-    """A token for each request that emits one."""
+    """Returns a token for each request that emits one."""
     tokens = self.random.integers(1, 9, len(names))
     rare = self.random.random(len(names)) < 0.2
     return {
@@ -119,7 +119,7 @@ class Pair:
       self.abort_one(names[0])
 
   def update(self) -> None:
-    """Tells both the tokens of the oldest step in flight."""
+    """Gives both schedulers the tokens of the oldest step in flight."""
     outputs, names = self.in_flight.pop(0)
     names &= self.runs[0].scheduler.requests.keys()
     sampled = self.traffic.sampled([*outputs[0].num_scheduled_tokens], names)

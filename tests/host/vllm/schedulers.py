@@ -250,5 +250,5 @@ def as_data(output):
 
 
 def reaches_end(request):
-  """True if a step computed the last known token of a request."""
+  """Returns True if a step computed the last known token of a request."""
   return request.num_computed_tokens >= request.num_tokens
