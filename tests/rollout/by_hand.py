@@ -68,7 +68,7 @@ def _logits(tokens: list[int], windows) -> np.ndarray:
   return (_TOKENS @ output).astype(np.float32)
 
 
-def _drawn(logits: np.ndarray, key) -> int:
+def _sample(logits: np.ndarray, key) -> int:
   """Draws a block of four tokens, then one of its tokens, by two uniforms."""
   bits = np.asarray(jax.random.bits(key, (2,), jnp.uint32))
   draws = (bits >> 8) / 2.0**24
@@ -114,7 +114,7 @@ def expected(
     logits = _logits(tokens, windows)
     if temperature:
       logits = logits / np.float32(temperature)
-      draw = _drawn(logits, jax.random.fold_in(seq_key, count))
+      draw = _sample(logits, jax.random.fold_in(seq_key, count))
     else:
       draw = np.argmax(logits)
     tokens.append(int(draw))

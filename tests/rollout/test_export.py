@@ -252,16 +252,16 @@ _SCARCE = (
   moves.Spec(5, 16, 8, offload_pages=60),
 )
 """No slot is empty for long, and page sizes differ."""
-_ALONE = moves.Spec(5, 200, 8)
+_UNMOVED = moves.Spec(5, 200, 8)
 """The rollout whose sequences never move."""
 
 
 @functools.cache
-def _undisturbed(name, numerics, count, spec):
-  return _ended(name, numerics, count, (spec,), False).results
+def _unmoved_results(name, numerics, count, spec):
+  return _run_fleet(name, numerics, count, (spec,), False).results
 
 
-def _ended(name, numerics, count, specs, has_moves=True, **options):
+def _run_fleet(name, numerics, count, specs, has_moves=True, **options):
   """Runs `count` prompts to their ends; returns the rollouts."""
   config, params = families.decoder(name, numerics=numerics)
   max_pages = options.pop("max_pages", None)
@@ -272,11 +272,11 @@ def _ended(name, numerics, count, specs, has_moves=True, **options):
 
 
 def _check_moves(
-  name, count, specs, numerics="exact", unmoved_spec=_ALONE, **options
+  name, count, specs, numerics="exact", unmoved_spec=_UNMOVED, **options
 ):
   """Checks results against those of sequences that never moved."""
-  fleet = _ended(name, numerics, count, specs, **options)
-  expected = _undisturbed(name, numerics, count, unmoved_spec)
+  fleet = _run_fleet(name, numerics, count, specs, **options)
+  expected = _unmoved_results(name, numerics, count, unmoved_spec)
   assert len(expected) == count * moves.SAMPLES
   assert len(fleet.moved) > len(expected) // 2
   for seq_id, (tokens, log_probs) in expected.items():

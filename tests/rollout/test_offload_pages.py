@@ -31,7 +31,7 @@ def _sizes(config, *, num_pages, offload_pages=0):
 
 
 @functools.cache
-def _generate(config):
+def _compiled(config):
   """Compiles once for all tests of a decoder and its sizes."""
   model = functools.partial(models.forward, config=config)
   return jax.jit(functools.partial(rollout.generate, model=model))
@@ -56,7 +56,7 @@ def _rounds_and_memory(config, params, sizes, decode_steps=1):
     decode_steps=decode_steps,
     numerics=config.numerics,
   )
-  generate = _generate(config)
+  generate = _compiled(config)
   sampling = rollout.Sampling(temperature=0.8)
   cache = jaxkv.init(sizes)
   kv = models.init_kv(config, sizes)

@@ -150,7 +150,7 @@ class _Job:
 
 
 @functools.cache
-def _alone(name):
+def _one_device_results(name):
   """Returns the results of one device."""
   job = _Job(name)
   state = rollout.init(*job.memory(), *job.arguments)
@@ -195,7 +195,7 @@ def test_results_equal_one_device(name, count):
   for pool in pools:
     assert pool_sized_rewrites(compiled, pool) == []
   results = sharding.generated(compiled(params, state), axes=axes)
-  expected = _alone(name)
+  expected = _one_device_results(name)
   for field in ("tokens", "lengths", "finish", "valid"):
     np.testing.assert_array_equal(
       getattr(results, field), getattr(expected, field)

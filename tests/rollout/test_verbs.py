@@ -109,7 +109,7 @@ def test_extend_sets_limits_and_page_keys():
   rollout.check(state)
 
 
-def _used() -> rollout.RolloutState:
+def _reused_rows() -> rollout.RolloutState:
   """Returns a rollout whose first group was harvested and holds old data."""
   state, _ = rollout.abort(_begun(), [0, 1])
   state, out = rollout.harvest(state, [0, 1])
@@ -125,7 +125,7 @@ def _used() -> rollout.RolloutState:
 
 def test_submit_reuses_rows():
   """New sequences in a harvested group keep nothing of the old ones."""
-  state = _used()
+  state = _reused_rows()
   full = jaxkv.Status.QUEUE_FULL
   new_state, out = rollout.submit(
     state, rollout.Requests([[7, 6, 5, 4, 3, 2]] * 3, [5, 6, 2])
@@ -181,16 +181,16 @@ def test_selected_stop_strings():
 def test_ids_in_use_are_refused():
   """Ids in the queue, and ids that overlap in a call, are refused."""
   _, out = rollout.submit(
-    _used(), rollout.Requests([[7]] * 4, [1] * 4), ids=[1, 20, 21, -2]
+    _reused_rows(), rollout.Requests([[7]] * 4, [1] * 4), ids=[1, 20, 21, -2]
   )
   assert _codes(out) == [_UNKNOWN, _OK, _UNKNOWN, _UNKNOWN]
   # Those of a prompt that is refused are free for a later one.
   _, out = rollout.submit(
-    _used(), rollout.Requests([[7]] * 4, [1] * 4), ids=[3, 4, -1, 0]
+    _reused_rows(), rollout.Requests([[7]] * 4, [1] * 4), ids=[3, 4, -1, 0]
   )
   assert _codes(out) == [_UNKNOWN, _OK, _UNKNOWN, _OK]
   new_state, out = rollout.submit(
-    _used(), rollout.Requests([[7]] * 2, [1] * 2), ids=[0, 30]
+    _reused_rows(), rollout.Requests([[7]] * 2, [1] * 2), ids=[0, 30]
   )
   assert _codes(out) == [_OK, _OK]
   assert new_state.queue.ids.tolist() == [0, 1, 2, 3, 30, 31]
@@ -204,7 +204,7 @@ def test_ids_in_use_are_refused():
 
 def test_ids_beyond_int32_are_refused():
   state, out = rollout.submit(
-    _used(), rollout.Requests([[7]], [1]), ids=[2**31 - 5]
+    _reused_rows(), rollout.Requests([[7]], [1]), ids=[2**31 - 5]
   )
   assert _codes(out) == [_OK]
   state, out = rollout.submit(state, rollout.Requests([[7]] * 2, [1] * 2))

@@ -85,7 +85,7 @@ def _gaps(out: rollout.Generated, params, version: int) -> np.ndarray:
   return np.abs(np.asarray(out.log_probs - trainer_log_probs))[has_version]
 
 
-def _updated(how: str) -> rollout.Generated:
+def _results_of_update(how: str) -> rollout.Generated:
   """Returns results of a rollout whose weights change after seven steps."""
   state = _run(_weights(0), _begun(), 7)
   state = rollout.update_weights(state, how)
@@ -97,7 +97,7 @@ def _updated(how: str) -> rollout.Generated:
 class TestUpdateWeights:
   def test_recompute(self):
     """Each token has the log-prob of the weights that sampled it."""
-    out = _updated("recompute")
+    out = _results_of_update("recompute")
     for version in (0, 1):
       gaps = _gaps(out, _weights(version), version)
       assert gaps.size > 5 and gaps.max() <= 1e-5
@@ -109,7 +109,7 @@ class TestUpdateWeights:
 
   def test_keep(self):
     """Old K/V is used, and the versions are recorded."""
-    out = _updated("keep")
+    out = _results_of_update("keep")
     assert _gaps(out, _weights(0), 0).max() <= 1e-5
     later = _gaps(out, _weights(1), 1)
     assert later.size > 5 and later.max() > 1e-3
@@ -120,7 +120,7 @@ class TestUpdateWeights:
     assert _gaps(new_rows, _weights(1), 1).max() <= 1e-5
 
   def test_drop(self):
-    out = _updated("drop")
+    out = _results_of_update("drop")
     ended_before = np.any(np.asarray(out.versions) == 0, axis=1)
     whole = rollout.generated(_run(_weights(1), _begun()))
     for row in np.flatnonzero(~ended_before):
