@@ -3,15 +3,16 @@
 import jax.numpy as jnp
 
 from jaxkv._src.sampling import reductions
-from jaxkv._src.sampling import sample as drawing
+from jaxkv._src.sampling import sample as sampling
 from jaxkv._src.sampling.settings import Sampling
 
 
 def sample(keys, counts, logits, temperature):
   """Draws a token for every row; returns tokens and log-probs, [B] each."""
   temperature = jnp.broadcast_to(temperature, keys.shape)
-  drawn = drawing.draw(keys, counts, logits, Sampling(temperature=temperature))
-  return drawn.tokens, drawn.log_probs
+  settings = Sampling(temperature=temperature)
+  sampled = sampling.sample_tokens(keys, counts, logits, settings)
+  return sampled.tokens, sampled.log_probs
 
 
 def probabilities(logits, sampling):
