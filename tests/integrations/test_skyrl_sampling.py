@@ -51,7 +51,7 @@ def sampler(backend):
 def fresh(sampler):
   """An engine that finds no page of before."""
   if sampler._engine is not None:
-    sampler._engine.forget()
+    sampler._engine.invalidate_cache()
   return _Counted(sampler)
 
 

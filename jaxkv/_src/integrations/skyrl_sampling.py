@@ -72,24 +72,24 @@ class SkyrlSampler:
     params = (backend.lora_params, backend.non_lora_params)
     jobs = self._jobs(backend, batch, adapters, params)
     engine = self._engine_for(backend, jobs)
-    drawn = engine.run(params, jobs, log_probs=True)
+    answers = engine.run(params, jobs, log_probs=True)
     types = packages.of_skyrl("tx.tinker.types")
     sequences = [
       self._sequence(backend, types, answer, settings)
       for answer, settings in zip(
-        itertools.chain.from_iterable(drawn),
+        itertools.chain.from_iterable(answers),
         batch.all_sampling_params,
         strict=True,
       )
     ]
     results = {}
-    for name, _, first, end, wants_prompt in batch.request_batch_slices:
+    for name, _, start, end_row, wants_prompt in batch.request_batch_slices:
       scores = None
       if wants_prompt:
-        prompt = batch.all_prompts[first]
-        scores = self._prompt_log_probs(backend, prompt, adapters[first])
+        prompt = batch.all_prompts[start]
+        scores = self._prompt_log_probs(backend, prompt, adapters[start])
       results[name] = types.SampleOutput(
-        sequences=sequences[first:end], prompt_logprobs=scores
+        sequences=sequences[start:end_row], prompt_logprobs=scores
       )
     return results
 
@@ -172,11 +172,13 @@ class SkyrlSampler:
     reason = "stop" if answer.finish == Finish.STOP_TOKEN else "length"
     if settings.stop_strings:
       generator = packages.of_skyrl("tx.utils.generator")
-      end = generator.find_string_stop_position(
+      num_tokens = generator.find_string_stop_position(
         tokens, backend.tokenizer, settings.stop_strings
       )
-      if end is not None:
-        tokens, scores, reason = tokens[:end], scores[:end], "stop"
+      if num_tokens is not None:
+        tokens = tokens[:num_tokens]
+        scores = scores[:num_tokens]
+        reason = "stop"
     return types.GeneratedSequence(
       stop_reason=reason, tokens=tokens, logprobs=scores
     )
@@ -243,17 +245,17 @@ def install(options: SamplingOptions | None = None) -> Callable[[], None]:
     A function that restores the original method.
   """
   module = packages.of_skyrl("tx.tinker.backends.jax")
-  kind = module.JaxBackendImpl
-  original = kind.sample
+  backend_class = module.JaxBackendImpl
+  original = backend_class.sample
 
   def sampled(self: Any, prepared_batch: Any) -> dict[str, Any]:
     return sample(self, prepared_batch, options)
 
   # SkyRL's workers read the types of arguments from the annotations.
   sampled.__annotations__ = dict(original.__annotations__)
-  kind.sample = sampled
+  backend_class.sample = sampled
 
   def undo() -> None:
-    kind.sample = original
+    backend_class.sample = original
 
   return undo
