@@ -28,16 +28,17 @@ _EQUAL_OR_LARGEST = {
 
 
 class Processes(NamedTuple):
-  """A group of processes that share prompts, and the number of this process."""
+  """A group of processes that share prompts, and the index of this one."""
 
   address: str  # of process 0
-  total: int
-  number: int  # of this process
+  num_processes: int
+  process_index: int
 
-  def part_of(self, size: int) -> slice:
-    """Returns the part of the `size` prompts that this process computes."""
+  def part_of(self, num_prompts: int) -> slice:
+    """Returns the part of `num_prompts` prompts that this process computes."""
     return slice(
-      self.number * size // self.total, (self.number + 1) * size // self.total
+      self.process_index * num_prompts // self.num_processes,
+      (self.process_index + 1) * num_prompts // self.num_processes,
     )
 
 
@@ -49,16 +50,16 @@ def parse(text: str) -> Processes:
     raise argparse.ArgumentTypeError(
       f"must be ADDRESS,N,ID, such as host:1234,2,0, not {text!r}"
     )
-  address, port, total, number = match[1], *map(int, match.groups()[1:])
+  port, num_processes, index = map(int, match.groups()[1:])
   if not 1 <= port < 2**16:
     raise argparse.ArgumentTypeError(
       f"must have a port of 1 .. 65535: {text!r}"
     )
-  if not 0 <= number < total:
+  if not 0 <= index < num_processes:
     raise argparse.ArgumentTypeError(
-      f"must have an ID of 0 .. N - 1, not {number} of {total}"
+      f"must have an ID of 0 .. N - 1, not {index} of {num_processes}"
     )
-  return Processes(address, total, number)
+  return Processes(match[1], num_processes, index)
 
 
 def start(processes: Processes) -> None:
@@ -84,26 +85,26 @@ def start(processes: Processes) -> None:
 
 
 def gathered(
-  results: rollout.Generated, figures: dict[str, Any]
+  results: rollout.Generated, metrics: dict[str, Any]
 ) -> tuple[rollout.Generated, dict[str, Any]]:
-  """Gathers the samples of all processes, in order, and combines the figures.
+  """Gathers the samples of all processes, in order, and combines the metrics.
 
   The samples of all processes must have equal widths.
   """
   # As bytes, because jax gathers arrays of equal shapes, and converts 64-bit
   # numbers to 32 bits. The processes run one command, and trust each other.
-  data = pickle.dumps((jax.device_get(results), figures))
-  size = np.max(multihost_utils.process_allgather(np.int32(len(data))))
-  padded = np.frombuffer(data.ljust(int(size)), np.uint8)
+  data = pickle.dumps((jax.device_get(results), metrics))
+  max_bytes = np.max(multihost_utils.process_allgather(np.int32(len(data))))
+  padded = np.frombuffer(data.ljust(int(max_bytes)), np.uint8)
   parts = [
     # `loads` ignores the padding after a pickle.
     pickle.loads(row.tobytes())
     for row in np.asarray(multihost_utils.process_allgather(padded))
   ]
-  samples, numbers = zip(*parts, strict=True)
+  samples, all_metrics = zip(*parts, strict=True)
   results = jax.tree.map(lambda *rows: np.concatenate(rows), *samples)
   totals = {}
-  for name in figures:
+  for name in metrics:
     of_all = np.max if name in _EQUAL_OR_LARGEST else np.sum
-    totals[name] = of_all([part[name] for part in numbers]).item()
+    totals[name] = of_all([part[name] for part in all_metrics]).item()
   return results, totals

@@ -42,7 +42,7 @@ class RayWorkers:
     """Creates a maker of workers.
 
     Args:
-      make: a function from a place in the pool to a worker, usually a
+      make: a function from an index in the pool to a worker, usually a
         `jaxkv.workers.LocalWorker`. Each actor calls a copy of this function.
       timeout: seconds after which a call to an actor fails, compilation
         included; None for no limit.
@@ -65,15 +65,16 @@ class RayWorkers:
     )
     self._check_started()
     self._actor = self._ray.remote(_Actor).options(**options)
-    self._make, self._timeout = make, timeout
+    self._make = make
+    self._timeout = timeout
     self._lock = threading.Lock()
     # The weights of the last update, and Ray's reference to their copy.
     self._stored: tuple[Any, Any] | None = None
 
-  def __call__(self, place: int) -> Any:
-    """Returns a new worker for a place of the pool."""
+  def __call__(self, index: int) -> Any:
+    """Returns a new worker for an index in the pool."""
     self._check_started()
-    actor = self._actor.remote(self._make, place)
+    actor = self._actor.remote(self._make, index)
     return _RayWorker(self._ray, actor, self._store, self._timeout)
 
   def _check_started(self) -> None:
@@ -102,8 +103,10 @@ class _RayWorker:
   def __init__(
     self, ray: Any, actor: Any, store: Callable[[Any, Any], Any], timeout: Any
   ):
-    self._ray, self._actor = ray, actor
-    self._store, self._timeout = store, timeout
+    self._ray = ray
+    self._actor = actor
+    self._store = store
+    self._timeout = timeout
 
   def __getattr__(self, name: str) -> Callable[..., Any]:
     return functools.partial(self._get, self._actor.call, name)
@@ -135,8 +138,8 @@ class _RayWorker:
 class _Actor:
   """The Ray actor of a worker."""
 
-  def __init__(self, make: Callable[[int], workers.Worker], place: int):
-    self._worker = make(place)
+  def __init__(self, make: Callable[[int], workers.Worker], index: int):
+    self._worker = make(index)
 
   def call(self, name: str, *arguments: Any) -> Any:
     return getattr(self._worker, name)(*arguments)
