@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+
+# jax has no public name for the client of its coordination service.
+from jax._src import distributed
 from jax.experimental import multihost_utils
 
 from jaxkv import rollout
@@ -16,6 +19,9 @@ from jaxkv._src.commands.output import CommandError
 _HEARTBEAT_SECONDS = 10
 """Time without a heartbeat after which jax considers a process dead."""
 _START_SECONDS = 120
+_POLL_MILLISECONDS = 1000
+_KEY = "jaxkv/has-generated/{}"
+"""The key that process {} stores when it has generated its samples."""
 _EQUAL_OR_LARGEST = {
   "compile_seconds",
   "largest_difference",
@@ -65,9 +71,10 @@ def parse(text: str) -> Processes:
 def start(processes: Processes) -> None:
   """Connects this process to the others.
 
-  If a process dies or is stopped, jax ends all others within 30 s. The message
-  names that process, or the coordination service if it is process 0.
-  SIGTERM ends a process, as without `--processes`.
+  If a process dies, is stopped or cannot be reached, jax ends all others within
+  30 s. The message names that process, or the coordination service if it is
+  process 0. SIGTERM ends a process, as without `--processes`. A process that
+  raises an error waits for the others, and ends them after five minutes.
 
   Raises:
     CommandError: jax cannot connect the processes.
@@ -84,13 +91,44 @@ def start(processes: Processes) -> None:
     raise CommandError(f"--processes: {error}") from error
 
 
+def wait_for_all(client: Any, total: int) -> None:
+  """Waits until all processes have called this function, once.
+
+  Args:
+    client: jax's client of the coordination service.
+    total: the number of processes.
+
+  Raises:
+    JaxRuntimeError: the service does not answer.
+  """
+  client.key_value_set(_KEY.format(jax.process_index()), "")
+  for number in range(total):
+    while not _has_key(client, _KEY.format(number)):
+      pass
+
+
+def _has_key(client: Any, key: str) -> bool:
+  """Waits a short time for a key of the coordination service."""
+  # Between the calls, Python handles signals such as that of Ctrl-C.
+  try:
+    client.blocking_key_value_get(key, _POLL_MILLISECONDS)
+  except jax.errors.JaxRuntimeError as error:
+    if "DEADLINE_EXCEEDED" in str(error):
+      return False
+    raise
+  return True
+
+
 def gathered(
   results: rollout.Generated, metrics: dict[str, Any]
 ) -> tuple[rollout.Generated, dict[str, Any]]:
   """Gathers the samples of all processes, in order, and combines the metrics.
 
-  The samples of all processes must have equal widths.
+  The samples of all processes must have equal widths. Waits for the slowest
+  process without a limit; a process that dies ends all others, see `start`.
   """
+  # Collectives on CPUs fail if another process joins 30 s later.
+  wait_for_all(distributed.global_state.client, jax.process_count())
   # As bytes, because jax gathers arrays of equal shapes, and converts 64-bit
   # numbers to 32 bits. The processes run one command, and trust each other.
   data = pickle.dumps((jax.device_get(results), metrics))
