@@ -238,8 +238,8 @@ def _draw_row(
   count = int(state.num_pages[slot, group])
   for column, page in enumerate(pages[:count].tolist()):
     filled = 1.0
-    # Recurrent states and encoder pages do not fill by token: they get no bar.
-    if not (kind.holds_states or kind.holds_encoder):
+    # Recurrent states do not fill by token: they get no bar.
+    if not kind.holds_states:
       filled = min(1.0, max(0.0, length / size - column))
     picture.cells.append(
       _Cell(

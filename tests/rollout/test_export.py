@@ -317,7 +317,6 @@ def test_scarce_slots_and_pages():
     {"free_policy": "lru"},
     {"prefix_retention_interval": 8},
     {"use_eagle": True},
-    {"track_new_pages": True, "event_log": 50},
   ],
   ids=str,
 )

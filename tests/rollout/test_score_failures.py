@@ -138,9 +138,9 @@ class TestArguments:
       call(temperature=-1.0)
     with pytest.raises(ValueError, match=r"`salts` must have the shape"):
       call(salts=jnp.zeros((2, 4), jnp.uint32))
-    with pytest.raises(ValueError, match="no group of CrossAttention"):
-      groups = (jaxkv.FullAttention(), jaxkv.CrossAttention())
-      sizes = dataclasses.replace(SIZES, groups=groups, prefix_caching=False)
+    with pytest.raises(ValueError, match="one page size for all groups"):
+      groups = (jaxkv.FullAttention(), jaxkv.FullAttention(page_size=8))
+      sizes = dataclasses.replace(SIZES, groups=groups)
       call(dataclasses.replace(state, cache=jaxkv.init(sizes)))
 
   def test_numbers(self):
