@@ -11,7 +11,7 @@ the letters of array shapes.
 | `write` | stores the keys and values of new tokens |
 | `share` | finds pages that several rows begin with, to read them once |
 | `refresh_shared` | checks which rows still share pages, for all layers |
-| `attend` | computes attention over the tokens of a sequence or an encoder |
+| `attend` | computes attention over the tokens of a sequence |
 | `attend_with_lse` | the same, and returns the log-sum-exps |
 | `copy` | copies pages in every layer, as `fork` and `truncate` require |
 | `page_bytes` | counts the bytes of a page, for a `OffloadPolicy` |
@@ -95,14 +95,6 @@ pages hold such vectors, and `attend` takes absorbed queries:
   out = jaxkv.kv.attend(kv, view, layer, q, options=options)  # [B, T, H, 512]
 
 Only the backends `xla` and `triton` support latents.
-
-Encoders. A layer group of kind `CrossAttention` holds the tokens of an encoder.
-Write them once. Then each query of the decoder sees all of them:
-
-  view = jaxkv.view(
-    state, group=1, num_tokens=num_tokens, num_encoder_tokens=lengths
-  )
-  out = jaxkv.kv.attend(kv, view, layer, q, causal=False)
 
 Recurrent layers. `init_states` makes `StatePages` for layer groups of kind
 `Recurrent`. A page holds the state after the last token of the page. A layer

@@ -131,10 +131,6 @@ class TestArguments:
     with pytest.raises(ValueError, match="page size that divides 64"):
       self._call(*_pages(page_size=24))
 
-  def test_an_encoder(self):
-    with pytest.raises(ValueError, match="`causal` must be True"):
-      self._call(*_pages(), causal=False)
-
   def test_tree_masks_are_refused(self):
     mask = jnp.ones((_ROWS, 1, 1), bool)
     with pytest.raises(ValueError, match="tree_mask"):

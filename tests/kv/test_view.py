@@ -54,26 +54,6 @@ def test_groups_have_separate_pages(state):
   np.testing.assert_array_equal(default.page_table, tables[0])
 
 
-def test_an_encoder_has_its_own_lengths():
-  sizes = jaxkv.CacheConfig(
-    num_pages=9,
-    page_size=4,
-    num_slots=2,
-    pages_per_slot=4,
-    groups=(jaxkv.FullAttention(), jaxkv.CrossAttention()),
-    prefix_caching=False,
-  )
-  state = jaxkv.init(sizes)
-  state, _ = jaxkv.allocate(state, [1, 2], num_encoder_tokens=[7, 3])
-  rows = view(state, group=1, num_tokens=[1, 2], num_encoder_tokens=[7, 3])
-  np.testing.assert_array_equal(rows.page_table, state.page_table[:, 1])
-  np.testing.assert_array_equal(rows.starts, [7, 3])
-  np.testing.assert_array_equal(rows.num_tokens, [1, 2])
-  for group, lengths in ((0, [7, 3]), (1, None), (1, [7])):
-    with pytest.raises(ValueError, match="`num_encoder_tokens` must"):
-      view(state, group=group, num_tokens=[0, 0], num_encoder_tokens=lengths)
-
-
 @pytest.mark.parametrize(
   "num_tokens",
   [

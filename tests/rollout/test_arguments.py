@@ -273,18 +273,6 @@ def test_init_compiles_one_program():
     assert num_compiled() - num_programs == 1
 
 
-def test_a_cache_with_cross_attention():
-  groups = (jaxkv.FullAttention(), jaxkv.CrossAttention())
-  sizes = dataclasses.replace(_SIZES, groups=groups, prefix_caching=False)
-  cache = jaxkv.init(sizes)
-  kv = kv_memory.init(sizes, num_layers=1, num_kv_heads=1, head_dim=4)
-  config = rollout.RolloutConfig(max_new_tokens=4)
-  with pytest.raises(ValueError, match="no group of CrossAttention"):
-    rollout.init(
-      cache, kv, rollout.Requests([[1, 2]], [2]), jax.random.key(0), config
-    )
-
-
 class TestUntil:
   @pytest.mark.parametrize(
     ("value", "error", "message"),

@@ -317,7 +317,6 @@ def test_moves_with_scarce_pages_change_no_bit():
     {"free_policy": "lru"},
     {"prefix_retention_interval": 8},
     {"use_eagle": True},
-    {"track_new_pages": True, "event_log": 50},
   ],
   ids=str,
 )

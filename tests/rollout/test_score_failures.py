@@ -138,9 +138,9 @@ class TestArguments:
       _call(temperature=-1.0)
     with pytest.raises(ValueError, match=r"`salts` must have the shape"):
       _call(salts=jnp.zeros((2, 4), jnp.uint32))
-    with pytest.raises(ValueError, match="no group of CrossAttention"):
-      groups = (jaxkv.FullAttention(), jaxkv.CrossAttention())
-      sizes = dataclasses.replace(SIZES, groups=groups, prefix_caching=False)
+    with pytest.raises(ValueError, match="one page size for all groups"):
+      groups = (jaxkv.FullAttention(), jaxkv.FullAttention(page_size=8))
+      sizes = dataclasses.replace(SIZES, groups=groups)
       _call(dataclasses.replace(state, cache=jaxkv.init(sizes)))
 
   def test_bad_static_arguments_are_refused(self):

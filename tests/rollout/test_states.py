@@ -273,12 +273,6 @@ class TestInit:
     with pytest.raises(ValueError, match=r"`RolloutConfig.draft_tokens` must"):
       _begun(_sizes(100, 4), config)
 
-  def test_scratch_pages_are_refused(self):
-    groups = (jaxkv.FullAttention(), jaxkv.Recurrent(num_speculative=1))
-    sizes = _sizes(100, 4, groups=groups)
-    with pytest.raises(ValueError, match=r"`Recurrent.num_speculative` must"):
-      _begun(sizes, _CONFIG)
-
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 def test_shardings_of_several_pools():

@@ -221,7 +221,7 @@ def pages_at_once(
   sizes: CacheConfig, length: Array, config: RolloutConfig
 ) -> Array:
   """Returns the most pages that sequences of a length hold, int32[R, G]."""
-  columns = sizes.sizes.columns_for(length, jnp.zeros_like(length))
+  columns = sizes.sizes.columns_for(length)
   most_in_flight = chunk_size(sizes, config) + config.decode_steps - 1
   limits = max_pages(sizes, most_in_flight, sizes.slot_tokens)
   return jnp.minimum(columns, jnp.asarray(limits, jnp.int32)[None])

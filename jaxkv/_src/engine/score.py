@@ -171,8 +171,8 @@ def score(
 
   Raises:
     ValueError: an argument is out of range; the cache is not supported, such as
-      one with CrossAttention; the memory does not fit the cache; or `version`
-      is not `cache.epoch`.
+      one with several page sizes; the memory does not fit the cache; or
+      `version` is not `cache.epoch`.
 
   Examples:
     >>> import functools, jax, jaxkv

@@ -109,11 +109,11 @@ def init(
 
   Raises:
     ValueError: an argument is out of range; the cache has slots in use, several
-      page sizes, a CrossAttention group or pages of another version; `kv` or
-      `offload` does not fit the cache, or lacks a pool; a recurrent group is
-      combined with `draft_tokens`, or has `num_speculative` > 0; or the longest
-      sequence exceeds a slot or the pool. If lengths or the version are traced
-      and invalid, the sequences fail instead, see `queue.code`. A traced cache
+      page sizes or pages of another version; `kv` or `offload` does not fit the
+      cache, or lacks a pool; a recurrent group is combined with `draft_tokens`;
+      or the longest sequence exceeds a slot or the pool. If lengths or the
+      version are traced and invalid, the sequences fail instead, see
+      `queue.code`. A traced cache
       is not checked for slots in use: if all are, no sequence can run, and
       `generate` returns only at a limit of steps.
   """

@@ -48,9 +48,7 @@ class TokenRows(NamedTuple):
   num_tokens: jax.Array
 
 
-def check_exact(
-  page_size: int, options: kernels.AttentionOptions, causal: bool
-) -> None:
+def check_exact(page_size: int, options: kernels.AttentionOptions) -> None:
   """Raises ValueError if exact attention does not support a call."""
   # Other page sizes would change the block size, and so the order of sums.
   if kernels.BLOCK_TOKENS % page_size:
@@ -58,8 +56,6 @@ def check_exact(
       f"of a page size that divides {kernels.BLOCK_TOKENS} with exact=True"
     )
     arguments.refuse(ValueError, "kv", expected, page_size)
-  if not causal:
-    arguments.refuse(ValueError, "causal", "True with exact=True", causal)
   reason = "exact=True supports only causal queries"
   options.refuse(reason, "tree_mask")
 

@@ -87,13 +87,7 @@ class PackedView:
   prefill: View | None = None
 
 
-def view(
-  state: CacheState,
-  *,
-  group: int = 0,
-  num_tokens: Any,
-  num_encoder_tokens: Any = None,
-) -> View:
+def view(state: CacheState, *, group: int = 0, num_tokens: Any) -> View:
   """Returns the view of all slots of a cache, for the layers of one group.
 
   Call it after `allocate`, and before `commit`.
@@ -103,20 +97,15 @@ def view(
     group: the index of the layer group.
     num_tokens: int32[B], the number of new tokens of each slot in this call; 0
       for an idle slot. Lists and other integer dtypes are converted.
-    num_encoder_tokens: int32[B], tokens of each slot's encoder, as passed to
-      `admit` and `allocate`. Required for groups of kind `CrossAttention`; must
-      be None for other kinds.
 
   Returns:
-    The view. `starts` is the length of each slot. For `CrossAttention` it is
-    `num_encoder_tokens`: `attend(causal=False)` sees the positions below it.
+    The view. `starts` is the length of each slot.
 
   Raises:
     TypeError: `state` is not a CacheState, or another argument is not made of
       integers.
-    ValueError: `state` is a stack of states, the group does not exist, a number
-      of tokens has a shape or value that is not supported, or
-      `num_encoder_tokens` is missing or set for the wrong kind of group.
+    ValueError: `state` is a stack of states, the group does not exist, or a
+      number of tokens has a shape or value that is not supported.
 
   Examples:
     >>> import jaxkv
@@ -128,25 +117,14 @@ def view(
   """
   check_single(state)
   check_group(state.config, group)
-  group_kind = state.config.groups[group]
-  starts = state.length
-  shape = starts.shape
-  meaning = ", one for each slot"
-  num_tokens = as_int32("num_tokens", num_tokens, shape, meaning)
-  if group_kind.holds_encoder != (num_encoder_tokens is not None):
-    expected = "given" if group_kind.holds_encoder else "None"
-    raise ValueError(
-      f"`num_encoder_tokens` must be {expected} for group {group}, "
-      f"{group_kind}."
-    )
-  if group_kind.holds_encoder:
-    # Queries see positions 0 .. starts - 1: all of the encoder's tokens.
-    starts = as_int32("num_encoder_tokens", num_encoder_tokens, shape, meaning)
+  num_tokens = as_int32(
+    "num_tokens", num_tokens, state.length.shape, ", one for each slot"
+  )
   return View(
     page_table=state.page_table[:, group],
-    starts=jnp.asarray(starts),
+    starts=jnp.asarray(state.length),
     num_tokens=jnp.asarray(num_tokens),
-    kind=group_kind,
+    kind=state.config.groups[group],
   )
 
 

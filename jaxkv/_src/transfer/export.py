@@ -160,7 +160,7 @@ def _computed(
   pages = jnp.where(runs[:, None, None], table, cached)
   # Pages reserved for later tokens, or behind a window, are not exported.
   first = sizes.skipped_pages(num_tokens)
-  stop = sizes.columns_for(num_tokens, jnp.zeros_like(num_tokens))
+  stop = sizes.columns_for(num_tokens)
   is_needed = indexing.between(first, stop, columns)
   pages = jnp.where(is_needed & (pages < config.no_page), pages, 0)
   return runs, num_tokens, pages

@@ -259,7 +259,7 @@ def _in_spare_slots(
   sizes, num_tokens = cache.config.sizes, exported.num_computed
   # As in admission, pages stay free for the tokens of each sequence that are
   # not computed yet, and one page in each group for each running sequence.
-  held = sizes.columns_for(num_tokens, jnp.zeros_like(num_tokens))
+  held = sizes.columns_for(num_tokens)
   held -= sizes.skipped_pages(num_tokens)
   later = pages_at_once(cache.config, exported.queue.length, state.config)
   later = jnp.maximum(jnp.where(enters[:, None], later - held, 0), 0)
@@ -318,7 +318,7 @@ def _enter(
     cache,
     first=first,
     hit=jnp.maximum(prefix.stop, first),
-    stop=sizes.columns_for(num_tokens, jnp.zeros_like(num_tokens)),
+    stop=sizes.columns_for(num_tokens),
     begins=row >= 0,
   )
   no_row = row < 0
