@@ -10,6 +10,7 @@ import numpy as np
 from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool.offload_pages import OffloadPages
+from jaxkv._src.cache.pool.offload_pages import num_planned
 from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.state import CacheState
@@ -111,7 +112,7 @@ def _pool(state: HostState) -> PoolState:
     events=log,
     new=None if pool.new is None else np.array(pool.new, bool),
     ages=ages,
-    host=pool.saved and _offload_pages(config, pool.saved),
+    offload=pool.saved and _offload_pages(config, pool.saved),
   )
 
 
@@ -122,7 +123,7 @@ def _offload_pages(config: CacheConfig, saved: SavedPages) -> OffloadPages:
     queue=queue_arrays.from_order(
       config.offload_pages + 1, saved.queue.in_order()
     ),
-    moves=as_arrays([], config.num_pages),
+    moves=as_arrays([], config.num_pages, saved.num_taken),
     # A manager has no epochs, so no page is stale.
     stale_before=_words(0),
     **{f"num_{name}": _words(saved.counts[name]) for name in COUNTERS},
@@ -317,7 +318,8 @@ def _adopt_offload_pages(
     name: _continued(count, getattr(offload_pages, f"num_{name}"))
     for name, count in saved.counts.items()
   }
-  log.replace(saved, counts=counts, moves=[])
+  num_taken = int(num_planned(offload_pages))
+  log.replace(saved, counts=counts, moves=[], num_taken=num_taken)
 
 
 def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:

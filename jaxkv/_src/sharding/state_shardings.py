@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.offload_memory import PINNED_HOST
-from jaxkv._src.kv.offload_memory import OffloadMemory
 from jaxkv._src.sharding.mesh_axes import MeshAxes
 
 
@@ -59,7 +58,8 @@ def state_shardings(state: RolloutState, *, axes: MeshAxes) -> RolloutState:
       NamedSharding(axes.mesh, place.spec, memory_kind=PINNED_HOST)
       for place in jax.tree.leaves(memory.kv)
     )
-    memory = dataclasses.replace(memory, offload=OffloadMemory(pages=offloaded))
+    offload = dataclasses.replace(memory.offload, pages=offloaded)
+    memory = dataclasses.replace(memory, offload=offload)
   return dataclasses.replace(places, memory=memory)
 
 
