@@ -15,11 +15,11 @@ from jaxkv._src.engine.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue import Finish
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.queue import check_single
 from jaxkv._src.engine.queue import order_of
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import are_computing
 from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import check_single
 from jaxkv._src.kv.check import check as check_memory
 
 
@@ -34,7 +34,7 @@ def check(state: RolloutState) -> None:
       were forgotten or repeated.
     ValueError: `state` is a stack of rollouts.
   """
-  check_single(state.queue)
+  check_single(state)
   laws = check_invariants(state)
   broken = [name for name, holds in laws.items() if not np.all(holds)]
   if broken:

@@ -8,9 +8,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import check_rollout
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.offload_memory import PINNED_HOST
 from jaxkv._src.sharding.mesh_axes import MeshAxes
+from jaxkv._src.sharding.mesh_axes import check_axes
 
 
 def state_shardings(state: RolloutState, *, axes: MeshAxes) -> RolloutState:
@@ -49,6 +51,8 @@ def state_shardings(state: RolloutState, *, axes: MeshAxes) -> RolloutState:
     >>> places.memory.kv.k.spec == P(None, "model"), places.key.spec == P()
     (True, True)
   """
+  check_axes(axes)
+  check_rollout(state)
   check_shards(state.key, axes)
   places = tree_shardings(state, axes)
   memory = places.memory
