@@ -351,9 +351,11 @@ class TestMisuse:
       self.check(kv, offload, state)
 
   def test_repeated(self):
+    """The saved contents are not overwritten by those of a later write."""
     kv, offload, state, moves = self.planned()
     for out in moves:
       kv, offload = jaxkv.kv.move(kv, offload, out)
+    kv = jax.tree.map(lambda array: array + 1, kv)
     before = [np.asarray(array) for array in (kv.k, kv.v, *offload.pages)]
     kv, offload = jaxkv.kv.move(kv, offload, moves[2])
     after = [kv.k, kv.v, *offload.pages]
