@@ -11,10 +11,11 @@ of decode steps:
 |         | `decode_steps` and the model of `rollout.py`, a stub         |
 
 The instructions in the compiled text of the largest loop are counted, those of
-inner loops included, and divided by k. A kernel is an instruction that
-the GPU's runtime launches, or a copy. A loop or conditional whose predicate is
-computed on the device makes the host wait: a loop once for each evaluation of
-its condition, a conditional once. There are two cases:
+inner loops included, and divided by k. A loop around it is not counted. A
+kernel is an instruction that the GPU's runtime launches, or a copy. A loop or
+conditional whose predicate is computed on the device makes the host wait: a
+loop once for each evaluation of its condition, a conditional once. There are
+two cases:
 
 | case        | loops whose trip count depends on data                       |
 |-------------|--------------------------------------------------------------|
@@ -106,11 +107,18 @@ def in_largest_loop(text: str, *, is_common: bool = False) -> Launches:
     is_common: True for the common case, False for the upper bound.
   """
   program = _Program(text, is_common=False)
-  bodies = re.findall(r"body=%?([\w.\-]+)", text)
-  largest = max(bodies, key=program.launches, default=None)
-  if largest is None:
+  launches = {
+    body: program.launches(body)
+    for body in re.findall(r"body=%?([\w.\-]+)", text)
+  }
+  if not launches:
     return Launches(0, 0)
-  return _Program(text, is_common=is_common).launches(largest)
+  # A loop with little besides an inner loop runs once for many iterations of
+  # the inner one, as the loop around the steps of a rollout does.
+  least = 0.9 * max(launches.values()).kernels
+  steps = [body for body in launches if launches[body].kernels >= least]
+  body = min(steps, key=lambda body: launches[body])
+  return _Program(text, is_common=is_common).launches(body)
 
 
 class _Program:

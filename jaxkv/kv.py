@@ -22,7 +22,7 @@ the letters of array shapes.
 | `read_state`, `write_state` | read and write states of recurrent layers |
 | `init_expert_ids` | makes empty pages of expert ids |
 | `write_expert_ids`, `read_expert_ids` | write and read expert ids |
-| `check` | checks that the memory has the pages of a cache |
+| `check` | checks that the memory has the pages of a cache, and its moves |
 | `plan_layers` | divides the layers of a model into groups by their windows |
 
 | type | description |
@@ -127,6 +127,11 @@ page:
   state, out = jaxkv.admit(state, slots, tokens, lengths)
   kv, offload = jaxkv.kv.move(kv, offload, out.moves)
 
+Each verb numbers its moves, and the offload memory counts those that it made.
+`check` raises if a loop forgot moves, or made them twice:
+
+  jaxkv.kv.check(kv, config, offload=offload, state=state)
+
 A return can cost more than it saves. With a `OffloadPolicy`, pages return only
 if this takes less time than computing their tokens again:
 
@@ -150,6 +155,7 @@ int8. The last three have a scale for each token and head.
 from jaxkv._src.kv.attend import attend
 from jaxkv._src.kv.attend import attend_with_lse
 from jaxkv._src.kv.batch import Batch
+from jaxkv._src.kv.check import check
 from jaxkv._src.kv.expert_ids import ExpertIdPages
 from jaxkv._src.kv.expert_ids import init_expert_ids
 from jaxkv._src.kv.expert_ids import read_expert_ids
@@ -163,7 +169,6 @@ from jaxkv._src.kv.layer_memory import plan_layers
 from jaxkv._src.kv.offload_memory import init_offload
 from jaxkv._src.kv.offload_memory import move
 from jaxkv._src.kv.pools import Pools
-from jaxkv._src.kv.pools import check
 from jaxkv._src.kv.pools import copy
 from jaxkv._src.kv.pools import page_bytes
 from jaxkv._src.kv.recurrent_pages import StatePages

@@ -9,6 +9,7 @@ _MEMORY = "test_memory.py::"
 _ELSEWHERE = _MEMORY + "TestWrite::test_invalid_entries_write_nothing[{}]"
 _ONE_COLUMN = _MEMORY + "TestAttend::test_one_column_equals_the_first_of_two"
 _SHARE = "test_shared_prefix.py::TestShare::"
+_MISUSE = "test_offload_memory.py::TestMisuse::"
 _REFRESH = "test_shared_prefix.py::TestRefreshShared::"
 
 _TABLE = {
@@ -26,6 +27,16 @@ _TABLE = {
     "shared_prefix:refresh_shared",
     returned(lambda out, g: FreshView(view=g.view)),
     _REFRESH + "test_idle_rows_leave_their_cluster",
+  ),
+  "moves are made twice": (
+    "offload_memory:_are_next",
+    returned(lambda out, g: out | True),
+    _MISUSE + "test_repeated",
+  ),
+  "no moves are forgotten": (
+    "offload_memory:misuse_of",
+    returned(lambda out, g: out * 0),
+    _MISUSE + "test_forgotten",
   ),
   "clusters cannot be given": (
     "shared_prefix:share",

@@ -96,7 +96,7 @@ def test_moves_keep_the_contents_of_every_pool():
   for old, new in zip(old_pools, _pages(pools), strict=True):
     np.testing.assert_array_equal(new[:, 6], old[:, 4])
     np.testing.assert_array_equal(new[:, 7], old[:, 2])
-  kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(offload)}
+  kinds = {pages.sharding.memory_kind for pages in offload.pages}
   assert kinds == {"pinned_host"}
   kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(pools)}
   assert kinds == {"device"}
@@ -174,7 +174,7 @@ def test_moves_copy_no_pool():
   moves = _moves((3, 1, None), num_pages=512)
   program = jax.jit(_in_a_loop, donate_argnums=(0, 1))
   compiled = program.lower(kv, offload, moves).compile()
-  smallest = min(leaf.size for leaf in jax.tree.leaves((kv, offload)))
+  smallest = min(leaf.size for leaf in jax.tree.leaves((kv, offload.pages)))
   assert work_in_loops(compiled.as_text(), smallest) == {}
   assert compiled.memory_analysis().temp_size_in_bytes < smallest
 
@@ -218,18 +218,22 @@ def test_in_place_on_a_tpu(target):
 
   def run(kv, offload, moves):
     # The type of an argument does not tell that it is in host memory.
-    offload = jax.device_put(offload, jax.memory.Space.Host)
+    pages = jax.device_put(offload.pages, jax.memory.Space.Host)
+    offload = dataclasses.replace(offload, pages=pages)
     return _in_a_loop(kv, offload, moves)
 
   shardings = jax.tree.map(lambda _: on_device, kv)
-  host_shardings = jax.tree.map(lambda _: is_offloaded, offload)
+  host_shardings = dataclasses.replace(
+    jax.tree.map(lambda _: on_device, offload),
+    pages=jax.tree.map(lambda _: is_offloaded, offload.pages),
+  )
   program = jax.jit(
     run, donate_argnums=(0, 1), out_shardings=(shardings, host_shardings)
   )
   with jax.set_mesh(mesh):
     lowered = program.trace(
       placed(kv, on_device),
-      placed(offload, is_offloaded),
+      jax.tree.map(placed, offload, host_shardings),
       placed(moves, on_device),
     ).lower()
   compiled = lowered.compile()
@@ -258,3 +262,101 @@ def test_bad_arguments_are_refused():
   )
   with pytest.raises(ValueError, match="in host memory"):
     jaxkv.kv.move(pools, on_device, _moves())
+
+
+class TestMisuse:
+  """Moves that an own loop forgets, or makes twice."""
+
+  config = jaxkv.CacheConfig(
+    num_pages=4,
+    page_size=2,
+    num_slots=1,
+    pages_per_slot=3,
+    offload_pages=9,
+  )
+
+  def planned(self):
+    """Returns a memory, a cache, and the moves of three sequences."""
+    kv = jaxkv.kv.init(self.config, num_layers=1, num_kv_heads=1, head_dim=2)
+    kv = jax.tree.map(lambda array: array + 1, kv)
+    state, moves = jaxkv.init(self.config), []
+    for token in range(3):
+      tokens = jnp.full((1, 6), token, jnp.int32)
+      state, out = jaxkv.allocate(state, [6])
+      moves.append(out.moves)
+      state, _ = jaxkv.commit(state, tokens, [6])
+      state, _ = jaxkv.free(state)
+    assert [int(out.count) for out in moves] == [0, 3, 3]
+    return kv, jaxkv.kv.init_offload(kv, self.config), state, moves
+
+  def check(self, kv, offload, state=None):
+    jaxkv.kv.check(kv, self.config, offload=offload, state=state)
+
+  def test_made_in_order(self):
+    kv, offload, state, moves = self.planned()
+    for out in moves:
+      kv, offload = jaxkv.kv.move(kv, offload, out)
+    self.check(kv, offload, state)
+    assert int(offload.num_moves) == 6 and int(offload.error) == 0
+
+  def test_forgotten(self):
+    """The next moves are not made; the forgotten ones can still be made."""
+    kv, offload, state, moves = self.planned()
+    match = "has planned 6 moves, and `offload` has made 0: MOVES_FORGOTTEN"
+    with pytest.raises(jaxkv.CacheError, match=match):
+      self.check(kv, offload, state)
+    self.check(kv, offload)
+    before = [np.asarray(pages) for pages in offload.pages]
+    kv, offload = jax.jit(jaxkv.kv.move)(kv, offload, moves[2])
+    for old, new in zip(before, offload.pages, strict=True):
+      np.testing.assert_array_equal(old, new)
+    assert int(offload.num_moves) == 0
+    with pytest.raises(jaxkv.CacheError, match="recorded MOVES_FORGOTTEN"):
+      self.check(kv, offload)
+    for out in moves[1:]:
+      kv, offload = jaxkv.kv.move(kv, offload, out)
+    assert int(offload.num_moves) == 6
+    assert int(offload.error) == jaxkv.Status.MOVES_FORGOTTEN
+
+  def test_made_after_the_next_verb(self):
+    """The moves of the later verb reveal it, even if it needs none."""
+    kv, offload, state, moves = self.planned()
+    for out in moves[:2]:
+      kv, offload = jaxkv.kv.move(kv, offload, out)
+    state, out = jaxkv.allocate(state, [0])
+    kv, offload = jaxkv.kv.move(kv, offload, out.moves)
+    with pytest.raises(jaxkv.CacheError, match="recorded MOVES_FORGOTTEN"):
+      self.check(kv, offload, state)
+
+  def test_repeated(self):
+    """The saved contents are not overwritten by those of a later write."""
+    kv, offload, state, moves = self.planned()
+    for out in moves:
+      kv, offload = jaxkv.kv.move(kv, offload, out)
+    kv = jax.tree.map(lambda array: array + 1, kv)
+    before = [np.asarray(array) for array in (kv.k, kv.v, *offload.pages)]
+    kv, offload = jaxkv.kv.move(kv, offload, moves[2])
+    after = [kv.k, kv.v, *offload.pages]
+    for old, new in zip(before, after, strict=True):
+      np.testing.assert_array_equal(old, new)
+    with pytest.raises(jaxkv.CacheError, match="recorded MOVES_REPEATED"):
+      self.check(kv, offload, state)
+
+  def test_an_older_state(self):
+    kv, offload, _, moves = self.planned()
+    for out in moves:
+      kv, offload = jaxkv.kv.move(kv, offload, out)
+    with pytest.raises(jaxkv.CacheError, match="MOVES_REPEATED"):
+      self.check(kv, offload, jaxkv.init(self.config))
+
+  def test_counts_wrap_around(self):
+    kv, offload, _, moves = self.planned()
+    start = jnp.uint32(2**32 - 2)
+    offload = dataclasses.replace(offload, num_moves=start)
+    first = dataclasses.replace(moves[1], start=start)
+    last = dataclasses.replace(moves[2], start=start + jnp.uint32(3))
+    kv, offload = jaxkv.kv.move(kv, offload, first)
+    kv, offload = jaxkv.kv.move(kv, offload, last)
+    assert int(offload.num_moves) == 4 and int(offload.error) == 0
+    _, offload = jaxkv.kv.move(kv, offload, first)
+    assert int(offload.error) == jaxkv.Status.MOVES_REPEATED

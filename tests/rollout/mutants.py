@@ -72,6 +72,11 @@ _QUEUE = {
 }
 
 _LOOP = {
+  "pages with NaN stay in the index": (
+    "step:_bad_rows",
+    returned(lambda out, g: jnp.full_like(out, g.queue.no_row)),
+    "test_bad_logits.py::test_bad_weights_leave_nothing_in_the_index",
+  ),
   "steps of earlier calls count": (
     "generate:goes_on",
     given(begin=lambda g: g.begin * 0),

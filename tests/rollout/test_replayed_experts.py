@@ -52,9 +52,16 @@ def _model(version, batch, kv):
   return logits, (pages, expert_ids)
 
 
-def _begun(pages=14, slots=3, config=_CONFIG, prompts=by_hand.PROMPTS):
+def _begun(
+  pages=14,
+  slots=3,
+  config=_CONFIG,
+  prompts=by_hand.PROMPTS,
+  temperature=1.0,
+  **options,
+):
   """Returns a rollout in pages of two tokens, too few for all slots."""
-  sizes = by_hand.sizes(pages, slots)
+  sizes = dataclasses.replace(by_hand.sizes(pages, slots), **options)
   kv = memory.init(
     sizes, num_layers=1, num_kv_heads=1, head_dim=by_hand.WIDTH, dtype="float32"
   )
@@ -65,7 +72,11 @@ def _begun(pages=14, slots=3, config=_CONFIG, prompts=by_hand.PROMPTS):
   return rollout.init(
     jaxkv.init(sizes),
     (kv, expert_ids),
-    rollout.Requests(rows, list(map(len, prompts))),
+    rollout.Requests(
+      rows,
+      list(map(len, prompts)),
+      sampling=rollout.Sampling(temperature=temperature),
+    ),
     jax.random.key(7),
     config,
   )
@@ -148,11 +159,74 @@ def test_verbs_keep_recorded_experts():
   assert np.all(np.asarray(out.experts)[2:] == -1)
 
 
-def test_experts_are_of_the_last_weights():
-  """Experts are replaced where new weights compute a token's K/V again."""
+def _check_kept(out: rollout.Generated, before: rollout.Generated, row) -> None:
+  """Checks experts of a row that another version of the model recomputed.
+
+  Tokens whose next token is in `before` and was sampled have the experts of
+  version 0.
+  """
+  length = int(out.lengths[row]) - 1
+  tokens = np.asarray(out.tokens[row])
+  columns = np.arange(len(tokens))
+  was_sampled = np.asarray(before.mask[row])
+  version = 1 - np.append(was_sampled[1:], False).astype(np.int32)
+  assert set(version[:length]) == {0, 1}
+  expected = _experts_of(tokens, columns, version)
+  expected[length:] = -1
+  np.testing.assert_array_equal(out.experts[row], expected, str(row))
+
+
+def test_log_probs_and_experts_are_of_one_computation():
+  """Sequences lose their pages, and another model computes them again."""
+  state = _run(_begun(60), 9)
+  before = rollout.generated(state)
+  waiting = [row for row in np.asarray(state.slots.row).tolist() if row < 8]
+  waiting = [row for row in waiting if np.asarray(before.mask[row]).any()]
+  assert waiting
+  state, _ = rollout.requeue(state, state.queue.ids)
+  cache, _ = jaxkv.reset_prefix_cache(state.memory.cache)
+  memory = dataclasses.replace(state.memory, cache=cache)
+  state = _run(dataclasses.replace(state, memory=memory), version=1)
+  out = rollout.generated(state)
+  for row in waiting:
+    _check_kept(out, before, row)
+
+
+def test_merged_pages():
+  """Of equal samples, each has its own experts, though they share pages."""
+
+  def model(params, batch, kv):
+    logits, (pages, expert_ids) = _model(params, batch, kv)
+    used = _experts_of(batch.tokens, batch.positions, batch.rows.numbers[None])
+    for layer in range(_LAYERS):
+      expert_ids = memory.write_expert_ids(
+        expert_ids, batch.views[0], layer, used[:, :, layer]
+      )
+    return logits, (pages, expert_ids)
+
+  config = dataclasses.replace(_CONFIG, draft_tokens=0)
+  state = _begun(
+    60, 2, config, [[1, 2, 3]], merge_duplicates=True, temperature=0.0
+  )
+  generate = functools.partial(
+    rollout.generate, model=rollout.all_logits(model)
+  )
+  state = jax.jit(generate)(jnp.int32(0), state)
+  assert int(state.memory.cache.stats.merged_pages) > 0
+  out = rollout.generated(state)
+  np.testing.assert_array_equal(out.tokens[0], out.tokens[1])
+  for row in range(2):
+    tokens, columns = np.asarray(out.tokens[row]), np.arange(2, 8)
+    expected = _experts_of(tokens[2:8], columns, np.int32(row))
+    np.testing.assert_array_equal(out.experts[row, 2:8], expected)
+
+
+def test_experts_of_new_weights():
+  """Experts are those of a log-prob's weights, else of those that ran last."""
   start_state = _run(_begun(), 6)
   ended = np.asarray(start_state.queue.status) == by_hand.DONE
-  has_ids = np.asarray(rollout.generated(start_state).experts) >= 0
+  before = rollout.generated(start_state)
+  has_ids = np.asarray(before.experts) >= 0
   for how in ("recompute", "drop"):
     state = rollout.update_weights(start_state, how)
     new_state = _run(state, 1, version=1) if how == "recompute" else state
@@ -162,7 +236,13 @@ def test_experts_are_of_the_last_weights():
     assert np.array_equal(left & has_ids, expected)
     out = rollout.generated(_run(state, version=1))
     _check(out, np.flatnonzero(ended))
-    _check(out, np.flatnonzero(~ended), version=1)
+    rows = np.flatnonzero(~ended)
+    if how == "recompute":
+      was_sampled = np.asarray(before.mask).any(axis=1)
+      for row in np.flatnonzero(~ended & was_sampled):
+        _check_kept(out, before, row)
+      rows = np.flatnonzero(~ended & ~was_sampled)
+    _check(out, rows, version=1)
 
 
 def test_pools_are_updated_in_place():

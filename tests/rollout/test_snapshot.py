@@ -181,7 +181,10 @@ def test_integer_storage_is_restored_as_bfloat16(offload_pages, tmp_path):
     return jax.device_put(values, array.sharding)
 
   def of_ones(state):
-    kv, offload = jax.tree.map(ones, (state.memory.kv, state.memory.offload))
+    kv, offload = jax.tree.map(ones, state.memory.kv), state.memory.offload
+    if offload is not None:
+      pages = jax.tree.map(ones, offload.pages)
+      offload = dataclasses.replace(offload, pages=pages)
     memory = dataclasses.replace(state.memory, kv=kv, offload=offload)
     return dataclasses.replace(state, memory=memory)
 
@@ -229,6 +232,59 @@ def test_shapes_go_to_a_device_of_this_process(saved, monkeypatch):
   target = jax.eval_shape(lambda state: state, begun())
   state = checkpoint.restore(saved, target)
   assert state.queue.tokens.devices() == {device}
+
+
+@pytest.mark.parametrize("pages", [True, False], ids=["pages", "no pages"])
+def test_shapes_of_offloaded_pages(pages, tmp_path):
+  """They are restored to offload memory, though no sharding says so."""
+  state = begun(offload_pages=4)
+  offload = state.memory.offload
+  values = [
+    jax.device_put(
+      np.arange(x.size, dtype=x.dtype).reshape(x.shape), x.sharding
+    )
+    for x in offload.pages
+  ]
+  offload = dataclasses.replace(offload, pages=tuple(values))
+  memory = dataclasses.replace(state.memory, offload=offload)
+  state = dataclasses.replace(state, memory=memory)
+  checkpoint.save(tmp_path / "offloaded", state, pages=pages)
+  target = jax.eval_shape(lambda state: state, state)
+  found = checkpoint.restore(tmp_path / "offloaded", target).memory
+  jaxkv.kv.check(
+    found.kv, found.cache.config, offload=found.offload, state=found.cache
+  )
+  for new, old in zip(found.offload.pages, values, strict=True):
+    assert new.sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(new, old if pages else np.zeros_like(old))
+
+
+def test_sequences_shorter_than_a_page(tmp_path):
+  """Their queue has arrays of size 0."""
+  sizes = jaxkv.CacheConfig(
+    num_pages=12, page_size=16, num_slots=3, pages_per_slot=2
+  )
+  state = by_hand.begun(sizes, _CONFIG, prompts=[[1, 2, 3]])
+  assert state.queue.page_keys.size == 0
+  checkpoint.save(tmp_path / "short", state)
+  target = jax.eval_shape(lambda state: state, state)
+  found = checkpoint.restore(tmp_path / "short", target)
+  assert found.queue.page_keys.shape == state.queue.page_keys.shape
+  np.testing.assert_array_equal(found.queue.tokens, state.queue.tokens)
+  rollout.check(found)
+
+
+def test_another_number_of_shards_is_refused(tmp_path):
+  """The message names the way to have all shards on fewer devices."""
+  state = begun()
+  state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), state)
+  checkpoint.save(tmp_path / "four", state, pages=False)
+  pair = jax.tree.map(lambda leaf: leaf[:2], state)
+  match = r"as the saved rollout, 4, got 2.*init_memory\(num_shards=4\)"
+  with pytest.raises(ValueError, match=match):
+    checkpoint.restore(tmp_path / "four", pair)
+  with pytest.raises(ValueError, match="4, got none"):
+    checkpoint.restore(tmp_path / "four", begun())
 
 
 def test_the_default_dtype_is_the_same_by_name(tmp_path):

@@ -43,6 +43,18 @@ def refuse(
   raise error(f"`{name}` must be {requirement}, got {describe(value)}{tail}")
 
 
+def check_not_donated(name: str, array: Any) -> None:
+  """Raises ValueError if an array of the argument `name` was donated."""
+  if isinstance(array, Tracer) or not isinstance(array, Array):
+    return
+  if array.is_deleted():
+    raise ValueError(
+      f"`{name}` must be the newest, got one whose arrays were donated to an "
+      "earlier call; use what that call returned, or make a copy before you "
+      f"donate: jax.tree.map(jnp.copy, {name})."
+    )
+
+
 def describe(value: Any) -> str:
   """Formats arrays as `dtype[shape]`, dtypes by name, and others by `repr`."""
   if isinstance(value, np.dtype):

@@ -17,7 +17,6 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.core import Tracer
 
 from jaxkv._src.arrays import arguments
 from jaxkv._src.arrays import indexing
@@ -65,6 +64,10 @@ class Status(enum.IntEnum):
     This is not a mistake of the caller. Retry after `rollout.harvest`.
   BAD_LOGITS: the logits of a sequence, after its sampling settings, are not a
     distribution: one is NaN or +inf, or all are -inf.
+  MOVES_FORGOTTEN: moves that a verb returned were not made before those of a
+    later verb, see `jaxkv.kv.move`.
+  MOVES_REPEATED: moves that a verb returned were made before, or the state is
+    older than the offload memory.
   """
 
   OK = 0
@@ -87,6 +90,8 @@ class Status(enum.IntEnum):
   UNFINISHED = 17
   QUEUE_FULL = 18
   BAD_LOGITS = 19
+  MOVES_FORGOTTEN = 20
+  MOVES_REPEATED = 21
 
 
 @jax.tree_util.register_dataclass
@@ -98,8 +103,7 @@ class Outcome:
     code: a `Status` for each row, for each page in verbs that take pages, or
       for the whole call.  # int32[...]
     moves: the moves between device and offload memory that the call requires,
-      see
-      `jaxkv.kv.move`; None without `CacheConfig.offload_pages`.
+      see `jaxkv.kv.move`; None without `CacheConfig.offload_pages`.
   """
 
   code: Array
@@ -269,33 +273,31 @@ def _secret_and_root(
   return secret, hashing.root_key(secret, epoch, None)
 
 
-def check_single(state: Any) -> None:
-  """Raises unless `state` is a single CacheState that was not donated.
+def check_cache(state: Any, name: str = "state") -> None:
+  """Raises unless the argument `name` is a cache, or a stack of caches.
 
   Raises:
     TypeError: `state` is not a CacheState, but for example the `(state, out)`
       pair that a verb returned.
-    ValueError: `state` is a stack of states, as `vmap` makes them, or its
-      arrays were donated to an earlier call.
+    ValueError: the arrays were donated to an earlier call.
   """
   if not isinstance(state, CacheState):
-    hint = "make one with jaxkv.init."
+    hint = "make one with jaxkv.init(config)"
     if isinstance(state, tuple):
-      hint = "unpack what a verb returned: `state, out = ...`."
-    raise TypeError(
-      f"`state` must be a CacheState, got {type(state).__name__}; {hint}"
-    )
+      hint = "unpack what a verb returned: `state, out = ...`"
+    kind = type(state).__name__
+    raise TypeError(f"`{name}` must be a CacheState, got {kind}; {hint}.")
+  arguments.check_not_donated(name, state.length)
+
+
+def check_single(state: Any, name: str = "state") -> None:
+  """Also raises ValueError for a stack of caches, as `vmap` makes them."""
+  check_cache(state, name)
   if state.length.ndim != 1:
     raise ValueError(
-      "`state` must be a single cache, got a stack of caches of shape "
+      f"`{name}` must be a single cache, got a stack of caches of shape "
       f"{state.length.shape[:-1]}; call under jax.vmap, or on the host take "
-      "one with jax.tree.map(lambda leaf: leaf[0], state)."
-    )
-  if _is_deleted(state.length):
-    raise ValueError(
-      "`state` must be the newest, got one whose arrays were donated to an "
-      "earlier call; use the state that it returned, or make a copy "
-      "before you donate: jax.tree.map(jnp.copy, state)."
+      f"one with jax.tree.map(lambda leaf: leaf[0], {name})."
     )
 
 
@@ -310,11 +312,6 @@ def _shapes(config: CacheConfig) -> dict[str, tuple[int, ...]]:
     secret = jax.ShapeDtypeStruct(rows, jnp.uint32)
   empty = functools.partial(_empty, config)
   return arguments.shapes_of(jax.eval_shape(empty, scalar, secret, root))
-
-
-def _is_deleted(array: Any) -> bool:
-  concrete = isinstance(array, Array) and not isinstance(array, Tracer)
-  return concrete and array.is_deleted()
 
 
 def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:

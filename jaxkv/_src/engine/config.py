@@ -1,10 +1,12 @@
 """The static options of a rollout."""
 
 import dataclasses
+from typing import Any
 from typing import Literal
 
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import check_bool
+from jaxkv._src.arrays.arguments import refuse
 
 _LEAST = {
   "stop_token": -1,
@@ -139,3 +141,10 @@ class RolloutConfig:
         f"{self.decode_steps}: drafts are proposed before each call of the "
         "model."
       )
+
+
+def check_config(config: Any) -> None:
+  """Raises TypeError unless `config` is a RolloutConfig."""
+  if not isinstance(config, RolloutConfig):
+    hint = "make one with jaxkv.rollout.RolloutConfig(...)"
+    refuse(TypeError, "config", "a RolloutConfig", config, hint)

@@ -11,11 +11,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
+from jaxkv._src.arrays import elementwise
 from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue import Queue
+from jaxkv._src.engine.slots import Slots
 from jaxkv._src.kv.expert_ids import ExpertIdPages
 from jaxkv._src.kv.expert_ids import read_expert_ids
 from jaxkv._src.kv.pools import Pools
@@ -52,17 +55,46 @@ def unknown_experts(
   return jnp.full(shape, -1, pool.read_dtype)
 
 
+def save_full_pages(
+  queue: Queue, slots: Slots, kv: Pools, cache: CacheState, counts: Array
+) -> Queue:
+  """Saves the expert ids of slots that fill a page, if pages can be merged.
+
+  The next `counts`, int32[B], tokens of each slot are about to be committed.
+  With `CacheConfig.merge_duplicates`, a page of another sequence can then
+  replace the page of a slot. Its tokens are equal, but their experts may not.
+  """
+  if queue.experts is None or not cache.config.merge_duplicates:
+    return queue
+  lengths = cache.length + counts
+  size = cache.config.page_size
+  fills = elementwise.quotient(lengths, size) > elementwise.quotient(
+    cache.length, size
+  )
+  rows = jnp.where(fills, slots.row, queue.no_row)
+  return save_experts(queue, kv, cache, rows, lengths)
+
+
 def save_experts(
-  queue: Queue, kv: Pools, cache: CacheState, rows: Array
+  queue: Queue,
+  kv: Pools,
+  cache: CacheState,
+  rows: Array,
+  lengths: Array | None = None,
 ) -> Queue:
   """Copies expert ids from the pages of slots to queue rows `rows`, int32[B].
 
-  The row is Q for a slot that is not copied. After a preemption, tokens that
-  are not recomputed yet have no ids in the pages. They keep their ids in the
-  queue.
+  The row is Q for a slot that is not copied. The pages of a slot have the ids
+  of `lengths`, int32[B], tokens; None for `cache.length`.
+
+  A token keeps its ids in the queue if the next token was sampled: the log-prob
+  of the next token was computed with them, before a preemption or with other
+  weights. Tokens that are not recomputed yet have no ids in the pages, and keep
+  their ids, too.
   """
   if queue.experts is None:
     return queue
+  lengths = cache.length if lengths is None else lengths
   pool, no_row = _pool(kv), queue.no_row
   columns = -(-queue.width // pool.page_size)
   table = cache.page_table[:, pool.group, :columns]
@@ -72,9 +104,12 @@ def save_experts(
     rows, experts = loop
     slot = jnp.argmax(rows < no_row).astype(jnp.int32)
     row = rows[slot]
-    ids = read_expert_ids(pool, table[slot][None], cache.length[slot][None])
+    ids = read_expert_ids(pool, table[slot][None], lengths[slot][None])
     ids, before = ids[0, : queue.width], experts[row]
-    ids = jnp.where(ids < 0, before, ids)
+    is_sampled = queue.versions[row] != NOT_SAMPLED
+    predicts_sampled = jnp.roll(is_sampled, -1).at[-1].set(False)
+    stays = (before >= 0) & predicts_sampled[:, None, None]
+    ids = jnp.where((ids < 0) | stays, before, ids)
     return rows.at[slot].set(no_row), experts.at[row].set(ids)
 
   _, experts = lax.while_loop(

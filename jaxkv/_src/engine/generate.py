@@ -16,13 +16,15 @@ from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
 from jaxkv._src.engine.hooks import check_model
 from jaxkv._src.engine.hooks import check_numerics
+from jaxkv._src.engine.hooks import vocab_size_of
 from jaxkv._src.engine.model_call import shape_of_logits
 from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.queue import check_single
 from jaxkv._src.engine.queue import has_ended
+from jaxkv._src.engine.requests import check_tokens
 from jaxkv._src.engine.run_steps import run_steps
 from jaxkv._src.engine.sample_and_verify import Tally
 from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import check_single
 from jaxkv._src.engine.step import Buffers
 from jaxkv._src.engine.step import no_bad_rows
 from jaxkv._src.engine.step import step
@@ -104,9 +106,11 @@ def generate(
       that it did not write; or the `config` or `expert_axis` of `model` does
       not fit `RolloutConfig.numerics` or `lockstep_axis`.
   """
-  check_single(state.queue)
+  check_single(state)
   check_model(model, state.config)
   check_numerics(state.config, model)
+  queue, size = state.queue, vocab_size_of(model)
+  check_tokens("tokens", queue.tokens, queue.length, vocab_size=size)
   limits = as_until(until)
   buffers = _init_buffers(params, state, model)
   params, state, limits, buffers = sharding.match_varying_axes(

@@ -177,6 +177,13 @@ def check_numerics(config: RolloutConfig, model: Model) -> None:
     )
 
 
+def vocab_size_of(model: Model) -> int | None:
+  """Returns the `vocab_size` of the `config` bound in `model`; None without."""
+  if not isinstance(model, functools.partial):
+    return None
+  return getattr(model.keywords.get("config"), "vocab_size", None)
+
+
 def check_result(
   logits: Any, new_kv: Any, kv: Pools, shape: tuple[int, ...], name: str
 ) -> None:

@@ -15,11 +15,12 @@ from jaxkv._src.engine.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue import Finish
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.queue import check_single
 from jaxkv._src.engine.queue import order_of
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import are_computing
 from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import check_single
+from jaxkv._src.kv.check import check as check_memory
 
 
 def check(state: RolloutState) -> None:
@@ -29,10 +30,11 @@ def check(state: RolloutState) -> None:
     state: the rollout.
 
   Raises:
-    CacheError: an invariant does not hold.
+    CacheError: an invariant does not hold, or moves to or from offload memory
+      were forgotten or repeated.
     ValueError: `state` is a stack of rollouts.
   """
-  check_single(state.queue)
+  check_single(state)
   laws = check_invariants(state)
   broken = [name for name, holds in laws.items() if not np.all(holds)]
   if broken:
@@ -41,6 +43,10 @@ def check(state: RolloutState) -> None:
       "jaxkv.rollout.check_invariants defines. This is a bug in jaxkv, or the "
       "state was edited by hand."
     )
+  memory = state.memory
+  check_memory(
+    memory.kv, memory.cache.config, offload=memory.offload, state=memory.cache
+  )
 
 
 def check_invariants(state: RolloutState) -> dict[str, Array]:

@@ -14,12 +14,12 @@ from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.cache.state import without_moves
 from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.kv.check import check
+from jaxkv._src.kv.check import check_offload
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.offload_memory import OffloadMemory
-from jaxkv._src.kv.offload_memory import check_offload
 from jaxkv._src.kv.offload_memory import move
 from jaxkv._src.kv.pools import Pools
-from jaxkv._src.kv.pools import check
 from jaxkv._src.kv.pools import pools_of
 from jaxkv._src.kv.recurrent_pages import StatePages
 
@@ -37,7 +37,7 @@ class Memory:
   Attributes:
     cache: the cache; `cache.epoch` is the version of the weights.
     kv: the K/V memory: a pool or a tuple of pools.
-    host: offloaded pages, from `jaxkv.kv.init_offload`; None without
+    offload: offloaded pages, from `jaxkv.kv.init_offload`; None without
       `CacheConfig.offload_pages`.
   """
 
@@ -69,7 +69,7 @@ def check_slots_unused(cache: CacheState) -> None:
 def check_pools(memory: Memory, config: RolloutConfig) -> None:
   """Raises unless the cache and the pools are supported and fit together."""
   cache, kv = memory.cache, memory.kv
-  check_single(cache)
+  check_single(cache, "cache")
   sizes = cache.config
   if len(set(sizes.page_sizes)) > 1:
     raise ValueError(
@@ -81,8 +81,8 @@ def check_pools(memory: Memory, config: RolloutConfig) -> None:
       "`RolloutConfig.decode_steps` must be at most the tokens of a slot, "
       f"{sizes.slot_tokens}, got {config.decode_steps}."
     )
-  check(kv, sizes)
   check_offload(kv, memory.offload, sizes)
+  check(kv, sizes, offload=memory.offload, state=cache)
   _check_kinds(sizes, kv, config)
 
 

@@ -158,16 +158,6 @@ class Queue:
     return self.size
 
 
-def check_single(queue: Queue) -> None:
-  """Raises ValueError if a queue is a stack, such as those of all shards."""
-  if queue.ids.ndim != 1:
-    raise ValueError(
-      "`state` must be a single rollout, got a stack of shape "
-      f"{queue.ids.shape[:-1]}; call the function of jaxkv.sharding, or this "
-      "one with jaxkv.sharding.each_shard."
-    )
-
-
 def order_of(ids: Array, priority: Array | None) -> tuple[Array, Array]:
   """Sorts rows by priority, then by id.
 

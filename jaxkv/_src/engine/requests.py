@@ -43,7 +43,8 @@ class Requests:
       negated expected lengths as priorities, the longest sequences start first,
       which keeps slots busy to the end.  # int32[P * G]
     salts: see `jaxkv.salt`. Samples with different salts, such as those of
-      different adapters, share no pages. None for no salts.
+      different adapters, share no pages. The salt of an adapter must depend on
+      its contents, see the recipe there. None for no salts.
       # uint32[P * G, 4]
     extra: values of each sample for `process` and the model, a pytree of arrays
       [P * G, ...]; None for no values.
@@ -194,6 +195,41 @@ def check_stop_strings(strings: Any, expected: Any, origin: str) -> None:
         f"{origin}, got others; make one StopStrings with the strings of all "
         "sequences, and select from it with StopStrings.select."
       )
+
+
+def check_tokens(
+  name: str,
+  tokens: Any,
+  lengths: Any,
+  *,
+  vocab_size: int | None = None,
+  mask: Any = True,
+) -> None:
+  """Raises ValueError if a token is not in the vocabulary.
+
+  Tokens [..., T] at or behind `lengths` [...] are padding, and rows where
+  `mask` [...] is False are not checked. Neither are values that are traced, or
+  on devices of other processes. If `vocab_size` is None, only negative tokens
+  are refused.
+  """
+  if not all(map(_is_readable, (tokens, lengths, mask))):
+    return
+  tokens, lengths = np.asarray(tokens), np.where(mask, lengths, 0)
+  column = np.arange(tokens.shape[-1]).reshape((1,) * lengths.ndim + (-1,))
+  real_tokens = tokens[column < lengths[..., None]]
+  if not real_tokens.size:
+    return
+  lowest, highest = int(real_tokens.min()), int(real_tokens.max())
+  if lowest < 0:
+    raise ValueError(
+      f"`{name}` must be tokens of at least 0, got {lowest}; the model has no "
+      "embedding for it. Check the tokenizer and the lengths."
+    )
+  if vocab_size is not None and highest >= vocab_size:
+    raise ValueError(
+      f"`{name}` must be tokens below {vocab_size}, the size of the model's "
+      f"vocabulary, got {highest}; check that the tokenizer is the model's."
+    )
 
 
 def _is_readable(array: Any) -> bool:

@@ -27,6 +27,7 @@ from jaxkv._src.engine.given_answers import AnswerCounts
 from jaxkv._src.engine.given_answers import Scoring
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import check_model
+from jaxkv._src.engine.hooks import vocab_size_of
 from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.memory import check_pools
 from jaxkv._src.engine.memory import has_version
@@ -34,6 +35,7 @@ from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import fail
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_extra
+from jaxkv._src.engine.requests import check_tokens
 from jaxkv._src.engine.run_steps import run_steps
 from jaxkv._src.engine.schedule import Width
 from jaxkv._src.engine.slots import init_slots
@@ -225,6 +227,13 @@ def score(
     top_log_probs=top_log_probs,
   )
   check_model(model, config)
+  size = vocab_size_of(model)
+  check_tokens(
+    "prompts", groups.prompts, groups.prompt_lengths, vocab_size=size
+  )
+  check_tokens(
+    "completions", groups.completions, groups.lengths, vocab_size=size
+  )
   scoring = Scoring(
     widths=_widths(groups, chunk),
     temperature=divisor(as_temperature(temperature)),

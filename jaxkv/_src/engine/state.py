@@ -11,12 +11,15 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxkv._src.arrays import arguments
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import check_cache
 from jaxkv._src.engine import schedule
 from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.config import check_config
 from jaxkv._src.engine.counters import Counters
 from jaxkv._src.engine.counters import init_counters
 from jaxkv._src.engine.enqueue import new_queue
@@ -32,6 +35,7 @@ from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_requests
 from jaxkv._src.engine.requests import check_fits
 from jaxkv._src.engine.requests import check_num_samples
+from jaxkv._src.engine.requests import check_tokens
 from jaxkv._src.engine.requests import width_of
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import init_slots
@@ -64,6 +68,28 @@ class RolloutState:
   key: Array
   counters: Counters
   log: Array | None = None
+
+
+def check_rollout(state: Any) -> None:
+  """Raises unless `state` is a rollout, or a stack of them, and not donated."""
+  if not isinstance(state, RolloutState):
+    hint = "make one with jaxkv.rollout.init"
+    if isinstance(state, tuple):
+      hint = "unpack what a function returned: `state, out = ...`"
+    kind = type(state).__name__
+    raise TypeError(f"`state` must be a RolloutState, got {kind}; {hint}.")
+  arguments.check_not_donated("state", state.queue.tokens)
+
+
+def check_single(state: Any) -> None:
+  """Raises unless `state` is a single rollout that was not donated."""
+  check_rollout(state)
+  if state.queue.ids.ndim != 1:
+    raise ValueError(
+      "`state` must be a single rollout, got a stack of shape "
+      f"{state.queue.ids.shape[:-1]}; call the function of jaxkv.sharding, or "
+      "this one with jaxkv.sharding.each_shard."
+    )
 
 
 def init(
@@ -118,7 +144,9 @@ def init(
       `generate` returns only at a limit of steps.
   """
   _check_key(key)
-  arguments = key, requests, version
+  check_config(config)
+  given = key, requests, version
+  check_cache(cache, "cache")
   requests = as_requests(requests, config)
   memory = Memory(cache=cache, kv=kv, offload=offload)
   check_pools(memory, config)
@@ -126,12 +154,13 @@ def init(
   check_slots_unused(cache)
   check_num_samples(requests, config)
   check_fits(requests, cache.config, config)
+  check_tokens("requests.tokens", requests.tokens, requests.lengths)
   first = as_first(first_sequence, requests, config)
   is_current = has_version(cache, version)
   state = _init(cache, kv, requests, key, first, is_current, config=config)
   # The pages may fill a device, so they are not copied.
   state = dataclasses.replace(state, memory=memory, key=key)
-  state = _without_shared_arrays(state, arguments)
+  state = _without_shared_arrays(state, given)
   return _beside(state, jax.tree.leaves(kv)[0])
 
 
@@ -253,4 +282,5 @@ def _without_shared_arrays(tree: Any, arguments: Any) -> Any:
 
 def is_done(state: RolloutState) -> Array:
   """Returns bool[], True if no sequence is waiting or running."""
+  check_rollout(state)
   return jnp.all(state.queue.status >= SequenceStatus.DONE)

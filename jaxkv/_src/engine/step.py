@@ -60,6 +60,7 @@ from jaxkv._src.engine.commit import count_step
 from jaxkv._src.engine.commit import read_of
 from jaxkv._src.engine.decode_round import Round
 from jaxkv._src.engine.expert_records import save_experts
+from jaxkv._src.engine.expert_records import save_full_pages
 from jaxkv._src.engine.given_answers import AnswerCounts
 from jaxkv._src.engine.given_answers import Scoring
 from jaxkv._src.engine.given_answers import count_answers
@@ -193,6 +194,7 @@ def step(
   # Otherwise later tokens of the step depend on what is sampled.
   commits_first = drafts is None and num_more is None
   if commits_first:
+    queue = save_full_pages(queue, slots, memory.kv, before, counts)
     queue, cache = commit_tokens(queue, slots, before, counts)
   if scoring is not None:
     queue, ended = end_answers(queue, slots, is_complete)
@@ -237,6 +239,7 @@ def step(
     )
     memory = dataclasses.replace(memory, kv=kv)
   if not commits_first:
+    queue = save_full_pages(queue, slots, memory.kv, before, counts)
     queue, cache = commit_tokens(queue, slots, before, counts)
   counters, queue = count_step(
     state.counters,

@@ -12,6 +12,7 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import check_single
 
 IDLE, PREFILL, DECODE, WAIT, PREEMPT = range(5)
 
@@ -186,6 +187,7 @@ def timeline(state: RolloutState) -> Timeline:
   Raises:
     ValueError: `RolloutConfig.timeline` is 0.
   """
+  check_single(state)
   if state.log is None:
     raise ValueError(
       "`state` must have a log of its steps, got RolloutConfig.timeline=0; set "

@@ -30,6 +30,7 @@ class SavedPages:
     moves: the moves since the last `take_moves`, in order. Each is a device
       page, the offload page to which it is saved, and the offload page from
       which it is restored; `Moves.NONE` for no offload page.
+    num_taken: the number of moves that `take_moves` returned before.
     counts: the value of each counter in `COUNTERS`.
   """
 
@@ -39,6 +40,7 @@ class SavedPages:
     self.saves = config.max_restored_pages > 0
     self.queue = FreeList(range(1, count + 1), count + 1, undo_log)
     self.moves: list[tuple[int, int, int]] = []
+    self.num_taken = 0
     self.counts = dict.fromkeys(COUNTERS, 0)
 
   def is_offloaded(self, page: int) -> bool:
@@ -87,12 +89,15 @@ class SavedPages:
 
   def take_moves(self) -> Moves:
     """Returns the moves since the last call, as NumPy arrays."""
-    moves = as_arrays(self.moves, self._num_pages)
-    self._undo_log.replace(self, moves=[])
+    moves = as_arrays(self.moves, self._num_pages, self.num_taken)
+    num_taken = self.num_taken + len(self.moves)
+    self._undo_log.replace(self, moves=[], num_taken=num_taken)
     return moves
 
 
-def as_arrays(moves: list[tuple[int, int, int]], num_pages: int) -> Moves:
+def as_arrays(
+  moves: list[tuple[int, int, int]], num_pages: int, start: int
+) -> Moves:
   """Converts moves, in the form of `SavedPages.moves`, to NumPy arrays."""
   # The arrays are padded to a multiple of N, so that programs that take them
   # are compiled for few shapes.
@@ -107,4 +112,5 @@ def as_arrays(moves: list[tuple[int, int, int]], num_pages: int) -> Moves:
     saved_to=saved_to,
     restored_from=restored_from,
     count=np.int32(len(moves)),
+    start=np.uint32(start % 2**32),
   )

@@ -1,4 +1,4 @@
-"""Pages of the K/V memory in offload memory, and moves between host and device.
+"""Pages of the K/V memory in offload memory, and moves to and from the device.
 
 The offloaded pages are page-major: all layers of a page are contiguous, so
 that one transfer moves a page. On the device, the layers of a page are apart.
@@ -24,6 +24,9 @@ from jaxkv._src.arrays import sharding
 from jaxkv._src.arrays.indexing import NOWHERE
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool.offload_pages import Moves
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
+from jaxkv._src.cache.state import sticky
 from jaxkv._src.kv.kv_pages import check_config
 from jaxkv._src.kv.page_contents import arrays_of
 from jaxkv._src.kv.page_contents import gathered
@@ -46,9 +49,15 @@ class OffloadMemory:
       axis, such as heads, and a page has K * Y elements in all layers. If 128
       does not divide Y, the last two axes are [1, Y].
       # storage dtype[N2, K, Y // 128, 128]
+    num_moves: the number of moves made since `init_offload`, modulo 2**32.
+      # uint32[]
+    error: MOVES_FORGOTTEN or MOVES_REPEATED after the first call of `move` that
+      was not the next one, see `jaxkv.Status`; else OK.  # int32[]
   """
 
   pages: tuple[Array, ...]
+  num_moves: Array
+  error: Array
 
 
 def init_offload(kv: Pools, config: CacheConfig) -> OffloadMemory:
@@ -70,11 +79,11 @@ def init_offload(kv: Pools, config: CacheConfig) -> OffloadMemory:
     >>> import jaxkv
     >>> config = jaxkv.CacheConfig(
     ...   num_pages=8, page_size=4, num_slots=2, pages_per_slot=4,
-    offload_pages=32
+    ...   offload_pages=32
     ... )
     >>> kv = jaxkv.kv.init(config, num_layers=2, num_kv_heads=2, head_dim=16)
     >>> offload = init_offload(kv, config)
-    >>> host.pages[0].shape, host.pages[0].sharding.memory_kind
+    >>> offload.pages[0].shape, offload.pages[0].sharding.memory_kind
     ((32, 2, 1, 128), 'pinned_host')
   """
   check_config(config)
@@ -88,8 +97,21 @@ def init_offload(kv: Pools, config: CacheConfig) -> OffloadMemory:
     pages=tuple(
       _zeros((config.offload_pages, *page_shape(array, num_layers)), array)
       for array, num_layers in arrays
-    )
+    ),
+    num_moves=_scalar(jnp.uint32, arrays[0][0]),
+    error=_scalar(jnp.int32, arrays[0][0]),
   )
+
+
+def _scalar(dtype: Any, array: Array) -> Array:
+  """Makes a zero on the devices of `array`."""
+  zero = jnp.zeros((), dtype)
+  if isinstance(array, Tracer) or not array.committed:
+    return zero
+  where = array.sharding
+  if isinstance(where, NamedSharding):
+    where = NamedSharding(where.mesh, P())
+  return jax.device_put(zero, where)
 
 
 def _zeros(shape: tuple[int, ...], array: Array) -> Array:
@@ -125,6 +147,11 @@ def move(
   comparison. Without donation, each call copies both memories. Not supported
   under `vmap`.
 
+  If the moves are not the next ones, nothing moves, and `offload.error` records
+  MOVES_FORGOTTEN or MOVES_REPEATED, which `check` reports. Moves that are made
+  after a write to their pages are not noticed: pages have no time of their last
+  write, because each layer would have to update it.
+
   Args:
     kv: the pages on the device.
     offload: the offloaded pages, from `init_offload`.
@@ -140,7 +167,7 @@ def move(
     >>> import jaxkv
     >>> config = jaxkv.CacheConfig(
     ...   num_pages=8, page_size=4, num_slots=2, pages_per_slot=4,
-    offload_pages=32
+    ...   offload_pages=32
     ... )
     >>> kv = jaxkv.kv.init(config, num_layers=2, num_kv_heads=2, head_dim=16)
     >>> offload = init_offload(kv, config)
@@ -149,40 +176,14 @@ def move(
     >>> int(out.moves.count)
     0
   """
-  _checked(kv, offload)
+  checked(kv, offload)
   if not isinstance(moves, Moves):
     expected = "`out.moves` of a verb of a cache with offload_pages"
     arguments.refuse(TypeError, "moves", expected, moves)
   return _move(kv, offload, moves)
 
 
-def check_offload(
-  kv: Pools, offload: OffloadMemory | None, config: CacheConfig
-) -> None:
-  """Raises unless `offload` has the pages that a cache and `kv` require.
-
-  Raises:
-    TypeError: `offload` is not an OffloadMemory.
-    ValueError: the number, shape, dtype or memory of the pages in `offload` is
-      wrong, or `offload` is given for a cache without offload pages.
-  """
-  if offload is None and not config.offload_pages:
-    return
-  if not config.offload_pages:
-    raise ValueError(
-      "`offload` must be None for a cache with offload_pages=0; make the "
-      "cache with CacheConfig(offload_pages=...)."
-    )
-  offload = _checked(kv, offload)
-  if offload.pages[0].shape[0] != config.offload_pages:
-    raise ValueError(
-      f"`offload` must have {config.offload_pages} pages, as the cache has, "
-      f"got {offload.pages[0].shape[0]}; make it with "
-      "jaxkv.kv.init_offload(kv, config)."
-    )
-
-
-def _checked(kv: Pools, offload: Any) -> OffloadMemory:
+def checked(kv: Pools, offload: Any) -> OffloadMemory:
   """Returns `offload`; raises unless it has the pages that `kv` requires."""
   if not isinstance(offload, OffloadMemory):
     arguments.refuse(
@@ -268,13 +269,42 @@ def _move(
     stage = tuple(
       jnp.zeros((1, *pages.shape[1:]), pages.dtype) for pages in offload.pages
     )
-    loop = sharding.match_varying_axes((*loop, stage))
-    return lax.fori_loop(0, moves.count, trip, loop)[:2]
+    device, far, num_moves, error = loop
+    error = sticky(error, _misuse(moves, num_moves))
+    count = jnp.where(_are_next(moves, num_moves), moves.count, 0)
+    loop = sharding.match_varying_axes((device, far, stage))
+    device, far, _ = lax.fori_loop(0, count, trip, loop)
+    return device, far, num_moves + count.astype(jnp.uint32), error
 
   # A call without moves does not create `stage`.
-  loop = tuple(array for array, _ in pools), offload.pages
-  device, far = loops.at_most_once(moves.count > 0, move_all, loop)
-  return jax.tree.unflatten(structure, device), OffloadMemory(pages=far)
+  device = tuple(array for array, _ in pools)
+  loop = device, offload.pages, offload.num_moves, offload.error
+  is_needed = (moves.count > 0) | ~_are_next(moves, offload.num_moves)
+  device, far, num_moves, error = loops.at_most_once(is_needed, move_all, loop)
+  offload = OffloadMemory(pages=far, num_moves=num_moves, error=error)
+  return jax.tree.unflatten(structure, device), offload
+
+
+def _are_next(moves: Moves, num_moves: Array) -> Array:
+  """Returns bool[], False if a cache planned `moves` for another time."""
+  start = num_moves if moves.start is None else moves.start
+  return start == num_moves
+
+
+def _misuse(moves: Moves, num_moves: Array) -> Array:
+  """Returns OK, MOVES_FORGOTTEN or MOVES_REPEATED as int32[]."""
+  start = num_moves if moves.start is None else moves.start
+  return misuse_of(start, num_moves)
+
+
+def misuse_of(num_planned: Array, num_moves: Array) -> Array:
+  """Compares planned moves with those that were made; returns a `Status`."""
+  # Both counts can have wrapped around.
+  difference = (num_planned - num_moves).astype(jnp.int32)
+  return first_code(
+    (difference > 0, Status.MOVES_FORGOTTEN),
+    (difference < 0, Status.MOVES_REPEATED),
+  )
 
 
 def _slice(pages: Array, index: Array) -> Array:

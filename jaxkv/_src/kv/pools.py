@@ -8,10 +8,8 @@ import jax.numpy as jnp
 
 import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
-from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.kv.expert_ids import ExpertIdPages
 from jaxkv._src.kv.kv_pages import KVPages
-from jaxkv._src.kv.kv_pages import check_config
 from jaxkv._src.kv.recurrent_pages import StatePages
 
 Pool = KVPages | StatePages | ExpertIdPages
@@ -40,37 +38,6 @@ def pools_of(kv: Pools) -> tuple[Pool, ...]:
   if not pools:
     arguments.refuse(ValueError, "kv", "one pool or more", kv)
   return pools
-
-
-def check(kv: Pools, config: CacheConfig) -> None:
-  """Raises unless every pool fits the page count and page sizes of a cache.
-
-  Compares static sizes only, so it costs nothing under `jit`. Memory from
-  `init` with the same config always passes.
-
-  Args:
-    kv: the pages, of one pool or of a tuple of pools.
-    config: the configuration of the cache, `state.config`.
-
-  Examples:
-    >>> import jaxkv
-    >>> config = jaxkv.CacheConfig(
-    ...   num_pages=8, page_size=4, num_slots=2, pages_per_slot=4
-    ... )
-    >>> kv = jaxkv.kv.init(config, num_layers=1, num_kv_heads=2, head_dim=8)
-    >>> jaxkv.kv.check(kv, config)
-  """
-  check_config(config)
-  # Page sizes may differ between groups, and a pool may serve only one group.
-  page_sizes = sorted(set(config.page_sizes))
-  for index, pool in enumerate(pools_of(kv)):
-    if pool.num_pages != config.num_pages or pool.page_size not in page_sizes:
-      name = f"kv[{index}]" if isinstance(kv, tuple) else "kv"
-      raise ValueError(
-        f"`{name}` must have {config.num_pages} pages of"
-        f" {' or '.join(map(str, page_sizes))} tokens, as the cache has, got"
-        f" {pool.num_pages} of {pool.page_size}; make it from state.config."
-      )
 
 
 def page_bytes(kv: Pools) -> int:

@@ -86,9 +86,13 @@ class Sampling:
       begin in the prompt, as in transformers and unlike in vLLM. A list of
       words for all sequences, or one such list for each sequence. The stored
       array is padded with -1 before each word.  # int32[Q, X, Y]
-    seed: seeds the random key of a sequence; a negative seed is ignored. Unlike
-      in vLLM, one seed for all samples of a prompt gives equal samples; for
-      different samples, pass a list with a seed for each sample.  # int32[Q]
+    seed: seeds the random key of a sequence; a negative seed is ignored. The
+      random numbers of a sequence depend on its seed alone. So sequences with
+      one seed are drawn with the same numbers: samples of a prompt are equal,
+      unlike in vLLM, and samples of different prompts are correlated, which
+      biases an average over them. For independent samples, give each sequence
+      another seed, or none: without a seed, the key of `init` and the id of a
+      sequence make its samples reproducible.  # int32[Q]
 
   Raises:
     TypeError: a field has values of a wrong type.

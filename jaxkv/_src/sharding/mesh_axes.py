@@ -1,11 +1,14 @@
 """The axes of a mesh over which a rollout is split."""
 
 import dataclasses
+from typing import Any
 
 from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from jaxkv._src.arrays.arguments import refuse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,3 +90,10 @@ class MeshAxes:
   def everywhere(self) -> NamedSharding:
     """Returns the sharding of replicated arrays."""
     return NamedSharding(self.mesh, P())
+
+
+def check_axes(axes: Any) -> None:
+  """Raises TypeError unless `axes` is a MeshAxes."""
+  if not isinstance(axes, MeshAxes):
+    hint = "make it with jaxkv.sharding.MeshAxes(mesh, data=..., model=...)"
+    refuse(TypeError, "axes", "a MeshAxes", axes, hint)

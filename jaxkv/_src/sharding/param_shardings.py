@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkv._src.arrays import arguments
 from jaxkv._src.models.decoder.params import Params
 from jaxkv._src.sharding.mesh_axes import MeshAxes
+from jaxkv._src.sharding.mesh_axes import check_axes
 
 # The split dimension of each array, counted from the last one. Other arrays are
 # replicated, such as norms, routers, and `latent`, because the pages of latents
@@ -82,6 +83,7 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
     >>> layer["key"].spec == P(None, None, "model")  # [R, E, K, D]
     True
   """
+  check_axes(axes)
   everywhere = axes.everywhere()
   if axes.model is None and axes.experts is None:
     return jax.tree.map(lambda _: everywhere, params)

@@ -16,9 +16,11 @@ from jax.sharding import PartitionSpec as P
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import check_cache
 from jaxkv._src.engine import generate as loop
 from jaxkv._src.engine import state as rollout
 from jaxkv._src.engine.config import RolloutConfig
+from jaxkv._src.engine.config import check_config
 from jaxkv._src.engine.generate import Until
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Model
@@ -30,13 +32,16 @@ from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_requests
 from jaxkv._src.engine.requests import check_fits
 from jaxkv._src.engine.requests import check_num_samples
+from jaxkv._src.engine.requests import check_tokens
 from jaxkv._src.engine.requests import map_rows
 from jaxkv._src.engine.results import generated as results
 from jaxkv._src.engine.results.generated import Generated
 from jaxkv._src.engine.results.generated import Harvested
 from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import check_rollout
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.sharding.mesh_axes import MeshAxes
+from jaxkv._src.sharding.mesh_axes import check_axes
 from jaxkv._src.sharding.param_shardings import param_shardings
 from jaxkv._src.sharding.shards import each_shard
 from jaxkv._src.sharding.shards import placed
@@ -67,6 +72,7 @@ def init_memory(
     ValueError: `num_shards` is not such a multiple, or the pools cannot be
       split, see `state_shardings`.
   """
+  check_axes(axes)
   if num_shards is None:
     num_shards = axes.num_shards
   num_shards = as_count("num_shards", num_shards, 1)
@@ -123,6 +129,9 @@ def init(
       `axes.model`, or with `axes.experts`; or `CacheConfig.offload_pages` is
       set.
   """
+  check_axes(axes)
+  check_config(config)
+  check_cache(cache, "cache")
   if config.numerics == "exact" and (axes.num_parts > 1 or axes.experts):
     raise ValueError(
       '`config.numerics` must be "fast" with `axes.model` or `axes.experts`, '
@@ -138,6 +147,7 @@ def init(
   requests = as_requests(requests, config)
   check_num_samples(requests, config)
   check_fits(requests, cache.config, config)
+  check_tokens("requests.tokens", requests.tokens, requests.lengths)
   if getattr(cache.epoch, "is_fully_addressable", False):
     # Checked here, because in `_init` the cache is traced.
     check_slots_unused(cache)
@@ -226,6 +236,8 @@ def generate(
       say so, or the reverse. Inside `jit`, only the devices are checked, and
       for Explicit axes only.
   """
+  check_axes(axes)
+  check_rollout(state)
   _check_placed(params, axes)
   return _generate(params, state, until, axes, model, process, draft)
 
@@ -292,6 +304,8 @@ def generated(state: RolloutState, *, axes: MeshAxes) -> Generated:
   after `rebalance`. Groups without a sequence come last. The results are
   replicated on all devices, and so in all processes.
   """
+  check_axes(axes)
+  check_rollout(state)
   return _generated(state, axes)
 
 
@@ -315,6 +329,8 @@ def harvest(
   Returns:
     The rollout, and the sequences in the order of `generated`.
   """
+  check_axes(axes)
+  check_rollout(state)
   return _harvest(state, axes, bool(groups))
 
 

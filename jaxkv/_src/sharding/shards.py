@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkv._src.sharding.mesh_axes import MeshAxes
+from jaxkv._src.sharding.mesh_axes import check_axes
 from jaxkv._src.sharding.state_shardings import check_shards
 from jaxkv._src.sharding.state_shardings import tree_shardings
 
@@ -43,6 +44,7 @@ def each_shard(
   Raises:
     ValueError: the size of `axes.data` does not divide X.
   """
+  check_axes(axes)
   specs = (P(),) * len(shared)
   return run_shards(function, split, *shared, axes=axes, specs=specs)
 

@@ -8,10 +8,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import check_rollout
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.offload_memory import PINNED_HOST
-from jaxkv._src.kv.offload_memory import OffloadMemory
 from jaxkv._src.sharding.mesh_axes import MeshAxes
+from jaxkv._src.sharding.mesh_axes import check_axes
 
 
 def state_shardings(state: RolloutState, *, axes: MeshAxes) -> RolloutState:
@@ -50,6 +51,8 @@ def state_shardings(state: RolloutState, *, axes: MeshAxes) -> RolloutState:
     >>> shardings.memory.kv.k.spec == P(None, "model")
     True
   """
+  check_axes(axes)
+  check_rollout(state)
   check_shards(state.key, axes)
   shardings = tree_shardings(state, axes)
   memory = shardings.memory
@@ -59,7 +62,8 @@ def state_shardings(state: RolloutState, *, axes: MeshAxes) -> RolloutState:
       NamedSharding(axes.mesh, sharding.spec, memory_kind=PINNED_HOST)
       for sharding in jax.tree.leaves(memory.kv)
     )
-    memory = dataclasses.replace(memory, offload=OffloadMemory(pages=offloaded))
+    offload = dataclasses.replace(memory.offload, pages=offloaded)
+    memory = dataclasses.replace(memory, offload=offload)
   return dataclasses.replace(shardings, memory=memory)
 
 

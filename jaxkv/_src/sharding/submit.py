@@ -14,11 +14,14 @@ from jaxkv._src.cache.state import first_code
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_requests
+from jaxkv._src.engine.requests import check_tokens
 from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import check_rollout
 from jaxkv._src.engine.verbs import submit as verb
 from jaxkv._src.engine.verbs.find_sequences import as_counts
 from jaxkv._src.engine.verbs.submit import Submitted
 from jaxkv._src.sharding.mesh_axes import MeshAxes
+from jaxkv._src.sharding.mesh_axes import check_axes
 from jaxkv._src.sharding.shards import each_shard
 from jaxkv._src.sharding.shards import placed
 from jaxkv._src.sharding.state_shardings import check_one_shard_each
@@ -49,10 +52,13 @@ def submit(
     TypeError: see `jaxkv.rollout.submit`.
     ValueError: see `jaxkv.rollout.submit`; or a device has several shards.
   """
+  check_axes(axes)
+  check_rollout(state)
   requests = as_requests(requests, state.config)
   if axes.data is None:
     return verb.submit(state, requests, ids=ids)
   check_one_shard_each(state, axes)
+  check_tokens("requests.tokens", requests.tokens, requests.lengths)
   if ids is not None:
     ids = as_counts("ids", ids, requests.tokens.shape[0])
   return _submit(state, requests, ids, axes)

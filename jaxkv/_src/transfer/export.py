@@ -20,6 +20,7 @@ from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.slots import are_computing
 from jaxkv._src.engine.slots import slots_of
 from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import check_single
 from jaxkv._src.engine.verbs.find_sequences import as_ids
 from jaxkv._src.engine.verbs.find_sequences import as_mask
 from jaxkv._src.engine.verbs.find_sequences import find
@@ -79,6 +80,7 @@ def export(
     >>> out.ok.tolist()
     [True]
   """
+  check_single(state)
   ids = as_ids(ids)
   if max_pages is not None:
     max_pages = as_count("max_pages", max_pages, 0)

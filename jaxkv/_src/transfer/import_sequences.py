@@ -30,10 +30,10 @@ from jaxkv._src.engine.admit import promised_pages
 from jaxkv._src.engine.memory import move_pages
 from jaxkv._src.engine.page_keys import page_keys
 from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.queue import check_single
 from jaxkv._src.engine.queue import first_of
 from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import check_single
 from jaxkv._src.engine.verbs.find_sequences import as_mask
 from jaxkv._src.engine.verbs.submit import put_rows
 from jaxkv._src.kv.page_contents import write_pages
@@ -91,7 +91,7 @@ def import_sequences(
     ValueError: the other rollout had other settings, or its memory has another
       layout; or `state` or `exported` is a stack.
   """
-  check_single(state.queue)
+  check_single(state)
   check_exported(exported, state)
   if exported.code.shape[0] == 0:
     return state, Outcome(code=exported.code)

@@ -20,6 +20,7 @@ from jaxkv._src.cache.state import init as init_cache
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import check_rollout
 from jaxkv._src.extras import extra_package
 from jaxkv._src.kv.offload_memory import PINNED_HOST
 
@@ -54,15 +55,12 @@ def save(
     ImportError: orbax is not installed (extra `checkpoints`).
   """
   ocp, folder = _orbax(), _path(folder)
-  if not isinstance(state, RolloutState):
-    raise TypeError(
-      f"`state` must be a RolloutState, got {type(state).__name__}."
-    )
+  check_rollout(state)
   if folder.exists():
     raise ValueError(f"`folder` must not exist, got {str(folder)!r}.")
   if not pages:
     state = _all_wait(state)
-  leaves = _arrays(state, pages)
+  leaves = _nonempty(_arrays(state, pages))
   data = {
     name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
     for name, leaf in leaves.items()
@@ -99,8 +97,8 @@ def restore(folder: str | pathlib.Path, target: RolloutState) -> RolloutState:
     target: a rollout of the same sizes and options, or its shapes from
       `jax.eval_shape`. Each restored array gets the sharding of the array in
       `target`, or is on the first device of this process if that array has no
-      sharding. The number of devices may have changed. Values of `target` are
-      not read.
+      sharding. The number of devices may have changed, but not the number of
+      shards: a device can have several shards. Values of `target` are not read.
 
   Returns:
     The rollout.
@@ -126,9 +124,10 @@ def restore(folder: str | pathlib.Path, target: RolloutState) -> RolloutState:
     _check_facts(facts, folder)
     _check_settings(facts["settings"], _settings(target, facts["pages"]))
     targets = _arrays(target, facts["pages"])
+    stored = _nonempty(targets)
     shapes = {
-      name: _stored_shape(leaf, facts["dtypes"][name])
-      for name, leaf in targets.items()
+      name: _stored_shape(name, leaf, facts["dtypes"][name])
+      for name, leaf in stored.items()
     }
     data = _read(
       checkpointer,
@@ -140,9 +139,12 @@ def restore(folder: str | pathlib.Path, target: RolloutState) -> RolloutState:
     if checksum != facts["sums"][name]:
       raise _incomplete(folder, f"`{name[1:]}` is damaged.")
   arrays = {
-    name: _restored(data[name], leaf, facts["key_impls"].get(name))
-    for name, leaf in targets.items()
+    name: _restored(name, data[name], leaf, facts["key_impls"].get(name))
+    for name, leaf in stored.items()
   }
+  for name in targets.keys() - stored.keys():
+    empty = np.zeros(targets[name].shape, targets[name].dtype)
+    arrays[name] = jax.device_put(empty, _sharding(name, targets[name]))
   if not facts["pages"]:
     arrays |= _empty_memory(target)
   leaves = [arrays[name] for name in _arrays(target)]
@@ -178,6 +180,11 @@ def _arrays(tree: Any, pages: bool = True) -> dict[str, Any]:
     for name, leaf in arrays.items()
     if pages or not name.startswith(".memory.") or name.startswith(_IDENTITY)
   }
+
+
+def _nonempty(arrays: dict[str, Any]) -> dict[str, Any]:
+  """Returns the arrays that have elements; orbax refuses other arrays."""
+  return {name: leaf for name, leaf in arrays.items() if leaf.size}
 
 
 def _settings(state: RolloutState, pages: bool) -> dict[str, str]:
@@ -275,6 +282,14 @@ def _check_facts(facts: Any, folder: pathlib.Path) -> None:
 
 
 def _check_settings(saved: dict[str, str], settings: dict[str, str]) -> None:
+  num_shards = [_shards_of(facts[".key"]) for facts in (saved, settings)]
+  if num_shards[0] != num_shards[1]:
+    raise ValueError(
+      "`target` must have as many shards as the saved rollout, "
+      f"{num_shards[0]}, got {num_shards[1]}. A device can have several "
+      "shards: make the target with jaxkv.sharding.init_memory(num_shards="
+      f"{num_shards[0]}) on a mesh of any size that divides it."
+    )
   for name in sorted(saved.keys() | settings.keys()):
     if saved.get(name) != settings.get(name):
       raise ValueError(
@@ -284,20 +299,28 @@ def _check_settings(saved: dict[str, str], settings: dict[str, str]) -> None:
       )
 
 
-def _sharding(leaf: Any) -> Sharding:
+def _shards_of(setting: str) -> str:
+  """Returns the number of shards, from the setting of a key[X] or key[]."""
+  return setting.partition("[")[2].strip("]") or "none"
+
+
+def _sharding(name: str, leaf: Any) -> Sharding:
   """Returns the sharding of a target; by default, one device of this process.
 
   Orbax would use the devices of the saved array, which may not exist.
   """
   where = getattr(leaf, "sharding", None)
-  return where or SingleDeviceSharding(jax.local_devices()[0])
+  if where is not None:
+    return where
+  kind = PINNED_HOST if name.startswith(".memory.offload.pages") else None
+  return SingleDeviceSharding(jax.local_devices()[0], memory_kind=kind)
 
 
-def _stored_shape(leaf: Any, dtype: str) -> jax.ShapeDtypeStruct:
+def _stored_shape(name: str, leaf: Any, dtype: str) -> jax.ShapeDtypeStruct:
   """Returns the shape, dtype and sharding with which orbax restores `leaf`."""
   data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
   return jax.ShapeDtypeStruct(
-    data.shape, jnp.dtype(dtype), sharding=_sharding(leaf)
+    data.shape, jnp.dtype(dtype), sharding=_sharding(name, leaf)
   )
 
 
@@ -339,12 +362,13 @@ def _weighted_sum(array: Array) -> Array:
   return jnp.sum(words * (2 * index + 1), dtype=jnp.uint32)
 
 
-def _restored(data: Array, leaf: Any, key_impl: str | None) -> Array:
+def _restored(name: str, data: Array, leaf: Any, key_impl: str | None) -> Array:
   if key_impl is not None:
     return jax.random.wrap_key_data(data, impl=key_impl)
-  if _sharding(leaf).memory_kind == PINNED_HOST:
+  where = _sharding(name, leaf)
+  if where.memory_kind == PINNED_HOST:
     # Orbax restores to offload memory, but the array's type does not show this.
-    return jax.device_put(np.asarray(data).view(leaf.dtype), _sharding(leaf))
+    return jax.device_put(np.asarray(data).view(leaf.dtype), where)
   if data.dtype != leaf.dtype:
     data = jax.lax.bitcast_convert_type(data, leaf.dtype)
   return data
@@ -362,5 +386,5 @@ def _empty_memory(target: RolloutState) -> dict[str, Array]:
       zero = np.zeros((), leaf.dtype)
       value = cache.get(name.removeprefix(".memory.cache"), zero)
       value = np.broadcast_to(value, leaf.shape)
-      memory[name] = jax.device_put(value, _sharding(leaf))
+      memory[name] = jax.device_put(value, _sharding(name, leaf))
   return memory

@@ -16,9 +16,11 @@ from jaxkv._src.engine.generate import generate
 from jaxkv._src.engine.hooks import Draft
 from jaxkv._src.engine.hooks import Model
 from jaxkv._src.engine.hooks import Process
+from jaxkv._src.engine.hooks import vocab_size_of
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_requests
+from jaxkv._src.engine.requests import check_tokens
 from jaxkv._src.engine.results.generated import harvest
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.verbs.abort import abort
@@ -83,6 +85,7 @@ class LocalWorker:
     self._generate = functools.partial(
       _generate, model=model, process=process, draft=draft
     )
+    self._vocab_size = vocab_size_of(model)
     self._until = Until(steps=jnp.int32(as_count("steps", steps, 1)))
     self._params, self._state = jax.tree.map(jnp.asarray, params), state
 
@@ -130,6 +133,12 @@ class LocalWorker:
   def _padded(self, requests: Requests) -> Requests:
     """Pads requests to one of few shapes, so that few sizes are compiled."""
     requests = as_requests(requests, self._state.config)
+    check_tokens(
+      "requests.tokens",
+      requests.tokens,
+      requests.lengths,
+      vocab_size=self._vocab_size,
+    )
     count, samples = len(requests.lengths), self._state.config.num_samples
     # The last prompt is repeated, up to a power of 2.
     rows = np.minimum(np.arange(1 << (count - 1).bit_length()), count - 1)

@@ -46,6 +46,8 @@ class Moves:
     restored_from: the offload page whose content `page` gets, or NONE.
       # int32[X]
     count: the number of moves; later entries are ignored.  # int32[]
+    start: the number of moves that the cache planned before these, modulo
+      2**32; None for moves that no cache planned.  # uint32[]
     NONE: the sentinel for no offload page.
   """
 
@@ -55,6 +57,7 @@ class Moves:
   saved_to: Array
   restored_from: Array
   count: Array
+  start: Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -97,6 +100,7 @@ def init(config: CacheConfig) -> OffloadPages:
       saved_to=jnp.zeros((config.num_pages,), jnp.int32),
       restored_from=jnp.zeros((config.num_pages,), jnp.int32),
       count=jnp.zeros((), jnp.int32),
+      start=jnp.zeros((), jnp.uint32),
     ),
     stale_before=stale_before,
     num_saved=num_saved,
@@ -107,11 +111,19 @@ def init(config: CacheConfig) -> OffloadPages:
 
 
 def without_moves(offload: OffloadPages) -> OffloadPages:
-  """Forgets the moves of earlier calls."""
+  """Forgets the moves of earlier calls, and counts them in `Moves.start`."""
   moves = dataclasses.replace(
-    offload.moves, count=sharding.zeros_like(offload.moves.count)
+    offload.moves,
+    count=sharding.zeros_like(offload.moves.count),
+    start=num_planned(offload),
   )
   return dataclasses.replace(offload, moves=moves)
+
+
+def num_planned(offload: OffloadPages) -> Array:
+  """Returns uint32[], the number of moves planned since `init`."""
+  assert offload.moves.start is not None  # Only handmade moves have none.
+  return offload.moves.start + offload.moves.count.astype(jnp.uint32)
 
 
 def must_stay(
@@ -280,4 +292,5 @@ def _appended(
       moves.restored_from, place, values=restored_from
     ),
     count=moves.count + rank[-1],
+    start=moves.start,
   )

@@ -47,7 +47,17 @@ Words = tuple[Array, Array, Array, Array]
 def salt(text: str | bytes) -> Array:
   """Makes a salt, for `admit`, `match` and `pin`, from a name or other text.
 
-  Sequences with different salts never share a page.
+  Sequences with different salts never share a page. Sequences with equal salts
+  do, so a salt must change with everything that changes K/V, except tokens. If
+  an adapter is loaded again under its old name, for example, its new contents
+  would hit the pages of the old ones. So use a digest of the contents:
+
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(adapter):
+      digest.update(np.asarray(leaf).tobytes())
+    salt = jaxkv.salt(f"{name} {digest.hexdigest()}")
+
+  If all weights change, call `new_epoch` or `rollout.update_weights` instead.
 
   Args:
     text: any text or bytes.

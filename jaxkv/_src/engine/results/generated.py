@@ -16,10 +16,10 @@ from jaxkv._src.engine.expert_records import save_experts
 from jaxkv._src.engine.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.queue import check_single
 from jaxkv._src.engine.queue import has_ended
 from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import check_single
 from jaxkv._src.engine.verbs.find_sequences import as_ids
 from jaxkv._src.engine.verbs.find_sequences import as_mask
 from jaxkv._src.engine.verbs.find_sequences import find
@@ -51,8 +51,10 @@ class Generated:
     records: optional statistics, see `RolloutConfig`.
     experts: the experts of each token in each MoE layer, for
       `jaxkv.models.forward_uncached(experts=)`; -1 for tokens that were never
-      computed, such as the last one. Recomputed tokens have the experts of
-      their last computation. None unless `RolloutConfig.record_experts`.
+      computed, such as the last one. If the next token was sampled, they are
+      the experts with which its log-prob was computed, also if the token was
+      recomputed later; else those of the last computation. None unless
+      `RolloutConfig.record_experts`.
       # int16 or int32[R, W, J, k]
     finish: the reason for the end of each sequence, a `Finish`.  # int32[R]
     stop: the stop token, or the index of the stop string, that ended the
@@ -85,7 +87,7 @@ class Generated:
 
 def generated(state: RolloutState) -> Generated:
   """Returns the sequences of all Q rows in order, ended or not."""
-  check_single(state.queue)
+  check_single(state)
   return _generated(state)
 
 
@@ -165,7 +167,7 @@ def harvest(
     The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or UNFINISHED if the
     sequence, or with `groups` its group, has not ended.
   """
-  check_single(state.queue)
+  check_single(state)
   if ids is not None:
     ids = as_ids(ids)
   rows = state.queue.size if ids is None else ids.shape[0]

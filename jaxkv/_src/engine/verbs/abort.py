@@ -16,6 +16,7 @@ from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.slots import slots_of
 from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import check_single
 from jaxkv._src.engine.verbs.find_sequences import as_ids
 from jaxkv._src.engine.verbs.find_sequences import as_mask
 from jaxkv._src.engine.verbs.find_sequences import find
@@ -36,6 +37,7 @@ def abort(
     The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or ENDED if the sequence
     had already ended or failed.
   """
+  check_single(state)
   ids = as_ids(ids)
   return _leave(state, ids, as_mask(mask, ids.shape[0]), ends=True)
 
@@ -56,6 +58,7 @@ def requeue(
   Returns:
     The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or ENDED as in `abort`.
   """
+  check_single(state)
   ids = as_ids(ids)
   return _leave(state, ids, as_mask(mask, ids.shape[0]), ends=False)
 

@@ -17,8 +17,10 @@ from jaxkv._src.engine.page_keys import rehash
 from jaxkv._src.engine.queue import Finish
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import set_status
+from jaxkv._src.engine.requests import check_tokens
 from jaxkv._src.engine.slots import slots_of
 from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import check_single
 from jaxkv._src.engine.verbs.find_sequences import as_counts
 from jaxkv._src.engine.verbs.find_sequences import as_ids
 from jaxkv._src.engine.verbs.find_sequences import as_mask
@@ -59,6 +61,7 @@ def extend(
     sequence, or BAD_LENGTH if `lengths` or `max_tokens` is out of range or the
     sequence could exceed W tokens.
   """
+  check_single(state)
   ids = as_ids(ids)
   rows = ids.shape[0]
   meaning = ", a row for each sequence"
@@ -67,6 +70,7 @@ def extend(
     max_tokens = as_counts("max_tokens", max_tokens, rows)
   lengths = as_counts("lengths", lengths, rows)
   mask = as_mask(mask, rows)
+  check_tokens("tokens", tokens, lengths, mask=mask)
   if rows == 0:  # There are no tokens to hash.
     return state, Outcome(code=jnp.zeros((0,), jnp.int32))
   return _extend(state, ids, tokens, lengths, max_tokens, mask)

@@ -18,7 +18,6 @@ from jaxkv._src.engine.expert_records import save_experts
 from jaxkv._src.engine.preempt import vacate
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.queue import check_single
 from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.state import RolloutState
 
@@ -53,7 +52,6 @@ def find(queue: Queue, ids: Array, mask: Array) -> tuple[Array, Array, Array]:
     int32[R], the row of each in the queue, Q for none; int32[R], its status;
     int32[R], SKIPPED, BAD_SEQUENCE or OK.
   """
-  check_single(queue)
   exists = queue.status != SequenceStatus.EMPTY
   is_same = (ids[:, None] == queue.ids[None]) & exists[None]
   row = jnp.argmax(is_same, axis=1).astype(jnp.int32)

@@ -18,7 +18,6 @@ from jaxkv._src.engine.enqueue import new_queue
 from jaxkv._src.engine.enqueue import sequence_keys
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.queue import check_single
 from jaxkv._src.engine.queue import first_of
 from jaxkv._src.engine.queue import order_of
 from jaxkv._src.engine.requests import Requests
@@ -26,7 +25,9 @@ from jaxkv._src.engine.requests import as_requests
 from jaxkv._src.engine.requests import check_columns
 from jaxkv._src.engine.requests import check_extra
 from jaxkv._src.engine.requests import check_stop_strings
+from jaxkv._src.engine.requests import check_tokens
 from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import check_single
 from jaxkv._src.engine.verbs.find_sequences import as_counts
 from jaxkv._src.engine.verbs.find_sequences import as_mask
 from jaxkv._src.sampling import settings
@@ -86,13 +87,15 @@ def submit(
   Raises:
     ValueError: the fields of `requests` do not match those of `init`.
   """
-  check_single(state.queue)
+  check_single(state)
   requests = as_requests(requests, state.config)
   requests = matching(state.queue, requests, state.config)
   num_prompts = requests.tokens.shape[0]
   if ids is not None:
     ids = as_counts("ids", ids, num_prompts)
-  return _submit(state, requests, ids, as_mask(mask, num_prompts))
+  mask = as_mask(mask, num_prompts)
+  check_tokens("requests.tokens", requests.tokens, requests.lengths, mask=mask)
+  return _submit(state, requests, ids, mask)
 
 
 def matching(

@@ -15,8 +15,8 @@ from jaxkv._src.engine.page_keys import rehash
 from jaxkv._src.engine.queue import NOT_SAMPLED
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.queue import check_single
 from jaxkv._src.engine.state import RolloutState
+from jaxkv._src.engine.state import check_single
 from jaxkv._src.engine.verbs.find_sequences import leave_slots
 
 Policy = Literal["recompute", "keep", "drop"]
@@ -47,7 +47,7 @@ def update_weights(
   Raises:
     ValueError: `policy` is not in the table.
   """
-  check_single(state.queue)
+  check_single(state)
   if policy not in get_args(Policy):
     policies = ", ".join(map(repr, get_args(Policy)))
     raise ValueError(f"`policy` must be one of {policies}, got {policy!r}.")

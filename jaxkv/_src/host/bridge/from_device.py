@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxkv._src.cache.pool.offload_pages import num_planned
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
@@ -217,7 +218,8 @@ def _adopt_offload_pages(
     name: _continued(count, getattr(offload_pages, f"num_{name}"))
     for name, count in saved.counts.items()
   }
-  log.replace(saved, counts=counts, moves=[])
+  num_taken = int(num_planned(offload_pages))
+  log.replace(saved, counts=counts, moves=[], num_taken=num_taken)
 
 
 def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:

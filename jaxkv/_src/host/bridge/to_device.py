@@ -102,7 +102,7 @@ def _offload_pages(config: CacheConfig, saved: SavedPages) -> OffloadPages:
     queue=free_queue.from_order(
       config.offload_pages + 1, saved.queue.in_order()
     ),
-    moves=as_arrays([], config.num_pages),
+    moves=as_arrays([], config.num_pages, saved.num_taken),
     # A manager has no epochs, so no page is stale.
     stale_before=_words(0),
     **{f"num_{name}": _words(saved.counts[name]) for name in COUNTERS},

@@ -1,0 +1,122 @@
+"""Checks that the memory of pages fits a cache."""
+
+import numpy as np
+from jax.core import Tracer
+
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.invariants import CacheError
+from jaxkv._src.cache.pool.offload_pages import num_planned
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import check_single
+from jaxkv._src.kv.kv_pages import check_config
+from jaxkv._src.kv.offload_memory import OffloadMemory
+from jaxkv._src.kv.offload_memory import checked
+from jaxkv._src.kv.offload_memory import misuse_of
+from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.pools import pools_of
+
+
+def check(
+  kv: Pools,
+  config: CacheConfig,
+  *,
+  offload: OffloadMemory | None = None,
+  state: CacheState | None = None,
+) -> None:
+  """Raises unless the memory fits a cache, and all moves were made.
+
+  Compares sizes, and if `offload` is given, its counts of moves. Counts that
+  are traced are not compared, so the call costs nothing under `jit`. Memory
+  from `init` with the same config always passes.
+
+  Args:
+    kv: the pages, of one pool or of a tuple of pools.
+    config: the configuration of the cache, `state.config`.
+    offload: the offloaded pages; None to check only `kv`.
+    state: the cache, to compare the moves that it planned with those that
+      `offload` made; None to check only the order in which they were made.
+
+  Raises:
+    CacheError: moves were forgotten or repeated, see `jaxkv.kv.move`.
+    TypeError: an argument has a wrong type.
+    ValueError: the pages do not fit the cache.
+
+  Examples:
+    >>> import jaxkv
+    >>> config = jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=4, num_slots=2, pages_per_slot=4
+    ... )
+    >>> kv = jaxkv.kv.init(config, num_layers=1, num_kv_heads=2, head_dim=8)
+    >>> jaxkv.kv.check(kv, config)
+  """
+  check_config(config)
+  # Page sizes may differ between groups, and a pool may serve only one group.
+  page_sizes = sorted(set(config.page_sizes))
+  for index, pool in enumerate(pools_of(kv)):
+    if pool.num_pages != config.num_pages or pool.page_size not in page_sizes:
+      name = f"kv[{index}]" if isinstance(kv, tuple) else "kv"
+      raise ValueError(
+        f"`{name}` must have {config.num_pages} pages of"
+        f" {' or '.join(map(str, page_sizes))} tokens, as the cache has, got"
+        f" {pool.num_pages} of {pool.page_size}; make it from state.config."
+      )
+  if state is not None:
+    check_single(state)
+  if offload is not None:
+    check_offload(kv, offload, config)
+    _check_moves(offload, state)
+
+
+def check_offload(
+  kv: Pools, offload: OffloadMemory | None, config: CacheConfig
+) -> None:
+  """Raises unless `offload` has the pages that a cache and `kv` require.
+
+  Raises:
+    TypeError: `offload` is not an OffloadMemory.
+    ValueError: the number, shape, dtype or memory of the pages in `offload` is
+      wrong, or `offload` is given for a cache without offload pages.
+  """
+  if offload is None and not config.offload_pages:
+    return
+  if not config.offload_pages:
+    raise ValueError(
+      "`offload` must be None for a cache with offload_pages=0; make the "
+      "cache with CacheConfig(offload_pages=...)."
+    )
+  offload = checked(kv, offload)
+  if offload.pages[0].shape[0] != config.offload_pages:
+    raise ValueError(
+      f"`offload` must have {config.offload_pages} pages, as the cache has, "
+      f"got {offload.pages[0].shape[0]}; make it with "
+      "jaxkv.kv.init_offload(kv, config)."
+    )
+
+
+def _check_moves(offload: OffloadMemory, state: CacheState | None) -> None:
+  """Raises CacheError if moves were forgotten or repeated."""
+  if isinstance(offload.num_moves, Tracer):
+    return
+  remedy = (
+    "See jaxkv.Status. Call `jaxkv.kv.move` once with `out.moves` of each "
+    "verb, in the order of the calls and before any write."
+  )
+  # The memories of several shards have an error each.
+  error = Status(int(np.max(np.asarray(offload.error))))
+  if error != Status.OK:
+    raise CacheError(
+      "A call of `jaxkv.kv.move` did not have the next moves, and "
+      f"`offload.error` recorded {error.name}. {remedy}"
+    )
+  if state is None or state.pool.offload is None:
+    return
+  planned, made = num_planned(state.pool.offload), offload.num_moves
+  if isinstance(planned, Tracer):
+    return
+  error = Status(int(misuse_of(planned, made)))
+  if error != Status.OK:
+    raise CacheError(
+      f"`state` has planned {int(planned)} moves, and `offload` has made "
+      f"{int(made)}: {error.name}. {remedy}"
+    )
