@@ -143,6 +143,9 @@ class TestFolder:
       model.cache_config(num_pages=2, num_slots=1, page_size=0)
 
   def test_no_such_thing(self, tmp_path):
+    for source in (5, None, [tmp_path]):
+      with pytest.raises(TypeError, match="`source` must be a folder, a"):
+        models.load(source)
     _refused(tmp_path / "nothing", "`source` must be")
     _refused(tmp_path, "config.json")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
