@@ -266,6 +266,29 @@ class TestDecoder:
 
 
 class TestConfig:
+  def test_other_values_than_decoders_are_refused(self):
+    config = _config()
+    params, tokens = _params(config), jnp.zeros((1, 2), jnp.int32)
+    sizes = jaxkv.CacheConfig(
+      num_pages=3, page_size=4, num_slots=1, pages_per_slot=2
+    )
+    batch = paged.Batch(tokens=tokens, positions=tokens, views=())
+    calls = [
+      lambda wrong: models.forward(params, batch, (), config=wrong),
+      lambda wrong: models.forward_uncached(
+        params, tokens, tokens, config=wrong
+      ),
+      lambda wrong: models.init_kv(wrong, sizes),
+      models.cache_groups,
+      lambda wrong: models.init_params(jax.random.key(0), wrong),
+    ]
+    for call in calls:
+      for wrong in ([], None, params):
+        with pytest.raises(
+          TypeError, match=r"`(config|decoder)` must be a Decoder, .*`models"
+        ):
+          call(wrong)
+
   def test_is_static_under_jit(self):
     assert hash(_config()) == hash(_config(dtype="float32"))
     assert _config() == _config(dtype=np.float32)
@@ -286,12 +309,16 @@ class TestConfig:
       ("windows", (0, None)),
       ("windows", (True, None)),
       ("windows", (3.0, None)),
+      ("windows", (2**31, None)),
+      ("vocab_size", 2**31),
       ("rope_base", 0.0),
       ("rope_base", [1e4, 1e6]),
       ("rope_base", "1e4"),
       ("rope_base", (1e4, -1e6)),
       ("rope_base", (1e4, 1e4, 1e6)),
       ("norm_eps", -1.0),
+      ("norm_eps", "1e-5"),
+      ("norm_eps", np.inf),
       ("dtype", jnp.int32),
     ],
   )
@@ -323,6 +350,26 @@ class TestConfig:
         "`group_score` must be",
       ),
       (models.LatentAttention, {"latent_dim": 0}, "`latent_dim` must"),
+      (
+        models.LatentAttention,
+        {"scale": None, "query_rank": 0},
+        "`query_rank`",
+      ),
+      (models.LatentAttention, {"scale": "1"}, "`scale` must be a finite"),
+      (models.Attention, {"window": 2**31}, "`window` must be an int of"),
+      (models.Attention, {"scale": np.nan}, "`scale` must be a finite number"),
+      (models.Attention, {"soft_cap": 0}, "`soft_cap` must be a positive and"),
+      (models.Experts, {"scale": np.inf}, "`scale` must be a finite number"),
+      (models.Experts, {"limit": -1.0}, "`limit` must be a positive and"),
+      (models.Experts, {"shared_dim": 0}, "`shared_dim` must be an int"),
+      (models.Layer, {"attention": 5}, "`attention` must be of Attention or"),
+      (
+        models.Layer,
+        {"mlp": None},
+        "`mlp` must be of Mlp or Experts",
+      ),
+      (models.Decoder, {"logit_cap": 0.0}, "`logit_cap` must be a positive"),
+      (models.Decoder, {"embed_scale": "2"}, "`embed_scale` must be a finite"),
       (models.DeltaNet, {"kernel_size": -1}, "`kernel_size` must"),
       (models.DeltaNet, {"kernel_size": 1}, "`kernel_size` must be at least 2"),
       (models.Decoder, {"layers": ()}, "`layers` must be a tuple"),
@@ -341,7 +388,13 @@ class TestConfig:
         "num_key_heads": 2, "num_value_heads": 4, "key_dim": 8, "value_dim": 8,
         "kernel_size": 4,
       },
-      models.Decoder: {"vocab_size": 5, "embed_dim": 8},
+      models.Layer: {
+        "attention": models.Attention(num_heads=1, num_kv_heads=1, head_dim=2),
+        "mlp": models.Mlp(inner_dim=2),
+      },
+      models.Decoder: {
+        "vocab_size": 5, "embed_dim": 8, "layers": _config().layers
+      },
     }  # fmt: skip
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
       cls(**(defaults[cls] | changes))

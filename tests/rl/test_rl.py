@@ -108,6 +108,10 @@ class TestAdvantages:
       ({"num_samples": True}, "`num_samples` must be an int, got True"),
       ({"num_samples": 3.0}, "`num_samples` must be an int, got 3.0"),
       ({"eps": None}, "`eps` must be a number, got None"),
+      ({"rewards": None}, "`rewards` must be an array of numbers, got None"),
+      ({"rewards": "abc"}, "`rewards` must be an array of .*, got 'abc'"),
+      ({"rewards": [None] * 6}, r"`rewards` must be an array of numbers"),
+      ({"mask": "abc"}, "`mask` must be an array of numbers, got 'abc'"),
     ],
   )
   def test_other_types_are_refused(self, values, message):
@@ -121,12 +125,34 @@ class TestAdvantages:
       ({"rewards": np.zeros(5)}, "`rewards` must be .*num_samples, 3, got"),
       ({"rewards": np.zeros((2, 4))}, r"`rewards` must be .*got \[2, 4\]"),
       ({"mask": np.ones(5, bool)}, r"`mask` must have the shape \[6\]"),
+      ({"rewards": [[1.0], [1.0, 2.0]]}, "`rewards` must be a rectangular"),
+      ({"eps": -1}, "`eps` must be finite and at least 0, got -1"),
+      ({"eps": np.float32(np.nan)}, "`eps` must be finite and at least 0"),
+      ({"eps": np.inf}, "`eps` must be finite and at least 0, got inf"),
     ],
   )
   def test_refused(self, values, message):
     arguments = {"rewards": np.zeros(6), "num_samples": 3} | values
     with pytest.raises(ValueError, match=message):
       rl.group_normalized(arguments.pop("rewards"), **arguments)
+
+  @pytest.mark.parametrize(
+    "advantages", [rl.group_normalized, rl.leave_one_out]
+  )
+  def test_rewards_that_the_host_can_read_are_finite(self, advantages):
+    rewards = np.zeros((2, 3), np.float32)
+    rewards[1, 2] = np.nan
+    message = r"`rewards` must be finite, got nan at \[1, 2\]; leave the sample"
+    for values in (rewards, jnp.asarray(rewards), rewards.tolist()):
+      with pytest.raises(ValueError, match=message):
+        advantages(values)
+    with pytest.raises(ValueError, match=r"got -inf at \[4\]"):
+      advantages([0.0, 1.0, 2.0, 3.0, -np.inf, 4.0], num_samples=3)
+    # Without a value, only the group of the NaN is NaN.
+    found = jax.jit(advantages)(rewards)
+    np.testing.assert_array_equal(np.isnan(found).any(axis=1), [False, True])
+    mask = ~np.isnan(rewards)
+    assert np.isfinite(advantages(rewards, mask=mask)).all()
 
 
 class TestRatios:
@@ -235,6 +261,35 @@ class TestRatios:
       rl.kl(zeros, zeros, estimator="k4")
     with pytest.raises(ValueError, match="`other` must have the shape"):
       rl.kl(zeros, zeros[0])
+
+  @pytest.mark.parametrize("value", [None, "abc", [["a"] * 3] * 2, object()])
+  def test_other_types_are_refused_by_name(self, value):
+    floats, mask = np.zeros((2, 3), np.float32), np.ones((2, 3), bool)
+    lag = np.zeros((2, 3), np.int32)
+    calls = [
+      (rl.kl, {"log_probs": floats, "other": floats}, {"mask": mask}),
+      (
+        rl.importance_weights,
+        {"log_probs": floats, "behavior": floats},
+        {"mask": mask, "lag": lag, "max_lag": 1},
+      ),
+      (
+        rl.grpo_loss,
+        {
+          "log_probs": floats,
+          "old": floats,
+          "advantages": floats[:, 0],
+          "mask": mask,
+        },
+        {"weights": floats, "reference": floats, "entropy": floats},
+      ),
+    ]
+    for function, required, optional in calls:
+      for name in required | ({} if value is None else optional):
+        with pytest.raises(
+          TypeError, match=f"`{name}` must be (an array of numbers|an integer)"
+        ):
+          function(**(required | optional | {name: value}))
 
 
 def _definition(new, old, good, mask, low, high, weights, reference, kl_weight):

@@ -263,9 +263,24 @@ def _check_kind(name: str, dtype: Any, kinds: str, content: str) -> None:
     raise TypeError(f"`{name}` must hold {content}, got {dtype}.")
 
 
+def as_array(name: str, values: Any) -> Array:
+  """Converts numbers to a JAX array.
+
+  Raises:
+    TypeError: the value is not an array, such as None or a str.
+    ValueError: the rows differ in length.
+  """
+  if isinstance(values, jax.Array):
+    return values
+  # JAX would refuse objects, strings and times without the argument's name.
+  if np.dtype(_on_host(name, values).dtype).kind in "OSUMm":
+    refuse(TypeError, name, "an array of numbers", values)
+  return jnp.asarray(values)
+
+
 def as_floats(name: str, values: Any) -> Array:
   """Converts floats of any width to float32; raises TypeError for others."""
-  values = jnp.asarray(values)
+  values = as_array(name, values)
   if not jnp.issubdtype(values.dtype, jnp.floating):
     raise TypeError(f"`{name}` must be floats, got {values.dtype.name}.")
   return values.astype(jnp.float32)
@@ -273,7 +288,7 @@ def as_floats(name: str, values: Any) -> Array:
 
 def as_real(name: str, values: Any) -> Array:
   """Converts floats, integers or bools to an array; else raises TypeError."""
-  values = jnp.asarray(values)
+  values = as_array(name, values)
   families = (jnp.floating, jnp.integer, jnp.bool_)
   if not any(jnp.issubdtype(values.dtype, family) for family in families):
     raise TypeError(

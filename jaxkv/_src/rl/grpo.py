@@ -90,7 +90,7 @@ def grpo_loss(
 
   Raises:
     TypeError: `mask` is not bool, `kl_weight` or `entropy_weight` is not a
-      number, or another array, except `advantages`, is not floats.
+      number, `advantages` are not real numbers, or another array is not floats.
     ValueError: an argument has the wrong shape or is out of range; `estimator`
       is unknown; or `clip` or `mean` has the wrong type.
 
@@ -111,8 +111,8 @@ def grpo_loss(
   kl_factor = arguments.as_number("kl_weight", kl_weight)
   log_probs = array_checks.as_log_probs("log_probs", log_probs)
   mask = array_checks.as_mask("mask", mask, log_probs)
-  old = jax.lax.stop_gradient(old)
   old = array_checks.as_floats_like("old", old, log_probs)
+  old = jax.lax.stop_gradient(old)
   # The mask comes before `exp`, because an inf or NaN makes gradients NaN, even
   # with a mask after `exp`.
   log_ratio = jnp.where(mask, log_probs - old, 0)
@@ -133,8 +133,8 @@ def grpo_loss(
   losses = -jnp.where(clipped, bound, ratio) * advantages * factor
   reference_kl = jnp.zeros_like(losses)
   if reference is not None:
-    reference = jax.lax.stop_gradient(reference)
     reference = array_checks.as_floats_like("reference", reference, log_probs)
+    reference = jax.lax.stop_gradient(reference)
     difference = jnp.where(mask, log_probs - reference, 0)
     reference_kl = divergence.divergence(difference, estimator)
     losses = losses + kl_factor * reference_kl
@@ -169,7 +169,7 @@ def _bounds(clip: Any) -> tuple[float, float]:
 
 def _by_token(advantages: jax.Array, mask: jax.Array) -> jax.Array:
   """Returns the advantage of each drawn token, float32[..., T]."""
-  advantages = jnp.asarray(advantages, jnp.float32)
+  advantages = arguments.as_real("advantages", advantages).astype(jnp.float32)
   if advantages.ndim == mask.ndim - 1:
     advantages = advantages[..., None]
     arguments.check_shape("advantages", advantages, (*mask.shape[:-1], 1))

@@ -56,7 +56,7 @@ def importance_weights(
   log_ratio = log_probs - behavior
   is_used = array_checks.as_mask("mask", mask, log_ratio)
   if lag is not None and max_lag is not None:
-    lag = jnp.asarray(lag)
+    lag = arguments.as_array("lag", lag)
     arguments.check_shape("lag", lag, log_ratio.shape, ", one for each token")
     if not jnp.issubdtype(lag.dtype, jnp.integer):
       raise TypeError(f"`lag` must be integers, got {lag.dtype.name}.")

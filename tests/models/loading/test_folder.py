@@ -144,6 +144,11 @@ class TestFolder:
     with pytest.raises(ValueError, match="`page_size` must be at least 1"):
       model.cache_config(num_pages=2, num_slots=1, page_size=0)
 
+  def test_sources_of_other_types_are_refused(self, tmp_path):
+    for source in (5, None, [tmp_path]):
+      with pytest.raises(TypeError, match="`source` must be a folder, a"):
+        models.load(source)
+
   def test_missing_files_are_refused(self, tmp_path):
     _refused(tmp_path / "nothing", "`source` must be")
     _refused(tmp_path, "config.json")

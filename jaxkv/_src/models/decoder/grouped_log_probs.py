@@ -14,6 +14,7 @@ from jaxkv._src.models.decoder import logits
 from jaxkv._src.models.decoder import prompt_tree
 from jaxkv._src.models.decoder import stack
 from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.description import check_decoder
 from jaxkv._src.models.decoder.exact_trainer import uncached_access
 from jaxkv._src.models.decoder.params import Params
 from jaxkv._src.sampling.temperature import as_temperature
@@ -128,9 +129,7 @@ def grouped_log_probs(
     >>> [level.shape for level in tree]
     [(1, 2, 3), (1, 2, 2, 2)]
   """
-  if not isinstance(config, Decoder):
-    hint = "describe one, such as with `models.llama`"
-    arguments.refuse(TypeError, "config", "a Decoder", config, hint)
+  check_decoder("config", config)
   is_array = not isinstance(completions, tuple)
   levels, lengths = _checked_levels(
     (prompts, *_levels(completions)),

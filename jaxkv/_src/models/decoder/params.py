@@ -83,6 +83,7 @@ from jaxkv._src.models.decoder.description import Experts
 from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
+from jaxkv._src.models.decoder.description import check_decoder
 
 Params = dict[str, Any]
 
@@ -261,6 +262,7 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
     >>> params["layers"][0][0]["key"].shape
     (3, 8, 2, 2)
   """
+  check_decoder("decoder", decoder)
   tree = leaves_of(decoder)
   # All random arrays are slices of one draw, because jax compiles a program for
   # each shape of a draw.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import tqdm
 
 from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import refuse
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.models.decoder import forward as decoder_forward
 from jaxkv._src.models.decoder import init_kv as decoder_kv
@@ -146,7 +147,7 @@ def load(
   Raises:
     ImportError: a package is not installed. The message names the extra to
       install.
-    TypeError: `dtype` is not a dtype.
+    TypeError: `source` is not a path or an id, or `dtype` is not a dtype.
     ValueError: `dtype` is not supported, or the checkpoint does not exist, is
       damaged, or needs an unsupported feature.
     OSError: a file cannot be read.
@@ -165,6 +166,8 @@ def load(
       f"`dtype` must be one of {', '.join(DTYPES)}, got "
       f"{jnp.dtype(dtype).name}."
     )
+  if not isinstance(source, str | os.PathLike):
+    refuse(TypeError, "source", "a folder, a .gguf file or a hub id", source)
   with checkpoint_errors.one_line_errors(os.fspath(source)):
     checkpoint = _open_checkpoint(source, local_files_only)
     return _read(checkpoint, jnp.dtype(dtype or checkpoint.dtype()), progress)
