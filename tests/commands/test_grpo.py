@@ -33,11 +33,11 @@ def program():
 
 
 def _figures(program):
-  """Some rounds of it: whatever `grpo --seed 0` has at first."""
-  first, rest = jax.random.split(jax.random.key(0))
-  carry = grpo.begin(grpo.decoder("exact"), first)
+  """Returns the figures of the first rounds of `grpo --seed 0`."""
+  init_key, round_keys = jax.random.split(jax.random.key(0))
+  carry = grpo.begin(grpo.decoder("exact"), init_key)
   rounds = []
-  for key in jax.random.split(rest, _ROUNDS):
+  for key in jax.random.split(round_keys, _ROUNDS):
     carry, figures = program(carry, key)
     rounds.append(figures)
   return jax.tree.map(lambda *some: np.stack(some), *rounds)
@@ -56,11 +56,11 @@ class TestProgram:
 
   def test_no_key_is_used_twice(self, monkeypatch):
     """Neither for weights and rounds, nor for prompts and their answers."""
-    given = {}
+    captured = {}
 
     def spy(cache, kv, requests, key, config):
       del cache, kv, config
-      given.update(prompts=requests.tokens, key=key)
+      captured.update(prompts=requests.tokens, key=key)
       raise InterruptedError
 
     model, key = grpo.decoder("exact"), jax.random.key(0)
@@ -68,22 +68,22 @@ class TestProgram:
     monkeypatch.setattr(grpo.rollout, "init", spy)
     with pytest.raises(InterruptedError):
       grpo.grpo_round(carry, key, model=model)
-    shape, most = given["prompts"].shape, grpo.VOCABULARY
-    for used in (key, given["key"]):
-      same = jax.random.randint(used, shape, 0, most, np.int32)
-      assert not (given["prompts"] == same).all()
+    shape = captured["prompts"].shape
+    for used in (key, captured["key"]):
+      prompts = jax.random.randint(used, shape, 0, grpo.VOCABULARY, np.int32)
+      assert not (captured["prompts"] == prompts).all()
     assert not (carry.params["embed"] == _weights(key)["embed"]).all()
 
   def test_a_prompt_is_computed_once(self, program):
     counted = vars(_figures(program).counters)
     counters = {name: np.asarray(count) for name, count in counted.items()}
-    once = grpo.PROMPTS * (grpo.TOKENS - 1)
-    assert (counters["prefilled"] <= once).all()
+    num_prompt_tokens = grpo.PROMPTS * (grpo.TOKENS - 1)
+    assert (counters["prefilled"] <= num_prompt_tokens).all()
     answers = grpo.PROMPTS * grpo.SAMPLES
     assert (counters["generated"] == answers * grpo.TOKENS).all()
     assert (counters["recomputed"] == 0).all()
 
-  def test_all_of_the_carry_is_updated_in_place(self, program):
+  def test_the_carry_is_updated_in_place(self, program):
     carry = jax.eval_shape(
       lambda: grpo.begin(grpo.decoder("exact"), jax.random.key(0))
     )
@@ -108,18 +108,19 @@ class TestProgram:
       for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     }
     copied = {True: [], False: []}
-    text, entry = program.as_text(), False
+    text = program.as_text()
+    entry = False
     for line in text.splitlines():
       entry = line.startswith("ENTRY") or (entry and line != "}")
-      found = re.search(r"= f32\[([\d,]+)\]\S* copy\(%(get-tuple|param)", line)
-      if found and found[1] in shapes:
-        copied[entry].append(shapes[found[1]])
+      match = re.search(r"= f32\[([\d,]+)\]\S* copy\(%(get-tuple|param)", line)
+      if match and match[1] in shapes:
+        copied[entry].append(shapes[match[1]])
     assert copied[True] == []
     assert set(copied[False]) <= {"['unembed']", "['final_norm']"}
     assert len(copied[False]) <= 2
 
   @pytest.mark.deep
-  def test_the_notebook_has_the_same(self, program):
+  def test_the_notebook_has_equal_figures(self, program):
     text = _NOTEBOOK.read_text("utf-8")
     cells = [
       cell.partition("\n")[2] for cell in re.split(r"^# %%", text, flags=re.M)
@@ -132,15 +133,15 @@ class TestProgram:
           exec(compile(source, _NOTEBOOK.name, "exec"), names)
       if "def draw" in cell:
         assert sum(bool(line.strip()) for line in cell.splitlines()) <= 45
-    first, rest = jax.random.split(jax.random.key(0))
-    carry = names["begin"](names["EXACT"], first)
+    init_key, round_keys = jax.random.split(jax.random.key(0))
+    carry = names["begin"](names["EXACT"], init_key)
     call = as_users.jit(
       names["grpo_round"].__wrapped__,
       static_argnums=5,
       donate_argnums=(0, 1, 2, 3),
     )
     rewards = []
-    for key in jax.random.split(rest, _ROUNDS):
+    for key in jax.random.split(round_keys, _ROUNDS):
       with jax.numpy_dtype_promotion("standard"):
         carry, figures = call(*carry, key, names["EXACT"])
       rewards.append(float(figures["reward"]))

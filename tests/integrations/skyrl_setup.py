@@ -69,14 +69,14 @@ def write_checkpoint(folder: Any, name: str, **fields: Any) -> None:
     ):
       tensors[f"{prefix}.mlp.{part}_proj.weight"] = random(*shape)
   safetensors.save_file(tensors, folder / "model.safetensors")
-  words = {f"w{number}": number for number in range(VOCABULARY)}
+  words = {f"w{i}": i for i in range(VOCABULARY)}
   tokenizer = tokenizers.Tokenizer(
     tokenizers.models.WordLevel(words, unk_token="w0")
   )
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
   tokenizer.save(str(folder / "tokenizer.json"))
-  kind = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"}
-  (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+  fields = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"}
+  (folder / "tokenizer_config.json").write_text(json.dumps(fields))
 
 
 def backend(folder: Any) -> Any:
@@ -87,12 +87,12 @@ def backend(folder: Any) -> Any:
     str(folder),
     jax_backend.JaxBackendConfig(max_lora_adapters=_ADAPTERS, max_lora_rank=4),
   )
-  for number, name in enumerate("ab"):
+  for index, name in enumerate("ab"):
     jax_impl.create_model(
-      name, types.LoraConfig(rank=4, alpha=8.0, seed=number + 1)
+      name, types.LoraConfig(rank=4, alpha=8.0, seed=index + 1)
     )
     jax_impl.models[name].loaded_checkpoint_id = "now"
-    change(jax_impl, name, number)
+    change(jax_impl, name, index)
   return jax_impl
 
 
@@ -127,18 +127,18 @@ def request(
   types = module("tinker.types")
   usual = {"temperature": 0.0, "max_tokens": 12, "seed": 0}
   rows, slices = [], []
-  for number, prompt in enumerate(prompts):
+  for index, prompt in enumerate(prompts):
     settings = {
-      name: value[number] if isinstance(value, list) else value
+      name: value[index] if isinstance(value, list) else value
       for name, value in (usual | params).items()
     }
-    first = len(rows)
+    first_row = len(rows)
     for sample in range(samples):
       sample_settings = settings | {"seed": settings["seed"] + sample}
-      rows.append((prompt, types.SamplingParams(**sample_settings), number))
-    model = (adapters or [""] * len(prompts))[number]
-    slices.append((str(number), model, first, len(rows), log_probs))
-  names = [(adapters or [""] * len(prompts))[number] for _, _, number in rows]
+      rows.append((prompt, types.SamplingParams(**sample_settings), index))
+    model = (adapters or [""] * len(prompts))[index]
+    slices.append((str(index), model, first_row, len(rows), log_probs))
+  names = [(adapters or [""] * len(prompts))[index] for _, _, index in rows]
   return types.PreparedSampleBatch(
     all_prompts=[prompt for prompt, _, _ in rows],
     all_sampling_params=[sample_settings for _, sample_settings, _ in rows],

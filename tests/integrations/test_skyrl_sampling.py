@@ -57,26 +57,28 @@ def fresh(sampler):
 
 def _tokens(results):
   return {
-    name: [one.tokens for one in out.sequences] for name, out in results.items()
+    name: [seq.tokens for seq in out.sequences] for name, out in results.items()
   }
 
 
-def _agree(found, wanted):
-  assert found.keys() == wanted.keys()
-  for name, out in found.items():
-    for one, other in zip(out.sequences, wanted[name].sequences, strict=True):
-      assert one.tokens == other.tokens
-      assert one.stop_reason == other.stop_reason
-      np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+def _agree(actual, expected):
+  assert actual.keys() == expected.keys()
+  for name, out in actual.items():
+    for seq, target in zip(
+      out.sequences, expected[name].sequences, strict=True
+    ):
+      assert seq.tokens == target.tokens
+      assert seq.stop_reason == target.stop_reason
+      np.testing.assert_allclose(seq.logprobs, target.logprobs, atol=1e-5)
 
 
 def test_greedy_rows_of_all_adapters(backend, fresh):
   """In one batch: the base model and two adapters."""
   batch = setup.request(_PROMPTS, adapters=["", "a", "b", "a"])
-  wanted = backend.sample(batch)
-  _agree(fresh.sample(backend, batch), wanted)
+  expected = backend.sample(batch)
+  _agree(fresh.sample(backend, batch), expected)
   base = backend.sample(setup.request(_PROMPTS))
-  assert _tokens(base) != _tokens(wanted)
+  assert _tokens(base) != _tokens(expected)
 
 
 def test_samples_are_computed_once(backend, fresh):
@@ -102,7 +104,7 @@ def test_adapters_share_no_page(backend, fresh):
   assert fresh.counters()["prefilled"] <= computed + 3 * 4
 
 
-def test_an_adapter_that_is_trained(backend, fresh):
+def test_a_trained_adapter_loses_its_pages(backend, fresh):
   """It loses its pages; the other one keeps its own."""
   prompt = setup.prompt(8, 40)
   batches = {
@@ -110,24 +112,25 @@ def test_an_adapter_that_is_trained(backend, fresh):
   }
   for batch in batches.values():
     fresh.sample(backend, batch)
-  before = fresh.counters()["prefilled"]
+  num_prefilled = fresh.counters()["prefilled"]
   setup.change(backend, "a", seed=9)
   _agree(fresh.sample(backend, batches["b"]), backend.sample(batches["b"]))
-  assert fresh.counters()["prefilled"] <= before + 4
+  assert fresh.counters()["prefilled"] <= num_prefilled + 4
   _agree(fresh.sample(backend, batches["a"]), backend.sample(batches["a"]))
-  assert fresh.counters()["prefilled"] >= before + len(prompt) - 1
+  assert fresh.counters()["prefilled"] >= num_prefilled + len(prompt) - 1
 
 
-def test_turns_compute_what_is_new(backend, fresh):
-  history, computed = setup.prompt(5, 20), 0
+def test_turns_compute_new_tokens_alone(backend, fresh):
+  history = setup.prompt(5, 20)
+  computed = 0
   for turn in range(4):
     batch = setup.request([history], adapters=["a"])
     out = fresh.sample(backend, batch)
     _agree(out, backend.sample(batch))
     counters = fresh.counters()
-    total = counters["prefilled"] + counters["recomputed"]
-    assert total - computed <= (20 if turn == 0 else 5 + 4)
-    computed = total
+    num_computed = counters["prefilled"] + counters["recomputed"]
+    assert num_computed - computed <= (20 if turn == 0 else 5 + 4)
+    computed = num_computed
     history = history + out["0"].sequences[0].tokens + setup.prompt(turn, 5)
 
 
@@ -135,27 +138,27 @@ def test_limits_and_stops_of_each_row(backend, fresh):
   free = backend.sample(setup.request(_PROMPTS))
   stops = [[free[str(row)].sequences[0].tokens[5]] for row in range(4)]
   batch = setup.request(_PROMPTS, max_tokens=[1, 12, 2, 12], stop_tokens=stops)
-  wanted = backend.sample(batch)
-  assert len({len(out.sequences[0].tokens) for out in wanted.values()}) > 2
-  assert wanted["3"].sequences[0].stop_reason == "stop"
-  _agree(fresh.sample(backend, batch), wanted)
+  expected = backend.sample(batch)
+  assert len({len(out.sequences[0].tokens) for out in expected.values()}) > 2
+  assert expected["3"].sequences[0].stop_reason == "stop"
+  _agree(fresh.sample(backend, batch), expected)
 
 
 def test_stop_strings(backend, fresh):
   free = backend.sample(setup.request(_PROMPTS))
   strings = [[f"w{free[str(row)].sequences[0].tokens[4]}"] for row in range(4)]
   batch = setup.request(_PROMPTS, stop_strings=strings)
-  wanted = backend.sample(batch)
-  assert wanted["0"].sequences[0].stop_reason == "stop"
-  _agree(fresh.sample(backend, batch), wanted)
+  expected = backend.sample(batch)
+  assert expected["0"].sequences[0].stop_reason == "stop"
+  _agree(fresh.sample(backend, batch), expected)
 
 
 def test_prompt_log_probs(backend, fresh):
   batch = setup.request(_PROMPTS, adapters=["", "a", "b", "a"], log_probs=True)
-  found, wanted = fresh.sample(backend, batch), backend.sample(batch)
-  for name, out in found.items():
+  actual, expected = fresh.sample(backend, batch), backend.sample(batch)
+  for name, out in actual.items():
     np.testing.assert_allclose(
-      out.prompt_logprobs, wanted[name].prompt_logprobs, atol=1e-5
+      out.prompt_logprobs, expected[name].prompt_logprobs, atol=1e-5
     )
 
 
@@ -164,8 +167,10 @@ def test_seeds_of_each_row(backend, fresh):
     batch = setup.request(_PROMPTS, seed=seeds, temperature=2.0)
     return _tokens(fresh.sample(backend, batch))
 
-  one, other = drawn([1, 2, 3, 4]), drawn([1, 2, 3, 5])
-  assert [one[name] == other[name] for name in "0123"] == [True] * 3 + [False]
+  tokens = drawn([1, 2, 3, 4])
+  changed = drawn([1, 2, 3, 5])
+  equal = [tokens[name] == changed[name] for name in "0123"]
+  assert equal == [True, True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -178,18 +183,18 @@ def test_draws_have_the_right_distribution(backend, fresh, filters):
   asked = {"temperature": 1.0, "top_k": -1, "top_p": 1.0} | filters
   batch = setup.request([prompt], samples=600, max_tokens=1, **asked)
   tokens = _tokens(fresh.sample(backend, batch))["0"]
-  wanted = setup.distribution(backend, prompt) ** (1 / asked["temperature"])
-  wanted /= wanted.sum()
-  order = np.argsort(-wanted)
-  keep = np.cumsum(wanted[order]) - wanted[order] < asked["top_p"]
+  expected = setup.distribution(backend, prompt) ** (1 / asked["temperature"])
+  expected /= expected.sum()
+  order = np.argsort(-expected)
+  keep = np.cumsum(expected[order]) - expected[order] < asked["top_p"]
   if asked["top_k"] > 0:
     keep &= np.arange(len(order)) < asked["top_k"]
-  wanted[order[~keep]] = 0
-  wanted /= wanted.sum()
-  found = np.bincount(np.concatenate(tokens), minlength=len(wanted)) / 600
-  assert not found[wanted == 0].any()
+  expected[order[~keep]] = 0
+  expected /= expected.sum()
+  counts = np.bincount(np.concatenate(tokens), minlength=len(expected))
+  assert not counts[expected == 0].any()
   # Half of the absolute differences; some 0.13 of 64 tokens, by 600 draws.
-  assert np.abs(found - wanted).sum() / 2 < 0.2
+  assert np.abs(counts / 600 - expected).sum() / 2 < 0.2
 
 
 def test_filters_of_each_row_in_one_batch(backend, fresh):
@@ -200,31 +205,31 @@ def test_filters_of_each_row_in_one_batch(backend, fresh):
     top_k=[-1, 1, -1, -1],
     top_p=[1.0, 1.0, 0.001, 1.0],
   )
-  found = _tokens(fresh.sample(backend, batch))
+  tokens = _tokens(fresh.sample(backend, batch))
   greedy = _tokens(backend.sample(setup.request(_PROMPTS)))
-  assert [found[name] == greedy[name] for name in "0123"] == [True] * 3 + [
-    False
-  ]
+  equal = [tokens[name] == greedy[name] for name in "0123"]
+  assert equal == [True, True, True, False]
 
 
-def test_install(backend):
-  kind = setup.module("tinker.backends.jax").JaxBackendImpl
+def test_install_replaces_sample_until_undone(backend):
+  cls = setup.module("tinker.backends.jax").JaxBackendImpl
   batch = setup.request(_PROMPTS[:2], adapters=["a", "b"])
-  wanted, before = backend.sample(batch), kind.sample
+  expected = backend.sample(batch)
+  original = cls.sample
   undo = skyrl_tx.install(_OPTIONS)
   try:
-    _agree(backend.sample(batch), wanted)
+    _agree(backend.sample(batch), expected)
     assert backend.__dict__["_jaxkv_sampler"].counters()["generated"] == 24
     assert backend.sample(setup.request([])) == {}
   finally:
     undo()
     backend.__dict__.pop("_jaxkv_sampler", None)
-  assert kind.sample is before
+  assert cls.sample is original
 
 
 def test_compiles_once(backend, fresh):
   fresh.sample(backend, setup.request(_PROMPTS, adapters=["", "a", "b", "a"]))
-  before = num_compiled()
+  num_programs = num_compiled()
   for limit in (1, 5, 30):
     prompts = [setup.prompt(limit + row, 2 + limit) for row in range(3)]
     fresh.sample(
@@ -237,10 +242,10 @@ def test_compiles_once(backend, fresh):
         stop_tokens=[[1, 2]] * 3,
       ),
     )
-  assert num_compiled() == before
+  assert num_compiled() == num_programs
 
 
-def test_what_does_not_fit(backend):
+def test_larger_requests_make_another_queue(backend):
   """More stop tokens, or longer sequences, make another queue."""
   fresh = skyrl_tx.SkyrlSampler(backend, _OPTIONS)
   batch = setup.request(
@@ -249,6 +254,6 @@ def test_what_does_not_fit(backend):
   _agree(fresh.sample(backend, batch), backend.sample(batch))
 
 
-def test_unknown_models():
+def test_unknown_models_are_refused():
   with pytest.raises(ValueError, match="Llama 3 or Qwen3, got object"):
     skyrl_tx.paged_module_of(object())

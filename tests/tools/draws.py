@@ -10,8 +10,8 @@ from jaxkv._src.sampling.settings import Sampling
 def sample(keys, counts, logits, temperature):
   """Draws a token for every row; returns tokens and log-probs, [B] each."""
   temperature = jnp.broadcast_to(temperature, keys.shape)
-  drawn = drawing.draw(keys, counts, logits, Sampling(temperature=temperature))
-  return drawn.tokens, drawn.log_probs
+  out = drawing.draw(keys, counts, logits, Sampling(temperature=temperature))
+  return out.tokens, out.log_probs
 
 
 def probabilities(logits, sampling):

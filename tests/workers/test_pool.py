@@ -12,11 +12,11 @@ from jaxkv import workers
 from tests.workers.stub import CONFIG
 from tests.workers.stub import FailingWorker
 from tests.workers.stub import StubWorker
+from tests.workers.stub import expected_of
 from tests.workers.stub import random_prompts
 from tests.workers.stub import requests_of
 from tests.workers.stub import results_of
 from tests.workers.stub import tokens_of
-from tests.workers.stub import wanted_of
 
 _TOKENS = rollout.token_bytes([b"a", b"b"])
 
@@ -27,14 +27,14 @@ def _ending_at(string):
 
 
 class TestStream:
-  def test_every_prompt_comes_back_once(self):
+  def test_every_prompt_is_returned_once(self):
     with workers.Pool(lambda _: StubWorker(), 3, config=CONFIG) as pool:
       ids = pool.submit(requests_of(random_prompts(100)))
       assert ids == list(range(100))
-      assert results_of(pool) == wanted_of(ids)
+      assert results_of(pool) == expected_of(ids)
       # The pool goes on.
-      more = pool.submit(requests_of(random_prompts(20)), ids=range(500, 520))
-      assert results_of(pool) == wanted_of(more)
+      ids = pool.submit(requests_of(random_prompts(20)), ids=range(500, 520))
+      assert results_of(pool) == expected_of(ids)
       assert pool.submit(requests_of(random_prompts(1))) == [520]
 
   def test_slots_are_busy_while_there_are_prompts(self):
@@ -65,7 +65,7 @@ class TestStream:
       ([0.5, 1.0], TypeError, "`ids` must hold integers"),
     ],
   )
-  def test_ids_of_another_number_or_range(self, ids, error, message):
+  def test_ids_of_another_shape_or_range_are_refused(self, ids, error, message):
     with workers.Pool(lambda _: StubWorker(), 1, config=CONFIG) as pool:
       with pytest.raises(error, match=message):
         pool.submit(requests_of(random_prompts(2)), ids=ids)
@@ -115,7 +115,7 @@ class TestStream:
       with pytest.raises(ValueError, match=f"`requests{message}"):
         pool.submit(second)
       ids += pool.submit(first)
-      assert results_of(pool) == wanted_of(ids)
+      assert results_of(pool) == expected_of(ids)
 
   def test_lengths_beyond_the_tokens_are_refused(self):
     requests = rollout.Requests([[7, 7]], [3])
@@ -193,21 +193,21 @@ class TestStream:
           pool.submit(requests_of(random_prompts(40)))
       # No worker took one of the 10 prompts before the interrupt.
       ids = pool.submit(requests_of(random_prompts(5)), ids=range(10, 15))
-      assert results_of(pool) == wanted_of([*range(10), *ids])
+      assert results_of(pool) == expected_of([*range(10), *ids])
 
 
 class TestFailures:
   def test_prompts_run_again_elsewhere(self):
-    own = random.Random(3)
+    rng = random.Random(3)
     made = []
 
     def make(_):
-      made.append(FailingWorker(own.randint(3, 9)))
+      made.append(FailingWorker(rng.randint(3, 9)))
       return made[-1]
 
     with workers.Pool(make, 4, config=CONFIG, max_failures=100) as pool:
       ids = pool.submit(requests_of(random_prompts(200)))
-      assert results_of(pool) == wanted_of(ids)
+      assert results_of(pool) == expected_of(ids)
     assert len(made) > 10
     assert all(worker.is_closed for worker in made)
 
@@ -279,13 +279,13 @@ class TestFailures:
 
     with workers.Pool(make, 2, config=CONFIG, max_failures=0) as pool:
       ids = pool.submit(requests_of(random_prompts(60)))
-      found = {}
+      results = {}
       for group in pool.results():
-        found[group.id] = group.results
+        results[group.id] = group.results
         pool.remove(0)
-      assert has_failed.is_set() and found == wanted_of(ids)
+      assert has_failed.is_set() and results == expected_of(ids)
 
-  def test_an_exit_is_a_failure_like_others(self):
+  def test_a_worker_that_exits_is_replaced(self):
     made = []
 
     class Exits(StubWorker):
@@ -300,7 +300,7 @@ class TestFailures:
 
     with workers.Pool(make, 1, config=CONFIG) as pool:
       ids = pool.submit(requests_of(random_prompts(3)))
-      assert results_of(pool) == wanted_of(ids)
+      assert results_of(pool) == expected_of(ids)
     assert len(made) == 2 and made[0].is_closed
 
   def test_groups_that_have_ended_come_before_the_error(self):
@@ -315,15 +315,15 @@ class TestFailures:
     ) as pool:
       pool.submit(requests_of(random_prompts(20)))
       has_stopped.wait()
-      found = {}
+      results = {}
       with pytest.raises(RuntimeError, match="machine was taken away"):
         for group in pool.results():
-          found[group.id] = group.results
-      assert len(found) >= 4 and found == wanted_of(found)
+          results[group.id] = group.results
+      assert len(results) >= 4 and results == expected_of(results)
 
 
 class TestMembers:
-  def test_others_continue_the_sequences_of_one_that_is_removed(self):
+  def test_sequences_of_a_removed_worker_are_continued(self):
     made = []
 
     def make(_):
@@ -334,18 +334,18 @@ class TestMembers:
       ids = pool.submit(requests_of(random_prompts(120)))
       # Added first: a worker is made only if prompts wait.
       assert pool.add() == 3
-      found = {}
+      results = {}
       for group in pool.results():
-        found[group.id] = group.results
-        if len(found) == 20:
+        results[group.id] = group.results
+        if len(results) == 20:
           pool.remove(1)
-      assert found == wanted_of(ids)
+      assert results == expected_of(ids)
     # A sequence that began again would take more steps.
-    tokens = sum(map(len, found.values()))
+    tokens = sum(map(len, results.values()))
     assert sum(worker.num_steps for worker in made) * 4 >= tokens
     assert made[1].is_closed and len(made) == 4
 
-  def test_several_workers_continue_the_sequences_of_one(self):
+  def test_sequences_are_distributed_over_several_workers(self):
     """None has room for all of them."""
     made = []
 
@@ -355,18 +355,20 @@ class TestMembers:
 
     with workers.Pool(make, 4, config=CONFIG) as pool:
       ids = pool.submit(requests_of(random_prompts(150)))
-      found = {}
+      results = {}
       for group in pool.results():
-        assert group.id not in found
-        found[group.id] = group.results
-        if len(found) == 10:
+        assert group.id not in results
+        results[group.id] = group.results
+        if len(results) == 10:
           pool.remove(0)
           pool.remove(0)
-      assert found == wanted_of(ids)
+      assert results == expected_of(ids)
 
   def test_sequences_that_cannot_be_imported_begin_again(self):
     """Each failure uses up an export, so they cannot fail for ever."""
-    has_begun, may_go_on, failures = threading.Event(), threading.Event(), []
+    has_begun = threading.Event()
+    may_go_on = threading.Event()
+    failures = []
 
     class Refuses(StubWorker):
       def advance(self):
@@ -386,10 +388,10 @@ class TestMembers:
       pool.add()
       pool.remove(0)
       may_go_on.set()
-      assert results_of(pool) == wanted_of(ids)
+      assert results_of(pool) == expected_of(ids)
     assert failures
 
-  def test_a_place_without_a_worker_is_removed_without_one(self):
+  def test_removing_an_unused_place_makes_no_worker(self):
     made = []
 
     def make(place):
@@ -399,10 +401,10 @@ class TestMembers:
     with workers.Pool(make, 3, config=CONFIG) as pool:
       pool.remove(1)
       ids = pool.submit(requests_of(random_prompts(20)))
-      assert results_of(pool) == wanted_of(ids)
+      assert results_of(pool) == expected_of(ids)
     assert 1 not in made
 
-  def test_one_worker_must_stay(self):
+  def test_the_last_worker_cannot_be_removed(self):
     with workers.Pool(lambda _: StubWorker(), 1, config=CONFIG) as pool:
       with pytest.raises(ValueError, match="must not be the last worker"):
         pool.remove(0)
@@ -421,21 +423,21 @@ class TestWeights:
       lambda _: StubWorker(steps=1), 3, config=CONFIG, max_age=max_age
     ) as pool:
       ids = pool.submit(requests_of(random_prompts(200)))
-      found = {}
+      results = {}
       for group in pool.results():
-        found[group.id] = group.results
-        if len(found) % 20 == 0 and len(found) < 200:
-          version = pool.update_weights(f"weights {len(found) // 20}")
-          assert version == len(found) // 20
-        if len(found) == 59:
+        results[group.id] = group.results
+        if len(results) % 20 == 0 and len(results) < 200:
+          version = pool.update_weights(f"weights {len(results) // 20}")
+          assert version == len(results) // 20
+        if len(results) == 59:
           pool.remove(0)
-        if len(found) == 100:
+        if len(results) == 100:
           pool.add()
-    assert sorted(found) == ids
+    assert sorted(results) == ids
     ages = []
-    for number, tokens in found.items():
+    for prompt_id, tokens in results.items():
       assert [token for token, _ in tokens] == [
-        token for token, _ in tokens_of(number, 0)
+        token for token, _ in tokens_of(prompt_id, 0)
       ]
       versions = [version for _, version in tokens]
       ages.append(versions[-1] - versions[0])
@@ -451,8 +453,8 @@ class TestWeights:
 
     params = {}
     with workers.Pool(lambda _: Records(), 1, config=CONFIG) as pool:
-      for number in (1, 2):
-        params["layer"] = number
+      for layer in (1, 2):
+        params["layer"] = layer
         pool.update_weights(params)
         pool.submit(requests_of(random_prompts(1)))
         results_of(pool)
