@@ -20,11 +20,10 @@ trip count of an inner loop.
 | error | relative L2 distance from the XLA backend's result after CALLS calls,
   in the first or the last run, whichever is larger |
 
-The sides are our backends. Some are also timed with a plan, and in cases with
-shared pages also with reading these pages only once. Cases marked `main` add
-jax's own Pallas kernel with 1, 4 and 16 splits, and cuDNN and XLA on a dense
-cache. Plans and the search for shared pages are not timed, because a decode
-step needs them only once for all layers.
+The sides are our backends, in cases with shared pages also with reading these
+pages only once. Cases marked `main` add jax's own Pallas kernel with 1, 4 and
+16 splits, and cuDNN and XLA on a dense cache. The search for shared pages is
+not timed, because a decode step needs it only once for all layers.
 
 A side's `rotations` is the number of caches that it reads in turn. A row's
 `bytes` is the size of one cache. Sides with a dense cache always read the same
@@ -245,8 +244,7 @@ def failures(report: Report) -> list[str]:
 
 def is_ours(side: str) -> bool:
   """Returns True if a side is one of our backends, unlike "xla dense"."""
-  backend = side.removesuffix(" shared").removesuffix(" planned")
-  return backend in kernels.BACKENDS
+  return side.removesuffix(" shared") in kernels.BACKENDS
 
 
 def print_case(name: str, row: dict[str, Any]) -> None:

@@ -94,21 +94,12 @@ class Timed:
     return statistics.median(self.samples) / (len(self._firsts) * self.calls)
 
 
-def ours(backend: str, planned: bool, case: Case, arrays: Arrays) -> Call:
+def ours(backend: str, case: Case, arrays: Arrays) -> Call:
   """Calls our attention with a backend, with scales for 8-bit pools."""
   if case.value_dim is not None:
-    if planned:
-      raise NotImplementedError("latents take no plan")
     return _latent(backend, case, arrays)
-  # The plan is not timed, because a decode step makes one for all layers.
-  plan = None
-  if planned:
-    workers = kernels.decode_workers(arrays.k_pages, backend=backend)
-    if workers is None:
-      raise NotImplementedError(f"{backend} takes no plan")
-    plan = kernels.plan_decode(arrays.lengths, workers=workers)
 
-  def function(q, rotation, k_pages, v_pages, tables, lengths, plan):
+  def function(q, rotation, k_pages, v_pages, tables, lengths):
     return kernels.paged_decode(
       q,
       k_pages,
@@ -116,11 +107,10 @@ def ours(backend: str, planned: bool, case: Case, arrays: Arrays) -> Call:
       tables[rotation],
       lengths,
       options=_scales(case),
-      plan=plan,
       backend=backend,
     )[0]
 
-  inputs = arrays.k_pages, arrays.v_pages, arrays.tables, arrays.lengths, plan
+  inputs = arrays.k_pages, arrays.v_pages, arrays.tables, arrays.lengths
   return Call(function, inputs, len(arrays.tables))
 
 
@@ -241,11 +231,9 @@ def sides(
   """Returns all sides of a case on a platform, ours first."""
   named: dict[str, Callable[[Case, Arrays], Call]] = {}
   for backend in choose.for_platform(platform):
-    named[backend] = functools.partial(ours, backend, False)
+    named[backend] = functools.partial(ours, backend)
     if case.prefix:
       named[f"{backend} shared"] = functools.partial(ours_shared, backend)
-  if platform == "cuda":
-    named["mosaic_gpu planned"] = functools.partial(ours, "mosaic_gpu", True)
   if not case.main:
     return named
   named["xla dense"] = functools.partial(dense, "xla")

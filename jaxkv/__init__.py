@@ -95,7 +95,6 @@ Packages. Most packages are imported when they are first used. Only modules of
 | `jaxkv.host.vllm`, `jaxkv.host.esurge` | managers for vLLM and eSurge |
 | `jaxkv.integrations.nnx` | `flax.nnx` models over the cache |
 | `jaxkv.integrations.tunix` | a rollout engine for tunix |
-| `jaxkv.integrations.skyrl_tx` | sampling for SkyRL-tx |
 | `jaxkv.integrations.ray` | workers as Ray actors |
 | `jaxkv.kernels` | paged attention and page operations on plain arrays |
 
@@ -111,7 +110,6 @@ Commands (`python -m jaxkv COMMAND --help` lists the options):
 |---|---|
 | `rollout` | continues prompts, by default with a small character model |
 | `replay TRACE --pages N` | runs a request trace through the verbs in a scan |
-| `grpo` | trains a small model by GRPO, in one program |
 | `doctor` | prints versions, devices, backends and speeds, and runs a check |
 
 `replay` reads JSON lines with `input_length, output_length, hash_ids`, and
@@ -202,7 +200,7 @@ from jaxkv._src.cache.verbs.truncate import truncate
 from jaxkv._src.kv.view import view
 from jaxkv._src.show import show
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Imported when they are first used, so that `import jaxkv` stays fast.
 _LAZY_MODULES = (

@@ -7,7 +7,6 @@ import sys
 import jax
 
 from jaxkv._src.commands import doctor
-from jaxkv._src.commands import grpo
 from jaxkv._src.commands import replay
 from jaxkv._src.commands import rollout
 from jaxkv._src.commands.output import CommandError
@@ -49,7 +48,6 @@ def _parser() -> argparse.ArgumentParser:
   for name, command, text in (
     ("rollout", rollout, "generate from prompts inside a jitted loop"),
     ("replay", replay, "run a request trace through the cache"),
-    ("grpo", grpo, "train a small model on its own answers, in one program"),
     ("doctor", doctor, "print versions, devices and speeds, and run a check"),
   ):
     subparser = commands.add_parser(name, help=text, description=text)

@@ -11,7 +11,6 @@ the letters of array shapes.
 | `write` | stores the keys and values of new tokens |
 | `share` | finds pages that several rows begin with, to read them once |
 | `refresh_shared` | checks which rows still share pages, for all layers |
-| `plan_decode` | cuts a decode step into equal pieces, for all layers |
 | `attend` | computes attention over the tokens of a sequence or an encoder |
 | `attend_with_lse` | the same, and returns the log-sum-exps |
 | `copy` | copies pages in every layer, as `fork` and `truncate` require |
@@ -83,9 +82,6 @@ token of each decoding sequence, then chunks of prompts. `write` and `attend`
 accept it in place of a `View`. Outside of attention and recurrent layers, a
 model treats tokens independently. So the same model can take tokens [B, T], or
 tokens [1, C] in a mixed step of C tokens.
-
-Plans. `plan_decode` puts a plan into a view for `mosaic_gpu`, the only backend
-that takes plans. A layer then starts 8 kernels instead of 12.
 
 Latents. Multi-head latent attention (MLA) stores one vector for each token. The
 vector is the key, and its leading elements are the value. With `value_dim`,
@@ -162,7 +158,6 @@ int8. The last three have a scale for each token and head.
 from jaxkv._src.kv.attend import attend
 from jaxkv._src.kv.attend import attend_with_lse
 from jaxkv._src.kv.batch import Batch
-from jaxkv._src.kv.decode_plan import plan_decode
 from jaxkv._src.kv.expert_ids import ExpertIdPages
 from jaxkv._src.kv.expert_ids import init_expert_ids
 from jaxkv._src.kv.expert_ids import read_expert_ids
@@ -212,7 +207,6 @@ __all__ = [
   "init_states",
   "move",
   "page_bytes",
-  "plan_decode",
   "plan_layers",
   "read_expert_ids",
   "read_state",

@@ -202,12 +202,11 @@ def test_no_import_cycle():
 
 
 def test_imports_are_the_dependencies():
-  """An installation brings what is imported; pictures need an extra."""
+  """An installation brings what is imported, and nothing else."""
   project = tomllib.loads((_ROOT / "pyproject.toml").read_text("utf-8"))
-  extras = project["project"]["optional-dependencies"]
   declared = {
     re.split(r"[<>=!~\[; ]", requirement)[0].replace("-", "_")
-    for requirement in [*project["project"]["dependencies"], *extras["plots"]]
+    for requirement in project["project"]["dependencies"]
   }
   imported = {
     name.partition(".")[0] for module in _PACKAGES for name in _imports(module)

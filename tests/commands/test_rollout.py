@@ -244,8 +244,7 @@ class TestCommandLine:
         "model prompt prompts chat samples max-tokens temperature seed slots "
         "pages page-size json processes",
       ),
-      ("replay", "pages host-pages rule json"),
-      ("grpo", "rounds numerics dtype seed json"),
+      ("replay", "pages offload-pages rule json"),
     ],
   )
   def test_help_names_every_option(self, capsys, name, options):

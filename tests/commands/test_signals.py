@@ -22,7 +22,12 @@ def _started(folder, *words):
   return subprocess.Popen(
     [sys.executable, *words],
     cwd=folder,
-    env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    env={
+      **os.environ,
+      "PYTHONPATH": os.pathsep.join(sys.path),
+      # An empty folder, so that the model is trained, which takes long.
+      "JAXKV_CACHE": str(folder),
+    },
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
@@ -34,7 +39,7 @@ def test_signals_at_any_time(tmp_path, request):
   draw = random.Random(0)
   # Imports, a compilation, a loop: each a few times with `--deep`.
   for code in _SIGNALS * (5 if request.config.getoption("--deep") else 2):
-    process = _started(tmp_path, "-c", _COMMAND, "grpo", "--rounds", "99999")
+    process = _started(tmp_path, "-c", _COMMAND, "rollout")
     time.sleep(draw.uniform(0.1, 12))
     process.send_signal(code)
     start_time = time.monotonic()

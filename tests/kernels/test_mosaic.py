@@ -1,6 +1,5 @@
 """Parts of the Mosaic backends, and cases beyond the table of shapes."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -23,7 +22,6 @@ from tests.kernels.shapes import SHAPES
 from tests.kernels.shapes import assert_matches
 from tests.kernels.shapes import problem
 from tests.kernels.shapes import put
-from tests.kernels.shapes import queries
 
 # On a Hopper `mosaic_gpu` is not interpreted.
 INTERPRETED: dict[str, Any] = {
@@ -111,28 +109,6 @@ class TestKernels:
       interpret=INTERPRETED["mosaic_gpu"],
     )
     assert_matches(out, lse, *expected, q.dtype, 2e-6)
-
-  @pytest.mark.slow
-  @pytest.mark.parametrize(
-    "planned",
-    [
-      pytest.param((300, 0, 70, 9), marks=quickly_interpreted),
-      (140, 8, 400, 0),
-    ],
-  )
-  def test_planned_decode_equals_the_reference(self, planned):
-    """A plan for these lengths or for others; a piece is behind the window."""
-    shape = dataclasses.replace(
-      SHAPES["bfloat16_mqa"], lengths=(300, 0, 70, 9), options={"window": 150}
-    )
-    case = problem(shape)
-    q = queries(case, shape, 4)
-    arguments = (q, *case.pools, case.lengths)
-    plan = kernels.plan_decode(jnp.asarray(planned, jnp.int32), workers=5)
-    assert int(plan.begins[-1]) > 5
-    expected = reference.paged_decode(*arguments, **case.options)
-    out, lse = decode("mosaic_gpu", *arguments, plan=plan, **case.options)
-    assert_matches(out, lse, *expected, case.dtype, 2e-6)
 
   @pytest.mark.slow
   @over_backends

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxkv_kernels as kernels
 from jaxkv_kernels._src.attention import online_softmax
 from jaxkv_kernels._src.attention import query_tiles
 from jaxkv_kernels._src.attention import reference
@@ -43,12 +42,10 @@ merge = jax.jit(
 )
 
 
-def work_of(lengths, columns, *, window=None, plan=None):
+def work_of(lengths, columns, *, window=None):
   """Work lists of decoding: (real units, where tiles begin, most results)."""
   lengths = jnp.asarray(lengths, jnp.int32)
-  options = CallOptions(
-    page_offset=jnp.int32(0), scale=1.0, window=window, plan=plan
-  )
+  options = CallOptions(page_offset=jnp.int32(0), scale=1.0, window=window)
   pool = jnp.zeros((1, 2, 16, 64))
   zeros = jnp.zeros_like(lengths)
   call = AttentionCall(
@@ -70,17 +67,10 @@ def work_of(lengths, columns, *, window=None, plan=None):
 class TestWorkList:
   @pytest.mark.slow
   @pytest.mark.parametrize("window", [None, 100])
-  @pytest.mark.parametrize("planned", [False, True])
-  def test_work_covers_every_token_once(self, window, planned):
+  def test_work_covers_every_token_once(self, window):
     lengths = np.array([1000, 0, 1, 64, 130, 999])
     columns = 63
-    plan = None
-    if planned:
-      plan = kernels.plan_decode(jnp.asarray(lengths, jnp.int32), workers=7)
-    work, offsets, max_pieces = work_of(
-      lengths, columns, window=window, plan=plan
-    )
-    assert (max_pieces is None) == planned
+    work, offsets, _ = work_of(lengths, columns, window=window)
     counts = np.zeros((len(lengths), columns * 16), int)
     for row, *bounds in zip(work.tile, work.first, work.end, strict=True):
       counts[row, slice(*bounds)] += 1
@@ -108,7 +98,7 @@ class TestWorkList:
     """Not by its table's width, which here is 64 times the longest row."""
     work, offsets, max_pieces = work_of(lengths, 2**14, window=window)
     assert np.diff(offsets).tolist() == list(pieces)
-    assert max_pieces is not None and max(pieces) <= max_pieces
+    assert max(pieces) <= max_pieces
     num_tokens = work.end - work.first
     for row, count in enumerate(pieces):
       row_tokens = num_tokens[work.tile == row]
@@ -141,9 +131,8 @@ class TestMerge:
   @pytest.mark.slow
   @pytest.mark.parametrize("dim", [5, 192])
   @pytest.mark.parametrize("counts", [(3, 0, 1, 2), (40, 16, 17, 0), (1, 0, 1)])
-  @pytest.mark.parametrize("planned", [False, True])
   @pytest.mark.parametrize("large", [0, 2**20])
-  def test_equals_attention_over_all_keys(self, large, planned, counts, dim):
+  def test_equals_attention_over_all_keys(self, large, counts, dim):
     """Unused results and padding rows may hold anything.
 
     With large logits a log-sum-exp keeps no digits of the sums.
@@ -160,17 +149,10 @@ class TestMerge:
       totals[tile, :count, :, 1, :rows] = rng.uniform(1, 9, tops.shape)
     totals[0, 0, 0] = [[online_softmax.LOWEST], [0]]
     results = [x.reshape(-1, *x.shape[2:]) for x in (out, totals)]
-    if planned:
-      order = np.argsort(np.isnan(results[1][:, 1, 0, 0]), kind="stable")
-      results = [x[order] for x in results]
     tops, sums = np.moveaxis(totals.astype(np.float64), 3, 0)
     with np.errstate(divide="ignore"):
       lse = tops * np.log(2) + np.log(sums)
-    merged = merge(
-      *put(*results, offsets),
-      max_pieces=None if planned else max_pieces,
-      rows=rows,
-    )
+    merged = merge(*put(*results, offsets), max_pieces=max_pieces, rows=rows)
     for tile, count in enumerate(counts):
       expected = np.zeros((2, rows, dim)), np.full((2, rows), -np.inf)
       if count:
@@ -180,20 +162,18 @@ class TestMerge:
       for a, b in zip(merged, expected, strict=True):
         np.testing.assert_allclose(a[tile], b, rtol=2e-7, atol=2e-6)
 
-  @pytest.mark.parametrize("planned", [False, True])
   @pytest.mark.parametrize("bad", [np.nan, np.inf])
-  def test_nan_of_a_tile_is_kept(self, planned, bad):
+  def test_nan_of_a_tile_is_kept(self, bad):
     """The NaN fills the tile's own result, and no other."""
     rng = np.random.default_rng(0)
     offsets = np.array([0, 2, 4, 6], np.int32)
     out = rng.standard_normal((6, 1, 1, 3)).astype(np.float32)
     totals = rng.uniform(1, 9, (6, 1, 2, 1)).astype(np.float32)
-    max_pieces = None if planned else 2
-    clean = merge(*put(out, totals, offsets), max_pieces=max_pieces, rows=1)
+    clean = merge(*put(out, totals, offsets), max_pieces=2, rows=1)
     out[2] = bad
     if np.isnan(bad):
       totals[2] = bad
-    spoiled = merge(*put(out, totals, offsets), max_pieces=max_pieces, rows=1)
+    spoiled = merge(*put(out, totals, offsets), max_pieces=2, rows=1)
     assert not np.isfinite(spoiled[0][1]).any()
     for a, b in zip(clean, spoiled, strict=True):
       np.testing.assert_array_equal(a[::2], b[::2])

@@ -1,4 +1,4 @@
-"""Offloaded pages: their contents, their place and their programs."""
+"""Offloaded pages: contents, shardings and compiled programs."""
 
 import functools
 import re
@@ -41,7 +41,7 @@ def _moves(*rows, num_pages=_N):
 
 
 def _pools():
-  """All kinds of pools, with random contents."""
+  """Returns pools of every class, with random contents."""
   pools = (
     jaxkv.kv.init(_CONFIG, num_layers=2, num_kv_heads=2, head_dim=16),
     jaxkv.kv.init(
@@ -59,11 +59,11 @@ def _pools():
   )
   leaves, structure = jax.tree.flatten(pools)
   keys = jax.random.split(jax.random.key(0), len(leaves))
-  filled = [
+  values = [
     jax.random.randint(key, leaf.shape, 0, 100).astype(leaf.dtype)
     for key, leaf in zip(keys, leaves, strict=True)
   ]
-  return jax.tree.unflatten(structure, filled)
+  return jax.tree.unflatten(structure, values)
 
 
 def _pages(pools):
@@ -75,23 +75,23 @@ def _pages(pools):
   ]
 
 
-def test_contents_of_all_kinds_of_pools():
-  """Saved, exchanged, restored in one call and in the next, bit for bit."""
+def test_moves_keep_the_contents_of_every_pool():
+  """Pages are saved, exchanged and restored bit for bit, also across calls."""
   pools = _pools()
   offload = jaxkv.kv.init_offload(pools, _CONFIG)
-  before = _pages(pools)
+  old_pools = _pages(pools)
   move = jax.jit(jaxkv.kv.move, donate_argnums=(0, 1))
   # Page 4 and offload page 2 exchange places; so do page 2 and offload page 1.
   pools, offload = move(
     pools, offload, _moves((3, 1, None), (4, 2, 2), (5, None, 1), (2, 1, 1))
   )
   middle = _pages(pools)
-  for old, new in zip(before, middle, strict=True):
+  for old, new in zip(old_pools, middle, strict=True):
     np.testing.assert_array_equal(new[:, 4], 0)
     for page, content in ((5, 3), (2, 3), (3, 3), (6, 6), (7, 7), (1, 1)):
       np.testing.assert_array_equal(new[:, page], old[:, content])
   pools, offload = move(pools, offload, _moves((6, None, 2), (7, None, 1)))
-  for old, new in zip(before, _pages(pools), strict=True):
+  for old, new in zip(old_pools, _pages(pools), strict=True):
     np.testing.assert_array_equal(new[:, 6], old[:, 4])
     np.testing.assert_array_equal(new[:, 7], old[:, 2])
   kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(offload)}
@@ -117,7 +117,7 @@ def test_pages_are_split_by_heads():
   kv = jax.tree.map(
     lambda leaf: jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape), kv
   )
-  before = _pages((kv,))
+  old_pools = _pages((kv,))
   where = NamedSharding(mesh, P(None, "model"))
   kv = jax.device_put(kv, where)
   offload = jaxkv.kv.init_offload(kv, config)
@@ -132,12 +132,12 @@ def test_pages_are_split_by_heads():
   assert set(shapes) <= {"", "1"}
   kv, offload = move(kv, offload, moves)
   assert offload.pages[0].sharding.memory_kind == "pinned_host"
-  for old, new in zip(before, _pages((kv,)), strict=True):
+  for old, new in zip(old_pools, _pages((kv,)), strict=True):
     np.testing.assert_array_equal(new[:, 4], old[:, 3])
 
 
 def test_inside_shard_map():
-  """Each device moves pages of its own pools."""
+  """Each device moves pages of one shard's pools."""
   if jax.device_count() < 2:
     pytest.skip("needs two devices")
   auto = jax.sharding.AxisType.Auto
@@ -154,11 +154,11 @@ def test_inside_shard_map():
   @functools.partial(
     jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data")
   )
-  def run(numbers):
+  def run(offsets):
     kv = jaxkv.kv.init(
       config, num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32"
     )
-    kv = jax.tree.map(lambda leaf: leaf + numbers[0].astype(jnp.float32), kv)
+    kv = jax.tree.map(lambda leaf: leaf + offsets[0].astype(jnp.float32), kv)
     offload = jaxkv.kv.init_offload(kv, config)
     kv, offload = jaxkv.kv.move(kv, offload, _moves((3, 1, None)))
     kv = jax.tree.map(jnp.zeros_like, kv)
@@ -177,7 +177,7 @@ def _in_a_loop(kv, offload, moves):
   return jax.lax.fori_loop(0, 3, body, (kv, offload))
 
 
-def test_nothing_of_a_pools_size_is_copied():
+def test_moves_copy_no_pool():
   config = jaxkv.CacheConfig(
     num_pages=512, page_size=4, num_slots=2, pages_per_slot=4, offload_pages=768
   )
@@ -233,10 +233,10 @@ def test_in_place_on_a_tpu(target):
     offload = jax.device_put(offload, jax.memory.Space.Host)
     return _in_a_loop(kv, offload, moves)
 
-  places = jax.tree.map(lambda _: on_device, kv)
-  host_places = jax.tree.map(lambda _: is_offloaded, offload)
+  shardings = jax.tree.map(lambda _: on_device, kv)
+  host_shardings = jax.tree.map(lambda _: is_offloaded, offload)
   program = jax.jit(
-    run, donate_argnums=(0, 1), out_shardings=(places, host_places)
+    run, donate_argnums=(0, 1), out_shardings=(shardings, host_shardings)
   )
   with jax.set_mesh(mesh):
     lowered = program.trace(
@@ -250,7 +250,7 @@ def test_in_place_on_a_tpu(target):
   assert compiled.memory_analysis().temp_size_in_bytes < 2**23
 
 
-def test_refuses_what_it_cannot_use():
+def test_bad_arguments_are_refused():
   config = jaxkv.CacheConfig(
     num_pages=_N, page_size=4, num_slots=2, pages_per_slot=4
   )

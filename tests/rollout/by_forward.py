@@ -144,11 +144,11 @@ def distributions(params, groups: Groups, name="plain", temperature=1.0):
   logits = _trainer(name)(params, jnp.asarray(tokens.reshape(-1, width)))
   scores = np.asarray(jax.nn.log_softmax(logits / jnp.float32(temperature)))
   scores = scores.reshape(count, samples, width, -1)
-  places = groups.prompt_lengths[:, None] - 1 + np.arange(columns)[None]
-  places = np.broadcast_to(
-    places[:, None, :, None], (count, samples, columns, 1)
+  positions = groups.prompt_lengths[:, None] - 1 + np.arange(columns)[None]
+  positions = np.broadcast_to(
+    positions[:, None, :, None], (count, samples, columns, 1)
   )
-  return np.take_along_axis(scores, places, axis=2)
+  return np.take_along_axis(scores, positions, axis=2)
 
 
 def mask_of(groups: Groups) -> np.ndarray:
@@ -171,9 +171,9 @@ def check_scored(
 
 def rows_to_compute(groups: Groups, cached) -> list[int]:
   """Returns the tokens to compute: a prompt once, and each completion."""
-  total = groups.lengths.sum(axis=1)
-  prompt = np.where(total > 0, groups.prompt_lengths - 1, 0)
-  return (prompt - np.asarray(cached) + total).tolist()
+  num_completion_tokens = groups.lengths.sum(axis=1)
+  prompt = np.where(num_completion_tokens > 0, groups.prompt_lengths - 1, 0)
+  return (prompt - np.asarray(cached) + num_completion_tokens).tolist()
 
 
 def pages_held(state: rollout.Memory) -> int:

@@ -29,7 +29,7 @@ def _as(config, params, dtype, numerics):
 
 
 def _drawn(config, params, prompts, samples, new, slots):
-  """A rollout's samples, in groups."""
+  """Returns the samples of a rollout, in groups."""
   columns = prompts.shape[1]
   sizes = jaxkv.CacheConfig(
     num_pages=1 + (slots + 2) * -(-(columns + new) // 16),
@@ -56,9 +56,9 @@ def _drawn(config, params, prompts, samples, new, slots):
   run = as_users.jit(
     functools.partial(rollout.generate, model=forward), donate_argnums=1
   )
-  drawn = rollout.generated(run(params, state))
+  results = rollout.generated(run(params, state))
   return rollout.grouped(
-    drawn, num_samples=samples, prompt_columns=columns, completion_columns=new
+    results, num_samples=samples, prompt_columns=columns, completion_columns=new
   )
 
 
@@ -89,7 +89,7 @@ def _scored(config, params, groups):
 
 
 def _mismatch(config, params, groups, each):
-  """The most that log-probs of score and trainer are off, and tokens seen."""
+  """Returns the largest gaps of score and trainer, and the number of tokens."""
 
   def loss(params, groups):
     new = models.grouped_log_probs(
@@ -102,17 +102,17 @@ def _mismatch(config, params, groups, each):
   worst = {"score": 0.0, "forward": 0.0, "gradient": 0.0}
   tokens = 0
   scored = _scored(config, params, groups)
-  for first in range(0, groups.prompts.shape[0], each):
-    rows = slice(first, first + each)
-    own = jax.tree.map(lambda x, rows=rows: x[rows], groups)
-    mask = np.asarray(own.mask)
-    others = {
+  for first_row in range(0, groups.prompts.shape[0], each):
+    rows = slice(first_row, first_row + each)
+    part = jax.tree.map(lambda x, rows=rows: x[rows], groups)
+    mask = np.asarray(part.mask)
+    log_probs = {
       "score": scored[rows],
-      "forward": forward(params, own),
-      "gradient": gradient(params, own)[0][1],
+      "forward": forward(params, part),
+      "gradient": gradient(params, part)[0][1],
     }
-    for name, other in others.items():
-      off = np.abs(np.asarray(own.log_probs) - np.asarray(other))[mask].max()
+    for name, expected in log_probs.items():
+      off = np.abs(part.log_probs - expected)[mask].max()
       worst[name] = max(worst[name], float(off))
     tokens += int(mask.sum())
   print(f"\n{config.dtype.name} {config.numerics}: {tokens} tokens, {worst}")
@@ -120,7 +120,7 @@ def _mismatch(config, params, groups, each):
 
 
 @_DTYPES
-def test_characters(dtype):
+def test_character_model_has_the_same_bits(dtype):
   model = characters.character_model(progress=False)
   text = characters.reference_text()
   starts = np.arange(25) * 3001
@@ -138,7 +138,7 @@ def test_characters(dtype):
 
 
 @_DTYPES
-def test_smollm2(dtype):
+def test_smollm2_has_the_same_bits(dtype):
   loaded = models.load(named_models.fetch("smollm2"))
   config, params = _as(loaded.config, loaded.params, dtype, "exact")
   text = "The paged cache keeps what a model has read, and"

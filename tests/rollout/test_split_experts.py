@@ -115,36 +115,37 @@ def _program(names, axes, state, **options):
     ("gpt_oss", 4, 0, {"draft_tokens": 2}),
   ],
 )
-def test_tokens_are_those_of_one_device(name, data, model, options):
+def test_results_equal_one_device(name, data, model, options):
   """Shards that have nothing to do make idle calls for the others."""
   names, axes = _names(name, **options), _axes(data, model)
-  wanted = rollout.generated(recipes.done(names, recipes.begun(names)))
+  expected = rollout.generated(recipes.done(names, recipes.begun(names)))
   state = recipes.begun_on(names, axes)
   layer = names["params"]["layers"][-1][0]
   for leaf in ("expert_gate", "expert_up", "expert_down"):
-    number = layer[leaf].shape[1] // data
-    assert layer[leaf].addressable_shards[0].data.shape[1] == number
+    num_experts = layer[leaf].shape[1] // data
+    assert layer[leaf].addressable_shards[0].data.shape[1] == num_experts
   heads = {}
   if model and name == "deepseek":
     heads["head_sharding"] = NamedSharding(axes.mesh, P("model"))
-  compiled, steps = _program(names, axes, state, **heads), []
+  compiled = _program(names, axes, state, **heads)
+  steps = []
   while not rollout.is_done(state):
     state = compiled(names["params"], state, rollout.Until(steps=5))
     steps.append(np.asarray(state.counters.steps).tolist())
   # All shards count all calls, and none passes the limit.
-  for number, counts in enumerate(steps, 1):
-    assert len(set(counts)) == 1 and counts[0] <= 5 * number, steps
+  for num_calls, counts in enumerate(steps, 1):
+    assert len(set(counts)) == 1 and counts[0] <= 5 * num_calls, steps
   for shard in range(data):
     state_of_shard = jax.tree.map(lambda leaf, i=shard: leaf[i], state)
     log = rollout.timeline(state_of_shard)
     np.testing.assert_array_equal(log.kinds == 0, log.sequences == -1)
   results = sharding.generated(state, axes=axes)
-  recipes.assert_equal_results(results, wanted)
-  count = len(wanted.lengths)
-  np.testing.assert_array_equal(results.experts[:count], wanted.experts)
+  recipes.assert_equal_results(results, expected)
+  count = len(expected.lengths)
+  np.testing.assert_array_equal(results.experts[:count], expected.experts)
   np.testing.assert_allclose(
     results.records.raw_log_probs[:count],
-    wanted.records.raw_log_probs,
+    expected.records.raw_log_probs,
     rtol=1e-5,
     atol=1e-5,
   )
@@ -183,13 +184,13 @@ def test_only_activations_move():
 
 
 @pytest.mark.slow
-def test_the_example():
+def test_example_equals_one_device():
   """The program of `help(jaxkv.sharding)`, with twelve lines."""
   names = _names("deepseek")
-  wanted = rollout.generated(recipes.done(names, recipes.begun(names)))
+  expected = rollout.generated(recipes.done(names, recipes.begun(names)))
   recipes.run("Data parallel attention", names)
   recipes.run("All four", names)
-  recipes.assert_equal_results(names["results"], wanted)
+  recipes.assert_equal_results(names["results"], expected)
   pieces = map(recipes.pieces, ("Data parallel attention", "All four"))
   lines = "".join(next(zip(*pieces, strict=False))).split("\n")
   assert sum(bool(line.strip()) for line in lines) <= 12
@@ -198,12 +199,12 @@ def test_the_example():
 @pytest.mark.deep
 def test_two_shards_on_each_device():
   names, axes = _names("deepseek"), _axes(2)
-  wanted = rollout.generated(recipes.done(names, recipes.begun(names)))
+  expected = rollout.generated(recipes.done(names, recipes.begun(names)))
   state = recipes.begun_on(names, axes, num_shards=4)
   names["model"] = functools.partial(names["model"], expert_axis="data")
   state = recipes.done(names, state, axes)
   results = sharding.generated(state, axes=axes)
-  recipes.assert_equal_results(results, wanted)
+  recipes.assert_equal_results(results, expected)
 
 
 class TestArguments:

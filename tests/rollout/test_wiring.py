@@ -1,7 +1,7 @@
 """Mistakes in a model's wiring raise, and name the argument.
 
 The model is plain JAX: layers with sliding windows and grouped queries. It is
-right without a mistake, see `test_the_model`.
+right without a mistake, see `test_tokens_equal_uncached_attention`.
 """
 
 import dataclasses
@@ -149,19 +149,19 @@ def _traced(state, wiring=None, model=None):
 
 
 @pytest.mark.slow
-def test_the_model():
+def test_tokens_equal_uncached_attention():
   """Without a mistake, tokens are those of attention without a cache."""
-  end = jax.jit(_generate)(_begun())
-  assert bool(rollout.is_done(end))
+  state = jax.jit(_generate)(_begun())
+  assert bool(rollout.is_done(state))
   params = _params()
   for row, length in enumerate(_LENGTHS):
     tokens = _PROMPTS[row][:length]
     for _ in range(_CONFIG.max_new_tokens):
       tokens = [*tokens, int(jnp.argmax(_uncached_logits(params, tokens)))]
-    assert end.queue.tokens[row, : len(tokens)].tolist() == tokens
+    assert state.queue.tokens[row, : len(tokens)].tolist() == tokens
 
 
-def test_no_mistake():
+def test_right_wiring_is_traced():
   _traced(_begun())
 
 
@@ -208,22 +208,22 @@ def test_no_mistake():
     "logits of all tokens",
   ],
 )
-def test_mistakes(wiring, error, message):
+def test_wrong_wiring_is_refused(wiring, error, message):
   with pytest.raises(error, match=message):
     _traced(_begun(), wiring)
 
 
-def test_pages_without_a_dtype():
-  """They are bfloat16, which a model in float32 must not round to silently."""
+def test_pages_of_the_default_dtype_are_refused():
+  """A float32 model must not silently round to bfloat16, the default."""
   message = r"`k` must be bfloat16, the default dtype .*dtype=float32"
   with pytest.raises(TypeError, match=message):
     _traced(_begun(dtype=None))
-  # It may round to it, if that is said.
+  # An explicit dtype allows it.
   _traced(_begun(dtype="bfloat16"))
 
 
 class TestMemory:
-  def test_no_memory_at_all(self):
+  def test_missing_memory_is_refused(self):
     def model(params, batch, kv):
       logits, _ = _model(params, batch, kv, wiring=_Wiring())
       return logits, 0.0
@@ -231,7 +231,7 @@ class TestMemory:
     with pytest.raises(TypeError, match=r"`kv` that `model` returns .* float"):
       _traced(_begun(), model=model)
 
-  def test_other_pools(self):
+  def test_other_pools_are_refused(self):
     def model(params, batch, kv):
       logits, kv = _model(params, batch, kv, wiring=_Wiring())
       return logits, (kv,)
@@ -246,7 +246,7 @@ class TestMemory:
 
     _traced(_begun(), model=model)
 
-  def test_all_logits(self):
+  def test_all_logits_checks_its_model(self):
     """It checks the function that it converts, under its own name."""
 
     def all_tokens(params, batch, kv):

@@ -26,7 +26,6 @@ from jaxkv._src.commands import output
 _PACKAGES = ("jax", "jaxlib", "numpy", "chex", "optax")
 # For each extra, one package whose presence shows that the extra is installed.
 _EXTRAS = {
-  "plots": "matplotlib",
   "hf": "tokenizers",
   "hub": "huggingface_hub",
   "gguf": "gguf",

@@ -136,6 +136,15 @@ class Timeline(NamedTuple):
   def _repr_svg_(self) -> str:
     return self.svg()
 
+  def __repr__(self) -> str:
+    num_steps, num_slots = self.kinds.shape
+    shares = ", ".join(
+      f"{name} {np.mean(self.kinds == kind):.0%}"
+      for kind, name in enumerate(_NAMES)
+    )
+    last_step = self.start + num_steps - 1
+    return f"steps {self.start} .. {last_step} of {num_slots} slots: {shares}"
+
 
 def record(
   log: Array | None,

@@ -54,7 +54,6 @@ class QueueEngine:
     *,
     scaled: bool = False,
     banned: tuple[int, ...] = (),
-    salted: bool = False,
     mesh: Mesh | None = None,
     split_heads: bool = False,
   ):
@@ -65,7 +64,6 @@ class QueueEngine:
       sizes: the fixed shapes.
       scaled: True to return log-probs of logits divided by the temperature.
       banned: tokens that only jobs with `may_draw_banned` may draw.
-      salted: True if jobs can have salts, see `Job`.
       mesh: the devices that hold the state; None for the default device.
       split_heads: True to shard the K/V heads of pages over the mesh axis "tp".
     """
@@ -73,7 +71,6 @@ class QueueEngine:
     self._model = _scaled_model(decoder.model) if scaled else decoder.model
     self._init_kv = decoder.init_kv
     self._scaled = scaled
-    self._salted = salted
     self._process = _ban(banned) if banned else None
     self._mesh, self._split_heads = mesh, split_heads
     self._cache = decoder.cache_config(
@@ -158,12 +155,6 @@ class QueueEngine:
   def _serve(self, params: Any, jobs: list[Job]) -> list[list[Answer]]:
     """Serves one batch of jobs, which fits the fixed shapes."""
     batch = client_jobs.batch(jobs, self.sizes, scaled=self._scaled)
-    # If the state has salts, each batch must have salts. Zeros in all rows let
-    # jobs share pages, as without salts.
-    if self._salted and batch.requests.salts is None:
-      salts = np.zeros((self.sizes.total, 4), np.uint32)
-      requests = dataclasses.replace(batch.requests, salts=salts)
-      batch = batch._replace(requests=requests)
     # The state is donated, so it is lost if the call raises.
     state, self._state = self._state, None
     # Clients call `run` in the contexts of different meshes, and jit would
@@ -219,13 +210,11 @@ class QueueEngine:
     """Returns a rollout with an empty queue."""
     batch = client_jobs.batch([], self.sizes, scaled=self._scaled)
     jobs = self.sizes.num_jobs
-    salts = jnp.zeros((self.sizes.total, 4), jnp.uint32)
     requests = rollout.Requests(
       jnp.zeros((jobs, 1), jnp.int32),
       jnp.ones((jobs,), jnp.int32),
       sampling=batch.requests.sampling,
       num_samples=jnp.zeros((jobs,), jnp.int32),
-      salts=salts if self._salted else None,
       extra=batch.requests.extra,
     )
     return rollout.init(

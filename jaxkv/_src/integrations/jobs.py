@@ -29,13 +29,10 @@ class Job:
     top_p: the probability mass to draw from; 1 for all tokens.
     stop_tokens: tokens that end a sample.
     may_draw_banned: True if samples may draw the engine's banned tokens.
-    adapter: the index of the LoRA adapter.
-    salt: part of the page keys, so that jobs with different salts share no
-      page.  # uint32[4]
   """
 
-  # Arrays are not compared, because their `==` is not a bool. Seeds are not
-  # compared, because `joined` merges jobs that differ only in seeds.
+  # The prompt is not compared, because an array's `==` is not a bool. Seeds are
+  # not compared, because `joined` merges jobs that differ only in seeds.
   prompt: np.ndarray = dataclasses.field(compare=False)
   seeds: tuple[int, ...] = dataclasses.field(compare=False)
   max_tokens: int
@@ -44,8 +41,6 @@ class Job:
   top_p: float = 1.0
   stop_tokens: tuple[int, ...] = ()
   may_draw_banned: bool = False
-  adapter: int = 0
-  salt: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
   @property
   def filters(self) -> bool:
@@ -188,10 +183,9 @@ def choose_sizes(
 def joined(jobs: list[Job]) -> list[Job]:
   """Merges adjacent jobs that differ only in their seeds."""
 
-  # Equality of jobs ignores arrays, so the key has the bytes of the arrays.
-  def without_seeds(job: Job) -> tuple[Job, bytes, bytes]:
-    salt = b"" if job.salt is None else job.salt.tobytes()
-    return job, job.prompt.tobytes(), salt
+  # Equality of jobs ignores arrays, so the key has the bytes of the prompt.
+  def without_seeds(job: Job) -> tuple[Job, bytes]:
+    return job, job.prompt.tobytes()
 
   groups = []
   for _, equal_jobs in itertools.groupby(jobs, without_seeds):
@@ -261,11 +255,7 @@ def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> JobBatch:
   extra = {
     "temperature": np.ones((total,), np.float32),
     "may_draw": np.zeros((total,), np.bool_),
-    "adapter": np.zeros((total,), np.int32),
   }
-  salts = None
-  if any(job.salt is not None for job in jobs):
-    salts = np.zeros((total, 4), np.uint32)
   for number, job in enumerate(jobs):
     prompts[number, : len(job.prompt)] = job.prompt
     lengths[number], counts[number] = len(job.prompt), len(job.seeds)
@@ -280,9 +270,6 @@ def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> JobBatch:
     stops[rows, : len(job.stop_tokens)] = job.stop_tokens
     extra["temperature"][rows] = job.temperature or 1
     extra["may_draw"][rows] = job.may_draw_banned
-    extra["adapter"][rows] = job.adapter
-    if salts is not None and job.salt is not None:
-      salts[number * samples : (number + 1) * samples] = job.salt
   # Unused filters are removed, because a filter that is None is not compiled.
   if not any(job.filters for job in jobs):
     del columns["top_k"], columns["top_p"]
@@ -292,7 +279,6 @@ def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> JobBatch:
     num_samples=counts,
     sampling=Sampling(**columns, stop_tokens=stops),
     extra=extra,
-    salts=salts,
   )
   return JobBatch(requests, np.arange(sizes.num_jobs) < len(jobs))
 

@@ -17,8 +17,3 @@ def of_tunix(name: str) -> Any:
   return extra_package(
     name, install="jaxkv[clients]", task="To serve trainers of tunix"
   )
-
-
-def of_skyrl(name: str) -> Any:
-  """Imports a module of SkyRL-tx by its full name, or raises ImportError."""
-  return extra_package(name, install="skyrl-tx", task="To serve SkyRL-tx")

@@ -344,7 +344,7 @@ def _attend_single(
     out, lse = kernels.cascade_decode(q, kv.k, kv.v, shared, **call)
   else:
     out, lse = kernels.paged_decode(
-      q, kv.k, kv.v, rows.page_table, lengths, plan=rows.plan, **call
+      q, kv.k, kv.v, rows.page_table, lengths, **call
     )
   # An idle row has length 0, for which the kernels return the log-sum-exp of
   # the sinks instead of -inf.

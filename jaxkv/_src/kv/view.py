@@ -24,10 +24,9 @@ class View:
   columns of row b are tokens at positions `starts[b]`, `starts[b] + 1` ...; the
   other columns are padding. `jaxkv.view` makes views.
 
-  For the next step, replace the first three fields; you can keep `shared` and
-  `plan`. `attend` checks which rows still begin with the pages in `shared`,
-  and reads all other rows separately. An old plan balances the work less well,
-  but gives correct results.
+  For the next step, replace the first three fields; you can keep `shared`.
+  `attend` checks which rows still begin with the pages in `shared`, and reads
+  all other rows separately.
 
   Attributes:
     page_table: page ids of each row's sequence, in the order of its tokens, for
@@ -35,7 +34,6 @@ class View:
     starts: the position of each row's first new token.
     num_tokens: the number of new tokens in each row; 0 for an idle row.
     shared: pages that rows have in common, from `jaxkv.kv.share`; or None.
-    plan: equal pieces of decode work, from `jaxkv.kv.plan_decode`; or None.
     kind: the kind of the layer group, so that `attend` can check the window;
       None to accept any window.
   """
@@ -44,7 +42,6 @@ class View:
   starts: jax.Array  # int32[B]
   num_tokens: jax.Array  # int32[B]
   shared: kernels.SharedPrefix | None = None
-  plan: kernels.DecodePlan | None = None
   kind: GroupKind | None = dataclasses.field(
     default=None, metadata={"static": True}
   )

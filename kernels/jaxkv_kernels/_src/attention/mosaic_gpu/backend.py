@@ -2,8 +2,8 @@
 
 A tile is a few queries of one row. A unit of work is a piece of the keys that a
 tile sees. The kernel computes attention over each piece. `merge_pieces` merges
-the results, weighted by the sums of their softmaxes. Without a plan, a row's
-pieces do not depend on the lengths of other rows, and neither do its results.
+the results, weighted by the sums of their softmaxes. A row's pieces do not
+depend on the lengths of other rows, and neither do its results.
 
 Tests compile the kernel for an H200, and run it if there is a Hopper GPU. On a
 CPU they interpret it, with race detection and with plain products in place of
@@ -150,11 +150,6 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
   return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def parallel_units(k_pages: jax.Array) -> int:
-  """Returns the number of units of work that a GPU processes at once."""
-  return _BLOCKS * streams(k_pages.shape[3])
-
-
 def _static(
   k_pages: jax.Array, per_kv_head: int, size: int, options: CallOptions
 ) -> GpuStatic:
@@ -213,7 +208,7 @@ def work_list(
   capacity: int,
   static: GpuStatic,
   options: CallOptions,
-) -> tuple[jax.Array, jax.Array, int | None]:
+) -> tuple[jax.Array, jax.Array, int]:
   """Cuts the keys that each tile sees into units of work.
 
   Args:
@@ -225,30 +220,23 @@ def work_list(
 
   Returns:
     (int32[U, 8], `Unit`s; int32[Z + 1], the first unit of each tile, then the
-    first idle unit; the maximum number of results of a tile, or None if the
-    results of tiles are stored one after another without gaps).
+    first idle unit; the maximum number of results of a tile).
   """
   num = tiles.q.shape[0]
   per_row = num // tree_first.shape[0]
-  if options.plan is not None and per_row == 1 and not static.causal:
-    plan = options.plan
-    tile, begins, max_pieces = plan.row, plan.begins, None
-    first, end = plan.first, plan.end
-    result = jnp.arange(tile.shape[0], dtype=jnp.int32)
-  else:
-    min_blocks, max_pieces = cuts(tiles, capacity, static)
-    begin = tiles.first // TOKENS
-    blocks = jnp.maximum((tiles.end + TOKENS - 1) // TOKENS - begin, 0)
-    share = jnp.maximum((blocks + max_pieces - 1) // max_pieces, min_blocks)
-    ends = jnp.cumsum((blocks + share - 1) // share)
-    begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
-    index = jnp.arange(num * max_pieces, dtype=jnp.int32)
-    tile = jnp.minimum(row_of(ends, index), num - 1)
-    piece = index - begins[tile]
-    # An idle unit begins past its tile's end. The minimum below makes it empty.
-    first = (begin[tile] + piece * share[tile]) * TOKENS
-    end = first + share[tile] * TOKENS
-    result = tile * max_pieces + piece
+  min_blocks, max_pieces = cuts(tiles, capacity, static)
+  begin = tiles.first // TOKENS
+  blocks = jnp.maximum((tiles.end + TOKENS - 1) // TOKENS - begin, 0)
+  share = jnp.maximum((blocks + max_pieces - 1) // max_pieces, min_blocks)
+  ends = jnp.cumsum((blocks + share - 1) // share)
+  begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+  index = jnp.arange(num * max_pieces, dtype=jnp.int32)
+  tile = jnp.minimum(row_of(ends, index), num - 1)
+  piece = index - begins[tile]
+  # An idle unit begins past its tile's end. The minimum below makes it empty.
+  first = (begin[tile] + piece * share[tile]) * TOKENS
+  end = first + share[tile] * TOKENS
+  result = tile * max_pieces + piece
   window = _NO_WINDOW if options.window is None else options.window
   sequence = tile // per_row
   first = jnp.maximum(first, tiles.first[tile])
@@ -256,7 +244,7 @@ def work_list(
   unit = Unit(
     sequence=sequence,
     tile=tile,
-    # Pieces of a plan that are before the window or past the table are empty.
+    # Idle units and pieces before the window are empty.
     first=jnp.where(first < end, first, 0),
     end=jnp.where(first < end, end, 0),
     position=tiles.position[tile],
@@ -270,7 +258,7 @@ def work_list(
 def cuts(
   tiles: query_tiles.Tiles, capacity: int, static: GpuStatic
 ) -> tuple[int, int]:
-  """Returns the limits of pieces for a call without a plan.
+  """Returns the limits of a call's pieces.
 
   Args:
     tiles: the tiles of all sequences.

@@ -30,7 +30,7 @@ def merge_pieces(
   totals: jax.Array,
   begins: jax.Array,
   *,
-  max_pieces: int | None,
+  max_pieces: int,
   rows: int,
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -44,9 +44,8 @@ def merge_pieces(
       have any contents.
     totals: float32[O, K, 2, >=Y], `top` and `total` of `online_softmax`.
     begins: int32[Z + 1]; tile z has `begins[z + 1] - begins[z]` pieces.
-    max_pieces: the maximum number of pieces of a tile, if the results of tile z
-      begin at index `z * max_pieces` and O is Z * max_pieces. None: they begin
-      at index `begins[z]`.
+    max_pieces: the maximum number of pieces of a tile. The results of tile z
+      begin at index `z * max_pieces`, and O is Z * max_pieces.
     rows: Y.
     interpret: as for `compat.call`.
 
@@ -81,7 +80,7 @@ def merge_pieces(
   )
 
 
-def _kernel(refs, out_ref, lse_ref, *, max_pieces: int | None) -> None:
+def _kernel(refs, out_ref, lse_ref, *, max_pieces: int) -> None:
   """Merges all pieces of one query row, `_PIECES` at a time."""
   pieces_ref, totals_ref, begins_ref = refs
   dim = pieces_ref.shape[3]
@@ -91,7 +90,7 @@ def _kernel(refs, out_ref, lse_ref, *, max_pieces: int | None) -> None:
   row = pl.program_id(1)
   begin = begins_ref[tile]
   end = begins_ref[tile + 1]
-  first = begin if max_pieces is None else tile * max_pieces
+  first = tile * max_pieces
   index = jnp.arange(_PIECES, dtype=jnp.int32)
   column = jnp.arange(pl.next_power_of_2(dim), dtype=jnp.int32)
   inside = column < dim
