@@ -91,7 +91,7 @@ def vllm_sides(mode: str, stack: contextlib.ExitStack) -> list[Side]:
       side.scheduler.schedule,
       side.update,
       side.scheduler.requests,
-      schedulers.told,
+      schedulers.as_data,
     )
     for side in schedulers.both_sides(setup, folder)
   ]

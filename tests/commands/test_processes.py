@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -46,12 +47,70 @@ def test_parts_cover_all_prompts():
     assert sum(parts, []) == prompts
 
 
+class _Service:
+  """A coordination service whose other processes are slow, or gone."""
+
+  def __init__(self, num_timeouts, error=None):
+    self.keys, self.num_calls = [], 0
+    self._num_timeouts, self._error = num_timeouts, error
+
+  def key_value_set(self, key, value):
+    self.keys.append(key)
+
+  def blocking_key_value_get(self, key, milliseconds):
+    self.num_calls += 1
+    if self.num_calls > self._num_timeouts and self._error:
+      raise jax.errors.JaxRuntimeError(self._error)
+    if self.num_calls > self._num_timeouts or key in self.keys:
+      return ""
+    raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: timed out")
+
+
+def test_processes_wait_for_the_slowest_without_a_limit():
+  service = _Service(10_000)
+  processes.wait_for_all(service, 3)
+  assert len(service.keys) == 1 and service.num_calls == 10_002
+
+
+def test_a_service_that_is_gone_is_an_error():
+  service = _Service(5, "UNAVAILABLE: connection lost")
+  with pytest.raises(jax.errors.JaxRuntimeError, match="connection lost"):
+    processes.wait_for_all(service, 3)
+
+
+@pytest.mark.deep
+def test_a_process_may_have_more_work_than_another():
+  """Collectives on CPUs fail after 30 s."""
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+  program = "; ".join(
+    [
+      "import sys, time",
+      "from jaxkv._src.commands import processes",
+      "number = int(sys.argv[1])",
+      "processes.start(processes.Processes(sys.argv[2], 2, number))",
+      "time.sleep(number * float(sys.argv[3]))",
+      "import numpy as np",
+      "out = processes.gathered(np.full(2, number), {'generated': number + 1})",
+      "assert out[0].tolist() == [0, 0, 1, 1] and out[1] == {'generated': 3}",
+    ]
+  )
+  words = [sys.executable, "-c", program]
+  wait(*(_run([*words, str(number), address, "45"]) for number in range(2)))
+
+
 def _started(folder, *words):
+  words = [sys.executable, "-m", "jaxkv", "rollout", *_WORDS, *words]
+  return _run(words, JAXKV_CACHE=str(folder))
+
+
+def _run(words, **environment):
   return subprocess.Popen(
-    [sys.executable, "-m", "jaxkv", "rollout", *_WORDS, *words],
+    words,
     env={
       **os.environ,
-      "JAXKV_CACHE": str(folder),
+      **environment,
       "JAX_PLATFORMS": "cpu",
       "PYTHONPATH": os.pathsep.join(sys.path),
     },

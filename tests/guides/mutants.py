@@ -15,7 +15,7 @@ _BITS = "test_bitmask.py::"
 _CHARACTERS = "test_characters.py::test_valid_utf8"
 _DFA = "test_dfa.py::"
 _SCHEMA = "test_schema.py::test_refuses_by_name"
-_EFFECTS = "test_token_masks.py::"
+_EFFECTS = "test_allowed_tokens.py::"
 _SEVERAL = "test_guide.py::TestSeveralGrammars::"
 
 _TABLE = {
@@ -66,9 +66,9 @@ _TABLE = {
     given(keywords=lambda g: g.keywords - {"minimum"}),
     _SCHEMA,
   ),
-  # --- token_masks -----------------------------------------------------------
+  # --- allowed_tokens --------------------------------------------------------
   "ways that no token goes": (
-    "token_masks:_distances",
+    "allowed_tokens:_distances",
     returned(lambda out, g: out.clip(max=3)),
     _EFFECTS + "TestByHand::test_texts_that_tokens_cannot_spell_are_not_begun",
   ),

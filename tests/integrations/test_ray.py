@@ -99,7 +99,7 @@ def _paths():
 def undisturbed():
   with workers.Pool(_make, 1, config=_CONFIG) as pool:
     pool.submit(_requests())
-    return {group.id: group.results for group in pool.results()}
+    return {samples.id: samples.results for samples in pool.results()}
 
 
 def _assert_equal(actual, expected):
@@ -123,19 +123,17 @@ def test_killed_actors_change_no_bit(ray, undisturbed):
       return actors[place]
 
   make = Recorded(functools.partial(_make, pause=0.5), num_cpus=0.5)
-  results_by_id = {}
-  kills = 0
-  start = time.monotonic()
+  results, kills, start = {}, 0, time.monotonic()
   with workers.Pool(make, 4, config=_CONFIG, max_failures=8) as pool:
     pool.submit(_requests())
-    for group in pool.results():
-      assert group.id not in results_by_id
-      results_by_id[group.id] = group.results
+    for samples in pool.results():
+      assert samples.id not in results
+      results[samples.id] = samples.results
       if kills < 4 and time.monotonic() - start > 20 * (kills + 1):
         ray.kill(actors[kills]._actor)
         kills += 1
   assert kills == 4
-  _assert_equal(results_by_id, undisturbed)
+  _assert_equal(results, undisturbed)
 
 
 def test_tokens_span_at_most_one_update(ray):
@@ -143,16 +141,16 @@ def test_tokens_span_at_most_one_update(ray):
   from jaxkv.integrations.ray import RayWorkers
 
   make = RayWorkers(_make, num_cpus=0.5)
-  groups = []
+  parts = []
   with workers.Pool(make, 4, config=_CONFIG, max_age=1) as pool:
     pool.submit(_requests())
-    for group in pool.results():
-      groups.append(group.results)
-      if len(groups) % 18 == 0 and len(groups) <= 180:
-        assert pool.update_weights(_params(len(groups) // 18)) <= 10
-  results = jax.tree.map(lambda *rows: np.concatenate(rows), *groups)
+    for samples in pool.results():
+      parts.append(samples.results)
+      if len(parts) % 18 == 0 and len(parts) <= 180:
+        assert pool.update_weights(_params(len(parts) // 18)) <= 10
+  results = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
   versions = np.where(results.mask, results.versions, 99)
-  assert len(groups) == _NUM_PROMPTS
+  assert len(parts) == _NUM_PROMPTS
   assert (results.versions.max(axis=1) - versions.min(axis=1)).max() <= 1
   assert results.versions.max() == 10
   _assert_scores(results)
@@ -164,10 +162,10 @@ def _assert_scores(results):
   cache_config = jaxkv.CacheConfig(
     num_pages=900, page_size=4, num_slots=16, pages_per_slot=8
   )
-  starts = results.prompt_lengths[:, None]
+  start = results.prompt_lengths[:, None]
   column = np.arange(20)[None]
-  columns = np.minimum(starts + column, 31)
-  lengths = results.lengths[:, None] - starts
+  columns = np.minimum(start + column, 31)
+  lengths = results.lengths[:, None] - start
   answers = np.take_along_axis(results.tokens, columns, axis=1)
   for version in range(11):
     memory = rollout.Memory(
@@ -188,15 +186,16 @@ def _assert_scores(results):
     np.testing.assert_array_equal(scores[is_own], recorded[is_own])
 
 
-def test_damaged_weights_are_refused(ray):
+def test_damaged_weights_are_sent_again(ray):
   from jaxkv._src.integrations import ray_workers
 
   make = ray_workers.RayWorkers(_make, num_cpus=0.5)
   worker = make(0)
   params = jax.device_get(_params(1))
-  make._stored = params, ray.put((params, b"another checksum"))
-  with pytest.raises(ValueError, match="stored as version 1, got other bytes"):
-    worker.update_weights(params, 1, None)
+  damaged = ray.put((params, b"another checksum"))
+  make._stored = params, damaged
+  assert worker.update_weights(params, 1, None) == []
+  assert make._stored[0] is params and make._stored[1] is not damaged
   worker.close()
 
 

@@ -57,7 +57,7 @@ def work_of(lengths, columns, *, window=None):
     counts=jnp.ones_like(lengths),
     options=options,
   )
-  tiles = query_tiles.tile(call, size=1, multiple=8)
+  tiles = query_tiles.tile(call, tile_size=1, multiple=8)
   units, offsets, max_pieces = mosaic_gpu.work_list(
     tiles, zeros, call.capacity, static(), options
   )

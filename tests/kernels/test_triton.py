@@ -103,7 +103,7 @@ class TestReach:
 def sizes_of(q, k_pages, v_pages, page_table):
   """Cuts of the work of a call."""
   rows = jnp.zeros(q.shape[0], jnp.int32)
-  return triton._sizes(
+  return triton._static(
     AttentionCall(
       q=q,
       k_pages=k_pages,

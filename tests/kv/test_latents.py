@@ -257,7 +257,7 @@ class TestOtherCalls:
   @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
   @pytest.mark.parametrize("columns", [1, 3])
   def test_query_heads_of_two_devices(self, columns):
-    """The latents are on both; each has its own query heads."""
+    """Both devices hold all latents, and each a part of the query heads."""
     kv, q = filled(), queries("float32", 3, columns)
     where = view(TABLE, [8, 4, 0], [columns, 1, 0])
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,))

@@ -1,5 +1,6 @@
 """Offloaded pages: contents, shardings and compiled programs."""
 
+import dataclasses
 import functools
 import re
 
@@ -24,6 +25,7 @@ _CONFIG = jaxkv.CacheConfig(
   offload_pages=_HOST,
   groups=(jaxkv.FullAttention(), jaxkv.Recurrent()),
 )
+_ONE_GROUP = dataclasses.replace(_CONFIG, groups=(jaxkv.FullAttention(),))
 
 
 def _moves(*rows, num_pages=_N):
@@ -104,23 +106,16 @@ def test_pages_are_split_by_heads():
   """On a mesh, no page leaves the device of its heads."""
   if jax.device_count() < 2:
     pytest.skip("needs two devices")
-  config = jaxkv.CacheConfig(
-    num_pages=_N,
-    page_size=4,
-    num_slots=2,
-    pages_per_slot=4,
-    offload_pages=_HOST,
-  )
   auto = jax.sharding.AxisType.Auto
   mesh = jax.make_mesh((2,), ("model",), axis_types=(auto,))
-  kv = jaxkv.kv.init(config, num_layers=2, num_kv_heads=2, head_dim=16)
+  kv = jaxkv.kv.init(_ONE_GROUP, num_layers=2, num_kv_heads=2, head_dim=16)
   kv = jax.tree.map(
     lambda leaf: jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape), kv
   )
   old_pools = _pages((kv,))
   where = NamedSharding(mesh, P(None, "model"))
   kv = jax.device_put(kv, where)
-  offload = jaxkv.kv.init_offload(kv, config)
+  offload = jaxkv.kv.init_offload(kv, _ONE_GROUP)
   assert offload.pages[0].sharding.spec == P(None, "model")
   move = jax.jit(jaxkv.kv.move)
   moves = _moves((3, 1, None), (4, None, 1))
@@ -142,13 +137,6 @@ def test_inside_shard_map():
     pytest.skip("needs two devices")
   auto = jax.sharding.AxisType.Auto
   mesh = jax.make_mesh((2,), ("data",), axis_types=(auto,))
-  config = jaxkv.CacheConfig(
-    num_pages=_N,
-    page_size=4,
-    num_slots=2,
-    pages_per_slot=4,
-    offload_pages=_HOST,
-  )
 
   @jax.jit
   @functools.partial(
@@ -156,10 +144,10 @@ def test_inside_shard_map():
   )
   def run(offsets):
     kv = jaxkv.kv.init(
-      config, num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32"
+      _ONE_GROUP, num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32"
     )
     kv = jax.tree.map(lambda leaf: leaf + offsets[0].astype(jnp.float32), kv)
-    offload = jaxkv.kv.init_offload(kv, config)
+    offload = jaxkv.kv.init_offload(kv, _ONE_GROUP)
     kv, offload = jaxkv.kv.move(kv, offload, _moves((3, 1, None)))
     kv = jax.tree.map(jnp.zeros_like, kv)
     kv, _ = jaxkv.kv.move(kv, offload, _moves((5, None, 1)))
@@ -251,21 +239,12 @@ def test_in_place_on_a_tpu(target):
 
 
 def test_bad_arguments_are_refused():
-  config = jaxkv.CacheConfig(
-    num_pages=_N, page_size=4, num_slots=2, pages_per_slot=4
-  )
+  config = dataclasses.replace(_ONE_GROUP, offload_pages=0)
   kv = jaxkv.kv.init(config, num_layers=2, num_kv_heads=2, head_dim=16)
   with pytest.raises(ValueError, match="got offload_pages=0"):
     jaxkv.kv.init_offload(kv, config)
   with pytest.raises(ValueError, match="needs prefix_caching=True"):
-    jaxkv.CacheConfig(
-      num_pages=_N,
-      page_size=4,
-      num_slots=2,
-      pages_per_slot=4,
-      offload_pages=3,
-      prefix_caching=False,
-    )
+    dataclasses.replace(_ONE_GROUP, prefix_caching=False)
   pools = _pools()
   offload = jaxkv.kv.init_offload(pools, _CONFIG)
   with pytest.raises(ValueError, match="`offload` must have the pages of `kv`"):

@@ -58,7 +58,7 @@ def forked():
 
 
 def next_tokens(state, kv, steps):
-  """A view of one more token a row after `steps`, its keys written."""
+  """Returns a view of the last of `steps` new tokens, and the memory."""
   view = None
   for step in range(steps):
     ones = jnp.ones((6,), jnp.int32)
@@ -77,7 +77,7 @@ def next_tokens(state, kv, steps):
 class TestShare:
   @pytest.fixture
   def always(self, monkeypatch):
-    """Sharing always pays."""
+    """Shares pages whatever the savings."""
     savings = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
     monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", savings)
 
@@ -222,7 +222,7 @@ class TestRefreshShared:
       assert isinstance(view_after, memory.FreshView), name
 
   def test_a_fresh_view_is_for_one_step(self, shared):
-    """Only its own rows were checked; the next step starts from `view`."""
+    """A fresh view was checked for its rows; the next step needs `view`."""
     view, kv = shared
     fresh = memory.refresh_shared(kv, view)
     with pytest.raises(TypeError, match="starts"):
@@ -287,7 +287,7 @@ class TestRefreshShared:
 
   @pytest.mark.parametrize("fresh", [True, False])
   def test_layers_do_not_compare_tables(self, shared, fresh):
-    """XLA for a GPU or a TPU would leave that in the loop."""
+    """XLA for a GPU or a TPU would leave the comparison in the loop."""
     view, kv = shared
 
     def layers(kv, view, q):

@@ -223,8 +223,8 @@ def _mixture(token: Any, w: Any, mlp: models.Experts, chosen: Any) -> Any:
 def test_given_experts_in_numpy(name):
   mlp = _LAYERS[name][-1].mlp
   assert isinstance(mlp, models.Experts)
-  stretch = _params(name)["layers"][-1]
-  weights = jax.tree.map(lambda leaf: leaf[-1], stretch[-1])
+  segment = _params(name)["layers"][-1]
+  weights = jax.tree.map(lambda leaf: leaf[-1], segment[-1])
   x = np.random.default_rng(2).normal(size=(1, _TOKENS, 16)).astype(np.float32)
   ids = np.random.default_rng(3).permuted(
     np.tile(np.arange(mlp.num_experts), (_TOKENS, 1)), axis=1

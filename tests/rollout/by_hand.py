@@ -6,6 +6,7 @@ for each window; None means full attention.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,7 @@ def _logits(tokens: list[int], windows) -> np.ndarray:
   return (_TOKENS @ output).astype(np.float32)
 
 
-def _drawn(logits: np.ndarray, key) -> int:
+def _sample(logits: np.ndarray, key) -> int:
   """Draws a block of four tokens, then one of its tokens, by two uniforms."""
   bits = np.asarray(jax.random.bits(key, (2,), jnp.uint32))
   draws = (bits >> 8) / 2.0**24
@@ -113,7 +114,7 @@ def expected(
     logits = _logits(tokens, windows)
     if temperature:
       logits = logits / np.float32(temperature)
-      draw = _drawn(logits, jax.random.fold_in(seq_key, count))
+      draw = _sample(logits, jax.random.fold_in(seq_key, count))
     else:
       draw = np.argmax(logits)
     tokens.append(int(draw))
@@ -141,7 +142,7 @@ def begun(
   kv = options.pop("kv", None) or kv_memory.init(
     sizes, num_layers=1, num_kv_heads=1, head_dim=WIDTH, dtype=jnp.float32
   )
-  kv = jax.tree.map(_poisoned, kv)
+  kv = poisoned(kv)
   if sizes.offload_pages:
     options["offload"] = kv_memory.init_offload(kv, sizes)
   width = max(map(len, prompts))
@@ -154,10 +155,14 @@ def begun(
   return rollout.init(cache, kv, requests, key(), config, **options)
 
 
-def _poisoned(leaf: jax.Array) -> jax.Array:
-  # Integers hold the bits of other formats.
-  is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-  return jnp.full_like(leaf, jnp.nan) if is_float else leaf
+def poisoned(kv: Any) -> Any:
+  """Fills pages with NaN; integers, as bits of other formats, stay."""
+
+  def nan(leaf: jax.Array) -> jax.Array:
+    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jnp.full_like(leaf, jnp.nan) if is_float else leaf
+
+  return jax.tree.map(nan, kv)
 
 
 def with_queue(state: rollout.RolloutState, **changes) -> rollout.RolloutState:

@@ -16,6 +16,7 @@ from jaxkv import rollout
 from jaxkv.rollout import SequenceStatus
 from tests import as_users
 from tests.models import exact_families as families
+from tests.rollout import by_hand
 
 SAMPLES, NEW, PROMPT = 2, 10, 14
 WIDTH = PROMPT + NEW
@@ -66,9 +67,8 @@ def begun(config, spec: Spec, **cache_options) -> rollout.RolloutState:
     "numerics": config.numerics,
   }
   options = rollout.RolloutConfig(**(fields | dict(spec.options)))
-  kv = models.init_kv(config, sizes)
   # Pages that nothing has written must never be read.
-  kv = jax.tree.map(_poisoned, kv)
+  kv = by_hand.poisoned(models.init_kv(config, sizes))
   requests = rollout.Requests(
     np.zeros((spec.groups, PROMPT), np.int32),
     np.ones(spec.groups, np.int32),
@@ -85,13 +85,8 @@ def begun(config, spec: Spec, **cache_options) -> rollout.RolloutState:
   )
 
 
-def _poisoned(pages: jax.Array) -> jax.Array:
-  is_float = jnp.issubdtype(pages.dtype, jnp.floating)
-  return jnp.full_like(pages, jnp.nan) if is_float else pages
-
-
 def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
-  """Returns prompts of which some begin alike."""
+  """Returns prompts, some of them with a common prefix."""
   rng = np.random.default_rng(seed)
   stems = rng.integers(0, families.VOCABULARY, (4, PROMPT))
   prompts = []

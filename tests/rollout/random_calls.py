@@ -144,17 +144,17 @@ class Calls:
     getattr(self, f"_{name}")()
     laws = jax.device_get(rollout.check_invariants(self.state))
     broken = [law for law, holds in laws.items() if not holds]
-    self._must(not broken, f"{name} broke {broken}")
+    self._check(not broken, f"{name} broke {broken}")
     self._compare(name)
     self._compare_experts(name)
 
-  def _must(self, holds: bool, message: str) -> None:
+  def _check(self, holds: bool, message: str) -> None:
     if not holds:
       raise Mismatch(message)
 
   def _codes(self, name: str, codes: Any, expected: list[int]) -> None:
     codes = np.asarray(codes).tolist()
-    self._must(codes == expected, f"{name}: codes {codes}, not {expected}")
+    self._check(codes == expected, f"{name}: codes {codes}, not {expected}")
     for code in expected:
       key = f"{name} {jaxkv.Status(code).name}"
       self.done[key] = self.done.get(key, 0) + 1
@@ -217,9 +217,9 @@ class Calls:
       extra={"adapter": np.asarray(adapters, np.int32)},
     )
     self.state, out = rollout.submit(self.state, requests, ids=ids, mask=mask)
-    self._submitted(out, prompts, lengths, counts, adapters, ids, mask)
+    self._check_submit(out, prompts, lengths, counts, adapters, ids, mask)
 
-  def _submitted(
+  def _check_submit(
     self, out, prompts, lengths, counts, adapters, ids, mask
   ) -> None:
     status = np.asarray(self._before).reshape(-1, _SAMPLES)
@@ -241,7 +241,7 @@ class Calls:
         code = jaxkv.Status.QUEUE_FULL
       else:
         room -= 1
-        self._enter(seq_id, prompt, adapters[row * _SAMPLES :][: counts[row]])
+        self._add(seq_id, prompt, adapters[row * _SAMPLES :][: counts[row]])
         upcoming += _SAMPLES
       refused = (jaxkv.Status.SKIPPED, jaxkv.Status.BAD_LENGTH)
       if ids is not None and code not in refused and not is_used:
@@ -249,9 +249,9 @@ class Calls:
       codes.append(code)
       new_ids.append(seq_id if code == jaxkv.Status.OK else -1)
     self._codes("submit", out.code, codes)
-    self._must(out.ids.tolist() == new_ids, f"ids {out.ids}, not {new_ids}")
+    self._check(out.ids.tolist() == new_ids, f"ids {out.ids}, not {new_ids}")
 
-  def _enter(self, seq_id: int, prompt: list[int], adapters: list[int]) -> None:
+  def _add(self, seq_id: int, prompt: list[int], adapters: list[int]) -> None:
     self.next_id = max(self.next_id, seq_id + _SAMPLES)
     for sample, adapter in enumerate(adapters):
       self.sequences[seq_id + sample] = Sequence(
@@ -262,7 +262,7 @@ class Calls:
         adapter=adapter,
       )
 
-  def _named(self, ids: list[int], mask: list[bool]) -> list[int | None]:
+  def _codes_of(self, ids: list[int], mask: list[bool]) -> list[int | None]:
     """Returns the error code of each row; None if the sequence is present."""
     codes: list[int | None] = []
     for row, seq_id in enumerate(ids):
@@ -277,7 +277,7 @@ class Calls:
 
   def _abort(self) -> None:
     ids, mask = self._ids(2), self._mask(2)
-    codes, status = self._named(ids, mask), self._statuses()
+    codes, status = self._codes_of(ids, mask), self._statuses()
     for row, seq_id in enumerate(ids):
       if codes[row] is None and status[seq_id] >= SequenceStatus.DONE:
         codes[row] = jaxkv.Status.ENDED
@@ -289,7 +289,7 @@ class Calls:
 
   def _requeue(self) -> None:
     ids, mask = self._ids(2), self._mask(2)
-    codes, status = self._named(ids, mask), self._statuses()
+    codes, status = self._codes_of(ids, mask), self._statuses()
     for row, seq_id in enumerate(ids):
       if codes[row] is None:
         ended = status[seq_id] >= SequenceStatus.DONE
@@ -299,7 +299,7 @@ class Calls:
     status = self._statuses()
     for row, seq_id in enumerate(ids):
       if codes[row] == jaxkv.Status.OK:
-        self._must(status[seq_id] == SequenceStatus.WAITING, f"{seq_id} runs")
+        self._check(status[seq_id] == SequenceStatus.WAITING, f"{seq_id} runs")
 
   def _extend(self) -> None:
     rng, columns = self._rng, 4
@@ -311,7 +311,7 @@ class Calls:
       lengths[0] = int(rng.choice([-1, columns + 1, 2**31 - 1]))
     if budget is not None and rng.random() < 0.1:
       budget[1] = int(rng.choice([0, -5, 2**31 - 1]))
-    codes, status = self._named(ids, mask), self._statuses()
+    codes, status = self._codes_of(ids, mask), self._statuses()
     for row, seq_id in enumerate(ids):
       if codes[row] is not None:
         continue
@@ -337,7 +337,7 @@ class Calls:
     )
     self._codes("extend", out.code, codes)
 
-  def _ready(self, groups: bool) -> set[int]:
+  def _ended_ids(self, groups: bool) -> set[int]:
     """Returns the ids of sequences that can be harvested."""
     ids, status = jax.device_get(
       (self.state.queue.ids, self.state.queue.status)
@@ -351,15 +351,15 @@ class Calls:
 
   def _harvest(self) -> None:
     groups = bool(self._rng.random() < 0.5)
-    expected = self._ready(groups)
+    expected = self._ended_ids(groups)
     if self._rng.random() < 0.3:
       self.state, out = rollout.harvest(self.state, groups=groups)
       ok = np.asarray(out.code) == jaxkv.Status.OK
       ended = set(np.asarray(self._ids_before)[ok].tolist())
-      self._must(ended == expected, f"harvested {ended}, not {expected}")
+      self._check(ended == expected, f"harvested {ended}, not {expected}")
     else:
       ids, mask = self._ids(3), self._mask(3)
-      codes = self._named(ids, mask)
+      codes = self._codes_of(ids, mask)
       for row, seq_id in enumerate(ids):
         if codes[row] is None:
           code = "OK" if seq_id in expected else "UNFINISHED"
@@ -380,7 +380,7 @@ class Calls:
       seq_id = int(results.ids[row])
       seq = self.sequences[seq_id]
       length = int(results.lengths[row])
-      self._must(
+      self._check(
         results.tokens[row, :length].tolist() == seq.tokens
         and results.mask[row].tolist()
         == [*(mark >= 0 for mark in seq.drawn), *[False] * (_LIMIT - length)]
@@ -404,7 +404,7 @@ class Calls:
     self.done[f"weights {how}"] = self.done.get(f"weights {how}", 0) + 1
 
   def _compare(self, name: str) -> None:
-    """Checks the tokens of all sequences, and appends the drawn ones."""
+    """Checks the tokens of all sequences, and appends the sampled ones."""
     left_out = {"keys": None, "records": None, "log_probs": None}
     rows = jax.device_get(dataclasses.replace(self.state.queue, **left_out))
     self._before, self._ids_before = rows.status, rows.ids
@@ -412,7 +412,7 @@ class Calls:
       int(rows.ids[row]): row
       for row in np.flatnonzero(rows.status != SequenceStatus.EMPTY)
     }
-    self._must(
+    self._check(
       row_of.keys() == self.sequences.keys(),
       f"after {name} there are {row_of.keys()}, not {self.sequences.keys()}",
     )
@@ -420,7 +420,7 @@ class Calls:
       seq, length = self.sequences[seq_id], int(rows.length[row])
       tokens = rows.tokens[row, :length].tolist()
       for token in tokens[len(seq.tokens) :]:
-        self._must(seq.finish == 0, f"{seq_id} went on after its end")
+        self._check(seq.finish == 0, f"{seq_id} went on after its end")
         self._check_draw(seq_id, seq, token)
         seq.tokens.append(token)
         seq.drawn.append(self.version)
@@ -428,8 +428,8 @@ class Calls:
           seq.finish = int(rollout.Finish.STOP_TOKEN)
         elif len(seq.tokens) == seq.limit:
           seq.finish = int(rollout.Finish.LENGTH)
-      self._must(tokens == seq.tokens, f"{seq_id}: {tokens}, not {seq.tokens}")
-      self._must(
+      self._check(tokens == seq.tokens, f"{seq_id}: {tokens}, not {seq.tokens}")
+      self._check(
         rows.versions[row, :length].tolist() == seq.drawn
         and int(rows.finish[row]) == seq.finish
         and int(rows.limit[row]) == seq.limit,
@@ -445,7 +445,7 @@ class Calls:
       ran = int(np.sum(experts >= 0))
       whole = 0 < seq.finish < rollout.Finish.ABORTED
       minimum = len(seq.tokens) - 1 if whole else seq.ran
-      self._must(
+      self._check(
         minimum <= ran < len(seq.tokens) and np.all(experts[ran:] == -1),
         f"after {name} {seq_id} has experts {experts}, of {minimum} at least",
       )
@@ -456,7 +456,7 @@ class Calls:
       expected = [_experts(self._weights[x], *where) for x in versions]
       right = np.any(np.asarray(expected) == experts[:ran], axis=0)
       message = f"after {name} {seq_id} has experts {experts}, not {expected}"
-      self._must(bool(np.all(right)), message)
+      self._check(bool(np.all(right)), message)
 
   def _check_draw(self, seq_id: int, seq: Sequence, token: int) -> None:
     """Checks a draw: one uniform selects a block of four, another the token."""
@@ -475,7 +475,7 @@ class Calls:
     block_chances = chances[4 * block : 4 * block + 4] / sums[block]
     index = token % 4
     tolerance = 1e-5  # Float32 sums in another order.
-    self._must(
+    self._check(
       low - tolerance <= uniforms[0] <= high + tolerance
       and block_chances[:index].sum() - tolerance
       <= uniforms[1]

@@ -1,6 +1,5 @@
 """Runs the examples in the docstring of `jaxkv.sharding`."""
 
-import dataclasses
 import functools
 import textwrap
 from typing import Any
@@ -85,11 +84,6 @@ def names_of(model, params, sizes, config, pages, prompts) -> dict[str, Any]:
   }
 
 
-def _poisoned(kv: kv_memory.KVPages) -> kv_memory.KVPages:
-  """Fills pages with NaN, so that an unused page must not reach a logit."""
-  return dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
-
-
 def attention_alone() -> dict[str, Any]:
   """Returns names for the fast model of `by_hand`, with four prompts."""
   sizes = by_hand.sizes(20, 3)
@@ -102,7 +96,7 @@ def attention_alone() -> dict[str, Any]:
       head_dim=by_hand.WIDTH,
       dtype=jnp.float32,
     )
-    return _poisoned(kv)
+    return by_hand.poisoned(kv)
 
   return names_of(
     rollout.all_logits(by_hand.model),
@@ -133,7 +127,7 @@ def llama(**options: Any) -> dict[str, Any]:
     rollout.RolloutConfig(
       num_samples=2, max_new_tokens=9, stop_token=3, prefill_chunk=8
     ),
-    lambda: _poisoned(models.init_kv(LLAMA, sizes)),
+    lambda: by_hand.poisoned(models.init_kv(LLAMA, sizes)),
     [random.integers(0, 48, 1 + row % 9).tolist() for row in range(16)],
   )
 

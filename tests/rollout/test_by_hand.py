@@ -11,6 +11,9 @@ import pytest
 import jaxkv
 from jaxkv import rollout
 from tests.rollout import by_hand
+from tests.rollout.by_hand import DONE
+from tests.rollout.by_hand import RUNS
+from tests.rollout.by_hand import WAITS
 from tests.tools.pool_copies import pool_sized_rewrites
 
 pytestmark = pytest.mark.slow
@@ -44,7 +47,7 @@ def check_sequences(
     assert bool(rollout.is_done(end_state)), "not done after 200 steps"
     for seq_id, expected in enumerate(_expected(temperature)):
       by_hand.check_sequence(end_state.queue, seq_id, expected)
-    assert set(end_state.queue.status.tolist()) == {by_hand.DONE}
+    assert set(end_state.queue.status.tolist()) == {DONE}
     assert set(end_state.queue.code.tolist()) == {jaxkv.Status.OK}
     lengths = [len(expected.log_probs) for expected in _expected(temperature)]
     assert int(end_state.counters.generated) == sum(lengths)
@@ -129,14 +132,11 @@ def test_younger_of_equal_sequences_is_preempted():
   for _ in range(7):
     state = program(state, 1.0, 1)
     status.append(state.queue.status.tolist())
-  waits = by_hand.WAITS
-  runs = by_hand.RUNS
-  done = by_hand.DONE
-  assert status[3] == [runs, runs, waits]
-  assert status[4] == [runs, waits, waits]
-  assert status[5] == [done, waits, waits]
+  assert status[3] == [RUNS, RUNS, WAITS]
+  assert status[4] == [RUNS, WAITS, WAITS]
+  assert status[5] == [DONE, WAITS, WAITS]
   # The one that resumes lacks a single token.
-  assert status[6] == [done, done, waits]
+  assert status[6] == [DONE, DONE, WAITS]
   assert int(state.counters.preempted) == 1
 
 
@@ -197,7 +197,7 @@ def test_shorter_sequence_is_preempted():
   program = by_hand.program()
   state = program(state, 0.0, 4)
   assert int(state.counters.preempted) == 1
-  assert state.queue.status.tolist() == [by_hand.WAITS, by_hand.RUNS]
+  assert state.queue.status.tolist() == [WAITS, RUNS]
   state = program(state, 0.0, 50)
   assert bool(rollout.is_done(state)), "not done after 50 steps"
   # It had computed three tokens, and the page of two is still cached.
@@ -239,7 +239,7 @@ def test_cached_prefixes_are_admitted_first():
     order = []
     for _ in range(30):
       state = program(state, 0.0, 1)
-      for row in np.flatnonzero(state.queue.status == by_hand.DONE):
+      for row in np.flatnonzero(state.queue.status == DONE):
         if row not in order:
           order.append(int(row))
     assert order == expected_order, bound
@@ -295,7 +295,7 @@ def test_priority_orders_admission_and_preemption():
   order = []
   for _ in range(30):
     state = program(state, 0.0, 1)
-    done = np.flatnonzero(state.queue.status == by_hand.DONE)
+    done = np.flatnonzero(state.queue.status == DONE)
     order += [row for row in done.tolist() if row not in order]
   assert order == [1, 3, 0, 2]
   assert not np.any(state.queue.overtaken)
@@ -305,11 +305,7 @@ def test_priority_orders_admission_and_preemption():
     by_hand.sizes(5, 2), config, [[1], [2], [3]], priority=[1, 0, 2]
   )
   state = by_hand.program()(state, 1.0, 5)
-  assert state.queue.status.tolist() == [
-    by_hand.WAITS,
-    by_hand.RUNS,
-    by_hand.WAITS,
-  ]
+  assert state.queue.status.tolist() == [WAITS, RUNS, WAITS]
 
 
 @pytest.mark.deep
@@ -342,7 +338,7 @@ def test_decoding_sequences_are_never_stalled():
   while not bool(rollout.is_done(state)):
     queue = state.queue
     state = program(state, 0.7, 1)
-    drawing = queue.status == by_hand.RUNS
+    drawing = queue.status == RUNS
     drawing &= queue.length > queue.prompt_length
     grown = state.queue.length - queue.length
     assert np.all(np.asarray(grown)[np.asarray(drawing)] == 1)

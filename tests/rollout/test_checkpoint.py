@@ -1,4 +1,4 @@
-"""Rollouts that a new process goes on with, on other devices."""
+"""Rollouts that a new process continues on other devices."""
 
 import importlib.util
 

@@ -79,8 +79,8 @@ NAMING = [
 
 
 @functools.cache
-def _calls(seed: int) -> tuple[rollout.RolloutState, np.ndarray]:
-  """A rollout in the middle of its life, and its model's weights."""
+def _state_and_weights(seed: int) -> tuple[rollout.RolloutState, np.ndarray]:
+  """Returns a rollout after random calls, and its model's weights."""
   calls = Calls(seed)
   while not _is_busy(np.asarray(calls.state.queue.status).reshape(-1, 2)):
     calls.step()
@@ -94,18 +94,18 @@ def _is_busy(status: np.ndarray) -> bool:
     rollout.SequenceStatus.RUNNING,
   } <= set(status.ravel().tolist())
   free = np.all(status == rollout.SequenceStatus.EMPTY, axis=1)
-  return has_active and bool(np.any(free)) and bool(np.any(_ended(status)))
+  return has_active and bool(np.any(free)) and bool(np.any(_complete(status)))
 
 
-def _ended(status: np.ndarray) -> np.ndarray:
-  """bool[P]: groups that can be harvested, of int[P, G]."""
+def _complete(status: np.ndarray) -> np.ndarray:
+  """Returns the groups that can be harvested, bool[P], of statuses [P, G]."""
   done = np.any(status == rollout.SequenceStatus.DONE, axis=1)
   return done & np.all(status >= rollout.SequenceStatus.DONE, axis=1)
 
 
 def example(verb: str, seed: int = 0):
   """Returns a state and arrays for which some rows succeed and some fail."""
-  state, weights = _calls(seed)
+  state, weights = _state_and_weights(seed)
   if verb == "generate":
     until = rollout.Until(steps=jnp.int32(1))
     return state, {"params": jnp.asarray(weights), "until": until}
@@ -142,7 +142,7 @@ def _arguments(verb: str, state: rollout.RolloutState) -> dict:
     "harvest": rollout.SequenceStatus.DONE,
   }
   if verb == "harvest groups":
-    is_ready = np.repeat(_ended(status.reshape(-1, 2)), 2)
+    is_ready = np.repeat(_complete(status.reshape(-1, 2)), 2)
     rows = np.flatnonzero(is_ready & (status == rollout.SequenceStatus.DONE))
   else:
     row_status = statuses.get(verb, rollout.SequenceStatus.RUNNING)
@@ -320,7 +320,7 @@ def test_disable_jit_gives_the_same(verb):
 # With a rollout and a program of other tests, which costs no time here.
 def test_sequences_continue_in_another_rollout():
   """Pages move too, also the last ones, which are not full."""
-  state, weights = _calls(0)
+  state, weights = _state_and_weights(0)
   params = jnp.asarray(weights)
   while not jnp.any(state.memory.cache.length % SIZES.page_size):
     state = run(params, state, rollout.Until(steps=1))

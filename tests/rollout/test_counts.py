@@ -16,7 +16,7 @@ def _begun(timeline=0):
   return by_hand.begun(sizes, config, [[1], [2], [3]])
 
 
-def _later(state, start_count):
+def _with_counts(state, start_count):
   """Adds `start_count` to each count of the rollout."""
 
   def words(count):
@@ -45,11 +45,11 @@ def _later(state, start_count):
   ],
 )
 def test_counters_do_not_wrap_around(start_count):
-  """Nor do limits and timelines of a rollout that goes past such a number."""
+  """Counters, limits and timelines are right beyond 2**32."""
   program = by_hand.program()
   state = _begun(timeline=6)
   for steps in (7, by_hand.NO_LIMIT):
-    late_state = program(_later(state, start_count), 1.0, steps)
+    late_state = program(_with_counts(state, start_count), 1.0, steps)
     fresh = program(state, 1.0, steps)
     for name, count in vars(fresh.counters).items():
       offset = 0 if name.startswith("peak") else start_count

@@ -1,4 +1,4 @@
-"""Rollouts on meshes: equal tokens, few words, one compilation."""
+"""Rollouts on meshes: equal tokens, two all-reduces, one compilation."""
 
 import dataclasses
 import functools
@@ -62,7 +62,7 @@ class _Run:
     self.state = self.compiled(*inputs)
 
   def end(self) -> rollout.RolloutState:
-    """The end of the rollout; nothing compiles."""
+    """Runs the rollout to its end, which compiles nothing."""
     state = jax.tree.map(jnp.copy, self.state)
     assert not bool(rollout.is_done(state))
     while not bool(rollout.is_done(state)):
@@ -124,7 +124,7 @@ class TestDataParallel:
 
   @pytest.mark.slow
   def test_two_shards_on_each_device(self, expected):
-    """They run one after another, as where a snapshot had more devices."""
+    """Two shards of one device run one after another."""
     names, axes = recipes.llama(), axes_of(data=4)
     state = recipes.begun_on(names, axes, num_shards=8)
     state = recipes.done(names, state, axes)
@@ -156,7 +156,7 @@ class TestTensorParallel:
   @pytest.mark.deep
   @pytest.mark.parametrize("data", [0, 2], ids=["one", "shards"])
   def test_each_device_attends_to_its_own_heads(self, data, expected):
-    """As kernels need it that XLA cannot split; here the backend is XLA's."""
+    """Kernels that XLA cannot split need this; here the backend is XLA."""
     axes = axes_of(data=data, model=4)
     run = _Run(axes, head_sharding=NamedSharding(axes.mesh, P("model")))
     assert_equal_results(sharding.generated(run.end(), axes=axes), expected)
@@ -174,7 +174,7 @@ class TestBoth:
 
 
 class TestExamples:
-  """The programs of `help(jaxkv.sharding)`, as they stand there."""
+  """The programs in the docstring of `jaxkv.sharding`."""
 
   @pytest.mark.slow
   @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ class TestExamples:
 
   @pytest.mark.slow
   def test_calls_inside_set_mesh(self, expected):
-    """And in one program, with indices of the results, as trainers do."""
+    """One program generates and indexes the results, as trainers do."""
     names, axes = recipes.llama(), axes_of(data=8, axis_type=_EXPLICIT)
     state = recipes.begun_on(names, axes)
 
@@ -217,7 +217,7 @@ class TestExamples:
 class TestPlacement:
   @pytest.mark.slow
   def test_rollout_has_the_sharding_of_its_memory(self):
-    """Nobody has to move the rest; the next one on this cache needs nothing."""
+    """All arrays follow the memory, also in a next rollout on its cache."""
     names = recipes.attention_alone()
     everywhere = NamedSharding(axes_of(data=8).mesh, P())
     kv = jax.device_put(names["memory"]()[1], everywhere)
@@ -240,7 +240,7 @@ class TestPlacement:
 
   @pytest.mark.slow
   def test_next_rollout_hits_the_cache(self):
-    """It needs the version of the weights, and hits the pages."""
+    """A next rollout needs the version of the weights, and hits the pages."""
     names, axes = recipes.attention_alone(), axes_of(data=2)
     end_state = recipes.done(names, recipes.begun_on(names, axes), axes)
     memory = end_state.memory.cache, end_state.memory.kv

@@ -11,14 +11,14 @@ import pytest
 from jaxkv import rollout
 from tests.rollout import by_hand
 
-_TOLD = np.asarray([0, 1, 2, 1, 2, 1, 2, 1, 2, 1], np.int32)
+_TOKENS = np.asarray([0, 1, 2, 1, 2, 1, 2, 1, 2, 1], np.int32)
 """The token at each position; the first one is the prompt."""
 
 
 def _model(params, batch, kv):
-  """Returns logits that select the next token of `_TOLD`."""
+  """Returns logits that select the next token of `_TOKENS`."""
   del params, kv
-  following = jnp.asarray(_TOLD)[batch.positions[0] + 1]
+  following = jnp.asarray(_TOKENS)[batch.positions[0] + 1]
   logits = jax.nn.one_hot(following, by_hand.VOCABULARY)
   return logits[batch.columns], None
 
@@ -31,7 +31,7 @@ def _begun(config, sampling, count):
   return by_hand.begun_at(state, 0.0)
 
 
-def _ended(state, run):
+def _run_to_end(state, run):
   """Runs the rollout to its end and checks it."""
   end_state = run(state)
   assert bool(rollout.is_done(end_state))
@@ -60,7 +60,7 @@ def test_stop_strings_end_after_min_tokens():
     min_tokens=[0, 1, 2, 3, 4],
   )
   config = rollout.RolloutConfig(max_new_tokens=8, max_length=9)
-  state = _ended(_begun(config, sampling, 5), _program())
+  state = _run_to_end(_begun(config, sampling, 5), _program())
   assert state.queue.length.tolist() == [1 + n for n in (2, 2, 4, 4, 6)]
   assert set(state.queue.finish.tolist()) == {rollout.Finish.STOP_STRING}
 
@@ -73,7 +73,7 @@ def test_no_draft_exceeds_the_limit():
     del params
     length = jnp.sum(tokens[:, 1:] > 0, axis=1, dtype=jnp.int32) + 1
     ahead = length[:, None] + jnp.arange(3, dtype=jnp.int32)[None]
-    guesses = jnp.asarray(_TOLD)[jnp.minimum(ahead, len(_TOLD) - 1)]
+    guesses = jnp.asarray(_TOKENS)[jnp.minimum(ahead, len(_TOKENS) - 1)]
     return guesses, jnp.full((rows.ids.shape[0],), 3, jnp.int32)
 
   config = rollout.RolloutConfig(
@@ -85,7 +85,7 @@ def test_no_draft_exceeds_the_limit():
   )
   max_tokens = [1, 2, 3, 4, 5]
   state = _begun(config, rollout.Sampling(max_tokens=max_tokens), 5)
-  state = _ended(state, _program(draft))
+  state = _run_to_end(state, _program(draft))
   assert state.queue.length.tolist() == [1 + n for n in max_tokens]
   assert set(state.queue.finish.tolist()) == {rollout.Finish.LENGTH}
   assert int(state.counters.drafted) == int(state.counters.accepted) > 0
@@ -99,12 +99,12 @@ def test_dropped_sequence_has_its_first_limit():
   """The limit is three tokens again, not the one token of the second turn."""
   config = rollout.RolloutConfig(max_new_tokens=3, max_length=9)
   run = _program()
-  end_state = _ended(_begun(config, rollout.Sampling(), 2), run)
+  end_state = _run_to_end(_begun(config, rollout.Sampling(), 2), run)
   assert end_state.queue.length.tolist() == [4, 4]
   state, out = rollout.extend(end_state, [0], [[2, 1]], [2], max_tokens=[1])
   assert out.ok.tolist() == [True]
-  assert _ended(state, run).queue.length.tolist() == [7, 4]
+  assert _run_to_end(state, run).queue.length.tolist() == [7, 4]
   state = rollout.update_weights(state, "drop")
-  end_state = _ended(state, run)
+  end_state = _run_to_end(state, run)
   assert end_state.queue.length.tolist() == [4, 4]
   assert end_state.queue.versions[0, 1:4].tolist() == [1, 1, 1]

@@ -76,8 +76,7 @@ def test_moved_sequences_change_no_token():
   source = run(source, 1.0)
   assert int(target.counters.recomputed) == 0
   end_of = {}
-  for state in (source, target):
-    queue = state.queue
+  for queue in (source.queue, target.queue):
     for row in np.flatnonzero(queue.status == by_hand.DONE).tolist():
       end_of[int(queue.ids[row])] = queue, row
   assert sorted(end_of) == [0, 1, 2, 3, 4, 5, 6, 100]
@@ -253,16 +252,16 @@ _SCARCE = (
   moves.Spec(5, 16, 8, offload_pages=60),
 )
 """No slot is empty for long, and page sizes differ."""
-_ALONE = moves.Spec(5, 200, 8)
+_UNMOVED = moves.Spec(5, 200, 8)
 """The rollout whose sequences never move."""
 
 
 @functools.cache
-def _undisturbed(name, numerics, count, spec):
-  return _ended(name, numerics, count, (spec,), False).results
+def _unmoved_results(name, numerics, count, spec):
+  return _run_fleet(name, numerics, count, (spec,), False).results
 
 
-def _ended(name, numerics, count, specs, has_moves=True, **options):
+def _run_fleet(name, numerics, count, specs, has_moves=True, **options):
   """Runs `count` prompts to their ends; returns the rollouts."""
   config, params = families.decoder(name, numerics=numerics)
   max_pages = options.pop("max_pages", None)
@@ -273,11 +272,11 @@ def _ended(name, numerics, count, specs, has_moves=True, **options):
 
 
 def _check_moves(
-  name, count, specs, numerics="exact", unmoved_spec=_ALONE, **options
+  name, count, specs, numerics="exact", unmoved_spec=_UNMOVED, **options
 ):
   """Checks results against those of sequences that never moved."""
-  fleet = _ended(name, numerics, count, specs, **options)
-  expected = _undisturbed(name, numerics, count, unmoved_spec)
+  fleet = _run_fleet(name, numerics, count, specs, **options)
+  expected = _unmoved_results(name, numerics, count, unmoved_spec)
   assert len(expected) == count * moves.SAMPLES
   assert len(fleet.moved) > len(expected) // 2
   for seq_id, (tokens, log_probs) in expected.items():
@@ -373,9 +372,8 @@ def test_pages_of_other_secrets_and_versions_are_recomputed():
     assert int(state.counters.recomputed) > 0
     for seq_id in range(7):
       (row,) = np.flatnonzero(state.queue.ids == seq_id)
-      expected = by_hand.expected(
-        seq_id, by_hand.PROMPTS[seq_id // 2], 1.0, _CONFIG
-      )
+      prompt = by_hand.PROMPTS[seq_id // 2]
+      expected = by_hand.expected(seq_id, prompt, 1.0, _CONFIG)
       length = int(state.queue.length[row])
       assert state.queue.tokens[row, :length].tolist() == expected.tokens
 

@@ -14,6 +14,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv import rl
 from jaxkv import rollout
+from tests.rollout.by_forward import arguments_of
 
 _MODEL = models.llama(
   vocab_size=16, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=1,
@@ -164,7 +165,7 @@ def test_sizes_of_other_types_are_refused(name, value):
 
 @pytest.mark.deep
 def test_states_and_tuples_are_refused():
-  _, state = _ended()
+  _, state = _params_and_rollout()
   options = {"num_samples": 4, "prompt_columns": 4, "completion_columns": 6}
   harvested = rollout.harvest(state)
   for value, message in (
@@ -222,7 +223,7 @@ class TestPrompts:
   @pytest.mark.slow
   def test_rows_in_another_order(self):
     """`harvest` gives rows in the order of the ids."""
-    _, state = _ended()
+    _, state = _params_and_rollout()
     options = {"prompt_columns": 4, "completion_columns": 6}
     # Both prompts of the first four; then the third one, and rows that are
     # not valid, since number 6 does not exist.
@@ -235,13 +236,7 @@ class TestPrompts:
     assert out.prompt_lengths.tolist() == [4, 3, 1, 1]
 
 
-def _fields(out: rollout.Grouped) -> tuple[jax.Array, ...]:
-  """Returns the arguments of `grouped_log_probs` and `score`."""
-  prompts = out.prompts, out.prompt_lengths
-  return *prompts, out.completions, out.completion_lengths
-
-
-def _drawn(params: Any) -> rollout.RolloutState:
+def _rollout(params: Any) -> rollout.RolloutState:
   """Runs prompts of three lengths; the second one has fewer samples."""
   prompts = jnp.asarray([[3, 1, 4, 1], [5, 9, 2, 0], [6, 0, 0, 0]], jnp.int32)
   state = rollout.init(
@@ -265,10 +260,10 @@ def _drawn(params: Any) -> rollout.RolloutState:
 
 
 @functools.cache
-def _ended() -> tuple[Any, rollout.RolloutState]:
+def _params_and_rollout() -> tuple[Any, rollout.RolloutState]:
   """Returns weights, and a rollout that sampled with them."""
   params = models.init_params(jax.random.key(0), _MODEL)
-  return params, jax.jit(_drawn)(params)
+  return params, jax.jit(_rollout)(params)
 
 
 @pytest.mark.slow
@@ -278,7 +273,7 @@ def test_trainer_log_probs_equal_those_of_the_rollout():
   @jax.jit
   def trained(params: Any) -> Any:
     out = rollout.grouped(
-      rollout.generated(_drawn(params)),
+      rollout.generated(_rollout(params)),
       num_samples=4,
       prompt_columns=4,
       completion_columns=6,
@@ -292,7 +287,7 @@ def test_trainer_log_probs_equal_those_of_the_rollout():
     def loss(params: Any) -> Any:
       log_probs = models.grouped_log_probs(
         params,
-        *_fields(out),
+        *arguments_of(out),
         config=_MODEL,
         temperature=0.7,
         remat=True,

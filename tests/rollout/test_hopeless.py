@@ -1,4 +1,4 @@
-"""Sequences that can never run fail, and nobody else."""
+"""Sequences that can never run fail, and no other ones."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from tests.rollout import by_hand
 
 @pytest.mark.slow
 def test_sequences_that_never_fit_fail():
-  """Of 7 pages others hold 5; the 2 that are left have room for 4 tokens.
+  """Of 7 pages 5 are pinned; the 2 free ones have room for 4 tokens.
 
   Seven tokens are never admitted. Two tokens are, and draw three more from
   the four that fit; then no page is left, though the sequence is alone.
@@ -39,7 +39,7 @@ def test_sequences_that_never_fit_fail():
 
 @pytest.mark.slow
 def test_traced_lengths_out_of_range_fail():
-  """They fail from the start, and the others run."""
+  """Sequences with bad lengths fail in `init`, and the others run."""
   sizes = dataclasses.replace(by_hand.sizes(40, 2), pages_per_slot=4)
   config = rollout.RolloutConfig(max_new_tokens=4)
   whole = by_hand.begun(sizes, config, [[1, 2, 3, 4]] * 4)

@@ -1,4 +1,4 @@
-"""Models with sliding windows in the loop: one layer in six sees everything."""
+"""A model with sliding windows in five of six layers, in the loop."""
 
 import functools
 
@@ -49,7 +49,7 @@ def _arguments(prompts: jax.Array, lengths: jax.Array, pages: int):
 
 
 def test_windows_equal_uncached_attention():
-  """Equal to attention without a cache, and windows hold what they need."""
+  """Tokens equal uncached attention, and windows hold few pages."""
   rng = np.random.default_rng(0)
   prompts = rng.integers(4, 31, (5, _WIDTH)).astype(np.int32)
   prompts[1:3, :17] = prompts[0, :17]

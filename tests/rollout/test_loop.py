@@ -36,7 +36,7 @@ _RUNS = {
 
 
 def _requests(model: models.Pretrained) -> rollout.Requests:
-  """Six prompts with a shared beginning; one of them a single token."""
+  """Returns six prompts: five with a common prefix, and one of one token."""
   encoded = [
     model.tokenizer.encode(texts.TEXT[:36] + texts.TEXT[start : start + count])
     for start, count in ((100, 3), (200, 9), (300, 30), (400, 14), (500, 4))
@@ -106,7 +106,7 @@ def uncached_run(small_model):
 
 @pytest.fixture(scope="module")
 def program(small_model):
-  """One compiled rollout for the tests that need no other."""
+  """Returns a compiled rollout, shared by tests."""
   return _program(small_model)
 
 
@@ -173,7 +173,7 @@ class TestTokens:
 
   @pytest.mark.slow
   def test_tokens_do_not_depend_on_the_batch(self, small_model, program):
-    """Neither its slot nor its neighbours change its tokens."""
+    """Neither the slot nor the other sequences change a sequence's tokens."""
     everyone = _initial(small_model, 3, 40, 8, 1)
     run = functools.partial(program, small_model.params)
     together = run(everyone, _END).queue
@@ -188,7 +188,7 @@ class TestTokens:
 class TestSpans:
   @pytest.mark.slow
   def test_interrupted_calls_give_the_same_state(self, small_model, program):
-    """Bitwise, also from a checkpoint in the middle."""
+    """States are bit-identical, also through numpy arrays."""
     run = functools.partial(program, small_model.params)
     state = _initial(small_model, 3, 40, 8, 1)
     whole = run(state, _END)
@@ -199,7 +199,7 @@ class TestSpans:
 
   @pytest.mark.slow
   def test_lengths_and_steps_compile_once(self, small_model, program):
-    """Nor is any number of steps too large."""
+    """Any number of steps is served by one program."""
     state = _initial(small_model, 3, 40, 8, 1)
     program(small_model.params, state, _END)
     num_compiled = program._cache_size()
@@ -227,7 +227,6 @@ class TestSpans:
   def test_arguments_on_the_device_cause_no_transfer(
     self, small_model, program
   ):
-    """Of a call whose arguments are on the device."""
     state = _initial(small_model, 3, 40, 8, 1)
     program(small_model.params, state, _END)
     with jax.transfer_guard("disallow"):
@@ -245,7 +244,7 @@ class TestSpans:
 
 class TestHopelessSequences:
   def test_sequences_that_never_fit_fail(self, small_model, program):
-    """A sequence that can never run is given up; the rest is done."""
+    """A sequence that can never run fails; the others end."""
     state = _initial(small_model, 3, 40, 8, 1)
     cache, _ = jaxkv.allocate(
       state.memory.cache, jnp.asarray([96, 96, 32], jnp.int32)
@@ -293,7 +292,7 @@ class TestArguments:
 
 
 def test_init_inside_jit(small_model):
-  """Prompts that the program closes over are known while it is traced."""
+  """Prompts that a program closes over are checked while it is traced."""
   state = _initial(small_model, 2, 40, 8, 1)
   requests = _requests(small_model)
   key = jax.random.key(0)
@@ -316,7 +315,7 @@ def test_init_inside_jit(small_model):
 
 
 def _numbers(state: rollout.RolloutState) -> rollout.RolloutState:
-  """The state with keys as numbers and no mark of the last call's ends."""
+  """Replaces keys by their bits, and clears `is_new`."""
   state = dataclasses.replace(state, key=jax.random.key_data(state.key))
   state = by_hand.with_queue(state, is_new=jnp.zeros_like(state.queue.is_new))
   return by_hand.with_queue(state, keys=jax.random.key_data(state.queue.keys))
@@ -325,7 +324,7 @@ def _numbers(state: rollout.RolloutState) -> rollout.RolloutState:
 def _through_offload_memory(
   state: rollout.RolloutState,
 ) -> rollout.RolloutState:
-  """A checkpoint: the state as numpy arrays, and back."""
+  """Converts the state to numpy arrays, and back."""
   arrays = jax.tree.map(np.array, _numbers(state))
   state = jax.tree.map(jnp.asarray, arrays)
   keys = jax.random.wrap_key_data(state.queue.keys)

@@ -31,7 +31,7 @@ def _sizes(config, *, num_pages, offload_pages=0):
 
 
 @functools.cache
-def _generate(config):
+def _compiled(config):
   """Compiles once for all tests of a decoder and its sizes."""
   model = functools.partial(models.forward, config=config)
   return jax.jit(functools.partial(rollout.generate, model=model))
@@ -43,7 +43,7 @@ def _rounds(config, params, sizes, decode_steps=1):
 
 
 def _rounds_and_memory(config, params, sizes, decode_steps=1):
-  """The same, and the memory after the last round."""
+  """Returns the results of `_rounds`, and the memory after the last round."""
   rng = np.random.default_rng(1)
   prompts = jnp.asarray(
     rng.integers(0, families.VOCABULARY, (6, _PROMPT)), jnp.int32
@@ -56,7 +56,7 @@ def _rounds_and_memory(config, params, sizes, decode_steps=1):
     decode_steps=decode_steps,
     numerics=config.numerics,
   )
-  generate = _generate(config)
+  generate = _compiled(config)
   sampling = rollout.Sampling(temperature=0.8)
   cache = jaxkv.init(sizes)
   kv = models.init_kv(config, sizes)
@@ -93,7 +93,7 @@ def _rounds_and_memory(config, params, sizes, decode_steps=1):
   ],
 )
 def test_offload_pages_change_no_bit(name, decode_steps):
-  """A small device pool with offload pages, and a large one without."""
+  """A small pool with offload pages has the bits of a large pool."""
   config, params = families.decoder(name)
   num_groups = len(models.cache_groups(config))
   num_pages = 1 + num_groups * (_COLUMNS * 5 // 2)
@@ -127,7 +127,7 @@ def test_offload_pages_save_computed_tokens():
 
 @pytest.mark.deep
 def test_moves_of_pin_are_not_repeated():
-  """A caller has made the moves of `pin`, which exchange pages."""
+  """`init` does not repeat moves of `pin` that the caller has made."""
   config, params = families.decoder("llama")
   sizes = _sizes(config, num_pages=25, offload_pages=100)
   ends, _, memory = _rounds_and_memory(config, params, sizes)
@@ -189,7 +189,7 @@ def test_score_restores_prompts():
 
 @pytest.mark.deep
 def test_preempted_sequences_restore_their_full_pages():
-  """Only their partial pages are computed again, in 8 pages of two tokens."""
+  """Only partial pages are computed again, in 8 pages of two tokens."""
   config = rollout.RolloutConfig(max_new_tokens=6, num_samples=2)
   program = by_hand.program()
   ends = []

@@ -1,4 +1,4 @@
-"""Columns of padding, in more slots than a call has chunks of prompts."""
+"""Columns of padding, with more slots than chunks in a call."""
 
 import functools
 
@@ -16,7 +16,7 @@ _SLOTS = 16
 
 
 def _log_prob(tokens: list[int]) -> float:
-  """The log-prob of the last token after the others."""
+  """Returns the log-prob of the last token after the others."""
   logits = by_hand._logits(tokens[:-1], (None,))
   return float(jax.nn.log_softmax(logits)[tokens[-1]])
 

@@ -107,7 +107,7 @@ def _axes(count):
 
 
 def _params(config):
-  """Random parameters; biases too, which are zeros at first."""
+  """Returns random parameters; `init_params` sets biases to zero."""
   params = models.init_params(jax.random.key(0), config)
   leaves, tree = jax.tree.flatten(params)
   rng = np.random.default_rng(0)
@@ -150,8 +150,8 @@ class _Job:
 
 
 @functools.cache
-def _alone(name):
-  """The results of one device."""
+def _one_device_results(name):
+  """Returns the results of one device."""
   job = _Job(name)
   state = rollout.init(*job.memory(), *job.arguments)
   run = jax.jit(functools.partial(rollout.generate, model=job.model()))
@@ -168,7 +168,7 @@ _WHOLE = ("deepseek", "qwen3_next")
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("name", _FAMILIES)
 def test_results_equal_one_device(name, count):
-  """Pages stay where they are, and activations meet twice in a layer."""
+  """No page moves, and a layer has two all-reduces."""
   job = _Job(name)
   axes = _axes(count)
   options = {}
@@ -195,7 +195,7 @@ def test_results_equal_one_device(name, count):
   for pool in pools:
     assert pool_sized_rewrites(compiled, pool) == []
   results = sharding.generated(compiled(params, state), axes=axes)
-  expected = _alone(name)
+  expected = _one_device_results(name)
   for field in ("tokens", "lengths", "finish", "valid"):
     np.testing.assert_array_equal(
       getattr(results, field), getattr(expected, field)

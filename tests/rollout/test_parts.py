@@ -1,4 +1,4 @@
-"""Parts of the loop by hand: when it returns, guesses, endings, and rows."""
+"""Parts of the loop by hand: limits, drafts, stop rules and rows."""
 
 import dataclasses
 
@@ -15,6 +15,10 @@ from jaxkv._src.engine.counters import Count
 from jaxkv._src.engine.hooks import rows_of
 from jaxkv._src.engine.stop_rules import endings
 from tests.rollout import by_hand
+from tests.rollout.by_hand import DONE
+from tests.rollout.by_hand import EMPTY
+from tests.rollout.by_hand import FAILED
+from tests.rollout.by_hand import RUNS
 
 pytestmark = pytest.mark.slow
 
@@ -27,11 +31,9 @@ def _begun(config=_CONFIG, prompts=((1, 2), (3, 4, 5), (6,)), **options):
 
 
 def test_limits_of_a_call():
-  """A whole group has ended, half of another one, and one has no sample."""
+  """One group has ended, one half, and one has no sample."""
   state = _begun()
-  done, empty = by_hand.DONE, by_hand.EMPTY
-  failed, runs = by_hand.FAILED, by_hand.RUNS
-  status = [done, failed, runs, done, empty, empty]
+  status = [DONE, FAILED, RUNS, DONE, EMPTY, EMPTY]
   state = by_hand.with_queue(state, status=jnp.asarray(status, jnp.int32))
   steps = state.counters.steps + jnp.int32(5)
   counters = dataclasses.replace(state.counters, steps=steps)
@@ -94,7 +96,7 @@ _GUESSES = rollout.RolloutConfig(
 )
 
 
-def _proposed(state):
+def _drafts_of(state):
   """Proposes drafts for sequences 0, 1 and 2, which decode in slots 0, 1, 2.
 
   Slot 3 is empty, as sequence 4 does not exist.
@@ -121,24 +123,24 @@ def test_drafts_continue_repeated_ngrams():
   tables = dataclasses.replace(state.queue.ngrams, table=table)
   state = by_hand.with_queue(state, ngrams=tables)
   rows = jnp.asarray([0, 1, 2, 4], jnp.int32)
-  drafts = _proposed(state)
+  drafts = _drafts_of(state)
   assert drafts.found.tolist() == [True, True, False, False]
   assert drafts.counts.tolist() == [3, 3, 0, 0]
   assert drafts.tokens[:2].tolist() == [[3, 4, 5]] * 2
   # None may stand behind the last token that it may draw.
   limit = jnp.asarray([9, 8, 13, 13], jnp.int32)
-  limited = _proposed(by_hand.with_queue(state, limit=limit))
+  limited = _drafts_of(by_hand.with_queue(state, limit=limit))
   assert limited.counts.tolist() == [1, 0, 0, 0]
   # Both were found, so both are tried again, and the first one was wrong.
   zeros = jnp.zeros_like(limited.counts)
   for _ in range(6):
     tables = ngrams.learn(tables, rows, drafts.found, limited.counts, zeros)
   state = by_hand.with_queue(state, ngrams=tables)
-  assert _proposed(state).counts.tolist() == [0, 3, 0, 0]
+  assert _drafts_of(state).counts.tolist() == [0, 3, 0, 0]
   for _ in range(40):
     tables = ngrams.learn(tables, rows, drafts.found, zeros, zeros)
   state = by_hand.with_queue(state, ngrams=tables)
-  assert _proposed(state).counts.tolist() == [1, 3, 0, 0]
+  assert _drafts_of(state).counts.tolist() == [1, 3, 0, 0]
 
 
 @pytest.mark.deep
@@ -157,14 +159,14 @@ def test_drafts_change_no_token():
   rollout.check(state)
 
 
-def _told(params, batch, kv):
+def _model(params, batch, kv):
   """Returns logits that select the token in the row's `extra`."""
   del params, kv
   logits = jax.nn.one_hot(batch.rows.extra["token"], by_hand.VOCABULARY)
   return logits[batch.columns], None
 
 
-def _counted(logits, rows, extra):
+def _count_tokens(logits, rows, extra):
   """Counts the tokens of each sequence, and records its id."""
   return logits, extra | {"count": extra["count"] + 1, "id": rows.ids}
 
@@ -182,7 +184,7 @@ def test_model_sees_the_row_of_each_sequence():
   state = by_hand.begun_at(state, 0.0)
   state = jax.jit(
     lambda state: rollout.generate(
-      None, state, rollout.Until(steps=60), model=_told, process=_counted
+      None, state, rollout.Until(steps=60), model=_model, process=_count_tokens
     )
   )(state)
   assert bool(rollout.is_done(state)), "not done after 60 steps"

@@ -9,7 +9,7 @@ from tests.rollout import started
 
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
-  """With two devices each: four shards there, and two in one process."""
+  """Two processes have four shards, and one process has two."""
   address = f"localhost:{started.free_port()}"
   pair = [
     started.start("data", str(tmp_path / f"{i}.npz"), address, "2", str(i))

@@ -1,4 +1,4 @@
-"""The experts of all tokens of a rollout, those of cached prefixes included."""
+"""The experts of all tokens of a rollout, also of cached prefixes."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ _CONFIG = rollout.RolloutConfig(
 )
 
 
-def _used(tokens: Any, positions: Any, version: Any) -> Any:
+def _experts_of(tokens: Any, positions: Any, version: Any) -> Any:
   """Returns the experts of tokens of a toy model: [..., J, k], below 256."""
   base = tokens * 7 + positions * 3 + version * 50
   offsets = np.arange(_LAYERS * _CHOSEN, dtype=np.int32)
@@ -44,7 +44,7 @@ def _model(version, batch, kv):
   """Runs the model of `by_hand`; experts depend on the weights' version."""
   pages, expert_ids = kv
   logits, pages = by_hand.model(None, batch, pages)
-  used = _used(batch.tokens, batch.positions, version)
+  used = _experts_of(batch.tokens, batch.positions, version)
   for layer in range(_LAYERS):
     expert_ids = memory.write_expert_ids(
       expert_ids, batch.views[0], layer, used[:, :, layer]
@@ -73,7 +73,7 @@ def _begun(pages=14, slots=3, config=_CONFIG, prompts=by_hand.PROMPTS):
 
 @functools.cache
 def runner() -> by_hand.Runner:
-  """Compiled once for all tests."""
+  """Returns a rollout that is compiled once for all tests."""
   return by_hand.Runner(rollout.all_logits(_model), jnp.int32(0))
 
 
@@ -88,7 +88,7 @@ def _check(out: rollout.Generated, rows, version=0, counts=None) -> None:
   for row in rows:
     length = int(out.lengths[row]) - 1 if counts is None else int(counts[row])
     tokens = np.asarray(out.tokens[row])
-    expected = _used(tokens, np.arange(len(tokens)), version)
+    expected = _experts_of(tokens, np.arange(len(tokens)), version)
     expected[length:] = -1
     np.testing.assert_array_equal(out.experts[row], expected, str(row))
 

@@ -18,9 +18,10 @@ from jaxkv import sharding
 from jaxkv._src.exact import log_probs
 from tests import as_users
 from tests.models import exact_families as families
+from tests.rollout.by_forward import arguments_of
 
 _SAMPLES, _NEW, _PROMPT = 2, 12, 20
-_HEAT = 0.8
+_TEMPERATURE = 0.8
 _deep, _slow = pytest.mark.deep, pytest.mark.slow
 
 
@@ -80,7 +81,7 @@ def _state(config, setting, params) -> Any:
   if setting.reverse:
     seeds = np.repeat(np.arange(5)[::-1], _SAMPLES) * 10
     seeds = seeds + np.arange(10) % _SAMPLES
-  sampling = rollout.Sampling(temperature=_HEAT, seed=seeds)
+  sampling = rollout.Sampling(temperature=_TEMPERATURE, seed=seeds)
   requests = rollout.Requests(prompts, lengths, sampling=sampling)
   make = functools.partial(
     rollout.init, requests=requests, key=jax.random.key(0), config=options
@@ -98,7 +99,7 @@ def _generate(config) -> Any:
   return as_users.jit(functools.partial(rollout.generate, model=forward))
 
 
-def _drawn(config, params, setting) -> rollout.Generated:
+def _samples(config, params, setting) -> rollout.Generated:
   state = _generate(config)(params, _state(config, setting, params))
   rollout.check(state)
   results = rollout.generated(state)
@@ -118,16 +119,7 @@ def _groups(results) -> rollout.Grouped:
   )
 
 
-def _of(groups) -> tuple[Any, ...]:
-  return (
-    groups.prompts,
-    groups.prompt_lengths,
-    groups.completions,
-    groups.completion_lengths,
-  )
-
-
-def _scored(config, params, groups, page_size=4) -> np.ndarray:
+def _by_score(config, params, groups, page_size=4) -> np.ndarray:
   sizes = jaxkv.CacheConfig(
     num_pages=200,
     page_size=page_size,
@@ -140,19 +132,25 @@ def _scored(config, params, groups, page_size=4) -> np.ndarray:
   )
   model = functools.partial(models.forward, config=config)
   score = as_users.jit(
-    functools.partial(rollout.score, model=model, temperature=_HEAT, chunk=24)
+    functools.partial(
+      rollout.score, model=model, temperature=_TEMPERATURE, chunk=24
+    )
   )
-  _, scored = score(params, state, *_of(groups))
+  _, scored = score(params, state, *arguments_of(groups))
   assert scored.ok.all()
   return np.asarray(scored.log_probs)
 
 
-def _trained(config, params, groups, temperature=_HEAT, remat=False):
+def _by_trainer(config, params, groups, temperature=_TEMPERATURE, remat=False):
   """Returns log-probs of a trainer's forward pass, alone and in a gradient."""
 
   def log_probs(params):
     return models.grouped_log_probs(
-      params, *_of(groups), config=config, temperature=temperature, remat=remat
+      params,
+      *arguments_of(groups),
+      config=config,
+      temperature=temperature,
+      remat=remat,
     )
 
   def loss(params):
@@ -169,17 +167,17 @@ def _trained(config, params, groups, temperature=_HEAT, remat=False):
 
 
 @functools.lru_cache(maxsize=1)
-def _drawn_in_groups(name, dtype):
-  """A family's decoder, its parameters and the groups of a rollout."""
+def _grouped_samples(name, dtype):
+  """Returns a decoder, its parameters and the groups of a rollout."""
   config, params = families.decoder(name, dtype)
-  groups = _groups(_drawn(config, params, _Setting(slots=3)))
+  groups = _groups(_samples(config, params, _Setting(slots=3)))
   mask = np.asarray(groups.mask)
   assert mask.sum() == 5 * _SAMPLES * _NEW
   assert len(np.unique(groups.log_probs[mask])) > mask.sum() // 2
   return config, params, groups
 
 
-def _equal(left, right):
+def _compare(left, right):
   for name in ("tokens", "log_probs", "lengths"):
     np.testing.assert_array_equal(getattr(left, name), getattr(right, name))
   np.testing.assert_array_equal(
@@ -188,7 +186,7 @@ def _equal(left, right):
 
 
 def _families(marks):
-  """Parameters (name, dtype), which are deep unless they have another mark."""
+  """Parametrizes by name and dtype, deep unless `marks` has another mark."""
   pairs = itertools.product(families.NAMES, (jnp.float32, jnp.bfloat16))
   return pytest.mark.parametrize(
     ("name", "dtype"),
@@ -198,34 +196,34 @@ def _families(marks):
 
 @_families({("llama", jnp.float32): ()})
 def test_rollout_and_trainer_have_the_same_bits(name, dtype):
-  config, params, groups = _drawn_in_groups(name, dtype)
+  config, params, groups = _grouped_samples(name, dtype)
   mask = np.asarray(groups.mask)
-  for trained in _trained(config, params, groups):
+  for trained in _by_trainer(config, params, groups):
     np.testing.assert_array_equal(groups.log_probs[mask], trained[mask])
 
 
 @_families({("llama", jnp.float32): _slow})
 def test_rollout_and_score_have_the_same_bits(name, dtype):
-  config, params, groups = _drawn_in_groups(name, dtype)
+  config, params, groups = _grouped_samples(name, dtype)
   mask = np.asarray(groups.mask)
-  scored = _scored(config, params, groups)
+  scored = _by_score(config, params, groups)
   np.testing.assert_array_equal(groups.log_probs[mask], scored[mask])
 
 
 @_families({})
 def test_pages_and_chunks_change_no_bit(name, dtype):
   config, params = families.decoder(name, dtype)
-  expected = _drawn(config, params, _Setting(slots=3))
-  _equal(expected, _drawn(config, params, _Setting(page_size=4, chunk=5)))
+  expected = _samples(config, params, _Setting(slots=3))
+  _compare(expected, _samples(config, params, _Setting(page_size=4, chunk=5)))
 
 
 @_families({})
 def test_several_calls_of_a_step_change_no_bit(name, dtype):
-  """Also where a state at the end of a page ends a sequence's calls."""
+  """Bits are equal, also where a state at a page's end ends the calls."""
   config, params = families.decoder(name, dtype)
-  expected = _drawn(config, params, _Setting(slots=3, page_size=4))
+  expected = _samples(config, params, _Setting(slots=3, page_size=4))
   setting = _Setting(slots=3, page_size=4, decode_steps=5)
-  _equal(expected, _drawn(config, params, setting))
+  _compare(expected, _samples(config, params, setting))
 
 
 @_deep
@@ -233,7 +231,7 @@ def test_several_calls_of_a_step_change_no_bit(name, dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_settings_of_a_run_change_no_bit(name, dtype):
   config, params = families.decoder(name, dtype)
-  expected = _drawn(config, params, _Setting())
+  expected = _samples(config, params, _Setting())
   for setting in (
     _Setting(slots=3),
     _Setting(slots=64, chunk=64),
@@ -246,14 +244,14 @@ def test_settings_of_a_run_change_no_bit(name, dtype):
     _Setting(cached=True),
     _Setting(page_size=4, pages=60),
   ):
-    _equal(expected, _drawn(config, params, setting))
+    _compare(expected, _samples(config, params, setting))
 
 
 @_deep
 def test_single_and_grouped_scores_are_equal():
   config, params = families.decoder("llama", jnp.bfloat16)
-  groups = _groups(_drawn(config, params, _Setting()))
-  together = _scored(config, params, groups)
+  groups = _groups(_samples(config, params, _Setting()))
+  together = _by_score(config, params, groups)
   # Each sample with a prompt of its own, and pages of another size.
   single_samples = dataclasses.replace(
     groups,
@@ -262,7 +260,7 @@ def test_single_and_grouped_scores_are_equal():
     completions=groups.completions.reshape(-1, 1, _NEW),
     completion_lengths=groups.completion_lengths.reshape(-1, 1),
   )
-  each = _scored(config, params, single_samples, page_size=16)
+  each = _by_score(config, params, single_samples, page_size=16)
   np.testing.assert_array_equal(each.reshape(together.shape), together)
 
 
@@ -310,7 +308,7 @@ def test_two_devices_equal_one():
   prompts, lengths = (x[:4] for x in _prompts())
   key = jax.random.key(5)
 
-  sampling = rollout.Sampling(temperature=jnp.float32(_HEAT))
+  sampling = rollout.Sampling(temperature=jnp.float32(_TEMPERATURE))
   requests = rollout.Requests(prompts, lengths, sampling=sampling)
 
   def memory():
@@ -332,9 +330,9 @@ def test_two_devices_equal_one():
 def test_fast_numerics_differ_in_bits():
   """The tests above can fail: bits differ without exact numerics."""
   config, params = families.decoder("llama", jnp.bfloat16, numerics="fast")
-  results = _drawn(config, params, _Setting(slots=3))
+  results = _samples(config, params, _Setting(slots=3))
   groups = _groups(results)
-  forward, _ = _trained(config, params, groups)
+  forward, _ = _by_trainer(config, params, groups)
   mask = np.asarray(groups.mask)
   assert np.any(np.asarray(groups.log_probs)[mask] != forward[mask])
 

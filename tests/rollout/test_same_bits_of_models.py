@@ -13,22 +13,23 @@ from jaxkv import models
 from jaxkv import rollout
 from jaxkv._src.commands import characters
 from tests import as_users
+from tests.rollout.by_forward import arguments_of
 from tests.tools import named_models
 
 pytestmark = pytest.mark.deep
-_HEAT = 0.8
+_TEMPERATURE = 0.8
 _DTYPES = pytest.mark.parametrize(
   "dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"]
 )
 
 
-def _as(config, params, dtype, numerics):
+def _converted(config, params, dtype, numerics):
   cast = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
   config = dataclasses.replace(config, dtype=dtype, numerics=numerics)
   return config, cast
 
 
-def _drawn(config, params, prompts, samples, new, slots):
+def _samples(config, params, prompts, samples, new, slots):
   """Returns the samples of a rollout, in groups."""
   columns = prompts.shape[1]
   sizes = jaxkv.CacheConfig(
@@ -47,7 +48,7 @@ def _drawn(config, params, prompts, samples, new, slots):
     jaxkv.init(sizes),
     models.init_kv(config, sizes),
     rollout.Requests(
-      prompts, lengths, sampling=rollout.Sampling(temperature=_HEAT)
+      prompts, lengths, sampling=rollout.Sampling(temperature=_TEMPERATURE)
     ),
     jax.random.key(3),
     options,
@@ -62,16 +63,7 @@ def _drawn(config, params, prompts, samples, new, slots):
   )
 
 
-def _of(groups):
-  return (
-    groups.prompts,
-    groups.prompt_lengths,
-    groups.completions,
-    groups.completion_lengths,
-  )
-
-
-def _scored(config, params, groups):
+def _by_score(config, params, groups):
   columns = groups.prompts.shape[1] + groups.completions.shape[2]
   pages = -(-columns // 16)
   sizes = jaxkv.CacheConfig(
@@ -82,8 +74,10 @@ def _scored(config, params, groups):
     cache=jaxkv.init(sizes), kv=models.init_kv(config, sizes)
   )
   model = functools.partial(models.forward, config=config)
-  score = functools.partial(rollout.score, model=model, temperature=_HEAT)
-  _, scored = as_users.jit(score)(params, state, *_of(groups))
+  score = functools.partial(
+    rollout.score, model=model, temperature=_TEMPERATURE
+  )
+  _, scored = as_users.jit(score)(params, state, *arguments_of(groups))
   assert scored.ok.all()
   return scored.log_probs
 
@@ -93,7 +87,11 @@ def _mismatch(config, params, groups, each):
 
   def loss(params, groups):
     new = models.grouped_log_probs(
-      params, *_of(groups), config=config, temperature=_HEAT, remat=True
+      params,
+      *arguments_of(groups),
+      config=config,
+      temperature=_TEMPERATURE,
+      remat=True,
     )
     return jnp.mean(new), new
 
@@ -101,7 +99,7 @@ def _mismatch(config, params, groups, each):
   forward = as_users.jit(lambda *inputs: loss(*inputs)[1])
   worst = {"score": 0.0, "forward": 0.0, "gradient": 0.0}
   tokens = 0
-  scored = _scored(config, params, groups)
+  scored = _by_score(config, params, groups)
   for first_row in range(0, groups.prompts.shape[0], each):
     rows = slice(first_row, first_row + each)
     part = jax.tree.map(lambda x, rows=rows: x[rows], groups)
@@ -126,13 +124,13 @@ def test_character_model_has_the_same_bits(dtype):
   starts = np.arange(25) * 3001
   prompts = np.stack([model.tokenizer.encode(text[x : x + 48]) for x in starts])
   prompts = jnp.asarray(prompts, jnp.int32)
-  config, params = _as(model.config, model.params, dtype, "exact")
-  groups = _drawn(config, params, prompts, 8, 100, slots=64)
+  config, params = _converted(model.config, model.params, dtype, "exact")
+  groups = _samples(config, params, prompts, 8, 100, slots=64)
   worst, tokens = _mismatch(config, params, groups, each=5)
   assert tokens == 20_000
   assert max(worst.values()) == 0.0
-  fast, params = _as(model.config, model.params, dtype, "fast")
-  groups = _drawn(fast, params, prompts[:5], 8, 100, slots=64)
+  fast, params = _converted(model.config, model.params, dtype, "fast")
+  groups = _samples(fast, params, prompts[:5], 8, 100, slots=64)
   worst, _ = _mismatch(fast, params, groups, each=5)
   assert worst["forward"] > 0
 
@@ -140,11 +138,11 @@ def test_character_model_has_the_same_bits(dtype):
 @_DTYPES
 def test_smollm2_has_the_same_bits(dtype):
   loaded = models.load(named_models.fetch("smollm2"))
-  config, params = _as(loaded.config, loaded.params, dtype, "exact")
+  config, params = _converted(loaded.config, loaded.params, dtype, "exact")
   text = "The paged cache keeps what a model has read, and"
   prompt = np.asarray(loaded.tokenizer.encode(text), np.int32)
   prompts = jnp.asarray(np.stack([prompt, prompt[::-1]]), jnp.int32)
-  groups = _drawn(config, params, prompts, 8, 63, slots=16)
+  groups = _samples(config, params, prompts, 8, 63, slots=16)
   worst, tokens = _mismatch(config, params, groups, each=1)
   assert tokens >= 1_000
   assert max(worst.values()) == 0.0

@@ -353,7 +353,7 @@ def test_scarce_pages_recompute_the_prompt():
   assert pages_held(state) == 0
 
 
-def _told(params, batch, kv):
+def _model(params, batch, kv):
   """Returns logits that depend on all inputs of the model."""
   del params, kv
   rows = batch.rows
@@ -367,7 +367,7 @@ def test_model_sees_the_rows_of_sampling():
   """The model sees the same rows as when the tokens were sampled."""
   extra = np.asarray([3, 1, 4], np.int32)
   groups = GROUPS._replace(completions=GROUPS.completions % 4)
-  score = functools.partial(rollout.score, model=_told, chunk=CHUNK)
+  score = functools.partial(rollout.score, model=_model, chunk=CHUNK)
   _, scored = jax.jit(score)(None, fresh(), *groups, extra=extra)
   for n, g, r in np.argwhere(mask_of(groups)):
     length = groups.prompt_lengths[n] + r

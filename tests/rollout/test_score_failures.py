@@ -179,3 +179,36 @@ def _call(state=None, groups=GROUPS, **options):
   options = {"model": model, **options}
   state = fresh() if state is None else state
   return rollout.score(weights(), state, *groups, **options)
+
+
+class TestBadLogits:
+  def test_of_bad_weights(self):
+    """They cost one call: nothing of it is found with good weights."""
+    params = weights()
+    bad = jax.tree.map(lambda leaf: leaf * jnp.nan, params)
+    expected = compiled()(params, fresh(), *GROUPS)[1]
+    state, scored = compiled()(bad, fresh(), *GROUPS)
+    # The third group has no completion, and nothing of it is computed.
+    is_bad = jaxkv.Status.BAD_LOGITS
+    assert scored.code.tolist() == [is_bad, is_bad, jaxkv.Status.OK]
+    failed = np.where(mask_of(GROUPS)[:2], np.nan, 0)
+    np.testing.assert_array_equal(scored.log_probs[:2], failed)
+    assert pages_held(state) == 0
+    assert not np.any(state.cache.pool.index.buckets)
+    state, again = compiled()(params, state, *GROUPS)
+    assert again.ok.all() and not np.any(again.cached_tokens)
+    np.testing.assert_array_equal(again.log_probs, expected.log_probs)
+
+  def test_a_token_of_probability_zero(self):
+    """Its log-prob is -inf, which fails nothing."""
+    params, token = weights(), int(GROUPS.completions[0, 0, 0])
+
+    def model(params, batch, kv):
+      logits, kv = models.forward(params, batch, kv, config=MODELS["plain"])
+      return logits.at[:, token].set(-jnp.inf), kv
+
+    score = functools.partial(rollout.score, model=model, chunk=6)
+    _, scored = jax.jit(score)(params, fresh(), *GROUPS)
+    assert scored.ok.all()
+    assert scored.log_probs[0, 0, 0] == -np.inf
+    assert not np.any(np.isnan(scored.log_probs))

@@ -1,4 +1,4 @@
-"""Prompts and sequences that go to the shards of a rollout on a mesh."""
+"""Prompts and sequences of a rollout with several shards."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-def _of_lengths(lengths, num_samples=1, slots=2) -> dict:
+def _names_of(lengths, num_samples=1, slots=2) -> dict:
   """Returns names for samples of given lengths, longest first."""
   names = recipes.attention_alone()
   count = len(lengths) // num_samples
@@ -59,8 +59,8 @@ def _local(leaf, shard):
   return leaf.addressable_shards[shard].data[0]
 
 
-def _balanced(names, axes, state, **options) -> rollout.RolloutState:
-  """Alternates between steps and moves, until the end."""
+def _balance(names, axes, state, **options) -> rollout.RolloutState:
+  """Alternates steps and `rebalance` until the end."""
   until = rollout.Until(steps=3)
   model = names["model"]
   while not bool(rollout.is_done(state)):
@@ -83,12 +83,13 @@ class TestRebalance:
     lengths = random.lognormal(1.2, 0.6, 96).clip(1, 12).astype(np.int32)
     # One shard has most of the work.
     lengths = -np.sort(-lengths)
-    names, axes = _of_lengths(lengths, num_samples), axes_of(data=num_shards)
+    names = _names_of(lengths, num_samples)
+    axes = axes_of(data=num_shards)
     init = functools.partial(recipes.begun_on, names, axes)
     plain = recipes.done(names, init(), axes)
     expected = jax.device_get(sharding.generated(plain, axes=axes))
     for max_pages in (0, 30):
-      state = _balanced(names, axes, init(), max_groups=6, max_pages=max_pages)
+      state = _balance(names, axes, init(), max_groups=6, max_pages=max_pages)
       steps = np.asarray(state.counters.steps)
       assert steps.max() < 1.1 * steps.mean()
       assert 1.3 * steps.max() < np.asarray(plain.counters.steps).max()
@@ -98,10 +99,10 @@ class TestRebalance:
   def test_rebalance_moves_running_sequences(self):
     """A running sequence moves with its pages, and none is computed again."""
     lengths = np.asarray([12, 11, 10, 9, 1, 1, 1, 1], np.int32)
-    names, axes = _of_lengths(lengths, slots=4), axes_of(data=2)
+    names, axes = _names_of(lengths, slots=4), axes_of(data=2)
     init = functools.partial(recipes.begun_on, names, axes)
     plain = recipes.done(names, init(), axes)
-    state = _balanced(names, axes, init(), max_pages=30)
+    state = _balance(names, axes, init(), max_pages=30)
     assert np.asarray(state.counters.recomputed).tolist() == [0, 0]
     # The last two of the long ones have moved.
     assert {2, 3} <= {*np.asarray(state.queue.ids)[1].tolist()}
@@ -110,7 +111,7 @@ class TestRebalance:
 
   @pytest.mark.slow
   def test_sequences_of_other_versions_stay(self):
-    names = _of_lengths(np.asarray([9, 8, 1, 1], np.int32))
+    names = _names_of(np.asarray([9, 8, 1, 1], np.int32))
     axes = axes_of(data=2)
     state = recipes.begun_on(names, axes)
 
@@ -129,7 +130,7 @@ class TestRebalance:
   def test_sequences_with_ids_of_both_shards_stay(self):
     """Each shard has a sequence 0, and no sequence is lost."""
     axes = axes_of(data=2)
-    names = _of_lengths(np.asarray([9, 8, 1, 1], np.int32))
+    names = _names_of(np.asarray([9, 8, 1, 1], np.int32))
     state = recipes.begun_on(names, axes)
     ids = jnp.asarray([[0, 1], [0, 7]], jnp.int32)
     queue = dataclasses.replace(state.queue, ids=ids)
@@ -148,7 +149,7 @@ class TestPrompts:
   def test_submit_and_harvest(self):
     """A stream of prompts: ids are unique, and the idle shards get them."""
     lengths = np.asarray([2, 9, 9, 9], np.int32)
-    names, axes = _of_lengths(lengths, slots=1), axes_of(data=4)
+    names, axes = _names_of(lengths, slots=1), axes_of(data=4)
     state = recipes.begun_on(names, axes)
     results = {}
     batch = names["requests"]
@@ -172,7 +173,7 @@ class TestPrompts:
     bad = jaxkv.Status.BAD_LENGTH
     assert refused.code.tolist() == [bad, jaxkv.Status.OK, full, full]
     # Equal to those of one device.
-    single = recipes.begun(_of_lengths(lengths))
+    single = recipes.begun(_names_of(lengths))
     end_state = recipes.done(names, single)
     expected = rollout.generated(end_state)
     assert sorted(results) == [0, 1, 2, 3, 4]
@@ -187,7 +188,7 @@ class TestPrompts:
 
   @pytest.mark.slow
   def test_settings_of_samples_go_to_their_shard(self):
-    """Also where the shards do not divide the prompts."""
+    """Settings follow their samples, also with an uneven number of prompts."""
     names = recipes.attention_alone()
     strings = rollout.stop_strings(
       [["b"], ["ca"]], rollout.token_bytes([bytes([97 + n]) for n in range(11)])

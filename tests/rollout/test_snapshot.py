@@ -1,4 +1,4 @@
-"""Snapshots of rollouts: what they restore, where, and what they refuse."""
+"""Snapshots of rollouts: contents, devices and errors."""
 
 import dataclasses
 import functools
@@ -117,7 +117,7 @@ def test_snapshot_without_pages_is_small(tmp_path):
 
 @pytest.mark.slow
 def test_pages_go_to_the_devices_of_the_target(tmp_path):
-  """From two devices to one, and to eight."""
+  """Pages are saved on two devices, and restored on one and on eight."""
   if jax.device_count() < 8:
     pytest.skip("needs eight devices")
 
@@ -139,7 +139,7 @@ def test_pages_go_to_the_devices_of_the_target(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [True, False], ids=["pages", "no pages"])
 def test_shards_go_to_other_numbers_of_devices(pages, tmp_path):
-  """Eight shards, which go on where eight, two or one device has them."""
+  """Eight shards continue on eight, two and one device."""
   if jax.device_count() < 8:
     pytest.skip("needs eight devices")
   names = recipes.attention_alone()
@@ -325,7 +325,7 @@ def test_extra_of_any_dtype(extra, tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_damaged_snapshot_is_refused(tmp_path):
-  """Wherever a byte changes, or a file ends early or is missing."""
+  """A changed byte, a short file and a missing file raise."""
   folder = tmp_path / "damaged"
   target = with_random_pages(begun(head_dim=256))
   checkpoint.save(folder, target)

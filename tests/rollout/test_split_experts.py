@@ -16,6 +16,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv import sharding
+from tests.rollout import by_hand
 from tests.rollout import recipes
 from tests.tools.collectives import collectives
 
@@ -51,7 +52,7 @@ _FAMILIES = {
 
 
 def _names(name, **options):
-  """Names as in `recipes`; shards end after different numbers of steps."""
+  """Returns names as in `recipes`, for shards with different step counts."""
   decoder = models.Decoder(
     vocab_size=_VOCABULARY,
     embed_dim=24,
@@ -85,10 +86,7 @@ def _names(name, **options):
   model = functools.partial(models.forward, config=decoder)
 
   def kv():
-    pools = models.init_kv(decoder, sizes, record_experts=True)
-    return jax.tree.map(
-      lambda x: x * np.nan if x.dtype == np.float32 else x, pools
-    )
+    return by_hand.poisoned(models.init_kv(decoder, sizes, record_experts=True))
 
   return recipes.names_of(model, params, sizes, config, kv, prompts)
 
@@ -152,7 +150,7 @@ def test_results_equal_one_device(name, data, model, options):
 
 
 def _sizes(lines, opcode):
-  """The numbers of elements of the collective operations of one kind."""
+  """Returns the numbers of elements of collectives with an opcode."""
   return [
     math.prod(map(int, shape.split(",")))
     for line in lines
@@ -249,7 +247,7 @@ class TestArguments:
       )
 
   def test_a_loop_without_the_axis(self):
-    """Shards would wait for each other."""
+    """An expert axis without lockstep raises, as shards would wait forever."""
     names = _names("deepseek")
     state = recipes.begun(names)
     model = functools.partial(names["model"], expert_axis="data")

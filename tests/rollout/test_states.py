@@ -33,21 +33,21 @@ _RECURRENT = (jaxkv.FullAttention(), jaxkv.Recurrent())
 _PROMPTS = [[*prompt, *range(4)] for prompt in by_hand.PROMPTS] + [[7] * 17]
 
 
-def _after(state, token, layer):
+def _next_hash(state, token, layer):
   """Returns the hash after one more token."""
   primes = np.asarray([_PRIMES], np.float32)
   state = state * _FACTOR + (token + 1).astype(np.float32)[:, None]
   return (state + layer) % primes
 
 
-def _scores(state, np=jnp):
+def _hash_logits(state, np=jnp):
   """Returns the term of a hash in the logits, [X, V], at most 3."""
   waves = np.asarray(_WAVES, np.float32)
   return np.sum(np.sin(state[..., None] * waves[None]), axis=1)
 
 
 def _hash_rows(states, view, layer, tokens, first_columns):
-  """Hashes rows of packed tokens; the states, and the hash after each token.
+  """Hashes packed tokens; returns the states and the hash after each token.
 
   Args:
     states: the pages.
@@ -64,7 +64,7 @@ def _hash_rows(states, view, layer, tokens, first_columns):
     state, out = carry
     real = offset < view.num_tokens
     column = jnp.where(real, first_columns + offset, columns)
-    new_state = _after(
+    new_state = _next_hash(
       state, tokens.at[column].get(mode="clip"), layer.astype(jnp.float32)
     )
     state = jnp.where(real[:, None], new_state, state)
@@ -76,7 +76,7 @@ def _hash_rows(states, view, layer, tokens, first_columns):
 
 
 def _model(params, batch, kv):
-  """Attention as in `by_hand`, and two recurrent layers."""
+  """Runs the model of `by_hand`, and two recurrent layers."""
   tokens = batch.tokens
   pages, states = kv
   attention = dataclasses.replace(batch, views=batch.views[:1])
@@ -97,7 +97,7 @@ def _model(params, batch, kv):
         states, view.prefill, index, tokens[0, single:], first_columns
       )
       out = jnp.concatenate([out, prefill_out])
-    return states, scores + _scores(out)
+    return states, scores + _hash_logits(out)
 
   states, scores = lax.fori_loop(
     0, _LAYERS, layer, (states, jnp.zeros_like(logits[0]))
@@ -114,8 +114,8 @@ def _expected(seq_id, prompt, key, temperature, config):
     for layer in range(_LAYERS):
       state = np.zeros((1, len(_PRIMES)), np.float32)
       for token in tokens:
-        state = _after(state, np.asarray([token]), np.float32(layer))
-      logits = logits + _scores(state, np)[0]
+        state = _next_hash(state, np.asarray([token]), np.float32(layer))
+      logits = logits + _hash_logits(state, np)[0]
     weights = (np.arange(len(logits)) == np.argmax(logits)).astype(np.float64)
     if temperature:
       row = by_definition.Row(temperature=temperature)
@@ -169,7 +169,7 @@ _CONFIG = rollout.RolloutConfig(
 
 
 @functools.cache
-def _wanted(temperature):
+def _all_expected(temperature):
   samples = _CONFIG.num_samples
   return [
     _expected(
@@ -180,7 +180,7 @@ def _wanted(temperature):
 
 
 def _assert_all(state, temperature):
-  for seq_id, tokens in enumerate(_wanted(temperature)):
+  for seq_id, tokens in enumerate(_all_expected(temperature)):
     length = int(state.queue.length[seq_id])
     assert state.queue.tokens[seq_id, :length].tolist() == tokens
   jaxkv.check(state.memory.cache)

@@ -10,7 +10,7 @@ from tests.rollout import by_hand
 
 @pytest.mark.slow
 def test_spans_of_a_preemption():
-  """A sequence is preempted, begins again, and all end."""
+  """One of three sequences is preempted and resumes."""
   config = rollout.RolloutConfig(max_new_tokens=5, timeline=8)
   state = by_hand.begun(by_hand.sizes(5, 2), config, [[1], [2], [3]])
   program = by_hand.program()

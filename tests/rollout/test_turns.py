@@ -16,7 +16,7 @@ _TURNS, _PAGE = 4, 4
 
 
 def _model(params, batch, kv):
-  """Random tokens of the last one, without K/V."""
+  """Returns logits of the last token alone, without K/V."""
   del kv
   last_tokens = batch.tokens[0].at[batch.columns].get(mode="clip")
   return params[last_tokens], None

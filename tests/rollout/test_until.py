@@ -28,13 +28,13 @@ _generate = jax.jit(
 
 
 def _until(**limits: int) -> rollout.Until:
-  """All limits are numbers, so one program serves all tests."""
+  """Returns limits that are all numbers, so one program serves all tests."""
   names = ("steps", "sequences", "groups")
   limits = dict.fromkeys(names, by_hand.NO_LIMIT) | limits
   return rollout.Until(**{k: jnp.int32(v) for k, v in limits.items()})
 
 
-def _ended(state: rollout.RolloutState) -> np.ndarray:
+def _is_done(state: rollout.RolloutState) -> np.ndarray:
   return np.asarray(state.queue.status) == by_hand.DONE
 
 
@@ -43,11 +43,11 @@ def test_call_ends_after_complete_groups(count):
   """The call ends with `count` complete groups; the others end unchanged."""
   until = _until(groups=count)
   stopped = _generate(_begun(), until)
-  groups = _ended(stopped).reshape(-1, 2).all(axis=1)
+  groups = _is_done(stopped).reshape(-1, 2).all(axis=1)
   assert groups.sum() == count
   steps = int(stopped.counters.steps)
   earlier_state = _generate(_begun(), _until(steps=steps - 1))
-  assert _ended(earlier_state).reshape(-1, 2).all(axis=1).sum() < count
+  assert _is_done(earlier_state).reshape(-1, 2).all(axis=1).sum() < count
   assert int(_generate(stopped, until).counters.steps) == steps
   whole = _generate(_begun(), _until())
   state = _generate(stopped, _until())
@@ -59,10 +59,10 @@ def test_is_new_marks_each_sequence_once():
   state = _begun()
   num_new = np.zeros(8, int)
   while not rollout.is_done(state):
-    had_ended = _ended(state)
+    had_ended = _is_done(state)
     state = _generate(state, _until(steps=3))
     is_new = np.asarray(rollout.generated(state).is_new)
-    np.testing.assert_array_equal(is_new, _ended(state) & ~had_ended)
+    np.testing.assert_array_equal(is_new, _is_done(state) & ~had_ended)
     num_new += is_new
   assert num_new.tolist() == [1] * 8
   assert not np.any(_generate(state, _until()).queue.is_new)
@@ -74,7 +74,7 @@ def test_sequences_until_all_are_harvested():
   answers = {}
   while len(answers) < 8:
     state = _generate(state, _until(sequences=1))
-    assert _ended(state).any()
+    assert _is_done(state).any()
     state, out = rollout.harvest(state)
     for row in np.flatnonzero(out.results.valid):
       answers[int(out.results.ids[row])] = out.results.tokens[row].tolist()
@@ -94,5 +94,5 @@ def test_empty_groups_are_not_complete():
   """A group without samples does not count as complete."""
   state = _begun(num_samples=[0, 1, 2, 0])
   state = _generate(state, _until(groups=2))
-  assert _ended(state).sum() == 3
+  assert _is_done(state).sum() == 3
   assert bool(rollout.is_done(state))

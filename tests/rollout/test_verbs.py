@@ -15,6 +15,10 @@ import jaxkv
 from jaxkv import rollout
 from jaxkv._src.engine.page_keys import page_keys
 from tests.rollout import by_hand
+from tests.rollout.by_hand import DONE
+from tests.rollout.by_hand import EMPTY
+from tests.rollout.by_hand import RUNS
+from tests.rollout.by_hand import WAITS
 
 _OK, _SKIPPED = jaxkv.Status.OK, jaxkv.Status.SKIPPED
 _UNKNOWN, _ENDED = jaxkv.Status.BAD_SEQUENCE, jaxkv.Status.ENDED
@@ -26,12 +30,12 @@ _PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 9, 9], [4]]
 
 @functools.cache
 def _program() -> by_hand.Runner:
-  """Compiled once for all tests."""
+  """Returns a rollout that is compiled once for all tests."""
   return by_hand.program()
 
 
 def _begun(counts=(2, 2, 0), prompts=_PROMPTS, **options):
-  """Three prompts, of which the last one has no sample."""
+  """Returns a rollout of three prompts; the last one has no sample."""
   return by_hand.begun(
     by_hand.sizes(40, 3), _CONFIG, prompts, num_samples=list(counts), **options
   )
@@ -58,19 +62,11 @@ def test_removed_sequences_free_their_slots():
   Both leave their slots when the first one does, and give all pages back.
   """
   state = _program()(_begun(), 1.0, 1)
-  assert state.queue.status[:4].tolist() == [
-    by_hand.RUNS,
-    by_hand.RUNS,
-    by_hand.RUNS,
-    by_hand.WAITS,
-  ]
+  assert state.queue.status[:4].tolist() == [RUNS, RUNS, RUNS, WAITS]
   assert state.slots.leader.tolist() == [3, 0, 3]
   for verb, status in (
-    (
-      rollout.requeue,
-      [by_hand.WAITS, by_hand.WAITS, by_hand.RUNS, by_hand.WAITS],
-    ),
-    (rollout.abort, [by_hand.DONE, by_hand.WAITS, by_hand.RUNS, by_hand.WAITS]),
+    (rollout.requeue, [WAITS, WAITS, RUNS, WAITS]),
+    (rollout.abort, [DONE, WAITS, RUNS, WAITS]),
   ):
     new_state, out = verb(state, [0, 3], mask=[True, False])
     assert _codes(out) == [_OK, _SKIPPED]
@@ -84,7 +80,7 @@ def test_removed_sequences_free_their_slots():
     assert _codes(out) == [_ENDED if verb is rollout.abort else _OK]
     new_state, out = rollout.requeue(new_state, [0])
     assert _codes(out) == [_ENDED]
-    assert new_state.queue.status[:4].tolist() == [by_hand.DONE, *status[1:]]
+    assert new_state.queue.status[:4].tolist() == [DONE, *status[1:]]
     assert int(new_state.queue.finish[0]) == rollout.Finish.ABORTED
 
 
@@ -104,7 +100,7 @@ def test_extend_sets_limits_and_page_keys():
   assert queue.start.tolist() == [8, 8, 5, 3, 1, 1]
   assert queue.limit.tolist() == [12, 12, 8, 7, 5, 5]
   assert int(queue.finish[2]) == rollout.Finish.UNFINISHED
-  assert int(queue.status[2]) == by_hand.WAITS
+  assert int(queue.status[2]) == WAITS
   assert state.queue.overtaken.tolist() == [3, 3, 0, 3, 3, 3]
   keys = page_keys(state.memory.cache, queue.tokens[2:3], None)[0, :2]
   np.testing.assert_array_equal(state.queue.page_keys[2, :2], keys)
@@ -113,7 +109,7 @@ def test_extend_sets_limits_and_page_keys():
   rollout.check(state)
 
 
-def _used() -> rollout.RolloutState:
+def _reused_rows() -> rollout.RolloutState:
   """Returns a rollout whose first group was harvested and holds old data."""
   state, _ = rollout.abort(_begun(), [0, 1])
   state, out = rollout.harvest(state, [0, 1])
@@ -129,7 +125,7 @@ def _used() -> rollout.RolloutState:
 
 def test_submit_reuses_rows():
   """New sequences in a harvested group keep nothing of the old ones."""
-  state = _used()
+  state = _reused_rows()
   full = jaxkv.Status.QUEUE_FULL
   new_state, out = rollout.submit(
     state, rollout.Requests([[7, 6, 5, 4, 3, 2]] * 3, [5, 6, 2])
@@ -138,7 +134,7 @@ def test_submit_reuses_rows():
   assert out.ids.tolist() == [4, 6, -1]
   queue = new_state.queue
   assert queue.ids.tolist() == [4, 5, 2, 3, 6, 7]
-  assert queue.status.tolist() == [by_hand.WAITS] * 6
+  assert queue.status.tolist() == [WAITS] * 6
   assert queue.length.tolist() == [5, 5, 3, 3, 6, 6]
   assert queue.finish.tolist() == [0] * 6
   assert int(queue.next_id) == 8
@@ -154,7 +150,7 @@ def test_submit_reuses_rows():
 
 
 def _with_strings(strings, lists):
-  """Settings of samples that end at one of a few lists of strings."""
+  """Returns settings in which each sample has one of the lists of strings."""
   texts = rollout.token_bytes([bytes([65 + n]) for n in range(11)])
   strings = rollout.stop_strings(strings, texts).select(lists)
   return rollout.Sampling(stop_strings=strings)
@@ -185,16 +181,16 @@ def test_selected_stop_strings():
 def test_ids_in_use_are_refused():
   """Ids in the queue, and ids that overlap in a call, are refused."""
   _, out = rollout.submit(
-    _used(), rollout.Requests([[7]] * 4, [1] * 4), ids=[1, 20, 21, -2]
+    _reused_rows(), rollout.Requests([[7]] * 4, [1] * 4), ids=[1, 20, 21, -2]
   )
   assert _codes(out) == [_UNKNOWN, _OK, _UNKNOWN, _UNKNOWN]
   # Those of a prompt that is refused are free for a later one.
   _, out = rollout.submit(
-    _used(), rollout.Requests([[7]] * 4, [1] * 4), ids=[3, 4, -1, 0]
+    _reused_rows(), rollout.Requests([[7]] * 4, [1] * 4), ids=[3, 4, -1, 0]
   )
   assert _codes(out) == [_UNKNOWN, _OK, _UNKNOWN, _OK]
   new_state, out = rollout.submit(
-    _used(), rollout.Requests([[7]] * 2, [1] * 2), ids=[0, 30]
+    _reused_rows(), rollout.Requests([[7]] * 2, [1] * 2), ids=[0, 30]
   )
   assert _codes(out) == [_OK, _OK]
   assert new_state.queue.ids.tolist() == [0, 1, 2, 3, 30, 31]
@@ -208,7 +204,7 @@ def test_ids_in_use_are_refused():
 
 def test_ids_beyond_int32_are_refused():
   state, out = rollout.submit(
-    _used(), rollout.Requests([[7]], [1]), ids=[2**31 - 5]
+    _reused_rows(), rollout.Requests([[7]], [1]), ids=[2**31 - 5]
   )
   assert _codes(out) == [_OK]
   state, out = rollout.submit(state, rollout.Requests([[7]] * 2, [1] * 2))
@@ -222,14 +218,7 @@ def test_harvest_of_groups_and_sequences():
   skipped = [_SKIPPED] * 2
   new_state, out = rollout.harvest(state, groups=True)
   assert _codes(out) == [*skipped, _OK, _OK, *skipped]
-  status = [
-    by_hand.DONE,
-    by_hand.WAITS,
-    by_hand.EMPTY,
-    by_hand.EMPTY,
-    by_hand.EMPTY,
-    by_hand.EMPTY,
-  ]
+  status = [DONE, WAITS, EMPTY, EMPTY, EMPTY, EMPTY]
   assert new_state.queue.status.tolist() == status
   assert out.results.valid.tolist() == [False, False, True, True, False, False]
   assert out.results.tokens[2, :4].tolist() == [9, 9, 9, 0]
@@ -239,14 +228,7 @@ def test_harvest_of_groups_and_sequences():
   assert _codes(out) == [unfinished, _OK, unfinished]
   new_state, out = rollout.harvest(state, [0, 2, 1])
   assert _codes(out) == [_OK, _OK, unfinished]
-  status = [
-    by_hand.EMPTY,
-    by_hand.WAITS,
-    by_hand.EMPTY,
-    by_hand.DONE,
-    by_hand.EMPTY,
-    by_hand.EMPTY,
-  ]
+  status = [EMPTY, WAITS, EMPTY, DONE, EMPTY, EMPTY]
   assert new_state.queue.status.tolist() == status
   _, out = rollout.harvest(new_state)
   assert _codes(out) == [*[_SKIPPED] * 3, _OK, *skipped]
@@ -260,24 +242,14 @@ def test_policies_of_update_weights():
   state, out = rollout.extend(state, [3], [[5, 5]], [2], max_tokens=[1])
   assert _codes(out) == [_OK]
   old_queue = state.queue
-  assert old_queue.status[:4].tolist() == [
-    by_hand.RUNS,
-    by_hand.RUNS,
-    by_hand.DONE,
-    by_hand.WAITS,
-  ]
+  assert old_queue.status[:4].tolist() == [RUNS, RUNS, DONE, WAITS]
   assert np.all(old_queue.length[:3] > old_queue.prompt_length[:3])
   for how in ("recompute", "keep", "drop"):
     new_state = rollout.update_weights(state, how)
     assert int(new_state.memory.cache.epoch) == 1
     keeps = how == "keep"
-    runs = by_hand.RUNS if keeps else by_hand.WAITS
-    assert new_state.queue.status[:4].tolist() == [
-      runs,
-      runs,
-      by_hand.DONE,
-      by_hand.WAITS,
-    ]
+    runs = RUNS if keeps else WAITS
+    assert new_state.queue.status[:4].tolist() == [runs, runs, DONE, WAITS]
     assert bool(jnp.any(new_state.memory.cache.length > 0)) == keeps
     # Keys of the new weights are for those that begin with them.
     epoch = 0 if keeps else 1
@@ -302,7 +274,7 @@ def test_policies_of_update_weights():
 
 @pytest.mark.slow
 def test_tokens_have_the_version_of_their_weights():
-  """Each token has the version of the weights that drew it."""
+  """Each token has the version of the weights that sampled it."""
   program = by_hand.program()
   state = program(_begun((1, 0, 0)), 1.0, 3)
   old_length = int(state.queue.length[0])

@@ -49,7 +49,7 @@ def test_samples_equal_those_of_whole_rows(vocab_size, parts, has_filters):
       min_p=jnp.where((row == 4) | (row > 5), 0.1, 0.0),
     )
   keys = jax.random.split(jax.random.key(1), 12)
-  draw = functools.partial(sample.draw, keys, row, **_OPTIONS)
+  draw = functools.partial(sample.sample_tokens, keys, row, **_OPTIONS)
   by_vocab = NamedSharding(recipes.axes_of(model=parts).mesh, P(None, "model"))
   expected = jax.jit(draw)(logits, sampling)
   draw = jax.jit(functools.partial(draw, parts=parts))

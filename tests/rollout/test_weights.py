@@ -85,8 +85,8 @@ def _gaps(out: rollout.Generated, params, version: int) -> np.ndarray:
   return np.abs(np.asarray(out.log_probs - trainer_log_probs))[has_version]
 
 
-def _updated(how: str) -> rollout.Generated:
-  """A rollout whose weights change after seven steps."""
+def _results_of_update(how: str) -> rollout.Generated:
+  """Returns results of a rollout whose weights change after seven steps."""
   state = _run(_weights(0), _begun(), 7)
   state = rollout.update_weights(state, how)
   rollout.check(state)
@@ -96,8 +96,8 @@ def _updated(how: str) -> rollout.Generated:
 @pytest.mark.slow
 class TestUpdateWeights:
   def test_recompute(self):
-    """Each token has the log-probability of the weights that drew it."""
-    out = _updated("recompute")
+    """Each token has the log-prob of the weights that sampled it."""
+    out = _results_of_update("recompute")
     for version in (0, 1):
       gaps = _gaps(out, _weights(version), version)
       assert gaps.size > 5 and gaps.max() <= 1e-5
@@ -109,7 +109,7 @@ class TestUpdateWeights:
 
   def test_keep(self):
     """Old K/V is used, and the versions are recorded."""
-    out = _updated("keep")
+    out = _results_of_update("keep")
     assert _gaps(out, _weights(0), 0).max() <= 1e-5
     later = _gaps(out, _weights(1), 1)
     assert later.size > 5 and later.max() > 1e-3
@@ -120,7 +120,7 @@ class TestUpdateWeights:
     assert _gaps(new_rows, _weights(1), 1).max() <= 1e-5
 
   def test_drop(self):
-    out = _updated("drop")
+    out = _results_of_update("drop")
     ended_before = np.any(np.asarray(out.versions) == 0, axis=1)
     whole = rollout.generated(_run(_weights(1), _begun()))
     for row in np.flatnonzero(~ended_before):
@@ -149,7 +149,7 @@ class TestUpdateWeights:
 
 @pytest.mark.slow
 def test_a_leader_of_older_weights_is_not_followed():
-  """It keeps its half of the prompt; the other sample computes all anew."""
+  """A kept leader has old K/V, so its sibling computes the whole prompt."""
   prompt = [1, 2, 3, 4, 5, 6, 7, 8]
   sizes = by_hand.sizes(40, 2)
   config = rollout.RolloutConfig(

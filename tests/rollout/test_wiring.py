@@ -67,7 +67,7 @@ def _embed(params, tokens, positions):
   return params["tokens"][tokens] + params["positions"][positions]
 
 
-def _projected(params, layer, x):
+def _projections(params, layer, x):
   """Returns queries, keys and values of [B, T, W]."""
   return tuple(
     jnp.einsum("btw,whd->bthd", x, params[name][layer])
@@ -79,7 +79,7 @@ def _model(params, batch, kv, *, wiring) -> Any:
   received = kv
   x = _embed(params, batch.tokens, batch.positions)
   for layer, window in enumerate(_WINDOWS):
-    q, k, v = _projected(params, layer, x)
+    q, k, v = _projections(params, layer, x)
     view = batch.views[wiring.group_of[layer]]
     kv = kv_memory.write(kv, view, layer, k, v)
     options = kernels.AttentionOptions(
@@ -101,7 +101,7 @@ def _uncached_logits(params, tokens: list[int]) -> jax.Array:
   position = jnp.arange(count, dtype=jnp.int32)
   x = _embed(params, jnp.asarray(tokens)[None], position[None])
   for layer, window in enumerate(_WINDOWS):
-    q, k, v = _projected(params, layer, x)
+    q, k, v = _projections(params, layer, x)
     k, v = (jnp.repeat(y, _HEADS // _KV_HEADS, axis=2) for y in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q, k) / _HEAD_DIM**0.5
     distance = position[:, None] - position[None]
@@ -115,7 +115,7 @@ def _uncached_logits(params, tokens: list[int]) -> jax.Array:
 
 
 def _begun(dtype="float32") -> rollout.RolloutState:
-  """A rollout; its memory has the default dtype if `dtype` is None."""
+  """Returns a rollout; None for `dtype` means the default dtype."""
   sizes = jaxkv.CacheConfig(
     num_pages=40,
     page_size=2,
@@ -143,7 +143,7 @@ def _generate(state, wiring=None, model=None):
   return rollout.generate(_params(), state, model=model)
 
 
-def _traced(state, wiring=None, model=None):
+def _trace(state, wiring=None, model=None):
   """Traces `generate`, which compiles nothing."""
   return jax.eval_shape(lambda state: _generate(state, wiring, model), state)
 
@@ -162,7 +162,7 @@ def test_tokens_equal_uncached_attention():
 
 
 def test_right_wiring_is_traced():
-  _traced(_begun())
+  _trace(_begun())
 
 
 @pytest.mark.parametrize(
@@ -210,16 +210,16 @@ def test_right_wiring_is_traced():
 )
 def test_wrong_wiring_is_refused(wiring, error, message):
   with pytest.raises(error, match=message):
-    _traced(_begun(), wiring)
+    _trace(_begun(), wiring)
 
 
 def test_pages_of_the_default_dtype_are_refused():
   """A float32 model must not silently round to bfloat16, the default."""
   message = r"`k` must be bfloat16, the default dtype .*dtype=float32"
   with pytest.raises(TypeError, match=message):
-    _traced(_begun(dtype=None))
+    _trace(_begun(dtype=None))
   # An explicit dtype allows it.
-  _traced(_begun(dtype="bfloat16"))
+  _trace(_begun(dtype="bfloat16"))
 
 
 class TestMemory:
@@ -229,7 +229,7 @@ class TestMemory:
       return logits, 0.0
 
     with pytest.raises(TypeError, match=r"`kv` that `model` returns .* float"):
-      _traced(_begun(), model=model)
+      _trace(_begun(), model=model)
 
   def test_other_pools_are_refused(self):
     def model(params, batch, kv):
@@ -237,17 +237,17 @@ class TestMemory:
       return logits, (kv,)
 
     with pytest.raises(TypeError, match="`kv` that `model` returns must have"):
-      _traced(_begun(), model=model)
+      _trace(_begun(), model=model)
 
   def test_none_for_a_model_that_writes_nothing(self):
     def model(params, batch, kv):
       del params, kv
       return jnp.zeros((batch.columns.shape[0], _VOCABULARY)), None
 
-    _traced(_begun(), model=model)
+    _trace(_begun(), model=model)
 
   def test_all_logits_checks_its_model(self):
-    """It checks the function that it converts, under its own name."""
+    """`all_logits` checks the function that it converts, and names itself."""
 
     def all_tokens(params, batch, kv):
       wiring = _Wiring(selects_columns=False, keeps_memory=False)
@@ -256,4 +256,4 @@ class TestMemory:
 
     message = "`kv` that the model of all_logits returns must be the memory"
     with pytest.raises(ValueError, match=message):
-      _traced(_begun(), model=rollout.all_logits(all_tokens))
+      _trace(_begun(), model=rollout.all_logits(all_tokens))

@@ -11,7 +11,7 @@ import pytest
 from jaxkv._src.sampling import settings
 from jaxkv._src.sampling.penalties import adjust
 from jaxkv._src.sampling.penalties import see
-from jaxkv._src.sampling.sample import draw
+from jaxkv._src.sampling.sample import sample_tokens
 from jaxkv._src.sampling.settings import Sampling
 from tests.sampling import by_definition
 from tests.sampling.by_definition import Row
@@ -27,7 +27,7 @@ from tests.tools.transforms import check_under
   jax.jit, static_argnames=("raw_log_probs", "entropy", "top_log_probs")
 )
 def _compiled(*arguments, **options):
-  return draw(*arguments, **options)
+  return sample_tokens(*arguments, **options)
 
 
 _LOGITS = jnp.asarray([[0.0, 1.0, 3.0, -2.0], [5.0, 5.0, 1.0, 0.0]])
@@ -267,7 +267,7 @@ class TestWhatIsCompiled:
 
   def _primitives(self, sampling, **options):
     equations = traced_loops.equations(
-      functools.partial(draw, **options),
+      functools.partial(sample_tokens, **options),
       _keys(2),
       jnp.zeros((2,), jnp.int32),
       jnp.zeros((2, 30)),
@@ -355,7 +355,7 @@ class TestTheModelsOwn:
   @pytest.mark.parametrize("exact", [False, True])
   def test_log_probs_before_the_filters(self, exact):
     """At the temperature: 1/4, 1/16 and 1/16; `top_k` leaves the first one."""
-    samples = draw(
+    samples = sample_tokens(
       jax.random.split(jax.random.key(0), 1),
       jnp.zeros((1,), jnp.int32),
       jnp.log(jnp.array([[0.5, 0.25, 0.25]])),
@@ -386,7 +386,7 @@ class TestTransforms:
 
   def _step(self, keys, counts, logits, sampling, history):
     outputs = adjust(logits, sampling, history)
-    samples = draw(
+    samples = sample_tokens(
       keys,
       counts,
       outputs,

@@ -1,4 +1,4 @@
-"""A worker without a model: a seq samples numbers from its id."""
+"""A worker without a model: a sequence samples numbers from its id."""
 
 import collections
 import random
@@ -76,7 +76,7 @@ class StubWorker:
     assert self.room().prompts >= 0
     return [True] * len(ids)
 
-  def advance(self) -> list[workers.Group]:
+  def advance(self) -> list[workers.PromptSamples]:
     ended = []
     for _ in range(self._steps):
       while self._waiting and len(self._running) < self._slots:
@@ -89,7 +89,7 @@ class StubWorker:
         seq.tokens.append(tokens[len(seq.tokens)])
         if len(seq.tokens) == len(tokens):
           self._running.remove(seq)
-          ended.append(workers.Group(seq.number, seq.tokens))
+          ended.append(workers.PromptSamples(seq.number, seq.tokens))
     return ended
 
   def _begun(self, seq: _Running) -> _Running:
@@ -137,7 +137,7 @@ class FailingWorker(StubWorker):
     super().__init__(**options)
     self._left = num_calls
 
-  def advance(self) -> list[workers.Group]:
+  def advance(self) -> list[workers.PromptSamples]:
     self._left -= 1
     if self._left < 0:
       raise OSError("the machine was taken away")
@@ -166,9 +166,9 @@ def random_prompts(count, length=5):
 def results_of(pool) -> dict:
   """The results of a pool by id, each of which comes once."""
   results = {}
-  for group in pool.results():
-    assert group.id not in results
-    results[group.id] = group.results
+  for samples in pool.results():
+    assert samples.id not in results
+    results[samples.id] = samples.results
   return results
 
 

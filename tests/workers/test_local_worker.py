@@ -91,16 +91,16 @@ class _Fails:
 
 
 @pytest.mark.slow
-def test_tokens_do_not_depend_on_failures_or_members():
+def test_tokens_do_not_depend_on_failures_or_removed_workers():
   _Fails.num_failures = 0
   with workers.Pool(
     lambda place: _Fails(_by_hand(place)), 3, config=_CONFIG
   ) as pool:
     pool.submit(_requests())
     results = {}
-    for group in pool.results():
-      assert group.id not in results
-      results[group.id] = group.results
+    for samples in pool.results():
+      assert samples.id not in results
+      results[samples.id] = samples.results
       if len(results) == 5:
         pool.remove(2)
       if len(results) == 9:
@@ -115,29 +115,28 @@ def test_moved_sequences_are_not_computed_again():
   requests = _requests()
   prompts = rollout.Requests(requests.tokens[:3], requests.lengths[:3])
   assert source.submit(prompts, [0, 2, 4]) == [True] * 3
-  groups = source.advance()
+  ended = source.advance()
   exported = source.export()
   # The pool has 59 pages.
   assert exported.contents[0].shape[0] == 16
-  moved = sorted({0, 2, 4} - {group.id for group in groups})
+  moved = sorted({0, 2, 4} - {samples.id for samples in ended})
   # In two calls, as if there were no room at first.
   assert target.import_sequences(exported, moved[:1]) == moved[:1]
   assert target.import_sequences(exported, moved[1:]) == moved[1:]
-  while len(groups) < 3:
-    groups += target.advance()
+  while len(ended) < 3:
+    ended += target.advance()
   assert int(target._state.counters.recomputed) == 0
 
 
 @pytest.mark.slow
-def test_groups_do_not_keep_the_results_of_others():
-  worker = _by_hand(0)
-  groups = []
+def test_samples_do_not_keep_the_results_of_other_prompts():
+  worker, ended = _by_hand(0), []
   requests = _requests()
   prompts = rollout.Requests(requests.tokens[:3], requests.lengths[:3])
   worker.submit(prompts, [0, 2, 4])
-  while len(groups) < 3:
-    groups += worker.advance()
-  for array in jax.tree.leaves(groups[0].results):
+  while len(ended) < 3:
+    ended += worker.advance()
+  for array in jax.tree.leaves(ended[0].results):
     assert array.base is None or array.base.size == array.size
   worker.close()
   worker.close()
@@ -168,10 +167,10 @@ def test_new_weights_keep_the_dtypes():
   state = _by_hand(0)._state
   params = {"weight": jnp.ones((2,), jnp.bfloat16)}
   worker = workers.LocalWorker(params, state, model=_BY_HAND)
-  for value in (np.float32(3), jnp.float32(4)):
-    worker.update_weights({"weight": value * np.ones((2,))}, 0, None)
+  for prompt_id in (np.float32(3), jnp.float32(4)):
+    worker.update_weights({"weight": prompt_id * np.ones((2,))}, 0, None)
     weight = worker._params["weight"]
-    assert weight.dtype == jnp.bfloat16 and weight.tolist() == [value] * 2
+    assert weight.dtype == jnp.bfloat16 and weight.tolist() == [prompt_id] * 2
 
 
 @pytest.mark.slow
@@ -201,15 +200,15 @@ def test_versions_reproduce_the_log_probs(max_age):
     max_age=max_age,
   ) as pool:
     pool.submit(_requests())
-    groups = []
-    for group in pool.results():
-      groups.append(group.results)
-      if len(groups) in (3, 6, 9, 12):
-        pool.update_weights(versions[len(groups) // 3])
-  assert len(groups) == 24
+    parts = []
+    for samples in pool.results():
+      parts.append(samples.results)
+      if len(parts) in (3, 6, 9, 12):
+        pool.update_weights(versions[len(parts) // 3])
+  assert len(parts) == 24
   cache_config = by_hand.sizes(60, 4)
   score = jax.jit(functools.partial(rollout.score, model=_FORWARD))
-  results = jax.tree.map(lambda *rows: np.concatenate(rows), *groups)
+  results = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
   is_drawn = results.mask
   oldest = np.where(is_drawn, results.versions, 99).min(axis=1)
   newest = results.versions.max(axis=1)
@@ -219,22 +218,22 @@ def test_versions_reproduce_the_log_probs(max_age):
       cache=jaxkv.init(cache_config), kv=kv_of(cache_config)
     )
     for row in range(0, 48, 2):
-      prompt_length = int(results.prompt_lengths[row])
-      columns = results.tokens[row : row + 2, prompt_length:]
-      columns = np.pad(columns, ((0, 0), (0, prompt_length)))[:, :6]
-      lengths = results.lengths[row : row + 2] - prompt_length
+      start = int(results.prompt_lengths[row])
+      columns = results.tokens[row : row + 2, start:]
+      columns = np.pad(columns, ((0, 0), (0, start)))[:, :6]
+      lengths = results.lengths[row : row + 2] - start
       memory, scored = score(
         params,
         memory,
         results.tokens[row : row + 1, :9],
-        np.asarray([prompt_length], np.int32),
+        np.asarray([start], np.int32),
         columns[None],
         lengths[None],
       )
       for sample in range(2):
-        drawn_columns = prompt_length + np.arange(lengths[sample])
-        is_own = results.versions[row + sample, drawn_columns] == version
+        index = start + np.arange(lengths[sample])
+        is_own = results.versions[row + sample, index] == version
         np.testing.assert_array_equal(
           np.asarray(scored.log_probs)[0, sample, : lengths[sample]][is_own],
-          results.log_probs[row + sample, drawn_columns][is_own],
+          results.log_probs[row + sample, index][is_own],
         )

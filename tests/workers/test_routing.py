@@ -7,10 +7,10 @@ import pytest
 
 from jaxkv import rollout
 from jaxkv import workers
-from jaxkv._src.workers.member import Member
 from jaxkv._src.workers.prompts import Prompt
 from jaxkv._src.workers.prompts import split
 from jaxkv._src.workers.routing import choose
+from jaxkv._src.workers.worker_state import WorkerState
 from tests.workers.stub import CONFIG
 from tests.workers.stub import StubWorker
 from tests.workers.stub import expected_of
@@ -47,13 +47,24 @@ def test_a_worker_takes_the_samples_that_it_needs(counts):
     for prompt_id, part in enumerate(split(requests, config))
   ]
   room = workers.Room(prompts=9, needed=8, slots=4)
-  member, peer = Member(0, print), Member(1, print)
-  chosen = choose(waiting, room, member, [peer])
+  state, peer = WorkerState(0, print), WorkerState(1, print)
+  chosen = choose(waiting, room, state, [peer])
   assert 4 <= sum(counts[prompt.id] for prompt in chosen) <= 6
   for prompt_id, part in enumerate(split(requests, config), 100):
     peer.add(Prompt(prompt_id, part, ()))
-  assert choose(waiting, room, member, [peer]) == waiting
-  assert choose(waiting, room, member, []) == waiting
+  assert choose(waiting, room, state, [peer]) == waiting
+  assert choose(waiting, room, state, []) == waiting
+
+
+def test_no_prompt_waits_for_a_place_without_a_worker():
+  state = WorkerState(0, print)
+  assert state.takes_prompts
+  state.num_failures = 1
+  assert not state.takes_prompts
+  state.worker = StubWorker()
+  assert state.takes_prompts
+  state.leaves = True
+  assert not state.takes_prompts
 
 
 @pytest.mark.slow
@@ -82,7 +93,7 @@ def test_families_of_prompts_stay_together():
     return sum(worker.hits for worker in made)
 
   in_pool = hits_of(4, **options)
-  in_one = hits_of(1, slots=16, rows=64, capacity=4 * options["capacity"])
+  seq = hits_of(1, slots=16, rows=64, capacity=4 * options["capacity"])
   in_turn = 0
   for worker_index in range(4):
     worker = StubWorker(**options)
@@ -92,4 +103,4 @@ def test_families_of_prompts_stay_together():
       while worker.room().prompts < 16:
         worker.advance()
     in_turn += worker.hits
-  assert in_pool >= 0.9 * in_one > 1.3 * in_turn, (in_pool, in_one, in_turn)
+  assert in_pool >= 0.9 * seq > 1.3 * in_turn, (in_pool, seq, in_turn)

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax import lax
 from jax.core import Tracer
 
 from jaxkv._src.arrays import sharding
@@ -21,9 +20,11 @@ from jaxkv._src.engine.model_call import shape_of_logits
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import check_single
 from jaxkv._src.engine.queue import has_ended
+from jaxkv._src.engine.run_steps import run_steps
 from jaxkv._src.engine.sample_and_verify import Tally
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.step import Buffers
+from jaxkv._src.engine.step import no_bad_rows
 from jaxkv._src.engine.step import step
 from jaxkv._src.sampling import penalties
 
@@ -79,7 +80,9 @@ def generate(
   A sequence gets the status FAILED if it can never be admitted, if it needs
   more pages than can become free, or if the log-prob of its next token is not
   finite. `state.queue.code` has the reason, and the sequence keeps its earlier
-  tokens.
+  tokens. If the log-prob is not finite, the sequence's pages leave the prefix
+  index, on the device and in offload memory, unless a running sequence holds
+  them. So no later sequence finds K/V that holds NaN.
 
   Args:
     params: the model's parameters.
@@ -122,12 +125,10 @@ def generate(
       max_calls=max_calls,
     )
 
-  def is_unfinished(loop: _Loop) -> Array:
-    goes = goes_on(limits, loop[0], begin)
-    return sharding.any_shard(goes, state.config.lockstep_axis)
-
   had_ended = has_ended(state.queue.status)
-  state = lax.while_loop(is_unfinished, one_step, (state, buffers))[0]
+  state, _ = run_steps(
+    lambda state: goes_on(limits, state, begin), one_step, state, buffers
+  )
   is_new = has_ended(state.queue.status) & ~had_ended
   queue = dataclasses.replace(state.queue, is_new=is_new)
   return dataclasses.replace(state, queue=queue)
@@ -141,7 +142,7 @@ def _init_buffers(params: Any, state: RolloutState, model: Model) -> Buffers:
   if not has_drafts and not has_penalties:
     # No buffer needs the size of the vocabulary. To find it, `shape_of_logits`
     # traces the model, which takes seconds if many layers are unrolled.
-    return Buffers()
+    return Buffers(bad_rows=no_bad_rows(state))
   logits = shape_of_logits(
     params, queue, slots, state.memory, config, model=model
   )
@@ -153,7 +154,9 @@ def _init_buffers(params: Any, state: RolloutState, model: Model) -> Buffers:
   if has_drafts:
     shape = config.draft_columns, logits.shape[1]
     draft_logits = jnp.zeros(shape, logits.dtype)
-  return Buffers(tally=tally, draft_logits=draft_logits)
+  return Buffers(
+    tally=tally, draft_logits=draft_logits, bad_rows=no_bad_rows(state)
+  )
 
 
 def as_until(until: Until | None) -> Until:

@@ -20,10 +20,13 @@ from jax import Array
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Status
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.hooks import Rows
 from jaxkv._src.engine.queue import Queue
 from jaxkv._src.engine.queue import SequenceStatus
+from jaxkv._src.engine.queue import fail
+from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.schedule import Width
 from jaxkv._src.engine.slots import Slots
 from jaxkv._src.engine.slots import are_computing
@@ -85,6 +88,22 @@ def count_answers(
     cached=indexing.add(counts.cached, group, values=num_found),
     keeps_prompts=counts.keeps_prompts & ~jnp.any(starved),
   )
+
+
+def end_answers(
+  queue: Queue, slots: Slots, is_complete: Array
+) -> tuple[Queue, Array]:
+  """Ends sequences that are complete, or have a log-prob that is NaN.
+
+  Returns:
+    The queue; bool[B], slots whose sequence ended.
+  """
+  # A token of probability 0 has the log-prob -inf, and fails no sequence.
+  log_probs = indexing.take(queue.log_probs, slots.row)
+  is_bad = jnp.any(jnp.isnan(log_probs), axis=1)
+  queue = set_status(queue, slots.row, is_complete, SequenceStatus.DONE)
+  code = jnp.full_like(slots.row, Status.BAD_LOGITS)
+  return fail(queue, slots.row, is_bad, code), is_complete | is_bad
 
 
 def keep_prompts(

@@ -37,7 +37,7 @@ from jaxkv._src.sampling import penalties
 from jaxkv._src.sampling import sample
 from jaxkv._src.sampling import settings
 from jaxkv._src.sampling.penalties import History
-from jaxkv._src.sampling.sample import Drawn
+from jaxkv._src.sampling.sample import SampledTokens
 
 
 class Tally(NamedTuple):
@@ -200,7 +200,7 @@ def _sample(
     )
   # The random numbers depend on the sequence's key and its number of tokens
   # after the prompt, but on neither the slot nor the step.
-  drawn = sample.draw(
+  drawn = sample.sample_tokens(
     queue.keys[jnp.minimum(row, queue.no_row - 1)],
     indexing.take(queue.length - queue.prompt_length, row),
     adjusted,
@@ -239,7 +239,7 @@ def _append(
   queue: Queue,
   rows: Array,
   mask: Array,
-  drawn: Drawn,
+  drawn: SampledTokens,
   version: Array,
   ending: tuple[Array, Array, Array | None],
 ) -> tuple[Queue, Array]:

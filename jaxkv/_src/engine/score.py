@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax import lax
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
@@ -35,11 +34,13 @@ from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.queue import fail
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.engine.requests import as_extra
+from jaxkv._src.engine.run_steps import run_steps
 from jaxkv._src.engine.schedule import Width
 from jaxkv._src.engine.slots import init_slots
 from jaxkv._src.engine.state import RolloutState
 from jaxkv._src.engine.state import is_done
 from jaxkv._src.engine.step import Buffers
+from jaxkv._src.engine.step import no_bad_rows
 from jaxkv._src.engine.step import step
 from jaxkv._src.sampling.settings import Sampling
 from jaxkv._src.sampling.temperature import as_temperature
@@ -164,8 +165,9 @@ def score(
     The state, and a `Scored` with a code for each group: OK; OUT_OF_PAGES, if
     no slot is empty, or the pool has too few free pages for the prompt and a
     completion; SLOT_FULL, if the prompt and its longest completion, without
-    the last token, exceed a slot; BAD_LENGTH, if a length is out of range; or
-    STALE. A group that fails has NaN log-probs and holds no pages.
+    the last token, exceed a slot; BAD_LENGTH, if a length is out of range;
+    BAD_LOGITS, if a log-prob is NaN; or STALE. A group that fails has NaN
+    log-probs and holds no pages.
 
   Raises:
     ValueError: an argument is out of range; the cache is not supported, such as
@@ -277,15 +279,19 @@ def _score(
   queue = fail(work.queue, rows, waits & is_full, code)
   work = dataclasses.replace(work, queue=queue)
   counts = jnp.zeros((2, groups.completions.shape[0]), jnp.int32)
-  buffers = Buffers(answers=AnswerCounts(counts[0], counts[1], num_usable > 1))
+  buffers = Buffers(
+    answers=AnswerCounts(counts[0], counts[1], num_usable > 1),
+    bad_rows=no_bad_rows(work),
+  )
   params, work, temperature, buffers = sharding.match_varying_axes(
     (params, work, scoring.temperature, buffers)
   )
   scoring = scoring._replace(temperature=temperature)
-  work, buffers = lax.while_loop(
-    lambda loop: ~is_done(loop[0]),
+  work, buffers = run_steps(
+    lambda state: ~is_done(state),
     lambda loop: step(params, *loop, model=model, scoring=scoring),
-    (work, buffers),
+    work,
+    buffers,
   )
   scored = _scored(work, groups, buffers)
   memory = work.memory

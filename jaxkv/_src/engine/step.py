@@ -44,6 +44,7 @@ from jax import Array
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.cache.pool import recurrent
+from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import without_moves
 from jaxkv._src.cache.verbs.free import free
@@ -62,6 +63,7 @@ from jaxkv._src.engine.expert_records import save_experts
 from jaxkv._src.engine.given_answers import AnswerCounts
 from jaxkv._src.engine.given_answers import Scoring
 from jaxkv._src.engine.given_answers import count_answers
+from jaxkv._src.engine.given_answers import end_answers
 from jaxkv._src.engine.given_answers import keep_prompts
 from jaxkv._src.engine.given_answers import limit_to_phase
 from jaxkv._src.engine.hooks import Draft
@@ -71,8 +73,6 @@ from jaxkv._src.engine.memory import Memory
 from jaxkv._src.engine.memory import move_pages
 from jaxkv._src.engine.model_call import call_model
 from jaxkv._src.engine.queue import Queue
-from jaxkv._src.engine.queue import SequenceStatus
-from jaxkv._src.engine.queue import set_status
 from jaxkv._src.engine.sample_and_verify import Sampled
 from jaxkv._src.engine.sample_and_verify import Tally
 from jaxkv._src.engine.sample_and_verify import count_entrants
@@ -97,11 +97,21 @@ class Buffers(NamedTuple):
     draft_logits: [D, V], a buffer for the logits of drafts; None without
       speculation.
     answers: the counts of `score`; None if tokens are sampled.
+    bad_rows: int32[B], the rows of the queue whose sequences failed with
+      BAD_LOGITS in this step; Q for none. None without prefix caching.
   """
 
   tally: Tally | None = None
   draft_logits: Array | None = None
   answers: AnswerCounts | None = None
+  bad_rows: Array | None = None
+
+
+def no_bad_rows(state: RolloutState) -> Array | None:
+  """Returns the initial `Buffers.bad_rows`."""
+  if state.queue.page_keys is None:
+    return None
+  return jnp.full_like(state.slots.row, state.queue.no_row)
 
 
 def step(
@@ -185,8 +195,8 @@ def step(
   if commits_first:
     queue, cache = commit_tokens(queue, slots, before, counts)
   if scoring is not None:
-    queue = set_status(queue, slots.row, is_complete, SequenceStatus.DONE)
-    sampled = Sampled(is_complete, jnp.zeros_like(counts), None)
+    queue, ended = end_answers(queue, slots, is_complete)
+    sampled = Sampled(ended, jnp.zeros_like(counts), None)
   else:
     queue, sampled = sample_tokens(
       queue,
@@ -257,7 +267,16 @@ def step(
   answers = count_answers(
     buffers.answers, queue, slots, num_found, counts, starved
   )
-  return state, Buffers(sampled.tally, logits.drafts, answers)
+  bad_rows = _bad_rows(queue, slots, sampled.ended)
+  return state, Buffers(sampled.tally, logits.drafts, answers, bad_rows)
+
+
+def _bad_rows(queue: Queue, slots: Slots, ended: Array) -> Array | None:
+  """Returns `Buffers.bad_rows` for the slots in `ended`, bool[B]."""
+  if queue.page_keys is None:
+    return None
+  is_bad = indexing.take(queue.code, slots.row) == Status.BAD_LOGITS
+  return jnp.where(ended & is_bad, slots.row, queue.no_row)
 
 
 def _replaced(

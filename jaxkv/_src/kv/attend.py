@@ -142,14 +142,14 @@ def attend_with_lse(
     tiled_attention.check_exact(kv.k.shape[2], options, causal)
   # Python numbers are static arguments of the `jit` below, because the kernels
   # check the values of options, and a traced number has no value.
-  numbers = options.numbers()
-  arrays = dataclasses.replace(options, **dict.fromkeys(numbers))
+  static_options = options.numbers()
+  arrays = dataclasses.replace(options, **dict.fromkeys(static_options))
   for name, value in vars(arrays).items():
     if value is not None:
       arguments.check_array(f"options.{name}", value)
   call = functools.partial(
     _attend,
-    numbers=tuple(numbers.items()),
+    static_options=tuple(static_options.items()),
     backend=backend,
     causal=causal,
     exact=exact,
@@ -234,7 +234,7 @@ def _by_head(
 # Compiled once for eager calls; inlined into a caller's own `jit`.
 @functools.partial(
   jax.jit,
-  static_argnames=("numbers", "backend", "causal", "exact"),
+  static_argnames=("static_options", "backend", "causal", "exact"),
   inline=True,
 )
 def _attend(
@@ -244,13 +244,13 @@ def _attend(
   q: jax.Array,
   arrays: kernels.AttentionOptions,
   *,
-  numbers: tuple[tuple[str, Any], ...],
+  static_options: tuple[tuple[str, Any], ...],
   backend: str,
   causal: bool,
   exact: bool,
 ) -> tuple[jax.Array, jax.Array]:
   options = dataclasses.replace(
-    arrays, k_scale=kv.k_scale, v_scale=kv.v_scale, **dict(numbers)
+    arrays, k_scale=kv.k_scale, v_scale=kv.v_scale, **dict(static_options)
   )
   call: dict[str, Any] = {
     "options": options,
@@ -259,7 +259,8 @@ def _attend(
   }
   if kv.value_dim is not None:
     call["value_dim"] = kv.value_dim
-  rectangle, packed = _rectangle, _packed
+  rectangle = _rectangle
+  packed = _packed
   if not causal:
     rectangle = cross_attention.attend_rectangle
     packed = cross_attention.attend_packed
@@ -272,7 +273,8 @@ def _attend(
   # whole tile of columns for each of them.
   batch = rows_of(view.decode).page_table.shape[0]
   out, lse = rectangle(kv, view.decode, q[0, :batch, None], call)
-  out, lse = out[:, 0], lse[:, 0]
+  out = out[:, 0]
+  lse = lse[:, 0]
   if view.prefill is not None:
     chunk_out, chunk_lse = packed(kv, view.prefill, q[0, batch:], call)
     out = jnp.concatenate([out, chunk_out])
@@ -308,7 +310,7 @@ def _packed(
   kv: KVPages, rows: View, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
   """Computes attention of queries [C, H, D], packed one row after another."""
-  begins = jnp.zeros((1,), jnp.int32)
+  first_row = jnp.zeros((1,), jnp.int32)
   ends = jnp.cumsum(rows.num_tokens, dtype=jnp.int32)
   attention: Callable[..., Any] = kernels.paged_attention
   if kv.v is None:
@@ -318,7 +320,7 @@ def _packed(
     *_pools(kv),
     rows.page_table,
     rows.starts + rows.num_tokens,
-    jnp.concatenate([begins, ends]),
+    jnp.concatenate([first_row, ends]),
     **call,
   )
 

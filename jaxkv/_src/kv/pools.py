@@ -62,13 +62,13 @@ def check(kv: Pools, config: CacheConfig) -> None:
   """
   check_config(config)
   # Page sizes may differ between groups, and a pool may serve only one group.
-  sizes = sorted(set(config.page_sizes))
-  for number, pool in enumerate(pools_of(kv)):
-    if pool.num_pages != config.num_pages or pool.page_size not in sizes:
-      name = f"kv[{number}]" if isinstance(kv, tuple) else "kv"
+  page_sizes = sorted(set(config.page_sizes))
+  for index, pool in enumerate(pools_of(kv)):
+    if pool.num_pages != config.num_pages or pool.page_size not in page_sizes:
+      name = f"kv[{index}]" if isinstance(kv, tuple) else "kv"
       raise ValueError(
         f"`{name}` must have {config.num_pages} pages of"
-        f" {' or '.join(map(str, sizes))} tokens, as the cache has, got"
+        f" {' or '.join(map(str, page_sizes))} tokens, as the cache has, got"
         f" {pool.num_pages} of {pool.page_size}; make it from state.config."
       )
 
@@ -93,8 +93,8 @@ def page_bytes(kv: Pools) -> int:
   """
   pools = pools_of(kv)
   leaves = jax.tree.leaves(pools)
-  total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-  return total // pools[0].num_pages
+  num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+  return num_bytes // pools[0].num_pages
 
 
 def copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:

@@ -128,22 +128,25 @@ def view(
   """
   check_single(state)
   check_group(state.config, group)
-  kind, starts = state.config.groups[group], state.length
-  shape, meaning = starts.shape, ", one for each slot"
+  group_kind = state.config.groups[group]
+  starts = state.length
+  shape = starts.shape
+  meaning = ", one for each slot"
   num_tokens = as_int32("num_tokens", num_tokens, shape, meaning)
-  if kind.holds_encoder != (num_encoder_tokens is not None):
-    expected = "given" if kind.holds_encoder else "None"
+  if group_kind.holds_encoder != (num_encoder_tokens is not None):
+    expected = "given" if group_kind.holds_encoder else "None"
     raise ValueError(
-      f"`num_encoder_tokens` must be {expected} for group {group}, {kind}."
+      f"`num_encoder_tokens` must be {expected} for group {group}, "
+      f"{group_kind}."
     )
-  if kind.holds_encoder:
+  if group_kind.holds_encoder:
     # Queries see positions 0 .. starts - 1: all of the encoder's tokens.
     starts = as_int32("num_encoder_tokens", num_encoder_tokens, shape, meaning)
   return View(
     page_table=state.page_table[:, group],
     starts=jnp.asarray(starts),
     num_tokens=jnp.asarray(num_tokens),
-    kind=kind,
+    kind=group_kind,
   )
 
 
@@ -179,8 +182,8 @@ def packed_positions(view: View, columns: int) -> tuple[jax.Array, jax.Array]:
   column = jnp.arange(columns, dtype=jnp.int32)
   row = jnp.sum(column[:, None] >= ends[None], axis=1, dtype=jnp.int32)
   # `ends - num_tokens` is the column in which a row begins.
-  first = (view.starts - (ends - view.num_tokens)).at[row].get(mode="clip")
-  return row, jnp.where(column < ends[-1], first + column, -1)
+  offsets = (view.starts - (ends - view.num_tokens)).at[row].get(mode="clip")
+  return row, jnp.where(column < ends[-1], offsets + column, -1)
 
 
 def check_view(view: View) -> None:
@@ -221,7 +224,8 @@ def _check_columns(view: PackedView, name: str, array: jax.Array) -> None:
   check_view(decode)
   batch = decode.page_table.shape[0]
   if view.prefill is None:
-    fits, columns = array.shape[:2] == (1, batch), f"{batch}"
+    fits = array.shape[:2] == (1, batch)
+    columns = f"{batch}"
   else:
     check_view(view.prefill)
     # At least one column of `prefill` must follow the columns of `decode`.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._src.arrays import arguments
-from jaxkv._src.rl import per_token
+from jaxkv._src.rl import array_checks
 
 
 def group_normalized(
@@ -112,7 +112,7 @@ def _groups(
     )
   if mask is None:
     mask = jnp.ones(rewards.shape, bool)
-  is_used = per_token.as_mask("mask", mask, rewards, ", one for each reward")
+  is_used = array_checks.as_mask("mask", mask, rewards, ", one for each reward")
   is_used = is_used.reshape(-1, num_samples)
   rewards = rewards.astype(jnp.float32).reshape(-1, num_samples)
   # The first used reward is subtracted, so equal rewards become zeros. The mean

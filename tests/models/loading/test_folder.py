@@ -37,9 +37,9 @@ class TestFolder:
     rows = tensors()
     assert model.config.dtype == jnp.bfloat16
     assert (model.max_length, model.stop_tokens) == (64, (2,))
-    (stretch,) = model.params["layers"]
+    (segment,) = model.params["layers"]
     query = rows["model.layers.1.self_attn.q_proj.weight"].T.reshape(8, 2, 4)
-    loaded_query = np.asarray(stretch[0]["query"][1])
+    loaded_query = np.asarray(segment[0]["query"][1])
     np.testing.assert_array_equal(
       loaded_query, query.astype(ml_dtypes.bfloat16)
     )

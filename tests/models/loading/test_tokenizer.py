@@ -167,6 +167,12 @@ class TestSentencePieces:
     assert pieces == ["<s>", "▁", "abc", "▁ab"]
     assert tokenizer.decode(tokenizer.encode("abc ab")) == "abc ab"
 
+  def test_templates_have_the_names_of_transformers(self):
+    facts = self._facts() | {"tokenizer.ggml.padding_token_id": 2}
+    own = _tokenizer(facts)
+    assert own.variables["unk_token"] == "<unk>"
+    assert own.variables["pad_token"] == "</s>"
+
   def test_bytes_are_the_last_resort(self):
     tokenizer = _tokenizer(self._facts())
     pieces = [self._TOKENS[i] for i in tokenizer.encode("é", special=False)]
@@ -234,4 +240,5 @@ def test_tokens_of_a_folder_are_those_of_the_library(tmp_path):
   for line in lines(10_000):
     assert tokenizer.encode(line).tolist() == core.encode(line).ids
   pytest.importorskip("jinja2", reason="it renders templates")
-  assert tokenizer.chat([]) == "<|im_end|>"
+  messages = [{"role": "user", "content": "hi"}]
+  assert tokenizer.chat(messages) == "<|im_end|>"

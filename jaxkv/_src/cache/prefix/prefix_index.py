@@ -10,6 +10,7 @@ pages can have the same key. (This is the scheme of F14: Bronson and Shi,
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
@@ -137,6 +138,7 @@ def lookup(
   tokens: Array,
   *,
   preferred: int | None = None,
+  accepts: Callable[[Array], Array] | None = None,
 ) -> Array:
   """Finds cached pages by key and tokens.
 
@@ -147,6 +149,8 @@ def lookup(
       other tokens (a collision) is not found.
     preferred: pages with numbers below this number are preferred; None for no
       preference.
+    accepts: a function from pages, int32[X, 8], to bool[X, 8], False for pages
+      that must not be found; None to find all pages.
 
   Returns:
     int32[X]: the page with the key and the tokens; 0 for none. Of several such
@@ -171,6 +175,8 @@ def lookup(
       is_preferred = (candidates < preferred).astype(jnp.uint32)
       age = jnp.minimum(age, jnp.uint32(2**31 - 1)) | is_preferred << 31
     matches = jnp.all(key == keys[:, None, :], axis=-1) & (candidates > 0)
+    if accepts is not None:
+      matches &= accepts(candidates)
     age = jnp.where(matches & (age <= limit[:, None]), age, jnp.uint32(0))
     oldest = jnp.argmax(age, axis=-1).astype(jnp.int32)[:, None]
     page = jnp.take_along_axis(candidates, oldest, axis=-1)[:, 0]

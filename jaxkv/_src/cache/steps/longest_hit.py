@@ -3,6 +3,7 @@
 The docstring of `jaxkv` defines the terms and the dimension letters.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -110,7 +111,7 @@ def find_prefix(
     page_tokens = tokens[:, : columns * config.page_size]
     page_tokens = page_tokens.reshape(rows, columns, config.page_size)
     chain = hashed[1] if hashed else hashing.row_keys(secret, root, page_tokens)
-    pages = _look_up(config, secret, index, chain, page_tokens)
+    pages = look_up(config, secret, index, chain, page_tokens)
     if config.offload_pages and config.max_restored_pages < config.num_groups:
       pages = worth_restoring(config, pages)
     num_hashed = (possible + 1) // config.page_size * config.page_size
@@ -139,12 +140,13 @@ def find_prefix(
   return lax.cond(jnp.any(possible >= config.page_size), search, lambda: miss)
 
 
-def _look_up(
+def look_up(
   config: CacheConfig,
   secret: Array,
   index: PrefixIndex,
   keys: Array,
   tokens: Array,
+  accepts: Callable[[Array], Array] | None = None,
 ) -> Array:
   """Looks up the pages of all groups.
 
@@ -154,6 +156,7 @@ def _look_up(
     index: the prefix index.
     keys: uint32[R, P, 4], the chained hash after every S tokens.
     tokens: int32[R, P, S].
+    accepts: see `prefix_index.lookup`.
 
   Returns:
     int32[R, G, P], 0 where no page is cached.
@@ -174,6 +177,7 @@ def _look_up(
     jnp.concatenate(queries),
     jnp.concatenate(contents),
     preferred=config.preferred_pages,
+    accepts=accepts,
   )
   pages, begin = [], 0
   for rows, columns in shapes:

@@ -233,14 +233,16 @@ class Experts:
     _check_choice("scores", self.scores, _Scores)
     _check_choice("group_score", self.group_score, _GroupScore)
     _check_choice("activation", self.activation, Activation)
-    size = self.num_experts // self.num_groups
-    least = -(-self.num_chosen // size)
-    if not least <= self.num_chosen_groups <= self.num_groups:
+    group_size = self.num_experts // self.num_groups
+    min_groups = -(-self.num_chosen // group_size)
+    if not min_groups <= self.num_chosen_groups <= self.num_groups:
       raise ValueError(
-        f"`num_chosen_groups` must be {least} .. {self.num_groups}, enough for "
-        f"{self.num_chosen} experts, got {self.num_chosen_groups}."
+        f"`num_chosen_groups` must be {min_groups} .. {self.num_groups}, "
+        f"enough for {self.num_chosen} experts, got {self.num_chosen_groups}."
       )
-    if self.num_groups > 1 and self.group_score == "best_two" and size < 2:
+    if (
+      self.num_groups > 1 and self.group_score == "best_two" and group_size < 2
+    ):
       raise ValueError(
         '`group_score` must be "best" for groups of one expert, got '
         f"{self.group_score!r}."

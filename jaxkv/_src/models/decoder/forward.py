@@ -124,7 +124,9 @@ def forward(
     (1, 3, 11)
   """
   _check_batch(batch)
-  tokens, positions, views = batch.tokens, batch.positions, batch.views
+  tokens = batch.tokens
+  positions = batch.positions
+  views = batch.views
   columns = batch.columns
   all_logits.check_tokens(tokens, positions)
   if columns is not None and tokens.shape[0] != 1:
@@ -177,12 +179,12 @@ def _with_shared_pages(
   """Updates the `shared` pages of views, once before the loop over layers."""
   refreshed: list[Any] = list(views)
   pool_of_group = groups.pool_of_group(config)
-  for group, kind in enumerate(groups.group_kinds(config)):
+  for group, group_kind in enumerate(groups.group_kinds(config)):
     pool = pools[pool_of_group[group]]
     # `attend` ignores `shared` in layers with a window or with latents, so the
     # views of these layers are not updated.
     has_keys = isinstance(pool, KVPages) and pool.v is not None
-    if has_keys and not kind.skips_pages:
+    if has_keys and not group_kind.skips_pages:
       refreshed[group] = refresh_shared(pool, views[group])
   return tuple(refreshed)
 

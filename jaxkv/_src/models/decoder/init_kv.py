@@ -120,7 +120,8 @@ def check_pools(
   pools: tuple[Any, ...], views: tuple[AnyView, ...], config: Decoder
 ) -> None:
   """Raises ValueError unless pools and views fit a decoder."""
-  num_groups, num_pools = groups.period(config), len(groups.pools(config))
+  num_groups = groups.period(config)
+  num_pools = len(groups.pools(config))
   if len(views) != num_groups:
     raise ValueError(
       f"`batch.views` must have a view for each of the {num_groups} layer "

@@ -175,9 +175,9 @@ def _read(checkpoint: Checkpoint, dtype: Any, progress: bool) -> Pretrained:
   weight_map = checkpoint.weight_map(dtype)
   # Checked before any tensor is read, because reading can take minutes.
   assemble.check(weight_map, checkpoint.tensors, checkpoint.name)
-  total = sum(1 for _ in assemble.sources_of(weight_map))
+  num_sources = sum(1 for _ in assemble.sources_of(weight_map))
   with tqdm.tqdm(
-    total=total, desc="loading", unit="tensor", disable=not progress
+    total=num_sources, desc="loading", unit="tensor", disable=not progress
   ) as bar:
     params = assemble.assemble(weight_map, checkpoint.tensors, bar.update)
   return Pretrained(

@@ -194,7 +194,8 @@ def _named(operation: str, backend: str, call: AttentionCall) -> Backend:
 
 def _wrong_platform(backend: str, *arrays: Any) -> str | None:
   """Returns the reason why a backend cannot run on the arrays' platform."""
-  platforms, current = _PLATFORMS[backend], platform(*arrays)
+  platforms = _PLATFORMS[backend]
+  current = platform(*arrays)
   if platforms is None or current in platforms:
     return None
   # During a trace any backend is accepted, because the function may be compiled

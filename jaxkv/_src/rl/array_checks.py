@@ -1,4 +1,4 @@
-"""Checks arrays with one value per token."""
+"""Checks of arrays with one value per token."""
 
 from typing import Any
 

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from jaxkv._src.guides.allowed_tokens import UNREACHABLE
+from jaxkv._src.guides.allowed_tokens import token_masks
 from jaxkv._src.guides.dfa import START
 from jaxkv._src.guides.dfa import compile_grammar
 from jaxkv._src.guides.regex import regex
-from jaxkv._src.guides.token_masks import UNREACHABLE
-from jaxkv._src.guides.token_masks import token_masks
 from tests.guides.patterns import PATTERNS
 
 _STOP = 0
