@@ -47,10 +47,10 @@ def looped(call: Call, calls: int):
   """Jits a loop of calls, `(q, first rotation, *inputs) -> last result`."""
 
   # Each query depends on the previous result, so the calls cannot overlap.
-  def run(q, first, *inputs):
+  def run(q, first_rotation, *inputs):
     def body(index, carry):
       q, _ = carry
-      rotation = lax.rem(first + index, jnp.int32(call.rotations))
+      rotation = lax.rem(first_rotation + index, jnp.int32(call.rotations))
       out = call.function(q, rotation, *inputs).astype(q.dtype)
       q = q + out * jnp.asarray(0.01, q.dtype)
       return q * jnp.asarray(0.99, q.dtype), out
@@ -83,10 +83,10 @@ class Timed:
 
   def round(self) -> None:
     """Times all runs. `outs` keeps run 0's first and latest results."""
-    begin = time.perf_counter()
+    start_time = time.perf_counter()
     outs = [self._run(self._q, at, *self._inputs) for at in self._firsts]
     jax.block_until_ready(outs)
-    self.samples.append(time.perf_counter() - begin)
+    self.samples.append(time.perf_counter() - start_time)
     self.outs = [*self.outs[:1], np.asarray(outs[0], np.float32)]
 
   def seconds(self) -> float:

@@ -146,7 +146,8 @@ def test_figure_is_below_its_bar(figures, figure):
 @pytest.mark.parametrize(("folder", "bar"), _MIN_COMMENTS.items())
 def test_comments_give_reasons(folder, bar):
   """Lines of comments among those of comments and code."""
-  code, comments = set(), 0
+  code = set()
+  comments = 0
   for name, text in _sources(folder):
     lines = text.splitlines()
     docs: set[int] = set()
@@ -161,8 +162,8 @@ def test_comments_give_reasons(folder, bar):
     }
     comments += len(remarks)
     code |= {
-      (name, number)
-      for number, line in enumerate(lines, 1)
-      if line.strip() and number not in docs | remarks
+      (name, line_index)
+      for line_index, line in enumerate(lines, 1)
+      if line.strip() and line_index not in docs | remarks
     }
   assert comments >= bar * (comments + len(code))

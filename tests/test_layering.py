@@ -1,4 +1,4 @@
-"""Who may import whom, how long a file may be, and what names mean."""
+"""Layers of imports, lengths of files, and meanings of names."""
 
 import ast
 import graphlib
@@ -254,8 +254,8 @@ class TestCache:
   def test_depends_on_jax_alone(self):
     allowed = _CACHE_IMPORTS | set(sys.stdlib_module_names)
     ours = (_CACHE_PACKAGE, _ARRAYS_PACKAGE)
-    others = {name for _, name in _CACHE if not name.startswith(ours)}
-    assert {name.partition(".")[0] for name in others} - allowed == set()
+    imported = {name for _, name in _CACHE if not name.startswith(ours)}
+    assert {name.partition(".")[0] for name in imported} - allowed == set()
 
   def test_imports_only_downwards(self):
     rank = {
@@ -264,9 +264,9 @@ class TestCache:
       for layer in row
     }
     for module, imported in _CACHE:
-      layer, own = _cache_layer(imported), _cache_layer(module)
-      if layer in rank and layer != own:
-        assert rank[layer] > rank[own], f"{module} imports {imported}"
+      layer, importer = _cache_layer(imported), _cache_layer(module)
+      if layer in rank and layer != importer:
+        assert rank[layer] > rank[importer], f"{module} imports {imported}"
 
 
 def test_files_are_short():
@@ -276,23 +276,24 @@ def test_files_are_short():
 
 
 def test_no_class_is_defined_twice():
-  """One name, one meaning: two classes of one name are told apart by nobody."""
+  """A name has one meaning."""
   homes: dict[str, list[str]] = {}
   for module, path in _PACKAGES.items():
     for node in ast.walk(_TREES[path]):
       if isinstance(node, ast.ClassDef):
         homes.setdefault(node.name, []).append(module)
-  assert {name: own for name, own in homes.items() if len(own) > 1} == {}
+  repeated = {name: owners for name, owners in homes.items() if owners[1:]}
+  assert repeated == {}
 
 
 def test_no_module_hides_behind_a_function():
   """`package.name` is the module where there is one."""
   for name in _PACKAGES:
-    parent, _, last = name.rpartition(".")
-    if parent and last != "__main__":
+    parent, _, attribute = name.rpartition(".")
+    if parent and attribute != "__main__":
       importlib.import_module(name)
       package = importlib.import_module(parent)
-      assert isinstance(getattr(package, last), types.ModuleType), name
+      assert isinstance(getattr(package, attribute), types.ModuleType), name
 
 
 def test_few_public_names():
@@ -313,7 +314,7 @@ def test_kernels_folder_is_no_package():
 
 
 def test_test_files_are_not_imported():
-  """What two test files need has a module of its own."""
+  """Code that two test files share is in another module."""
   names = [
     (path, name)
     for path in _ALL_FILES
@@ -329,7 +330,7 @@ def test_test_files_are_not_imported():
 
 
 def _names_in(node: ast.AST) -> list[str]:
-  """What an import statement may import."""
+  """Returns the names that an import statement may import."""
   if isinstance(node, ast.Import):
     return [alias.name for alias in node.names]
   if isinstance(node, ast.ImportFrom):

@@ -39,7 +39,7 @@ def _texts(picture):
 def test_pages_are_classified(state):
   kinds = page_kinds(state)
   assert kinds[:2] == ["null", "shared"]
-  assert [kinds.count(kind) for kind in ("in use", "cached", "free")] == [
+  assert [kinds.count(name) for name in ("in use", "cached", "free")] == [
     2,
     2,
     6,

@@ -12,10 +12,10 @@ from jaxkv import workers
 from jaxkv.integrations.ray import RayWorkers
 from tests.workers.stub import CONFIG
 from tests.workers.stub import StubWorker
+from tests.workers.stub import expected_of
 from tests.workers.stub import random_prompts
 from tests.workers.stub import requests_of
 from tests.workers.stub import results_of
-from tests.workers.stub import wanted_of
 
 _WEIGHTS = {"layer": np.arange(8, dtype=np.float32)}
 
@@ -71,7 +71,7 @@ def _results(ray, monkeypatch, **options):
   with workers.Pool(make, 2, config=CONFIG, retry_pause=0, **options) as pool:
     pool.update_weights(_WEIGHTS)
     ids = pool.submit(requests_of(random_prompts(40)))
-    assert results_of(pool) == wanted_of(ids, version=1)
+    assert results_of(pool) == expected_of(ids, version=1)
 
 
 @pytest.mark.parametrize("num_damaged", [0, 1, 3])

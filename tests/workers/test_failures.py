@@ -12,26 +12,26 @@ from jaxkv import workers
 from tests.workers.stub import CONFIG
 from tests.workers.stub import FailingWorker
 from tests.workers.stub import StubWorker
+from tests.workers.stub import expected_of
 from tests.workers.stub import random_prompts
 from tests.workers.stub import requests_of
 from tests.workers.stub import results_of
-from tests.workers.stub import wanted_of
 
 
 class TestFailures:
   def test_prompts_run_again_elsewhere(self):
-    own = random.Random(3)
+    rng = random.Random(3)
     made = []
 
     def make(_):
-      made.append(FailingWorker(own.randint(3, 9)))
+      made.append(FailingWorker(rng.randint(3, 9)))
       return made[-1]
 
     with workers.Pool(
       make, 4, config=CONFIG, max_failures=100, retry_pause=0
     ) as pool:
       ids = pool.submit(requests_of(random_prompts(200)))
-      assert results_of(pool) == wanted_of(ids)
+      assert results_of(pool) == expected_of(ids)
     assert len(made) > 10
     assert all(worker.is_closed for worker in made)
 
@@ -91,13 +91,13 @@ class TestFailures:
         make, 2, config=CONFIG, max_failures=5, retry_pause=0
       ) as pool:
         ids = pool.submit(requests_of(random_prompts(60)))
-        assert results_of(pool) == wanted_of(ids)
+        assert results_of(pool) == expected_of(ids)
         with pytest.raises(ValueError, match="must not be the last worker"):
           pool.remove(1)
         assert pool.add() == 2
         pool.remove(1)
         ids = pool.submit(requests_of(random_prompts(9)))
-        assert results_of(pool) == wanted_of(ids)
+        assert results_of(pool) == expected_of(ids)
     finally:
       logger.removeHandler(handler)
     assert len(tries) == 6
@@ -121,7 +121,7 @@ class TestFailures:
     monkeypatch.setattr(threading.Condition, "wait_for", without_pauses)
     with workers.Pool(make, 1, config=CONFIG) as pool:
       ids = pool.submit(requests_of(random_prompts(60)))
-      assert results_of(pool) == wanted_of(ids)
+      assert results_of(pool) == expected_of(ids)
     # Prompts have ended before the last failure.
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 1]
 
@@ -141,7 +141,7 @@ class TestFailures:
       ids = pool.submit(requests_of(random_prompts(40)))
       assert has_failed.wait(20)
       pool.remove(0)
-      assert results_of(pool) == wanted_of(ids)
+      assert results_of(pool) == expected_of(ids)
       pool._states[0].thread.join(20)
       assert not pool._states[0].thread.is_alive()
 
@@ -194,13 +194,13 @@ class TestFailures:
 
     with workers.Pool(make, 2, config=CONFIG, max_failures=0) as pool:
       ids = pool.submit(requests_of(random_prompts(60)))
-      found = {}
+      results = {}
       for samples in pool.results():
-        found[samples.id] = samples.results
+        results[samples.id] = samples.results
         pool.remove(0)
-      assert has_failed.is_set() and found == wanted_of(ids)
+      assert has_failed.is_set() and results == expected_of(ids)
 
-  def test_an_exit_is_a_failure_like_others(self):
+  def test_a_worker_that_exits_is_replaced(self):
     made = []
 
     class Exits(StubWorker):
@@ -215,7 +215,7 @@ class TestFailures:
 
     with workers.Pool(make, 1, config=CONFIG, retry_pause=0) as pool:
       ids = pool.submit(requests_of(random_prompts(3)))
-      assert results_of(pool) == wanted_of(ids)
+      assert results_of(pool) == expected_of(ids)
     assert len(made) == 2 and made[0].is_closed
 
   def test_prompts_that_have_ended_come_before_the_error(self):
@@ -230,15 +230,15 @@ class TestFailures:
     ) as pool:
       pool.submit(requests_of(random_prompts(20)))
       has_stopped.wait()
-      found = {}
+      results = {}
       with pytest.raises(RuntimeError, match="machine was taken away"):
         for samples in pool.results():
-          found[samples.id] = samples.results
-      assert len(found) >= 4 and found == wanted_of(found)
+          results[samples.id] = samples.results
+      assert len(results) >= 4 and results == expected_of(results)
 
 
 class TestAddAndRemove:
-  def test_others_continue_the_sequences_of_one_that_is_removed(self):
+  def test_sequences_of_a_removed_worker_are_continued(self):
     made = []
 
     def make(_):
@@ -249,18 +249,18 @@ class TestAddAndRemove:
       ids = pool.submit(requests_of(random_prompts(120)))
       # Added first: a worker is made only if prompts wait.
       assert pool.add() == 3
-      found = {}
+      results = {}
       for samples in pool.results():
-        found[samples.id] = samples.results
-        if len(found) == 20:
+        results[samples.id] = samples.results
+        if len(results) == 20:
           pool.remove(1)
-      assert found == wanted_of(ids)
+      assert results == expected_of(ids)
     # A sequence that began again would take more steps.
-    tokens = sum(map(len, found.values()))
+    tokens = sum(map(len, results.values()))
     assert sum(worker.num_steps for worker in made) * 4 >= tokens
     assert made[1].is_closed and len(made) == 4
 
-  def test_several_workers_continue_the_sequences_of_one(self):
+  def test_sequences_are_distributed_over_several_workers(self):
     """None has room for all of them."""
     made = []
 
@@ -270,14 +270,14 @@ class TestAddAndRemove:
 
     with workers.Pool(make, 4, config=CONFIG) as pool:
       ids = pool.submit(requests_of(random_prompts(150)))
-      found = {}
+      results = {}
       for samples in pool.results():
-        assert samples.id not in found
-        found[samples.id] = samples.results
-        if len(found) == 10:
+        assert samples.id not in results
+        results[samples.id] = samples.results
+        if len(results) == 10:
           pool.remove(0)
           pool.remove(0)
-      assert found == wanted_of(ids)
+      assert results == expected_of(ids)
 
   def test_sequences_that_cannot_be_imported_begin_again(self):
     """Each failure uses up an export, so they cannot fail for ever."""
@@ -305,10 +305,10 @@ class TestAddAndRemove:
       pool.add()
       pool.remove(0)
       may_go_on.set()
-      assert results_of(pool) == wanted_of(ids)
+      assert results_of(pool) == expected_of(ids)
     assert failures
 
-  def test_a_place_without_a_worker_is_removed_without_one(self):
+  def test_removing_an_unused_place_makes_no_worker(self):
     made = []
 
     def make(place):
@@ -318,7 +318,7 @@ class TestAddAndRemove:
     with workers.Pool(make, 3, config=CONFIG) as pool:
       pool.remove(1)
       ids = pool.submit(requests_of(random_prompts(20)))
-      assert results_of(pool) == wanted_of(ids)
+      assert results_of(pool) == expected_of(ids)
     assert 1 not in made
 
   @pytest.mark.parametrize(
@@ -357,13 +357,13 @@ class TestAddAndRemove:
         pool.remove(0, timeout=None)
       assert is_hung.wait(20)
       pool.remove(0, timeout=0)
-      assert results_of(pool) == wanted_of(ids, version)
+      assert results_of(pool) == expected_of(ids, version)
       may_return.set()
       pool._states[0].thread.join(20)
       assert not pool._states[0].thread.is_alive()
       # What the calls of the hung worker returned late is ignored.
       ids = pool.submit(requests_of(random_prompts(5)))
-      assert results_of(pool) == wanted_of(ids, version)
+      assert results_of(pool) == expected_of(ids, version)
     assert made[0].is_closed and len(made) == 2
     assert "The worker of place 0 failed" not in caplog.text
 
@@ -390,7 +390,7 @@ class TestAddAndRemove:
         pool.remove(0, timeout="soon")
       assert not pool._states[0].leaves
 
-  def test_one_worker_must_stay(self):
+  def test_the_last_worker_cannot_be_removed(self):
     with workers.Pool(lambda _: StubWorker(), 1, config=CONFIG) as pool:
       with pytest.raises(ValueError, match="must not be the last worker"):
         pool.remove(0)

@@ -9,11 +9,11 @@ from jaxkv import rollout
 from jaxkv import workers
 from tests.workers.stub import CONFIG
 from tests.workers.stub import StubWorker
+from tests.workers.stub import expected_of
 from tests.workers.stub import random_prompts
 from tests.workers.stub import requests_of
 from tests.workers.stub import results_of
 from tests.workers.stub import tokens_of
-from tests.workers.stub import wanted_of
 
 _TOKENS = rollout.token_bytes([b"a", b"b"])
 
@@ -24,14 +24,16 @@ def _ending_at(string):
 
 
 class TestStream:
-  def test_every_prompt_comes_back_once(self):
+  def test_every_prompt_is_returned_once(self):
     with workers.Pool(lambda _: StubWorker(), 3, config=CONFIG) as pool:
       ids = pool.submit(requests_of(random_prompts(100)))
       assert ids == list(range(100))
-      assert results_of(pool) == wanted_of(ids)
+      assert results_of(pool) == expected_of(ids)
       # The pool goes on.
-      more = pool.submit(requests_of(random_prompts(20)), ids=range(500, 520))
-      assert results_of(pool) == wanted_of(more)
+      new_ids = pool.submit(
+        requests_of(random_prompts(20)), ids=range(500, 520)
+      )
+      assert results_of(pool) == expected_of(new_ids)
       assert pool.submit(requests_of(random_prompts(1))) == [520]
 
   def test_slots_are_busy_while_there_are_prompts(self):
@@ -62,7 +64,7 @@ class TestStream:
       ([0.5, 1.0], TypeError, "`ids` must hold integers"),
     ],
   )
-  def test_ids_of_another_number_or_range(self, ids, error, message):
+  def test_ids_of_another_shape_or_range_are_refused(self, ids, error, message):
     with workers.Pool(lambda _: StubWorker(), 1, config=CONFIG) as pool:
       with pytest.raises(error, match=message):
         pool.submit(requests_of(random_prompts(2)), ids=ids)
@@ -112,7 +114,7 @@ class TestStream:
       with pytest.raises(ValueError, match=f"`requests{message}"):
         pool.submit(second)
       ids += pool.submit(first)
-      assert results_of(pool) == wanted_of(ids)
+      assert results_of(pool) == expected_of(ids)
 
   def test_lengths_beyond_the_tokens_are_refused(self):
     requests = rollout.Requests([[7, 7]], [3])
@@ -190,7 +192,7 @@ class TestStream:
           pool.submit(requests_of(random_prompts(40)))
       # No worker took one of the 10 prompts before the interrupt.
       ids = pool.submit(requests_of(random_prompts(5)), ids=range(10, 15))
-      assert results_of(pool) == wanted_of([*range(10), *ids])
+      assert results_of(pool) == expected_of([*range(10), *ids])
 
 
 class TestWeights:
@@ -200,21 +202,21 @@ class TestWeights:
       lambda _: StubWorker(steps=1), 3, config=CONFIG, max_age=max_age
     ) as pool:
       ids = pool.submit(requests_of(random_prompts(200)))
-      found = {}
+      results = {}
       for samples in pool.results():
-        found[samples.id] = samples.results
-        if len(found) % 20 == 0 and len(found) < 200:
-          version = pool.update_weights(f"weights {len(found) // 20}")
-          assert version == len(found) // 20
-        if len(found) == 59:
+        results[samples.id] = samples.results
+        if len(results) % 20 == 0 and len(results) < 200:
+          version = pool.update_weights(f"weights {len(results) // 20}")
+          assert version == len(results) // 20
+        if len(results) == 59:
           pool.remove(0)
-        if len(found) == 100:
+        if len(results) == 100:
           pool.add()
-    assert sorted(found) == ids
+    assert sorted(results) == ids
     ages = []
-    for number, tokens in found.items():
+    for prompt_id, tokens in results.items():
       assert [token for token, _ in tokens] == [
-        token for token, _ in tokens_of(number, 0)
+        token for token, _ in tokens_of(prompt_id, 0)
       ]
       versions = [version for _, version in tokens]
       ages.append(versions[-1] - versions[0])
@@ -230,8 +232,8 @@ class TestWeights:
 
     params = {}
     with workers.Pool(lambda _: Records(), 1, config=CONFIG) as pool:
-      for number in (1, 2):
-        params["layer"] = number
+      for prompt_id in (1, 2):
+        params["layer"] = prompt_id
         pool.update_weights(params)
         pool.submit(requests_of(random_prompts(1)))
         results_of(pool)
