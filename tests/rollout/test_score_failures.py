@@ -182,8 +182,8 @@ def _call(state=None, groups=GROUPS, **options):
 
 
 class TestBadLogits:
-  def test_of_bad_weights(self):
-    """They cost one call: nothing of it is found with good weights."""
+  def test_bad_weights_leave_no_page(self):
+    """A call with good weights finds no page of bad ones."""
     params = weights()
     bad = jax.tree.map(lambda leaf: leaf * jnp.nan, params)
     expected = compiled()(params, fresh(), *GROUPS)[1]
@@ -195,13 +195,13 @@ class TestBadLogits:
     np.testing.assert_array_equal(scored.log_probs[:2], failed)
     assert pages_held(state) == 0
     assert not np.any(state.cache.pool.index.buckets)
-    state, again = compiled()(params, state, *GROUPS)
-    assert again.ok.all() and not np.any(again.cached_tokens)
-    np.testing.assert_array_equal(again.log_probs, expected.log_probs)
+    _, scored = compiled()(params, state, *GROUPS)
+    assert scored.ok.all() and not np.any(scored.cached_tokens)
+    np.testing.assert_array_equal(scored.log_probs, expected.log_probs)
 
-  def test_a_token_of_probability_zero(self):
-    """Its log-prob is -inf, which fails nothing."""
-    params, token = weights(), int(GROUPS.completions[0, 0, 0])
+  def test_log_probs_of_minus_infinity_are_no_failure(self):
+    params = weights()
+    token = int(GROUPS.completions[0, 0, 0])
 
     def model(params, batch, kv):
       logits, kv = models.forward(params, batch, kv, config=MODELS["plain"])
