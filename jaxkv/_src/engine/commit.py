@@ -25,8 +25,8 @@ def commit_tokens(
   Returns:
     The queue, with the new keys in `Queue.page_keys`; and the cache.
   """
-  size, aligned = cache.config.page_size, cache.config.alignment
-  column = jnp.arange(size, dtype=jnp.int32)[None]
+  page_size, aligned = cache.config.page_size, cache.config.alignment
+  column = jnp.arange(page_size, dtype=jnp.int32)[None]
   row = slots.row[:, None]
 
   # One call of `commit` for a whole chunk would pad every decoding slot to the
@@ -35,17 +35,19 @@ def commit_tokens(
     loop: tuple[CacheState, Array | None, Array],
   ) -> tuple[CacheState, Array | None, Array]:
     cache, keys, remaining = loop
-    num_tokens = jnp.minimum(remaining, size)
-    before = elementwise.quotient(cache.length, aligned)
+    num_tokens = jnp.minimum(remaining, page_size)
+    num_before = elementwise.quotient(cache.length, aligned)
     position = cache.length[:, None] + column
     tokens = indexing.take(queue.tokens, row, position)
     cache, _ = commit(cache, tokens, num_tokens)
     if keys is not None and cache.hashes is not None:
       # `chain` is the key at the last position where all groups end a page.
-      after = elementwise.quotient(cache.length, aligned)
-      place = indexing.where_valid(after > before, slots.row)
-      last = after * (aligned // size) - 1
-      keys = indexing.put(keys, place, last, values=cache.hashes.chain)
+      num_after = elementwise.quotient(cache.length, aligned)
+      target_rows = indexing.where_valid(num_after > num_before, slots.row)
+      last_column = num_after * (aligned // page_size) - 1
+      keys = indexing.put(
+        keys, target_rows, last_column, values=cache.hashes.chain
+      )
     return cache, keys, remaining - num_tokens
 
   cache, keys, _ = loops.while_loop(
@@ -81,7 +83,7 @@ def count_step(
   `before` is the cache before the commit. After the first call, with `work`,
   there were `num_decodes`, int32[], further calls; None for 0.
   """
-  columns = jnp.asarray([sum(size) for size in sizes], jnp.int32)
+  columns = jnp.asarray([sum(width) for width in sizes], jnp.int32)
   widths = jnp.arange(len(sizes), dtype=jnp.int32)
   rows = slots.size + columns[work.width]
   num_calls, calls = jnp.int32(1), (widths == work.width).astype(jnp.int32)
@@ -89,19 +91,19 @@ def count_step(
     num_calls, rows = num_calls + num_decodes, rows + num_decodes * slots.size
     calls += jnp.where(widths == 0, num_decodes, 0)
   in_use = cache.config.num_pages - 1 - cache.pool.queue.num_free
-  held = cache.num_pages - cache.num_skipped_pages
-  shared = jnp.sum(held, dtype=jnp.int32) - in_use
-  place = indexing.where_valid(counts > 0, slots.row)
-  computed = indexing.take(queue.computed, place)
+  num_held_pages = cache.num_pages - cache.num_skipped_pages
+  shared = jnp.sum(num_held_pages, dtype=jnp.int32) - in_use
+  target_rows = indexing.where_valid(counts > 0, slots.row)
+  computed = indexing.take(queue.computed, target_rows)
   recomputed = jnp.clip(computed - before.length, 0, counts)
-  last = jnp.minimum(sampled, counts - recomputed)
+  num_sampled = jnp.minimum(sampled, counts - recomputed)
   drafted, accepted = counters.drafted, counters.accepted
   if work.drafts is not None:
     drafted += jnp.sum(work.drafts, dtype=jnp.int32)
     accepted += jnp.sum(jnp.maximum(sampled - 1, 0), dtype=jnp.int32)
-  prefilled = jnp.sum(counts - recomputed - last, dtype=jnp.int32)
+  prefilled = jnp.sum(counts - recomputed - num_sampled, dtype=jnp.int32)
   computed = jnp.maximum(computed, before.length + counts)
-  computed = indexing.put(queue.computed, place, values=computed)
+  computed = indexing.put(queue.computed, target_rows, values=computed)
   counters = dataclasses.replace(
     counters,
     steps=counters.steps + num_calls,

@@ -160,5 +160,5 @@ def check_exported(exported: Any, state: RolloutState) -> None:
 
 def has_usable_pages(exported: Exported, state: RolloutState) -> bool:
   """Returns True if pages were exported, with the page size of `state`."""
-  size = state.memory.cache.config.page_sizes[0]
-  return exported.contents is not None and exported.page_size == size
+  page_size = state.memory.cache.config.page_sizes[0]
+  return exported.contents is not None and exported.page_size == page_size
