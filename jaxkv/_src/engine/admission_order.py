@@ -88,16 +88,19 @@ def first_candidates(
     # Only one prompt at a time, because samples of others could take its slots.
     group = rows // config.num_samples
     rows = jnp.where(group == group[0], rows, queue.no_row)
-  valid, length = rows < queue.no_row, indexing.take(queue.length, rows)
+  valid = rows < queue.no_row
+  length = indexing.take(queue.length, rows)
   no_pair = jnp.zeros((window, window), bool)
-  siblings, leader = no_pair, jnp.full_like(rows, slots.no_slot)
+  siblings = no_pair
+  leader = jnp.full_like(rows, slots.no_slot)
   if config.num_samples > 1:
     siblings, leader = _siblings(
       queue, slots, cache, rows, config, is_scoring=is_scoring
     )
   # Page keys of another epoch match no cached page.
   is_hashed = valid & (indexing.take(queue.epochs, rows) == cache.epoch)
-  max_hit, computed = length, indexing.take(queue.computed, rows)
+  max_hit = length
+  computed = indexing.take(queue.computed, rows)
   # A cached token has no logits. So a hit ends before the first token whose
   # logits give a log-prob that is not recorded yet.
   if config.prompt_log_probs:
@@ -118,7 +121,8 @@ def first_candidates(
     is_hashed,
     hashed=None if page_keys is None else (root, page_keys),
   )
-  is_blocked, needs_page_of = jnp.zeros_like(valid), no_pair
+  is_blocked = jnp.zeros_like(valid)
+  needs_page_of = no_pair
   # With `prompt_log_probs`, a sequence hits no page that another one computes.
   if (
     page_keys is not None and page_keys.shape[1] and not config.prompt_log_probs
@@ -242,7 +246,8 @@ def choose(
   # for a slot, and R + B for none.
   no_leader = rows + num_slots
   num_cached = waiting.found.num_cached_tokens
-  exists, priorities = waiting.rows < queue.no_row, queue.priority
+  exists = waiting.rows < queue.no_row
+  priorities = queue.priority
   if priorities is not None:
     priorities = indexing.take(priorities, waiting.rows)
 

@@ -25,7 +25,8 @@ def commit_tokens(
   Returns:
     The queue, with the new keys in `Queue.page_keys`; and the cache.
   """
-  page_size, aligned = cache.config.page_size, cache.config.alignment
+  page_size = cache.config.page_size
+  aligned = cache.config.alignment
   column = jnp.arange(page_size, dtype=jnp.int32)[None]
   row = slots.row[:, None]
 
@@ -86,9 +87,11 @@ def count_step(
   columns = jnp.asarray([sum(width) for width in sizes], jnp.int32)
   widths = jnp.arange(len(sizes), dtype=jnp.int32)
   rows = slots.size + columns[work.width]
-  num_calls, calls = jnp.int32(1), (widths == work.width).astype(jnp.int32)
+  num_calls = jnp.int32(1)
+  calls = (widths == work.width).astype(jnp.int32)
   if num_decodes is not None:
-    num_calls, rows = num_calls + num_decodes, rows + num_decodes * slots.size
+    num_calls = num_calls + num_decodes
+    rows = rows + num_decodes * slots.size
     calls += jnp.where(widths == 0, num_decodes, 0)
   in_use = cache.config.num_pages - 1 - cache.pool.queue.num_free
   num_held_pages = cache.num_pages - cache.num_skipped_pages
@@ -97,7 +100,8 @@ def count_step(
   computed = indexing.take(queue.computed, target_rows)
   recomputed = jnp.clip(computed - before.length, 0, counts)
   num_sampled = jnp.minimum(sampled, counts - recomputed)
-  drafted, accepted = counters.drafted, counters.accepted
+  drafted = counters.drafted
+  accepted = counters.accepted
   if work.drafts is not None:
     drafted += jnp.sum(work.drafts, dtype=jnp.int32)
     accepted += jnp.sum(jnp.maximum(sampled - 1, 0), dtype=jnp.int32)

@@ -39,7 +39,8 @@ def new_queue(
   first sample. The keys of sequences are derived from `key`. `kv` gives the
   shape of `Queue.experts`.
   """
-  sampling, samples = requests.sampling, config.num_samples
+  sampling = requests.sampling
+  samples = config.num_samples
   assert sampling is not None  # `as_requests` sets it.
   columns = requests.tokens.shape[1]
   num_sequences = requests.tokens.shape[0] * samples
@@ -135,11 +136,12 @@ def _prompt_keys(
   cache: CacheState, requests: Requests, tokens: Array, config: RolloutConfig
 ) -> Array | None:
   """Returns `Queue.page_keys` of new sequences."""
-  width, columns = tokens.shape[1], requests.tokens.shape[1]
-  samples, salts = config.num_samples, requests.salts
+  width = tokens.shape[1]
+  columns = requests.tokens.shape[1]
+  samples = config.num_samples
   # Without salts, the samples of a prompt have equal keys, computed once.
-  repeats = samples if salts is None else 1
-  keys = page_keys(cache, tokens[::repeats, :columns], salts)
+  repeats = samples if requests.salts is None else 1
+  keys = page_keys(cache, tokens[::repeats, :columns], requests.salts)
   if keys is None:
     return None
   missing = width // cache.config.page_size - keys.shape[1]

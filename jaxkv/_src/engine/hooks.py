@@ -235,7 +235,8 @@ def check_processed(
     ("logits", new_logits, logits),
     ("extra", new_extra, extra),
   ):
-    received_shapes, returned_shapes = _shapes(received), _shapes(value)
+    received_shapes = _shapes(received)
+    returned_shapes = _shapes(value)
     if jax.tree.flatten(received_shapes) != jax.tree.flatten(returned_shapes):
       raise TypeError(
         f"`{name}` that `process` returns must have the structure, shapes and "
@@ -246,7 +247,8 @@ def check_processed(
 
 
 def _check_memory(new_kv: Any, kv: Pools, name: str) -> None:
-  received_shapes, returned_shapes = _shapes(kv), _shapes(new_kv)
+  received_shapes = _shapes(kv)
+  returned_shapes = _shapes(new_kv)
   if received_shapes != returned_shapes:
     raise TypeError(
       f"`kv` that {name} returns must have the structure, shapes and dtypes of "

@@ -85,7 +85,8 @@ def call_model(
     scoring,
     model,
   )
-  scores, last_logits = (queue.log_probs, queue.records), None
+  scores = (queue.log_probs, queue.records)
+  last_logits = None
   if scoring is None and len(widths) > 1:
     # The loops below carry `last_logits`, so its final shape is needed here.
     carry = Logits(None, draft_logits), scores
@@ -128,9 +129,14 @@ class _StepCall:
     scoring: Scoring | None,
     model: Model,
   ):
-    self._params, self._model = params, model
-    self._config, self._widths, self._scoring = config, widths, scoring
-    self._queue, self._slots, self._cache = queue, slots, cache
+    self._params = params
+    self._model = model
+    self._config = config
+    self._widths = widths
+    self._scoring = scoring
+    self._queue = queue
+    self._slots = slots
+    self._cache = cache
     self._work = work
     exists = work.slots < slots.size
     starts = indexing.take(cache.length, work.slots) + work.offsets
@@ -147,7 +153,8 @@ class _StepCall:
     """
     kv, (_, of_drafts), scores = carry
     width = self._widths[index]
-    num_slots, config = self._slots.size, self._config
+    num_slots = self._slots.size
+    config = self._config
     batch = self._batch(kv, width)
     columns = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
     drafts = jnp.arange(num_slots, num_slots + width.drafts, dtype=jnp.int32)
@@ -163,7 +170,8 @@ class _StepCall:
     check_result(logits, new_kv, kv, columns.shape, "`model`")
     kv = kv if new_kv is None else new_kv
     if self._scoring is not None and not is_prompt:
-      rows, positions = batch.rows.numbers, batch.positions[0]
+      rows = batch.rows.numbers
+      positions = batch.positions[0]
       scores = record_scores(
         scores,
         self._queue,
@@ -186,7 +194,9 @@ class _StepCall:
 
   def _batch(self, kv: Pools, width: Width) -> Batch:
     """Returns the batch of a width, with `columns` still to be set."""
-    num_slots, work, cache = self._slots.size, self._work, self._cache
+    num_slots = self._slots.size
+    work = self._work
+    cache = self._cache
     singles = num_slots + width.drafts
     views = jax.tree.map(lambda array: array[:singles], self._single)
     slot_of = work.slots[:singles]
@@ -228,7 +238,8 @@ class _StepCall:
 
   def _single_tokens(self, drafts: Array | None) -> Array:
     """Returns the tokens of single and draft columns, int32[B + D]."""
-    work, num_slots = self._work, self._slots.size
+    work = self._work
+    num_slots = self._slots.size
     tokens = self._tokens_at(work.slots, self._single[0].starts)
     if drafts is None:
       return tokens
@@ -246,7 +257,8 @@ class _StepCall:
     self, kv: Pools, views: tuple[View, ...]
   ) -> tuple[View, ...]:
     """Returns views with `shared` set for forks, see `jaxkv.kv.share`."""
-    num_slots, samples = self._slots.size, self._config.num_samples
+    num_slots = self._slots.size
+    samples = self._config.num_samples
     pools = [
       pool
       for pool in pools_of(kv)
@@ -270,10 +282,12 @@ class _StepCall:
     self, records: Records, logits: Array, batch: Batch
   ) -> Records:
     """Records log-probs of prompt tokens and of tokens from `extend`."""
-    queue, raw = self._queue, records.raw_log_probs
+    queue = self._queue
+    raw = records.raw_log_probs
     if raw is None:
       return records
-    rows, next_position = batch.rows.numbers, batch.positions[0] + 1
+    rows = batch.rows.numbers
+    next_position = batch.positions[0] + 1
     is_given = next_position < indexing.take(queue.length, rows)
     version = indexing.take(queue.versions, rows, next_position)
     is_given &= version == NOT_SAMPLED

@@ -63,11 +63,11 @@ def reset_rows(
   config: RolloutConfig,
 ) -> NgramTables:
   """Resets the tables and rates of whole groups, in rows int32[R]."""
-  samples, no_row = config.num_samples, tokens.shape[0]
+  samples = config.num_samples
   # A group shares one table, which at first has the n-grams of the prompt.
   first_rows = rows[::samples]
   group = jnp.where(
-    first_rows < no_row, first_rows // samples, tables.table.shape[0]
+    first_rows < tokens.shape[0], first_rows // samples, tables.table.shape[0]
   )
   tables = dataclasses.replace(
     tables,
@@ -94,10 +94,10 @@ def add_tokens(
   `rows`, `start` and `stop_column` are int32[R]. At most `max_tokens` columns
   of a row are used, and none of row Q.
   """
-  samples, no_row = config.num_samples, tokens.shape[0]
+  samples = config.num_samples
   column = start[:, None] + jnp.arange(max_tokens, dtype=jnp.int32)[None]
   inside = (column < stop_column[:, None]) & (column >= config.draft_match)
-  inside &= (rows < no_row)[:, None]
+  inside &= (rows < tokens.shape[0])[:, None]
   bucket = _place(tables, _ngrams_before(tokens, rows, column, config))
   group = indexing.where_valid(inside, (rows // samples)[:, None])
   # The maximum keeps the rightmost occurrence of an n-gram.
@@ -141,7 +141,8 @@ def propose(
     int32[B, K], the drafts; int32[B], the number of tokens after the match,
     which may exceed K; and bool[B], rows with an n-gram match, see `learn`.
   """
-  samples, max_drafts = config.num_samples, config.draft_tokens
+  samples = config.num_samples
+  max_drafts = config.draft_tokens
   length = indexing.take(lengths, rows)
   ngram = _ngrams_before(tokens, rows, length[:, None], config)[:, 0]
   bucket = _place(tables, ngram)

@@ -24,7 +24,8 @@ def page_keys(
   cache, tokens, salts = sharding.match_varying_axes((cache, tokens, salts))
   if cache.secret is None:
     return None
-  page_size, rows = cache.config.page_size, tokens.shape[0]
+  page_size = cache.config.page_size
+  rows = tokens.shape[0]
   columns = tokens.shape[1] // page_size
   if columns == 0:
     return jnp.zeros((rows, 0, hashing.KEY_WORDS), jnp.uint32)

@@ -73,7 +73,8 @@ def as_requests(requests: Any, config: RolloutConfig) -> Requests:
     )
   tokens = as_int32("requests.tokens", requests.tokens, ("P", "L"))
   num_prompts = tokens.shape[0]
-  per_prompt, per_sample = ", one for each prompt", ", one for each sample"
+  per_prompt = ", one for each prompt"
+  per_sample = ", one for each sample"
   lengths = as_int32(
     "requests.lengths", requests.lengths, (num_prompts,), per_prompt
   )
@@ -83,7 +84,8 @@ def as_requests(requests: Any, config: RolloutConfig) -> Requests:
       "`RolloutConfig.num_samples` times the prompts must be below 2**31, got "
       f"{config.num_samples} times {num_prompts}; use fewer of either."
     )
-  num_samples, priority = requests.num_samples, requests.priority
+  num_samples = requests.num_samples
+  priority = requests.priority
   if num_samples is not None:
     num_samples = as_int32(
       "requests.num_samples", num_samples, (num_prompts,), per_prompt
@@ -221,7 +223,8 @@ def check_columns(columns: int, width: int) -> None:
 
 def check_num_samples(requests: Requests, config: RolloutConfig) -> None:
   """Raises ValueError if a concrete number of samples is not in 0 .. G."""
-  counts, maximum = requests.num_samples, config.num_samples
+  counts = requests.num_samples
+  maximum = config.num_samples
   if counts is None or isinstance(counts, Tracer):
     return
   for row, count in enumerate(np.asarray(counts).tolist()):
@@ -245,7 +248,8 @@ def check_fits(
     name = "`requests.tokens` and `max_new_tokens`"
     width_text = f"{columns} columns and {width - columns}"
     if config.max_length:
-      name, width_text = "`RolloutConfig.max_length`", str(width)
+      name = "`RolloutConfig.max_length`"
+      width_text = str(width)
     raise ValueError(
       f"{name} must fit a slot of {cache_config.slot_tokens} tokens, got "
       f"{width_text}; raise CacheConfig.pages_per_slot."

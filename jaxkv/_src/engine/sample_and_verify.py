@@ -133,7 +133,9 @@ def sample_tokens(
     tally=tally,
   )
   queue, sampled, tokens = sample_one(queue, sampled, samples, logits.last)
-  draft_logits, counts, starts = logits.drafts, work.drafts, work.begins
+  draft_logits = logits.drafts
+  counts = work.drafts
+  starts = work.begins
   if drafts is None or draft_logits is None or counts is None or starts is None:
     return queue, sampled
 
@@ -176,11 +178,13 @@ def _sample(
   Returns:
     The queue, the results, and the tokens int32[B].
   """
-  row, tally = slots.row, sampled.tally
+  row = slots.row
+  tally = sampled.tally
   rows = rows_of(queue, row)
   sampling = settings.rows(queue.sampling, row)
   raw = logits.astype(jnp.float32)
-  count, last_tokens = penalties.num_last_tokens(sampling), None
+  count = penalties.num_last_tokens(sampling)
+  last_tokens = None
   if count:
     last_tokens = penalties.last_tokens_of(
       queue.tokens, row, rows.lengths, count

@@ -123,7 +123,8 @@ def schedule(
   order = jnp.argsort(sort_key, stable=True).astype(jnp.int32)
   waiting = jnp.where(prefills, missing, 0)[order]
   ends = jnp.cumsum(waiting, dtype=jnp.int32)
-  first_tokens, num_prompt_tokens = ends - waiting, ends[-1]
+  first_tokens = ends - waiting
+  num_prompt_tokens = ends[-1]
   idle = num_slots - jnp.sum(decodes, dtype=jnp.int32)
   # A recurrent layer passes its state along a row of a view. Single columns and
   # chunk columns are in different rows, so a sequence must not use both.

@@ -31,7 +31,8 @@ def endings(
   limit = indexing.take(queue.limit, rows.numbers)
   is_full = rows.lengths + 1 >= limit
   finish = jnp.where(is_full, jnp.int32(Finish.LENGTH), jnp.int32(0))
-  stop_value, states = jnp.full_like(tokens, -1), None
+  stop_value = jnp.full_like(tokens, -1)
+  states = None
   if sampling.stop_strings is not None and queue.stop_states is not None:
     start = indexing.take(sampling.stop_strings.start, rows.numbers)
     old_states = indexing.take(queue.stop_states, rows.numbers)

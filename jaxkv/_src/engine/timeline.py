@@ -64,7 +64,8 @@ class Timeline(NamedTuple):
   def spans(self) -> Iterator[Span]:
     """Yields the spans of each slot in turn."""
     for slot in range(self.kinds.shape[1]):
-      kinds, owners = self.kinds[:, slot], self.sequences[:, slot]
+      kinds = self.kinds[:, slot]
+      owners = self.sequences[:, slot]
       changes = (np.diff(kinds) != 0) | (np.diff(owners) != 0)
       edges = [0, *(np.flatnonzero(changes) + 1).tolist(), len(kinds)]
       for first_step, end_step in itertools.pairwise(edges):
@@ -86,15 +87,19 @@ class Timeline(NamedTuple):
       row: the height of a slot's row in pixels.
     """
     steps, slots = self.kinds.shape
-    scale, left, bottom = width / max(steps, 1), 48, slots * row + 16
+    scale = width / max(steps, 1)
+    left = 48
+    bottom = slots * row + 16
     parts = [
       f'<text x="{left - 5}" y="{slot * row + row - 3}" text-anchor="end">'
       f"slot {slot}</text>"
       for slot in range(slots)
     ]
-    previous_end, named = None, False
+    previous_end = None
+    named = False
     for span in self.spans():
-      x, num_steps = (span.start - self.start) * scale, span.stop - span.start
+      x = (span.start - self.start) * scale
+      num_steps = span.stop - span.start
       colour = _COLOURS[_NAMES.index(span.kind)]
       parts.append(
         f'<rect x="{left + x:.1f}" y="{span.slot * row + 1}"'
@@ -182,7 +187,8 @@ def timeline(state: RolloutState) -> Timeline:
       "`state` must have a log of its steps, got RolloutConfig.timeline=0; set "
       "this option to the number of steps."
     )
-  log, steps = np.asarray(state.log), int(state.counters.steps)
+  log = np.asarray(state.log)
+  steps = int(state.counters.steps)
   num_kept = min(steps, log.shape[0])
   rows = log[np.arange(steps - num_kept, steps) % log.shape[0]]
   return Timeline(steps - num_kept, rows[:, 0], rows[:, 1], rows[:, 2])

@@ -248,7 +248,8 @@ def _grouped(
 
 def _differs(results: Generated, first_rows: Array) -> Array:
   """Returns bool[Q], True if a prompt differs from that of row `first_rows`."""
-  prompt_lengths, tokens = results.prompt_lengths, results.tokens
+  prompt_lengths = results.prompt_lengths
+  tokens = results.tokens
   column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
   is_other = tokens != tokens.at[first_rows].get(mode="clip")
   differs = jnp.any(is_other & (column < prompt_lengths[:, None]), axis=1)

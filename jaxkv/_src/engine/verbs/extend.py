@@ -84,7 +84,8 @@ def _extend(
   state, ids, tokens, lengths, budget, mask = sharding.match_varying_axes(
     (state, ids, tokens, lengths, budget, mask)
   )
-  width, columns = state.queue.width, tokens.shape[1]
+  width = state.queue.width
+  columns = tokens.shape[1]
   rows, status, code = find(state.queue, ids, mask)
   old_length = indexing.take(state.queue.length, rows)
   if budget is None:

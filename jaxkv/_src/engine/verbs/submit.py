@@ -136,8 +136,10 @@ def _submit(
   state, requests, ids, mask = sharding.match_varying_axes(
     (state, requests, ids, mask)
   )
-  queue, config = state.queue, state.config
-  num_prompts, samples = requests.tokens.shape[0], config.num_samples
+  queue = state.queue
+  config = state.config
+  num_prompts = requests.tokens.shape[0]
+  samples = config.num_samples
   sampling = requests.sampling
   assert sampling is not None  # `as_requests` sets it.
   new, is_bad = new_rows(state, requests)
@@ -184,8 +186,10 @@ def _submit(
 
 def new_rows(state: RolloutState, requests: Requests) -> tuple[Queue, Array]:
   """Returns rows for P prompts, without ids; bool[P], True for BAD_LENGTH."""
-  memory, config = state.memory, state.config
-  num_prompts, samples = requests.tokens.shape[0], config.num_samples
+  memory = state.memory
+  config = state.config
+  num_prompts = requests.tokens.shape[0]
+  samples = config.num_samples
   new = new_queue(
     requests,
     jnp.zeros((num_prompts,), jnp.int32),
