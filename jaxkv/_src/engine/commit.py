@@ -70,22 +70,22 @@ def count_step(
   counters: Counters,
   queue: Queue,
   slots: Slots,
-  before: CacheState,
+  old_cache: CacheState,
   cache: CacheState,
   work: Work,
   counts: Array,
   sampled: Array,
-  sizes: tuple[Width, ...],
+  all_widths: tuple[Width, ...],
   num_decodes: Array | None,
 ) -> tuple[Counters, Queue]:
   """Adds a step to the counters and to `Queue.computed`.
 
   Each slot committed `counts` and sampled `sampled` tokens, int32[B] each.
-  `before` is the cache before the commit. After the first call, with `work`,
+  `old_cache` is the cache before the commit. After the first call, with `work`,
   there were `num_decodes`, int32[], further calls; None for 0.
   """
-  columns = jnp.asarray([sum(width) for width in sizes], jnp.int32)
-  widths = jnp.arange(len(sizes), dtype=jnp.int32)
+  columns = jnp.asarray([sum(width) for width in all_widths], jnp.int32)
+  widths = jnp.arange(len(all_widths), dtype=jnp.int32)
   rows = slots.size + columns[work.width]
   num_calls = jnp.int32(1)
   calls = (widths == work.width).astype(jnp.int32)
@@ -98,7 +98,7 @@ def count_step(
   shared = jnp.sum(num_held_pages, dtype=jnp.int32) - in_use
   target_rows = indexing.where_valid(counts > 0, slots.row)
   computed = indexing.take(queue.computed, target_rows)
-  recomputed = jnp.clip(computed - before.length, 0, counts)
+  recomputed = jnp.clip(computed - old_cache.length, 0, counts)
   num_sampled = jnp.minimum(sampled, counts - recomputed)
   drafted = counters.drafted
   accepted = counters.accepted
@@ -106,7 +106,7 @@ def count_step(
     drafted += jnp.sum(work.drafts, dtype=jnp.int32)
     accepted += jnp.sum(jnp.maximum(sampled - 1, 0), dtype=jnp.int32)
   prefilled = jnp.sum(counts - recomputed - num_sampled, dtype=jnp.int32)
-  computed = jnp.maximum(computed, before.length + counts)
+  computed = jnp.maximum(computed, old_cache.length + counts)
   computed = indexing.put(queue.computed, target_rows, values=computed)
   counters = dataclasses.replace(
     counters,
