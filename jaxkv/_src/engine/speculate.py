@@ -118,11 +118,11 @@ def learn_from(
   drafts: Drafts | None,
   sampled: Array,
   config: RolloutConfig,
-  first: Array,
+  old_lengths: Array,
 ) -> Queue:
   """Updates the n-gram tables and acceptance rates with sampled tokens.
 
-  `first`, int32[B], is the length of each sequence before this step, and
+  `old_lengths`, int32[B], is the length of each sequence before this step, and
   `sampled`, int32[B], the number of tokens that its slot sampled.
   """
   tables = queue.ngrams
@@ -132,8 +132,8 @@ def learn_from(
     tables,
     queue.tokens,
     slots.row,
-    first,
-    first + sampled,
+    old_lengths,
+    old_lengths + sampled,
     config,
     config.draft_tokens + 1,
   )

@@ -270,8 +270,8 @@ def _drop_pages(cache: CacheState, stale: Array) -> CacheState:
   # `lax.cond` would pass the whole cache through both branches.
   next_epoch, _ = new_epoch(cache)
 
-  def select(new: Array, old: Array) -> Array:
-    return jnp.where(stale, new, old)
+  def select(new: Array, current: Array) -> Array:
+    return jnp.where(stale, new, current)
 
   epoch, root = jax.tree.map(
     select, (next_epoch.epoch, next_epoch.root), (cache.epoch, cache.root)

@@ -378,11 +378,11 @@ def _reshard(params: Any, current: Any, reshard: Any) -> Any:
 
 def _merge(current: Any, params: Any, nnx: Any) -> Any:
   """Replaces the weights that are in `params`, and keeps the current dtypes."""
-  old = nnx.to_pure_dict(current)
+  old_weights = nnx.to_pure_dict(current)
   new = params
   if not isinstance(params, dict):
     new = nnx.to_pure_dict(params)
-  old_leaves, structure = jax.tree_util.tree_flatten_with_path(old)
+  old_leaves, structure = jax.tree_util.tree_flatten_with_path(old_weights)
   by_path = dict(jax.tree_util.tree_leaves_with_path(new))
   shapes = {path: leaf.shape for path, leaf in old_leaves}
   for path, leaf in by_path.items():
