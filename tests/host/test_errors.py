@@ -7,6 +7,8 @@ from jaxkv import FullAttention
 from jaxkv import SlidingWindow
 from jaxkv.host import CacheManager
 from jaxkv.host import CachePages
+from jaxkv.host import CrossAttention
+from jaxkv.host import SpeculativeRecurrent
 from tests.host.scheduling import FULL
 from tests.host.scheduling import WINDOW
 from tests.host.scheduling import admit
@@ -267,6 +269,18 @@ def test_too_few_pages_are_no_error(cache):
     assert cache.allocate_slots(request("c", range(40)), 40) is None
     assert cache.allocate_slots(running(), 40) is None
     assert cache.step([running()], 40) == [None]
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True])
+def test_bad_numbers_of_scratch_pages(count):
+  with pytest.raises((TypeError, ValueError), match="num_speculative"):
+    SpeculativeRecurrent(count, page_size=4)
+
+
+def test_an_encoder_alone():
+  groups = [CrossAttention(page_size=4)]
+  with pytest.raises(ValueError, match="group for the sequences' own tokens"):
+    CacheManager(12, groups, 24, enable_caching=False)
 
 
 def test_more_requests_than_slots():

@@ -45,7 +45,7 @@ class Removed(NamedTuple):
 
   A move to offload memory or back is not logged, but it changes the page's
   number. So `page` can differ from the number in the page's `Stored` event.
-  `group` is None if it was None in that event.
+  `group` is None if a device loop published the page and no request held it.
   """
 
   page: int
