@@ -320,7 +320,7 @@ def _check_state(state: Any) -> None:
       f"{type(state).__name__}; {hint}."
     )
   memory = state.memory if isinstance(state, RolloutState) else state
-  check_pools(memory, RolloutConfig())
+  check_pools(memory, RolloutConfig(), "state")
 
 
 def _as_groups(
