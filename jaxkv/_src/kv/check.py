@@ -114,12 +114,12 @@ def _check_moves(offload: OffloadMemory, state: CacheState | None) -> None:
     )
   if state is None or state.pool.offload is None:
     return
-  planned, made = num_planned(state.pool.offload), offload.num_moves
+  planned = num_planned(state.pool.offload)
   if isinstance(planned, Tracer):
     return
-  error = Status(int(misuse_of(planned, made)))
+  error = Status(int(misuse_of(planned, offload.num_moves)))
   if error != Status.OK:
     raise CacheError(
       f"`state` has planned {int(planned)} moves, and `offload` has made "
-      f"{int(made)}: {error.name}. {remedy}"
+      f"{int(offload.num_moves)}: {error.name}. {remedy}"
     )
