@@ -20,11 +20,10 @@ trip count of an inner loop.
 | error | relative L2 distance from the XLA backend's result after CALLS calls,
   in the first or the last run, whichever is larger |
 
-The sides are our backends. Some are also timed with a plan, and in cases with
-shared pages also with reading these pages only once. Cases marked `main` add
-jax's own Pallas kernel with 1, 4 and 16 splits, and cuDNN and XLA on a dense
-cache. Plans and the search for shared pages are not timed, because a decode
-step needs them only once for all layers.
+The sides are our backends, in cases with shared pages also with reading these
+pages only once. Cases marked `main` add jax's own Pallas kernel with 1, 4 and
+16 splits, and cuDNN and XLA on a dense cache. The search for shared pages is
+not timed, because a decode step needs it only once for all layers.
 
 A side's `rotations` is the number of caches that it reads in turn. A row's
 `bytes` is the size of one cache. Sides with a dense cache always read the same
@@ -79,7 +78,7 @@ Report = dict[str, Any]
 """Facts about the machine, `cases` by name, and the interrupted sides."""
 
 
-def copy_speed(size: int, rounds: int) -> float:
+def copy_speed(num_bytes: int, rounds: int) -> float:
   """Returns the bytes a second, read and written, of a large device copy."""
 
   def run(x):
@@ -87,7 +86,7 @@ def copy_speed(size: int, rounds: int) -> float:
 
   # `x` is donated, because otherwise the loop would begin with one more copy.
   jitted = jax.jit(run, donate_argnums=0)
-  x = jnp.arange(size // 4, dtype=jnp.int32)
+  x = jnp.arange(num_bytes // 4, dtype=jnp.int32)
   samples, _ = rows.alternated({"copy": (jitted, x)}, rounds)
   return 16 * 2 * x.nbytes / float(np.median(samples["copy"][:, 0]))
 
@@ -95,17 +94,17 @@ def copy_speed(size: int, rounds: int) -> float:
 @contextlib.contextmanager
 def watched(
   save: Callable[[], None],
-  begun: dict[str, list[str]],
+  open_tries: dict[str, list[str]],
   reasons: dict[str, str],
   side: str,
 ) -> Iterator[None]:
   """Runs a part of a side. If the part raises, adds the error to `reasons`.
 
   A side that kills the process, hangs or breaks the device leaves an entry in
-  `begun`, which `save` writes. A broken device also ends the benchmark, because
-  all later sides would fail.
+  `open_tries`, which `save` writes. A broken device also ends the benchmark,
+  because all later sides would fail.
   """
-  tries = begun.setdefault(side, [])
+  tries = open_tries.setdefault(side, [])
   tries.append("did not come back")
   save()
   faulthandler.dump_traceback_later(LONGEST, exit=True, file=2)
@@ -123,7 +122,7 @@ def watched(
   # back stay in the list.
   tries.pop()
   if not tries:
-    del begun[side]
+    del open_tries[side]
 
 
 def measured(
@@ -145,9 +144,9 @@ def measured(
     if name not in reasons:
       with watch(name):
         timed[name] = Timed(side(case, arrays), arrays.q, quick)
-  for number in range(ROUNDS):
+  for index in range(ROUNDS):
     for name, side in timed.items():
-      if name not in reasons and number < side.rounds:
+      if name not in reasons and index < side.rounds:
         with watch(name):
           side.round()
   return {name: side for name, side in timed.items() if name not in reasons}
@@ -162,9 +161,9 @@ def row_of(
 ) -> dict[str, Any]:
   """Returns the row of a case, with the figures or the failure of sides."""
   start = time.monotonic()
-  begun = report["begun"].setdefault(case.name, {})
-  reasons = gone(begun)
-  watch = functools.partial(watched, save, begun, reasons)
+  open_tries = report["begun"].setdefault(case.name, {})
+  reasons = gone(open_tries)
+  watch = functools.partial(watched, save, open_tries, reasons)
   timed = {}
   if "arrays" not in reasons:
     timed = measured(case, quick, watch, reasons)
@@ -180,19 +179,19 @@ def row_of(
   }
 
 
-def gone(begun: dict[str, list[str]]) -> dict[str, str]:
+def gone(open_tries: dict[str, list[str]]) -> dict[str, str]:
   """Returns the sides that are not tried again, with their last failure."""
   return {
     side: f"twice ended the run: {tries[-1]}"
-    for side, tries in begun.items()
+    for side, tries in open_tries.items()
     if len(tries) > 1
   }
 
 
 def distance(outs: list[np.ndarray], expected: np.ndarray) -> float | None:
   """Returns the largest relative L2 distance; None if one is not finite."""
-  size = np.linalg.norm(expected)
-  distances = [float(np.linalg.norm(out - expected) / size) for out in outs]
+  norm = np.linalg.norm(expected)
+  distances = [float(np.linalg.norm(out - expected) / norm) for out in outs]
   return max(distances) if all(map(math.isfinite, distances)) else None
 
 
@@ -245,8 +244,7 @@ def failures(report: Report) -> list[str]:
 
 def is_ours(side: str) -> bool:
   """Returns True if a side is one of our backends, unlike "xla dense"."""
-  backend = side.removesuffix(" shared").removesuffix(" planned")
-  return backend in kernels.BACKENDS
+  return side.removesuffix(" shared") in kernels.BACKENDS
 
 
 def print_case(name: str, row: dict[str, Any]) -> None:
@@ -267,15 +265,15 @@ def earlier(path: pathlib.Path | None, quick: bool) -> Report:
   report = {"facts": facts(quick), "copy GB/s": None, "cases": {}, "begun": {}}
   if path is None or not path.exists():
     return report
-  old = json.loads(path.read_text("utf-8"))
-  if old["facts"] != report["facts"]:
-    sys.exit(f"{path} has results of {old['facts']}; name a new file")
-  return old
+  loaded = json.loads(path.read_text("utf-8"))
+  if loaded["facts"] != report["facts"]:
+    sys.exit(f"{path} has results of {loaded['facts']}; name a new file")
+  return loaded
 
 
 def measure(path: pathlib.Path | None, quick: bool, minutes: float) -> Report:
   """Times the cases that the file lacks, until the time is over."""
-  end = time.monotonic() + minutes * 60
+  deadline = time.monotonic() + minutes * 60
   report = earlier(path, quick)
   speed = copy_speed(2**20 if quick else COPY_BYTES, 2 if quick else 9)
   report["copy GB/s"] = speed / 1e9
@@ -285,7 +283,7 @@ def measure(path: pathlib.Path | None, quick: bool, minutes: float) -> Report:
   for case in attention_cases.cases(quick):
     if case.name in report["cases"]:
       continue
-    if time.monotonic() > end:
+    if time.monotonic() > deadline:
       print("the time is over; run it again to continue")
       break
     row = row_of(case, quick, speed, report, save)

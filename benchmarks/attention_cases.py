@@ -67,10 +67,10 @@ class Case:
 
   def bytes_read(self) -> int:
     """Returns the fewest bytes of K and V, or of latents, to read in a call."""
-    numbers = self.kv_heads * self.head_dim * (1 if self.value_dim else 2)
+    width = self.kv_heads * self.head_dim * (1 if self.value_dim else 2)
     shared_tokens = (self.batch - self.batch // self.samples) * self.prefix
     tokens = int(self.lengths().sum()) - shared_tokens
-    return tokens * numbers * jnp.dtype(self.dtype).itemsize
+    return tokens * width * jnp.dtype(self.dtype).itemsize
 
 
 HEADS = (
@@ -196,19 +196,19 @@ def _tables(case: Case, rotations: int) -> tuple[np.ndarray, int]:
   """Returns tables of shuffled pages, int32[R, B, M], and the page count."""
   needed = -(-case.lengths() // case.page_size)
   common = case.prefix // case.page_size
-  first = np.arange(case.batch) // case.samples * case.samples
-  shared = first != np.arange(case.batch)
+  leaders = np.arange(case.batch) // case.samples * case.samples
+  shared = leaders != np.arange(case.batch)
   pages = rotations * int((needed - shared * common).sum())
   shuffled = np.random.default_rng(2).permutation(pages).astype(np.int32)
   tables = np.zeros((rotations, case.batch, int(needed.max())), np.int32)
   used = 0
   for rotation in range(rotations):
     for row, count in enumerate(needed):
-      begin = common if shared[row] else 0
-      tables[rotation, row, :begin] = tables[rotation, first[row], :begin]
-      end = used + count - begin
-      tables[rotation, row, begin:count] = shuffled[used:end]
-      used = end
+      start = common if shared[row] else 0
+      tables[rotation, row, :start] = tables[rotation, leaders[row], :start]
+      stop_page = used + count - start
+      tables[rotation, row, start:count] = shuffled[used:stop_page]
+      used = stop_page
   return tables, pages
 
 

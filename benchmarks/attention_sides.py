@@ -47,10 +47,10 @@ def looped(call: Call, calls: int):
   """Jits a loop of calls, `(q, first rotation, *inputs) -> last result`."""
 
   # Each query depends on the previous result, so the calls cannot overlap.
-  def run(q, first, *inputs):
+  def run(q, first_rotation, *inputs):
     def body(index, carry):
       q, _ = carry
-      rotation = lax.rem(first + index, jnp.int32(call.rotations))
+      rotation = lax.rem(first_rotation + index, jnp.int32(call.rotations))
       out = call.function(q, rotation, *inputs).astype(q.dtype)
       q = q + out * jnp.asarray(0.01, q.dtype)
       return q * jnp.asarray(0.99, q.dtype), out
@@ -83,10 +83,10 @@ class Timed:
 
   def round(self) -> None:
     """Times all runs. `outs` keeps run 0's first and latest results."""
-    begin = time.perf_counter()
+    start_time = time.perf_counter()
     outs = [self._run(self._q, at, *self._inputs) for at in self._firsts]
     jax.block_until_ready(outs)
-    self.samples.append(time.perf_counter() - begin)
+    self.samples.append(time.perf_counter() - start_time)
     self.outs = [*self.outs[:1], np.asarray(outs[0], np.float32)]
 
   def seconds(self) -> float:
@@ -94,21 +94,12 @@ class Timed:
     return statistics.median(self.samples) / (len(self._firsts) * self.calls)
 
 
-def ours(backend: str, planned: bool, case: Case, arrays: Arrays) -> Call:
+def ours(backend: str, case: Case, arrays: Arrays) -> Call:
   """Calls our attention with a backend, with scales for 8-bit pools."""
   if case.value_dim is not None:
-    if planned:
-      raise NotImplementedError("latents take no plan")
     return _latent(backend, case, arrays)
-  # The plan is not timed, because a decode step makes one for all layers.
-  plan = None
-  if planned:
-    workers = kernels.decode_workers(arrays.k_pages, backend=backend)
-    if workers is None:
-      raise NotImplementedError(f"{backend} takes no plan")
-    plan = kernels.plan_decode(arrays.lengths, workers=workers)
 
-  def function(q, rotation, k_pages, v_pages, tables, lengths, plan):
+  def function(q, rotation, k_pages, v_pages, tables, lengths):
     return kernels.paged_decode(
       q,
       k_pages,
@@ -116,11 +107,10 @@ def ours(backend: str, planned: bool, case: Case, arrays: Arrays) -> Call:
       tables[rotation],
       lengths,
       options=_scales(case),
-      plan=plan,
       backend=backend,
     )[0]
 
-  inputs = arrays.k_pages, arrays.v_pages, arrays.tables, arrays.lengths, plan
+  inputs = arrays.k_pages, arrays.v_pages, arrays.tables, arrays.lengths
   return Call(function, inputs, len(arrays.tables))
 
 
@@ -241,11 +231,9 @@ def sides(
   """Returns all sides of a case on a platform, ours first."""
   named: dict[str, Callable[[Case, Arrays], Call]] = {}
   for backend in choose.for_platform(platform):
-    named[backend] = functools.partial(ours, backend, False)
+    named[backend] = functools.partial(ours, backend)
     if case.prefix:
       named[f"{backend} shared"] = functools.partial(ours_shared, backend)
-  if platform == "cuda":
-    named["mosaic_gpu planned"] = functools.partial(ours, "mosaic_gpu", True)
   if not case.main:
     return named
   named["xla dense"] = functools.partial(dense, "xla")

@@ -47,20 +47,20 @@ def run(
   device = jax.devices()[0]
   # The load is printed, because timings are useless if other processes are
   # busy.
-  before = os.getloadavg()
+  start_load = os.getloadavg()
   print(
     f"{device.device_kind} ({device.platform}), {platform.machine()},"
     f" {os.cpu_count()} cores, jax {jax.__version__}, {rounds} rounds, load"
-    f" average {before[0]:.1f}"
+    f" average {start_load[0]:.1f}"
   )
   rows = measured(quick, rounds, **options)
-  after = os.getloadavg()
-  print(f"\nload average now {after[0]:.1f}\nnot measured: {not_measured}")
+  end_load = os.getloadavg()
+  print(f"\nload average now {end_load[0]:.1f}\nnot measured: {not_measured}")
   report = {
     "device": device.device_kind,
     "jax": jax.__version__,
     "rounds": rounds,
-    "load_average": [before, after],
+    "load_average": [start_load, end_load],
     **rows,
   }
   write(file, report)

@@ -45,7 +45,7 @@ def _config(quick: bool, **fields: Any) -> models.Decoder:
 def _cache(config: models.Decoder, slots: int, tokens: int) -> tuple[Any, Any]:
   """Returns a page table for sequences of `tokens` tokens, and their K/V."""
   columns = -(-tokens // _PAGE)
-  sizes = jaxkv.CacheConfig(
+  cache_config = jaxkv.CacheConfig(
     num_pages=1 + slots * columns,
     page_size=_PAGE,
     num_slots=slots,
@@ -54,7 +54,7 @@ def _cache(config: models.Decoder, slots: int, tokens: int) -> tuple[Any, Any]:
   # Pages are shuffled, as in a running cache. Page 0 is the null page.
   table = 1 + np.random.default_rng(0).permutation(slots * columns)
   table = jnp.asarray(table.reshape(slots, columns), jnp.int32)
-  return table, models.init_kv(config, sizes)
+  return table, models.init_kv(config, cache_config)
 
 
 def _view(table: jax.Array, starts: jax.Array, count: int) -> jaxkv.kv.View:
@@ -91,12 +91,12 @@ def _prefill(config: models.Decoder, params: Any) -> _Call:
 
   @jax.jit
   def chunks(params: Any, kv: Any, prompt: jax.Array) -> Any:
-    def compute_chunk(number: jax.Array, kv: Any) -> Any:
-      start = number * chunk
+    def compute_chunk(index: jax.Array, kv: Any) -> Any:
+      start = index * chunk
       part = jax.lax.dynamic_slice_in_dim(prompt, start, chunk, 1)
-      places = start + jnp.arange(chunk, dtype=jnp.int32)[None]
+      positions = start + jnp.arange(chunk, dtype=jnp.int32)[None]
       views = (_view(table, start[None], chunk),)
-      batch = jaxkv.kv.Batch(tokens=part, positions=places, views=views)
+      batch = jaxkv.kv.Batch(tokens=part, positions=positions, views=views)
       return models.forward(params, batch, kv, config=config, logits="none")[1]
 
     kv = jax.lax.fori_loop(0, tokens // chunk, compute_chunk, kv)
@@ -137,9 +137,9 @@ def rows_of(quick: bool, rounds: int) -> Iterator[Row]:
     seconds, _ = rows.alternated(sides, rounds)
     fast = float(np.median(seconds["fast"][:, 1]))
     for side in sides:
-      least = float(seconds[side][:, 1].min())
+      minimum = float(seconds[side][:, 1].min())
       median = float(np.median(seconds[side][:, 1]))
-      yield Row(name, f"{side}, CPU ms, least", least * 1e3)
+      yield Row(name, f"{side}, CPU ms, least", minimum * 1e3)
       yield Row(name, f"{side}, CPU ms, median", median * 1e3)
       if side != "fast":
         yield rows.at_most(name, f"{side}, times fast", median / fast, bound)

@@ -105,14 +105,14 @@ def parts(quick: bool) -> dict[str, Part]:
 
 def numerics(path: pathlib.Path, seconds: float, quick: bool) -> bool:
   """Runs the kernels' tests on this device, part by part."""
-  end = time.monotonic() + seconds * _NUMERICS_SHARE
+  deadline = time.monotonic() + seconds * _NUMERICS_SHARE
   report = {"parts": {}, **_read(path)}
   entries = report["parts"]
   required = parts(quick)
   open_parts = [n for n in required if not entries.get(n, {}).get("ended")]
   # Parts that were never tried come before parts that a time limit stopped.
   for name in sorted(open_parts, key=lambda name: name in entries):
-    seconds = min(end - time.monotonic(), _LONGEST_PART)
+    seconds = min(deadline - time.monotonic(), _LONGEST_PART)
     if seconds < 10:
       print("no time left for", name)
       break
@@ -194,20 +194,20 @@ def matrix(path: pathlib.Path, seconds: float, quick: bool) -> bool:
   import attention_cases
 
   names = [case.name for case in attention_cases.cases(quick)]
-  end = time.monotonic() + seconds
+  deadline = time.monotonic() + seconds
   if not quick:
-    end -= _reserved(path, "transitions", "rollout")
+    deadline -= _reserved(path, "transitions", "rollout")
   command = [sys.executable, "benchmarks/attention.py", "--json", str(path)]
   command += [*["--quick"] * quick, "--minutes"]
   code, report = None, _read(path)
-  while (left := end - time.monotonic()) > 10:
-    before = report
+  while (left := deadline - time.monotonic()) > 10:
+    old_report = report
     minutes = max(left - _LAST_CASE, 0) / 60
     code = _run([*command, str(minutes)], left)
     report = _read(path)
     # If a side has crashed the run, its case is in `begun`, and the next run
     # does the other sides.
-    if not report.get("begun") or report == before:
+    if not report.get("begun") or report == old_report:
       break
   missing = [name for name in names if name not in report.get("cases", {})]
   if missing:
@@ -330,12 +330,12 @@ def check_same(path: pathlib.Path, quick: bool) -> None:
 
 def run(out: pathlib.Path, minutes: float, quick: bool) -> bool:
   """Runs all incomplete stages, and returns True if all stages have passed."""
-  end = time.monotonic() + minutes * 60
+  deadline = time.monotonic() + minutes * 60
   out.mkdir(parents=True, exist_ok=True)
   check_same(out / "tested.json", quick)
   complete = True
   for name, stage in STAGES.items():
-    left = end - time.monotonic()
+    left = deadline - time.monotonic()
     if left < 10:
       print(f"[{name}] no time left")
       complete = False

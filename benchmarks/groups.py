@@ -125,7 +125,7 @@ def _separate(group: Group) -> Group:
 
 def _empty_memory(work: Work, shares: bool) -> rollout.Memory:
   pages = -(-(work.prompt + work.answer) // _PAGE)
-  sizes = jaxkv.CacheConfig(
+  cache_config = jaxkv.CacheConfig(
     num_pages=(work.samples + 1) * pages,
     page_size=_PAGE,
     num_slots=work.samples,
@@ -133,8 +133,8 @@ def _empty_memory(work: Work, shares: bool) -> rollout.Memory:
     prefix_caching=shares,
   )
   return rollout.Memory(
-    cache=jaxkv.init(sizes, jax.random.key(0)),
-    kv=models.init_kv(work.config(), sizes),
+    cache=jaxkv.init(cache_config, jax.random.key(0)),
+    kv=models.init_kv(work.config(), cache_config),
   )
 
 
@@ -172,14 +172,14 @@ def _score_rows(work: Work, rounds: int) -> Iterator[Row]:
     name, "cached: rows, a page and G R", computed["cached"], bound
   )
   yield Row(name, "whole: rows, G (P - 1 + R)", computed["whole"])
-  for index, kind in enumerate(("seconds", "CPU seconds")):
+  for index, unit in enumerate(("seconds", "CPU seconds")):
     medians = {
       side: float(np.median(samples[side][:, index])) for side in calls
     }
     for side, median in medians.items():
-      yield Row(name, f"{side}: {kind}", median)
+      yield Row(name, f"{side}: {unit}", median)
     metric, ratio = (
-      f"whole / group, {kind}",
+      f"whole / group, {unit}",
       medians["whole"] / medians["group"],
     )
     if work == SCORED[0]:

@@ -146,10 +146,10 @@ class Side:
 
   def _timed(self, row: str | None, call: Callable[[], Any]) -> Any:
     """Makes a call, and records its time if `row` is not None."""
-    begin = time.perf_counter()
+    start_time = time.perf_counter()
     answer = call()
     if row:
-      took = time.perf_counter() - begin
+      took = time.perf_counter() - start_time
       self.samples.setdefault(row, []).append(took * 1e6)
     return answer
 
@@ -159,13 +159,13 @@ class Side:
 
 def managers() -> dict[str, Callable[..., Any]]:
   """Returns the managers that can be imported."""
-  found: dict[str, Callable[..., Any]] = {"jaxkv": HostManager}
+  managers_by_name: dict[str, Callable[..., Any]] = {"jaxkv": HostManager}
   for name, module in PEERS.items():
     try:
-      found[name] = importlib.import_module(module).Manager
+      managers_by_name[name] = importlib.import_module(module).Manager
     except ImportError as error:
       print(f"{name} is skipped: {error}")
-  return found
+  return managers_by_name
 
 
 def measured(rounds: int) -> list[dict[str, Any]]:
@@ -177,10 +177,10 @@ def measured(rounds: int) -> list[dict[str, Any]]:
   ]
   gc.collect()
   gc.freeze()
-  for number in range(rounds + 1):
+  for index in range(rounds + 1):
     for side in sides:
       side.round()
-      if number == 0:
+      if index == 0:
         side.samples.clear()
   print(f"\n{'op':14} {'mode':12} {'manager':8} {'us min':>9} {'median':>9}")
   rows = []

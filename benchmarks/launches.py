@@ -164,9 +164,9 @@ class _Program:
 
 def _computations(line: str, *roles: str) -> list[str]:
   """Returns the names of the computations that an instruction calls."""
-  found = re.findall(rf"(?:{'|'.join(roles)})=(\{{[^}}]*\}}|%?[\w.\-]+)", line)
-  assert found, line
-  return re.findall(r"[\w.\-]+", " ".join(found))
+  names = re.findall(rf"(?:{'|'.join(roles)})=(\{{[^}}]*\}}|%?[\w.\-]+)", line)
+  assert names, line
+  return re.findall(r"[\w.\-]+", " ".join(names))
 
 
 def _lines(text: str) -> dict[str, list[tuple[str, str]]]:
@@ -236,9 +236,9 @@ def counted(target: str, quick: bool) -> Iterator[Row]:
   for name, make, k, bounds in programs:
     text = compile_for(target, *make(k)).text
     name = f"{name}, k = {k}"
-    most = in_largest_loop(text)
-    yield Row(name, "kernels a token, upper bound", most.kernels / k)
-    yield Row(name, "waits a token, upper bound", most.waits / k)
+    upper_bound = in_largest_loop(text)
+    yield Row(name, "kernels a token, upper bound", upper_bound.kernels / k)
+    yield Row(name, "waits a token, upper bound", upper_bound.waits / k)
     common = in_largest_loop(text, is_common=True)
     for metric, value, bound in zip(
       Launches._fields, common, bounds, strict=True
@@ -269,22 +269,22 @@ def timed(
   rng = np.random.default_rng(0)
   # Lengths differ, so that 1/16 of the slots fill a page in a step if k is 1.
   lengths = np.arange(slots) % _PAGE
-  begin = jaxkv.init(state.config, jaxkv.salt(""))
-  begin = ops.fill_slots(begin, ops.random_tokens(rng, (slots, _PAGE)), lengths)
+  state = jaxkv.init(state.config, jaxkv.salt(""))
+  state = ops.fill_slots(state, ops.random_tokens(rng, (slots, _PAGE)), lengths)
   tokens = ops.random_tokens(rng, (steps, slots, k))
   # One sequence ends in each step.
   ending = np.arange(steps)
   tokens = tokens.at[ending, ending, 0].set(_LAST)
-  compiled = program.lower(begin, tokens).compile(compiler_options=options)
+  compiled = program.lower(state, tokens).compile(compiler_options=options)
   name = f"cache, {slots} slots, k = {k} {arm}".strip()
-  samples, results = rows.alternated({name: (compiled, begin, tokens)}, rounds)
-  end = results[name]
-  is_wrong = np.asarray(end.length[steps:] != lengths[steps:] + steps * k)
-  num_wrong = int(is_wrong.sum()) + (int(end.error) != 0)
+  samples, results = rows.alternated({name: (compiled, state, tokens)}, rounds)
+  state = results[name]
+  is_wrong = np.asarray(state.length[steps:] != lengths[steps:] + steps * k)
+  num_wrong = int(is_wrong.sum()) + (int(state.error) != 0)
   yield rows.at_most(name, "errors and wrong lengths", num_wrong, 0)
-  found = in_largest_loop(compiled.as_text() or "", is_common=True)
-  yield Row(name, "kernels a token, common case", found.kernels / k)
-  yield Row(name, "waits a token, common case", found.waits / k)
+  launches = in_largest_loop(compiled.as_text() or "", is_common=True)
+  yield Row(name, "kernels a token, common case", launches.kernels / k)
+  yield Row(name, "waits a token, common case", launches.waits / k)
   us = samples[name][:, 0] * 1e6 / (steps * k)
   yield Row(name, "us a token, median", float(np.median(us)))
   yield Row(name, "us a token, minimum", float(us.min()))

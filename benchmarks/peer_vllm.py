@@ -43,8 +43,8 @@ class Manager:
       for window in windows
     ]
     groups = [
-      KVCacheGroupSpec([f"layer {number}"], spec)
-      for number, spec in enumerate(specs)
+      KVCacheGroupSpec([f"layer {index}"], spec)
+      for index, spec in enumerate(specs)
     ]
     self._manager = KVCacheManager(
       KVCacheConfig(num_pages, [], groups),

@@ -174,7 +174,7 @@ class PeerSide:
   def __init__(self, peer: type[Peer], case: Case, steps: int):
     """Makes a manager whose pages are all cached and free."""
     config = case.config
-    windows = [getattr(kind, "window", None) for kind in config.groups]
+    windows = [getattr(group, "window", None) for group in config.groups]
     self.case, self.steps = case, steps
     self.samples: list[float] = []
     self._manager = peer(config.num_pages, ops.PAGE_SIZE, windows, ops.PROMPT)
@@ -184,11 +184,11 @@ class PeerSide:
 
   def round(self, *, record: bool) -> None:
     """Prepares, times and checks one call, and frees all requests."""
-    kind = self.case.op.partition("_")[0]
-    run = getattr(self, f"_{kind}")()
-    begin = time.perf_counter()
+    verb = self.case.op.partition("_")[0]
+    run = getattr(self, f"_{verb}")()
+    start_time = time.perf_counter()
     run()
-    took = time.perf_counter() - begin
+    took = time.perf_counter() - start_time
     self._release()
     if record:
       self.samples.append(took * 1e6 / self.steps)
@@ -203,18 +203,18 @@ class PeerSide:
   def _decode(self):
     config, manager, running = self.case.config, self._manager, self._running
     slots = config.num_slots
-    begin, end = ops.decode_lengths(config, "short")
+    min_lengths, max_lengths = ops.decode_lengths(config, "short")
     lengths = np.arange(slots) % ops.PAGE_SIZE
     lengths += ops.PAGE_SIZE * self._rng.integers(
-      begin // ops.PAGE_SIZE, end // ops.PAGE_SIZE, slots
+      min_lengths // ops.PAGE_SIZE, max_lengths // ops.PAGE_SIZE, slots
     )
     lengths = np.maximum(lengths, 1)
     self._fill(lengths)
     # Requests that replace sequences that end. Making them is not timed.
-    ends = int(np.sum(self.steps // end + 2))
+    ends = int(np.sum(self.steps // max_lengths + 2))
     spares = [manager.new([token]) for token in self._tokens(ends)]
     tokens = self._tokens(self.steps)
-    lengths, ends = lengths.tolist(), end.tolist()
+    lengths, ends = lengths.tolist(), max_lengths.tolist()
 
     def run():
       for token in tokens:
@@ -345,9 +345,9 @@ def timed(
     for side in sides.values():
       side.round(record=True)
   gc.unfreeze()
-  sizes = {"pages": PAGES, "page_size": ops.PAGE_SIZE}
+  dims = {"pages": PAGES, "page_size": ops.PAGE_SIZE}
   return [
-    {**case._asdict(), **sizes, "side": name, **side.times()}
+    {**case._asdict(), **dims, "side": name, **side.times()}
     for name, side in sides.items()
   ]
 

@@ -87,8 +87,8 @@ def step(
     for steps in (SHORT, LONG)
   }
   samples, ends = rows.alternated(calls, rounds)
-  for steps, end in ends.items():
-    assert int(end.counters.generated) - generated_before == SLOTS * steps
+  for steps, state in ends.items():
+    assert int(state.counters.generated) - generated_before == SLOTS * steps
   short, long = (samples[steps][:, 0] * 1e6 for steps in calls)
   name = f"step, {SLOTS} slots, {vocabulary} tokens"
   for metric, pick in (("us, minimum", np.min), ("us, median", np.median)):
@@ -101,7 +101,7 @@ def decoding_state(
 ) -> rollout.RolloutState:
   """Makes a rollout with one random prompt per slot and no stop token."""
   longest = SHORT + LONG + 8
-  sizes = jaxkv.CacheConfig(
+  cache_config = jaxkv.CacheConfig(
     num_pages=1 + SLOTS * (2 + longest // 16),
     page_size=16,
     num_slots=SLOTS,
@@ -109,8 +109,8 @@ def decoding_state(
   )
   rng = np.random.default_rng(0)
   return rollout.init(
-    jaxkv.init(sizes),
-    jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1),
+    jaxkv.init(cache_config),
+    jaxkv.kv.init(cache_config, num_layers=1, num_kv_heads=1, head_dim=1),
     rollout.Requests(
       jnp.asarray(rng.integers(0, 2**31 - 1, (SLOTS, 4)), jnp.int32),
       jnp.full((SLOTS,), 4, jnp.int32),

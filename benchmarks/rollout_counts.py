@@ -46,11 +46,11 @@ class Run(NamedTuple):
   @property
   def cost(self) -> int:
     """The roofline time in rows, at least `ideal.RIDGE` for each call."""
-    sizes = schedule.widths(self.end.config)
+    widths = schedule.widths(self.end.config)
     calls = np.asarray(self.end.counters.calls).tolist()
     return sum(
-      count * max(self.work.slots + sum(size), ideal.RIDGE)
-      for count, size in zip(calls, sizes, strict=True)
+      count * max(self.work.slots + sum(width), ideal.RIDGE)
+      for count, width in zip(calls, widths, strict=True)
     )
 
 
@@ -59,8 +59,8 @@ def _model(
 ) -> tuple[jax.Array, None]:
   """A stub that repeats a prompt's last token until its answer ends."""
   del kv  # It writes nothing.
-  drawn = forced_tokens(stops, batch)
-  return jax.nn.one_hot(drawn, stops.shape[0] + 1, dtype=jnp.float32), None
+  tokens = forced_tokens(stops, batch)
+  return jax.nn.one_hot(tokens, stops.shape[0] + 1, dtype=jnp.float32), None
 
 
 def forced_tokens(stops: jax.Array, batch: jaxkv.kv.Batch) -> jax.Array:
@@ -70,10 +70,10 @@ def forced_tokens(stops: jax.Array, batch: jaxkv.kv.Batch) -> jax.Array:
   repeats it, or is P, which ends the sequence. `stops` int32[P] has the last
   position to compute for the samples of each prompt.
   """
-  number = batch.tokens[0].at[batch.columns].get(mode="clip")
+  prompt_index = batch.tokens[0].at[batch.columns].get(mode="clip")
   position = batch.positions[0].at[batch.columns].get(mode="clip")
-  ends = position + 1 >= stops.at[number].get(mode="clip")
-  return jnp.where(ends, stops.shape[0], number)
+  ends = position + 1 >= stops.at[prompt_index].get(mode="clip")
+  return jnp.where(ends, stops.shape[0], prompt_index)
 
 
 def last_positions(work: Workload) -> jax.Array:
@@ -121,17 +121,17 @@ def initial_state(
   )
 
 
-def check_answers(work: Workload, end: rollout.RolloutState) -> None:
+def check_answers(work: Workload, state: rollout.RolloutState) -> None:
   """Checks that every answer has its length."""
-  assert bool(rollout.is_done(end))
-  num_drawn = np.asarray(end.queue.length - end.queue.prompt_length)
+  assert bool(rollout.is_done(state))
+  num_drawn = np.asarray(state.queue.length - state.queue.prompt_length)
   assert np.array_equal(num_drawn, np.repeat(work.answers, work.samples))
 
 
 def run_workload(work: Workload, pages: int, timeline: int = 0) -> Run:
   """Runs a workload with the stub."""
-  sizes = sizes_of(work, pages)
-  kv = jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1)
+  cache_config = sizes_of(work, pages)
+  kv = jaxkv.kv.init(cache_config, num_layers=1, num_kv_heads=1, head_dim=1)
   state = initial_state(work, pages, kv, timeline)
   program = jax.jit(
     functools.partial(rollout.generate, model=_model),
@@ -140,9 +140,9 @@ def run_workload(work: Workload, pages: int, timeline: int = 0) -> Run:
   )
   inputs = (last_positions(work), state)
   compiled = program.lower(*inputs).compile()
-  seconds, _, end = rows.timed(compiled, *inputs)
-  check_answers(work, end)
-  return Run(work, pages, end, seconds)
+  seconds, _, final_state = rows.timed(compiled, *inputs)
+  check_answers(work, final_state)
+  return Run(work, pages, final_state, seconds)
 
 
 def common(name: str, run: Run) -> Iterator[Row]:
@@ -210,9 +210,9 @@ def long(quick: bool) -> Iterator[Row]:
   yield Row(name, "busy", run.busy)
   yield Row(name, "busy, ideal mixed batches", mixed.busy)
   yield Row(name, "busy, ideal equal columns", equal.busy)
-  for kind, best in (("mixed batches", mixed), ("equal columns", equal)):
+  for batching, best in (("mixed batches", mixed), ("equal columns", equal)):
     share = run.busy / best.busy
-    yield rows.at_least(name, f"busy against ideal {kind}", share, 0.99)
+    yield rows.at_least(name, f"busy against ideal {batching}", share, 0.99)
 
   need = ideal.reserved_pages(work)
   name, pages = "lengths, 35 % of need", int(need * 0.35)
@@ -253,10 +253,10 @@ def longest_wait(timeline: rollout.Timeline) -> int:
   """Returns the most consecutive steps in which a decoding sequence idles."""
   longest, waited, decoding = 0, 0, None
   for span in timeline.spans():
-    place = span.slot, span.sequence
+    sequence = span.slot, span.sequence
     if span.kind == "decode":
-      decoding, waited = place, 0
-    elif place != decoding or span.kind == "preempt":
+      decoding, waited = sequence, 0
+    elif sequence != decoding or span.kind == "preempt":
       decoding = None
     else:
       waited += span.stop - span.start

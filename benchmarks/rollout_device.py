@@ -82,15 +82,15 @@ class Job:
     program = jax.jit(
       functools.partial(rollout.generate, model=self._call), donate_argnums=1
     )
-    begin = time.perf_counter()
+    start_time = time.perf_counter()
     state = self._initial_state()
     inputs = self._inputs, state, rollout.Until(steps=0)
     self._compiled = program.lower(*inputs).compile()
     # Freed, because memory may not have room for a second pool.
     del state, inputs
-    self.compiling = time.perf_counter() - begin
-    numbers = sum(leaf.size for leaf in jax.tree.leaves(params))
-    self.name = f"device, {numbers / 1e6:.1f} M, k = {decode_steps}"
+    self.compiling = time.perf_counter() - start_time
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
+    self.name = f"device, {num_params / 1e6:.1f} M, k = {decode_steps}"
 
   def _call(
     self, inputs: Any, batch: jaxkv.kv.Batch, kv: Any
@@ -98,8 +98,8 @@ class Job:
     """Calls the model, with logits that force `counts.forced_tokens`."""
     params, stops = inputs
     logits, kv = models.forward(params, batch, kv, config=self.model)
-    drawn = counts.forced_tokens(stops, batch)
-    forced = jax.nn.one_hot(drawn, logits.shape[1], dtype=logits.dtype)
+    tokens = counts.forced_tokens(stops, batch)
+    forced = jax.nn.one_hot(tokens, logits.shape[1], dtype=logits.dtype)
     return logits + forced * _FORCE, kv
 
   def _initial_state(self) -> rollout.RolloutState:
@@ -118,16 +118,16 @@ class Job:
     """Times single steps, by number of columns."""
     state = self._initial_state()
     widths = schedule.widths(state.config)
-    before = np.asarray(state.counters.calls)
-    samples: dict[schedule.Width, list[float]] = {size: [] for size in widths}
+    old_calls = np.asarray(state.counters.calls)
+    samples: dict[schedule.Width, list[float]] = {width: [] for width in widths}
     for _ in range(self._single_steps):
       seconds, state = self._run(state, 1)
       calls = np.asarray(state.counters.calls)
-      samples[widths[int(np.argmax(calls - before))]].append(seconds)
-      before = calls
+      samples[widths[int(np.argmax(calls - old_calls))]].append(seconds)
+      old_calls = calls
     yield Row(self.name, "seconds to compile", self.compiling)
-    for size, seconds in samples.items():
-      metric = f"step, {self.work.slots} + {size.prompts} columns"
+    for width, seconds in samples.items():
+      metric = f"step, {self.work.slots} + {width.prompts} columns"
       yield Row(self.name, f"{metric}, count", len(seconds))
       if seconds:
         ms = statistics.median(seconds) * 1e3
@@ -139,13 +139,13 @@ class Job:
     _, state = self._run(self._initial_state(), 4)  # Warms up.
     # Freed, because memory may not have room for a second pool.
     del state
-    seconds, end = self._run(self._initial_state(), _ALL_STEPS)
-    counts.check_answers(self.work, end)
-    steps = int(end.counters.steps)
-    drawn = int(end.counters.generated)
-    computed = drawn + int(end.counters.prefilled)
+    seconds, final_state = self._run(self._initial_state(), _ALL_STEPS)
+    counts.check_answers(self.work, final_state)
+    steps = int(final_state.counters.steps)
+    num_drawn = int(final_state.counters.generated)
+    computed = num_drawn + int(final_state.counters.prefilled)
     yield Row(self.name, "seconds", seconds)
     yield Row(self.name, "steps", steps)
     yield Row(self.name, "ms a step, mean", seconds * 1e3 / steps)
-    yield Row(self.name, "tokens drawn a second", drawn / seconds)
+    yield Row(self.name, "tokens drawn a second", num_drawn / seconds)
     yield Row(self.name, "tokens computed a second", computed / seconds)

@@ -72,9 +72,9 @@ def _workload_of(
   """Makes a workload of prompts of different lengths."""
   lengths = np.array([len(row) for row in rows], np.int32)
   prompts = np.zeros((len(rows), lengths.max()), np.int32)
-  for number, row in enumerate(rows):
-    prompts[number, : len(row)] = row
-    prompts[number, len(row) - 1] = number
+  for index, row in enumerate(rows):
+    prompts[index, : len(row)] = row
+    prompts[index, len(row) - 1] = index
   answers = np.broadcast_to(np.asarray(answers, np.int32), lengths.shape)
   return Workload(prompts, lengths, answers, **sizes)
 
@@ -111,11 +111,11 @@ def grpo() -> Workload:
 def families(window: int) -> Workload:
   """Makes the workload "families" for a queue window of `window` sequences."""
   rng = np.random.default_rng(1)
-  begins = [rng.integers(0, 200, rng.integers(6, 15) * 8) for _ in range(20)]
+  prefixes = [rng.integers(0, 200, rng.integers(6, 15) * 8) for _ in range(20)]
   order = np.repeat(np.arange(20), 10)
   rng.shuffle(order)
   rows = [
-    np.concatenate([begins[n], rng.integers(0, 200, rng.integers(1, 5) * 8)])
+    np.concatenate([prefixes[n], rng.integers(0, 200, rng.integers(1, 5) * 8)])
     for n in order
   ]
   bound = {"window": window, "max_overtaken": max(window, 32)}
@@ -167,14 +167,16 @@ def schedule(
   sequences = zip(new_tokens(work) + 1, work.answers, work.lengths, strict=True)
   queue = [_Running(*map(int, sequence)) for sequence in sequences][::-1]
   slots: list[_Running] = []
-  steps = cost = drawn = 0
+  steps = cost = num_drawn = 0
   while queue or slots:
     while queue and len(slots) < work.slots:
       slots.append(queue.pop())
     rows, draws = _step(_fitting(slots, pages, work.page_size), room)
     slots = [running for running in slots if running.draw]
-    steps, cost, drawn = steps + 1, cost + max(rows, RIDGE), drawn + draws
-  return Schedule(steps, cost, busy=drawn / (steps * work.slots))
+    steps += 1
+    cost += max(rows, RIDGE)
+    num_drawn += draws
+  return Schedule(steps, cost, busy=num_drawn / (steps * work.slots))
 
 
 def _fitting(
@@ -217,12 +219,12 @@ def new_tokens(work: Workload) -> np.ndarray:
   """
   # A trie of pages, in which each node is the number of a page prefix.
   nodes: dict[tuple[int, bytes], int] = {}
-  counts, size = [], work.page_size
+  counts, page_size = [], work.page_size
   for row, length in zip(work.prompts, work.lengths, strict=True):
     node, needed = 0, length - 1
-    for begin in range(0, (length - 1) // size * size, size):
-      key = node, row[begin : begin + size].tobytes()
-      needed -= size * (key in nodes)
+    for start in range(0, (length - 1) // page_size * page_size, page_size):
+      key = node, row[start : start + page_size].tobytes()
+      needed -= page_size * (key in nodes)
       node = nodes.setdefault(key, len(nodes) + 1)
     counts.append(needed)
   return np.asarray(counts)

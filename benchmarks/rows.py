@@ -22,8 +22,8 @@ class Row(NamedTuple):
     workload: the name of the workload.
     metric: the name of the count or time.
     value: the figure.
-    bound: the target of the figure; None if there is no target.
-    side: "at most" or "at least"; None if there is no target.
+    bound: the target of the figure, or None.
+    side: "at most" or "at least", or None without a target.
   """
 
   workload: str
@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
   @property
   def met(self) -> bool | None:
-    """True if the figure keeps its bound; None if there is no bound."""
+    """True if the figure keeps its bound; None without a bound."""
     if self.bound is None:
       return None
     if self.side == "at least":

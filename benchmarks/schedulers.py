@@ -76,7 +76,7 @@ def vllm_sides(mode: str, stack: contextlib.ExitStack) -> list[Side]:
   setup = schedulers.Setup(
     specs=(
       schedulers.full(PAGE_SIZE),
-      *(schedulers.window(size, PAGE_SIZE) for size in WINDOWS[mode]),
+      *(schedulers.window(window, PAGE_SIZE) for window in WINDOWS[mode]),
     ),
     num_blocks=NUM_PAGES[mode],
     hash_block_size=PAGE_SIZE,
@@ -91,7 +91,7 @@ def vllm_sides(mode: str, stack: contextlib.ExitStack) -> list[Side]:
       side.scheduler.schedule,
       side.update,
       side.scheduler.requests,
-      schedulers.told,
+      schedulers.as_data,
     )
     for side in schedulers.both_sides(setup, folder)
   ]
@@ -145,24 +145,24 @@ def run(sides: list[Side], load: str, seed: int, steps: int) -> list[float]:
     return [rng.randrange(2, 100) for _ in range(count)]
 
   prefixes = [tokens(count) for count in (128, 320, 512, 768)]
-  took, number = [0.0 for _ in sides], 0
+  took, num_requests = [0.0 for _ in sides], 0
   gc.collect()
   gc.freeze()
   for step in range(steps):
     new = []
     for _ in range(RUNNING - len(sides[0].requests)):
-      number += 1
+      num_requests += 1
       prompt = rng.choice(prefixes) + tokens(rng.randint(1, 128))
-      new.append((str(number), prompt, rng.randint(*LOADS[load])))
+      new.append((str(num_requests), prompt, rng.randint(*LOADS[load])))
     # The side that runs first can have an advantage, so they alternate.
     order = [*range(len(sides))][:: 1 if step % 2 else -1]
     outputs: list[Any] = [None] * len(sides)
-    for place in order:
-      side, begin = sides[place], time.perf_counter()
+    for index in order:
+      side, begin = sides[index], time.perf_counter()
       for name, prompt, max_tokens in new:
         side.add(name, prompt[:], max_tokens)
-      outputs[place] = side.schedule()
-      took[place] += time.perf_counter() - begin
+      outputs[index] = side.schedule()
+      took[index] += time.perf_counter() - begin
     plain = [side.plain(out) for side, out in zip(sides, outputs, strict=True)]
     assert plain[0] == plain[1]
     sampled = {}
@@ -170,10 +170,10 @@ def run(sides: list[Side], load: str, seed: int, steps: int) -> list[float]:
       request = sides[0].requests[name]
       ends = request.num_computed_tokens >= request.num_tokens
       sampled[name] = tokens(1) if ends else []
-    for place in order:
+    for index in order:
       begin = time.perf_counter()
-      sides[place].update(outputs[place], sampled)
-      took[place] += time.perf_counter() - begin
+      sides[index].update(outputs[index], sampled)
+      took[index] += time.perf_counter() - begin
   return took
 
 
@@ -191,17 +191,17 @@ def measured(quick: bool, rounds: int) -> list[dict[str, Any]]:
               steps = STEPS // 5 if quick else STEPS
               samples.append(run(make(mode, stack), load, seed, steps))
           columns = zip(*samples, strict=True)
-          own, ours = (1e3 * statistics.mean(column) for column in columns)
+          own_ms, ours = (1e3 * statistics.mean(column) for column in columns)
           row = {
             "scheduler": scheduler,
             "load": f"{mode} {load}",
-            "own_ms": own,
+            "own_ms": own_ms,
             "jaxkv_ms": ours,
-            "ratio": ours / own,
+            "ratio": ours / own_ms,
           }
           rows.append(row)
           print(
-            f"{scheduler:10} {row['load']:16} {own:8.1f} {ours:9.1f}"
+            f"{scheduler:10} {row['load']:16} {own_ms:8.1f} {ours:9.1f}"
             f" {row['ratio']:.3f}",
             flush=True,
           )

@@ -101,27 +101,28 @@ def decode_lengths(
   config: jaxkv.CacheConfig, mode: str
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns the lowest initial length and the final length of each sequence."""
-  slots, size = config.num_slots, config.page_size
-  begin, end = np.zeros((2, slots), np.int32)
-  end[:] = (
-    LONG if mode == "long" else min(SHORT, (PAGES[0] - 1) // slots * size)
+  slots, page_size = config.num_slots, config.page_size
+  lowest, highest = np.zeros((2, slots), np.int32)
+  highest[:] = (
+    LONG if mode == "long" else min(SHORT, (PAGES[0] - 1) // slots * page_size)
   )
   if config.skips_pages:
-    begin[:NUM_LONG], end[:NUM_LONG] = LONG_HYBRID
-  return begin, end
+    lowest[:NUM_LONG], highest[:NUM_LONG] = LONG_HYBRID
+  return lowest, highest
 
 
 def decode_op(config: jaxkv.CacheConfig, mode: str) -> Op:
   """Returns a decode step of all slots; no steps if sequences do not fit."""
-  slots, size = config.num_slots, config.page_size
-  begin, end = decode_lengths(config, mode)
-  fits = config.num_groups * end.sum() < config.num_pages * size
-  longest = jnp.asarray(end)
+  slots, page_size = config.num_slots, config.page_size
+  lowest, highest = decode_lengths(config, mode)
+  fits = config.num_groups * highest.sum() < config.num_pages * page_size
+  longest = jnp.asarray(highest)
   nobody = jnp.zeros((4,), jnp.int32)
 
   def prepare(state, rng):
-    lengths = np.arange(slots) % size
-    lengths += size * rng.integers(begin // size, end // size, slots)
+    lengths = np.arange(slots) % page_size
+    pages = rng.integers(lowest // page_size, highest // page_size, slots)
+    lengths += page_size * pages
     tokens = random_tokens(rng, (slots, PROMPT))
     state = fill_slots(free_all(state, rng), tokens, lengths)
     return jaxkv.recycle(state)[0], tokens[:, 0]
@@ -148,15 +149,15 @@ def decode_op(config: jaxkv.CacheConfig, mode: str) -> Op:
 
 
 def allocate_op(config: jaxkv.CacheConfig) -> Op:
-  slots, size = config.num_slots, config.page_size
+  slots, page_size = config.num_slots, config.page_size
   free = config.num_pages - 1 - slots
-  steps = min(STEPS, free * size // slots - size)
+  steps = min(STEPS, free * page_size // slots - page_size)
 
   def prepare(state, rng):
     state, _ = jaxkv.allocate(
       free_all(state, rng), jnp.ones((slots,), jnp.int32)
     )
-    lengths = jnp.arange(slots, dtype=jnp.int32) % size
+    lengths = jnp.arange(slots, dtype=jnp.int32) % page_size
     tokens = random_tokens(rng, (slots, PROMPT))
     return jaxkv.commit(state, tokens, lengths)[0], ()
 
@@ -206,8 +207,8 @@ def free_op(
   config: jaxkv.CacheConfig, count: int = FREED, pages: int = FREED_PAGES
 ) -> Op:
   """Returns `free` of `count` sequences of `pages` pages."""
-  held = min(config.num_slots, (config.num_pages - 1) // pages)
-  steps = min(held // count, 64)
+  max_sequences = min(config.num_slots, (config.num_pages - 1) // pages)
+  steps = min(max_sequences // count, 64)
 
   def prepare(state, rng):
     tokens = random_tokens(rng, (config.num_slots, PROMPT))

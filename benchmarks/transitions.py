@@ -71,9 +71,9 @@ def compile_steps(step, options: dict[str, Any] | None):
 
   def run(state, inputs, count):
     def body(trip, carry):
-      state, total = carry
-      state, number = step(state, inputs, trip)
-      return state, total + number
+      state, sum_ = carry
+      state, value = step(state, inputs, trip)
+      return state, sum_ + value
 
     return lax.fori_loop(jnp.int32(0), count, body, (state, jnp.int32(0)))
 
@@ -92,14 +92,14 @@ class Side:
   def round(self, *, record: bool) -> None:
     """Prepares, times and checks one call."""
     state, inputs = self.op.prepare(self._state, self._rng)
-    before = int(state.stats.evicted_pages), int(state.stats.popped_pages)
+    old_counts = int(state.stats.evicted_pages), int(state.stats.popped_pages)
     idle, _, (state, _) = rows.timed(self._run, state, inputs, jnp.int32(0))
     steps = jnp.int32(self.op.steps)
-    full, _, (state, total) = rows.timed(self._run, state, inputs, steps)
-    assert self.op.expected in (None, int(total)), (self.op.name, int(total))
+    full, _, (state, count) = rows.timed(self._run, state, inputs, steps)
+    assert self.op.expected in (None, int(count)), (self.op.name, int(count))
     assert int(state.error) == 0
-    evicted = int(state.stats.evicted_pages) - before[0]
-    assert evicted == int(state.stats.popped_pages) - before[1]
+    evicted = int(state.stats.evicted_pages) - old_counts[0]
+    assert evicted == int(state.stats.popped_pages) - old_counts[1]
     self._state = state
     if record:
       self.samples.append(full * 1e6)
@@ -175,8 +175,8 @@ def by_row(name: str, rounds: int = 5) -> None:
       elsewhere = pages != HYBRID[1] and op.name != "decode_step"
       if elsewhere or (op.name, op.mode, pages) in done:
         continue
-      for number in range(rounds + 1):
-        side.round(record=number > 0)
+      for index in range(rounds + 1):
+        side.round(record=index > 0)
       report["rows"].append(side.row())
       print_row(report["rows"][-1])
       command.write(path, report)
@@ -192,9 +192,9 @@ def measured(quick: bool, rounds: int) -> dict[str, Any]:
   table: list[dict[str, Any]] = []
   for slots in (256,) if quick else SLOTS:
     sides = [side for pages in ops.PAGES for side in sides_of(slots, pages)]
-    for number in range(rounds + 1):
+    for index in range(rounds + 1):
       for side in sides:
-        side.round(record=number > 0)
+        side.round(record=index > 0)
     sides.sort(key=lambda side: (side.op.name, side.op.mode))
     for side in sides:
       table.append(side.row())

@@ -96,10 +96,10 @@ def serve(
     state, out = jaxkv.admit(state, slot, tokens, length)
     cached = out.num_cached_tokens
     # The answer's tokens get pages too, and all of them are committed.
-    total = length + work.more
-    state, _ = jaxkv.allocate(state, total - cached)
-    rest = jnp.roll(tokens, -cached[0], axis=1)
-    state, _ = jaxkv.commit(state, rest, total - cached)
+    num_tokens = length + work.more
+    state, _ = jaxkv.allocate(state, num_tokens - cached)
+    new_tokens = jnp.roll(tokens, -cached[0], axis=1)
+    state, _ = jaxkv.commit(state, new_tokens, num_tokens - cached)
     state, _ = jaxkv.free(state, slots=slot)
     return state, cached[0]
 
@@ -126,19 +126,19 @@ def rows_of(quick: bool, rounds: int) -> Iterator[Row]:
     )
   count = work.clients * work.rounds
   needed = work.clients * -(-work.longest // PAGE_SIZE)
-  sizes = {
+  memories = {
     "unlimited": (needed, 0),
     "two memories": (work.pages, work.offload_pages),
     "one memory": (work.pages, 0),
   }
-  most = 0.0
-  for name, (pages, offload_pages) in sizes.items():
+  max_hits = 0.0
+  for name, (pages, offload_pages) in memories.items():
     hits, state, seconds = serve(work, pages, offload_pages, rounds)
     shares = hits / (work.prompt_lengths() * work.clients)
-    most = most or float(hits[-1])
+    max_hits = max_hits or float(hits[-1])
     print(f"\n{name}: hits by round", *(f"{share:.1%}" for share in shares))
     yield Row(name, "hits of the last round", float(shares[-1]))
-    row = Row(name, "of the hits of unlimited", float(hits[-1]) / most)
+    row = Row(name, "of the hits of unlimited", float(hits[-1]) / max_hits)
     yield rows.at_least(*row[:3], 0.95) if name == "two memories" else row
     stats = jaxkv.stats(state)
     if stats.saved_pages is not None and stats.restored_pages is not None:

@@ -70,7 +70,6 @@ Kinds of layer groups (`notebooks/02_groups_windows_states`):
 | `SlidingWindow(window)` | the last `window` tokens |
 | `ChunkedLocal(chunk)` | earlier tokens of the same chunk |
 | `Recurrent` | a recurrent state; a page holds the state at the page's end |
-| `CrossAttention` | an encoder's tokens; needs `prefix_caching=False` |
 | a subclass of `GroupKind` | the tokens that the subclass selects |
 
 Every group has a separate page table, `state.page_table[:, g]`, and all groups
@@ -83,7 +82,6 @@ Packages. Most packages are imported when they are first used. Only modules of
 |---|---|
 | `jaxkv` | the cache: its state and verbs |
 | `jaxkv.results` | the result types of verbs |
-| `jaxkv.telemetry` | events, ages of evicted pages, newly used pages |
 | `jaxkv.kv` | the K/V memory, a second pytree, meant to be donated |
 | `jaxkv.rollout` | the jitted generation loop: queue, prefill, decode, refill |
 | `jaxkv.sharding` | rollouts on several devices |
@@ -151,7 +149,7 @@ Letters of array shapes:
 | P | whole pages in T tokens, T // S |
 | A | alignment: the least common multiple of the groups' page sizes |
 | W | items that one iteration of a loop processes together |
-| C, Z, E | entries of the free queue, buckets of the index, events of the log |
+| C, Z | entries of the free queue, buckets of the index |
 | L, H, K, D | layers, query heads, K/V heads, head size |
 | X | any other size |
 """
@@ -164,7 +162,6 @@ from jaxkv import rollout
 from jaxkv._src.arrays.compiler_options import CPU_COMPILER_OPTIONS
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import ChunkedLocal
-from jaxkv._src.cache.group_kinds import CrossAttention
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import Recurrent
@@ -212,7 +209,6 @@ _LAZY_MODULES = (
   "results",
   "rl",
   "sharding",
-  "telemetry",
   "workers",
 )
 
@@ -222,7 +218,6 @@ __all__ = [
   "CacheError",
   "CacheState",
   "ChunkedLocal",
-  "CrossAttention",
   "FullAttention",
   "GroupKind",
   "OffloadPolicy",

@@ -10,8 +10,6 @@ they do not need a cache. `jaxkv_kernels` has the same names without `jaxkv`.
   which reads their shared pages once
 - `mla_decode`, `mla_attention`, `mla_attention_padded`: multi-head latent
   attention over one pool, only with `xla` and `triton`
-- `plan_decode`: cuts a decode step into equal pieces of work, for backends that
-  take plans; `decode_workers` computes the argument `workers` of `plan_decode`
 - `tile_queries`: cuts packed queries into tiles of one sequence each
 - `merge_states`: merges attention over disjoint parts of the keys
 - `append_kv`, `append_quantized`, `append_pages`: write new tokens into their
@@ -43,8 +41,8 @@ sequences of 4,096 tokens in bfloat16, where a device copy moves 3.9 TB/s.
   A100, L40 in fewer shapes.
 - `mosaic_gpu`, Pallas Mosaic GPU, which "auto" never chooses. For: Hopper, with
   16-bit pools, and 8-bit pools with head sizes of 64 and 128. Numerics checked:
-  in an interpreter, except tensor core products, and on an H200 (0.277 ms;
-  0.265 ms with a plan). Compiled in tests for: H200.
+  in an interpreter, except tensor core products, and on an H200 (0.277 ms).
+  Compiled in tests for: H200.
 - `mosaic_tpu`, Pallas Mosaic TPU. For: TPUs, head sizes that are multiples of
   128. Numerics checked: in an interpreter with race detection. Compiled in
   tests for: TPU v5e, v6e, v7x.

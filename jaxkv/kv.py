@@ -11,8 +11,7 @@ the letters of array shapes.
 | `write` | stores the keys and values of new tokens |
 | `share` | finds pages that several rows begin with, to read them once |
 | `refresh_shared` | checks which rows still share pages, for all layers |
-| `plan_decode` | cuts a decode step into equal pieces, for all layers |
-| `attend` | computes attention over the tokens of a sequence or an encoder |
+| `attend` | computes attention over the tokens of a sequence |
 | `attend_with_lse` | the same, and returns the log-sum-exps |
 | `copy` | copies pages in every layer, as `fork` and `truncate` require |
 | `page_bytes` | counts the bytes of a page, for a `OffloadPolicy` |
@@ -84,9 +83,6 @@ accept it in place of a `View`. Outside of attention and recurrent layers, a
 model treats tokens independently. So the same model can take tokens [B, T], or
 tokens [1, C] in a mixed step of C tokens.
 
-Plans. `plan_decode` puts a plan into a view for `mosaic_gpu`, the only backend
-that takes plans. A layer then starts 8 kernels instead of 12.
-
 Latents. Multi-head latent attention (MLA) stores one vector for each token. The
 vector is the key, and its leading elements are the value. With `value_dim`,
 pages hold such vectors, and `attend` takes absorbed queries:
@@ -99,14 +95,6 @@ pages hold such vectors, and `attend` takes absorbed queries:
   out = jaxkv.kv.attend(kv, view, layer, q, options=options)  # [B, T, H, 512]
 
 Only the backends `xla` and `triton` support latents.
-
-Encoders. A layer group of kind `CrossAttention` holds the tokens of an encoder.
-Write them once. Then each query of the decoder sees all of them:
-
-  view = jaxkv.view(
-    state, group=1, num_tokens=num_tokens, num_encoder_tokens=lengths
-  )
-  out = jaxkv.kv.attend(kv, view, layer, q, causal=False)
 
 Recurrent layers. `init_states` makes `StatePages` for layer groups of kind
 `Recurrent`. A page holds the state after the last token of the page. A layer
@@ -168,7 +156,6 @@ from jaxkv._src.kv.attend import attend
 from jaxkv._src.kv.attend import attend_with_lse
 from jaxkv._src.kv.batch import Batch
 from jaxkv._src.kv.check import check
-from jaxkv._src.kv.decode_plan import plan_decode
 from jaxkv._src.kv.expert_ids import ExpertIdPages
 from jaxkv._src.kv.expert_ids import init_expert_ids
 from jaxkv._src.kv.expert_ids import read_expert_ids
@@ -217,7 +204,6 @@ __all__ = [
   "init_states",
   "move",
   "page_bytes",
-  "plan_decode",
   "plan_layers",
   "read_expert_ids",
   "read_state",

@@ -51,9 +51,9 @@ penalties, biases or masks.
 
 from jaxkv._src.rl.advantages import group_normalized
 from jaxkv._src.rl.advantages import leave_one_out
+from jaxkv._src.rl.divergence import kl
 from jaxkv._src.rl.grpo import grpo_loss
-from jaxkv._src.rl.ratios import importance_weights
-from jaxkv._src.rl.ratios import kl
+from jaxkv._src.rl.importance_weights import importance_weights
 
 __all__ = [
   "group_normalized",

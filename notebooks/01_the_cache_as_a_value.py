@@ -294,8 +294,8 @@ jaxkv.show(third, title="The third moment")
 #
 # ## A picture for the README
 #
-# The picture in the README is the figure below, written with
-# `figure.savefig("pages.svg")`. Slots 0 and 1 are forks of one sequence and
+# The picture in the README is the one below, written with
+# `pathlib.Path("pages.svg").write_text(picture.svg)`. Slots 0 and 1 are forks of one sequence and
 # share its two full pages. A sequence that has ended left three cached pages at
 # the end of the free queue.
 
@@ -305,8 +305,8 @@ state, _ = jaxkv.free(state, slots=[1])
 state, _ = jaxkv.fork(state, [0], [1])
 state = write(state, {0: [2, 3], 1: [4, 5, 6, 7, 8], 2: list(range(50, 57))})
 assert jaxkv.cached_pages(state) == [1, 2, 4, 5, 6, 7, 9]
-figure = jaxkv.show(state)
-figure
+picture = jaxkv.show(state)
+picture
 #
 # ## Several tokens at once
 #

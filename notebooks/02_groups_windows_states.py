@@ -14,7 +14,7 @@
 # ---
 
 # %% [markdown]
-# # Groups: windows, chunks, states and encoders
+# # Groups: windows, chunks and states
 #
 # Layers that cache alike form a **group**. Layers with full attention need
 # every earlier page. Layers with a sliding window need the last few. Recurrent
@@ -143,14 +143,13 @@ assert out.num_recycled_pages.tolist() == [4, 4]
 # `Recurrent` is for layers with a state instead of keys and values, such as
 # Mamba's. A page is a snapshot of the state after the page's last token, and a
 # sequence continues from the last snapshot that is cached. Prefill therefore
-# goes in chunks that end where a page ends. `num_speculative` is a number of
-# scratch pages for the states after draft tokens, which may be rejected.
-# `truncate` can go back only to the end of a page whose state is still there.
+# goes in chunks that end where a page ends. `truncate` can go back only to the
+# end of a page whose state is still there.
 
 # %%
 recurrent = dataclasses.replace(
   config,
-  groups=(jaxkv.FullAttention(), jaxkv.Recurrent(num_speculative=1)),
+  groups=(jaxkv.FullAttention(), jaxkv.Recurrent()),
 )
 state = jaxkv.init(recurrent)
 for count in (4, 4, 2):
@@ -162,33 +161,6 @@ _, out = jaxkv.truncate(state, [8, 9])
 statuses = [jaxkv.Status(code).name for code in out.code.tolist()]
 print("truncate to 8 and to 9 tokens:", statuses)
 assert out.ok.tolist() == [True, False]
-
-
-# %% [markdown]
-# ## Encoders
-#
-# `CrossAttention` holds the pages of an encoder's tokens. `admit` or `allocate`
-# take them once, with `num_encoder_tokens`. Forks share them. A cache with such
-# a group has no prefix caching, because page keys do not depend on the input of
-# the encoder.
-#
-# A query of the decoder attends to all encoder tokens, whatever its position:
-# `attend(causal=False)`. The view has the number of encoder tokens.
-
-# %%
-encoder = dataclasses.replace(
-  config,
-  groups=(jaxkv.FullAttention(), jaxkv.CrossAttention()),
-  prefix_caching=False,
-)
-state, out = jaxkv.allocate(
-  jaxkv.init(encoder), [1, 1], num_encoder_tokens=[10, 6]
-)
-assert out.ok.all()
-assert state.num_pages.tolist() == [[1, 3], [1, 2]]
-view = jaxkv.view(state, group=1, num_tokens=[1, 1], num_encoder_tokens=[10, 6])
-out = jaxkv.kv.attend(kv, view, 0, x[:, :1], causal=False)
-assert out.shape == (2, 1, 2, 8)
 
 # %% [markdown]
 # ## Pages of several sizes

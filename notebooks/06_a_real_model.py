@@ -364,5 +364,11 @@ for row, axis in enumerate(axes):
     for word in words
   ]
   axis.set_xticks(range(len(words)), names, fontsize=8)
-plt.close(figure)
-figure
+figure.supylabel("probability of the token")
+plt.show()
+for row, temperature in enumerate(TEMPERATURES):
+  probabilities = np.exp(out.records.raw_log_probs[row][out.mask[row]])
+  print(
+    f"temperature {temperature}: mean probability {probabilities.mean():.2f}, "
+    f"lowest {probabilities.min():.2f}"
+  )

@@ -201,7 +201,11 @@ right.plot(fast["mismatch"][:, 0], label="fast")
 right.set(xlabel="round", ylabel="largest mismatch of a log-prob")
 right.legend()
 plt.show()
-plt.close(figure)
+for name, curves in (("exact", exact), ("fast", fast)):
+  print(
+    f"{name}: reward {curves['reward'][0]:.2f} to {curves['reward'][-1]:.2f}, "
+    f"largest mismatch {curves['mismatch'][:, 0].max():.1e}"
+  )
 
 # %% [markdown]
 # Within a round the policy moves away from the policy that drew the tokens. So in
@@ -290,7 +294,6 @@ figure, axis = plt.subplots(figsize=(6, 3), layout="constrained")
 axis.hist(weights.ravel(), bins=40, log=True)
 axis.set(xlabel="importance weight", ylabel="tokens")
 plt.show()
-plt.close(figure)
 print(f"at the bound: {np.mean(weights == 2):.2%}")
 assert (weights <= 2).all()
 

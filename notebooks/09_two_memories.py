@@ -166,11 +166,16 @@ left.legend()
 right.stackplot(
   np.arange(len(clients)),
   pages["two memories"],
-  labels=["device", "host"],
+  labels=["device", "offloaded"],
 )
 right.set(xlabel="request", ylabel="cached pages")
 right.legend(loc="upper left")
 figure.tight_layout()
+plt.show()
+for name, curve in hits.items():
+  print(f"{name}: cached {', '.join(f'{share:.0%}' for share in curve)}")
+on_device, offloaded = pages["two memories"][:, -1]
+print(f"two memories: {on_device} pages on the device, {offloaded} offloaded")
 
 # %% [markdown]
 # ## When it pays

@@ -138,18 +138,28 @@ assert (results.tokens == same.tokens).all()
 print(results.tokens.shape, results.ids[:4].tolist())
 
 # %%
-figure, grid = plt.subplots(2, 2, figsize=(9, 5), sharex=True, sharey="row")
+figure, grid = plt.subplots(
+  2, 2, figsize=(10, 5), sharex=True, sharey="row", layout="constrained"
+)
 for column, title, values in (
   (0, "fixed shards", plain_history),
   (1, "rebalanced", history),
 ):
   spans = 8 * (1 + np.arange(len(values)))
   for row, name in enumerate(("unfinished sequences", "pages in use")):
-    grid[row, column].plot(spans, values[:, row])
+    lines = grid[row, column].plot(spans, values[:, row])
     grid[row, 0].set_ylabel(name)
   grid[0, column].set_title(title)
   grid[1, column].set_xlabel("steps")
-figure.tight_layout()
+labels = [f"shard {shard}" for shard in range(len(lines))]
+figure.legend(lines, labels, loc="outside right center", frameon=False)
+plt.show()
+for title, values in (("fixed", plain_history), ("rebalanced", history)):
+  unfinished = values[len(values) // 2, 0]
+  print(
+    f"{title}: after half of the steps, shards have {unfinished.min()} to "
+    f"{unfinished.max()} unfinished sequences"
+  )
 
 # %% [markdown]
 # ## A snapshot, restored on fewer devices

@@ -26,7 +26,6 @@
 
 # %%
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -107,16 +106,16 @@ def loss_of(params, drawn):
 
 
 @jax.jit
-def update(params, moments, drawn):
-  """Returns new weights, new moments and the mean reward."""
+def update(params, opt_state, drawn):
+  """Returns new weights, new opt_state and the mean reward."""
   gradient, reward = jax.grad(loss_of, has_aux=True)(params, drawn)
-  updates, moments = ADAM.update(gradient, moments)
-  return optax.apply_updates(params, updates), moments, reward
+  updates, opt_state = ADAM.update(gradient, opt_state)
+  return optax.apply_updates(params, updates), opt_state, reward
 
 
 def train(pool, params, num_steps):
   """Trains with the answers of a pool; returns the reward of each step."""
-  random, moments, rewards = np.random.default_rng(0), ADAM.init(params), []
+  random, opt_state, rewards = np.random.default_rng(0), ADAM.init(params), []
   for _ in range(num_steps):
     prompts = random.integers(0, VOCABULARY, (PROMPTS, TOKENS))
     lengths = np.full(PROMPTS, TOKENS, np.int32)
@@ -124,7 +123,7 @@ def train(pool, params, num_steps):
     answers = [group.results for group in pool.results()]
     answers = jax.tree.map(lambda *rows: np.concatenate(rows), *answers)
     drawn = rollout.grouped(answers)
-    params, moments, reward = update(params, moments, drawn)
+    params, opt_state, reward = update(params, opt_state, drawn)
     pool.update_weights(params)
     rewards.append(float(reward))
   return rewards
@@ -151,10 +150,10 @@ class Recorded:
   def advance(self):
     """Generates, unless it is time to die."""
     if self._place == 2 and len(ends) > 200 and not deaths:
-      deaths.append(time.perf_counter())
+      deaths.append(len(ends) // PROMPTS)
       raise OSError("the machine was taken away")
     groups = self._worker.advance()
-    ends.extend((time.perf_counter(), self._place, g.id) for g in groups)
+    ends.extend((self._place, group.id) for group in groups)
     return groups
 
 
@@ -163,18 +162,22 @@ params = models.init_params(jax.random.key(0), MODEL)
 with workers.Pool(Recorded, 4, config=OPTIONS, max_age=1) as pool:
   rewards = train(pool, params, 24)
 print(f"reward {rewards[0]:.2f} to {rewards[-1]:.2f}")
-numbers = [number for _, _, number in ends]
+numbers = [number for _, number in ends]
 print(len(numbers), "prompts ended,", len({*numbers}), "of them different")
 
 # %%
-figure, axis = plt.subplots(figsize=(9, 3))
-begin = ends[60][0]
-for place in range(4):
-  points = [(t - begin, n // SAMPLES) for t, p, n in ends if p == place]
-  axis.plot(*zip(*points, strict=True), ".", ms=3, label=f"worker {place}")
-axis.axvline(deaths[0] - begin, color="black", lw=0.8, label="worker 2 dies")
-axis.set_xlim(left=0)
-axis.set_xlabel("seconds")
-axis.set_ylabel("prompt")
-axis.legend(fontsize=8)
-figure.tight_layout()
+# Ids count samples, so a step has PROMPTS * SAMPLES ids.
+served = np.zeros((4, 24), int)
+for place, number in ends:
+  served[place, number // (PROMPTS * SAMPLES)] += 1
+figure, axis = plt.subplots(figsize=(9, 3), layout="constrained")
+bottom = np.zeros(24, int)
+for place, counts in enumerate(served):
+  axis.bar(range(24), counts, bottom=bottom, label=f"worker {place}")
+  bottom += counts
+axis.axvline(deaths[0], color="black", lw=0.8, label="worker 2 dies")
+axis.set(xlabel="training step", ylabel="prompts that ended")
+figure.legend(loc="outside right center", frameon=False)
+plt.show()
+print("prompts of each worker:", served.sum(axis=1).tolist())
+print("of worker 2 in each step:", served[2].tolist())

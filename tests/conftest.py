@@ -8,16 +8,20 @@ pytest reads it before any test file, and so before jax creates its devices.
 | `JAXKV_TEST_OPTIMIZED` | `1`: compile for a CPU as users do; by default
   with the fastest compilation, which is most of a test's time |
 | `JAXKV_TEST_CACHE` | a folder in which jax keeps compiled programs between
-  runs; by default each run compiles everything |
+  runs; by default the processes of a run share one, which is then removed |
 """
 
 import gc
 import importlib.metadata
 import os
+import shutil
+import tempfile
 
 _PLATFORM = os.environ.get("JAXKV_TEST_PLATFORM", "cpu")
 _OPTIMIZED = os.environ.get("JAXKV_TEST_OPTIMIZED") == "1"
 _PROGRAMS = os.environ.get("JAXKV_TEST_CACHE")
+# The folder of this run. The other processes of the run inherit its name.
+_OWN_PROGRAMS = None if _PROGRAMS else tempfile.mkdtemp(prefix="jaxkv-tests-")
 _LEVEL_FLAG = "--xla_backend_optimization_level"
 # XLA's older code generator for fusions compiles in less than half of the time.
 # Later versions of jaxlib lack the flag, and abort at an unknown one.
@@ -44,12 +48,11 @@ def _set_environment() -> None:
   os.environ["JAX_PLATFORMS"] = with_cpu
   # Several test processes share one GPU.
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-  # Only on request: programs of an earlier run could hide a compilation that
-  # fails now.
-  os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "true" if _PROGRAMS else "false"
-  if _PROGRAMS:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _PROGRAMS
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+  # A new folder, because programs of an earlier run could hide a compilation
+  # that fails now.
+  os.environ.setdefault("JAXKV_TEST_CACHE", str(_OWN_PROGRAMS))
+  os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["JAXKV_TEST_CACHE"]
+  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 
 _set_environment()
@@ -62,10 +65,8 @@ from tests.tools import compiled_programs  # noqa: E402
 
 # Set again in jax, which a plugin may have imported before this file.
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
-jax.config.update("jax_enable_compilation_cache", bool(_PROGRAMS))
-if _PROGRAMS:
-  jax.config.update("jax_compilation_cache_dir", _PROGRAMS)
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_compilation_cache_dir", os.environ["JAXKV_TEST_CACHE"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -142,6 +143,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
   if config.getoption("--deep"):
     hypothesis.settings.load_profile("deep")
+
+
+def pytest_unconfigure() -> None:
+  if _OWN_PROGRAMS:
+    shutil.rmtree(_OWN_PROGRAMS, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(

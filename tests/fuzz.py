@@ -216,9 +216,9 @@ def run(
   recent: collections.deque[str] = collections.deque(maxlen=_NUM_RECENT)
   counts: collections.Counter[str] = collections.Counter()
   operation = next(steps)
-  for number in range(operations):
+  for step in range(operations):
     expected = oracle.apply(operation)
-    recent.append(f"{number}: {operation} -> {expected}")
+    recent.append(f"{step}: {operation} -> {expected}")
     failed = isinstance(expected, str) and operation.name != "nobody"
     try:
       differences = ["the oracle itself failed"] if failed else []
@@ -226,17 +226,17 @@ def run(
       differences += compare(oracle, tested, expected, answer, operation.name)
     except Exception as error:
       differences = [f"{type(error).__name__}: {error}"]
-      _report(setup, policy, seed, number, recent, differences, error)
+      _report(setup, policy, seed, step, recent, differences, error)
     if differences:
-      _report(setup, policy, seed, number, recent, differences)
+      _report(setup, policy, seed, step, recent, differences)
     _note(counts, operation, expected)
     operation = steps.send(expected)
   return counts
 
 
-def _report(setup, policy, seed, number, recent, differences, cause=None):
+def _report(setup, policy, seed, step, recent, differences, cause=None):
   lines = [
-    f"MISMATCH {setup.name}, policy {policy}, seed {seed}, operation {number}",
+    f"MISMATCH {setup.name}, policy {policy}, seed {seed}, operation {step}",
     f"  {setup}",
     "last operations, with the oracle's answers:",
     *(f"  {line}" for line in recent),
@@ -287,7 +287,8 @@ def main(arguments: list[str]) -> int:
   if not setups:
     print(f"{options.config} is not for policy {options.policy}")
     return 2
-  share, total = -(-options.operations // len(setups)), 0
+  share = -(-options.operations // len(setups))
+  num_operations = 0
   for setup in setups:
     try:
       counts = run(setup, options.policy, options.seed, share, factory)
@@ -296,12 +297,12 @@ def main(arguments: list[str]) -> int:
       return 1
     # Compiled programs of all configurations do not fit into memory.
     jax.clear_caches()
-    total += counts["operations"]
+    num_operations += counts["operations"]
     counts = ", ".join(f"{key} {count}" for key, count in counts.items())
     print(f"{setup.name}: {counts}", flush=True)
   print(
-    f"0 mismatches in {total:,} operations, {len(setups)} configurations, "
-    f"policy {options.policy}, seed {options.seed}"
+    f"0 mismatches in {num_operations:,} operations, {len(setups)} "
+    f"configurations, policy {options.policy}, seed {options.seed}"
   )
   return 0
 

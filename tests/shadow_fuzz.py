@@ -36,11 +36,11 @@ def run(name: str, seed: int, calls: int) -> collections.Counter[str]:
   """
   setup, counts = SHADOWED[name], collections.Counter()
   with setup.patched():
-    for first in range(0, calls, _CALLS_OF_A_CACHE):
+    for first_call in range(0, calls, _CALLS_OF_A_CACHE):
       user = User(setup)
-      cache_seed = seed * 1_000_003 + first
+      cache_seed = seed * 1_000_003 + first_call
       try:
-        stroll(user, cache_seed, min(_CALLS_OF_A_CACHE, calls - first))
+        stroll(user, cache_seed, min(_CALLS_OF_A_CACHE, calls - first_call))
       except FalseContent as error:
         error.add_note(f"in {name}, seed {cache_seed}")
         raise
@@ -59,9 +59,10 @@ def main(arguments: list[str]) -> int:
   parser.add_argument("--config", choices=sorted(SHADOWED))
   options = parser.parse_args(arguments)
   names = [options.config] if options.config else list(SHADOWED)
-  share, total = -(-options.calls // len(names)), collections.Counter()
+  share = -(-options.calls // len(names))
+  totals = collections.Counter()
   for name in names:
-    begin = time.perf_counter()
+    start_time = time.perf_counter()
     try:
       counts = run(name, options.seed, share)
     except FalseContent as error:
@@ -69,10 +70,10 @@ def main(arguments: list[str]) -> int:
       return 1
     # Compiled programs of all configurations do not fit into memory.
     jax.clear_caches()
-    total += counts
-    rate = share / (time.perf_counter() - begin)
+    totals += counts
+    rate = share / (time.perf_counter() - start_time)
     print(f"{name}: {counts['hits']} hits, {rate:,.0f} calls/s", flush=True)
-  print(", ".join(f"{key} {count:,}" for key, count in sorted(total.items())))
+  print(", ".join(f"{key} {count:,}" for key, count in sorted(totals.items())))
   print(
     f"0 pages of false content in {share * len(names):,} calls, "
     f"{len(names)} configurations, seed {options.seed}"

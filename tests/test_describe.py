@@ -25,7 +25,7 @@ def state():
 
 
 @pytest.mark.slow
-def test_values_are_told(state):
+def test_counts_and_status_are_shown(state):
   assert describe(state, Status) == (
     "CacheState(2 of 15 pages in use, 2 free pages cached;"
     " 1 of 3 slots, 6 tokens; FullAttention; OK)"
@@ -36,7 +36,7 @@ def test_values_are_told(state):
   )
 
 
-def test_an_error_is_told(state):
+def test_an_error_is_shown(state):
   much = jnp.asarray([0, 0, 32], jnp.int32)
   state, _ = jaxkv.allocate(state, much)
   state, _ = jaxkv.allocate(state, much.at[1].set(28))
@@ -58,24 +58,24 @@ def test_groups_are_named():
   )
 
 
-def test_sizes_are_told_where_values_are_not_there(state):
-  sizes = "CacheState(15 pages of 4 tokens; 3 slots; FullAttention; "
-  said = []
+def test_traced_states_show_sizes_alone(state):
+  prefix = "CacheState(15 pages of 4 tokens; 3 slots; FullAttention; "
+  texts = []
 
   def look(state):
-    said.append(describe(state, Status))
+    texts.append(describe(state, Status))
     return state
 
   jax.jit(look)(state)
   stack = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), state)
   jax.vmap(look)(stack)
-  said.append(describe(stack, Status))
-  said.append(describe(jax.eval_shape(lambda: state), Status))
-  said.append(describe(jax.eval_shape(lambda: stack), Status))
-  said.append(describe(jax.tree.map(lambda _: 0, state), Status))
-  said.append(describe(jax.tree.map(lambda _: None, state), Status))
-  said.append(describe(jax.tree.map(np.asarray, state), Status))
-  assert [line.removeprefix(sizes) for line in said] == [
+  texts.append(describe(stack, Status))
+  texts.append(describe(jax.eval_shape(lambda: state), Status))
+  texts.append(describe(jax.eval_shape(lambda: stack), Status))
+  texts.append(describe(jax.tree.map(lambda _: 0, state), Status))
+  texts.append(describe(jax.tree.map(lambda _: None, state), Status))
+  texts.append(describe(jax.tree.map(np.asarray, state), Status))
+  assert [line.removeprefix(prefix) for line in texts] == [
     "traced)",
     "traced)",
     "a stack of (2,))",
@@ -87,13 +87,13 @@ def test_sizes_are_told_where_values_are_not_there(state):
   ]
 
 
-def test_a_state_that_a_trace_closes_over_is_told(state):
-  said = []
-  jax.make_jaxpr(lambda: said.append(describe(state, Status)))()
-  assert said == [describe(state, Status)]
+def test_a_concrete_state_in_a_trace_shows_its_values(state):
+  texts = []
+  jax.make_jaxpr(lambda: texts.append(describe(state, Status)))()
+  assert texts == [describe(state, Status)]
 
 
-def test_a_donated_state_is_told(state):
+def test_a_donated_state_is_shown_as_donated(state):
   lost = jax.tree.map(jnp.copy, state)
   jax.tree.map(lambda leaf: leaf.delete(), lost)
   assert describe(lost, Status).endswith("; donated)")

@@ -1,4 +1,4 @@
-"""Who may import whom, how long a file may be, and what names mean."""
+"""Layers of imports, lengths of files, and meanings of names."""
 
 import ast
 import graphlib
@@ -28,7 +28,6 @@ _LAYERS = (
     "jaxkv.rl",
     "jaxkv.rollout",
     "jaxkv.sharding",
-    "jaxkv.telemetry",
     "jaxkv.workers",
   ),
   ("jaxkv._src.sharding", "jaxkv._src.workers"),
@@ -61,7 +60,6 @@ _CACHE_LAYERS = (
   ("steps",),
   ("state",),
   ("pool",),
-  ("telemetry",),
   ("prefix",),
   ("config",),
   ("group_kinds",),
@@ -202,12 +200,11 @@ def test_no_import_cycle():
 
 
 def test_imports_are_the_dependencies():
-  """An installation brings what is imported; pictures need an extra."""
+  """An installation brings what is imported, and nothing else."""
   project = tomllib.loads((_ROOT / "pyproject.toml").read_text("utf-8"))
-  extras = project["project"]["optional-dependencies"]
   declared = {
     re.split(r"[<>=!~\[; ]", requirement)[0].replace("-", "_")
-    for requirement in [*project["project"]["dependencies"], *extras["plots"]]
+    for requirement in project["project"]["dependencies"]
   }
   imported = {
     name.partition(".")[0] for module in _PACKAGES for name in _imports(module)
@@ -257,8 +254,8 @@ class TestCache:
   def test_depends_on_jax_alone(self):
     allowed = _CACHE_IMPORTS | set(sys.stdlib_module_names)
     ours = (_CACHE_PACKAGE, _ARRAYS_PACKAGE)
-    others = {name for _, name in _CACHE if not name.startswith(ours)}
-    assert {name.partition(".")[0] for name in others} - allowed == set()
+    imported = {name for _, name in _CACHE if not name.startswith(ours)}
+    assert {name.partition(".")[0] for name in imported} - allowed == set()
 
   def test_imports_only_downwards(self):
     rank = {
@@ -267,9 +264,9 @@ class TestCache:
       for layer in row
     }
     for module, imported in _CACHE:
-      layer, own = _cache_layer(imported), _cache_layer(module)
-      if layer in rank and layer != own:
-        assert rank[layer] > rank[own], f"{module} imports {imported}"
+      layer, importer = _cache_layer(imported), _cache_layer(module)
+      if layer in rank and layer != importer:
+        assert rank[layer] > rank[importer], f"{module} imports {imported}"
 
 
 def test_files_are_short():
@@ -279,23 +276,24 @@ def test_files_are_short():
 
 
 def test_no_class_is_defined_twice():
-  """One name, one meaning: two classes of one name are told apart by nobody."""
+  """A name has one meaning."""
   homes: dict[str, list[str]] = {}
   for module, path in _PACKAGES.items():
     for node in ast.walk(_TREES[path]):
       if isinstance(node, ast.ClassDef):
         homes.setdefault(node.name, []).append(module)
-  assert {name: own for name, own in homes.items() if len(own) > 1} == {}
+  repeated = {name: owners for name, owners in homes.items() if owners[1:]}
+  assert repeated == {}
 
 
 def test_no_module_hides_behind_a_function():
   """`package.name` is the module where there is one."""
   for name in _PACKAGES:
-    parent, _, last = name.rpartition(".")
-    if parent and last != "__main__":
+    parent, _, attribute = name.rpartition(".")
+    if parent and attribute != "__main__":
       importlib.import_module(name)
       package = importlib.import_module(parent)
-      assert isinstance(getattr(package, last), types.ModuleType), name
+      assert isinstance(getattr(package, attribute), types.ModuleType), name
 
 
 def test_few_public_names():
@@ -316,7 +314,7 @@ def test_kernels_folder_is_no_package():
 
 
 def test_test_files_are_not_imported():
-  """What two test files need has a module of its own."""
+  """Code that two test files share is in another module."""
   names = [
     (path, name)
     for path in _ALL_FILES
@@ -332,7 +330,7 @@ def test_test_files_are_not_imported():
 
 
 def _names_in(node: ast.AST) -> list[str]:
-  """What an import statement may import."""
+  """Returns the names that an import statement may import."""
   if isinstance(node, ast.Import):
     return [alias.name for alias in node.names]
   if isinstance(node, ast.ImportFrom):

@@ -6,6 +6,7 @@ opened and has the outputs, so that it can be read on a web page.
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -19,6 +20,10 @@ from tests.tools.tiers import slow_except
 
 _NAMES = sorted({p.stem for p in FOLDER.glob("*.*") if p.suffix != ".svg"})
 _MAX_BYTES = 300_000
+# Calls whose result or effect is a picture.
+_PICTURE = re.compile(
+  r"^(jaxkv\.show\(|plt\.show\(|rollout\.timeline\(|draw\(|picture$)", re.M
+)
 
 over_notebooks = pytest.mark.parametrize("name", _NAMES)
 
@@ -56,6 +61,20 @@ def test_outputs_are_kept_and_small(name):
   assert outputs, remedy
   assert all(output["output_type"] != "error" for output in outputs)
   assert path.stat().st_size <= _MAX_BYTES
+
+
+@over_notebooks
+def test_cells_that_show_a_picture_have_one(name):
+  path = FOLDER / f"{name}.ipynb"
+  for cell in json.loads(path.read_text("utf-8"))["cells"]:
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "code" and _PICTURE.search(source):
+      formats = {
+        media_type
+        for output in cell["outputs"]
+        for media_type in output.get("data", ())
+      }
+      assert formats & {"image/svg+xml", "image/png"}, source
 
 
 @slow_except("name", _NAMES, "03_a_scheduler_in_python")

@@ -28,19 +28,19 @@ _FIGURES = {
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
-  """What all programs, one after the other, define."""
-  found: dict[str, Any] = {}
+  """The names that all programs, in order, define."""
+  names_defined: dict[str, Any] = {}
   with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
     for program in _PROGRAMS:
-      exec(compile(program, "README.md", "exec"), found)
-  return found
+      exec(compile(program, "README.md", "exec"), names_defined)
+  return names_defined
 
 
 def test_the_first_program_is_short():
   assert sum(bool(line) for line in _PROGRAMS[0].splitlines()) <= 20
 
 
-def test_the_program_for_several_devices_is_that_of_help():
+def test_help_has_the_program_for_several_devices():
   """Tests of rollouts on devices run it there."""
   text = inspect.cleandoc(sharding.__doc__)
   lines = [line.strip() for line in text.splitlines()]
@@ -50,29 +50,29 @@ def test_the_program_for_several_devices_is_that_of_help():
 
 
 def test_the_loop_finds_its_own_pages(names):
-  state, tokens = names["state"], names["tokens"]
-  found = jaxkv.match(state, tokens.T, [20, 20]).num_cached_tokens
-  assert found.tolist() == [16, 16]
+  state = names["state"]
+  num_cached = jaxkv.match(state, names["tokens"].T, [20, 20]).num_cached_tokens
+  assert num_cached.tolist() == [16, 16]
   assert int(jaxkv.stats(state).published_pages) == 10
   assert names["tokens"][0].tolist() == [7, 8]
   jaxkv.check(state)
 
 
-def test_the_old_state_is_still_there(names):
+def test_the_old_state_stays_usable(names):
   free = [len(jaxkv.free_pages(names[name])) for name in ("state", "freed")]
   assert free == [53, 58]
   assert names["state"].length.tolist() == [20, 20]
   assert names["freed"].length.tolist() == [0, 20]
 
 
-def test_the_loop_goes_on_from_any_state(names):
+def test_the_loop_continues_from_any_state(names):
   """Once for a program that was compiled, and bit for bit the same."""
   carry = names["freed"], names["kv"], names["tokens"][-1]
   with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
     (state, _, _), tokens = names["decode"](*carry)
-    _, again = names["decode"](*carry)
+    _, next_tokens = names["decode"](*carry)
   assert state.length.tolist() == [20, 32]
-  assert (tokens == again).all()
+  assert (tokens == next_tokens).all()
   # Slot 1 is full: its row failed, said so and changed nothing else.
   assert jaxkv.Status(int(state.error)) == jaxkv.Status.SLOT_FULL
 
@@ -89,7 +89,7 @@ def test_paths_exist(path):
   assert (_ROOT / path).is_file()
 
 
-def test_it_is_short_and_so_is_the_picture():
+def test_text_and_picture_are_short():
   assert len(_TEXT.splitlines()) <= 162
   assert (_ROOT / "notebooks" / "pages.svg").stat().st_size < 60_000
 
@@ -103,8 +103,7 @@ def test_figures_are_those_of_one_run(case):
     for row in rows
     if (row["op"], row["mode"], row["slots"]) == case
   }
-  theirs, ours = median["vllm"], median["jaxkv"]
-  assert (
-    f"| {_FIGURES[case]} | {theirs:,.0f} | {ours:,.0f} | {theirs / ours:.1f}x |"
-    in _TEXT
-  )
+  vllm = median["vllm"]
+  ours = median["jaxkv"]
+  row = f"| {_FIGURES[case]} | {vllm:,.0f} | {ours:,.0f} | {vllm / ours:.1f}x |"
+  assert row in _TEXT

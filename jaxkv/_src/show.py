@@ -1,9 +1,9 @@
 """Draws a cache: its slots, pages and free queue."""
 
 import dataclasses
+import html
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 from typing import NamedTuple
 
 import jax
@@ -14,12 +14,6 @@ from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.cache.verbs.inspect import cached_pages
 from jaxkv._src.cache.verbs.inspect import free_pages
-from jaxkv._src.extras import extra_package
-
-if TYPE_CHECKING:
-  from matplotlib.axes import Axes
-  from matplotlib.figure import Figure
-  from matplotlib.patches import FancyBboxPatch
 
 # A picture of more pages would be unreadable, and slow to draw.
 MAX_PAGES = 4096
@@ -28,11 +22,14 @@ _MAX_FREE = 256
 _COLUMNS, _LARGE_POOL = 16, 512
 _LEFT, _GROUPS_LEFT = 4.4, 6.4
 _QUEUE_SCALE = 0.7
-_CELL_INCHES, _FIGURE_INCHES = 0.42, 14.0
-_LEAST_POINTS = 3.0
+# The side of a cell, and the largest width of a picture, in pixels.
+_CELL_PIXELS, _MAX_PIXELS = 40.0, 1340.0
+_MIN_FONT_PIXELS = 4.0
 # The background is transparent. This grey is readable on black and on white.
 _INK = "#7d8590"
 _DARK, _LIGHT = "#24292f", "#ffffff"
+_BAR = "#00000048"
+_BOLD = ' font-weight="bold"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +79,26 @@ def page_kinds(state: CacheState) -> list[str]:
   return [kind(page) for page in range(state.config.num_pages)]
 
 
-def show(
-  state: CacheState, *, title: str = "", ax: "Axes | None" = None
-) -> "Figure":
+@dataclasses.dataclass(frozen=True)
+class Picture:
+  """A picture of a cache, which a notebook shows.
+
+  Attributes:
+    svg: the picture as the text of an SVG file.
+    summary: the same in one line of text.
+  """
+
+  svg: str
+  summary: str
+
+  def _repr_svg_(self) -> str:
+    return self.svg
+
+  def __repr__(self) -> str:
+    return self.summary
+
+
+def show(state: CacheState, *, title: str = "") -> Picture:
   """Draws a cache: its slots, its pool of pages and its free queue.
 
   Each cell is a page with its number. The colour shows the page's kind: in use
@@ -94,22 +108,28 @@ def show(
   the sequence in tokens. In a page that is not full, a bar shows the filled
   part. The free queue has free pages in the order in which they will be popped.
 
-  A new figure does not belong to pyplot: a notebook displays it only if it is
-  the last expression of a cell, and `figure.savefig` writes it to a file. Call
-  the function outside `jit`, because it draws on the host. Needs matplotlib.
+  Call the function outside `jit`, because it draws on the host.
 
   Args:
     state: one cache of at most 4,096 pages.
     title: a line above the picture; empty for none.
-    ax: the matplotlib axes to draw in; None for a new figure.
 
   Returns:
-    The new figure, or the figure of `ax`.
+    The drawing. A notebook shows it if it is the last expression of a cell.
+    `pathlib.Path("cache.svg").write_text(drawing.svg)` writes it to a file.
 
   Raises:
-    ImportError: matplotlib is not installed.
     TypeError: `state` is not a CacheState, or it is traced.
     ValueError: `state` is a stack, was donated, or has too large a pool.
+
+  Examples:
+    >>> import jaxkv
+    >>> config = jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=4, num_slots=2, pages_per_slot=4
+    ... )
+    >>> state, _ = jaxkv.allocate(jaxkv.init(config), [6, 0])
+    >>> jaxkv.show(state, title="An allocation")
+    An allocation: slot 0 has 2 pages; 2 pages in use, 5 free
   """
   check_single(state)
   if isinstance(state.length, jax.core.Tracer):
@@ -123,22 +143,40 @@ def show(
       f"{state.config.num_pages}; use jaxkv.usage and jaxkv.stats for large "
       "pools."
     )
-  # Notebooks display figures only if pyplot was imported.
-  extra_package(
-    "matplotlib.pyplot", install="jaxkv[plots]", task="To draw a cache"
-  )
   kinds = page_kinds(state)
   columns = _COLUMNS
   # For a large pool, this makes the pool's grid about twice as wide as high.
   if len(kinds) > _LARGE_POOL:
     columns = 8 * math.ceil(math.sqrt(2 * len(kinds)) / 8)
-  picture = _Picture(columns=columns, cached=frozenset(cached_pages(state)))
-  _draw_title(picture, title)
-  _draw_slots(picture, state, kinds)
-  _draw_pool(picture, kinds)
-  _draw_free_queue(picture, state, kinds)
-  _draw_legend(picture, kinds)
-  return _render(picture, ax)
+  drawing = _Drawing(columns=columns, cached=frozenset(cached_pages(state)))
+  _draw_title(drawing, title)
+  _draw_slots(drawing, state, kinds)
+  _draw_pool(drawing, kinds)
+  _draw_free_queue(drawing, state, kinds)
+  _draw_legend(drawing, kinds)
+  summary = _summary(state, kinds, title)
+  return Picture(svg=_svg(drawing, summary), summary=summary)
+
+
+def _summary(state: CacheState, kinds: list[str], title: str) -> str:
+  """Describes the cache in one line, for readers who do not see the drawing."""
+  slots = []
+  for slot, num_pages in enumerate(np.asarray(state.num_pages).max(axis=1)):
+    if num_pages:
+      plural = "s" * int(num_pages > 1)
+      slots.append(f"slot {slot} has {num_pages} page{plural}")
+  if len(slots) > _MAX_ROWS:
+    slots = [f"{len(slots)} slots have pages"]
+  counts = [
+    f"{kinds.count(kind)} {kind}"
+    for kind in _LOOKS
+    if kind != "null" and kind in kinds
+  ]
+  if counts:
+    number, label = counts[0].split(maxsplit=1)
+    counts[0] = f"{number} page{'s' * (number != '1')} {label}"
+  text = "; ".join(filter(None, (", ".join(slots), ", ".join(counts))))
+  return f"{title}: {text}" if title else text
 
 
 class _Cell(NamedTuple):
@@ -161,13 +199,13 @@ class _Text(NamedTuple):
   y: float
   text: str
   size: float = 0.36
-  align: str = "left"
+  anchor: str = "start"
   bold: bool = False
   colour: str = _INK
 
 
 @dataclasses.dataclass
-class _Picture:
+class _Drawing:
   """The cells and texts to draw; `bottom` is where the next row starts."""
 
   columns: int
@@ -182,19 +220,19 @@ class _Picture:
     return self.left + self.columns
 
 
-def _draw_title(picture: _Picture, title: str) -> None:
+def _draw_title(drawing: _Drawing, title: str) -> None:
   if title:
-    picture.texts.append(_Text(0, picture.bottom + 0.3, title, 0.46, bold=True))
-    picture.bottom += 1.1
+    drawing.texts.append(_Text(0, drawing.bottom + 0.3, title, 0.46, bold=True))
+    drawing.bottom += 1.1
 
 
-def _draw_slots(picture: _Picture, state: CacheState, kinds: list[str]) -> None:
+def _draw_slots(drawing: _Drawing, state: CacheState, kinds: list[str]) -> None:
   """Draws a row of pages for each group of each slot."""
   config = state.config
   num_pages = np.asarray(state.num_pages)
   widest = max(1, num_pages.max())
   if config.num_groups > 1:
-    picture.left = _GROUPS_LEFT
+    drawing.left = _GROUPS_LEFT
   slots = range(config.num_slots)
   # With more than _MAX_ROWS slots, draws only the first _MAX_ROWS in use.
   if config.num_slots > _MAX_ROWS:
@@ -203,24 +241,24 @@ def _draw_slots(picture: _Picture, state: CacheState, kinds: list[str]) -> None:
     length = int(state.length[slot])
     empty = num_pages[slot].max() == 0
     status = "empty" if empty else f"{length} token{'s' * (length != 1)}"
-    middle = picture.bottom + 0.5
-    picture.texts += [
+    middle = drawing.bottom + 0.5
+    drawing.texts += [
       _Text(0, middle, f"slot {slot}", bold=True),
-      _Text(_LEFT - 0.3, middle, status, align="right"),
+      _Text(_LEFT - 0.3, middle, status, anchor="end"),
     ]
     for group in range(config.num_groups):
-      _draw_row(picture, state, kinds, slot, group, widest)
+      _draw_row(drawing, state, kinds, slot, group, widest)
   hidden = config.num_slots - len(slots)
   if hidden:
-    picture.texts.append(
-      _Text(0, picture.bottom + 0.5, f"and {hidden} more slots")
+    drawing.texts.append(
+      _Text(0, drawing.bottom + 0.5, f"and {hidden} more slots")
     )
-    picture.bottom += 1.0
-  picture.bottom += 0.6
+    drawing.bottom += 1.0
+  drawing.bottom += 0.6
 
 
 def _draw_row(
-  picture: _Picture,
+  drawing: _Drawing,
   state: CacheState,
   kinds: list[str],
   slot: int,
@@ -230,186 +268,173 @@ def _draw_row(
   """Draws the pages of one slot in one layer group."""
   config = state.config
   kind, size = config.groups[group], config.page_sizes[group]
-  length, width = int(state.length[slot]), min(1.0, picture.columns / widest)
+  length, width = int(state.length[slot]), min(1.0, drawing.columns / widest)
   if config.num_groups > 1:
-    at = picture.left - 0.3, picture.bottom + 0.5
-    picture.texts.append(_Text(*at, f"group {group}", 0.3, align="right"))
+    at = drawing.left - 0.3, drawing.bottom + 0.5
+    drawing.texts.append(_Text(*at, f"group {group}", 0.3, anchor="end"))
   pages = np.asarray(state.page_table)[slot, group]
   count = int(state.num_pages[slot, group])
   for column, page in enumerate(pages[:count].tolist()):
     filled = 1.0
-    # Recurrent states and encoder pages do not fill by token: they get no bar.
-    if not (kind.holds_states or kind.holds_encoder):
+    # Recurrent states do not fill by token: they get no bar.
+    if not kind.holds_states:
       filled = min(1.0, max(0.0, length / size - column))
-    picture.cells.append(
+    drawing.cells.append(
       _Cell(
-        x=picture.left + column * width,
-        y=picture.bottom,
+        x=drawing.left + column * width,
+        y=drawing.bottom,
         width=width,
         height=1.0,
         kind=kinds[page],
         label=str(page) if page else "",
-        dot=page in picture.cached,
+        dot=page in drawing.cached,
         filled=filled,
       )
     )
-  picture.bottom += 1.0
+  drawing.bottom += 1.0
 
 
-def _draw_pool(picture: _Picture, kinds: list[str]) -> None:
+def _draw_pool(drawing: _Drawing, kinds: list[str]) -> None:
   """Draws every page of the pool, by number."""
-  picture.texts.append(_Text(0, picture.bottom + 0.5, "pool", bold=True))
-  _draw_grid(picture, range(len(kinds)), kinds, 1.0)
-  picture.bottom += 0.6
+  drawing.texts.append(_Text(0, drawing.bottom + 0.5, "pool", bold=True))
+  _draw_grid(drawing, range(len(kinds)), kinds, 1.0)
+  drawing.bottom += 0.6
 
 
 def _draw_free_queue(
-  picture: _Picture, state: CacheState, kinds: list[str]
+  drawing: _Drawing, state: CacheState, kinds: list[str]
 ) -> None:
   """Draws the free pages in the order in which they will be popped."""
   free = free_pages(state)
   scale = _QUEUE_SCALE
-  picture.texts += [
-    _Text(0, picture.bottom + 0.5 * scale, "free queue", bold=True),
+  drawing.texts += [
+    _Text(0, drawing.bottom + 0.5 * scale, "free queue", bold=True),
     _Text(
-      picture.left - 0.3,
-      picture.bottom + 0.5 * scale,
+      drawing.left - 0.3,
+      drawing.bottom + 0.5 * scale,
       "next \N{RIGHTWARDS ARROW}",
-      align="right",
+      anchor="end",
     ),
   ]
-  _draw_grid(picture, free[:_MAX_FREE], kinds, scale)
+  _draw_grid(drawing, free[:_MAX_FREE], kinds, scale)
   note = ""
   if not free:
     note = "empty"
   elif len(free) > _MAX_FREE:
     note = f"and {len(free) - _MAX_FREE} more"
   if note:
-    picture.texts.append(_Text(picture.left, picture.bottom - 0.2, note, 0.3))
-  picture.bottom += 0.5
+    drawing.texts.append(_Text(drawing.left, drawing.bottom - 0.2, note, 0.3))
+  drawing.bottom += 0.5
 
 
 def _draw_grid(
-  picture: _Picture, pages: Sequence[int], kinds: list[str], scale: float
+  drawing: _Drawing, pages: Sequence[int], kinds: list[str], scale: float
 ) -> None:
-  """Draws `pages` in order, in rows as wide as the picture."""
-  per_row = int(picture.columns / scale)
+  """Draws `pages` in order, in rows as wide as the drawing."""
+  per_row = int(drawing.columns / scale)
   for position, page in enumerate(pages):
     row, column = divmod(position, per_row)
-    picture.cells.append(
+    drawing.cells.append(
       _Cell(
-        x=picture.left + column * scale,
-        y=picture.bottom + row * scale,
+        x=drawing.left + column * scale,
+        y=drawing.bottom + row * scale,
         width=scale,
         height=scale,
         kind=kinds[page],
         label=str(page),
-        dot=page in picture.cached and kinds[page] != "cached",
+        dot=page in drawing.cached and kinds[page] != "cached",
       )
     )
-  picture.bottom += scale * max(1, math.ceil(len(pages) / per_row))
+  drawing.bottom += scale * max(1, math.ceil(len(pages) / per_row))
 
 
-def _draw_legend(picture: _Picture, kinds: list[str]) -> None:
+def _draw_legend(drawing: _Drawing, kinds: list[str]) -> None:
   """Draws the legend of the colours and marks that occur."""
-  x = picture.left
-  y = picture.bottom
+  x = drawing.left
+  y = drawing.bottom
   for kind in _LOOKS:
     if kind not in kinds:
       continue
     label = _LOOKS[kind].label
-    picture.cells.append(_Cell(x, y, 0.55, 0.55, kind))
-    picture.texts.append(_Text(x + 0.7, y + 0.275, label, 0.32))
+    drawing.cells.append(_Cell(x, y, 0.55, 0.55, kind))
+    drawing.texts.append(_Text(x + 0.7, y + 0.275, label, 0.32))
     x += 1.25 + 0.185 * len(label)
-  if any(cell.dot for cell in picture.cells):
-    picture.cells.append(_Cell(x, y, 0.55, 0.55, "in use", dot=True))
-    picture.texts.append(_Text(x + 0.7, y + 0.275, "cached", 0.32))
-  picture.bottom += 0.7
+  if any(cell.dot for cell in drawing.cells):
+    drawing.cells.append(_Cell(x, y, 0.55, 0.55, "in use", dot=True))
+    drawing.texts.append(_Text(x + 0.7, y + 0.275, "cached", 0.32))
+  drawing.bottom += 0.7
 
 
-def _render(picture: _Picture, ax: "Axes | None") -> "Figure":
-  """Draws the picture, scaled to fit the axes or a new figure."""
-  # Imported here, because matplotlib is optional.
-  from matplotlib.collections import PatchCollection
-  from matplotlib.figure import Figure
-
-  width, height = picture.right + 0.2, picture.bottom + 0.2
-  if ax is None:
-    inches = min(_CELL_INCHES, _FIGURE_INCHES / width)
-    figure = Figure((width * inches, height * inches), facecolor="none")
-    ax = figure.add_axes((0, 0, 1, 1))
-  ax.set(xlim=(-0.1, width - 0.1), ylim=(height - 0.1, -0.1), aspect="equal")
-  ax.axis("off")
-  # The root figure, also of a subfigure; before matplotlib 3.10, `get_figure`
-  # has no argument `root`.
-  figure = ax.figure.figure
-  box = ax.get_window_extent()
-  # The height of a cell in points, which scales texts and dots.
-  points = 72 / figure.dpi * min(box.width / width, box.height / height)
-
-  # One collection, because matplotlib draws thousands of artists slowly.
-  patches = [patch for cell in picture.cells for patch in _patches(cell)]
-  ax.add_collection(
-    PatchCollection(patches, match_original=True, clip_on=False)
-  )
-  for height in {cell.height for cell in picture.cells if cell.dot}:
-    dots = [c for c in picture.cells if c.dot and c.height == height]
-    ax.plot(
-      [cell.x + cell.width - 0.2 * height for cell in dots],
-      [cell.y + 0.2 * height for cell in dots],
-      "o",
-      color=_LIGHT,
-      markersize=0.18 * height * points,
-      markeredgewidth=0,
-      clip_on=False,
-    )
-  for text in picture.texts + [_label(cell) for cell in picture.cells]:
-    size = text.size * points
+def _svg(drawing: _Drawing, summary: str) -> str:
+  """Returns the drawing as an SVG picture."""
+  width = drawing.right + 0.2
+  height = drawing.bottom + 0.2
+  scale = min(_CELL_PIXELS, _MAX_PIXELS / width)
+  parts = [part for cell in drawing.cells for part in _cell(cell, scale)]
+  for text in drawing.texts + [_label(cell) for cell in drawing.cells]:
+    size = text.size * scale
     # Texts too small to read are omitted.
-    if not text.text or size < _LEAST_POINTS:
-      continue
-    ax.text(
-      text.x,
-      text.y,
-      text.text,
-      color=text.colour,
-      size=size,
-      ha=text.align,
-      va="center_baseline",
-      weight="bold" if text.bold else "normal",
-    )
-  return figure
+    if text.text and size >= _MIN_FONT_PIXELS:
+      parts.append(
+        # `dominant-baseline` is not supported by all programs.
+        f'<text x="{text.x * scale:.1f}" y="{text.y * scale:.1f}" dy="0.35em"'
+        f' font-size="{size:.1f}" fill="{text.colour}"'
+        f' text-anchor="{text.anchor}"'
+        f"{_BOLD if text.bold else ''}>{html.escape(text.text)}</text>"
+      )
+  left, top = -0.1 * scale, -0.1 * scale
+  return (
+    '<svg xmlns="http://www.w3.org/2000/svg"'
+    f' width="{width * scale:.0f}" height="{height * scale:.0f}"'
+    f' viewBox="{left:.1f} {top:.1f} {width * scale:.1f} {height * scale:.1f}"'
+    ' font-family="sans-serif" role="img">'
+    f"<title>{html.escape(summary)}</title>{''.join(parts)}</svg>"
+  )
 
 
-def _patches(cell: _Cell) -> "list[FancyBboxPatch]":
-  """Returns a rounded cell and, for a partly filled page, a bar."""
-  look, gap = _LOOKS[cell.kind], 0.04 * cell.height
-  x, width = cell.x + gap, max(cell.width - 2 * gap, 0.02)
-  edge = _INK if look.face == "none" else look.face
+def _cell(cell: _Cell, scale: float) -> list[str]:
+  """Returns a rounded cell, a bar if the page is partly filled, and a dot."""
+  look = _LOOKS[cell.kind]
+  gap = 0.04 * cell.height
+  x = cell.x + gap
+  width = max(cell.width - 2 * gap, 0.02)
   height = cell.height - 2 * gap
-  patches = [_rounded(x, cell.y + gap, width, height, look.face, edge)]
+  edge = _INK if look.face == "none" else look.face
+  radius = 0.16 * min(width, height)
+  parts = [
+    _rectangle(x, cell.y + gap, width, height, radius, scale, look.face, edge)
+  ]
   if cell.filled < 1 and cell.kind != "null":
-    x, y, width = x + 0.12 * width, cell.y + 0.76, 0.76 * width
-    patches.append(_rounded(x, y, width, 0.1, "#00000048"))
+    bar = x + 0.12 * width, cell.y + 0.76
+    length = 0.76 * width
+    parts.append(_rectangle(*bar, length, 0.1, 0.05, scale, _BAR))
     if cell.filled > 0:
-      patches.append(_rounded(x, y, width * cell.filled, 0.1, _LIGHT))
-  return patches
+      length *= cell.filled
+      parts.append(_rectangle(*bar, length, 0.1, 0.05, scale, _LIGHT))
+  if cell.dot:
+    inset = 0.2 * cell.height
+    parts.append(
+      f'<circle cx="{(cell.x + cell.width - inset) * scale:.1f}"'
+      f' cy="{(cell.y + inset) * scale:.1f}"'
+      f' r="{0.09 * cell.height * scale:.1f}" fill="{_LIGHT}"/>'
+    )
+  return parts
 
 
-def _rounded(
-  x: float, y: float, width: float, height: float, face: str, edge: str = ""
-) -> "FancyBboxPatch":
-  from matplotlib.patches import FancyBboxPatch
-
-  radius = 0.16 * min(width, height) if edge else 0.5 * min(width, height)
-  return FancyBboxPatch(
-    (x, y),
-    width,
-    height,
-    boxstyle=f"round,pad=0,rounding_size={radius}",
-    facecolor=face,
-    edgecolor=edge or "none",
-    linewidth=0.6 if edge else 0,
+def _rectangle(
+  x: float,
+  y: float,
+  width: float,
+  height: float,
+  radius: float,
+  scale: float,
+  face: str,
+  edge: str = "none",
+) -> str:
+  return (
+    f'<rect x="{x * scale:.1f}" y="{y * scale:.1f}"'
+    f' width="{width * scale:.1f}" height="{height * scale:.1f}"'
+    f' rx="{radius * scale:.1f}" fill="{face}" stroke="{edge}"/>'
   )
 
 
@@ -419,6 +444,6 @@ def _label(cell: _Cell) -> _Text:
     cell.y + cell.height / 2,
     cell.label,
     size=0.36 * min(cell.height, 1.6 * cell.width),
-    align="center",
+    anchor="middle",
     colour=_LOOKS[cell.kind].ink,
   )

@@ -124,7 +124,7 @@ def generate_texts(
     as_count("num_slots", num_slots, 1), len(tokens) * num_samples
   )
   page_size = min(as_count("page_size", page_size, 1), longest)
-  sizes = functools.partial(
+  cache_config = functools.partial(
     model.cache_config,
     num_slots=num_slots,
     page_size=page_size,
@@ -132,9 +132,9 @@ def generate_texts(
   )
   if num_pages is None:
     # Besides the null page, admission keeps one page free per slot and group.
-    num_groups = len(sizes(num_pages=2).groups)
+    num_groups = len(cache_config(num_pages=2).groups)
     num_pages = 1 + num_slots * num_groups * (1 + -(-longest // page_size))
-  config = sizes(num_pages=num_pages)
+  config = cache_config(num_pages=num_pages)
   state = init(
     # Processes need no common secret, because they do not share the cache.
     init_cache(config, jnp.asarray(np.frombuffer(os.urandom(16), np.uint32))),
@@ -149,8 +149,8 @@ def generate_texts(
   rows = zip(np.asarray(results.tokens), np.asarray(results.mask), strict=True)
   texts = [tokenizer.decode(row[mask]) for row, mask in rows]
   groups = [
-    texts[first : first + num_samples]
-    for first in range(0, len(texts), num_samples)
+    texts[first_row : first_row + num_samples]
+    for first_row in range(0, len(texts), num_samples)
   ]
   return Texts(groups, results, state, seconds, compile_seconds)
 
@@ -167,17 +167,17 @@ def _encode(
   if not prompts:
     raise ValueError("`prompts` must have at least one prompt, got none.")
   room, rows = model.max_length - max_new_tokens, []
-  for number, prompt in enumerate(prompts):
-    row = _encode_one(model, f"prompts[{number}]", prompt)
+  for index, prompt in enumerate(prompts):
+    row = _encode_one(model, f"prompts[{index}]", prompt)
     if not 0 < len(row) <= room:
       raise ValueError(
-        f"`prompts[{number}]` must have 1 to {room} tokens, so that it and "
+        f"`prompts[{index}]` must have 1 to {room} tokens, so that it and "
         f"max_new_tokens fit the model's maximum of {model.max_length}, got "
         f"{len(row)}; shorten it or lower max_new_tokens."
       )
     if row.min() < 0 or row.max() >= model.config.vocab_size:
       raise ValueError(
-        f"`prompts[{number}]` must have token ids from 0 to "
+        f"`prompts[{index}]` must have token ids from 0 to "
         f"{model.config.vocab_size - 1}, got {row.min()} to {row.max()}."
       )
     rows.append(row)
@@ -213,26 +213,26 @@ def _run(
   steps, seconds = 8, 0.0
   if progress:
     print("compiling the loop ...", file=sys.stderr, flush=True)
-  begin = time.perf_counter()
+  start_time = time.perf_counter()
   program = functools.partial(generate, model=model.forward)
   compiled = (
     jax.jit(program, donate_argnums=1)
     .lower(model.params, state, Until(steps=jnp.int32(steps)))
     .compile()
   )
-  compile_seconds = time.perf_counter() - begin
-  total = state.queue.size * state.config.max_new_tokens
+  compile_seconds = time.perf_counter() - start_time
+  max_tokens = state.queue.size * state.config.max_new_tokens
   with tqdm.tqdm(
-    total=total,
+    total=max_tokens,
     desc="rollout",
     bar_format="{l_bar}{bar}| {elapsed}",
     disable=not progress,
   ) as bar:
     while not bool(is_done(state)):
-      begin = time.perf_counter()
+      start_time = time.perf_counter()
       span = Until(steps=jnp.int32(steps))
       state = jax.block_until_ready(compiled(model.params, state, span))
-      elapsed = time.perf_counter() - begin
+      elapsed = time.perf_counter() - start_time
       seconds += elapsed
       # Spans of about half a second keep the bar moving. A change of `steps`
       # does not compile again, because `steps` is traced.

@@ -12,6 +12,13 @@ salts and adapters, keep requests from sharing pages.
 loops. The loop allocates, commits, forks and frees with the verbs of `jaxkv`,
 and `manager.take` continues from the state that the loop returns.
 
+Two kinds of layer groups exist here only, and `manager.state` refuses them:
+`CrossAttention`, whose pages hold the tokens of an encoder, and
+`SpeculativeRecurrent`, which has scratch pages for the states after draft
+tokens. Only the manager reports events (`take_events`), pages to be zeroed
+(`take_new_page_ids`) and the ages of evicted pages
+(`make_prefix_cache_stats`).
+
 With `CacheManager(offload_pages=)`, cached pages that are evicted move to host
 memory, as with `CacheConfig.offload_pages`. If a hit has offloaded pages,
 `allocate_slots` assigns a free device page to each of them. In each step,
@@ -30,8 +37,7 @@ batch. `notebooks/03_a_scheduler_in_python` has an example.
 `CacheManager.pages` gives access to single pages, for engines that hold
 references to them. `pages.add_listener` adds a listener, which is called when
 pages enter or leave the prefix cache. Moves between device and offload memory,
-and
-`CacheManager.take`, do not call it.
+and `CacheManager.take`, do not call it.
 
 `jaxkv.host.vllm` and `jaxkv.host.esurge` wrap the manager in the classes of
 vLLM and eSurge, for schedulers that must not be changed. Each module lists the
@@ -91,18 +97,30 @@ vLLM and eSurge. The following differences are intended:
   the manager hashes the token.
 """
 
+from jaxkv._src.host.cache_pages import CachePages
+from jaxkv._src.host.groups import CrossAttention
+from jaxkv._src.host.groups import SpeculativeRecurrent
 from jaxkv._src.host.manager import CacheManager
-from jaxkv._src.host.pages import Pages
+from jaxkv._src.host.page_references import Pages
 from jaxkv._src.host.request import MultimodalItem
 from jaxkv._src.host.request import Request
-from jaxkv._src.host.types import CachePages
-from jaxkv._src.host.types import PrefixCacheStats
+from jaxkv._src.host.telemetry import Cleared
+from jaxkv._src.host.telemetry import Drained
+from jaxkv._src.host.telemetry import PrefixCacheStats
+from jaxkv._src.host.telemetry import Removed
+from jaxkv._src.host.telemetry import Stored
 
 __all__ = [
   "CacheManager",
   "CachePages",
+  "Cleared",
+  "CrossAttention",
+  "Drained",
   "MultimodalItem",
   "Pages",
   "PrefixCacheStats",
+  "Removed",
   "Request",
+  "SpeculativeRecurrent",
+  "Stored",
 ]

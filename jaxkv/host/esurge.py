@@ -68,8 +68,8 @@ applies too.
 - `ValueError` or `RuntimeError` replaces the assertions of eSurge.
 """
 
+from jaxkv._src.host.cache_pages import CachePages
 from jaxkv._src.host.esurge.manager import EsurgeCacheManager as CacheManager
 from jaxkv._src.host.esurge.pool import PagePool
-from jaxkv._src.host.types import CachePages
 
 __all__ = ["CacheManager", "CachePages", "PagePool"]

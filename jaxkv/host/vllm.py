@@ -86,7 +86,7 @@ Reports:
   `prefix_cache_stats` by a new object.
 """
 
-from jaxkv._src.host.types import PrefixCacheStats
+from jaxkv._src.host.telemetry import PrefixCacheStats
 from jaxkv._src.host.vllm.block_pool import KVCacheBlocks
 from jaxkv._src.host.vllm.events import AllBlocksCleared
 from jaxkv._src.host.vllm.events import BlockRemoved

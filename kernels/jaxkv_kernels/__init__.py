@@ -17,9 +17,6 @@ from jaxkv_kernels._src.attention.api import paged_attention_padded
 from jaxkv_kernels._src.attention.api import paged_decode
 from jaxkv_kernels._src.attention.cascade import cascade_decode
 from jaxkv_kernels._src.attention.choose import BACKENDS
-from jaxkv_kernels._src.attention.choose import decode_workers
-from jaxkv_kernels._src.attention.decode_plan import DecodePlan
-from jaxkv_kernels._src.attention.decode_plan import plan_decode
 from jaxkv_kernels._src.attention.merge import merge_states
 from jaxkv_kernels._src.attention.mla import mla_attention
 from jaxkv_kernels._src.attention.mla import mla_attention_padded
@@ -40,14 +37,12 @@ __all__ = [
   "BACKENDS",
   "BLOCK_TOKENS",
   "AttentionOptions",
-  "DecodePlan",
   "SharedPrefix",
   "append_kv",
   "append_pages",
   "append_quantized",
   "cascade_decode",
   "copy_pages",
-  "decode_workers",
   "gather_pages",
   "load",
   "logical_dtype",
@@ -58,7 +53,6 @@ __all__ = [
   "paged_attention",
   "paged_attention_padded",
   "paged_decode",
-  "plan_decode",
   "plan_shared_prefix",
   "quantize",
   "store",

@@ -11,16 +11,16 @@ from tests.cache.by_hand import tiny
 
 
 @pytest.mark.parametrize("name", ["admit", "commit", "fork", "free"])
-def test_no_rows_at_all_is_refused(name):
-  none = jnp.zeros((0,), jnp.int32)
+def test_zero_rows_are_refused(name):
+  empty = jnp.zeros((0,), jnp.int32)
   arguments_of = {
-    "admit": {"slots": none, "tokens": none[None], "lengths": none},
+    "admit": {"slots": empty, "tokens": empty[None], "lengths": empty},
     "commit": {
       "tokens": jnp.zeros((3, 0), jnp.int32),
       "num_tokens": ints(0, 0, 0),
     },
-    "fork": {"src": none, "dst": none},
-    "free": {"slots": none},
+    "fork": {"src": empty, "dst": empty},
+    "free": {"slots": empty},
   }
   with pytest.raises(ValueError, match=r"must have the shape \[.*got \[.*0"):
     getattr(jaxkv, name)(tiny(), **arguments_of[name])

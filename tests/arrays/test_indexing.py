@@ -15,20 +15,17 @@ OUTSIDE = (-1, 3, indexing.NOWHERE, -(2**31), 2**31 - 1)
 
 
 @pytest.mark.parametrize("index", OUTSIDE)
-def test_nothing_is_outside(index):
+def test_indices_out_of_range_read_the_fill_and_write_nothing(index):
   array = ints(10, 20, 30)
   assert indexing.take(array, ints(index, 1), fill=-7).tolist() == [-7, 20]
   for write in (indexing.put, indexing.add, indexing.put_max, indexing.put_min):
     assert write(array, ints(index), values=5).tolist() == [10, 20, 30]
 
 
-def test_what_is_inside_is_read_and_written():
+def test_indices_in_range_are_written():
   array = ints(10, 20, 30)
-  assert indexing.put(array, ints(0, 2), values=ints(1, 3)).tolist() == [
-    1,
-    20,
-    3,
-  ]
+  changed = indexing.put(array, ints(0, 2), values=ints(1, 3))
+  assert changed.tolist() == [1, 20, 3]
   # Duplicates add up; the largest and the smallest win.
   assert indexing.add(array, ints(1, 1), values=2).tolist() == [10, 24, 30]
   values = ints(25, 5)
@@ -38,18 +35,16 @@ def test_what_is_inside_is_read_and_written():
 
 def test_an_index_of_two_axes():
   array = ints((1, 2), (3, 4))
-  rows, columns = ints(0, 1, 2, 1), ints(1, 2, 0, 0)
-  assert indexing.take(array, rows, columns).tolist() == [2, 0, 0, 3]
-  after = indexing.put(array, rows, columns, values=9)
-  assert after.tolist() == [[1, 9], [9, 4]]
+  index = ints(0, 1, 2, 1), ints(1, 2, 0, 0)
+  assert indexing.take(array, *index).tolist() == [2, 0, 0, 3]
+  changed = indexing.put(array, *index, values=9)
+  assert changed.tolist() == [[1, 9], [9, 4]]
 
 
-def test_a_masked_index_is_nowhere():
+def test_masked_indices_are_out_of_range():
   valid = jnp.asarray([True, False])
-  assert indexing.where_valid(valid, ints(4, 5)).tolist() == [
-    4,
-    indexing.NOWHERE,
-  ]
+  indices = indexing.where_valid(valid, ints(4, 5))
+  assert indices.tolist() == [4, indexing.NOWHERE]
 
 
 def test_a_fence_changes_no_index():
@@ -60,9 +55,9 @@ def test_a_fence_changes_no_index():
 
 
 def test_a_body_runs_once_or_not_at_all():
-  for condition, wanted in ((True, 6), (False, 5)):
+  for condition, expected in ((True, 6), (False, 5)):
     out = loops.at_most_once(jnp.asarray(condition), lambda x: x + 1, ints(5))
-    assert out.tolist() == [wanted]
+    assert out.tolist() == [expected]
 
 
 def test_zeros_keep_the_dtype():
@@ -81,9 +76,9 @@ def test_rows_of_items_on_every_platform(find, rows):
   expected = np.repeat(np.arange(rows), counts)
   ends = jnp.cumsum(jnp.asarray(counts, jnp.int32), dtype=jnp.int32)
   items = jnp.arange(len(expected) + 5, dtype=jnp.int32)
-  found = np.asarray(find(ends, items))
-  np.testing.assert_array_equal(found[: len(expected)], expected)
-  np.testing.assert_array_equal(found[len(expected) :], rows)
+  rows_of_items = np.asarray(find(ends, items))
+  np.testing.assert_array_equal(rows_of_items[: len(expected)], expected)
+  np.testing.assert_array_equal(rows_of_items[len(expected) :], rows)
 
 
 def test_positions_between_two_columns():

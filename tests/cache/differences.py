@@ -19,7 +19,6 @@ def differences(oracle: Oracle, state: CacheState) -> list[str]:
 
 def _expected(oracle):
   pool, config = oracle.pool, oracle.config
-  aged = config.track_residency
   tables = [
     [
       pages + [config.no_page] * (config.pages_per_slot - len(pages))
@@ -45,7 +44,6 @@ def _expected(oracle):
     "published_pages": pool.published,
     "merged_pages": pool.merged,
     "failed_rows": oracle.failed,
-    **({"lifetime": pool.lifetime, "idle": pool.idle} if aged else {}),
     **(_expected_offload(pool) if config.offload_pages else {}),
   }
 
@@ -75,8 +73,6 @@ def _actual(state):
     "error": fetched.error,
   }
   fields |= {name: getattr(fetched.stats, name) for name in vars(fetched.stats)}
-  if fetched.pool.ages is not None:
-    fields |= vars(fetched.pool.ages.evicted)
   if fetched.pool.offload is not None:
     fields |= vars(fetched.pool.offload)
     fields["offload_queue"] = _in_order(fetched.pool.offload.queue)

@@ -17,13 +17,13 @@ from tests.model_of_the_cache.verbs import Oracle
 
 ARGUMENTS = {
   "allocate": ("num_tokens",),
-  "allocate_slots": ("num_tokens", "slots", "mask", "num_encoder_tokens"),
+  "allocate_slots": ("num_tokens", "slots", "mask"),
   "commit": ("tokens", "num_tokens"),
   "commit_slots": ("tokens", "num_tokens", "slots", "mask"),
   "match": ("tokens", "lengths", "salts", "mask"),
   "admit": (
     *("slots", "tokens", "lengths", "salts", "mask"),
-    *("num_tokens", "keep_free", "num_encoder_tokens"),
+    *("num_tokens", "keep_free"),
   ),
   "touch": ("pages", "mask"),
   "pin": ("tokens", "lengths", "salts", "mask"),
@@ -247,7 +247,7 @@ class Moves:
     """Allocates a few tokens in slots of random order."""
     slots = self._order()
     num_tokens = [self._num_tokens(self.oracle.slots[slot]) for slot in slots]
-    return num_tokens, slots, self._mask(), self._encoders()
+    return num_tokens, slots, self._mask()
 
   def _mask(self) -> list[bool]:
     """Returns a mask of R rows that is mostly True."""
@@ -266,13 +266,6 @@ class Moves:
     """Recycles slots in random order."""
     slots = self._order()
     return [self._recycle_length(slot) for slot in slots], slots, self._mask()
-
-  def _encoders(self) -> list[int] | None:
-    """Returns the encoder tokens of R rows, sometimes one too many, or None."""
-    if not self.setup.config.holds_encoder:
-      return None
-    limit = self.setup.config.slot_tokens + 1
-    return [self.draws.integer(0, limit) for _ in range(self.setup.rows)]
 
   def commit_slots(self):
     """Commits some of the tokens that have room, slots in random order."""
@@ -300,7 +293,7 @@ class Moves:
       0 if self._often() else self.draws.integer(0, self.setup.config.num_pages)
       for _ in lengths
     ]
-    return slots, tokens, lengths, salts, mask, room, keep, self._encoders()
+    return slots, tokens, lengths, salts, mask, room, keep
 
   def pin(self):
     """Pins cached prompts."""

@@ -135,7 +135,7 @@ MUTANTS = {
   ),
   # --- the pool --------------------------------------------------------------
   "an evicted page keeps its key": Mutant(
-    "cache.pool.page_pool:_unpublish",
+    "cache.pool.page_pool:unpublish",
     returned(lambda out, g: (g.pool, out[1])),
     ("allocate", "admit"),
   ),
@@ -277,8 +277,8 @@ MUTANTS = {
   ),
   # --- truncate and free -----------------------------------------------------
   "truncate keeps a page": Mutant(
-    "cache.group_kinds:GroupSizes.keep_encoder",
-    given(columns=lambda g: jnp.minimum(g.columns + 1, g.held)),
+    "cache.pool.page_table:ranges",
+    given(start=lambda g: jnp.minimum(g.start + 1, g.stop)),
     ("truncate",),
   ),
   "a page that is written again keeps its key": Mutant(

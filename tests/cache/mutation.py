@@ -7,14 +7,12 @@ from collections.abc import Callable
 import jax
 import pytest
 
-from jaxkv import CrossAttention
 from tests.cache.pair import VERBS
 from tests.cache.setups import CLASSIC
 from tests.cache.setups import CLASSIC_PREFIXES
 from tests.cache.setups import DRAFT
 from tests.cache.setups import LONG
 from tests.cache.setups import MERGE
-from tests.cache.setups import NO_CACHING
 from tests.cache.setups import Chunk
 from tests.cache.setups import Full
 from tests.cache.setups import Setup
@@ -55,22 +53,7 @@ WINDOWS = small(
 KEPT = small(
   212, 2, (Window(3), Full(page_size=4)), prefix_retention_interval=0, **LONG
 )
-ENCODER = small(
-  213, 2, (CrossAttention(page_size=4), Full()), **LONG, **NO_CACHING
-)
-AGED = small(214, 2, num_pages=12, track_residency=True)
-SCRATCH = small(
-  215, 2, (State(num_speculative=2), Full()), num_pages=60, **LONG
-)
-LOGGED = small(
-  216,
-  1,
-  (Full(page_size=4), Window(2)),
-  window=2,
-  event_log=300,
-  **LONG,
-  **MERGE,
-)
+STATES = small(215, 2, (State(), Full()), num_pages=60, **LONG)
 CHUNKED = small(209, 2, (Chunk(6),), **LONG)
 
 

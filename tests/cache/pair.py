@@ -9,17 +9,12 @@ import numpy as np
 
 import jaxkv
 import jaxkv.results
-import jaxkv.telemetry
 from tests.cache.differences import differences
-from tests.cache.mirror import Mirror
 from tests.cache.moves import ARGUMENTS
 from tests.cache.moves import WEIGHTS
 from tests.cache.moves import Moves
 from tests.cache.setups import Setup
 from tests.model_of_the_cache.verbs import Oracle
-
-_BETWEEN_READINGS = 3
-"""Moves whose events are read together, where the cache keeps any."""
 
 DTYPES = {"salts": np.uint32, "mask": np.bool_}
 
@@ -47,8 +42,6 @@ class Pair:
     verbs: the verb to call for each move; tests of broken caches replace some.
     oracle, state: the oracle and the cache.
     codes: the codes of all answers so far.
-    mirror: the cached pages according to events.
-    moves: the number of moves.
   """
 
   def __init__(self, setup: Setup, verbs: dict[str, Callable] = VERBS):
@@ -57,7 +50,6 @@ class Pair:
     self.oracle = Oracle(setup.config)
     self.state = jaxkv.init(setup.config)
     self.codes: set[jaxkv.Status] = set()
-    self.mirror, self.moves = Mirror(), 0
 
   def move(self, verb: str, arguments: tuple) -> dict:
     """Makes a move on both sides; returns the oracle's answer."""
@@ -75,21 +67,11 @@ class Pair:
     errors += _differing(expected, out) + differences(self.oracle, self.state)
     laws = jax.device_get(invariants(self.state))
     errors += [f"{name} is broken" for name, holds in laws.items() if not holds]
-    self.moves += 1
-    if self.setup.config.event_log and self.moves % _BETWEEN_READINGS == 0:
-      errors += self._compare_events()
     if isinstance(expected, dict):
       self.codes.update(np.ravel(expected.get("code", [])).tolist())
     if errors:
       raise Mismatch(f"{verb}{arguments}:\n" + "\n".join(errors))
     return expected
-
-  def _compare_events(self) -> list[str]:
-    """Returns the differences of the events from the oracle."""
-    self.state, drained = jaxkv.telemetry.drain_events(self.state)
-    lines = self.mirror.follow(drained)
-    pool, config = self.oracle.pool, self.setup.config
-    return lines + self.mirror.differences(pool, config)
 
   def _compare_moves(self, out) -> list[str]:
     """Returns the differences of the moves between device and host."""

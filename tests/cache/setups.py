@@ -9,7 +9,6 @@ import pytest
 
 from jaxkv import CacheConfig
 from jaxkv import ChunkedLocal
-from jaxkv import CrossAttention
 from jaxkv import FullAttention
 from jaxkv import GroupKind
 from jaxkv import OffloadPolicy
@@ -129,7 +128,6 @@ CLASSIC = {"free_policy": "lru"}
 NO_CACHING = {"prefix_caching": False}
 DRAFT = {"use_eagle": True}
 CLASSIC_PREFIXES = {"prefix_rules": "classic"}
-AGES = {"track_residency": True}
 LONG = {"pages_per_slot": 8}
 
 Full, Window, Chunk = FullAttention, SlidingWindow, ChunkedLocal
@@ -137,7 +135,7 @@ State = Recurrent
 
 SETUPS = {
   # Both policies, merging, groups, no caching.
-  "plain": small(1, 2, worse="tight", num_pages=16, **AGES),
+  "plain": small(1, 2, worse="tight", num_pages=16),
   "merge": small(2, 1, window=2, **MERGE, **CLASSIC),
   "groups": small(3, 2, groups=2, worse="crowded", **MERGE),
   "no_caching": small(4, 4, window=3, worse="tight", **NO_CACHING),
@@ -165,7 +163,6 @@ SETUPS = {
     worse="crowded",
     **LONG,
     **MERGE,
-    **AGES,
   ),
   "chunks": small(15, 2, (Full(), Chunk(4)), **LONG, **CLASSIC),
   "odd_chunks": small(16, 2, (Chunk(3), Full(page_size=4)), **LONG, **MERGE),
@@ -221,19 +218,11 @@ SETUPS = {
     **DRAFT,
     **MERGE,
   ),
-  "encoder": small(
-    31,
-    2,
-    (CrossAttention(page_size=4), Full(), Window(3)),
-    worse="tight",
-    **LONG,
-    **NO_CACHING,
-  ),
   "states": small(32, 2, (State(),), window=2, num_pages=16, **LONG),
-  "scratch": small(
+  "full_and_states": small(
     33,
     2,
-    (Full(page_size=4), State(num_speculative=2)),
+    (Full(page_size=4), State()),
     worse="tight",
     num_pages=30,
     **LONG,
@@ -242,7 +231,7 @@ SETUPS = {
   "kept_states": small(
     34,
     1,
-    (State(num_speculative=1), Window(3, page_size=2)),
+    (State(), Window(3, page_size=2)),
     num_pages=24,
     pages_per_slot=10,
     prefix_retention_interval=4,
@@ -250,7 +239,7 @@ SETUPS = {
     **CLASSIC,
   ),
   # With offloaded pages.
-  "offload": small(35, 2, worse="tight", num_pages=12, offload_pages=6, **AGES),
+  "offload": small(35, 2, worse="tight", num_pages=12, offload_pages=6),
   "host_hybrid": small(
     36,
     1,

@@ -106,12 +106,8 @@ class ShadowMemory:
   def room(self, slot: int) -> int:
     """Returns the tokens for which every group of a slot has pages."""
     config = self.config
-    kinds = zip(config.groups, config.page_sizes, self.used[slot], strict=True)
-    return min(
-      max(int(held) - kind.num_speculative, 0) * size
-      for kind, size, held in kinds
-      if not kind.holds_encoder
-    )
+    sizes = zip(config.page_sizes, self.used[slot], strict=True)
+    return min(int(held) * size for size, held in sizes)
 
   def pin(self, pages: np.ndarray) -> None:
     """Pins pages; full ones must not be written to any more."""

@@ -1,6 +1,6 @@
 """Caches for random calls with a shadow memory.
 
-All caches of the state machine, and caches with larger pages or telemetry.
+All caches of the state machine, and caches with pages of other sizes.
 """
 
 from tests.cache.setups import CLASSIC
@@ -16,24 +16,21 @@ from tests.cache.setups import State
 from tests.cache.setups import Window
 from tests.cache.setups import small
 
-_TELLS = {"event_log": 200, "track_new_pages": True}
-
 SHADOWED: dict[str, Setup] = SETUPS | {
-  "pages_of_16": small(401, 16, num_pages=14, **MERGE, **_TELLS),
+  "pages_of_16": small(401, 16, num_pages=14, **MERGE),
   "pages_of_4_8_16": small(
     402,
     4,
-    (Full(page_size=16), Window(6), State(page_size=8, num_speculative=1)),
+    (Full(page_size=16), Window(6), State(page_size=8)),
     num_pages=60,
     pages_per_slot=16,
-    track_new_pages=True,
   ),
-  "pages_of_1": small(403, 1, num_pages=9, **CLASSIC, **_TELLS),
+  "pages_of_1": small(403, 1, num_pages=9, **CLASSIC),
   "few_pages": small(404, 4, num_pages=5),
-  "told": small(405, 2, (Full(), Window(3)), **LONG, **MERGE, **_TELLS),
-  "told_states": small(406, 2, (State(), Full(page_size=4)), **LONG, **_TELLS),
+  "merged_windows": small(405, 2, (Full(), Window(3)), **LONG, **MERGE),
+  "states_and_full": small(406, 2, (State(), Full(page_size=4)), **LONG),
   "draft_states": small(
-    407, 1, (State(page_size=2), Window(4), Full()), **LONG, **DRAFT, **_TELLS
+    407, 1, (State(page_size=2), Window(4), Full()), **LONG, **DRAFT
   ),
   "published_chunks": small(
     408, 2, (Chunk(4), Full()), **LONG, **CLASSIC_PREFIXES, **MERGE

@@ -16,9 +16,7 @@ import jax
 import numpy as np
 
 import jaxkv
-import jaxkv.telemetry
 from jaxkv import Status
-from tests.cache.mirror import Mirror
 from tests.cache.moves import ARGUMENTS
 from tests.cache.moves import WEIGHTS
 from tests.cache.moves import Moves
@@ -37,10 +35,7 @@ UNSALTED = (0, 0, 0, 0)
 _BETWEEN_LAWS = 50
 """Calls after which the invariants are tested, which takes long."""
 
-_BETWEEN_READINGS = 3
-"""Calls after which events are read, where the cache keeps any."""
-
-OTHERS = {"clear_error": 3, "take_new_pages": 2, "draft": 5, "look": 1}
+OTHERS = {"clear_error": 3, "draft": 5, "look": 1}
 """Weights of what `Moves` does not know; `draft` calls no verb."""
 
 
@@ -55,8 +50,6 @@ class Written:
     epoch: the version of the weights at its start.
     empty: True if it holds no page.
     lost: True if no page held its last state.
-    encoder: the name of its encoder's tokens; 0 for none.
-    encoded: the pages of its encoder that were written.
   """
 
   tokens: list[int]
@@ -65,8 +58,6 @@ class Written:
   epoch: int
   empty: bool = True
   lost: bool = False
-  encoder: int = 0
-  encoded: int = 0
 
   def copy(self) -> "Written":
     """Returns a copy for another slot."""
@@ -107,8 +98,6 @@ class User:
     slots: the expected content of each slot.
     epoch: the version of the weights.
     calls: the number of calls.
-    mirror: the cached pages according to events.
-    taken: pages taken from the free queue since the last `take_new_pages`.
     counts: the number of events of each kind.
   """
 
@@ -118,7 +107,6 @@ class User:
     self.memory, self.names = ShadowMemory(self.config), Names()
     self.epoch, self.calls = 0, 0
     self.slots = [self._nothing() for _ in range(self.config.num_slots)]
-    self.mirror, self.taken = Mirror(), set()
     self.counts: collections.Counter[str] = collections.Counter()
 
   def _nothing(self) -> Written:
@@ -179,32 +167,23 @@ class User:
     if verb in QUERIES:
       return
     self.state, out = got
-    out, before = jax.device_get(out), self.memory.refs
+    out = jax.device_get(out)
     self.memory.look(self.state, getattr(out, "moves", None))
     self._note_codes(out)
     short = verb.removesuffix("_slots").removesuffix("_mask")
     after = getattr(self, f"_after_{short}", None)
-    hits = after(out, **named) if after else None
-    self._settle(before, hits or set())
+    if after:
+      after(out, **named)
+    self._settle()
 
-  def _settle(self, before: np.ndarray, hits: set[int]) -> None:
-    """Updates the user and checks all pages after a call.
-
-    Args:
-      before: int64[N], the references before the call.
-      hits: the pages that the call hit in the index.
-    """
-    new_pages = np.flatnonzero((self.memory.held > 0) & (before == 0))
-    self.taken |= set(new_pages.tolist()) - hits
-    first = self.memory.used[:, self.config.first_self_group]
+  def _settle(self) -> None:
+    """Updates the user and checks all pages after a call."""
+    first = self.memory.used[:, 0]
     for written, used in zip(self.slots, first.tolist(), strict=True):
       if written.empty and used:
         written.epoch = self.epoch
       written.empty = not used
-    self._encode()
     self._check_slots()
-    if self.config.event_log and self.calls % _BETWEEN_READINGS == 0:
-      self._drain_events()
     if self.calls % _BETWEEN_LAWS == 0:
       self._check_laws()
 
@@ -227,8 +206,6 @@ class User:
       written.tokens += new
       if new:
         written.lost = self._has_no_state(slot)
-    # It takes no pages: those that are in use now were merged.
-    return set(self.memory.table.ravel().tolist())
 
   def _has_no_state(self, slot: int) -> bool:
     """True if the last state of a slot has a null page."""
@@ -243,7 +220,6 @@ class User:
     return zip(range(len(sizes)), self.config.groups, sizes, strict=True)
 
   def _after_admit(self, out, slots, tokens, lengths, salts, **_):
-    hits = set()
     for row, slot in self._rows(out, slots):
       cached = int(out.num_cached_tokens[row])
       self._check_length(cached, lengths[row])
@@ -252,10 +228,6 @@ class User:
       self.slots[slot] = Written(held, names, root, self.epoch)
       self.counts["hits"] += cached > 0
       self.counts["hit tokens"] += cached
-      for group, _, size in self._groups():
-        pages = self.memory.table[slot, group, : cached // size]
-        hits |= set(pages.tolist())
-    return hits
 
   def _after_fork(self, out, src, dst, mask):
     del mask
@@ -328,7 +300,7 @@ class User:
     for group, kind, _ in self._groups():
       if kind.holds_states and states:
         self.memory.write_states(slot, group, start, names)
-      elif not kind.holds_states and not kind.holds_encoder:
+      elif not kind.holds_states:
         self.memory.write_expert_ids(slot, group, start, names)
 
   def draft(self, draws: Dice) -> None:
@@ -339,30 +311,6 @@ class User:
       if count:
         garbage = self.names.of("draft", draws.integer(0, 9))
         self._write(slot, [garbage] * count, states=False)
-        self._write_scratch(slot, garbage)
-
-  def _write_scratch(self, slot: int, name: int):
-    for group, kind, _ in self._groups():
-      used = self.memory.used[slot, group]
-      scratch = range(used - kind.num_speculative, used)
-      for page in self.memory.table[slot, group, scratch].tolist():
-        self.memory.write_page(page, group, name)
-
-  def _encode(self):
-    """Writes new pages of encoders, and checks all of them."""
-    for group, kind, _ in self._groups():
-      if not kind.holds_encoder:
-        continue
-      for slot, written in enumerate(self.slots):
-        used = int(self.memory.used[slot, group])
-        pages = self.memory.table[slot, group, :used].tolist()
-        written.encoder = written.encoder or self.names.of(slot, self.calls)
-        for page in pages[written.encoded :]:
-          self.memory.write_page(page, group, written.encoder)
-        written.encoded = used
-        for page in pages:
-          holds = self.memory.holds_page(page, group, written.encoder)
-          _need(holds, f"page {page} holds another encoder's tokens")
 
   # --- checks ----------------------------------------------------------------
 
@@ -376,8 +324,6 @@ class User:
       names[slot, : totals[slot]] = written.names
     lost = np.asarray([written.lost for written in self.slots])
     for group, kind, size in self._groups():
-      if kind.holds_encoder:
-        continue
       pages = self.memory.table[:, group, : self.config.slot_tokens // size]
       wrong = self.memory.wrong(group, pages, names, lengths)
       missing = self.memory.missing(group)
@@ -426,41 +372,13 @@ class User:
     del draws
     self.state, _ = jaxkv.clear_error(self.state)
 
-  def take_new_pages(self, draws: Dice) -> None:
-    """Checks that each page from the free queue is reported as new."""
-    del draws
-    if self.config.track_new_pages:
-      self.state, new = jaxkv.telemetry.take_new_pages(self.state)
-      silent = self.taken - set(np.flatnonzero(new).tolist())
-      _need(not silent, f"pages are new and not told: {silent}")
-      self.taken = set()
-
-  def _drain_events(self):
-    """Checks that events report the cached pages, and their tokens."""
-    self.counts["drain_events"] += 1
-    self.state, drained = jaxkv.telemetry.drain_events(self.state)
-    errors = self.mirror.follow(drained)
-    _need(not errors, f"{errors}")
-    _need(sorted(self.mirror.pages) == self.pool.keys, "cached pages, as told")
-    for page, event in self.mirror.pages.items():
-      name = self.memory.last_name(page, event.group)
-      tokens = self.names.last_tokens(name, len(event.tokens))
-      _need(event.tokens == tokens, f"{event}, but it holds {tokens}")
-
   def look(self, draws: Dice) -> None:
     """Checks all queries."""
     group = draws.integer(0, self.config.num_groups - 1)
     ones = [1] * len(self.slots)
-    holds_encoder = self.config.groups[group].holds_encoder
-    view = jaxkv.view(
-      self.state,
-      group=group,
-      num_tokens=ones,
-      num_encoder_tokens=ones if holds_encoder else None,
-    )
-    starts = ones if holds_encoder else self.memory.length
+    view = jaxkv.view(self.state, group=group, num_tokens=ones)
     agrees = np.array_equal(view.page_table, self.memory.table[:, group])
-    agrees &= np.array_equal(view.starts, starts)
+    agrees &= np.array_equal(view.starts, self.memory.length)
     _need(agrees, "a view is of other pages")
     pages, refs = self.config.num_pages - 1, self.memory.refs
     used = round(float(jaxkv.usage(self.state)) * pages)

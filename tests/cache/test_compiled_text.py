@@ -113,8 +113,6 @@ HYBRID = {
     jaxkv.ChunkedLocal(16),
   ),
   "merge_duplicates": True,
-  "event_log": 64,
-  "track_residency": True,
 }
 
 PINNED_HOST = {"offload_pages": 70_000}

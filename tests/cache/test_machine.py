@@ -142,7 +142,7 @@ _LIKE_OTHERS = {
   "one_token_pages",
   "plain",
   "published",
-  "scratch",
+  "full_and_states",
   "sliding",
   "some_kept",
   "two_windows",
@@ -206,7 +206,7 @@ _deep = pytest.mark.deep
   [
     "three_kinds",
     pytest.param("offload", marks=_deep),
-    pytest.param("scratch", marks=_deep),
+    pytest.param("full_and_states", marks=_deep),
   ],
 )
 def test_programs_for_a_gpu(name):

@@ -81,39 +81,6 @@ def test_hits_equal_those_of_one_pool(split):
 
 
 @pytest.mark.slow
-def test_events_follow_contents_through_both_memories():
-  """A page is removed when its content is in neither memory."""
-  rng = np.random.default_rng(0)
-  config = jaxkv.CacheConfig(
-    num_pages=9,
-    page_size=2,
-    num_slots=1,
-    pages_per_slot=8,
-    offload_pages=28,
-    event_log=500,
-    groups=(jaxkv.FullAttention(), jaxkv.FullAttention()),
-  )
-  state, slot = jaxkv.init(config), jnp.zeros((1,), jnp.int32)
-  stored: dict[tuple[int, bytes], int] = {}
-  for turn in range(60):
-    tokens = np.full(6, turn % 4) if turn % 3 else rng.integers(0, 9, 6)
-    length = jnp.asarray([6])
-    state, out = jaxkv.admit(state, slot, tokens[None], length)
-    rest = np.roll(tokens, -int(out.num_cached_tokens[0]))[None]
-    state, _ = jaxkv.commit(state, rest, length - out.num_cached_tokens)
-    state, _ = jaxkv.free(state, slots=slot)
-    state, drained = jaxkv.telemetry.drain_events(state)
-    for event in drained.events:
-      key = event.group, event.key
-      change = 1 if isinstance(event, jaxkv.telemetry.Stored) else -1
-      stored[key] = stored.get(key, 0) + change
-      assert stored[key] >= 0
-    assert sum(stored.values()) == len(jaxkv.cached_pages(state))
-  assert int(jaxkv.stats(state).forgotten_pages) > 10
-  assert int(jaxkv.stats(state).restored_pages) > 10
-
-
-@pytest.mark.slow
 def test_a_stale_page_is_not_saved():
   config = jaxkv.CacheConfig(
     num_pages=4, page_size=2, num_slots=1, pages_per_slot=4, offload_pages=4
@@ -210,32 +177,6 @@ def _reordered(moves, order):
 def test_every_move_matters(change):
   with pytest.raises(FalseContent):
     _serve(_sizes(13, 40), change)
-
-
-@pytest.mark.slow
-def test_a_restored_page_is_not_new():
-  """Its content would be lost if the caller zeroed it."""
-  config = jaxkv.CacheConfig(
-    num_pages=6,
-    page_size=2,
-    num_slots=2,
-    pages_per_slot=8,
-    offload_pages=4,
-    track_new_pages=True,
-  )
-  state = jaxkv.init(config)
-  state, _ = jaxkv.allocate(state, [3, 0])
-  state, _ = jaxkv.commit(state, [[1, 2, 3], [0, 0, 0]], [3, 0])
-  state, _ = jaxkv.free(state, slots=[0])
-  state, _ = jaxkv.allocate(state, [0, 10])  # Evicts the only cached page.
-  state, _ = jaxkv.free(state, slots=[1])
-  # The pages that were popped and freed since the last reading are new still.
-  state, out = jaxkv.admit(state, [0], [[1, 2, 3]], [3])
-  assert out.num_cached_tokens.tolist() == [2]
-  state, new = jaxkv.telemetry.take_new_pages(state)
-  restored, fresh = state.page_table[0, 0, :2].tolist()
-  assert not new[restored]
-  assert new[fresh]
 
 
 def test_pin_of_less_than_a_page():

@@ -21,7 +21,6 @@ def pool():
       num_slots=1,
       pages_per_slot=4,
       free_policy="lru",
-      track_new_pages=True,
     )
   )
 
@@ -35,7 +34,6 @@ def test_pop_takes_the_first_pages(pool):
   pool, popped = page_pool.pop(pool, jnp.int32(2), window=4)
   assert popped.pages[popped.valid].tolist() == [1, 2]
   assert pool.ref_count.tolist() == [0, 1, 1, 0, 0, 0, 0, 0]
-  assert jnp.flatnonzero(pool.new).tolist() == [1, 2]
   assert free(pool) == [3, 4, 5, 6, 7]
 
 

@@ -36,10 +36,10 @@ def found(index, *numbers, tokens=None):
 
 def removed(index, *pages):
   """The index without pages."""
-  index, taken = prefix_index.remove(
+  index, was_cached = prefix_index.remove(
     index, ints(*pages), jnp.ones((len(pages),), bool)
   )
-  return index, int(taken.total)
+  return index, int(was_cached.sum())
 
 
 def test_a_page_is_found_by_its_key():

@@ -1,4 +1,4 @@
-"""Groups that hold states: where the snapshots and scratch pages stand."""
+"""Groups that hold states: where the snapshots stand."""
 
 import jax.numpy as jnp
 import pytest
@@ -10,7 +10,7 @@ ALONE = jaxkv.CacheConfig(
   page_size=2,
   num_slots=2,
   pages_per_slot=8,
-  groups=(jaxkv.Recurrent(num_speculative=2),),
+  groups=(jaxkv.Recurrent(),),
 )
 NO_PAGE = ALONE.no_page
 
@@ -38,32 +38,14 @@ def columns(state, slot=0):
 
 
 class TestColumns:
-  @pytest.mark.slow
-  def test_only_the_running_state_and_scratch_have_pages(self):
+  def test_only_the_running_state_has_a_page(self):
     state = grown(jaxkv.init(ALONE), 5)
-    # Tokens 0-4 end in column 2; two scratch pages stand behind it.
-    assert columns(state) == [0, 0, 1, 2, 3]
-    assert state.pool.queue.num_free == 16
-
-  @pytest.mark.slow
-  def test_scratch_pages_move_along(self):
-    state = grown(jaxkv.init(ALONE), 5)
-    # One page more: the first scratch page is the running state now.
-    state = grown(state, 2, 5)
-    assert columns(state) == [0, 0, 1, 2, 3, 4]
-    # Two more: one scratch page stands where the running state will be, the
-    # other moves behind it. The state of column 2 was left behind.
-    state = grown(state, 4, 7)
-    assert columns(state) == [0, 0, 0, 2, 0, 4, 3, 5]
-
-  @pytest.mark.slow
-  def test_scratch_pages_count_towards_a_full_slot(self):
-    state, out = jaxkv.allocate(jaxkv.init(ALONE), ints(13, 12))
-    assert out.code.tolist() == [jaxkv.Status.SLOT_FULL, jaxkv.Status.OK]
-    assert jaxkv.usage(state) > 0
-    tokens = jnp.zeros((1, 13), jnp.int32)
-    _, entered = jaxkv.admit(jaxkv.init(ALONE), ints(0), tokens, ints(13))
-    assert entered.code.tolist() == [jaxkv.Status.SLOT_FULL]
+    # Tokens 0-4 end in column 2.
+    assert columns(state) == [0, 0, 1]
+    assert state.pool.queue.num_free == 18
+    # Two pages more: the state of column 2 was recycled.
+    state = grown(state, 4, 5)
+    assert columns(state) == [0, 0, 1, 0, 2]
 
 
 class TestHits:
@@ -105,22 +87,22 @@ def test_a_hybrid_hits_where_both_can_go_on():
 class TestFork:
   def test_a_state_inside_a_page_is_copied(self):
     state, out = jaxkv.fork(grown(jaxkv.init(ALONE), 5), ints(0), ints(1))
-    assert columns(state) == [0, 0, 1, 2, 3]
-    assert columns(state, 1) == [0, 0, 4, 5, 6]
-    assert (out.copies.src.tolist(), out.copies.dst.tolist()) == ([1], [4])
+    assert columns(state) == [0, 0, 1]
+    assert columns(state, 1) == [0, 0, 2]
+    assert (out.copies.src.tolist(), out.copies.dst.tolist()) == ([1], [2])
     jaxkv.check(state)
 
   def test_a_state_at_the_end_of_a_page_is_shared(self):
     state, out = jaxkv.fork(grown(jaxkv.init(ALONE), 6), ints(0), ints(1))
-    assert columns(state, 1) == [0, 0, 1, 4, 5]
+    assert columns(state, 1) == [0, 0, 1]
     assert out.copies.src.tolist() == [NO_PAGE]
     assert int(state.pool.ref_count[1]) == 2
 
   def test_pages_ahead_are_not_shared(self):
     state, _ = jaxkv.allocate(grown(jaxkv.init(ALONE), 5), ints(4, 0))
-    assert columns(state) == [0, 0, 1, 0, 3, 2, 4]
+    assert columns(state) == [0, 0, 1, 0, 2]
     state, _ = jaxkv.fork(state, ints(0), ints(1))
-    assert columns(state, 1) == [0, 0, 5, 6, 7]
+    assert columns(state, 1) == [0, 0, 3]
 
   def test_a_state_that_was_never_kept(self):
     """Room for five tokens has one page, where the fifth ends."""
@@ -143,13 +125,13 @@ class TestTruncate:
     state, _ = jaxkv.allocate(grown(jaxkv.init(ALONE), 4), ints(4, 0))
     tokens = jnp.arange(4, 8, dtype=jnp.int32)[None]
     state, _ = jaxkv.commit(state, tokens, ints(4), slots=ints(0))
-    assert columns(state) == [0, 1, 0, 3, 2, 4]
+    assert columns(state) == [0, 1, 0, 2]
     return state
 
   @pytest.mark.slow
   def test_back_to_a_state(self):
     state, code = self.cut(self.twice_grown(), 4)
-    assert (code, columns(state)) == (jaxkv.Status.OK, [0, 1, 2, 4])
+    assert (code, columns(state)) == (jaxkv.Status.OK, [0, 1])
     # And on again, with the same keys.
     again = grown(state, 4, 4)
     tokens = jnp.arange(9, dtype=jnp.int32)[None]
@@ -165,23 +147,9 @@ class TestTruncate:
   def test_what_is_ahead_goes_back(self):
     state, _ = jaxkv.allocate(grown(jaxkv.init(ALONE), 5), ints(4, 0))
     state, code = self.cut(state, 5)
-    assert (code, columns(state)) == (jaxkv.Status.OK, [0, 0, 1, 2, 4])
+    assert (code, columns(state)) == (jaxkv.Status.OK, [0, 0, 1])
 
   def test_to_nothing(self):
     state, code = self.cut(self.twice_grown(), 0)
     assert (code, columns(state)) == (jaxkv.Status.OK, [])
     assert int(state.pool.queue.num_free) == ALONE.num_pages - 1
-
-
-def test_scratch_pages_are_no_room_for_tokens():
-  """Else the next growth would move a page on that is published."""
-  state, _ = jaxkv.allocate(jaxkv.init(ALONE), ints(1, 0))
-  tokens = jnp.zeros((1, 3), jnp.int32)
-  _, out = jaxkv.commit(state, tokens, ints(3), slots=ints(0))
-  assert out.code.tolist() == [jaxkv.Status.NO_ROOM]
-
-
-@pytest.mark.parametrize("count", [-1, 1.5, True])
-def test_bad_numbers_of_scratch_pages(count):
-  with pytest.raises((TypeError, ValueError), match="num_speculative"):
-    jaxkv.Recurrent(num_speculative=count)

@@ -72,7 +72,7 @@ PLANTED = {
     (("new_epoch", 8),),
   ),
   "a page that is handed out stays cached": Mutant(
-    "cache.pool.page_pool:_unpublish",
+    "cache.pool.page_pool:unpublish",
     returned(lambda out, g: (g.pool, out[1])),
     ("allocate", "allocate_slots"),
     PLAIN,
@@ -86,12 +86,12 @@ _LIKE_OTHERS = {
   "few_pages",
   "kept_of_16",
   "pages_of_16",
-  "told",
-  "told_states",
+  "merged_windows",
+  "states_and_full",
 }
 _CACHES = [
   pytest.param(name, marks=pytest.mark.deep)
-  if name in (SETUPS.keys() - {"encoder", "hybrid", "windows"}) | _LIKE_OTHERS
+  if name in (SETUPS.keys() - {"hybrid", "windows"}) | _LIKE_OTHERS
   else name
   for name in SHADOWED
 ]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import jaxkv
-import jaxkv.telemetry
 from jaxkv import Status
 from jaxkv._src.cache import state as status
 from tests.cache.by_hand import config
@@ -25,7 +24,6 @@ LOOKS = {
   "check": jaxkv.check,
   "free_pages": jaxkv.free_pages,
   "cached_pages": jaxkv.cached_pages,
-  "drain_events": jaxkv.telemetry.drain_events,
   "usage": jaxkv.usage,
   "num_common_prefix_pages": jaxkv.num_common_prefix_pages,
   "allocate": lambda state: jaxkv.allocate(state, TWO),
@@ -71,7 +69,10 @@ def test_a_state_that_was_donated():
     ({"page_size": 2}, r"state\.hashes\.tail` .* \(2, 2\), got \(2, 4\)"),
     ({"num_pages": 17}, r"state\.pool\.ref_count` .* \(17,\), got \(16,\)"),
     ({"prefix_caching": False}, r"state\.secret` .* no array, got \(3, 4\)"),
-    ({"event_log": 4}, r"state\.pool\.events\.kind` .* \(4,\), got no array"),
+    (
+      {"prefix_retention_interval": 0},
+      r"state\.hashes\.prompt_length` .* \(2,\), got no array",
+    ),
   ],
 )
 def test_arrays_under_a_config_of_other_sizes(look, sizes, message):

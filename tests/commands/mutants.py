@@ -15,7 +15,7 @@ MUTANTS = table(
     "any file can be written": (
       "output:check_writable",
       lambda right: lambda *paths: None,
-      "test_output.py::test_files_that_cannot_be_written",
+      "test_output.py::test_unwritable_files_are_refused",
     ),
   },
 )

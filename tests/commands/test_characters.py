@@ -56,13 +56,13 @@ class TestTraining:
     assert loss(small_model.params) < 0.5 * loss(untrained)
 
   @pytest.mark.slow
-  def test_same_recipe_same_weights(self, small_model, tmp_path):
-    again = characters.character_model(
+  def test_equal_recipes_give_equal_weights(self, small_model, tmp_path):
+    model = characters.character_model(
       steps=25, text=TEXT, folder=tmp_path, progress=False
     )
-    chex.assert_trees_all_equal(again.params, small_model.params)
+    chex.assert_trees_all_equal(model.params, small_model.params)
 
-  def test_too_short_a_text(self, tmp_path):
+  def test_a_text_that_is_too_short_is_refused(self, tmp_path):
     with pytest.raises(ValueError, match=r"longer than 512, got .* 6 tok"):
       characters.character_model(text="abcde", folder=tmp_path)
 
@@ -89,9 +89,9 @@ class TestKeptWeights:
     return characters.character_model(**keywords)
 
   def test_is_trained_once(self, trainings, tmp_path):
-    first, second = self._model(tmp_path), self._model(tmp_path)
+    model, other_model = self._model(tmp_path), self._model(tmp_path)
     assert len(trainings) == 1
-    chex.assert_trees_all_equal(first.params, second.params)
+    chex.assert_trees_all_equal(model.params, other_model.params)
     self._model(tmp_path, text=TEXT + "more")
     self._model(tmp_path, steps=7)
     assert len(trainings) == 3
@@ -102,7 +102,7 @@ class TestKeptWeights:
     assert len(list((tmp_path / "made" / "here").glob("*.npz"))) == 1
 
   @pytest.mark.parametrize("damage", ["cut", "empty", "noise", "flipped"])
-  def test_a_damaged_file(self, trainings, tmp_path, damage):
+  def test_a_damaged_file_is_replaced(self, trainings, tmp_path, damage):
     self._model(tmp_path)
     (path,) = tmp_path.iterdir()
     data = path.read_bytes()
@@ -117,11 +117,11 @@ class TestKeptWeights:
       }[damage]
     )
     with pytest.warns(UserWarning, match="training the model again"):
-      again = self._model(tmp_path)
+      trained_model = self._model(tmp_path)
     assert len(trainings) == 2
-    kept = self._model(tmp_path)
+    kept_model = self._model(tmp_path)
     assert len(trainings) == 2
-    chex.assert_trees_all_equal(again.params, kept.params)
+    chex.assert_trees_all_equal(trained_model.params, kept_model.params)
 
   def test_a_folder_that_cannot_be_written(self, trainings, tmp_path):
     """Raised before a minute's training."""
@@ -130,11 +130,11 @@ class TestKeptWeights:
       self._model(tmp_path / "file" / "folder")
     assert trainings == []
 
-  def test_two_first_calls_at_once(self, trainings, tmp_path):
-    """Whoever reads then reads a whole file, and no other file is left."""
+  def test_concurrent_first_calls_write_one_file(self, trainings, tmp_path):
+    """The file is complete, and no other file is left."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
       calls = [pool.submit(self._model, tmp_path) for _ in range(2)]
       params = [call.result().params for call in calls]
-    kept = self._model(tmp_path).params["embed"]
-    assert any(np.array_equal(kept, one["embed"]) for one in params)
+    embed = self._model(tmp_path).params["embed"]
+    assert any(np.array_equal(embed, tree["embed"]) for tree in params)
     assert len(list(tmp_path.iterdir())) == 1

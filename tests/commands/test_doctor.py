@@ -42,5 +42,5 @@ def test_a_failure_is_a_line_and_a_status(capsys, monkeypatch):
 
   monkeypatch.setattr(jax, "devices", devices)
   assert command_line.main(["doctor"]) == 1
-  last = capsys.readouterr().out.splitlines()[-1]
-  assert last.split(maxsplit=1) == ["FAILED", "RuntimeError: no driver found"]
+  line = capsys.readouterr().out.splitlines()[-1]
+  assert line.split(maxsplit=1) == ["FAILED", "RuntimeError: no driver found"]

@@ -26,15 +26,15 @@ def test_a_link_stays_a_link(tmp_path):
   assert os.listdir(tmp_path / "folder") == ["file"]
 
 
-@pytest.mark.parametrize("place", ["write", "replace"])
-def test_a_failure_while_writing(tmp_path, monkeypatch, place):
+@pytest.mark.parametrize("step", ["write", "replace"])
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch, step):
   path = tmp_path / "file"
   path.write_text("old")
 
   def fail(*_, **__):
     raise OSError(28, "No space left on device")
 
-  if place == "replace":
+  if step == "replace":
     monkeypatch.setattr(os, "replace", fail)
   else:
     monkeypatch.setattr(output.json, "dumps", fail)
@@ -55,7 +55,7 @@ def test_a_failure_while_writing(tmp_path, monkeypatch, place):
     ("link", "the command reads it"),
   ],
 )
-def test_files_that_cannot_be_written(tmp_path, monkeypatch, name, reason):
+def test_unwritable_files_are_refused(tmp_path, monkeypatch, name, reason):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "folder").mkdir()
   (tmp_path / "input").write_text("old")

@@ -38,22 +38,23 @@ def line(input_length, hash_ids, **changes):
 
 
 def written(path, lines):
-  path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+  path.write_text("".join(json.dumps(request) + "\n" for request in lines))
   return path
 
 
 def conversations(count, seed):
   """Requests that branch off one another, enough for several spans."""
   rng = random.Random(seed)
-  ids, prompts = {}, [()]
+  ids = {}
+  prompts = [()]
   for _ in range(count):
-    kept = rng.choice(prompts[-30:])
-    kept = kept[: rng.randint(0, len(kept))]
+    prefix = rng.choice(prompts[-30:])
+    prefix = prefix[: rng.randint(0, len(prefix))]
     # Wider than 32 bits, and only two choices, so that prompts coincide.
     for _ in range(rng.randint(0, 4)):
-      chosen = (*kept, rng.randint(0, 1))
-      kept = (*kept, ids.setdefault(chosen, 2**40 + len(ids)))
-    prompts.append(kept[:9])
+      chosen = (*prefix, rng.randint(0, 1))
+      prefix = (*prefix, ids.setdefault(chosen, 2**40 + len(ids)))
+    prompts.append(prefix[:9])
   for prompt in prompts:
     # The last block is full at every other request.
     partial = rng.choice((0, rng.randint(1, 511))) if prompt else 0
@@ -72,27 +73,29 @@ def lru(requests, rule, pages):
 
   Pages are numbers; the hit is the oldest page with the wanted prefix.
   """
-  queue, keys = list(range(pages)), {}
-  total = hits = evicted = 0
+  queue = list(range(pages))
+  keys = {}
+  num_blocks = hits = evicted = 0
   for request in requests:
     ids, cap = blocks_and_cap(request, rule)
     prefixes = [tuple(ids[: i + 1]) for i in range(len(ids))]
-    held = []
+    held_pages = []
     for prefix in prefixes[:cap]:
       page = next((p for p, key in keys.items() if key == prefix), None)
       if page is None:
         break
       queue.remove(page)
-      held.append(page)
-    found = len(held)
-    for _ in prefixes[found:]:
+      held_pages.append(page)
+    num_hits = len(held_pages)
+    for _ in prefixes[num_hits:]:
       page = queue.pop(0)
       evicted += keys.pop(page, None) is not None
-      held.append(page)
-    keys.update(zip(held[found:], prefixes[found:], strict=True))
-    queue.extend(reversed(held))
-    total, hits = total + len(ids), hits + found
-  return total, hits, evicted
+      held_pages.append(page)
+    keys.update(zip(held_pages[num_hits:], prefixes[num_hits:], strict=True))
+    queue.extend(reversed(held_pages))
+    num_blocks = num_blocks + len(ids)
+    hits = hits + num_hits
+  return num_blocks, hits, evicted
 
 
 @pytest.mark.slow
@@ -113,10 +116,10 @@ def test_counts_equal_plain_lru(tmp_path, capsys, rule, pages):
   assert replay.run(arguments(*words)) == 0
   result = json.loads(out.read_text())
   assert list(result) == KEYS
-  total, hits, evicted = lru(requests, rule, min(pages or 5000, 5000))
-  assert (result["blocks"], result["hit_blocks"]) == (total, hits)
+  num_blocks, hits, evicted = lru(requests, rule, min(pages or 5000, 5000))
+  assert (result["blocks"], result["hit_blocks"]) == (num_blocks, hits)
   assert result["evicted"] == evicted
-  assert result["hit_rate"] == hits / total
+  assert result["hit_rate"] == hits / num_blocks
   assert result["requests"] == len(requests)
   assert result["seconds"] > 0
   assert hits > 0 and (evicted > 0) == (pages in (9, 40))
@@ -134,9 +137,9 @@ def test_a_trace_without_any_full_block(tmp_path):
 
 
 @pytest.mark.slow
-def test_equal_ids_after_different_blocks(tmp_path):
+def test_equal_ids_after_different_blocks_are_different_blocks(tmp_path):
   """They are different blocks, and without a limit all of them stay cached."""
-  lines = [line(1024, [first, 9]) for first in (1, 2, 3, 1, 2, 3)]
+  lines = [line(1024, [first_id, 9]) for first_id in (1, 2, 3, 1, 2, 3)]
   path = written(tmp_path / "trace.jsonl", lines)
   out = tmp_path / "out.json"
   replay.run(arguments(path, "--pages", 0, "--rule", "all", "--json", out))
@@ -175,7 +178,7 @@ BAD_LINES = {
 
 @pytest.mark.parametrize("case", BAD_LINES)
 def test_a_bad_line_is_named_and_nothing_is_written(tmp_path, case):
-  text, *wanted = BAD_LINES[case]
+  text, *words = BAD_LINES[case]
   bad = text if isinstance(text, bytes) else text.encode()
   path = tmp_path / "trace.jsonl"
   path.write_bytes(GOOD.encode() + b"\n" + bad + b"\n")
@@ -183,7 +186,7 @@ def test_a_bad_line_is_named_and_nothing_is_written(tmp_path, case):
   with pytest.raises(CommandError) as caught:
     replay.run(arguments(path, "--pages", 3, "--json", out))
   message = str(caught.value)
-  assert all(word in message for word in wanted), message
+  assert all(word in message for word in words), message
   assert len(message.splitlines()) == 1
   assert os.listdir(tmp_path) == ["trace.jsonl"]
 
@@ -208,7 +211,7 @@ def test_line_numbers_count_blank_lines(tmp_path):
     (("good.jsonl", "--pages", 3, "--json", "good.jsonl"), "reads it"),
   ],
 )
-def test_bad_files_and_sizes(tmp_path, monkeypatch, words, message):
+def test_bad_files_and_sizes_are_refused(tmp_path, monkeypatch, words, message):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "good.jsonl").write_text(GOOD)
   (tmp_path / "empty.jsonl").write_text("")

@@ -76,10 +76,10 @@ class TestRollout:
     assert result["sequences"] == 6
     assert result["hit_tokens"] > 0
     assert 16 <= result["prefilled"] < result["prompt_tokens"]
-    found = [
+    samples = [
       (text["prompt_number"], text["sample"]) for text in result["texts"]
     ]
-    assert found == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert samples == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     for text in result["texts"]:
       assert len(text["tokens"]) == len(text["log_probs"]) <= 12
       assert max(text["log_probs"]) <= 0
@@ -89,7 +89,7 @@ class TestRollout:
     assert "rollout: 100%" in printed.err
 
   @pytest.mark.slow
-  def test_other_logits_are_noticed(self, main, monkeypatch, capsys):
+  def test_a_wrong_forward_pass_gives_status_1(self, main, monkeypatch, capsys):
     """Status 1 if the loop computes something else than the model does."""
     right = models.Pretrained.forward.fget
     assert right is not None
@@ -106,7 +106,7 @@ class TestRollout:
     assert "equals uncached   NO" in capsys.readouterr().out
 
   @pytest.mark.slow
-  def test_the_bar_moves(self, main, monkeypatch):
+  def test_the_progress_bar_advances_often(self, main, monkeypatch):
     """A span of steps is short beside the whole rollout."""
     updates = []
 
@@ -137,7 +137,7 @@ class TestRollout:
       ("10 is\n" + "1" * 600 + "\n", r"line 2: a prompt must have 1 to 416"),
     ],
   )
-  def test_prompts_that_cannot_be_used(
+  def test_invalid_prompts_are_refused(
     self, main, tmp_path, capsys, content, message
   ):
     path, target = tmp_path / "prompts.txt", tmp_path / "out.json"
@@ -169,7 +169,7 @@ class TestRollout:
       (["--model", "no_such_model"], "--model: source must be a folder"),
     ],
   )
-  def test_arguments_that_cannot_be_used(
+  def test_invalid_arguments_are_refused(
     self, main, capsys, arguments, message
   ):
     assert _status(main, *arguments) == 2
@@ -177,17 +177,17 @@ class TestRollout:
     assert "error: " in error
     assert re.search(message, error)
 
-  @pytest.mark.parametrize("number", [0, 1])
+  @pytest.mark.parametrize("index", [0, 1])
   def test_only_process_0_needs_the_folder(
-    self, main, monkeypatch, capsys, number
+    self, main, monkeypatch, capsys, index
   ):
     def start(_):
       raise CommandError("no other process")
 
     monkeypatch.setattr(command.processes, "start", start)
     words = ["--json", "/no/such/folder/x.json"]
-    assert _status(main, *words, "--processes", f"host:1,2,{number}") == 2
-    message = "no other process" if number else "cannot write"
+    assert _status(main, *words, "--processes", f"host:1,2,{index}") == 2
+    message = "no other process" if index else "cannot write"
     assert message in _last_line(capsys)
 
   def test_a_folder_that_cannot_keep_the_model(
@@ -230,7 +230,7 @@ class TestPretrained:
 
 
 class TestCommandLine:
-  def test_no_command(self, capsys):
+  def test_a_missing_command_is_refused(self, capsys):
     with pytest.raises(SystemExit) as exit_:
       command_line.main([])
     assert exit_.value.code == 2
@@ -244,7 +244,7 @@ class TestCommandLine:
         "model prompt prompts chat samples max-tokens temperature seed slots "
         "pages page-size json processes",
       ),
-      ("replay", "pages host-pages rule json"),
+      ("replay", "pages offload-pages rule json"),
     ],
   )
   def test_help_names_every_option(self, capsys, name, options):
@@ -252,8 +252,8 @@ class TestCommandLine:
       command_line.main([name, "--help"])
     assert exit_.value.code == 0
     printed = capsys.readouterr().out
-    found = re.findall(r"^  --([a-z-]+)", printed, re.MULTILINE)
-    assert sorted(found) == sorted(options.split())
+    options_of_help = re.findall(r"^  --([a-z-]+)", printed, re.MULTILINE)
+    assert sorted(options_of_help) == sorted(options.split())
 
   @pytest.mark.parametrize(
     ("raised", "message"),
@@ -266,7 +266,7 @@ class TestCommandLine:
       (CommandError("a\r\nb\x1b[0m"), r"error: a\\r\\nb\\x1b\[0m$"),
     ],
   )
-  def test_one_line_tells_what_ended_it(
+  def test_errors_are_reported_in_one_line(
     self, monkeypatch, capsys, raised, message
   ):
     def run(_):

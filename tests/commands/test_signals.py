@@ -38,11 +38,11 @@ def _started(folder, *words):
 def test_signals_at_any_time(tmp_path, request):
   draw = random.Random(0)
   # Imports, a compilation, a loop: each a few times with `--deep`.
-  for number in _SIGNALS * (5 if request.config.getoption("--deep") else 2):
+  for code in _SIGNALS * (5 if request.config.getoption("--deep") else 2):
     process = _started(tmp_path, "-c", _COMMAND, "rollout")
     time.sleep(draw.uniform(0.1, 12))
-    process.send_signal(number)
-    begin = time.monotonic()
+    process.send_signal(code)
+    start_time = time.monotonic()
     process.communicate(timeout=60)
-    assert time.monotonic() - begin < 5
-    assert process.returncode in (128 + number, -number)
+    assert time.monotonic() - start_time < 5
+    assert process.returncode in (128 + code, -code)

@@ -8,17 +8,18 @@ import pytest
 from jaxkv._src.exact import log_probs
 
 
-def test_are_those_of_softmax():
+def test_log_probs_are_those_of_log_softmax():
   logits = jax.random.normal(jax.random.key(0), (11, 7)) * 3
   tokens = jnp.arange(11, dtype=jnp.int32) % 7
-  heat = jnp.linspace(0.5, 2, 11, dtype=jnp.float32)
-  wanted = jax.nn.log_softmax(logits / heat[:, None])[jnp.arange(11), tokens]
-  out = log_probs.of_tokens(logits, tokens, heat)
-  np.testing.assert_allclose(out, wanted, atol=1e-6)
+  temperature = jnp.linspace(0.5, 2, 11, dtype=jnp.float32)
+  scores = jax.nn.log_softmax(logits / temperature[:, None])
+  expected = scores[jnp.arange(11), tokens]
+  out = log_probs.of_tokens(logits, tokens, temperature)
+  np.testing.assert_allclose(out, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("token", [-1, -7, -8, 7])
-def test_of_no_token_are_nan(token):
+def test_tokens_out_of_range_give_nan(token):
   """Numbers below 0 do not count from the end."""
   tokens = jnp.asarray([token, 0], jnp.int32)
   out = log_probs.of_tokens(jnp.zeros((2, 7)), tokens, jnp.ones((2,)))

@@ -24,26 +24,26 @@ def _inputs(rows):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 9, 16, 29])
-def test_gives_what_the_function_gives_of_all_rows(rows):
+def test_tiles_give_the_results_of_one_call(rows):
   weights, *arrays = _inputs(rows)
   out = row_loop.in_tiles(_dense, weights, tuple(arrays), tile=8)
-  wanted = _dense(weights, *arrays)
-  np.testing.assert_allclose(out["out"], wanted["out"], atol=1e-5)
-  np.testing.assert_array_equal(out["place"], wanted["place"])
+  expected = _dense(weights, *arrays)
+  np.testing.assert_allclose(out["out"], expected["out"], atol=1e-5)
+  np.testing.assert_array_equal(out["place"], expected["place"])
 
 
-def test_a_row_is_the_same_among_any_number_of_rows():
+def test_bits_of_a_row_do_not_depend_on_other_rows():
   weights, *arrays = _inputs(70)
   call = as_users.jit(
     lambda w, *rows: row_loop.in_tiles(_dense, w, rows, tile=8)
   )
   whole = call(weights, *arrays)["out"]
   for rows in (1, 2, 8, 9, 33):
-    some = call(weights, *(x[:rows] for x in arrays))["out"]
-    np.testing.assert_array_equal(some, whole[:rows])
+    few_rows = call(weights, *(x[:rows] for x in arrays))["out"]
+    np.testing.assert_array_equal(few_rows, whole[:rows])
 
 
-def test_the_gradient_is_that_of_all_rows():
+def test_the_gradient_is_that_of_one_call():
   weights, *arrays = _inputs(13)
 
   def loss(weights, x, tiled):
@@ -60,7 +60,7 @@ def test_the_gradient_is_that_of_all_rows():
   )
 
 
-def test_products_have_the_rows_of_a_tile():
+def test_products_have_the_shape_of_a_tile():
   weights, *arrays = _inputs(50)
   call = jax.jit(lambda w, *rows: row_loop.in_tiles(_dense, w, rows, tile=8))
   text = call.lower(weights, *arrays).compile().as_text()
@@ -86,15 +86,15 @@ def test_vmap_is_a_call_for_each(axes):
     tree if axis == 0 else nth(0, tree, 0)
     for axis, tree in zip(axes, (weights, x), strict=True)
   ]
-  many = as_users.jit(jax.vmap(one, axes))(*arguments)
+  batch = as_users.jit(jax.vmap(one, axes))(*arguments)
   for i in range(2):
-    own = (
+    row_arguments = (
       nth(axis, tree, i) for axis, tree in zip(axes, arguments, strict=True)
     )
-    np.testing.assert_array_equal(many[i], as_users.jit(one)(*own))
+    np.testing.assert_array_equal(batch[i], as_users.jit(one)(*row_arguments))
 
 
-def test_keys_are_rows_too():
+def test_random_keys_are_split_into_tiles():
   keys = jax.random.split(jax.random.key(0), 5)
   draw = jax.vmap(jax.random.bits)
   out = row_loop.loop(

@@ -15,7 +15,7 @@ _BITS = "test_bitmask.py::"
 _CHARACTERS = "test_characters.py::test_valid_utf8"
 _DFA = "test_dfa.py::"
 _SCHEMA = "test_schema.py::test_refuses_by_name"
-_EFFECTS = "test_token_masks.py::"
+_EFFECTS = "test_allowed_tokens.py::"
 _SEVERAL = "test_guide.py::TestSeveralGrammars::"
 
 _TABLE = {
@@ -48,17 +48,17 @@ _TABLE = {
   "loops leak into what is before them": (
     "nfa:Nfa._successor",
     returned(lambda out, g: g.start),
-    _DFA + "TestByHand::test_loops_do_not_leak_into_what_is_around_them",
+    _DFA + "TestByHand::test_loops_do_not_leak_into_the_parts_around_them",
   ),
   "states that differ late are one": (
     "minimize:_refine",
     returned(lambda out, g: g.block),
-    _DFA + "TestByHand::test_states_that_differ_late_are_two",
+    _DFA + "TestByHand::test_states_that_differ_after_two_bytes_are_kept_apart",
   ),
   "states that accept the same are two": (
     "minimize:_refine",
     returned(lambda out, g: jnp.arange(len(out)).__array__()),
-    _DFA + "TestByHand::test_equal_ends_are_one",
+    _DFA + "TestByHand::test_equal_suffixes_share_states",
   ),
   # --- schema ----------------------------------------------------------------
   "unknown keywords are ignored": (
@@ -66,17 +66,17 @@ _TABLE = {
     given(keywords=lambda g: g.keywords - {"minimum"}),
     _SCHEMA,
   ),
-  # --- token_masks -----------------------------------------------------------
+  # --- allowed_tokens --------------------------------------------------------
   "ways that no token goes": (
-    "token_masks:_distances",
+    "allowed_tokens:_distances",
     returned(lambda out, g: out.clip(max=3)),
-    _EFFECTS + "TestByHand::test_what_the_tokens_cannot_spell_is_no_way",
+    _EFFECTS + "TestByHand::test_texts_that_tokens_cannot_spell_are_not_begun",
   ),
   # --- guide -----------------------------------------------------------------
   "all sequences have the first grammar": (
     "guide:Guide._grammars",
     returned(lambda out, g: out * 0),
-    _SEVERAL + "test_each_sequence_has_its_own",
+    _SEVERAL + "test_sequences_have_different_grammars",
   ),
 }
 

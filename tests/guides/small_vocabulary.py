@@ -33,25 +33,25 @@ def tokens() -> tuple[bytes, ...]:
 def _pieces() -> Iterator[bytes]:
   """Yields all bytes, then merges of the most frequent adjacent pairs."""
   pieces = [bytes([byte]) for byte in range(256)]
-  numbers = np.frombuffer(text(), np.uint8).astype(np.int64)
+  tokens = np.frombuffer(text(), np.uint8).astype(np.int64)
   while len(pieces) < _SIZE:
-    pairs = numbers[:-1] * _SIZE + numbers[1:]
-    first, second = divmod(int(np.bincount(pairs).argmax()), _SIZE)
-    numbers = _merge_pair(numbers, first, second, len(pieces))
-    pieces.append(pieces[first] + pieces[second])
+    pairs = tokens[:-1] * _SIZE + tokens[1:]
+    left, right = divmod(int(np.bincount(pairs).argmax()), _SIZE)
+    tokens = _merge_pair(tokens, left, right, len(pieces))
+    pieces.append(pieces[left] + pieces[right])
   # Different merges may result in equal pieces.
   return iter(dict.fromkeys(pieces))
 
 
-def _merge_pair(numbers: np.ndarray, first: int, second: int, new: int):
-  hits = (numbers[:-1] == first) & (numbers[1:] == second)
-  places = []
-  for place in np.flatnonzero(hits).tolist():
-    if not places or place > places[-1] + 1:
-      places.append(place)
-  numbers = numbers.copy()
-  numbers[places] = new
-  return np.delete(numbers, np.array(places) + 1)
+def _merge_pair(tokens: np.ndarray, left: int, right: int, new: int):
+  hits = (tokens[:-1] == left) & (tokens[1:] == right)
+  positions = []
+  for position in np.flatnonzero(hits).tolist():
+    if not positions or position > positions[-1] + 1:
+      positions.append(position)
+  tokens = tokens.copy()
+  tokens[positions] = new
+  return np.delete(tokens, np.array(positions) + 1)
 
 
 def cut(data: bytes, table: tuple[bytes, ...], random) -> list[int]:
@@ -60,14 +60,14 @@ def cut(data: bytes, table: tuple[bytes, ...], random) -> list[int]:
   for token, piece in enumerate(table):
     token_of_piece.setdefault(piece, token)
   longest = min(12, max(map(len, table)))
-  numbers, place = [], 0
-  while place < len(data):
+  tokens, start = [], 0
+  while start < len(data):
     ends = [
       end
-      for end in range(place + 1, place + longest + 1)
-      if data[place:end] in token_of_piece and end <= len(data)
+      for end in range(start + 1, start + longest + 1)
+      if data[start:end] in token_of_piece and end <= len(data)
     ]
     end = ends[-1] if random.random() < 0.5 else random.choice(ends)
-    numbers.append(token_of_piece[data[place:end]])
-    place = end
-  return numbers
+    tokens.append(token_of_piece[data[start:end]])
+    start = end
+  return tokens

@@ -13,20 +13,20 @@ from jaxkv._src.guides.bitmask import mask_logits
 
 def pack_bits(allowed):
   """uint32[..., ceil(V / 32)] of bool[..., V]."""
-  *lead, size = allowed.shape
-  spare = -size % 32
-  bits = jnp.pad(allowed, [(0, 0)] * len(lead) + [(0, spare)])
+  *lead, vocab_size = allowed.shape
+  num_padding = -vocab_size % 32
+  bits = jnp.pad(allowed, [(0, 0)] * len(lead) + [(0, num_padding)])
   bits = jnp.packbits(bits, axis=-1, bitorder="little")
-  words = bits.reshape(*lead, (size + spare) // 32, 4)
+  words = bits.reshape(*lead, (vocab_size + num_padding) // 32, 4)
   return jax.lax.bitcast_convert_type(words, jnp.uint32)
 
 
 @settings(max_examples=20)
 @given(st.sampled_from([1, 31, 32, 33, 70]), st.integers(0, 2**32 - 1))
-def test_only_what_is_allowed_stays(size, seed):
+def test_logits_of_forbidden_tokens_are_minus_infinity(vocab_size, seed):
   random = np.random.default_rng(seed)
-  allowed = random.random((3, size)) < 0.5
-  logits = random.normal(size=(3, size)).astype(np.float32)
+  allowed = random.random((3, vocab_size)) < 0.5
+  logits = random.normal(size=(3, vocab_size)).astype(np.float32)
   masked = mask_logits(jnp.asarray(logits), pack_bits(allowed))
   np.testing.assert_array_equal(masked, np.where(allowed, logits, -np.inf))
 
@@ -52,9 +52,9 @@ class TestMaskLogits:
     np.testing.assert_array_equal(jax.jit(masked)(logits, allowed), expected)
     np.testing.assert_array_equal(jax.vmap(masked)(logits, allowed), expected)
     with jax.enable_x64(True):
-      found = jax.jit(masked)(logits, allowed)
-      assert found.dtype == jnp.float32
-      np.testing.assert_array_equal(found, expected)
+      out = jax.jit(masked)(logits, allowed)
+      assert out.dtype == jnp.float32
+      np.testing.assert_array_equal(out, expected)
 
   def test_token_33_is_bit_1_of_word_1(self):
     bits = jnp.asarray([[1 + 2**5 + 2**31, 2]], jnp.uint32)

@@ -19,9 +19,9 @@ _NEAR = sorted(
 _CODES = [code for code in _NEAR if not 0xD800 <= code < 0xE000]
 
 
-@pytest.mark.parametrize("place", range(0, len(_EDGES), 2))
-def test_from_edge_to_edge(place):
-  low, high = _EDGES[place : place + 2]
+@pytest.mark.parametrize("index", range(0, len(_EDGES), 2))
+def test_ranges_between_encoding_lengths(index):
+  low, high = _EDGES[index : index + 2]
   dfa = compile_grammar(characters([(low, high)]))
   for code in _CODES:
     assert dfa.matches(chr(code)) == (low <= code <= high)
@@ -34,15 +34,15 @@ class TestRanges:
 
   @settings(max_examples=100)
   @given(codes, codes, st.lists(codes, max_size=20))
-  def test_any(self, low, high, some):
+  def test_random_ranges(self, low, high, points):
     low, high = sorted((low, high))
     dfa = compile_grammar(characters([(low, high)]))
-    for code in [low, high, *some, *_CODES]:
+    for code in [low, high, *points, *_CODES]:
       assert dfa.matches(chr(code)) == (low <= code <= high)
 
   @settings(max_examples=100)
   @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=4))
-  def test_others(self, pairs):
+  def test_others_is_the_complement_of_ranges(self, pairs):
     ranges = [(min(pair), max(pair)) for pair in pairs]
     inside = {x for low, high in ranges for x in range(low, high + 1)}
     outside = [

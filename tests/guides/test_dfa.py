@@ -20,28 +20,28 @@ from tests.guides.patterns import PATTERNS
 
 
 class TestByHand:
-  def test_two_states_in_a_circle(self):
+  def test_a_loop_needs_two_states(self):
     dfa = compile_grammar(regex("(ab)*"))
     a, b = b"ab"
     assert dfa.next[START, a] == 2 and dfa.next[2, b] == START
     assert np.count_nonzero(dfa.next) == 2
     assert dfa.accepts.tolist() == [False, True, False]
 
-  def test_equal_ends_are_one(self):
+  def test_equal_suffixes_share_states(self):
     dfa = compile_grammar(regex("xab|yab|zab"))
     assert dfa.num_states == 5
 
-  def test_states_that_differ_late_are_two(self):
+  def test_states_that_differ_after_two_bytes_are_kept_apart(self):
     dfa = compile_grammar(regex("(ab|ba)*"))
     assert dfa.num_states == 4
     assert dfa.matches("abba") and not dfa.matches("aa")
 
   def test_states_without_an_end_are_dead(self):
-    nothing = Choice(())
-    dfa = compile_grammar(literal("a") | (literal("b") + nothing))
+    empty_choice = Choice(())
+    dfa = compile_grammar(literal("a") | (literal("b") + empty_choice))
     assert dfa.num_states == 3 and not dfa.matches("b")
 
-  def test_loops_do_not_leak_into_what_is_around_them(self):
+  def test_loops_do_not_leak_into_the_parts_around_them(self):
     dfa = compile_grammar(Repeat(Repeat(literal("a")), 0, 1) + literal("b"))
     assert dfa.matches("aab") and not dfa.matches("ba")
     dfa = compile_grammar(Repeat(literal("a")) | Repeat(literal("b")))
@@ -50,7 +50,7 @@ class TestByHand:
 
 class TestLongest:
   @pytest.mark.parametrize(
-    ("pattern", "most"),
+    ("pattern", "max_bytes"),
     [
       ("", 0),
       ("a|bcd", 3),
@@ -62,38 +62,38 @@ class TestLongest:
       (".{3}", 12),
     ],
   )
-  def test_bytes(self, pattern, most):
-    assert compile_grammar(regex(pattern)).max_bytes == most
+  def test_max_bytes_of_patterns(self, pattern, max_bytes):
+    assert compile_grammar(regex(pattern)).max_bytes == max_bytes
 
 
 def _alike(dfa):
   """Pairs of states that no string of any length tells apart."""
   states = range(dfa.num_states)
   different = {
-    (one, other)
-    for one, other in itertools.combinations(states, 2)
-    if dfa.accepts[one] != dfa.accepts[other]
+    (a, b)
+    for a, b in itertools.combinations(states, 2)
+    if dfa.accepts[a] != dfa.accepts[b]
   }
   table = dfa.next
   classes = np.unique(table, axis=1, return_index=True)[1].tolist()
   while True:
-    more = {
-      (one, other)
-      for one, other in itertools.combinations(states, 2)
-      if (one, other) not in different
+    new_pairs = {
+      (a, b)
+      for a, b in itertools.combinations(states, 2)
+      if (a, b) not in different
       and any(
-        tuple(sorted((int(table[one, c]), int(table[other, c])))) in different
+        tuple(sorted((int(table[a, c]), int(table[b, c])))) in different
         for c in classes
       )
     }
-    if not more:
+    if not new_pairs:
       return set(itertools.combinations(states, 2)) - different
-    different |= more
+    different |= new_pairs
 
 
 @settings(max_examples=100)
 @given(PATTERNS)
-def test_any_two_states_differ(pattern):
+def test_automata_are_minimal(pattern):
   dfa = compile_grammar(regex(pattern))
   assert not _alike(dfa)
   reached = {0, START, *dfa.next.reshape(-1).tolist()}
@@ -101,17 +101,17 @@ def test_any_two_states_differ(pattern):
   assert not dfa.next[0].any() and not dfa.accepts[0]
 
 
-def test_any_two_states_differ_where_something_is_counted():
+def test_counted_repeats_are_minimal():
   dfa = compile_grammar(regex("(x|[^y]{0,30})y{3}|a{7}b"))
   assert not _alike(dfa)
 
 
 class TestRefused:
-  def test_what_matches_nothing(self):
+  def test_a_grammar_without_texts_is_refused(self):
     with pytest.raises(ValueError, match="`grammar` must match some text"):
       compile_grammar(Chain((literal("a"), Choice(()))))
 
-  def test_too_many_states(self, monkeypatch):
+  def test_too_many_states_are_refused(self, monkeypatch):
     monkeypatch.setattr(dfa, "MOST_STATES", 1000)
     monkeypatch.setattr(nfa, "MOST_STATES", 10_000)
     with pytest.raises(ValueError, match="at most 1000 states, got more"):
@@ -119,6 +119,6 @@ class TestRefused:
     with pytest.raises(ValueError, match="at most 10000 parts, got more"):
       compile_grammar(regex("(a{100}){200}"))
 
-  def test_no_grammar(self):
+  def test_other_types_are_refused(self):
     with pytest.raises(TypeError, match="must be a Grammar, got 'a'"):
       compile_grammar(Chain(("a",)))

@@ -33,19 +33,19 @@ def _guide(grammars, stop_token=_END):
   return rollout.guide(grammars, rollout.token_bytes(_TOKENS), stop_token)
 
 
-def _step(guide, extra, counts, last, logits=None):
+def _step(guide, extra, counts, last_tokens, logits=None):
   """The tokens allowed in each row, and the states."""
   counts = jnp.asarray(counts, jnp.int32)
   if logits is None:
     logits = jnp.zeros((counts.shape[0], len(_TOKENS)))
-  rows = DrawnRows(counts, jnp.asarray(last, jnp.int32))
+  rows = DrawnRows(counts, jnp.asarray(last_tokens, jnp.int32))
   logits, extra = jax.jit(rollout.Guide.process)(guide, logits, rows, extra)
   allowed = np.asarray(logits) > -np.inf
   return [np.flatnonzero(row).tolist() for row in allowed], extra
 
 
 class TestByHand:
-  def test_a_text_from_its_first_token_to_its_last(self):
+  def test_tokens_allowed_along_a_text(self):
     guide = _guide("ab*c")
     extra = guide.init(1)
     allowed, extra = _step(guide, extra, [0], [_BA])
@@ -57,7 +57,7 @@ class TestByHand:
     allowed, extra = _step(guide, extra, [3], [_C])
     assert allowed == [[_END]]
 
-  def test_a_turn_begins_anew(self):
+  def test_a_new_turn_restarts_the_grammar(self):
     guide = _guide("ab*c")
     extra = guide.init(2)
     _, extra = _step(guide, extra, [0, 0], [0, 0])
@@ -65,14 +65,14 @@ class TestByHand:
     allowed, extra = _step(guide, extra, [2, 0], [_B, _B])
     assert allowed == [[_B, _C], [_A, _AB]]
 
-  def test_after_a_token_that_was_not_allowed_only_the_stop_token(self):
+  def test_a_forbidden_token_leaves_the_stop_token_alone(self):
     guide = _guide("ab*c")
     allowed, extra = _step(guide, guide.init(1), [1], [_BA])
     assert allowed == [[_END]]
     assert _step(guide, extra, [2], [_A])[0] == [[_END]]
     assert _step(guide, extra, [0], [_A])[0] == [[_A, _AB]]
 
-  def test_tokens_that_are_left(self):
+  def test_texts_end_within_the_tokens_left(self):
     guide = _guide("(ab)*c")
     extra = guide.init(3, max_tokens=[2, 3, 4])
     allowed, extra = _step(guide, extra, [0] * 3, [0] * 3)
@@ -80,19 +80,19 @@ class TestByHand:
     allowed, extra = _step(guide, extra, [1] * 3, [_C, _AB, _A])
     assert allowed == [[_END], [_C], [_B, _BA][:1]]
 
-  def test_one_limit_for_all(self):
+  def test_one_limit_is_broadcast_to_all_rows(self):
     guide = _guide("(ab)*c")
     extra = guide.init(2, max_tokens=3)
     assert extra.limit.tolist() == [3, 3]
     assert _step(guide, extra, [0, 0], [0, 0])[0] == [[_AB, _C]] * 2
 
-  def test_logits_of_allowed_tokens_stay(self):
+  def test_logits_of_allowed_tokens_are_unchanged(self):
     guide = _guide("a|c")
     rows = DrawnRows(jnp.zeros((1,), jnp.int32), jnp.zeros((1,), jnp.int32))
     logits = jnp.arange(7, dtype=jnp.float32)[None]
     masked, _ = guide.process(logits, rows, guide.init(1))
-    none = -np.inf
-    assert masked.tolist() == [[none, 1.0, none, none, none, 5.0, none]]
+    inf = np.inf
+    assert masked.tolist() == [[-inf, 1.0, -inf, -inf, -inf, 5.0, -inf]]
 
   def test_a_grammar_and_bytes(self):
     for grammar in (rollout.regex("a") + rollout.regex("c"), b"ac"):
@@ -103,7 +103,7 @@ class TestByHand:
     guide = _guide("a", stop_token=[_END, _NONE])
     assert _step(guide, guide.init(1), [1], [_A])[0] == [[_END, _NONE]]
 
-  def test_the_longest_text(self):
+  def test_max_bytes_of_the_longest_text(self):
     assert _guide("a{3}b?").max_bytes == 4
     assert _guide("ab*").max_bytes is None
     assert _guide(["a", "ab"]).max_bytes == 2
@@ -111,7 +111,7 @@ class TestByHand:
 
 
 class TestSeveralGrammars:
-  def test_each_sequence_has_its_own(self):
+  def test_sequences_have_different_grammars(self):
     guide = _guide(["ab", "cb*", "a"])
     extra = guide.init(4, grammars=[2, 0, 1, 0])
     allowed, extra = _step(guide, extra, [0] * 4, [0] * 4)
@@ -124,11 +124,11 @@ class TestSeveralGrammars:
   def test_rows_in_any_order(self):
     guide = _guide(["ab", "cb*"])
     extra = guide.init(3, grammars=[0, 1, 1])
-    some = jax.tree.map(lambda x: x[jnp.array([2, 0])], extra)
-    allowed, _ = _step(guide, some, [0, 0], [0, 0])
+    rows = jax.tree.map(lambda x: x[jnp.array([2, 0])], extra)
+    allowed, _ = _step(guide, rows, [0, 0], [0, 0])
     assert allowed == [[_C], [_A, _AB]]
 
-  def test_a_dead_row_finds_its_own_grammar_again(self):
+  def test_a_new_turn_revives_a_dead_row(self):
     guide = _guide(["ab", "cb*"])
     extra = guide.init(2, grammars=[1, 0])
     _, extra = _step(guide, extra, [1, 1], [_A, _C])
@@ -149,12 +149,12 @@ def test_transformed(transform):
   def check(process):
     guide = _guide(["ab*c", "(ab)*c"])
     extra = guide.init(2, grammars=[0, 1], max_tokens=[9, 4])
-    one = jnp.ones((2,), jnp.int32)
-    rows = DrawnRows(one, _A * one)
+    ones = jnp.ones((2,), jnp.int32)
+    rows = DrawnRows(ones, _A * ones)
     logits = jnp.zeros((2, len(_TOKENS)), jnp.float32)
     logits, extra = process(guide, logits, rows, extra)
-    found = [np.flatnonzero(row == 0).tolist() for row in np.asarray(logits)]
-    assert found == [[_B, _C], [_B]]
+    allowed = [np.flatnonzero(row == 0).tolist() for row in np.asarray(logits)]
+    assert allowed == [[_B, _C], [_B]]
     assert logits.dtype == jnp.float32
     assert extra.state.dtype == extra.limit.dtype == jnp.int32
 
@@ -175,7 +175,7 @@ class TestWrongArguments:
       ("a", 0.5, TypeError, "`stop_token` must hold integers"),
     ],
   )
-  def test_of_guide(self, grammars, stop_token, error, message):
+  def test_wrong_arguments_of_guide(self, grammars, stop_token, error, message):
     with pytest.raises(error, match=message):
       _guide(grammars, stop_token)
 
@@ -192,11 +192,11 @@ class TestWrongArguments:
       ),
     ],
   )
-  def test_of_init(self, options, message):
+  def test_wrong_arguments_of_init(self, options, message):
     with pytest.raises(ValueError, match=message):
       _guide(["a", "ccc"]).init(2, **options)
 
-  def test_of_process(self):
+  def test_wrong_arguments_of_process(self):
     guide = _guide("a")
     with pytest.raises(ValueError, match=r"the shape \[R, 7\].*got \[1, 8\]"):
       _step(guide, guide.init(1), [0], [0], jnp.zeros((1, 8)))
@@ -217,40 +217,40 @@ class Drawn(NamedTuple):
 @functools.partial(jax.jit, static_argnums=2)
 def _draw(guide, extra, steps, key, temperature):
   """int32[T, Q] tokens, of a loop that goes on after the stop token."""
-  size, vocab_size = extra.state.shape[0], guide.tokens.vocab_size
-  keys = jax.random.split(key, size)
+  num_rows, vocab_size = extra.state.shape[0], guide.tokens.vocab_size
+  keys = jax.random.split(key, num_rows)
 
   def step(carry, count):
-    extra, last = carry
-    counts = jnp.full((size,), count)
+    extra, last_tokens = carry
+    counts = jnp.full((num_rows,), count)
     logits = jax.random.normal(
-      jax.random.fold_in(key, count), (size, vocab_size)
+      jax.random.fold_in(key, count), (num_rows, vocab_size)
     )
-    logits, extra = guide.process(logits, DrawnRows(counts, last), extra)
+    logits, extra = guide.process(logits, DrawnRows(counts, last_tokens), extra)
     tokens, _ = sample(keys, counts, logits, temperature)
     return (extra, tokens), tokens
 
-  carry = extra, jnp.zeros((size,), jnp.int32)
+  carry = extra, jnp.zeros((num_rows,), jnp.int32)
   counts = jnp.arange(steps, dtype=jnp.int32)
   return jax.lax.scan(step, carry, counts)[1]
 
 
 def draw(guide, extra, steps, stop_token, seed=0, temperature=2.0) -> Drawn:
-  found = _draw(
+  columns = _draw(
     guide, extra, steps, jax.random.key(seed), jnp.float32(temperature)
   )
-  tokens = np.asarray(found).T
+  tokens = np.asarray(columns).T
   stops = tokens == stop_token
   lengths = np.where(stops.any(axis=1), stops.argmax(axis=1) + 1, steps + 1)
-  after = np.arange(steps)[None] >= lengths[:, None]
-  return Drawn(np.where(after, 0, tokens), lengths)
+  is_padding = np.arange(steps)[None] >= lengths[:, None]
+  return Drawn(np.where(is_padding, 0, tokens), lengths)
 
 
-def texts_of(drawn: Drawn, tokens) -> list[bytes]:
+def texts_of(samples: Drawn, tokens) -> list[bytes]:
   return [
-    b"".join(tokens[number] for number in row[: length - 1])
+    b"".join(tokens[token] for token in row[: length - 1])
     for row, length in zip(
-      drawn.tokens.tolist(), drawn.lengths.tolist(), strict=True
+      samples.tokens.tolist(), samples.lengths.tolist(), strict=True
     )
   ]
 
@@ -265,13 +265,13 @@ def check_json(schema, tokens, stop_token, limit, count=1000):
     rollout.json_schema(schema), rollout.token_bytes(tokens), stop_token
   )
   extra = guide.init(count, max_tokens=limit)
-  drawn = draw(guide, extra, limit, stop_token)
-  assert drawn.lengths.max() <= limit
-  texts = texts_of(drawn, tokens)
+  samples = draw(guide, extra, limit, stop_token)
+  assert samples.lengths.max() <= limit
+  texts = texts_of(samples, tokens)
   validator = jsonschema.Draft202012Validator(schema)
   for text in texts:
     validator.validate(json.loads(text.decode()))
-  return texts, drawn.lengths == limit
+  return texts, samples.lengths == limit
 
 
 class TestJson:
@@ -301,6 +301,6 @@ def test_samples_of_a_regular_expression_match_it():
   tokens = small_vocabulary.tokens()
   pattern = r'(Name|Titel): [A-Zé][\w ]{2,20}(, "[^"\n]*")?\.'
   guide = rollout.guide(pattern, rollout.token_bytes(tokens), 0)
-  drawn = draw(guide, guide.init(100, max_tokens=30), 30, 0)
-  for text in texts_of(drawn, tokens):
+  samples = draw(guide, guide.init(100, max_tokens=30), 30, 0)
+  for text in texts_of(samples, tokens):
     assert re.fullmatch(pattern, text.decode(), re.ASCII)

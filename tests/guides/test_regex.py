@@ -15,9 +15,9 @@ from tests.guides.patterns import PATTERNS
 
 def check(pattern, text):
   """An automaton matches a text if `re` does."""
-  found = compile_grammar(regex(pattern)).matches(text)
+  matches = compile_grammar(regex(pattern)).matches(text)
   expected = re.fullmatch(pattern, text, re.ASCII) is not None
-  assert found == expected, (pattern, text, found)
+  assert matches == expected, (pattern, text, matches)
 
 
 _BY_HAND = {
@@ -84,9 +84,9 @@ def test_bytes_by_hand(pattern):
 @example("(?:(a|()))*", ["", "aa"])
 def test_random_characters(pattern, texts):
   dfa = compile_grammar(regex(pattern))
-  known = re.compile(pattern, re.ASCII)
+  compiled = re.compile(pattern, re.ASCII)
   for text in texts:
-    assert dfa.matches(text) == (known.fullmatch(text) is not None), text
+    assert dfa.matches(text) == (compiled.fullmatch(text) is not None), text
 
 
 @settings(max_examples=300)
@@ -100,9 +100,9 @@ def test_random_characters(pattern, texts):
 def test_random_bytes(pattern, texts):
   pattern = pattern.encode("latin-1")
   dfa = compile_grammar(regex(pattern))
-  known = re.compile(pattern)
+  compiled = re.compile(pattern)
   for text in map(bytes, texts):
-    assert dfa.matches(text) == (known.fullmatch(text) is not None), text
+    assert dfa.matches(text) == (compiled.fullmatch(text) is not None), text
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_random_bytes(pattern, texts):
     ("(?i)a", "leave out look-around, names and flags"),
   ],
 )
-def test_what_is_not_supported_is_refused(pattern, message):
+def test_unsupported_syntax_is_refused(pattern, message):
   with pytest.raises(ValueError, match=f"^`pattern` must .*{message}"):
     regex(pattern)
 

@@ -3,7 +3,10 @@
 jsonschema says what is valid; texts are random walks through the automaton.
 """
 
+import datetime
 import json
+import math
+import re
 
 import jsonschema
 import numpy as np
@@ -73,10 +76,13 @@ _SCHEMAS = {
   "no items": {"type": "array", "items": True, "maxItems": 0},
   "a list of types": {"type": ["string", "null", "array"], "maxLength": 3},
   "lengths": {"type": "string", "minLength": 2, "maxLength": 4},
+  "integers as floats": {"type": "string", "minLength": 2.0, "maxLength": 3.0},
+  "items as floats": {"type": "array", "minItems": 1.0, "maxItems": 2.0},
   "the shortest length": {"type": "string", "minLength": 2},
   "a pattern": {"type": "string", "pattern": "^[a-c]+|x$"},
   "a pattern with anchors in sets": {"type": "string", "pattern": r"[\^$é]\$"},
   "a date": {"type": "string", "format": "date"},
+  "a date and a time": {"type": "string", "format": "date-time"},
   "values": {"enum": ['a"b', "ü\n", 1, None, True, 1.5, {"a": [1]}]},
   "one value": {"const": {"a": "x+y"}, "type": "object"},
   "no properties": {"type": "object", "additionalProperties": False},
@@ -112,7 +118,7 @@ def test_random_texts_are_valid(schema):
   )
 
 
-def test_what_is_read():
+def test_schemas_are_dicts_or_json():
   schema = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
@@ -123,6 +129,43 @@ def test_what_is_read():
       assert dfa.matches(text)
     for text in ["{}", '{"a":1.5}', '{"b":"","a":1}', '{"a":1,"c":2}', "1"]:
       assert not dfa.matches(text)
+
+
+def test_dates_are_those_of_the_calendar():
+  dfa = _dfa({"type": "string", "format": "date"})
+  years = [1, 4, 99, 100, 400, 1000, 1582, 1900, 2000, 2023, 2024, 2100, 9999]
+  for year in years:
+    for month in range(14):
+      for day in range(33):
+        text = f"{year:04}-{month:02}-{day:02}"
+        assert dfa.matches(f'"{text}"') == _is_date(text), text
+  for text in ("0000-01-01", "2024-1-01", "+2024-01-01", "20240101", ""):
+    assert not dfa.matches(f'"{text}"')
+
+
+def _is_date(text):
+  try:
+    return datetime.date.fromisoformat(text) is not None
+  except ValueError:
+    return False
+
+
+def test_random_times_are_of_the_calendar():
+  dfa = _dfa({"type": "string", "format": "date-time"})
+  walker, rng = _Walker(dfa), np.random.default_rng(0)
+  for _ in range(300):
+    time = datetime.datetime.fromisoformat(json.loads(walker.text(rng)))
+    assert time.tzinfo is not None
+  for text in (
+    *["2024-02-29T23:59:59Z", "2024-02-29T00:00:00.125+05:30"],
+    "2023-12-31T10:00:00-23:59",
+  ):
+    assert dfa.matches(f'"{text}"')
+  for text in (
+    *["2023-02-29T23:59:59Z", "2024-02-29T24:00:00Z", "2024-02-29T10:00:00"],
+    *["2024-04-31T10:00:00Z", "12024-02-29T10:00:00Z", "2024-02-29 10:00:00Z"],
+  ):
+    assert not dfa.matches(f'"{text}"')
 
 
 def test_white_space():
@@ -138,6 +181,26 @@ def test_white_space_with_alternatives():
     assert not dfa.matches(text)
   with pytest.raises(ValueError, match=r"`whitespace`: `pattern` must have a"):
     rollout.json_schema(schema, whitespace=" )|(")
+
+
+@pytest.mark.parametrize("value", ["2", 1.5, -1, -1.0, True, None, math.inf])
+@pytest.mark.parametrize(
+  ("kind", "keyword"),
+  [
+    ("string", "minLength"),
+    ("string", "maxLength"),
+    ("array", "minItems"),
+    ("array", "maxItems"),
+  ],
+)
+def test_bounds_that_are_no_counts_are_refused(kind, keyword, value):
+  part = {"type": kind, keyword: value}
+  with pytest.raises(
+    ValueError,
+    match=rf"at \$\.properties\.a\.{keyword} must be an integer of at least 0,"
+    rf" got {re.escape(repr(value))};",
+  ):
+    rollout.json_schema({"properties": {"a": part}})
 
 
 _RECURSIVE = {
@@ -168,6 +231,26 @@ _RECURSIVE = {
       r"\$\.enum must have values of type .*string.*, got 1",
     ),
     ({"type": ["null"], "const": True}, r"\$\.const must have values of type"),
+    ({"enum": []}, r"\$\.enum must be a list that is not empty, got \[\]"),
+    ({"anyOf": []}, r"\$\.anyOf must be a list that is not empty, got \[\]"),
+    ({"anyOf": {}}, r"\$\.anyOf must be a list that is not empty, got \{\}"),
+    (
+      {"type": "string", "enum": "ab"},
+      r"\$\.enum must be a list that is not empty, got 'ab'",
+    ),
+    ({"type": []}, r"\$\.type must be a list that is not empty, got \[\]"),
+    ({"type": 3}, r"\$\.type must be a list that is not empty, got 3"),
+    ({"type": [["null"]]}, r"\$\.type must be in .*, got \['null'\]"),
+    ({"enum": ["a"], "type": "strin"}, r"\$\.type must be in .*, got 'strin'"),
+    ({"enum": [math.nan]}, r"\$\.enum must hold JSON values, got \[nan\]"),
+    ({"const": {1}}, r"\$\.const must hold JSON values, got \{1\}"),
+    ({"$ref": 3}, r"\$\.\$ref must be a string, got 3"),
+    ({"properties": ["a"]}, r"\$\.properties must be an object, got \['a'"),
+    (
+      {"properties": {"a": {}}, "required": "a"},
+      r"\$\.required must be a list of names, got 'a'",
+    ),
+    ({"type": "string", "pattern": 3}, r"\$\.pattern must be a string, got 3"),
     ({"type": "strin"}, r"at \$\.type must be in \['object', .* got 'strin'"),
     ({"type": "array", "items": 3}, r"\$\.items must be an object or true"),
     (

@@ -305,7 +305,7 @@ class ShadowPages:
 
   def __init__(self, config: jaxkv.CacheConfig):
     self._sizes = [
-      0 if kind.holds_states or kind.holds_encoder else size
+      0 if kind.holds_states else size
       for kind, size in zip(config.groups, config.page_sizes, strict=True)
     ]
     self._content: dict[int, dict[int, tuple[int, ...]]] = {}
@@ -398,6 +398,6 @@ def _fields(state: jaxkv.CacheState) -> dict[str, Any]:
   lists["free_pages"] = jaxkv.free_pages(state)
   lists["cached_pages"] = jaxkv.cached_pages(state)
   if pool.offload is not None:
-    queue = free_queue.in_order(pool.host.queue)
+    queue = free_queue.in_order(pool.offload.queue)
     lists["offload pages"] = np.asarray(queue).tolist()
   return lists

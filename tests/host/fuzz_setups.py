@@ -4,11 +4,12 @@ import dataclasses
 from typing import Any
 
 from jaxkv import ChunkedLocal
-from jaxkv import CrossAttention
 from jaxkv import FullAttention
 from jaxkv import OffloadPolicy
 from jaxkv import Recurrent
 from jaxkv import SlidingWindow
+from jaxkv.host import CrossAttention
+from jaxkv.host import SpeculativeRecurrent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ def _group(text: str) -> Any:
     make, field = _SIZED[letters]
     return make(page_size=int(size), **{field: int(number)})
   if number:
-    return Recurrent(page_size=int(size), num_speculative=int(number))
+    return SpeculativeRecurrent(int(number), page_size=int(size))
   return _SEVERAL[letters](page_size=int(size))
 
 

@@ -1,5 +1,6 @@
 """The manager's state as a value: handed to device verbs, and taken back."""
 
+import collections
 import dataclasses
 
 import jax
@@ -10,7 +11,9 @@ import pytest
 import jaxkv
 from jaxkv import FullAttention
 from jaxkv.host import CacheManager
+from jaxkv.host import CrossAttention
 from jaxkv.host import MultimodalItem
+from jaxkv.host import SpeculativeRecurrent
 from tests.host.bridge_walk import Walk
 from tests.host.bridge_walk import differences
 from tests.host.fuzz_setups import SETUPS
@@ -33,10 +36,10 @@ _CONFIGURATIONS = (
   ("window_latest", "current"),
   ("full_window_sizes", "current"),
   ("two_full_sizes", "classic"),
-  ("state_drafts", "current"),
+  ("full_state_sizes", "current"),
   ("three_windows_eagle", "current"),
   ("chunk", "classic"),
-  ("everything", "current"),
+  ("full_window_state_eagle", "current"),
   ("full_host", "classic"),
   ("full_window_host_costs", "current"),
 )
@@ -88,10 +91,42 @@ def test_pages_hold_the_tokens_of_their_readers(pair):
   assert any(walk.num_hits for walk in walks) or not caching
 
 
+@pytest.mark.parametrize(
+  "name",
+  [
+    "full_window_sizes",
+    pytest.param("full_host", marks=pytest.mark.slow),
+    pytest.param("state", marks=pytest.mark.deep),
+  ],
+)
+def test_events_mirror_the_index(name):
+  """Whether the host or a loop made a change; contents of both memories."""
+  setup = SETUPS[name]
+  options = setup.options | {"num_events": 500}
+  setup = dataclasses.replace(setup, options=options)
+  walk = Walk(setup, "current", seed=0, alone=False)
+  keys, seen = collections.Counter(), set()
+  while walk.num_switches < _SWITCHES:
+    step = walk.step()
+    events, num_lost = walk.manager.take_events()
+    for event in events:
+      seen.add(type(event))
+      if isinstance(event, jaxkv.host.Cleared):
+        keys.clear()
+      else:
+        keys[event.key] += 1 if isinstance(event, jaxkv.host.Stored) else -1
+    pages = walk.manager.pages
+    cached = pages.keys(pages.cached_in_order())
+    assert num_lost == 0
+    assert +keys == collections.Counter(cached), step
+    assert min(keys.values(), default=0) >= 0, step
+  assert seen >= {jaxkv.host.Stored, jaxkv.host.Removed}
+
+
 @pytest.fixture
 def cache():
   """Request a has 9 of 10 tokens in slot 0; b was freed and is cached."""
-  cache = single(CacheManager, key=KEY)
+  cache = single(CacheManager, key=KEY, max_requests=10)
   admit(cache, request("b", range(100, 110)))
   cache.free(request("b", []))
   admit(cache, request("a", range(9)))
@@ -200,7 +235,7 @@ def test_a_slot_that_waits_for_free_pages_must_stay(cache):
 
 def test_statistics_after_an_older_state():
   """Counts that the older state lowers are not negative afterwards."""
-  cache = single(CacheManager, key=KEY, track_residency=True)
+  cache = single(CacheManager, key=KEY, track_residency=True, max_requests=10)
   admit(cache, request("a", range(9)))
   cache.free(request("a", []))
   before = cache.state
@@ -209,6 +244,65 @@ def test_statistics_after_an_older_state():
   cache.take(before)
   stats = cache.make_prefix_cache_stats()
   assert sum(stats.lifetime) == sum(stats.idle) == 0
+
+
+def test_ages_after_a_loop():
+  """Pages that a loop released count as released when the state is taken."""
+  cache = single(CacheManager, key=KEY, track_residency=True, max_requests=10)
+  admit(cache, request("a", range(9)))
+  state, _ = jaxkv.free(cache.state, slots=[0])
+  cache.take(state)
+  admit(cache, request("z", range(200, 237)))
+  assert cache.make_prefix_cache_stats().idle[0] == 2
+
+
+def test_events_of_a_loop(cache):
+  """What a loop published in a slot that it freed has no group or parent."""
+  cache = single(CacheManager, key=KEY, num_events=16, max_requests=10)
+  one = request("a", range(9))
+  admit(cache, one)
+  first, second = cache.take_events().events
+  ended, new = [*range(40, 49)], [*range(20, 27)]
+  state, _ = jaxkv.admit(cache.state, [1], [ended], [9])
+  state, _ = jaxkv.commit(state, [ended], [9], slots=[1])
+  state, _ = jaxkv.free(state, slots=[1])
+  state, _ = jaxkv.allocate(state, [7], slots=[0])
+  state, _ = jaxkv.commit(state, [new], [7], slots=[0])
+  state, _ = jaxkv.evict(state, [first.page])
+  one.token_ids.extend(new)
+  cache.take(state)
+  removed, *stored = cache.take_events().events
+  assert removed == (first.page, 0, first.key)
+  tokens = [(40, 41, 42, 43), (44, 45, 46, 47), (8, 20, 21, 22), tuple(new[3:])]
+  assert [event.tokens for event in stored] == tokens
+  keys = cache.pages.keys([event.page for event in stored])
+  assert [event.key for event in stored] == keys
+  unknown = (None, None, None)
+  assert [(e.group, e.parent, e.root) for e in stored] == [
+    unknown,
+    unknown,
+    (0, second.key, first.root),
+    (0, stored[2].key, first.root),
+  ]
+  # The manager evicts a page of which only the key is known.
+  cache.evict_pages([stored[0].page])
+  assert cache.take_events().events == [(stored[0].page, None, keys[0])]
+
+
+@pytest.mark.parametrize(
+  ("kind", "options"),
+  [
+    (CrossAttention(page_size=4), {"enable_caching": False}),
+    (SpeculativeRecurrent(2, page_size=4), {}),
+  ],
+)
+def test_groups_that_no_device_has(kind, options):
+  """Their pages can be managed, but not as a value."""
+  cache = CacheManager(12, [FullAttention(page_size=4), kind], 32, **options)
+  assert admit(cache, request("a", range(5)))[1] is not None
+  name = type(kind).__name__
+  with pytest.raises(ValueError, match=rf"a device has for `state`.*{name}"):
+    _ = cache.state
 
 
 @pytest.mark.slow

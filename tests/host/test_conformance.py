@@ -1,8 +1,14 @@
 """The host manager against the reference model, and what it compiles."""
 
+from typing import Any
+
 import jax
 import pytest
 
+from jaxkv.host import CacheManager
+from jaxkv.host import Removed
+from jaxkv.host import Request
+from jaxkv.host import Stored
 from tests import fuzz
 from tests.host.fuzz_setups import SETUPS
 from tests.host.fuzz_trace import Trace
@@ -52,6 +58,40 @@ def test_equals_the_reference(name, policy, operations):
   seen = fuzz.run(SETUPS[name], policy, 0, operations, fuzz.host())
   assert seen["operations"] == operations
   assert seen["hits"] > 0 or name not in _SHORT
+
+
+def test_ages_and_events_equal_the_reference():
+  """Evicted pages by age, and the cached pages according to the events."""
+  managers: list[Any] = []
+
+  def factory(manager, make_request, **options):
+    def make(**arguments):
+      managers.append(manager(**arguments, **options))
+      return managers[-1]
+
+    return fuzz.Factory(make, make_request)
+
+  host = factory(CacheManager, Request, track_residency=True, num_events=10_000)
+  reference = factory(fuzz.REFERENCE.manager, fuzz.REFERENCE.request)
+  fuzz.run(SETUPS["full_window"], "current", 0, 1000, host, reference)
+  cache = next(one for one in managers if isinstance(one, CacheManager))
+  pool = next(one for one in managers if one is not cache).pool
+  stats = cache.make_prefix_cache_stats()
+  assert (stats.lifetime, stats.idle) == (pool.lifetime, pool.idle)
+  events, num_lost = cache.take_events()
+  cached: dict[int, Stored] = {}
+  for event in events:
+    match event:
+      case Stored():
+        cached[event.page] = event
+      case Removed():
+        stored = cached.pop(event.page)
+        assert (stored.group, stored.key) == (event.group, event.key)
+      case _:
+        cached.clear()
+  assert num_lost == 0
+  assert cached.keys() == pool.keys.keys()
+  assert [event.key for event in cached.values()] == cache.pages.keys(cached)
 
 
 def test_compiles_nothing():

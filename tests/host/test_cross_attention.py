@@ -4,11 +4,12 @@ import pytest
 
 import jaxkv
 from jaxkv.host import CacheManager
+from jaxkv.host import CrossAttention
 from jaxkv.host import Request
 from tests.host.scheduling import admit
 from tests.host.scheduling import decode
 
-CROSS = jaxkv.CrossAttention(page_size=4)
+CROSS = CrossAttention(page_size=4)
 FULL = jaxkv.FullAttention(page_size=4)
 
 

@@ -76,6 +76,15 @@ class TestVllm:
     assert first in cache.cached_page_ids()
     assert second not in cache.cached_page_ids()
 
+  def test_requests_without_a_page_leave_room_for_others(self):
+    """Their slots were counted as pages, and later requests had to wait."""
+    cache = manager((ChunkedLocal(8, page_size=4),), num_pages=4)
+    for number in range(9):
+      run(cache, Request(str(number), [number] * 8))
+      cache.remove_skipped_pages(str(number), 8)
+      assert cache.num_free_pages == 3
+    assert len(cache.request_ids()) == 9
+
   def test_a_chunk_alone_does_not_hit_an_empty_cache(self):
     """Skipped chunks were reported as found."""
     cache = manager((ChunkedLocal(8, page_size=4),))

@@ -91,7 +91,7 @@ def test_events_tell_what_neither_memory_has():
   removed = [
     event.page
     for event in cache.take_events().events
-    if isinstance(event, jaxkv.telemetry.Removed)
+    if isinstance(event, jaxkv.host.Removed)
   ]
   # The page saved last is on the host; each earlier one was forgotten there.
   statistics = cache.make_prefix_cache_stats()

@@ -225,3 +225,40 @@ def test_status_may_be_an_enum():
     assert cache.allocate_slots(one, 36) is None
   one.status = status.RUNNING
   assert cache.allocate_slots(one, 36) is not None
+
+
+@pytest.mark.parametrize(
+  ("value", "error"),
+  [
+    (-7, ValueError),
+    (2**31, ValueError),
+    ([], TypeError),
+    (3 + 1j, TypeError),
+    (3.0, TypeError),
+    (True, TypeError),
+    ("3", TypeError),
+  ],
+)
+class TestCounts:
+  @pytest.mark.parametrize(
+    "name", ["num_prompt_tokens", "shared_prefix_boundary"]
+  )
+  def test_a_request_refuses_other_values(self, name, value, error):
+    with pytest.raises(error, match=f"`{name}` must be .*, got"):
+      Request("new", [1, 2, 3], **{name: value})
+
+  @pytest.mark.parametrize(
+    "name", ["num_prompt_tokens", "shared_prefix_boundary"]
+  )
+  def test_a_manager_refuses_other_values(self, cache, name, value, error):
+    one = types.SimpleNamespace(
+      request_id="new",
+      token_ids=[1, 2, 3],
+      num_computed_tokens=0,
+      **{name: value},
+    )
+    with unchanged(cache):
+      with pytest.raises(error, match=f"`{name}` must be .*, got"):
+        cache.get_computed_pages(one)
+      with pytest.raises(error, match=f"`{name}` must be .*, got"):
+        cache.allocate_slots(one, 3)

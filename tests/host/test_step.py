@@ -261,11 +261,12 @@ class TestHybrid:
 
 
 @pytest.mark.parametrize("make", [single, hybrid])
-def test_a_step_of_all_slots(make):
+def test_a_step_of_requests_that_hold_all_pages(make):
   cache = make(CacheManager)
-  running = [request(str(n), [n]) for n in range(cache.config.num_slots // 3)]
+  count = (cache.config.num_pages - 1) // cache.config.num_groups
+  running = [request(str(n), [n]) for n in range(count)]
   for one in running:
-    admit(cache, one)
+    assert admit(cache, one)[1] is not None
     one.token_ids.append(0)
   answers = cache.step(running)
   assert [len(answer.get_page_ids()[0]) for answer in answers] == [0] * len(

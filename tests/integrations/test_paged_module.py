@@ -24,7 +24,7 @@ def _tokens(text):
 
 
 def _until_pad(tokens):
-  """How many tokens come before tunix draws the pad token, and goes astray."""
+  """Returns the number of tokens before the first pad token of tunix."""
   return int(np.argmax(np.append(np.asarray(tokens) == setup.PAD, True)))
 
 
@@ -32,15 +32,15 @@ def _rolled_out(decoder, page_size=4, num_pages=200, steps=24):
   """Greedy answers, and the rollout."""
   prompts = [_tokens(text) for text in _TEXTS]
   width = max(map(len, prompts))
-  sizes = decoder.cache_config(
+  cache_config = decoder.cache_config(
     num_pages=num_pages, page_size=page_size, num_slots=4, pages_per_slot=16
   )
   state = rollout.init(
-    jaxkv.init(sizes),
-    decoder.init_kv(sizes),
+    jaxkv.init(cache_config),
+    decoder.init_kv(cache_config),
     rollout.Requests(
-      np.array([own + [0] * (width - len(own)) for own in prompts], np.int32),
-      [len(own) for own in prompts],
+      np.array([row + [0] * (width - len(row)) for row in prompts], np.int32),
+      [len(row) for row in prompts],
       sampling=rollout.Sampling(temperature=0),
     ),
     jax.random.key(0),
@@ -53,13 +53,14 @@ def _rolled_out(decoder, page_size=4, num_pages=200, steps=24):
   out = rollout.generated(state)
   answers = []
   for row in range(4):
-    begin, end = int(out.prompt_lengths[row]), int(out.lengths[row])
+    start = int(out.prompt_lengths[row])
+    stop_column = int(out.lengths[row])
     if out.finish[row] == rollout.Finish.STOP_TOKEN:
-      end -= 1
+      stop_column -= 1
     answers.append(
       (
-        np.asarray(out.tokens[row, begin:end]),
-        np.asarray(out.log_probs[row, begin:end]),
+        np.asarray(out.tokens[row, start:stop_column]),
+        np.asarray(out.log_probs[row, start:stop_column]),
       )
     )
   return answers, state
@@ -71,42 +72,42 @@ def _rolled_out(decoder, page_size=4, num_pages=200, steps=24):
 )
 def test_greedy_tokens_are_those_of_tunix(name, layers, seed):
   model = setup.tiny(name, seed=seed, num_layers=layers)
-  wanted = setup.vanilla(model).generate(_TEXTS, setup.config())
+  expected = setup.vanilla(model).generate(_TEXTS, setup.config())
   answers, _ = _rolled_out(paged_module_of(model))
   compared = 0
-  for (tokens, scores), own, log_probs in zip(
-    answers, wanted.tokens, wanted.logprobs, strict=True
+  for (tokens, scores), target, log_probs in zip(
+    answers, expected.tokens, expected.logprobs, strict=True
   ):
-    end = _until_pad(own)
-    compared += end
-    np.testing.assert_array_equal(tokens[:end], own[:end])
+    count = _until_pad(target)
+    compared += count
+    np.testing.assert_array_equal(tokens[:count], target[:count])
     # Sums in another order.
-    np.testing.assert_allclose(scores[:end], log_probs[:end], atol=1e-5)
+    np.testing.assert_allclose(scores[:count], log_probs[:count], atol=1e-5)
   assert compared == 4 * 24, "choose a seed that draws no pad token"
 
 
-def test_experts():
+def test_experts_draw_the_tokens_of_tunix():
   model = setup.tiny("qwen3", seed=1, num_experts=4, num_experts_per_tok=2)
-  wanted = setup.vanilla(model).generate(_TEXTS, setup.config())
+  expected = setup.vanilla(model).generate(_TEXTS, setup.config())
   answers, _ = _rolled_out(paged_module_of(model))
-  for (tokens, _), own in zip(answers, wanted.tokens, strict=True):
-    end = _until_pad(own)
-    np.testing.assert_array_equal(tokens[:end], own[:end])
+  for (tokens, _), target in zip(answers, expected.tokens, strict=True):
+    count = _until_pad(target)
+    np.testing.assert_array_equal(tokens[:count], target[:count])
 
 
 @pytest.mark.parametrize("how", ["BLOCK", "DECODER"])
-def test_without_rematerialization(how):
+def test_rematerialization_is_disabled(how):
   """It is for training; the memory of a trace cannot pass through it."""
-  kind = setup.module("models.llama3.model")
+  llama = setup.module("models.llama3.model")
   plain = _rolled_out(paged_module_of(setup.tiny("llama3")))[0]
-  model = setup.tiny("llama3", remat_config=kind.RematConfig[how])
-  for (tokens, _), (other, _) in zip(
+  model = setup.tiny("llama3", remat_config=llama.RematConfig[how])
+  for (tokens, _), (plain_tokens, _) in zip(
     _rolled_out(paged_module_of(model))[0], plain, strict=True
   ):
-    np.testing.assert_array_equal(tokens, other)
+    np.testing.assert_array_equal(tokens, plain_tokens)
 
 
-def test_local_layers_give_pages_back():
+def test_local_layers_recycle_pages():
   decoder = paged_module_of(setup.tiny("gemma3", num_layers=6))
   assert len(decoder.plan.kinds) == 6  # Five groups of one local layer each.
   assert decoder.plan.num_memory_layers == 1
@@ -124,18 +125,18 @@ def test_the_model_is_not_changed():
   assert [type(layer.attn) for layer in model.layers] == types
 
 
-def test_logits_of_some_columns_alone():
+def test_logits_are_computed_for_sampled_columns_alone():
   """The output layer sees no other columns."""
   model = setup.tiny("llama3")
   decoder = paged_module_of(model)
-  seen = []
-  kind = setup.module("models.llama3.model")
+  widths = []
+  llama = setup.module("models.llama3.model")
 
   def head(layer, memory, x):
-    seen.append(x.shape[1])
+    widths.append(x.shape[1])
     return super(type(layer), layer).decode(x)
 
-  methods = dict(decoder.methods) | {(kind.Embedder, "decode"): head}
+  methods = dict(decoder.methods) | {(llama.Embedder, "decode"): head}
   _rolled_out(
     paged.paged_module(
       setup.tiny("llama3", weight_tying=True),
@@ -147,7 +148,7 @@ def test_logits_of_some_columns_alone():
       dtype=jnp.float32,
     )
   )
-  assert set(seen) == {4}
+  assert set(widths) == {4}
 
 
 def _toy():
@@ -198,12 +199,12 @@ def _paged_toy(windows=(None,)):
 
 
 def _run_toy(decoder):
-  sizes = decoder.cache_config(
+  cache_config = decoder.cache_config(
     num_pages=32, page_size=4, num_slots=2, pages_per_slot=4
   )
   state = rollout.init(
-    jaxkv.init(sizes),
-    decoder.init_kv(sizes),
+    jaxkv.init(cache_config),
+    decoder.init_kv(cache_config),
     rollout.Requests(
       [[1, 2, 3], [4, 5, 0]], [3, 2], sampling=rollout.Sampling(temperature=0)
     ),
@@ -213,25 +214,25 @@ def _run_toy(decoder):
   return rollout.generate(decoder.params, state, model=decoder.model)
 
 
-def test_a_decoder_of_somebody_else():
+def test_a_custom_decoder_is_paged():
   toy, decoder = _paged_toy()
   out = rollout.generated(_run_toy(decoder))
   for row in range(2):
     tokens = out.tokens[row, : out.lengths[row]][None]
-    size = tokens.shape[1]
-    logits = toy(tokens, jnp.tril(jnp.ones((1, size, size), bool)))
+    length = tokens.shape[1]
+    logits = toy(tokens, jnp.tril(jnp.ones((1, length, length), bool)))
     best = jnp.argmax(logits[0, :-1], axis=-1)
-    drawn = out.mask[row, 1:size]
-    np.testing.assert_array_equal(best[drawn], tokens[0, 1:][drawn])
+    is_drawn = out.mask[row, 1:length]
+    np.testing.assert_array_equal(best[is_drawn], tokens[0, 1:][is_drawn])
 
 
 @pytest.mark.parametrize("windows", [(None, None), (None, 4)])
-def test_too_many_windows(windows):
+def test_too_many_windows_are_refused(windows):
   with pytest.raises(ValueError, match="got 2 for 1 calls of `attend`"):
     _run_toy(_paged_toy(windows)[1])
 
 
-def test_layers_that_are_not_there():
+def test_unknown_layers_are_refused():
   toy, _ = _toy()
   with pytest.raises(ValueError, match="`methods` must name layers"):
     paged.paged_module(
@@ -244,6 +245,6 @@ def test_layers_that_are_not_there():
     )
 
 
-def test_unknown_models():
+def test_unknown_models_are_refused():
   with pytest.raises(ValueError, match="one of tunix's"):
     paged_module_of(_toy()[0])

@@ -23,10 +23,10 @@ class _InterruptedLock(contextlib.AbstractContextManager):
 
 
 def test_an_interrupt_before_the_batch_is_raised():
-  served = []
+  batches_served = []
 
   def serve(requests):
-    served.append(requests)
+    batches_served.append(requests)
     return [2 * value for value in requests]
 
   batches = ThreadBatches(serve)
@@ -34,4 +34,4 @@ def test_an_interrupt_before_the_batch_is_raised():
   with pytest.raises(KeyboardInterrupt):
     batches.call(3)
   assert batches.call(4) == 8
-  assert served == [[4]]
+  assert batches_served == [[4]]

@@ -22,9 +22,9 @@ def model():
   return setup.tiny("llama3", seed=4)
 
 
-def _same(one, other):
+def _same(left, right):
   return all(
-    np.array_equal(a, b) for a, b in zip(one.tokens, other.tokens, strict=True)
+    np.array_equal(a, b) for a, b in zip(left.tokens, right.tokens, strict=True)
   )
 
 
@@ -38,17 +38,17 @@ def test_is_an_engine_of_tunix():
 def test_greedy_equals_vanilla(model):
   """4 prompts, 4 samples, 24 tokens; half of the memory."""
   config = setup.config()
-  wanted = setup.vanilla(model).generate(_TEXTS, config)
-  assert not any(setup.PAD in own for own in wanted.tokens), "another seed"
+  expected = setup.vanilla(model).generate(_TEXTS, config)
+  assert not any(setup.PAD in row for row in expected.tokens), "another seed"
   engine = setup.ours(model)
-  found = engine.generate(_TEXTS, config)
-  assert _same(found, wanted)
-  assert found.text == wanted.text
+  out = engine.generate(_TEXTS, config)
+  assert _same(out, expected)
+  assert out.text == expected.text
   np.testing.assert_array_equal(
-    found.left_padded_prompt_tokens, wanted.left_padded_prompt_tokens
+    out.left_padded_prompt_tokens, expected.left_padded_prompt_tokens
   )
-  for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
-    np.testing.assert_allclose(one, other, atol=5e-6)
+  for scores, target in zip(out.logprobs, expected.logprobs, strict=True):
+    np.testing.assert_allclose(scores, target, atol=5e-6)
   tokens = len(_TEXTS) * config.kv_cache_size
   dense = 2 * 4 * tokens * 2 * setup.HEADS * setup.HEAD_DIM
   assert engine.num_bytes() <= dense / 2
@@ -67,22 +67,22 @@ def test_log_probs_are_the_trainers(model, temperature, filters):
     **({"top_p": 1.0, "temperature": temperature} | filters)
   )
   engine = setup.ours(model)
-  found = engine.generate(_TEXTS, config)
+  out = engine.generate(_TEXTS, config)
   padded = np.full((len(_TEXTS), 24), setup.PAD, np.int32)
-  for row, tokens in enumerate(found.tokens):
+  for row, tokens in enumerate(out.tokens):
     padded[row, : len(tokens)] = tokens
   scores = common.compute_per_token_logps(
     *nnx.split(model),
-    prompt_tokens=found.left_padded_prompt_tokens,
+    prompt_tokens=out.left_padded_prompt_tokens,
     completion_tokens=padded,
     pad_id=setup.PAD,
     eos_id=setup.EOS,
     temperature=temperature,
   )
-  for row, own in enumerate(found.logprobs):
-    np.testing.assert_allclose(own, scores[row, : len(own)], atol=5e-6)
+  for row, values in enumerate(out.logprobs):
+    np.testing.assert_allclose(values, scores[row, : len(values)], atol=5e-6)
   if temperature == 1:
-    ours = engine.get_per_token_logps(found.left_padded_prompt_tokens, padded)
+    ours = engine.get_per_token_logps(out.left_padded_prompt_tokens, padded)
     np.testing.assert_array_equal(ours, scores)
 
 
@@ -92,78 +92,78 @@ def test_compiles_once(model):
   usual = setup.config(top_p=1.0)
   engine.generate(_TEXTS, usual)
   nnx = importlib.import_module("flax.nnx")
-  other = nnx.state(setup.tiny("llama3", seed=5), nnx.Param)
-  elsewhere = jax.device_put(other, jax.devices()[-1])
-  before = num_compiled()
-  for limit, heat, count in ((3, 1.0, 16), (17, 0.3, 9), (24, 1.7, 2)):
-    options = {"max_tokens_to_generate": limit, "temperature": heat}
+  new_weights = nnx.state(setup.tiny("llama3", seed=5), nnx.Param)
+  elsewhere = jax.device_put(new_weights, jax.devices()[-1])
+  num_programs = num_compiled()
+  for limit, temperature, count in ((3, 1.0, 16), (17, 0.3, 9), (24, 1.7, 2)):
+    options = {"max_tokens_to_generate": limit, "temperature": temperature}
     out = engine.generate(_TEXTS[:count], dataclasses.replace(usual, **options))
     assert max(map(len, out.tokens)) <= limit
   engine.generate(_TEXTS[:1], dataclasses.replace(usual, seed=3))
   engine.generate(_TEXTS * 2, usual)  # More than the queue holds.
-  for weights in (other, elsewhere):
+  for weights in (new_weights, elsewhere):
     engine.update_params(weights, (nnx.Param,))
     engine.generate(_TEXTS, usual)
-  assert num_compiled() == before
+  assert num_compiled() == num_programs
 
 
 def test_pad_is_not_drawn():
   model = setup.tiny("llama3", seed=4)
-  found = setup.ours(model).generate(
-    [setup.prompt(number, 3) for number in range(16)],
+  out = setup.ours(model).generate(
+    [setup.prompt(i, 3) for i in range(16)],
     setup.config(temperature=50.0, top_p=1.0),
   )
-  drawn = np.concatenate(found.tokens)
-  assert setup.PAD not in drawn
-  assert len(set(drawn.tolist())) > 20
-  assert setup.EOS not in drawn  # As in tunix, it is left out.
+  tokens = np.concatenate(out.tokens)
+  assert setup.PAD not in tokens
+  assert len(set(tokens.tolist())) > 20
+  assert setup.EOS not in tokens  # As in tunix, it is left out.
 
 
 def test_eos_is_kept_if_asked():
   model = setup.tiny("llama3", seed=4)
   config = setup.config(temperature=50.0, top_p=1.0, eos_tokens=[5, 7])
-  texts = [setup.prompt(number, 3) for number in range(16)]
-  found = setup.ours(model, keep_eos=True).generate(texts, config)
-  ended = [own for own in found.tokens if len(own) < 24]
+  texts = [setup.prompt(i, 3) for i in range(16)]
+  out = setup.ours(model, keep_eos=True).generate(texts, config)
+  ended = [tokens for tokens in out.tokens if len(tokens) < 24]
   assert ended
-  assert all(own[-1] in (5, 7) for own in ended)
-  assert not any(np.isin(own[:-1], (5, 7)).any() for own in found.tokens)
+  assert all(tokens[-1] in (5, 7) for tokens in ended)
+  assert not any(np.isin(tokens[:-1], (5, 7)).any() for tokens in out.tokens)
 
 
-def test_seeds(model):
+def test_equal_seeds_draw_equal_tokens(model):
   engine = setup.ours(model)
   config = setup.config(top_p=1.0, temperature=2.0)
-  one, other = (engine.generate(_TEXTS, config) for _ in range(2))
-  assert not _same(one, other)
+  out, next_out = (engine.generate(_TEXTS, config) for _ in range(2))
+  assert not _same(out, next_out)
   seeded = dataclasses.replace(config, seed=jax.random.PRNGKey(3))
-  one, other = (engine.generate(_TEXTS, seeded) for _ in range(2))
-  assert _same(one, other)
-  group = {tuple(own) for own in one.tokens[:4]}
+  out, next_out = (engine.generate(_TEXTS, seeded) for _ in range(2))
+  assert _same(out, next_out)
+  group = {tuple(tokens) for tokens in out.tokens[:4]}
   assert len(group) == 4
 
 
 def test_new_weights_hit_no_old_page(model):
   nnx = importlib.import_module("flax.nnx")
-  other = setup.tiny("llama3", seed=9)
+  new_model = setup.tiny("llama3", seed=9)
   config = setup.config()
   engine = setup.ours(model, page_size=4)
   engine.generate(_TEXTS, config)
-  before = engine.counters()["prefilled"]
+  num_prefilled = engine.counters()["prefilled"]
   engine.generate(_TEXTS, config)
   # Cached; of each prompt the last page at most is computed.
-  assert engine.counters()["prefilled"] - before <= 4 * 4
-  before = engine.counters()["prefilled"]
-  params = nnx.state(other, nnx.Param)
+  assert engine.counters()["prefilled"] - num_prefilled <= 4 * 4
+  num_prefilled = engine.counters()["prefilled"]
+  params = nnx.state(new_model, nnx.Param)
   guards = (
     jax.transfer_guard_device_to_host("disallow_explicit"),
     jax.transfer_guard_host_to_device("disallow_explicit"),
   )
   with guards[0], guards[1]:  # As tunix does it on a CPU.
     engine.update_params(params, (nnx.Param,))
-  found = engine.generate(_TEXTS, config)
+  out = engine.generate(_TEXTS, config)
   tokens = sum(len(text.split()) for text in _GROUPS)
-  assert engine.counters()["prefilled"] - before >= tokens - 4
-  assert _same(found, setup.ours(other).generate(_TEXTS, config))
+  assert engine.counters()["prefilled"] - num_prefilled >= tokens - 4
+  assert _same(out, setup.ours(new_model).generate(_TEXTS, config))
 
 
 def test_a_model_that_is_trained_in_place():
@@ -173,9 +173,9 @@ def test_a_model_that_is_trained_in_place():
   engine = setup.ours(model, page_size=4)
   engine.generate(_TEXTS, setup.config())
   nnx.update(model, nnx.state(setup.tiny("llama3", seed=9)))
-  found = engine.generate(_TEXTS, setup.config())
+  out = engine.generate(_TEXTS, setup.config())
   fresh = setup.ours(setup.tiny("llama3", seed=9))
-  assert _same(found, fresh.generate(_TEXTS, setup.config()))
+  assert _same(out, fresh.generate(_TEXTS, setup.config()))
 
 
 def test_weights_that_only_moved_keep_their_pages(model):
@@ -189,14 +189,14 @@ def test_weights_that_only_moved_keep_their_pages(model):
   moved()
   engine.generate(_TEXTS, setup.config())
   moved()
-  before = engine.counters()["prefilled"]
+  num_prefilled = engine.counters()["prefilled"]
   moved()
   engine.generate(_TEXTS, setup.config())
-  assert engine.counters()["prefilled"] - before <= 4 * 4
+  assert engine.counters()["prefilled"] - num_prefilled <= 4 * 4
   engine.update_params(nnx.state(setup.tiny("llama3", seed=9)))
   engine.generate(_TEXTS, setup.config())
   tokens = sum(len(text.split()) for text in _GROUPS)
-  assert engine.counters()["prefilled"] - before >= tokens - 4
+  assert engine.counters()["prefilled"] - num_prefilled >= tokens - 4
 
 
 def test_weights_of_another_model_are_refused(model):
@@ -204,19 +204,19 @@ def test_weights_of_another_model_are_refused(model):
   engine = setup.ours(model)
   params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
   shorter = jax.tree.map(lambda leaf: leaf[:1], params)
-  for other, text in (
+  for wrong_params, text in (
     ({"model": params}, r"`params\['model'\].* no variable, got"),
     (shorter, r"policy's variable, \(32, 32\), got \(1, 32\)"),
   ):
     with pytest.raises(ValueError, match=text):
-      engine.update_params(other)
+      engine.update_params(wrong_params)
 
 
 def test_config_by_mode(model):
   rl = setup.module("rl.rl_cluster")
   small, large = setup.config(), setup.config(kv_cache_size=128)
-  both = {rl.Mode.TRAIN: small, rl.Mode.EVAL: large}
-  engine = setup.ours(model, both)
+  configs = {rl.Mode.TRAIN: small, rl.Mode.EVAL: large}
+  engine = setup.ours(model, configs)
   text = setup.prompt(1, 90)
   assert len(engine.generate([text], large).tokens[0]) <= 24
   # Known from the call alone: another queue is made for it.
@@ -228,7 +228,7 @@ def test_config_by_mode(model):
   )
 
 
-def test_too_long(model):
+def test_a_prompt_that_is_too_long_is_refused(model):
   engine = setup.ours(model)
   with pytest.raises(
     ValueError, match="leave room for 24 tokens in 64, got 61"
@@ -237,7 +237,7 @@ def test_too_long(model):
   engine.generate(_TEXTS, setup.config())  # It still works.
 
 
-def test_an_engine_that_cannot_be_made_changes_nothing(model):
+def test_a_failed_engine_changes_nothing(model):
   engine = setup.ours(model)
   with pytest.raises(ValueError, match="`pages_per_slot"):
     engine.generate(_TEXTS[:1], setup.config(kv_cache_size=2**40))
@@ -245,28 +245,29 @@ def test_an_engine_that_cannot_be_made_changes_nothing(model):
   assert engine._engine.sizes.max_length == 64
 
 
-def test_a_call_that_no_engine_fits_fails_alone(model):
+def test_an_impossible_call_fails_without_the_others(model):
   """In one batch with the call of another thread."""
   engine = setup.ours(model)
-  config, large = setup.config(), setup.config(kv_cache_size=2**40)
+  config = setup.config()
+  large = setup.config(kv_cache_size=2**40)
   jobs = engine._jobs([engine._tokens(_TEXTS[0])], config)
   results = engine._serve([(jobs, False, config), (jobs, False, large)])
   assert len(results[0]) == 1 and "`pages_per_slot" in str(results[1])
 
 
-def test_no_prompt(model):
+def test_an_empty_batch_is_refused(model):
   with pytest.raises(ValueError, match="at least one prompt, got none"):
     setup.ours(model).generate([], setup.config())
 
 
-def test_a_text_instead_of_texts(model):
+def test_one_text_is_a_batch_of_one(model):
   engine = setup.ours(model)
-  one = engine.generate(_GROUPS[1], setup.config())
-  assert len(one.tokens) == 1
-  assert _same(one, setup.ours(model).generate([_GROUPS[1]], setup.config()))
+  out = engine.generate(_GROUPS[1], setup.config())
+  assert len(out.tokens) == 1
+  assert _same(out, setup.ours(model).generate([_GROUPS[1]], setup.config()))
 
 
-def test_turns_from_threads(model):
+def test_turns_from_threads_compute_new_tokens_alone(model):
   """Eight conversations of four turns compute what is new."""
   page = 4
   engine = setup.ours(
@@ -276,13 +277,13 @@ def test_turns_from_threads(model):
   config = setup.config(kv_cache_size=128, max_tokens_to_generate=8)
   system = setup.prompt(99, 20)
 
-  def talk(number):
+  def talk(index):
     history, new = system, 0
     for turn in range(4):
-      said = setup.prompt(10 * number + turn, 6)
-      history = f"{history} {said}"
-      found = engine.generate(history, config)
-      history = f"{history} {setup.text(found.tokens[0])}".strip()
+      message = setup.prompt(10 * index + turn, 6)
+      history = f"{history} {message}"
+      out = engine.generate(history, config)
+      history = f"{history} {setup.text(out.tokens[0])}".strip()
       new += 6
     return history, new
 
@@ -297,9 +298,9 @@ def test_turns_from_threads(model):
   dense = 8 * sum(21 + 6 * (turn + 1) + 8 * turn for turn in range(4))
   assert computed < dense / 3
   for history, _ in talks[:2]:
-    last = history.split()
+    words = history.split()
     greedy = setup.config(kv_cache_size=128, max_tokens_to_generate=4)
-    text = " ".join(last[:40])
+    text = " ".join(words[:40])
     assert _same(
       engine.generate(text, greedy),
       setup.vanilla(model, 128).generate([text], greedy),

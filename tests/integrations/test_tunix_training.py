@@ -16,19 +16,20 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 _STEPS = 5
 
 
-def _watched(seen):
+def _watched(steps):
   """The engine, which notes what a trainer asks of it."""
   setup.module("rl.rollout.base_rollout")
   client = importlib.import_module("jaxkv.integrations.tunix")
 
   class Watched(client.JaxkvRollout):
     def generate(self, prompts, rollout_config, **kwargs):
-      before, have = num_compiled(), self.counters().get("prefilled", 0)
+      num_programs = num_compiled()
+      num_prefilled = self.counters().get("prefilled", 0)
       out = super().generate(prompts, rollout_config, **kwargs)
-      seen.append(
+      steps.append(
         {
-          "compiled": num_compiled() - before,
-          "prefilled": self.counters()["prefilled"] - have,
+          "compiled": num_compiled() - num_programs,
+          "prefilled": self.counters()["prefilled"] - num_prefilled,
           "out": out,
           "weights": jax.tree.leaves(self._params),
         }
@@ -38,7 +39,7 @@ def _watched(seen):
   return Watched
 
 
-def _trained(seen, *, same_prompts=False, offload=False, lora=False):
+def _trained(steps, *, same_prompts=False, offload=False, lora=False):
   """A learner after five steps of GRPO, with four samples of two prompts."""
   learner = setup.module("rl.grpo.grpo_learner")
   model = setup.tiny("llama3", seed=4)
@@ -47,7 +48,7 @@ def _trained(seen, *, same_prompts=False, offload=False, lora=False):
   config = setup.config(temperature=1.0, top_p=1.0, max_tokens_to_generate=20)
   cluster = setup.cluster(
     model,
-    _watched(seen),
+    _watched(steps),
     config,
     max_steps=_STEPS,
     offload_to_cpu=offload,
@@ -82,40 +83,41 @@ def _with_lora(model):
   return qwix.apply_lora_to_model(model, provider, **model.get_model_input())
 
 
-def _check(seen, cluster):
+def _check(steps, cluster):
   """Nothing is compiled later, and each step had the weights of its time."""
-  assert len(seen) == _STEPS
-  assert [step["compiled"] for step in seen[1:]] == [0] * (_STEPS - 1)
+  assert len(steps) == _STEPS
+  assert [step["compiled"] for step in steps[1:]] == [0] * (_STEPS - 1)
   nnx = importlib.import_module("flax.nnx")
   ours = jax.tree.leaves(nnx.state(cluster.rollout.model(), nnx.Param))
-  theirs = jax.tree.leaves(nnx.state(cluster.actor_trainer.model, nnx.Param))
-  for one, other in zip(ours, theirs, strict=True):
-    np.testing.assert_array_equal(one, other)
+  trained = jax.tree.leaves(nnx.state(cluster.actor_trainer.model, nnx.Param))
+  for leaf, trained_leaf in zip(ours, trained, strict=True):
+    np.testing.assert_array_equal(leaf, trained_leaf)
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_grpo(offload):
-  seen = []
-  cluster = _trained(seen, offload=offload)
-  _check(seen, cluster)
+def test_grpo_computes_each_prompt_once(offload):
+  steps = []
+  cluster = _trained(steps, offload=offload)
+  _check(steps, cluster)
   # Of each group a prompt is computed once.
-  assert all(step["prefilled"] <= 2 * 24 for step in seen)
+  assert all(step["prefilled"] <= 2 * 24 for step in steps)
 
 
-def test_new_weights_are_noticed():
+def test_new_weights_find_no_old_page():
   """The same prompt in each step; no page of it is found after training."""
-  seen = []
-  _check(seen, _trained(seen, same_prompts=True))
-  assert all(step["prefilled"] >= 19 for step in seen)
+  steps = []
+  _check(steps, _trained(steps, same_prompts=True))
+  assert all(step["prefilled"] >= 19 for step in steps)
 
 
-def test_log_probs_in_training():
-  """Those of the last step are the trainer's, for the weights of before."""
+def test_log_probs_in_training_are_the_trainers():
+  """Log-probs of the last step are the trainer's with the weights before it."""
   common = setup.module("rl.common")
   nnx = importlib.import_module("flax.nnx")
-  seen = []
-  cluster = _trained(seen)
-  out, weights = seen[-1]["out"], seen[-1]["weights"]
+  steps = []
+  cluster = _trained(steps)
+  out = steps[-1]["out"]
+  weights = steps[-1]["weights"]
   graphdef, state = nnx.split(cluster.actor_trainer.model)
   state = jax.tree.unflatten(jax.tree.structure(state), weights)
   padded = np.full((len(out.tokens), 20), setup.PAD, np.int32)
@@ -129,13 +131,13 @@ def test_log_probs_in_training():
     pad_id=setup.PAD,
     eos_id=setup.EOS,
   )
-  for row, own in enumerate(out.logprobs):
-    np.testing.assert_allclose(own, scores[row, : len(own)], atol=5e-6)
+  for row, values in enumerate(out.logprobs):
+    np.testing.assert_allclose(values, scores[row, : len(values)], atol=5e-6)
 
 
-def test_lora():
-  seen = []
-  _check(seen, _trained(seen, lora=True))
+def test_lora_weights_reach_the_engine():
+  steps = []
+  _check(steps, _trained(steps, lora=True))
 
 
 @pytest.mark.deep
@@ -155,7 +157,7 @@ def test_agents_in_threads():
     assistant_token = ""
 
     def parse(self, messages, **_):
-      return " ".join(one["content"] for one in messages if one["content"])
+      return " ".join(x["content"] for x in messages if x["content"])
 
   class Turns(base.BaseTaskEnv):
     def __init__(self, single_example, **kwargs):

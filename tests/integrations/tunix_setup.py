@@ -22,9 +22,9 @@ def module(name: str) -> Any:
 
 def tiny(name: str, seed: int = 0, num_layers: int = 2, **fields: Any) -> Any:
   """Makes a random model: "llama3", "qwen2", "qwen3" or "gemma3"."""
-  kind = module(f"models.{name}.model")
+  family = module(f"models.{name}.model")
   nnx = importlib.import_module("flax.nnx")
-  sizes = {
+  fields_of_family = {
     "num_layers": num_layers,
     "embed_dim": 32,
     "hidden_dim": 64,
@@ -33,31 +33,31 @@ def tiny(name: str, seed: int = 0, num_layers: int = 2, **fields: Any) -> Any:
     "num_kv_heads": HEADS,
   }
   if name == "gemma3":
-    sizes |= {
+    fields_of_family |= {
       "num_embed": NUM_WORDS,
       "sliding_window_size": 8,
       "global_base_frequency": 1_000_000,
       "param_dtype": jnp.float32,
     }
   else:
-    sizes |= {
+    fields_of_family |= {
       "vocab_size": NUM_WORDS,
       "rope_theta": 1_000_000,
       "norm_eps": 1e-6,
     }
-  config = kind.ModelConfig(**(sizes | fields))
-  model = getattr(kind, name.capitalize())(config, rngs=nnx.Rngs(seed))
+  config = family.ModelConfig(**(fields_of_family | fields))
+  model = getattr(family, name.capitalize())(config, rngs=nnx.Rngs(seed))
   return with_noise(model, seed)
 
 
-def with_noise(model: Any, seed: int = 0, size: float = 0.15) -> Any:
+def with_noise(model: Any, seed: int = 0, scale: float = 0.15) -> Any:
   """Adds noise to a model's weights; many of tunix's are zeros at first."""
   nnx = importlib.import_module("flax.nnx")
   graphdef, state = nnx.split(model)
   leaves, structure = jax.tree.flatten(state)
   keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
   leaves = [
-    leaf + size * jax.random.normal(key, leaf.shape, leaf.dtype)
+    leaf + scale * jax.random.normal(key, leaf.shape, leaf.dtype)
     for leaf, key in zip(leaves, keys, strict=True)
   ]
   return nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
@@ -66,7 +66,7 @@ def with_noise(model: Any, seed: int = 0, size: float = 0.15) -> Any:
 def words() -> Any:
   """Returns a tokenizer of 32 words: pad, bos, eos, and `w3` to `w31`."""
   named = {"<pad>": PAD, "<s>": BOS, "</s>": EOS}
-  named |= {f"w{number}": number for number in range(3, NUM_WORDS)}
+  named |= {f"w{i}": i for i in range(3, NUM_WORDS)}
   return module("tests.test_common").MockVocab(named)
 
 
@@ -99,13 +99,13 @@ def vanilla(model: Any, cache_size: int = 64) -> Any:
   """Makes tunix's own engine."""
   base = module("rl.rollout.base_rollout")
   engine = module("rl.rollout.vanilla_rollout").VanillaRollout
-  sizes = base.CacheConfig(
+  cache_config = base.CacheConfig(
     cache_size=cache_size,
     num_layers=len(model.layers),
     num_kv_heads=HEADS,
     head_dim=HEAD_DIM,
   )
-  return engine(model, words(), cache_config_or_size=sizes)
+  return engine(model, words(), cache_config_or_size=cache_config)
 
 
 def ours(model: Any, rollout_config: Any = None, **options: Any) -> Any:
@@ -163,7 +163,7 @@ def cluster(
 def reward(prompts: Any, completions: Any, **_: Any) -> list[float]:
   """Returns the share of words with an even number."""
   del prompts
-  even = [f"w{number}" for number in range(4, NUM_WORDS, 2)]
+  even = [f"w{i}" for i in range(4, NUM_WORDS, 2)]
   return [
     float(np.mean([word in even for word in completion.split()] or [0]))
     for completion in completions

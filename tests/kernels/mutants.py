@@ -11,8 +11,6 @@ from tests.tools.mistakes import table
 _XLA = "attention.xla.backend"
 _ATTENTION = "test_paged_attention.py::"
 _DECODE = _ATTENTION + "TestDecode::test_equals_the_reference[xla-{}]"
-_PLAN = "test_merge_and_plan.py::TestPlan::"
-_COVERS = _PLAN + "test_pieces_cover_every_token_once[{}]"
 _PAGES = "test_pages.py::"
 
 _ATTEND = {
@@ -48,14 +46,6 @@ _ATTEND = {
   ),
 }
 
-_PIECES = {
-  "pieces are cut as if there was no window": (
-    "attention.decode_plan:_plan",
-    given(window=lambda g: None),
-    _COVERS.format("100-5"),
-  ),
-}
-
 _STORING = {
   "tokens land a place too far": (
     "append:_put_all_heads",
@@ -65,6 +55,4 @@ _STORING = {
   ),
 }
 
-MUTANTS = table(
-  "jaxkv_kernels._src", "tests/kernels", _ATTEND | _PIECES | _STORING
-)
+MUTANTS = table("jaxkv_kernels._src", "tests/kernels", _ATTEND | _STORING)

@@ -171,21 +171,21 @@ def problem(shape: Shape, *, seed: int = 0, poison: float = np.nan) -> Problem:
   int8 has no NaN; its scales are poisoned instead, if it has scales.
   """
   rng = np.random.default_rng(seed)
-  size = shape.page_size
+  page_size = shape.page_size
   lengths = np.asarray(shape.lengths, np.int32)
-  needed = -(-lengths // size)
-  total = int(needed.sum()) + 3
-  free = list(rng.permutation(total))
+  needed = -(-lengths // page_size)
+  num_pages = int(needed.sum()) + 3
+  free = list(rng.permutation(num_pages))
   table = np.full((len(lengths), int(needed.max()) + 1), NOWHERE, np.int32)
   table[::2] = -5
-  filled = np.zeros((total, size), bool)
+  mask = np.zeros((num_pages, page_size), bool)
   for b, length in enumerate(lengths):
     for column in range(needed[b]):
       page = table[b, column] = free.pop()
-      filled[page, : min(size, length - column * size)] = True
+      mask[page, : min(page_size, length - column * page_size)] = True
   dtype = _NUMBERS[shape.dtype]
   dims = (shape.head_dim, shape.value_dim or shape.head_dim)
-  pools = [_pool(rng, shape, dtype, dim, filled, poison) for dim in dims]
+  pools = [_pool(rng, shape, dtype, dim, mask, poison) for dim in dims]
   k_pages, v_pages = (
     pool.view(_BITS.get(shape.dtype, dtype)) for pool in pools
   )
@@ -194,24 +194,24 @@ def problem(shape: Shape, *, seed: int = 0, poison: float = np.nan) -> Problem:
     v_pages=v_pages,
     page_table=table,
     lengths=lengths,
-    options=_draw_options(rng, shape, filled, poison),
+    options=_draw_options(rng, shape, mask, poison),
     dtype=_NUMBERS[shape.query_dtype] if dtype.itemsize == 1 else dtype,
   )
 
 
-def _pool(rng, shape, dtype, dim, filled, poison) -> np.ndarray:
-  """Returns [P, K, S, dim], random where `filled` bool[P, S], else poison."""
+def _pool(rng, shape, dtype, dim, mask, poison) -> np.ndarray:
+  """Returns [P, K, S, dim], random where `mask` bool[P, S], else poison."""
   kv_heads = shape.heads[1]
-  tokens = rng.standard_normal((*filled.shape, kv_heads, dim))
+  tokens = rng.standard_normal((*mask.shape, kv_heads, dim))
   if dtype == np.int8:
     tokens = np.clip(np.round(tokens * 40), -127, 127)
     poison = 127
-  tokens = np.where(filled[:, :, None, None], tokens, poison)
+  tokens = np.where(mask[:, :, None, None], tokens, poison)
   with np.errstate(invalid="ignore"):
     return np.ascontiguousarray(tokens.swapaxes(1, 2).astype(dtype))
 
 
-def _draw_options(rng, shape, filled, poison) -> dict[str, Any]:
+def _draw_options(rng, shape, mask, poison) -> dict[str, Any]:
   heads, kv_heads = shape.heads
   options = dict(shape.options)
   if options.get("sinks"):
@@ -223,10 +223,8 @@ def _draw_options(rng, shape, filled, poison) -> dict[str, Any]:
     if shape.scales == "head":
       factors = rng.uniform(0.5, 2, kv_heads)
     else:
-      factors = rng.uniform(
-        0.5, 2, (filled.shape[0], kv_heads, filled.shape[1])
-      )
-      factors = np.where(filled[:, None], factors, poison)
+      factors = rng.uniform(0.5, 2, (mask.shape[0], kv_heads, mask.shape[1]))
+      factors = np.where(mask[:, None], factors, poison)
     options[name] = (small * factors).astype(np.float32)
   return options
 

@@ -90,12 +90,12 @@ class TestHarness:
 
   @over(TARGETS)
   def test_devices_here_stay_what_they_are(self, target):
-    before = jax.devices()
+    devices = jax.devices()
     x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
     program = compile_for(target, jax.jit(lambda x: x + 1, donate_argnums=0), x)
     assert program.aliased == x.size * 4
-    assert jax.devices() == before
-    assert jnp.ones(3).devices() <= set(before)
+    assert jax.devices() == devices
+    assert jnp.ones(3).devices() <= set(devices)
 
   def test_an_unknown_target_is_refused(self):
     with pytest.raises(ValueError, match="one of"):
@@ -267,7 +267,7 @@ class TestTransitions:
     monkeypatch.setattr(free_queue, "reserve", lambda queue, count: queue)
     state, program = decode_loop(target, number=5)
     leaves = jax.tree.leaves(state)
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    assert program.aliased >= size
-    assert program.temporary < size * 0.05
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    assert program.aliased >= num_bytes
+    assert program.temporary < num_bytes * 0.05
     assert work_in_loops(program.text, state.config.num_pages // 2) == {}

@@ -38,10 +38,6 @@ def arguments(**changes):
   }
 
 
-def plan_of(rows):
-  return kernels.plan_decode(jnp.ones(rows, jnp.int32), workers=2)
-
-
 def packed(**changes):
   """A valid call with packed queries, changed."""
   call = arguments(q=jnp.ones((3, 4, 8)))
@@ -52,8 +48,8 @@ def packed(**changes):
 
 def appended(**sides):
   """Arguments of a call that appends the same tokens as keys and as values."""
-  both = {f"{side}_{name}": sides[name] for name in sides for side in "kv"}
-  return {**both, **WHERE}
+  arrays = {f"{side}_{name}": sides[name] for name in sides for side in "kv"}
+  return {**arrays, **WHERE}
 
 
 # A valid call of each function, with arrays for as many arguments as possible.
@@ -112,16 +108,16 @@ def refusal(function, changes):
 class TestEveryFunction:
   @over_functions
   def test_names_arguments_that_are_not_arrays(self, function):
-    known = inspect.signature(getattr(kernels, function)).parameters
+    parameters = inspect.signature(getattr(kernels, function)).parameters
     for name in CALLS[function]:
       inside = takes_options(function) and name in OPTIONS
-      optional = inside or known[name].default is None
-      nothing = () if optional else (None,)
-      for value in ("junk", [1.0], (), object(), *nothing):
-        said = refusal(function, {name: value})
-        assert said.startswith(f"{shown(function, name)} must be"), (
+      optional = inside or parameters[name].default is None
+      missing = () if optional else (None,)
+      for value in ("junk", [1.0], (), object(), *missing):
+        message = refusal(function, {name: value})
+        assert message.startswith(f"{shown(function, name)} must be"), (
           value,
-          said,
+          message,
         )
 
   @over_functions
@@ -132,12 +128,12 @@ class TestEveryFunction:
       for name, value in CALLS[function].items()
       if isinstance(value, jax.Array)
     }
-    first, *others = arrays
-    for name in others:
+    first_name, *names = arrays
+    for name in names:
       moved = {name: jax.device_put(arrays[name], cpus[1])}
-      said = refusal(function, arrays | moved)
-      wanted = f"{shown(function, name)} must be on {cpus[0]} like {first}, got"
-      assert said.startswith(wanted), said
+      message = refusal(function, arrays | moved)
+      expected = f"must be on {cpus[0]} like {first_name}, got"
+      assert message.startswith(f"{shown(function, name)} {expected}"), message
 
   @pytest.mark.slow
   @over_functions
@@ -149,10 +145,10 @@ class TestEveryFunction:
       for name, value in call.items()
     }
     verb = functools.partial(run, function)
-    wanted = verb(**call)
+    expected = verb(**call)
     for out in (verb(**numpy), jax.jit(lambda: verb(**numpy))()):
       assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(out))
-      jax.tree.map(np.testing.assert_array_equal, out, wanted)
+      jax.tree.map(np.testing.assert_array_equal, out, expected)
 
   @pytest.mark.parametrize(
     ("function", "changes", "message"),
@@ -246,9 +242,6 @@ class TestErrors:
       ({"soft_cap": np.nan}, "`options.soft_cap` must be a finite .* got nan"),
       ({"soft_cap": True}, "`options.soft_cap` .* got True"),
       ({"page_offset": 2**31}, "`page_offset` .* fits int32, got 2147483648"),
-      ({"plan": "junk"}, "`plan` must be a DecodePlan or None, got str; make"),
-      ({"plan": plan_of(3)}, "`plan` must be for the 2 rows of q, got .* 3"),
-      ({"plan": plan_of(2)._replace(row=jnp.ones(3))}, "`plan.row` .* int32"),
       ({"q": jnp.ones((0, 4, 8))}, r"`q` .* got float32\[0, 4, 8\]"),
       ({"q": jnp.ones((2, 0, 8))}, r"`q` .* got float32\[2, 0, 8\]"),
       ({"sinks": jnp.ones(2)}, r"`options.sinks` must be float\[4\], one"),
@@ -341,28 +334,11 @@ class TestErrors:
         **call, options=options, query_tile=query_tile
       )
 
-  @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-      ({"workers": 0}, "`workers` .* at least 1, got 0"),
-      ({"workers": 1, "block": 2.0}, "`block` .* got 2.0"),
-      ({"workers": 1, "window": 0}, "`window` .* got 0"),
-    ],
-  )
-  def test_bad_plan(self, changes, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-      kernels.plan_decode(jnp.ones(2, jnp.int32), **changes)
-
   @pytest.mark.parametrize("longest", [0, 2.5])
   def test_bad_max_query_len(self, longest):
     with pytest.raises((TypeError, ValueError), match="`max_query_len` must"):
       kernels.paged_attention(**packed(), max_query_len=longest)
 
-  @pytest.mark.parametrize("lengths", [jnp.zeros((0,), jnp.int32), [1, 2]])
-  def test_a_plan_of_no_rows(self, lengths):
-    with pytest.raises((TypeError, ValueError), match="`lengths` must be"):
-      kernels.plan_decode(lengths, workers=1)
-
   def test_good_arguments(self):
-    out, _ = kernels.paged_decode(**arguments(), plan=plan_of(2))
+    out, _ = kernels.paged_decode(**arguments())
     np.testing.assert_array_equal(out, np.ones((2, 4, 8)))

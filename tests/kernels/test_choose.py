@@ -53,12 +53,10 @@ def particular(monkeypatch):
   jax.default_backend() != "cpu", reason="tests the choice on a CPU"
 )
 class TestAuto:
-  def test_the_first_that_serves(self, particular):
+  def test_the_first_backend_that_serves_is_chosen(self, particular):
     assert (kernels.paged_decode(**ARGUMENTS)[0] == 7).all()
 
-  def test_passes_over_backends_that_do_not_serve_and_logs_why(
-    self, particular, caplog
-  ):
+  def test_reasons_of_skipped_backends_are_logged(self, particular, caplog):
     with caplog.at_level(logging.INFO, "jaxkv_kernels"):
       kernels.paged_decode(**ARGUMENTS, options=CAPPED)
       out, _ = kernels.paged_decode(**ARGUMENTS, options=CAPPED)
@@ -69,18 +67,20 @@ class TestAuto:
       " None, got 30.0)"
     ]
 
-  def test_nothing_serves(self, particular, monkeypatch):
+  def test_reasons_are_listed_if_no_backend_serves(
+    self, particular, monkeypatch
+  ):
     monkeypatch.setitem(choose._ORDER, "cpu", ("particular",))
     with pytest.raises(NotImplementedError, match=r"on cpu: particular: `soft"):
       kernels.paged_decode(**ARGUMENTS, options=CAPPED)
 
 
 class TestNamed:
-  def test_it_is_taken(self, particular):
+  def test_a_named_backend_is_used(self, particular):
     out, _ = kernels.paged_decode(**ARGUMENTS, backend="particular")
     np.testing.assert_array_equal(out, 7)
 
-  def test_it_is_not_replaced(self, particular):
+  def test_a_named_backend_that_does_not_serve_is_an_error(self, particular):
     q = ARGUMENTS["q"].astype(jnp.bfloat16)
     with pytest.raises(
       NotImplementedError,
@@ -91,8 +91,8 @@ class TestNamed:
 
 class TestPlatform:
   def test_of_the_default_backend(self):
-    wanted = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-    assert choose.platform() == wanted
+    expected = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    assert choose.platform() == expected
 
   def test_of_the_default_device(self):
     with jax.default_device(jax.devices("cpu")[1]):
@@ -100,12 +100,12 @@ class TestPlatform:
 
   def test_of_committed_arrays(self, monkeypatch):
     """Their device counts, not the default device."""
-    there = jax.device_put(jnp.ones(3), jax.devices("cpu")[1])
+    array = jax.device_put(jnp.ones(3), jax.devices("cpu")[1])
     monkeypatch.setattr(choose, "_platform_of", lambda device: str(device.id))
-    first = str(jax.devices()[0].id)
-    assert choose.platform(jnp.ones(3), there) == "1" != first
-    assert choose.platform(jnp.ones(3)) == first
-    assert jax.jit(lambda x: jnp.int32(choose.platform(x)))(there) == 0
+    default_id = str(jax.devices()[0].id)
+    assert choose.platform(jnp.ones(3), array) == "1" != default_id
+    assert choose.platform(jnp.ones(3)) == default_id
+    assert jax.jit(lambda x: jnp.int32(choose.platform(x)))(array) == 0
 
   def test_of_the_abstract_mesh(self):
     device = jax.sharding.AbstractDevice(

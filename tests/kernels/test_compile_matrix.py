@@ -47,7 +47,7 @@ def matrix():
     for backend in for_target(target):
       # The XLA backend is compiled in loops, in test_ahead_of_time.py.
       for dtype in FORMATS.get(backend, ()):
-        for size in SIZES if dtype in WIDE else SIZES[1:2]:
+        for page_size in SIZES if dtype in WIDE else SIZES[1:2]:
           for dim in DIMS[backend]:
             if backend == "mosaic_gpu" and dtype not in WIDE and dim > 128:
               continue
@@ -55,17 +55,17 @@ def matrix():
               target,
               backend,
               dtype,
-              size,
+              page_size,
               dim,
               marks=needs(target),
-              id=f"{target}-{backend}-{dtype}-{size}-{dim}",
+              id=f"{target}-{backend}-{dtype}-{page_size}-{dim}",
             )
 
 
-def pools_and_table(dtype, size, dim):
+def pools_and_table(dtype, page_size, dim):
   shape = jax.ShapeDtypeStruct
-  pool = shape((PAGE_TOKENS // size, KV_HEADS, size, dim), dtype)
-  return pool, pool, shape((BATCH, TOKENS // size), jnp.int32)
+  pool = shape((PAGE_TOKENS // page_size, KV_HEADS, page_size, dim), dtype)
+  return pool, pool, shape((BATCH, TOKENS // page_size), jnp.int32)
 
 
 def query_dtype(dtype):
@@ -74,8 +74,8 @@ def query_dtype(dtype):
 
 def assert_small(program, *pools):
   """Temporaries under 5 % of the pools."""
-  size = sum(pool.size * jnp.dtype(pool.dtype).itemsize for pool in pools)
-  assert program.temporary < size * 0.05
+  num_bytes = sum(pool.size * jnp.dtype(pool.dtype).itemsize for pool in pools)
+  assert program.temporary < num_bytes * 0.05
 
 
 def compile_latent(target, dtype, heads):
@@ -104,14 +104,14 @@ class TestDecode:
   # float16 is bfloat16 with another conversion.
   @slow_except("dtype", FORMATS["triton"], *FORMATS["mosaic_tpu"], "int8")
   @slow_except("dim", sorted({*sum(DIMS.values(), ())}), 128)
-  @slow_except("size", SIZES, 16)
+  @slow_except("page_size", SIZES, 16)
   @slow_except("target", TARGETS, "h200", "v6e")
   @pytest.mark.parametrize(
-    ("target", "backend", "dtype", "size", "dim"), list(matrix())
+    ("target", "backend", "dtype", "page_size", "dim"), list(matrix())
   )
-  def test_compiles(self, target, backend, dtype, size, dim):
+  def test_compiles(self, target, backend, dtype, page_size, dim):
     decode = jax.jit(functools.partial(kernels.paged_decode, backend=backend))
-    pools = pools_and_table(dtype, size, dim)
+    pools = pools_and_table(dtype, page_size, dim)
     program = compile_for(
       target,
       decode,
@@ -193,9 +193,9 @@ class TestTriton:
 
     def call(*arguments):
       positional = arguments[: len(arguments) - len(names)]
-      given = dict(zip(names, arguments[len(positional) :], strict=True))
+      traced = dict(zip(names, arguments[len(positional) :], strict=True))
       return function(
-        *positional, backend="triton", **call_of(**static, **given)
+        *positional, backend="triton", **call_of(**static, **traced)
       )
 
     program = compile_for(
@@ -226,12 +226,12 @@ class TestTriton:
     shape = jax.ShapeDtypeStruct
     q = shape((1, 4096, HEADS, 128), jnp.bfloat16)
     pool = shape((PAGE_TOKENS // 16, KV_HEADS, 16, 128), jnp.bfloat16)
-    table, one = shape((1, 8192), jnp.int32), shape((1,), jnp.int32)
+    table, lengths = shape((1, 8192), jnp.int32), shape((1,), jnp.int32)
     attention = functools.partial(
       kernels.paged_attention_padded, backend="triton"
     )
     program = compile_for(
-      "h200", jax.jit(attention), q, pool, pool, table, one, one
+      "h200", jax.jit(attention), q, pool, pool, table, lengths, lengths
     )
     # One output in float32 and its log-sum-exps.
     assert program.temporary < q.size * 4 * 1.1
@@ -254,11 +254,11 @@ class TestTriton:
     if dtype == "int8":
       scales = shape((PAGE_TOKENS // 16, KV_HEADS, 16), jnp.float32)
       options |= {"k_scale": scales, "v_scale": scales}
-    sizes = (HEADS, (128, 128), dtype)
-    self.compile(kernels.paged_decode, *sizes, (BATCH,), vector, **options)
+    heads = (HEADS, (128, 128), dtype)
+    self.compile(kernels.paged_decode, *heads, (BATCH,), vector, **options)
     self.compile(
       kernels.paged_attention_padded,
-      *sizes,
+      *heads,
       (BATCH, 8),
       vector,
       vector,
@@ -267,7 +267,7 @@ class TestTriton:
     )
     self.compile(
       kernels.paged_attention,
-      *sizes,
+      *heads,
       (64,),
       vector,
       shape((BATCH + 1,), jnp.int32),

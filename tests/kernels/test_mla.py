@@ -73,11 +73,11 @@ class TestDecode:
       case.page_table,
       case.lengths,
     )
-    wanted = reference.mla_decode(*arguments, **options)
+    expected = reference.mla_decode(*arguments, **options)
     out, lse = runner("mla_decode", *arguments, **options)
     dims = (shape.heads[0], options["value_dim"])
     assert out.shape == (len(shape.lengths), *dims)
-    assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
+    assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)
 
   @pytest.mark.parametrize("runner", backends())
   def test_page_numbers_do_not_matter(self, runner):
@@ -85,9 +85,9 @@ class TestDecode:
     order = np.random.default_rng(2).permutation(len(case.k_pages))
     moved = np.empty_like(case.k_pages)
     moved[order] = case.k_pages
-    known = (case.page_table >= 0) & (case.page_table < len(order))
+    is_page = (case.page_table >= 0) & (case.page_table < len(order))
     table = np.where(
-      known, order[np.where(known, case.page_table, 0)], case.page_table
+      is_page, order[np.where(is_page, case.page_table, 0)], case.page_table
     ).astype(np.int32)
     options = {"value_dim": 512, "scale": 0.1}
     a = runner(
@@ -102,10 +102,10 @@ class TestDecode:
     """A row gives the same bits if all other rows of the batch are empty."""
     case, q = three_rows(33, 17, 80)
     options = {"value_dim": 512, "scale": 0.1}
-    together, _ = runner(
+    batch_out, _ = runner(
       "mla_decode", q, case.k_pages, case.page_table, case.lengths, **options
     )
-    alone, _ = runner(
+    alone_out, _ = runner(
       "mla_decode",
       q,
       case.k_pages,
@@ -113,10 +113,10 @@ class TestDecode:
       np.where(np.arange(3) == 1, case.lengths, 0).astype(np.int32),
       **options,
     )
-    np.testing.assert_array_equal(together[1], alone[1])
+    np.testing.assert_array_equal(batch_out[1], alone_out[1])
 
   @pytest.mark.parametrize("runner", backends())
-  def test_a_node_that_no_query_sees_can_hold_nan(self, runner):
+  def test_nan_in_an_unseen_node_stays_out(self, runner):
     rng = np.random.default_rng(4)
     pages = jnp.asarray(rng.standard_normal((4, 1, 8, 32)), jnp.float32)
     q = jnp.asarray(rng.standard_normal((1, 3, 4, 32)), jnp.float32)
@@ -147,7 +147,7 @@ class TestDecode:
         (jnp.zeros((3, 1, 4, 1)), factors[..., None]),
       )
     ]
-    (wanted, _), (out, _) = (
+    (expected, _), (out, _) = (
       kernels.mla_decode(
         q,
         pages,
@@ -159,7 +159,7 @@ class TestDecode:
       for pages, scale in ((pools[0], None), (pools[1], pools[2][..., 0]))
     )
     # Half a step of 1 / 127 for numbers of up to 4, in logits and values.
-    np.testing.assert_allclose(out, wanted, atol=0.05)
+    np.testing.assert_allclose(out, expected, atol=0.05)
 
   def test_too_large_for_triton(self):
     with pytest.raises(NotImplementedError, match=r"`value_dim` .* 576 and 0"):
@@ -192,16 +192,16 @@ class TestSeveralQueries:
   def problem(self, name):
     """Rows that end with `_COUNTS` queries, and the options of a call."""
     shape, case, options = problem_of(name, (0, 3, 37, 80), most_heads=40)
-    wanted = {key: x for key, x in options.items() if key != "value_dim"}
+    kwargs = {key: x for key, x in options.items() if key != "value_dim"}
     factors = options.get("k_scale")
-    wanted |= {"k_scale": factors, "v_scale": factors}
+    kwargs |= {"k_scale": factors, "v_scale": factors}
     values = case.k_pages[..., : options["value_dim"]]
-    return shape, case, options, (case.k_pages, values), wanted
+    return shape, case, options, (case.k_pages, values), kwargs
 
   @pytest.mark.slow
   @pytest.mark.parametrize(("how", "name"), _RECTANGLES)
   def test_rectangle(self, runner, name, how):
-    shape, case, options, pools, wanted = self.problem(name)
+    shape, case, options, pools, kwargs = self.problem(name)
     q = queries(case, shape, 4, max(_COUNTS))
     counts = np.asarray(_COUNTS, np.int32)
     where = (case.page_table, case.lengths - counts, counts)
@@ -212,8 +212,8 @@ class TestSeveralQueries:
       column = np.arange(max(_COUNTS))
       tree = (column[:, None] - column) % 2 == 0
       options["tree_mask"] = np.broadcast_to(tree, (4, *tree.shape))
-      wanted["tree_mask"] = options["tree_mask"]
-    expected = reference.paged_attention_padded(q, *pools, *where, **wanted)
+      kwargs["tree_mask"] = options["tree_mask"]
+    expected = reference.paged_attention_padded(q, *pools, *where, **kwargs)
     out, lse = runner(
       "mla_attention_padded", q, case.k_pages, *where, **options
     )
@@ -222,11 +222,11 @@ class TestSeveralQueries:
 
   @pytest.mark.parametrize("name", CASES)
   def test_packed(self, runner, name):
-    shape, case, options, pools, wanted = self.problem(name)
+    shape, case, options, pools, kwargs = self.problem(name)
     q = queries(case, shape, sum(_COUNTS) + 3)
     ends = np.cumsum((0, *_COUNTS)).astype(np.int32)
     where = (case.page_table, case.lengths, ends)
-    expected = reference.paged_attention(q, *pools, *where, **wanted)
+    expected = reference.paged_attention(q, *pools, *where, **kwargs)
     out, lse = runner("mla_attention", q, case.k_pages, *where, **options)
     assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)
 

@@ -51,8 +51,8 @@ over_few_shapes = pytest.mark.parametrize(("runner", "name"), cases(*_FEW))
 over_backends = pytest.mark.parametrize("runner", backends())
 
 
-def same(results, others):
-  for a, b in zip(results, others, strict=True):
+def same(results, expected):
+  for a, b in zip(results, expected, strict=True):
     np.testing.assert_array_equal(a, b)
 
 
@@ -63,7 +63,7 @@ class TestDecode:
     shape = SHAPES[name]
     case = problem(shape)
     q = queries(case, shape, len(shape.lengths))
-    wanted = reference.paged_decode(
+    expected = reference.paged_decode(
       q, *case.pools, case.lengths, **case.options
     )
     out, lse = runner(
@@ -71,7 +71,7 @@ class TestDecode:
     )
     assert out.dtype == case.dtype
     assert lse.dtype == np.float32
-    assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
+    assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)
 
 
 def rectangle(name):
@@ -90,30 +90,30 @@ class TestRectangle:
   @pytest.mark.parametrize(("runner", "name"), cases(*_RECTANGLES))
   def test_equals_the_reference(self, runner, name):
     case, arguments = rectangle(name)
-    wanted = reference.paged_attention_padded(*arguments, **case.options)
+    expected = reference.paged_attention_padded(*arguments, **case.options)
     out, lse = runner("paged_attention_padded", *arguments, **case.options)
-    assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
+    assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)
 
   @pytest.mark.slow
   @over_few_shapes
   @pytest.mark.parametrize("query_tile", [4, 32])
-  def test_columns_in_turn(self, runner, name, query_tile):
+  def test_columns_in_turn_equal_the_reference(self, runner, name, query_tile):
     case, arguments = rectangle(name)
-    wanted = reference.paged_attention_padded(*arguments, **case.options)
+    expected = reference.paged_attention_padded(*arguments, **case.options)
     options = {**case.options, "query_tile": query_tile}
     out, lse = runner("paged_attention_padded", *arguments, **options)
-    assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
+    assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)
 
   @pytest.mark.slow
   @over_few_shapes
-  def test_columns_in_turn_have_bits_of_their_own(self, runner, name):
-    """Those after them, and how many there are, change nothing."""
+  def test_columns_in_turn_do_not_depend_on_others(self, runner, name):
+    """Other columns, and their number, change no bit of a column."""
     case, (q, *pools, starts, counts) = rectangle(name)
     options = {**case.options, "query_tile": 2}
-    many = runner(
+    all_columns = runner(
       "paged_attention_padded", q, *pools, starts, counts, **options
     )
-    few = runner(
+    some_columns = runner(
       "paged_attention_padded",
       q[:, 6:9],
       *pools,
@@ -121,7 +121,7 @@ class TestRectangle:
       np.clip(counts - 6, 0, 3),
       **options,
     )
-    same([x[:, 6:9] for x in many], few)
+    same([x[:, 6:9] for x in all_columns], some_columns)
 
   @slow_except("name", SHAPES, "everything")
   @slow_except("nodes", [7, 5], 7)
@@ -136,7 +136,7 @@ class TestRectangle:
     ),
   )
   @pytest.mark.parametrize("nodes", [7, 5])
-  def test_tree(self, runner, name, nodes):
+  def test_trees_equal_the_reference(self, runner, name, nodes):
     """Drafts of 7 tokens in trees; keys past `nodes` are seen as usual."""
     shape = SHAPES[name]
     case = problem(shape)
@@ -151,9 +151,9 @@ class TestRectangle:
     mask[3] = False  # sees none of its row's queries, itself included
     arguments = (q, *case.pools, case.lengths - counts, counts)
     options = {**case.options, "tree_mask": mask}
-    wanted = reference.paged_attention_padded(*arguments, **options)
+    expected = reference.paged_attention_padded(*arguments, **options)
     out, lse = runner("paged_attention_padded", *arguments, **options)
-    assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
+    assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)
 
 
 @slow_except("name", SHAPES, "everything")
@@ -176,11 +176,11 @@ class TestPacked:
     q = queries(case, shape, int(ends[-1]) + 3)
     q[ends[-1] :] = np.nan
     arguments = (q, *case.pools, case.lengths, ends)
-    wanted = reference.paged_attention(*arguments, **case.options)
+    expected = reference.paged_attention(*arguments, **case.options)
     out, lse = runner(
       "paged_attention", *arguments, max_query_len=longest, **case.options
     )
-    assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
+    assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)
 
   @over_few_shapes
   def test_trees_across_tiles(self, runner, name):
@@ -194,9 +194,9 @@ class TestPacked:
     mask[: ends[-2]] = True
     arguments = (q, *case.pools, case.lengths, ends)
     options = {**case.options, "tree_mask": mask}
-    wanted = reference.paged_attention(*arguments, **options)
+    expected = reference.paged_attention(*arguments, **options)
     out, lse = runner("paged_attention", *arguments, **options)
-    assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
+    assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)
 
 
 def decoded(runner, name):
@@ -229,18 +229,18 @@ class TestProperties:
     ("runner", "name"), cases("window_without_short_rows")
   )
   def test_pages_behind_the_window_do_not_matter(self, runner, name):
-    case, q, before = decoded(runner, name)
+    case, q, expected = decoded(runner, name)
     for b, length in enumerate(case.lengths):
-      behind = (length - case.options["window"]) // case.k_pages.shape[2]
-      case.k_pages[case.page_table[b, :behind]] = np.nan
-      case.v_pages[case.page_table[b, :behind]] = np.inf
-      case.page_table[b, :behind] = 0
-    after = runner("paged_decode", q, *case.pools, case.lengths, **case.options)
-    same(before, after)
+      skipped_pages = (length - case.options["window"]) // case.k_pages.shape[2]
+      case.k_pages[case.page_table[b, :skipped_pages]] = np.nan
+      case.v_pages[case.page_table[b, :skipped_pages]] = np.inf
+      case.page_table[b, :skipped_pages] = 0
+    out = runner("paged_decode", q, *case.pools, case.lengths, **case.options)
+    same(expected, out)
 
   @over_few_shapes
   def test_page_numbers_do_not_matter(self, runner, name):
-    case, q, before = decoded(runner, name)
+    case, q, expected = decoded(runner, name)
     order = np.random.default_rng(5).permutation(len(case.k_pages))
     back = np.argsort(order)
     named = (case.page_table >= 0) & (case.page_table < len(order))
@@ -252,7 +252,7 @@ class TestProperties:
     }
     if "scale" in case.options:
       options["scale"] = case.options["scale"]
-    after = runner(
+    results = runner(
       "paged_decode",
       q,
       case.k_pages[back],
@@ -261,23 +261,23 @@ class TestProperties:
       case.lengths,
       **options,
     )
-    same(before, after)
+    same(expected, results)
 
   @over_few_shapes
   def test_neighbours_do_not_matter(self, runner, name):
-    case, q, before = decoded(runner, name)
+    case, q, expected = decoded(runner, name)
     row = 5
     changed = case.lengths.copy()
     changed[[0, 6]] = 0, 3
     q[6] = np.nan
-    after = runner("paged_decode", q, *case.pools, changed, **case.options)
-    same([x[row] for x in before], [x[row] for x in after])
+    results = runner("paged_decode", q, *case.pools, changed, **case.options)
+    same([x[row] for x in expected], [x[row] for x in results])
 
   @over_few_shapes
-  def test_place_in_the_batch_does_not_matter(self, runner, name):
-    case, q, before = decoded(runner, name)
+  def test_row_order_does_not_matter(self, runner, name):
+    case, q, expected = decoded(runner, name)
     order = np.array([3, 6, 0, 5, 1, 4, 2])
-    after = runner(
+    results = runner(
       "paged_decode",
       q[order],
       case.k_pages,
@@ -286,13 +286,13 @@ class TestProperties:
       case.lengths[order],
       **case.options,
     )
-    same([x[order] for x in before], after)
+    same([x[order] for x in expected], results)
 
 
 class TestNumerics:
   @pytest.mark.slow
   @over_backends
-  def test_extreme_logits(self, runner):
+  def test_extreme_logits_do_not_overflow(self, runner):
     """Logits of +-5e5: no overflow, and the largest takes all."""
     keys = np.zeros((4, 1, 16, 128), runner.dtype)
     keys[..., 0] = -512.0
@@ -303,9 +303,9 @@ class TestNumerics:
     q[:, :, 0] = [[1024.0], [-1024.0]]
     table = np.array([[0, 2, 3], [1, 3, 0]], np.int32)
     arguments = (q, keys, values, table, np.array([40, 33], np.int32))
-    wanted = reference.paged_decode(*arguments, scale=1.0)
+    expected = reference.paged_decode(*arguments, scale=1.0)
     out, lse = runner("paged_decode", *arguments, scale=1.0)
-    assert_matches(out, lse, *wanted, runner.dtype)
+    assert_matches(out, lse, *expected, runner.dtype)
     np.testing.assert_array_equal(out[0, 0], values[2, 0, 3])
 
   @pytest.mark.slow
@@ -338,13 +338,13 @@ class TestNumerics:
     q = queries(case, shape, 1)
     whole = runner("paged_decode", q, *case.pools, case.lengths)
     cut = 64
-    first = runner("paged_decode", q, *case.pools, np.array([cut], np.int32))
+    part_0 = runner("paged_decode", q, *case.pools, np.array([cut], np.int32))
     moved = np.roll(case.page_table, -cut // shape.page_size, axis=1)
-    second = runner(
+    part_1 = runner(
       "paged_decode", q, *case.pools[:2], moved, case.lengths - cut
     )
     out, lse = reference.merge_states(
-      *(np.stack(part) for part in zip(first, second, strict=True))
+      *(np.stack(part) for part in zip(part_0, part_1, strict=True))
     )
     # Three results are rounded, but the tolerances are for one.
     atol = 1e-6 if runner.dtype == np.float32 else 2e-2
@@ -378,8 +378,8 @@ class TestNumerics:
   @pytest.mark.parametrize("columns", [1, 3])
   def test_a_window_counts_from_the_query(self, runner, name, columns):
     """Also if the query is past the last token of the table."""
-    size = SHAPES[name].page_size
-    lengths = (size + 1, 2 * size, 2 * size + 5, 3 * size)
+    page_size = SHAPES[name].page_size
+    lengths = (page_size + 1, 2 * page_size, 2 * page_size + 5, 3 * page_size)
     shape = dataclasses.replace(SHAPES[name], lengths=lengths)
     case = problem(shape)
     pools = (*case.pools[:2], case.page_table[:, :2])
@@ -387,7 +387,7 @@ class TestNumerics:
     q = queries(case, shape, len(lengths), columns)
     arguments = (q, *pools, case.lengths - columns, counts)
     # The last row of 3 * size tokens sees no token that exists.
-    options = {**case.options, "window": size}
-    wanted = reference.paged_attention_padded(*arguments, **options)
+    options = {**case.options, "window": page_size}
+    expected = reference.paged_attention_padded(*arguments, **options)
     out = runner("paged_attention_padded", *arguments, **options)
-    assert_matches(*out, *wanted, case.dtype, runner.float32_l2)
+    assert_matches(*out, *expected, case.dtype, runner.float32_l2)

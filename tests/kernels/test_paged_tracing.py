@@ -64,12 +64,12 @@ class TestReference:
         dense[side, b, :length] = reference.sequence(
           pool, case.page_table[b], length
         )
-    wanted = jax.nn.dot_product_attention(
+    expected = jax.nn.dot_product_attention(
       jnp.asarray(q)[:, None],
       *put(*dense),
       key_value_seq_lengths=jnp.asarray(case.lengths),
     )
-    np.testing.assert_allclose(out, wanted[:, 0], atol=2e-6)
+    np.testing.assert_allclose(out, expected[:, 0], atol=2e-6)
 
 
 class TestBits:
@@ -80,9 +80,9 @@ class TestBits:
     q = rng.standard_normal((3, 4, 32)).astype(np.float32)
     lengths = np.array([192, 100, 7], np.int32)
     results = []
-    for size in (1, 4, 16, 64):
-      pools = tokens.reshape(2, 3 * 192 // size, size, 2, 32).swapaxes(2, 3)
-      table = np.arange(3 * 192 // size, dtype=np.int32).reshape(3, -1)
+    for page_size in (1, 4, 16, 64):
+      pools = tokens.reshape(2, -1, page_size, 2, 32).swapaxes(2, 3)
+      table = np.arange(3 * 192 // page_size, dtype=np.int32).reshape(3, -1)
       results.append(decode(*put(q, *pools, table, lengths))[0])
     for result in results[1:]:
       np.testing.assert_array_equal(results[0], result)
@@ -96,10 +96,10 @@ class TestBits:
     pools[2] = jnp.where(lengths[:, None] == 1, pools[2][1:2], pools[2])
     ones = jnp.ones(batch, jnp.int32)
     ends = jnp.arange(batch + 1, dtype=jnp.int32)
-    first = decode(q, *pools, lengths, **options)
-    second = padded(q[:, None], *pools, lengths - 1, ones, **options)
-    third = packed(q, *pools, lengths, ends, max_query_len=1, **options)
-    for a, b, c in zip(first, second, third, strict=True):
+    decoded = decode(q, *pools, lengths, **options)
+    rectangle = padded(q[:, None], *pools, lengths - 1, ones, **options)
+    rows = packed(q, *pools, lengths, ends, max_query_len=1, **options)
+    for a, b, c in zip(decoded, rectangle, rows, strict=True):
       np.testing.assert_array_equal(a, b[:, 0])
       np.testing.assert_array_equal(a, c)
 
@@ -107,7 +107,7 @@ class TestBits:
     case = problem(FULL)
     row, length, chunk = 6, 150, 19
     q = queries(case, FULL, length)
-    wanted, wanted_lse = reference.paged_attention_padded(
+    expected, expected_lse = reference.paged_attention_padded(
       q[None],
       *case.pools[:2],
       case.page_table[row : row + 1],
@@ -128,7 +128,7 @@ class TestBits:
       )
       pieces.append((out[0, :count], lse[0, :count]))
     out, lse = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
-    assert_matches(out, lse, wanted[0], wanted_lse[0], case.dtype)
+    assert_matches(out, lse, expected[0], expected_lse[0], case.dtype)
 
   def test_packed_queries_past_the_longest_give_nothing(self):
     case = problem(PLAIN)
@@ -138,7 +138,7 @@ class TestBits:
       *put(q, *case.pools, case.lengths, ends),
       max_query_len=3,
     )
-    out, lse = np.asarray(out), np.asarray(lse)
+    out, lse = jax.device_get((out, lse))
     left_out = [3, 4, 8]
     np.testing.assert_array_equal(out[left_out], 0)
     np.testing.assert_array_equal(lse[left_out], -np.inf)

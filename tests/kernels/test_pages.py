@@ -40,15 +40,15 @@ class TestAppend:
     )
     ids = np.array([3, 0, 3, 2, 1], np.int32)
     offsets = np.array([1, 0, 3, 2, 2], np.int32)
-    wanted = [numbers(k_pages), numbers(v_pages)]
-    for pool, tokens in zip(wanted, (k_new, v_new), strict=True):
+    expected = [numbers(k_pages), numbers(v_pages)]
+    for pool, tokens in zip(expected, (k_new, v_new), strict=True):
       rounded = np.asarray(tokens.astype(kernels.logical_dtype(storage)))
       for token, page, offset in zip(rounded, ids, offsets, strict=True):
         pool[page + 4, :, offset] = token.astype(np.float64)
     out = append(
       k_pages, v_pages, k_new, v_new, ids, offsets, page_offset=jnp.int32(4)
     )
-    for a, b in zip(out, wanted, strict=True):
+    for a, b in zip(out, expected, strict=True):
       assert a.dtype == storage
       np.testing.assert_array_equal(numbers(a), b)
 
@@ -112,7 +112,7 @@ class TestAppend:
       (jnp.zeros(POOL, jnp.float16), "`v_pages` must .* float16"),
     ],
   )
-  def test_pools_that_differ(self, v_pages, message):
+  def test_pools_of_different_shapes_are_refused(self, v_pages, message):
     new, ids = jnp.ones((1, 2, 8)), jnp.asarray([12], jnp.int32)
     with pytest.raises((TypeError, ValueError), match=message):
       kernels.append_kv(jnp.zeros(POOL), v_pages, new, new, ids, ids % 4)
@@ -122,8 +122,8 @@ class TestAppend:
     rng = np.random.default_rng(2)
     new = rng.integers(0, 256, (2, 2, 16), np.uint8).view(storage)[..., :8]
     pool, ids = jnp.zeros(POOL, storage), jnp.asarray([5, 7], jnp.int32)
-    both = kernels.append_kv(pool, pool, new, new, ids, ids % 4)
-    for pages in (*both, kernels.append_pages(pool, new, ids, ids % 4)):
+    pools = kernels.append_kv(pool, pool, new, new, ids, ids % 4)
+    for pages in (*pools, kernels.append_pages(pool, new, ids, ids % 4)):
       np.testing.assert_array_equal(pages[ids, :, ids % 4], new)
 
   def test_pools_may_differ_in_head_size(self):
@@ -152,36 +152,36 @@ class TestCopy:
   )
   def test_copies_in_every_layer(self, src, dst):
     pool = random_pool("uint16")
-    before = numbers(pool).reshape(3, 4, *POOL[1:])
-    wanted = before.copy()
+    layers = numbers(pool).reshape(3, 4, *POOL[1:])
+    expected = layers.copy()
     for source, target in zip(src, dst, strict=True):
       if 0 <= source < 4 and 0 <= target < 4:
-        wanted[:, target] = before[:, source]
+        expected[:, target] = layers[:, source]
     out = kernels.copy_pages(
       pool,
       jnp.asarray(src, jnp.int32),
       jnp.asarray(dst, jnp.int32),
       num_layers=3,
     )
-    np.testing.assert_array_equal(numbers(out), wanted.reshape(POOL))
+    np.testing.assert_array_equal(numbers(out), expected.reshape(POOL))
 
   def test_layers_must_divide_the_pool(self):
-    none = jnp.zeros(0, jnp.int32)
+    ids = jnp.zeros(0, jnp.int32)
     with pytest.raises(ValueError, match=r"`num_layers` .* divisor .* 5"):
-      kernels.copy_pages(random_pool("float32"), none, none, num_layers=5)
+      kernels.copy_pages(random_pool("float32"), ids, ids, num_layers=5)
 
 
 class TestGather:
   @pytest.mark.parametrize("storage", STORAGE)
-  def test_dense(self, storage):
+  def test_gathered_pages_are_dense(self, storage):
     pool = random_pool(storage)
     table = np.array([[1, 3], [12, 0], [-1, 2**31 - 1]], np.int32)
     out = kernels.gather_pages(pool, jnp.asarray(table), page_offset=4)
     assert out.dtype == kernels.logical_dtype(storage)
-    wanted = np.zeros((3, 2, 4, 2, 8))
-    for place in ((0, 0), (0, 1), (1, 1)):
-      page = numbers(pool)[table[place] + 4]
-      wanted[place] = page.swapaxes(0, 1)
+    expected = np.zeros((3, 2, 4, 2, 8))
+    for index in ((0, 0), (0, 1), (1, 1)):
+      page = numbers(pool)[table[index] + 4]
+      expected[index] = page.swapaxes(0, 1)
     np.testing.assert_array_equal(
-      np.asarray(out).astype(np.float64), wanted.reshape(3, 8, 2, 8)
+      np.asarray(out).astype(np.float64), expected.reshape(3, 8, 2, 8)
     )

@@ -42,13 +42,14 @@ def draw(seed, *shape):
 class TestStore:
   @over_storage
   def test_rounds_to_nearest_and_saturates(self, storage):
-    kind, largest, _ = FORMATS[storage]
+    dtype, largest, _ = FORMATS[storage]
     values = np.array([0.0, -1.0, 2.5, 3.5, 1e9, -1e9, np.inf], np.float32)
-    wanted = np.clip(values, -largest, largest)
-    wanted = (np.round(wanted) if kind is np.int8 else wanted).astype(kind)
+    expected = np.clip(values, -largest, largest)
+    expected = np.round(expected) if dtype is np.int8 else expected
     stored = kernels.store(jnp.asarray(values), storage)
     assert stored.dtype == storage
-    np.testing.assert_array_equal(numbers(stored), wanted.astype(np.float64))
+    expected = expected.astype(dtype).astype(np.float64)
+    np.testing.assert_array_equal(numbers(stored), expected)
     loaded = kernels.load(stored)
     assert loaded.dtype == kernels.logical_dtype(storage)
     np.testing.assert_array_equal(numbers(loaded), numbers(stored))
@@ -63,8 +64,8 @@ class TestQuantize:
     back = numbers(stored) * np.asarray(scale)[:, None]
     largest = np.abs(values).max(axis=1, keepdims=True)
     assert (np.abs(back - values) <= largest * FORMATS[storage][2] * 1.01).all()
-    top = np.abs(back).max(axis=1, keepdims=True)
-    np.testing.assert_allclose(top, largest, rtol=1e-6)
+    back_largest = np.abs(back).max(axis=1, keepdims=True)
+    np.testing.assert_allclose(back_largest, largest, rtol=1e-6)
 
   @over_storage
   def test_zeros_stay_zeros(self, storage):
@@ -73,14 +74,14 @@ class TestQuantize:
     np.testing.assert_array_equal(scale, 1)
 
   @over_storage
-  @pytest.mark.parametrize("size", [1e-35, 1e-37, 3e-38])
-  def test_tiny_numbers_stay_numbers(self, storage, size):
+  @pytest.mark.parametrize("value", [1e-35, 1e-37, 3e-38])
+  def test_tiny_numbers_stay_numbers(self, storage, value):
     """If largest / 448 is subnormal, numbers lose digits but not all."""
-    values = np.array([size, 0, -size / 2], np.float32)
+    values = np.array([value, 0, -value / 2], np.float32)
     stored, scale = kernels.quantize(jnp.asarray(values), storage)
     assert scale >= np.finfo(np.float32).tiny
     back = numbers(stored) * float(scale)
-    step = max(size * FORMATS[storage][2], np.finfo(np.float32).tiny)
+    step = max(value * FORMATS[storage][2], np.finfo(np.float32).tiny)
     np.testing.assert_allclose(back, values, rtol=0, atol=step)
 
   @over_storage
@@ -108,7 +109,9 @@ class TestAppend:
       pool, scale = numbers(pools[side]).copy(), np.array(scales[side])
       stored, factors = kernels.quantize(new[side], storage)
       for t in (0, 1, 3, 4):
-        page, offset = int(PLACES["page_ids"][t]), int(PLACES["offsets"][t])
+        page, offset = (
+          int(PLACES[name][t]) for name in ("page_ids", "offsets")
+        )
         pool[page + 4, :, offset] = numbers(stored[t])
         scale[page + 4, :, offset] = factors[t]
       np.testing.assert_array_equal(numbers(out[side]), pool)
@@ -123,15 +126,15 @@ class TestAppend:
       pool, pool, new, new, **PLACES, k_scale=scale, v_scale=scale * 2
     )
     for pages, factor in ((k_pages, scale), (v_pages, scale * 2)):
-      wanted = kernels.store(new[0] / factor[:, None], storage)
-      np.testing.assert_array_equal(pages[3, :, 1], wanted)
+      expected = kernels.store(new[0] / factor[:, None], storage)
+      np.testing.assert_array_equal(pages[3, :, 1], expected)
 
-  def test_one_pool(self):
+  def test_one_pool_is_written_as_both_pools_are(self):
     pool = draw(0, 12, 1, 4, 24)
     new = draw(1, 5, 1, 24)
     out = kernels.append_pages(pool, new, **PLACES, page_offset=4)
-    both = kernels.append_kv(pool, pool, new, new, **PLACES, page_offset=4)
-    np.testing.assert_array_equal(out, both[0])
+    pools = kernels.append_kv(pool, pool, new, new, **PLACES, page_offset=4)
+    np.testing.assert_array_equal(out, pools[0])
     np.testing.assert_array_equal(out[7, 0, 1], new[0, 0])
 
   @pytest.mark.parametrize("storage", ["int8", "uint8"])

@@ -79,10 +79,12 @@ def decode(case, q, **changes):
 def checked(shape, case, **changes):
   """Compares a case with the reference; returns the clusters found."""
   q = queries(case, shape, len(LENGTHS))
-  wanted = reference.paged_decode(q, *case.pools, case.lengths, **case.options)
+  expected = reference.paged_decode(
+    q, *case.pools, case.lengths, **case.options
+  )
   shared, (out, lse) = decode(case, q, **changes)
   assert out.dtype == case.dtype
-  assert_matches(out, lse, *wanted, case.dtype, FLOAT32_L2)
+  assert_matches(out, lse, *expected, case.dtype, FLOAT32_L2)
   return shared
 
 
@@ -90,8 +92,8 @@ class TestSharedPrefix:
   @pytest.fixture
   def always(self, monkeypatch):
     """Sharing always pays."""
-    least = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**40))
-    monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", least)
+    thresholds = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**40))
+    monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", thresholds)
 
   @slow_except("name", SHAPES, "page16_gqa4_d128", "alibi")
   @pytest.mark.parametrize("backend", BACKENDS)
@@ -125,21 +127,23 @@ class TestSharedPrefix:
     np.testing.assert_array_equal(shared.own_tokens, [1, 8, 86, 15, 80, 1, 38])
 
   @pytest.mark.slow
-  @pytest.mark.parametrize("most", [1, 2, 3])
+  @pytest.mark.parametrize("max_rows", [1, 2, 3])
   @pytest.mark.parametrize("name", ["page16_gqa4_d128", "alibi"])
   def test_parts_of_clusters_that_a_backend_serves(
-    self, always, monkeypatch, name, most
+    self, always, monkeypatch, name, max_rows
   ):
     """Clusters of 4 rows are cut if the backend serves the heads of fewer."""
     shape, case = sharing(SHAPES[name])
     q = queries(case, shape, len(LENGTHS))
-    wanted = reference.paged_decode(
+    expected = reference.paged_decode(
       q, *case.pools, case.lengths, **case.options
     )
-    heads, attend, asked = q.shape[1], xla.attend, set()
+    heads = q.shape[1]
+    attend = xla.attend
+    asked = set()
 
     def unsupported(platform, call):
-      return "too many" if call.q.shape[1] > most * heads else None
+      return "too many" if call.q.shape[1] > max_rows * heads else None
 
     def recorded(call):
       asked.add(call.q.shape[:3])
@@ -148,9 +152,9 @@ class TestSharedPrefix:
     monkeypatch.setattr(xla, "unsupported", unsupported)
     monkeypatch.setattr(xla, "attend", recorded)
     _, (out, lse) = decode(case, q, backend="xla")
-    rows = min(most, 2)
+    rows = min(max_rows, 2)
     assert asked == {(7, 1, heads), (8 // rows, 1, rows * heads)}
-    assert_matches(out, lse, *wanted, case.dtype)
+    assert_matches(out, lse, *expected, case.dtype)
 
   @pytest.mark.parametrize(("dim", "rows"), [(64, 3), (128, 1)])
   def test_the_gate_depends_on_the_backend_that_serves(self, dim, rows):
@@ -161,7 +165,8 @@ class TestSharedPrefix:
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
     shape = jax.ShapeDtypeStruct
     pool = shape((1, 8, 256, dim), jnp.bfloat16)
-    least = shared_prefix._LEAST_SAVING["other"] // (2 * 8 * 256 * dim * 2)
+    page_bytes = 2 * 8 * 256 * dim * 2
+    min_columns = shared_prefix._LEAST_SAVING["other"] // page_bytes
 
     def planned(columns):
       with jax.sharding.use_abstract_mesh(mesh):
@@ -175,8 +180,8 @@ class TestSharedPrefix:
           pool,
         )
 
-    assert planned(least // rows - 1) is None
-    assert planned(least // rows + 1) is not None
+    assert planned(min_columns // rows - 1) is None
+    assert planned(min_columns // rows + 1) is not None
 
   @pytest.mark.slow
   @pytest.mark.parametrize("backend", ["mosaic_gpu", "triton", "mosaic_tpu"])
@@ -210,16 +215,16 @@ class TestSharedPrefix:
   def test_rows_that_do_not_fit_are_decoded_alone(
     self, always, num_clusters, cluster_size
   ):
-    sizes = {"num_clusters": num_clusters, "cluster_size": cluster_size}
-    shared = checked(*sharing(SHAPES["page16_gqa4_d128"]), **sizes)
+    limits = {"num_clusters": num_clusters, "cluster_size": cluster_size}
+    shared = checked(*sharing(SHAPES["page16_gqa4_d128"]), **limits)
     assert shared.members.shape == (num_clusters, cluster_size)
 
   def test_many_rows_with_one_first_page_make_several_clusters(self, always):
     """Samples of several prompts that begin alike: all of them share."""
     shape, case = sharing(SHAPES["page16_gqa4_d128"])
     shared = checked(shape, case, num_clusters=3, cluster_size=2)
-    found = [sorted(row) for row in shared.members.tolist()]
-    assert sorted(found) == [[0, 1], [2, 5], [3, 6]]
+    clusters = [sorted(row) for row in shared.members.tolist()]
+    assert sorted(clusters) == [[0, 1], [2, 5], [3, 6]]
     assert sorted(shared.tokens.tolist()) == [32, 32, 64]
 
   def test_idle_rows_are_in_no_cluster(self, always):
@@ -245,7 +250,7 @@ class TestSharedPrefix:
     shared, _ = decode(case, queries(case, shape, len(LENGTHS)))
     assert sorted(shared.tokens.tolist()) == [16, 64]
 
-  def test_a_cluster_shares_what_all_its_rows_share(self, always):
+  def test_a_cluster_shares_the_pages_of_all_its_rows(self, always):
     """Rows 2 and 5 share four pages, and row 4 has only two of them."""
     shape, case = sharing(SHAPES["page16_gqa4_d128"])
     case.page_table[4, :2] = case.page_table[2, :2]
@@ -279,7 +284,7 @@ class TestSharedPrefix:
       kernels.cascade_decode(jnp.ones((4, 2, 32)), pool, pool, plan)
 
   @pytest.mark.parametrize("lockstep", [False, True])
-  def test_the_gate_counts_what_is_read(self, lockstep):
+  def test_the_gate_counts_tokens_that_are_read(self, lockstep):
     lengths, shared = np.array([70, 80, 200]), np.array([64, 64, 0])
     tokens = np.array([64, 0])
     saved = shared_prefix._saved(*put(lengths, tokens, shared), lockstep)
@@ -312,20 +317,20 @@ class TestSharedPrefix:
   def test_takes_numpy_arrays(self, always):
     shape, case = sharing(SHAPES["page16_gqa4_d128"])
     q = queries(case, shape, len(LENGTHS))
-    shared, wanted = decode(case, q)
+    shared, expected = decode(case, q)
     out = kernels.cascade_decode(q, *case.pools[:2], shared)
-    for a, b in zip(out, wanted, strict=True):
+    for a, b in zip(out, expected, strict=True):
       np.testing.assert_allclose(a, b, atol=1e-5)
 
   @pytest.mark.slow
   def test_with_64_bit_types(self, always):
     shape, case = sharing(SHAPES["alibi"])
     q = queries(case, shape, len(LENGTHS))
-    wanted = decode(case, q)[1]
+    expected = decode(case, q)[1]
     with jax.enable_x64(True):
       shared, out = decode(case, q)
     assert {x.dtype for x in shared} == {np.dtype(np.int32)}
-    for a, b in zip(out, wanted, strict=True):
+    for a, b in zip(out, expected, strict=True):
       assert a.dtype == jnp.float32
       np.testing.assert_allclose(a, b, atol=1e-6)
 
@@ -335,11 +340,11 @@ class TestSharedPrefix:
     cpus = jax.devices("cpu")
     call = [case.page_table, case.lengths, *case.pools[:2]]
     table, lengths, *pools = jax.device_put(call, cpus[0])
-    sizes = {"num_clusters": 2, "cluster_size": 4}
+    limits = {"num_clusters": 2, "cluster_size": 4}
     away = jax.device_put(lengths, cpus[1])
     with pytest.raises(ValueError, match=r"`lengths` .*:0 like page"):
-      kernels.plan_shared_prefix(table, away, *pools, **sizes)
-    shared = kernels.plan_shared_prefix(table, lengths, *pools, **sizes)
+      kernels.plan_shared_prefix(table, away, *pools, **limits)
+    shared = kernels.plan_shared_prefix(table, lengths, *pools, **limits)
     q = jax.device_put(jnp.ones((7, 8, 128)), cpus[1])
     with pytest.raises(ValueError, match=r"`k_pages` .*:1 like q"):
       kernels.cascade_decode(q, *pools, shared)

@@ -36,7 +36,7 @@ class TestScales:
       "k_scale": np.full(shape, 0.01, np.float32),
       "v_scale": (rng.uniform(0.5, 2, shape) * factor).astype(np.float32),
     }
-    wanted, _ = reference.paged_decode(q, *pools, table, lengths, **scales)
+    expected, _ = reference.paged_decode(q, *pools, table, lengths, **scales)
     options = CallOptions(
       page_offset=jnp.int32(0),
       scale=64**-0.5,
@@ -46,8 +46,8 @@ class TestScales:
     q, *pools, table, lengths = put(q, *pools, table, lengths)
     call = calls.decode_call(q, tuple(pools), table, lengths, options)
     out, _ = calls.decode_with(triton, call)
-    error = np.linalg.norm(np.asarray(out, np.float64) - wanted)
-    assert error < 1e-3 * np.linalg.norm(wanted)
+    error = np.linalg.norm(np.asarray(out, np.float64) - expected)
+    assert error < 1e-3 * np.linalg.norm(expected)
 
 
 class TestReach:
@@ -68,11 +68,11 @@ class TestReach:
       x.astype(np.float64).reshape(16, 32) for x in (keys, values)
     )
     for column, position in enumerate(range(14, 22)):
-      seen = slice(position - 5, min(position + 1, 16))
-      weights = np.exp(keys[seen] @ q[0, column].T * 32**-0.5)
+      window = slice(position - 5, min(position + 1, 16))
+      weights = np.exp(keys[window] @ q[0, column].T * 32**-0.5)
       if weights.size:
-        wanted = weights.T @ values[seen] / weights.sum(0)[:, None]
-        np.testing.assert_allclose(out[0, column], wanted, atol=2e-6)
+        expected = weights.T @ values[window] / weights.sum(0)[:, None]
+        np.testing.assert_allclose(out[0, column], expected, atol=2e-6)
       else:
         np.testing.assert_array_equal(out[0, column], 0)
       with np.errstate(divide="ignore"):
@@ -81,7 +81,7 @@ class TestReach:
         )
 
   @pytest.mark.parametrize(
-    ("position", "window", "wanted"),
+    ("position", "window", "expected"),
     [
       (5, None, (0, 6)),
       (5, 2, (4, 6)),
@@ -95,15 +95,15 @@ class TestReach:
       (19, 2**31 - 1, (0, 16)),
     ],
   )
-  def test_span(self, position, window, wanted):
+  def test_span_of_a_query_in_a_window(self, position, window, expected):
     span = query_tiles.span(jnp.int32(position), 16, window)
-    assert tuple(int(x) for x in span) == wanted
+    assert tuple(int(x) for x in span) == expected
 
 
 def sizes_of(q, k_pages, v_pages, page_table):
-  """How the work of a call is cut."""
+  """Cuts of the work of a call."""
   rows = jnp.zeros(q.shape[0], jnp.int32)
-  return triton._sizes(
+  return triton._static(
     AttentionCall(
       q=q,
       k_pages=k_pages,
@@ -135,5 +135,5 @@ class TestParts:
       backend="triton",
       interpret=True,
     )
-    wanted = reference.paged_decode(*arguments, window=window)
-    assert_matches(out, lse, *wanted, np.float32, 2e-6)
+    expected = reference.paged_decode(*arguments, window=window)
+    assert_matches(out, lse, *expected, np.float32, 2e-6)

@@ -6,7 +6,7 @@ from tests.tools.mistakes import returned
 from tests.tools.mistakes import table
 
 _MEMORY = "test_memory.py::"
-_ELSEWHERE = _MEMORY + "TestWrite::test_nothing_lands_elsewhere[{}]"
+_ELSEWHERE = _MEMORY + "TestWrite::test_invalid_entries_write_nothing[{}]"
 _ONE_COLUMN = _MEMORY + "TestAttend::test_one_column_equals_the_first_of_two"
 _SHARE = "test_shared_prefix.py::TestShare::"
 _MISUSE = "test_offload_memory.py::TestMisuse::"
@@ -26,7 +26,7 @@ _TABLE = {
   "a refreshed view is as before": (
     "shared_prefix:refresh_shared",
     returned(lambda out, g: FreshView(view=g.view)),
-    _REFRESH + "test_rows_that_left",
+    _REFRESH + "test_idle_rows_leave_their_cluster",
   ),
   "moves are made twice": (
     "offload_memory:_are_next",

@@ -21,7 +21,8 @@ from tests.kv.memory import attend_by_name
 from tests.kv.memory import make
 from tests.kv.memory import view
 
-KV, VIEW = make(), view([[3]], [0], [1])
+KV = make()
+VIEW = view([[3]], [0], [1])
 NEW = jnp.ones((1, 1, KV_HEADS, DIM))
 Q = jnp.ones((1, 1, HEADS, DIM))
 TABLE = jnp.asarray([[3]], jnp.int32)
@@ -71,11 +72,11 @@ def test_arguments_that_are_not_arrays(call, message):
 
 
 def test_a_traced_window_is_not_compared():
-  """A group without a window refuses it, because it is not None."""
+  """A traced window fits any windowed group, but no group without a window."""
   options = kernels.AttentionOptions(window=3)
 
-  def out_of(kind, options):
-    where = replaced(kind=kind)
+  def out_of(group, options):
+    where = replaced(kind=group)
     run = functools.partial(memory.attend, KV, where, 0, Q)
     return jax.eval_shape(lambda options: run(options=options), options)
 
@@ -89,7 +90,6 @@ USES = {
   "attend": lambda where: memory.attend(KV, where, 0, Q),
   "share": share,
   "refresh_shared": functools.partial(memory.refresh_shared, KV),
-  "plan_decode": functools.partial(memory.plan_decode, KV),
 }
 
 
@@ -177,10 +177,10 @@ class TestCheck:
   @pytest.mark.parametrize(
     "changes", [{"num_pages": PAGES - 1}, {"page_size": 2}]
   )
-  def test_other_pages(self, changes):
+  def test_other_pages_are_refused(self, changes):
     with pytest.raises(ValueError, match=r"`kv` must .* got 24 of 4; make"):
       memory.check(KV, self.config(**changes))
 
-  def test_a_state_is_not_a_config(self):
+  def test_states_instead_of_configs_are_refused(self):
     with pytest.raises(TypeError, match=r"got CacheState; .* state\.config"):
       memory.check(KV, jaxkv.init(self.config()))

@@ -1,4 +1,4 @@
-"""Attention whose numbers do not depend on what else a call computes."""
+"""Exact attention: its bits do not depend on the other rows of a call."""
 
 import functools
 
@@ -22,7 +22,7 @@ def _numbers(*shape):
 
 
 def _pages(page_size=16):
-  """Memory of some rows of tokens, and their page table."""
+  """Returns a memory with rows of tokens, and their page table."""
   columns = -(-_TOKENS // page_size)
   config = jaxkv.CacheConfig(
     num_pages=1 + _ROWS * columns,
@@ -69,12 +69,12 @@ def whole():
   return _read(kv, table, [0] * 3, [_TOKENS] * 3, _queries())
 
 
-def test_is_what_others_are_up_to_rounding(whole):
+def test_equals_fast_attention_up_to_rounding(whole):
   kv, table = _pages()
   zeros = jnp.zeros((_ROWS,), jnp.int32)
   view = paged.View(page_table=table, starts=zeros, num_tokens=zeros + _TOKENS)
-  wanted = paged.attend(kv, view, 0, _queries())
-  np.testing.assert_allclose(whole, wanted, atol=1e-5)
+  expected = paged.attend(kv, view, 0, _queries())
+  np.testing.assert_allclose(whole, expected, atol=1e-5)
 
 
 @slow_except("page_size", [4, 64], 4)
@@ -87,7 +87,7 @@ def test_chunks_and_page_sizes_change_no_bit(whole, page_size):
     np.testing.assert_array_equal(out, whole[:, start : start + count])
 
 
-def test_a_row_alone_is_the_same(whole):
+def test_single_row_has_the_same_bits(whole):
   kv, table = _pages()
   q = _queries()[1:2, 40:41]
   out = _read(kv, table[1:2], [40], [1], q)
@@ -96,32 +96,30 @@ def test_a_row_alone_is_the_same(whole):
 
 @slow_except("columns", [0, 9], 9)
 @pytest.mark.parametrize("columns", [0, 9])
-def test_a_packed_call_is_the_same(whole, columns):
+def test_packed_call_has_the_same_bits(whole, columns):
   kv, table = _pages()
   starts = jnp.asarray([3, 69, 40], jnp.int32)
   num_tokens = jnp.asarray([1, 1, 0], jnp.int32)
   decode = paged.View(page_table=table, starts=starts, num_tokens=num_tokens)
   q = _queries()[jnp.arange(3), starts][None]
-  wanted = [whole[0, 3], whole[1, 69], np.zeros_like(whole[0, 0])]
+  expected = [whole[0, 3], whole[1, 69], np.zeros_like(whole[0, 0])]
   prefill = None
   if columns:
-    first, many = (
-      jnp.asarray([50, 0], jnp.int32),
-      jnp.asarray([5, 3], jnp.int32),
-    )
     prefill = paged.View(
-      page_table=table[1:][::-1], starts=first, num_tokens=many
+      page_table=table[1:][::-1],
+      starts=jnp.asarray([50, 0], jnp.int32),
+      num_tokens=jnp.asarray([5, 3], jnp.int32),
     )
-    more = jnp.concatenate([_queries()[2, 50:55], _queries()[1, :4]])
-    q = jnp.concatenate([q, more[None]], axis=1)
-    wanted += [*whole[2, 50:55], *whole[1, :3], np.zeros_like(whole[0, 0])]
+    chunks = jnp.concatenate([_queries()[2, 50:55], _queries()[1, :4]])
+    q = jnp.concatenate([q, chunks[None]], axis=1)
+    expected += [*whole[2, 50:55], *whole[1, :3], np.zeros_like(whole[0, 0])]
   view = paged.PackedView(decode=decode, prefill=prefill)
   out = np.asarray(_attend()(kv, view, 0, q))
-  np.testing.assert_array_equal(out[0], np.stack(wanted))
+  np.testing.assert_array_equal(out[0], np.stack(expected))
 
 
 class TestArguments:
-  """What is refused."""
+  """Arguments that exact attention refuses."""
 
   def _call(self, kv, table, **options):
     zeros = jnp.zeros((_ROWS,), jnp.int32)
@@ -129,15 +127,11 @@ class TestArguments:
     q = _queries()[:, :1]
     return paged.attend(kv, view, 0, q, exact=True, **options)
 
-  def test_a_page_size_that_no_block_has(self):
+  def test_page_sizes_that_do_not_divide_a_block_are_refused(self):
     with pytest.raises(ValueError, match="page size that divides 64"):
       self._call(*_pages(page_size=24))
 
-  def test_an_encoder(self):
-    with pytest.raises(ValueError, match="`causal` must be True"):
-      self._call(*_pages(), causal=False)
-
-  def test_a_tree(self):
+  def test_tree_masks_are_refused(self):
     mask = jnp.ones((_ROWS, 1, 1), bool)
     with pytest.raises(ValueError, match="tree_mask"):
       self._call(*_pages(), options=kernels.AttentionOptions(tree_mask=mask))

@@ -28,7 +28,8 @@ from tests.tools.collectives import collectives
 from tests.tools.pool_copies import pool_sized_rewrites
 
 # Rows with a page in common.
-_TABLE, _STARTS = [[5, 9, 2], [5, 1, 24], [24] * 3], [9, 5, 0]
+_TABLE = [[5, 9, 2], [5, 1, 24], [24] * 3]
+_STARTS = [9, 5, 0]
 _SINKS = jnp.arange(HEADS, dtype=jnp.float32)
 
 
@@ -76,17 +77,17 @@ needs_two = pytest.mark.skipif(
 @needs_two
 @pytest.mark.parametrize("name", _CALLS)
 def test_each_device_attends_to_its_own_heads(name, monkeypatch):
-  """What one device computes; the devices have nothing to say."""
+  """Results equal those of one device, without a collective."""
   # Sharing is forced: it would not pay here.
-  least = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
-  monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", least)
+  savings = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
+  monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", savings)
   call, dtype = _CALLS[name]
   kv = make(dtype)
   where, columns, options = call(kv)
   rows = 1 if name == "packed" else 3
-  filled = view([list(range(1, 24))], [0], [92])
+  all_pages = view([list(range(1, 24))], [0], [92])
   new = [draw(seed, 1, 92, KV_HEADS, DIM) for seed in (0, 1)]
-  kv = jax.jit(memory.write)(kv, filled, 1, *new)
+  kv = jax.jit(memory.write)(kv, all_pages, 1, *new)
   q = draw(2, rows, columns, HEADS, DIM)
 
   def step(kv, where, q, head_sharding=None):
@@ -99,30 +100,30 @@ def test_each_device_attends_to_its_own_heads(name, monkeypatch):
       head_sharding=head_sharding,
     )
 
-  wanted = jax.jit(step)(kv, where, q)
+  expected = jax.jit(step)(kv, where, q)
   mesh = _mesh()
   kv = jax.device_put(kv, NamedSharding(mesh, P(None, "heads")))
   q = jax.device_put(q, NamedSharding(mesh, P(None, None, "heads")))
-  told = jax.jit(
+  run = jax.jit(
     functools.partial(step, head_sharding=NamedSharding(mesh, P("heads")))
   )
-  compiled = told.lower(kv, where, q).compile()
+  compiled = run.lower(kv, where, q).compile()
   assert collectives(compiled.as_text()) == {}
-  for found, one in zip(told(kv, where, q), wanted, strict=True):
+  for actual, expected_part in zip(run(kv, where, q), expected, strict=True):
     # float32, summed in another order.
-    np.testing.assert_allclose(found, one, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(actual, expected_part, rtol=1e-6, atol=1e-6)
 
 
 @needs_two
-def test_a_named_axis_is_needed():
-  mesh, where = _mesh(), view(_TABLE, _STARTS, [1, 1, 0])
+def test_head_sharding_needs_a_named_axis():
+  mesh = _mesh()
   for spec in (P(), P(None), P(None, "heads")):
     with pytest.raises(
       ValueError, match="`head_sharding` must be a NamedSharding ove"
     ):
       memory.attend(
         make(),
-        where,
+        view(_TABLE, _STARTS, [1, 1, 0]),
         1,
         draw(0, 3, 1, HEADS, DIM),
         head_sharding=NamedSharding(mesh, spec),
@@ -138,7 +139,7 @@ def test_a_named_axis_is_needed():
     for name in for_target(target)
   ],
 )
-def test_kernels_of_four_devices(target, backend):
+def test_kernels_on_four_devices_stay_in_place(target, backend):
   """XLA would gather the pages for a Triton kernel, and refuses Mosaic's."""
   mesh = mesh_of(target, "heads", 4)
   options = {"storage_dtype": "bfloat16", "head_dim": 128, "num_kv_heads": 8}

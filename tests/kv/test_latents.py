@@ -54,8 +54,8 @@ def filled(dtype="float32"):
   return write(latents(dtype), where, jnp.int32(2), new)
 
 
-def expected(kv, where, q, **options):
-  """What the float64 reference says of a rectangle."""
+def by_reference(kv, where, q, **options):
+  """Returns the outputs and log-sum-exps of the float64 reference."""
   pages = np.asarray(kv.k)
   scale = None if kv.k_scale is None else np.asarray(kv.k_scale)
   return reference.paged_attention_padded(
@@ -104,11 +104,11 @@ class TestInit:
 
 class TestWrite:
   @pytest.mark.parametrize("dtype", FORMATS)
-  def test_what_was_written_is_gathered(self, dtype):
+  def test_gather_returns_written_tokens(self, dtype):
     keys, values = memory.gather(filled(dtype), 2, jnp.asarray(TABLE[:1]))
     assert values.shape == (1, 5 * SIZE, 1, VALUE)
-    same = keys[..., :VALUE].astype(jnp.float32)
-    np.testing.assert_array_equal(same, values.astype(jnp.float32))
+    leading = keys[..., :VALUE].astype(jnp.float32)
+    np.testing.assert_array_equal(leading, values.astype(jnp.float32))
     error = {"int8": 0.02, "float8_e4m3fn": 0.15, "bfloat16": 0.02}
     np.testing.assert_allclose(
       np.asarray(keys[0, :11], np.float32),
@@ -118,12 +118,13 @@ class TestWrite:
     )
 
   def test_values_are_refused(self):
-    kv, new = latents(), draw(0, 1, 1, 1, DIM)
+    kv = latents()
+    new = draw(0, 1, 1, 1, DIM)
     where = view([[3]], [0], [1])
     with pytest.raises(TypeError, match="`v` must be None for latents"):
       memory.write(kv, where, 0, new, new)
 
-  def test_values_are_needed_elsewhere(self):
+  def test_missing_values_are_refused(self):
     kv = make(num_kv_heads=1, head_dim=DIM)
     with pytest.raises(TypeError, match=r"`v` .* latents, got None"):
       memory.write(kv, view([[3]], [0], [1]), 0, draw(0, 1, 1, 1, DIM))
@@ -132,34 +133,37 @@ class TestWrite:
 class TestAttend:
   @pytest.mark.parametrize("dtype", FORMATS)
   @pytest.mark.parametrize("options", [{}, {"window": 5, "soft_cap": 2.0}])
-  def test_several_columns(self, dtype, options):
+  def test_several_columns_equal_the_reference(self, dtype, options):
     kv = filled(dtype)
-    where, q = view(TABLE, [6, 5, 0], [5, 2, 0]), queries(dtype, 3, 5)
+    where = view(TABLE, [6, 5, 0], [5, 2, 0])
+    q = queries(dtype, 3, 5)
     out, lse = attend(kv, where, jnp.int32(2), q, scale=SCALE, **options)
     assert out.shape == (3, 5, HEADS, VALUE)
-    wanted = expected(kv, where, q, **options)
-    assert_matches(out, lse, *wanted, np.dtype(q.dtype))
+    expected = by_reference(kv, where, q, **options)
+    assert_matches(out, lse, *expected, np.dtype(q.dtype))
 
   @pytest.mark.parametrize("dtype", FORMATS)
   @pytest.mark.parametrize("options", [{}, {"window": 5, "soft_cap": 2.0}])
-  def test_one_column(self, dtype, options):
+  def test_one_column_equals_the_reference(self, dtype, options):
     kv = filled(dtype)
-    where, q = view(TABLE, [10, 6, 0], [1, 1, 0]), queries(dtype, 3, 1)
+    where = view(TABLE, [10, 6, 0], [1, 1, 0])
+    q = queries(dtype, 3, 1)
     out, lse = attend(kv, where, jnp.int32(2), q, scale=SCALE, **options)
-    wanted = expected(kv, where, q, **options)
-    assert_matches(out, lse, *wanted, np.dtype(q.dtype))
+    expected = by_reference(kv, where, q, **options)
+    assert_matches(out, lse, *expected, np.dtype(q.dtype))
 
-  def test_a_tree(self):
+  def test_tree_mask_equals_the_reference(self):
     kv = filled()
-    where, q = view(TABLE, [8, 4, 0], [3, 2, 0]), queries("float32", 3, 3)
+    where = view(TABLE, [8, 4, 0], [3, 2, 0])
+    q = queries("float32", 3, 3)
     tree = jnp.tril(jnp.ones((3, 3, 3), bool)).at[:, 2, 1].set(False)
     out, lse = attend(kv, where, jnp.int32(2), q, scale=SCALE, tree_mask=tree)
-    wanted = expected(kv, where, q, tree_mask=np.asarray(tree))
-    assert_matches(out, lse, *wanted, np.dtype("float32"))
+    expected = by_reference(kv, where, q, tree_mask=np.asarray(tree))
+    assert_matches(out, lse, *expected, np.dtype("float32"))
 
   @pytest.mark.parametrize("dtype", ["float32", "int8"])
   @pytest.mark.parametrize("window", [None, 3])
-  def test_packed(self, dtype, window):
+  def test_packed_view_equals_the_reference(self, dtype, window):
     """Decode rows, then chunks; the same as in a rectangle."""
     kv = filled(dtype)
     q = queries(dtype, 1, 2 + 6)
@@ -168,23 +172,25 @@ class TestAttend:
     packed = memory.PackedView(decode=decode, prefill=prefill)
     out, lse = attend(kv, packed, jnp.int32(2), q, scale=SCALE, window=window)
     assert out.shape == (1, 8, HEADS, VALUE)
-    wanted = [
+    parts = [
       (q[0, :2, None], decode, out[0, :2, None], lse[0, :2, None]),
       (q[:, 2:], prefill, out[:, 2:], lse[:, 2:]),
     ]
-    for part, where, found, its_lse in wanted:
-      right = expected(kv, where, part, window=window)
-      assert_matches(found, its_lse, *right, np.dtype("float32"))
+    for part, where, part_out, its_lse in parts:
+      right = by_reference(kv, where, part, window=window)
+      assert_matches(part_out, its_lse, *right, np.dtype("float32"))
 
   @pytest.mark.parametrize("chunk", [1, 3, 7])
   def test_chunks_equal_the_whole(self, chunk):
     """A sequence written and read in pieces, from pages of NaN."""
-    length, table = 21, [[5, 9, 2, 11, 3, 8]]
-    new, q = draw(0, 1, length, 1, DIM), queries("float32", 1, length)
+    length = 21
+    table = [[5, 9, 2, 11, 3, 8]]
+    new = draw(0, 1, length, 1, DIM)
+    q = queries("float32", 1, length)
     options = AttentionOptions(scale=SCALE)
     whole = view(table, [0], [length])
     kv = memory.write(latents(), whole, 1, new)
-    wanted = memory.attend(kv, whole, 1, q, options=options)
+    expected = memory.attend(kv, whole, 1, q, options=options)
 
     def step(kv, start):
       where = view(table, start[None], [chunk])
@@ -193,50 +199,52 @@ class TestAttend:
       return kv, memory.attend(kv, where, 1, part, options=options)
 
     starts = jnp.arange(0, length, chunk, dtype=jnp.int32)
-    same, out = jax.jit(lambda kv: lax.scan(step, kv, starts))(latents())
-    np.testing.assert_array_equal(same.k, kv.k)
-    out = out.swapaxes(0, 1).reshape(wanted.shape)
-    np.testing.assert_allclose(out, wanted, atol=2e-6)
+    kv_after, out = jax.jit(lambda kv: lax.scan(step, kv, starts))(latents())
+    np.testing.assert_array_equal(kv_after.k, kv.k)
+    out = out.swapaxes(0, 1).reshape(expected.shape)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
 
   def test_the_scale_is_required(self):
-    where, q = view(TABLE, [6, 5, 0], [1, 1, 0]), queries("float32", 3, 1)
+    where = view(TABLE, [6, 5, 0], [1, 1, 0])
+    q = queries("float32", 3, 1)
     for columns in (1, 2):
       with pytest.raises(TypeError, match=r"`options.scale` must be a float"):
         memory.attend(filled(), where, 2, jnp.repeat(q, columns, axis=1))
 
   @pytest.mark.parametrize("backend", ["mosaic_tpu", "mosaic_gpu"])
   @pytest.mark.parametrize("columns", [1, 2])
-  def test_backends_that_do_not_serve_it(self, backend, columns):
+  def test_unsupported_backends_are_refused(self, backend, columns):
     where, q = view(TABLE, [5, 4, 0], [1, 1, 0]), queries("float32", 3, columns)
     options = AttentionOptions(scale=SCALE)
     with pytest.raises(NotImplementedError, match="`value_dim` must be None"):
       memory.attend(filled(), where, 2, q, options=options, backend=backend)
 
 
-class TestAround:
-  """What else takes a memory."""
+class TestOtherCalls:
+  """Calls that take a memory, other than `write` and `attend`."""
 
   def test_copy(self):
     kv = filled("int8")
-    src, dst = jnp.asarray([5, 9], jnp.int32), jnp.asarray([11, 0], jnp.int32)
+    src = jnp.asarray([5, 9], jnp.int32)
+    dst = jnp.asarray([11, 0], jnp.int32)
     out = jax.jit(memory.copy)(kv, src, dst)
     for name in ("k", "k_scale"):
-      wanted = np.asarray(getattr(kv, name)).copy()
-      pages = wanted.reshape(LAYERS, PAGES, -1)
+      expected = np.asarray(getattr(kv, name)).copy()
+      pages = expected.reshape(LAYERS, PAGES, -1)
       pages[:, 11] = pages[:, 5]
-      np.testing.assert_array_equal(getattr(out, name), wanted)
+      np.testing.assert_array_equal(getattr(out, name), expected)
     assert out.v is None
 
-  def test_sharing_and_plans_are_left_out(self):
-    kv, where = filled(), view(TABLE, [6, 5, 0], [1, 1, 0])
+  def test_shared_pages_are_ignored(self):
+    kv = filled()
+    where = view(TABLE, [6, 5, 0], [1, 1, 0])
     shared = memory.share(kv, where, num_clusters=1, cluster_size=2)
     assert shared.shared is None
-    assert memory.plan_decode(kv, where, backend="mosaic_gpu").plan is None
     fresh = memory.refresh_shared(kv, where)
     q, options = queries("float32", 3, 1), AttentionOptions(scale=SCALE)
     out = memory.attend(kv, fresh, 2, q, options=options)
-    wanted = memory.attend(kv, where, 2, q, options=options)
-    np.testing.assert_array_equal(out, wanted)
+    expected = memory.attend(kv, where, 2, q, options=options)
+    np.testing.assert_array_equal(out, expected)
 
   def test_check(self):
     config = jaxkv.CacheConfig(
@@ -249,7 +257,7 @@ class TestAround:
   @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
   @pytest.mark.parametrize("columns", [1, 3])
   def test_query_heads_of_two_devices(self, columns):
-    """The latents are on both; each has its own query heads."""
+    """Both devices hold all latents, and each a part of the query heads."""
     kv, q = filled(), queries("float32", 3, columns)
     where = view(TABLE, [8, 4, 0], [columns, 1, 0])
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,))
@@ -257,15 +265,13 @@ class TestAround:
     step = functools.partial(
       memory.attend, layer=2, options=AttentionOptions(scale=SCALE)
     )
-    wanted = step(kv, where, q=q)
-    told = functools.partial(
-      step, head_sharding=NamedSharding(mesh, P("heads"))
-    )
+    expected = step(kv, where, q=q)
+    run = functools.partial(step, head_sharding=NamedSharding(mesh, P("heads")))
     kv = jax.device_put(kv, NamedSharding(mesh, P()))
-    out = jax.jit(lambda kv, q: told(kv, where, q=q))(
+    out = jax.jit(lambda kv, q: run(kv, where, q=q))(
       kv, jax.device_put(q, split)
     )
-    np.testing.assert_allclose(out, wanted, atol=1e-6)
+    np.testing.assert_allclose(out, expected, atol=1e-6)
 
   @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
   def test_loops_are_in_place(self, dtype):

@@ -66,7 +66,7 @@ class TestDecodeLoop:
     bits = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
     for row, count in enumerate(num_tokens):
       np.testing.assert_array_equal(out[row, count:], 0)
-      wanted, lse = reference.paged_attention_padded(
+      expected, lse = reference.paged_attention_padded(
         bits[0][row : row + 1, :count],
         bits[1][row].swapaxes(0, 1)[None],
         bits[2][row].swapaxes(0, 1)[None],
@@ -74,9 +74,9 @@ class TestDecodeLoop:
         [0],
         [count],
       )
-      assert_matches(out[row : row + 1, :count], lse, wanted, lse, dtype)
+      assert_matches(out[row : row + 1, :count], lse, expected, lse, dtype)
 
-  def test_nothing_retraces(self):
+  def test_equal_shapes_trace_once(self):
     traces = []
 
     @jax.jit
@@ -109,9 +109,9 @@ class TestDecodeLoop:
     together, out = jax.jit(jax.vmap(step))(kvs, where, new, q)
     for index in range(2):
       parts = jax.tree.map(lambda x, i=index: x[i], (kvs, where, new, q))
-      kv, alone = alone_step(*parts)
+      kv, single = alone_step(*parts)
       np.testing.assert_array_equal(together.k[index], kv.k)
-      np.testing.assert_allclose(out[index], alone, atol=1e-6)
+      np.testing.assert_allclose(out[index], single, atol=1e-6)
 
 
 class TestInPlace:
@@ -135,7 +135,7 @@ class TestInPlace:
 
   @pytest.mark.parametrize("dtype", DTYPES)
   @pytest.mark.parametrize("loop", ["scan", "while"])
-  def test_loops(self, dtype, loop):
+  def test_loops_copy_no_pool(self, dtype, loop):
     kv = self.pages(dtype)
     x = jnp.ones((4, 1, HEADS, DIM), dtype)
 
@@ -157,7 +157,7 @@ class TestInPlace:
     run = jax.jit(scan if loop == "scan" else repeat, donate_argnums=0)
     assert_in_place(run.lower(kv, x).compile(), (kv.k, kv.v))
 
-  def test_without_a_loop(self):
+  def test_single_step_copies_no_pool(self):
     kv = self.pages("bfloat16")
     x = jnp.ones((4, 1, HEADS, DIM), jnp.bfloat16)
     run = jax.jit(self.token, donate_argnums=0)
@@ -170,7 +170,7 @@ class TestInPlace:
     np.testing.assert_array_equal(kv.k, 0)
 
   def test_pages_as_scanned_leaves_would_be_copied(self):
-    """Why layers are flattened into the page axis; and the test sees it."""
+    """Scanned pages with a layer axis are copied, so layers are flattened."""
     kv = self.pages("float32")
     new = jnp.ones((4, 1, KV_HEADS, DIM))
     where = view([[1], [2], [3], [4]], [0] * 4, [1] * 4)
@@ -181,9 +181,9 @@ class TestInPlace:
       )
 
       def layer(_, pools):
-        one = dataclasses.replace(kv, k=pools[0], v=pools[1], num_layers=1)
-        one = memory.write(one, where, 0, new, new)
-        return None, (one.k, one.v)
+        layer_kv = dataclasses.replace(kv, k=pools[0], v=pools[1], num_layers=1)
+        layer_kv = memory.write(layer_kv, where, 0, new, new)
+        return None, (layer_kv.k, layer_kv.v)
 
       return lax.scan(layer, None, split)[1]
 
@@ -207,7 +207,7 @@ class TestMeshes:
     return step
 
   @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
-  def test_a_cache_per_shard(self, step):
+  def test_shards_equal_single_caches(self, step):
     """Data parallel: the shards share nothing."""
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
     x = draw(0, 2, 3, 1, HEADS, DIM)
@@ -227,16 +227,16 @@ class TestMeshes:
     alone_step = jax.jit(step)
     for index in range(2):
       parts = jax.tree.map(lambda leaf, i=index: leaf[i], (kvs, where, x))
-      alone, wanted = alone_step(*parts)
-      np.testing.assert_array_equal(kv.k[index], alone.k)
-      np.testing.assert_allclose(out[index], wanted, atol=1e-6)
+      single_kv, expected = alone_step(*parts)
+      np.testing.assert_array_equal(kv.k[index], single_kv.k)
+      np.testing.assert_allclose(out[index], expected, atol=1e-6)
 
   @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
-  def test_heads_over_a_mesh(self, step):
+  def test_heads_over_a_mesh_need_no_collective(self, step):
     """Tensor parallel by sharding alone: the compiler adds no collective."""
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("heads",))
     x, where = draw(0, 3, 1, HEADS, DIM), view(TABLE, [3, 2, 0], [1] * 3)
-    kv, wanted = jax.jit(step)(make(), where, x)
+    kv, expected = jax.jit(step)(make(), where, x)
 
     def put(leaf, *axes):
       return jax.device_put(leaf, NamedSharding(mesh, P(*axes)))
@@ -248,4 +248,4 @@ class TestMeshes:
     assert not re.search(r"all-|collective-", compiled.as_text() or "")
     over_mesh, out = run(*arguments)
     np.testing.assert_array_equal(over_mesh.k, kv.k)
-    np.testing.assert_allclose(out, wanted, atol=1e-6)
+    np.testing.assert_allclose(out, expected, atol=1e-6)

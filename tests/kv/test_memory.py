@@ -77,11 +77,11 @@ class TestInit:
     with pytest.raises((TypeError, ValueError), match=message):
       make(**changes)
 
-  def test_takes_a_config(self):
+  def test_configs_of_other_types_are_refused(self):
     with pytest.raises(TypeError, match="`config` must be a CacheConfig, got"):
       memory.init({}, num_layers=1, num_kv_heads=1, head_dim=8)
 
-  def test_the_page_size_of_a_group(self):
+  def test_pages_have_the_size_of_their_group(self):
     groups = (jaxkv.FullAttention(page_size=8), jaxkv.SlidingWindow(3))
     config = jaxkv.CacheConfig(
       num_pages=9, page_size=4, num_slots=1, pages_per_slot=2, groups=groups
@@ -101,19 +101,19 @@ class TestInit:
 
 class TestWrite:
   @pytest.mark.parametrize("dtype", DTYPES)
-  def test_tokens_land_in_their_pages_and_nowhere_else(self, dtype):
+  def test_tokens_are_written_to_their_pages_only(self, dtype):
     kv = make(dtype)
     where = view(TABLE, [6, 3, 0], [5, 2, 3])
     k, v = (draw(seed, 3, 5, KV_HEADS, DIM, dtype=dtype) for seed in (0, 1))
     out = write(kv, where, jnp.int32(1), k, v)
     for new, pages in ((k, out.k), (v, out.v)):
-      wanted = np.zeros(kv.k.shape, new.dtype)
+      expected = np.zeros(kv.k.shape, new.dtype)
       for row, start, count in ((0, 6, 5), (1, 3, 2)):  # row 2 has no pages
         for column in range(count):
           position = start + column
           page = TABLE[row][position // SIZE] + PAGES
-          wanted[page, :, position % SIZE] = new[row, column]
-      np.testing.assert_array_equal(pages, wanted.view(kv.k.dtype))
+          expected[page, :, position % SIZE] = new[row, column]
+      np.testing.assert_array_equal(pages, expected.view(kv.k.dtype))
 
   # a table entry and a position where nothing can be written
   @pytest.mark.parametrize(
@@ -131,14 +131,14 @@ class TestWrite:
       (3, -2),  # before the sequence
     ],
   )
-  def test_nothing_lands_elsewhere(self, entry, start):
+  def test_invalid_entries_write_nothing(self, entry, start):
     kv = make()
     new = jnp.ones((1, 1, KV_HEADS, DIM))
     out = write(kv, view([[entry]], [start], [1]), jnp.int32(1), new, new)
     np.testing.assert_array_equal(out.k, 0)
     np.testing.assert_array_equal(out.v, 0)
 
-  def test_a_layer_that_does_not_exist(self):
+  def test_layer_out_of_range_writes_nothing(self):
     kv = make()
     new = jnp.ones((1, 1, KV_HEADS, DIM))
     where = view([[3]], [0], [1])
@@ -188,7 +188,7 @@ class TestAttend:
     kv = write(kv, view(TABLE, [0] * 3, [11, 7, 0]), jnp.int32(2), k, v)
     where = view(table, [6, 5, 0], [5, 2, 0])
     q = draw(2, 3, 5, HEADS, DIM, dtype=dtype)
-    wanted = reference.paged_attention_padded(
+    expected = reference.paged_attention_padded(
       np.asarray(q),
       np.asarray(kv.k),
       np.asarray(kv.v),
@@ -199,7 +199,7 @@ class TestAttend:
     )
     out, lse = attend(kv, where, jnp.int32(2), q)
     assert out.dtype == dtype
-    assert_matches(out, lse, *wanted, dtype)
+    assert_matches(out, lse, *expected, dtype)
 
   def test_one_column_equals_the_first_of_two(self):
     """The decode path and the general one, idle rows and sinks included."""
@@ -209,15 +209,16 @@ class TestAttend:
     q = draw(2, 3, 2, HEADS, DIM)
     options = {"sinks": draw(3, HEADS), "window": 6}
     where = view(TABLE, [10, 6, 0], [1, 0, 0])
-    one = attend(kv, where, jnp.int32(0), q[:, :1], **options)
-    two = attend(kv, where, jnp.int32(0), q, **options)
-    for a, b in zip(one, two, strict=True):
+    one_column = attend(kv, where, jnp.int32(0), q[:, :1], **options)
+    two_columns = attend(kv, where, jnp.int32(0), q, **options)
+    for a, b in zip(one_column, two_columns, strict=True):
       np.testing.assert_array_equal(a[:, 0], b[:, 0])
-    np.testing.assert_array_equal(one[0][1:], 0)
-    np.testing.assert_array_equal(one[1][1:], -np.inf)
+    np.testing.assert_array_equal(one_column[0][1:], 0)
+    np.testing.assert_array_equal(one_column[1][1:], -np.inf)
 
   def test_bad_arguments(self):
-    kv, where = make(), view([[3]], [0], [1])
+    kv = make()
+    where = view([[3]], [0], [1])
     with pytest.raises(ValueError, match=r"`q` must be \[B, T, H, D\]"):
       memory.attend(kv, where, 0, jnp.ones((1, HEADS, DIM)))
     with pytest.raises(ValueError, match=r"`q` must be \[1, ...\], with"):
@@ -236,10 +237,11 @@ class TestCopyAndGather:
     src = jnp.asarray([3, 4, 5, 6, 7], jnp.int32)
     dst = jnp.asarray([4, 5, 0, PAGES, -1], jnp.int32)
     out = jax.jit(memory.copy)(kv, src, dst)
-    before = np.asarray(kv.k).reshape(LAYERS, PAGES, -1)
-    wanted = before.copy()
-    wanted[:, 4], wanted[:, 5] = before[:, 3], before[:, 4]
-    np.testing.assert_array_equal(out.k, wanted.reshape(kv.k.shape))
+    old_pages = np.asarray(kv.k).reshape(LAYERS, PAGES, -1)
+    expected = old_pages.copy()
+    expected[:, 4] = old_pages[:, 3]
+    expected[:, 5] = old_pages[:, 4]
+    np.testing.assert_array_equal(out.k, expected.reshape(kv.k.shape))
     np.testing.assert_array_equal(out.v, 0)
 
   @pytest.mark.parametrize("dtype", DTYPES)
@@ -252,6 +254,7 @@ class TestCopyAndGather:
     for dense, new in zip(out, (k, v), strict=True):
       assert dense.dtype == dtype
       assert dense.shape == (3, 20, KV_HEADS, DIM)
-      wanted = np.zeros(dense.shape, new.dtype)
-      wanted[0, :7], wanted[1, :5] = new[0], new[1, :5]
-      np.testing.assert_array_equal(dense, wanted)
+      expected = np.zeros(dense.shape, new.dtype)
+      expected[0, :7] = new[0]
+      expected[1, :5] = new[1, :5]
+      np.testing.assert_array_equal(dense, expected)

@@ -1,4 +1,4 @@
-"""Offloaded pages: their contents, their place and their programs."""
+"""Offloaded pages: contents, shardings and compiled programs."""
 
 import dataclasses
 import functools
@@ -25,6 +25,7 @@ _CONFIG = jaxkv.CacheConfig(
   offload_pages=_HOST,
   groups=(jaxkv.FullAttention(), jaxkv.Recurrent()),
 )
+_ONE_GROUP = dataclasses.replace(_CONFIG, groups=(jaxkv.FullAttention(),))
 
 
 def _moves(*rows, num_pages=_N):
@@ -42,7 +43,7 @@ def _moves(*rows, num_pages=_N):
 
 
 def _pools():
-  """All kinds of pools, with random contents."""
+  """Returns pools of every class, with random contents."""
   pools = (
     jaxkv.kv.init(_CONFIG, num_layers=2, num_kv_heads=2, head_dim=16),
     jaxkv.kv.init(
@@ -60,11 +61,11 @@ def _pools():
   )
   leaves, structure = jax.tree.flatten(pools)
   keys = jax.random.split(jax.random.key(0), len(leaves))
-  filled = [
+  values = [
     jax.random.randint(key, leaf.shape, 0, 100).astype(leaf.dtype)
     for key, leaf in zip(keys, leaves, strict=True)
   ]
-  return jax.tree.unflatten(structure, filled)
+  return jax.tree.unflatten(structure, values)
 
 
 def _pages(pools):
@@ -76,23 +77,23 @@ def _pages(pools):
   ]
 
 
-def test_contents_of_all_kinds_of_pools():
-  """Saved, exchanged, restored in one call and in the next, bit for bit."""
+def test_moves_keep_the_contents_of_every_pool():
+  """Pages are saved, exchanged and restored bit for bit, also across calls."""
   pools = _pools()
   offload = jaxkv.kv.init_offload(pools, _CONFIG)
-  before = _pages(pools)
+  old_pools = _pages(pools)
   move = jax.jit(jaxkv.kv.move, donate_argnums=(0, 1))
   # Page 4 and offload page 2 exchange places; so do page 2 and offload page 1.
   pools, offload = move(
     pools, offload, _moves((3, 1, None), (4, 2, 2), (5, None, 1), (2, 1, 1))
   )
   middle = _pages(pools)
-  for old, new in zip(before, middle, strict=True):
+  for old, new in zip(old_pools, middle, strict=True):
     np.testing.assert_array_equal(new[:, 4], 0)
     for page, content in ((5, 3), (2, 3), (3, 3), (6, 6), (7, 7), (1, 1)):
       np.testing.assert_array_equal(new[:, page], old[:, content])
   pools, offload = move(pools, offload, _moves((6, None, 2), (7, None, 1)))
-  for old, new in zip(before, _pages(pools), strict=True):
+  for old, new in zip(old_pools, _pages(pools), strict=True):
     np.testing.assert_array_equal(new[:, 6], old[:, 4])
     np.testing.assert_array_equal(new[:, 7], old[:, 2])
   kinds = {pages.sharding.memory_kind for pages in offload.pages}
@@ -105,23 +106,16 @@ def test_pages_are_split_by_heads():
   """On a mesh, no page leaves the device of its heads."""
   if jax.device_count() < 2:
     pytest.skip("needs two devices")
-  config = jaxkv.CacheConfig(
-    num_pages=_N,
-    page_size=4,
-    num_slots=2,
-    pages_per_slot=4,
-    offload_pages=_HOST,
-  )
   auto = jax.sharding.AxisType.Auto
   mesh = jax.make_mesh((2,), ("model",), axis_types=(auto,))
-  kv = jaxkv.kv.init(config, num_layers=2, num_kv_heads=2, head_dim=16)
+  kv = jaxkv.kv.init(_ONE_GROUP, num_layers=2, num_kv_heads=2, head_dim=16)
   kv = jax.tree.map(
     lambda leaf: jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape), kv
   )
-  before = _pages((kv,))
+  old_pools = _pages((kv,))
   where = NamedSharding(mesh, P(None, "model"))
   kv = jax.device_put(kv, where)
-  offload = jaxkv.kv.init_offload(kv, config)
+  offload = jaxkv.kv.init_offload(kv, _ONE_GROUP)
   assert offload.pages[0].sharding.spec == P(None, "model")
   move = jax.jit(jaxkv.kv.move)
   moves = _moves((3, 1, None), (4, None, 1))
@@ -133,34 +127,27 @@ def test_pages_are_split_by_heads():
   assert set(shapes) <= {"", "1"}
   kv, offload = move(kv, offload, moves)
   assert offload.pages[0].sharding.memory_kind == "pinned_host"
-  for old, new in zip(before, _pages((kv,)), strict=True):
+  for old, new in zip(old_pools, _pages((kv,)), strict=True):
     np.testing.assert_array_equal(new[:, 4], old[:, 3])
 
 
 def test_inside_shard_map():
-  """Each device moves pages of its own pools."""
+  """Each device moves pages of one shard's pools."""
   if jax.device_count() < 2:
     pytest.skip("needs two devices")
   auto = jax.sharding.AxisType.Auto
   mesh = jax.make_mesh((2,), ("data",), axis_types=(auto,))
-  config = jaxkv.CacheConfig(
-    num_pages=_N,
-    page_size=4,
-    num_slots=2,
-    pages_per_slot=4,
-    offload_pages=_HOST,
-  )
 
   @jax.jit
   @functools.partial(
     jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data")
   )
-  def run(numbers):
+  def run(offsets):
     kv = jaxkv.kv.init(
-      config, num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32"
+      _ONE_GROUP, num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32"
     )
-    kv = jax.tree.map(lambda leaf: leaf + numbers[0].astype(jnp.float32), kv)
-    offload = jaxkv.kv.init_offload(kv, config)
+    kv = jax.tree.map(lambda leaf: leaf + offsets[0].astype(jnp.float32), kv)
+    offload = jaxkv.kv.init_offload(kv, _ONE_GROUP)
     kv, offload = jaxkv.kv.move(kv, offload, _moves((3, 1, None)))
     kv = jax.tree.map(jnp.zeros_like, kv)
     kv, _ = jaxkv.kv.move(kv, offload, _moves((5, None, 1)))
@@ -178,7 +165,7 @@ def _in_a_loop(kv, offload, moves):
   return jax.lax.fori_loop(0, 3, body, (kv, offload))
 
 
-def test_nothing_of_a_pools_size_is_copied():
+def test_moves_copy_no_pool():
   config = jaxkv.CacheConfig(
     num_pages=512, page_size=4, num_slots=2, pages_per_slot=4, offload_pages=768
   )
@@ -235,18 +222,18 @@ def test_in_place_on_a_tpu(target):
     offload = dataclasses.replace(offload, pages=pages)
     return _in_a_loop(kv, offload, moves)
 
-  places = jax.tree.map(lambda _: on_device, kv)
-  host_places = dataclasses.replace(
+  shardings = jax.tree.map(lambda _: on_device, kv)
+  host_shardings = dataclasses.replace(
     jax.tree.map(lambda _: on_device, offload),
     pages=jax.tree.map(lambda _: is_offloaded, offload.pages),
   )
   program = jax.jit(
-    run, donate_argnums=(0, 1), out_shardings=(places, host_places)
+    run, donate_argnums=(0, 1), out_shardings=(shardings, host_shardings)
   )
   with jax.set_mesh(mesh):
     lowered = program.trace(
       placed(kv, on_device),
-      jax.tree.map(placed, offload, host_places),
+      jax.tree.map(placed, offload, host_shardings),
       placed(moves, on_device),
     ).lower()
   compiled = lowered.compile()
@@ -255,22 +242,13 @@ def test_in_place_on_a_tpu(target):
   assert compiled.memory_analysis().temp_size_in_bytes < 2**23
 
 
-def test_refuses_what_it_cannot_use():
-  config = jaxkv.CacheConfig(
-    num_pages=_N, page_size=4, num_slots=2, pages_per_slot=4
-  )
+def test_bad_arguments_are_refused():
+  config = dataclasses.replace(_ONE_GROUP, offload_pages=0)
   kv = jaxkv.kv.init(config, num_layers=2, num_kv_heads=2, head_dim=16)
   with pytest.raises(ValueError, match="got offload_pages=0"):
     jaxkv.kv.init_offload(kv, config)
   with pytest.raises(ValueError, match="needs prefix_caching=True"):
-    jaxkv.CacheConfig(
-      num_pages=_N,
-      page_size=4,
-      num_slots=2,
-      pages_per_slot=4,
-      offload_pages=3,
-      prefix_caching=False,
-    )
+    dataclasses.replace(_ONE_GROUP, prefix_caching=False)
   pools = _pools()
   offload = jaxkv.kv.init_offload(pools, _CONFIG)
   with pytest.raises(ValueError, match="`offload` must have the pages of `kv`"):

@@ -30,15 +30,15 @@ def filled():
     dtype=jnp.float32,
   )
   kv = dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
-  before = rows(starts=[0] * 4, num_tokens=STARTS)
+  prefix = rows(starts=[0] * 4, num_tokens=STARTS)
   for layer in range(2):
     k, v = (normal(layer * 2 + i, 4, 6, KV_HEADS, DIM) for i in range(2))
-    kv = kv_memory.write(kv, before, layer, k, v)
+    kv = kv_memory.write(kv, prefix, layer, k, v)
   return kv
 
 
 def rows(starts, num_tokens, of=(0, 1, 2, 3)):
-  """A view of some of the four sequences."""
+  """Returns a view of some of the four sequences."""
   table = jnp.arange(1, 21, dtype=jnp.int32).reshape(4, 5)
   return kv_memory.View(
     page_table=table[jnp.asarray(of)],
@@ -51,15 +51,15 @@ def normal(seed, *shape):
   return jax.random.normal(jax.random.key(seed), shape)
 
 
-def packed(alone: bool):
-  """The call in one row of columns, and each token's sequence and column.
+def packed(decode_only: bool):
+  """Returns a packed view, and the sequence and column of each token.
 
-  The last two tokens of the third sequence stand among the single ones, before
-  the tokens that they attend to.
+  The last two tokens of the third sequence are decode rows, before the tokens
+  that they attend to.
   """
   tokens = [(2, 4), (0, 0), (-1, 0), (2, 3)]
   decode = rows([7, 6, 0, 6], [1, 1, 0, 1], of=(2, 0, 1, 2))
-  if alone:
+  if decode_only:
     return kv_memory.PackedView(decode=decode), tokens
   prefill = rows([3, 0, 4], [3, 7, 0], of=(2, 1, 3))
   tokens += [(2, column) for column in range(3)]
@@ -68,7 +68,7 @@ def packed(alone: bool):
 
 
 def call(kv, view, layer, k, v, q, **options):
-  """Writes, then attends; the memory, the outputs and the log-sum-exps."""
+  """Writes and attends; returns memory, outputs and log-sum-exps."""
   kv = kv_memory.write(kv, view, layer, k, v)
   options = AttentionOptions(**options)
   out, lse = kv_memory.attend_with_lse(kv, view, layer, q, options=options)
@@ -88,65 +88,65 @@ def one_row(array, tokens):
 def test_equals_a_call_for_each_sequence(window, fresh):
   k, v = (normal(i, 4, 7, KV_HEADS, DIM) for i in (7, 8))
   q = normal(9, 4, 7, HEADS, DIM)
-  kv, wanted, lse = call(
+  kv, expected, lse = call(
     filled(), rows(STARTS, COUNTS), 1, k, v, q, window=window
   )
-  view, tokens = packed(alone=False)
+  view, tokens = packed(decode_only=False)
   if fresh:
     view = kv_memory.refresh_shared(kv, view)
-  same, out, same_lse = call(
+  packed_kv, out, same_lse = call(
     filled(), view, 1, *(one_row(a, tokens) for a in (k, v, q)), window=window
   )
-  np.testing.assert_array_equal(same.k, kv.k)
-  np.testing.assert_array_equal(same.v, kv.v)
-  for place, (sequence, column) in enumerate(tokens):
+  np.testing.assert_array_equal(packed_kv.k, kv.k)
+  np.testing.assert_array_equal(packed_kv.v, kv.v)
+  for index, (sequence, column) in enumerate(tokens):
     if sequence < 0:
-      np.testing.assert_array_equal(out[0, place], 0)
-      np.testing.assert_array_equal(same_lse[0, place], -np.inf)
+      np.testing.assert_array_equal(out[0, index], 0)
+      np.testing.assert_array_equal(same_lse[0, index], -np.inf)
       continue
     np.testing.assert_allclose(
-      out[0, place], wanted[sequence, column], atol=2e-6
+      out[0, index], expected[sequence, column], atol=2e-6
     )
     np.testing.assert_allclose(
-      same_lse[0, place], lse[sequence, column], atol=2e-6
+      same_lse[0, index], lse[sequence, column], atol=2e-6
     )
 
 
-def test_single_tokens_alone():
-  """They equal a decode step, bit for bit."""
-  view, _ = packed(alone=True)
+def test_decode_rows_equal_a_decode_step():
+  """Decode rows without chunks equal a decode step, bit for bit."""
+  view, _ = packed(decode_only=True)
   k, v = (normal(i, 4, 1, KV_HEADS, DIM) for i in (7, 8))
   q = normal(9, 4, 1, HEADS, DIM)
-  kv, wanted, lse = call(filled(), view.decode, 0, k, v, q)
-  same, *out = call(filled(), view, 0, *(a[:, 0][None] for a in (k, v, q)))
-  np.testing.assert_array_equal(same.k, kv.k)
-  np.testing.assert_array_equal(out[0][0], wanted[:, 0])
+  kv, expected, lse = call(filled(), view.decode, 0, k, v, q)
+  packed_kv, *out = call(filled(), view, 0, *(a[:, 0][None] for a in (k, v, q)))
+  np.testing.assert_array_equal(packed_kv.k, kv.k)
+  np.testing.assert_array_equal(out[0][0], expected[:, 0])
   np.testing.assert_array_equal(out[1][0], lse[:, 0])
 
 
 @pytest.mark.parametrize(
-  ("shape", "wanted"),
+  ("shape", "message"),
   [
     ((2, 17), r"\[1, more than 4, ...\], with a column for each row of"),
     ((1, 4), r"\[1, more than 4, ...\], with a column for each row of"),
   ],
 )
-def test_columns(shape, wanted):
-  view, _ = packed(alone=False)
+def test_bad_numbers_of_columns_are_refused(shape, message):
+  view, _ = packed(decode_only=False)
   k = normal(0, *shape, KV_HEADS, DIM)
-  with pytest.raises(ValueError, match=wanted):
+  with pytest.raises(ValueError, match=message):
     kv_memory.write(filled(), view, 0, k, k)
 
 
-def test_columns_of_single_tokens():
-  view, _ = packed(alone=True)
+def test_bad_columns_of_decode_rows_are_refused():
+  view, _ = packed(decode_only=True)
   q = normal(0, 1, 5, HEADS, DIM)
   with pytest.raises(ValueError, match=r"`q` must be \[1, 4, ...\]"):
     kv_memory.attend(filled(), view, 0, q)
 
 
-def test_no_drafts():
-  view, tokens = packed(alone=False)
+def test_tree_masks_are_refused():
+  view, tokens = packed(decode_only=False)
   q = one_row(normal(9, 4, 7, HEADS, DIM), tokens)
   mask = jnp.ones((1, len(tokens), 2), bool)
   with pytest.raises(ValueError, match="a PackedView has no drafts"):

@@ -57,11 +57,11 @@ class TestInit:
 @over_formats
 class TestUse:
   @pytest.mark.slow
-  def test_attention_over_what_was_written(self, dtype):
+  def test_attention_equals_the_reference(self, dtype):
     kv, _, _ = filled(dtype)
     where = view(TABLE, [6, 5, 0], [5, 2, 0])
     q = draw(2, 3, 5, HEADS, DIM)
-    wanted = reference.paged_attention_padded(
+    expected = reference.paged_attention_padded(
       *map(np.asarray, (q, kv.k, kv.v)),
       *map(np.asarray, (where.page_table, where.starts, where.num_tokens)),
       page_offset=2 * PAGES,
@@ -69,24 +69,25 @@ class TestUse:
       v_scale=np.asarray(kv.v_scale),
     )
     out, lse = attend(kv, where, jnp.int32(2), q)
-    assert_matches(out, lse, *wanted, np.float32)
+    assert_matches(out, lse, *expected, np.float32)
 
-  def test_gather_gives_back_what_was_written(self, dtype):
+  def test_gather_returns_written_tokens(self, dtype):
     kv, *new = filled(dtype)
     dense = memory.gather(kv, 2, jnp.asarray(TABLE, jnp.int32))
-    for tokens, wanted in zip(dense, new, strict=True):
+    for tokens, expected in zip(dense, new, strict=True):
       assert tokens.dtype == jnp.float32
       for row, count in ((0, 11), (1, 7)):
-        error = np.abs(tokens[row, :count] - wanted[row, :count])
-        largest = np.abs(wanted[row, :count]).max(axis=-1, keepdims=True)
+        error = np.abs(tokens[row, :count] - expected[row, :count])
+        largest = np.abs(expected[row, :count]).max(axis=-1, keepdims=True)
         assert (error <= largest * FORMATS[dtype] * 1.01).all()
 
-  def test_copies_take_their_scales_along(self, dtype):
+  def test_copy_includes_the_scales(self, dtype):
     kv, _, _ = filled(dtype)
-    src, dst = jnp.asarray([5, 9], jnp.int32), jnp.asarray([11, 0], jnp.int32)
+    src = jnp.asarray([5, 9], jnp.int32)
+    dst = jnp.asarray([11, 0], jnp.int32)
     out = jax.jit(memory.copy)(kv, src, dst)
     for name in ("k", "v", "k_scale", "v_scale"):
-      wanted = np.asarray(getattr(kv, name)).copy()
-      pages = wanted.reshape(LAYERS, PAGES, -1)
+      expected = np.asarray(getattr(kv, name)).copy()
+      pages = expected.reshape(LAYERS, PAGES, -1)
       pages[:, 11] = pages[:, 5]
-      np.testing.assert_array_equal(getattr(out, name), wanted)
+      np.testing.assert_array_equal(getattr(out, name), expected)

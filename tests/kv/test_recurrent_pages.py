@@ -68,7 +68,7 @@ class TestInit:
     assert pages.dtypes == (("conv", "bfloat16"), ("delta", "float32"))
     assert (pages.num_pages, pages.page_size) == (PAGES, SIZE)
 
-  def test_the_page_size_of_a_group(self):
+  def test_pages_have_the_size_of_their_group(self):
     groups = (jaxkv.FullAttention(), jaxkv.Recurrent(page_size=8))
     pages = make(groups=groups)
     assert pages.page_size == 8
@@ -88,11 +88,11 @@ class TestInit:
   )
   def test_bad_arguments(self, changes, message):
     sizes = config(groups=(jaxkv.FullAttention(), jaxkv.Recurrent()))
-    given = {"num_layers": 2, "shapes": SHAPES, **changes}
+    arguments = {"num_layers": 2, "shapes": SHAPES, **changes}
     with pytest.raises(ValueError, match=message):
-      memory.init_states(sizes, **given)
+      memory.init_states(sizes, **arguments)
 
-  def test_a_recurrent_group_is_needed(self):
+  def test_configs_without_a_recurrent_group_are_refused(self):
     with pytest.raises(
       ValueError, match="`config` must have a recurrent group"
     ):
@@ -100,26 +100,29 @@ class TestInit:
 
 
 class TestReadAndWrite:
-  def test_a_state_stands_in_the_page_of_its_last_token(self):
-    pages, new = make(), new_states(0)
+  def test_state_is_in_the_page_of_the_last_token(self):
+    pages = make()
+    new = new_states(0)
     where = view(TABLE, [6, 0, 8], [2, 3, 1])
     out = jax.jit(memory.write_state)(pages, where, jnp.int32(1), new)
     for name, array in out.states.items():
-      wanted = np.zeros(array.shape, new[name].dtype)
+      expected = np.zeros(array.shape, new[name].dtype)
       for row, page in enumerate((9, 7, 3)):
-        wanted[PAGES + page] = new[name][row]
-      np.testing.assert_array_equal(array, wanted.view(array.dtype))
+        expected[PAGES + page] = new[name][row]
+      np.testing.assert_array_equal(array, expected.view(array.dtype))
     # After 8, 3 and 9 tokens; another layer has none.
-    after = dataclasses.replace(where, starts=where.starts + where.num_tokens)
-    found = memory.read_state(out, after, 1)
-    jax.tree.map(np.testing.assert_array_equal, found, new)
-    for array in memory.read_state(out, after, 0).values():
+    next_view = dataclasses.replace(
+      where, starts=where.starts + where.num_tokens
+    )
+    states = memory.read_state(out, next_view, 1)
+    jax.tree.map(np.testing.assert_array_equal, states, new)
+    for array in memory.read_state(out, next_view, 0).values():
       np.testing.assert_array_equal(array, 0)
 
-  def test_a_sequence_begins_with_zeros(self):
+  def test_state_of_an_empty_sequence_is_zero(self):
     where = view([[5, 9], [7, 1], [0, 3]], [0, 0, 1], [1] * 3)
-    found = memory.read_state(poisoned(), where, 1)
-    for array in found.values():
+    states = memory.read_state(poisoned(), where, 1)
+    for array in states.values():
       np.testing.assert_array_equal(array, 0)
 
   @pytest.mark.parametrize(
@@ -137,14 +140,15 @@ class TestReadAndWrite:
       (3, -2, 2),  # before the sequence
     ],
   )
-  def test_nothing_lands_elsewhere(self, entry, start, count):
+  def test_invalid_entries_write_nothing(self, entry, start, count):
     where = view([[entry]], [start], [count])
     out = memory.write_state(make(), where, jnp.int32(1), new_states(0, 1))
     for array in out.states.values():
       np.testing.assert_array_equal(array, 0)
 
-  def test_a_layer_that_does_not_exist(self):
-    where, new = view([[3]], [0], [1]), new_states(0, 1)
+  def test_layer_out_of_range_writes_nothing(self):
+    where = view([[3]], [0], [1])
+    new = new_states(0, 1)
     with pytest.raises(ValueError, match="`layer` must be from 0 to 2, got 3"):
       memory.write_state(make(), where, 3, new)
     for layer in (3, -1):
@@ -166,7 +170,7 @@ class TestReadAndWrite:
     with pytest.raises(error, match=message):
       memory.write_state(make(), where, 0, {**new_states(0), **changes})
 
-  def test_parts_of_a_packed_view(self):
+  def test_packed_views_are_refused(self):
     part = view(TABLE, [0] * 3, [1] * 3)
     packed = memory.PackedView(decode=part, prefill=part)
     with pytest.raises(
@@ -176,24 +180,25 @@ class TestReadAndWrite:
 
 
 class TestPools:
-  def test_copy_of_several(self):
+  def test_copy_of_several_pools(self):
     sizes = config(groups=(jaxkv.FullAttention(), jaxkv.Recurrent()))
     kv = memory.init(sizes, num_layers=2, num_kv_heads=1, head_dim=8)
     kv = dataclasses.replace(kv, k=kv.k.at[3].set(7))
     where = view([[3]], [0], [1])
     new = new_states(0, 1)
     states = memory.write_state(make(), where, 2, new)
-    src, dst = jnp.asarray([3, 3], jnp.int32), jnp.asarray([4, 0], jnp.int32)
+    src = jnp.asarray([3, 3], jnp.int32)
+    dst = jnp.asarray([4, 0], jnp.int32)
     out = jax.jit(memory.copy)((kv, states), src, dst)
     assert isinstance(out, tuple)
     np.testing.assert_array_equal(out[0].k[4], kv.k[3])
-    there = view([[4]], [1], [1])
-    found = memory.read_state(out[1], there, 2)
-    jax.tree.map(np.testing.assert_array_equal, found, new)
+    target = view([[4]], [1], [1])
+    copied = memory.read_state(out[1], target, 2)
+    jax.tree.map(np.testing.assert_array_equal, copied, new)
     for array in out[1].states.values():
       np.testing.assert_array_equal(array[2 * PAGES], 0)
-    alone = memory.copy(states, src, dst)
-    jax.tree.map(np.testing.assert_array_equal, alone, out[1])
+    single = memory.copy(states, src, dst)
+    jax.tree.map(np.testing.assert_array_equal, single, out[1])
 
   def test_check(self):
     sizes = config(groups=(jaxkv.FullAttention(), jaxkv.Recurrent()))
@@ -234,6 +239,6 @@ def test_loops_are_in_place():
   largest = pages.states["delta"]
   smallest = pages.states["conv"]
   assert pool_sized_rewrites(compiled, smallest.shape) == []
-  sizes = compiled.memory_analysis()
-  assert sizes.alias_size_in_bytes >= largest.nbytes + smallest.nbytes
-  assert sizes.temp_size_in_bytes < largest.nbytes // 4
+  analysis = compiled.memory_analysis()
+  assert analysis.alias_size_in_bytes >= largest.nbytes + smallest.nbytes
+  assert analysis.temp_size_in_bytes < largest.nbytes // 4

@@ -58,7 +58,7 @@ def forked():
 
 
 def next_tokens(state, kv, steps):
-  """A view of one more token a row after `steps`, its keys written."""
+  """Returns a view of the last of `steps` new tokens, and the memory."""
   view = None
   for step in range(steps):
     ones = jnp.ones((6,), jnp.int32)
@@ -77,14 +77,12 @@ def next_tokens(state, kv, steps):
 class TestShare:
   @pytest.fixture
   def always(self, monkeypatch):
-    """Sharing always pays."""
-    least = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
-    monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", least)
+    """Shares pages whatever the savings."""
+    savings = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
+    monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", savings)
 
   @pytest.mark.parametrize("steps", [1, 3])
-  def test_forks_are_found_and_attention_stays_the_same(
-    self, always, forked, steps
-  ):
+  def test_shared_forks_do_not_change_attention(self, always, forked, steps):
     view, kv = next_tokens(*forked, steps)
     shared = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
     np.testing.assert_array_equal(
@@ -93,22 +91,22 @@ class TestShare:
     np.testing.assert_array_equal(shared.shared.tokens, PROMPT // SIZE * SIZE)
     q = draw(9, 6, 1, HEADS, DIM)
     options = call_of(sinks=draw(10, HEADS))
-    wanted = memory.attend_with_lse(kv, view, 1, q, **options)
+    expected = memory.attend_with_lse(kv, view, 1, q, **options)
     out, lse = memory.attend_with_lse(kv, shared, 1, q, **options)
     assert np.isfinite(out).all()
-    np.testing.assert_allclose(out, wanted[0], atol=1e-6)
-    np.testing.assert_allclose(lse, wanted[1], atol=1e-5)
+    np.testing.assert_allclose(out, expected[0], atol=1e-6)
+    np.testing.assert_allclose(lse, expected[1], atol=1e-5)
 
-  def test_idle_rows_give_nothing(self, always, forked):
+  def test_idle_rows_have_no_output(self, always, forked):
     view, kv = next_tokens(*forked, 1)
     num_tokens = jnp.asarray([1, 0, 1, 0, 0, 1], jnp.int32)
     view = dataclasses.replace(view, num_tokens=num_tokens)
     shared = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
     q = draw(9, 6, 1, HEADS, DIM)
     options = call_of(sinks=draw(10, HEADS))
-    wanted = memory.attend_with_lse(kv, view, 1, q, **options)
+    expected = memory.attend_with_lse(kv, view, 1, q, **options)
     out, lse = memory.attend_with_lse(kv, shared, 1, q, **options)
-    np.testing.assert_allclose(out, wanted[0], atol=1e-6)
+    np.testing.assert_allclose(out, expected[0], atol=1e-6)
     np.testing.assert_array_equal(lse[num_tokens == 0], -np.inf)
 
   def test_idle_rows_are_in_no_cluster(self, always, forked):
@@ -135,9 +133,9 @@ class TestShare:
     view, kv = next_tokens(*forked, 1)
     shared = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
     q = draw(9, 6, 1, HEADS, DIM)
-    wanted = memory.attend(kv, view, 1, q, options=WINDOW)
+    expected = memory.attend(kv, view, 1, q, options=WINDOW)
     out = memory.attend(kv, shared, 1, q, options=WINDOW)
-    np.testing.assert_array_equal(out, wanted)
+    np.testing.assert_array_equal(out, expected)
 
   def test_small_savings_are_not_shared(self, forked, monkeypatch):
     view, kv = next_tokens(*forked, 1)
@@ -157,14 +155,14 @@ class TestShare:
     view, kv = next_tokens(*forked, 3)
     at = dataclasses.replace(view, starts=view.starts - 2)
     at = memory.share(kv, at, num_clusters=2, cluster_size=SAMPLES)
-    some = jnp.asarray([False, True, False, False, True, True])
+    is_changed = jnp.asarray([False, True, False, False, True, True])
     changes = {
       "later": {"starts": view.starts},
       # To a position inside the shared pages; row 1 to their end.
-      "earlier": {"starts": jnp.where(some, 20, at.starts).at[1].set(63)},
-      "idle": {"num_tokens": jnp.where(some, 0, at.num_tokens)},
+      "earlier": {"starts": jnp.where(is_changed, 20, at.starts).at[1].set(63)},
+      "idle": {"num_tokens": jnp.where(is_changed, 0, at.num_tokens)},
       "other": {
-        "page_table": jnp.where(some[:, None], view.page_table[::-1], 63)
+        "page_table": jnp.where(is_changed[:, None], view.page_table[::-1], 63)
         .at[0]
         .set(view.page_table[0])
       },
@@ -175,22 +173,22 @@ class TestShare:
     q = draw(9, 6, 1, HEADS, DIM)
     slopes = jnp.asarray([0.5, 0.25, 0.1, 0.05])
     options = call_of(alibi_slopes=slopes)
-    alone = dataclasses.replace(moved, shared=None)
-    wanted = memory.attend_with_lse(kv, alone, 1, q, **options)
-    assert np.isfinite(wanted[0]).all()
+    unshared = dataclasses.replace(moved, shared=None)
+    expected = memory.attend_with_lse(kv, unshared, 1, q, **options)
+    assert np.isfinite(expected[0]).all()
     out, lse = memory.attend_with_lse(kv, moved, 1, q, **options)
-    np.testing.assert_allclose(out, wanted[0], atol=1e-6)
-    np.testing.assert_allclose(lse, wanted[1], atol=1e-5)
+    np.testing.assert_allclose(out, expected[0], atol=1e-6)
+    np.testing.assert_allclose(lse, expected[1], atol=1e-5)
     np.testing.assert_array_equal(out[moved.num_tokens == 0], 0)
 
-  def test_a_plan_for_tables_of_another_width(self, always, forked):
+  def test_shared_pages_of_another_width_are_refused(self, always, forked):
     view, kv = next_tokens(*forked, 1)
     view = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
     narrow = dataclasses.replace(view, page_table=view.page_table[:, :10])
     with pytest.raises(ValueError, match=r"`view.shared` .* one for \(6, 12\)"):
       memory.attend(kv, narrow, 1, draw(9, 6, 1, HEADS, DIM))
-    again = memory.share(kv, narrow, num_clusters=2, cluster_size=SAMPLES)
-    assert again.shared.own_table.shape == (6, 10)
+    reshared = memory.share(kv, narrow, num_clusters=2, cluster_size=SAMPLES)
+    assert reshared.shared.own_table.shape == (6, 10)
 
   def test_bad_arguments(self, forked):
     view, kv = next_tokens(*forked, 1)
@@ -205,13 +203,13 @@ class TestRefreshShared:
   @pytest.fixture
   def shared(self, forked, monkeypatch):
     """A view in which all rows share pages."""
-    least = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
-    monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", least)
+    savings = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
+    monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", savings)
     view, kv = next_tokens(*forked, 1)
     return memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES), kv
 
-  def test_a_fresh_view_stays_one(self, shared):
-    """Through every transformation, since its type says so."""
+  def test_fresh_views_survive_transformations(self, shared):
+    """Its type survives tree maps, jit and scan."""
     view, kv = shared
     fresh = memory.refresh_shared(kv, view)
     jax.tree.map(np.testing.assert_array_equal, fresh.view, view)
@@ -220,11 +218,11 @@ class TestRefreshShared:
       "jit": jax.jit(lambda fresh: fresh)(fresh),
       "scan": jax.lax.scan(lambda at, _: (at, None), fresh, None, 1)[0],
     }
-    for name, other in passed.items():
-      assert isinstance(other, memory.FreshView), name
+    for name, view_after in passed.items():
+      assert isinstance(view_after, memory.FreshView), name
 
   def test_a_fresh_view_is_for_one_step(self, shared):
-    """Only its own rows were checked; the next step starts from `view`."""
+    """A fresh view was checked for its rows; the next step needs `view`."""
     view, kv = shared
     fresh = memory.refresh_shared(kv, view)
     with pytest.raises(TypeError, match="starts"):
@@ -241,15 +239,15 @@ class TestRefreshShared:
 
   def test_a_view_without_shared_pages(self, shared):
     view, kv = shared
-    alone = dataclasses.replace(view, shared=None)
+    unshared = dataclasses.replace(view, shared=None)
     q = draw(9, 6, 1, HEADS, DIM)
-    fresh = memory.refresh_shared(kv, alone)
+    fresh = memory.refresh_shared(kv, unshared)
     np.testing.assert_array_equal(
-      memory.attend(kv, fresh, 1, q), memory.attend(kv, alone, 1, q)
+      memory.attend(kv, fresh, 1, q), memory.attend(kv, unshared, 1, q)
     )
 
   @pytest.mark.slow
-  def test_stepping_in_a_loop(self, shared):
+  def test_refresh_in_a_loop_equals_unshared_attention(self, shared):
     """Rows advance and end in a loop; shared pages are found before it."""
     view, kv = shared
 
@@ -266,22 +264,22 @@ class TestRefreshShared:
       return jax.lax.scan(step, view, None, length=3)[1]
 
     q = draw(9, 6, 1, HEADS, DIM)
-    alone = dataclasses.replace(view, shared=None)
-    wanted = steps(kv, alone, q, checked=False)
+    unshared = dataclasses.replace(view, shared=None)
+    expected = steps(kv, unshared, q, checked=False)
     for checked in (False, True):
       out = steps(kv, view, q, checked=checked)
-      np.testing.assert_allclose(out, wanted, atol=1e-6)
+      np.testing.assert_allclose(out, expected, atol=1e-6)
 
-  def test_rows_that_left(self, shared):
+  def test_idle_rows_leave_their_cluster(self, shared):
     view, kv = shared
-    some = jnp.asarray([True, False, False, True, True, True])
+    is_idle = jnp.asarray([True, False, False, True, True, True])
     moved = dataclasses.replace(
-      view, num_tokens=jnp.where(some, 0, view.num_tokens)
+      view, num_tokens=jnp.where(is_idle, 0, view.num_tokens)
     )
     fresh = memory.refresh_shared(kv, moved)
-    found = fresh.view.shared
-    np.testing.assert_array_equal(found.tokens, [PROMPT // 8 * 8, 0])
-    np.testing.assert_array_equal(found.own_tokens > 0, ~some)
+    shared_pages = fresh.view.shared
+    np.testing.assert_array_equal(shared_pages.tokens, [PROMPT // 8 * 8, 0])
+    np.testing.assert_array_equal(shared_pages.own_tokens > 0, ~is_idle)
     q = draw(9, 6, 1, HEADS, DIM)
     np.testing.assert_array_equal(
       memory.attend(kv, fresh, 1, q), memory.attend(kv, moved, 1, q)
@@ -289,7 +287,7 @@ class TestRefreshShared:
 
   @pytest.mark.parametrize("fresh", [True, False])
   def test_layers_do_not_compare_tables(self, shared, fresh):
-    """XLA for a GPU or a TPU would leave that in the loop."""
+    """XLA for a GPU or a TPU would leave the comparison in the loop."""
     view, kv = shared
 
     def layers(kv, view, q):
@@ -329,18 +327,18 @@ class TestRefreshShared:
     assert not compares_tables(in_loops(decode, *arguments), view)
 
 
-def compares_tables(found, view):
-  """Whether page tables are compared, page by page."""
+def compares_tables(equations, view):
+  """Returns True if equations compare page tables page by page."""
   return any(
-    one.primitive.name == "eq"
-    and one.outvars[0].aval.shape == view.page_table.shape
-    for one in found
+    equation.primitive.name == "eq"
+    and equation.outvars[0].aval.shape == view.page_table.shape
+    for equation in equations
   )
 
 
 class TestTree:
-  def test_a_branch_equals_its_own_sequence(self, forked):
-    """Two drafts in one call give what each gives alone."""
+  def test_tree_branches_equal_separate_sequences(self, forked):
+    """Two branches in one call equal a call for each branch."""
     state, kv = forked
     num_tokens = jnp.asarray([4, 0, 0, 0, 0, 0], jnp.int32)
     state, _ = jaxkv.allocate(state, num_tokens)
@@ -364,11 +362,11 @@ class TestTree:
     )
     short = dataclasses.replace(view, num_tokens=jnp.minimum(num_tokens, 2))
     for branch in (slice(0, 2), slice(2, 4)):
-      alone = memory.attend_with_lse(
+      single = memory.attend_with_lse(
         memory.write(kv, short, 1, k[:, branch], v[:, branch]),
         short,
         1,
         q[:, branch],
       )
-      wanted = [np.asarray(x[:1], np.float64) for x in alone]
-      assert_matches(*(x[:1, branch] for x in tree), *wanted, np.float32)
+      expected = [np.asarray(x[:1], np.float64) for x in single]
+      assert_matches(*(x[:1, branch] for x in tree), *expected, np.float32)

@@ -45,34 +45,13 @@ def test_rows_are_the_slots_of_a_group(state, group):
   np.testing.assert_array_equal(rows.starts, [5, 0, 2])
   np.testing.assert_array_equal(rows.num_tokens, [1, 0, 3])
   assert rows.shared is None
-  assert rows.plan is None
 
 
-def test_groups_have_pages_of_their_own(state):
+def test_groups_have_separate_pages(state):
   tables = [view(state, group=g, num_tokens=[0] * 3).page_table for g in (0, 1)]
   assert (tables[0][0] != tables[1][0]).any()
   default = view(state, num_tokens=[0] * 3)
   np.testing.assert_array_equal(default.page_table, tables[0])
-
-
-def test_an_encoder_has_its_own_lengths():
-  sizes = jaxkv.CacheConfig(
-    num_pages=9,
-    page_size=4,
-    num_slots=2,
-    pages_per_slot=4,
-    groups=(jaxkv.FullAttention(), jaxkv.CrossAttention()),
-    prefix_caching=False,
-  )
-  state = jaxkv.init(sizes)
-  state, _ = jaxkv.allocate(state, [1, 2], num_encoder_tokens=[7, 3])
-  rows = view(state, group=1, num_tokens=[1, 2], num_encoder_tokens=[7, 3])
-  np.testing.assert_array_equal(rows.page_table, state.page_table[:, 1])
-  np.testing.assert_array_equal(rows.starts, [7, 3])
-  np.testing.assert_array_equal(rows.num_tokens, [1, 2])
-  for group, lengths in ((0, [7, 3]), (1, None), (1, [7])):
-    with pytest.raises(ValueError, match="`num_encoder_tokens` must"):
-      view(state, group=group, num_tokens=[0, 0], num_encoder_tokens=lengths)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +72,7 @@ def test_any_integers_are_cast(state, num_tokens):
   np.testing.assert_array_equal(rows.num_tokens, [1, 0, 3])
 
 
-def test_in_a_trace(state):
+def test_traced_numbers_of_tokens(state):
   """The numbers may be traced, also one by one."""
 
   @jax.jit
@@ -151,7 +130,7 @@ def test_bad_states(state):
     view(stack, num_tokens=[1, 0, 0])
 
 
-def test_under_vmap(state):
+def test_views_under_vmap(state):
   stack = jax.tree.map(lambda x: jnp.stack([x, x]), state)
   rows = jax.vmap(lambda state: view(state, num_tokens=[1, 0, 3]))(stack)
   assert rows.page_table.shape == (2, 3, 4)

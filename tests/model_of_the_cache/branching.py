@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 
 from jaxkv import Status
-from tests.model_of_the_cache import sequences
 from tests.model_of_the_cache.slots import Slots
 
 
@@ -25,10 +24,9 @@ class Branching(Slots):
         named.add(target)
         tokens = len(before[source].tokens)
         partial = self._partial(tokens)
-        scratch = sum(group.scratch for group in self.groups)
         if self._stateless(before[source], tokens):
           code = Status.RECYCLED
-        elif sum(partial) + scratch > len(self.pool.free):
+        elif sum(partial) > len(self.pool.free):
           code = Status.OUT_OF_PAGES
         else:
           owed = self._share(before[source], target, partial)
@@ -47,16 +45,13 @@ class Branching(Slots):
 
   def _partial(self, tokens):
     """Returns, for each group, True if the last page is not full."""
-    return [
-      tokens % group.size > 0 and not group.is_cross for group in self.groups
-    ]
+    return [tokens % group.size > 0 for group in self.groups]
 
   def _share(self, source, target, partial):
     """Fills a slot from another one; returns the copies to make."""
     tables, owed = [], self._nothing_owed()
     for number, group in enumerate(self.groups):
       pages, full = source.pages[number], group.full_pages(len(source.tokens))
-      full = len(pages) if group.is_cross else full
       self.pool.hold(pages[:full])
       tables.append(pages[:full])
     num_skipped = [
@@ -66,8 +61,6 @@ class Branching(Slots):
       if partial[number]:
         owed[number] = (source.pages[number][len(pages)], self.pool.pop())
         pages.append(owed[number][1])
-      scratch = self.groups[number].scratch
-      sequences.fill(self.pool, pages, len(pages) + scratch)
     self.slots[target] = dataclasses.replace(
       source, pages=tables, tokens=list(source.tokens), gone=num_skipped
     )
@@ -150,26 +143,15 @@ class Branching(Slots):
 
   def _cut(self, slot, length, shared):
     """Releases pages; a shared last page stays in the table nevertheless."""
-    sequence, numbers = self.slots[slot], range(len(self.groups))
-    keeps = [self._kept(sequence, number, length) for number in numbers]
-    reopens = self._reopens(slot, length)
+    sequence, reopens = self.slots[slot], self._reopens(slot, length)
     for number, pages in enumerate(sequence.pages):
-      (keep, scratch), copied = keeps[number], shared[number]
-      end = len(pages) - scratch
+      keep, copied = self.groups[number].pages_for(length), shared[number]
       if reopens[number] and not copied:
         self.pool.forget(pages[keep - 1])
-      self.pool.release(pages[keep - copied : end][::-1])
-      pages[keep:end] = []
+      self.pool.release(pages[keep - copied :][::-1])
+      pages[keep:] = []
       sequence.gone[number] = min(sequence.gone[number], keep)
     sequence.tokens = sequence.tokens[:length]
-
-  def _kept(self, sequence, number, length):
-    """Returns the columns that a shorter sequence keeps, and scratch pages."""
-    group, held = self.groups[number], len(sequence.pages[number])
-    if length == 0 or group.is_cross:
-      return (held if length else 0), 0
-    keep = group.pages_for(length) - group.scratch
-    return keep, min(group.scratch, held - keep)
 
   def _copied(self, slot, length, shared):
     """Replaces shared last pages by fresh ones; returns the copies to make."""

@@ -3,11 +3,12 @@
 import dataclasses
 
 from jaxkv import ChunkedLocal
-from jaxkv import CrossAttention
 from jaxkv import FullAttention
 from jaxkv import GroupKind
 from jaxkv import Recurrent
 from jaxkv import SlidingWindow
+from jaxkv.host import CrossAttention
+from jaxkv.host import SpeculativeRecurrent
 from tests.model_of_the_cache.pool import NULL
 
 _NOWHERE = 2**40
@@ -71,7 +72,8 @@ class Group:
   @property
   def scratch(self) -> int:
     """The number of scratch pages after the last page."""
-    return self.kind.num_speculative if isinstance(self.kind, Recurrent) else 0
+    drafts = isinstance(self.kind, SpeculativeRecurrent)
+    return self.kind.num_speculative if drafts else 0
 
   def pages_for(self, tokens: int, encoder: int = 0) -> int:
     """Counts the columns for tokens, or for tokens of the encoder."""

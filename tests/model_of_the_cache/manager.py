@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from jaxkv import ChunkedLocal
-from jaxkv import CrossAttention
 from jaxkv import GroupKind
 from jaxkv import Recurrent
 from jaxkv import SlidingWindow
+from jaxkv.host import CrossAttention
 from jaxkv.results import Moves
 from tests.model_of_the_cache import lookup
 from tests.model_of_the_cache import sequences

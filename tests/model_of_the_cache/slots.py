@@ -66,11 +66,7 @@ class Slots:
   def room(self, slot: int) -> int:
     """Counts the tokens for which every group of a slot has pages."""
     held = zip(self.groups, self.slots[slot].pages, strict=True)
-    return min(
-      max(len(pages) - group.scratch, 0) * group.size
-      for group, pages in held
-      if not group.is_cross
-    )
+    return min(len(pages) * group.size for group, pages in held)
 
   def _in_range(self, slot: int) -> bool:
     return 0 <= slot < self.config.num_slots
@@ -99,14 +95,9 @@ class Slots:
         self.error = code
     return codes
 
-  def _pages_for(self, tokens: int, encoder: int = 0) -> list[int]:
+  def _pages_for(self, tokens: int) -> list[int]:
     """Counts the columns of each group for tokens."""
-    return [group.pages_for(tokens, encoder) for group in self.groups]
-
-  def _overfull(self, columns: list[int]) -> bool:
-    """Returns True if scratch pages do not fit into the table."""
-    limits = [self.config.slot_tokens // group.size for group in self.groups]
-    return any(n > m for n, m in zip(columns, limits, strict=True))
+    return [group.pages_for(tokens) for group in self.groups]
 
   def _grown(self, tables, columns, begins):
     """Returns the tables before their last columns are popped."""

@@ -6,6 +6,7 @@ from jaxkv import ChunkedLocal
 from jaxkv import FullAttention
 from jaxkv import Recurrent
 from jaxkv import SlidingWindow
+from jaxkv.host import SpeculativeRecurrent
 from tests import fuzz
 from tests.host.fuzz_setups import SETUPS
 from tests.host.scheduling import admit
@@ -241,7 +242,7 @@ class TestState:
     assert hit_of(cache, second) == ([[0, 0, 0, 0, 3]], 20)
 
   def test_scratch_pages_move(self):
-    cache = manager(12, (Recurrent(page_size=4, num_speculative=2),))
+    cache = manager(12, (SpeculativeRecurrent(2, page_size=4),))
     seq = request("0", range(30))
     assert admit(cache, seq, 4)[1] == [[1, 2, 3]]
     assert cache.allocate_slots(seq, 12).get_page_ids() == ([2, 3, 4],)

@@ -62,26 +62,23 @@ class Arriving(Slots):
     mask=None,
     num_tokens=None,
     keep_free=None,
-    num_encoder_tokens=None,
   ):
     """Starts sequences; every lookup sees the cache before the call."""
     codes, plans, named = [], {}, set()
     left, woken = len(self.pool.free), set()
     rows = list(self._rows(tokens, lengths, salts))
     room, keep = num_tokens or lengths, keep_free or [0] * len(rows)
-    encoders = num_encoder_tokens or [0] * len(rows)
     for index, (row, length, salt) in enumerate(rows):
-      encoder = encoders[index]
-      smallest = min(length - 1, room[index] - 1, keep[index], encoder)
+      smallest = min(length - 1, room[index] - 1, keep[index])
       fits = smallest >= 0 and length <= len(row)
-      code = self._check_admit(slots[index], max(length, encoder), fits, named)
+      code = self._check_admit(slots[index], length, fits, named)
       if mask is not None and not mask[index]:
         code = Status.SKIPPED
       if code == Status.OK:
         named.add(slots[index])
         hit = self._match(row, length, salt)
         begun = min(hit.tokens + room[index], length)
-        pages = self._pages_for(begun, encoder)
+        pages = self._pages_for(begun)
         code, cost = self._price(hit, pages, left - keep[index], woken)
         if code == Status.OK:
           left -= cost
@@ -120,8 +117,6 @@ class Arriving(Slots):
 
     These are fresh pages, and free hits that no earlier row attached.
     """
-    if self._overfull(columns):
-      return Status.SLOT_FULL, 0
     tables = self._grown(hit.tables(), columns, True)
     need = sequences.missing(tables, columns)
     hits = set(hit.all_pages())
@@ -176,12 +171,9 @@ class Growing(Slots):
     """Makes room for more tokens, slot by slot, group by group."""
     return self.allocate_slots(num_tokens, range(self.config.num_slots))
 
-  def allocate_slots(
-    self, num_tokens, slots, mask=None, num_encoder_tokens=None
-  ):
+  def allocate_slots(self, num_tokens, slots, mask=None):
     """`jaxkv.allocate` with slot numbers."""
-    encoders = num_encoder_tokens or [0] * len(num_tokens)
-    rows = zip(slots, num_tokens, encoders, strict=True)
+    rows = zip(slots, num_tokens, strict=True)
     done = [
       (code, 0) if code else self._allocate(*row)
       for row, code in zip(rows, self._named_slots(slots, mask), strict=True)
@@ -189,15 +181,13 @@ class Growing(Slots):
     codes = self._note([code for code, _ in done])
     return {"code": codes, "num_new_pages": [new for _, new in done]}
 
-  def _allocate(self, slot, count, encoder):
+  def _allocate(self, slot, count):
     sequence = self.slots[slot]
-    if min(count, encoder) < 0:
+    if count < 0:
       return Status.BAD_LENGTH, 0
     total = len(sequence.tokens) + count
-    columns = self._pages_for(total, encoder)
-    if max(total, encoder) > self.config.slot_tokens or (
-      count and self._overfull(columns)
-    ):
+    columns = self._pages_for(total)
+    if total > self.config.slot_tokens:
       return Status.SLOT_FULL, 0
     if count == 0:
       return Status.OK, 0

@@ -35,8 +35,8 @@ def chosen_experts(params, tokens, positions, *, config, experts=None):
     experts: see `models.forward_uncached`.
   """
   assert isinstance(config, models.Decoder)
-  sizes = routing_of(config, "config")[:2]
-  pools = (jnp.zeros((*tokens.shape, *sizes), jnp.int32),)
+  shape = routing_of(config, "config")[:2]
+  pools = (jnp.zeros((*tokens.shape, *shape), jnp.int32),)
   access = _Recorded(prompt_tree.of_sequences(*tokens.shape), experts)
   return all_logits.run(
     params, tokens, positions, pools, access, None, "none", config

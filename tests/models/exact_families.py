@@ -92,7 +92,8 @@ def in_chunks(config, params, tokens, chunk, page_size=16, kv_dtype=None):
   """Returns the logits [B, T, V] of a forward pass in chunks of tokens."""
   rows, columns = tokens.shape
   cache = _cache(config, rows, columns, page_size)
-  kv, parts = models.init_kv(config, cache.config, dtype=kv_dtype), []
+  kv = models.init_kv(config, cache.config, dtype=kv_dtype)
+  parts = []
   step = as_users.jit(functools.partial(models.forward, config=config))
   for start in range(0, columns, chunk):
     num_tokens = jnp.full((rows,), min(chunk, columns - start), jnp.int32)

@@ -11,12 +11,11 @@ from jaxkv import models
 def layers_of(params: Any) -> list[dict[str, Any]]:
   """Returns the parameters of each layer, from first to last."""
   layers = []
-  for stretch in params["layers"]:
-    repetitions = len(stretch[0]["mlp_norm"])
-    for number in range(repetitions):
+  for segment in params["layers"]:
+    num_repeats = len(segment[0]["mlp_norm"])
+    for i in range(num_repeats):
       layers += [
-        {name: leaf[number] for name, leaf in layer.items()}
-        for layer in stretch
+        {name: leaf[i] for name, leaf in layer.items()} for layer in segment
       ]
   return layers
 

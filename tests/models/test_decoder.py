@@ -18,7 +18,7 @@ _VOCAB = 23
 
 
 def _config(**changes: Any) -> models.Decoder:
-  sizes: dict[str, Any] = {
+  dims: dict[str, Any] = {
     "vocab_size": _VOCAB,
     "num_layers": 2,
     "embed_dim": 32,
@@ -27,7 +27,7 @@ def _config(**changes: Any) -> models.Decoder:
     "head_dim": 8,
     "mlp_dim": 48,
   }
-  return models.llama(**(sizes | changes))
+  return models.llama(**(dims | changes))
 
 
 @functools.cache
@@ -35,14 +35,22 @@ def _params(config: models.Decoder) -> Any:
   return models.init_params(jax.random.key(0), config)
 
 
-def _assert_close(found: Any, expected: Any) -> None:
+def _assert_close(actual: Any, expected: Any) -> None:
   # Float32 sums of at most 64 terms of order 1, added in another order.
-  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def _tokens(num_rows: int, num_tokens: int, vocab: int = _VOCAB) -> np.ndarray:
   shape = (num_rows, num_tokens)
   return np.random.default_rng(1).integers(0, vocab, shape).astype(np.int32)
+
+
+def _model(
+  num_rows: int, num_tokens: int, **changes: Any
+) -> tuple[models.Decoder, Any, np.ndarray]:
+  """Returns a decoder, its parameters and tokens."""
+  config = _config(**changes)
+  return config, _params(config), _tokens(num_rows, num_tokens)
 
 
 def _positions(starts: Any, num_tokens: int) -> jax.Array:
@@ -56,13 +64,13 @@ def _pages(
   """Poisoned pages, and a table that hands them out in scattered order."""
   per_row = -(-max_len // page_size)
   num_pages = num_rows * per_row + 5
-  sizes = jaxkv.CacheConfig(
+  cache_config = jaxkv.CacheConfig(
     num_pages=num_pages,
     page_size=page_size,
     num_slots=num_rows,
     pages_per_slot=per_row,
   )
-  kv = models.init_kv(config, sizes)
+  kv = models.init_kv(config, cache_config)
   pages = np.random.default_rng(2).permutation(np.arange(1, num_pages))
   table = pages[: num_rows * per_row].reshape(num_rows, per_row)
   return jax.tree.map(_poisoned, kv), jnp.asarray(table, jnp.int32)
@@ -111,23 +119,23 @@ def _chunked(step: Any, tokens: np.ndarray, lengths: Any, chunk: int) -> Any:
 
   Returns the logits of every token, [B, T, V], in place.
   """
-  num_rows, total = tokens.shape
+  num_rows, num_columns = tokens.shape
   lengths = np.asarray(lengths)
-  found = np.full((num_rows, total, _VOCAB), np.nan, np.float32)
+  outputs = np.full((num_rows, num_columns, _VOCAB), np.nan, np.float32)
   starts = np.zeros(num_rows, np.int32)
-  while np.any(starts < total):
+  while np.any(starts < num_columns):
     prefilling = np.any(starts < lengths)
     width = chunk if prefilling else 1
-    ends = lengths if prefilling else np.full(num_rows, total)
+    ends = lengths if prefilling else np.full(num_rows, num_columns)
     num_tokens = np.clip(ends - starts, 0, width)
     piece = np.zeros((num_rows, width), np.int32)
     for row, count in enumerate(num_tokens):
       piece[row, :count] = tokens[row, starts[row] : starts[row] + count]
     logits = step(piece, starts, num_tokens)
     for row, count in enumerate(num_tokens):
-      found[row, starts[row] : starts[row] + count] = logits[row, :count]
+      outputs[row, starts[row] : starts[row] + count] = logits[row, :count]
     starts = starts + num_tokens
-  return found
+  return outputs
 
 
 class TestDecoder:
@@ -139,8 +147,7 @@ class TestDecoder:
     ],
   )
   def test_equals_the_decoder_in_numpy(self, changes):
-    config = _config(**changes)
-    params, tokens = _params(config), _tokens(1, 12)
+    config, params, tokens = _model(1, 12, **changes)
     _assert_close(
       _whole(params, tokens, config)[0],
       numpy_decoder.logits(params, tokens[0], config),
@@ -157,73 +164,74 @@ class TestDecoder:
     ],
   )
   def test_pages_change_nothing(self, page_size, num_heads, num_kv_heads):
-    config = _config(num_heads=num_heads, num_kv_heads=num_kv_heads)
-    params, tokens = _params(config), _tokens(3, 21)
+    config, params, tokens = _model(
+      3, 21, num_heads=num_heads, num_kv_heads=num_kv_heads
+    )
     expected = _whole(params, tokens, config)
     step = _Paged(params, config, 3, 24, page_size)
-    found = _chunked(step, tokens, lengths=[17, 5, 9], chunk=6)
-    _assert_close(found, expected)
+    logits = _chunked(step, tokens, lengths=[17, 5, 9], chunk=6)
+    _assert_close(logits, expected)
 
   def test_pages_change_nothing_in_bfloat16(self):
-    config = _config(dtype=jnp.bfloat16)
-    params, tokens = _params(config), _tokens(3, 21)
+    config, params, tokens = _model(3, 21, dtype=jnp.bfloat16)
     expected = _whole(params, tokens, config)
     # Eight bits of mantissa through two layers; logits are of order 1.
     step = _Paged(params, config, 3, 24)
-    found = _chunked(step, tokens, lengths=[21] * 3, chunk=6)
-    np.testing.assert_allclose(found, expected, atol=0.06, rtol=0)
+    logits = _chunked(step, tokens, lengths=[21] * 3, chunk=6)
+    np.testing.assert_allclose(logits, expected, atol=0.06, rtol=0)
 
   def test_rows_do_not_depend_on_each_other(self):
-    config = _config()
-    params, tokens = _params(config), _tokens(3, 6)
-    others = tokens.copy()
-    others[[0, 2]] = (others[[0, 2]] + 7) % _VOCAB
-    first = _Paged(params, config, 3, 24)(tokens, [0] * 3, [6, 6, 5])
-    second = _Paged(params, config, 3, 24)(others, [0] * 3, [2, 6, 0])
-    np.testing.assert_array_equal(first[1], second[1])
-    alone = _Paged(params, config, 1, 24)(tokens[1:2], [0], [6])
-    _assert_close(alone[0], first[1])
+    config, params, tokens = _model(3, 6)
+    changed_tokens = tokens.copy()
+    changed_tokens[[0, 2]] = (changed_tokens[[0, 2]] + 7) % _VOCAB
+    logits = _Paged(params, config, 3, 24)(tokens, [0] * 3, [6, 6, 5])
+    changed_logits = _Paged(params, config, 3, 24)(
+      changed_tokens, [0] * 3, [2, 6, 0]
+    )
+    np.testing.assert_array_equal(logits[1], changed_logits[1])
+    row_logits = _Paged(params, config, 1, 24)(tokens[1:2], [0], [6])
+    _assert_close(row_logits[0], logits[1])
     np.testing.assert_array_equal(
-      _whole(params, tokens, config)[1], _whole(params, others, config)[1]
+      _whole(params, tokens, config)[1],
+      _whole(params, changed_tokens, config)[1],
     )
 
-  def test_logits_only_where_wanted(self):
-    config = _config()
-    params, tokens = _params(config), _tokens(3, 6)
+  def test_logits_of_all_tokens_the_last_or_none(self):
+    config, params, tokens = _model(3, 6)
     num_tokens = [6, 3, 0]
     steps = [_Paged(params, config, 3, 24) for _ in range(3)]
-    all_, last, none = (
-      step(tokens, [0] * 3, num_tokens, logits=wanted)
-      for step, wanted in zip(steps, ("all", "last", "none"), strict=True)
+    all_, last_logits, no_logits = (
+      step(tokens, [0] * 3, num_tokens, logits=columns)
+      for step, columns in zip(steps, ("all", "last", "none"), strict=True)
     )
-    assert last.shape == (3, 1, _VOCAB)
-    assert none.shape == (3, 0, _VOCAB)
-    _assert_close(last[0, 0], all_[0, 5])
-    _assert_close(last[1, 0], all_[1, 2])
+    assert last_logits.shape == (3, 1, _VOCAB)
+    assert no_logits.shape == (3, 0, _VOCAB)
+    _assert_close(last_logits[0, 0], all_[0, 5])
+    _assert_close(last_logits[1, 0], all_[1, 2])
     # The same keys and values are kept, whichever logits are asked for.
-    after = [step(tokens[:, :1], num_tokens, [1] * 3) for step in steps]
-    _assert_close(after[1], after[0])
-    _assert_close(after[2], after[0])
+    next_logits = [step(tokens[:, :1], num_tokens, [1] * 3) for step in steps]
+    _assert_close(next_logits[1], next_logits[0])
+    _assert_close(next_logits[2], next_logits[0])
 
   def test_a_token_outside_the_vocabulary_is_not_clamped(self):
-    config = _config()
-    params, tokens = _params(config), _tokens(3, 6)
-    tokens[0, 2], tokens[1, 1] = _VOCAB, -1
+    config, params, tokens = _model(3, 6)
+    tokens[[0, 1], [2, 1]] = [_VOCAB, -1]
     logits = _Paged(params, config, 3, 24)(tokens, [0] * 3, [6] * 3)
     assert np.isnan(logits[0, 2:]).all()
     assert np.isnan(logits[1, 1:]).all()
     assert np.isfinite(logits[2]).all()
 
   def test_padding_may_be_anything(self):
-    config = _config()
-    params, tokens = _params(config), _tokens(3, 6)
+    config, params, tokens = _model(3, 6)
     num_tokens = [2, 6, 4]
     padded = np.where(np.arange(6) < np.array(num_tokens)[:, None], tokens, -1)
     runs = [_Paged(params, config, 3, 24) for _ in range(2)]
-    for run, given in zip(runs, (tokens, padded), strict=True):
-      run(given.astype(np.int32), [0] * 3, num_tokens)
-    first, second = (run(tokens[:, :1], num_tokens, [1] * 3) for run in runs)
-    np.testing.assert_array_equal(first, second)
+    for run, inputs in zip(runs, (tokens, padded), strict=True):
+      run(inputs.astype(np.int32), [0] * 3, num_tokens)
+    logits, padded_logits = (
+      run(tokens[:, :1], num_tokens, [1] * 3) for run in runs
+    )
+    np.testing.assert_array_equal(logits, padded_logits)
 
   def test_a_loop_updates_the_memory_in_place(self):
     config = _config()
@@ -258,6 +266,29 @@ class TestDecoder:
 
 
 class TestConfig:
+  def test_other_values_than_decoders_are_refused(self):
+    config = _config()
+    params, tokens = _params(config), jnp.zeros((1, 2), jnp.int32)
+    sizes = jaxkv.CacheConfig(
+      num_pages=3, page_size=4, num_slots=1, pages_per_slot=2
+    )
+    batch = paged.Batch(tokens=tokens, positions=tokens, views=())
+    calls = [
+      lambda wrong: models.forward(params, batch, (), config=wrong),
+      lambda wrong: models.forward_uncached(
+        params, tokens, tokens, config=wrong
+      ),
+      lambda wrong: models.init_kv(wrong, sizes),
+      models.cache_groups,
+      lambda wrong: models.init_params(jax.random.key(0), wrong),
+    ]
+    for call in calls:
+      for wrong in ([], None, params):
+        with pytest.raises(
+          TypeError, match=r"`(config|decoder)` must be a Decoder, .*`models"
+        ):
+          call(wrong)
+
   def test_is_static_under_jit(self):
     assert hash(_config()) == hash(_config(dtype="float32"))
     assert _config() == _config(dtype=np.float32)
@@ -278,24 +309,28 @@ class TestConfig:
       ("windows", (0, None)),
       ("windows", (True, None)),
       ("windows", (3.0, None)),
+      ("windows", (2**31, None)),
+      ("vocab_size", 2**31),
       ("rope_base", 0.0),
       ("rope_base", [1e4, 1e6]),
       ("rope_base", "1e4"),
       ("rope_base", (1e4, -1e6)),
       ("rope_base", (1e4, 1e4, 1e6)),
       ("norm_eps", -1.0),
+      ("norm_eps", "1e-5"),
+      ("norm_eps", np.inf),
       ("dtype", jnp.int32),
     ],
   )
   def test_names_the_wrong_argument(self, name, value):
     windows = {} if name == "dtype" else {"windows": (3, None)}
     # Of the part of the description that it is put in.
-    own = {"mlp_dim": "inner_dim", "windows": "windows?"}.get(name, name)
-    with pytest.raises(ValueError, match=f"^`{own}` must"):
+    field = {"mlp_dim": "inner_dim", "windows": "windows?"}.get(name, name)
+    with pytest.raises(ValueError, match=f"^`{field}` must"):
       _config(**(windows | {name: value}))
 
   @pytest.mark.parametrize(
-    ("kind", "changes", "message"),
+    ("cls", "changes", "message"),
     [
       (models.Attention, {"rope": models.Rope(dim=10)}, "`rope.dim` must"),
       (models.Attention, {"rope": models.Rope(dim=3)}, "`rope.dim` must"),
@@ -315,14 +350,34 @@ class TestConfig:
         "`group_score` must be",
       ),
       (models.LatentAttention, {"latent_dim": 0}, "`latent_dim` must"),
+      (
+        models.LatentAttention,
+        {"scale": None, "query_rank": 0},
+        "`query_rank`",
+      ),
+      (models.LatentAttention, {"scale": "1"}, "`scale` must be a finite"),
+      (models.Attention, {"window": 2**31}, "`window` must be an int of"),
+      (models.Attention, {"scale": np.nan}, "`scale` must be a finite number"),
+      (models.Attention, {"soft_cap": 0}, "`soft_cap` must be a positive and"),
+      (models.Experts, {"scale": np.inf}, "`scale` must be a finite number"),
+      (models.Experts, {"limit": -1.0}, "`limit` must be a positive and"),
+      (models.Experts, {"shared_dim": 0}, "`shared_dim` must be an int"),
+      (models.Layer, {"attention": 5}, "`attention` must be of Attention or"),
+      (
+        models.Layer,
+        {"mlp": None},
+        "`mlp` must be of Mlp or Experts",
+      ),
+      (models.Decoder, {"logit_cap": 0.0}, "`logit_cap` must be a positive"),
+      (models.Decoder, {"embed_scale": "2"}, "`embed_scale` must be a finite"),
       (models.DeltaNet, {"kernel_size": -1}, "`kernel_size` must"),
       (models.DeltaNet, {"kernel_size": 1}, "`kernel_size` must be at least 2"),
       (models.Decoder, {"layers": ()}, "`layers` must be a tuple"),
       (models.Decoder, {"layers": (1,)}, "`layers` must hold Layers"),
     ],
   )
-  def test_parts_name_the_wrong_argument(self, kind, changes, message):
-    sizes = {
+  def test_parts_name_the_wrong_argument(self, cls, changes, message):
+    defaults = {
       models.Attention: {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8},
       models.Experts: {"num_experts": 4, "num_chosen": 2, "inner_dim": 8},
       models.LatentAttention: {
@@ -333,10 +388,16 @@ class TestConfig:
         "num_key_heads": 2, "num_value_heads": 4, "key_dim": 8, "value_dim": 8,
         "kernel_size": 4,
       },
-      models.Decoder: {"vocab_size": 5, "embed_dim": 8},
+      models.Layer: {
+        "attention": models.Attention(num_heads=1, num_kv_heads=1, head_dim=2),
+        "mlp": models.Mlp(inner_dim=2),
+      },
+      models.Decoder: {
+        "vocab_size": 5, "embed_dim": 8, "layers": _config().layers
+      },
     }  # fmt: skip
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-      kind(**(sizes[kind] | changes))
+      cls(**(defaults[cls] | changes))
 
   @pytest.mark.parametrize(
     "value", [[[1, 2]], ((1, 2),), None, jnp.ones((1, 2)), jnp.ones((1, 2)) > 0]
@@ -350,8 +411,8 @@ class TestConfig:
     with pytest.raises(TypeError, match=f"^`{name}` must be"):
       models.forward_uncached(params, **call, config=config)
     kv, table = _pages(config, 1, 4, 4)
-    one = jnp.ones(1, jnp.int32)
-    view = paged.View(page_table=table, starts=one - 1, num_tokens=one)
+    ones = jnp.ones(1, jnp.int32)
+    view = paged.View(page_table=table, starts=ones - 1, num_tokens=ones)
     with pytest.raises(TypeError, match=f"^`{name}` must be"):
       models.forward(
         params, paged.Batch(**call, views=(view,)), kv, config=config

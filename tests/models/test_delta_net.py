@@ -61,44 +61,46 @@ class TestRule:
     inputs = _inputs(columns)
     state = _drawn(9, _ROWS, _HEADS, _KEY, _VALUE)
     num_tokens = np.asarray([columns, columns // 2, 0], np.int32)
-    wanted, end = _loop(*inputs, state, num_tokens)
+    expected, end_state = _loop(*inputs, state, num_tokens)
     # Whatever is behind a row's tokens changes nothing.
     for array in inputs:
       array[1, num_tokens[1] :] = array[2] = np.nan
-    out, after = _rule(*_as_float32(*inputs, state), num_tokens, chunk=chunk)
-    np.testing.assert_allclose(out, wanted, atol=5e-6)
-    np.testing.assert_allclose(after, end, atol=5e-6)
-    np.testing.assert_array_equal(after[2], state[2].astype(np.float32))
+    out, new_state = _rule(
+      *_as_float32(*inputs, state), num_tokens, chunk=chunk
+    )
+    np.testing.assert_allclose(out, expected, atol=5e-6)
+    np.testing.assert_allclose(new_state, end_state, atol=5e-6)
+    np.testing.assert_array_equal(new_state[2], state[2].astype(np.float32))
 
-  def test_steps_equal_the_whole(self):
+  def test_steps_equal_one_call(self):
     inputs = _as_float32(*_inputs(12))
     state = jnp.zeros((_ROWS, _HEADS, _KEY, _VALUE))
-    wanted, end = _rule(*inputs, state, jnp.full(_ROWS, 12, jnp.int32))
+    expected, end_state = _rule(*inputs, state, jnp.full(_ROWS, 12, jnp.int32))
     outs = []
-    for begin, stop in ((0, 5), (5, 6), (6, 12)):
-      part = [array[:, begin:stop] for array in inputs]
-      num_tokens = jnp.full(_ROWS, stop - begin, jnp.int32)
+    for start_column, stop_column in ((0, 5), (5, 6), (6, 12)):
+      part = [array[:, start_column:stop_column] for array in inputs]
+      num_tokens = jnp.full(_ROWS, stop_column - start_column, jnp.int32)
       out, state = _rule(*part, state, num_tokens)
       outs.append(out)
-    np.testing.assert_allclose(jnp.concatenate(outs, 1), wanted, atol=2e-6)
-    np.testing.assert_allclose(state, end, atol=2e-6)
+    np.testing.assert_allclose(jnp.concatenate(outs, 1), expected, atol=2e-6)
+    np.testing.assert_allclose(state, end_state, atol=2e-6)
 
-  def test_strong_decays(self):
+  def test_strong_decays_do_not_overflow(self):
     """A sum of logarithms that no float32 exponential could undo."""
     q, k, v, decay, beta = _inputs(40)
     inputs = (q, k, v, decay * 60, beta)
     state = _drawn(9, _ROWS, _HEADS, _KEY, _VALUE)
     num_tokens = np.full(_ROWS, 40, np.int32)
-    wanted, end = _loop(*inputs, state, num_tokens)
-    out, after = _rule(*_as_float32(*inputs, state), num_tokens)
-    np.testing.assert_allclose(out, wanted, atol=5e-6)
-    np.testing.assert_allclose(after, end, atol=5e-6)
+    expected, end_state = _loop(*inputs, state, num_tokens)
+    out, new_state = _rule(*_as_float32(*inputs, state), num_tokens)
+    np.testing.assert_allclose(out, expected, atol=5e-6)
+    np.testing.assert_allclose(new_state, end_state, atol=5e-6)
 
   def test_bfloat16_has_a_float32_state(self):
     inputs = [x.astype(jnp.bfloat16) for x in _as_float32(*_inputs(3))]
     state = jnp.zeros((_ROWS, _HEADS, _KEY, _VALUE))
-    out, after = _rule(*inputs, state, jnp.full(_ROWS, 3, jnp.int32))
-    assert (out.dtype, after.dtype) == (jnp.bfloat16, jnp.float32)
+    out, new_state = _rule(*inputs, state, jnp.full(_ROWS, 3, jnp.int32))
+    assert (out.dtype, new_state.dtype) == (jnp.bfloat16, jnp.float32)
 
   @pytest.mark.slow
   def test_gradients(self):
@@ -113,7 +115,7 @@ class TestRule:
       outputs, (*inputs, state), order=1, modes=["rev"], atol=2e-2, rtol=2e-2
     )
 
-  def test_bad_sizes(self):
+  def test_wrong_sizes_are_refused(self):
     inputs = _as_float32(*_inputs(2))
     state = jnp.zeros((_ROWS, _HEADS, _KEY, _VALUE))
     num_tokens = jnp.zeros(_ROWS, jnp.int32)
@@ -131,19 +133,20 @@ class TestConvolution:
     x, weight = _drawn(0, _ROWS, columns, 5), _drawn(1, 5, width)
     state = _drawn(2, _ROWS, 5, width - 1)
     num_tokens = np.asarray([columns, columns // 2, 0], np.int32)
-    out, after = jax.jit(delta_net.causal_conv)(
+    out, new_state = jax.jit(delta_net.causal_conv)(
       *_as_float32(x, weight, state), num_tokens
     )
     for row, count in enumerate(num_tokens):
       inputs = np.concatenate([state[row].T, x[row, :count]])
       for t in range(count):
-        wanted = (inputs[t : t + width] * weight.T).sum(axis=0)
-        np.testing.assert_allclose(out[row, t], wanted, atol=2e-6)
-      wanted = inputs[len(inputs) - (width - 1) :].T
-      np.testing.assert_allclose(after[row], wanted, atol=1e-7)
+        expected = (inputs[t : t + width] * weight.T).sum(axis=0)
+        np.testing.assert_allclose(out[row, t], expected, atol=2e-6)
+      expected = inputs[len(inputs) - (width - 1) :].T
+      np.testing.assert_allclose(new_state[row], expected, atol=1e-7)
 
-  def test_packed_tokens(self):
-    packed, num_tokens = _drawn(0, 9, 2), jnp.asarray([3, 0, 4], jnp.int32)
+  def test_packed_tokens_become_rows_and_return(self):
+    packed = _drawn(0, 9, 2)
+    num_tokens = jnp.asarray([3, 0, 4], jnp.int32)
     rows = delta_net.to_rows(jnp.float32(packed), num_tokens, 4)
     np.testing.assert_array_equal(rows[0, :3], packed[:3].astype(np.float32))
     np.testing.assert_array_equal(rows[2], packed[3:7].astype(np.float32))
@@ -162,7 +165,7 @@ class TestForward:
 
   def arguments(self, tokens, where, num_pages):
     """Parameters, a batch and zeros as its memory, with pages of 4 tokens."""
-    sizes = jaxkv.CacheConfig(
+    cache_config = jaxkv.CacheConfig(
       num_pages=num_pages,
       page_size=4,
       num_slots=3,
@@ -174,7 +177,7 @@ class TestForward:
       tokens=tokens, positions=jnp.zeros_like(tokens), views=(where,)
     )
     params = models.init_params(jax.random.key(0), self.config)
-    return params, batch, models.init_kv(self.config, sizes)
+    return params, batch, models.init_kv(self.config, cache_config)
 
   def test_tokens_outside_the_vocabulary_stay_in_their_sequence(self):
     """Also in packed columns, where the next sequence follows a row's end."""
@@ -183,8 +186,9 @@ class TestForward:
       decode=view(pages, [0] * 3, [0] * 3),
       prefill=view(pages, [0] * 3, [2, 3, 1]),
     )
-    healthy, broken = [0, 0, 0, 1, 2, 3, 4, 5, 6], [0, 0, 0, 1, 2, -1, 9, 5, 6]
-    (wanted, wanted_kv), (found, kv) = (
+    healthy = [0, 0, 0, 1, 2, 3, 4, 5, 6]
+    broken = [0, 0, 0, 1, 2, -1, 9, 5, 6]
+    (expected, expected_kv), (logits, kv) = (
       jax.device_get(
         models.forward(
           *self.arguments([tokens], where, num_pages=4), config=self.config
@@ -192,11 +196,11 @@ class TestForward:
       )
       for tokens in (healthy, broken)
     )
-    assert np.isfinite(wanted).all() and np.isnan(found[0, 5:8]).all()
-    np.testing.assert_array_equal(found[0, [3, 4, 8]], wanted[0, [3, 4, 8]])
+    assert np.isfinite(expected).all() and np.isnan(logits[0, 5:8]).all()
+    np.testing.assert_array_equal(logits[0, [3, 4, 8]], expected[0, [3, 4, 8]])
     for name, states in kv.states.items():
-      wanted = wanted_kv.states[name]
-      np.testing.assert_array_equal(states[[1, 3]], wanted[[1, 3]])
+      expected = expected_kv.states[name]
+      np.testing.assert_array_equal(states[[1, 3]], expected[[1, 3]])
 
   def test_under_shard_map(self):
     """Rows that go past the end of a page, on two devices with own pages."""
@@ -224,14 +228,14 @@ def test_equals_the_definition_of_qwen3_next():
   q, k = (3 * np.repeat(x, 2, axis=2) for x in (q, k))
   state = _drawn(9, _ROWS, _HEADS, _KEY, _VALUE)
   inputs = (q, k, v, decay, beta)
-  wanted, end = qwen.torch_recurrent_gated_delta_rule(
+  expected, end_state = qwen.torch_recurrent_gated_delta_rule(
     *(torch.tensor(x, dtype=torch.float32) for x in inputs),
     initial_state=torch.tensor(state, dtype=torch.float32),
     output_final_state=True,
     use_qk_l2norm_in_kernel=True,
   )
   q, k, v, decay, beta = _as_float32(*inputs)
-  out, after = _rule(
+  out, new_state = _rule(
     delta_net.l2_normalized(q),
     delta_net.l2_normalized(k),
     v,
@@ -240,5 +244,5 @@ def test_equals_the_definition_of_qwen3_next():
     jnp.float32(state),
     jnp.full(_ROWS, 70, jnp.int32),
   )
-  np.testing.assert_allclose(out, wanted.numpy(), atol=5e-6)
-  np.testing.assert_allclose(after, end.numpy(), atol=5e-6)
+  np.testing.assert_allclose(out, expected.numpy(), atol=5e-6)
+  np.testing.assert_allclose(new_state, end_state.numpy(), atol=5e-6)

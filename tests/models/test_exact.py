@@ -60,12 +60,12 @@ def test_a_gradient_computes_the_same_and_is_that_of_fast(name):
   whole = families.whole(config, params, tokens)
   np.testing.assert_array_equal(logits, whole)
   fast = dataclasses.replace(config, numerics="fast")
-  (_, logits), wanted = step(params, fast)
+  (_, logits), expected = step(params, fast)
   np.testing.assert_allclose(logits, whole, atol=1e-4, rtol=0)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6, rtol=1e-4),
     grads,
-    wanted,
+    expected,
   )
 
 
@@ -111,9 +111,9 @@ def test_constant_weights_change_no_bit(dtype):
   config, params = _wide(dtype)
   tokens = families.tokens_of(3, 37)
   run = functools.partial(_logits, config)
-  wanted = as_users.jit(run)(params, tokens)
+  expected = as_users.jit(run)(params, tokens)
   constant = as_users.jit(functools.partial(run, params))(tokens)
-  np.testing.assert_array_equal(constant, wanted)
+  np.testing.assert_array_equal(constant, expected)
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=lambda x: np.dtype(x).name)
@@ -122,14 +122,14 @@ def test_vmap_changes_no_bit(dtype, of_params):
   config, params = _wide(dtype)
   tokens = families.tokens_of(3, 37)
   run = functools.partial(_logits, config)
-  wanted = as_users.jit(run)(params, tokens)
+  expected = as_users.jit(run)(params, tokens)
   if of_params:
     two = jax.tree.map(lambda x: jnp.stack([x, x * 2]), params)
-    many = as_users.jit(jax.vmap(run, (0, None)))(two, tokens)[0]
+    logits = as_users.jit(jax.vmap(run, (0, None)))(two, tokens)[0]
   else:
-    many = as_users.jit(jax.vmap(run, (None, 0)))(params, tokens[:, None])
-    many = many[:, 0]
-  np.testing.assert_array_equal(many, wanted)
+    logits = as_users.jit(jax.vmap(run, (None, 0)))(params, tokens[:, None])
+    logits = logits[:, 0]
+  np.testing.assert_array_equal(logits, expected)
 
 
 def _products(lowered):
@@ -145,15 +145,15 @@ def test_all_programs_have_products_of_the_same_shapes(name):
   tokens = families.tokens_of(3, 37)
   positions = jnp.zeros_like(tokens)
   call = functools.partial(models.forward_uncached, config=config)
-  wanted = _products(jax.jit(call).lower(params, tokens, positions))
-  assert wanted
+  expected = _products(jax.jit(call).lower(params, tokens, positions))
+  assert expected
   for rows, columns in ((1, 1), (3, 1), (2, 21)):
     lowered = families.lowered(config, params, rows, columns)
-    assert _products(lowered) == wanted
+    assert _products(lowered) == expected
 
 
 class TestArguments:
-  """What is refused."""
+  """Arguments that are refused."""
 
   def test_other_numerics(self):
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Which experts tokens use: known from pages, and used again."""
+"""Records of the experts of tokens: read from pages and used again."""
 
 import functools
 from typing import Any
@@ -49,7 +49,8 @@ def _layers(
   attentions: tuple[Any, ...], experts: str
 ) -> tuple[models.Layer, ...]:
   return tuple(
-    models.Layer(attention=kind, mlp=_EXPERTS[experts]) for kind in attentions
+    models.Layer(attention=attention, mlp=_EXPERTS[experts])
+    for attention in attentions
   )
 
 
@@ -71,7 +72,7 @@ def _decoder(name: str) -> models.Decoder:
 @functools.cache
 def _params(name: str) -> Any:
   """Router and correction are large, so that experts differ."""
-  drawn = models.init_params(jax.random.key(0), _decoder(name))
+  params = models.init_params(jax.random.key(0), _decoder(name))
 
   def louder(path: Any, leaf: jax.Array) -> jax.Array:
     label = path[-1].key
@@ -79,7 +80,7 @@ def _params(name: str) -> Any:
       return jax.random.normal(jax.random.key(1), leaf.shape, leaf.dtype)
     return leaf * 5 if label == "router" else leaf
 
-  return jax.tree_util.tree_map_with_path(louder, drawn)
+  return jax.tree_util.tree_map_with_path(louder, params)
 
 
 def _inputs() -> tuple[jax.Array, jax.Array]:
@@ -96,12 +97,12 @@ def _chosen(name: str) -> jax.Array:
 
 @functools.cache
 def _others(name: str) -> jax.Array:
-  """Experts that tokens would not choose; of every third token their own."""
+  """Experts that tokens would not choose; every third token chooses."""
   chosen = _chosen(name)
-  most = _LAYERS[name][-1].mlp.num_experts  # pyright: ignore
-  rolled = (chosen + 1) % most
-  own = jnp.arange(_TOKENS, dtype=jnp.int32) % 3 == 0
-  return jnp.where(own[None, :, None, None], -1, rolled).astype(jnp.int16)
+  num_experts = _LAYERS[name][-1].mlp.num_experts  # pyright: ignore
+  rolled = (chosen + 1) % num_experts
+  is_unset = jnp.arange(_TOKENS, dtype=jnp.int32) % 3 == 0
+  return jnp.where(is_unset[None, :, None, None], -1, rolled).astype(jnp.int16)
 
 
 def _in_pages(
@@ -109,12 +110,16 @@ def _in_pages(
 ) -> tuple[jax.Array, jax.Array]:
   """Logits [B, T, V] and experts [B, T, J, k] of prompts in two chunks."""
   config, (tokens, positions) = _decoder(name), _inputs()
-  sizes, columns = _sizes(config), 4
-  kv = models.init_kv(config, sizes, record_experts=True)
-  pages = np.random.default_rng(4).permutation(np.arange(1, sizes.num_pages))
-  pages = pages[: _ROWS * sizes.num_groups * columns].astype(np.int32)
-  tables = jnp.asarray(pages.reshape(sizes.num_groups, _ROWS, columns))
-  logits, width = [], -(-_TOKENS // 2)
+  cache_config = _sizes(config)
+  columns = 4
+  kv = models.init_kv(config, cache_config, record_experts=True)
+  pages = np.random.default_rng(4).permutation(
+    np.arange(1, cache_config.num_pages)
+  )
+  pages = pages[: _ROWS * cache_config.num_groups * columns].astype(np.int32)
+  tables = jnp.asarray(pages.reshape(cache_config.num_groups, _ROWS, columns))
+  logits = []
+  width = -(-_TOKENS // 2)
   for start in (0, width):
     part = (slice(None), np.arange(start, start + width) % _TOKENS)
     starts = jnp.full((_ROWS,), start, jnp.int32)
@@ -126,11 +131,11 @@ def _in_pages(
     batch = paged.Batch(
       tokens=tokens[part], positions=positions[part], views=views
     )
-    now, kv = models.forward(
+    chunk_logits, kv = models.forward(
       _params(name), batch, kv,
       config=config, experts=None if experts is None else experts[part],
     )  # fmt: skip
-    logits.append(now)
+    logits.append(chunk_logits)
   lengths = jnp.full((_ROWS,), _TOKENS, jnp.int32)
   read = paged.read_expert_ids(kv[-1], tables[kv[-1].group], lengths)
   assert np.all(np.asarray(read[:, _TOKENS:]) == -1)
@@ -156,89 +161,89 @@ def test_pages_have_the_experts_of_a_prompt_in_chunks(name):
 
 
 @pytest.mark.parametrize("name", ["windows", "latents"])
-def test_experts_that_are_given(name):
+def test_given_experts_are_used_and_recorded(name):
   """With and without pages; those below 0 are chosen by the tokens."""
-  given = _others(name)
+  experts = _others(name)
   config, inputs = _decoder(name), _inputs()
   run = functools.partial(models.forward_uncached, config=config)
-  logits = run(_params(name), *inputs, experts=given)
-  used = chosen_experts(_params(name), *inputs, config=config, experts=given)
-  wanted = np.asarray(given, np.int32)
-  np.testing.assert_array_equal(np.where(wanted < 0, -1, used), wanted)
+  logits = run(_params(name), *inputs, experts=experts)
+  used = chosen_experts(_params(name), *inputs, config=config, experts=experts)
+  expected = np.asarray(experts, np.int32)
+  np.testing.assert_array_equal(np.where(expected < 0, -1, used), expected)
   assert np.all(np.asarray(used) >= 0)
   # Float32 sums of at most 64 terms of order 1, added in another order.
   close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-  paged_logits, read = _in_pages(name, given)
+  paged_logits, read = _in_pages(name, experts)
   np.testing.assert_array_equal(read, used)
   close(paged_logits, logits)
-  own = run(_params(name), *inputs)
-  assert float(jnp.max(jnp.abs(own - logits))) > 1e-2
-  close(run(_params(name), *inputs, experts=_chosen(name)), own)
+  free_logits = run(_params(name), *inputs)
+  assert float(jnp.max(jnp.abs(free_logits - logits))) > 1e-2
+  close(run(_params(name), *inputs, experts=_chosen(name)), free_logits)
 
 
 def _sigmoid(x: Any) -> Any:
   return 1 / (1 + np.exp(-x))
 
 
-def _expert(token: Any, w: Any, kind: models.Experts, number: int) -> Any:
+def _expert(token: Any, w: Any, mlp: models.Experts, index: int) -> Any:
   """One expert in float64."""
 
   def project(x: Any, name: str) -> Any:
-    out = x @ w[name][number]
-    return out + w[f"{name}_bias"][number] if kind.biased else out
+    out = x @ w[name][index]
+    return out + w[f"{name}_bias"][index] if mlp.biased else out
 
   gate, up = project(token, "expert_gate"), project(token, "expert_up")
-  if kind.limit is None:
+  if mlp.limit is None:
     inner = gate * _sigmoid(gate) * up
   else:
-    gate = np.minimum(gate, kind.limit)
-    up = np.clip(up, -kind.limit, kind.limit)
+    gate = np.minimum(gate, mlp.limit)
+    up = np.clip(up, -mlp.limit, mlp.limit)
     inner = (up + 1) * gate * _sigmoid(1.702 * gate)
   return project(inner, "expert_down")
 
 
-def _mixture(token: Any, w: Any, kind: models.Experts, chosen: Any) -> Any:
+def _mixture(token: Any, w: Any, mlp: models.Experts, chosen: Any) -> Any:
   """The experts that are given, and the one that all tokens share."""
   scores = token @ w["router"] + w.get("router_bias", 0)
-  scores = _sigmoid(scores) if kind.scores == "sigmoid" else np.exp(scores)
-  factors = scores[chosen] / scores[chosen].sum() * kind.scale
-  total = np.zeros_like(token)
-  for number, factor in zip(chosen, factors, strict=True):
-    total = total + factor * _expert(token, w, kind, number)
-  if kind.shared_dim is None:
-    return total
+  scores = _sigmoid(scores) if mlp.scores == "sigmoid" else np.exp(scores)
+  factors = scores[chosen] / scores[chosen].sum() * mlp.scale
+  out = np.zeros_like(token)
+  for index, factor in zip(chosen, factors, strict=True):
+    out = out + factor * _expert(token, w, mlp, index)
+  if mlp.shared_dim is None:
+    return out
   gate = token @ w["shared_gate"]
   shared = gate * _sigmoid(gate) * (token @ w["shared_up"]) @ w["shared_down"]
-  if kind.shared_gated:
+  if mlp.shared_gated:
     shared = shared * _sigmoid(token @ w["shared_switch"])
-  return total + shared
+  return out + shared
 
 
 @over_decoders
 def test_given_experts_in_numpy(name):
-  kind = _LAYERS[name][-1].mlp
-  assert isinstance(kind, models.Experts)
-  stretch = _params(name)["layers"][-1]
-  weights = jax.tree.map(lambda leaf: leaf[-1], stretch[-1])
+  mlp = _LAYERS[name][-1].mlp
+  assert isinstance(mlp, models.Experts)
+  segment = _params(name)["layers"][-1]
+  weights = jax.tree.map(lambda leaf: leaf[-1], segment[-1])
   x = np.random.default_rng(2).normal(size=(1, _TOKENS, 16)).astype(np.float32)
   ids = np.random.default_rng(3).permuted(
-    np.tile(np.arange(kind.num_experts), (_TOKENS, 1)), axis=1
-  )[:, : kind.num_chosen]
+    np.tile(np.arange(mlp.num_experts), (_TOKENS, 1)), axis=1
+  )[:, : mlp.num_chosen]
   chosen = jnp.asarray(ids, jnp.int32)[None]
   mixture = jax.jit(mlps.mixture, static_argnums=2)
-  found, used = mixture(jnp.asarray(x), weights, kind, chosen)
+  out, used = mixture(jnp.asarray(x), weights, mlp, chosen)
   np.testing.assert_array_equal(used, chosen)
   doubles = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), weights)
-  wanted = [
-    _mixture(token.astype(np.float64), doubles, kind, experts)
+  expected = [
+    _mixture(token.astype(np.float64), doubles, mlp, experts)
     for token, experts in zip(x[0], ids, strict=True)
   ]
-  np.testing.assert_allclose(found[0], wanted, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(out[0], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["latents"])
 def test_gradients_with_experts_that_are_given(name):
-  """One's own choice: as without one. Others': the slope along routers."""
+  """Given the chosen experts: as without. Given others: the routers' slope."""
   inputs, config = _inputs(), _decoder(name)
 
   @jax.jit
@@ -251,26 +256,26 @@ def test_gradients_with_experts_that_are_given(name):
   params = _params(name)
   gradient = jax.jit(jax.grad(loss))
   plain, replayed = (gradient(params, x) for x in (None, _chosen(name)))
-  same = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-  jax.tree.map(same, plain, replayed)
+  check = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+  jax.tree.map(check, plain, replayed)
   fixed = chosen_experts(params, *inputs, config=config, experts=_others(name))
   slope = jax.tree_util.tree_map_with_path(
     lambda path, leaf: leaf * float(path[-1].key == "router"),
     gradient(params, fixed),
   )
-  size = sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(slope))
-  step = 0.02 / size**0.5
+  squared_norm = sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(slope))
+  step = 0.02 / squared_norm**0.5
   ends = [
     jax.tree.map(lambda p, g, s=sign: p + s * step * g, params, slope)
     for sign in (1.0, -1.0)
   ]
   measured = float(loss(ends[0], fixed) - loss(ends[1], fixed)) / (2 * step)
   # The third derivative along routers, which are of order 1.
-  np.testing.assert_allclose(measured, size, rtol=1e-2)
+  np.testing.assert_allclose(measured, squared_norm, rtol=1e-2)
 
 
-def test_an_expert_that_does_not_exist():
-  """Its token is not silently one of another expert."""
+def test_an_expert_id_out_of_range_gives_nan():
+  """The id is not clamped to that of another expert."""
   experts = _chosen("plain").at[0, 5, 0, 1].set(6)
   logits = models.forward_uncached(
     _params("plain"), *_inputs(), config=_decoder("plain"), experts=experts
@@ -279,13 +284,13 @@ def test_an_expert_that_does_not_exist():
 
 
 class TestArguments:
-  def test_no_experts(self):
+  def test_a_decoder_without_experts_is_refused(self):
     config = models.Decoder(vocab_size=_VOCAB, embed_dim=16, layers=(_DENSE,))
-    sizes = _sizes(config)
+    cache_config = _sizes(config)
     with pytest.raises(
       ValueError, match=r"`decoder` .* got none; leave out `record_"
     ):
-      models.init_kv(config, sizes, record_experts=True)
+      models.init_kv(config, cache_config, record_experts=True)
     with pytest.raises(
       ValueError, match=r"`config` .* got none; leave out `experts`"
     ):
@@ -293,20 +298,20 @@ class TestArguments:
         {}, *_inputs(), config=config, experts=jnp.zeros((2, 13, 1, 2), int)
       )
 
-  def test_windows_alone(self):
+  def test_a_decoder_of_windows_alone_is_refused(self):
     layers = _layers((_WINDOW,), "plain")
     config = models.Decoder(vocab_size=_VOCAB, embed_dim=16, layers=layers)
-    sizes = _sizes(config)
+    cache_config = _sizes(config)
     with pytest.raises(ValueError, match=r"`decoder` must .* full attention"):
-      models.init_kv(config, sizes, record_experts=True)
+      models.init_kv(config, cache_config, record_experts=True)
 
-  def test_different_numbers(self):
+  def test_different_numbers_of_chosen_experts_are_refused(self):
     layers = _layers((_ATTENTION,), "plain") + _layers((_ATTENTION,), "limit")
     config = models.Decoder(vocab_size=_VOCAB, embed_dim=16, layers=layers)
     with pytest.raises(ValueError, match=r"one `num_chosen` .* got \[2, 3\]"):
       chosen_experts({}, *_inputs(), config=config)
 
-  def test_experts_of_another_shape(self):
+  def test_experts_of_another_shape_are_refused(self):
     run = functools.partial(
       models.forward_uncached, {}, *_inputs(), config=_decoder("plain")
     )
@@ -315,19 +320,19 @@ class TestArguments:
     with pytest.raises(TypeError, match=r"`experts` must be signed .* uint8"):
       run(experts=jnp.zeros((2, 13, 3, 2), jnp.uint8))
 
-  def test_a_memory_of_another_decoder(self):
+  def test_a_memory_of_another_decoder_is_refused(self):
     config, tokens = _decoder("plain"), jnp.zeros((1, 1), jnp.int32)
-    sizes = _sizes(config)
-    kv = models.init_kv(config, sizes)
-    numbers = paged.init_expert_ids(sizes, num_layers=3, width=4)
-    view = jaxkv.view(jaxkv.init(sizes), num_tokens=[1])
+    cache_config = _sizes(config)
+    kv = models.init_kv(config, cache_config)
+    expert_ids = paged.init_expert_ids(cache_config, num_layers=3, width=4)
+    view = jaxkv.view(jaxkv.init(cache_config), num_tokens=[1])
     batch = paged.Batch(tokens=tokens, positions=tokens, views=(view,))
     with pytest.raises(
       ValueError, match="`kv` must have ExpertIdPages with num_layers=3, width"
     ):
-      models.forward({}, batch, (kv, numbers), config=config)
+      models.forward({}, batch, (kv, expert_ids), config=config)
 
-  def test_a_checkpoint(self):
+  def test_pretrained_models_record_experts_on_request(self):
     config = _decoder("plain")
     model = models.Pretrained(
       config=config, params={}, max_length=20, stop_tokens=(),
@@ -337,10 +342,10 @@ class TestArguments:
     assert isinstance(kv[-1], paged.ExpertIdPages)
     assert isinstance(model.init_kv(_sizes(config)), paged.KVPages)
 
-  def test_the_smallest_dtype(self):
+  def test_records_have_the_smallest_dtype(self):
     for name, dtype in (("plain", np.uint8), ("states", np.uint16)):
       config = _decoder(name)
-      sizes = _sizes(config)
-      kv = models.init_kv(config, sizes, record_experts=True)
+      cache_config = _sizes(config)
+      kv = models.init_kv(config, cache_config, record_experts=True)
       assert kv[-1].values.dtype == dtype
-      assert kv[-1].group == len(sizes.groups) - 1
+      assert kv[-1].group == len(cache_config.groups) - 1

@@ -1,4 +1,4 @@
-"""What `grouped_log_probs` takes, and what it refuses."""
+"""Arguments that `grouped_log_probs` takes and refuses."""
 
 import dataclasses
 import functools
@@ -41,8 +41,8 @@ def _arguments() -> tuple[Any, ...]:
 
 def _run(changes: dict[int, Any] | None = None, **options: Any) -> Any:
   arguments = list(_arguments())
-  for place, value in (changes or {}).items():
-    arguments[place] = value
+  for index, value in (changes or {}).items():
+    arguments[index] = value
   options = {"params": _params(), "config": _CONFIG} | options
   params = options.pop("params")
   return models.grouped_log_probs(params, *arguments, **options)
@@ -50,52 +50,54 @@ def _run(changes: dict[int, Any] | None = None, **options: Any) -> Any:
 
 class TestTemperature:
   @pytest.mark.parametrize("config", [_CONFIG, _EXACT], ids=["fast", "exact"])
-  def test_0_is_1(self, config):
+  def test_temperature_0_is_scored_at_1(self, config):
     """As in a rollout, whose greedy rows have log-probs at temperature 1."""
     expected = _run(config=config)
     assert np.isfinite(expected).all()
     assert (np.asarray(expected) < 0).sum() == _LENGTHS.sum()
     for zero in (0, 0.0, -0.0, np.array(0.0), np.float32(0), jnp.float32(0)):
-      found = _run(config=config, temperature=zero)
-      np.testing.assert_array_equal(found, expected)
+      log_probs = _run(config=config, temperature=zero)
+      np.testing.assert_array_equal(log_probs, expected)
 
   @pytest.mark.parametrize("config", [_CONFIG, _EXACT], ids=["fast", "exact"])
-  def test_traced(self, config):
+  def test_traced_temperatures(self, config):
     run = jax.jit(lambda heat: _run(config=config, temperature=heat))
-    for heat in (0.0, 0.3, 1.0, 4.0):
-      expected = _run(config=config, temperature=heat)
-      np.testing.assert_allclose(run(heat), expected, rtol=1e-5, atol=1e-6)
+    for temperature in (0.0, 0.3, 1.0, 4.0):
+      expected = _run(config=config, temperature=temperature)
+      np.testing.assert_allclose(
+        run(temperature), expected, rtol=1e-5, atol=1e-6
+      )
     np.testing.assert_allclose(
       run(2), _run(config=config, temperature=2.0), rtol=1e-5, atol=1e-6
     )
-    drawn = np.arange(2) < _LENGTHS[..., None]
-    for heat in (-1.0, np.nan, np.inf, -np.inf):
-      found = np.asarray(run(heat))
-      np.testing.assert_array_equal(np.isnan(found), drawn)
+    is_drawn = np.arange(2) < _LENGTHS[..., None]
+    for temperature in (-1.0, np.nan, np.inf, -np.inf):
+      log_probs = np.asarray(run(temperature))
+      np.testing.assert_array_equal(np.isnan(log_probs), is_drawn)
 
   @pytest.mark.parametrize("config", [_CONFIG, _EXACT], ids=["fast", "exact"])
-  def test_very_low(self, config):
+  def test_a_very_low_temperature_gives_no_nan(self, config):
     """The most likely token has all of the probability, and no NaN."""
-    found = np.asarray(_run(config=config, temperature=1e-37))
-    assert not np.isnan(found).any()
+    log_probs = np.asarray(_run(config=config, temperature=1e-37))
+    assert not np.isnan(log_probs).any()
     logits = models.forward_uncached(
       _params(),
       jnp.asarray(_arguments()[0][:1]),
       jnp.arange(3)[None],
       config=config,
     )
-    first = jnp.argmax(logits[:, -1], axis=-1).reshape(1, 1, 1)
-    completions = np.broadcast_to(first, (3, 2, 2)).astype(np.int32)
-    found = _run({2: completions}, config=config, temperature=1e-37)
-    assert float(found[0, 0, 0]) == 0
+    best_tokens = jnp.argmax(logits[:, -1], axis=-1).reshape(1, 1, 1)
+    completions = np.broadcast_to(best_tokens, (3, 2, 2)).astype(np.int32)
+    log_probs = _run({2: completions}, config=config, temperature=1e-37)
+    assert float(log_probs[0, 0, 0]) == 0
 
-  def test_it_has_a_gradient(self):
-    def total(heat: Any) -> jax.Array:
-      return jnp.sum(_run(temperature=heat))
+  def test_the_temperature_has_a_gradient(self):
+    def total(temperature: Any) -> jax.Array:
+      return jnp.sum(_run(temperature=temperature))
 
-    found = jax.grad(total)(jnp.float32(0.7))
-    near = (total(0.71) - total(0.69)) / 0.02
-    np.testing.assert_allclose(found, near, rtol=1e-2)
+    gradient = jax.grad(total)(jnp.float32(0.7))
+    expected = (total(0.71) - total(0.69)) / 0.02
+    np.testing.assert_allclose(gradient, expected, rtol=1e-2)
 
   @pytest.mark.parametrize(
     ("wrong", "error", "message"),
@@ -113,37 +115,39 @@ class TestTemperature:
       (np.array(1j), TypeError, "must hold real numbers, got complex128"),
     ],
   )
-  def test_refused(self, wrong, error, message):
+  def test_invalid_temperatures_are_refused(self, wrong, error, message):
     with pytest.raises(error, match=f"`temperature` {message}"):
       _run(temperature=wrong)
 
 
 @pytest.mark.parametrize("config", [_CONFIG, _EXACT], ids=["fast", "exact"])
 @pytest.mark.parametrize("wrong", [11, -1])
-def test_tokens_outside_the_vocabulary(config, wrong):
-  """NaN for themselves, and as inputs for what belongs to them."""
+def test_tokens_outside_the_vocabulary_give_nan(config, wrong):
+  """The log-prob of the token is NaN, and those of tokens after it."""
   draw = np.random.default_rng(1)
   completions = draw.integers(0, 11, (3, 2, 4)).astype(np.int32)
   turns = np.ones((3, 2, 1, 2), np.int32)
   lengths = np.full((3, 2), 4, np.int32), np.full((3, 2, 1), 2, np.int32)
   for column, expected in ((0, [1, 1, 1, 1]), (2, [0, 1, 1, 1])):
-    other = completions.copy()
-    other[0, 1, column] = wrong
-    found = _run({2: (other, turns), 3: lengths}, config=config)
-    first, second = map(np.isnan, found)
-    assert first[0].tolist() == [[0] * 4, expected]
-    assert second[0].tolist() == [[[0, 0]], [[1, 1]]]
-    assert not first[1:].any() and not second[1:].any()
-  other = completions.copy()
-  other[0, 1, 3] = wrong  # No input: nothing follows it.
-  found = np.isnan(_run({2: other, 3: lengths[0]}, config=config))
-  assert found[0].tolist() == [[0] * 4, [0, 0, 0, 1]]
-  assert not found[1:].any()
-  other = _arguments()[0].copy()
-  other[0, 1] = wrong
-  found = np.isnan(_run({0: other}, config=config))
-  np.testing.assert_array_equal(found[0], np.arange(2) < _LENGTHS[0, :, None])
-  assert not found[1:].any()
+    tokens = completions.copy()
+    tokens[0, 1, column] = wrong
+    log_probs = _run({2: (tokens, turns), 3: lengths}, config=config)
+    nan_tokens, nan_turns = map(np.isnan, log_probs)
+    assert nan_tokens[0].tolist() == [[0] * 4, expected]
+    assert nan_turns[0].tolist() == [[[0, 0]], [[1, 1]]]
+    assert not nan_tokens[1:].any() and not nan_turns[1:].any()
+  tokens = completions.copy()
+  tokens[0, 1, 3] = wrong  # No input: nothing follows it.
+  log_probs = np.isnan(_run({2: tokens, 3: lengths[0]}, config=config))
+  assert log_probs[0].tolist() == [[0] * 4, [0, 0, 0, 1]]
+  assert not log_probs[1:].any()
+  tokens = _arguments()[0].copy()
+  tokens[0, 1] = wrong
+  log_probs = np.isnan(_run({0: tokens}, config=config))
+  np.testing.assert_array_equal(
+    log_probs[0], np.arange(2) < _LENGTHS[0, :, None]
+  )
+  assert not log_probs[1:].any()
 
 
 @pytest.mark.parametrize(
@@ -161,29 +165,29 @@ def test_tokens_outside_the_vocabulary(config, wrong):
     ({2: (), 3: ()}, r"number of levels \(at least one\), got 0 and 0"),
   ],
 )
-def test_shapes_that_are_refused(changes, message):
+def test_wrong_shapes_are_refused(changes, message):
   with pytest.raises(ValueError, match=message):
     _run(changes)
 
 
-def test_tokens_that_are_no_integers():
+def test_float_tokens_are_refused():
   with pytest.raises(TypeError, match="`completions` must hold integers"):
     _run({2: _arguments()[2] * 1.0})
 
 
 @pytest.mark.parametrize("wrong", [None, {}, "llama"])
-def test_a_config_that_is_none(wrong):
+def test_a_config_of_another_type_is_refused(wrong):
   with pytest.raises(TypeError, match=r"`config` must be a Decoder, got"):
     _run(config=wrong)
 
 
-def test_params_of_another_decoder():
+def test_params_of_another_decoder_are_refused():
   for wrong in (None, {}, {"layers": ()}, np.zeros(3)):
     with pytest.raises(TypeError, match='`params` must be a dict with "embed"'):
       _run(params=wrong)
-  other = dict(_params(), embed=_params()["embed"][1:])
+  params = dict(_params(), embed=_params()["embed"][1:])
   with pytest.raises(ValueError, match="must be float32"):
-    _run(params=other)
+    _run(params=params)
 
 
 @pytest.mark.parametrize(

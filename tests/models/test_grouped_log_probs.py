@@ -148,11 +148,11 @@ def _rows(levels: Any, lengths: Any) -> tuple[np.ndarray, dict]:
   paths, rows = {}, []
   for branch in itertools.product(*map(range, lengths[-1].shape)):
     parts, column = [], 0
-    for level, (own, size) in enumerate(zip(levels, lengths, strict=True)):
-      place = branch[: level + 1]
-      paths.setdefault((level, place), (len(rows), column))
-      parts.append(own[place][: size[place]])
-      column += size[place]
+    for level, (array, counts) in enumerate(zip(levels, lengths, strict=True)):
+      prefix = branch[: level + 1]
+      paths.setdefault((level, prefix), (len(rows), column))
+      parts.append(array[prefix][: counts[prefix]])
+      column += counts[prefix]
     rows.append(np.concatenate(parts))
   shape = (len(rows), max(map(len, rows)), *rows[0].shape[1:])
   padded = np.zeros(shape, rows[0].dtype)
@@ -174,40 +174,40 @@ def _whole(
   )
   logits = jax.nn.log_softmax(logits[:, :-1] / temperature)
   next_tokens = jnp.asarray(tokens)[:, 1:, None]
-  known = jnp.take_along_axis(logits, next_tokens, axis=2)[..., 0]
-  found = []
-  for level, (own, size) in enumerate(zip(levels, lengths, strict=True)):
+  scores = jnp.take_along_axis(logits, next_tokens, axis=2)[..., 0]
+  outputs = []
+  for level, (array, counts) in enumerate(zip(levels, lengths, strict=True)):
     flat = []
-    for place in itertools.product(*map(range, size.shape)):
-      row, column = paths[level, place]
-      part = known[row, column - 1 : column - 1 + size[place]]
-      flat.append(jnp.pad(part, (0, own.shape[-1] - len(part))))
-    found.append(jnp.stack(flat).reshape(own.shape) if level else None)
-  return found[1:]
+    for prefix in itertools.product(*map(range, counts.shape)):
+      row, column = paths[level, prefix]
+      part = scores[row, column - 1 : column - 1 + counts[prefix]]
+      flat.append(jnp.pad(part, (0, array.shape[-1] - len(part))))
+    outputs.append(jnp.stack(flat).reshape(array.shape) if level else None)
+  return outputs[1:]
 
 
-def _assert_close(found: Any, expected: Any) -> None:
+def _assert_close(actual: Any, expected: Any) -> None:
   # Float32 sums of at most 64 terms of order 1, in another order.
-  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @over_decoders
-def test_completions(name):
-  found = _grouped(name, _params(name), _completions())
-  assert found.shape == (*_LENGTHS.shape, 5)
-  assert found.dtype == jnp.float32
+def test_completions_equal_whole_sequences(name):
+  out = _grouped(name, _params(name), _completions())
+  assert out.shape == (*_LENGTHS.shape, 5)
+  assert out.dtype == jnp.float32
   (expected,) = _whole(name, _params(name), _completions())
   assert (np.asarray(expected) < 0).sum() == _LENGTHS.sum()
-  _assert_close(found, expected)
+  _assert_close(out, expected)
 
 
 @over_decoders
-def test_trees(name):
-  found = _grouped(name, _params(name), _trees())
+def test_trees_equal_whole_sequences(name):
+  levels = _grouped(name, _params(name), _trees())
   expected = _whole(name, _params(name), _trees())
-  for own, wanted, lengths in zip(found, expected, _TREE, strict=True):
-    assert (np.asarray(wanted) < 0).sum() == lengths.sum()
-    _assert_close(own, wanted)
+  for out, target, lengths in zip(levels, expected, _TREE, strict=True):
+    assert (np.asarray(target) < 0).sum() == lengths.sum()
+    _assert_close(out, target)
 
 
 @pytest.mark.parametrize(
@@ -228,21 +228,21 @@ def test_trees(name):
     ),
   ],
 )
-def test_gradients(name, arguments):
+def test_gradients_are_those_of_whole_sequences(name, arguments):
   _, lengths = _as_tuples(arguments())
   columns = (5,) if len(lengths) == 2 else _COLUMNS
   factors = [
-    np.random.default_rng(9).normal(size=(*own.shape, width)).astype("float32")
-    for own, width in zip(lengths[1:], columns, strict=True)
+    np.random.default_rng(9).normal(size=(*rows.shape, width)).astype("float32")
+    for rows, width in zip(lengths[1:], columns, strict=True)
   ]
 
   def loss(of: Any, params: Any, **options: Any) -> jax.Array:
-    found = of(name, params, arguments(), temperature=0.7, **options)
-    levels = found if isinstance(found, tuple | list) else (found,)
-    total = jnp.float32(0)
-    for own, factor in zip(levels, factors, strict=True):
-      total = total + jnp.sum(own * factor)
-    return total
+    out = of(name, params, arguments(), temperature=0.7, **options)
+    levels = out if isinstance(out, tuple | list) else (out,)
+    weighted_sum = jnp.float32(0)
+    for level, factor in zip(levels, factors, strict=True):
+      weighted_sum = weighted_sum + jnp.sum(level * factor)
+    return weighted_sum
 
   expected = jax.jit(jax.grad(functools.partial(loss, _whole)))(_params(name))
   largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(expected))
@@ -250,40 +250,40 @@ def test_gradients(name, arguments):
   # CPUs that sum in another order, gradients through it differ by 5e-6.
   rounding = 1e-5 if name == "states" else 3e-6
   for remat in (False, True):
-    own = functools.partial(loss, _grouped, remat=remat)
-    found = jax.jit(jax.grad(own))(_params(name))
+    grouped_loss = functools.partial(loss, _grouped, remat=remat)
+    gradient = jax.jit(jax.grad(grouped_loss))(_params(name))
     jax.tree.map(
       lambda x, y: np.testing.assert_allclose(
         x, y, rtol=0, atol=rounding * max(largest, 1)
       ),
-      found,
+      gradient,
       expected,
     )
 
 
-def test_one_column():
+def test_completions_of_one_token():
   """Choices of one token each: the prompt alone matters."""
-  prompts, sizes, completions, _ = _completions()
-  lengths = np.ones_like(_LENGTHS)
-  arguments = prompts, sizes, np.maximum(completions[..., :1], 0), lengths
+  prompts, prompt_lengths, completions, lengths = _completions()
+  completions = np.maximum(completions[..., :1], 0)
+  arguments = prompts, prompt_lengths, completions, np.ones_like(lengths)
   for name in ("llama", "states"):
-    found = _grouped(name, _params(name), arguments)
+    out = _grouped(name, _params(name), arguments)
     (expected,) = _whole(name, _params(name), arguments)
-    _assert_close(found, expected)
+    _assert_close(out, expected)
 
 
 def test_rows_without_tokens_change_nothing():
-  """As those of prompts that a rollout has no sequences of."""
-  prompts, sizes, completions, lengths = _completions()
-  empty = np.array([0, *sizes[1:]]), np.array([[0] * 4, *lengths[1:]])
+  """A rollout may have no sequence of a prompt."""
+  prompts, prompt_lengths, completions, lengths = _completions()
+  empty = np.array([0, *prompt_lengths[1:]]), np.array([[0] * 4, *lengths[1:]])
   arguments = prompts, empty[0], completions, empty[1]
 
   def loss(params: Any) -> jax.Array:
     return jnp.sum(_grouped("states", params, arguments))
 
-  found, gradient = jax.value_and_grad(loss)(_params("states"))
+  value, gradient = jax.value_and_grad(loss)(_params("states"))
   (expected,) = _whole("states", _params("states"), _completions())
-  _assert_close(found, jnp.sum(expected[1:]))
+  _assert_close(value, jnp.sum(expected[1:]))
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
@@ -291,40 +291,42 @@ def test_rows_without_tokens_change_nothing():
   ("prompt", "lengths"),
   [(8, (5, 2, 0, 1)), (-1, (5, 2, 0, 1)), (7, (6, 2, 0, 1)), (0, (0, 1, 0, 0))],
 )
-def test_lengths_out_of_range_are_seen(prompt, lengths):
-  prompts, sizes, completions, others = _completions()
-  sizes, others = sizes.copy(), others.copy()
-  sizes[0], others[0] = prompt, lengths
-  arguments = prompts, sizes, completions, others
-  found = np.asarray(_grouped("llama", _params("llama"), arguments))
-  assert np.isnan(found[0]).all()
+def test_lengths_out_of_range_give_nan(prompt, lengths):
+  arguments = [array.copy() for array in _completions()]
+  arguments[1][0] = prompt
+  arguments[3][0] = lengths
+  out = np.asarray(_grouped("llama", _params("llama"), arguments))
+  assert np.isnan(out[0]).all()
   (expected,) = _whole("llama", _params("llama"), _completions())
-  _assert_close(found[1:], expected[1:])
+  _assert_close(out[1:], expected[1:])
 
 
 @pytest.mark.parametrize("name", ["llama", "states", "latents"])
 def test_lengths_out_of_range_are_left_out_of_a_loss(name):
   """As a user does it: that prompt changes nothing, nor does its gradient."""
-  prompts, sizes, completions, lengths = _completions()
-  wrong = np.where(np.arange(_N) == 1, _P + 1, sizes).astype(np.int32)
-  empty = np.where(np.arange(_N) == 1, 0, sizes).astype(np.int32)
-  none = np.where(np.arange(_N)[:, None] == 1, 0, lengths).astype(np.int32)
+  prompts, prompt_lengths, completions, lengths = _completions()
+  wrong = np.where(np.arange(_N) == 1, _P + 1, prompt_lengths).astype(np.int32)
+  empty = np.where(np.arange(_N) == 1, 0, prompt_lengths).astype(np.int32)
+  empty_lengths = np.where(np.arange(_N)[:, None] == 1, 0, lengths)
   params = _params(name)
 
   @jax.jit
-  def run(sizes: Any, lengths: Any) -> Any:
+  def run(prompt_lengths: Any, lengths: Any) -> Any:
     def loss(params: Any) -> jax.Array:
-      found = _grouped(name, params, (prompts, sizes, completions, lengths))
+      scores = _grouped(
+        name, params, (prompts, prompt_lengths, completions, lengths)
+      )
       mask = jnp.arange(5)[None, None] < lengths[..., None]
-      mask &= ~jnp.isnan(found)
+      mask &= ~jnp.isnan(scores)
       good = jnp.ones(lengths.shape, jnp.float32)
-      return rl.grpo_loss(found, found - 0.1, good, mask)[0]
+      return rl.grpo_loss(scores, scores - 0.1, good, mask)[0]
 
     return jax.value_and_grad(loss)(params)
 
-  found, expected = run(wrong, lengths), run(empty, none)
-  assert float(found[0]) != 0
-  jax.tree.map(np.testing.assert_array_equal, found, expected)
+  out = run(wrong, lengths)
+  expected = run(empty, empty_lengths.astype(np.int32))
+  assert float(out[0]) != 0
+  jax.tree.map(np.testing.assert_array_equal, out, expected)
 
 
 @pytest.mark.parametrize("numerics", ["fast", "exact"])
@@ -345,20 +347,20 @@ def test_under_shard_map(mixer, numerics):
   split = jax.shard_map(
     call, mesh=mesh, in_specs=(P(), *[P("data")] * 4), out_specs=P("data")
   )
-  places = [NamedSharding(mesh, P()), *[NamedSharding(mesh, P("data"))] * 4]
+  shardings = [NamedSharding(mesh, P()), *[NamedSharding(mesh, P("data"))] * 4]
   compiled = (
-    jax.jit(split, in_shardings=places).lower(params, *arguments).compile()
+    jax.jit(split, in_shardings=shardings).lower(params, *arguments).compile()
   )
   assert collectives(compiled.as_text()) == {}
-  found = compiled(*jax.device_put((params, *arguments), tuple(places)))
+  out = compiled(*jax.device_put((params, *arguments), tuple(shardings)))
   expected = call(params, *arguments)
-  _assert_close(found, expected)
+  _assert_close(out, expected)
   if numerics == "exact":
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(out, expected)
 
 
 @pytest.mark.parametrize("name", ["sinks and experts", "states"])
-def test_experts_that_are_given(name):
+def test_given_experts_are_used(name):
   count = 2 if name == "sinks and experts" else 1
   prompts, _, completions, lengths = _completions()
   draw = np.random.default_rng(2)
@@ -368,10 +370,10 @@ def test_experts_that_are_given(name):
   ]
   # There is nonsense behind the lengths, here, too.
   used = [
-    np.where((x >= 0)[..., None, None], own[..., :2], 99).astype(np.int16)
-    for x, own in zip((prompts, completions), used, strict=True)
+    np.where((x >= 0)[..., None, None], ids[..., :2], 99).astype(np.int16)
+    for x, ids in zip((prompts, completions), used, strict=True)
   ]
-  found = _grouped(
+  out = _grouped(
     name, _params(name), _completions(), experts=tuple(map(jnp.asarray, used))
   )
   chosen, _ = _rows(tuple(used), *_as_tuples(_completions())[1:])
@@ -379,26 +381,27 @@ def test_experts_that_are_given(name):
     name, _params(name), _completions(), experts=jnp.asarray(chosen)
   )
   assert (np.asarray(expected) < 0).sum() == lengths.sum()
-  _assert_close(found, expected)
+  _assert_close(out, expected)
 
 
 def test_the_head_runs_over_some_rows_at_a_time():
   config, params = _config("llama"), _params("llama")
   draw = np.random.default_rng(3)
   x = jnp.asarray(draw.normal(size=(2, 5, 16)).astype(np.float32))
-  tokens, warm = jnp.asarray(_tokens(2, 5, 3)), jnp.float32(1.5)
+  tokens = jnp.asarray(_tokens(2, 5, 3))
+  warm = jnp.float32(1.5)
 
-  def loss(params: Any, x: jax.Array, most: int) -> Any:
-    found = log_probs.of_tokens(
-      params, x, tokens, warm, config, max_logits=most
+  def loss(params: Any, x: jax.Array, max_logits: int) -> Any:
+    scores = log_probs.of_tokens(
+      params, x, tokens, warm, config, max_logits=max_logits
     )
-    return jnp.sum(jnp.sin(found)), found
+    return jnp.sum(jnp.sin(scores)), scores
 
   run = jax.value_and_grad(loss, (0, 1), has_aux=True)
   expected = run(params, x, 10**6)
   for rows in (0, 1, 3, 4, 10):
-    found = run(params, x, rows * _VOCAB)
-    jax.tree.map(_assert_close, found, expected)
+    out = run(params, x, rows * _VOCAB)
+    jax.tree.map(_assert_close, out, expected)
   text = jax.jit(run, static_argnums=2).lower(params, x, 3 * _VOCAB).as_text()
   assert f"tensor<3x{_VOCAB}xf32>" in text
   for shape in (f"10x{_VOCAB}", f"2x5x{_VOCAB}", f"12x{_VOCAB}"):
@@ -419,12 +422,12 @@ def test_a_prompt_is_computed_once():
     return jnp.sum(_grouped("llama", params, arguments))
 
   text = jax.jit(jax.grad(loss)).lower(_params("llama")).as_text()
-  total = width + group * (columns - 1)
-  assert f"tensor<1x{total}x16xf32>" in text
+  num_tokens = width + group * (columns - 1)
+  assert f"tensor<1x{num_tokens}x16xf32>" in text
   # The queries of all completions meet the prompt's keys in one product.
   scores = f"tensor<1x1x2x2x{group * (columns - 1)}x{width}xf32>"
   assert scores in text
-  whole = (group * width, group * (width + columns), group * (total - 1))
+  whole = (group * width, group * (width + columns), group * (num_tokens - 1))
   for count in whole:
     assert f"x{count}x" not in text
   for rows in (f"{group}x{width}x", f"{group}x{width + columns}x"):
@@ -435,20 +438,20 @@ def test_a_prompt_is_computed_once():
   assert f"tensor<{group * columns}x{_VOCAB}xf32>" not in text
 
 
-def test_a_loss():
-  """That of GRPO: at the policy that drew, the advantages' gradient."""
+def test_the_gradient_of_grpo():
+  """At the policy that drew, it is the gradient of the advantages."""
   params, arguments = _params("llama"), _completions()
   mask = np.arange(5) < _LENGTHS[..., None]
   mask = mask.reshape(-1, 5)
   draw = np.random.default_rng(4)
   good = rl.group_normalized(draw.normal(size=12), num_samples=4)
-  old = _grouped("llama", params, arguments).reshape(mask.shape)
+  old_log_probs = _grouped("llama", params, arguments).reshape(mask.shape)
 
   def loss(params: Any, of: Any) -> jax.Array:
-    found = of("llama", params, arguments)
-    found = found[0] if isinstance(found, list) else found
-    found = found.reshape(mask.shape)
-    return rl.grpo_loss(found, old, good, mask, mean="token")[0]
+    scores = of("llama", params, arguments)
+    scores = scores[0] if isinstance(scores, list) else scores
+    scores = scores.reshape(mask.shape)
+    return rl.grpo_loss(scores, old_log_probs, good, mask, mean="token")[0]
 
-  found, expected = (jax.grad(loss)(params, of) for of in (_grouped, _whole))
-  jax.tree.map(_assert_close, found, expected)
+  gradient, expected = (jax.grad(loss)(params, of) for of in (_grouped, _whole))
+  jax.tree.map(_assert_close, gradient, expected)

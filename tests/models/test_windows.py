@@ -42,7 +42,7 @@ _PATTERNS: dict[str, dict[str, Any]] = {
 
 
 def _config(**changes: Any) -> models.Decoder:
-  sizes: dict[str, Any] = {
+  dims: dict[str, Any] = {
     "vocab_size": _VOCAB,
     "num_layers": 4,
     "embed_dim": 16,
@@ -51,7 +51,7 @@ def _config(**changes: Any) -> models.Decoder:
     "head_dim": 4,
     "mlp_dim": 24,
   }
-  return models.llama(**(sizes | changes))
+  return models.llama(**(dims | changes))
 
 
 def _windows(config: models.Decoder) -> list[int | None]:
@@ -76,9 +76,9 @@ def _expected(pattern: str) -> np.ndarray:
   return np.array([numpy_decoder.logits(params, t, config) for t in _tokens()])
 
 
-def _assert_close(found: Any, expected: Any) -> None:
+def _assert_close(actual: Any, expected: Any) -> None:
   # Float32 sums through at most 12 layers; logits are of order 1.
-  np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+  np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 def _most_pages(window: int | None) -> int:
@@ -95,15 +95,15 @@ class _Paged:
     self.config = config
     self.params = _params(config)
     self.most = np.array([_most_pages(window) for window in _windows(config)])
-    sizes = jaxkv.CacheConfig(
+    cache_config = jaxkv.CacheConfig(
       num_pages=1 + _ROWS * int(self.most.sum()),
       page_size=_PAGE,
       num_slots=_ROWS,
       pages_per_slot=-(-_TOTAL // _PAGE),
       groups=models.cache_groups(config),
     )
-    self.state = jaxkv.init(sizes)
-    self.kv = models.init_kv(config, sizes)
+    self.state = jaxkv.init(cache_config)
+    self.kv = models.init_kv(config, cache_config)
     self.num_recycled = 0
 
   def __call__(self, tokens: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
@@ -112,8 +112,8 @@ class _Paged:
     self.num_recycled += int(recycled.num_recycled_pages.sum())
     self.state, out = jaxkv.allocate(self.state, num_tokens)
     assert np.all(out.ok)
-    held = self.state.num_pages - self.state.num_skipped_pages
-    assert np.all(np.asarray(held) <= self.most)
+    num_held = self.state.num_pages - self.state.num_skipped_pages
+    assert np.all(np.asarray(num_held) <= self.most)
     self._poison_free_pages()
     views = tuple(
       jaxkv.view(self.state, group=group, num_tokens=num_tokens)
@@ -137,7 +137,7 @@ class _Paged:
     return np.asarray(logits)
 
   def _poison_free_pages(self) -> None:
-    """What is free, or behind a window, must not reach a logit."""
+    """Poisons free pages and those behind a window."""
     free = np.ones(self.kv.num_pages, bool)
     free[np.asarray(self.state.page_table) % self.kv.num_pages] = False
     free[0] = True
@@ -153,7 +153,7 @@ class _Paged:
 def _in_steps(step: Any) -> np.ndarray:
   """Logits of all tokens: prompts in chunks, then one token at a time."""
   tokens, prompts = _tokens(), np.array(_PROMPTS)
-  found = np.full((*tokens.shape, _VOCAB), np.nan, np.float32)
+  outputs = np.full((*tokens.shape, _VOCAB), np.nan, np.float32)
   starts = np.zeros(_ROWS, np.int32)
   while np.any(starts < _TOTAL):
     num_tokens = np.where(starts < prompts, prompts - starts, _TOTAL > starts)
@@ -164,9 +164,9 @@ def _in_steps(step: Any) -> np.ndarray:
       piece[row, :count] = tokens[row, starts[row] : starts[row] + count]
     logits = step(piece, num_tokens)
     for row, count in enumerate(num_tokens):
-      found[row, starts[row] : starts[row] + count] = logits[row, :count]
+      outputs[row, starts[row] : starts[row] + count] = logits[row, :count]
     starts += num_tokens
-  return found
+  return outputs
 
 
 class TestTokens:
@@ -178,16 +178,17 @@ class TestTokens:
     jaxkv.check(step.state)
 
   @pytest.mark.parametrize("pattern", _PATTERNS)
-  def test_without_memory(self, pattern):
-    config, tokens = _config(**_PATTERNS[pattern]), jnp.asarray(_tokens())
+  def test_logits_without_memory(self, pattern):
+    config = _config(**_PATTERNS[pattern])
+    tokens = jnp.asarray(_tokens())
     positions = jnp.arange(_TOTAL, dtype=jnp.int32)[None]
-    found = models.forward_uncached(
+    logits = models.forward_uncached(
       _params(config),
       tokens,
       jnp.broadcast_to(positions, tokens.shape),
       config=config,
     )
-    _assert_close(found, _expected(pattern))
+    _assert_close(logits, _expected(pattern))
 
 
 class TestMemory:
@@ -203,9 +204,9 @@ class TestMemory:
 
     assert temporary((3,) * 5 + (None,)) < 1.5 * temporary((None,))
 
-  def test_views_and_layers_of_other_numbers(self):
+  def test_wrong_numbers_of_views_and_layers_are_refused(self):
     config = _config(windows=(3, None))
-    sizes = jaxkv.CacheConfig(
+    cache_config = jaxkv.CacheConfig(
       num_pages=9,
       page_size=_PAGE,
       num_slots=1,
@@ -215,14 +216,14 @@ class TestMemory:
 
     def call(num_views, num_layers):
       kv = paged.init(
-        sizes,
+        cache_config,
         num_layers=num_layers,
         num_kv_heads=2,
         head_dim=4,
         dtype=config.dtype,
       )
       views = tuple(
-        jaxkv.view(jaxkv.init(sizes), group=group % 2, num_tokens=[1])
+        jaxkv.view(jaxkv.init(cache_config), group=group % 2, num_tokens=[1])
         for group in range(num_views)
       )
       token = jnp.zeros((1, 1), jnp.int32)
@@ -239,7 +240,7 @@ class TestMemory:
       call(2, 1)
 
   def test_groups_of_different_page_sizes_are_refused(self):
-    sizes = jaxkv.CacheConfig(
+    cache_config = jaxkv.CacheConfig(
       num_pages=9,
       page_size=_PAGE,
       num_slots=1,
@@ -248,4 +249,4 @@ class TestMemory:
     )
     message = r"`config` must have one page size .* got \(4, 2\)"
     with pytest.raises(ValueError, match=message):
-      models.init_kv(_config(windows=(3, None)), sizes)
+      models.init_kv(_config(windows=(3, None)), cache_config)

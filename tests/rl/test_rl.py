@@ -13,6 +13,7 @@ from jaxkv import rl
 
 _DRAW = np.random.default_rng(0)
 _Q, _T = 6, 5
+_ALL = np.ones((_Q, _T), bool)
 
 
 @pytest.fixture(autouse=True)
@@ -30,24 +31,29 @@ def _mask():
   return mask & (np.arange(_T)[None] != 1)
 
 
+def _batch():
+  """Returns log-probs and a mask."""
+  return _log_probs(), _mask()
+
+
 class TestAdvantages:
-  def test_of_groups(self):
+  def test_group_normalized_by_hand(self):
     rewards = np.array([1.0, 2.0, 6.0, 0.0, 0.0, 0.0])
-    found = rl.group_normalized(rewards, num_samples=3, eps=0.0)
+    advantages = rl.group_normalized(rewards, num_samples=3, eps=0.0)
     deviation = math.sqrt((4 + 1 + 9) / 3)
-    wanted = [-2 / deviation, -1 / deviation, 3 / deviation]
-    np.testing.assert_allclose(found[:3], wanted, rtol=1e-6)
-    assert np.isnan(found[3:]).all()  # 0 / 0, which eps prevents
-    found = rl.group_normalized(rewards, num_samples=3)
-    np.testing.assert_array_equal(found[3:], 0)
+    expected = [-2 / deviation, -1 / deviation, 3 / deviation]
+    np.testing.assert_allclose(advantages[:3], expected, rtol=1e-6)
+    assert np.isnan(advantages[3:]).all()  # 0 / 0, which eps prevents
+    advantages = rl.group_normalized(rewards, num_samples=3)
+    np.testing.assert_array_equal(advantages[3:], 0)
     plain = rl.group_normalized(rewards, num_samples=3, normalized=False)
     np.testing.assert_array_equal(plain, [-2, -1, 3, 0, 0, 0])
 
-  def test_leave_one_out(self):
+  def test_leave_one_out_by_hand(self):
     rewards = np.array([1.0, 2.0, 6.0, 4.0])
-    found = rl.leave_one_out(rewards, num_samples=4)
-    wanted = [1 - 12 / 3, 2 - 11 / 3, 6 - 7 / 3, 4 - 9 / 3]
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    advantages = rl.leave_one_out(rewards, num_samples=4)
+    expected = [1 - 12 / 3, 2 - 11 / 3, 6 - 7 / 3, 4 - 9 / 3]
+    np.testing.assert_allclose(advantages, expected, rtol=1e-6)
 
   @pytest.mark.parametrize(
     "advantages", [rl.group_normalized, rl.leave_one_out]
@@ -55,34 +61,34 @@ class TestAdvantages:
   def test_a_row_for_each_prompt(self, advantages):
     rewards = _DRAW.normal(size=(4, 3)).astype(np.float32)
     mask = np.arange(12).reshape(4, 3) % 5 > 0
-    found = advantages(rewards, mask=mask)
+    values = advantages(rewards, mask=mask)
     flat = advantages(rewards.ravel(), num_samples=3, mask=mask.ravel())
-    np.testing.assert_array_equal(found, flat.reshape(4, 3))
+    np.testing.assert_array_equal(values, flat.reshape(4, 3))
     with pytest.raises(ValueError, match=r"`rewards` must be \[N, 2\]"):
       advantages(rewards, num_samples=2)
 
-  def test_equal_rewards_have_none(self):
-    """Whatever their mean is rounded to."""
+  def test_equal_rewards_have_advantages_of_zero(self):
+    """The rounding of the mean has no effect."""
     for value, count in ((1000.1, 3), (12345.678, 7), (0.9, 8), (0.1, 10)):
       rewards = np.full(2 * count, value, np.float32)
       for advantages in (rl.group_normalized, rl.leave_one_out):
-        found = advantages(rewards, num_samples=count)
-        np.testing.assert_array_equal(found, 0)
+        values = advantages(rewards, num_samples=count)
+        np.testing.assert_array_equal(values, 0)
     mask = np.array([False, True, True])
     rewards = np.array([5.0, 0.1, 0.1])
-    found = rl.group_normalized(rewards, num_samples=3, mask=mask)
-    np.testing.assert_array_equal(found, 0)
+    values = rl.group_normalized(rewards, num_samples=3, mask=mask)
+    np.testing.assert_array_equal(values, 0)
 
   @pytest.mark.parametrize(
     "advantages", [rl.group_normalized, rl.leave_one_out]
   )
-  def test_samples_that_are_not_there_do_not_count(self, advantages):
+  def test_masked_samples_do_not_count(self, advantages):
     mask = np.array([True, False, True, True, False, False])
     rewards = np.array([1.0, np.nan, 2.0, 5.0, np.nan, np.nan])
-    found = np.asarray(advantages(rewards, num_samples=3, mask=mask))
-    alone = advantages(np.array([1.0, 2.0]), num_samples=2)
-    np.testing.assert_allclose(found[[0, 2]], alone, rtol=1e-6)
-    np.testing.assert_array_equal(found[[1, 3, 4, 5]], 0)
+    values = np.asarray(advantages(rewards, num_samples=3, mask=mask))
+    expected = advantages(np.array([1.0, 2.0]), num_samples=2)
+    np.testing.assert_allclose(values[[0, 2]], expected, rtol=1e-6)
+    np.testing.assert_array_equal(values[[1, 3, 4, 5]], 0)
 
   @pytest.mark.parametrize(
     "advantages", [rl.group_normalized, rl.leave_one_out]
@@ -91,9 +97,9 @@ class TestAdvantages:
     right = np.array([True, False, False, True, True, True])
     expected = advantages(right.astype(np.float32), num_samples=3)
     for rewards in (right, right.astype(np.int32), right.tolist()):
-      for number in (3, np.int64(3)):
-        found = advantages(rewards, num_samples=number)
-        np.testing.assert_array_equal(found, expected)
+      for num_samples in (3, np.int64(3)):
+        values = advantages(rewards, num_samples=num_samples)
+        np.testing.assert_array_equal(values, expected)
 
   @pytest.mark.parametrize(
     ("values", "message"),
@@ -102,12 +108,16 @@ class TestAdvantages:
       ({"num_samples": True}, "`num_samples` must be an int, got True"),
       ({"num_samples": 3.0}, "`num_samples` must be an int, got 3.0"),
       ({"eps": None}, "`eps` must be a number, got None"),
+      ({"rewards": None}, "`rewards` must be an array of numbers, got None"),
+      ({"rewards": "abc"}, "`rewards` must be an array of .*, got 'abc'"),
+      ({"rewards": [None] * 6}, r"`rewards` must be an array of numbers"),
+      ({"mask": "abc"}, "`mask` must be an array of numbers, got 'abc'"),
     ],
   )
   def test_other_types_are_refused(self, values, message):
-    given = {"rewards": np.zeros(6), "num_samples": 3} | values
+    arguments = {"rewards": np.zeros(6), "num_samples": 3} | values
     with pytest.raises(TypeError, match=message):
-      rl.group_normalized(given.pop("rewards"), **given)
+      rl.group_normalized(arguments.pop("rewards"), **arguments)
 
   @pytest.mark.parametrize(
     ("values", "message"),
@@ -115,38 +125,61 @@ class TestAdvantages:
       ({"rewards": np.zeros(5)}, "`rewards` must be .*num_samples, 3, got"),
       ({"rewards": np.zeros((2, 4))}, r"`rewards` must be .*got \[2, 4\]"),
       ({"mask": np.ones(5, bool)}, r"`mask` must have the shape \[6\]"),
+      ({"rewards": [[1.0], [1.0, 2.0]]}, "`rewards` must be a rectangular"),
+      ({"eps": -1}, "`eps` must be finite and at least 0, got -1"),
+      ({"eps": np.float32(np.nan)}, "`eps` must be finite and at least 0"),
+      ({"eps": np.inf}, "`eps` must be finite and at least 0, got inf"),
     ],
   )
   def test_refused(self, values, message):
-    given = {"rewards": np.zeros(6), "num_samples": 3} | values
+    arguments = {"rewards": np.zeros(6), "num_samples": 3} | values
     with pytest.raises(ValueError, match=message):
-      rl.group_normalized(given.pop("rewards"), **given)
+      rl.group_normalized(arguments.pop("rewards"), **arguments)
+
+  @pytest.mark.parametrize(
+    "advantages", [rl.group_normalized, rl.leave_one_out]
+  )
+  def test_rewards_that_the_host_can_read_are_finite(self, advantages):
+    rewards = np.zeros((2, 3), np.float32)
+    rewards[1, 2] = np.nan
+    message = r"`rewards` must be finite, got nan at \[1, 2\]; leave the sample"
+    for values in (rewards, jnp.asarray(rewards), rewards.tolist()):
+      with pytest.raises(ValueError, match=message):
+        advantages(values)
+    with pytest.raises(ValueError, match=r"got -inf at \[4\]"):
+      advantages([0.0, 1.0, 2.0, 3.0, -np.inf, 4.0], num_samples=3)
+    # Without a value, only the group of the NaN is NaN.
+    found = jax.jit(advantages)(rewards)
+    np.testing.assert_array_equal(np.isnan(found).any(axis=1), [False, True])
+    mask = ~np.isnan(rewards)
+    assert np.isfinite(advantages(rewards, mask=mask)).all()
 
 
 class TestRatios:
-  def test_estimators(self):
+  def test_estimators_are_as_defined(self):
     p, q = _log_probs(), _log_probs()
     ratio = np.exp(q.astype(np.float64) - p)
-    wanted = {
+    expected = {
       "k1": -np.log(ratio),
       "k2": np.log(ratio) ** 2 / 2,
       "k3": ratio - 1 - np.log(ratio),
     }
-    for name, values in wanted.items():
-      found = rl.kl(p, q, estimator=name)
-      np.testing.assert_allclose(found, values, rtol=1e-5, atol=1e-6)
+    for name, divergences in expected.items():
+      estimates = rl.kl(p, q, estimator=name)
+      np.testing.assert_allclose(estimates, divergences, rtol=1e-5, atol=1e-6)
       np.testing.assert_array_equal(rl.kl(p, p, estimator=name), 0)
 
-  def test_their_mean_is_the_divergence(self):
-    """Exactly, over all tokens of a small distribution; k2 nearly."""
+  def test_mean_estimates_equal_the_kl_divergence(self):
+    """Over all tokens of a small distribution; k2 is approximate."""
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.4, 0.2])
     divergence = float(np.sum(p * np.log(p / q)))
-    for name, within in (("k1", 1e-7), ("k2", 1e-3), ("k3", 1e-7)):
-      found = rl.kl(np.log(p)[None], np.log(q)[None], estimator=name)
-      assert abs(float(np.sum(p * np.asarray(found))) - divergence) < within
+    for name, tolerance in (("k1", 1e-7), ("k2", 1e-3), ("k3", 1e-7)):
+      estimates = rl.kl(np.log(p)[None], np.log(q)[None], estimator=name)
+      mean = float(np.sum(p * np.asarray(estimates)))
+      assert abs(mean - divergence) < tolerance
 
-  def test_masked_numbers_have_no_gradient(self):
-    p, mask = _log_probs(), _mask()
+  def test_masked_log_probs_have_no_gradient(self):
+    p, mask = _batch()
     p[~mask] = np.nan
     for name in ("k1", "k2", "k3"):
       value, grad = jax.value_and_grad(
@@ -156,45 +189,45 @@ class TestRatios:
       chex.assert_tree_all_finite(grad)
 
   def test_weights_are_truncated_and_masked(self):
-    now, then, mask = _log_probs(), _log_probs(), _mask()
-    then[~mask] = -np.inf
-    found = rl.importance_weights(now, then, mask=mask, most=1.5)
-    wanted = np.minimum(np.exp(now - then), 1.5)
-    np.testing.assert_allclose(found, np.where(mask, wanted, 0), rtol=1e-6)
-    whole = rl.importance_weights(now, then, mask=mask, most=None)
+    new, old, mask = _log_probs(), _log_probs(), _mask()
+    old[~mask] = -np.inf
+    weights = rl.importance_weights(new, old, mask=mask, most=1.5)
+    expected = np.minimum(np.exp(new - old), 1.5)
+    np.testing.assert_allclose(weights, np.where(mask, expected, 0), rtol=1e-6)
+    whole = rl.importance_weights(new, old, mask=mask, most=None)
     assert float(whole.max()) > 1.5
 
   def test_weights_of_one_policy_are_exactly_one(self):
-    now, mask = _log_probs(), _mask()
-    found = rl.importance_weights(now, now, mask=mask)
-    np.testing.assert_array_equal(found, mask.astype(np.float32))
+    new, mask = _batch()
+    weights = rl.importance_weights(new, new, mask=mask)
+    np.testing.assert_array_equal(weights, mask.astype(np.float32))
 
-  def test_tokens_of_old_versions_weigh_nothing(self):
-    now, mask = _log_probs(), np.ones((_Q, _T), bool)
+  def test_tokens_beyond_the_max_lag_weigh_nothing(self):
+    new = _log_probs()
     versions = _DRAW.integers(0, 4, (_Q, _T))
-    found = rl.importance_weights(
-      now, now, mask=mask, lag=3 - versions, max_lag=1
+    weights = rl.importance_weights(
+      new, new, mask=_ALL, lag=3 - versions, max_lag=1
     )
-    wanted = (versions >= 2).astype(np.float32)
-    np.testing.assert_array_equal(found, wanted)
+    expected = (versions >= 2).astype(np.float32)
+    np.testing.assert_array_equal(weights, expected)
     for limit in (np.int64(1), jnp.int32(1)):
-      found = rl.importance_weights(
-        now, now, mask=mask, lag=3 - versions, max_lag=limit
+      weights = rl.importance_weights(
+        new, new, mask=_ALL, lag=3 - versions, max_lag=limit
       )
-      np.testing.assert_array_equal(found, wanted)
+      np.testing.assert_array_equal(weights, expected)
     # A limit may not fit the dtype of lags.
     short = jnp.asarray(3 - versions, jnp.int8)
-    for limit, wanted_of_all in ((1000, 1), (-1, 0)):
-      found = rl.importance_weights(
-        now, now, mask=mask, lag=short, max_lag=limit
+    for limit, uniform_weight in ((1000, 1), (-1, 0)):
+      weights = rl.importance_weights(
+        new, new, mask=_ALL, lag=short, max_lag=limit
       )
-      np.testing.assert_array_equal(found, wanted_of_all)
-    found = jax.jit(
+      np.testing.assert_array_equal(weights, uniform_weight)
+    weights = jax.jit(
       lambda most, limit: rl.importance_weights(
-        now, now, mask=mask, most=most, lag=3 - versions, max_lag=limit
+        new, new, mask=_ALL, most=most, lag=3 - versions, max_lag=limit
       )
     )(0.5, 1)
-    np.testing.assert_array_equal(found, wanted / 2)
+    np.testing.assert_array_equal(weights, expected / 2)
 
   @pytest.mark.parametrize(
     ("values", "error", "message"),
@@ -220,14 +253,43 @@ class TestRatios:
     ],
   )
   def test_refused(self, values, error, message):
-    given = {"mask": np.ones((2, 3), bool)} | values
+    arguments = {"mask": np.ones((2, 3), bool)} | values
     zeros = np.zeros((2, 3), np.float32)
     with pytest.raises(error, match=message):
-      rl.importance_weights(zeros, zeros, **given)
+      rl.importance_weights(zeros, zeros, **arguments)
     with pytest.raises(ValueError, match='`estimator` must be "k1"'):
       rl.kl(zeros, zeros, estimator="k4")
     with pytest.raises(ValueError, match="`other` must have the shape"):
       rl.kl(zeros, zeros[0])
+
+  @pytest.mark.parametrize("value", [None, "abc", [["a"] * 3] * 2, object()])
+  def test_other_types_are_refused_by_name(self, value):
+    floats, mask = np.zeros((2, 3), np.float32), np.ones((2, 3), bool)
+    lag = np.zeros((2, 3), np.int32)
+    calls = [
+      (rl.kl, {"log_probs": floats, "other": floats}, {"mask": mask}),
+      (
+        rl.importance_weights,
+        {"log_probs": floats, "behavior": floats},
+        {"mask": mask, "lag": lag, "max_lag": 1},
+      ),
+      (
+        rl.grpo_loss,
+        {
+          "log_probs": floats,
+          "old": floats,
+          "advantages": floats[:, 0],
+          "mask": mask,
+        },
+        {"weights": floats, "reference": floats, "entropy": floats},
+      ),
+    ]
+    for function, required, optional in calls:
+      for name in required | ({} if value is None else optional):
+        with pytest.raises(
+          TypeError, match=f"`{name}` must be (an array of numbers|an integer)"
+        ):
+          function(**(required | optional | {name: value}))
 
 
 def _definition(new, old, good, mask, low, high, weights, reference, kl_weight):
@@ -244,7 +306,7 @@ def _definition(new, old, good, mask, low, high, weights, reference, kl_weight):
 
 class TestGrpo:
   @pytest.mark.parametrize("mean", ["sequence", "token", 37])
-  def test_is_its_definition(self, mean):
+  def test_the_loss_is_as_defined(self, mean):
     new, old, reference = (_log_probs() for _ in range(3))
     mask, good = _mask(), _DRAW.normal(size=_Q).astype(np.float32)
     weights = _DRAW.uniform(0.5, 2, (_Q, _T)).astype(np.float32)
@@ -252,7 +314,7 @@ class TestGrpo:
       new, old, good, mask, 0.1, 0.3, weights, reference, 0.2
     )
     counts = mask.sum(axis=1)
-    wanted = {
+    expected = {
       "token": tokens.sum() / mask.sum(),
       "sequence": np.mean(
         (tokens.sum(axis=1) / np.maximum(counts, 1))[counts > 0]
@@ -271,7 +333,7 @@ class TestGrpo:
       kl_weight=0.2,
       mean=mean,
     )
-    assert abs(float(loss) - wanted) < 1e-5 * max(1, abs(wanted))
+    assert abs(float(loss) - expected) < 1e-5 * max(1, abs(expected))
     chex.assert_tree_all_finite(metrics)
 
   def test_clipped_tokens_have_no_gradient(self):
@@ -285,12 +347,12 @@ class TestGrpo:
 
     grad, metrics = jax.grad(loss, has_aux=True)(jnp.asarray(new))
     # Good and too likely, or bad and too unlikely: nothing to gain any more.
-    wanted = np.array([[0.0, -1.1], [2.0, 0.0]]) / 4
-    np.testing.assert_allclose(grad, wanted, rtol=1e-5, atol=1e-7)
+    expected = np.array([[0.0, -1.1], [2.0, 0.0]]) / 4
+    np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-7)
     assert float(metrics.clipped) == 0.5
 
-  def test_nothing_outside_of_the_mask_has_a_gradient(self):
-    mask, new = _mask(), _log_probs()
+  def test_masked_tokens_have_no_gradient(self):
+    new, mask = _batch()
     new[~mask] = np.nan
     grad = jax.grad(
       lambda new: rl.grpo_loss(new, new, jnp.ones(_Q), mask, reference=new)[0]
@@ -298,16 +360,16 @@ class TestGrpo:
     chex.assert_tree_all_finite(grad)
     np.testing.assert_array_equal(grad != 0, mask)
 
-  def test_the_first_step_is_on_policy_to_the_bit(self):
-    new, mask = _log_probs(), _mask()
+  def test_equal_log_probs_have_ratios_of_exactly_one(self):
+    new, mask = _batch()
     good = _DRAW.normal(size=_Q).astype(np.float32)
     _, metrics = jax.jit(rl.grpo_loss)(new, new, good, mask)
     assert float(metrics.ratio) == 1.0
     assert float(metrics.kl) == 0.0 and float(metrics.clipped) == 0.0
 
   @pytest.mark.parametrize("away", [100.0, np.inf, -100.0, -np.inf])
-  def test_a_token_from_far_away_poisons_nothing(self, away):
-    """A good one that is too likely already, and one that nobody asks for."""
+  def test_infinite_ratios_of_clipped_tokens_give_no_nan(self, away):
+    """A good token that is too likely, and tokens without a weight."""
     new = np.full((3, 1), -1.0, np.float32)
     old, mask = new - np.float32(away), np.ones((3, 1), bool)
     good = np.array([np.sign(away), 0.0, 1.0], np.float32)
@@ -320,35 +382,35 @@ class TestGrpo:
     np.testing.assert_allclose(loss, bound / 3, rtol=1e-6)
     np.testing.assert_array_equal(grad, 0)
 
-  def test_the_first_step_has_its_whole_gradient_without_room_below(self):
-    new, mask = _log_probs(), np.ones((_Q, _T), bool)
+  def test_a_lower_clip_of_zero_keeps_the_first_gradient(self):
+    new = _log_probs()
     grad = jax.grad(
-      lambda x: rl.grpo_loss(x, new, -jnp.ones(_Q), mask, clip=(0.0, 0.2))[0]
+      lambda x: rl.grpo_loss(x, new, -jnp.ones(_Q), _ALL, clip=(0.0, 0.2))[0]
     )(jnp.asarray(new))
     np.testing.assert_allclose(grad, 1 / (_Q * _T), rtol=1e-6)
 
-  @pytest.mark.parametrize("number", [30, 30.0, np.int64(30), jnp.int32(30)])
-  def test_a_mean_over_a_number_of_tokens(self, number):
-    new, mask = _log_probs(), np.ones((_Q, _T), bool)
+  @pytest.mark.parametrize("count", [30, 30.0, np.int64(30), jnp.int32(30)])
+  def test_the_sum_may_be_divided_by_a_given_number(self, count):
+    new = _log_probs()
     good = _DRAW.normal(size=_Q).astype(np.float32)
-    wanted, _ = rl.grpo_loss(new, new, good, mask, mean="token")
-    found, _ = rl.grpo_loss(new, new, good, mask, mean=number)
-    traced, _ = jax.jit(
-      lambda number: rl.grpo_loss(new, new, good, mask, mean=number)
-    )(number)
-    np.testing.assert_allclose([found, traced], wanted, rtol=1e-6)
+    expected, _ = rl.grpo_loss(new, new, good, _ALL, mean="token")
+    loss, _ = rl.grpo_loss(new, new, good, _ALL, mean=count)
+    traced_loss, _ = jax.jit(
+      lambda count: rl.grpo_loss(new, new, good, _ALL, mean=count)
+    )(count)
+    np.testing.assert_allclose([loss, traced_loss], expected, rtol=1e-6)
 
-  def test_advantages_of_tokens(self):
-    new, mask = _log_probs(), _mask()
+  def test_advantages_may_be_given_by_token(self):
+    new, mask = _batch()
     good = _DRAW.normal(size=_Q).astype(np.float32)
     spread = np.broadcast_to(good[:, None], mask.shape)
-    one, _ = rl.grpo_loss(new, new, good, mask)
-    other, _ = rl.grpo_loss(new, new, spread, mask)
-    assert float(one) == float(other)
+    loss, _ = rl.grpo_loss(new, new, good, mask)
+    spread_loss, _ = rl.grpo_loss(new, new, spread, mask)
+    assert float(loss) == float(spread_loss)
 
-  def test_an_entropy_bonus(self):
+  def test_the_entropy_bonus_is_subtracted(self):
     """The mean entropy of drawn tokens, subtracted, with its gradient."""
-    new, mask = _log_probs(), _mask()
+    new, mask = _batch()
     good = _DRAW.normal(size=_Q).astype(np.float32)
     entropy = np.where(mask, _DRAW.exponential(1.0, mask.shape), np.nan)
     entropy = entropy.astype(np.float32)
@@ -359,16 +421,16 @@ class TestGrpo:
         new, new, good, mask, entropy=entropy, entropy_weight=0.3, mean="token"
       )[0]
 
-    found, gradient = jax.value_and_grad(loss)(entropy)
+    value, gradient = jax.value_and_grad(loss)(entropy)
     bonus = 0.3 * np.nansum(entropy) / mask.sum()
-    np.testing.assert_allclose(found, plain - bonus, rtol=1e-5)
-    wanted = np.where(mask, -0.3 / mask.sum(), 0)
-    np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
+    np.testing.assert_allclose(value, plain - bonus, rtol=1e-5)
+    expected = np.where(mask, -0.3 / mask.sum(), 0)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
 
-  def test_no_drawn_token_is_no_loss(self):
-    zeros, none = np.zeros((2, 3), np.float32), np.zeros((2, 3), bool)
+  def test_a_batch_without_tokens_has_a_loss_of_zero(self):
+    zeros, mask = np.zeros((2, 3), np.float32), np.zeros((2, 3), bool)
     for mean in ("sequence", "token", 3):
-      loss, metrics = rl.grpo_loss(zeros, zeros, np.ones(2), none, mean=mean)
+      loss, metrics = rl.grpo_loss(zeros, zeros, np.ones(2), mask, mean=mean)
       assert float(loss) == 0.0
       chex.assert_tree_all_finite(metrics)
 
@@ -397,17 +459,17 @@ class TestGrpo:
   )
   def test_refused(self, values, message):
     zeros = np.zeros((2, 3), np.float32)
-    given = {
+    arguments = {
       "log_probs": zeros,
       "old": zeros,
       "advantages": np.ones(2),
       "mask": np.ones((2, 3), bool),
     } | values
     with pytest.raises(ValueError, match=message):
-      rl.grpo_loss(**given)
+      rl.grpo_loss(**arguments)
 
   @pytest.mark.parametrize("wrong", [None, "a", True, np.ones(2)])
-  def test_a_kl_weight_that_is_no_number(self, wrong):
+  def test_a_kl_weight_of_another_type_is_refused(self, wrong):
     zeros, mask = np.zeros((2, 3), np.float32), np.ones((2, 3), bool)
     with pytest.raises(TypeError, match="`kl_weight` must be a number, got"):
       rl.grpo_loss(zeros, zeros, np.ones(2), mask, kl_weight=wrong)

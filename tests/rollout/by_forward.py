@@ -12,6 +12,7 @@ import numpy as np
 import jaxkv
 from jaxkv import models
 from jaxkv import rollout
+from tests.rollout import by_hand
 
 VOCABULARY = 23
 _PLAIN = models.Attention(num_heads=2, num_kv_heads=1, head_dim=8)
@@ -92,13 +93,6 @@ def weights(name: str = "plain", seed: int = 0):
   return params | {"embed": params["embed"] * 3}
 
 
-def _poisoned(tree: Any) -> Any:
-  def nan(leaf):
-    return leaf * jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-
-  return jax.tree.map(nan, tree)
-
-
 def _sizes(name: str, sizes=SIZES) -> jaxkv.CacheConfig:
   groups = models.cache_groups(MODELS[name])
   return dataclasses.replace(sizes, groups=groups)
@@ -108,7 +102,7 @@ def fresh(name: str = "plain", sizes=SIZES) -> rollout.Memory:
   sizes = _sizes(name, sizes)
   return rollout.Memory(
     cache=jaxkv.init(sizes, jax.random.key(3)),
-    kv=_poisoned(models.init_kv(MODELS[name], sizes)),
+    kv=by_hand.poisoned(models.init_kv(MODELS[name], sizes)),
   )
 
 
@@ -144,11 +138,17 @@ def distributions(params, groups: Groups, name="plain", temperature=1.0):
   logits = _trainer(name)(params, jnp.asarray(tokens.reshape(-1, width)))
   scores = np.asarray(jax.nn.log_softmax(logits / jnp.float32(temperature)))
   scores = scores.reshape(count, samples, width, -1)
-  places = groups.prompt_lengths[:, None] - 1 + np.arange(columns)[None]
-  places = np.broadcast_to(
-    places[:, None, :, None], (count, samples, columns, 1)
+  positions = groups.prompt_lengths[:, None] - 1 + np.arange(columns)[None]
+  positions = np.broadcast_to(
+    positions[:, None, :, None], (count, samples, columns, 1)
   )
-  return np.take_along_axis(scores, places, axis=2)
+  return np.take_along_axis(scores, positions, axis=2)
+
+
+def arguments_of(groups: rollout.Grouped) -> tuple[jax.Array, ...]:
+  """Returns the arguments of `grouped_log_probs` and `score`."""
+  prompts = groups.prompts, groups.prompt_lengths
+  return *prompts, groups.completions, groups.completion_lengths
 
 
 def mask_of(groups: Groups) -> np.ndarray:
@@ -171,9 +171,9 @@ def check_scored(
 
 def rows_to_compute(groups: Groups, cached) -> list[int]:
   """Returns the tokens to compute: a prompt once, and each completion."""
-  total = groups.lengths.sum(axis=1)
-  prompt = np.where(total > 0, groups.prompt_lengths - 1, 0)
-  return (prompt - np.asarray(cached) + total).tolist()
+  num_completion_tokens = groups.lengths.sum(axis=1)
+  prompt = np.where(num_completion_tokens > 0, groups.prompt_lengths - 1, 0)
+  return (prompt - np.asarray(cached) + num_completion_tokens).tolist()
 
 
 def pages_held(state: rollout.Memory) -> int:

@@ -6,6 +6,7 @@ for each window; None means full attention.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,36 +47,36 @@ def model(params, batch, kv, *, windows=(None,)):
   # Columns of padding may have positions beyond the table.
   x = x + jnp.asarray(_POSITIONS)[batch.positions]
   x = x[:, :, None]
-  total = jnp.zeros_like(x)
+  output = jnp.zeros_like(x)
   for view, window in zip(batch.views, windows, strict=True):
     # Groups never share a page, so all layers can use memory layer 0.
     kv = kv_memory.write(kv, view, 0, x, x)
     options = kernels.AttentionOptions(window=window)
-    total = total + kv_memory.attend(kv, view, 0, x, options=options)
-  return jnp.einsum("bthd,vd->btv", total, jnp.asarray(_TOKENS)), kv
+    output = output + kv_memory.attend(kv, view, 0, x, options=options)
+  return jnp.einsum("bthd,vd->btv", output, jnp.asarray(_TOKENS)), kv
 
 
 def _logits(tokens: list[int], windows) -> np.ndarray:
   """Returns the logits of the last token, float32[V], computed in float64."""
   x = (_TOKENS[tokens] + _POSITIONS[: len(tokens)]).astype(np.float64)
-  total = np.zeros(WIDTH)
+  output = np.zeros(WIDTH)
   for window in windows:
     visible = x if window is None else x[-window:]
     scores = visible @ x[-1] / WIDTH**0.5
     weights = np.exp(scores - scores.max())
-    total += weights @ visible / weights.sum()
-  return (_TOKENS @ total).astype(np.float32)
+    output += weights @ visible / weights.sum()
+  return (_TOKENS @ output).astype(np.float32)
 
 
-def _drawn(logits: np.ndarray, key) -> int:
+def _sample(logits: np.ndarray, key) -> int:
   """Draws a block of four tokens, then one of its tokens, by two uniforms."""
   bits = np.asarray(jax.random.bits(key, (2,), jnp.uint32))
-  numbers = (bits >> 8) / 2.0**24
+  draws = (bits >> 8) / 2.0**24
   weights = np.exp(logits.astype(np.float64))
   sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), 4)))
-  block = int(np.searchsorted(sums, numbers[0] * sums[-1], side="right"))
+  block = int(np.searchsorted(sums, draws[0] * sums[-1], side="right"))
   cumulative = np.cumsum(weights[4 * block : 4 * block + 4])
-  index = np.searchsorted(cumulative, numbers[1] * cumulative[-1], side="right")
+  index = np.searchsorted(cumulative, draws[1] * cumulative[-1], side="right")
   return 4 * block + int(index)
 
 
@@ -99,19 +100,21 @@ class Expected:
 
 
 def expected(
-  number: int,
+  seq_id: int,
   prompt: list[int],
   temperature: float,
   config,
   windows=(None,),
 ) -> Expected:
-  """Computes sequence `number`, which begins with `prompt`."""
-  own, tokens, log_probs = jax.random.fold_in(key(), number), [*prompt], []
+  """Computes sequence `seq_id`, which begins with `prompt`."""
+  seq_key = jax.random.fold_in(key(), seq_id)
+  tokens = [*prompt]
+  log_probs = []
   for count in range(config.max_new_tokens):
     logits = _logits(tokens, windows)
     if temperature:
       logits = logits / np.float32(temperature)
-      draw = _drawn(logits, jax.random.fold_in(own, count))
+      draw = _sample(logits, jax.random.fold_in(seq_key, count))
     else:
       draw = np.argmax(logits)
     tokens.append(int(draw))
@@ -139,7 +142,7 @@ def begun(
   kv = options.pop("kv", None) or kv_memory.init(
     sizes, num_layers=1, num_kv_heads=1, head_dim=WIDTH, dtype=jnp.float32
   )
-  kv = jax.tree.map(_poisoned, kv)
+  kv = poisoned(kv)
   if sizes.offload_pages:
     options["offload"] = kv_memory.init_offload(kv, sizes)
   width = max(map(len, prompts))
@@ -152,10 +155,14 @@ def begun(
   return rollout.init(cache, kv, requests, key(), config, **options)
 
 
-def _poisoned(leaf: jax.Array) -> jax.Array:
-  # Integers hold the bits of other formats.
-  is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-  return jnp.full_like(leaf, jnp.nan) if is_float else leaf
+def poisoned(kv: Any) -> Any:
+  """Fills pages with NaN; integers, as bits of other formats, stay."""
+
+  def nan(leaf: jax.Array) -> jax.Array:
+    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jnp.full_like(leaf, jnp.nan) if is_float else leaf
+
+  return jax.tree.map(nan, kv)
 
 
 def with_queue(state: rollout.RolloutState, **changes) -> rollout.RolloutState:
@@ -186,7 +193,8 @@ class Runner:
     def run(params, state, until):
       return rollout.generate(params, state, until, model=model)
 
-    self._params, self._compiled = params, jax.jit(run)
+    self._params = params
+    self._compiled = jax.jit(run)
 
   def __call__(self, state, temperature, steps=NO_LIMIT):
     # Every call has the same types, so a state that comes out of a call and
@@ -208,33 +216,34 @@ def ended(
   sizes: jaxkv.CacheConfig, config, prompts, temperature: float
 ) -> rollout.RolloutState:
   """Runs a rollout to its end, which takes at most 50 steps."""
-  end = program()(begun(sizes, config, prompts), temperature, 50)
-  assert bool(rollout.is_done(end)), "not done after 50 steps"
-  return end
+  state = program()(begun(sizes, config, prompts), temperature, 50)
+  assert bool(rollout.is_done(state)), "not done after 50 steps"
+  return state
 
 
 def check_sequences(state, config, temperature: float, windows=(None,)) -> None:
   """Checks a finished rollout of all samples of `PROMPTS`."""
   assert bool(rollout.is_done(state))
   rollout.check(state)
-  for number in range(len(PROMPTS) * config.num_samples):
-    prompt = PROMPTS[number // config.num_samples]
-    wanted = expected(number, prompt, temperature, config, windows)
-    check_sequence(state.queue, number, wanted)
+  for seq_id in range(len(PROMPTS) * config.num_samples):
+    prompt = PROMPTS[seq_id // config.num_samples]
+    expected_seq = expected(seq_id, prompt, temperature, config, windows)
+    check_sequence(state.queue, seq_id, expected_seq)
 
 
-def check_sequence(sequences, number: int, expected: Expected) -> None:
+def check_sequence(sequences, row: int, expected: Expected) -> None:
   """Checks the tokens, log-probs and versions of a finished sequence."""
-  length = int(sequences.length[number])
-  assert sequences.tokens[number, :length].tolist() == expected.tokens
-  assert not np.any(sequences.tokens[number, length:])
-  begin = int(sequences.prompt_length[number])
-  scores = np.asarray(sequences.log_probs[number])
+  length = int(sequences.length[row])
+  assert sequences.tokens[row, :length].tolist() == expected.tokens
+  assert not np.any(sequences.tokens[row, length:])
+  prompt_length = int(sequences.prompt_length[row])
+  scores = np.asarray(sequences.log_probs[row])
   # float32, summed in another order.
   np.testing.assert_allclose(
-    scores[begin:length], expected.log_probs, atol=1e-5
+    scores[prompt_length:length], expected.log_probs, atol=1e-5
   )
-  assert not np.any(scores[:begin]) and not np.any(scores[length:])
-  drawn = np.arange(len(scores)) >= begin
-  drawn &= np.arange(len(scores)) < length
-  assert sequences.versions[number].tolist() == np.where(drawn, 0, -1).tolist()
+  assert not np.any(scores[:prompt_length]) and not np.any(scores[length:])
+  columns = np.arange(len(scores))
+  is_sampled = (columns >= prompt_length) & (columns < length)
+  versions = np.where(is_sampled, 0, -1)
+  assert sequences.versions[row].tolist() == versions.tolist()

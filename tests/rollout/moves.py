@@ -16,6 +16,7 @@ from jaxkv import rollout
 from jaxkv.rollout import SequenceStatus
 from tests import as_users
 from tests.models import exact_families as families
+from tests.rollout import by_hand
 
 SAMPLES, NEW, PROMPT = 2, 10, 14
 WIDTH = PROMPT + NEW
@@ -24,7 +25,7 @@ _TEMPERATURE = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Spec:
   """The sizes of one rollout; G samples need G rows of the queue.
 
   Attributes:
@@ -45,16 +46,16 @@ class Place:
   options: tuple[tuple[str, Any], ...] = ()
 
 
-def begun(config, place: Place, **cache_options) -> rollout.RolloutState:
+def begun(config, spec: Spec, **cache_options) -> rollout.RolloutState:
   """Returns a rollout without sequences."""
   cache_groups = models.cache_groups(config)
   sizes = jaxkv.CacheConfig(
-    num_pages=1 + place.pages * len(cache_groups),
-    page_size=place.page_size,
-    num_slots=place.slots,
-    pages_per_slot=-(-WIDTH // place.page_size) + 1,
+    num_pages=1 + spec.pages * len(cache_groups),
+    page_size=spec.page_size,
+    num_slots=spec.slots,
+    pages_per_slot=-(-WIDTH // spec.page_size) + 1,
     groups=cache_groups,
-    offload_pages=place.offload_pages,
+    offload_pages=spec.offload_pages,
     **cache_options,
   )
   fields = {
@@ -65,33 +66,27 @@ def begun(config, place: Place, **cache_options) -> rollout.RolloutState:
     "raw_log_probs": True,
     "numerics": config.numerics,
   }
-  options = rollout.RolloutConfig(**(fields | dict(place.options)))
-  kv = models.init_kv(config, sizes)
+  options = rollout.RolloutConfig(**(fields | dict(spec.options)))
   # Pages that nothing has written must never be read.
-  kv = jax.tree.map(_poisoned, kv)
+  kv = by_hand.poisoned(models.init_kv(config, sizes))
   requests = rollout.Requests(
-    np.zeros((place.groups, PROMPT), np.int32),
-    np.ones(place.groups, np.int32),
+    np.zeros((spec.groups, PROMPT), np.int32),
+    np.ones(spec.groups, np.int32),
     sampling=rollout.Sampling(temperature=_TEMPERATURE),
-    num_samples=np.zeros(place.groups, np.int32),
+    num_samples=np.zeros(spec.groups, np.int32),
   )
   return rollout.init(
-    jaxkv.init(sizes, jax.random.key(place.secret)),
+    jaxkv.init(sizes, jax.random.key(spec.secret)),
     kv,
     requests,
     jax.random.key(0),
     options,
-    offload=jaxkv.kv.init_offload(kv, sizes) if place.offload_pages else None,
+    offload=jaxkv.kv.init_offload(kv, sizes) if spec.offload_pages else None,
   )
 
 
-def _poisoned(pages: jax.Array) -> jax.Array:
-  is_float = jnp.issubdtype(pages.dtype, jnp.floating)
-  return jnp.full_like(pages, jnp.nan) if is_float else pages
-
-
 def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
-  """Returns prompts of which some begin alike."""
+  """Returns prompts, some of them with a common prefix."""
   rng = np.random.default_rng(seed)
   stems = rng.integers(0, families.VOCABULARY, (4, PROMPT))
   prompts = []
@@ -114,22 +109,25 @@ class Fleet:
     codes: how often each code of an import was returned.
   """
 
-  def __init__(self, config, params, places, prompts, seed=0, **cache_options):
+  def __init__(self, config, params, specs, prompts, seed=0, **cache_options):
     self._rng = np.random.default_rng(seed)
-    self._config, self._params, self._prompts = config, params, prompts
-    self._places = places
-    self.states = [begun(config, place, **cache_options) for place in places]
+    self._config = config
+    self._params = params
+    self._prompts = prompts
+    self._specs = specs
+    self.states = [begun(config, spec, **cache_options) for spec in specs]
     self.results: dict[int, tuple[list[int], bytes]] = {}
     self.moved: dict[int, int] = {}
     self.codes: collections.Counter[str] = collections.Counter()
-    self._next, self._max_pages = 0, None
+    self._num_submitted = 0
+    self._max_pages = None
 
   def run(self, *, moves: bool, max_pages: int | None = None) -> None:
     """Runs all prompts to their ends; moves sequences after random steps."""
     self._max_pages = max_pages
-    total = len(self._prompts) * SAMPLES
+    num_seqs = len(self._prompts) * SAMPLES
     for turn in itertools.count():
-      if len(self.results) == total:
+      if len(self.results) == num_seqs:
         return
       self._submit()
       for index in range(len(self.states)):
@@ -155,9 +153,9 @@ class Fleet:
 
   def _submit(self) -> None:
     index = int(self._rng.integers(len(self.states)))
-    if self._next == len(self._prompts):
+    if self._num_submitted == len(self._prompts):
       return
-    prompt = self._prompts[self._next]
+    prompt = self._prompts[self._num_submitted]
     tokens = [[*prompt, *[0] * (PROMPT - len(prompt))]]
     requests = rollout.Requests(
       tokens,
@@ -166,11 +164,11 @@ class Fleet:
         temperature=jnp.full((SAMPLES,), _TEMPERATURE, jnp.float32)
       ),
     )
-    ids = [self._next * SAMPLES]
+    ids = [self._num_submitted * SAMPLES]
     self.states[index], out = rollout.submit(
       self.states[index], requests, ids=ids
     )
-    self._next += int(out.ok[0])
+    self._num_submitted += int(out.ok[0])
 
   def _move(self) -> None:
     """Moves some sequences from one rollout to another."""
@@ -180,7 +178,7 @@ class Fleet:
     ids, status = jax.device_get((queue.ids, queue.status))
     present = rng.permutation(ids[status < SequenceStatus.DONE]).tolist()
     # Those that have moved least come first.
-    present = sorted(present, key=lambda number: self.moved.get(number, 0))
+    present = sorted(present, key=lambda seq_id: self.moved.get(seq_id, 0))
     present = present[:_AT_ONCE]
     chosen = np.full(_AT_ONCE, -1, np.int32)
     chosen[: len(present)] = present
@@ -190,10 +188,10 @@ class Fleet:
     self.states[target], out = rollout.import_sequences(
       self.states[target], exported
     )
-    for number, code in zip(chosen.tolist(), out.code.tolist(), strict=True):
+    for seq_id, code in zip(chosen.tolist(), out.code.tolist(), strict=True):
       self.codes[jaxkv.Status(code).name] += 1
       if code == jaxkv.Status.OK:
-        self.moved[number] = self.moved.get(number, 0) + 1
+        self.moved[seq_id] = self.moved.get(seq_id, 0) + 1
     # Where there was no room, it returns.
     back = exported.ok & ~out.ok
     self.states[source], out = rollout.import_sequences(
@@ -208,9 +206,9 @@ class Fleet:
     )
     for row in np.flatnonzero(results.valid):
       length = int(results.lengths[row])
-      number = int(results.ids[row])
-      assert number not in self.results
-      self.results[number] = (
+      seq_id = int(results.ids[row])
+      assert seq_id not in self.results
+      self.results[seq_id] = (
         results.tokens[row, :length].tolist(),
         results.log_probs[row, :length].tobytes(),
       )

@@ -15,7 +15,7 @@ class MovingCalls(Calls):
     ids, mask = self._ids(3), self._mask(3)
     codes = [
       jaxkv.Status.OK if code is None else code
-      for code in self._named(ids, mask)
+      for code in self._codes_of(ids, mask)
     ]
     max_pages = None if self._rng.random() < 0.8 else 5
     self.state, exported = rollout.export(

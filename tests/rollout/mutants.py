@@ -32,42 +32,42 @@ _QUEUE = {
   "a token less": (
     "stop_rules:endings",
     given(rows=lambda g: g.rows._replace(lengths=g.rows.lengths + 1)),
-    _BY_HAND + "test_sequences",
+    _BY_HAND + "test_tokens_equal_plain_python",
   ),
   "nothing stops": (
     "stop_rules:endings",
     given(config=lambda g: replace(g.config, stop_token=-1)),
-    _BY_HAND + "test_sequences",
+    _BY_HAND + "test_tokens_equal_plain_python",
   ),
   "samples of a prompt are equal": (
     "enqueue:new_queue",
     returned(_keys_of_prompts),
-    _BY_HAND + "test_sequences",
+    _BY_HAND + "test_tokens_equal_plain_python",
   ),
   "the last that waits is first": (
     "queue:first_of",
     given(condition=lambda g: g.condition & ~jnp.roll(g.condition, -1)),
-    _BY_HAND + "test_preemption",
+    _BY_HAND + "test_younger_of_equal_sequences_is_preempted",
   ),
   "a failure has no code": (
     "queue:fail",
     given(code=lambda g: g.code * 0),
-    "test_hopeless.py::test_hopeless",
+    "test_hopeless.py::test_sequences_that_never_fit_fail",
   ),
   "tokens have the first version": (
     "sample_and_verify:_append",
     given(version=lambda g: g.version * 0),
-    _VERBS + "test_versions",
+    _VERBS + "test_tokens_have_the_version_of_their_weights",
   ),
   "priorities are the other way round": (
     "queue:order_of",
     given(priority=lambda g: -g.priority),
-    _BY_HAND + "test_priority",
+    _BY_HAND + "test_priority_orders_admission_and_preemption",
   ),
   "all samples of every prompt": (
     "enqueue:new_queue",
     given(requests=_one_sample_more),
-    _BY_HAND + "test_num_samples",
+    _BY_HAND + "test_num_samples_of_each_prompt",
   ),
 }
 
@@ -80,37 +80,37 @@ _LOOP = {
   "steps of earlier calls count": (
     "generate:goes_on",
     given(begin=lambda g: g.begin * 0),
-    _BY_HAND + "test_preemption",
+    _BY_HAND + "test_younger_of_equal_sequences_is_preempted",
   ),
   "failed sequences never ended": (
     "queue:has_ended",
     returned(lambda out, g: g.status == 2),
-    _PARTS + "test_until",
+    _PARTS + "test_limits_of_a_call",
   ),
   "rows without a sequence have ended": (
     "queue:has_ended",
     returned(lambda out, g: g.status >= 2),
-    _PARTS + "test_until",
+    _PARTS + "test_limits_of_a_call",
   ),
   "stop strings count at once": (
     "stop_rules:endings",
     given(sampling=lambda g: replace(g.sampling, min_tokens=None)),
-    _PARTS + "test_endings",
+    _PARTS + "test_stop_tokens_and_stop_strings",
   ),
   "stop tokens of other sequences": (
     "stop_rules:endings",
     given(sampling=_reversed_stop_tokens),
-    _PARTS + "test_endings",
+    _PARTS + "test_stop_tokens_and_stop_strings",
   ),
   "guesses take the last pages": (
     "speculate:_fits",
     returned(lambda out, g: out | ~out),
-    _PARTS + "test_pages_of_guesses",
+    _PARTS + "test_drafts_leave_the_last_pages",
   ),
   "a rollout is not brought to its memory": (
     "state:_beside",
     returned(lambda out, g: g.tree),
-    "test_devices.py::TestPlaces::test_on_one_device",
+    "test_devices.py::TestPlacement::test_rollout_has_the_device_of_its_memory",
   ),
 }
 
@@ -118,17 +118,17 @@ _OF_VERBS = {
   "groups are harvested in parts": (
     "results.generated:harvest",
     given(groups=lambda g: False),
-    _VERBS + "test_harvest",
+    _VERBS + "test_harvest_of_groups_and_sequences",
   ),
   "what is dropped stays": (
     "verbs.update_weights:_restart",
     returned(lambda out, g: g.queue),
-    _VERBS + "test_update_weights",
+    _VERBS + "test_policies_of_update_weights",
   ),
   "what is dropped ends where it would have": (
     "verbs.update_weights:_restart",
     returned(lambda out, g: replace(out, limit=g.queue.limit)),
-    _VERBS + "test_update_weights",
+    _VERBS + "test_policies_of_update_weights",
   ),
 }
 
@@ -136,22 +136,22 @@ _OF_TRANSFER = {
   "imported pages have the contents of their neighbours": (
     "import_sequences:write_pages",
     given(sources=lambda g: g.sources[::-1]),
-    _EXPORT + "test_sequences_continue_elsewhere",
+    _EXPORT + "test_moved_sequences_change_no_token",
   ),
   "a page that is not full stays behind": (
     "export:_computed",
     returned(lambda out, g: (out[0], out[1] // 2 * 2, out[2])),
-    _EXPORT + "test_sequences_continue_elsewhere",
+    _EXPORT + "test_moved_sequences_change_no_token",
   ),
   "pages of all secrets are used": (
     "exported:fingerprint_of",
     returned(lambda out, g: out * 0),
-    _EXPORT + "test_other_secrets_and_versions_compute_again",
+    _EXPORT + "test_pages_of_other_secrets_and_versions_are_recomputed",
   ),
   "imported samples find no group": (
     "import_sequences:_rows_of",
     given(exported=lambda g: replace(g.exported, sample=g.exported.sample * 0)),
-    _EXPORT + "test_codes",
+    _EXPORT + "test_codes_of_export_and_import",
   ),
 }
 

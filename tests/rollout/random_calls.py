@@ -1,8 +1,8 @@
 """Random calls of a rollout's verbs, compared with sequences in plain Python.
 
-A seq's number, prompt, adapter, added tokens and the weights over time
-determine every token that it draws. So each call is checked against a list of
-tokens, without slots, pages or other sequences.
+A sequence's id, prompt, adapter, added tokens and the weights over time
+determine every token that is sampled for it. So each call is checked against a
+list of tokens, without slots, pages or other sequences.
 """
 
 import dataclasses
@@ -44,16 +44,17 @@ SIZES = jaxkv.CacheConfig(
 
 def model(params, batch, kv):
   """One layer of attention; an adapter scales the embeddings."""
-  adapter, (kv, numbers) = batch.rows.extra["adapter"], kv
+  kv, expert_ids = kv
+  adapter = batch.rows.extra["adapter"]
   x = params[batch.tokens] * jnp.asarray(_SCALES)[adapter][None, :, None]
   x = (x + jnp.asarray(_POSITIONS)[batch.positions])[:, :, None]
   used = _experts(params, batch.tokens, batch.positions, adapter[None])
   view = batch.views[0]
-  numbers = kv_memory.write_expert_ids(numbers, view, 0, used[..., None])
+  expert_ids = kv_memory.write_expert_ids(expert_ids, view, 0, used[..., None])
   kv = kv_memory.write(kv, view, 0, x, x)
   out = kv_memory.attend(kv, view, 0, x)[0]
   out = out.at[batch.columns].get(mode="clip")
-  return jnp.einsum("xhd,vd->xv", out, params), (kv, numbers)
+  return jnp.einsum("xhd,vd->xv", out, params), (kv, expert_ids)
 
 
 def _experts(table: Any, tokens: Any, positions: Any, adapter: Any) -> Any:
@@ -97,7 +98,7 @@ class Calls:
 
   Attributes:
     state: the rollout.
-    known: the sequences of the rollout, by number.
+    sequences: the sequences of the rollout, by id.
     version: the version of the weights.
     done: the number of calls, by verb and code.
     names: the verbs, each as often as it is likely.
@@ -109,7 +110,7 @@ class Calls:
   def __init__(self, seed: int, temperature: float = 1.0, **options):
     self._rng = np.random.default_rng(seed)
     self._temperature = temperature
-    self.known: dict[int, Sequence] = {}
+    self.sequences: dict[int, Sequence] = {}
     self.version, self.next_id = 0, 0
     self.done: dict[str, int] = {}
     self._key = jax.random.key(seed)
@@ -143,24 +144,24 @@ class Calls:
     getattr(self, f"_{name}")()
     laws = jax.device_get(rollout.check_invariants(self.state))
     broken = [law for law, holds in laws.items() if not holds]
-    self._must(not broken, f"{name} broke {broken}")
+    self._check(not broken, f"{name} broke {broken}")
     self._compare(name)
     self._compare_experts(name)
 
-  def _must(self, holds: bool, message: str) -> None:
+  def _check(self, holds: bool, message: str) -> None:
     if not holds:
       raise Mismatch(message)
 
   def _codes(self, name: str, codes: Any, expected: list[int]) -> None:
     codes = np.asarray(codes).tolist()
-    self._must(codes == expected, f"{name}: codes {codes}, not {expected}")
+    self._check(codes == expected, f"{name}: codes {codes}, not {expected}")
     for code in expected:
       key = f"{name} {jaxkv.Status(code).name}"
       self.done[key] = self.done.get(key, 0) + 1
 
   def _ids(self, count: int) -> list[int]:
-    """Returns numbers of sequences, a few of them missing or repeated."""
-    present = [*self.known] or [0]
+    """Returns ids of sequences, a few of them missing or repeated."""
+    present = [*self.sequences] or [0]
     ids = [int(self._rng.choice(present)) for _ in range(count)]
     if self._rng.random() < 0.2:
       ids[0] = int(self._rng.integers(-2, self.next_id + 3))
@@ -169,14 +170,14 @@ class Calls:
   def _mask(self, count: int) -> list[bool]:
     return (self._rng.random(count) < 0.8).tolist()
 
-  def _status(self, number: int) -> int:
-    return int(self._statuses()[number])
+  def _status(self, seq_id: int) -> int:
+    return int(self._statuses()[seq_id])
 
   def _statuses(self) -> dict[int, int]:
     sequences = jax.device_get((self.state.queue.ids, self.state.queue.status))
     return {
-      int(number): int(status)
-      for number, status in zip(*sequences, strict=True)
+      int(seq_id): int(status)
+      for seq_id, status in zip(*sequences, strict=True)
       if status != SequenceStatus.EMPTY
     }
 
@@ -216,19 +217,19 @@ class Calls:
       extra={"adapter": np.asarray(adapters, np.int32)},
     )
     self.state, out = rollout.submit(self.state, requests, ids=ids, mask=mask)
-    self._submitted(out, prompts, lengths, counts, adapters, ids, mask)
+    self._check_submit(out, prompts, lengths, counts, adapters, ids, mask)
 
-  def _submitted(
+  def _check_submit(
     self, out, prompts, lengths, counts, adapters, ids, mask
   ) -> None:
     status = np.asarray(self._before).reshape(-1, _SAMPLES)
     room = int((status == SequenceStatus.EMPTY).all(axis=1).sum())
-    codes, numbers, asked = [], [], []
-    present, upcoming = set(self.known), self.next_id
+    codes, new_ids, asked = [], [], []
+    present, upcoming = set(self.sequences), self.next_id
     for row, prompt in enumerate(prompts):
-      first = upcoming if ids is None else ids[row]
-      overlaps = any(abs(first - other) < _SAMPLES for other in asked)
-      is_used = first < 0 or present & {*range(first, first + _SAMPLES)}
+      seq_id = upcoming if ids is None else ids[row]
+      overlaps = any(abs(seq_id - other_id) < _SAMPLES for other_id in asked)
+      is_used = seq_id < 0 or present & {*range(seq_id, seq_id + _SAMPLES)}
       code = jaxkv.Status.OK
       if not mask[row]:
         code = jaxkv.Status.SKIPPED
@@ -240,20 +241,20 @@ class Calls:
         code = jaxkv.Status.QUEUE_FULL
       else:
         room -= 1
-        self._enter(first, prompt, adapters[row * _SAMPLES :][: counts[row]])
+        self._add(seq_id, prompt, adapters[row * _SAMPLES :][: counts[row]])
         upcoming += _SAMPLES
       refused = (jaxkv.Status.SKIPPED, jaxkv.Status.BAD_LENGTH)
       if ids is not None and code not in refused and not is_used:
-        asked.append(first)
+        asked.append(seq_id)
       codes.append(code)
-      numbers.append(first if code == jaxkv.Status.OK else -1)
+      new_ids.append(seq_id if code == jaxkv.Status.OK else -1)
     self._codes("submit", out.code, codes)
-    self._must(out.ids.tolist() == numbers, f"ids {out.ids}, not {numbers}")
+    self._check(out.ids.tolist() == new_ids, f"ids {out.ids}, not {new_ids}")
 
-  def _enter(self, first: int, prompt: list[int], adapters: list[int]) -> None:
-    self.next_id = max(self.next_id, first + _SAMPLES)
+  def _add(self, seq_id: int, prompt: list[int], adapters: list[int]) -> None:
+    self.next_id = max(self.next_id, seq_id + _SAMPLES)
     for sample, adapter in enumerate(adapters):
-      self.known[first + sample] = Sequence(
+      self.sequences[seq_id + sample] = Sequence(
         tokens=[*prompt],
         prompt=len(prompt),
         drawn=[-1] * len(prompt),
@@ -261,14 +262,14 @@ class Calls:
         adapter=adapter,
       )
 
-  def _named(self, ids: list[int], mask: list[bool]) -> list[int | None]:
+  def _codes_of(self, ids: list[int], mask: list[bool]) -> list[int | None]:
     """Returns the error code of each row; None if the sequence is present."""
     codes: list[int | None] = []
-    for row, number in enumerate(ids):
-      repeated = any(mask[n] and ids[n] == number for n in range(row))
+    for row, seq_id in enumerate(ids):
+      repeated = any(mask[n] and ids[n] == seq_id for n in range(row))
       if not mask[row]:
         codes.append(jaxkv.Status.SKIPPED)
-      elif repeated or number not in self.known:
+      elif repeated or seq_id not in self.sequences:
         codes.append(jaxkv.Status.BAD_SEQUENCE)
       else:
         codes.append(None)
@@ -276,29 +277,29 @@ class Calls:
 
   def _abort(self) -> None:
     ids, mask = self._ids(2), self._mask(2)
-    codes, status = self._named(ids, mask), self._statuses()
-    for row, number in enumerate(ids):
-      if codes[row] is None and status[number] >= SequenceStatus.DONE:
+    codes, status = self._codes_of(ids, mask), self._statuses()
+    for row, seq_id in enumerate(ids):
+      if codes[row] is None and status[seq_id] >= SequenceStatus.DONE:
         codes[row] = jaxkv.Status.ENDED
       elif codes[row] is None:
         codes[row] = jaxkv.Status.OK
-        self.known[number].finish = rollout.Finish.ABORTED
+        self.sequences[seq_id].finish = rollout.Finish.ABORTED
     self.state, out = rollout.abort(self.state, ids, mask=mask)
     self._codes("abort", out.code, codes)
 
   def _requeue(self) -> None:
     ids, mask = self._ids(2), self._mask(2)
-    codes, status = self._named(ids, mask), self._statuses()
-    for row, number in enumerate(ids):
+    codes, status = self._codes_of(ids, mask), self._statuses()
+    for row, seq_id in enumerate(ids):
       if codes[row] is None:
-        ended = status[number] >= SequenceStatus.DONE
+        ended = status[seq_id] >= SequenceStatus.DONE
         codes[row] = jaxkv.Status.ENDED if ended else jaxkv.Status.OK
     self.state, out = rollout.requeue(self.state, ids, mask=mask)
     self._codes("requeue", out.code, codes)
     status = self._statuses()
-    for row, number in enumerate(ids):
+    for row, seq_id in enumerate(ids):
       if codes[row] == jaxkv.Status.OK:
-        self._must(status[number] == SequenceStatus.WAITING, f"{number} runs")
+        self._check(status[seq_id] == SequenceStatus.WAITING, f"{seq_id} runs")
 
   def _extend(self) -> None:
     rng, columns = self._rng, 4
@@ -310,13 +311,13 @@ class Calls:
       lengths[0] = int(rng.choice([-1, columns + 1, 2**31 - 1]))
     if budget is not None and rng.random() < 0.1:
       budget[1] = int(rng.choice([0, -5, 2**31 - 1]))
-    codes, status = self._named(ids, mask), self._statuses()
-    for row, number in enumerate(ids):
+    codes, status = self._codes_of(ids, mask), self._statuses()
+    for row, seq_id in enumerate(ids):
       if codes[row] is not None:
         continue
-      seq, room = self.known[number], CONFIG.max_new_tokens
-      room = room if budget is None else budget[row]
-      if status[number] == SequenceStatus.FAILED:
+      seq = self.sequences[seq_id]
+      room = CONFIG.max_new_tokens if budget is None else budget[row]
+      if status[seq_id] == SequenceStatus.FAILED:
         codes[row] = jaxkv.Status.ENDED
       elif (
         not 0 <= lengths[row] <= columns
@@ -336,8 +337,8 @@ class Calls:
     )
     self._codes("extend", out.code, codes)
 
-  def _ready(self, groups: bool) -> set[int]:
-    """Returns the numbers of sequences that can be ended."""
+  def _ended_ids(self, groups: bool) -> set[int]:
+    """Returns the ids of sequences that can be harvested."""
     ids, status = jax.device_get(
       (self.state.queue.ids, self.state.queue.status)
     )
@@ -350,41 +351,41 @@ class Calls:
 
   def _harvest(self) -> None:
     groups = bool(self._rng.random() < 0.5)
-    expected = self._ready(groups)
+    expected = self._ended_ids(groups)
     if self._rng.random() < 0.3:
       self.state, out = rollout.harvest(self.state, groups=groups)
       ok = np.asarray(out.code) == jaxkv.Status.OK
       ended = set(np.asarray(self._ids_before)[ok].tolist())
-      self._must(ended == expected, f"harvested {ended}, not {expected}")
+      self._check(ended == expected, f"harvested {ended}, not {expected}")
     else:
       ids, mask = self._ids(3), self._mask(3)
-      codes = self._named(ids, mask)
-      for row, number in enumerate(ids):
+      codes = self._codes_of(ids, mask)
+      for row, seq_id in enumerate(ids):
         if codes[row] is None:
-          code = "OK" if number in expected else "UNFINISHED"
+          code = "OK" if seq_id in expected else "UNFINISHED"
           codes[row] = jaxkv.Status[code]
       self.state, out = rollout.harvest(
         self.state, ids, mask=mask, groups=groups
       )
       self._codes("harvest", out.code, codes)
       pairs = zip(ids, codes, strict=True)
-      ended = {number for number, code in pairs if code == jaxkv.Status.OK}
+      ended = {seq_id for seq_id, code in pairs if code == jaxkv.Status.OK}
     self._check_results(out)
-    for number in ended:
-      del self.known[number]
+    for seq_id in ended:
+      del self.sequences[seq_id]
 
   def _check_results(self, out) -> None:
     results = jax.device_get(out.results)
     for row in np.flatnonzero(results.valid):
-      number = int(results.ids[row])
-      seq = self.known[number]
+      seq_id = int(results.ids[row])
+      seq = self.sequences[seq_id]
       length = int(results.lengths[row])
-      self._must(
+      self._check(
         results.tokens[row, :length].tolist() == seq.tokens
         and results.mask[row].tolist()
         == [*(mark >= 0 for mark in seq.drawn), *[False] * (_LIMIT - length)]
         and results.finish[row] == seq.finish,
-        f"{number} was harvested as {results.tokens[row]}",
+        f"{seq_id} was harvested as {results.tokens[row]}",
       )
 
   def _update(self) -> None:
@@ -394,8 +395,8 @@ class Calls:
     self.version += 1
     noise = self._rng.normal(size=_TOKENS.shape).astype(np.float32)
     self._weights.append(_TOKENS + noise * np.float32(0.3))
-    for number, seq in self.known.items():
-      if how == "drop" and status[number] < SequenceStatus.DONE:
+    for seq_id, seq in self.sequences.items():
+      if how == "drop" and status[seq_id] < SequenceStatus.DONE:
         seq.tokens = seq.tokens[: seq.prompt]
         seq.drawn = seq.drawn[: seq.prompt]
         seq.ran = 0
@@ -403,7 +404,7 @@ class Calls:
     self.done[f"weights {how}"] = self.done.get(f"weights {how}", 0) + 1
 
   def _compare(self, name: str) -> None:
-    """Checks the tokens of all sequences, and appends the drawn ones."""
+    """Checks the tokens of all sequences, and appends the sampled ones."""
     left_out = {"keys": None, "records": None, "log_probs": None}
     rows = jax.device_get(dataclasses.replace(self.state.queue, **left_out))
     self._before, self._ids_before = rows.status, rows.ids
@@ -411,42 +412,42 @@ class Calls:
       int(rows.ids[row]): row
       for row in np.flatnonzero(rows.status != SequenceStatus.EMPTY)
     }
-    self._must(
-      row_of.keys() == self.known.keys(),
-      f"after {name} there are {row_of.keys()}, not {self.known.keys()}",
+    self._check(
+      row_of.keys() == self.sequences.keys(),
+      f"after {name} there are {row_of.keys()}, not {self.sequences.keys()}",
     )
-    for number, row in row_of.items():
-      seq, length = self.known[number], int(rows.length[row])
+    for seq_id, row in row_of.items():
+      seq, length = self.sequences[seq_id], int(rows.length[row])
       tokens = rows.tokens[row, :length].tolist()
       for token in tokens[len(seq.tokens) :]:
-        self._must(seq.finish == 0, f"{number} went on after its end")
-        self._check_draw(number, seq, token)
+        self._check(seq.finish == 0, f"{seq_id} went on after its end")
+        self._check_draw(seq_id, seq, token)
         seq.tokens.append(token)
         seq.drawn.append(self.version)
         if token == _STOP:
           seq.finish = int(rollout.Finish.STOP_TOKEN)
         elif len(seq.tokens) == seq.limit:
           seq.finish = int(rollout.Finish.LENGTH)
-      self._must(tokens == seq.tokens, f"{number}: {tokens}, not {seq.tokens}")
-      self._must(
+      self._check(tokens == seq.tokens, f"{seq_id}: {tokens}, not {seq.tokens}")
+      self._check(
         rows.versions[row, :length].tolist() == seq.drawn
         and int(rows.finish[row]) == seq.finish
         and int(rows.limit[row]) == seq.limit,
-        f"{number} after {name}: {rows.finish[row]}, {rows.limit[row]}",
+        f"{seq_id} after {name}: {rows.finish[row]}, {rows.limit[row]}",
       )
 
   def _compare_experts(self, name: str) -> None:
     """Checks recorded experts: never lost, and complete at the end."""
     results = jax.device_get(rollout.generated(self.state))
     for row in np.flatnonzero(results.valid):
-      number, experts = int(results.ids[row]), results.experts[row, :, 0, 0]
-      seq = self.known[number]
+      seq_id, experts = int(results.ids[row]), results.experts[row, :, 0, 0]
+      seq = self.sequences[seq_id]
       ran = int(np.sum(experts >= 0))
       whole = 0 < seq.finish < rollout.Finish.ABORTED
       minimum = len(seq.tokens) - 1 if whole else seq.ran
-      self._must(
+      self._check(
         minimum <= ran < len(seq.tokens) and np.all(experts[ran:] == -1),
-        f"after {name} {number} has experts {experts}, of {minimum} at least",
+        f"after {name} {seq_id} has experts {experts}, of {minimum} at least",
       )
       seq.ran = ran
       # Before the end, experts may be those of older weights.
@@ -454,10 +455,10 @@ class Calls:
       where = np.asarray(seq.tokens[:ran], int), np.arange(ran), seq.adapter
       expected = [_experts(self._weights[x], *where) for x in versions]
       right = np.any(np.asarray(expected) == experts[:ran], axis=0)
-      message = f"after {name} {number} has experts {experts}, not {expected}"
-      self._must(bool(np.all(right)), message)
+      message = f"after {name} {seq_id} has experts {experts}, not {expected}"
+      self._check(bool(np.all(right)), message)
 
-  def _check_draw(self, number: int, seq: Sequence, token: int) -> None:
+  def _check_draw(self, seq_id: int, seq: Sequence, token: int) -> None:
     """Checks a draw: one uniform selects a block of four, another the token."""
     table = self._weights[self.version].astype(np.float64)
     x = table[seq.tokens] * _SCALES[seq.adapter]
@@ -467,19 +468,19 @@ class Calls:
     logits = table @ (weights @ x / weights.sum()) / self._temperature
     chances = np.exp(logits - logits.max())
     chances /= chances.sum()
-    first, second = _uniforms(self._key, number, len(seq.tokens) - seq.prompt)
+    uniforms = _uniforms(self._key, seq_id, len(seq.tokens) - seq.prompt)
     sums = np.add.reduceat(chances, np.arange(0, _VOCABULARY, 4))
     block = token // 4
     low, high = sums[:block].sum(), sums[: block + 1].sum()
     block_chances = chances[4 * block : 4 * block + 4] / sums[block]
     index = token % 4
     tolerance = 1e-5  # Float32 sums in another order.
-    self._must(
-      low - tolerance <= first <= high + tolerance
+    self._check(
+      low - tolerance <= uniforms[0] <= high + tolerance
       and block_chances[:index].sum() - tolerance
-      <= second
+      <= uniforms[1]
       <= block_chances[: index + 1].sum() + tolerance,
-      f"{number} drew {token} after {seq.tokens}",
+      f"{seq_id} drew {token} after {seq.tokens}",
     )
 
 
@@ -490,10 +491,10 @@ def run(params, state, until):
 
 
 @jax.jit
-def _bits(key, number, count):
-  key = jax.random.fold_in(jax.random.fold_in(key, number), count)
+def _bits(key, seq_id, count):
+  key = jax.random.fold_in(jax.random.fold_in(key, seq_id), count)
   return jax.random.bits(key, (2,), jnp.uint32)
 
 
-def _uniforms(key, number: int, count: int) -> np.ndarray:
-  return (np.asarray(_bits(key, number, count)) >> 8) / 2.0**24
+def _uniforms(key, seq_id: int, count: int) -> np.ndarray:
+  return (np.asarray(_bits(key, seq_id, count)) >> 8) / 2.0**24

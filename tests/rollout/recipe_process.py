@@ -4,10 +4,10 @@
 |---|---|
 | `data FILE` | runs a data-parallel job and writes its results |
 | `data FILE ADDRESS N I` | the same as process I of N |
-| `save KIND FOLDER N` | saves a rollout after N of its steps, writes its end |
-| `restore KIND FOLDER` | restores all, finishes each, compares the ends |
+| `save AXIS FOLDER N` | saves a rollout after N of its steps, writes its end |
+| `restore AXIS FOLDER` | restores all, finishes each, compares the ends |
 
-KIND is "data" or "model". `tests.rollout.started` starts it.
+AXIS is "data" or "model". `tests.rollout.started` starts it.
 """
 
 import os
@@ -32,10 +32,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 def data(file: str, *process: str) -> None:
   names: dict[str, Any] = {"jax": jax}
   if process:
-    address, number, process_id = process
-    names |= {"address": address, "num_processes": int(number)}
+    address, num_processes, process_id = process
+    names |= {"address": address, "num_processes": int(num_processes)}
     recipes.run("Several processes", names | {"process_id": int(process_id)})
-    assert jax.process_count() == int(number)
+    assert jax.process_count() == int(num_processes)
   names |= recipes.attention_alone()
   recipes.run("Data parallel", names)
   recipes.run("All four", names)
@@ -43,9 +43,9 @@ def data(file: str, *process: str) -> None:
   np.savez(file, tokens=results.tokens, lengths=results.lengths)
 
 
-def save(kind: str, folder: str, count: str) -> None:
-  names, axes, state = _begun(kind, jax.device_count())
-  one, model = rollout.Until(steps=1), names["model"]
+def save(axis: str, folder: str, count: str) -> None:
+  names, axes, state = _begun(axis, jax.device_count())
+  model = names["model"]
   ends = recipes.done(names, jax.tree.map(jnp.copy, state), axes)
   num_steps = int(np.asarray(ends.counters.steps).max())
   _write(ends, axes, f"{folder}/end.npz")
@@ -55,14 +55,14 @@ def save(kind: str, folder: str, count: str) -> None:
     if step in chosen:
       checkpoint.save(f"{folder}/{step}", state)
     state = sharding.generate(
-      names["params"], state, one, axes=axes, model=model
+      names["params"], state, rollout.Until(steps=1), axes=axes, model=model
     )
 
 
-def restore(kind: str, folder: str) -> None:
+def restore(axis: str, folder: str) -> None:
   # All devices of this process hold as many shards as were saved.
-  names, axes, target = _begun(kind, jax.device_count())
-  wanted = np.load(f"{folder}/end.npz")
+  names, axes, target = _begun(axis, jax.device_count())
+  expected = np.load(f"{folder}/end.npz")
   steps = [path for path in pathlib.Path(folder).iterdir() if path.is_dir()]
   assert steps
   for path in steps:
@@ -70,20 +70,20 @@ def restore(kind: str, folder: str) -> None:
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(
       lambda leaf: leaf.sharding, target
     )
-    _write(recipes.done(names, state, axes), axes, f"{folder}/found.npz")
-    found = np.load(f"{folder}/found.npz")
-    for name in wanted.files:
-      is_sum = name == "log_probs" and kind == "model"
+    _write(recipes.done(names, state, axes), axes, f"{folder}/results.npz")
+    results = np.load(f"{folder}/results.npz")
+    for name in expected.files:
+      is_sum = name == "log_probs" and axis == "model"
       np.testing.assert_allclose(
-        found[name], wanted[name], rtol=0, atol=1e-5 if is_sum else 0
+        results[name], expected[name], rtol=0, atol=1e-5 if is_sum else 0
       )
 
 
-def _begun(kind: str, count: int) -> tuple[dict[str, Any], Any, Any]:
+def _begun(axis: str, count: int) -> tuple[dict[str, Any], Any, Any]:
   """Returns the names, the axes and the state of a job on all devices."""
-  names = recipes.attention_alone() if kind == "data" else recipes.llama()
-  axes = recipes.axes_of(**{kind: count}, kind=AxisType.Explicit)
-  if kind == "model":
+  names = recipes.attention_alone() if axis == "data" else recipes.llama()
+  axes = recipes.axes_of(**{axis: count}, axis_type=AxisType.Explicit)
+  if axis == "model":
     return names, axes, recipes.begun_on(names, axes)
   requests = names["requests"]
   # Enough prompts for many steps of each of eight shards.

@@ -1,6 +1,5 @@
 """Runs the examples in the docstring of `jaxkv.sharding`."""
 
-import dataclasses
 import functools
 import textwrap
 from typing import Any
@@ -44,9 +43,9 @@ LLAMA = models.llama(
 def pieces(title: str) -> list[str]:
   """Returns the pieces of code of an example, in order."""
   text = sharding.__doc__ or ""
-  begins = {name: text.index(f"\n\n{name}") for name in TITLES}
-  later = [place for place in begins.values() if place > begins[title]]
-  lines = text[begins[title] : min(later, default=None)].split("\n")
+  offsets = {name: text.index(f"\n\n{name}") for name in TITLES}
+  later = [offset for offset in offsets.values() if offset > offsets[title]]
+  lines = text[offsets[title] : min(later, default=None)].split("\n")
   code = [""]
   for line in lines:
     if line.startswith("  ") or (code[-1] and not line):
@@ -85,11 +84,6 @@ def names_of(model, params, sizes, config, pages, prompts) -> dict[str, Any]:
   }
 
 
-def _poisoned(kv: kv_memory.KVPages) -> kv_memory.KVPages:
-  """Fills pages with NaN, so that an unused page must not reach a logit."""
-  return dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
-
-
 def attention_alone() -> dict[str, Any]:
   """Returns names for the fast model of `by_hand`, with four prompts."""
   sizes = by_hand.sizes(20, 3)
@@ -102,7 +96,7 @@ def attention_alone() -> dict[str, Any]:
       head_dim=by_hand.WIDTH,
       dtype=jnp.float32,
     )
-    return _poisoned(kv)
+    return by_hand.poisoned(kv)
 
   return names_of(
     rollout.all_logits(by_hand.model),
@@ -133,7 +127,7 @@ def llama(**options: Any) -> dict[str, Any]:
     rollout.RolloutConfig(
       num_samples=2, max_new_tokens=9, stop_token=3, prefill_chunk=8
     ),
-    lambda: _poisoned(models.init_kv(LLAMA, sizes)),
+    lambda: by_hand.poisoned(models.init_kv(LLAMA, sizes)),
     [random.integers(0, 48, 1 + row % 9).tolist() for row in range(16)],
   )
 
@@ -175,27 +169,27 @@ def begun_on(names: dict[str, Any], axes: Any, **options: Any) -> Any:
   return sharding.init(cache, kv, *arguments, axes=axes)
 
 
-def axes_of(data=0, model=0, kind=AxisType.Auto) -> sharding.MeshAxes:
-  """Returns a mesh of so many devices along each axis; 0 for no axis."""
-  sizes = {"data": data, "model": model}
-  names = tuple(name for name, size in sizes.items() if size)
-  shape = tuple(sizes[name] for name in names)
-  mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+def axes_of(data=0, model=0, axis_type=AxisType.Auto) -> sharding.MeshAxes:
+  """Returns a mesh of `data` by `model` devices; 0 means no such axis."""
+  axis_sizes = {"data": data, "model": model}
+  names = tuple(name for name, axis_size in axis_sizes.items() if axis_size)
+  shape = tuple(axis_sizes[name] for name in names)
+  mesh = jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
   return sharding.MeshAxes(mesh, **{name: name for name in names})
 
 
-def assert_equal_results(results, wanted) -> None:
+def assert_equal_results(results, expected) -> None:
   """Compares the results of a mesh with those of one device."""
-  count = len(wanted.lengths)
+  count = len(expected.lengths)
   assert not np.asarray(results.valid)[count:].any()
   for name in ("ids", "tokens", "lengths", "finish", "valid"):
-    found = np.asarray(getattr(results, name))[:count]
-    np.testing.assert_array_equal(found, getattr(wanted, name))
+    actual = np.asarray(getattr(results, name))[:count]
+    np.testing.assert_array_equal(actual, getattr(expected, name))
   # A sum of float32 numbers may be taken in another order, as where the token
   # is computed in a call of another width.
   np.testing.assert_allclose(
     np.asarray(results.log_probs)[:count],
-    wanted.log_probs,
+    expected.log_probs,
     rtol=1e-5,
     atol=1e-5,
   )

@@ -1,4 +1,4 @@
-"""Values that users pass to a rollout: served, or refused by name."""
+"""Arguments of a rollout: bad ones raise and are named."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ def _begin(
 
 
 def _model(params, batch, kv, change=lambda logits: logits):
-  """Logits that favour the token after the last one; no attention."""
+  """Returns logits that favour the token after the last one."""
   del params, kv
   ahead = (batch.tokens + 1) % _VOCABULARY
   return change(4 * jax.nn.one_hot(ahead, _VOCABULARY)), None
@@ -69,11 +69,11 @@ class TestConfig:
 
   @pytest.mark.parametrize("name", (*_FIELDS, "stop_token"))
   @pytest.mark.parametrize("value", [1.5, 4.0, True, (1, 2), "3", None])
-  def test_other_types(self, name, value):
+  def test_types_other_than_int_are_refused(self, name, value):
     with pytest.raises(TypeError, match=rf"{name}` must be an int, got .*type"):
       rollout.RolloutConfig(**{name: value})
 
-  def test_stop_tokens(self):
+  def test_range_of_stop_token(self):
     assert rollout.RolloutConfig(stop_token=-1).stop_token == -1
     assert rollout.RolloutConfig(stop_token=np.int64(3)).stop_token == 3
     assert rollout.RolloutConfig(max_overtaken=0).max_overtaken == 0
@@ -128,11 +128,11 @@ class TestPrompts:
       ),
     ],
   )
-  def test_refused(self, prompts, lengths, error, message):
+  def test_bad_prompts_are_refused(self, prompts, lengths, error, message):
     with pytest.raises(error, match=message):
       _begin(prompts, lengths)
 
-  def test_lists_and_arrays_are_one(self):
+  def test_lists_and_arrays_give_equal_queues(self):
     lists = _begin([[1, 2, 3]], [3]).queue
     arrays = _begin(np.array([[1, 2, 3]], np.int64), jnp.array([3])).queue
     np.testing.assert_array_equal(lists.tokens, arrays.tokens)
@@ -143,7 +143,7 @@ class TestPrompts:
 
 
 class TestSampling:
-  """What is refused where settings are written, not where they are used.
+  """Errors of `Sampling` when it is made.
 
   All fields are in `tests/sampling/test_settings.py`.
   """
@@ -157,11 +157,11 @@ class TestSampling:
       ("logit_bias", [1, 2], TypeError, "must be a dictionary from to"),
     ],
   )
-  def test_values(self, field, value, error, message):
+  def test_bad_settings_are_refused(self, field, value, error, message):
     with pytest.raises(error, match=rf"`{field}.*{message}"):
       rollout.Sampling(**{field: value})
 
-  def test_is_a_pytree_of_anything(self):
+  def test_sampling_holds_any_leaves(self):
     sampling = rollout.Sampling(temperature=[0.0, 1.0], top_k=jnp.int32(3))
     shapes = jax.eval_shape(lambda: rollout.Sampling(top_p=jnp.ones(2)))
     assert shapes.top_p.shape == (2,)
@@ -172,9 +172,9 @@ class TestSampling:
     assert names.temperature == [".temperature[0]", ".temperature[1]"]
 
 
-class TestKeysAndNumbers:
+class TestKeysAndIds:
   @pytest.mark.parametrize("key", [0, np.uint32([0, 1])])
-  def test_keys(self, key):
+  def test_raw_keys_are_refused(self, key):
     kv = kv_memory.init(_SIZES, num_layers=1, num_kv_heads=1, head_dim=2)
     config = rollout.RolloutConfig(max_new_tokens=4)
     with pytest.raises(TypeError, match=r"`key` must be a jax\.random"):
@@ -182,38 +182,37 @@ class TestKeysAndNumbers:
         jaxkv.init(_SIZES), kv, rollout.Requests([[1, 2]], [2]), key, config
       )
 
-  @pytest.mark.parametrize("number", [-1, 2**31 - 4])
-  def test_first_sequence(self, number):
+  @pytest.mark.parametrize("seq_id", [-1, 2**31 - 4])
+  def test_first_sequence_out_of_range(self, seq_id):
     kv = kv_memory.init(_SIZES, num_layers=1, num_kv_heads=1, head_dim=2)
     config = rollout.RolloutConfig(max_new_tokens=4, num_samples=4)
-    with pytest.raises(ValueError, match=f"`first_sequence` .* got {number}"):
+    with pytest.raises(ValueError, match=f"`first_sequence` .* got {seq_id}"):
       rollout.init(
         jaxkv.init(_SIZES),
         kv,
         rollout.Requests([[1, 2]], [2]),
         jax.random.key(0),
         config,
-        first_sequence=number,
+        first_sequence=seq_id,
       )
 
-  def test_no_sequences_at_all(self):
-    state, nobody = _begin(), np.zeros((0, 1), np.int32)
-    for call in (
+  def test_empty_calls_change_no_token(self):
+    state = _begin()
+    for new_state, out in (
       rollout.abort(state, []),
       rollout.requeue(state, []),
       rollout.harvest(state, []),
-      rollout.extend(state, [], nobody, []),
+      rollout.extend(state, [], np.zeros((0, 1), np.int32), []),
     ):
-      after, out = call
       assert out.code.shape == (0,)
       jax.tree.map(
         np.testing.assert_array_equal,
-        *(jax.tree.leaves(x.queue.tokens) for x in (after, state)),
+        *(jax.tree.leaves(x.queue.tokens) for x in (new_state, state)),
       )
 
 
 class TestRequests:
-  """Fields whose lengths disagree are refused by name, in both verbs."""
+  """Shapes that disagree raise in `submit` and `init`."""
 
   @pytest.mark.parametrize(
     ("name", "value", "message"),
@@ -229,7 +228,7 @@ class TestRequests:
       ("extra", np.zeros(2), r"\[4, \.\.\.\], got \[2\]; .* each sample"),
     ],
   )
-  def test_lengths_that_disagree(self, name, value, message):
+  def test_shapes_that_disagree_are_refused(self, name, value, message):
     fields = {"tokens": [[1, 2], [3, 4]], "lengths": [2, 2]}
     requests = rollout.Requests(**(fields | {name: value}))
     message = rf"`requests\.{name}` must have the shape {message}"
@@ -243,13 +242,13 @@ class TestRequests:
       )
 
   @pytest.mark.parametrize("field", ["temperature", "max_tokens"])
-  def test_settings_of_other_samples(self, field):
+  def test_settings_of_wrong_length_are_refused(self, field):
     sampling = rollout.Sampling(**{field: [1, 1, 1]})
     requests = rollout.Requests([[1, 2], [3, 4]], [2, 2], sampling=sampling)
     with pytest.raises(ValueError, match=rf"`{field}.*` must .*\[4\].*\[3\]"):
       rollout.submit(_begin(num_samples=2), requests)
 
-  def test_no_requests(self):
+  def test_lists_instead_of_requests_are_refused(self):
     message = r"`requests` must be a Requests, got list; make one with"
     with pytest.raises(TypeError, match=message):
       rollout.submit(_begin(), [[1, 2]])
@@ -263,29 +262,18 @@ def test_init_compiles_one_program():
   """A program for each operation would take seconds."""
   # Compiles the copy of the key, which all calls share.
   memory = _begin().memory
-  key, config = jax.random.key(0), rollout.RolloutConfig(max_new_tokens=4)
+  key = jax.random.key(0)
+  config = rollout.RolloutConfig(max_new_tokens=4)
   # No other test has prompts of this shape.
   tokens = np.ones((7, 5), np.int32)
-  before = num_compiled()
+  num_programs = num_compiled()
   for lengths in ([5] * 7, [1, 2, 3, 4, 5, 1, 2]):
     requests = rollout.Requests(tokens, lengths)
     rollout.init(memory.cache, memory.kv, requests, key, config)
-    assert num_compiled() - before == 1
+    assert num_compiled() - num_programs == 1
 
 
-def test_a_cache_with_cross_attention():
-  groups = (jaxkv.FullAttention(), jaxkv.CrossAttention())
-  sizes = dataclasses.replace(_SIZES, groups=groups, prefix_caching=False)
-  cache = jaxkv.init(sizes)
-  kv = kv_memory.init(sizes, num_layers=1, num_kv_heads=1, head_dim=4)
-  config = rollout.RolloutConfig(max_new_tokens=4)
-  with pytest.raises(ValueError, match="no group of CrossAttention"):
-    rollout.init(
-      cache, kv, rollout.Requests([[1, 2]], [2]), jax.random.key(0), config
-    )
-
-
-class TestNumbersOfACall:
+class TestUntil:
   @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
@@ -296,32 +284,32 @@ class TestNumbersOfACall:
       ([3], ValueError, r"must have the shape \[\], got \[1\]"),
     ],
   )
-  def test_steps(self, value, error, message):
+  def test_bad_limits_are_refused(self, value, error, message):
     for name in ("steps", "groups", "sequences"):
       with pytest.raises(error, match=f"`until.{name}` {message}"):
         _generate(until=rollout.Until(**{name: value}))
 
-  def test_no_until(self):
+  def test_int_instead_of_until_is_refused(self):
     with pytest.raises(TypeError, match=r"`until` must be .* write Until"):
       _generate(until=3)
 
   @pytest.mark.deep
-  def test_traced_numbers(self):
-    """Their types are checked, their values are not known."""
+  def test_traced_limits(self):
+    """Types are checked while tracing; values are unknown."""
 
     def run(steps):
       return _generate(until=rollout.Until(steps=steps))
 
     with pytest.raises(TypeError, match=r"`until\.steps` must hold integers"):
       jax.eval_shape(run, 1.5)
-    end = jax.jit(run)(-1)
-    assert int(end.counters.steps) == 0
+    state = jax.jit(run)(-1)
+    assert int(state.counters.steps) == 0
 
 
 class TestLogits:
   @pytest.mark.deep
   def test_half_precision_is_sampled_in_float32(self):
-    """Whole numbers are exact in both, so the results are equal."""
+    """The logits are integers, exact in both, so results are equal."""
     full = jax.jit(_generate)
     half = jax.jit(
       functools.partial(
@@ -329,11 +317,11 @@ class TestLogits:
       )
     )
     for temperature in (0.0, 1.0):
-      found = half(temperature).queue
-      wanted = full(temperature).queue
-      assert found.log_probs.dtype == jnp.float32
-      np.testing.assert_array_equal(found.tokens, wanted.tokens)
-      np.testing.assert_array_equal(found.log_probs, wanted.log_probs)
+      half_queue = half(temperature).queue
+      full_queue = full(temperature).queue
+      assert half_queue.log_probs.dtype == jnp.float32
+      np.testing.assert_array_equal(half_queue.tokens, full_queue.tokens)
+      np.testing.assert_array_equal(half_queue.log_probs, full_queue.log_probs)
 
   @pytest.mark.parametrize(
     ("change", "error", "message"),
@@ -351,13 +339,11 @@ class TestLogits:
       ),
     ],
   )
-  def test_refused(self, change, error, message):
+  def test_bad_logits_are_refused(self, change, error, message):
     with pytest.raises(error, match=f"`logits` {message}"):
       _generate(change=change)
 
-  def test_of_some_columns(self):
-    """Those of a model that gives no others."""
-
+  def test_logits_of_wrong_columns_are_refused(self):
     def model(params, batch, kv):
       del params, kv
       return jnp.zeros((batch.tokens.shape[1] + 1, _VOCABULARY)), None
@@ -383,7 +369,7 @@ class TestLogits:
     ),
   ],
 )
-def test_results_of_a_process(process, message):
+def test_bad_results_of_process_are_refused(process, message):
   state = _begin()
   queue = dataclasses.replace(state.queue, extra=jnp.zeros(2, jnp.int32))
   state = dataclasses.replace(state, queue=queue)
@@ -392,8 +378,8 @@ def test_results_of_a_process(process, message):
     rollout.generate(None, state, model=model, process=process)
 
 
-def test_a_donated_rollout_leaves_the_callers_arrays():
-  """Settings, prompts and what else is given serve any number of rollouts."""
+def test_donation_keeps_the_callers_arrays():
+  """Arguments of `init` may be used by several rollouts."""
   tokens = rollout.token_bytes([bytes([65 + n]) for n in range(16)])
   requests = rollout.Requests(
     jnp.ones((2, 5), jnp.int32),
@@ -406,7 +392,8 @@ def test_a_donated_rollout_leaves_the_callers_arrays():
     salts=jnp.ones((4, 4), jnp.uint32),
     extra={"adapter": jnp.zeros((4, 2))},
   )
-  key, version = jax.random.key(0), jnp.int32(0)
+  key = jax.random.key(0)
+  version = jnp.int32(0)
   sizes = jaxkv.CacheConfig(
     num_pages=40, page_size=4, num_slots=2, pages_per_slot=8
   )
@@ -427,13 +414,13 @@ def test_a_donated_rollout_leaves_the_callers_arrays():
       assert not leaf.is_deleted(), jax.tree_util.keystr(path)
 
 
-def test_numpy_integers_are_those_of_python():
+def test_numpy_integers_become_python_ints():
   config = rollout.RolloutConfig(max_new_tokens=np.int64(4))
   assert repr(config) == repr(rollout.RolloutConfig(max_new_tokens=4))
 
 
 @pytest.mark.parametrize(
-  ("kind", "length", "pages"),
+  ("group", "length", "pages"),
   [
     # Tokens 3 to 5 are one chunk, and in two pages.
     (jaxkv.ChunkedLocal(3), 8, 2),
@@ -446,8 +433,8 @@ def test_numpy_integers_are_those_of_python():
     (jaxkv.Recurrent(), 40, 2),
   ],
 )
-def test_the_most_pages_of_a_sequence(kind, length, pages):
+def test_max_pages_of_a_sequence(group, length, pages):
   sizes = jaxkv.CacheConfig(
-    num_pages=20, page_size=4, num_slots=1, pages_per_slot=10, groups=(kind,)
+    num_pages=20, page_size=4, num_slots=1, pages_per_slot=10, groups=(group,)
   )
   assert max_pages(sizes, 1, length) == (pages,)

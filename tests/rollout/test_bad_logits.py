@@ -30,15 +30,15 @@ _DONE, _FAILED = rollout.SequenceStatus.DONE, rollout.SequenceStatus.FAILED
 
 
 def _model(params, batch, kv):
-  """Full attention and a window, each in a group of its own."""
+  """Runs full attention and a window, in two layer groups."""
   x = params[batch.tokens][:, :, None]
-  total = x
+  output = x
   for view, window in zip(batch.views, _WINDOWS, strict=True):
     kv = kv_memory.write(kv, view, 0, x, x)
     options = kernels.AttentionOptions(window=window)
-    total = total + kv_memory.attend(kv, view, 0, x, options=options)
-  columns = jnp.clip(batch.columns, 0, total.shape[1] - 1)
-  return total[0, columns, 0] @ _HEAD + _BIAS, kv
+    output = output + kv_memory.attend(kv, view, 0, x, options=options)
+  columns = jnp.clip(batch.columns, 0, output.shape[1] - 1)
+  return output[0, columns, 0] @ _HEAD + _BIAS, kv
 
 
 def _memory(offload_pages=30) -> rollout.Memory:
@@ -57,7 +57,8 @@ def _memory(offload_pages=30) -> rollout.Memory:
     head_dim=_WIDTH,
     dtype=jnp.float32,
   )
-  cache, offload = jaxkv.init(config, jax.random.key(0)), None
+  cache = jaxkv.init(config, jax.random.key(0))
+  offload = None
   if offload_pages:
     offload = kv_memory.init_offload(kv, config)
   return rollout.Memory(cache=cache, kv=kv, offload=offload)
@@ -66,7 +67,7 @@ def _memory(offload_pages=30) -> rollout.Memory:
 def _rollout(
   memory, prompts, num_samples=2, max_prompts=8, **options
 ) -> rollout.RolloutState:
-  """Has rows for more prompts, so that one program serves all tests."""
+  """Returns a rollout with spare rows, so that one program serves all tests."""
   lengths = np.ones((max_prompts,), np.int32)
   tokens = np.zeros((max_prompts, 14), np.int32)
   for row, prompt in enumerate(prompts):
@@ -105,8 +106,8 @@ def _statuses(state: rollout.RolloutState) -> list[int]:
 def _cached_tokens(cache: jaxkv.CacheState, prompt: list[int]) -> int:
   """Returns the cached tokens of a prompt, by a query with one more token."""
   tokens = jnp.asarray([[*prompt, 0]], jnp.int32)
-  found = jaxkv.match(cache, tokens, jnp.asarray([len(prompt) + 1]))
-  return int(found.num_cached_tokens[0])
+  match = jaxkv.match(cache, tokens, jnp.asarray([len(prompt) + 1]))
+  return int(match.num_cached_tokens[0])
 
 
 def _num_cached(cache: jaxkv.CacheState) -> int:
@@ -115,7 +116,7 @@ def _num_cached(cache: jaxkv.CacheState) -> int:
 
 
 def test_bad_weights_leave_nothing_in_the_index():
-  """Also behind a window, where the sequence held the pages no longer."""
+  """Pages that a window has freed leave the index, too."""
   prompts = [[*_COMMON, 1, 2, 3, 4], [*_COMMON, 5], [3, 1, 4, 1, 5, 9, 2, 6]]
   good = _generate(_GOOD, _rollout(_memory(), prompts))
   bad = _generate(_ALL_BAD, _rollout(_memory(), prompts))
@@ -123,10 +124,11 @@ def test_bad_weights_leave_nothing_in_the_index():
   assert set(_statuses(bad)) == {_FAILED}
   assert set(bad.queue.code.tolist()) == {0, jaxkv.Status.BAD_LOGITS}
   assert _num_cached(bad.memory.cache) == 0
-  again = _generate(_GOOD, _rollout(bad.memory, prompts))
-  rollout.check(again)
-  assert set(_statuses(again)) == {_DONE}
-  expected, actual = rollout.generated(good), rollout.generated(again)
+  state = _generate(_GOOD, _rollout(bad.memory, prompts))
+  rollout.check(state)
+  assert set(_statuses(state)) == {_DONE}
+  expected = rollout.generated(good)
+  actual = rollout.generated(state)
   np.testing.assert_array_equal(actual.tokens, expected.tokens)
   np.testing.assert_array_equal(actual.log_probs, expected.log_probs)
 
@@ -147,14 +149,14 @@ def test_pages_that_others_hold_stay():
 
 
 def test_pages_of_an_aborted_prompt_fail_one_sequence_only():
-  """Its pages are offloaded, and found by the next sequence."""
+  """The next sequence finds its offloaded pages, and fails."""
   prompt = [*_COMMON, 1, 2, 3, 4]
   state = _rollout(_memory(), [prompt], num_samples=1)
   state = _generate(_ALL_BAD, state, rollout.Until(steps=2))
   state, _ = rollout.abort(state, state.queue.ids)
   assert _num_cached(state.memory.cache) > 0
-  others = [[n, *range(12)] for n in range(4)]
-  state = _generate(_GOOD, _rollout(state.memory, others, num_samples=1))
+  prompts = [[n, *range(12)] for n in range(4)]
+  state = _generate(_GOOD, _rollout(state.memory, prompts, num_samples=1))
   assert jaxkv.stats(state.memory.cache).saved_pages > 0
   assert _cached_tokens(state.memory.cache, prompt) > 0
   state = _rollout(state.memory, [prompt], num_samples=1)
@@ -169,8 +171,8 @@ def test_pages_of_an_aborted_prompt_fail_one_sequence_only():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lockstep", [False, True])
-def test_shards(lockstep):
-  """One shard fails, and the other goes on."""
+def test_failure_in_one_shard(lockstep):
+  """Sequences of one shard fail, and the other shard continues."""
   auto = jax.sharding.AxisType.Auto
   mesh = jax.make_mesh((2,), ("data",), axis_types=(auto,))
   options: dict = {"lockstep_axis": "data"} if lockstep else {}
@@ -196,6 +198,5 @@ def test_shards(lockstep):
   state = generate(_ONE_BAD, state)
   expected = [[_DONE] * 4, [_DONE, _DONE, _FAILED, _FAILED]]
   assert state.queue.status.tolist() == expected
-  for number in range(2):
-    shard = jax.tree.map(lambda leaf, n=number: leaf[n], state)
-    rollout.check(shard)
+  for index in range(2):
+    rollout.check(jax.tree.map(lambda leaf, i=index: leaf[i], state))

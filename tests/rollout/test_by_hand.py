@@ -11,6 +11,9 @@ import pytest
 import jaxkv
 from jaxkv import rollout
 from tests.rollout import by_hand
+from tests.rollout.by_hand import DONE
+from tests.rollout.by_hand import RUNS
+from tests.rollout.by_hand import WAITS
 from tests.tools.pool_copies import pool_sized_rewrites
 
 pytestmark = pytest.mark.slow
@@ -28,59 +31,59 @@ _CONFIG = rollout.RolloutConfig(
 def _expected(temperature: float) -> list[by_hand.Expected]:
   prompts = [prompt for prompt in by_hand.PROMPTS for _ in range(2)]
   return [
-    by_hand.expected(number, prompt, temperature, _CONFIG)
-    for number, prompt in enumerate(prompts)
+    by_hand.expected(seq_id, prompt, temperature, _CONFIG)
+    for seq_id, prompt in enumerate(prompts)
   ]
 
 
 def check_sequences(
   pages: int, slots: int, temperatures=(0.7,)
 ) -> rollout.RolloutState:
-  """All of finished rollouts in a pool of so many pages; returns the last."""
+  """Checks finished rollouts, one for each temperature; returns the last."""
   program = by_hand.program()
   state = by_hand.begun(by_hand.sizes(pages, slots), _CONFIG)
   ends = [program(state, temperature, 200) for temperature in temperatures]
-  for end, temperature in zip(ends, temperatures, strict=True):
-    assert bool(rollout.is_done(end)), "not done after 200 steps"
-    for number, wanted in enumerate(_expected(temperature)):
-      by_hand.check_sequence(end.queue, number, wanted)
-    assert set(end.queue.status.tolist()) == {by_hand.DONE}
-    assert set(end.queue.code.tolist()) == {jaxkv.Status.OK}
-    lengths = [len(wanted.log_probs) for wanted in _expected(temperature)]
-    assert int(end.counters.generated) == sum(lengths)
-    assert set(end.slots.row.tolist()) == {len(lengths)}
-    assert int(end.memory.cache.pool.queue.num_free) == pages - 1
-    jaxkv.check(end.memory.cache)
+  for end_state, temperature in zip(ends, temperatures, strict=True):
+    assert bool(rollout.is_done(end_state)), "not done after 200 steps"
+    for seq_id, expected in enumerate(_expected(temperature)):
+      by_hand.check_sequence(end_state.queue, seq_id, expected)
+    assert set(end_state.queue.status.tolist()) == {DONE}
+    assert set(end_state.queue.code.tolist()) == {jaxkv.Status.OK}
+    lengths = [len(expected.log_probs) for expected in _expected(temperature)]
+    assert int(end_state.counters.generated) == sum(lengths)
+    assert set(end_state.slots.row.tolist()) == {len(lengths)}
+    assert int(end_state.memory.cache.pool.queue.num_free) == pages - 1
+    jaxkv.check(end_state.memory.cache)
   return ends[-1]
 
 
-def test_sequences():
-  end = check_sequences(60, 4, temperatures=(0.0, 0.7))
-  assert int(end.counters.preempted) == 0
+def test_tokens_equal_plain_python():
+  state = check_sequences(60, 4, temperatures=(0.0, 0.7))
+  assert int(state.counters.preempted) == 0
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("chunk", [1, 16])
-def test_chunks(chunk):
-  """Prompts that end in chunks, and in the places of slots."""
+def test_chunk_sizes_change_no_token(chunk):
+  """Prompts end in chunks, and in the columns of slots."""
   config = dataclasses.replace(_CONFIG, num_samples=1, prefill_chunk=chunk)
   state = by_hand.begun(by_hand.sizes(60, 3), config)
-  end = by_hand.program()(state, 0.7, 200)
-  for number, prompt in enumerate(by_hand.PROMPTS):
-    wanted = by_hand.expected(number, prompt, 0.7, config)
-    by_hand.check_sequence(end.queue, number, wanted)
+  state = by_hand.program()(state, 0.7, 200)
+  for seq_id, prompt in enumerate(by_hand.PROMPTS):
+    expected = by_hand.expected(seq_id, prompt, 0.7, config)
+    by_hand.check_sequence(state.queue, seq_id, expected)
 
 
 @pytest.mark.deep
-def test_scarce_pages():
-  """As before, where sequences are preempted and pages evicted."""
-  end = check_sequences(9, 4)
-  assert int(end.counters.preempted) > 0
-  assert int(end.memory.cache.stats.evicted_pages) > 0
+def test_preemption_changes_no_token():
+  """Sequences are preempted and pages evicted."""
+  state = check_sequences(9, 4)
+  assert int(state.counters.preempted) > 0
+  assert int(state.memory.cache.stats.evicted_pages) > 0
 
 
 @pytest.mark.deep
-def test_counters():
+def test_counters_equal_a_count_by_hand():
   """Two samples of five tokens, three tokens each, pages of two.
 
   The first sample computes 4 tokens into 2 pages, which the second one shares:
@@ -94,11 +97,11 @@ def test_counters():
     num_samples=2, max_new_tokens=3, prefill_chunk=3
   )
   sizes = by_hand.sizes(20, 2)
-  end = by_hand.ended(sizes, config, [[1, 2, 3, 4, 5], [6]], 1.0)
-  found = {
-    name: np.asarray(x).tolist() for name, x in vars(end.counters).items()
+  state = by_hand.ended(sizes, config, [[1, 2, 3, 4, 5], [6]], 1.0)
+  counters = {
+    name: np.asarray(x).tolist() for name, x in vars(state.counters).items()
   }
-  assert found == dict(
+  assert counters == dict(
     steps=7,
     calls=[6, 1],
     rows=(2 + 3) + 3 * 2 + 3 * 2,
@@ -114,7 +117,7 @@ def test_counters():
   )
 
 
-def test_preemption():
+def test_younger_of_equal_sequences_is_preempted():
   """Two sequences of one token in four pages, four tokens long each.
 
   Each needs 2 pages for its first four tokens, so the fifth is for neither.
@@ -124,16 +127,16 @@ def test_preemption():
   """
   config = rollout.RolloutConfig(max_new_tokens=5)
   state = by_hand.begun(by_hand.sizes(5, 2), config, [[1], [2], [3]])
-  program, status = by_hand.program(), []
+  program = by_hand.program()
+  status = []
   for _ in range(7):
     state = program(state, 1.0, 1)
     status.append(state.queue.status.tolist())
-  waits, runs, done = by_hand.WAITS, by_hand.RUNS, by_hand.DONE
-  assert status[3] == [runs, runs, waits]
-  assert status[4] == [runs, waits, waits]
-  assert status[5] == [done, waits, waits]
+  assert status[3] == [RUNS, RUNS, WAITS]
+  assert status[4] == [RUNS, WAITS, WAITS]
+  assert status[5] == [DONE, WAITS, WAITS]
   # The one that resumes lacks a single token.
-  assert status[6] == [done, done, waits]
+  assert status[6] == [DONE, DONE, WAITS]
   assert int(state.counters.preempted) == 1
 
 
@@ -169,7 +172,7 @@ def test_penalties_count_tokens_of_every_slot():
 
 
 @pytest.mark.deep
-def test_room():
+def test_newcomers_leave_a_page_for_each_running_sequence():
   """A sequence of six tokens and one of one token, in four pages.
 
   The long one takes three pages, and needs the fourth at its second step. The
@@ -178,12 +181,12 @@ def test_room():
   """
   config = rollout.RolloutConfig(max_new_tokens=2)
   sizes = by_hand.sizes(5, 2)
-  end = by_hand.ended(sizes, config, [[1, 2, 3, 1, 2, 3], [1]], 1.0)
-  assert (int(end.counters.steps), int(end.counters.preempted)) == (4, 0)
+  state = by_hand.ended(sizes, config, [[1, 2, 3, 1, 2, 3], [1]], 1.0)
+  assert (int(state.counters.steps), int(state.counters.preempted)) == (4, 0)
 
 
 @pytest.mark.deep
-def test_victim():
+def test_shorter_sequence_is_preempted():
   """A sequence of one token and one of four, in five pages.
 
   In the fourth step the second one needs a fourth page, and none is left: the
@@ -194,7 +197,7 @@ def test_victim():
   program = by_hand.program()
   state = program(state, 0.0, 4)
   assert int(state.counters.preempted) == 1
-  assert state.queue.status.tolist() == [by_hand.WAITS, by_hand.RUNS]
+  assert state.queue.status.tolist() == [WAITS, RUNS]
   state = program(state, 0.0, 50)
   assert bool(rollout.is_done(state)), "not done after 50 steps"
   # It had computed three tokens, and the page of two is still cached.
@@ -203,8 +206,8 @@ def test_victim():
 
 @pytest.mark.deep
 @pytest.mark.parametrize("page_size", [2, 4])
-def test_shared(page_size):
-  """Three prompts of eight common tokens and one of their own.
+def test_common_prefix_is_computed_once(page_size):
+  """Three prompts share eight tokens and differ in the last one.
 
   Each step computes four tokens. Nobody enters beside the first one before the
   last common page is cached, so only the first one computes those pages. Pages
@@ -215,30 +218,31 @@ def test_shared(page_size):
   groups = (jaxkv.FullAttention(page_size=page_size),)
   sizes = dataclasses.replace(by_hand.sizes(40, 3), groups=groups)
   prompts = [[*common, 5], [*common, 6], [*common, 7]]
-  end = by_hand.ended(sizes, config, prompts, 0.0)
-  assert int(end.counters.prefilled) == 8
-  assert int(end.counters.steps) == 3
-  assert int(end.memory.cache.stats.hit_tokens) == 16
+  state = by_hand.ended(sizes, config, prompts, 0.0)
+  assert int(state.counters.prefilled) == 8
+  assert int(state.counters.steps) == 3
+  assert int(state.memory.cache.stats.hit_tokens) == 16
 
 
 @pytest.mark.deep
-def test_order():
-  """Prompts with a cached prefix go before others, so often and no more."""
+def test_cached_prefixes_are_admitted_first():
+  """Prompts with a cached prefix overtake others `max_overtaken` times."""
   prompts = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7]]
-  for bound, wanted in (
+  for bound, expected_order in (
     (32, [0, 2, 3, 1]),
     (1, [0, 2, 1, 3]),
     (0, [0, 1, 2, 3]),
   ):
     config = rollout.RolloutConfig(max_new_tokens=1, max_overtaken=bound)
     state = by_hand.begun(by_hand.sizes(40, 1), config, prompts)
-    program, order = by_hand.program(), []
+    program = by_hand.program()
+    order = []
     for _ in range(30):
       state = program(state, 0.0, 1)
-      for number in np.flatnonzero(state.queue.status == by_hand.DONE):
-        if number not in order:
-          order.append(int(number))
-    assert order == wanted, bound
+      for row in np.flatnonzero(state.queue.status == DONE):
+        if row not in order:
+          order.append(int(row))
+    assert order == expected_order, bound
 
 
 _WINDOWS = (None, 3, 5)
@@ -246,8 +250,8 @@ _WINDOWS = (None, 3, 5)
 
 @pytest.mark.deep
 @pytest.mark.parametrize("pages", [18, 90])
-def test_groups(pages):
-  """Layers of full attention and of two windows, in pools of their own pages.
+def test_windows_hold_few_pages(pages):
+  """Three layer groups: full attention and two windows.
 
   A sequence never holds more pages of a window than its last tokens and those
   of a step need. In the smaller pool sequences are preempted.
@@ -262,85 +266,86 @@ def test_groups(pages):
   program = by_hand.program(_WINDOWS)
   for _ in range(300):
     state = program(state, 0.7, 1)
-    held = np.asarray(
+    num_held_pages = np.asarray(
       state.memory.cache.num_pages - state.memory.cache.num_skipped_pages
     )
     for group, window in enumerate(_WINDOWS):
       if window is not None:
-        assert held[:, group].max() <= -(-(window - 1 + 2) // 2) + 1
+        assert num_held_pages[:, group].max() <= -(-(window - 1 + 2) // 2) + 1
     jaxkv.check(state.memory.cache)
     if bool(rollout.is_done(state)):
       break
   assert bool(rollout.is_done(state)), "not done after 300 steps"
   assert (int(state.counters.preempted) > 0) == (pages == 18)
-  for number in range(8):
-    wanted = by_hand.expected(
-      number, by_hand.PROMPTS[number // 2], 0.7, config, _WINDOWS
+  for seq_id in range(8):
+    expected = by_hand.expected(
+      seq_id, by_hand.PROMPTS[seq_id // 2], 0.7, config, _WINDOWS
     )
-    by_hand.check_sequence(state.queue, number, wanted)
+    by_hand.check_sequence(state.queue, seq_id, expected)
 
 
-def test_priority():
+def test_priority_orders_admission_and_preemption():
   """Lower numbers enter first, and the highest is preempted first."""
   config = rollout.RolloutConfig(max_new_tokens=3)
   prompts = [[1], [2], [3], [4]]
   state = by_hand.begun(
     by_hand.sizes(40, 1), config, prompts, priority=[5, -2, 5, 0]
   )
-  program, order = by_hand.program(), []
+  program = by_hand.program()
+  order = []
   for _ in range(30):
     state = program(state, 0.0, 1)
-    done = np.flatnonzero(state.queue.status == by_hand.DONE)
-    order += [number for number in done.tolist() if number not in order]
+    done = np.flatnonzero(state.queue.status == DONE)
+    order += [row for row in done.tolist() if row not in order]
   assert order == [1, 3, 0, 2]
   assert not np.any(state.queue.overtaken)
-  # As in `test_preemption`, where the younger one is the victim.
+  # The sequences of `test_younger_of_equal_sequences_is_preempted`.
   config = rollout.RolloutConfig(max_new_tokens=5)
   state = by_hand.begun(
     by_hand.sizes(5, 2), config, [[1], [2], [3]], priority=[1, 0, 2]
   )
   state = by_hand.program()(state, 1.0, 5)
-  waits, runs = by_hand.WAITS, by_hand.RUNS
-  assert state.queue.status.tolist() == [waits, runs, waits]
+  assert state.queue.status.tolist() == [WAITS, RUNS, WAITS]
 
 
 @pytest.mark.deep
-def test_num_samples():
-  """Prompts with three, no and one of three samples, by one program."""
+def test_num_samples_of_each_prompt():
+  """One program serves prompts with 0 to 3 samples."""
   config = dataclasses.replace(_CONFIG, num_samples=3)
-  prompts, program = by_hand.PROMPTS[:3], by_hand.program()
+  prompts = by_hand.PROMPTS[:3]
+  program = by_hand.program()
   for counts in ([3, 0, 1], [1, 2, 0]):
     state = by_hand.begun(
       by_hand.sizes(60, 3), config, prompts, num_samples=counts
     )
-    end = program(state, 0.7, 200)
-    assert bool(rollout.is_done(end)), "not done after 200 steps"
-    for number, prompt in enumerate(n for n in prompts for _ in range(3)):
-      if number % 3 < counts[number // 3]:
-        wanted = by_hand.expected(number, prompt, 0.7, config)
+    state = program(state, 0.7, 200)
+    assert bool(rollout.is_done(state)), "not done after 200 steps"
+    for seq_id, prompt in enumerate(n for n in prompts for _ in range(3)):
+      if seq_id % 3 < counts[seq_id // 3]:
+        expected = by_hand.expected(seq_id, prompt, 0.7, config)
       else:
-        wanted = by_hand.Expected(prompt, [])
-      by_hand.check_sequence(end.queue, number, wanted)
+        expected = by_hand.Expected(prompt, [])
+      by_hand.check_sequence(state.queue, seq_id, expected)
   assert program.num_compiled() == 1
 
 
-def test_nobody_who_decodes_is_stalled():
-  """Whoever has drawn a token draws one in each later step until it ends."""
+def test_decoding_sequences_are_never_stalled():
+  """A sequence with a sampled token samples one in each later step."""
   config = dataclasses.replace(_CONFIG, num_samples=1, max_new_tokens=8)
   prompts = [[1, 2], [3] * 8, [4] * 8, [5] * 8, [6, 7], [2] * 8]
   state = by_hand.begun(by_hand.sizes(90, 3), config, prompts)
   program = by_hand.program()
   while not bool(rollout.is_done(state)):
-    before, state = state, program(state, 0.7, 1)
-    queue = before.queue
-    drawing = queue.status == by_hand.RUNS
+    queue = state.queue
+    state = program(state, 0.7, 1)
+    drawing = queue.status == RUNS
     drawing &= queue.length > queue.prompt_length
-    grown = state.queue.length - before.queue.length
+    grown = state.queue.length - queue.length
     assert np.all(np.asarray(grown)[np.asarray(drawing)] == 1)
   assert int(state.counters.preempted) == 0
 
 
-def test_first_come():
+def test_first_prompt_is_computed_first():
   """Two prompts of six tokens; a step computes three, of the first one first.
 
   After two steps it has drawn a token, and the other one has computed none.
@@ -363,7 +368,7 @@ def test_first_come():
     pytest.param("queue", 3, marks=pytest.mark.deep),
   ],
 )
-def test_in_place(largest, decode_steps):
+def test_pools_are_updated_in_place(largest, decode_steps):
   """A step rewrites neither the K/V memory nor the queue of sequences."""
   config = rollout.RolloutConfig(
     num_samples=2,
@@ -386,8 +391,8 @@ def test_in_place(largest, decode_steps):
 
 
 @pytest.mark.deep
-def test_a_new_epoch_on_the_way():
-  """Nothing of the old weights is hit by those that wait."""
+def test_new_epoch_hits_no_old_page():
+  """Waiting sequences hit no page of the old weights."""
   config = rollout.RolloutConfig(max_new_tokens=1)
   state = by_hand.begun(
     by_hand.sizes(40, 1), config, [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]]
@@ -396,6 +401,6 @@ def test_a_new_epoch_on_the_way():
   state = program(state, 0.0, 1)
   assert int(program(state, 0.0, 50).memory.cache.stats.hit_tokens) == 4
   cache, _ = jaxkv.new_epoch(state.memory.cache)
-  end = program(by_hand.with_cache(state, cache), 0.0, 50)
-  assert bool(rollout.is_done(end))
-  assert int(end.memory.cache.stats.hit_tokens) == 0
+  state = program(by_hand.with_cache(state, cache), 0.0, 50)
+  assert bool(rollout.is_done(state))
+  assert int(state.memory.cache.stats.hit_tokens) == 0

@@ -1,4 +1,4 @@
-"""What every verb of a rollout promises, whatever it does: one table of all."""
+"""Properties of every verb of a rollout, over one table of all verbs."""
 
 import dataclasses
 import functools
@@ -75,12 +75,12 @@ NAMING = [
   "harvest groups",
   "export",
 ]
-"""Those that give each row a code."""
+"""The verbs that give each row a code."""
 
 
 @functools.cache
-def _calls(seed: int) -> tuple[rollout.RolloutState, np.ndarray]:
-  """A rollout in the middle of its life, and its model's weights."""
+def _state_and_weights(seed: int) -> tuple[rollout.RolloutState, np.ndarray]:
+  """Returns a rollout after random calls, and its model's weights."""
   calls = Calls(seed)
   while not _is_busy(np.asarray(calls.state.queue.status).reshape(-1, 2)):
     calls.step()
@@ -88,24 +88,24 @@ def _calls(seed: int) -> tuple[rollout.RolloutState, np.ndarray]:
 
 
 def _is_busy(status: np.ndarray) -> bool:
-  """Whether each verb has something to do, of statuses by groups."""
-  some = {
+  """Returns True if each verb applies to some row; statuses are [P, G]."""
+  has_active = {
     rollout.SequenceStatus.WAITING,
     rollout.SequenceStatus.RUNNING,
   } <= set(status.ravel().tolist())
   free = np.all(status == rollout.SequenceStatus.EMPTY, axis=1)
-  return some and bool(np.any(free)) and bool(np.any(_ended(status)))
+  return has_active and bool(np.any(free)) and bool(np.any(_complete(status)))
 
 
-def _ended(status: np.ndarray) -> np.ndarray:
-  """bool[P]: groups that can be harvested, of int[P, G]."""
+def _complete(status: np.ndarray) -> np.ndarray:
+  """Returns the groups that can be harvested, bool[P], of statuses [P, G]."""
   done = np.any(status == rollout.SequenceStatus.DONE, axis=1)
   return done & np.all(status >= rollout.SequenceStatus.DONE, axis=1)
 
 
 def example(verb: str, seed: int = 0):
-  """A state and the arrays of a call of which rows succeed and fail."""
-  state, weights = _calls(seed)
+  """Returns a state and arrays for which some rows succeed and some fail."""
+  state, weights = _state_and_weights(seed)
   if verb == "generate":
     until = rollout.Until(steps=jnp.int32(1))
     return state, {"params": jnp.asarray(weights), "until": until}
@@ -137,16 +137,16 @@ def _arguments(verb: str, state: rollout.RolloutState) -> dict:
       "extra": {"adapter": jnp.ones((6,), jnp.int32)},
       "mask": mask,
     }
-  wanted = {
+  statuses = {
     "extend": rollout.SequenceStatus.DONE,
     "harvest": rollout.SequenceStatus.DONE,
   }
-  wanted = wanted.get(verb, rollout.SequenceStatus.RUNNING)
   if verb == "harvest groups":
-    ready = np.repeat(_ended(status.reshape(-1, 2)), 2)
-    rows = np.flatnonzero(ready & (status == rollout.SequenceStatus.DONE))
+    is_ready = np.repeat(_complete(status.reshape(-1, 2)), 2)
+    rows = np.flatnonzero(is_ready & (status == rollout.SequenceStatus.DONE))
   else:
-    rows = np.flatnonzero(status == wanted)
+    row_status = statuses.get(verb, rollout.SequenceStatus.RUNNING)
+    rows = np.flatnonzero(status == row_status)
   named = int(ids[rows[0]])
   arguments = {"ids": jnp.asarray([named, -3, named], jnp.int32), "mask": mask}
   if verb == "extend":
@@ -159,7 +159,7 @@ def _arguments(verb: str, state: rollout.RolloutState) -> dict:
 
 
 def _plain(tree):
-  """The same with bits for random keys."""
+  """Replaces random keys by their bits."""
   return jax.tree.map(
     lambda leaf: (
       jax.random.key_data(leaf)
@@ -171,17 +171,17 @@ def _plain(tree):
 
 
 def assert_same(left, right) -> None:
-  """Same structure, shapes, types and bits."""
+  """Checks for equal structures, shapes, types and bits."""
   chex.assert_trees_all_equal(_plain(left), _plain(right), strict=True)
 
 
 def test_table_is_complete():
-  there = {
+  verbs = {
     name
     for name, value in vars(rollout).items()
     if inspect.isfunction(value) and value.__module__.startswith(_VERBS)
   }
-  assert there | {"generate"} == _PUBLIC
+  assert verbs | {"generate"} == _PUBLIC
 
 
 _LONG = {"generate", "submit", "export", "import_sequences"}
@@ -192,8 +192,8 @@ _LONG = {"generate", "submit", "export", "import_sequences"}
 @pytest.mark.parametrize("verb", TABLE)
 class TestEveryVerb:
   @pytest.mark.deep
-  def test_shapes_without_running(self, verb):
-    """They are those of a call, and the state's are what they were."""
+  def test_eval_shape_equals_a_call(self, verb):
+    """Shapes are those of a call, and the state keeps its shapes."""
     state, args = example(verb)
     shapes = jax.eval_shape(TABLE[verb], state, **args)
     out = TABLE[verb](state, **args)
@@ -202,7 +202,7 @@ class TestEveryVerb:
     # Weak types too: what comes out may go in again.
     assert _types(out[0]) == _types(state)
 
-  def test_one_trace_whatever_the_values(self, verb):
+  def test_equal_shapes_trace_once(self, verb):
     state, args = example(verb)
     chex.clear_trace_counter()
 
@@ -213,14 +213,14 @@ class TestEveryVerb:
 
     counted.trace(state, **args)
     counted.trace(TABLE[verb](state, **args)[0], **args)
-    other, others = example(verb, 1)
-    counted.trace(other, **others)
+    other_state, other_args = example(verb, 1)
+    counted.trace(other_state, **other_args)
 
   @pytest.mark.slow
-  def test_donation(self, verb):
-    """Under jit as without, twice, and the buffers are used again."""
+  def test_donated_call_equals_a_call_of_copies(self, verb):
+    """Two donated calls under jit equal two without, and buffers are reused."""
     state, args = example(verb)
-    once, out = TABLE[verb](state, **args)
+    new_state, out = TABLE[verb](state, **args)
     donated = jax.tree.map(jnp.copy, state)
     with warnings.catch_warnings():
       warnings.simplefilter("error")
@@ -230,11 +230,11 @@ class TestEveryVerb:
         donate_argnums=0,
         keep_unused=True,
       )
-      after, found = step(donated, args)
+      jit_state, jit_out = step(donated, args)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
-    assert_same((after, found), (once, out))
-    again, _ = step(after, args)
-    assert_same(again, TABLE[verb](once, **args)[0])
+    assert_same((jit_state, jit_out), (new_state, out))
+    second_state, _ = step(jit_state, args)
+    assert_same(second_state, TABLE[verb](new_state, **args)[0])
     assert step._cache_size() == 1
 
 
@@ -248,10 +248,10 @@ class TestEveryVerb:
   ],
 )
 @pytest.mark.slow
-class TestInsideOthers:
+class TestTransformations:
   @pytest.mark.deep
-  def test_inside_control_flow(self, verb):
-    """With another verb in a scan, in a jit."""
+  def test_scan_equals_repeated_calls(self, verb):
+    """The verb and `abort`, in a scan, in a jit."""
     state, args = example(verb)
     ids = state.queue.ids[:2]
 
@@ -264,17 +264,17 @@ class TestInsideOthers:
 
     assert_same(program(state), once(once(state)))
 
-  def test_vmap_is_one_by_one(self, verb):
+  def test_vmap_equals_single_calls(self, verb):
     calls = [example(verb, seed) for seed in range(2)]
     stacked = _stacked(calls)
     verbs = jax.jit(jax.vmap(lambda state, args: TABLE[verb](state, **args)))
     together = verbs(*stacked)
     for i, (state, args) in enumerate(calls):
-      alone = TABLE[verb](state, **args)
-      assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
+      single = TABLE[verb](state, **args)
+      assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], together), single)
 
   @pytest.mark.deep
-  def test_a_rollout_a_device(self, verb):
+  def test_shard_map_equals_single_calls(self, verb):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     calls = [example(verb, seed) for seed in range(2)]
 
@@ -290,9 +290,9 @@ class TestInsideOthers:
     placed = jax.device_put(_stacked(calls), jax.NamedSharding(mesh, spec))
     out = sharded(placed)
     for i, (state, args) in enumerate(calls):
-      alone = TABLE[verb](state, **args)
+      single = TABLE[verb](state, **args)
       part = jax.tree.map(lambda leaf, i=i: leaf[i], out)
-      assert_same(jax.device_get(_plain(part)), jax.device_get(_plain(alone)))
+      assert_same(jax.device_get(_plain(part)), jax.device_get(_plain(single)))
 
 
 def _stacked(trees):
@@ -310,7 +310,7 @@ def _types(tree):
 # Operation by operation, each compiled by itself.
 @pytest.mark.deep
 @pytest.mark.parametrize("verb", NAMING)
-def test_without_jit(verb):
+def test_disable_jit_gives_the_same(verb):
   state, args = example(verb)
   with jax.disable_jit():
     plain = TABLE[verb](state, **args)
@@ -319,71 +319,73 @@ def test_without_jit(verb):
 
 # With a rollout and a program of other tests, which costs no time here.
 def test_sequences_continue_in_another_rollout():
-  """With their pages, of which the last ones are not full."""
-  state, weights = _calls(0)
+  """Pages move too, also the last ones, which are not full."""
+  state, weights = _state_and_weights(0)
   params = jnp.asarray(weights)
   while not jnp.any(state.memory.cache.length % SIZES.page_size):
     state = run(params, state, rollout.Until(steps=1))
   ids, status = jax.device_get((state.queue.ids, state.queue.status))
   running = ids[status == rollout.SequenceStatus.RUNNING].tolist()
-  others = ids[status < rollout.SequenceStatus.EMPTY].tolist()
-  numbers = [*dict.fromkeys([*running, *others])][:4]
-  _, exported = rollout.export(state, numbers)
-  other = Calls(0).state
-  cache, epoch = other.memory.cache, state.memory.cache.epoch
+  present_ids = ids[status < rollout.SequenceStatus.EMPTY].tolist()
+  moved_ids = [*dict.fromkeys([*running, *present_ids])][:4]
+  _, exported = rollout.export(state, moved_ids)
+  target = Calls(0).state
+  cache = target.memory.cache
+  epoch = jnp.copy(state.memory.cache.epoch)
   root = jnp.copy(state.memory.cache.root)
-  cache = dataclasses.replace(cache, epoch=jnp.copy(epoch), root=root)
-  memory = dataclasses.replace(other.memory, cache=cache)
-  other = dataclasses.replace(other, memory=memory)
-  other, out = rollout.import_sequences(other, exported)
+  cache = dataclasses.replace(cache, epoch=epoch, root=root)
+  memory = dataclasses.replace(target.memory, cache=cache)
+  target = dataclasses.replace(target, memory=memory)
+  target, out = rollout.import_sequences(target, exported)
   assert out.ok.all()
-  rollout.check(other)
-  lengths = other.memory.cache.length.tolist()
+  rollout.check(target)
+  lengths = target.memory.cache.length.tolist()
   runs = np.asarray(exported.runs)
-  kept = np.asarray(exported.num_computed)[runs].tolist()
-  assert any(length % SIZES.page_size for length in kept)
-  assert sorted(filter(None, lengths)) == sorted(kept)
+  num_computed = np.asarray(exported.num_computed)[runs].tolist()
+  assert any(length % SIZES.page_size for length in num_computed)
+  assert sorted(filter(None, lengths)) == sorted(num_computed)
   until = rollout.Until(steps=200)
-  stayed, other = run(params, state, until), run(params, other, until)
-  assert int(other.counters.recomputed) == 0
-  expected, found = rollout.generated(stayed), rollout.generated(other)
-  for row in np.flatnonzero(found.valid):
-    (home,) = np.flatnonzero(expected.valid & (expected.ids == found.ids[row]))
+  target = run(params, target, until)
+  assert int(target.counters.recomputed) == 0
+  expected = rollout.generated(run(params, state, until))
+  actual = rollout.generated(target)
+  for row in np.flatnonzero(actual.valid):
+    (home,) = np.flatnonzero(expected.valid & (expected.ids == actual.ids[row]))
     for name in ("tokens", "versions", "experts", "finish", "lengths"):
       np.testing.assert_array_equal(
-        getattr(found, name)[row], getattr(expected, name)[home], err_msg=name
+        getattr(actual, name)[row], getattr(expected, name)[home], err_msg=name
       )
     # The sequence has another place in the packed batch.
     np.testing.assert_allclose(
-      found.log_probs[row], expected.log_probs[home], atol=1e-5
+      actual.log_probs[row], expected.log_probs[home], atol=1e-5
     )
 
 
 @pytest.mark.parametrize("verb", NAMING)
 class TestRows:
-  def test_one_succeeds_one_fails_one_is_skipped(self, verb):
+  def test_each_row_has_its_code(self, verb):
     state, args = example(verb)
     _, out = TABLE[verb](state, **args)
     codes = out.code.tolist()
     assert codes[0] == _OK and codes[1] not in (_OK, _SKIPPED)
     assert codes[2] == _SKIPPED
 
-  def test_nothing_asked_nothing_changed(self, verb):
-    """Masked out, or of nobody: bit by bit the same state."""
+  def test_masked_and_failed_rows_change_nothing(self, verb):
+    """Masked rows and rows with wrong ids leave the state bit-identical."""
     state, args = example(verb)
-    before = jax.device_get(_plain(state))
-    nothing = jnp.zeros_like(args["mask"])
-    after, out = TABLE[verb](state, **(args | {"mask": nothing}))
+    state_copy = jax.device_get(_plain(state))
+    no_rows = jnp.zeros_like(args["mask"])
+    new_state, out = TABLE[verb](state, **(args | {"mask": no_rows}))
     assert out.code.tolist() == [_SKIPPED] * 3
-    assert_same(after, state)
+    assert_same(new_state, state)
     wrong = {"mask": jnp.ones_like(args["mask"])}
     if verb == "submit":
       wrong["lengths"] = jnp.asarray([-1, 9, 2**31 - 1], jnp.int32)
     else:
       wrong["ids"] = jnp.asarray([-1, 10**6, -(2**31)], jnp.int32)
-    after, out = TABLE[verb](state, **(args | wrong))
+    new_state, out = TABLE[verb](state, **(args | wrong))
     assert not set(out.code.tolist()) & {_OK, _SKIPPED}
-    assert_same(after, state)
+    assert_same(new_state, state)
     # The old state stays as it was.
     TABLE[verb](state, **args)
-    assert_same(jax.device_get(_plain(state)), before)
+    assert_same(jax.device_get(_plain(state)), state_copy)

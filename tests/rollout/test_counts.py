@@ -16,15 +16,16 @@ def _begun(timeline=0):
   return by_hand.begun(sizes, config, [[1], [2], [3]])
 
 
-def _later(state, before):
-  """The rollout, as if each count had been `before` already."""
+def _with_counts(state, start_count):
+  """Adds `start_count` to each count of the rollout."""
 
   def words(count):
-    """Each count has a low and a high word; peaks are no counts."""
+    """Returns the count plus `start_count`; peaks have one word and stay."""
     leaves = jax.tree.leaves(count)
     if len(leaves) < 2:
       return count
-    low, high = (np.uint32(before % 2**32), np.uint32(before >> 32))
+    low = np.uint32(start_count % 2**32)
+    high = np.uint32(start_count >> 32)
     return jax.tree.map(
       lambda leaf, word: leaf + word, count, type(count)(low=low, high=high)
     )
@@ -36,28 +37,28 @@ def _later(state, before):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "before",
+  "start_count",
   [
     2**32 - 3,
     pytest.param(2**31 - 3, marks=pytest.mark.deep),
     pytest.param(2**40 + 2**32 - 3, marks=pytest.mark.deep),
   ],
 )
-def test_counters_do_not_wrap_around(before):
-  """Nor do limits and timelines of a rollout that goes past such a number."""
+def test_counters_do_not_wrap_around(start_count):
+  """Counters, limits and timelines are right beyond 2**32."""
   program = by_hand.program()
   state = _begun(timeline=6)
   for steps in (7, by_hand.NO_LIMIT):
-    found = program(_later(state, before), 1.0, steps)
+    late_state = program(_with_counts(state, start_count), 1.0, steps)
     fresh = program(state, 1.0, steps)
     for name, count in vars(fresh.counters).items():
-      offset = 0 if name.startswith("peak") else before
-      wanted = np.asarray(count).astype(np.int64) + offset
-      counted = np.asarray(getattr(found.counters, name))
-      np.testing.assert_array_equal(counted, wanted.astype(counted.dtype))
-    assert int(found.counters.steps) > before
-    spans = rollout.timeline(found)
-    wanted = rollout.timeline(fresh)
-    assert spans.start == wanted.start + before
-    np.testing.assert_array_equal(spans.kinds, wanted.kinds)
-    np.testing.assert_array_equal(spans.tokens, wanted.tokens)
+      offset = 0 if name.startswith("peak") else start_count
+      expected = np.asarray(count).astype(np.int64) + offset
+      counted = np.asarray(getattr(late_state.counters, name))
+      np.testing.assert_array_equal(counted, expected.astype(counted.dtype))
+    assert int(late_state.counters.steps) > start_count
+    spans = rollout.timeline(late_state)
+    expected = rollout.timeline(fresh)
+    assert spans.start == expected.start + start_count
+    np.testing.assert_array_equal(spans.kinds, expected.kinds)
+    np.testing.assert_array_equal(spans.tokens, expected.tokens)

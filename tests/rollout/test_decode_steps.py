@@ -29,30 +29,31 @@ def _config(decode_steps: int, **options) -> rollout.RolloutConfig:
     pytest.param(16, marks=pytest.mark.deep),
   ],
 )
-def test_sequences(decode_steps):
-  """With pages for all, and with so few that rounds are shorter."""
-  config, program = _config(decode_steps), by_hand.program()
+def test_decode_steps_change_no_token(decode_steps):
+  """60 pages are enough; 12 shorten rounds."""
+  config = _config(decode_steps)
+  program = by_hand.program()
   for pages in (60, 12):
     state = by_hand.begun(by_hand.sizes(pages, 3), config)
-    end = program(state, 0.7)
-    by_hand.check_sequences(end, config, 0.7)
-    assert not np.any(np.asarray(end.queue.code))
+    state = program(state, 0.7)
+    by_hand.check_sequences(state, config, 0.7)
+    assert not np.any(np.asarray(state.queue.code))
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("decode_steps", [1, 4])
-def test_programs_for_a_gpu(decode_steps):
-  """Such a program has other loops, and idle calls at the end of a round."""
+def test_gpu_programs_change_no_token(decode_steps):
+  """GPU programs have other loops, and idle calls at the end of a round."""
   config = _config(decode_steps)
   with programs_for("cuda"):
     # No other test has 61 pages, so none has traced these programs.
     state = by_hand.begun(by_hand.sizes(61, 3), config)
-    end = by_hand.program()(state, 0.7)
-  by_hand.check_sequences(end, config, 0.7)
+    state = by_hand.program()(state, 0.7)
+  by_hand.check_sequences(state, config, 0.7)
 
 
 @pytest.mark.deep
-def test_pages_behind_windows():
+def test_windows_hold_the_pages_of_a_round():
   """Windows of three groups hold what a whole round needs."""
   windows = (3, 5, None)
   kinds: list[Any] = [jaxkv.SlidingWindow(3, page_size=2)]
@@ -62,28 +63,29 @@ def test_pages_behind_windows():
   ]
   sizes = dataclasses.replace(by_hand.sizes(60, 3), groups=tuple(kinds))
   config = _config(4)
-  end = by_hand.program(windows)(by_hand.begun(sizes, config), 0.7)
-  by_hand.check_sequences(end, config, 0.7, windows)
+  state = by_hand.program(windows)(by_hand.begun(sizes, config), 0.7)
+  by_hand.check_sequences(state, config, 0.7, windows)
 
 
 @pytest.mark.slow
-def test_calls_of_one_sequence():
+def test_each_token_takes_one_call():
   """Five tokens take a call each, in rounds of three."""
-  program, config = by_hand.program(), _config(3, num_samples=1)
+  program = by_hand.program()
+  config = _config(3, num_samples=1)
   config = dataclasses.replace(config, stop_token=-1, max_new_tokens=5)
   state = by_hand.begun(by_hand.sizes(20, 2), config, [[1, 2]])
   # The limit is between the ends of rounds.
   part = program(state, 0.0, 2)
   assert (int(part.counters.steps), int(part.queue.length[0])) == (2, 4)
   assert int(part.memory.cache.length[0]) == 3
-  end = program(part, 0.0)
+  end_state = program(part, 0.0)
   whole = program(state, 0.0)
-  for state in (end, whole):
+  for state in (end_state, whole):
     assert int(state.counters.steps) == 5
     assert int(state.counters.generated) == 5
     assert int(state.counters.prefilled) == 1
     assert np.asarray(state.counters.calls).sum() == 5
-  assert end.queue.tokens.tolist() == whole.queue.tokens.tolist()
+  assert end_state.queue.tokens.tolist() == whole.queue.tokens.tolist()
   spans = list(rollout.timeline(whole).spans())
   assert [(span.kind, span.start, span.stop) for span in spans] == [
     ("prefill", 0, 1),
@@ -93,8 +95,8 @@ def test_calls_of_one_sequence():
 
 
 @pytest.mark.slow
-def test_a_sequence_that_ends_early_is_idle():
-  """Nobody enters its slot before the round has ended."""
+def test_ended_sequence_keeps_its_slot_for_the_round():
+  """No sequence enters its slot before the round has ended."""
   program = by_hand.program()
   config = _config(4, num_samples=1, stop_token=-1, max_new_tokens=8)
   state = by_hand.begun(
@@ -103,33 +105,32 @@ def test_a_sequence_that_ends_early_is_idle():
     [[1], [2], [3]],
     sampling=rollout.Sampling(max_tokens=[2, 8, 8]),
   )
-  end = program(state, 0.0)
-  spans = rollout.timeline(end).spans()
-  found = [(s.slot, s.sequence, s.kind, s.start, s.stop) for s in spans]
-  assert found == [
+  state = program(state, 0.0)
+  spans = rollout.timeline(state).spans()
+  assert [(s.slot, s.sequence, s.kind, s.start, s.stop) for s in spans] == [
     (0, 0, "decode", 0, 2),
     (0, 0, "wait", 2, 4),
     (0, 2, "decode", 4, 12),
     (1, 1, "decode", 0, 8),
   ]
-  assert int(end.counters.steps) == 12
+  assert int(state.counters.steps) == 12
   # Two columns in each call, of which fewer are needed at the ends.
-  assert int(end.counters.rows) == 24
+  assert int(state.counters.rows) == 24
 
 
 @pytest.mark.deep
-def test_pages_of_a_round():
+def test_scarce_pages_shorten_a_round():
   """Three free pages: the round is shorter, and none is preempted."""
   config = _config(8, num_samples=1, stop_token=-1, max_new_tokens=6)
   state = by_hand.begun(by_hand.sizes(8, 2), config, [[1], [2]])
-  one = by_hand.program()(state, 0.0, 1)
-  end = by_hand.program()(state, 0.0)
-  assert int(one.counters.steps) == 1
-  assert int(end.counters.preempted) == 0
-  assert int(end.counters.peak_pages) <= 7
+  one_step = by_hand.program()(state, 0.0, 1)
+  state = by_hand.program()(state, 0.0)
+  assert int(one_step.counters.steps) == 1
+  assert int(state.counters.preempted) == 0
+  assert int(state.counters.peak_pages) <= 7
 
 
-def test_arguments():
+def test_bad_decode_steps_are_refused():
   with pytest.raises(ValueError, match="decode_steps` must be at least 1"):
     _config(0)
   with pytest.raises(ValueError, match="decode_steps` must be 1 with `draft"):

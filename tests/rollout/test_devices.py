@@ -1,4 +1,4 @@
-"""Rollouts on meshes: equal tokens, few words, one compilation."""
+"""Rollouts on meshes: equal tokens, two all-reduces, one compilation."""
 
 import dataclasses
 import functools
@@ -31,11 +31,11 @@ _EXPLICIT, _AUTO = AxisType.Explicit, AxisType.Auto
 
 
 @pytest.fixture(scope="module")
-def alone():
+def expected():
   """The job's results on one device."""
   names = recipes.llama()
-  end = recipes.done(names, recipes.begun(names))
-  results = jax.device_get(rollout.generated(end))
+  state = recipes.done(names, recipes.begun(names))
+  results = jax.device_get(rollout.generated(state))
   assert len(set(results.lengths.tolist())) > 8
   return results
 
@@ -56,12 +56,13 @@ class _Run:
     state = recipes.begun_on(names, axes)
     run = functools.partial(sharding.generate, model=names["model"], axes=axes)
     inputs = names["params"], state, rollout.Until(steps=recipes.STEPS)
-    self.axes, self._params, _, self._until = axes, *inputs
+    self.axes = axes
+    self._params, _, self._until = inputs
     self.compiled = jax.jit(run, donate_argnums=1).lower(*inputs).compile()
     self.state = self.compiled(*inputs)
 
   def end(self) -> rollout.RolloutState:
-    """The end of the rollout; nothing compiles."""
+    """Runs the rollout to its end, which compiles nothing."""
     state = jax.tree.map(jnp.copy, self.state)
     assert not bool(rollout.is_done(state))
     while not bool(rollout.is_done(state)):
@@ -71,17 +72,18 @@ class _Run:
 
   def assert_pages_stay(self) -> None:
     """Two all-reduces a layer in each call of the model, and nothing else."""
-    compiled, pool = self.compiled, self.state.memory.kv.k
+    compiled = self.compiled
+    pool = self.state.memory.kv.k
     shape = pool.addressable_shards[0].data.shape[-4:]
     calls = np.asarray(self.state.counters.calls).shape[-1]
-    size = math.prod(shape)
+    pool_size = math.prod(shape)
     assert_two_all_reduces_a_layer(
-      compiled.as_text(), loops=calls, layers=1, pool=size
+      compiled.as_text(), loops=calls, layers=1, pool=pool_size
     )
     assert pool_sized_rewrites(compiled, shape) == []
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= 2 * size * 4
-    assert memory.temp_size_in_bytes < size * 4
+    assert memory.alias_size_in_bytes >= 2 * pool_size * 4
+    assert memory.temp_size_in_bytes < pool_size * 4
 
 
 @pytest.fixture(
@@ -90,29 +92,29 @@ class _Run:
   ids=["explicit", "auto"],
 )
 def data_parallel(request):
-  return _Run(axes_of(data=8, kind=request.param))
+  return _Run(axes_of(data=8, axis_type=request.param))
 
 
 @pytest.fixture(
   scope="module", params=[2, pytest.param(8, marks=pytest.mark.deep)]
 )
 def tensor_parallel(request):
-  return _Run(axes_of(model=request.param, kind=_EXPLICIT))
+  return _Run(axes_of(model=request.param, axis_type=_EXPLICIT))
 
 
 class TestDataParallel:
-  def test_sequences_are_one_devices(self, data_parallel, alone):
-    end = data_parallel.end()
+  def test_results_equal_one_device(self, data_parallel, expected):
+    state = data_parallel.end()
     assert_equal_results(
-      sharding.generated(end, axes=data_parallel.axes), alone
+      sharding.generated(state, axes=data_parallel.axes), expected
     )
     # No shard waits for another one.
-    assert len(set(np.asarray(end.counters.steps).tolist())) > 1
-    caches = jax.device_get(end.memory.cache)
+    assert len(set(np.asarray(state.counters.steps).tolist())) > 1
+    caches = jax.device_get(state.memory.cache)
     for shard in range(8):
       jaxkv.check(jax.tree.map(lambda leaf, i=shard: leaf[i], caches))
 
-  def test_nothing_is_communicated(self, data_parallel):
+  def test_program_has_no_collectives(self, data_parallel):
     compiled = data_parallel.compiled
     assert collectives(compiled.as_text()) == {}
     pool = data_parallel.state.memory.kv.k
@@ -121,28 +123,29 @@ class TestDataParallel:
     assert memory.alias_size_in_bytes >= 2 * pool.nbytes // 8
 
   @pytest.mark.slow
-  def test_two_shards_on_each_device(self, alone):
-    """They run one after another, as where a snapshot had more devices."""
+  def test_two_shards_on_each_device(self, expected):
+    """Two shards of one device run one after another."""
     names, axes = recipes.llama(), axes_of(data=4)
     state = recipes.begun_on(names, axes, num_shards=8)
-    end = recipes.done(names, state, axes)
-    assert_equal_results(sharding.generated(end, axes=axes), alone)
+    state = recipes.done(names, state, axes)
+    assert_equal_results(sharding.generated(state, axes=axes), expected)
     for call in (
       sharding.rebalance,
       functools.partial(sharding.submit, requests=names["requests"]),
     ):
       with pytest.raises(ValueError, match="one shard for each device"):
-        call(end, axes=axes)
+        call(state, axes=axes)
 
 
 class TestTensorParallel:
   @pytest.mark.slow
-  def test_sequences_are_one_devices(self, tensor_parallel, alone):
+  def test_results_equal_one_device(self, tensor_parallel, expected):
     run = tensor_parallel
-    end = run.end()
-    assert_equal_results(sharding.generated(end, axes=run.axes), alone)
-    jaxkv.check(jax.device_get(end.memory.cache))
-    parts = {part.data.shape[1] for part in end.memory.kv.k.addressable_shards}
+    state = run.end()
+    assert_equal_results(sharding.generated(state, axes=run.axes), expected)
+    jaxkv.check(jax.device_get(state.memory.cache))
+    shards = state.memory.kv.k.addressable_shards
+    parts = {shard.data.shape[1] for shard in shards}
     heads = recipes.LLAMA.layers[0].attention.num_kv_heads
     assert parts == {heads // run.axes.num_parts}
 
@@ -152,26 +155,26 @@ class TestTensorParallel:
 
   @pytest.mark.deep
   @pytest.mark.parametrize("data", [0, 2], ids=["one", "shards"])
-  def test_each_device_attends_to_its_own_heads(self, data, alone):
-    """As kernels need it that XLA cannot split; here the backend is XLA's."""
+  def test_each_device_attends_to_its_own_heads(self, data, expected):
+    """Kernels that XLA cannot split need this; here the backend is XLA."""
     axes = axes_of(data=data, model=4)
     run = _Run(axes, head_sharding=NamedSharding(axes.mesh, P("model")))
-    assert_equal_results(sharding.generated(run.end(), axes=axes), alone)
+    assert_equal_results(sharding.generated(run.end(), axes=axes), expected)
     run.assert_pages_stay()
 
 
 class TestBoth:
   @pytest.mark.deep
-  def test_two_shards_of_four_devices(self, alone):
-    run = _Run(axes_of(data=2, model=4, kind=_EXPLICIT))
-    end = run.end()
-    assert_equal_results(sharding.generated(end, axes=run.axes), alone)
-    assert len(set(np.asarray(end.counters.steps).tolist())) > 1
+  def test_two_shards_of_four_devices(self, expected):
+    run = _Run(axes_of(data=2, model=4, axis_type=_EXPLICIT))
+    state = run.end()
+    assert_equal_results(sharding.generated(state, axes=run.axes), expected)
+    assert len(set(np.asarray(state.counters.steps).tolist())) > 1
     run.assert_pages_stay()
 
 
 class TestExamples:
-  """The programs of `help(jaxkv.sharding)`, as they stand there."""
+  """The programs in the docstring of `jaxkv.sharding`."""
 
   @pytest.mark.slow
   @pytest.mark.parametrize(
@@ -182,21 +185,21 @@ class TestExamples:
       pytest.param("Both", marks=pytest.mark.deep),
     ],
   )
-  def test_every_mesh(self, title, alone):
+  def test_example_equals_one_device(self, title, expected):
     names = recipes.llama()
     recipes.run(title, names)
     program = recipes.pieces("All four")[0]
     if title == "Tensor parallel":
       program = program.replace("rebalance(generate(*x))", "generate(*x)")
     exec(program, names)
-    assert_equal_results(names["results"], alone)
+    assert_equal_results(names["results"], expected)
     lines = [*recipes.pieces(title)[0].split("\n"), *program.split("\n")]
     assert sum(bool(line.strip()) for line in lines) <= 12
 
   @pytest.mark.slow
-  def test_within_a_context_of_the_mesh(self, alone):
-    """And in one program, with indices of the results, as trainers do."""
-    names, axes = recipes.llama(), axes_of(data=8, kind=_EXPLICIT)
+  def test_calls_inside_set_mesh(self, expected):
+    """One program generates and indexes the results, as trainers do."""
+    names, axes = recipes.llama(), axes_of(data=8, axis_type=_EXPLICIT)
     state = recipes.begun_on(names, axes)
 
     @jax.jit
@@ -206,56 +209,58 @@ class TestExamples:
       return jnp.max(results.lengths[:4] + 1)
 
     with jax.set_mesh(axes.mesh):
-      assert int(longest(names["params"], state)) == max(alone.lengths[:4]) + 1
+      assert (
+        int(longest(names["params"], state)) == max(expected.lengths[:4]) + 1
+      )
 
 
-class TestPlaces:
+class TestPlacement:
   @pytest.mark.slow
-  def test_a_rollout_lies_where_its_memory_lies(self):
-    """Nobody has to move the rest; the next one on this cache needs nothing."""
+  def test_rollout_has_the_sharding_of_its_memory(self):
+    """All arrays follow the memory, also in a next rollout on its cache."""
     names = recipes.attention_alone()
     everywhere = NamedSharding(axes_of(data=8).mesh, P())
     kv = jax.device_put(names["memory"]()[1], everywhere)
     state = recipes.begun(names, kv=kv)
     for leaf in jax.tree.leaves(state):
       assert leaf.sharding.is_equivalent_to(everywhere, leaf.ndim)
-    end = recipes.done(names, state)
-    again = recipes.begun(names, cache=end.memory.cache, kv=end.memory.kv)
-    assert int(again.counters.steps) == 0
-    recipes.done(names, again)
+    memory = recipes.done(names, state).memory
+    state = recipes.begun(names, cache=memory.cache, kv=memory.kv)
+    assert int(state.counters.steps) == 0
+    recipes.done(names, state)
 
-  def test_on_one_device(self):
+  def test_rollout_has_the_device_of_its_memory(self):
     names = recipes.attention_alone()
-    last = jax.devices()[-1]
-    kv = jax.device_put(names["memory"]()[1], last)
+    last_device = jax.devices()[-1]
+    kv = jax.device_put(names["memory"]()[1], last_device)
     state = recipes.begun(names, kv=kv)
-    assert {leaf.device for leaf in jax.tree.leaves(state)} == {last}
+    assert {leaf.device for leaf in jax.tree.leaves(state)} == {last_device}
     free = recipes.begun(names)
     assert not any(leaf.committed for leaf in jax.tree.leaves(free))
 
   @pytest.mark.slow
-  def test_the_next_rollout_on_a_cache(self):
-    """It needs the version of the weights, and hits the pages."""
+  def test_next_rollout_hits_the_cache(self):
+    """A next rollout needs the version of the weights, and hits the pages."""
     names, axes = recipes.attention_alone(), axes_of(data=2)
-    end = recipes.done(names, recipes.begun_on(names, axes), axes)
-    cache, kv = end.memory.cache, end.memory.kv
+    end_state = recipes.done(names, recipes.begun_on(names, axes), axes)
+    memory = end_state.memory.cache, end_state.memory.kv
     arguments = names["requests"], names["key"], names["config"]
     with pytest.raises(ValueError, match="`version` must be given"):
-      sharding.init(cache, kv, *arguments, axes=axes)
-    state = sharding.init(cache, kv, *arguments, axes=axes, version=0)
-    again = recipes.done(names, state, axes)
-    before, after = (
-      np.asarray(state.counters.prefilled) for state in (end, again)
+      sharding.init(*memory, *arguments, axes=axes)
+    state = sharding.init(*memory, *arguments, axes=axes, version=0)
+    second_end = recipes.done(names, state, axes)
+    first_prefilled, second_prefilled = (
+      np.asarray(state.counters.prefilled) for state in (end_state, second_end)
     )
-    assert (after < before).all()
+    assert (second_prefilled < first_prefilled).all()
 
 
-def test_keys_are_numbered_over_all_shards():
+def test_shards_have_the_keys_of_one_device():
   names = recipes.attention_alone()
   axes = axes_of(data=2)
-  whole, parts = recipes.begun(names), recipes.begun_on(names, axes)
-  keys = parts.queue.keys.reshape(-1)
-  assert (jax.device_get(keys) == jax.device_get(whole.queue.keys)).all()
+  keys = recipes.begun_on(names, axes).queue.keys.reshape(-1)
+  expected = recipes.begun(names).queue.keys
+  assert (jax.device_get(keys) == jax.device_get(expected)).all()
 
 
 class TestArguments:
@@ -292,17 +297,17 @@ class TestArguments:
     with pytest.raises(ValueError, match="a multiple of 4 shards"):
       sharding.state_shardings(state, axes=axes_of(data=4))
 
-  def test_only_shards_are_balanced(self):
+  def test_rebalance_needs_a_data_axis(self):
     with pytest.raises(ValueError, match="`axes` must have the axis `data`"):
       sharding.rebalance(None, axes=axes_of(model=2))
 
-  @pytest.mark.parametrize("first", [-5, 2**31 - 3])
-  def test_ids_out_of_range(self, first):
+  @pytest.mark.parametrize("seq_id", [-5, 2**31 - 3])
+  def test_ids_out_of_range(self, seq_id):
     names, axes = recipes.attention_alone(), axes_of(data=2)
     memory = sharding.init_memory(names["memory"], axes=axes)
     arguments = names["requests"], names["key"], names["config"]
-    with pytest.raises(ValueError, match=f"`first_sequence` .* got {first}"):
-      sharding.init(*memory, *arguments, axes=axes, first_sequence=first)
+    with pytest.raises(ValueError, match=f"`first_sequence` .* got {seq_id}"):
+      sharding.init(*memory, *arguments, axes=axes, first_sequence=seq_id)
 
   def test_slots_in_use(self):
     names, axes = recipes.attention_alone(), axes_of(data=2)
@@ -324,7 +329,7 @@ class TestArguments:
     with pytest.raises(ValueError, match="no offloaded pages, got 4"):
       recipes.begun_on(names, axes)
 
-  def test_all_shards_instead_of_one_rollout(self):
+  def test_stacked_states_are_refused(self):
     names = recipes.attention_alone()
     state = recipes.begun_on(names, axes_of(data=2))
     for call in (
@@ -341,8 +346,8 @@ class TestArguments:
       with pytest.raises(ValueError, match=r"a stack of shape \(2,\); call"):
         jax.eval_shape(call, state)
 
-  def test_parameters_that_were_not_placed(self):
-    names, axes = recipes.llama(), axes_of(data=2, kind=_EXPLICIT)
+  def test_unplaced_params_are_refused(self):
+    names, axes = recipes.llama(), axes_of(data=2, axis_type=_EXPLICIT)
     params = names["params"]
     state = recipes.begun_on(names, axes)
     run = functools.partial(sharding.generate, axes=axes, model=names["model"])
@@ -352,7 +357,7 @@ class TestArguments:
       ):
         call(params, state)
 
-  def test_heads_over_two_axes(self):
+  def test_heads_over_two_axes_are_refused(self):
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(_AUTO,) * 2)
     names = recipes.llama(head_sharding=NamedSharding(mesh, P("x", "y")))
     state = recipes.begun(names)

@@ -1,6 +1,6 @@
-"""Where sequences end: by a stop string, and at their limits.
+"""Ends of sequences: stop strings and limits.
 
-The model is told what every sequence says, so it takes no time to compile.
+The model has a table of tokens instead of attention, so it compiles fast.
 """
 
 import jax
@@ -11,36 +11,36 @@ import pytest
 from jaxkv import rollout
 from tests.rollout import by_hand
 
-_TOLD = np.asarray([0, 1, 2, 1, 2, 1, 2, 1, 2, 1], np.int32)
+_TOKENS = np.asarray([0, 1, 2, 1, 2, 1, 2, 1, 2, 1], np.int32)
 """The token at each position; the first one is the prompt."""
 
 
 def _model(params, batch, kv):
-  """The likeliest token behind each column is the one that is told."""
+  """Returns logits that select the next token of `_TOKENS`."""
   del params, kv
-  following = jnp.asarray(_TOLD)[batch.positions[0] + 1]
+  following = jnp.asarray(_TOKENS)[batch.positions[0] + 1]
   logits = jax.nn.one_hot(following, by_hand.VOCABULARY)
   return logits[batch.columns], None
 
 
 def _begun(config, sampling, count):
-  """So many prompts of one token."""
+  """Returns a rollout of `count` prompts of one token."""
   state = by_hand.begun(
     by_hand.sizes(60, count), config, [[0]] * count, sampling=sampling
   )
   return by_hand.begun_at(state, 0.0)
 
 
-def _ended(state, run):
-  """The rollout at its end."""
-  end = run(state)
-  assert bool(rollout.is_done(end))
-  rollout.check(end)
-  return end
+def _run_to_end(state, run):
+  """Runs the rollout to its end and checks it."""
+  end_state = run(state)
+  assert bool(rollout.is_done(end_state))
+  rollout.check(end_state)
+  return end_state
 
 
 def _program(draft=None):
-  """A compiled `rollout.generate`."""
+  """Returns a compiled `rollout.generate`."""
   return jax.jit(
     lambda state: rollout.generate(
       None, state, rollout.Until(steps=40), model=_model, draft=draft
@@ -49,7 +49,7 @@ def _program(draft=None):
 
 
 @pytest.mark.slow
-def test_stop_strings_after_enough_tokens():
+def test_stop_strings_end_after_min_tokens():
   """`ab` is drawn as tokens 1 and 2, 3 and 4, and so on.
 
   A sequence may end with it as soon as `min_tokens` are before its last token.
@@ -60,20 +60,20 @@ def test_stop_strings_after_enough_tokens():
     min_tokens=[0, 1, 2, 3, 4],
   )
   config = rollout.RolloutConfig(max_new_tokens=8, max_length=9)
-  end = _ended(_begun(config, sampling, 5), _program())
-  assert end.queue.length.tolist() == [1 + n for n in (2, 2, 4, 4, 6)]
-  assert set(end.queue.finish.tolist()) == {rollout.Finish.STOP_STRING}
+  state = _run_to_end(_begun(config, sampling, 5), _program())
+  assert state.queue.length.tolist() == [1 + n for n in (2, 2, 4, 4, 6)]
+  assert set(state.queue.finish.tolist()) == {rollout.Finish.STOP_STRING}
 
 
 @pytest.mark.slow
-def test_no_token_is_guessed_behind_the_last():
-  """All guesses are right, so those not accepted are behind the last token."""
+def test_no_draft_exceeds_the_limit():
+  """All drafts are right, so one that is not accepted is beyond the limit."""
 
   def draft(params, rows, tokens):
     del params
     length = jnp.sum(tokens[:, 1:] > 0, axis=1, dtype=jnp.int32) + 1
     ahead = length[:, None] + jnp.arange(3, dtype=jnp.int32)[None]
-    guesses = jnp.asarray(_TOLD)[jnp.minimum(ahead, len(_TOLD) - 1)]
+    guesses = jnp.asarray(_TOKENS)[jnp.minimum(ahead, len(_TOKENS) - 1)]
     return guesses, jnp.full((rows.ids.shape[0],), 3, jnp.int32)
 
   config = rollout.RolloutConfig(
@@ -83,28 +83,28 @@ def test_no_token_is_guessed_behind_the_last():
     draft_columns=16,
     timeline=16,
   )
-  most = [1, 2, 3, 4, 5]
-  state = _begun(config, rollout.Sampling(max_tokens=most), 5)
-  end = _ended(state, _program(draft))
-  assert end.queue.length.tolist() == [1 + n for n in most]
-  assert set(end.queue.finish.tolist()) == {rollout.Finish.LENGTH}
-  assert int(end.counters.drafted) == int(end.counters.accepted) > 0
+  max_tokens = [1, 2, 3, 4, 5]
+  state = _begun(config, rollout.Sampling(max_tokens=max_tokens), 5)
+  state = _run_to_end(state, _program(draft))
+  assert state.queue.length.tolist() == [1 + n for n in max_tokens]
+  assert set(state.queue.finish.tolist()) == {rollout.Finish.LENGTH}
+  assert int(state.counters.drafted) == int(state.counters.accepted) > 0
   # Steps with drafts are no prefill.
-  kinds = {span.kind for span in rollout.timeline(end).spans()}
+  kinds = {span.kind for span in rollout.timeline(state).spans()}
   assert kinds == {"decode"}
 
 
 @pytest.mark.slow
-def test_a_sequence_that_begins_again_has_its_first_limit():
-  """Of three tokens, not the one that its second turn might draw."""
+def test_dropped_sequence_has_its_first_limit():
+  """The limit is three tokens again, not the one token of the second turn."""
   config = rollout.RolloutConfig(max_new_tokens=3, max_length=9)
   run = _program()
-  end = _ended(_begun(config, rollout.Sampling(), 2), run)
-  assert end.queue.length.tolist() == [4, 4]
-  state, out = rollout.extend(end, [0], [[2, 1]], [2], max_tokens=[1])
+  end_state = _run_to_end(_begun(config, rollout.Sampling(), 2), run)
+  assert end_state.queue.length.tolist() == [4, 4]
+  state, out = rollout.extend(end_state, [0], [[2, 1]], [2], max_tokens=[1])
   assert out.ok.tolist() == [True]
-  assert _ended(state, run).queue.length.tolist() == [7, 4]
+  assert _run_to_end(state, run).queue.length.tolist() == [7, 4]
   state = rollout.update_weights(state, "drop")
-  end = _ended(state, run)
-  assert end.queue.length.tolist() == [4, 4]
-  assert end.queue.versions[0, 1:4].tolist() == [1, 1, 1]
+  end_state = _run_to_end(state, run)
+  assert end_state.queue.length.tolist() == [4, 4]
+  assert end_state.queue.versions[0, 1:4].tolist() == [1, 1, 1]

@@ -35,24 +35,26 @@ def _begun(counts, config=_CONFIG, slots=7, **options):
   )
 
 
-def _target(config=_CONFIG, like=None) -> rollout.RolloutState:
-  """A rollout without sequences, perhaps with the secret of another one."""
+def _target(config=_CONFIG, secret_of=None) -> rollout.RolloutState:
+  """Returns an empty rollout, with the secret of `secret_of` if it is given."""
   state = by_hand.begun_at(_begun(_EMPTY, config), 1.0)
-  return state if like is None else _with_key(state, like)
+  return state if secret_of is None else _with_key(state, secret_of)
 
 
-def _with_key(state: rollout.RolloutState, like) -> rollout.RolloutState:
-  """Gives a rollout without sequences the secret of another one."""
-  cache, other = state.memory.cache, like.memory.cache
+def _with_key(state: rollout.RolloutState, secret_of) -> rollout.RolloutState:
+  """Returns the rollout with the secret of another one."""
+  donor = secret_of.memory.cache
   cache = dataclasses.replace(
-    cache, secret=jnp.copy(other.secret), root=jnp.copy(other.root)
+    state.memory.cache,
+    secret=jnp.copy(donor.secret),
+    root=jnp.copy(donor.root),
   )
   return by_hand.with_cache(state, cache)
 
 
 @pytest.mark.slow
-def test_sequences_continue_elsewhere():
-  """In other slots and pages, beside others; no token is computed again."""
+def test_moved_sequences_change_no_token():
+  """Sequences continue in other slots and pages without recomputing."""
   run = by_hand.program()
   source = run(_begun((2, 2, 2, 1)), 1.0, 2)
   status = source.queue.status.tolist()
@@ -70,18 +72,18 @@ def test_sequences_continue_elsewhere():
   assert out.code.tolist() == [_OK] * 6
   rollout.check(source)
   rollout.check(target)
-  target, source = run(target, 1.0), run(source, 1.0)
+  target = run(target, 1.0)
+  source = run(source, 1.0)
   assert int(target.counters.recomputed) == 0
-  found = {}
-  for state in (source, target):
-    queue = state.queue
+  end_of = {}
+  for queue in (source.queue, target.queue):
     for row in np.flatnonzero(queue.status == by_hand.DONE).tolist():
-      found[int(queue.ids[row])] = queue, row
-  assert sorted(found) == [0, 1, 2, 3, 4, 5, 6, 100]
-  for number in [*range(7), 100]:
-    prompt = by_hand.PROMPTS[number // 2 if number < 100 else 0]
-    expected = by_hand.expected(number, prompt, 1.0, _CONFIG)
-    by_hand.check_sequence(*found[number], expected)
+      end_of[int(queue.ids[row])] = queue, row
+  assert sorted(end_of) == [0, 1, 2, 3, 4, 5, 6, 100]
+  for seq_id in [*range(7), 100]:
+    prompt = by_hand.PROMPTS[seq_id // 2 if seq_id < 100 else 0]
+    expected = by_hand.expected(seq_id, prompt, 1.0, _CONFIG)
+    by_hand.check_sequence(*end_of[seq_id], expected)
 
 
 def test_exported_sequences_can_be_pickled():
@@ -99,7 +101,7 @@ def test_exported_sequences_can_be_pickled():
 @pytest.mark.deep
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 def test_sequences_move_between_shards():
-  """In one program: each shard exports, and imports what the other sent."""
+  """In one program, each shard exports, and imports the other's sequences."""
   run = by_hand.program()
   source = run(_begun((2, 2, 2, 1)), 1.0, 2)
   target = run(
@@ -121,20 +123,20 @@ def test_sequences_move_between_shards():
   assert out.code.tolist() == [[_SKIPPED] * 6, [_OK] * 6]
   target = jax.tree.map(lambda leaf: jnp.asarray(leaf[1]), states)
   rollout.check(target)
-  end = run(target, 1.0)
-  assert int(end.counters.recomputed) == 0
-  for number in range(6):
-    (row,) = np.flatnonzero(np.asarray(end.queue.ids) == number).tolist()
-    prompt = by_hand.PROMPTS[number // 2]
-    expected = by_hand.expected(number, prompt, 1.0, _CONFIG)
-    by_hand.check_sequence(end.queue, row, expected)
+  state = run(target, 1.0)
+  assert int(state.counters.recomputed) == 0
+  for seq_id in range(6):
+    (row,) = np.flatnonzero(np.asarray(state.queue.ids) == seq_id).tolist()
+    prompt = by_hand.PROMPTS[seq_id // 2]
+    expected = by_hand.expected(seq_id, prompt, 1.0, _CONFIG)
+    by_hand.check_sequence(state.queue, row, expected)
 
 
 @pytest.mark.slow
-def test_codes():
-  """Ids of nobody, ids in use, too few groups, and weights of the past."""
+def test_codes_of_export_and_import():
+  """Unknown ids, ids in use, too few groups, and older weights."""
   source = _begun((2, 2, 2, 2))
-  before = source
+  original = source
   source, exported = rollout.export(
     source, [1, 9, 6, 1, 4], mask=[True, True, True, True, False], max_pages=0
   )
@@ -147,29 +149,29 @@ def test_codes():
   assert out.code.tolist() == [_OK, _SKIPPED, _FULL, _SKIPPED, _SKIPPED]
   assert int(target.queue.ids[7]) == 1 and int(target.queue.next_id) == 56
   rollout.check(target)
-  after, out = rollout.import_sequences(target, exported)
+  new_state, out = rollout.import_sequences(target, exported)
   assert out.code.tolist()[0] == _BAD
-  _, nothing = rollout.export(target, [])
-  assert rollout.import_sequences(target, nothing)[1].code.shape == (0,)
+  _, empty_export = rollout.export(target, [])
+  assert rollout.import_sequences(target, empty_export)[1].code.shape == (0,)
   # A sample joins those of its prompt.
   source, out = rollout.import_sequences(source, exported)
   assert out.ok.tolist() == exported.ok.tolist()
-  _same_sequences(source, before)
-  newer = rollout.update_weights(before)
+  _same_sequences(source, original)
+  newer = rollout.update_weights(original)
   newer, exported = rollout.export(newer, [0], max_pages=0)
-  after, out = rollout.import_sequences(_begun(_EMPTY), exported)
+  new_state, out = rollout.import_sequences(_begun(_EMPTY), exported)
   assert out.code.tolist() == [jaxkv.Status.STALE]
-  assert after.queue.status.tolist() == [by_hand.EMPTY] * 8
+  assert new_state.queue.status.tolist() == [by_hand.EMPTY] * 8
 
 
-def _same_sequences(state, other):
+def _same_sequences(state, expected):
   for name in ("tokens", "ids", "length", "limit", "status", "order"):
     np.testing.assert_array_equal(
-      getattr(state.queue, name), getattr(other.queue, name), err_msg=name
+      getattr(state.queue, name), getattr(expected.queue, name), err_msg=name
     )
   np.testing.assert_array_equal(
     jax.random.key_data(state.queue.keys),
-    jax.random.key_data(other.queue.keys),
+    jax.random.key_data(expected.queue.keys),
   )
 
 
@@ -199,16 +201,16 @@ def test_stacks_and_other_sampling_are_refused():
     exported.queue.sampling, top_k=jnp.ones(1, jnp.int32)
   )
   queue = dataclasses.replace(exported.queue, sampling=sampling)
-  other = dataclasses.replace(exported, queue=queue)
+  other_export = dataclasses.replace(exported, queue=queue)
   with pytest.raises(ValueError, match=r"`exported` must .*sampling.top_k"):
-    jax.eval_shape(rollout.import_sequences, state, other)
+    jax.eval_shape(rollout.import_sequences, state, other_export)
 
 
 @pytest.mark.parametrize(
   "change",
   [lambda layout: layout[:-1], lambda layout: (*layout, ("option", "1"))],
 )
-def test_another_version_is_refused(change):
+def test_other_layouts_are_refused(change):
   """Another version of jaxkv has fewer or more options."""
   state = _begun((1, 0, 0, 0))
   _, exported = rollout.export(state, [0], max_pages=0)
@@ -220,17 +222,17 @@ def test_another_version_is_refused(change):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "other",
+  "kv_options",
   [
     {"dtype": jnp.bfloat16},
     # The page has as many elements.
     {"num_layers": 2, "head_dim": by_hand.WIDTH // 2},
   ],
 )
-def test_pages_of_another_memory_are_refused(other):
-  size = {"num_layers": 1, "num_kv_heads": 1, "head_dim": by_hand.WIDTH}
+def test_pages_of_another_memory_are_refused(kv_options):
+  defaults = {"num_layers": 1, "num_kv_heads": 1, "head_dim": by_hand.WIDTH}
   kv = jaxkv.kv.init(
-    by_hand.sizes(60, 7), **(size | {"dtype": jnp.float32} | other)
+    by_hand.sizes(60, 7), **(defaults | {"dtype": jnp.float32} | kv_options)
   )
   _, exported = rollout.export(_begun((1, 0, 0, 0)), [0])
   state = _begun(_EMPTY)
@@ -242,48 +244,46 @@ def test_pages_of_another_memory_are_refused(other):
     rollout.import_sequences(state, (state, exported))
 
 
-_ROOM = (moves.Place(20, 200, 8), moves.Place(24, 300, 10))
+_ROOM = (moves.Spec(20, 200, 8), moves.Spec(24, 300, 10))
 """A slot for each sequence that arrives."""
 _SCARCE = (
-  moves.Place(4, 24, 8),
-  moves.Place(6, 30, 10, page_size=8),
-  moves.Place(5, 16, 8, offload_pages=60),
+  moves.Spec(4, 24, 8),
+  moves.Spec(6, 30, 10, page_size=8),
+  moves.Spec(5, 16, 8, offload_pages=60),
 )
 """No slot is empty for long, and page sizes differ."""
-_ALONE = moves.Place(5, 200, 8)
+_UNMOVED = moves.Spec(5, 200, 8)
 """The rollout whose sequences never move."""
 
 
 @functools.cache
-def _undisturbed(name, numerics, count, place):
-  return _ended(name, numerics, count, (place,), False).results
+def _unmoved_results(name, numerics, count, spec):
+  return _run_fleet(name, numerics, count, (spec,), False).results
 
 
-def _ended(name, numerics, count, places, has_moves=True, **options):
-  """Runs so many prompts to their ends; returns the rollouts."""
+def _run_fleet(name, numerics, count, specs, has_moves=True, **options):
+  """Runs `count` prompts to their ends; returns the rollouts."""
   config, params = families.decoder(name, numerics=numerics)
   max_pages = options.pop("max_pages", None)
-  fleet = moves.Fleet(
-    config, params, places, moves.prompts_of(count), **options
-  )
+  fleet = moves.Fleet(config, params, specs, moves.prompts_of(count), **options)
   fleet.run(moves=has_moves, max_pages=max_pages)
   fleet.check()
   return fleet
 
 
 def _check_moves(
-  name, count, places, numerics="exact", alone=_ALONE, **options
+  name, count, specs, numerics="exact", unmoved_spec=_UNMOVED, **options
 ):
   """Checks results against those of sequences that never moved."""
-  fleet = _ended(name, numerics, count, places, **options)
-  expected = _undisturbed(name, numerics, count, alone)
+  fleet = _run_fleet(name, numerics, count, specs, **options)
+  expected = _unmoved_results(name, numerics, count, unmoved_spec)
   assert len(expected) == count * moves.SAMPLES
   assert len(fleet.moved) > len(expected) // 2
-  for number, (tokens, log_probs) in expected.items():
-    found, found_log_probs = fleet.results[number]
-    assert found == tokens, number
+  for seq_id, (tokens, log_probs) in expected.items():
+    moved_tokens, moved_log_probs = fleet.results[seq_id]
+    assert moved_tokens == tokens, seq_id
     if numerics == "exact":
-      assert found_log_probs == log_probs, number
+      assert moved_log_probs == log_probs, seq_id
   return fleet
 
 
@@ -291,18 +291,18 @@ def _check_moves(
 def test_moves_change_no_bit():
   """No token is computed again where slots are empty."""
   # Equal sizes, so that one program serves all.
-  fleet = _check_moves("llama", 15, _ROOM[:1] * 2, alone=_ROOM[0])
+  fleet = _check_moves("llama", 15, _ROOM[:1] * 2, unmoved_spec=_ROOM[0])
   assert fleet.recomputed() == 0
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("name", families.NAMES)
-def test_windows_states_latents_and_experts_move(name):
+def test_every_family_moves_without_recomputing(name):
   assert _check_moves(name, 20, _ROOM).recomputed() == 0
 
 
 @pytest.mark.deep
-def test_scarce_slots_and_pages():
+def test_moves_with_scarce_pages_change_no_bit():
   assert _check_moves("llama", 20, _SCARCE).recomputed() > 0
 
 
@@ -317,11 +317,10 @@ def test_scarce_slots_and_pages():
     {"free_policy": "lru"},
     {"prefix_retention_interval": 8},
     {"use_eagle": True},
-    {"track_new_pages": True, "event_log": 50},
   ],
   ids=str,
 )
-def test_caches_of_other_options(options):
+def test_moves_with_cache_options_change_no_bit(options):
   fleet = _check_moves("gemma", 20, _ROOM, **options)
   assert ("max_pages" in options) == (fleet.recomputed() > 0)
 
@@ -330,12 +329,12 @@ def test_caches_of_other_options(options):
 @pytest.mark.parametrize(
   "options", [{"draft_tokens": 3, "draft_match": 1}, {"decode_steps": 3}]
 )
-def test_loops_of_other_options(options):
-  places = [
-    dataclasses.replace(place, options=tuple(changes.items()))
-    for place, changes in zip(_ROOM, ({}, options), strict=True)
+def test_moves_between_decode_options_change_no_bit(options):
+  specs = [
+    dataclasses.replace(spec, options=tuple(changes.items()))
+    for spec, changes in zip(_ROOM, ({}, options), strict=True)
   ]
-  assert _check_moves("llama", 20, places).recomputed() == 0
+  assert _check_moves("llama", 20, specs).recomputed() == 0
 
 
 @pytest.mark.deep
@@ -348,54 +347,54 @@ def test_loops_of_other_options(options):
     ("llama", "fast"),
   ],
 )
-@pytest.mark.parametrize("places", [_ROOM, _SCARCE], ids=["room", "scarce"])
-def test_a_thousand_sequences(name, numerics, places):
-  fleet = _check_moves(name, 650, places, numerics)
+@pytest.mark.parametrize("specs", [_ROOM, _SCARCE], ids=["room", "scarce"])
+def test_a_thousand_moves_change_no_bit(name, numerics, specs):
+  fleet = _check_moves(name, 650, specs, numerics)
   assert len(fleet.moved) >= 1000
-  assert (fleet.recomputed() > 0) == (places is _SCARCE)
+  assert (fleet.recomputed() > 0) == (specs is _SCARCE)
 
 
 @pytest.mark.deep
-def test_other_secrets_and_versions_compute_again():
+def test_pages_of_other_secrets_and_versions_are_recomputed():
   """Pages of another secret, or of older weights, are not used."""
   run = by_hand.program()
   source = run(_begun((2, 2, 2, 1)), 1.0, 3)
   _, exported = rollout.export(source, [0, 1, 2, 3, 4, 5, 6])
   assert int(jnp.max(exported.num_computed)) > 3
-  updated = rollout.update_weights(_target(like=source))
+  updated = rollout.update_weights(_target(secret_of=source))
   for state in (_target(), updated):
     state, out = rollout.import_sequences(state, exported)
     assert out.ok.all()
     assert not jnp.any(state.queue.status == by_hand.RUNS)
     assert not jnp.any(state.memory.cache.length)
-    end = run(state, 1.0)
-    assert int(end.counters.recomputed) > 0
-    for number in range(7):
-      (row,) = np.flatnonzero(end.queue.ids == number)
-      expected = by_hand.expected(
-        number, by_hand.PROMPTS[number // 2], 1.0, _CONFIG
-      )
-      length = int(end.queue.length[row])
-      assert end.queue.tokens[row, :length].tolist() == expected.tokens
+    state = run(state, 1.0)
+    assert int(state.counters.recomputed) > 0
+    for seq_id in range(7):
+      (row,) = np.flatnonzero(state.queue.ids == seq_id)
+      prompt = by_hand.PROMPTS[seq_id // 2]
+      expected = by_hand.expected(seq_id, prompt, 1.0, _CONFIG)
+      length = int(state.queue.length[row])
+      assert state.queue.tokens[row, :length].tolist() == expected.tokens
 
 
 @pytest.mark.deep
 def test_kept_pages_of_older_weights_move():
-  """As if the sequence had stayed: the model's weights have no effect here."""
+  """Tokens are unchanged, as the model does not read its weights."""
   run = by_hand.program()
   source = run(_begun((2, 2, 2, 1)), 1.0, 3)
   source = rollout.update_weights(source, "keep")
-  target = rollout.update_weights(_target(like=source), "keep")
+  target = rollout.update_weights(_target(secret_of=source), "keep")
   _, exported = rollout.export(source, [0, 1, 2, 3, 4, 5, 6])
   target, out = rollout.import_sequences(target, exported)
   assert out.ok.all()
   assert int(jnp.sum(target.queue.status == by_hand.RUNS)) > 2
   rollout.check(target)
-  stayed, moved = run(source, 1.0), run(target, 1.0)
+  stayed = run(source, 1.0)
+  moved = run(target, 1.0)
   assert int(moved.counters.recomputed) == 0
-  for number in range(7):
-    (row,) = np.flatnonzero(moved.queue.ids == number)
-    (home,) = np.flatnonzero(stayed.queue.ids == number)
+  for seq_id in range(7):
+    (row,) = np.flatnonzero(moved.queue.ids == seq_id)
+    (home,) = np.flatnonzero(stayed.queue.ids == seq_id)
     np.testing.assert_array_equal(
       moved.queue.tokens[row], stayed.queue.tokens[home]
     )
@@ -420,7 +419,7 @@ def test_a_conversation_moves_with_its_pages():
 
 
 @pytest.mark.deep
-def test_settings_and_automata_travel():
+def test_settings_and_automata_move():
   """Stop strings, a guide, penalties, salts and priorities of each sequence."""
   texts = rollout.token_bytes([b"abcdefghijk"[i : i + 1] for i in range(11)])
   guide = rollout.guide("([a-d]|e[a-h])*", texts, 10)
@@ -468,9 +467,9 @@ def test_settings_and_automata_travel():
   assert int(moved.counters.recomputed) == 0
   order = np.asarray(moved.queue.ids)
   for name in ("tokens", "length", "finish", "stop", "stop_states", "extra"):
-    expected, found = (getattr(x.queue, name) for x in (stayed, moved))
+    expected, actual = (getattr(x.queue, name) for x in (stayed, moved))
     expected = jax.tree.map(lambda array: array[order], expected)
-    jax.tree.map(np.testing.assert_array_equal, expected, found)
+    jax.tree.map(np.testing.assert_array_equal, expected, actual)
   assert len(set(moved.queue.length.tolist())) > 1
 
 
@@ -484,6 +483,6 @@ def test_drafts_do_not_copy_removed_sequences():
   state, out = rollout.import_sequences(state, exported)
   assert out.code.tolist() == [_OK]
   row = int(jnp.argmax(state.queue.status != by_hand.EMPTY))
-  # An entry is 1 + 2 * (the place after an n-gram) + the number of its sample.
-  places = (state.queue.ngrams.table[row // 2] - 1) // 2
-  assert int(jnp.max(places)) < int(state.queue.length[row])
+  # An entry is 1 + 2 * (the column after an n-gram) + the index of its sample.
+  columns = (state.queue.ngrams.table[row // 2] - 1) // 2
+  assert int(jnp.max(columns)) < int(state.queue.length[row])

@@ -14,6 +14,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv import rl
 from jaxkv import rollout
+from tests.rollout.by_forward import arguments_of
 
 _MODEL = models.llama(
   vocab_size=16, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=1,
@@ -22,34 +23,35 @@ _MODEL = models.llama(
 _SIZES = jaxkv.CacheConfig(
   num_pages=256, page_size=4, num_slots=16, pages_per_slot=4
 )
-_G, _W = 3, 9
+_G = 3
+_W = 9
 # Three prompts: with all samples, with the last one alone, with none.
 _PROMPTS = np.array([2, 2, 2, 0, 0, 4, 0, 0, 0], np.int32)
 _LENGTHS = np.array([5, 2, 9, 0, 0, 7, 0, 0, 0], np.int32)
 
 
 def _results() -> rollout.Generated:
-  """Every token, and what is said of it, is told from every other one."""
+  """Returns results in which all tokens and their data are distinct."""
   rows = len(_LENGTHS)
   columns = np.arange(_W, dtype=np.int32)
   real = columns[None] < _LENGTHS[:, None]
   answers = real & (columns[None] >= _PROMPTS[:, None])
-  number = 1 + np.arange(rows * _W, dtype=np.int32).reshape(rows, _W)
+  serials = 1 + np.arange(rows * _W, dtype=np.int32).reshape(rows, _W)
   # The samples of a prompt have its tokens, and others spoke in column 5.
-  number[1:3, :2] = number[0, :2]
+  serials[1:3, :2] = serials[0, :2]
   mask = answers & (columns[None] != 5)
-  tops = np.where(mask, number, 0)[..., None] + np.zeros(2, np.int32)
-  experts = np.where(real, number, -1)[..., None, None]
+  tops = np.where(mask, serials, 0)[..., None] + np.zeros(2, np.int32)
+  experts = np.where(real, serials, -1)[..., None, None]
   values = {
     "ids": np.arange(rows),
-    "tokens": np.where(real, number, 0),
+    "tokens": np.where(real, serials, 0),
     "positions": np.broadcast_to(columns, real.shape),
     "lengths": _LENGTHS,
     "prompt_lengths": _PROMPTS,
     "turn_starts": _PROMPTS,
     "mask": mask,
-    "log_probs": np.where(mask, -number, 0).astype(np.float32),
-    "versions": np.where(mask, number % 5, -1),
+    "log_probs": np.where(mask, -serials, 0).astype(np.float32),
+    "versions": np.where(mask, serials % 5, -1),
     "records": rollout.Records(top_tokens=jnp.asarray(tops)),
     "experts": (experts + np.zeros((2, 3), np.int32)).astype(np.int16),
     "finish": np.zeros(rows, np.int32),
@@ -64,14 +66,14 @@ def _results() -> rollout.Generated:
 @pytest.mark.parametrize(
   ("max_length", "columns"), [(0, (_W - 4, 4)), (_W, (_W - 1, _W - 1))]
 )
-def test_sizes_of_the_rollout(max_length, columns):
-  """Those that its options have need not be said again."""
+def test_default_sizes_are_those_of_the_rollout(max_length, columns):
+  """Default sizes equal those of the rollout's config."""
   results = _results()
   config = dataclasses.replace(results.config, max_length=max_length)
   results = dataclasses.replace(results, config=config)
-  found = rollout.grouped(results)
+  groups = rollout.grouped(results)
   chex.assert_trees_all_equal(
-    found,
+    groups,
     rollout.grouped(
       results,
       num_samples=3,
@@ -90,7 +92,7 @@ def test_every_sample_begins_in_column_0(prompt, columns):
     prompt_columns=prompt,
     completion_columns=columns,
   )
-  sizes = (3, _G, columns)
+  shape = (3, _G, columns)
   fields: dict[str, Any] = {
     "completions": (out.completions, results.tokens, 0),
     "mask": (out.mask, results.mask, False),
@@ -99,22 +101,22 @@ def test_every_sample_begins_in_column_0(prompt, columns):
     "tops": (out.records.top_tokens, results.records.top_tokens, 0),
     "experts": (out.experts[1], results.experts, -1),
   }
-  for found, given, fill in fields.values():
-    expected = np.full((*sizes, *given.shape[2:]), fill, given.dtype)
-    for row, (first, last) in enumerate(zip(_PROMPTS, _LENGTHS, strict=True)):
-      part = np.asarray(given)[row, first:last][:columns]
+  for actual, source, fill in fields.values():
+    expected = np.full((*shape, *source.shape[2:]), fill, source.dtype)
+    for row, (start, length) in enumerate(zip(_PROMPTS, _LENGTHS, strict=True)):
+      part = np.asarray(source)[row, start:length][:columns]
       expected[row // _G, row % _G, : len(part)] = part
-    np.testing.assert_array_equal(found, expected)
-    assert found.dtype == given.dtype
-  for found, given, fill in (
+    np.testing.assert_array_equal(actual, expected)
+    assert actual.dtype == source.dtype
+  for actual, source, fill in (
     (out.prompts, results.tokens, 0),
     (out.experts[0], results.experts, -1),
   ):
-    expected = np.full((3, prompt, *given.shape[2:]), fill, given.dtype)
+    expected = np.full((3, prompt, *source.shape[2:]), fill, source.dtype)
     for group, row in ((0, 0), (1, 5)):
-      part = np.asarray(given)[row, : _PROMPTS[row]][:prompt]
+      part = np.asarray(source)[row, : _PROMPTS[row]][:prompt]
       expected[group, : len(part)] = part
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
   np.testing.assert_array_equal(out.prompt_lengths, [2, 4, 0])
   np.testing.assert_array_equal(
     out.completion_lengths, (_LENGTHS - _PROMPTS).reshape(3, _G)
@@ -129,9 +131,9 @@ def test_experts_of_a_prompt_whose_first_sample_never_ran():
   results = dataclasses.replace(results, experts=experts)
   experts = rollout.grouped(results, prompt_columns=4).experts
   assert experts is not None
-  found, _ = experts
-  np.testing.assert_array_equal(found[0, :2], expected)
-  np.testing.assert_array_equal(found[0, 2:], -1)
+  prompt_experts, _ = experts
+  np.testing.assert_array_equal(prompt_experts[0, :2], expected)
+  np.testing.assert_array_equal(prompt_experts[0, 2:], -1)
 
 
 @pytest.mark.parametrize(
@@ -143,28 +145,28 @@ def test_experts_of_a_prompt_whose_first_sample_never_ran():
     ({"completion_columns": 10}, "`completion_columns` must be 1 .. 9"),
   ],
 )
-def test_sizes_that_are_refused(changes, message):
-  sizes = {"num_samples": 3, "prompt_columns": 4, "completion_columns": 5}
+def test_sizes_out_of_range_are_refused(changes, message):
+  options = {"num_samples": 3, "prompt_columns": 4, "completion_columns": 5}
   with pytest.raises(ValueError, match=message):
-    rollout.grouped(_results(), **(sizes | changes))
+    rollout.grouped(_results(), **(options | changes))
 
 
 @pytest.mark.parametrize(
   "name", ["num_samples", "prompt_columns", "completion_columns"]
 )
 @pytest.mark.parametrize("value", [3.0, "3", True, jnp.int32(3)])
-def test_sizes_that_are_no_ints(name, value):
-  sizes = {"num_samples": 3, "prompt_columns": 4, "completion_columns": 5}
+def test_sizes_of_other_types_are_refused(name, value):
+  options = {"num_samples": 3, "prompt_columns": 4, "completion_columns": 5}
   with pytest.raises(TypeError, match=f"`{name}` must be an int, got"):
-    rollout.grouped(_results(), **(sizes | {name: value}))
-  sizes = {name: np.int64(size) for name, size in sizes.items()}
-  assert rollout.grouped(_results(), **sizes).mask.shape == (3, 3, 5)
+    rollout.grouped(_results(), **(options | {name: value}))
+  options = {name: np.int64(option) for name, option in options.items()}
+  assert rollout.grouped(_results(), **options).mask.shape == (3, 3, 5)
 
 
 @pytest.mark.deep
-def test_what_is_no_result_is_refused():
-  _, state = _ended()
-  sizes = {"num_samples": 4, "prompt_columns": 4, "completion_columns": 6}
+def test_states_and_tuples_are_refused():
+  _, state = _params_and_rollout()
+  options = {"num_samples": 4, "prompt_columns": 4, "completion_columns": 6}
   harvested = rollout.harvest(state)
   for value, message in (
     (state, r"got RolloutState; give generated\(state\)"),
@@ -172,14 +174,14 @@ def test_what_is_no_result_is_refused():
     (harvested, "got tuple; give generated.* that harvest returns"),
   ):
     with pytest.raises(TypeError, match=f"`results` must be .* {message}"):
-      rollout.grouped(value, **sizes)
+      rollout.grouped(value, **options)
 
 
 class TestPrompts:
   """All sequences of a group must have one prompt."""
 
   @pytest.mark.parametrize(
-    ("row", "changes", "num_samples", "found"),
+    ("row", "changes", "num_samples", "bad_row"),
     [
       # A token of a prompt; one behind it; a length.
       (2, {"tokens": 1}, 3, 2),
@@ -190,7 +192,9 @@ class TestPrompts:
       (0, {}, 1, None),
     ],
   )
-  def test_others_are_refused(self, row, changes, num_samples, found):
+  def test_groups_of_two_prompts_are_refused(
+    self, row, changes, num_samples, bad_row
+  ):
     results = _results()
     if "tokens" in changes:
       tokens = results.tokens.at[row, changes["tokens"]].add(50)
@@ -205,41 +209,35 @@ class TestPrompts:
       completion_columns=5,
     )
     traced = jax.jit(group)(results)
-    if found is None:
+    if bad_row is None:
       jax.tree.map(np.testing.assert_array_equal, group(results), traced)
       assert not np.any(traced.prompt_lengths == -1)
     else:
-      message = f"`num_samples` .* got {num_samples}: sequence {found} has"
+      message = f"`num_samples` .* got {num_samples}: sequence {bad_row} has"
       with pytest.raises(ValueError, match=message):
         group(results)
       expected = np.full(9 // num_samples, False)
-      expected[found // num_samples] = True
+      expected[bad_row // num_samples] = True
       np.testing.assert_array_equal(traced.prompt_lengths == -1, expected)
 
   @pytest.mark.slow
   def test_rows_in_another_order(self):
-    """Of `harvest`, which gives rows as they are asked for."""
-    _, state = _ended()
-    sizes = {"prompt_columns": 4, "completion_columns": 6}
+    """`harvest` gives rows in the order of the ids."""
+    _, state = _params_and_rollout()
+    options = {"prompt_columns": 4, "completion_columns": 6}
     # Both prompts of the first four; then the third one, and rows that are
     # not valid, since number 6 does not exist.
     ids = jnp.array([0, 4, 1, 5, 11, 6, 8, 9])
-    _, taken = rollout.harvest(state, ids)
+    _, batch = rollout.harvest(state, ids)
     with pytest.raises(ValueError, match="got 4: sequence 1 has another"):
-      rollout.grouped(taken.results, num_samples=4, **sizes)
-    _, taken = rollout.harvest(state, ids[jnp.array([2, 0, 3, 1, 5, 4, 6, 7])])
-    out = rollout.grouped(taken.results, num_samples=2, **sizes)
+      rollout.grouped(batch.results, num_samples=4, **options)
+    _, batch = rollout.harvest(state, ids[jnp.array([2, 0, 3, 1, 5, 4, 6, 7])])
+    out = rollout.grouped(batch.results, num_samples=2, **options)
     assert out.prompt_lengths.tolist() == [4, 3, 1, 1]
 
 
-def _fields(out: rollout.Grouped) -> tuple[jax.Array, ...]:
-  """What `grouped_log_probs` and `score` take."""
-  prompts = out.prompts, out.prompt_lengths
-  return *prompts, out.completions, out.completion_lengths
-
-
-def _drawn(params: Any) -> rollout.RolloutState:
-  """Prompts of three lengths; the second one has fewer samples."""
+def _rollout(params: Any) -> rollout.RolloutState:
+  """Runs prompts of three lengths; the second one has fewer samples."""
   prompts = jnp.asarray([[3, 1, 4, 1], [5, 9, 2, 0], [6, 0, 0, 0]], jnp.int32)
   state = rollout.init(
     jaxkv.init(_SIZES, jax.random.key(2)),
@@ -262,20 +260,20 @@ def _drawn(params: Any) -> rollout.RolloutState:
 
 
 @functools.cache
-def _ended() -> tuple[Any, rollout.RolloutState]:
-  """Weights, and what they have drawn."""
+def _params_and_rollout() -> tuple[Any, rollout.RolloutState]:
+  """Returns weights, and a rollout that sampled with them."""
   params = models.init_params(jax.random.key(0), _MODEL)
-  return params, jax.jit(_drawn)(params)
+  return params, jax.jit(_rollout)(params)
 
 
 @pytest.mark.slow
-def test_the_trainer_finds_what_the_rollout_drew():
+def test_trainer_log_probs_equal_those_of_the_rollout():
   """In one program: the rollout, the log-probs, the loss and its gradient."""
 
   @jax.jit
   def trained(params: Any) -> Any:
     out = rollout.grouped(
-      rollout.generated(_drawn(params)),
+      rollout.generated(_rollout(params)),
       num_samples=4,
       prompt_columns=4,
       completion_columns=6,
@@ -287,21 +285,21 @@ def test_the_trainer_finds_what_the_rollout_drew():
     ).reshape(out.mask.shape[:2])
 
     def loss(params: Any) -> Any:
-      found = models.grouped_log_probs(
+      log_probs = models.grouped_log_probs(
         params,
-        *_fields(out),
+        *arguments_of(out),
         config=_MODEL,
         temperature=0.7,
         remat=True,
       )
-      part, metrics = rl.grpo_loss(found, out.log_probs, good, out.mask)
-      return part, (metrics, found)
+      part, metrics = rl.grpo_loss(log_probs, out.log_probs, good, out.mask)
+      return part, (metrics, log_probs)
 
     return out, jax.value_and_grad(loss, has_aux=True)(params)
 
   params = models.init_params(jax.random.key(0), _MODEL)
-  out, ((_, (metrics, found)), gradient) = trained(params)
-  np.testing.assert_allclose(found, out.log_probs, rtol=1e-5, atol=1e-5)
+  out, ((_, (metrics, scores)), gradient) = trained(params)
+  np.testing.assert_allclose(scores, out.log_probs, rtol=1e-5, atol=1e-5)
   lengths = np.arange(12).reshape(3, 4) % 6 + 1
   lengths[1, 2:] = 0
   np.testing.assert_array_equal(out.completion_lengths, lengths)
@@ -312,8 +310,8 @@ def test_the_trainer_finds_what_the_rollout_drew():
 
 
 @pytest.mark.slow
-def test_a_group_per_axis_has_the_loss_of_rows():
-  """Of the functions of `jaxkv.rl`."""
+def test_grouped_arrays_have_the_loss_of_flat_rows():
+  """[P, G, R] arrays have the loss and weights of [P * G, R]."""
   draw = np.random.default_rng(1)
   mask = draw.random((3, 4, 5)) < 0.7
   new, old = (-draw.exponential(size=mask.shape).astype("f") for _ in range(2))
@@ -324,11 +322,11 @@ def test_a_group_per_axis_has_the_loss_of_rows():
 
   for mean in ("token", "sequence"):
     loss = functools.partial(rl.grpo_loss, mean=mean)
-    found = loss(new, old, good, mask, reference=old)
-    rest = good.ravel(), flat(mask)
-    rows = loss(flat(new), flat(old), *rest, reference=flat(old))
-    np.testing.assert_allclose(found[0], rows[0], rtol=1e-6)
-    jax.tree.map(np.testing.assert_allclose, found[1], rows[1])
-  kept = rl.importance_weights(new, old, mask=mask)
-  again = rl.importance_weights(flat(new), flat(old), mask=flat(mask))
-  np.testing.assert_array_equal(flat(np.asarray(kept)), again)
+    by_group = loss(new, old, good, mask, reference=old)
+    row_data = good.ravel(), flat(mask)
+    rows = loss(flat(new), flat(old), *row_data, reference=flat(old))
+    np.testing.assert_allclose(by_group[0], rows[0], rtol=1e-6)
+    jax.tree.map(np.testing.assert_allclose, by_group[1], rows[1])
+  weights = rl.importance_weights(new, old, mask=mask)
+  row_weights = rl.importance_weights(flat(new), flat(old), mask=flat(mask))
+  np.testing.assert_array_equal(flat(np.asarray(weights)), row_weights)

@@ -1,4 +1,4 @@
-"""Sequences that can never run fail, and nobody else."""
+"""Sequences that can never run fail, and no other ones."""
 
 import dataclasses
 
@@ -12,8 +12,8 @@ from tests.rollout import by_hand
 
 
 @pytest.mark.slow
-def test_hopeless():
-  """Of 7 pages others hold 5; the 2 that are left have room for 4 tokens.
+def test_sequences_that_never_fit_fail():
+  """Of 7 pages 5 are pinned; the 2 free ones have room for 4 tokens.
 
   Seven tokens are never admitted. Two tokens are, and draw three more from
   the four that fit; then no page is left, though the sequence is alone.
@@ -25,37 +25,35 @@ def test_hopeless():
   cache, _ = jaxkv.allocate(state.memory.cache, [10])
   cache, _ = jaxkv.touch(cache, cache.page_table[:, 0])
   cache, _ = jaxkv.free(cache, mask=[True])
-  end = by_hand.program()(by_hand.with_cache(state, cache), 0.0, 50)
-  assert bool(rollout.is_done(end)), "not done after 50 steps"
-  assert end.queue.status.tolist() == [
-    by_hand.FAILED,
-    by_hand.FAILED,
-  ]
-  assert set(end.queue.code.tolist()) == {jaxkv.Status.OUT_OF_PAGES}
-  lengths = end.queue.length - end.queue.prompt_length
+  state = by_hand.program()(by_hand.with_cache(state, cache), 0.0, 50)
+  assert bool(rollout.is_done(state)), "not done after 50 steps"
+  assert state.queue.status.tolist() == [by_hand.FAILED] * 2
+  assert set(state.queue.code.tolist()) == {jaxkv.Status.OUT_OF_PAGES}
+  lengths = state.queue.length - state.queue.prompt_length
   assert lengths.tolist() == [0, 3]
   # One to refuse the first, three tokens, and one to find no page.
-  assert int(end.counters.steps) == 5
-  assert int(end.counters.preempted) == 0
-  assert int(end.memory.cache.pool.queue.num_free) == 2
+  assert int(state.counters.steps) == 5
+  assert int(state.counters.preempted) == 0
+  assert int(state.memory.cache.pool.queue.num_free) == 2
 
 
 @pytest.mark.slow
-def test_traced_lengths_out_of_range():
-  """They fail from the start, and the others run."""
+def test_traced_lengths_out_of_range_fail():
+  """Sequences with bad lengths fail in `init`, and the others run."""
   sizes = dataclasses.replace(by_hand.sizes(40, 2), pages_per_slot=4)
   config = rollout.RolloutConfig(max_new_tokens=4)
   whole = by_hand.begun(sizes, config, [[1, 2, 3, 4]] * 4)
 
   def begun(lengths):
     requests = rollout.Requests([[1, 2, 3, 4]] * 4, lengths)
-    memory, key = whole.memory, by_hand.key()
-    return rollout.init(memory.cache, memory.kv, requests, key, config)
+    memory = whole.memory
+    return rollout.init(
+      memory.cache, memory.kv, requests, by_hand.key(), config
+    )
 
   state = jax.jit(begun)(jnp.asarray([6, 2, 0, 4], jnp.int32))
-  end = by_hand.program()(state, 0.0, 50)
-  fails, done = by_hand.FAILED, by_hand.DONE
-  assert end.queue.status.tolist() == [fails, done, fails, done]
-  bad, ok = jaxkv.Status.BAD_LENGTH, jaxkv.Status.OK
-  assert end.queue.code.tolist() == [bad, ok, bad, ok]
-  assert int(end.memory.cache.error) == ok
+  state = by_hand.program()(state, 0.0, 50)
+  assert state.queue.status.tolist() == [by_hand.FAILED, by_hand.DONE] * 2
+  codes = [jaxkv.Status.BAD_LENGTH, jaxkv.Status.OK]
+  assert state.queue.code.tolist() == codes * 2
+  assert int(state.memory.cache.error) == jaxkv.Status.OK

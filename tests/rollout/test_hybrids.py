@@ -1,4 +1,4 @@
-"""Models with sliding windows in the loop: one layer in six sees everything."""
+"""A model with sliding windows in five of six layers, in the loop."""
 
 import functools
 
@@ -48,8 +48,8 @@ def _arguments(prompts: jax.Array, lengths: jax.Array, pages: int):
   )
 
 
-def test_a_global_layer_and_five_windows():
-  """Equal to attention without a cache, and windows hold what they need."""
+def test_windows_equal_uncached_attention():
+  """Tokens equal uncached attention, and windows hold few pages."""
   rng = np.random.default_rng(0)
   prompts = rng.integers(4, 31, (5, _WIDTH)).astype(np.int32)
   prompts[1:3, :17] = prompts[0, :17]
@@ -64,17 +64,17 @@ def test_a_global_layer_and_five_windows():
   )(params, state.queue, jnp.float32(1))
   paged = functools.partial(models.forward, config=_MODEL)
   program = by_hand.Runner(paged, params)
-  most = [
+  max_pages = [
     -(-(window - 1 + _CHUNK) // _PAGE) + 1
     for window in _WINDOWS
     if window is not None
   ]
   while not bool(rollout.is_done(state)):
     state = program(state, 1.0, 1)
-    held = np.asarray(
+    num_held_pages = np.asarray(
       state.memory.cache.num_pages - state.memory.cache.num_skipped_pages
     )
-    assert np.all(held[:, :5].max(axis=0) <= most)
+    assert np.all(num_held_pages[:, :5].max(axis=0) <= max_pages)
     jaxkv.check(state.memory.cache)
   hits = int(state.memory.cache.stats.hit_tokens)
   np.testing.assert_array_equal(state.queue.tokens, expected.tokens)

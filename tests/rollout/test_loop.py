@@ -36,10 +36,10 @@ _RUNS = {
 
 
 def _requests(model: models.Pretrained) -> rollout.Requests:
-  """Six prompts with a shared beginning; one of them a single token."""
+  """Returns six prompts: five with a common prefix, and one of one token."""
   encoded = [
-    model.tokenizer.encode(texts.TEXT[:36] + texts.TEXT[begin : begin + count])
-    for begin, count in ((100, 3), (200, 9), (300, 30), (400, 14), (500, 4))
+    model.tokenizer.encode(texts.TEXT[:36] + texts.TEXT[start : start + count])
+    for start, count in ((100, 3), (200, 9), (300, 30), (400, 14), (500, 4))
   ]
   encoded.append(model.tokenizer.encode("7"))
   tokens = np.zeros((len(encoded), _PROMPT_WIDTH), np.int32)
@@ -106,7 +106,7 @@ def uncached_run(small_model):
 
 @pytest.fixture(scope="module")
 def program(small_model):
-  """One compiled rollout for the tests that need no other."""
+  """Returns a compiled rollout, shared by tests."""
   return _program(small_model)
 
 
@@ -122,29 +122,29 @@ class TestTokens:
       for name in _RUNS
     ],
   )
-  def test_equal_those_of_forward_passes(self, name, small_model, uncached_run):
+  def test_equal_forward_passes(self, name, small_model, uncached_run):
     _, pages, _, samples, temperature = _RUNS[name]
     state = _initial(small_model, *_RUNS[name])
-    end = _program(small_model)(small_model.params, state, _END)
+    state = _program(small_model)(small_model.params, state, _END)
     expected = uncached_run(samples, temperature)
-    np.testing.assert_array_equal(end.queue.tokens, expected.tokens)
-    np.testing.assert_array_equal(end.queue.length, expected.length)
+    np.testing.assert_array_equal(state.queue.tokens, expected.tokens)
+    np.testing.assert_array_equal(state.queue.length, expected.length)
     # float32, summed in another order.
     np.testing.assert_allclose(
-      end.queue.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5
+      state.queue.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5
     )
-    assert bool(rollout.is_done(end))
-    jaxkv.check(end.memory.cache)
-    assert int(end.memory.cache.pool.queue.num_free) == pages - 1
-    self._check_what_happened(name, end)
+    assert bool(rollout.is_done(state))
+    jaxkv.check(state.memory.cache)
+    assert int(state.memory.cache.pool.queue.num_free) == pages - 1
+    self._check_counters(name, state)
 
   @pytest.mark.slow
   def test_pages_read_once_give_the_same_tokens(
     self, monkeypatch, small_model, uncached_run
   ):
     """Sharing is forced, because it would not pay for a small model."""
-    least = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
-    monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", least)
+    savings = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
+    monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", savings)
     *_, samples, temperature = _RUNS["sampled"]
     state = _initial(small_model, *_RUNS["sampled"])
     with monkeypatch.context() as patch:
@@ -155,41 +155,40 @@ class TestTokens:
         "cascade_decode",
         lambda *a, **k: calls.append(1) or decode(*a, **k),
       )
-      end = _program(small_model)(small_model.params, state, _END)
+      state = _program(small_model)(small_model.params, state, _END)
     assert calls
     expected = uncached_run(samples, temperature)
-    np.testing.assert_array_equal(end.queue.tokens, expected.tokens)
+    np.testing.assert_array_equal(state.queue.tokens, expected.tokens)
 
-  def _check_what_happened(self, name: str, end: rollout.RolloutState) -> None:
-    counters, stats = end.counters, jaxkv.stats(end.memory.cache)
+  def _check_counters(self, name: str, state: rollout.RolloutState) -> None:
+    counters = state.counters
+    stats = jaxkv.stats(state.memory.cache)
     if name == "a pool that preempts":
       assert int(counters.preempted) > 0
       assert int(stats.evicted_pages) > 0
     if name == "sampled":
       assert int(counters.forked) > 0
-      prompt_tokens = int(jnp.sum(end.queue.prompt_length))
+      prompt_tokens = int(jnp.sum(state.queue.prompt_length))
       assert int(counters.prefilled) < prompt_tokens // 2
 
   @pytest.mark.slow
-  def test_a_sequence_alone(self, small_model, program):
-    """Neither its slot nor its neighbours change its tokens."""
+  def test_tokens_do_not_depend_on_the_batch(self, small_model, program):
+    """Neither the slot nor the other sequences change a sequence's tokens."""
     everyone = _initial(small_model, 3, 40, 8, 1)
     run = functools.partial(program, small_model.params)
     together = run(everyone, _END).queue
-    for number in (0, 3, 5):
+    for row in (0, 3, 5):
       status = np.full(6, by_hand.DONE, np.int32)
-      status[number] = by_hand.WAITS
-      alone = by_hand.with_queue(everyone, status=jnp.asarray(status))
-      alone = run(alone, _END).queue
-      np.testing.assert_array_equal(
-        alone.tokens[number], together.tokens[number]
-      )
+      status[row] = by_hand.WAITS
+      single = by_hand.with_queue(everyone, status=jnp.asarray(status))
+      single = run(single, _END).queue
+      np.testing.assert_array_equal(single.tokens[row], together.tokens[row])
 
 
 class TestSpans:
   @pytest.mark.slow
-  def test_any_span_gives_the_same_state(self, small_model, program):
-    """Bitwise, also from a checkpoint in the middle."""
+  def test_interrupted_calls_give_the_same_state(self, small_model, program):
+    """States are bit-identical, also through numpy arrays."""
     run = functools.partial(program, small_model.params)
     state = _initial(small_model, 3, 40, 8, 1)
     whole = run(state, _END)
@@ -199,42 +198,43 @@ class TestSpans:
     chex.assert_trees_all_equal(_numbers(state), _numbers(whole))
 
   @pytest.mark.slow
-  def test_compiled_once_whatever_the_lengths(self, small_model, program):
-    """Nor is any number of steps too large."""
+  def test_lengths_and_steps_compile_once(self, small_model, program):
+    """Any number of steps is served by one program."""
     state = _initial(small_model, 3, 40, 8, 1)
     program(small_model.params, state, _END)
-    before = program._cache_size()
+    num_compiled = program._cache_size()
     for lengths in ((5, 7, 9, 11, 13, 15), (1, 1, 1, 1, 1, 40)):
       requests = dataclasses.replace(
         _requests(small_model), lengths=jnp.asarray(lengths, jnp.int32)
       )
-      begun = rollout.init(
+      new_state = rollout.init(
         state.memory.cache,
         state.memory.kv,
         requests,
         jax.random.key(0),
         state.config,
       )
-      begun = by_hand.begun_at(begun, 1.0)
+      new_state = by_hand.begun_at(new_state, 1.0)
       for steps in (3, 2**31 - 1):
-        assert not bool(rollout.is_done(begun))
+        assert not bool(rollout.is_done(new_state))
         until = rollout.Until(steps=jnp.int32(steps))
-        begun = program(small_model.params, begun, until)
-        assert int(begun.counters.steps) >= 3
-      assert bool(rollout.is_done(begun))
-    assert program._cache_size() == before
+        new_state = program(small_model.params, new_state, until)
+        assert int(new_state.counters.steps) >= 3
+      assert bool(rollout.is_done(new_state))
+    assert program._cache_size() == num_compiled
 
   @pytest.mark.slow
-  def test_nothing_is_transferred(self, small_model, program):
-    """Of a call whose arguments are on the device."""
+  def test_arguments_on_the_device_cause_no_transfer(
+    self, small_model, program
+  ):
     state = _initial(small_model, 3, 40, 8, 1)
     program(small_model.params, state, _END)
     with jax.transfer_guard("disallow"):
-      end = program(small_model.params, state, _END)
-    assert bool(rollout.is_done(end))
+      state = program(small_model.params, state, _END)
+    assert bool(rollout.is_done(state))
 
   @pytest.mark.slow
-  def test_the_program_never_asks_the_host(self, small_model, program):
+  def test_program_has_no_host_callback(self, small_model, program):
     state = _initial(small_model, 3, 40, 8, 1)
     compiled = program.lower(small_model.params, state, _END).compile()
     text = compiled.as_text()
@@ -243,8 +243,8 @@ class TestSpans:
 
 
 class TestHopelessSequences:
-  def test_pages_that_others_hold(self, small_model, program):
-    """A sequence that can never run is given up; the rest is done."""
+  def test_sequences_that_never_fit_fail(self, small_model, program):
+    """A sequence that can never run fails; the others end."""
     state = _initial(small_model, 3, 40, 8, 1)
     cache, _ = jaxkv.allocate(
       state.memory.cache, jnp.asarray([96, 96, 32], jnp.int32)
@@ -252,15 +252,15 @@ class TestHopelessSequences:
     cache, _ = jaxkv.touch(cache, cache.page_table[:, 0])
     cache, _ = jaxkv.free(cache, mask=jnp.ones((3,), bool))
     state = by_hand.with_cache(state, cache)
-    end = program(small_model.params, state, _END)
-    status = end.queue.status.tolist()
+    state = program(small_model.params, state, _END)
+    status = state.queue.status.tolist()
     assert by_hand.FAILED in status
     assert by_hand.DONE in status
-    failed = end.queue.status == by_hand.FAILED
+    failed = state.queue.status == by_hand.FAILED
     expected = jnp.where(failed, jaxkv.Status.OUT_OF_PAGES, jaxkv.Status.OK)
-    assert end.queue.code.tolist() == expected.tolist()
-    held = jnp.sum(cache.pool.pin_count)
-    assert int(end.memory.cache.pool.queue.num_free) == 39 - int(held)
+    assert state.queue.code.tolist() == expected.tolist()
+    num_pinned = jnp.sum(cache.pool.pin_count)
+    assert int(state.memory.cache.pool.queue.num_free) == 39 - int(num_pinned)
 
 
 class TestArguments:
@@ -270,19 +270,19 @@ class TestArguments:
     config = _config(model, 1)
     return rollout.init(**arguments, key=jax.random.key(0), config=config)
 
-  def test_a_memory_of_other_pages(self, small_model):
+  def test_memory_of_another_page_size_is_refused(self, small_model):
     state = _initial(small_model, 2, 40, 8, 1)
-    other = _initial(small_model, 2, 40, 16, 1)
+    other_state = _initial(small_model, 2, 40, 16, 1)
     with pytest.raises(ValueError, match=r"`kv` must have .* got 40 of 16"):
-      self._begun(small_model, state, kv=other.memory.kv)
+      self._begun(small_model, state, kv=other_state.memory.kv)
 
-  def test_a_cache_in_use(self, small_model):
+  def test_cache_in_use_is_refused(self, small_model):
     state = _initial(small_model, 2, 40, 8, 1)
     cache, _ = jaxkv.allocate(state.memory.cache, [1, 0])
     with pytest.raises(ValueError, match="must have no slot in use"):
       self._begun(small_model, state, cache=cache)
 
-  def test_a_sequence_that_cannot_fit(self, small_model):
+  def test_sequences_beyond_the_pool_or_slot_are_refused(self, small_model):
     with pytest.raises(ValueError, match=r"num_pages` must be at least 13 for"):
       _initial(small_model, 2, 8, 8, 1)
     state = _initial(small_model, 2, 40, 8, 1)
@@ -291,20 +291,21 @@ class TestArguments:
       self._begun(small_model, state, requests=requests)
 
 
-def test_init_inside_a_program(small_model):
-  """Prompts that the program closes over are known while it is traced."""
+def test_init_inside_jit(small_model):
+  """Prompts that a program closes over are checked while it is traced."""
   state = _initial(small_model, 2, 40, 8, 1)
   requests = _requests(small_model)
-  key, config = jax.random.key(0), _config(small_model, 1)
+  key = jax.random.key(0)
+  config = _config(small_model, 1)
 
   def begin(cache, kv, requests=requests):
     return rollout.init(cache, kv, requests, key, config)
 
-  wanted = begin(state.memory.cache, state.memory.kv)
+  expected = begin(state.memory.cache, state.memory.kv)
   shapes = jax.eval_shape(begin, state.memory.cache, state.memory.kv)
-  chex.assert_trees_all_equal_shapes_and_dtypes(shapes, wanted)
-  begun = jax.jit(begin)(state.memory.cache, state.memory.kv)
-  chex.assert_trees_all_equal(_numbers(begun), _numbers(wanted))
+  chex.assert_trees_all_equal_shapes_and_dtypes(shapes, expected)
+  compiled_state = jax.jit(begin)(state.memory.cache, state.memory.kv)
+  chex.assert_trees_all_equal(_numbers(compiled_state), _numbers(expected))
   empty = dataclasses.replace(requests, lengths=requests.lengths * 0)
   message = r"`requests\.lengths\[0\]` must be 1 .. 72"
   with pytest.raises(ValueError, match=message):
@@ -314,7 +315,7 @@ def test_init_inside_a_program(small_model):
 
 
 def _numbers(state: rollout.RolloutState) -> rollout.RolloutState:
-  """The state with keys as numbers and no mark of the last call's ends."""
+  """Replaces keys by their bits, and clears `is_new`."""
   state = dataclasses.replace(state, key=jax.random.key_data(state.key))
   state = by_hand.with_queue(state, is_new=jnp.zeros_like(state.queue.is_new))
   return by_hand.with_queue(state, keys=jax.random.key_data(state.queue.keys))
@@ -323,9 +324,9 @@ def _numbers(state: rollout.RolloutState) -> rollout.RolloutState:
 def _through_offload_memory(
   state: rollout.RolloutState,
 ) -> rollout.RolloutState:
-  """A checkpoint: the state as numpy arrays, and back."""
-  kept = jax.tree.map(np.array, _numbers(state))
-  state = jax.tree.map(jnp.asarray, kept)
+  """Converts the state to numpy arrays, and back."""
+  arrays = jax.tree.map(np.array, _numbers(state))
+  state = jax.tree.map(jnp.asarray, arrays)
   keys = jax.random.wrap_key_data(state.queue.keys)
   state = dataclasses.replace(state, key=jax.random.wrap_key_data(state.key))
   return by_hand.with_queue(state, keys=keys)

@@ -1,4 +1,4 @@
-"""Sequences with settings of their own, in one program."""
+"""Sequences with different settings in one program."""
 
 import dataclasses
 import functools
@@ -20,13 +20,13 @@ _COUNT = 64
 
 
 def _model(params, batch, kv):
-  """Logits that depend on the last token, and a little on its place."""
+  """Returns logits of the last token, with a small term of its position."""
   del kv
   token = batch.tokens[0].at[batch.columns].get(mode="clip")
-  place = batch.positions[0].at[batch.columns].get(mode="clip")
-  place = place.astype(jnp.float32)
+  position = batch.positions[0].at[batch.columns].get(mode="clip")
+  position = position.astype(jnp.float32)
   ramp = jnp.arange(params.shape[1], dtype=jnp.float32)[None]
-  return params[token] + jnp.cos(ramp * place[:, None]), None
+  return params[token] + jnp.cos(ramp * position[:, None]), None
 
 
 @functools.cache
@@ -61,32 +61,35 @@ def _begun(
   )
 
 
-def _table(size: int) -> jax.Array:
-  return 2 * jax.random.normal(jax.random.key(2), (size, size))
+def _table(vocab_size: int) -> jax.Array:
+  return 2 * jax.random.normal(jax.random.key(2), (vocab_size, vocab_size))
 
 
-def _mixed(size: int) -> rollout.Sampling:
-  """No two of 64 sequences have the same; some features are off in each."""
+def _mixed(vocab_size: int) -> rollout.Sampling:
+  """Returns different settings for 64 sequences; each has some features off."""
   rng = np.random.default_rng(0)
 
   def either(low: float, high: float, off: float) -> np.ndarray:
-    some = rng.uniform(low, high, _COUNT)
-    return np.where(rng.random(_COUNT) < 0.4, off, some).astype(np.float32)
+    values = rng.uniform(low, high, _COUNT)
+    return np.where(rng.random(_COUNT) < 0.4, off, values).astype(np.float32)
 
   words = [
-    [rng.integers(0, size, rng.integers(1, 4)).tolist() for _ in range(3)]
+    [rng.integers(0, vocab_size, rng.integers(1, 4)).tolist() for _ in range(3)]
     for _ in range(_COUNT)
   ]
   biases = [
-    {int(token): float(rng.normal() * 3) for token in rng.integers(0, size, 4)}
+    {
+      int(token): float(rng.normal() * 3)
+      for token in rng.integers(0, vocab_size, 4)
+    }
     for _ in range(_COUNT)
   ]
   letters = small_vocabulary.text().decode()
   strings = [
-    [letters[place : place + 2] for place in rng.integers(0, 5000, 2)]
+    [letters[offset : offset + 2] for offset in rng.integers(0, 5000, 2)]
     for _ in range(_COUNT)
   ]
-  tokens = rollout.token_bytes(small_vocabulary.tokens()[:size])
+  tokens = rollout.token_bytes(small_vocabulary.tokens()[:vocab_size])
   return rollout.Sampling(
     temperature=either(0.3, 2.0, 0.0),
     top_k=np.where(rng.random(_COUNT) < 0.4, 0, rng.integers(1, 40, _COUNT)),
@@ -97,7 +100,7 @@ def _mixed(size: int) -> rollout.Sampling:
     repetition_penalty=either(0.7, 1.5, 1.0),
     min_tokens=rng.integers(0, 6, _COUNT),
     max_tokens=rng.integers(6, 40, _COUNT),
-    stop_tokens=rng.integers(0, size, (_COUNT, 3)),
+    stop_tokens=rng.integers(0, vocab_size, (_COUNT, 3)),
     stop_strings=rollout.stop_strings(strings, tokens),
     logit_bias=biases,
     bad_words=words,
@@ -106,13 +109,13 @@ def _mixed(size: int) -> rollout.Sampling:
 
 
 def _outcome(state: rollout.RolloutState, row: int) -> list[Any]:
-  some = state.queue
-  length = int(some.length[row])
+  queue = state.queue
+  length = int(queue.length[row])
   return [
-    some.tokens[row, :length].tolist(),
-    some.log_probs[row, :length].tolist(),
-    int(some.finish[row]),
-    int(some.stop[row]),
+    queue.tokens[row, :length].tolist(),
+    queue.log_probs[row, :length].tolist(),
+    int(queue.finish[row]),
+    int(queue.stop[row]),
   ]
 
 
@@ -126,9 +129,9 @@ def _outcome(state: rollout.RolloutState, row: int) -> list[Any]:
     pytest.param(0, 16, marks=pytest.mark.deep),
   ],
 )
-def test_each_equals_its_run_alone(drafts, decode_steps):
-  """Token by token and bit by bit, whoever shares the batch."""
-  size = 300
+def test_each_sequence_equals_a_separate_run(drafts, decode_steps):
+  """Tokens and log-probs are bit-identical to those of a separate run."""
+  vocab_size = 300
   config = rollout.RolloutConfig(
     max_new_tokens=40,
     stop_token=7,
@@ -138,9 +141,10 @@ def test_each_equals_its_run_alone(drafts, decode_steps):
     draft_columns=8,
     decode_steps=decode_steps,
   )
-  prompts = np.random.default_rng(1).integers(0, size, (_COUNT, 12))
-  state = _begun(prompts, config, _mixed(size))
-  program, params = _program(), _table(size)
+  prompts = np.random.default_rng(1).integers(0, vocab_size, (_COUNT, 12))
+  state = _begun(prompts, config, _mixed(vocab_size))
+  program = _program()
+  params = _table(vocab_size)
   together = program(params, state)
   assert bool(rollout.is_done(together))
   reasons = set(together.queue.finish.tolist())
@@ -158,17 +162,17 @@ def test_each_equals_its_run_alone(drafts, decode_steps):
     status = jnp.full((_COUNT,), rollout.SequenceStatus.DONE, jnp.int32)
     status = status.at[row].set(rollout.SequenceStatus.WAITING)
     queue = dataclasses.replace(state.queue, status=status)
-    alone = program(params, dataclasses.replace(state, queue=queue))
-    assert _outcome(alone, row) == _outcome(together, row), row
+    solo = program(params, dataclasses.replace(state, queue=queue))
+    assert _outcome(solo, row) == _outcome(together, row), row
 
 
 @pytest.mark.parametrize(
   "decode_steps",
   [1, 3, *(pytest.param(k, marks=pytest.mark.deep) for k in (8, 16))],
 )
-def test_what_is_known_of_tokens(decode_steps):
-  """Of the model's own distribution, whatever the settings change."""
-  size = 50
+def test_records_are_of_the_unfiltered_distribution(decode_steps):
+  """Records ignore temperature, filters, penalties and biases."""
+  vocab_size = 50
   config = rollout.RolloutConfig(
     num_samples=2,
     max_new_tokens=6,
@@ -179,39 +183,40 @@ def test_what_is_known_of_tokens(decode_steps):
     top_log_probs=3,
     decode_steps=decode_steps,
   )
-  prompts = np.random.default_rng(1).integers(0, size, (4, 11))
+  prompts = np.random.default_rng(1).integers(0, vocab_size, (4, 11))
   prompts[1:, :9] = prompts[0, :9]
   sampling = rollout.Sampling(
     temperature=0.7, top_k=9, frequency_penalty=0.8, logit_bias={3: 2.0}
   )
   state = _begun(prompts, config, sampling, slots=3)
-  params = _table(size)
-  end = _program()(params, state)
-  assert int(end.counters.forked) > 0
-  assert int(end.memory.cache.stats.hit_tokens) == 0
-  out = jax.device_get(rollout.generated(end))
+  params = _table(vocab_size)
+  state = _program()(params, state)
+  assert int(state.counters.forked) > 0
+  assert int(state.memory.cache.stats.hit_tokens) == 0
+  out = jax.device_get(rollout.generated(state))
   column = np.arange(out.tokens.shape[1])
-  ramp = np.arange(size, dtype=np.float32)
+  ramp = np.arange(vocab_size, dtype=np.float32)
   logits = np.asarray(params)[out.tokens]
   logits = logits + np.cos(column[:, None] * ramp)[None]
   scores = np.asarray(jax.nn.log_softmax(logits[:, :-1], axis=-1))
-  own = np.take_along_axis(scores, out.tokens[:, 1:, None], axis=2)[..., 0]
+  tokens = out.tokens[:, 1:, None]
+  log_probs = np.take_along_axis(scores, tokens, axis=2)[..., 0]
   inside = column[1:] < out.lengths[:, None]
   np.testing.assert_allclose(
-    out.records.raw_log_probs[:, 1:], np.where(inside, own, 0), atol=2e-5
+    out.records.raw_log_probs[:, 1:], np.where(inside, log_probs, 0), atol=2e-5
   )
-  drawn = out.mask[:, 1:]
+  is_sampled = out.mask[:, 1:]
   entropy = -(np.exp(scores) * scores).sum(axis=-1)
   np.testing.assert_allclose(
-    out.records.entropy[:, 1:], np.where(drawn, entropy, 0), atol=2e-5
+    out.records.entropy[:, 1:], np.where(is_sampled, entropy, 0), atol=2e-5
   )
   best = np.argsort(-scores, axis=-1, kind="stable")[..., :3]
   np.testing.assert_array_equal(
-    out.records.top_tokens[:, 1:][drawn], best[drawn]
+    out.records.top_tokens[:, 1:][is_sampled], best[is_sampled]
   )
   np.testing.assert_allclose(
-    out.records.top_log_probs[:, 1:][drawn],
-    np.take_along_axis(scores, best, axis=-1)[drawn],
+    out.records.top_log_probs[:, 1:][is_sampled],
+    np.take_along_axis(scores, best, axis=-1)[is_sampled],
     atol=2e-5,
   )
   assert np.all(out.log_probs[out.mask] != out.records.raw_log_probs[out.mask])
@@ -219,30 +224,33 @@ def test_what_is_known_of_tokens(decode_steps):
 
 @pytest.mark.deep
 @pytest.mark.parametrize("decode_steps", [1, 4])
-def test_json_under_a_guide(decode_steps):
+def test_guided_samples_parse_as_json(decode_steps):
   """A thousand samples at temperature 2 all parse, each ended in time."""
   tokens = small_vocabulary.tokens()
-  size, stop, most = len(tokens), 0, 48
+  vocab_size = len(tokens)
+  stop_token = 0
+  max_tokens = 48
   guide = rollout.guide(
-    rollout.json_schema({}), rollout.token_bytes(tokens), stop
+    rollout.json_schema({}), rollout.token_bytes(tokens), stop_token
   )
   config = rollout.RolloutConfig(
     num_samples=8,
-    max_new_tokens=most,
-    stop_token=stop,
+    max_new_tokens=max_tokens,
+    stop_token=stop_token,
     prefill_chunk=64,
     decode_steps=decode_steps,
   )
   count = 125
   state = _begun(
-    np.random.default_rng(1).integers(2, size, (count, 4)),
+    np.random.default_rng(1).integers(2, vocab_size, (count, 4)),
     config,
     rollout.Sampling(temperature=2.0),
     slots=100,
-    extra=guide.init(count * 8, max_tokens=most),
+    extra=guide.init(count * 8, max_tokens=max_tokens),
   )
-  end = _program(rollout.Guide.process.__get__(guide))(_table(size), state)
-  out = jax.device_get(rollout.generated(end))
+  process = rollout.Guide.process.__get__(guide)
+  state = _program(process)(_table(vocab_size), state)
+  out = jax.device_get(rollout.generated(state))
   assert set(out.finish.tolist()) == {rollout.Finish.STOP_TOKEN}
   kinds = set()
   for row in range(count * 8):

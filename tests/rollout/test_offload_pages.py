@@ -31,7 +31,7 @@ def _sizes(config, *, num_pages, offload_pages=0):
 
 
 @functools.cache
-def _generate(config):
+def _compiled(config):
   """Compiles once for all tests of a decoder and its sizes."""
   model = functools.partial(models.forward, config=config)
   return jax.jit(functools.partial(rollout.generate, model=model))
@@ -43,7 +43,7 @@ def _rounds(config, params, sizes, decode_steps=1):
 
 
 def _rounds_and_memory(config, params, sizes, decode_steps=1):
-  """The same, and the memory after the last round."""
+  """Returns the results of `_rounds`, and the memory after the last round."""
   rng = np.random.default_rng(1)
   prompts = jnp.asarray(
     rng.integers(0, families.VOCABULARY, (6, _PROMPT)), jnp.int32
@@ -56,17 +56,18 @@ def _rounds_and_memory(config, params, sizes, decode_steps=1):
     decode_steps=decode_steps,
     numerics=config.numerics,
   )
-  generate = _generate(config)
+  generate = _compiled(config)
   sampling = rollout.Sampling(temperature=0.8)
-  cache, kv = jaxkv.init(sizes), models.init_kv(config, sizes)
+  cache = jaxkv.init(sizes)
+  kv = models.init_kv(config, sizes)
   offload = jaxkv.kv.init_offload(kv, sizes) if sizes.offload_pages else None
   ends = []
-  for number in range(_ROUNDS):
+  for round_index in range(_ROUNDS):
     state = rollout.init(
       cache,
       kv,
       rollout.Requests(prompts, lengths, sampling=sampling),
-      jax.random.key(number),
+      jax.random.key(round_index),
       options,
       version=0,
       offload=offload,
@@ -74,8 +75,9 @@ def _rounds_and_memory(config, params, sizes, decode_steps=1):
     state = generate(params, state)
     rollout.check(state)
     ends.append((rollout.generated(state), state.counters))
-    memory = state.memory
-    cache, kv, offload = memory.cache, memory.kv, memory.offload
+    cache = state.memory.cache
+    kv = state.memory.kv
+    offload = state.memory.offload
   memory = rollout.Memory(cache=cache, kv=kv, offload=offload)
   return ends, jaxkv.stats(cache), memory
 
@@ -90,19 +92,19 @@ def _rounds_and_memory(config, params, sizes, decode_steps=1):
     pytest.param("latents", 1, marks=pytest.mark.deep),
   ],
 )
-def test_the_same_bits_with_offload_pages(name, decode_steps):
-  """A small device pool with offload pages, and a large one without."""
+def test_offload_pages_change_no_bit(name, decode_steps):
+  """A small pool with offload pages has the bits of a large pool."""
   config, params = families.decoder(name)
   num_groups = len(models.cache_groups(config))
   num_pages = 1 + num_groups * (_COLUMNS * 5 // 2)
   large = _sizes(config, num_pages=1 + 200 * num_groups)
   small = _sizes(config, num_pages=num_pages, offload_pages=150 * num_groups)
   expected, _ = _rounds(config, params, large)
-  found, stats = _rounds(config, params, small, decode_steps)
-  for (drawn, _), (other, _) in zip(expected, found, strict=True):
+  actual, stats = _rounds(config, params, small, decode_steps)
+  for (expected_results, _), (results, _) in zip(expected, actual, strict=True):
     for field in ("tokens", "log_probs", "lengths", "finish"):
       np.testing.assert_array_equal(
-        getattr(drawn, field), getattr(other, field), err_msg=field
+        getattr(expected_results, field), getattr(results, field), err_msg=field
       )
   assert int(stats.saved_pages) > num_pages
   assert int(stats.restored_pages) > 10
@@ -114,28 +116,27 @@ def test_offload_pages_save_computed_tokens():
   config, params = families.decoder("llama")
   with_host = _sizes(config, num_pages=25, offload_pages=100)
   ends, stats = _rounds(config, params, with_host)
-  alone, _ = _rounds(config, params, _sizes(config, num_pages=25))
-  computed, computed_alone = (
-    int(end[-1][1].prefilled) + int(end[-1][1].recomputed)
-    for end in (ends, alone)
+  device_ends, _ = _rounds(config, params, _sizes(config, num_pages=25))
+  computed, computed_on_device = (
+    int(rounds[-1][1].prefilled) + int(rounds[-1][1].recomputed)
+    for rounds in (ends, device_ends)
   )
-  assert computed < computed_alone / 2
+  assert computed < computed_on_device / 2
   assert int(stats.restored_pages) > 0
 
 
 @pytest.mark.deep
-def test_moves_before_a_rollout_are_not_repeated():
-  """A caller has made the moves of `pin`, which exchange pages."""
+def test_moves_of_pin_are_not_repeated():
+  """`init` does not repeat moves of `pin` that the caller has made."""
   config, params = families.decoder("llama")
   sizes = _sizes(config, num_pages=25, offload_pages=100)
   ends, _, memory = _rounds_and_memory(config, params, sizes)
-  drawn = ends[-1][0]
-  tokens, lengths = drawn.tokens[:1], drawn.lengths[:1]
-  cache, out = jaxkv.pin(memory.cache, tokens, lengths)
+  results = ends[-1][0]
+  cache, out = jaxkv.pin(memory.cache, results.tokens[:1], results.lengths[:1])
   assert int(out.moves.count) > 0
   kv, offload = jaxkv.kv.move(memory.kv, memory.offload, out.moves)
   pages = out.pages[out.pages < sizes.no_page]
-  before = np.asarray(kv.k[pages])
+  restored_keys = np.asarray(kv.k[pages])
   requests = rollout.Requests(jnp.ones((1, 3), jnp.int32), jnp.asarray([3]))
   options = rollout.RolloutConfig(max_new_tokens=1, numerics=config.numerics)
   state = rollout.init(
@@ -151,7 +152,7 @@ def test_moves_before_a_rollout_are_not_repeated():
   state = jax.jit(functools.partial(rollout.generate, model=model))(
     params, state
   )
-  np.testing.assert_array_equal(state.memory.kv.k[pages], before)
+  np.testing.assert_array_equal(state.memory.kv.k[pages], restored_keys)
 
 
 @pytest.mark.deep
@@ -169,7 +170,7 @@ def test_score_restores_prompts():
   )
   model = functools.partial(models.forward, config=config)
   score = jax.jit(functools.partial(rollout.score, model=model, chunk=16))
-  found = []
+  runs = []
   for sizes in (
     _sizes(config, num_pages=200),
     _sizes(config, num_pages=25, offload_pages=100),
@@ -180,35 +181,37 @@ def test_score_restores_prompts():
     memory, _ = score(params, memory, *groups)
     memory, scored = score(params, memory, *groups)
     assert scored.ok.all()
-    found.append(scored)
-  np.testing.assert_array_equal(found[0].log_probs, found[1].log_probs)
-  np.testing.assert_array_equal(found[0].cached_tokens, found[1].cached_tokens)
+    runs.append(scored)
+  np.testing.assert_array_equal(runs[0].log_probs, runs[1].log_probs)
+  np.testing.assert_array_equal(runs[0].cached_tokens, runs[1].cached_tokens)
   assert int(jaxkv.stats(memory.cache).restored_pages) > 0
 
 
 @pytest.mark.deep
-def test_preempted_sequences_find_their_full_pages():
-  """Only their partial pages are computed again, in 8 pages of two tokens."""
+def test_preempted_sequences_restore_their_full_pages():
+  """Only partial pages are computed again, in 8 pages of two tokens."""
   config = rollout.RolloutConfig(max_new_tokens=6, num_samples=2)
-  program, ends = by_hand.program(), []
+  program = by_hand.program()
+  ends = []
   for offload_pages in (0, 60):
     sizes = dataclasses.replace(
       by_hand.sizes(9, 4), offload_pages=offload_pages
     )
-    end = program(by_hand.begun(sizes, config), 0.7)
-    by_hand.check_sequences(end, config, 0.7)
-    ends.append(end.counters)
-  alone, with_host = ends
+    state = program(by_hand.begun(sizes, config), 0.7)
+    by_hand.check_sequences(state, config, 0.7)
+    ends.append(state.counters)
+  without_host, with_host = ends
   assert int(with_host.preempted) > 0
   # A partial page has one token.
   assert int(with_host.recomputed) <= int(with_host.preempted)
-  assert int(alone.recomputed) > int(alone.preempted)
+  assert int(without_host.recomputed) > int(without_host.preempted)
 
 
-def test_refuses_another_offload_pool():
+def test_another_offload_pool_is_refused():
   config, _ = families.decoder("llama")
   sizes = _sizes(config, num_pages=25, offload_pages=10)
-  kv, cache = models.init_kv(config, sizes), jaxkv.init(sizes)
+  kv = models.init_kv(config, sizes)
+  cache = jaxkv.init(sizes)
   requests = rollout.Requests(jnp.ones((1, 3), jnp.int32), jnp.asarray([3]))
   options = rollout.RolloutConfig(max_new_tokens=4)
   make = functools.partial(
@@ -216,6 +219,6 @@ def test_refuses_another_offload_pool():
   )
   with pytest.raises(TypeError, match="`offload` must be an OffloadMemory"):
     make()
-  other = _sizes(config, num_pages=25, offload_pages=11)
+  other_config = _sizes(config, num_pages=25, offload_pages=11)
   with pytest.raises(ValueError, match="`offload` must have 10 pages"):
-    make(offload=jaxkv.kv.init_offload(kv, other))
+    make(offload=jaxkv.kv.init_offload(kv, other_config))

@@ -1,4 +1,4 @@
-"""Columns of padding, in more slots than a call has chunks of prompts."""
+"""Columns of padding, with more slots than chunks in a call."""
 
 import functools
 
@@ -16,7 +16,7 @@ _SLOTS = 16
 
 
 def _log_prob(tokens: list[int]) -> float:
-  """The log-prob of the last token after the others."""
+  """Returns the log-prob of the last token after the others."""
   logits = by_hand._logits(tokens[:-1], (None,))
   return float(jax.nn.log_softmax(logits)[tokens[-1]])
 
@@ -43,9 +43,9 @@ def test_scores_after_prompts_of_one_token():
   for row in np.flatnonzero(lengths == 1).tolist():
     for sample, count in enumerate(counts[row].tolist()):
       text = [prompts[row, 0], *answers[row, sample]]
-      wanted = [_log_prob(text[: 2 + number]) for number in range(count)]
+      expected = [_log_prob(text[: 2 + column]) for column in range(count)]
       np.testing.assert_allclose(
-        scored.log_probs[row, sample, :count], wanted, rtol=0, atol=1e-5
+        scored.log_probs[row, sample, :count], expected, rtol=0, atol=1e-5
       )
 
 
@@ -65,10 +65,10 @@ def test_log_probs_of_prompts():
   ]
   state = by_hand.begun(by_hand.sizes(200, _SLOTS), config, prompts)
   queue = by_hand.program()(state, 0.0).queue
-  found = np.asarray(queue.records.raw_log_probs)
+  log_probs = np.asarray(queue.records.raw_log_probs)
   for row, prompt in enumerate(prompts):
-    wanted = [_log_prob(prompt[:end]) for end in range(2, len(prompt) + 1)]
+    expected = [_log_prob(prompt[:n]) for n in range(2, len(prompt) + 1)]
     # Of the first sample; the others share its prompt.
     np.testing.assert_allclose(
-      found[2 * row, 1 : len(prompt)], wanted, rtol=0, atol=1e-5
+      log_probs[2 * row, 1 : len(prompt)], expected, rtol=0, atol=1e-5
     )

@@ -103,11 +103,11 @@ def _shapes(name):
 
 
 def _axes(count):
-  return recipes.axes_of(model=count, kind=AxisType.Explicit)
+  return recipes.axes_of(model=count, axis_type=AxisType.Explicit)
 
 
 def _params(config):
-  """Random parameters; biases too, which are zeros at first."""
+  """Returns random parameters; `init_params` sets biases to zero."""
   params = models.init_params(jax.random.key(0), config)
   leaves, tree = jax.tree.flatten(params)
   rng = np.random.default_rng(0)
@@ -150,8 +150,8 @@ class _Job:
 
 
 @functools.cache
-def _alone(name):
-  """The results of one device."""
+def _one_device_results(name):
+  """Returns the results of one device."""
   job = _Job(name)
   state = rollout.init(*job.memory(), *job.arguments)
   run = jax.jit(functools.partial(rollout.generate, model=job.model()))
@@ -167,9 +167,10 @@ _WHOLE = ("deepseek", "qwen3_next")
 @pytest.mark.deep
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("name", _FAMILIES)
-def test_a_rollout_is_one_devices(name, count):
-  """Pages stay where they are, and activations meet twice in a layer."""
-  job, axes = _Job(name), _axes(count)
+def test_results_equal_one_device(name, count):
+  """No page moves, and a layer has two all-reduces."""
+  job = _Job(name)
+  axes = _axes(count)
   options = {}
   if name == "deepseek":
     options["head_sharding"] = NamedSharding(axes.mesh, P("model"))
@@ -194,14 +195,14 @@ def test_a_rollout_is_one_devices(name, count):
   for pool in pools:
     assert pool_sized_rewrites(compiled, pool) == []
   results = sharding.generated(compiled(params, state), axes=axes)
-  wanted = _alone(name)
+  expected = _one_device_results(name)
   for field in ("tokens", "lengths", "finish", "valid"):
     np.testing.assert_array_equal(
-      getattr(results, field), getattr(wanted, field)
+      getattr(results, field), getattr(expected, field)
     )
   # The partial sums of devices are float32, added in another order.
   np.testing.assert_allclose(
-    results.log_probs, wanted.log_probs, rtol=1e-5, atol=2e-5
+    results.log_probs, expected.log_probs, rtol=1e-5, atol=2e-5
   )
 
 
@@ -210,9 +211,10 @@ def test_a_rollout_is_one_devices(name, count):
 @pytest.mark.parametrize(
   "target", [pytest.param(x, marks=needs(x)) for x in ("h200", "v5e")]
 )
-def test_other_compilers_need_two_all_reduces(target, name):
+def test_gpu_and_tpu_programs_have_two_all_reduces(target, name):
   """XLA would gather experts that are split by number on these devices."""
-  mesh, shapes = mesh_of(target, "model", 4), _shapes(name)
+  mesh = mesh_of(target, "model", 4)
+  shapes = _shapes(name)
   everywhere = NamedSharding(mesh, P())
   axes = sharding.MeshAxes(mesh, model="model")
   params, tokens = jax.tree.map(
@@ -243,14 +245,14 @@ def test_splits_heads_and_inner_dimensions(name):
   shapes = _shapes(name)
   mesh = jax.make_mesh((2, 4), ("data", "model"))
   axes = sharding.MeshAxes(mesh, data="data", model="model")
-  found = sharding.param_shardings(shapes, axes=axes)
+  shardings = sharding.param_shardings(shapes, axes=axes)
   everywhere = NamedSharding(mesh, P())
-  wanted = jax.tree.map(lambda _: everywhere, shapes)
-  wanted["unembed"] = NamedSharding(mesh, P(None, "model"))
-  for layer, split in zip(wanted["layers"][0], _SPLIT[name], strict=True):
+  expected = jax.tree.map(lambda _: everywhere, shapes)
+  expected["unembed"] = NamedSharding(mesh, P(None, "model"))
+  for layer, split in zip(expected["layers"][0], _SPLIT[name], strict=True):
     for leaf, dimension in split.items():
       layer[leaf] = NamedSharding(mesh, P(None, *[None] * dimension, "model"))
-  assert found == wanted
+  assert shardings == expected
 
 
 class TestArguments:
@@ -267,7 +269,7 @@ class TestArguments:
       ("qwen3_next", 3, "expert_down"),
     ],
   )
-  def test_a_dimension_that_devices_do_not_divide(self, name, count, leaf):
+  def test_indivisible_dimensions_are_refused(self, name, count, leaf):
     with pytest.raises(ValueError, match="must be an array whose dim") as error:
       sharding.param_shardings(_shapes(name), axes=_axes(count))
     leaf = f"['layers'][0][0]['{leaf}']"

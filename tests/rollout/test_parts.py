@@ -1,4 +1,4 @@
-"""Parts of the loop by hand: when it returns, guesses, endings, and rows."""
+"""Parts of the loop by hand: limits, drafts, stop rules and rows."""
 
 import dataclasses
 
@@ -15,6 +15,10 @@ from jaxkv._src.engine.counters import Count
 from jaxkv._src.engine.hooks import rows_of
 from jaxkv._src.engine.stop_rules import endings
 from tests.rollout import by_hand
+from tests.rollout.by_hand import DONE
+from tests.rollout.by_hand import EMPTY
+from tests.rollout.by_hand import FAILED
+from tests.rollout.by_hand import RUNS
 
 pytestmark = pytest.mark.slow
 
@@ -26,12 +30,10 @@ def _begun(config=_CONFIG, prompts=((1, 2), (3, 4, 5), (6,)), **options):
   return by_hand.begun(by_hand.sizes(40, 3), config, prompts, **options)
 
 
-def test_until():
-  """A whole group has ended, half of another one, and one has no sample."""
+def test_limits_of_a_call():
+  """One group has ended, one half, and one has no sample."""
   state = _begun()
-  done, empty = by_hand.DONE, by_hand.EMPTY
-  failed, runs = by_hand.FAILED, by_hand.RUNS
-  status = [done, failed, runs, done, empty, empty]
+  status = [DONE, FAILED, RUNS, DONE, EMPTY, EMPTY]
   state = by_hand.with_queue(state, status=jnp.asarray(status, jnp.int32))
   steps = state.counters.steps + jnp.int32(5)
   counters = dataclasses.replace(state.counters, steps=steps)
@@ -47,11 +49,11 @@ def test_until():
     ({"steps": 9, "groups": 1, "sequences": 9}, False),
   ):
     limits = generate.as_until(rollout.Until(**limits))
-    begin = Count.zeros() + jnp.int32(4)
-    assert bool(generate.goes_on(limits, state, begin)) == goes_on, limits
+    start_steps = Count.zeros() + jnp.int32(4)
+    assert bool(generate.goes_on(limits, state, start_steps)) == goes_on, limits
 
 
-def test_endings():
+def test_stop_tokens_and_stop_strings():
   """A stop string counts after enough tokens, and a stop token before it."""
   texts = rollout.token_bytes([b"a", b"b", b"c", b"ab", b"!"])
   strings = rollout.stop_strings([["xx", "ab"]] * 3, texts)
@@ -62,19 +64,19 @@ def test_endings():
     stop_tokens=jnp.asarray([[2], [2], [3]], jnp.int32),
   )
   state = _begun(config, [[0]] * 3, sampling=sampling)
-  numbers = jnp.arange(3, dtype=jnp.int32)
+  indices = jnp.arange(3, dtype=jnp.int32)
   # What an earlier turn has left of a string does not count.
   left, _ = strings.advance(strings.init(3), jnp.zeros((3,), jnp.int32))
   queue = dataclasses.replace(state.queue, stop_states=left)
-  rows = rows_of(state.queue, numbers)
-  wanted = [
+  rows = rows_of(state.queue, indices)
+  cases = [
     ([1, 0, 0], [0, 0, 0], [-1, -1, -1]),
     # The last two have the string; the last one may end with it.
     ([0, 1, 1], [0, 0, 2], [-1, -1, 1]),
     ([2, 3, 3], [1, 2, 1], [2, 1, 3]),
     ([4, 0, 0], [1, 3, 3], [4, -1, -1]),
   ]
-  for count, (tokens, *expected) in enumerate(wanted):
+  for count, (tokens, *expected) in enumerate(cases):
     lengths = jnp.full((3,), 1 + min(count, 2), jnp.int32)
     lengths = jnp.where(count == 2, 2, lengths).astype(jnp.int32)
     at = rows._replace(counts=jnp.full((3,), count, jnp.int32), lengths=lengths)
@@ -94,7 +96,7 @@ _GUESSES = rollout.RolloutConfig(
 )
 
 
-def _proposed(state):
+def _drafts_of(state):
   """Proposes drafts for sequences 0, 1 and 2, which decode in slots 0, 1, 2.
 
   Slot 3 is empty, as sequence 4 does not exist.
@@ -109,11 +111,11 @@ def _proposed(state):
   )
 
 
-def test_guesses():
-  """What followed the same two tokens, and nothing else is guessed.
+def test_drafts_continue_repeated_ngrams():
+  """Drafts are the tokens that followed the same two tokens before.
 
-  All tables say that the last two tokens stand before the third one too, which
-  is true of the first prompt alone.
+  All tables map the last two tokens to column 2, which is right for the first
+  prompt alone.
   """
   prompts = [[1, 2, 3, 4, 5, 1, 2], [1, 2, 3, 4, 5, 6, 7]]
   state = by_hand.begun(by_hand.sizes(40, 4), _GUESSES, prompts)
@@ -121,82 +123,81 @@ def test_guesses():
   tables = dataclasses.replace(state.queue.ngrams, table=table)
   state = by_hand.with_queue(state, ngrams=tables)
   rows = jnp.asarray([0, 1, 2, 4], jnp.int32)
-  drafts = _proposed(state)
+  drafts = _drafts_of(state)
   assert drafts.found.tolist() == [True, True, False, False]
   assert drafts.counts.tolist() == [3, 3, 0, 0]
   assert drafts.tokens[:2].tolist() == [[3, 4, 5]] * 2
   # None may stand behind the last token that it may draw.
   limit = jnp.asarray([9, 8, 13, 13], jnp.int32)
-  limited = _proposed(by_hand.with_queue(state, limit=limit))
+  limited = _drafts_of(by_hand.with_queue(state, limit=limit))
   assert limited.counts.tolist() == [1, 0, 0, 0]
   # Both were found, so both are tried again, and the first one was wrong.
-  found, counts = drafts.found, limited.counts
-  zeros = jnp.zeros_like(counts)
+  zeros = jnp.zeros_like(limited.counts)
   for _ in range(6):
-    tables = ngrams.learn(tables, rows, found, counts, zeros)
+    tables = ngrams.learn(tables, rows, drafts.found, limited.counts, zeros)
   state = by_hand.with_queue(state, ngrams=tables)
-  assert _proposed(state).counts.tolist() == [0, 3, 0, 0]
+  assert _drafts_of(state).counts.tolist() == [0, 3, 0, 0]
   for _ in range(40):
-    tables = ngrams.learn(tables, rows, found, zeros, zeros)
+    tables = ngrams.learn(tables, rows, drafts.found, zeros, zeros)
   state = by_hand.with_queue(state, ngrams=tables)
-  assert _proposed(state).counts.tolist() == [1, 3, 0, 0]
+  assert _drafts_of(state).counts.tolist() == [1, 3, 0, 0]
 
 
 @pytest.mark.deep
-def test_drafts():
-  """Guesses, right and wrong ones, change no token."""
+def test_drafts_change_no_token():
+  """Right and wrong drafts change no token."""
   prompts = [[1, 1, 1, 1, 1], [2, 3, 2, 3]]
   config = dataclasses.replace(_GUESSES, draft_match=1)
   state = by_hand.begun(by_hand.sizes(60, 4), config, prompts)
-  end = by_hand.program()(state, 0.7, 60)
-  assert bool(rollout.is_done(end)), "not done after 60 steps"
-  counters = end.counters
+  state = by_hand.program()(state, 0.7, 60)
+  assert bool(rollout.is_done(state)), "not done after 60 steps"
+  counters = state.counters
   assert 0 < int(counters.accepted) < int(counters.drafted)
-  for number in range(4):
-    wanted = by_hand.expected(number, prompts[number // 2], 0.7, config)
-    by_hand.check_sequence(end.queue, number, wanted)
-  rollout.check(end)
+  for seq_id in range(4):
+    expected = by_hand.expected(seq_id, prompts[seq_id // 2], 0.7, config)
+    by_hand.check_sequence(state.queue, seq_id, expected)
+  rollout.check(state)
 
 
-def _told(params, batch, kv):
-  """The likeliest token of each sequence is the one that it was given."""
+def _model(params, batch, kv):
+  """Returns logits that select the token in the row's `extra`."""
   del params, kv
   logits = jax.nn.one_hot(batch.rows.extra["token"], by_hand.VOCABULARY)
   return logits[batch.columns], None
 
 
-def _counted(logits, rows, extra):
-  """Counts the tokens of each sequence, and notes its number."""
-  return logits, extra | {"count": extra["count"] + 1, "number": rows.ids}
+def _count_tokens(logits, rows, extra):
+  """Counts the tokens of each sequence, and records its id."""
+  return logits, extra | {"count": extra["count"] + 1, "id": rows.ids}
 
 
-def test_rows():
-  """Each sequence has what `init` said of it, wherever its tokens stand."""
+def test_model_sees_the_row_of_each_sequence():
+  """Each sequence has its row of `extra` and its id in every step."""
   config = rollout.RolloutConfig(
     num_samples=2, max_new_tokens=3, prefill_chunk=2
   )
   prompts = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3], [9], [8, 8, 8, 8, 8]]
-  given = np.asarray([4, 9, 2, 3, 7, 1, 6, 5], np.int32)
+  tokens_of_rows = np.asarray([4, 9, 2, 3, 7, 1, 6, 5], np.int32)
   zeros = np.zeros(8, np.int32)
-  extra = {"token": given, "count": zeros, "number": zeros}
+  extra = {"token": tokens_of_rows, "count": zeros, "id": zeros}
   state = _begun(config, prompts, extra=extra, first_sequence=20)
   state = by_hand.begun_at(state, 0.0)
-  end = jax.jit(
+  state = jax.jit(
     lambda state: rollout.generate(
-      None, state, rollout.Until(steps=60), model=_told, process=_counted
+      None, state, rollout.Until(steps=60), model=_model, process=_count_tokens
     )
   )(state)
-  assert bool(rollout.is_done(end)), "not done after 60 steps"
-  assert end.queue.extra["count"].tolist() == [3] * 8
-  assert end.queue.extra["number"].tolist() == [*range(20, 28)]
-  for row, token in enumerate(given.tolist()):
-    begin = len(prompts[row // 2])
-    drawn = end.queue.tokens[row, begin : begin + 3]
-    assert drawn.tolist() == [token] * 3
+  assert bool(rollout.is_done(state)), "not done after 60 steps"
+  assert state.queue.extra["count"].tolist() == [3] * 8
+  assert state.queue.extra["id"].tolist() == [*range(20, 28)]
+  for row, token in enumerate(tokens_of_rows.tolist()):
+    prompt_length = len(prompts[row // 2])
+    samples = state.queue.tokens[row, prompt_length : prompt_length + 3]
+    assert samples.tolist() == [token] * 3
 
 
 @pytest.mark.deep
-def test_pages_of_guesses():
+def test_drafts_leave_the_last_pages():
   """Two prompts of two pages in six pages; one ends after two tokens.
 
   Until then both need the last two pages, though there is a guess for which one
@@ -213,9 +214,9 @@ def test_pages_of_guesses():
 
   model = rollout.all_logits(by_hand.model)
   until = rollout.Until(steps=60)
-  end = jax.jit(
+  state = jax.jit(
     lambda state: rollout.generate(None, state, until, model=model, draft=draft)
   )(state)
-  assert bool(rollout.is_done(end)), "not done after 60 steps"
-  assert int(end.counters.drafted) > 0
-  assert int(end.counters.preempted) == 0
+  assert bool(rollout.is_done(state)), "not done after 60 steps"
+  assert int(state.counters.drafted) > 0
+  assert int(state.counters.preempted) == 0

@@ -1,4 +1,4 @@
-"""Two processes make what one makes."""
+"""Two processes have the results of one."""
 
 import numpy as np
 import pytest
@@ -9,21 +9,21 @@ from tests.rollout import started
 
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
-  """With two devices each: four shards there, and two in one process."""
+  """Two processes have four shards, and one process has two."""
   address = f"localhost:{started.free_port()}"
-  both = [
-    started.start("data", str(tmp_path / f"{own}.npz"), address, "2", str(own))
-    for own in range(2)
+  pair = [
+    started.start("data", str(tmp_path / f"{i}.npz"), address, "2", str(i))
+    for i in range(2)
   ]
-  alone = started.start("data", str(tmp_path / "alone.npz"))
-  started.wait(*both, alone)
-  wanted = np.load(tmp_path / "alone.npz")
+  single = started.start("data", str(tmp_path / "alone.npz"))
+  started.wait(*pair, single)
+  expected = np.load(tmp_path / "alone.npz")
   names = recipes.attention_alone()
   prompts = names["requests"].tokens
   samples = names["config"].num_samples
-  assert wanted["tokens"].shape[0] == prompts.shape[0] * samples
-  assert (wanted["lengths"] > prompts.shape[1]).any()
-  for own in range(2):
-    found = np.load(tmp_path / f"{own}.npz")
+  assert expected["tokens"].shape[0] == prompts.shape[0] * samples
+  assert (expected["lengths"] > prompts.shape[1]).any()
+  for i in range(2):
+    results = np.load(tmp_path / f"{i}.npz")
     for name in ("tokens", "lengths"):
-      np.testing.assert_array_equal(found[name], wanted[name])
+      np.testing.assert_array_equal(results[name], expected[name])

@@ -18,11 +18,11 @@ _RARE = "BAD_SEQUENCE", "BAD_LENGTH", "ENDED", "UNFINISHED", "QUEUE_FULL"
     pytest.param(0, 3, marks=pytest.mark.deep),
   ],
 )
-def test_calls(drafts, decode_steps):
+def test_random_calls_equal_plain_python(drafts, decode_steps):
   options = {"draft_match": 1, "draft_columns": 4, "decode_steps": decode_steps}
   # Moves take seconds to compile.
-  kind = MovingCalls if drafts else Calls
-  calls = kind(1, draft_tokens=drafts, **options)
+  calls_class = MovingCalls if drafts else Calls
+  calls = calls_class(1, draft_tokens=drafts, **options)
   for _ in range(400):
     calls.step()
   counters = calls.state.counters

@@ -1,4 +1,4 @@
-"""The experts of all tokens of a rollout, those of cached prefixes included."""
+"""The experts of all tokens of a rollout, also of cached prefixes."""
 
 import dataclasses
 import functools
@@ -32,24 +32,24 @@ _CONFIG = rollout.RolloutConfig(
 )
 
 
-def _used(tokens: Any, positions: Any, version: Any) -> Any:
-  """What tokens use in a model by hand: [..., J, k], below 256."""
-  first = tokens * 7 + positions * 3 + version * 50
-  place = np.arange(_LAYERS * _CHOSEN, dtype=np.int32)
-  place = place.reshape((1,) * first.ndim + (_LAYERS, _CHOSEN))
-  return first[..., None, None] + place
+def _experts_of(tokens: Any, positions: Any, version: Any) -> Any:
+  """Returns the experts of tokens of a toy model: [..., J, k], below 256."""
+  base = tokens * 7 + positions * 3 + version * 50
+  offsets = np.arange(_LAYERS * _CHOSEN, dtype=np.int32)
+  offsets = offsets.reshape((1,) * base.ndim + (_LAYERS, _CHOSEN))
+  return base[..., None, None] + offsets
 
 
 def _model(version, batch, kv):
-  """That of `by_hand`, whose experts depend on its weights' version, too."""
-  pages, numbers = kv
+  """Runs the model of `by_hand`; experts depend on the weights' version."""
+  pages, expert_ids = kv
   logits, pages = by_hand.model(None, batch, pages)
-  used = _used(batch.tokens, batch.positions, version)
+  used = _experts_of(batch.tokens, batch.positions, version)
   for layer in range(_LAYERS):
-    numbers = memory.write_expert_ids(
-      numbers, batch.views[0], layer, used[:, :, layer]
+    expert_ids = memory.write_expert_ids(
+      expert_ids, batch.views[0], layer, used[:, :, layer]
     )
-  return logits, (pages, numbers)
+  return logits, (pages, expert_ids)
 
 
 def _begun(
@@ -60,18 +60,18 @@ def _begun(
   temperature=1.0,
   **options,
 ):
-  """Pages of two tokens, too few for all slots."""
+  """Returns a rollout in pages of two tokens, too few for all slots."""
   sizes = dataclasses.replace(by_hand.sizes(pages, slots), **options)
   kv = memory.init(
     sizes, num_layers=1, num_kv_heads=1, head_dim=by_hand.WIDTH, dtype="float32"
   )
-  numbers = memory.init_expert_ids(sizes, num_layers=_LAYERS, width=_CHOSEN)
-  numbers = dataclasses.replace(numbers, values=numbers.values + 255)
+  expert_ids = memory.init_expert_ids(sizes, num_layers=_LAYERS, width=_CHOSEN)
+  expert_ids = dataclasses.replace(expert_ids, values=expert_ids.values + 255)
   width = max(map(len, prompts))
   rows = [[*prompt, *[10] * (width - len(prompt))] for prompt in prompts]
   return rollout.init(
     jaxkv.init(sizes),
-    (kv, numbers),
+    (kv, expert_ids),
     rollout.Requests(
       rows,
       list(map(len, prompts)),
@@ -84,7 +84,7 @@ def _begun(
 
 @functools.cache
 def runner() -> by_hand.Runner:
-  """Compiled once for all tests."""
+  """Returns a rollout that is compiled once for all tests."""
   return by_hand.Runner(rollout.all_logits(_model), jnp.int32(0))
 
 
@@ -94,18 +94,18 @@ def _run(state, steps=by_hand.NO_LIMIT, version=0):
   return program(state, 1.0, steps)
 
 
-def _check(out: rollout.Generated, rows, version=0, known=None) -> None:
-  """All tokens but the last have their experts; or as many as are known."""
+def _check(out: rollout.Generated, rows, version=0, counts=None) -> None:
+  """Checks the experts of all tokens but the last, or of the first `counts`."""
   for row in rows:
-    length = int(out.lengths[row]) - 1 if known is None else int(known[row])
+    length = int(out.lengths[row]) - 1 if counts is None else int(counts[row])
     tokens = np.asarray(out.tokens[row])
-    wanted = _used(tokens, np.arange(len(tokens)), version)
-    wanted[length:] = -1
-    np.testing.assert_array_equal(out.experts[row], wanted, str(row))
+    expected = _experts_of(tokens, np.arange(len(tokens)), version)
+    expected[length:] = -1
+    np.testing.assert_array_equal(out.experts[row], expected, str(row))
 
 
 @pytest.mark.deep
-def test_scarce_pages():
+def test_preempted_sequences_keep_their_experts():
   """Forks, drafts, cached prefixes, and sequences that lose their pages."""
   state = _run(_begun())
   assert int(state.counters.preempted) > 0
@@ -119,8 +119,8 @@ def test_scarce_pages():
 
 
 @pytest.mark.deep
-def test_several_calls_of_a_step():
-  """With pages for all, and with so few that steps have fewer calls."""
+def test_decode_steps_record_all_experts():
+  """60 pages are enough; 14 shorten the rounds."""
   config = dataclasses.replace(_CONFIG, draft_tokens=0, decode_steps=4)
   for pages in (60, 14):
     state = _run(_begun(pages, config=config))
@@ -128,30 +128,30 @@ def test_several_calls_of_a_step():
     rollout.check(state)
 
 
-def test_verbs():
-  """While they run, and after each verb; and new prompts in old rows."""
+def test_verbs_keep_recorded_experts():
+  """Experts of running sequences, after each verb, and of reused rows."""
   state = _run(_begun(), 6)
   running = np.asarray(state.slots.row).tolist()
   busy = [row for row in running if row < 8]
-  known = {
+  counts = {
     row: int(state.memory.cache.length[slot])
     for slot, row in enumerate(running)
   }
-  assert len(busy) >= 2 and min(known[row] for row in busy) > 0
-  _check(rollout.generated(state), busy, known=known)
+  assert len(busy) >= 2 and min(counts[row] for row in busy) > 0
+  _check(rollout.generated(state), busy, counts=counts)
   # What stood in pages only is not lost with them.
   state, _ = rollout.abort(state, busy[:1])
   state, _ = rollout.requeue(state, busy[1:2])
-  _check(rollout.generated(state), busy, known=known)
+  _check(rollout.generated(state), busy, counts=counts)
   state = _run(state)
   state, out = rollout.extend(
     state, [4, 5], [[5, 4]] * 2, [2, 2], max_tokens=[1, 1]
   )
   assert np.all(np.asarray(out.ok)) and busy[0] not in (4, 5)
-  state, taken = rollout.harvest(_run(state))
-  assert np.all(np.asarray(taken.ok))
-  _check(taken.results, busy[:1], known=known)
-  _check(taken.results, [row for row in range(8) if row != busy[0]])
+  state, harvested = rollout.harvest(_run(state))
+  assert np.all(np.asarray(harvested.ok))
+  _check(harvested.results, busy[:1], counts=counts)
+  _check(harvested.results, [row for row in range(8) if row != busy[0]])
   state, _ = rollout.submit(state, rollout.Requests([[7, 8, 3]], [3]))
   assert np.all(np.asarray(rollout.generated(state).experts) == -1)
   out = rollout.generated(_run(state))
@@ -171,9 +171,9 @@ def _check_kept(out: rollout.Generated, before: rollout.Generated, row) -> None:
   was_sampled = np.asarray(before.mask[row])
   version = 1 - np.append(was_sampled[1:], False).astype(np.int32)
   assert set(version[:length]) == {0, 1}
-  wanted = _used(tokens, columns, version)
-  wanted[length:] = -1
-  np.testing.assert_array_equal(out.experts[row], wanted, str(row))
+  expected = _experts_of(tokens, columns, version)
+  expected[length:] = -1
+  np.testing.assert_array_equal(out.experts[row], expected, str(row))
 
 
 def test_log_probs_and_experts_are_of_one_computation():
@@ -196,13 +196,13 @@ def test_merged_pages():
   """Of equal samples, each has its own experts, though they share pages."""
 
   def model(params, batch, kv):
-    logits, (pages, numbers) = _model(params, batch, kv)
-    used = _used(batch.tokens, batch.positions, batch.rows.numbers[None])
+    logits, (pages, expert_ids) = _model(params, batch, kv)
+    used = _experts_of(batch.tokens, batch.positions, batch.rows.numbers[None])
     for layer in range(_LAYERS):
-      numbers = memory.write_expert_ids(
-        numbers, batch.views[0], layer, used[:, :, layer]
+      expert_ids = memory.write_expert_ids(
+        expert_ids, batch.views[0], layer, used[:, :, layer]
       )
-    return logits, (pages, numbers)
+    return logits, (pages, expert_ids)
 
   config = dataclasses.replace(_CONFIG, draft_tokens=0)
   state = _begun(
@@ -217,23 +217,23 @@ def test_merged_pages():
   np.testing.assert_array_equal(out.tokens[0], out.tokens[1])
   for row in range(2):
     tokens, columns = np.asarray(out.tokens[row]), np.arange(2, 8)
-    wanted = _used(tokens[2:8], columns, np.int32(row))
-    np.testing.assert_array_equal(out.experts[row, 2:8], wanted)
+    expected = _experts_of(tokens[2:8], columns, np.int32(row))
+    np.testing.assert_array_equal(out.experts[row, 2:8], expected)
 
 
-def test_new_weights():
-  """Those of the weights of a log-prob, else of those that ran last."""
-  begun = _run(_begun(), 6)
-  ended = np.asarray(begun.queue.status) == by_hand.DONE
-  before = rollout.generated(begun)
-  known = np.asarray(before.experts) >= 0
+def test_experts_of_new_weights():
+  """Experts are those of a log-prob's weights, else of those that ran last."""
+  start_state = _run(_begun(), 6)
+  ended = np.asarray(start_state.queue.status) == by_hand.DONE
+  before = rollout.generated(start_state)
+  has_ids = np.asarray(before.experts) >= 0
   for how in ("recompute", "drop"):
-    state = rollout.update_weights(begun, how)
-    now = _run(state, 1, version=1) if how == "recompute" else state
-    left = np.asarray(rollout.generated(now).experts) >= 0
+    state = rollout.update_weights(start_state, how)
+    new_state = _run(state, 1, version=1) if how == "recompute" else state
+    left = np.asarray(rollout.generated(new_state).experts) >= 0
     # Until they are computed again, or not at all.
-    wanted = known if how == "recompute" else known & ended[:, None, None, None]
-    assert np.array_equal(left & known, wanted)
+    expected = has_ids & (ended[:, None, None, None] | (how == "recompute"))
+    assert np.array_equal(left & has_ids, expected)
     out = rollout.generated(_run(state, version=1))
     _check(out, np.flatnonzero(ended))
     rows = np.flatnonzero(~ended)
@@ -245,44 +245,47 @@ def test_new_weights():
     _check(out, rows, version=1)
 
 
-def test_in_place():
-  """Neither pool is copied, nor what is kept of all sequences."""
+def test_pools_are_updated_in_place():
+  """Neither the pools nor the recorded experts are copied."""
   config = dataclasses.replace(_CONFIG, draft_tokens=0, num_samples=1)
   state = _begun(3000, 4, config, [[1] * 8] * 700)
   leaves = jax.tree.leaves((state.memory.kv, state.queue))
-  sizes = [leaf.size for leaf in leaves]
+  leaf_sizes = [leaf.size for leaf in leaves]
   kv: Any = state.memory.kv
-  pool, kept = kv[1].values, state.queue.experts
-  assert kept is not None
-  assert sorted(sizes)[-2:] == [pool.size, kept.size]
+  pool = kv[1].values
+  experts = state.queue.experts
+  assert experts is not None
+  assert sorted(leaf_sizes)[-2:] == [pool.size, experts.size]
   program = jax.jit(runner(), donate_argnums=0)
   compiled = program.lower(state, jnp.float32(1)).compile()
   assert pool_sized_rewrites(compiled, pool.shape) == []
 
 
 class TestArguments:
-  def test_nothing_is_kept_unasked(self):
+  def test_experts_are_none_by_default(self):
     config = dataclasses.replace(_CONFIG, record_experts=False)
     assert rollout.generated(_begun(config=config)).experts is None
 
-  def test_a_memory_without_experts(self):
+  def test_memory_without_expert_ids_is_refused(self):
     state = _begun()
     kv: Any = state.memory.kv
-    cache, requests = state.memory.cache, rollout.Requests([[1]], [1])
+    cache = state.memory.cache
+    requests = rollout.Requests([[1]], [1])
     message = "`kv` must have ExpertIdPages as its"
     for pools in (kv[0], kv[::-1]):
       with pytest.raises(ValueError, match=message):
         rollout.init(cache, pools, requests, jax.random.key(0), _CONFIG)
 
-  def test_a_group_that_loses_them(self):
+  def test_expert_ids_in_a_window_group_are_refused(self):
     groups = (jaxkv.SlidingWindow(3), jaxkv.FullAttention())
     sizes = dataclasses.replace(by_hand.sizes(40, 3), groups=groups)
     kv = memory.init(sizes, num_layers=1, num_kv_heads=1, head_dim=4)
-    numbers = memory.init_expert_ids(sizes, num_layers=1, width=1, group=0)
-    cache, requests = jaxkv.init(sizes), rollout.Requests([[1]], [1])
+    experts = memory.init_expert_ids(sizes, num_layers=1, width=1, group=0)
+    cache = jaxkv.init(sizes)
+    requests = rollout.Requests([[1]], [1])
     message = r"`ExpertIdPages.group` must .* got 0, Slid"
     with pytest.raises(ValueError, match=message):
-      rollout.init(cache, (kv, numbers), requests, jax.random.key(0), _CONFIG)
+      rollout.init(cache, (kv, experts), requests, jax.random.key(0), _CONFIG)
 
 
 _ATTENTION = models.Attention(num_heads=2, num_kv_heads=1, head_dim=8)
@@ -302,21 +305,21 @@ _DECODER = models.Decoder(
 
 
 def _weights(key: int, noise: float) -> Any:
-  """Of a decoder; routers are large, and those of a trainer differ a bit."""
+  """Returns weights of a decoder; `noise` changes the routers a little."""
   params = models.init_params(jax.random.key(0), _DECODER)
 
   def changed(path: Any, leaf: jax.Array) -> jax.Array:
     if path[-1].key != "router":
       return leaf
-    more = jax.random.normal(jax.random.key(key), leaf.shape, leaf.dtype)
-    return leaf * 5 + noise * more
+    normal = jax.random.normal(jax.random.key(key), leaf.shape, leaf.dtype)
+    return leaf * 5 + noise * normal
 
   params = jax.tree_util.tree_map_with_path(changed, params)
   return params | {"embed": params["embed"] * 3}
 
 
-def test_a_trainer_uses_the_same():
-  """In a second rollout of equal prompts, which finds them in the cache.
+def test_trainer_replays_the_recorded_experts():
+  """A second rollout finds its prompts, and their experts, in the cache.
 
   A trainer with the same weights has the same log-probabilities. One that
   would choose others replays those of the rollout.
@@ -331,7 +334,7 @@ def test_a_trainer_uses_the_same():
   rng = np.random.default_rng(0)
   prompts = rng.integers(0, 23, (3, 16)).astype(np.int32)
   prompts[1, :9] = prompts[0, :9]
-  lengths, params = [16, 13, 14], _weights(1, 0.0)
+  params = _weights(1, 0.0)
   run = jax.jit(
     functools.partial(
       rollout.generate, model=functools.partial(models.forward, config=_DECODER)
@@ -339,22 +342,24 @@ def test_a_trainer_uses_the_same():
   )
   cache = jaxkv.init(sizes)
   kv = models.init_kv(_DECODER, sizes, record_experts=True)
-  hits, requests = 0, rollout.Requests(prompts, lengths)
+  hits = [0]
+  requests = rollout.Requests(prompts, [16, 13, 14])
   for key in (1, 2):
     state = rollout.init(
       cache, kv, requests, jax.random.key(key), config, version=0
     )
     state = run(params, state)
     out = rollout.generated(state)
-    cache, kv = state.memory.cache, state.memory.kv
-    before, hits = hits, int(cache.stats.hit_tokens)
+    cache = state.memory.cache
+    kv = state.memory.kv
+    hits.append(int(cache.stats.hit_tokens))
   # Full pages of all prompts, but for the token that is drawn from.
-  assert hits - before >= 12 + 12 + 12
+  assert hits[2] - hits[1] >= 12 + 12 + 12
   ran = np.arange(24)[None] < np.asarray(out.lengths)[:, None] - 1
   rows = (out.tokens, out.positions)
   chosen = chosen_experts(params, *rows, config=_DECODER)
-  wanted = np.where(ran[:, :, None, None], chosen, -1)
-  np.testing.assert_array_equal(out.experts, wanted)
+  expected = np.where(ran[:, :, None, None], chosen, -1)
+  np.testing.assert_array_equal(out.experts, expected)
 
   def log_probs(weights, experts):
     logits = models.forward_uncached(
@@ -366,8 +371,10 @@ def test_a_trainer_uses_the_same():
   mask = np.asarray(out.mask)[:, 1:]
   gaps = np.abs(log_probs(params, out.experts) - out.log_probs[:, 1:])
   assert mask.sum() == 6 * 8 and np.max(gaps[mask]) <= 1e-5
-  other = _weights(2, 0.5)
-  own = chosen_experts(other, *rows, config=_DECODER)
-  assert np.mean(np.asarray(own)[ran] != wanted[ran]) > 0.05
-  replayed = chosen_experts(other, *rows, config=_DECODER, experts=out.experts)
-  np.testing.assert_array_equal(np.asarray(replayed)[ran], wanted[ran])
+  other_params = _weights(2, 0.5)
+  other_experts = chosen_experts(other_params, *rows, config=_DECODER)
+  assert np.mean(np.asarray(other_experts)[ran] != expected[ran]) > 0.05
+  replayed = chosen_experts(
+    other_params, *rows, config=_DECODER, experts=out.experts
+  )
+  np.testing.assert_array_equal(np.asarray(replayed)[ran], expected[ran])

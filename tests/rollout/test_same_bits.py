@@ -18,15 +18,16 @@ from jaxkv import sharding
 from jaxkv._src.exact import log_probs
 from tests import as_users
 from tests.models import exact_families as families
+from tests.rollout.by_forward import arguments_of
 
 _SAMPLES, _NEW, _PROMPT = 2, 12, 20
-_HEAT = 0.8
+_TEMPERATURE = 0.8
 _deep, _slow = pytest.mark.deep, pytest.mark.slow
 
 
 @dataclasses.dataclass(frozen=True)
 class _Setting:
-  """How a rollout is run, which must change no bit."""
+  """Settings of a rollout that must change no bit."""
 
   slots: int = 8
   chunk: int = 16
@@ -40,18 +41,20 @@ class _Setting:
 
 
 def _prompts(reverse=False):
-  """Prompts of which some begin alike, and their lengths."""
+  """Returns prompts, some of them with a common prefix, and their lengths."""
   rng = np.random.default_rng(1)
   prompts = rng.integers(0, families.VOCABULARY, (5, _PROMPT))
   prompts[3:, :17] = prompts[:2, :17]
   lengths = np.asarray([20, 13, 7, 20, 18])
   order = slice(None, None, -1) if reverse else slice(None)
-  prompts, lengths = prompts[order], lengths[order]
-  return jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32)
+  return (
+    jnp.asarray(prompts[order], jnp.int32),
+    jnp.asarray(lengths[order], jnp.int32),
+  )
 
 
 def _state(config, setting, params) -> Any:
-  """A rollout that has not begun; perhaps with prompts that are cached."""
+  """Returns a rollout before its first step, with cached prompts if asked."""
   columns = -(-(_PROMPT + _NEW) // setting.page_size)
   sizes = jaxkv.CacheConfig(
     num_pages=setting.pages or 1 + 10 * columns * 4,
@@ -71,13 +74,14 @@ def _state(config, setting, params) -> Any:
     raw_log_probs=True,
     numerics=config.numerics,
   )
-  cache, kv = jaxkv.init(sizes), models.init_kv(config, sizes)
+  cache = jaxkv.init(sizes)
+  kv = models.init_kv(config, sizes)
   prompts, lengths = _prompts(setting.reverse)
   seeds = np.repeat(np.arange(5), _SAMPLES) * 10 + np.arange(10) % _SAMPLES
   if setting.reverse:
     seeds = np.repeat(np.arange(5)[::-1], _SAMPLES) * 10
     seeds = seeds + np.arange(10) % _SAMPLES
-  sampling = rollout.Sampling(temperature=_HEAT, seed=seeds)
+  sampling = rollout.Sampling(temperature=_TEMPERATURE, seed=seeds)
   requests = rollout.Requests(prompts, lengths, sampling=sampling)
   make = functools.partial(
     rollout.init, requests=requests, key=jax.random.key(0), config=options
@@ -95,36 +99,27 @@ def _generate(config) -> Any:
   return as_users.jit(functools.partial(rollout.generate, model=forward))
 
 
-def _drawn(config, params, setting) -> rollout.Generated:
+def _samples(config, params, setting) -> rollout.Generated:
   state = _generate(config)(params, _state(config, setting, params))
   rollout.check(state)
-  drawn = rollout.generated(state)
+  results = rollout.generated(state)
   if not setting.reverse:
-    return drawn
+    return results
   # Back in the order of the others.
   rows = np.arange(10).reshape(5, _SAMPLES)[::-1].ravel()
-  return jax.tree.map(lambda x: x[rows], drawn)
+  return jax.tree.map(lambda x: x[rows], results)
 
 
-def _groups(drawn) -> rollout.Grouped:
+def _groups(results) -> rollout.Grouped:
   return rollout.grouped(
-    drawn,
+    results,
     num_samples=_SAMPLES,
     prompt_columns=_PROMPT,
     completion_columns=_NEW,
   )
 
 
-def _of(groups) -> tuple[Any, ...]:
-  return (
-    groups.prompts,
-    groups.prompt_lengths,
-    groups.completions,
-    groups.completion_lengths,
-  )
-
-
-def _scored(config, params, groups, page_size=4) -> np.ndarray:
+def _by_score(config, params, groups, page_size=4) -> np.ndarray:
   sizes = jaxkv.CacheConfig(
     num_pages=200,
     page_size=page_size,
@@ -137,19 +132,25 @@ def _scored(config, params, groups, page_size=4) -> np.ndarray:
   )
   model = functools.partial(models.forward, config=config)
   score = as_users.jit(
-    functools.partial(rollout.score, model=model, temperature=_HEAT, chunk=24)
+    functools.partial(
+      rollout.score, model=model, temperature=_TEMPERATURE, chunk=24
+    )
   )
-  _, scored = score(params, state, *_of(groups))
+  _, scored = score(params, state, *arguments_of(groups))
   assert scored.ok.all()
   return np.asarray(scored.log_probs)
 
 
-def _trained(config, params, groups, temperature=_HEAT, remat=False):
-  """Log-probs of a trainer's forward, and of the same inside a gradient."""
+def _by_trainer(config, params, groups, temperature=_TEMPERATURE, remat=False):
+  """Returns log-probs of a trainer's forward pass, alone and in a gradient."""
 
   def log_probs(params):
     return models.grouped_log_probs(
-      params, *_of(groups), config=config, temperature=temperature, remat=remat
+      params,
+      *arguments_of(groups),
+      config=config,
+      temperature=temperature,
+      remat=remat,
     )
 
   def loss(params):
@@ -157,8 +158,8 @@ def _trained(config, params, groups, temperature=_HEAT, remat=False):
     good = rl.group_normalized(
       jnp.arange(10, dtype=jnp.float32), num_samples=_SAMPLES
     ).reshape(new.shape[:2])
-    total, _ = rl.grpo_loss(new, groups.log_probs, good, groups.mask)
-    return total, new
+    value, _ = rl.grpo_loss(new, groups.log_probs, good, groups.mask)
+    return value, new
 
   gradient = as_users.jit(jax.value_and_grad(loss, has_aux=True))
   (_, inside), _ = gradient(params)
@@ -166,26 +167,26 @@ def _trained(config, params, groups, temperature=_HEAT, remat=False):
 
 
 @functools.lru_cache(maxsize=1)
-def _drawn_in_groups(name, dtype):
-  """A family's decoder, its parameters and the groups of a rollout."""
+def _grouped_samples(name, dtype):
+  """Returns a decoder, its parameters and the groups of a rollout."""
   config, params = families.decoder(name, dtype)
-  groups = _groups(_drawn(config, params, _Setting(slots=3)))
-  mask, own = np.asarray(groups.mask), np.asarray(groups.log_probs)
+  groups = _groups(_samples(config, params, _Setting(slots=3)))
+  mask = np.asarray(groups.mask)
   assert mask.sum() == 5 * _SAMPLES * _NEW
-  assert len(np.unique(own[mask])) > mask.sum() // 2
+  assert len(np.unique(groups.log_probs[mask])) > mask.sum() // 2
   return config, params, groups
 
 
-def _equal(drawn, other):
+def _compare(left, right):
   for name in ("tokens", "log_probs", "lengths"):
-    np.testing.assert_array_equal(getattr(drawn, name), getattr(other, name))
+    np.testing.assert_array_equal(getattr(left, name), getattr(right, name))
   np.testing.assert_array_equal(
-    drawn.records.raw_log_probs, other.records.raw_log_probs
+    left.records.raw_log_probs, right.records.raw_log_probs
   )
 
 
 def _families(marks):
-  """Parameters (name, dtype), which are deep unless they have another mark."""
+  """Parametrizes by name and dtype, deep unless `marks` has another mark."""
   pairs = itertools.product(families.NAMES, (jnp.float32, jnp.bfloat16))
   return pytest.mark.parametrize(
     ("name", "dtype"),
@@ -195,41 +196,42 @@ def _families(marks):
 
 @_families({("llama", jnp.float32): ()})
 def test_rollout_and_trainer_have_the_same_bits(name, dtype):
-  config, params, groups = _drawn_in_groups(name, dtype)
+  config, params, groups = _grouped_samples(name, dtype)
   mask = np.asarray(groups.mask)
-  for trained in _trained(config, params, groups):
+  for trained in _by_trainer(config, params, groups):
     np.testing.assert_array_equal(groups.log_probs[mask], trained[mask])
 
 
 @_families({("llama", jnp.float32): _slow})
 def test_rollout_and_score_have_the_same_bits(name, dtype):
-  config, params, groups = _drawn_in_groups(name, dtype)
-  mask, scored = np.asarray(groups.mask), _scored(config, params, groups)
+  config, params, groups = _grouped_samples(name, dtype)
+  mask = np.asarray(groups.mask)
+  scored = _by_score(config, params, groups)
   np.testing.assert_array_equal(groups.log_probs[mask], scored[mask])
 
 
 @_families({})
 def test_pages_and_chunks_change_no_bit(name, dtype):
   config, params = families.decoder(name, dtype)
-  drawn = _drawn(config, params, _Setting(slots=3))
-  _equal(drawn, _drawn(config, params, _Setting(page_size=4, chunk=5)))
+  expected = _samples(config, params, _Setting(slots=3))
+  _compare(expected, _samples(config, params, _Setting(page_size=4, chunk=5)))
 
 
 @_families({})
 def test_several_calls_of_a_step_change_no_bit(name, dtype):
-  """Also where a state at the end of a page ends a sequence's calls."""
+  """Bits are equal, also where a state at a page's end ends the calls."""
   config, params = families.decoder(name, dtype)
-  drawn = _drawn(config, params, _Setting(slots=3, page_size=4))
+  expected = _samples(config, params, _Setting(slots=3, page_size=4))
   setting = _Setting(slots=3, page_size=4, decode_steps=5)
-  _equal(drawn, _drawn(config, params, setting))
+  _compare(expected, _samples(config, params, setting))
 
 
 @_deep
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "experts"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_nothing_about_a_run_changes_a_bit(name, dtype):
+def test_settings_of_a_run_change_no_bit(name, dtype):
   config, params = families.decoder(name, dtype)
-  drawn = _drawn(config, params, _Setting())
+  expected = _samples(config, params, _Setting())
   for setting in (
     _Setting(slots=3),
     _Setting(slots=64, chunk=64),
@@ -242,23 +244,23 @@ def test_nothing_about_a_run_changes_a_bit(name, dtype):
     _Setting(cached=True),
     _Setting(page_size=4, pages=60),
   ):
-    _equal(drawn, _drawn(config, params, setting))
+    _compare(expected, _samples(config, params, setting))
 
 
 @_deep
-def test_a_score_alone_is_that_of_a_group():
+def test_single_and_grouped_scores_are_equal():
   config, params = families.decoder("llama", jnp.bfloat16)
-  groups = _groups(_drawn(config, params, _Setting()))
-  together = _scored(config, params, groups)
+  groups = _groups(_samples(config, params, _Setting()))
+  together = _by_score(config, params, groups)
   # Each sample with a prompt of its own, and pages of another size.
-  alone = dataclasses.replace(
+  single_samples = dataclasses.replace(
     groups,
     prompts=jnp.repeat(groups.prompts, _SAMPLES, axis=0),
     prompt_lengths=jnp.repeat(groups.prompt_lengths, _SAMPLES),
     completions=groups.completions.reshape(-1, 1, _NEW),
     completion_lengths=groups.completion_lengths.reshape(-1, 1),
   )
-  each = _scored(config, params, alone, page_size=16)
+  each = _by_score(config, params, single_samples, page_size=16)
   np.testing.assert_array_equal(each.reshape(together.shape), together)
 
 
@@ -276,23 +278,23 @@ def test_a_tree_of_turns_has_the_bits_of_whole_sequences(name):
   starts = jnp.asarray([9, 4], jnp.int32)
   call = functools.partial(models.grouped_log_probs, config=config)
   levels = (turns, replies)
-  _, found = as_users.jit(call)(params, prompts, starts, levels, tuple(lengths))
-  for place in np.ndindex(2, 2, 3):
-    sizes = starts[place[0]], lengths[0][place[:2]], lengths[1][place]
-    parts = prompts[place[0]], turns[place[:2]], replies[place]
-    tokens = [part[:size] for part, size in zip(parts, sizes, strict=True)]
+  _, out = as_users.jit(call)(params, prompts, starts, levels, tuple(lengths))
+  for branch in np.ndindex(2, 2, 3):
+    part_lengths = starts[branch[0]], lengths[0][branch[:2]], lengths[1][branch]
+    parts = prompts[branch[0]], turns[branch[:2]], replies[branch]
+    tokens = [part[:n] for part, n in zip(parts, part_lengths, strict=True)]
     tokens = jnp.concatenate(tokens)
     logits = families.whole(config, params, tokens[None])[0]
-    own = as_users.jit(log_probs.of_tokens)(
+    expected = as_users.jit(log_probs.of_tokens)(
       jnp.asarray(logits[:-1]), tokens[1:], jnp.ones(len(tokens) - 1)
     )
-    count = int(sizes[2])
-    np.testing.assert_array_equal(found[place][:count], own[-count:])
+    count = int(part_lengths[2])
+    np.testing.assert_array_equal(out[branch][:count], expected[-count:])
 
 
 @_deep
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
-def test_two_devices_draw_what_one_does():
+def test_two_devices_equal_one():
   config, params = families.decoder("llama", jnp.bfloat16)
   axes = sharding.MeshAxes(jax.make_mesh((2,), ("data",)), data="data")
   forward = functools.partial(models.forward, config=config)
@@ -306,7 +308,7 @@ def test_two_devices_draw_what_one_does():
   prompts, lengths = (x[:4] for x in _prompts())
   key = jax.random.key(5)
 
-  sampling = rollout.Sampling(temperature=jnp.float32(_HEAT))
+  sampling = rollout.Sampling(temperature=jnp.float32(_TEMPERATURE))
   requests = rollout.Requests(prompts, lengths, sampling=sampling)
 
   def memory():
@@ -314,23 +316,23 @@ def test_two_devices_draw_what_one_does():
 
   cache, kv = sharding.init_memory(memory, axes=axes)
   state = sharding.init(cache, kv, requests, key, options, axes=axes)
-  places = sharding.param_shardings(params, axes=axes)
+  shardings = sharding.param_shardings(params, axes=axes)
   run = functools.partial(sharding.generate, axes=axes, model=forward)
-  state = as_users.jit(run)(jax.device_put(params, places), state)
-  both = sharding.generated(state, axes=axes)
-  alone = rollout.init(*memory(), requests, key, options)
-  alone = rollout.generated(_generate(config)(params, alone))
+  state = as_users.jit(run)(jax.device_put(params, shardings), state)
+  out = sharding.generated(state, axes=axes)
+  expected = rollout.init(*memory(), requests, key, options)
+  expected = rollout.generated(_generate(config)(params, expected))
   for name in ("tokens", "log_probs", "lengths"):
-    np.testing.assert_array_equal(getattr(both, name), getattr(alone, name))
+    np.testing.assert_array_equal(getattr(out, name), getattr(expected, name))
 
 
 @_deep
-def test_fast_numerics_are_other_bits():
-  """So the tests above see something."""
+def test_fast_numerics_differ_in_bits():
+  """The tests above can fail: bits differ without exact numerics."""
   config, params = families.decoder("llama", jnp.bfloat16, numerics="fast")
-  drawn = _drawn(config, params, _Setting(slots=3))
-  groups = _groups(drawn)
-  forward, _ = _trained(config, params, groups)
+  results = _samples(config, params, _Setting(slots=3))
+  groups = _groups(results)
+  forward, _ = _by_trainer(config, params, groups)
   mask = np.asarray(groups.mask)
   assert np.any(np.asarray(groups.log_probs)[mask] != forward[mask])
 

@@ -13,23 +13,24 @@ from jaxkv import models
 from jaxkv import rollout
 from jaxkv._src.commands import characters
 from tests import as_users
+from tests.rollout.by_forward import arguments_of
 from tests.tools import named_models
 
 pytestmark = pytest.mark.deep
-_HEAT = 0.8
+_TEMPERATURE = 0.8
 _DTYPES = pytest.mark.parametrize(
   "dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"]
 )
 
 
-def _as(config, params, dtype, numerics):
+def _converted(config, params, dtype, numerics):
   cast = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
   config = dataclasses.replace(config, dtype=dtype, numerics=numerics)
   return config, cast
 
 
-def _drawn(config, params, prompts, samples, new, slots):
-  """A rollout's samples, in groups."""
+def _samples(config, params, prompts, samples, new, slots):
+  """Returns the samples of a rollout, in groups."""
   columns = prompts.shape[1]
   sizes = jaxkv.CacheConfig(
     num_pages=1 + (slots + 2) * -(-(columns + new) // 16),
@@ -47,7 +48,7 @@ def _drawn(config, params, prompts, samples, new, slots):
     jaxkv.init(sizes),
     models.init_kv(config, sizes),
     rollout.Requests(
-      prompts, lengths, sampling=rollout.Sampling(temperature=_HEAT)
+      prompts, lengths, sampling=rollout.Sampling(temperature=_TEMPERATURE)
     ),
     jax.random.key(3),
     options,
@@ -56,22 +57,13 @@ def _drawn(config, params, prompts, samples, new, slots):
   run = as_users.jit(
     functools.partial(rollout.generate, model=forward), donate_argnums=1
   )
-  drawn = rollout.generated(run(params, state))
+  results = rollout.generated(run(params, state))
   return rollout.grouped(
-    drawn, num_samples=samples, prompt_columns=columns, completion_columns=new
+    results, num_samples=samples, prompt_columns=columns, completion_columns=new
   )
 
 
-def _of(groups):
-  return (
-    groups.prompts,
-    groups.prompt_lengths,
-    groups.completions,
-    groups.completion_lengths,
-  )
-
-
-def _scored(config, params, groups):
+def _by_score(config, params, groups):
   columns = groups.prompts.shape[1] + groups.completions.shape[2]
   pages = -(-columns // 16)
   sizes = jaxkv.CacheConfig(
@@ -82,18 +74,24 @@ def _scored(config, params, groups):
     cache=jaxkv.init(sizes), kv=models.init_kv(config, sizes)
   )
   model = functools.partial(models.forward, config=config)
-  score = functools.partial(rollout.score, model=model, temperature=_HEAT)
-  _, scored = as_users.jit(score)(params, state, *_of(groups))
+  score = functools.partial(
+    rollout.score, model=model, temperature=_TEMPERATURE
+  )
+  _, scored = as_users.jit(score)(params, state, *arguments_of(groups))
   assert scored.ok.all()
   return scored.log_probs
 
 
 def _mismatch(config, params, groups, each):
-  """The most that log-probs of score and trainer are off, and tokens seen."""
+  """Returns the largest gaps of score and trainer, and the number of tokens."""
 
   def loss(params, groups):
     new = models.grouped_log_probs(
-      params, *_of(groups), config=config, temperature=_HEAT, remat=True
+      params,
+      *arguments_of(groups),
+      config=config,
+      temperature=_TEMPERATURE,
+      remat=True,
     )
     return jnp.mean(new), new
 
@@ -101,18 +99,18 @@ def _mismatch(config, params, groups, each):
   forward = as_users.jit(lambda *inputs: loss(*inputs)[1])
   worst = {"score": 0.0, "forward": 0.0, "gradient": 0.0}
   tokens = 0
-  scored = _scored(config, params, groups)
-  for first in range(0, groups.prompts.shape[0], each):
-    rows = slice(first, first + each)
-    own = jax.tree.map(lambda x, rows=rows: x[rows], groups)
-    mask = np.asarray(own.mask)
-    others = {
+  scored = _by_score(config, params, groups)
+  for first_row in range(0, groups.prompts.shape[0], each):
+    rows = slice(first_row, first_row + each)
+    part = jax.tree.map(lambda x, rows=rows: x[rows], groups)
+    mask = np.asarray(part.mask)
+    log_probs = {
       "score": scored[rows],
-      "forward": forward(params, own),
-      "gradient": gradient(params, own)[0][1],
+      "forward": forward(params, part),
+      "gradient": gradient(params, part)[0][1],
     }
-    for name, other in others.items():
-      off = np.abs(np.asarray(own.log_probs) - np.asarray(other))[mask].max()
+    for name, expected in log_probs.items():
+      off = np.abs(part.log_probs - expected)[mask].max()
       worst[name] = max(worst[name], float(off))
     tokens += int(mask.sum())
   print(f"\n{config.dtype.name} {config.numerics}: {tokens} tokens, {worst}")
@@ -120,31 +118,31 @@ def _mismatch(config, params, groups, each):
 
 
 @_DTYPES
-def test_characters(dtype):
+def test_character_model_has_the_same_bits(dtype):
   model = characters.character_model(progress=False)
   text = characters.reference_text()
   starts = np.arange(25) * 3001
   prompts = np.stack([model.tokenizer.encode(text[x : x + 48]) for x in starts])
   prompts = jnp.asarray(prompts, jnp.int32)
-  config, params = _as(model.config, model.params, dtype, "exact")
-  groups = _drawn(config, params, prompts, 8, 100, slots=64)
+  config, params = _converted(model.config, model.params, dtype, "exact")
+  groups = _samples(config, params, prompts, 8, 100, slots=64)
   worst, tokens = _mismatch(config, params, groups, each=5)
   assert tokens == 20_000
   assert max(worst.values()) == 0.0
-  fast, params = _as(model.config, model.params, dtype, "fast")
-  groups = _drawn(fast, params, prompts[:5], 8, 100, slots=64)
+  fast, params = _converted(model.config, model.params, dtype, "fast")
+  groups = _samples(fast, params, prompts[:5], 8, 100, slots=64)
   worst, _ = _mismatch(fast, params, groups, each=5)
   assert worst["forward"] > 0
 
 
 @_DTYPES
-def test_smollm2(dtype):
+def test_smollm2_has_the_same_bits(dtype):
   loaded = models.load(named_models.fetch("smollm2"))
-  config, params = _as(loaded.config, loaded.params, dtype, "exact")
+  config, params = _converted(loaded.config, loaded.params, dtype, "exact")
   text = "The paged cache keeps what a model has read, and"
   prompt = np.asarray(loaded.tokenizer.encode(text), np.int32)
   prompts = jnp.asarray(np.stack([prompt, prompt[::-1]]), jnp.int32)
-  groups = _drawn(config, params, prompts, 8, 63, slots=16)
+  groups = _samples(config, params, prompts, 8, 63, slots=16)
   worst, tokens = _mismatch(config, params, groups, each=1)
   assert tokens >= 1_000
   assert max(worst.values()) == 0.0

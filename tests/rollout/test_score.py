@@ -36,13 +36,14 @@ pytestmark = pytest.mark.slow
 
 @slow_except("name", MODELS, "plain")
 @pytest.mark.parametrize("name", MODELS)
-def test_equal_to_a_forward_pass(name):
+def test_log_probs_equal_a_forward_pass(name):
   """Ragged groups, twice: the second time, prompts are cached.
 
   A third time, the page is found that the prompt's last token fills.
   """
-  params, state, program = weights(name), fresh(name), compiled(name)
-  state, scored = program(params, state, *GROUPS)
+  params = weights(name)
+  program = compiled(name)
+  state, scored = program(params, fresh(name), *GROUPS)
   check_scored(scored, params, GROUPS, name)
   assert scored.code.tolist() == [jaxkv.Status.OK] * 3
   assert scored.cached_tokens.tolist() == [0, 0, 0]
@@ -61,43 +62,41 @@ def test_equal_to_a_forward_pass(name):
   assert pages_held(state) == 0
 
 
-def test_what_is_computed_is_cached():
-  """A page is found that ends inside of a completion."""
+def test_computed_completions_are_cached():
+  """A page that ends inside a completion is found."""
   state, _ = compiled()(weights(), fresh(), *GROUPS)
   whole = np.concatenate([GROUPS.prompts[0, :12], GROUPS.completions[0, 0]])
-  found = jaxkv.match(state.cache, whole[None], [19])
+  match = jaxkv.match(state.cache, whole[None], [19])
   # The last token of a completion is never computed.
-  assert found.num_cached_tokens.tolist() == [16]
-  other = np.concatenate([GROUPS.prompts[0, :12], GROUPS.completions[0, 2]])
-  found = jaxkv.match(state.cache, other[None], [17])
-  assert found.num_cached_tokens.tolist() == [16]
+  assert match.num_cached_tokens.tolist() == [16]
+  sibling = np.concatenate([GROUPS.prompts[0, :12], GROUPS.completions[0, 2]])
+  match = jaxkv.match(state.cache, sibling[None], [17])
+  assert match.num_cached_tokens.tolist() == [16]
 
 
-def test_the_whole_distribution():
-  groups, params = GROUPS, weights()
+def test_entropy_and_top_log_probs():
+  params = weights()
   program = compiled(entropy=True, top_log_probs=3)
-  for heat in (0.7, 0.0):
-    _, scored = program(params, fresh(), *groups, temperature=heat)
-    at = heat or 1.0
-    check_scored(scored, params, groups, temperature=at)
-    wanted, mask = (
-      distributions(params, groups, temperature=at),
-      mask_of(groups),
-    )
-    entropy = np.where(mask, -np.sum(np.exp(wanted) * wanted, axis=3), 0)
+  for temperature in (0.7, 0.0):
+    _, scored = program(params, fresh(), *GROUPS, temperature=temperature)
+    at = temperature or 1.0
+    check_scored(scored, params, GROUPS, temperature=at)
+    log_probs = distributions(params, GROUPS, temperature=at)
+    mask = mask_of(GROUPS)
+    entropy = np.where(mask, -np.sum(np.exp(log_probs) * log_probs, axis=3), 0)
     np.testing.assert_allclose(scored.entropy, entropy, atol=1e-5)
-    order = np.argsort(-wanted, axis=3, kind="stable")[..., :3]
+    order = np.argsort(-log_probs, axis=3, kind="stable")[..., :3]
     np.testing.assert_array_equal(
       scored.top_tokens, np.where(mask[..., None], order, 0)
     )
-    best = np.take_along_axis(wanted, order, axis=3)
+    best = np.take_along_axis(log_probs, order, axis=3)
     np.testing.assert_allclose(
       scored.top_log_probs, np.where(mask[..., None], best, 0), atol=1e-5
     )
 
 
-def test_one_completion_each():
-  """Groups of one: the completion goes on in the prompt's slot."""
+def test_groups_of_one_completion():
+  """The completion continues in the prompt's slot."""
   groups = Groups(
     prompts=np.repeat(GROUPS.prompts, 3, axis=0),
     prompt_lengths=np.repeat(GROUPS.prompt_lengths, 3),
@@ -124,15 +123,15 @@ _SMALL = dataclasses.replace(SIZES, num_pages=30, page_size=2, pages_per_slot=8)
 @settings(max_examples=25)
 @pytest.mark.parametrize("name", _RANDOM)
 def test_random_groups(name, data):
-  """Whatever the pages and the slots that others leave: right, or refused.
+  """Groups are scored, or refused, whatever pages and slots others hold.
 
-  Nothing is refused that fits alone.
+  A group that fits is never refused.
   """
   tokens = st.integers(0, 2)
 
   def drawn(strategy, *shape):
-    size = int(np.prod(shape))
-    flat = data.draw(st.lists(strategy, min_size=size, max_size=size))
+    count = int(np.prod(shape))
+    flat = data.draw(st.lists(strategy, min_size=count, max_size=count))
     return np.asarray(flat, np.int32).reshape(shape)
 
   groups = Groups(
@@ -142,18 +141,18 @@ def test_random_groups(name, data):
     lengths=drawn(st.integers(0, _NEW), 2, _SAMPLES),
   )
   state = fresh(name, _SMALL)
-  taken = drawn(st.sampled_from([0, 0, 1, 5, 11]), _SMALL.num_slots)
-  cache, _ = jaxkv.allocate(state.cache, jnp.asarray(taken))
+  num_held_tokens = drawn(st.sampled_from([0, 0, 1, 5, 11]), _SMALL.num_slots)
+  cache, _ = jaxkv.allocate(state.cache, jnp.asarray(num_held_tokens))
   cache, _ = jaxkv.clear_error(cache)
   state = dataclasses.replace(state, cache=cache)
   empty = int(np.sum(np.asarray(cache.num_pages)[:, 0] == 0))
   free = int(cache.pool.queue.num_free)
   params = weights(name)
-  after, scored = compiled(name)(params, state, *groups)
+  new_state, scored = compiled(name)(params, state, *groups)
   ok = np.asarray(scored.ok)
   check_scored(scored, params, groups, name, rows=ok)
-  most = groups.prompt_lengths - 1 + groups.lengths.max(axis=1)
-  pages = -(-most // _SMALL.page_size)
+  longest = groups.prompt_lengths - 1 + groups.lengths.max(axis=1)
+  pages = -(-longest // _SMALL.page_size)
   # Two states at most, and windows of no more pages than the whole.
   pages = {"plain": pages, "delta_net": pages + 2, "windows": 3 * pages}[name]
   has_tokens = groups.lengths.max(axis=1) > 0
@@ -161,12 +160,12 @@ def test_random_groups(name, data):
   assert np.all(~ok | ~has_tokens | (empty > 0))
   refused = set(np.asarray(scored.code)[~ok].tolist())
   assert refused <= {jaxkv.Status.OUT_OF_PAGES}
-  jaxkv.check(after.cache)
+  jaxkv.check(new_state.cache)
   for field in ("page_table", "num_pages", "length"):
     np.testing.assert_array_equal(
-      getattr(after.cache, field), getattr(cache, field)
+      getattr(new_state.cache, field), getattr(cache, field)
     )
-  assert pages_held(after) == pages_held(state)
+  assert pages_held(new_state) == pages_held(state)
 
 
 def _begun(version=None, cache=None, kv=None, sizes=SIZES):
@@ -177,10 +176,10 @@ def _begun(version=None, cache=None, kv=None, sizes=SIZES):
   requests = rollout.Requests(
     GROUPS.prompts[:, :10], [10, 1, 8], sampling=sampling
   )
-  begun = fresh(sizes=sizes)
+  memory = fresh(sizes=sizes)
   return rollout.init(
-    begun.cache if cache is None else cache,
-    begun.kv if kv is None else kv,
+    memory.cache if cache is None else cache,
+    memory.kv if kv is None else kv,
     requests,
     jax.random.key(1),
     config,
@@ -201,12 +200,12 @@ def _generate():
 
 
 def _generated_groups(out: rollout.Generated) -> Groups:
-  """The samples of a rollout, as they are scored."""
+  """Returns the samples of a rollout as arguments of `score`."""
   lengths = np.asarray(out.lengths - out.prompt_lengths)
   tokens = np.zeros((len(lengths), 6), np.int32)
-  for row, begin in enumerate(np.asarray(out.prompt_lengths)):
-    drawn = np.asarray(out.tokens[row, begin : int(out.lengths[row])])
-    tokens[row, : len(drawn)] = drawn
+  for row, prompt_length in enumerate(np.asarray(out.prompt_lengths)):
+    samples = np.asarray(out.tokens[row, prompt_length : int(out.lengths[row])])
+    tokens[row, : len(samples)] = samples
   return Groups(
     prompts=GROUPS.prompts[:, :10],
     prompt_lengths=np.asarray([10, 1, 8], np.int32),
@@ -216,24 +215,24 @@ def _generated_groups(out: rollout.Generated) -> Groups:
 
 
 @pytest.mark.deep
-def test_after_a_rollout():
-  """What was drawn has the log-probability with which it was drawn."""
+def test_scores_equal_the_log_probs_of_sampling():
+  """Sampled tokens have the log-probs with which they were sampled."""
   params = weights()
   state = _generate()(params, _begun())
   out = rollout.generated(state)
   groups = _generated_groups(out)
-  after, scored = compiled()(params, state, *groups, temperature=0.8)
-  drawn = np.asarray(out.log_probs)[np.asarray(out.mask)]
-  mine = np.asarray(scored.log_probs)[mask_of(groups)]
-  np.testing.assert_allclose(mine, drawn, atol=1e-5)
+  new_state, scored = compiled()(params, state, *groups, temperature=0.8)
+  sampled_log_probs = np.asarray(out.log_probs)[np.asarray(out.mask)]
+  scored_log_probs = np.asarray(scored.log_probs)[mask_of(groups)]
+  np.testing.assert_allclose(scored_log_probs, sampled_log_probs, atol=1e-5)
   assert scored.cached_tokens.tolist() == [8, 0, 4]
   assert scored.computed_tokens.tolist() == rows_to_compute(groups, [8, 0, 4])
-  jaxkv.check(after.memory.cache)
-  rollout.check(after)
+  jaxkv.check(new_state.memory.cache)
+  rollout.check(new_state)
 
 
-def test_a_rollout_goes_on():
-  """As if nothing had been scored, wherever it is interrupted."""
+def test_score_does_not_disturb_a_rollout():
+  """A rollout interrupted by `score` has the same results."""
   params = weights()
   whole = rollout.generated(_generate()(params, _begun()))
   # Sequences take six slots.
@@ -250,22 +249,22 @@ def test_a_rollout_goes_on():
 
 
 class TestWeights:
-  def test_old_pages_are_not_hit(self):
+  def test_pages_of_old_weights_are_not_hit(self):
     """After an update, a rollout's prompts are computed anew."""
     state = _generate()(weights(), _begun())
     groups = _generated_groups(rollout.generated(state))
     state = rollout.update_weights(state)
-    other = weights(seed=1)
-    state, scored = compiled()(other, state, *groups)
-    check_scored(scored, other, groups)
+    new_params = weights(seed=1)
+    state, scored = compiled()(new_params, state, *groups)
+    check_scored(scored, new_params, groups)
     assert scored.cached_tokens.tolist() == [0, 0, 0]
     # A new rollout of the same weights finds what was computed here.
-    begun = _begun(1, state.memory.cache, state.memory.kv)
-    end = _generate()(other, begun)
-    before = int(state.memory.cache.stats.hit_tokens)
-    assert int(end.memory.cache.stats.hit_tokens) - before >= 12
+    new_state = _begun(1, state.memory.cache, state.memory.kv)
+    end_state = _generate()(new_params, new_state)
+    old_hits = int(state.memory.cache.stats.hit_tokens)
+    assert int(end_state.memory.cache.stats.hit_tokens) - old_hits >= 12
 
-  def test_versions(self):
+  def test_wrong_versions_are_refused(self):
     state, _ = compiled()(weights(), fresh(), *GROUPS)
     model = functools.partial(models.forward, config=MODELS["plain"])
     with pytest.raises(ValueError, match=r"`version` must be 0, the version"):
@@ -279,17 +278,17 @@ class TestWeights:
 
 
 def test_several_models():
-  """A policy and its reference, each with a memory of its own."""
+  """A policy and its reference, in two memories."""
   params = weights(), weights(seed=1)
   states, scored = compiled()(
     params, (_generate()(params[0], _begun()), fresh()), *GROUPS
   )
   assert isinstance(states[0], rollout.RolloutState)
-  for own, out in zip(params, scored, strict=True):
-    check_scored(out, own, GROUPS)
+  for model_params, out in zip(params, scored, strict=True):
+    check_scored(out, model_params, GROUPS)
 
 
-def test_salts():
+def test_different_salts_share_no_page():
   """Groups of different salts share nothing."""
   groups = Groups(*(np.repeat(x[:1], 3, axis=0) for x in GROUPS))
   salts = jnp.stack([jaxkv.salt("a"), jaxkv.salt("b"), jaxkv.salt("a")])
@@ -301,8 +300,8 @@ def test_salts():
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
-def test_a_shard_for_each_device():
-  """Each scores its own groups, with a cache of its own."""
+def test_score_inside_shard_map():
+  """Each device scores one part of the groups, in a separate cache."""
   auto = jax.sharding.AxisType.Auto
   mesh = jax.make_mesh((2,), ("data",), axis_types=(auto,))
   spec = jax.sharding.PartitionSpec("data")
@@ -315,10 +314,13 @@ def test_a_shard_for_each_device():
     return scored, state.cache.stats.hit_tokens[None]
 
   groups = Groups(*(np.concatenate([x, x[:1]]) for x in GROUPS))
-  params, none = weights(), jax.sharding.PartitionSpec()
+  params = weights()
   scored, hits = jax.jit(
     jax.shard_map(
-      score, mesh=mesh, in_specs=(none, *[spec] * 4), out_specs=spec
+      score,
+      mesh=mesh,
+      in_specs=(jax.sharding.PartitionSpec(), *[spec] * 4),
+      out_specs=spec,
     )
   )(params, *groups)
   check_scored(scored, params, groups)
@@ -328,7 +330,7 @@ def test_a_shard_for_each_device():
   assert hits.tolist() == [0, 0]
 
 
-def test_scarce_pages():
+def test_scarce_pages_recompute_the_prompt():
   """Eight tokens and five, in three pages of four tokens.
 
   The prompt holds two pages, of which a completion shares the full one; it
@@ -340,10 +342,10 @@ def test_scarce_pages():
     prompt_lengths=np.asarray([8, 8, 8], np.int32),
     lengths=np.asarray([[5, 5, 5], [6, 6, 6], [5, 0, 0]], np.int32),
   )
-  params, state = weights(), fresh(sizes=sizes)
-  state, scored = compiled()(params, state, *groups)
-  wanted = [jaxkv.Status.OK, jaxkv.Status.OUT_OF_PAGES, jaxkv.Status.OK]
-  assert scored.code.tolist() == wanted
+  params = weights()
+  state, scored = compiled()(params, fresh(sizes=sizes), *groups)
+  codes = [jaxkv.Status.OK, jaxkv.Status.OUT_OF_PAGES, jaxkv.Status.OK]
+  assert scored.code.tolist() == codes
   check_scored(scored, params, groups, rows=[True, False, True])
   assert scored.cached_tokens.tolist()[0] == 2 * 4
   assert scored.computed_tokens.tolist()[0] == 7 + 2 * 3 + 15
@@ -351,43 +353,43 @@ def test_scarce_pages():
   assert pages_held(state) == 0
 
 
-def _told(params, batch, kv):
-  """Logits that say what the model is told, and no attention."""
+def _model(params, batch, kv):
+  """Returns logits that depend on all inputs of the model."""
   del params, kv
   rows = batch.rows
-  told = rows.numbers * 7 + rows.ids * 5 + rows.counts * 3 + rows.lengths
-  told = told + rows.last_tokens * 11 + rows.extra * 13 + batch.tokens[0] * 17
-  logits = jnp.sin(told[:, None] * jnp.arange(1, 5, dtype=jnp.int32)[None])
+  sums = rows.numbers * 7 + rows.ids * 5 + rows.counts * 3 + rows.lengths
+  sums = sums + rows.last_tokens * 11 + rows.extra * 13 + batch.tokens[0] * 17
+  logits = jnp.sin(sums[:, None] * jnp.arange(1, 5, dtype=jnp.int32)[None])
   return logits[batch.columns], None
 
 
-def test_what_the_model_is_told():
-  """The model is told the same as when the tokens were drawn."""
+def test_model_sees_the_rows_of_sampling():
+  """The model sees the same rows as when the tokens were sampled."""
   extra = np.asarray([3, 1, 4], np.int32)
   groups = GROUPS._replace(completions=GROUPS.completions % 4)
-  score = functools.partial(rollout.score, model=_told, chunk=CHUNK)
+  score = functools.partial(rollout.score, model=_model, chunk=CHUNK)
   _, scored = jax.jit(score)(None, fresh(), *groups, extra=extra)
   for n, g, r in np.argwhere(mask_of(groups)):
     length = groups.prompt_lengths[n] + r
-    last = groups.prompts[n, length - 1] if r == 0 else 0
+    last_token = groups.prompts[n, length - 1] if r == 0 else 0
     if r:
-      last = groups.completions[n, g, r - 1]
-    told = (n * 3 + g) * 12 + r * 3 + length + last * 28 + extra[n] * 13
-    logits = np.sin(told * np.arange(1, 5))
-    own = logits[groups.completions[n, g, r]]
-    wanted = own - np.log(np.exp(logits).sum())
-    assert abs(scored.log_probs[n, g, r] - wanted) < 1e-4
+      last_token = groups.completions[n, g, r - 1]
+    inputs = (n * 3 + g) * 12 + r * 3 + length + last_token * 28 + extra[n] * 13
+    logits = np.sin(inputs * np.arange(1, 5))
+    logit = logits[groups.completions[n, g, r]]
+    expected = logit - np.log(np.exp(logits).sum())
+    assert abs(scored.log_probs[n, g, r] - expected) < 1e-4
 
 
 @pytest.mark.deep
-def test_rows_are_those_of_the_model():
-  """Counted by the model, which gives logits for all tokens."""
-  seen = []
+def test_computed_tokens_equal_the_models_count():
+  """The model counts the tokens that it computes."""
+  num_tokens = []
 
   def model(params, batch, kv):
     view = batch.views[0]
     count = jnp.sum(view.prefill.num_tokens) + jnp.sum(view.decode.num_tokens)
-    jax.debug.callback(lambda count: seen.append(int(count)), count)
+    jax.debug.callback(lambda count: num_tokens.append(int(count)), count)
     return by_hand.model(params, batch, kv)
 
   sizes = by_hand.sizes(60, 4)
@@ -404,14 +406,14 @@ def test_rows_are_those_of_the_model():
   jax.effects_barrier()
   # P - 1 and G R: one call for the prompt, two for the completions, each with
   # four columns of chunks and one for each of four slots.
-  assert seen == [5, 8, 1]
+  assert num_tokens == [5, 8, 1]
   assert scored.computed_tokens.tolist() == [5 + 9]
   tokens = groups.prompts[0].tolist()
   for sample, row in enumerate(groups.completions[0].tolist()):
     for count, token in enumerate(row):
       logits = by_hand._logits([*tokens, *row[:count]], (None,))
-      wanted = jax.nn.log_softmax(logits)[token]
-      assert abs(scored.log_probs[0, sample, count] - wanted) < 1e-5
+      expected = jax.nn.log_softmax(logits)[token]
+      assert abs(scored.log_probs[0, sample, count] - expected) < 1e-5
 
 
 @slow_except("name", ["windows", "delta_net"], "windows")
@@ -419,7 +421,7 @@ def test_rows_are_those_of_the_model():
   "samples", [pytest.param(1, marks=pytest.mark.deep), 3]
 )
 @pytest.mark.parametrize("name", ["windows", "delta_net"])
-def test_in_place(name, samples):
+def test_memory_is_updated_in_place(name, samples):
   """The memory is neither copied nor rewritten, if it is donated."""
   sizes = dataclasses.replace(SIZES, num_pages=3000)
   state = fresh(name, sizes)

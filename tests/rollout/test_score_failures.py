@@ -1,4 +1,4 @@
-"""Groups and arguments that `score` cannot serve, and what is said of them."""
+"""Groups that fail in `score`, and arguments that it refuses."""
 
 import dataclasses
 import functools
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.slow
 
 
 class TestGroups:
-  def test_short_slots(self):
-    """NaN for each token, also for what is known of the distribution."""
+  def test_group_beyond_a_slot_is_nan(self):
+    """Log-probs, entropies and top log-probs are NaN."""
     program = compiled(entropy=True, top_log_probs=3)
     short = fresh(sizes=dataclasses.replace(SIZES, pages_per_slot=4))
     _, scored = program(weights(), short, *GROUPS)
@@ -40,24 +40,24 @@ class TestGroups:
       assert np.isfinite(values[1:]).all()
     assert not np.any(scored.top_tokens[0])
 
-  def test_lengths(self):
-    """Where a completion's length is out of range, all its columns are NaN."""
+  def test_lengths_out_of_range_give_nan(self):
+    """A completion whose length is out of range has NaN in all columns."""
     groups = GROUPS._replace(
       prompt_lengths=np.asarray([0, 14, 8], np.int32),
       lengths=np.asarray([[1, 2, 0], [1, 1, 7], [-1, 8, 3]], np.int32),
     )
     state, scored = compiled()(weights(), fresh(), *groups)
     assert set(scored.code.tolist()) == {jaxkv.Status.BAD_LENGTH}
-    numbers = [[1, 2, 0], [1, 1, 7], [7, 7, 3]]
-    assert np.isnan(scored.log_probs).sum(axis=2).tolist() == numbers
-    real = np.arange(7) < np.asarray(numbers)[..., None]
+    num_nans = [[1, 2, 0], [1, 1, 7], [7, 7, 3]]
+    assert np.isnan(scored.log_probs).sum(axis=2).tolist() == num_nans
+    real = np.arange(7) < np.asarray(num_nans)[..., None]
     expected = np.where(real, np.nan, 0)
     np.testing.assert_array_equal(scored.log_probs, expected)
     assert not np.any(scored.computed_tokens)
     assert pages_held(state) == 0
 
   def test_groups_without_samples(self):
-    """As `grouped` gives them: they are OK, and nothing is computed."""
+    """Groups without samples, as of `grouped`, are OK and compute nothing."""
     groups = GROUPS._replace(prompt_lengths=np.asarray([12, 1, 0], np.int32))
     params = weights()
     state, scored = compiled()(params, fresh(), *groups)
@@ -68,15 +68,15 @@ class TestGroups:
     # Such a one alone, in a cache without an empty slot.
     cache, _ = jaxkv.allocate(state.cache, jnp.ones((5,), jnp.int32))
     state = dataclasses.replace(state, cache=cache)
-    after, scored = compiled()(params, state, *(x[2:] for x in groups))
+    new_state, scored = compiled()(params, state, *(x[2:] for x in groups))
     assert scored.ok.all() and not np.any(scored.log_probs)
-    assert pages_held(after) == pages_held(state)
+    assert pages_held(new_state) == pages_held(state)
 
-  def test_few_pages(self):
+  def test_group_beyond_the_pool_is_nan(self):
     """Four pages of four tokens: the second group fits, and the first not."""
     sizes = dataclasses.replace(SIZES, num_pages=5)
-    params, state = weights(), fresh(sizes=sizes)
-    state, scored = compiled()(params, state, *GROUPS)
+    params = weights()
+    state, scored = compiled()(params, fresh(sizes=sizes), *GROUPS)
     assert scored.code.tolist() == [jaxkv.Status.OUT_OF_PAGES, 0, 0]
     check_scored(scored, params, GROUPS, rows=[False, True, True])
     jaxkv.check(state.cache)
@@ -85,8 +85,8 @@ class TestGroups:
   def test_one_slot(self):
     """Completions one after another, on top of the prompt's full pages."""
     sizes = dataclasses.replace(SIZES, num_slots=1, page_size=5)
-    params, state = weights(), fresh(sizes=sizes)
-    state, scored = compiled()(params, state, *GROUPS)
+    params = weights()
+    state, scored = compiled()(params, fresh(sizes=sizes), *GROUPS)
     check_scored(scored, params, GROUPS)
     assert scored.cached_tokens.tolist() == [20, 0, 0]
     # 11 of the prompt, and twice the one of them that fills no page.
@@ -95,55 +95,55 @@ class TestGroups:
 
 
 def test_small_temperatures():
-  """The most likely token has it all, and nothing is infinite on the way."""
+  """The most likely token has probability 1, and all results are finite."""
   program = compiled(entropy=True, top_log_probs=3)
-  least = float(np.finfo(np.float32).tiny)
+  tiny = float(np.finfo(np.float32).tiny)
   _, plain = program(weights(), fresh(), *GROUPS)
-  for heat in (least, 2e-38, 1e-30):
-    _, scored = program(weights(), fresh(), *GROUPS, temperature=heat)
+  for temperature in (tiny, 2e-38, 1e-30):
+    _, scored = program(weights(), fresh(), *GROUPS, temperature=temperature)
     for values in (scored.entropy, scored.top_log_probs[..., 0]):
       assert not np.any(values)
-    first = np.asarray(plain.top_tokens)[..., 0]
-    np.testing.assert_array_equal(scored.top_tokens[..., 0], first)
-    wrong = mask_of(GROUPS) & (GROUPS.completions != first)
+    best = np.asarray(plain.top_tokens)[..., 0]
+    np.testing.assert_array_equal(scored.top_tokens[..., 0], best)
+    wrong = mask_of(GROUPS) & (GROUPS.completions != best)
     log_probs = np.asarray(scored.log_probs)
     assert np.all(log_probs[wrong] < -1e20) and not np.any(log_probs[~wrong])
 
 
-@pytest.mark.parametrize("heat", [0.7, 1.0, 3e-3])
-def test_what_else_is_asked_changes_no_log_prob(heat):
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 3e-3])
+def test_entropy_and_top_log_probs_change_no_log_prob(temperature):
   program = compiled(entropy=True, top_log_probs=3)
-  _, more = program(weights(), fresh(), *GROUPS, temperature=heat)
-  _, alone = compiled()(weights(), fresh(), *GROUPS, temperature=heat)
-  bits = np.asarray(alone.log_probs).view(np.int32)
-  np.testing.assert_array_equal(np.asarray(more.log_probs).view(np.int32), bits)
+  _, full = program(weights(), fresh(), *GROUPS, temperature=temperature)
+  _, plain = compiled()(weights(), fresh(), *GROUPS, temperature=temperature)
+  bits = np.asarray(plain.log_probs).view(np.int32)
+  np.testing.assert_array_equal(np.asarray(full.log_probs).view(np.int32), bits)
 
 
 class TestArguments:
-  def test_values(self):
-    call, state = _call, fresh()
+  def test_bad_arrays_are_refused(self):
+    state = fresh()
     with pytest.raises(TypeError, match="`state` must be a RolloutState"):
-      call(state.cache)
+      _call(state.cache)
     with pytest.raises(TypeError, match="got list; use a tuple"):
-      call([state, state])
+      _call([state, state])
     with pytest.raises(ValueError, match="`params` must be a tuple of 2"):
-      call((state, state))
+      _call((state, state))
     with pytest.raises(ValueError, match=r"`completions` must have the shape"):
-      call(groups=GROUPS._replace(completions=GROUPS.prompts))
+      _call(groups=GROUPS._replace(completions=GROUPS.prompts))
     with pytest.raises(TypeError, match="`prompts` must hold integers"):
-      call(groups=GROUPS._replace(prompts=GROUPS.prompts * 1.0))
+      _call(groups=GROUPS._replace(prompts=GROUPS.prompts * 1.0))
     with pytest.raises(ValueError, match=r"`extra\['a'\]` .* for each prompt"):
-      call(extra={"a": jnp.zeros((2,))})
+      _call(extra={"a": jnp.zeros((2,))})
     with pytest.raises(ValueError, match="`temperature` must be 0, or"):
-      call(temperature=-1.0)
+      _call(temperature=-1.0)
     with pytest.raises(ValueError, match=r"`salts` must have the shape"):
-      call(salts=jnp.zeros((2, 4), jnp.uint32))
-    with pytest.raises(ValueError, match="no group of CrossAttention"):
-      groups = (jaxkv.FullAttention(), jaxkv.CrossAttention())
-      sizes = dataclasses.replace(SIZES, groups=groups, prefix_caching=False)
-      call(dataclasses.replace(state, cache=jaxkv.init(sizes)))
+      _call(salts=jnp.zeros((2, 4), jnp.uint32))
+    with pytest.raises(ValueError, match="one page size for all groups"):
+      groups = (jaxkv.FullAttention(), jaxkv.FullAttention(page_size=8))
+      sizes = dataclasses.replace(SIZES, groups=groups)
+      _call(dataclasses.replace(state, cache=jaxkv.init(sizes)))
 
-  def test_numbers(self):
+  def test_bad_static_arguments_are_refused(self):
     with pytest.raises(
       ValueError, match=r"`chunk` must be at least 1 .* got 0"
     ):
@@ -168,7 +168,7 @@ class TestArguments:
     assert scored.top_tokens.shape == (3, 3, 7, 2)
 
   @pytest.mark.parametrize("model", [None, MODELS["plain"]])
-  def test_models(self, model):
+  def test_models_of_other_types_are_refused(self, model):
     message = f"`model` must be .* got {type(model).__name__}; give functools"
     with pytest.raises(TypeError, match=message):
       _call(model=model)
@@ -182,8 +182,8 @@ def _call(state=None, groups=GROUPS, **options):
 
 
 class TestBadLogits:
-  def test_of_bad_weights(self):
-    """They cost one call: nothing of it is found with good weights."""
+  def test_bad_weights_leave_no_page(self):
+    """A call with good weights finds no page of bad ones."""
     params = weights()
     bad = jax.tree.map(lambda leaf: leaf * jnp.nan, params)
     expected = compiled()(params, fresh(), *GROUPS)[1]
@@ -195,13 +195,13 @@ class TestBadLogits:
     np.testing.assert_array_equal(scored.log_probs[:2], failed)
     assert pages_held(state) == 0
     assert not np.any(state.cache.pool.index.buckets)
-    state, again = compiled()(params, state, *GROUPS)
-    assert again.ok.all() and not np.any(again.cached_tokens)
-    np.testing.assert_array_equal(again.log_probs, expected.log_probs)
+    _, scored = compiled()(params, state, *GROUPS)
+    assert scored.ok.all() and not np.any(scored.cached_tokens)
+    np.testing.assert_array_equal(scored.log_probs, expected.log_probs)
 
-  def test_a_token_of_probability_zero(self):
-    """Its log-prob is -inf, which fails nothing."""
-    params, token = weights(), int(GROUPS.completions[0, 0, 0])
+  def test_log_probs_of_minus_infinity_are_no_failure(self):
+    params = weights()
+    token = int(GROUPS.completions[0, 0, 0])
 
     def model(params, batch, kv):
       logits, kv = models.forward(params, batch, kv, config=MODELS["plain"])

@@ -1,4 +1,4 @@
-"""Prompts and sequences that go to the shards of a rollout on a mesh."""
+"""Prompts and sequences of a rollout with several shards."""
 
 import dataclasses
 import functools
@@ -21,8 +21,8 @@ pytestmark = [
 ]
 
 
-def _of_lengths(lengths, num_samples=1, slots=2) -> dict:
-  """Names for samples of known lengths, the longest first, and a fast model."""
+def _names_of(lengths, num_samples=1, slots=2) -> dict:
+  """Returns names for samples of given lengths, longest first."""
   names = recipes.attention_alone()
   count = len(lengths) // num_samples
   prompts = np.random.default_rng(2).integers(1, 5, (count, 3))
@@ -59,9 +59,10 @@ def _local(leaf, shard):
   return leaf.addressable_shards[shard].data[0]
 
 
-def _balanced(names, axes, state, **options) -> rollout.RolloutState:
-  """Alternates between steps and moves, until the end."""
-  until, model = rollout.Until(steps=3), names["model"]
+def _balance(names, axes, state, **options) -> rollout.RolloutState:
+  """Alternates steps and `rebalance` until the end."""
+  until = rollout.Until(steps=3)
+  model = names["model"]
   while not bool(rollout.is_done(state)):
     state = sharding.generate(None, state, until, axes=axes, model=model)
     state = sharding.rebalance(state, axes=axes, **options)
@@ -76,40 +77,41 @@ class TestRebalance:
     ("num_shards", "num_samples"),
     [(6, 2), (8, 1)],
   )
-  def test_shards_end_together(self, num_shards, num_samples):
-    """With sequences that wait, and with their pages those that run."""
+  def test_rebalance_evens_out_the_steps(self, num_shards, num_samples):
+    """Waiting sequences move, and with `max_pages` running ones."""
     random = np.random.default_rng(1)
     lengths = random.lognormal(1.2, 0.6, 96).clip(1, 12).astype(np.int32)
     # One shard has most of the work.
     lengths = -np.sort(-lengths)
-    names, axes = _of_lengths(lengths, num_samples), axes_of(data=num_shards)
-    begun = functools.partial(recipes.begun_on, names, axes)
-    plain = recipes.done(names, begun(), axes)
-    wanted = jax.device_get(sharding.generated(plain, axes=axes))
+    names = _names_of(lengths, num_samples)
+    axes = axes_of(data=num_shards)
+    init = functools.partial(recipes.begun_on, names, axes)
+    plain = recipes.done(names, init(), axes)
+    expected = jax.device_get(sharding.generated(plain, axes=axes))
     for max_pages in (0, 30):
-      end = _balanced(names, axes, begun(), max_groups=6, max_pages=max_pages)
-      steps = np.asarray(end.counters.steps)
+      state = _balance(names, axes, init(), max_groups=6, max_pages=max_pages)
+      steps = np.asarray(state.counters.steps)
       assert steps.max() < 1.1 * steps.mean()
       assert 1.3 * steps.max() < np.asarray(plain.counters.steps).max()
-      assert_equal_results(sharding.generated(end, axes=axes), wanted)
+      assert_equal_results(sharding.generated(state, axes=axes), expected)
 
   @pytest.mark.slow
-  def test_two_shards(self):
+  def test_rebalance_moves_running_sequences(self):
     """A running sequence moves with its pages, and none is computed again."""
     lengths = np.asarray([12, 11, 10, 9, 1, 1, 1, 1], np.int32)
-    names, axes = _of_lengths(lengths, slots=4), axes_of(data=2)
-    begun = functools.partial(recipes.begun_on, names, axes)
-    plain = recipes.done(names, begun(), axes)
-    end = _balanced(names, axes, begun(), max_pages=30)
-    assert np.asarray(end.counters.recomputed).tolist() == [0, 0]
+    names, axes = _names_of(lengths, slots=4), axes_of(data=2)
+    init = functools.partial(recipes.begun_on, names, axes)
+    plain = recipes.done(names, init(), axes)
+    state = _balance(names, axes, init(), max_pages=30)
+    assert np.asarray(state.counters.recomputed).tolist() == [0, 0]
     # The last two of the long ones have moved.
-    assert {2, 3} <= {*np.asarray(end.queue.ids)[1].tolist()}
-    wanted = jax.device_get(sharding.generated(plain, axes=axes))
-    assert_equal_results(sharding.generated(end, axes=axes), wanted)
+    assert {2, 3} <= {*np.asarray(state.queue.ids)[1].tolist()}
+    expected = jax.device_get(sharding.generated(plain, axes=axes))
+    assert_equal_results(sharding.generated(state, axes=axes), expected)
 
   @pytest.mark.slow
-  def test_other_versions_do_not_move(self):
-    names = _of_lengths(np.asarray([9, 8, 1, 1], np.int32))
+  def test_sequences_of_other_versions_stay(self):
+    names = _names_of(np.asarray([9, 8, 1, 1], np.int32))
     axes = axes_of(data=2)
     state = recipes.begun_on(names, axes)
 
@@ -125,10 +127,10 @@ class TestRebalance:
     assert np.asarray(state.queue.ids).tolist() == [[0, 1], [2, 3]]
 
   @pytest.mark.slow
-  def test_ids_that_both_shards_use_stay(self):
+  def test_sequences_with_ids_of_both_shards_stay(self):
     """Each shard has a sequence 0, and no sequence is lost."""
     axes = axes_of(data=2)
-    names = _of_lengths(np.asarray([9, 8, 1, 1], np.int32))
+    names = _names_of(np.asarray([9, 8, 1, 1], np.int32))
     state = recipes.begun_on(names, axes)
     ids = jnp.asarray([[0, 1], [0, 7]], jnp.int32)
     queue = dataclasses.replace(state.queue, ids=ids)
@@ -147,9 +149,10 @@ class TestPrompts:
   def test_submit_and_harvest(self):
     """A stream of prompts: ids are unique, and the idle shards get them."""
     lengths = np.asarray([2, 9, 9, 9], np.int32)
-    names, axes = _of_lengths(lengths, slots=1), axes_of(data=4)
+    names, axes = _names_of(lengths, slots=1), axes_of(data=4)
     state = recipes.begun_on(names, axes)
-    results, more = {}, names["requests"]
+    results = {}
+    batch = names["requests"]
     refused = None
     for _ in range(40):
       state = sharding.generate(
@@ -161,41 +164,41 @@ class TestPrompts:
       if len(results) == 1 and refused is None:
         # The first prompt is refused, and takes no rows. Of the others, one
         # finds the rows of the one that ended.
-        bad = dataclasses.replace(more, lengths=np.r_[0, more.lengths[1:]])
+        bad = dataclasses.replace(batch, lengths=np.r_[0, batch.lengths[1:]])
         state, refused = sharding.submit(state, bad, axes=axes)
       if bool(rollout.is_done(state)):
         break
     assert refused.ids.tolist() == [-1, 4, -1, -1]
-    bad, full = jaxkv.Status.BAD_LENGTH, jaxkv.Status.QUEUE_FULL
+    full = jaxkv.Status.QUEUE_FULL
+    bad = jaxkv.Status.BAD_LENGTH
     assert refused.code.tolist() == [bad, jaxkv.Status.OK, full, full]
     # Equal to those of one device.
-    alone = recipes.begun(_of_lengths(np.asarray([2, 9, 9, 9], np.int32)))
-    end = recipes.done(names, alone)
-    wanted = rollout.generated(end)
+    single = recipes.begun(_names_of(lengths))
+    end_state = recipes.done(names, single)
+    expected = rollout.generated(end_state)
     assert sorted(results) == [0, 1, 2, 3, 4]
     for row in range(4):
-      assert results[row] == wanted.tokens[row].tolist()
-    state, out = sharding.submit(state, more, axes=axes, ids=[40, 30, 20, 10])
-    _, again = sharding.submit(state, more, axes=axes, ids=[10, 9, 9, 30])
-    bad, full = jaxkv.Status.BAD_SEQUENCE, jaxkv.Status.QUEUE_FULL
-    assert again.code.tolist() == [bad, full, bad, bad]
+      assert results[row] == expected.tokens[row].tolist()
+    state, out = sharding.submit(state, batch, axes=axes, ids=[40, 30, 20, 10])
+    _, second_out = sharding.submit(state, batch, axes=axes, ids=[10, 9, 9, 30])
+    bad = jaxkv.Status.BAD_SEQUENCE
+    assert second_out.code.tolist() == [bad, full, bad, bad]
     assert out.ok.all() and out.ids.tolist() == [40, 30, 20, 10]
     assert sorted(np.asarray(state.queue.ids).reshape(-1)) == [10, 20, 30, 40]
 
   @pytest.mark.slow
   def test_settings_of_samples_go_to_their_shard(self):
-    """Also where the shards do not divide the prompts."""
+    """Settings follow their samples, also with an uneven number of prompts."""
     names = recipes.attention_alone()
     strings = rollout.stop_strings(
       [["b"], ["ca"]], rollout.token_bytes([bytes([97 + n]) for n in range(11)])
     )
-    prompts, lengths = by_hand.PROMPTS[:3], [8, 6, 1]
     rows = np.zeros((3, 8), np.int32)
-    for row, prompt in enumerate(prompts):
+    for row, prompt in enumerate(by_hand.PROMPTS[:3]):
       rows[row, : len(prompt)] = prompt
     names["requests"] = rollout.Requests(
       rows,
-      lengths,
+      [8, 6, 1],
       sampling=rollout.Sampling(
         temperature=np.linspace(0.5, 2, 9),
         stop_tokens=[[n] for n in range(9)],
@@ -204,10 +207,10 @@ class TestPrompts:
       ),
       num_samples=[3, 1, 2],
     )
-    alone = recipes.done(names, recipes.begun(names))
+    single_end = recipes.done(names, recipes.begun(names))
     axes = axes_of(data=2)
     state = recipes.begun_on(names, axes)
     assert state.queue.ids.shape == (2, 6)
-    end = recipes.done(names, state, axes)
-    found = sharding.generated(end, axes=axes)
-    assert_equal_results(found, jax.device_get(rollout.generated(alone)))
+    state = recipes.done(names, state, axes)
+    results = sharding.generated(state, axes=axes)
+    assert_equal_results(results, jax.device_get(rollout.generated(single_end)))

@@ -1,4 +1,4 @@
-"""Snapshots of rollouts: what they restore, where, and what they refuse."""
+"""Snapshots of rollouts: contents, devices and errors."""
 
 import dataclasses
 import functools
@@ -52,30 +52,31 @@ def program():
   return by_hand.program()
 
 
-def assert_same_results(found, wanted, exact=True):
+def assert_same_results(results, expected, exact=True):
   """Compares the results of two finished rollouts."""
-  found, wanted = (rollout.generated(state) for state in (found, wanted))
+  results, expected = map(rollout.generated, (results, expected))
   for name in ("tokens", "lengths", "finish", "versions"):
     np.testing.assert_array_equal(
-      getattr(found, name), getattr(wanted, name), err_msg=name
+      getattr(results, name), getattr(expected, name), err_msg=name
     )
   tolerance = 0 if exact else 1e-5
   np.testing.assert_allclose(
-    found.log_probs, wanted.log_probs, rtol=0, atol=tolerance
+    results.log_probs, expected.log_probs, rtol=0, atol=tolerance
   )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [True, False], ids=["pages", "no pages"])
 @pytest.mark.parametrize("offload_pages", [0, 20], ids=["", "offload"])
-def test_goes_on_as_if_undisturbed(pages, offload_pages, tmp_path):
-  run, state = program(), begun(offload_pages=offload_pages)
-  wanted = run(state, 0.7)
-  middle = found = state
-  for number, steps in enumerate((1, 4, 9)):
+def test_restored_rollout_continues_unchanged(pages, offload_pages, tmp_path):
+  run = program()
+  state = begun(offload_pages=offload_pages)
+  expected_end = run(state, 0.7)
+  middle = copy = state
+  for index, steps in enumerate((1, 4, 9)):
     middle = run(state, 0.7, steps)
     assert not bool(rollout.is_done(middle))
-    checkpoint.save(tmp_path / str(number), middle, pages=pages)
+    checkpoint.save(tmp_path / str(index), middle, pages=pages)
     # Restored from shapes alone, as a new process does.
     target = jax.tree.map(
       lambda leaf: jax.ShapeDtypeStruct(
@@ -83,12 +84,12 @@ def test_goes_on_as_if_undisturbed(pages, offload_pages, tmp_path):
       ),
       middle,
     )
-    found = checkpoint.restore(tmp_path / str(number), target)
-    rollout.check(found)
-    assert_same_results(run(found, 0.7), wanted, exact=pages)
+    copy = checkpoint.restore(tmp_path / str(index), target)
+    rollout.check(copy)
+    assert_same_results(run(copy, 0.7), expected_end, exact=pages)
   if pages:
-    same = jax.tree.map(np.array_equal, _values(found), _values(middle))
-    assert all(jax.tree.leaves(same))
+    is_equal = jax.tree.map(np.array_equal, _values(copy), _values(middle))
+    assert all(jax.tree.leaves(is_equal))
 
 
 def _values(state):
@@ -103,74 +104,76 @@ def _values(state):
 
 
 @pytest.mark.slow
-def test_without_pages_is_small(tmp_path):
+def test_snapshot_without_pages_is_small(tmp_path):
   state = begun()
   checkpoint.save(tmp_path / "small", state, pages=False)
   facts = json.loads((tmp_path / "small/facts/metadata").read_text("utf-8"))
   leaves = jax.tree_util.tree_leaves_with_path(state)
-  sizes = {jax.tree_util.keystr(path): leaf.nbytes for path, leaf in leaves}
-  total = sum(sizes[name] for name in facts["dtypes"])
-  assert 8 * state.queue.tokens.size <= total <= 64 * state.queue.tokens.size
+  nbytes = {jax.tree_util.keystr(path): leaf.nbytes for path, leaf in leaves}
+  num_bytes = sum(nbytes[name] for name in facts["dtypes"])
+  num_tokens = state.queue.tokens.size
+  assert 8 * num_tokens <= num_bytes <= 64 * num_tokens
 
 
 @pytest.mark.slow
 def test_pages_go_to_the_devices_of_the_target(tmp_path):
-  """From two devices to one, and to eight."""
+  """Pages are saved on two devices, and restored on one and on eight."""
   if jax.device_count() < 8:
     pytest.skip("needs eight devices")
 
   def rollout_of(count):
     state = with_random_pages(begun(num_kv_heads=8))
-    axes = recipes.axes_of(model=count, kind=AxisType.Explicit)
+    axes = recipes.axes_of(model=count, axis_type=AxisType.Explicit)
     return jax.device_put(state, sharding.state_shardings(state, axes=axes))
 
   saved = rollout_of(2)
   checkpoint.save(tmp_path / "two", saved)
   for count in (1, 8):
     target = rollout_of(count)
-    found = checkpoint.restore(tmp_path / "two", target)
-    assert found.memory.kv.k.sharding == target.memory.kv.k.sharding
-    assert len(found.queue.tokens.sharding.device_set) == count
-    np.testing.assert_array_equal(found.memory.kv.k, saved.memory.kv.k)
+    state = checkpoint.restore(tmp_path / "two", target)
+    assert state.memory.kv.k.sharding == target.memory.kv.k.sharding
+    assert len(state.queue.tokens.sharding.device_set) == count
+    np.testing.assert_array_equal(state.memory.kv.k, saved.memory.kv.k)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [True, False], ids=["pages", "no pages"])
 def test_shards_go_to_other_numbers_of_devices(pages, tmp_path):
-  """Eight shards, which go on where eight, two or one device has them."""
+  """Eight shards continue on eight, two and one device."""
   if jax.device_count() < 8:
     pytest.skip("needs eight devices")
   names = recipes.attention_alone()
-  axes_of = functools.partial(recipes.axes_of, kind=AxisType.Explicit)
-  axes, model = axes_of(data=8), names["model"]
+  axes_of = functools.partial(recipes.axes_of, axis_type=AxisType.Explicit)
+  axes = axes_of(data=8)
   state = recipes.begun_on(names, axes)
   state = sharding.generate(
-    None, state, rollout.Until(steps=4), axes=axes, model=model
+    None, state, rollout.Until(steps=4), axes=axes, model=names["model"]
   )
   checkpoint.save(tmp_path / "eight", state, pages=pages)
-  end = recipes.done(names, state, axes)
-  wanted = jax.device_get(sharding.generated(end, axes=axes))
+  end_state = recipes.done(names, state, axes)
+  expected = jax.device_get(sharding.generated(end_state, axes=axes))
   for count in (8, 2, 1):
     axes = axes_of(data=count)
     target = recipes.begun_on(names, axes, num_shards=8)
     state = checkpoint.restore(tmp_path / "eight", target)
     assert len(state.queue.tokens.sharding.device_set) == count
-    end = recipes.done(names, state, axes)
-    found = jax.device_get(sharding.generated(end, axes=axes))
+    end_state = recipes.done(names, state, axes)
+    out = jax.device_get(sharding.generated(end_state, axes=axes))
     for name in ("ids", "tokens", "lengths", "finish", "versions"):
-      np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
+      np.testing.assert_array_equal(getattr(out, name), getattr(expected, name))
     np.testing.assert_allclose(
-      found.log_probs, wanted.log_probs, rtol=0, atol=0 if pages else 1e-5
+      out.log_probs, expected.log_probs, rtol=0, atol=0 if pages else 1e-5
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("offload_pages", [0, 20], ids=["", "offload"])
-def test_bits_of_a_cpu_become_numbers(offload_pages, tmp_path):
+def test_integer_storage_is_restored_as_bfloat16(offload_pages, tmp_path):
   """A CPU stores bfloat16 as integers, accelerators as it is."""
   options = {"dtype": "bfloat16", "offload_pages": offload_pages}
-  bits, numbers = begun(**options), begun(**options, storage_dtype="bfloat16")
-  assert bits.memory.kv.k.dtype != numbers.memory.kv.k.dtype
+  bits = begun(**options)
+  floats = begun(**options, storage_dtype="bfloat16")
+  assert bits.memory.kv.k.dtype != floats.memory.kv.k.dtype
 
   def ones(array):
     values = jnp.full(array.shape, 1.5, jnp.bfloat16)
@@ -185,13 +188,14 @@ def test_bits_of_a_cpu_become_numbers(offload_pages, tmp_path):
     memory = dataclasses.replace(state.memory, kv=kv, offload=offload)
     return dataclasses.replace(state, memory=memory)
 
-  for saved, target in ((bits, numbers), (numbers, bits)):
+  for saved, target in ((bits, floats), (floats, bits)):
     folder = tmp_path / str(saved.memory.kv.k.dtype)
     checkpoint.save(folder, of_ones(saved))
-    found, wanted = checkpoint.restore(folder, target), of_ones(target)
+    state = checkpoint.restore(folder, target)
+    expected = of_ones(target)
     for name in ("kv", "offload"):
       chex.assert_trees_all_equal(
-        getattr(found.memory, name), getattr(wanted.memory, name)
+        getattr(state.memory, name), getattr(expected.memory, name)
       )
 
 
@@ -226,8 +230,8 @@ def test_shapes_go_to_a_device_of_this_process(saved, monkeypatch):
   device = jax.devices()[-1]
   monkeypatch.setattr(jax, "local_devices", lambda **_: [device])
   target = jax.eval_shape(lambda state: state, begun())
-  found = checkpoint.restore(saved, target)
-  assert found.queue.tokens.devices() == {device}
+  state = checkpoint.restore(saved, target)
+  assert state.queue.tokens.devices() == {device}
 
 
 @pytest.mark.parametrize("pages", [True, False], ids=["pages", "no pages"])
@@ -286,11 +290,11 @@ def test_another_number_of_shards_is_refused(tmp_path):
 def test_the_default_dtype_is_the_same_by_name(tmp_path):
   checkpoint.save(tmp_path / "default", begun(dtype=None))
   target = begun(dtype="bfloat16")
-  found = checkpoint.restore(tmp_path / "default", target)
-  assert jax.tree.structure(found) == jax.tree.structure(target)
+  state = checkpoint.restore(tmp_path / "default", target)
+  assert jax.tree.structure(state) == jax.tree.structure(target)
 
 
-def test_what_is_no_snapshot_is_refused(saved, tmp_path):
+def test_bad_folders_and_states_are_refused(saved, tmp_path):
   target = begun()
   with pytest.raises(ValueError, match="must not exist"):
     checkpoint.save(saved, target)
@@ -310,20 +314,21 @@ def test_what_is_no_snapshot_is_refused(saved, tmp_path):
     checkpoint.restore(saved, target.queue)
 
 
-@pytest.mark.parametrize("kind", [MemoryError, jax.errors.JaxRuntimeError])
-def test_out_of_memory_is_not_called_damage(kind, saved, monkeypatch):
+@pytest.mark.parametrize("error", [MemoryError, jax.errors.JaxRuntimeError])
+def test_out_of_memory_errors_are_raised_unchanged(error, saved, monkeypatch):
   ocp = pytest.importorskip("orbax.checkpoint")
 
   def exhausted(*_):
-    raise kind("out of memory")
+    raise error("out of memory")
 
   monkeypatch.setattr(ocp.Checkpointer, "restore", exhausted)
-  with pytest.raises(kind, match="out of memory"):
+  with pytest.raises(error, match="out of memory"):
     checkpoint.restore(saved, begun())
 
 
 def test_a_newer_format_is_refused(tmp_path):
-  folder, target = tmp_path / "newer", begun()
+  folder = tmp_path / "newer"
+  target = begun()
   checkpoint.save(folder, target)
   path = folder / "facts/metadata"
   facts = json.loads(path.read_text("utf-8"))
@@ -368,18 +373,20 @@ def test_damaged_facts_are_refused(damage, saved, tmp_path):
 def test_extra_of_any_dtype(extra, tmp_path):
   state = begun(extra=extra)
   checkpoint.save(tmp_path / "saved", state)
-  found = checkpoint.restore(tmp_path / "saved", state)
-  chex.assert_trees_all_equal(found.queue.extra, state.queue.extra)
+  copy = checkpoint.restore(tmp_path / "saved", state)
+  chex.assert_trees_all_equal(copy.queue.extra, state.queue.extra)
 
 
 # After one error, orbax never reads the results of its other tasks.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_damaged_snapshot_is_refused(tmp_path):
-  """Wherever a byte changes, or a file ends early or is missing."""
-  folder, target = tmp_path / "damaged", with_random_pages(begun(head_dim=256))
+  """A changed byte, a short file and a missing file raise."""
+  folder = tmp_path / "damaged"
+  target = with_random_pages(begun(head_dim=256))
   checkpoint.save(folder, target)
-  wanted, num_refused = _values(target), 0
+  expected = _values(target)
+  num_refused = 0
   for path in sorted((folder / "arrays").rglob("d/*")):
     content = path.read_bytes()
     middle = len(content) // 2
@@ -393,14 +400,14 @@ def test_a_damaged_snapshot_is_refused(tmp_path):
       if change is not None:
         path.write_bytes(change)
       try:
-        found = checkpoint.restore(folder, target)
+        state = checkpoint.restore(folder, target)
       except ValueError as error:
         num_refused += 1
         assert "complete snapshot" in str(error) and "damaged" in str(error)
       else:
         # Orbax keeps some files that it never reads.
-        same = jax.tree.map(np.array_equal, _values(found), wanted)
-        assert all(jax.tree.leaves(same)), (path, len(change or b""))
+        is_equal = jax.tree.map(np.array_equal, _values(state), expected)
+        assert all(jax.tree.leaves(is_equal)), (path, len(change or b""))
     path.write_bytes(content)
   assert num_refused >= 6
   # Its abandoned tasks report to the filter of this test, not to a later one.

@@ -16,6 +16,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv import sharding
+from tests.rollout import by_hand
 from tests.rollout import recipes
 from tests.tools.collectives import collectives
 
@@ -51,7 +52,7 @@ _FAMILIES = {
 
 
 def _names(name, **options):
-  """Names as in `recipes`; shards end after different numbers of steps."""
+  """Returns names as in `recipes`, for shards with different step counts."""
   decoder = models.Decoder(
     vocab_size=_VOCABULARY,
     embed_dim=24,
@@ -85,10 +86,7 @@ def _names(name, **options):
   model = functools.partial(models.forward, config=decoder)
 
   def kv():
-    pools = models.init_kv(decoder, sizes, record_experts=True)
-    return jax.tree.map(
-      lambda x: x * np.nan if x.dtype == np.float32 else x, pools
-    )
+    return by_hand.poisoned(models.init_kv(decoder, sizes, record_experts=True))
 
   return recipes.names_of(model, params, sizes, config, kv, prompts)
 
@@ -115,43 +113,44 @@ def _program(names, axes, state, **options):
     ("gpt_oss", 4, 0, {"draft_tokens": 2}),
   ],
 )
-def test_tokens_are_those_of_one_device(name, data, model, options):
+def test_results_equal_one_device(name, data, model, options):
   """Shards that have nothing to do make idle calls for the others."""
   names, axes = _names(name, **options), _axes(data, model)
-  wanted = rollout.generated(recipes.done(names, recipes.begun(names)))
+  expected = rollout.generated(recipes.done(names, recipes.begun(names)))
   state = recipes.begun_on(names, axes)
   layer = names["params"]["layers"][-1][0]
   for leaf in ("expert_gate", "expert_up", "expert_down"):
-    number = layer[leaf].shape[1] // data
-    assert layer[leaf].addressable_shards[0].data.shape[1] == number
+    num_experts = layer[leaf].shape[1] // data
+    assert layer[leaf].addressable_shards[0].data.shape[1] == num_experts
   heads = {}
   if model and name == "deepseek":
     heads["head_sharding"] = NamedSharding(axes.mesh, P("model"))
-  compiled, steps = _program(names, axes, state, **heads), []
+  compiled = _program(names, axes, state, **heads)
+  steps = []
   while not rollout.is_done(state):
     state = compiled(names["params"], state, rollout.Until(steps=5))
     steps.append(np.asarray(state.counters.steps).tolist())
   # All shards count all calls, and none passes the limit.
-  for number, counts in enumerate(steps, 1):
-    assert len(set(counts)) == 1 and counts[0] <= 5 * number, steps
+  for num_calls, counts in enumerate(steps, 1):
+    assert len(set(counts)) == 1 and counts[0] <= 5 * num_calls, steps
   for shard in range(data):
     state_of_shard = jax.tree.map(lambda leaf, i=shard: leaf[i], state)
     log = rollout.timeline(state_of_shard)
     np.testing.assert_array_equal(log.kinds == 0, log.sequences == -1)
   results = sharding.generated(state, axes=axes)
-  recipes.assert_equal_results(results, wanted)
-  count = len(wanted.lengths)
-  np.testing.assert_array_equal(results.experts[:count], wanted.experts)
+  recipes.assert_equal_results(results, expected)
+  count = len(expected.lengths)
+  np.testing.assert_array_equal(results.experts[:count], expected.experts)
   np.testing.assert_allclose(
     results.records.raw_log_probs[:count],
-    wanted.records.raw_log_probs,
+    expected.records.raw_log_probs,
     rtol=1e-5,
     atol=1e-5,
   )
 
 
 def _sizes(lines, opcode):
-  """The numbers of elements of the collective operations of one kind."""
+  """Returns the numbers of elements of collectives with an opcode."""
   return [
     math.prod(map(int, shape.split(",")))
     for line in lines
@@ -183,13 +182,13 @@ def test_only_activations_move():
 
 
 @pytest.mark.slow
-def test_the_example():
+def test_example_equals_one_device():
   """The program of `help(jaxkv.sharding)`, with twelve lines."""
   names = _names("deepseek")
-  wanted = rollout.generated(recipes.done(names, recipes.begun(names)))
+  expected = rollout.generated(recipes.done(names, recipes.begun(names)))
   recipes.run("Data parallel attention", names)
   recipes.run("All four", names)
-  recipes.assert_equal_results(names["results"], wanted)
+  recipes.assert_equal_results(names["results"], expected)
   pieces = map(recipes.pieces, ("Data parallel attention", "All four"))
   lines = "".join(next(zip(*pieces, strict=False))).split("\n")
   assert sum(bool(line.strip()) for line in lines) <= 12
@@ -198,12 +197,12 @@ def test_the_example():
 @pytest.mark.deep
 def test_two_shards_on_each_device():
   names, axes = _names("deepseek"), _axes(2)
-  wanted = rollout.generated(recipes.done(names, recipes.begun(names)))
+  expected = rollout.generated(recipes.done(names, recipes.begun(names)))
   state = recipes.begun_on(names, axes, num_shards=4)
   names["model"] = functools.partial(names["model"], expert_axis="data")
   state = recipes.done(names, state, axes)
   results = sharding.generated(state, axes=axes)
-  recipes.assert_equal_results(results, wanted)
+  recipes.assert_equal_results(results, expected)
 
 
 class TestArguments:
@@ -248,7 +247,7 @@ class TestArguments:
       )
 
   def test_a_loop_without_the_axis(self):
-    """Shards would wait for each other."""
+    """An expert axis without lockstep raises, as shards would wait forever."""
     names = _names("deepseek")
     state = recipes.begun(names)
     model = functools.partial(names["model"], expert_axis="data")

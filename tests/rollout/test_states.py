@@ -33,41 +33,41 @@ _RECURRENT = (jaxkv.FullAttention(), jaxkv.Recurrent())
 _PROMPTS = [[*prompt, *range(4)] for prompt in by_hand.PROMPTS] + [[7] * 17]
 
 
-def _after(state, token, layer):
-  """The hash after one token more."""
+def _next_hash(state, token, layer):
+  """Returns the hash after one more token."""
   primes = np.asarray([_PRIMES], np.float32)
   state = state * _FACTOR + (token + 1).astype(np.float32)[:, None]
   return (state + layer) % primes
 
 
-def _scores(state, np=jnp):
-  """What a hash adds to the logits: [X, V], never more than 3."""
+def _hash_logits(state, np=jnp):
+  """Returns the term of a hash in the logits, [X, V], at most 3."""
   waves = np.asarray(_WAVES, np.float32)
   return np.sum(np.sin(state[..., None] * waves[None]), axis=1)
 
 
-def _hash_rows(states, view, layer, tokens, begins):
-  """Hashes rows of packed tokens; the states, and the hash after each token.
+def _hash_rows(states, view, layer, tokens, first_columns):
+  """Hashes packed tokens; returns the states and the hash after each token.
 
   Args:
     states: the pages.
     view: the rows.
     layer: int32[].
     tokens: int32[C].
-    begins: int32[B], the column of each row's first token.
+    first_columns: int32[B], the column of each row's first token.
   """
   state = memory.read_state(states, view, layer)["hash"]
   columns = tokens.shape[0]
   out = jnp.zeros((columns, len(_PRIMES)), jnp.float32)
 
-  def step(number, carry):
+  def step(offset, carry):
     state, out = carry
-    real = number < view.num_tokens
-    column = jnp.where(real, begins + number, columns)
-    after = _after(
+    real = offset < view.num_tokens
+    column = jnp.where(real, first_columns + offset, columns)
+    new_state = _next_hash(
       state, tokens.at[column].get(mode="clip"), layer.astype(jnp.float32)
     )
-    state = jnp.where(real[:, None], after, state)
+    state = jnp.where(real[:, None], new_state, state)
     return state, out.at[column].set(state, mode="drop")
 
   longest = jnp.max(view.num_tokens)
@@ -76,8 +76,9 @@ def _hash_rows(states, view, layer, tokens, begins):
 
 
 def _model(params, batch, kv):
-  """Attention as in `by_hand`, and two recurrent layers."""
-  tokens, (pages, states) = batch.tokens, kv
+  """Runs the model of `by_hand`, and two recurrent layers."""
+  tokens = batch.tokens
+  pages, states = kv
   attention = dataclasses.replace(batch, views=batch.views[:1])
   logits, pages = by_hand.model(params, attention, pages)
   view = batch.views[1]
@@ -85,18 +86,18 @@ def _model(params, batch, kv):
 
   def layer(index, carry):
     states, scores = carry
-    begins = jnp.arange(single, dtype=jnp.int32)
+    first_columns = jnp.arange(single, dtype=jnp.int32)
     states, out = _hash_rows(
-      states, view.decode, index, tokens[0, :single], begins
+      states, view.decode, index, tokens[0, :single], first_columns
     )
     if view.prefill is not None:
       num_tokens = view.prefill.num_tokens
-      begins = jnp.cumsum(num_tokens, dtype=jnp.int32) - num_tokens
-      states, more = _hash_rows(
-        states, view.prefill, index, tokens[0, single:], begins
+      first_columns = jnp.cumsum(num_tokens, dtype=jnp.int32) - num_tokens
+      states, prefill_out = _hash_rows(
+        states, view.prefill, index, tokens[0, single:], first_columns
       )
-      out = jnp.concatenate([out, more])
-    return states, scores + _scores(out)
+      out = jnp.concatenate([out, prefill_out])
+    return states, scores + _hash_logits(out)
 
   states, scores = lax.fori_loop(
     0, _LAYERS, layer, (states, jnp.zeros_like(logits[0]))
@@ -104,16 +105,17 @@ def _model(params, batch, kv):
   return logits + scores[None], (pages, states)
 
 
-def _expected(number, prompt, key, temperature, config):
-  """The tokens of one sequence, without any cache."""
-  key, tokens = jax.random.fold_in(key, number), [*prompt]
+def _expected(seq_id, prompt, key, temperature, config):
+  """Returns the tokens of one sequence, without a cache."""
+  key = jax.random.fold_in(key, seq_id)
+  tokens = [*prompt]
   for count in range(config.max_new_tokens):
     logits = by_hand._logits(tokens, (None,))
     for layer in range(_LAYERS):
       state = np.zeros((1, len(_PRIMES)), np.float32)
       for token in tokens:
-        state = _after(state, np.asarray([token]), np.float32(layer))
-      logits = logits + _scores(state, np)[0]
+        state = _next_hash(state, np.asarray([token]), np.float32(layer))
+      logits = logits + _hash_logits(state, np)[0]
     weights = (np.arange(len(logits)) == np.argmax(logits)).astype(np.float64)
     if temperature:
       row = by_definition.Row(temperature=temperature)
@@ -167,18 +169,20 @@ _CONFIG = rollout.RolloutConfig(
 
 
 @functools.cache
-def _wanted(temperature):
-  key, samples = by_hand.key(), _CONFIG.num_samples
+def _all_expected(temperature):
+  samples = _CONFIG.num_samples
   return [
-    _expected(number, _PROMPTS[number // samples], key, temperature, _CONFIG)
-    for number in range(len(_PROMPTS) * samples)
+    _expected(
+      seq_id, _PROMPTS[seq_id // samples], by_hand.key(), temperature, _CONFIG
+    )
+    for seq_id in range(len(_PROMPTS) * samples)
   ]
 
 
 def _assert_all(state, temperature):
-  for number, tokens in enumerate(_wanted(temperature)):
-    length = int(state.queue.length[number])
-    assert state.queue.tokens[number, :length].tolist() == tokens
+  for seq_id, tokens in enumerate(_all_expected(temperature)):
+    length = int(state.queue.length[seq_id])
+    assert state.queue.tokens[seq_id, :length].tolist() == tokens
   jaxkv.check(state.memory.cache)
   rollout.check(state)
 
@@ -194,14 +198,15 @@ def test_equal_to_a_run_without_cache(slots, pages, temperature):
 
   All tokens are right, and no sequence holds more than two states.
   """
-  state, steps = _begun(_sizes(pages, slots), _CONFIG), 0
+  state = _begun(_sizes(pages, slots), _CONFIG)
+  steps = 0
   while not bool(rollout.is_done(state)):
     state = _program()(state, temperature, 1)
     steps += 1
-    held = np.asarray(
+    num_held_pages = np.asarray(
       state.memory.cache.num_pages - state.memory.cache.num_skipped_pages
     )
-    assert held[:, 1].max() <= 2
+    assert num_held_pages[:, 1].max() <= 2
     assert steps < 1000
   _assert_all(state, temperature)
   if slots > 1:
@@ -212,25 +217,25 @@ def test_equal_to_a_run_without_cache(slots, pages, temperature):
 
 def test_a_later_rollout_hits_states():
   state = _begun(_sizes(100, 4), _CONFIG)
-  first = _program()(state, 1.0)
-  hits = int(first.memory.cache.stats.hit_tokens)
-  again = _begun(
+  first_end = _program()(state, 1.0)
+  hits = int(first_end.memory.cache.stats.hit_tokens)
+  second_state = _begun(
     _sizes(100, 4),
     _CONFIG,
-    kv=first.memory.kv,
-    cache=first.memory.cache,
+    kv=first_end.memory.kv,
+    cache=first_end.memory.cache,
     version=0,
   )
-  end = _program()(again, 1.0)
-  _assert_all(end, 1.0)
-  assert int(end.memory.cache.stats.hit_tokens) > hits + 20
-  assert int(end.counters.prefilled) < int(first.counters.prefilled)
+  state = _program()(second_state, 1.0)
+  _assert_all(state, 1.0)
+  assert int(state.memory.cache.stats.hit_tokens) > hits + 20
+  assert int(state.counters.prefilled) < int(first_end.counters.prefilled)
 
 
-def test_the_states_stay_in_place():
-  sizes, wide = _sizes(400, 4), 2048
+def test_states_are_updated_in_place():
+  sizes = _sizes(400, 4)
   states = memory.init_states(
-    sizes, num_layers=_LAYERS, shapes={"wide": ((wide,), "float32")}
+    sizes, num_layers=_LAYERS, shapes={"wide": ((2048,), "float32")}
   )
 
   def model(params, batch, kv):
@@ -263,20 +268,14 @@ class TestInit:
     with pytest.raises(ValueError, match=r"`kv\[1\]` must have 50 pages of 4"):
       _begun(_sizes(50, 4), _CONFIG, kv=(_memory(_sizes(50, 4))[0], states))
 
-  def test_no_drafts(self):
+  def test_drafts_are_refused(self):
     config = dataclasses.replace(_CONFIG, draft_tokens=2)
     with pytest.raises(ValueError, match=r"`RolloutConfig.draft_tokens` must"):
       _begun(_sizes(100, 4), config)
 
-  def test_no_scratch_pages(self):
-    groups = (jaxkv.FullAttention(), jaxkv.Recurrent(num_speculative=1))
-    sizes = _sizes(100, 4, groups=groups)
-    with pytest.raises(ValueError, match=r"`Recurrent.num_speculative` must"):
-      _begun(sizes, _CONFIG)
-
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
-def test_where_several_pools_lie():
+def test_shardings_of_several_pools():
   sizes = _sizes(100, 4)
   kv = memory.init(sizes, num_layers=1, num_kv_heads=2, head_dim=4)
   latents = memory.init(
@@ -285,10 +284,10 @@ def test_where_several_pools_lie():
   state = _begun(sizes, _CONFIG, kv=(kv, latents, _memory(sizes)[1]))
   mesh = jax.make_mesh((2,), ("model",))
   axes = sharding.MeshAxes(mesh, model="model")
-  places = sharding.state_shardings(state, axes=axes)
+  shardings = sharding.state_shardings(state, axes=axes)
   split, whole = (NamedSharding(mesh, spec) for spec in (P(None, "model"), P()))
-  pools: Any = places.memory.kv
+  pools: Any = shardings.memory.kv
   assert pools[0].k == split
   assert pools[1].k == whole
   assert pools[2].states["hash"] == whole
-  jax.device_put(state, places)
+  jax.device_put(state, shardings)

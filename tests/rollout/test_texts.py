@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 _PROMPTS = ["1 is 1 mod", "12 is", "1 is 1 modulo s"]
 
 
-def test_greedy_texts_are_those_of_forward_passes(small_model):
+def test_greedy_texts_equal_forward_passes(small_model):
   out = rollout.generate_texts(
     small_model,
     _PROMPTS,
@@ -42,8 +42,8 @@ def test_samples_with_their_log_probs(small_model):
   options = {"num_samples": 2, "max_new_tokens": 5, "raw_log_probs": True}
   tokens = [small_model.tokenizer.encode(text) for text in _PROMPTS]
   out = rollout.generate_texts(small_model, tokens, **options)
-  same = rollout.generate_texts(small_model, _PROMPTS, **options)
-  assert out.texts == same.texts  # of token ids, and of their texts
+  from_texts = rollout.generate_texts(small_model, _PROMPTS, **options)
+  assert out.texts == from_texts.texts  # of token ids, and of their texts
   groups = rollout.grouped(
     out.results, num_samples=2, prompt_columns=15, completion_columns=5
   )
@@ -115,7 +115,7 @@ class TestArguments:
     room = small_model.max_length - 8
     with pytest.raises(ValueError, match=rf"`prompts\[0\]` .* {room} tokens"):
       rollout.generate_texts(small_model, ["1" * (room + 1)], max_new_tokens=8)
-    size = small_model.config.vocab_size
-    for ids in ([3, size], [-1, 3]):
-      with pytest.raises(ValueError, match=rf"ids from 0 to {size - 1}, got"):
+    last_id = small_model.config.vocab_size - 1
+    for ids in ([3, last_id + 1], [-1, 3]):
+      with pytest.raises(ValueError, match=rf"ids from 0 to {last_id}, got"):
         rollout.generate_texts(small_model, [ids])

@@ -9,13 +9,13 @@ from tests.rollout import by_hand
 
 
 @pytest.mark.slow
-def test_of_a_preemption():
-  """A sequence is preempted, begins again, and all end."""
+def test_spans_of_a_preemption():
+  """One of three sequences is preempted and resumes."""
   config = rollout.RolloutConfig(max_new_tokens=5, timeline=8)
   state = by_hand.begun(by_hand.sizes(5, 2), config, [[1], [2], [3]])
   program = by_hand.program()
-  found = rollout.timeline(program(state, 1.0, 7))
-  assert list(found.spans()) == [
+  timeline = rollout.timeline(program(state, 1.0, 7))
+  assert list(timeline.spans()) == [
     rollout.Span(0, 0, "decode", 0, 4, 4),
     # For the pages of the other one.
     rollout.Span(0, 0, "wait", 4, 5, 0),
@@ -24,18 +24,19 @@ def test_of_a_preemption():
     rollout.Span(1, 1, "decode", 0, 4, 4),
     rollout.Span(1, 1, "preempt", 4, 5, 0),
   ]
-  assert found.svg().count("<title>") == 6
+  assert timeline.svg().count("<title>") == 6
   # A number for each stay in a slot, not for each span.
-  texts = [node.text for node in ElementTree.fromstring(found.svg()).iter()]
+  texts = [node.text for node in ElementTree.fromstring(timeline.svg()).iter()]
   assert [text for text in texts if text in ("0", "1")] == ["0", "1", "1"]
   # The last eight steps of all.
-  end = program(state, 1.0)
-  found, steps = rollout.timeline(end), int(end.counters.steps)
-  assert (found.start, found.kinds.shape) == (steps - 8, (8, 2))
-  assert list(found.spans())[3] == rollout.Span(0, 2, "decode", 7, 12, 5)
+  state = program(state, 1.0)
+  timeline = rollout.timeline(state)
+  steps = int(state.counters.steps)
+  assert (timeline.start, timeline.kinds.shape) == (steps - 8, (8, 2))
+  assert list(timeline.spans())[3] == rollout.Span(0, 2, "decode", 7, 12, 5)
 
 
-def test_a_rollout_that_keeps_none():
+def test_rollout_without_a_timeline_is_refused():
   without = by_hand.begun(
     by_hand.sizes(60, 2), rollout.RolloutConfig(max_new_tokens=5)
   )

@@ -1,4 +1,4 @@
-"""Conversations: what a tool says, and another turn."""
+"""Conversations: tokens of a tool, and another turn."""
 
 import functools
 
@@ -16,10 +16,10 @@ _TURNS, _PAGE = 4, 4
 
 
 def _model(params, batch, kv):
-  """Random tokens of the last one, without K/V."""
+  """Returns logits of the last token alone, without K/V."""
   del kv
-  last = batch.tokens[0].at[batch.columns].get(mode="clip")
-  return params[last], None
+  last_tokens = batch.tokens[0].at[batch.columns].get(mode="clip")
+  return params[last_tokens], None
 
 
 @functools.cache
@@ -47,61 +47,61 @@ def _conversations(count: int) -> tuple[rollout.RolloutState, jax.Array]:
 
 
 @pytest.mark.parametrize("count", [64])
-def test_what_turns_compute(count):
-  """The new tokens, and at most a page of each sequence in each turn."""
+def test_turns_recompute_at_most_a_page(count):
+  """A turn computes its new tokens, and at most a page of older ones."""
   state, params = _conversations(count)
-  rng, ids = np.random.default_rng(1), np.arange(count)
-  said = np.zeros((count, 120), bool)
-  begins = np.asarray(state.queue.prompt_length)
-  said |= np.arange(120) < begins[:, None]
-  needed = int(begins.sum())
+  rng = np.random.default_rng(1)
+  is_given = np.zeros((count, 120), bool)
+  prompt_lengths = np.asarray(state.queue.prompt_length)
+  is_given |= np.arange(120) < prompt_lengths[:, None]
+  needed = int(prompt_lengths.sum())
   for turn in range(_TURNS):
     if turn:
       words = rng.integers(0, 50, (count, 9))
       lengths = rng.integers(1, 10, count)
-      before = np.asarray(state.queue.length)
-      state, out = rollout.extend(state, ids, words, lengths)
+      old_lengths = np.asarray(state.queue.length)
+      state, out = rollout.extend(state, np.arange(count), words, lengths)
       assert np.all(out.ok)
       column = np.arange(120)
-      said |= (column >= before[:, None]) & (
-        column < (before + lengths)[:, None]
+      is_given |= (column >= old_lengths[:, None]) & (
+        column < (old_lengths + lengths)[:, None]
       )
       needed += int(lengths.sum())
     state = _program()(params, state)
     assert bool(rollout.is_done(state))
   out = jax.device_get(rollout.generated(state))
   inside = np.arange(120) < out.lengths[:, None]
-  np.testing.assert_array_equal(out.mask, inside & ~said)
-  drawn = int(out.mask.sum())
+  np.testing.assert_array_equal(out.mask, inside & ~is_given)
+  num_sampled = int(out.mask.sum())
   counters = state.counters
-  assert int(counters.generated) == drawn
-  computed = drawn + int(counters.prefilled) + int(counters.recomputed)
-  assert computed <= needed + drawn + _PAGE * (_TURNS - 1) * count
+  assert int(counters.generated) == num_sampled
+  computed = num_sampled + int(counters.prefilled) + int(counters.recomputed)
+  assert computed <= needed + num_sampled + _PAGE * (_TURNS - 1) * count
   # Not much less than that, or the bound would say nothing.
-  assert computed > 0.8 * (needed + drawn)
+  assert computed > 0.8 * (needed + num_sampled)
   assert _program()._cache_size() == 1
 
 
-def test_a_turn_by_hand():
-  """The tokens of a turn are those of a prompt with all that was said."""
+def test_extended_sequence_equals_a_longer_prompt():
+  """The tokens of a turn are those of one prompt with all earlier tokens."""
   config = rollout.RolloutConfig(
     max_new_tokens=3, max_length=14, prefill_chunk=4
   )
   program = by_hand.program()
   state = by_hand.begun(by_hand.sizes(40, 2), config, [[1, 2, 3]] * 2)
   state = program(state, 0.0)
-  first = state.queue.tokens[1, :6].tolist()
+  first_turn = state.queue.tokens[1, :6].tolist()
   state, out = rollout.extend(state, [1], [[9, 4, 0]], [2], max_tokens=[4])
   assert out.ok.tolist() == [True]
-  end = program(state, 0.0)
-  whole = by_hand.begun(by_hand.sizes(40, 2), config, [[*first, 9, 4]])
+  state = program(state, 0.0)
+  whole = by_hand.begun(by_hand.sizes(40, 2), config, [[*first_turn, 9, 4]])
   whole = program(whole, 0.0)
-  assert end.queue.tokens[1, :11].tolist() == (
+  assert state.queue.tokens[1, :11].tolist() == (
     whole.queue.tokens[0, :11].tolist()
   )
-  assert end.queue.length.tolist() == [6, 12]
-  assert end.queue.start.tolist() == [3, 8]
-  mask = rollout.generated(end).mask[1].tolist()
+  assert state.queue.length.tolist() == [6, 12]
+  assert state.queue.start.tolist() == [3, 8]
+  mask = rollout.generated(state).mask[1].tolist()
   assert mask == [False] * 3 + [True] * 3 + [False] * 2 + [True] * 4 + (
     [False] * 2
   )

@@ -1,4 +1,4 @@
-"""When a call returns, and what it leaves to the next one."""
+"""Limits of a call of `generate`, and the state that it leaves."""
 
 import jax
 import jax.numpy as jnp
@@ -28,52 +28,53 @@ _generate = jax.jit(
 
 
 def _until(**limits: int) -> rollout.Until:
-  """All limits are numbers, so one program serves all tests."""
+  """Returns limits that are all numbers, so one program serves all tests."""
   names = ("steps", "sequences", "groups")
   limits = dict.fromkeys(names, by_hand.NO_LIMIT) | limits
   return rollout.Until(**{k: jnp.int32(v) for k, v in limits.items()})
 
 
-def _ended(state: rollout.RolloutState) -> np.ndarray:
+def _is_done(state: rollout.RolloutState) -> np.ndarray:
   return np.asarray(state.queue.status) == by_hand.DONE
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_groups(count):
-  """As soon as so many are complete; the others end as if undisturbed."""
-  state, until = _begun(), _until(groups=count)
-  stopped = _generate(state, until)
-  groups = _ended(stopped).reshape(-1, 2).all(axis=1)
+def test_call_ends_after_complete_groups(count):
+  """The call ends with `count` complete groups; the others end unchanged."""
+  until = _until(groups=count)
+  stopped = _generate(_begun(), until)
+  groups = _is_done(stopped).reshape(-1, 2).all(axis=1)
   assert groups.sum() == count
-  before = _begun()
   steps = int(stopped.counters.steps)
-  before = _generate(before, _until(steps=steps - 1))
-  assert _ended(before).reshape(-1, 2).all(axis=1).sum() < count
+  earlier_state = _generate(_begun(), _until(steps=steps - 1))
+  assert _is_done(earlier_state).reshape(-1, 2).all(axis=1).sum() < count
   assert int(_generate(stopped, until).counters.steps) == steps
   whole = _generate(_begun(), _until())
-  end = _generate(stopped, _until())
-  np.testing.assert_array_equal(end.queue.tokens, whole.queue.tokens)
+  state = _generate(stopped, _until())
+  np.testing.assert_array_equal(state.queue.tokens, whole.queue.tokens)
 
 
-def test_newly_ended_sequences():
-  """Each is new once: in the results of the call in which it ended."""
-  state, num_new = _begun(), np.zeros(8, int)
+def test_is_new_marks_each_sequence_once():
+  """A sequence is new only after the call in which it ended."""
+  state = _begun()
+  num_new = np.zeros(8, int)
   while not rollout.is_done(state):
-    before = _ended(state)
+    had_ended = _is_done(state)
     state = _generate(state, _until(steps=3))
     is_new = np.asarray(rollout.generated(state).is_new)
-    np.testing.assert_array_equal(is_new, _ended(state) & ~before)
+    np.testing.assert_array_equal(is_new, _is_done(state) & ~had_ended)
     num_new += is_new
   assert num_new.tolist() == [1] * 8
   assert not np.any(_generate(state, _until()).queue.is_new)
 
 
 def test_sequences_until_all_are_harvested():
-  """A server: it returns for an answer, and takes it out."""
-  state, answers = _begun(), {}
+  """A server: a call ends with an answer, which is harvested."""
+  state = _begun()
+  answers = {}
   while len(answers) < 8:
     state = _generate(state, _until(sequences=1))
-    assert _ended(state).any()
+    assert _is_done(state).any()
     state, out = rollout.harvest(state)
     for row in np.flatnonzero(out.results.valid):
       answers[int(out.results.ids[row])] = out.results.tokens[row].tolist()
@@ -82,16 +83,16 @@ def test_sequences_until_all_are_harvested():
   assert set(state.queue.status.tolist()) == {by_hand.EMPTY}
 
 
-def test_whichever_is_first():
-  end = _generate(_begun(), _until(steps=2, sequences=1, groups=1))
-  assert int(end.counters.steps) == 2
-  end = _generate(_begun(), _until(steps=0))
-  assert int(end.counters.steps) == 0
+def test_first_limit_ends_the_call():
+  state = _generate(_begun(), _until(steps=2, sequences=1, groups=1))
+  assert int(state.counters.steps) == 2
+  state = _generate(_begun(), _until(steps=0))
+  assert int(state.counters.steps) == 0
 
 
 def test_empty_groups_are_not_complete():
-  """Those that were never there do not count."""
+  """A group without samples does not count as complete."""
   state = _begun(num_samples=[0, 1, 2, 0])
-  end = _generate(state, _until(groups=2))
-  assert _ended(end).sum() == 3
-  assert bool(rollout.is_done(end))
+  state = _generate(state, _until(groups=2))
+  assert _is_done(state).sum() == 3
+  assert bool(rollout.is_done(state))

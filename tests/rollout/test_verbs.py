@@ -1,6 +1,6 @@
-"""The verbs by hand: what each writes, what it leaves, and what it refuses.
+"""The verbs by hand: their effects on the queue, and their codes.
 
-Most of them look at states that never ran, which compiles no model.
+Most tests use states that never ran, which compiles no model.
 """
 
 import dataclasses
@@ -15,6 +15,10 @@ import jaxkv
 from jaxkv import rollout
 from jaxkv._src.engine.page_keys import page_keys
 from tests.rollout import by_hand
+from tests.rollout.by_hand import DONE
+from tests.rollout.by_hand import EMPTY
+from tests.rollout.by_hand import RUNS
+from tests.rollout.by_hand import WAITS
 
 _OK, _SKIPPED = jaxkv.Status.OK, jaxkv.Status.SKIPPED
 _UNKNOWN, _ENDED = jaxkv.Status.BAD_SEQUENCE, jaxkv.Status.ENDED
@@ -26,12 +30,12 @@ _PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 9, 9], [4]]
 
 @functools.cache
 def _program() -> by_hand.Runner:
-  """For checks of what `generate` itself does not call."""
+  """Returns a rollout that is compiled once for all tests."""
   return by_hand.program()
 
 
 def _begun(counts=(2, 2, 0), prompts=_PROMPTS, **options):
-  """Three prompts, of which the last one has no sample."""
+  """Returns a rollout of three prompts; the last one has no sample."""
   return by_hand.begun(
     by_hand.sizes(40, 3), _CONFIG, prompts, num_samples=list(counts), **options
   )
@@ -42,8 +46,8 @@ def _codes(out) -> list[int]:
 
 
 @pytest.mark.slow
-def test_find():
-  """Numbers of nobody, numbers twice, and rows that do not count."""
+def test_unknown_and_repeated_ids_are_refused():
+  """Unknown ids, repeated ids, and masked rows."""
   state = _begun()
   state, out = rollout.requeue(
     state, [4, 1, 1, -1, 1], mask=[True, False, True, True, True]
@@ -52,45 +56,37 @@ def test_find():
 
 
 @pytest.mark.slow
-def test_leaving():
+def test_removed_sequences_free_their_slots():
   """After one step the first sample computes; the second one waits for it.
 
   Both leave their slots when the first one does, and give all pages back.
   """
   state = _program()(_begun(), 1.0, 1)
-  assert state.queue.status[:4].tolist() == [
-    by_hand.RUNS,
-    by_hand.RUNS,
-    by_hand.RUNS,
-    by_hand.WAITS,
-  ]
+  assert state.queue.status[:4].tolist() == [RUNS, RUNS, RUNS, WAITS]
   assert state.slots.leader.tolist() == [3, 0, 3]
   for verb, status in (
-    (
-      rollout.requeue,
-      [by_hand.WAITS, by_hand.WAITS, by_hand.RUNS, by_hand.WAITS],
-    ),
-    (rollout.abort, [by_hand.DONE, by_hand.WAITS, by_hand.RUNS, by_hand.WAITS]),
+    (rollout.requeue, [WAITS, WAITS, RUNS, WAITS]),
+    (rollout.abort, [DONE, WAITS, RUNS, WAITS]),
   ):
-    after, out = verb(state, [0, 3], mask=[True, False])
+    new_state, out = verb(state, [0, 3], mask=[True, False])
     assert _codes(out) == [_OK, _SKIPPED]
-    assert after.queue.status[:4].tolist() == status
-    assert after.slots.row.tolist() == [6, 6, 2]
-    assert after.slots.leader.tolist() == [3, 3, 3]
-    assert after.memory.cache.length[:2].tolist() == [0, 0]
-    rollout.check(after)
+    assert new_state.queue.status[:4].tolist() == status
+    assert new_state.slots.row.tolist() == [6, 6, 2]
+    assert new_state.slots.leader.tolist() == [3, 3, 3]
+    assert new_state.memory.cache.length[:2].tolist() == [0, 0]
+    rollout.check(new_state)
     # What has ended is left as it is.
-    after, out = rollout.abort(after, [0])
+    new_state, out = rollout.abort(new_state, [0])
     assert _codes(out) == [_ENDED if verb is rollout.abort else _OK]
-    after, out = rollout.requeue(after, [0])
+    new_state, out = rollout.requeue(new_state, [0])
     assert _codes(out) == [_ENDED]
-    assert after.queue.status[:4].tolist() == [by_hand.DONE, *status[1:]]
-    assert int(after.queue.finish[0]) == rollout.Finish.ABORTED
+    assert new_state.queue.status[:4].tolist() == [DONE, *status[1:]]
+    assert int(new_state.queue.finish[0]) == rollout.Finish.ABORTED
 
 
 @pytest.mark.slow
-def test_extend():
-  """All that says where a sequence ends, and the keys of its pages."""
+def test_extend_sets_limits_and_page_keys():
+  """`extend` sets lengths, limits, status and page keys."""
   state, _ = rollout.abort(_begun(), [2])
   state = by_hand.with_queue(state, overtaken=state.queue.overtaken + 3)
   state, out = rollout.extend(
@@ -98,23 +94,23 @@ def test_extend():
   )
   # Eight tokens, three of a tool, and four to draw are more than fourteen.
   assert _codes(out) == [_OK, *[jaxkv.Status.BAD_LENGTH] * 2]
-  some = state.queue
-  assert some.tokens[2, :6].tolist() == [9, 9, 9, 7, 6, 0]
-  assert some.length.tolist() == [8, 8, 5, 3, 1, 1]
-  assert some.start.tolist() == [8, 8, 5, 3, 1, 1]
-  assert some.limit.tolist() == [12, 12, 8, 7, 5, 5]
-  assert int(some.finish[2]) == rollout.Finish.UNFINISHED
-  assert int(some.status[2]) == by_hand.WAITS
+  queue = state.queue
+  assert queue.tokens[2, :6].tolist() == [9, 9, 9, 7, 6, 0]
+  assert queue.length.tolist() == [8, 8, 5, 3, 1, 1]
+  assert queue.start.tolist() == [8, 8, 5, 3, 1, 1]
+  assert queue.limit.tolist() == [12, 12, 8, 7, 5, 5]
+  assert int(queue.finish[2]) == rollout.Finish.UNFINISHED
+  assert int(queue.status[2]) == WAITS
   assert state.queue.overtaken.tolist() == [3, 3, 0, 3, 3, 3]
-  wanted = page_keys(state.memory.cache, some.tokens[2:3], None)[0, :2]
-  np.testing.assert_array_equal(state.queue.page_keys[2, :2], wanted)
+  keys = page_keys(state.memory.cache, queue.tokens[2:3], None)[0, :2]
+  np.testing.assert_array_equal(state.queue.page_keys[2, :2], keys)
   out = rollout.generated(state)
   assert not np.any(out.mask) and out.versions[2].tolist() == [-1] * 14
   rollout.check(state)
 
 
-def _used() -> rollout.RolloutState:
-  """The first group was harvested, and its rows have whatever they had."""
+def _reused_rows() -> rollout.RolloutState:
+  """Returns a rollout whose first group was harvested and holds old data."""
   state, _ = rollout.abort(_begun(), [0, 1])
   state, out = rollout.harvest(state, [0, 1])
   assert _codes(out) == [_OK, _OK]
@@ -127,34 +123,34 @@ def _used() -> rollout.RolloutState:
   )
 
 
-def test_submit():
-  """A group is used again, with nothing of those that had its rows."""
-  state = _used()
+def test_submit_reuses_rows():
+  """New sequences in a harvested group keep nothing of the old ones."""
+  state = _reused_rows()
   full = jaxkv.Status.QUEUE_FULL
-  after, out = rollout.submit(
+  new_state, out = rollout.submit(
     state, rollout.Requests([[7, 6, 5, 4, 3, 2]] * 3, [5, 6, 2])
   )
   assert _codes(out) == [_OK, _OK, full]
   assert out.ids.tolist() == [4, 6, -1]
-  some = after.queue
-  assert some.ids.tolist() == [4, 5, 2, 3, 6, 7]
-  assert some.status.tolist() == [by_hand.WAITS] * 6
-  assert some.length.tolist() == [5, 5, 3, 3, 6, 6]
-  assert some.finish.tolist() == [0] * 6
-  assert int(some.next_id) == 8
-  assert some.computed.tolist() == [0, 0, 7, 7, 0, 0]
-  assert some.overtaken.tolist() == [0, 0, 7, 7, 0, 0]
-  assert some.order.tolist() == [2, 3, 0, 1, 4, 5]
-  assert some.epochs.tolist() == [0, 0, 9, 9, 0, 0]
-  wanted = page_keys(after.memory.cache, some.tokens[:2], None)[:, :2]
-  np.testing.assert_array_equal(some.page_keys[:2, :2], wanted)
+  queue = new_state.queue
+  assert queue.ids.tolist() == [4, 5, 2, 3, 6, 7]
+  assert queue.status.tolist() == [WAITS] * 6
+  assert queue.length.tolist() == [5, 5, 3, 3, 6, 6]
+  assert queue.finish.tolist() == [0] * 6
+  assert int(queue.next_id) == 8
+  assert queue.computed.tolist() == [0, 0, 7, 7, 0, 0]
+  assert queue.overtaken.tolist() == [0, 0, 7, 7, 0, 0]
+  assert queue.order.tolist() == [2, 3, 0, 1, 4, 5]
+  assert queue.epochs.tolist() == [0, 0, 9, 9, 0, 0]
+  keys = page_keys(new_state.memory.cache, queue.tokens[:2], None)[:, :2]
+  np.testing.assert_array_equal(queue.page_keys[:2, :2], keys)
   # A row that is EMPTY is no group.
   _, out = rollout.submit(_begun((1, 2, 1)), rollout.Requests([[7]], [1]))
   assert _codes(out) == [full]
 
 
 def _with_strings(strings, lists):
-  """Settings of samples that end at one of a few lists of strings."""
+  """Returns settings in which each sample has one of the lists of strings."""
   texts = rollout.token_bytes([bytes([65 + n]) for n in range(11)])
   strings = rollout.stop_strings(strings, texts).select(lists)
   return rollout.Sampling(stop_strings=strings)
@@ -162,8 +158,8 @@ def _with_strings(strings, lists):
 
 def test_other_stop_strings_are_refused():
   state = _begun(sampling=_with_strings([["AB"], ["C"]], [0, 1] * 3))
-  for others in ([["AB"], ["CD"]], [["AB"], ["D"]], [["C"], ["AB"]]):
-    sampling = _with_strings(others, [0, 1])
+  for other_strings in ([["AB"], ["CD"]], [["AB"], ["D"]], [["C"], ["AB"]]):
+    sampling = _with_strings(other_strings, [0, 1])
     with pytest.raises(ValueError, match=r"must have the automata .* `init`"):
       rollout.submit(state, rollout.Requests([[7]], [1], sampling=sampling))
 
@@ -182,33 +178,33 @@ def test_selected_stop_strings():
 
 
 @pytest.mark.slow
-def test_ids():
-  """Numbers of others, in the queue or in the call, are refused."""
+def test_ids_in_use_are_refused():
+  """Ids in the queue, and ids that overlap in a call, are refused."""
   _, out = rollout.submit(
-    _used(), rollout.Requests([[7]] * 4, [1] * 4), ids=[1, 20, 21, -2]
+    _reused_rows(), rollout.Requests([[7]] * 4, [1] * 4), ids=[1, 20, 21, -2]
   )
   assert _codes(out) == [_UNKNOWN, _OK, _UNKNOWN, _UNKNOWN]
   # Those of a prompt that is refused are free for a later one.
   _, out = rollout.submit(
-    _used(), rollout.Requests([[7]] * 4, [1] * 4), ids=[3, 4, -1, 0]
+    _reused_rows(), rollout.Requests([[7]] * 4, [1] * 4), ids=[3, 4, -1, 0]
   )
   assert _codes(out) == [_UNKNOWN, _OK, _UNKNOWN, _OK]
-  after, out = rollout.submit(
-    _used(), rollout.Requests([[7]] * 2, [1] * 2), ids=[0, 30]
+  new_state, out = rollout.submit(
+    _reused_rows(), rollout.Requests([[7]] * 2, [1] * 2), ids=[0, 30]
   )
   assert _codes(out) == [_OK, _OK]
-  assert after.queue.ids.tolist() == [0, 1, 2, 3, 30, 31]
-  assert int(after.queue.next_id) == 32
+  assert new_state.queue.ids.tolist() == [0, 1, 2, 3, 30, 31]
+  assert int(new_state.queue.next_id) == 32
   # Draws depend on the number alone.
-  keys = jax.random.key_data(after.queue.keys)
-  before = jax.random.key_data(_begun().queue.keys)
-  np.testing.assert_array_equal(keys[:4], before[:4])
-  rollout.check(by_hand.with_queue(after, page_keys=None))
+  keys = jax.random.key_data(new_state.queue.keys)
+  old_keys = jax.random.key_data(_begun().queue.keys)
+  np.testing.assert_array_equal(keys[:4], old_keys[:4])
+  rollout.check(by_hand.with_queue(new_state, page_keys=None))
 
 
-def test_no_id_is_given_twice_at_the_end_of_int32():
+def test_ids_beyond_int32_are_refused():
   state, out = rollout.submit(
-    _used(), rollout.Requests([[7]], [1]), ids=[2**31 - 5]
+    _reused_rows(), rollout.Requests([[7]], [1]), ids=[2**31 - 5]
   )
   assert _codes(out) == [_OK]
   state, out = rollout.submit(state, rollout.Requests([[7]] * 2, [1] * 2))
@@ -216,103 +212,81 @@ def test_no_id_is_given_twice_at_the_end_of_int32():
   assert out.ids.tolist() == [2**31 - 3, -1]
 
 
-def test_harvest():
-  """Of the first group one has ended, of the second one both."""
+def test_harvest_of_groups_and_sequences():
+  """One sample of the first group has ended, and both of the second."""
   state, _ = rollout.abort(_begun(), [0, 2, 3])
   skipped = [_SKIPPED] * 2
-  after, out = rollout.harvest(state, groups=True)
+  new_state, out = rollout.harvest(state, groups=True)
   assert _codes(out) == [*skipped, _OK, _OK, *skipped]
-  status = [
-    by_hand.DONE,
-    by_hand.WAITS,
-    by_hand.EMPTY,
-    by_hand.EMPTY,
-    by_hand.EMPTY,
-    by_hand.EMPTY,
-  ]
-  assert after.queue.status.tolist() == status
+  status = [DONE, WAITS, EMPTY, EMPTY, EMPTY, EMPTY]
+  assert new_state.queue.status.tolist() == status
   assert out.results.valid.tolist() == [False, False, True, True, False, False]
   assert out.results.tokens[2, :4].tolist() == [9, 9, 9, 0]
   assert not np.any(out.results.tokens[:2])
-  early = jaxkv.Status.UNFINISHED
+  unfinished = jaxkv.Status.UNFINISHED
   _, out = rollout.harvest(state, [0, 2, 1], groups=True)
-  assert _codes(out) == [early, _OK, early]
-  after, out = rollout.harvest(state, [0, 2, 1])
-  assert _codes(out) == [_OK, _OK, early]
-  status = [
-    by_hand.EMPTY,
-    by_hand.WAITS,
-    by_hand.EMPTY,
-    by_hand.DONE,
-    by_hand.EMPTY,
-    by_hand.EMPTY,
-  ]
-  assert after.queue.status.tolist() == status
-  _, out = rollout.harvest(after)
+  assert _codes(out) == [unfinished, _OK, unfinished]
+  new_state, out = rollout.harvest(state, [0, 2, 1])
+  assert _codes(out) == [_OK, _OK, unfinished]
+  status = [EMPTY, WAITS, EMPTY, DONE, EMPTY, EMPTY]
+  assert new_state.queue.status.tolist() == status
+  _, out = rollout.harvest(new_state)
   assert _codes(out) == [*[_SKIPPED] * 3, _OK, *skipped]
 
 
 @pytest.mark.slow
-def test_update_weights():
-  """Two draw, one has ended, and one waits that a tool has spoken to."""
+def test_policies_of_update_weights():
+  """Two sequences run, one has ended, and one waits after `extend`."""
   state = _program()(_begun(), 1.0, 5)
   state, _ = rollout.abort(state, [2])
   state, out = rollout.extend(state, [3], [[5, 5]], [2], max_tokens=[1])
   assert _codes(out) == [_OK]
-  before = state.queue
-  assert before.status[:4].tolist() == [
-    by_hand.RUNS,
-    by_hand.RUNS,
-    by_hand.DONE,
-    by_hand.WAITS,
-  ]
-  assert np.all(before.length[:3] > before.prompt_length[:3])
+  old_queue = state.queue
+  assert old_queue.status[:4].tolist() == [RUNS, RUNS, DONE, WAITS]
+  assert np.all(old_queue.length[:3] > old_queue.prompt_length[:3])
   for how in ("recompute", "keep", "drop"):
-    after = rollout.update_weights(state, how)
-    assert int(after.memory.cache.epoch) == 1
+    new_state = rollout.update_weights(state, how)
+    assert int(new_state.memory.cache.epoch) == 1
     keeps = how == "keep"
-    runs = by_hand.RUNS if keeps else by_hand.WAITS
-    assert after.queue.status[:4].tolist() == [
-      runs,
-      runs,
-      by_hand.DONE,
-      by_hand.WAITS,
-    ]
-    assert bool(jnp.any(after.memory.cache.length > 0)) == keeps
+    runs = RUNS if keeps else WAITS
+    assert new_state.queue.status[:4].tolist() == [runs, runs, DONE, WAITS]
+    assert bool(jnp.any(new_state.memory.cache.length > 0)) == keeps
     # Keys of the new weights are for those that begin with them.
-    old = 0 if keeps else 1
-    assert after.queue.epochs[:4].tolist() == [old, old, 0, 1]
-    some, kept = after.queue, slice(None)
+    epoch = 0 if keeps else 1
+    assert new_state.queue.epochs[:4].tolist() == [epoch, epoch, 0, 1]
+    queue = new_state.queue
+    rows = slice(None)
     if how == "drop":
-      assert some.length[:4].tolist() == [8, 8, int(before.length[2]), 3]
-      assert some.start[:4].tolist() == [8, 8, 3, 3]
-      assert some.limit[:4].tolist() == [12, 12, 7, 7]
-      assert not np.any(some.tokens[:2, 8:]) and not np.any(some.tokens[3, 3:])
-      assert not np.any(np.asarray(some.versions[:2]) >= 0)
-      assert not np.any(np.asarray(some.log_probs[:2]))
-      kept = slice(2, 3)
+      assert queue.length[:4].tolist() == [8, 8, int(old_queue.length[2]), 3]
+      assert queue.start[:4].tolist() == [8, 8, 3, 3]
+      assert queue.limit[:4].tolist() == [12, 12, 7, 7]
+      assert not np.any(queue.tokens[:2, 8:])
+      assert not np.any(queue.tokens[3, 3:])
+      assert not np.any(np.asarray(queue.versions[:2]) >= 0)
+      assert not np.any(np.asarray(queue.log_probs[:2]))
+      rows = slice(2, 3)
     for name in ("tokens", "length", "versions"):
       np.testing.assert_array_equal(
-        getattr(some, name)[kept], getattr(before, name)[kept]
+        getattr(queue, name)[rows], getattr(old_queue, name)[rows]
       )
-    rollout.check(after)
+    rollout.check(new_state)
 
 
 @pytest.mark.slow
-def test_versions():
-  """Each token has the version of the weights that drew it."""
+def test_tokens_have_the_version_of_their_weights():
+  """Each token has the version of the weights that sampled it."""
   program = by_hand.program()
   state = program(_begun((1, 0, 0)), 1.0, 3)
-  before = int(state.queue.length[0])
-  assert 8 < before < 12
+  old_length = int(state.queue.length[0])
+  assert 8 < old_length < 12
   state = program(rollout.update_weights(state, "keep"), 1.0)
-  wanted = [-1] * 8 + [0] * (before - 8) + [1] * (12 - before)
-  assert state.queue.versions[0, :12].tolist() == wanted
+  expected = [-1] * 8 + [0] * (old_length - 8) + [1] * (12 - old_length)
+  assert state.queue.versions[0, :12].tolist() == expected
 
 
 @pytest.mark.slow
-def test_old_keys():
-  """One that was kept and left its slot finds no page of old weights.
+def test_requeued_sequence_hits_no_old_page():
+  """A kept sequence that leaves its slot finds no page of old weights.
 
   Its eight tokens are computed in chunks. When it has computed some of them
   again, it leaves once more, and finds the pages of those and no others.
@@ -324,9 +298,9 @@ def test_old_keys():
   assert int(state.memory.cache.length[0]) >= 8
   state, _ = rollout.requeue(rollout.update_weights(state, "keep"), [0])
   state = program(state, 1.0, 1)
-  again = int(state.memory.cache.length[0])
-  assert 2 <= again < 8 and int(state.memory.cache.stats.hit_tokens) == 0
-  assert not np.any(np.asarray(state.queue.page_keys[0, again // 2 :]))
+  length = int(state.memory.cache.length[0])
+  assert 2 <= length < 8 and int(state.memory.cache.stats.hit_tokens) == 0
+  assert not np.any(np.asarray(state.queue.page_keys[0, length // 2 :]))
   state, _ = rollout.requeue(state, [0])
   state = program(state, 1.0, 1)
-  assert int(state.memory.cache.stats.hit_tokens) == again // 2 * 2
+  assert int(state.memory.cache.stats.hit_tokens) == length // 2 * 2

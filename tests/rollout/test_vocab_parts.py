@@ -27,18 +27,20 @@ _OPTIONS = {"raw_log_probs": True, "entropy": True, "top_log_probs": 3}
   "parts", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
 )
 @pytest.mark.parametrize(
-  "size", [40, *(pytest.param(n, marks=pytest.mark.slow) for n in (4000, 4096))]
+  "vocab_size",
+  [40, *(pytest.param(n, marks=pytest.mark.slow) for n in (4000, 4096))],
 )
 @pytest.mark.parametrize(
   "has_filters", [pytest.param(False, marks=pytest.mark.slow), True]
 )
-def test_draws_are_those_of_whole_rows(size, parts, has_filters):
+def test_samples_equal_those_of_whole_rows(vocab_size, parts, has_filters):
   """Parts can begin within a block, or be smaller than one."""
-  logits = np.random.default_rng(size).normal(size=(12, size)) * 2
+  logits = np.random.default_rng(vocab_size).normal(size=(12, vocab_size)) * 2
   # Some logits are equal. The last row has no distribution.
   logits = np.round(logits, 1).astype(np.float32)
   logits[-1, -1] = -np.nan
-  row, sampling = jnp.arange(12, dtype=jnp.int32), rollout.Sampling()
+  row = jnp.arange(12, dtype=jnp.int32)
+  sampling = rollout.Sampling()
   if has_filters:
     sampling = rollout.Sampling(
       temperature=jnp.where(row == 1, 0.0, 0.8),
@@ -47,18 +49,18 @@ def test_draws_are_those_of_whole_rows(size, parts, has_filters):
       min_p=jnp.where((row == 4) | (row > 5), 0.1, 0.0),
     )
   keys = jax.random.split(jax.random.key(1), 12)
-  draw = functools.partial(sample.draw, keys, row, **_OPTIONS)
-  place = NamedSharding(recipes.axes_of(model=parts).mesh, P(None, "model"))
-  wanted = jax.jit(draw)(logits, sampling)
+  draw = functools.partial(sample.sample_tokens, keys, row, **_OPTIONS)
+  by_vocab = NamedSharding(recipes.axes_of(model=parts).mesh, P(None, "model"))
+  expected = jax.jit(draw)(logits, sampling)
   draw = jax.jit(functools.partial(draw, parts=parts))
-  split = draw(jax.device_put(logits, place), sampling)
-  leaves = zip(jax.tree.leaves(split), jax.tree.leaves(wanted), strict=True)
-  for found, whole in leaves:
-    if found.dtype == jnp.int32:
-      np.testing.assert_array_equal(found[:-1], whole[:-1])
+  split = draw(jax.device_put(logits, by_vocab), sampling)
+  leaves = zip(jax.tree.leaves(split), jax.tree.leaves(expected), strict=True)
+  for actual, whole in leaves:
+    if actual.dtype == jnp.int32:
+      np.testing.assert_array_equal(actual[:-1], whole[:-1])
     else:
       # Devices add float32 partial sums.
-      np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-5)
+      np.testing.assert_allclose(actual, whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.deep
@@ -83,7 +85,7 @@ def test_rollouts_gather_no_logits(data, parts):
     "requests": requests,
   }
   state = recipes.done(names, recipes.begun(names))
-  wanted = jax.device_get(rollout.generated(state))
+  expected = jax.device_get(rollout.generated(state))
   state = recipes.begun_on(names, axes)
   run = functools.partial(sharding.generate, axes=axes, model=names["model"])
   compiled = jax.jit(run).lower(names["params"], state).compile()
@@ -93,9 +95,9 @@ def test_rollouts_gather_no_logits(data, parts):
   assert f" = f32[3,{4096 // parts}]{{1,0}} dot(" in text
   assert "f32[3,4096]" not in text
   results = sharding.generated(compiled(names["params"], state), axes=axes)
-  recipes.assert_equal_results(results, wanted)
+  recipes.assert_equal_results(results, expected)
   for name in options:
     if name != "prompt_log_probs":
-      found = getattr(results.records, name)[: len(wanted.lengths)]
-      whole = getattr(wanted.records, name)
-      np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-5)
+      actual = getattr(results.records, name)[: len(expected.lengths)]
+      whole = getattr(expected.records, name)
+      np.testing.assert_allclose(actual, whole, rtol=1e-5, atol=1e-5)

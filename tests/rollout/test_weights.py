@@ -1,4 +1,4 @@
-"""New weights meet a rollout, or a cache that outlives it."""
+"""Updates of the weights during a rollout, and between rollouts."""
 
 import dataclasses
 import functools
@@ -36,8 +36,8 @@ _PROMPTS = np.concatenate(
 _LENGTHS = np.asarray([16, 12, 14], np.int32)
 
 
-def _weights(number: int):
-  params = models.init_params(jax.random.key(number), _MODEL)
+def _weights(seed: int):
+  params = models.init_params(jax.random.key(seed), _MODEL)
   # Larger logits, so that other weights give other tokens.
   return params | {"embed": params["embed"] * 3}
 
@@ -65,28 +65,28 @@ _generate = jax.jit(
 
 
 def _run(params, state, steps=by_hand.NO_LIMIT) -> rollout.RolloutState:
-  """Limits of one type, so that equal shapes compile once."""
+  """Runs the rollout; limits of one type compile once."""
   return _generate(params, state, rollout.Until(steps=jnp.int32(steps)))
 
 
 @jax.jit
 def _trainer(params, tokens, positions):
-  """Log-probabilities of all tokens, in their own columns."""
+  """Returns log-probs of all tokens, each in the column of its token."""
   logits = models.forward_uncached(params, tokens, positions, config=_MODEL)
   scores = jax.nn.log_softmax(logits[:, :-1])
-  own = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=2)[..., 0]
-  return jnp.pad(own, ((0, 0), (1, 0)))
+  log_probs = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=2)[..., 0]
+  return jnp.pad(log_probs, ((0, 0), (1, 0)))
 
 
 def _gaps(out: rollout.Generated, params, version: int) -> np.ndarray:
-  """To a trainer with these weights, of the tokens that they drew."""
-  wanted = _trainer(params, out.tokens, out.positions)
-  mine = np.asarray(out.versions) == version
-  return np.abs(np.asarray(out.log_probs - wanted))[mine]
+  """Returns gaps to a trainer's log-probs, for the tokens of `version`."""
+  trainer_log_probs = _trainer(params, out.tokens, out.positions)
+  has_version = np.asarray(out.versions) == version
+  return np.abs(np.asarray(out.log_probs - trainer_log_probs))[has_version]
 
 
-def _updated(how: str) -> rollout.Generated:
-  """A rollout whose weights change after seven steps."""
+def _results_of_update(how: str) -> rollout.Generated:
+  """Returns results of a rollout whose weights change after seven steps."""
   state = _run(_weights(0), _begun(), 7)
   state = rollout.update_weights(state, how)
   rollout.check(state)
@@ -96,61 +96,62 @@ def _updated(how: str) -> rollout.Generated:
 @pytest.mark.slow
 class TestUpdateWeights:
   def test_recompute(self):
-    """Each token has the log-probability of the weights that drew it."""
-    out = _updated("recompute")
+    """Each token has the log-prob of the weights that sampled it."""
+    out = _results_of_update("recompute")
     for version in (0, 1):
       gaps = _gaps(out, _weights(version), version)
       assert gaps.size > 5 and gaps.max() <= 1e-5
     versions = np.asarray(out.versions)
     assert np.array_equal(versions >= 0, np.asarray(out.mask))
     for row in versions:
-      drawn = row[row >= 0]
-      assert np.all(np.diff(drawn) >= 0)
+      sampled_versions = row[row >= 0]
+      assert np.all(np.diff(sampled_versions) >= 0)
 
   def test_keep(self):
     """Old K/V is used, and the versions are recorded."""
-    out = _updated("keep")
+    out = _results_of_update("keep")
     assert _gaps(out, _weights(0), 0).max() <= 1e-5
     later = _gaps(out, _weights(1), 1)
     assert later.size > 5 and later.max() > 1e-3
     # What had not begun is of the new weights alone.
     fresh = np.all(np.asarray(out.versions) != 0, axis=1)
     assert np.any(fresh)
-    some = jax.tree.map(lambda leaf: leaf[fresh], out)
-    assert _gaps(some, _weights(1), 1).max() <= 1e-5
+    new_rows = jax.tree.map(lambda leaf: leaf[fresh], out)
+    assert _gaps(new_rows, _weights(1), 1).max() <= 1e-5
 
   def test_drop(self):
-    out = _updated("drop")
+    out = _results_of_update("drop")
     ended_before = np.any(np.asarray(out.versions) == 0, axis=1)
     whole = rollout.generated(_run(_weights(1), _begun()))
     for row in np.flatnonzero(~ended_before):
       assert out.tokens[row].tolist() == whole.tokens[row].tolist()
     assert _gaps(out, _weights(1), 1).max() <= 1e-5
 
-  def test_other_policies(self):
+  def test_unknown_policies_are_refused(self):
     with pytest.raises(ValueError, match=r"`policy` must be one of .*'keep'"):
       rollout.update_weights(_begun(), "forget")
 
-  def test_kept_sequences_find_nothing_old(self):
-    """One that ran on old K/V and was preempted computes all of it again."""
+  def test_requeued_sequences_hit_no_old_page(self):
+    """A requeued sequence that ran on old K/V computes all of it again."""
     state = _run(_weights(0), _begun(), 7)
     state = _run(_weights(1), rollout.update_weights(state, "keep"), 2)
     is_running = state.queue.status == by_hand.RUNS
     state, out = rollout.requeue(state, state.queue.ids, mask=is_running)
     assert np.any(np.asarray(out.ok))
     rows = np.flatnonzero(out.ok)
-    before = np.asarray(state.queue.length)
+    old_lengths = np.asarray(state.queue.length)
     out = rollout.generated(_run(_weights(1), state))
-    wanted = _trainer(_weights(1), out.tokens, out.positions)
-    gaps = np.abs(np.asarray(out.log_probs - wanted))
+    expected = _trainer(_weights(1), out.tokens, out.positions)
+    gaps = np.abs(np.asarray(out.log_probs - expected))
     for row in rows:
-      assert gaps[row, before[row] : int(out.lengths[row])].max() <= 1e-5
+      assert gaps[row, old_lengths[row] : int(out.lengths[row])].max() <= 1e-5
 
 
 @pytest.mark.slow
 def test_a_leader_of_older_weights_is_not_followed():
-  """It keeps its half of the prompt; the other sample computes all anew."""
-  prompt, sizes = [1, 2, 3, 4, 5, 6, 7, 8], by_hand.sizes(40, 2)
+  """A kept leader has old K/V, so its sibling computes the whole prompt."""
+  prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+  sizes = by_hand.sizes(40, 2)
   config = rollout.RolloutConfig(
     num_samples=2, max_new_tokens=4, max_length=14, prefill_chunk=4
   )
@@ -161,10 +162,10 @@ def test_a_leader_of_older_weights_is_not_followed():
   state, out = rollout.requeue(state, [1])
   assert out.ok.tolist() == [True]
   state = rollout.update_weights(state, "keep")
-  end = _run(_weights(1), state, 60)
-  out = rollout.generated(end)
-  wanted = _trainer(_weights(1), out.tokens, out.positions)
-  gaps = jnp.where(out.mask, jnp.abs(out.log_probs - wanted), 0)
+  state = _run(_weights(1), state, 60)
+  out = rollout.generated(state)
+  expected = _trainer(_weights(1), out.tokens, out.positions)
+  gaps = jnp.where(out.mask, jnp.abs(out.log_probs - expected), 0)
   # The first one goes on with K/V of both weights.
   assert float(gaps[0].max()) > 1e-4
   assert float(gaps[1].max()) <= 1e-5
@@ -172,7 +173,7 @@ def test_a_leader_of_older_weights_is_not_followed():
 
 class TestVersions:
   @pytest.mark.slow
-  def test_forgetting_is_refused(self):
+  def test_missing_version_is_refused(self):
     state = _run(_weights(0), _begun())
     with pytest.raises(ValueError, match="`version` must be given, because"):
       _begun(state.memory.cache)
@@ -186,8 +187,8 @@ class TestVersions:
     assert int(_begun(cache, 1).memory.cache.epoch) == 1
 
   @pytest.mark.slow
-  def test_traced_versions(self):
-    """They cannot be refused, so the sequences fail."""
+  def test_traced_wrong_versions_fail(self):
+    """A traced version cannot raise, so the sequences fail."""
     state = _run(_weights(0), _begun())
 
     @jax.jit
@@ -201,14 +202,15 @@ class TestVersions:
 
   @pytest.mark.slow
   def test_many_updates(self):
-    """Equal prompts hit in a round, and never the pages of an earlier one."""
-    state, cached = _begun(), 0
-    for number in range(50):
-      params = _weights(number)
-      state = _begun(state.memory.cache, number, kv=state.memory.kv)
+    """Equal prompts hit pages of their round, never of an earlier one."""
+    state = _begun()
+    cached = 0
+    for version in range(50):
+      params = _weights(version)
+      state = _begun(state.memory.cache, version, kv=state.memory.kv)
       state = _run(params, state)
-      gaps = _gaps(rollout.generated(state), params, number)
-      assert gaps.size and gaps.max() <= 1e-5, number
+      gaps = _gaps(rollout.generated(state), params, version)
+      assert gaps.size and gaps.max() <= 1e-5, version
       hits = int(state.memory.cache.stats.hit_tokens)
       assert hits > cached
       cached = hits

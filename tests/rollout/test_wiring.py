@@ -1,7 +1,7 @@
 """Mistakes in a model's wiring raise, and name the argument.
 
 The model is plain JAX: layers with sliding windows and grouped queries. It is
-right without a mistake, see `test_the_model`.
+right without a mistake, see `test_tokens_equal_uncached_attention`.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def _embed(params, tokens, positions):
   return params["tokens"][tokens] + params["positions"][positions]
 
 
-def _projected(params, layer, x):
+def _projections(params, layer, x):
   """Returns queries, keys and values of [B, T, W]."""
   return tuple(
     jnp.einsum("btw,whd->bthd", x, params[name][layer])
@@ -79,7 +79,7 @@ def _model(params, batch, kv, *, wiring) -> Any:
   received = kv
   x = _embed(params, batch.tokens, batch.positions)
   for layer, window in enumerate(_WINDOWS):
-    q, k, v = _projected(params, layer, x)
+    q, k, v = _projections(params, layer, x)
     view = batch.views[wiring.group_of[layer]]
     kv = kv_memory.write(kv, view, layer, k, v)
     options = kernels.AttentionOptions(
@@ -101,7 +101,7 @@ def _uncached_logits(params, tokens: list[int]) -> jax.Array:
   position = jnp.arange(count, dtype=jnp.int32)
   x = _embed(params, jnp.asarray(tokens)[None], position[None])
   for layer, window in enumerate(_WINDOWS):
-    q, k, v = _projected(params, layer, x)
+    q, k, v = _projections(params, layer, x)
     k, v = (jnp.repeat(y, _HEADS // _KV_HEADS, axis=2) for y in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q, k) / _HEAD_DIM**0.5
     distance = position[:, None] - position[None]
@@ -115,7 +115,7 @@ def _uncached_logits(params, tokens: list[int]) -> jax.Array:
 
 
 def _begun(dtype="float32") -> rollout.RolloutState:
-  """A rollout; its memory has the default dtype if `dtype` is None."""
+  """Returns a rollout; None for `dtype` means the default dtype."""
   sizes = jaxkv.CacheConfig(
     num_pages=40,
     page_size=2,
@@ -143,26 +143,26 @@ def _generate(state, wiring=None, model=None):
   return rollout.generate(_params(), state, model=model)
 
 
-def _traced(state, wiring=None, model=None):
+def _trace(state, wiring=None, model=None):
   """Traces `generate`, which compiles nothing."""
   return jax.eval_shape(lambda state: _generate(state, wiring, model), state)
 
 
 @pytest.mark.slow
-def test_the_model():
+def test_tokens_equal_uncached_attention():
   """Without a mistake, tokens are those of attention without a cache."""
-  end = jax.jit(_generate)(_begun())
-  assert bool(rollout.is_done(end))
+  state = jax.jit(_generate)(_begun())
+  assert bool(rollout.is_done(state))
   params = _params()
   for row, length in enumerate(_LENGTHS):
     tokens = _PROMPTS[row][:length]
     for _ in range(_CONFIG.max_new_tokens):
       tokens = [*tokens, int(jnp.argmax(_uncached_logits(params, tokens)))]
-    assert end.queue.tokens[row, : len(tokens)].tolist() == tokens
+    assert state.queue.tokens[row, : len(tokens)].tolist() == tokens
 
 
-def test_no_mistake():
-  _traced(_begun())
+def test_right_wiring_is_traced():
+  _trace(_begun())
 
 
 @pytest.mark.parametrize(
@@ -208,46 +208,46 @@ def test_no_mistake():
     "logits of all tokens",
   ],
 )
-def test_mistakes(wiring, error, message):
+def test_wrong_wiring_is_refused(wiring, error, message):
   with pytest.raises(error, match=message):
-    _traced(_begun(), wiring)
+    _trace(_begun(), wiring)
 
 
-def test_pages_without_a_dtype():
-  """They are bfloat16, which a model in float32 must not round to silently."""
+def test_pages_of_the_default_dtype_are_refused():
+  """A float32 model must not silently round to bfloat16, the default."""
   message = r"`k` must be bfloat16, the default dtype .*dtype=float32"
   with pytest.raises(TypeError, match=message):
-    _traced(_begun(dtype=None))
-  # It may round to it, if that is said.
-  _traced(_begun(dtype="bfloat16"))
+    _trace(_begun(dtype=None))
+  # An explicit dtype allows it.
+  _trace(_begun(dtype="bfloat16"))
 
 
 class TestMemory:
-  def test_no_memory_at_all(self):
+  def test_missing_memory_is_refused(self):
     def model(params, batch, kv):
       logits, _ = _model(params, batch, kv, wiring=_Wiring())
       return logits, 0.0
 
     with pytest.raises(TypeError, match=r"`kv` that `model` returns .* float"):
-      _traced(_begun(), model=model)
+      _trace(_begun(), model=model)
 
-  def test_other_pools(self):
+  def test_other_pools_are_refused(self):
     def model(params, batch, kv):
       logits, kv = _model(params, batch, kv, wiring=_Wiring())
       return logits, (kv,)
 
     with pytest.raises(TypeError, match="`kv` that `model` returns must have"):
-      _traced(_begun(), model=model)
+      _trace(_begun(), model=model)
 
   def test_none_for_a_model_that_writes_nothing(self):
     def model(params, batch, kv):
       del params, kv
       return jnp.zeros((batch.columns.shape[0], _VOCABULARY)), None
 
-    _traced(_begun(), model=model)
+    _trace(_begun(), model=model)
 
-  def test_all_logits(self):
-    """It checks the function that it converts, under its own name."""
+  def test_all_logits_checks_its_model(self):
+    """`all_logits` checks the function that it converts, and names itself."""
 
     def all_tokens(params, batch, kv):
       wiring = _Wiring(selects_columns=False, keeps_memory=False)
@@ -256,4 +256,4 @@ class TestMemory:
 
     message = "`kv` that the model of all_logits returns must be the memory"
     with pytest.raises(ValueError, match=message):
-      _traced(_begun(), model=rollout.all_logits(all_tokens))
+      _trace(_begun(), model=rollout.all_logits(all_tokens))

@@ -20,8 +20,8 @@ def generate(
   config: rollout.RolloutConfig,
 ) -> Any:
   """Runs all sequences to their ends; each draws one token in every step."""
-  total, width = queue.tokens.shape
-  rows = jnp.arange(total, dtype=jnp.int32)
+  num_rows, width = queue.tokens.shape
+  rows = jnp.arange(num_rows, dtype=jnp.int32)
   columns = jnp.arange(width, dtype=jnp.int32)[None]
   positions = jnp.broadcast_to(columns, queue.tokens.shape)
 
@@ -30,7 +30,7 @@ def generate(
     logits = models.forward_uncached(
       params, queue.tokens, positions, config=decoder
     )
-    drawn, log_probs = sample(
+    tokens, log_probs = sample(
       queue.keys,
       queue.length - queue.prompt_length,
       logits[rows, queue.length - 1],
@@ -39,11 +39,11 @@ def generate(
     is_next = going[:, None] & (columns == queue.length[:, None])
     queue = dataclasses.replace(
       queue,
-      tokens=jnp.where(is_next, drawn[:, None], queue.tokens),
+      tokens=jnp.where(is_next, tokens[:, None], queue.tokens),
       log_probs=jnp.where(is_next, log_probs[:, None], queue.log_probs),
       length=queue.length + going.astype(jnp.int32),
     )
-    ends = (drawn == config.stop_token) | (queue.length >= queue.limit)
+    ends = (tokens == config.stop_token) | (queue.length >= queue.limit)
     return queue, going & ~ends
 
   going = queue.status == rollout.SequenceStatus.WAITING

@@ -68,16 +68,16 @@ def history_of(
   texts = [[*row.prompt, *row.drawn] for row in rows]
   width = max(len(text) for text in texts)
   tokens = np.full((len(rows), width), vocabulary - 1, np.int32)
-  drawn = np.ones((len(rows), width), bool)
-  for number, (row, text) in enumerate(zip(rows, texts, strict=True)):
-    tokens[number, : len(text)] = text
-    drawn[number, : len(row.prompt)] = False
+  is_drawn = np.ones((len(rows), width), bool)
+  for i, (row, text) in enumerate(zip(rows, texts, strict=True)):
+    tokens[i, : len(text)] = text
+    is_drawn[i, : len(row.prompt)] = False
   tokens = jnp.asarray(tokens)
   lengths = jnp.asarray([len(text) for text in texts], jnp.int32)
   occurrences = None
   if penalties.needs_seen(sampling):
     occurrences = penalties.seen_in(
-      tokens, lengths, jnp.asarray(drawn), vocab_size=vocabulary
+      tokens, lengths, jnp.asarray(is_drawn), vocab_size=vocabulary
     )
   return History(
     counts=jnp.asarray([len(row.drawn) for row in rows], jnp.int32),
@@ -102,9 +102,9 @@ def adjusted(logits: np.ndarray, row: Row, stop_token: int = -1) -> np.ndarray:
     logits[
       [token for token in (*row.stop_tokens, stop_token) if token >= 0]
     ] = -np.inf
-  for *begin, last in row.bad_words:
-    if not begin or text[-len(begin) :] == begin:
-      logits[last] = -np.inf
+  for *word_prefix, banned_token in row.bad_words:
+    if not word_prefix or text[-len(word_prefix) :] == word_prefix:
+      logits[banned_token] = -np.inf
   for token in range(len(logits)):
     count = list(row.drawn).count(token)
     if token in text:
@@ -147,12 +147,14 @@ def drawn(shares: np.ndarray, key, count: int) -> int:
     count: the number of tokens that the sequence has drawn.
   """
   bits = jax.random.bits(jax.random.fold_in(key, count), (2,), jnp.uint32)
-  numbers = (np.asarray(bits) >> 8) / 2.0**24
+  uniforms = (np.asarray(bits) >> 8) / 2.0**24
   width = 1
   while width * width < len(shares):
     width *= 2
   sums = np.cumsum(np.add.reduceat(shares, np.arange(0, len(shares), width)))
-  block = int(np.searchsorted(sums, numbers[0] * sums[-1], side="right"))
+  block = int(np.searchsorted(sums, uniforms[0] * sums[-1], side="right"))
   cumulative = np.cumsum(shares[width * block : width * (block + 1)])
-  index = np.searchsorted(cumulative, numbers[1] * cumulative[-1], side="right")
+  index = np.searchsorted(
+    cumulative, uniforms[1] * cumulative[-1], side="right"
+  )
   return width * block + int(index)

@@ -1,6 +1,6 @@
 """Settings near the ends of float32: log-probs are finite, or a code says why.
 
-Every sequence of a rollout has random settings of its own, so one program is
+Every sequence of a rollout has its random settings, so one program is
 compiled for hundreds of them.
 """
 
@@ -15,8 +15,11 @@ import pytest
 import jaxkv
 from jaxkv import rollout
 
-_VOCABULARY, _SEQUENCES, _NEW = 24, 320, 3
-_MOST, _TINY = float(np.finfo(np.float32).max), 1.2e-38
+_VOCABULARY = 24
+_SEQUENCES = 320
+_NEW = 3
+_MOST = float(np.finfo(np.float32).max)
+_TINY = 1.2e-38
 _LARGE = [1.0, 1e10, 1e30, 2e37, 1e38, 3e38, _MOST]
 _EITHER = [0.0, *_LARGE, *(-x for x in _LARGE)]
 _FILTERS = ("top_k", "top_p", "min_p")
@@ -61,7 +64,7 @@ def _random(seed: int, count: int = _SEQUENCES) -> rollout.Sampling:
 
 
 def _begun(sampling: rollout.Sampling, **options) -> rollout.RolloutState:
-  sizes = jaxkv.CacheConfig(
+  cache_config = jaxkv.CacheConfig(
     num_pages=129, page_size=4, num_slots=64, pages_per_slot=2
   )
   prompts = np.random.default_rng(1).integers(0, _VOCABULARY, (_SEQUENCES, 3))
@@ -69,8 +72,8 @@ def _begun(sampling: rollout.Sampling, **options) -> rollout.RolloutState:
     max_new_tokens=_NEW, admissions=64, prefill_chunk=192, **options
   )
   return rollout.init(
-    jaxkv.init(sizes, jax.random.key(0)),
-    jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1),
+    jaxkv.init(cache_config, jax.random.key(0)),
+    jaxkv.kv.init(cache_config, num_layers=1, num_kv_heads=1, head_dim=1),
     rollout.Requests(prompts, np.full(_SEQUENCES, 3), sampling=sampling),
     jax.random.key(1),
     config,

@@ -1,4 +1,4 @@
-"""Which tokens are likely enough to be drawn."""
+"""Filters of the tokens that may be drawn: top-k, top-p and min-p."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ _WEIGHTS = [0.125, 1.0, 0.25, 0.5, 0.25]
 
 
 def _kept(weights=_WEIGHTS, **options) -> list[int]:
-  """The tokens of one row that may be drawn."""
+  """Returns the tokens of one row that may be drawn."""
   cast = {"top_k": jnp.int32}
   options = {
     name: jnp.asarray([value], cast.get(name, jnp.float32))
@@ -78,42 +78,42 @@ class TestByHand:
   def test_min_p(self, min_p, tokens):
     assert _kept(min_p=min_p) == tokens
 
-  def test_top_p_is_about_what_top_k_leaves(self):
+  def test_top_p_is_a_share_of_the_tokens_that_top_k_keeps(self):
     """Of 1.5 and not of 2.125."""
     assert _kept(top_p=0.6) == [1, 3]
     assert _kept(top_p=0.6, top_k=2) == [1]
 
-  def test_top_p_is_about_what_min_p_leaves(self):
+  def test_top_p_is_a_share_of_the_tokens_that_min_p_keeps(self):
     assert _kept(top_p=0.6, min_p=0.3) == [1]
 
-  def test_the_strictest_counts(self):
+  def test_the_strictest_filter_decides(self):
     assert _kept(top_k=1, min_p=0.1) == [1]
     assert _kept(top_k=3, min_p=0.3) == [1, 3]
     assert _kept(top_p=0.99, top_k=2) == [1, 3]
 
-  def test_equal_weights(self):
+  def test_equal_weights_are_all_kept(self):
     """All of them, whatever is asked for."""
     for options in ({"top_k": 2}, {"top_p": 0.1}, {"min_p": 1.0}):
       assert _kept([1.0] * 7, **options) == list(range(7))
 
-  def test_nothing(self):
+  def test_no_filter_keeps_all_tokens(self):
     assert filters.cutoff(jnp.ones((1, 3))).tolist() == [0]
 
-  def test_weights_that_differ_in_the_last_bit(self):
-    near = float(np.nextafter(np.float32(0.5), np.float32(1)))
-    assert _kept([0.5, 1.0, near], top_k=2) == [1, 2]
+  def test_weights_that_differ_in_the_last_bit_are_ordered(self):
+    next_float = float(np.nextafter(np.float32(0.5), np.float32(1)))
+    assert _kept([0.5, 1.0, next_float], top_k=2) == [1, 2]
 
-  def test_weights_of_zero(self):
-    """They are no tokens to draw, and count for nothing."""
+  def test_weights_of_zero_are_not_counted(self):
+    """Tokens of weight 0 are never drawn and do not count for top-k."""
     assert 1 in _kept([0.0, 1.0, 0.0, 1e-38], top_k=3)
     assert _kept([0.0, 1.0, 0.0, 0.0], top_p=0.999) == [1]
 
-  def test_one_token(self):
+  def test_a_vocabulary_of_one_token(self):
     for options in ({"top_k": 1}, {"top_p": 0.1}, {"min_p": 1.0}):
       assert _kept([1.0], **options) == [0]
 
   @pytest.mark.parametrize("weight", [np.nan, 0.0])
-  def test_a_row_that_is_broken_ends(self, weight):
+  def test_a_row_without_a_distribution_does_not_change_others(self, weight):
     """And those beside it are served."""
     weights = jnp.asarray([[weight] * 5, _WEIGHTS], jnp.float32)
     cutoff = jax.jit(filters.cutoff)(
@@ -140,10 +140,10 @@ _numbers = st.fixed_dictionaries(
 
 
 def _is_near(logits: np.ndarray, row: Row) -> bool:
-  """Whether rounding may decide about a token."""
+  """Returns true if rounding may decide whether a token is kept."""
   scaled = np.sort(np.exp(logits - logits.max()))[::-1]
-  some = by_definition.weights(logits, Row(top_k=row.top_k, min_p=row.min_p))
-  sums = np.cumsum(np.sort(some)[::-1]) / some.sum()
+  shares = by_definition.weights(logits, Row(top_k=row.top_k, min_p=row.min_p))
+  sums = np.cumsum(np.sort(shares)[::-1]) / shares.sum()
   return bool(
     np.any(np.abs(scaled - row.min_p) < 1e-6)
     or np.any(np.abs(sums - np.float32(row.top_p)) < 1e-6)
@@ -159,31 +159,33 @@ class TestAgainstTheDefinition:
     st.booleans(),
     st.integers(0, 2**32 - 1),
   )
-  def test_mixed_rows(self, numbers, size, spread, rounded, seed):
+  def test_rows_of_a_batch_are_filtered_independently(
+    self, settings, size, spread, rounded, seed
+  ):
     logits = np.random.default_rng(seed).normal(size=(4, size)) * spread
     logits = np.round(logits) if rounded else logits.astype(np.float32)
     logits = logits.astype(np.float64)
     best = logits.max(axis=1, keepdims=True)
     weights = jnp.asarray(np.exp(logits - best), jnp.float32)
     options = {
-      "top_k": jnp.asarray([row["top_k"] for row in numbers], jnp.int32),
-      "top_p": jnp.asarray([row["top_p"] for row in numbers], jnp.float32),
-      "min_p": jnp.asarray([row["min_p"] for row in numbers], jnp.float32),
+      "top_k": jnp.asarray([row["top_k"] for row in settings], jnp.int32),
+      "top_p": jnp.asarray([row["top_p"] for row in settings], jnp.float32),
+      "min_p": jnp.asarray([row["min_p"] for row in settings], jnp.float32),
     }
     cutoff = _compiled(weights, **options)
-    for number, values in enumerate(numbers):
+    for i, values in enumerate(settings):
       row = Row(**values)
-      kept = np.asarray(weights[number] >= cutoff[number])
-      own = {
-        name: array[number : number + 1] for name, array in options.items()
-      }
-      alone = _compiled(weights[number : number + 1], **own)
-      assert (np.asarray(weights[number] >= alone[0]) == kept).all()
-      if not _is_near(logits[number], row):
-        expected = by_definition.weights(logits[number], row) > 0
+      kept_mask = np.asarray(weights[i] >= cutoff[i])
+      row_options = {name: array[i : i + 1] for name, array in options.items()}
+      row_cutoff = _compiled(weights[i : i + 1], **row_options)
+      assert (np.asarray(weights[i] >= row_cutoff[0]) == kept_mask).all()
+      if not _is_near(logits[i], row):
+        expected = by_definition.weights(logits[i], row) > 0
         # Weights below float32 are not drawn in any case.
-        seen = np.asarray(weights[number]) > 0
-        np.testing.assert_array_equal(kept & seen, expected & seen)
+        is_positive = np.asarray(weights[i]) > 0
+        np.testing.assert_array_equal(
+          kept_mask & is_positive, expected & is_positive
+        )
 
 
 _compiled = jax.jit(filters.cutoff)
@@ -213,44 +215,46 @@ class TestTrips:
     return max(counts)
 
   @pytest.mark.parametrize("spread", [0.5, 3.0, 20.0])
-  def test_of_usual_logits(self, monkeypatch, spread):
+  def test_normal_logits_need_few_trips(self, monkeypatch, spread):
     logits = np.random.default_rng(7).normal(size=(64, 513)) * spread
-    numbers = jnp.asarray(np.linspace(1, 500, 64), jnp.int32)
-    shares = jnp.linspace(0.05, 0.999, 64)
-    assert self._trips(monkeypatch, logits, top_k=numbers) <= 12
-    assert self._trips(monkeypatch, logits, top_p=shares) <= 14
+    top_ks = jnp.asarray(np.linspace(1, 500, 64), jnp.int32)
+    top_ps = jnp.linspace(0.05, 0.999, 64)
+    assert self._trips(monkeypatch, logits, top_k=top_ks) <= 12
+    assert self._trips(monkeypatch, logits, top_p=top_ps) <= 14
 
-  def test_of_equal_logits(self, monkeypatch):
+  def test_equal_logits_need_few_trips(self, monkeypatch):
     """Nothing lies between them, down to the last bit."""
     logits = np.round(np.random.default_rng(8).normal(size=(64, 513)) * 4) / 4
-    k, p = jnp.full((64,), 50, jnp.int32), jnp.full((64,), 0.9)
+    k = jnp.full((64,), 50, jnp.int32)
+    p = jnp.full((64,), 0.9)
     assert self._trips(monkeypatch, logits, top_k=k, top_p=p) <= 18
 
-  def test_of_few_tokens(self, monkeypatch):
-    """Where a grammar leaves fewer tokens than top-k."""
+  def test_masked_logits_need_few_trips(self, monkeypatch):
+    """A grammar may leave fewer tokens than top-k."""
     logits = np.where(np.arange(513) < 3, 0.0, -np.inf)[None]
-    k, p = jnp.full((1,), 50, jnp.int32), jnp.full((1,), 0.9999)
+    k = jnp.full((1,), 50, jnp.int32)
+    p = jnp.full((1,), 0.9999)
     assert self._trips(monkeypatch, logits, top_k=k) == 1
     assert self._trips(monkeypatch, logits, top_p=p) <= 16
 
-  def test_of_no_tokens(self, monkeypatch):
-    nothing = {
+  def test_rows_without_a_distribution_end(self, monkeypatch):
+    options = {
       "top_k": jnp.full((1,), 2, jnp.int32),
       "top_p": jnp.full((1,), 0.5),
     }
     for value in (-np.inf, np.nan):
       logits = np.full((1, 5), value)
       with np.errstate(invalid="ignore"):
-        assert self._trips(monkeypatch, logits, **nothing) < 100
+        assert self._trips(monkeypatch, logits, **options) < 100
 
 
 class TestTheLargest:
   """A vocabulary as models have it."""
 
   @pytest.mark.parametrize("spread", [1.0, 5.0])
-  def test_kept(self, spread):
-    size = 50_257
-    logits = np.random.default_rng(3).normal(size=(3, size)) * spread
+  def test_kept_tokens_of_a_large_vocabulary(self, spread):
+    vocab_size = 50_257
+    logits = np.random.default_rng(3).normal(size=(3, vocab_size)) * spread
     logits = logits.astype(np.float32).astype(np.float64)
     best = logits.max(axis=1, keepdims=True)
     weights = jnp.asarray(np.exp(logits - best), jnp.float32)
@@ -260,15 +264,15 @@ class TestTheLargest:
       top_k=jnp.asarray([row.top_k for row in rows], jnp.int32),
       top_p=jnp.asarray([row.top_p for row in rows], jnp.float32),
     )
-    for number, row in enumerate(rows):
-      kept = np.asarray(weights[number] >= cutoff[number])
-      expected = by_definition.weights(logits[number], row) > 0
+    for i, row in enumerate(rows):
+      kept_mask = np.asarray(weights[i] >= cutoff[i])
+      expected = by_definition.weights(logits[i], row) > 0
       # At most a token at the edge: together they have 1e-6 or less.
-      wrong = np.exp(logits[number] - best[number])[kept != expected].sum()
-      assert wrong <= 1e-6 * np.exp(logits[number] - best[number]).sum()
+      wrong = np.exp(logits[i] - best[i])[kept_mask != expected].sum()
+      assert wrong <= 1e-6 * np.exp(logits[i] - best[i]).sum()
 
-  def test_a_few_rows_at_a_time(self, monkeypatch):
-    """As a CPU goes through many rows."""
+  def test_rows_in_several_parts_have_equal_cutoffs(self, monkeypatch):
+    """A CPU filters as many rows at a time as its cache holds."""
     rng = np.random.default_rng(4)
     logits = rng.normal(size=(23, 300)).astype(np.float32) * 3
     weights = jnp.exp(logits - logits.max(axis=1, keepdims=True))
@@ -276,12 +280,14 @@ class TestTheLargest:
       "top_k": jnp.asarray(rng.integers(-1, 40, 23), jnp.int32),
       "top_p": jnp.asarray(rng.choice([0.5, 0.9, 1.0], 23), jnp.float32),
     }
-    for size in (1, 1000):
-      monkeypatch.setattr(filters, "_IN_CACHE", size)
+    for num_cached_elements in (1, 1000):
+      monkeypatch.setattr(filters, "_IN_CACHE", num_cached_elements)
       # A new function: the other one is traced already.
       parts = jax.jit(lambda *some, **more: filters.cutoff(*some, **more))
       for left_out in ("", "top_k"):
-        some = {name: options[name] for name in options if name != left_out}
-        kept = weights >= parts(weights, **some)[:, None]
-        expected = weights >= _compiled(weights, **some)[:, None]
-        np.testing.assert_array_equal(kept, expected)
+        filter_options = {
+          name: options[name] for name in options if name != left_out
+        }
+        kept_mask = weights >= parts(weights, **filter_options)[:, None]
+        expected = weights >= _compiled(weights, **filter_options)[:, None]
+        np.testing.assert_array_equal(kept_mask, expected)

@@ -32,12 +32,12 @@ def _adjusted(row: Row, stop_token=-1, logits=_LOGITS) -> list[float]:
 
 
 class TestByHand:
-  def test_nothing(self):
+  def test_default_settings_change_no_logit(self):
     assert _adjusted(Row()) == _LOGITS
 
   def test_logit_bias(self):
-    found = _adjusted(Row(logit_bias={0: 1.5, 4: -_INF, 99: 7.0}))
-    assert found == [3.5, -1, 0, 1, -_INF, -2]
+    logits = _adjusted(Row(logit_bias={0: 1.5, 4: -_INF, 99: 7.0}))
+    assert logits == [3.5, -1, 0, 1, -_INF, -2]
 
   def test_min_tokens(self):
     """Stop tokens, their own and that of all, until two were drawn."""
@@ -48,8 +48,8 @@ class TestByHand:
 
   def test_bad_words(self):
     words = [[4], [1, 2], [3, 1, 5], [2, 0]]
-    found = _adjusted(Row(prompt=[3], drawn=[1], bad_words=words))
-    assert found == [2, -1, -_INF, 1, -_INF, -_INF]
+    logits = _adjusted(Row(prompt=[3], drawn=[1], bad_words=words))
+    assert logits == [2, -1, -_INF, 1, -_INF, -_INF]
 
   def test_a_word_longer_than_the_sequence(self):
     assert _adjusted(Row(prompt=[2], bad_words=[[1, 2, 3]])) == _LOGITS
@@ -67,7 +67,7 @@ class TestByHand:
     row = Row(prompt=[0, 1], drawn=[4, 4, 5], **penalty)
     assert _adjusted(row) == logits
 
-  def test_the_order(self):
+  def test_the_bias_is_applied_before_the_penalties(self):
     """The bias first: it makes a negative logit positive."""
     row = Row(
       drawn=[1],
@@ -78,7 +78,7 @@ class TestByHand:
     )
     assert _adjusted(row)[1] == (-1 + 5) / 2 - 0.5 - 0.25
 
-  def test_what_is_banned_stays_so(self):
+  def test_a_banned_token_stays_banned(self):
     row = Row(
       drawn=[4], bad_words=[[4]], logit_bias={4: 9.0}, presence_penalty=-2.0
     )
@@ -86,70 +86,72 @@ class TestByHand:
 
 
 class TestSeen:
-  def _seen(self, tokens, lengths, drawn, vocab_size=_VOCABULARY):
-    seen = penalties.seen_in(
+  def _seen(self, tokens, lengths, is_drawn, vocab_size=_VOCABULARY):
+    counts = penalties.seen_in(
       jnp.asarray(tokens, jnp.int32),
       jnp.asarray(lengths, jnp.int32),
-      jnp.asarray(drawn, bool),
+      jnp.asarray(is_drawn, bool),
       vocab_size=vocab_size,
     )
-    assert seen.dtype == jnp.uint16
-    return np.asarray(seen)
+    assert counts.dtype == jnp.uint16
+    return np.asarray(counts)
 
   def test_by_hand(self):
-    """A prompt of two tokens, what it drew, what others said, and padding."""
-    seen = self._seen(
+    """Prompt tokens, drawn ones, those of an environment, and padding."""
+    counts = self._seen(
       [[3, 1, 1, 5, 5, 2, 0, 0]], [6], [[0, 0, 1, 1, 1, 0, 1, 1]]
     )
-    assert (seen & 0x7FFF).tolist() == [[0, 1, 0, 0, 0, 2]]
-    assert (seen >> 15).tolist() == [[0, 1, 1, 1, 0, 0]]
+    assert (counts & 0x7FFF).tolist() == [[0, 1, 0, 0, 0, 2]]
+    assert (counts >> 15).tolist() == [[0, 1, 1, 1, 0, 0]]
 
   def test_tokens_beyond_the_vocabulary_are_dropped(self):
-    seen = self._seen([[6, -1, 2**30, 1]], [4], [[1, 1, 0, 0]])
-    assert seen.tolist() == [[0, 1 << 15, 0, 0, 0, 0]]
+    counts = self._seen([[6, -1, 2**30, 1]], [4], [[1, 1, 0, 0]])
+    assert counts.tolist() == [[0, 1 << 15, 0, 0, 0, 0]]
 
   def test_counts_end_at_the_largest(self):
-    """And the bit of the prompt is not touched, in either way of counting."""
+    """The bit of the prompt is not touched, in either way of counting."""
     width = 150_000
-    drawn = np.ones((2, width), bool)
-    drawn[1, :70_000] = False
-    seen = self._seen(np.full((2, width), 2), [width, width], drawn)
-    assert seen[:, 2].tolist() == [0x7FFF, 0xFFFF]
-    seen = jnp.asarray([[0x7FFE, 0x7FFF, 0xFFFE, 0xFFFF]], jnp.uint16)
+    is_drawn = np.ones((2, width), bool)
+    is_drawn[1, :70_000] = False
+    counts = self._seen(np.full((2, width), 2), [width, width], is_drawn)
+    assert counts[:, 2].tolist() == [0x7FFF, 0xFFFF]
+    counts = jnp.asarray([[0x7FFE, 0x7FFF, 0xFFFE, 0xFFFF]], jnp.uint16)
     for _ in range(2):
       for token in range(4):
         token = jnp.full((1,), token, jnp.int32)
-        seen = penalties.see(seen, token, jnp.ones((1,), bool))
-    assert seen.tolist() == [[0x7FFF, 0x7FFF, 0xFFFF, 0xFFFF]]
+        counts = penalties.see(counts, token, jnp.ones((1,), bool))
+    assert counts.tolist() == [[0x7FFF, 0x7FFF, 0xFFFF, 0xFFFF]]
 
-  def test_one_more_token(self):
+  def test_a_new_token_is_counted(self):
     tokens = [[3, 1, 1, 5], [2, 2, 4, 4]]
-    drawn = [[0, 0, 1, 1], [0, 1, 1, 1]]
-    seen = jnp.asarray(self._seen(tokens, [3, 3], drawn))
-    last = jnp.asarray([5, 4], jnp.int32)
-    both = penalties.see(seen, last, jnp.ones((2,), bool))
-    assert both.tolist() == self._seen(tokens, [4, 4], drawn).tolist()
-    second = penalties.see(seen, last, jnp.asarray([False, True]))
-    assert second.tolist() == self._seen(tokens, [3, 4], drawn).tolist()
+    is_drawn = [[0, 0, 1, 1], [0, 1, 1, 1]]
+    counts = jnp.asarray(self._seen(tokens, [3, 3], is_drawn))
+    new_tokens = jnp.asarray([5, 4], jnp.int32)
+    both_rows = penalties.see(counts, new_tokens, jnp.ones((2,), bool))
+    assert both_rows.tolist() == self._seen(tokens, [4, 4], is_drawn).tolist()
+    second_row = penalties.see(counts, new_tokens, jnp.asarray([False, True]))
+    assert second_row.tolist() == self._seen(tokens, [3, 4], is_drawn).tolist()
 
   @pytest.mark.parametrize("token", [-1, 6, 2**30])
-  def test_a_token_that_is_none(self, token):
-    seen = jnp.ones((1, _VOCABULARY), jnp.uint16)
-    token, mask = jnp.full((1,), token, jnp.int32), jnp.ones((1,), bool)
-    assert penalties.see(seen, token, mask).tolist() == seen.tolist()
+  def test_tokens_out_of_range_are_not_counted(self, token):
+    counts = jnp.ones((1, _VOCABULARY), jnp.uint16)
+    token = jnp.full((1,), token, jnp.int32)
+    mask = jnp.ones((1,), bool)
+    assert penalties.see(counts, token, mask).tolist() == counts.tolist()
 
 
 class TestLastTokens:
   def test_by_hand(self):
     tokens = jnp.asarray([[1, 2, 3, 4, 9], [5, 6, 9, 9, 9]], jnp.int32)
-    numbers = jnp.asarray([1, 0, 2, -1], jnp.int32)
+    sequences = jnp.asarray([1, 0, 2, -1], jnp.int32)
     lengths = jnp.asarray([2, 4, 3, 3], jnp.int32)
-    last = penalties.last_tokens_of(tokens, numbers, lengths, 3)
-    assert last.tolist() == [[-1, 5, 6], [2, 3, 4], [-1] * 3, [-1] * 3]
+    last_tokens = penalties.last_tokens_of(tokens, sequences, lengths, 3)
+    assert last_tokens.tolist() == [[-1, 5, 6], [2, 3, 4], [-1] * 3, [-1] * 3]
 
-  def test_none(self):
-    tokens, number = jnp.ones((1, 2), jnp.int32), jnp.zeros((1,), jnp.int32)
-    assert penalties.last_tokens_of(tokens, number, number, 0).shape == (1, 0)
+  def test_a_length_of_zero_gives_no_columns(self):
+    tokens = jnp.ones((1, 2), jnp.int32)
+    zeros = jnp.zeros((1,), jnp.int32)
+    assert penalties.last_tokens_of(tokens, zeros, zeros, 0).shape == (1, 0)
 
 
 _tokens = st.integers(0, _VOCABULARY - 1)
@@ -175,22 +177,24 @@ class TestAgainstTheDefinition:
     st.integers(-1, _VOCABULARY - 1),
     st.integers(0, 2**32 - 1),
   )
-  def test_mixed_rows(self, rows, stop_token, seed):
-    """Each row of a batch is what it is alone, and what is defined."""
+  def test_rows_of_a_batch_are_adjusted_independently(
+    self, rows, stop_token, seed
+  ):
+    """A row of a batch has the logits of a batch of one row."""
     logits = np.random.default_rng(seed).normal(size=(len(rows), _VOCABULARY))
     logits = (4 * logits).astype(np.float32)
     sampling = by_definition.sampling_of(rows)
     history = by_definition.history_of(rows, sampling, _VOCABULARY, stop_token)
-    found = adjust(jnp.asarray(logits), sampling, history)
-    for number, row in enumerate(rows):
-      expected = by_definition.adjusted(logits[number], row, stop_token)
-      np.testing.assert_allclose(found[number], expected, rtol=1e-6, atol=1e-6)
-      alone = _adjusted(row, stop_token, logits[number].tolist())
-      np.testing.assert_array_equal(found[number], np.float32(alone))
+    outputs = adjust(jnp.asarray(logits), sampling, history)
+    for i, row in enumerate(rows):
+      expected = by_definition.adjusted(logits[i], row, stop_token)
+      np.testing.assert_allclose(outputs[i], expected, rtol=1e-6, atol=1e-6)
+      row_logits = _adjusted(row, stop_token, logits[i].tolist())
+      np.testing.assert_array_equal(outputs[i], np.float32(row_logits))
 
 
 class TestCalls:
-  def test_nothing_is_compiled_for_nothing(self):
+  def test_unused_settings_add_no_operation(self):
     logits = jnp.asarray([_LOGITS])
     history = History(counts=jnp.zeros((1,), jnp.int32))
     sampling = settings.as_sampling(Sampling(temperature=0.5, top_k=3), 1)
@@ -200,19 +204,19 @@ class TestCalls:
 
     assert not jax.make_jaxpr(run)(logits).jaxpr.eqns
 
-  def test_half_precision(self):
+  def test_half_precision_logits_become_float32(self):
     logits = jnp.asarray([_LOGITS], jnp.bfloat16)
     history = History(counts=jnp.zeros((1,), jnp.int32))
     sampling = settings.as_sampling(Sampling(logit_bias={0: 0.001}), 1)
-    found = adjust(logits, sampling, history)
-    assert found.dtype == jnp.float32
-    assert float(found[0, 0]) == np.float32(2.001)
+    outputs = adjust(logits, sampling, history)
+    assert outputs.dtype == jnp.float32
+    assert float(outputs[0, 0]) == np.float32(2.001)
 
   def test_words_of_one_token_need_no_last_tokens(self):
     sampling = settings.as_sampling(Sampling(bad_words=[[1], [99]]), 1)
     history = History(counts=jnp.zeros((1,), jnp.int32))
-    found = adjust(jnp.asarray([_LOGITS]), sampling, history)
-    assert found.tolist() == [[2, -_INF, 0, 1, 4, -2]]
+    outputs = adjust(jnp.asarray([_LOGITS]), sampling, history)
+    assert outputs.tolist() == [[2, -_INF, 0, 1, 4, -2]]
 
   def test_a_row_without_a_sequence_is_not_changed(self):
     row = Row(drawn=[4], bad_words=[[4]], presence_penalty=1.0, min_tokens=9)
@@ -220,5 +224,5 @@ class TestCalls:
       by_definition.sampling_of([row]), jnp.asarray([1], jnp.int32)
     )
     history = by_definition.history_of([row], sampling, _VOCABULARY, 3)
-    found = adjust(jnp.asarray([_LOGITS]), sampling, history)
-    assert found.tolist() == [_LOGITS]
+    outputs = adjust(jnp.asarray([_LOGITS]), sampling, history)
+    assert outputs.tolist() == [_LOGITS]

@@ -7,12 +7,15 @@ import pytest
 
 from jaxkv._src.sampling import reductions
 
-_INF, _NAN = float("inf"), float("nan")
-over_sizes = pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 17, 64, 513, 5000])
+_INF = float("inf")
+_NAN = float("nan")
+over_sizes = pytest.mark.parametrize(
+  "num_columns", [1, 2, 3, 4, 5, 17, 64, 513, 5000]
+)
 
 
-def _values(size, rows=3):
-  values = np.random.default_rng(size).normal(size=(rows, size))
+def _values(num_columns, rows=3):
+  values = np.random.default_rng(num_columns).normal(size=(rows, num_columns))
   return jnp.asarray(values, jnp.float32)
 
 
@@ -31,16 +34,16 @@ class TestRows:
     ],
   )
   def test_maxima(self, row, highest):
-    found = reductions.maxima(jnp.asarray([row], jnp.float32))
-    np.testing.assert_array_equal(found, np.float32([highest]))
+    maxima = reductions.maxima(jnp.asarray([row], jnp.float32))
+    np.testing.assert_array_equal(maxima, np.float32([highest]))
 
   @over_sizes
-  def test_as_numpy_has_them(self, size):
-    values = _values(size)
+  def test_sums_and_maxima_are_those_of_numpy(self, num_columns):
+    values = _values(num_columns)
     np.testing.assert_allclose(
       jax.jit(reductions.sums)(values),
       np.sum(np.asarray(values, np.float64), axis=1),
-      atol=1e-6 * size,
+      atol=1e-6 * num_columns,
     )
     np.testing.assert_array_equal(
       jax.jit(reductions.maxima)(values), np.max(values, axis=1)
@@ -48,8 +51,11 @@ class TestRows:
 
   def test_first_of(self):
     condition = jnp.asarray([[0, 1, 1], [1, 0, 1], [0, 0, 0]]) > 0
-    first = reductions.first_of(condition)
-    assert (first.tolist(), first.dtype) == ([1, 0, 0], jnp.int32)
+    first_columns = reductions.first_of(condition)
+    assert (first_columns.tolist(), first_columns.dtype) == (
+      [1, 0, 0],
+      jnp.int32,
+    )
 
 
 class TestBlocks:
@@ -67,17 +73,19 @@ class TestBlocks:
 
   @pytest.mark.slow
   @over_sizes
-  def test_each_token_is_in_one_block(self, size):
-    values = _values(size)
-    width = reductions.width_of(size)
-    assert width**2 >= size > (width // 2) ** 2
+  def test_each_token_is_in_one_block(self, num_columns):
+    values = _values(num_columns)
+    width = reductions.width_of(num_columns)
+    assert width**2 >= num_columns > (width // 2) ** 2
     sums = reductions.by_block(reductions.sums, values)
     columns = []
-    for number in range(sums.shape[1]):
-      block = reductions.read_block(values, jnp.full((3,), number, jnp.int32))
+    for block_index in range(sums.shape[1]):
+      block = reductions.read_block(
+        values, jnp.full((3,), block_index, jnp.int32)
+      )
       inside = np.where(block.valid, block.values, 0)
       np.testing.assert_allclose(
-        inside.sum(axis=1), sums[:, number], atol=1e-5 * width
+        inside.sum(axis=1), sums[:, block_index], atol=1e-5 * width
       )
       columns += block.columns[0][block.valid[0]].tolist()
-    assert columns == list(range(size))
+    assert columns == list(range(num_columns))

@@ -1,7 +1,8 @@
-"""From logits to a token and its log-probability."""
+"""Tokens drawn from logits, and their log-probs."""
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from jaxkv._src.sampling import settings
 from jaxkv._src.sampling.penalties import adjust
 from jaxkv._src.sampling.penalties import see
-from jaxkv._src.sampling.sample import draw
+from jaxkv._src.sampling.sample import sample_tokens
 from jaxkv._src.sampling.settings import Sampling
 from tests.sampling import by_definition
 from tests.sampling.by_definition import Row
@@ -26,7 +27,7 @@ from tests.tools.transforms import check_under
   jax.jit, static_argnames=("raw_log_probs", "entropy", "top_log_probs")
 )
 def _compiled(*arguments, **options):
-  return draw(*arguments, **options)
+  return sample_tokens(*arguments, **options)
 
 
 _LOGITS = jnp.asarray([[0.0, 1.0, 3.0, -2.0], [5.0, 5.0, 1.0, 0.0]])
@@ -34,8 +35,8 @@ _LOGITS = jnp.asarray([[0.0, 1.0, 3.0, -2.0], [5.0, 5.0, 1.0, 0.0]])
 
 def _keys(count, seed=0):
   key = jax.random.key(seed)
-  numbers = jnp.arange(count, dtype=jnp.int32)
-  return jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)
+  indices = jnp.arange(count, dtype=jnp.int32)
+  return jax.vmap(lambda number: jax.random.fold_in(key, number))(indices)
 
 
 def _sample(temperature, logits=_LOGITS, counts=None, keys=None):
@@ -46,14 +47,14 @@ def _sample(temperature, logits=_LOGITS, counts=None, keys=None):
 
 
 class TestGreedy:
-  def test_takes_the_best_and_the_first_of_equals(self):
+  def test_greedy_rows_take_the_first_of_the_best_tokens(self):
     tokens, log_probs = _sample(0.0)
     assert tokens.tolist() == [2, 0]
     expected = jax.nn.log_softmax(_LOGITS)[jnp.arange(2), tokens]
     np.testing.assert_allclose(log_probs, expected, rtol=1e-6)
 
   @pytest.mark.parametrize("temperature", [1.2e-38, 1e-30, 1e-6])
-  def test_a_low_temperature_takes_the_best(self, temperature):
+  def test_a_low_temperature_takes_the_best_token(self, temperature):
     """Nothing overflows: the best two of the second row stay equal."""
     logits = jnp.asarray([[0.0, 80.0, 3.0], [80.0, 80.0, 1.0]])
     tokens, log_probs = _sample(temperature, logits)
@@ -68,44 +69,45 @@ class TestGreedy:
 
 class TestDraws:
   def test_a_draw_depends_on_key_and_count_alone(self):
-    logits, keys = jnp.zeros((6, 50)), _keys(6)
+    logits = jnp.zeros((6, 50))
+    keys = _keys(6)
     counts = jnp.arange(6, dtype=jnp.int32)
     tokens, _ = _sample(1.0, logits, counts, keys)
     order = jnp.asarray([4, 0, 5])
-    some, _ = _sample(1.0, logits[order], counts[order], keys[order])
-    assert some.tolist() == tokens[order].tolist()
-    later, _ = _sample(1.0, logits, counts + 1, keys)
-    others, _ = _sample(1.0, logits, counts, _keys(6, seed=1))
-    assert tokens.tolist() != later.tolist()
-    assert tokens.tolist() != others.tolist()
+    moved_tokens, _ = _sample(1.0, logits[order], counts[order], keys[order])
+    assert moved_tokens.tolist() == tokens[order].tolist()
+    later_tokens, _ = _sample(1.0, logits, counts + 1, keys)
+    reseeded_tokens, _ = _sample(1.0, logits, counts, _keys(6, seed=1))
+    assert tokens.tolist() != later_tokens.tolist()
+    assert tokens.tolist() != reseeded_tokens.tolist()
 
-  @slow_except("size", [1, 2, 3, 100, 513], 3)
-  @pytest.mark.parametrize("size", [1, 2, 3, 100, 513])
-  def test_every_token_is_drawn_as_often_as_its_probability(self, size):
+  @slow_except("vocab_size", [1, 2, 3, 100, 513], 3)
+  @pytest.mark.parametrize("vocab_size", [1, 2, 3, 100, 513])
+  def test_every_token_is_drawn_as_often_as_its_probability(self, vocab_size):
     """Whatever the size of the vocabulary: blocks may be padded."""
-    count = 400 * size
-    weights = np.random.default_rng(size).integers(0, 4, size)
+    count = 400 * vocab_size
+    weights = np.random.default_rng(vocab_size).integers(0, 4, vocab_size)
     weights[-1] = 2
     logits = jnp.log(jnp.asarray(weights, jnp.float32))
     # A call needs several copies of its logits, of 420 MB for all rows at once.
-    rows = jnp.broadcast_to(logits[None], (count // 20, size))
-    drawn = jax.lax.map(
+    rows = jnp.broadcast_to(logits[None], (count // 20, vocab_size))
+    draws = jax.lax.map(
       lambda keys: _sample(1.0, rows, keys=keys), _keys(count).reshape(20, -1)
     )
-    tokens, log_probs = (np.ravel(x) for x in drawn)
+    tokens, log_probs = (np.ravel(x) for x in draws)
     expected = weights / weights.sum()
-    found = np.bincount(np.asarray(tokens), minlength=size)
-    assert len(found) == size
-    assert not np.any(found[weights == 0])
+    frequencies = np.bincount(np.asarray(tokens), minlength=vocab_size)
+    assert len(frequencies) == vocab_size
+    assert not np.any(frequencies[weights == 0])
     spread = (count * expected * (1 - expected)) ** 0.5
-    assert np.all(np.abs(found - count * expected) <= 6 * spread)
+    assert np.all(np.abs(frequencies - count * expected) <= 6 * spread)
     np.testing.assert_allclose(
       log_probs, np.log(expected[np.asarray(tokens)]), rtol=1e-4, atol=1e-6
     )
 
 
 class TestMixed:
-  """Rows with settings of their own."""
+  """Rows with different settings."""
 
   def _draw(self, rows, logits, seed=0, counts=None, **options):
     sampling = by_definition.sampling_of(
@@ -117,7 +119,7 @@ class TestMixed:
     return sampling, _compiled(keys, counts, logits, sampling, **options)
 
   def test_by_hand(self):
-    """What is left is drawn, and log-probabilities are about it."""
+    """Log-probs are those of the filtered distribution."""
     logits = jnp.log(jnp.asarray([[1.0, 8.0, 4.0, 2.0]]))
     rows = [
       Row(top_k=1),
@@ -128,25 +130,25 @@ class TestMixed:
       Row(top_k=2),
       Row(temperature=0.5, top_k=2),
     ]
-    _, drawn = self._draw(rows, jnp.repeat(logits, len(rows), axis=0))
-    assert drawn.tokens[:5].tolist() == [1] * 5
+    _, samples = self._draw(rows, jnp.repeat(logits, len(rows), axis=0))
+    assert samples.tokens[:5].tolist() == [1] * 5
     np.testing.assert_allclose(
-      drawn.log_probs[:5], np.log([1, 1, 1, 8 / 15, 8 / 15]), rtol=1e-6
+      samples.log_probs[:5], np.log([1, 1, 1, 8 / 15, 8 / 15]), rtol=1e-6
     )
     shares = {1: 8 / 12, 2: 4 / 12}
-    assert float(drawn.log_probs[5]) == pytest.approx(
-      np.log(shares[int(drawn.tokens[5])]), rel=1e-6
+    assert float(samples.log_probs[5]) == pytest.approx(
+      np.log(shares[int(samples.tokens[5])]), rel=1e-6
     )
     shares = {1: 64 / 80, 2: 16 / 80}
-    assert float(drawn.log_probs[6]) == pytest.approx(
-      np.log(shares[int(drawn.tokens[6])]), rel=1e-6
+    assert float(samples.log_probs[6]) == pytest.approx(
+      np.log(shares[int(samples.tokens[6])]), rel=1e-6
     )
 
-  @slow_except("size", [1, 2, 3, 11, 64, 513], 64)
-  @pytest.mark.parametrize("size", [1, 2, 3, 11, 64, 513])
-  def test_all_rows(self, size):
-    """Every row is drawn as defined, and as it is alone, bit by bit."""
-    rng = np.random.default_rng(size)
+  @slow_except("vocab_size", [1, 2, 3, 11, 64, 513], 64)
+  @pytest.mark.parametrize("vocab_size", [1, 2, 3, 11, 64, 513])
+  def test_rows_are_drawn_as_defined_in_any_batch(self, vocab_size):
+    """A row of a batch draws the same token in a batch of one row."""
+    rng = np.random.default_rng(vocab_size)
     rows = [
       Row(
         temperature=float(rng.choice([0.0, 0.3, 1.0, 2.5])),
@@ -156,90 +158,98 @@ class TestMixed:
       )
       for _ in range(40)
     ]
-    logits = (3 * rng.normal(size=(len(rows), size))).astype(np.float32)
-    sampling, drawn = self._draw(rows, jnp.asarray(logits), seed=size)
-    found = jax.jit(probabilities)(jnp.asarray(logits), sampling)
-    keys = _keys(len(rows), size)
-    for number, row in enumerate(rows):
-      shares = by_definition.probabilities(logits[number].astype(float), row)
-      np.testing.assert_allclose(found[number], shares, rtol=1e-5, atol=1e-7)
-      token = int(drawn.tokens[number])
-      assert token == by_definition.drawn(shares, keys[number], number)
+    logits = (3 * rng.normal(size=(len(rows), vocab_size))).astype(np.float32)
+    sampling, samples = self._draw(rows, jnp.asarray(logits), seed=vocab_size)
+    all_probabilities = jax.jit(probabilities)(jnp.asarray(logits), sampling)
+    keys = _keys(len(rows), vocab_size)
+    for i, row in enumerate(rows):
+      shares = by_definition.probabilities(logits[i].astype(float), row)
+      np.testing.assert_allclose(
+        all_probabilities[i], shares, rtol=1e-5, atol=1e-7
+      )
+      token = int(samples.tokens[i])
+      assert token == by_definition.drawn(shares, keys[i], i)
       score = np.log(shares[token])
       if row.temperature == 0:
-        plain = by_definition.probabilities(logits[number].astype(float), Row())
+        plain = by_definition.probabilities(logits[i].astype(float), Row())
         score = np.log(plain[token])
-      assert float(drawn.log_probs[number]) == pytest.approx(score, abs=1e-5)
-      one = slice(number, number + 1)
-      alone = _compiled(
-        keys[one],
-        jnp.asarray([number], jnp.int32),
-        jnp.asarray(logits[one]),
-        jax.tree.map(lambda leaf, one=one: leaf[one], sampling),
+      assert float(samples.log_probs[i]) == pytest.approx(score, abs=1e-5)
+      row_slice = slice(i, i + 1)
+      row_sample = _compiled(
+        keys[row_slice],
+        jnp.asarray([i], jnp.int32),
+        jnp.asarray(logits[row_slice]),
+        jax.tree.map(lambda leaf, one=row_slice: leaf[one], sampling),
       )
-      assert int(alone.tokens[0]) == token
+      assert int(row_sample.tokens[0]) == token
       np.testing.assert_allclose(
-        alone.log_probs[0], drawn.log_probs[number], rtol=1e-6, atol=1e-6
+        row_sample.log_probs[0],
+        samples.log_probs[i],
+        rtol=1e-6,
+        atol=1e-6,
       )
 
-  def test_frequencies(self):
+  def test_frequencies_are_the_filtered_probabilities(self):
     count = 20_000
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(1, 30)) * 2)
     logits = logits.astype(jnp.float32)
     row = Row(temperature=1.5, top_k=12, top_p=0.9, min_p=0.02)
-    _, drawn = self._draw([row] * count, jnp.repeat(logits, count, axis=0))
+    _, samples = self._draw([row] * count, jnp.repeat(logits, count, axis=0))
     expected = by_definition.probabilities(
       np.asarray(logits[0], np.float64), row
     )
-    found = np.bincount(np.asarray(drawn.tokens), minlength=30) / count
+    frequencies = np.bincount(np.asarray(samples.tokens), minlength=30) / count
     # Five standard deviations of a share.
-    np.testing.assert_allclose(found, expected, atol=5 * 0.5 / count**0.5)
-    assert not np.any(found[expected == 0])
+    np.testing.assert_allclose(frequencies, expected, atol=5 * 0.5 / count**0.5)
+    assert not np.any(frequencies[expected == 0])
 
   @pytest.mark.slow
   @slow_except("temperature", [0.0, 0.7, 1.0], 0.7)
   @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-  def test_one_temperature_is_that_of_all(self, temperature):
+  def test_equal_temperatures_draw_as_one_temperature(self, temperature):
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(9, 300)))
     logits = logits.astype(jnp.float32)
     tokens, log_probs = _sample(temperature, logits, jnp.arange(9) + 0)
-    _, drawn = self._draw([Row(temperature=temperature)] * 9, logits)
-    np.testing.assert_array_equal(drawn.tokens, tokens)
-    np.testing.assert_allclose(drawn.log_probs, log_probs, rtol=1e-6)
+    _, samples = self._draw([Row(temperature=temperature)] * 9, logits)
+    np.testing.assert_array_equal(samples.tokens, tokens)
+    np.testing.assert_allclose(samples.log_probs, log_probs, rtol=1e-6)
     plain = Sampling(temperature=jnp.full((9,), temperature, jnp.float32))
     plain = _compiled(_keys(9), jnp.arange(9, dtype=jnp.int32), logits, plain)
     np.testing.assert_array_equal(plain.tokens, tokens)
     if temperature == 1:
-      none = _compiled(
+      default = _compiled(
         _keys(9), jnp.arange(9, dtype=jnp.int32), logits, Sampling()
       )
-      np.testing.assert_array_equal(none.tokens, tokens)
+      np.testing.assert_array_equal(default.tokens, tokens)
 
   @pytest.mark.parametrize("value", [-np.inf, np.nan])
   @pytest.mark.parametrize("temperature", [0.0, 1.0])
-  def test_rows_without_a_distribution(self, value, temperature):
+  def test_a_row_without_a_distribution_does_not_change_others(
+    self, value, temperature
+  ):
     """They get some token, and change nothing for others."""
     logits = np.random.default_rng(3).normal(size=(3, 50)).astype(np.float32)
-    whole, part = logits.copy(), logits.copy()
-    whole[1], part[1, 7] = value, value
+    whole = logits.copy()
+    part = logits.copy()
+    whole[1] = part[1, 7] = value
     row = Row(temperature=temperature, top_k=5, top_p=0.9, min_p=0.1)
     _, expected = self._draw([row] * 3, jnp.asarray(logits))
     for broken in (whole, part):
-      _, drawn = self._draw([row] * 3, jnp.asarray(broken))
-      assert 0 <= int(drawn.tokens[1]) < 50
-      assert np.isnan(drawn.log_probs[1]) == bool(
+      _, samples = self._draw([row] * 3, jnp.asarray(broken))
+      assert 0 <= int(samples.tokens[1]) < 50
+      assert np.isnan(samples.log_probs[1]) == bool(
         np.isnan(value) or broken is whole
       )
-      for other in (0, 2):
-        assert int(drawn.tokens[other]) == int(expected.tokens[other])
+      for i in (0, 2):
+        assert int(samples.tokens[i]) == int(expected.tokens[i])
 
   def test_nothing_is_drawn_from_masked_tokens(self):
     """Fewer tokens than top-k are left."""
     logits = jnp.where(jnp.arange(40) % 20 == 3, 0.0, -jnp.inf)[None]
     row = Row(top_k=5, top_p=0.999, min_p=0.001)
-    _, drawn = self._draw([row] * 200, jnp.repeat(logits, 200, axis=0))
-    assert set(drawn.tokens.tolist()) == {3, 23}
-    np.testing.assert_allclose(drawn.log_probs, np.log(0.5), rtol=1e-6)
+    _, samples = self._draw([row] * 200, jnp.repeat(logits, 200, axis=0))
+    assert set(samples.tokens.tolist()) == {3, 23}
+    np.testing.assert_allclose(samples.log_probs, np.log(0.5), rtol=1e-6)
 
   @pytest.mark.slow
   def test_half_precision(self):
@@ -253,17 +263,17 @@ class TestMixed:
 
 
 class TestWhatIsCompiled:
-  """What nobody asks for costs nothing."""
+  """Unused settings add no operation to the program."""
 
   def _primitives(self, sampling, **options):
-    found = traced_loops.equations(
-      functools.partial(draw, **options),
+    equations = traced_loops.equations(
+      functools.partial(sample_tokens, **options),
       _keys(2),
       jnp.zeros((2,), jnp.int32),
       jnp.zeros((2, 30)),
       sampling,
     )
-    return [equation.primitive.name for equation in found]
+    return [equation.primitive.name for equation in equations]
 
   def test_without_settings(self):
     names = self._primitives(Sampling())
@@ -276,11 +286,11 @@ class TestWhatIsCompiled:
     # One of them chooses by platform.
     assert "while" not in names and names.count("cond") == 3
 
-  def test_other_settings_have_no_effect(self):
-    others = settings.as_sampling(
+  def test_penalties_add_no_operation_to_a_draw(self):
+    sampling = settings.as_sampling(
       Sampling(logit_bias={1: 2.0}, presence_penalty=1.0, min_tokens=3), 2
     )
-    assert self._primitives(others) == self._primitives(Sampling())
+    assert self._primitives(sampling) == self._primitives(Sampling())
 
   def test_nothing_is_sorted(self):
     rows = [Row(top_k=3, top_p=0.5, min_p=0.1)] * 2
@@ -291,54 +301,61 @@ class TestWhatIsCompiled:
 
 
 class TestTheModelsOwn:
-  """What is kept of the distribution before it is changed."""
+  """Records of the distribution before filters and penalties."""
 
-  def _rows(self, logits, own=None, **options):
+  def _rows(self, logits, raw_logits=None, **options):
     rows = len(logits)
-    own = None if own is None else jnp.asarray(own, jnp.float32)
+    raw_logits = (
+      None if raw_logits is None else jnp.asarray(raw_logits, jnp.float32)
+    )
     return _compiled(
       _keys(rows),
       jnp.zeros((rows,), jnp.int32),
       jnp.asarray(logits, jnp.float32),
       Sampling(top_k=jnp.ones((rows,), jnp.int32)),
-      raw_logits=own,
+      raw_logits=raw_logits,
       **options,
     )
 
   def test_by_hand(self):
-    own = np.log([[0.5, 0.125, 0.25, 0.125]])
-    drawn = self._rows(
-      [[0, 0, 9, 0]], own, raw_log_probs=True, entropy=True, top_log_probs=3
+    raw_logits = np.log([[0.5, 0.125, 0.25, 0.125]])
+    samples = self._rows(
+      [[0, 0, 9, 0]],
+      raw_logits,
+      raw_log_probs=True,
+      entropy=True,
+      top_log_probs=3,
     )
-    assert drawn.tokens.tolist() == [2] and drawn.log_probs.tolist() == [0]
+    assert samples.tokens.tolist() == [2] and samples.log_probs.tolist() == [0]
     np.testing.assert_allclose(
-      drawn.records.raw_log_probs, np.log([0.25]), rtol=1e-6
+      samples.records.raw_log_probs, np.log([0.25]), rtol=1e-6
     )
     np.testing.assert_allclose(
-      drawn.records.entropy, [1.75 * np.log(2)], rtol=1e-6
+      samples.records.entropy, [1.75 * np.log(2)], rtol=1e-6
     )
-    assert drawn.records.top_tokens.tolist() == [[0, 2, 1]]
+    assert samples.records.top_tokens.tolist() == [[0, 2, 1]]
     np.testing.assert_allclose(
-      drawn.records.top_log_probs, np.log([[0.5, 0.25, 0.125]]), rtol=1e-6
+      samples.records.top_log_probs, np.log([[0.5, 0.25, 0.125]]), rtol=1e-6
     )
 
-  def test_only_what_is_asked_for(self):
-    drawn = self._rows([[0.0, 1.0]])
-    assert not jax.tree.leaves(drawn.records)
-    drawn = self._rows([[0.0, 1.0]], entropy=True)
+  def test_only_requested_records_are_returned(self):
+    samples = self._rows([[0.0, 1.0]])
+    assert not jax.tree.leaves(samples.records)
+    samples = self._rows([[0.0, 1.0]], entropy=True)
     assert (
-      drawn.records.entropy is not None and drawn.records.raw_log_probs is None
+      samples.records.entropy is not None
+      and samples.records.raw_log_probs is None
     )
-    drawn = self._rows([[0.0, 1.0]], top_log_probs=1)
+    samples = self._rows([[0.0, 1.0]], top_log_probs=1)
     assert (
-      drawn.records.top_tokens.tolist() == [[1]]
-      and drawn.records.entropy is None
+      samples.records.top_tokens.tolist() == [[1]]
+      and samples.records.entropy is None
     )
 
   @pytest.mark.parametrize("exact", [False, True])
   def test_log_probs_before_the_filters(self, exact):
     """At the temperature: 1/4, 1/16 and 1/16; `top_k` leaves the first one."""
-    drawn = draw(
+    samples = sample_tokens(
       jax.random.split(jax.random.key(0), 1),
       jnp.zeros((1,), jnp.int32),
       jnp.log(jnp.array([[0.5, 0.25, 0.25]])),
@@ -349,15 +366,15 @@ class TestTheModelsOwn:
       unfiltered_log_probs=True,
       exact=exact,
     )
-    assert drawn.tokens.tolist() == [0] and drawn.log_probs.tolist() == [0]
+    assert samples.tokens.tolist() == [0] and samples.log_probs.tolist() == [0]
     np.testing.assert_allclose(
-      drawn.records.unfiltered_log_probs, np.log([2 / 3]), rtol=1e-6
+      samples.records.unfiltered_log_probs, np.log([2 / 3]), rtol=1e-6
     )
 
-  def test_without_logits_of_its_own(self):
-    drawn = self._rows([[0.0, 1.0]], raw_log_probs=True)
+  def test_raw_log_probs_without_raw_logits(self):
+    samples = self._rows([[0.0, 1.0]], raw_log_probs=True)
     np.testing.assert_allclose(
-      drawn.records.raw_log_probs, [-np.log1p(np.exp(-1))], rtol=1e-6
+      samples.records.raw_log_probs, [-np.log1p(np.exp(-1))], rtol=1e-6
     )
 
 
@@ -368,18 +385,18 @@ class TestTransforms:
   _SIZE = 40
 
   def _step(self, keys, counts, logits, sampling, history):
-    changed = adjust(logits, sampling, history)
-    drawn = draw(
+    outputs = adjust(logits, sampling, history)
+    samples = sample_tokens(
       keys,
       counts,
-      changed,
+      outputs,
       sampling,
       raw_logits=logits,
       raw_log_probs=True,
       entropy=True,
       top_log_probs=3,
     )
-    return drawn, see(history.seen, drawn.tokens, counts >= 0)
+    return samples, see(history.seen, samples.tokens, counts >= 0)
 
   def _arguments(self):
     rng = np.random.default_rng(6)
@@ -387,7 +404,7 @@ class TestTransforms:
       Row(
         prompt=rng.integers(0, self._SIZE, 5).tolist(),
         drawn=rng.integers(0, self._SIZE, 6).tolist(),
-        temperature=heat,
+        temperature=temperature,
         top_k=9,
         top_p=0.8,
         min_p=0.05,
@@ -399,7 +416,7 @@ class TestTransforms:
         logit_bias={3: 1.5},
         bad_words=[[4], [5, 6]],
       )
-      for heat in (0.0, 0.5, 1.0, 2.0)
+      for temperature in (0.0, 0.5, 1.0, 2.0)
     ]
     sampling = by_definition.sampling_of(rows)
     history = by_definition.history_of(rows, sampling, self._SIZE)
@@ -417,23 +434,20 @@ class TestTransforms:
     check_under(transform, check, self._step)
 
   def test_settings_of_all_sequences(self):
-    """Each shard has rows of its own, and takes their settings from all."""
+    """Each shard reads the settings of its rows from those of all."""
     keys, counts, logits, sampling, history = self._arguments()
-    numbers = jnp.arange(4, dtype=jnp.int32)
+    sequences = jnp.arange(4, dtype=jnp.int32)
 
-    def step(sampling, keys, counts, logits, numbers, history):
-      own = settings.rows(sampling, numbers)
-      return self._step(keys, counts, logits, own, history)
+    def step(sampling, keys, counts, logits, sequences, history):
+      row_sampling = settings.rows(sampling, sequences)
+      return self._step(keys, counts, logits, row_sampling, history)
 
     def check(step):
-      self._same(step(sampling, keys, counts, logits, numbers, history))
+      self._same(step(sampling, keys, counts, logits, sequences, history))
 
     check_under("shard_map", check, step, shared=1)
 
-  def _same(self, found):
+  def _same(self, out):
     expected = jax.jit(self._step)(*self._arguments())
-    for one, other in zip(
-      jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
-    ):
-      assert one.dtype == other.dtype
-      np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_equal_dtypes(out, expected)
+    chex.assert_trees_all_close(out, expected, rtol=1e-5, atol=1e-6)

@@ -26,7 +26,8 @@ _FLOATS = (
 )
 _INTS = ("top_k", "min_tokens", "max_tokens", "seed")
 _STRINGS = stop_strings(["ab"], token_bytes([b"a", b"b"]))
-_NAN, _INF = float("nan"), float("inf")
+_NAN = float("nan")
+_INF = float("inf")
 
 
 def _ints(values):
@@ -34,13 +35,13 @@ def _ints(values):
 
 
 class TestByHand:
-  def test_a_number_is_one_for_all(self):
+  def test_a_number_is_broadcast_to_all_sequences(self):
     sampling = as_sampling(Sampling(temperature=0.5, top_k=3), 2)
     assert sampling.temperature.tolist() == [0.5, 0.5]
     assert sampling.top_k.tolist() == [3, 3]
     assert sampling.top_p is None
 
-  def test_a_list_has_one_for_each(self):
+  def test_a_list_has_one_value_for_each_sequence(self):
     sampling = as_sampling(Sampling(min_p=[0.0, 0.25], seed=(7, -1)), 2)
     assert sampling.min_p.tolist() == [0, 0.25]
     assert sampling.seed.tolist() == [7, -1]
@@ -102,7 +103,7 @@ class TestByHand:
       stored
     )
 
-  def test_nothing(self):
+  def test_no_settings_are_default_settings(self):
     assert as_sampling(None, 3) == Sampling() == as_sampling(Sampling(), 3)
 
   def test_stop_strings_are_kept(self):
@@ -132,7 +133,7 @@ class TestArrays:
   @pytest.mark.parametrize(
     "value", [1, np.float64(0.5), jnp.bfloat16(0.5), np.array([1, 1]), True]
   )
-  def test_real_numbers_of_any_width(self, field, value):
+  def test_real_numbers_of_any_width_are_cast(self, field, value):
     if value is True:
       with pytest.raises(TypeError, match=f"`{field}` must hold real numbers"):
         Sampling(**{field: value})
@@ -156,7 +157,7 @@ class TestArrays:
     chex.assert_shape(sampling.bad_words, (3, 2, 3))
     chex.assert_shape(sampling.logit_bias.values, (3, 2))
 
-  def test_what_is_stored_can_be_stored_again(self):
+  def test_stored_settings_can_be_stored_again(self):
     sampling = as_sampling(Sampling(**_WIDE), 3)
     chex.assert_trees_all_equal(as_sampling(sampling, 3), sampling)
     traced = jax.jit(lambda sampling: as_sampling(sampling, 3))(sampling)
@@ -174,17 +175,18 @@ class TestArrays:
 
   def test_the_callers_arrays_are_copied(self):
     """A state that has the settings may be donated."""
-    heat, stops = jnp.full((2,), 0.5), _ints([[1], [2]])
-    written = Sampling(temperature=heat, stop_tokens=stops)
+    temperature = jnp.full((2,), 0.5)
+    stops = _ints([[1], [2]])
+    written = Sampling(temperature=temperature, stop_tokens=stops)
     stored = as_sampling(written, 2)
     jax.jit(lambda sampling: sampling, donate_argnums=0)(stored)
     assert stored.temperature.is_deleted()
-    assert heat.tolist() == [0.5, 0.5] and stops.tolist() == [[1], [2]]
+    assert temperature.tolist() == [0.5, 0.5] and stops.tolist() == [[1], [2]]
 
-  def test_no_two_are_one_buffer(self):
+  def test_leaves_share_no_buffer(self):
     leaves = jax.tree.leaves(as_sampling(Sampling(**_WIDE), 3))
-    places = {leaf.unsafe_buffer_pointer() for leaf in leaves}
-    assert len(places) == len(leaves)
+    addresses = {leaf.unsafe_buffer_pointer() for leaf in leaves}
+    assert len(addresses) == len(leaves)
 
 
 class _Refused(NamedTuple):
@@ -227,7 +229,7 @@ _REFUSED = [
 
 class TestRefused:
   @pytest.mark.parametrize("case", _REFUSED, ids=lambda case: case.field)
-  def test_values(self, case):
+  def test_values_out_of_range_are_refused(self, case):
     for value in case.values:
       pattern = f"`{case.field}` must {case.message}.*got"
       with pytest.raises(case.error, match=pattern):
@@ -241,7 +243,7 @@ class TestRefused:
 
   @pytest.mark.parametrize("field", (*_FLOATS, *_INTS))
   @pytest.mark.parametrize("value", [[1, 1, 1], [1], [[1, 1]], [[1], [1]]])
-  def test_shapes(self, field, value):
+  def test_wrong_shapes_are_refused(self, field, value):
     message = rf"`{field}` must have the shape \[\] or \[[2Q]\], one for each"
     with pytest.raises(ValueError, match=message):
       as_sampling(Sampling(**{field: value}), 2)
@@ -294,38 +296,38 @@ class TestRefused:
       ("bad_words", np.ones((2, 2, 2)), TypeError, "must hold integers"),
     ],
   )
-  def test_lists(self, field, value, error, message):
+  def test_wrong_lists_are_refused(self, field, value, error, message):
     with pytest.raises(error, match=f"`{field}.*{message}"):
       as_sampling(Sampling(**{field: value}), 2)
 
-  def test_fewer_tokens_than_there_must_be(self):
+  def test_min_tokens_above_max_tokens_are_refused(self):
     message = r"`min_tokens\[1\]` must be at most .* got 5 and 4"
     with pytest.raises(ValueError, match=message):
       as_sampling(Sampling(min_tokens=5, max_tokens=[5, 4]), 2)
 
-  def test_something_else(self):
+  def test_other_types_are_refused(self):
     with pytest.raises(TypeError, match=r"be a rollout\.Sampling, got dict"):
       as_sampling({"top_k": 5}, 2)
 
 
 class TestRows:
-  def test_of_some_sequences(self):
+  def test_rows_of_some_sequences(self):
     sampling = as_sampling(Sampling(**_WIDE), 3)
-    some = jax.jit(settings.rows)(sampling, _ints([2, 0]))
-    assert some.top_k.tolist() == [3, 1]
-    assert some.bad_words.tolist() == [
+    chosen_rows = jax.jit(settings.rows)(sampling, _ints([2, 0]))
+    assert chosen_rows.top_k.tolist() == [3, 1]
+    assert chosen_rows.bad_words.tolist() == [
       [[-1, -1, 3], [4, 5, 6]],
       [[-1, 1, 2], [-1, -1, -1]],
     ]
-    assert some.logit_bias.values.tolist() == [[1, -_INF], [0, 0]]
+    assert chosen_rows.logit_bias.values.tolist() == [[1, -_INF], [0, 0]]
 
-  @pytest.mark.parametrize("number", [3, -1, 2**30])
-  def test_a_row_without_a_sequence(self, number):
+  @pytest.mark.parametrize("sequence", [3, -1, 2**30])
+  def test_a_row_without_a_sequence(self, sequence):
     """It is greedy, and nothing else is done to it."""
     sampling = as_sampling(Sampling(**_WIDE), 3)
-    row = settings.rows(sampling, _ints([number]))
-    found = jax.tree.map(lambda leaf: leaf.reshape(-1).tolist(), row)
-    assert vars(found) == dict(
+    row = settings.rows(sampling, _ints([sequence]))
+    fields = jax.tree.map(lambda leaf: leaf.reshape(-1).tolist(), row)
+    assert vars(fields) == dict(
       stop_strings=None,
       temperature=[0],
       top_k=[0],
@@ -342,9 +344,9 @@ class TestRows:
       seed=[-1],
     )
 
-  def test_what_is_none_stays_none(self):
-    some = settings.rows(as_sampling(Sampling(top_k=2), 3), _ints([1]))
-    assert dataclasses.replace(some, top_k=None) == Sampling()
+  def test_fields_of_none_stay_none(self):
+    chosen_rows = settings.rows(as_sampling(Sampling(top_k=2), 3), _ints([1]))
+    assert dataclasses.replace(chosen_rows, top_k=None) == Sampling()
 
   def test_stop_strings_stay(self):
     sampling = as_sampling(Sampling(stop_strings=_STRINGS), 3)
@@ -352,29 +354,30 @@ class TestRows:
 
 
 class TestPut:
-  def test_all_fields(self):
+  def test_all_fields_are_replaced(self):
     sampling = as_sampling(Sampling(**_WIDE), 3)
-    other = settings.rows(sampling, _ints([2, 0]))
-    changed = jax.jit(settings.put)(sampling, _ints([0, 1]), other)
+    new_rows = settings.rows(sampling, _ints([2, 0]))
+    changed = jax.jit(settings.put)(sampling, _ints([0, 1]), new_rows)
     expected = settings.rows(sampling, _ints([2, 0, 2]))
     chex.assert_trees_all_equal(changed, expected)
 
-  def test_what_is_left_out_has_no_effect(self):
+  def test_fields_left_out_get_neutral_values(self):
     sampling = as_sampling(Sampling(**_WIDE), 3)
     changed = settings.put(sampling, _ints([1]), Sampling())
     row = settings.rows(changed, _ints([1]))
     neutral = settings.rows(sampling, _ints([99]))
     neutral = dataclasses.replace(neutral, temperature=jnp.ones((1,)))
     chex.assert_trees_all_equal(row, neutral)
-    others = _ints([0, 2])
+    unchanged_sequences = _ints([0, 2])
     chex.assert_trees_all_equal(
-      settings.rows(changed, others), settings.rows(sampling, others)
+      settings.rows(changed, unchanged_sequences),
+      settings.rows(sampling, unchanged_sequences),
     )
 
   def test_rows_out_of_range_change_nothing(self):
     sampling = as_sampling(Sampling(**_WIDE), 3)
-    other = settings.rows(sampling, _ints([2, 2]))
-    changed = settings.put(sampling, _ints([3, -1]), other)
+    new_rows = settings.rows(sampling, _ints([2, 2]))
+    changed = settings.put(sampling, _ints([3, -1]), new_rows)
     chex.assert_trees_all_equal(changed, sampling)
 
   def test_shorter_lists_are_padded(self):
@@ -409,10 +412,11 @@ class TestPut:
   def test_fields_that_are_not_compiled_are_refused(self, field):
     value = _WIDE.get(field, _STRINGS)
     new = as_sampling(Sampling(**{field: value}), 3)
-    numbers, sampling = _ints([0, 1, 2]), as_sampling(Sampling(), 3)
+    sequences = _ints([0, 1, 2])
+    sampling = as_sampling(Sampling(), 3)
     if field in ("seed", "max_tokens"):
-      assert settings.put(sampling, numbers, new) == Sampling()
+      assert settings.put(sampling, sequences, new) == Sampling()
       return
     message = f"`sampling.{field}` must be None, because it was None in"
     with pytest.raises(ValueError, match=message):
-      settings.put(sampling, numbers, new)
+      settings.put(sampling, sequences, new)

@@ -26,20 +26,20 @@ from jaxkv._src.sampling.temperature import divisor
     ([0.5], ValueError, r"must have the shape \[\], got \[1\]"),
   ],
 )
-def test_is_refused(value, error, message):
+def test_invalid_temperatures_are_refused(value, error, message):
   with pytest.raises(error, match=f"`temperature` .*{message}"):
     as_temperature(value)
 
 
 @pytest.mark.parametrize("value", [0, 1, np.float64(0.5), jnp.bfloat16(2)])
-def test_any_width_is_cast(value):
+def test_numbers_of_any_width_are_cast_to_float32(value):
   cast = as_temperature(value)
   assert (cast.dtype, cast.shape) == (jnp.float32, ())
   traced = jax.jit(as_temperature)(value)
   assert (traced.dtype, float(traced)) == (jnp.float32, float(value))
 
 
-def test_divides_by_one_where_it_is_greedy():
-  given = jnp.asarray([0, 0.5, 3, -1, jnp.inf, jnp.nan], jnp.float32)
-  wanted = [1, 0.5, 3] + [np.nan] * 3
-  np.testing.assert_array_equal(divisor(given), np.float32(wanted))
+def test_the_divisor_of_greedy_rows_is_one():
+  temperature = jnp.asarray([0, 0.5, 3, -1, jnp.inf, jnp.nan], jnp.float32)
+  expected = [1, 0.5, 3] + [np.nan] * 3
+  np.testing.assert_array_equal(divisor(temperature), np.float32(expected))

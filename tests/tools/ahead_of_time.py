@@ -64,7 +64,7 @@ device_description_str: "%(name)s"
 
 def _gpu(name, capability, cores, lanes, clock, threads, *memory) -> str:
   """Formats `_GPU`; `memory` is KB a core, MB of L2, GB, and TB a second."""
-  shared, l2, size, bandwidth = memory
+  shared, l2, num_gigabytes, bandwidth = memory
   return _GPU % {
     "name": name,
     "major": capability[0],
@@ -77,7 +77,7 @@ def _gpu(name, capability, cores, lanes, clock, threads, *memory) -> str:
     "shared": (shared - 1) * 1024,
     "shared_core": shared * 1024,
     "l2": l2 * 2**20,
-    "memory": size * 2**30,
+    "memory": num_gigabytes * 2**30,
     "bandwidth": int(bandwidth * 1e12),
   }
 
@@ -202,9 +202,9 @@ def compile_for(
     ValueError: the assembler's report of a Mosaic GPU kernel is not found.
   """
   mesh = mesh_of(target, "device", 1)
-  place = NamedSharding(mesh, PartitionSpec())
+  sharding = NamedSharding(mesh, PartitionSpec())
   shapes = jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
     arguments,
   )
   # Pallas reads the target device from the mesh, not from the arguments.
@@ -224,13 +224,13 @@ def compile_for(
   return Program(compiled=compiled, mosaic_kernels=kernels)
 
 
-def mesh_of(target: str, axis: str, size: int) -> Mesh:
+def mesh_of(target: str, axis: str, num_devices: int) -> Mesh:
   """Returns a mesh of up to four devices of a target, for compilation only."""
   if target in _GPUS:
     topology = topologies.get_topology_desc(
       platform="cuda",
       target_config=_GPUS[target],
-      topology=f"1x1x{size}",
+      topology=f"1x1x{num_devices}",
     )
   elif target in _TPUS:
     os.environ.update(_TPU_ENVIRONMENT)
@@ -238,7 +238,7 @@ def mesh_of(target: str, axis: str, size: int) -> Mesh:
   else:
     targets = (*_GPUS, *_TPUS)
     raise ValueError(f"target={target!r}; it must be one of {targets}")
-  devices = np.array(topology.devices[:size])
+  devices = np.array(topology.devices[:num_devices])
   return Mesh(devices, (axis,), axis_types=(AxisType.Auto,))
 
 

@@ -49,21 +49,21 @@ def assert_two_all_reduces_a_layer(
     for line in lines:
       assert line.opcode.startswith("all-reduce"), line.text
       # An asynchronous start has a tuple shape; its sizes are in the text.
-      sizes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", line.text)
-      assert sizes
-      for size in sizes:
+      shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", line.text)
+      assert shapes
+      for shape in shapes:
         elements = 1
-        for number in size.split(","):
-          elements *= int(number)
+        for dim in shape.split(","):
+          elements *= int(dim)
         assert elements < pool // 4, line.text
 
 
 def largest_dimension(text: str) -> int:
   """Returns the largest dimension of the arrays of collective operations."""
   return max(
-    int(number)
+    int(dim)
     for lines in collectives(text).values()
     for line in lines
     for shape in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", line.text)
-    for number in shape.split(",")
+    for dim in shape.split(",")
   )

@@ -54,10 +54,10 @@ def parse(text: str) -> dict[str, list[Instruction]]:
 
 
 def _instruction(shape: str, opcode: str, line: str) -> Instruction:
-  sizes = re.match(r"\w+\[([\d,]*)\]", shape)
+  dims = re.match(r"\w+\[([\d,]*)\]", shape)
   elements = 0
-  if sizes:
-    elements = math.prod(int(n) for n in sizes[1].split(",") if n)
+  if dims:
+    elements = math.prod(int(n) for n in dims[1].split(",") if n)
   calls = re.findall(r"(?:calls|body|condition|to_apply)=%?([\w.\-]+)", line)
   for branches in re.findall(r"branch_computations=\{([^}]*)\}", line):
     calls += [name.strip().lstrip("%") for name in branches.split(",")]

@@ -29,8 +29,8 @@ def num_compiled() -> int:
 def resident_bytes() -> int:
   """Returns the resident memory of this process; 0 if unknown."""
   try:
-    with open("/proc/self/statm", encoding="ascii") as sizes:
-      return int(sizes.read().split()[1]) * 4096
+    with open("/proc/self/statm", encoding="ascii") as file:
+      return int(file.read().split()[1]) * 4096
   except OSError:
     return 0
 

@@ -11,15 +11,13 @@ def run_in_threads(work: Callable[[int], None], count: int = 4) -> None:
   """
   errors: list[Exception] = []
 
-  def caught(number: int) -> None:
+  def caught(index: int) -> None:
     try:
-      work(number)
+      work(index)
     except Exception as error:
       errors.append(error)
 
-  threads = [
-    threading.Thread(target=caught, args=(number,)) for number in range(count)
-  ]
+  threads = [threading.Thread(target=caught, args=(i,)) for i in range(count)]
   for thread in threads:
     thread.start()
   for thread in threads:

@@ -13,15 +13,15 @@ BLOCK = 16
 CONFIG = rollout.RolloutConfig(max_new_tokens=12)
 
 
-def tokens_of(number: int, version: int) -> list[tuple[int, int]]:
+def tokens_of(prompt_id: int, version: int) -> list[tuple[int, int]]:
   """Returns the tokens of a prompt, each with the version of the weights."""
-  own = random.Random(number)
-  return [(own.randrange(1000), version) for _ in range(own.randint(1, 12))]
+  rng = random.Random(prompt_id)
+  return [(rng.randrange(1000), version) for _ in range(rng.randint(1, 12))]
 
 
 class _Running:
-  def __init__(self, number: int, blocks: list[bytes]):
-    self.number, self.blocks = number, blocks
+  def __init__(self, prompt_id: int, blocks: list[bytes]):
+    self.number, self.blocks = prompt_id, blocks
     self.tokens: list[tuple[int, int]] = []
 
 
@@ -62,8 +62,8 @@ class StubWorker:
 
   def match(self, requests) -> np.ndarray:
     rows = zip(requests.tokens, requests.lengths, strict=True)
-    found = [self._num_cached(_blocks(row[:length])) for row, length in rows]
-    return np.asarray(found, np.int32) * BLOCK
+    lengths = [self._num_cached(_blocks(row[:length])) for row, length in rows]
+    return np.asarray(lengths, np.int32) * BLOCK
 
   def _num_cached(self, blocks) -> int:
     is_missing = [block not in self._cache for block in blocks] + [True]
@@ -71,12 +71,12 @@ class StubWorker:
 
   def submit(self, requests, ids) -> list[bool]:
     rows = zip(requests.tokens, requests.lengths, ids, strict=True)
-    for row, length, number in rows:
-      self._waiting.append(_Running(number, _blocks(row[:length])))
+    for row, length, prompt_id in rows:
+      self._waiting.append(_Running(prompt_id, _blocks(row[:length])))
     assert self.room().prompts >= 0
     return [True] * len(ids)
 
-  def advance(self) -> list[workers.Group]:
+  def advance(self) -> list[workers.PromptSamples]:
     ended = []
     for _ in range(self._steps):
       while self._waiting and len(self._running) < self._slots:
@@ -84,22 +84,22 @@ class StubWorker:
       self.num_steps += 1
       is_full = len(self._running) == self._slots
       self.idle_steps += not is_full and self._has_prompts()
-      for one in list(self._running):
-        wanted = tokens_of(one.number, self.version)
-        one.tokens.append(wanted[len(one.tokens)])
-        if len(one.tokens) == len(wanted):
-          self._running.remove(one)
-          ended.append(workers.Group(one.number, one.tokens))
+      for seq in list(self._running):
+        tokens = tokens_of(seq.number, self.version)
+        seq.tokens.append(tokens[len(seq.tokens)])
+        if len(seq.tokens) == len(tokens):
+          self._running.remove(seq)
+          ended.append(workers.PromptSamples(seq.number, seq.tokens))
     return ended
 
-  def _begun(self, one: _Running) -> _Running:
-    self.hits += self._num_cached(one.blocks)
-    for block in reversed(one.blocks):
+  def _begun(self, seq: _Running) -> _Running:
+    self.hits += self._num_cached(seq.blocks)
+    for block in reversed(seq.blocks):
       self._cache[block] = None
       self._cache.move_to_end(block)
     while len(self._cache) > self._capacity:
       self._cache.popitem(last=False)
-    return one
+    return seq
 
   def update_weights(self, params, version, max_age) -> list[int]:
     assert params == f"weights {version}"
@@ -107,24 +107,24 @@ class StubWorker:
     self._cache.clear()
     if max_age is None:
       return []
-    old = [
-      one
-      for one in self._running + self._waiting
-      if one.tokens and min(v for _, v in one.tokens) < version - max_age
+    expired = [
+      seq
+      for seq in self._running + self._waiting
+      if seq.tokens and min(v for _, v in seq.tokens) < version - max_age
     ]
-    self._running = [one for one in self._running if one not in old]
-    self._waiting = [one for one in self._waiting if one not in old]
-    return [one.number for one in old]
+    self._running = [seq for seq in self._running if seq not in expired]
+    self._waiting = [seq for seq in self._waiting if seq not in expired]
+    return [seq.number for seq in expired]
 
   def export(self):
     moved, self._running, self._waiting = self._running + self._waiting, [], []
     return _Exported(self.version, moved)
 
   def import_sequences(self, exported, ids) -> list[int]:
-    entered = [one for one in exported.running if one.number in ids]
+    entered = [seq for seq in exported.running if seq.number in ids]
     entered = entered[: self.room().prompts]
     self._waiting = entered + self._waiting
-    return [one.number for one in entered]
+    return [seq.number for seq in entered]
 
   def close(self) -> None:
     self.is_closed = True
@@ -137,7 +137,7 @@ class FailingWorker(StubWorker):
     super().__init__(**options)
     self._left = num_calls
 
-  def advance(self) -> list[workers.Group]:
+  def advance(self) -> list[workers.PromptSamples]:
     self._left -= 1
     if self._left < 0:
       raise OSError("the machine was taken away")
@@ -145,7 +145,7 @@ class FailingWorker(StubWorker):
 
 
 def _blocks(row) -> list[bytes]:
-  return [row[:end].tobytes() for end in range(BLOCK, len(row), BLOCK)]
+  return [row[:stop].tobytes() for stop in range(BLOCK, len(row), BLOCK)]
 
 
 def requests_of(prompts: list[list[int]]) -> rollout.Requests:
@@ -159,18 +159,18 @@ def requests_of(prompts: list[list[int]]) -> rollout.Requests:
 
 
 def random_prompts(count, length=5):
-  own = random.Random(1)
-  return [[own.randrange(9) for _ in range(length)] for _ in range(count)]
+  rng = random.Random(1)
+  return [[rng.randrange(9) for _ in range(length)] for _ in range(count)]
 
 
 def results_of(pool) -> dict:
   """The results of a pool by id, each of which comes once."""
-  found = {}
-  for group in pool.results():
-    assert group.id not in found
-    found[group.id] = group.results
-  return found
+  results = {}
+  for samples in pool.results():
+    assert samples.id not in results
+    results[samples.id] = samples.results
+  return results
 
 
-def wanted_of(ids, version=0) -> dict:
-  return {number: tokens_of(number, version) for number in ids}
+def expected_of(ids, version=0) -> dict:
+  return {prompt_id: tokens_of(prompt_id, version) for prompt_id in ids}

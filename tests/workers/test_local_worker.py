@@ -31,16 +31,16 @@ def _requests() -> rollout.Requests:
 
 
 def _worker(model, params, config, kv_of, slots=4, rows=6, steps=3):
-  sizes = by_hand.sizes(60, slots)
-  nothing = rollout.Requests(
+  cache_config = by_hand.sizes(60, slots)
+  no_prompts = rollout.Requests(
     np.zeros((rows, 9), np.int32),
     np.ones(rows, np.int32),
     num_samples=np.zeros(rows, np.int32),
   )
   state = rollout.init(
-    jaxkv.init(sizes, jax.random.key(4)),
-    kv_of(sizes),
-    nothing,
+    jaxkv.init(cache_config, jax.random.key(4)),
+    kv_of(cache_config),
+    no_prompts,
     by_hand.key(),
     config,
   )
@@ -48,9 +48,9 @@ def _worker(model, params, config, kv_of, slots=4, rows=6, steps=3):
 
 
 def _by_hand(_, **options):
-  def kv_of(sizes):
+  def kv_of(cache_config):
     return jaxkv.kv.init(
-      sizes,
+      cache_config,
       num_layers=1,
       num_kv_heads=1,
       head_dim=by_hand.WIDTH,
@@ -60,15 +60,15 @@ def _by_hand(_, **options):
   return _worker(_BY_HAND, None, _CONFIG, kv_of, **options)
 
 
-def _assert_by_hand(found: dict) -> None:
-  assert sorted(found) == list(range(0, 48, 2))
-  for number, results in found.items():
+def _assert_by_hand(results_by_id: dict) -> None:
+  assert sorted(results_by_id) == list(range(0, 48, 2))
+  for prompt_id, results in results_by_id.items():
     for sample in range(2):
-      wanted = by_hand.expected(
-        number + sample, _PROMPTS[number // 2], 1.0, _CONFIG
+      expected = by_hand.expected(
+        prompt_id + sample, _PROMPTS[prompt_id // 2], 1.0, _CONFIG
       )
       length = int(results.lengths[sample])
-      assert results.tokens[sample, :length].tolist() == wanted.tokens
+      assert results.tokens[sample, :length].tolist() == expected.tokens
 
 
 class _Fails:
@@ -91,52 +91,52 @@ class _Fails:
 
 
 @pytest.mark.slow
-def test_tokens_do_not_depend_on_failures_or_members():
+def test_tokens_do_not_depend_on_failures_or_removed_workers():
   _Fails.num_failures = 0
   with workers.Pool(
     lambda place: _Fails(_by_hand(place)), 3, config=_CONFIG
   ) as pool:
     pool.submit(_requests())
-    found = {}
-    for group in pool.results():
-      assert group.id not in found
-      found[group.id] = group.results
-      if len(found) == 5:
+    results = {}
+    for samples in pool.results():
+      assert samples.id not in results
+      results[samples.id] = samples.results
+      if len(results) == 5:
         pool.remove(2)
-      if len(found) == 9:
+      if len(results) == 9:
         pool.add()
   assert _Fails.num_failures > 1
-  _assert_by_hand(found)
+  _assert_by_hand(results)
 
 
 @pytest.mark.slow
 def test_moved_sequences_are_not_computed_again():
-  first, second = _by_hand(0, slots=8), _by_hand(1, slots=8)
+  source, target = _by_hand(0, slots=8), _by_hand(1, slots=8)
   requests = _requests()
-  some = rollout.Requests(requests.tokens[:3], requests.lengths[:3])
-  assert first.submit(some, [0, 2, 4]) == [True] * 3
-  groups = first.advance()
-  exported = first.export()
+  prompts = rollout.Requests(requests.tokens[:3], requests.lengths[:3])
+  assert source.submit(prompts, [0, 2, 4]) == [True] * 3
+  ended = source.advance()
+  exported = source.export()
   # The pool has 59 pages.
   assert exported.contents[0].shape[0] == 16
-  moved = sorted({0, 2, 4} - {group.id for group in groups})
+  moved = sorted({0, 2, 4} - {samples.id for samples in ended})
   # In two calls, as if there were no room at first.
-  assert second.import_sequences(exported, moved[:1]) == moved[:1]
-  assert second.import_sequences(exported, moved[1:]) == moved[1:]
-  while len(groups) < 3:
-    groups += second.advance()
-  assert int(second._state.counters.recomputed) == 0
+  assert target.import_sequences(exported, moved[:1]) == moved[:1]
+  assert target.import_sequences(exported, moved[1:]) == moved[1:]
+  while len(ended) < 3:
+    ended += target.advance()
+  assert int(target._state.counters.recomputed) == 0
 
 
 @pytest.mark.slow
-def test_groups_do_not_keep_the_results_of_others():
-  worker, groups = _by_hand(0), []
+def test_samples_do_not_keep_the_results_of_other_prompts():
+  worker, ended = _by_hand(0), []
   requests = _requests()
-  some = rollout.Requests(requests.tokens[:3], requests.lengths[:3])
-  worker.submit(some, [0, 2, 4])
-  while len(groups) < 3:
-    groups += worker.advance()
-  for array in jax.tree.leaves(groups[0].results):
+  prompts = rollout.Requests(requests.tokens[:3], requests.lengths[:3])
+  worker.submit(prompts, [0, 2, 4])
+  while len(ended) < 3:
+    ended += worker.advance()
+  for array in jax.tree.leaves(ended[0].results):
     assert array.base is None or array.base.size == array.size
   worker.close()
   worker.close()
@@ -146,12 +146,12 @@ def test_a_rollout_of_other_weights_or_with_sequences_is_refused():
   state = _by_hand(0)._state
   cache = dataclasses.replace(state.memory.cache, epoch=jnp.uint32(3))
   queue = dataclasses.replace(state.queue, status=state.queue.status * 0)
-  for other, text in (
+  for changed_state, text in (
     (by_hand.with_cache(state, cache), "version 3 and 0 sequences"),
     (dataclasses.replace(state, queue=queue), "version 0 and 12 sequences"),
   ):
     with pytest.raises(ValueError, match=f"no sequences, got {text}"):
-      workers.LocalWorker(None, other, model=_BY_HAND)
+      workers.LocalWorker(None, changed_state, model=_BY_HAND)
 
 
 @pytest.mark.slow
@@ -167,10 +167,10 @@ def test_new_weights_keep_the_dtypes():
   state = _by_hand(0)._state
   params = {"weight": jnp.ones((2,), jnp.bfloat16)}
   worker = workers.LocalWorker(params, state, model=_BY_HAND)
-  for number in (np.float32(3), jnp.float32(4)):
-    worker.update_weights({"weight": number * np.ones((2,))}, 0, None)
+  for prompt_id in (np.float32(3), jnp.float32(4)):
+    worker.update_weights({"weight": prompt_id * np.ones((2,))}, 0, None)
     weight = worker._params["weight"]
-    assert weight.dtype == jnp.bfloat16 and weight.tolist() == [number] * 2
+    assert weight.dtype == jnp.bfloat16 and weight.tolist() == [prompt_id] * 2
 
 
 @pytest.mark.slow
@@ -187,8 +187,8 @@ def test_versions_reproduce_the_log_probs(max_age):
     numerics="exact",
   )
 
-  def kv_of(sizes):
-    return models.init_kv(DECODER, sizes)
+  def kv_of(cache_config):
+    return models.init_kv(DECODER, cache_config)
 
   versions = [
     models.init_params(jax.random.key(seed), DECODER) for seed in range(5)
@@ -200,38 +200,40 @@ def test_versions_reproduce_the_log_probs(max_age):
     max_age=max_age,
   ) as pool:
     pool.submit(_requests())
-    found = []
-    for group in pool.results():
-      found.append(group.results)
-      if len(found) in (3, 6, 9, 12):
-        pool.update_weights(versions[len(found) // 3])
-  assert len(found) == 24
-  sizes = by_hand.sizes(60, 4)
+    parts = []
+    for samples in pool.results():
+      parts.append(samples.results)
+      if len(parts) in (3, 6, 9, 12):
+        pool.update_weights(versions[len(parts) // 3])
+  assert len(parts) == 24
+  cache_config = by_hand.sizes(60, 4)
   score = jax.jit(functools.partial(rollout.score, model=_FORWARD))
-  results = jax.tree.map(lambda *rows: np.concatenate(rows), *found)
+  results = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
   is_drawn = results.mask
   oldest = np.where(is_drawn, results.versions, 99).min(axis=1)
   newest = results.versions.max(axis=1)
   assert (newest - oldest).max() <= max_age and newest.max() == 4
   for version, params in enumerate(versions):
-    memory = rollout.Memory(cache=jaxkv.init(sizes), kv=kv_of(sizes))
+    memory = rollout.Memory(
+      cache=jaxkv.init(cache_config), kv=kv_of(cache_config)
+    )
     for row in range(0, 48, 2):
-      begin = int(results.prompt_lengths[row])
-      columns = results.tokens[row : row + 2, begin:]
-      columns = np.pad(columns, ((0, 0), (0, begin)))[:, :6]
-      lengths = results.lengths[row : row + 2] - begin
+      start = int(results.prompt_lengths[row])
+      columns = results.tokens[row : row + 2, start:]
+      columns = np.pad(columns, ((0, 0), (0, start)))[:, :6]
+      lengths = results.lengths[row : row + 2] - start
       memory, scored = score(
         params,
         memory,
         results.tokens[row : row + 1, :9],
-        np.asarray([begin], np.int32),
+        np.asarray([start], np.int32),
         columns[None],
         lengths[None],
       )
       for sample in range(2):
-        place = begin + np.arange(lengths[sample])
-        is_own = results.versions[row + sample, place] == version
+        index = start + np.arange(lengths[sample])
+        is_own = results.versions[row + sample, index] == version
         np.testing.assert_array_equal(
           np.asarray(scored.log_probs)[0, sample, : lengths[sample]][is_own],
-          results.log_probs[row + sample, place][is_own],
+          results.log_probs[row + sample, index][is_own],
         )

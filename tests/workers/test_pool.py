@@ -1,7 +1,5 @@
-"""Pools of workers without a model: routing, failures, weights."""
+"""Pools of workers without a model: streams of prompts, and weights."""
 
-import random
-import sys
 import threading
 
 import numpy as np
@@ -10,13 +8,12 @@ import pytest
 from jaxkv import rollout
 from jaxkv import workers
 from tests.workers.stub import CONFIG
-from tests.workers.stub import FailingWorker
 from tests.workers.stub import StubWorker
+from tests.workers.stub import expected_of
 from tests.workers.stub import random_prompts
 from tests.workers.stub import requests_of
 from tests.workers.stub import results_of
 from tests.workers.stub import tokens_of
-from tests.workers.stub import wanted_of
 
 _TOKENS = rollout.token_bytes([b"a", b"b"])
 
@@ -27,14 +24,16 @@ def _ending_at(string):
 
 
 class TestStream:
-  def test_every_prompt_comes_back_once(self):
+  def test_every_prompt_is_returned_once(self):
     with workers.Pool(lambda _: StubWorker(), 3, config=CONFIG) as pool:
       ids = pool.submit(requests_of(random_prompts(100)))
       assert ids == list(range(100))
-      assert results_of(pool) == wanted_of(ids)
+      assert results_of(pool) == expected_of(ids)
       # The pool goes on.
-      more = pool.submit(requests_of(random_prompts(20)), ids=range(500, 520))
-      assert results_of(pool) == wanted_of(more)
+      new_ids = pool.submit(
+        requests_of(random_prompts(20)), ids=range(500, 520)
+      )
+      assert results_of(pool) == expected_of(new_ids)
       assert pool.submit(requests_of(random_prompts(1))) == [520]
 
   def test_slots_are_busy_while_there_are_prompts(self):
@@ -65,7 +64,7 @@ class TestStream:
       ([0.5, 1.0], TypeError, "`ids` must hold integers"),
     ],
   )
-  def test_ids_of_another_number_or_range(self, ids, error, message):
+  def test_ids_of_another_shape_or_range_are_refused(self, ids, error, message):
     with workers.Pool(lambda _: StubWorker(), 1, config=CONFIG) as pool:
       with pytest.raises(error, match=message):
         pool.submit(requests_of(random_prompts(2)), ids=ids)
@@ -115,7 +114,7 @@ class TestStream:
       with pytest.raises(ValueError, match=f"`requests{message}"):
         pool.submit(second)
       ids += pool.submit(first)
-      assert results_of(pool) == wanted_of(ids)
+      assert results_of(pool) == expected_of(ids)
 
   def test_lengths_beyond_the_tokens_are_refused(self):
     requests = rollout.Requests([[7, 7]], [3])
@@ -193,225 +192,7 @@ class TestStream:
           pool.submit(requests_of(random_prompts(40)))
       # No worker took one of the 10 prompts before the interrupt.
       ids = pool.submit(requests_of(random_prompts(5)), ids=range(10, 15))
-      assert results_of(pool) == wanted_of([*range(10), *ids])
-
-
-class TestFailures:
-  def test_prompts_run_again_elsewhere(self):
-    own = random.Random(3)
-    made = []
-
-    def make(_):
-      made.append(FailingWorker(own.randint(3, 9)))
-      return made[-1]
-
-    with workers.Pool(make, 4, config=CONFIG, max_failures=100) as pool:
-      ids = pool.submit(requests_of(random_prompts(200)))
-      assert results_of(pool) == wanted_of(ids)
-    assert len(made) > 10
-    assert all(worker.is_closed for worker in made)
-
-  def test_a_prompt_that_is_refused_is_an_error(self):
-    class Strict(StubWorker):
-      def submit(self, requests, ids):
-        raise ValueError("`requests` must be valid prompts")
-
-    with workers.Pool(lambda _: Strict(), 2, config=CONFIG) as pool:
-      pool.submit(requests_of(random_prompts(3)))
-      with pytest.raises(RuntimeError, match="stopped: `requests` must be"):
-        results_of(pool)
-
-  def test_a_place_that_always_fails_is_an_error(self):
-    def make(_):
-      raise OSError("no such machine")
-
-    with workers.Pool(make, 2, config=CONFIG, max_failures=2) as pool:
-      pool.submit(requests_of(random_prompts(3)))
-      with pytest.raises(
-        RuntimeError, match="failed 3 times before a group ended: no such"
-      ):
-        results_of(pool)
-      with pytest.raises(RuntimeError, match="no such machine"):
-        pool.submit(requests_of(random_prompts(3)))
-
-  def test_calls_that_end_no_group_do_not_reset_the_count(self, caplog):
-    with workers.Pool(
-      lambda _: FailingWorker(1, steps=1), 1, config=CONFIG, max_failures=2
-    ) as pool:
-      pool.submit(requests_of(random_prompts(1)))
-      with pytest.raises(RuntimeError, match="failed 3 times before a group"):
-        results_of(pool)
-    messages = [record.getMessage() for record in caplog.records]
-    assert messages == ["The worker of place 0 failed."] * 3
-    assert "the machine was taken away" in caplog.text
-
-  def test_unknown_groups_do_not_reset_the_count(self):
-    class Wrong(StubWorker):
-      def advance(self):
-        return [workers.Group(10**6, [])]
-
-    with workers.Pool(
-      lambda _: Wrong(), 1, config=CONFIG, max_failures=2
-    ) as pool:
-      pool.submit(requests_of(random_prompts(1)))
-      with pytest.raises(RuntimeError, match="failed 3 times before a group"):
-        results_of(pool)
-
-  def test_a_place_that_was_removed_may_fail(self):
-    has_prompts, has_failed = threading.Event(), threading.Event()
-
-    class Waits(StubWorker):
-      def advance(self):
-        assert has_prompts.wait(20)
-        return super().advance()
-
-    class Fails(StubWorker):
-      def advance(self):
-        has_prompts.set()
-        return []
-
-      def export(self):
-        has_failed.set()
-        raise OSError("the machine was taken away")
-
-    def make(place):
-      return Waits() if place else Fails()
-
-    with workers.Pool(make, 2, config=CONFIG, max_failures=0) as pool:
-      ids = pool.submit(requests_of(random_prompts(60)))
-      found = {}
-      for group in pool.results():
-        found[group.id] = group.results
-        pool.remove(0)
-      assert has_failed.is_set() and found == wanted_of(ids)
-
-  def test_an_exit_is_a_failure_like_others(self):
-    made = []
-
-    class Exits(StubWorker):
-      def advance(self):
-        if len(made) == 1:
-          sys.exit(3)
-        return super().advance()
-
-    def make(_):
-      made.append(Exits())
-      return made[-1]
-
-    with workers.Pool(make, 1, config=CONFIG) as pool:
-      ids = pool.submit(requests_of(random_prompts(3)))
-      assert results_of(pool) == wanted_of(ids)
-    assert len(made) == 2 and made[0].is_closed
-
-  def test_groups_that_have_ended_come_before_the_error(self):
-    has_stopped = threading.Event()
-
-    class Last(FailingWorker):
-      def close(self):
-        has_stopped.set()
-
-    with workers.Pool(
-      lambda _: Last(6), 1, config=CONFIG, max_failures=0
-    ) as pool:
-      pool.submit(requests_of(random_prompts(20)))
-      has_stopped.wait()
-      found = {}
-      with pytest.raises(RuntimeError, match="machine was taken away"):
-        for group in pool.results():
-          found[group.id] = group.results
-      assert len(found) >= 4 and found == wanted_of(found)
-
-
-class TestMembers:
-  def test_others_continue_the_sequences_of_one_that_is_removed(self):
-    made = []
-
-    def make(_):
-      made.append(StubWorker(steps=1))
-      return made[-1]
-
-    with workers.Pool(make, 3, config=CONFIG) as pool:
-      ids = pool.submit(requests_of(random_prompts(120)))
-      # Added first: a worker is made only if prompts wait.
-      assert pool.add() == 3
-      found = {}
-      for group in pool.results():
-        found[group.id] = group.results
-        if len(found) == 20:
-          pool.remove(1)
-      assert found == wanted_of(ids)
-    # A sequence that began again would take more steps.
-    tokens = sum(map(len, found.values()))
-    assert sum(worker.num_steps for worker in made) * 4 >= tokens
-    assert made[1].is_closed and len(made) == 4
-
-  def test_several_workers_continue_the_sequences_of_one(self):
-    """None has room for all of them."""
-    made = []
-
-    def make(place):
-      made.append(StubWorker(steps=1, rows=40 if place == 0 else 8))
-      return made[-1]
-
-    with workers.Pool(make, 4, config=CONFIG) as pool:
-      ids = pool.submit(requests_of(random_prompts(150)))
-      found = {}
-      for group in pool.results():
-        assert group.id not in found
-        found[group.id] = group.results
-        if len(found) == 10:
-          pool.remove(0)
-          pool.remove(0)
-      assert found == wanted_of(ids)
-
-  def test_sequences_that_cannot_be_imported_begin_again(self):
-    """Each failure uses up an export, so they cannot fail for ever."""
-    has_begun, may_go_on, failures = threading.Event(), threading.Event(), []
-
-    class Refuses(StubWorker):
-      def advance(self):
-        has_begun.set()
-        may_go_on.wait()
-        return super().advance()
-
-      def import_sequences(self, exported, ids):
-        failures.append(ids)
-        raise OSError("out of memory")
-
-    with workers.Pool(
-      lambda _: Refuses(steps=1), 1, config=CONFIG, max_failures=8
-    ) as pool:
-      ids = pool.submit(requests_of(random_prompts(30)))
-      has_begun.wait()
-      pool.add()
-      pool.remove(0)
-      may_go_on.set()
-      assert results_of(pool) == wanted_of(ids)
-    assert failures
-
-  def test_a_place_without_a_worker_is_removed_without_one(self):
-    made = []
-
-    def make(place):
-      made.append(place)
-      return StubWorker()
-
-    with workers.Pool(make, 3, config=CONFIG) as pool:
-      pool.remove(1)
-      ids = pool.submit(requests_of(random_prompts(20)))
-      assert results_of(pool) == wanted_of(ids)
-    assert 1 not in made
-
-  def test_one_worker_must_stay(self):
-    with workers.Pool(lambda _: StubWorker(), 1, config=CONFIG) as pool:
-      with pytest.raises(ValueError, match="must not be the last worker"):
-        pool.remove(0)
-      pool.remove(pool.add())
-      with pytest.raises(ValueError, match="must not be the last worker"):
-        pool.remove(0)
-      pool.remove(1)
-      with pytest.raises(ValueError, match=r"`place` must be one of \[0\]"):
-        pool.remove(5)
+      assert results_of(pool) == expected_of([*range(10), *ids])
 
 
 class TestWeights:
@@ -421,21 +202,21 @@ class TestWeights:
       lambda _: StubWorker(steps=1), 3, config=CONFIG, max_age=max_age
     ) as pool:
       ids = pool.submit(requests_of(random_prompts(200)))
-      found = {}
-      for group in pool.results():
-        found[group.id] = group.results
-        if len(found) % 20 == 0 and len(found) < 200:
-          version = pool.update_weights(f"weights {len(found) // 20}")
-          assert version == len(found) // 20
-        if len(found) == 59:
+      results = {}
+      for samples in pool.results():
+        results[samples.id] = samples.results
+        if len(results) % 20 == 0 and len(results) < 200:
+          version = pool.update_weights(f"weights {len(results) // 20}")
+          assert version == len(results) // 20
+        if len(results) == 59:
           pool.remove(0)
-        if len(found) == 100:
+        if len(results) == 100:
           pool.add()
-    assert sorted(found) == ids
+    assert sorted(results) == ids
     ages = []
-    for number, tokens in found.items():
+    for prompt_id, tokens in results.items():
       assert [token for token, _ in tokens] == [
-        token for token, _ in tokens_of(number, 0)
+        token for token, _ in tokens_of(prompt_id, 0)
       ]
       versions = [version for _, version in tokens]
       ages.append(versions[-1] - versions[0])
@@ -451,8 +232,8 @@ class TestWeights:
 
     params = {}
     with workers.Pool(lambda _: Records(), 1, config=CONFIG) as pool:
-      for number in (1, 2):
-        params["layer"] = number
+      for prompt_id in (1, 2):
+        params["layer"] = prompt_id
         pool.update_weights(params)
         pool.submit(requests_of(random_prompts(1)))
         results_of(pool)

@@ -17,7 +17,7 @@ def _requests():
   """Requests whose rows differ in all fields."""
   row = np.arange(_ROWS, dtype=np.int32)
   tokens = rollout.token_bytes([b"a", b"b", b"c"])
-  lists = [["abc"[number % 3]] * (number % 2) for number in range(_ROWS)]
+  lists = [["abc"[i % 3]] * (i % 2) for i in range(_ROWS)]
   return rollout.Requests(
     np.arange(_PROMPTS * 20, dtype=np.int32).reshape(_PROMPTS, 20),
     [20, 3, 17, 16, 1],
@@ -33,11 +33,11 @@ def _requests():
   )
 
 
-def test_any_order():
+def test_parts_are_joined_in_any_order():
   requests = as_requests(_requests(), _CONFIG)
   parts = prompts.split(_requests(), _CONFIG)
   order = np.asarray([3, 0, 4])
-  joined = prompts.join([parts[number] for number in order])
+  joined = prompts.join([parts[index] for index in order])
   samples = (order[:, None] * _SAMPLES + np.arange(_SAMPLES)).reshape(-1)
   expected = map_rows(
     lambda array: np.asarray(array)[order],
@@ -45,9 +45,9 @@ def test_any_order():
     requests,
   )
   np.testing.assert_array_equal(joined.extra["row"], samples)
-  found, leaves = jax.tree.leaves(joined), jax.tree.leaves(expected)
-  for array, other in zip(found, leaves, strict=True):
-    np.testing.assert_array_equal(array, other)
+  arrays, leaves = jax.tree.leaves(joined), jax.tree.leaves(expected)
+  for array, expected_array in zip(arrays, leaves, strict=True):
+    np.testing.assert_array_equal(array, expected_array)
 
 
 def test_shorter_prompts_are_padded():

@@ -1,4 +1,4 @@
-"""Which worker of a pool takes which prompts."""
+"""Assignment of the prompts of a pool to its workers."""
 
 import random
 import threading
@@ -7,16 +7,16 @@ import pytest
 
 from jaxkv import rollout
 from jaxkv import workers
-from jaxkv._src.workers.member import Member
 from jaxkv._src.workers.prompts import Prompt
 from jaxkv._src.workers.prompts import split
 from jaxkv._src.workers.routing import choose
+from jaxkv._src.workers.worker_state import WorkerState
 from tests.workers.stub import CONFIG
 from tests.workers.stub import StubWorker
+from tests.workers.stub import expected_of
 from tests.workers.stub import random_prompts
 from tests.workers.stub import requests_of
 from tests.workers.stub import results_of
-from tests.workers.stub import wanted_of
 
 
 def test_workers_leave_prompts_to_others_with_free_slots():
@@ -33,7 +33,7 @@ def test_workers_leave_prompts_to_others_with_free_slots():
   ) as pool:
     # As many as there are slots.
     ids = pool.submit(requests_of(random_prompts(16)))
-    assert results_of(pool) == wanted_of(ids)
+    assert results_of(pool) == expected_of(ids)
 
 
 @pytest.mark.parametrize("counts", [[1, 1, 1, 1, 1, 1], [4, 4], [3, 3, 3]])
@@ -43,26 +43,37 @@ def test_a_worker_takes_the_samples_that_it_needs(counts):
     [[1]] * len(counts), [1] * len(counts), num_samples=counts
   )
   waiting = [
-    Prompt(number, part, ())
-    for number, part in enumerate(split(requests, config))
+    Prompt(prompt_id, part, ())
+    for prompt_id, part in enumerate(split(requests, config))
   ]
   room = workers.Room(prompts=9, needed=8, slots=4)
-  member, peer = Member(0, print), Member(1, print)
-  taken = choose(waiting, room, member, [peer])
-  assert 4 <= sum(counts[prompt.id] for prompt in taken) <= 6
-  for number, part in enumerate(split(requests, config), 100):
-    peer.add(Prompt(number, part, ()))
-  assert choose(waiting, room, member, [peer]) == waiting
-  assert choose(waiting, room, member, []) == waiting
+  state, peer = WorkerState(0, print), WorkerState(1, print)
+  chosen = choose(waiting, room, state, [peer])
+  assert 4 <= sum(counts[prompt.id] for prompt in chosen) <= 6
+  for prompt_id, part in enumerate(split(requests, config), 100):
+    peer.add(Prompt(prompt_id, part, ()))
+  assert choose(waiting, room, state, [peer]) == waiting
+  assert choose(waiting, room, state, []) == waiting
+
+
+def test_no_prompt_waits_for_a_place_without_a_worker():
+  state = WorkerState(0, print)
+  assert state.takes_prompts
+  state.num_failures = 1
+  assert not state.takes_prompts
+  state.worker = StubWorker()
+  assert state.takes_prompts
+  state.leaves = True
+  assert not state.takes_prompts
 
 
 @pytest.mark.slow
 def test_families_of_prompts_stay_together():
   """40 families over 4 workers, beside one cache of their pages."""
-  own = random.Random(5)
-  heads = [[own.randrange(99) for _ in range(64)] for _ in range(40)]
+  rng = random.Random(5)
+  heads = [[rng.randrange(99) for _ in range(64)] for _ in range(40)]
   prompts = [
-    own.choice(heads) + [own.randrange(99) for _ in range(20)]
+    rng.choice(heads) + [rng.randrange(99) for _ in range(20)]
     for _ in range(1200)
   ]
   # A worker's cache has 12 of the families, and not all 40.
@@ -82,14 +93,14 @@ def test_families_of_prompts_stay_together():
     return sum(worker.hits for worker in made)
 
   in_pool = hits_of(4, **options)
-  one = hits_of(1, slots=16, rows=64, capacity=4 * options["capacity"])
+  seq = hits_of(1, slots=16, rows=64, capacity=4 * options["capacity"])
   in_turn = 0
-  for place in range(4):
+  for worker_index in range(4):
     worker = StubWorker(**options)
-    for start in range(place, 1200, 32):
-      some = prompts[start : start + 32 : 4]
-      worker.submit(requests_of(some), list(range(len(some))))
+    for start in range(worker_index, 1200, 32):
+      part = prompts[start : start + 32 : 4]
+      worker.submit(requests_of(part), list(range(len(part))))
       while worker.room().prompts < 16:
         worker.advance()
     in_turn += worker.hits
-  assert in_pool >= 0.9 * one > 1.3 * in_turn, (in_pool, one, in_turn)
+  assert in_pool >= 0.9 * seq > 1.3 * in_turn, (in_pool, seq, in_turn)

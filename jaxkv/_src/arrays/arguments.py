@@ -114,9 +114,9 @@ def is_integer(value: Any) -> bool:
   return _is_scalar(value, jnp.integer)
 
 
-def _is_scalar(value: Any, kind: Any) -> bool:
+def _is_scalar(value: Any, family: Any) -> bool:
   is_array = isinstance(value, np.number | np.ndarray | jax.Array)
-  return is_array and value.ndim == 0 and jnp.issubdtype(value.dtype, kind)
+  return is_array and value.ndim == 0 and jnp.issubdtype(value.dtype, family)
 
 
 def is_concrete(value: Any) -> bool:
@@ -198,8 +198,8 @@ def as_real_numbers(name: str, value: Any) -> Any:
     TypeError: the elements have another type, for example bool.
   """
   array = value if isinstance(value, jax.Array) else _on_host(name, value)
-  kinds = (jnp.floating, jnp.integer)
-  if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+  families = (jnp.floating, jnp.integer)
+  if not any(jnp.issubdtype(array.dtype, family) for family in families):
     raise TypeError(f"`{name}` must hold real numbers, got {array.dtype}.")
   return array
 
@@ -263,9 +263,24 @@ def _check_kind(name: str, dtype: Any, kinds: str, content: str) -> None:
     raise TypeError(f"`{name}` must hold {content}, got {dtype}.")
 
 
+def as_array(name: str, values: Any) -> Array:
+  """Converts numbers to a JAX array.
+
+  Raises:
+    TypeError: the value is not an array, such as None or a str.
+    ValueError: the rows differ in length.
+  """
+  if isinstance(values, jax.Array):
+    return values
+  # JAX would refuse objects, strings and times without the argument's name.
+  if np.dtype(_on_host(name, values).dtype).kind in "OSUMm":
+    refuse(TypeError, name, "an array of numbers", values)
+  return jnp.asarray(values)
+
+
 def as_floats(name: str, values: Any) -> Array:
   """Converts floats of any width to float32; raises TypeError for others."""
-  values = jnp.asarray(values)
+  values = as_array(name, values)
   if not jnp.issubdtype(values.dtype, jnp.floating):
     raise TypeError(f"`{name}` must be floats, got {values.dtype.name}.")
   return values.astype(jnp.float32)
@@ -273,9 +288,9 @@ def as_floats(name: str, values: Any) -> Array:
 
 def as_real(name: str, values: Any) -> Array:
   """Converts floats, integers or bools to an array; else raises TypeError."""
-  values = jnp.asarray(values)
-  kinds = (jnp.floating, jnp.integer, jnp.bool_)
-  if not any(jnp.issubdtype(values.dtype, kind) for kind in kinds):
+  values = as_array(name, values)
+  families = (jnp.floating, jnp.integer, jnp.bool_)
+  if not any(jnp.issubdtype(values.dtype, family) for family in families):
     raise TypeError(
       f"`{name}` must be floats, integers or bools, got {values.dtype.name}."
     )
@@ -330,8 +345,10 @@ def check_shape(
 
 def _fits(value: Array, shape: Shape) -> bool:
   return len(value.shape) == len(shape) and all(
-    size > 0 if isinstance(expected_size, str) else size == expected_size
-    for size, expected_size in zip(value.shape, shape, strict=True)
+    length > 0
+    if isinstance(expected_length, str)
+    else length == expected_length
+    for length, expected_length in zip(value.shape, shape, strict=True)
   )
 
 
@@ -354,10 +371,8 @@ def check_sizes(
   actual = shapes_of(value)
   # A path that only one of the two states has is also an error.
   for path in expected | actual:
-    expected_shape, actual_shape = (
-      expected.get(path, "no array"),
-      actual.get(path, "no array"),
-    )
+    expected_shape = expected.get(path, "no array")
+    actual_shape = actual.get(path, "no array")
     if expected_shape != actual_shape:
       raise ValueError(
         f"`{name}{path}` must have the shape that `{name}.config` asks for, "
@@ -375,23 +390,21 @@ def check_rows(arguments: dict[str, Any], lead: str, num_slots: int) -> None:
       is a row. For "slots" with the value None, the rows are all B slots.
     num_slots: B, the number of slots.
   """
-  first, meaning = arguments.get(lead), f", one for each row of `{lead}`"
+  lead_value = arguments.get(lead)
+  meaning = f", one for each row of `{lead}`"
   if lead == "slots":
     meaning = ", one for each slot"
   rows: tuple[int, ...] = (num_slots,)
-  if first is not None and lead == "pages":
-    rows = first.shape
-  elif first is not None:
-    check_shape(lead, first, ("R", *_TRAILING_AXES.get(lead, ())))
-    rows = first.shape[:1]
+  if lead_value is not None and lead == "pages":
+    rows = lead_value.shape
+  elif lead_value is not None:
+    check_shape(lead, lead_value, ("R", *_TRAILING_AXES.get(lead, ())))
+    rows = lead_value.shape[:1]
   for name, value in arguments.items():
     if value is not None and name != lead:
       trailing_axes = _TRAILING_AXES.get(name, ())
       check_shape(name, value, (*rows, *trailing_axes), meaning)
 
 
-_TRAILING_AXES: dict[str, Shape] = {
-  "tokens": ("T",),
-  "salts": (4,),
-}
+_TRAILING_AXES: dict[str, Shape] = {"tokens": ("T",), "salts": (4,)}
 """The axes after the first, of arguments that have more than one axis."""

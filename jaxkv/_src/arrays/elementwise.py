@@ -40,25 +40,25 @@ def where(condition: Any, yes: Any, no: Any) -> Any:
   return numpy_for(condition, yes, no).where(condition, yes, no)
 
 
-def zeros_like(number: Any) -> Any:
+def zeros_like(value: Any) -> Any:
   """Returns 0 in the shape and dtype of a number or an array."""
-  return 0 if isinstance(number, int) else numpy_for(number).zeros_like(number)
+  return 0 if isinstance(value, int) else numpy_for(value).zeros_like(value)
 
 
-def quotient(number: Any, divisor: int) -> Any:
+def quotient(dividend: Any, divisor: int) -> Any:
   """Computes `number // divisor` for numbers that are not negative."""
   if divisor & (divisor - 1) == 0:
-    return number >> (divisor.bit_length() - 1)
-  if not isinstance(number, Array):
-    return number // divisor
+    return dividend >> (divisor.bit_length() - 1)
+  if not isinstance(dividend, Array):
+    return dividend // divisor
   # The `//` of JAX rounds down, so it would also compute signs and remainders.
-  return lax.div(number, lax.full_like(number, divisor))
+  return lax.div(dividend, lax.full_like(dividend, divisor))
 
 
-def remainder(number: Any, divisor: int) -> Any:
+def remainder(dividend: Any, divisor: int) -> Any:
   """Computes `number % divisor` for numbers that are not negative."""
   if divisor & (divisor - 1) == 0:
-    return number & (divisor - 1)
-  if not isinstance(number, Array):
-    return number % divisor
-  return lax.rem(number, lax.full_like(number, divisor))
+    return dividend & (divisor - 1)
+  if not isinstance(dividend, Array):
+    return dividend % divisor
+  return lax.rem(dividend, lax.full_like(dividend, divisor))

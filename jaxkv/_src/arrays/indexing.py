@@ -92,11 +92,11 @@ class SlotRows(NamedTuple):
     return where_valid(valid, self.slots)
 
 
-def between(start: Array, stop: Array, size: int) -> Array:
-  """Returns bool[..., size]: True at positions from `start` to `stop - 1`."""
-  position = jnp.arange(size, dtype=jnp.int32)
-  position = position.reshape(*(1,) * start.ndim, size)
-  return (position >= start[..., None]) & (position < stop[..., None])
+def between(low: Array, high: Array, num_positions: int) -> Array:
+  """Returns bool[..., num_positions]: True from `low` to `high - 1`."""
+  position = jnp.arange(num_positions, dtype=jnp.int32)
+  position = position.reshape(*(1,) * low.ndim, num_positions)
+  return (position >= low[..., None]) & (position < high[..., None])
 
 
 def num_earlier(values: Array) -> Array:
@@ -124,8 +124,8 @@ def _runs(values: Array) -> tuple[Array, Array, Array]:
   order = jnp.argsort(values, stable=True).astype(jnp.int32)
   ordered = values[order]
   lanes = jnp.arange(values.shape[0], dtype=jnp.int32)
-  begins = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
-  return order, lanes, lax.cummax(jnp.where(begins, lanes, 0))
+  is_new = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
+  return order, lanes, lax.cummax(jnp.where(is_new, lanes, 0))
 
 
 def any_earlier(values: Array, counts: Array) -> Array:

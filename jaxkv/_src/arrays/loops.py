@@ -110,21 +110,21 @@ def locate(counts: Array, item: Array) -> Items:
   row = lax.platform_dependent(
     ends, item, cpu=_num_ended_by_search, default=_num_ended_by_comparison
   )
-  begin = indexing.take(ends, row - 1)  # Index -1 reads 0.
-  return Items(row, item - begin, (item >= 0) & (item < ends[-1]))
+  first_item = indexing.take(ends, row - 1)  # Index -1 reads 0.
+  return Items(row, item - first_item, (item >= 0) & (item < ends[-1]))
 
 
 def _num_ended_by_search(ends: Array, item: Array) -> Array:
   """Returns int32[W]: for each item, the number of `ends` <= item."""
-  size = ends.shape[0]
-  steps = size.bit_length()
+  num_ends = ends.shape[0]
+  steps = num_ends.bit_length()
 
   # The search is not unrolled, because XLA:CPU would then repeat it for each
   # use of the result.
   def halve(step: Array, count: Array) -> Array:
     larger = count + (jnp.int32(1 << (steps - 1)) >> step)
-    end = ends.at[larger - 1].get(mode="clip")
-    return jnp.where((larger <= size) & (end <= item), larger, count)
+    range_end = ends.at[larger - 1].get(mode="clip")
+    return jnp.where((larger <= num_ends) & (range_end <= item), larger, count)
 
   return lax.fori_loop(0, steps, halve, sharding.zeros_like(item))
 
@@ -193,18 +193,18 @@ def for_each(
       longest is at most 4 * GPU_WINDOW, a GPU calls `body` once with all items,
       without a loop and without a search for their ranges.
   """
-  total = jnp.sum(counts, dtype=jnp.int32)
+  num_items = jnp.sum(counts, dtype=jnp.int32)
   width = window or WINDOW
   lanes = jnp.arange(width, dtype=jnp.int32)
 
   # The number of iterations depends on the total number of items, not on the
   # number of ranges. Without items, this loop has no iterations.
   def trip(loop: tuple[Array, Carry]) -> tuple[Array, Carry]:
-    begin, carry = loop
-    return begin + width, body(carry, locate(counts, begin + lanes))
+    first_item, carry = loop
+    return first_item + width, body(carry, locate(counts, first_item + lanes))
 
   def in_windows(loop: tuple[Array, Carry]) -> tuple[Array, Carry]:
-    return lax.while_loop(lambda loop: loop[0] < total, trip, loop)
+    return lax.while_loop(lambda loop: loop[0] < num_items, trip, loop)
 
   def first_window(loop: tuple[Array, Carry]) -> tuple[Array, Carry]:
     return loop[0] + GPU_WINDOW, body(loop[1], first_items(counts))
@@ -212,7 +212,7 @@ def for_each(
   def all_at_once(loop: tuple[Array, Carry]) -> tuple[Array, Carry]:
     return loop[0], body(loop[1], _all_items(counts, longest))
 
-  start = sharding.zeros_like(total), carry
+  start = sharding.zeros_like(num_items), carry
   # The search for ranges is the expensive part of a window. Without the search,
   # a window on a GPU can have four times as many items.
   if longest * counts.shape[0] <= 4 * GPU_WINDOW:

@@ -49,9 +49,9 @@ def any_shard(condition: Array, axis: str | None) -> Array:
   return largest_of_shards(condition.astype(jnp.int32), axis) > 0
 
 
-def largest_of_shards(number: Array, axis: str | None) -> Array:
+def largest_of_shards(value: Array, axis: str | None) -> Array:
   """Returns the maximum of a number over all devices along an axis."""
-  return number if axis is None else lax.pmax(number, axis)
+  return value if axis is None else lax.pmax(value, axis)
 
 
 def _axes(leaf: Any) -> frozenset[str]:

@@ -10,7 +10,6 @@ own line of this table and on the lines below it:
 | `steps/` | steps that verbs share: find a prefix, reserve pages, publish |
 | `state`, `stats` | the state, its counters, statuses, the decorator `verb` |
 | `pool/` | pages: reference counts, the free queue, page-table rows |
-| `telemetry` | the event log, and the ages of evicted pages |
 | `prefix/` | page keys, the prefix index, publication rules |
 | `config`, `offload_policy` | the static sizes and options |
 | `group_kinds` | kinds of layer groups, and their sizes in pages |

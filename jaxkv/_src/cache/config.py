@@ -9,7 +9,7 @@ from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import GroupSizes
 from jaxkv._src.cache.offload_policy import OffloadPolicy
 
-_CAN_BE_0 = ("event_log", "offload_pages", "page_bytes")
+_CAN_BE_0 = ("offload_pages", "page_bytes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,6 @@ class CacheConfig:
       multiples of `alignment` tokens. With `use_eagle`, it also selects the
       hits of a prompt that begins with this one. A number k above 0 also
       selects one prefix every k tokens.
-    event_log: the capacity of the event log, in events; 0 for no log. See
-      `jaxkv.telemetry.drain_events`.
-    track_new_pages: True to record the pages that are popped, except restored
-      pages, for `jaxkv.telemetry.take_new_pages`.
-    track_residency: True to record the ages of evicted pages, for
-      `jaxkv.telemetry.residency`.
     offload_pages: N2, the number of offloaded pages, 0 for none. Cached pages
       that the device evicts are saved there. See `jaxkv.kv.move`.
     offload_policy: the pages that can return from offload memory. "always":
@@ -83,9 +77,6 @@ class CacheConfig:
   merge_duplicates: bool = False
   use_eagle: bool = False
   prefix_retention_interval: int | None = None
-  event_log: int = 0
-  track_new_pages: bool = False
-  track_residency: bool = False
   offload_pages: int = 0
   offload_policy: str | OffloadPolicy = "always"
   page_bytes: int = 0
@@ -151,6 +142,7 @@ class CacheConfig:
           f"`CacheConfig.groups` must hold group kinds, got {kind!r}; use "
           "FullAttention(), SlidingWindow(window) or a subclass of GroupKind."
         )
+      self._check_is_on_device(kind)
     # A slot must hold a whole number of pages of every group. Pages must end at
     # multiples of `page_size` tokens, because only these positions have keys.
     for size in self.page_sizes:
@@ -160,17 +152,17 @@ class CacheConfig:
           f"({self.page_size}) and divide the slot's {self.slot_tokens} "
           f"tokens, got {size}."
         )
-    if all(kind.holds_encoder for kind in self.groups):
+
+  def _check_is_on_device(self, kind: GroupKind):
+    if not kind.is_on_device:
       raise ValueError(
-        "`CacheConfig.groups` must have a group for the sequences' own tokens, "
-        f"got {self.groups}; add one, such as FullAttention()."
+        f"`CacheConfig.groups` must hold kinds that a device has, got {kind}, "
+        "which only jaxkv.host.CacheManager has."
       )
 
   def _check_caching(self):
     needs_keys = {
       "merge_duplicates": "equal pages are recognized by their keys",
-      "event_log": "the log records published pages",
-      "track_residency": "ages are counted for cached pages",
       "offload_pages": "only cached pages move to offload memory",
     }
     for name, reason in needs_keys.items():
@@ -178,11 +170,6 @@ class CacheConfig:
         raise ValueError(
           f"`CacheConfig.{name}` needs prefix_caching=True: {reason}."
         )
-    if self.prefix_caching and self.holds_encoder:
-      raise ValueError(
-        "`CacheConfig.prefix_caching` must be False with CrossAttention: K/V "
-        "depends on the encoder's input, which page keys do not cover."
-      )
 
   def _check_retention(self):
     interval = self.prefix_retention_interval
@@ -224,20 +211,8 @@ class CacheConfig:
   def token_group(self) -> int:
     """The group whose index entries give back the tokens of a sequence."""
     # Prefers a group that keeps all pages, because skipped pages are lost.
-    keeps = [
-      not kind.skips_pages and not kind.holds_encoder for kind in self.groups
-    ]
-    return keeps.index(True) if True in keeps else self.first_self_group
-
-  @functools.cached_property
-  def first_self_group(self) -> int:
-    """The index of the first group without `GroupKind.holds_encoder`."""
-    return [kind.holds_encoder for kind in self.groups].index(False)
-
-  @property
-  def holds_encoder(self) -> bool:
-    """True if at least one group has `GroupKind.holds_encoder`."""
-    return any(kind.holds_encoder for kind in self.groups)
+    keeps = [not kind.skips_pages for kind in self.groups]
+    return keeps.index(True) if True in keeps else 0
 
   @property
   def skips_pages(self) -> bool:

@@ -29,9 +29,7 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
       f"CacheState({config.num_pages - 1} pages of {config.page_size} tokens;"
       f" {config.num_slots} slots; {kinds}; {obstacle})"
     )
-  # A slot is in use if any group has a page. Group 0 alone does not suffice: in
-  # an encoder's group, a sequence without encoder tokens has no pages.
-  running = np.asarray(state.num_pages).max(axis=1) > 0
+  running = np.asarray(state.num_pages)[:, 0] > 0
   total = config.num_pages - 1
   pages = [f"{total - int(state.pool.queue.num_free)} of {total} pages in use"]
   if state.pool.index is not None:

@@ -42,11 +42,8 @@ class GroupKind:
   holds_states: ClassVar[bool] = False
   """True if a page holds a recurrent state instead of the K/V of tokens."""
 
-  holds_encoder: ClassVar[bool] = False
-  """True if pages hold the encoder's tokens, not the sequence's tokens."""
-
-  num_speculative: ClassVar[int] = 0
-  """The number of a sequence's scratch pages, for states after draft tokens."""
+  is_on_device: ClassVar[bool] = True
+  """False for kinds that only `jaxkv.host.CacheManager` has."""
 
   keeps_last_page: ClassVar[bool] = False
   """True if `recycle` never releases the last full page of a sequence."""
@@ -163,8 +160,7 @@ class GroupKind:
 
   def num_columns(self, num_tokens: Array, page_size: int) -> Array:
     """Counts the columns for `num_tokens` tokens: int32[...] to int32[...]."""
-    pages = elementwise.quotient(num_tokens + (page_size - 1), page_size)
-    return pages + self.num_speculative
+    return elementwise.quotient(num_tokens + (page_size - 1), page_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,15 +254,8 @@ class Recurrent(GroupKind):
   continues from its last cached snapshot. A page is published when its last
   token is committed. So when a model computes that token, it must write the
   state to the page.
-
-  Attributes:
-    num_speculative: the number of draft tokens in a step. Each of them has a
-      scratch page, which holds the state after this token.
   """
 
-  num_speculative: int = dataclasses.field(  # pyright: ignore
-    default=0, metadata={"minimum": 0}
-  )
   holds_states: ClassVar[bool] = True
 
   def num_skipped_tokens(self, num_tokens: Array) -> Array:
@@ -301,20 +290,7 @@ class Recurrent(GroupKind):
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
     """See `GroupKind`. Counts all columns, because each can hold a state."""
-    return -(-longest // page_size) + self.num_speculative
-
-
-@dataclasses.dataclass(frozen=True)
-class CrossAttention(GroupKind):
-  """Layers that attend to the output of an encoder.
-
-  A sequence gets pages for all of the encoder's tokens when it starts, and
-  keeps them while it runs. A cache with such a group needs
-  `prefix_caching=False`, because K/V depends on the encoder's input, and page
-  keys do not.
-  """
-
-  holds_encoder: ClassVar[bool] = True
+    return -(-longest // page_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,13 +320,9 @@ class GroupSizes:
       return jnp.broadcast_to(result, (*result.shape[:-1], len(groups)))
     return jnp.stack([results[group] for group in groups], axis=-1)
 
-  def columns_for(self, tokens: Array, encoder_tokens: Array) -> Array:
+  def columns_for(self, tokens: Array) -> Array:
     """Counts the columns that sequences need: int32[...] to int32[..., G]."""
-    return self.by_group(
-      lambda kind, size: kind.num_columns(
-        encoder_tokens if kind.holds_encoder else tokens, size
-      )
-    )
+    return self.by_group(lambda kind, size: kind.num_columns(tokens, size))
 
   def full_pages(self, tokens: Array) -> Array:
     """Counts the pages that int32[...] tokens fill: int32[..., G]."""
@@ -359,9 +331,7 @@ class GroupSizes:
   def open_pages(self, tokens: Array) -> Array:
     """Returns bool[..., G]: True where int32[...] tokens end inside a page."""
     return self.by_group(
-      lambda kind, size: (
-        (elementwise.remainder(tokens, size) > 0) & (not kind.holds_encoder)
-      )
+      lambda _, size: elementwise.remainder(tokens, size) > 0
     )
 
   def skipped_pages(self, tokens: Array) -> Array:
@@ -391,60 +361,7 @@ class GroupSizes:
 
   def tokens_with_room(self, columns: Array) -> Array:
     """Counts the tokens that fit in columns: int32[..., G] to int32[...]."""
-    # Scratch pages hold no tokens. An encoder's group holds only the encoder's
-    # tokens, so it sets no limit.
-    scratch = _broadcast(
-      [kind.num_speculative for kind in self.groups], columns
-    )
-    tokens = jnp.maximum(columns - scratch, 0) * _broadcast(
-      self.page_sizes, columns
-    )
-    unlimited = jnp.int32(jnp.iinfo(jnp.int32).max)
-    tokens = jnp.where(self.holds_encoder(columns), unlimited, tokens)
-    return jnp.min(tokens, axis=-1)
-
-  def exceed_slot(self, columns: Array) -> Array:
-    """Returns bool[R]: True if a row's columns, int32[R, G], exceed its slot.
-
-    Returns a scalar False if no group has scratch pages.
-    """
-    # Callers have checked that the tokens fit a slot, so columns can exceed the
-    # slot only because of scratch pages.
-    if not any(kind.num_speculative for kind in self.groups):
-      return jnp.bool_(False)
-    limits = [self.slot_tokens // size for size in self.page_sizes]
-    return jnp.any(columns > _broadcast(limits, columns), axis=1)
-
-  def holds_encoder(self, columns: Array) -> Array:
-    """Returns bool[..., G], shaped like `columns`: True for encoder groups."""
-    flags = [kind.holds_encoder for kind in self.groups]
-    return _broadcast(flags, columns).astype(bool)
-
-  def keep_encoder(self, columns: Array, held: Array) -> Array:
-    """Returns `held` for groups of an encoder and `columns` for other groups.
-
-    Args:
-      columns: int32[..., G], the columns for the sequences' tokens.
-      held: int32[..., G], the columns in use.
-    """
-    if not any(kind.holds_encoder for kind in self.groups):
-      return columns
-    return jnp.where(self.holds_encoder(columns), held, columns)
-
-  def encoder_tokens(self, counts: Array | None, rows: Array) -> Array:
-    """Returns a verb's `num_encoder_tokens`; for None, zeros like `rows`.
-
-    Raises:
-      ValueError: no group holds tokens of an encoder.
-    """
-    if counts is None:
-      return jnp.zeros_like(rows)
-    if not any(kind.holds_encoder for kind in self.groups):
-      raise ValueError(
-        "`num_encoder_tokens` must be None without a CrossAttention group; "
-        f"`CacheConfig.groups` is {self.groups}."
-      )
-    return counts
+    return jnp.min(columns * _broadcast(self.page_sizes, columns), axis=-1)
 
 
 def _broadcast(values: Sequence[int], columns: Array) -> Array:

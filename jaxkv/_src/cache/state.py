@@ -408,9 +408,8 @@ def in_range(state: CacheState, slots: Array) -> Array:
 
 def is_empty(state: CacheState, slots: Array) -> Array:
   """Returns bool[R]: True for slots without pages, and slots out of range."""
-  # A slot in use can lack pages in an encoder's group, but not in this group.
-  group = jnp.int32(state.config.first_self_group)
-  return indexing.take(state.num_pages, slots, group) == 0
+  # A slot in use has columns in every group, if only of null pages.
+  return indexing.take(state.num_pages, slots, jnp.int32(0)) == 0
 
 
 def roots(state: CacheState, salts: Array | None) -> Array:

@@ -240,18 +240,19 @@ def train(
   optimizer = _optimizer(steps)
   params = models.init_params(jax.random.key(_SEED), config)
   state = (params, optimizer.init(params))
-  data, losses = jnp.asarray(tokens, jnp.int32), []
+  data = jnp.asarray(tokens, jnp.int32)
+  losses = []
   with tqdm.tqdm(
     total=steps, desc="training", unit="step", disable=not progress
   ) as bar:
-    for phase, first, last in _spans(steps):
-      numbers = jnp.arange(first, last, dtype=jnp.int32)
+    for phase, first_step, end_step in _spans(steps):
+      step_indices = jnp.arange(first_step, end_step, dtype=jnp.int32)
       state, span_losses = _run_span(
-        state, data, numbers, config=config, steps=steps, phase=phase
+        state, data, step_indices, config=config, steps=steps, phase=phase
       )
       losses.append(np.asarray(span_losses))
       bar.set_postfix_str(f"{losses[-1].mean():.2f} nats", refresh=False)
-      bar.update(last - first)
+      bar.update(end_step - first_step)
   return state[0], np.concatenate(losses)
 
 
@@ -259,9 +260,9 @@ def _spans(steps: int) -> Iterator[tuple[tuple[int, int], int, int]]:
   """Yields (phase, first step, last step + 1) of each span of `_SPAN` steps."""
   # Each pair of span length and phase needs a compilation. So all steps of a
   # span use the phase of the first step, and only the last span can be shorter.
-  for first in range(0, steps, _SPAN):
-    phase = _PHASES[first * len(_PHASES) // steps]
-    yield phase, first, min(first + _SPAN, steps)
+  for first_step in range(0, steps, _SPAN):
+    phase = _PHASES[first_step * len(_PHASES) // steps]
+    yield phase, first_step, min(first_step + _SPAN, steps)
 
 
 def _optimizer(steps: int) -> optax.GradientTransformation:
@@ -284,28 +285,29 @@ def _optimizer(steps: int) -> optax.GradientTransformation:
 def _run_span(
   state: Any,
   data: jax.Array,
-  numbers: jax.Array,
+  step_indices: jax.Array,
   *,
   config: models.Decoder,
   steps: int,
   phase: tuple[int, int],
 ) -> tuple[Any, jax.Array]:
-  """Runs an optimizer step for each step number in the vector `numbers`."""
+  """Runs an optimizer step for each step index in a vector."""
   optimizer = _optimizer(steps)
   context, batch_size = phase
   base_key = jax.random.key(_SEED + 1)
 
   def loss_of(params: Any, batch: jax.Array) -> jax.Array:
-    inputs, targets = batch[:, :-1], batch[:, 1:]
+    inputs = batch[:, :-1]
+    targets = batch[:, 1:]
     steps = jnp.arange(context, dtype=jnp.int32)
     positions = jnp.broadcast_to(steps[None], inputs.shape)
     logits = models.forward_uncached(params, inputs, positions, config=config)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return jnp.mean(losses)
 
-  def step(state: Any, number: jax.Array) -> tuple[Any, jax.Array]:
-    params, moments = state
-    key = jax.random.fold_in(base_key, number)
+  def step(state: Any, step_index: jax.Array) -> tuple[Any, jax.Array]:
+    params, opt_state = state
+    key = jax.random.fold_in(base_key, step_index)
     # The key depends on the step number, so that spans draw different batches.
     starts = jax.random.randint(
       key, (batch_size,), 0, data.size - context, jnp.int32
@@ -316,7 +318,7 @@ def _run_span(
     # adamw mixes a Python float with an int32 count, which raises if the caller
     # has set strict dtype promotion.
     with jax.numpy_dtype_promotion("standard"):
-      updates, moments = optimizer.update(gradients, moments, params)
-    return (optax.apply_updates(params, updates), moments), loss
+      updates, opt_state = optimizer.update(gradients, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), loss
 
-  return jax.lax.scan(step, state, numbers)
+  return jax.lax.scan(step, state, step_indices)

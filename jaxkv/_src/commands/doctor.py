@@ -26,7 +26,6 @@ from jaxkv._src.commands import output
 _PACKAGES = ("jax", "jaxlib", "numpy", "chex", "optax")
 # For each extra, one package whose presence shows that the extra is installed.
 _EXTRAS = {
-  "plots": "matplotlib",
   "hf": "tokenizers",
   "hub": "huggingface_hub",
   "gguf": "gguf",
@@ -109,8 +108,8 @@ def _check() -> None:
   config = jaxkv.CacheConfig(
     num_pages=4, page_size=16, num_slots=1, pages_per_slot=2
   )
-  size = {"num_layers": 1, "num_kv_heads": 8, "head_dim": 128}
-  kv = jaxkv.kv.init(config, **size, dtype=jnp.bfloat16)
+  shape = {"num_layers": 1, "num_kv_heads": 8, "head_dim": 128}
+  kv = jaxkv.kv.init(config, **shape, dtype=jnp.bfloat16)
   tokens = jnp.arange(5, dtype=jnp.int32)[None]
   num_tokens = jnp.asarray([5], jnp.int32)
   state, _ = jaxkv.allocate(jaxkv.init(config), num_tokens)
@@ -152,7 +151,7 @@ def _bytes_per_second() -> str:
     restored_from=pages,
     count=jnp.int32(count),
   )
-  total = count * jaxkv.kv.page_bytes(kv)
+  num_bytes = count * jaxkv.kv.page_bytes(kv)
   memories = [kv, offload]
   # Donated, because a copy of the pools would take longer than the moves.
   move = jax.jit(jaxkv.kv.move, donate_argnums=(0, 1))
@@ -161,13 +160,14 @@ def _bytes_per_second() -> str:
     memories[:] = move(*memories, moves)
     return memories
 
-  return f"{total / _seconds(call):.3g}"
+  return f"{num_bytes / _seconds(call):.3g}"
 
 
 def _tokens_per_second() -> str:
   """Measures a bound of prefill speed for a model of a billion parameters."""
   dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-  left, right = jnp.ones((512, 2048), dtype), jnp.ones((2048, 2048), dtype)
+  left = jnp.ones((512, 2048), dtype)
+  right = jnp.ones((2048, 2048), dtype)
   product = jax.jit(jnp.matmul)
   seconds = _seconds(lambda: product(left, right))
   # Prefill needs a multiplication and an addition for each token and parameter.
@@ -180,7 +180,7 @@ def _seconds(call: Callable[[], Any]) -> float:
   """Returns the shortest time of five calls, after one that compiles."""
   times = []
   for _ in range(6):
-    begin = time.perf_counter()
+    start_time = time.perf_counter()
     jax.block_until_ready(call())
-    times.append(time.perf_counter() - begin)
+    times.append(time.perf_counter() - start_time)
   return min(times[1:])

@@ -114,9 +114,9 @@ def replacing(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
     part.unlink(missing_ok=True)
 
 
-def print_table(*rows: tuple[str, str], before: str = "") -> None:
-  """Prints the text `before`, then names and values in two columns."""
+def print_table(*rows: tuple[str, str], text: str = "") -> None:
+  """Prints a text, then names and values in two columns."""
   width = max(len(name) for name, _ in rows)
-  print(before, end="")
+  print(text, end="")
   for name, value in rows:
     print(f"{name:<{width}}  {value}")

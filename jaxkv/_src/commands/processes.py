@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+
+# jax has no public name for the client of its coordination service.
+from jax._src import distributed
 from jax.experimental import multihost_utils
 
 from jaxkv import rollout
@@ -16,6 +19,9 @@ from jaxkv._src.commands.output import CommandError
 _HEARTBEAT_SECONDS = 10
 """Time without a heartbeat after which jax considers a process dead."""
 _START_SECONDS = 120
+_POLL_MILLISECONDS = 1000
+_KEY = "jaxkv/has-generated/{}"
+"""The key that process {} stores when it has generated its samples."""
 _EQUAL_OR_LARGEST = {
   "compile_seconds",
   "largest_difference",
@@ -28,16 +34,17 @@ _EQUAL_OR_LARGEST = {
 
 
 class Processes(NamedTuple):
-  """A group of processes that share prompts, and the number of this process."""
+  """A group of processes that share prompts, and the index of this one."""
 
   address: str  # of process 0
-  total: int
-  number: int  # of this process
+  num_processes: int
+  process_index: int
 
-  def part_of(self, size: int) -> slice:
-    """Returns the part of the `size` prompts that this process computes."""
+  def part_of(self, num_prompts: int) -> slice:
+    """Returns the part of `num_prompts` prompts that this process computes."""
     return slice(
-      self.number * size // self.total, (self.number + 1) * size // self.total
+      self.process_index * num_prompts // self.num_processes,
+      (self.process_index + 1) * num_prompts // self.num_processes,
     )
 
 
@@ -49,24 +56,25 @@ def parse(text: str) -> Processes:
     raise argparse.ArgumentTypeError(
       f"must be ADDRESS,N,ID, such as host:1234,2,0, not {text!r}"
     )
-  address, port, total, number = match[1], *map(int, match.groups()[1:])
+  port, num_processes, index = map(int, match.groups()[1:])
   if not 1 <= port < 2**16:
     raise argparse.ArgumentTypeError(
       f"must have a port of 1 .. 65535: {text!r}"
     )
-  if not 0 <= number < total:
+  if not 0 <= index < num_processes:
     raise argparse.ArgumentTypeError(
-      f"must have an ID of 0 .. N - 1, not {number} of {total}"
+      f"must have an ID of 0 .. N - 1, not {index} of {num_processes}"
     )
-  return Processes(address, total, number)
+  return Processes(match[1], num_processes, index)
 
 
 def start(processes: Processes) -> None:
   """Connects this process to the others.
 
-  If a process dies or is stopped, jax ends all others within 30 s. The message
-  names that process, or the coordination service if it is process 0.
-  SIGTERM ends a process, as without `--processes`.
+  If a process dies, is stopped or cannot be reached, jax ends all others within
+  30 s. The message names that process, or the coordination service if it is
+  process 0. SIGTERM ends a process, as without `--processes`. A process that
+  raises an error waits for the others, and ends them after five minutes.
 
   Raises:
     CommandError: jax cannot connect the processes.
@@ -83,27 +91,58 @@ def start(processes: Processes) -> None:
     raise CommandError(f"--processes: {error}") from error
 
 
-def gathered(
-  results: rollout.Generated, figures: dict[str, Any]
-) -> tuple[rollout.Generated, dict[str, Any]]:
-  """Gathers the samples of all processes, in order, and combines the figures.
+def wait_for_all(client: Any, total: int) -> None:
+  """Waits until all processes have called this function, once.
 
-  The samples of all processes must have equal widths.
+  Args:
+    client: jax's client of the coordination service.
+    total: the number of processes.
+
+  Raises:
+    JaxRuntimeError: the service does not answer.
   """
+  client.key_value_set(_KEY.format(jax.process_index()), "")
+  for number in range(total):
+    while not _has_key(client, _KEY.format(number)):
+      pass
+
+
+def _has_key(client: Any, key: str) -> bool:
+  """Waits a short time for a key of the coordination service."""
+  # Between the calls, Python handles signals such as that of Ctrl-C.
+  try:
+    client.blocking_key_value_get(key, _POLL_MILLISECONDS)
+  except jax.errors.JaxRuntimeError as error:
+    if "DEADLINE_EXCEEDED" in str(error):
+      return False
+    raise
+  return True
+
+
+def gathered(
+  results: rollout.Generated, metrics: dict[str, Any]
+) -> tuple[rollout.Generated, dict[str, Any]]:
+  """Gathers the samples of all processes, in order, and combines the metrics.
+
+  The samples of all processes must have equal widths. Waits for the slowest
+  process without a limit; a process that dies ends all others, see `start`.
+  """
+  # Collectives on CPUs fail if another process joins 30 s later.
+  wait_for_all(distributed.global_state.client, jax.process_count())
   # As bytes, because jax gathers arrays of equal shapes, and converts 64-bit
   # numbers to 32 bits. The processes run one command, and trust each other.
-  data = pickle.dumps((jax.device_get(results), figures))
-  size = np.max(multihost_utils.process_allgather(np.int32(len(data))))
-  padded = np.frombuffer(data.ljust(int(size)), np.uint8)
+  data = pickle.dumps((jax.device_get(results), metrics))
+  max_bytes = np.max(multihost_utils.process_allgather(np.int32(len(data))))
+  padded = np.frombuffer(data.ljust(int(max_bytes)), np.uint8)
   parts = [
     # `loads` ignores the padding after a pickle.
     pickle.loads(row.tobytes())
     for row in np.asarray(multihost_utils.process_allgather(padded))
   ]
-  samples, numbers = zip(*parts, strict=True)
+  samples, all_metrics = zip(*parts, strict=True)
   results = jax.tree.map(lambda *rows: np.concatenate(rows), *samples)
   totals = {}
-  for name in figures:
+  for name in metrics:
     of_all = np.max if name in _EQUAL_OR_LARGEST else np.sum
-    totals[name] = of_all([part[name] for part in numbers]).item()
+    totals[name] = of_all([part[name] for part in all_metrics]).item()
   return results, totals

@@ -71,7 +71,8 @@ class TraceRequest(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the command's arguments to its parser."""
-  add, pages = parser.add_argument, output.whole_number(0, 2**63 - 1)
+  add = parser.add_argument
+  pages = output.whole_number(0, 2**63 - 1)
   add(
     "trace",
     metavar="TRACE",
@@ -138,8 +139,8 @@ def read_trace(path: str) -> list[TraceRequest]:
       there is no request.
   """
   requests = [
-    _request(f"{path} line {number}", number, line)
-    for number, line in enumerate(output.read_lines(path), start=1)
+    _request(f"{path} line {line_number}", line_number, line)
+    for line_number, line in enumerate(output.read_lines(path), start=1)
     if line.strip()
   ]
   if not requests:
@@ -147,29 +148,29 @@ def read_trace(path: str) -> list[TraceRequest]:
   return requests
 
 
-def _request(place: str, number: int, line: str) -> TraceRequest:
+def _request(label: str, line_number: int, line: str) -> TraceRequest:
   try:
     record = json.loads(line)
   except (ValueError, RecursionError) as error:
-    raise CommandError(f"{place}: not JSON ({error})") from error
+    raise CommandError(f"{label}: not JSON ({error})") from error
   if not isinstance(record, dict):
-    raise CommandError(f"{place}: must be a JSON object")
+    raise CommandError(f"{label}: must be a JSON object")
   for key in ("input_length", "output_length"):
     if not _is_count(record.get(key)):
-      raise CommandError(f"{place}: {key} must be a whole number of at least 0")
+      raise CommandError(f"{label}: {key} must be a whole number of at least 0")
   ids = record.get("hash_ids")
   num_blocks = -(-record["input_length"] // BLOCK_TOKENS)
   if not isinstance(ids, list) or not all(map(_is_count, ids)):
     raise CommandError(
-      f"{place}: hash_ids must be a list of whole numbers of at least 0"
+      f"{label}: hash_ids must be a list of whole numbers of at least 0"
     )
   if len(ids) != num_blocks:
     raise CommandError(
-      f"{place}: hash_ids must have {num_blocks} ids, one for {BLOCK_TOKENS} "
+      f"{label}: hash_ids must have {num_blocks} ids, one for {BLOCK_TOKENS} "
       f"tokens of input_length {record['input_length']}, not {len(ids)}"
     )
   return TraceRequest(
-    number, record["input_length"], record["output_length"], tuple(ids)
+    line_number, record["input_length"], record["output_length"], tuple(ids)
   )
 
 
@@ -186,13 +187,13 @@ def _num_blocks(request: TraceRequest, rule: str) -> int:
 def _replay(
   requests: list[TraceRequest], rule: str, pages: int, offload_pages: int
 ) -> dict[str, Any]:
-  """Replays requests and returns the figures to print and write."""
+  """Replays requests and returns the metrics to print and write."""
   ids = [request.hash_ids[: _num_blocks(request, rule)] for request in requests]
   blocks = np.asarray([len(row) for row in ids])
-  total = int(blocks.sum())
+  num_blocks = int(blocks.sum())
   # The cache never uses more pages than all requests have blocks. The 2 extra
   # pages are the null page and the page that is never cached.
-  upper_bound = max(1, total)
+  upper_bound = max(1, num_blocks)
   config = jaxkv.CacheConfig(
     num_pages=2 + (min(pages, upper_bound) if pages else upper_bound),
     page_size=1,
@@ -213,9 +214,9 @@ def _replay(
   assert int(state.error) == jaxkv.Status.OK, "a request was not served"
   return {
     "requests": len(requests),
-    "blocks": total,
+    "blocks": num_blocks,
     "hit_blocks": int(hits.sum()),
-    "hit_rate": int(hits.sum()) / max(total, 1),
+    "hit_rate": int(hits.sum()) / max(num_blocks, 1),
     "evicted": int(state.stats.evicted_pages),
     "seconds": seconds,
     "us_per_request": seconds / len(requests) * 1e6,
@@ -228,8 +229,8 @@ def _tokens(ids: list[tuple[int, ...]], config: jaxkv.CacheConfig) -> Array:
   Ids can exceed int32, so each is replaced by its rank in order of first use.
   The padding lets `_serve` slice `config.slot_tokens` tokens at any block.
   """
-  numbers: dict[int, int] = {}
-  flat = [numbers.setdefault(key, len(numbers)) for row in ids for key in row]
+  ranks: dict[int, int] = {}
+  flat = [ranks.setdefault(key, len(ranks)) for row in ids for key in row]
   return jnp.asarray(flat + [0] * config.slot_tokens, jnp.int32)
 
 
@@ -251,14 +252,15 @@ def _timed_spans(
     serve_all, donate_argnums=0, compiler_options=jaxkv.CPU_COMPILER_OPTIONS
   )
   program = program.lower(state, tokens, spans[0]).compile()
-  parts, seconds = [], 0.0
+  parts = []
+  seconds = 0.0
   with tqdm.tqdm(total=count, desc="replay", unit="request") as bar:
-    for number, span in enumerate(spans):
-      begin = time.perf_counter()
+    for index, span in enumerate(spans):
+      start_time = time.perf_counter()
       state, out = jax.block_until_ready(program(state, tokens, span))
-      seconds += time.perf_counter() - begin
+      seconds += time.perf_counter() - start_time
       parts.append(out)
-      bar.update(min(_SPAN, count - number * _SPAN))
+      bar.update(min(_SPAN, count - index * _SPAN))
   return state, np.concatenate(parts)[:count], seconds
 
 
@@ -268,12 +270,13 @@ def _serve(
   """Serves one request, a row of `work`; returns the number of hit blocks."""
   width = state.config.slot_tokens
   slot = jnp.zeros((1,), jnp.int32)
-  begin, blocks, length = request[0], request[1], request[2:]
+  first_block, blocks = request[:2]
+  length = request[2:]
   is_real = length > 0
   state, admitted = jaxkv.admit(
     state,
     slot,
-    lax.dynamic_slice(tokens, (begin,), (width,))[None],
+    lax.dynamic_slice(tokens, (first_block,), (width,))[None],
     length,
     mask=is_real,
   )
@@ -282,10 +285,10 @@ def _serve(
     state,
     jnp.where(is_real, blocks + 1 - admitted.num_cached_tokens, 0),
   )
-  first = begin + admitted.num_cached_tokens[0]
+  first_miss = first_block + admitted.num_cached_tokens[0]
   state, _ = jaxkv.commit(
     state,
-    lax.dynamic_slice(tokens, (first,), (width,))[None],
+    lax.dynamic_slice(tokens, (first_miss,), (width,))[None],
     jnp.where(is_real, blocks - admitted.num_cached_tokens, 0),
   )
   state, _ = jaxkv.free(state, mask=is_real)

@@ -45,7 +45,8 @@ Prompts = dict[str, str]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the command's arguments to its parser."""
   add = parser.add_argument
-  count, size = output.whole_number(1, _LIMIT), output.whole_number(2, _LIMIT)
+  count = output.whole_number(1, _LIMIT)
+  num_pages = output.whole_number(2, _LIMIT)
   seed = output.whole_number(0, 2**32 - 1)
   default = "(default: %(default)s)"
   add(
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--seed", metavar="I", type=seed, default=0, help=default)
   slots = f"sequences that run at once {default}"
   add("--slots", metavar="B", type=count, default=8, help=slots)
-  add("--pages", metavar="N", type=size, help="pool size; default: enough")
+  add("--pages", metavar="N", type=num_pages, help="pool size; default: enough")
   add("--page-size", metavar="S", type=count, default=16, help=default)
   add("--json", metavar="FILE", help="also write texts and figures here")
   add(
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
   """
   # All checks precede the compilation. Only files can be checked before the
   # model is loaded or trained, because the other checks need the model.
-  is_writer = not args.processes or args.processes.number == 0
+  is_writer = not args.processes or args.processes.process_index == 0
   path = args.json if is_writer else None
   output.check_writable(path, args.prompts, args.model)
   if args.processes:
@@ -99,17 +100,17 @@ def run(args: argparse.Namespace) -> int:
       f"that the model was made for, not {args.max_tokens}"
     )
   prompts = chosen_prompts(args, model.tokenizer)
-  if args.processes and len(prompts) < args.processes.total:
+  if args.processes and len(prompts) < args.processes.num_processes:
     raise CommandError(
-      f"--processes: {args.processes.total} processes need at least as many "
-      f"prompts, got {len(prompts)}; use fewer processes"
+      f"--processes: {args.processes.num_processes} processes need at least "
+      f"as many prompts, got {len(prompts)}; use fewer processes"
     )
   if args.samples is None:
     args.samples = 4 if args.model is None else 1
   out = _generate(args, model, _encoded(args, model, prompts))
   jaxkv.check(out.state.memory.cache)
   seconds = {"seconds": out.seconds, "compile_seconds": out.compile_seconds}
-  result = seconds | _figures(out.state)
+  result = seconds | _metrics(out.state)
   if args.model is None:
     print("comparing with a forward pass without a cache ...", file=sys.stderr)
     result["largest_difference"] = largest_difference(model, out.state)
@@ -122,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     list(prompts.values()), results, args.samples, model.tokenizer
   )
   output.write_json(args.json, result)
-  output.print_table(*_rows(result), before=_printed_texts(result["texts"]))
+  output.print_table(*_rows(result), text=_printed_texts(result["texts"]))
   return 0 if result.get("largest_difference", 0.0) < CLOSE else 1
 
 
@@ -157,13 +158,13 @@ def chosen_prompts(
     CommandError: the file cannot be read or has no prompt.
   """
   prompts: Prompts = {
-    f"--prompt {number}": text
-    for number, text in enumerate(args.prompt or (), start=1)
+    f"--prompt {index}": text
+    for index, text in enumerate(args.prompt or (), start=1)
   }
   if args.prompts is not None:
     prompts |= {
-      f"{args.prompts} line {number}": line
-      for number, line in enumerate(output.read_lines(args.prompts), start=1)
+      f"{args.prompts} line {index}": line
+      for index, line in enumerate(output.read_lines(args.prompts), start=1)
       if line.strip()
     }
   elif not prompts and isinstance(tokenizer, characters.Vocabulary):
@@ -183,8 +184,8 @@ def default_prompts(text: str) -> Prompts:
   stride = max(1, len(paragraphs) // _NUM_PROMPTS)
   # Openings differ in length, so that prompts end at different page offsets.
   return {
-    f"default prompt {number}": preamble + part[: _OPENING - number % 7]
-    for number, part in enumerate(paragraphs[::stride][:_NUM_PROMPTS])
+    f"default prompt {index}": preamble + part[: _OPENING - index % 7]
+    for index, part in enumerate(paragraphs[::stride][:_NUM_PROMPTS])
   }
 
 
@@ -194,7 +195,7 @@ def _encoded(
   """Returns the tokens of each prompt."""
   rows = []
   room = model.max_length - args.max_tokens
-  for place, text in prompts.items():
+  for label, text in prompts.items():
     try:
       if args.chat:
         message = {"role": "user", "content": text}
@@ -202,10 +203,10 @@ def _encoded(
       else:
         row = model.tokenizer.encode(text)
     except (ImportError, ValueError) as error:
-      raise CommandError(f"{place}: {_text_of(error)}") from error
+      raise CommandError(f"{label}: {_text_of(error)}") from error
     if not 0 < len(row) <= room:
       raise CommandError(
-        f"{place}: a prompt must have 1 to {room} tokens, the model's maximum "
+        f"{label}: a prompt must have 1 to {room} tokens, the model's maximum "
         f"of {model.max_length} less --max-tokens, not {len(row)}; change the "
         "prompt or lower --max-tokens"
       )
@@ -221,8 +222,9 @@ def _generate(
     # Arrays must have equal widths in all processes to be gathered.
     longest = max(map(len, prompts)) + args.max_tokens
     part = args.processes.part_of(len(prompts))
-    prompts, first = prompts[part], part.start * args.samples
-    options = {"max_length": longest, "first_sequence": first}
+    prompts = prompts[part]
+    first_sequence = part.start * args.samples
+    options = {"max_length": longest, "first_sequence": first_sequence}
   try:
     return rollout.generate_texts(
       model,
@@ -258,7 +260,7 @@ def largest_difference(
   columns = jnp.arange(raw.shape[1], dtype=jnp.int32)
 
   def difference(row: tuple[jax.Array, ...]) -> jax.Array:
-    tokens, begin, end, log_probs = row
+    tokens, prompt_length, length, log_probs = row
     logits = models.forward_uncached(
       model.params, tokens[None], columns[None], config=model.config
     )
@@ -266,26 +268,26 @@ def largest_difference(
       jax.nn.log_softmax(logits[0, :-1]), tokens[1:, None], axis=1
     )[:, 0]
     # `max` keeps NaN, which then fails the comparison with `CLOSE`.
-    drawn = (columns[1:] >= begin) & (columns[1:] < end)
-    return jnp.max(jnp.where(drawn, jnp.abs(uncached - log_probs[1:]), 0))
+    is_sampled = (columns[1:] >= prompt_length) & (columns[1:] < length)
+    return jnp.max(jnp.where(is_sampled, jnp.abs(uncached - log_probs[1:]), 0))
 
   # `map` bounds the memory of the logits, as it runs one sequence at a time.
   rows = (queue.tokens, queue.prompt_length, queue.length, raw)
   return float(jnp.max(jax.jit(lambda: jax.lax.map(difference, rows))()))
 
 
-def _figures(state: rollout.RolloutState) -> dict[str, Any]:
+def _metrics(state: rollout.RolloutState) -> dict[str, Any]:
   """Returns the sizes and counters of the rollout and its cache."""
-  sizes = state.memory.cache.config
+  config = state.memory.cache.config
   stats = state.memory.cache.stats
   counts = vars(state.counters) | {
     name: getattr(stats, name) for name in stats.names()
   }
   return {
     "sequences": state.queue.size,
-    "slots": sizes.num_slots,
-    "pages": sizes.num_pages,
-    "page_size": sizes.page_size,
+    "slots": config.num_slots,
+    "pages": config.num_pages,
+    "page_size": config.page_size,
     "page_bytes": jaxkv.kv.page_bytes(state.memory.kv),
     "prompt_tokens": int(jnp.sum(state.queue.prompt_length)),
     **{
@@ -303,19 +305,17 @@ def _texts(
   """Returns a record of each answer."""
   done = jax.tree.map(np.asarray, results)
   texts = []
-  for number, (row, mask) in enumerate(
-    zip(done.tokens, done.mask, strict=True)
-  ):
-    place, sample = divmod(number, num_samples)
+  for index, (row, mask) in enumerate(zip(done.tokens, done.mask, strict=True)):
+    prompt_index, sample = divmod(index, num_samples)
     texts.append(
       {
-        "prompt_number": place,
+        "prompt_number": prompt_index,
         "sample": sample,
-        "prompt": prompts[place],
+        "prompt": prompts[prompt_index],
         "text": tokenizer.decode(row[mask]),
-        "finish": rollout.Finish(int(done.finish[number])).name.lower(),
+        "finish": rollout.Finish(int(done.finish[index])).name.lower(),
         "tokens": row[mask].tolist(),
-        "log_probs": done.log_probs[number][mask].astype(float).tolist(),
+        "log_probs": done.log_probs[index][mask].astype(float).tolist(),
       }
     )
   return texts
@@ -325,8 +325,8 @@ def _printed_texts(texts: list[dict[str, Any]]) -> str:
   """Formats the first texts for printing."""
   lines = []
   for text in texts[:_MAX_PRINTED]:
-    place = f"prompt {text['prompt_number']}, sample {text['sample']}"
-    lines += [f"--- {place} ({text['finish']})"]
+    label = f"prompt {text['prompt_number']}, sample {text['sample']}"
+    lines += [f"--- {label} ({text['finish']})"]
     lines += [f"...{text['prompt'][-60:]}[{text['text']}]"]
   if len(texts) > _MAX_PRINTED:
     lines += [f"--- and {len(texts) - _MAX_PRINTED} more (--json has all)"]

@@ -82,22 +82,25 @@ def first_candidates(
   """Returns the first waiting sequences and their cached prefixes."""
   window = min(config.window, queue.size)
   waits = queue.status == SequenceStatus.WAITING
-  first = first_of(waits[queue.order], window)
-  rows = indexing.take(queue.order, first, fill=queue.no_row)
+  positions = first_of(waits[queue.order], window)
+  rows = indexing.take(queue.order, positions, fill=queue.no_row)
   if is_scoring:
     # Only one prompt at a time, because samples of others could take its slots.
     group = rows // config.num_samples
     rows = jnp.where(group == group[0], rows, queue.no_row)
-  valid, length = rows < queue.no_row, indexing.take(queue.length, rows)
+  valid = rows < queue.no_row
+  length = indexing.take(queue.length, rows)
   no_pair = jnp.zeros((window, window), bool)
-  siblings, leader = no_pair, jnp.full_like(rows, slots.no_slot)
+  siblings = no_pair
+  leader = jnp.full_like(rows, slots.no_slot)
   if config.num_samples > 1:
     siblings, leader = _siblings(
       queue, slots, cache, rows, config, is_scoring=is_scoring
     )
   # Page keys of another epoch match no cached page.
   is_hashed = valid & (indexing.take(queue.epochs, rows) == cache.epoch)
-  max_hit, computed = length, indexing.take(queue.computed, rows)
+  max_hit = length
+  computed = indexing.take(queue.computed, rows)
   # A cached token has no logits. So a hit ends before the first token whose
   # logits give a log-prob that is not recorded yet.
   if config.prompt_log_probs:
@@ -118,7 +121,8 @@ def first_candidates(
     is_hashed,
     hashed=None if page_keys is None else (root, page_keys),
   )
-  is_blocked, needs_page_of = jnp.zeros_like(valid), no_pair
+  is_blocked = jnp.zeros_like(valid)
+  needs_page_of = no_pair
   # With `prompt_log_probs`, a sequence hits no page that another one computes.
   if (
     page_keys is not None and page_keys.shape[1] and not config.prompt_log_probs
@@ -155,10 +159,10 @@ def _shared_work(
   all_keys = queue.page_keys
   assert all_keys is not None  # See `first_candidates`.
   # The first position after the hit at which all groups end a page.
-  stop = num_cached + cache.config.alignment
-  page = elementwise.quotient(stop, cache.config.page_size) - 1
+  stop_column = num_cached + cache.config.alignment
+  page = elementwise.quotient(stop_column, cache.config.page_size) - 1
   columns = page_keys.shape[1]
-  needs_page = (stop < max_hit) & (page < columns)
+  needs_page = (stop_column < max_hit) & (page < columns)
   key = jnp.take_along_axis(
     page_keys, jnp.minimum(page, columns - 1)[:, None, None], axis=1
   )
@@ -167,11 +171,11 @@ def _shared_work(
     """Returns bool[X, Y], True if rows[j] has i's next page before `start`."""
     other_key = indexing.take(all_keys, rows[None], page[:, None])
     prompt_length = indexing.take(queue.start, rows)
-    is_inside = stop[:, None] <= prompt_length[None]
+    is_inside = stop_column[:, None] <= prompt_length[None]
     return jnp.all(other_key == key, axis=-1) & is_inside
 
   is_blocked = computes(slots.row) & are_computing(queue, slots)[None]
-  is_blocked &= cache.length[None] < stop[:, None]
+  is_blocked &= cache.length[None] < stop_column[:, None]
   is_blocked = jnp.any(is_blocked, axis=1) & needs_page
   return is_blocked, computes(candidates) & needs_page[:, None]
 
@@ -219,8 +223,8 @@ def _siblings(
   can_lead &= indexing.take(queue.epochs, slots.row) == cache.epoch
   can_lead &= prompt_rest(queue, slots, cache) >= 0
   leads = have_one_prompt(slots.row) & fresh & can_lead[None]
-  first = jnp.argmax(leads, axis=1).astype(jnp.int32)
-  leader = jnp.where(jnp.any(leads, axis=1), first, slots.no_slot)
+  leader_slot = jnp.argmax(leads, axis=1).astype(jnp.int32)
+  leader = jnp.where(jnp.any(leads, axis=1), leader_slot, slots.no_slot)
   return siblings, leader
 
 
@@ -242,7 +246,8 @@ def choose(
   # for a slot, and R + B for none.
   no_leader = rows + num_slots
   num_cached = waiting.found.num_cached_tokens
-  exists, priorities = waiting.rows < queue.no_row, queue.priority
+  exists = waiting.rows < queue.no_row
+  priorities = queue.priority
   if priorities is not None:
     priorities = indexing.take(priorities, waiting.rows)
 
@@ -252,10 +257,10 @@ def choose(
     # blocked. It is the step's last choice, as a later one might overtake it.
     is_overdue = exists & (overtaken >= config.max_overtaken)
     overdue = remaining & is_overdue
-    first = overdue & (position == jnp.argmax(overdue).astype(jnp.int32))
+    is_first = overdue & (position == jnp.argmax(overdue).astype(jnp.int32))
     has_leader = leader < no_leader
     eligible = jnp.where(
-      jnp.any(overdue), first, remaining & (~is_blocked | has_leader)
+      jnp.any(overdue), is_first, remaining & (~is_blocked | has_leader)
     )
     if priorities is not None:
       priority = jnp.where(eligible, priorities, jnp.int32(2**31 - 1))

@@ -90,9 +90,9 @@ def attach_prefixes(
   num_empty = jnp.sum(empty, dtype=jnp.int32)
   chosen = choose(queue, waiting, slots.size, num_empty, config)
   row = jnp.arange(chosen.candidates.shape[0], dtype=jnp.int32)
-  place = first_of(empty, row.shape[0])
+  target_slots = first_of(empty, row.shape[0])
   rows = indexing.take(waiting.rows, chosen.candidates, fill=queue.no_row)
-  exists = (rows < queue.no_row) & (place < slots.no_slot)
+  exists = (rows < queue.no_row) & (target_slots < slots.no_slot)
   follows_slot = exists & (chosen.slot_of_leader < slots.no_slot)
   is_leader = exists & ~follows_slot & (chosen.row_of_leader == row)
   prefix = Prefix(*(indexing.take(x, chosen.candidates) for x in waiting.found))
@@ -108,7 +108,7 @@ def attach_prefixes(
   later = jnp.cumsum(jnp.where(is_leader, later, 0), dtype=jnp.int32)
   cache, admitted = admit_found(
     cache,
-    place,
+    target_slots,
     length,
     lambda _: prefix,
     max_length=queue.width,
@@ -122,7 +122,7 @@ def attach_prefixes(
   follows &= indexing.take(admitted.ok, chosen.row_of_leader)
   leader = jnp.where(follows_slot, chosen.slot_of_leader, slots.no_slot)
   leader = jnp.where(
-    follows, indexing.take(place, chosen.row_of_leader), leader
+    follows, indexing.take(target_slots, chosen.row_of_leader), leader
   )
   enters = admitted.ok | follows | follows_slot
   # A lack of pages is final only for the first chosen candidate while no
@@ -133,7 +133,7 @@ def attach_prefixes(
   )
   return cache, Entrants(
     rows=rows,
-    slots=place,
+    slots=target_slots,
     leaders=leader,
     enters=enters,
     is_hopeless=is_hopeless,
@@ -158,14 +158,14 @@ def enter(
     queue.status, entrants.waiting, fill=SequenceStatus.DONE
   )
   is_waiting = status == SequenceStatus.WAITING
-  place = indexing.where_valid(is_waiting, entrants.waiting)
-  overtaken = indexing.add(queue.overtaken, place, values=passed)
+  target_rows = indexing.where_valid(is_waiting, entrants.waiting)
+  overtaken = indexing.add(queue.overtaken, target_rows, values=passed)
   queue = dataclasses.replace(queue, overtaken=overtaken)
   queue = fail(queue, rows, entrants.is_hopeless, entrants.code)
-  place = indexing.where_valid(enters, entrants.slots)
+  target_slots = indexing.where_valid(enters, entrants.slots)
   slots = Slots(
-    row=indexing.put(slots.row, place, values=rows),
-    leader=indexing.put(slots.leader, place, values=entrants.leaders),
+    row=indexing.put(slots.row, target_slots, values=rows),
+    leader=indexing.put(slots.leader, target_slots, values=entrants.leaders),
   )
   return queue, slots
 
@@ -179,8 +179,8 @@ def _clear_stale_keys(
   if keys is not None:
     stale_rows = indexing.where_valid(is_stale, rows)
     keys = indexing.put(keys, stale_rows, values=jnp.uint32(0))
-  place = indexing.where_valid(enters, rows)
-  epochs = indexing.put(queue.epochs, place, values=epoch)
+  target_rows = indexing.where_valid(enters, rows)
+  epochs = indexing.put(queue.epochs, target_rows, values=epoch)
   return dataclasses.replace(queue, page_keys=keys, epochs=epochs)
 
 
@@ -196,32 +196,32 @@ def promised_pages(
   )
   needed = jnp.where(are_computing(queue, slots)[:, None], needed, 0)
   # Columns behind a window hold the null page, which is not allocated.
-  held = cache.num_pages - cache.num_skipped_pages
-  later = jnp.sum(jnp.maximum(needed - held, 0), dtype=jnp.int32)
+  num_held_pages = cache.num_pages - cache.num_skipped_pages
+  later = jnp.sum(jnp.maximum(needed - num_held_pages, 0), dtype=jnp.int32)
   return jnp.maximum(in_step, later)
 
 
 def _pages_after_chunk(
-  sizes: CacheConfig,
+  cache_config: CacheConfig,
   length: Array,
   prefix: Prefix,
   at_once: Array,
   config: RolloutConfig,
 ) -> Array:
   """Returns the number of pages to keep free for later chunks, int32[R]."""
-  if not sizes.skips_pages:
+  if not cache_config.skips_pages:
     return jnp.zeros_like(length)
-  first = jnp.minimum(prefix.num_cached_tokens + at_once, length)
-  later = pages_at_once(sizes, length, config)
-  later -= pages_at_once(sizes, first, config)
+  first_length = jnp.minimum(prefix.num_cached_tokens + at_once, length)
+  later = pages_at_once(cache_config, length, config)
+  later -= pages_at_once(cache_config, first_length, config)
   return jnp.sum(later, axis=1, dtype=jnp.int32)
 
 
 def pages_at_once(
-  sizes: CacheConfig, length: Array, config: RolloutConfig
+  cache_config: CacheConfig, length: Array, config: RolloutConfig
 ) -> Array:
   """Returns the most pages that sequences of a length hold, int32[R, G]."""
-  columns = sizes.sizes.columns_for(length, jnp.zeros_like(length))
-  most_in_flight = chunk_size(sizes, config) + config.decode_steps - 1
-  limits = max_pages(sizes, most_in_flight, sizes.slot_tokens)
+  columns = cache_config.sizes.columns_for(length)
+  most_in_flight = chunk_size(cache_config, config) + config.decode_steps - 1
+  limits = max_pages(cache_config, most_in_flight, cache_config.slot_tokens)
   return jnp.minimum(columns, jnp.asarray(limits, jnp.int32)[None])

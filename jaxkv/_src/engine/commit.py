@@ -25,8 +25,9 @@ def commit_tokens(
   Returns:
     The queue, with the new keys in `Queue.page_keys`; and the cache.
   """
-  size, aligned = cache.config.page_size, cache.config.alignment
-  column = jnp.arange(size, dtype=jnp.int32)[None]
+  page_size = cache.config.page_size
+  aligned = cache.config.alignment
+  column = jnp.arange(page_size, dtype=jnp.int32)[None]
   row = slots.row[:, None]
 
   # One call of `commit` for a whole chunk would pad every decoding slot to the
@@ -35,17 +36,19 @@ def commit_tokens(
     loop: tuple[CacheState, Array | None, Array],
   ) -> tuple[CacheState, Array | None, Array]:
     cache, keys, remaining = loop
-    num_tokens = jnp.minimum(remaining, size)
-    before = elementwise.quotient(cache.length, aligned)
+    num_tokens = jnp.minimum(remaining, page_size)
+    num_before = elementwise.quotient(cache.length, aligned)
     position = cache.length[:, None] + column
     tokens = indexing.take(queue.tokens, row, position)
     cache, _ = commit(cache, tokens, num_tokens)
     if keys is not None and cache.hashes is not None:
       # `chain` is the key at the last position where all groups end a page.
-      after = elementwise.quotient(cache.length, aligned)
-      place = indexing.where_valid(after > before, slots.row)
-      last = after * (aligned // size) - 1
-      keys = indexing.put(keys, place, last, values=cache.hashes.chain)
+      num_after = elementwise.quotient(cache.length, aligned)
+      target_rows = indexing.where_valid(num_after > num_before, slots.row)
+      last_column = num_after * (aligned // page_size) - 1
+      keys = indexing.put(
+        keys, target_rows, last_column, values=cache.hashes.chain
+      )
     return cache, keys, remaining - num_tokens
 
   cache, keys, _ = loops.while_loop(
@@ -67,41 +70,44 @@ def count_step(
   counters: Counters,
   queue: Queue,
   slots: Slots,
-  before: CacheState,
+  old_cache: CacheState,
   cache: CacheState,
   work: Work,
   counts: Array,
   sampled: Array,
-  sizes: tuple[Width, ...],
+  all_widths: tuple[Width, ...],
   num_decodes: Array | None,
 ) -> tuple[Counters, Queue]:
   """Adds a step to the counters and to `Queue.computed`.
 
   Each slot committed `counts` and sampled `sampled` tokens, int32[B] each.
-  `before` is the cache before the commit. After the first call, with `work`,
+  `old_cache` is the cache before the commit. After the first call, with `work`,
   there were `num_decodes`, int32[], further calls; None for 0.
   """
-  columns = jnp.asarray([sum(size) for size in sizes], jnp.int32)
-  widths = jnp.arange(len(sizes), dtype=jnp.int32)
+  columns = jnp.asarray([sum(width) for width in all_widths], jnp.int32)
+  widths = jnp.arange(len(all_widths), dtype=jnp.int32)
   rows = slots.size + columns[work.width]
-  num_calls, calls = jnp.int32(1), (widths == work.width).astype(jnp.int32)
+  num_calls = jnp.int32(1)
+  calls = (widths == work.width).astype(jnp.int32)
   if num_decodes is not None:
-    num_calls, rows = num_calls + num_decodes, rows + num_decodes * slots.size
+    num_calls = num_calls + num_decodes
+    rows = rows + num_decodes * slots.size
     calls += jnp.where(widths == 0, num_decodes, 0)
   in_use = cache.config.num_pages - 1 - cache.pool.queue.num_free
-  held = cache.num_pages - cache.num_skipped_pages
-  shared = jnp.sum(held, dtype=jnp.int32) - in_use
-  place = indexing.where_valid(counts > 0, slots.row)
-  computed = indexing.take(queue.computed, place)
-  recomputed = jnp.clip(computed - before.length, 0, counts)
-  last = jnp.minimum(sampled, counts - recomputed)
-  drafted, accepted = counters.drafted, counters.accepted
+  num_held_pages = cache.num_pages - cache.num_skipped_pages
+  shared = jnp.sum(num_held_pages, dtype=jnp.int32) - in_use
+  target_rows = indexing.where_valid(counts > 0, slots.row)
+  computed = indexing.take(queue.computed, target_rows)
+  recomputed = jnp.clip(computed - old_cache.length, 0, counts)
+  num_sampled = jnp.minimum(sampled, counts - recomputed)
+  drafted = counters.drafted
+  accepted = counters.accepted
   if work.drafts is not None:
     drafted += jnp.sum(work.drafts, dtype=jnp.int32)
     accepted += jnp.sum(jnp.maximum(sampled - 1, 0), dtype=jnp.int32)
-  prefilled = jnp.sum(counts - recomputed - last, dtype=jnp.int32)
-  computed = jnp.maximum(computed, before.length + counts)
-  computed = indexing.put(queue.computed, place, values=computed)
+  prefilled = jnp.sum(counts - recomputed - num_sampled, dtype=jnp.int32)
+  computed = jnp.maximum(computed, old_cache.length + counts)
+  computed = indexing.put(queue.computed, target_rows, values=computed)
   counters = dataclasses.replace(
     counters,
     steps=counters.steps + num_calls,

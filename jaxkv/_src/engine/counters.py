@@ -37,9 +37,9 @@ class Count:
       low=jnp.zeros(shape, jnp.uint32), high=jnp.zeros(shape, jnp.uint32)
     )
 
-  def __add__(self, number: Array) -> "Count":
+  def __add__(self, count: Array) -> "Count":
     """Adds a non-negative int32[...]."""
-    low = self.low + number.astype(jnp.uint32)
+    low = self.low + count.astype(jnp.uint32)
     # A sum that wrapped around is less than each of its terms.
     return Count(low=low, high=self.high + (low < self.low).astype(jnp.uint32))
 
@@ -47,15 +47,15 @@ class Count:
     """Returns the difference from an earlier count, which must fit int32."""
     return (self.low - earlier.low).astype(jnp.int32)
 
-  def modulo(self, size: int) -> Array:
-    """Returns the remainder of the division by `size`, int32[...].
+  def modulo(self, modulus: int) -> Array:
+    """Returns the remainder of the division by `modulus`, int32[...].
 
-    Correct while `high * size` is below 2**32. With a size of 10**6, this holds
+    Correct while `high * modulus` is below 2**32. With 10**6, this holds
     for counts below 2**44.
     """
-    number = jnp.uint32(size)
-    wrapped = self.high * jnp.uint32(2**32 % size) % number
-    return ((wrapped + self.low % number) % number).astype(jnp.int32)
+    divisor = jnp.uint32(modulus)
+    wrapped = self.high * jnp.uint32(2**32 % modulus) % divisor
+    return ((wrapped + self.low % divisor) % divisor).astype(jnp.int32)
 
   def __int__(self) -> int:
     return int(np.asarray(self))

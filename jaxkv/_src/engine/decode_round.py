@@ -76,33 +76,33 @@ def reserve(
   Returns:
     The cache; int32[B], the maximum number of further tokens of each slot.
   """
-  sizes = cache.config
+  cache_config = cache.config
   # The last token of a sequence is never an input of the model.
   room = indexing.take(queue.limit, slots.row) - 1
   room -= indexing.take(queue.length, slots.row)
-  if recurrent.has_states(sizes):
+  if recurrent.has_states(cache_config):
     # A step stops at the end of a page, where its commit stores the state.
-    begun = elementwise.remainder(cache.length, sizes.page_size)
-    room = jnp.minimum(room, sizes.page_size - begun - counts)
+    tail_tokens = elementwise.remainder(cache.length, cache_config.page_size)
+    room = jnp.minimum(room, cache_config.page_size - tail_tokens - counts)
   # A slot with an incomplete prompt would be idle in further calls, while the
   # next step can compute many tokens of the prompt.
   is_incomplete = jnp.any(missing_tokens(queue, slots, cache) > counts)
   is_complete = ~sharding.any_shard(is_incomplete, config.lockstep_axis)
   room = jnp.where(samples & is_complete, jnp.maximum(room, 0), 0)
-  number = jnp.arange(1, config.decode_steps, dtype=jnp.int32)
+  further_counts = jnp.arange(1, config.decode_steps, dtype=jnp.int32)
 
-  def tokens_with(number: Array) -> Array:
+  def tokens_with(num_further: Array) -> Array:
     """Returns int32[B], a step's tokens of slots that decode again, else 0."""
-    further = jnp.minimum(room, number)
+    further = jnp.minimum(room, num_further)
     return jnp.where(further > 0, counts + further, 0)
 
-  def fits_with(number: Array) -> Array:
-    needed = num_new_pages(cache, tokens_with(number))
+  def fits_with(num_further: Array) -> Array:
+    needed = num_new_pages(cache, tokens_with(num_further))
     return needed <= cache.pool.queue.num_free
 
-  fits = jax.vmap(fits_with)(number)
+  fits = jax.vmap(fits_with)(further_counts)
   if max_calls is not None:
-    fits &= number < max_calls
+    fits &= further_counts < max_calls
   longest = jnp.sum(fits, dtype=jnp.int32)
   rows = rows_of(cache, None, None)
   cache, out = make_room(cache, rows, tokens_with(longest), suffices=True)
@@ -114,7 +114,7 @@ def decode(
   queue: Queue,
   slots: Slots,
   memory: Memory,
-  first: Round,
+  first_round: Round,
   tokens: Array,
   step: Array,
   config: RolloutConfig,
@@ -122,7 +122,7 @@ def decode(
   model: Model,
   process: Process | None,
 ) -> tuple[Queue, Pools, Round]:
-  """Runs the further calls of a step, after `first`, the results of its first.
+  """Runs the further calls of a step, after its first, `first_round`.
 
   `queue` has the tokens sampled after the first call, and `memory` the cache
   before the commit. `tokens`, int32[B], limits further tokens, see `reserve`.
@@ -133,7 +133,7 @@ def decode(
   """
   cache = memory.cache
   version = cache.epoch.astype(jnp.int32)
-  max_counts = first.counts + tokens
+  max_counts = first_round.counts + tokens
   size_of_log = max(config.timeline, 1)
   widths = schedule.widths(config)[:1]
 
@@ -144,13 +144,15 @@ def decode(
     return has_sampled & ~round_.sampled.ended & (round_.counts < max_counts)
 
   def call(loop: Any) -> Any:
-    number, going, queue, kv, before = loop
-    work = schedule.decode_work(going, before.counts)
-    # A call without work is not logged: its place is out of range.
-    place = elementwise.remainder(step + number, size_of_log)
+    call_index, going, queue, kv, previous_round = loop
+    work = schedule.decode_work(going, previous_round.counts)
+    # A call without work is not logged: its row is out of range.
+    log_row = elementwise.remainder(step + call_index, size_of_log)
     is_call = is_decoding(going)
-    place = jnp.where(is_call, place, size_of_log)
-    log = timeline.record(before.log, place, queue, slots, work.counts, going)
+    log_row = jnp.where(is_call, log_row, size_of_log)
+    log = timeline.record(
+      previous_round.log, log_row, queue, slots, work.counts, going
+    )
     queue, kv, logits = call_model(
       params,
       queue,
@@ -170,39 +172,39 @@ def decode(
       samples=going,
       logits=logits,
       drafts=None,
-      tally=before.sampled.tally,
+      tally=previous_round.sampled.tally,
       read=jnp.zeros((), jnp.int32),
       version=version,
       config=config,
       process=process,
     )
-    after = Round(
-      num_calls=before.num_calls + is_call.astype(jnp.int32),
-      counts=before.counts + work.counts,
+    next_round = Round(
+      num_calls=previous_round.num_calls + is_call.astype(jnp.int32),
+      counts=previous_round.counts + work.counts,
       sampled=Sampled(
-        ended=before.sampled.ended | sampled.ended,
-        counts=before.sampled.counts + sampled.counts,
+        ended=previous_round.sampled.ended | sampled.ended,
+        counts=previous_round.sampled.counts + sampled.counts,
         tally=sampled.tally,
       ),
       log=log,
     )
-    going = going_in(after, sampled.counts > 0)
-    return number + 1, going, queue, kv, after
+    going = going_in(next_round, sampled.counts > 0)
+    return call_index + 1, going, queue, kv, next_round
 
   def goes_on(loop: Any) -> Array:
-    number, going, *_ = loop
+    call_index, going, *_ = loop
     # On an accelerator, the trip count is static: an idle call costs less than
     # the wait for the host before each call of a dynamic loop.
     is_needed = lax.platform_dependent(
       is_decoding(going), cpu=lambda x: x, default=lambda x: x | True
     )
-    return (number < config.decode_steps) & is_needed
+    return (call_index < config.decode_steps) & is_needed
 
   def calls(loop: Any) -> Any:
     start = sharding.match_varying_axes((jnp.ones((), jnp.int32), *loop))
     return lax.while_loop(goes_on, call, start)[1:]
 
-  going = going_in(first, first.sampled.counts > 0)
-  loop = going, queue, memory.kv, first
-  _, queue, kv, last = loops.at_most_once(is_decoding(going), calls, loop)
-  return queue, kv, last
+  going = going_in(first_round, first_round.sampled.counts > 0)
+  loop = going, queue, memory.kv, first_round
+  _, queue, kv, last_round = loops.at_most_once(is_decoding(going), calls, loop)
+  return queue, kv, last_round

@@ -39,11 +39,12 @@ def new_queue(
   first sample. The keys of sequences are derived from `key`. `kv` gives the
   shape of `Queue.experts`.
   """
-  sampling, samples = requests.sampling, config.num_samples
+  sampling = requests.sampling
+  samples = config.num_samples
   assert sampling is not None  # `as_requests` sets it.
   columns = requests.tokens.shape[1]
-  total = requests.tokens.shape[0] * samples
-  sample = jnp.arange(total, dtype=jnp.int32) % samples
+  num_sequences = requests.tokens.shape[0] * samples
+  sample = jnp.arange(num_sequences, dtype=jnp.int32) % samples
   lengths = jnp.repeat(jnp.asarray(requests.lengths), samples)
   ids = jnp.repeat(ids, samples) + sample
   column = jnp.arange(columns, dtype=jnp.int32)[None]
@@ -52,7 +53,7 @@ def new_queue(
   # that a caller chose.
   tokens = jnp.where(column < lengths[:, None], tokens, 0)
   tokens = jnp.pad(tokens, ((0, 0), (0, width - columns)))
-  budget = jnp.full((total,), config.max_new_tokens, jnp.int32)
+  budget = jnp.full((num_sequences,), config.max_new_tokens, jnp.int32)
   if sampling.max_tokens is not None:
     budget = jnp.minimum(budget, sampling.max_tokens)
   # `init` raises for concrete values that are out of range. Traced values, and
@@ -68,7 +69,7 @@ def new_queue(
     empty = jnp.int32(SequenceStatus.EMPTY)
     status = jnp.where(sample < num_samples, status, empty)
   failed = status == SequenceStatus.FAILED
-  order, place = order_of(ids, requests.priority)
+  order, position = order_of(ids, requests.priority)
   strings = sampling.stop_strings
   return Queue(
     tokens=tokens,
@@ -79,22 +80,22 @@ def new_queue(
     start=lengths + 0,
     limit=lengths + budget,
     budget=budget,
-    log_probs=jnp.zeros((total, width), jnp.float32),
-    versions=jnp.full((total, width), NOT_SAMPLED, jnp.int32),
-    records=_empty_records(total, width, config),
+    log_probs=jnp.zeros((num_sequences, width), jnp.float32),
+    versions=jnp.full((num_sequences, width), NOT_SAMPLED, jnp.int32),
+    records=_empty_records(num_sequences, width, config),
     status=status,
     code=jnp.where(failed, jnp.int32(Status.BAD_LENGTH), jnp.int32(Status.OK)),
     finish=jnp.where(failed, jnp.int32(Finish.FAILED), jnp.int32(0)),
-    stop=jnp.full((total,), -1, jnp.int32),
-    is_new=jnp.zeros((total,), bool),
+    stop=jnp.full((num_sequences,), -1, jnp.int32),
+    is_new=jnp.zeros((num_sequences,), bool),
     keys=sequence_keys(key, ids, sampling.seed),
     sampling=sampling,
     extra=requests.extra,
-    computed=jnp.zeros((total,), jnp.int32),
-    overtaken=jnp.zeros((total,), jnp.int32),
+    computed=jnp.zeros((num_sequences,), jnp.int32),
+    overtaken=jnp.zeros((num_sequences,), jnp.int32),
     order=order,
-    place=place,
-    epochs=jnp.full((total,), cache.epoch),
+    place=position,
+    epochs=jnp.full((num_sequences,), cache.epoch),
     page_keys=_prompt_keys(cache, requests, tokens, config),
     next_id=jnp.zeros((), jnp.int32),
     priority=requests.priority,
@@ -110,22 +111,24 @@ def sequence_keys(key: Array, ids: Array, seed: Array | None) -> Array:
   keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, ids)
   if seed is None:
     return keys
-  kind = jax.random.key_impl(key)
-  seeded = jax.vmap(lambda number: jax.random.key(number, impl=kind))(seed)
+  impl = jax.random.key_impl(key)
+  seeded = jax.vmap(lambda value: jax.random.key(value, impl=impl))(seed)
   return jnp.where(seed >= 0, seeded, keys)
 
 
-def _empty_records(total: int, width: int, config: RolloutConfig) -> Records:
+def _empty_records(
+  num_sequences: int, width: int, config: RolloutConfig
+) -> Records:
   def zeros(is_kept: bool, *sizes: int, dtype: Any = jnp.float32) -> Any:
-    return jnp.zeros((total, width, *sizes), dtype) if is_kept else None
+    return jnp.zeros((num_sequences, width, *sizes), dtype) if is_kept else None
 
-  top = config.top_log_probs
+  num_top = config.top_log_probs
   return Records(
     raw_log_probs=zeros(config.raw_log_probs or config.prompt_log_probs),
     unfiltered_log_probs=zeros(config.unfiltered_log_probs),
     entropy=zeros(config.entropy),
-    top_tokens=zeros(top > 0, top, dtype=jnp.int32),
-    top_log_probs=zeros(top > 0, top),
+    top_tokens=zeros(num_top > 0, num_top, dtype=jnp.int32),
+    top_log_probs=zeros(num_top > 0, num_top),
   )
 
 
@@ -133,11 +136,12 @@ def _prompt_keys(
   cache: CacheState, requests: Requests, tokens: Array, config: RolloutConfig
 ) -> Array | None:
   """Returns `Queue.page_keys` of new sequences."""
-  width, columns = tokens.shape[1], requests.tokens.shape[1]
-  samples, salts = config.num_samples, requests.salts
+  width = tokens.shape[1]
+  columns = requests.tokens.shape[1]
+  samples = config.num_samples
   # Without salts, the samples of a prompt have equal keys, computed once.
-  repeats = samples if salts is None else 1
-  keys = page_keys(cache, tokens[::repeats, :columns], salts)
+  repeats = samples if requests.salts is None else 1
+  keys = page_keys(cache, tokens[::repeats, :columns], requests.salts)
   if keys is None:
     return None
   missing = width // cache.config.page_size - keys.shape[1]

@@ -28,26 +28,26 @@ def ready_forks(queue: Queue, slots: Slots, cache: CacheState) -> Array:
   Each sample computes the last prompt token itself, to get the logits from
   which its first token is sampled.
   """
-  rest = prompt_rest(queue, slots, cache)
-  return indexing.take(rest, slots.leader, fill=1) == 0
+  num_prompt_tokens = prompt_rest(queue, slots, cache)
+  return indexing.take(num_prompt_tokens, slots.leader, fill=1) == 0
 
 
 def share_full_pages(
-  slots: Slots, cache: CacheState, ready: Array
+  slots: Slots, cache: CacheState, is_ready: Array
 ) -> tuple[Slots, CacheState]:
-  """Shares full pages of prompts with slots in `ready`, bool[B].
+  """Shares full pages of prompts with slots in `is_ready`, bool[B].
 
   These slots no longer have a leader.
   """
   slot = jnp.arange(slots.size, dtype=jnp.int32)
 
   def share(cache: CacheState) -> CacheState:
-    return share_prefix(cache, slots.leader, slot, ready)
+    return share_prefix(cache, slots.leader, slot, is_ready)
 
   # Most steps fork nothing. `lax.cond` would copy the cache; a loop does not.
   with jax.named_scope("rare/share"):
-    cache = loops.at_most_once(jnp.any(ready), share, cache)
-  leader = jnp.where(ready, slots.no_slot, slots.leader)
+    cache = loops.at_most_once(jnp.any(is_ready), share, cache)
+  leader = jnp.where(is_ready, slots.no_slot, slots.leader)
   return dataclasses.replace(slots, leader=leader), cache
 
 
@@ -88,14 +88,14 @@ def count_forked(
   Slots in `forked`, bool[B], forked from `leaders`, int32[B]. Those in
   `refused`, bool[B], got no page.
   """
-  place = indexing.where_valid(forked, slots.row)
+  target_rows = indexing.where_valid(forked, slots.row)
   raw = queue.records.raw_log_probs
   if raw is not None and config.prompt_log_probs:
     source = indexing.take(slots.row, leaders)
-    raw = indexing.put(raw, place, values=indexing.take(raw, source))
+    raw = indexing.put(raw, target_rows, values=indexing.take(raw, source))
     records = dataclasses.replace(queue.records, raw_log_probs=raw)
     queue = dataclasses.replace(queue, records=records)
   # If a fork is preempted and resumes, shared tokens then count as recomputed.
-  computed = indexing.put(queue.computed, place, values=cache.length)
+  computed = indexing.put(queue.computed, target_rows, values=cache.length)
   queue = dataclasses.replace(queue, computed=computed)
   return set_status(queue, slots.row, refused, SequenceStatus.WAITING)

@@ -120,10 +120,10 @@ def generate(
   params, state, limits, buffers = sharding.match_varying_axes(
     (params, state, limits, buffers)
   )
-  begin = state.counters.steps
+  first_step = state.counters.steps
 
   def one_step(loop: _Loop) -> _Loop:
-    max_calls = calls_left(limits, loop[0], begin)
+    max_calls = calls_left(limits, loop[0], first_step)
     return step(
       params,
       *loop,
@@ -135,7 +135,7 @@ def generate(
 
   had_ended = has_ended(state.queue.status)
   state, _ = run_steps(
-    lambda state: goes_on(limits, state, begin), one_step, state, buffers
+    lambda state: goes_on(limits, state, first_step), one_step, state, buffers
   )
   is_new = has_ended(state.queue.status) & ~had_ended
   queue = dataclasses.replace(state.queue, is_new=is_new)
@@ -187,20 +187,20 @@ def as_until(until: Until | None) -> Until:
 def _as_count(name: str, value: Any) -> Array | None:
   if value is None:
     return None
-  number = as_int32(f"until.{name}", value, ())
-  if not isinstance(number, Tracer) and int(number) < 0:
+  count = as_int32(f"until.{name}", value, ())
+  if not isinstance(count, Tracer) and int(count) < 0:
     raise ValueError(
-      f"`until.{name}` must be at least 0, got {int(number)}; use None for no "
+      f"`until.{name}` must be at least 0, got {int(count)}; use None for no "
       "limit."
     )
-  return jnp.asarray(number, jnp.int32)
+  return jnp.asarray(count, jnp.int32)
 
 
-def goes_on(until: Until, state: RolloutState, begin: Count) -> Array:
-  """Returns bool[], True if a call that began after `begin` steps continues."""
+def goes_on(until: Until, state: RolloutState, first_step: Count) -> Array:
+  """Returns bool[], True if a call that began at `first_step` continues."""
   status = state.queue.status
   going = jnp.any(status < SequenceStatus.DONE)
-  num_left = calls_left(until, state, begin)
+  num_left = calls_left(until, state, first_step)
   if num_left is not None:
     going &= num_left > 0
   if until.groups is not None:
@@ -215,8 +215,10 @@ def goes_on(until: Until, state: RolloutState, begin: Count) -> Array:
   return going
 
 
-def calls_left(until: Until, state: RolloutState, begin: Count) -> Array | None:
+def calls_left(
+  until: Until, state: RolloutState, first_step: Count
+) -> Array | None:
   """Returns the number of model calls left, int32[]; None for no limit."""
   if until.steps is None:
     return None
-  return until.steps - state.counters.steps.since(begin)
+  return until.steps - state.counters.steps.since(first_step)

@@ -55,9 +55,7 @@ def needed_pages(
 
 def num_new_pages(cache: CacheState, tokens: Array) -> Array:
   """Returns int32[], the new pages that slots need for `tokens`, int32[B]."""
-  columns = cache.config.sizes.columns_for(
-    cache.length + tokens, jnp.zeros_like(tokens)
-  )
+  columns = cache.config.sizes.columns_for(cache.length + tokens)
   # Idle slots take no page, whatever their length.
   columns = jnp.where(tokens[:, None] > 0, columns, 0)
   return jnp.sum(jnp.maximum(columns - cache.num_pages, 0), dtype=jnp.int32)

@@ -115,16 +115,18 @@ class Draft(Protocol):
     ...
 
 
-def rows_of(queue: Queue, numbers: Array) -> Rows:
-  """Returns the `Rows` of the sequences in queue rows `numbers`, int32[R]."""
-  length = indexing.take(queue.length, numbers)
+def rows_of(queue: Queue, queue_rows: Array) -> Rows:
+  """Returns the `Rows` of the sequences in `queue_rows`, int32[R]."""
+  length = indexing.take(queue.length, queue_rows)
   return Rows(
-    numbers=numbers,
-    ids=indexing.take(queue.ids, numbers),
-    counts=length - indexing.take(queue.start, numbers),
+    numbers=queue_rows,
+    ids=indexing.take(queue.ids, queue_rows),
+    counts=length - indexing.take(queue.start, queue_rows),
     lengths=length,
-    last_tokens=indexing.take(queue.tokens, numbers, length - 1),
-    extra=jax.tree.map(lambda leaf: indexing.take(leaf, numbers), queue.extra),
+    last_tokens=indexing.take(queue.tokens, queue_rows, length - 1),
+    extra=jax.tree.map(
+      lambda leaf: indexing.take(leaf, queue_rows), queue.extra
+    ),
   )
 
 
@@ -204,12 +206,12 @@ def check_result(
       "return (logits, kv), in this order."
     )
   if logits.shape[:-1] != shape or logits.ndim != len(shape) + 1:
-    sizes = ", ".join(map(str, shape))
+    axes = ", ".join(map(str, shape))
     hint = "with one row for each of batch.columns"
     if len(shape) > 1:
       hint = f"the logits of all tokens, from {name}"
     raise ValueError(
-      f"`logits` must have the shape [{sizes}, V], {hint}, got "
+      f"`logits` must have the shape [{axes}, V], {hint}, got "
       f"{list(logits.shape)}; convert a function that returns logits of all "
       "tokens with jaxkv.rollout.all_logits."
     )
@@ -240,34 +242,37 @@ def check_processed(
     ("logits", new_logits, logits),
     ("extra", new_extra, extra),
   ):
-    before, after = _shapes(received), _shapes(value)
-    if jax.tree.flatten(before) != jax.tree.flatten(after):
+    received_shapes = _shapes(received)
+    returned_shapes = _shapes(value)
+    if jax.tree.flatten(received_shapes) != jax.tree.flatten(returned_shapes):
       raise TypeError(
         f"`{name}` that `process` returns must have the structure, shapes and "
-        f"dtypes of the `{name}` that it received, {before}, got {after}."
+        f"dtypes of the `{name}` that it received, {received_shapes}, got "
+        f"{returned_shapes}."
       )
   return new_logits, new_extra
 
 
 def _check_memory(new_kv: Any, kv: Pools, name: str) -> None:
-  before, after = _shapes(kv), _shapes(new_kv)
-  if before != after:
+  received_shapes = _shapes(kv)
+  returned_shapes = _shapes(new_kv)
+  if received_shapes != returned_shapes:
     raise TypeError(
       f"`kv` that {name} returns must have the structure, shapes and dtypes of "
-      f"the `kv` that it received, {before}, got {after}; return the memory "
-      "after the last `write`."
+      f"the `kv` that it received, {received_shapes}, got {returned_shapes}; "
+      "return the memory after the last `write`."
     )
-  for old, new in zip(pools_of(kv), pools_of(new_kv), strict=True):
+  for pool, new_pool in zip(pools_of(kv), pools_of(new_kv), strict=True):
     # A model without experts does not write `ExpertIdPages`.
-    if not isinstance(old, KVPages | StatePages):
+    if not isinstance(pool, KVPages | StatePages):
       continue
     # A write to a traced array returns a new object.
-    leaves = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    leaves = zip(jax.tree.leaves(pool), jax.tree.leaves(new_pool), strict=True)
     if all(leaf is new_leaf for leaf, new_leaf in leaves):
       raise ValueError(
         f"`kv` that {name} returns must be the memory after `write`, got the "
-        f"{type(old).__name__} that it received; return the result of the last "
-        "jaxkv.kv.write, or None for a model that writes nothing."
+        f"{type(pool).__name__} that it received; return the result of the "
+        "last jaxkv.kv.write, or None for a model that writes nothing."
       )
 
 

@@ -104,11 +104,11 @@ def _numbers(queue: Queue) -> Array:
 
 def _order(queue: Queue) -> Array:
   rows = jnp.arange(queue.size, dtype=jnp.int32)
-  order, place = order_of(queue.ids, queue.priority)
+  order, position = order_of(queue.ids, queue.priority)
   return (
     jnp.all(queue.order == order)
-    & jnp.all(queue.place == place)
-    & jnp.all(order[place] == rows)
+    & jnp.all(queue.place == position)
+    & jnp.all(order[position] == rows)
   )
 
 
@@ -175,10 +175,10 @@ def _leaders(
   row, leader = slots.row, slots.leader
   length = indexing.take(queue.length, row)
   waits = leader < slots.no_slot
-  first = indexing.take(row, leader, fill=queue.no_row)
-  holds = (row < queue.no_row) & (first < queue.no_row)
+  leader_row = indexing.take(row, leader, fill=queue.no_row)
+  holds = (row < queue.no_row) & (leader_row < queue.no_row)
   holds &= indexing.take(are_computing(queue, slots), leader)
-  holds &= row // samples == first // samples
+  holds &= row // samples == leader_row // samples
   # A leader has not computed the last token of the prompt.
   holds &= indexing.take(cache.length, leader) < length
   return jnp.all(~waits | holds)
@@ -192,10 +192,10 @@ def _page_keys(queue: Queue, slots: Slots, cache: CacheState) -> Array:
   expected = keys_of_rows(queue, cache, rows)
   config = cache.config
   page = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
-  stop = (page + 1) * config.page_size
+  stop_column = (page + 1) * config.page_size
   # Pages after the prompt have keys only where all groups end a page.
-  is_end = stop % config.alignment == 0
-  is_filled = is_end & (stop <= cache.length[:, None])
+  is_end = stop_column % config.alignment == 0
+  is_filled = is_end & (stop_column <= cache.length[:, None])
   is_current = indexing.take(queue.epochs, rows) == cache.epoch
   is_filled &= is_current[:, None]
   is_equal = jnp.all(indexing.take(keys, rows) == expected, axis=-1)

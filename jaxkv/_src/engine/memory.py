@@ -81,12 +81,6 @@ def check_pools(
       "`cache` must have one page size for all groups, got "
       f"{sizes.page_sizes}; a rollout supports one page size only."
     )
-  if sizes.holds_encoder:
-    raise ValueError(
-      "`cache` must have no group of CrossAttention, got "
-      f"{sizes.groups}: a rollout does not run an encoder; write a decoding "
-      "loop whose model calls `jaxkv.kv.attend(causal=False)`."
-    )
   if config.decode_steps > sizes.slot_tokens:
     raise ValueError(
       "`RolloutConfig.decode_steps` must be at most the tokens of a slot, "
@@ -108,11 +102,6 @@ def _check_kinds(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
         f"`kv` must have {pool_type.__name__} for the layers of {kind}, got "
         f"{', '.join(type(pool).__name__ for pool in pools)}; make a tuple of "
         f"pools, one of them with jaxkv.kv.{function}."
-      )
-    if kind.num_speculative:
-      raise ValueError(
-        f"`Recurrent.num_speculative` must be 0 in a rollout, got {kind}: "
-        "drafts are not supported with recurrent groups."
       )
     if kind.holds_states and config.draft_tokens:
       raise ValueError(

@@ -85,28 +85,29 @@ def call_model(
     scoring,
     model,
   )
-  scores, last = (queue.log_probs, queue.records), None
+  scores = (queue.log_probs, queue.records)
+  last_logits = None
   if scoring is None and len(widths) > 1:
-    # The loops below carry `last`, so it needs its final shape at the start.
+    # The loops below carry `last_logits`, so its final shape is needed here.
     carry = Logits(None, draft_logits), scores
     logits = jax.eval_shape(lambda kv: call.run(0, (kv, *carry))[1], memory.kv)
-    last = jnp.zeros(logits.last.shape, logits.last.dtype)
+    last_logits = jnp.zeros(logits.last.shape, logits.last.dtype)
 
-  def run_from(number: int, carry: Any) -> Any:
-    """Calls the model in `work.width`, which is an index >= `number`."""
-    if number == len(widths) - 1:
-      return call.run(number, carry)
+  def run_from(index: int, carry: Any) -> Any:
+    """Calls the model in `work.width`, which is an index >= `index`."""
+    if index == len(widths) - 1:
+      return call.run(index, carry)
     # `lax.cond` and `lax.switch` would copy the memory.
     carry = loops.at_most_once(
-      work.width == number, functools.partial(call.run, number), carry
+      work.width == index, functools.partial(call.run, index), carry
     )
     # Nested, because a GPU waits for the host at each loop, even an empty one.
     with jax.named_scope("rare/wider"):
       return loops.at_most_once(
-        work.width > number, functools.partial(run_from, number + 1), carry
+        work.width > index, functools.partial(run_from, index + 1), carry
       )
 
-  carry = memory.kv, Logits(last, draft_logits), scores
+  carry = memory.kv, Logits(last_logits, draft_logits), scores
   kv, logits, (values, records) = run_from(0, carry)
   queue = dataclasses.replace(queue, log_probs=values, records=records)
   return queue, kv, logits
@@ -128,17 +129,22 @@ class _StepCall:
     scoring: Scoring | None,
     model: Model,
   ):
-    self._params, self._model = params, model
-    self._config, self._widths, self._scoring = config, widths, scoring
-    self._queue, self._slots, self._cache = queue, slots, cache
+    self._params = params
+    self._model = model
+    self._config = config
+    self._widths = widths
+    self._scoring = scoring
+    self._queue = queue
+    self._slots = slots
+    self._cache = cache
     self._work = work
     exists = work.slots < slots.size
     starts = indexing.take(cache.length, work.slots) + work.offsets
     self._single = _views(cache, work.slots, starts, exists.astype(jnp.int32))
     self._tokens = self._single_tokens(drafts)
 
-  def run(self, number: int, carry: Any) -> Any:
-    """Calls the model in the width `number`.
+  def run(self, index: int, carry: Any) -> Any:
+    """Calls the model in the width `index`.
 
     `carry` has the K/V memory; `Logits`; `Queue.log_probs` and `Queue.records`.
 
@@ -146,24 +152,26 @@ class _StepCall:
       `carry` with the results of the call.
     """
     kv, (_, of_drafts), scores = carry
-    width = self._widths[number]
-    num_slots, config = self._slots.size, self._config
+    width = self._widths[index]
+    num_slots = self._slots.size
+    config = self._config
     batch = self._batch(kv, width)
     columns = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)
     drafts = jnp.arange(num_slots, num_slots + width.drafts, dtype=jnp.int32)
-    last = jnp.concatenate([self._work.last, drafts])
-    is_prompt = self._scoring is not None and number == 0
+    last_columns = jnp.concatenate([self._work.last, drafts])
+    is_prompt = self._scoring is not None and index == 0
     if is_prompt:
       # No logits are used, but a model may require at least one column.
       columns = columns[:1]
     elif self._scoring is None and not config.prompt_log_probs:
-      columns = last
+      columns = last_columns
     batch = dataclasses.replace(batch, columns=columns)
     logits, new_kv = self._model(self._params, batch, kv)
     check_result(logits, new_kv, kv, columns.shape, "`model`")
     kv = kv if new_kv is None else new_kv
     if self._scoring is not None and not is_prompt:
-      rows, positions = batch.rows.numbers, batch.positions[0]
+      rows = batch.rows.numbers
+      positions = batch.positions[0]
       scores = record_scores(
         scores,
         self._queue,
@@ -176,7 +184,7 @@ class _StepCall:
     elif self._scoring is None and config.prompt_log_probs:
       values, records = scores
       scores = values, self._with_prompts(records, logits, batch)
-      logits = logits.at[last].get(mode="clip")
+      logits = logits.at[last_columns].get(mode="clip")
     if width.drafts and of_drafts is not None:
       of_drafts = lax.dynamic_update_slice(
         of_drafts, logits[num_slots:], (0, 0)
@@ -186,7 +194,9 @@ class _StepCall:
 
   def _batch(self, kv: Pools, width: Width) -> Batch:
     """Returns the batch of a width, with `columns` still to be set."""
-    num_slots, work, cache = self._slots.size, self._work, self._cache
+    num_slots = self._slots.size
+    work = self._work
+    cache = self._cache
     singles = num_slots + width.drafts
     views = jax.tree.map(lambda array: array[:singles], self._single)
     slot_of = work.slots[:singles]
@@ -209,9 +219,11 @@ class _StepCall:
       chunk_positions = jnp.maximum(chunk_positions, 0)
       positions = jnp.concatenate([positions, chunk_positions])
       slot_of = jnp.concatenate([slot_of, chunk_slots])
-    numbers = indexing.take(self._slots.row, slot_of, fill=self._queue.no_row)
+    queue_rows = indexing.take(
+      self._slots.row, slot_of, fill=self._queue.no_row
+    )
     # A model may read values of a sequence, such as its adapter.
-    rows = rows_of(self._queue, numbers)
+    rows = rows_of(self._queue, queue_rows)
     if self._scoring is not None:
       rows = rows_of_columns(self._queue, rows, positions)
     return Batch(
@@ -226,13 +238,14 @@ class _StepCall:
 
   def _single_tokens(self, drafts: Array | None) -> Array:
     """Returns the tokens of single and draft columns, int32[B + D]."""
-    work, num_slots = self._work, self._slots.size
+    work = self._work
+    num_slots = self._slots.size
     tokens = self._tokens_at(work.slots, self._single[0].starts)
     if drafts is None:
       return tokens
     # A decoding slot's token has offset 0, and its first draft has offset 1.
-    number = work.offsets[num_slots:] - 1
-    draft = indexing.take(drafts, work.slots[num_slots:], number)
+    draft_index = work.offsets[num_slots:] - 1
+    draft = indexing.take(drafts, work.slots[num_slots:], draft_index)
     return jnp.concatenate([tokens[:num_slots], draft])
 
   def _tokens_at(self, slots: Array, positions: Array) -> Array:
@@ -244,7 +257,8 @@ class _StepCall:
     self, kv: Pools, views: tuple[View, ...]
   ) -> tuple[View, ...]:
     """Returns views with `shared` set for forks, see `jaxkv.kv.share`."""
-    num_slots, samples = self._slots.size, self._config.num_samples
+    num_slots = self._slots.size
+    samples = self._config.num_samples
     pools = [
       pool
       for pool in pools_of(kv)
@@ -254,33 +268,35 @@ class _StepCall:
       return views
     return tuple(
       view
-      if kind.skips_pages
+      if group_kind.skips_pages
       else share(
         pools[0],
         view,
         num_clusters=-(-num_slots // samples),
         cluster_size=samples,
       )
-      for kind, view in zip(self._cache.config.groups, views, strict=True)
+      for group_kind, view in zip(self._cache.config.groups, views, strict=True)
     )
 
   def _with_prompts(
     self, records: Records, logits: Array, batch: Batch
   ) -> Records:
     """Records log-probs of prompt tokens and of tokens from `extend`."""
-    queue, raw = self._queue, records.raw_log_probs
+    queue = self._queue
+    raw = records.raw_log_probs
     if raw is None:
       return records
-    rows, after = batch.rows.numbers, batch.positions[0] + 1
-    is_given = after < indexing.take(queue.length, rows)
-    version = indexing.take(queue.versions, rows, after)
+    rows = batch.rows.numbers
+    next_position = batch.positions[0] + 1
+    is_given = next_position < indexing.take(queue.length, rows)
+    version = indexing.take(queue.versions, rows, next_position)
     is_given &= version == NOT_SAMPLED
-    token = indexing.take(queue.tokens, rows, after)
+    token = indexing.take(queue.tokens, rows, next_position)
     temperature = jnp.ones(token.shape, jnp.float32)
     logits = logits.astype(jnp.float32)
     values = log_probs.of_tokens(logits, token, temperature)
-    place = indexing.where_valid(is_given, rows)
-    raw = indexing.put(raw, place, after, values=values)
+    target_rows = indexing.where_valid(is_given, rows)
+    raw = indexing.put(raw, target_rows, next_position, values=values)
     return dataclasses.replace(records, raw_log_probs=raw)
 
 
@@ -318,7 +334,7 @@ def _views(
       page_table=tables[:, group],
       starts=starts,
       num_tokens=num_tokens,
-      kind=kind,
+      kind=group_kind,
     )
-    for group, kind in enumerate(cache.config.groups)
+    for group, group_kind in enumerate(cache.config.groups)
   )

@@ -43,15 +43,15 @@ def init_tables(
   """Returns tables with the prompts' n-grams; None without speculation."""
   if not config.draft_tokens:
     return None
-  total, width = tokens.shape
+  num_rows, width = tokens.shape
   # At least twice the number of n-grams, so that few collide. `_place` needs a
   # power of two.
-  size = 1 << (2 * width * config.num_samples - 1).bit_length()
+  table_size = 1 << (2 * width * config.num_samples - 1).bit_length()
   tables = NgramTables(
-    table=jnp.zeros((total // config.num_samples, size), jnp.int32),
-    rate=jnp.full((total,), _FIRST_RATE, jnp.float32),
+    table=jnp.zeros((num_rows // config.num_samples, table_size), jnp.int32),
+    rate=jnp.full((num_rows,), _FIRST_RATE, jnp.float32),
   )
-  rows = jnp.arange(total, dtype=jnp.int32)
+  rows = jnp.arange(num_rows, dtype=jnp.int32)
   return reset_rows(tables, tokens, lengths, rows, config)
 
 
@@ -63,19 +63,21 @@ def reset_rows(
   config: RolloutConfig,
 ) -> NgramTables:
   """Resets the tables and rates of whole groups, in rows int32[R]."""
-  samples, no_row = config.num_samples, tokens.shape[0]
+  samples = config.num_samples
   # A group shares one table, which at first has the n-grams of the prompt.
-  first = rows[::samples]
-  group = jnp.where(first < no_row, first // samples, tables.table.shape[0])
+  first_rows = rows[::samples]
+  group = jnp.where(
+    first_rows < tokens.shape[0], first_rows // samples, tables.table.shape[0]
+  )
   tables = dataclasses.replace(
     tables,
     table=indexing.put(tables.table, group, values=0),
     rate=indexing.put(tables.rate, rows, values=jnp.float32(_FIRST_RATE)),
   )
-  length = indexing.take(lengths, first)
+  length = indexing.take(lengths, first_rows)
   width = tokens.shape[1]
   start = sharding.zeros_like(length)
-  return add_tokens(tables, tokens, first, start, length, config, width)
+  return add_tokens(tables, tokens, first_rows, start, length, config, width)
 
 
 def add_tokens(
@@ -83,24 +85,24 @@ def add_tokens(
   tokens: Array,
   rows: Array,
   start: Array,
-  stop: Array,
+  stop_column: Array,
   config: RolloutConfig,
   max_tokens: int,
 ) -> NgramTables:
-  """Adds the n-grams that end before the columns `start` .. `stop - 1`.
+  """Adds the n-grams that end before the columns `start` .. `stop_column - 1`.
 
-  `rows`, `start` and `stop` are int32[R]. At most `max_tokens` columns of a row
-  are used, and none of row Q.
+  `rows`, `start` and `stop_column` are int32[R]. At most `max_tokens` columns
+  of a row are used, and none of row Q.
   """
-  samples, no_row = config.num_samples, tokens.shape[0]
+  samples = config.num_samples
   column = start[:, None] + jnp.arange(max_tokens, dtype=jnp.int32)[None]
-  inside = (column < stop[:, None]) & (column >= config.draft_match)
-  inside &= (rows < no_row)[:, None]
-  place = _place(tables, _ngrams_before(tokens, rows, column, config))
+  inside = (column < stop_column[:, None]) & (column >= config.draft_match)
+  inside &= (rows < tokens.shape[0])[:, None]
+  bucket = _place(tables, _ngrams_before(tokens, rows, column, config))
   group = indexing.where_valid(inside, (rows // samples)[:, None])
   # The maximum keeps the rightmost occurrence of an n-gram.
   value = column * samples + (rows % samples)[:, None] + 1
-  table = indexing.put_max(tables.table, group, place, values=value)
+  table = indexing.put_max(tables.table, group, bucket, values=value)
   return dataclasses.replace(tables, table=table)
 
 
@@ -116,13 +118,13 @@ def _ngrams_before(
 def _place(tables: NgramTables, ngrams: Array) -> Array:
   """Returns the table index of n-grams int32[..., N]."""
   key = jnp.zeros(ngrams.shape[:-1], jnp.uint32)
-  for number in range(ngrams.shape[-1]):
-    token = ngrams[..., number].astype(jnp.uint32)
+  for index in range(ngrams.shape[-1]):
+    token = ngrams[..., index].astype(jnp.uint32)
     # Multiplication mixes low bits into high bits, and the shift the reverse.
     key = (key ^ token) * jnp.uint32(0x9E3779B1)
     key ^= key >> jnp.uint32(15)
-  size = tables.table.shape[1]
-  return (key & jnp.uint32(size - 1)).astype(jnp.int32)
+  table_size = tables.table.shape[1]
+  return (key & jnp.uint32(table_size - 1)).astype(jnp.int32)
 
 
 def propose(
@@ -139,21 +141,22 @@ def propose(
     int32[B, K], the drafts; int32[B], the number of tokens after the match,
     which may exceed K; and bool[B], rows with an n-gram match, see `learn`.
   """
-  samples, max_drafts = config.num_samples, config.draft_tokens
+  samples = config.num_samples
+  max_drafts = config.draft_tokens
   length = indexing.take(lengths, rows)
   ngram = _ngrams_before(tokens, rows, length[:, None], config)[:, 0]
-  place = _place(tables, ngram)
-  value = indexing.take(tables.table, rows // samples, place) - 1
+  bucket = _place(tables, ngram)
+  value = indexing.take(tables.table, rows // samples, bucket) - 1
   column = elementwise.quotient(jnp.maximum(value, 0), samples)
   source = rows // samples * samples + jnp.maximum(value, 0) % samples
   match = _ngrams_before(tokens, source, column[:, None], config)[:, 0]
-  stop = indexing.take(lengths, source)
-  has_match = decodes & (value >= 0) & (column < stop)
+  stop_column = indexing.take(lengths, source)
+  has_match = decodes & (value >= 0) & (column < stop_column)
   has_match &= jnp.all(match == ngram, axis=1) & jnp.all(ngram >= 0, axis=1)
   ahead = column[:, None] + jnp.arange(max_drafts, dtype=jnp.int32)[None]
 
   def drafts() -> tuple[Array, Array]:
-    counts = jnp.where(has_match, stop - column, 0)
+    counts = jnp.where(has_match, stop_column - column, 0)
     return indexing.take(tokens, source[:, None], ahead), counts
 
   # Most steps have no match, so the gather is usually skipped.
@@ -199,8 +202,8 @@ def learn(
     )
     recovered = jnp.where(rate < LIKELY, recovered, rate)
     rate = jnp.where(drafted > 0, updated, recovered)
-    place = indexing.where_valid(has_match | (drafted > 0), rows)
-    return indexing.put(tables.rate, place, values=rate)
+    target_rows = indexing.where_valid(has_match | (drafted > 0), rows)
+    return indexing.put(tables.rate, target_rows, values=rate)
 
   changed = jnp.any(has_match | (drafted > 0))
   rate = lax.cond(changed, learned, lambda: tables.rate)

@@ -24,11 +24,12 @@ def page_keys(
   cache, tokens, salts = sharding.match_varying_axes((cache, tokens, salts))
   if cache.secret is None:
     return None
-  size, rows = cache.config.page_size, tokens.shape[0]
-  columns = tokens.shape[1] // size
+  page_size = cache.config.page_size
+  rows = tokens.shape[0]
+  columns = tokens.shape[1] // page_size
   if columns == 0:
     return jnp.zeros((rows, 0, hashing.KEY_WORDS), jnp.uint32)
-  pages = tokens[:, : columns * size].reshape(rows, columns, size)
+  pages = tokens[:, : columns * page_size].reshape(rows, columns, page_size)
   root = jnp.broadcast_to(roots(cache, salts), (rows, hashing.KEY_WORDS))
   return hashing.row_keys(cache.secret, root, pages)
 

@@ -22,7 +22,7 @@ def preempt(
   """Preempts one sequence if `starved`, bool[B], is True for any slot.
 
   The victim has the highest number in `Queue.priority`; among equals, the
-  fewest computed tokens; among these, the last place in the queue. It returns
+  fewest computed tokens; among these, the last in the queue. It returns
   to the queue, with the samples that wait to fork from it. If all other slots
   are empty or wait to fork, no page can become free, and the victim fails.
 
@@ -39,10 +39,12 @@ def preempt(
     candidates &= priority == jnp.max(priority)
   length = jnp.where(candidates, cache.length, indexing.NOWHERE)
   candidates &= length == jnp.min(length)
-  place = jnp.where(candidates, indexing.take(queue.place, slots.row), -1)
+  queue_position = jnp.where(
+    candidates, indexing.take(queue.place, slots.row), -1
+  )
   # The last sequence in the queue is preempted, so that the first advances.
   slot = jnp.arange(slots.size, dtype=jnp.int32)
-  chosen = jnp.argmax(place).astype(jnp.int32)
+  chosen = jnp.argmax(queue_position).astype(jnp.int32)
   is_victim = jnp.any(starved) & (slot == chosen) & candidates
   leaves = is_victim | (jnp.any(is_victim) & (slots.leader == chosen))
   is_alone = jnp.sum(computing, dtype=jnp.int32) == 1

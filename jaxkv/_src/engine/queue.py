@@ -162,40 +162,40 @@ def order_of(ids: Array, priority: Array | None) -> tuple[Array, Array]:
   """Sorts rows by priority, then by id.
 
   Returns:
-    int32[Q], the row at each place; int32[Q], the place of each row.
+    int32[Q], the row at each position; int32[Q], the position of each row.
   """
   keys = [ids] if priority is None else [ids, priority]
   order = jnp.lexsort(keys).astype(jnp.int32)
-  place = jnp.arange(order.shape[0], dtype=jnp.int32)
-  return order, jnp.zeros_like(order).at[order].set(place)
+  position = jnp.arange(order.shape[0], dtype=jnp.int32)
+  return order, jnp.zeros_like(order).at[order].set(position)
 
 
 def first_of(condition: Array, count: int) -> Array:
   """Returns the first `count` True indices of bool[X], padded with X."""
-  size = condition.shape[0]
+  length = condition.shape[0]
   rank = jnp.cumsum(condition, dtype=jnp.int32) - 1
   return indexing.put(
-    jnp.full((count,), size, jnp.int32),
+    jnp.full((count,), length, jnp.int32),
     indexing.where_valid(condition, rank),
-    values=jnp.arange(size, dtype=jnp.int32),
+    values=jnp.arange(length, dtype=jnp.int32),
   )
 
 
 def set_status(queue: Queue, rows: Array, mask: Array, status: int) -> Queue:
   """Sets the status of rows int32[R] where `mask` is True."""
-  place = indexing.where_valid(mask, rows)
-  status_of = indexing.put(queue.status, place, values=status)
+  target_rows = indexing.where_valid(mask, rows)
+  status_of = indexing.put(queue.status, target_rows, values=status)
   return dataclasses.replace(queue, status=status_of)
 
 
 def fail(queue: Queue, rows: Array, mask: Array, code: Array) -> Queue:
   """Fails rows int32[R] with codes int32[R] where `mask` is True."""
   queue = set_status(queue, rows, mask, SequenceStatus.FAILED)
-  place = indexing.where_valid(mask, rows)
+  target_rows = indexing.where_valid(mask, rows)
   return dataclasses.replace(
     queue,
-    code=indexing.put(queue.code, place, values=code),
-    finish=indexing.put(queue.finish, place, values=int(Finish.FAILED)),
+    code=indexing.put(queue.code, target_rows, values=code),
+    finish=indexing.put(queue.finish, target_rows, values=int(Finish.FAILED)),
   )
 
 

@@ -74,35 +74,37 @@ def as_requests(requests: Any, config: RolloutConfig) -> Requests:
     )
   tokens = as_int32("requests.tokens", requests.tokens, ("P", "L"))
   num_prompts = tokens.shape[0]
-  per_prompt, per_sample = ", one for each prompt", ", one for each sample"
+  per_prompt = ", one for each prompt"
+  per_sample = ", one for each sample"
   lengths = as_int32(
     "requests.lengths", requests.lengths, (num_prompts,), per_prompt
   )
-  total = num_prompts * config.num_samples
-  if total >= 2**31:
+  num_sequences = num_prompts * config.num_samples
+  if num_sequences >= 2**31:
     raise ValueError(
       "`RolloutConfig.num_samples` times the prompts must be below 2**31, got "
       f"{config.num_samples} times {num_prompts}; use fewer of either."
     )
-  num_samples, priority = requests.num_samples, requests.priority
+  num_samples = requests.num_samples
+  priority = requests.priority
   if num_samples is not None:
     num_samples = as_int32(
       "requests.num_samples", num_samples, (num_prompts,), per_prompt
     )
   if priority is not None:
     priority = jnp.asarray(
-      as_int32("requests.priority", priority, (total,), per_sample)
+      as_int32("requests.priority", priority, (num_sequences,), per_sample)
     )
   salts = requests.salts
   if salts is not None:
     salts = jnp.asarray(as_key("requests.salts", salts))
-    shape = (total, hashing.KEY_WORDS)
+    shape = (num_sequences, hashing.KEY_WORDS)
     check_shape("requests.salts", salts, shape, per_sample)
-  sampling = as_sampling(requests.sampling, total)
+  sampling = as_sampling(requests.sampling, num_sequences)
   strings = sampling.stop_strings
   if strings is not None:
     # A start state for each sample, because `submit` writes rows of the queue.
-    strings = dataclasses.replace(strings, start=strings.init(total))
+    strings = dataclasses.replace(strings, start=strings.init(num_sequences))
     sampling = dataclasses.replace(sampling, stop_strings=strings)
   return Requests(
     tokens,
@@ -111,7 +113,7 @@ def as_requests(requests: Any, config: RolloutConfig) -> Requests:
     num_samples=num_samples,
     priority=priority,
     salts=salts,
-    extra=as_extra("requests.extra", requests.extra, total),
+    extra=as_extra("requests.extra", requests.extra, num_sequences),
   )
 
 
@@ -183,12 +185,12 @@ def check_stop_strings(strings: Any, expected: Any, origin: str) -> None:
     () if tree is None else (tree.next, tree.ends)
     for tree in (strings, expected)
   )
-  for new, old in zip(new_tables, old_tables, strict=True):
-    if new is old:
+  for new_table, old_table in zip(new_tables, old_tables, strict=True):
+    if new_table is old_table:
       continue
-    is_equal = new.shape == old.shape
-    if is_equal and _is_readable(new) and _is_readable(old):
-      is_equal = np.array_equal(new, old)
+    is_equal = new_table.shape == old_table.shape
+    if is_equal and _is_readable(new_table) and _is_readable(old_table):
+      is_equal = np.array_equal(new_table, old_table)
     if not is_equal:
       raise ValueError(
         "`requests.sampling.stop_strings` must have the automata of those "
@@ -259,7 +261,8 @@ def check_columns(columns: int, width: int) -> None:
 
 def check_num_samples(requests: Requests, config: RolloutConfig) -> None:
   """Raises ValueError if a concrete number of samples is not in 0 .. G."""
-  counts, maximum = requests.num_samples, config.num_samples
+  counts = requests.num_samples
+  maximum = config.num_samples
   if counts is None or isinstance(counts, Tracer):
     return
   for row, count in enumerate(np.asarray(counts).tolist()):
@@ -271,7 +274,7 @@ def check_num_samples(requests: Requests, config: RolloutConfig) -> None:
 
 
 def check_fits(
-  requests: Requests, sizes: CacheConfig, config: RolloutConfig
+  requests: Requests, cache_config: CacheConfig, config: RolloutConfig
 ) -> None:
   """Raises ValueError unless the sequences fit into slots, rows and the pool.
 
@@ -279,19 +282,20 @@ def check_fits(
   """
   columns = requests.tokens.shape[1]
   width = width_of(columns, config)
-  if width > sizes.slot_tokens:
+  if width > cache_config.slot_tokens:
     name = "`requests.tokens` and `max_new_tokens`"
     width_text = f"{columns} columns and {width - columns}"
     if config.max_length:
-      name, width_text = "`RolloutConfig.max_length`", str(width)
+      name = "`RolloutConfig.max_length`"
+      width_text = str(width)
     raise ValueError(
-      f"{name} must fit a slot of {sizes.slot_tokens} tokens, got "
+      f"{name} must fit a slot of {cache_config.slot_tokens} tokens, got "
       f"{width_text}; raise CacheConfig.pages_per_slot."
     )
   sampling = requests.sampling
   assert sampling is not None  # `as_requests` sets it.
-  numbers = requests.lengths, requests.num_samples, sampling.max_tokens
-  if any(isinstance(number, Tracer) for number in numbers):
+  limits = requests.lengths, requests.num_samples, sampling.max_tokens
+  if any(isinstance(limit, Tracer) for limit in limits):
     return
   longest = _longest(requests, sampling, config)
   if longest > width:
@@ -300,11 +304,11 @@ def check_fits(
       f"a sequence can reach, got {width}."
     )
   most_in_flight = config.prefill_chunk + config.decode_steps - 1
-  needed = sum(max_pages(sizes, most_in_flight, longest))
-  if longest and needed > sizes.num_pages - 1:
+  needed = sum(max_pages(cache_config, most_in_flight, longest))
+  if longest and needed > cache_config.num_pages - 1:
     raise ValueError(
       f"`CacheConfig.num_pages` must be at least {needed + 1} for the longest "
-      f"sequence of {longest} tokens, got {sizes.num_pages}."
+      f"sequence of {longest} tokens, got {cache_config.num_pages}."
     )
 
 
@@ -343,7 +347,7 @@ def _longest(
 
 
 def max_pages(
-  sizes: CacheConfig, in_flight: int, longest: int
+  cache_config: CacheConfig, in_flight: int, longest: int
 ) -> tuple[int, ...]:
   """Returns the maximum number of pages of one sequence, by group.
 
@@ -352,15 +356,19 @@ def max_pages(
   one for the next state, because a step never passes the end of a page.
   """
 
-  def most(kind: GroupKind, size: int) -> int:
-    if kind.holds_states:
+  def most(group_kind: GroupKind, page_size: int) -> int:
+    if group_kind.holds_states:
       return 2
-    pages = kind.most_pages(size, in_flight, longest)
+    pages = group_kind.most_pages(page_size, in_flight, longest)
     # `ChunkedLocal.most_pages` is vLLM's bound, for chunks of whole pages. A
     # chunk of another size can begin inside a page, and then needs one more.
-    return pages + (isinstance(kind, ChunkedLocal) and kind.chunk % size > 0)
+    return pages + (
+      isinstance(group_kind, ChunkedLocal) and group_kind.chunk % page_size > 0
+    )
 
   return tuple(
-    min(most(kind, size), -(-longest // size))
-    for kind, size in zip(sizes.groups, sizes.page_sizes, strict=True)
+    min(most(group_kind, page_size), -(-longest // page_size))
+    for group_kind, page_size in zip(
+      cache_config.groups, cache_config.page_sizes, strict=True
+    )
   )

@@ -37,7 +37,7 @@ from jaxkv._src.sampling import penalties
 from jaxkv._src.sampling import sample
 from jaxkv._src.sampling import settings
 from jaxkv._src.sampling.penalties import History
-from jaxkv._src.sampling.sample import Drawn
+from jaxkv._src.sampling.sample import SampledTokens
 
 
 class Tally(NamedTuple):
@@ -133,22 +133,24 @@ def sample_tokens(
     tally=tally,
   )
   queue, sampled, tokens = sample_one(queue, sampled, samples, logits.last)
-  draft_logits, counts, begins = logits.drafts, work.drafts, work.begins
-  if drafts is None or draft_logits is None or counts is None or begins is None:
+  draft_logits = logits.drafts
+  counts = work.drafts
+  starts = work.begins
+  if drafts is None or draft_logits is None or counts is None or starts is None:
     return queue, sampled
 
-  def accepted(going: Array, tokens: Array, sampled: Sampled, number: Any):
-    is_draft = (number < counts) & (tokens == drafts[:, number])
+  def accepted(going: Array, tokens: Array, sampled: Sampled, draft_index: Any):
+    is_draft = (draft_index < counts) & (tokens == drafts[:, draft_index])
     return going & is_draft & ~sampled.ended
 
   def verify(loop):
-    queue, sampled, going, number = loop
-    rows = begins + number - 1
+    queue, sampled, going, draft_index = loop
+    rows = starts + draft_index - 1
     queue, sampled, tokens = sample_one(
       queue, sampled, going, draft_logits.at[rows].get(mode="clip")
     )
-    going = accepted(going, tokens, sampled, number)
-    return queue, sampled, going, number + 1
+    going = accepted(going, tokens, sampled, draft_index)
+    return queue, sampled, going, draft_index + 1
 
   going = accepted(samples, tokens, sampled, 0)
   start = sharding.match_varying_axes(
@@ -176,17 +178,21 @@ def _sample(
   Returns:
     The queue, the results, and the tokens int32[B].
   """
-  row, tally = slots.row, sampled.tally
+  row = slots.row
+  tally = sampled.tally
   rows = rows_of(queue, row)
   sampling = settings.rows(queue.sampling, row)
   raw = logits.astype(jnp.float32)
-  count, last = penalties.num_last_tokens(sampling), None
+  count = penalties.num_last_tokens(sampling)
+  last_tokens = None
   if count:
-    last = penalties.last_tokens_of(queue.tokens, row, rows.lengths, count)
+    last_tokens = penalties.last_tokens_of(
+      queue.tokens, row, rows.lengths, count
+    )
   history = History(
     counts=rows.counts,
     seen=None if tally is None else tally.counts,
-    last_tokens=last,
+    last_tokens=last_tokens,
     stop_token=config.stop_token,
   )
   adjusted = penalties.adjust(raw, sampling, history)
@@ -194,13 +200,13 @@ def _sample(
   if process is not None:
     results = process(adjusted, rows, rows.extra)
     adjusted, new_extra = check_processed(results, adjusted, rows.extra)
-    place = indexing.where_valid(samples, row)
+    target = indexing.where_valid(samples, row)
     extra = jax.tree.map(
-      lambda old, new: indexing.put(old, place, values=new), extra, new_extra
+      lambda old, new: indexing.put(old, target, values=new), extra, new_extra
     )
   # The random numbers depend on the sequence's key and its number of tokens
   # after the prompt, but on neither the slot nor the step.
-  drawn = sample.draw(
+  step_tokens = sample.sample_tokens(
     queue.keys[jnp.minimum(row, queue.no_row - 1)],
     indexing.take(queue.length - queue.prompt_length, row),
     adjusted,
@@ -214,32 +220,32 @@ def _sample(
     parts=config.vocab_parts,
   )
   # A log-prob is not finite if the logits define no distribution.
-  fails = samples & ~jnp.isfinite(drawn.log_probs)
+  fails = samples & ~jnp.isfinite(step_tokens.log_probs)
   samples &= ~fails
-  ending = endings(queue, rows, drawn.tokens, sampling, config)
+  ending = endings(queue, rows, step_tokens.tokens, sampling, config)
   # XLA copies the queue's arrays unless the writes depend on all reads.
-  read = jnp.maximum(read, jnp.max(drawn.tokens))
+  read = jnp.maximum(read, jnp.max(step_tokens.tokens))
   queue = dataclasses.replace(queue, extra=extra)
   queue, ended = _append(
-    queue, loops.read_before(read, row), samples, drawn, version, ending
+    queue, loops.read_before(read, row), samples, step_tokens, version, ending
   )
   queue = fail(queue, row, fails, jnp.full_like(row, Status.BAD_LOGITS))
   if tally is not None:
-    counts = penalties.see(tally.counts, drawn.tokens, samples)
+    counts = penalties.see(tally.counts, step_tokens.tokens, samples)
     tally = tally._replace(counts=counts)
   sampled = Sampled(
     ended=sampled.ended | ended | fails,
     counts=sampled.counts + samples.astype(jnp.int32),
     tally=tally,
   )
-  return queue, sampled, drawn.tokens
+  return queue, sampled, step_tokens.tokens
 
 
 def _append(
   queue: Queue,
   rows: Array,
   mask: Array,
-  drawn: Drawn,
+  step_tokens: SampledTokens,
   version: Array,
   ending: tuple[Array, Array, Array | None],
 ) -> tuple[Queue, Array]:
@@ -250,31 +256,33 @@ def _append(
   Returns:
     The queue; bool[B], True for sequences that ended with this token.
   """
-  # Where `mask` is False, `place` is out of range, so nothing is written.
-  place = indexing.where_valid(mask, rows)
-  length = indexing.take(queue.length, place)
-  finish, stop, stop_states = ending
+  # Where `mask` is False, `target` is out of range, so nothing is written.
+  target = indexing.where_valid(mask, rows)
+  length = indexing.take(queue.length, target)
+  finish, stop_value, stop_states = ending
   ended = mask & (finish > 0)
   records = jax.tree.map(
-    lambda array, values: indexing.put(array, place, length, values=values),
+    lambda array, values: indexing.put(array, target, length, values=values),
     queue.records,
-    drawn.records,
+    step_tokens.records,
   )
   states = queue.stop_states
   if states is not None and stop_states is not None:
-    states = indexing.put(states, place, values=stop_states)
+    states = indexing.put(states, target, values=stop_states)
   log_probs = indexing.put(
-    queue.log_probs, place, length, values=drawn.log_probs
+    queue.log_probs, target, length, values=step_tokens.log_probs
   )
   queue = dataclasses.replace(
     queue,
-    tokens=indexing.put(queue.tokens, place, length, values=drawn.tokens),
-    length=indexing.add(queue.length, place, values=1),
+    tokens=indexing.put(
+      queue.tokens, target, length, values=step_tokens.tokens
+    ),
+    length=indexing.add(queue.length, target, values=1),
     log_probs=log_probs,
-    versions=indexing.put(queue.versions, place, length, values=version),
+    versions=indexing.put(queue.versions, target, length, values=version),
     records=records,
-    finish=indexing.put(queue.finish, place, values=finish),
-    stop=indexing.put(queue.stop, place, values=stop),
+    finish=indexing.put(queue.finish, target, values=finish),
+    stop=indexing.put(queue.stop, target, values=stop_value),
     stop_states=states,
   )
   return set_status(queue, rows, ended, SequenceStatus.DONE), ended

@@ -84,8 +84,8 @@ def _sizes(largest: int, smallest: int) -> tuple[int, ...]:
 def schedule(
   missing: Array,
   prefills: Array,
-  places: Array,
-  sizes: tuple[Width, ...],
+  sort_keys: Array,
+  all_widths: tuple[Width, ...],
   drafts: Array | None = None,
   *,
   one_part: bool = False,
@@ -103,13 +103,13 @@ def schedule(
     missing: int32[B], the number of tokens that each slot could compute.
     prefills: bool[B], slots whose tokens may wait for a later step. The other
       slots have at most one token.
-    places: int32[B], a sort key for each slot; the lowest comes first.
-    sizes: from `widths`.
+    sort_keys: int32[B], a sort key for each slot; the lowest comes first.
+    all_widths: from `widths`.
     drafts: int32[B], the number of drafts of slots that decode; None without
       speculation.
     one_part: True to compute prompt tokens in chunk columns only, as recurrent
       layers require.
-    width: int32[], the index of the width in `sizes`. None to choose one; the
+    width: int32[], the index in `all_widths`. None to choose one; the
       first one must then have no chunk columns.
     axis: see `RolloutConfig.lockstep_axis`.
   """
@@ -119,11 +119,12 @@ def schedule(
   prefills &= missing > 0
   # Sequences that are earlier in the queue get tokens first, so that they end
   # first. Slots without prompt tokens come last.
-  place = jnp.where(prefills, places, indexing.NOWHERE)
-  order = jnp.argsort(place, stable=True).astype(jnp.int32)
+  sort_key = jnp.where(prefills, sort_keys, indexing.NOWHERE)
+  order = jnp.argsort(sort_key, stable=True).astype(jnp.int32)
   waiting = jnp.where(prefills, missing, 0)[order]
   ends = jnp.cumsum(waiting, dtype=jnp.int32)
-  begins, total = ends - waiting, ends[-1]
+  first_tokens = ends - waiting
+  num_prompt_tokens = ends[-1]
   idle = num_slots - jnp.sum(decodes, dtype=jnp.int32)
   # A recurrent layer passes its state along a row of a view. Single columns and
   # chunk columns are in different rows, so a sequence must not use both.
@@ -132,8 +133,8 @@ def schedule(
   # The view of chunks has CHUNK_ROWS rows, one for each sequence.
   max_chunks = ends[:CHUNK_ROWS][-1]
   if width is None:
-    columns = jnp.asarray(sorted({size.prompts for size in sizes}), jnp.int32)
-    overflow = jnp.minimum(total - idle, max_chunks)
+    columns = jnp.asarray(sorted({w.prompts for w in all_widths}), jnp.int32)
+    overflow = jnp.minimum(num_prompt_tokens - idle, max_chunks)
     # A width that is less than three quarters full would compute more padding
     # than several calls of the next smaller width.
     is_filled = (4 * overflow >= 3 * columns) & (columns > 0)
@@ -141,19 +142,19 @@ def schedule(
     width = jnp.where(overflow > 0, jnp.maximum(width, 1), 0)
     width = sharding.largest_of_shards(width, axis)
   else:
-    columns = jnp.asarray([size.prompts for size in sizes], jnp.int32)
-  size = jnp.minimum(columns[width], max_chunks)
-  num_columns = jnp.minimum(total, size + idle)
-  counts = jnp.clip(num_columns - begins, 0, waiting)
-  chunks = jnp.clip(size - begins, 0, waiting)
+    columns = jnp.asarray([w.prompts for w in all_widths], jnp.int32)
+  num_chunks = jnp.minimum(columns[width], max_chunks)
+  num_columns = jnp.minimum(num_prompt_tokens, num_chunks + idle)
+  counts = jnp.clip(num_columns - first_tokens, 0, waiting)
+  chunks = jnp.clip(num_chunks - first_tokens, 0, waiting)
   # The single columns that no decoding slot uses get prompt tokens.
   rank = jnp.cumsum(~decodes, dtype=jnp.int32) - 1
-  items = loops.locate(counts, size + rank)
-  fits = ~decodes & items.valid & (size + rank < num_columns)
+  items = loops.locate(counts, num_chunks + rank)
+  fits = ~decodes & items.valid & (num_chunks + rank < num_columns)
   slots = jnp.where(fits, order.at[items.row].get(mode="clip"), num_slots)
   vacant = jnp.where(decodes, indexing.NOWHERE, rank)
   column_of_rank = indexing.put(slot, vacant, values=slot)
-  final = begins + counts - 1
+  final = first_tokens + counts - 1
 
   def by_slot(by_order: Array) -> Array:
     return jnp.zeros_like(order).at[order].set(by_order)
@@ -167,18 +168,18 @@ def schedule(
     offsets=jnp.where(fits, items.offset, 0),
     last=slot,
   )
-  first = jnp.int32(num_slots)
+  first_column = jnp.int32(num_slots)
   if drafts is not None:
     drafts = jnp.where(decodes, drafts, 0)
-    work, num_drafts = _with_drafts(work, drafts, sizes, axis)
-    first += num_drafts
+    work, num_drafts = _with_drafts(work, drafts, all_widths, axis)
+    first_column += num_drafts
   # Chunk columns come after the single columns and the draft columns.
-  last = jnp.where(
-    final < size,
-    first + final,
-    column_of_rank.at[jnp.maximum(final - size, 0)].get(mode="clip"),
+  last_columns = jnp.where(
+    final < num_chunks,
+    first_column + final,
+    column_of_rank.at[jnp.maximum(final - num_chunks, 0)].get(mode="clip"),
   )
-  return work._replace(last=jnp.where(decodes, slot, by_slot(last)))
+  return work._replace(last=jnp.where(decodes, slot, by_slot(last_columns)))
 
 
 def decode_work(going: Array, offsets: Array) -> Work:
@@ -201,23 +202,25 @@ def decode_work(going: Array, offsets: Array) -> Work:
 
 
 def _with_drafts(
-  work: Work, drafts: Array, sizes: tuple[Width, ...], axis: str | None
+  work: Work, drafts: Array, all_widths: tuple[Width, ...], axis: str | None
 ) -> tuple[Work, Array]:
   """Returns the work with draft columns, and the number of these columns."""
-  columns = jnp.asarray(sorted({size.drafts for size in sizes}), jnp.int32)
-  num_prompt_widths = len({size.prompts for size in sizes})
-  total = jnp.sum(drafts, dtype=jnp.int32)
-  width = jnp.sum((4 * total >= 3 * columns) & (columns > 0), dtype=jnp.int32)
+  columns = jnp.asarray(sorted({w.drafts for w in all_widths}), jnp.int32)
+  num_prompt_widths = len({w.prompts for w in all_widths})
+  num_drafts = jnp.sum(drafts, dtype=jnp.int32)
+  width = jnp.sum(
+    (4 * num_drafts >= 3 * columns) & (columns > 0), dtype=jnp.int32
+  )
   width = sharding.largest_of_shards(width, axis)
-  column = jnp.arange(sizes[-1].drafts, dtype=jnp.int32)
+  column = jnp.arange(all_widths[-1].drafts, dtype=jnp.int32)
 
   def place_drafts() -> tuple[Array, Array, Array, Array]:
-    begins = jnp.cumsum(drafts, dtype=jnp.int32) - drafts
-    counts = jnp.clip(columns[width] - begins, 0, drafts)
+    first_columns = jnp.cumsum(drafts, dtype=jnp.int32) - drafts
+    counts = jnp.clip(columns[width] - first_columns, 0, drafts)
     items = loops.locate(counts, column)
     slots = jnp.where(items.valid, items.row, no_slot)
     offsets = jnp.where(items.valid, items.offset + 1, 0)
-    return slots, offsets, counts, begins
+    return slots, offsets, counts, first_columns
 
   def no_drafts() -> tuple[Array, Array, Array, Array]:
     zeros = sharding.zeros_like(drafts)
@@ -226,12 +229,12 @@ def _with_drafts(
 
   no_slot = jnp.int32(drafts.shape[0])
   # Most steps have no drafts, and then need no search by `locate`.
-  slots, offsets, drafts, begins = lax.cond(width > 0, place_drafts, no_drafts)
+  slots, offsets, drafts, starts = lax.cond(width > 0, place_drafts, no_drafts)
   work = work._replace(
     width=work.width + width * num_prompt_widths,
     slots=jnp.concatenate([work.slots, slots]),
     offsets=jnp.concatenate([work.offsets, offsets]),
     drafts=drafts,
-    begins=begins,
+    begins=starts,
   )
   return work, columns[width]

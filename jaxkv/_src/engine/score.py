@@ -173,8 +173,8 @@ def score(
 
   Raises:
     ValueError: an argument is out of range; the cache is not supported, such as
-      one with CrossAttention; the memory does not fit the cache; or `version`
-      is not `cache.epoch`.
+      one with several page sizes; the memory does not fit the cache; or
+      `version` is not `cache.epoch`.
 
   Examples:
     >>> import functools, jax, jaxkv
@@ -251,11 +251,12 @@ def _check_params(params: Any, count: int) -> None:
   """Raises ValueError unless `params` has one entry for each state."""
   if isinstance(params, tuple | list) and len(params) == count:
     return
-  found = type(params).__name__
+  type_name = type(params).__name__
   if isinstance(params, tuple | list):
-    found += f" of {len(params)}"
+    type_name += f" of {len(params)}"
   raise ValueError(
-    f"`params` must be a tuple of {count}, one for each state, got a {found}."
+    f"`params` must be a tuple of {count}, one for each state, got a "
+    f"{type_name}."
   )
 
 
@@ -404,7 +405,7 @@ def _begin(
   column = jnp.arange(columns, dtype=jnp.int32)[None]
   exists = (column < lengths[:, None]) & (code == Status.OK)[:, None]
   rows = jnp.arange(queue.size, dtype=jnp.int32)[:, None]
-  place = indexing.where_valid(exists, queue.prompt_length[:, None] + column)
+  position = indexing.where_valid(exists, queue.prompt_length[:, None] + column)
   answers = groups.completions.reshape(-1, columns)
   status = jnp.where(
     lengths > 0,
@@ -414,7 +415,7 @@ def _begin(
   failed = jnp.int32(SequenceStatus.FAILED)
   queue = dataclasses.replace(
     queue,
-    tokens=indexing.put(queue.tokens, rows, place, values=answers),
+    tokens=indexing.put(queue.tokens, rows, position, values=answers),
     # The last token is never an input of the model.
     length=queue.prompt_length + lengths - 1,
     status=jnp.where(code == Status.OK, status, failed),
@@ -441,10 +442,10 @@ def _codes(groups: _Groups, slot_tokens: int, is_current: Array) -> Array:
   is_bad = ((prompt < 1) & ~is_void) | (prompt > groups.prompts.shape[1])
   longest = groups.completions.shape[2]
   is_bad |= jnp.any((lengths < 0) | (lengths > longest), axis=1)
-  total = prompt + jnp.max(lengths, axis=1) - 1
+  num_tokens = prompt + jnp.max(lengths, axis=1) - 1
   return first_code(
     (is_bad, Status.BAD_LENGTH),
-    (total > slot_tokens, Status.SLOT_FULL),
+    (num_tokens > slot_tokens, Status.SLOT_FULL),
     (~is_current, Status.STALE),
   )
 
@@ -459,7 +460,7 @@ def _scored(state: RolloutState, groups: _Groups, buffers: Buffers) -> Scored:
   # A failed completion fails its group, because a loss needs the whole group.
   code = jnp.max(code.reshape(shape[:2]), axis=1)
   column = jnp.arange(shape[2], dtype=jnp.int32)[None]
-  place = queue.prompt_length[:, None] + column
+  position = queue.prompt_length[:, None] + column
   row = jnp.arange(queue.size, dtype=jnp.int32)[:, None]
   lengths = groups.lengths[..., None]
   # All columns of a completion with a negative length get NaN.
@@ -468,7 +469,7 @@ def _scored(state: RolloutState, groups: _Groups, buffers: Buffers) -> Scored:
   def of_groups(array: Any, failure: float) -> Any:
     if array is None:
       return None
-    values = indexing.take(array, row, place)
+    values = indexing.take(array, row, position)
     values = values.reshape(*shape, *values.shape[2:])
     axes = (1,) * (values.ndim - 3)
     ok = (code == Status.OK).reshape(-1, 1, 1, *axes)

@@ -76,16 +76,18 @@ def prompt_rest(queue: Queue, slots: Slots, cache: CacheState) -> Array:
   return indexing.take(queue.prompt_length, slots.row) - 1 - cache.length
 
 
-def chunk_size(sizes: CacheConfig, config: RolloutConfig) -> int:
+def chunk_size(cache_config: CacheConfig, config: RolloutConfig) -> int:
   """Returns the maximum number of tokens of a sequence in a step.
 
   It is at most a page with recurrent groups. With groups that skip pages, such
   as sliding windows, the maximum bounds the pages that a sequence holds. With
   other groups, only the number of columns in a call limits the tokens.
   """
-  if recurrent.has_states(sizes):
-    return min(config.prefill_chunk, sizes.page_size)
-  return config.prefill_chunk if sizes.skips_pages else sizes.slot_tokens
+  if recurrent.has_states(cache_config):
+    return min(config.prefill_chunk, cache_config.page_size)
+  if cache_config.skips_pages:
+    return config.prefill_chunk
+  return cache_config.slot_tokens
 
 
 def limit_to_chunk(
@@ -96,12 +98,12 @@ def limit_to_chunk(
   With recurrent groups, a step stops at the end of a page, because the state is
   stored there.
   """
-  sizes = cache.config
-  tokens = jnp.minimum(missing, chunk_size(sizes, config))
-  if not recurrent.has_states(sizes):
+  cache_config = cache.config
+  tokens = jnp.minimum(missing, chunk_size(cache_config, config))
+  if not recurrent.has_states(cache_config):
     return tokens
-  begun = elementwise.remainder(cache.length, sizes.page_size)
-  return jnp.minimum(tokens, sizes.page_size - begun)
+  tail_tokens = elementwise.remainder(cache.length, cache_config.page_size)
+  return jnp.minimum(tokens, cache_config.page_size - tail_tokens)
 
 
 def slots_of(queue: Queue, slots: Slots, rows: Array) -> Array:

@@ -96,11 +96,11 @@ def _fits(
   config: RolloutConfig,
 ) -> Array:
   """Returns bool[B], slots for whose drafts enough pages are free."""
-  columns_for, zero = cache.config.sizes.columns_for, jnp.zeros_like(counts)
+  columns_for = cache.config.sizes.columns_for
   missing = missing_tokens(queue, slots, cache)
   tokens = jnp.minimum(missing, chunk_size(cache.config, config))
-  without = columns_for(cache.length + tokens, zero)
-  columns = columns_for(cache.length + tokens + counts, zero)
+  without = columns_for(cache.length + tokens)
+  columns = columns_for(cache.length + tokens + counts)
   columns -= jnp.maximum(without, cache.num_pages)
   columns = jnp.sum(jnp.maximum(columns, 0), axis=1, dtype=jnp.int32)
   num_free = cache.pool.queue.num_free
@@ -118,11 +118,11 @@ def learn_from(
   drafts: Drafts | None,
   sampled: Array,
   config: RolloutConfig,
-  first: Array,
+  old_lengths: Array,
 ) -> Queue:
   """Updates the n-gram tables and acceptance rates with sampled tokens.
 
-  `first`, int32[B], is the length of each sequence before this step, and
+  `old_lengths`, int32[B], is the length of each sequence before this step, and
   `sampled`, int32[B], the number of tokens that its slot sampled.
   """
   tables = queue.ngrams
@@ -132,8 +132,8 @@ def learn_from(
     tables,
     queue.tokens,
     slots.row,
-    first,
-    first + sampled,
+    old_lengths,
+    old_lengths + sampled,
     config,
     config.draft_tokens + 1,
   )

@@ -135,11 +135,11 @@ def init(
 
   Raises:
     ValueError: an argument is out of range; the cache has slots in use, several
-      page sizes, a CrossAttention group or pages of another version; `kv` or
-      `offload` does not fit the cache, or lacks a pool; a recurrent group is
-      combined with `draft_tokens`, or has `num_speculative` > 0; or the longest
-      sequence exceeds a slot or the pool. If lengths or the version are traced
-      and invalid, the sequences fail instead, see `queue.code`. A traced cache
+      page sizes or pages of another version; `kv` or `offload` does not fit the
+      cache, or lacks a pool; a recurrent group is combined with `draft_tokens`;
+      or the longest sequence exceeds a slot or the pool. If lengths or the
+      version are traced and invalid, the sequences fail instead, see
+      `queue.code`. A traced cache
       is not checked for slots in use: if all are, no sequence can run, and
       `generate` returns only at a limit of steps.
   """
@@ -155,9 +155,9 @@ def init(
   check_num_samples(requests, config)
   check_fits(requests, cache.config, config)
   check_tokens("requests.tokens", requests.tokens, requests.lengths)
-  first = as_first(first_sequence, requests, config)
+  first_id = as_first(first_sequence, requests, config)
   is_current = has_version(cache, version)
-  state = _init(cache, kv, requests, key, first, is_current, config=config)
+  state = _init(cache, kv, requests, key, first_id, is_current, config=config)
   # The pages may fill a device, so they are not copied.
   state = dataclasses.replace(state, memory=memory, key=key)
   state = _without_shared_arrays(state, given)
@@ -173,7 +173,7 @@ def _init(
   kv: Pools,
   requests: Requests,
   key: Array,
-  first: Array,
+  first_id: Array,
   is_current: Array,
   *,
   config: RolloutConfig,
@@ -181,13 +181,13 @@ def _init(
   """Returns the state without its memory and key."""
   num_prompts, columns = requests.tokens.shape
   width = width_of(columns, config)
-  ids = first + jnp.arange(num_prompts, dtype=jnp.int32) * config.num_samples
+  ids = first_id + jnp.arange(num_prompts, dtype=jnp.int32) * config.num_samples
   queue = new_queue(requests, ids, key, width, cache, kv, config)
   # With another version, prompts could hit pages that other weights computed.
   rows = jnp.arange(queue.size, dtype=jnp.int32)
   is_stale = ~is_current & (queue.status == SequenceStatus.WAITING)
   queue = fail(queue, rows, is_stale, jnp.full_like(rows, Status.STALE))
-  queue = dataclasses.replace(queue, next_id=_next_id(queue, first, config))
+  queue = dataclasses.replace(queue, next_id=_next_id(queue, first_id, config))
   num_slots = cache.config.num_slots
   log = None
   if config.timeline:
@@ -208,33 +208,33 @@ def _check_key(key: Any) -> None:
   """Raises TypeError unless `key` is a key[] of `jax.random.key`."""
   dtype = getattr(key, "dtype", None)
   if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-    kind = type(key).__name__ if dtype is None else dtype
+    type_name = type(key).__name__ if dtype is None else dtype
     raise TypeError(
-      f"`key` must be a jax.random.key, got {kind}; make it with "
+      f"`key` must be a jax.random.key, got {type_name}; make it with "
       "jax.random.key(seed)."
     )
   check_shape("key", key, ())
 
 
-def as_first(first: Any, requests: Requests, config: RolloutConfig) -> Array:
+def as_first(first_id: Any, requests: Requests, config: RolloutConfig) -> Array:
   """Returns `first_sequence` as int32[]; raises if it is out of range."""
-  first = as_int32("first_sequence", first, ())
+  first_id = as_int32("first_sequence", first_id, ())
   maximum = 2**31 - 1 - requests.tokens.shape[0] * config.num_samples
-  if not isinstance(first, Tracer) and not 0 <= int(first) <= maximum:
+  if not isinstance(first_id, Tracer) and not 0 <= int(first_id) <= maximum:
     raise ValueError(
       f"`first_sequence` must be 0 .. {maximum}, so that all ids fit int32, "
-      f"got {int(first)}."
+      f"got {int(first_id)}."
     )
-  return jnp.asarray(first)
+  return jnp.asarray(first_id)
 
 
-def _next_id(queue: Queue, first: Array, config: RolloutConfig) -> Array:
+def _next_id(queue: Queue, first_id: Array, config: RolloutConfig) -> Array:
   """Returns the id after those of all prompts with samples, int32[]."""
   exists = queue.status != SequenceStatus.EMPTY
   exists = exists.reshape(-1, config.num_samples)
-  last = queue.ids.reshape(exists.shape)[:, -1] + 1
-  used = jnp.where(jnp.any(exists, axis=1), last, jnp.int32(0))
-  return jnp.maximum(jnp.max(used, initial=0), first)
+  end_ids = queue.ids.reshape(exists.shape)[:, -1] + 1
+  used = jnp.where(jnp.any(exists, axis=1), end_ids, jnp.int32(0))
+  return jnp.maximum(jnp.max(used, initial=0), first_id)
 
 
 def _beside(tree: Any, memory: Array) -> Any:
@@ -254,13 +254,13 @@ def _beside(tree: Any, memory: Array) -> Any:
     return tree
   leaves, structure = jax.tree.flatten(tree)
   free = [
-    number
-    for number, leaf in enumerate(leaves)
+    index
+    for index, leaf in enumerate(leaves)
     if not isinstance(leaf, Tracer) and not leaf.committed
   ]
-  moved = jax.device_put([leaves[number] for number in free], where)
-  for number, leaf in zip(free, moved, strict=True):
-    leaves[number] = leaf
+  moved = jax.device_put([leaves[index] for index in free], where)
+  for index, leaf in zip(free, moved, strict=True):
+    leaves[index] = leaf
   return jax.tree.unflatten(structure, leaves)
 
 

@@ -65,18 +65,19 @@ class Timeline(NamedTuple):
   def spans(self) -> Iterator[Span]:
     """Yields the spans of each slot in turn."""
     for slot in range(self.kinds.shape[1]):
-      kinds, owners = self.kinds[:, slot], self.sequences[:, slot]
+      kinds = self.kinds[:, slot]
+      owners = self.sequences[:, slot]
       changes = (np.diff(kinds) != 0) | (np.diff(owners) != 0)
       edges = [0, *(np.flatnonzero(changes) + 1).tolist(), len(kinds)]
-      for begin, end in itertools.pairwise(edges):
-        if begin < end and kinds[begin] != IDLE:
+      for first_step, end_step in itertools.pairwise(edges):
+        if first_step < end_step and kinds[first_step] != IDLE:
           yield Span(
             slot=slot,
-            sequence=int(owners[begin]),
-            kind=_NAMES[kinds[begin]],
-            start=self.start + begin,
-            stop=self.start + end,
-            tokens=int(self.tokens[begin:end, slot].sum()),
+            sequence=int(owners[first_step]),
+            kind=_NAMES[kinds[first_step]],
+            start=self.start + first_step,
+            stop=self.start + end_step,
+            tokens=int(self.tokens[first_step:end_step, slot].sum()),
           )
 
   def svg(self, width: int = 900, row: int = 14) -> str:
@@ -87,43 +88,47 @@ class Timeline(NamedTuple):
       row: the height of a slot's row in pixels.
     """
     steps, slots = self.kinds.shape
-    scale, left, bottom = width / max(steps, 1), 48, slots * row + 16
+    scale = width / max(steps, 1)
+    left = 48
+    bottom = slots * row + 16
     parts = [
       f'<text x="{left - 5}" y="{slot * row + row - 3}" text-anchor="end">'
       f"slot {slot}</text>"
       for slot in range(slots)
     ]
-    end, named = None, False
+    previous_end = None
+    named = False
     for span in self.spans():
-      x, size = (span.start - self.start) * scale, span.stop - span.start
+      x = (span.start - self.start) * scale
+      num_steps = span.stop - span.start
       colour = _COLOURS[_NAMES.index(span.kind)]
       parts.append(
         f'<rect x="{left + x:.1f}" y="{span.slot * row + 1}"'
-        f' width="{max(size * scale - 0.4, 0.4):.1f}" height="{row - 2}"'
+        f' width="{max(num_steps * scale - 0.4, 0.4):.1f}" height="{row - 2}"'
         f' fill="{colour}"><title>sequence {span.sequence}: {span.kind},'
         f" steps {span.start} .. {span.stop - 1}, {span.tokens} tokens"
         "</title></rect>"
       )
       # The first span that is wide enough for a sequence's id shows the id.
-      named &= (span.slot, span.sequence, span.start) == end
-      end = span.slot, span.sequence, span.stop
-      if not named and size * scale > 8 * len(str(span.sequence)):
+      named &= (span.slot, span.sequence, span.start) == previous_end
+      previous_end = span.slot, span.sequence, span.stop
+      if not named and num_steps * scale > 8 * len(str(span.sequence)):
         named = True
         parts.append(
           f'<text x="{left + x + 2:.1f}" y="{span.slot * row + row - 3}">'
           f"{span.sequence}</text>"
         )
-    for place, step in ((0, self.start), (width, self.start + steps)):
-      anchor = "end" if place else "start"
+    for offset, step in ((0, self.start), (width, self.start + steps)):
+      anchor = "end" if offset else "start"
       parts.append(
-        f'<text x="{left + place}" y="{bottom}" text-anchor="{anchor}">'
+        f'<text x="{left + offset}" y="{bottom}" text-anchor="{anchor}">'
         f"step {step}</text>"
       )
-    for number, name in enumerate(_NAMES[1:]):
-      x = left + width // 2 - 150 + number * 80
+    for index, name in enumerate(_NAMES[1:]):
+      x = left + width // 2 - 150 + index * 80
       parts.append(
         f'<rect x="{x}" y="{bottom - 9}" width="10" height="10"'
-        f' fill="{_COLOURS[number + 1]}"/>'
+        f' fill="{_COLOURS[index + 1]}"/>'
         f'<text x="{x + 14}" y="{bottom}">{name}</text>'
       )
     return (
@@ -137,19 +142,28 @@ class Timeline(NamedTuple):
   def _repr_svg_(self) -> str:
     return self.svg()
 
+  def __repr__(self) -> str:
+    num_steps, num_slots = self.kinds.shape
+    shares = ", ".join(
+      f"{name} {np.mean(self.kinds == kind):.0%}"
+      for kind, name in enumerate(_NAMES)
+    )
+    last_step = self.start + num_steps - 1
+    return f"steps {self.start} .. {last_step} of {num_slots} slots: {shares}"
+
 
 def record(
   log: Array | None,
-  place: Array,
+  log_row: Array,
   queue: Queue,
   slots: Slots,
   counts: Array,
   decodes: Array,
   leaving: Array | None = None,
 ) -> Array | None:
-  """Writes a call of the model into row `place`, int32[], of the log.
+  """Writes a call of the model into row `log_row`, int32[], of the log.
 
-  A log of X rows does not change if `place` is X. Slots compute `counts`,
+  A log of X rows does not change if `log_row` is X. Slots compute `counts`,
   int32[B], tokens. Those in `decodes`, bool[B], compute their last token,
   perhaps with drafts, and sample the next one. `leaving`, int32[B], is the row
   of the sequence that leaves each slot, Q for none; None if no sequence leaves.
@@ -158,12 +172,12 @@ def record(
     return None
   row = slots.row
   leaving = jnp.full_like(row, queue.no_row) if leaving is None else leaving
-  kind = jnp.where(counts > 0, jnp.int32(PREFILL), jnp.int32(WAIT))
-  kind = jnp.where(row < queue.no_row, kind, jnp.int32(IDLE))
-  kind = jnp.where(decodes, jnp.int32(DECODE), kind)
-  kind = jnp.where(leaving < queue.no_row, jnp.int32(PREEMPT), kind)
+  slot_kind = jnp.where(counts > 0, jnp.int32(PREFILL), jnp.int32(WAIT))
+  slot_kind = jnp.where(row < queue.no_row, slot_kind, jnp.int32(IDLE))
+  slot_kind = jnp.where(decodes, jnp.int32(DECODE), slot_kind)
+  slot_kind = jnp.where(leaving < queue.no_row, jnp.int32(PREEMPT), slot_kind)
   owner = indexing.take(queue.ids, jnp.minimum(row, leaving), fill=-1)
-  return log.at[place].set(jnp.stack([owner, kind, counts]))
+  return log.at[log_row].set(jnp.stack([owner, slot_kind, counts]))
 
 
 def timeline(state: RolloutState) -> Timeline:
@@ -184,7 +198,8 @@ def timeline(state: RolloutState) -> Timeline:
       "`state` must have a log of its steps, got RolloutConfig.timeline=0; set "
       "this option to the number of steps."
     )
-  log, steps = np.asarray(state.log), int(state.counters.steps)
+  log = np.asarray(state.log)
+  steps = int(state.counters.steps)
   num_kept = min(steps, log.shape[0])
   rows = log[np.arange(steps - num_kept, steps) % log.shape[0]]
   return Timeline(steps - num_kept, rows[:, 0], rows[:, 1], rows[:, 2])

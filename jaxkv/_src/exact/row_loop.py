@@ -90,7 +90,7 @@ def loop(
 def _loop_of_batch(
   function: RowWise,
   tile: int,
-  size: int,
+  batch_size: int,
   batched: tuple[Any, Any],
   weights: Any,
   rows: tuple[Any, ...],
@@ -98,7 +98,7 @@ def _loop_of_batch(
   """Implements `loop` under `vmap`; all outputs are batched."""
   rows = jax.tree.map(
     lambda x, has_axis: (
-      x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
+      x if has_axis else jnp.broadcast_to(x, (batch_size, *x.shape))
     ),
     rows,
     batched[1],
@@ -114,11 +114,11 @@ def _loop_of_batch(
       )
       return loop(function, *element, tile=tile)
 
-    out = lax.map(loop_of_element, jnp.arange(size, dtype=jnp.int32))
+    out = lax.map(loop_of_element, jnp.arange(batch_size, dtype=jnp.int32))
   else:
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
     out = loop(function, weights, flat, tile=tile)
-    out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
+    out = jax.tree.map(lambda x: x.reshape(batch_size, -1, *x.shape[1:]), out)
   return out, jax.tree.map(lambda _: True, out)
 
 
@@ -178,7 +178,7 @@ def _pad(x: Array, padding: int) -> Array:
   return jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1))
 
 
-def _opaque(number: int, tree: Any) -> Array:
+def _opaque(constant: int, tree: Any) -> Array:
   """Returns a number as int32[] that XLA cannot recognize as a constant."""
   for leaf in jax.tree.leaves(tree):
     # With `ravel`, XLA would gather an array that is sharded over devices.
@@ -192,4 +192,4 @@ def _opaque(number: int, tree: Any) -> Array:
   else:
     raise TypeError("`rows` must have an array of numbers.")
   # The condition is always true (no sign bit), but XLA does not prove that.
-  return jnp.where(bits & jnp.int32(2**31 - 1) >= 0, number, 0)
+  return jnp.where(bits & jnp.int32(2**31 - 1) >= 0, constant, 0)

@@ -48,9 +48,7 @@ class TokenRows(NamedTuple):
   num_tokens: jax.Array
 
 
-def check_exact(
-  page_size: int, options: kernels.AttentionOptions, causal: bool
-) -> None:
+def check_exact(page_size: int, options: kernels.AttentionOptions) -> None:
   """Raises ValueError if exact attention does not support a call."""
   # Other page sizes would change the block size, and so the order of sums.
   if kernels.BLOCK_TOKENS % page_size:
@@ -58,8 +56,6 @@ def check_exact(
       f"of a page size that divides {kernels.BLOCK_TOKENS} with exact=True"
     )
     arguments.refuse(ValueError, "kv", expected, page_size)
-  if not causal:
-    arguments.refuse(ValueError, "causal", "True with exact=True", causal)
   reason = "exact=True supports only causal queries"
   options.refuse(reason, "tree_mask")
 
@@ -97,15 +93,15 @@ def attend_rectangle(
   width = _width(batch * columns, columns, _tile(sequences, q))
   num_rows = -(-columns // width)
   q = jnp.pad(q, ((0, 0), (0, num_rows * width - columns), (0, 0), (0, 0)))
-  first = jnp.arange(num_rows, dtype=jnp.int32)[None] * width
+  first_columns = jnp.arange(num_rows, dtype=jnp.int32)[None] * width
   # If `num_tokens` were above T, the padding of the last row would count as
   # queries.
   num_tokens = jnp.minimum(sequences.num_tokens, columns)
   rows = TokenRows(
     sequences.pools,
     jnp.repeat(sequences.page_table, num_rows, axis=0),
-    (sequences.starts[:, None] + first).ravel(),
-    jnp.clip(num_tokens[:, None] - first, 0, width).ravel(),
+    (sequences.starts[:, None] + first_columns).ravel(),
+    jnp.clip(num_tokens[:, None] - first_columns, 0, width).ravel(),
   )
   q = q.reshape(batch * num_rows, width, *q.shape[2:])
   out, lse = _read(rows, q, call)
@@ -134,14 +130,15 @@ def _read(
   if len(rows.pools) == 1:
     attention = kernels.mla_attention_padded
   call = call | {"query_tile": _tile(rows, q)}
-  options, offset = call["options"], call["page_offset"]
+  options = call["options"]
+  offset = call["page_offset"]
   # Python numbers must stay static, so they must not be leaves of `weights`.
-  numbers = options.numbers()
-  options = dataclasses.replace(options, **dict.fromkeys(numbers))
+  static_options = options.numbers()
+  options = dataclasses.replace(options, **dict.fromkeys(static_options))
 
   def attend_rows(weights: Any, q: jax.Array, *context: jax.Array) -> Any:
     pools, options, offset = weights
-    options = dataclasses.replace(options, **numbers)
+    options = dataclasses.replace(options, **static_options)
     keywords = call | {"options": options, "page_offset": offset}
     return attention(q, *pools, *context, **keywords)
 

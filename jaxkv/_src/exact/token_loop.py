@@ -88,8 +88,8 @@ def _token_by_token(
     return lax.dynamic_update_index_in_dim(out, read, column, 1), states
 
   # Columns past the longest sequence are not computed.
-  end = jnp.minimum(jnp.max(num_tokens, initial=0), columns).astype(jnp.int32)
-  out, states, end, _ = sharding.match_varying_axes(
-    (out, states, end, (weights, inputs, num_tokens))
+  steps = jnp.minimum(jnp.max(num_tokens, initial=0), columns).astype(jnp.int32)
+  out, states, steps, _ = sharding.match_varying_axes(
+    (out, states, steps, (weights, inputs, num_tokens))
   )
-  return lax.fori_loop(jnp.zeros_like(end), end, trip, (out, states))
+  return lax.fori_loop(jnp.zeros_like(steps), steps, trip, (out, states))

@@ -14,6 +14,9 @@ from jax.core import Tracer
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.arrays.arguments import check_shape
+from jaxkv._src.guides.allowed_tokens import UNREACHABLE
+from jaxkv._src.guides.allowed_tokens import TokenMasks
+from jaxkv._src.guides.allowed_tokens import token_masks
 from jaxkv._src.guides.bitmask import BITS
 from jaxkv._src.guides.bitmask import mask_logits
 from jaxkv._src.guides.bitmask import num_words
@@ -24,9 +27,6 @@ from jaxkv._src.guides.minimize import Numbering
 from jaxkv._src.guides.regex import regex
 from jaxkv._src.guides.token_bytes import TokenBytes
 from jaxkv._src.guides.token_bytes import advance_states
-from jaxkv._src.guides.token_masks import UNREACHABLE
-from jaxkv._src.guides.token_masks import TokenMasks
-from jaxkv._src.guides.token_masks import token_masks
 
 AnyGrammar = str | bytes | Grammar | None
 """A regular expression, a `Grammar`, or None to allow every token."""

@@ -9,7 +9,8 @@
 | `properties`, `required`, `additionalProperties` | yes                       |
 | `items`, `minItems`, `maxItems`                  | yes                       |
 | `minLength`, `maxLength`, `pattern`              | lengths, or a pattern     |
-| `format`                                         | date, date-time, uuid     |
+| `format`                                         | date, date-time, uuid;    |
+|                                                  | only days that exist      |
 | `title`, `description`, `default` and the like   | ignored                   |
 
 Other keywords raise ValueError, because generated texts could violate them.
@@ -17,6 +18,7 @@ Other keywords raise ValueError, because generated texts could violate them.
 
 import json
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 from typing import NoReturn
 
@@ -53,6 +55,26 @@ _KEYWORDS_OF_TYPE = {
   "null": set(),
 }
 _FORMATS = ("date", "date-time", "uuid")
+# The year 0000 is left out, because Python's `datetime` has none.
+_YEAR = r"(?:\d{3}[1-9]|\d{2}[1-9]0|\d[1-9]00|[1-9]000)"
+_LEAP_YEAR = (
+  r"(?:\d{2}(?:0[48]|[2468][048]|[13579][26])"
+  r"|(?:[02468][48]|[2468]0|[13579][26])00)"
+)
+_DATE = (
+  rf"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])"
+  r"|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8]))"
+  rf"|{_LEAP_YEAR}-02-29)"
+)
+_HOURS_AND_MINUTES = r"(?:[01]\d|2[0-3]):[0-5]\d"
+_PATTERNS = {
+  "date": _DATE,
+  "date-time": (
+    rf"{_DATE}T{_HOURS_AND_MINUTES}:[0-5]\d(?:\.\d{{3}})?"
+    rf"(?:Z|[+-]{_HOURS_AND_MINUTES})"
+  ),
+}
+"""Expressions of formats; those of outlines_core have a February 31."""
 # The bytes that a JSON string must escape: control characters, `"` and `\`.
 _ESCAPED = (1 << 32) - 1 | 1 << ord('"') | 1 << ord("\\")
 
@@ -77,8 +99,9 @@ def json_schema(schema: Schema | str, *, whitespace: str = "[ ]?") -> Grammar:
   Raises:
     ImportError: `outlines_core` is not installed.
     ValueError: the schema is not valid JSON, `whitespace` is not a regular
-      expression, or a keyword is not supported or contradicts another one; the
-      message then has the path of the keyword.
+      expression, or a keyword is not supported, has a value that JSON Schema
+      does not allow, or contradicts another one; the message then has the path
+      of the keyword.
 
   Examples:
     >>> from jaxkv._src.guides.dfa import compile_grammar
@@ -136,17 +159,16 @@ class _Reducer:
         # only checked against the values.
         allowed = {form, "type"} if form in ("enum", "const") else {form}
         _check_keywords(keywords - allowed, path, f"beside `{form}`")
+        if form in ("enum", "anyOf"):
+          _check_list(schema[form], f"{path}.{form}")
         if "type" in keywords and len(allowed) > 1:
           values = schema[form] if form == "enum" else [schema[form]]
-          _check_types(values, schema["type"], f"{path}.{form}")
+          types = _types_of(schema["type"], f"{path}.type")
+          _check_types(values, types, f"{path}.{form}")
         return self._reduce_keyword(form, schema[form], f"{path}.{form}", refs)
-    types = schema.get("type", "object" if "properties" in keywords else ())
-    types = [types] if isinstance(types, str) else list(types)
-    for name in types:
-      if name not in _KEYWORDS_OF_TYPE:
-        _refuse(
-          f"{path}.type", f"be in {[*_KEYWORDS_OF_TYPE]}", name, "correct it"
-        )
+    types = ["object"] if "properties" in keywords else []
+    if "type" in keywords:
+      types = _types_of(schema["type"], f"{path}.type")
     allowed = set().union(*(_KEYWORDS_OF_TYPE[name] for name in types))
     place = f"for {' or '.join(types) or 'a value without a type'}"
     _check_keywords(keywords - allowed - {"type"}, path, place)
@@ -164,7 +186,10 @@ class _Reducer:
       parts = enumerate(value)
       return {"anyOf": [self.reduce(x, f"{path}[{i}]", refs) for i, x in parts]}
     if keyword != "$ref":
+      _check_json(value, path)
       return {keyword: value}
+    if not isinstance(value, str):
+      _refuse(path, "be a string", value, "write '#/$defs/name'")
     if value in refs:
       _refuse(path, "not be recursive", value, "nest copies of it")
     part: Any = self._root
@@ -191,11 +216,11 @@ class _Reducer:
     if name == "object":
       self._reduce_object(reduced, path, refs)
     elif name == "array":
-      _check_order(reduced, "minItems", "maxItems", path)
+      _reduce_bounds(reduced, "minItems", "maxItems", path)
       if "items" in reduced:
         reduced["items"] = self.reduce(reduced["items"], f"{path}.items", refs)
     elif name == "string":
-      _check_order(reduced, "minLength", "maxLength", path)
+      _reduce_bounds(reduced, "minLength", "maxLength", path)
       _reduce_string(reduced, path)
     return reduced
 
@@ -203,7 +228,12 @@ class _Reducer:
     self, reduced: dict[str, Any], path: str, refs: Any
   ) -> None:
     properties = reduced.get("properties", {})
-    required = reduced.get("required", ())
+    if not isinstance(properties, Mapping):
+      remedy = "write a schema for each name"
+      _refuse(f"{path}.properties", "be an object", properties, remedy)
+    required = reduced.get("required", [])
+    if isinstance(required, str) or not isinstance(required, Sequence):
+      _refuse(f"{path}.required", "be a list of names", required, "write one")
     for name in required:
       if name not in properties:
         rule = "name entries of `properties`"
@@ -237,23 +267,29 @@ def _reduce_string(reduced: dict[str, Any], path: str) -> None:
   if reduced.get("format", "uuid") not in _FORMATS:
     rule = f"be in {_FORMATS}"
     _refuse(f"{path}.format", rule, reduced["format"], "use `pattern`")
+  if reduced.get("format") in _PATTERNS:
+    reduced["pattern"] = _PATTERNS[reduced.pop("format")]
   if "pattern" in reduced:
-    # In JSON Schema, a pattern can match any part of a string. The grammar has
-    # only strings that match as a whole, so the anchors are removed.
-    pattern = reduced["pattern"].removeprefix("^")
-    if pattern.endswith("$") and not pattern.endswith("\\$"):
-      pattern = pattern[:-1]
-    try:
-      has_escaped = _has_escaped(regex(pattern))
-    except ValueError as error:
-      raise ValueError(f"`schema` at {path}.pattern: {error}") from None
-    if has_escaped:
-      rule = (
-        r'match no `"`, no `\` and no control characters, which JSON escapes'
-      )
-      remedy = r'write [^"\\\x00-\x1f] in place of `.`'
-      _refuse(f"{path}.pattern", rule, reduced["pattern"], remedy)
-    reduced["pattern"] = f"(?:{pattern})"
+    reduced["pattern"] = _whole_pattern(reduced["pattern"], f"{path}.pattern")
+
+
+def _whole_pattern(value: Any, path: str) -> str:
+  """Returns the expression of the strings that match a pattern as a whole."""
+  if not isinstance(value, str):
+    _refuse(path, "be a string", value, "write a regular expression")
+  # In JSON Schema, a pattern can match any part of a string. The grammar has
+  # only strings that match as a whole, so the anchors are removed.
+  pattern = value.removeprefix("^")
+  if pattern.endswith("$") and not pattern.endswith("\\$"):
+    pattern = pattern[:-1]
+  try:
+    has_escaped = _has_escaped(regex(pattern))
+  except ValueError as error:
+    raise ValueError(f"`schema` at {path}: {error}") from None
+  if has_escaped:
+    rule = r'match no `"`, no `\` and no control characters, which JSON escapes'
+    _refuse(path, rule, value, r'write [^"\\\x00-\x1f] in place of `.`')
+  return f"(?:{pattern})"
 
 
 def _has_escaped(grammar: Grammar) -> bool:
@@ -268,9 +304,32 @@ def _has_escaped(grammar: Grammar) -> bool:
   raise TypeError(type(grammar).__name__)
 
 
-def _check_types(values: list[Any], types: Any, path: str) -> None:
+def _types_of(types: Any, path: str) -> list[str]:
+  """Returns the names of one type or of a list of types."""
+  if isinstance(types, str):
+    types = [types]
+  _check_list(types, path)
+  for name in types:
+    if name not in list(_KEYWORDS_OF_TYPE):
+      _refuse(path, f"be in {[*_KEYWORDS_OF_TYPE]}", name, "correct it")
+  return list(types)
+
+
+def _check_list(values: Any, path: str) -> None:
+  if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+    remedy = "write at least one, or leave the keyword out"
+    _refuse(path, "be a list that is not empty", values, remedy)
+
+
+def _check_json(value: Any, path: str) -> None:
+  try:
+    json.dumps(value, allow_nan=False)
+  except (TypeError, ValueError):
+    _refuse(path, "hold JSON values", value, "leave others out")
+
+
+def _check_types(values: list[Any], types: list[str], path: str) -> None:
   """Raises ValueError unless each value has one of the types."""
-  types = [types] if isinstance(types, str) else list(types)
   for value in values:
     names = {_TYPE_NAMES.get(type(value), "")}
     if isinstance(value, float) and value.is_integer():
@@ -291,7 +350,18 @@ def _check_keywords(keywords: set[str], path: str, place: str) -> None:
     )
 
 
-def _check_order(reduced: Schema, low: str, high: str, path: str) -> None:
+def _reduce_bounds(
+  reduced: dict[str, Any], low: str, high: str, path: str
+) -> None:
+  """Replaces the bounds of a length by ints, after checks."""
+  for keyword in {low, high} & set(reduced):
+    value = reduced[keyword]
+    # In JSON Schema, 3.0 is an integer. In Python, True is one.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or value < 0 or value != value // 1:
+      rule = "be an integer of at least 0"
+      _refuse(f"{path}.{keyword}", rule, value, "correct it")
+    reduced[keyword] = int(value)
   if reduced.get(low, 0) > reduced.get(high, reduced.get(low, 0)):
     rule = f"be at most `{high}` ({reduced[high]})"
     _refuse(f"{path}.{low}", rule, reduced[low], "swap the two")

@@ -1,19 +1,22 @@
-"""Allocates all pages that the tokens of a request need, or none.
+"""Admits requests, and allocates all pages that their tokens need, or none.
 
 The steps are in vLLM's order: free the pages outside windows, compare the need
 with the free pages, attach the hit, pop new pages, publish full pages.
 """
 
 from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 
-from jaxkv._src.host.arguments import Demand
+from jaxkv._src.host import prefix_lookup
+from jaxkv._src.host.cache_pages import CachePages
+from jaxkv._src.host.demand import Demand
 from jaxkv._src.host.groups import LayerGroup
 from jaxkv._src.host.prefix_lookup import HashedTokens
 from jaxkv._src.host.publish import publish
+from jaxkv._src.host.request import RequestFields
 from jaxkv._src.host.state import HeldSequence
 from jaxkv._src.host.state import HostState
-from jaxkv._src.host.types import CachePages
 
 Hits = Sequence[list[int]]
 """The pages of a hit by group, from column 0 on. 0 is the null page."""
@@ -37,6 +40,74 @@ class _Growth(NamedTuple):
 
 
 Plan = list[_Growth]
+
+
+def admit(
+  state: HostState,
+  request: Any,
+  fields: RequestFields,
+  hit: CachePages,
+  num_found: int,
+  demand: Demand,
+) -> CachePages | None:
+  """Gives a request a slot, the pages of its hit, and new pages.
+
+  The pages of `hit` hold the first `num_found` tokens of the request.
+
+  Returns:
+    The new pages. None, with nothing changed, if the request has to wait.
+
+  Raises:
+    ValueError: the pages of the hit do not hold the request's tokens, or a
+      token is not a 32-bit integer.
+    RuntimeError: `max_requests` requests are admitted already.
+  """
+  config = state.config
+  if not state.vacant:
+    raise RuntimeError(
+      f"`max_requests` must be more than {config.num_slots} to admit another "
+      "request; free a request first, or make the CacheManager with a larger "
+      "number."
+    )
+  hashed = None
+  if config.prefix_caching:
+    hashed = hit.lookup
+    if hashed is None or not hashed.serves(
+      fields, demand.publish, state.secret
+    ):
+      hashed = prefix_lookup.hash_tokens(state, fields, demand.publish)
+  if not prefix_lookup.holds_tokens(
+    state, demand.hits, hashed, demand.num_computed
+  ):
+    raise ValueError(
+      "`new_computed_pages` must hold the tokens that "
+      f"{fields.request_id!r} begins with, got {hit}; look up the hit again."
+    )
+  # Added to `state.held` only after the allocation, which can fail.
+  held = HeldSequence(
+    fields.request_id,
+    state.vacant[-1],
+    tables=[[] for _ in state.groups],
+    skipped=[0] * len(state.groups),
+    request=request,
+    prompt_length=fields.num_prompt_tokens,
+    boundary=fields.shared_prefix_boundary or hit.shared_prefix_boundary,
+  )
+  pages = allocate(state, held, demand, demand.hits, hashed)
+  if pages is None:
+    return None
+  state.undo_log.replace(state, vacant=state.vacant[:-1])
+  state.undo_log.save_key(state.held, fields.request_id)
+  state.held[fields.request_id] = held
+  state.pool.count("queried_tokens", fields.num_tokens)
+  state.pool.count("hit_tokens", num_found)
+  if config.prefix_caching and not fields.skips_lookup:
+    is_preempted = fields.status == "preempted"
+    counted = state.statistics.counting(
+      fields.num_tokens, num_found, is_preempted=is_preempted
+    )
+    state.undo_log.replace(state, statistics=counted)
+  return pages
 
 
 def allocate(
@@ -116,7 +187,7 @@ def _apply(
 
 def drop_behind(state: HostState, held: HeldSequence, tokens: int) -> None:
   """Frees the pages to which no token after the first `tokens` attends."""
-  if not held.tables[state.config.first_self_group]:
+  if not held.tables[state.options.first_self_group]:
     return
   for group in state.skipping:
     number, table = group.number, held.tables[group.number]
@@ -194,7 +265,7 @@ def _whole_fits(
   except those that it holds, hits or skips. A recurrent group needs at most one
   page, and for a new request also the scratch pages.
   """
-  begins = not held.tables[state.config.first_self_group]
+  begins = not held.tables[state.options.first_self_group]
   columns = [growth.hit for growth in plan]
   for group in state.groups if begins else ():
     num_hits = len(hits[group.number]) if hits is not None else 0
@@ -214,7 +285,7 @@ def _plan(
   state: HostState, held: HeldSequence, demand: Demand, hits: Hits | None
 ) -> Plan:
   """Plans the growth of a request's tables."""
-  begins = not held.tables[state.config.first_self_group]
+  begins = not held.tables[state.options.first_self_group]
   attaches = hits is not None and (any(hits) or demand.external > 0)
   plan = []
   for group in state.groups:

@@ -1,13 +1,53 @@
-"""The layer groups of a manager, which compute with Python numbers."""
+"""The layer groups of a manager, which compute with Python numbers.
 
+`CrossAttention` and `SpeculativeRecurrent` are kinds that a device cache does
+not have.
+"""
+
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
+from typing import ClassVar
 
 import numpy as np
 
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
+from jaxkv._src.cache.group_kinds import Recurrent
 from jaxkv._src.cache.prefix import prefix_rules
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossAttention(GroupKind):
+  """Layers that attend to the output of an encoder.
+
+  A sequence gets pages for all of the encoder's tokens when it starts, and
+  keeps them while it runs. A manager with such a group needs
+  `enable_caching=False`, because K/V depends on the encoder's input, and page
+  keys do not. `CacheManager.state` refuses such a group.
+  """
+
+  is_on_device: ClassVar[bool] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculativeRecurrent(Recurrent):
+  """Recurrent layers with scratch pages for the states after draft tokens.
+
+  `CacheManager.state` refuses such a group.
+
+  Attributes:
+    num_speculative: the number of draft tokens in a step. Each of them has a
+      scratch page, which holds the state after this token.
+  """
+
+  num_speculative: int
+  is_on_device: ClassVar[bool] = False
+
+
+def num_scratch(kind: GroupKind) -> int:
+  """Returns the number of scratch pages of a sequence."""
+  return kind.num_speculative if isinstance(kind, SpeculativeRecurrent) else 0
 
 
 class LayerGroup:
@@ -15,8 +55,9 @@ class LayerGroup:
 
   Attributes:
     number: its index among the groups.
-    kind: its kind; `holds_states`, `holds_encoder`, `skips_pages` and
-      `keeps_last_page` are copies of the kind's attributes.
+    kind: its kind; `holds_states`, `skips_pages` and `keeps_last_page` are
+      copies of the kind's attributes.
+    holds_encoder: True if pages hold the encoder's tokens.
     size: tokens per page.
     step: `PrefixNode`s per page; each has `CacheConfig.page_size` tokens.
     scratch: scratch pages of a sequence, for the states of draft tokens.
@@ -30,10 +71,10 @@ class LayerGroup:
     self.kind, self.size = kind, config.page_sizes[number]
     _check_kind(kind, self.size)
     self.step = self.size // config.page_size
-    self.scratch: int = kind.num_speculative
+    self.scratch = num_scratch(kind)
     self.most_pages = most_pages
     self.holds_states: bool = kind.holds_states
-    self.holds_encoder: bool = kind.holds_encoder
+    self.holds_encoder = isinstance(kind, CrossAttention)
     self.skips_pages: bool = kind.skips_pages
     self.keeps_last_page: bool = kind.keeps_last_page
     # Most kinds inherit `num_columns` and `published`. Their results are then
@@ -57,7 +98,7 @@ class LayerGroup:
       tokens = encoder
     if self._has_plain_columns:
       return -(-tokens // self.size) + self.scratch
-    return int(self.kind.num_columns(tokens, self.size))
+    return int(self.kind.num_columns(tokens, self.size)) + self.scratch
 
   def skipped_tokens(self, tokens: int) -> int:
     """Counts the tokens to which no token after the first `tokens` attends."""

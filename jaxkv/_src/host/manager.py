@@ -12,26 +12,27 @@ from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.offload_policy import OffloadPolicy
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.host import allocate
-from jaxkv._src.host import bridge
-from jaxkv._src.host import options
+from jaxkv._src.host import config
 from jaxkv._src.host import prefix_lookup
 from jaxkv._src.host import step
-from jaxkv._src.host.admit import admit
-from jaxkv._src.host.arguments import as_page_ids
-from jaxkv._src.host.arguments import check_length
-from jaxkv._src.host.arguments import demand_of
 from jaxkv._src.host.atomic import atomic
-from jaxkv._src.host.pages import Pages
+from jaxkv._src.host.bridge.from_device import from_device
+from jaxkv._src.host.bridge.to_device import to_device
+from jaxkv._src.host.cache_pages import CachePages
+from jaxkv._src.host.cache_pages import PoppedPages
+from jaxkv._src.host.demand import PLAIN
+from jaxkv._src.host.demand import check_length
+from jaxkv._src.host.demand import demand_of
+from jaxkv._src.host.inspect import Inspection
+from jaxkv._src.host.page_pool import as_page_ids
+from jaxkv._src.host.page_references import Pages
 from jaxkv._src.host.publish import publish
-from jaxkv._src.host.reports import ManagerReports
 from jaxkv._src.host.request import read_request
 from jaxkv._src.host.request import tokens_of
 from jaxkv._src.host.state import HostState
-from jaxkv._src.host.types import CachePages
-from jaxkv._src.host.types import PoppedPages
 
 
-class CacheManager(ManagerReports):
+class CacheManager(Inspection):
   """Manages the pages of requests like the managers of vLLM and eSurge.
 
   It has the methods of eSurge's `CacheManager` and, with pages for blocks, of
@@ -40,7 +41,8 @@ class CacheManager(ManagerReports):
 
   Args:
     num_pages: pages of the pool, including the null page 0; ids begin at 1.
-    groups: the kinds of the layer groups, each with a `page_size`.
+    groups: the kinds of the layer groups, each with a `page_size`: those of
+      `jaxkv`, `CrossAttention` and `SpeculativeRecurrent`.
     max_model_len: tokens of the longest sequence.
     enable_caching: True to publish full pages and to find them again.
     use_eagle: True to shorten every hit by its last page, for a draft model.
@@ -54,7 +56,8 @@ class CacheManager(ManagerReports):
       `full_sequence_must_fit`; None for `max_model_len`.
     max_encoder_tokens: tokens of the longest encoder input, for groups of
       `CrossAttention`; None for `max_model_len`.
-    max_requests: the most requests that hold pages at once.
+    max_requests: the most requests that are admitted at once, even if one holds
+      no page, as when a chunk has just ended.
     num_events: the capacity of the event log, in events; 0 for no log.
     track_new_pages: enables `take_new_page_ids`.
     track_residency: adds the ages of evicted pages to the statistics.
@@ -110,7 +113,7 @@ class CacheManager(ManagerReports):
     page_bytes: int = 0,
     key: Any = None,
   ):
-    limits = options.make(
+    options = config.make(
       groups,
       max_model_len=max_model_len,
       max_encoder_tokens=max_encoder_tokens,
@@ -122,14 +125,14 @@ class CacheManager(ManagerReports):
       prefix_caching=enable_caching,
       use_eagle=use_eagle,
       prefix_retention_interval=prefix_retention_interval,
-      event_log=num_events,
+      num_events=num_events,
       track_new_pages=track_new_pages,
       track_residency=track_residency,
       offload_pages=offload_pages,
       offload_policy=offload_policy,
       page_bytes=page_bytes,
     )
-    super().__init__(HostState(limits, key))
+    super().__init__(HostState(options, key))
     self.pages = Pages(self._state)
 
   @property
@@ -137,11 +140,14 @@ class CacheManager(ManagerReports):
   def state(self) -> CacheState:
     """A copy of the cache as a value for device loops.
 
+    Read `take_new_page_ids` before a loop runs, which may write to its pages.
+
     Raises:
-      ValueError: a request has fewer tokens than its slot, or a token that is
-        not a 32-bit integer; or `take_moves` must be called first.
+      ValueError: a group is `CrossAttention` or `SpeculativeRecurrent`; a
+        request has fewer tokens than its slot, or a token that is not a 32-bit
+        integer; or `take_moves` must be called first.
     """
-    return bridge.to_device(self._state)
+    return to_device(self._state)
 
   @atomic
   def take(
@@ -160,8 +166,14 @@ class CacheManager(ManagerReports):
     Page tables, free pages and cached pages become those of `state`, whatever
     the manager did since `manager.state` was read. Free no request in between:
     without prefix caching, the slot's next request would get the old pages.
-    Unread events are kept. Take a state once, because each call appends its
-    events.
+
+    Unread events are kept. The call adds an event for each page that the prefix
+    cache has lost since the last event, and then for each page that it has
+    gained. The order in which the loop made these changes is not known, nor
+    pages that came and went in between. `Stored` has a group and a parent if a
+    request holds the page. Pages that the loop allocates are not added to
+    `take_new_page_ids`, and pages that it evicts not to the ages of evicted
+    pages.
 
     A loop may append tokens to a page with tokens of an image or of
     `prompt_embeds` if the manager has published these, and at least the first
@@ -182,7 +194,7 @@ class CacheManager(ManagerReports):
         error; or `requests` does not fit the slots of `state`; or a request has
         another salt or other `token_ids` than its slot.
     """
-    return bridge.from_device(self._state, state, requests or {})
+    return from_device(self._state, state, requests or {})
 
   @atomic
   def get_computed_pages(
@@ -210,7 +222,7 @@ class CacheManager(ManagerReports):
     fields = read_request(request)
     if not self.config.prefix_caching or fields.skips_lookup:
       return self.create_empty_page_list(), 0
-    check_length(self._state.limits, fields.request_id, fields.num_tokens)
+    check_length(self._state.options, fields.request_id, fields.num_tokens)
     # All tokens are hashed, also those after the hit, because the allocation
     # that follows publishes their pages.
     hashed = prefix_lookup.hash_tokens(self._state, fields, fields.num_tokens)
@@ -265,24 +277,26 @@ class CacheManager(ManagerReports):
       TypeError: an argument has the wrong type.
       ValueError: all token counts are 0, a number is out of range, the sequence
         is too long, a token is not a 32-bit integer, or the hit is not current.
-      RuntimeError: `max_requests` requests already hold pages.
+      RuntimeError: `max_requests` requests are admitted already.
     """
-    state, limits = self._state, self._state.limits
+    state, options = self._state, self._state.options
     held = state.held.get(request.request_id)
     if held is not None:
       state.set_request(held, request)
+      arguments = (
+        num_new_computed_tokens,
+        new_computed_pages,
+        num_external_computed_tokens,
+        num_encoder_tokens,
+        reserved_pages,
+        delay_cache_pages,
+        full_sequence_must_fit,
+      )
       # These arguments, a watermark and invalid numbers need the checks below.
-      # Most steps of a running request have none of them.
       is_special = (
-        num_new_computed_tokens
-        or new_computed_pages is not None
-        or num_external_computed_tokens
-        or num_encoder_tokens
-        or reserved_pages
-        or delay_cache_pages
-        or full_sequence_must_fit
+        arguments != PLAIN
         or skip_zeroing_group_ids
-        or limits.keep_free
+        or options.keep_free
         or num_new_tokens.__class__ is not int
         or num_lookahead_tokens.__class__ is not int
         or num_new_tokens < 1
@@ -301,7 +315,7 @@ class CacheManager(ManagerReports):
         return self.create_empty_page_list()
     fields = read_request(request)
     demand = demand_of(
-      limits,
+      options,
       fields,
       new_computed_pages,
       holds_pages=held is not None,
@@ -319,7 +333,9 @@ class CacheManager(ManagerReports):
     if held is not None:
       return allocate.allocate(state, held, demand)
     hit = new_computed_pages or self.create_empty_page_list()
-    return admit(state, request, fields, hit, num_new_computed_tokens, demand)
+    return allocate.admit(
+      state, request, fields, hit, num_new_computed_tokens, demand
+    )
 
   @atomic
   def step(

@@ -7,14 +7,34 @@ from collections.abc import Sequence
 from typing import Any
 from typing import Protocol
 
-from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.cache.stats import Stats
-from jaxkv._src.cache.telemetry import NUM_BINS
 from jaxkv._src.host.atomic import UndoLog
+from jaxkv._src.host.config import ManagerOptions
 from jaxkv._src.host.free_list import FreeList
 from jaxkv._src.host.saved_pages import SavedPages
 
 Index = dict[Hashable, tuple[int, ...]]
+
+NUM_BINS = 33
+"""One bin for each bit length of an age, 0 to 32."""
+
+
+def as_page_ids(
+  page_ids: Iterable[int], first_page: int, last_page: int
+) -> list[int]:
+  """Converts page ids to ints; raises for ids that are out of range."""
+  # Most ids are ints, and the test avoids a function call for them.
+  pages = [
+    page if page.__class__ is int else as_int("page_ids", page)
+    for page in page_ids
+  ]
+  wrong = [page for page in pages if not first_page <= page <= last_page]
+  if wrong:
+    raise ValueError(
+      f"`page_ids` must be {first_page} to {last_page}, got {wrong}."
+    )
+  return pages
 
 
 class PageListener(Protocol):
@@ -65,7 +85,7 @@ class HostPool:
     new: True for pages that `take_new` returns next; None without tracking.
     released: the clock when each page's last reference was removed; None if
       ages are not tracked.
-    lifetime, idle: evicted pages by age, as in `jaxkv.telemetry.residency`.
+    lifetime, idle: evicted pages by age, see `PrefixCacheStats`.
     counts: the counters of `Stats.names()`.
     listeners: the `PageListener`s to call.
     saved: the offloaded pages; None without `CacheConfig.offload_pages`.
@@ -74,7 +94,8 @@ class HostPool:
       `DevicePage` are in one last dictionary instead, whatever their group.
   """
 
-  def __init__(self, config: CacheConfig, undo_log: UndoLog):
+  def __init__(self, options: ManagerOptions, undo_log: UndoLog):
+    config = options.config
     num_pages, num_numbers = config.num_pages, config.num_numbers
     self.undo_log = undo_log
     self.unhashed_first = config.free_policy == "unhashed_first"
@@ -86,8 +107,8 @@ class HostPool:
     self.stamp = [-1] * num_numbers
     self.is_cached = [False] * num_numbers
     self.clock = 0
-    self.new = [False] * num_pages if config.track_new_pages else None
-    self.released = [0] * num_pages if config.track_residency else None
+    self.new = [False] * num_pages if options.track_new_pages else None
+    self.released = [0] * num_pages if options.track_residency else None
     self.lifetime, self.idle = [0] * NUM_BINS, [0] * NUM_BINS
     self.counts = dict.fromkeys(Stats.names(), 0)
     self.listeners: list[PageListener] = []
@@ -238,10 +259,7 @@ class HostPool:
     freed = [page for page in pages if not counts[page]]
     if len(set(freed)) < len(freed):
       freed = list(dict.fromkeys(reversed(freed)))[::-1]
-    if self.released is not None:
-      self.undo_log.save_items(self.released, freed)
-      for page in freed:
-        self.released[page] = self.clock
+    self.stamp_released(freed)
     # No lookup finds uncached pages, so they are used before any cached page is
     # evicted. They keep the order in which they were released.
     if self.unhashed_first:
@@ -249,6 +267,13 @@ class HostPool:
       self.queue.push_front([page for page in freed if not cached[page]])
       freed = [page for page in freed if cached[page]]
     self.queue.push_back(freed)
+
+  def stamp_released(self, pages: Sequence[int]) -> None:
+    """Stores the clock as the release time of pages, if ages are tracked."""
+    if self.released is not None:
+      self.undo_log.save_items(self.released, pages)
+      for page in pages:
+        self.released[page] = self.clock
 
   def pin(self, pages: Sequence[int], amount: int) -> None:
     """Adds `amount` to the `pin_count` of each page; keeps `ref_count`."""
@@ -344,7 +369,7 @@ class HostPool:
     if self.released is None:
       return
     lifetime, idle = self.lifetime[:], self.idle[:]
-    # Ages of 2**32 and more, which the device cannot have, are in the last bin.
+    # Ages of 2**32 and more are in the last bin.
     last = NUM_BINS - 1
     for page in pages:
       # The clock advanced by 1 for the page itself, after it got its stamp.

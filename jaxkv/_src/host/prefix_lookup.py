@@ -11,6 +11,7 @@ from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.prefix import prefix_rules
 from jaxkv._src.cache.steps.longest_hit import agree
 from jaxkv._src.cache.steps.longest_hit import worth_restoring
+from jaxkv._src.host.cache_pages import CachePages
 from jaxkv._src.host.groups import LayerGroup
 from jaxkv._src.host.prefix_nodes import TOKEN_BYTES
 from jaxkv._src.host.prefix_nodes import PrefixNode
@@ -21,7 +22,6 @@ from jaxkv._src.host.request import RequestFields
 from jaxkv._src.host.request import content
 from jaxkv._src.host.request import first_tokens
 from jaxkv._src.host.state import HostState
-from jaxkv._src.host.types import CachePages
 
 
 class HashedTokens(NamedTuple):

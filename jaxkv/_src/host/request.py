@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
+from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.host.identity import Item
 from jaxkv._src.host.identity import identity_of
 from jaxkv._src.host.identity import mask_items
@@ -80,6 +81,9 @@ class Request:
   def __post_init__(self):
     if self.num_prompt_tokens is None:
       self.num_prompt_tokens = len(self.token_ids)
+    # A manager checks the counts that change while a request runs.
+    as_count("num_prompt_tokens", self.num_prompt_tokens, 0)
+    as_count("shared_prefix_boundary", self.shared_prefix_boundary, 0)
 
   @property
   def num_tokens(self) -> int:
@@ -110,24 +114,33 @@ def read_request(request: Any) -> RequestFields:
 
   Raises:
     AttributeError: the request lacks one of the three required attributes.
-    TypeError, ValueError: see `identity_of`.
+    TypeError, ValueError: a count is no integer of at least 0, or see
+      `identity_of`.
   """
   tokens = tokens_of(request)
   salt, items = identity_of(request)
   computed = request.num_computed_tokens
   prompt_length = getattr(request, "num_prompt_tokens", None)
+  if prompt_length is None:
+    prompt_length = len(tokens)
+  # Most numbers are valid, and this test avoids a function call for them.
+  elif prompt_length.__class__ is not int or not 0 <= prompt_length < 2**31:
+    prompt_length = as_count("num_prompt_tokens", prompt_length, 0)
+  boundary = getattr(request, "shared_prefix_boundary", 0)
+  if boundary.__class__ is not int or not 0 <= boundary < 2**31:
+    boundary = as_count("shared_prefix_boundary", boundary, 0)
   return RequestFields(
     request_id=request.request_id,
     token_ids=tokens,
     num_tokens=len(tokens),
-    num_prompt_tokens=len(tokens) if prompt_length is None else prompt_length,
+    num_prompt_tokens=prompt_length,
     num_computed_tokens=computed,
     num_in_flight_tokens=getattr(request, "num_in_flight_tokens", 0),
     status=_status_of(request, computed),
     salt=salt,
     items=items,
     skips_lookup=_skips_lookup(request),
-    shared_prefix_boundary=getattr(request, "shared_prefix_boundary", 0),
+    shared_prefix_boundary=boundary,
   )
 
 

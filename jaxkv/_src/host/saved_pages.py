@@ -1,9 +1,8 @@
 """The offloaded pages of a `CacheManager`; see `cache/pool/offload_pages`.
 
 Offload page h, 0 <= h < `CacheConfig.offload_pages`, has the number N + 1 + h
-in
-`HostPool` and in the methods of `SavedPages`, 1 + h in `SavedPages.queue`, and
-h in `SavedPages.moves`. N is `CacheConfig.num_pages`.
+in `HostPool` and in the methods of `SavedPages`, 1 + h in `SavedPages.queue`,
+and h in `SavedPages.moves`. N is `CacheConfig.num_pages`.
 """
 
 from collections.abc import Iterable

@@ -10,17 +10,17 @@ import numpy as np
 from jaxkv._src.arrays.arguments import as_secret
 from jaxkv._src.cache.prefix import prefix_rules
 from jaxkv._src.host.atomic import UndoLog
-from jaxkv._src.host.event_list import EventList
+from jaxkv._src.host.bridge.prefix_index import IndexArrays
+from jaxkv._src.host.cache_pages import PoppedPages
+from jaxkv._src.host.config import ManagerOptions
 from jaxkv._src.host.groups import LayerGroup
 from jaxkv._src.host.identity import salt_of
-from jaxkv._src.host.index_arrays import IndexArrays
-from jaxkv._src.host.options import Limits
 from jaxkv._src.host.page_pool import HostPool
 from jaxkv._src.host.prefix_nodes import DeviceKeys
 from jaxkv._src.host.prefix_nodes import PrefixNode
 from jaxkv._src.host.request import RequestFields
-from jaxkv._src.host.types import PoppedPages
-from jaxkv._src.host.types import PrefixCacheStats
+from jaxkv._src.host.telemetry import EventList
+from jaxkv._src.host.telemetry import PrefixCacheStats
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -61,8 +61,8 @@ class HostState:
   """The pages of requests, the pool and the prefix index.
 
   Attributes:
-    limits: the limits that the manager enforces.
-    config: the sizes and options of the cache.
+    options: the options of the manager.
+    config: the sizes and options of the cache, those of `options`.
     undo_log: the changes of the current call.
     groups: the layer groups.
     skipping: the groups with `skips_pages`.
@@ -82,19 +82,19 @@ class HostState:
     step_clock: the pool's clock at the last `new_step_starts` or `take`.
   """
 
-  def __init__(self, limits: Limits, key: Any):
-    self.limits = limits
-    self.config = config = limits.config
+  def __init__(self, options: ManagerOptions, key: Any):
+    self.options = options
+    self.config = config = options.config
     self.undo_log = UndoLog()
     self.groups = tuple(
       LayerGroup(number, config, most_pages)
-      for number, most_pages in enumerate(limits.most_pages)
+      for number, most_pages in enumerate(options.most_pages)
     )
     self.skipping = tuple(group for group in self.groups if group.skips_pages)
     kinds = {(group.kind, group.size): group for group in self.skipping}
     self.skipping_kinds = tuple(kinds.values())
     self.has_plain_hits = prefix_rules.has_plain_hits(config)
-    self.pool = HostPool(config, self.undo_log)
+    self.pool = HostPool(options, self.undo_log)
     self.held: dict[str, HeldSequence] = {}
     self.popped: dict[int, tuple[PoppedPages, HeldSequence]] = {}
     # Slots are filled from 0 on.
@@ -111,8 +111,10 @@ class HostState:
       keys = DeviceKeys(words, config.num_groups, config.page_size)
       self.device_keys, self.secret = keys, keys.secret.tobytes()
       self.index_arrays = IndexArrays(config, self.pool, keys, self.groups)
-      if config.event_log:
-        self.events = EventList(config.event_log, self.pool, keys, self.groups)
+      if options.num_events:
+        self.events = EventList(
+          options.num_events, self.pool, keys, self.groups
+        )
         self.pool.listeners.append(self.events)
     self.statistics = PrefixCacheStats()
     self.read_counts = self._counts()

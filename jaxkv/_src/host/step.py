@@ -8,13 +8,13 @@ import numpy as np
 
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.host import allocate
-from jaxkv._src.host.arguments import Demand
-from jaxkv._src.host.arguments import check_length
+from jaxkv._src.host.cache_pages import CachePages
+from jaxkv._src.host.demand import Demand
+from jaxkv._src.host.demand import check_length
 from jaxkv._src.host.publish import publish
 from jaxkv._src.host.request import tokens_of
 from jaxkv._src.host.state import HeldSequence
 from jaxkv._src.host.state import HostState
-from jaxkv._src.host.types import CachePages
 
 
 def step(
@@ -90,12 +90,12 @@ def advance_quietly(
     None if the request was served; else its demand.
   """
   # This code runs for every request in every step, so it makes few calls.
-  computed, limits = request.num_computed_tokens, state.limits
+  computed, options = request.num_computed_tokens, state.options
   if computed.__class__ is not int or computed < 0:
     computed = as_count("num_computed_tokens", computed, 0)
   total = computed + num_new_tokens
-  if total > limits.max_model_len:
-    check_length(limits, request.request_id, total)
+  if total > options.max_model_len:
+    check_length(options, request.request_id, total)
   room, final = total + num_lookahead_tokens, len(tokens_of(request))
   if final > total:
     final = total
@@ -111,7 +111,7 @@ def advance_quietly(
     computed = max(computed - in_flight, 0)
     is_quiet = is_quiet and not _frees_pages(state, held, computed)
   if not is_quiet:
-    room = min(room, limits.max_model_len)
+    room = min(room, options.max_model_len)
     return Demand(num_computed=computed, room=room, tokens=total, publish=final)
   if final > before:
     # Faster than `save_attribute`, which looks the value up.

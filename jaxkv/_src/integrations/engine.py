@@ -72,7 +72,8 @@ class QueueEngine:
     self._init_kv = decoder.init_kv
     self._scaled = scaled
     self._process = _ban(banned) if banned else None
-    self._mesh, self._split_heads = mesh, split_heads
+    self._mesh = mesh
+    self._split_heads = split_heads
     self._cache = decoder.cache_config(
       num_pages=sizes.num_pages,
       page_size=sizes.page_size,
@@ -120,14 +121,14 @@ class QueueEngine:
       self._keep_log_probs()
     answers: list[list[Answer]] = [[] for _ in jobs]
     parts = client_jobs.split(jobs, self.sizes.num_samples)
-    for first in range(0, len(parts), self.sizes.num_jobs):
-      chunk = parts[first : first + self.sizes.num_jobs]
+    for first_part in range(0, len(parts), self.sizes.num_jobs):
+      chunk = parts[first_part : first_part + self.sizes.num_jobs]
       chunk_answers = self._serve(params, [job for _, job in chunk])
       for (index, _), part_answers in zip(chunk, chunk_answers, strict=True):
         answers[index] += part_answers
     return answers
 
-  def forget(self) -> None:
+  def invalidate_cache(self) -> None:
     """Makes the next `run` invalidate all cached pages, for new weights."""
     self._is_stale = True
 
@@ -156,7 +157,8 @@ class QueueEngine:
     """Serves one batch of jobs, which fits the fixed shapes."""
     batch = client_jobs.batch(jobs, self.sizes, scaled=self._scaled)
     # The state is donated, so it is lost if the call raises.
-    state, self._state = self._state, None
+    state = self._state
+    self._state = None
     # Clients call `run` in the contexts of different meshes, and jit would
     # compile the program again for each mesh.
     with no_mesh():
@@ -165,7 +167,8 @@ class QueueEngine:
         self._is_stale = False
       state, results = self._run(params, state, batch, np.bool_(self._is_stale))
       results = jax.device_get(results)
-    self._state, self._is_stale = state, False
+    self._state = state
+    self._is_stale = False
     self._counters = {
       name: np.asarray(value).tolist()
       for name, value in results["counters"].items()
@@ -173,23 +176,24 @@ class QueueEngine:
     # The samples of job n start at row n * num_samples.
     firsts = range(0, self.sizes.total, self.sizes.num_samples)
     return [
-      [self._answer(results, first + n) for n in range(len(job.seeds))]
-      for first, job in zip(firsts, jobs, strict=False)
+      [self._answer(results, first_row + n) for n in range(len(job.seeds))]
+      for first_row, job in zip(firsts, jobs, strict=False)
     ]
 
   def _answer(self, results: dict[str, Any], row: int) -> Answer:
-    finish, code = int(results["finish"][row]), int(results["code"][row])
+    finish = int(results["finish"][row])
     if finish in (rollout.Finish.UNFINISHED, rollout.Finish.FAILED):
+      code = int(results["code"][row])
       raise RuntimeError(
         f"A sample could not be drawn: {Status(code).name}; the engine has "
         f"{self.sizes.num_pages} pages."
       )
-    begin = int(results["prompt_lengths"][row])
-    end = int(results["lengths"][row])
+    prompt_length = int(results["prompt_lengths"][row])
+    length = int(results["lengths"][row])
     raw = results["log_probs"]
     return Answer(
-      tokens=results["tokens"][row, begin:end],
-      log_probs=None if raw is None else raw[row, begin:end],
+      tokens=results["tokens"][row, prompt_length:length],
+      log_probs=None if raw is None else raw[row, prompt_length:length],
       finish=finish,
     )
 
@@ -197,14 +201,14 @@ class QueueEngine:
     # The secret of page keys is random, so that nobody can construct equal keys
     # for different tokens.
     words = np.frombuffer(os.urandom(16), np.uint32)
-    places = None
+    shardings = None
     if self._mesh is not None and self._split_heads:
       shapes = jax.eval_shape(self._init_state, words)
       axes = sharding.MeshAxes(self._mesh, model="tp")
-      places = sharding.state_shardings(shapes, axes=axes)
+      shardings = sharding.state_shardings(shapes, axes=axes)
     elif self._mesh is not None:
-      places = NamedSharding(self._mesh, P())
-    return jax.jit(self._init_state, out_shardings=places)(words)
+      shardings = NamedSharding(self._mesh, P())
+    return jax.jit(self._init_state, out_shardings=shardings)(words)
 
   def _init_state(self, secret: Array) -> RolloutState:
     """Returns a rollout with an empty queue."""
@@ -234,11 +238,11 @@ class QueueEngine:
       state, memory=dataclasses.replace(state.memory, cache=cache)
     )
     state = _with_filters(state, batch.requests.sampling)
-    numbers = jnp.arange(self.sizes.num_jobs, dtype=jnp.int32)
+    job_indices = jnp.arange(self.sizes.num_jobs, dtype=jnp.int32)
     state, _ = rollout.submit(
       state,
       batch.requests,
-      ids=numbers * self.sizes.num_samples,
+      ids=job_indices * self.sizes.num_samples,
       mask=batch.mask,
     )
     state = rollout.generate(
@@ -266,8 +270,8 @@ def _drop_pages(cache: CacheState, stale: Array) -> CacheState:
   # `lax.cond` would pass the whole cache through both branches.
   next_epoch, _ = new_epoch(cache)
 
-  def select(new: Array, old: Array) -> Array:
-    return jnp.where(stale, new, old)
+  def select(new: Array, current: Array) -> Array:
+    return jnp.where(stale, new, current)
 
   epoch, root = jax.tree.map(
     select, (next_epoch.epoch, next_epoch.root), (cache.epoch, cache.root)

@@ -134,7 +134,7 @@ def choose_sizes(
   jobs: list[Job],
   max_length: int,
   plan: LayerPlan,
-  old: EngineSizes | None,
+  old_sizes: EngineSizes | None,
 ) -> EngineSizes:
   """Chooses the shapes of an engine for `jobs`.
 
@@ -143,40 +143,42 @@ def choose_sizes(
     jobs: the jobs of the first call.
     max_length: the maximum number of tokens of a prompt with its answer.
     plan: the layer groups of the model.
-    old: sizes of the engine that the new one replaces; None for the first.
+    old_sizes: sizes of the engine that is replaced; None for the first.
   """
   # The new engine must also serve calls like earlier ones, so its queue is not
-  # smaller than the old one's.
+  # smaller than the old engine's.
   num_samples = options.num_samples
   if num_samples is None:
     num_samples = max(len(job.seeds) for job in jobs)
-    num_samples = max(num_samples, old.num_samples if old else 1)
+    num_samples = max(num_samples, old_sizes.num_samples if old_sizes else 1)
   num_jobs = options.num_jobs
   if num_jobs is None:
     num_jobs = len(split(jobs, num_samples))
     if num_jobs == 1 and len(jobs[0].seeds) == 1:
       num_jobs = _SOLO_JOBS
-    num_jobs = max(num_jobs, old.num_jobs if old else 1)
-  size = options.page_size
-  columns = -(-max_length // size)
+    num_jobs = max(num_jobs, old_sizes.num_jobs if old_sizes else 1)
+  page_size = options.page_size
+  columns = -(-max_length // page_size)
   num_pages = options.num_pages
   if num_pages is None:
-    # A page holds `size` tokens of `num_memory_layers` decoder layers. The pool
-    # must have room for the longest sequence.
+    # A page holds `page_size` tokens of `num_memory_layers` decoder layers. The
+    # pool must have room for the longest sequence.
     tokens = num_jobs * num_samples * max_length
-    page = size * plan.num_memory_layers
+    page = page_size * plan.num_memory_layers
     half = tokens * len(plan.windows) // (2 * page)
     num_pages = max(half, (columns + 1) * len(plan.kinds) + 1)
   stops = max(len(job.stop_tokens) for job in jobs)
   return EngineSizes(
     num_jobs=num_jobs,
     num_samples=num_samples,
-    max_length=columns * size,
+    max_length=columns * page_size,
     num_slots=min(num_jobs * num_samples, _MAX_SLOTS),
     num_pages=num_pages,
-    page_size=size,
+    page_size=page_size,
     prefill_chunk=options.prefill_chunk,
-    num_stop_tokens=max(8, stops, old.num_stop_tokens if old else 0),
+    num_stop_tokens=max(
+      8, stops, old_sizes.num_stop_tokens if old_sizes else 0
+    ),
   )
 
 
@@ -189,9 +191,9 @@ def joined(jobs: list[Job]) -> list[Job]:
 
   groups = []
   for _, equal_jobs in itertools.groupby(jobs, without_seeds):
-    first, *followers = equal_jobs
-    seeds = sum((job.seeds for job in followers), first.seeds)
-    groups.append(dataclasses.replace(first, seeds=seeds))
+    first_job, *followers = equal_jobs
+    seeds = sum((job.seeds for job in followers), first_job.seeds)
+    groups.append(dataclasses.replace(first_job, seeds=seeds))
   return groups
 
 
@@ -202,14 +204,14 @@ def split(jobs: list[Job], limit: int) -> list[tuple[int, Job]]:
     Pairs of a job's index and a part of the job.
   """
   parts = []
-  for number, job in enumerate(jobs):
-    for first in range(0, len(job.seeds), limit):
-      seeds = job.seeds[first : first + limit]
-      parts.append((number, dataclasses.replace(job, seeds=seeds)))
+  for index, job in enumerate(jobs):
+    for start in range(0, len(job.seeds), limit):
+      seeds = job.seeds[start : start + limit]
+      parts.append((index, dataclasses.replace(job, seeds=seeds)))
   return parts
 
 
-def check(job: Job, sizes: EngineSizes) -> None:
+def check(job: Job, shapes: EngineSizes) -> None:
   """Raises ValueError unless a job fits the shapes of an engine."""
   length = len(job.prompt)
   if not length:
@@ -219,31 +221,32 @@ def check(job: Job, sizes: EngineSizes) -> None:
       f"`max_tokens` must be at least 1, got {job.max_tokens}; remove prompts "
       "that need no answer."
     )
-  if length + job.max_tokens > sizes.max_length:
+  if length + job.max_tokens > shapes.max_length:
     raise ValueError(
       f"`prompt` must leave room for {job.max_tokens} tokens in "
-      f"{sizes.max_length}, got {length}; increase the engine's `max_length`."
+      f"{shapes.max_length}, got {length}; increase the engine's `max_length`."
     )
-  if len(job.stop_tokens) > sizes.num_stop_tokens:
+  if len(job.stop_tokens) > shapes.num_stop_tokens:
     raise ValueError(
-      f"`stop_tokens` must have at most {sizes.num_stop_tokens} tokens, got "
+      f"`stop_tokens` must have at most {shapes.num_stop_tokens} tokens, got "
       f"{len(job.stop_tokens)}; remove some."
     )
 
 
-def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> JobBatch:
-  """Converts at most `sizes.num_jobs` jobs, which `check` accepts, to arrays.
+def batch(jobs: list[Job], shapes: EngineSizes, *, scaled: bool) -> JobBatch:
+  """Converts at most `shapes.num_jobs` jobs, which `check` accepts, to arrays.
 
   `scaled` is True if the model divides its logits by the temperature.
   """
-  samples, total = sizes.num_samples, sizes.total
-  prompts = np.zeros((sizes.num_jobs, sizes.max_length - 1), np.int32)
+  samples = shapes.num_samples
+  num_rows = shapes.total
+  prompts = np.zeros((shapes.num_jobs, shapes.max_length - 1), np.int32)
   # Rows of padding have valid lengths and settings, and are masked out.
-  lengths = np.ones((sizes.num_jobs,), np.int32)
-  counts = np.ones((sizes.num_jobs,), np.int32)
+  lengths = np.ones((shapes.num_jobs,), np.int32)
+  counts = np.ones((shapes.num_jobs,), np.int32)
   columns = {
-    name: np.full((total,), fill, kind)
-    for name, fill, kind in (
+    name: np.full((num_rows,), fill, dtype)
+    for name, fill, dtype in (
       ("temperature", 0, np.float32),
       ("top_k", 0, np.int32),
       ("top_p", 1, np.float32),
@@ -251,21 +254,23 @@ def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> JobBatch:
       ("seed", 0, np.int32),
     )
   }
-  stops = np.full((total, sizes.num_stop_tokens), -1, np.int32)
+  stops = np.full((num_rows, shapes.num_stop_tokens), -1, np.int32)
   extra = {
-    "temperature": np.ones((total,), np.float32),
-    "may_draw": np.zeros((total,), np.bool_),
+    "temperature": np.ones((num_rows,), np.float32),
+    "may_draw": np.zeros((num_rows,), np.bool_),
   }
-  for number, job in enumerate(jobs):
-    prompts[number, : len(job.prompt)] = job.prompt
-    lengths[number], counts[number] = len(job.prompt), len(job.seeds)
-    rows = slice(number * samples, number * samples + len(job.seeds))
+  for index, job in enumerate(jobs):
+    prompts[index, : len(job.prompt)] = job.prompt
+    lengths[index] = len(job.prompt)
+    counts[index] = len(job.seeds)
+    rows = slice(index * samples, index * samples + len(job.seeds))
     # A scaled model has already divided the logits, so the draw must not divide
     # them again.
-    drawn_at = float(job.temperature > 0) if scaled else job.temperature
-    columns["temperature"][rows] = drawn_at
+    temperature = float(job.temperature > 0) if scaled else job.temperature
+    columns["temperature"][rows] = temperature
     columns["max_tokens"][rows] = job.max_tokens
-    columns["top_k"][rows], columns["top_p"][rows] = job.top_k, job.top_p
+    columns["top_k"][rows] = job.top_k
+    columns["top_p"][rows] = job.top_p
     columns["seed"][rows] = job.seeds
     stops[rows, : len(job.stop_tokens)] = job.stop_tokens
     extra["temperature"][rows] = job.temperature or 1
@@ -280,7 +285,7 @@ def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> JobBatch:
     sampling=Sampling(**columns, stop_tokens=stops),
     extra=extra,
   )
-  return JobBatch(requests, np.arange(sizes.num_jobs) < len(jobs))
+  return JobBatch(requests, np.arange(shapes.num_jobs) < len(jobs))
 
 
 def seeds(root: Any, count: int) -> tuple[int, ...]:

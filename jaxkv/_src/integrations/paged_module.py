@@ -178,9 +178,7 @@ def bind(
       # `object.__setattr__` bypasses `Module.__setattr__`, which does not
       # accept a class.
       object.__setattr__(
-        layer,
-        "__class__",
-        type(cls.__name__, (cls,), methods_of_layer),
+        layer, "__class__", type(cls.__name__, (cls,), methods_of_layer)
       )
   return module
 

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +13,18 @@ import numpy as np
 from jaxkv import workers
 from jaxkv._src.extras import extra_package
 
+_LOGGER = logging.getLogger("jaxkv")
+
+_MAX_SENDS = 4
+"""The number of times that an actor gets weights until it counts as failed."""
+
 
 class RayWorkers:
   """Makes workers that are Ray actors, for `jaxkv.workers.Pool`.
 
   The pool replaces an actor that dies, as it replaces any worker that fails.
-  Weights are put into Ray's object store once for each update. An actor raises
-  ValueError if the checksum of the weights that it gets is wrong.
+  Weights are put into Ray's object store once for each update. If the checksum
+  of the weights that an actor gets is wrong, they are stored and sent again.
 
     ray.init()
     make = RayWorkers(make_local_worker, num_gpus=1)
@@ -36,7 +42,7 @@ class RayWorkers:
     """Creates a maker of workers.
 
     Args:
-      make: a function from a place in the pool to a worker, usually a
+      make: a function from an index in the pool to a worker, usually a
         `jaxkv.workers.LocalWorker`. Each actor calls a copy of this function.
       timeout: seconds after which a call to an actor fails, compilation
         included; None for no limit.
@@ -59,15 +65,16 @@ class RayWorkers:
     )
     self._check_started()
     self._actor = self._ray.remote(_Actor).options(**options)
-    self._make, self._timeout = make, timeout
+    self._make = make
+    self._timeout = timeout
     self._lock = threading.Lock()
     # The weights of the last update, and Ray's reference to their copy.
     self._stored: tuple[Any, Any] | None = None
 
-  def __call__(self, place: int) -> Any:
-    """Returns a new worker for a place of the pool."""
+  def __call__(self, index: int) -> Any:
+    """Returns a new worker for an index in the pool."""
     self._check_started()
-    actor = self._actor.remote(self._make, place)
+    actor = self._actor.remote(self._make, index)
     return _RayWorker(self._ray, actor, self._store, self._timeout)
 
   def _check_started(self) -> None:
@@ -75,25 +82,31 @@ class RayWorkers:
     if not self._ray.is_initialized():
       raise RuntimeError("Ray must be started first; call ray.init().")
 
-  def _store(self, params: Any) -> Any:
-    """Returns a reference to weights and their checksum in the object store."""
+  def _store(self, params: Any, damaged: Any = None) -> Any:
+    """Returns a reference to weights and their checksum in the object store.
+
+    The weights are stored again if the reference would be `damaged`.
+    """
     with self._lock:
+      stored = self._stored
       # By identity, because two pools can use equal version numbers.
-      if self._stored is None or self._stored[0] is not params:
+      if stored is None or stored[0] is not params or stored[1] is damaged:
         arrays = jax.device_get(params)
-        copy = self._ray.put((arrays, checksum_of(arrays)))
-        self._stored = params, copy
-      return self._stored[1]
+        stored = params, self._ray.put((arrays, checksum_of(arrays)))
+        self._stored = stored
+      return stored[1]
 
 
 class _RayWorker:
   """A worker in a Ray actor, with all methods of `jaxkv.workers.Worker`."""
 
   def __init__(
-    self, ray: Any, actor: Any, store: Callable[[Any], Any], timeout: Any
+    self, ray: Any, actor: Any, store: Callable[[Any, Any], Any], timeout: Any
   ):
-    self._ray, self._actor = ray, actor
-    self._store, self._timeout = store, timeout
+    self._ray = ray
+    self._actor = actor
+    self._store = store
+    self._timeout = timeout
 
   def __getattr__(self, name: str) -> Callable[..., Any]:
     return functools.partial(self._get, self._actor.call, name)
@@ -105,8 +118,18 @@ class _RayWorker:
   def update_weights(
     self, params: Any, version: int, max_age: int | None
   ) -> list[int]:
-    stored = self._store(params)
-    return self._get(self._actor.update_weights, stored, version, max_age)
+    damaged = None
+    for _ in range(_MAX_SENDS):
+      stored = self._store(params, damaged)
+      dropped = self._get(self._actor.update_weights, stored, version, max_age)
+      if dropped is not None:
+        return dropped
+      _LOGGER.warning("An actor got damaged weights of version %d.", version)
+      damaged = stored
+    raise RuntimeError(
+      f"an actor got damaged weights of version {version} {_MAX_SENDS} times; "
+      "check its machine and Ray's object store."
+    )
 
   def close(self) -> None:
     self._ray.kill(self._actor)
@@ -115,21 +138,19 @@ class _RayWorker:
 class _Actor:
   """The Ray actor of a worker."""
 
-  def __init__(self, make: Callable[[int], workers.Worker], place: int):
-    self._worker = make(place)
+  def __init__(self, make: Callable[[int], workers.Worker], index: int):
+    self._worker = make(index)
 
   def call(self, name: str, *arguments: Any) -> Any:
     return getattr(self._worker, name)(*arguments)
 
   def update_weights(
     self, stored: tuple[Any, bytes], version: int, max_age: int | None
-  ) -> list[int]:
+  ) -> list[int] | None:
+    """Returns the ids of removed prompts, or None for damaged weights."""
     params, checksum = stored
     if checksum_of(params) != checksum:
-      raise ValueError(
-        f"`params` must be the weights that were stored as version {version}, "
-        "got other bytes; call the pool's update_weights again."
-      )
+      return None
     return self._worker.update_weights(params, version, max_age)
 
 

@@ -100,12 +100,7 @@ def _rotary(module: Any, library: Any, dtype: Any) -> PagedModule:
   """Adapts Llama 3 or Qwen3."""
 
   def attention(
-    layer: Any,
-    memory: LayerMemory,
-    x: Any,
-    positions: Any,
-    *_: Any,
-    **__: Any,
+    layer: Any, memory: LayerMemory, x: Any, positions: Any, *_: Any, **__: Any
   ) -> Any:
     def rotated(name: str) -> Any:
       out = getattr(layer, f"{name}_proj")(x)
@@ -114,7 +109,9 @@ def _rotary(module: Any, library: Any, dtype: Any) -> PagedModule:
       return library.apply_rope(out, positions, head_dim=layer.head_dim)
 
     # tunix's attention also returns its dense cache, which is None here.
-    q, k, v = rotated("q"), rotated("k"), layer.v_proj(x)
+    q = rotated("q")
+    k = rotated("k")
+    v = layer.v_proj(x)
     return None, layer.o_proj(memory.attend(q, k, v, scale=layer.scale))
 
   return _adapt(module, library, dtype, attention)
@@ -160,7 +157,8 @@ def _gemma3(module: Any, library: Any, dtype: Any) -> PagedModule:
     if layer.use_qkv_einsum:
       q, k, v = layer.qkv_einsum(x)
     else:
-      q, (k, v) = layer.q_einsum(x), layer.kv_einsum(x)
+      q = layer.q_einsum(x)
+      k, v = layer.kv_einsum(x)
     rotated = functools.partial(
       library.apply_rope,
       head_dim=layer.head_dim,

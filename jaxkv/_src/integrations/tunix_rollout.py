@@ -248,7 +248,7 @@ class TunixRollout:
     # `_params` is read once, because another thread can call `update_params`.
     params = self._params
     if self._watch.has_changed(params, by_contents=self._moves_weights):
-      engine.forget()
+      engine.invalidate_cache()
     params = self._place(params)
     jobs = [job for part, _, _ in requests for job in part]
     wants_log_probs = any(wants for _, wants, _ in requests)
@@ -264,7 +264,8 @@ class TunixRollout:
     by_job: list[list[Answer]] = [[] for _ in jobs]
     for index in order:
       by_job[index] = list(itertools.islice(answers, len(jobs[index].seeds)))
-    ordered, results = iter(by_job), []
+    ordered = iter(by_job)
+    results = []
     for part, _, _ in requests:
       results.append([a for _ in part for a in next(ordered)])
     return results
@@ -301,7 +302,7 @@ class TunixRollout:
       return self._engine
     # A longer sequence does not fit the compiled shapes, so a new engine with
     # an empty cache replaces the old one.
-    sizes = client_jobs.choose_sizes(
+    engine_sizes = client_jobs.choose_sizes(
       self._options,
       [job for part, _, _ in requests for job in part],
       longest,
@@ -312,7 +313,7 @@ class TunixRollout:
     num_shards = 1 if mesh is None else mesh.shape.get("tp", 1)
     self._engine = QueueEngine(
       self._decoder,
-      sizes,
+      engine_sizes,
       scaled=True,
       banned=(self.pad_id(),),
       mesh=mesh,
@@ -337,14 +338,15 @@ class TunixRollout:
     padded = np.full((len(tokens), width), self.pad_id(), np.int32)
     for row, prompt in enumerate(tokens):
       padded[row, width - len(prompt) :] = prompt
-    completions, log_probs = [], []
+    completions = []
+    log_probs = []
     for answer in answers:
-      end = len(answer.tokens)
-      if not self._keep_eos and end and answer.tokens[-1] in stops:
-        end -= 1
-      completions.append(answer.tokens[:end])
+      num_tokens = len(answer.tokens)
+      if not self._keep_eos and num_tokens and answer.tokens[-1] in stops:
+        num_tokens -= 1
+      completions.append(answer.tokens[:num_tokens])
       if answer.log_probs is not None:
-        log_probs.append(answer.log_probs[:end])
+        log_probs.append(answer.log_probs[:num_tokens])
     return base.RolloutOutput(
       text=[self.tokenizer.decode(ids.tolist()) for ids in completions],
       logits=[],
@@ -376,10 +378,11 @@ def _reshard(params: Any, current: Any, reshard: Any) -> Any:
 
 def _merge(current: Any, params: Any, nnx: Any) -> Any:
   """Replaces the weights that are in `params`, and keeps the current dtypes."""
-  old, new = nnx.to_pure_dict(current), params
+  old_weights = nnx.to_pure_dict(current)
+  new = params
   if not isinstance(params, dict):
     new = nnx.to_pure_dict(params)
-  old_leaves, structure = jax.tree_util.tree_flatten_with_path(old)
+  old_leaves, structure = jax.tree_util.tree_flatten_with_path(old_weights)
   by_path = dict(jax.tree_util.tree_leaves_with_path(new))
   shapes = {path: leaf.shape for path, leaf in old_leaves}
   for path, leaf in by_path.items():

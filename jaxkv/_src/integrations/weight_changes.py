@@ -35,7 +35,8 @@ class WeightWatch:
     )
     if is_same and not (by_contents and self._digest is None):
       return False
-    last_digest, self._digest = self._digest, None
+    last_digest = self._digest
+    self._digest = None
     if by_contents:
       self._digest = digest(leaves)
     # Weak references let old weights be freed. A dead reference returns None,

@@ -15,7 +15,6 @@ from jaxkv._src.arrays import arguments
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import SlidingWindow
 from jaxkv._src.exact import tiled_attention
-from jaxkv._src.kv import cross_attention
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.kv_pages import check_layer
 from jaxkv._src.kv.view import AnyView
@@ -34,7 +33,6 @@ def attend(
   q: jax.Array,
   *,
   options: kernels.AttentionOptions | None = None,
-  causal: bool = True,
   exact: bool = False,
   backend: str = "auto",
   head_sharding: NamedSharding | None = None,
@@ -55,10 +53,6 @@ def attend(
   rotated part. Apply the up-projection of the values to the output. `attend`
   then ignores `view.shared`, so every row reads all its pages.
 
-  Encoders. In a layer group of kind `CrossAttention`, the pages hold the tokens
-  of an encoder. With `causal=False` each query sees all of them, at positions
-  0 .. starts - 1. `attend` then ignores `view.shared` and `view.plan`.
-
   Not differentiable: `jax.grad` gives zeros or raises an error.
 
   Args:
@@ -73,13 +67,11 @@ def attend(
       `alibi_slopes`. `tree_mask` is bool[B, T, X], for trees of draft tokens:
       for j < X, column t sees column j only if j <= t and `tree_mask[b, t, j]`.
       `tree_mask` is not supported for a `PackedView`.
-    causal: False to attend to the tokens of an encoder; not supported with
-      `window`, `alibi_slopes`, `tree_mask` or latents.
     exact: True for outputs whose bits do not depend on the other queries of the
       call. Decode steps, chunks and whole sequences then give equal bits, at a
       higher cost. The page size must divide 64. With the backend "xla", all
       such page sizes give the same bits. `view.shared` and `view.plan` are
-      ignored. Not supported with `causal=False` or `tree_mask`.
+      ignored. Not supported with `tree_mask`.
     backend: one of `jaxkv.kernels.BACKENDS`.
     head_sharding: the sharding of the K/V heads over one mesh axis, such as
       `NamedSharding(mesh, P("model"))`. Each device then attends with its own
@@ -100,7 +92,6 @@ def attend(
     layer,
     q,
     options=options,
-    causal=causal,
     exact=exact,
     backend=backend,
     head_sharding=head_sharding,
@@ -114,7 +105,6 @@ def attend_with_lse(
   q: jax.Array,
   *,
   options: kernels.AttentionOptions | None = None,
-  causal: bool = True,
   exact: bool = False,
   backend: str = "auto",
   head_sharding: NamedSharding | None = None,
@@ -136,22 +126,19 @@ def attend_with_lse(
   _check_window(view, options)
   if isinstance(view, PackedView):
     options.refuse("a PackedView has no drafts", "tree_mask")
-  if not causal:
-    _check_encoder(kv, options)
   if exact:
-    tiled_attention.check_exact(kv.k.shape[2], options, causal)
+    tiled_attention.check_exact(kv.k.shape[2], options)
   # Python numbers are static arguments of the `jit` below, because the kernels
   # check the values of options, and a traced number has no value.
-  numbers = options.numbers()
-  arrays = dataclasses.replace(options, **dict.fromkeys(numbers))
+  static_options = options.numbers()
+  arrays = dataclasses.replace(options, **dict.fromkeys(static_options))
   for name, value in vars(arrays).items():
     if value is not None:
       arguments.check_array(f"options.{name}", value)
   call = functools.partial(
     _attend,
-    numbers=tuple(numbers.items()),
+    static_options=tuple(static_options.items()),
     backend=backend,
-    causal=causal,
     exact=exact,
   )
   if head_sharding is not None:
@@ -191,15 +178,6 @@ def _check_window(view: AnyView, options: kernels.AttentionOptions) -> None:
     )
 
 
-def _check_encoder(kv: KVPages, options: kernels.AttentionOptions) -> None:
-  """Raises for latents, and for options that require causal attention."""
-  if kv.value_dim is not None:
-    expected = "pages of keys and values with causal=False"
-    arguments.refuse(ValueError, "kv", expected, f"latents of {kv.value_dim}")
-  reason = "an encoder's tokens have no place before or after a query"
-  options.refuse(reason, "window", "alibi_slopes", "tree_mask")
-
-
 def _by_head(
   call: Callable[..., Any],
   kv: KVPages,
@@ -234,7 +212,7 @@ def _by_head(
 # Compiled once for eager calls; inlined into a caller's own `jit`.
 @functools.partial(
   jax.jit,
-  static_argnames=("numbers", "backend", "causal", "exact"),
+  static_argnames=("static_options", "backend", "exact"),
   inline=True,
 )
 def _attend(
@@ -244,13 +222,12 @@ def _attend(
   q: jax.Array,
   arrays: kernels.AttentionOptions,
   *,
-  numbers: tuple[tuple[str, Any], ...],
+  static_options: tuple[tuple[str, Any], ...],
   backend: str,
-  causal: bool,
   exact: bool,
 ) -> tuple[jax.Array, jax.Array]:
   options = dataclasses.replace(
-    arrays, k_scale=kv.k_scale, v_scale=kv.v_scale, **dict(numbers)
+    arrays, k_scale=kv.k_scale, v_scale=kv.v_scale, **dict(static_options)
   )
   call: dict[str, Any] = {
     "options": options,
@@ -259,11 +236,9 @@ def _attend(
   }
   if kv.value_dim is not None:
     call["value_dim"] = kv.value_dim
-  rectangle, packed = _rectangle, _packed
-  if not causal:
-    rectangle = cross_attention.attend_rectangle
-    packed = cross_attention.attend_packed
-  elif exact:
+  rectangle = _rectangle
+  packed = _packed
+  if exact:
     rectangle = functools.partial(_exact, tiled_attention.attend_rectangle)
     packed = functools.partial(_exact, tiled_attention.attend_packed)
   if not isinstance(view, PackedView):
@@ -272,7 +247,8 @@ def _attend(
   # whole tile of columns for each of them.
   batch = rows_of(view.decode).page_table.shape[0]
   out, lse = rectangle(kv, view.decode, q[0, :batch, None], call)
-  out, lse = out[:, 0], lse[:, 0]
+  out = out[:, 0]
+  lse = lse[:, 0]
   if view.prefill is not None:
     chunk_out, chunk_lse = packed(kv, view.prefill, q[0, batch:], call)
     out = jnp.concatenate([out, chunk_out])
@@ -308,7 +284,7 @@ def _packed(
   kv: KVPages, rows: View, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
   """Computes attention of queries [C, H, D], packed one row after another."""
-  begins = jnp.zeros((1,), jnp.int32)
+  first_row = jnp.zeros((1,), jnp.int32)
   ends = jnp.cumsum(rows.num_tokens, dtype=jnp.int32)
   attention: Callable[..., Any] = kernels.paged_attention
   if kv.v is None:
@@ -318,7 +294,7 @@ def _packed(
     *_pools(kv),
     rows.page_table,
     rows.starts + rows.num_tokens,
-    jnp.concatenate([begins, ends]),
+    jnp.concatenate([first_row, ends]),
     **call,
   )
 
@@ -344,7 +320,7 @@ def _attend_single(
     out, lse = kernels.cascade_decode(q, kv.k, kv.v, shared, **call)
   else:
     out, lse = kernels.paged_decode(
-      q, kv.k, kv.v, rows.page_table, lengths, plan=rows.plan, **call
+      q, kv.k, kv.v, rows.page_table, lengths, **call
     )
   # An idle row has length 0, for which the kernels return the log-sum-exp of
   # the sinks instead of -inf.

@@ -54,14 +54,14 @@ def check(
   """
   check_config(config)
   # Page sizes may differ between groups, and a pool may serve only one group.
-  sizes = sorted(set(config.page_sizes))
-  for number, pool in enumerate(pools_of(kv)):
+  page_sizes = sorted(set(config.page_sizes))
+  for index, pool in enumerate(pools_of(kv)):
     check_not_donated("kv", jax.tree.leaves(pool)[0])
-    if pool.num_pages != config.num_pages or pool.page_size not in sizes:
-      name = f"kv[{number}]" if isinstance(kv, tuple) else "kv"
+    if pool.num_pages != config.num_pages or pool.page_size not in page_sizes:
+      name = f"kv[{index}]" if isinstance(kv, tuple) else "kv"
       raise ValueError(
         f"`{name}` must have {config.num_pages} pages of"
-        f" {' or '.join(map(str, sizes))} tokens, as the cache has, got"
+        f" {' or '.join(map(str, page_sizes))} tokens, as the cache has, got"
         f" {pool.num_pages} of {pool.page_size}; make it from state.config."
       )
   if state is not None:

@@ -149,12 +149,12 @@ def write_expert_ids(
 def _write(
   pages: ExpertIdPages, view: AnyView, layer: jax.Array, values: jax.Array
 ) -> ExpertIdPages:
-  places = token_places(pages, view, values.shape[1])
+  targets = token_places(pages, view, values.shape[1])
   # `append_pages` expects an axis of heads: [L * N, 1, S, X]. It accepts
   # integers only if they have the pool's dtype.
   new = values.astype(pages.values.dtype).reshape(-1, 1, pages.width)
   pool = kernels.append_pages(
-    pages.values[:, None], new, *places, page_offset=layer * pages.num_pages
+    pages.values[:, None], new, *targets, page_offset=layer * pages.num_pages
   )
   return dataclasses.replace(pages, values=pool[:, 0])
 
@@ -189,10 +189,10 @@ def _read(
   ids = jnp.where(has_page[:, :, None], ids, pages.values.shape[0])
   values = pages.values.at[ids].get(mode="fill", fill_value=0)
   rows, columns = page_table.shape
-  sizes = (columns * pages.page_size, pages.num_layers, pages.width)
+  shape = (columns * pages.page_size, pages.num_layers, pages.width)
   # Widened first, because the pages' unsigned dtype cannot hold -1.
-  values = values.swapaxes(2, 3).reshape(rows, *sizes).astype(pages.read_dtype)
-  token = jnp.arange(sizes[0], dtype=jnp.int32)[None]
+  values = values.swapaxes(2, 3).reshape(rows, *shape).astype(pages.read_dtype)
+  token = jnp.arange(shape[0], dtype=jnp.int32)[None]
   is_token = jnp.repeat(has_page, pages.page_size, axis=1)
   # Past the length, a page may hold values of an earlier sequence.
   is_token &= token < lengths[:, None]

@@ -133,15 +133,17 @@ def init(
     ((10, 1, 4, 8), None)
   """
   check_config(config)
-  sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
-  check_sizes(config, group, num_layers=num_layers, **sizes)
+  head_sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
+  check_sizes(config, group, num_layers=num_layers, **head_sizes)
   _check_latents(num_kv_heads, head_dim, value_dim)
-  is_default, dtype = dtype is None, dtype or jnp.bfloat16
+  is_default = dtype is None
+  dtype = dtype or jnp.bfloat16
   dtype = storage_dtypes.as_dtype("dtype", dtype, storage_dtypes.FORMATS)
   storage_dtype = storage_dtypes.resolve(dtype, storage_dtype)
   pages = num_layers * config.num_pages
   shape = (pages, num_kv_heads, config.page_sizes[group], head_dim)
-  has_scales, is_latent = dtype.itemsize == 1, value_dim is not None
+  has_scales = dtype.itemsize == 1
+  is_latent = value_dim is not None
   # Each field gets its own buffer, because a buffer cannot be donated twice.
   return KVPages(
     k=jnp.zeros(shape, storage_dtype),
@@ -220,8 +222,8 @@ def check_sizes(
   config: CacheConfig, group: int, *, num_layers: int, **sizes: int
 ) -> None:
   """Raises unless the group exists, sizes are valid and L * N fits int32."""
-  for name, size in {"num_layers": num_layers, **sizes}.items():
-    arguments.as_count(name, size, 1)
+  for name, count in {"num_layers": num_layers, **sizes}.items():
+    arguments.as_count(name, count, 1)
   check_group(config, group)
   # The index of a page over all layers must fit int32.
   if num_layers * config.num_pages > np.iinfo(np.int32).max:

@@ -92,20 +92,20 @@ def plan_layers(windows: Sequence[int | None]) -> LayerPlan:
     by_kind.setdefault(window, []).append(layer)
   # With this size, only the last group of a window can have unused memory
   # layers.
-  size = min(len(layers) for layers in by_kind.values())
+  group_size = min(len(layers) for layers in by_kind.values())
   kinds: list[GroupKind] = []
-  places: dict[int, tuple[int, int]] = {}
+  locations: dict[int, tuple[int, int]] = {}
   for window in sorted(by_kind, key=lambda window: window or 0):
     layers = by_kind[window]
-    for first in range(0, len(layers), size):
-      for number, layer in enumerate(layers[first : first + size]):
-        places[layer] = len(kinds), number
+    for start in range(0, len(layers), group_size):
+      for memory_layer, layer in enumerate(layers[start : start + group_size]):
+        locations[layer] = len(kinds), memory_layer
       kinds.append(FullAttention() if window is None else SlidingWindow(window))
   return LayerPlan(
     windows=tuple(windows),
     kinds=tuple(kinds),
-    places=tuple(places[layer] for layer in range(len(windows))),
-    num_memory_layers=size,
+    places=tuple(locations[layer] for layer in range(len(windows))),
+    num_memory_layers=group_size,
   )
 
 

@@ -36,9 +36,9 @@ def arrays_of(kv: Pools) -> list[tuple[Array, int]]:
 def page_shape(array: Array, num_layers: int) -> tuple[int, ...]:
   """Returns the shape of a page's contents in an array of `OffloadMemory`."""
   rows = array.shape[1] if array.ndim > 1 else 1
-  size = num_layers * math.prod(array.shape[1:]) // rows
-  lanes = _LANES if size % _LANES == 0 else size
-  return rows, size // lanes, lanes
+  num_elements = num_layers * math.prod(array.shape[1:]) // rows
+  lanes = _LANES if num_elements % _LANES == 0 else num_elements
+  return rows, num_elements // lanes, lanes
 
 
 def gathered(array: Array, num_layers: int, pages: Array) -> Array:
@@ -54,12 +54,12 @@ def scattered(
   array: Array, num_layers: int, pages: Array, contents: Array
 ) -> Array:
   """Writes `contents` into `pages`, int32[X]; skips pages that are NOWHERE."""
-  size, rows = contents.shape[:2]
-  contents = jnp.moveaxis(contents.reshape(size, rows, num_layers, -1), 2, 0)
-  contents = contents.reshape(num_layers, size, *array.shape[1:])
-  place = _rows(array, num_layers, pages)
-  place = jnp.where(pages < NOWHERE, place, NOWHERE)
-  return array.at[place].set(contents, mode="drop", unique_indices=True)
+  count, rows = contents.shape[:2]
+  contents = jnp.moveaxis(contents.reshape(count, rows, num_layers, -1), 2, 0)
+  contents = contents.reshape(num_layers, count, *array.shape[1:])
+  index = _rows(array, num_layers, pages)
+  index = jnp.where(pages < NOWHERE, index, NOWHERE)
+  return array.at[index].set(contents, mode="drop", unique_indices=True)
 
 
 def read_pages(kv: Pools, pages: Array) -> tuple[Array, ...]:
@@ -80,20 +80,21 @@ def write_pages(
     sources: int32[E], rows of `contents`, for E entries.
     pages: int32[E], distinct; 0 for an entry to skip.
   """
-  pools, structure = arrays_of(kv), jax.tree.structure(kv)
+  pools = arrays_of(kv)
+  structure = jax.tree.structure(kv)
   is_page = pages > 0
   # The entries to write come first, so the loop visits only them.
   order = jnp.argsort(~is_page, stable=True).astype(jnp.int32)
   num_trips = -(-jnp.sum(is_page, dtype=jnp.int32) // _PAGES_AT_ONCE)
-  places = indexing.where_valid(is_page, pages)
+  targets = indexing.where_valid(is_page, pages)
   lanes = jnp.arange(_PAGES_AT_ONCE, dtype=jnp.int32)
 
   def trip(index: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
     entry = indexing.take(order, index * _PAGES_AT_ONCE + lanes, fill=NOWHERE)
-    place = indexing.take(places, entry, fill=NOWHERE)
+    target = indexing.take(targets, entry, fill=NOWHERE)
     source = indexing.take(sources, entry)
     return tuple(
-      scattered(array, num_layers, place, indexing.take(content, source))
+      scattered(array, num_layers, target, indexing.take(content, source))
       for array, (_, num_layers), content in zip(
         arrays, pools, contents, strict=True
       )

@@ -60,8 +60,8 @@ def page_bytes(kv: Pools) -> int:
   """
   pools = pools_of(kv)
   leaves = jax.tree.leaves(pools)
-  total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-  return total // pools[0].num_pages
+  num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+  return num_bytes // pools[0].num_pages
 
 
 def copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:

@@ -105,12 +105,13 @@ def init_states(
   check_sizes(config, group, num_layers=num_layers)
   if not shapes:
     arguments.refuse(ValueError, "shapes", "one array or more", shapes)
-  states, dtypes = {}, []
+  states = {}
+  dtypes = []
   # Sorted, because `dtypes` is part of the pytree's structure, which must not
   # depend on the order of a caller's dict.
   for name, (shape, dtype) in sorted(shapes.items()):
-    for size in shape:
-      arguments.as_count(f"shapes[{name!r}]", size, 1)
+    for axis_size in shape:
+      arguments.as_count(f"shapes[{name!r}]", axis_size, 1)
     dtype = storage_dtypes.as_dtype(f"shapes[{name!r}][1]", dtype, _FORMATS)
     rows = num_layers * config.num_pages
     states[name] = jnp.zeros((rows, *shape), storage_dtypes.default_for(dtype))
@@ -255,7 +256,7 @@ def _state_rows(
 
 def _group_of(config: CacheConfig, group: int | None) -> int:
   """Returns `group` if it is recurrent; for None the first recurrent group."""
-  recurrent = [kind.holds_states for kind in config.groups]
+  recurrent = [group_kind.holds_states for group_kind in config.groups]
   if True not in recurrent:
     raise ValueError(
       "`config` must have a recurrent group, got groups of"
@@ -289,7 +290,8 @@ def _check_states(
   if sorted(states) != names:
     arguments.refuse(ValueError, "states", f"arrays {names}", sorted(states))
   for name, array in pages.states.items():
-    state, label = states[name], f"states[{name!r}]"
+    state = states[name]
+    label = f"states[{name!r}]"
     arguments.check_array(label, state)
     shape = (rows.starts.shape[0], *array.shape[1:])
     if not jnp.issubdtype(state.dtype, jnp.floating):

@@ -24,10 +24,9 @@ class View:
   columns of row b are tokens at positions `starts[b]`, `starts[b] + 1` ...; the
   other columns are padding. `jaxkv.view` makes views.
 
-  For the next step, replace the first three fields; you can keep `shared` and
-  `plan`. `attend` checks which rows still begin with the pages in `shared`,
-  and reads all other rows separately. An old plan balances the work less well,
-  but gives correct results.
+  For the next step, replace the first three fields; you can keep `shared`.
+  `attend` checks which rows still begin with the pages in `shared`, and reads
+  all other rows separately.
 
   Attributes:
     page_table: page ids of each row's sequence, in the order of its tokens, for
@@ -35,7 +34,6 @@ class View:
     starts: the position of each row's first new token.
     num_tokens: the number of new tokens in each row; 0 for an idle row.
     shared: pages that rows have in common, from `jaxkv.kv.share`; or None.
-    plan: equal pieces of decode work, from `jaxkv.kv.plan_decode`; or None.
     kind: the kind of the layer group, so that `attend` can check the window;
       None to accept any window.
   """
@@ -44,7 +42,6 @@ class View:
   starts: jax.Array  # int32[B]
   num_tokens: jax.Array  # int32[B]
   shared: kernels.SharedPrefix | None = None
-  plan: kernels.DecodePlan | None = None
   kind: GroupKind | None = dataclasses.field(
     default=None, metadata={"static": True}
   )
@@ -90,13 +87,7 @@ class PackedView:
   prefill: View | None = None
 
 
-def view(
-  state: CacheState,
-  *,
-  group: int = 0,
-  num_tokens: Any,
-  num_encoder_tokens: Any = None,
-) -> View:
+def view(state: CacheState, *, group: int = 0, num_tokens: Any) -> View:
   """Returns the view of all slots of a cache, for the layers of one group.
 
   Call it after `allocate`, and before `commit`.
@@ -106,20 +97,15 @@ def view(
     group: the index of the layer group.
     num_tokens: int32[B], the number of new tokens of each slot in this call; 0
       for an idle slot. Lists and other integer dtypes are converted.
-    num_encoder_tokens: int32[B], tokens of each slot's encoder, as passed to
-      `admit` and `allocate`. Required for groups of kind `CrossAttention`; must
-      be None for other kinds.
 
   Returns:
-    The view. `starts` is the length of each slot. For `CrossAttention` it is
-    `num_encoder_tokens`: `attend(causal=False)` sees the positions below it.
+    The view. `starts` is the length of each slot.
 
   Raises:
     TypeError: `state` is not a CacheState, or another argument is not made of
       integers.
-    ValueError: `state` is a stack of states, the group does not exist, a number
-      of tokens has a shape or value that is not supported, or
-      `num_encoder_tokens` is missing or set for the wrong kind of group.
+    ValueError: `state` is a stack of states, the group does not exist, or a
+      number of tokens has a shape or value that is not supported.
 
   Examples:
     >>> import jaxkv
@@ -131,22 +117,14 @@ def view(
   """
   check_single(state)
   check_group(state.config, group)
-  kind, starts = state.config.groups[group], state.length
-  shape, meaning = starts.shape, ", one for each slot"
-  num_tokens = as_int32("num_tokens", num_tokens, shape, meaning)
-  if kind.holds_encoder != (num_encoder_tokens is not None):
-    expected = "given" if kind.holds_encoder else "None"
-    raise ValueError(
-      f"`num_encoder_tokens` must be {expected} for group {group}, {kind}."
-    )
-  if kind.holds_encoder:
-    # Queries see positions 0 .. starts - 1: all of the encoder's tokens.
-    starts = as_int32("num_encoder_tokens", num_encoder_tokens, shape, meaning)
+  num_tokens = as_int32(
+    "num_tokens", num_tokens, state.length.shape, ", one for each slot"
+  )
   return View(
     page_table=state.page_table[:, group],
-    starts=jnp.asarray(starts),
+    starts=jnp.asarray(state.length),
     num_tokens=jnp.asarray(num_tokens),
-    kind=kind,
+    kind=state.config.groups[group],
   )
 
 
@@ -182,8 +160,8 @@ def packed_positions(view: View, columns: int) -> tuple[jax.Array, jax.Array]:
   column = jnp.arange(columns, dtype=jnp.int32)
   row = jnp.sum(column[:, None] >= ends[None], axis=1, dtype=jnp.int32)
   # `ends - num_tokens` is the column in which a row begins.
-  first = (view.starts - (ends - view.num_tokens)).at[row].get(mode="clip")
-  return row, jnp.where(column < ends[-1], first + column, -1)
+  offsets = (view.starts - (ends - view.num_tokens)).at[row].get(mode="clip")
+  return row, jnp.where(column < ends[-1], offsets + column, -1)
 
 
 def check_view(view: View) -> None:
@@ -224,7 +202,8 @@ def _check_columns(view: PackedView, name: str, array: jax.Array) -> None:
   check_view(decode)
   batch = decode.page_table.shape[0]
   if view.prefill is None:
-    fits, columns = array.shape[:2] == (1, batch), f"{batch}"
+    fits = array.shape[:2] == (1, batch)
+    columns = f"{batch}"
   else:
     check_view(view.prefill)
     # At least one column of `prefill` must follow the columns of `decode`.

@@ -54,9 +54,9 @@ def write(
     arguments.refuse(TypeError, "v", expected, v)
   for name, array in new_tokens.items():
     arguments.check_array(name, array)
-    sizes = (kv.num_kv_heads, kv.head_dim)
-    if array.ndim != 4 or array.shape[2:] != sizes or array.shape != k.shape:
-      expected = f"[B, T, {sizes[0]}, {sizes[1]}], the same for k and v"
+    heads = (kv.num_kv_heads, kv.head_dim)
+    if array.ndim != 4 or array.shape[2:] != heads or array.shape != k.shape:
+      expected = f"[B, T, {heads[0]}, {heads[1]}], the same for k and v"
       arguments.refuse(ValueError, name, expected, array)
     if kv.has_default_dtype and array.dtype == jnp.float32:
       hint = (
@@ -79,19 +79,19 @@ def _write(
   k: jax.Array,
   v: jax.Array | None,
 ) -> KVPages:
-  places = token_places(kv, view, k.shape[1])
+  targets = token_places(kv, view, k.shape[1])
   if kv.v is None or v is None:
-    return _write_latents(kv, layer, k, places)
+    return _write_latents(kv, layer, k, targets)
   new = (k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:]))
   # The offset selects the layer, because a slice of one layer would be a copy.
   offset = layer * kv.num_pages
   if kv.k_scale is None or kv.v_scale is None:
     k_pages, v_pages = kernels.append_kv(
-      kv.k, kv.v, *new, *places, page_offset=offset
+      kv.k, kv.v, *new, *targets, page_offset=offset
     )
     return dataclasses.replace(kv, k=k_pages, v=v_pages)
   k_pages, v_pages, k_scale, v_scale = kernels.append_quantized(
-    kv.k, kv.v, kv.k_scale, kv.v_scale, *new, *places, page_offset=offset
+    kv.k, kv.v, kv.k_scale, kv.v_scale, *new, *targets, page_offset=offset
   )
   return dataclasses.replace(
     kv, k=k_pages, v=v_pages, k_scale=k_scale, v_scale=v_scale
@@ -102,18 +102,19 @@ def _write_latents(
   kv: KVPages,
   layer: jax.Array,
   k: jax.Array,
-  places: tuple[jax.Array, jax.Array],
+  targets: tuple[jax.Array, jax.Array],
 ) -> KVPages:
-  """Writes latents [B, T, 1, D] at `places`, from `token_places`."""
-  new, offset = k.reshape(-1, *k.shape[2:]), layer * kv.num_pages
+  """Writes latents [B, T, 1, D] at `targets`, from `token_places`."""
+  new = k.reshape(-1, *k.shape[2:])
+  offset = layer * kv.num_pages
   if kv.k_scale is None:
-    pages = kernels.append_pages(kv.k, new, *places, page_offset=offset)
+    pages = kernels.append_pages(kv.k, new, *targets, page_offset=offset)
     return dataclasses.replace(kv, k=pages)
   elements, scale = kernels.quantize(new, kv.k.dtype)
-  pages = kernels.append_pages(kv.k, elements, *places, page_offset=offset)
+  pages = kernels.append_pages(kv.k, elements, *targets, page_offset=offset)
   # `append_pages` writes vectors, so a scale becomes a vector of one element.
   scales = kernels.append_pages(
-    kv.k_scale[..., None], scale[..., None], *places, page_offset=offset
+    kv.k_scale[..., None], scale[..., None], *targets, page_offset=offset
   )
   return dataclasses.replace(kv, k=pages, k_scale=scales[..., 0])
 

@@ -1,1 +1,1 @@
-"""Advantages, ratios and losses for policies trained on rollouts."""
+"""Advantages, divergences and losses for policies trained on rollouts."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._src.arrays import arguments
-from jaxkv._src.rl import per_token
+from jaxkv._src.rl import array_checks
 
 
 def group_normalized(
@@ -25,11 +25,12 @@ def group_normalized(
   Args:
     rewards: floats, integers or bools [N, G], the rewards of G samples of each
       of N prompts; or [Q], with the G samples of a prompt in adjacent entries,
-      as in a rollout.
+      as in a rollout. Those of used samples must be finite. In a traced
+      function this cannot be checked, and one NaN makes its group NaN.
     num_samples: G, a divisor of Q; None for the G of [N, G].
     mask: bool, of the shape of `rewards`: the samples to use; None for all.
     normalized: True to divide by the standard deviation.
-    eps: added to the standard deviation.
+    eps: added to the standard deviation; at least 0.
 
   Returns:
     float32, of the shape of `rewards`. If `eps` > 0, the values are 0 where
@@ -38,22 +39,24 @@ def group_normalized(
   Raises:
     TypeError: `mask` is not bool, `num_samples` is not an int, `eps` is not a
       number, or rewards are not real numbers.
-    ValueError: an argument has the wrong shape.
+    ValueError: an argument has the wrong shape, `eps` is negative, or a reward
+      is not finite.
 
   Examples:
     >>> group_normalized(jnp.array([1.0, 0.0, 0.9, 0.9]), num_samples=2)
     Array([ 0.999998, -0.999998,  0.      ,  0.      ], dtype=float32)
   """
-  shape = np.shape(rewards)
-  rewards, is_used = _groups(rewards, num_samples, mask)
+  divisor_offset = arguments.as_number("eps", eps)
+  if arguments.is_concrete(eps) and not 0 <= eps < np.inf:
+    arguments.refuse(ValueError, "eps", "finite and at least 0", eps)
+  rewards, is_used, shape = _groups(rewards, num_samples, mask)
   # A group without used samples gets a count of 1, because 0 / 0 is NaN.
   count = jnp.maximum(jnp.sum(is_used, axis=1, keepdims=True), 1)
   mean = jnp.sum(rewards, axis=1, keepdims=True) / count
   advantages = jnp.where(is_used > 0, rewards - mean, 0)
   if normalized:
     variance = jnp.sum(advantages * advantages, axis=1, keepdims=True) / count
-    deviation = jnp.sqrt(variance) + arguments.as_number("eps", eps)
-    advantages = advantages / deviation
+    advantages = advantages / (jnp.sqrt(variance) + divisor_offset)
   return advantages.reshape(shape)
 
 
@@ -79,14 +82,13 @@ def leave_one_out(
   Raises:
     TypeError: `mask` is not bool, `num_samples` is not an int, or rewards are
       not real numbers.
-    ValueError: an argument has the wrong shape.
+    ValueError: an argument has the wrong shape, or a reward is not finite.
 
   Examples:
     >>> leave_one_out(jnp.array([1.0, 0.0, 2.0]), num_samples=3)
     Array([ 0. , -1.5,  1.5], dtype=float32)
   """
-  shape = np.shape(rewards)
-  rewards, is_used = _groups(rewards, num_samples, mask)
+  rewards, is_used, shape = _groups(rewards, num_samples, mask)
   num_others = jnp.sum(is_used, axis=1, keepdims=True) - is_used
   sum_others = jnp.sum(rewards, axis=1, keepdims=True) - rewards
   has_baseline = (is_used > 0) & (num_others > 0)
@@ -97,8 +99,11 @@ def leave_one_out(
 
 def _groups(
   rewards: jax.Array, num_samples: int | None, mask: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-  """Returns rewards minus a constant per group, and the mask; float32[N, G]."""
+) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:
+  """Returns rewards minus a constant per group, the mask, and the shape given.
+
+  The first two are float32[N, G].
+  """
   rewards = arguments.as_real("rewards", rewards)
   if num_samples is None and rewards.ndim == 2:
     num_samples = rewards.shape[1]
@@ -112,11 +117,30 @@ def _groups(
     )
   if mask is None:
     mask = jnp.ones(rewards.shape, bool)
-  is_used = per_token.as_mask("mask", mask, rewards, ", one for each reward")
-  is_used = is_used.reshape(-1, num_samples)
+  is_used = array_checks.as_mask("mask", mask, rewards, ", one for each reward")
+  _check_finite(rewards, is_used)
+  shape, is_used = rewards.shape, is_used.reshape(-1, num_samples)
   rewards = rewards.astype(jnp.float32).reshape(-1, num_samples)
   # The first used reward is subtracted, so equal rewards become zeros. The mean
   # of zeros is exact, but the mean of other equal floats can be rounded.
   first = jnp.argmax(is_used, axis=1, keepdims=True)
   rewards = rewards - jnp.take_along_axis(rewards, first, axis=1)
-  return jnp.where(is_used, rewards, 0), is_used.astype(jnp.float32)
+  rewards = jnp.where(is_used, rewards, 0)
+  return rewards, is_used.astype(jnp.float32), shape
+
+
+def _check_finite(rewards: jax.Array, is_used: jax.Array) -> None:
+  """Raises ValueError for a NaN or an infinity that the host can read."""
+  is_readable = all(
+    arguments.is_concrete(array) and array.is_fully_addressable
+    for array in (rewards, is_used)
+  )
+  if not is_readable:
+    return
+  is_wrong = np.asarray(is_used) & ~np.isfinite(np.asarray(rewards, np.float64))
+  if is_wrong.any():
+    index = np.argwhere(is_wrong)[0].tolist()
+    raise ValueError(
+      f"`rewards` must be finite, got {np.asarray(rewards)[tuple(index)]} at "
+      f"{index}; leave the sample out with `mask`."
+    )

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._src.arrays import arguments
-from jaxkv._src.rl import per_token
-from jaxkv._src.rl import ratios
+from jaxkv._src.rl import array_checks
+from jaxkv._src.rl import divergence
 
 Mean = Literal["token", "sequence"] | float | jax.Array
 
@@ -44,7 +44,7 @@ def grpo_loss(
   weights: jax.Array | None = None,
   reference: jax.Array | None = None,
   kl_weight: float = 0.04,
-  estimator: ratios.Estimator = "k3",
+  estimator: divergence.Estimator = "k3",
   entropy: jax.Array | None = None,
   entropy_weight: float = 0.0,
   mean: Mean = "sequence",
@@ -90,7 +90,7 @@ def grpo_loss(
 
   Raises:
     TypeError: `mask` is not bool, `kl_weight` or `entropy_weight` is not a
-      number, or another array, except `advantages`, is not floats.
+      number, `advantages` are not real numbers, or another array is not floats.
     ValueError: an argument has the wrong shape or is out of range; `estimator`
       is unknown; or `clip` or `mean` has the wrong type.
 
@@ -107,18 +107,19 @@ def grpo_loss(
     Array(0.5, dtype=float32)
   """
   low, high = _bounds(clip)
-  ratios.check_estimator(estimator)
+  divergence.check_estimator(estimator)
   kl_factor = arguments.as_number("kl_weight", kl_weight)
-  log_probs = per_token.as_log_probs("log_probs", log_probs)
-  mask = per_token.as_mask("mask", mask, log_probs)
-  old = per_token.as_floats_like("old", jax.lax.stop_gradient(old), log_probs)
+  log_probs = array_checks.as_log_probs("log_probs", log_probs)
+  mask = array_checks.as_mask("mask", mask, log_probs)
+  old = array_checks.as_floats_like("old", old, log_probs)
+  old = jax.lax.stop_gradient(old)
   # The mask comes before `exp`, because an inf or NaN makes gradients NaN, even
   # with a mask after `exp`.
   log_ratio = jnp.where(mask, log_probs - old, 0)
   advantages = _by_token(advantages, mask)
   factor = mask.astype(jnp.float32)
   if weights is not None:
-    weights = per_token.as_floats_like("weights", weights, log_probs)
+    weights = array_checks.as_floats_like("weights", weights, log_probs)
     factor = jnp.where(mask, jax.lax.stop_gradient(weights), 0)
   # Log-ratios are compared with the bounds, because a ratio can overflow.
   min_log_ratio = math.log1p(-low) if low < 1 else -math.inf
@@ -132,13 +133,13 @@ def grpo_loss(
   losses = -jnp.where(clipped, bound, ratio) * advantages * factor
   reference_kl = jnp.zeros_like(losses)
   if reference is not None:
+    reference = array_checks.as_floats_like("reference", reference, log_probs)
     reference = jax.lax.stop_gradient(reference)
-    reference = per_token.as_floats_like("reference", reference, log_probs)
     difference = jnp.where(mask, log_probs - reference, 0)
-    reference_kl = ratios.divergence(difference, estimator)
+    reference_kl = divergence.divergence(difference, estimator)
     losses = losses + kl_factor * reference_kl
   if entropy is not None:
-    entropy = per_token.as_floats_like("entropy", entropy, log_probs)
+    entropy = array_checks.as_floats_like("entropy", entropy, log_probs)
     bonus = arguments.as_number("entropy_weight", entropy_weight)
     losses = losses - bonus * jnp.where(mask, entropy, 0)
   log_ratio = jax.lax.stop_gradient(log_ratio)
@@ -168,7 +169,7 @@ def _bounds(clip: Any) -> tuple[float, float]:
 
 def _by_token(advantages: jax.Array, mask: jax.Array) -> jax.Array:
   """Returns the advantage of each drawn token, float32[..., T]."""
-  advantages = jnp.asarray(advantages, jnp.float32)
+  advantages = arguments.as_real("advantages", advantages).astype(jnp.float32)
   if advantages.ndim == mask.ndim - 1:
     advantages = advantages[..., None]
     arguments.check_shape("advantages", advantages, (*mask.shape[:-1], 1))

@@ -89,8 +89,8 @@ def _search_in_parts(
 ) -> Array:
   """Calls `_search_cutoff`; on a CPU, for a few rows at a time."""
   arrays = weights, floor, top_k, top_p
-  rows, size = weights.shape
-  rows_per_batch = max(1, _IN_CACHE // size)
+  rows, vocab_size = weights.shape
+  rows_per_batch = max(1, _IN_CACHE // vocab_size)
   if rows <= 2 * rows_per_batch:
     return _search_cutoff(*arrays)
 
@@ -184,18 +184,18 @@ def _search(
     low, high = loop
     pivots = _pivots(low, high)
     sums = _sums(weights, amounts, pivots)
-    total = jnp.full_like(low, 2**31 - 1)
-    for pivot, total_of_pivot in zip(pivots, sums, strict=True):
-      reaches_target = total_of_pivot >= target
+    sum_at_low = jnp.full_like(low, 2**31 - 1)
+    for pivot, sum_at_pivot in zip(pivots, sums, strict=True):
+      reaches_target = sum_at_pivot >= target
       low = jnp.where(reaches_target, pivot, low)
-      total = jnp.where(reaches_target, total_of_pivot, total)
-    for pivot, total_of_pivot in zip(pivots[::-1], sums[::-1], strict=True):
-      high = jnp.where(total_of_pivot < target, pivot, high)
+      sum_at_low = jnp.where(reaches_target, sum_at_pivot, sum_at_low)
+    for pivot, sum_at_pivot in zip(pivots[::-1], sums[::-1], strict=True):
+      high = jnp.where(sum_at_pivot < target, pivot, high)
     # `low` is final if the target is missed without the lowest of the weights
     # >= `low`. The amount of this weight is at least `amount_of(low)`. A row is
     # also done if its cutoff is negligible, for example if fewer than `top_k`
     # weights are above 0.
-    done = (total - amount_of(low) < target) | (high <= _NEVER_DRAWN)
+    done = (sum_at_low - amount_of(low) < target) | (high <= _NEVER_DRAWN)
     return low, jnp.where(done, low, high)
 
   return lax.while_loop(
@@ -207,15 +207,19 @@ def _search(
 
 def _pivots(low: Array, high: Array) -> list[Array]:
   """Returns the bits of three pivots in low .. high, ascending, int32[R]."""
-  size = high - low
-  step = (size >> 2) + 1
+  interval = high - low
+  step = (interval >> 2) + 1
   # The first interval spans 128 powers of two, but most cutoffs are near its
   # upper end. So while `low` is 0, two pivots are near the upper end. The other
   # is near the lower end, to detect rows with a negligible cutoff.
-  uneven = low + (size >> 5), high - (size >> 4) - 2, high - (size >> 6) - 2
+  uneven = (
+    low + (interval >> 5),
+    high - (interval >> 4) - 2,
+    high - (interval >> 6) - 2,
+  )
   return [
-    jnp.clip(jnp.where(low > 0, low + step * number, first + 1), low, high)
-    for number, first in enumerate(uneven, start=1)
+    jnp.clip(jnp.where(low > 0, low + step * index, pivot + 1), low, high)
+    for index, pivot in enumerate(uneven, start=1)
   ]
 
 

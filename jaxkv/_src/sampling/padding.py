@@ -16,13 +16,15 @@ PADDING = -1
 _ONE_EACH = ", one list for each sequence"
 
 
-def as_lists(name: str, value: Any, total: int, depth: int) -> list[Any]:
+def as_lists(
+  name: str, value: Any, num_sequences: int, depth: int
+) -> list[Any]:
   """Returns Q lists, one for each sequence; repeats a single list Q times.
 
   Args:
     name: the argument's name, for error messages.
     value: one list for all sequences, or a list of Q such lists.
-    total: Q, the number of sequences.
+    num_sequences: Q, the number of sequences.
     depth: the nesting depth of the list of one sequence.
 
   Raises:
@@ -30,14 +32,14 @@ def as_lists(name: str, value: Any, total: int, depth: int) -> list[Any]:
     ValueError: the number of lists is not Q.
   """
   if _is_nested(value, depth + 1) and len(value):
-    if len(value) != total:
+    if len(value) != num_sequences:
       raise ValueError(
-        f"`{name}` must have {total} lists, one for each sequence, got "
+        f"`{name}` must have {num_sequences} lists, one for each sequence, got "
         f"{len(value)}."
       )
     return list(value)
   if _is_nested(value, depth):
-    return [value] * total
+    return [value] * num_sequences
   items = " of lists" * (depth - 1)
   raise TypeError(
     f"`{name}` must be a list{items} of ints for all sequences, or a list of "
@@ -87,7 +89,7 @@ def padded_words(name: str, lists: list[Any]) -> np.ndarray:
 
 
 def padded_biases(
-  name: str, value: Any, total: int
+  name: str, value: Any, num_sequences: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Converts dictionaries to padded tokens and biases, each [Q, X].
 
@@ -100,7 +102,7 @@ def padded_biases(
       negative.
   """
   if isinstance(value, Mapping):
-    value = [value] * total
+    value = [value] * num_sequences
   if not isinstance(value, list | tuple) or not all(
     isinstance(biases, Mapping) for biases in value
   ):
@@ -108,24 +110,24 @@ def padded_biases(
       f"`{name}` must be a dictionary from tokens to numbers, or a list with "
       f"one for each sequence, got {value!r}."
     )
-  if len(value) != total:
+  if len(value) != num_sequences:
     raise ValueError(
-      f"`{name}` must have {total} dictionaries, one for each sequence, got "
-      f"{len(value)}."
+      f"`{name}` must have {num_sequences} dictionaries, one for each "
+      f"sequence, got {len(value)}."
     )
   tokens = padded_tokens(name, [list(biases) for biases in value])
-  numbers = np.zeros(tokens.shape)
+  bias_rows = np.zeros(tokens.shape)
   for row, biases in enumerate(value):
     values = np.asarray(list(biases.values()))
     if biases and values.dtype.kind not in "fiu":
       raise TypeError(
         f"`{name}[{row}]` must hold real numbers, got {values.dtype}."
       )
-    numbers[row, : len(biases)] = values
-  return tokens, numbers
+    bias_rows[row, : len(biases)] = values
+  return tokens, bias_rows
 
 
-def as_tokens(name: str, value: Array, total: int, rank: int) -> Any:
+def as_tokens(name: str, value: Array, num_sequences: int, rank: int) -> Any:
   """Converts an array to int32 with a row for each of Q sequences.
 
   An array with `rank - 1` axes is repeated for all sequences.
@@ -137,15 +139,15 @@ def as_tokens(name: str, value: Array, total: int, rank: int) -> Any:
   """
   tokens = as_int32(name, value)
   if tokens.ndim == rank - 1:
-    tokens = tokens[None].repeat(total, axis=0)
-  check_shape(name, tokens, (total, "X", "Y")[:rank], _ONE_EACH)
+    tokens = tokens[None].repeat(num_sequences, axis=0)
+  check_shape(name, tokens, (num_sequences, "X", "Y")[:rank], _ONE_EACH)
   return tokens
 
 
-def pad_to(values: Any, sizes: tuple[int, ...], fill: float) -> Any:
-  """Pads values to [Q, *sizes]: lists at the end, words at the front."""
+def pad_to(values: Any, shape: tuple[int, ...], fill: float) -> Any:
+  """Pads values to [Q, *shape]: lists at the end, words at the front."""
   missing = [
-    limit - n for n, limit in zip(values.shape[1:], sizes, strict=True)
+    limit - n for n, limit in zip(values.shape[1:], shape, strict=True)
   ]
   # Axis 1 has the entries of a list, padded at the end. Axis 2, if any, has the
   # tokens of a word, padded at the front, so that it ends in the last column.

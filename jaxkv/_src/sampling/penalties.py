@@ -57,13 +57,14 @@ def num_last_tokens(sampling: Sampling) -> int:
 
 
 def last_tokens_of(
-  tokens: Array, numbers: Array, lengths: Array, count: int
+  tokens: Array, sequences: Array, lengths: Array, count: int
 ) -> Array:
   """Gathers the last X tokens of R sequences, with -1 before the first token.
 
   Args:
     tokens: int32[Q, W], the tokens of all sequences.
-    numbers: int32[R], the sequence of each row; out of range for an empty row.
+    sequences: int32[R], the sequence of each row; out of range for an empty
+      row.
     lengths: int32[R], the number of tokens of each row's sequence.
     count: X, the number of tokens to gather.
 
@@ -77,43 +78,44 @@ def last_tokens_of(
     [[-1, 4, 5, 6]]
   """
   column = lengths[:, None] - count + jnp.arange(count, dtype=jnp.int32)[None]
-  return indexing.take(tokens, numbers[:, None], column, fill=PADDING)
+  return indexing.take(tokens, sequences[:, None], column, fill=PADDING)
 
 
 def seen_in(
-  tokens: Array, lengths: Array, drawn: Array, *, vocab_size: int
+  tokens: Array, lengths: Array, is_sampled: Array, *, vocab_size: int
 ) -> Array:
   """Counts the occurrences of each token in R sequences.
 
   Args:
     tokens: int32[R, W].
     lengths: int32[R], the number of tokens in each row.
-    drawn: bool[R, W], True for tokens that the sequence has drawn, False for
-      tokens of the prompt.
+    is_sampled: bool[R, W], True for tokens that the sequence has sampled, False
+      for tokens of the prompt.
     vocab_size: V.
 
   Returns:
-    uint16[R, V]. The lower 15 bits count the times that a token was drawn, up
+    uint16[R, V]. The lower 15 bits count the times that a token was sampled, up
     to 32,767. The highest bit is set if the token occurs in the prompt.
 
   Examples:
     >>> tokens = jnp.asarray([[3, 1, 1, 1]], jnp.int32)
-    >>> length, drawn = jnp.full((1,), 4), jnp.asarray([[0, 0, 1, 1]]) > 0
-    >>> seen = seen_in(tokens, length.astype(jnp.int32), drawn, vocab_size=4)
+    >>> length = jnp.full((1,), 4, jnp.int32)
+    >>> is_sampled = jnp.asarray([[False, False, True, True]])
+    >>> seen = seen_in(tokens, length, is_sampled, vocab_size=4)
     >>> (seen >> 15).tolist(), (seen & 32767).tolist()
     ([[0, 1, 0, 1]], [[0, 2, 0, 0]])
   """
   rows, width = tokens.shape
   is_token = indexing.between(jnp.zeros_like(lengths), lengths, width)
-  # One scatter counts drawn tokens in the lower 16 bits and tokens of the
+  # One scatter counts sampled tokens in the lower 16 bits and tokens of the
   # prompt in the upper 16. The lower half cannot overflow in a chunk of
   # `_CHUNK` columns.
-  increments = jnp.where(drawn, jnp.uint32(1), jnp.uint32(1 << 16))
+  increments = jnp.where(is_sampled, jnp.uint32(1), jnp.uint32(1 << 16))
   column = jnp.where(is_token, tokens, indexing.NOWHERE)
   row = _rows(tokens)
   tally = jnp.zeros((rows, vocab_size), jnp.uint16)
-  for begin in range(0, width, _CHUNK):
-    part = slice(begin, begin + _CHUNK)
+  for first_column in range(0, width, _CHUNK):
+    part = slice(first_column, first_column + _CHUNK)
     pairs = jnp.zeros((rows, vocab_size), jnp.uint32)
     pairs = indexing.add(
       pairs, row, column[:, part], values=increments[:, part]
@@ -140,9 +142,9 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
   """Applies biases, bans and penalties to the logits.
 
   The order is `logit_bias`, `min_tokens`, `bad_words`, `repetition_penalty`,
-  `frequency_penalty`, `presence_penalty`. `sample.draw` applies the temperature
-  and the filters. The logits of banned tokens become -inf. Other finite logits
-  stay finite, because values that would overflow are clipped.
+  `frequency_penalty`, `presence_penalty`. `sample_tokens` applies the
+  temperature and the filters. The logits of banned tokens become -inf. Other
+  finite logits stay finite, because values that would overflow are clipped.
 
   Args:
     logits: floats [R, V].
@@ -177,9 +179,7 @@ def _rows(matrix: Array) -> Array:
 def _saturate(logits: Array, original: Array) -> Array:
   """Clips logits to the float32 range where `original` is finite."""
   return jnp.where(
-    jnp.isfinite(original),
-    jnp.clip(logits, -_LARGEST, _LARGEST),
-    logits,
+    jnp.isfinite(original), jnp.clip(logits, -_LARGEST, _LARGEST), logits
   )
 
 

@@ -50,10 +50,10 @@ def sums(values: Array) -> Array:
 
   zeros = jnp.float32(0), jnp.int32(0)
   nonzero = (values != 0).astype(jnp.int32)
-  total, count = lax.reduce((values, nonzero), zeros, add, (values.ndim - 1,))
+  result, count = lax.reduce((values, nonzero), zeros, add, (values.ndim - 1,))
   # The condition is always true, but XLA cannot infer this. If `count` were not
   # used, XLA would drop the integer reduction and call the slow library.
-  return jnp.where(count >= 0, total, 0)
+  return jnp.where(count >= 0, result, 0)
 
 
 def maxima(values: Array) -> Array:
@@ -86,26 +86,26 @@ def _ordered_bits(bits: Array) -> Array:
 def first_of(condition: Array) -> Array:
   """Returns the index of each row's first True in bool[R, X]; 0 for none."""
   # Computes a minimum, because `argmax` takes ten times as long on a CPU.
-  size = condition.shape[1]
-  index = jnp.arange(size, dtype=jnp.int32)[None]
-  first = jnp.min(jnp.where(condition, index, size), axis=1)
-  return jnp.where(first < size, first, 0)
+  width = condition.shape[1]
+  index = jnp.arange(width, dtype=jnp.int32)[None]
+  index_of_first = jnp.min(jnp.where(condition, index, width), axis=1)
+  return jnp.where(index_of_first < width, index_of_first, 0)
 
 
-def width_of(size: int) -> int:
-  """Returns the number of tokens of a block, a power of 2 near sqrt(size)."""
-  return 1 << ((size - 1).bit_length() + 1) // 2
+def width_of(vocab_size: int) -> int:
+  """Returns the number of tokens of a block, a power of 2 near sqrt(V)."""
+  return 1 << ((vocab_size - 1).bit_length() + 1) // 2
 
 
 def by_block(reduce: Callable[[Array], Array], values: Array) -> Array:
   """Applies `sums` or `maxima` to each block of [R, V], and returns [R, X]."""
-  rows, size = values.shape
-  width = width_of(size)
-  whole = size // width * width
+  rows, vocab_size = values.shape
+  width = width_of(vocab_size)
+  whole = vocab_size // width * width
   parts = []
   if whole:
     parts.append(reduce(values[:, :whole].reshape(rows, -1, width)))
-  if whole < size:
+  if whole < vocab_size:
     parts.append(reduce(values[:, whole:])[:, None])
   return jnp.concatenate(parts, axis=1)
 
@@ -117,15 +117,16 @@ def block_sums(values: Array, parts: int = 1) -> Array:
   """
   if parts == 1:
     return by_block(sums, values)
-  rows, total = values.shape
-  size, width = total // parts, width_of(total)
-  count = -(-size // width)
-  padding = (0, 0), (0, 0), (0, count * width - size)
-  runs = jnp.pad(values.reshape(rows, parts, size), padding)
+  rows, vocab_size = values.shape
+  part_size = vocab_size // parts
+  width = width_of(vocab_size)
+  count = -(-part_size // width)
+  padding = (0, 0), (0, 0), (0, count * width - part_size)
+  runs = jnp.pad(values.reshape(rows, parts, part_size), padding)
   runs = runs.reshape(rows, parts, count, width)
   # A part can begin within a block. Then each run of `width` tokens of the part
   # has tokens of two blocks, with the border at the same place in each run.
-  starts = np.arange(parts, dtype=np.int32)[:, None] * size
+  starts = np.arange(parts, dtype=np.int32)[:, None] * part_size
   is_first = np.arange(width, dtype=np.int32) < width - starts % width
   of_block = np.stack([is_first, ~is_first])[None, :, :, None]
   # Because of the reshape, devices exchange these sums, not the indices below.
@@ -133,7 +134,7 @@ def block_sums(values: Array, parts: int = 1) -> Array:
   block = starts // width + np.arange(count, dtype=np.int32)
   block = jnp.stack([block, block + 1]).reshape(1, -1)
   row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-  masses = jnp.zeros((rows, -(-total // width)), jnp.float32)
+  masses = jnp.zeros((rows, -(-vocab_size // width)), jnp.float32)
   return indexing.add(masses, row, block, values=pieces)
 
 
@@ -141,10 +142,10 @@ def read_block(values: Array, block: Array, parts: int = 1) -> Block:
   """Reads one block of each row of [R, V]; `block` is int32[R]."""
   # A slice must not pass the end of a row. So the slice for a short last block
   # begins before the block, and `valid` marks the columns of the block.
-  size = values.shape[1]
-  width = min(width_of(size), size)
-  begin = block * width_of(size)
-  start = jnp.minimum(begin, size - width)
+  vocab_size = values.shape[1]
+  width = min(width_of(vocab_size), vocab_size)
+  first_column = block * width_of(vocab_size)
+  start = jnp.minimum(first_column, vocab_size - width)
 
   def read(row: Array, start_of_row: Array) -> Array:
     return lax.dynamic_slice(row, (start_of_row,), (width,))
@@ -156,7 +157,5 @@ def read_block(values: Array, block: Array, parts: int = 1) -> Block:
     # XLA would gather whole rows for slices.
     values = jnp.take_along_axis(values, columns, axis=1)
   return Block(
-    values=values,
-    columns=columns,
-    valid=columns >= begin[:, None],
+    values=values, columns=columns, valid=columns >= first_column[:, None]
   )

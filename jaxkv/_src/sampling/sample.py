@@ -1,10 +1,10 @@
 """Samples a token from logits, with its log-probability.
 
-The V tokens of a row are divided into blocks of about sqrt(V) tokens. `draw`
-first draws a block, then a token of this block, each by inverse transform
-sampling, which inverts a cumulative distribution at one uniform number. So a
-row needs only two random numbers for any V, and neither Gumbel noise nor a
-sort.
+The V tokens of a row are divided into blocks of about sqrt(V) tokens.
+`sample_tokens` first draws a block, then a token of this block, each by inverse
+transform sampling, which inverts a cumulative distribution at one uniform
+number. So a row needs only two random numbers for any V, and neither Gumbel
+noise nor a sort.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from jaxkv._src.sampling.temperature import HIGHEST
 from jaxkv._src.sampling.temperature import LEAST
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
   """Sampled tokens and their statistics.
 
   Attributes:
@@ -85,20 +85,20 @@ class _Weights(NamedTuple):
       return jnp.exp(self.scaled(self.logits))
     return jnp.where(self.unfiltered >= self.cutoff, self.unfiltered, 0)
 
-  def block_weights(self, number: Array) -> tuple[Array, Array]:
+  def block_weights(self, block_index: Array) -> tuple[Array, Array]:
     """Returns weights and token ids of one block of each row, [R, Y] each."""
     if self.unfiltered is None or self.cutoff is None:
-      block = reductions.read_block(self.logits, number, self.parts)
+      block = reductions.read_block(self.logits, block_index, self.parts)
       weights = jnp.exp(self.scaled(block.values))
     else:
       # Weights are not recomputed, because they could be rounded differently
       # and cross the cutoff. The block was drawn by the sum of these weights.
-      block = reductions.read_block(self.unfiltered, number, self.parts)
+      block = reductions.read_block(self.unfiltered, block_index, self.parts)
       weights = jnp.where(block.values >= self.cutoff, block.values, 0)
     return jnp.where(block.valid, weights, 0), block.columns
 
 
-def draw(
+def sample_tokens(
   keys: Array,
   counts: Array,
   logits: Array,
@@ -111,7 +111,7 @@ def draw(
   top_log_probs: int = 0,
   exact: bool = False,
   parts: int = 1,
-) -> Drawn:
+) -> SampledTokens:
   """Draws one token for each row with the row's settings.
 
   Applies `temperature`, `min_p`, `top_k` and `top_p`; `penalties.adjust`
@@ -151,7 +151,7 @@ def draw(
     raw_logits = logits
   raw_logits = as_floats("raw_logits", raw_logits)
   if exact:
-    return _draw_exactly(
+    return _sample_exactly(
       keys,
       counts,
       logits,
@@ -159,7 +159,9 @@ def draw(
       raw_logits,
       raw_log_probs,
       unfiltered_log_probs,
-      functools.partial(draw, entropy=entropy, top_log_probs=top_log_probs),
+      functools.partial(
+        sample_tokens, entropy=entropy, top_log_probs=top_log_probs
+      ),
     )
   if logits.shape[1] % parts:
     parts = 1
@@ -168,7 +170,8 @@ def draw(
   tokens = _sample_or_greedy(keys, counts, weights, masses)
   token_logits = jnp.take_along_axis(logits, tokens[:, None], axis=1)
   scores = weights.scaled(token_logits)[:, 0] - jnp.log(reductions.sums(masses))
-  unfiltered, records = None, Records()
+  unfiltered = None
+  records = Records()
   if unfiltered_log_probs:
     unfiltered = _unfiltered(logits, tokens, sampling)
   if raw_log_probs or entropy or top_log_probs:
@@ -185,10 +188,10 @@ def draw(
     raw_log_probs=records.raw_log_probs if raw_log_probs else None,
     unfiltered_log_probs=unfiltered,
   )
-  return Drawn(tokens, scores, records)
+  return SampledTokens(tokens, scores, records)
 
 
-def _draw_exactly(
+def _sample_exactly(
   keys: Array,
   counts: Array,
   logits: Array,
@@ -196,34 +199,35 @@ def _draw_exactly(
   raw_logits: Array,
   raw_log_probs: bool,
   unfiltered_log_probs: bool,
-  draw_tile: Callable[..., Drawn],
-) -> Drawn:
-  """Runs `draw` on tiles of a fixed number of rows."""
+  of_tile: Callable[..., SampledTokens],
+) -> SampledTokens:
+  """Runs `sample_tokens` on tiles of a fixed number of rows."""
 
-  def sample_tile(carry: tuple[()], keys: Array, *rows: Any) -> Drawn:
+  def sample_tile(carry: tuple[()], keys: Array, *rows: Any) -> SampledTokens:
     del carry
     counts, logits, sampling, raw = rows
-    return draw_tile(keys, counts, logits, sampling, raw_logits=raw)
+    return of_tile(keys, counts, logits, sampling, raw_logits=raw)
 
-  # Passes only the fields that `draw` reads, all of which have R rows to slice.
+  # Passes only the fields that `sample_tokens` reads, which have R rows to
+  # slice.
   names = ("temperature", "min_p", "top_k", "top_p")
   sampling = Sampling(**{name: getattr(sampling, name) for name in names})
   rows = (keys, counts, logits, sampling, raw_logits)
-  drawn = row_loop.loop(sample_tile, (), rows, tile=log_probs.ROWS)
-  records = drawn.records
+  sampled = row_loop.loop(sample_tile, (), rows, tile=log_probs.ROWS)
+  records = sampled.records
   ones = jnp.ones(counts.shape, jnp.float32)
   filters = sampling.top_k, sampling.top_p, sampling.min_p
   has_filters = any(setting is not None for setting in filters)
   if unfiltered_log_probs or not has_filters:
-    scores = _unfiltered(logits, drawn.tokens, sampling)
+    scores = _unfiltered(logits, sampled.tokens, sampling)
     if unfiltered_log_probs:
       records = dataclasses.replace(records, unfiltered_log_probs=scores)
     if not has_filters:
-      drawn = drawn._replace(log_probs=scores)
+      sampled = sampled._replace(log_probs=scores)
   if raw_log_probs:
-    scores = log_probs.of_tokens(raw_logits, drawn.tokens, ones)
+    scores = log_probs.of_tokens(raw_logits, sampled.tokens, ones)
     records = dataclasses.replace(records, raw_log_probs=scores)
-  return drawn._replace(records=records)
+  return sampled._replace(records=records)
 
 
 def _unfiltered(logits: Array, tokens: Array, sampling: Sampling) -> Array:
@@ -257,13 +261,15 @@ def _is_allowed(sampling: Sampling) -> Array | None:
 
 
 def _weights(logits: Array, sampling: Sampling) -> _Weights:
-  allowed, best = _is_allowed(sampling), reductions.maxima(logits)
+  allowed = _is_allowed(sampling)
+  best = reductions.maxima(logits)
   if allowed is not None:
     # With NaN as the highest logit, a row with settings out of range gets NaN
     # weights and a NaN log-prob, which the caller can see.
     best = jnp.where(allowed, best, jnp.nan)
   weights = _Weights(logits, best[:, None])
-  temperature, filters_apply = sampling.temperature, allowed
+  temperature = sampling.temperature
+  filters_apply = allowed
   if temperature is not None:
     divisor = jnp.where(temperature == 0, 1, temperature)[:, None]
     weights = weights._replace(divisor=divisor, greedy=temperature == 0)
@@ -320,8 +326,8 @@ def _sample(
 ) -> Array:
   for_block, for_token = _uniforms(keys, counts)
   inside, columns = weights.block_weights(_inverse_cdf(masses, for_block))
-  place = _inverse_cdf(inside, for_token)
-  return jnp.take_along_axis(columns, place[:, None], axis=1)[:, 0]
+  index = _inverse_cdf(inside, for_token)
+  return jnp.take_along_axis(columns, index[:, None], axis=1)[:, 0]
 
 
 def _uniforms(keys: Array, counts: Array) -> tuple[Array, Array]:

@@ -192,9 +192,7 @@ _RULES = {
   # A row without a sequence is greedy. On a CPU, a batch whose rows are all
   # greedy draws no random numbers.
   "temperature": _numbers(
-    RANGE,
-    lambda x: (x == 0) | ((x >= LEAST) & (x <= HIGHEST)),
-    1,
+    RANGE, lambda x: (x == 0) | ((x >= LEAST) & (x <= HIGHEST)), 1
   )._replace(fill=0),
   "top_k": _counts("at least 1, or 0 or -1 for all tokens", -1, 0),
   "top_p": _numbers("above 0 and at most 1", lambda x: (x > 0) & (x <= 1), 1),
@@ -212,12 +210,12 @@ _RULES = {
 }
 
 
-def as_sampling(sampling: Sampling | None, total: int) -> Sampling:
+def as_sampling(sampling: Sampling | None, num_sequences: int) -> Sampling:
   """Checks settings and converts them to new arrays for Q sequences.
 
   Args:
     sampling: the caller's settings; None for the defaults.
-    total: Q, the number of sequences.
+    num_sequences: Q, the number of sequences.
 
   Examples:
     >>> as_sampling(Sampling(top_k=50, stop_tokens=[2, 3]), 2).stop_tokens
@@ -233,11 +231,13 @@ def as_sampling(sampling: Sampling | None, total: int) -> Sampling:
   fields: dict[str, Any] = {"stop_strings": sampling.stop_strings}
   for name, rule in _RULES.items():
     value = getattr(sampling, name)
-    fields[name] = None if value is None else _column(name, value, total, rule)
+    fields[name] = (
+      None if value is None else _column(name, value, num_sequences, rule)
+    )
   _check_order(fields["min_tokens"], fields["max_tokens"])
   for name, cast in _LISTS.items():
     value = getattr(sampling, name)
-    fields[name] = None if value is None else cast(value, total)
+    fields[name] = None if value is None else cast(value, num_sequences)
   return Sampling(**fields)
 
 
@@ -266,16 +266,16 @@ def _as_numbers(name: str, value: Any, rule: _Rule) -> Any:
   return value
 
 
-def _column(name: str, value: Any, total: int, rule: _Rule) -> Array:
+def _column(name: str, value: Any, num_sequences: int, rule: _Rule) -> Array:
   value = _as_numbers(name, value, rule)
-  if value.ndim and value.shape != (total,):
+  if value.ndim and value.shape != (num_sequences,):
     raise ValueError(
-      f"`{name}` must have the shape [] or [{total}], one for each sequence, "
-      f"got {[*value.shape]}."
+      f"`{name}` must have the shape [] or [{num_sequences}], one for each "
+      f"sequence, got {[*value.shape]}."
     )
   if _is_concrete(value):
     _check_values(name, np.asarray(value), rule)
-  return _copy(jnp.broadcast_to(value, (total,)), rule.dtype)
+  return _copy(jnp.broadcast_to(value, (num_sequences,)), rule.dtype)
 
 
 def _check_values(name: str, value: np.ndarray, rule: _Rule) -> None:
@@ -283,14 +283,15 @@ def _check_values(name: str, value: np.ndarray, rule: _Rule) -> None:
   bad = np.flatnonzero(~np.asarray(rule.fits(value.astype(np.float64))))
   if bad.size:
     label = f"{name}[{bad[0]}]" if value.ndim else name
-    number = value.reshape(-1)[bad[0]]
-    raise ValueError(f"`{label}` must be {rule.requirement}, got {number}.")
+    bad_value = value.reshape(-1)[bad[0]]
+    raise ValueError(f"`{label}` must be {rule.requirement}, got {bad_value}.")
 
 
 def _check_order(min_tokens: Array | None, max_tokens: Array | None) -> None:
   if not (_is_concrete(min_tokens) and _is_concrete(max_tokens)):
     return
-  low, high = np.asarray(min_tokens), np.asarray(max_tokens)
+  low = np.asarray(min_tokens)
+  high = np.asarray(max_tokens)
   for row in np.flatnonzero(low > high)[:1]:
     raise ValueError(
       f"`min_tokens[{row}]` must be at most `max_tokens[{row}]`, got "
@@ -302,22 +303,22 @@ def _is_array(value: Any) -> bool:
   return isinstance(value, np.ndarray | jax.Array)
 
 
-def _stop_tokens(value: Any, total: int) -> Array:
+def _stop_tokens(value: Any, num_sequences: int) -> Array:
   name = "stop_tokens"
   if _is_array(value):
-    tokens = padding.as_tokens(name, value, total, 2)
+    tokens = padding.as_tokens(name, value, num_sequences, 2)
   else:
-    lists = padding.as_lists(name, value, total, 1)
+    lists = padding.as_lists(name, value, num_sequences, 1)
     tokens = padding.padded_tokens(name, lists)
   return _copy(tokens, jnp.int32)
 
 
-def _bad_words(value: Any, total: int) -> Array:
+def _bad_words(value: Any, num_sequences: int) -> Array:
   name = "bad_words"
   if not _is_array(value):
-    lists = padding.as_lists(name, value, total, 2)
+    lists = padding.as_lists(name, value, num_sequences, 2)
     return _copy(padding.padded_words(name, lists), jnp.int32)
-  words = padding.as_tokens(name, value, total, 3)
+  words = padding.as_tokens(name, value, num_sequences, 3)
   if _is_concrete(words):
     is_token = np.asarray(words) >= 0
     if np.any(is_token[..., :-1] & ~is_token[..., 1:]):
@@ -329,10 +330,10 @@ def _bad_words(value: Any, total: int) -> Array:
   return _copy(words, jnp.int32)
 
 
-def _logit_bias(value: Any, total: int) -> LogitBias:
+def _logit_bias(value: Any, num_sequences: int) -> LogitBias:
   name = "logit_bias"
   if isinstance(value, LogitBias):
-    tokens = padding.as_tokens(f"{name}.tokens", value.tokens, total, 2)
+    tokens = padding.as_tokens(f"{name}.tokens", value.tokens, num_sequences, 2)
     values = as_real_numbers(f"{name}.values", value.values)
     if values.shape not in (tokens.shape, tokens.shape[1:]):
       raise ValueError(
@@ -340,7 +341,7 @@ def _logit_bias(value: Any, total: int) -> LogitBias:
         f"{[*tokens.shape]}, got {[*values.shape]}."
       )
   else:
-    tokens, values = padding.padded_biases(name, value, total)
+    tokens, values = padding.padded_biases(name, value, num_sequences)
   if _is_concrete(values):
     _check_biases(name, np.asarray(values))
   values = jnp.broadcast_to(values, tokens.shape)
@@ -365,7 +366,7 @@ def _check_biases(name: str, values: np.ndarray) -> None:
     )
 
 
-def rows(sampling: Sampling, numbers: Array) -> Sampling:
+def rows(sampling: Sampling, sequences: Array) -> Sampling:
   """Gathers the settings of the sequences in R rows.
 
   A row without a sequence is greedy if temperatures are set, and its other
@@ -373,7 +374,8 @@ def rows(sampling: Sampling, numbers: Array) -> Sampling:
 
   Args:
     sampling: from `as_sampling`.
-    numbers: int32[R], the sequence of each row; out of range for an empty row.
+    sequences: int32[R], the sequence of each row; out of range for an empty
+      row.
 
   Examples:
     >>> sampling = as_sampling(Sampling(top_k=[3, 4]), 2)
@@ -382,7 +384,7 @@ def rows(sampling: Sampling, numbers: Array) -> Sampling:
   """
 
   def take(array: Array | None, fill: Any) -> Array | None:
-    return None if array is None else indexing.take(array, numbers, fill=fill)
+    return None if array is None else indexing.take(array, sequences, fill=fill)
 
   fields = {
     name: take(getattr(sampling, name), rule.fill)
@@ -402,7 +404,7 @@ def rows(sampling: Sampling, numbers: Array) -> Sampling:
   )
 
 
-def put(sampling: Sampling, numbers: Array, new: Sampling) -> Sampling:
+def put(sampling: Sampling, sequences: Array, new: Sampling) -> Sampling:
   """Replaces the settings of R sequences.
 
   A field that is None in `new` is turned off for these sequences. Stop strings
@@ -410,7 +412,7 @@ def put(sampling: Sampling, numbers: Array, new: Sampling) -> Sampling:
 
   Args:
     sampling: from `as_sampling`, of Q sequences.
-    numbers: int32[R], distinct sequences; out of range for rows to skip.
+    sequences: int32[R], distinct sequences; out of range for rows to skip.
     new: from `as_sampling`, of R sequences.
 
   Raises:
@@ -433,7 +435,7 @@ def put(sampling: Sampling, numbers: Array, new: Sampling) -> Sampling:
     else:
       _check_sizes(name, values.shape[1:], array.shape[1:])
       values = padding.pad_to(values, array.shape[1:], fill)
-    return indexing.put(array, numbers, values=values)
+    return indexing.put(array, sequences, values=values)
 
   fields = {
     name: write(name, getattr(sampling, name), getattr(new, name), rule.neutral)
@@ -456,7 +458,8 @@ def put(sampling: Sampling, numbers: Array, new: Sampling) -> Sampling:
 def _check_fields(sampling: Sampling, new: Sampling) -> None:
   for field in dataclasses.fields(Sampling):
     name = field.name
-    current, replacement = getattr(sampling, name), getattr(new, name)
+    current = getattr(sampling, name)
+    replacement = getattr(new, name)
     if current is None and replacement is not None and name not in _READ_ONCE:
       raise ValueError(
         f"`sampling.{name}` must be None, because it was None in "
@@ -465,11 +468,11 @@ def _check_fields(sampling: Sampling, new: Sampling) -> None:
 
 
 def _check_sizes(
-  name: str, sizes: tuple[int, ...], limits: tuple[int, ...]
+  name: str, lengths: tuple[int, ...], limits: tuple[int, ...]
 ) -> None:
-  if any(size > limit for size, limit in zip(sizes, limits, strict=True)):
+  if any(length > limit for length, limit in zip(lengths, limits, strict=True)):
     raise ValueError(
       f"`sampling.{name}` must have at most {[*limits]} entries for a "
-      f"sequence, as in `rollout.init`, got {[*sizes]}; pass longer lists to "
+      f"sequence, as in `rollout.init`, got {[*lengths]}; pass longer lists to "
       "`rollout.init`."
     )

@@ -64,14 +64,14 @@ def observe(
   logits = jnp.where(done[:, None] >= 0, logits, jnp.nan)
   best = reductions.maxima(logits)[:, None]
   weights = jnp.exp(logits - best)
-  total = reductions.sums(weights)
-  mass = jnp.log(total)[:, None]
+  weight_sum = reductions.sums(weights)
+  mass = jnp.log(weight_sum)[:, None]
   chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
   entropy_nats = top_tokens = top_logits = None
   if entropy:
     # Without the mask, a token of probability 0 would give 0 * -inf, a NaN.
     terms = jnp.where(weights > 0, weights * (logits - best), 0)
-    mean = reductions.sums(terms) / total
+    mean = reductions.sums(terms) / weight_sum
     entropy_nats = mass[:, 0] - mean
   if top_log_probs:
     top_tokens, top_logits = most_likely(logits, top_log_probs, parts)
@@ -104,11 +104,11 @@ def most_likely(
     >>> most_likely(jnp.asarray([[2.0, 5.0, 3.0, 5.0]]), 3)[0]
     Array([[1, 3, 2]], dtype=int32)
   """
-  rows, size = logits.shape
-  if count > size:
+  rows, vocab_size = logits.shape
+  if count > vocab_size:
     raise ValueError(
-      f"`top_log_probs` must be at most {size}, the size of the vocabulary, "
-      f"got {count}."
+      f"`top_log_probs` must be at most {vocab_size}, the size of the "
+      f"vocabulary, got {count}."
     )
   if parts > 1:
     return _most_likely_of_parts(logits, count, parts)
@@ -144,19 +144,20 @@ def _most_likely_of_parts(
   logits: Array, count: int, parts: int
 ) -> tuple[Array, Array]:
   """Computes `most_likely` from the most likely tokens of each part."""
-  rows, size = logits.shape[0], logits.shape[1] // parts
+  rows = logits.shape[0]
+  part_size = logits.shape[1] // parts
   tokens, values = jax.vmap(
-    lambda part: most_likely(part, min(count, size)), in_axes=1, out_axes=1
-  )(logits.reshape(rows, parts, size))
-  tokens += jnp.arange(parts, dtype=jnp.int32)[None, :, None] * size
+    lambda part: most_likely(part, min(count, part_size)), in_axes=1, out_axes=1
+  )(logits.reshape(rows, parts, part_size))
+  tokens += jnp.arange(parts, dtype=jnp.int32)[None, :, None] * part_size
   bits = lax.bitcast_convert_type(values, jnp.int32)
   # XLA does not split this single axis, so each device gets all candidates.
   candidates = jnp.stack([tokens, bits], axis=1).reshape(rows, -1)
   tokens, bits = jnp.split(candidates, 2, axis=1)
   values = lax.bitcast_convert_type(bits, jnp.float32)
   # Candidates with equal logits are in ascending order of their tokens.
-  place, values = most_likely(values, count)
-  return jnp.take_along_axis(tokens, place, axis=1), values
+  index, values = most_likely(values, count)
+  return jnp.take_along_axis(tokens, index, axis=1), values
 
 
 def _comes_after(block: Block, value: Array, token: Array) -> Array:

@@ -93,7 +93,7 @@ def param_shardings(params: Any, *, axes: MeshAxes) -> Any:
       f"{type(params).__name__}."
     )
 
-  layers = [layer for stretch in params["layers"] for layer in stretch]
+  layers = [layer for segment in params["layers"] for layer in segment]
   if axes.experts and not any("expert_gate" in layer for layer in layers):
     raise ValueError(
       "`axes.experts` must be None for a decoder without experts, got "
@@ -122,20 +122,20 @@ def _of_layer(path: tuple[Any, ...], layer: Params, axes: MeshAxes) -> Params:
   # stored states. If any array were split by heads, XLA would also split the
   # pages of states, and move all of them in each call.
   split = _MLP if "convolution" in layer else _ATTENTION | _MLP
-  places = {}
+  shardings = {}
   for name, leaf in layer.items():
     part = name.removeprefix("expert_").removeprefix("shared_")
     axis_of = {}
     if axes.model and part in split:
       axis_of[len(leaf.shape) + split[part]] = axes.model
-    # X is the dimension after the repetitions of the layer.
+    # X is the dimension after the repeats of the layer.
     if axes.experts and name.startswith("expert_"):
       axis_of[1] = axes.experts
     where = f"params['layers']{jax.tree_util.keystr(path)}[{name!r}]"
     _check_divides(where, leaf, axis_of, axes)
     spec = P(*map(axis_of.get, range(max(axis_of, default=-1) + 1)))
-    places[name] = NamedSharding(axes.mesh, spec)
-  return places
+    shardings[name] = NamedSharding(axes.mesh, spec)
+  return shardings
 
 
 def _check_divides(
@@ -143,13 +143,13 @@ def _check_divides(
 ) -> None:
   """Raises ValueError unless mesh axes divide the dimensions of an array."""
   for dimension, axis in axis_of.items():
-    size = axes.mesh.shape[axis]
-    if leaf.shape[dimension] % size:
+    num_devices = axes.mesh.shape[axis]
+    if leaf.shape[dimension] % num_devices:
       arguments.refuse(
         ValueError,
         name,
-        f"an array whose dimension {dimension} is a multiple of the {size} "
-        f"devices of the axis {axis!r}",
+        f"an array whose dimension {dimension} is a multiple of the "
+        f"{num_devices} devices of the axis {axis!r}",
         tuple(leaf.shape),
         "use fewer devices along this axis",
       )

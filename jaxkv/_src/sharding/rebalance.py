@@ -26,7 +26,7 @@ def rebalance(
   max_groups: int = 4,
   max_pages: int = 0,
 ) -> RolloutState:
-  """Moves sequences from shards with more remaining work to others.
+  """Moves sequences from shards with more left work to others.
 
   Call it, jitted with the state donated, between calls of `generate` with
   `Until(steps=...)`. Sequences keep their ids and sample the same tokens.
@@ -88,9 +88,10 @@ def _exchange(
   def other(tree):
     return lax.ppermute(tree, axes.data, pairs)
 
-  queue, samples = state.queue, state.config.num_samples
+  queue = state.queue
+  samples = state.config.num_samples
   status = queue.status.reshape(-1, samples)
-  place = jnp.max(queue.place.reshape(status.shape), axis=1)
+  queue_position = jnp.max(queue.place.reshape(status.shape), axis=1)
   # Floats, because the sum over a queue can exceed int32.
   left = jnp.maximum(queue.limit - queue.length, 1).astype(jnp.float32)
   left = jnp.where(queue.status < SequenceStatus.DONE, left, jnp.float32(0))
@@ -99,10 +100,10 @@ def _exchange(
   is_empty = jnp.all(status == SequenceStatus.EMPTY, axis=1)
   # An id that both shards use would be refused there, and its sequence lost.
   sample = jnp.arange(samples, dtype=jnp.int32)
-  first = queue.ids.reshape(status.shape) - sample[None]
-  first = jnp.where(status != SequenceStatus.EMPTY, first, -samples)
-  first = jnp.max(first, axis=1)
-  overlaps = jnp.abs(first[:, None] - other(first)[None]) < samples
+  first_ids = queue.ids.reshape(status.shape) - sample[None]
+  first_ids = jnp.where(status != SequenceStatus.EMPTY, first_ids, -samples)
+  first_ids = jnp.max(first_ids, axis=1)
+  overlaps = jnp.abs(first_ids[:, None] - other(first_ids)[None]) < samples
   may_move = is_empty | ~jnp.any(overlaps, axis=1)
   load = jnp.sum(left)
   # A shard without a partner receives zeros, so `is_paired` is False.
@@ -112,17 +113,19 @@ def _exchange(
   is_candidate = may_move if max_pages else may_move & ~runs
   work = jnp.where(is_candidate, left, jnp.float32(0))
   # The last groups move, first those without a slot.
-  last_first = _sorted(work == 0, runs, -place)
-  number = work[last_first]
+  last_first = _sorted(work == 0, runs, -queue_position)
+  loads = work[last_first]
   # A group moves if this reduces the difference between the two shards.
-  moves = (number > 0) & (2 * jnp.cumsum(number) - number < excess)
+  moves = (loads > 0) & (2 * jnp.cumsum(loads) - loads < excess)
   count = jnp.minimum(jnp.sum(moves), max_groups)
   # The partner sends as many groups without work as it receives. EMPTY groups
   # come first, because they have no sequences to move.
   free = may_move & (left == 0)
   count = jnp.minimum(count, other(jnp.sum(free)))
   count = jnp.where(excess > 0, count, other(count))
-  order = jnp.where(excess > 0, last_first, _sorted(~free, ~is_empty, place))
+  order = jnp.where(
+    excess > 0, last_first, _sorted(~free, ~is_empty, queue_position)
+  )
   max_groups = min(max_groups, status.shape[0])
   rank = jnp.arange(max_groups, dtype=jnp.int32)
   groups = jnp.where(rank < count, order[:max_groups], status.shape[0])

@@ -152,25 +152,25 @@ def init(
     # Checked here, because in `_init` the cache is traced.
     check_slots_unused(cache)
     has_version(dataclasses.replace(cache, epoch=jnp.max(cache.epoch)), version)
-  first = rollout.as_first(first_sequence, requests, config)
+  first_id = rollout.as_first(first_sequence, requests, config)
   state = _init(
-    cache, kv, requests, key, first, version, config=config, axes=axes
+    cache, kv, requests, key, first_id, version, config=config, axes=axes
   )
   return dataclasses.replace(state, memory=Memory(cache=cache, kv=kv))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "axes"))
-def _init(cache, kv, requests, key, first, version, *, config, axes):
+def _init(cache, kv, requests, key, first_id, version, *, config, axes):
   num_shards = cache.epoch.size
   num_prompts = -(-requests.tokens.shape[0] // num_shards)
 
-  def init_shard(split, requests, key, first, version):
+  def init_shard(split, requests, key, first_id, version):
     cache, kv, shard = split
     rows = shard * num_prompts + jnp.arange(num_prompts, dtype=jnp.int32)
-    first += shard * num_prompts * config.num_samples
+    first_id += shard * num_prompts * config.num_samples
     part = _select(requests, rows, config)
     state = rollout.init(
-      cache, kv, part, key, config, first_sequence=first, version=version
+      cache, kv, part, key, config, first_sequence=first_id, version=version
     )
     # The program does not return the memory, because that would copy the pages.
     return dataclasses.replace(state, memory=None)
@@ -178,7 +178,7 @@ def _init(cache, kv, requests, key, first, version, *, config, axes):
   shards = jnp.arange(num_shards, dtype=jnp.int32)
   index = shards if axes.data else shards[0]
   return each_shard(
-    init_shard, (cache, kv, index), requests, key, first, version, axes=axes
+    init_shard, (cache, kv, index), requests, key, first_id, version, axes=axes
   )
 
 
@@ -274,20 +274,20 @@ def _along_data(params: Any, axes: MeshAxes) -> Any:
 def _check_placed(params: Any, axes: MeshAxes) -> None:
   """Raises ValueError if a parameter is known to have a wrong sharding."""
   devices = set(axes.mesh.devices.flat)
-  places = jax.tree.leaves(_along_data(params, axes))
+  shardings = jax.tree.leaves(_along_data(params, axes))
   is_explicit = AxisType.Explicit in axes.mesh.axis_types
 
-  def is_split(place: Any) -> bool:
-    names = jax.tree.leaves(tuple(getattr(place, "spec", ())))
+  def is_split(sharding: Any) -> bool:
+    names = jax.tree.leaves(tuple(getattr(sharding, "spec", ())))
     return axes.data in names
 
   leaves = jax.tree_util.tree_leaves_with_path(params)
-  for (path, leaf), place in zip(leaves, places, strict=True):
+  for (path, leaf), expected in zip(leaves, shardings, strict=True):
     if isinstance(leaf, Tracer):
       is_placed = not is_explicit or not jax.typeof(leaf).sharding.mesh.empty
     else:
       is_placed = isinstance(leaf, Array) and leaf.devices() == devices
-      is_placed = is_placed and is_split(leaf.sharding) == is_split(place)
+      is_placed = is_placed and is_split(leaf.sharding) == is_split(expected)
     if not is_placed:
       raise ValueError(
         f"`params{jax.tree_util.keystr(path)}` must be on all devices of the "
@@ -348,8 +348,8 @@ def _in_order(tree: Any, rows: Generated, axes: MeshAxes) -> Any:
   if axes.data is None:
     return tree
   samples = rows.config.num_samples
-  first = jnp.where(rows.valid, rows.ids, 2**31 - 1).reshape(-1, samples)
-  order = jnp.argsort(jnp.min(first, axis=1))
+  ids = jnp.where(rows.valid, rows.ids, 2**31 - 1).reshape(-1, samples)
+  order = jnp.argsort(jnp.min(ids, axis=1))
 
   def sort(leaf: Array) -> Array:
     leaf = leaf.reshape(-1, samples, *leaf.shape[2:])[order]

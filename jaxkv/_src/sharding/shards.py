@@ -91,10 +91,10 @@ def run_shards(
 
 def _on_auto_axes(leaf: Any, axes: MeshAxes) -> Any:
   """Returns an array whose sharding has no axis of type Explicit."""
-  place = jax.typeof(leaf).sharding
-  if AxisType.Explicit not in place.mesh.axis_types:
+  sharding = jax.typeof(leaf).sharding
+  if AxisType.Explicit not in sharding.mesh.axis_types:
     return leaf
-  where = NamedSharding(axes.auto, place.spec)
+  where = NamedSharding(axes.auto, sharding.spec)
   return lax.with_sharding_constraint(leaf, where)
 
 

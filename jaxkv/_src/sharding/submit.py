@@ -66,7 +66,8 @@ def submit(
 
 @functools.partial(jax.jit, static_argnums=3)
 def _submit(state, requests, ids, axes):
-  num_prompts, samples = requests.tokens.shape[0], state.config.num_samples
+  num_prompts = requests.tokens.shape[0]
+  samples = state.config.num_samples
 
   def of_shard(state, requests, ids):
     queue = state.queue

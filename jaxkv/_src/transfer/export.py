@@ -93,20 +93,20 @@ def _export(
 ) -> tuple[RolloutState, Exported]:
   state, ids, mask = sharding.match_varying_axes((state, ids, mask))
   queue, cache = state.queue, state.memory.cache
-  sizes = cache.config
+  cache_config = cache.config
   rows, _, code = find(queue, ids, mask)
-  columns = -(-queue.width // sizes.page_sizes[0])
-  shape = rows.shape[0], sizes.num_groups, columns
-  total = min(sizes.num_pages - 1, math.prod(shape))
-  total = total if max_pages is None else min(total, max_pages)
+  columns = -(-queue.width // cache_config.page_sizes[0])
+  shape = rows.shape[0], cache_config.num_groups, columns
+  num_pages = min(cache_config.num_pages - 1, math.prod(shape))
+  num_pages = num_pages if max_pages is None else min(num_pages, max_pages)
   runs, num_tokens = rows < 0, sharding.zeros_like(rows)
   pages = page = jnp.zeros(shape, jnp.int32)
   contents = None
-  if total:
+  if num_pages:
     runs, num_tokens, pages = _computed(state, rows, columns)
-    sources, page = _numbered(pages, total)
+    sources, page = _numbered(pages, num_pages)
     contents = read_pages(state.memory.kv, sources)
-  is_carried = jnp.all((pages == 0) | (page < total), axis=(1, 2))
+  is_carried = jnp.all((pages == 0) | (page < num_pages), axis=(1, 2))
   # Only after the pages were read, because `leave_slots` frees them.
   state = leave_slots(state, slots_of(queue, state.slots, rows))
   exported = Exported(
@@ -118,9 +118,9 @@ def _export(
     # A copy, so that donating it does not delete the state's array.
     version=cache.epoch + jnp.uint32(0),
     fingerprint=fingerprint_of(cache),
-    page=jnp.where(is_carried[:, None, None], page, total),
+    page=jnp.where(is_carried[:, None, None], page, num_pages),
     contents=contents,
-    page_size=sizes.page_sizes[0],
+    page_size=cache_config.page_sizes[0],
     layout=layout_of(state),
   )
   is_removed = code == Status.OK
@@ -139,7 +139,7 @@ def _computed(
     cache, 0 for columns not needed to continue. A is `columns`.
   """
   queue, slots, cache = state.queue, state.slots, state.memory.cache
-  config, sizes = cache.config, cache.config.sizes
+  config, group_sizes = cache.config, cache.config.sizes
   in_slot = (slots.row[None] == rows[:, None]) & (rows < queue.no_row)[:, None]
   in_slot &= are_computing(queue, slots)[None]
   runs = jnp.any(in_slot, axis=1)
@@ -161,33 +161,35 @@ def _computed(
   num_tokens = jnp.where(runs, in_table, prefix.num_cached_tokens)
   pages = jnp.where(runs[:, None, None], table, cached)
   # Pages reserved for later tokens, or behind a window, are not exported.
-  first = sizes.skipped_pages(num_tokens)
-  stop = sizes.columns_for(num_tokens, jnp.zeros_like(num_tokens))
-  is_needed = indexing.between(first, stop, columns)
+  first_page = group_sizes.skipped_pages(num_tokens)
+  stop_page = group_sizes.columns_for(num_tokens)
+  is_needed = indexing.between(first_page, stop_page, columns)
   pages = jnp.where(is_needed & (pages < config.no_page), pages, 0)
   return runs, num_tokens, pages
 
 
-def _numbered(pages: Array, total: int) -> tuple[Array, Array]:
+def _numbered(pages: Array, num_listed: int) -> tuple[Array, Array]:
   """Lists the distinct pages in int32[R, G, A], where 0 means none.
 
   Returns:
-    int32[X], a list of X = `total` pages, then 0; int32[R, G, A], the index of
-    each page in the list, X for no page, or for one that does not fit.
+    int32[X], a list of X = `num_listed` pages, then 0; int32[R, G, A], the
+    index of each page in the list, X for no page, or for one that does not fit.
   """
   flat = pages.reshape(-1)
   is_page = flat > 0
-  first = indexing.first_equal(indexing.where_valid(is_page, flat))
+  first_index = indexing.first_equal(indexing.where_valid(is_page, flat))
   lanes = jnp.arange(flat.shape[0], dtype=jnp.int32)
-  is_first = is_page & (first == lanes)
+  is_first = is_page & (first_index == lanes)
   rank = jnp.cumsum(is_first, dtype=jnp.int32) - 1
   listed = indexing.put(
-    jnp.zeros((total,), jnp.int32),
+    jnp.zeros((num_listed,), jnp.int32),
     indexing.where_valid(is_first, rank),
     values=flat,
   )
-  place = jnp.where(is_page, jnp.minimum(rank[first], total), total)
-  return listed, place.reshape(pages.shape)
+  page_index = jnp.where(
+    is_page, jnp.minimum(rank[first_index], num_listed), num_listed
+  )
+  return listed, page_index.reshape(pages.shape)
 
 
 def _sequences(queue: Queue, rows: Array) -> Queue:
@@ -207,5 +209,5 @@ def _sequences(queue: Queue, rows: Array) -> Queue:
 
   queue = dataclasses.replace(queue, page_keys=None, ngrams=None)
   queue = jax.tree_util.tree_map_with_path(taken, queue)
-  order, place = order_of(queue.ids, queue.priority)
-  return dataclasses.replace(queue, order=order, place=place)
+  order, position = order_of(queue.ids, queue.priority)
+  return dataclasses.replace(queue, order=order, place=position)

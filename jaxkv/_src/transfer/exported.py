@@ -106,15 +106,15 @@ def layout_of(state: RolloutState) -> tuple[tuple[str, str], ...]:
       jax.tree.map(lambda leaf: f"{leaf.dtype}{leaf.shape[axes:]}", tree)
     )
 
-  queue, memory = state.queue, state.memory
+  queue = state.queue
   pages = [
     f"{array.dtype}{(num_layers, *array.shape[1:])}"
-    for array, num_layers in arrays_of(memory.kv)
+    for array, num_layers in arrays_of(state.memory.kv)
   ]
   strings = queue.sampling.stop_strings
   tables = None if strings is None else (strings.next, strings.ends)
   return (
-    ("CacheConfig.groups", str(memory.cache.config.groups)),
+    ("CacheConfig.groups", str(state.memory.cache.config.groups)),
     ("pages", ", ".join(pages)),
     *((f"RolloutConfig.{x}", str(getattr(state.config, x))) for x in _OPTIONS),
     ("RolloutConfig.max_length", str(queue.width)),
@@ -145,10 +145,12 @@ def check_exported(exported: Any, state: RolloutState) -> None:
       "`exported` must come from a single rollout, got a stack of shape "
       f"{[*exported.code.shape]}; use jax.vmap or jaxkv.sharding.each_shard."
     )
-  settings, values = dict(layout_of(state)), dict(exported.layout)
+  settings = dict(layout_of(state))
+  values = dict(exported.layout)
   has_pages = has_usable_pages(exported, state)
   for name in settings | values:
-    setting, value = settings.get(name), values.get(name)
+    setting = settings.get(name)
+    value = values.get(name)
     is_of_pages = name in _OF_PAGES
     if value != setting and (has_pages or not is_of_pages):
       hint = ", or export with max_pages=0" if is_of_pages else ""
@@ -160,5 +162,5 @@ def check_exported(exported: Any, state: RolloutState) -> None:
 
 def has_usable_pages(exported: Exported, state: RolloutState) -> bool:
   """Returns True if pages were exported, with the page size of `state`."""
-  size = state.memory.cache.config.page_sizes[0]
-  return exported.contents is not None and exported.page_size == size
+  page_size = state.memory.cache.config.page_sizes[0]
+  return exported.contents is not None and exported.page_size == page_size

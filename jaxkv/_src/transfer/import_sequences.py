@@ -108,7 +108,7 @@ def _import(
   rows, opens_group, code = _rows_of(state, exported, mask)
   is_ok = code == Status.OK
   # Rows of refused sequences are out of range, so nothing is written for them.
-  place = indexing.where_valid(is_ok, rows)
+  target_rows = indexing.where_valid(is_ok, rows)
   sequences = exported.queue
   new = dataclasses.replace(
     sequences,
@@ -117,18 +117,18 @@ def _import(
     page_keys=page_keys(cache, sequences.tokens, sequences.salts),
   )
   try:
-    queue = put_rows(queue, place, new)
+    queue = put_rows(queue, target_rows, new)
   except ValueError as error:
     raise ValueError(
       "`exported` must come from a rollout whose settings this one has too: "
       f"{error}"
     ) from error
-  stop = sequences.ids - exported.sample + samples
-  stop = jnp.max(jnp.where(is_ok, stop, 0), initial=0)
-  queue = dataclasses.replace(queue, next_id=jnp.maximum(queue.next_id, stop))
+  end_id = sequences.ids - exported.sample + samples
+  end_id = jnp.max(jnp.where(is_ok, end_id, 0), initial=0)
+  queue = dataclasses.replace(queue, next_id=jnp.maximum(queue.next_id, end_id))
   if queue.ngrams is not None:
-    first = indexing.where_valid(opens_group, rows - exported.sample)
-    group = first[:, None] + jnp.arange(samples, dtype=jnp.int32)[None]
+    first_rows = indexing.where_valid(opens_group, rows - exported.sample)
+    group = first_rows[:, None] + jnp.arange(samples, dtype=jnp.int32)[None]
     # Of no tokens, because EMPTY rows still have those of removed sequences.
     tables = ngrams.reset_rows(
       queue.ngrams,
@@ -140,16 +140,16 @@ def _import(
     tables = ngrams.add_tokens(
       tables,
       queue.tokens,
-      place,
+      target_rows,
       jnp.zeros_like(rows),
-      indexing.take(queue.length, place),
+      indexing.take(queue.length, target_rows),
       state.config,
       queue.width,
     )
     queue = dataclasses.replace(queue, ngrams=tables)
   state = dataclasses.replace(state, queue=queue)
   if has_usable_pages(exported, state):
-    state = _with_pages(state, exported, place)
+    state = _with_pages(state, exported, target_rows)
   return state, Outcome(code=code)
 
 
@@ -173,14 +173,15 @@ def _rows_of(
     (is_used | indexing.any_earlier(ids, asked), Status.BAD_SEQUENCE),
   )
   # The id of a prompt's first sample identifies its group.
-  first = ids - sample
+  first_ids = ids - sample
   sample_of_row = jnp.arange(queue.size, dtype=jnp.int32) % samples
   firsts = jnp.where(exists, queue.ids - sample_of_row, -1)
   firsts = jnp.max(firsts.reshape(-1, samples), axis=1)
   num_groups, is_ok = firsts.shape[0], code == Status.OK
   # The index of the prompt's group, or of its first sequence after all groups.
-  first = indexing.where_valid(is_ok, first)
-  leader = indexing.first_equal(jnp.concatenate([firsts, first]))[num_groups:]
+  first_ids = indexing.where_valid(is_ok, first_ids)
+  all_first_ids = jnp.concatenate([firsts, first_ids])
+  leader = indexing.first_equal(all_first_ids)[num_groups:]
   # Other prompts get EMPTY groups, in order.
   row = jnp.arange(ids.shape[0], dtype=jnp.int32)
   opens_group = is_ok & (leader == num_groups + row)
@@ -195,22 +196,22 @@ def _rows_of(
 
 
 def _with_pages(
-  state: RolloutState, exported: Exported, place: Array
+  state: RolloutState, exported: Exported, target_rows: Array
 ) -> RolloutState:
-  """Imports pages of rows `place`, int32[R]; seats those that were running."""
+  """Imports pages of rows int32[R]; seats those that were running."""
   assert exported.contents is not None
   cache = without_moves(state.memory.cache)
   memory = dataclasses.replace(state.memory, cache=cache)
   state = dataclasses.replace(state, memory=memory)
   queue, slots = state.queue, state.slots
-  is_wanted = (place < queue.no_row) & (exported.num_computed > 0)
+  is_wanted = (target_rows < queue.no_row) & (exported.num_computed > 0)
   # Pages have the same keys in caches of the same version and secret.
   is_wanted &= cache.epoch == exported.version
   is_wanted &= jnp.all(fingerprint_of(cache) == exported.fingerprint)
   # Sequences get the empty slots in the order of `exported`.
   runs = is_wanted & exported.runs
   rank = jnp.cumsum(runs, dtype=jnp.int32) - 1
-  empty = first_of(empty_slots(queue, slots, cache), place.shape[0])
+  empty = first_of(empty_slots(queue, slots, cache), target_rows.shape[0])
   slot = jnp.where(runs, empty[rank], slots.no_slot)
   spare_cache, pages = _in_spare_slots(
     state, exported, is_wanted, slot < slots.no_slot
@@ -228,13 +229,13 @@ def _with_pages(
     memory, cache=take_slots(cache, spare_cache, slot), kv=kv
   )
   # All others that have not ended are WAITING, as `export` left them.
-  queue = set_status(queue, place, runs, SequenceStatus.RUNNING)
-  row = indexing.put(slots.row, slot, values=place)
+  queue = set_status(queue, target_rows, runs, SequenceStatus.RUNNING)
+  row = indexing.put(slots.row, slot, values=target_rows)
   slots = dataclasses.replace(slots, row=row)
   # After `update_weights("keep")`, pages can have keys of an older epoch.
   epochs = exported.queue.epochs
   is_old = runs & (epochs != exported.version)
-  old_rows = indexing.where_valid(is_old, place)
+  old_rows = indexing.where_valid(is_old, target_rows)
   keys = queue.page_keys
   if keys is not None:
     keys = indexing.put(keys, old_rows, values=jnp.uint32(0))
@@ -256,13 +257,13 @@ def _in_spare_slots(
     int32[R, G, A], the pages that need contents, 0 for other columns.
   """
   queue, slots, cache = state.queue, state.slots, state.memory.cache
-  sizes, num_tokens = cache.config.sizes, exported.num_computed
+  group_sizes, num_tokens = cache.config.sizes, exported.num_computed
   # As in admission, pages stay free for the tokens of each sequence that are
   # not computed yet, and one page in each group for each running sequence.
-  held = sizes.columns_for(num_tokens, jnp.zeros_like(num_tokens))
-  held -= sizes.skipped_pages(num_tokens)
+  num_held = group_sizes.columns_for(num_tokens)
+  num_held -= group_sizes.skipped_pages(num_tokens)
   later = pages_at_once(cache.config, exported.queue.length, state.config)
-  later = jnp.maximum(jnp.where(enters[:, None], later - held, 0), 0)
+  later = jnp.maximum(jnp.where(enters[:, None], later - num_held, 0), 0)
   running = jnp.sum(slots.row < queue.no_row) + jnp.sum(enters)
   keep_free = promised_pages(queue, slots, cache, state.config)
   keep_free += jnp.sum(later, dtype=jnp.int32)
@@ -305,7 +306,7 @@ def _enter(
     (queue.tokens, queue.length, queue.epochs, queue.salts),
   )
   num_tokens = indexing.take(exported.num_computed, row)
-  sizes, columns = cache.config.sizes, exported.page.shape[-1]
+  group_sizes, columns = cache.config.sizes, exported.page.shape[-1]
   is_current = epoch == cache.epoch
   prefix = find_prefix(cache, tokens, num_tokens + 1, is_current, salts)
   root = prefix.root
@@ -313,12 +314,12 @@ def _enter(
     root = hashing.root_key(cache.secret, epoch[0], salts)
   # Columns behind a window get no page. A recurrent state is in the column of
   # the last token.
-  first = sizes.skipped_pages(num_tokens)
+  first_pages = group_sizes.skipped_pages(num_tokens)
   plan = reservation(
     cache,
-    first=first,
-    hit=jnp.maximum(prefix.stop, first),
-    stop=sizes.columns_for(num_tokens, jnp.zeros_like(num_tokens)),
+    first=first_pages,
+    hit=jnp.maximum(prefix.stop, first_pages),
+    stop=group_sizes.columns_for(num_tokens),
     begins=row >= 0,
   )
   no_row = row < 0

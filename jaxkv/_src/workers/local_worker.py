@@ -30,7 +30,7 @@ from jaxkv._src.transfer.export import export
 from jaxkv._src.transfer.exported import Exported
 from jaxkv._src.transfer.import_sequences import import_sequences
 from jaxkv._src.workers.prompts import take
-from jaxkv._src.workers.worker import Group
+from jaxkv._src.workers.worker import PromptSamples
 from jaxkv._src.workers.worker import Room
 
 
@@ -148,8 +148,8 @@ class LocalWorker:
     tokens = np.pad(requests.tokens, ((0, 0), (0, missing)))
     return dataclasses.replace(requests, tokens=tokens)
 
-  def advance(self) -> list[Group]:
-    """Generates tokens; removes and returns the groups that have ended."""
+  def advance(self) -> list[PromptSamples]:
+    """Generates tokens; removes and returns the prompts that have ended."""
     self._state = self._generate(self._params, self._state, self._until)
     self._state, out = _harvest(self._state, groups=True)
     samples = self._state.config.num_samples
@@ -157,13 +157,13 @@ class LocalWorker:
     if not starts.size:
       return []
     results = jax.device_get(out.results)
-    groups = []
+    ended = []
     for start in starts.tolist():
       # Not a slice, which would keep the results of all rows in memory.
       rows = np.arange(start, start + samples)
-      group = jax.tree.map(lambda array, rows=rows: array[rows], results)
-      groups.append(Group(int(group.ids[0]), group))
-    return groups
+      of_prompt = jax.tree.map(lambda array, rows=rows: array[rows], results)
+      ended.append(PromptSamples(int(of_prompt.ids[0]), of_prompt))
+    return ended
 
   def update_weights(
     self, params: Any, version: int, max_age: int | None
@@ -185,7 +185,7 @@ class LocalWorker:
     return dropped
 
   def _drop(self, oldest: int) -> list[int]:
-    """Removes groups with an unfinished token of a version before `oldest`."""
+    """Removes prompts with an unfinished token of a version before `oldest`."""
     queue, samples = self._state.queue, self._state.config.num_samples
     status, versions, ids = jax.device_get(
       (queue.status, queue.versions, queue.ids)
@@ -226,7 +226,7 @@ class LocalWorker:
     """Adds sequences of some prompts; returns the prompts that entered."""
     first = np.asarray(exported.queue.ids) - np.asarray(exported.sample)
     self._state, out = _import(self._state, exported, mask=np.isin(first, ids))
-    # The samples of a prompt enter together, because they share a group.
+    # The samples of a prompt enter together, because they share rows.
     return sorted(set(first[np.asarray(out.ok)].tolist()))
 
   def close(self) -> None:

@@ -15,18 +15,20 @@ import numpy as np
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import is_number
+from jaxkv._src.arrays.arguments import refuse
 from jaxkv._src.engine.config import RolloutConfig
 from jaxkv._src.engine.requests import Requests
 from jaxkv._src.transfer.exported import Exported
-from jaxkv._src.workers.member import Member
 from jaxkv._src.workers.prompts import Prompt
 from jaxkv._src.workers.prompts import check_joinable
 from jaxkv._src.workers.prompts import join
 from jaxkv._src.workers.prompts import prefixes_of
 from jaxkv._src.workers.prompts import split
 from jaxkv._src.workers.routing import choose
-from jaxkv._src.workers.worker import Group
+from jaxkv._src.workers.worker import PromptSamples
 from jaxkv._src.workers.worker import Worker
+from jaxkv._src.workers.worker_state import WorkerState
 
 _LOGGER = logging.getLogger("jaxkv")
 
@@ -41,14 +43,16 @@ class Pool:
   worker needs it to keep its slots busy. Otherwise workers take prompts in the
   order of `submit`; `Requests.priority` orders the sequences of one worker. If
   a worker fails, its prompts run again on any worker, with the same ids, so
-  equal weights give them equal samples. Each prompt is returned once.
+  equal weights give them equal samples. Each prompt is returned once. The place
+  of the worker gets a new one after a pause. The pool stops only if no place is
+  left.
 
   Each worker is called from its own thread, so workers never wait for each
   other. Use the pool in a `with` statement, or call `close`.
 
     with workers.Pool(make, 4, config=config) as pool:
       pool.submit(requests)
-      for group in pool.results():
+      for samples in pool.results():
         ...
   """
 
@@ -60,7 +64,9 @@ class Pool:
     config: RolloutConfig,
     max_waiting: int = 1024,
     max_age: int | None = None,
-    max_failures: int = 3,
+    max_failures: int = 10,
+    retry_pause: float = 1.0,
+    max_retry_pause: float = 60.0,
   ):
     """Starts a pool.
 
@@ -76,10 +82,23 @@ class Pool:
         token that was sampled more than this number of versions ago. None for
         no limit. If new weights come faster than samples end, prompts begin
         again without end.
-      max_failures: the maximum number of failures at a place without a group
-        that ends there in between; one more stops the pool, unless the place
-        was removed. Each failure is logged as a warning.
+      max_failures: the maximum number of failures at a place without a prompt
+        that ends there in between. After one more, the pool gives up the place,
+        as if it were removed. Each failure is logged as a warning.
+      retry_pause: the seconds from the first failure at a place until the pool
+        calls `make` again. Each further failure without a prompt that ends
+        doubles the pause. Other workers go on meanwhile. With the default
+        values, the pool gives up a place after five minutes of pauses.
+      max_retry_pause: the longest pause, in seconds.
+
+    Raises:
+      TypeError: `make` is not callable, `config` is not a `RolloutConfig`, or
+        another argument is not a number.
+      ValueError: a number is out of range.
     """
+    if not callable(make):
+      requirement = "a function from a place to a new worker"
+      refuse(TypeError, "make", requirement, make)
     if not isinstance(config, RolloutConfig):
       raise TypeError(
         f"`config` must be a RolloutConfig, got {type(config).__name__}."
@@ -88,10 +107,12 @@ class Pool:
     self._max_waiting = as_count("max_waiting", max_waiting, 1)
     self._max_age = None if max_age is None else as_count("max_age", max_age, 0)
     self._max_failures = as_count("max_failures", max_failures, 0)
+    self._retry_pause = _as_seconds("retry_pause", retry_pause)
+    self._max_retry_pause = _as_seconds("max_retry_pause", max_retry_pause)
     self._changed = threading.Condition()
-    self._members: list[Member] = []
+    self._states: list[WorkerState] = []
     self._waiting: dict[int, Prompt] = {}
-    self._finished: collections.deque[Group] = collections.deque()
+    self._finished: collections.deque[PromptSamples] = collections.deque()
     self._params: Any = None
     self._version = self._next_id = 0
     # The first prompt, whose optional fields all others must have.
@@ -122,30 +143,62 @@ class Pool:
     """
     with self._changed:
       self._check()
-      member = Member(len(self._members), self._serve)
+      state = WorkerState(len(self._states), self._serve)
       # The thread first waits for the lock, which this thread holds.
-      member.thread.start()
-      self._members.append(member)
-      return member.place
+      state.thread.start()
+      self._states.append(state)
+      return state.place
 
-  def remove(self, place: int) -> None:
+  def remove(self, place: int, timeout: float | None = 60.0) -> None:
     """Removes a worker; other workers then run its prompts to their end.
 
-    Does nothing if the worker was removed before.
+    They continue its sequences, which it exports after the call that it is in.
+    Returns at once. A worker can be removed again, with a shorter timeout.
+
+    Args:
+      place: the place of the worker.
+      timeout: seconds until a worker that has not exported its sequences, for
+        example because a call does not return, is left behind: its prompts
+        begin again on other workers, it is closed, and what its calls still
+        return is ignored. None for no limit.
 
     Raises:
-      TypeError: `place` is not an int.
-      ValueError: `place` never had a worker, or has the last one.
+      TypeError: `place` is not an int, or `timeout` is not a number.
+      ValueError: `place` never had a worker, or has the last one; or `timeout`
+        is out of range.
     """
     place = as_int("place", place)
+    if timeout is not None:
+      timeout = _as_seconds("timeout", timeout)
     with self._changed:
-      places = [member.place for member in self._members if not member.leaves]
-      if not 0 <= place < len(self._members):
+      places = [state.place for state in self._states if not state.leaves]
+      if not 0 <= place < len(self._states):
         raise ValueError(f"`place` must be one of {places}, got {place}.")
       if places == [place]:
         raise ValueError("`place` must not be the last worker; add one first.")
-      self._members[place].leaves = True
+      state = self._states[place]
+      state.leaves = True
       self._changed.notify_all()
+    if timeout is not None:
+      threading.Thread(
+        target=self._leave_behind, args=(state, timeout), daemon=True
+      ).start()
+
+  def _leave_behind(self, state: WorkerState, timeout: float) -> None:
+    """Waits until a worker has no prompts; takes them away after a timeout."""
+    with self._changed:
+      self._changed.wait_for(lambda: self._error or not state.prompts, timeout)
+      if self._error or not state.prompts:
+        return
+      state.is_left_behind = True
+      self._put_back(state, list(state.prompts))
+    _LOGGER.warning(
+      "The worker of place %d did not export its sequences within %g s.",
+      state.place,
+      timeout,
+    )
+    # Outside of the lock, because the worker may not answer.
+    state.close()
 
   def submit(self, requests: Requests, ids: Any = None) -> list[int]:
     """Adds prompts; blocks while `max_waiting` prompts wait.
@@ -201,13 +254,13 @@ class Pool:
         self._changed.notify_all()
     return ids
 
-  def results(self) -> Iterator[Group]:
-    """Yields groups as they end, until all submitted prompts have ended.
+  def results(self) -> Iterator[PromptSamples]:
+    """Yields prompts as they end, until all submitted prompts have ended.
 
     Raises:
-      RuntimeError: the pool is closed, or it has stopped because a place failed
-        too often or a worker refused a prompt. It is raised after the groups
-        that have ended.
+      RuntimeError: the pool is closed, or it has stopped because every place
+        failed too often or a worker refused a prompt. It is raised after the
+        prompts that have ended.
     """
     while True:
       with self._changed:
@@ -215,8 +268,8 @@ class Pool:
         if not self._finished:
           self._check()
           return
-        group = self._finished.popleft()
-      yield group
+        samples = self._finished.popleft()
+      yield samples
 
   def update_weights(self, params: Any) -> int:
     """Gives new weights to all workers, and returns their version.
@@ -247,11 +300,13 @@ class Pool:
     """
     self._end("The pool is closed.")
     end = time.monotonic() + timeout
-    for member in self._members:
-      member.thread.join(max(end - time.monotonic(), 0.0))
+    for state in self._states:
+      if state.is_left_behind:
+        continue
+      state.thread.join(max(end - time.monotonic(), 0.0))
       # A Ray actor that waits for resources returns only when it is killed.
-      if member.thread.is_alive():
-        member.close()
+      if state.thread.is_alive():
+        state.close()
 
   def _end(self, message: str, cause: BaseException | None = None) -> None:
     """Ends all threads, and all calls with a RuntimeError."""
@@ -268,71 +323,72 @@ class Pool:
     """Waits for a condition, or for the end of the pool."""
     self._changed.wait_for(lambda: self._error or condition())
 
-  def _serve(self, member: Member) -> None:
+  def _serve(self, state: WorkerState) -> None:
     """Runs the workers of a place; the target of its thread."""
-    while self._waits_for_work(member):
+    while self._waits_for_work(state):
       try:
-        if member.worker is None:
+        if state.worker is None:
           # The pool may be closed meanwhile, so the loop waits again.
-          member.worker = self._make(member.place)
+          state.worker = self._make(state.place)
         else:
-          self._serve_once(member, member.worker)
+          self._serve_once(state, state.worker)
       # BaseException, because SystemExit would silently end the thread.
       except BaseException as error:
-        # `close` ends calls, which then fail.
-        if self._error is None:
-          self._fail(member, error)
-        member.close()
-    member.close()
+        # `close` and `remove` end calls, which then fail.
+        if self._error is None and not state.is_left_behind:
+          self._fail(state, error)
+        state.close()
+        self._pause(state)
+    state.close()
 
-  def _waits_for_work(self, member: Member) -> bool:
+  def _waits_for_work(self, state: WorkerState) -> bool:
     """Waits for work; returns False if there will be none."""
     with self._changed:
-      self._wait_for(lambda: member.leaves or member.prompts or self._waiting)
-      has_left = member.leaves and not member.prompts
+      self._wait_for(lambda: state.leaves or state.prompts or self._waiting)
+      has_left = state.leaves and not state.prompts
       return not (self._error or has_left)
 
-  def _serve_once(self, member: Member, worker: Worker) -> None:
-    self._update(member, worker)
-    if member.leaves:
+  def _serve_once(self, state: WorkerState, worker: Worker) -> None:
+    self._update(state, worker)
+    if state.leaves:
       exported = worker.export()
       with self._changed:
-        self._put_back(member, list(member.prompts), exported)
+        self._put_back(state, list(state.prompts), exported)
       return
-    self._take(member, worker)
-    if not member.prompts:
+    self._take(state, worker)
+    if not state.prompts:
       return
-    groups = worker.advance()
+    ended = worker.advance()
     with self._changed:
-      for group in groups:
-        member.pop(group.id)
-        self._finished.append(group)
-        self._unfinished.remove(group.id)
-        member.num_failures = 0
+      for samples in ended:
+        state.pop(samples.id)
+        self._finished.append(samples)
+        self._unfinished.remove(samples.id)
+        state.num_failures = 0
       self._changed.notify_all()
 
-  def _update(self, member: Member, worker: Worker) -> None:
+  def _update(self, state: WorkerState, worker: Worker) -> None:
     with self._changed:
       params, version = self._params, self._version
-    if member.version == version:
+    if state.version == version:
       return
     dropped = worker.update_weights(params, version, self._max_age)
     with self._changed:
-      member.version = version
-      self._put_back(member, dropped)
+      state.version = version
+      self._put_back(state, dropped)
 
   def _put_back(
-    self, member: Member, ids: list[int], exported: Exported | None = None
+    self, state: WorkerState, ids: list[int], exported: Exported | None = None
   ) -> None:
     """Makes prompts of a worker wait again, before all others.
 
     They continue from `exported`, or begin again if it is None.
     """
-    prompts = {n: member.pop(n)._replace(exported=exported) for n in ids}
+    prompts = {n: state.pop(n)._replace(exported=exported) for n in ids}
     self._waiting = prompts | self._waiting
     self._changed.notify_all()
 
-  def _take(self, member: Member, worker: Worker) -> None:
+  def _take(self, state: WorkerState, worker: Worker) -> None:
     """Gives waiting prompts to a worker that has room for them."""
     room = worker.room()
     with self._changed:
@@ -346,23 +402,26 @@ class Pool:
     )
     cached = {p.id: int(n) for p, n in zip(waiting, num_cached, strict=True)}
     with self._changed:
-      member.cached = cached
-      # Other workers may have taken some prompts in the meantime.
+      state.cached = cached
+      # The worker may have been removed in the meantime, and left behind.
+      if state.leaves:
+        return
+      # Other workers may have taken some prompts.
       waiting = [self._waiting[n] for n in cached if n in self._waiting]
-      peers = [m for m in self._members if m is not member and not m.leaves]
-      chosen = choose(waiting, room, member, peers)
+      peers = [s for s in self._states if s is not state and s.takes_prompts]
+      chosen = choose(waiting, room, state, peers)
       for prompt in chosen:
         del self._waiting[prompt.id]
         # If it does not enter, or the worker fails, it begins again.
-        member.add(prompt._replace(exported=None))
+        state.add(prompt._replace(exported=None))
       self._changed.notify_all()
-    entered = self._give(member, worker, chosen)
+    entered = self._give(state, worker, chosen)
     with self._changed:
       refused = [prompt.id for prompt in chosen if prompt.id not in entered]
-      self._put_back(member, refused)
+      self._put_back(state, refused)
 
   def _give(
-    self, member: Member, worker: Worker, prompts: list[Prompt]
+    self, state: WorkerState, worker: Worker, prompts: list[Prompt]
   ) -> set[int]:
     """Imports or submits prompts; returns the ids of those that entered."""
     entered: set[int] = set()
@@ -370,38 +429,63 @@ class Pool:
     for exported in {id(p.exported): p.exported for p in prompts}.values():
       part = [p for p in prompts if p.exported is exported]
       ids = [prompt.id for prompt in part]
-      if exported is not None and self._can_continue(member, exported):
+      if exported is not None and self._can_continue(state, exported):
         entered.update(worker.import_sequences(exported, ids))
         continue
       try:
         is_in = worker.submit(join([p.requests for p in part]), ids)
       except ValueError as error:
+        if state.is_left_behind:
+          raise
         # Every worker would refuse the prompt.
         self._end(f"The pool has stopped: {error}", error)
         break
       entered.update(itertools.compress(ids, is_in))
     return entered
 
-  def _can_continue(self, member: Member, exported: Exported) -> bool:
-    """Returns True if the worker of `member` may continue moved sequences."""
-    age = member.version - int(exported.version)
+  def _can_continue(self, state: WorkerState, exported: Exported) -> bool:
+    """Returns True if the worker of `state` may continue moved sequences."""
+    age = state.version - int(exported.version)
     # Under newer weights, tokens could exceed `max_age`. No sequence goes back
     # to older weights.
     return age == 0 or (age > 0 and self._max_age is None)
 
-  def _fail(self, member: Member, error: BaseException) -> None:
+  def _fail(self, state: WorkerState, error: BaseException) -> None:
     """Puts back the prompts of a worker that failed, to begin again."""
     _LOGGER.warning(
-      "The worker of place %d failed.", member.place, exc_info=error
+      "The worker of place %d failed.", state.place, exc_info=error
     )
     with self._changed:
-      self._put_back(member, list(member.prompts))
-      member.cached, member.version = {}, 0
-      member.num_failures += 1
-    # The prompts of a place that was removed run elsewhere.
-    if member.num_failures > self._max_failures and not member.leaves:
-      self._end(
-        f"The pool has stopped: a worker failed {member.num_failures} times "
-        f"before a group ended: {error}",
-        error,
-      )
+      self._put_back(state, list(state.prompts))
+      state.cached, state.version = {}, 0
+      state.num_failures += 1
+      if state.leaves or state.num_failures <= self._max_failures:
+        return
+      state.leaves = True
+      is_last = all(peer.leaves for peer in self._states)
+    message = (
+      f"place {state.place} failed {state.num_failures} times before a prompt "
+      f"ended: {error}"
+    )
+    if is_last:
+      self._end(f"The pool has stopped: no place is left; {message}", error)
+    else:
+      _LOGGER.warning("The pool goes on without a place: %s", message)
+
+  def _pause(self, state: WorkerState) -> None:
+    """Waits after a failure; the end of the place or pool ends the pause."""
+    # Beyond 64 doublings, a float could overflow.
+    doublings = min(max(state.num_failures - 1, 0), 64)
+    seconds = min(self._retry_pause * 2.0**doublings, self._max_retry_pause)
+    with self._changed:
+      self._changed.wait_for(lambda: self._error or state.leaves, seconds)
+
+
+def _as_seconds(name: str, value: Any) -> float:
+  """Returns a time as a float, which a thread can wait for."""
+  if not is_number(value):
+    refuse(TypeError, name, "a number of seconds", value)
+  if not 0 <= value <= threading.TIMEOUT_MAX:
+    requirement = f"at least 0 and at most {threading.TIMEOUT_MAX:g}"
+    refuse(ValueError, name, f"a number of seconds, {requirement}", value)
+  return float(value)

@@ -2,15 +2,18 @@
 
 import math
 
-from jaxkv._src.workers.member import Member
 from jaxkv._src.workers.prompts import Prompt
 from jaxkv._src.workers.worker import Room
+from jaxkv._src.workers.worker_state import WorkerState
 
 
 def choose(
-  waiting: list[Prompt], room: Room, member: Member, peers: list[Member]
+  waiting: list[Prompt],
+  room: Room,
+  state: WorkerState,
+  peers: list[WorkerState],
 ) -> list[Prompt]:
-  """Returns the prompts that the worker of `member` takes, moved ones first.
+  """Returns the prompts that the worker of `state` takes, moved ones first.
 
   The worker first takes prompts of which no peer has a longer prefix, then
   those with the smallest difference to the longest prefix. If there are peers,
@@ -20,7 +23,7 @@ def choose(
 
   def rank(prompt: Prompt) -> tuple[bool, int]:
     longest = max((peer.num_shared(prompt) for peer in peers), default=0)
-    missing = max(longest - member.num_shared(prompt), 0)
+    missing = max(longest - state.num_shared(prompt), 0)
     return prompt.exported is None, missing
 
   chosen, needed = [], math.inf

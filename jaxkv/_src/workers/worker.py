@@ -11,7 +11,7 @@ from jaxkv._src.engine.results.generated import Generated
 from jaxkv._src.transfer.exported import Exported
 
 
-class Group(NamedTuple):
+class PromptSamples(NamedTuple):
   """All samples of a prompt, which have ended.
 
   Attributes:
@@ -61,8 +61,8 @@ class Worker(Protocol):
     """Adds prompts, see `jaxkv.rollout.submit`; returns True for each added."""
     ...
 
-  def advance(self) -> list[Group]:
-    """Generates tokens; removes and returns the groups that have ended."""
+  def advance(self) -> list[PromptSamples]:
+    """Generates tokens; removes and returns the prompts that have ended."""
     ...
 
   def update_weights(
@@ -102,6 +102,6 @@ class Worker(Protocol):
     """Releases the worker's resources; is also called after a failure.
 
     It can be called twice, and by another thread during a call that does not
-    return when the pool closes.
+    return when the pool closes or leaves the worker behind.
     """
     ...

@@ -75,9 +75,13 @@ def append_kv(
     >>> k_pages[1, 0, 2], float(k_pages.sum())
     (Array([1., 1.], dtype=float32), 2.0)
   """
-  pools, scales = (k_pages, v_pages), (k_scale, v_scale)
   targets = _targets_of_pair(
-    pools, (k_new, v_new), scales, page_ids, offsets, page_offset
+    pools=(k_pages, v_pages),
+    new=(k_new, v_new),
+    scales=(k_scale, v_scale),
+    page_ids=page_ids,
+    offsets=offsets,
+    page_offset=page_offset,
   )
   k_stored = _to_storage("k_", k_new, k_pages, k_scale)
   v_stored = _to_storage("v_", v_new, v_pages, v_scale)
@@ -129,9 +133,13 @@ def append_quantized(
     >>> pages[1, 0, 0].tolist(), round(float(scale[1, 0, 0]) * 127, 4)
     ([64, -127], 6.0)
   """
-  pools, scales = (k_pages, v_pages), (k_scale, v_scale)
   targets = _targets_of_pair(
-    pools, (k_new, v_new), scales, page_ids, offsets, page_offset
+    pools=(k_pages, v_pages),
+    new=(k_new, v_new),
+    scales=(k_scale, v_scale),
+    page_ids=page_ids,
+    offsets=offsets,
+    page_offset=page_offset,
   )
   scaled_dtype("k_pages", k_pages.dtype)
   for side, new, scale in (("k", k_new, k_scale), ("v", v_new, v_scale)):
@@ -203,21 +211,21 @@ def _target_pages(
   """Returns int32[T], the page of each token, at least N for one to drop."""
   check.vector("offsets", offsets, page_ids.size)
   check.scalar("page_offset", page_offset, jnp.integer)
-  total, page_size = pages.shape[0], pages.shape[2]
   chex.assert_equal_shape([page_ids, offsets])
   targets = page_ids + jnp.asarray(page_offset, jnp.int32)
   # An id of -1 plus the offset would be a page of the previous layer, so ids
   # are checked before the addition. Targets are also checked, because
   # mode="drop" would wrap negative ones.
-  fits = (page_ids >= 0) & (page_ids < total) & (targets >= 0)
-  fits &= (offsets >= 0) & (offsets < page_size)
-  return jnp.where(fits, targets, total)
+  fits = (page_ids >= 0) & (page_ids < pages.shape[0]) & (targets >= 0)
+  fits &= (offsets >= 0) & (offsets < pages.shape[2])
+  return jnp.where(fits, targets, pages.shape[0])
 
 
 def _put(pages, new, targets, offsets) -> jax.Array:
   """Writes `new` [T, K, ...] to [N, K, S, ...]; drops tokens of pages >= N."""
   chex.assert_shape(new, (*targets.shape, pages.shape[1], *pages.shape[3:]))
-  pages, offsets = jnp.asarray(pages), jnp.asarray(offsets)
+  pages = jnp.asarray(pages)
+  offsets = jnp.asarray(offsets)
   return lax.platform_dependent(
     pages, new, targets, offsets, tpu=_put_by_head, default=_put_all_heads
   )
@@ -240,10 +248,7 @@ def _put_by_head(pages, new, targets, offsets) -> jax.Array:
 
 
 def _to_storage(
-  prefix: str,
-  new: jax.Array,
-  pages: jax.Array,
-  scale: jax.Array | None = None,
+  prefix: str, new: jax.Array, pages: jax.Array, scale: jax.Array | None = None
 ) -> jax.Array:
   """Returns `new` in the pool's dtype; errors name `{prefix}new`."""
   if scale is not None:
@@ -283,6 +288,7 @@ def _check_floats(name: str, new: jax.Array) -> None:
 
 
 def _targets_of_pair(
+  *,
   pools: tuple[jax.Array, jax.Array],
   new: tuple[jax.Array, jax.Array],
   scales: tuple[jax.Array | None, jax.Array | None],

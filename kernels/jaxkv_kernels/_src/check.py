@@ -97,8 +97,8 @@ def pool_pair(k_pages: jax.Array, v_pages: jax.Array) -> None:
     expected = f"{k_pages.dtype}, the dtype of k_pages"
     refuse(TypeError, "v_pages", expected, v_pages.dtype)
   if k_pages.shape[:3] != v_pages.shape[:3]:
-    sizes = ", ".join(map(str, k_pages.shape[:3]))
-    refuse(ValueError, "v_pages", f"[{sizes}, Dv], like k_pages", v_pages)
+    axes = ", ".join(map(str, k_pages.shape[:3]))
+    refuse(ValueError, "v_pages", f"[{axes}, Dv], like k_pages", v_pages)
 
 
 def pool(name: str, pages: jax.Array) -> None:
@@ -125,8 +125,8 @@ def pool_dtype(name: str, value: Any) -> np.dtype:
 def real(name: str, values: jax.Array) -> None:
   """Accepts an array of floats or integers."""
   is_array(name, values)
-  kinds = (jnp.floating, jnp.integer)
-  if not any(jnp.issubdtype(values.dtype, kind) for kind in kinds):
+  families = (jnp.floating, jnp.integer)
+  if not any(jnp.issubdtype(values.dtype, family) for family in families):
     refuse(TypeError, name, "floats or integers", values)
 
 
@@ -147,12 +147,12 @@ def architectures() -> frozenset[int]:
   """Returns compute capabilities of the local GPUs, such as 90 for sm_90."""
   # A GPU without `compute_capability` counts as a Hopper GPU. An AMD GPU, which
   # has a name such as gfx942 instead of a number, is skipped.
-  found = (
+  versions = (
     str(getattr(device, "compute_capability", "9.0")).replace(".", "")
     for device in jax.local_devices()
     if device.platform == "gpu"
   )
-  return frozenset(int(number) for number in found if number.isdigit())
+  return frozenset(int(version) for version in versions if version.isdigit())
 
 
 def devices_of(array) -> set[Any] | None:
@@ -175,15 +175,15 @@ def table(
   shape = page_table.shape
   rows = shape[:1] if batch is None else (batch,)
   if len(shape) != 2 or shape[:1] != rows or 0 in shape:
-    sizes = "B, M] with B >= 1 and" if batch is None else f"{batch}, M] with"
-    refuse(ValueError, name, f"int32[{sizes} M >= 1", page_table)
+    axes = "B, M] with B >= 1 and" if batch is None else f"{batch}, M] with"
+    refuse(ValueError, name, f"int32[{axes} M >= 1", page_table)
 
 
-def vector(name: str, values: jax.Array, size: int | None) -> None:
-  """Accepts int32[size], or an int32 vector of any size if `size` is None."""
+def vector(name: str, values: jax.Array, length: int | None) -> None:
+  """Accepts int32[length], or any int32 vector if `length` is None."""
   integers(name, values)
-  if values.ndim != 1 or size not in (None, values.size):
-    expected = "a vector" if size is None else f"int32[{size}]"
+  if values.ndim != 1 or length not in (None, values.size):
+    expected = "a vector" if length is None else f"int32[{length}]"
     refuse(ValueError, name, expected, values)
 
 
@@ -239,7 +239,8 @@ def scales(name: str, values: jax.Array | None, pages: jax.Array) -> None:
   """Accepts None, and float32[K] or float32[N, K, S] for pages [N, K, S, D]."""
   if values is None:
     return
-  head, token = list(pages.shape[1:2]), list(pages.shape[:3])
+  head = list(pages.shape[1:2])
+  token = list(pages.shape[:3])
   expected = (
     f"float32{head}, one for each head, or float32{token}, one for each token"
     " and head"
@@ -278,22 +279,22 @@ def count(name: str, value: int) -> None:
     refuse(ValueError, name, "a Python int of at least 1", value)
 
 
-def scalar(name: str, value, kind) -> None:
+def scalar(name: str, value, family) -> None:
   """Accepts an integer scalar for np.integer, else a float or Python int."""
-  expected = "an integer scalar" if kind is np.integer else "a float scalar"
+  expected = "an integer scalar" if family is np.integer else "a float scalar"
   # A bool is an int in Python, but as an argument it is a mistake.
   if isinstance(value, bool):
     fits = False
   elif isinstance(value, (int, float)):
-    fits = isinstance(value, int) or kind is np.floating
+    fits = isinstance(value, int) or family is np.floating
   else:
     is_array_like = isinstance(value, (jax.Array, np.ndarray, np.generic))
-    fits = is_array_like and jnp.issubdtype(value.dtype, kind)
+    fits = is_array_like and jnp.issubdtype(value.dtype, family)
   if not fits:
     refuse(TypeError, name, expected, value)
   if np.ndim(value) != 0:
     refuse(ValueError, name, expected, value)
-  if kind is np.integer and isinstance(value, (int, np.integer)):
+  if family is np.integer and isinstance(value, (int, np.integer)):
     if not -_INT32_MAX <= value <= _INT32_MAX:
       refuse(ValueError, name, f"{expected} that fits int32", value)
 

@@ -42,22 +42,22 @@ def copy_pages(
     Array([0., 3., 2., 3.], dtype=float32)
   """
   check.pool("pages", pages)
-  total = pages.shape[0]
+  num_pages = pages.shape[0]
   check.count("num_layers", num_layers)
-  if total % num_layers != 0:
-    expected = f"a divisor of the pool's {total} pages"
+  if num_pages % num_layers != 0:
+    expected = f"a divisor of the pool's {num_pages} pages"
     check.refuse(ValueError, "num_layers", expected, num_layers)
   check.vector("src", src, None)
   check.vector("dst", dst, src.size)
   check.same_devices("pages", pages, src=src, dst=dst)
-  per_layer = total // num_layers
+  per_layer = num_pages // num_layers
   fits = (src >= 0) & (src < per_layer) & (dst >= 0) & (dst < per_layer)
 
   def copy_layer(layer: jax.Array, pool: jax.Array) -> jax.Array:
-    first = layer * per_layer
+    first_page = layer * per_layer
     # Ids out of range may read any page, because the scatter drops their pairs.
-    content = pool.at[src + first].get(mode="clip")
-    return pool.at[jnp.where(fits, dst + first, total)].set(
+    content = pool.at[src + first_page].get(mode="clip")
+    return pool.at[jnp.where(fits, dst + first_page, num_pages)].set(
       content, mode="drop"
     )
 
@@ -67,10 +67,7 @@ def copy_pages(
 
 
 def gather_pages(
-  pages: jax.Array,
-  page_table: jax.Array,
-  *,
-  page_offset: jax.Array | int = 0,
+  pages: jax.Array, page_table: jax.Array, *, page_offset: jax.Array | int = 0
 ) -> jax.Array:
   """Gathers the pages of each sequence into one dense array.
 
@@ -90,12 +87,12 @@ def gather_pages(
     "pages", pages, page_table=page_table, page_offset=page_offset
   )
   pages = jnp.asarray(pages)
-  total, kv_heads, _, dim = pages.shape
+  num_pages, kv_heads, _, dim = pages.shape
   ids = page_table + jnp.asarray(page_offset, jnp.int32)
   # Ids are checked before the offset is added, because the offset would turn -1
-  # into a page of the previous layer. An index of `total` reads as zeros.
-  fits = (page_table >= 0) & (page_table < total) & (ids >= 0)
+  # into a page of the previous layer. An index of `num_pages` reads as zeros.
+  fits = (page_table >= 0) & (page_table < num_pages) & (ids >= 0)
   tiles = load(
-    pages.at[jnp.where(fits, ids, total)].get(mode="fill", fill_value=0)
+    pages.at[jnp.where(fits, ids, num_pages)].get(mode="fill", fill_value=0)
   )
   return tiles.swapaxes(2, 3).reshape(page_table.shape[0], -1, kv_heads, dim)

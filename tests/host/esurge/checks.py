@@ -5,7 +5,8 @@ from typing import Any
 
 def checked_queue(cache: Any) -> list[int]:
   """Returns a manager's free queue, after a check of all its pages."""
-  pool, queue = cache.page_pool, cache.host.free_queue()
+  pool = cache.page_pool
+  queue = cache.host.free_queue()
   assert len(queue) == len(set(queue)) == pool.get_num_free_pages()
   assert cache.usage == pool.get_usage() == 1 - len(queue) / pool.num_pages
   counts = cache.host.pages.ref_counts()

@@ -22,14 +22,14 @@ class Status(enum.IntEnum):
 class ConstantList(Sequence):
   """A read-only view of a list."""
 
-  def __init__(self, held: list[int]):
-    self._held = held
+  def __init__(self, items: list[int]):
+    self._items = items
 
   def __getitem__(self, item: Any) -> Any:
-    return self._held[item]
+    return self._items[item]
 
   def __len__(self) -> int:
-    return len(self._held)
+    return len(self._items)
 
 
 @dataclasses.dataclass
@@ -82,12 +82,12 @@ def full(**fields: Any) -> Any:
   return group(sliding_window=None, attention_chunk_size=None, **fields)
 
 
-def window(size: int, **fields: Any) -> Any:
-  return group(sliding_window=size, **fields)
+def window(num_tokens: int, **fields: Any) -> Any:
+  return group(sliding_window=num_tokens, **fields)
 
 
-def chunk(size: int, **fields: Any) -> Any:
-  return group(attention_chunk_size=size, **fields)
+def chunk(num_tokens: int, **fields: Any) -> Any:
+  return group(attention_chunk_size=num_tokens, **fields)
 
 
 def states(**fields: Any) -> Any:

@@ -10,7 +10,7 @@ from tests.host.esurge import easydel
 PAGE, LONGEST = 4, 64
 
 
-def _spec(kind: str, **fields: Any) -> Any:
+def _spec(spec_name: str, **fields: Any) -> Any:
   interface = easydel.module("core.interface")
   common = {
     "page_size": PAGE,
@@ -19,9 +19,9 @@ def _spec(kind: str, **fields: Any) -> Any:
     "dtype": jnp.float32,
     "use_mla": False,
   }
-  if kind == "Mamba":
+  if spec_name == "MambaSpec":
     common = {"shapes": ((4,),), "dtype": jnp.float32}
-  spec = getattr(interface, f"{kind}Spec" if kind == "Mamba" else kind)
+  spec = getattr(interface, spec_name)
   return interface.CacheGroupSpec(spec(**common | fields))
 
 
@@ -29,16 +29,16 @@ def full(**fields: Any) -> Any:
   return _spec("FullAttentionSpec", **fields)
 
 
-def window(size: int, **fields: Any) -> Any:
-  return _spec("SlidingWindowSpec", sliding_window=size, **fields)
+def window(num_tokens: int, **fields: Any) -> Any:
+  return _spec("SlidingWindowSpec", sliding_window=num_tokens, **fields)
 
 
-def chunk(size: int) -> Any:
-  return _spec("ChunkedLocalAttentionSpec", attention_chunk_size=size)
+def chunk(num_tokens: int) -> Any:
+  return _spec("ChunkedLocalAttentionSpec", attention_chunk_size=num_tokens)
 
 
 def states() -> Any:
-  return _spec("Mamba", page_size=LONGEST)
+  return _spec("MambaSpec", page_size=LONGEST)
 
 
 @dataclasses.dataclass
@@ -80,8 +80,8 @@ class Run:
     made = easydel.module("scheduler." + name)
     parent = easydel.module("scheduler.scheduler")
     interface = easydel.module("core.interface")
-    before, groups = parent.CacheManager, load.groups()
-    parent.CacheManager = manager or before
+    own_class = parent.CacheManager
+    parent.CacheManager = manager or own_class
     try:
       make = made.AsyncScheduler if load.ahead else made.Scheduler
       self.scheduler = make(
@@ -106,10 +106,12 @@ class Run:
             else None
           ),
         ),
-        kv_cache_config=interface.CacheGroupsConfig(load.num_pages, groups),
+        kv_cache_config=interface.CacheGroupsConfig(
+          load.num_pages, load.groups()
+        ),
       )
     finally:
-      parent.CacheManager = before
+      parent.CacheManager = own_class
     self.cache = self.scheduler.kv_cache_manager
 
   def add(self, name: str, prompt: list[int], **fields: Any) -> None:
@@ -147,7 +149,7 @@ class Run:
   def update(self, scheduled: Any, sampled: dict[str, list[int]]) -> Any:
     names = list(scheduled.num_scheduled_tokens)
     outputs = easydel.module("outputs")
-    found = self.scheduler.update_from_output(
+    by_client = self.scheduler.update_from_output(
       scheduled,
       outputs.ModelRunnerOutput(
         req_ids=names,
@@ -159,8 +161,8 @@ class Run:
       ),
     )
     return {
-      client: [dataclasses.asdict(one) for one in outs.outputs]
-      for client, outs in found.items()
+      client: [dataclasses.asdict(output) for output in outs.outputs]
+      for client, outs in by_client.items()
     }
 
 
@@ -170,24 +172,25 @@ def plain(value: Any) -> Any:
     names = [field.name for field in dataclasses.fields(value)]
     return {name: plain(getattr(value, name)) for name in names}
   if isinstance(value, dict):
-    return {key: plain(one) for key, one in value.items()}
+    return {key: plain(item) for key, item in value.items()}
   if isinstance(value, list | tuple) or hasattr(value, "_x"):
-    return [plain(one) for one in value]
+    return [plain(item) for item in value]
   return value
 
 
-def emitting(run: Run, scheduled: Any, before: dict[str, int]) -> set[str]:
-  """The requests scheduled whose tokens are all computed with this step.
+def emitting(run: Run, scheduled: Any, num_awaited: dict[str, int]) -> set[str]:
+  """Returns the scheduled requests whose tokens are all computed.
 
   Args:
     run: the scheduler.
-    scheduled: what it gave.
-    before: tokens that were still to come before, by request.
+    scheduled: its output.
+    num_awaited: output tokens that were in flight before, by request.
   """
-  requests, names = run.scheduler.requests, set()
+  requests = run.scheduler.requests
+  names = set()
   for name in scheduled.num_scheduled_tokens:
-    one = requests[name]
-    awaited = one.num_output_placeholders > before.get(name, 0)
-    if awaited or one.num_computed_tokens == one.num_tokens:
+    request = requests[name]
+    awaited = request.num_output_placeholders > num_awaited.get(name, 0)
+    if awaited or request.num_computed_tokens == request.num_tokens:
       names.add(name)
   return names

@@ -13,7 +13,7 @@ from tests.host.esurge.requests import admit
 from tests.tools.interrupts import interrupted
 
 EVERY = 26
-"""Without --deep, one point of so many is tried."""
+"""Without --deep, one point of `EVERY` is tried."""
 NAMES = ("a", "b", "c", "new", "lost")
 
 
@@ -66,14 +66,16 @@ CALLS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
-def test_every_call(name, pytestconfig):
+def test_interrupted_calls_are_atomic(name, pytestconfig):
   is_deep = pytestconfig.getoption("deep")
   call = CALLS[name]
-  (before, _), (after, requests) = make(), make()
-  call(after, requests)
-  outcomes = [state_of(before), state_of(after)]
+  old_cache, _ = make()
+  new_cache, requests = make()
+  call(new_cache, requests)
+  outcomes = [state_of(old_cache), state_of(new_cache)]
   assert outcomes[0] != outcomes[1]
-  point, reached = 1, set()
+  point = 1
+  reached = set()
   while True:
     cache, requests = make()
     if not interrupted(lambda m=cache, r=requests: call(m, r), point):

@@ -24,127 +24,138 @@ from tests.host.esurge.requests import states
 from tests.host.esurge.requests import window
 
 
+@pytest.fixture
+def cache():
+  return manager()
+
+
 class TestOneRequest:
-  def test_admit_decode_free_and_again(self):
-    cache, one = manager(), EngineRequest("a", range(9))
-    assert admit(cache, one) == (([],), 0, ([1, 2, 3],))
-    assert decode(cache, one, [9, 10, 11]) == ([],)
-    assert decode(cache, one, [12]) == ([4],)
+  def test_freed_pages_are_hit_again(self, cache):
+    req_a = EngineRequest("a", range(9))
+    assert admit(cache, req_a) == (([],), 0, ([1, 2, 3],))
+    assert decode(cache, req_a, [9, 10, 11]) == ([],)
+    assert decode(cache, req_a, [12]) == ([4],)
     assert cache.get_page_ids("a") == ([1, 2, 3, 4],)
-    leave(cache, one)
+    leave(cache, req_a)
     # The last page is evicted first, and all are behind the free pages.
     assert checked_queue(cache) == [*range(5, 40), 4, 3, 2, 1]
     assert cache.get_page_ids("a") == ([],)
-    again = EngineRequest("b", range(13))
-    assert admit(cache, again) == (([1, 2, 3],), 12, ([5],))
+    req_b = EngineRequest("b", range(13))
+    assert admit(cache, req_b) == (([1, 2, 3],), 12, ([5],))
     checked_queue(cache)
 
-  def test_positions_are_those_of_esurge(self):
-    cache, one = manager(), EngineRequest("a", range(9))
-    pages, num_found = cache.get_computed_pages(one)
-    new = cache.allocate_slots(one, 9, num_found, pages, 8, True, None, None)
+  def test_positional_arguments_are_those_of_esurge(self, cache):
+    req = EngineRequest("a", range(9))
+    pages, num_found = cache.get_computed_pages(req)
+    new = cache.allocate_slots(req, 9, num_found, pages, 8, True, None, None)
     assert new.get_page_ids() == ([1, 2, 3, 4, 5],)
     # The sixth argument delays publishing.
     assert new.get_unhashed_page_ids() == [1, 2, 3, 4, 5]
     assert len(cache.page_pool.cached_page_hash_to_page) == 0
-    cache.cache_pages(one, 9)
+    cache.cache_pages(req, 9)
     assert cache.host.cached_page_ids() == {1, 2}
-    cache.cache_pages(one, 4)
+    cache.cache_pages(req, 4)
     assert cache.host.cached_page_ids() == {1, 2}
 
-  def test_no_room(self):
-    cache, one = manager(num_pages=4), EngineRequest("a", range(13))
-    assert admit(cache, one) == (([],), 0, None)
+  def test_too_few_pages_change_nothing(self):
+    cache = manager(num_pages=4)
+    req = EngineRequest("a", range(13))
+    assert admit(cache, req) == (([],), 0, None)
     assert cache.get_page_ids("a") == ([],)
     assert checked_queue(cache) == [1, 2, 3]
 
-  def test_a_part_of_a_prompt_fits(self):
-    """The whole sequence does not fit, and is not checked."""
-    cache, one = manager(num_pages=4), EngineRequest("a", range(20))
-    assert admit(cache, one, new=8)[2] == ([1, 2],)
+  def test_parts_of_a_prompt_are_allocated(self):
+    """The sequence does not fit, but its first 8 tokens do."""
+    cache = manager(num_pages=4)
+    req = EngineRequest("a", range(20))
+    assert admit(cache, req, new=8)[2] == ([1, 2],)
 
-  def test_prompt_logprobs_find_nothing_and_are_found(self):
-    cache, one = manager(), EngineRequest("a", range(9))
-    one.sampling_params = types.SimpleNamespace(prompt_logprobs=1)
-    assert admit(cache, one)[1] == 0
-    two = EngineRequest("b", range(9))
-    assert admit(cache, two)[:2] == (([1, 2],), 8)
-    three = EngineRequest("c", range(9))
-    three.sampling_params = one.sampling_params
-    assert admit(cache, three)[:2] == (([],), 0)
+  def test_requests_with_prompt_logprobs_have_no_hits(self, cache):
+    req_a = EngineRequest("a", range(9))
+    req_a.sampling_params = types.SimpleNamespace(prompt_logprobs=1)
+    assert admit(cache, req_a)[1] == 0
+    req_b = EngineRequest("b", range(9))
+    assert admit(cache, req_b)[:2] == (([1, 2],), 8)
+    req_c = EngineRequest("c", range(9))
+    req_c.sampling_params = req_a.sampling_params
+    assert admit(cache, req_c)[:2] == (([],), 0)
 
-  def test_a_request_may_have_no_sampling_params(self):
-    cache, one = manager(), EngineRequest("a", range(9), sampling_params=None)
-    assert admit(cache, one)[2] == ([1, 2, 3],)
+  def test_requests_without_sampling_params(self, cache):
+    req = EngineRequest("a", range(9), sampling_params=None)
+    assert admit(cache, req)[2] == ([1, 2, 3],)
 
-  def test_requests_of_this_library(self):
-    cache = manager()
-    one = Request("a", list(range(9)), cache_salt="s")
-    assert cache.allocate_slots(one, 9).get_page_ids() == ([1, 2, 3],)
+  def test_requests_of_this_library(self, cache):
+    req = Request("a", list(range(9)), cache_salt="s")
+    assert cache.allocate_slots(req, 9).get_page_ids() == ([1, 2, 3],)
     assert cache.get_computed_pages(Request("b", list(range(9))))[1] == 0
     salted = Request("b", list(range(9)), cache_salt="s")
     assert cache.get_computed_pages(salted)[1] == 8
 
-  def test_counted_without_pages(self):
-    """Its scheduler counts on for one that it preempts in the same step."""
-    cache, one = manager(), EngineRequest("a", range(9))
-    one.num_computed_tokens = 5
+  def test_computed_tokens_without_pages(self, cache):
+    """ESurge's scheduler counts tokens of a request that it has preempted."""
+    req = EngineRequest("a", range(9))
+    req.num_computed_tokens = 5
     empty = cache.create_empty_page_list()
-    assert cache.allocate_slots(one, 4, 0, empty).get_page_ids() == ([1, 2, 3],)
+    assert cache.allocate_slots(req, 4, 0, empty).get_page_ids() == ([1, 2, 3],)
     assert cache.get_computed_pages(EngineRequest("b", range(9)))[1] == 8
 
 
 @pytest.mark.slow
 class TestGroups:
-  def test_a_window_gives_pages_back(self):
-    cache, one = manager(window(5)), EngineRequest("a", range(12))
-    admit(cache, one)
-    assert decode(cache, one, [12]) == ([4],)
+  def test_windows_free_their_pages(self):
+    cache = manager(window(5))
+    req = EngineRequest("a", range(12))
+    admit(cache, req)
+    assert decode(cache, req, [12]) == ([4],)
     assert cache.get_page_ids("a") == ([0, 0, 3, 4],)
     assert checked_queue(cache)[-2:] == [2, 1]
 
-  def test_a_window_hits_behind_null_pages(self):
-    cache, one = manager(window(5)), EngineRequest("a", range(12))
-    admit(cache, one)
-    leave(cache, one)
+  def test_windows_hit_after_null_pages(self):
+    cache = manager(window(5))
+    req = EngineRequest("a", range(12))
+    admit(cache, req)
+    leave(cache, req)
     pages, num_found = cache.get_computed_pages(EngineRequest("b", range(13)))
     assert (pages.get_page_ids(), num_found) == (([0, 0, 3],), 12)
 
   def test_full_attention_and_a_window(self):
     cache = manager(full(), window(5))
-    one, two = EngineRequest("a", range(12)), EngineRequest("b", range(13))
-    assert admit(cache, one)[2] == ([1, 2, 3], [4, 5, 6])
-    assert admit(cache, two) == (([1, 2, 3], [0, 0, 6]), 12, ([7], [8]))
+    req = EngineRequest("a", range(12))
+    req_b = EngineRequest("b", range(13))
+    assert admit(cache, req)[2] == ([1, 2, 3], [4, 5, 6])
+    assert admit(cache, req_b) == (([1, 2, 3], [0, 0, 6]), 12, ([7], [8]))
 
-  def test_a_chunk_keeps_its_last_full_page(self):
-    """Until the next one is full, though no token attends to it."""
-    cache, one = manager(full(), chunk(8)), EngineRequest("a", range(8))
-    admit(cache, one)
-    decode(cache, one, [8])
+  def test_chunks_keep_their_last_full_page(self):
+    """A chunk's last page is held, unread, until the next one is full."""
+    cache = manager(full(), chunk(8))
+    req_a = EngineRequest("a", range(8))
+    admit(cache, req_a)
+    decode(cache, req_a, [8])
     assert cache.get_page_ids("a")[1] == [0, 4, 6]
-    decode(cache, one, [9, 10, 11])
+    decode(cache, req_a, [9, 10, 11])
     assert cache.get_page_ids("a")[1] == [0, 4, 6]
-    decode(cache, one, [12])
+    decode(cache, req_a, [12])
     assert cache.get_page_ids("a")[1] == [0, 0, 6, 8]
 
-  def test_a_chunk_without_caching_keeps_none(self):
+  def test_chunks_without_caching_keep_no_page(self):
     cache = manager(full(), chunk(8), enable_caching=False)
-    one = EngineRequest("a", range(8))
-    admit(cache, one)
-    decode(cache, one, [8])
+    req = EngineRequest("a", range(8))
+    admit(cache, req)
+    decode(cache, req, [8])
     assert cache.get_page_ids("a")[1] == [0, 0, 6]
 
-  def test_a_chunk_that_hits_needs_no_kept_page(self):
+  def test_chunks_hit_without_a_kept_page(self):
     cache = manager(full(), chunk(8))
     admit(cache, EngineRequest("a", range(8)))
-    two = EngineRequest("b", range(9))
-    assert admit(cache, two)[:2] == (([1, 2], [0, 0]), 8)
+    req = EngineRequest("b", range(9))
+    assert admit(cache, req)[:2] == (([1, 2], [0, 0]), 8)
 
   def test_states_have_one_page(self):
-    cache, one = manager(full(), states()), EngineRequest("a", range(9))
-    assert admit(cache, one)[2] == ([1, 2, 3], [4])
-    assert decode(cache, one, range(30)) == ([*range(5, 12)], [])
-    leave(cache, one)
+    cache = manager(full(), states())
+    req = EngineRequest("a", range(9))
+    assert admit(cache, req)[2] == ([1, 2, 3], [4])
+    assert decode(cache, req, range(30)) == ([*range(5, 12)], [])
+    leave(cache, req)
     # No lookup can find a state.
     assert admit(cache, EngineRequest("b", range(9)))[1] == 0
 
@@ -155,34 +166,34 @@ class TestGroups:
 
   def test_no_groups(self):
     cache = CacheManager(40, [], LONGEST)
-    one = EngineRequest("a", range(9))
+    req = EngineRequest("a", range(9))
     assert not cache.enable_caching
-    assert admit(cache, one) == ((), 0, ())
+    assert admit(cache, req) == ((), 0, ())
     assert cache.get_page_ids("a") == ()
     assert cache.create_empty_page_list().pages == ()
-    cache.cache_pages(one, 9)
-    assert cache.get_num_common_prefix_pages(one, 1) == []
-    leave(cache, one)
+    cache.cache_pages(req, 9)
+    assert cache.get_num_common_prefix_pages(req, 1) == []
+    leave(cache, req)
     assert cache.page_pool.get_num_free_pages() == 39
 
-  def test_kinds_of_this_library(self):
+  def test_group_classes_of_this_library(self):
     kinds = [FullAttention(page_size=4), SlidingWindow(5, page_size=4)]
     cache = manager(*kinds)
-    one = EngineRequest("a", range(5))
-    assert admit(cache, one)[2] == ([1, 2], [3, 4])
-    assert cache.get_num_common_prefix_pages(one, 1) == [2, 0]
+    req = EngineRequest("a", range(5))
+    assert admit(cache, req)[2] == ([1, 2], [3, 4])
+    assert cache.get_num_common_prefix_pages(req, 1) == [2, 0]
 
-  def test_caching_is_off(self):
+  def test_managers_without_caching(self):
     cache = manager(full(), window(5), enable_caching=False)
-    one = EngineRequest("a", range(9))
-    assert admit(cache, one)[2] == ([1, 2, 3], [4, 5, 6])
-    cache.cache_pages(one, 9)
-    assert cache.get_num_common_prefix_pages(one, 1) == [0, 0]
-    leave(cache, one)
+    req = EngineRequest("a", range(9))
+    assert admit(cache, req)[2] == ([1, 2, 3], [4, 5, 6])
+    cache.cache_pages(req, 9)
+    assert cache.get_num_common_prefix_pages(req, 1) == [0, 0]
+    leave(cache, req)
     assert admit(cache, EngineRequest("b", range(9)))[1] == 0
     assert len(cache.page_pool.cached_page_hash_to_page) == 0
 
-  def test_a_draft_model_computes_the_last_page_again(self):
+  def test_draft_models_recompute_the_last_page(self):
     cache = manager(use_eagle=True)
     admit(cache, EngineRequest("a", range(12)))
     assert admit(cache, EngineRequest("b", range(13)))[:2] == (([1, 2],), 8)
@@ -190,65 +201,63 @@ class TestGroups:
 
 @pytest.mark.slow
 class TestDifferences:
-  def test_a_window_within_a_page(self):
-    """The hashes started over behind it: strangers had a hit."""
+  def test_windows_within_a_page_hit_only_equal_prefixes(self):
+    """In eSurge, hashes restart after freed pages, so other sequences hit."""
     cache = manager(window(4))
-    one = EngineRequest("a", range(8))
-    admit(cache, one)
+    req = EngineRequest("a", range(8))
+    admit(cache, req)
     for token in range(8, 16):
-      decode(cache, one, [token])
+      decode(cache, req, [token])
     stranger = EngineRequest("b", [*range(12, 16), 1])
     assert admit(cache, stranger)[1] == 0
     second_turn = EngineRequest("c", range(17))
     assert admit(cache, second_turn)[1] == 16
 
-  def test_pages_of_two_sizes(self):
-    """Half of a large page's tokens were enough for a hit."""
+  def test_large_pages_are_hit_only_if_full(self):
+    """In eSurge, a large page is hit if half of its tokens match."""
     cache = manager(full(), window(8, page_size=8))
     admit(cache, EngineRequest("a", range(16)))
     half = EngineRequest("b", [*range(12), 90, 91, 92, 93, 94])
     assert admit(cache, half)[1] == 8
-    same = EngineRequest("c", range(17))
-    assert admit(cache, same)[1] == 16
+    req = EngineRequest("c", range(17))
+    assert admit(cache, req)[1] == 16
 
-  def test_the_output_behind_an_image(self):
-    """It was hashed without the image, so a second turn missed it."""
-    cache = manager()
+  def test_output_after_an_image_is_hit(self, cache):
+    """In eSurge, its hash lacks the image, so a second turn misses it."""
     image = [Feature("cat", Place(2, 3))]
-    one = EngineRequest("a", range(8), mm_features=image)
-    admit(cache, one)
-    decode(cache, one, range(8, 12))
+    req = EngineRequest("a", range(8), mm_features=image)
+    admit(cache, req)
+    decode(cache, req, range(8, 12))
     second = EngineRequest("b", range(13), mm_features=image)
     assert admit(cache, second)[1] == 12
     dog = [Feature("dog", Place(2, 3))]
     assert admit(cache, EngineRequest("c", range(13), mm_features=dog))[1] == 0
 
-  def test_an_image_that_is_anywhere(self):
-    cache = manager()
+  def test_images_without_a_position(self, cache):
     admit(cache, EngineRequest("a", range(9), mm_features=[Feature("cat")]))
     for name, hit in (("cat", 8), ("dog", 0)):
       request = EngineRequest("b", range(9), mm_features=[Feature(name)])
       assert cache.get_computed_pages(request)[1] == hit
 
-  def test_pixels_without_a_name(self):
-    one = EngineRequest("a", range(9), pixel_values=np.zeros(2))
+  def test_pixels_without_a_hash_are_refused(self):
+    req = EngineRequest("a", range(9), pixel_values=np.zeros(2))
     with pytest.raises(ValueError, match="`pixel_values` of 'a' must come"):
-      manager().get_computed_pages(one)
+      manager().get_computed_pages(req)
 
-  def test_a_chunk_alone_finds_nothing_in_nothing(self):
+  def test_chunks_in_an_empty_cache_have_no_hit(self):
     cache = manager(chunk(8))
     assert cache.get_computed_pages(EngineRequest("a", range(20)))[1] == 0
 
-  def test_the_null_page_is_not_counted(self):
-    cache, one = manager(window(5)), EngineRequest("a", range(20))
-    admit(cache, one)
-    decode(cache, one, range(4))
-    leave(cache, one)
+  def test_null_page_has_no_references(self):
+    cache = manager(window(5))
+    req = EngineRequest("a", range(20))
+    admit(cache, req)
+    decode(cache, req, range(4))
+    leave(cache, req)
     assert cache.host.pages.ref_counts([0]) == [0]
 
-  def test_a_second_manager_changes_nothing(self):
-    """The first hash was drawn anew, for all managers."""
-    cache = manager()
+  def test_second_managers_keep_the_hashes(self, cache):
+    """A new manager of eSurge replaces the first hash of all managers."""
     admit(cache, EngineRequest("a", range(9)))
     manager()
     assert admit(cache, EngineRequest("b", range(9)))[1] == 8
@@ -262,42 +271,39 @@ class TestReports:
     assert cache.kv_cache_groups == groups
     assert cache.enable_caching and cache.use_eagle
 
-  def test_the_state_for_jitted_loops(self):
-    cache = manager()
+  def test_state_of_the_host_manager(self, cache):
     admit(cache, EngineRequest("a", range(9)))
     assert int(cache.host.state.num_pages.sum()) == 3
 
-  def test_usage_counts_the_null_page(self):
-    cache = manager()
+  def test_usage_counts_the_null_page(self, cache):
     assert cache.usage == pytest.approx(1 / 40)
     admit(cache, EngineRequest("a", range(9)))
     assert cache.usage == pytest.approx(4 / 40)
 
-  def test_common_prefix_pages_are_those_with_many_references(self):
-    """They need not be common to the same requests."""
-    cache = manager()
+  def test_common_prefix_pages_are_counted_by_references(self, cache):
+    """Pages count by their references, whichever requests hold them."""
     requests = [EngineRequest(name, range(9)) for name in "abc"]
-    for one in requests:
-      admit(cache, one)
+    for req in requests:
+      admit(cache, req)
     counts = [
       cache.get_num_common_prefix_pages(requests[0], n) for n in (0, 1, 3, 4)
     ]
     assert counts == [[3], [3], [2], [0]]
 
-  def test_common_prefix_pages_of_one_that_waits(self):
+  def test_common_prefix_pages_of_a_waiting_request_are_refused(self):
     with pytest.raises(ValueError, match="`status` of 'a' must be RUNNING"):
       manager().get_num_common_prefix_pages(EngineRequest("a", []), 1)
 
-  def test_reset(self):
-    cache, one = manager(), EngineRequest("a", range(9))
-    admit(cache, one)
+  def test_reset(self, cache):
+    req = EngineRequest("a", range(9))
+    admit(cache, req)
     assert not cache.reset_prefix_cache()
-    cache.free(one)
+    cache.free(req)
     assert cache.reset_prefix_cache()
     assert cache.get_computed_pages(EngineRequest("b", range(9)))[1] == 0
 
 
-class TestRefused:
+class TestErrors:
   @pytest.mark.parametrize(
     "fields",
     [
@@ -306,59 +312,59 @@ class TestRefused:
       {"dp_shard_hint": 0, "data_parallel_size": 4},
     ],
   )
-  def test_shards(self, fields):
-    cache, one = manager(), EngineRequest("a", range(9))
+  def test_shards_are_refused(self, fields, cache):
+    req = EngineRequest("a", range(9))
     for call in (
-      lambda: cache.get_computed_pages(one, **fields),
-      lambda: cache.allocate_slots(one, 9, **fields),
+      lambda: cache.get_computed_pages(req, **fields),
+      lambda: cache.allocate_slots(req, 9, **fields),
       lambda: cache.page_pool.get_new_pages(1, **fields),
     ):
       with pytest.raises(ValueError, match="a CacheManager for each shard"):
         call()
 
-  def test_one_shard_is_no_shard(self):
-    cache, one = manager(), EngineRequest("a", range(9))
+  def test_one_shard_is_served(self, cache):
+    req = EngineRequest("a", range(9))
     fields = {"dp_shard_hint": 0, "data_parallel_size": 1}
-    cache.get_computed_pages(one, **fields)
-    assert cache.allocate_slots(one, 9, **fields) is not None
+    cache.get_computed_pages(req, **fields)
+    assert cache.allocate_slots(req, 9, **fields) is not None
 
-  def test_pages_that_cannot_be_divided_are_in_no_shards(self):
-    cache, one = manager(), EngineRequest("a", range(9))
+  def test_indivisible_pages_have_no_shards(self, cache):
+    req = EngineRequest("a", range(9))
     fields = {"dp_shard_hint": 2, "data_parallel_size": 3}
-    cache.get_computed_pages(one, **fields)
-    assert cache.allocate_slots(one, 9, **fields) is not None
+    cache.get_computed_pages(req, **fields)
+    assert cache.allocate_slots(req, 9, **fields) is not None
 
-  def test_no_new_token(self):
+  def test_no_new_token_is_refused(self):
     with pytest.raises(ValueError, match="`num_new_tokens` must be at least 1"):
       manager().allocate_slots(EngineRequest("a", range(9)), 0)
 
-  def test_a_sequence_that_is_too_long(self):
+  def test_sequences_beyond_the_limit_are_refused(self):
     with pytest.raises(ValueError, match="`max_model_len` is 64"):
       manager().allocate_slots(EngineRequest("a", range(9)), 65)
 
-  def test_pages_that_no_lookup_found(self):
-    cache, one = manager(), EngineRequest("a", range(9))
-    admit(cache, one)
-    other = EngineRequest("b", range(50, 59))
+  def test_pages_of_other_tokens_are_refused(self, cache):
+    req_a = EngineRequest("a", range(9))
+    admit(cache, req_a)
+    req_b = EngineRequest("b", range(50, 59))
     pages = cache.get_computed_pages(EngineRequest("c", range(9)))[0]
     with pytest.raises(ValueError, match="must hold the tokens"):
-      cache.allocate_slots(other, 1, 8, pages)
+      cache.allocate_slots(req_b, 1, 8, pages)
 
-  def test_too_many_requests(self):
+  def test_too_many_requests_are_refused(self):
     cache = manager(max_requests=1)
     admit(cache, EngineRequest("a", range(9)))
     with pytest.raises(RuntimeError, match="`max_requests` must be more"):
       admit(cache, EngineRequest("b", range(9)))
 
-  def test_a_request_without_pages_is_not_published(self):
+  def test_requests_without_pages_are_not_cached(self):
     with pytest.raises(KeyError, match="'a' holds no page"):
       manager().cache_pages(EngineRequest("a", range(9)), 8)
 
   @pytest.mark.parametrize("group", [3, types.SimpleNamespace(page_size=4)])
-  def test_groups(self, group):
+  def test_unknown_groups_are_refused(self, group):
     with pytest.raises(TypeError, match="`kv_cache_groups` must hold"):
       manager(group)
 
-  def test_a_group_without_a_page_size(self):
+  def test_groups_without_a_page_size_are_refused(self):
     with pytest.raises(ValueError, match="page_size"):
       manager(FullAttention())

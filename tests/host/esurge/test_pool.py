@@ -30,7 +30,7 @@ class TestPages:
     assert cache.host.pages.ref_counts() == [0, 1, 1, 1, 0]
     assert checked_queue(cache) == [4]
 
-  def test_free_and_touch(self):
+  def test_free_and_touched_pages_change_the_queue(self):
     cache = manager(num_pages=5)
     pool = cache.page_pool
     pool.get_new_pages(3)
@@ -41,33 +41,33 @@ class TestPages:
     pool.free_pages(iter([3, 2, 0, 3]))
     assert checked_queue(cache) == [4, 1, 2, 3]
 
-  def test_a_page_that_is_used_again_is_not_cached(self):
+  def test_reused_pages_are_not_cached(self):
     cache = manager(num_pages=5)
-    one = EngineRequest("a", range(17))
-    admit(cache, one, new=16)
+    req = EngineRequest("a", range(17))
+    admit(cache, req, new=16)
     assert len(cache.page_pool.cached_page_hash_to_page) == 4
-    leave(cache, one)
+    leave(cache, req)
     assert cache.page_pool.get_new_pages(1) == [4]
-    assert cache.get_computed_pages(one)[1] == 12
+    assert cache.get_computed_pages(req)[1] == 12
     assert len(cache.page_pool.cached_page_hash_to_page) == 3
 
   def test_equal_pages_have_one_hash(self):
     cache = manager()
-    one, two = EngineRequest("a", range(9)), EngineRequest("b", range(9))
-    for request in (one, two):
-      cache.allocate_slots(request, 9)
+    for name in "ab":
+      cache.allocate_slots(EngineRequest(name, range(9)), 9)
     assert cache.host.cached_page_ids() == {1, 2, 4, 5}
     assert len(cache.page_pool.cached_page_hash_to_page) == 2
 
   def test_reset(self):
-    cache, one = manager(), EngineRequest("a", range(9))
-    admit(cache, one)
+    cache = manager()
+    req = EngineRequest("a", range(9))
+    admit(cache, req)
     assert not cache.page_pool.reset_prefix_cache()
-    leave(cache, one)
+    leave(cache, req)
     order = checked_queue(cache)
     assert cache.page_pool.reset_prefix_cache()
     assert checked_queue(cache) == order
-    assert cache.get_computed_pages(one)[1] == 0
+    assert cache.get_computed_pages(req)[1] == 0
 
 
 class TestBesideRequests:
@@ -75,12 +75,13 @@ class TestBesideRequests:
   def cache(self):
     return manager(full(), window(9), num_pages=20)
 
-  def test_references_of_the_pool_keep_pages(self, cache):
-    pool, one = cache.page_pool, EngineRequest("a", range(9))
-    admit(cache, one)
+  def test_references_of_the_pool_hold_pages(self, cache):
+    pool = cache.page_pool
+    req = EngineRequest("a", range(9))
+    admit(cache, req)
     hit, _ = cache.get_computed_pages(EngineRequest("b", range(9)))
     pool.touch(hit.pages)
-    cache.free(one)
+    cache.free(req)
     assert cache.host.pages.ref_counts([1, 2, 3]) == [1, 1, 0]
     assert checked_queue(cache)[-2:] == [3, 6]
     pool.free_pages(hit.pages[0])
@@ -94,9 +95,9 @@ class TestBesideRequests:
     assert checked_queue(cache)[-6:] == [1, 2, 3, 4, 5, 6]
 
 
-class TestRefused:
+class TestErrors:
   @pytest.mark.parametrize("count", [2, 100, -1])
-  def test_number_of_new_pages(self, count):
+  def test_bad_counts_of_new_pages_are_refused(self, count):
     cache = manager(num_pages=5)
     cache.page_pool.get_new_pages(3)
     with pytest.raises(ValueError, match="`count` must be at"):
@@ -104,7 +105,7 @@ class TestRefused:
     assert checked_queue(cache) == [4]
 
   @pytest.mark.parametrize("pages", [[1, 2, 2], [3], [1, 3], [5]])
-  def test_references_that_the_pool_does_not_hold(self, pages):
+  def test_pages_without_references_are_refused(self, pages):
     """Page 3 is free, page 5 belongs to a request."""
     cache = manager(num_pages=9)
     cache.page_pool.get_new_pages(4)
@@ -115,17 +116,17 @@ class TestRefused:
     assert cache.host.pages.ref_counts() == [0, 1, 1, 0, 1, 1, 0, 0, 0]
     assert checked_queue(cache) == [6, 7, 8, 3]
 
-  def test_pages_of_no_pool(self):
+  def test_unknown_pages_are_refused(self):
     with pytest.raises(ValueError, match="`page_ids` must be 1 to 4"):
       manager(num_pages=5).page_pool.touch(([5],))
 
   @pytest.mark.parametrize("num_pages", [1, 0, -3])
-  def test_too_few_pages(self, num_pages):
+  def test_too_few_pages_are_refused(self, num_pages):
     with pytest.raises(ValueError, match="num_pages` must be at least 2"):
       manager(num_pages=num_pages)
 
 
-def test_threads():
+def test_calls_from_several_threads():
   cache = manager()
   pool = cache.page_pool
 
@@ -141,13 +142,13 @@ def test_threads():
 
 @easydel.needed
 @pytest.mark.parametrize("seed", range(3))
-def test_random_calls_beside_esurge(seed):
+def test_random_calls_equal_esurge(seed):
   """The queues are equal after every call of both pools."""
   random = np.random.default_rng(seed)
   reference = easydel.module("core.page_pool").PagePool(20, True)
   cache = manager(num_pages=20)
   pool = cache.page_pool
-  held: list[int] = []  # a page for each of its references
+  held_pages: list[int] = []  # a page for each of its references
 
   def pages_of(page_ids):
     return [reference.pages[page] for page in page_ids]
@@ -159,21 +160,22 @@ def test_random_calls_beside_esurge(seed):
       page_ids = pool.get_new_pages(count)
       new_pages = reference.get_new_pages(count)
       assert page_ids == [page.page_id for page in new_pages]
-      held += page_ids
+      held_pages += page_ids
     elif name == "touch":
       page_ids = random.choice(np.arange(20), 2, replace=False).tolist()
       pool.touch((page_ids,))
       # eSurge counts the references of the null page.
       page_ids = [page for page in page_ids if page]
       reference.touch((pages_of(page_ids),))
-      held += page_ids
+      held_pages += page_ids
     else:
       # eSurge would queue a page twice that is named twice.
-      page_ids = list(dict.fromkeys(random.permutation(held)[:6].tolist()))
+      page_ids = random.permutation(held_pages)[:6].tolist()
+      page_ids = list(dict.fromkeys(page_ids))
       pool.free_pages(page_ids)
       reference.free_pages(pages_of(page_ids))
       for page in page_ids:
-        held.remove(page)
+        held_pages.remove(page)
     queue = reference.free_page_queue.get_all_free_pages()
     assert checked_queue(cache) == [page.page_id for page in queue]
     counts = [page.ref_cnt for page in reference.pages]

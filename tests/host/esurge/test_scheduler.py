@@ -69,7 +69,7 @@ class Traffic:
     return new
 
   def sampled(self, names: list[str], emitting: set[str]) -> dict[str, Any]:
-    """A token for each request that emits one."""
+    """Returns a token for each request that emits one."""
     tokens = self.random.integers(1, 9, len(names))
     rare = self.random.random(len(names)) < 0.2
     return {
@@ -82,11 +82,12 @@ class Pair:
   """Both schedulers, side by side.
 
   Attributes:
-    seen: what was there to be compared.
+    seen: counts of the compared events, by name.
   """
 
   def __init__(self, load: Load, seed: int):
-    self.load, self.traffic = load, Traffic(seed)
+    self.load = load
+    self.traffic = Traffic(seed)
     self.runs = Run(load, None), Run(load, esurge.CacheManager)
     names = "scheduled", "hits", "preempted", "aborted", "done", "refused"
     self.seen = dict.fromkeys(names, 0)
@@ -97,8 +98,9 @@ class Pair:
       for run in self.runs:
         run.add(name, prompt, **fields)
     requests = self.runs[0].scheduler.requests
-    before = {
-      name: one.num_output_placeholders for name, one in requests.items()
+    num_awaited = {
+      name: request.num_output_placeholders
+      for name, request in requests.items()
     }
     outputs = [run.schedule() for run in self.runs]
     assert plain(outputs[0]) == plain(outputs[1])
@@ -106,16 +108,18 @@ class Pair:
       self.seen["refused"] += 1
       return
     count(self.seen, outputs[0])
-    self.in_flight.append((outputs, emitting(self.runs[0], outputs[0], before)))
+    self.in_flight.append(
+      (outputs, emitting(self.runs[0], outputs[0], num_awaited))
+    )
     if len(self.in_flight) > self.load.ahead:
       self.update()
-    known = [sorted(run.scheduler.requests) for run in self.runs]
-    assert known[0] == known[1]
+    names = [sorted(run.scheduler.requests) for run in self.runs]
+    assert names[0] == names[1]
     if self.traffic.random.random() < 0.05:
-      self.abort_one(known[0])
+      self.abort_one(names[0])
 
   def update(self) -> None:
-    """Tells both the tokens of the oldest step in flight."""
+    """Gives both schedulers the tokens of the oldest step in flight."""
     outputs, names = self.in_flight.pop(0)
     names &= self.runs[0].scheduler.requests.keys()
     sampled = self.traffic.sampled([*outputs[0].num_scheduled_tokens], names)
@@ -134,11 +138,11 @@ class Pair:
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_every_output_is_equal(name):
+def test_outputs_equal_esurges_manager(name):
   pair = Pair(LOADS[name], sum(map(ord, name)))
-  for number in range(STEPS):
+  for step in range(STEPS):
     pair.step()
-    if number % 10 == 0:
+    if step % 10 == 0:
       compare(*pair.runs, pair.load)
   print(f"\n{name}: {pair.seen}")
   assert pair.seen["scheduled"] > STEPS
@@ -150,7 +154,8 @@ def test_every_output_is_equal(name):
 
 def compare(reference: Run, run: Run, load: Load) -> None:
   """Compares all pages, but for the differences that are documented."""
-  cache, pool = run.cache, reference.cache.page_pool
+  cache = run.cache
+  pool = reference.cache.page_pool
   queue = pool.free_page_queue.get_all_free_pages()
   assert checked_queue(cache) == [page.page_id for page in queue]
   assert cache.usage == reference.cache.usage
@@ -158,15 +163,15 @@ def compare(reference: Run, run: Run, load: Load) -> None:
   counts = [page.ref_cnt for page in pool.pages]
   assert cache.host.pages.ref_counts()[1:] == counts[1:]
   # Nothing is cached beside states.
-  if not any(hasattr(one.kv_cache_spec, "shapes") for one in load.groups()):
+  if not any(hasattr(group.kv_cache_spec, "shapes") for group in load.groups()):
     num_hashes = len(cache.page_pool.cached_page_hash_to_page)
     assert num_hashes == len(pool.cached_page_hash_to_page)
 
 
-def count(seen: dict[str, int], output: Any) -> None:
-  seen["scheduled"] += len(output.num_scheduled_tokens)
-  seen["preempted"] += len(output.preempted_req_ids)
-  seen["done"] += len(output.finished_req_ids)
-  seen["hits"] += sum(
-    one.num_computed_tokens > 0 for one in output.scheduled_new_reqs
+def count(counts: dict[str, int], output: Any) -> None:
+  counts["scheduled"] += len(output.num_scheduled_tokens)
+  counts["preempted"] += len(output.preempted_req_ids)
+  counts["done"] += len(output.finished_req_ids)
+  counts["hits"] += sum(
+    request.num_computed_tokens > 0 for request in output.scheduled_new_reqs
   )

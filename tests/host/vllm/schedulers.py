@@ -66,17 +66,19 @@ _MODEL = {
 }
 
 
-def full(size=BLOCK):
-  return FullAttentionSpec(block_size=size, **_HEADS)
+def full(block_size=BLOCK):
+  return FullAttentionSpec(block_size=block_size, **_HEADS)
 
 
-def window(tokens, size=BLOCK):
-  return SlidingWindowSpec(block_size=size, sliding_window=tokens, **_HEADS)
+def window(tokens, block_size=BLOCK):
+  return SlidingWindowSpec(
+    block_size=block_size, sliding_window=tokens, **_HEADS
+  )
 
 
-def states(mode="align", size=BLOCK):
+def states(mode="align", block_size=BLOCK):
   return MambaSpec(
-    block_size=size,
+    block_size=block_size,
     shapes=((1, 1),),
     dtypes=(torch.float32,),
     mamba_cache_mode=mode,
@@ -108,14 +110,14 @@ def model_folder() -> Iterator[str]:
   """Makes a model's folder, and lets vLLM run without a GPU."""
   init_none_hash(sha256)
   # Without a GPU vLLM knows its platform only where it was built for CPUs.
-  before = vllm.platforms._current_platform
+  old_platform = vllm.platforms._current_platform
   vllm.platforms._current_platform = CpuPlatform()
   try:
     with tempfile.TemporaryDirectory() as folder:
       (pathlib.Path(folder) / "config.json").write_text(json.dumps(_MODEL))
       yield folder
   finally:
-    vllm.platforms._current_platform = before
+    vllm.platforms._current_platform = old_platform
 
 
 class Side:
@@ -133,11 +135,11 @@ class Side:
     )
     blocks.prefix_cache_retention_interval = setup.retention
     config.cache_config.num_gpu_blocks = setup.num_blocks
-    kind = AsyncScheduler if setup.asynchronous else Scheduler
+    scheduler_class = AsyncScheduler if setup.asynchronous else Scheduler
     with unittest.mock.patch.object(
       scheduler_module, "KVCacheManager", manager
     ):
-      self.scheduler = kind(
+      self.scheduler = scheduler_class(
         vllm_config=config,
         kv_cache_config=blocks,
         block_size=math.lcm(*[spec.block_size for spec in setup.specs]),
@@ -155,8 +157,8 @@ class Side:
       publish=lambda batch: self.events.extend(batch.events)
     )
 
-  def add(self, name, tokens, most, priority):
-    sampling = SamplingParams(max_tokens=most, ignore_eos=True)
+  def add(self, name, tokens, max_tokens, priority):
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     sampling.update_from_generation_config({}, 1)
     hasher = get_request_block_hasher(self.setup.hash_block_size, sha256)
     self.scheduler.add_request(
@@ -225,7 +227,7 @@ def _config(setup, model):
   )
 
 
-def told(output):
+def as_data(output):
   """Returns a scheduler's output for its workers, as data."""
   fields = {
     field.name: getattr(output, field.name)
@@ -235,12 +237,12 @@ def told(output):
     if name == "scheduled_new_reqs":
       fields[name] = [
         (
-          one.req_id,
-          one.prompt_token_ids,
-          one.block_ids,
-          one.num_computed_tokens,
+          new_request.req_id,
+          new_request.prompt_token_ids,
+          new_request.block_ids,
+          new_request.num_computed_tokens,
         )
-        for one in value
+        for new_request in value
       ]
     elif dataclasses.is_dataclass(value):
       fields[name] = dataclasses.asdict(value)
@@ -248,5 +250,5 @@ def told(output):
 
 
 def reaches_end(request):
-  """True if a step computed the last known token of a request."""
+  """Returns True if a step computed the last known token of a request."""
   return request.num_computed_tokens >= request.num_tokens

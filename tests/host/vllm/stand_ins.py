@@ -110,7 +110,7 @@ class Request:
     if self.hashes is not None:
       return self.hashes
     ends = range(BLOCK, self.num_tokens + 1, BLOCK)
-    prefixes = (repr(self.all_token_ids[:end]) for end in ends)
+    prefixes = (repr(self.all_token_ids[:count]) for count in ends)
     return [hashlib.sha256(text.encode()).digest() for text in prefixes]
 
 

@@ -17,8 +17,8 @@ from tests.host.vllm.stand_ins import request
 HASHES = [bytes([n]) * 32 for n in range(1, 12)]
 
 
-def number(block_hash):
-  """As events carry it."""
+def as_integer(block_hash):
+  """Returns the form of a hash in events."""
   return int.from_bytes(block_hash[-8:], "big")
 
 
@@ -27,19 +27,19 @@ def cache():
   return manager(enable_kv_cache_events=True)
 
 
-def test_none_unless_enabled():
+def test_no_events_unless_enabled():
   cache = manager()
   admit(cache, request("a", range(9)))
   assert cache.take_events() == []
   assert manager(enable_caching=False).take_events() == []
 
 
-def test_a_request_and_its_decoding(cache):
-  one = request("a", range(9), hashes=HASHES, session_id="talk")
-  admit(cache, one)
+def test_events_of_a_prompt_and_its_decoding(cache):
+  req = request("a", range(9), hashes=HASHES, session_id="talk")
+  admit(cache, req)
   (stored,) = cache.take_events()
   assert stored == BlockStored(
-    block_hashes=[number(HASHES[0]), number(HASHES[1])],
+    block_hashes=[as_integer(HASHES[0]), as_integer(HASHES[1])],
     parent_block_hash=None,
     token_ids=list(range(8)),
     block_size=4,
@@ -51,24 +51,24 @@ def test_a_request_and_its_decoding(cache):
     kv_cache_spec_kind="full_attention",
     session_id="talk",
   )
-  decode(cache, one, [9, 10])
+  decode(cache, req, [9, 10])
   assert cache.take_events() == []
-  decode(cache, one, [11])
+  decode(cache, req, [11])
   (stored,) = cache.take_events()
-  assert stored.parent_block_hash == number(HASHES[1])
+  assert stored.parent_block_hash == as_integer(HASHES[1])
   assert stored.token_ids == [8, 9, 10, 11]
 
 
-def test_what_is_evicted_and_cleared(cache):
-  one = request("a", range(9), hashes=HASHES)
-  admit(cache, one)
-  cache.free(one)
+def test_events_of_evictions_and_a_reset(cache):
+  req = request("a", range(9), hashes=HASHES)
+  admit(cache, req)
+  cache.free(req)
   admit(cache, request("b", range(50, 87), hashes=HASHES[::-1]))
   stored, *removed, new = cache.take_events()
-  assert [type(one) for one in removed] == [BlockRemoved] * 2
-  assert [one.block_hashes for one in removed] == [
-    [number(HASHES[1])],
-    [number(HASHES[0])],
+  assert [type(event) for event in removed] == [BlockRemoved] * 2
+  assert [event.block_hashes for event in removed] == [
+    [as_integer(HASHES[1])],
+    [as_integer(HASHES[0])],
   ]
   assert len(stored.block_hashes) == 2 and len(new.block_hashes) == 9
   cache.free(request("b", []))
@@ -79,15 +79,15 @@ def test_what_is_evicted_and_cleared(cache):
 
 
 @pytest.mark.slow
-def test_more_events_than_are_read_at_once():
+def test_more_events_than_one_read():
   cache = manager(num_blocks=16, enable_kv_cache_events=True)
   for turn in range(40):
-    one = request(f"{turn}", [turn] * 60)
-    admit(cache, one)
-    cache.free(one)
+    req = request(f"{turn}", [turn] * 60)
+    admit(cache, req)
+    cache.free(req)
   events = cache.take_events()
-  assert sum(isinstance(one, BlockStored) for one in events) == 40
-  assert sum(isinstance(one, BlockRemoved) for one in events) == 39 * 15
+  assert sum(isinstance(event, BlockStored) for event in events) == 40
+  assert sum(isinstance(event, BlockRemoved) for event in events) == 39 * 15
 
 
 def test_hashes_as_bytes(cache, monkeypatch):
@@ -96,25 +96,25 @@ def test_hashes_as_bytes(cache, monkeypatch):
   assert cache.take_events()[0].block_hashes == HASHES[:1]
 
 
-def test_too_few_hashes(cache):
+def test_too_few_hashes_change_nothing(cache):
   with pytest.raises(ValueError, match="`block_hashes` of 'a'"):
     admit(cache, request("a", range(9), hashes=HASHES[:1]))
   assert cache.take_events() == [] and cache.usage == 0
 
 
 @pytest.mark.slow
-def test_blocks_that_are_not_kept_have_tokens_but_no_hash():
-  """As vLLM tells it."""
+def test_uncached_blocks_have_tokens_but_no_hash():
+  """The events are those of vLLM."""
   cache = manager(
     stand_ins.SlidingWindowSpec(sliding_window=5),
     enable_kv_cache_events=True,
     prefix_cache_retention_interval=0,
   )
-  one = request("a", range(9), hashes=HASHES)
-  admit(cache, one)
-  decode(cache, one, [9, 10, 11])
+  req = request("a", range(9), hashes=HASHES)
+  admit(cache, req)
+  decode(cache, req, [9, 10, 11])
   prompt, later = cache.take_events()
-  assert prompt.block_hashes == [number(HASHES[1])]
+  assert prompt.block_hashes == [as_integer(HASHES[1])]
   assert prompt.token_ids == list(range(8))
   assert prompt.kv_cache_spec_kind == "sliding_window"
   assert prompt.kv_cache_spec_sliding_window == 5
@@ -123,7 +123,7 @@ def test_blocks_that_are_not_kept_have_tokens_but_no_hash():
 
 
 @pytest.mark.slow
-def test_groups_in_order():
+def test_events_are_in_the_order_of_groups():
   cache = manager(
     stand_ins.FullAttentionSpec(),
     stand_ins.SlidingWindowSpec(sliding_window=60),
@@ -131,18 +131,18 @@ def test_groups_in_order():
   )
   admit(cache, request("a", range(9), hashes=HASHES))
   events = cache.take_events()
-  assert [one.group_idx for one in events] == [0, 1]
+  assert [event.group_idx for event in events] == [0, 1]
   assert events[0].block_hashes == events[1].block_hashes
 
 
-def test_what_tells_blocks_apart(cache):
-  place = types.SimpleNamespace(offset=3, length=3)
-  image = types.SimpleNamespace(identifier="cat", mm_position=place)
+def test_extra_keys_of_adapters_images_and_salts(cache):
+  position = types.SimpleNamespace(offset=3, length=3)
+  image = types.SimpleNamespace(identifier="cat", mm_position=position)
   adapter = types.SimpleNamespace(
     name="lora", lora_name="lora", lora_path="/l", lora_int_id=7, adapter_id=7
   )
-  told = {"cache_salt": "s", "lora_request": adapter, "mm_features": [image]}
-  admit(cache, request("a", range(13), hashes=HASHES, **told))
+  fields = {"cache_salt": "s", "lora_request": adapter, "mm_features": [image]}
+  admit(cache, request("a", range(13), hashes=HASHES, **fields))
   (stored,) = cache.take_events()
   assert (stored.lora_id, stored.lora_name) == (7, "lora")
   assert stored.extra_keys == [
@@ -157,32 +157,32 @@ def test_what_tells_blocks_apart(cache):
   assert len(stored.extra_keys) == 2
 
 
-def test_a_full_report_repeats_what_was_found(cache):
+def test_full_reports_repeat_the_hits(cache):
   admit(cache, request("a", range(9), hashes=HASHES))
   cache.take_events()
-  again = request("b", range(9), hashes=HASHES, kv_cache_report_mode="full")
-  cache.get_computed_blocks(again)
+  req = request("b", range(9), hashes=HASHES, kv_cache_report_mode="full")
+  cache.get_computed_blocks(req)
   (stored,) = cache.take_events()
-  assert stored.block_hashes == [number(HASHES[0]), number(HASHES[1])]
+  assert stored.block_hashes == [as_integer(HASHES[0]), as_integer(HASHES[1])]
   assert stored.token_ids == list(range(8))
 
 
-def test_delayed_blocks_are_told_when_they_are_cached(cache):
-  one = request("a", range(13), hashes=HASHES)
+def test_delayed_blocks_have_events_when_cached(cache):
+  req = request("a", range(13), hashes=HASHES)
   loads = {"num_external_computed_tokens": 12, "delay_cache_blocks": True}
-  admit(cache, one, 0, **loads)
+  admit(cache, req, 0, **loads)
   assert cache.take_events() == []
-  cache.cache_blocks(one, 12)
+  cache.cache_blocks(req, 12)
   assert len(cache.take_events()[0].block_hashes) == 3
 
 
 @pytest.mark.slow
-def test_names_are_forgotten_with_their_blocks():
+def test_hashes_are_removed_with_their_blocks():
   cache = manager(num_blocks=6)
   for turn in range(20):
-    one = request(f"{turn}", [turn] * 20)
-    admit(cache, one)
-    cache.free(one)
+    req = request(f"{turn}", [turn] * 20)
+    admit(cache, req)
+    cache.free(req)
   names = cache.block_pool.cached_block_hash_to_block
   assert len(names) == 5
   assert cache.block_pool.get_cached_block(b"unknown", [0]) is None

@@ -1,4 +1,4 @@
-"""An interrupted call of the facade happened, or it did not. Needs no vLLM."""
+"""Interrupted calls of the facade are atomic. Needs no vLLM."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.host.vllm.stand_ins import request
 from tests.tools.interrupts import interrupted
 
 EVERY = 29
-"""Without --deep, one point of so many is tried."""
+"""Without --deep, one point of `EVERY` is tried."""
 
 HASHES = [bytes([n]) * 32 for n in range(1, 16)]
 
@@ -97,12 +97,13 @@ def everything(cache):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
-def test_every_point(name, pytestconfig):
-  """Interrupts a call at many points, and compares what is left."""
-  before = everything(prepared(name)[0])
+def test_interrupted_calls_are_atomic(name, pytestconfig):
+  """Interrupts a call at many points, and compares the states."""
+  old_state = everything(prepared(name)[0])
   cache, requests = prepared(name)
   CALLS[name](cache, requests)
-  outcomes, seen = [before, everything(cache)], set()
+  outcomes = [old_state, everything(cache)]
+  reached = set()
   assert name == "find" or outcomes[0] != outcomes[1]
   step = 1 if pytestconfig.getoption("deep") else EVERY
   for point in range(1, 10**6, step):
@@ -111,9 +112,9 @@ def test_every_point(name, pytestconfig):
       lambda: CALLS[name](cache, requests),  # noqa: B023
       point,
     )
-    now = everything(cache)
-    assert now in outcomes, f"left before bytecode {point}"
-    seen.add(outcomes.index(now))
+    state = everything(cache)
+    assert state in outcomes, f"left before bytecode {point}"
+    reached.add(outcomes.index(state))
     if not left:
       break
-  assert seen == ({0} if outcomes[0] == outcomes[1] else {0, 1})
+  assert reached == ({0} if outcomes[0] == outcomes[1] else {0, 1})

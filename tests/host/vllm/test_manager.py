@@ -1,4 +1,4 @@
-"""The facade alone: blocks, hits, and what it refuses. Needs no vLLM."""
+"""The facade alone: blocks, hits and errors. Needs no vLLM."""
 
 import threading
 import time
@@ -24,35 +24,35 @@ def cache():
 
 
 def test_hits_and_free_order(cache):
-  one = request("a", range(9))
-  assert admit(cache, one) == ([1, 2, 3],)
+  req_a = request("a", range(9))
+  assert admit(cache, req_a) == ([1, 2, 3],)
   assert cache.usage == pytest.approx(0.3)
-  other = request("b", [*range(8), 50, 51])
-  assert admit(cache, other) == ([4],)
+  req_b = request("b", [*range(8), 50, 51])
+  assert admit(cache, req_b) == ([4],)
   assert cache.get_block_ids("b") == ([1, 2, 4],)
-  cache.free(one)
-  cache.free(other)
+  cache.free(req_a)
+  cache.free(req_b)
   assert free_ids(cache) == [4, 3, 5, 6, 7, 8, 9, 10, 2, 1]
 
 
-def test_a_lookup_gives_a_triple(cache):
+def test_lookups_return_blocks_hits_and_boundary(cache):
   empty = cache.empty_kv_cache_blocks
   assert cache.get_computed_blocks(request("a", range(9))) == (empty, 0, 0)
   admit(cache, request("a", range(9)))
-  blocks, found, boundary = cache.get_computed_blocks(request("b", range(9)))
-  assert (blocks.get_block_ids(), found, boundary) == (([1, 2],), 8, 0)
-  again = request("b", range(9))
-  blocks, found, _ = cache.get_computed_blocks(again, max_cache_hit_length=7)
-  assert (blocks.get_block_ids(), found) == (([1],), 4)
+  blocks, num_hit, boundary = cache.get_computed_blocks(request("b", range(9)))
+  assert (blocks.get_block_ids(), num_hit, boundary) == (([1, 2],), 8, 0)
+  req = request("b", range(9))
+  blocks, num_hit, _ = cache.get_computed_blocks(req, max_cache_hit_length=7)
+  assert (blocks.get_block_ids(), num_hit) == (([1],), 4)
   skips = request("b", range(9), skip_reading_prefix_cache=True)
   assert cache.get_computed_blocks(skips)[0] is empty
 
 
-def test_too_few_blocks(cache):
+def test_too_few_blocks_change_nothing(cache):
   admit(cache, request("a", range(30)))
-  before = free_ids(cache)
+  old_ids = free_ids(cache)
   assert admit(cache, request("b", range(50, 64))) is None
-  assert free_ids(cache) == before
+  assert free_ids(cache) == old_ids
   assert (
     cache.allocate_slots(request("c", range(60, 64)), 4, 0, None, 8) is None
   )
@@ -60,26 +60,27 @@ def test_too_few_blocks(cache):
 
 def test_tokens_beyond_the_limit_get_no_block():
   cache = manager(num_blocks=21)
-  one = request("a", range(stand_ins.LONGEST))
-  admit(cache, one)
-  assert decode(cache, one, [1]) == ([],)
-  assert decode(cache, one, [2, 3]) == ([],)
+  req = request("a", range(stand_ins.LONGEST))
+  admit(cache, req)
+  assert decode(cache, req, [1]) == ([],)
+  assert decode(cache, req, [2, 3]) == ([],)
 
 
 @pytest.mark.slow
-def test_more_requests_than_slots():
+def test_requests_beyond_the_slots_are_not_admitted():
   cache = manager(max_requests=1)
-  one = request("a", range(3))
-  assert admit(cache, one) == ([1],)
+  req = request("a", range(3))
+  assert admit(cache, req) == ([1],)
   assert admit(cache, request("b", range(3))) is None
-  cache.free(one)
+  cache.free(req)
   assert admit(cache, request("b", range(3))) == ([1],)
 
 
 class Interleaved(stand_ins.Request):
   """Runs `work` in a thread, but for at most 0.2 s, when `field` is read."""
 
-  field, work = "", None
+  field = ""
+  work = None
 
   def __getattribute__(self, name):
     if name == type(self).field:
@@ -90,66 +91,76 @@ class Interleaved(stand_ins.Request):
     return super().__getattribute__(name)
 
 
-def test_another_thread_takes_the_last_slot(monkeypatch):
+def test_last_slot_taken_by_another_thread(monkeypatch):
   cache = manager(max_requests=1)
-  other = request("b", range(3))
-  monkeypatch.setattr(Interleaved, "work", lambda: admit(cache, other))
+  req = request("b", range(3))
+  monkeypatch.setattr(Interleaved, "work", lambda: admit(cache, req))
   monkeypatch.setattr(Interleaved, "field", "num_computed_tokens")
   assert cache.allocate_slots(Interleaved("a", [*range(3)]), 3) is None
 
 
 def test_threads_count_every_lookup(cache, monkeypatch):
-  other = request("b", range(3))
+  req = request("b", range(3))
 
   def work():
-    cache.record_prefix_cache_stats(other, 0)
-    seen.append(cache.make_prefix_cache_stats())
+    cache.record_prefix_cache_stats(req, 0)
+    all_stats.append(cache.make_prefix_cache_stats())
 
-  seen = []
+  all_stats = []
   monkeypatch.setattr(Interleaved, "work", work)
   monkeypatch.setattr(Interleaved, "field", "num_tokens")
   cache.record_prefix_cache_stats(Interleaved("a", [*range(3)]), 0)
   deadline = time.monotonic() + 10
-  while not seen and time.monotonic() < deadline:
+  while not all_stats and time.monotonic() < deadline:
     time.sleep(0.01)
-  assert [stats.requests for stats in seen] == [2]
+  assert [stats.requests for stats in all_stats] == [2]
 
 
-def test_the_boundary_of_a_shared_prefix():
+def test_boundary_of_a_shared_prefix():
   cache = manager(
     FULL, WINDOW, num_blocks=41, prefix_cache_retention_interval=0
   )
   admit(cache, request("a", [*range(20), *[50] * 9]))
   sibling = request("b", [*range(20), *[60] * 9])
-  blocks, found, boundary = cache.get_computed_blocks(sibling)
-  assert (found, boundary) == (0, 20)
+  blocks, num_hit, boundary = cache.get_computed_blocks(sibling)
+  assert (num_hit, boundary) == (0, 20)
   assert blocks is cache.empty_kv_cache_blocks
   admit(cache, sibling)
   assert cache.get_computed_blocks(request("c", [*range(20), 7]))[1] == 20
 
 
 class TestBlocks:
-  def test_a_block_reads_the_newest_state(self, cache):
-    one = request("a", range(9))
+  def test_blocks_read_the_newest_state(self, cache):
+    req = request("a", range(9))
     blocks = cache.get_blocks("a")
     assert blocks is cache.empty_kv_cache_blocks
-    admit(cache, one)
-    first, _, last = cache.get_blocks("a").blocks[0]
-    assert (first.block_id, first.ref_cnt, first.is_null) == (1, 1, False)
-    assert first.block_hash_num_tokens == 4
-    assert first.block_hash.endswith(bytes(4)) and last.block_hash is None
-    pool = cache.block_pool
-    assert pool.get_cached_block(first.block_hash[:-4], [0]) == [first]
-    assert (
-      pool.cached_block_hash_to_block.get_one_block(first.block_hash) == first
+    admit(cache, req)
+    first_block, _, last_block = cache.get_blocks("a").blocks[0]
+    assert (first_block.block_id, first_block.ref_cnt, first_block.is_null) == (
+      1,
+      1,
+      False,
     )
-    cache.free(one)
-    assert first.ref_cnt == 0 and first.block_hash is not None
+    assert first_block.block_hash_num_tokens == 4
+    assert (
+      first_block.block_hash.endswith(bytes(4))
+      and last_block.block_hash is None
+    )
+    pool = cache.block_pool
+    assert pool.get_cached_block(first_block.block_hash[:-4], [0]) == [
+      first_block
+    ]
+    assert (
+      pool.cached_block_hash_to_block.get_one_block(first_block.block_hash)
+      == first_block
+    )
+    cache.free(req)
+    assert first_block.ref_cnt == 0 and first_block.block_hash is not None
     cache.evict_blocks({1})
-    assert first.block_hash is None
-    assert pool.blocks[1] == first != last
+    assert first_block.block_hash is None
+    assert pool.blocks[1] == first_block != last_block
 
-  def test_ids(self, cache):
+  def test_ids_of_blocks(self, cache):
     admit(cache, request("a", range(9)))
     blocks = cache.get_blocks("a")
     assert blocks.get_unhashed_block_ids() == [3]
@@ -162,15 +173,13 @@ class TestBlocks:
     with pytest.raises(ValueError, match="unpack"):
       KVCacheBlocks(((), ())).get_unhashed_block_ids()
 
-  def test_blocks_of_a_lookup_without_its_object(self, cache):
+  def test_truncated_blocks_of_a_lookup_are_allocated(self, cache):
     admit(cache, request("a", range(13)))
-    other = request("b", range(13))
-    blocks, found, _ = cache.get_computed_blocks(other)
+    req = request("b", range(13))
+    blocks, num_hit, _ = cache.get_computed_blocks(req)
     shorter = cache.truncate_computed_blocks(blocks, 8)
-    assert (found, shorter.get_block_ids()) == (12, ([1, 2],))
-    assert cache.allocate_slots(other, 5, 8, shorter).get_block_ids() == (
-      [5, 6],
-    )
+    assert (num_hit, shorter.get_block_ids()) == (12, ([1, 2],))
+    assert cache.allocate_slots(req, 5, 8, shorter).get_block_ids() == ([5, 6],)
 
   def test_other_contents_are_refused(self, cache):
     admit(cache, request("a", range(13)))
@@ -184,10 +193,10 @@ class TestPool:
   def test_deferred_frees(self):
     """Unlike `free`, the last group's blocks go first, as in vLLM."""
     cache = manager(FULL, stand_ins.SlidingWindowSpec(sliding_window=60))
-    one = request("a", range(9))
-    assert admit(cache, one) == ([1, 2, 3], [4, 5, 6])
-    blocks = cache.pop_blocks_for_free(one)
-    assert cache.pop_blocks_for_free(one) == []
+    req = request("a", range(9))
+    assert admit(cache, req) == ([1, 2, 3], [4, 5, 6])
+    blocks = cache.pop_blocks_for_free(req)
+    assert cache.pop_blocks_for_free(req) == []
     assert cache.get_blocks("a") is cache.empty_kv_cache_blocks
     assert cache.usage == pytest.approx(0.6)
     cache.block_pool.free_blocks(reversed(blocks))
@@ -195,21 +204,21 @@ class TestPool:
     with pytest.raises(ValueError, match=r"references to it, got \[1\]"):
       cache.block_pool.free_blocks(blocks[:1])
 
-  def test_a_request_begins_again_before_its_blocks_are_free(self, cache):
-    one = request("a", range(9))
-    admit(cache, one)
-    blocks = cache.pop_blocks_for_free(one)
-    one.num_computed_tokens = 0
-    assert admit(cache, one) == ([4],)
+  def test_request_restarts_before_its_blocks_are_free(self, cache):
+    req = request("a", range(9))
+    admit(cache, req)
+    blocks = cache.pop_blocks_for_free(req)
+    req.num_computed_tokens = 0
+    assert admit(cache, req) == ([4],)
     assert cache.get_block_ids("a") == ([1, 2, 4],)
     cache.block_pool.free_blocks(reversed(blocks))
-    cache.free(one)
+    cache.free(req)
     assert cache.usage == 0
 
-  def test_touch(self, cache):
-    one = request("a", range(9))
-    admit(cache, one)
-    cache.free(one)
+  def test_touched_blocks_leave_the_free_queue(self, cache):
+    req = request("a", range(9))
+    admit(cache, req)
+    cache.free(req)
     pool = cache.block_pool
     pool.touch([pool.blocks[2], pool.null_block])
     assert 2 not in free_ids(cache) and pool.blocks[2].ref_cnt == 1
@@ -223,10 +232,10 @@ class TestPool:
     assert cache.reset_prefix_cache()
     assert len(pool.cached_block_hash_to_block) == 0
 
-  def test_new_blocks(self, cache):
-    one = request("a", range(9))
-    admit(cache, one)
-    cache.free(one)
+  def test_new_blocks_are_taken_in_queue_order(self, cache):
+    req = request("a", range(9))
+    admit(cache, req)
+    cache.free(req)
     pool = cache.block_pool
     blocks = pool.get_new_blocks(9)
     assert [block.block_id for block in blocks] == [3, 4, 5, 6, 7, 8, 9, 10, 2]
@@ -237,7 +246,7 @@ class TestPool:
     with pytest.raises(ValueError, match=r"at most 10, .* got 11"):
       pool.get_new_blocks(11)
 
-  def test_a_collector_that_raises(self):
+  def test_calls_with_a_raising_collector_are_atomic(self):
     """A call of the pool takes effect completely or not at all."""
 
     class Collector:
@@ -252,10 +261,11 @@ class TestPool:
 
     collector = Collector()
     cache = manager(metrics_collector=collector)
-    one = request("a", range(9))
-    admit(cache, one)
-    cache.free(one)
-    pool, collector.fails = cache.block_pool, True
+    req = request("a", range(9))
+    admit(cache, req)
+    cache.free(req)
+    collector.fails = True
+    pool = cache.block_pool
     block = pool.blocks[1]
     for call in (
       lambda: pool.get_new_blocks(9),
@@ -268,7 +278,7 @@ class TestPool:
       assert free_ids(cache) == [3, 4, 5, 6, 7, 8, 9, 10, 2, 1]
       assert block.block_hash is not None
 
-  def test_names_lead_to_blocks(self, cache):
+  def test_oldest_block_of_a_hash_is_found(self, cache):
     """The oldest block of a name is found until it is evicted."""
     hashes = [b"one", b"two", b"three"]
     for name in "ab":
@@ -286,7 +296,8 @@ class TestPool:
 
   def test_ends_of_the_queue(self, cache):
     queue = cache.block_pool.free_block_queue
-    head, tail = queue.fake_free_list_head, queue.fake_free_list_tail
+    head = queue.fake_free_list_head
+    tail = queue.fake_free_list_tail
     assert head.next_free_block.block_id == 1
     assert tail.prev_free_block.block_id == 10
     admit(cache, request("a", range(40)))
@@ -295,7 +306,7 @@ class TestPool:
 
 @pytest.mark.slow
 class TestScheduling:
-  def test_a_collector_of_metrics(self):
+  def test_collectors_are_called_for_each_block(self):
     heard = []
 
     class Collector:
@@ -312,32 +323,32 @@ class TestScheduling:
         heard.append("reset")
 
     cache = manager(num_blocks=6, metrics_collector=Collector())
-    one = request("a", range(5))
-    admit(cache, one)
-    new = [(what, n) for n in (1, 2) for what in ("evicted", "allocated")]
+    req_a = request("a", range(5))
+    admit(cache, req_a)
+    new = [(event, n) for n in (1, 2) for event in ("evicted", "allocated")]
     assert heard == new
     heard.clear()
-    other = request("b", range(9))
+    req_b = request("b", range(9))
     external = {"num_external_computed_tokens": 4}
-    admit(cache, other, **external)
-    new = [(what, n) for n in (3, 4) for what in ("evicted", "allocated")]
+    admit(cache, req_b, **external)
+    new = [(event, n) for n in (3, 4) for event in ("evicted", "allocated")]
     assert heard == [("accessed", 1), *new]
     heard.clear()
     cache.evict_blocks({1})
-    cache.free(one)
-    cache.free(other)
+    cache.free(req_a)
+    cache.free(req_b)
     cache.reset_prefix_cache()
     assert heard == [("evicted", 1), "reset"]
     heard.clear()
     pool = cache.block_pool
     (block,) = pool.get_new_blocks(1)
     pool.touch([block])
-    number = block.block_id
+    block_id = block.block_id
     assert heard == [
-      (what, number) for what in ("evicted", "allocated", "accessed")
+      (event, block_id) for event in ("evicted", "allocated", "accessed")
     ]
 
-  def test_a_shorter_hit_with_a_draft_model(self):
+  def test_hits_with_a_draft_model_are_shorter(self):
     """In several groups, the lookup drops a block past the longest hit."""
     for specs, expected in (
       ([FULL], [24, 24, 16, 12, 0]),
@@ -345,43 +356,43 @@ class TestScheduling:
     ):
       cache = manager(*specs, num_blocks=41, use_eagle=True)
       admit(cache, request("a", range(29)))
-      again = request("b", range(29))
-      found = [
-        cache.get_computed_blocks(again, max_cache_hit_length=most)[1]
-        for most in (None, 28, 20, 19, 4)
+      req = request("b", range(29))
+      num_hits = [
+        cache.get_computed_blocks(req, max_cache_hit_length=max_hit)[1]
+        for max_hit in (None, 28, 20, 19, 4)
       ]
-      assert found == expected
+      assert num_hits == expected
 
-  def test_windows_recycle_what_no_step_reads(self):
+  def test_windows_recycle_unread_blocks(self):
     cache = manager(stand_ins.SlidingWindowSpec(sliding_window=5))
-    one = request("a", range(16))
-    admit(cache, one)
-    one.num_in_flight_tokens = 16
-    assert decode(cache, one, [1]) == ([5],)
+    req = request("a", range(16))
+    admit(cache, req)
+    req.num_in_flight_tokens = 16
+    assert decode(cache, req, [1]) == ([5],)
     assert cache.get_block_ids("a") == ([1, 2, 3, 4, 5],)
-    one.num_in_flight_tokens = 0
-    assert decode(cache, one, [2]) == ([],)
+    req.num_in_flight_tokens = 0
+    assert decode(cache, req, [2]) == ([],)
     assert cache.get_block_ids("a") == ([0, 0, 0, 4, 5],)
     cache.remove_skipped_blocks("a", 20, 16)
     assert cache.get_block_ids("a") == ([0, 0, 0, 0, 5],)
 
-  def test_external_tokens(self):
+  def test_external_tokens_are_cached_later(self):
     cache = manager(num_blocks=21, needs_kv_cache_zeroing=True)
-    one = request("a", range(13))
+    req_a = request("a", range(13))
     loads = {"num_external_computed_tokens": 12, "delay_cache_blocks": True}
-    assert admit(cache, one, 0, **loads) == ([],)
+    assert admit(cache, req_a, 0, **loads) == ([],)
     assert cache.get_block_ids("a") == ([1, 2, 3],)
     assert cache.get_computed_blocks(request("b", range(13)))[1] == 0
-    cache.cache_blocks(one, 12)
-    assert cache.estimate_cached_tokens(one) == 12
+    cache.cache_blocks(req_a, 12)
+    assert cache.estimate_cached_tokens(req_a) == 12
     assert cache.take_new_block_ids() == [1, 2, 3]
-    assert decode(cache, one, []) == ([4],)
+    assert decode(cache, req_a, []) == ([4],)
     assert cache.get_block_ids_for_computed_tokens("a", 8) == ([1, 2],)
     assert cache.take_new_block_ids() == [4]
-    other = request("c", range(50, 59))
+    req_c = request("c", range(50, 59))
     admit(
       cache,
-      other,
+      req_c,
       0,
       **loads | {"num_external_computed_tokens": 8},
       skip_zeroing_group_ids=(0,),
@@ -390,10 +401,10 @@ class TestScheduling:
     cache.record_blocks_for_zeroing("c", 4)
     assert cache.take_new_block_ids() == [6]
 
-  def test_blocks_that_a_request_still_needs(self):
+  def test_num_blocks_to_allocate(self):
     cache = manager(FULL, stand_ins.MambaSpec(), num_blocks=31)
-    one = request("a", range(40))
-    admit(cache, one, 8)
+    req = request("a", range(40))
+    admit(cache, req, 8)
     ask = cache.coordinator.get_num_blocks_to_allocate
     empty = cache.empty_kv_cache_blocks.blocks
     assert ask("a", 40, empty, 0, 8, 8, 40, apply_admission_cap=True) == 9
@@ -402,13 +413,13 @@ class TestScheduling:
 
   def test_states_are_offered(self):
     cache = manager(stand_ins.MambaSpec())
-    one = request("a", range(8))
-    admit(cache, one)
+    req = request("a", range(8))
+    admit(cache, req)
     assert cache.take_boundary_state_offloads() == {"a": [(0, 1, 8)]}
     assert cache.take_boundary_state_offloads() == {}
     assert cache.take_kv_cache_block_copies() == ([], [])
 
-  def test_groups_below(self, cache):
+  def test_blocks_of_a_single_group(self, cache):
     admit(cache, request("a", range(9)))
     (group,) = cache.coordinator.single_type_managers
     assert [block.block_id for block in group.req_to_blocks["a"]] == [1, 2, 3]
@@ -416,11 +427,11 @@ class TestScheduling:
     assert group.req_to_blocks.get("b") is None
     assert group.block_size == 4
 
-  def test_statistics(self, cache):
-    one = request("a", range(9))
-    cache.record_prefix_cache_stats(one, 4)
-    one.num_preemptions = 1
-    cache.record_prefix_cache_stats(one, 8)
+  def test_prefix_cache_statistics(self, cache):
+    req = request("a", range(9))
+    cache.record_prefix_cache_stats(req, 4)
+    req.num_preemptions = 1
+    cache.record_prefix_cache_stats(req, 8)
     cache.reset_prefix_cache()
     stats = cache.make_prefix_cache_stats()
     assert (stats.requests, stats.queries, stats.hits) == (1, 9, 4)
@@ -429,7 +440,7 @@ class TestScheduling:
     assert manager(enable_caching=False).make_prefix_cache_stats() is None
 
 
-class TestRefusals:
+class TestErrors:
   @pytest.mark.parametrize(
     "options",
     [
@@ -440,7 +451,7 @@ class TestRefusals:
     ],
     ids=str,
   )
-  def test_options(self, options):
+  def test_unsupported_options_are_refused(self, options):
     with pytest.raises(ValueError, match=f"`{next(iter(options))}`"):
       manager(**options)
 
@@ -458,28 +469,28 @@ class TestRefusals:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
   )
-  def test_groups(self, spec, name):
+  def test_unsupported_groups_are_refused(self, spec, name):
     with pytest.raises(ValueError, match=name):
       manager(FULL, spec)
 
   @pytest.mark.parametrize("interval", [8, -4])
-  def test_retention(self, interval):
+  def test_bad_retention_intervals_are_refused(self, interval):
     with pytest.raises(ValueError, match="`prefix_cache_retention_interval`"):
       manager(prefix_cache_retention_interval=interval)
 
-  def test_hits_inside_a_block(self):
+  def test_hits_inside_a_block_are_refused(self):
     groups = [stand_ins.Group(spec) for spec in (FULL, stand_ins.MambaSpec(8))]
     config = stand_ins.Config(11, groups)
     with pytest.raises(ValueError, match="`hash_block_size`"):
       KVCacheManager(config, 64, 8, 4)
 
-  def test_some_draft_groups(self):
+  def test_some_draft_groups_are_refused(self):
     groups = [stand_ins.Group(FULL), stand_ins.Group(WINDOW, True)]
     config = stand_ins.Config(11, groups)
     with pytest.raises(ValueError, match="`is_eagle_group`"):
       KVCacheManager(config, 64, 4, 4, use_eagle=True)
 
-  def test_no_group_and_other_roles(self):
+  def test_no_groups_and_other_roles_are_refused(self):
     with pytest.raises(ValueError, match="`groups`"):
       KVCacheManager(stand_ins.Config(11, []), 64, 4, 4)
     host = stand_ins.Config(11, [stand_ins.Group(FULL, role="hisparse_source")])
@@ -493,6 +504,6 @@ def test_running_states_have_one_block():
   groups = [stand_ins.Group(FULL), stand_ins.Group(state)]
   config = stand_ins.Config(31, groups)
   cache = KVCacheManager(config, 64, 64, 4, enable_caching=False)
-  one = request("a", range(9))
-  assert admit(cache, one) == ([1, 2, 3], [4, 5, 6])
-  assert decode(cache, one, range(8)) == ([7, 8], [])
+  req = request("a", range(9))
+  assert admit(cache, req) == ([1, 2, 3], [4, 5, 6])
+  assert decode(cache, req, range(8)) == ([7, 8], [])

@@ -10,12 +10,12 @@ import pytest
 from jaxkv.host import vllm as ours
 from tests.host.vllm.schedulers import LONGEST
 from tests.host.vllm.schedulers import Setup
+from tests.host.vllm.schedulers import as_data
 from tests.host.vllm.schedulers import both_sides
 from tests.host.vllm.schedulers import full
 from tests.host.vllm.schedulers import model_folder
 from tests.host.vllm.schedulers import reaches_end
 from tests.host.vllm.schedulers import states
-from tests.host.vllm.schedulers import told
 from tests.host.vllm.schedulers import window
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -51,16 +51,17 @@ def model():
 
 def taken_events(side):
   """Returns the events since the last call, as data."""
-  events, side.events = side.events, []
+  events = side.events
+  side.events = []
   names = [field.name for field in dataclasses.fields(ours.BlockStored)]
   return [
-    (type(one).__name__, [getattr(one, name, None) for name in names[:-1]])
-    for one in events
+    (type(event).__name__, [getattr(event, name, None) for name in names[:-1]])
+    for event in events
   ]
 
 
 class Load:
-  """Requests that come and go, and what a model samples for them."""
+  """Random requests, and the tokens that a model samples for them."""
 
   def __init__(self, seed):
     self.random = random.Random(seed)
@@ -75,16 +76,17 @@ class Load:
       shared = self.random.choice(self.prefixes)
       cut = self.random.randint(0, len(shared))
       tokens = shared[:cut] + self._tokens(self.random.randint(1, 12))
-      most = self.random.randint(1, 24)
-      yield str(self.number), tokens, most, self.random.randrange(3)
+      max_tokens = self.random.randint(1, 24)
+      yield str(self.number), tokens, max_tokens, self.random.randrange(3)
       self.number += 1
 
 
 def run(setup, model, seed, steps):
-  """Both schedulers through one load; counts of what happened."""
+  """Runs both schedulers through one load; returns counts of events."""
   sides = both_sides(setup, model)
-  load, flying = Load(seed), []
-  seen = dict.fromkeys(("new", "hits", "preempted", "aborted", "events"), 0)
+  load = Load(seed)
+  flying = []
+  counts = dict.fromkeys(("new", "hits", "preempted", "aborted", "events"), 0)
   for _ in range(steps):
     for arrival in load.arrivals():
       for side in sides:
@@ -92,29 +94,30 @@ def run(setup, model, seed, steps):
     alive = sorted(sides[0].scheduler.requests, key=int)
     if alive and load.random.random() < 0.05:
       name = load.random.choice(alive)
-      seen["aborted"] += 1
+      counts["aborted"] += 1
       for side in sides:
         side.abort(name)
     outputs = [side.scheduler.schedule() for side in sides]
-    expected, got = map(told, outputs)
+    expected, got = map(as_data, outputs)
     assert got == expected
-    seen["new"] += len(outputs[0].scheduled_new_reqs)
-    seen["preempted"] += len(outputs[0].preempted_req_ids or ())
-    seen["hits"] += sum(
-      one.num_computed_tokens > 0 for one in outputs[0].scheduled_new_reqs
+    counts["new"] += len(outputs[0].scheduled_new_reqs)
+    counts["preempted"] += len(outputs[0].preempted_req_ids or ())
+    counts["hits"] += sum(
+      new_request.num_computed_tokens > 0
+      for new_request in outputs[0].scheduled_new_reqs
     )
     flying.append(outputs)
     if len(flying) == setup.in_flight:
-      seen["events"] += finish(sides, flying.pop(0), load)
+      counts["events"] += finish(sides, flying.pop(0), load)
     assert sides[1].free_ids() == sides[0].free_ids()
     if load.random.random() < 0.02 and not flying:
       answers = [side.scheduler.reset_prefix_cache() for side in sides]
       assert answers[0] == answers[1]
-  return seen
+  return counts
 
 
 def finish(sides, outputs, load):
-  """Gives both schedulers the output of one step; events published."""
+  """Gives both schedulers the output of one step; returns the event count."""
   sampled = {}
   for name in outputs[0].num_scheduled_tokens:
     request = sides[0].scheduler.requests.get(name)
@@ -126,7 +129,7 @@ def finish(sides, outputs, load):
   ]
   stats = [answer[0].scheduler_stats for answer in answers if 0 in answer]
   if stats:
-    expected, got = (one and one.prefix_cache_stats for one in stats)
+    expected, got = (stat and stat.prefix_cache_stats for stat in stats)
     for name in ("requests", "queries", "hits", "preempted_hits", "reset"):
       assert getattr(got, name, None) == getattr(expected, name, None)
     assert (
@@ -138,7 +141,9 @@ def finish(sides, outputs, load):
 
 
 @pytest.mark.parametrize("name", SETUPS)
-def test_equals_vllm(name, model):
-  seen = run(SETUPS[name], model, seed=0, steps=STEPS)
-  assert seen["new"] > 100 and seen["preempted"] > 0 and seen["aborted"] > 0
-  assert (seen["hits"] > 0) == SETUPS[name].caching
+def test_outputs_equal_vllms_manager(name, model):
+  counts = run(SETUPS[name], model, seed=0, steps=STEPS)
+  assert (
+    counts["new"] > 100 and counts["preempted"] > 0 and counts["aborted"] > 0
+  )
+  assert (counts["hits"] > 0) == SETUPS[name].caching

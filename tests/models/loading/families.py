@@ -168,14 +168,14 @@ def model_of(transformers: Any, name: str, **changes: Any) -> Any:
   """Makes a random model of a family."""
   import torch  # pyright: ignore[reportMissingImports]
 
-  kind, values = FAMILIES[name]
-  text = "Gemma3Text" if kind == "Gemma3" else kind
+  prefix, values = FAMILIES[name]
+  text = "Gemma3Text" if prefix == "Gemma3" else prefix
   torch.manual_seed(0)
   config = getattr(transformers, f"{text}Config")(**(SIZES | values | changes))
   config._attn_implementation = "eager"
   if hasattr(config, "_experts_implementation"):
     config._experts_implementation = "eager"
-  return randomized(getattr(transformers, f"{kind}ForCausalLM")(config))
+  return randomized(getattr(transformers, f"{prefix}ForCausalLM")(config))
 
 
 def uncached(loaded: models.Pretrained, tokens: np.ndarray) -> np.ndarray:

@@ -35,8 +35,8 @@ def write_gguf(
     _add_fact(writer, key, value)
   for name, tensor in tensors.items():
     if isinstance(tensor, tuple):
-      kind = gguf.GGMLQuantizationType[tensor[1]]
-      writer.add_tensor(name, tensor[0], raw_dtype=kind)
+      dtype = gguf.GGMLQuantizationType[tensor[1]]
+      writer.add_tensor(name, tensor[0], raw_dtype=dtype)
     else:
       writer.add_tensor(name, tensor)
   writer.write_header_to_file()
@@ -88,8 +88,8 @@ def weights(architecture: str, seed: int = 0) -> dict[str, np.ndarray]:
     layer |= {"post_attention_norm.weight": (width,)}
     layer |= {"post_ffw_norm.weight": (width,)}
   shapes = {"token_embd.weight": (320, width), "output_norm.weight": (width,)}
-  for number in range(2):
-    shapes |= {f"blk.{number}.{name}": shape for name, shape in layer.items()}
+  for i in range(2):
+    shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
   random = np.random.default_rng(seed)
   return {
     name: random.standard_normal(shape).astype(np.float32)

@@ -62,13 +62,15 @@ def tensors():
 
 def write_tensors(path, tensors, dtype=ml_dtypes.bfloat16):
   """Writes a safetensors file: a header in JSON, then all bytes."""
-  header, data = {}, b""
+  header = {}
+  data = b""
   for name, values in tensors.items():
-    begin, data = len(data), data + values.astype(dtype).tobytes()
+    start = len(data)
+    data += values.astype(dtype).tobytes()
     header[name] = {
       "dtype": _NAMES[np.dtype(dtype)],
       "shape": list(values.shape),
-      "data_offsets": [begin, len(data)],
+      "data_offsets": [start, len(data)],
     }
   text = json.dumps(header).encode()
   path.write_bytes(struct.pack("<Q", len(text)) + text + data)

@@ -26,10 +26,10 @@ _SECONDS = 2
 
 def _refused(path, *words):
   """The message of a load, which must fail in time and name the file."""
-  begin = time.process_time()
+  start_time = time.process_time()
   with pytest.raises((ValueError, OSError)) as caught:
     _ = models.load(path).tokenizer
-  assert time.process_time() - begin < _SECONDS
+  assert time.process_time() - start_time < _SECONDS
   message = str(caught.value)
   assert "\n" not in message
   for word in (str(path), *words):
@@ -75,16 +75,16 @@ def test_a_value_of_another_type_is_named(folder, key, value):
   _refused(folder, f"`{key}`")
 
 
-def test_tensors_that_overlap_are_refused(folder):
+def test_overlapping_tensors_are_refused(folder):
   path = folder / "model.safetensors"
   data = path.read_bytes()
   (length,) = struct.unpack("<Q", data[:8])
   header = json.loads(data[8 : 8 + length])
-  first, second = (name for name in header if name.endswith("q_proj.weight"))
-  header[second]["data_offsets"] = header[first]["data_offsets"]
+  name_0, name_1 = (name for name in header if name.endswith("q_proj.weight"))
+  header[name_1]["data_offsets"] = header[name_0]["data_offsets"]
   text = json.dumps(header).encode()
   path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
-  _refused(folder, first, second, "overlap")
+  _refused(folder, name_0, name_1, "overlap")
 
 
 def test_a_panic_in_rust_is_reported():
@@ -103,7 +103,7 @@ def test_a_panic_in_rust_is_reported():
 def _mutated(value, draw):
   """A JSON value with one part replaced, removed or renamed."""
   value = copy.deepcopy(value)
-  holder, key = None, None
+  holder = key = None
   part = value
   while isinstance(part, dict | list) and part and draw.random() < 0.8:
     holder = part
@@ -113,10 +113,10 @@ def _mutated(value, draw):
     part = part[key]
   if holder is None:
     return draw.choice(_VALUES)
-  kind = draw.random()
-  if kind < 0.7:
+  uniform = draw.random()
+  if uniform < 0.7:
     holder[key] = draw.choice(_VALUES)
-  elif kind < 0.85:
+  elif uniform < 0.85:
     del holder[key]
   elif isinstance(holder, dict):
     holder[draw.choice(("other", "rope_scaling", "decoder"))] = part
@@ -161,7 +161,7 @@ _PARTS = {
 
 def _check_load(path):
   """A load succeeds, or fails in time with one line that names the file."""
-  begin = time.process_time()
+  start_time = time.process_time()
   try:
     _ = models.load(path).tokenizer
   except (ValueError, OSError) as error:
@@ -170,31 +170,34 @@ def _check_load(path):
     failed = True
   else:
     failed = False
-  assert time.process_time() - begin < _SECONDS
+  assert time.process_time() - start_time < _SECONDS
   return failed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", _PARTS)
-def test_any_damage_to_a_folder(folder, part, tmp_path_factory):
+def test_random_damage_to_a_folder_is_refused_or_read(
+  folder, part, tmp_path_factory
+):
   """300 loads."""
-  draw, failed = random.Random(part), 0
-  for number in range(300):
-    damaged = tmp_path_factory.mktemp(f"damaged{number}")
+  draw = random.Random(part)
+  num_failures = 0
+  for i in range(300):
+    damaged = tmp_path_factory.mktemp(f"damaged{i}")
     shutil.copytree(folder, damaged, dirs_exist_ok=True)
     _PARTS[part](damaged, draw)
-    failed += _check_load(damaged)
+    num_failures += _check_load(damaged)
     shutil.rmtree(damaged)
-  assert failed > 50
+  assert num_failures > 50
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bytes", "facts"])
-def test_any_damage_to_a_gguf_file(tmp_path, kind):
+@pytest.mark.parametrize("part", ["bytes", "facts"])
+def test_random_damage_to_a_gguf_file_is_refused_or_read(tmp_path, part):
   """250 loads."""
   pytest.importorskip("gguf", reason="it writes the files")
   pytest.importorskip("tokenizers", reason="it makes the tokens")
-  tokens = [chr(97 + number % 26) * (1 + number // 26) for number in range(320)]
+  tokens = [chr(97 + i % 26) * (1 + i // 26) for i in range(320)]
   facts = gguf_writing.sizes(rope__freq_base=1e4) | {
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "gpt-2",
@@ -209,16 +212,18 @@ def test_any_damage_to_a_gguf_file(tmp_path, kind):
     tmp_path / "whole.gguf", "llama", facts, weights
   )
   assert not _check_load(whole)
-  data, path, failed = whole.read_bytes(), tmp_path / "damaged.gguf", 0
-  draw = random.Random(kind)
+  data = whole.read_bytes()
+  path = tmp_path / "damaged.gguf"
+  num_failures = 0
+  draw = random.Random(part)
   values = (0, 1, 2**32 - 1, -1.5, float("inf"), float("nan"), "", "a", True)
   values += ([1], ["a"], [1.5, float("inf")], ["a a"] * 3)
   for _ in range(250):
-    if kind == "bytes":
+    if part == "bytes":
       path.write_bytes(_flipped(data[:6000], draw) + data[6000:])
     else:
       key = draw.choice(list(facts))
       changed = facts | {key: draw.choice(values)}
       gguf_writing.write_gguf(path, "llama", changed, weights)
-    failed += _check_load(path)
-  assert failed > 50
+    num_failures += _check_load(path)
+  assert num_failures > 50

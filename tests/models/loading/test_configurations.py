@@ -1,4 +1,4 @@
-"""What a config.json means: keys without effect, missing keys and nulls.
+"""Meaning of a config.json: keys without effect, missing keys and nulls.
 
 The defaults are those of transformers 5.20.
 """
@@ -14,11 +14,11 @@ from tests.models.loading import families
 
 def _decoder(name, missing=(), **changes):
   """The decoder of a family's config.json with changed and missing keys."""
-  kind, values = families.FAMILIES[name]
+  prefix, values = families.FAMILIES[name]
   values = families.SIZES | values | changes
   values = {key: values[key] for key in values if key not in missing}
   config = ConfigFile(values, "config.json")
-  family = family_of([f"{kind}ForCausalLM"], "config.json")
+  family = family_of([f"{prefix}ForCausalLM"], "config.json")
   decoder = family.weight_map(config, jnp.float32).decoder
   config.check_all_read()
   return decoder
@@ -43,7 +43,7 @@ def _windows(*args, **changes):
     ("Gemma 2", {"sliding_window_size": 6}),
   ],
 )
-def test_keys_that_turn_nothing_on(name, values):
+def test_keys_without_effect_are_accepted(name, values):
   """Published files have them; transformers does not write them."""
   assert _decoder(name, **values) == _decoder(name)
 
@@ -64,7 +64,7 @@ def test_the_same_keys_are_refused_with_another_value(name, key, value):
     _decoder(name, **{key: value})
 
 
-def test_a_null_turns_a_cap_off():
+def test_null_disables_a_cap():
   attention = "attn_logit_softcapping"
   assert _attention("Gemma 2").soft_cap == 50
   assert _attention("Gemma 2", **{attention: None}).soft_cap is None
@@ -72,7 +72,7 @@ def test_a_null_turns_a_cap_off():
   assert _decoder("Gemma 2", final_logit_softcapping=None).logit_cap is None
 
 
-def test_a_missing_window_and_a_null():
+def test_a_missing_window_is_the_default_and_null_disables_it():
   key = "sliding_window"
   assert _windows("Mistral", [key]) == [4096] * 4
   assert _windows("Mistral", sliding_window=None) == [None] * 4

@@ -32,7 +32,7 @@ def _mxfp4(rng, shape):
 
 
 def _fp8(values, block):
-  """A matrix in float8 with a scale for each block, and what it stands for."""
+  """A matrix in float8 with a scale for each block, and its float32 values."""
   rows, columns = (-(-n // block) for n in values.shape)
   scales = np.zeros((rows, columns), np.float32)
   packed = np.zeros(values.shape, ml_dtypes.float8_e4m3fn)
@@ -53,19 +53,19 @@ def _with(model, values):
   """Sets parameters by name."""
   import torch  # pyright: ignore[reportMissingImports]
 
-  own = dict(model.named_parameters())
+  params = dict(model.named_parameters())
   with torch.no_grad():
     for name, value in values.items():
-      own[name].copy_(torch.from_numpy(np.ascontiguousarray(value)))
+      params[name].copy_(torch.from_numpy(np.ascontiguousarray(value)))
 
 
-def _saved(model, place, tensors, **config):
+def _saved(model, folder, tensors, **config):
   """Saves a model, and then other tensors in its file."""
   import torch  # pyright: ignore[reportMissingImports]
   from safetensors import torch as stored  # pyright: ignore
 
-  model.save_pretrained(place)
-  path = place / "model.safetensors"
+  model.save_pretrained(folder)
+  path = folder / "model.safetensors"
   all_ = stored.load_file(path)
   for name, value in tensors.items():
     base = name.removesuffix("_blocks").removesuffix("_scales")
@@ -76,22 +76,24 @@ def _saved(model, place, tensors, **config):
     else:
       all_[name] = torch.from_numpy(np.ascontiguousarray(value))
   stored.save_file(all_, path)
-  path = place / "config.json"
+  path = folder / "config.json"
   path.write_text(json.dumps(json.loads(path.read_text()) | config))
-  return models.load(place, dtype=jnp.float32)
+  return models.load(folder, dtype=jnp.float32)
 
 
 def _assert_equal(loaded, model):
   tokens = families.tokens()
-  found = families.uncached(loaded, tokens)
+  logits = families.uncached(loaded, tokens)
   expected = families.expected(model, tokens)
-  np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5)
-  np.testing.assert_array_equal(found.argmax(-1), expected.argmax(-1))
+  np.testing.assert_allclose(logits, expected, rtol=0, atol=5e-5)
+  np.testing.assert_array_equal(logits.argmax(-1), expected.argmax(-1))
 
 
 def test_gpt_oss_in_four_bits(transformers, tmp_path):
   model = families.model_of(transformers, "gpt-oss", intermediate_size=64)
-  rng, tensors, values = np.random.default_rng(0), {}, {}
+  rng = np.random.default_rng(0)
+  tensors = {}
+  values = {}
   for layer in range(4):
     for name, shape in {
       "gate_up_proj": (6, 32, 128),
@@ -113,19 +115,21 @@ def test_blocks_of_float8(name, transformers, tmp_path):
   from safetensors import numpy as stored  # pyright: ignore
 
   whole = stored.load_file(tmp_path / "float32" / "model.safetensors")
-  block, tensors, wide = 16, {}, {}
+  block = 16
+  tensors = {}
+  wide = {}
   for tensor, value in whole.items():
     if "_proj" in tensor and value.ndim == 2:
       packed, scales, wide[tensor] = _fp8(value, block)
       tensors |= {tensor: packed, f"{tensor}_scale_inv": scales}
   assert len(tensors) > 40
   stored.save_file(whole | wide, tmp_path / "float32" / "model.safetensors")
-  kind = families.FAMILIES[name][0]
-  wanted = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(
+  prefix = families.FAMILIES[name][0]
+  reference = getattr(transformers, f"{prefix}ForCausalLM").from_pretrained(
     tmp_path / "float32", attn_implementation="eager"
   )
-  if hasattr(wanted.config, "_experts_implementation"):
-    wanted.config._experts_implementation = "eager"
+  if hasattr(reference.config, "_experts_implementation"):
+    reference.config._experts_implementation = "eager"
   method = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -135,13 +139,13 @@ def test_blocks_of_float8(name, transformers, tmp_path):
   loaded = _saved(
     model, tmp_path / "float8", tensors, quantization_config=method
   )
-  _assert_equal(loaded, wanted.eval().float())
+  _assert_equal(loaded, reference.eval().float())
 
 
-def test_the_text_of_a_model_that_sees_pictures(transformers, tmp_path):
+def test_the_text_model_of_a_multimodal_checkpoint(transformers, tmp_path):
   import torch  # pyright: ignore[reportMissingImports]
 
-  kind, changes = families.FAMILIES["Gemma 3"]
+  prefix, changes = families.FAMILIES["Gemma 3"]
   text = transformers.Gemma3TextConfig(**(families.SIZES | changes))
   config = transformers.Gemma3Config(
     text_config=text.to_dict(),
@@ -160,11 +164,11 @@ def test_the_text_of_a_model_that_sees_pictures(transformers, tmp_path):
   )
   config._attn_implementation = "eager"
   torch.manual_seed(0)
-  model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+  model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
   model = families.randomized(model)
   model.save_pretrained(tmp_path)
   loaded = models.load(tmp_path, dtype=jnp.float32)
   tokens = np.minimum(families.tokens(), 92)
-  found = families.uncached(loaded, tokens)
+  logits = families.uncached(loaded, tokens)
   expected = families.expected(model, tokens)
-  np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5)
+  np.testing.assert_allclose(logits, expected, rtol=0, atol=5e-5)

@@ -24,9 +24,9 @@ _NEW = 12
 def _checkpoint(name: str, folder: Any, transformers: Any) -> Any:
   """A saved checkpoint: its folder, and the model of transformers."""
   model = families.model_of(transformers, name)
-  place = folder / name.replace(" ", "")
-  model.save_pretrained(place)
-  return place, model
+  path = folder / name.replace(" ", "")
+  model.save_pretrained(path)
+  return path, model
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +37,18 @@ def checkpoint(tmp_path_factory, transformers):
 
 def _paged(decoder, params, tokens: np.ndarray, chunks) -> np.ndarray:
   """Logits of chunks of a prompt and of decoding, over poisoned pages."""
-  rows, total = tokens.shape
+  rows, num_columns = tokens.shape
   config = jaxkv.CacheConfig(
     num_pages=200,
     page_size=4,
     num_slots=rows,
-    pages_per_slot=-(-total // 4),
+    pages_per_slot=-(-num_columns // 4),
     groups=models.cache_groups(decoder),
   )
   cache = jaxkv.init(config)
   kv = jax.tree.map(lambda a: a * jnp.nan, models.init_kv(decoder, config))
-  found, start = [], 0
+  outputs = []
+  start = 0
   for count in chunks:
     num_tokens = [count] * rows
     cache, _ = jaxkv.recycle(cache)
@@ -63,32 +64,31 @@ def _paged(decoder, params, tokens: np.ndarray, chunks) -> np.ndarray:
     batch = jaxkv.kv.Batch(tokens=piece, positions=positions, views=views)
     logits, kv = models.forward(params, batch, kv, config=decoder)
     cache, _ = jaxkv.commit(cache, piece, num_tokens)
-    found.append(np.asarray(logits))
+    outputs.append(np.asarray(logits))
     start += count
-  return np.concatenate(found, axis=1)
+  return np.concatenate(outputs, axis=1)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits(name, checkpoint):
-  place, model = checkpoint(name)
-  loaded = models.load(place)
-  decoder, params = loaded.config, loaded.params
+def test_logits_are_those_of_transformers(name, checkpoint):
+  path, model = checkpoint(name)
+  loaded = models.load(path)
   tokens = families.tokens()
   expected = families.expected(model, tokens)
-  paged = _paged(decoder, params, tokens, (13, 1, 8, 1, 1, 9))
-  for found in (families.uncached(loaded, tokens), paged):
-    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5)
-    np.testing.assert_array_equal(found.argmax(-1), expected.argmax(-1))
+  paged = _paged(loaded.config, loaded.params, tokens, (13, 1, 8, 1, 1, 9))
+  for logits in (families.uncached(loaded, tokens), paged):
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=5e-5)
+    np.testing.assert_array_equal(logits.argmax(-1), expected.argmax(-1))
 
 
-def _changed(place, folder, values=None, tensors=None):
+def _changed(source, folder, values=None, tensors=None):
   """A copy of a checkpoint with another configuration, or other tensors."""
   from safetensors import numpy as stored  # pyright: ignore
 
-  shutil.copytree(place, folder)
+  shutil.copytree(source, folder)
   path = folder / "config.json"
-  found = json.loads(path.read_text()) | (values or {})
-  path.write_text(json.dumps(found))
+  config = json.loads(path.read_text()) | (values or {})
+  path.write_text(json.dumps(config))
   if tensors is not None:
     path = folder / "model.safetensors"
     stored.save_file(tensors(stored.load_file(path)), path)
@@ -96,30 +96,30 @@ def _changed(place, folder, values=None, tensors=None):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_unknown_keys_and_tensors(name, checkpoint, tmp_path):
-  place, _ = checkpoint(name)
-  other = _changed(place, tmp_path / "key", {"made_up": 3})
+def test_unknown_keys_and_tensors_are_refused(name, checkpoint, tmp_path):
+  path, _ = checkpoint(name)
+  copy = _changed(path, tmp_path / "key", {"made_up": 3})
   with pytest.raises(ValueError, match="may change the result: `made_up`: 3"):
-    models.load(other)
+    models.load(copy)
   extra = {"model.layers.0.extra.weight": np.zeros(2, np.float32)}
-  other = _changed(place, tmp_path / "more", tensors=lambda all: all | extra)
+  copy = _changed(path, tmp_path / "more", tensors=lambda all: all | extra)
   with pytest.raises(ValueError, match=r"not known: model\.layers\.0\.extra"):
-    models.load(other)
-  other = _changed(
-    place,
+    models.load(copy)
+  copy = _changed(
+    path,
     tmp_path / "less",
     tensors=lambda all: {k: all[k] for k in all if k != "model.norm.weight"},
   )
   with pytest.raises(ValueError, match=r"lacks tensors: model.norm.weight; ge"):
-    models.load(other)
+    models.load(copy)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_default_length(name, transformers):
-  kind, _ = FAMILIES[name]
-  text = "Gemma3Text" if kind == "Gemma3" else kind
+  prefix, _ = FAMILIES[name]
+  text = "Gemma3Text" if prefix == "Gemma3" else prefix
   default = getattr(transformers, f"{text}Config")().max_position_embeddings
-  family = family_of([f"{kind}ForCausalLM"], "config.json")
+  family = family_of([f"{prefix}ForCausalLM"], "config.json")
   assert family.max_length == default
 
 
@@ -129,8 +129,8 @@ _OLDER = ("Llama 3", "Llama, linear", "Gemma 3", "gpt-oss", "DeepSeek-V3")
 @pytest.mark.parametrize("name", _OLDER)
 def test_older_configurations(name, checkpoint, tmp_path):
   """Most checkpoints were saved before `rope_parameters` had its name."""
-  place, _ = checkpoint(name)
-  values = json.loads((place / "config.json").read_text())
+  path, _ = checkpoint(name)
+  values = json.loads((path / "config.json").read_text())
   rope = values.pop("rope_parameters")
   local = rope.pop("sliding_attention", None)
   rope = rope.get("full_attention", rope)
@@ -142,20 +142,21 @@ def test_older_configurations(name, checkpoint, tmp_path):
   rope["type"] = rope.pop("rope_type")
   values["rope_scaling"] = rope
   values["torch_dtype"] = values.pop("dtype")
-  other = tmp_path / "older"
-  shutil.copytree(place, other)
-  (other / "config.json").write_text(json.dumps(values))
-  assert models.load(other).config == models.load(place).config
+  folder = tmp_path / "older"
+  shutil.copytree(path, folder)
+  (folder / "config.json").write_text(json.dumps(values))
+  assert models.load(folder).config == models.load(path).config
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_rollout_draws_the_same(name, checkpoint):
+def test_a_greedy_rollout_has_the_tokens_of_transformers(name, checkpoint):
   """Greedily, as `generate`: prompts in chunks, beside others that decode."""
   import torch  # pyright: ignore[reportMissingImports]
 
-  place, model = checkpoint(name)
-  loaded = models.load(place)
-  prompts, lengths = families.tokens()[:, :20], [20, 11, 16]
+  path, model = checkpoint(name)
+  loaded = models.load(path)
+  prompts = families.tokens()[:, :20]
+  lengths = [20, 11, 16]
   expected = []
   for prompt, length in zip(prompts, lengths, strict=True):
     with torch.no_grad():
@@ -168,13 +169,13 @@ def test_a_rollout_draws_the_same(name, checkpoint):
         pad_token_id=0,
       )
     expected.append(out[0, length:].tolist())
-  sizes = loaded.cache_config(
+  cache_config = loaded.cache_config(
     num_pages=400, num_slots=2, page_size=4, max_length=20 + _NEW
   )
-  kv = jax.tree.map(lambda a: a * jnp.nan, loaded.init_kv(sizes))
+  kv = jax.tree.map(lambda a: a * jnp.nan, loaded.init_kv(cache_config))
   config = rollout.RolloutConfig(max_new_tokens=_NEW, prefill_chunk=8)
   state = rollout.init(
-    jaxkv.init(sizes),
+    jaxkv.init(cache_config),
     kv,
     rollout.Requests(
       prompts, lengths, sampling=rollout.Sampling(temperature=0.0)
@@ -183,12 +184,12 @@ def test_a_rollout_draws_the_same(name, checkpoint):
     config,
   )
   program = jax.jit(functools.partial(rollout.generate, model=loaded.forward))
-  end = program(loaded.params, state)
-  out = rollout.generated(end)
-  found = [
+  final_state = program(loaded.params, state)
+  out = rollout.generated(final_state)
+  tokens = [
     row[mask].tolist()
     for row, mask in zip(
       np.asarray(out.tokens), np.asarray(out.mask), strict=True
     )
   ]
-  assert found == expected
+  assert tokens == expected

@@ -37,14 +37,16 @@ class TestFolder:
     rows = tensors()
     assert model.config.dtype == jnp.bfloat16
     assert (model.max_length, model.stop_tokens) == (64, (2,))
-    (stretch,) = model.params["layers"]
-    wanted = rows["model.layers.1.self_attn.q_proj.weight"].T.reshape(8, 2, 4)
-    found = np.asarray(stretch[0]["query"][1])
-    np.testing.assert_array_equal(found, wanted.astype(ml_dtypes.bfloat16))
+    (segment,) = model.params["layers"]
+    query = rows["model.layers.1.self_attn.q_proj.weight"].T.reshape(8, 2, 4)
+    loaded_query = np.asarray(segment[0]["query"][1])
+    np.testing.assert_array_equal(
+      loaded_query, query.astype(ml_dtypes.bfloat16)
+    )
     wide = models.load(folder, dtype=jnp.float32)
     assert wide.params["embed"].dtype == jnp.float32
 
-  def test_a_dtype_of_the_outer_table(self, folder):
+  def test_a_dtype_of_the_outer_table_is_read(self, folder):
     """Multimodal checkpoints have it outside of `text_config`."""
     path = folder / "config.json"
     values = json.loads(path.read_text())
@@ -67,7 +69,7 @@ class TestFolder:
     checkpoint = checkpoint_folder.open_checkpoint(folder)
     assert checkpoint.max_length == length
 
-  def test_a_dtype_that_is_given_replaces_an_unknown_one(self, folder):
+  def test_a_given_dtype_replaces_an_unknown_one(self, folder):
     _change(folder, torch_dtype="float64", dtype="float64")
     _refused(folder, "float64", "name one in `load(dtype=)`")
     model = models.load(folder, dtype=jnp.float32)
@@ -78,15 +80,15 @@ class TestFolder:
     path.write_text('{"eos_token_id": [2, 7]}')
     assert models.load(folder).stop_tokens == (2, 7)
 
-  def test_shards(self, folder):
+  def test_shards_are_read_together(self, folder):
     whole = tensors()
     names = sorted(whole)
     homes = {
       name: f"model-{1 + i % 2}.safetensors" for i, name in enumerate(names)
     }
     for home in set(homes.values()):
-      own = {name: whole[name] for name in names if homes[name] == home}
-      write_tensors(folder / home, own)
+      shard = {name: whole[name] for name in names if homes[name] == home}
+      write_tensors(folder / home, shard)
     (folder / "model.safetensors").unlink()
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": homes}))
@@ -94,13 +96,13 @@ class TestFolder:
     (folder / "model-2.safetensors").unlink()
     _refused(folder, "lacks the shard model-2.safetensors")
 
-  @pytest.mark.parametrize("kept", [0, 5, 200, -1])
-  def test_truncated(self, folder, kept):
+  @pytest.mark.parametrize("num_bytes", [0, 5, 200, -1])
+  def test_truncated_tensors_are_refused(self, folder, num_bytes):
     path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:kept])
+    path.write_bytes(path.read_bytes()[:num_bytes])
     _refused(folder, "model.safetensors", "truncated")
 
-  def test_damaged_headers(self, folder):
+  def test_damaged_headers_are_refused(self, folder):
     path = folder / "model.safetensors"
     for text in (b"no", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32"}}'):
       path.write_bytes(struct.pack("<Q", len(text)) + text)
@@ -110,9 +112,9 @@ class TestFolder:
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
     _refused(folder, "a, float32 of shape [3]")
 
-  def test_wrong_shape(self, folder):
-    other = tensors() | {"model.norm.weight": np.zeros(9, np.float32)}
-    write_tensors(folder / "model.safetensors", other)
+  def test_a_tensor_of_another_shape_is_refused(self, folder):
+    changed_tensors = tensors() | {"model.norm.weight": np.zeros(9, np.float32)}
+    write_tensors(folder / "model.safetensors", changed_tensors)
     _refused(folder, "model.norm.weight", "[8]", "[9]")
 
   @pytest.mark.parametrize(
@@ -133,16 +135,21 @@ class TestFolder:
       ({"tie_word_embeddings": True, "surprise": 1}, ("`surprise`: 1",)),
     ],
   )
-  def test_configurations_that_are_not_built(self, folder, values, words):
+  def test_unsupported_configurations_are_refused(self, folder, values, words):
     _change(folder, **values)
     _refused(folder, *words)
 
-  def test_a_page_size_of_zero(self, folder):
+  def test_a_page_size_of_zero_is_refused(self, folder):
     model = models.load(folder)
     with pytest.raises(ValueError, match="`page_size` must be at least 1"):
       model.cache_config(num_pages=2, num_slots=1, page_size=0)
 
-  def test_no_such_thing(self, tmp_path):
+  def test_sources_of_other_types_are_refused(self, tmp_path):
+    for source in (5, None, [tmp_path]):
+      with pytest.raises(TypeError, match="`source` must be a folder, a"):
+        models.load(source)
+
+  def test_missing_files_are_refused(self, tmp_path):
     _refused(tmp_path / "nothing", "`source` must be")
     _refused(tmp_path, "config.json")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -150,7 +157,7 @@ class TestFolder:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     _refused(tmp_path, "pytorch_model.bin")
 
-  def test_no_tokenizer(self, folder):
+  def test_a_missing_tokenizer_is_refused(self, folder):
     with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
       _ = models.load(folder).tokenizer
 
@@ -161,10 +168,10 @@ class TestFewBits:
     packed = draw.normal(size=(5, 7)).astype(ml_dtypes.float8_e4m3fn)
     scales = draw.uniform(1, 2, (3, 2)).astype(np.float32)
     parts = {"w": stored(packed), "w_scale_inv": stored(scales)}
-    (found,) = dequantize.fp8_blocks(parts, (2, 4)).values()
-    for (i, j), value in np.ndenumerate(found.read()):
-      wanted = np.float32(packed[i, j]) * scales[i // 2, j // 4]
-      assert value == wanted
+    (tensor,) = dequantize.fp8_blocks(parts, (2, 4)).values()
+    for (i, j), value in np.ndenumerate(tensor.read()):
+      expected = np.float32(packed[i, j]) * scales[i // 2, j // 4]
+      assert value == expected
     with pytest.raises(ValueError, match="w_scale_inv must have shape"):
       dequantize.fp8_blocks(parts, (2, 2))
 
@@ -173,13 +180,13 @@ class TestFewBits:
     blocks = draw.integers(0, 256, (2, 3, 2, 16), np.uint8)
     scales = draw.integers(120, 134, (2, 3, 2), np.uint8)
     parts = {"w_blocks": stored(blocks), "w_scales": stored(scales)}
-    (found,) = dequantize.mxfp4(parts).values()
-    assert found.read().shape == found.shape == (2, 64, 3)
+    (tensor,) = dequantize.mxfp4(parts).values()
+    assert tensor.read().shape == tensor.shape == (2, 64, 3)
     magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    for (x, i, o), value in np.ndenumerate(found.read()):
-      group, place = divmod(i, 32)
-      byte = int(blocks[x, o, group, place // 2])
-      bits = byte >> 4 if place % 2 else byte & 15
+    for (x, i, o), value in np.ndenumerate(tensor.read()):
+      group, offset = divmod(i, 32)
+      byte = int(blocks[x, o, group, offset // 2])
+      bits = byte >> 4 if offset % 2 else byte & 15
       sign = -1 if bits & 8 else 1
       exponent = int(scales[x, o, group]) - 127
       assert value == sign * magnitudes[bits & 7] * 2.0**exponent

@@ -21,8 +21,8 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 
 
 def facts_of(architecture):
-  more = {"attention.sliding_window": 32} if architecture == "gemma3" else {}
-  return writing.sizes(**more)
+  options = {"attention.sliding_window": 32} if architecture == "gemma3" else {}
+  return writing.sizes(**options)
 
 
 def small(path, architecture="llama", facts=None, tensors=None):
@@ -31,30 +31,30 @@ def small(path, architecture="llama", facts=None, tensors=None):
   return writing.write_gguf(path / "m.gguf", architecture, facts, tensors)
 
 
-def quantised(kind, rows, columns, seed=0):
+def quantised(type_name, rows, columns, seed=0):
   """Random bytes whose float16 parts are small numbers."""
-  number = gguf.GGMLQuantizationType[kind]
-  block, size = gguf.GGML_QUANT_SIZES[number]
+  quantization = gguf.GGMLQuantizationType[type_name]
+  block, num_bytes = gguf.GGML_QUANT_SIZES[quantization]
   random = np.random.default_rng(seed)
-  data = random.integers(0, 256, (rows, columns // block, size), np.uint8)
+  data = random.integers(0, 256, (rows, columns // block, num_bytes), np.uint8)
   scale = random.uniform(0.01, 0.1, (rows, columns // block, 2))
   halves = scale.astype(np.float16).view(np.uint8)
-  if kind == "Q6_K":
+  if type_name == "Q6_K":
     data[..., -2:] = halves[..., :2]
-  elif kind in ("Q4_1", "Q4_K"):
+  elif type_name in ("Q4_1", "Q4_K"):
     data[..., :4] = halves
   else:
     data[..., :2] = halves[..., :2]
-  return data.reshape(rows, -1), number
+  return data.reshape(rows, -1), quantization
 
 
 def interleaved(weight, heads):
   """Rows in the order of llama.cpp, one at a time."""
   head = weight.shape[0] // heads
   rows = []
-  for first in range(0, weight.shape[0], head):
-    for place in range(head // 2):
-      rows += [weight[first + place], weight[first + head // 2 + place]]
+  for head_row in range(0, weight.shape[0], head):
+    for i in range(head // 2):
+      rows += [weight[head_row + i], weight[head_row + head // 2 + i]]
   return np.stack(rows)
 
 
@@ -65,9 +65,9 @@ def stored(path):
 
 def weight(path, name):
   tensor = stored(path)[name]
-  found = tensor.read()
-  assert (found.shape, found.dtype) == (tensor.shape, np.float32)
-  return found
+  values = tensor.read()
+  assert (values.shape, values.dtype) == (tensor.shape, np.float32)
+  return values
 
 
 def decoder(path):
@@ -75,7 +75,7 @@ def decoder(path):
 
 
 class TestMetadata:
-  def test_is_what_the_package_reads(self, tmp_path):
+  def test_metadata_are_those_of_the_package(self, tmp_path):
     facts = {
       "a.list": [1, -2, 3],
       "a.text": "Größe",
@@ -94,7 +94,7 @@ class TestMetadata:
       for tensor in reader.tensors
     }
 
-  def test_of_a_large_vocabulary_is_read_fast(self, tmp_path):
+  def test_metadata_of_a_large_vocabulary_are_read_fast(self, tmp_path):
     """262,144 tokens, as Gemma 3 has; the package's reader takes seconds."""
     facts = {
       "tokenizer.ggml.tokens": [f"token {i}" for i in range(1 << 18)],
@@ -102,21 +102,21 @@ class TestMetadata:
       "tokenizer.ggml.token_type": [1] * (1 << 18),
     }
     path = small(tmp_path, facts=facts)
-    begin = time.process_time()
+    start_time = time.process_time()
     metadata, _ = gguf_checkpoint.read(gguf, path)
-    assert time.process_time() - begin < 2
+    assert time.process_time() - start_time < 2
     assert metadata.get("tokenizer.ggml.tokens")[-1] == "token 262143"
 
-  @pytest.mark.parametrize("kept", [0, 3, 7, 8, 20, 40, 300, 2000, -400, -1])
-  def test_a_file_that_ends_early_is_refused(self, tmp_path, kept):
+  @pytest.mark.parametrize("end", [0, 3, 7, 8, 20, 40, 300, 2000, -400, -1])
+  def test_a_file_that_ends_early_is_refused(self, tmp_path, end):
     path = small(tmp_path)
     data = path.read_bytes()
     # Zeros after the last tensor belong to no tensor.
-    end = max(
+    end_offset = max(
       tensor.data_offset + tensor.n_bytes
       for tensor in gguf.GGUFReader(path).tensors
     )
-    path.write_bytes(data[:end][:kept])
+    path.write_bytes(data[:end_offset][:end])
     with pytest.raises(
       ValueError, match="must be a complete, little-endian GGUF"
     ) as error:
@@ -127,34 +127,34 @@ class TestMetadata:
     """No damage leads to another error, to a hang or to gigabytes."""
     path = small(tmp_path)
     data = bytearray(path.read_bytes())
-    first = gguf.GGUFReader(path).data_offset
-    for place in range(0, first, 3):
+    data_offset = gguf.GGUFReader(path).data_offset
+    for offset in range(0, data_offset, 3):
       damaged = bytearray(data)
-      damaged[place] ^= 0xFF
+      damaged[offset] ^= 0xFF
       path.write_bytes(damaged)
       try:
         models.load(path)
       except ValueError as error:
         assert str(path) in str(error) and "\n" not in str(error)
 
-  @pytest.mark.parametrize("place", [8, 16])
-  def test_counts_are_bounded(self, tmp_path, place):
+  @pytest.mark.parametrize("offset", [8, 16])
+  def test_counts_are_bounded(self, tmp_path, offset):
     """Zeros can be read as any number of tensors without a name."""
     path = small(tmp_path)
     header = bytearray(path.read_bytes()[: gguf.GGUFReader(path).data_offset])
-    header[place : place + 8] = (1 << 40).to_bytes(8, "little")
+    header[offset : offset + 8] = (1 << 40).to_bytes(8, "little")
     path.write_bytes(header + bytes(1 << 25))
-    begin = time.process_time()
+    start_time = time.process_time()
     with pytest.raises(
       ValueError, match="must be a complete, little-endian GGUF"
     ):
       models.load(path)
-    assert time.process_time() - begin < 2
+    assert time.process_time() - start_time < 2
 
   @pytest.mark.parametrize(
     "start", [b"PK\3\4", b"GGUF\1\0\0\0", b"GGUF\0\0\0\3"]
   )
-  def test_another_file_is_refused(self, tmp_path, start):
+  def test_a_file_of_another_format_is_refused(self, tmp_path, start):
     """No GGUF file, one of version 1, and a big-endian one."""
     path = small(tmp_path)
     path.write_bytes(start + path.read_bytes()[len(start) :])
@@ -163,12 +163,12 @@ class TestMetadata:
     ):
       models.load(path)
 
-  def test_a_part_is_refused(self, tmp_path):
+  def test_a_part_of_a_split_model_is_refused(self, tmp_path):
     path = small(tmp_path, facts={"split.count": 3})
     with pytest.raises(ValueError, match=r"`split\.count`.*must be .*got 3"):
       models.load(path)
 
-  def test_a_type_that_is_not_read_is_named(self, tmp_path):
+  def test_an_unsupported_type_is_named(self, tmp_path):
     tensors = {"blk.0.ffn_up.weight": np.zeros((96, 64), np.int32)}
     path = small(tmp_path, tensors=tensors)
     with pytest.raises(ValueError, match="I32") as error:
@@ -181,26 +181,26 @@ class TestMetadata:
 
 
 class TestWeights:
-  @pytest.mark.parametrize("kind", TYPES[3:])
-  def test_equal_the_package_s(self, tmp_path, kind):
-    data, number = quantised(kind, 7, 512)
+  @pytest.mark.parametrize("type_name", TYPES[3:])
+  def test_values_are_those_of_the_package(self, tmp_path, type_name):
+    data, quantization = quantised(type_name, 7, 512)
     name = "blk.0.ffn_up.weight"
-    path = small(tmp_path, tensors={name: (data, kind)})
-    found = weight(path, "model.layers.0.mlp.up_proj.weight")
-    wanted = gguf.dequantize(data, number)
-    assert found.shape == (7, 512) and np.isfinite(wanted).all()
-    np.testing.assert_array_equal(found, wanted)
+    path = small(tmp_path, tensors={name: (data, type_name)})
+    values = weight(path, "model.layers.0.mlp.up_proj.weight")
+    expected = gguf.dequantize(data, quantization)
+    assert values.shape == (7, 512) and np.isfinite(expected).all()
+    np.testing.assert_array_equal(values, expected)
 
-  @pytest.mark.parametrize("kind", TYPES[:3])
-  def test_plain_types_keep_their_numbers(self, tmp_path, kind):
-    number = gguf.GGMLQuantizationType[kind]
+  @pytest.mark.parametrize("type_name", TYPES[:3])
+  def test_plain_types_keep_their_numbers(self, tmp_path, type_name):
+    quantization = gguf.GGMLQuantizationType[type_name]
     plain = np.random.default_rng(0).standard_normal((6, 64), np.float32)
-    data = gguf.quantize(plain, number)
-    tensor = (data, kind) if kind == "BF16" else data
+    data = gguf.quantize(plain, quantization)
+    tensor = (data, type_name) if type_name == "BF16" else data
     path = small(tmp_path, tensors={"output.weight": tensor})
-    found = weight(path, "lm_head.weight")
-    tolerance = {"F32": 0, "F16": 2**-10, "BF16": 2**-7}[kind]
-    np.testing.assert_allclose(found, plain, rtol=tolerance, atol=1e-6)
+    values = weight(path, "lm_head.weight")
+    tolerance = {"F32": 0, "F16": 2**-10, "BF16": 2**-7}[type_name]
+    np.testing.assert_allclose(values, plain, rtol=tolerance, atol=1e-6)
 
   def test_queries_and_keys_of_llama_are_put_back_in_order(self, tmp_path):
     plain = writing.weights("llama")
@@ -222,7 +222,7 @@ class TestWeights:
     )
 
   @pytest.mark.parametrize("architecture", ARCHITECTURES[1:])
-  def test_queries_of_others_are_in_order(self, tmp_path, architecture):
+  def test_other_queries_are_in_order(self, tmp_path, architecture):
     path = small(tmp_path, architecture)
     np.testing.assert_array_equal(
       weight(path, "model.layers.1.self_attn.q_proj.weight"),
@@ -252,7 +252,7 @@ class TestWeights:
     )
 
   @pytest.mark.parametrize("architecture", ARCHITECTURES)
-  def test_are_read_when_they_are_loaded(self, tmp_path, architecture):
+  def test_tensors_are_read_when_they_are_loaded(self, tmp_path, architecture):
     path = small(tmp_path, architecture)
     opened = gguf_checkpoint.open_checkpoint(path)
     with path.open("r+b") as file:
@@ -262,13 +262,13 @@ class TestWeights:
     model = models.load(path, dtype=np.float32)
     assert (np.asarray(model.params["embed"]) == 7).all()
 
-  def test_need_the_package(self, tmp_path, monkeypatch):
+  def test_a_missing_package_is_named(self, tmp_path, monkeypatch):
     path = small(tmp_path)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ImportError, match=r'pip install "jaxkv\[gguf\]"'):
       models.load(path)
 
-  def test_unknown_ones_are_refused_by_name(self, tmp_path):
+  def test_unknown_tensors_are_refused_by_name(self, tmp_path):
     name = "blk.0.ffn_gate_inp.weight"
     path = small(tmp_path, tensors={name: np.zeros((4, 64), np.float32)})
     with pytest.raises(ValueError, match=re.escape(name)):
@@ -276,7 +276,7 @@ class TestWeights:
 
 
 class TestConfig:
-  def test_of_llama(self, tmp_path):
+  def test_config_of_llama(self, tmp_path):
     facts = {
       ".rope.freq_base": 1e5,
       ".rope.dimension_count": 16,
@@ -298,7 +298,7 @@ class TestConfig:
     )
     assert (model.max_length, model.stop_tokens) == (128, (2,))
 
-  def test_of_gemma(self, tmp_path):
+  def test_config_of_gemma(self, tmp_path):
     facts = writing.sizes(block_count=7, attention__sliding_window=32)
     layers = decoder(small(tmp_path, "gemma3", facts)).layers
     windows = [layer.attention.window for layer in layers]
@@ -307,8 +307,8 @@ class TestConfig:
     assert layers[0].attention.rope.base == 1e4
     assert layers[5].attention.rope.base == 1e6
 
-  def test_of_the_largest_gemma(self, tmp_path):
-    """Its queries are scaled by its width, of which a head has no part."""
+  def test_config_of_the_largest_gemma(self, tmp_path):
+    """Queries are scaled by width / heads, which is not the head size."""
     head = {"attention.key_length": 32, "attention.value_length": 32}
     facts = writing.sizes(block_count=62, attention__sliding_window=32, **head)
     tensors = {f"blk.{i}.other": np.ones(1, np.float32) for i in range(62)}
@@ -316,19 +316,19 @@ class TestConfig:
     path = small(tmp_path, "gemma3", facts, tensors)
     assert decoder(path).layers[0].attention.scale == 16**-0.5
 
-  def test_of_gemma_with_windows_by_layer(self, tmp_path):
+  def test_config_of_gemma_with_windows_by_layer(self, tmp_path):
     facts = {".attention.sliding_window_pattern": [False, True]}
     layers = decoder(small(tmp_path, "gemma3", facts)).layers
     assert [layer.attention.window for layer in layers] == [None, 32]
 
-  def test_of_tables_with_an_output_of_their_own(self, tmp_path):
+  def test_an_untied_output_is_loaded(self, tmp_path):
     tensors = {"output.weight": np.ones((320, 64), np.float32)}
     model = models.load(small(tmp_path, tensors=tensors))
     assert not model.config.tied_embeddings
     assert model.params["unembed"].shape == (64, 320)
 
   @pytest.mark.parametrize(
-    ("facts", "wanted"),
+    ("facts", "scaling"),
     [
       ({"type": "none"}, None),
       ({"type": "linear", "factor": 8.0}, LinearScaling(factor=8.0)),
@@ -342,17 +342,17 @@ class TestConfig:
       ),
     ],
   )
-  def test_of_scaled_rope(self, tmp_path, facts, wanted):
+  def test_scaled_rope(self, tmp_path, facts, scaling):
     facts = {f".rope.scaling.{key}": value for key, value in facts.items()}
     layers = decoder(small(tmp_path, facts=facts)).layers
-    assert layers[1].attention.rope.scaling == wanted
+    assert layers[1].attention.rope.scaling == scaling
 
   @pytest.mark.parametrize("factor", [8.0, 32.0])
-  def test_of_llama_3(self, tmp_path, factor):
+  def test_rope_of_llama_3(self, tmp_path, factor):
     """Divisors as a converter writes them, one frequency at a time."""
     divisors = []
-    for place in range(0, 128, 2):
-      wave = 2 * np.pi * 500_000 ** (place / 128)
+    for i in range(0, 128, 2):
+      wave = 2 * np.pi * 500_000 ** (i / 128)
       if wave < 8192 / 4:
         divisors.append(1.0)
       elif wave > 8192:
@@ -395,13 +395,13 @@ class TestConfig:
       ({"tokenizer.ggml.eos_token_id": "a"}, r"eos_token_id`.*got 'a'"),
     ],
   )
-  def test_what_is_not_built_is_named(self, tmp_path, facts, named):
+  def test_unsupported_facts_are_named(self, tmp_path, facts, named):
     path = small(tmp_path, facts=facts)
     with pytest.raises(ValueError, match=named) as error:
       models.load(path)
     assert str(path) in str(error.value)
 
-  def test_none_of_something_is_nothing(self, tmp_path):
+  def test_a_count_of_zero_experts_is_ignored(self, tmp_path):
     facts = {".expert_count": 0}
     assert models.load(small(tmp_path, facts=facts)).max_length == 128
 

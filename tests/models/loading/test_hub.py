@@ -48,17 +48,18 @@ class _Answers(http.server.BaseHTTPRequestHandler):
     self._answer(body=True)
 
   def _answer(self, body):
-    files, path = self.server.files, self.path.partition("?")[0]
-    kind, content = "application/octet-stream", None
+    files = self.server.files
+    path = self.path.partition("?")[0]
+    content_type, content = "application/octet-stream", None
     if path.startswith(f"/api/models/{_ID}"):
-      kind, content = "application/json", self._listing(path)
+      content_type, content = "application/json", self._listing(path)
     elif path.startswith(f"/{_ID}/resolve/"):
       # The path is /owner/name/resolve/revision/file.
       content = files.get(path.split("/", 5)[5])
     content = b"" if (missing := content is None) else content
     self.send_response(404 if missing else 200)
     self.send_header("Content-Length", str(len(content)))
-    self.send_header("Content-Type", kind)
+    self.send_header("Content-Type", content_type)
     self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
     self.send_header("X-Repo-Commit", _COMMIT)
     self.end_headers()
@@ -92,7 +93,7 @@ class _Answers(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def served(folder):
+def hub_server(folder):
   (folder / "pytorch_model.bin").write_bytes(b"not wanted")
   with _Hub(folder) as server:
     server.files["original/model.safetensors"] = b"not wanted"
@@ -104,14 +105,14 @@ def served(folder):
 
 
 @pytest.fixture
-def load(served, tmp_path):
+def load(hub_server, tmp_path):
   """Returns a function that loads in another process and returns its line."""
   root = pathlib.Path(hub.__file__).resolve().parents[4]
   process = subprocess.Popen(
     [sys.executable, "-c", _LOAD],
     env=os.environ
     | {
-      "HF_ENDPOINT": f"http://127.0.0.1:{served.server_port}",
+      "HF_ENDPOINT": f"http://127.0.0.1:{hub_server.server_port}",
       "HF_HOME": str(tmp_path / "home"),
       "HF_HUB_DISABLE_PROGRESS_BARS": "1",
       "HF_HUB_OFFLINE": "0",
@@ -134,20 +135,20 @@ def load(served, tmp_path):
     assert process.communicate(timeout=120) == ("", "")
 
 
-def test_a_model_is_downloaded_once(served, load):
+def test_a_model_is_downloaded_once(hub_server, load):
   pytest.importorskip("huggingface_hub", reason="it downloads")
   assert load("local").startswith(f"refused: cannot get {_ID} from the hub")
-  assert served.given == []
+  assert hub_server.given == []
   assert load() == "2 bfloat16\n"
-  given = [name for name in served.given if "/resolve/" in name]
-  wanted = ("config.json", "model.safetensors")
-  assert sorted(name.split("/", 5)[5] for name in given) == sorted(wanted)
-  served.given.clear()
+  paths = [name for name in hub_server.given if "/resolve/" in name]
+  names = ("config.json", "model.safetensors")
+  assert sorted(name.split("/", 5)[5] for name in paths) == sorted(names)
+  hub_server.given.clear()
   assert load("local") == "2 bfloat16\n"
-  assert served.given == []
+  assert hub_server.given == []
 
 
-def test_a_model_that_is_not_there_is_refused(served, load):
+def test_a_missing_model_is_refused(hub_server, load):
   pytest.importorskip("huggingface_hub", reason="it downloads")
-  served.files.clear()
+  hub_server.files.clear()
   assert load().startswith("refused: ")

@@ -36,14 +36,14 @@ def _log_probs(model, tokens):
 
 def test_perplexity_of_a_sentence(model):
   name, model = model
-  wanted, within = {
+  perplexity, tolerance = {
     "smollm2": (18.956, 0.01),
     "gemma3-270m": (13.08, 0.02),
   }[name]
   tokens = model.tokenizer.encode(_SENTENCE)
   assert len(tokens) == 28
   scores = _log_probs(model, tokens)[np.arange(27), tokens[1:]]
-  assert abs(np.exp(-scores.mean()) - wanted) < within
+  assert abs(np.exp(-scores.mean()) - perplexity) < tolerance
 
 
 def _facts(path):
@@ -65,12 +65,12 @@ def test_tokens_of_gemma_are_those_of_sentencepiece():
   path = named_models.fetch("gemma3-270m")
   facts = _facts(path)
   proto = protobuf.ModelProto()
-  for piece, score, kind in zip(
+  for piece, score, piece_type in zip(
     *(facts[f"tokenizer.ggml.{name}"] for name in _PIECES), strict=True
   ):
     # The file has spaces where SentencePiece has this mark for them.
     piece = piece.replace(" ", "\u2581")
-    proto.pieces.add(piece=piece, score=float(score), type=int(kind))
+    proto.pieces.add(piece=piece, score=float(score), type=int(piece_type))
   proto.trainer_spec.model_type = protobuf.TrainerSpec.BPE
   proto.trainer_spec.byte_fallback = True
   proto.trainer_spec.unk_id = int(facts["tokenizer.ggml.unknown_token_id"])
@@ -81,9 +81,11 @@ def test_tokens_of_gemma_are_those_of_sentencepiece():
   reference = library.SentencePieceProcessor(
     model_proto=proto.SerializeToString()
   )
-  own = _tokenizer(path)
+  tokenizer = _tokenizer(path)
   for line in lines(10_000):
-    assert own.encode(line, special=False).tolist() == reference.encode(line)
+    assert tokenizer.encode(line, special=False).tolist() == reference.encode(
+      line
+    )
 
 
 _PIECES = ("tokens", "scores", "token_type")

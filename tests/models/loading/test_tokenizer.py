@@ -58,58 +58,62 @@ def _merged(word, ranks):
     best = min(pairs, key=lambda pair: ranks.get(pair, len(ranks)))
     if best not in ranks:
       return pieces
-    place = pairs.index(best)
-    pieces[place : place + 2] = ["".join(best)]
+    index = pairs.index(best)
+    pieces[index : index + 2] = ["".join(best)]
   return pieces
 
 
 class TestByteLevel:
   def test_pairs_are_merged_by_rank(self):
     facts = _byte_facts()
-    own = _tokenizer(facts)
+    tokenizer = _tokenizer(facts)
     tokens = facts["tokenizer.ggml.tokens"]
     ranks = {
       tuple(pair.split(" ")): rank
       for rank, pair in enumerate(facts["tokenizer.ggml.merges"])
     }
     for word in ("quick", "return", "comment", "clock"):
-      found = [tokens[i] for i in own.encode(word)]
-      assert found == _merged(word, ranks)
+      pieces = [tokens[i] for i in tokenizer.encode(word)]
+      assert pieces == _merged(word, ranks)
 
   def test_digits_stand_alone_or_in_threes(self):
-    for pre, sizes in (("smollm", {1}), ("qwen2", {1}), ("llama-bpe", {1, 3})):
+    for pre, lengths in (
+      ("smollm", {1}),
+      ("qwen2", {1}),
+      ("llama-bpe", {1, 3}),
+    ):
       facts = _byte_facts(pre)
       facts["tokenizer.ggml.tokens"] += ["12", "123", "1234"]
       facts["tokenizer.ggml.token_type"] += [1, 1, 1]
       facts["tokenizer.ggml.merges"] += ["1 2", "12 3", "123 4"]
       facts["tokenizer.ggml.add_bos_token"] = False
-      own = _tokenizer(facts)
-      pieces = [own.decode([i]) for i in own.encode("1234")]
-      assert {len(piece) for piece in pieces} == sizes, pre
+      tokenizer = _tokenizer(facts)
+      pieces = [tokenizer.decode([i]) for i in tokenizer.encode("1234")]
+      assert {len(piece) for piece in pieces} == lengths, pre
 
-  def test_text_comes_back(self):
-    own = _tokenizer(_byte_facts("gpt-2"))
+  def test_decoding_inverts_encoding(self):
+    tokenizer = _tokenizer(_byte_facts("gpt-2"))
     for line in lines(200):
-      assert own.decode(own.encode(line), special=True) == line
+      assert tokenizer.decode(tokenizer.encode(line), special=True) == line
 
   def test_bytes_of_tokens(self):
-    own = _tokenizer(_byte_facts("gpt-2"))
-    pieces = own.token_bytes()
+    tokenizer = _tokenizer(_byte_facts("gpt-2"))
+    pieces = tokenizer.token_bytes()
     assert pieces[:3] == [b"", b"", b""]
     for line in lines(50):
-      found = own.encode(line).tolist()
+      tokens = tokenizer.encode(line).tolist()
       plain = re.sub(r"<\|im_(start|end)\|>", "", line)
-      assert b"".join(pieces[i] for i in found) == plain.encode()
+      assert b"".join(pieces[i] for i in tokens) == plain.encode()
     assert rollout.token_bytes(pieces).vocab_size == len(pieces)
 
   def test_bytes_of_added_tokens(self):
     """Only a decoder that turns the block into a space does so in the bytes."""
-    own = _tokenizer(_byte_facts("gpt-2"))
-    own.core.add_tokens(["<tool▁calls>", "[é]"])
-    added = own.encode("<tool▁calls>[é]").tolist()
+    tokenizer = _tokenizer(_byte_facts("gpt-2"))
+    tokenizer.core.add_tokens(["<tool▁calls>", "[é]"])
+    added = tokenizer.encode("<tool▁calls>[é]").tolist()
     assert len(added) == 2
-    joined = b"".join(own.token_bytes()[i] for i in added)
-    assert joined.decode(errors="replace") == own.decode(added)
+    joined = b"".join(tokenizer.token_bytes()[i] for i in added)
+    assert joined.decode(errors="replace") == tokenizer.decode(added)
 
   def test_chat(self):
     own = _tokenizer(_byte_facts())
@@ -132,11 +136,11 @@ class TestByteLevel:
     assert Tokenizer(own.core, template=marked).chat(messages) == "abc"
 
   def test_a_lone_surrogate_is_refused(self):
-    own = _tokenizer(_byte_facts())
+    tokenizer = _tokenizer(_byte_facts())
     with pytest.raises(
       ValueError, match=r"got '\\ud83d' at position 2; remove"
     ):
-      own.encode("a \ud83d")
+      tokenizer.encode("a \ud83d")
 
 
 class TestSentencePieces:
@@ -158,30 +162,36 @@ class TestSentencePieces:
     }
 
   def test_the_best_score_is_merged_first(self):
-    own = _tokenizer(self._facts())
-    pieces = [self._TOKENS[i] for i in own.encode("abc ab")]
+    tokenizer = _tokenizer(self._facts())
+    pieces = [self._TOKENS[i] for i in tokenizer.encode("abc ab")]
     assert pieces == ["<s>", "▁", "abc", "▁ab"]
-    assert own.decode(own.encode("abc ab")) == "abc ab"
+    assert tokenizer.decode(tokenizer.encode("abc ab")) == "abc ab"
+
+  def test_templates_have_the_names_of_transformers(self):
+    facts = self._facts() | {"tokenizer.ggml.padding_token_id": 2}
+    own = _tokenizer(facts)
+    assert own.variables["unk_token"] == "<unk>"
+    assert own.variables["pad_token"] == "</s>"
 
   def test_bytes_are_the_last_resort(self):
-    own = _tokenizer(self._facts())
-    pieces = [self._TOKENS[i] for i in own.encode("é", special=False)]
+    tokenizer = _tokenizer(self._facts())
+    pieces = [self._TOKENS[i] for i in tokenizer.encode("é", special=False)]
     assert pieces == ["▁", "<0xC3>", "<0xA9>"]
-    assert own.token_bytes()[3:8] == [b"\n", b"\xc3", b"\xa9", b" ", b"a"]
+    assert tokenizer.token_bytes()[3:8] == [b"\n", b"\xc3", b"\xa9", b" ", b"a"]
 
   def test_only_two_digits_are_a_byte(self):
-    own = _tokenizer(self._facts())
-    own.core.add_tokens(["<0xZZ>"])
-    assert own.token_bytes()[-1] == b"<0xZZ>"
+    tokenizer = _tokenizer(self._facts())
+    tokenizer.core.add_tokens(["<0xZZ>"])
+    assert tokenizer.token_bytes()[-1] == b"<0xZZ>"
 
-  def test_no_space_is_put_before_a_text(self):
+  def test_no_space_is_added_before_a_text(self):
     facts = self._facts() | {"tokenizer.ggml.add_space_prefix": False}
-    own = _tokenizer(facts)
-    assert own.encode("ab", special=False).tolist() == [10]
+    tokenizer = _tokenizer(facts)
+    assert tokenizer.encode("ab", special=False).tolist() == [10]
 
 
 class TestRefused:
-  def test_kinds_that_are_not_known(self):
+  def test_unknown_models_are_refused(self):
     with pytest.raises(ValueError, match=r"model` in m\.gguf must be 'gpt2'"):
       _tokenizer({"tokenizer.ggml.model": "rwkv"})
     for pre in ("other", "default"):
@@ -192,29 +202,29 @@ class TestRefused:
         _tokenizer(facts)
 
   @pytest.mark.parametrize("key", ["model", "tokens", "merges", "pre"])
-  def test_facts_that_are_missing(self, key):
+  def test_missing_facts_are_named(self, key):
     facts = _byte_facts()
     del facts[f"tokenizer.ggml.{key}"]
     with pytest.raises(ValueError, match=rf"m\.gguf lacks `.*\.{key}`"):
       _tokenizer(facts)
 
-  def test_a_token_that_is_not_there(self):
+  def test_a_token_id_out_of_range_is_refused(self):
     facts = _byte_facts() | {"tokenizer.ggml.bos_token_id": 9999}
     with pytest.raises(ValueError, match=r"bos_token_id` in m\.gguf must be"):
       _tokenizer(facts)
 
-  def test_damaged_file(self, tmp_path):
+  def test_a_damaged_file_is_refused(self, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
       tokenizers_of.from_folder(tmp_path)
 
 
-def test_a_folder_gives_what_the_library_gives(tmp_path):
+def test_tokens_of_a_folder_are_those_of_the_library(tmp_path):
   """Its options for padding and truncation are for training, and left out."""
-  made = _tokenizer(_byte_facts()).core
-  made.enable_truncation(4)
-  made.enable_padding(length=8)
-  made.save(str(tmp_path / "tokenizer.json"))
+  core = _tokenizer(_byte_facts()).core
+  core.enable_truncation(4)
+  core.enable_padding(length=8)
+  core.save(str(tmp_path / "tokenizer.json"))
   config = {
     "eos_token": {"content": "<|im_end|>"},
     "bos_token": None,
@@ -224,10 +234,11 @@ def test_a_folder_gives_what_the_library_gives(tmp_path):
   (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
   template = "{{ bos_token }}{{ eos_token }}{{ add_bos_token }}"
   (tmp_path / "chat_template.jinja").write_text(template)
-  own = tokenizers_of.from_folder(tmp_path)
-  made.no_truncation()
-  made.no_padding()
+  tokenizer = tokenizers_of.from_folder(tmp_path)
+  core.no_truncation()
+  core.no_padding()
   for line in lines(10_000):
-    assert own.encode(line).tolist() == made.encode(line).ids
+    assert tokenizer.encode(line).tolist() == core.encode(line).ids
   pytest.importorskip("jinja2", reason="it renders templates")
-  assert own.chat([]) == "<|im_end|>"
+  messages = [{"role": "user", "content": "hi"}]
+  assert tokenizer.chat(messages) == "<|im_end|>"

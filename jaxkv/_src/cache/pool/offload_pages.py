@@ -14,7 +14,6 @@ host's queue it has the number 1 + h, because 0 is not a page there.
 
 import dataclasses
 from typing import ClassVar
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +26,8 @@ from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.pool.free_queue import FreeQueue
 from jaxkv._src.cache.prefix import prefix_index
+from jaxkv._src.cache.prefix.prefix_index import CachedPages
 from jaxkv._src.cache.prefix.prefix_index import PrefixIndex
-from jaxkv._src.cache.prefix.prefix_index import RemovedPages
 
 
 @jax.tree_util.register_dataclass
@@ -87,25 +86,6 @@ class OffloadPages:
   num_restored: Array
   num_forgotten: Array
   num_dropped: Array
-
-
-class Exchanged(NamedTuple):
-  """The pages that `exchange` changed.
-
-  Attributes:
-    removed: the pages that left the index: cached offload pages that saved
-      pages overwrote, and cached device pages that were popped and not saved.
-    numbers: int32[2 W], the page number of each item of `removed`.
-    sources: int32[X], the numbers of pages whose contents moved.
-    targets: int32[X], the numbers of the pages to which the contents moved.
-    moved: bool[X], False for items without a move.
-  """
-
-  removed: RemovedPages
-  numbers: Array
-  sources: Array
-  targets: Array
-  moved: Array
 
 
 def init(config: CacheConfig) -> OffloadPages:
@@ -170,7 +150,7 @@ def must_stay(
   Returns:
     bool[W]. A pop ends before the first live page with True.
   """
-  entries = prefix_index.entries_of(index, pages, pages >= 0)
+  entries = prefix_index.cached_among(index, pages, pages >= 0)
 
   def cached_that_stay(stays: Array) -> Array:
     lanes = jnp.arange(pages.shape[0], dtype=jnp.int32)
@@ -194,13 +174,13 @@ def exchange(
   offload: OffloadPages,
   index: PrefixIndex,
   pages: Array,
-  evicted: RemovedPages,
+  evicted: CachedPages,
   valid: Array,
   *,
   first_number: int,
   restored: Array | None = None,
   without_loops: bool = False,
-) -> tuple[OffloadPages, PrefixIndex, Exchanged]:
+) -> tuple[OffloadPages, PrefixIndex]:
   """Saves contents of popped device pages, then restores offload pages there.
 
   Args:
@@ -226,10 +206,11 @@ def exchange(
   index, moving = prefix_index.lift(index, sources, moved)
   num_saved = jnp.sum(saved, dtype=jnp.int32)
   queue, front = free_queue.pop(offload.queue, num_saved, window=pages.shape[0])
-  numbers = jnp.concatenate([first_number + front.pages, pages])
-  index, removed = prefix_index.remove(
+  # Cached offload pages that saved pages overwrite leave the index, and so do
+  # cached device pages that are popped and not saved.
+  index, was_cached = prefix_index.remove(
     index,
-    numbers,
+    jnp.concatenate([first_number + front.pages, pages]),
     jnp.concatenate([front.valid, valid & ~saved]),
     without_loops=without_loops,
   )
@@ -252,7 +233,7 @@ def exchange(
     marked=sharding.zeros_like(saved),
   )
   num_restored = jnp.sum(valid & (restored > 0), dtype=jnp.uint32)
-  num_forgotten = removed.valid[: pages.shape[0]]
+  num_forgotten = was_cached[: pages.shape[0]]
   offload = dataclasses.replace(
     offload,
     queue=queue,
@@ -264,11 +245,7 @@ def exchange(
     num_dropped=offload.num_dropped
     + (evicted.total - num_saved).astype(jnp.uint32),
   )
-  return (
-    offload,
-    index,
-    Exchanged(removed, numbers, sources=sources, targets=targets, moved=moved),
-  )
+  return offload, index
 
 
 def to_front(offload: OffloadPages, pages: Array, valid: Array) -> OffloadPages:

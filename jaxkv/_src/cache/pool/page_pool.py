@@ -18,7 +18,6 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
 from jaxkv._src.arrays.loops import Items
-from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.pool import offload_pages
@@ -26,9 +25,6 @@ from jaxkv._src.cache.pool.free_queue import FreeQueue
 from jaxkv._src.cache.pool.offload_pages import OffloadPages
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix.prefix_index import PrefixIndex
-from jaxkv._src.cache.prefix.prefix_index import RemovedPages
-from jaxkv._src.cache.telemetry import EventLog
-from jaxkv._src.cache.telemetry import PageAges
 
 
 @jax.tree_util.register_dataclass
@@ -44,12 +40,7 @@ class PoolState:
     pin_count: references taken by `pin` and `touch`.  # int32[N]
     queue: the free pages in eviction order.
     index: the cached pages; None without prefix caching.
-    events: the event log; None unless `CacheConfig.event_log` > 0.
-    new: True for pages popped since the last `take_new_pages`, except restored
-      pages; None unless `CacheConfig.track_new_pages`.  # bool[N]
-    ages: release times and histograms of ages; None unless
-      `CacheConfig.track_residency`.
-    host: the offloaded pages; None without `CacheConfig.offload_pages`.
+    offload: the offloaded pages; None without `CacheConfig.offload_pages`.
   """
 
   unhashed_first: bool = dataclasses.field(metadata={"static": True})
@@ -57,9 +48,6 @@ class PoolState:
   pin_count: Array
   queue: FreeQueue
   index: PrefixIndex | None
-  events: EventLog | None = None
-  new: Array | None = None
-  ages: PageAges | None = None
   offload: OffloadPages | None = None
 
 
@@ -91,13 +79,6 @@ def init(config: CacheConfig) -> PoolState:
     pin_count=jnp.zeros((pages,), jnp.int32),
     queue=free_queue.init(pages),
     index=index,
-    events=telemetry.init_log(
-      config.event_log, config.num_numbers, max(config.page_sizes)
-    )
-    if config.event_log
-    else None,
-    new=jnp.zeros((pages,), bool) if config.track_new_pages else None,
-    ages=telemetry.init_ages(pages) if config.track_residency else None,
     offload=offload_pages.init(config) if config.offload_pages else None,
   )
 
@@ -134,7 +115,7 @@ def pop(
   )
   pages, rank, valid = popped
   if offload is not None:
-    pool, removed = _exchange(
+    pool, num_evicted = _exchange(
       pool,
       pages,
       valid,
@@ -142,19 +123,15 @@ def pop(
       without_loops=without_loops,
     )
   else:
-    pool, removed = _unpublish(pool, pages, valid, without_loops=without_loops)
-  num_evicted = jnp.int32(0) if removed is None else removed.total
-  place, new = indexing.where_valid(valid, pages), pool.new
-  if new is not None:
-    # A restored page gets content of earlier tokens, so it is not new.
-    new = indexing.put(new, place, values=restored is None)
+    pool, num_evicted = unpublish(
+      pool, pages, valid, without_loops=without_loops
+    )
+  place = indexing.where_valid(valid, pages)
   # A free page has no references, so 1 is written without a read of the count.
   pool = dataclasses.replace(
     pool,
     ref_count=indexing.put(pool.ref_count, place, values=1),
     queue=queue,
-    new=new,
-    ages=_count_ages(pool, pages, removed),
   )
   return pool, Popped(*popped, num_evicted)
 
@@ -335,11 +312,8 @@ def _unreference(
   unqueued = jnp.zeros_like(freed)
   if pool.unhashed_first:
     unqueued = freed & ~is_cached(pool, pages)
-  ages = pool.ages
-  if ages is not None and pool.index is not None:
-    ages = telemetry.stamp_released(ages, pages, freed, pool.index.clock)
   queue = dataclasses.replace(pool.queue, position=position)
-  pool = dataclasses.replace(pool, ref_count=ref_count, queue=queue, ages=ages)
+  pool = dataclasses.replace(pool, ref_count=ref_count, queue=queue)
   return pool, freed, unqueued
 
 
@@ -355,27 +329,34 @@ def has_room(pool: PoolState, num_references: Array) -> Array:
 
 
 def unpublish(
-  pool: PoolState, pages: Array, valid: Array
+  pool: PoolState, pages: Array, valid: Array, *, without_loops: bool = False
 ) -> tuple[PoolState, Array]:
   """Removes valid pages, all distinct, from the index.
+
+  `without_loops` is that of `prefix_index.remove`.
 
   Returns:
     The pool, and int32[]: the number of pages that were cached.
   """
-  pool, removed = _unpublish(pool, pages, valid)
-  return pool, jnp.int32(0) if removed is None else removed.total
+  if pool.index is None:
+    return pool, jnp.int32(0)
+  index, was_cached = prefix_index.remove(
+    pool.index, pages, valid, without_loops=without_loops
+  )
+  num_removed = jnp.sum(was_cached, dtype=jnp.int32)
+  return dataclasses.replace(pool, index=index), num_removed
 
 
 def clear(pool: PoolState, done: Array) -> PoolState:
   """Removes all pages from the index if `done`, bool[]."""
-  index, log = pool.index, pool.events
-  if index is not None:
-    index = jax.tree.map(
-      functools.partial(jnp.where, done), prefix_index.clear(index), index
-    )
-  if log is not None:
-    log = telemetry.log_cleared(log, done)
-  return dataclasses.replace(pool, index=index, events=log)
+  if pool.index is None:
+    return pool
+  index = jax.tree.map(
+    functools.partial(jnp.where, done),
+    prefix_index.clear(pool.index),
+    pool.index,
+  )
+  return dataclasses.replace(pool, index=index)
 
 
 def end_epoch(pool: PoolState) -> PoolState:
@@ -396,20 +377,6 @@ def _most_pushes(pool: PoolState, num_references: Array) -> Array:
   return jnp.minimum(num_references, in_use)
 
 
-def _unpublish(
-  pool: PoolState, pages: Array, valid: Array, *, without_loops: bool = False
-) -> tuple[PoolState, RemovedPages | None]:
-  if pool.index is None:
-    return pool, None
-  index, removed = prefix_index.remove(
-    pool.index, pages, valid, without_loops=without_loops
-  )
-  log = pool.events
-  if log is not None:
-    log = telemetry.log_removed(log, removed.valid, pages, removed.keys)
-  return dataclasses.replace(pool, index=index, events=log), removed
-
-
 def _exchange(
   pool: PoolState,
   pages: Array,
@@ -417,23 +384,21 @@ def _exchange(
   restored: Array | None,
   *,
   without_loops: bool,
-) -> tuple[PoolState, RemovedPages]:
+) -> tuple[PoolState, Array]:
   """Moves contents between popped device pages and offload pages.
 
   Returns:
-    The pool, and the popped pages that were cached, saved or not.
+    The pool, and int32[]: the popped pages that were cached, saved or not.
   """
   assert pool.offload is not None
   assert pool.index is not None
-  evicted = prefix_index.entries_of(pool.index, pages, valid)
+  evicted = prefix_index.cached_among(pool.index, pages, valid)
 
   def exchange(
-    loop: tuple[OffloadPages, PrefixIndex, EventLog | None],
-  ) -> tuple[OffloadPages, PrefixIndex, EventLog | None]:
-    offload, index, log = loop
-    offload, index, exchanged = offload_pages.exchange(
-      offload,
-      index,
+    loop: tuple[OffloadPages, PrefixIndex],
+  ) -> tuple[OffloadPages, PrefixIndex]:
+    return offload_pages.exchange(
+      *loop,
       pages,
       evicted,
       valid,
@@ -441,40 +406,18 @@ def _exchange(
       restored=restored,
       without_loops=without_loops,
     )
-    if log is not None:
-      removed = exchanged.removed
-      log = telemetry.log_removed(
-        log, removed.valid, exchanged.numbers, removed.keys
-      )
-      log = telemetry.move_groups(
-        log, exchanged.sources, exchanged.targets, exchanged.moved
-      )
-    return offload, index, log
 
-  loop = pool.offload, pool.index, pool.events
+  loop = pool.offload, pool.index
   if restored is None:
     # Also if no cached page was popped because `must_stay` held them all. Then
     # `exchange` removes stale entries of the offload queue, so that the next
     # call finds offload pages for them.
-    window = prefix_index.entries_of(pool.index, pages, pages >= 0)
+    window = prefix_index.cached_among(pool.index, pages, pages >= 0)
     loop = loops.if_needed(window.total > 0, exchange, loop)
   else:
     loop = exchange(loop)
-  offload, index, log = loop
-  pool = dataclasses.replace(pool, offload=offload, index=index, events=log)
-  return pool, evicted
-
-
-def _count_ages(
-  pool: PoolState, pages: Array, removed: RemovedPages | None
-) -> PageAges | None:
-  """Adds the ages of evicted pages to the histograms."""
-  ages, index = pool.ages, pool.index
-  if ages is None or index is None or removed is None:
-    return ages
-  return telemetry.count_evicted(
-    ages, pages, removed.valid, removed.stamps, index.clock
-  )
+  pool = dataclasses.replace(pool, offload=loop[0], index=loop[1])
+  return pool, evicted.total
 
 
 def is_free(pool: PoolState, pages: Array) -> Array:

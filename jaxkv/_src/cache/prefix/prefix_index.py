@@ -73,18 +73,16 @@ class Moving(NamedTuple):
   valid: Array
 
 
-class RemovedPages(NamedTuple):
-  """The pages removed by `remove`.
+class CachedPages(NamedTuple):
+  """The cached pages among X pages.
 
   Attributes:
-    valid: bool[X], the pages that were cached.
-    keys: uint32[X, 4], their keys.
+    valid: bool[X], True for cached pages.
     stamps: uint32[X], their stamps, see `PrefixIndex.entry`.
-    total: int32[], the number of valid pages.
+    total: int32[], the number of cached pages.
   """
 
   valid: Array
-  keys: Array
   stamps: Array
   total: Array
 
@@ -291,18 +289,21 @@ def remove(
   valid: Array,
   *,
   without_loops: bool = False,
-) -> tuple[PrefixIndex, RemovedPages]:
+) -> tuple[PrefixIndex, Array]:
   """Removes valid pages, int32[X], all distinct, from the index.
 
   Their keys and tokens stay readable. Pages that are not cached do not change.
   Set `without_loops` only if `has_passed` is False for all valid pages.
+
+  Returns:
+    The index, and bool[X]: True for the valid pages that were cached.
   """
   # An invalid item reads NOWHERE as its position, so it counts as not cached.
   place = indexing.where_valid(valid, pages)
   entry = indexing.take(index.entry, place, fill=NOWHERE)
   # Without the barrier, a program for GPUs would read `index.entry` again after
   # the write below, and so would copy it.
-  keys, stamps, position = _split(lax.optimization_barrier(entry))
+  keys, _, position = _split(lax.optimization_barrier(entry))
   valid = position < NOWHERE
   count = jnp.sum(valid, dtype=jnp.int32)
   home = elementwise.quotient(position, BUCKET_PAGES)
@@ -320,17 +321,15 @@ def remove(
     overflow=overflow,
     entry=_unplaced(index.entry, place),
   )
-  return index, RemovedPages(valid, keys, stamps, count)
+  return index, valid
 
 
-def entries_of(index: PrefixIndex, pages: Array, valid: Array) -> RemovedPages:
-  """Returns the result that `remove` would have for valid pages, int32[X]."""
+def cached_among(index: PrefixIndex, pages: Array, valid: Array) -> CachedPages:
+  """Returns the cached pages among valid pages, int32[X]."""
   place = indexing.where_valid(valid, pages)
-  keys, stamps, position = _split(
-    indexing.take(index.entry, place, fill=NOWHERE)
-  )
+  _, stamps, position = _split(indexing.take(index.entry, place, fill=NOWHERE))
   cached = position < NOWHERE
-  return RemovedPages(cached, keys, stamps, jnp.sum(cached, dtype=jnp.int32))
+  return CachedPages(cached, stamps, jnp.sum(cached, dtype=jnp.int32))
 
 
 def lift(

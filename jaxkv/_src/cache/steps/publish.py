@@ -14,7 +14,6 @@ from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
 from jaxkv._src.arrays.indexing import SlotRows
 from jaxkv._src.arrays.loops import Items
-from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
@@ -77,23 +76,19 @@ class _Progress(NamedTuple):
 
 
 class _FinalPages(NamedTuple):
-  """W pages that become final, with their data for the index and the event log.
+  """W pages that become final, with their data for the index.
 
   Attributes:
     place: slot, group and column in the page table, int32[W] each.
     keys: uint32[W, 4], the keys of the pages.
     tokens: int32[W, S], their tokens.
     published: bool[W], the pages to publish.
-    parents: uint32[W, 4], the keys of the preceding pages.
-    roots: uint32[W, 4], the roots of the sequences, see `hashing.root_key`.
   """
 
   place: tuple[Array, Array, Array]
   keys: Array
   tokens: Array
   published: Array
-  parents: Array
-  roots: Array
 
 
 def publish(
@@ -300,11 +295,6 @@ def _publish_rows(
     step = indexing.take(page_steps, group)
     begin = column * step - indexing.take(stream.num_aligned, row) * steps
     key = indexing.take(keys, position, begin + step - 1)
-    parent = indexing.take(keys, position, begin - 1)
-    # The chained hash of the slot is the parent of the stream's first page.
-    parent = jnp.where(
-      (begin == 0)[:, None], indexing.take(before, position), parent
-    )
     prompt_length, boundary = (
       None if values is None else indexing.take(values, slot)
       for values in (hashes.prompt_length, hashes.shared_prefix_boundary)
@@ -319,8 +309,6 @@ def _publish_rows(
         published=prefix_rules.published(
           config, column, group, prompt_length, boundary
         ),
-        parents=hashing.group_key(secret, parent, group),
-        roots=indexing.take(hashes.root, slot),
       ),
     )
     added = indexing.add(
@@ -404,21 +392,7 @@ def _insert(
     valid & ~repeated,
     published & ~repeated,
   )
-  log = pool.events
-  if log is not None:
-    log = telemetry.log_stored(
-      log,
-      published & ~repeated,
-      pages,
-      final.place[1],
-      column=final.place[2],
-      key=final.keys,
-      parent=final.parents,
-      root=final.roots,
-      tokens=final.tokens,
-    )
-  pool = dataclasses.replace(pool, index=index, events=log)
-  done = done._replace(pool=pool)
+  done = done._replace(pool=dataclasses.replace(pool, index=index))
   if config.merge_duplicates:
     return _merge(config, done, final, published, repeated)
   return done, published & ~repeated

@@ -37,7 +37,7 @@ class Reservation(NamedTuple):
     first: int32[R, G], the first column to attach, after leading null pages.
     hit: int32[R, G], one past the last column that is attached or held already.
     fresh: int32[R, G], the first column of the fresh pages. Recurrent groups
-      may have null and scratch pages between `hit` and this column.
+      may have null pages between `hit` and this column.
     stop: int32[R, G], one past the last column.
     begins: bool[R], True if the sequence is new in this call.
   """
@@ -74,7 +74,7 @@ def reservation(
   chex.assert_equal_shape([first, hit, stop])
   chex.assert_shape(begins, hit.shape[:1])
   stop = jnp.maximum(stop, hit)
-  fresh = recurrent.first_fresh(state.config, hit, stop, begins)
+  fresh = recurrent.first_fresh(state.config, hit, stop)
   return Reservation(first, hit, fresh, stop, begins)
 
 
@@ -170,12 +170,13 @@ def take(
   state: CacheState, rows: SlotRows, plan: Reservation, served: Array
 ) -> CacheState:
   """Pops the fresh pages of served rows and writes their columns."""
-  config, slots = state.config, rows.where(served)
+  slots, table = rows.where(served), state.page_table
   num_pages = rows.write(state.num_pages, served, plan.stop)
   plan = plan.of(served)
-  table = recurrent.place_scratch(
-    config, state.page_table, slots, plan.hit, plan.stop, plan.begins
-  )
+  if recurrent.has_states(state.config):
+    # Columns between two states hold the null page.
+    skipped = page_table.ranges(slots, plan.hit, plan.fresh)
+    table = page_table.fill(table, skipped, 0)
   filled = page_table.ranges(slots, plan.fresh, plan.stop)
   pool, table, evicted = page_table.grow(state.pool, table, filled)
   return dataclasses.replace(

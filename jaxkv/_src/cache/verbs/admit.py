@@ -109,7 +109,6 @@ def admit(
   mask: Array | None = None,
   num_tokens: Array | None = None,
   keep_free: Array | None = None,
-  num_encoder_tokens: Array | None = None,
 ) -> tuple[CacheState, Admitted]:
   """Starts sequences in empty slots, each after its longest cached prefix.
 
@@ -126,7 +125,7 @@ def admit(
   - the hits of all served sequences are attached before any page is popped, so
     no sequence evicts the hit of another sequence;
   - the second row with the same slot is refused, even if the first row is
-    refused with OUT_OF_PAGES, or with SLOT_FULL because of scratch pages.
+    refused with OUT_OF_PAGES.
 
   Args:
     state: the cache.
@@ -141,13 +140,11 @@ def admit(
     keep_free: int32[R], pages that must stay free after the row is served, as
       a reserve for running sequences (a watermark) or for later chunks of the
       prompt. None for 0.
-    num_encoder_tokens: int32[R], tokens of the encoder, for `CrossAttention`
-      groups; None for 0.
 
   Returns:
     The cache, and per row OK, SKIPPED, BAD_SLOT, SLOT_IN_USE (also for a
-    repeated slot), BAD_LENGTH (`lengths`, `num_tokens`, `keep_free` or
-    `num_encoder_tokens` is out of range), SLOT_FULL or OUT_OF_PAGES.
+    repeated slot), BAD_LENGTH (`lengths`, `num_tokens` or `keep_free` is
+    out of range), SLOT_FULL or OUT_OF_PAGES.
 
   Examples:
     >>> import jaxkv
@@ -172,7 +169,6 @@ def admit(
     skipped=~mask_or_all(mask, tokens),
     num_tokens=num_tokens,
     keep_free=keep_free,
-    num_encoder_tokens=num_encoder_tokens,
   )
 
 
@@ -187,7 +183,6 @@ def admit_found(
   pops: bool = True,
   num_tokens: Array | None = None,
   keep_free: Array | None = None,
-  num_encoder_tokens: Array | None = None,
 ) -> tuple[CacheState, Admitted]:
   """Admits sequences as `admit` does; `find` looks up their cached prefixes.
 
@@ -203,21 +198,19 @@ def admit_found(
       then, all other calls must leave this number of pages free.
     num_tokens: see `admit`.
     keep_free: see `admit`.
-    num_encoder_tokens: see `admit`.
   """
   config = state.config
   num_tokens = lengths if num_tokens is None else num_tokens
   keep_free = jnp.zeros_like(lengths) if keep_free is None else keep_free
-  encoder = config.sizes.encoder_tokens(num_encoder_tokens, slots)
   bad_length = (jnp.minimum(lengths, num_tokens) < 1) | (lengths > max_length)
-  bad_length |= jnp.minimum(keep_free, encoder) < 0
+  bad_length |= keep_free < 0
   # A row reports the first case that applies. So the order is part of the API.
   code = first_code(
     (skipped, Status.SKIPPED),
     (~in_range(state, slots), Status.BAD_SLOT),
     (~is_empty(state, slots), Status.SLOT_IN_USE),
     (bad_length, Status.BAD_LENGTH),
-    (jnp.maximum(lengths, encoder) > config.slot_tokens, Status.SLOT_FULL),
+    (lengths > config.slot_tokens, Status.SLOT_FULL),
   )
   # If a row is refused above, a later row can still get the same slot.
   repeated = ~skipped & indexing.any_earlier(slots, code == Status.OK)
@@ -228,16 +221,11 @@ def admit_found(
   # This is `min(cached + num_tokens, lengths)`, but the sum cannot overflow.
   room = cached + jnp.minimum(num_tokens, lengths - cached)
   # The arguments of refused rows can be out of range, so they are set to 0.
-  stop = config.sizes.columns_for(
-    jnp.where(asked, room, 0), jnp.where(asked, encoder, 0)
-  )
-  too_many = asked & config.sizes.exceed_slot(stop)
-  code = jnp.where(too_many, jnp.int32(Status.SLOT_FULL), code)
   plan = reservation(
     state,
     first=prefix.first,
     hit=prefix.stop,
-    stop=stop,
+    stop=config.sizes.columns_for(jnp.where(asked, room, 0)),
     begins=jnp.ones_like(asked),
   )
   rows = SlotRows(slots, False, skipped, repeated)

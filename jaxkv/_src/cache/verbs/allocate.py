@@ -39,7 +39,6 @@ def allocate(
   *,
   slots: Array | None = None,
   mask: Array | None = None,
-  num_encoder_tokens: Array | None = None,
 ) -> tuple[CacheState, Allocated]:
   """Makes room for more tokens.
 
@@ -57,9 +56,6 @@ def allocate(
       draft tokens. A slot with 0 does not change.
     slots: int32[R], the slots of the rows; None for all B slots in order.
     mask: bool[R], the rows to process; None for all.
-    num_encoder_tokens: int32[R], the total number of the encoder's tokens.
-      `CrossAttention` groups get room for these tokens if `num_tokens` is not
-      0. None for 0.
 
   Returns:
     The cache, and per row OK, SKIPPED, BAD_SLOT (out of range, or repeated),
@@ -74,11 +70,8 @@ def allocate(
     ([[2], [0]], [True, True])
   """
   rows = rows_of(state, slots, mask)
-  held = rows.read(state.num_pages)
-  begins = held[:, state.config.first_self_group] == 0
-  state, out = make_room(
-    state, rows, num_tokens, num_encoder_tokens=num_encoder_tokens
-  )
+  begins = rows.read(state.num_pages)[:, 0] == 0
+  state, out = make_room(state, rows, num_tokens)
   # Refused rows popped no page, so only served rows start their hashes.
   hashes = hashing.start_slots(
     state.hashes, rows, begins & (out.num_new_pages > 0), roots(state, None)
@@ -91,25 +84,24 @@ def make_room(
   rows: SlotRows,
   num_tokens: Array,
   *,
-  num_encoder_tokens: Array | None = None,
   suffices: bool = False,
 ) -> tuple[CacheState, Allocated]:
   """Makes room as `allocate` does, but does not start the hashes of new slots.
 
   `suffices` is True if the free pages are known to be enough for all rows.
   """
-  config = state.config
-  encoder = config.sizes.encoder_tokens(num_encoder_tokens, rows.slots)
   held = rows.read(state.num_pages)
-  stop, code = _required_columns(state, rows, num_tokens, encoder)
+  stop, code = _required_columns(state, rows, num_tokens)
   code = first_code(
     (rows.skipped, Status.SKIPPED),
     (rows.bad, Status.BAD_SLOT),
     (code > 0, code),
   )
-  begins = held[:, config.first_self_group] == 0
   plan = reservation(
-    state, hit=held, stop=jnp.maximum(stop, held), begins=begins
+    state,
+    hit=held,
+    stop=jnp.maximum(stop, held),
+    begins=held[:, 0] == 0,
   )
   state, code = reserve(state, rows, plan, code, suffices=suffices)
   num_new = jnp.sum(plan.num_fresh, axis=1, dtype=jnp.int32)
@@ -118,22 +110,18 @@ def make_room(
 
 
 def _required_columns(
-  state: CacheState, rows: SlotRows, num_tokens: Array, encoder: Array
+  state: CacheState, rows: SlotRows, num_tokens: Array
 ) -> tuple[Array, Array]:
   """Returns the columns that rows need, int32[R, G], and the rows' statuses."""
   config, length = state.config, rows.read(state.length)
   # `length + num_tokens` can overflow int32, so this test subtracts instead.
   # The sum below uses 0 for numbers that are too large.
   too_many = num_tokens > config.slot_tokens - length
-  too_many |= encoder > config.slot_tokens
-  num_new, num_encoder = (
-    jnp.where(too_many, 0, jnp.maximum(n, 0)) for n in (num_tokens, encoder)
-  )
-  stop = config.sizes.columns_for(length + num_new, num_encoder)
-  # A slot with 0 new tokens must not change, even with encoder tokens.
+  num_new = jnp.where(too_many, 0, jnp.maximum(num_tokens, 0))
+  stop = config.sizes.columns_for(length + num_new)
+  # A slot with 0 new tokens must not change.
   stop = jnp.where(num_tokens[:, None] > 0, stop, 0)
   code = first_code(
-    ((num_tokens < 0) | (encoder < 0), Status.BAD_LENGTH),
-    (too_many | config.sizes.exceed_slot(stop), Status.SLOT_FULL),
+    (num_tokens < 0, Status.BAD_LENGTH), (too_many, Status.SLOT_FULL)
   )
   return stop, code

@@ -29,12 +29,10 @@ def fork(
 
   `dst` shares the full pages of `src`. If the last page is partly full, both
   sequences would write to it, so `dst` gets a fresh page and a copy of the
-  contents. Pages allocated to `src` beyond its length are not shared. All pages
-  of an encoder are shared.
+  contents. Pages allocated to `src` beyond its length are not shared.
 
   In a recurrent group, `dst` continues from the state after the last token. The
-  page of this state is shared if it is full, and copied otherwise. `dst` gets
-  fresh scratch pages.
+  page of this state is shared if it is full, and copied otherwise.
 
   Does not copy page contents. Apply `out.copies` with `jaxkv.kv.copy` before
   the next write.
@@ -69,15 +67,8 @@ def fork(
   skipped = ~mask_or_all(mask, src)
   length = indexing.take(state.length, src)
   code = _first_code(state, src, dst, length, skipped)
-  held = indexing.take(state.num_pages, src)
-  # An encoder's pages do not depend on the length, so `dst` shares all of them.
-  full, stop = (
-    config.sizes.keep_encoder(columns, held)
-    for columns in (
-      config.sizes.full_pages(length),
-      config.sizes.columns_for(length, jnp.zeros_like(length)),
-    )
-  )
+  full = config.sizes.full_pages(length)
+  stop = config.sizes.columns_for(length)
   first = jnp.minimum(indexing.take(state.num_skipped_pages, src), full)
   plan = reserve.reservation(
     state, first=first, hit=full, stop=stop, begins=jnp.ones_like(skipped)
@@ -93,7 +84,7 @@ def fork(
 def share_prefix(
   state: CacheState, src: Array, dst: Array, served: Array
 ) -> CacheState:
-  """Makes `dst` share the full pages of `src`, and all pages of an encoder.
+  """Makes `dst` share the full pages of `src`.
 
   If the last page of `src` is partly full, `dst` lacks a page for its last
   tokens. Then the caller must call `allocate.make_room` for one more token,
@@ -105,9 +96,7 @@ def share_prefix(
     dst: int32[R], empty slots, all distinct.
     served: bool[R], the rows to process.
   """
-  length, sizes = indexing.take(state.length, src), state.config.sizes
-  held = indexing.take(state.num_pages, src)
-  full = sizes.keep_encoder(sizes.full_pages(length), held)
+  full = state.config.sizes.full_pages(indexing.take(state.length, src))
   plan = reserve.reservation(
     state,
     first=jnp.minimum(indexing.take(state.num_skipped_pages, src), full),

@@ -1,4 +1,4 @@
-"""Reads a cache: counters, pages, events."""
+"""Reads a cache: counters and pages."""
 
 import dataclasses
 
@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool.page_pool import PoolState
@@ -15,8 +14,6 @@ from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.cache.state import verb
 from jaxkv._src.cache.stats import Stats
-from jaxkv._src.cache.telemetry import Drained
-from jaxkv._src.cache.telemetry import Residency
 
 
 @verb
@@ -46,41 +43,6 @@ def stats(state: CacheState) -> Stats:
       dropped_pages=offload.num_dropped,
     )
   return _copied(counters)
-
-
-@verb
-def residency(state: CacheState) -> Residency:
-  """Returns the ages of evicted pages; subtract two readings for an interval.
-
-  Counts a cached page when it is popped from the free queue. Does not count a
-  offloaded page that is overwritten, or a page that `evict`, `truncate` or
-  `reset_prefix_cache` removes from the index.
-
-  Args:
-    state: a cache with `CacheConfig.track_residency`.
-
-  Returns:
-    Histograms, uint32[33]: `lifetime` by the age since a page got a key, and
-    `idle` by the age since it became free. An age is the number of pages that
-    got a key meanwhile. Bin 0 counts ages of 0, and bin i counts ages of
-    `2**(i - 1)` to `2**i - 1`.
-
-  Raises:
-    ValueError: the cache does not track ages.
-
-  Examples:
-    >>> import jaxkv.telemetry
-    >>> state = jaxkv.init(jaxkv.CacheConfig(num_pages=8, page_size=2,
-    ...   num_slots=1, pages_per_slot=4, track_residency=True))
-    >>> int(jaxkv.telemetry.residency(state).idle.sum())
-    0
-  """
-  if state.pool.ages is None:
-    raise ValueError(
-      "`state` must keep the ages of its pages; make it with "
-      "CacheConfig(track_residency=True)."
-    )
-  return _copied(state.pool.ages.evicted)
 
 
 @verb
@@ -124,7 +86,7 @@ def num_common_prefix_pages(state: CacheState) -> Array:
     [0]
   """
   # Reference counts are not used here, because they also include pins.
-  active = state.num_pages[:, state.config.first_self_group] > 0
+  active = state.num_pages[:, 0] > 0
   first_row = state.page_table[jnp.argmax(active)]
   is_shared = (state.page_table == first_row[None]) | ~active[:, None, None]
   has_page = (first_row > 0) & (first_row < state.config.no_page)
@@ -174,77 +136,6 @@ def cached_pages(state: CacheState) -> list[int]:
   """
   check_single(state)
   return np.flatnonzero(np.asarray(_are_cached(state.pool))).tolist()
-
-
-def drain_events(state: CacheState) -> tuple[CacheState, Drained]:
-  """Reads the event log and empties it. Runs on the host.
-
-  Args:
-    state: a cache with `CacheConfig.event_log`.
-
-  Returns:
-    The cache, and the events.
-
-  Raises:
-    ValueError: the cache has no log.
-
-  Examples:
-    >>> import jaxkv.telemetry
-    >>> state = jaxkv.init(jaxkv.CacheConfig(num_pages=8, page_size=2,
-    ...   num_slots=1, pages_per_slot=4, event_log=16))
-    >>> state, _ = jaxkv.allocate(state, [2])
-    >>> state, _ = jaxkv.commit(state, [[7, 8]], [2])
-    >>> state, drained = jaxkv.telemetry.drain_events(state)
-    >>> drained.events[0].page, drained.events[0].tokens
-    (1, (7, 8))
-  """
-  check_single(state)
-  log = state.pool.events
-  if log is None:
-    raise ValueError(
-      "`state` must keep events; make it with CacheConfig(event_log=...), the "
-      "number of events between two readings."
-    )
-  drained = telemetry.read_log(log, state.config.page_sizes)
-  pool = dataclasses.replace(state.pool, events=telemetry.empty_log(log))
-  return dataclasses.replace(state, pool=pool), drained
-
-
-@verb
-def take_new_pages(state: CacheState) -> tuple[CacheState, Array]:
-  """Returns the pages popped since the last call, and clears the record.
-
-  If layers require zeroed pages, as recurrent layers do, first make the moves
-  that verbs returned. Then zero the returned pages, except the destinations of
-  `Copies`, before the next step. Pages restored from offload memory are not
-  returned. The cost grows with the pool.
-
-  Args:
-    state: a cache with `CacheConfig.track_new_pages`.
-
-  Returns:
-    The cache, and bool[N]: True for popped pages.
-
-  Raises:
-    ValueError: the cache does not track new pages.
-
-  Examples:
-    >>> import jaxkv.telemetry
-    >>> state = jaxkv.init(jaxkv.CacheConfig(num_pages=4, page_size=2,
-    ...   num_slots=1, pages_per_slot=2, track_new_pages=True))
-    >>> state, _ = jaxkv.allocate(state, [3])
-    >>> state, new = jaxkv.telemetry.take_new_pages(state)
-    >>> new.tolist()
-    [False, True, True, False]
-  """
-  new = state.pool.new
-  if new is None:
-    raise ValueError(
-      "`state` must keep its new pages; make it with "
-      "CacheConfig(track_new_pages=True)."
-    )
-  pool = dataclasses.replace(state.pool, new=jnp.zeros_like(new))
-  return dataclasses.replace(state, pool=pool), new
 
 
 _in_order = jax.jit(free_queue.in_order)

@@ -45,11 +45,10 @@ def truncate(
   Does not copy page contents. Apply `out.copies` with `jaxkv.kv.copy` before
   the next write.
 
-  Pages of an encoder stay until the slot is empty. With a recurrent group, the
-  new length must be 0, the old length (to release only pages allocated ahead),
-  or the end of a page whose state is held. If every group skips pages, prefix
-  caching can limit lengths to multiples of `CacheConfig.alignment`. The scratch
-  pages of `Recurrent.num_speculative` move to the new end.
+  With a recurrent group, the new length must be 0, the old length (to release
+  only pages allocated ahead), or the end of a page whose state is held. If
+  every group skips pages, prefix caching can limit lengths to multiples of
+  `CacheConfig.alignment`.
 
   A slot is refused if a window, a state or the hash of its tokens needs a page
   that `recycle` released or `admit` did not attach. With speculative decoding,
@@ -82,7 +81,7 @@ def truncate(
   """
   config = state.config
   rows = rows_of(state, slots, mask)
-  length, held = rows.read(state.length), rows.read(state.num_pages)
+  length = rows.read(state.length)
   code = first_code(
     (rows.skipped, Status.SKIPPED),
     (rows.bad, Status.BAD_SLOT),
@@ -95,14 +94,12 @@ def truncate(
   reopened = partial & (full < config.sizes.full_pages(length))
   last_page = reserve.pages_in_column(state, rows.slots, full, reopened)
   shared = reopened & (indexing.take(state.pool.ref_count, last_page) > 1)
-  keep = config.sizes.keep_encoder(full + partial.astype(jnp.int32), held)
-  keep = jnp.where((lengths > 0)[:, None], keep, 0)
+  keep = full + partial.astype(jnp.int32)
   # A shared last page is released and replaced by a fresh page.
   plan = reserve.reservation(
     state,
     hit=keep - shared.astype(jnp.int32),
     stop=keep,
-    # True keeps scratch pages in place; `_release_columns` moves them.
     begins=jnp.ones_like(rows.skipped),
   )
   code = reserve.grant(state, plan, code)
@@ -110,7 +107,7 @@ def truncate(
   state = publish.roll_back(
     state, rows, lengths, served, last_page, reopened & ~shared
   )
-  state, scratch = _release_columns(state, rows, plan, served)
+  state = _release_columns(state, rows, plan, served)
   state = reserve.take(state, rows, plan, served)
   replaced = shared & served[:, None]
   no_page = jnp.int32(config.no_page)
@@ -123,7 +120,7 @@ def truncate(
   skipped = jnp.minimum(rows.read(state.num_skipped_pages), keep)
   state = dataclasses.replace(
     state,
-    num_pages=rows.write(state.num_pages, served, keep + scratch),
+    num_pages=rows.write(state.num_pages, served, keep),
     num_skipped_pages=rows.write(state.num_skipped_pages, served, skipped),
     length=rows.write(state.length, served, lengths),
   )
@@ -135,28 +132,17 @@ def _release_columns(
   rows: SlotRows,
   plan: reserve.Reservation,
   served: Array,
-) -> tuple[CacheState, Array]:
-  """Releases columns of served rows from `plan.hit` on, except scratch pages.
-
-  Returns:
-    The cache, and int32[R, G]: the number of scratch pages that remain.
-  """
-  config, held = state.config, rows.read(state.num_pages)
-  keep = jnp.where(served[:, None], plan.stop, held)
+) -> CacheState:
+  """Releases the columns of served rows from `plan.hit` on."""
+  held = rows.read(state.num_pages)
   start = jnp.where(served[:, None], plan.hit, held)
-  scratch = recurrent.num_scratch(config, held, keep)
-  # A slot that becomes empty releases its scratch pages too.
-  scratch = jnp.where(keep > 0, scratch, 0)
-  slots = rows.where(served)
   pool, table = page_table.shrink(
     state.pool,
     state.page_table,
-    page_table.ranges(slots, start, held - scratch),
-    replacement=config.no_page,
+    page_table.ranges(rows.where(served), start, held),
+    replacement=state.config.no_page,
   )
-  table = recurrent.retract_scratch(config, table, slots, held, keep, scratch)
-  state = dataclasses.replace(state, pool=pool, page_table=table)
-  return state, scratch
+  return dataclasses.replace(state, pool=pool, page_table=table)
 
 
 def _needs_recycled(state: CacheState, rows: SlotRows, lengths: Array) -> Array:

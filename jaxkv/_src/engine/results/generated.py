@@ -193,9 +193,9 @@ def _harvest(
     rows, _, code = find(queue, ids, mask)
     is_early = ~indexing.take(is_ready, rows, fill=False)
     code = first_code((code != Status.OK, code), (is_early, Status.UNFINISHED))
-  served = code == Status.OK
-  place = indexing.where_valid(served, rows)
-  results = _take_rows(queue, place, state.config)
-  queue = set_status(queue, rows, served, SequenceStatus.EMPTY)
+  is_served = code == Status.OK
+  target_rows = indexing.where_valid(is_served, rows)
+  results = _take_rows(queue, target_rows, state.config)
+  queue = set_status(queue, rows, is_served, SequenceStatus.EMPTY)
   state = dataclasses.replace(state, queue=queue)
   return state, Harvested(code=code, results=results)

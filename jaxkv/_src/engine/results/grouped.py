@@ -141,11 +141,11 @@ def grouped(
       f"`num_samples` must divide the {rows} sequences of results, got "
       f"{num_samples}; give RolloutConfig.num_samples, and all rows."
     )
-  sizes = (
+  widths = (
     _as_columns("prompt_columns", prompt_columns, width),
     _as_columns("completion_columns", completion_columns, width),
   )
-  out, differs = _grouped(results, num_samples, *sizes)
+  out, differs = _grouped(results, num_samples, *widths)
   if not isinstance(differs, Tracer) and differs.is_fully_addressable:
     _check_prompts(np.asarray(differs), num_samples)
   return out
@@ -191,30 +191,30 @@ def _grouped(
   results: Generated, num_samples: int, prompt_width: int, width: int
 ) -> tuple[Grouped, Array]:
   """Returns the groups; and bool[Q], rows whose prompt is not their group's."""
-  begins = results.prompt_lengths
+  prompt_lengths = results.prompt_lengths
   real = jnp.arange(width, dtype=jnp.int32)[None]
-  real = real < (results.lengths - begins)[:, None]
-  # Rows without a sequence have no prompt, so `first` is the first valid row.
+  real = real < (results.lengths - prompt_lengths)[:, None]
+  # Rows without a sequence have no prompt, so `first_rows` are valid rows.
   valid = results.valid.reshape(-1, num_samples)
   group = jnp.arange(valid.shape[0], dtype=jnp.int32) * num_samples
-  first = group + jnp.argmax(valid, axis=1).astype(jnp.int32)
-  lengths = begins.at[first].get(mode="clip")
-  differs = _differs(results, jnp.repeat(first, num_samples))
+  first_rows = group + jnp.argmax(valid, axis=1).astype(jnp.int32)
+  lengths = prompt_lengths.at[first_rows].get(mode="clip")
+  differs = _differs(results, jnp.repeat(first_rows, num_samples))
   mixed = jnp.any(differs.reshape(valid.shape), axis=1)
   in_prompt = jnp.arange(prompt_width, dtype=jnp.int32)[None]
   in_prompt = in_prompt < lengths[:, None]
 
   def samples(values: Array, fill: Any = 0) -> Array:
     """Converts [Q, W, ...] to [N, G, R, ...]."""
-    place = begins[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-    row = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None]
-    selected = values.at[row, place].get(mode="clip")
+    columns = prompt_lengths[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    row = jnp.arange(columns.shape[0], dtype=jnp.int32)[:, None]
+    selected = values.at[row, columns].get(mode="clip")
     selected = _where(real, selected, fill)
     return selected.reshape(-1, num_samples, width, *values.shape[2:])
 
   def prompts(values: Array, fill: Any = 0) -> Array:
     """Converts [Q, W, ...] to [N, P, ...]."""
-    selected = values.at[first, :prompt_width].get(mode="clip")
+    selected = values.at[first_rows, :prompt_width].get(mode="clip")
     return _where(in_prompt, selected, fill)
 
   def prompt_experts(experts: Array) -> Array:
@@ -232,7 +232,9 @@ def _grouped(
     prompts=prompts(results.tokens),
     prompt_lengths=jnp.where(mixed, -1, lengths),
     completions=samples(results.tokens),
-    completion_lengths=(results.lengths - begins).reshape(-1, num_samples),
+    completion_lengths=(results.lengths - prompt_lengths).reshape(
+      -1, num_samples
+    ),
     mask=samples(results.mask, False),
     log_probs=samples(results.log_probs),
     versions=samples(results.versions, NOT_SAMPLED),
@@ -244,13 +246,14 @@ def _grouped(
   return out, differs
 
 
-def _differs(results: Generated, first: Array) -> Array:
-  """Returns bool[Q], True if the prompt differs from that of row `first`."""
-  begins, tokens = results.prompt_lengths, results.tokens
+def _differs(results: Generated, first_rows: Array) -> Array:
+  """Returns bool[Q], True if a prompt differs from that of row `first_rows`."""
+  prompt_lengths = results.prompt_lengths
+  tokens = results.tokens
   column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-  other = tokens != tokens.at[first].get(mode="clip")
-  differs = jnp.any(other & (column < begins[:, None]), axis=1)
-  differs |= begins != begins.at[first].get(mode="clip")
+  is_other = tokens != tokens.at[first_rows].get(mode="clip")
+  differs = jnp.any(is_other & (column < prompt_lengths[:, None]), axis=1)
+  differs |= prompt_lengths != prompt_lengths.at[first_rows].get(mode="clip")
   return differs & results.valid
 
 

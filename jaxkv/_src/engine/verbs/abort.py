@@ -74,13 +74,13 @@ def _leave(
     (code != Status.OK, code),
     (status >= SequenceStatus.DONE, Status.ENDED),
   )
-  served = code == Status.OK
-  place = indexing.where_valid(served, rows)
-  leaving = slots_of(state.queue, state.slots, place)
+  is_served = code == Status.OK
+  target_rows = indexing.where_valid(is_served, rows)
+  leaving = slots_of(state.queue, state.slots, target_rows)
   state = leave_slots(state, leaving)
   if not ends:
     return state, Outcome(code=code)
-  queue = set_status(state.queue, rows, served, SequenceStatus.DONE)
-  finish = indexing.put(queue.finish, place, values=int(Finish.ABORTED))
+  queue = set_status(state.queue, rows, is_served, SequenceStatus.DONE)
+  finish = indexing.put(queue.finish, target_rows, values=int(Finish.ABORTED))
   queue = dataclasses.replace(queue, finish=finish)
   return dataclasses.replace(state, queue=queue), Outcome(code=code)

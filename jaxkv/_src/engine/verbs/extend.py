@@ -88,46 +88,53 @@ def _extend(
   state, ids, tokens, lengths, budget, mask = sharding.match_varying_axes(
     (state, ids, tokens, lengths, budget, mask)
   )
-  width, columns = state.queue.width, tokens.shape[1]
+  width = state.queue.width
+  columns = tokens.shape[1]
   rows, status, code = find(state.queue, ids, mask)
-  before = indexing.take(state.queue.length, rows)
+  old_length = indexing.take(state.queue.length, rows)
   if budget is None:
     budget = indexing.take(state.queue.budget, rows)
   is_bad = (lengths < 0) | (lengths > columns) | (budget < 1)
   # A difference, because the sum of lengths and budget can overflow.
-  is_bad |= budget > width - before - jnp.clip(lengths, 0, columns)
+  is_bad |= budget > width - old_length - jnp.clip(lengths, 0, columns)
   code = first_code(
     (code != Status.OK, code),
     (status == SequenceStatus.FAILED, Status.ENDED),
     (is_bad, Status.BAD_LENGTH),
   )
-  served = code == Status.OK
-  place = indexing.where_valid(served, rows)
+  is_served = code == Status.OK
+  target = indexing.where_valid(is_served, rows)
   # A running sequence waits too; it hits its pages when it is admitted again.
-  state = leave_slots(state, slots_of(state.queue, state.slots, place))
+  state = leave_slots(state, slots_of(state.queue, state.slots, target))
   column = jnp.arange(columns, dtype=jnp.int32)[None]
-  inside = served[:, None] & (column < lengths[:, None])
-  length = before + lengths
-  queue = set_status(state.queue, rows, served, SequenceStatus.WAITING)
+  inside = is_served[:, None] & (column < lengths[:, None])
+  length = old_length + lengths
+  queue = set_status(state.queue, rows, is_served, SequenceStatus.WAITING)
   queue = dataclasses.replace(
     queue,
     tokens=indexing.put(
       queue.tokens,
-      place[:, None],
-      indexing.where_valid(inside, before[:, None] + column),
+      target[:, None],
+      indexing.where_valid(inside, old_length[:, None] + column),
       values=tokens,
     ),
-    length=indexing.put(queue.length, place, values=length),
-    start=indexing.put(queue.start, place, values=length),
-    limit=indexing.put(queue.limit, place, values=length + budget),
-    finish=indexing.put(queue.finish, place, values=int(Finish.UNFINISHED)),
-    stop=indexing.put(queue.stop, place, values=-1),
-    overtaken=indexing.put(queue.overtaken, place, values=0),
+    length=indexing.put(queue.length, target, values=length),
+    start=indexing.put(queue.start, target, values=length),
+    limit=indexing.put(queue.limit, target, values=length + budget),
+    finish=indexing.put(queue.finish, target, values=int(Finish.UNFINISHED)),
+    stop=indexing.put(queue.stop, target, values=-1),
+    overtaken=indexing.put(queue.overtaken, target, values=0),
   )
   if queue.ngrams is not None:
     tables = ngrams.add_tokens(
-      queue.ngrams, queue.tokens, place, before, length, state.config, columns
+      queue.ngrams,
+      queue.tokens,
+      target,
+      old_length,
+      length,
+      state.config,
+      columns,
     )
     queue = dataclasses.replace(queue, ngrams=tables)
-  queue = rehash(queue, state.memory.cache, place)
+  queue = rehash(queue, state.memory.cache, target)
   return dataclasses.replace(state, queue=queue), Outcome(code=code)

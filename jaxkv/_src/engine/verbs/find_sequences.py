@@ -70,7 +70,9 @@ def leave_slots(state: RolloutState, leaving: Array) -> RolloutState:
 
   Samples that wait to fork a prompt in these slots also return to the queue.
   """
-  queue, slots, cache = state.queue, state.slots, state.memory.cache
+  queue = state.queue
+  slots = state.slots
+  cache = state.memory.cache
   slot = jnp.arange(slots.size, dtype=jnp.int32)
   leaving |= indexing.take(leaving, slots.leader, fill=False)
   holds = leaving & ~is_empty(cache, slot)

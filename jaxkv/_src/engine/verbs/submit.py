@@ -110,8 +110,8 @@ def matching(
       "array; also set it in `init`."
     )
   if queue.priority is not None and priority is None:
-    total = requests.tokens.shape[0] * config.num_samples
-    priority = jnp.zeros((total,), jnp.int32)
+    num_sequences = requests.tokens.shape[0] * config.num_samples
+    priority = jnp.zeros((num_sequences,), jnp.int32)
   if (requests.salts is None) != (queue.salts is None):
     presence = "none" if requests.salts is None else "some"
     raise ValueError(
@@ -139,8 +139,10 @@ def _submit(
   state, requests, ids, mask = sharding.match_varying_axes(
     (state, requests, ids, mask)
   )
-  queue, config = state.queue, state.config
-  num_prompts, samples = requests.tokens.shape[0], config.num_samples
+  queue = state.queue
+  config = state.config
+  num_prompts = requests.tokens.shape[0]
+  samples = config.num_samples
   sampling = requests.sampling
   assert sampling is not None  # `as_requests` sets it.
   new, is_bad = new_rows(state, requests)
@@ -156,37 +158,41 @@ def _submit(
   )
   is_valid = code == Status.OK
   rank = jnp.cumsum(is_valid, dtype=jnp.int32) - 1
-  first = queue.next_id + rank * samples if ids is None else ids
+  first_ids = queue.next_id + rank * samples if ids is None else ids
   # The sum may wrap around to a negative number.
-  has_ids = (first >= 0) & (first <= 2**31 - 1 - samples)
+  has_ids = (first_ids >= 0) & (first_ids <= 2**31 - 1 - samples)
   code = jnp.where(is_valid & ~has_ids, jnp.int32(Status.BAD_SEQUENCE), code)
   is_valid &= has_ids
   empty = (queue.status == SequenceStatus.EMPTY).reshape(-1, samples)
   groups = first_of(jnp.all(empty, axis=1), num_prompts)
   group = indexing.take(groups, rank, fill=empty.shape[0])
-  served = is_valid & (group < empty.shape[0])
-  code = jnp.where(is_valid & ~served, jnp.int32(Status.QUEUE_FULL), code)
+  is_served = is_valid & (group < empty.shape[0])
+  code = jnp.where(is_valid & ~is_served, jnp.int32(Status.QUEUE_FULL), code)
   sample = jnp.arange(samples, dtype=jnp.int32)
-  sample_ids = (first[:, None] + sample[None]).reshape(-1)
+  sample_ids = (first_ids[:, None] + sample[None]).reshape(-1)
   keys = sequence_keys(state.key, sample_ids, sampling.seed)
   new = dataclasses.replace(new, ids=sample_ids, keys=keys)
-  rows = indexing.where_valid(served, group * samples)[:, None] + sample[None]
+  rows = (
+    indexing.where_valid(is_served, group * samples)[:, None] + sample[None]
+  )
   queue = put_rows(queue, rows.reshape(-1), new)
-  last = jnp.max(jnp.where(served, first + samples, 0), initial=0)
-  queue = dataclasses.replace(queue, next_id=jnp.maximum(queue.next_id, last))
+  end_id = jnp.max(jnp.where(is_served, first_ids + samples, 0), initial=0)
+  queue = dataclasses.replace(queue, next_id=jnp.maximum(queue.next_id, end_id))
   if queue.ngrams is not None:
     tables = ngrams.reset_rows(
       queue.ngrams, queue.tokens, queue.length, rows.reshape(-1), config
     )
     queue = dataclasses.replace(queue, ngrams=tables)
   state = dataclasses.replace(state, queue=queue)
-  return state, Submitted(code=code, ids=jnp.where(served, first, -1))
+  return state, Submitted(code=code, ids=jnp.where(is_served, first_ids, -1))
 
 
 def new_rows(state: RolloutState, requests: Requests) -> tuple[Queue, Array]:
   """Returns rows for P prompts, without ids; bool[P], True for BAD_LENGTH."""
-  memory, config = state.memory, state.config
-  num_prompts, samples = requests.tokens.shape[0], config.num_samples
+  memory = state.memory
+  config = state.config
+  num_prompts = requests.tokens.shape[0]
+  samples = config.num_samples
   new = new_queue(
     requests,
     jnp.zeros((num_prompts,), jnp.int32),
@@ -243,5 +249,5 @@ def put_rows(queue: Queue, rows: Array, new: Queue) -> Queue:
   sampling = dataclasses.replace(sampling, stop_strings=strings)
   queue = dataclasses.replace(queue, sampling=sampling, **fields)
   # New rows can precede old rows in the order, so all rows are sorted again.
-  order, place = order_of(queue.ids, queue.priority)
-  return dataclasses.replace(queue, order=order, place=place)
+  order, position = order_of(queue.ids, queue.priority)
+  return dataclasses.replace(queue, order=order, place=position)

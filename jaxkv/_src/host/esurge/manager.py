@@ -5,11 +5,11 @@ from typing import Any
 
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.group_kinds import FullAttention
+from jaxkv._src.host.cache_pages import CachePages
 from jaxkv._src.host.esurge import groups
 from jaxkv._src.host.esurge.pool import PagePool
 from jaxkv._src.host.esurge.pool import refuse_shards
 from jaxkv._src.host.manager import CacheManager
-from jaxkv._src.host.types import CachePages
 
 
 class EsurgeCacheManager:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from collections.abc import Sized
 
 from jaxkv._src.host.manager import CacheManager
-from jaxkv._src.host.pages import Pages
+from jaxkv._src.host.page_references import Pages
 
 
 def refuse_shards(

@@ -3,17 +3,17 @@
 vLLM is not imported: a spec is recognized by the names of its class and bases.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from jaxkv._src.cache.group_kinds import ChunkedLocal
-from jaxkv._src.cache.group_kinds import CrossAttention
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import Recurrent
 from jaxkv._src.cache.group_kinds import SlidingWindow
+from jaxkv._src.host.groups import CrossAttention
+from jaxkv._src.host.groups import SpeculativeRecurrent
 from jaxkv._src.host.vllm.events import EventGroup
 
 # The supported specs, each with its `kv_cache_spec_kind` in events.
@@ -35,23 +35,6 @@ _REFUSED = {
   "HiSparseResidentSpec",
   "RSWASpec",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class RunningState(GroupKind):
-  """Layers of vLLM's `MambaSpec`, unless `mamba_cache_mode` is "align".
-
-  A sequence has one page for its latest state, which is never cached, and one
-  for each of `num_speculative` draft tokens.
-  """
-
-  num_speculative: int = dataclasses.field(  # pyright: ignore
-    default=0, metadata={"minimum": 0}
-  )
-
-  def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
-    """See `GroupKind`."""
-    return -(-longest // page_size) + self.num_speculative
 
 
 def require(name: str, value: Any, expected: Any) -> None:
@@ -152,10 +135,11 @@ def _kind_of(spec: Any, longest: int) -> GroupKind:
   match _supported_class(spec):
     case "MambaSpec":
       require_attributes(spec, num_prefill_checkpoint_blocks=0)
-      scratch = spec.num_speculative_blocks
-      if not _is_running_state(spec):
-        return Recurrent(scratch, page_size=size)
-      return RunningState(scratch, page_size=longest)
+      if _is_running_state(spec):
+        size = longest
+      if spec.num_speculative_blocks:
+        return SpeculativeRecurrent(spec.num_speculative_blocks, page_size=size)
+      return Recurrent(page_size=size)
     case "SlidingWindowSpec" | "SlidingWindowMLASpec":
       require_attributes(spec, extra_retained_tokens=0, bounded_replay=False)
       return SlidingWindow(spec.sliding_window, page_size=size)

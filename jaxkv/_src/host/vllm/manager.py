@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxkv._src.host.atomic import atomic
+from jaxkv._src.host.cache_pages import CachePages
+from jaxkv._src.host.demand import PLAIN
+from jaxkv._src.host.groups import CrossAttention
 from jaxkv._src.host.manager import CacheManager
-from jaxkv._src.host.types import CachePages
-from jaxkv._src.host.types import PrefixCacheStats
+from jaxkv._src.host.telemetry import PrefixCacheStats
 from jaxkv._src.host.vllm import config
 from jaxkv._src.host.vllm.block_hashes import BlockHashes
 from jaxkv._src.host.vllm.block_pool import BlockPool
@@ -227,20 +229,17 @@ class KVCacheManager:
       return self.empty_kv_cache_blocks
     external = min(num_external_computed_tokens, remaining)
     num_new_tokens = min(num_new_tokens, remaining - external)
-    # Most calls are for a running request without special arguments, for which
-    # `CacheManager.allocate_slots` has a faster path.
-    if not (
-      begins
-      or self._records_new
-      or external
-      or num_new_computed_tokens
-      or new_computed_blocks
-      or delay_cache_blocks
-      or num_encoder_tokens
-      or full_sequence_must_fit
-      or reserved_blocks
-      or not has_scheduled_reqs
-    ):
+    arguments = (
+      num_new_computed_tokens,
+      new_computed_blocks,
+      external,
+      num_encoder_tokens,
+      reserved_blocks,
+      delay_cache_blocks,
+      full_sequence_must_fit,
+    )
+    is_plain = arguments == PLAIN and has_scheduled_reqs
+    if is_plain and not begins and not self._records_new:
       pages = manager.allocate_slots(
         request, num_new_tokens, 0, None, num_lookahead_tokens
       )
@@ -401,7 +400,8 @@ class KVCacheManager:
     """
     tables = list(self.get_block_ids(request_id))
     for group, kind in enumerate(self._manager.config.groups):
-      if self._is_attention[group] and not kind.holds_encoder:
+      is_encoder = isinstance(kind, CrossAttention)
+      if self._is_attention[group] and not is_encoder:
         num_blocks = -(-num_computed_tokens // (kind.page_size or 1))
         tables[group] = tables[group][:num_blocks]
     return tuple(tables)

@@ -135,7 +135,8 @@ def project_softmax(
     k = k + weights["key_bias"][None, None]
     v = v + weights["value_bias"][None, None]
   if attention.query_key_norm:
-    eps, offset = decoder.norm_eps, decoder.norm_offset
+    eps = decoder.norm_eps
+    offset = decoder.norm_offset
     q = rms_norm(q, weights["query_norm"], eps, offset)
     k = rms_norm(k, weights["key_norm"], eps, offset)
   if attention.rope is not None and angles is not None:
@@ -173,7 +174,8 @@ def project_latents(
   decoder: Decoder,
 ) -> LatentInputs:
   """Projects x to the inputs of multi-head latent attention."""
-  eps, offset = decoder.norm_eps, decoder.norm_offset
+  eps = decoder.norm_eps
+  offset = decoder.norm_offset
   compressed = x
   if attention.query_rank is not None:
     compressed = jnp.einsum("bte,er->btr", x, weights["query_down"])
@@ -228,8 +230,9 @@ def recur(
   attention: DeltaNet,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Runs the convolution and the delta rule, as a `token_loop.Recurrence`."""
-  a, (channels, beta, decay) = attention, inputs
-  channels, last = delta_net.causal_conv(
+  a = attention
+  channels, beta, decay = inputs
+  channels, conv_state = delta_net.causal_conv(
     channels, weights["convolution"], states["convolution"], num_tokens
   )
   channels = jax.nn.silu(channels)
@@ -242,11 +245,12 @@ def recur(
     for part, count in zip(parts, heads, strict=True)
   )
   # With keys of norm 1, an update cannot move the stored value past v.
-  q, k = delta_net.l2_normalized(q), delta_net.l2_normalized(k)
+  q = delta_net.l2_normalized(q)
+  k = delta_net.l2_normalized(k)
   out, delta = delta_net.gated_delta_rule(
     q, k, v, decay, beta, states["delta"], num_tokens
   )
-  return out, {"convolution": last, "delta": delta}
+  return out, {"convolution": conv_state, "delta": delta}
 
 
 def output_recurrence(

@@ -32,10 +32,7 @@ _PRECISION = lax.Precision.HIGHEST
 
 
 def causal_conv(
-  x: Array,
-  weight: Array,
-  state: Array,
-  num_tokens: Array,
+  x: Array, weight: Array, state: Array, num_tokens: Array
 ) -> tuple[Array, Array]:
   """Computes a depthwise causal convolution over W tokens.
 
@@ -67,8 +64,8 @@ def causal_conv(
   width = weight.shape[1]
   chex.assert_shape(state, (batch, channels, width - 1))
   chex.assert_shape(num_tokens, (batch,))
-  before = state.swapaxes(1, 2).astype(jnp.float32)
-  inputs = jnp.concatenate([before, x.astype(jnp.float32)], axis=1)
+  history = state.swapaxes(1, 2).astype(jnp.float32)
+  inputs = jnp.concatenate([history, x.astype(jnp.float32)], axis=1)
   out = jnp.zeros((batch, columns, channels), jnp.float32)
   # W is small, so XLA fuses this sum of W shifted products into one loop.
   for shift in range(width):
@@ -76,9 +73,11 @@ def causal_conv(
     out = out + inputs[:, shift : shift + columns] * factor
   # `inputs` begins W - 1 tokens before x, so the W - 1 columns that begin at
   # `num_tokens` are the last valid inputs.
-  last = num_tokens[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None]
-  after = jnp.take_along_axis(inputs, last[..., None], axis=1, mode="clip")
-  return out.astype(x.dtype), after.swapaxes(1, 2).astype(state.dtype)
+  tail = num_tokens[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None]
+  last_inputs = jnp.take_along_axis(
+    inputs, tail[..., None], axis=1, mode="clip"
+  )
+  return out.astype(x.dtype), last_inputs.swapaxes(1, 2).astype(state.dtype)
 
 
 def l2_normalized(x: Array) -> Array:
@@ -263,20 +262,19 @@ def _chunk(state: Array, tokens: _Tokens) -> tuple[Array, Array]:
   d_t = beta_t (v_t - e^(G_t) k_t S - sum_(j<t) e^(G_t - G_j) (k_t k_j^T) d_j).
   """
   q, k, v, decay, beta = tokens
-  size = k.shape[2]
-  total = jnp.cumsum(decay, axis=2)
-  index = jnp.arange(size, dtype=jnp.int32)
+  decay_sum = jnp.cumsum(decay, axis=2)
+  index = jnp.arange(k.shape[2], dtype=jnp.int32)
   is_before = index[:, None] > index[None]
   is_causal = (index[:, None] >= index[None])[None, None]
   # The mask comes before `exp`, because `exp` of a positive difference could
   # overflow to inf. Then gradients would be NaN, even with a mask after `exp`.
-  decays = total[..., :, None] - total[..., None, :]
+  decays = decay_sum[..., :, None] - decay_sum[..., None, :]
   decays = jnp.exp(jnp.where(is_causal, decays, -jnp.inf))
   key_products = _einsum("bhtk,bhjk->bhtj", k, k) * decays
   system = jnp.where(
     is_before[None, None], key_products * beta[..., None], jnp.float32(0)
   )
-  state_decay = jnp.exp(total)[..., None]
+  state_decay = jnp.exp(decay_sum)[..., None]
   old_value = _einsum("bhtk,bhkv->bhtv", k, state) * state_decay
   changes = lax.linalg.triangular_solve(
     system,
@@ -312,8 +310,8 @@ def to_rows(packed: Array, num_tokens: Array, width: int) -> Array:
     >>> rows[1].tolist(), to_columns(rows, num_tokens, 4).tolist()
     ([6, 7], [5, 6, 7, 0])
   """
-  begins = jnp.cumsum(num_tokens, dtype=jnp.int32) - num_tokens
-  column = begins[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+  row_starts = jnp.cumsum(num_tokens, dtype=jnp.int32) - num_tokens
+  column = row_starts[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
   return packed.at[column].get(mode="clip")
 
 
@@ -325,11 +323,13 @@ def to_columns(rows: Array, num_tokens: Array, columns: int) -> Array:
     num_tokens: int32[P], number of tokens of each row, at most T.
     columns: static; N, the length of the result.
   """
-  begins = jnp.cumsum(num_tokens, dtype=jnp.int32) - num_tokens
+  row_starts = jnp.cumsum(num_tokens, dtype=jnp.int32) - num_tokens
   column = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
   # Padding goes to a column out of range, which "drop" ignores.
   target = jnp.where(
-    column < num_tokens[:, None], begins[:, None] + column, jnp.int32(columns)
+    column < num_tokens[:, None],
+    row_starts[:, None] + column,
+    jnp.int32(columns),
   )
   packed = jnp.zeros((columns, *rows.shape[2:]), rows.dtype)
   return packed.at[target].set(rows, mode="drop")

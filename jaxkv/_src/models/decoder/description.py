@@ -6,6 +6,7 @@ inner width of an MLP, X experts, V vocabulary size, L layers.
 """
 
 import dataclasses
+import math
 from typing import Any
 from typing import Literal
 from typing import get_args
@@ -13,6 +14,7 @@ from typing import get_args
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._src.arrays.arguments import is_number
 from jaxkv._src.models.decoder.rope import Rope
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -72,6 +74,10 @@ class Attention:
       )
     if self.window is not None:
       _sizes(self, "window")
+    if self.scale is not None:
+      _check_factor("scale", self.scale)
+    if self.soft_cap is not None:
+      _check_factor("soft_cap", self.soft_cap, is_positive=True)
     if self.rope is not None:
       _check_rope(self.rope, "head_dim", self.head_dim)
 
@@ -111,6 +117,8 @@ class LatentAttention:
     )
     if self.query_rank is not None:
       _sizes(self, "query_rank")
+    if self.scale is not None:
+      _check_factor("scale", self.scale)
     _check_rope(self.rope, "rotated_dim", self.rotated_dim)
 
 
@@ -220,6 +228,12 @@ class Experts:
 
   def __post_init__(self) -> None:
     _sizes(self, "num_experts", "num_chosen", "inner_dim", "num_groups")
+    _sizes(self, "num_chosen_groups")
+    _check_factor("scale", self.scale)
+    if self.limit is not None:
+      _check_factor("limit", self.limit, is_positive=True)
+    if self.shared_dim is not None:
+      _sizes(self, "shared_dim")
     if self.num_chosen > self.num_experts:
       raise ValueError(
         f"`num_chosen` must be at most num_experts, {self.num_experts}, got "
@@ -233,14 +247,16 @@ class Experts:
     _check_choice("scores", self.scores, _Scores)
     _check_choice("group_score", self.group_score, _GroupScore)
     _check_choice("activation", self.activation, Activation)
-    size = self.num_experts // self.num_groups
-    least = -(-self.num_chosen // size)
-    if not least <= self.num_chosen_groups <= self.num_groups:
+    group_size = self.num_experts // self.num_groups
+    min_groups = -(-self.num_chosen // group_size)
+    if not min_groups <= self.num_chosen_groups <= self.num_groups:
       raise ValueError(
-        f"`num_chosen_groups` must be {least} .. {self.num_groups}, enough for "
-        f"{self.num_chosen} experts, got {self.num_chosen_groups}."
+        f"`num_chosen_groups` must be {min_groups} .. {self.num_groups}, "
+        f"enough for {self.num_chosen} experts, got {self.num_chosen_groups}."
       )
-    if self.num_groups > 1 and self.group_score == "best_two" and size < 2:
+    if (
+      self.num_groups > 1 and self.group_score == "best_two" and group_size < 2
+    ):
       raise ValueError(
         '`group_score` must be "best" for groups of one expert, got '
         f"{self.group_score!r}."
@@ -261,6 +277,16 @@ class Layer:
   attention: Attention | LatentAttention | DeltaNet
   mlp: Mlp | Experts
   post_norms: bool = False
+
+  def __post_init__(self) -> None:
+    for name, classes in (
+      ("attention", (Attention, LatentAttention, DeltaNet)),
+      ("mlp", (Mlp, Experts)),
+    ):
+      value = getattr(self, name)
+      if not isinstance(value, classes):
+        names = " or ".join(cls.__name__ for cls in classes)
+        raise ValueError(f"`{name}` must be of {names}, got {value!r}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -334,9 +360,11 @@ class Decoder:
     for layer in self.layers:
       if not isinstance(layer, Layer):
         raise ValueError(f"`layers` must hold Layers, got {layer!r}.")
-    # `not > 0` also refuses NaN, because every comparison with NaN is False.
-    if not self.norm_eps > 0:
-      raise ValueError(f"`norm_eps` must be positive, got {self.norm_eps}.")
+    _check_factor("norm_eps", self.norm_eps, is_positive=True)
+    _check_factor("norm_offset", self.norm_offset)
+    _check_factor("embed_scale", self.embed_scale)
+    if self.logit_cap is not None:
+      _check_factor("logit_cap", self.logit_cap, is_positive=True)
     dtype = jnp.dtype(self.dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
       raise ValueError(f"`dtype` must be a floating type, got {dtype.name}.")
@@ -379,8 +407,29 @@ def _sizes(description: Any, *names: str) -> None:
 
 
 def check_size(name: str, value: Any) -> None:
-  """Raises ValueError unless a value is an int of at least 1."""
+  """Raises ValueError unless a value is an int from 1 to 2**31 - 1."""
   # bool is a subclass of int, and True would pass as 1.
-  is_int = isinstance(value, int | np.integer)
-  if not is_int or isinstance(value, bool) or value < 1:
-    raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")
+  is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
+  if not is_int or not 1 <= value < 2**31:
+    raise ValueError(
+      f"`{name}` must be an int of at least 1 and below 2**31, got {value!r}."
+    )
+
+
+def check_decoder(name: str, value: Any) -> None:
+  """Raises TypeError unless a value is a `Decoder`."""
+  if not isinstance(value, Decoder):
+    # Its type alone, because it may be the weights of a model.
+    raise TypeError(
+      f"`{name}` must be a Decoder, got {type(value).__name__}; describe one, "
+      "such as with `models.llama`."
+    )
+
+
+def _check_factor(name: str, value: Any, *, is_positive: bool = False) -> None:
+  """Raises ValueError unless a value is a finite (and positive) number."""
+  # In a comparison, NaN is False.
+  is_finite = is_number(value) and abs(value) < math.inf
+  if not is_finite or (is_positive and not value > 0):
+    kind = "positive and finite" if is_positive else "finite"
+    raise ValueError(f"`{name}` must be a {kind} number, got {value!r}.")

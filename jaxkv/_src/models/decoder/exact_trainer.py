@@ -125,11 +125,7 @@ class ExactUncachedKV(UncachedKV):
 
 
 def _attend_tree(
-  tree: Tree,
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array | None,
-  **options: Any,
+  tree: Tree, q: jax.Array, k: jax.Array, v: jax.Array | None, **options: Any
 ) -> jax.Array:
   """Computes causal attention in N trees."""
   outs = []

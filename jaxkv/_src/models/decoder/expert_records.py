@@ -74,7 +74,7 @@ def _full_group(decoder: Decoder) -> int:
   # A group with a window frees pages when their tokens leave the window, and
   # the records in these pages would be lost.
   kinds = groups.group_kinds(decoder)
-  is_full = [isinstance(kind, FullAttention) for kind in kinds]
+  is_full = [isinstance(group_kind, FullAttention) for group_kind in kinds]
   if True not in is_full:
     raise ValueError(
       "`decoder` must have a layer with full attention, because its pages hold "

@@ -12,6 +12,7 @@ per token in each such layer.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from jaxkv._src.models.decoder import kv_access
 from jaxkv._src.models.decoder import logits as all_logits
 from jaxkv._src.models.decoder import prompt_tree
 from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.description import check_decoder
 from jaxkv._src.models.decoder.exact_trainer import uncached_access
 from jaxkv._src.models.decoder.init_kv import check_pools
 from jaxkv._src.models.decoder.logits import LogitSelection
@@ -36,16 +38,24 @@ from jaxkv._src.models.decoder.params import Params
 _AnyView = View | PackedView
 
 
-@functools.partial(
-  jax.jit,
-  static_argnames=(
-    "config",
-    "logits",
-    "backend",
-    "head_sharding",
-    "expert_axis",
-  ),
-)
+def _jitted(*static_argnames: str) -> Callable[..., Any]:
+  """Returns a decorator like `jax.jit`, for functions of a static `config`."""
+
+  def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = jax.jit(function, static_argnames=("config", *static_argnames))
+
+    # Before `jax.jit`, which refuses a list or dict without the name.
+    @functools.wraps(function)
+    def call(*arguments: Any, config: Decoder, **options: Any) -> Any:
+      check_decoder("config", config)
+      return compiled(*arguments, config=config, **options)
+
+    return call
+
+  return decorate
+
+
+@_jitted("logits", "backend", "head_sharding", "expert_axis")
 def forward(
   params: Params,
   batch: Batch,
@@ -124,7 +134,9 @@ def forward(
     (1, 3, 11)
   """
   _check_batch(batch)
-  tokens, positions, views = batch.tokens, batch.positions, batch.views
+  tokens = batch.tokens
+  positions = batch.positions
+  views = batch.views
   columns = batch.columns
   all_logits.check_tokens(tokens, positions)
   if columns is not None and tokens.shape[0] != 1:
@@ -177,17 +189,17 @@ def _with_shared_pages(
   """Updates the `shared` pages of views, once before the loop over layers."""
   refreshed: list[Any] = list(views)
   pool_of_group = groups.pool_of_group(config)
-  for group, kind in enumerate(groups.group_kinds(config)):
+  for group, group_kind in enumerate(groups.group_kinds(config)):
     pool = pools[pool_of_group[group]]
     # `attend` ignores `shared` in layers with a window or with latents, so the
     # views of these layers are not updated.
     has_keys = isinstance(pool, KVPages) and pool.v is not None
-    if has_keys and not kind.skips_pages:
+    if has_keys and not group_kind.skips_pages:
       refreshed[group] = refresh_shared(pool, views[group])
   return tuple(refreshed)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "kv_dtype"))
+@_jitted("kv_dtype")
 def forward_uncached(
   params: Params,
   tokens: jax.Array,

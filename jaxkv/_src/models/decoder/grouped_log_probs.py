@@ -14,6 +14,7 @@ from jaxkv._src.models.decoder import logits
 from jaxkv._src.models.decoder import prompt_tree
 from jaxkv._src.models.decoder import stack
 from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.description import check_decoder
 from jaxkv._src.models.decoder.exact_trainer import uncached_access
 from jaxkv._src.models.decoder.params import Params
 from jaxkv._src.sampling.temperature import as_temperature
@@ -128,9 +129,7 @@ def grouped_log_probs(
     >>> [level.shape for level in tree]
     [(1, 2, 3), (1, 2, 2, 2)]
   """
-  if not isinstance(config, Decoder):
-    hint = "describe one, such as with `models.llama`"
-    arguments.refuse(TypeError, "config", "a Decoder", config, hint)
+  check_decoder("config", config)
   is_array = not isinstance(completions, tuple)
   levels, lengths = _checked_levels(
     (prompts, *_levels(completions)),
@@ -185,7 +184,8 @@ def _log_probs_of_levels(
   tree = prompt_tree.of_lengths([*widths[:-1], max(widths[-1] - 1, 1)], lengths)
   rows = None if records is None else tree.join(records)
   access = uncached_access(config, tree, rows, kv_dtype)
-  row, positions = tree.join(tokens), tree.join(tree.positions())
+  row = tree.join(tokens)
+  positions = tree.join(tree.positions())
   x, _ = stack.run(params, row, positions, (), access, config, remat=remat)
   outs = _head_of_levels(params, x, tokens, tree, temperature, config)
   outs = _padded(outs, lengths[1:], 0)
@@ -208,15 +208,21 @@ def _head_of_levels(
   for level, targets in enumerate(tokens[1:], 1):
     # The last token of a parent predicts the first token of each child, so its
     # logits are computed once for all children.
-    last = tree.last(level - 1)
-    inputs = jnp.take_along_axis(x, last[..., None], axis=1, mode="clip")
-    children = targets[..., 0].reshape(*last.shape, -1)
-    first = log_probs.of_tokens(params, inputs, children, temperature, config)
+    last_column = tree.last(level - 1)
+    inputs = jnp.take_along_axis(x, last_column[..., None], axis=1, mode="clip")
+    children = targets[..., 0].reshape(*last_column.shape, -1)
+    first_log_probs = log_probs.of_tokens(
+      params, inputs, children, temperature, config
+    )
     inputs = tree.split(x)[level][:, :, : targets.shape[2] - 1]
     successors = targets[..., 1:, None]
-    later = log_probs.of_tokens(params, inputs, successors, temperature, config)
-    first = first.reshape(*targets.shape[:2], 1)
-    outs.append(jnp.concatenate([first, later[..., 0]], axis=2))
+    later_log_probs = log_probs.of_tokens(
+      params, inputs, successors, temperature, config
+    )
+    first_log_probs = first_log_probs.reshape(*targets.shape[:2], 1)
+    outs.append(
+      jnp.concatenate([first_log_probs, later_log_probs[..., 0]], axis=2)
+    )
   return outs
 
 
@@ -234,8 +240,8 @@ def _padded(
 
 def _flat(values: jax.Array, dims: int) -> jax.Array:
   """Merges the axes between the first axis and the last `dims` axes."""
-  last = values.shape[values.ndim - dims :]
-  return values.reshape(values.shape[0], -1, *last)
+  last_axes = values.shape[values.ndim - dims :]
+  return values.reshape(values.shape[0], -1, *last_axes)
 
 
 def _lengths_fit(
@@ -262,15 +268,18 @@ def _checked_levels(
     )
   # Each level has one more axis than the level above, before the last axis: the
   # branches of one parent.
-  shape, levels, sizes = (), [], []
+  shape = ()
+  levels = []
+  checked_lengths = []
   for level, length in zip(tokens, lengths, strict=True):
     name, axes = ("completions", "GR") if levels else ("prompts", "NP")
     level = arguments.as_int32(name, level, (*shape, *axes))
-    shape, label = level.shape[:-1], f"{name.removesuffix('s')}_lengths"
+    shape = level.shape[:-1]
+    label = f"{name.removesuffix('s')}_lengths"
     meaning = f", one for each row of {name}"
     levels.append(level)
-    sizes.append(arguments.as_int32(label, length, shape, meaning))
-  return tuple(levels), tuple(sizes)
+    checked_lengths.append(arguments.as_int32(label, length, shape, meaning))
+  return tuple(levels), tuple(checked_lengths)
 
 
 def _checked_experts(

@@ -11,8 +11,8 @@ number of memory layers. If C does not divide L, some groups leave their last
 memory layer unused. A pool is the memory for the pages of all groups whose
 layers store the same kind and size of data.
 
-A stretch is a run of layers in which a pattern of P layers repeats R times. A
-`lax.scan` over the repetitions runs the stretch, so XLA compiles the pattern
+A segment is a run of layers in which a pattern of P layers repeats R times. A
+`lax.scan` over the repeats runs the segment, so XLA compiles the pattern
 only once.
 """
 
@@ -39,18 +39,18 @@ _MAX_PATTERN = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretch:
+class Segment:
   """Consecutive layers that repeat a pattern.
 
   Attributes:
     first: index of the first layer.
-    pattern: the P layers of one repetition.
-    repetitions: R, the number of repetitions.
+    pattern: the P layers of one repeat.
+    num_repeats: R, the number of repeats.
   """
 
   first: int
   pattern: tuple[Layer, ...]
-  repetitions: int
+  num_repeats: int
 
 
 def kind_of(layer: Layer) -> GroupKind:
@@ -80,7 +80,7 @@ def period(decoder: Decoder) -> int:
   needs = [
     (kind_of(layer), pool_key(layer.attention)) for layer in decoder.layers
   ]
-  # The last repetition can be incomplete.
+  # The last repeat can be incomplete.
   for period in range(1, len(needs)):
     if all(need == needs[i % period] for i, need in enumerate(needs)):
       return period
@@ -96,9 +96,9 @@ def group_kinds(decoder: Decoder) -> tuple[GroupKind, ...]:
 @functools.cache
 def pool_of_group(decoder: Decoder) -> tuple[int, ...]:
   """Returns each layer group's index into `pools`."""
-  first = decoder.layers[: period(decoder)]
-  index = {key: number for number, key in enumerate(pools(decoder))}
-  return tuple(index[pool_key(layer.attention)] for layer in first)
+  first_period = decoder.layers[: period(decoder)]
+  index = {key: pool_index for pool_index, key in enumerate(pools(decoder))}
+  return tuple(index[pool_key(layer.attention)] for layer in first_period)
 
 
 def num_memory_layers(decoder: Decoder) -> int:
@@ -115,31 +115,35 @@ def pools(decoder: Decoder) -> tuple[PoolKey, ...]:
 
 
 @functools.cache
-def stretches(decoder: Decoder) -> tuple[Stretch, ...]:
-  """Cuts the layers of a decoder into stretches, from first to last."""
-  layers, result, first = decoder.layers, [], 0
-  while first < len(layers):
-    size, repetitions = _longest_stretch(layers[first:], period(decoder))
-    pattern = layers[first : first + size]
-    result.append(Stretch(first, pattern, repetitions))
-    first += size * repetitions
+def segments(decoder: Decoder) -> tuple[Segment, ...]:
+  """Cuts the layers of a decoder into segments, from first to last."""
+  layers = decoder.layers
+  result = []
+  first_layer = 0
+  while first_layer < len(layers):
+    pattern_size, num_repeats = _longest_segment(
+      layers[first_layer:], period(decoder)
+    )
+    pattern = layers[first_layer : first_layer + pattern_size]
+    result.append(Segment(first_layer, pattern, num_repeats))
+    first_layer += pattern_size * num_repeats
   return tuple(result)
 
 
-def _longest_stretch(layers: tuple[Layer, ...], period: int) -> tuple[int, int]:
-  """Returns P and R of the longest stretch that begins at the first layer.
+def _longest_segment(layers: tuple[Layer, ...], period: int) -> tuple[int, int]:
+  """Returns P and R of the longest segment that begins at the first layer.
 
   If no pattern repeats, R is 1 and P is `period` or the number of layers left.
   """
   best = (min(period, len(layers)), 1)
   # The group is a static index in the compiled loop, so a layer of the pattern
-  # must be in the same group in each repetition. That holds if the pattern's
-  # size is a multiple of the period.
+  # must be in the same group in each repeat. That holds if the pattern's length
+  # is a multiple of the period.
   longest = min(_MAX_PATTERN, len(layers) // 2)
-  for size in range(period, longest + 1, period):
+  for length in range(period, longest + 1, period):
     times = 1
-    while layers[size * times : size * (times + 1)] == layers[:size]:
+    while layers[length * times : length * (times + 1)] == layers[:length]:
       times += 1
-    if times > 1 and size * times > best[0] * best[1]:
-      best = (size, times)
+    if times > 1 and length * times > best[0] * best[1]:
+      best = (length, times)
   return best

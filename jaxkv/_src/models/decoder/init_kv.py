@@ -12,6 +12,7 @@ from jaxkv._src.models.decoder import expert_records
 from jaxkv._src.models.decoder import groups
 from jaxkv._src.models.decoder import recurrent_pages
 from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.description import check_decoder
 
 
 def cache_groups(decoder: Decoder) -> tuple[GroupKind, ...]:
@@ -30,6 +31,7 @@ def cache_groups(decoder: Decoder) -> tuple[GroupKind, ...]:
     >>> len(groups), groups[0]
     (3, SlidingWindow(page_size=None, window=8))
   """
+  check_decoder("decoder", decoder)
   return groups.group_kinds(decoder)
 
 
@@ -74,6 +76,7 @@ def init_kv(
     >>> init_kv(decoder, config).k.shape  # two layers of three pages
     (6, 2, 4, 4)
   """
+  check_decoder("decoder", decoder)
   num_groups = groups.period(decoder)
   if len(config.groups) != num_groups:
     raise ValueError(
@@ -120,7 +123,8 @@ def check_pools(
   pools: tuple[Any, ...], views: tuple[AnyView, ...], config: Decoder
 ) -> None:
   """Raises ValueError unless pools and views fit a decoder."""
-  num_groups, num_pools = groups.period(config), len(groups.pools(config))
+  num_groups = groups.period(config)
+  num_pools = len(groups.pools(config))
   if len(views) != num_groups:
     raise ValueError(
       f"`batch.views` must have a view for each of the {num_groups} layer "

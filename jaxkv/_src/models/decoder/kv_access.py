@@ -108,7 +108,8 @@ class PagedKV:
     self, mixer: Mixer, inputs: LatentInputs, pools: Pools
   ) -> MixerOutput:
     """Writes latents and attends to them; see `UncachedKV.latent`."""
-    weights, call = mixer.weights, token_wise(self.decoder)
+    weights = mixer.weights
+    call = token_wise(self.decoder)
     # The key projection is applied to the queries (DeepSeek-V2, section 2.1.2),
     # so that attention reads latents and never builds keys.
     queries = call(
@@ -127,7 +128,8 @@ class PagedKV:
     options: kernels.AttentionOptions,
     pools: Pools,
   ) -> MixerOutput:
-    pool, view = pools[location.pool], self.views[location.group]
+    pool = pools[location.pool]
+    view = self.views[location.group]
     # `write` comes first, because tokens of a call attend to each other.
     pool = write(pool, view, location.layer, *stored)
     out = attend(
@@ -151,7 +153,8 @@ class PagedKV:
   ) -> MixerOutput:
     """Reads states, runs a recurrence from them, and writes the new states."""
     location = mixer.location
-    pool, view = pools[location.pool], self.views[location.group]
+    pool = pools[location.pool]
+    view = self.views[location.group]
     layer = location.layer
     # A packed call writes only one state per sequence, but each full page must
     # hold the state at its end. So the tokens of a sequence in a packed call
@@ -208,12 +211,12 @@ class UncachedKV:
     self, mixer: Mixer, inputs: LatentInputs, pools: Pools
   ) -> MixerOutput:
     """Attends to keys and values projected from latents."""
-    latent, rotated = inputs.latent, inputs.rotated_key
+    rotated = inputs.rotated_key
     # `PagedKV` attends to the latents themselves, which are wider than keys.
     # Without a cache many queries read each key, so it costs less to build the
     # keys once.
-    keys = jnp.einsum("btl,lhd->bthd", latent, mixer.weights["key"])
-    values = jnp.einsum("btl,lhv->bthv", latent, mixer.weights["value"])
+    keys = jnp.einsum("btl,lhd->bthd", inputs.latent, mixer.weights["key"])
+    values = jnp.einsum("btl,lhv->bthv", inputs.latent, mixer.weights["value"])
     shape = (*keys.shape[:3], rotated.shape[3])
     keys = jnp.concatenate([keys, jnp.broadcast_to(rotated, shape)], axis=-1)
     query = (inputs.plain_query, inputs.rotated_query)
@@ -229,7 +232,8 @@ class UncachedKV:
     pools: Pools,
   ) -> MixerOutput:
     """Runs a recurrence; a branch starts from its parent's final state."""
-    tree, outputs = self.tree, []
+    tree = self.tree
+    outputs = []
     states = recurrent_pages.empty_state(mixer.kind, inputs[0].shape[0])
     levels = zip(*(tree.split(array) for array in inputs), strict=True)
     for level, arrays in enumerate(levels):

@@ -43,7 +43,8 @@ def run(
   decoder: Decoder,
 ) -> Carry:
   """Runs one layer, with a `PagedKV` or `UncachedKV` as `access`."""
-  (x, pools), call = carry, token_wise(decoder)
+  x, pools = carry
+  call = token_wise(decoder)
   # The functions that `call` runs must not close over arrays. So they get all
   # arrays as arguments, and `bind` binds only static arguments.
   bind = functools.partial
@@ -57,8 +58,8 @@ def run(
   if not isinstance(layer.mlp, Mlp):
     mlps.check_experts(weights, layer.mlp, access.expert_axis)
     replay = expert_records.of_layer(access.experts, location.expert_layer)
-  after = bind(_after_mixer, layer, decoder, access.expert_axis)
-  x, experts = call(after, weights, x, out, gate, replay)
+  after_mixer = bind(_after_mixer, layer, decoder, access.expert_axis)
+  x, experts = call(after_mixer, weights, x, out, gate, replay)
   if experts is not None:
     pools = access.record_experts(location, experts, pools)
   return x, pools
@@ -78,13 +79,14 @@ def _mixer_inputs(
   angles: Angles | None,
 ) -> Any:
   """Returns the token mixer's inputs: x normalized and then projected."""
-  kind, y = layer.attention, _norm(x, weights, "attention_norm", decoder)
-  if isinstance(kind, DeltaNet):
+  attention = layer.attention
+  y = _norm(x, weights, "attention_norm", decoder)
+  if isinstance(attention, DeltaNet):
     return attentions.project_recurrence(y, weights)
-  if isinstance(kind, Attention):
-    return attentions.project_softmax(y, weights, kind, angles, decoder)
+  if isinstance(attention, Attention):
+    return attentions.project_softmax(y, weights, attention, angles, decoder)
   assert angles is not None
-  return attentions.project_latents(y, weights, kind, angles, decoder)
+  return attentions.project_latents(y, weights, attention, angles, decoder)
 
 
 @jax.named_scope("attention")
@@ -115,12 +117,12 @@ def _add_mixer_output(
   gate: jax.Array | None,
 ) -> jax.Array:
   """Projects the mixer's output and adds it to x."""
-  kind = layer.attention
-  if isinstance(kind, DeltaNet):
+  attention = layer.attention
+  if isinstance(attention, DeltaNet):
     assert gate is not None
     out = attentions.output_recurrence(out, gate, weights, decoder, x.dtype)
-  elif isinstance(kind, Attention):
-    out = attentions.output_softmax(out, gate, weights, kind, x.dtype)
+  elif isinstance(attention, Attention):
+    out = attentions.output_softmax(out, gate, weights, attention, x.dtype)
   else:
     out = attentions.output_latents(out, weights, x.dtype)
   if layer.post_norms:
@@ -141,7 +143,8 @@ def _after_mixer(
 ) -> tuple[jax.Array, jax.Array | None]:
   """Adds the outputs of mixer and MLP to x. Also returns expert ids or None."""
   x = _add_mixer_output(layer, decoder, weights, x, out, gate)
-  y, experts = _norm(x, weights, "mlp_norm", decoder), None
+  y = _norm(x, weights, "mlp_norm", decoder)
+  experts = None
   if isinstance(layer.mlp, Mlp):
     out = mlps.gated(y, weights, layer.mlp)
   else:

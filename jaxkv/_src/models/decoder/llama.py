@@ -79,11 +79,11 @@ def llama(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         window=window,
-        rope=Rope(base=bases[number % len(bases)]),
+        rope=Rope(base=bases[index % len(bases)]),
       ),
       mlp=Mlp(inner_dim=mlp_dim),
     )
-    for number, window in enumerate(windows)
+    for index, window in enumerate(windows)
   ]
   return Decoder(
     vocab_size=vocab_size,

@@ -42,14 +42,15 @@ def of_tokens(
   shape = tokens.shape
   if tokens.size == 0:
     return jnp.zeros(shape, jnp.float32)
-  x, tokens = x.reshape(-1, x.shape[-1]), tokens.reshape(-1, shape[-1])
+  x = x.reshape(-1, x.shape[-1])
+  tokens = tokens.reshape(-1, shape[-1])
   rows = x.shape[0]
   # All chunks have the same size, so that one program computes them all.
-  number = -(-rows // max(max_logits // config.vocab_size, 1))
-  size = -(-rows // number)
-  padding = ((0, number * size - rows), (0, 0))
-  x = jnp.pad(x, padding).reshape(number, size, -1)
-  tokens = jnp.pad(tokens, padding).reshape(number, size, -1)
+  num_chunks = -(-rows // max(max_logits // config.vocab_size, 1))
+  chunk_size = -(-rows // num_chunks)
+  padding = ((0, num_chunks * chunk_size - rows), (0, 0))
+  x = jnp.pad(x, padding).reshape(num_chunks, chunk_size, -1)
+  tokens = jnp.pad(tokens, padding).reshape(num_chunks, chunk_size, -1)
 
   def of_chunk(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
     x, tokens = inputs
@@ -61,7 +62,7 @@ def of_tokens(
     # them overflow to +inf.
     maximum = jnp.max(logits, axis=-1, keepdims=True)
     logits = (logits - jax.lax.stop_gradient(maximum)) / temperature
-    row = jnp.arange(size, dtype=jnp.int32)[:, None]
+    row = jnp.arange(chunk_size, dtype=jnp.int32)[:, None]
     token_logits = logits.at[row, tokens].get(
       mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
     )
@@ -70,7 +71,7 @@ def of_tokens(
   # `prevent_cse` costs time. It is not needed, because XLA cannot merge the
   # recomputation with the forward pass if each is in a loop.
   out = jax.lax.map(jax.checkpoint(of_chunk, prevent_cse=False), (x, tokens))
-  return out.reshape(number * size, -1)[:rows].reshape(shape)
+  return out.reshape(num_chunks * chunk_size, -1)[:rows].reshape(shape)
 
 
 def _exact(

@@ -92,8 +92,8 @@ def _select(
       "`batch.columns`."
     )
   # A row without tokens reads column 0, because -1 would be the last column.
-  last = jnp.maximum(num_tokens - 1, 0)[:, None, None]
-  return jnp.take_along_axis(x, last, axis=1, mode="fill")
+  last_column = jnp.maximum(num_tokens - 1, 0)[:, None, None]
+  return jnp.take_along_axis(x, last_column, axis=1, mode="fill")
 
 
 def check_tokens(tokens: jax.Array, positions: jax.Array) -> None:

@@ -111,9 +111,9 @@ def route(
   if experts.scores == "chosen_softmax":
     factors = jax.nn.softmax(factors, axis=-1)
   elif experts.normalized:
-    total = jnp.sum(factors, axis=-1, keepdims=True)
+    factor_sum = jnp.sum(factors, axis=-1, keepdims=True)
     # Sigmoids of all chosen experts can underflow to 0, and 0 / 0 is NaN.
-    factors = factors / (total + 1e-20)
+    factors = factors / (factor_sum + 1e-20)
   return choice, factors * experts.scale
 
 
@@ -146,14 +146,14 @@ def _in_best_groups(ranking: jax.Array, experts: Experts) -> jax.Array:
 
 def check_experts(weights: Params, experts: Experts, axis: str | None) -> None:
   """Raises ValueError unless `weights` has this device's number of experts."""
-  found = weights["expert_gate"].shape[0]
-  size = 1 if axis is None else jax.lax.axis_size(axis)
-  if found * size != experts.num_experts:
+  num_local = weights["expert_gate"].shape[0]
+  num_devices = 1 if axis is None else jax.lax.axis_size(axis)
+  if num_local * num_devices != experts.num_experts:
     arguments.refuse(
       ValueError,
       'params["layers"][...]["expert_gate"]',
-      f"an array with {experts.num_experts} experts on {size} devices",
-      f"{found} experts on each",
+      f"an array with {experts.num_experts} experts on {num_devices} devices",
+      f"{num_local} experts on each",
       "pass `expert_axis` to models.forward if `MeshAxes.experts` is set"
       if axis is None
       else "set `MeshAxes.experts`, and place `params` with param_shardings",
@@ -177,10 +177,10 @@ def _run_distributed(
   x, choice, factors = jax.lax.all_gather(
     (x, choice, factors), axis, tiled=True
   )
-  number = weights["expert_gate"].shape[0]
-  choice = choice - jax.lax.axis_index(axis) * number
-  is_local = (choice >= 0) & (choice < number)
-  choice = jnp.where(is_local, choice, number)
+  num_local = weights["expert_gate"].shape[0]
+  choice = choice - jax.lax.axis_index(axis) * num_local
+  is_local = (choice >= 0) & (choice < num_local)
+  choice = jnp.where(is_local, choice, num_local)
   out = _run_experts(x, choice, factors, weights, experts, is_local)
   return jax.lax.psum_scatter(out, axis, tiled=True)
 
@@ -198,15 +198,16 @@ def _run_experts(
   If `is_local` bool[N, k] is given, `weights` has only some experts, and the
   sum has only the chosen experts that `is_local` marks.
   """
-  count, number = choice.shape[1], weights["expert_gate"].shape[0]
+  num_chosen = choice.shape[1]
+  num_experts = weights["expert_gate"].shape[0]
   expert = choice.reshape(-1)
   # A row is a pair of a token and one of its experts. Rows are sorted by
   # expert, because `ragged_dot` requires contiguous rows for each expert.
   order = jnp.argsort(expert, stable=True).astype(jnp.int32)
-  sizes = jnp.zeros((number,), jnp.int32).at[expert].add(1)
-  rows = x[order // count]
+  group_sizes = jnp.zeros((num_experts,), jnp.int32).at[expert].add(1)
+  rows = x[order // num_chosen]
   expert_of_row = expert[order]
-  product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
+  product = functools.partial(jax.lax.ragged_dot, group_sizes=group_sizes)
 
   def project(inputs: jax.Array, name: str) -> jax.Array:
     out = product(inputs, weights[name])
@@ -214,7 +215,8 @@ def _run_experts(
       out + weights[f"{name}_bias"][expert_of_row] if experts.biased else out
     )
 
-  gate, up = project(rows, "expert_gate"), project(rows, "expert_up")
+  gate = project(rows, "expert_gate")
+  up = project(rows, "expert_up")
   if experts.limit is None:
     inner = activate(gate, experts.activation) * up
   else:
@@ -229,7 +231,7 @@ def _run_experts(
     .at[order]
     .set(jnp.arange(order.shape[0], dtype=jnp.int32))
   )
-  parts = out[inverse].reshape(x.shape[0], count, -1)
+  parts = out[inverse].reshape(x.shape[0], num_chosen, -1)
   if is_local is not None:
     # The output of `ragged_dot` is undefined for rows that belong to no expert.
     parts = jnp.where(is_local[:, :, None], parts, 0)

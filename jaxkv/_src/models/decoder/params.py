@@ -1,10 +1,10 @@
 """Parameters of a decoder: names, shapes and random initialization.
 
 The parameters are a dict with "embed" [V, E], "final_norm" [E], "unembed"
-[E, V] unless tied, and "layers". A stretch is a run of layers that repeat a
-pattern R times (see `groups`). "layers" is a tuple with one entry per stretch,
+[E, V] unless tied, and "layers". A segment is a run of layers that repeat a
+pattern R times (see `groups`). "layers" is a tuple with one entry per segment,
 and an entry is a tuple with one dict per layer of the pattern. All arrays of a
-dict have a leading axis of R repetitions, so that a scan can slice them. The
+dict have a leading axis of R repeats, so that a scan can slice them. The
 tables omit this axis. `description` defines the letters, and `delta_net` those
 of `DeltaNet`. A word in a shape names a field: latent stands for `latent_dim`.
 
@@ -83,6 +83,7 @@ from jaxkv._src.models.decoder.description import Experts
 from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
+from jaxkv._src.models.decoder.description import check_decoder
 
 Params = dict[str, Any]
 
@@ -228,13 +229,13 @@ def leaves_of(decoder: Decoder) -> Params:
     tuple(
       {
         name: dataclasses.replace(
-          leaf, shape=(stretch.repetitions, *leaf.shape)
+          leaf, shape=(segment.num_repeats, *leaf.shape)
         )
         for name, leaf in layer_leaves(layer, e).items()
       }
-      for layer in stretch.pattern
+      for layer in segment.pattern
     )
-    for stretch in groups.stretches(decoder)
+    for segment in groups.segments(decoder)
   )
   if not decoder.tied_embeddings:
     tree["unembed"] = Leaf((e, v), e)
@@ -261,15 +262,16 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
     >>> params["layers"][0][0]["key"].shape
     (3, 8, 2, 2)
   """
+  check_decoder("decoder", decoder)
   tree = leaves_of(decoder)
   # All random arrays are slices of one draw, because jax compiles a program for
   # each shape of a draw.
-  size = sum(
+  num_random = sum(
     math.prod(leaf.shape)
     for leaf in jax.tree.leaves(tree, is_leaf=_is_leaf)
     if leaf.fan_in
   )
-  noise = jax.random.normal(key, (size,), jnp.float32)
+  noise = jax.random.normal(key, (num_random,), jnp.float32)
   # Each layer adds two outputs to the residual stream. This factor keeps the
   # variance of the stream independent of the depth (GPT-2).
   residual_gain = (2 * decoder.num_layers) ** -0.5
@@ -283,9 +285,10 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
       offset = decoder.norm_offset if leaf.offset else 0
       value = 0 if leaf.fan_in == 0 else 1 - offset
       return jnp.full(leaf.shape, value, dtype)
-    begin, cursor = cursor, cursor + math.prod(leaf.shape)
+    position = cursor
+    cursor += math.prod(leaf.shape)
     gain = (residual_gain if leaf.residual else 1.0) * leaf.fan_in**-0.5
-    return (noise[begin:cursor].reshape(leaf.shape) * gain).astype(dtype)
+    return (noise[position:cursor].reshape(leaf.shape) * gain).astype(dtype)
 
   def arrays(node: Any) -> Any:
     # Keeps the order of names in `leaves_of`. `jax.tree.map` would sort the

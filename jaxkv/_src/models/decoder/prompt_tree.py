@@ -41,7 +41,8 @@ class Tree:
 
   def split(self, x: jax.Array) -> list[jax.Array]:
     """Splits rows [N, T, ...] into levels [N, C_l, R_l, ...]."""
-    parts, column = [], 0
+    parts = []
+    column = 0
     for count, width in zip(self.branches, self.widths, strict=True):
       part = x[:, column : column + count * width]
       parts.append(part.reshape(x.shape[0], count, width, *x.shape[2:]))
@@ -73,9 +74,10 @@ class Tree:
       and then of the branch, without padding between them; arbitrary values
       after them.
     """
-    count, stop = self.branches[level], sum(self.widths[: level + 1])
+    count = self.branches[level]
+    num_columns = sum(self.widths[: level + 1])
     dims = x.shape[2:]
-    path = jnp.zeros((x.shape[0] * count, stop, *dims), x.dtype)
+    path = jnp.zeros((x.shape[0] * count, num_columns, *dims), x.dtype)
     put = jax.vmap(
       lambda path, part, start: jax.lax.dynamic_update_slice_in_dim(
         path, part, start, 0
@@ -96,14 +98,16 @@ class Tree:
     For an empty branch, returns the column of the last token of its nearest
     ancestor with tokens, or 0 if all ancestors are empty.
     """
-    begin, column = 0, jnp.zeros_like(self.lengths[0])
-    for number in range(level + 1):
-      count, width = self.branches[number], self.widths[number]
+    level_start = 0
+    column = jnp.zeros_like(self.lengths[0])
+    for index in range(level + 1):
+      count = self.branches[index]
+      width = self.widths[index]
       column = jnp.repeat(column, count // column.shape[1], axis=1)
-      first = begin + width * jnp.arange(count, dtype=jnp.int32)[None]
-      length = self.lengths[number]
-      column = jnp.where(length > 0, first + length - 1, column)
-      begin += count * width
+      starts = level_start + width * jnp.arange(count, dtype=jnp.int32)[None]
+      length = self.lengths[index]
+      column = jnp.where(length > 0, starts + length - 1, column)
+      level_start += count * width
     return column
 
 

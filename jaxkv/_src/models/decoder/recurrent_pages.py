@@ -32,13 +32,14 @@ def run_rows(
   layer: jax.Array | int,
 ) -> tuple[jax.Array, StatePages]:
   """Runs up to T tokens of each of B sequences, and stores the new states."""
-  rows, size = rows_of(view), pool.page_size
+  rows = rows_of(view)
+  page_size = pool.page_size
   if inputs[0].shape[1] == 1:
     return _run_stored(run, inputs, pool, rows, layer)
   # Other sequences can reuse a full page as a prefix, so a full page must hold
   # the state at its end. If the tokens of a row go past the end of a partly
   # filled page, the tokens up to this end (the head) run before the tail.
-  room = -rows.starts % size
+  room = -rows.starts % page_size
   head_counts = jnp.where(room < rows.num_tokens, room, 0)
 
   def run_head(pool: StatePages) -> tuple[jax.Array, StatePages]:
@@ -126,9 +127,7 @@ def empty_state(attention: DeltaNet, rows: int) -> dict[str, jax.Array]:
   }
 
 
-def state_shapes(
-  attention: DeltaNet,
-) -> dict[str, tuple[tuple[int, ...], Any]]:
+def state_shapes(attention: DeltaNet) -> dict[str, tuple[tuple[int, ...], Any]]:
   """Returns the `shapes` of `jaxkv.kv.init_states` for a recurrent layer."""
   a = attention
   # "delta" is float32, because it accumulates rounding errors over all tokens.

@@ -120,8 +120,8 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 def _llama3(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
   turns = scaling.original_length * plain / (2 * math.pi)
-  low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-  share = np.clip((turns - low) / (high - low), 0, 1)
+  low = scaling.low_frequency_factor
+  share = np.clip((turns - low) / (scaling.high_frequency_factor - low), 0, 1)
   return plain * (share + (1 - share) / scaling.factor)
 
 
@@ -133,13 +133,15 @@ def _yarn(
     wavelength = scaling.original_length / (turns * 2 * math.pi)
     return dim * math.log(wavelength) / (2 * math.log(base))
 
-  begin, end = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+  first_pair = max(pair_of(scaling.beta_fast), 0)
+  last_pair = min(pair_of(scaling.beta_slow), dim - 1)
   if scaling.truncate:
-    begin, end = math.floor(begin), math.ceil(end)
-  begin, end = max(begin, 0), min(end, dim - 1)
+    first_pair = math.floor(first_pair)
+    last_pair = math.ceil(last_pair)
   # Avoids a division by zero below, as in the reference code.
-  end = end + 0.001 if begin == end else end
-  divided = np.clip((np.arange(dim // 2) - begin) / (end - begin), 0, 1)
+  last_pair = last_pair + 0.001 if first_pair == last_pair else last_pair
+  span = last_pair - first_pair
+  divided = np.clip((np.arange(dim // 2) - first_pair) / span, 0, 1)
   return plain * (1 - divided + divided / scaling.factor)
 
 
@@ -166,7 +168,8 @@ def rotate(
   dim = 2 * cos.shape[-1]
   wide = x[..., :dim].astype(jnp.float32)
   if rope.interleaved:
-    low, high = wide[..., 0::2], wide[..., 1::2]
+    low = wide[..., 0::2]
+    high = wide[..., 1::2]
   else:
     low, high = jnp.split(wide, 2, axis=-1)
   pairs = (low * cos - high * sin, high * cos + low * sin)

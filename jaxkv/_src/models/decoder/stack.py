@@ -1,6 +1,6 @@
 """The stack of layers: embeds tokens and loops over the layers.
 
-Letters: E embedding width, R repetitions of a pattern (see `groups`).
+Letters: E embedding width, R repeats of a pattern (see `groups`).
 """
 
 import functools
@@ -56,10 +56,10 @@ def run(
     return (jax.checkpoint(apply) if remat else apply)(carry, weights)
 
   carry = (x, pools)
-  for stretch, weights in zip(
-    groups.stretches(decoder), params["layers"], strict=True
+  for segment, weights in zip(
+    groups.segments(decoder), params["layers"], strict=True
   ):
-    carry = _repeat(carry, stretch, weights, run_layer, decoder)
+    carry = _repeat(carry, segment, weights, run_layer, decoder)
   return carry
 
 
@@ -80,76 +80,75 @@ def _embed(
 
 def _repeat(
   carry: Carry,
-  stretch: groups.Stretch,
+  segment: groups.Segment,
   weights: tuple[Params, ...],
   function: LayerFunction,
   decoder: Decoder,
 ) -> Carry:
-  """Applies `function` to each layer of a stretch."""
-  size = len(stretch.pattern)
+  """Applies `function` to each layer of a segment."""
+  pattern_size = len(segment.pattern)
 
   def apply(
-    carry: Carry, number: int, repetition: jax.Array | int, leaves: Params
+    carry: Carry, pattern_index: int, repeat: jax.Array | int, leaves: Params
   ) -> Carry:
-    location = _location(decoder, stretch, number, repetition)
-    return function(carry, stretch.pattern[number], leaves, location)
+    location = _location(decoder, segment, pattern_index, repeat)
+    return function(carry, segment.pattern[pattern_index], leaves, location)
 
-  if stretch.repetitions == 1:
-    for number, leaves in enumerate(weights):
+  if segment.num_repeats == 1:
+    for index, leaves in enumerate(weights):
       leaves = jax.tree.map(lambda leaf: leaf[0], leaves)
-      carry = apply(carry, number, 0, leaves)
+      carry = apply(carry, index, 0, leaves)
     return carry
 
-  def repeat(carry: Any, inputs: Any) -> tuple[Any, None]:
-    repetition, slices = inputs
-    if size == 1:
-      return apply(carry, 0, repetition, slices[0]), None
-    for number in range(size):
-      leaves = _read_weights(weights[number], repetition, carry[0])
-      carry = apply(carry, number, repetition, leaves)
+  def run_repeat(carry: Any, inputs: Any) -> tuple[Any, None]:
+    repeat, slices = inputs
+    if pattern_size == 1:
+      return apply(carry, 0, repeat, slices[0]), None
+    for pattern_index in range(pattern_size):
+      leaves = _read_weights(weights[pattern_index], repeat, carry[0])
+      carry = apply(carry, pattern_index, repeat, leaves)
     return carry, None
 
-  repetitions = jnp.arange(stretch.repetitions, dtype=jnp.int32)
+  repeats = jnp.arange(segment.num_repeats, dtype=jnp.int32)
   # If the pattern has several layers, `_read_weights` slices the weights.
-  slices = weights if size == 1 else None
+  slices = weights if pattern_size == 1 else None
   # The carry has the whole pools. If the scan sliced them by layer, as inputs
   # and outputs, XLA would copy the pools in each step.
-  return jax.lax.scan(repeat, carry, (repetitions, slices))[0]
+  return jax.lax.scan(run_repeat, carry, (repeats, slices))[0]
 
 
 def _location(
   decoder: Decoder,
-  stretch: groups.Stretch,
-  number: int,
-  repetition: jax.Array | int,
+  segment: groups.Segment,
+  pattern_index: int,
+  repeat: jax.Array | int,
 ) -> Location:
-  """Returns the `Location` of the pattern's layer `number` in a repetition."""
-  period, index = groups.period(decoder), stretch.first + number
+  """Returns the `Location` of a layer of the pattern in a repeat."""
+  period = groups.period(decoder)
+  index = segment.first + pattern_index
   group = index % period
-  # A repetition advances whole periods, so the group does not depend on the
-  # repetition, and can be static.
-  size = len(stretch.pattern)
-  num_experts = sum(isinstance(x.mlp, Experts) for x in stretch.pattern)
+  # A repeat advances whole periods, so the group does not depend on the
+  # repeat, and can be static.
+  pattern_size = len(segment.pattern)
+  num_experts = sum(isinstance(x.mlp, Experts) for x in segment.pattern)
   first_experts = sum(
     isinstance(x.mlp, Experts) for x in decoder.layers[:index]
   )
   return Location(
     group=group,
-    layer=index // period + repetition * (size // period),
+    layer=index // period + repeat * (pattern_size // period),
     pool=groups.pool_of_group(decoder)[group],
-    expert_layer=first_experts + repetition * num_experts,
+    expert_layer=first_experts + repeat * num_experts,
   )
 
 
-def _read_weights(
-  weights: Params, repetition: jax.Array, x: jax.Array
-) -> Params:
+def _read_weights(weights: Params, repeat: jax.Array, x: jax.Array) -> Params:
   """Slices the weights of one layer, after its input x is computed."""
   # Without the dependency on x, XLA copies the weights of all layers of the
-  # repetition before it runs the first layer. The copy takes as much memory as
+  # repeat before it runs the first layer. The copy takes as much memory as
   # these weights, and doubles the time of a decode step on a CPU.
   computed = (x[0, 0, 0] > 0).astype(jnp.int32)
-  index = loops.read_before(computed, repetition)
+  index = loops.read_before(computed, repeat)
   return jax.tree.map(
     lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False),
     weights,

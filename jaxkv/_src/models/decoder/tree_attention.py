@@ -46,7 +46,8 @@ def attend(
     [N, T, H, X] in q's dtype.
   """
   factor = q.shape[3] ** -0.5 if scale is None else scale
-  keys, values = tree.split(k), tree.split(v)
+  keys = tree.split(k)
+  values = tree.split(v)
 
   def scores_with(q: jax.Array, level: int, ancestor: int) -> jax.Array:
     """Scores a level's queries with an ancestor level's keys.
@@ -130,8 +131,8 @@ def _softmax(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
   for part in maxima[1:]:
     maximum = jnp.maximum(maximum, part)
   powers = [jnp.exp(part - _by_key_branch(maximum, part)) for part in parts]
-  total = _sum(powers)
-  return tuple(power / _by_key_branch(total, power) for power in powers)
+  denominator = _sum(powers)
+  return tuple(power / _by_key_branch(denominator, power) for power in powers)
 
 
 # Like the gradient of `jax.nn.softmax`, this rule stores only the weights. The
@@ -144,9 +145,9 @@ def _softmax_jvp(primals: Any, tangents: Any) -> Any:
   products = [
     w * tangent for w, tangent in zip(weights, *tangents, strict=True)
   ]
-  total = _sum(products)
+  product_sum = _sum(products)
   changes = (
-    product - weight * _by_key_branch(total, weight)
+    product - weight * _by_key_branch(product_sum, weight)
     for weight, product in zip(weights, products, strict=True)
   )
   return weights, tuple(changes)
@@ -154,10 +155,10 @@ def _softmax_jvp(primals: Any, tangents: Any) -> Any:
 
 def _sum(parts: list[jax.Array]) -> jax.Array:
   """Sums the last axes of all parts, to one array [N, C_l, K, g, R_l]."""
-  total = jnp.float32(0)
+  result = jnp.float32(0)
   for part in parts:
-    total = total + _by_query_branch(jnp.sum(part, axis=-1), parts)
-  return total
+    result = result + _by_query_branch(jnp.sum(part, axis=-1), parts)
+  return result
 
 
 def _by_query_branch(x: jax.Array, parts: Any) -> jax.Array:

@@ -115,30 +115,32 @@ def assemble(
     name: array(tree[name], [source], False)
     for name, source in weight_map.top.items()
   }
-  stretches = []
-  for pattern, stretch in zip(
-    tree["layers"], groups.stretches(weight_map.decoder), strict=True
+  segments = []
+  for pattern, segment in zip(
+    tree["layers"], groups.segments(weight_map.decoder), strict=True
   ):
-    size, layers = len(pattern), []
-    for first, layer in enumerate(pattern, stretch.first):
-      numbers = range(first, first + size * stretch.repetitions, size)
-      repetitions = [weight_map.layer(number) for number in numbers]
+    layers = []
+    for first_layer, layer in enumerate(pattern, segment.first):
+      repeats = [
+        weight_map.layer(first_layer + repeat * len(pattern))
+        for repeat in range(segment.num_repeats)
+      ]
       layers.append(
         {
-          name: array(leaf, [sources[name] for sources in repetitions], True)
+          name: array(leaf, [sources[name] for sources in repeats], True)
           for name, leaf in layer.items()
         }
       )
-    stretches.append(tuple(layers))
-  params["layers"] = tuple(stretches)
+    segments.append(tuple(layers))
+  params["layers"] = tuple(segments)
   return params
 
 
 def sources_of(weight_map: WeightMap) -> Iterator[Source]:
   """Yields the sources of all parameters."""
   yield from weight_map.top.values()
-  for number in range(weight_map.decoder.num_layers):
-    yield from weight_map.layer(number).values()
+  for index in range(weight_map.decoder.num_layers):
+    yield from weight_map.layer(index).values()
 
 
 def _listing(names: list[str]) -> str:

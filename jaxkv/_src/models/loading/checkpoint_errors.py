@@ -30,12 +30,12 @@ def one_line_errors(name: str) -> Iterator[None]:
   except BaseException as error:
     # A panic of a Rust package is a BaseException. Its class is private, so
     # only the name of the class identifies it.
-    kind = type(error).__name__
-    if not isinstance(error, Exception) and kind != "PanicException":
+    class_name = type(error).__name__
+    if not isinstance(error, Exception) and class_name != "PanicException":
       raise
     raise ValueError(
-      f"{name} is damaged, or has something that is not supported ({kind}: "
-      f"{_line(str(error))}); get it again."
+      f"{name} is damaged, or has something that is not supported "
+      f"({class_name}: {_line(str(error))}); get it again."
     ) from error
 
 

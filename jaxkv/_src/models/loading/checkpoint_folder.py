@@ -42,9 +42,10 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
   # In a multimodal checkpoint the keys of the language model are in the table
   # `text_config`, but `_OUTER_KEYS` can be outside of it.
   if "text_config" in values:
-    outer, values = values, dict(outer.table("text_config"))
+    outer_values = values
+    values = dict(outer.table("text_config"))
     for key in _OUTER_KEYS:
-      values.setdefault(key, outer.get(key))
+      values.setdefault(key, outer_values.get(key))
     quantization = values.get("quantization_config") or quantization
     tensors = _text_tensors(tensors)
   tensors = _dequantized(tensors, quantization, file)

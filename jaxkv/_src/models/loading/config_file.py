@@ -117,11 +117,11 @@ class ConfigFile:
       raise self.wrong(key, "an object")
     return value
 
-  def items(self, key: str, kind: type, default: Any = _REQUIRED) -> list[Any]:
-    """Returns a list whose items all have the type `kind`."""
+  def items(self, key: str, cls: type, default: Any = _REQUIRED) -> list[Any]:
+    """Returns a list whose items all have the type `cls`."""
     value = self.get(key, default)
-    if not isinstance(value, list) or not all(type(x) is kind for x in value):
-      raise self.wrong(key, f"a list of {kind.__name__}")
+    if not isinstance(value, list) or not all(type(x) is cls for x in value):
+      raise self.wrong(key, f"a list of {cls.__name__}")
     return value
 
   def wrong(self, key: str, requirement: str) -> ValueError:

@@ -238,11 +238,12 @@ def _reader_class(gguf: Any) -> Any:
       # which takes seconds for the vocabulary of a large model.
       if raw_type != gguf.GGUFValueType.ARRAY:
         return super()._get_field_parts(orig_offs, raw_type)
-      kind, count = struct.unpack_from("<IQ", self.data, orig_offs)
-      kind, offset = gguf.GGUFValueType(kind), orig_offs + 12
-      types = [gguf.GGUFValueType.ARRAY, kind]
-      if kind != gguf.GGUFValueType.STRING:
-        values = self._get(offset, self.gguf_scalar_to_np[kind], count)
+      item_type, count = struct.unpack_from("<IQ", self.data, orig_offs)
+      item_type = gguf.GGUFValueType(item_type)
+      offset = orig_offs + 12
+      types = [gguf.GGUFValueType.ARRAY, item_type]
+      if item_type != gguf.GGUFValueType.STRING:
+        values = self._get(offset, self.gguf_scalar_to_np[item_type], count)
         return 12 + values.nbytes, [values], [0], types
       strings = []
       for _ in range(count):

@@ -10,7 +10,9 @@ from jaxkv._src.models.loading.tokenizer import Tokenizer
 
 _GGML = "tokenizer.ggml."
 # Token types of llama.cpp.
-_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
+_CONTROL = 3
+_USER_DEFINED = 4
+_BYTE = 6
 # GPT-4's regular expression for words. An expression for digits replaces `%s`.
 _WORDS = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
@@ -31,27 +33,29 @@ def open_tokenizer(metadata: ConfigFile) -> Tokenizer:
   tokens = metadata.items(f"{_GGML}tokens", str)
   kinds = metadata.items(f"{_GGML}token_type", int, [])
   special = {}
+  # Templates use the names of transformers.
+  names = {"unknown": "unk", "padding": "pad"}
   for role in ("bos", "eos", "unknown", "padding", "eot"):
     key = f"{_GGML}{role}_token_id"
-    number = metadata.count(key, None)
-    if number is not None and number >= len(tokens):
+    token_id = metadata.count(key, None)
+    if token_id is not None and token_id >= len(tokens):
       raise metadata.wrong(key, f"below {len(tokens)}")
-    if number is not None:
-      special[f"{role}_token"] = tokens[number]
-  vocabulary = {token: number for number, token in enumerate(tokens)}
+    if token_id is not None:
+      special[f"{names.get(role, role)}_token"] = tokens[token_id]
+  vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
   if is_sentence_piece:
-    unknown = special.get("unknown_token")
+    unknown = special.get("unk_token")
     core = _sentence_piece(library, metadata, vocabulary, unknown)
   else:
     core = _byte_level(library, metadata, vocabulary)
   # Control and user-defined tokens are added separately, because they must be
   # recognized before the text is split into words.
-  for kind, add in (
+  for token_type, add in (
     (_CONTROL, core.add_special_tokens),
     (_USER_DEFINED, core.add_tokens),
   ):
     pairs = zip(tokens, kinds, strict=False)
-    names = [token for token, token_kind in pairs if token_kind == kind]
+    names = [token for token, token_kind in pairs if token_kind == token_type]
     add([library.AddedToken(name, normalized=False) for name in names])
   # The flags `add_bos_token` and `add_eos_token` have the same defaults as in
   # llama.cpp.
@@ -77,21 +81,22 @@ def _byte_level(
 ) -> Any:
   """Builds a byte-level BPE ("gpt2" in GGUF) with the file's merges."""
   metadata.only(f"{_GGML}pre", *_DIGITS)
-  kind = metadata.get(f"{_GGML}pre")
+  pre_tokenizer = metadata.get(f"{_GGML}pre")
   merges = metadata.items(f"{_GGML}merges", str)
   pairs = [tuple(pair.split(" ", 1)) for pair in merges]
   model = library.models.BPE(vocabulary, pairs)
   # In llama-bpe, a word that is in the vocabulary is one token without merges.
-  model.ignore_merges = kind == "llama-bpe"
+  model.ignore_merges = pre_tokenizer == "llama-bpe"
   core = library.Tokenizer(model)
-  if kind == "qwen2":
+  if pre_tokenizer == "qwen2":
     core.normalizer = library.normalizers.NFC()
-  split, digits = library.pre_tokenizers, _DIGITS[kind]
+  split = library.pre_tokenizers
+  digits = _DIGITS[pre_tokenizer]
   steps = [split.ByteLevel(add_prefix_space=False, use_regex=not digits)]
   if digits:
     words = library.Regex(_WORDS % digits)
     steps.insert(0, split.Split(words, "isolated"))
-  elif kind == "smollm":
+  elif pre_tokenizer == "smollm":
     steps.insert(0, split.Digits(individual_digits=True))
   core.pre_tokenizer = split.Sequence(steps)
   core.decoder = library.decoders.ByteLevel()
@@ -105,15 +110,16 @@ def _sentence_piece(
   scores = metadata.items(f"{_GGML}scores", float)
   kinds = metadata.items(f"{_GGML}token_type", int)
   ranks = {
-    token: (-scores[number], number)
-    for token, number in vocabulary.items()
+    token: (-scores[token_id], token_id)
+    for token, token_id in vocabulary.items()
     # Merges never produce tokens of these kinds.
-    if kinds[number] not in (_CONTROL, _USER_DEFINED, _BYTE)
+    if kinds[token_id] not in (_CONTROL, _USER_DEFINED, _BYTE)
   }
   model = library.models.BPE(vocabulary, _merges(ranks), unk_token=unknown)
   model.byte_fallback = model.fuse_unk = True
   core = library.Tokenizer(model)
-  normalize, decode = library.normalizers, library.decoders
+  normalize = library.normalizers
+  decode = library.decoders
   encoding = [normalize.Replace(" ", SPACE)]
   decoding = [decode.Replace(SPACE, " "), decode.ByteFallback(), decode.Fuse()]
   if metadata.flag(f"{_GGML}add_space_prefix", True):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import tqdm
 
 from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import refuse
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.models.decoder import forward as decoder_forward
 from jaxkv._src.models.decoder import init_kv as decoder_kv
@@ -146,7 +147,7 @@ def load(
   Raises:
     ImportError: a package is not installed. The message names the extra to
       install.
-    TypeError: `dtype` is not a dtype.
+    TypeError: `source` is not a path or an id, or `dtype` is not a dtype.
     ValueError: `dtype` is not supported, or the checkpoint does not exist, is
       damaged, or needs an unsupported feature.
     OSError: a file cannot be read.
@@ -165,6 +166,8 @@ def load(
       f"`dtype` must be one of {', '.join(DTYPES)}, got "
       f"{jnp.dtype(dtype).name}."
     )
+  if not isinstance(source, str | os.PathLike):
+    refuse(TypeError, "source", "a folder, a .gguf file or a hub id", source)
   with checkpoint_errors.one_line_errors(os.fspath(source)):
     checkpoint = _open_checkpoint(source, local_files_only)
     return _read(checkpoint, jnp.dtype(dtype or checkpoint.dtype()), progress)
@@ -175,9 +178,9 @@ def _read(checkpoint: Checkpoint, dtype: Any, progress: bool) -> Pretrained:
   weight_map = checkpoint.weight_map(dtype)
   # Checked before any tensor is read, because reading can take minutes.
   assemble.check(weight_map, checkpoint.tensors, checkpoint.name)
-  total = sum(1 for _ in assemble.sources_of(weight_map))
+  num_sources = sum(1 for _ in assemble.sources_of(weight_map))
   with tqdm.tqdm(
-    total=total, desc="loading", unit="tensor", disable=not progress
+    total=num_sources, desc="loading", unit="tensor", disable=not progress
   ) as bar:
     params = assemble.assemble(weight_map, checkpoint.tensors, bar.update)
   return Pretrained(

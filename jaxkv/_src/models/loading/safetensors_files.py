@@ -95,14 +95,14 @@ def _indexed(folder: pathlib.Path) -> Tensors:
 
 def open_file(path: pathlib.Path) -> Tensors:
   """Opens the tensors of one file."""
-  size = path.stat().st_size
+  file_size = path.stat().st_size
   with open(path, "rb") as file:
-    begin = file.read(8)
-    length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else size
-    if length > min(size - 8, _MAX_HEADER):
+    prefix = file.read(8)
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else file_size
+    if length > min(file_size - 8, _MAX_HEADER):
       raise ValueError(
-        f"{path} is truncated or no safetensors file: {size} bytes cannot hold "
-        "its header; get it again."
+        f"{path} is truncated or no safetensors file: {file_size} bytes cannot "
+        "hold its header; get it again."
       )
     text = file.read(length)
   # A damaged header can be any JSON value, so every access to it can fail.
@@ -113,8 +113,8 @@ def open_file(path: pathlib.Path) -> Tensors:
       name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
       for name, entry in header.items()
     }
-    for _, shape, begin, end in entries.values():
-      if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+    for _, shape, start, end_byte in entries.values():
+      if not all(type(n) is int and n >= 0 for n in (*shape, start, end_byte)):
         raise ValueError("sizes and offsets must be ints of at least 0")
   except (
     ValueError,
@@ -128,7 +128,7 @@ def open_file(path: pathlib.Path) -> Tensors:
     ) from error
   _check_disjoint(path, entries)
   return {
-    name: _tensor(path, size, 8 + length, name, entry)
+    name: _tensor(path, file_size, 8 + length, name, entry)
     for name, entry in entries.items()
   }
 
@@ -136,53 +136,55 @@ def open_file(path: pathlib.Path) -> Tensors:
 def _check_disjoint(path: pathlib.Path, entries: dict[str, Any]) -> None:
   """Raises ValueError if two tensors share bytes."""
   spans = sorted(
-    (begin, end, name) for name, (_, _, begin, end) in entries.items()
+    (start, end_byte, name) for name, (_, _, start, end_byte) in entries.items()
   )
-  for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
-    if begin < end:
+  for (_, end_byte, name), (start, _, next_name) in itertools.pairwise(spans):
+    if start < end_byte:
       raise ValueError(
-        f"{path} has a damaged header: {name} and {other} overlap; get it "
+        f"{path} has a damaged header: {name} and {next_name} overlap; get it "
         "again."
       )
 
 
 def _tensor(
   path: pathlib.Path,
-  size: int,
+  file_size: int,
   base: int,
   name: str,
   entry: tuple[str, tuple[int, ...], int, int],
 ) -> LazyTensor:
-  kind, shape, begin, end = entry
-  if kind not in _DTYPES:
+  dtype_name, shape, start, end_byte = entry
+  if dtype_name not in _DTYPES:
     raise ValueError(
-      f"{path} has {name} in {kind}, which is not supported; convert it to one "
-      f"of {', '.join(_DTYPES)}."
+      f"{path} has {name} in {dtype_name}, which is not supported; convert it "
+      f"to one of {', '.join(_DTYPES)}."
     )
-  dtype = np.dtype(_DTYPES[kind])
-  begin, end = base + begin, base + end
-  if end > size:
+  dtype = np.dtype(_DTYPES[dtype_name])
+  start = base + start
+  end_byte = base + end_byte
+  if end_byte > file_size:
     raise ValueError(
-      f"{path} is truncated: it has {size} bytes, and {name} ends at {end}; "
-      "get it again."
+      f"{path} is truncated: it has {file_size} bytes, and {name} ends at "
+      f"{end_byte}; get it again."
     )
-  if end - begin != math.prod(shape) * dtype.itemsize or begin < base:
+  num_bytes = end_byte - start
+  if num_bytes != math.prod(shape) * dtype.itemsize or start < base:
     raise ValueError(
       f"{path} has a damaged header: {name}, {dtype} of shape {list(shape)}, "
-      f"cannot have {end - begin} bytes; download the file again."
+      f"cannot have {num_bytes} bytes; download the file again."
     )
-  read = functools.partial(_memory_map, path, begin, shape, dtype)
+  read = functools.partial(_memory_map, path, start, shape, dtype)
   return LazyTensor(shape, dtype, read)
 
 
 def _memory_map(
-  path: pathlib.Path, begin: int, shape: tuple[int, ...], dtype: np.dtype
+  path: pathlib.Path, start: int, shape: tuple[int, ...], dtype: np.dtype
 ) -> np.ndarray:
   # An empty array is not mapped, because systems cannot map zero bytes.
   if 0 in shape:
     return np.zeros(shape, dtype)
   raw = np.memmap(
-    path, np.uint8, "r", begin, (math.prod(shape) * dtype.itemsize,)
+    path, np.uint8, "r", start, (math.prod(shape) * dtype.itemsize,)
   )
   return raw.view(dtype).reshape(shape)
 

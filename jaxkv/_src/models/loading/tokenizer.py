@@ -15,6 +15,9 @@ import numpy as np
 
 from jaxkv._src.extras import extra_package
 from jaxkv._src.models.loading import chat_template
+from jaxkv._src.models.loading.control_tokens import control_tokens
+from jaxkv._src.models.loading.control_tokens import encode_marked
+from jaxkv._src.models.loading.control_tokens import mark
 from jaxkv._src.models.loading.safetensors_files import json_object
 
 Message = Mapping[str, Any]
@@ -29,7 +32,9 @@ class Tokenizer:
 
   Attributes:
     core: the wrapped `tokenizers.Tokenizer`.
-    template: the chat template, in Jinja; None if there is no template.
+    template: the chat template, in Jinja; several templates by name, of which
+      "tool_use" is for conversations with tools and "default" for others; or
+      None if there is no template.
     variables: variables of the template, such as `bos_token`.
   """
 
@@ -37,7 +42,7 @@ class Tokenizer:
     self,
     core: Any,
     *,
-    template: str | None = None,
+    template: str | Mapping[str, str] | None = None,
     variables: Mapping[str, Any] | None = None,
   ):
     """Wraps a `tokenizers.Tokenizer`; see the attributes of the class."""
@@ -61,13 +66,7 @@ class Tokenizer:
     Raises:
       ValueError: the text has half of a surrogate pair, which is no character.
     """
-    try:
-      text.encode()
-    except UnicodeEncodeError as error:
-      raise ValueError(
-        f"`text` must be valid Unicode, got {text[error.start]!r} at position "
-        f"{error.start}; remove it."
-      ) from None
+    _check_unicode(text)
     encoded = self.core.encode(text, add_special_tokens=special)
     return np.asarray(encoded.ids, np.int32)
 
@@ -79,39 +78,80 @@ class Tokenizer:
     return self.core.decode(ids, skip_special_tokens=not special)
 
   def chat(
-    self, messages: Sequence[Message], *, answer: bool = True, **variables: Any
+    self,
+    messages: Sequence[Message],
+    *,
+    answer: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
   ) -> str:
-    """Returns the text of a conversation.
+    """Returns the text of a conversation, as transformers 5.24 renders it.
+
+    Keys of a message whose value is None are left out. "thinking" or
+    "reasoning" is also passed as "reasoning_content".
 
     Args:
-      messages: the messages, in order.
+      messages: the messages, in order, at least one.
       answer: True to end the text with the beginning of the model's answer.
-      **variables: further variables of the template, such as `tools`.
+      tools: a JSON schema for each tool; None for no tools.
+      documents: mappings with the text of documents; None for no documents.
+      **variables: further variables of the template.
 
     Raises:
-      ValueError: there is no chat template, or it cannot be rendered, for
-        example because it refuses the conversation.
+      TypeError: a message, tool or document is not a mapping.
+      ValueError: there is no message or no chat template, or it cannot be
+        rendered, for example because it refuses the conversation.
     """
-    if self.template is None:
-      raise ValueError(
-        "the checkpoint has no chat template; write the text of the "
-        "conversation yourself, or use a model that was trained to chat."
-      )
-    variables = {
-      **self.variables,
-      "messages": list(messages),
-      "add_generation_prompt": answer,
-      **variables,
-    }
-    return chat_template.render(self.template, variables)
+    template = chat_template.choose(self.template, tools is not None)
+    inputs = chat_template.inputs(
+      messages, answer=answer, tools=tools, documents=documents, **variables
+    )
+    return chat_template.render(template, self.variables | inputs)
 
   def encode_chat(
-    self, messages: Sequence[Message], *, answer: bool = True, **variables: Any
+    self,
+    messages: Sequence[Message],
+    *,
+    answer: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    sanitize: bool = False,
+    **variables: Any,
   ) -> np.ndarray:
-    """Returns the tokens of a conversation, int32[T]; see `chat`."""
-    # `encode` adds no special tokens, because the template has written them.
-    text = self.chat(messages, answer=answer, **variables)
-    return self.encode(text, special=False)
+    """Returns the tokens of a conversation, int32[T].
+
+    Args:
+      messages: see `chat`.
+      answer: see `chat`.
+      tools: see `chat`.
+      documents: see `chat`.
+      sanitize: True to encode control tokens, such as "<|im_end|>", as plain
+        text where they stand in messages, tools, documents or variables. Only
+        those that the template writes become tokens. Otherwise, the author of a
+        message can end it and write others. Control tokens are the special
+        tokens, and added tokens that the template has. A template that joins
+        parts of a control token, or a role, still makes one; check roles.
+      **variables: see `chat`.
+
+    Raises:
+      TypeError: see `chat`.
+      ValueError: see `chat`; or, with `sanitize`, the tokenizer has no other
+        tokens for the text of a control token.
+    """
+    template = chat_template.choose(self.template, tools is not None)
+    inputs = chat_template.inputs(
+      messages, answer=answer, tools=tools, documents=documents, **variables
+    )
+    if not sanitize:
+      text = chat_template.render(template, self.variables | inputs)
+      # The template has written the special tokens.
+      return self.encode(text, special=False)
+    tokens = control_tokens(self.core, chat_template.literals(template))
+    marked = self.variables | mark(inputs, tokens)
+    text = chat_template.render(template, marked)
+    _check_unicode(text)
+    return np.asarray(encode_marked(self.core, text, tokens), np.int32)
 
   def token_bytes(self) -> list[bytes]:
     """Returns the bytes of each token, for `jaxkv.rollout.token_bytes`.
@@ -125,16 +165,16 @@ class Tokenizer:
     vocabulary = self.core.get_vocab(with_added_tokens=False)
     added = self.core.get_added_tokens_decoder()
     # Token ids can have gaps, so the largest one sets the length.
-    size = 1 + max([-1, *vocabulary.values(), *added])
-    pieces = [b""] * size
+    num_tokens = 1 + max([-1, *vocabulary.values(), *added])
+    pieces = [b""] * num_tokens
     convert = self._piece_bytes
-    for piece, number in vocabulary.items():
-      if number not in added:
-        pieces[number] = convert(piece)
-    for number, token in added.items():
+    for piece, token_id in vocabulary.items():
+      if token_id not in added:
+        pieces[token_id] = convert(piece)
+    for token_id, token in added.items():
       # The decoder treats added tokens that are not special like other tokens.
       if not token.special:
-        pieces[number] = convert(token.content)
+        pieces[token_id] = convert(token.content)
     return pieces
 
   @functools.cached_property
@@ -151,6 +191,16 @@ class Tokenizer:
       f"Replace, got {sorted(kinds)}; give `rollout.token_bytes` the bytes of "
       "each token yourself."
     )
+
+
+def _check_unicode(text: str) -> None:
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:
+    raise ValueError(
+      f"`text` must be valid Unicode, got {text[error.start]!r} at position "
+      f"{error.start}; remove it."
+    ) from None
 
 
 def _decoder_types(core: Any) -> set[str]:
@@ -200,9 +250,7 @@ def from_folder(folder: pathlib.Path) -> Tokenizer:
   configured = folder / "tokenizer_config.json"
   config = json_object(configured) if configured.exists() else {}
   return Tokenizer(
-    core,
-    template=_template(folder, config),
-    variables=_variables(config),
+    core, template=_template(folder, config), variables=_variables(config)
   )
 
 
@@ -235,16 +283,20 @@ def _variables(config: dict[str, Any]) -> dict[str, str]:
   return variables
 
 
-def _template(folder: pathlib.Path, config: dict[str, Any]) -> str | None:
+def _template(
+  folder: pathlib.Path, config: dict[str, Any]
+) -> str | dict[str, str] | None:
+  named = sorted(folder.glob("additional_chat_templates/*.jinja"))
+  templates = {path.stem: path.read_text(encoding="utf-8") for path in named}
   path = folder / "chat_template.jinja"
   if path.exists():
-    return path.read_text(encoding="utf-8")
-  template = config.get("chat_template")
+    text = path.read_text(encoding="utf-8")
+    return templates | {"default": text} if templates else text
+  template = templates or config.get("chat_template")
   processor = folder / "chat_template.json"
   if template is None and processor.exists():
     template = json_object(processor).get("chat_template")
   # A list has one named template per purpose, such as "default" or "tool_use".
   if isinstance(template, list):
-    templates = {entry["name"]: entry["template"] for entry in template}
-    return templates.get("default")
+    return {entry["name"]: entry["template"] for entry in template}
   return template

@@ -80,8 +80,9 @@ def _source(name: Name, prefix: str, leaf: Leaf) -> Source:
       tuple(part.tensors[0] for part in parts),
       lambda *arrays: np.stack([parts[0].convert(array) for array in arrays]),
     )
-  size, inputs = math.prod(leaf.shape), leaf.fan_in
-  shape = (size // inputs, inputs) if inputs else (size,)
+  num_elements = math.prod(leaf.shape)
+  inputs = leaf.fan_in
+  shape = (num_elements // inputs, inputs) if inputs else (num_elements,)
   return Source(
     ((prefix + name, shape),), lambda array: array.T.reshape(leaf.shape)
   )
@@ -108,12 +109,11 @@ def weight_map(
   leaves = leaves_of(decoder)
   del leaves["layers"]
 
-  def layer(number: int) -> Sources:
-    prefix, kind = f"model.layers.{number}.", decoder.layers[number]
-    names = names_of(kind)
+  def layer(index: int) -> Sources:
+    names = names_of(decoder.layers[index])
     return {
-      name: _source(names[name], prefix, leaf)
-      for name, leaf in layer_leaves(kind, e).items()
+      name: _source(names[name], f"model.layers.{index}.", leaf)
+      for name, leaf in layer_leaves(decoder.layers[index], e).items()
     }
 
   # Rotary frequencies, which old checkpoints store, are ignored. So is the head

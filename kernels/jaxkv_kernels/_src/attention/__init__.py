@@ -10,7 +10,6 @@
 | `options` | the options of a call, and its checked arguments |
 | `calls` | the steps that all functions share |
 | `choose` | choosing the backend of a call |
-| `decode_plan` | equal pieces of decode work |
 | `merge` | merging attention over disjoint parts of the keys |
 | `query_packing` | cutting packed queries into tiles |
 | `query_tiles` | cutting a rectangle of queries into tiles of rows |

@@ -15,7 +15,6 @@ import jax
 
 from jaxkv_kernels._src import check
 from jaxkv_kernels._src.attention import calls
-from jaxkv_kernels._src.attention.decode_plan import DecodePlan
 from jaxkv_kernels._src.attention.options import AttentionOptions
 from jaxkv_kernels._src.attention.options import as_options
 from jaxkv_kernels._src.attention.options import check_options
@@ -30,7 +29,6 @@ def paged_decode(
   *,
   options: AttentionOptions | None = None,
   page_offset: jax.Array | int = 0,
-  plan: DecodePlan | None = None,
   backend: str = "auto",
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -56,8 +54,6 @@ def paged_decode(
     options: `tree_mask` must be None.
     page_offset: int32[], added to every page id. If layers share one pool, pass
       the layer's index times the number of pages of a layer.
-    plan: from `plan_decode`, made once for all layers. Backends that take no
-      plans ignore it. A plan made for other lengths also gives correct results.
     backend: one of `BACKENDS`.
     interpret: True, or parameters of a Pallas interpreter, to run the kernel in
       the interpreter. `backend` must then name a Pallas backend.
@@ -93,7 +89,6 @@ def paged_decode(
     k_pages,
     v_pages,
     page_offset=page_offset,
-    plan=plan,
     interpret=interpret,
   )
   pools = (k_pages, v_pages)

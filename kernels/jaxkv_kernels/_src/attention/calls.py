@@ -140,7 +140,8 @@ def attend_packed(
   mask = options.tree_mask
   check.tree_mask(mask, q.shape[:1], "options.tree_mask")
   longest = check.max_query_len(max_query_len, q.shape[0])
-  kv_lens, cu_q_lens = jnp.asarray(kv_lens), jnp.asarray(cu_q_lens)
+  kv_lens = jnp.asarray(kv_lens)
+  cu_q_lens = jnp.asarray(cu_q_lens)
   tiles = query_packing.tile_queries(kv_lens, cu_q_lens, q.shape[0], longest)
   if mask is not None:
     options = dataclasses.replace(
@@ -164,15 +165,15 @@ def _attend_rectangle(
   module: Backend, call: AttentionCall
 ) -> tuple[jax.Array, jax.Array]:
   """Computes all columns of a rectangle at once, or `query_tile` at a time."""
-  size = call.query_tile
-  if size is None:
+  query_tile = call.query_tile
+  if query_tile is None:
     return module.attend(call)
   columns = call.q.shape[1]
   # The same compiled code computes every tile of [B, query_tile] queries, so
   # that all tiles round equally. There must be at least two tiles, because with
   # one XLA would hoist parts of the loop's body and compile them differently.
-  num_tiles = max(-(-columns // size), 2)
-  padding = num_tiles * size - columns
+  num_tiles = max(-(-columns // query_tile), 2)
+  padding = num_tiles * query_tile - columns
   q = jnp.pad(call.q, ((0, 0), (0, padding), (0, 0), (0, 0)))
   # The largest count determines the number of tiles, so it must not exceed T.
   counts = jnp.minimum(call.counts, columns)
@@ -180,7 +181,7 @@ def _attend_rectangle(
   if getattr(module, "TAKES_QUERY_TILES", False):
     out, lse = module.attend(call)
   else:
-    out, lse = _attend_by_tile(module, call, size)
+    out, lse = _attend_by_tile(module, call, query_tile)
   return out[:, :columns], lse[:, :columns]
 
 
@@ -188,18 +189,18 @@ def _attend_by_tile(
   module: Backend, call: AttentionCall, query_tile: int
 ) -> tuple[jax.Array, jax.Array]:
   """Calls a backend without `TAKES_QUERY_TILES` once for each tile."""
-  q, counts = call.q, call.counts
+  q = call.q
 
   def attend_tile(index: jax.Array, results: Any) -> Any:
-    first = index * query_tile
+    first_column = index * query_tile
     tile = dataclasses.replace(
       call,
-      q=lax.dynamic_slice_in_dim(q, first, query_tile, 1),
-      starts=call.starts + first,
-      counts=jnp.clip(counts - first, 0, query_tile),
+      q=lax.dynamic_slice_in_dim(q, first_column, query_tile, 1),
+      starts=call.starts + first_column,
+      counts=jnp.clip(call.counts - first_column, 0, query_tile),
     )
     return jax.tree.map(
-      lambda x, part: lax.dynamic_update_slice_in_dim(x, part, first, 1),
+      lambda x, part: lax.dynamic_update_slice_in_dim(x, part, first_column, 1),
       results,
       module.attend(tile),
     )
@@ -212,5 +213,5 @@ def _attend_by_tile(
   )
   # Tiles past the longest row are not computed. XLA cannot unroll this loop,
   # because its number of iterations is not a constant.
-  tiles = (jnp.max(counts) + query_tile - 1) // query_tile
+  tiles = (jnp.max(call.counts) + query_tile - 1) // query_tile
   return lax.fori_loop(jnp.zeros_like(tiles), tiles, attend_tile, results)

@@ -113,23 +113,23 @@ def _parts(
   platform: str,
 ) -> SharedPrefix:
   """Halves all clusters until the backend supports their query heads."""
-  clusters, size = shared.members.shape
+  clusters, cluster_size = shared.members.shape
   batch, heads, dim = call.q.shape
 
   def is_served(rows):
-    shape = (-(-size // rows) * clusters, rows * heads, dim)
+    shape = (-(-cluster_size // rows) * clusters, rows * heads, dim)
     queries: Any = jax.ShapeDtypeStruct(shape, call.q.dtype)
     prefix_call = dataclasses.replace(call, q=queries)
     return module.unsupported(platform, prefix_call) is None
 
-  rows = size
+  rows = cluster_size
   # One row needs no test, because `choose_backend` accepted the H heads of q.
   while rows > 1 and not is_served(rows):
     rows = -(-rows // 2)
-  parts = -(-size // rows)
+  parts = -(-cluster_size // rows)
   if parts == 1:
     return shared
-  padding = ((0, 0), (0, parts * rows - size))
+  padding = ((0, 0), (0, parts * rows - cluster_size))
   members = jnp.pad(shared.members, padding, constant_values=batch)
   members = members.reshape(clusters * parts, rows)
   # A part without rows gets 0 tokens, so that it does not read the prefix.
@@ -147,39 +147,46 @@ def _prefix_states(
   """Computes attention over shared pages: float32[B, H, Dv], float32[B, H]."""
   batch, heads, dim = call.q.shape
   kv_heads = call.k_pages.shape[1]
-  clusters, size = shared.members.shape
+  clusters, cluster_size = shared.members.shape
 
   def to_heads(rows):
     """Returns [clusters, size, H, ...] as [clusters, size * H, ...]."""
     # The merged axis is ordered by K/V head, then by row, because a backend
     # maps index h of this axis to K/V head h // (size * H // K).
     shape = rows.shape[3:]
-    rows = rows.reshape(clusters, size, kv_heads, -1, *shape).swapaxes(1, 2)
-    return rows.reshape(clusters, size * heads, *shape)
+    rows = rows.reshape(clusters, cluster_size, kv_heads, -1, *shape).swapaxes(
+      1, 2
+    )
+    return rows.reshape(clusters, cluster_size * heads, *shape)
 
   def to_rows(states, fill_value):
     """Returns [clusters, size * H, ...] as [B, H, ...]."""
     chex.assert_equal_shape_prefix([states, queries], 2)
     shape = states.shape[2:]
-    states = states.reshape(clusters, kv_heads, size, -1, *shape).swapaxes(1, 2)
-    states = states.reshape(clusters, size, heads, *shape)
+    states = states.reshape(
+      clusters, kv_heads, cluster_size, -1, *shape
+    ).swapaxes(1, 2)
+    states = states.reshape(clusters, cluster_size, heads, *shape)
     rows = jnp.full((batch, heads, *shape), fill_value, jnp.float32)
     return rows.at[shared.members].set(states, mode="drop")
 
   slopes = row_slopes = call.options.alibi_slopes
   if slopes is not None:
-    slopes = jnp.tile(slopes.reshape(kv_heads, 1, -1), (1, size, 1)).ravel()
+    slopes = jnp.tile(
+      slopes.reshape(kv_heads, 1, -1), (1, cluster_size, 1)
+    ).ravel()
   # Sinks must count once. The pass over each row's remaining pages adds them.
   options = dataclasses.replace(call.options, sinks=None, alibi_slopes=slopes)
   rows = jnp.take(call.q, shared.members, axis=0, mode="fill", fill_value=0)
   queries = to_heads(rows)
-  chex.assert_shape(queries, (clusters, size * heads, dim))
+  chex.assert_shape(queries, (clusters, cluster_size * heads, dim))
   pools = (call.k_pages, call.v_pages)
   prefixes = calls.decode_call(
     queries, pools, shared.prefix_table, shared.tokens, options
   )
   out, lse = calls.decode_with(module, prefixes)
-  out, lse = to_rows(out, 0), to_rows(lse, -jnp.inf)
+  out = to_rows(out, 0)
+  lse = to_rows(lse, -jnp.inf)
   if row_slopes is not None:
     # The pass computed ALiBi as if all queries were at the end of the prefix.
     # The real position of a query is `own_tokens` later, which changes all its

@@ -40,8 +40,7 @@ _PLATFORMS: dict[str, tuple[str, ...] | None] = {
   "xla": None,
 }
 _ORDER = {
-  # On an H200, triton took 6 to 21 % less time than mosaic_gpu, unless lengths
-  # differed much and mosaic_gpu had a plan.
+  # On an H200, triton took 6 to 21 % less time than mosaic_gpu.
   "cuda": ("triton", "xla"),
   "tpu": ("mosaic_tpu", "xla"),
 }
@@ -52,10 +51,8 @@ BACKENDS = ("auto", *_PLATFORMS)
 class Backend(Protocol):
   """Interface of a backend's module.
 
-  A backend that takes plans also has a function `parallel_units(k_pages)`,
-  which returns the number of pieces of work that it processes at once, over all
-  K/V heads. A backend that cuts columns into tiles itself has
-  `TAKES_QUERY_TILES = True` and reads `call.query_tile`.
+  A backend that cuts columns into tiles itself has `TAKES_QUERY_TILES = True`
+  and reads `call.query_tile`.
   """
 
   def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
@@ -120,41 +117,6 @@ def choose_backend(
   raise NotImplementedError(
     f"no backend serves {operation} on {target_platform}: {'; '.join(reasons)}."
   )
-
-
-def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
-  """Returns the number of `workers` to pass to `plan_decode` for a backend.
-
-  Args:
-    k_pages: [N, K, S, D]; its elements are not read.
-    backend: the backend that you pass to `paged_decode`. "auto" means the first
-      backend of the platform that takes plans.
-
-  Returns:
-    The number of pieces processed at once for each K/V head; None if the
-    backend takes no plans.
-
-  Raises:
-    TypeError: `k_pages` has a dtype that is not supported.
-    ValueError: `k_pages` has a shape that is not supported.
-    NotImplementedError: `backend` is not in `BACKENDS`.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> k_pages = jnp.zeros((9, 8, 16, 128), jnp.bfloat16)
-    >>> decode_workers(k_pages, backend="mosaic_gpu")
-    33
-    >>> decode_workers(k_pages, backend="triton") is None
-    True
-  """
-  check.pool("k_pages", k_pages)
-  check_name(backend)
-  names = _ORDER.get(platform(k_pages), ()) if backend == "auto" else (backend,)
-  for name in names:
-    parallel_units = getattr(_load(name), "parallel_units", None)
-    if parallel_units is not None:
-      return max(parallel_units(k_pages) // k_pages.shape[1], 1)
-  return None
 
 
 def for_platform(platform: str) -> tuple[str, ...]:
@@ -232,7 +194,8 @@ def _named(operation: str, backend: str, call: AttentionCall) -> Backend:
 
 def _wrong_platform(backend: str, *arrays: Any) -> str | None:
   """Returns the reason why a backend cannot run on the arrays' platform."""
-  platforms, current = _PLATFORMS[backend], platform(*arrays)
+  platforms = _PLATFORMS[backend]
+  current = platform(*arrays)
   if platforms is None or current in platforms:
     return None
   # During a trace any backend is accepted, because the function may be compiled

@@ -52,8 +52,10 @@ def finish(
     return out, lse
   sinks = options.sinks.astype(jnp.float32)
   sinks = sinks.reshape(*(1,) * (lse.ndim - 1), -1)
-  total = jnp.logaddexp(lse, sinks)
-  # If a query has no keys and its sink is -inf, `lse - total` would be NaN.
-  share = jnp.exp(lse - jnp.where(total == -jnp.inf, jnp.float32(0), total))
+  lse_with_sinks = jnp.logaddexp(lse, sinks)
+  # If a query has no keys and its sink is -inf, the difference would be NaN.
+  share = jnp.exp(
+    lse - jnp.where(lse_with_sinks == -jnp.inf, jnp.float32(0), lse_with_sinks)
+  )
   out = out * share[..., None]
-  return out, jnp.where(is_query[..., None], total, -jnp.inf)
+  return out, jnp.where(is_query[..., None], lse_with_sinks, -jnp.inf)

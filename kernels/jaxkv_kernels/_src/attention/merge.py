@@ -38,18 +38,19 @@ def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
   if lse.shape != out.shape[:-1]:
     check.refuse(ValueError, "lse", expected, lse)
   check.same_devices("out", out, lse=lse)
-  out, lse = jnp.asarray(out), jnp.asarray(lse)
-  top = jnp.max(lse, axis=0)
-  has_no_key = top == -jnp.inf
-  weights = jnp.exp(lse - jnp.where(has_no_key, jnp.float32(0), top)[None])
-  total = jnp.sum(weights, axis=0)
-  share = weights / jnp.where(has_no_key, jnp.float32(1), total)[None]
+  out = jnp.asarray(out)
+  lse = jnp.asarray(lse)
+  m = jnp.max(lse, axis=0)
+  has_no_key = m == -jnp.inf
+  weights = jnp.exp(lse - jnp.where(has_no_key, jnp.float32(0), m)[None])
+  l = jnp.sum(weights, axis=0)
+  share = weights / jnp.where(has_no_key, jnp.float32(1), l)[None]
   # 0 * NaN is NaN, so a share of zero would not exclude a NaN.
   parts = jnp.where(
     share[..., None] > 0, out.astype(jnp.float32), jnp.float32(0)
   )
   result = jnp.sum(share[..., None] * parts, axis=0)
   lse = jnp.where(
-    has_no_key, -jnp.inf, top + jnp.log(jnp.where(has_no_key, 1.0, total))
+    has_no_key, -jnp.inf, m + jnp.log(jnp.where(has_no_key, 1.0, l))
   )
   return result.astype(out.dtype), lse

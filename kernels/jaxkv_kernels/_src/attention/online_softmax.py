@@ -1,7 +1,9 @@
 """The online softmax of one block of keys, in base 2, for kernels.
 
 Implements the softmax of FlashAttention (Dao et al. 2022, algorithm 1) in plain
-`jax.numpy`, which tests can call without a kernel. Y query rows see A keys.
+`jax.numpy`, which tests can call without a kernel. Y query rows see A keys. In
+all backends `m` is a row's largest logit so far, `l` the sum of its weights,
+and `alpha` the factor that adapts earlier sums to a new `m`.
 """
 
 import math
@@ -52,52 +54,52 @@ def logits(
 
 
 def absorb(
-  logits: jax.Array, mask: jax.Array, top: jax.Array, total: jax.Array
+  logits: jax.Array, mask: jax.Array, m: jax.Array, l: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
   """Adds a block of keys to the softmax.
 
   Args:
     logits: float32[Y, A].
     mask: bool[Y, A], True for keys that a row sees.
-    top: float32[Y], each row's largest logit so far, never -inf.
-    total: float32[Y], each row's sum of 2 ** (logit - top).
+    m: float32[Y], each row's largest logit so far, never -inf.
+    l: float32[Y], each row's sum of 2 ** (logit - m).
 
   Returns:
-    (top, total, shrink, weights): the new top and total; float32[Y], the factor
-    for sums over earlier blocks; float32[Y, A], 2 ** (logit - top).
+    (m, l, alpha, weights): the new m and l; float32[Y], the factor
+    for sums over earlier blocks; float32[Y, A], 2 ** (logit - m).
   """
   chex.assert_equal_shape([logits, mask])
-  chex.assert_equal_shape([top, total])
+  chex.assert_equal_shape([m, l])
   logits = jnp.where(mask, logits, -jnp.inf)
-  higher = jnp.maximum(top, jnp.max(logits, axis=1))
-  shrink = jnp.exp2(top - higher)
-  weights = jnp.exp2(logits - lax.broadcast_in_dim(higher, logits.shape, [0]))
-  total = total * shrink + jnp.sum(weights, axis=1)
-  return higher, total, shrink, weights
+  next_m = jnp.maximum(m, jnp.max(logits, axis=1))
+  alpha = jnp.exp2(m - next_m)
+  weights = jnp.exp2(logits - lax.broadcast_in_dim(next_m, logits.shape, [0]))
+  l = l * alpha + jnp.sum(weights, axis=1)
+  return next_m, l, alpha, weights
 
 
-def normalise(total: jax.Array, weighted: jax.Array) -> jax.Array:
+def normalise(l: jax.Array, weighted: jax.Array) -> jax.Array:
   """Divides rows by the sums of their weights.
 
   Args:
-    total: float32[...], sums of weights.
+    l: float32[...], sums of weights.
     weighted: float32[..., D], sums of weights times values.
 
   Returns:
     float32[..., D], 0 for a row without keys.
   """
-  chex.assert_shape(weighted, (*total.shape, None))
-  divisor = jnp.where(total == 0, 1.0, total)
-  axes = tuple(range(total.ndim))
+  chex.assert_shape(weighted, (*l.shape, None))
+  divisor = jnp.where(l == 0, 1.0, l)
+  axes = tuple(range(l.ndim))
   return weighted / lax.broadcast_in_dim(divisor, weighted.shape, axes)
 
 
-def log_sum_exp(top: jax.Array, total: jax.Array) -> jax.Array:
-  """Returns natural log-sum-exps, elementwise; -inf if `total` is 0.
+def log_sum_exp(m: jax.Array, l: jax.Array) -> jax.Array:
+  """Returns natural log-sum-exps, elementwise; -inf if `l` is 0.
 
-  A large `top` rounds off digits of `total`. To merge parts of a row, use `top`
-  and `total` instead.
+  A large `m` rounds off digits of `l`. To merge parts of a row, use `m`
+  and `l` instead.
   """
-  has_no_key = total == 0
-  argument = jnp.where(has_no_key, 1.0, total)
-  return jnp.where(has_no_key, -jnp.inf, top / LOG2_E + jnp.log(argument))
+  has_no_key = l == 0
+  argument = jnp.where(has_no_key, 1.0, l)
+  return jnp.where(has_no_key, -jnp.inf, m / LOG2_E + jnp.log(argument))

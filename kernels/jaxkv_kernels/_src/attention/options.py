@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv_kernels._src import check
-from jaxkv_kernels._src.attention.decode_plan import DecodePlan
 
 
 @jax.tree_util.register_dataclass
@@ -88,7 +87,6 @@ class CallOptions:
       at least 1.
     tree_starts: the position of each row's first key to which `tree_mask`
       applies; None without a mask, or until `calls` sets it.
-    plan: from `plan_decode`, or None. Backends that take no plans ignore it.
     value_dim: Dv of latent attention, in which a value is the first Dv elements
       of its key, and `v_pages` is `k_pages`. None for other attention.
     interpret: for `pallas_call(interpret=...)`.
@@ -104,7 +102,6 @@ class CallOptions:
   v_scale: jax.Array | None = None  # float32[K] or float32[N, K, S]
   tree_mask: jax.Array | None = None  # bool[B, T, X]
   tree_starts: jax.Array | None = None  # int32[B]
-  plan: DecodePlan | None = None
   value_dim: int | None = None
   interpret: Any = False
 
@@ -159,7 +156,6 @@ def check_options(
   v_pages: jax.Array,
   *,
   page_offset: jax.Array | int,
-  plan: DecodePlan | None = None,
   value_dim: int | None = None,
   interpret: Any = False,
 ) -> CallOptions:
@@ -173,7 +169,6 @@ def check_options(
     k_pages: [N, K, S, D], checked.
     v_pages: [N, K, S, Dv], checked.
     page_offset: an integer scalar.
-    plan: the plan for the rows of q, or None.
     value_dim: Dv of latent attention, checked; or None.
     interpret: passed on unchecked.
 
@@ -195,7 +190,6 @@ def check_options(
   check.per_head("options.alibi_slopes", options.alibi_slopes, heads)
   check.scales("options.k_scale", options.k_scale, k_pages)
   check.scales("options.v_scale", options.v_scale, v_pages)
-  _check_plan(plan, q)
   fields = {
     f.name: getattr(options, f.name) for f in dataclasses.fields(options)
   }
@@ -217,7 +211,6 @@ def check_options(
     fields["window"] = jnp.asarray(options.window, jnp.int32)
   return CallOptions(
     page_offset=jnp.asarray(page_offset, jnp.int32),
-    plan=plan,
     value_dim=value_dim,
     interpret=interpret,
     **fields,
@@ -234,26 +227,6 @@ def as_options(options: AttentionOptions | None) -> AttentionOptions:
       f" {type(options).__name__}; make one with AttentionOptions(...)."
     )
   return options
-
-
-def _check_plan(plan: DecodePlan | None, q: jax.Array) -> None:
-  """Raises unless `plan` is a plan for the rows of q, or None."""
-  if plan is None:
-    return
-  if not isinstance(plan, DecodePlan):
-    raise TypeError(
-      f"`plan` must be a DecodePlan or None, got {type(plan).__name__}; make"
-      " one with plan_decode."
-    )
-  for name in ("row", "first", "end"):
-    check.vector(f"plan.{name}", getattr(plan, name), plan.row.size)
-  check.integers("plan.begins", plan.begins)
-  if plan.begins.shape != (q.shape[0] + 1,):
-    raise ValueError(
-      f"`plan` must be for the {q.shape[0]} rows of q, got one for"
-      f" {plan.begins.size - 1}; make one with plan_decode for the lengths of"
-      " these rows."
-    )
 
 
 def _float32(values: jax.Array | None) -> jax.Array | None:

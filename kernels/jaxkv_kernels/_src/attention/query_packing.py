@@ -101,28 +101,30 @@ def tile_queries(
   lengths = jnp.minimum(runs, max_query_len)
   per_run = (lengths + size - 1) // size
   ends = jnp.cumsum(per_run, dtype=jnp.int32)
-  begins = ends - per_run
+  first_tiles = ends - per_run
   index = jnp.arange(num, dtype=jnp.int32)
   sequence = row_of(ends, index)
   is_used = sequence < batch
   # Unused tiles get the last sequence, because index B would be out of range.
   sequence = jnp.minimum(sequence, batch - 1)
-  first = (index - begins[sequence]) * size
-  count = jnp.where(is_used, jnp.clip(lengths[sequence] - first, 0, size), 0)
+  first_query = (index - first_tiles[sequence]) * size
+  count = jnp.where(
+    is_used, jnp.clip(lengths[sequence] - first_query, 0, size), 0
+  )
   column = jnp.arange(size, dtype=jnp.int32)[None]
-  source = (cu_q_lens[sequence] + first)[:, None] + column
+  source = (cu_q_lens[sequence] + first_query)[:, None] + column
   source = jnp.where(column < count[:, None], source, rows)
   row = jnp.arange(rows, dtype=jnp.int32)
   run = row_of(cu_q_lens[1:], row)
   offset = row - cu_q_lens[jnp.minimum(run, batch - 1)]
   # A run's tiles are consecutive, so a query has the same offset in its run as
   # in the run's flattened tiles.
-  flat = begins[jnp.minimum(run, batch - 1)] * size + offset
+  flat = first_tiles[jnp.minimum(run, batch - 1)] * size + offset
   run_start = kv_lens[sequence] - runs[sequence]
   has_tile = (run < batch) & (offset >= 0) & (offset < max_query_len)
   return QueryTiles(
     sequences=sequence,
-    starts=run_start + first,
+    starts=run_start + first_query,
     counts=count,
     run_starts=run_start,
     source=source,

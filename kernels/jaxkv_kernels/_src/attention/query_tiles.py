@@ -59,64 +59,72 @@ def span(
     capacity: M * S; keys have lower positions.
     window: as in `CallOptions`. It ends at `position`, even past the capacity.
   """
-  end = jnp.clip(position + 1, 0, capacity)
+  end_key = jnp.clip(position + 1, 0, capacity)
   if window is None:
-    return jnp.zeros_like(end), end
-  return jnp.clip(position + 1 - window, 0, end), end
+    return jnp.zeros_like(end_key), end_key
+  return jnp.clip(position + 1 - window, 0, end_key), end_key
 
 
 def reach(call: AttentionCall) -> Reach:
   """Returns the keys that each query of a rectangle sees."""
   column = jnp.arange(call.q.shape[1], dtype=jnp.int32)[None]
   position = call.starts[:, None] + column
-  first, end = span(position, call.capacity, call.options.window)
-  first, end = (jnp.where(call.is_query, x, 0) for x in (first, end))
-  return Reach(first, end, position)
+  first_key, end_key = span(position, call.capacity, call.options.window)
+  first_key, end_key = (
+    jnp.where(call.is_query, x, 0) for x in (first_key, end_key)
+  )
+  return Reach(first_key, end_key, position)
 
 
-def tile(call: AttentionCall, *, size: int, multiple: int) -> Tiles:
+def tile(call: AttentionCall, *, tile_size: int, multiple: int) -> Tiles:
   """Cuts a rectangle into tiles; the tiles of a sequence are consecutive.
 
   Args:
     call: the rectangle and its pages.
-    size: the number of queries of a tile.
+    tile_size: the number of queries of a tile.
     multiple: Y, the rows of a tile, is rounded up to a multiple of this number.
   """
   columns, heads, dim = call.q.shape[1:]
   kv_heads = call.k_pages.shape[1]
   per_kv_head = heads // kv_heads
-  padding = -columns % size
+  padding = -columns % tile_size
   q = jnp.pad(call.q, ((0, 0), (0, padding), (0, 0), (0, 0)))
   rows = jnp.stack(reach(call), axis=-1)
   rows = jnp.pad(rows, ((0, 0), (0, padding), (0, 0)))
-  # [Z, K, size * H / K, D]: rows that share a K/V head are consecutive.
-  q = q.reshape(-1, size, kv_heads, per_kv_head, dim).swapaxes(1, 2)
-  q = q.reshape(-1, kv_heads, size * per_kv_head, dim)
-  rows = rows.reshape(-1, size, 3)
-  first, end = rows[..., 0], rows[..., 1]
+  # [Z, K, tile_size * H / K, D]: rows that share a K/V head are consecutive.
+  q = q.reshape(-1, tile_size, kv_heads, per_kv_head, dim).swapaxes(1, 2)
+  q = q.reshape(-1, kv_heads, tile_size * per_kv_head, dim)
+  rows = rows.reshape(-1, tile_size, 3)
+  first_key = rows[..., 0]
+  end_key = rows[..., 1]
   position = rows[:, 0, 2]
-  last = jnp.max(end, axis=1)
-  row_padding = -(size * per_kv_head) % multiple
+  tile_end = jnp.max(end_key, axis=1)
+  row_padding = -(tile_size * per_kv_head) % multiple
   rows = jnp.repeat(rows, per_kv_head, axis=1)
   return Tiles(
     q=jnp.pad(q, ((0, 0), (0, 0), (0, row_padding), (0, 0))),
     reach=jnp.pad(rows, ((0, 0), (0, row_padding), (0, 0))),
     # Padding has first 0, which must not become the first key of the tile.
-    first=jnp.min(jnp.where(end > 0, first, last[:, None]), axis=1),
-    end=last,
+    first=jnp.min(jnp.where(end_key > 0, first_key, tile_end[:, None]), axis=1),
+    end=tile_end,
     position=position,
   )
 
 
 def trees(
-  options: CallOptions, *, per_kv_head: int, size: int, rows: int, tokens: int
+  options: CallOptions,
+  *,
+  per_kv_head: int,
+  tile_size: int,
+  rows: int,
+  tokens: int,
 ) -> tuple[jax.Array, jax.Array]:
   """Cuts a tree mask into tiles of Y `rows` and blocks of A `tokens`.
 
   Args:
     options: options of a call with a tree mask.
     per_kv_head: H / K.
-    size: the number of queries of a tile.
+    tile_size: the number of queries of a tile.
     rows: Y.
     tokens: A.
 
@@ -124,24 +132,27 @@ def trees(
     (int8[Z, J, Y, A], 0 for a key that the tree mask hides from a row;
     int32[B], the first of the J blocks of keys that each tree overlaps).
   """
-  mask, starts = options.tree_mask, options.tree_starts
+  mask = options.tree_mask
+  starts = options.tree_starts
   assert mask is not None and starts is not None
   columns, nodes = mask.shape[1:]
   # A tree that begins inside a block can overlap one more block.
   num = -(-nodes // tokens) + 1
-  first = jnp.maximum(starts, 0) // tokens
+  first_block = jnp.maximum(starts, 0) // tokens
   key = jnp.arange(num * tokens, dtype=jnp.int32)[None]
-  key = first[:, None] * tokens + key
+  key = first_block[:, None] * tokens + key
   node = (key - starts[:, None])[:, None]
   # True for keys outside of the tree, to which the mask does not apply.
   tiles = jnp.take_along_axis(mask, jnp.clip(node, 0, nodes - 1), axis=2)
   tiles = tiles | (node < 0) | (node >= nodes)
-  tiles = jnp.pad(tiles, ((0, 0), (0, -columns % size), (0, 0)))
-  tiles = jnp.repeat(tiles.reshape(-1, size, num, tokens), per_kv_head, axis=1)
-  tiles = jnp.pad(
-    tiles, ((0, 0), (0, rows - size * per_kv_head), (0, 0), (0, 0))
+  tiles = jnp.pad(tiles, ((0, 0), (0, -columns % tile_size), (0, 0)))
+  tiles = jnp.repeat(
+    tiles.reshape(-1, tile_size, num, tokens), per_kv_head, axis=1
   )
-  return tiles.swapaxes(1, 2).astype(jnp.int8), first
+  tiles = jnp.pad(
+    tiles, ((0, 0), (0, rows - tile_size * per_kv_head), (0, 0), (0, 0))
+  )
+  return tiles.swapaxes(1, 2).astype(jnp.int8), first_block
 
 
 def float32(shape: tuple[int, ...], inputs: Any) -> jax.ShapeDtypeStruct:
@@ -159,11 +170,12 @@ def zero(inputs: Any) -> Any:
   )
 
 
-def untile(rows: jax.Array, call: AttentionCall, size: int) -> jax.Array:
-  """Returns rows [Z, K, Y, X] of tiles of `size` queries as [B, T, H, X]."""
+def untile(rows: jax.Array, call: AttentionCall, tile_size: int) -> jax.Array:
+  """Returns rows [Z, K, Y, X] of tiles of queries as [B, T, H, X]."""
   batch, columns, heads, _ = call.q.shape
-  kv_heads, dim = rows.shape[1], rows.shape[3]
+  kv_heads = rows.shape[1]
+  dim = rows.shape[3]
   per_kv_head = heads // kv_heads
-  rows = rows[:, :, : size * per_kv_head]
-  rows = rows.reshape(-1, kv_heads, size, per_kv_head, dim).swapaxes(1, 2)
+  rows = rows[:, :, : tile_size * per_kv_head]
+  rows = rows.reshape(-1, kv_heads, tile_size, per_kv_head, dim).swapaxes(1, 2)
   return rows.reshape(batch, -1, heads, dim)[:, :columns]

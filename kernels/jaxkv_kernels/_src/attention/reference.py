@@ -72,10 +72,11 @@ def paged_attention_padded(
   lse = np.full((batch, columns, heads), -np.inf)
   capacity = np.shape(page_table)[1] * k_pages.shape[2]
   for b in range(batch):
-    start, count = int(starts[b]), int(counts[b])
-    end = min(start + count, capacity)
-    keys = sequence(k_pages, page_table[b], end, page_offset, k_scale)
-    values = sequence(v_pages, page_table[b], end, page_offset, v_scale)
+    start = int(starts[b])
+    count = int(counts[b])
+    num_tokens = min(start + count, capacity)
+    keys = sequence(k_pages, page_table[b], num_tokens, page_offset, k_scale)
+    values = sequence(v_pages, page_table[b], num_tokens, page_offset, v_scale)
     for t in range(count):
       mask = None if tree_mask is None else tree_mask[b, t]
       visible = _visible(start + t, start, window, mask)
@@ -133,21 +134,25 @@ def paged_attention(
   out = np.zeros((*q.shape[:2], v_pages.shape[-1]))
   lse = np.full(q.shape[:2], -np.inf)
   for b in range(len(kv_lens)):
-    first, last = int(cu_q_lens[b]), int(cu_q_lens[b + 1])
-    count = last - first
+    first_row = int(cu_q_lens[b])
+    end_row = int(cu_q_lens[b + 1])
+    count = end_row - first_row
     if count <= 0:
       continue
     rows, row_lse = paged_attention_padded(
-      q[None, first:last],
+      q[None, first_row:end_row],
       k_pages,
       v_pages,
       np.asarray(page_table)[b : b + 1],
       [int(kv_lens[b]) - count],
       [count],
-      tree_mask=None if tree_mask is None else tree_mask[None, first:last],
+      tree_mask=None
+      if tree_mask is None
+      else tree_mask[None, first_row:end_row],
       **options,
     )
-    out[first:last], lse[first:last] = rows[0], row_lse[0]
+    out[first_row:end_row] = rows[0]
+    lse[first_row:end_row] = row_lse[0]
   return out, lse
 
 
@@ -173,14 +178,14 @@ def merge_states(out, lse):
     (float64[..., H, Dv], float64[..., H]).
   """
   out, lse = (np.asarray(x).astype(np.float64) for x in (out, lse))
-  top = lse.max(axis=0)
-  top = np.where(np.isfinite(top), top, 0)
-  weights = np.exp(lse - top)
-  total = weights.sum(axis=0)
+  m = lse.max(axis=0)
+  m = np.where(np.isfinite(m), m, 0)
+  weights = np.exp(lse - m)
+  l = weights.sum(axis=0)
   merged = (weights[..., None] * out).sum(axis=0)
-  merged /= np.where(total == 0, 1, total)[..., None]
+  merged /= np.where(l == 0, 1, l)[..., None]
   with np.errstate(divide="ignore"):
-    return merged, top + np.log(total)
+    return merged, m + np.log(l)
 
 
 def sequence(pages, table_row, length, page_offset=0, scale=None):
@@ -188,22 +193,22 @@ def sequence(pages, table_row, length, page_offset=0, scale=None):
   pages = np.asarray(pages)
   pages = pages.view(_BITS.get(pages.dtype, pages.dtype))
   factors = np.ones(pages.shape[1]) if scale is None else np.asarray(scale)
-  size = pages.shape[2]
+  page_size = pages.shape[2]
   tokens = np.zeros((max(length, 0), pages.shape[1], pages.shape[3]))
   for position in range(length):
-    page = int(table_row[position // size]) + int(page_offset)
+    page = int(table_row[position // page_size]) + int(page_offset)
     factor = factors
     if factors.ndim == 3:
-      factor = factors[page, :, position % size]
-    token = pages[page, :, position % size].astype(np.float64)
+      factor = factors[page, :, position % page_size]
+    token = pages[page, :, position % page_size].astype(np.float64)
     tokens[position] = token * factor[:, None]
   return tokens
 
 
 def _visible(position, start, window, mask):
   """Returns the positions of the keys that a query at `position` sees."""
-  first = 0 if window is None else max(0, position - int(window) + 1)
-  visible = np.arange(first, position + 1)
+  first_key = 0 if window is None else max(0, position - int(window) + 1)
+  visible = np.arange(first_key, position + 1)
   if mask is None:
     return visible
   node = visible - start
@@ -216,6 +221,6 @@ def _softmax(logits, values, sink):
   all_logits = logits if sink is None else np.append(logits, sink)
   if all_logits.size == 0:
     return np.zeros(values.shape[-1]), -np.inf
-  top = all_logits.max()
-  lse = top + np.log(np.exp(all_logits - top).sum())
+  m = all_logits.max()
+  lse = m + np.log(np.exp(all_logits - m).sum())
   return np.exp(logits - lse) @ values, lse

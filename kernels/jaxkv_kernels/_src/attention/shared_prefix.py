@@ -64,10 +64,10 @@ class SharedPrefix(NamedTuple):
     chex.assert_shape(self.own_table, (batch, columns))
     chex.assert_shape(lengths, (batch,))
     shared = _to_rows(self.members, self.tokens, batch)
-    begins = _to_rows(self.members, self.prefix_table, batch)
+    prefix_table = _to_rows(self.members, self.prefix_table, batch)
     column = jnp.arange(columns, dtype=jnp.int32)[None]
     pages = (shared // page_size)[:, None]
-    belongs = jnp.all((page_table == begins) | (column >= pages), axis=1)
+    belongs = jnp.all((page_table == prefix_table) | (column >= pages), axis=1)
     belongs &= (lengths > shared) & (lengths <= columns * page_size)
     shared = jnp.where(belongs, shared, 0)
     stays = belongs.at[self.members].get(mode="fill", fill_value=False)
@@ -149,7 +149,6 @@ def plan_shared_prefix(
   check.count("cluster_size", cluster_size)
   choose.check_name(backend)
   batch, columns = page_table.shape
-  page_size, itemsize = k_pages.shape[2], k_pages.dtype.itemsize
   platform = "cpu" if choose.platform(k_pages) == "cpu" else "other"
   # `xla` works in lockstep: it reads as many blocks for each row as the longest
   # row needs.
@@ -157,14 +156,18 @@ def plan_shared_prefix(
     "xla" if platform == "cpu" else _backend_name(backend, k_pages, v_pages)
   )
   lockstep = name == "xla"
-  token = k_pages.shape[1] * (k_pages.shape[3] + v_pages.shape[3]) * itemsize
+  token = (
+    k_pages.shape[1]
+    * (k_pages.shape[3] + v_pages.shape[3])
+    * k_pages.dtype.itemsize
+  )
   min_saving = -(-_LEAST_SAVING[platform] // token)
   # The maximum number of rows whose reads sharing can save.
   if lockstep:
     rows = batch - num_clusters
   else:
     rows = min(batch, num_clusters * cluster_size) - 1
-  if rows * columns * page_size < min_saving:
+  if rows * columns * k_pages.shape[2] < min_saving:
     return None
   return _find(
     page_table,
@@ -172,7 +175,7 @@ def plan_shared_prefix(
     clusters,
     num_clusters=num_clusters,
     cluster_size=cluster_size,
-    page_size=page_size,
+    page_size=k_pages.shape[2],
     min_saving=min_saving,
     lockstep=lockstep,
   )
@@ -252,30 +255,30 @@ def _find(
 
 
 def _cluster_by_first_page(
-  first: jax.Array, is_active: jax.Array, max_rows: int
+  first_page: jax.Array, is_active: jax.Array, max_rows: int
 ) -> jax.Array:
   """Returns int32[B], the cluster of each row, or B for a row in no cluster.
 
   A cluster has 2 to `max_rows` rows, which have the same first page. Clusters
   are in the order of their first pages, then of their rows.
   """
-  batch = first.shape[0]
+  batch = first_page.shape[0]
   position = jnp.arange(batch, dtype=jnp.int32)
   # Sorting makes runs of active rows with the same page; other rows come last.
-  order = jnp.lexsort((first, ~is_active)).astype(jnp.int32)
-  page = first[order]
-  begins = jnp.concatenate([jnp.ones((1,), bool), page[1:] != page[:-1]])
+  order = jnp.lexsort((first_page, ~is_active)).astype(jnp.int32)
+  page = first_page[order]
+  begins_run = jnp.concatenate([jnp.ones((1,), bool), page[1:] != page[:-1]])
   # `rank` is the position in a run. Every `max_rows`-th row begins a new run.
-  rank = position - lax.cummax(jnp.where(begins, position, 0))
-  begins = (begins | (rank % max_rows == 0)) & is_active[order]
-  run = jnp.cumsum(begins, dtype=jnp.int32) - 1
+  rank = position - lax.cummax(jnp.where(begins_run, position, 0))
+  begins_run = (begins_run | (rank % max_rows == 0)) & is_active[order]
+  run = jnp.cumsum(begins_run, dtype=jnp.int32) - 1
   run = jnp.where(is_active[order], run, batch)
-  size = jnp.zeros((batch,), jnp.int32).at[run].add(1, mode="drop")
+  run_length = jnp.zeros((batch,), jnp.int32).at[run].add(1, mode="drop")
   # A row without a partner shares nothing, so only longer runs are clusters.
-  number = jnp.cumsum(size > 1, dtype=jnp.int32) - 1
-  number = jnp.where(size > 1, number, batch)
-  number = number.at[run].get(mode="fill", fill_value=batch)
-  return jnp.zeros((batch,), jnp.int32).at[order].set(number)
+  cluster = jnp.cumsum(run_length > 1, dtype=jnp.int32) - 1
+  cluster = jnp.where(run_length > 1, cluster, batch)
+  cluster = cluster.at[run].get(mode="fill", fill_value=batch)
+  return jnp.zeros((batch,), jnp.int32).at[order].set(cluster)
 
 
 def _members(
@@ -291,8 +294,8 @@ def _members(
   order = jnp.argsort(cluster, stable=True).astype(jnp.int32)
   cluster = cluster[order]
   # The position in `order` of the first row of each row's cluster.
-  begin = row_of(cluster, cluster - 1)
-  rank = jnp.arange(batch, dtype=jnp.int32) - begin
+  first_position = row_of(cluster, cluster - 1)
+  rank = jnp.arange(batch, dtype=jnp.int32) - first_position
   members = jnp.full((num_clusters, cluster_size), batch, jnp.int32)
   return members.at[cluster, rank].set(order, mode="drop")
 

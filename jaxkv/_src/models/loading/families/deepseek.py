@@ -80,7 +80,7 @@ def _map(
   config.ignore("head_dim", "qk_head_dim", "num_key_value_heads")
   attention = _attention(config, interleaved)
   num_layers = config.size("num_hidden_layers")
-  first = config.count("first_k_dense_replace", 0)
+  num_dense = config.count("first_k_dense_replace", 0)
   mlp = Mlp(
     inner_dim=config.size("intermediate_size"), activation=experts.activation
   )
@@ -88,8 +88,8 @@ def _map(
     vocab_size=config.size("vocab_size"),
     embed_dim=config.size("hidden_size"),
     layers=tuple(
-      Layer(attention=attention, mlp=mlp if number < first else experts)
-      for number in range(num_layers)
+      Layer(attention=attention, mlp=mlp if index < num_dense else experts)
+      for index in range(num_layers)
     ),
     norm_eps=1e-6,
     tied_embeddings=config.flag("tie_word_embeddings", False),

@@ -61,8 +61,8 @@ def gemma3(config: ConfigFile, dtype: Any) -> WeightMap:
 def _windows(config: ConfigFile, interval: int) -> list[int | None]:
   num_layers = config.size("num_hidden_layers")
   types = [
-    "sliding_attention" if (number + 1) % interval else "full_attention"
-    for number in range(num_layers)
+    "sliding_attention" if (index + 1) % interval else "full_attention"
+    for index in range(num_layers)
   ]
   window = config.size("sliding_window", 4096)
   # Some files of Gemma 2 have the window under both keys.

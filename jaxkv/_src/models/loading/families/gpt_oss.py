@@ -37,8 +37,8 @@ def gpt_oss(config: ConfigFile, dtype: Any) -> WeightMap:
   config.ignore("experts_per_token", "initial_context_length")
   num_layers = config.size("num_hidden_layers")
   types = [
-    "full_attention" if number % 2 else "sliding_attention"
-    for number in range(num_layers)
+    "full_attention" if index % 2 else "sliding_attention"
+    for index in range(num_layers)
   ]
   windows = layers.windows_of(config, types, config.size("sliding_window", 128))
   dim = config.size("head_dim", 64)

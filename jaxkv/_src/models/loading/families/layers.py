@@ -46,16 +46,19 @@ def activation(config: ConfigFile, key: str, default: str) -> Activation:
 
 def head_dim_of(config: ConfigFile) -> int:
   """Returns the head size, by default hidden_size // num_attention_heads."""
-  heads, width = config.size("num_attention_heads"), config.size("hidden_size")
+  heads = config.size("num_attention_heads")
+  width = config.size("hidden_size")
   # Without `max`, a damaged file with more heads than elements would give 0.
   return config.size("head_dim", max(width // heads, 1))
 
 
-def layer_types(config: ConfigFile, default: list[str], kind: str) -> list[str]:
+def layer_types(
+  config: ConfigFile, default: list[str], layer_type: str
+) -> list[str]:
   """Returns each layer's type. `default` replaces missing `layer_types`."""
   types = config.items("layer_types", str, default)
   num_layers = config.size("num_hidden_layers")
-  names = {"full_attention", kind}
+  names = {"full_attention", layer_type}
   # Callers would treat an unknown type as one of the two.
   if len(types) != num_layers or not names.issuperset(types):
     raise ValueError(
@@ -72,4 +75,4 @@ def windows_of(
   types = layer_types(config, default, "sliding_attention")
   if window is None and "sliding_attention" in types:
     raise ValueError(f"{config.file} lacks `sliding_window`; complete it.")
-  return [window if kind == "sliding_attention" else None for kind in types]
+  return [window if name == "sliding_attention" else None for name in types]

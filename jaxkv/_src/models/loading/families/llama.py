@@ -104,28 +104,29 @@ def qwen3_moe(config: ConfigFile, dtype: Any) -> WeightMap:
 
 def sparse_mlps(config: ConfigFile, **fields: Any) -> list[Mlp | Experts]:
   """Returns each layer's MLP; `fields` are additional fields of `Experts`."""
-  kind = layers.activation(config, "hidden_act", "silu")
-  number = config.size("num_experts", None)
+  activation = layers.activation(config, "hidden_act", "silu")
+  num_experts = config.size("num_experts", None)
   experts = Experts(
-    num_experts=config.size("num_local_experts", number),
+    num_experts=config.size("num_local_experts", num_experts),
     num_chosen=config.size("num_experts_per_tok"),
     inner_dim=config.size("moe_intermediate_size"),
-    activation=kind,
+    activation=activation,
     **fields,
   )
-  dense = Mlp(inner_dim=config.size("intermediate_size"), activation=kind)
+  dense = Mlp(inner_dim=config.size("intermediate_size"), activation=activation)
   step = config.size("decoder_sparse_step", 1)
   only_dense = set(config.items("mlp_only_layers", int, []))
   return [
-    dense if number in only_dense or (number + 1) % step else experts
-    for number in range(config.size("num_hidden_layers"))
+    dense if index in only_dense or (index + 1) % step else experts
+    for index in range(config.size("num_hidden_layers"))
   ]
 
 
 def _attention(
   config: ConfigFile, default_base: float = 10_000.0, **fields: Any
 ) -> Attention:
-  heads, dim = config.size("num_attention_heads"), layers.head_dim_of(config)
+  heads = config.size("num_attention_heads")
+  dim = layers.head_dim_of(config)
   table = rope_config.rope_table(config, default_base)
   return Attention(
     num_heads=heads,
@@ -149,8 +150,8 @@ def _same_windows(
 ) -> list[int | None]:
   window = config.nullable_size("sliding_window", default)
   num_layers = config.size("num_hidden_layers")
-  kind = "full_attention" if window is None else "sliding_attention"
-  return layers.windows_of(config, [kind] * num_layers, window)
+  layer_type = "full_attention" if window is None else "sliding_attention"
+  return layers.windows_of(config, [layer_type] * num_layers, window)
 
 
 def _later_windows(config: ConfigFile) -> list[int | None]:
@@ -160,12 +161,12 @@ def _later_windows(config: ConfigFile) -> list[int | None]:
   is_enabled = config.flag("use_sliding_window", False)
   # The defaults of transformers.
   window = config.nullable_size("sliding_window", 4096 if is_enabled else None)
-  first = config.count("max_window_layers", 28)
+  num_full = config.count("max_window_layers", 28)
   num_layers = config.size("num_hidden_layers")
-  first = first if is_enabled and window is not None else num_layers
+  num_full = num_full if is_enabled and window is not None else num_layers
   types = [
-    "full_attention" if number < first else "sliding_attention"
-    for number in range(num_layers)
+    "full_attention" if index < num_full else "sliding_attention"
+    for index in range(num_layers)
   ]
   return layers.windows_of(config, types, window)
 

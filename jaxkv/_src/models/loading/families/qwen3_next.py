@@ -31,7 +31,8 @@ def qwen3_next(config: ConfigFile, dtype: Any) -> WeightMap:
   """Returns the weight map of Qwen3-Next."""
   config.only("attention_bias", False)
   config.only("use_sliding_window", False)
-  attention, delta = _attention(config), _delta(config)
+  attention = _attention(config)
+  delta = _delta(config)
   mlps = sparse_mlps(
     config,
     normalized=config.flag("norm_topk_prob", True),
@@ -42,8 +43,8 @@ def qwen3_next(config: ConfigFile, dtype: Any) -> WeightMap:
     vocab_size=config.size("vocab_size"),
     embed_dim=config.size("hidden_size"),
     layers=tuple(
-      Layer(attention=attention if kind == "full_attention" else delta, mlp=mlp)
-      for kind, mlp in zip(_layer_types(config), mlps, strict=True)
+      Layer(attention=attention if name == "full_attention" else delta, mlp=mlp)
+      for name, mlp in zip(_layer_types(config), mlps, strict=True)
     ),
     norm_eps=config.number("rms_norm_eps", 1e-6),
     norm_offset=1.0,
@@ -77,8 +78,8 @@ def _names(layer: Layer, e: int) -> dict[str, Name]:
 def _layer_types(config: ConfigFile) -> list[str]:
   interval = config.size("full_attention_interval", 4)
   default = [
-    "linear_attention" if (number + 1) % interval else "full_attention"
-    for number in range(config.size("num_hidden_layers"))
+    "linear_attention" if (index + 1) % interval else "full_attention"
+    for index in range(config.size("num_hidden_layers"))
   ]
   return layers.layer_types(config, default, "linear_attention")
 
@@ -108,7 +109,8 @@ def _delta(config: ConfigFile) -> DeltaNet:
 
 def _delta_names(a: DeltaNet, e: int) -> dict[str, Name]:
   k, h = a.num_key_heads, a.num_value_heads
-  key, value = a.key_dim, h // k * a.value_dim
+  key = a.key_dim
+  value = h // k * a.value_dim
   # `in_proj_qkvz` has a block of rows per key head: its query and key, then the
   # values and the gates of the h // k value heads that use this key head.
   ends = np.cumsum([key, key, value, value])
@@ -116,17 +118,16 @@ def _delta_names(a: DeltaNet, e: int) -> dict[str, Name]:
   beta_decay = (("linear_attn.in_proj_ba.weight", (2 * h, e)),)
   convolution = (a.num_channels, 1, a.kernel_size)
 
-  def cut(number: int, dim: int) -> Source:
+  def cut(index: int, dim: int) -> Source:
     def convert(w: np.ndarray) -> np.ndarray:
-      rows = np.split(w.reshape(k, -1, e), ends[:-1], axis=1)[number]
+      rows = np.split(w.reshape(k, -1, e), ends[:-1], axis=1)[index]
       return rows.reshape(-1, dim, e).transpose(2, 0, 1)
 
     return Source(mixed, convert)
 
-  def half(number: int) -> Source:
+  def half(index: int) -> Source:
     return Source(
-      beta_decay,
-      lambda w: w.reshape(k, 2, h // k, e)[:, number].reshape(h, e).T,
+      beta_decay, lambda w: w.reshape(k, 2, h // k, e)[:, index].reshape(h, e).T
     )
 
   return {

@@ -2,8 +2,8 @@
 
 A tile is a few queries of one row. A unit of work is a piece of the keys that a
 tile sees. The kernel computes attention over each piece. `merge_pieces` merges
-the results, weighted by the sums of their softmaxes. Without a plan, a row's
-pieces do not depend on the lengths of other rows, and neither do its results.
+the results, weighted by the sums of their softmaxes. A row's pieces do not
+depend on the lengths of other rows, and neither do its results.
 
 Tests compile the kernel for an H200, and run it if there is a Hopper GPU. On a
 CPU they interpret it, with race detection and with plain products in place of
@@ -61,15 +61,16 @@ _POOLS = (
 
 def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   """Computes attention of a rectangle; see `choose.Backend`."""
-  options, k_pages, v_pages = call.options, call.k_pages, call.v_pages
+  options = call.options
+  k_pages = call.k_pages
   batch, columns, heads, _ = call.q.shape
   num_pages, kv_heads, _, dim = k_pages.shape
   per_kv_head = heads // kv_heads
-  size = min(columns, ROWS // per_kv_head)
-  tiles = query_tiles.tile(call, size=size, multiple=8)
-  static = _static(k_pages, per_kv_head, size, options)
-  trees, tree_first = _trees(options, tiles, batch, per_kv_head, size)
-  units, begins, max_pieces = work_list(
+  tile_size = min(columns, ROWS // per_kv_head)
+  tiles = query_tiles.tile(call, tile_size=tile_size, multiple=8)
+  static = _static(k_pages, per_kv_head, tile_size, options)
+  trees, tree_first = _trees(options, tiles, batch, per_kv_head, tile_size)
+  units, first_units, max_pieces = work_list(
     tiles, tree_first, call.capacity, static, options
   )
   rows = tiles.q.shape[2]
@@ -77,16 +78,16 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
     static,
     {
       "units": units,
-      "begins": begins,
+      "begins": first_units,
       "table": jnp.clip(
         call.page_table + options.page_offset, 0, num_pages - 1
       ),
       "factor": head_epilogue.factors(options, heads, kv_heads)[::per_kv_head],
       "q": tiles.q.reshape(-1, rows, dim),
       "k_pages": k_pages.reshape(-1, *k_pages.shape[2:]),
-      "v_pages": v_pages.reshape(-1, *v_pages.shape[2:]),
+      "v_pages": call.v_pages.reshape(-1, *call.v_pages.shape[2:]),
       **_token_scales(options),
-      **_slopes(options, kv_heads, size),
+      **_slopes(options, kv_heads, tile_size),
       **trees,
     },
     options.interpret,
@@ -94,13 +95,13 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   out, lse = merge_pieces(
     out.reshape(-1, kv_heads, *out.shape[1:]),
     totals.reshape(-1, kv_heads, 2, ROWS),
-    begins,
+    first_units,
     max_pieces=max_pieces,
-    rows=size * per_kv_head,
+    rows=tile_size * per_kv_head,
     interpret=options.interpret,
   )
-  out = query_tiles.untile(out, call, size)
-  lse = query_tiles.untile(lse[..., None], call, size)[..., 0]
+  out = query_tiles.untile(out, call, tile_size)
+  lse = query_tiles.untile(lse[..., None], call, tile_size)[..., 0]
   # The kernel also computes rows of padding; their results are arbitrary.
   is_query = call.is_query
   out = jnp.where(is_query[..., None, None], out, jnp.float32(0))
@@ -110,8 +111,10 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
 
 def unsupported(platform: str, call: AttentionCall) -> str | None:
   """Returns the reason why this backend does not support a call, if any."""
-  q, k_pages, options = call.q, call.k_pages, call.options
-  kv_heads, size = k_pages.shape[1:3]
+  q = call.q
+  k_pages = call.k_pages
+  options = call.options
+  kv_heads, page_size = k_pages.shape[1:3]
   dims = k_pages.shape[3], call.v_pages.shape[3]
   pool = jnp.dtype(k_pages.dtype)
   gpus = check.architectures() - {_ARCHITECTURE}
@@ -131,7 +134,8 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
       q.dtype != pool and (pool in _FLOATS or q.dtype not in _FLOATS)
     ),
     f"`k_pages` must have pages of 8, 16, 32 or a multiple of {TOKENS} tokens,"
-    f" got {size}": size not in (8, 16, 32) and size % TOKENS != 0,
+    f" got {page_size}": page_size not in (8, 16, 32)
+    and page_size % TOKENS != 0,
     "`k_pages` and `v_pages` must have equal head sizes of 64, 128, 192 or 256,"
     f" got {dims}": dims[0] != dims[1] or dims[0] not in (64, 128, 192, 256),
     # Sums of larger heads leave too few registers to widen 8-bit numbers.
@@ -141,8 +145,8 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
     # A block would have eight pages, and copying them with their scales takes
     # too many registers.
     f"`k_pages` must have pages of 16, 32 or a multiple of {TOKENS} tokens"
-    f" if tokens have scales, got {size}": (
-      size == 8 and bool(_token_scales(options))
+    f" if tokens have scales, got {page_size}": (
+      page_size == 8 and bool(_token_scales(options))
     ),
     f"`q` must have at most {ROWS} heads for each of the {kv_heads} K/V heads,"
     f" got {q.shape[-2]}": q.shape[-2] // kv_heads > ROWS,
@@ -150,15 +154,10 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
   return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def parallel_units(k_pages: jax.Array) -> int:
-  """Returns the number of units of work that a GPU processes at once."""
-  return _BLOCKS * streams(k_pages.shape[3])
-
-
 def _static(
-  k_pages: jax.Array, per_kv_head: int, size: int, options: CallOptions
+  k_pages: jax.Array, per_kv_head: int, tile_size: int, options: CallOptions
 ) -> GpuStatic:
-  """Returns sizes and choices of the kernel, for tiles of `size` queries."""
+  """Returns sizes and choices of the kernel, for tiles of that size."""
   _, kv_heads, page_size, dim = k_pages.shape
   scaled_page_size = page_size if _token_scales(options) else None
   k_stages, v_stages = stages(dim, k_pages.dtype.itemsize, scaled_page_size)
@@ -171,7 +170,7 @@ def _static(
     v_stages=v_stages,
     blocks=_INTERPRETED_BLOCKS if options.interpret else _BLOCKS,
     # The rows of a tile with one query all see the same keys.
-    causal=size > 1,
+    causal=tile_size > 1,
     soft_cap=options.soft_cap,
     alibi=options.alibi_slopes is not None,
     tree=options.tree_mask is not None,
@@ -213,7 +212,7 @@ def work_list(
   capacity: int,
   static: GpuStatic,
   options: CallOptions,
-) -> tuple[jax.Array, jax.Array, int | None]:
+) -> tuple[jax.Array, jax.Array, int]:
   """Cuts the keys that each tile sees into units of work.
 
   Args:
@@ -225,52 +224,45 @@ def work_list(
 
   Returns:
     (int32[U, 8], `Unit`s; int32[Z + 1], the first unit of each tile, then the
-    first idle unit; the maximum number of results of a tile, or None if the
-    results of tiles are stored one after another without gaps).
+    first idle unit; the maximum number of results of a tile).
   """
   num = tiles.q.shape[0]
   per_row = num // tree_first.shape[0]
-  if options.plan is not None and per_row == 1 and not static.causal:
-    plan = options.plan
-    tile, begins, max_pieces = plan.row, plan.begins, None
-    first, end = plan.first, plan.end
-    result = jnp.arange(tile.shape[0], dtype=jnp.int32)
-  else:
-    min_blocks, max_pieces = cuts(tiles, capacity, static)
-    begin = tiles.first // TOKENS
-    blocks = jnp.maximum((tiles.end + TOKENS - 1) // TOKENS - begin, 0)
-    share = jnp.maximum((blocks + max_pieces - 1) // max_pieces, min_blocks)
-    ends = jnp.cumsum((blocks + share - 1) // share)
-    begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
-    index = jnp.arange(num * max_pieces, dtype=jnp.int32)
-    tile = jnp.minimum(row_of(ends, index), num - 1)
-    piece = index - begins[tile]
-    # An idle unit begins past its tile's end. The minimum below makes it empty.
-    first = (begin[tile] + piece * share[tile]) * TOKENS
-    end = first + share[tile] * TOKENS
-    result = tile * max_pieces + piece
+  min_blocks, max_pieces = cuts(tiles, capacity, static)
+  first_block = tiles.first // TOKENS
+  blocks = jnp.maximum((tiles.end + TOKENS - 1) // TOKENS - first_block, 0)
+  share = jnp.maximum((blocks + max_pieces - 1) // max_pieces, min_blocks)
+  ends = jnp.cumsum((blocks + share - 1) // share)
+  first_units = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+  index = jnp.arange(num * max_pieces, dtype=jnp.int32)
+  tile = jnp.minimum(row_of(ends, index), num - 1)
+  piece = index - first_units[tile]
+  # An idle unit begins past its tile's end. The minimum below makes it empty.
+  first_key = (first_block[tile] + piece * share[tile]) * TOKENS
+  end_key = first_key + share[tile] * TOKENS
+  result = tile * max_pieces + piece
   window = _NO_WINDOW if options.window is None else options.window
   sequence = tile // per_row
-  first = jnp.maximum(first, tiles.first[tile])
-  end = jnp.minimum(end, tiles.end[tile])
+  first_key = jnp.maximum(first_key, tiles.first[tile])
+  end_key = jnp.minimum(end_key, tiles.end[tile])
   unit = Unit(
     sequence=sequence,
     tile=tile,
-    # Pieces of a plan that are before the window or past the table are empty.
-    first=jnp.where(first < end, first, 0),
-    end=jnp.where(first < end, end, 0),
+    # Idle units and pieces before the window are empty.
+    first=jnp.where(first_key < end_key, first_key, 0),
+    end=jnp.where(first_key < end_key, end_key, 0),
     position=tiles.position[tile],
     window=jnp.broadcast_to(jnp.asarray(window, jnp.int32), tile.shape),
     tree=tree_first[sequence],
     result=result,
   )
-  return jnp.stack(unit, axis=1), begins, max_pieces
+  return jnp.stack(unit, axis=1), first_units, max_pieces
 
 
 def cuts(
   tiles: query_tiles.Tiles, capacity: int, static: GpuStatic
 ) -> tuple[int, int]:
-  """Returns the limits of pieces for a call without a plan.
+  """Returns the limits of a call's pieces.
 
   Args:
     tiles: the tiles of all sequences.
@@ -282,11 +274,12 @@ def cuts(
   """
   # The limits depend on shapes only, so a tile's pieces do not depend on the
   # lengths of other rows.
-  contexts, rows = tiles.q.shape[0] * static.kv_heads, tiles.q.shape[2]
+  contexts = tiles.q.shape[0] * static.kv_heads
   workers = static.blocks * static.streams
   max_pieces = -(-_UNITS_PER_STREAM * workers // contexts)
   # A piece writes Y rows of float32, and the merge reads them. So the minimum
   # grows with Y.
+  rows = tiles.q.shape[2]
   min_blocks = -(-max(_MIN_TOKENS, _MIN_TOKENS_PER_ROW * rows) // TOKENS)
   blocks = -(-capacity // TOKENS)
   return min_blocks, min(max_pieces, -(-blocks // min_blocks))
@@ -297,7 +290,7 @@ def _trees(
   tiles: query_tiles.Tiles,
   batch: int,
   per_kv_head: int,
-  size: int,
+  tile_size: int,
 ) -> tuple[dict[str, jax.Array], jax.Array]:
   """Returns the masks of trees as inputs of the kernel.
 
@@ -307,17 +300,23 @@ def _trees(
   """
   if options.tree_mask is None:
     return {}, jnp.zeros((batch,), jnp.int32)
-  mask, first = query_tiles.trees(
-    options, per_kv_head=per_kv_head, size=size, rows=ROWS, tokens=TOKENS
+  mask, first_block = query_tiles.trees(
+    options,
+    per_kv_head=per_kv_head,
+    tile_size=tile_size,
+    rows=ROWS,
+    tokens=TOKENS,
   )
   blocks = jnp.arange(mask.shape[1], dtype=jnp.int32)[None]
-  blocks = blocks + jnp.repeat(first, mask.shape[0] // batch)[:, None]
+  blocks = blocks + jnp.repeat(first_block, mask.shape[0] // batch)[:, None]
   token = jnp.arange(TOKENS, dtype=jnp.int32)[None, None, None]
   key = blocks[:, :, None, None] * TOKENS + token
-  begin, end = (tiles.reach[:, None, :, i, None] for i in (0, 1))
-  visible = (key >= begin) & (key < end) & (mask[:, :, : end.shape[2]] != 0)
+  first_key, end_key = (tiles.reach[:, None, :, i, None] for i in (0, 1))
+  visible = (
+    (key >= first_key) & (key < end_key) & (mask[:, :, : end_key.shape[2]] != 0)
+  )
   shown = jnp.any(visible, axis=2).astype(jnp.int32)
-  return {"trees": mask, "shown": shown}, first
+  return {"trees": mask, "shown": shown}, first_block
 
 
 def _token_scales(options: CallOptions) -> dict[str, jax.Array]:
@@ -336,12 +335,12 @@ def _token_scales(options: CallOptions) -> dict[str, jax.Array]:
 
 
 def _slopes(
-  options: CallOptions, kv_heads: int, size: int
+  options: CallOptions, kv_heads: int, tile_size: int
 ) -> dict[str, jax.Array]:
   """Returns the ALiBi slopes of a tile's rows, float32[K, 64], if any."""
   if options.alibi_slopes is None:
     return {}
   slopes = options.alibi_slopes.astype(jnp.float32).reshape(kv_heads, -1)
-  slopes = jnp.tile(slopes, (1, size))
+  slopes = jnp.tile(slopes, (1, tile_size))
   padding = ROWS - slopes.shape[1]
   return {"slopes": jnp.pad(slopes, ((0, 0), (0, padding)))}

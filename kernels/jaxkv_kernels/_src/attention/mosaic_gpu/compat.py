@@ -28,9 +28,9 @@ _INDEXED = _index is not None and _index.default is inspect.Parameter.empty
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
   """Returns tiled and swizzled shared memory, as tensor cores require it."""
-  size = jnp.dtype(dtype).itemsize
-  width = swizzle(shape[-1] * size)
-  tile = plgpu.TilingTransform((8, width // size))
+  itemsize = jnp.dtype(dtype).itemsize
+  width = swizzle(shape[-1] * itemsize)
+  tile = plgpu.TilingTransform((8, width // itemsize))
   return plgpu.SMEM(
     shape, dtype, transforms=(tile, plgpu.SwizzleTransform(width))
   )
@@ -68,11 +68,7 @@ def full(
 
 
 def iota(
-  shape: tuple[int, ...],
-  axis: int,
-  *,
-  layout: Any = MATRIX,
-  interpreted: bool,
+  shape: tuple[int, ...], axis: int, *, layout: Any = MATRIX, interpreted: bool
 ) -> jax.Array:
   """Returns int32 indices along an axis."""
   if interpreted:
@@ -98,16 +94,18 @@ def products(left: Any, right: Any, *, interpreted: bool) -> jax.Array:
 
 
 def add_product(
-  total: jax.Array, left: jax.Array, right: Any, *, interpreted: bool
+  accumulator: jax.Array, left: jax.Array, right: Any, *, interpreted: bool
 ) -> jax.Array:
-  """Returns `total + left @ right`; only `right` is in shared memory."""
+  """Returns `accumulator + left @ right`; only `right` is in shared memory."""
   if interpreted:
-    return total + _dot(left, right[...])
+    return accumulator + _dot(left, right[...])
 
   def multiply(result):
     plgpu.wgmma(result, left, right)
 
-  sums: Any = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(total))
+  sums: Any = pl.run_state(multiply)(
+    plgpu.WGMMAAccumulatorRef.init(accumulator)
+  )
   return sums
 
 

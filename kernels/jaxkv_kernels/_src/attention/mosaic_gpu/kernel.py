@@ -40,9 +40,7 @@ from jaxkv_kernels._src.attention.mosaic_gpu.work import stage_of
 
 
 def call(
-  static: GpuStatic,
-  arrays: dict[str, jax.Array],
-  interpret: Any = None,
+  static: GpuStatic, arrays: dict[str, jax.Array], interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
   """Runs the kernel.
 
@@ -53,13 +51,12 @@ def call(
     interpret: as in `CallOptions`.
 
   Returns:
-    (float32[O * K, Y, Dv], normalised outputs, and float32[O * K, 2, 64], `top`
-    and `total` of `online_softmax`). For K/V head k, the result of a unit is at
+    (float32[O * K, Y, Dv], normalised outputs, and float32[O * K, 2, 64], `m`
+    and `l` of `online_softmax`). For K/V head k, the result of a unit is at
     index `Unit.result * K + k`. Other indices are not written.
   """
   q = arrays["q"]
   num = arrays["units"].shape[0] * static.kv_heads
-  rows, value_dim = q.shape[1], arrays["v_pages"].shape[-1]
 
   def entry(*refs):
     fields = dict(zip((*arrays, "out", "totals"), refs, strict=True))
@@ -68,7 +65,9 @@ def call(
   return plgpu.kernel(
     entry,
     out_type=(
-      query_tiles.float32((num, rows, value_dim), arrays),
+      query_tiles.float32(
+        (num, q.shape[1], arrays["v_pages"].shape[-1]), arrays
+      ),
       query_tiles.float32((num, 2, ROWS), arrays),
     ),
     grid=(static.blocks,),
@@ -88,7 +87,7 @@ def _with_scratch(static: GpuStatic, dtype, fields: dict[str, Any]) -> None:
     {name: fields.pop(f"{side}_{name}", None) for name in ("pages", "scale")}
     for side in "kv"
   ]
-  streams, dim = static.streams, fields["q"].shape[2]
+  streams = static.streams
 
   def scoped(queries, result, sums, rings, q_full, full, free, narrow):
     buffers = zip(sides, rings, full, free, narrow, strict=True)
@@ -107,7 +106,7 @@ def _with_scratch(static: GpuStatic, dtype, fields: dict[str, Any]) -> None:
   # Keep this order: it determines addresses and affects register allocation.
   pl.run_scoped(
     scoped,
-    compat.tiled((streams, ROWS, dim), dtype),
+    compat.tiled((streams, ROWS, fields["q"].shape[2]), dtype),
     plgpu.SMEM((streams, ROWS, RESULT), jnp.float32),
     plgpu.SMEM((streams, 2, ROWS), jnp.float32),
     rings,
@@ -121,19 +120,19 @@ def _with_scratch(static: GpuStatic, dtype, fields: dict[str, Any]) -> None:
 
 def _memory(static: GpuStatic, stages: int, dtype, *, pages, scale) -> tuple:
   """Returns memory for a `Side`: `ring`, `full`, `free` and optional fields."""
-  streams, dim = static.streams, pages.shape[-1]
+  streams = static.streams
   num_stages = streams * stages
   # A stage is full after one copy for each page, and one for the page's scales.
   num_copies = static.pages * (1 if scale is None else 2)
   memory: dict[str, Any] = {}
   if pages.dtype != dtype:
-    memory["wide"] = compat.tiled((streams, TOKENS, dim), dtype)
+    memory["wide"] = compat.tiled((streams, TOKENS, pages.shape[-1]), dtype)
   if scale is not None:
     shape = streams, stages, *scales_of_block(static.page_size)
     memory["scales"] = plgpu.SMEM(shape, jnp.float32)
     memory["factors"] = plgpu.SMEM((streams, TOKENS), jnp.float32)
   return (
-    compat.tiled((streams, stages, TOKENS, dim), pages.dtype),
+    compat.tiled((streams, stages, TOKENS, pages.shape[-1]), pages.dtype),
     plgpu.Barrier(num_arrivals=num_copies, num_barriers=num_stages),
     plgpu.Barrier(num_barriers=num_stages),
     memory,
@@ -172,19 +171,19 @@ def _each_unit(static: GpuStatic, refs: Refs, stream, work) -> jax.Array:
   `used` counts the blocks of earlier calls. Returns the count for all calls.
   """
   # Both warpgroups of a stream count the same blocks, so they agree on stages.
-  first = lax.axis_index("block") * static.streams + stream
+  first_index = lax.axis_index("block") * static.streams + stream
   step = static.blocks * static.streams
   num = refs.begins[refs.begins.shape[0] - 1] * static.kv_heads
 
   def body(turn, used):
-    index = first + turn * step
+    index = first_index + turn * step
     head = remainder(index, static.kv_heads)
     row = quotient(index, static.kv_heads)
     unit = Unit(*(refs.units[row, i] for i in range(len(Unit._fields))))
     work(stream, head, unit, used)
     return used + num_blocks(unit)
 
-  turns = quotient(jnp.maximum(num - first + step - 1, 0), step)
+  turns = quotient(jnp.maximum(num - first_index + step - 1, 0), step)
   return lax.fori_loop(0, turns, body, jnp.int32(0))
 
 
@@ -201,9 +200,9 @@ def _await_all(side: Side, stream, num_copied) -> None:
 
 def _copy(static: GpuStatic, refs: Refs, stream, head, unit, used) -> None:
   """Copies a unit's blocks into the rings, after `used` earlier blocks."""
-  size, pieces = static.page_size, range(static.pages)
-  rows = min(size, TOKENS)
-  last = quotient(unit.end - 1, size)
+  page_size = static.page_size
+  rows = min(page_size, TOKENS)
+  last_column = quotient(unit.end - 1, page_size)
 
   def body(block, _):
     base = (first_block(unit) + block) * TOKENS
@@ -211,11 +210,15 @@ def _copy(static: GpuStatic, refs: Refs, stream, head, unit, used) -> None:
     # the last page is copied again, because a barrier counts a fixed number of
     # copies.
     ids = [
-      refs.table[unit.sequence, jnp.minimum(quotient(base, size) + i, last)]
-      for i in pieces
+      refs.table[
+        unit.sequence, jnp.minimum(quotient(base, page_size) + i, last_column)
+      ]
+      for i in range(static.pages)
     ]
     index = used + block
-    source = pl.ds(0 if size <= TOKENS else remainder(base, size), rows)
+    source = pl.ds(
+      0 if page_size <= TOKENS else remainder(base, page_size), rows
+    )
     for side in (refs.k, refs.v):
       stage, barrier = stage_of(side.ring, stream, index)
 
@@ -260,7 +263,7 @@ def _multiply(static: GpuStatic, refs: Refs, stream, head, unit, used) -> None:
     slopes = compat.load(refs.slopes.at[head], ROW, interpreted=interpreted)
 
   def body(block, carry):
-    top, total, weighted = carry
+    m, l, weighted = carry
     base = (first_block(unit) + block) * TOKENS
     keys, factors = _block(static, refs.k, stream, used + block)
     products = compat.products(
@@ -275,10 +278,8 @@ def _multiply(static: GpuStatic, refs: Refs, stream, head, unit, used) -> None:
     )
     if static.tree:
       mask &= _in_tree(static, refs.trees, unit, base, MATRIX) > 0
-    top, total, shrink, weights = online_softmax.absorb(
-      logits, mask, top, total
-    )
-    weighted *= lax.broadcast_in_dim(shrink, weighted.shape, [0])
+    m, l, alpha, weights = online_softmax.absorb(logits, mask, m, l)
+    weighted *= lax.broadcast_in_dim(alpha, weighted.shape, [0])
     values, factors = _block(static, refs.v, stream, used + block)
     weights, largest = quantized.scaled_weights(
       weights, mask, factors, refs.q.dtype
@@ -294,7 +295,7 @@ def _multiply(static: GpuStatic, refs: Refs, stream, head, unit, used) -> None:
     _release(refs.v, stream, used + block)
     if largest is not None:
       weighted *= lax.broadcast_in_dim(largest, weighted.shape, [0])
-    return top, total, weighted
+    return m, l, weighted
 
   row = functools.partial(
     compat.full, (ROWS,), layout=ROW, interpreted=interpreted
@@ -382,12 +383,12 @@ def _clear_unused(
     plgpu.commit_smem()
 
 
-def _write(refs: Refs, stream, index, top, total, weighted) -> None:
+def _write(refs: Refs, stream, index, m, l, weighted) -> None:
   """Writes a unit's results: Y rows of output, and the sums of all rows."""
-  out = online_softmax.normalise(total, weighted)
+  out = online_softmax.normalise(l, weighted)
   rows, value_dim = refs.out.shape[1:]
-  refs.sums[stream, 0] = top
-  refs.sums[stream, 1] = total
+  refs.sums[stream, 0] = m
+  refs.sums[stream, 1] = l
   # The rings leave little shared memory, so copy `RESULT` columns at a time.
   for start in range(0, value_dim, RESULT):
     refs.result[stream] = out[:, start : start + RESULT]

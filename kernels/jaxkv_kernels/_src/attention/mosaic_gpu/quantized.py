@@ -71,11 +71,11 @@ def _widen(static: GpuStatic, narrow: Any, wide: Any) -> None:
   wide[...] = block.astype(wide.dtype)
 
 
-def scaled(numbers: jax.Array, factors: jax.Array | None) -> jax.Array:
+def scaled(matrix: jax.Array, factors: jax.Array | None) -> jax.Array:
   """Multiplies columns float32[Y, A] by their factors float32[A], if any."""
   if factors is None:
-    return numbers
-  return numbers * lax.broadcast_in_dim(factors, numbers.shape, [1])
+    return matrix
+  return matrix * lax.broadcast_in_dim(factors, matrix.shape, [1])
 
 
 def scaled_weights(

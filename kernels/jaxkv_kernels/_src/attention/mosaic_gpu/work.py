@@ -112,7 +112,7 @@ class Refs(NamedTuple):
   q: Any  # [Z * K, Y, D]
   # Output, in device memory
   out: Any  # float32[O * K, Y, Dv]
-  totals: Any  # float32[O * K, 2, 64], the softmax's top and total
+  totals: Any  # float32[O * K, 2, 64], the softmax's m and l
   # Scratch, in shared memory
   queries: Any  # [streams, 64, D]
   result: Any  # float32[streams, 64, 32], some columns at a time
@@ -135,14 +135,14 @@ def scales_of_block(page_size: int) -> tuple[int, int, int]:
   return TOKENS // tokens, max(1, 32 // tokens), tokens
 
 
-def quotient(number: Any, divisor: int) -> jax.Array:
+def quotient(dividend: Any, divisor: int) -> jax.Array:
   """Divides a non-negative int32. The result is int32 even in 64-bit mode."""
-  return lax.div(number, np.int32(divisor))
+  return lax.div(dividend, np.int32(divisor))
 
 
-def remainder(number: Any, divisor: int) -> jax.Array:
+def remainder(dividend: Any, divisor: int) -> jax.Array:
   """Returns the remainder of the division in `quotient`."""
-  return lax.rem(number, np.int32(divisor))
+  return lax.rem(dividend, np.int32(divisor))
 
 
 def first_block(unit: Unit) -> jax.Array:

@@ -18,7 +18,8 @@ from jaxkv_kernels._src.attention.options import CallOptions
 
 # Query rows of a tile: the matrix unit of a v5e has 128. A multiple of 16 rows
 # fills registers, whose 8 sublanes have two 16-bit rows each.
-_ROWS, _MULTIPLE = 128, 16
+_ROWS = 128
+_MULTIPLE = 16
 # Lanes of a vector register. An array [Y, 1] takes the memory of [Y, 128].
 _LANES = 128
 # The maximum number of tokens of a block, unless one page has more.
@@ -36,14 +37,15 @@ _BYTES = (
 
 def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   """Computes attention of queries [B, T, H, D]; see `choose.Backend`."""
-  options, k_pages, v_pages = call.options, call.k_pages, call.v_pages
+  options = call.options
+  k_pages = call.k_pages
   columns, heads = call.q.shape[1:3]
   num_pages, kv_heads, page_size = k_pages.shape[:3]
-  size = _queries(call)
-  tiles = query_tiles.tile(call, size=size, multiple=_MULTIPLE)
+  tile_size = _queries(call)
+  tiles = query_tiles.tile(call, tile_size=tile_size, multiple=_MULTIPLE)
   static = TpuStatic(
-    tiles=-(-columns // size),
-    pages=_pages_per_block(k_pages, v_pages),
+    tiles=-(-columns // tile_size),
+    pages=_pages_per_block(k_pages, call.v_pages),
     page_size=page_size,
     soft_cap=options.soft_cap,
     dtype=_compute_dtype(call.q, k_pages),
@@ -57,30 +59,32 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
     "q": tiles.q,
     "reach": tiles.reach,
     "k_pages": k_pages,
-    "v_pages": v_pages,
-    **_per_head(options, heads, kv_heads, size, tiles.q.shape[2]),
+    "v_pages": call.v_pages,
+    **_per_head(options, heads, kv_heads, tile_size, tiles.q.shape[2]),
     **_token_scales(options, table, static),
   }
   if options.tree_mask is not None:
     inputs["tree"], inputs["tree_first"] = query_tiles.trees(
       options,
       per_kv_head=heads // kv_heads,
-      size=size,
+      tile_size=tile_size,
       rows=tiles.q.shape[2],
       tokens=static.tokens,
     )
   out, lse = kernel.call(
     static, tiles.first, tiles.end, inputs, options.interpret
   )
-  out = query_tiles.untile(out, call, size)
-  lse = query_tiles.untile(lse, call, size)[..., 0]
+  out = query_tiles.untile(out, call, tile_size)
+  lse = query_tiles.untile(lse, call, tile_size)[..., 0]
   return head_epilogue.finish(out, lse, call.is_query, options)
 
 
 def unsupported(platform: str, call: AttentionCall) -> str | None:
   """Returns the reason why this backend does not support a call, if any."""
-  q, k_pages, v_pages = call.q, call.k_pages, call.v_pages
-  size = k_pages.shape[2]
+  q = call.q
+  k_pages = call.k_pages
+  v_pages = call.v_pages
+  page_size = k_pages.shape[2]
   dims = k_pages.shape[3], v_pages.shape[3]
   pool = jnp.dtype(k_pages.dtype)
   block = _pages_per_block(k_pages, v_pages) * _page_bytes(k_pages, v_pages)
@@ -93,12 +97,14 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
     f"`q` must be float32 or bfloat16, got {q.dtype}": q.dtype not in _FLOATS,
     "`k_pages` must be float32, bfloat16, int8, float8_e4m3fn or float8_e5m2,"
     f" got {pool}": pool not in (*_FLOATS, *_BYTES),
-    f"`k_pages` must have pages of a multiple of 8 tokens, got {size}": (
-      size % 8 != 0
+    f"`k_pages` must have pages of a multiple of 8 tokens, got {page_size}": (
+      page_size % 8 != 0
     ),
     # v7x copies 16-bit numbers in whole tiles of 16 tokens.
     "`k_pages` must have pages of 8 or a multiple of 16 tokens for 16-bit"
-    f" numbers, got {size}": pool.itemsize == 2 and size > 8 and size % 16 != 0,
+    f" numbers, got {page_size}": pool.itemsize == 2
+    and page_size > 8
+    and page_size % 16 != 0,
     "`k_pages` and `v_pages` must have head sizes that are multiples of 128,"
     f" got {dims}": any(dim % 128 for dim in dims),
     "`k_pages` and `v_pages` must have pages of at most"
@@ -112,12 +118,12 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
 
 
 def _per_head(
-  options: CallOptions, heads: int, kv_heads: int, size: int, rows: int
+  options: CallOptions, heads: int, kv_heads: int, tile_size: int, rows: int
 ) -> dict[str, jax.Array]:
   """Returns per-head options for the rows of a tile, as float32[K, Y, 1]."""
 
   def spread(values: jax.Array) -> jax.Array:
-    values = jnp.tile(values.reshape(kv_heads, -1), (1, size))
+    values = jnp.tile(values.reshape(kv_heads, -1), (1, tile_size))
     padding = rows - values.shape[1]
     return jnp.pad(values, ((0, 0), (0, padding)))[..., None]
 
@@ -144,12 +150,12 @@ def _token_scales(
       continue
     padding = -table.shape[1] % static.pages
     ids = jnp.pad(table, ((0, 0), (0, padding)))
-    batch, kv_heads = ids.shape[0], scale.shape[1]
+    batch = ids.shape[0]
     # Flattened, because XLA would copy `scale` to gather its short last axis.
     tokens = scale.reshape(scale.shape[0], -1)[ids]
-    tokens = tokens.reshape(batch, -1, kv_heads, static.page_size)
+    tokens = tokens.reshape(batch, -1, scale.shape[1], static.page_size)
     tokens = tokens.swapaxes(1, 2)  # [B, K, M, S]
-    tokens = tokens.reshape(batch, kv_heads, -1, static.tokens)
+    tokens = tokens.reshape(batch, scale.shape[1], -1, static.tokens)
     result[name] = tokens.swapaxes(1, 2).astype(jnp.float32)
   return result
 
@@ -157,15 +163,16 @@ def _token_scales(
 def _queries(call: AttentionCall) -> int:
   """Returns queries per tile: enough for the matrix unit, if they fit VMEM."""
   columns, heads = call.q.shape[1:3]
-  size = min(columns, max(1, _ROWS * call.k_pages.shape[1] // heads))
-  while size > 1 and _memory(size, call) > MEMORY_BYTES:
-    size = -(-size // 2)
-  return size
+  tile_size = min(columns, max(1, _ROWS * call.k_pages.shape[1] // heads))
+  while tile_size > 1 and _memory(tile_size, call) > MEMORY_BYTES:
+    tile_size = -(-tile_size // 2)
+  return tile_size
 
 
-def _memory(size: int, call: AttentionCall) -> int:
-  """Returns an estimate of the VMEM that tiles of `size` queries take."""
-  q, k_pages, v_pages = call.q, call.k_pages, call.v_pages
+def _memory(tile_size: int, call: AttentionCall) -> int:
+  """Returns an estimate of the VMEM that tiles of `tile_size` queries take."""
+  k_pages = call.k_pages
+  v_pages = call.v_pages
   kv_heads, page_size, dim = k_pages.shape[1:]
   value_dim = v_pages.shape[3]
   pages = _pages_per_block(k_pages, v_pages)
@@ -174,13 +181,13 @@ def _memory(size: int, call: AttentionCall) -> int:
   values = kv_heads * tokens * value_dim * 4
   # Double-buffered for each row: query and output; log-sum-exp, factor, slope.
   # Single: the maximum and the sum of the softmax; logits and weights.
-  row = 2 * (dim * q.dtype.itemsize + value_dim * 4)
+  row = 2 * (dim * call.q.dtype.itemsize + value_dim * 4)
   row += (2 * 3 + 2) * _LANES * 4 + 2 * tokens * 4
   tree = 0
   mask = call.options.tree_mask
   if mask is not None:
     tree = 2 * (mask.shape[-1] + 2 * tokens)
-  rows = size * (q.shape[-2] // kv_heads)
+  rows = tile_size * (call.q.shape[-2] // kv_heads)
   rows += -rows % _MULTIPLE
   return ring + values + rows * (kv_heads * row + tree)
 

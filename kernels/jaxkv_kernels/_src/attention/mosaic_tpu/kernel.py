@@ -112,14 +112,14 @@ def _in_specs(
   static: TpuStatic, inputs: dict[str, jax.Array]
 ) -> dict[str, Any]:
   """Returns the block spec of each input."""
-  num, columns = inputs["q"].shape[0], inputs["table"].shape[2]
+  num = inputs["q"].shape[0]
   # Pools and scales stay in HBM. The kernel copies the parts that it needs.
   in_place = pl.BlockSpec(memory_space=pl.ANY)
 
   def table(step: int) -> pl.BlockSpec:
     """Returns the spec of the page ids of the grid step `step` steps ahead."""
     return pl.BlockSpec(
-      (1, 1, columns),
+      (1, 1, inputs["table"].shape[2]),
       lambda z, *_: (
         lax.div(jnp.minimum(z + step, num - 1), np.int32(static.tiles)),
         _ZERO,
@@ -168,8 +168,8 @@ def _scratch(static: TpuStatic, inputs: dict[str, jax.Array]) -> dict[str, Any]:
   scratch: dict[str, Any] = {
     "ring": pltpu.SMEM((1,), jnp.int32),
     "arrived": pltpu.SemaphoreType.DMA((BUFFERS,)),
-    "top": pltpu.VMEM((kv_heads, rows, 1), jnp.float32),
-    "total": pltpu.VMEM((kv_heads, rows, 1), jnp.float32),
+    "m": pltpu.VMEM((kv_heads, rows, 1), jnp.float32),
+    "l": pltpu.VMEM((kv_heads, rows, 1), jnp.float32),
   }
   for name in _POOLS:  # [F, K, A, D]
     shape = *block, inputs[name].shape[-1]
@@ -227,8 +227,8 @@ def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
   def _(block):
     fetch(step, block, stage(block))
 
-  scratch["top"][...] = jnp.full_like(scratch["top"], LOWEST)
-  scratch["total"][...] = jnp.zeros_like(scratch["total"])
+  scratch["m"][...] = jnp.full_like(scratch["m"], LOWEST)
+  scratch["l"][...] = jnp.zeros_like(scratch["l"])
   out[...] = jnp.zeros_like(out)
 
   @pl.loop(0, step.num)
@@ -248,29 +248,29 @@ def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
       fetch(next_step, next_block - step.num, slot)
 
   scratch["ring"][0] = stage(step.num)
-  total = scratch["total"][...]
-  is_empty = total == 0
-  divisor = jnp.where(is_empty, jnp.float32(1), total)
+  l = scratch["l"][...]
+  is_empty = l == 0
+  divisor = jnp.where(is_empty, jnp.float32(1), l)
   out[0] = out[0] / divisor
-  lse[0] = jnp.where(is_empty, -jnp.inf, scratch["top"][...] + jnp.log(divisor))
+  lse[0] = jnp.where(is_empty, -jnp.inf, scratch["m"][...] + jnp.log(divisor))
 
 
 def _step(static: TpuStatic, index, firsts, ends, table) -> _Step:
   """Returns the blocks of a grid step; no blocks outside of the grid."""
-  last = pl.num_programs(0) - 1
-  is_in_grid = (index >= 0) & (index <= last)
-  index = jnp.clip(index, 0, last)
+  last_step = pl.num_programs(0) - 1
+  is_in_grid = (index >= 0) & (index <= last_step)
+  index = jnp.clip(index, 0, last_step)
   first_page = firsts[index] // static.page_size
   end_page = (ends[index] + static.page_size - 1) // static.page_size
-  first = first_page // static.pages
-  end = (end_page + static.pages - 1) // static.pages
+  first_block = first_page // static.pages
+  end_block = (end_page + static.pages - 1) // static.pages
   return _Step(
     table=table,
     row=index // static.tiles,
     first_page=first_page,
     end_page=end_page,
-    first=first,
-    num=jnp.where(is_in_grid & (end_page > 0), end - first, 0),
+    first=first_block,
+    num=jnp.where(is_in_grid & (end_page > 0), end_block - first_block, 0),
   )
 
 
@@ -280,7 +280,7 @@ def _copies(
   """Starts or awaits the copies of a step's block into stage `slot`."""
   arrived = scratch["arrived"].at[slot]
   base = (step.first + block) * static.pages
-  size = static.page_size
+  page_size = static.page_size
 
   # Pages that the tile does not see are not copied. Their part of the stage
   # keeps its old contents, which the masks exclude.
@@ -290,9 +290,11 @@ def _copies(
   )
   def _(column):
     page = step.table[0, 0, column]
-    place = pl.ds(pl.multiple_of((column - base) * size, size), size)
+    tokens = pl.ds(
+      pl.multiple_of((column - base) * page_size, page_size), page_size
+    )
     for name in _POOLS:
-      target = scratch[name].at[slot, :, place]
+      target = scratch[name].at[slot, :, tokens]
       action(pltpu.make_async_copy(inputs[name].at[page], target, arrived))
 
   for name in _SCALES:
@@ -304,11 +306,13 @@ def _copies(
 def _absorb(static: TpuStatic, row, block, slot, inputs, out, scratch) -> None:
   """Adds a block of sequence `row`, in stage `slot`, to the online softmax."""
   reach = inputs["reach"]
-  first, end, query_position = (reach[0, :, i : i + 1] for i in range(3))
-  rows = first.shape[0]
+  first_key, end_key, query_position = (
+    reach[0, :, i : i + 1] for i in range(3)
+  )
+  rows = first_key.shape[0]
   base = block * static.tokens
   position = base + lax.broadcasted_iota(jnp.int32, (rows, static.tokens), 1)
-  mask = (position >= first) & (position < end)
+  mask = (position >= first_key) & (position < end_key)
   is_hidden = None
   if "tree" in inputs:
     mask &= _in_tree(block - inputs["tree_first"][row], inputs["tree"])
@@ -324,21 +328,23 @@ def _absorb(static: TpuStatic, row, block, slot, inputs, out, scratch) -> None:
     distance = (position - query_position).astype(jnp.float32)
     logits = logits + inputs["slopes"][...] * distance[None]
   logits = jnp.where(mask, logits, -jnp.inf)
-  old_top = scratch["top"][...]
-  # `top` is finite, so a block changes no bit of a row that sees none of its
+  old_m = scratch["m"][...]
+  # `m` is finite, so a block changes no bit of a row that sees none of its
   # keys.
-  top = jnp.maximum(old_top, jnp.max(logits, axis=2, keepdims=True))
-  shrink = jnp.exp(old_top - top)
-  weights = jnp.exp(logits - top)
-  scratch["top"][...] = top
-  scratch["total"][...] = scratch["total"][...] * shrink + jnp.sum(
+  m = jnp.maximum(old_m, jnp.max(logits, axis=2, keepdims=True))
+  alpha = jnp.exp(old_m - m)
+  weights = jnp.exp(logits - m)
+  scratch["m"][...] = m
+  scratch["l"][...] = scratch["l"][...] * alpha + jnp.sum(
     weights, axis=2, keepdims=True
   )
   if "v_scale" in inputs:
     scale = scratch["v_scale"][slot][:, None]
     weights = jnp.where(mask, weights * scale, jnp.float32(0))
-  values = _values(base, first, end, scratch["v_pages"].at[slot], is_hidden)
-  out[0] = out[0] * shrink + _dot(static, weights, values, 1)
+  values = _values(
+    base, first_key, end_key, scratch["v_pages"].at[slot], is_hidden
+  )
+  out[0] = out[0] * alpha + _dot(static, weights, values, 1)
 
 
 def _in_tree(block, tree):
@@ -356,23 +362,20 @@ def _hidden(mask):
   ones = jnp.ones((mask.shape[0], 128), jnp.float32)
   mask = mask.astype(jnp.int32).astype(jnp.float32)
   rows = lax.dot_general(
-    mask,
-    ones,
-    (((0,), (0,)), ((), ())),
-    preferred_element_type=jnp.float32,
+    mask, ones, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
   )
   return (rows[:, :1] == 0)[None]
 
 
-def _values(base, first, end, ref, is_hidden):
+def _values(base, first_key, end_key, ref, is_hidden):
   """Returns a block's values; floats of tokens that no row sees become 0."""
   values = ref[...]
   # 0 * NaN is NaN, so a weight of 0 would not exclude a NaN. int8 has no NaN.
   if values.dtype == jnp.int8:
     return values
   position = base + lax.broadcasted_iota(jnp.int32, values.shape, 1)
-  lowest = jnp.min(jnp.where(end > 0, first, jnp.max(end)))
-  is_used = (position >= lowest) & (position < jnp.max(end))
+  lowest = jnp.min(jnp.where(end_key > 0, first_key, jnp.max(end_key)))
+  is_used = (position >= lowest) & (position < jnp.max(end_key))
   values = jnp.where(is_used, values.astype(jnp.float32), jnp.float32(0))
   return values if is_hidden is None else jnp.where(is_hidden, 0.0, values)
 

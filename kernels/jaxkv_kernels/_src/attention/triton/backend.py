@@ -21,14 +21,15 @@ from jaxkv_kernels._src.attention import online_softmax
 from jaxkv_kernels._src.attention import query_tiles
 from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.triton import compat
-from jaxkv_kernels._src.attention.triton.kernel import Sizes
+from jaxkv_kernels._src.attention.triton.kernel import TritonStatic
 from jaxkv_kernels._src.attention.triton.kernel import attention_kernel
 from jaxkv_kernels._src.attention.triton.kernel import power_of_two
 from jaxkv_kernels._src.formats import logical_dtype
 
 # Query rows of a program: a tensor core multiplies at least 16, and the sums of
 # at most 64 fit in registers.
-_MIN_ROWS, _MAX_ROWS = 16, 64
+_MIN_ROWS = 16
+_MAX_ROWS = 64
 # Bytes of K, and of V, in a block. With three stages of both in each program,
 # two programs then fit in a multiprocessor's 227 KB of shared memory.
 _BLOCK_BYTES = 16 * 1024
@@ -38,23 +39,25 @@ _PROGRAMS = 264
 _MAX_SPLITS = 64
 # Bounds of the tokens of a program. The maximum balances the work, as far as
 # `_PART_BYTES` permits. The minimum limits overhead, if no cores are idle.
-_MAX_TOKENS, _MIN_TOKENS = 4096, 1024
+_MAX_TOKENS = 4096
+_MIN_TOKENS = 1024
 # The maximum number of bytes of all parts, each of which is as large as the
 # output in float32. Splits that are needed to fill the GPU may exceed it.
 _PART_BYTES = 64 * 2**20
 _LARGEST_HEAD = 256
 # The maximum sizes of the value in a latent vector, and of the rest of it.
-_LARGEST_VALUE, _LARGEST_BEHIND = 512, 64
+_LARGEST_VALUE = 512
+_LARGEST_BEHIND = 64
 
 
 def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   """Computes attention of a rectangle; see `choose.Backend`."""
-  options, latent = call.options, call.options.value_dim
-  sizes = _sizes(call)
+  options = call.options
+  static = _static(call)
   inputs = {
     "q": call.q,
     "k": call.k_pages,
-    "v": call.v_pages if latent is None else None,
+    "v": call.v_pages if call.options.value_dim is None else None,
     "table": call.page_table,
     "starts": call.starts,
     "counts": call.counts,
@@ -68,15 +71,17 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
     "tree": _as_int8(options.tree_mask),
     "tree_starts": options.tree_starts,
   }
-  has_few_sums = sizes.rows == _MIN_ROWS and latent is None
-  shape = (sizes.splits, sizes.batch, sizes.columns, sizes.heads)
+  has_few_sums = static.rows == _MIN_ROWS and call.options.value_dim is None
+  shape = (static.splits, static.batch, static.columns, static.heads)
   parts, totals = compat.call(
-    functools.partial(attention_kernel, sizes=sizes, soft_cap=options.soft_cap),
+    functools.partial(
+      attention_kernel, static=static, soft_cap=options.soft_cap
+    ),
     inputs,
     name="jaxkv_paged_attention",
-    grid=(sizes.batch * sizes.kv_heads * sizes.tiles, sizes.splits),
+    grid=(static.batch * static.kv_heads * static.tiles, static.splits),
     out_shape=(
-      query_tiles.float32((*shape, sizes.value_dim), inputs),
+      query_tiles.float32((*shape, static.value_dim), inputs),
       query_tiles.float32((2, *shape), inputs),
     ),
     # With more sums, a program needs twice the threads to avoid spills.
@@ -142,11 +147,13 @@ def _as_int8(mask: jax.Array | None) -> jax.Array | None:
   return None if mask is None else mask.astype(jnp.int8)
 
 
-def _sizes(call: AttentionCall) -> Sizes:
+def _static(call: AttentionCall) -> TritonStatic:
   """Returns the sizes of programs, which depend only on static values."""
   batch, columns, heads, dim = call.q.shape
-  latent, value_dim = call.options.value_dim, call.value_dim
-  capacity, pool_dtype = call.capacity, call.k_pages.dtype
+  latent = call.options.value_dim
+  value_dim = call.value_dim
+  capacity = call.capacity
+  pool_dtype = call.k_pages.dtype
   # As one part, 512 + 64 elements would be padded to a power of two: 1,024.
   cuts = (0, dim) if latent in (None, dim) else (0, latent, dim)
   parts = tuple((a, b - a) for a, b in itertools.pairwise(cuts))
@@ -156,7 +163,7 @@ def _sizes(call: AttentionCall) -> Sizes:
   rows = max(power_of_two(num_rows), _MIN_ROWS)
   rows = min(rows, _max_rows(dtype, latent))
   tiles = -(-num_rows // rows)
-  vector_size = power_of_two(max(value_dim, *(size for _, size in parts)))
+  vector_size = power_of_two(max(value_dim, *(width for _, width in parts)))
   block = _block(rows, vector_size, pool_dtype, dtype, latent is not None)
   programs = batch * kv_heads * tiles
   has_idle_cores = programs < _PROGRAMS
@@ -165,7 +172,7 @@ def _sizes(call: AttentionCall) -> Sizes:
   extra_splits = min(-(-capacity // _MAX_TOKENS), _PART_BYTES // part_bytes)
   splits = max(-(-_PROGRAMS // programs), extra_splits)
   splits = min(splits, _MAX_SPLITS, -(-capacity // block))
-  return Sizes(
+  return TritonStatic(
     batch=batch,
     columns=columns,
     heads=heads,
@@ -193,23 +200,28 @@ def _max_rows(dtype: np.dtype, latent: int | None) -> int:
 
 
 def _block(
-  rows: int, size: int, pool_dtype: np.dtype, dtype: np.dtype, latent: bool
+  rows: int,
+  vector_size: int,
+  pool_dtype: np.dtype,
+  dtype: np.dtype,
+  latent: bool,
 ) -> int:
   """Returns the number of tokens of a step."""
   if latent:
     # A latent vector replaces a key and a value, so it can take the bytes of
     # both.
-    return max(2 * _BLOCK_BYTES // (size * dtype.itemsize), 16)
+    return max(2 * _BLOCK_BYTES // (vector_size * dtype.itemsize), 16)
   # Widening 8-bit numbers takes registers, and many rows leave few of them.
   has_few_rows = rows == _MIN_ROWS
   width = max(pool_dtype.itemsize, dtype.itemsize // (2 if has_few_rows else 1))
   limit = _MAX_BLOCK if has_few_rows else _MAX_BLOCK // 2
-  return min(max(_BLOCK_BYTES // (size * width), 16), limit)
+  return min(max(_BLOCK_BYTES // (vector_size * width), 16), limit)
 
 
 def _compute_dtype(query_dtype, pool_dtype) -> np.dtype:
   """Returns the dtype of the products with keys and values."""
-  query_dtype, pool_dtype = np.dtype(query_dtype), np.dtype(pool_dtype)
+  query_dtype = np.dtype(query_dtype)
+  pool_dtype = np.dtype(pool_dtype)
   # Every query dtype represents 8-bit numbers exactly. If queries and pages
   # have different dtypes of 16 bits or more, only float32 represents both.
   if pool_dtype.itemsize == 1 or pool_dtype == query_dtype:
@@ -227,7 +239,7 @@ def _merge(
 
   Args:
     parts: float32[splits, B, T, H, Dv], normalised.
-    totals: float32[2, splits, B, T, H], `top` and `total` of `online_softmax`.
+    totals: float32[2, splits, B, T, H], `m` and `l` of `online_softmax`.
     sinks: float32[H], or None.
     is_query: bool[B, T, 1], False for padding, whose log-sum-exp is -inf.
 
@@ -235,17 +247,17 @@ def _merge(
     (float32[B, T, H, Dv], float32[B, T, H]).
   """
   chex.assert_shape(totals, (2, *parts.shape[:-1]))
-  tops, sums = totals
-  # Merging by `top` and `total` loses fewer digits than by log-sum-exps.
-  top = jnp.max(tops, axis=0)
+  part_m, part_l = totals
+  # Merging by `m` and `l` loses fewer digits than by log-sum-exps.
+  m = jnp.max(part_m, axis=0)
   if sinks is not None:
     sinks = (sinks * online_softmax.LOG2_E)[None, None]
-    top = jnp.maximum(top, sinks)
-  weights = sums * jnp.exp2(tops - top[None])
-  total = jnp.sum(weights, axis=0)
+    m = jnp.maximum(m, sinks)
+  weights = part_l * jnp.exp2(part_m - m[None])
+  l = jnp.sum(weights, axis=0)
   if sinks is not None:
-    total = total + jnp.exp2(sinks - top)
-  divisor = jnp.where(total == 0, jnp.float32(1), total)
+    l = l + jnp.exp2(sinks - m)
+  divisor = jnp.where(l == 0, jnp.float32(1), l)
   out = jnp.sum(parts * (weights / divisor[None])[..., None], axis=0)
-  lse = online_softmax.log_sum_exp(top, total)
+  lse = online_softmax.log_sum_exp(m, l)
   return out, jnp.where(is_query, lse, -jnp.inf)

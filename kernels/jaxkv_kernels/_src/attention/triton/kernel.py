@@ -22,7 +22,7 @@ from jaxkv_kernels._src.formats import load
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
+class TritonStatic:
   """Static sizes of a call.
 
   Attributes:
@@ -67,9 +67,9 @@ class Sizes:
     return self.heads // self.kv_heads
 
 
-def power_of_two(number: int) -> int:
-  """Returns `number`, rounded up to a power of two."""
-  return 1 << (number - 1).bit_length()
+def power_of_two(count: int) -> int:
+  """Returns `count`, rounded up to a power of two."""
+  return 1 << (count - 1).bit_length()
 
 
 def _width(dim: int) -> int:
@@ -78,7 +78,7 @@ def _width(dim: int) -> int:
 
 
 def attention_kernel(
-  refs, out_ref, totals_ref, *, sizes: Sizes, soft_cap: float | None
+  refs, out_ref, totals_ref, *, static: TritonStatic, soft_cap: float | None
 ):
   """Computes one tile of query rows over one part of its keys.
 
@@ -90,37 +90,37 @@ def attention_kernel(
       float32[H], k_scale and v_scale float32[K] or float32[N, K, S], tree
       int8[B, T, X], tree_starts int32[B].
     out_ref: float32[splits, B, T, H, Dv].
-    totals_ref: float32[2, splits, B, T, H], top and total of `online_softmax`.
-    sizes: static sizes.
+    totals_ref: float32[2, splits, B, T, H], m and l of `online_softmax`.
+    static: sizes of the call.
     soft_cap: as in `CallOptions`.
   """
-  rows = _rows(refs, sizes)
-  first_block, end_block = _blocks(rows, sizes)
+  rows = _rows(refs, static)
+  first_block, end_block = _blocks(rows, static)
   q = [
-    _read(refs["q"], rows.index, rows.exists, *part).astype(sizes.dtype)
-    for part in sizes.key_parts
+    _read(refs["q"], rows.index, rows.exists, *part).astype(static.dtype)
+    for part in static.key_parts
   ]
 
   def step(index, carry):
-    return _step(refs, rows, q, index, carry, sizes, soft_cap)
+    return _step(refs, rows, q, index, carry, static, soft_cap)
 
-  value_dim = _width(sizes.value_dim)
-  top, total, weighted = lax.fori_loop(
+  value_dim = _width(static.value_dim)
+  m, l, weighted = lax.fori_loop(
     first_block,
     end_block,
     step,
     (
-      jnp.full((sizes.rows,), LOWEST, jnp.float32),
-      jnp.zeros((sizes.rows,), jnp.float32),
-      jnp.zeros((sizes.rows, value_dim), jnp.float32),
+      jnp.full((static.rows,), LOWEST, jnp.float32),
+      jnp.zeros((static.rows,), jnp.float32),
+      jnp.zeros((static.rows, value_dim), jnp.float32),
     ),
   )
-  # A program without keys writes total 0, so that the merge ignores its part.
+  # A program without keys writes l = 0, so that the merge ignores its part.
   target = (pl.program_id(1), *rows.index)
-  for index, sums in enumerate((top, total)):
+  for index, sums in enumerate((m, l)):
     plt.store(totals_ref.at[(index, *target)], sums, mask=rows.exists)
-  out = online_softmax.normalise(total, weighted)
-  _write(out_ref, target, rows.exists, sizes.value_dim, out)
+  out = online_softmax.normalise(l, weighted)
+  _write(out_ref, target, rows.exists, static.value_dim, out)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ class _Rows:
     exists: False past the T * H / K rows of the K/V head.
     position: the position of each row's query in the sequence.
     first: the first key that each row sees.
-    end: one past the last key that each row sees, 0 if it is no query.
+    end: one past the last key that each row sees, 0 for padding.
     reach: the first key that any row sees, and one past the last such key.
   """
 
@@ -155,69 +155,66 @@ class _Rows:
     return self.batch, self.column, self.head
 
 
-def _rows(refs, sizes: Sizes) -> _Rows:
+def _rows(refs, static: TritonStatic) -> _Rows:
   """Returns the rows of this program."""
   # The tile varies fastest over programs, so that the tiles of a K/V head read
   # their keys, which they share, from the L2 cache.
   program = pl.program_id(0)
-  head_index = _divide(program, sizes.tiles)
-  tile = program - head_index * sizes.tiles
-  batch = _divide(head_index, sizes.kv_heads)
-  kv_head = head_index - batch * sizes.kv_heads
-  row = tile * sizes.rows + jnp.arange(sizes.rows, dtype=jnp.int32)
-  column = _divide(row, sizes.per_kv_head)
-  head = kv_head * sizes.per_kv_head + row - column * sizes.per_kv_head
+  head_index = _divide(program, static.tiles)
+  tile = program - head_index * static.tiles
+  batch = _divide(head_index, static.kv_heads)
+  kv_head = head_index - batch * static.kv_heads
+  row = tile * static.rows + jnp.arange(static.rows, dtype=jnp.int32)
+  column = _divide(row, static.per_kv_head)
+  head = kv_head * static.per_kv_head + row - column * static.per_kv_head
   start = refs["starts"][batch]
-  count = jnp.minimum(refs["counts"][batch], sizes.columns)
+  count = jnp.minimum(refs["counts"][batch], static.columns)
 
   window = None if refs["window"] is None else refs["window"][0]
 
   def span(column):
-    return query_tiles.span(start + column, sizes.capacity, window)
+    return query_tiles.span(start + column, static.capacity, window)
 
   # Queries of a tile ascend, so its first and last query bound all its keys.
-  lowest = _divide(tile * sizes.rows, sizes.per_kv_head)
-  highest = _divide((tile + 1) * sizes.rows - 1, sizes.per_kv_head)
+  lowest = _divide(tile * static.rows, static.per_kv_head)
+  highest = _divide((tile + 1) * static.rows - 1, static.per_kv_head)
   highest = jnp.minimum(highest, count - 1)
-  first, end = span(column)
+  first_key, end_key = span(column)
   return _Rows(
     batch=batch,
     kv_head=kv_head,
     column=column,
     head=head,
-    exists=row < sizes.columns * sizes.per_kv_head,
+    exists=row < static.columns * static.per_kv_head,
     position=start + column,
-    first=first,
-    end=jnp.where(column < count, end, 0),
-    reach=(
-      span(lowest)[0],
-      jnp.where(highest >= lowest, span(highest)[1], 0),
-    ),
+    first=first_key,
+    end=jnp.where(column < count, end_key, 0),
+    reach=(span(lowest)[0], jnp.where(highest >= lowest, span(highest)[1], 0)),
   )
 
 
-def _blocks(rows: _Rows, sizes: Sizes):
+def _blocks(rows: _Rows, static: TritonStatic):
   """Returns the first block of keys of this program, and one past the last."""
-  first = _divide(rows.reach[0], sizes.block)
-  end = _divide(rows.reach[1] + sizes.block - 1, sizes.block)
-  share = _divide(end - first + sizes.splits - 1, sizes.splits)
-  share = jnp.maximum(share, sizes.min_blocks)
-  first += pl.program_id(1) * share
-  return first, jnp.minimum(first + share, end)
+  first_block = _divide(rows.reach[0], static.block)
+  end_block = _divide(rows.reach[1] + static.block - 1, static.block)
+  share = _divide(end_block - first_block + static.splits - 1, static.splits)
+  share = jnp.maximum(share, static.min_blocks)
+  first_block += pl.program_id(1) * share
+  return first_block, jnp.minimum(first_block + share, end_block)
 
 
-def _step(refs, rows: _Rows, q, index, carry, sizes: Sizes, soft_cap):
+def _step(refs, rows: _Rows, q, index, carry, static: TritonStatic, soft_cap):
   """Adds a block of keys to the online softmax, in base 2."""
-  top, total, weighted = carry
-  position = index * sizes.block + jnp.arange(sizes.block, dtype=jnp.int32)
+  m, l, weighted = carry
+  position = index * static.block + jnp.arange(static.block, dtype=jnp.int32)
   is_read = (position >= rows.reach[0]) & (position < rows.reach[1])
-  place = _locate(refs, rows, position, is_read, sizes)
+  address = _locate(refs, rows, position, is_read, static)
   keys = [
-    load(_read(refs["k"], place, is_read, *part)) for part in sizes.key_parts
+    load(_read(refs["k"], address, is_read, *part)) for part in static.key_parts
   ]
-  logits = sum(map(functools.partial(_logits, sizes), q, keys))
+  logits = sum(map(functools.partial(_logits, static), q, keys))
   if refs["k_scale"] is not None:
-    logits *= _scale(refs["k_scale"], place, is_read)[None]
+    logits *= _scale(refs["k_scale"], address, is_read)[None]
   logits = _adjust(refs, rows, logits * refs["scale"][0], position, soft_cap)
   mask = (position[None] >= rows.first[:, None]) & (
     position[None] < rows.end[:, None]
@@ -226,60 +223,60 @@ def _step(refs, rows: _Rows, q, index, carry, sizes: Sizes, soft_cap):
     mask &= _allowed(refs, rows, position)
     # The value of a node that no row sees may be NaN, so it is not read.
     is_read &= jnp.max(mask.astype(jnp.int32), axis=0) > 0
-  top, total, shrink, weights = online_softmax.absorb(logits, mask, top, total)
+  m, l, alpha, weights = online_softmax.absorb(logits, mask, m, l)
   # Unread values are zeros, because 0 * NaN is NaN.
   values = keys[0]
   if refs["v"] is not None:
-    values = load(_read(refs["v"], place, is_read, 0, sizes.value_dim))
+    values = load(_read(refs["v"], address, is_read, 0, static.value_dim))
   elif refs["tree"] is not None:
     # Latents were read before the tree mask, so they may contain NaN.
     values = jnp.where(is_read[:, None], values, 0)
   if refs["v_scale"] is not None:
-    weights *= _scale(refs["v_scale"], place, is_read)[None]
-  update = _weighted(weights, values, sizes, refs["v_scale"] is not None)
-  return top, total, weighted * shrink[:, None] + update
+    weights *= _scale(refs["v_scale"], address, is_read)[None]
+  update = _weighted(weights, values, static, refs["v_scale"] is not None)
+  return m, l, weighted * alpha[:, None] + update
 
 
-def _logits(sizes: Sizes, q, keys):
+def _logits(static: TritonStatic, q, keys):
   """Multiplies a part of the queries with the same part of a block's keys."""
   return jnp.dot(
     q,
-    keys.astype(sizes.dtype).T,
-    precision=_precision(sizes.dtype),
+    keys.astype(static.dtype).T,
+    precision=_precision(static.dtype),
     preferred_element_type=jnp.float32,
   )
 
 
-def _weighted(weights, values, sizes: Sizes, has_scales: bool):
+def _weighted(weights, values, static: TritonStatic, has_scales: bool):
   """Returns the weighted sums of a block's values: float32[Y, Dv]."""
   # A weight times a scale can be outside the range of float16. So each row of
   # weights is divided by its largest magnitude, which then multiplies the sums.
   largest = None
-  if has_scales and sizes.dtype == np.dtype(np.float16):
+  if has_scales and static.dtype == np.dtype(np.float16):
     largest = jnp.max(jnp.abs(weights), axis=1)
     largest = jnp.where(largest == 0, 1.0, largest)
     weights /= largest[:, None]
   sums = jnp.dot(
-    weights.astype(sizes.dtype),
-    values.astype(sizes.dtype),
-    precision=_precision(sizes.dtype),
+    weights.astype(static.dtype),
+    values.astype(static.dtype),
+    precision=_precision(static.dtype),
     preferred_element_type=jnp.float32,
   )
   return sums if largest is None else sums * largest[:, None]
 
 
-def _locate(refs, rows: _Rows, position, is_read, sizes: Sizes):
+def _locate(refs, rows: _Rows, position, is_read, static: TritonStatic):
   """Returns page, head and offset of each token of a block."""
-  column = _divide(position, sizes.page_size)
+  column = _divide(position, static.page_size)
   page = plt.load(refs["table"].at[rows.batch, column], mask=is_read, other=0)
   # Even if a used entry is out of range, the read must stay inside the pool.
-  page = jnp.clip(page + refs["page_offset"][0], 0, sizes.pages - 1)
-  return page, rows.kv_head, position - column * sizes.page_size
+  page = jnp.clip(page + refs["page_offset"][0], 0, static.pages - 1)
+  return page, rows.kv_head, position - column * static.page_size
 
 
-def _read(ref, index, mask, begin: int, dim: int):
+def _read(ref, index, mask, first_element: int, dim: int):
   """Reads vectors, with zeros for padding and where `mask` is False."""
-  index, mask = _with_columns(index, mask, begin, dim)
+  index, mask = _with_columns(index, mask, first_element, dim)
   return plt.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
@@ -289,13 +286,13 @@ def _write(ref, index, mask, dim: int, values) -> None:
   plt.store(ref.at[index], values, mask=mask)
 
 
-def _with_columns(index, mask, begin: int, dim: int):
+def _with_columns(index, mask, first_element: int, dim: int):
   """Adds an axis for the elements of vectors to an index and its mask."""
   width = _width(dim)
   column = jnp.arange(width, dtype=jnp.int32)[None]
   index = tuple(x[:, None] if x.ndim else x for x in index)
   mask = jnp.broadcast_to(mask[:, None], (mask.size, width))
-  return (*index, begin + column), mask & (column < dim)
+  return (*index, first_element + column), mask & (column < dim)
 
 
 def _scale(ref, index, mask):
@@ -331,9 +328,9 @@ def _allowed(refs, rows: _Rows, position):
   return shows != 0
 
 
-def _divide(numbers, divisor: int):
+def _divide(dividend, divisor: int):
   """Divides non-negative int32, without the sign handling of `//`."""
-  return lax.div(numbers, jnp.full_like(numbers, divisor))
+  return lax.div(dividend, jnp.full_like(dividend, divisor))
 
 
 def _precision(dtype: np.dtype):

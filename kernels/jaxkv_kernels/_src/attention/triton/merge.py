@@ -28,9 +28,9 @@ _PIECES = 16
 def merge_pieces(
   out: jax.Array,
   totals: jax.Array,
-  begins: jax.Array,
+  first_units: jax.Array,
   *,
-  max_pieces: int | None,
+  max_pieces: int,
   rows: int,
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -42,11 +42,11 @@ def merge_pieces(
   Args:
     out: float32[O, K, >=Y, Dv], results of pieces. Indices without a piece can
       have any contents.
-    totals: float32[O, K, 2, >=Y], `top` and `total` of `online_softmax`.
-    begins: int32[Z + 1]; tile z has `begins[z + 1] - begins[z]` pieces.
-    max_pieces: the maximum number of pieces of a tile, if the results of tile z
-      begin at index `z * max_pieces` and O is Z * max_pieces. None: they begin
-      at index `begins[z]`.
+    totals: float32[O, K, 2, >=Y], `m` and `l` of `online_softmax`.
+    first_units: int32[Z + 1]; tile z has `first_units[z + 1] -
+      first_units[z]` pieces.
+    max_pieces: the maximum number of pieces of a tile. The results of tile z
+      begin at index `z * max_pieces`, and O is Z * max_pieces.
     rows: Y.
     interpret: as for `compat.call`.
 
@@ -55,17 +55,18 @@ def merge_pieces(
     for rows without keys.
   """
   chex.assert_shape(totals, (*out.shape[:2], 2, None))
-  tiles, (kv_heads, _, dim) = begins.size - 1, out.shape[1:]
+  tiles = first_units.size - 1
+  _, kv_heads, _, dim = out.shape
   # If each tile has at most one piece, no kernel is needed. Results of absent
   # pieces are unwritten memory, which may contain NaN.
   if max_pieces == 1:
-    has_piece = (begins[1:] > begins[:-1])[:, None, None]
-    top, total = totals[:, :, 0, :rows], totals[:, :, 1, :rows]
-    total = jnp.where(has_piece, total, jnp.float32(0))
-    has_piece = (total != 0)[..., None]
+    has_piece = (first_units[1:] > first_units[:-1])[:, None, None]
+    l = totals[:, :, 1, :rows]
+    l = jnp.where(has_piece, l, jnp.float32(0))
+    has_piece = (l != 0)[..., None]
     out = jnp.where(has_piece, out[:, :, :rows], jnp.float32(0))
-    return out, online_softmax.log_sum_exp(top, total)
-  inputs = out, totals, begins
+    return out, online_softmax.log_sum_exp(totals[:, :, 0, :rows], l)
+  inputs = out, totals, first_units
   return compat.call(
     functools.partial(_kernel, max_pieces=max_pieces),
     inputs,
@@ -81,7 +82,7 @@ def merge_pieces(
   )
 
 
-def _kernel(refs, out_ref, lse_ref, *, max_pieces: int | None) -> None:
+def _kernel(refs, out_ref, lse_ref, *, max_pieces: int) -> None:
   """Merges all pieces of one query row, `_PIECES` at a time."""
   pieces_ref, totals_ref, begins_ref = refs
   dim = pieces_ref.shape[3]
@@ -89,42 +90,44 @@ def _kernel(refs, out_ref, lse_ref, *, max_pieces: int | None) -> None:
   tile = lax.div(pl.program_id(0), kv_heads)
   head = lax.rem(pl.program_id(0), kv_heads)
   row = pl.program_id(1)
-  begin = begins_ref[tile]
-  end = begins_ref[tile + 1]
-  first = begin if max_pieces is None else tile * max_pieces
+  first_unit = begins_ref[tile]
+  end_unit = begins_ref[tile + 1]
+  first_result = tile * max_pieces
   index = jnp.arange(_PIECES, dtype=jnp.int32)
   column = jnp.arange(pl.next_power_of_2(dim), dtype=jnp.int32)
   inside = column < dim
 
   def step(turn, carry):
-    top, total, weighted = carry
+    m, l, weighted = carry
     offset = turn * _PIECES + index
-    exists = offset < end - begin
-    piece = jnp.where(exists, first + offset, 0)
-    tops, shares = (
-      plt.load(totals_ref.at[piece, head, i, row], mask=exists, other=other)
-      for i, other in ((0, LOWEST), (1, 0.0))
+    exists = offset < end_unit - first_unit
+    piece = jnp.where(exists, first_result + offset, 0)
+    part_m, part_l = (
+      plt.load(
+        totals_ref.at[piece, head, i, row], mask=exists, other=fill_value
+      )
+      for i, fill_value in ((0, LOWEST), (1, 0.0))
     )
-    higher = jnp.maximum(top, jnp.max(tops))
-    shrink = jnp.exp2(top - higher)
-    weights = shares * jnp.exp2(tops - higher)
+    next_m = jnp.maximum(m, jnp.max(part_m))
+    alpha = jnp.exp2(m - next_m)
+    weights = part_l * jnp.exp2(part_m - next_m)
     # Absent pieces have weight 0, but 0 * NaN is NaN, so they are not read.
     pieces = plt.load(
       pieces_ref.at[piece[:, None], head, row, column[None]],
       mask=(weights != 0)[:, None] & inside[None],
       other=0.0,
     )
-    total = total * shrink + jnp.sum(weights)
+    l = l * alpha + jnp.sum(weights)
     update = jnp.sum(weights[:, None] * pieces, axis=0)
-    return higher, total, weighted * shrink + update
+    return next_m, l, weighted * alpha + update
 
   carry = (
     jnp.float32(LOWEST),
     jnp.float32(0),
     jnp.zeros(column.shape, jnp.float32),
   )
-  turns = lax.div(end - begin + (_PIECES - 1), jnp.int32(_PIECES))
-  top, total, weighted = lax.fori_loop(0, turns, step, carry)
-  lse_ref[tile, head, row] = online_softmax.log_sum_exp(top, total)
-  out = online_softmax.normalise(total, weighted)
+  turns = lax.div(end_unit - first_unit + (_PIECES - 1), jnp.int32(_PIECES))
+  m, l, weighted = lax.fori_loop(0, turns, step, carry)
+  lse_ref[tile, head, row] = online_softmax.log_sum_exp(m, l)
+  out = online_softmax.normalise(l, weighted)
   plt.store(out_ref.at[tile, head, row, column], out, mask=inside)

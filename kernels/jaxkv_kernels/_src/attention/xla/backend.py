@@ -42,13 +42,13 @@ class _Carry(NamedTuple):
   """Online softmax of the Y query rows of each K/V head.
 
   Attributes:
-    top: the largest logit of each row so far.
-    total: sum of exp(logit - top).
-    weighted: sum of exp(logit - top) * value.
+    m: the largest logit of each row so far.
+    l: sum of exp(logit - m).
+    weighted: sum of exp(logit - m) * value.
   """
 
-  top: jax.Array  # float32[B, K, Y]
-  total: jax.Array  # float32[B, K, Y]
+  m: jax.Array  # float32[B, K, Y]
+  l: jax.Array  # float32[B, K, Y]
   weighted: jax.Array  # float32[B, K, Y, Dv]
 
 
@@ -97,7 +97,8 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
 
   With a `query_tile`, T must be a multiple of it, and at least twice as large.
   """
-  options, page_table = call.options, call.page_table
+  options = call.options
+  page_table = call.page_table
   batch, columns, heads, dim = call.q.shape
   total_pages, kv_heads, page_size = call.k_pages.shape[:3]
   pages_per_block = max(1, BLOCK_TOKENS // page_size)
@@ -106,7 +107,9 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   first_block, end_block = _blocks(reach, block)
   padding = -page_table.shape[1] % pages_per_block
   table = jnp.pad(page_table, ((0, 0), (0, padding)))
-  apply, split, join = _apply_once, _identity, _identity
+  apply = _apply_once
+  split = _identity
+  join = _identity
   if call.query_tile is not None:
     tiles = (jnp.max(call.counts) + call.query_tile - 1) // call.query_tile
     apply = functools.partial(_apply_by_tile, tiles)
@@ -132,15 +135,20 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
     absorb = functools.partial(_absorb, tokens, options)
     return apply(absorb, _Columns(queries, positions, split(mask)), carry)
 
-  pools, value_dim = (call.k_pages, call.v_pages), call.value_dim
-  inputs = (queries, pools, page_table, reach, _arrays(options))
-  carry = _init_carry(queries.shape[:-1], value_dim, inputs)
+  inputs = (
+    queries,
+    (call.k_pages, call.v_pages),
+    page_table,
+    reach,
+    _arrays(options),
+  )
+  carry = _init_carry(queries.shape[:-1], call.value_dim, inputs)
   carry = lax.fori_loop(first_block, end_block, step, carry)
   is_query = split(call.is_query)
   # Tiles without queries are not computed, and keep these values.
   init = _Attended(
-    out=jnp.zeros_like(carry.total, shape=(*is_query.shape, heads, value_dim)),
-    lse=jnp.zeros_like(carry.total, shape=(*is_query.shape, heads)) - jnp.inf,
+    out=jnp.zeros_like(carry.l, shape=(*is_query.shape, heads, call.value_dim)),
+    lse=jnp.zeros_like(carry.l, shape=(*is_query.shape, heads)) - jnp.inf,
   )
   finish = functools.partial(_finish, options.sinks)
   out, lse = apply(finish, (carry, is_query), init)
@@ -174,13 +182,13 @@ def _apply_once(function: Callable[..., Any], rows: Any, out: Any) -> Any:
 
 
 def _apply_by_tile(
-  end: jax.Array, function: Callable[..., Any], rows: Any, out: Any
+  num_tiles: jax.Array, function: Callable[..., Any], rows: Any, out: Any
 ) -> Any:
   """Applies `function(rows, out)` to the first tiles, one at a time.
 
   Args:
-    end: int32[], the number of tiles to compute. It must not be a constant, or
-      XLA might unroll the loop.
+    num_tiles: int32[], the number of tiles to compute. It must not be a
+      constant, or XLA might unroll the loop.
     function: takes the rows and the output of a tile; returns its new output.
     rows: a tree with leaves [X, ...] for X tiles. X is at least 2, because for
       one tile XLA would hoist parts of the loop's body.
@@ -199,7 +207,7 @@ def _apply_by_tile(
 
   # One compiled body serves any number of tiles, so results do not depend on
   # that number.
-  return lax.fori_loop(jnp.zeros_like(end), end, body, out)
+  return lax.fori_loop(jnp.zeros_like(num_tiles), num_tiles, body, out)
 
 
 def _arrays(options: CallOptions) -> tuple[jax.Array | None, ...]:
@@ -219,8 +227,8 @@ def _init_carry(shape: tuple[int, ...], value_dim: int, inputs) -> _Carry:
   # The initial carry of a loop must vary over the same mesh axes as later ones.
   zero = query_tiles.zero(inputs)
   return _Carry(
-    top=jnp.full(shape, LOWEST, jnp.float32) + zero,
-    total=jnp.zeros(shape, jnp.float32) + zero,
+    m=jnp.full(shape, LOWEST, jnp.float32) + zero,
+    l=jnp.zeros(shape, jnp.float32) + zero,
     weighted=jnp.zeros((*shape, value_dim), jnp.float32) + zero,
   )
 
@@ -229,16 +237,16 @@ def _blocks(
   reach: query_tiles.Reach, block: int
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the first block that any query sees, and one past the last."""
-  end = jnp.max(reach.end)
-  first = jnp.min(jnp.where(reach.end > 0, reach.first, end))
-  return first // block, (end + block - 1) // block
+  end_key = jnp.max(reach.end)
+  first_key = jnp.min(jnp.where(reach.end > 0, reach.first, end_key))
+  return first_key // block, (end_key + block - 1) // block
 
 
 def _gather(
   call: AttentionCall, ids: jax.Array, positions: jax.Array, is_used: jax.Array
 ) -> _Block:
   """Gathers pages `ids` int32[B, X], in range; `is_used` is bool[B, A]."""
-  options, page_size = call.options, call.k_pages.shape[2]
+  options = call.options
   keys = _read(call.k_pages, ids)
   # The values are a slice of the gathered latents, because a second gather
   # would read the latents again.
@@ -247,7 +255,7 @@ def _gather(
   else:
     values = _read(call.v_pages, ids)
   is_used = is_used[:, None, :]
-  v_scale = _read_scale(options.v_scale, ids, page_size)
+  v_scale = _read_scale(options.v_scale, ids, call.k_pages.shape[2])
   if v_scale is not None:
     v_scale = jnp.where(is_used, v_scale, jnp.float32(0))
   return _Block(
@@ -255,7 +263,7 @@ def _gather(
     keys=keys,
     # 0 * NaN is NaN, so a weight of zero would not exclude a NaN.
     values=jnp.where(is_used[..., None], values, jnp.float32(0)),
-    k_scale=_read_scale(options.k_scale, ids, page_size),
+    k_scale=_read_scale(options.k_scale, ids, call.k_pages.shape[2]),
     v_scale=v_scale,
   )
 
@@ -272,9 +280,9 @@ def _read(pages: jax.Array, ids: jax.Array) -> jax.Array:
     slice_sizes=(1, *pages.shape[1:]),
     mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
   )
-  batch, kv_heads, num, size, dim = tiles.shape
+  batch, kv_heads, num, page_size, dim = tiles.shape
   # Before the gather, XLA for a CPU would convert the whole pool.
-  tiles = tiles.reshape(batch, kv_heads, num * size, dim)
+  tiles = tiles.reshape(batch, kv_heads, num * page_size, dim)
   return load(tiles).astype(jnp.float32)
 
 
@@ -314,19 +322,19 @@ def _absorb(
     logits = logits + slopes * distance.astype(jnp.float32)[:, None, :, None]
   logits = jnp.where(mask[:, None, :, None], logits, -jnp.inf)
   logits = logits.reshape(batch, kv_heads, rows, -1)
-  # `top` is finite, so a block changes no bit of a row that sees none of its
+  # `m` is finite, so a block changes no bit of a row that sees none of its
   # keys. A row's result therefore does not depend on the lengths of other rows.
-  top = jnp.maximum(carry.top, jnp.max(logits, axis=-1))
-  shrink = jnp.exp(carry.top - top)
-  weights = jnp.exp(logits - top[..., None])
-  total = carry.total * shrink + jnp.sum(weights, axis=-1)
+  m = jnp.maximum(carry.m, jnp.max(logits, axis=-1))
+  alpha = jnp.exp(carry.m - m)
+  weights = jnp.exp(logits - m[..., None])
+  l = carry.l * alpha + jnp.sum(weights, axis=-1)
   if block.v_scale is not None:
     weights = weights * block.v_scale[:, :, None]
   update = jnp.einsum(
     "bkrt,bktd->bkrd", weights, block.values, precision=lax.Precision.HIGHEST
   )
-  weighted = carry.weighted * shrink[..., None] + update
-  return _Carry(top=top, total=total, weighted=weighted)
+  weighted = carry.weighted * alpha[..., None] + update
+  return _Carry(m=m, l=l, weighted=weighted)
 
 
 def _mask(
@@ -357,21 +365,21 @@ def _finish(
   columns = is_query.shape[1]
   batch, kv_heads, rows, value_dim = carry.weighted.shape
   shape = (batch, kv_heads, columns, rows // columns)
-  top = carry.top.reshape(shape)
-  total = carry.total.reshape(shape)
+  m = carry.m.reshape(shape)
+  l = carry.l.reshape(shape)
   weighted = carry.weighted.reshape(*shape, value_dim)
   # A sink adds to the denominator only, and may be the largest logit.
   if sinks is not None:
     sink = sinks.astype(jnp.float32).reshape(1, kv_heads, 1, -1)
-    highest = jnp.maximum(top, sink)
-    shrink = jnp.exp(top - highest)
-    total = total * shrink + jnp.exp(sink - highest)
-    weighted = weighted * shrink[..., None]
-    top = highest
-  has_no_key = total == 0
-  divisor = jnp.where(has_no_key, jnp.float32(1), total)
+    highest = jnp.maximum(m, sink)
+    alpha = jnp.exp(m - highest)
+    l = l * alpha + jnp.exp(sink - highest)
+    weighted = weighted * alpha[..., None]
+    m = highest
+  has_no_key = l == 0
+  divisor = jnp.where(has_no_key, jnp.float32(1), l)
   result = weighted / divisor[..., None]
-  lse = jnp.where(has_no_key, -jnp.inf, top + jnp.log(divisor))
+  lse = jnp.where(has_no_key, -jnp.inf, m + jnp.log(divisor))
   lse = jnp.where(is_query[:, None, :, None], lse, -jnp.inf)
   result = result.swapaxes(1, 2).reshape(batch, columns, -1, value_dim)
   return _Attended(result, lse.swapaxes(1, 2).reshape(batch, columns, -1))

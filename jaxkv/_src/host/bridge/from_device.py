@@ -1,133 +1,27 @@
-"""Converts the state of a manager to a `CacheState`, and back."""
+"""Continues a manager from a `CacheState` that a device loop returned."""
 
 from collections.abc import Mapping
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxkv._src.cache import telemetry
-from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.pool.offload_pages import OffloadPages
 from jaxkv._src.cache.pool.offload_pages import num_planned
-from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import check_single
-from jaxkv._src.cache.stats import Stats
-from jaxkv._src.host import queue_arrays
-from jaxkv._src.host import slot_hashes
 from jaxkv._src.host.allocate import room_of
 from jaxkv._src.host.atomic import UndoLog
-from jaxkv._src.host.index_arrays import IndexArrays
-from jaxkv._src.host.index_arrays import are_cached
+from jaxkv._src.host.bridge import free_queue
+from jaxkv._src.host.bridge import slot_hashes
+from jaxkv._src.host.bridge.prefix_index import IndexArrays
+from jaxkv._src.host.bridge.prefix_index import are_cached
 from jaxkv._src.host.prefix_nodes import DevicePage
 from jaxkv._src.host.publish import more_nodes
-from jaxkv._src.host.saved_pages import COUNTERS
 from jaxkv._src.host.saved_pages import SavedPages
-from jaxkv._src.host.saved_pages import as_arrays
 from jaxkv._src.host.state import HeldSequence
 from jaxkv._src.host.state import HostState
-
-
-def to_device(state: HostState) -> CacheState:
-  """Returns the state of a manager as a value on the device.
-
-  The arrays are copies, which later calls of the manager do not change.
-
-  Raises:
-    ValueError: a request has fewer tokens than are published, or a token that
-      is not a 32-bit integer; or `saved.moves` is not empty.
-  """
-  saved = state.pool.saved
-  if saved is not None and saved.moves:
-    raise ValueError(
-      "`take_moves` must be called before `state` is read, got "
-      f"{len(saved.moves)} moves that were not taken; perform them first."
-    )
-  config, held, keys = state.config, state.all_held(), state.device_keys
-  rows = config.num_slots, config.num_groups
-  table = np.full((*rows, config.pages_per_slot), config.no_page, np.int32)
-  num_pages, skipped = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-  length = np.zeros(rows[:1], np.int32)
-  # Removed requests keep their slots until their pages are freed.
-  for sequence in held:
-    for group, pages in enumerate(sequence.tables):
-      table[sequence.slot, group, : len(pages)] = pages
-      num_pages[sequence.slot, group] = len(pages)
-    skipped[sequence.slot] = sequence.skipped
-    length[sequence.slot] = sequence.length
-  counts = {name: _words(count) for name, count in state.pool.counts.items()}
-  # `Any`, because the fields of `CacheState` are annotated as JAX arrays.
-  make: Any = CacheState
-  built = make(
-    config=config,
-    page_table=table,
-    num_pages=num_pages,
-    num_skipped_pages=skipped,
-    length=length,
-    secret=keys and keys.secret.copy(),
-    root=keys and np.array(keys.root_key(bytes(16)), np.uint32),
-    # Before `hashes`, so that the keys of all pages are computed in one pass.
-    pool=_pool(state),
-    hashes=keys and slot_hashes.of_sequences(state, keys, held),
-    stats=Stats(**counts),
-    epoch=_words(keys.epoch if keys else 0),
-    # A manager raises exceptions and records no error.
-    error=np.int32(Status.OK),
-  )
-  # One transfer for all arrays.
-  return jax.device_put(built)
-
-
-def _words(numbers: int | Sequence[int]) -> Any:
-  """Converts ints to uint32, modulo 2**32, as the device counts."""
-  return np.array(numbers, np.int64).astype(np.uint32)
-
-
-def _pool(state: HostState) -> PoolState:
-  pool, config, arrays = state.pool, state.config, state.index_arrays
-  ages = log = None
-  if pool.released is not None:
-    ages = telemetry.PageAges(
-      released=_words(pool.released),
-      evicted=telemetry.Residency(
-        lifetime=_words(pool.lifetime), idle=_words(pool.idle)
-      ),
-    )
-  if config.event_log:
-    size = max(config.page_sizes)
-    log = telemetry.init_log(config.event_log, config.num_numbers, size)
-    groups: Any = np.array(pool.group, np.int32)
-    log = telemetry.with_groups(log, groups.clip(max=config.num_groups - 1))
-  make: Any = PoolState
-  return make(
-    unhashed_first=pool.unhashed_first,
-    ref_count=np.array(pool.ref_count, np.int32),
-    pin_count=np.array(pool.pin_count, np.int32),
-    queue=queue_arrays.from_order(config.num_pages, pool.queue.in_order()),
-    index=arrays and arrays.update(),
-    events=log,
-    new=None if pool.new is None else np.array(pool.new, bool),
-    ages=ages,
-    offload=pool.saved and _offload_pages(config, pool.saved),
-  )
-
-
-def _offload_pages(config: CacheConfig, saved: SavedPages) -> OffloadPages:
-  make: Any = OffloadPages
-  return make(
-    saves=saved.saves,
-    queue=queue_arrays.from_order(
-      config.offload_pages + 1, saved.queue.in_order()
-    ),
-    moves=as_arrays([], config.num_pages, saved.num_taken),
-    # A manager has no epochs, so no page is stale.
-    stale_before=_words(0),
-    **{f"num_{name}": _words(saved.counts[name]) for name in COUNTERS},
-  )
 
 
 def from_device(
@@ -173,26 +67,32 @@ def from_device(
   vacant = [slot for slot in state.vacant if slot not in occupied]
   new_vacant = set(range(config.num_slots)) - occupied - set(vacant)
   log.replace(state, vacant=sorted(new_vacant, reverse=True) + vacant)
+  ref_count = host.pool.ref_count.tolist()
+  freed = _freed_pages(pool.ref_count, ref_count)
   log.replace(
     pool,
-    ref_count=host.pool.ref_count.tolist(),
+    ref_count=ref_count,
     pin_count=host.pool.pin_count.tolist(),
-    new=None if pool.new is None else host.pool.new.tolist(),
     counts={
       name: _continued(count, getattr(host.stats, name))
       for name, count in pool.counts.items()
     },
   )
-  pool.queue.replace(queue_arrays.in_order(host.pool.queue))
+  pool.queue.replace(free_queue.in_order(host.pool.queue))
   if pool.saved is not None:
     _adopt_offload_pages(pool.saved, host.pool.offload, log)
-  if host.pool.events is not None and state.events is not None:
-    events = telemetry.read_log(host.pool.events, config.page_sizes)
-    state.events.extend(events)
   if state.index_arrays is not None:
     _adopt_index(state, state.index_arrays, host)
+  # The time at which the loop released these pages is unknown.
+  pool.stamp_released(freed)
   state.lower_readings()
   return released
+
+
+def _freed_pages(before: list[int], after: list[int]) -> list[int]:
+  """Returns the pages that have no reference any more, from their counts."""
+  counts = zip(before, after, strict=True)
+  return [page for page, (old, new) in enumerate(counts) if old and not new]
 
 
 def _continued(before: int, numbers: Any) -> Any:
@@ -313,7 +213,7 @@ def _adopt_offload_pages(
   saved: SavedPages, offload_pages: Any, log: UndoLog
 ) -> None:
   """Copies the queue and the counters of a state, and clears the moves."""
-  saved.queue.replace(queue_arrays.in_order(offload_pages.queue))
+  saved.queue.replace(free_queue.in_order(offload_pages.queue))
   counts = {
     name: _continued(count, getattr(offload_pages, f"num_{name}"))
     for name, count in saved.counts.items()
@@ -323,11 +223,11 @@ def _adopt_offload_pages(
 
 
 def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
-  """Copies the contents and ages of pages, and the set of cached pages."""
+  """Copies the contents of pages and the set of cached pages; logs events."""
   # A page differs if the host filled it after the last update of `arrays`, if
   # its key or stamp changed, or if it was published or evicted. Positions are
   # not compared, because a position can change without the content.
-  pool, index, ages = state.pool, host.pool.index, host.pool.ages
+  pool, index = state.pool, host.pool.index
   before, cached = arrays.index.entry, are_cached(index.entry)
   differs = (before != index.entry)[:, : KEY_WORDS + 1].any(axis=1)
   is_fresh = arrays.are_fresh()
@@ -345,6 +245,7 @@ def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
   keys = map(tuple, before[sources, :KEY_WORDS].tolist())
   page_of_key = dict(zip(keys, sources, strict=True))
   contents, groups = _contents(state, host, pages, page_of_key)
+  removed, stored = _index_changes(state, index, pages, cached)
   pool.set_listed([page for page in pages if pool.is_cached[page]], False)
   pool.set_contents(
     pages,
@@ -358,13 +259,46 @@ def _adopt_index(state: HostState, arrays: IndexArrays, host: Any) -> None:
   arrays.replace(jax.tree.map(np.copy, index), clock)
   # The model has written all states that the loop published.
   state.undo_log.replace(state, step_clock=clock)
-  if ages is not None:
-    state.undo_log.replace(
-      pool,
-      released=clocks(ages.released),
-      lifetime=ages.evicted.lifetime.tolist(),
-      idle=ages.evicted.idle.tolist(),
-    )
+  if state.events is not None:
+    # A page is published after the page before it, so parents come first.
+    stored.sort(key=pool.stamp.__getitem__)
+    tokens = {page: tuple(index.tokens[page].tolist()) for page in stored}
+    state.events.add_changes(removed, tokens)
+
+
+def _index_changes(
+  state: HostState, index: Any, pages: list[int], cached: np.ndarray
+) -> tuple[list[tuple[int, Any, int]], list[int]]:
+  """Compares the cached pages of a manager with those of a device.
+
+  Returns:
+    The page, content and group of each page that left the index, and the pages
+    that entered it. A key that left one page and entered another one is not
+    reported with offload pages, because contents move there and back.
+  """
+  pool, keys = state.pool, state.device_keys
+  if state.events is None or keys is None:
+    return [], []
+  was_cached = [page for page in pages if pool.is_cached[page]]
+  keys.compute(pool.content[page] for page in was_cached)
+  old_keys = {
+    page: keys.group_key(pool.content[page], pool.group[page])
+    for page in was_cached
+  }
+  new_keys = {
+    page: tuple(index.entry[page, :KEY_WORDS].tolist())
+    for page in pages
+    if cached[page]
+  }
+  removed = {p: key for p, key in old_keys.items() if new_keys.get(p) != key}
+  stored = {p: key for p, key in new_keys.items() if old_keys.get(p) != key}
+  if pool.saved is not None:
+    page_of_key = {key: page for page, key in stored.items()}
+    for page, key in [*removed.items()]:
+      target = page_of_key.pop(key, None)
+      if target is not None:
+        del removed[page], stored[target]
+  return [(p, pool.content[p], pool.group[p]) for p in removed], [*stored]
 
 
 def _contents(
@@ -374,10 +308,7 @@ def _contents(
 
   `page_of_key` maps a key to the page that has this content in the manager.
   """
-  index, log = host.pool.index, host.pool.events
-  group_of = dict.fromkeys(pages, 0)
-  if log is not None:
-    group_of = dict(zip(pages, log.group_of[pages].tolist(), strict=True))
+  index, group_of = host.pool.index, dict.fromkeys(pages, 0)
   keys = map(tuple, index.entry[pages, :KEY_WORDS].tolist())
   contents: dict[int, Any] = {}
   for page, key in zip(pages, keys, strict=True):

@@ -1,16 +1,21 @@
-"""Checks the arguments of the methods of `CacheManager`."""
+"""The demand of an allocation: the checked arguments of `allocate_slots`."""
 
 import operator
-from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxkv._src.arrays.arguments import as_count
-from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.host.options import Limits
+from jaxkv._src.host.cache_pages import CachePages
+from jaxkv._src.host.config import ManagerOptions
 from jaxkv._src.host.request import RequestFields
-from jaxkv._src.host.types import CachePages
+
+PLAIN = (0, None, 0, 0, 0, False, False)
+"""The arguments of most steps of a running request, which need few checks.
+
+Tokens and pages of a hit, external tokens, encoder tokens, reserved pages,
+whether to delay publication, and whether the whole sequence must fit.
+"""
 
 
 class Demand(NamedTuple):
@@ -29,30 +34,17 @@ class Demand(NamedTuple):
   hits: Sequence[list[int]] = ()  # the pages of a new request's hit, by group
 
 
-def as_page_ids(page_ids: Iterable[int], first: int, last: int) -> list[int]:
-  """Converts page ids from `first` to `last` to ints; raises for others."""
-  # Most ids are ints, and the test avoids a function call for them.
-  pages = [
-    page if page.__class__ is int else as_int("page_ids", page)
-    for page in page_ids
-  ]
-  wrong = [page for page in pages if not first <= page <= last]
-  if wrong:
-    raise ValueError(f"`page_ids` must be {first} to {last}, got {wrong}.")
-  return pages
-
-
-def check_length(limits: Limits, name: str, length: int) -> None:
+def check_length(options: ManagerOptions, name: str, length: int) -> None:
   """Raises if a sequence is too long."""
-  if length > limits.max_model_len:
+  if length > options.max_model_len:
     raise ValueError(
-      f"`max_model_len` is {limits.max_model_len}; {name!r} must have at most "
+      f"`max_model_len` is {options.max_model_len}; {name!r} must have at most "
       f"as many tokens, got {length}."
     )
 
 
 def demand_of(
-  limits: Limits,
+  options: ManagerOptions,
   request: RequestFields,
   hit: CachePages | None,
   *,
@@ -64,13 +56,13 @@ def demand_of(
   **counts: int,
 ) -> Demand:
   """Checks the arguments of `allocate_slots`; returns the call's demand."""
-  counts = _as_counts(limits, request, counts)
+  counts = _as_counts(options, request, counts)
   num_found = counts["num_new_computed_tokens"]
   external = counts["num_external_computed_tokens"]
   hits = _pages_of_hit(
-    limits.config, request, num_found, hit, holds_pages=holds_pages
+    options.config, request, num_found, hit, holds_pages=holds_pages
   )
-  num_groups = limits.config.num_groups
+  num_groups = options.config.num_groups
   if not all(group in range(num_groups) for group in silent):
     raise ValueError(
       f"`skip_zeroing_group_ids` must be 0 to {num_groups - 1}, got "
@@ -78,10 +70,10 @@ def demand_of(
     )
   num_computed = counts["num_computed_tokens"] + num_found + external
   total = num_computed + counts["num_new_tokens"]
-  check_length(limits, request.request_id, total)
+  check_length(options, request.request_id, total)
   # Pages that steps in flight still use must not be freed.
   in_flight = counts["num_in_flight_tokens"] if holds_pages else 0
-  longest = limits.max_model_len
+  longest = options.max_model_len
   waits = request.status in ("waiting", "preempted")
   return Demand(
     num_computed=max(num_computed - in_flight, 0),
@@ -90,7 +82,7 @@ def demand_of(
     tokens=total,
     encoder=counts["num_encoder_tokens"],
     whole=min(request.num_tokens, longest) if full_sequence_must_fit else 0,
-    keep_free=limits.keep_free if waits and has_scheduled_requests else 0,
+    keep_free=options.keep_free if waits and has_scheduled_requests else 0,
     reserved=counts["reserved_pages"],
     publish=num_found if delay_cache_pages else min(total, request.num_tokens),
     silent=silent,
@@ -99,7 +91,7 @@ def demand_of(
 
 
 def _as_counts(
-  limits: Limits, request: RequestFields, counts: dict[str, int]
+  options: ManagerOptions, request: RequestFields, counts: dict[str, int]
 ) -> dict[str, int]:
   """Returns the counts of a call and of its request as ints, or raises."""
   numbers = {
@@ -112,9 +104,9 @@ def _as_counts(
     if number.__class__ is not int or number < 0:
       numbers[name] = as_count(name, number, 0)
   counts = numbers
-  if counts["num_encoder_tokens"] > limits.max_encoder_tokens:
+  if counts["num_encoder_tokens"] > options.max_encoder_tokens:
     raise ValueError(
-      f"`num_encoder_tokens` must be at most {limits.max_encoder_tokens}, got "
+      f"`num_encoder_tokens` must be at most {options.max_encoder_tokens}, got "
       f"{counts['num_encoder_tokens']}; increase max_encoder_tokens (needs a "
       "CrossAttention group)."
     )

@@ -1,6 +1,7 @@
-"""Validates a manager's options and derives its limits."""
+"""The sizes and options of a manager."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,27 +10,46 @@ from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.arrays.arguments import is_number
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
+from jaxkv._src.host.groups import CrossAttention
+from jaxkv._src.host.groups import num_scratch
+
+
+class HostConfig(CacheConfig):
+  """A `CacheConfig` with groups that a device cache does not have."""
+
+  def _check_is_on_device(self, kind: GroupKind):
+    pass
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
-  """The limits that a manager enforces.
+class ManagerOptions:
+  """The options of a `CacheManager`, and the limits that follow from them.
 
   Attributes:
-    config: the sizes and options of the cache.
+    config: the sizes and options of the cache; a `HostConfig` if a device
+      cannot have all groups.
     max_model_len: tokens of the longest sequence.
     max_encoder_tokens: tokens of the longest encoder input.
-    max_requests: the most requests that hold pages at once.
     keep_free: pages that waiting requests leave free while others run.
     most_pages: the most pages of one sequence at once, by group.
+    num_events: the capacity of the event log.
+    track_new_pages: True to record the pages that are allocated.
+    track_residency: True to count the ages of evicted pages.
   """
 
   config: CacheConfig
   max_model_len: int
   max_encoder_tokens: int
-  max_requests: int
   keep_free: int
   most_pages: tuple[int, ...]
+  num_events: int
+  track_new_pages: bool
+  track_residency: bool
+
+  @functools.cached_property
+  def first_self_group(self) -> int:
+    """The index of the first group that holds the sequence's own tokens."""
+    return _hold_encoder(self.config.groups).index(False)
 
 
 def make(
@@ -41,15 +61,24 @@ def make(
   max_requests: int,
   policy: str,
   watermark: float,
-  **options: Any,
-) -> Limits:
-  """Returns the limits of a `CacheManager` with these arguments.
+  num_events: int,
+  track_new_pages: bool,
+  track_residency: bool,
+  **fields: Any,
+) -> ManagerOptions:
+  """Returns the options of a `CacheManager` with these arguments.
 
-  `options` are further fields of `CacheConfig`.
+  `fields` are further fields of `CacheConfig`.
   """
   as_count("max_model_len", max_model_len, 1)
   as_count("max_requests", max_requests, 1)
-  as_count("num_events", options["event_log"], 0)
+  as_count("num_events", num_events, 0)
+  for name, value in (
+    ("track_new_pages", track_new_pages),
+    ("track_residency", track_residency),
+  ):
+    if not isinstance(value, bool):
+      raise TypeError(f"`{name}` must be True or False, got {value!r}.")
   in_flight = max_model_len if max_in_flight is None else max_in_flight
   as_count("max_in_flight", in_flight, 1)
   if policy not in ("current", "classic"):
@@ -60,41 +89,49 @@ def make(
     raise ValueError(
       f"`watermark` must be at least 0 and below 1, got {watermark!r}."
     )
-  _check_groups(groups, options["prefix_retention_interval"])
-  _check_caching(groups, options)
+  _check_groups(groups, fields["prefix_retention_interval"])
+  needs_caching = num_events or track_residency or fields["offload_pages"]
+  _check_caching(
+    groups, fields["prefix_caching"], needs_caching=bool(needs_caching)
+  )
   encoder = _longest_encoder(groups, max_model_len, max_encoder_tokens)
   # At each multiple of the alignment, all groups end a page. A prefix is hashed
   # after every `page_size` tokens, because any group may end a page there.
   sizes = [group.page_size or 0 for group in groups]
   alignment, page_size = math.lcm(*sizes), math.gcd(*sizes)
-  scratch = max(group.num_speculative for group in groups) * page_size
-  # A slot has whole pages of every group: a multiple of the alignment.
-  slot_pages = -(-max(encoder, max_model_len + scratch) // alignment)
-  config = CacheConfig(
+  is_on_device = all(group.is_on_device for group in groups)
+  config = (CacheConfig if is_on_device else HostConfig)(
     page_size=page_size,
-    # A request usually writes to a page that no other request holds, so more
-    # slots than usable pages would rarely be occupied.
-    num_slots=min(max_requests, max(1, options["num_pages"] - 1)),
-    pages_per_slot=slot_pages * (alignment // page_size),
+    num_slots=max_requests,
+    # A slot has whole pages of every group: a multiple of the alignment.
+    pages_per_slot=-(-max_model_len // alignment) * (alignment // page_size),
     groups=tuple(groups),
     free_policy="unhashed_first" if policy == "current" else "lru",
     prefix_rules=policy,
-    **options,
+    **fields,
   )
-  return Limits(
+  return ManagerOptions(
     config=config,
     max_model_len=max_model_len,
     max_encoder_tokens=encoder,
-    max_requests=max_requests,
     # Rounded down, as in vLLM.
     keep_free=int(watermark * config.num_pages),
     most_pages=tuple(
-      kind.most_pages(
-        size, in_flight, encoder if kind.holds_encoder else max_model_len
+      kind.most_pages(size, in_flight, encoder if is_encoder else max_model_len)
+      + num_scratch(kind)
+      for kind, size, is_encoder in zip(
+        groups, sizes, _hold_encoder(groups), strict=True
       )
-      for kind, size in zip(groups, sizes, strict=True)
     ),
+    num_events=num_events,
+    track_new_pages=track_new_pages,
+    track_residency=track_residency,
   )
+
+
+def _hold_encoder(groups: Sequence[GroupKind]) -> list[bool]:
+  """Returns, for each group, True if pages hold the encoder's tokens."""
+  return [isinstance(kind, CrossAttention) for kind in groups]
 
 
 def _check_groups(groups: Sequence[GroupKind], interval: int | None) -> None:
@@ -106,13 +143,11 @@ def _check_groups(groups: Sequence[GroupKind], interval: int | None) -> None:
       "`groups` must be one or more kinds, each with its page_size, such as "
       f"[FullAttention(page_size=16)]; got {groups}."
     )
-  page_size = math.gcd(*[size or 0 for size in sizes])
-  for group in groups:
-    if group.holds_states and group.page_size != page_size:
-      raise ValueError(
-        f"`page_size` of {group} must be the greatest common divisor of all "
-        f"groups' sizes, {page_size}, got {group.page_size}."
-      )
+  if all(_hold_encoder(groups)):
+    raise ValueError(
+      "`groups` must have a group for the sequences' own tokens, got "
+      f"{groups}; add one, such as FullAttention(page_size=16)."
+    )
   kinds = [type(group) for group in groups]
   if interval and all(kind.published is GroupKind.published for kind in kinds):
     raise ValueError(
@@ -122,29 +157,37 @@ def _check_groups(groups: Sequence[GroupKind], interval: int | None) -> None:
 
 
 def _check_caching(
-  groups: Sequence[GroupKind], options: dict[str, Any]
+  groups: Sequence[GroupKind], caching: bool, *, needs_caching: bool
 ) -> None:
-  caching = options["prefix_caching"]
   if not isinstance(caching, bool):
     raise TypeError(f"`enable_caching` must be True or False, got {caching!r}.")
-  if caching and any(kind.holds_encoder for kind in groups):
+  if not caching:
+    if needs_caching:
+      raise ValueError(
+        "`num_events`, `track_residency` and `offload_pages` need "
+        "enable_caching=True: they are about published pages."
+      )
+    return
+  if any(_hold_encoder(groups)):
     raise ValueError(
       "`enable_caching` must be False with CrossAttention: K/V depends on the "
       "encoder's input, which page keys do not cover."
     )
-  fields = ("event_log", "track_residency", "offload_pages")
-  if not caching and any(options[field] for field in fields):
-    raise ValueError(
-      "`num_events`, `track_residency` and `offload_pages` need "
-      "enable_caching=True: they are about published pages."
-    )
+  # A prefix can end only where every group of states ends a page.
+  page_size = math.gcd(*[group.page_size or 0 for group in groups])
+  for group in groups:
+    if group.holds_states and group.page_size != page_size:
+      raise ValueError(
+        f"`page_size` of {group} must be the greatest common divisor of all "
+        f"groups' sizes, {page_size}, got {group.page_size}."
+      )
 
 
 def _longest_encoder(
   groups: Sequence[GroupKind], max_model_len: int, limit: int | None
 ) -> int:
   """Returns the tokens of the longest encoder input; 0 if there is none."""
-  if any(group.holds_encoder for group in groups):
+  if any(_hold_encoder(groups)):
     limit = max_model_len if limit is None else limit
     return as_count("max_encoder_tokens", limit, 1)
   if limit is not None:

@@ -1,4 +1,4 @@
-"""Computes the token masks of a DFA: the tokens allowed in each state.
+"""Computes the tokens that are allowed in each state of a DFA, as masks.
 
 The effect of a token is an array that maps each state to the state after the
 token. Typically, 50,000 tokens have at most a few thousand distinct effects. So

@@ -1,17 +1,17 @@
-"""The methods of a manager that report on requests, pages and statistics."""
+"""Reads a manager: its requests, pages, events and statistics."""
 
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.pool.offload_pages import Moves
-from jaxkv._src.cache.telemetry import Drained
 from jaxkv._src.host import allocate
 from jaxkv._src.host.atomic import atomic
+from jaxkv._src.host.cache_pages import CachePages
 from jaxkv._src.host.state import HostState
-from jaxkv._src.host.types import CachePages
-from jaxkv._src.host.types import PrefixCacheStats
+from jaxkv._src.host.telemetry import Drained
+from jaxkv._src.host.telemetry import PrefixCacheStats
 
 
-class ManagerReports:
+class Inspection:
   """The methods of `CacheManager` that allocate, publish and free nothing."""
 
   def __init__(self, state: HostState):
@@ -37,7 +37,7 @@ class ManagerReports:
   @property
   def most_pages(self) -> tuple[int, ...]:
     """The most pages that one sequence ever holds at once, by group."""
-    return self._state.limits.most_pages
+    return self._state.options.most_pages
 
   @atomic
   def num_published_tokens(self, request_id: str) -> int:
@@ -71,7 +71,7 @@ class ManagerReports:
       self._state,
       columns,
       (num_tokens, num_state_tokens, num_encoder_tokens),
-      begins=not columns[self.config.first_self_group],
+      begins=not columns[self._state.options.first_self_group],
       capped=capped,
     )
 
@@ -145,7 +145,7 @@ class ManagerReports:
     Raises:
       ValueError: `track_new_pages` is False.
     """
-    if not self.config.track_new_pages:
+    if self._state.pool.new is None:
       raise ValueError(
         "`track_new_pages` must be True for take_new_page_ids, got False; make "
         "the CacheManager with track_new_pages=True."

@@ -1,4 +1,4 @@
-"""The pages of a manager, for engines that hold references to them."""
+"""References to single pages of a manager, for engines that hold them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,9 +8,9 @@ import numpy as np
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.cache.prefix.hashing import key_bytes
 from jaxkv._src.host import allocate
-from jaxkv._src.host.arguments import as_page_ids
 from jaxkv._src.host.atomic import atomic
 from jaxkv._src.host.page_pool import PageListener
+from jaxkv._src.host.page_pool import as_page_ids
 from jaxkv._src.host.prefix_nodes import Key
 from jaxkv._src.host.state import HostState
 

@@ -1,4 +1,4 @@
-"""A place in a pool, with its worker."""
+"""The state of a worker of a pool: its prompts, weights and failures."""
 
 import collections
 import contextlib
@@ -10,8 +10,8 @@ from jaxkv._src.workers.prompts import Prompt
 from jaxkv._src.workers.worker import Worker
 
 
-class Member:
-  """A place in the pool, which has one worker at a time.
+class WorkerState:
+  """The state of a place in the pool, which has one worker at a time.
 
   Attributes:
     place: the number of the place.
@@ -20,11 +20,14 @@ class Member:
     version: the version of the worker's weights.
     prompts: the prompts that run on the worker, by id.
     cached: the number of cached tokens of waiting prompts, by id.
-    num_failures: the failures of this place since a group last ended there.
-    leaves: True after `remove`; the sequences then move to other workers.
+    num_failures: the failures of this place since a prompt last ended there.
+    leaves: True after `remove` and after too many failures; the sequences then
+      move to other workers.
+    is_left_behind: True if the worker has lost its prompts, because it did not
+      export them in time.
   """
 
-  def __init__(self, place: int, serve: Callable[["Member"], None]):
+  def __init__(self, place: int, serve: Callable[["WorkerState"], None]):
     self.place = place
     self.thread = threading.Thread(target=serve, args=(self,), daemon=True)
     self.worker: Worker | None = None
@@ -33,6 +36,7 @@ class Member:
     self.cached: dict[int, int] = {}
     self.num_failures = 0
     self.leaves = False
+    self.is_left_behind = False
     # The number of the worker's prompts with each hash of `Prompt.prefixes`.
     self._running: collections.Counter[int] = collections.Counter()
 
@@ -40,6 +44,15 @@ class Member:
   def num_samples(self) -> int:
     """The number of samples of the prompts that run on the worker."""
     return sum(prompt.num_samples for prompt in self.prompts.values())
+
+  @property
+  def takes_prompts(self) -> bool:
+    """True if the place has a worker for new prompts, or is about to get one.
+
+    A place without a worker after a failure may not get one for a long time.
+    """
+    is_failed = self.worker is None and self.num_failures > 0
+    return not self.leaves and not is_failed
 
   def add(self, prompt: Prompt) -> None:
     """Adds a prompt, which will run on the worker."""

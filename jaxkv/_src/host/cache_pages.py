@@ -1,6 +1,5 @@
-"""Values that a manager returns to schedulers: pages and statistics."""
+"""The pages that a manager returns to schedulers."""
 
-import copy
 import dataclasses
 from typing import Any
 from typing import NamedTuple
@@ -73,52 +72,3 @@ class PoppedPages(NamedTuple):
   slot: int
   pages: tuple[list[int], ...]
   request_id: str
-
-
-@dataclasses.dataclass
-class PrefixCacheStats:
-  """Prefix-cache hits of the requests admitted since the last reading.
-
-  Attributes:
-    requests: requests that received their first pages and did not skip the
-      lookup.
-    queries: tokens that were looked up.
-    hits: looked-up tokens that were cached.
-    preempted_requests, preempted_queries, preempted_hits: the same counts for
-      preempted requests, which `requests`, `queries` and `hits` exclude.
-    reset: True if the cache was reset.
-    lifetime, idle: evicted pages by age, see `jaxkv.telemetry.residency`; empty
-      without `track_residency`.
-    saved, restored: pages that moved to offload memory, and back.
-    forgotten: cached offload pages that were overwritten.
-    dropped: cached pages that were evicted, but not saved; needs
-      `offload_pages`.
-  """
-
-  requests: int = 0
-  queries: int = 0
-  hits: int = 0
-  preempted_requests: int = 0
-  preempted_queries: int = 0
-  preempted_hits: int = 0
-  reset: bool = False
-  lifetime: list[int] = dataclasses.field(default_factory=list)
-  idle: list[int] = dataclasses.field(default_factory=list)
-  saved: int = 0
-  restored: int = 0
-  forgotten: int = 0
-  dropped: int = 0
-
-  def counting(
-    self, num_tokens: int, num_hits: int, *, is_preempted: bool
-  ) -> "PrefixCacheStats":
-    """Returns the statistics plus the lookup of an admitted request."""
-    # As in vLLM, preempted requests are counted separately, because they often
-    # hit pages that they computed themselves.
-    prefix = "preempted_" if is_preempted else ""
-    added = {"requests": 1, "queries": num_tokens, "hits": num_hits}
-    # `copy` is faster than `dataclasses.replace`.
-    totals = copy.copy(self)
-    for name, number in added.items():
-      setattr(totals, prefix + name, getattr(self, prefix + name) + number)
-    return totals

@@ -1,0 +1,1 @@
+"""Conversion between the state of a manager and a `CacheState`."""
