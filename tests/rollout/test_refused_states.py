@@ -152,6 +152,12 @@ class TestInit:
     with pytest.raises(ValueError, match=match):
       _init(cache=cache)
 
+  def test_donated_pages(self):
+    kv = _kv()
+    kv.k.delete()
+    with pytest.raises(ValueError, match="`kv` must be the newest"):
+      _init(kv=kv)
+
   def test_on_a_mesh(self):
     with pytest.raises(TypeError, match="`cache` must be a CacheState"):
       sharding.init(
@@ -162,6 +168,13 @@ class TestInit:
         _CONFIG,
         axes=_AXES,
       )
+
+
+def test_scores_with_a_donated_memory():
+  memory = jax.tree.map(jnp.copy, _state().memory)
+  memory.cache.length.delete()
+  with pytest.raises(ValueError, match="`state` must be the newest"):
+    rollout.score({}, memory, [[1]], [1], [[[1]]], [[1]], model=_model)
 
 
 def test_a_snapshot_of_a_donated_state(tmp_path):

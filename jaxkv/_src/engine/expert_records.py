@@ -67,10 +67,9 @@ def save_full_pages(
   if queue.experts is None or not cache.config.merge_duplicates:
     return queue
   lengths = cache.length + counts
-  size = cache.config.page_size
-  fills = elementwise.quotient(lengths, size) > elementwise.quotient(
-    cache.length, size
-  )
+  page_size = cache.config.page_size
+  num_full_pages = elementwise.quotient(cache.length, page_size)
+  fills = elementwise.quotient(lengths, page_size) > num_full_pages
   rows = jnp.where(fills, slots.row, queue.no_row)
   return save_experts(queue, kv, cache, rows, lengths)
 

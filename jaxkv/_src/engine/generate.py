@@ -109,8 +109,12 @@ def generate(
   check_single(state)
   check_model(model, state.config)
   check_numerics(state.config, model)
-  queue, size = state.queue, vocab_size_of(model)
-  check_tokens("tokens", queue.tokens, queue.length, vocab_size=size)
+  check_tokens(
+    "tokens",
+    state.queue.tokens,
+    state.queue.length,
+    vocab_size=vocab_size_of(model),
+  )
   limits = as_until(until)
   buffers = _init_buffers(params, state, model)
   params, state, limits, buffers = sharding.match_varying_axes(

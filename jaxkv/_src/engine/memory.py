@@ -66,10 +66,15 @@ def check_slots_unused(cache: CacheState) -> None:
     )
 
 
-def check_pools(memory: Memory, config: RolloutConfig) -> None:
-  """Raises unless the cache and the pools are supported and fit together."""
+def check_pools(
+  memory: Memory, config: RolloutConfig, name: str = "cache"
+) -> None:
+  """Raises unless the cache and the pools are supported and fit together.
+
+  `name` is the argument that has the cache.
+  """
   cache, kv = memory.cache, memory.kv
-  check_single(cache, "cache")
+  check_single(cache, name)
   sizes = cache.config
   if len(set(sizes.page_sizes)) > 1:
     raise ValueError(

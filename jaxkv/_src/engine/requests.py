@@ -216,12 +216,14 @@ def check_tokens(
   """
   if not all(map(_is_readable, (tokens, lengths, mask))):
     return
-  tokens, lengths = np.asarray(tokens), np.where(mask, lengths, 0)
+  tokens = np.asarray(tokens)
+  lengths = np.where(mask, lengths, 0)
   column = np.arange(tokens.shape[-1]).reshape((1,) * lengths.ndim + (-1,))
   real_tokens = tokens[column < lengths[..., None]]
   if not real_tokens.size:
     return
-  lowest, highest = int(real_tokens.min()), int(real_tokens.max())
+  lowest = int(real_tokens.min())
+  highest = int(real_tokens.max())
   if lowest < 0:
     raise ValueError(
       f"`{name}` must be tokens of at least 0, got {lowest}; the model has no "

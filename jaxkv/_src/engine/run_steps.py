@@ -73,7 +73,7 @@ def _evict(
   Returns:
     The cache; int32[B], all Q.
   """
-  size = cache.config.page_size
+  page_size = cache.config.page_size
   page_keys = queue.page_keys
   assert rows is not None and page_keys is not None
 
@@ -82,11 +82,11 @@ def _evict(
     index = jnp.argmin(rows).astype(jnp.int32)
     row = rows[index]
     keys = indexing.take(page_keys, row)
-    tokens = indexing.take(queue.tokens, row)[: keys.shape[0] * size]
+    tokens = indexing.take(queue.tokens, row)[: keys.shape[0] * page_size]
     cache, was_cached = unpublish_unheld(
       cache,
       keys,
-      tokens.reshape(keys.shape[0], size),
+      tokens.reshape(keys.shape[0], page_size),
       indexing.take(queue.length, row),
     )
     row = jnp.where(was_cached, row, queue.no_row)

@@ -227,12 +227,12 @@ def score(
     top_log_probs=top_log_probs,
   )
   check_model(model, config)
-  size = vocab_size_of(model)
+  vocab_size = vocab_size_of(model)
   check_tokens(
-    "prompts", groups.prompts, groups.prompt_lengths, vocab_size=size
+    "prompts", groups.prompts, groups.prompt_lengths, vocab_size=vocab_size
   )
   check_tokens(
-    "completions", groups.completions, groups.lengths, vocab_size=size
+    "completions", groups.completions, groups.lengths, vocab_size=vocab_size
   )
   scoring = Scoring(
     widths=_widths(groups, chunk),
@@ -321,7 +321,7 @@ def _check_state(state: Any) -> None:
       f"{type(state).__name__}; {hint}."
     )
   memory = state.memory if isinstance(state, RolloutState) else state
-  check_pools(memory, RolloutConfig())
+  check_pools(memory, RolloutConfig(), "state")
 
 
 def _as_groups(

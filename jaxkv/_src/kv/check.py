@@ -1,8 +1,10 @@
 """Checks that the memory of pages fits a cache."""
 
+import jax
 import numpy as np
 from jax.core import Tracer
 
+from jaxkv._src.arrays.arguments import check_not_donated
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.invariants import CacheError
 from jaxkv._src.cache.pool.offload_pages import num_planned
@@ -40,7 +42,7 @@ def check(
   Raises:
     CacheError: moves were forgotten or repeated, see `jaxkv.kv.move`.
     TypeError: an argument has a wrong type.
-    ValueError: the pages do not fit the cache.
+    ValueError: the pages do not fit the cache, or were donated.
 
   Examples:
     >>> import jaxkv
@@ -54,6 +56,7 @@ def check(
   # Page sizes may differ between groups, and a pool may serve only one group.
   page_sizes = sorted(set(config.page_sizes))
   for index, pool in enumerate(pools_of(kv)):
+    check_not_donated("kv", jax.tree.leaves(pool)[0])
     if pool.num_pages != config.num_pages or pool.page_size not in page_sizes:
       name = f"kv[{index}]" if isinstance(kv, tuple) else "kv"
       raise ValueError(
@@ -111,12 +114,12 @@ def _check_moves(offload: OffloadMemory, state: CacheState | None) -> None:
     )
   if state is None or state.pool.offload is None:
     return
-  planned, made = num_planned(state.pool.offload), offload.num_moves
+  planned = num_planned(state.pool.offload)
   if isinstance(planned, Tracer):
     return
-  error = Status(int(misuse_of(planned, made)))
+  error = Status(int(misuse_of(planned, offload.num_moves)))
   if error != Status.OK:
     raise CacheError(
       f"`state` has planned {int(planned)} moves, and `offload` has made "
-      f"{int(made)}: {error.name}. {remedy}"
+      f"{int(offload.num_moves)}: {error.name}. {remedy}"
     )

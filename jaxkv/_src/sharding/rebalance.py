@@ -11,7 +11,6 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.arguments import as_count
 from jaxkv._src.engine.queue import SequenceStatus
 from jaxkv._src.engine.state import RolloutState
-from jaxkv._src.engine.state import check_rollout
 from jaxkv._src.sharding.mesh_axes import MeshAxes
 from jaxkv._src.sharding.mesh_axes import check_axes
 from jaxkv._src.sharding.shards import each_shard
@@ -58,7 +57,6 @@ def rebalance(
   max_groups = as_count("max_groups", max_groups, 1)
   max_pages = as_count("max_pages", max_pages, 0)
   check_axes(axes)
-  check_rollout(state)
   check_one_shard_each(state, axes)
   return _rebalance(state, axes, max_groups, max_pages)
 

@@ -103,9 +103,10 @@ def check_shards(leaf: Any, axes: MeshAxes) -> None:
 
 
 def check_one_shard_each(state: RolloutState, axes: MeshAxes) -> None:
-  """Raises ValueError unless each device along `axes.data` has one shard."""
+  """Raises unless each device along `axes.data` has one shard of a rollout."""
   if axes.data is None:
     raise ValueError("`axes` must have the axis `data`, got None.")
+  check_rollout(state)
   if state.key.shape != (axes.num_shards,):
     raise ValueError(
       "`state` must have one shard for each device of `axes.data`, got "

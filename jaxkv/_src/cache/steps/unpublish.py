@@ -28,7 +28,7 @@ def unpublish_unheld(
   Returns:
     The cache, and bool[], True if a page was removed.
   """
-  pool, config = state.pool, state.config
+  pool = state.pool
   if pool.index is None or state.secret is None:
     return state, num_tokens < 0
 
@@ -38,10 +38,11 @@ def unpublish_unheld(
     return num_references == indexing.take(pool.pin_count, pages)
 
   pages = look_up(
-    config, state.secret, pool.index, keys[None], tokens[None], are_unheld
+    state.config, state.secret, pool.index, keys[None], tokens[None], are_unheld
   )
-  stop = config.sizes.full_pages(num_tokens[None])
-  is_full = indexing.between(jnp.zeros_like(stop), stop, pages.shape[2])
+  stop_column = state.config.sizes.full_pages(num_tokens[None])
+  zeros = jnp.zeros_like(stop_column)
+  is_full = indexing.between(zeros, stop_column, pages.shape[2])
   is_removed = (pages > 0) & is_full
   pool, num_removed = page_pool.unpublish(
     pool, pages.reshape(-1), is_removed.reshape(-1)
