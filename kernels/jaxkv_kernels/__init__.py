@@ -26,12 +26,12 @@ from jaxkv_kernels._src.attention.query_packing import tile_queries
 from jaxkv_kernels._src.attention.shared_prefix import SharedPrefix
 from jaxkv_kernels._src.attention.shared_prefix import plan_shared_prefix
 from jaxkv_kernels._src.attention.xla.backend import BLOCK_TOKENS
-from jaxkv_kernels._src.formats import load
-from jaxkv_kernels._src.formats import logical_dtype
-from jaxkv_kernels._src.formats import quantize
-from jaxkv_kernels._src.formats import store
 from jaxkv_kernels._src.pages import copy_pages
 from jaxkv_kernels._src.pages import gather_pages
+from jaxkv_kernels._src.quantization import load
+from jaxkv_kernels._src.quantization import logical_dtype
+from jaxkv_kernels._src.quantization import quantize
+from jaxkv_kernels._src.quantization import store
 
 __all__ = [
   "BACKENDS",

@@ -26,7 +26,7 @@ FORMATS = tuple(_BITS)
 
 
 def as_dtype(name: str, value: Any, formats: tuple[str, ...]) -> np.dtype:
-  """Converts a dtype; raises ValueError unless it is one of `formats`."""
+  """Converts a dtype; raises ValueError unless it is one of `quantization`."""
   # NumPy's error for an unknown dtype does not name the argument.
   try:
     dtype = np.dtype(value)

@@ -27,8 +27,8 @@ from jaxkv._src.engine.verbs.find_sequences import find
 from jaxkv._src.engine.verbs.find_sequences import leave_slots
 from jaxkv._src.kv.page_contents import read_pages
 from jaxkv._src.transfer.exported import Exported
-from jaxkv._src.transfer.exported import fingerprint_of
-from jaxkv._src.transfer.exported import layout_of
+from jaxkv._src.transfer.import_rules import fingerprint_of
+from jaxkv._src.transfer.import_rules import layout_of
 
 
 def export(

@@ -38,9 +38,9 @@ from jaxkv._src.engine.verbs.find_sequences import as_mask
 from jaxkv._src.engine.verbs.submit import put_rows
 from jaxkv._src.kv.page_contents import write_pages
 from jaxkv._src.transfer.exported import Exported
-from jaxkv._src.transfer.exported import check_exported
-from jaxkv._src.transfer.exported import fingerprint_of
-from jaxkv._src.transfer.exported import has_usable_pages
+from jaxkv._src.transfer.import_rules import check_exported
+from jaxkv._src.transfer.import_rules import fingerprint_of
+from jaxkv._src.transfer.import_rules import has_usable_pages
 
 
 def import_sequences(

@@ -9,9 +9,9 @@
 Each function writes token t to page `page_ids[t] + page_offset` at offset
 `offsets[t]`. Writes are in place if the pools are donated or carried by a loop.
 On a CPU this does not hold for pools of dtype bfloat16 or float8 (see
-`formats`). A token is dropped if its offset is out of range, or if its page id
-is out of range before or after `page_offset` is added. If two tokens have the
-same page and offset, it is undefined which of them is written.
+`quantization`). A token is dropped if its offset is out of range, or if its
+page id is out of range before or after `page_offset` is added. If two tokens
+have the same page and offset, it is undefined which of them is written.
 
 `append_kv` and `append_pages` round floats to the pool's format. Without a
 scale, they store values of the pool's dtype unchanged, and do not accept floats
@@ -27,9 +27,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv_kernels._src import check
-from jaxkv_kernels._src.formats import quantize
-from jaxkv_kernels._src.formats import scaled_dtype
-from jaxkv_kernels._src.formats import store
+from jaxkv_kernels._src.quantization import quantize
+from jaxkv_kernels._src.quantization import scaled_dtype
+from jaxkv_kernels._src.quantization import store
 
 
 def append_kv(

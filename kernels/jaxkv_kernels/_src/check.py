@@ -110,7 +110,7 @@ def pool(name: str, pages: jax.Array) -> None:
 
 
 def pool_dtype(name: str, value: Any) -> np.dtype:
-  """Converts `value` to a dtype; accepts only the pool dtypes of `formats`."""
+  """Converts `value` to a dtype; accepts only pool dtypes of `quantization`."""
   try:
     dtype = None if value is None else np.dtype(value)
   except (TypeError, ValueError):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv_kernels._src import check
-from jaxkv_kernels._src.formats import load
+from jaxkv_kernels._src.quantization import load
 
 
 def copy_pages(

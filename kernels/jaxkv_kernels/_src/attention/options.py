@@ -112,7 +112,7 @@ class AttentionCall:
 
   Attributes:
     q: [B, T, H, D]. For a decode step, [B, H, D] until a backend is chosen.
-    k_pages: in a format of `jaxkv_kernels/_src/formats.py`.
+    k_pages: in a format of `jaxkv_kernels/_src/quantization.py`.
     v_pages: in the format of `k_pages`.
     page_table: unused entries may be any number.
     starts: the position of each row's first query; -1 for a decode step's row

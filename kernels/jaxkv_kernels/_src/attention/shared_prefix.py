@@ -18,7 +18,7 @@ from jaxkv_kernels._src.attention import calls
 from jaxkv_kernels._src.attention import choose
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.query_packing import row_of
-from jaxkv_kernels._src.formats import logical_dtype
+from jaxkv_kernels._src.quantization import logical_dtype
 
 # Bytes of K and V that sharing must save in one layer's call to pay for the
 # second pass and the merge. For a CPU this number was measured. For other

@@ -24,7 +24,7 @@ from jaxkv_kernels._src.attention.triton import compat
 from jaxkv_kernels._src.attention.triton.kernel import TritonStatic
 from jaxkv_kernels._src.attention.triton.kernel import attention_kernel
 from jaxkv_kernels._src.attention.triton.kernel import power_of_two
-from jaxkv_kernels._src.formats import logical_dtype
+from jaxkv_kernels._src.quantization import logical_dtype
 
 # Query rows of a program: a tensor core multiplies at least 16, and the sums of
 # at most 64 fit in registers.

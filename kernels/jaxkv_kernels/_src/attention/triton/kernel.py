@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plt
 from jaxkv_kernels._src.attention import online_softmax
 from jaxkv_kernels._src.attention import query_tiles
 from jaxkv_kernels._src.attention.online_softmax import LOWEST
-from jaxkv_kernels._src.formats import load
+from jaxkv_kernels._src.quantization import load
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from jaxkv_kernels._src.attention import query_tiles
 from jaxkv_kernels._src.attention.online_softmax import LOWEST
 from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import CallOptions
-from jaxkv_kernels._src.formats import load
+from jaxkv_kernels._src.quantization import load
 
 # Tokens per block, if the page size divides this number. All such page sizes
 # give the same results. In benchmarks, 64 was within 5 % of the best number for

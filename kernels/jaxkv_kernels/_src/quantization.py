@@ -1,4 +1,4 @@
-"""Number formats of page pools.
+"""Quantization to the number formats of page pools.
 
 XLA for a CPU rewrites a whole bfloat16 or 8-bit float array to update one
 element. On a CPU, pools should therefore store the same bits in an integer
