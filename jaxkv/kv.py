@@ -175,8 +175,8 @@ from jaxkv._src.kv.recurrent_pages import StatePages
 from jaxkv._src.kv.recurrent_pages import init_states
 from jaxkv._src.kv.recurrent_pages import read_state
 from jaxkv._src.kv.recurrent_pages import write_state
-from jaxkv._src.kv.shared_prefix import refresh_shared
-from jaxkv._src.kv.shared_prefix import share
+from jaxkv._src.kv.share import refresh_shared
+from jaxkv._src.kv.share import share
 from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View

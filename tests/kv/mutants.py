@@ -24,7 +24,7 @@ _TABLE = {
     _ONE_COLUMN,
   ),
   "a refreshed view is as before": (
-    "shared_prefix:refresh_shared",
+    "share:refresh_shared",
     returned(lambda out, g: FreshView(view=g.view)),
     _REFRESH + "test_idle_rows_leave_their_cluster",
   ),
@@ -39,7 +39,7 @@ _TABLE = {
     _MISUSE + "test_forgotten",
   ),
   "clusters cannot be given": (
-    "shared_prefix:share",
+    "share:share",
     given(clusters=lambda g: None),
     _SHARE + "test_clusters_may_be_given",
   ),

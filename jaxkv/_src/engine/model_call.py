@@ -32,7 +32,7 @@ from jaxkv._src.kv.batch import Batch
 from jaxkv._src.kv.kv_pages import KVPages
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.pools import pools_of
-from jaxkv._src.kv.shared_prefix import share
+from jaxkv._src.kv.share import share
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import packed_positions

@@ -17,6 +17,7 @@ from jax import Array
 from jax import lax
 
 from jaxkv._src.arrays import sharding
+from jaxkv._src.exact import gradient
 
 RowWise = Callable[..., Any]
 """`(weights, *rows) -> rows`. The rows are pytrees of arrays [X, ...]. The
@@ -43,35 +44,7 @@ def in_tiles(
   def tiled(weights: Any, *rows: Any) -> Any:
     return loop(function, weights, rows, tile=tile)
 
-  return with_gradient(tiled, function, weights, *rows)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def with_gradient(
-  function: Callable[..., Any], surrogate: Callable[..., Any], *arguments: Any
-) -> Any:
-  """Computes `function(*arguments)`, with the gradient of another function.
-
-  Args:
-    function: computes the result. Neither function may close over arrays.
-    surrogate: the function to differentiate; equals `function` up to rounding.
-    *arguments: pytrees of arrays.
-  """
-  del surrogate
-  return function(*arguments)
-
-
-def _forward(function: Any, surrogate: Any, *arguments: Any) -> Any:
-  del surrogate
-  return function(*arguments), arguments
-
-
-def _backward(function: Any, surrogate: Any, arguments: Any, grads: Any) -> Any:
-  del function
-  return jax.vjp(surrogate, *arguments)[1](grads)
-
-
-with_gradient.defvjp(_forward, _backward)
+  return gradient.with_gradient(tiled, function, weights, *rows)
 
 
 def loop(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv._src.arrays import sharding
+from jaxkv._src.exact import gradient
 from jaxkv._src.exact import row_loop
 
 # The number of sequences that `recur` computes at a time.
@@ -58,7 +59,7 @@ def recur(
     The result of `run`, up to rounding.
   """
   step = functools.partial(_token_by_token, run)
-  return row_loop.with_gradient(step, run, weights, *arguments)
+  return gradient.with_gradient(step, run, weights, *arguments)
 
 
 def _token_by_token(

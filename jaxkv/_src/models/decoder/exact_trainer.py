@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import jaxkv_kernels as kernels
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.exact import row_loop
+from jaxkv._src.exact import gradient
 from jaxkv._src.kv.attend import attend
 from jaxkv._src.kv.kv_pages import init as init_pages
 from jaxkv._src.kv.view import View
@@ -87,7 +87,7 @@ class ExactUncachedKV(UncachedKV):
     def fast(tree: Any, q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
       return UncachedKV(tree).attend(q, k, v, sinks=sinks, **numbers)
 
-    return row_loop.with_gradient(exact, fast, self.tree, q, k, v, sinks)
+    return gradient.with_gradient(exact, fast, self.tree, q, k, v, sinks)
 
   def latent(
     self, mixer: Mixer, inputs: LatentInputs, pools: Pools
@@ -120,7 +120,7 @@ class ExactUncachedKV(UncachedKV):
       return UncachedKV(tree).latent(bound, inputs, ())[0]
 
     weights = {name: mixer.weights[name] for name in ("key", "value")}
-    out: Any = row_loop.with_gradient(exact, fast, self.tree, weights, inputs)
+    out: Any = gradient.with_gradient(exact, fast, self.tree, weights, inputs)
     return out, pools
 
 
