@@ -232,11 +232,7 @@ def drop(
   """
   pool, freed, unqueued = _unreference(pool, pages, valid)
   queue = free_queue.push_back(
-    pool.queue,
-    pages,
-    freed & ~unqueued,
-    marks=_mark_of(owner),
-    marked=unqueued,
+    pool.queue, pages, freed & ~unqueued, marks=_mark_of(owner), marked=unqueued
   )
   return dataclasses.replace(pool, queue=queue), unqueued
 

@@ -286,11 +286,7 @@ def insert(
 
 
 def remove(
-  index: PrefixIndex,
-  pages: Array,
-  valid: Array,
-  *,
-  without_loops: bool = False,
+  index: PrefixIndex, pages: Array, valid: Array, *, without_loops: bool = False
 ) -> tuple[PrefixIndex, Array]:
   """Removes valid pages, int32[X], all distinct, from the index.
 
@@ -368,10 +364,7 @@ def settle(index: PrefixIndex, pages: Array, moving: Moving) -> PrefixIndex:
   return dataclasses.replace(
     index,
     buckets=indexing.put(
-      index.buckets,
-      indexing.where_valid(moving.valid, home),
-      way,
-      values=pages,
+      index.buckets, indexing.where_valid(moving.valid, home), way, values=pages
     ),
     entry=indexing.put(index.entry, valid_pages, values=moving.entry),
     tokens=indexing.put(index.tokens, valid_pages, values=moving.tokens),

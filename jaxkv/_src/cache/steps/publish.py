@@ -419,10 +419,7 @@ def _merge(
   assert pool.index is not None
   pages = indexing.take(table, *final.place)
   equal_pages = prefix_index.lookup(
-    pool.index,
-    final.keys,
-    final.tokens,
-    preferred=config.preferred_pages,
+    pool.index, final.keys, final.tokens, preferred=config.preferred_pages
   )
   merges = published & (equal_pages > 0) & (equal_pages != pages)
   owner = jnp.zeros_like(pages)

@@ -150,13 +150,7 @@ def attach(
   plan = plan.of(is_served)
   slots = rows.where(is_served)
   pool, table = page_table.attach(
-    state.pool,
-    state.page_table,
-    slots,
-    plan.first,
-    plan.hit,
-    read,
-    holds=holds,
+    state.pool, state.page_table, slots, plan.first, plan.hit, read, holds=holds
   )
   skipped = state.num_skipped_pages
   if state.config.skips_pages:

@@ -230,13 +230,7 @@ def admit_found(
   )
   rows = SlotRows(slots, False, skipped, repeated)
   state, code = reserve(
-    state,
-    rows,
-    plan,
-    code,
-    hits=prefix.pages,
-    keep_free=keep_free,
-    pops=pops,
+    state, rows, plan, code, hits=prefix.pages, keep_free=keep_free, pops=pops
   )
   is_served = code == Status.OK
   # A refused row reports 0 cached tokens; `write` leaves its slot unchanged.

@@ -128,10 +128,7 @@ def truncate(
 
 
 def _release_columns(
-  state: CacheState,
-  rows: SlotRows,
-  plan: reserve.Reservation,
-  is_served: Array,
+  state: CacheState, rows: SlotRows, plan: reserve.Reservation, is_served: Array
 ) -> CacheState:
   """Releases the columns of served rows from `plan.hit` on."""
   num_held_pages = rows.read(state.num_pages)
