@@ -155,10 +155,10 @@ labels = [f"shard {shard}" for shard in range(len(lines))]
 figure.legend(lines, labels, loc="outside right center", frameon=False)
 plt.show()
 for title, values in (("fixed", plain_history), ("rebalanced", history)):
-  unfinished = values[len(values) // 2, 0]
+  num_steps = 8 * (values[:, 0] > 0).sum(axis=0) + 8
   print(
-    f"{title}: after half of the steps, shards have {unfinished.min()} to "
-    f"{unfinished.max()} unfinished sequences"
+    f"{title}: the first shard has no work after {num_steps.min()} steps, the "
+    f"last after {num_steps.max()}"
   )
 
 # %% [markdown]

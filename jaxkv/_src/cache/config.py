@@ -145,12 +145,12 @@ class CacheConfig:
       self._check_is_on_device(kind)
     # A slot must hold a whole number of pages of every group. Pages must end at
     # multiples of `page_size` tokens, because only these positions have keys.
-    for size in self.page_sizes:
-      if size % self.page_size or self.slot_tokens % size:
+    for group_page_size in self.page_sizes:
+      if group_page_size % self.page_size or self.slot_tokens % group_page_size:
         raise ValueError(
           "`page_size` of a group must be a multiple of CacheConfig.page_size "
           f"({self.page_size}) and divide the slot's {self.slot_tokens} "
-          f"tokens, got {size}."
+          f"tokens, got {group_page_size}."
         )
 
   def _check_is_on_device(self, kind: GroupKind):
@@ -235,8 +235,8 @@ class CacheConfig:
   def max_restored_pages(self) -> int:
     """The largest number of pages to restore for a page's worth of tokens."""
     if isinstance(self.offload_policy, OffloadPolicy):
-      size = min(self.page_sizes)
-      return self.offload_policy.max_pages(self.page_bytes, size)
+      min_page_size = min(self.page_sizes)
+      return self.offload_policy.max_pages(self.page_bytes, min_page_size)
     return self.num_groups if self.offload_policy == "always" else 0
 
   @property
@@ -271,10 +271,10 @@ def _check_int(name: str, value: object, minimum: int) -> None:
 
 
 def _check_choice(
-  name: str, value: object, choices: tuple[str, ...], other: str = ""
+  name: str, value: object, choices: tuple[str, ...], extra: str = ""
 ) -> None:
   if value not in choices:
-    other = other and f" or {other}"
+    extra = extra and f" or {extra}"
     raise ValueError(
-      f"`CacheConfig.{name}` must be one of {choices}{other}, got {value!r}."
+      f"`CacheConfig.{name}` must be one of {choices}{extra}, got {value!r}."
     )

@@ -30,8 +30,9 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
       f" {config.num_slots} slots; {kinds}; {obstacle})"
     )
   running = np.asarray(state.num_pages)[:, 0] > 0
-  total = config.num_pages - 1
-  pages = [f"{total - int(state.pool.queue.num_free)} of {total} pages in use"]
+  num_usable_pages = config.num_pages - 1
+  num_used = num_usable_pages - int(state.pool.queue.num_free)
+  pages = [f"{num_used} of {num_usable_pages} pages in use"]
   if state.pool.index is not None:
     buckets = np.asarray(state.pool.index.buckets)
     cached = buckets[buckets > 0]

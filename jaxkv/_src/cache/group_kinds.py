@@ -50,7 +50,8 @@ class GroupKind:
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
-      value, name = getattr(self, field.name), type(self).__name__
+      value = getattr(self, field.name)
+      name = type(self).__name__
       if value is None and field.name == "page_size":
         continue
       if isinstance(value, bool) or not isinstance(value, int):
@@ -107,18 +108,18 @@ class GroupKind:
       # Every page of the prefix is needed, so it ends before the first miss.
       leading = xp.cumprod(hits, axis=1, dtype=np.int32)
       leading = xp.sum(leading, axis=1, dtype=np.int32)
-      end = xp.minimum(leading, limit_pages) - drop.astype(np.int32)
-      return elementwise.quotient(xp.maximum(end, 0), align) * align
-    # All P + 1 ends are tested at once. If `begin` and an end have the same
-    # number of misses before them, all pages between the two are cached.
-    end = xp.arange(hits.shape[1] + 1, dtype=np.int32)[None]
-    prefix = end - drop.astype(np.int32)[:, None]
+      num_pages = xp.minimum(leading, limit_pages) - drop.astype(np.int32)
+      return elementwise.quotient(xp.maximum(num_pages, 0), align) * align
+    # All P + 1 ends are tested at once. If `first_page` and an end have the
+    # same number of misses before them, all pages between the two are cached.
+    end_page = xp.arange(hits.shape[1] + 1, dtype=np.int32)[None]
+    prefix = end_page - drop.astype(np.int32)[:, None]
     skipped = self.num_skipped_tokens(xp.maximum(prefix, 0) * page_size)
-    begin = elementwise.quotient(skipped, page_size)
+    first_page = elementwise.quotient(skipped, page_size)
     misses = xp.cumsum(~hits, axis=1, dtype=np.int32)
     misses = xp.pad(misses, ((0, 0), (1, 0)))
-    whole = misses == xp.take_along_axis(misses, begin, axis=1)
-    whole &= end <= limit_pages[:, None]
+    whole = misses == xp.take_along_axis(misses, first_page, axis=1)
+    whole &= end_page <= limit_pages[:, None]
     whole &= elementwise.remainder(prefix, align) == 0
     return xp.max(xp.where(whole, xp.maximum(prefix, 0), 0), axis=1)
 
@@ -217,8 +218,8 @@ class SlidingWindow(GroupKind):
     if every:
       offset = (pages - drop) % every
       is_kept = (pages >= drop) & (offset >= every - needed)
-    for end in ends:
-      is_kept |= (pages >= end - needed) & (pages < end)
+    for end_page in ends:
+      is_kept |= (pages >= end_page - needed) & (pages < end_page)
     return is_kept
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
@@ -284,8 +285,8 @@ class Recurrent(GroupKind):
     is_kept = pages < 0
     if every:
       is_kept = (pages + 1) % every == 0
-    for end in ends:
-      is_kept |= (end > drop) & (pages == end - drop - 1)
+    for end_page in ends:
+      is_kept |= (end_page > drop) & (pages == end_page - drop - 1)
     return is_kept
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:

@@ -89,14 +89,15 @@ def check_invariants(state: CacheState) -> dict[str, Array]:
 
 def _tables(state: CacheState) -> Array:
   column = jnp.arange(state.config.pages_per_slot, dtype=jnp.int32)
-  held = column[None, None] < state.num_pages[..., None]
+  is_held = column[None, None] < state.num_pages[..., None]
   skipped = column[None, None] < state.num_skipped_pages[..., None]
   table = state.page_table
   no_page = state.config.no_page
+  is_page = (table >= 0) & (table < no_page)
   # A recurrent group also has null pages in the columns between two states.
   may_be_null = recurrent.holds_states(state.config)[..., None]
   return (
-    jnp.all(jnp.where(held, (table >= 0) & (table < no_page), table == no_page))
+    jnp.all(jnp.where(is_held, is_page, table == no_page))
     & jnp.all(~skipped | (table == 0))
     & jnp.all(skipped | (table > 0) | may_be_null)
     & jnp.all(state.num_skipped_pages >= 0)
@@ -134,18 +135,18 @@ def _is_consistent(queue: FreeQueue, free: Array) -> Array:
   """Returns bool[]: True if a queue holds each free page once, never page 0."""
   pages = jnp.arange(free.shape[0], dtype=jnp.int32)
   free &= pages > 0
-  place = queue.position
+  ring_position = queue.position
   capacity = queue.ring.shape[0]
-  offset = (place - queue.head) & (capacity - 1)
+  offset = (ring_position - queue.head) & (capacity - 1)
   live = (
-    (place >= 0)
-    & (place < capacity)
+    (ring_position >= 0)
+    & (ring_position < capacity)
     & (offset < queue.span)
-    & (indexing.take(queue.ring, place) == pages)
+    & (indexing.take(queue.ring, ring_position) == pages)
   )
   return (
     jnp.all(live == free)
-    & jnp.all(place <= indexing.NOWHERE)
+    & jnp.all(ring_position <= indexing.NOWHERE)
     & (queue.num_free == jnp.sum(free, dtype=jnp.int32))
     & (
       jnp.sum(free_queue.in_order(queue) > 0, dtype=jnp.int32) == queue.num_free
@@ -161,21 +162,21 @@ def _index(state: CacheState) -> Array:
   pages = jnp.arange(state.config.num_numbers, dtype=jnp.int32)
   cached = prefix_index.contains(index, pages)
   entries = index.buckets.reshape(-1)
-  places = jnp.arange(entries.shape[0], dtype=jnp.int32)
+  entry_positions = jnp.arange(entries.shape[0], dtype=jnp.int32)
   position = prefix_index.position_of(index, pages)
   keys = prefix_index.key_of(index, pages)
-  is_placed = indexing.take(position, entries, fill=-1) == places
+  is_placed = indexing.take(position, entries, fill=-1) == entry_positions
   # If several pages have the same key, a lookup returns the page published
   # first. So the test compares the keys of pages, not the page numbers.
-  first = prefix_index.lookup(index, keys, index.tokens)
-  same_key = prefix_index.key_of(index, first) == keys
+  hit_pages = prefix_index.lookup(index, keys, index.tokens)
+  same_key = prefix_index.key_of(index, hit_pages) == keys
   # A lookup ends at a bucket whose overflow count is 0. So a count that is too
   # small would hide pages.
   overflow = prefix_index.recount(index, cached)
   return (
     jnp.all(jnp.where(cached, indexing.take(entries, position) == pages, True))
     & jnp.all((entries == 0) | is_placed)
-    & jnp.all(~cached | ((first > 0) & jnp.all(same_key, axis=1)))
+    & jnp.all(~cached | ((hit_pages > 0) & jnp.all(same_key, axis=1)))
     & jnp.all(overflow == index.overflow)
     & ~cached[0]
     & ~indexing.take(cached, jnp.int32(state.config.no_page))
@@ -183,7 +184,9 @@ def _index(state: CacheState) -> Array:
 
 
 def _keys(state: CacheState) -> Array:
-  config, hashes, index = state.config, state.hashes, state.pool.index
+  config = state.config
+  hashes = state.hashes
+  index = state.pool.index
   secret = state.secret
   if hashes is None or index is None or secret is None:
     return jnp.bool_(True)
@@ -192,20 +195,20 @@ def _keys(state: CacheState) -> Array:
   complete = num_read >= 0
   final = prefix_rules.final_pages(config, state.length)
   all_match = jnp.bool_(True)
-  for group, size in enumerate(config.page_sizes):
+  for group, page_size in enumerate(config.page_sizes):
     keys = hashing.keys_of_group(config, secret, chain, group)
     columns = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
     pages = state.page_table[:, group, : keys.shape[1]]
     matches = prefix_index.key_of(index, pages) == keys
-    stop = jnp.minimum(final[:, group], num_read // size)[:, None]
-    inside = (columns < stop) & (pages > 0)
+    stop_column = jnp.minimum(final[:, group], num_read // page_size)[:, None]
+    inside = (columns < stop_column) & (pages > 0)
     all_match &= jnp.all(
       jnp.all(matches, axis=-1) | ~(inside & complete[:, None])
     )
   steps = config.alignment // config.page_size
   aligned = state.length // config.alignment * steps
-  last = jnp.maximum(aligned - 1, 0)[:, None, None]
-  last_key = jnp.take_along_axis(chain, last, axis=1)[:, 0]
+  last_step = jnp.maximum(aligned - 1, 0)[:, None, None]
+  last_key = jnp.take_along_axis(chain, last_step, axis=1)[:, 0]
   last_key = jnp.where(aligned[:, None] > 0, last_key, hashes.root)
   return all_match & jnp.all(
     jnp.all(hashes.chain == last_key, axis=1) | ~complete
@@ -222,15 +225,16 @@ def _chain_read_back(
     tokens read. The number is -1 for an empty slot, and for a slot that no
     longer has all the pages to read.
   """
-  config, group = state.config, state.config.token_group
-  size, slots = config.page_sizes[group], config.num_slots
+  config = state.config
+  group = config.token_group
+  page_size = config.page_sizes[group]
   table = state.page_table[:, group]
   num_final = prefix_rules.final_pages(config, state.length)[:, group]
   column = jnp.arange(config.pages_per_slot, dtype=jnp.int32)[None]
   read = column < num_final[:, None]
   complete = jnp.all(~read | (table > 0), axis=1) & (state.num_pages[:, 0] > 0)
-  tokens = indexing.take(index.tokens, table)[..., :size]
-  stream = tokens[:, : config.pages_per_slot // (size // config.page_size)]
-  stream = stream.reshape(slots, config.pages_per_slot, config.page_size)
+  tokens = indexing.take(index.tokens, table)[..., :page_size]
+  stream = tokens[:, : config.pages_per_slot // (page_size // config.page_size)]
+  stream = stream.reshape(-1, config.pages_per_slot, config.page_size)
   chain = hashing.row_keys(secret, hashes.root, stream)
-  return chain, jnp.where(complete, num_final * size, -1)
+  return chain, jnp.where(complete, num_final * page_size, -1)

@@ -232,7 +232,8 @@ def init(config: CacheConfig, key: Array | None = None) -> CacheState:
       f"`config` must be a CacheConfig, got {type(config).__name__}; make one "
       "with jaxkv.CacheConfig(...)."
     )
-  epoch, secret, root = jnp.zeros((), jnp.uint32), None, None
+  epoch = jnp.zeros((), jnp.uint32)
+  secret = root = None
   if config.prefix_caching:
     secret, root = _secret_and_root(
       arguments.as_secret("key", key), epoch, config.num_groups
@@ -285,8 +286,8 @@ def check_cache(state: Any, name: str = "state") -> None:
     hint = "make one with jaxkv.init(config)"
     if isinstance(state, tuple):
       hint = "unpack what a verb returned: `state, out = ...`"
-    kind = type(state).__name__
-    raise TypeError(f"`{name}` must be a CacheState, got {kind}; {hint}.")
+    type_name = type(state).__name__
+    raise TypeError(f"`{name}` must be a CacheState, got {type_name}; {hint}.")
   arguments.check_not_donated(name, state.length)
 
 

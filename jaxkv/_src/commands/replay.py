@@ -282,8 +282,7 @@ def _serve(
   )
   # Takes the page that is never cached, unless `admit` has taken it.
   state, _ = jaxkv.allocate(
-    state,
-    jnp.where(is_real, blocks + 1 - admitted.num_cached_tokens, 0),
+    state, jnp.where(is_real, blocks + 1 - admitted.num_cached_tokens, 0)
   )
   first_miss = first_block + admitted.num_cached_tokens[0]
   state, _ = jaxkv.commit(

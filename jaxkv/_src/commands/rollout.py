@@ -349,19 +349,13 @@ def _rows(f: dict[str, Any]) -> list[tuple[str, str]]:
       f"{f['prompt_tokens']:,}, of which {f['prefilled']:,} were computed",
     ),
     ("prefix hit rate", f"{hits:.1%} of {f['queried_tokens']:,} tokens"),
-    (
-      "sequences forked",
-      f"{f['forked']:,}; {f['preempted']:,} were preempted",
-    ),
+    ("sequences forked", f"{f['forked']:,}; {f['preempted']:,} were preempted"),
     (
       "pages",
       f"{f['published_pages']:,} published, {f['evicted_pages']:,} evicted, "
       f"{f['peak_shared']:,} shared at the peak",
     ),
-    (
-      "K/V bytes used",
-      f"{f['peak_pages'] * f['page_bytes']:,} at the peak",
-    ),
+    ("K/V bytes used", f"{f['peak_pages'] * f['page_bytes']:,} at the peak"),
   ]
   if "largest_difference" in f:
     verdict = "yes" if f["largest_difference"] < CLOSE else "NO"

@@ -283,9 +283,7 @@ def choose(
     return chosen, remaining, overtaken, is_blocked, leader
 
   leader = jnp.where(
-    waiting.slot_of_leader < num_slots,
-    rows + waiting.slot_of_leader,
-    no_leader,
+    waiting.slot_of_leader < num_slots, rows + waiting.slot_of_leader, no_leader
   )
   start = (
     jnp.full((rows,), window, jnp.int32),

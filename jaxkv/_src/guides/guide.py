@@ -94,11 +94,7 @@ class Guide:
   max_bytes: int | None = dataclasses.field(metadata={"static": True})
 
   def init(
-    self,
-    num_sequences: int,
-    *,
-    grammars: Any = None,
-    max_tokens: Any = None,
+    self, num_sequences: int, *, grammars: Any = None, max_tokens: Any = None
   ) -> GuideState:
     """Returns the start states of Q sequences.
 

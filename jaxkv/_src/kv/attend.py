@@ -211,9 +211,7 @@ def _by_head(
 
 # Compiled once for eager calls; inlined into a caller's own `jit`.
 @functools.partial(
-  jax.jit,
-  static_argnames=("static_options", "backend", "exact"),
-  inline=True,
+  jax.jit, static_argnames=("static_options", "backend", "exact"), inline=True
 )
 def _attend(
   kv: KVPages,

@@ -64,10 +64,10 @@ class Front(NamedTuple):
 def init(num_pages: int) -> FreeQueue:
   """Returns a queue of all pages but the null page, in ascending order."""
   pages = jnp.arange(1, capacity(num_pages) + 1, dtype=jnp.int32)
-  numbers = jnp.arange(num_pages, dtype=jnp.int32)
+  page_numbers = jnp.arange(num_pages, dtype=jnp.int32)
   return FreeQueue(
     ring=jnp.where(pages < num_pages, pages, jnp.int32(0)),
-    position=jnp.where(numbers > 0, numbers - 1, jnp.int32(NOWHERE)),
+    position=jnp.where(page_numbers > 0, page_numbers - 1, jnp.int32(NOWHERE)),
     head=jnp.int32(0),
     span=jnp.int32(num_pages - 1),
     num_free=jnp.int32(num_pages - 1),
@@ -102,8 +102,8 @@ def pop(
   count = loops.cumulative_sum(live)
   valid = live & (count <= num_pages)
   if keeps is not None:
-    end = jnp.min(jnp.where(live & keeps(pages), lanes, window))
-    valid &= lanes < end
+    stop_lane = jnp.min(jnp.where(live & keeps(pages), lanes, window))
+    valid &= lanes < stop_lane
   num_popped = jnp.sum(valid, dtype=jnp.int32)
   # The head stops at the first live entry that was not popped, or at the end.
   stays = (live & ~valid) | (lanes >= queue.span)
@@ -125,10 +125,10 @@ def entries_at(queue: FreeQueue, lanes: Array) -> tuple[Array, Array]:
   Returns:
     int32[W], the page of each entry, and bool[W], True for live entries.
   """
-  place = _wrap(queue, queue.head + lanes)
-  pages = indexing.take(queue.ring, place)
-  has_place = indexing.take(queue.position, pages, fill=NOWHERE) == place
-  return pages, has_place & (lanes < queue.span)
+  position = _wrap(queue, queue.head + lanes)
+  pages = indexing.take(queue.ring, position)
+  live = indexing.take(queue.position, pages, fill=NOWHERE) == position
+  return pages, live & (lanes < queue.span)
 
 
 def remove(
@@ -139,12 +139,12 @@ def remove(
   All valid pages must be in the queue; repeats are allowed. Returns the queue,
   and int32[]: the number of distinct pages removed.
   """
-  position, last = mark_last(queue.position, pages, valid)
-  count = jnp.sum(last, dtype=jnp.int32)
-  place = loops.read_before(count, indexing.where_valid(valid, pages))
+  position, is_last = mark_last(queue.position, pages, valid)
+  count = jnp.sum(is_last, dtype=jnp.int32)
+  removed_pages = loops.read_before(count, indexing.where_valid(valid, pages))
   queue = dataclasses.replace(
     queue,
-    position=indexing.put(position, place, values=NOWHERE),
+    position=indexing.put(position, removed_pages, values=NOWHERE),
     num_free=queue.num_free - count,
   )
   return queue, count
@@ -165,8 +165,8 @@ def push_back(
   """
   chex.assert_equal_shape([pages, valid, marks, marked])
   rank = loops.cumulative_sum(valid)
-  place = _wrap(queue, queue.head + queue.span + rank - 1)
-  return _grown(_write(queue, place, pages, valid, marks, marked), rank[-1])
+  position = _wrap(queue, queue.head + queue.span + rank - 1)
+  return _grown(_write(queue, position, pages, valid, marks, marked), rank[-1])
 
 
 def push(
@@ -189,10 +189,13 @@ def push(
       the page with the highest rank becomes the first in the queue.
   """
   rank = loops.cumulative_sum(to_back)
-  back, front = queue.head + queue.span + rank - 1, queue.head - 1 - turn
-  place = _wrap(queue, jnp.where(to_front, front, back))
+  back = queue.head + queue.span + rank - 1
+  front = queue.head - 1 - turn
+  position = _wrap(queue, jnp.where(to_front, front, back))
   valid = to_back | to_front
-  queue = _write(queue, place, pages, valid, place, sharding.zeros_like(valid))
+  queue = _write(
+    queue, position, pages, valid, position, sharding.zeros_like(valid)
+  )
   num_front = jnp.sum(to_front, dtype=jnp.int32)
   return _grown(
     dataclasses.replace(queue, head=_wrap(queue, queue.head - num_front)),
@@ -207,11 +210,11 @@ def has_room(queue: FreeQueue, count: Array) -> Array:
 
 def reserve(queue: FreeQueue, count: Array) -> FreeQueue:
   """Makes room for `count` pushes, by a sweep if the ring is too full."""
-  size = queue.ring.shape[0]
+  ring_size = queue.ring.shape[0]
 
   def sweep(queue: FreeQueue) -> FreeQueue:
     ring = in_order(queue)
-    lanes = jnp.arange(size, dtype=jnp.int32)
+    lanes = jnp.arange(ring_size, dtype=jnp.int32)
     listed = indexing.where_valid(lanes < queue.num_free, ring)
     return dataclasses.replace(
       queue,
@@ -243,9 +246,9 @@ def mark_last(
   # is the mark of the page's last item. This is cheaper than a sort or a
   # comparison of all pairs of items.
   mark = NOWHERE + 1 + jnp.arange(pages.shape[0], dtype=jnp.int32)
-  place = indexing.where_valid(valid, pages)
-  position = indexing.put_max(position, place, values=mark)
-  return position, valid & (indexing.take(position, place) == mark)
+  valid_pages = indexing.where_valid(valid, pages)
+  position = indexing.put_max(position, valid_pages, values=mark)
+  return position, valid & (indexing.take(position, valid_pages) == mark)
 
 
 def in_order(queue: FreeQueue) -> Array:
@@ -260,7 +263,7 @@ def in_order(queue: FreeQueue) -> Array:
 
 def _write(
   queue: FreeQueue,
-  place: Array,
+  position: Array,
   pages: Array,
   valid: Array,
   marks: Array,
@@ -269,12 +272,12 @@ def _write(
   return dataclasses.replace(
     queue,
     ring=indexing.put(
-      queue.ring, indexing.where_valid(valid, place), values=pages
+      queue.ring, indexing.where_valid(valid, position), values=pages
     ),
     position=indexing.put(
       queue.position,
       indexing.where_valid(valid | marked, pages),
-      values=jnp.where(valid, place, marks),
+      values=jnp.where(valid, position, marks),
     ),
   )
 
@@ -285,5 +288,5 @@ def _grown(queue: FreeQueue, count: Array) -> FreeQueue:
   )
 
 
-def _wrap(queue: FreeQueue, place: Array) -> Array:
-  return place & jnp.int32(queue.ring.shape[0] - 1)
+def _wrap(queue: FreeQueue, position: Array) -> Array:
+  return position & jnp.int32(queue.ring.shape[0] - 1)

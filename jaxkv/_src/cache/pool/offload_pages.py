@@ -197,7 +197,8 @@ def exchange(
   # The entries of saved and restored pages are read together and then written
   # together. XLA would copy the index if a write came before a read.
   saved = evicted.valid & _are_saved(offload, index, evicted.stamps)
-  sources, moved = pages, saved
+  sources = pages
+  moved = saved
   if restored is None:
     restored = sharding.zeros_like(pages)
   else:
@@ -281,15 +282,15 @@ def _appended(
   """Appends moves of popped pages; `target` and `restored` are 0 for none."""
   valid &= (target > 0) | (restored > 0)
   rank = loops.cumulative_sum(valid)
-  place = indexing.where_valid(valid, moves.count + rank - 1)
+  move_index = indexing.where_valid(valid, moves.count + rank - 1)
   saved_to, restored_from = (
     indexing.where_valid(page > 0, page - 1) for page in (target, restored)
   )
   return Moves(
-    page=indexing.put(moves.page, place, values=pages),
-    saved_to=indexing.put(moves.saved_to, place, values=saved_to),
+    page=indexing.put(moves.page, move_index, values=pages),
+    saved_to=indexing.put(moves.saved_to, move_index, values=saved_to),
     restored_from=indexing.put(
-      moves.restored_from, place, values=restored_from
+      moves.restored_from, move_index, values=restored_from
     ),
     count=moves.count + rank[-1],
     start=moves.start,

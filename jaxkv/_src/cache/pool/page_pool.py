@@ -99,7 +99,9 @@ def pop(
   `restored` maps the ranks of popped pages to offload pages to restore,
   int32[W].
   """
-  index, offload, keeps = pool.index, pool.offload, None
+  keeps = None
+  index = pool.index
+  offload = pool.offload
   if offload is not None and index is not None:
     keeps = functools.partial(
       offload_pages.must_stay,
@@ -126,11 +128,11 @@ def pop(
     pool, num_evicted = unpublish(
       pool, pages, valid, without_loops=without_loops
     )
-  place = indexing.where_valid(valid, pages)
+  popped_pages = indexing.where_valid(valid, pages)
   # A free page has no references, so 1 is written without a read of the count.
   pool = dataclasses.replace(
     pool,
-    ref_count=indexing.put(pool.ref_count, place, values=1),
+    ref_count=indexing.put(pool.ref_count, popped_pages, values=1),
     queue=queue,
   )
   return pool, Popped(*popped, num_evicted)
@@ -154,42 +156,42 @@ def restore(
   assert pool.offload is not None
   # Only the first item of each offload page pops a device page.
   lanes = jnp.arange(pages.shape[0], dtype=jnp.int32)
-  first = indexing.first_equal(indexing.where_valid(valid, pages))
-  is_first = valid & (first == lanes)
+  leader = indexing.first_equal(indexing.where_valid(valid, pages))
+  is_first = valid & (leader == lanes)
   rank = loops.cumulative_sum(is_first)
-  total = rank[-1]
+  num_restored = rank[-1]
   listed = indexing.put(
     jnp.zeros_like(pages),
     indexing.where_valid(is_first, rank - 1),
     values=pages,
   )
-  offload = offload_pages.to_front(pool.offload, listed, lanes < total)
+  offload = offload_pages.to_front(pool.offload, listed, lanes < num_restored)
 
   def trip(loop):
     done, evicted, pool, device_pages = loop
     pool, popped = pop(
       pool,
-      total - done,
+      num_restored - done,
       window=loops.WINDOW,
       restored=lambda rank: indexing.take(listed, done + rank),
     )
-    place = indexing.where_valid(popped.valid, done + popped.rank)
-    device_pages = indexing.put(device_pages, place, values=popped.pages)
+    lane = indexing.where_valid(popped.valid, done + popped.rank)
+    device_pages = indexing.put(device_pages, lane, values=popped.pages)
     done = done + jnp.sum(popped.valid, dtype=jnp.int32)
     return done, evicted + popped.num_evicted, pool, device_pages
 
   start = (
-    sharding.zeros_like(total),
-    sharding.zeros_like(total),
+    sharding.zeros_like(num_restored),
+    sharding.zeros_like(num_restored),
     dataclasses.replace(pool, offload=offload),
     sharding.zeros_like(listed),
   )
   _, evicted, pool, device_pages = lax.while_loop(
-    lambda loop: loop[0] < total, trip, start
+    lambda loop: loop[0] < num_restored, trip, start
   )
-  device_pages = indexing.take(device_pages, indexing.take(rank, first) - 1)
-  place = indexing.where_valid(valid & ~is_first, device_pages)
-  ref_count = indexing.add(pool.ref_count, place, values=1)
+  device_pages = indexing.take(device_pages, indexing.take(rank, leader) - 1)
+  repeated_pages = indexing.where_valid(valid & ~is_first, device_pages)
+  ref_count = indexing.add(pool.ref_count, repeated_pages, values=1)
   pool = dataclasses.replace(pool, ref_count=ref_count)
   return pool, device_pages, evicted
 
@@ -204,10 +206,9 @@ def hold(pool: PoolState, pages: Array, valid: Array) -> PoolState:
   )
   # `is_free` read `ref_count`. Without this dependency of the update on that
   # read, XLA would copy the array.
-  place = loops.read_before(count, indexing.where_valid(valid, pages))
-  return dataclasses.replace(
-    pool, ref_count=indexing.add(pool.ref_count, place, values=1), queue=queue
-  )
+  held_pages = loops.read_before(count, indexing.where_valid(valid, pages))
+  ref_count = indexing.add(pool.ref_count, held_pages, values=1)
+  return dataclasses.replace(pool, ref_count=ref_count, queue=queue)
 
 
 def drop(
@@ -231,11 +232,7 @@ def drop(
   """
   pool, freed, unqueued = _unreference(pool, pages, valid)
   queue = free_queue.push_back(
-    pool.queue,
-    pages,
-    freed & ~unqueued,
-    marks=_mark_of(owner),
-    marked=unqueued,
+    pool.queue, pages, freed & ~unqueued, marks=_mark_of(owner), marked=unqueued
   )
   return dataclasses.replace(pool, queue=queue), unqueued
 
@@ -257,9 +254,9 @@ def drop_ranges(
   # The first item of a range is its last column, which must be prepended last.
   # So ranges are prepended in order, but the items of each range in reverse.
   rank = loops.cumulative_sum(unqueued)
-  begin = jnp.arange(pages.shape[0], dtype=jnp.int32) - items.offset
-  end = begin + indexing.take(counts, items.row)
-  turn = indexing.take(rank, begin - 1) + indexing.take(rank, end - 1) - rank
+  start = jnp.arange(pages.shape[0], dtype=jnp.int32) - items.offset
+  last_lane = start + indexing.take(counts, items.row) - 1
+  turn = indexing.take(rank, start - 1) + indexing.take(rank, last_lane) - rank
   queue = free_queue.push(
     pool.queue, pages, freed & ~unqueued, unqueued, turn=turn
   )
@@ -301,8 +298,8 @@ def _unreference(
     page, and those of them whose pages stay outside of the queue. The caller
     must write the queue position of each page of the first array.
   """
-  place = indexing.where_valid(valid, pages)
-  ref_count = indexing.add(pool.ref_count, place, values=-1)
+  valid_pages = indexing.where_valid(valid, pages)
+  ref_count = indexing.add(pool.ref_count, valid_pages, values=-1)
   unreferenced = valid & (indexing.take(ref_count, pages, fill=1) == 0)
   # Several items can refer to one page. Items are processed in order, so the
   # last of these items determines the page's place in the queue.

@@ -92,36 +92,35 @@ def attach(
   Returns:
     The pool and the table.
   """
-  filled, num_groups = ranges(slots, start, stop), start.shape[1]
+  filled_ranges = ranges(slots, start, stop)
 
   def step(carry, items: Items):
     pool, table = carry
-    place = place_of(filled, items)
-    pages = read(
-      table, elementwise.quotient(items.row, num_groups), place[1], place[2]
-    )
-    table = indexing.put(table, *place, values=pages)
+    cell = place_of(filled_ranges, items)
+    row = elementwise.quotient(items.row, start.shape[1])
+    pages = read(table, row, *cell[1:])
+    table = indexing.put(table, *cell, values=pages)
     if not holds:
       return pool, table
     return page_pool.hold(pool, pages, items.valid & (pages > 0)), table
 
-  return loops.for_each(filled.counts, step, (pool, table))
+  return loops.for_each(filled_ranges.counts, step, (pool, table))
 
 
 def grow(
-  pool: PoolState, table: Array, filled: Ranges
+  pool: PoolState, table: Array, filled_ranges: Ranges
 ) -> tuple[PoolState, Array, Array]:
   """Pops a fresh page for every column of every range.
 
   Args:
     pool: the pool, with a free page for every column.
     table: int32[B, G, M].
-    filled: the columns to fill, which hold no page yet.
+    filled_ranges: the columns to fill, which hold no page yet.
 
   Returns:
     The pool, the table, and int32[]: the number of evicted pages.
   """
-  total = jnp.sum(filled.counts, dtype=jnp.int32)
+  num_columns = jnp.sum(filled_ranges.counts, dtype=jnp.int32)
 
   # This loop cannot be a `for_each`, because an iteration can pop fewer pages
   # than its window has entries, for example if some entries are stale.
@@ -129,20 +128,20 @@ def grow(
     done, evicted, pool, table = loop
     window = loops.GPU_WINDOW if is_first else loops.WINDOW
     pool, popped = page_pool.pop(
-      pool, total - done, window=window, without_loops=is_first
+      pool, num_columns - done, window=window, without_loops=is_first
     )
-    items = loops.locate(filled.counts, done + popped.rank)
-    place = place_of(filled, items._replace(valid=popped.valid))
-    table = indexing.put(table, *place, values=popped.pages)
+    items = loops.locate(filled_ranges.counts, done + popped.rank)
+    cell = place_of(filled_ranges, items._replace(valid=popped.valid))
+    table = indexing.put(table, *cell, values=popped.pages)
     done = done + jnp.sum(popped.valid, dtype=jnp.int32)
     return done, evicted + popped.num_evicted, pool, table
 
-  zero = sharding.zeros_like(total)
-  first = functools.partial(trip, is_first=True)
-  start = loops.on_gpu(first, lambda loop: loop, (zero, zero, pool, table))
+  zero = sharding.zeros_like(num_columns)
+  first_trip = functools.partial(trip, is_first=True)
+  start = loops.on_gpu(first_trip, lambda loop: loop, (zero, zero, pool, table))
   with jax.named_scope("rare/rest"):
     _, evicted, pool, table = lax.while_loop(
-      lambda loop: loop[0] < total, trip, start
+      lambda loop: loop[0] < num_columns, trip, start
     )
   return pool, table, evicted
 
@@ -164,20 +163,21 @@ def shrink(
   Returns:
     The pool and the table.
   """
-  total = jnp.sum(cleared.counts, dtype=jnp.int32)
+  num_columns = jnp.sum(cleared.counts, dtype=jnp.int32)
 
   def looped(loop: tuple[PoolState, Array]) -> tuple[PoolState, Array]:
     pool, table = loop
-    pool = page_pool.reserve(pool, total)
+    pool = page_pool.reserve(pool, num_columns)
     return _release(pool, table, cleared, replacement)
 
   # One predicate replaces all loops of `_release`, so a GPU waits only once.
   def straight(loop: tuple[PoolState, Array]) -> tuple[PoolState, Array]:
     pool, table = loop
-    fits = (total <= loops.GPU_WINDOW) & page_pool.has_room(pool, total)
-    stop = jnp.where(fits, cleared.stop, cleared.start)
-    first = cleared._replace(stop=stop)
-    loop = _release_without_loops(pool, table, first, replacement)
+    fits = page_pool.has_room(pool, num_columns)
+    fits &= num_columns <= loops.GPU_WINDOW
+    stop_column = jnp.where(fits, cleared.stop, cleared.start)
+    fitting_ranges = cleared._replace(stop=stop_column)
+    loop = _release_without_loops(pool, table, fitting_ranges, replacement)
     with jax.named_scope("rare/rest"):
       return loops.at_most_once(~fits, looped, loop)
 
@@ -191,13 +191,13 @@ def _release(
 
   def give_back(loop, items: Items):
     pool, first_unqueued = loop
-    place = place_of(cleared, items, descending=True)
-    pages = indexing.take(table, *place)
+    cell = place_of(cleared, items, descending=True)
+    pages = indexing.take(table, *cell)
     pool, outside = page_pool.drop(
       pool, pages, items.row, _is_page(pool, pages)
     )
     first_unqueued = indexing.put_min(
-      first_unqueued, indexing.where_valid(outside, items.row), values=place[2]
+      first_unqueued, indexing.where_valid(outside, items.row), values=cell[2]
     )
     return pool, first_unqueued
 
@@ -216,8 +216,8 @@ def _release(
     pool = loops.for_each(unqueued.counts, push_front, pool)
   # The loops above read the table, and `fill` writes to it. Without this
   # dependency of the write on the reads, XLA would copy the table.
-  stop = loops.read_before(pool.queue.num_free, cleared.stop)
-  return pool, fill(table, cleared._replace(stop=stop), replacement)
+  stop_column = loops.read_before(pool.queue.num_free, cleared.stop)
+  return pool, fill(table, cleared._replace(stop=stop_column), replacement)
 
 
 def _release_without_loops(
@@ -225,38 +225,38 @@ def _release_without_loops(
 ) -> tuple[PoolState, Array]:
   """Implements `shrink` for at most GPU_WINDOW columns, with room reserved."""
   items = loops.first_items(cleared.counts)
-  place = place_of(cleared, items, descending=True)
-  pages = indexing.take(table, *place)
+  cell = place_of(cleared, items, descending=True)
+  pages = indexing.take(table, *cell)
   pool = page_pool.drop_ranges(
     pool, pages, items, cleared.counts, _is_page(pool, pages)
   )
   # As in `_release`, the table must be read before it is written.
-  column = loops.read_before(pool.queue.num_free, place[2])
-  table = indexing.put(table, *place[:2], column, values=replacement)
+  column = loops.read_before(pool.queue.num_free, cell[2])
+  table = indexing.put(table, *cell[:2], column, values=replacement)
   return pool, table
 
 
-def fill(table: Array, filled: Ranges, page: int) -> Array:
+def fill(table: Array, filled_ranges: Ranges, page: int) -> Array:
   """Writes one page number into all columns of ranges; returns the table."""
 
   def write(table: Array, items: Items) -> Array:
-    return indexing.put(table, *place_of(filled, items), values=page)
+    return indexing.put(table, *place_of(filled_ranges, items), values=page)
 
-  return loops.for_each(filled.counts, write, table)
+  return loops.for_each(filled_ranges.counts, write, table)
 
 
-def fill_before(table: Array, slots: Array, first: Array, page: int) -> Array:
-  """Writes one page number into the columns before `first`, int32[R, G]."""
-  return fill(table, ranges(slots, sharding.zeros_like(first), first), page)
+def fill_before(table: Array, slots: Array, column: Array, page: int) -> Array:
+  """Writes one page number into the columns before `column`, int32[R, G]."""
+  return fill(table, ranges(slots, sharding.zeros_like(column), column), page)
 
 
 def place_of(
-  filled: Ranges, items: Items, *, descending: bool = False
+  column_ranges: Ranges, items: Items, *, descending: bool = False
 ) -> tuple[Array, Array, Array]:
   """Returns slot, group and column; the column of invalid items is NOWHERE."""
   # The three arrays are stacked, so that one gather reads all of them.
-  edge = filled.stop if descending else filled.start
-  bounds = jnp.stack([filled.slot, filled.group, edge], axis=-1)
+  edge = column_ranges.stop if descending else column_ranges.start
+  bounds = jnp.stack([column_ranges.slot, column_ranges.group, edge], axis=-1)
   located = indexing.take(bounds, items.row, fill=indexing.NOWHERE)
   slot, group, column = (located[:, i] for i in range(3))
   column += -1 - items.offset if descending else items.offset

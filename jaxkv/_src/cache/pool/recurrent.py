@@ -49,8 +49,8 @@ def num_pages(
   counts = stop - start
   if has_states(config):
     inside = indexing.between(start, stop, table.shape[-1])
-    held = indexing.take(table, slots) > 0
-    counts = jnp.sum(inside & held, axis=2, dtype=jnp.int32)
+    is_page = indexing.take(table, slots) > 0
+    counts = jnp.sum(inside & is_page, axis=2, dtype=jnp.int32)
   return jnp.sum(counts, axis=1, dtype=jnp.int32)
 
 
@@ -71,9 +71,9 @@ def can_continue(
   """
   if not has_states(config):
     return tokens >= 0
-  last = config.sizes.by_group(lambda _, size: (tokens - 1) // size)
+  last_column = config.sizes.by_group(lambda _, size: (tokens - 1) // size)
   group = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
-  page = indexing.take(table, slots[:, None], group, last)
+  page = indexing.take(table, slots[:, None], group, last_column)
   # A page holds the state after its last token. The page in which the sequence
   # ends holds the running state. So inside a page, only the running state is
   # available.

@@ -95,7 +95,7 @@ def make_secret(key: Array, num_groups: int) -> Array:
 
 def secret_purposes(num_groups: int) -> np.ndarray:
   """Returns uint32[2 + G, 4]: a public label for each secret, all distinct."""
-  labels = [number.to_bytes(4, "little") for number in range(2 + num_groups)]
+  labels = [purpose.to_bytes(4, "little") for purpose in range(2 + num_groups)]
   return np.stack([_blake2(b"secret", label) for label in labels])
 
 
@@ -131,8 +131,8 @@ def group_key(secret: Array, chain: Array, group: Array) -> Array:
 
 def page_digests(secret: Array, tokens: Array) -> Array:
   """Computes digests of pages of tokens: int32[..., S] to uint32[..., 4]."""
-  batch, size = tokens.shape[:-1], tokens.shape[-1]
-  padding = -size % KEY_WORDS
+  batch = tokens.shape[:-1]
+  padding = -tokens.shape[-1] % KEY_WORDS
   words = lax.bitcast_convert_type(tokens, jnp.uint32)
   words = jnp.pad(words, [(0, 0)] * len(batch) + [(0, padding)])
   blocks = jnp.moveaxis(words.reshape(*batch, -1, KEY_WORDS), (-2, -1), (0, 1))

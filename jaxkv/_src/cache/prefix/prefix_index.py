@@ -89,10 +89,10 @@ class CachedPages(NamedTuple):
 
 def init(num_pages: int, page_size: int) -> PrefixIndex:
   """Returns an empty index."""
-  size = num_buckets(num_pages)
+  bucket_count = num_buckets(num_pages)
   return PrefixIndex(
-    buckets=jnp.zeros((size, BUCKET_PAGES), jnp.int32),
-    overflow=jnp.zeros((size,), jnp.int32),
+    buckets=jnp.zeros((bucket_count, BUCKET_PAGES), jnp.int32),
+    overflow=jnp.zeros((bucket_count,), jnp.int32),
     entry=_without_positions(jnp.zeros((num_pages, _POSITION + 1), jnp.uint32)),
     tokens=jnp.zeros((num_pages, page_size), jnp.int32),
     clock=jnp.uint32(0),
@@ -183,22 +183,23 @@ def lookup(
     best_age = jnp.maximum(age, best_age)
     following = _next_bucket(index, keys, bucket)
     probes = active & (indexing.take(index.overflow, bucket) > 0)
-    probes &= following != first  # Ends after all buckets.
+    probes &= following != first_bucket  # Ends after all buckets.
     # Rows of `index.tokens` are long, so only the row of the best page is read.
     # If the tokens differ (a collision), the search restarts for younger pages.
     has_tokens = jnp.all(indexing.take(index.tokens, best) == tokens, axis=-1)
     restarts = active & ~probes & (best > 0) & ~has_tokens
     return (
-      jnp.where(restarts, first, following),
+      jnp.where(restarts, first_bucket, following),
       probes | restarts,
       jnp.where(restarts, 0, best),
       jnp.where(restarts, jnp.uint32(0), best_age),
       jnp.where(restarts, best_age - 1, limit),
     )
 
-  first = _first_bucket(index, keys)
-  zero, age = sharding.zeros_like(first), sharding.zeros_like(keys[:, 0])
-  start = (first, first >= 0, zero, age, ~age)
+  first_bucket = _first_bucket(index, keys)
+  zero = sharding.zeros_like(first_bucket)
+  age = sharding.zeros_like(keys[:, 0])
+  start = (first_bucket, first_bucket >= 0, zero, age, ~age)
   return lax.while_loop(lambda loop: jnp.any(loop[1]), visit, start)[2]
 
 
@@ -228,7 +229,7 @@ def insert(
   chex.assert_shape([pages, valid, published], (pages.size,))
   published &= valid
   order = loops.cumulative_sum(valid).astype(jnp.uint32)
-  place = indexing.where_valid(valid, pages)
+  valid_pages = indexing.where_valid(valid, pages)
   earlier = jnp.tril(jnp.ones((pages.size, pages.size), bool), k=-1)
 
   def place_in(buckets, bucket, position, pending):
@@ -259,15 +260,16 @@ def insert(
     return overflow, placed[0], bucket, *placed[1:]
 
   # Nearly all pages find a place in their first bucket, without a loop.
-  first, nowhere = _first_bucket(index, keys), jnp.full_like(place, NOWHERE)
+  first_bucket = _first_bucket(index, keys)
+  nowhere = jnp.full_like(valid_pages, NOWHERE)
   buckets, position, pending = place_in(
-    index.buckets, first, nowhere, published
+    index.buckets, first_bucket, nowhere, published
   )
   with jax.named_scope("rare/overflow"):
     overflow, buckets, _, position, _ = lax.while_loop(
       lambda loop: jnp.any(loop[4]),
       pass_bucket,
-      (index.overflow, buckets, first, position, pending),
+      (index.overflow, buckets, first_bucket, position, pending),
     )
   stamp = index.clock + order - 1
   entry = jnp.concatenate(
@@ -277,18 +279,14 @@ def insert(
     index,
     buckets=buckets,
     overflow=overflow,
-    entry=indexing.put(index.entry, place, values=entry),
-    tokens=indexing.put(index.tokens, place, values=tokens),
+    entry=indexing.put(index.entry, valid_pages, values=entry),
+    tokens=indexing.put(index.tokens, valid_pages, values=tokens),
     clock=index.clock + order[-1],
   )
 
 
 def remove(
-  index: PrefixIndex,
-  pages: Array,
-  valid: Array,
-  *,
-  without_loops: bool = False,
+  index: PrefixIndex, pages: Array, valid: Array, *, without_loops: bool = False
 ) -> tuple[PrefixIndex, Array]:
   """Removes valid pages, int32[X], all distinct, from the index.
 
@@ -299,8 +297,8 @@ def remove(
     The index, and bool[X]: True for the valid pages that were cached.
   """
   # An invalid item reads NOWHERE as its position, so it counts as not cached.
-  place = indexing.where_valid(valid, pages)
-  entry = indexing.take(index.entry, place, fill=NOWHERE)
+  removed_pages = indexing.where_valid(valid, pages)
+  entry = indexing.take(index.entry, removed_pages, fill=NOWHERE)
   # Without the barrier, a program for GPUs would read `index.entry` again after
   # the write below, and so would copy it.
   keys, _, position = _split(lax.optimization_barrier(entry))
@@ -309,7 +307,7 @@ def remove(
   home = elementwise.quotient(position, BUCKET_PAGES)
   way = elementwise.remainder(position, BUCKET_PAGES)
   # Without this dependency on the read above, XLA would copy `index.entry`.
-  place = loops.read_before(count, indexing.where_valid(valid, pages))
+  removed_pages = loops.read_before(count, indexing.where_valid(valid, pages))
   overflow = index.overflow
   if not without_loops:
     overflow = _count_passed(index, keys, position, valid, -1)
@@ -319,15 +317,15 @@ def remove(
       index.buckets, indexing.where_valid(valid, home), way, values=0
     ),
     overflow=overflow,
-    entry=_unplaced(index.entry, place),
+    entry=_unplaced(index.entry, removed_pages),
   )
   return index, valid
 
 
 def cached_among(index: PrefixIndex, pages: Array, valid: Array) -> CachedPages:
   """Returns the cached pages among valid pages, int32[X]."""
-  place = indexing.where_valid(valid, pages)
-  _, stamps, position = _split(indexing.take(index.entry, place, fill=NOWHERE))
+  rows = indexing.where_valid(valid, pages)
+  _, stamps, position = _split(indexing.take(index.entry, rows, fill=NOWHERE))
   cached = position < NOWHERE
   return CachedPages(cached, stamps, jnp.sum(cached, dtype=jnp.int32))
 
@@ -340,16 +338,16 @@ def lift(
   The buckets still hold the page numbers. So the caller must call `settle`,
   which gives the entries to other pages, before the next lookup.
   """
-  place = indexing.where_valid(valid, pages)
+  lifted_pages = indexing.where_valid(valid, pages)
   entry = lax.optimization_barrier(
-    indexing.take(index.entry, place, fill=NOWHERE)
+    indexing.take(index.entry, lifted_pages, fill=NOWHERE)
   )
-  tokens = indexing.take(index.tokens, place)
+  tokens = indexing.take(index.tokens, lifted_pages)
   valid = _split(entry)[2] < NOWHERE
   # As in `remove`, the entries must be read before they are written.
   count = jnp.sum(valid, dtype=jnp.int32)
-  place = loops.read_before(count, indexing.where_valid(valid, pages))
-  index = dataclasses.replace(index, entry=_unplaced(index.entry, place))
+  lifted_pages = loops.read_before(count, indexing.where_valid(valid, pages))
+  index = dataclasses.replace(index, entry=_unplaced(index.entry, lifted_pages))
   return index, Moving(entry, tokens, valid)
 
 
@@ -362,17 +360,14 @@ def settle(index: PrefixIndex, pages: Array, moving: Moving) -> PrefixIndex:
   position = _split(moving.entry)[2]
   home = elementwise.quotient(position, BUCKET_PAGES)
   way = elementwise.remainder(position, BUCKET_PAGES)
-  place = indexing.where_valid(moving.valid, pages)
+  valid_pages = indexing.where_valid(moving.valid, pages)
   return dataclasses.replace(
     index,
     buckets=indexing.put(
-      index.buckets,
-      indexing.where_valid(moving.valid, home),
-      way,
-      values=pages,
+      index.buckets, indexing.where_valid(moving.valid, home), way, values=pages
     ),
-    entry=indexing.put(index.entry, place, values=moving.entry),
-    tokens=indexing.put(index.tokens, place, values=moving.tokens),
+    entry=indexing.put(index.entry, valid_pages, values=moving.entry),
+    tokens=indexing.put(index.tokens, valid_pages, values=moving.tokens),
   )
 
 
@@ -411,7 +406,7 @@ def _count_passed(
     int32[Z].
   """
   home = elementwise.quotient(position, BUCKET_PAGES)
-  first = _first_bucket(index, keys)
+  start = _first_bucket(index, keys)
 
   def walk(loop):
     overflow, bucket, active = loop
@@ -421,13 +416,13 @@ def _count_passed(
     bucket = _next_bucket(index, keys, bucket)
     # The last test ends the loop after all buckets. It matters only in a broken
     # state, where a position is not in any bucket.
-    return overflow, bucket, active & (bucket != home) & (bucket != first)
+    return overflow, bucket, active & (bucket != home) & (bucket != start)
 
   with jax.named_scope("rare/overflow"):
     return lax.while_loop(
       lambda loop: jnp.any(loop[2]),
       walk,
-      (index.overflow, first, valid & (first != home)),
+      (index.overflow, start, valid & (start != home)),
     )[0]
 
 
@@ -437,10 +432,10 @@ def _split(entry: Array) -> tuple[Array, Array, Array]:
   return entry[..., :KEY_WORDS], entry[..., KEY_WORDS], position
 
 
-def _unplaced(entry: Array, place: Array) -> Array:
+def _unplaced(entry: Array, pages: Array) -> Array:
   """Marks pages, int32[X], as not cached."""
   return indexing.put(
-    entry, place, jnp.int32(_POSITION), values=jnp.uint32(NOWHERE)
+    entry, pages, jnp.int32(_POSITION), values=jnp.uint32(NOWHERE)
   )
 
 
@@ -460,6 +455,6 @@ def _next_bucket(index: PrefixIndex, keys: Array, bucket: Array) -> Array:
   return _bucket(index, bucket.astype(jnp.uint32) + stride)
 
 
-def _bucket(index: PrefixIndex, number: Array) -> Array:
+def _bucket(index: PrefixIndex, hash_word: Array) -> Array:
   mask = jnp.uint32(index.buckets.shape[0] - 1)
-  return (number & mask).astype(jnp.int32)
+  return (hash_word & mask).astype(jnp.int32)

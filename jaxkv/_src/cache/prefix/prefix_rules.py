@@ -27,20 +27,20 @@ def final_pages(config: CacheConfig, tokens: Array) -> Array:
   )
 
 
-def final_pages_of(config: CacheConfig, size: int, tokens: Any) -> Any:
-  """Computes `final_pages` for groups with pages of `size` tokens."""
+def final_pages_of(config: CacheConfig, page_size: int, tokens: Any) -> Any:
+  """Computes `final_pages` for groups with pages of `page_size` tokens."""
   if config.prefix_rules == "classic":
-    return elementwise.quotient(tokens, size)
+    return elementwise.quotient(tokens, page_size)
   # A hit ends at a position where all groups end a page. A hit cannot include
   # pages past the last such position, so they get their keys later. With a
   # draft model, one page past the position gets a key too. A lookup finds this
   # page and drops it, so that the hit ends at the position.
   aligned = elementwise.quotient(tokens, config.alignment) * config.alignment
   if not config.use_eagle:
-    return elementwise.quotient(aligned, size)
-  with_draft = elementwise.minimum(tokens, aligned + size)
+    return elementwise.quotient(aligned, page_size)
+  with_draft = elementwise.minimum(tokens, aligned + page_size)
   counted = elementwise.where(aligned > 0, with_draft, aligned)
-  return elementwise.quotient(counted, size)
+  return elementwise.quotient(counted, page_size)
 
 
 def published(
@@ -77,7 +77,7 @@ def published(
 def published_of(
   config: CacheConfig,
   kind: GroupKind,
-  size: int,
+  page_size: int,
   pages: Any,
   prompt_length: Any,
   boundary: Any,
@@ -85,16 +85,17 @@ def published_of(
   """Computes `published` for groups of one kind and page size."""
   ends = ()
   if prompt_length is not None and boundary is not None:
+    prefixes = _retained_prefixes(config, prompt_length, boundary, page_size)
     ends = tuple(
-      elementwise.where(end >= 0, _hit_pages(config, end, size), -1)
-      for end in _retained_prefixes(config, prompt_length, boundary, size)
+      elementwise.where(length >= 0, _hit_pages(config, length, page_size), -1)
+      for length in prefixes
     )
   interval = config.prefix_retention_interval
   return kind.published(
     pages,
-    size,
-    config.alignment // size,
-    None if interval is None else interval // size,
+    page_size,
+    config.alignment // page_size,
+    None if interval is None else interval // page_size,
     ends,
     int(config.use_eagle),
   )
@@ -103,7 +104,7 @@ def published_of(
 def lookup_bound(
   config: CacheConfig,
   kind: GroupKind,
-  size: int,
+  page_size: int,
   length: Array,
   num_hashed: Array,
   dropped: Array,
@@ -119,7 +120,7 @@ def lookup_bound(
   Args:
     config: the cache's groups and rules.
     kind: the kind of a group.
-    size: the group's tokens per page.
+    page_size: the group's tokens per page.
     length: int32[R], tokens of the candidate.
     num_hashed: int32[R], tokens in the whole pages of the sequence.
     dropped: bool[R], True if the kind already dropped a page at this length.
@@ -133,7 +134,7 @@ def lookup_bound(
   if config.prefix_rules == "classic":
     return length, drop | config.use_eagle
   extends = drop & (not kind.holds_states)
-  extended = elementwise.minimum(length + size, num_hashed)
+  extended = elementwise.minimum(length + page_size, num_hashed)
   return elementwise.where(extends, extended, length), drop
 
 
@@ -168,14 +169,14 @@ def reports_boundary(config: CacheConfig) -> bool:
   return config.prefix_rules == "current"
 
 
-def _hit_pages(config: CacheConfig, tokens: Any, size: int) -> Any:
+def _hit_pages(config: CacheConfig, tokens: Any, page_size: int) -> Any:
   """Counts the pages of a hit in int32[X] tokens, plus the page to drop."""
   aligned = tokens // config.alignment * config.alignment
-  return aligned // size + int(config.use_eagle)
+  return aligned // page_size + int(config.use_eagle)
 
 
 def _retained_prefixes(
-  config: CacheConfig, prompt_length: Any, boundary: Any, size: int
+  config: CacheConfig, prompt_length: Any, boundary: Any, page_size: int
 ) -> tuple[Any, ...]:
   """Returns lengths of retained prefixes, int32[X] each; negative for none."""
   # A later prompt may repeat this prompt, begin with it, or diverge from it at
@@ -188,13 +189,13 @@ def _retained_prefixes(
   align = config.alignment
   repeated = (prompt_length - 1) // align * align
   longer = prompt_length // align * align
-  before_boundary = elementwise.where(boundary > 0, boundary - size, -1)
+  before_boundary = elementwise.where(boundary > 0, boundary - page_size, -1)
   return (
     *(
       elementwise.where(
-        prompt_length > 0, elementwise.maximum(end - align, 0), -1
+        prompt_length > 0, elementwise.maximum(length - align, 0), -1
       )
-      for end in (repeated, longer)
+      for length in (repeated, longer)
     ),
     boundary,
     before_boundary,

@@ -86,8 +86,11 @@ def find_prefix(
       before the first page, uint32[R, 4], and after each page, uint32[R, P, 4].
       None to compute them here.
   """
-  config, index, secret = state.config, state.pool.index, state.secret
-  rows, columns = tokens.shape[0], tokens.shape[1] // config.page_size
+  config = state.config
+  index = state.pool.index
+  secret = state.secret
+  rows = tokens.shape[0]
+  columns = tokens.shape[1] // config.page_size
   columns = 0 if index is None else columns
   possible = jnp.where(
     asked & (lengths >= 1) & (lengths <= tokens.shape[1]), lengths - 1, 0
@@ -116,24 +119,27 @@ def find_prefix(
       pages = worth_restoring(config, pages)
     num_hashed = (possible + 1) // config.page_size * config.page_size
     num_cached, longest = agree(config, pages > 0, possible, num_hashed)
-    first = config.sizes.skipped_pages(num_cached)
-    stop = config.sizes.full_pages(num_cached)
+    first_column = config.sizes.skipped_pages(num_cached)
+    stop_column = config.sizes.full_pages(num_cached)
     # A group may need no page of a prefix. For example, a `ChunkedLocal` group
     # needs none if a chunk ends where the prefix ends. If no group needs a
     # page, no stored tokens were compared, so the result is a miss.
-    num_cached = jnp.where(jnp.any(first < stop, axis=1), num_cached, 0)
-    first, stop = (
+    is_needed = jnp.any(first_column < stop_column, axis=1)
+    num_cached = jnp.where(is_needed, num_cached, 0)
+    first_column, stop_column = (
       jnp.where((num_cached > 0)[:, None], columns, 0)
-      for columns in (first, stop)
+      for columns in (first_column, stop_column)
     )
-    last = jnp.maximum(
+    last_step = jnp.maximum(
       elementwise.quotient(num_cached, config.page_size) - 1, 0
     )
-    last = last[:, None, None]
-    last_key = jnp.take_along_axis(chain, last, axis=1)[:, 0]
+    last_step = last_step[:, None, None]
+    last_key = jnp.take_along_axis(chain, last_step, axis=1)[:, 0]
     last_key = jnp.where(num_cached[:, None] > 0, last_key, root)
     boundary = jnp.where(longest > num_cached, longest, 0)
-    return Prefix(num_cached, first, stop, pages, root, last_key, boundary)
+    return Prefix(
+      num_cached, first_column, stop_column, pages, root, last_key, boundary
+    )
 
   # Hashing and lookup are expensive, so they run only if a hit is possible.
   # Both branches only read the index, so XLA does not copy it.
@@ -163,14 +169,16 @@ def look_up(
   """
   # One lookup serves all groups, because each lookup needs a loop.
   width = max(config.page_sizes)
-  queries, contents, shapes = [], [], []
-  for group, size in enumerate(config.page_sizes):
-    step = size // config.page_size
+  queries = []
+  contents = []
+  shapes = []
+  for group, page_size in enumerate(config.page_sizes):
+    step = page_size // config.page_size
     group_keys = hashing.keys_of_group(config, secret, keys, group)
     rows, columns = group_keys.shape[:2]
     queries.append(group_keys.reshape(-1, hashing.KEY_WORDS))
-    page_tokens = tokens[:, : columns * step].reshape(-1, size)
-    contents.append(jnp.pad(page_tokens, ((0, 0), (0, width - size))))
+    page_tokens = tokens[:, : columns * step].reshape(-1, page_size)
+    contents.append(jnp.pad(page_tokens, ((0, 0), (0, width - page_size))))
     shapes.append((rows, columns))
   flat_pages = prefix_index.lookup(
     index,
@@ -179,12 +187,13 @@ def look_up(
     preferred=config.preferred_pages,
     accepts=accepts,
   )
-  pages, begin = [], 0
+  pages = []
+  first_query = 0
   for rows, columns in shapes:
-    group_pages = flat_pages[begin : begin + rows * columns].reshape(
-      rows, columns
-    )
-    begin += rows * columns
+    group_pages = flat_pages[
+      first_query : first_query + rows * columns
+    ].reshape(rows, columns)
+    first_query += rows * columns
     pages.append(jnp.pad(group_pages, ((0, 0), (0, keys.shape[1] - columns))))
   return jnp.stack(pages, axis=1)
 
@@ -206,8 +215,8 @@ def worth_restoring(config: CacheConfig, pages: Array) -> Array:
   together = np.asarray([not kind.skips_pages for kind in config.groups])
   if len(set(config.page_sizes)) == 1:
     mask = together[None, :, None]
-    total = (mask.astype(np.int32) * count).sum(axis=1, keepdims=True)
-    count = elementwise.where(mask, total, count)
+    num_together = (mask.astype(np.int32) * count).sum(axis=1, keepdims=True)
+    count = elementwise.where(mask, num_together, count)
   is_worth = count <= config.max_restored_pages
   return elementwise.where(is_offloaded & ~is_worth, 0, pages)
 
@@ -273,8 +282,8 @@ def agree(
   ):
     members.setdefault(key, []).append(group)
   kinds = [
-    _Kind(*key, cached[:, np.asarray(numbers)].all(axis=1))
-    for key, numbers in members.items()
+    _Kind(*key, cached[:, np.asarray(group_ids)].all(axis=1))
+    for key, group_ids in members.items()
   ]
   # Full attention comes first. Every shorter prefix of its hit is also a hit,
   # so it searches only in the first round. In later rounds, its hit is a limit.
@@ -282,22 +291,22 @@ def agree(
   zero = sharding.zeros_like(limit)
   if config.num_groups == 1:
     return _shorten(config, kinds[0], limit, limit >= 0), zero
-  before = _Candidate(
+  start = _Candidate(
     limit, (zero > 0,) * len(kinds), (zero,) * len(kinds), zero
   )
-  candidate = _round(config, kinds, num_hashed, before, first=True)
+  candidate = _round(config, kinds, num_hashed, start, is_first_round=True)
   # Full attention accepts every shorter prefix, so with at most one other kind,
   # one round is enough.
   if len(kinds) <= 2 and kinds[0].is_full:
     return candidate.length, candidate.longest
 
   def trip(loop):
-    active, before = loop
-    after = _round(config, kinds, num_hashed, before, first=False)
-    longest = elementwise.where(active, after.longest, before.longest)
-    active &= after.length < before.length
-    length = elementwise.where(active, after.length, before.length)
-    return active, after._replace(length=length, longest=longest)
+    active, start = loop
+    result = _round(config, kinds, num_hashed, start, is_first_round=False)
+    longest = elementwise.where(active, result.longest, start.longest)
+    active &= result.length < start.length
+    length = elementwise.where(active, result.length, start.length)
+    return active, result._replace(length=length, longest=longest)
 
   loop = candidate.length < limit, candidate
   if isinstance(limit, np.ndarray):
@@ -314,25 +323,27 @@ def _round(
   num_hashed: Array,
   candidate: _Candidate,
   *,
-  first: bool,
+  is_first_round: bool,
 ) -> _Candidate:
   """Lets each kind in turn shorten the candidate."""
-  length, longest = candidate.length, candidate.longest
-  dropped, full = list(candidate.dropped), list(candidate.full)
-  for number, kind in enumerate(kinds):
-    if kind.is_full and not first:
-      length = elementwise.minimum(length, full[number])
+  length = candidate.length
+  longest = candidate.longest
+  dropped = list(candidate.dropped)
+  full = list(candidate.full)
+  for kind_index, kind in enumerate(kinds):
+    if kind.is_full and not is_first_round:
+      length = elementwise.minimum(length, full[kind_index])
       continue
     bound, drop = prefix_rules.lookup_bound(
-      config, kind.kind, kind.size, length, num_hashed, dropped[number]
+      config, kind.kind, kind.size, length, num_hashed, dropped[kind_index]
     )
     shorter = _shorten(config, kind, bound, drop)
     # A kind drops at most one page while the length stays the same. After a
     # kind shortens the candidate without a drop, each kind may drop a page.
     shrank = ~drop & (shorter < length)
     dropped = [was_dropped & ~shrank for was_dropped in dropped]
-    dropped[number] = dropped[number] | drop
-    full[number] = length = shorter
+    dropped[kind_index] = dropped[kind_index] | drop
+    full[kind_index] = length = shorter
     longest = elementwise.maximum(longest, shorter)
   return _Candidate(length, tuple(dropped), tuple(full), longest)
 

@@ -114,24 +114,27 @@ def publish(
   """
   chex.assert_shape(tokens, (num_tokens.shape[0], None))
   chex.assert_equal_shape([num_tokens, rows.slots])
-  config, hashes, secret = state.config, state.hashes, state.secret
-  before, counting = rows.read(state.length), num_tokens > 0
-  after = before + num_tokens
-  length = rows.write(state.length, counting, after)
-  state = dataclasses.replace(state, length=length)
+  config = state.config
+  hashes = state.hashes
+  secret = state.secret
+  start = rows.read(state.length)
+  counting = num_tokens > 0
+  length = start + num_tokens
+  lengths = rows.write(state.length, counting, length)
+  state = dataclasses.replace(state, length=lengths)
   zeros = sharding.zeros_like(num_tokens)
   if hashes is None or secret is None:
     return state, zeros
-  num_aligned = elementwise.quotient(before, config.alignment)
+  num_aligned = elementwise.quotient(start, config.alignment)
   stream = _Stream(
     slots=rows.where(counting),
     tokens=tokens,
     tail=rows.read(hashes.tail),
-    tail_length=elementwise.remainder(before, config.alignment),
-    first=prefix_rules.final_pages(config, before) if first is None else first,
-    stop=prefix_rules.final_pages(config, after),
+    tail_length=elementwise.remainder(start, config.alignment),
+    first=prefix_rules.final_pages(config, start) if first is None else first,
+    stop=prefix_rules.final_pages(config, length),
     num_aligned=num_aligned,
-    num_completed=elementwise.quotient(after, config.alignment) - num_aligned,
+    num_completed=elementwise.quotient(length, config.alignment) - num_aligned,
   )
   # The loop visits only rows with a final page or a new multiple of A tokens.
   completes = jnp.any(stream.stop > stream.first, axis=1)
@@ -190,16 +193,16 @@ def needs_skipped_page(
     # A recurrent group lacks most pages from which the tail would be read. So
     # the slot can only go back to a multiple of A, where the tail is empty.
     return moved & (aligned < lengths)
-  begin = jnp.maximum(aligned - 1, 0) // config.page_sizes[group]
-  return moved & (begin < num_skipped[:, group])
+  first_page = jnp.maximum(aligned - 1, 0) // config.page_sizes[group]
+  return moved & (first_page < num_skipped[:, group])
 
 
 def roll_back(
   state: CacheState,
   rows: SlotRows,
   lengths: Array,
-  served: Array,
-  last: Array,
+  is_served: Array,
+  end_page: Array,
   reopened: Array,
 ) -> CacheState:
   """Rolls back `SlotHashes.chain` and `tail`, and unpublishes reopened pages.
@@ -208,49 +211,53 @@ def roll_back(
     state: the cache.
     rows: the slots.
     lengths: int32[R], the new lengths.
-    served: bool[R], the rows to roll back.
-    last: int32[R, G], the page in which each row ends at its new length, if
+    is_served: bool[R], the rows to roll back.
+    end_page: int32[R, G], the page in which each row ends at its new length, if
       the page was full before; else NO_PAGE.
-    reopened: bool[R, G], True if the page in `last` must leave the index.
+    reopened: bool[R, G], True if the page in `end_page` must leave the index.
   """
-  config, hashes, secret = state.config, state.hashes, state.secret
+  config = state.config
+  hashes = state.hashes
+  secret = state.secret
   index = state.pool.index
   if hashes is None or index is None or secret is None:
     return state
   # The index keeps the keys and tokens of full pages. So the chain and the tail
   # are read from the entries of one group's pages, and nothing is hashed again.
-  size, slots = config.page_sizes[config.token_group], rows.slots
+  page_size = config.page_sizes[config.token_group]
+  slots = rows.slots
   group = jnp.full_like(slots, config.token_group)
   aligned = lengths // config.alignment
-  steps = config.alignment // size
-  first = aligned * steps
-  before = indexing.take(state.page_table, slots, group, first - 1)
-  key = hashing.group_key(secret, prefix_index.key_of(index, before), group)
+  steps = config.alignment // page_size
+  first_column = aligned * steps
+  parent = indexing.take(state.page_table, slots, group, first_column - 1)
+  key = hashing.group_key(secret, prefix_index.key_of(index, parent), group)
   root = rows.read(hashes.root)
   chain = jnp.where((aligned == 0)[:, None], root, key)
-  columns = first[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
+  columns = first_column[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
   pages = indexing.take(
     state.page_table, slots[:, None], group[:, None], columns
   )
-  tail = indexing.take(index.tokens, pages)[..., :size]
+  tail = indexing.take(index.tokens, pages)[..., :page_size]
   tail = tail.reshape(slots.shape[0], config.alignment)
   # A row moves if it goes back past a multiple of A. Otherwise its chain and
   # tail stay the same, but fewer tokens of the tail are valid.
-  moved = served & (aligned < rows.read(state.length) // config.alignment)
+  moved = is_served & (aligned < rows.read(state.length) // config.alignment)
   hashes = dataclasses.replace(
     hashes,
     chain=rows.write(hashes.chain, moved, chain),
     tail=rows.write(hashes.tail, moved, tail),
   )
+  reopened &= is_served[:, None]
   # The keys must be read before the index changes. Without this dependency, XLA
   # would copy the index.
-  last = loops.read_before(jnp.max(key >> 1).astype(jnp.int32), last)
+  end_page = loops.read_before(jnp.max(key >> 1).astype(jnp.int32), end_page)
   if state.pool.offload is not None:
     # With offload pages, a later move writes to `index.tokens`. So the tokens
     # must also be read before the index changes.
-    last = loops.read_before(jnp.max(tail & jnp.int32(2**31 - 1)), last)
+    end_page = loops.read_before(jnp.max(tail & jnp.int32(2**31 - 1)), end_page)
   pool, _ = page_pool.unpublish(
-    state.pool, last.reshape(-1), (reopened & served[:, None]).reshape(-1)
+    state.pool, end_page.reshape(-1), reopened.reshape(-1)
   )
   return dataclasses.replace(state, hashes=hashes, pool=pool)
 
@@ -268,16 +275,16 @@ def _publish_rows(
   row_window = indexing.where_valid(items.valid, items.row)
   slots = indexing.take(stream.slots, row_window, fill=indexing.NOWHERE)
   pages = _stream_pages(config, stream, row_window)
-  before = indexing.take(done.chain, slots)
-  keys = hashing.row_keys(secret, before, pages)
+  chain_before = indexing.take(done.chain, slots)
+  keys = hashing.row_keys(secret, chain_before, pages)
   steps = config.alignment // config.page_size
   num_completed = indexing.take(stream.num_completed, row_window)
-  last = jnp.maximum(num_completed * steps - 1, 0)[:, None, None]
+  last_step = jnp.maximum(num_completed * steps - 1, 0)[:, None, None]
   # The chain advances to the last multiple of A. Later tokens go to the tail.
   chain = indexing.put(
     done.chain,
     indexing.where_valid(num_completed > 0, slots),
-    values=jnp.take_along_axis(keys, last, axis=1)[:, 0],
+    values=jnp.take_along_axis(keys, last_step, axis=1)[:, 0],
   )
   final = page_table.ranges(
     slots,
@@ -287,14 +294,14 @@ def _publish_rows(
   page_steps = jnp.asarray(config.page_sizes, jnp.int32) // config.page_size
 
   def publish_columns(done: _Progress, items: Items) -> _Progress:
-    place = page_table.place_of(final, items)
-    slot, group, column = place
+    table_index = page_table.place_of(final, items)
+    slot, group, column = table_index
     # `final` has G ranges for each row of `row_window`.
     position = elementwise.quotient(items.row, config.num_groups)
     row = indexing.take(row_window, position, fill=indexing.NOWHERE)
     step = indexing.take(page_steps, group)
-    begin = column * step - indexing.take(stream.num_aligned, row) * steps
-    key = indexing.take(keys, position, begin + step - 1)
+    first_page = column * step - indexing.take(stream.num_aligned, row) * steps
+    key = indexing.take(keys, position, first_page + step - 1)
     prompt_length, boundary = (
       None if values is None else indexing.take(values, slot)
       for values in (hashes.prompt_length, hashes.shared_prefix_boundary)
@@ -303,9 +310,9 @@ def _publish_rows(
       config,
       done,
       _FinalPages(
-        place=place,
+        place=table_index,
         keys=hashing.group_key(secret, key, group),
-        tokens=_page_tokens(config, pages, position, begin, step),
+        tokens=_page_tokens(config, pages, position, first_page, step),
         published=prefix_rules.published(
           config, column, group, prompt_length, boundary
         ),
@@ -331,21 +338,21 @@ def _stream_pages(config: CacheConfig, stream: _Stream, rows: Array) -> Array:
   num_pages = (config.alignment - 1 + tokens.shape[1]) // config.page_size
   column = jnp.arange(num_pages * config.page_size, dtype=jnp.int32)[None, :]
   new = column - indexing.take(stream.tail_length, rows)[:, None]
-  before = indexing.take(stream.tail, rows[:, None], column)
-  after = indexing.take(tokens, rows[:, None], new)
-  pages = jnp.where(new < 0, before, after)
+  tail_tokens = indexing.take(stream.tail, rows[:, None], column)
+  new_tokens = indexing.take(tokens, rows[:, None], new)
+  pages = jnp.where(new < 0, tail_tokens, new_tokens)
   return pages.reshape(rows.shape[0], num_pages, config.page_size)
 
 
 def _page_tokens(
-  config: CacheConfig, pages: Array, row: Array, begin: Array, step: Array
+  config: CacheConfig, pages: Array, row: Array, start: Array, step: Array
 ) -> Array:
-  """Returns int32[W, S]: the tokens of `step` stream pages from `begin` on."""
+  """Returns int32[W, S]: the tokens of `step` stream pages from `start` on."""
   max_step = max(config.page_sizes) // config.page_size
   if max_step == 1:
-    return indexing.take(pages, row, begin)
+    return indexing.take(pages, row, start)
   offset = jnp.arange(max_step, dtype=jnp.int32)[None]
-  column = indexing.where_valid(offset < step[:, None], begin[:, None] + offset)
+  column = indexing.where_valid(offset < step[:, None], start[:, None] + offset)
   page_tokens = indexing.take(pages, row[:, None], column)
   return page_tokens.reshape(row.shape[0], -1)
 
@@ -374,10 +381,11 @@ def _insert(
   config: CacheConfig, done: _Progress, final: _FinalPages
 ) -> tuple[_Progress, Array]:
   """Publishes pages; also returns bool[W], the pages published or merged."""
-  pool, table = done.pool, done.page_table
+  pool = done.pool
   assert pool.index is not None
-  pages = indexing.take(table, *final.place)
-  valid, repeated = pages > 0, sharding.zeros_like(final.published)
+  pages = indexing.take(done.page_table, *final.place)
+  valid = pages > 0
+  repeated = sharding.zeros_like(final.published)
   if config.alignment > min(config.page_sizes):
     # If A exceeds a page size, a page can be full before it gets a key. If
     # forks share this page, each of them publishes it, in one or more calls.
@@ -406,28 +414,26 @@ def _merge(
   repeated: Array,
 ) -> tuple[_Progress, Array]:
   """Replaces pages by the earliest published device page that is equal."""
-  pool, table = done.pool, done.page_table
+  pool = done.pool
+  table = done.page_table
   assert pool.index is not None
   pages = indexing.take(table, *final.place)
-  first = prefix_index.lookup(
-    pool.index,
-    final.keys,
-    final.tokens,
-    preferred=config.preferred_pages,
+  equal_pages = prefix_index.lookup(
+    pool.index, final.keys, final.tokens, preferred=config.preferred_pages
   )
-  merges = published & (first > 0) & (first != pages)
+  merges = published & (equal_pages > 0) & (equal_pages != pages)
   owner = jnp.zeros_like(pages)
   # A duplicate leaves the index before it is dropped. So `drop` treats it as
   # not cached, and with `unhashed_first` it goes to the front of the queue.
   pool, _ = page_pool.unpublish(pool, pages, merges & ~repeated)
-  pool = page_pool.hold(pool, first, merges)
+  pool = page_pool.hold(pool, equal_pages, merges)
   pool, outside = page_pool.drop(pool, pages, owner, merges)
   pool = page_pool.to_front(pool, pages, owner, outside)
   slot, group, column = final.place
   column = indexing.where_valid(merges, column)
   done = done._replace(
     pool=pool,
-    page_table=indexing.put(table, slot, group, column, values=first),
+    page_table=indexing.put(table, slot, group, column, values=equal_pages),
     num_merged=done.num_merged + jnp.sum(merges, dtype=jnp.int32),
   )
   return done, published & (merges | ~repeated)

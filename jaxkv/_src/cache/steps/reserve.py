@@ -110,25 +110,25 @@ def reserve(
   """
   if not suffices:
     code = grant(state, plan, code, hits=hits, keep_free=keep_free)
-  served = code == Status.OK
+  is_served = code == Status.OK
   # All hits are attached before any page is popped. Otherwise the fresh pages
   # of one row could evict the hit of another row.
   if hits is not None and hits.shape[-1] > 0:
     pages = hits
     if state.pool.offload is not None:
       inside = _attached(plan, hits)
-      state, pages = hold_hits(state, hits, inside & served[:, None, None])
+      state, pages = hold_hits(state, hits, inside & is_served[:, None, None])
     state = attach(
       state,
       rows,
       plan,
-      served,
+      is_served,
       lambda _, row, group, column: indexing.take(pages, row, group, column),
       holds=state.pool.offload is None,
     )
   if pops:
-    return take(state, rows, plan, served), code
-  num_pages = rows.write(state.num_pages, served, plan.hit)
+    return take(state, rows, plan, is_served), code
+  num_pages = rows.write(state.num_pages, is_served, plan.hit)
   return dataclasses.replace(state, num_pages=num_pages), code
 
 
@@ -136,7 +136,7 @@ def attach(
   state: CacheState,
   rows: SlotRows,
   plan: Reservation,
-  served: Array,
+  is_served: Array,
   read: ReadPages,
   *,
   holds: bool = True,
@@ -146,46 +146,42 @@ def attach(
   New sequences are the rows with `begins`. Other rows hold these pages already.
   `holds` is False if the caller has already added the references to the pages.
   """
-  served &= plan.begins
-  plan, slots = plan.of(served), rows.where(served)
+  is_served &= plan.begins
+  plan = plan.of(is_served)
+  slots = rows.where(is_served)
   pool, table = page_table.attach(
-    state.pool,
-    state.page_table,
-    slots,
-    plan.first,
-    plan.hit,
-    read,
-    holds=holds,
+    state.pool, state.page_table, slots, plan.first, plan.hit, read, holds=holds
   )
   skipped = state.num_skipped_pages
   if state.config.skips_pages:
     table = page_table.fill_before(table, slots, plan.first, 0)
-    skipped = rows.write(skipped, served, plan.first)
+    skipped = rows.write(skipped, is_served, plan.first)
   return dataclasses.replace(
     state, pool=pool, page_table=table, num_skipped_pages=skipped
   )
 
 
 def take(
-  state: CacheState, rows: SlotRows, plan: Reservation, served: Array
+  state: CacheState, rows: SlotRows, plan: Reservation, is_served: Array
 ) -> CacheState:
   """Pops the fresh pages of served rows and writes their columns."""
-  slots, table = rows.where(served), state.page_table
-  num_pages = rows.write(state.num_pages, served, plan.stop)
-  plan = plan.of(served)
+  slots = rows.where(is_served)
+  table = state.page_table
+  num_pages = rows.write(state.num_pages, is_served, plan.stop)
+  plan = plan.of(is_served)
   if recurrent.has_states(state.config):
     # Columns between two states hold the null page.
     skipped = page_table.ranges(slots, plan.hit, plan.fresh)
     table = page_table.fill(table, skipped, 0)
-  filled = page_table.ranges(slots, plan.fresh, plan.stop)
-  pool, table, evicted = page_table.grow(state.pool, table, filled)
+  fresh_ranges = page_table.ranges(slots, plan.fresh, plan.stop)
+  pool, table, evicted = page_table.grow(state.pool, table, fresh_ranges)
   return dataclasses.replace(
     state,
     page_table=table,
     num_pages=num_pages,
     pool=pool,
     stats=counted(
-      state.stats, popped_pages=filled.counts, evicted_pages=evicted
+      state.stats, popped_pages=fresh_ranges.counts, evicted_pages=evicted
     ),
   )
 
@@ -205,11 +201,11 @@ def grant(
   earlier row of the call also attaches it.
   """
   chex.assert_equal_shape([code, plan.begins])
-  asked, available = code == Status.OK, state.pool.queue.num_free
+  asked = code == Status.OK
   need = jnp.sum(plan.num_fresh, axis=1, dtype=jnp.int32)
   keep_free = sharding.zeros_like(need) if keep_free is None else keep_free
   if hits is None or hits.shape[-1] == 0:
-    granted = in_order(need, asked, available, keep_free)
+    granted = in_order(need, asked, state.pool.queue.num_free, keep_free)
   else:
     granted = _grant_with_hits(state, plan, hits, need, asked, keep_free)
   refused = asked & ~granted
@@ -286,7 +282,8 @@ def hold_hits(
   """
   if hits.size == 0:
     return state, hits
-  first_number, is_held = state.config.num_pages, mask.reshape(-1)
+  first_number = state.config.num_pages
+  is_held = mask.reshape(-1)
 
   def hold(
     loop: tuple[PoolState, Array, Array],
@@ -366,5 +363,6 @@ def _grant_with_hits(
 
   max_keep_free = jnp.max(jnp.where(asked, keep_free, 0))
   # If all rows fit even if no hit is shared, no sequential scan is needed.
-  total = jnp.sum(jnp.where(asked, max_need, 0), dtype=jnp.int32)
-  return lax.cond(total <= available - max_keep_free, lambda: asked, one_by_one)
+  max_needed = jnp.sum(jnp.where(asked, max_need, 0), dtype=jnp.int32)
+  all_fit = max_needed <= available - max_keep_free
+  return lax.cond(all_fit, lambda: asked, one_by_one)

@@ -29,6 +29,7 @@ def unpublish_unheld(
     The cache, and bool[], True if a page was removed.
   """
   pool = state.pool
+  config = state.config
   if pool.index is None or state.secret is None:
     return state, num_tokens < 0
 
@@ -40,9 +41,8 @@ def unpublish_unheld(
   pages = look_up(
     state.config, state.secret, pool.index, keys[None], tokens[None], are_unheld
   )
-  stop_column = state.config.sizes.full_pages(num_tokens[None])
-  zeros = jnp.zeros_like(stop_column)
-  is_full = indexing.between(zeros, stop_column, pages.shape[2])
+  num_full = config.sizes.full_pages(num_tokens[None])
+  is_full = indexing.between(jnp.zeros_like(num_full), num_full, pages.shape[2])
   is_removed = (pages > 0) & is_full
   pool, num_removed = page_pool.unpublish(
     pool, pages.reshape(-1), is_removed.reshape(-1)

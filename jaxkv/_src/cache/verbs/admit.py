@@ -230,24 +230,18 @@ def admit_found(
   )
   rows = SlotRows(slots, False, skipped, repeated)
   state, code = reserve(
-    state,
-    rows,
-    plan,
-    code,
-    hits=prefix.pages,
-    keep_free=keep_free,
-    pops=pops,
+    state, rows, plan, code, hits=prefix.pages, keep_free=keep_free, pops=pops
   )
-  served = code == Status.OK
+  is_served = code == Status.OK
   # A refused row reports 0 cached tokens; `write` leaves its slot unchanged.
-  cached = jnp.where(served, cached, 0)
+  cached = jnp.where(is_served, cached, 0)
   state = dataclasses.replace(
     state,
-    length=rows.write(state.length, served, cached),
+    length=rows.write(state.length, is_served, cached),
     hashes=hashing.start_slots(
       state.hashes,
       rows,
-      served,
+      is_served,
       prefix.root,
       chain=prefix.chain,
       prompt_length=lengths,
@@ -255,7 +249,7 @@ def admit_found(
     ),
     stats=counted(
       state.stats,
-      queried_tokens=jnp.where(served, lengths, 0),
+      queried_tokens=jnp.where(is_served, lengths, 0),
       hit_tokens=cached,
     ),
   )

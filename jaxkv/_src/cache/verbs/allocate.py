@@ -70,11 +70,11 @@ def allocate(
     ([[2], [0]], [True, True])
   """
   rows = rows_of(state, slots, mask)
-  begins = rows.read(state.num_pages)[:, 0] == 0
+  is_new = rows.read(state.num_pages)[:, 0] == 0
   state, out = make_room(state, rows, num_tokens)
   # Refused rows popped no page, so only served rows start their hashes.
   hashes = hashing.start_slots(
-    state.hashes, rows, begins & (out.num_new_pages > 0), roots(state, None)
+    state.hashes, rows, is_new & (out.num_new_pages > 0), roots(state, None)
   )
   return dataclasses.replace(state, hashes=hashes), out
 
@@ -90,8 +90,8 @@ def make_room(
 
   `suffices` is True if the free pages are known to be enough for all rows.
   """
-  held = rows.read(state.num_pages)
-  stop, code = _required_columns(state, rows, num_tokens)
+  num_held_pages = rows.read(state.num_pages)
+  stop_column, code = _required_columns(state, rows, num_tokens)
   code = first_code(
     (rows.skipped, Status.SKIPPED),
     (rows.bad, Status.BAD_SLOT),
@@ -99,9 +99,9 @@ def make_room(
   )
   plan = reservation(
     state,
-    hit=held,
-    stop=jnp.maximum(stop, held),
-    begins=held[:, 0] == 0,
+    hit=num_held_pages,
+    stop=jnp.maximum(stop_column, num_held_pages),
+    begins=num_held_pages[:, 0] == 0,
   )
   state, code = reserve(state, rows, plan, code, suffices=suffices)
   num_new = jnp.sum(plan.num_fresh, axis=1, dtype=jnp.int32)
@@ -113,15 +113,16 @@ def _required_columns(
   state: CacheState, rows: SlotRows, num_tokens: Array
 ) -> tuple[Array, Array]:
   """Returns the columns that rows need, int32[R, G], and the rows' statuses."""
-  config, length = state.config, rows.read(state.length)
+  config = state.config
+  length = rows.read(state.length)
   # `length + num_tokens` can overflow int32, so this test subtracts instead.
   # The sum below uses 0 for numbers that are too large.
   too_many = num_tokens > config.slot_tokens - length
   num_new = jnp.where(too_many, 0, jnp.maximum(num_tokens, 0))
-  stop = config.sizes.columns_for(length + num_new)
+  stop_column = config.sizes.columns_for(length + num_new)
   # A slot with 0 new tokens must not change.
-  stop = jnp.where(num_tokens[:, None] > 0, stop, 0)
+  stop_column = jnp.where(num_tokens[:, None] > 0, stop_column, 0)
   code = first_code(
     (num_tokens < 0, Status.BAD_LENGTH), (too_many, Status.SLOT_FULL)
   )
-  return stop, code
+  return stop_column, code

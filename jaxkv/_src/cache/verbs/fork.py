@@ -68,21 +68,24 @@ def fork(
   length = indexing.take(state.length, src)
   code = _first_code(state, src, dst, length, skipped)
   full = config.sizes.full_pages(length)
-  stop = config.sizes.columns_for(length)
-  first = jnp.minimum(indexing.take(state.num_skipped_pages, src), full)
   plan = reserve.reservation(
-    state, first=first, hit=full, stop=stop, begins=jnp.ones_like(skipped)
+    state,
+    first=jnp.minimum(indexing.take(state.num_skipped_pages, src), full),
+    hit=full,
+    stop=config.sizes.columns_for(length),
+    begins=jnp.ones_like(skipped),
   )
   code = reserve.grant(state, plan, code)
-  served = code == Status.OK
+  is_served = code == Status.OK
   rows = SlotRows(dst, False, skipped, skipped)
-  state = _share(state, src, rows, plan, served)
-  state = reserve.take(state, rows, plan, served)
-  return state, Copied(code=code, copies=owed_copies(state, src, dst, served))
+  state = _share(state, src, rows, plan, is_served)
+  state = reserve.take(state, rows, plan, is_served)
+  copies = owed_copies(state, src, dst, is_served)
+  return state, Copied(code=code, copies=copies)
 
 
 def share_prefix(
-  state: CacheState, src: Array, dst: Array, served: Array
+  state: CacheState, src: Array, dst: Array, is_served: Array
 ) -> CacheState:
   """Makes `dst` share the full pages of `src`.
 
@@ -94,7 +97,7 @@ def share_prefix(
     state: the cache.
     src: int32[R], slots with at least one token.
     dst: int32[R], empty slots, all distinct.
-    served: bool[R], the rows to process.
+    is_served: bool[R], the rows to process.
   """
   full = state.config.sizes.full_pages(indexing.take(state.length, src))
   plan = reserve.reservation(
@@ -102,21 +105,22 @@ def share_prefix(
     first=jnp.minimum(indexing.take(state.num_skipped_pages, src), full),
     hit=full,
     stop=full,
-    begins=jnp.ones_like(served),
+    begins=jnp.ones_like(is_served),
   )
-  rows = SlotRows(dst, False, ~served, ~served)
-  state = _share(state, src, rows, plan, served)
-  num_pages = rows.write(state.num_pages, served, full)
+  rows = SlotRows(dst, False, ~is_served, ~is_served)
+  state = _share(state, src, rows, plan, is_served)
+  num_pages = rows.write(state.num_pages, is_served, full)
   return dataclasses.replace(state, num_pages=num_pages)
 
 
 def owed_copies(
-  state: CacheState, src: Array, dst: Array, served: Array
+  state: CacheState, src: Array, dst: Array, is_served: Array
 ) -> Copies:
   """Returns the copies that the caller must make after forks to `dst`."""
-  sizes, length = state.config.sizes, indexing.take(state.length, dst)
+  sizes = state.config.sizes
+  length = indexing.take(state.length, dst)
   full = sizes.full_pages(length)
-  partial = sizes.open_pages(length) & served[:, None]
+  partial = sizes.open_pages(length) & is_served[:, None]
   # Where no copy is needed, both page numbers are NO_PAGE.
   return Copies(
     *(
@@ -131,7 +135,7 @@ def _share(
   src: Array,
   rows: SlotRows,
   plan: reserve.Reservation,
-  served: Array,
+  is_served: Array,
 ) -> CacheState:
   """Attaches the full pages of `src`, and copies its length and hashes."""
 
@@ -140,12 +144,14 @@ def _share(
   def read(table: Array, row: Array, group: Array, column: Array) -> Array:
     return indexing.take(table, indexing.take(src, row), group, column)
 
-  length, place = indexing.take(state.length, src), rows.where(served)
-  state = reserve.attach(state, rows, plan, served, read)
+  dst_slots = rows.where(is_served)
+  state = reserve.attach(state, rows, plan, is_served, read)
   return dataclasses.replace(
     state,
-    length=indexing.put(state.length, place, values=length),
-    hashes=hashing.copy_slots(state.hashes, src, place),
+    length=indexing.put(
+      state.length, dst_slots, values=indexing.take(state.length, src)
+    ),
+    hashes=hashing.copy_slots(state.hashes, src, dst_slots),
   )
 
 

@@ -54,29 +54,29 @@ def free(
     (rows.bad & ~repeated, Status.BAD_SLOT),
     (is_empty(state, rows.slots) | repeated, Status.SLOT_EMPTY),
   )
-  served = code == Status.OK
-  place = rows.where(served)
+  is_served = code == Status.OK
+  freed_slots = rows.where(is_served)
   # Rows that are not served get empty ranges.
-  first, held = (
-    jnp.where(served[:, None], rows.read(columns), 0)
+  start, num_pages = (
+    jnp.where(is_served[:, None], rows.read(columns), 0)
     for columns in (state.num_skipped_pages, state.num_pages)
   )
   pool, table = page_table.shrink(
     state.pool,
     state.page_table,
-    page_table.ranges(place, first, held),
+    page_table.ranges(freed_slots, start, num_pages),
     replacement=config.no_page,
   )
   # Null pages have no references, so their columns are only overwritten.
   if config.skips_pages:
-    table = page_table.fill_before(table, place, first, config.no_page)
-  zeros = jnp.zeros_like(held)
+    table = page_table.fill_before(table, freed_slots, start, config.no_page)
+  zeros = jnp.zeros_like(num_pages)
   state = dataclasses.replace(
     state,
     page_table=table,
-    num_pages=rows.write(state.num_pages, served, zeros),
-    num_skipped_pages=rows.write(state.num_skipped_pages, served, zeros),
-    length=rows.write(state.length, served, zeros[:, 0]),
+    num_pages=rows.write(state.num_pages, is_served, zeros),
+    num_skipped_pages=rows.write(state.num_skipped_pages, is_served, zeros),
+    length=rows.write(state.length, is_served, zeros[:, 0]),
     pool=pool,
   )
   return state, Outcome(code=code)

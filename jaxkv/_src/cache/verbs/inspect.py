@@ -33,7 +33,8 @@ def stats(state: CacheState) -> Stats:
     >>> int(jaxkv.stats(state).evicted_pages)
     0
   """
-  counters, offload = state.stats, state.pool.offload
+  counters = state.stats
+  offload = state.pool.offload
   if offload is not None:
     counters = dataclasses.replace(
       counters,

@@ -141,9 +141,11 @@ def pin(
       begins=code == Status.OK,
     )
     code = grant(state, plan, code, hits=prefix.pages)
-    served = (code == Status.OK)[:, None, None]
-    state, pages = hold_hits(state, pages, served & (pages != config.no_page))
-    pages = jnp.where(served, pages, config.no_page)
+    is_served = (code == Status.OK)[:, None, None]
+    state, pages = hold_hits(
+      state, pages, is_served & (pages != config.no_page)
+    )
+    pages = jnp.where(is_served, pages, config.no_page)
     num_cached_tokens = jnp.where(code == Status.OK, num_cached_tokens, 0)
     pin_count = indexing.add(state.pool.pin_count, pages.reshape(-1), values=1)
     pool = dataclasses.replace(state.pool, pin_count=pin_count)
@@ -186,20 +188,22 @@ def unpin(
   earlier, later = _repeats(flat_pages, columns)
   pins = indexing.take(state.pool.pin_count, flat_pages)
   code = _first_code(state, flat_pages, (earlier >= pins, Status.NOT_PINNED))
-  served = code == Status.OK
+  is_served = code == Status.OK
   # If a call removes several pins of a page, only the last removal can free the
   # page. `shrink` below drops the reference of this pin, so that pages enter
   # the free queue in release order. The other references are dropped here.
-  is_last = served & ((later == 0) | (earlier == pins - 1))
+  is_last = is_served & ((later == 0) | (earlier == pins - 1))
   pool = dataclasses.replace(
     state.pool,
-    pin_count=_decrement(state.pool.pin_count, flat_pages, served),
-    ref_count=_decrement(state.pool.ref_count, flat_pages, served & ~is_last),
+    pin_count=_decrement(state.pool.pin_count, flat_pages, is_served),
+    ref_count=_decrement(
+      state.pool.ref_count, flat_pages, is_served & ~is_last
+    ),
   )
   # `shrink` releases the pins as if they were rows of a page table.
   table = jnp.where(is_last, flat_pages, jnp.int32(state.config.no_page))
   table = table.reshape(-1, 1, columns)
-  has_pins = jnp.any(served.reshape(-1, columns), axis=1)
+  has_pins = jnp.any(is_served.reshape(-1, columns), axis=1)
   zeros = jnp.zeros(has_pins.shape, jnp.int32)
   ranges = Ranges(
     slot=jnp.arange(has_pins.shape[0], dtype=jnp.int32),
@@ -253,8 +257,8 @@ def evict(
   # Earlier verbs of the same program read the index, and `num_free` depends on
   # these reads. This dependency on `num_free` places the write after the reads,
   # so XLA updates the index in place and does not copy it.
-  place = loops.read_before(state.pool.queue.num_free, flat_pages)
-  pool, _ = page_pool.unpublish(state.pool, place, code == Status.OK)
+  evicted_pages = loops.read_before(state.pool.queue.num_free, flat_pages)
+  pool, _ = page_pool.unpublish(state.pool, evicted_pages, code == Status.OK)
   return _result(state, pool, code, pages)
 
 
@@ -293,9 +297,9 @@ def _repeats(flat_pages: Array, columns: int) -> tuple[Array, Array]:
 
 
 def _hold(pool: PoolState, flat_pages: Array, valid: Array) -> PoolState:
-  place = indexing.where_valid(valid, flat_pages)
+  held_pages = indexing.where_valid(valid, flat_pages)
   pool = dataclasses.replace(
-    pool, pin_count=indexing.add(pool.pin_count, place, values=1)
+    pool, pin_count=indexing.add(pool.pin_count, held_pages, values=1)
   )
   return page_pool.hold(pool, flat_pages, valid)
 

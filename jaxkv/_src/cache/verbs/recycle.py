@@ -85,7 +85,7 @@ def recycle(
 
 
 def drop_behind(
-  state: CacheState, rows: SlotRows, lengths: Array, served: Array
+  state: CacheState, rows: SlotRows, lengths: Array, is_served: Array
 ) -> tuple[CacheState, Array]:
   """Releases the pages that served rows do not need after `lengths` tokens.
 
@@ -95,22 +95,25 @@ def drop_behind(
   config = state.config
   if not config.skips_pages:
     return state, jnp.zeros_like(lengths)
-  held, first = rows.read(state.num_pages), rows.read(state.num_skipped_pages)
+  # Skipped pages stay skipped, even if an earlier call had a larger length.
+  start = rows.read(state.num_skipped_pages)
   # `quotient` needs numbers of at least 0, but a length may be negative.
   lengths = jnp.clip(lengths, 0, config.slot_tokens)
-  stop = jnp.minimum(config.sizes.skipped_pages(lengths), held)
-  stop = config.sizes.keep_last_page(stop, rows.read(state.length))
-  # Skipped pages stay skipped, even if an earlier call had a larger length.
-  stop = jnp.where(served[:, None], jnp.maximum(first, stop), first)
-  slots = rows.where(served)
-  num_pages = recurrent.num_pages(config, state.page_table, slots, first, stop)
+  columns = config.sizes.skipped_pages(lengths)
+  columns = jnp.minimum(columns, rows.read(state.num_pages))
+  columns = config.sizes.keep_last_page(columns, rows.read(state.length))
+  columns = jnp.where(is_served[:, None], jnp.maximum(start, columns), start)
+  slots = rows.where(is_served)
+  num_pages = recurrent.num_pages(
+    config, state.page_table, slots, start, columns
+  )
   pool, table = page_table.shrink(
     state.pool,
     state.page_table,
-    page_table.ranges(slots, first, stop),
+    page_table.ranges(slots, start, columns),
     replacement=0,
   )
-  skipped = rows.write(state.num_skipped_pages, served, stop)
+  skipped = rows.write(state.num_skipped_pages, is_served, columns)
   state = dataclasses.replace(
     state, page_table=table, num_skipped_pages=skipped, pool=pool
   )

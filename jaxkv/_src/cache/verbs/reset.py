@@ -58,9 +58,9 @@ def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Outcome]:
     True
   """
   pool = state.pool
-  held = pool.queue.num_free < state.config.num_pages - 1
-  code = first_code((held, Status.STILL_HELD))
-  state = dataclasses.replace(state, pool=page_pool.clear(pool, ~held))
+  is_in_use = pool.queue.num_free < state.config.num_pages - 1
+  code = first_code((is_in_use, Status.STILL_HELD))
+  state = dataclasses.replace(state, pool=page_pool.clear(pool, ~is_in_use))
   return state, Outcome(code=code)
 
 
@@ -90,7 +90,8 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
     >>> int(out.epoch)
     1
   """
-  epoch, root = state.epoch + jnp.uint32(1), state.root
+  epoch = state.epoch + jnp.uint32(1)
+  root = state.root
   if root is not None and state.secret is not None:
     # The old root is used, because `jit` drops unused inputs, and then could
     # not reuse the donated buffer of the old root for the new root.

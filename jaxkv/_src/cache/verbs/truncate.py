@@ -103,13 +103,13 @@ def truncate(
     begins=jnp.ones_like(rows.skipped),
   )
   code = reserve.grant(state, plan, code)
-  served = code == Status.OK
+  is_served = code == Status.OK
   state = publish.roll_back(
-    state, rows, lengths, served, last_page, reopened & ~shared
+    state, rows, lengths, is_served, last_page, reopened & ~shared
   )
-  state = _release_columns(state, rows, plan, served)
-  state = reserve.take(state, rows, plan, served)
-  replaced = shared & served[:, None]
+  state = _release_columns(state, rows, plan, is_served)
+  state = reserve.take(state, rows, plan, is_served)
+  replaced = shared & is_served[:, None]
   no_page = jnp.int32(config.no_page)
   copies = Copies(
     src=jnp.where(replaced, last_page, no_page).reshape(-1),
@@ -120,26 +120,23 @@ def truncate(
   skipped = jnp.minimum(rows.read(state.num_skipped_pages), keep)
   state = dataclasses.replace(
     state,
-    num_pages=rows.write(state.num_pages, served, keep),
-    num_skipped_pages=rows.write(state.num_skipped_pages, served, skipped),
-    length=rows.write(state.length, served, lengths),
+    num_pages=rows.write(state.num_pages, is_served, keep),
+    num_skipped_pages=rows.write(state.num_skipped_pages, is_served, skipped),
+    length=rows.write(state.length, is_served, lengths),
   )
   return state, Copied(code=code, copies=copies)
 
 
 def _release_columns(
-  state: CacheState,
-  rows: SlotRows,
-  plan: reserve.Reservation,
-  served: Array,
+  state: CacheState, rows: SlotRows, plan: reserve.Reservation, is_served: Array
 ) -> CacheState:
   """Releases the columns of served rows from `plan.hit` on."""
-  held = rows.read(state.num_pages)
-  start = jnp.where(served[:, None], plan.hit, held)
+  num_held_pages = rows.read(state.num_pages)
+  start = jnp.where(is_served[:, None], plan.hit, num_held_pages)
   pool, table = page_table.shrink(
     state.pool,
     state.page_table,
-    page_table.ranges(rows.where(served), start, held),
+    page_table.ranges(rows.where(is_served), start, num_held_pages),
     replacement=state.config.no_page,
   )
   return dataclasses.replace(state, pool=pool, page_table=table)
@@ -150,10 +147,8 @@ def _needs_recycled(state: CacheState, rows: SlotRows, lengths: Array) -> Array:
   config = state.config
   if not config.skips_pages:
     return lengths < 0
-  length, num_skipped = (
-    rows.read(state.length),
-    rows.read(state.num_skipped_pages),
-  )
+  length = rows.read(state.length)
+  num_skipped = rows.read(state.num_skipped_pages)
   # Rows with a bad length get BAD_LENGTH, whatever is computed for them here.
   lengths = jnp.clip(lengths, 0, length)
   is_needed = jnp.any(config.sizes.skipped_pages(lengths) < num_skipped, axis=1)

@@ -71,8 +71,7 @@ def _leave(
   state, ids, mask = sharding.match_varying_axes((state, ids, mask))
   rows, status, code = find(state.queue, ids, mask)
   code = first_code(
-    (code != Status.OK, code),
-    (status >= SequenceStatus.DONE, Status.ENDED),
+    (code != Status.OK, code), (status >= SequenceStatus.DONE, Status.ENDED)
   )
   is_served = code == Status.OK
   target_rows = indexing.where_valid(is_served, rows)

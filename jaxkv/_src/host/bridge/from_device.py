@@ -170,11 +170,7 @@ def _sequences(
 
 
 def _sequence(
-  state: HostState,
-  host: Any,
-  slot: int,
-  old: HeldSequence | None,
-  request: Any,
+  state: HostState, host: Any, slot: int, old: HeldSequence | None, request: Any
 ) -> HeldSequence:
   """Returns the sequence in a slot, with nodes for its final tokens."""
   if old is not None:

@@ -50,8 +50,7 @@ class SingleTypeKVCacheManager:
     self.block_size = spec.block_size
     self.block_pool = pool
     self.req_to_blocks = RequestView(
-      manager,
-      lambda name: pool.blocks_of(manager.get_page_ids(name)[group]),
+      manager, lambda name: pool.blocks_of(manager.get_page_ids(name)[group])
     )
     self.num_cached_block = RequestView(
       manager,

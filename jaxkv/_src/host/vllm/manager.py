@@ -465,9 +465,7 @@ class KVCacheManager:
     for group, table in enumerate(self.get_block_ids(request_id)):
       self._zero(group, table[start_token // sizes[group] :])
 
-  def take_kv_cache_block_copies(
-    self,
-  ) -> tuple[list[Any], list[KVCacheBlock]]:
+  def take_kv_cache_block_copies(self) -> tuple[list[Any], list[KVCacheBlock]]:
     """Returns empty lists, because no hit ends inside a block."""
     return [], []
 

@@ -176,9 +176,7 @@ def _environment() -> Any:
   # A template is a program of a third party, so it runs in a sandbox.
   sandbox = extra_package("jinja2.sandbox", install="jaxkv[hf]", task=_TASK)
   environment = sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True,
-    lstrip_blocks=True,
-    extensions=["jinja2.ext.loopcontrols"],
+    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
   )
   # Jinja's own filter `tojson` escapes characters for HTML.
   environment.filters["tojson"] = _to_json

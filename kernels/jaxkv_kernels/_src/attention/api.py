@@ -84,12 +84,7 @@ def paged_decode(
   reason = "trees need several queries per sequence: use paged_attention_padded"
   as_options(options).refuse(reason, "tree_mask")
   call_options = check_options(
-    options,
-    q,
-    k_pages,
-    v_pages,
-    page_offset=page_offset,
-    interpret=interpret,
+    options, q, k_pages, v_pages, page_offset=page_offset, interpret=interpret
   )
   pools = (k_pages, v_pages)
   return calls.decode(
