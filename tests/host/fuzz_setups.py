@@ -51,11 +51,7 @@ class Setup:
     }
 
 
-_SEVERAL = {
-  "full": FullAttention,
-  "state": Recurrent,
-  "cross": CrossAttention,
-}
+_SEVERAL = {"full": FullAttention, "state": Recurrent, "cross": CrossAttention}
 _SIZED = {"window": (SlidingWindow, "window"), "chunk": (ChunkedLocal, "chunk")}
 
 

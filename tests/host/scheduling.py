@@ -33,11 +33,7 @@ def hybrid(make: Any, **options: Any) -> Any:
 def filled(cache: Any) -> Any:
   """Fills three pages of each group; returns a request with the same prefix."""
   req = request("0", [*range(12), *range(100, 103)])
-  assert admit(cache, req)[1] == [
-    [1, 2, 3, 4],
-    [5, 6, 7, 8],
-    [9, 10, 11, 12],
-  ]
+  assert admit(cache, req)[1] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
   return request("1", [*range(12), *range(200, 202)])
 
 

@@ -89,20 +89,22 @@ class Admitted:
     setattr(self.inner, name, value)
 
 
+ADAPTER = {"lora_request": adapter()}
+CAT = {"mm_features": [feature("cat", 5, 3)]}
+CAT_SOMEWHERE = {"mm_features": [types.SimpleNamespace(mm_hash="cat")]}
+DOG_SOMEWHERE = {"mm_features": [types.SimpleNamespace(mm_hash="dog")]}
+EMBEDDED = {"prompt_embeds": EMBEDS}
+
+
 @pytest.mark.parametrize(
   ("first_fields", "second_fields", "tokens"),
   [
     pytest.param({}, {}, 16, id="nothing"),
-    pytest.param({"lora_request": adapter()}, {}, 0, id="an adapter"),
-    pytest.param({}, {"lora_request": adapter()}, 0, id="an adapter later"),
+    pytest.param(ADAPTER, {}, 0, id="an adapter"),
+    pytest.param({}, ADAPTER, 0, id="an adapter later"),
+    pytest.param(ADAPTER, ADAPTER, 16, id="the same adapter"),
     pytest.param(
-      {"lora_request": adapter()},
-      {"lora_request": adapter()},
-      16,
-      id="the same adapter",
-    ),
-    pytest.param(
-      {"lora_request": adapter()},
+      ADAPTER,
       {"lora_request": adapter(path="/b")},
       0,
       id="an adapter of another path",
@@ -113,14 +115,9 @@ class Admitted:
       0,
       id="an adapter named as a salt",
     ),
+    pytest.param(CAT, CAT, 16, id="the same image"),
     pytest.param(
-      {"mm_features": [feature("cat", 5, 3)]},
-      {"mm_features": [feature("cat", 5, 3)]},
-      16,
-      id="the same image",
-    ),
-    pytest.param(
-      {"mm_features": [feature("cat", 5, 3)]},
+      CAT,
       {"mm_features": [feature("dog", 5, 3)]},
       4,
       id="another image in the second page",
@@ -132,35 +129,25 @@ class Admitted:
       id="another image of one token",
     ),
     pytest.param(
-      {"mm_features": [types.SimpleNamespace(mm_hash="cat")]},
-      {"mm_features": [types.SimpleNamespace(mm_hash="dog")]},
-      0,
-      id="another image nobody knows where",
+      CAT_SOMEWHERE, DOG_SOMEWHERE, 0, id="another image of unknown position"
     ),
     pytest.param(
-      {"mm_features": [types.SimpleNamespace(mm_hash="cat")]},
-      {"mm_features": [types.SimpleNamespace(mm_hash="cat")]},
-      16,
-      id="the same image nobody knows where",
+      CAT_SOMEWHERE, CAT_SOMEWHERE, 16, id="the same image of unknown position"
     ),
+    pytest.param(EMBEDDED, EMBEDDED, 16, id="embeddings"),
     pytest.param(
-      {"prompt_embeds": EMBEDS}, {"prompt_embeds": EMBEDS}, 16, id="embeddings"
-    ),
-    pytest.param(
-      {"prompt_embeds": EMBEDS},
+      EMBEDDED,
       {"prompt_embeds": jnp.asarray(EMBEDS)},
       16,
       id="embeddings of jax",
     ),
     pytest.param(
-      {"prompt_embeds": EMBEDS},
+      EMBEDDED,
       {"prompt_embeds": OTHER_END},
       8,
       id="other embeddings from the third page on",
     ),
-    pytest.param(
-      {"prompt_embeds": EMBEDS}, {}, 0, id="embeddings in place of tokens"
-    ),
+    pytest.param(EMBEDDED, {}, 0, id="embeddings in place of tokens"),
     pytest.param({"cache_salt": b""}, {}, 0, id="an empty salt of bytes"),
     pytest.param({"cache_salt": "a"}, {"cache_salt": b"a"}, 0, id="its type"),
     pytest.param({"cache_salt": ""}, {}, 16, id="an empty salt as in vLLM"),

@@ -13,10 +13,7 @@ from jaxkv import SlidingWindow
 from jaxkv.host import CacheManager
 from jaxkv.host import Request
 
-FULL_AND_WINDOW = (
-  FullAttention(page_size=8),
-  SlidingWindow(6, page_size=4),
-)
+FULL_AND_WINDOW = (FullAttention(page_size=8), SlidingWindow(6, page_size=4))
 
 
 def manager(groups=FULL_AND_WINDOW, num_pages=40, **options):

@@ -96,11 +96,7 @@ def test_counts_of_a_request_are_ints(fields):
 @pytest.mark.parametrize(
   ("fields", "step", "message"),
   [
-    (
-      {"num_computed_tokens": -3},
-      (1,),
-      "computed_tokens` must be at least",
-    ),
+    ({"num_computed_tokens": -3}, (1,), "computed_tokens` must be at least"),
     ({"num_computed_tokens": 2**40}, (1,), "got 1099511627777"),
     ({}, (2**63 - 1,), "got 9223372036854775807"),
     ({}, ([2**63 - 1],), "got 9223372036854775807"),

@@ -37,8 +37,8 @@ SCALE = 0.3
 
 def latents(dtype="float32", **changes):
   """Small pages that hold NaN everywhere, or scales of NaN."""
-  sizes = {"num_kv_heads": 1, "head_dim": DIM, "value_dim": VALUE}
-  kv = make(dtype, **{**sizes, **changes})
+  fields = {"num_kv_heads": 1, "head_dim": DIM, "value_dim": VALUE}
+  kv = make(dtype, **{**fields, **changes})
   if kv.k_scale is not None:
     return dataclasses.replace(kv, k_scale=kv.k_scale * jnp.nan)
   nan = np.full(kv.k.shape, np.nan, jnp.dtype(dtype)).view(kv.k.dtype)
