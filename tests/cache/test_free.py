@@ -21,9 +21,8 @@ def test_uncached_pages_are_reused_first():
   state, out = jaxkv.free(state, slots=ints(0))
   assert out.code.tolist() == [Status.OK]
   assert jaxkv.free_pages(state) == [3, 4, 5, 6, 7, 2, 1]
-  assert jaxkv.match(
-    state, *prompt(1, 2, 3, 4, 5)
-  ).num_cached_tokens.tolist() == [4]
+  hit = jaxkv.match(state, *prompt(1, 2, 3, 4, 5))
+  assert hit.num_cached_tokens.tolist() == [4]
 
 
 @pytest.mark.slow

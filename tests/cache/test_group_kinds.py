@@ -68,9 +68,8 @@ class TestKinds:
     assert out.num_recycled_pages.tolist() == [3, 0]
     assert _table(state) == [0, 0, 0, 4]
     # A hit on nothing is none.
-    assert jaxkv.match(state, tokens, ints(14)).num_cached_tokens.tolist() == [
-      0
-    ]
+    hit = jaxkv.match(state, tokens, ints(14))
+    assert hit.num_cached_tokens.tolist() == [0]
     state, room = jaxkv.allocate(state, ints(2, 0))
     state, done = jaxkv.commit(state, tokens[:, 14:].repeat(2, 0), ints(2, 0))
     assert room.ok.all() and done.ok.all()
@@ -88,18 +87,16 @@ class TestKinds:
     state, tokens = _filled(SlidingWindow(2**31 - 1))
     state, out = jaxkv.recycle(state)
     assert out.num_recycled_pages.tolist() == [0, 0]
-    assert jaxkv.match(state, tokens, ints(14)).pages.tolist() == [
-      [[1, 2, 3, 16]]
-    ]
+    hit = jaxkv.match(state, tokens, ints(14))
+    assert hit.pages.tolist() == [[[1, 2, 3, 16]]]
 
   @pytest.mark.slow
   def test_a_chunk_larger_than_the_slot(self):
     state, tokens = _filled(ChunkedLocal(2**31 - 1))
     state, out = jaxkv.recycle(state)
     assert out.num_recycled_pages.tolist() == [0, 0]
-    assert jaxkv.match(state, tokens, ints(14)).num_cached_tokens.tolist() == [
-      12
-    ]
+    hit = jaxkv.match(state, tokens, ints(14))
+    assert hit.num_cached_tokens.tolist() == [12]
 
   @pytest.mark.slow
   def test_subclasses_are_group_kinds(self):

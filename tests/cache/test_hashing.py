@@ -168,9 +168,8 @@ class TestAvalanche:
 
   def test_previous_key(self):
     def key(words):
-      return hashing.chain_keys(words, jnp.zeros((len(words), 1, 4), "uint32"))[
-        :, 0
-      ]
+      digests = jnp.zeros((len(words), 1, 4), "uint32")
+      return hashing.chain_keys(words, digests)[:, 0]
 
     self.check(key, 4)
 

@@ -52,9 +52,8 @@ def test_an_evicted_page_is_no_hit_but_keeps_its_queue_position():
   """Without page 2 only 1 2 is found."""
   state, out = jaxkv.evict(cached_pages_1_and_2(), ints(2, 2))
   assert out.code.tolist() == [Status.OK, Status.NOT_CACHED]
-  assert jaxkv.match(
-    state, *prompt(1, 2, 3, 4, 5)
-  ).num_cached_tokens.tolist() == [2]
+  hit = jaxkv.match(state, *prompt(1, 2, 3, 4, 5))
+  assert hit.num_cached_tokens.tolist() == [2]
   assert jaxkv.free_pages(state) == [3, 4, 5, 6, 7, 2, 1]
 
 

@@ -39,6 +39,5 @@ def test_a_sequence_keeps_the_epoch_of_its_start():
   """Slot 0 computed 1 2 with old weights: 3 4 get keys of the old epoch."""
   state, _ = jaxkv.new_epoch(write(tiny(), 0, 1, 2))
   state = write(state, 0, 3, 4)
-  assert jaxkv.match(
-    state, *prompt(1, 2, 3, 4, 5)
-  ).num_cached_tokens.tolist() == [0]
+  hit = jaxkv.match(state, *prompt(1, 2, 3, 4, 5))
+  assert hit.num_cached_tokens.tolist() == [0]

@@ -38,13 +38,7 @@ class Walk:
   """
 
   def __init__(
-    self,
-    setup: Setup,
-    policy: str,
-    seed: int,
-    *,
-    on_host=0.5,
-    with_device_state=True,
+    self, setup: Setup, policy: str, seed: int, *, on_host=0.5, is_paired=True
   ):
     key = np.arange(4, dtype=np.uint32) + np.uint32(seed)
     arguments = setup.arguments(policy)
@@ -52,7 +46,7 @@ class Walk:
     self.manager = CacheManager(**arguments, max_requests=_SLOTS, key=key)
     self.config = self.manager.config
     self.device_state = None
-    if with_device_state:
+    if is_paired:
       self.device_state = jaxkv.init(self.config, jnp.asarray(key))
     self.requests: dict[int, Request] = {}
     self.num_switches = self.num_hits = self._count = 0
@@ -323,12 +317,10 @@ class ShadowPages:
     self._content: dict[int, dict[int, tuple[int, ...]]] = {}
     self._on_host: dict[int, dict[int, tuple[int, ...]]] = {}
 
-  def write(
-    self, manager: CacheManager, request: Request, first_token: int
-  ) -> None:
-    """Writes the K/V of a request's tokens from `first_token` on."""
+  def write(self, manager: CacheManager, request: Request, start: int) -> None:
+    """Writes the K/V of a request's tokens from position `start` on."""
     for page, row, stop_token in self._places(manager, request):
-      if stop_token > first_token:
+      if stop_token > start:
         rows = self._content.setdefault(page, {})
         rows[row] = tuple(request.token_ids[:stop_token])
 
@@ -361,13 +353,11 @@ class ShadowPages:
     """Yields the page, the row in it and the end of each held token."""
     tables = manager.get_page_ids(request.request_id)
     for page_size, pages in zip(self._sizes, tables, strict=True):
-      for stop_token in (
-        range(1, request.num_computed_tokens + 1) if page_size else ()
-      ):
-        column, row = divmod(stop_token - 1, page_size)
+      for token in range(request.num_computed_tokens if page_size else 0):
+        column, row = divmod(token, page_size)
         # The null page is behind a window.
         if pages[column]:
-          yield pages[column], row, stop_token
+          yield pages[column], row, token + 1
 
 
 def differences(walk: Walk) -> list[str]:
@@ -402,10 +392,9 @@ def _fields(state: jaxkv.CacheState) -> dict[str, Any]:
   if state.hashes is not None and pool.index is not None:
     length = np.asarray(state.length)
     column = np.arange(state.config.alignment)[None]
-    valid = (column < (length % state.config.alignment)[:, None]) & is_occupied[
-      :, None
-    ]
-    fields["tail"] = np.where(valid, state.hashes.tail, 0)
+    is_tail = column < (length % state.config.alignment)[:, None]
+    is_tail &= is_occupied[:, None]
+    fields["tail"] = np.where(is_tail, state.hashes.tail, 0)
     fields["chain"] = np.asarray(state.hashes.chain)[is_occupied]
     fields["root"] = np.asarray(state.hashes.root)[is_occupied]
     cached = jaxkv.cached_pages(state)

@@ -80,7 +80,7 @@ def test_states_equal_those_of_a_cache_on_the_device(pair, pytestconfig):
 def test_pages_hold_the_tokens_of_their_readers(pair):
   """Many host calls, few of them by verbs, over a shadow memory."""
   walks = [
-    Walk(SETUPS[pair[0]], pair[1], seed, on_host=0.97, with_device_state=False)
+    Walk(SETUPS[pair[0]], pair[1], seed, on_host=0.97, is_paired=False)
     for seed in range(5)
   ]
   for walk in walks:
@@ -104,7 +104,7 @@ def test_events_mirror_the_index(name):
   setup = SETUPS[name]
   options = setup.options | {"num_events": 500}
   setup = dataclasses.replace(setup, options=options)
-  walk = Walk(setup, "current", seed=0, with_device_state=False)
+  walk = Walk(setup, "current", seed=0, is_paired=False)
   keys = collections.Counter()
   event_types = set()
   while walk.num_switches < _SWITCHES:

@@ -365,12 +365,8 @@ def test_bad_options_are_refused(change, error, text):
 
 
 def test_full_attention_accepts_retention_zero():
-  assert (
-    CacheManager(
-      11, [FULL], 64, prefix_retention_interval=0
-    ).config.prefix_retention_interval
-    == 0
-  )
+  cache = CacheManager(11, [FULL], 64, prefix_retention_interval=0)
+  assert cache.config.prefix_retention_interval == 0
 
 
 def test_retention_of_chunks_is_refused():

@@ -388,9 +388,8 @@ def test_content_of_small_pages(page_size):
     admit(cache, req)
     cache.free(req)
     for other_index, other_fields in enumerate(variants):
-      num_hit = cache.get_computed_pages(
-        request("again", tokens, **other_fields)
-      )[1]
+      req = request("again", tokens, **other_fields)
+      num_hit = cache.get_computed_pages(req)[1]
       assert (num_hit == 9) == (other_index == index), (fields, other_fields)
     assert cache.reset_prefix_cache()
 

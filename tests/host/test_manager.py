@@ -229,9 +229,8 @@ class TestPages:
     assert hit_pages.get_unhashed_page_ids() == []
     assert new.get_page_ids() == ([4, 5],)
     all_pages = hit_pages + new
-    assert (
-      all_pages.get_page_ids() == cache.get_page_ids("1") == ([1, 2, 4, 5],)
-    )
+    assert all_pages.get_page_ids() == cache.get_page_ids("1")
+    assert all_pages.get_page_ids() == ([1, 2, 4, 5],)
     assert all_pages.get_unhashed_page_ids() == [5]
     assert all_pages.get_unhashed_page_ids_all_groups() == ([5],)
 
@@ -393,9 +392,8 @@ class TestReadings:
     assert lost == 0
     cache.free(req)
     cache.evict_pages([1])
-    assert [(e.page, e.key) for e in cache.take_events().events] == [
-      (1, events[0].key)
-    ]
+    (removed,) = cache.take_events().events
+    assert (removed.page, removed.key) == (1, events[0].key)
     cache.reset_prefix_cache()
     (cleared,) = cache.take_events().events
     assert type(cleared).__name__ == "Cleared"

@@ -30,9 +30,14 @@ def make(request):
   return _MANAGERS[request.param]
 
 
+@pytest.fixture
+def cache(make):
+  """One group, 10 pages of 4 tokens."""
+  return single(make)
+
+
 class TestFull:
-  def test_prefill(self, make):
-    cache = single(make)
+  def test_prefill(self, cache):
     common = range(12)
     req_a = request("0", [*common, *range(100, 103)])
     assert admit(cache, req_a) == ([[]], [[1, 2, 3, 4]])
@@ -56,8 +61,7 @@ class TestFull:
     cache.free(req)
     assert cache.free_queue() == [5, 6, 7, 8, 9, 10, 4, 3, 2, 1]
 
-  def test_decode(self, make):
-    cache = single(make)
+  def test_decode(self, cache):
     req = request("0", range(13))
     admit(cache, req)
     assert decode(cache, req, [7] * 2) == [[]]
@@ -65,16 +69,14 @@ class TestFull:
     assert decode(cache, req, [7] * 3) == [[5]]
     assert cache.cached_page_ids() == {1, 2, 3, 4}
 
-  def test_prefill_in_chunks(self, make):
-    cache = single(make)
+  def test_prefill_in_chunks(self, cache):
     req = request("0", range(20))
     assert admit(cache, req, 6) == ([[]], [[1, 2]])
     assert cache.cached_page_ids() == {1}
     assert decode(cache, req, []) == [[3, 4, 5]]
     assert cache.cached_page_ids() == {1, 2, 3, 4, 5}
 
-  def test_evict(self, make):
-    cache = single(make)
+  def test_evict(self, cache):
     req_a = request("0", range(5 * PAGE + 3))
     req_b = request("1", range(1000, 1000 + 3 * PAGE))
     admit(cache, req_a)
@@ -87,8 +89,7 @@ class TestFull:
     assert admit(cache, req_c) == ([[1, 2]], [[6]])
     assert cache.free_queue() == [10, 5, 4, 3, 9, 8, 7]
 
-  def test_aligned_repeat_computes_its_last_page_again(self, make):
-    cache = single(make)
+  def test_aligned_repeat_computes_its_last_page_again(self, cache):
     admit(cache, request("0", range(8)))
     assert admit(cache, request("1", range(8))) == ([[1]], [[3]])
     # Two pages carry the second key; the one published first is found.
@@ -96,8 +97,7 @@ class TestFull:
     cache.evict_pages([2])
     assert hit_of(cache, request("2", range(10))) == ([[1, 3]], 8)
 
-  def test_hits_in_the_queue_are_not_room(self, make):
-    cache = single(make)
+  def test_hits_in_the_queue_are_not_room(self, cache):
     req_a = request("0", range(12))
     admit(cache, req_a)
     req_b = request("1", [*range(12), *range(100, 112)])
@@ -114,14 +114,12 @@ class TestFull:
     assert cache.free_queue() == queue
     assert references(cache, [1, 2, 3]) == [0, 0, 0]
 
-  def test_lookahead_pages_are_not_cached(self, make):
-    cache = single(make)
+  def test_lookahead_pages_are_not_cached(self, cache):
     req = request("0", range(7))
     assert admit(cache, req, num_lookahead_tokens=2) == ([[]], [[1, 2, 3]])
     assert cache.cached_page_ids() == {1}
 
-  def test_refused_drafts_are_published_when_they_are_computed(self, make):
-    cache = single(make)
+  def test_refused_drafts_are_published_when_they_are_computed(self, cache):
     req = request("0", range(6))
     admit(cache, req, num_lookahead_tokens=2)
     req.token_ids.append(6)
@@ -132,8 +130,7 @@ class TestFull:
     cache.cache_pages(req, 8)
     assert cache.cached_page_ids() == {1, 2}
 
-  def test_salt_and_adapter_separate(self, make):
-    cache = single(make)
+  def test_salt_and_adapter_separate(self, cache):
     admit(cache, request("0", range(10), cache_salt="a"))
     for fields, tokens in (
       ({"cache_salt": "a"}, 8),
@@ -144,8 +141,7 @@ class TestFull:
     ):
       assert hit_of(cache, request("1", range(10), **fields))[1] == tokens
 
-  def test_preempted_request_finds_its_pages(self, make):
-    cache = single(make)
+  def test_preempted_request_finds_its_pages(self, cache):
     req = request("0", range(10))
     admit(cache, req)
     assert decode(cache, req, [10, 11, 12]) == [[4]]
@@ -155,8 +151,7 @@ class TestFull:
     assert cache.free_queue() == [4, 5, 6, 7, 8, 9, 10, 3, 2, 1]
     assert admit(cache, req) == ([[1, 2, 3]], [[4]])
 
-  def test_reset_keeps_the_order(self, make):
-    cache = single(make)
+  def test_reset_keeps_the_order(self, cache):
     req = request("0", range(10))
     admit(cache, req)
     assert not cache.reset_prefix_cache()
@@ -175,14 +170,12 @@ class TestFull:
     assert admit(cache, req, reserved_pages=1, **options)[1]
     assert decode(cache, req, [1]) == [[10]]
 
-  def test_whole_sequence_must_fit(self, make):
-    cache = single(make)
+  def test_whole_sequence_must_fit(self, cache):
     req = request("0", range(50))
     assert admit(cache, req, 4, full_sequence_must_fit=True)[1] is None
     assert admit(cache, req, 4) == ([[]], [[1]])
 
-  def test_external_tokens_come_later(self, make):
-    cache = single(make)
+  def test_external_tokens_come_later(self, cache):
     admit(cache, request("0", range(8)))
     req = request("1", range(16))
     options = {"num_external_computed_tokens": 5, "delay_cache_pages": True}
@@ -193,22 +186,19 @@ class TestFull:
     cache.cache_pages(req, 13)
     assert cache.cached_page_ids() == {1, 2, 3}
 
-  def test_common_pages(self, make):
-    cache = single(make)
+  def test_common_pages(self, cache):
     admit(cache, request("0", range(10)))
     admit(cache, request("1", range(10)))
     assert cache.get_num_common_prefix_pages("1") == [2]
     admit(cache, request("2", range(100, 103)))
     assert cache.get_num_common_prefix_pages("1") == [0]
 
-  def test_usage(self, make):
-    cache = single(make)
+  def test_usage(self, cache):
     assert cache.usage == 0
     admit(cache, request("0", range(10)))
     assert cache.usage == pytest.approx(0.3)
 
-  def test_wrong_calls(self, make):
-    cache = single(make)
+  def test_wrong_calls(self, cache):
     req = request("0", range(4))
     with pytest.raises(ValueError, match=r"nothing|must not all be 0"):
       cache.allocate_slots(req, 0)

@@ -61,6 +61,15 @@ class Pair:
     ]
 
 
+def ready(cache, *prompts):
+  """Returns running requests of `prompts`, each with a token to compute."""
+  requests = [request(str(n), prompt) for n, prompt in enumerate(prompts)]
+  for req in requests:
+    assert admit(cache, req)[1] is not None
+    req.token_ids.append(3)
+  return requests
+
+
 def assert_equal_states(manager_a, manager_b):
   chex.assert_trees_all_equal(manager_a.state, manager_b.state, strict=True)
 
@@ -76,12 +85,7 @@ class TestFull:
 
   def test_pages_are_taken_in_the_order_of_the_call(self):
     cache = single(CacheManager)
-    req_a = request("0", range(4))
-    req_b = request("1", range(50, 53))
-    admit(cache, req_a)
-    admit(cache, req_b)
-    for running in (req_a, req_b):
-      running.token_ids.append(9)
+    req_a, req_b = ready(cache, range(4), range(50, 53))
     # The order is that of the call, not of the slots.
     assert [ids(p) for p in cache.step([req_b, req_a])] == [[[]], [[3]]]
     assert cache.cached_page_ids() == {1, 2}
@@ -202,12 +206,7 @@ class TestFull:
   def test_first_of_equal_pages_in_a_call_is_found(self):
     """Two copies of one page, of which the first in the call is found."""
     cache = single(CacheManager)
-    req_a = request("0", range(3))
-    req_b = request("1", range(3))
-    admit(cache, req_a)
-    admit(cache, req_b)
-    for running in (req_a, req_b):
-      running.token_ids.append(3)
+    req_a, req_b = ready(cache, range(3), range(3))
     cache.step([req_b, req_a])
     assert cache.cached_page_ids() == {1, 2}
     assert hit_of(cache, request("2", range(5))) == ([[2]], 4)
@@ -236,17 +235,11 @@ class TestHybrid:
   def test_all_requests_give_back_before_any_takes(self):
     """A page behind the second window serves the first request."""
     cache = hybrid(CacheManager)
-    req_a = request("0", range(16))
-    req_b = request("1", range(50, 66))
-    admit(cache, req_a)
-    admit(cache, req_b)
+    requests = ready(cache, range(16), range(50, 66))
     assert cache.num_free_pages == 0
-    for running in (req_a, req_b):
-      running.token_ids.append(0)
     # Each request gives 2 pages back in both windows, and takes 3.
-    assert [list(map(len, ids(out))) for out in cache.step([req_a, req_b])] == [
-      [1, 1, 1]
-    ] * 2
+    answers = cache.step(requests)
+    assert [list(map(len, ids(out))) for out in answers] == [[1, 1, 1]] * 2
     assert cache.num_free_pages == 2
 
   def test_a_refused_request_still_gives_windows_back(self):
@@ -267,14 +260,9 @@ class TestHybrid:
 def test_requests_that_hold_all_pages_step(make):
   cache = make(CacheManager)
   count = (cache.config.num_pages - 1) // cache.config.num_groups
-  running = [request(str(n), [n]) for n in range(count)]
-  for req in running:
-    assert admit(cache, req)[1] is not None
-    req.token_ids.append(0)
-  answers = cache.step(running)
-  assert [len(answer.get_page_ids()[0]) for answer in answers] == [0] * len(
-    running
-  )
+  requests = ready(cache, *[[n] for n in range(count)])
+  answers = cache.step(requests)
+  assert [len(answer.get_page_ids()[0]) for answer in answers] == [0] * count
   jaxkv.check(cache.state)
 
 

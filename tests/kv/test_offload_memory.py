@@ -16,7 +16,8 @@ from jaxkv.results import Moves
 from tests.tools import ahead_of_time
 from tests.tools.compiled_loops import work_in_loops
 
-_N, _HOST = 8, 6
+_N = 8
+_HOST = 6
 _CONFIG = jaxkv.CacheConfig(
   num_pages=_N,
   page_size=4,
@@ -275,7 +276,8 @@ class TestMisuse:
     """Returns a memory, a cache, and the moves of three sequences."""
     kv = jaxkv.kv.init(self.config, num_layers=1, num_kv_heads=1, head_dim=2)
     kv = jax.tree.map(lambda array: array + 1, kv)
-    state, moves = jaxkv.init(self.config), []
+    state = jaxkv.init(self.config)
+    moves = []
     for token in range(3):
       tokens = jnp.full((1, 6), token, jnp.int32)
       state, out = jaxkv.allocate(state, [6])

@@ -74,11 +74,8 @@ def find(groups: list[Group], pool: Pool, root: tuple, tokens: list) -> Hit:
   length, junction = longest_prefix(groups, cached, len(tokens))
   num_skipped = [group.skipped_pages(length) for group in groups]
   needed = [
-    [
-      pages[group_index, column]
-      for column in range(first_column, group.full_pages(length))
-    ]
-    for group_index, (group, first_column) in enumerate(
+    [pages[index, column] for column in range(count, group.full_pages(length))]
+    for index, (group, count) in enumerate(
       zip(groups, num_skipped, strict=True)
     )
   ]

@@ -420,21 +420,14 @@ class ReferenceManager:
   def take_moves(self) -> Moves:
     """Returns the moves between the memories since the last call."""
     first_page = self.pool.num_pages + 1
-    moves = self.pool.moves
-    self.pool.moves = []
-    pages = [page for page, _, _ in moves]
-    saved_to, restored_from = (
-      [
-        Moves.NONE if move[n] is None else move[n] - first_page
-        for move in moves
-      ]
-      for n in (1, 2)
-    )
-    arrays: list[Any] = [
-      np.array(column, np.int32) for column in (pages, saved_to, restored_from)
+    rows = [
+      (page, *(Moves.NONE if n is None else n - first_page for n in offloaded))
+      for page, *offloaded in self.pool.moves
     ]
-    page, saved, restored = arrays
-    count: Any = np.int32(len(moves))
+    self.pool.moves = []
+    columns: Any = np.array(rows, np.int32).reshape(-1, 3).T
+    page, saved, restored = columns
+    count: Any = np.int32(len(rows))
     return Moves(page=page, saved_to=saved, restored_from=restored, count=count)
 
   def free_queue(self) -> list[int]:

@@ -203,9 +203,8 @@ class TestRetention:
         pages, hit = cache.get_computed_pages(seq)
         num_held = seq.num_computed_tokens
         pages, hit = (None, 0) if num_held else (pages, hit)
-        assert cache.allocate_slots(
-          seq, num_computed - num_held - hit, hit, pages
-        )
+        num_new = num_computed - num_held - hit
+        assert cache.allocate_slots(seq, num_new, hit, pages)
         seq.num_computed_tokens = num_computed
     assert hits == [0, 0, 8]
 
